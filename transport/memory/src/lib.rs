@@ -1,0 +1,342 @@
+//! Memory that devices write behind the compiler's back.
+//!
+//! Everything that a NIC may read or write, everything that `io_uring` fills, and every pool from
+//! which command buffers are cut is a [`Memory`]: one page-aligned anonymous mapping, shared by
+//! reference count, zeroed at birth. No reference into it is ever handed out. Code reads and writes
+//! it by copying ([`Memory::read`], [`Memory::write`]) and hands devices its address, exactly as a
+//! driver treats device memory; so a peer that rewrites a buffer while it is being read can spoil
+//! bytes, but cannot break a Rust invariant.
+//!
+//! - [`Memory`]: the mapping. Cloning shares it; the last clone unmaps it.
+//! - [`MemSlice`]: a checked range of a mapping that keeps the mapping alive. It is what queues of
+//!   posted work, rings and scatter lists hold while a device may touch the bytes.
+//!
+//! Units: offsets and lengths are bytes. Addresses are virtual addresses of this process.
+
+#![allow(
+    unsafe_code,
+    reason = "this crate is the one place that maps memory and copies to and from it"
+)]
+
+use std::fmt;
+use std::io;
+use std::ops::Range;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+/// Size and alignment of a page, and the granularity of every [`Memory`], in bytes.
+pub const PAGE: usize = 4096;
+
+struct Mapping {
+    base: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: a mapping is plain bytes. All access from this crate goes through raw-pointer copies that
+// create no references, so moving or sharing the owner between threads cannot alias a Rust object.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; concurrent copies may tear, which the module documentation states.
+unsafe impl Sync for Mapping {}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: `base` and `len` are those of the mmap call in `Memory::new`, and this is the
+        // last owner, so nothing can address the range any more.
+        unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+/// A page-aligned, zero-initialised anonymous mapping, shared by reference count.
+#[derive(Clone)]
+pub struct Memory(Arc<Mapping>);
+
+impl fmt::Debug for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Memory({:#x}+{:#x})", self.addr(), self.len())
+    }
+}
+
+impl Memory {
+    /// Maps `len` bytes, rounded up to whole pages; at least one page.
+    ///
+    /// # Errors
+    /// The error of `mmap(2)`, `ENOMEM` as a rule.
+    pub fn new(len: usize) -> io::Result<Self> {
+        let len = len
+            .max(1)
+            .checked_next_multiple_of(PAGE)
+            .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
+        // SAFETY: an anonymous private mapping at an address of the kernel's choice touches nothing
+        // that exists.
+        let p = unsafe {
+            libc::mmap(
+                ptr::null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+                -1,
+                0,
+            )
+        };
+        if p == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let base = NonNull::new(p.cast::<u8>()).ok_or_else(io::Error::last_os_error)?;
+        Ok(Self(Arc::new(Mapping { base, len })))
+    }
+
+    /// Length in bytes: a multiple of [`PAGE`].
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.0.len
+    }
+
+    /// Never true: the smallest mapping is one page.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.len == 0
+    }
+
+    /// Virtual address of the first byte.
+    #[must_use]
+    pub fn addr(&self) -> u64 {
+        self.0.base.as_ptr() as u64
+    }
+
+    /// Pointer to the byte at `offset`, for handing to a device or a system call. Dereferencing it
+    /// is the caller's business; the range must stay within the mapping, and the mapping alive.
+    ///
+    /// # Panics
+    /// If `offset` is beyond the end.
+    #[must_use]
+    pub fn ptr(&self, offset: usize) -> *mut u8 {
+        assert!(
+            offset <= self.0.len,
+            "offset {offset} beyond {}",
+            self.0.len
+        );
+        // SAFETY: within or one past the end of the mapping, as just asserted.
+        unsafe { self.0.base.as_ptr().add(offset) }
+    }
+
+    /// Copies `out.len()` bytes out, from `offset` on.
+    ///
+    /// # Panics
+    /// If the range is not within the mapping.
+    pub fn read(&self, offset: usize, out: &mut [u8]) {
+        self.check(offset, out.len());
+        // SAFETY: the source range was checked; `out` is an exclusive Rust slice, so it cannot
+        // overlap memory that is only reachable by raw pointer.
+        unsafe { ptr::copy_nonoverlapping(self.ptr(offset), out.as_mut_ptr(), out.len()) };
+    }
+
+    /// Copies `data` in, at `offset`.
+    ///
+    /// # Panics
+    /// If the range is not within the mapping.
+    pub fn write(&self, offset: usize, data: &[u8]) {
+        self.check(offset, data.len());
+        // SAFETY: as in `read`, with the roles exchanged.
+        unsafe { ptr::copy_nonoverlapping(data.as_ptr(), self.ptr(offset), data.len()) };
+    }
+
+    /// Fills `len` bytes from `offset` on with `byte`.
+    ///
+    /// # Panics
+    /// If the range is not within the mapping.
+    pub fn fill(&self, offset: usize, len: usize, byte: u8) {
+        self.check(offset, len);
+        // SAFETY: the range was checked.
+        unsafe { ptr::write_bytes(self.ptr(offset), byte, len) };
+    }
+
+    /// Copies `len` bytes from one mapping to another, or within one; overlap is allowed.
+    ///
+    /// # Panics
+    /// If either range is not within its mapping.
+    pub fn copy(src: &Memory, src_offset: usize, dst: &Memory, dst_offset: usize, len: usize) {
+        src.check(src_offset, len);
+        dst.check(dst_offset, len);
+        // SAFETY: both ranges were checked; `copy` allows overlap.
+        unsafe { ptr::copy(src.ptr(src_offset), dst.ptr(dst_offset), len) };
+    }
+
+    /// Calls `f` with the bytes of a range, without a copy, for computing checksums and comparing.
+    ///
+    /// The caller promises what the module documentation says of a device: nobody writes the range
+    /// while `f` runs. Every provider of ours that writes into memory does so on the thread that
+    /// drives it, so code running on that thread keeps the promise by running there.
+    ///
+    /// # Safety
+    /// No thread and no device writes the range until `f` returns.
+    ///
+    /// # Panics
+    /// If the range is not within the mapping.
+    pub unsafe fn with_bytes<R>(&self, offset: usize, len: usize, f: impl FnOnce(&[u8]) -> R) -> R {
+        self.check(offset, len);
+        // SAFETY: the range was checked, the bytes are initialised, and the caller promises that
+        // nobody writes them meanwhile.
+        f(unsafe { std::slice::from_raw_parts(self.ptr(offset), len) })
+    }
+
+    /// The whole mapping as a slice.
+    #[must_use]
+    pub fn whole(&self) -> MemSlice {
+        MemSlice {
+            memory: self.clone(),
+            offset: 0,
+            len: self.len(),
+        }
+    }
+
+    /// A range of the mapping, or `None` where it is not within it.
+    #[must_use]
+    pub fn slice(&self, range: Range<usize>) -> Option<MemSlice> {
+        (range.start <= range.end && range.end <= self.len()).then(|| MemSlice {
+            memory: self.clone(),
+            offset: range.start,
+            len: range.end - range.start,
+        })
+    }
+
+    fn check(&self, offset: usize, len: usize) {
+        assert!(
+            offset.checked_add(len).is_some_and(|end| end <= self.0.len),
+            "range {offset}+{len} beyond {}",
+            self.0.len
+        );
+    }
+}
+
+/// A range of a [`Memory`] that keeps it alive. Offsets in its methods count from the range's start.
+#[derive(Clone, Debug)]
+pub struct MemSlice {
+    memory: Memory,
+    offset: usize,
+    len: usize,
+}
+
+impl MemSlice {
+    /// The mapping the range lies in.
+    #[must_use]
+    pub fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    /// Offset of the range within its mapping, in bytes.
+    #[must_use]
+    pub fn offset(&self) -> usize {
+        self.offset
+    }
+
+    /// Length in bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether the range holds no byte.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Virtual address of the range's first byte.
+    #[must_use]
+    pub fn addr(&self) -> u64 {
+        self.memory.addr() + self.offset as u64
+    }
+
+    /// Pointer to the range's first byte, as [`Memory::ptr`].
+    #[must_use]
+    pub fn ptr(&self) -> *mut u8 {
+        self.memory.ptr(self.offset)
+    }
+
+    /// Copies out, from `offset` within the range. Panics beyond its end.
+    pub fn read(&self, offset: usize, out: &mut [u8]) {
+        self.check(offset, out.len());
+        self.memory.read(self.offset + offset, out);
+    }
+
+    /// Copies in, at `offset` within the range. Panics beyond its end.
+    pub fn write(&self, offset: usize, data: &[u8]) {
+        self.check(offset, data.len());
+        self.memory.write(self.offset + offset, data);
+    }
+
+    /// Fills a part of the range with `byte`. Panics beyond its end.
+    pub fn fill(&self, offset: usize, len: usize, byte: u8) {
+        self.check(offset, len);
+        self.memory.fill(self.offset + offset, len, byte);
+    }
+
+    /// The bytes of the range, copied.
+    #[must_use]
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut v = vec![0; self.len];
+        self.read(0, &mut v);
+        v
+    }
+
+    /// A part of the range, or `None` where it is not within it.
+    #[must_use]
+    pub fn slice(&self, range: Range<usize>) -> Option<MemSlice> {
+        (range.start <= range.end && range.end <= self.len).then(|| MemSlice {
+            memory: self.memory.clone(),
+            offset: self.offset + range.start,
+            len: range.end - range.start,
+        })
+    }
+
+    fn check(&self, offset: usize, len: usize) {
+        assert!(
+            offset.checked_add(len).is_some_and(|end| end <= self.len),
+            "range {offset}+{len} beyond {}",
+            self.len
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rounds_up_to_pages_and_starts_zeroed() {
+        let m = Memory::new(5000).unwrap();
+        assert_eq!(m.len(), 8192);
+        assert_eq!(m.addr() % PAGE as u64, 0);
+        assert!(m.whole().to_vec().iter().all(|&b| b == 0));
+    }
+
+    #[test]
+    fn slices_share_bytes_and_keep_the_mapping_alive() {
+        let s = {
+            let m = Memory::new(PAGE).unwrap();
+            m.write(100, b"riser");
+            m.slice(100..105).unwrap()
+        };
+        assert_eq!(s.to_vec(), b"riser");
+        let part = s.slice(1..3).unwrap();
+        assert_eq!(part.to_vec(), b"is");
+        assert!(s.slice(3..6).is_none());
+        Memory::copy(s.memory(), 100, s.memory(), 102, 5);
+        let mut out = [0; 7];
+        s.memory().read(100, &mut out);
+        assert_eq!(&out, b"ririser");
+    }
+
+    #[test]
+    #[should_panic(expected = "beyond")]
+    fn a_range_past_the_end_panics() {
+        Memory::new(PAGE).unwrap().write(PAGE - 1, &[1, 2]);
+    }
+
+    #[test]
+    #[should_panic(expected = "beyond")]
+    fn a_range_that_wraps_panics() {
+        let mut out = [0; 2];
+        Memory::new(PAGE).unwrap().read(usize::MAX, &mut out);
+    }
+}

@@ -1,0 +1,378 @@
+//! Capabilities, attributes, states.
+
+use std::net::IpAddr;
+
+use bitflags::bitflags;
+
+use super::{CqId, Gid, LKey, MrId, PKey, PdId, QKey, QpId, RKey, SrqId};
+
+bitflags! {
+    /// What may be done with a memory region.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+    pub struct Access: u8 {
+        /// The device may write it for local requests (receives, reads).
+        const LOCAL_WRITE = 1;
+        /// A peer may write it.
+        const REMOTE_WRITE = 2;
+        /// A peer may read it.
+        const REMOTE_READ = 4;
+        /// A peer may run atomics on it.
+        const REMOTE_ATOMIC = 8;
+        /// Addresses count from 0 instead of from the virtual address.
+        const ZERO_BASED = 32;
+    }
+}
+
+impl Access {
+    /// The rights that only peers use.
+    pub const REMOTE: Self = Self::REMOTE_WRITE
+        .union(Self::REMOTE_READ)
+        .union(Self::REMOTE_ATOMIC);
+}
+
+/// The limits of a device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceAttr {
+    /// Name for people, such as `roce-127.0.0.1`.
+    pub name: String,
+    /// Name of the provider: `roce`, `rdma_core`, `loopback`.
+    pub provider: &'static str,
+    /// The node's GUID, as the CM carries it.
+    pub node_guid: u64,
+    /// Most protection domains.
+    pub max_pd: u32,
+    /// Most memory regions.
+    pub max_mr: u32,
+    /// Longest region, in bytes.
+    pub max_mr_size: u64,
+    /// Most segments in one fast registration.
+    pub max_fast_reg_segments: u32,
+    /// Whether segments of a fast registration may start and end anywhere, or must meet at pages.
+    pub sg_gaps: bool,
+    /// Most completion queues.
+    pub max_cq: u32,
+    /// Most entries of a completion queue.
+    pub max_cqe: u32,
+    /// Most queue pairs.
+    pub max_qp: u32,
+    /// Most requests in a send or receive queue.
+    pub max_qp_wr: u32,
+    /// Most scatter-gather entries in a request.
+    pub max_sge: u32,
+    /// Most bytes of inline data.
+    pub max_inline: u32,
+    /// Most shared receive queues.
+    pub max_srq: u32,
+    /// Most requests in one of them.
+    pub max_srq_wr: u32,
+    /// Most incoming READs and atomics that a queue pair holds (responder resources).
+    pub max_qp_rd_atom: u8,
+    /// Most outgoing READs and atomics of a queue pair (initiator depth).
+    pub max_qp_init_rd_atom: u8,
+    /// Most address handles.
+    pub max_ah: u32,
+    /// Number of ports.
+    pub ports: u8,
+}
+
+/// State of a port.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PortState {
+    /// No link.
+    Down,
+    /// Ready for traffic.
+    Active,
+}
+
+/// Attributes of a port.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PortAttr {
+    /// Link state.
+    pub state: PortState,
+    /// Largest path MTU.
+    pub max_mtu: Mtu,
+    /// Path MTU in use.
+    pub active_mtu: Mtu,
+    /// Longest message, in bytes.
+    pub max_msg_size: u32,
+    /// Entries of the GID table.
+    pub gid_table_len: u16,
+    /// Entries of the P_Key table.
+    pub pkey_table_len: u16,
+    /// The port's address.
+    pub addr: IpAddr,
+}
+
+/// Path MTU: payload bytes of one packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Mtu {
+    /// 256 bytes.
+    Mtu256,
+    /// 512 bytes.
+    Mtu512,
+    /// 1024 bytes.
+    Mtu1024,
+    /// 2048 bytes.
+    Mtu2048,
+    /// 4096 bytes.
+    Mtu4096,
+}
+
+impl Mtu {
+    /// All, smallest first.
+    pub const ALL: [Self; 5] = [
+        Self::Mtu256,
+        Self::Mtu512,
+        Self::Mtu1024,
+        Self::Mtu2048,
+        Self::Mtu4096,
+    ];
+
+    /// Payload bytes.
+    #[must_use]
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::Mtu256 => 256,
+            Self::Mtu512 => 512,
+            Self::Mtu1024 => 1024,
+            Self::Mtu2048 => 2048,
+            Self::Mtu4096 => 4096,
+        }
+    }
+
+    /// The code that messages carry: 1 for 256 up to 5 for 4096 (IBTA 12.7).
+    #[must_use]
+    pub const fn code(self) -> u8 {
+        match self {
+            Self::Mtu256 => 1,
+            Self::Mtu512 => 2,
+            Self::Mtu1024 => 3,
+            Self::Mtu2048 => 4,
+            Self::Mtu4096 => 5,
+        }
+    }
+
+    /// The MTU of a code.
+    #[must_use]
+    pub fn from_code(code: u8) -> Option<Self> {
+        Self::ALL.into_iter().find(|m| m.code() == code)
+    }
+
+    /// The largest MTU whose packets fit `payload` bytes of UDP payload: BTH, the longest extended
+    /// headers of a packet that also carries payload (RETH and immediate), and ICRC take 36.
+    #[must_use]
+    pub fn for_udp_payload(payload: usize) -> Option<Self> {
+        Self::ALL
+            .into_iter()
+            .rev()
+            .find(|m| m.bytes() + 36 <= payload)
+    }
+}
+
+/// A registered region: its handle, its keys and where its addresses start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mr {
+    /// The handle.
+    pub id: MrId,
+    /// Key for local scatter lists.
+    pub lkey: LKey,
+    /// Key for the peer; means nothing unless a remote right was given.
+    pub rkey: RKey,
+    /// Address of the first byte, as scatter lists and peers write it.
+    pub addr: u64,
+    /// Length in bytes.
+    pub length: u64,
+}
+
+/// What a region covers at present.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MrAttr {
+    /// Its protection domain.
+    pub pd: PdId,
+    /// Keys, address and length.
+    pub mr: Mr,
+    /// What may be done with it.
+    pub access: Access,
+    /// Whether its keys work: false for a fast-registration region that is not registered.
+    pub valid: bool,
+}
+
+/// Capacity of a shared receive queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SrqAttr {
+    /// Requests it holds.
+    pub max_wr: u32,
+    /// Scatter-gather entries of a request.
+    pub max_sge: u32,
+    /// When fewer requests than this remain, one limit event is raised; 0 is unarmed.
+    pub limit: u32,
+}
+
+/// Kind of queue pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QpType {
+    /// Reliable connection.
+    Rc,
+    /// Unreliable datagram.
+    Ud,
+    /// The general service interface: queue pair 1, a datagram queue pair for MADs.
+    Gsi,
+}
+
+/// How deep a queue pair's queues are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QpCap {
+    /// Requests in the send queue.
+    pub max_send_wr: u32,
+    /// Requests in the receive queue; ignored with a shared one.
+    pub max_recv_wr: u32,
+    /// Scatter-gather entries of a send request.
+    pub max_send_sge: u32,
+    /// Scatter-gather entries of a receive.
+    pub max_recv_sge: u32,
+    /// Bytes of inline data.
+    pub max_inline: u32,
+}
+
+/// What a queue pair is created with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QpInitAttr {
+    /// Its protection domain.
+    pub pd: PdId,
+    /// Where sends complete.
+    pub send_cq: CqId,
+    /// Where receives complete; may be the same.
+    pub recv_cq: CqId,
+    /// A shared receive queue instead of its own.
+    pub srq: Option<SrqId>,
+    /// Kind.
+    pub qp_type: QpType,
+    /// Depths.
+    pub cap: QpCap,
+    /// Every send completes visibly, whatever its flags say.
+    pub sq_sig_all: bool,
+}
+
+/// State of a queue pair (IBTA 10.3.1).
+///
+/// ```text
+///  RESET → INIT → RTR → RTS ⇄ SQD
+///    ↑                   ↓  ↘
+///    └── any state      SQE   ERROR ← any state
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum QpState {
+    /// As created: takes no requests.
+    Reset,
+    /// Takes receives; sends and packets do nothing yet.
+    Init,
+    /// Ready to receive: answers packets, does not send.
+    Rtr,
+    /// Ready to send: fully operational.
+    Rts,
+    /// Send queue drained: finishes what it began, starts nothing new.
+    Sqd,
+    /// Send queue error: a datagram send failed; receives go on.
+    Sqe,
+    /// Error: everything flushes.
+    Error,
+}
+
+/// An address for a path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AhAttr {
+    /// The peer's GID.
+    pub dgid: Gid,
+    /// Index of our own GID.
+    pub sgid_index: u16,
+    /// Hop limit.
+    pub hop_limit: u8,
+    /// Traffic class.
+    pub traffic_class: u8,
+    /// Our port.
+    pub port: u8,
+}
+
+/// Attributes of a queue pair: given to `modify_qp` (what is `None` stays as it is) and answered by
+/// `query_qp`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct QpAttr {
+    /// State to go to; `None` changes attributes only.
+    pub state: Option<QpState>,
+    /// Index into the P_Key table.
+    pub pkey_index: Option<u16>,
+    /// Port, from 1.
+    pub port: Option<u8>,
+    /// What peers may do through this queue pair (the remote rights only).
+    pub access: Option<Access>,
+    /// Queue key, datagram queue pairs.
+    pub qkey: Option<QKey>,
+    /// Path to the peer.
+    pub ah: Option<AhAttr>,
+    /// Path MTU.
+    pub path_mtu: Option<Mtu>,
+    /// The peer's queue pair number.
+    pub dest_qp: Option<u32>,
+    /// First PSN that we expect.
+    pub rq_psn: Option<u32>,
+    /// First PSN that we send.
+    pub sq_psn: Option<u32>,
+    /// Incoming READs and atomics held at once (responder resources).
+    pub max_dest_rd_atomic: Option<u8>,
+    /// Outgoing READs and atomics at once (initiator depth).
+    pub max_rd_atomic: Option<u8>,
+    /// Code of the delay that our RNR NAK asks for (IBTA table 45).
+    pub min_rnr_timer: Option<u8>,
+    /// ACK timeout is 4.096 µs × 2^n; 0 waits for ever.
+    pub timeout: Option<u8>,
+    /// Retries after a timeout or a sequence NAK, up to 7.
+    pub retry_cnt: Option<u8>,
+    /// Retries after an RNR NAK; 7 is without end.
+    pub rnr_retry: Option<u8>,
+    /// The queue pair's partition key, answered only.
+    pub pkey: Option<PKey>,
+}
+
+/// Something that happened to a device or one of its objects, outside any request (IBTA 11.6.3).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AsyncEvent {
+    /// A completion was lost: the queue was full. Its queue pairs go to the error state.
+    CqError(CqId),
+    /// The queue pair went to the error state for a reason no completion tells.
+    QpFatal(QpId),
+    /// The peer sent a request that the transport had to refuse as invalid.
+    QpReqError(QpId),
+    /// The peer's request violated a key or a right.
+    QpAccessError(QpId),
+    /// The first packet arrived on a queue pair in RTR.
+    CommEstablished(QpId),
+    /// The send queue has drained after a move to SQD.
+    SqDrained(QpId),
+    /// The last receive of a shared queue that an erroneous queue pair held is back.
+    QpLastWqeReached(QpId),
+    /// A shared receive queue has fewer requests than its limit.
+    SrqLimitReached(SrqId),
+    /// A port came up.
+    PortActive(u8),
+    /// A port went down.
+    PortError(u8),
+    /// The GID table changed.
+    GidChange(u8),
+    /// The device is going away.
+    DeviceFatal,
+}
+
+/// A key's index part: what stays when its low byte changes.
+impl RKey {
+    /// The same key with another low byte, as fast registration requires.
+    #[must_use]
+    pub fn with_key_byte(self, byte: u8) -> Self {
+        Self((self.0 & !0xff) | u32::from(byte))
+    }
+
+    /// The next key of a fast-registration region: the low byte counts on, wrapping.
+    #[must_use]
+    pub fn next(self) -> Self {
+        self.with_key_byte((self.0 as u8).wrapping_add(1))
+    }
+}

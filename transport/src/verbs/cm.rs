@@ -1,0 +1,153 @@
+//! The connection API's types.
+
+use std::net::SocketAddr;
+
+use thiserror::Error;
+
+use super::{CmId, VerbsError};
+
+/// Most private data that an RDMA CM user can send in a request, in bytes (92 less the 36-byte
+/// address header).
+pub const MAX_CONNECT_PRIVATE_DATA: usize = 56;
+
+/// Most private data in an accept, in bytes.
+pub const MAX_ACCEPT_PRIVATE_DATA: usize = 196;
+
+/// Most private data in a reject, in bytes.
+pub const MAX_REJECT_PRIVATE_DATA: usize = 148;
+
+/// Which service ids an identifier's ports map to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum PortSpace {
+    /// Reliable connections: service id `0x0000000001060000 | port`.
+    Tcp,
+    /// Datagrams: `0x0000000001110000 | port`.
+    Udp,
+    /// A bare InfiniBand service id, with no address header in the private data.
+    Ib {
+        /// The service id.
+        service_id: u64,
+        /// Bits of it that a listener compares.
+        mask: u64,
+    },
+}
+
+/// What both sides tell each other when they connect.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ConnParam {
+    /// The user's private data.
+    pub private_data: Vec<u8>,
+    /// Incoming READs and atomics that we hold at once.
+    pub responder_resources: u8,
+    /// Outgoing READs and atomics that we want at once.
+    pub initiator_depth: u8,
+    /// Whether we answer with end-to-end credits.
+    pub flow_control: bool,
+    /// Retries after a timeout, up to 7; a request carries it for the peer to use.
+    pub retry_count: u8,
+    /// Retries after RNR, 7 without end.
+    pub rnr_retry_count: u8,
+    /// Whether our queue pair uses a shared receive queue.
+    pub srq: bool,
+}
+
+impl Default for ConnParam {
+    fn default() -> Self {
+        Self {
+            private_data: Vec::new(),
+            responder_resources: 16,
+            initiator_depth: 16,
+            flow_control: true,
+            retry_count: 7,
+            rnr_retry_count: 7,
+            srq: false,
+        }
+    }
+}
+
+/// Something that happened to an identifier.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CmEvent {
+    /// The identifier; for a connection request, the new one.
+    pub id: CmId,
+    /// What happened.
+    pub kind: CmEventKind,
+}
+
+/// The RDMA CM's events.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CmEventKind {
+    /// `resolve_addr` succeeded.
+    AddrResolved,
+    /// `resolve_addr` failed.
+    AddrError(CmError),
+    /// `resolve_route` succeeded.
+    RouteResolved,
+    /// `resolve_route` failed.
+    RouteError(CmError),
+    /// A peer asks to connect.
+    ConnectRequest {
+        /// The listener it came to.
+        listener: CmId,
+        /// The peer's address and port.
+        peer: SocketAddr,
+        /// What it told.
+        param: ConnParam,
+    },
+    /// The peer did not answer, or something failed on the way.
+    ConnectError(CmError),
+    /// The peer could not be reached: every retry timed out.
+    Unreachable,
+    /// The peer refused.
+    Rejected {
+        /// The IB CM's reason (28: by the consumer, 8: nobody listens …).
+        reason: u16,
+        /// The private data of the refusal.
+        private_data: Vec<u8>,
+    },
+    /// Both sides are connected. The active side has the peer's private data here.
+    Established {
+        /// What the peer told; private data is empty on the passive side.
+        param: ConnParam,
+    },
+    /// The connection ended, by either side.
+    Disconnected,
+    /// The device is going away; destroy everything on it.
+    DeviceRemoval,
+    /// The queue pair's number may be used again.
+    TimewaitExit,
+}
+
+/// Why a connection call or a connection failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum CmError {
+    /// The identifier does not exist or is not in a state for this.
+    #[error("connection identifier is not in a state for {0}")]
+    InvalidState(&'static str),
+    /// More identifiers than the device allows.
+    #[error("too many connection identifiers")]
+    TooManyIds,
+    /// Something else is bound to that address and port.
+    #[error("address in use")]
+    AddressInUse,
+    /// The address is not this device's.
+    #[error("address not available on this device")]
+    AddressNotAvailable,
+    /// The destination's family or scope cannot be reached from this device.
+    #[error("destination cannot be reached from this device")]
+    Unreachable,
+    /// More private data than the message has room for.
+    #[error("private data is {len} bytes, {max} at most")]
+    PrivateDataTooLong {
+        /// Bytes given.
+        len: usize,
+        /// Bytes that fit.
+        max: usize,
+    },
+    /// No answer in time.
+    #[error("timed out")]
+    Timeout,
+    /// The queue pair or the device refused.
+    #[error(transparent)]
+    Verbs(#[from] VerbsError),
+}

@@ -1,0 +1,370 @@
+//! The verbs: one set of safe types with the InfiniBand rules, for every provider.
+//!
+//! Objects are named by small copyable ids ([`QpId`], [`CqId`], …) that carry a generation, so a
+//! stale id is an [`VerbsError::InvalidHandle`], never somebody else's object. Work requests borrow
+//! their scatter lists and are copied into the queue by the post. Nothing blocks: a call either does
+//! its work or says why not, and everything that happens later is a [`Completion`], an
+//! [`AsyncEvent`] or a [`CmEvent`].
+//!
+//! - [`Verbs`]: devices, protection domains, memory, completion queues, queue pairs, posting.
+//! - [`RdmaCm`]: connections by address, shaped like the RDMA CM.
+//! - [`Provider`]: both, and how an event loop drives them.
+//!
+//! # The loop
+//!
+//! ```text
+//! loop {
+//!     provider.progress(now);                  // packets in, timers, packets out
+//!     while let Some(e) = provider.poll_cm_event() { … }
+//!     provider.poll_cq(cq, &mut completions) … // and post more work
+//!     if idle { provider.req_notify_cq(cq, Notify::Next); poll once more;
+//!               wait for provider.event_fds() until provider.deadline() }
+//! }
+//! ```
+//!
+//! Byte order: everything here is in host order; providers convert at the wire.
+
+mod attr;
+mod cm;
+mod error;
+mod ids;
+mod wr;
+
+use std::os::fd::RawFd;
+use std::time::{Duration, Instant};
+
+use riser_memory::MemSlice;
+
+pub use attr::*;
+pub use cm::*;
+pub use error::*;
+pub use ids::*;
+pub use wr::*;
+
+/// The channel-interface verbs of one opened device (IBTA chapter 11).
+///
+/// One thread owns a device; a process that wants several threads opens the device once for each.
+pub trait Verbs {
+    /// What the device can do. Fixed while it is open.
+    fn device_attr(&self) -> &DeviceAttr;
+
+    /// The attributes of a port; ports count from 1.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidPort`].
+    fn query_port(&self, port: u8) -> Result<PortAttr, VerbsError>;
+
+    /// An entry of a port's GID table.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidPort`], [`VerbsError::InvalidIndex`].
+    fn query_gid(&self, port: u8, index: u16) -> Result<Gid, VerbsError>;
+
+    /// An entry of a port's P_Key table.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidPort`], [`VerbsError::InvalidIndex`].
+    fn query_pkey(&self, port: u8, index: u16) -> Result<PKey, VerbsError>;
+
+    /// The next asynchronous event, oldest first. The queue holds one entry for each object and kind
+    /// of event at most, so it is bounded by the number of objects.
+    fn poll_async_event(&mut self) -> Option<AsyncEvent>;
+
+    /// Allocates a protection domain.
+    ///
+    /// # Errors
+    /// [`VerbsError::InsufficientResources`] at the device's limit.
+    fn alloc_pd(&mut self) -> Result<PdId, VerbsError>;
+
+    /// Frees a protection domain.
+    ///
+    /// # Errors
+    /// [`VerbsError::ResourceBusy`] while anything belongs to it.
+    fn dealloc_pd(&mut self, pd: PdId) -> Result<(), VerbsError>;
+
+    /// Registers a range of memory. Remote addresses of the region count from the range's virtual
+    /// address, or from 0 with [`Access::ZERO_BASED`].
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidAccess`] for remote write or atomic without local write.
+    fn reg_mr(&mut self, pd: PdId, range: &MemSlice, access: Access) -> Result<Mr, VerbsError>;
+
+    /// What a region covers at present.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`].
+    fn query_mr(&self, mr: MrId) -> Result<MrAttr, VerbsError>;
+
+    /// Deregisters a region; its keys fail from now on.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`].
+    fn dereg_mr(&mut self, mr: MrId) -> Result<(), VerbsError>;
+
+    /// Allocates a region for fast registration with room for `max_segments` segments. It covers
+    /// nothing until [`Verbs::map_mr_sg`] and a [`SendOp::RegMr`].
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidParameter`] beyond [`DeviceAttr::max_fast_reg_segments`].
+    fn alloc_fast_mr(&mut self, pd: PdId, max_segments: u32) -> Result<Mr, VerbsError>;
+
+    /// Sets what the next [`SendOp::RegMr`] of a fast-registration region will cover: as many of
+    /// `segments` as fit. Answers how many bytes that is. The keys of a region that is still valid
+    /// must be invalidated first.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`], [`VerbsError::InvalidState`] while the region is valid.
+    fn map_mr_sg(&mut self, mr: MrId, segments: &[MemSlice]) -> Result<u64, VerbsError>;
+
+    /// Creates a completion queue with room for at least `entries` completions.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidParameter`] for 0 or more than [`DeviceAttr::max_cqe`].
+    fn create_cq(&mut self, entries: u32) -> Result<CqId, VerbsError>;
+
+    /// Changes a completion queue's capacity.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidParameter`] below the number of completions that it holds.
+    fn resize_cq(&mut self, cq: CqId, entries: u32) -> Result<(), VerbsError>;
+
+    /// Destroys a completion queue.
+    ///
+    /// # Errors
+    /// [`VerbsError::ResourceBusy`] while a queue pair uses it.
+    fn destroy_cq(&mut self, cq: CqId) -> Result<(), VerbsError>;
+
+    /// Takes up to `max` completions, oldest first, appending them to `out`; answers how many.
+    ///
+    /// # Errors
+    /// [`VerbsError::CqOverrun`] once a completion has been lost; the queue is then dead.
+    fn poll_cq(
+        &mut self,
+        cq: CqId,
+        max: usize,
+        out: &mut Vec<Completion>,
+    ) -> Result<usize, VerbsError>;
+
+    /// How many completions wait, counting no further than `max`.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`].
+    fn peek_cq(&self, cq: CqId, max: usize) -> Result<usize, VerbsError>;
+
+    /// Arms a completion queue: one [`Verbs::poll_cq_event`] for the next completion that matches.
+    /// Answers whether completions are waiting already, in which case poll again before sleeping.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`].
+    fn req_notify_cq(&mut self, cq: CqId, notify: Notify) -> Result<bool, VerbsError>;
+
+    /// The next completion queue whose armed notification has fired.
+    fn poll_cq_event(&mut self) -> Option<CqId>;
+
+    /// Creates a shared receive queue.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidParameter`] beyond the device's limits.
+    fn create_srq(&mut self, pd: PdId, attr: SrqAttr) -> Result<SrqId, VerbsError>;
+
+    /// Resizes a shared receive queue (`max_wr`) or arms its limit event (`limit`).
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidParameter`] below what is posted, or a limit above the capacity.
+    fn modify_srq(
+        &mut self,
+        srq: SrqId,
+        max_wr: Option<u32>,
+        limit: Option<u32>,
+    ) -> Result<(), VerbsError>;
+
+    /// Capacity and armed limit of a shared receive queue.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`].
+    fn query_srq(&self, srq: SrqId) -> Result<SrqAttr, VerbsError>;
+
+    /// Destroys a shared receive queue; what is posted to it goes without completions.
+    ///
+    /// # Errors
+    /// [`VerbsError::ResourceBusy`] while a queue pair uses it.
+    fn destroy_srq(&mut self, srq: SrqId) -> Result<(), VerbsError>;
+
+    /// Posts receives to a shared receive queue. All are posted, or all from the named index on are not.
+    ///
+    /// # Errors
+    /// [`PostError`] with the index of the first request that was not posted.
+    fn post_srq_recv(&mut self, srq: SrqId, wrs: &[RecvWr<'_>]) -> Result<(), PostError>;
+
+    /// Creates a queue pair in state RESET.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidParameter`] beyond the device's limits, [`VerbsError::InvalidHandle`].
+    fn create_qp(&mut self, init: &QpInitAttr) -> Result<QpId, VerbsError>;
+
+    /// The queue pair's number on the wire.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`].
+    fn qp_num(&self, qp: QpId) -> Result<u32, VerbsError>;
+
+    /// Changes state and attributes by the table of IBTA 11.2.5.2: a transition that the table does
+    /// not have, a required attribute that is missing and an attribute that it forbids are refused,
+    /// and then nothing has changed.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidTransition`], [`VerbsError::MissingAttribute`],
+    /// [`VerbsError::ForbiddenAttribute`], [`VerbsError::InvalidParameter`].
+    fn modify_qp(&mut self, qp: QpId, attr: &QpAttr) -> Result<(), VerbsError>;
+
+    /// State and attributes at present; attributes never set are `None`.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`].
+    fn query_qp(&self, qp: QpId) -> Result<QpAttr, VerbsError>;
+
+    /// Destroys a queue pair. Work still in its queues goes without completions; drain it first
+    /// where they matter.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`].
+    fn destroy_qp(&mut self, qp: QpId) -> Result<(), VerbsError>;
+
+    /// Posts a chain of requests to the send queue. The chain posts whole, or fails at the named
+    /// index and from there on nothing is posted.
+    ///
+    /// # Errors
+    /// [`PostError`] with the index of the first request that was not posted.
+    fn post_send(&mut self, qp: QpId, wrs: &[SendWr<'_>]) -> Result<(), PostError>;
+
+    /// Posts receives, as [`Verbs::post_send`].
+    ///
+    /// # Errors
+    /// [`PostError`] with the index of the first request that was not posted.
+    fn post_recv(&mut self, qp: QpId, wrs: &[RecvWr<'_>]) -> Result<(), PostError>;
+
+    /// Creates an address handle for datagram sends.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidParameter`] for an address that the device cannot reach.
+    fn create_ah(&mut self, pd: PdId, attr: AhAttr) -> Result<AhId, VerbsError>;
+
+    /// Destroys an address handle.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`].
+    fn destroy_ah(&mut self, ah: AhId) -> Result<(), VerbsError>;
+}
+
+/// Connections by address (the RDMA CM's calls, one to one).
+///
+/// Every call returns at once; its outcome is a [`CmEvent`]. A failed call changes nothing.
+pub trait RdmaCm {
+    /// Creates an identifier, not yet bound to a device.
+    ///
+    /// # Errors
+    /// [`CmError::TooManyIds`].
+    fn create_id(&mut self, port_space: PortSpace) -> Result<CmId, CmError>;
+
+    /// Binds to a local address; port 0 takes a free port. An unspecified address means the device's own.
+    ///
+    /// # Errors
+    /// [`CmError::AddressInUse`], [`CmError::AddressNotAvailable`].
+    fn bind_addr(&mut self, id: CmId, addr: std::net::SocketAddr) -> Result<(), CmError>;
+
+    /// Resolves a destination to a device and a GID; the answer is `AddrResolved` or `AddrError`.
+    ///
+    /// # Errors
+    /// [`CmError::InvalidState`].
+    fn resolve_addr(
+        &mut self,
+        id: CmId,
+        src: Option<std::net::SocketAddr>,
+        dst: std::net::SocketAddr,
+        timeout: Duration,
+    ) -> Result<(), CmError>;
+
+    /// Resolves the path to the destination; the answer is `RouteResolved` or `RouteError`.
+    ///
+    /// # Errors
+    /// [`CmError::InvalidState`].
+    fn resolve_route(&mut self, id: CmId, timeout: Duration) -> Result<(), CmError>;
+
+    /// Creates a queue pair that this identifier takes through its states while connecting.
+    ///
+    /// # Errors
+    /// [`CmError::InvalidState`], [`CmError::Verbs`].
+    fn create_cm_qp(&mut self, id: CmId, init: &QpInitAttr) -> Result<QpId, CmError>;
+
+    /// Listens on the bound address. `backlog` bounds the connection requests not yet accepted or
+    /// rejected; a request beyond it is dropped and will be sent again by its peer.
+    ///
+    /// # Errors
+    /// [`CmError::InvalidState`], [`CmError::AddressInUse`].
+    fn listen(&mut self, id: CmId, backlog: u32) -> Result<(), CmError>;
+
+    /// Sends a connection request.
+    ///
+    /// # Errors
+    /// [`CmError::InvalidState`], [`CmError::PrivateDataTooLong`].
+    fn connect(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError>;
+
+    /// Accepts a connection request. Receives should be posted to the queue pair before.
+    ///
+    /// # Errors
+    /// [`CmError::InvalidState`], [`CmError::PrivateDataTooLong`].
+    fn accept(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError>;
+
+    /// Rejects a connection request with private data (reason "consumer defined").
+    ///
+    /// # Errors
+    /// [`CmError::InvalidState`], [`CmError::PrivateDataTooLong`].
+    fn reject(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError>;
+
+    /// Asks the peer for more time to answer its request.
+    ///
+    /// # Errors
+    /// [`CmError::InvalidState`].
+    fn mra(&mut self, id: CmId) -> Result<(), CmError>;
+
+    /// Tells the CM that data arrived on a connection whose RTU did not; the CM then treats it as
+    /// established.
+    ///
+    /// # Errors
+    /// [`CmError::InvalidState`].
+    fn notify_established(&mut self, id: CmId) -> Result<(), CmError>;
+
+    /// Takes the queue pair to the error state and tells the peer. Idempotent.
+    ///
+    /// # Errors
+    /// [`CmError::InvalidState`] before a connection was tried.
+    fn disconnect(&mut self, id: CmId) -> Result<(), CmError>;
+
+    /// Destroys an identifier and whatever it was doing. Its queue pair stays the caller's to destroy.
+    ///
+    /// # Errors
+    /// [`CmError::InvalidState`] for an id that does not exist.
+    fn destroy_id(&mut self, id: CmId) -> Result<(), CmError>;
+
+    /// The local address, once bound.
+    fn local_addr(&self, id: CmId) -> Option<std::net::SocketAddr>;
+
+    /// The peer's address, once resolved or requested.
+    fn peer_addr(&self, id: CmId) -> Option<std::net::SocketAddr>;
+
+    /// The next event, oldest first.
+    fn poll_cm_event(&mut self) -> Option<CmEvent>;
+}
+
+/// A device with its connection manager, and how an event loop drives them.
+pub trait Provider: Verbs + RdmaCm {
+    /// Does what can be done now without waiting: takes in packets or events, fires the timers due
+    /// by `now`, sends what is ready. Answers how much it did; 0 means idle.
+    fn progress(&mut self, now: Instant) -> usize;
+
+    /// When [`Provider::progress`] must be called next even if no descriptor becomes readable.
+    fn deadline(&self) -> Option<Instant>;
+
+    /// Descriptors that become readable when there is something to do.
+    fn event_fds(&self) -> Vec<RawFd>;
+}

@@ -1,0 +1,252 @@
+//! Work requests and completions.
+
+use bitflags::bitflags;
+
+use super::{Access, AhId, LKey, MrId, QKey, QpId, RKey, WrId};
+
+/// One segment of local memory in a scatter list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sge {
+    /// Virtual address (or offset, for a zero-based region) of the first byte.
+    pub addr: u64,
+    /// Length in bytes.
+    pub length: u32,
+    /// Key of the region that the segment lies in.
+    pub lkey: LKey,
+}
+
+/// A range of the peer's memory: where it starts. The scatter list gives the length.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RemoteAddr {
+    /// Address in the peer's region.
+    pub addr: u64,
+    /// The peer's key for it.
+    pub rkey: RKey,
+}
+
+/// What a send request does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SendOp {
+    /// Send the scatter list to the peer's next receive.
+    Send,
+    /// Send, with four bytes of immediate data.
+    SendImm(u32),
+    /// Send, and invalidate a key of the peer's.
+    SendInv(RKey),
+    /// Write the scatter list into the peer's memory.
+    Write(RemoteAddr),
+    /// Write, and consume a receive of the peer's for the immediate data.
+    WriteImm(RemoteAddr, u32),
+    /// Read the peer's memory into the scatter list.
+    Read(RemoteAddr),
+    /// Compare eight bytes of the peer's memory and swap them if equal; the old value comes back.
+    CmpSwap {
+        /// The eight bytes, aligned to eight.
+        remote: RemoteAddr,
+        /// Value to compare with.
+        compare: u64,
+        /// Value to store if equal.
+        swap: u64,
+    },
+    /// Add to eight bytes of the peer's memory; the old value comes back.
+    FetchAdd {
+        /// The eight bytes, aligned to eight.
+        remote: RemoteAddr,
+        /// What to add, wrapping.
+        add: u64,
+    },
+    /// Make a fast-registration region valid with what was mapped onto it.
+    RegMr {
+        /// The region.
+        mr: MrId,
+        /// Its key from now on: the index of its present key with another low byte.
+        key: RKey,
+        /// What may be done with it.
+        access: Access,
+    },
+    /// Make a key of our own invalid.
+    LocalInv(RKey),
+}
+
+bitflags! {
+    /// How a send request behaves.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+    pub struct SendFlags: u8 {
+        /// Completes visibly. Without it only an error does.
+        const SIGNALED = 1;
+        /// The receiver's completion counts for a solicited notification.
+        const SOLICITED = 2;
+        /// Starts only after all earlier READs and atomics of the queue have completed.
+        const FENCE = 4;
+        /// The data is copied at the post; the scatter list's keys are not looked at.
+        const INLINE = 8;
+    }
+}
+
+/// Where a datagram goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UdDest {
+    /// The path.
+    pub ah: AhId,
+    /// The queue pair there.
+    pub qpn: u32,
+    /// The queue key that it expects.
+    pub qkey: QKey,
+}
+
+/// A request for a send queue.
+#[derive(Clone, Copy, Debug)]
+pub struct SendWr<'a> {
+    /// Comes back in the completion.
+    pub wr_id: WrId,
+    /// What to do.
+    pub op: SendOp,
+    /// Local memory: the source of sends and writes, the destination of reads and atomics.
+    pub sges: &'a [Sge],
+    /// How it behaves.
+    pub flags: SendFlags,
+    /// The destination, on datagram queue pairs only.
+    pub ud: Option<UdDest>,
+}
+
+impl<'a> SendWr<'a> {
+    /// A signaled request.
+    #[must_use]
+    pub fn new(wr_id: u64, op: SendOp, sges: &'a [Sge]) -> Self {
+        Self {
+            wr_id: WrId(wr_id),
+            op,
+            sges,
+            flags: SendFlags::SIGNALED,
+            ud: None,
+        }
+    }
+
+    /// The same request with other flags.
+    #[must_use]
+    pub fn flags(self, flags: SendFlags) -> Self {
+        Self { flags, ..self }
+    }
+}
+
+/// A request for a receive queue.
+#[derive(Clone, Copy, Debug)]
+pub struct RecvWr<'a> {
+    /// Comes back in the completion.
+    pub wr_id: WrId,
+    /// Where the message goes; its lengths together bound the message. On datagram queue pairs the
+    /// first 40 bytes are the global route header's place.
+    pub sges: &'a [Sge],
+}
+
+/// Which request a completion ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WcOpcode {
+    /// A send of any kind.
+    Send,
+    /// An RDMA WRITE, with or without immediate.
+    Write,
+    /// An RDMA READ.
+    Read,
+    /// A compare-and-swap.
+    CmpSwap,
+    /// A fetch-and-add.
+    FetchAdd,
+    /// A fast registration.
+    RegMr,
+    /// A local invalidation.
+    LocalInv,
+    /// A receive, ended by a send.
+    Recv,
+    /// A receive, consumed by a WRITE with immediate.
+    RecvWriteImm,
+}
+
+impl WcOpcode {
+    /// Whether the request stood in a receive queue.
+    #[must_use]
+    pub fn is_recv(self) -> bool {
+        matches!(self, Self::Recv | Self::RecvWriteImm)
+    }
+}
+
+/// How a request ended (IBTA 11.6.2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum WcStatus {
+    /// Done.
+    Success,
+    /// The message is longer than the receive, or than a message may be.
+    LocLenErr,
+    /// The request was inconsistent in a way that only its execution could show.
+    LocQpOpErr,
+    /// A local key did not allow the access.
+    LocProtErr,
+    /// Flushed in the error state.
+    WrFlushErr,
+    /// A memory-window or registration request failed.
+    MwBindErr,
+    /// The response does not fit the request.
+    BadRespErr,
+    /// A local key failed while receiving a WRITE with immediate.
+    LocAccessErr,
+    /// The peer refused the request as invalid.
+    RemInvReqErr,
+    /// The peer's key, right or range did not allow the access.
+    RemAccessErr,
+    /// The peer could not complete the request.
+    RemOpErr,
+    /// The transport's retries are exhausted.
+    RetryExcErr,
+    /// The peer stayed not ready for longer than the RNR retries.
+    RnrRetryExcErr,
+    /// The work was aborted by the peer's reset of a shared queue.
+    RemAbortErr,
+    /// Anything else.
+    FatalErr,
+}
+
+impl WcStatus {
+    /// Whether the request succeeded.
+    #[must_use]
+    pub fn is_ok(self) -> bool {
+        self == Self::Success
+    }
+}
+
+/// The end of a work request.
+///
+/// With a status other than success only `wr_id`, `status`, `opcode`, `qp` and `vendor_err` are valid.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Completion {
+    /// The request's own value.
+    pub wr_id: WrId,
+    /// How it ended.
+    pub status: WcStatus,
+    /// What it was.
+    pub opcode: WcOpcode,
+    /// The queue pair it was posted to; for a shared receive queue, the one it was used by.
+    pub qp: QpId,
+    /// Bytes received or read; includes the 40 bytes of route header on a datagram receive.
+    pub byte_len: u32,
+    /// Immediate data, where the peer sent any.
+    pub imm: Option<u32>,
+    /// The key of ours that the peer's send invalidated.
+    pub invalidated: Option<RKey>,
+    /// The sender's queue pair number, on datagram receives.
+    pub src_qp: u32,
+    /// Whether it counts for a solicited notification.
+    pub solicited: bool,
+    /// The provider's own detail of an error; 0 if none.
+    pub vendor_err: u32,
+}
+
+/// For which completions an armed queue fires.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Notify {
+    /// The next completion.
+    Next,
+    /// The next solicited or failed one.
+    Solicited,
+    /// When this many have been added.
+    Count(u32),
+}

@@ -1,0 +1,828 @@
+//! [`Ring`]: the operations, their completions, and the park.
+
+#![allow(
+    unsafe_code,
+    reason = "queueing an operation hands addresses to the kernel; slots keep them valid"
+)]
+
+use std::io;
+use std::marker::PhantomData;
+use std::mem::{self, ManuallyDrop};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::ptr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use io_uring::{IoUring, cqueue, opcode, squeue, types};
+use riser_memory::{MemSlice, Memory};
+
+use crate::error::{RegisterError, RingError, SubmitError};
+use crate::handle::{FileTable, Handle, Target};
+use crate::slot::{Kind, MAX_TRANSFER, Slots, Token};
+use crate::waker::Waker;
+
+/// User data of the ring's own cancellations, whose completions nobody awaits. No slot has it.
+const CANCEL: u64 = 1 << 63;
+
+/// The most operations a ring takes; the kernel's limit less the ring's own.
+const MAX_CAPACITY: u32 = 32_767;
+
+/// The kernel registers at most this much as one buffer.
+const MAX_BUFFER: usize = 1 << 30;
+
+/// How long a dropped ring waits for the kernel to let go of buffers before it leaks them.
+const DROP_PATIENCE: Duration = Duration::from_secs(30);
+
+/// Sizes of a ring, fixed when it is made.
+#[derive(Debug, Clone, Copy)]
+pub struct RingConfig {
+    /// Operations in flight at most, 1 to 32,767.
+    pub capacity: u32,
+    /// Pieces of a scatter list at most, after joining neighbours; the kernel's limit is 1,024.
+    pub max_slices: usize,
+    /// Entries of the table of registered files.
+    pub files: u32,
+    /// Entries of the table of registered memory; a region takes one per GiB.
+    pub memories: u32,
+}
+
+impl Default for RingConfig {
+    fn default() -> Self {
+        Self {
+            capacity: 512,
+            max_slices: 256,
+            files: 64,
+            memories: 64,
+        }
+    }
+}
+
+/// Whether a write may stay in the host's cache or is on stable storage when it completes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Durability {
+    /// Complete once the host has the data.
+    Cached,
+    /// Complete once the device says the data is durable (`RWF_DSYNC`).
+    Durable,
+}
+
+/// How much a sync covers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SyncKind {
+    /// Data and what is needed to find it (`fdatasync`).
+    Data,
+    /// Data and all attributes (`fsync`).
+    All,
+}
+
+/// What `fallocate` does to a byte range. The file's size never changes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fallocate {
+    /// Allocates what is not allocated.
+    Allocate,
+    /// Frees the range, which reads as zeroes afterwards.
+    PunchHole,
+    /// Makes the range read as zeroes and keeps it allocated.
+    ZeroRange,
+}
+
+impl Fallocate {
+    fn mode(self) -> i32 {
+        libc::FALLOC_FL_KEEP_SIZE
+            | match self {
+                Self::Allocate => 0,
+                Self::PunchHole => libc::FALLOC_FL_PUNCH_HOLE,
+                Self::ZeroRange => libc::FALLOC_FL_ZERO_RANGE,
+            }
+    }
+}
+
+/// When a receive completes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Receive {
+    /// With the first bytes.
+    Some,
+    /// With all bytes asked for, or at the end of the stream, or on an error.
+    All,
+}
+
+/// A finished operation, or one event of a poll that goes on.
+#[derive(Debug)]
+pub struct Completion {
+    /// The token of the submission.
+    pub token: Token,
+    /// Bytes moved, poll events, or zero; a negated error number on failure.
+    pub result: i32,
+    /// More completions of the same operation follow (polls only); false on the last one.
+    pub more: bool,
+    /// The new socket of a successful accept.
+    pub fd: Option<OwnedFd>,
+}
+
+impl Completion {
+    /// The result as a count, or the error.
+    ///
+    /// # Errors
+    /// The operation's error, `ECANCELED` after a cancel.
+    pub fn outcome(&self) -> io::Result<u32> {
+        u32::try_from(self.result).map_err(|_| io::Error::from_raw_os_error(-self.result))
+    }
+}
+
+/// What a call of [`Ring::reap`] found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Reaped {
+    /// Completions added to the caller's list.
+    pub completions: usize,
+    /// A [`Waker`] of this ring was used: look into the mailboxes.
+    pub woken: bool,
+}
+
+impl Reaped {
+    /// Whether there is nothing to do.
+    #[must_use]
+    pub fn is_empty(self) -> bool {
+        self.completions == 0 && !self.woken
+    }
+}
+
+struct Buffer {
+    /// Keeps the address range from being unmapped, and mapped anew, while it is registered.
+    _memory: Memory,
+    addr: usize,
+    len: usize,
+}
+
+/// An `io_uring` and everything in flight on it.
+///
+/// Order of calls: any number of `submit_*`, then [`reap`](Ring::reap); with nothing left to do,
+/// [`park`](Ring::park), then `reap` again.
+pub struct Ring {
+    uring: IoUring,
+    /// Leaked, rather than freed, where the kernel will not let go of it.
+    slots: ManuallyDrop<Slots>,
+    files: Arc<FileTable>,
+    /// Registered memory by table index.
+    buffers: Vec<Buffer>,
+    max_buffers: usize,
+    waker: Waker,
+    /// Where the read of the waker's counter lands.
+    waker_counter: MemSlice,
+    waker_armed: bool,
+    capacity: usize,
+    _on_one_thread: PhantomData<*mut ()>,
+}
+
+impl std::fmt::Debug for Ring {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Ring")
+            .field("capacity", &self.capacity)
+            .field("in_flight", &self.in_flight())
+            .field("buffers", &self.buffers.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Ring {
+    /// Makes a ring that belongs to the calling thread.
+    ///
+    /// # Errors
+    /// [`RingError::Missing`] and [`RingError::Forbidden`] where the host denies `io_uring`; the
+    /// other variants as named.
+    pub fn new(config: RingConfig) -> Result<Self, RingError> {
+        if config.capacity == 0 || config.capacity > MAX_CAPACITY {
+            return Err(RingError::Capacity {
+                asked: config.capacity,
+                max: MAX_CAPACITY,
+            });
+        }
+        // One slot more than the caller's, for the waker.
+        let total = config.capacity + 1;
+        let uring = build(total).map_err(|e| RingError::from_setup(e, config.capacity))?;
+        // Waiting with a timeout and never dropping completions are the floor we stand on.
+        if !uring.params().is_feature_ext_arg() || !uring.params().is_feature_nodrop() {
+            return Err(RingError::Missing);
+        }
+        let files = match uring.submitter().register_files_sparse(config.files) {
+            Ok(()) => config.files,
+            Err(_) => 0,
+        };
+        let memories = match uring.submitter().register_buffers_sparse(config.memories) {
+            Ok(()) => config.memories as usize,
+            Err(_) => 0,
+        };
+        let waker_counter = Memory::new(8)
+            .map_err(RingError::Setup)?
+            .slice(0..8)
+            .expect("a page holds eight bytes");
+        let mut ring = Self {
+            uring,
+            slots: ManuallyDrop::new(Slots::new(total, config.max_slices.clamp(1, 1024))),
+            files: Arc::new(FileTable::new(files)),
+            buffers: Vec::with_capacity(memories),
+            max_buffers: memories,
+            waker: Waker::new().map_err(RingError::Setup)?,
+            waker_counter,
+            waker_armed: false,
+            capacity: config.capacity as usize,
+            _on_one_thread: PhantomData,
+        };
+        ring.arm_waker();
+        Ok(ring)
+    }
+
+    /// A waker that ends this ring's park.
+    #[must_use]
+    pub fn waker(&self) -> Waker {
+        self.waker.clone()
+    }
+
+    /// Operations in flight, the ring's own not counted.
+    #[must_use]
+    pub fn in_flight(&self) -> usize {
+        self.slots.in_flight() - usize::from(self.waker_armed)
+    }
+
+    /// Operations that can be in flight at once.
+    #[must_use]
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// Whether the next submission would be refused with [`SubmitError::Full`].
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        self.in_flight() >= self.capacity
+    }
+
+    /// Registers a mapping, so that reads and writes of one piece within it save the kernel its
+    /// look-ups. It stays registered as long as the ring lives. Registering twice does nothing.
+    ///
+    /// # Errors
+    /// The mapping stays usable without registration; see [`RegisterError`].
+    pub fn register_memory(&mut self, memory: &Memory) -> Result<(), RegisterError> {
+        let base = memory.addr() as usize;
+        if self.buffers.iter().any(|b| b.addr == base) {
+            return Ok(());
+        }
+        if self.buffers.len() + memory.len().div_ceil(MAX_BUFFER) > self.max_buffers {
+            return Err(RegisterError::NoRoom);
+        }
+        let mut offset = 0;
+        while offset < memory.len() {
+            let len = (memory.len() - offset).min(MAX_BUFFER);
+            let iov = libc::iovec {
+                iov_base: memory.ptr(offset).cast(),
+                iov_len: len,
+            };
+            // SAFETY: the range lies in `memory`, a clone of which is kept until the ring is gone.
+            unsafe {
+                self.uring.submitter().register_buffers_update(
+                    self.buffers.len() as u32,
+                    &[iov],
+                    None,
+                )
+            }
+            .map_err(RegisterError::Kernel)?;
+            self.buffers.push(Buffer {
+                _memory: memory.clone(),
+                addr: base + offset,
+                len,
+            });
+            offset += len;
+        }
+        Ok(())
+    }
+
+    /// Registers a file. The entry is free again once every clone of the handle is gone.
+    ///
+    /// # Errors
+    /// The file stays usable through [`Handle::new`]; see [`RegisterError`].
+    pub fn register_file(&mut self, fd: Arc<OwnedFd>) -> Result<Handle, RegisterError> {
+        self.drop_stale_files();
+        let index = self.files.take().ok_or(RegisterError::NoRoom)?;
+        match self
+            .uring
+            .submitter()
+            .register_files_update(index, &[fd.as_raw_fd()])
+        {
+            Ok(_) => Ok(Handle::fixed(fd, self.files.clone(), index)),
+            Err(e) => {
+                self.files.give_back(index);
+                Err(RegisterError::Kernel(e))
+            }
+        }
+    }
+
+    fn drop_stale_files(&mut self) {
+        while let Some(index) = self.files.take_stale() {
+            // Failing leaves an open file in the table until the entry is used again.
+            let _ = self.uring.submitter().register_files_update(index, &[-1]);
+            self.files.give_back(index);
+        }
+    }
+
+    /// Reads from `offset` of the file into the pieces, in order.
+    ///
+    /// The result is the number of bytes read, which may be short, and is zero at the end of file.
+    ///
+    /// # Errors
+    /// See [`SubmitError`]; nothing was queued.
+    pub fn submit_read(
+        &mut self,
+        file: &Handle,
+        offset: u64,
+        into: &[MemSlice],
+        token: Token,
+    ) -> Result<(), SubmitError> {
+        let (index, user_data) = self.prepare(token, Kind::Plain, Some(file), into)?;
+        let (iov, count) = self.vectors(index);
+        let entry = match (file.target(&self.files), self.buffer_of(iov, count)) {
+            (t, Some((addr, len, buffer))) => with_target(
+                t,
+                |t| {
+                    opcode::ReadFixed::new(t, addr, len, buffer)
+                        .offset(offset)
+                        .build()
+                },
+                |t| {
+                    opcode::ReadFixed::new(t, addr, len, buffer)
+                        .offset(offset)
+                        .build()
+                },
+            ),
+            (t, None) => with_target(
+                t,
+                |t| opcode::Readv::new(t, iov, count).offset(offset).build(),
+                |t| opcode::Readv::new(t, iov, count).offset(offset).build(),
+            ),
+        };
+        self.push(entry, user_data);
+        Ok(())
+    }
+
+    /// Writes the pieces, in order, at `offset` of the file. The result may be short.
+    ///
+    /// # Errors
+    /// See [`SubmitError`]; nothing was queued.
+    pub fn submit_write(
+        &mut self,
+        file: &Handle,
+        offset: u64,
+        from: &[MemSlice],
+        durability: Durability,
+        token: Token,
+    ) -> Result<(), SubmitError> {
+        let flags = match durability {
+            Durability::Cached => 0,
+            Durability::Durable => libc::RWF_DSYNC,
+        };
+        let (index, user_data) = self.prepare(token, Kind::Plain, Some(file), from)?;
+        let (iov, count) = self.vectors(index);
+        let fixed = |t: Target, addr: *mut u8, len, buffer| {
+            macro_rules! build {
+                ($t:expr) => {
+                    opcode::WriteFixed::new($t, addr, len, buffer)
+                        .offset(offset)
+                        .rw_flags(flags)
+                        .build()
+                };
+            }
+            with_target(t, |t| build!(t), |t| build!(t))
+        };
+        let vectored = |t: Target| {
+            macro_rules! build {
+                ($t:expr) => {
+                    opcode::Writev::new($t, iov, count)
+                        .offset(offset)
+                        .rw_flags(flags)
+                        .build()
+                };
+            }
+            with_target(t, |t| build!(t), |t| build!(t))
+        };
+        let target = file.target(&self.files);
+        let entry = match self.buffer_of(iov, count) {
+            Some((addr, len, buffer)) => fixed(target, addr, len, buffer),
+            None => vectored(target),
+        };
+        self.push(entry, user_data);
+        Ok(())
+    }
+
+    /// Makes earlier, completed writes durable.
+    ///
+    /// # Errors
+    /// See [`SubmitError`]; nothing was queued.
+    pub fn submit_sync(
+        &mut self,
+        file: &Handle,
+        kind: SyncKind,
+        token: Token,
+    ) -> Result<(), SubmitError> {
+        let flags = match kind {
+            SyncKind::Data => types::FsyncFlags::DATASYNC,
+            SyncKind::All => types::FsyncFlags::empty(),
+        };
+        let (_, user_data) = self.prepare(token, Kind::Plain, Some(file), &[])?;
+        let entry = with_target(
+            file.target(&self.files),
+            |t| opcode::Fsync::new(t).flags(flags).build(),
+            |t| opcode::Fsync::new(t).flags(flags).build(),
+        );
+        self.push(entry, user_data);
+        Ok(())
+    }
+
+    /// Allocates, frees or zeroes `len` bytes from `offset` of a file or block device.
+    ///
+    /// # Errors
+    /// See [`SubmitError`]; nothing was queued.
+    pub fn submit_fallocate(
+        &mut self,
+        file: &Handle,
+        what: Fallocate,
+        offset: u64,
+        len: u64,
+        token: Token,
+    ) -> Result<(), SubmitError> {
+        let (_, user_data) = self.prepare(token, Kind::Plain, Some(file), &[])?;
+        let mode = what.mode();
+        let entry = with_target(
+            file.target(&self.files),
+            |t| {
+                opcode::Fallocate::new(t, len)
+                    .offset(offset)
+                    .mode(mode)
+                    .build()
+            },
+            |t| {
+                opcode::Fallocate::new(t, len)
+                    .offset(offset)
+                    .mode(mode)
+                    .build()
+            },
+        );
+        self.push(entry, user_data);
+        Ok(())
+    }
+
+    /// Reports the poll events of a descriptor, again and again, until cancelled or until a
+    /// completion says that no [`more`](Completion::more) follow.
+    ///
+    /// `events` are the `POLL*` bits of `poll(2)`; results are such bits. An event is reported when
+    /// it arises, not while it lasts: read until `EAGAIN` after each.
+    ///
+    /// # Errors
+    /// See [`SubmitError`]; nothing was queued.
+    pub fn submit_poll(
+        &mut self,
+        file: &Handle,
+        events: i16,
+        token: Token,
+    ) -> Result<(), SubmitError> {
+        let (_, user_data) = self.prepare(token, Kind::Plain, Some(file), &[])?;
+        let events = u32::from(events as u16);
+        let entry = with_target(
+            file.target(&self.files),
+            |t| opcode::PollAdd::new(t, events).multi(true).build(),
+            |t| opcode::PollAdd::new(t, events).multi(true).build(),
+        );
+        self.push(entry, user_data);
+        Ok(())
+    }
+
+    /// Accepts one connection of a listening socket; the completion carries it.
+    ///
+    /// # Errors
+    /// See [`SubmitError`]; nothing was queued.
+    pub fn submit_accept(&mut self, listener: &Handle, token: Token) -> Result<(), SubmitError> {
+        let (_, user_data) = self.prepare(token, Kind::Accept, Some(listener), &[])?;
+        macro_rules! build {
+            ($t:expr) => {
+                opcode::Accept::new($t, ptr::null_mut(), ptr::null_mut())
+                    .flags(libc::SOCK_CLOEXEC)
+                    .build()
+            };
+        }
+        let entry = with_target(listener.target(&self.files), |t| build!(t), |t| build!(t));
+        self.push(entry, user_data);
+        Ok(())
+    }
+
+    /// Receives from a connected socket into the pieces, in order. A result of zero is the end of
+    /// the stream.
+    ///
+    /// # Errors
+    /// See [`SubmitError`]; nothing was queued.
+    pub fn submit_recv(
+        &mut self,
+        socket: &Handle,
+        into: &[MemSlice],
+        mode: Receive,
+        token: Token,
+    ) -> Result<(), SubmitError> {
+        let flags = match mode {
+            Receive::Some => 0,
+            Receive::All => libc::MSG_WAITALL,
+        };
+        let (index, user_data) = self.prepare(token, Kind::Plain, Some(socket), into)?;
+        let msg: *mut libc::msghdr = &raw mut *self.slots.slot(index).msg;
+        macro_rules! build {
+            ($t:expr) => {
+                opcode::RecvMsg::new($t, msg).flags(flags as u32).build()
+            };
+        }
+        let entry = with_target(socket.target(&self.files), |t| build!(t), |t| build!(t));
+        self.push(entry, user_data);
+        Ok(())
+    }
+
+    /// Sends the pieces, in order, on a connected socket. The result may be short. A peer that is
+    /// gone is `EPIPE`, never a signal.
+    ///
+    /// # Errors
+    /// See [`SubmitError`]; nothing was queued.
+    pub fn submit_send(
+        &mut self,
+        socket: &Handle,
+        from: &[MemSlice],
+        token: Token,
+    ) -> Result<(), SubmitError> {
+        let (index, user_data) = self.prepare(token, Kind::Plain, Some(socket), from)?;
+        let msg: *const libc::msghdr = &raw const *self.slots.slot(index).msg;
+        let flags = (libc::MSG_NOSIGNAL | libc::MSG_WAITALL) as u32;
+        macro_rules! build {
+            ($t:expr) => {
+                opcode::SendMsg::new($t, msg).flags(flags).build()
+            };
+        }
+        let entry = with_target(socket.target(&self.files), |t| build!(t), |t| build!(t));
+        self.push(entry, user_data);
+        Ok(())
+    }
+
+    /// Asks the kernel to cancel every operation with this token; returns how many there are.
+    ///
+    /// Each still completes, with `ECANCELED` or with whatever it achieved. A read or write that
+    /// the disk has already begun is not interrupted.
+    ///
+    /// # Errors
+    /// [`SubmitError::Enter`] or [`SubmitError::Full`] where the kernel takes no more.
+    pub fn cancel(&mut self, token: Token) -> Result<usize, SubmitError> {
+        let doomed: Vec<u64> = self.slots.with_token(token).collect();
+        for &user_data in &doomed {
+            self.make_room()?;
+            self.push(opcode::AsyncCancel::new(user_data).build(), CANCEL);
+        }
+        Ok(doomed.len())
+    }
+
+    /// Hands queued operations to the kernel.
+    ///
+    /// # Errors
+    /// [`RingError::Enter`]: the ring is of no further use.
+    pub fn submit(&mut self) -> Result<(), RingError> {
+        self.enter(None).map_err(RingError::Enter)
+    }
+
+    /// Hands over what is queued and collects what has finished, without waiting.
+    ///
+    /// # Errors
+    /// [`RingError::Enter`]: the ring is of no further use.
+    pub fn reap(&mut self, out: &mut Vec<Completion>) -> Result<Reaped, RingError> {
+        let sq = self.uring.submission();
+        let must_enter = !sq.is_empty() || sq.taskrun() || sq.cq_overflow();
+        drop(sq);
+        if must_enter {
+            self.submit()?;
+        }
+        Ok(self.drain(out))
+    }
+
+    /// Hands over what is queued and sleeps until something finishes, a [`Waker`] is used, a signal
+    /// arrives, or `timeout` passes; then call [`reap`](Ring::reap). Returns at once where
+    /// completions are waiting.
+    ///
+    /// # Errors
+    /// [`RingError::Enter`]: the ring is of no further use.
+    pub fn park(&mut self, timeout: Option<Duration>) -> Result<(), RingError> {
+        self.drop_stale_files();
+        if !self.waker_armed {
+            self.arm_waker();
+        }
+        self.enter(Some(timeout)).map_err(RingError::Enter)
+    }
+
+    fn prepare(
+        &mut self,
+        token: Token,
+        kind: Kind,
+        file: Option<&Handle>,
+        slices: &[MemSlice],
+    ) -> Result<(u32, u64), SubmitError> {
+        // The last slot is the waker's, also while it is not armed.
+        if kind != Kind::Waker && self.is_full() {
+            return Err(SubmitError::Full);
+        }
+        self.make_room()?;
+        self.slots.prepare(token, kind, file.cloned(), slices)
+    }
+
+    /// Vectors of a slot as the kernel wants them.
+    fn vectors(&mut self, index: u32) -> (*const libc::iovec, u32) {
+        let iovecs = &self.slots.slot(index).iovecs;
+        (iovecs.as_ptr(), iovecs.len() as u32)
+    }
+
+    /// The one piece of the list, where it is one and lies in registered memory.
+    fn buffer_of(&self, iov: *const libc::iovec, count: u32) -> Option<(*mut u8, u32, u16)> {
+        if count != 1 {
+            return None;
+        }
+        // SAFETY: `vectors` gave the pointer to `count` initialised entries of a busy slot.
+        let iov = unsafe { *iov };
+        let start = iov.iov_base.addr();
+        let index = self
+            .buffers
+            .iter()
+            .position(|b| start >= b.addr && start + iov.iov_len <= b.addr + b.len)?;
+        debug_assert!(iov.iov_len <= MAX_TRANSFER);
+        Some((iov.iov_base.cast(), iov.iov_len as u32, index as u16))
+    }
+
+    /// Makes sure that one entry can be queued.
+    fn make_room(&mut self) -> Result<(), SubmitError> {
+        if self.uring.submission().is_full() {
+            self.enter(None)
+                .map_err(|e| SubmitError::Enter(e.raw_os_error().unwrap_or(0)))?;
+            if self.uring.submission().is_full() {
+                return Err(SubmitError::Full);
+            }
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, entry: squeue::Entry, user_data: u64) {
+        let entry = entry.user_data(user_data);
+        // SAFETY: every address in the entry belongs to the busy slot that `user_data` names, which
+        // neither changes nor frees it before the last completion. Cancellations hold no address.
+        unsafe { self.uring.submission().push(&entry) }.expect("make_room found room");
+    }
+
+    fn arm_waker(&mut self) {
+        let file = Handle::new(self.waker.counter().clone());
+        let counter = [self.waker_counter.clone()];
+        // Failing here means a queue that the kernel will not take; `park` tries again and reports.
+        if let Ok((index, user_data)) = self.prepare(Token(0), Kind::Waker, Some(&file), &counter) {
+            let (iov, count) = self.vectors(index);
+            let fd = types::Fd(file.fd().as_raw_fd());
+            self.push(opcode::Readv::new(fd, iov, count).build(), user_data);
+            self.waker_armed = true;
+        }
+    }
+
+    /// Collects completions; never enters the kernel.
+    fn drain(&mut self, out: &mut Vec<Completion>) -> Reaped {
+        let mut reaped = Reaped::default();
+        for cqe in self.uring.completion() {
+            let user_data = cqe.user_data();
+            let Some(busy) = self.slots.busy(user_data) else {
+                debug_assert_eq!(user_data, CANCEL, "a completion for no operation");
+                continue;
+            };
+            let more = cqueue::more(cqe.flags());
+            match busy.kind {
+                Kind::Waker => {
+                    self.waker.acknowledge();
+                    self.waker_armed = false;
+                    reaped.woken = true;
+                }
+                kind => {
+                    out.push(Completion {
+                        token: busy.token,
+                        result: cqe.result(),
+                        more,
+                        fd: new_socket(kind, cqe.result()),
+                    });
+                    reaped.completions += 1;
+                }
+            }
+            if !more {
+                self.slots.release(user_data);
+            }
+        }
+        if !self.waker_armed {
+            self.arm_waker();
+        }
+        reaped
+    }
+
+    /// Enters the kernel; with `wait`, until a completion is there or the time in it has passed.
+    fn enter(&mut self, wait: Option<Option<Duration>>) -> io::Result<()> {
+        let result = match wait {
+            None => self.uring.submit(),
+            Some(None) => self.uring.submit_and_wait(1),
+            Some(Some(timeout)) => {
+                let ts = types::Timespec::from(timeout);
+                let args = types::SubmitArgs::new().timespec(&ts);
+                self.uring.submitter().submit_with_args(1, &args)
+            }
+        };
+        match result {
+            Ok(_) => Ok(()),
+            // A signal, the end of the wait, or a kernel that wants completions collected first:
+            // the caller's loop goes round and comes back with what is still queued.
+            Err(e)
+                if matches!(
+                    e.raw_os_error(),
+                    Some(libc::EINTR | libc::ETIME | libc::EBUSY | libc::EAGAIN)
+                ) =>
+            {
+                Ok(())
+            }
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Cancels everything and waits for the kernel to let go; false where it will not.
+    fn quiesce(&mut self) -> bool {
+        let deadline = Instant::now() + DROP_PATIENCE;
+        let any = opcode::AsyncCancel2::new(types::CancelBuilder::any()).build();
+        while self.slots.in_flight() > 0 {
+            if Instant::now() > deadline || self.make_room().is_err() {
+                return false;
+            }
+            self.push(any.clone(), CANCEL);
+            if self.enter(Some(Some(Duration::from_millis(20)))).is_err() {
+                return false;
+            }
+            for cqe in self.uring.completion() {
+                let user_data = cqe.user_data();
+                if let Some(busy) = self.slots.busy(user_data) {
+                    drop(new_socket(busy.kind, cqe.result()));
+                    if !cqueue::more(cqe.flags()) {
+                        self.slots.release(user_data);
+                    }
+                }
+            }
+        }
+        true
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        if self.quiesce() {
+            // SAFETY: dropped once, here; nothing uses the slots afterwards.
+            unsafe { ManuallyDrop::drop(&mut self.slots) };
+        } else {
+            // The kernel may still write: losing the memory is the price of never corrupting it.
+            mem::take(&mut self.buffers)
+                .into_iter()
+                .for_each(mem::forget);
+        }
+    }
+}
+
+/// The socket that an accept made.
+fn new_socket(kind: Kind, result: i32) -> Option<OwnedFd> {
+    (kind == Kind::Accept && result >= 0).then(|| {
+        // SAFETY: a successful accept returns a new descriptor, and its one completion is seen once.
+        unsafe { OwnedFd::from_raw_fd(result) }
+    })
+}
+
+fn with_target(
+    target: Target,
+    fd: impl FnOnce(types::Fd) -> squeue::Entry,
+    fixed: impl FnOnce(types::Fixed) -> squeue::Entry,
+) -> squeue::Entry {
+    match target {
+        Target::Fd(t) => fd(t),
+        Target::Fixed(t) => fixed(t),
+    }
+}
+
+/// Sets up the queues with the best mode the kernel knows.
+fn build(entries: u32) -> io::Result<IoUring> {
+    // Twice the submissions: polls complete more than once.
+    let cq = entries.next_power_of_two() * 2;
+    let newer = IoUring::builder()
+        .setup_cqsize(cq)
+        .setup_submit_all()
+        .setup_single_issuer()
+        .setup_defer_taskrun()
+        .setup_taskrun_flag()
+        .build(entries);
+    match newer {
+        Err(e) if e.raw_os_error() == Some(libc::EINVAL) => {
+            IoUring::builder().setup_cqsize(cq).build(entries)
+        }
+        other => other,
+    }
+}
+
+#[cfg(test)]
+#[path = "ring_tests.rs"]
+mod tests;

@@ -1,0 +1,423 @@
+//! Tests of the ring against files, sockets and threads.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+
+use super::*;
+use crate::{MailSender, Offload, mailbox};
+
+fn ring(capacity: u32) -> Ring {
+    Ring::new(RingConfig {
+        capacity,
+        ..RingConfig::default()
+    })
+    .unwrap()
+}
+
+/// Waits for exactly `n` completions.
+fn collect(ring: &mut Ring, n: usize) -> Vec<Completion> {
+    let mut out = Vec::new();
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while out.len() < n {
+        assert!(
+            Instant::now() < deadline,
+            "only {} of {n} completions",
+            out.len()
+        );
+        ring.park(Some(Duration::from_millis(100))).unwrap();
+        ring.reap(&mut out).unwrap();
+    }
+    assert_eq!(out.len(), n);
+    out
+}
+
+fn temporary_file(len: u64) -> Handle {
+    // SAFETY: a system call with a constant string; the result is checked below.
+    let fd = unsafe { libc::memfd_create(c"ring".as_ptr(), libc::MFD_CLOEXEC) };
+    assert!(fd >= 0);
+    // SAFETY: a new descriptor that nobody else owns.
+    let file = unsafe { File::from_raw_fd(fd) };
+    file.set_len(len).unwrap();
+    OwnedFd::from(file).into()
+}
+
+fn pieces(m: &Memory, ranges: &[(usize, usize)]) -> Vec<MemSlice> {
+    ranges
+        .iter()
+        .map(|&(a, b)| m.slice(a..b).unwrap())
+        .collect()
+}
+
+#[test]
+fn reads_what_it_wrote_with_and_without_registration() {
+    let mut ring = ring(8);
+    let plain = temporary_file(1 << 20);
+    let fixed = ring.register_file(plain.fd().clone()).unwrap();
+    assert!(fixed.is_registered() && !plain.is_registered());
+    let registered = Memory::new(16384).unwrap();
+    ring.register_memory(&registered).unwrap();
+    ring.register_memory(&registered).unwrap();
+    let other = Memory::new(16384).unwrap();
+    for (round, (file, memory)) in [
+        (&plain, &registered),
+        (&plain, &other),
+        (&fixed, &registered),
+        (&fixed, &other),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let text: Vec<u8> = (0..6000).map(|i| (i * 7 + round) as u8).collect();
+        memory.write(0, &text);
+        for from in [
+            pieces(memory, &[(0, 6000)]),
+            pieces(memory, &[(0, 100), (100, 1000), (1000, 6000)]),
+        ] {
+            ring.submit_write(file, 777, &from, Durability::Durable, Token(1))
+                .unwrap();
+            let done = collect(&mut ring, 1);
+            assert_eq!((done[0].token, done[0].result), (Token(1), 6000));
+            memory.fill(8192, 8192, 0);
+            let into = pieces(memory, &[(8192, 9000), (10000, 15192)]);
+            ring.submit_read(file, 777, &into, Token(2)).unwrap();
+            assert_eq!(collect(&mut ring, 1)[0].outcome().unwrap(), 6000);
+            let mut back = vec![0; 6000];
+            memory.read(8192, &mut back[..808]);
+            memory.read(10000, &mut back[808..]);
+            assert_eq!(back, text);
+        }
+    }
+}
+
+#[test]
+fn a_full_ring_refuses_and_recovers() {
+    let mut ring = ring(4);
+    let (a, _b) = UnixStream::pair().unwrap();
+    let socket = Handle::from(OwnedFd::from(a));
+    let m = Memory::new(4096).unwrap();
+    for i in 0..4 {
+        ring.submit_recv(&socket, &[m.whole()], Receive::Some, Token(i))
+            .unwrap();
+    }
+    assert!(ring.is_full());
+    assert_eq!(
+        ring.submit_recv(&socket, &[m.whole()], Receive::Some, Token(9)),
+        Err(SubmitError::Full)
+    );
+    assert_eq!(ring.cancel(Token(2)).unwrap(), 1);
+    let done = collect(&mut ring, 1);
+    assert_eq!(
+        (done[0].token, done[0].result),
+        (Token(2), -libc::ECANCELED)
+    );
+    assert!(!ring.is_full());
+    assert_eq!(ring.cancel(Token(77)).unwrap(), 0);
+}
+
+#[test]
+fn refuses_lists_that_are_empty_or_too_long() {
+    let mut ring = Ring::new(RingConfig {
+        max_slices: 2,
+        ..RingConfig::default()
+    })
+    .unwrap();
+    let file = temporary_file(4096);
+    let m = Memory::new(4096).unwrap();
+    let list = pieces(&m, &[(0, 1), (2, 3), (4, 5)]);
+    assert_eq!(
+        ring.submit_read(&file, 0, &list, Token(0)),
+        Err(SubmitError::TooManySlices { max: 2 })
+    );
+    assert_eq!(
+        ring.submit_read(&file, 0, &pieces(&m, &[(3, 3)]), Token(0)),
+        Err(SubmitError::Length { len: 0 })
+    );
+    assert_eq!(ring.in_flight(), 0);
+    assert!(matches!(
+        Ring::new(RingConfig {
+            capacity: 0,
+            ..RingConfig::default()
+        }),
+        Err(RingError::Capacity { asked: 0, .. })
+    ));
+}
+
+#[test]
+fn a_wake_before_or_during_a_park_ends_it_once() {
+    let mut ring = ring(4);
+    let waker = ring.waker();
+    waker.wake();
+    waker.wake();
+    let mut out = Vec::new();
+    ring.park(None).unwrap();
+    assert!(ring.reap(&mut out).unwrap().woken);
+    assert!(!ring.reap(&mut out).unwrap().woken);
+    for _ in 0..100 {
+        let w = waker.clone();
+        let t = std::thread::spawn(move || w.wake());
+        while !ring.reap(&mut out).unwrap().woken {
+            ring.park(None).unwrap();
+        }
+        t.join().unwrap();
+    }
+    assert!(out.is_empty() && ring.in_flight() == 0);
+    let before = Instant::now();
+    ring.park(Some(Duration::from_millis(20))).unwrap();
+    assert!(before.elapsed() >= Duration::from_millis(20));
+}
+
+#[test]
+fn messages_of_many_threads_all_arrive() {
+    let mut ring = ring(4);
+    let (tx, mut rx) = mailbox(8, ring.waker());
+    let threads: Vec<_> = (0..4u32)
+        .map(|t| {
+            let tx: MailSender<u32> = tx.clone();
+            std::thread::spawn(move || {
+                for i in 0..500 {
+                    tx.send_blocking(t * 1000 + i).unwrap();
+                }
+            })
+        })
+        .collect();
+    let mut seen = Vec::new();
+    let mut out = Vec::new();
+    while seen.len() < 2000 {
+        ring.park(None).unwrap();
+        ring.reap(&mut out).unwrap();
+        seen.extend(std::iter::from_fn(|| rx.poll_message()));
+    }
+    for t in threads {
+        t.join().unwrap();
+    }
+    for t in 0..4 {
+        let of_thread: Vec<_> = seen.iter().copied().filter(|m| m / 1000 == t).collect();
+        assert_eq!(
+            of_thread,
+            (0..500).map(|i| t * 1000 + i).collect::<Vec<_>>()
+        );
+    }
+    drop(rx);
+    assert!(matches!(tx.send(1), Err(crate::SendError::Closed(1))));
+}
+
+#[test]
+fn a_mailbox_has_a_bound() {
+    let ring = ring(4);
+    let (tx, mut rx) = mailbox(2, ring.waker());
+    tx.send('a').unwrap();
+    tx.send('b').unwrap();
+    assert!(matches!(tx.send('c'), Err(crate::SendError::Full('c'))));
+    assert_eq!(rx.poll_message(), Some('a'));
+    tx.send('d').unwrap();
+}
+
+#[test]
+fn sockets_accept_receive_and_send() {
+    let dir = std::env::temp_dir().join(format!("riser-ring-{}", std::process::id()));
+    std::fs::create_dir_all(&dir).unwrap();
+    let path = dir.join("socket");
+    let listener = Handle::from(OwnedFd::from(UnixListener::bind(&path).unwrap()));
+    let mut ring = ring(8);
+    ring.submit_accept(&listener, Token(1)).unwrap();
+    let mut peer = UnixStream::connect(&path).unwrap();
+    std::fs::remove_dir_all(&dir).unwrap();
+    let server = Handle::from(collect(&mut ring, 1)[0].fd.take().unwrap());
+
+    let m = Memory::new(8192).unwrap();
+    let into = pieces(&m, &[(0, 3), (10, 17)]);
+    ring.submit_recv(&server, &into, Receive::All, Token(2))
+        .unwrap();
+    peer.write_all(b"hello").unwrap();
+    ring.park(Some(Duration::from_millis(5))).unwrap();
+    peer.write_all(b"world").unwrap();
+    assert_eq!(collect(&mut ring, 1)[0].outcome().unwrap(), 10);
+    assert_eq!(into[0].to_vec(), b"hel");
+    assert_eq!(into[1].to_vec(), b"loworld");
+
+    ring.submit_send(&server, &into, Token(3)).unwrap();
+    assert_eq!(collect(&mut ring, 1)[0].outcome().unwrap(), 10);
+    let mut back = [0; 10];
+    peer.read_exact(&mut back).unwrap();
+    assert_eq!(&back, b"helloworld");
+
+    drop(peer);
+    ring.submit_recv(&server, &into, Receive::Some, Token(4))
+        .unwrap();
+    assert_eq!(collect(&mut ring, 1)[0].result, 0);
+    ring.submit_send(&server, &into, Token(5)).unwrap();
+    assert_eq!(collect(&mut ring, 1)[0].result, -libc::EPIPE);
+}
+
+#[test]
+fn a_poll_reports_every_arrival_until_cancelled() {
+    let mut ring = ring(4);
+    let (a, mut b) = UnixStream::pair().unwrap();
+    let mut reader = a.try_clone().unwrap();
+    let polled = Handle::from(OwnedFd::from(a));
+    ring.submit_poll(&polled, libc::POLLIN, Token(5)).unwrap();
+    for _ in 0..3 {
+        b.write_all(b"x").unwrap();
+        let done = collect(&mut ring, 1);
+        assert!(done[0].more && done[0].result & i32::from(libc::POLLIN) != 0);
+        reader.read_exact(&mut [0]).unwrap();
+    }
+    assert_eq!(ring.cancel(Token(5)).unwrap(), 1);
+    let done = collect(&mut ring, 1);
+    assert!(!done[0].more && done[0].result == -libc::ECANCELED);
+    assert_eq!(ring.in_flight(), 0);
+}
+
+#[test]
+fn space_is_freed_zeroed_and_synced() {
+    let mut ring = ring(4);
+    let file = temporary_file(1 << 16);
+    let m = Memory::new(1 << 16).unwrap();
+    m.fill(0, 1 << 16, 0x5a);
+    ring.submit_write(&file, 0, &[m.whole()], Durability::Cached, Token(1))
+        .unwrap();
+    collect(&mut ring, 1);
+    ring.submit_fallocate(&file, Fallocate::PunchHole, 4096, 8192, Token(2))
+        .unwrap();
+    assert_eq!(collect(&mut ring, 1)[0].result, 0);
+    ring.submit_sync(&file, SyncKind::Data, Token(3)).unwrap();
+    ring.submit_sync(&file, SyncKind::All, Token(4)).unwrap();
+    assert!(collect(&mut ring, 2).iter().all(|c| c.result == 0));
+    ring.submit_read(&file, 0, &[m.whole()], Token(5)).unwrap();
+    collect(&mut ring, 1);
+    let bytes = m.whole().to_vec();
+    assert!(bytes[..4096].iter().all(|&b| b == 0x5a));
+    assert!(bytes[4096..12288].iter().all(|&b| b == 0));
+    assert!(bytes[12288..].iter().all(|&b| b == 0x5a));
+}
+
+#[test]
+fn a_handle_of_another_ring_works_by_descriptor() {
+    let mut one = ring(4);
+    let mut two = ring(4);
+    let a = temporary_file(4096);
+    let b = temporary_file(8192);
+    let of_one = one.register_file(a.fd().clone()).unwrap();
+    let _of_two = two.register_file(b.fd().clone()).unwrap();
+    let m = Memory::new(8192).unwrap();
+    two.submit_read(&of_one, 0, &[m.whole()], Token(1)).unwrap();
+    assert_eq!(collect(&mut two, 1)[0].result, 4096);
+}
+
+#[test]
+fn file_entries_are_used_again() {
+    let mut ring = Ring::new(RingConfig {
+        files: 1,
+        ..RingConfig::default()
+    })
+    .unwrap();
+    let a = temporary_file(4096);
+    for _ in 0..5 {
+        let h = ring.register_file(a.fd().clone()).unwrap();
+        assert!(matches!(
+            ring.register_file(a.fd().clone()),
+            Err(RegisterError::NoRoom)
+        ));
+        drop(h);
+    }
+}
+
+/// Number of open descriptors and mapped areas of this process.
+fn footprint() -> (usize, usize) {
+    let fds = std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let maps = std::fs::read_to_string("/proc/self/maps")
+        .unwrap()
+        .lines()
+        .count();
+    (fds, maps)
+}
+
+#[test]
+fn dropping_a_ring_with_operations_in_flight_frees_everything() {
+    // In a process of its own, since other tests open and close descriptors at the same time.
+    if std::env::var_os("RISER_RING_CHILD").is_none() {
+        let status = std::process::Command::new(std::env::current_exe().unwrap())
+            .args([
+                "--exact",
+                "ring::tests::dropping_a_ring_with_operations_in_flight_frees_everything",
+            ])
+            .args(["--test-threads", "1"])
+            .env("RISER_RING_CHILD", "1")
+            .output()
+            .unwrap();
+        assert!(
+            status.status.success(),
+            "{}",
+            String::from_utf8_lossy(&status.stdout)
+        );
+        return;
+    }
+    let round = || {
+        let mut ring = ring(16);
+        let (a, b) = UnixStream::pair().unwrap();
+        let socket = Handle::from(OwnedFd::from(a));
+        let m = Memory::new(1 << 20).unwrap();
+        ring.register_memory(&m).unwrap();
+        for i in 0..8 {
+            let own = Memory::new(4096).unwrap();
+            ring.submit_recv(&socket, &[own.whole()], Receive::All, Token(i))
+                .unwrap();
+        }
+        ring.submit_poll(&socket, libc::POLLIN, Token(100)).unwrap();
+        let file = temporary_file(1 << 20);
+        let file = ring.register_file(file.fd().clone()).unwrap();
+        ring.submit_write(&file, 0, &[m.whole()], Durability::Cached, Token(101))
+            .unwrap();
+        ring.submit().unwrap();
+        ring.submit_read(&file, 0, &[m.whole()], Token(102))
+            .unwrap();
+        drop((file, socket, b, m));
+        drop(ring);
+    };
+    round();
+    let settle = || {
+        // The kernel closes a ring's descriptors a moment after the last reference is gone.
+        std::thread::sleep(Duration::from_millis(50));
+        footprint()
+    };
+    let before = settle();
+    for _ in 0..50 {
+        round();
+    }
+    let after = settle();
+    assert_eq!(before.0, after.0, "descriptors leaked");
+    assert!(
+        after.1 <= before.1 + 4,
+        "mappings leaked: {} to {}",
+        before.1,
+        after.1
+    );
+}
+
+#[test]
+fn the_helper_thread_reports_through_the_ring() {
+    let mut ring = ring(4);
+    let mut offload = Offload::new(2, ring.waker()).unwrap();
+    offload.submit(Token(1), || 10 + 1).unwrap();
+    offload.submit(Token(2), || 20 + 2).unwrap();
+    assert_eq!(offload.submit(Token(3), || 0), Err(crate::OffloadFull));
+    let mut got = Vec::new();
+    let mut out = Vec::new();
+    while got.len() < 2 {
+        ring.park(None).unwrap();
+        ring.reap(&mut out).unwrap();
+        got.extend(std::iter::from_fn(|| offload.poll_result()));
+    }
+    assert_eq!(got, [(Token(1), 11), (Token(2), 22)]);
+    assert_eq!(offload.outstanding(), 0);
+}
+
+#[test]
+fn refusals_are_explained() {
+    let text = |n| RingError::from_setup(io::Error::from_raw_os_error(n), 8).to_string();
+    assert!(text(libc::ENOSYS).contains("ENOSYS"));
+    let forbidden = text(libc::EPERM);
+    assert!(forbidden.contains("kernel.io_uring_disabled is ") && forbidden.contains("EPERM"));
+    assert!(text(libc::ENOMEM).contains("ulimit -l"));
+}

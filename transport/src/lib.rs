@@ -1,5 +1,7 @@
 //! RDMA verbs, connection management, and the providers that carry them.
 //!
 //! - [`verbs`]: the types and the three traits that everything above is written against.
+//! - [`wire`]: the RoCEv2 wire format: headers, opcode table, ICRC.
 
 pub mod verbs;
+pub mod wire;

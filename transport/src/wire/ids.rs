@@ -1,0 +1,300 @@
+//! The 24-bit numbers of the transport: packet sequence numbers, queue-pair
+//! numbers and message sequence numbers, and the raw 24-bit field they share.
+
+use core::cmp::Ordering;
+use core::fmt;
+
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+const MASK: u32 = 0x00ff_ffff;
+
+/// A 24-bit big-endian field as it lies on the wire.
+#[derive(
+    Clone,
+    Copy,
+    Default,
+    PartialEq,
+    Eq,
+    Hash,
+    FromBytes,
+    IntoBytes,
+    Immutable,
+    KnownLayout,
+    Unaligned,
+)]
+#[repr(transparent)]
+pub struct U24([u8; 3]);
+
+const _: () = assert!(size_of::<U24>() == 3);
+
+impl U24 {
+    /// The low 24 bits of `value`.
+    #[must_use]
+    pub const fn new(value: u32) -> Self {
+        let bytes = value.to_be_bytes();
+        Self([bytes[1], bytes[2], bytes[3]])
+    }
+
+    /// The value, `0..=0xff_ffff`.
+    #[must_use]
+    pub const fn value(self) -> u32 {
+        u32::from_be_bytes([0, self.0[0], self.0[1], self.0[2]])
+    }
+}
+
+impl fmt::Debug for U24 {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#08x}", self.value())
+    }
+}
+
+/// A packet sequence number, modulo 2²⁴ (IBTA 9.7.1).
+///
+/// There is no `Ord`: order holds only inside a window of half the number
+/// space, is not transitive, and must be asked for by name.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub struct Psn(u32);
+
+impl Psn {
+    /// Half of the number space: PSNs further apart than this compare the
+    /// other way round.
+    pub const HALF: u32 = 1 << 23;
+
+    /// The low 24 bits of `value`.
+    #[must_use]
+    pub const fn new(value: u32) -> Self {
+        Self(value & MASK)
+    }
+
+    /// The value, `0..=0xff_ffff`.
+    #[must_use]
+    pub const fn value(self) -> u32 {
+        self.0
+    }
+
+    /// The PSN that follows.
+    #[must_use]
+    pub const fn next(self) -> Self {
+        self.add(1)
+    }
+
+    /// The PSN before.
+    #[must_use]
+    pub const fn prev(self) -> Self {
+        self.sub(1)
+    }
+
+    /// `count` PSNs later, wrapping.
+    #[must_use]
+    #[allow(
+        clippy::should_implement_trait,
+        reason = "wrapping must stay visible by name in const code"
+    )]
+    pub const fn add(self, count: u32) -> Self {
+        Self(self.0.wrapping_add(count) & MASK)
+    }
+
+    /// `count` PSNs earlier, wrapping.
+    #[must_use]
+    #[allow(
+        clippy::should_implement_trait,
+        reason = "wrapping must stay visible by name in const code"
+    )]
+    pub const fn sub(self, count: u32) -> Self {
+        Self(self.0.wrapping_sub(count) & MASK)
+    }
+
+    /// How many steps forward lead from `self` to `later`, `0..2²⁴`.
+    #[must_use]
+    pub const fn distance_to(self, later: Self) -> u32 {
+        later.0.wrapping_sub(self.0) & MASK
+    }
+
+    /// Signed distance `self - other`, in `-2²³..2²³`.
+    #[must_use]
+    pub const fn diff(self, other: Self) -> i32 {
+        // The shift puts the sign bit of the 24-bit difference into bit 31.
+        ((self.0.wrapping_sub(other.0) << 8) as i32) >> 8
+    }
+
+    /// Order inside a window of half the number space (IBTA C9-112 for the
+    /// responder's valid, duplicate and out-of-sequence regions).
+    #[must_use]
+    pub fn window_cmp(self, other: Self) -> Ordering {
+        self.diff(other).cmp(&0)
+    }
+
+    /// Whether `self` lies in the half of the number space before `other`.
+    #[must_use]
+    pub const fn is_before(self, other: Self) -> bool {
+        self.diff(other) < 0
+    }
+
+    /// Whether `self` lies in the half of the number space after `other`.
+    #[must_use]
+    pub const fn is_after(self, other: Self) -> bool {
+        self.diff(other) > 0
+    }
+
+    /// Whether `self` is one of the `count` PSNs that begin with `first`.
+    #[must_use]
+    pub const fn is_within(self, first: Self, count: u32) -> bool {
+        first.distance_to(self) < count
+    }
+}
+
+impl fmt::Debug for Psn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Psn({:#08x})", self.0)
+    }
+}
+
+impl fmt::Display for Psn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#08x}", self.0)
+    }
+}
+
+impl From<U24> for Psn {
+    fn from(raw: U24) -> Self {
+        Self(raw.value())
+    }
+}
+
+impl From<Psn> for U24 {
+    fn from(psn: Psn) -> Self {
+        Self::new(psn.0)
+    }
+}
+
+/// A queue-pair number, 24 bits.
+#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Qpn(u32);
+
+impl Qpn {
+    /// Queue pair 0, subnet management; unused on RoCE.
+    pub const SMI: Self = Self(0);
+    /// Queue pair 1, the general services interface.
+    pub const GSI: Self = Self(1);
+    /// The destination of multicast packets.
+    pub const MULTICAST: Self = Self(MASK);
+
+    /// The low 24 bits of `value`.
+    #[must_use]
+    pub const fn new(value: u32) -> Self {
+        Self(value & MASK)
+    }
+
+    /// The value, `0..=0xff_ffff`.
+    #[must_use]
+    pub const fn value(self) -> u32 {
+        self.0
+    }
+}
+
+impl fmt::Debug for Qpn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Qpn({:#08x})", self.0)
+    }
+}
+
+impl fmt::Display for Qpn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#08x}", self.0)
+    }
+}
+
+impl From<U24> for Qpn {
+    fn from(raw: U24) -> Self {
+        Self(raw.value())
+    }
+}
+
+impl From<Qpn> for U24 {
+    fn from(qpn: Qpn) -> Self {
+        Self::new(qpn.0)
+    }
+}
+
+/// A responder's count of completed messages, modulo 2²⁴ (IBTA 9.7.7.1).
+#[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub struct Msn(u32);
+
+impl Msn {
+    /// The low 24 bits of `value`.
+    #[must_use]
+    pub const fn new(value: u32) -> Self {
+        Self(value & MASK)
+    }
+
+    /// The value, `0..=0xff_ffff`.
+    #[must_use]
+    pub const fn value(self) -> u32 {
+        self.0
+    }
+
+    /// The count after one more message.
+    #[must_use]
+    pub const fn next(self) -> Self {
+        Self(self.0.wrapping_add(1) & MASK)
+    }
+
+    /// How many messages lead from `self` to `later`, `0..2²⁴`.
+    #[must_use]
+    pub const fn distance_to(self, later: Self) -> u32 {
+        later.0.wrapping_sub(self.0) & MASK
+    }
+}
+
+impl fmt::Debug for Msn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Msn({:#08x})", self.0)
+    }
+}
+
+impl From<U24> for Msn {
+    fn from(raw: U24) -> Self {
+        Self(raw.value())
+    }
+}
+
+impl From<Msn> for U24 {
+    fn from(msn: Msn) -> Self {
+        Self::new(msn.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn the_number_space_wraps_at_twenty_four_bits() {
+        assert_eq!(Psn::new(0xff_ffff).next(), Psn::new(0));
+        assert_eq!(Psn::new(0).prev(), Psn::new(0xff_ffff));
+        assert!(Psn::new(0xff_ffff).is_before(Psn::new(0)));
+        assert!(Psn::new(2).is_after(Psn::new(0xff_fff0)));
+        assert_eq!(Psn::new(0xff_fffe).distance_to(Psn::new(3)), 5);
+        assert_eq!(Psn::new(3).diff(Psn::new(0xff_fffe)), 5);
+        assert_eq!(Psn::new(0xff_fffe).diff(Psn::new(3)), -5);
+        assert!(Psn::new(1).is_within(Psn::new(0xff_ffff), 3));
+        assert!(!Psn::new(2).is_within(Psn::new(0xff_ffff), 3));
+        assert_eq!(Msn::new(0xff_ffff).next(), Msn::new(0));
+    }
+
+    proptest! {
+        #[test]
+        fn order_and_distance_agree(start: u32, steps in 1u32..Psn::HALF) {
+            let a = Psn::new(start);
+            let b = a.add(steps);
+            prop_assert!(a.is_before(b) && b.is_after(a));
+            prop_assert_eq!(a.distance_to(b), steps);
+            prop_assert_eq!(i64::from(b.diff(a)), i64::from(steps));
+            prop_assert_eq!(b.sub(steps), a);
+            prop_assert_eq!(a.window_cmp(b), Ordering::Less);
+            prop_assert_eq!(Psn::from(U24::from(a)), a);
+        }
+    }
+}

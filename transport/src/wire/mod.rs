@@ -1,0 +1,32 @@
+//! The RoCEv2 wire format: everything between the UDP header and the ICRC.
+//!
+//! | module | what it names |
+//! | --- | --- |
+//! | [`ids`] | [`Psn`], [`Qpn`], [`Msn`] and their 24-bit arithmetic |
+//! | [`bth`] | the base transport header |
+//! | [`ext`] | the extended headers and the AETH syndromes |
+//! | [`opcode`] | the one table of operation codes |
+//! | [`packet`] | parsing a datagram, emitting the headers of one |
+//! | [`icrc`] | the invariant CRC, with and without knowledge of the IPv4 identification |
+//!
+//! Nothing here keeps protocol state, and nothing panics on a peer's bytes:
+//! the received length is the only authority.
+
+pub mod bth;
+pub mod ext;
+pub mod icrc;
+pub mod ids;
+pub mod opcode;
+pub mod packet;
+
+pub use bth::{Bth, DEFAULT_PKEY, pad_len};
+pub use ext::{
+    Aeth, AethSyndrome, AtomicAckEth, AtomicEth, Credit, Deth, GSI_QKEY, Ieth, ImmDt, NakCode,
+    Reth, RnrTimer,
+};
+pub use icrc::{ICRC_LEN, Icrc, IcrcError, IcrcFlow, IcrcVerifier, IdPattern, PeerIds};
+pub use ids::{Msn, Psn, Qpn};
+pub use opcode::{
+    ExtHeader, MAX_HEADER_LEN, Opcode, OpcodeInfo, Operation, PayloadRule, Position, Service,
+};
+pub use packet::{ExtHeaders, HeaderBuf, Packet, PacketError, ROCE_PORT, emit_headers};

@@ -1,0 +1,407 @@
+//! The one table of operation codes (IBTA 9.2.1, table 38), from which parser,
+//! emitter, requester and responder take header layout and legality.
+//!
+//! Reliable connected and unreliable datagram are here; unreliable connected,
+//! reliable datagram, extended reliable connected and the RoCEv2 congestion
+//! notification are not spoken, and their codes are unknown ones.
+
+use super::bth::Bth;
+use super::ext::{Aeth, AtomicAckEth, AtomicEth, Deth, Ieth, ImmDt, Reth};
+
+/// Transport service.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Service {
+    /// Reliable connected.
+    Rc,
+    /// Unreliable datagram.
+    Ud,
+}
+
+/// What a packet is part of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Operation {
+    /// SEND, with or without immediate data or invalidation.
+    Send,
+    /// RDMA WRITE, with or without immediate data.
+    Write,
+    /// RDMA READ request.
+    ReadRequest,
+    /// RDMA READ response.
+    ReadResponse,
+    /// Acknowledgement, positive or negative.
+    Acknowledge,
+    /// Response to an atomic.
+    AtomicAck,
+    /// Compare-and-swap.
+    CmpSwap,
+    /// Fetch-and-add.
+    FetchAdd,
+}
+
+/// Where in its message a packet stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Position {
+    /// The first of several.
+    First,
+    /// Neither first nor last.
+    Middle,
+    /// The last of several.
+    Last,
+    /// The only one.
+    Only,
+}
+
+impl Position {
+    /// Whether a message begins here.
+    #[must_use]
+    pub const fn is_start(self) -> bool {
+        matches!(self, Self::First | Self::Only)
+    }
+
+    /// Whether a message ends here.
+    #[must_use]
+    pub const fn is_end(self) -> bool {
+        matches!(self, Self::Last | Self::Only)
+    }
+}
+
+/// An extended header kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ExtHeader {
+    /// [`Deth`].
+    Deth,
+    /// [`Reth`].
+    Reth,
+    /// [`AtomicEth`].
+    AtomicEth,
+    /// [`Aeth`].
+    Aeth,
+    /// [`AtomicAckEth`].
+    AtomicAckEth,
+    /// [`ImmDt`].
+    ImmDt,
+    /// [`Ieth`].
+    Ieth,
+}
+
+impl ExtHeader {
+    /// Length in bytes.
+    #[must_use]
+    pub const fn wire_len(self) -> usize {
+        match self {
+            Self::Deth => size_of::<Deth>(),
+            Self::Reth => size_of::<Reth>(),
+            Self::AtomicEth => size_of::<AtomicEth>(),
+            Self::Aeth => size_of::<Aeth>(),
+            Self::AtomicAckEth => size_of::<AtomicAckEth>(),
+            Self::ImmDt => size_of::<ImmDt>(),
+            Self::Ieth => size_of::<Ieth>(),
+        }
+    }
+}
+
+/// Which payload lengths a packet may have (IBTA 9.7.4.1.6).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum PayloadRule {
+    /// No payload.
+    Empty,
+    /// Exactly the path MTU: first and middle packets.
+    ExactlyMtu,
+    /// One byte to the path MTU: last packets.
+    OneToMtu,
+    /// Nothing to the path MTU: only packets.
+    ZeroToMtu,
+}
+
+impl PayloadRule {
+    /// Whether `len` bytes are legal under a path MTU of `mtu` bytes.
+    #[must_use]
+    pub const fn allows(self, len: usize, mtu: usize) -> bool {
+        match self {
+            Self::Empty => len == 0,
+            Self::ExactlyMtu => len == mtu,
+            Self::OneToMtu => len >= 1 && len <= mtu,
+            Self::ZeroToMtu => len <= mtu,
+        }
+    }
+}
+
+/// One row of the table.
+#[derive(Debug, PartialEq, Eq)]
+pub struct OpcodeInfo {
+    /// The code.
+    pub opcode: Opcode,
+    /// Transport service.
+    pub service: Service,
+    /// What the packet is part of.
+    pub operation: Operation,
+    /// Where in its message it stands.
+    pub position: Position,
+    /// The extended headers after the BTH, in order.
+    pub headers: &'static [ExtHeader],
+    /// Length of the BTH and all extended headers, in bytes.
+    pub header_len: usize,
+    /// Legal payload lengths.
+    pub payload: PayloadRule,
+}
+
+impl OpcodeInfo {
+    /// Whether the packet goes from responder to requester.
+    #[must_use]
+    pub const fn is_response(&self) -> bool {
+        matches!(
+            self.operation,
+            Operation::ReadResponse | Operation::Acknowledge | Operation::AtomicAck
+        )
+    }
+
+    /// Whether the packet goes from requester to responder.
+    #[must_use]
+    pub const fn is_request(&self) -> bool {
+        !self.is_response()
+    }
+
+    /// Whether `header` is one of this packet's.
+    #[must_use]
+    pub const fn has(&self, header: ExtHeader) -> bool {
+        let mut i = 0;
+        while i < self.headers.len() {
+            if self.headers[i] as u8 == header as u8 {
+                return true;
+            }
+            i += 1;
+        }
+        false
+    }
+
+    /// Whether the packet carries immediate data.
+    #[must_use]
+    pub const fn has_imm(&self) -> bool {
+        self.has(ExtHeader::ImmDt)
+    }
+
+    /// Whether the packet asks for a remote key's invalidation.
+    #[must_use]
+    pub const fn has_ieth(&self) -> bool {
+        self.has(ExtHeader::Ieth)
+    }
+
+    /// Whether the packet takes a receive work request when its message
+    /// completes: every SEND, and an RDMA WRITE with immediate data.
+    #[must_use]
+    pub const fn consumes_receive(&self) -> bool {
+        matches!(self.operation, Operation::Send) || self.has_imm()
+    }
+}
+
+/// Length in bytes of the longest header: BTH and AtomicETH.
+pub const MAX_HEADER_LEN: usize = Bth::LEN + size_of::<AtomicEth>();
+
+const fn header_len(headers: &[ExtHeader]) -> usize {
+    let mut len = Bth::LEN;
+    let mut i = 0;
+    while i < headers.len() {
+        len += headers[i].wire_len();
+        i += 1;
+    }
+    len
+}
+
+/// Makes the enumeration, the table and the lookup from one list of rows.
+macro_rules! opcodes {
+    ($($(#[$doc:meta])* $name:ident = $code:literal, $service:ident $operation:ident $position:ident [$($header:ident)*] $payload:ident;)*) => {
+        /// An operation code of the table; its number is the one on the wire.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[repr(u8)]
+        pub enum Opcode {
+            $($(#[$doc])* $name = $code,)*
+        }
+
+        /// All rows, in the order of their codes.
+        pub static OPCODES: &[OpcodeInfo] = &[$(OpcodeInfo {
+            opcode: Opcode::$name,
+            service: Service::$service,
+            operation: Operation::$operation,
+            position: Position::$position,
+            headers: &[$(ExtHeader::$header),*],
+            header_len: header_len(&[$(ExtHeader::$header),*]),
+            payload: PayloadRule::$payload,
+        }),*];
+    };
+}
+
+opcodes! {
+    /// First packet of a SEND.
+    RcSendFirst = 0x00, Rc Send First [] ExactlyMtu;
+    /// Middle packet of a SEND.
+    RcSendMiddle = 0x01, Rc Send Middle [] ExactlyMtu;
+    /// Last packet of a SEND.
+    RcSendLast = 0x02, Rc Send Last [] OneToMtu;
+    /// Last packet of a SEND with immediate data.
+    RcSendLastImm = 0x03, Rc Send Last [ImmDt] OneToMtu;
+    /// A SEND of one packet.
+    RcSendOnly = 0x04, Rc Send Only [] ZeroToMtu;
+    /// A SEND of one packet with immediate data.
+    RcSendOnlyImm = 0x05, Rc Send Only [ImmDt] ZeroToMtu;
+    /// First packet of an RDMA WRITE.
+    RcWriteFirst = 0x06, Rc Write First [Reth] ExactlyMtu;
+    /// Middle packet of an RDMA WRITE.
+    RcWriteMiddle = 0x07, Rc Write Middle [] ExactlyMtu;
+    /// Last packet of an RDMA WRITE.
+    RcWriteLast = 0x08, Rc Write Last [] OneToMtu;
+    /// Last packet of an RDMA WRITE with immediate data.
+    RcWriteLastImm = 0x09, Rc Write Last [ImmDt] OneToMtu;
+    /// An RDMA WRITE of one packet.
+    RcWriteOnly = 0x0a, Rc Write Only [Reth] ZeroToMtu;
+    /// An RDMA WRITE of one packet with immediate data.
+    RcWriteOnlyImm = 0x0b, Rc Write Only [Reth ImmDt] ZeroToMtu;
+    /// An RDMA READ request.
+    RcReadRequest = 0x0c, Rc ReadRequest Only [Reth] Empty;
+    /// First packet of an RDMA READ response.
+    RcReadResponseFirst = 0x0d, Rc ReadResponse First [Aeth] ExactlyMtu;
+    /// Middle packet of an RDMA READ response.
+    RcReadResponseMiddle = 0x0e, Rc ReadResponse Middle [] ExactlyMtu;
+    /// Last packet of an RDMA READ response.
+    RcReadResponseLast = 0x0f, Rc ReadResponse Last [Aeth] OneToMtu;
+    /// An RDMA READ response of one packet.
+    RcReadResponseOnly = 0x10, Rc ReadResponse Only [Aeth] ZeroToMtu;
+    /// An acknowledgement.
+    RcAcknowledge = 0x11, Rc Acknowledge Only [Aeth] Empty;
+    /// The response to an atomic.
+    RcAtomicAcknowledge = 0x12, Rc AtomicAck Only [Aeth AtomicAckEth] Empty;
+    /// Compare-and-swap.
+    RcCmpSwap = 0x13, Rc CmpSwap Only [AtomicEth] Empty;
+    /// Fetch-and-add.
+    RcFetchAdd = 0x14, Rc FetchAdd Only [AtomicEth] Empty;
+    /// Last packet of a SEND with invalidation.
+    RcSendLastInvalidate = 0x16, Rc Send Last [Ieth] OneToMtu;
+    /// A SEND of one packet with invalidation.
+    RcSendOnlyInvalidate = 0x17, Rc Send Only [Ieth] ZeroToMtu;
+    /// A datagram.
+    UdSendOnly = 0x64, Ud Send Only [Deth] ZeroToMtu;
+    /// A datagram with immediate data.
+    UdSendOnlyImm = 0x65, Ud Send Only [Deth ImmDt] ZeroToMtu;
+}
+
+const UNKNOWN: u8 = 0xff;
+
+/// Row of each code in [`OPCODES`], or [`UNKNOWN`].
+static ROWS: [u8; 256] = {
+    let mut rows = [UNKNOWN; 256];
+    let mut row = 0;
+    while row < OPCODES.len() {
+        let code = OPCODES[row].opcode as usize;
+        assert!(rows[code] == UNKNOWN, "two rows with one code");
+        rows[code] = row as u8;
+        row += 1;
+    }
+    rows
+};
+
+impl OpcodeInfo {
+    /// The row of a code as received, `None` if it is not in the table.
+    #[must_use]
+    pub fn lookup(code: u8) -> Option<&'static Self> {
+        OPCODES.get(usize::from(ROWS[usize::from(code)]))
+    }
+}
+
+impl Opcode {
+    /// The opcode of a code as received, `None` if it is not in the table.
+    #[must_use]
+    pub fn from_u8(code: u8) -> Option<Self> {
+        OpcodeInfo::lookup(code).map(|info| info.opcode)
+    }
+
+    /// This opcode's row.
+    #[must_use]
+    pub fn info(self) -> &'static OpcodeInfo {
+        &OPCODES[usize::from(ROWS[self as usize])]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn header_lengths_are_those_of_the_specification() {
+        let expected: [(u8, usize); 25] = [
+            (0x00, 12),
+            (0x01, 12),
+            (0x02, 12),
+            (0x03, 16),
+            (0x04, 12),
+            (0x05, 16),
+            (0x06, 28),
+            (0x07, 12),
+            (0x08, 12),
+            (0x09, 16),
+            (0x0a, 28),
+            (0x0b, 32),
+            (0x0c, 28),
+            (0x0d, 16),
+            (0x0e, 12),
+            (0x0f, 16),
+            (0x10, 16),
+            (0x11, 16),
+            (0x12, 24),
+            (0x13, 40),
+            (0x14, 40),
+            (0x16, 16),
+            (0x17, 16),
+            (0x64, 20),
+            (0x65, 24),
+        ];
+        for code in 0..=255u8 {
+            let want = expected
+                .iter()
+                .find(|(c, _)| *c == code)
+                .map(|(_, len)| *len);
+            assert_eq!(
+                OpcodeInfo::lookup(code).map(|info| info.header_len),
+                want,
+                "{code:#04x}"
+            );
+            if let Some(info) = OpcodeInfo::lookup(code) {
+                assert_eq!(info.opcode as u8, code);
+                assert_eq!(info.opcode.info(), info);
+                assert!(info.header_len <= MAX_HEADER_LEN);
+            }
+        }
+    }
+
+    #[test]
+    fn receives_are_consumed_by_sends_and_by_writes_with_immediate() {
+        let consuming: Vec<u8> = OPCODES
+            .iter()
+            .filter(|i| i.consumes_receive())
+            .map(|i| i.opcode as u8)
+            .collect();
+        assert_eq!(
+            consuming,
+            [
+                0x00, 0x01, 0x02, 0x03, 0x04, 0x05, 0x09, 0x0b, 0x16, 0x17, 0x64, 0x65
+            ]
+        );
+        let responses: Vec<u8> = OPCODES
+            .iter()
+            .filter(|i| i.is_response())
+            .map(|i| i.opcode as u8)
+            .collect();
+        assert_eq!(responses, [0x0d, 0x0e, 0x0f, 0x10, 0x11, 0x12]);
+    }
+
+    #[test]
+    fn payload_rules_bound_the_length() {
+        assert!(
+            PayloadRule::ExactlyMtu.allows(1024, 1024)
+                && !PayloadRule::ExactlyMtu.allows(1023, 1024)
+        );
+        assert!(PayloadRule::OneToMtu.allows(1, 1024) && !PayloadRule::OneToMtu.allows(0, 1024));
+        assert!(
+            PayloadRule::ZeroToMtu.allows(0, 1024) && !PayloadRule::ZeroToMtu.allows(1025, 1024)
+        );
+        assert!(PayloadRule::Empty.allows(0, 1024) && !PayloadRule::Empty.allows(4, 1024));
+    }
+}

@@ -1,1 +1,3 @@
-//! Placeholder until the crate's first module lands.
+//! SCSI with no transport in it, and the wire formats of the SCSI transports.
+
+pub mod srp;

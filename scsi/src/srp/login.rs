@@ -1,0 +1,404 @@
+//! Login: SRP_LOGIN_REQ in both of its forms, SRP_LOGIN_RSP, SRP_LOGIN_REJ.
+
+use bitflags::bitflags;
+
+use super::raw::{RawLoginRej, RawLoginReq, RawLoginReqRdma, RawLoginRsp, expect};
+use super::{CMD_LEN, InitiatorPortId, Opcode, SrpError, Tag, TargetPortId};
+
+bitflags! {
+    /// Data-buffer descriptor formats a port asks for, or supports (SRP r16a, REQUIRED BUFFER
+    /// FORMATS and SUPPORTED BUFFER FORMATS).
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    pub struct BufferFormats: u16 {
+        /// One memory descriptor.
+        const DIRECT = 1 << 1;
+        /// A table of memory descriptors.
+        const INDIRECT = 1 << 2;
+    }
+}
+
+bitflags! {
+    /// Flags of SRP_LOGIN_REQ besides the multi-channel action.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    pub struct LoginReqFlags: u8 {
+        /// LOSOLNT: solicited notification of target logouts is wanted.
+        const LOSOLNT = 0x10;
+        /// CRSOLNT: solicited notification of credit requests is wanted.
+        const CRSOLNT = 0x20;
+        /// AESOLNT: solicited notification of asynchronous events is wanted.
+        const AESOLNT = 0x40;
+    }
+}
+
+/// MULTI-CHANNEL ACTION: what a login does to existing channels of the same I_T nexus.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum MultiChannelAction {
+    /// Existing channels of this nexus are to be terminated.
+    #[default]
+    Single = 0,
+    /// Existing channels are to stay; this one is independent of them.
+    Multi = 1,
+}
+
+/// MULTI-CHANNEL RESULT: what the login did to existing channels of the same I_T nexus.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum MultiChannelResult {
+    /// There were none.
+    #[default]
+    NoChannels = 0,
+    /// They were terminated.
+    Terminated = 1,
+    /// They were kept.
+    Maintained = 2,
+}
+
+/// Where immediate data begins, in bytes from the start of an SRP_CMD; at least the length of its
+/// fixed part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ImmediateDataOffset(u16);
+
+impl ImmediateDataOffset {
+    /// The offset, or `None` where it would lie within the fixed part of SRP_CMD.
+    #[must_use]
+    pub fn new(bytes: u16) -> Option<Self> {
+        (usize::from(bytes) >= CMD_LEN).then_some(Self(bytes))
+    }
+
+    /// Bytes from the start of the SRP_CMD.
+    #[must_use]
+    pub fn bytes(self) -> usize {
+        usize::from(self.0)
+    }
+}
+
+/// SRP_LOGIN_REQ: asks for a channel (SRP r16a, SRP_LOGIN_REQ request).
+///
+/// IB/CM private data carries the 64-byte information unit ([`Self::parse`], [`Self::emit`]);
+/// RDMA/CM leaves 56 bytes only, for which Linux defined a shorter arrangement of the same fields
+/// ([`Self::parse_rdma`], [`Self::emit_rdma`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoginReq {
+    /// Returned in the answer.
+    pub tag: Tag,
+    /// The longest information unit that the initiator wants to send, in bytes.
+    pub req_it_iu_len: u32,
+    /// Formats the initiator needs.
+    pub formats: BufferFormats,
+    /// What becomes of other channels of this nexus.
+    pub multi_channel: MultiChannelAction,
+    /// Notification wishes.
+    pub flags: LoginReqFlags,
+    /// Immediate data is wanted, and would begin here (SRP-2). `None`: not wanted.
+    pub immediate: Option<ImmediateDataOffset>,
+    /// Who logs in.
+    pub initiator_port: InitiatorPortId,
+    /// Where.
+    pub target_port: TargetPortId,
+}
+
+const IMMED_REQUESTED: u8 = 0x80;
+const MULTI_CHANNEL_MASK: u8 = 0x03;
+
+impl LoginReq {
+    /// Parses the 64-byte information unit.
+    ///
+    /// # Errors
+    /// A wrong type, too few bytes, a reserved multi-channel action, or an immediate-data offset
+    /// within the fixed part of SRP_CMD.
+    pub fn parse(iu: &[u8]) -> Result<Self, SrpError> {
+        let (raw, _) = RawLoginReq::split(iu)?;
+        expect(raw.opcode, Opcode::LoginReq)?;
+        Self::from_fields(&RawLoginReqRdma {
+            tag: raw.tag,
+            req_buf_fmt: raw.req_buf_fmt,
+            req_flags: raw.req_flags,
+            opcode: raw.opcode,
+            req_it_iu_len: raw.req_it_iu_len,
+            initiator_port_id: raw.initiator_port_id,
+            target_port_id: raw.target_port_id,
+            imm_data_offset: raw.imm_data_offset,
+            reserved: [0; 6],
+        })
+    }
+
+    /// Parses the 56-byte RDMA/CM private data.
+    ///
+    /// # Errors
+    /// As [`Self::parse`].
+    pub fn parse_rdma(private_data: &[u8]) -> Result<Self, SrpError> {
+        let (raw, _) = RawLoginReqRdma::split(private_data)?;
+        expect(raw.opcode, Opcode::LoginReq)?;
+        Self::from_fields(raw)
+    }
+
+    fn from_fields(raw: &RawLoginReqRdma) -> Result<Self, SrpError> {
+        let multi_channel = match raw.req_flags & MULTI_CHANNEL_MASK {
+            0 => MultiChannelAction::Single,
+            1 => MultiChannelAction::Multi,
+            other => {
+                return Err(SrpError::Illegal {
+                    field: "MULTI-CHANNEL ACTION",
+                    value: other.into(),
+                });
+            }
+        };
+        let immediate = if raw.req_flags & IMMED_REQUESTED == 0 {
+            None
+        } else {
+            let offset = raw.imm_data_offset.get();
+            Some(ImmediateDataOffset::new(offset).ok_or(SrpError::Illegal {
+                field: "immediate data offset",
+                value: offset.into(),
+            })?)
+        };
+        Ok(Self {
+            tag: Tag(raw.tag.get()),
+            req_it_iu_len: raw.req_it_iu_len.get(),
+            formats: BufferFormats::from_bits_truncate(raw.req_buf_fmt.get()),
+            multi_channel,
+            flags: LoginReqFlags::from_bits_truncate(raw.req_flags),
+            immediate,
+            initiator_port: InitiatorPortId(raw.initiator_port_id),
+            target_port: TargetPortId(raw.target_port_id),
+        })
+    }
+
+    fn req_flags(&self) -> u8 {
+        let immediate = if self.immediate.is_some() {
+            IMMED_REQUESTED
+        } else {
+            0
+        };
+        self.flags.bits() | self.multi_channel as u8 | immediate
+    }
+
+    fn imm_data_offset(&self) -> u16 {
+        self.immediate.map_or(0, |offset| offset.0)
+    }
+
+    /// Writes the 64-byte information unit and returns its length.
+    ///
+    /// # Panics
+    /// If `out` is too short.
+    pub fn emit(&self, out: &mut [u8]) -> usize {
+        RawLoginReq {
+            opcode: Opcode::LoginReq as u8,
+            tag: self.tag.0.into(),
+            req_it_iu_len: self.req_it_iu_len.into(),
+            req_buf_fmt: self.formats.bits().into(),
+            req_flags: self.req_flags(),
+            imm_data_offset: self.imm_data_offset().into(),
+            initiator_port_id: self.initiator_port.0,
+            target_port_id: self.target_port.0,
+            ..RawLoginReq::default()
+        }
+        .put(out)
+    }
+
+    /// Writes the 56-byte RDMA/CM form and returns its length.
+    ///
+    /// # Panics
+    /// If `out` is too short.
+    pub fn emit_rdma(&self, out: &mut [u8]) -> usize {
+        RawLoginReqRdma {
+            tag: self.tag.0.into(),
+            req_buf_fmt: self.formats.bits().into(),
+            req_flags: self.req_flags(),
+            opcode: Opcode::LoginReq as u8,
+            req_it_iu_len: self.req_it_iu_len.into(),
+            initiator_port_id: self.initiator_port.0,
+            target_port_id: self.target_port.0,
+            imm_data_offset: self.imm_data_offset().into(),
+            reserved: [0; 6],
+        }
+        .put(out)
+    }
+}
+
+/// SRP_LOGIN_RSP: the login is accepted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoginRsp {
+    /// Initial request limit.
+    pub req_lim_delta: i32,
+    /// The login request's.
+    pub tag: Tag,
+    /// The longest information unit the initiator may send, in bytes.
+    pub max_it_iu_len: u32,
+    /// The longest information unit the target will send, in bytes.
+    pub max_ti_iu_len: u32,
+    /// Formats the target supports.
+    pub formats: BufferFormats,
+    /// What became of other channels of this nexus.
+    pub multi_channel: MultiChannelResult,
+    /// SOLNTSUP: the target honours solicited-notification wishes.
+    pub solicited_notification: bool,
+    /// Immediate data is accepted, at the offset that the request named (SRP-2).
+    pub immediate: bool,
+}
+
+const RSP_SOLNTSUP: u8 = 0x10;
+const RSP_IMMED_SUPP: u8 = 0x80;
+
+impl LoginRsp {
+    /// Parses an SRP_LOGIN_RSP.
+    ///
+    /// # Errors
+    /// A wrong type, too few bytes, or a reserved multi-channel result.
+    pub fn parse(iu: &[u8]) -> Result<Self, SrpError> {
+        let (raw, _) = RawLoginRsp::split(iu)?;
+        expect(raw.opcode, Opcode::LoginRsp)?;
+        let multi_channel = match raw.rsp_flags & MULTI_CHANNEL_MASK {
+            0 => MultiChannelResult::NoChannels,
+            1 => MultiChannelResult::Terminated,
+            2 => MultiChannelResult::Maintained,
+            other => {
+                return Err(SrpError::Illegal {
+                    field: "MULTI-CHANNEL RESULT",
+                    value: other.into(),
+                });
+            }
+        };
+        Ok(Self {
+            req_lim_delta: raw.req_lim_delta.get(),
+            tag: Tag(raw.tag.get()),
+            max_it_iu_len: raw.max_it_iu_len.get(),
+            max_ti_iu_len: raw.max_ti_iu_len.get(),
+            formats: BufferFormats::from_bits_truncate(raw.buf_fmt.get()),
+            multi_channel,
+            solicited_notification: raw.rsp_flags & RSP_SOLNTSUP != 0,
+            immediate: raw.rsp_flags & RSP_IMMED_SUPP != 0,
+        })
+    }
+
+    /// Writes the information unit and returns its length.
+    ///
+    /// # Panics
+    /// If `out` is too short.
+    pub fn emit(&self, out: &mut [u8]) -> usize {
+        let solicited = u8::from(self.solicited_notification) * RSP_SOLNTSUP;
+        let immediate = u8::from(self.immediate) * RSP_IMMED_SUPP;
+        RawLoginRsp {
+            opcode: Opcode::LoginRsp as u8,
+            req_lim_delta: self.req_lim_delta.into(),
+            tag: self.tag.0.into(),
+            max_it_iu_len: self.max_it_iu_len.into(),
+            max_ti_iu_len: self.max_ti_iu_len.into(),
+            buf_fmt: self.formats.bits().into(),
+            rsp_flags: self.multi_channel as u8 | solicited | immediate,
+            ..RawLoginRsp::default()
+        }
+        .put(out)
+    }
+}
+
+/// Why a login was refused (SRP r16a, SRP_LOGIN_REJ reason codes).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum LoginRejReason {
+    /// 0x00010000: no channel can be established, no reason given.
+    UnableToEstablishChannel,
+    /// 0x00010001: the target lacks resources for another channel.
+    InsufficientResources,
+    /// 0x00010002: the requested information-unit length is too large.
+    ReqItIuLengthTooLarge,
+    /// 0x00010003: the channel cannot be associated with the I_T nexus.
+    UnableToAssociateChannel,
+    /// 0x00010004: a required buffer descriptor format is not supported.
+    UnsupportedDescriptorFormat,
+    /// 0x00010005: several channels per I_T nexus are not supported.
+    MultiChannelUnsupported,
+    /// 0x00010006: this initiator has as many channels as it may have.
+    ChannelLimitReached,
+    /// A code that the standard does not define.
+    Other(u32),
+}
+
+impl LoginRejReason {
+    /// The code on the wire.
+    #[must_use]
+    pub fn code(self) -> u32 {
+        match self {
+            Self::UnableToEstablishChannel => 0x0001_0000,
+            Self::InsufficientResources => 0x0001_0001,
+            Self::ReqItIuLengthTooLarge => 0x0001_0002,
+            Self::UnableToAssociateChannel => 0x0001_0003,
+            Self::UnsupportedDescriptorFormat => 0x0001_0004,
+            Self::MultiChannelUnsupported => 0x0001_0005,
+            Self::ChannelLimitReached => 0x0001_0006,
+            Self::Other(code) => code,
+        }
+    }
+}
+
+impl From<u32> for LoginRejReason {
+    fn from(code: u32) -> Self {
+        match code {
+            0x0001_0000 => Self::UnableToEstablishChannel,
+            0x0001_0001 => Self::InsufficientResources,
+            0x0001_0002 => Self::ReqItIuLengthTooLarge,
+            0x0001_0003 => Self::UnableToAssociateChannel,
+            0x0001_0004 => Self::UnsupportedDescriptorFormat,
+            0x0001_0005 => Self::MultiChannelUnsupported,
+            0x0001_0006 => Self::ChannelLimitReached,
+            other => Self::Other(other),
+        }
+    }
+}
+
+impl std::fmt::Display for LoginRejReason {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::UnableToEstablishChannel => "the target cannot establish a channel",
+            Self::InsufficientResources => "the target lacks resources for another channel",
+            Self::ReqItIuLengthTooLarge => "the requested information unit length is too large",
+            Self::UnableToAssociateChannel => {
+                "the channel cannot be associated with this initiator and target port"
+            }
+            Self::UnsupportedDescriptorFormat => "a required buffer format is not supported",
+            Self::MultiChannelUnsupported => "several channels are not supported",
+            Self::ChannelLimitReached => "this initiator has as many channels as it may have",
+            Self::Other(code) => return write!(f, "reason {code:#010x}"),
+        })
+    }
+}
+
+/// SRP_LOGIN_REJ: the login is refused. Travels in the private data of a CM REJ.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoginRej {
+    /// Why.
+    pub reason: LoginRejReason,
+    /// The login request's.
+    pub tag: Tag,
+    /// Formats the target supports.
+    pub formats: BufferFormats,
+}
+
+impl LoginRej {
+    /// Parses an SRP_LOGIN_REJ.
+    ///
+    /// # Errors
+    /// A wrong type or too few bytes.
+    pub fn parse(iu: &[u8]) -> Result<Self, SrpError> {
+        let (raw, _) = RawLoginRej::split(iu)?;
+        expect(raw.opcode, Opcode::LoginRej)?;
+        Ok(Self {
+            reason: raw.reason.get().into(),
+            tag: Tag(raw.tag.get()),
+            formats: BufferFormats::from_bits_truncate(raw.buf_fmt.get()),
+        })
+    }
+
+    /// Writes the information unit and returns its length.
+    ///
+    /// # Panics
+    /// If `out` is too short.
+    pub fn emit(&self, out: &mut [u8]) -> usize {
+        RawLoginRej {
+            opcode: Opcode::LoginRej as u8,
+            reason: self.reason.code().into(),
+            tag: self.tag.0.into(),
+            buf_fmt: self.formats.bits().into(),
+            ..RawLoginRej::default()
+        }
+        .put(out)
+    }
+}

@@ -1,2 +1,73 @@
 //! The project's own commands.
-fn main() {}
+//!
+//! - `cargo xtask demo`: the main job, end to end, on this machine ([`demo`]).
+//! - `cargo xtask test`: everything that must hold ([`test`]).
+//! - `cargo xtask bench`: our target beside its peers, in one run ([`bench`]).
+//!
+//! Each installs the Debian packages that it needs if it may ([`packages`]), and otherwise prints
+//! which are missing and what is skipped for it.
+
+#![allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "this program talks to a person"
+)]
+
+mod bench;
+mod daemon;
+mod demo;
+mod packages;
+mod sh;
+mod test;
+mod tree;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+#[derive(Parser)]
+#[command(
+    name = "cargo xtask",
+    about = "Riser's own commands",
+    disable_help_subcommand = true
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Serve a file over SRP on the software RoCEv2 NIC, put a file system on it, check that it
+    /// survives detach, reattach and a lossy link, and measure it.
+    Demo(demo::Options),
+    /// Run every check and test; print what passed, failed and was skipped.
+    Test(test::Options),
+    /// Measure `riser bench` beside fio on the same file and qemu-nbd.
+    Bench(bench::Options),
+}
+
+/// Why a command of ours stopped: one line for a person.
+type Failure = Box<dyn std::error::Error>;
+
+/// The workspace's root folder.
+fn root() -> PathBuf {
+    let manifest = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    manifest.parent().map(PathBuf::from).unwrap_or(manifest)
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Demo(options) => demo::run(&options),
+        Command::Test(options) => test::run(&options),
+        Command::Bench(options) => bench::run(&options),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            eprintln!("xtask: {failure}");
+            ExitCode::FAILURE
+        }
+    }
+}

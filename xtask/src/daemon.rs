@@ -1,0 +1,104 @@
+//! A `riserd` of our own: started, waited for, told to stop.
+
+use std::fs::File;
+use std::os::unix::net::UnixDatagram;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::{Failure, sh};
+
+/// How long a start or a stop may take.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A running `riserd`; it is stopped when the value goes.
+pub(crate) struct Daemon {
+    child: Child,
+    log: PathBuf,
+}
+
+impl Daemon {
+    /// Starts the program with a configuration file and waits until it says that it serves, through
+    /// the notification socket that systemd would give it. Its log goes to `log`.
+    pub(crate) fn start(program: &Path, config: &Path, log: &Path) -> Result<Self, Failure> {
+        let socket = log.with_extension("notify");
+        let _ = std::fs::remove_file(&socket);
+        let notify = UnixDatagram::bind(&socket)?;
+        notify.set_read_timeout(Some(Duration::from_millis(200)))?;
+        let out = File::options().create(true).append(true).open(log)?;
+        let child = sh::cmd(program, ["run", "--config"])
+            .arg(config)
+            .env("NOTIFY_SOCKET", &socket)
+            .stdin(Stdio::null())
+            .stdout(out.try_clone()?)
+            .stderr(out)
+            .spawn()
+            .map_err(|e| format!("{}: {e}", program.display()))?;
+        let mut daemon = Self {
+            child,
+            log: log.to_path_buf(),
+        };
+        let started = Instant::now();
+        let mut message = [0; 4096];
+        while started.elapsed() < PATIENCE {
+            if let Ok(n) = notify.recv(&mut message)
+                && message[..n]
+                    .split(|&b| b == b'\n')
+                    .any(|line| line == b"READY=1")
+            {
+                return Ok(daemon);
+            }
+            if let Some(status) = daemon.child.try_wait()? {
+                return Err(
+                    format!("riserd ended at its start ({status}):\n{}", daemon.tail()).into(),
+                );
+            }
+        }
+        Err(format!(
+            "riserd was not ready within {PATIENCE:?}:\n{}",
+            daemon.tail()
+        )
+        .into())
+    }
+
+    /// The process id.
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Tells it to stop and waits until it has.
+    pub(crate) fn stop(mut self) -> Result<(), Failure> {
+        terminate(self.child.id());
+        let asked = Instant::now();
+        while asked.elapsed() < PATIENCE {
+            match self.child.try_wait()? {
+                Some(status) if status.success() => return Ok(()),
+                Some(status) => {
+                    return Err(format!("riserd ended with {status}:\n{}", self.tail()).into());
+                }
+                None => std::thread::sleep(Duration::from_millis(20)),
+            }
+        }
+        Err(format!("riserd did not stop within {PATIENCE:?}:\n{}", self.tail()).into())
+    }
+
+    fn tail(&self) -> String {
+        let text = std::fs::read_to_string(&self.log).unwrap_or_default();
+        let lines: Vec<_> = text.lines().collect();
+        lines[lines.len().saturating_sub(20)..].join("\n")
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        if matches!(self.child.try_wait(), Ok(None)) {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+}
+
+/// Sends SIGTERM to a process that we started.
+pub(crate) fn terminate(pid: u32) {
+    let _ = sh::output(&mut sh::cmd("kill", ["-TERM", &pid.to_string()]));
+}

@@ -1,0 +1,356 @@
+//! `cargo xtask demo`: the main job on real files.
+//!
+//! A file is served by `riserd` as a SCSI LUN over SRP on the software RoCEv2 NIC at 127.0.0.1 and
+//! attached by `riser` from 127.0.0.2. An ext4 file system goes on it, a real tree goes into that;
+//! then detach, restart, attach again, check and compare; then once more over a lossy link.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use crate::daemon::Daemon;
+use crate::packages::{ensure, need};
+use crate::{Failure, root, sh, tree};
+
+/// Options of `cargo xtask demo`.
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    /// Size of the tree to copy, in MB.
+    #[arg(long, default_value_t = 200)]
+    tree_mb: u64,
+    /// Seconds that the benchmark runs.
+    #[arg(long, default_value_t = 5)]
+    bench_seconds: u32,
+}
+
+impl Options {
+    /// What the test command runs: the same.
+    pub(crate) fn for_test() -> Self {
+        Self {
+            tree_mb: 200,
+            bench_seconds: 5,
+        }
+    }
+}
+
+/// What the lossy link does to packets, in per cent: both directions are hit.
+const LOSSY: &str = "loss=2,reorder=5,seed=7";
+
+/// Where the target listens.
+const URL: &str = "srp://127.0.0.1:5555/0";
+
+/// Runs the demo and prints its table.
+pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    let needs = [
+        need("mkfs.ext4", "e2fsprogs", "the file system"),
+        need("e2fsck", "e2fsprogs", "checking the file system"),
+        need("fusermount3", "fuse3", "attaching without root"),
+        need("losetup", "mount", "mounting the attached LUN"),
+    ];
+    let missing = ensure(&needs.iter().collect::<Vec<_>>());
+    if let Some(n) = missing.first() {
+        return Err(format!("the demo needs {} ({})", n.program, n.package).into());
+    }
+    let mut demo = Demo::prepare(options)?;
+    demo.serve("serve a 1 GiB file on 127.0.0.1")?;
+    demo.first_attach()?;
+    demo.restart()?;
+    demo.second_attach("", &[])?;
+    demo.restart()?;
+    demo.second_attach(
+        "over a link that loses 2 % and reorders 5 %: ",
+        &["--inject", LOSSY],
+    )?;
+    demo.write_over_lossy_link()?;
+    demo.bench(options.bench_seconds)?;
+    demo.stop("stop riserd")?;
+    demo.print();
+    Ok(())
+}
+
+struct Demo {
+    scratch: sh::Scratch,
+    programs: PathBuf,
+    daemon: Option<Daemon>,
+    original: tree::Tree,
+    rows: Vec<(String, Duration, String)>,
+}
+
+impl Demo {
+    /// Builds the programs, collects the tree, writes the configuration.
+    fn prepare(options: &Options) -> Result<Self, Failure> {
+        println!("building riserd and riser");
+        let programs = build()?;
+        let scratch = sh::Scratch::new("demo")?;
+        fs::create_dir_all(scratch.join("tree"))?;
+        fs::create_dir_all(scratch.join("mnt"))?;
+        tree::collect(&scratch.join("tree"), options.tree_mb * 1_000_000)?;
+        let original = tree::read(&scratch.join("tree"))?;
+        fs::write(scratch.join("riserd.yaml"), configuration(scratch.path()))?;
+        Ok(Self {
+            scratch,
+            programs,
+            daemon: None,
+            original,
+            rows: Vec::new(),
+        })
+    }
+
+    /// Does a step, prints it, and keeps how long it took and what it says of itself.
+    fn step(
+        &mut self,
+        name: &str,
+        work: impl FnOnce(&Self) -> Result<String, Failure>,
+    ) -> Result<(), Failure> {
+        let started = Instant::now();
+        let said = work(self).map_err(|e| format!("{name}: {e}"))?;
+        let took = started.elapsed();
+        println!("  {name}: {said} ({:.1} s)", took.as_secs_f64());
+        self.rows.push((name.to_owned(), took, said));
+        Ok(())
+    }
+
+    fn riser(&self, args: &[&str]) -> Result<String, Failure> {
+        let mut command = sh::cmd(self.programs.join("riser"), args);
+        command.env("XDG_RUNTIME_DIR", self.scratch.path());
+        sh::output(&mut command)
+    }
+
+    fn serve(&mut self, name: &str) -> Result<(), Failure> {
+        let started = Instant::now();
+        let daemon = Daemon::start(
+            &self.programs.join("riserd"),
+            &self.scratch.join("riserd.yaml"),
+            &self.scratch.join("riserd.log"),
+        )?;
+        println!("  {name}: riserd is process {}", daemon.pid());
+        self.rows
+            .push((name.to_owned(), started.elapsed(), "ready".to_owned()));
+        self.daemon = Some(daemon);
+        Ok(())
+    }
+
+    fn stop(&mut self, name: &str) -> Result<(), Failure> {
+        let started = Instant::now();
+        if let Some(daemon) = self.daemon.take() {
+            daemon.stop()?;
+        }
+        self.rows.push((
+            name.to_owned(),
+            started.elapsed(),
+            "ended by itself on SIGTERM".to_owned(),
+        ));
+        Ok(())
+    }
+
+    fn restart(&mut self) -> Result<(), Failure> {
+        self.stop("stop riserd")?;
+        self.serve("start riserd again")
+    }
+
+    fn mnt(&self) -> String {
+        self.scratch.join("mnt").display().to_string()
+    }
+
+    fn first_attach(&mut self) -> Result<(), Failure> {
+        self.attach("attach from 127.0.0.2 as a file", &[])?;
+        self.step("make an ext4 file system", |d| {
+            let lun = d.lun_file()?;
+            let mut mkfs = sh::cmd("mkfs.ext4", ["-q", "-F"]);
+            if !sh::is_root() {
+                mkfs.arg("-d").arg(d.scratch.join("tree"));
+            }
+            sh::output(mkfs.arg(&lun))?;
+            Ok(if sh::is_root() {
+                "made"
+            } else {
+                "made, with the tree in it"
+            }
+            .to_owned())
+        })?;
+        self.detach("detach")?;
+        if !sh::is_root() {
+            return Ok(());
+        }
+        self.mount("mount it", &[])?;
+        self.step("copy a tree into it", |d| {
+            sh::output(
+                sh::cmd("cp", ["-a"])
+                    .arg(d.scratch.join("tree"))
+                    .arg(d.scratch.join("mnt/tree")),
+            )?;
+            sh::output(sh::cmd("sync", ["-f"]).arg(d.scratch.join("mnt")))?;
+            Ok(format!(
+                "{} MB in {} entries",
+                d.original.bytes / 1_000_000,
+                d.original.entries.len()
+            ))
+        })?;
+        self.unmount("unmount and detach")
+    }
+
+    /// Attaches again, checks the file system, compares every file.
+    fn second_attach(&mut self, prefix: &str, inject: &[&str]) -> Result<(), Failure> {
+        self.attach(&format!("{prefix}attach again"), inject)?;
+        self.step(&format!("{prefix}e2fsck -fn"), |d| {
+            let text = sh::output(sh::cmd("e2fsck", ["-fn"]).arg(d.lun_file()?))?;
+            Ok(text
+                .lines()
+                .last()
+                .unwrap_or("clean")
+                .rsplit(": ")
+                .next()
+                .unwrap_or("clean")
+                .to_owned())
+        })?;
+        self.detach(&format!("{prefix}detach"))?;
+        if !sh::is_root() {
+            return Ok(());
+        }
+        self.mount(&format!("{prefix}mount"), inject)?;
+        self.step(&format!("{prefix}compare every file"), |d| {
+            let found = tree::read(&d.scratch.join("mnt/tree"))?;
+            tree::compare(&d.original, &found)?;
+            Ok(format!(
+                "{} entries, {} MB, SHA-256 equal",
+                found.entries.len(),
+                found.bytes / 1_000_000
+            ))
+        })?;
+        self.unmount(&format!("{prefix}unmount and detach"))
+    }
+
+    /// Writes a second copy over the lossy link, and reads it back over a clean one.
+    fn write_over_lossy_link(&mut self) -> Result<(), Failure> {
+        if !sh::is_root() {
+            return Ok(());
+        }
+        let prefix = "over the lossy link: ";
+        self.mount(&format!("{prefix}mount"), &["--inject", LOSSY])?;
+        self.step(&format!("{prefix}copy the tree once more"), |d| {
+            sh::output(
+                sh::cmd("cp", ["-a"])
+                    .arg(d.scratch.join("tree"))
+                    .arg(d.scratch.join("mnt/again")),
+            )?;
+            sh::output(sh::cmd("sync", ["-f"]).arg(d.scratch.join("mnt")))?;
+            Ok(format!("{} MB", d.original.bytes / 1_000_000))
+        })?;
+        self.unmount(&format!("{prefix}unmount and detach"))?;
+        self.restart()?;
+        self.mount("mount", &[])?;
+        self.step("compare the second copy", |d| {
+            let found = tree::read(&d.scratch.join("mnt/again"))?;
+            tree::compare(&d.original, &found)?;
+            Ok(format!("{} entries, SHA-256 equal", found.entries.len()))
+        })?;
+        self.unmount("unmount and detach")?;
+        self.attach("attach", &[])?;
+        self.step("e2fsck -fn", |d| {
+            sh::output(sh::cmd("e2fsck", ["-fn"]).arg(d.lun_file()?))?;
+            Ok("clean".to_owned())
+        })?;
+        self.detach("detach")
+    }
+
+    fn attach(&mut self, name: &str, inject: &[&str]) -> Result<(), Failure> {
+        self.step(name, |d| {
+            let mnt = d.mnt();
+            let mut args = vec!["attach", URL, "--fuse", &mnt, "--addr", "127.0.0.2"];
+            args.extend(inject);
+            d.riser(&args)?;
+            let size = fs::metadata(d.lun_file()?)?.len();
+            Ok(format!("{} MiB", size >> 20))
+        })
+    }
+
+    fn detach(&mut self, name: &str) -> Result<(), Failure> {
+        self.step(name, |d| {
+            d.riser(&["detach", &d.mnt()]).map(|_| "gone".to_owned())
+        })
+    }
+
+    fn mount(&mut self, name: &str, inject: &[&str]) -> Result<(), Failure> {
+        self.step(name, |d| {
+            let mnt = d.mnt();
+            let mut args = vec!["mount", URL, &mnt, "--addr", "127.0.0.2"];
+            args.extend(inject);
+            d.riser(&args).map(|_| "mounted".to_owned())
+        })
+    }
+
+    fn unmount(&mut self, name: &str) -> Result<(), Failure> {
+        self.step(name, |d| {
+            d.riser(&["detach", &d.mnt()]).map(|_| "gone".to_owned())
+        })
+    }
+
+    /// The file that stands for the LUN in the FUSE folder.
+    fn lun_file(&self) -> Result<PathBuf, Failure> {
+        let mut entries = fs::read_dir(self.scratch.join("mnt"))?;
+        Ok(entries
+            .next()
+            .ok_or("the attached folder is empty")??
+            .path())
+    }
+
+    fn bench(&mut self, seconds: u32) -> Result<(), Failure> {
+        let runtime = seconds.to_string();
+        self.step("benchmark, 4 KiB random read at depth 32", |d| {
+            let json = d.riser(&[
+                "-o",
+                "json",
+                "bench",
+                URL,
+                "--addr",
+                "127.0.0.2",
+                "--rw",
+                "randread",
+                "--bs",
+                "4k",
+                "--iodepth",
+                "32",
+                "--runtime",
+                &runtime,
+            ])?;
+            let v: serde_json::Value = serde_json::from_str(&json)?;
+            Ok(crate::bench::summary(&v))
+        })
+    }
+
+    fn print(&self) {
+        let width = self
+            .rows
+            .iter()
+            .map(|(name, _, _)| name.chars().count())
+            .max()
+            .unwrap_or(0);
+        println!("\n{:<width$}  {:>8}  result", "step", "seconds");
+        for (name, took, said) in &self.rows {
+            println!("{name:<width$}  {:>8.2}  {said}", took.as_secs_f64());
+        }
+    }
+}
+
+/// Builds `riserd` and `riser` in release mode; answers their folder.
+pub(crate) fn build() -> Result<PathBuf, Failure> {
+    sh::run(&mut sh::cargo([
+        "build",
+        "-q",
+        "--release",
+        "--bin",
+        "riserd",
+        "--bin",
+        "riser",
+    ]))?;
+    Ok(root().join(".build/release"))
+}
+
+fn configuration(folder: &Path) -> String {
+    format!(
+        "backends:\n  disk:\n    kind: file\n    path: {}/disk.img\n    size: 1 GiB\n    create: true\n\
+         targets:\n  - name: demo\n    access: open\n    portals:\n      - protocol: srp\n        address: 127.0.0.1\n\
+         \x20   luns:\n      0: disk\n",
+        folder.display()
+    )
+}

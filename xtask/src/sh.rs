@@ -1,0 +1,110 @@
+//! Running other programs.
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use crate::Failure;
+
+/// Runs a program to its end and answers its standard output; a failure carries its standard error.
+pub(crate) fn output(command: &mut Command) -> Result<String, Failure> {
+    let shown = shown(command);
+    let out = command
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|e| format!("{shown}: {e}"))?;
+    if out.status.success() {
+        return Ok(String::from_utf8_lossy(&out.stdout).into_owned());
+    }
+    let told = [out.stderr.as_slice(), out.stdout.as_slice()].concat();
+    Err(format!(
+        "{shown}: {}\n{}",
+        out.status,
+        String::from_utf8_lossy(&told).trim_end()
+    )
+    .into())
+}
+
+/// Runs a program to its end with our standard output and error.
+pub(crate) fn run(command: &mut Command) -> Result<(), Failure> {
+    let shown = shown(command);
+    let status = command
+        .stdin(Stdio::null())
+        .status()
+        .map_err(|e| format!("{shown}: {e}"))?;
+    if status.success() {
+        Ok(())
+    } else {
+        Err(format!("{shown}: {status}").into())
+    }
+}
+
+/// A command with arguments.
+pub(crate) fn cmd<S: AsRef<OsStr>>(
+    program: impl AsRef<OsStr>,
+    args: impl IntoIterator<Item = S>,
+) -> Command {
+    let mut c = Command::new(program);
+    c.args(args);
+    c
+}
+
+/// Cargo, as it was when it started us.
+pub(crate) fn cargo<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
+    let mut c = cmd(
+        std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()),
+        args,
+    );
+    c.current_dir(crate::root());
+    c
+}
+
+/// Where a program is, by `PATH` and the administrator's folders.
+pub(crate) fn which(program: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path)
+        .chain(["/usr/sbin", "/sbin"].map(PathBuf::from))
+        .map(|dir| dir.join(program))
+        .find(|p| p.is_file())
+}
+
+/// Whether we run as root.
+pub(crate) fn is_root() -> bool {
+    std::fs::metadata("/proc/self").is_ok_and(|m| std::os::unix::fs::MetadataExt::uid(&m) == 0)
+}
+
+/// A folder under the temporary folder that goes when the value does.
+pub(crate) struct Scratch(PathBuf);
+
+impl Scratch {
+    /// Makes it; the name carries our process id.
+    pub(crate) fn new(name: &str) -> Result<Self, Failure> {
+        let path = std::env::temp_dir().join(format!("riser-{name}-{}", std::process::id()));
+        std::fs::create_dir_all(&path)?;
+        Ok(Self(path))
+    }
+
+    /// The folder.
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// A name in the folder.
+    pub(crate) fn join(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn shown(command: &Command) -> String {
+    std::iter::once(command.get_program())
+        .chain(command.get_args())
+        .map(|s| s.to_string_lossy().into_owned())
+        .collect::<Vec<_>>()
+        .join(" ")
+}

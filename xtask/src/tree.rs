@@ -1,0 +1,169 @@
+//! A real tree of files: what the demo copies, and how two trees are compared.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::Read;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use sha2::{Digest, Sha256};
+
+use crate::{Failure, sh};
+
+/// Folders with real files, most varied first. The demo copies from them until it has enough.
+fn sources() -> Vec<PathBuf> {
+    let home = std::env::var_os("CARGO_HOME")
+        .map(PathBuf::from)
+        .or_else(|| std::env::var_os("HOME").map(|h| PathBuf::from(h).join(".cargo")));
+    let sysroot = sh::output(&mut sh::cmd("rustc", ["--print", "sysroot"]))
+        .map(|s| PathBuf::from(s.trim()).join("lib"))
+        .ok();
+    home.map(|h| h.join("registry/src"))
+        .into_iter()
+        .chain(["/usr/include", "/usr/share/doc", "/usr/share"].map(PathBuf::from))
+        .chain(sysroot)
+        .collect()
+}
+
+/// What was found in a tree.
+#[derive(Default, PartialEq, Eq)]
+pub(crate) struct Tree {
+    /// Path below the root → what it is: a checksum for a file, a target for a link.
+    pub(crate) entries: BTreeMap<PathBuf, Entry>,
+    /// Bytes in its files.
+    pub(crate) bytes: u64,
+}
+
+/// One entry of a tree.
+#[derive(PartialEq, Eq, Debug)]
+pub(crate) enum Entry {
+    /// A regular file, by the SHA-256 of its bytes.
+    File([u8; 32]),
+    /// A symbolic link, by its target.
+    Link(PathBuf),
+    /// A folder.
+    Folder,
+}
+
+/// Copies at least `enough` bytes of real files into `to`; answers how many bytes.
+pub(crate) fn collect(to: &Path, enough: u64) -> Result<u64, Failure> {
+    let mut bytes = 0;
+    for (i, source) in sources().into_iter().filter(|s| s.is_dir()).enumerate() {
+        copy(&source, &to.join(format!("{i}")), enough, &mut bytes)?;
+        if bytes >= enough {
+            return Ok(bytes);
+        }
+    }
+    Err(format!("found only {bytes} bytes of files to copy, {enough} wanted").into())
+}
+
+fn copy(from: &Path, to: &Path, enough: u64, bytes: &mut u64) -> Result<(), Failure> {
+    fs::create_dir_all(to)?;
+    let mut entries: Vec<_> = fs::read_dir(from)?.filter_map(Result::ok).collect();
+    entries.sort_by_key(fs::DirEntry::file_name);
+    for entry in entries {
+        if *bytes >= enough {
+            return Ok(());
+        }
+        let (path, kind) = (entry.path(), entry.file_type()?);
+        let target = to.join(entry.file_name());
+        if kind.is_dir() {
+            copy(&path, &target, enough, bytes)?;
+        } else if kind.is_symlink() {
+            std::os::unix::fs::symlink(fs::read_link(&path)?, &target)?;
+        } else if kind.is_file() && File::open(&path).is_ok() {
+            *bytes += fs::copy(&path, &target)?;
+        }
+    }
+    Ok(())
+}
+
+/// Reads a tree whole. `lost+found` at its top is the file system's own and is left out.
+pub(crate) fn read(root: &Path) -> Result<Tree, Failure> {
+    let mut tree = Tree::default();
+    let mut folders = vec![PathBuf::new()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(root.join(&folder))? {
+            let entry = entry?;
+            let path = folder.join(entry.file_name());
+            let kind = entry.file_type()?;
+            if path.as_os_str().as_bytes() == b"lost+found" {
+                continue;
+            }
+            let value = if kind.is_dir() {
+                folders.push(path.clone());
+                Entry::Folder
+            } else if kind.is_symlink() {
+                Entry::Link(fs::read_link(entry.path())?)
+            } else {
+                let (sum, len) = checksum(&entry.path())?;
+                tree.bytes += len;
+                Entry::File(sum)
+            };
+            tree.entries.insert(path, value);
+        }
+    }
+    Ok(tree)
+}
+
+/// Fails with the first difference, if there is one.
+pub(crate) fn compare(expected: &Tree, found: &Tree) -> Result<(), Failure> {
+    for (path, entry) in &expected.entries {
+        match found.entries.get(path) {
+            None => return Err(format!("{} is missing", path.display()).into()),
+            Some(other) if other != entry => {
+                return Err(format!("{} differs", path.display()).into());
+            }
+            Some(_) => {}
+        }
+    }
+    match found
+        .entries
+        .keys()
+        .find(|p| !expected.entries.contains_key(*p))
+    {
+        Some(path) => Err(format!("{} was not there before", path.display()).into()),
+        None => Ok(()),
+    }
+}
+
+fn checksum(path: &Path) -> Result<([u8; 32], u64), Failure> {
+    let mut file = File::open(path).map_err(|e| format!("{}: {e}", path.display()))?;
+    let (mut sum, mut len, mut buffer) = (Sha256::new(), 0, vec![0; 1 << 20]);
+    loop {
+        let n = file
+            .read(&mut buffer)
+            .map_err(|e| format!("{}: {e}", path.display()))?;
+        if n == 0 {
+            return Ok((sum.finalize().into(), len));
+        }
+        sum.update(&buffer[..n]);
+        len += n as u64;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_changed_missing_or_added_file_is_found() {
+        let scratch = sh::Scratch::new("tree-test").unwrap();
+        let (a, b) = (scratch.join("a"), scratch.join("b"));
+        for root in [&a, &b] {
+            fs::create_dir_all(root.join("d")).unwrap();
+            fs::write(root.join("d/f"), b"one").unwrap();
+        }
+        let expected = read(&a).unwrap();
+        assert_eq!(expected.bytes, 3);
+        compare(&expected, &read(&b).unwrap()).unwrap();
+        fs::write(b.join("d/f"), b"two").unwrap();
+        assert!(compare(&expected, &read(&b).unwrap()).is_err());
+        fs::write(b.join("d/f"), b"one").unwrap();
+        fs::write(b.join("d/g"), b"").unwrap();
+        assert!(compare(&expected, &read(&b).unwrap()).is_err());
+        fs::remove_file(b.join("d/g")).unwrap();
+        fs::remove_file(b.join("d/f")).unwrap();
+        assert!(compare(&expected, &read(&b).unwrap()).is_err());
+    }
+}

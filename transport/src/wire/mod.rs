@@ -7,12 +7,14 @@
 //! | [`ext`] | the extended headers and the AETH syndromes |
 //! | [`opcode`] | the one table of operation codes |
 //! | [`packet`] | parsing a datagram, emitting the headers of one |
+//! | [`dm`] | device-management MADs: discovery of I/O controllers |
 //! | [`icrc`] | the invariant CRC, with and without knowledge of the IPv4 identification |
 //!
 //! Nothing here keeps protocol state, and nothing panics on a peer's bytes:
 //! the received length is the only authority.
 
 pub mod bth;
+pub mod dm;
 pub mod ext;
 pub mod icrc;
 pub mod ids;

@@ -1,0 +1,637 @@
+//! Device-management MADs: how an I/O unit tells which controllers and services it has (IBTA volume
+//! 1, chapter 16.3).
+//!
+//! InfiniBand initiators find SRP targets with them. RoCE has no subnet manager to ask who offers
+//! them, but the MADs themselves travel over queue pair 1 as on InfiniBand: an initiator that knows
+//! an address asks for [`ClassPortInfo`], [`IoUnitInfo`], the [`IocProfile`] of each controller and
+//! its [`ServiceEntry`] list.
+//!
+//! A MAD is 256 bytes: the common header ([`DmHeader`], 24 bytes), 40 bytes that GET and its answer
+//! leave zero, and 192 bytes of attribute. Received lengths are the only authority; nothing here
+//! panics on a peer's bytes.
+
+use zerocopy::big_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+/// Length of a management datagram, in bytes.
+pub const MAD_LEN: usize = 256;
+
+/// Management class of device management.
+pub const CLASS: u8 = 0x06;
+
+/// Where the attribute begins.
+const DATA: usize = 64;
+
+/// Services in one answer.
+pub const SERVICES_PER_MAD: usize = 4;
+
+/// Controller slots in an I/O unit's list.
+pub const MAX_SLOTS: u8 = 255;
+
+/// Methods of the common header (IBTA 13.4.5).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Method {
+    /// Asks for an attribute.
+    Get,
+    /// Answers.
+    GetResp,
+    /// Any other.
+    Other(u8),
+}
+
+impl Method {
+    const fn code(self) -> u8 {
+        match self {
+            Self::Get => 0x01,
+            Self::GetResp => 0x81,
+            Self::Other(code) => code,
+        }
+    }
+
+    const fn from_code(code: u8) -> Self {
+        match code {
+            0x01 => Self::Get,
+            0x81 => Self::GetResp,
+            other => Self::Other(other),
+        }
+    }
+}
+
+/// Which attribute, with its modifier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Attribute {
+    /// ClassPortInfo.
+    ClassPortInfo,
+    /// IOUnitInfo.
+    IoUnitInfo,
+    /// IOControllerProfile of a slot, counted from 1.
+    IocProfile {
+        /// The slot.
+        slot: u32,
+    },
+    /// ServiceEntries of a slot, from one number to another, both included.
+    ServiceEntries {
+        /// The slot, from 1.
+        slot: u16,
+        /// The first service, from 0.
+        first: u8,
+        /// The last service.
+        last: u8,
+    },
+    /// Any other.
+    Other {
+        /// Attribute identifier.
+        id: u16,
+        /// Attribute modifier.
+        modifier: u32,
+    },
+}
+
+impl Attribute {
+    const fn fields(self) -> (u16, u32) {
+        match self {
+            Self::ClassPortInfo => (0x0001, 0),
+            Self::IoUnitInfo => (0x0010, 0),
+            Self::IocProfile { slot } => (0x0011, slot),
+            Self::ServiceEntries { slot, first, last } => (
+                0x0012,
+                (slot as u32) << 16 | (last as u32) << 8 | first as u32,
+            ),
+            Self::Other { id, modifier } => (id, modifier),
+        }
+    }
+
+    const fn from_fields(id: u16, modifier: u32) -> Self {
+        match id {
+            0x0001 => Self::ClassPortInfo,
+            0x0010 => Self::IoUnitInfo,
+            0x0011 => Self::IocProfile { slot: modifier },
+            0x0012 => Self::ServiceEntries {
+                slot: (modifier >> 16) as u16,
+                first: modifier as u8,
+                last: (modifier >> 8) as u8,
+            },
+            id => Self::Other { id, modifier },
+        }
+    }
+}
+
+/// Status of an answer (IBTA 13.4.7 and 16.3.2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Status {
+    /// Done.
+    Success,
+    /// The method is not supported.
+    UnsupportedMethod,
+    /// The method is not supported for this attribute.
+    UnsupportedAttribute,
+    /// A field or the modifier is invalid.
+    InvalidField,
+    /// There is no controller in this slot.
+    NoController,
+    /// Another code.
+    Other(u16),
+}
+
+impl Status {
+    const fn code(self) -> u16 {
+        match self {
+            Self::Success => 0,
+            Self::UnsupportedMethod => 0x0008,
+            Self::UnsupportedAttribute => 0x000c,
+            Self::InvalidField => 0x001c,
+            Self::NoController => 0x0100,
+            Self::Other(code) => code,
+        }
+    }
+
+    const fn from_code(code: u16) -> Self {
+        match code {
+            0 => Self::Success,
+            0x0008 => Self::UnsupportedMethod,
+            0x000c => Self::UnsupportedAttribute,
+            0x001c => Self::InvalidField,
+            0x0100 => Self::NoController,
+            other => Self::Other(other),
+        }
+    }
+}
+
+/// Why bytes are not a device-management MAD.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DmError {
+    /// Shorter than a MAD.
+    #[error("{0} bytes are no management datagram")]
+    Length(usize),
+    /// Another base version, class or class version.
+    #[error("{field} is {value:#x}")]
+    Field {
+        /// The field.
+        field: &'static str,
+        /// Its value.
+        value: u8,
+    },
+}
+
+#[derive(Clone, Copy, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct RawHeader {
+    base_version: u8,
+    class: u8,
+    class_version: u8,
+    method: u8,
+    status: U16,
+    class_specific: U16,
+    transaction: U64,
+    attribute: U16,
+    reserved: U16,
+    modifier: U32,
+}
+
+const _: () = assert!(size_of::<RawHeader>() == 24);
+
+/// The header of a device-management MAD.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DmHeader {
+    /// What is done.
+    pub method: Method,
+    /// How it went; success in a request.
+    pub status: Status,
+    /// Chosen by the asker, returned in the answer.
+    pub transaction: u64,
+    /// What it is about.
+    pub attribute: Attribute,
+}
+
+impl DmHeader {
+    /// Reads the header of a MAD and gives its attribute's 192 bytes.
+    ///
+    /// # Errors
+    /// [`DmError`].
+    pub fn parse(mad: &[u8]) -> Result<(Self, &[u8]), DmError> {
+        let mad = mad.get(..MAD_LEN).ok_or(DmError::Length(mad.len()))?;
+        let (raw, _) = RawHeader::ref_from_prefix(mad).expect("a MAD is longer than its header");
+        let same = |field, value, expected| {
+            (value == expected)
+                .then_some(())
+                .ok_or(DmError::Field { field, value })
+        };
+        same("BaseVersion", raw.base_version, 1)?;
+        same("MgmtClass", raw.class, CLASS)?;
+        same("ClassVersion", raw.class_version, 1)?;
+        let header = Self {
+            method: Method::from_code(raw.method),
+            status: Status::from_code(raw.status.get()),
+            transaction: raw.transaction.get(),
+            attribute: Attribute::from_fields(raw.attribute.get(), raw.modifier.get()),
+        };
+        Ok((header, &mad[DATA..]))
+    }
+
+    /// Writes a whole MAD with this header and an attribute.
+    ///
+    /// # Panics
+    /// If the attribute is longer than 192 bytes.
+    #[must_use]
+    pub fn emit(&self, attribute: &[u8]) -> [u8; MAD_LEN] {
+        let (id, modifier) = self.attribute.fields();
+        let raw = RawHeader {
+            base_version: 1,
+            class: CLASS,
+            class_version: 1,
+            method: self.method.code(),
+            status: self.status.code().into(),
+            class_specific: 0.into(),
+            transaction: self.transaction.into(),
+            attribute: id.into(),
+            reserved: 0.into(),
+            modifier: modifier.into(),
+        };
+        let mut mad = [0; MAD_LEN];
+        mad[..24].copy_from_slice(raw.as_bytes());
+        mad[DATA..DATA + attribute.len()].copy_from_slice(attribute);
+        mad
+    }
+}
+
+/// ClassPortInfo (IBTA 13.4.8.1), as far as a unit without redirection and traps fills it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ClassPortInfo {
+    /// RespTimeValue: an answer takes at most 4.096 µs × 2^n.
+    pub response_time: u8,
+}
+
+impl ClassPortInfo {
+    /// Length of the attribute, in bytes.
+    pub const LEN: usize = 72;
+
+    /// Reads the attribute; `None` where it is cut short.
+    #[must_use]
+    pub fn parse(data: &[u8]) -> Option<Self> {
+        let data = data.get(..Self::LEN)?;
+        Some(Self {
+            response_time: data[7] & 0x1f,
+        })
+    }
+
+    /// Writes the attribute.
+    #[must_use]
+    pub fn emit(&self) -> [u8; Self::LEN] {
+        let mut out = [0; Self::LEN];
+        out[0] = 1;
+        out[1] = 1;
+        out[7] = self.response_time & 0x1f;
+        out
+    }
+}
+
+/// IOUnitInfo (IBTA 16.3.3.3): which slots hold controllers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IoUnitInfo {
+    /// Changes whenever the rest does.
+    pub change_id: u16,
+    /// Number of slots.
+    pub slots: u8,
+    present: [bool; MAX_SLOTS as usize],
+}
+
+impl IoUnitInfo {
+    /// Length of the attribute, in bytes.
+    pub const LEN: usize = 132;
+
+    /// A unit with controllers in slots 1 to `controllers` of `slots`.
+    #[must_use]
+    pub fn new(change_id: u16, slots: u8, controllers: u8) -> Self {
+        let mut present = [false; MAX_SLOTS as usize];
+        present[..usize::from(controllers.min(slots))].fill(true);
+        Self {
+            change_id,
+            slots,
+            present,
+        }
+    }
+
+    /// The slots that hold a controller, counted from 1.
+    pub fn controllers(&self) -> impl Iterator<Item = u8> + '_ {
+        (1..=self.slots).filter(|&slot| self.present[usize::from(slot) - 1])
+    }
+
+    /// Reads the attribute; `None` where it is cut short.
+    #[must_use]
+    pub fn parse(data: &[u8]) -> Option<Self> {
+        let data = data.get(..Self::LEN)?;
+        let mut present = [false; MAX_SLOTS as usize];
+        for (slot, here) in present.iter_mut().enumerate() {
+            let nibble = data[4 + slot / 2] >> (4 * (1 - slot % 2)) & 0xf;
+            *here = nibble == 1;
+        }
+        Some(Self {
+            change_id: u16::from_be_bytes([data[0], data[1]]),
+            slots: data[2],
+            present,
+        })
+    }
+
+    /// Writes the attribute.
+    #[must_use]
+    pub fn emit(&self) -> [u8; Self::LEN] {
+        let mut out = [0; Self::LEN];
+        out[..2].copy_from_slice(&self.change_id.to_be_bytes());
+        out[2] = self.slots;
+        for slot in 0..256usize {
+            let nibble = match self.present.get(slot) {
+                _ if slot >= usize::from(self.slots) => 0xf,
+                Some(true) => 1,
+                _ => 0,
+            };
+            out[4 + slot / 2] |= nibble << (4 * (1 - slot % 2));
+        }
+        out
+    }
+}
+
+#[derive(Clone, Copy, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct RawProfile {
+    guid: U64,
+    vendor: U32,
+    device: U32,
+    device_version: U16,
+    reserved: U16,
+    subsystem_vendor: U32,
+    subsystem: U32,
+    io_class: U16,
+    io_subclass: U16,
+    protocol: U16,
+    protocol_version: U16,
+    reserved2: U32,
+    send_queue_depth: U16,
+    reserved3: u8,
+    read_depth: u8,
+    send_size: U32,
+    rdma_size: U32,
+    capabilities: u8,
+    reserved4: u8,
+    services: u8,
+    reserved5: [u8; 9],
+    name: [u8; 64],
+}
+
+const _: () = assert!(size_of::<RawProfile>() == IocProfile::LEN);
+
+/// IOControllerProfile of an SRP target (IBTA 16.3.3.4, SRP r16a table B.7).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IocProfile {
+    /// The controller's GUID: the second half of its target port identifiers.
+    pub guid: u64,
+    /// Requests that a channel may have outstanding.
+    pub send_queue_depth: u16,
+    /// RDMA READs that it has outstanding.
+    pub read_depth: u8,
+    /// The longest information unit that it receives, in bytes.
+    pub send_size: u32,
+    /// The longest RDMA transfer, in bytes.
+    pub rdma_size: u32,
+    /// Number of services.
+    pub services: u8,
+    /// Name for people; at most 64 bytes of ASCII are carried.
+    pub name: String,
+}
+
+impl IocProfile {
+    /// Length of the attribute, in bytes.
+    pub const LEN: usize = 128;
+
+    /// I/O class of SRP revision 16a.
+    const IO_CLASS: u16 = 0x0100;
+    /// I/O subclass, "SCSI storage" with SRP.
+    const IO_SUBCLASS: u16 = 0x609e;
+    /// Protocol SRP.
+    const PROTOCOL: u16 = 0x0108;
+    /// Sends to and from the controller, RDMA READ and WRITE from it.
+    const CAPABILITIES: u8 = 0x33;
+
+    /// Reads the attribute. `None` where it is cut short or describes no SRP target.
+    #[must_use]
+    pub fn parse(data: &[u8]) -> Option<Self> {
+        let (raw, _) = RawProfile::ref_from_prefix(data).ok()?;
+        let srp = raw.io_class.get() == Self::IO_CLASS
+            && raw.io_subclass.get() == Self::IO_SUBCLASS
+            && raw.protocol.get() == Self::PROTOCOL;
+        srp.then(|| Self {
+            guid: raw.guid.get(),
+            send_queue_depth: raw.send_queue_depth.get(),
+            read_depth: raw.read_depth,
+            send_size: raw.send_size.get(),
+            rdma_size: raw.rdma_size.get(),
+            services: raw.services,
+            name: text(&raw.name),
+        })
+    }
+
+    /// Writes the attribute.
+    #[must_use]
+    pub fn emit(&self) -> [u8; Self::LEN] {
+        let raw = RawProfile {
+            guid: self.guid.into(),
+            vendor: 0.into(),
+            device: 0.into(),
+            device_version: 0.into(),
+            reserved: 0.into(),
+            subsystem_vendor: 0.into(),
+            subsystem: 0.into(),
+            io_class: Self::IO_CLASS.into(),
+            io_subclass: Self::IO_SUBCLASS.into(),
+            protocol: Self::PROTOCOL.into(),
+            protocol_version: 1.into(),
+            reserved2: 0.into(),
+            send_queue_depth: self.send_queue_depth.into(),
+            reserved3: 0,
+            read_depth: self.read_depth,
+            send_size: self.send_size.into(),
+            rdma_size: self.rdma_size.into(),
+            capabilities: Self::CAPABILITIES,
+            reserved4: 0,
+            services: self.services,
+            reserved5: [0; 9],
+            name: padded(&self.name),
+        };
+        let mut out = [0; Self::LEN];
+        out.copy_from_slice(raw.as_bytes());
+        out
+    }
+}
+
+/// An entry of ServiceEntries (IBTA 16.3.3.5, SRP r16a table B.8).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ServiceEntry {
+    /// Name, at most 40 bytes of ASCII: `SRP.T10:` and the identifier extension in hexadecimal.
+    pub name: String,
+    /// The service id to connect to.
+    pub service_id: u64,
+}
+
+/// How the names of SRP services begin.
+pub const SRP_SERVICE_PREFIX: &str = "SRP.T10:";
+
+impl ServiceEntry {
+    const LEN: usize = 48;
+
+    /// The service of an SRP target port with this identifier extension.
+    #[must_use]
+    pub fn srp(extension: u64, service_id: u64) -> Self {
+        Self {
+            name: format!("{SRP_SERVICE_PREFIX}{extension:016x}"),
+            service_id,
+        }
+    }
+
+    /// The identifier extension, if this is an SRP service.
+    #[must_use]
+    pub fn srp_extension(&self) -> Option<u64> {
+        let digits = self.name.strip_prefix(SRP_SERVICE_PREFIX)?;
+        let plain = digits.len() == 16 && digits.bytes().all(|b| b.is_ascii_hexdigit());
+        plain.then(|| u64::from_str_radix(digits, 16).ok())?
+    }
+
+    /// Reads the first `count` entries of the attribute, as many as it has room for.
+    #[must_use]
+    pub fn parse_list(data: &[u8], count: usize) -> Vec<Self> {
+        data.chunks_exact(Self::LEN)
+            .take(count.min(SERVICES_PER_MAD))
+            .map(|entry| {
+                let (name, id) = entry.split_at(40);
+                Self {
+                    name: text(name),
+                    service_id: id.iter().fold(0, |v, &b| v << 8 | u64::from(b)),
+                }
+            })
+            .collect()
+    }
+
+    /// Writes the attribute with up to [`SERVICES_PER_MAD`] entries.
+    #[must_use]
+    pub fn emit_list(entries: &[Self]) -> [u8; Self::LEN * SERVICES_PER_MAD] {
+        let mut out = [0; Self::LEN * SERVICES_PER_MAD];
+        for (slot, entry) in out.chunks_exact_mut(Self::LEN).zip(entries) {
+            slot[..40].copy_from_slice(&padded::<40>(&entry.name));
+            slot[40..].copy_from_slice(&entry.service_id.to_be_bytes());
+        }
+        out
+    }
+}
+
+/// Printable ASCII up to the first other byte: names of peers reach terminals and logs.
+fn text(bytes: &[u8]) -> String {
+    bytes
+        .iter()
+        .take_while(|b| b.is_ascii_graphic() || **b == b' ')
+        .map(|&b| char::from(b))
+        .collect()
+}
+
+fn padded<const N: usize>(text: &str) -> [u8; N] {
+    let mut out = [0; N];
+    for (to, from) in out.iter_mut().zip(text.bytes().filter(u8::is_ascii)) {
+        *to = from;
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_get_of_service_entries_has_the_bytes_of_the_standard() {
+        let mad = DmHeader {
+            method: Method::Get,
+            status: Status::Success,
+            transaction: 0x0102_0304_0506_0708,
+            attribute: Attribute::ServiceEntries {
+                slot: 1,
+                first: 0,
+                last: 3,
+            },
+        }
+        .emit(&[]);
+        assert_eq!(
+            mad[..24],
+            [
+                0x01, 0x06, 0x01, 0x01, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 0x00, 0x12, 0, 0, 0x00,
+                0x01, 0x03, 0x00
+            ]
+        );
+        assert!(mad[24..].iter().all(|&b| b == 0));
+    }
+
+    #[test]
+    fn slots_are_nibbles_high_first() {
+        let bytes = IoUnitInfo::new(7, 16, 3).emit();
+        assert_eq!(bytes[..4], [0, 7, 16, 0]);
+        assert_eq!(bytes[4..8], [0x11, 0x10, 0, 0]);
+        assert_eq!(bytes[11], 0x00);
+        assert_eq!(bytes[12], 0xff, "slots beyond the sixteenth do not exist");
+        let back = IoUnitInfo::parse(&bytes).unwrap();
+        assert_eq!(back.controllers().collect::<Vec<_>>(), [1, 2, 3]);
+    }
+
+    #[test]
+    fn a_profile_lies_where_the_standard_puts_it() {
+        let profile = IocProfile {
+            guid: 0x1122_3344_5566_7788,
+            send_queue_depth: 128,
+            read_depth: 16,
+            send_size: 8260,
+            rdma_size: 65536,
+            services: 2,
+            name: "Riser SRP target".into(),
+        };
+        let bytes = profile.emit();
+        assert_eq!(bytes[..8], [0x11, 0x22, 0x33, 0x44, 0x55, 0x66, 0x77, 0x88]);
+        assert_eq!(
+            bytes[28..36],
+            [0x01, 0x00, 0x60, 0x9e, 0x01, 0x08, 0x00, 0x01]
+        );
+        assert_eq!(bytes[40..52], [0, 128, 0, 16, 0, 0, 0x20, 0x44, 0, 1, 0, 0]);
+        assert_eq!(bytes[52..55], [0x33, 0, 2]);
+        assert_eq!(&bytes[64..80], b"Riser SRP target");
+        assert_eq!(IocProfile::parse(&bytes), Some(profile));
+        assert_eq!(IocProfile::parse(&bytes[..127]), None);
+    }
+
+    #[test]
+    fn names_of_services_carry_the_extension() {
+        let entry = ServiceEntry::srp(0xabc, 0x0106_12b7);
+        assert_eq!(entry.name, "SRP.T10:0000000000000abc");
+        assert_eq!(entry.srp_extension(), Some(0xabc));
+        let list = ServiceEntry::emit_list(std::slice::from_ref(&entry));
+        assert_eq!(ServiceEntry::parse_list(&list, 1), [entry]);
+        let other = ServiceEntry {
+            name: "SRP.T10:+000000000000abc".into(),
+            service_id: 0,
+        };
+        assert_eq!(other.srp_extension(), None);
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_panics_and_control_characters_never_pass(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+            let mut mad = bytes.clone();
+            if let Some(head) = mad.get_mut(..3) {
+                head.copy_from_slice(&[1, CLASS, 1]);
+            }
+            if let Ok((header, data)) = DmHeader::parse(&mad) {
+                prop_assert_eq!(&header.emit(data)[..6], &mad[..6]);
+                let _ = ClassPortInfo::parse(data);
+                let _ = IoUnitInfo::parse(data).map(|i| i.controllers().count());
+                let _ = IocProfile::parse(data);
+                for entry in ServiceEntry::parse_list(data, 4) {
+                    prop_assert!(!entry.name.chars().any(char::is_control));
+                }
+            }
+            let _ = IocProfile::parse(&bytes);
+        }
+    }
+}

@@ -2,6 +2,7 @@
 //!
 //! - `cargo xtask demo`: the main job, end to end, on this machine ([`demo`]).
 //! - `cargo xtask test`: everything that must hold ([`test`]).
+//! - `cargo xtask interop`: the kernel as our peer ([`interop`]).
 //! - `cargo xtask bench`: our target beside its peers, in one run ([`bench`]).
 //!
 //! Each installs the Debian packages that it needs if it may ([`packages`]), and otherwise prints
@@ -16,6 +17,7 @@
 mod bench;
 mod daemon;
 mod demo;
+mod interop;
 mod packages;
 mod sh;
 mod test;
@@ -44,6 +46,8 @@ enum Command {
     Demo(demo::Options),
     /// Run every check and test; print what passed, failed and was skipped.
     Test(test::Options),
+    /// Run the cases in which a stock Linux kernel is the peer, in QEMU.
+    Interop(interop::Options),
     /// Measure `riser bench` beside fio on the same file and qemu-nbd.
     Bench(bench::Options),
 }
@@ -61,6 +65,7 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Demo(options) => demo::run(&options),
         Command::Test(options) => test::run(&options),
+        Command::Interop(options) => interop::run(&options),
         Command::Bench(options) => bench::run(&options),
     };
     match result {

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use crate::interop::{self, Ended};
 use crate::packages::{Need, ensure, need};
 use crate::{Failure, demo, sh};
 
@@ -122,6 +123,10 @@ const STEPS: &[Step] = &[
     Step {
         name: "demo",
         run: demo_step,
+    },
+    Step {
+        name: "interop with the kernel",
+        run: interop_step,
     },
 ];
 
@@ -296,6 +301,22 @@ fn note_skip(name: &str, why: &str) {
 fn demo_step() -> Outcome {
     match demo::run(&demo::Options::for_test()) {
         Ok(()) => Outcome::Passed(Counts::default()),
+        Err(e) => Outcome::Failed(Counts::default(), e.to_string()),
+    }
+}
+
+/// The short cases, wherever the rig can be had.
+fn interop_step() -> Outcome {
+    match interop::run_cases(&interop::Options::for_test()) {
+        Ok(Ended::Passed(passed)) => Outcome::Passed(Counts { passed, failed: 0 }),
+        Ok(Ended::Unavailable(why)) => Outcome::Skipped(why),
+        Ok(Ended::Failed(counts, why)) => Outcome::Failed(
+            Counts {
+                passed: counts.0,
+                failed: counts.1,
+            },
+            why,
+        ),
         Err(e) => Outcome::Failed(Counts::default(), e.to_string()),
     }
 }

@@ -1,0 +1,21 @@
+#!/bin/busybox sh
+# First program of the guest's initramfs: puts a RAM overlay over the host's file system, which
+# comes in read-only, mounts the folder shared for scripts and results, and moves there.
+export PATH=/bin
+/bin/busybox mkdir -p /proc /sys /dev /host /rw /new
+/bin/busybox mount -t proc proc /proc
+/bin/busybox mount -t sysfs sysfs /sys
+/bin/busybox mount -t devtmpfs dev /dev
+for module in $(/bin/busybox cat /modules/order); do
+    /bin/busybox insmod "/modules/$module"
+done
+/bin/busybox mount -t 9p -o ro,trans=virtio,version=9p2000.L,msize=1048576,cache=loose hostroot /host
+/bin/busybox mount -t tmpfs -o size=80% rw /rw
+/bin/busybox mkdir -p /rw/up /rw/work
+/bin/busybox mount -t overlay -o lowerdir=/host,upperdir=/rw/up,workdir=/rw/work overlay /new
+/bin/busybox mkdir -p /new/vm
+/bin/busybox mount -t 9p -o trans=virtio,version=9p2000.L,msize=1048576,cache=none share /new/vm
+for dir in proc sys dev; do
+    /bin/busybox mount --move /$dir /new/$dir
+done
+exec /bin/busybox switch_root /new /bin/bash /vm/guest.sh

@@ -1,0 +1,158 @@
+//! A booted guest: scripts go in, their output and exit status come out.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+use super::{initramfs, kernel::Kernel};
+use crate::{Failure, root, sh};
+
+/// How long a boot may take; a loaded machine needs several times the usual 15 seconds.
+const BOOT: Duration = Duration::from_secs(240);
+
+/// How a guest is made.
+#[derive(Clone, Copy)]
+pub(crate) struct Shape {
+    /// Virtual CPUs.
+    pub(crate) cpus: u32,
+    /// Memory, in MiB.
+    pub(crate) memory: u32,
+}
+
+impl Default for Shape {
+    fn default() -> Self {
+        Self {
+            cpus: 2,
+            memory: 6144,
+        }
+    }
+}
+
+/// A running guest. It is ended when the value goes.
+pub(crate) struct Guest {
+    qemu: Child,
+    share: PathBuf,
+    next: u32,
+}
+
+/// What a script left.
+pub(crate) struct Ran {
+    /// Its exit status.
+    pub(crate) status: i32,
+    /// What it printed.
+    pub(crate) output: String,
+}
+
+impl Guest {
+    /// Boots a guest whose shared folder is `folder/share`; it appears as `/vm` inside.
+    pub(crate) fn boot(kernel: &Kernel, folder: &Path, shape: Shape) -> Result<Self, Failure> {
+        let share = folder.join("share");
+        let _ = fs::remove_dir_all(&share);
+        fs::create_dir_all(&share)?;
+        for name in ["guest.sh", "lib.sh"] {
+            fs::copy(root().join("tests/vm").join(name), share.join(name))?;
+        }
+        fs::write(
+            share.join("modules"),
+            kernel.modules().display().to_string(),
+        )?;
+        let initrd = initramfs::build(kernel, folder)?;
+        let console = File::create(folder.join("console.log"))?;
+        let virtfs = |path: &Path, tag: &str, more: &str| {
+            format!(
+                "local,path={},mount_tag={tag},security_model=none,multidevs=remap{more}",
+                path.display()
+            )
+        };
+        let qemu = sh::cmd(
+            "qemu-system-x86_64",
+            ["-accel", "tcg,thread=multi", "-cpu", "max"],
+        )
+        .args([
+            "-smp",
+            &shape.cpus.to_string(),
+            "-m",
+            &shape.memory.to_string(),
+        ])
+        .args(["-nographic", "-no-reboot", "-nic", "none"])
+        .arg("-kernel")
+        .arg(&kernel.image)
+        .arg("-initrd")
+        .arg(initrd)
+        .args(["-append", "console=ttyS0 panic=-1 mitigations=off quiet"])
+        .args([
+            "-virtfs",
+            &virtfs(Path::new("/"), "hostroot", ",readonly=on"),
+        ])
+        .args(["-virtfs", &virtfs(&share, "share", "")])
+        .stdin(Stdio::null())
+        .stdout(console.try_clone()?)
+        .stderr(console)
+        .spawn()
+        .map_err(|e| format!("qemu-system-x86_64: {e}"))?;
+        let mut guest = Self {
+            qemu,
+            share,
+            next: 1,
+        };
+        let hello = guest.run("uname -r", BOOT)?;
+        if hello.output.trim() != kernel.version {
+            return Err(format!(
+                "the guest runs {}, not {}",
+                hello.output.trim(),
+                kernel.version
+            )
+            .into());
+        }
+        Ok(guest)
+    }
+
+    /// The folder that the guest sees as `/vm`.
+    pub(crate) fn share(&self) -> &Path {
+        &self.share
+    }
+
+    /// Runs a script to its end.
+    pub(crate) fn run(&mut self, script: &str, limit: Duration) -> Result<Ran, Failure> {
+        let n = self.next;
+        self.next += 1;
+        let at = |suffix: &str| self.share.join(format!("{n}.{suffix}"));
+        fs::write(at("new"), script)?;
+        fs::rename(at("new"), at("sh"))?;
+        let started = Instant::now();
+        while started.elapsed() < limit {
+            if let Ok(status) = fs::read_to_string(at("status")) {
+                let output = String::from_utf8_lossy(&fs::read(at("out"))?).into_owned();
+                return Ok(Ran {
+                    status: status.trim().parse()?,
+                    output,
+                });
+            }
+            if let Some(status) = self.qemu.try_wait()? {
+                return Err(format!("the guest ended ({status})").into());
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        let sofar = fs::read(at("out")).unwrap_or_default();
+        Err(format!(
+            "no end within {limit:?}; so far:\n{}",
+            String::from_utf8_lossy(&sofar)
+        )
+        .into())
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        let _ = fs::write(self.share.join("stop"), "");
+        for _ in 0..40 {
+            if matches!(self.qemu.try_wait(), Ok(Some(_))) {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        let _ = self.qemu.kill();
+        let _ = self.qemu.wait();
+    }
+}

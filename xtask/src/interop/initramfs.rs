@@ -1,0 +1,73 @@
+//! The guest's initramfs: busybox, the modules that reach the host's file system, and one script.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use super::kernel::Kernel;
+use crate::{Failure, root, sh};
+
+/// Modules that must be there before the host's file system is.
+const MODULES: [&str; 4] = ["virtio_pci", "9pnet_virtio", "9p", "overlay"];
+
+/// Builds the archive in `folder` and answers its path.
+pub(crate) fn build(kernel: &Kernel, folder: &Path) -> Result<PathBuf, Failure> {
+    let tree = folder.join("initramfs");
+    let _ = fs::remove_dir_all(&tree);
+    fs::create_dir_all(tree.join("bin"))?;
+    fs::create_dir_all(tree.join("modules"))?;
+    fs::copy("/bin/busybox", tree.join("bin/busybox"))?;
+    fs::copy(root().join("tests/vm/init.sh"), tree.join("init"))?;
+    fs::set_permissions(tree.join("init"), fs::Permissions::from_mode(0o755))?;
+    let mut order: Vec<String> = Vec::new();
+    for module in MODULES {
+        for path in dependencies(kernel, module)? {
+            let name = path
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned();
+            let plain = name.trim_end_matches(".xz").to_owned();
+            if order.contains(&plain) {
+                continue;
+            }
+            let bytes = if name.ends_with(".xz") {
+                unpacked(&path)?
+            } else {
+                fs::read(&path)?
+            };
+            fs::write(tree.join("modules").join(&plain), bytes)?;
+            order.push(plain);
+        }
+    }
+    fs::write(tree.join("modules/order"), order.join("\n"))?;
+    let archive = folder.join("initramfs.cpio");
+    let script = format!("find . | cpio -o -H newc --quiet > '{}'", archive.display());
+    sh::output(sh::cmd("sh", ["-c", &script]).current_dir(&tree))?;
+    Ok(archive)
+}
+
+/// The module files that `modprobe` would insert for a module, first to last.
+fn dependencies(kernel: &Kernel, module: &str) -> Result<Vec<PathBuf>, Failure> {
+    let text = sh::output(sh::cmd("modprobe", ["-d"]).arg(&kernel.root).args([
+        "-S",
+        &kernel.version,
+        "--show-depends",
+        module,
+    ]))?;
+    Ok(text
+        .lines()
+        .filter_map(|l| l.strip_prefix("insmod "))
+        .filter_map(|l| l.split_whitespace().next())
+        .map(PathBuf::from)
+        .collect())
+}
+
+fn unpacked(path: &Path) -> Result<Vec<u8>, Failure> {
+    let out = sh::cmd("xz", ["-dc"]).arg(path).output()?;
+    if out.status.success() {
+        Ok(out.stdout)
+    } else {
+        Err(format!("{}: xz failed", path.display()).into())
+    }
+}

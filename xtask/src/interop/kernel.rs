@@ -1,0 +1,148 @@
+//! A Debian kernel with the modules that interop needs, from the archive by package name.
+//!
+//! It comes from the backports suite of the release that this machine runs, through a private set
+//! of apt lists, and is unpacked once into the user's cache folder.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::{Failure, sh};
+
+/// The package that names the kernel.
+const META_PACKAGE: &str = "linux-image-amd64";
+
+/// An unpacked kernel.
+pub(crate) struct Kernel {
+    /// The bootable image.
+    pub(crate) image: PathBuf,
+    /// The folder with `lib/modules/VERSION` below it.
+    pub(crate) root: PathBuf,
+    /// Its release, as `uname -r` says.
+    pub(crate) version: String,
+}
+
+impl Kernel {
+    /// The folder of its modules.
+    pub(crate) fn modules(&self) -> PathBuf {
+        self.root.join("lib/modules").join(&self.version)
+    }
+}
+
+/// The folder where downloads and unpacked kernels are kept.
+pub(crate) fn cache() -> PathBuf {
+    std::env::var_os("XDG_CACHE_HOME")
+        .map(PathBuf::from)
+        .or_else(|| std::env::var_os("HOME").map(|h| PathBuf::from(h).join(".cache")))
+        .unwrap_or_else(std::env::temp_dir)
+        .join("riser")
+}
+
+/// Answers the kernel, fetching it if the cache has none.
+pub(crate) fn ensure() -> Result<Kernel, Failure> {
+    let root = cache().join("kernel");
+    if let Some(kernel) = find(&root) {
+        return Ok(kernel);
+    }
+    let apt = PrivateApt::new(&cache().join("apt"))?;
+    let depends = apt.run("apt-cache", &["depends", META_PACKAGE])?;
+    let package = depends
+        .lines()
+        .find_map(|l| l.trim().strip_prefix("Depends: "))
+        .ok_or("the backports suite names no kernel")?
+        .to_owned();
+    println!("fetching Debian package {package}");
+    apt.run("apt-get", &["download", &package])?;
+    let archive = fs::read_dir(&apt.folder)?
+        .filter_map(Result::ok)
+        .map(|e| e.path())
+        .find(|p| p.extension().is_some_and(|e| e == "deb"))
+        .ok_or("the kernel package did not arrive")?;
+    let unpacking = cache().join(format!("kernel-{}", std::process::id()));
+    let _ = fs::remove_dir_all(&unpacking);
+    sh::output(sh::cmd("dpkg", ["-x"]).arg(&archive).arg(&unpacking))?;
+    let version = package.trim_start_matches("linux-image-").to_owned();
+    sh::output(sh::cmd("depmod", ["-b"]).arg(&unpacking).arg(&version))?;
+    let _ = fs::remove_dir_all(&root);
+    fs::rename(&unpacking, &root)?;
+    fs::remove_file(&archive)?;
+    find(&root).ok_or_else(|| "the kernel package has no kernel in it".into())
+}
+
+fn find(root: &Path) -> Option<Kernel> {
+    let image = fs::read_dir(root.join("boot"))
+        .ok()?
+        .filter_map(Result::ok)
+        .map(|e| e.path())
+        .find(|p| {
+            p.file_name()
+                .is_some_and(|n| n.to_string_lossy().starts_with("vmlinuz-"))
+        })?;
+    let version = image
+        .file_name()?
+        .to_string_lossy()
+        .trim_start_matches("vmlinuz-")
+        .to_owned();
+    root.join("lib/modules")
+        .join(&version)
+        .join("modules.dep")
+        .exists()
+        .then(|| Kernel {
+            image,
+            root: root.to_path_buf(),
+            version,
+        })
+}
+
+/// An apt that knows only the backports suite and keeps its lists in a folder of ours.
+struct PrivateApt {
+    folder: PathBuf,
+}
+
+impl PrivateApt {
+    fn new(folder: &Path) -> Result<Self, Failure> {
+        for sub in ["parts", "lists/partial", "cache/archives/partial"] {
+            fs::create_dir_all(folder.join(sub))?;
+        }
+        let release = fs::read_to_string("/etc/os-release")?;
+        let codename = release
+            .lines()
+            .find_map(|l| l.strip_prefix("VERSION_CODENAME="))
+            .ok_or("/etc/os-release names no release")?
+            .to_owned();
+        let targets = sh::output(&mut sh::cmd(
+            "apt-get",
+            [
+                "indextargets",
+                "--format",
+                "$(CREATED_BY)|$(CODENAME)|$(REPO_URI)",
+            ],
+        ))?;
+        let archive = targets
+            .lines()
+            .find_map(|l| l.strip_prefix(&format!("Packages|{codename}|")))
+            .ok_or_else(|| format!("apt has no source for {codename}"))?;
+        let keys = "/usr/share/keyrings/debian-archive-keyring.gpg";
+        fs::write(
+            folder.join("parts/backports.list"),
+            format!("deb [signed-by={keys}] {archive} {codename}-backports main\n"),
+        )?;
+        let apt = Self {
+            folder: folder.to_path_buf(),
+        };
+        apt.run("apt-get", &["update", "-qq"])?;
+        Ok(apt)
+    }
+
+    fn run(&self, program: &str, args: &[&str]) -> Result<String, Failure> {
+        let at = |name: &str| self.folder.join(name).display().to_string();
+        let settings = [
+            "Dir::Etc::sourcelist=/dev/null".to_owned(),
+            format!("Dir::Etc::sourceparts={}", at("parts")),
+            format!("Dir::State::Lists={}", at("lists")),
+            format!("Dir::Cache={}", at("cache")),
+            "APT::Sandbox::User=root".to_owned(),
+        ];
+        let mut command = sh::cmd(program, settings.iter().flat_map(|s| ["-o", s.as_str()]));
+        sh::output(command.args(args).current_dir(&self.folder))
+    }
+}

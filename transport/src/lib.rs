@@ -2,6 +2,8 @@
 //!
 //! - [`verbs`]: the types and the three traits that everything above is written against.
 //! - [`wire`]: the RoCEv2 wire format: headers, opcode table, ICRC.
+//! - [`roce`]: the software NIC.
 
+pub mod roce;
 pub mod verbs;
 pub mod wire;

@@ -1,0 +1,262 @@
+//! Completion queues.
+//!
+//! A queue holds as many completions as it was created for. One more than that is lost, and losing
+//! one is never silent: the queue is dead from then on ([`VerbsError::CqOverrun`]), the device raises
+//! an asynchronous error and takes the queue pairs that use it to the error state.
+//!
+//! ```text
+//!   idle ──req_notify──▶ armed ──matching completion──▶ idle, one event
+//! ```
+
+use std::collections::VecDeque;
+
+use crate::verbs::{Completion, Notify, VerbsError};
+
+/// What adding a completion led to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Added {
+    /// Nothing besides.
+    Quiet,
+    /// The armed notification fires.
+    Fire,
+    /// There was no room: the completion is lost and the queue is dead.
+    Overrun,
+    /// The queue was dead already.
+    Dead,
+}
+
+/// A completion queue.
+#[derive(Debug)]
+pub struct Cq {
+    entries: VecDeque<Completion>,
+    capacity: usize,
+    armed: Option<Notify>,
+    overrun: bool,
+    users: u32,
+}
+
+impl Cq {
+    /// An empty queue for `capacity` completions.
+    #[must_use]
+    pub fn new(capacity: u32) -> Self {
+        let capacity = capacity as usize;
+        Self {
+            // A huge queue that stays nearly empty should not cost its whole size; the first
+            // thousand are there from the start, so that the data path does not allocate.
+            entries: VecDeque::with_capacity(capacity.min(1024)),
+            capacity,
+            armed: None,
+            overrun: false,
+            users: 0,
+        }
+    }
+
+    /// Completions that it has room for.
+    #[must_use]
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// Completions that wait.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Whether none waits.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// Whether a completion was lost.
+    #[must_use]
+    pub fn is_overrun(&self) -> bool {
+        self.overrun
+    }
+
+    /// Work queues that complete here.
+    #[must_use]
+    pub fn users(&self) -> u32 {
+        self.users
+    }
+
+    /// Counts a work queue in.
+    pub fn add_user(&mut self) {
+        self.users += 1;
+    }
+
+    /// Counts a work queue out.
+    pub fn remove_user(&mut self) {
+        debug_assert!(self.users > 0, "a queue left that never came");
+        self.users = self.users.saturating_sub(1);
+    }
+
+    /// Adds a completion.
+    pub fn push(&mut self, completion: Completion) -> Added {
+        if self.overrun {
+            return Added::Dead;
+        }
+        if self.entries.len() >= self.capacity {
+            self.overrun = true;
+            self.entries.clear();
+            return Added::Overrun;
+        }
+        let wakes = completion.solicited || !completion.status.is_ok();
+        self.entries.push_back(completion);
+        let fires = match &mut self.armed {
+            None => false,
+            Some(Notify::Next) => true,
+            Some(Notify::Solicited) => wakes,
+            Some(Notify::Count(left)) => {
+                *left = left.saturating_sub(1);
+                *left == 0
+            }
+        };
+        if fires {
+            self.armed = None;
+            Added::Fire
+        } else {
+            Added::Quiet
+        }
+    }
+
+    /// Takes up to `max` completions, oldest first, appending them to `out`.
+    ///
+    /// # Errors
+    /// [`VerbsError::CqOverrun`] once a completion has been lost.
+    pub fn poll(&mut self, max: usize, out: &mut Vec<Completion>) -> Result<usize, VerbsError> {
+        if self.overrun {
+            return Err(VerbsError::CqOverrun);
+        }
+        let n = max.min(self.entries.len());
+        out.extend(self.entries.drain(..n));
+        Ok(n)
+    }
+
+    /// Arms the queue; a later call replaces an earlier one, but a solicited notification does not
+    /// weaken one for the next completion (IBTA 11.4.2.2). Answers whether completions wait.
+    pub fn arm(&mut self, notify: Notify) -> bool {
+        let weaker = self.armed == Some(Notify::Next) && notify == Notify::Solicited;
+        if !weaker {
+            self.armed = Some(match notify {
+                Notify::Count(0) => Notify::Count(1),
+                other => other,
+            });
+        }
+        !self.entries.is_empty() || self.overrun
+    }
+
+    /// Changes the capacity.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidParameter`] below the number of completions that wait.
+    pub fn resize(&mut self, capacity: u32) -> Result<(), VerbsError> {
+        if capacity == 0 || (capacity as usize) < self.entries.len() {
+            return Err(VerbsError::InvalidParameter("completion queue entries"));
+        }
+        self.capacity = capacity as usize;
+        Ok(())
+    }
+
+    /// Forgets the completions that `stale` picks, as the reset and the destruction of a queue pair
+    /// do with its own.
+    pub fn purge(&mut self, stale: impl Fn(&Completion) -> bool) {
+        self.entries.retain(|c| !stale(c));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::verbs::{Handle, QpId, WcOpcode, WcStatus, WrId};
+
+    fn wc(n: u64) -> Completion {
+        Completion {
+            wr_id: WrId(n),
+            status: WcStatus::Success,
+            opcode: WcOpcode::Send,
+            qp: QpId(Handle::new(0, 1)),
+            byte_len: 0,
+            imm: None,
+            invalidated: None,
+            src_qp: 0,
+            solicited: false,
+            vendor_err: 0,
+        }
+    }
+
+    #[test]
+    fn completions_come_out_in_order_and_in_portions() {
+        let mut cq = Cq::new(4);
+        for n in 0..4 {
+            assert_eq!(cq.push(wc(n)), Added::Quiet);
+        }
+        let mut out = vec![wc(9)];
+        assert_eq!(cq.poll(3, &mut out), Ok(3));
+        assert_eq!(cq.poll(3, &mut out), Ok(1));
+        assert_eq!(cq.poll(3, &mut out), Ok(0));
+        let ids: Vec<u64> = out.iter().map(|c| c.wr_id.0).collect();
+        assert_eq!(ids, [9, 0, 1, 2, 3]);
+    }
+
+    #[test]
+    fn a_lost_completion_kills_the_queue() {
+        let mut cq = Cq::new(1);
+        assert_eq!(cq.push(wc(0)), Added::Quiet);
+        assert_eq!(cq.push(wc(1)), Added::Overrun);
+        assert_eq!(cq.push(wc(2)), Added::Dead);
+        let mut out = Vec::new();
+        assert_eq!(cq.poll(9, &mut out), Err(VerbsError::CqOverrun));
+        assert!(out.is_empty());
+        assert!(cq.arm(Notify::Next));
+    }
+
+    #[test]
+    fn an_armed_queue_fires_once() {
+        let mut cq = Cq::new(16);
+        assert!(!cq.arm(Notify::Next));
+        assert_eq!(cq.push(wc(0)), Added::Fire);
+        assert_eq!(cq.push(wc(1)), Added::Quiet);
+        assert!(cq.arm(Notify::Next), "completions wait already");
+    }
+
+    #[test]
+    fn solicited_and_counted_notifications_wait_for_theirs() {
+        let mut cq = Cq::new(16);
+        cq.arm(Notify::Solicited);
+        assert_eq!(cq.push(wc(0)), Added::Quiet);
+        let solicited = Completion {
+            solicited: true,
+            ..wc(1)
+        };
+        assert_eq!(cq.push(solicited), Added::Fire);
+        cq.arm(Notify::Solicited);
+        let failed = Completion {
+            status: WcStatus::WrFlushErr,
+            ..wc(2)
+        };
+        assert_eq!(cq.push(failed), Added::Fire);
+        cq.arm(Notify::Count(2));
+        assert_eq!(cq.push(wc(3)), Added::Quiet);
+        assert_eq!(cq.push(wc(4)), Added::Fire);
+        cq.arm(Notify::Next);
+        cq.arm(Notify::Solicited);
+        assert_eq!(cq.push(wc(5)), Added::Fire);
+    }
+
+    #[test]
+    fn a_resize_keeps_what_waits() {
+        let mut cq = Cq::new(2);
+        cq.push(wc(0));
+        cq.push(wc(1));
+        assert!(cq.resize(1).is_err());
+        assert!(cq.resize(0).is_err());
+        cq.resize(3).unwrap();
+        assert_eq!(cq.push(wc(2)), Added::Quiet);
+        cq.purge(|c| c.wr_id == WrId(1));
+        let mut out = Vec::new();
+        cq.poll(9, &mut out).unwrap();
+        assert_eq!(out, [wc(0), wc(2)]);
+    }
+}

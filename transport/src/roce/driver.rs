@@ -1,0 +1,651 @@
+//! The UDP socket of a device: the only part of it that makes system calls.
+//!
+//! One non-blocking, unconnected socket bound to the device's address and port 4791. Unconnected,
+//! and with path MTU discovery on, because the kernel then sends a known IPv4 identification (0, or
+//! the segment's number within a segmented send), which the ICRC covers. Sends gather headers and
+//! registered memory in place; consecutive packets leave as one segmented send where the kernel can
+//! do that, and several sends as one system call. Receives take whole trains of segments at once.
+//!
+//! - [`Driver::open`] makes and tunes the socket and finds out what the kernel offers.
+//! - [`Driver::send`] sends a [`TxBatch`] as far as the socket takes it; what is left stays for the
+//!   next call, and the descriptor becomes readable when the socket takes more.
+//! - [`Driver::receive`] hands every waiting datagram to a closure.
+//! - [`Driver::fd`] is what an event loop waits for: an epoll set, readable when there is something to
+//!   receive or a held-back batch may go on.
+//!
+//! Not implemented: raw sockets, and IPv6 packets with a flow label.
+
+#![allow(
+    unsafe_code,
+    reason = "sendmmsg and recvmmsg with control messages have no safe wrapper"
+)]
+
+use std::io;
+use std::mem::{size_of, zeroed};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::ptr;
+
+use socket2::{Domain, Protocol, Socket, Type};
+use tracing::{debug, info, warn};
+
+use super::batch::{MAX_GROUP_SEGMENTS, Piece, TxBatch};
+use super::steer;
+use crate::wire::ROCE_PORT;
+
+/// Socket option names that the C library binding does not have everywhere.
+const UDP_NO_CHECK6_RX: libc::c_int = 102;
+const UDP_SEGMENT: libc::c_int = 103;
+const UDP_GRO: libc::c_int = 104;
+
+/// Datagrams taken by one receiving system call.
+const RX_SLOTS: usize = 8;
+/// Room for the longest datagram, or the longest train of them.
+const RX_BUFFER: usize = 1 << 16;
+/// Groups sent by one system call.
+const TX_GROUPS: usize = 16;
+/// Bytes of control messages per message: one 4-byte value, aligned.
+const CONTROL: usize = 32;
+
+/// How to open a socket.
+#[derive(Clone, Debug)]
+pub struct DriverConfig {
+    /// Address to bind to; its port is 4791.
+    pub addr: IpAddr,
+    /// Bits of a queue-pair number that name the worker. Other than 0, the sockets of all workers
+    /// share the port, and must be opened in the order of the workers' indices.
+    pub worker_bits: u8,
+    /// Bytes of socket buffer to ask for, each way.
+    pub socket_buffer: usize,
+    /// Whether to send packets one by one even where the kernel segments.
+    pub no_segmentation: bool,
+}
+
+/// How far a send got.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SendOutcome {
+    /// Everything went out, or was dropped for an error of its own.
+    Done,
+    /// The socket is full; call again when the descriptor is readable.
+    Blocked,
+}
+
+/// What the driver counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DriverCounters {
+    /// Sending system calls.
+    pub send_calls: u64,
+    /// Receiving system calls that brought something.
+    pub receive_calls: u64,
+    /// Datagrams, or trains of segments, received.
+    pub trains: u64,
+    /// Groups dropped because the path does not carry their length (`EMSGSIZE`).
+    pub too_long: u64,
+    /// Groups dropped because the destination cannot be reached, or for any other error.
+    pub send_errors: u64,
+    /// Times that the socket was full.
+    pub blocked: u64,
+    /// Datagrams longer than the receive buffer.
+    pub truncated: u64,
+}
+
+/// The socket of a device.
+pub struct Driver {
+    socket: Socket,
+    epoll: OwnedFd,
+    wants_write: bool,
+    local: SocketAddr,
+    segments: usize,
+    rcvbuf: usize,
+    sndbuf: usize,
+    counters: DriverCounters,
+    rx: Box<[u8]>,
+    iovecs: Vec<libc::iovec>,
+    next_group: usize,
+}
+
+impl std::fmt::Debug for Driver {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Driver")
+            .field("local", &self.local)
+            .field("segments", &self.segments)
+            .finish_non_exhaustive()
+    }
+}
+
+// SAFETY: the only members that are not `Send` are the raw pointers of `iovecs`, which is empty
+// whenever no method of the driver runs.
+unsafe impl Send for Driver {}
+
+fn check(result: libc::c_int) -> io::Result<libc::c_int> {
+    if result < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(result)
+    }
+}
+
+fn set_option(fd: RawFd, level: i32, name: i32, value: i32) -> io::Result<()> {
+    // SAFETY: the pointer and length describe a live integer.
+    check(unsafe {
+        libc::setsockopt(
+            fd,
+            level,
+            name,
+            ptr::from_ref(&value).cast(),
+            size_of::<libc::c_int>() as libc::socklen_t,
+        )
+    })
+    .map(drop)
+}
+
+/// Asks for a buffer size, past the system's limit where we may; answers what it is then.
+fn grow_buffer(fd: RawFd, force: i32, plain: i32, bytes: usize) -> usize {
+    let want = i32::try_from(bytes).unwrap_or(i32::MAX);
+    if set_option(fd, libc::SOL_SOCKET, force, want).is_err() {
+        // The plain option takes as much as the limit allows.
+        let _ = set_option(fd, libc::SOL_SOCKET, plain, want);
+    }
+    let mut got: libc::c_int = 0;
+    let mut len = size_of::<libc::c_int>() as libc::socklen_t;
+    // SAFETY: pointers and length describe a live integer.
+    let r = unsafe {
+        libc::getsockopt(
+            fd,
+            libc::SOL_SOCKET,
+            plain,
+            ptr::from_mut(&mut got).cast(),
+            &raw mut len,
+        )
+    };
+    if r < 0 { 0 } else { got.max(0) as usize }
+}
+
+impl Driver {
+    /// Makes, tunes and binds the socket.
+    ///
+    /// # Errors
+    /// Those of `socket(2)`, `bind(2)` and `epoll_create1(2)`; `EADDRINUSE` if another device has
+    /// the address.
+    pub fn open(config: &DriverConfig) -> io::Result<Self> {
+        let local = SocketAddr::new(config.addr, ROCE_PORT);
+        let socket = Socket::new(
+            Domain::for_address(local),
+            Type::DGRAM.nonblocking().cloexec(),
+            Some(Protocol::UDP),
+        )?;
+        let fd = socket.as_raw_fd();
+        if local.is_ipv6() {
+            socket.set_only_v6(true)?;
+            // IP_PMTUDISC_DO has the same value for both families.
+            set_option(
+                fd,
+                libc::IPPROTO_IPV6,
+                libc::IPV6_MTU_DISCOVER,
+                libc::IP_PMTUDISC_DO,
+            )?;
+            set_option(fd, libc::IPPROTO_UDP, UDP_NO_CHECK6_RX, 1)?;
+        } else {
+            set_option(
+                fd,
+                libc::IPPROTO_IP,
+                libc::IP_MTU_DISCOVER,
+                libc::IP_PMTUDISC_DO,
+            )?;
+        }
+        let rcvbuf = grow_buffer(
+            fd,
+            libc::SO_RCVBUFFORCE,
+            libc::SO_RCVBUF,
+            config.socket_buffer,
+        );
+        let sndbuf = grow_buffer(
+            fd,
+            libc::SO_SNDBUFFORCE,
+            libc::SO_SNDBUF,
+            config.socket_buffer,
+        );
+        if config.worker_bits > 0 {
+            socket.set_reuse_port(true)?;
+        }
+        socket.bind(&local.into())?;
+        if config.worker_bits > 0 {
+            attach_selector(fd, config.worker_bits)?;
+        }
+        let gro = set_option(fd, libc::IPPROTO_UDP, UDP_GRO, 1).is_ok();
+        // Setting the size for all sends and taking it back tells whether the kernel knows it.
+        let gso = !config.no_segmentation
+            && set_option(fd, libc::IPPROTO_UDP, UDP_SEGMENT, 1024).is_ok()
+            && set_option(fd, libc::IPPROTO_UDP, UDP_SEGMENT, 0).is_ok();
+        info!(%local, rcvbuf, sndbuf, gso, gro, "opened the RoCE socket");
+        let epoll = open_epoll(fd)?;
+        Ok(Self {
+            socket,
+            epoll,
+            wants_write: false,
+            local,
+            segments: if gso { MAX_GROUP_SEGMENTS } else { 1 },
+            rcvbuf,
+            sndbuf,
+            counters: DriverCounters::default(),
+            rx: vec![0; RX_SLOTS * RX_BUFFER].into_boxed_slice(),
+            iovecs: Vec::with_capacity(4096),
+            next_group: 0,
+        })
+    }
+
+    /// The address and port that it is bound to.
+    #[must_use]
+    pub fn local_addr(&self) -> SocketAddr {
+        self.local
+    }
+
+    /// Packets that one group of a batch may have.
+    #[must_use]
+    pub fn max_segments(&self) -> usize {
+        self.segments
+    }
+
+    /// Bytes that the socket queues for receiving, as the kernel accounts them (with overhead).
+    #[must_use]
+    pub fn receive_buffer(&self) -> usize {
+        self.rcvbuf
+    }
+
+    /// Bytes that the socket queues for sending, as the kernel accounts them.
+    #[must_use]
+    pub fn send_buffer(&self) -> usize {
+        self.sndbuf
+    }
+
+    /// What happened so far.
+    #[must_use]
+    pub fn counters(&self) -> DriverCounters {
+        self.counters
+    }
+
+    /// The descriptor to wait for: readable when there is something to do.
+    #[must_use]
+    pub fn fd(&self) -> RawFd {
+        self.epoll.as_raw_fd()
+    }
+
+    /// Whether a batch was left half sent.
+    #[must_use]
+    pub fn is_blocked(&self) -> bool {
+        self.wants_write
+    }
+
+    /// Sends a batch, from where the last call on it stopped. A batch that is done is cleared.
+    pub fn send(&mut self, batch: &mut TxBatch) -> SendOutcome {
+        while self.next_group < batch.groups().len() {
+            match self.send_some(batch) {
+                Ok(sent) => self.next_group += sent,
+                Err(e) => match e.raw_os_error() {
+                    Some(libc::EINTR) => {}
+                    Some(libc::EAGAIN | libc::ENOBUFS) => {
+                        self.counters.blocked += 1;
+                        self.want_write(true);
+                        return SendOutcome::Blocked;
+                    }
+                    errno => self.drop_group(batch, errno),
+                },
+            }
+        }
+        self.next_group = 0;
+        batch.clear();
+        batch.set_max_segments(self.segments);
+        self.want_write(false);
+        SendOutcome::Done
+    }
+
+    /// The kernel refused the next group for a reason that waiting does not mend.
+    fn drop_group(&mut self, batch: &TxBatch, errno: Option<i32>) {
+        let group = &batch.groups()[self.next_group];
+        self.next_group += 1;
+        match errno {
+            Some(libc::EMSGSIZE) => {
+                self.counters.too_long += 1;
+                if self.counters.too_long.is_power_of_two() {
+                    warn!(dst = %group.dst, packet = group.segment, dropped = self.counters.too_long,
+                        "the path does not carry packets of this length: lower the path MTU");
+                }
+            }
+            Some(libc::EIO | libc::EINVAL) if group.count > 1 => {
+                // The route's device cannot segment. What was lost is sent again one by one.
+                warn!(dst = %group.dst, "segmented sends do not work here, doing without");
+                self.segments = 1;
+                self.counters.send_errors += 1;
+            }
+            _ => {
+                self.counters.send_errors += 1;
+                debug!(dst = %group.dst, errno, "send failed");
+            }
+        }
+    }
+
+    /// Sends as many groups as one system call takes; answers how many went out.
+    fn send_some(&mut self, batch: &TxBatch) -> io::Result<usize> {
+        let groups = &batch.groups()[self.next_group..];
+        let groups = &groups[..groups.len().min(TX_GROUPS)];
+        // SAFETY: all-zero bytes are valid for these plain C structures.
+        let mut names: [libc::sockaddr_storage; TX_GROUPS] = unsafe { zeroed() };
+        // SAFETY: as above.
+        let mut messages: [libc::mmsghdr; TX_GROUPS] = unsafe { zeroed() };
+        let mut controls = [[0u64; CONTROL / 8]; TX_GROUPS];
+        self.iovecs.clear();
+        // All vectors are laid down before any is pointed to, since the list may move as it grows.
+        for group in groups {
+            for piece in batch.pieces(group) {
+                let (base, len) = match piece {
+                    Piece::Bytes(r) => (batch.own(r).as_ptr().cast_mut(), r.len()),
+                    Piece::Memory(m) => (m.ptr(), m.len()),
+                };
+                self.iovecs.push(libc::iovec {
+                    iov_base: base.cast(),
+                    iov_len: len,
+                });
+            }
+        }
+        let mut at = 0;
+        for (i, group) in groups.iter().enumerate() {
+            let header = &mut messages[i].msg_hdr;
+            header.msg_namelen = put_addr(group.dst, &mut names[i]);
+            header.msg_name = ptr::from_mut(&mut names[i]).cast();
+            header.msg_iov = self.iovecs[at..].as_mut_ptr();
+            header.msg_iovlen = group.pieces.len() as _;
+            at += group.pieces.len();
+            if group.count > 1 {
+                header.msg_control = controls[i].as_mut_ptr().cast();
+                // SAFETY: computes lengths only.
+                header.msg_controllen = unsafe { libc::CMSG_SPACE(2) } as _;
+                // SAFETY: `msg_control` points to aligned memory of at least `msg_controllen` bytes,
+                // so the first header and its two bytes of data lie within it.
+                unsafe {
+                    let c = libc::CMSG_FIRSTHDR(header);
+                    (*c).cmsg_level = libc::IPPROTO_UDP;
+                    (*c).cmsg_type = UDP_SEGMENT;
+                    (*c).cmsg_len = libc::CMSG_LEN(2) as _;
+                    ptr::write_unaligned(libc::CMSG_DATA(c).cast::<u16>(), group.segment as u16);
+                }
+            }
+        }
+        self.counters.send_calls += 1;
+        // SAFETY: every message points to an address, vectors and control data that live until the
+        // call returns; the vectors point into the batch's bytes and into mappings that the batch
+        // keeps alive. The kernel only reads.
+        let sent = unsafe {
+            libc::sendmmsg(
+                self.socket.as_raw_fd(),
+                messages.as_mut_ptr(),
+                groups.len() as _,
+                libc::MSG_NOSIGNAL as _,
+            )
+        };
+        self.iovecs.clear();
+        check(sent).map(|n| n as usize)
+    }
+
+    /// Whether the descriptor shall become readable when the socket takes more.
+    fn want_write(&mut self, on: bool) {
+        if self.wants_write == on {
+            return;
+        }
+        self.wants_write = on;
+        let events = libc::EPOLLIN | if on { libc::EPOLLOUT } else { 0 };
+        let fd = self.socket.as_raw_fd();
+        if let Err(e) = epoll_ctl(&self.epoll, libc::EPOLL_CTL_MOD, fd, events) {
+            warn!(%e, "cannot change what the device waits for");
+        }
+    }
+
+    /// Takes in what waits, at most about `limit` datagrams or trains: for each, `handle` gets the
+    /// sender, the length of a segment (the last may be shorter) and the bytes. Answers how many.
+    pub fn receive(
+        &mut self,
+        limit: usize,
+        mut handle: impl FnMut(SocketAddr, usize, &[u8]),
+    ) -> usize {
+        let mut taken = 0;
+        while taken < limit {
+            let n = match self.receive_some(&mut handle) {
+                Ok(n) => n,
+                Err(e) => match e.raw_os_error() {
+                    Some(libc::EINTR) => continue,
+                    Some(libc::EAGAIN) => break,
+                    // An ICMP error of some earlier send, reported here; the next call goes on.
+                    Some(libc::ECONNREFUSED | libc::EHOSTUNREACH | libc::ENETUNREACH) => {
+                        taken += 1;
+                        continue;
+                    }
+                    errno => {
+                        debug!(errno, "receive failed");
+                        break;
+                    }
+                },
+            };
+            taken += n;
+            if n < RX_SLOTS {
+                break;
+            }
+        }
+        taken
+    }
+
+    fn receive_some(
+        &mut self,
+        handle: &mut impl FnMut(SocketAddr, usize, &[u8]),
+    ) -> io::Result<usize> {
+        // SAFETY: all-zero bytes are valid for these plain C structures.
+        let mut names: [libc::sockaddr_storage; RX_SLOTS] = unsafe { zeroed() };
+        // SAFETY: as above.
+        let mut messages: [libc::mmsghdr; RX_SLOTS] = unsafe { zeroed() };
+        let mut controls = [[0u64; CONTROL / 8]; RX_SLOTS];
+        let base = self.rx.as_mut_ptr();
+        let mut iovecs: [libc::iovec; RX_SLOTS] = std::array::from_fn(|i| libc::iovec {
+            // SAFETY: within the buffer, which has room for every slot.
+            iov_base: unsafe { base.add(i * RX_BUFFER) }.cast(),
+            iov_len: RX_BUFFER,
+        });
+        for i in 0..RX_SLOTS {
+            let header = &mut messages[i].msg_hdr;
+            header.msg_name = ptr::from_mut(&mut names[i]).cast();
+            header.msg_namelen = size_of::<libc::sockaddr_storage>() as _;
+            header.msg_iov = &raw mut iovecs[i];
+            header.msg_iovlen = 1;
+            header.msg_control = controls[i].as_mut_ptr().cast();
+            header.msg_controllen = CONTROL as _;
+        }
+        // SAFETY: every message points to an address, a vector, control space and a part of the
+        // receive buffer that is its own, all of which live until the call returns.
+        let got = check(unsafe {
+            libc::recvmmsg(
+                self.socket.as_raw_fd(),
+                messages.as_mut_ptr(),
+                RX_SLOTS as _,
+                libc::MSG_DONTWAIT as _,
+                ptr::null_mut(),
+            )
+        })? as usize;
+        self.counters.receive_calls += 1;
+        self.counters.trains += got as u64;
+        for i in 0..got {
+            let header = &messages[i].msg_hdr;
+            let len = messages[i].msg_len as usize;
+            let Some(src) = read_addr(&names[i]) else {
+                continue;
+            };
+            if header.msg_flags & libc::MSG_TRUNC != 0 {
+                self.counters.truncated += 1;
+                continue;
+            }
+            let segment = segment_size(header).unwrap_or(len);
+            if len > 0 && segment > 0 {
+                handle(src, segment, &self.rx[i * RX_BUFFER..][..len]);
+            }
+        }
+        Ok(got)
+    }
+}
+
+/// The segment length that the kernel tells of a train.
+fn segment_size(header: &libc::msghdr) -> Option<usize> {
+    // SAFETY: the kernel filled in the control data and its length; the macros stay within it.
+    let mut c = unsafe { libc::CMSG_FIRSTHDR(header) };
+    while !c.is_null() {
+        // SAFETY: not null, so within the control data.
+        let (level, kind) = unsafe { ((*c).cmsg_level, (*c).cmsg_type) };
+        if level == libc::IPPROTO_UDP && kind == UDP_GRO {
+            // SAFETY: this message carries one integer.
+            let v = unsafe { ptr::read_unaligned(libc::CMSG_DATA(c).cast::<libc::c_int>()) };
+            return usize::try_from(v).ok();
+        }
+        // SAFETY: as for the first.
+        c = unsafe { libc::CMSG_NXTHDR(header, c) };
+    }
+    None
+}
+
+fn put_addr(addr: SocketAddr, storage: &mut libc::sockaddr_storage) -> libc::socklen_t {
+    let raw = socket2::SockAddr::from(addr);
+    // SAFETY: a socket address of `len` bytes fits the storage, whose type is the widest there is.
+    unsafe {
+        ptr::copy_nonoverlapping(
+            raw.as_ptr().cast::<u8>(),
+            ptr::from_mut(storage).cast::<u8>(),
+            raw.len() as usize,
+        );
+    }
+    raw.len()
+}
+
+fn read_addr(storage: &libc::sockaddr_storage) -> Option<SocketAddr> {
+    match i32::from(storage.ss_family) {
+        libc::AF_INET => {
+            // SAFETY: the family says what the storage holds.
+            let a = unsafe { &*ptr::from_ref(storage).cast::<libc::sockaddr_in>() };
+            let ip = Ipv4Addr::from(u32::from_be(a.sin_addr.s_addr));
+            Some(SocketAddrV4::new(ip, u16::from_be(a.sin_port)).into())
+        }
+        libc::AF_INET6 => {
+            // SAFETY: the family says what the storage holds.
+            let a = unsafe { &*ptr::from_ref(storage).cast::<libc::sockaddr_in6>() };
+            let ip = Ipv6Addr::from(a.sin6_addr.s6_addr);
+            Some(SocketAddrV6::new(ip, u16::from_be(a.sin6_port), 0, a.sin6_scope_id).into())
+        }
+        _ => None,
+    }
+}
+
+fn open_epoll(socket: RawFd) -> io::Result<OwnedFd> {
+    // SAFETY: creates a descriptor and touches no memory.
+    let fd = check(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
+    // SAFETY: just created and owned by nobody else.
+    let epoll = unsafe { OwnedFd::from_raw_fd(fd) };
+    epoll_ctl(&epoll, libc::EPOLL_CTL_ADD, socket, libc::EPOLLIN)?;
+    Ok(epoll)
+}
+
+fn epoll_ctl(epoll: &OwnedFd, op: i32, fd: RawFd, events: i32) -> io::Result<()> {
+    let mut event = libc::epoll_event {
+        events: events as u32,
+        u64: 0,
+    };
+    // SAFETY: the event lives until the call returns.
+    check(unsafe { libc::epoll_ctl(epoll.as_raw_fd(), op, fd, &raw mut event) }).map(drop)
+}
+
+/// Attaches the program that picks a worker's socket.
+fn attach_selector(fd: RawFd, worker_bits: u8) -> io::Result<()> {
+    let mut code =
+        steer::program(worker_bits).map(|(code, jt, jf, k)| libc::sock_filter { code, jt, jf, k });
+    let program = libc::sock_fprog {
+        len: code.len() as u16,
+        filter: code.as_mut_ptr(),
+    };
+    // SAFETY: the program and its instructions live until the call returns; the kernel copies them.
+    check(unsafe {
+        libc::setsockopt(
+            fd,
+            libc::SOL_SOCKET,
+            libc::SO_ATTACH_REUSEPORT_CBPF,
+            ptr::from_ref(&program).cast(),
+            size_of::<libc::sock_fprog>() as libc::socklen_t,
+        )
+    })
+    .map(drop)
+}
+
+/// The MTU in bytes of the interface that has `addr`, or whose network holds it (as 127.0.0.2 is on
+/// the loopback interface that has 127.0.0.1). `None` if there is none.
+#[must_use]
+pub fn interface_mtu(addr: IpAddr) -> Option<usize> {
+    let mut list: *mut libc::ifaddrs = ptr::null_mut();
+    // SAFETY: on success the list is ours until freed below.
+    if unsafe { libc::getifaddrs(&raw mut list) } != 0 {
+        return None;
+    }
+    let mut best: Option<(u32, [libc::c_char; libc::IFNAMSIZ])> = None;
+    let mut at = list;
+    while !at.is_null() {
+        // SAFETY: a non-null entry of the list.
+        let entry = unsafe { &*at };
+        at = entry.ifa_next;
+        let Some(bits) = common_network(entry, addr) else {
+            continue;
+        };
+        if best.is_none_or(|(b, _)| bits > b) {
+            let mut name = [0; libc::IFNAMSIZ];
+            // SAFETY: an interface name is a C string shorter than IFNAMSIZ.
+            unsafe { libc::strncpy(name.as_mut_ptr(), entry.ifa_name, libc::IFNAMSIZ - 1) };
+            best = Some((bits, name));
+        }
+    }
+    // SAFETY: the list came from getifaddrs and nothing refers to it any more.
+    unsafe { libc::freeifaddrs(list) };
+    let (_, name) = best?;
+    let socket = Socket::new(Domain::IPV4, Type::DGRAM, None).ok()?;
+    // SAFETY: all-zero bytes are a valid request.
+    let mut request: libc::ifreq = unsafe { zeroed() };
+    request.ifr_name = name;
+    // SAFETY: the request lives until the call returns; the kernel fills in the MTU.
+    check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFMTU, &raw mut request) }).ok()?;
+    // SAFETY: this request answers the MTU.
+    usize::try_from(unsafe { request.ifr_ifru.ifru_mtu }).ok()
+}
+
+/// How specifically an interface's network holds `addr`, in bits; an exact match counts most.
+fn common_network(entry: &libc::ifaddrs, addr: IpAddr) -> Option<u32> {
+    let ip = |p: *mut libc::sockaddr| {
+        // SAFETY: an address of the list, read only as far as its family says.
+        let family = i32::from(unsafe { p.as_ref() }?.sa_family);
+        match family {
+            libc::AF_INET => {
+                // SAFETY: the family says so.
+                let a = unsafe { ptr::read_unaligned(p.cast::<libc::sockaddr_in>()) };
+                Some(IpAddr::V4(Ipv4Addr::from(u32::from_be(a.sin_addr.s_addr))))
+            }
+            libc::AF_INET6 => {
+                // SAFETY: the family says so.
+                let a = unsafe { ptr::read_unaligned(p.cast::<libc::sockaddr_in6>()) };
+                Some(IpAddr::V6(Ipv6Addr::from(a.sin6_addr.s6_addr)))
+            }
+            _ => None,
+        }
+    };
+    let has = ip(entry.ifa_addr)?;
+    if has == addr {
+        return Some(u32::MAX);
+    }
+    match (has, ip(entry.ifa_netmask)?, addr) {
+        (IpAddr::V4(a), IpAddr::V4(m), IpAddr::V4(b)) => {
+            let m = u32::from(m);
+            (m != 0 && u32::from(a) & m == u32::from(b) & m).then(|| m.count_ones())
+        }
+        (IpAddr::V6(a), IpAddr::V6(m), IpAddr::V6(b)) => {
+            let m = u128::from(m);
+            (m != 0 && u128::from(a) & m == u128::from(b) & m).then(|| m.count_ones())
+        }
+        _ => None,
+    }
+}

@@ -1,0 +1,274 @@
+//! A bad wire: loses, repeats, spoils and reorders packets, by a seed.
+//!
+//! Packets go in with [`FaultInjector::handle_packet`] and come out of
+//! [`FaultInjector::poll_packet`]. A reordered packet is held back until some others have passed it,
+//! or until a time is up. With one seed and one sequence of inputs the outputs are the same.
+//!
+//! Bound: [`FaultConfig::reorder_depth`] packets are held back at most.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+/// How bad the wire is. Rates are in packets of a million.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FaultConfig {
+    /// Where the random numbers start.
+    pub seed: u64,
+    /// Packets lost, of a million.
+    pub loss: u32,
+    /// Packets sent twice, of a million.
+    pub duplication: u32,
+    /// Packets with some bits flipped, of a million.
+    pub corruption: u32,
+    /// Packets held back, of a million.
+    pub reorder: u32,
+    /// By how many later packets a held-back one is overtaken at most.
+    pub reorder_depth: u32,
+    /// How long a packet is held back at most.
+    pub reorder_time: Duration,
+}
+
+impl Default for FaultConfig {
+    fn default() -> Self {
+        Self {
+            seed: 1,
+            loss: 0,
+            duplication: 0,
+            corruption: 0,
+            reorder: 0,
+            reorder_depth: 8,
+            reorder_time: Duration::from_millis(1),
+        }
+    }
+}
+
+impl FaultConfig {
+    /// The same with rates in percent.
+    #[must_use]
+    pub fn percent(seed: u64, loss: f64, duplication: f64, corruption: f64, reorder: f64) -> Self {
+        let rate = |p: f64| (p * 10_000.0).round().clamp(0.0, 1e6) as u32;
+        Self {
+            seed,
+            loss: rate(loss),
+            duplication: rate(duplication),
+            corruption: rate(corruption),
+            reorder: rate(reorder),
+            ..Self::default()
+        }
+    }
+}
+
+/// What the wire did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FaultCounters {
+    /// Packets that went in.
+    pub packets: u64,
+    /// Lost ones.
+    pub lost: u64,
+    /// Repeated ones.
+    pub duplicated: u64,
+    /// Spoilt ones.
+    pub corrupted: u64,
+    /// Held-back ones.
+    pub reordered: u64,
+}
+
+/// A small, fast, seeded generator (SplitMix64): for faults, not for secrets.
+#[derive(Clone, Copy, Debug)]
+pub struct SplitMix(u64);
+
+impl SplitMix {
+    /// Starts at `seed`.
+    #[must_use]
+    pub fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    /// The next 64 bits.
+    pub fn next_u64(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// A number below `bound`, which is not 0.
+    pub fn below(&mut self, bound: u64) -> u64 {
+        self.next_u64() % bound
+    }
+
+    /// True for `rate` of a million.
+    pub fn chance(&mut self, rate: u32) -> bool {
+        rate > 0 && self.below(1_000_000) < u64::from(rate)
+    }
+}
+
+#[derive(Debug)]
+struct Held<T> {
+    release_after: u64,
+    release_at: Instant,
+    tag: T,
+    bytes: Vec<u8>,
+}
+
+/// The bad wire. `T` is what travels with a packet: an address, say.
+#[derive(Debug)]
+pub struct FaultInjector<T> {
+    config: FaultConfig,
+    random: SplitMix,
+    passed: u64,
+    held: Vec<Held<T>>,
+    ready: VecDeque<(T, Vec<u8>)>,
+    counters: FaultCounters,
+}
+
+impl<T: Clone> FaultInjector<T> {
+    /// A wire with these faults.
+    #[must_use]
+    pub fn new(config: FaultConfig) -> Self {
+        Self {
+            config,
+            random: SplitMix::new(config.seed),
+            passed: 0,
+            held: Vec::new(),
+            ready: VecDeque::new(),
+            counters: FaultCounters::default(),
+        }
+    }
+
+    /// What it did so far.
+    #[must_use]
+    pub fn counters(&self) -> FaultCounters {
+        self.counters
+    }
+
+    /// Takes a packet in.
+    pub fn handle_packet(&mut self, now: Instant, tag: T, mut bytes: Vec<u8>) {
+        self.counters.packets += 1;
+        if self.random.chance(self.config.loss) {
+            self.counters.lost += 1;
+            return;
+        }
+        if self.random.chance(self.config.corruption) && !bytes.is_empty() {
+            self.counters.corrupted += 1;
+            for _ in 0..=self.random.below(3) {
+                let bit = self.random.below(bytes.len() as u64 * 8);
+                bytes[(bit / 8) as usize] ^= 1 << (bit % 8);
+            }
+        }
+        if self.random.chance(self.config.duplication) {
+            self.counters.duplicated += 1;
+            self.pass(now, tag.clone(), bytes.clone());
+        }
+        self.pass(now, tag, bytes);
+    }
+
+    fn pass(&mut self, now: Instant, tag: T, bytes: Vec<u8>) {
+        let depth = u64::from(self.config.reorder_depth);
+        if (self.held.len() as u64) < depth && self.random.chance(self.config.reorder) {
+            self.counters.reordered += 1;
+            let by = 1 + self.random.below(depth);
+            self.held.push(Held {
+                release_after: self.passed + by,
+                release_at: now + self.config.reorder_time,
+                tag,
+                bytes,
+            });
+            return;
+        }
+        self.passed += 1;
+        self.ready.push_back((tag, bytes));
+        self.release(|h, passed| h.release_after <= passed);
+    }
+
+    fn release(&mut self, due: impl Fn(&Held<T>, u64) -> bool) {
+        let mut i = 0;
+        while i < self.held.len() {
+            if due(&self.held[i], self.passed) {
+                let h = self.held.remove(i);
+                self.ready.push_back((h.tag, h.bytes));
+            } else {
+                i += 1;
+            }
+        }
+    }
+
+    /// The next packet that comes out.
+    pub fn poll_packet(&mut self, now: Instant) -> Option<(T, Vec<u8>)> {
+        if self.ready.is_empty() {
+            self.release(|h, _| h.release_at <= now);
+        }
+        self.ready.pop_front()
+    }
+
+    /// When a held-back packet comes out though no other passes.
+    #[must_use]
+    pub fn deadline(&self) -> Option<Instant> {
+        self.held.iter().map(|h| h.release_at).min()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(config: FaultConfig, n: u32) -> (Vec<u32>, FaultCounters) {
+        let mut f = FaultInjector::new(config);
+        let now = Instant::now();
+        let mut out = Vec::new();
+        for i in 0..n {
+            f.handle_packet(now, i, i.to_be_bytes().to_vec());
+            while let Some((tag, _)) = f.poll_packet(now) {
+                out.push(tag);
+            }
+        }
+        let later = f.deadline().unwrap_or(now);
+        while let Some((tag, _)) = f.poll_packet(later) {
+            out.push(tag);
+        }
+        (out, f.counters())
+    }
+
+    #[test]
+    fn a_good_wire_passes_everything_in_order() {
+        let (out, _) = run(FaultConfig::default(), 100);
+        assert_eq!(out, (0..100).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn one_seed_gives_one_sequence_and_every_packet_is_accounted_for() {
+        let config = FaultConfig::percent(7, 10.0, 5.0, 5.0, 20.0);
+        let (a, counters) = run(config, 10_000);
+        assert_eq!(run(config, 10_000).0, a);
+        let other = FaultConfig { seed: 8, ..config };
+        assert_ne!(run(other, 10_000).0, a);
+        assert_eq!(
+            a.len() as u64,
+            counters.packets - counters.lost + counters.duplicated
+        );
+        for (n, low, high) in [
+            (counters.lost, 900, 1100),
+            (counters.duplicated, 380, 520),
+            (counters.corrupted, 380, 520),
+            (counters.reordered, 1500, 2200),
+        ] {
+            assert!((low..high).contains(&n), "{counters:?}");
+        }
+    }
+
+    #[test]
+    fn a_packet_is_overtaken_by_no_more_than_the_depth() {
+        let config = FaultConfig {
+            reorder: 300_000,
+            reorder_depth: 4,
+            ..FaultConfig::default()
+        };
+        let (out, _) = run(config, 1000);
+        for (at, &tag) in out.iter().enumerate() {
+            let overtaken_by = out[..at].iter().filter(|&&t| t > tag).count();
+            // Those held back at the same time may come out before it as well.
+            assert!(overtaken_by <= 8, "{tag} at {at}");
+        }
+    }
+}

@@ -1,0 +1,413 @@
+//! The queue-pair state table (IBTA 11.2.5.2, table 91) as data, and the check of a modify request
+//! against it.
+//!
+//! Every row is a transition with the attributes that it requires and those that it allows besides,
+//! for each kind of queue pair. What is not in the table does not exist: [`plan_modify`] refuses a
+//! transition without a row, a required attribute that is missing and an attribute that the row does
+//! not name. A request without a state is a transition from the present state to itself.
+
+use bitflags::bitflags;
+
+use crate::verbs::{QpAttr, QpState, QpType, VerbsError};
+
+bitflags! {
+    /// Which attributes of a [`QpAttr`] are given.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Attrs: u16 {
+        /// `pkey_index`.
+        const PKEY_INDEX = 1;
+        /// `port`.
+        const PORT = 1 << 1;
+        /// `access`.
+        const ACCESS = 1 << 2;
+        /// `qkey`.
+        const QKEY = 1 << 3;
+        /// `ah`.
+        const AH = 1 << 4;
+        /// `path_mtu`.
+        const PATH_MTU = 1 << 5;
+        /// `dest_qp`.
+        const DEST_QP = 1 << 6;
+        /// `rq_psn`.
+        const RQ_PSN = 1 << 7;
+        /// `sq_psn`.
+        const SQ_PSN = 1 << 8;
+        /// `max_dest_rd_atomic`.
+        const MAX_DEST_RD_ATOMIC = 1 << 9;
+        /// `max_rd_atomic`.
+        const MAX_RD_ATOMIC = 1 << 10;
+        /// `min_rnr_timer`.
+        const MIN_RNR_TIMER = 1 << 11;
+        /// `timeout`.
+        const TIMEOUT = 1 << 12;
+        /// `retry_cnt`.
+        const RETRY_CNT = 1 << 13;
+        /// `rnr_retry`.
+        const RNR_RETRY = 1 << 14;
+        /// `pkey`, which is answered and never set.
+        const PKEY = 1 << 15;
+    }
+}
+
+impl Attrs {
+    /// The attributes that `attr` gives, its state aside.
+    #[must_use]
+    pub fn of(attr: &QpAttr) -> Self {
+        let mut set = Self::empty();
+        set.set(Self::PKEY_INDEX, attr.pkey_index.is_some());
+        set.set(Self::PORT, attr.port.is_some());
+        set.set(Self::ACCESS, attr.access.is_some());
+        set.set(Self::QKEY, attr.qkey.is_some());
+        set.set(Self::AH, attr.ah.is_some());
+        set.set(Self::PATH_MTU, attr.path_mtu.is_some());
+        set.set(Self::DEST_QP, attr.dest_qp.is_some());
+        set.set(Self::RQ_PSN, attr.rq_psn.is_some());
+        set.set(Self::SQ_PSN, attr.sq_psn.is_some());
+        set.set(Self::MAX_DEST_RD_ATOMIC, attr.max_dest_rd_atomic.is_some());
+        set.set(Self::MAX_RD_ATOMIC, attr.max_rd_atomic.is_some());
+        set.set(Self::MIN_RNR_TIMER, attr.min_rnr_timer.is_some());
+        set.set(Self::TIMEOUT, attr.timeout.is_some());
+        set.set(Self::RETRY_CNT, attr.retry_cnt.is_some());
+        set.set(Self::RNR_RETRY, attr.rnr_retry.is_some());
+        set.set(Self::PKEY, attr.pkey.is_some());
+        set
+    }
+
+    /// Name of the first attribute of the set, for errors.
+    fn first_name(self) -> &'static str {
+        match self.iter().next() {
+            Some(Self::PKEY_INDEX) => "pkey_index",
+            Some(Self::PORT) => "port",
+            Some(Self::ACCESS) => "access",
+            Some(Self::QKEY) => "qkey",
+            Some(Self::AH) => "ah",
+            Some(Self::PATH_MTU) => "path_mtu",
+            Some(Self::DEST_QP) => "dest_qp",
+            Some(Self::RQ_PSN) => "rq_psn",
+            Some(Self::SQ_PSN) => "sq_psn",
+            Some(Self::MAX_DEST_RD_ATOMIC) => "max_dest_rd_atomic",
+            Some(Self::MAX_RD_ATOMIC) => "max_rd_atomic",
+            Some(Self::MIN_RNR_TIMER) => "min_rnr_timer",
+            Some(Self::TIMEOUT) => "timeout",
+            Some(Self::RETRY_CNT) => "retry_cnt",
+            Some(Self::RNR_RETRY) => "rnr_retry",
+            Some(Self::PKEY) => "pkey",
+            _ => "nothing",
+        }
+    }
+}
+
+/// What a transition demands of one kind of queue pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rule {
+    /// Attributes that must be given.
+    pub required: Attrs,
+    /// Attributes that may be given besides.
+    pub optional: Attrs,
+}
+
+/// A transition of the table. A kind of queue pair that does not have it has no rule.
+#[derive(Debug)]
+pub struct Transition {
+    /// State it leaves.
+    pub from: QpState,
+    /// State it reaches.
+    pub to: QpState,
+    /// Rule for reliable connections.
+    pub rc: Option<Rule>,
+    /// Rule for datagram queue pairs.
+    pub ud: Option<Rule>,
+    /// Rule for queue pair 1.
+    pub gsi: Option<Rule>,
+}
+
+macro_rules! attrs {
+    ($($name:ident)*) => { Attrs::empty()$(.union(Attrs::$name))* };
+}
+
+macro_rules! rule {
+    (-) => { None };
+    ([$($required:ident)*] [$($optional:ident)*]) => {
+        Some(Rule { required: attrs!($($required)*), optional: attrs!($($optional)*) })
+    };
+}
+
+macro_rules! transitions {
+    ($($from:ident => $to:ident { rc: $rc:tt; ud: $ud:tt; gsi: $gsi:tt; })*) => {
+        /// All transitions except those to RESET and ERROR, which every state has and which take no
+        /// attribute.
+        pub static TRANSITIONS: &[Transition] = &[$(Transition {
+            from: QpState::$from,
+            to: QpState::$to,
+            rc: transitions!(@ $rc),
+            ud: transitions!(@ $ud),
+            gsi: transitions!(@ $gsi),
+        }),*];
+    };
+    (@ (- )) => { rule!(-) };
+    (@ ([$($required:ident)*] [$($optional:ident)*])) => { rule!([$($required)*] [$($optional)*]) };
+}
+
+transitions! {
+    Reset => Init {
+        rc: ([PKEY_INDEX PORT ACCESS] []);
+        ud: ([PKEY_INDEX PORT QKEY] []);
+        gsi: ([PKEY_INDEX QKEY] [PORT]);
+    }
+    Init => Init {
+        rc: ([] [PKEY_INDEX PORT ACCESS]);
+        ud: ([] [PKEY_INDEX PORT QKEY]);
+        gsi: ([] [PKEY_INDEX QKEY]);
+    }
+    Init => Rtr {
+        rc: ([AH PATH_MTU DEST_QP RQ_PSN MAX_DEST_RD_ATOMIC MIN_RNR_TIMER] [PKEY_INDEX ACCESS]);
+        ud: ([] [PKEY_INDEX QKEY]);
+        gsi: ([] [PKEY_INDEX QKEY]);
+    }
+    Rtr => Rts {
+        rc: ([SQ_PSN MAX_RD_ATOMIC TIMEOUT RETRY_CNT RNR_RETRY] [ACCESS MIN_RNR_TIMER]);
+        ud: ([SQ_PSN] [QKEY]);
+        gsi: ([SQ_PSN] [QKEY]);
+    }
+    Rts => Rts {
+        rc: ([] [ACCESS MIN_RNR_TIMER]);
+        ud: ([] [QKEY]);
+        gsi: ([] [QKEY]);
+    }
+    Rts => Sqd {
+        rc: ([] []);
+        ud: ([] []);
+        gsi: ([] []);
+    }
+    Sqd => Rts {
+        rc: ([] [ACCESS MIN_RNR_TIMER]);
+        ud: ([] [QKEY]);
+        gsi: ([] [QKEY]);
+    }
+    Sqd => Sqd {
+        rc: ([] [PKEY_INDEX PORT ACCESS AH MAX_DEST_RD_ATOMIC MAX_RD_ATOMIC MIN_RNR_TIMER TIMEOUT RETRY_CNT RNR_RETRY]);
+        ud: ([] [PKEY_INDEX QKEY]);
+        gsi: ([] [PKEY_INDEX QKEY]);
+    }
+    Sqe => Rts {
+        rc: (-);
+        ud: ([] [QKEY]);
+        gsi: ([] [QKEY]);
+    }
+}
+
+/// The rule of a transition, `None` where the table has none.
+#[must_use]
+pub fn rule(qp_type: QpType, from: QpState, to: QpState) -> Option<Rule> {
+    if matches!(to, QpState::Reset | QpState::Error) {
+        return Some(Rule {
+            required: Attrs::empty(),
+            optional: Attrs::empty(),
+        });
+    }
+    let row = TRANSITIONS.iter().find(|t| t.from == from && t.to == to)?;
+    match qp_type {
+        QpType::Rc => row.rc,
+        QpType::Ud => row.ud,
+        QpType::Gsi => row.gsi,
+    }
+}
+
+/// Checks a modify request against the table; answers the state to go to.
+///
+/// # Errors
+/// [`VerbsError::InvalidTransition`], [`VerbsError::MissingAttribute`],
+/// [`VerbsError::ForbiddenAttribute`].
+pub fn plan_modify(qp_type: QpType, from: QpState, attr: &QpAttr) -> Result<QpState, VerbsError> {
+    let to = attr.state.unwrap_or(from);
+    let rule = rule(qp_type, from, to).ok_or(VerbsError::InvalidTransition { from, to })?;
+    let given = Attrs::of(attr);
+    let missing = rule.required - given;
+    if !missing.is_empty() {
+        return Err(VerbsError::MissingAttribute {
+            to,
+            attribute: missing.first_name(),
+        });
+    }
+    let forbidden = given - rule.required - rule.optional;
+    if !forbidden.is_empty() {
+        return Err(VerbsError::ForbiddenAttribute {
+            to,
+            attribute: forbidden.first_name(),
+        });
+    }
+    Ok(to)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::verbs::{Access, AhAttr, Gid, Mtu, PKey, QKey};
+
+    const STATES: [QpState; 7] = [
+        QpState::Reset,
+        QpState::Init,
+        QpState::Rtr,
+        QpState::Rts,
+        QpState::Sqd,
+        QpState::Sqe,
+        QpState::Error,
+    ];
+
+    /// A request that gives exactly `set`.
+    fn request(to: QpState, set: Attrs) -> QpAttr {
+        let ah = AhAttr {
+            dgid: Gid::default(),
+            sgid_index: 0,
+            hop_limit: 64,
+            traffic_class: 0,
+            port: 1,
+        };
+        let has = |a| set.contains(a);
+        QpAttr {
+            state: Some(to),
+            pkey_index: has(Attrs::PKEY_INDEX).then_some(0),
+            port: has(Attrs::PORT).then_some(1),
+            access: has(Attrs::ACCESS).then_some(Access::empty()),
+            qkey: has(Attrs::QKEY).then_some(QKey(1)),
+            ah: has(Attrs::AH).then_some(ah),
+            path_mtu: has(Attrs::PATH_MTU).then_some(Mtu::Mtu1024),
+            dest_qp: has(Attrs::DEST_QP).then_some(2),
+            rq_psn: has(Attrs::RQ_PSN).then_some(3),
+            sq_psn: has(Attrs::SQ_PSN).then_some(4),
+            max_dest_rd_atomic: has(Attrs::MAX_DEST_RD_ATOMIC).then_some(1),
+            max_rd_atomic: has(Attrs::MAX_RD_ATOMIC).then_some(1),
+            min_rnr_timer: has(Attrs::MIN_RNR_TIMER).then_some(1),
+            timeout: has(Attrs::TIMEOUT).then_some(1),
+            retry_cnt: has(Attrs::RETRY_CNT).then_some(1),
+            rnr_retry: has(Attrs::RNR_RETRY).then_some(1),
+            pkey: has(Attrs::PKEY).then_some(PKey::DEFAULT),
+        }
+    }
+
+    /// The pairs of states, besides those to RESET and ERROR, that the specification connects.
+    const LEGAL: [(u8, u8); 9] = [
+        (0, 1),
+        (1, 1),
+        (1, 2),
+        (2, 3),
+        (3, 3),
+        (3, 4),
+        (4, 3),
+        (4, 4),
+        (5, 3),
+    ];
+
+    #[test]
+    fn every_pair_of_states_is_legal_or_refused_as_the_specification_says() {
+        for qp_type in [QpType::Rc, QpType::Ud, QpType::Gsi] {
+            for (i, from) in STATES.into_iter().enumerate() {
+                for (j, to) in STATES.into_iter().enumerate() {
+                    let legal = j == 0
+                        || j == 6
+                        || LEGAL.contains(&(i as u8, j as u8))
+                            && !(qp_type == QpType::Rc && from == QpState::Sqe);
+                    let found = rule(qp_type, from, to);
+                    assert_eq!(found.is_some(), legal, "{qp_type:?} {from:?} → {to:?}");
+                    let answer = plan_modify(
+                        qp_type,
+                        from,
+                        &request(to, found.map_or(Attrs::empty(), |r| r.required)),
+                    );
+                    let want = if legal {
+                        Ok(to)
+                    } else {
+                        Err(VerbsError::InvalidTransition { from, to })
+                    };
+                    assert_eq!(answer, want);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn every_attribute_is_required_allowed_or_refused() {
+        for qp_type in [QpType::Rc, QpType::Ud, QpType::Gsi] {
+            for from in STATES {
+                for to in STATES {
+                    let Some(rule) = rule(qp_type, from, to) else {
+                        continue;
+                    };
+                    for a in Attrs::all().iter() {
+                        let with = plan_modify(qp_type, from, &request(to, rule.required | a));
+                        if (rule.required | rule.optional).contains(a) {
+                            assert_eq!(with, Ok(to), "{qp_type:?} {from:?} → {to:?} {a:?}");
+                        } else {
+                            let attribute = a.first_name();
+                            assert_eq!(with, Err(VerbsError::ForbiddenAttribute { to, attribute }));
+                        }
+                        if rule.required.contains(a) {
+                            let attribute = a.first_name();
+                            assert_eq!(
+                                plan_modify(qp_type, from, &request(to, rule.required - a)),
+                                Err(VerbsError::MissingAttribute { to, attribute })
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_connection_is_brought_up_with_the_attributes_of_the_specification() {
+        let names = |set: Attrs| set.iter().map(Attrs::first_name).collect::<Vec<_>>();
+        let r = |from, to| names(rule(QpType::Rc, from, to).unwrap().required);
+        assert_eq!(
+            r(QpState::Reset, QpState::Init),
+            ["pkey_index", "port", "access"]
+        );
+        assert_eq!(
+            r(QpState::Init, QpState::Rtr),
+            [
+                "ah",
+                "path_mtu",
+                "dest_qp",
+                "rq_psn",
+                "max_dest_rd_atomic",
+                "min_rnr_timer"
+            ]
+        );
+        assert_eq!(
+            r(QpState::Rtr, QpState::Rts),
+            [
+                "sq_psn",
+                "max_rd_atomic",
+                "timeout",
+                "retry_cnt",
+                "rnr_retry"
+            ]
+        );
+    }
+
+    #[test]
+    fn without_a_state_a_request_changes_attributes_of_the_present_one() {
+        let attr = QpAttr {
+            min_rnr_timer: Some(3),
+            ..QpAttr::default()
+        };
+        assert_eq!(
+            plan_modify(QpType::Rc, QpState::Rts, &attr),
+            Ok(QpState::Rts)
+        );
+        assert_eq!(
+            plan_modify(QpType::Rc, QpState::Rtr, &attr),
+            Err(VerbsError::InvalidTransition {
+                from: QpState::Rtr,
+                to: QpState::Rtr
+            })
+        );
+        assert_eq!(
+            plan_modify(QpType::Ud, QpState::Rts, &attr),
+            Err(VerbsError::ForbiddenAttribute {
+                to: QpState::Rts,
+                attribute: "min_rnr_timer"
+            })
+        );
+    }
+}

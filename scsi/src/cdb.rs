@@ -1,0 +1,149 @@
+//! The fields of a command descriptor block.
+//!
+//! A [`Cdb`] exists only after the opcode table has fixed its length, so its
+//! accessors cannot miss. The layouts of block commands differ by length only
+//! (SPC-4 4.2.2): [`Cdb::extent`] knows all four.
+
+use crate::sense::Sense;
+
+/// The longest CDB in the opcode table, in bytes.
+pub(crate) const CDB_MAX: usize = 16;
+
+/// A CDB of known length.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Cdb {
+    bytes: [u8; CDB_MAX],
+    len: usize,
+}
+
+/// A run of logical blocks named by a CDB, before any check.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Extent {
+    /// First block.
+    pub(crate) lba: u64,
+    /// Number of blocks.
+    pub(crate) blocks: u64,
+    /// Byte of the CDB where the length field starts, for field pointers.
+    pub(crate) length_byte: u16,
+}
+
+impl Cdb {
+    /// Takes the first `len` bytes of what the transport delivered.
+    ///
+    /// Fails with a pointer behind the end when there are fewer.
+    pub(crate) fn new(received: &[u8], len: usize) -> Result<Self, Sense> {
+        let mut bytes = [0; CDB_MAX];
+        let own = received
+            .get(..len)
+            .ok_or(Sense::cdb_field(received.len() as u16, None))?;
+        bytes[..len].copy_from_slice(own);
+        Ok(Self { bytes, len })
+    }
+
+    pub(crate) fn byte(&self, index: usize) -> u8 {
+        self.bytes[index]
+    }
+
+    pub(crate) fn bit(&self, index: usize, bit: u8) -> bool {
+        self.bytes[index] & (1 << bit) != 0
+    }
+
+    pub(crate) fn be16(&self, index: usize) -> u16 {
+        u16::from_be_bytes([self.bytes[index], self.bytes[index + 1]])
+    }
+
+    pub(crate) fn be32(&self, index: usize) -> u32 {
+        u32::from(self.be16(index)) << 16 | u32::from(self.be16(index + 2))
+    }
+
+    pub(crate) fn be64(&self, index: usize) -> u64 {
+        u64::from(self.be32(index)) << 32 | u64::from(self.be32(index + 4))
+    }
+
+    /// First field that has a bit the usage bitmap does not allow.
+    pub(crate) fn check_usage(&self, usage: &[u8]) -> Result<(), Sense> {
+        for (index, (&byte, &allowed)) in
+            self.bytes[..self.len].iter().zip(usage).enumerate().skip(1)
+        {
+            let reserved = byte & !allowed;
+            if reserved != 0 {
+                let bit = 7 - reserved.leading_zeros() as u8;
+                return Err(Sense::cdb_field(index as u16, Some(bit)));
+            }
+        }
+        Ok(())
+    }
+
+    /// LOGICAL BLOCK ADDRESS and TRANSFER LENGTH of a block command.
+    ///
+    /// In the 6-byte form a length of zero means 256 blocks (SBC-3 5.7).
+    pub(crate) fn extent(&self) -> Extent {
+        match self.len {
+            6 => Extent {
+                lba: u64::from(self.be32(0) & 0x001f_ffff),
+                blocks: match self.byte(4) {
+                    0 => 256,
+                    blocks => u64::from(blocks),
+                },
+                length_byte: 4,
+            },
+            10 => Extent {
+                lba: u64::from(self.be32(2)),
+                blocks: u64::from(self.be16(7)),
+                length_byte: 7,
+            },
+            12 => Extent {
+                lba: u64::from(self.be32(2)),
+                blocks: u64::from(self.be32(6)),
+                length_byte: 6,
+            },
+            _ => Extent {
+                lba: self.be64(2),
+                blocks: u64::from(self.be32(10)),
+                length_byte: 10,
+            },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn extents_of_the_four_lengths() {
+        let extent = |bytes: &[u8]| {
+            let e = Cdb::new(bytes, bytes.len()).unwrap().extent();
+            (e.lba, e.blocks, e.length_byte)
+        };
+        // READ(6), LBA 1f0203h, 4 blocks; then length 0.
+        assert_eq!(
+            extent(&[0x08, 0x1f, 0x02, 0x03, 0x04, 0]),
+            (0x1f_0203, 4, 4)
+        );
+        assert_eq!(extent(&[0x08, 0, 0, 1, 0, 0]), (1, 256, 4));
+        // READ(10), LBA 01020304h, 0506h blocks.
+        assert_eq!(
+            extent(&[0x28, 0, 1, 2, 3, 4, 0, 5, 6, 0]),
+            (0x0102_0304, 0x0506, 7)
+        );
+        // READ(12), LBA 01020304h, 05060708h blocks.
+        assert_eq!(
+            extent(&[0xa8, 0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0]),
+            (0x0102_0304, 0x0506_0708, 6)
+        );
+        // READ(16), LBA 0102030405060708h, 090a0b0ch blocks.
+        assert_eq!(
+            extent(&[0x88, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 0, 0]),
+            (0x0102_0304_0506_0708, 0x090a_0b0c, 10)
+        );
+    }
+
+    #[test]
+    fn reserved_bits_are_pointed_at() {
+        let cdb = Cdb::new(&[0x28, 0x20, 0, 0, 0, 0, 0, 0, 0, 0], 10).unwrap();
+        let usage = [0x28, 0x1a, 0xff, 0xff, 0xff, 0xff, 0, 0xff, 0xff, 0];
+        assert_eq!(cdb.check_usage(&usage), Err(Sense::cdb_field(1, Some(5))));
+        assert_eq!(Cdb::new(&[0x28, 0], 10), Err(Sense::cdb_field(2, None)));
+    }
+}

@@ -1,0 +1,234 @@
+//! One command in flight.
+//!
+//! ```text
+//!            LogicalUnit::start(request)
+//!                      |
+//!           +----------+-----------+
+//!           v          v           v
+//!     ReceiveData    Block      Respond  <--- refused, or answered at once
+//!           |          |           ^
+//!           |  Done    |  Done,    |
+//!           |          |  Status   |
+//!           +--> advance(result) --+     <--- last step done, or Failed
+//!                |           ^
+//!                +-----------+           <--- further Block steps
+//! ```
+//!
+//! The target keeps the [`Command`] beside the task and calls
+//! [`advance`](Command::advance) once for every step that it carried out. It
+//! must have a buffer of [`buffer_len`](Command::buffer_len) bytes before it
+//! carries out the first step that is not [`Step::Respond`]. A command may be
+//! dropped at any time between two steps: an abort needs nothing else.
+//!
+//! Reads and writes allocate nothing.
+
+use crate::access::DataAccess;
+use crate::lu::LogicalUnit;
+use crate::nexus::NexusId;
+use crate::plan::{Context, Machine, Next, Plan, Refusal, Transfer};
+use crate::sense::{AdditionalSense, Sense, SenseKey};
+use crate::step::{
+    BackendError, BlockOp, DataIn, Expected, Residual, Response, Status, Step, StepResult,
+};
+
+/// A command between two steps.
+#[derive(Debug)]
+pub struct Command {
+    nexus: NexusId,
+    expected: Expected,
+    transfer: Transfer,
+    buffer_len: u32,
+    /// Whether the initiator's data have been asked for.
+    received: bool,
+    flight: Flight,
+    machine: Machine,
+}
+
+/// The step being carried out, as far as an error report needs it.
+#[derive(Clone, Copy, Debug)]
+enum Flight {
+    /// Not a block operation.
+    Other,
+    /// Reads from this byte.
+    Reading(u64),
+    /// Changes the medium from this byte.
+    Writing(u64),
+}
+
+impl Flight {
+    fn of(op: &BlockOp) -> Self {
+        match *op {
+            BlockOp::Read { offset, .. } | BlockOp::Status { offset, .. } => Self::Reading(offset),
+            BlockOp::Write { offset, .. }
+            | BlockOp::Flush { offset, .. }
+            | BlockOp::Discard { offset, .. }
+            | BlockOp::WriteZeroes { offset, .. } => Self::Writing(offset),
+        }
+    }
+}
+
+impl Command {
+    /// Starts a plan: the command and its first step.
+    pub(crate) fn begin(
+        lu: &LogicalUnit,
+        nexus: NexusId,
+        expected: Expected,
+        plan: Result<Plan, Refusal>,
+    ) -> (Self, Step) {
+        let mut command = Self {
+            nexus,
+            expected,
+            transfer: Transfer::default(),
+            buffer_len: 0,
+            received: false,
+            flight: Flight::Other,
+            machine: Machine::Finished,
+        };
+        let step = match plan {
+            Ok(plan) => {
+                command.transfer = plan.transfer;
+                command.buffer_len = plan.buffer_len;
+                command.machine = plan.machine;
+                command.emit(plan.first)
+            }
+            Err(refusal) => {
+                command.transfer = refusal.transfer;
+                command.received = refusal.transfer.data_out > 0;
+                command.fail(lu, &refusal.sense)
+            }
+        };
+        (command, step)
+    }
+
+    /// Bytes of data buffer the command needs before its first step that is
+    /// not a response. At most MAXIMUM TRANSFER LENGTH plus one segment.
+    #[must_use]
+    pub fn buffer_len(&self) -> u32 {
+        self.buffer_len
+    }
+
+    /// The nexus it came from.
+    #[must_use]
+    pub fn nexus(&self) -> NexusId {
+        self.nexus
+    }
+
+    /// Takes the result of the last step and says the next one.
+    ///
+    /// `data` is the command's buffer. After [`Step::Respond`] the command
+    /// must not be advanced again.
+    ///
+    /// # Panics
+    ///
+    /// When a command is advanced after its response, or the buffer is shorter
+    /// than [`buffer_len`](Self::buffer_len): both are bugs of the caller.
+    pub fn advance(
+        &mut self,
+        lu: &LogicalUnit,
+        result: StepResult,
+        data: &mut dyn DataAccess,
+    ) -> Step {
+        if let StepResult::Failed(error) = result {
+            let sense = self.failure_sense(lu, error);
+            return self.fail(lu, &sense);
+        }
+        let mut context = Context {
+            lu,
+            nexus: self.nexus,
+            data,
+        };
+        match self.machine.advance(&mut context, result) {
+            Ok(next) => self.emit(next),
+            Err(sense) => self.fail(lu, &sense),
+        }
+    }
+
+    /// The response to a command whose task is aborted with TASK ABORTED
+    /// status (TAS), or that the target must answer without running it.
+    pub fn abandon(&mut self, status: Status) -> Response {
+        self.machine = Machine::Finished;
+        Response::status_only(status, self.expected)
+    }
+
+    fn emit(&mut self, next: Next) -> Step {
+        match next {
+            Next::Receive(len) => {
+                self.received = true;
+                self.flight = Flight::Other;
+                Step::ReceiveData { len }
+            }
+            Next::Block(op) => {
+                self.flight = Flight::of(&op);
+                Step::Block(op)
+            }
+            Next::Answer(data_in) => Step::Respond(self.answer(data_in)),
+        }
+    }
+
+    fn answer(&mut self, data_in: DataIn) -> Response {
+        self.machine = Machine::Finished;
+        let expected = self.expected;
+        let (data_in, wanted) = match data_in {
+            DataIn::Inline(mut bytes) => {
+                let wanted = bytes.len() as u32;
+                bytes.truncate(expected.data_in as usize);
+                (DataIn::Inline(bytes), wanted)
+            }
+            DataIn::Buffer { len } => {
+                let len = len.min(expected.data_in);
+                (DataIn::Buffer { len }, self.transfer.data_in)
+            }
+            DataIn::None => (DataIn::None, self.transfer.data_in),
+        };
+        Response {
+            status: Status::Good,
+            sense: Default::default(),
+            data_in,
+            residual_in: Residual::between(wanted, expected.data_in),
+            residual_out: Residual::between(self.transfer.data_out, expected.data_out),
+        }
+    }
+
+    fn fail(&mut self, lu: &LogicalUnit, sense: &Sense) -> Step {
+        self.machine = Machine::Finished;
+        let out = if self.received {
+            self.transfer.data_out
+        } else {
+            0
+        };
+        Step::Respond(Response {
+            status: Status::CheckCondition,
+            sense: sense.encode(lu.sense_format()),
+            data_in: DataIn::None,
+            residual_in: Residual::between(0, self.expected.data_in),
+            residual_out: Residual::between(out, self.expected.data_out),
+        })
+    }
+
+    /// The one place where backend errors become sense data.
+    fn failure_sense(&self, lu: &LogicalUnit, error: BackendError) -> Sense {
+        use AdditionalSense as Code;
+        match (error, self.flight) {
+            (BackendError::Medium { offset }, Flight::Writing(start)) => {
+                Sense::new(SenseKey::MediumError, Code::WRITE_ERROR)
+                    .with_information(lu.lba_of(offset.unwrap_or(start)))
+            }
+            (BackendError::Medium { offset }, Flight::Reading(start)) => {
+                Sense::new(SenseKey::MediumError, Code::UNRECOVERED_READ_ERROR)
+                    .with_information(lu.lba_of(offset.unwrap_or(start)))
+            }
+            (BackendError::NoSpace, _) => {
+                Sense::new(SenseKey::DataProtect, Code::SPACE_ALLOCATION_FAILED)
+            }
+            (BackendError::ReadOnly, _) => Sense::new(SenseKey::DataProtect, Code::WRITE_PROTECTED),
+            (BackendError::NotReady, _) => Sense::new(SenseKey::NotReady, Code::NOT_READY),
+            (BackendError::Aborted, _) => Sense::new(SenseKey::AbortedCommand, Code::NONE),
+            (BackendError::Transfer, _) => {
+                Sense::new(SenseKey::AbortedCommand, Code::DATA_PHASE_ERROR)
+            }
+            (BackendError::Internal | BackendError::Medium { .. }, _) => {
+                Sense::new(SenseKey::HardwareError, Code::INTERNAL_TARGET_FAILURE)
+            }
+        }
+    }
+}

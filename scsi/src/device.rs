@@ -1,0 +1,82 @@
+//! The target device around the logical units: the list of LUNs, and answers
+//! to commands for a LUN that has nothing behind it (SAM-5 5.11, SPC-4 6.6.2).
+
+use crate::cdb::Cdb;
+use crate::inquiry;
+use crate::lun::LunId;
+use crate::opcode;
+use crate::sense::{AdditionalSense, Sense, SenseFormat};
+use crate::step::{DataIn, Request, Residual, Response, Status};
+
+/// REPORT LUNS parameter data for a SELECT REPORT code.
+pub(crate) fn luns_data(select_report: u8, luns: &[LunId]) -> Result<Vec<u8>, Sense> {
+    let reported = match select_report {
+        // Ordinary units, or these and well-known ones: we report none of the latter.
+        0x00 | 0x02 => luns,
+        0x01 => &[],
+        _ => return Err(Sense::cdb_field(2, Some(7))),
+    };
+    let mut data = Vec::with_capacity(8 + 8 * reported.len());
+    data.extend((8 * reported.len() as u32).to_be_bytes());
+    data.extend([0; 4]);
+    for lun in reported {
+        data.extend(lun.encode());
+    }
+    Ok(data)
+}
+
+/// The response to a command for a LUN that does not exist for this nexus.
+///
+/// INQUIRY says so in its data, REQUEST SENSE in its sense data, REPORT LUNS
+/// works (a target answers it at LUN 0 and at the REPORT LUNS well-known unit
+/// whatever is there); everything else is LOGICAL UNIT NOT SUPPORTED.
+pub fn respond_absent(request: &Request<'_>) -> Response {
+    match absent_data(request) {
+        Ok((mut data, allocation_length)) => {
+            data.truncate(allocation_length as usize);
+            let wanted = data.len() as u32;
+            data.truncate(request.expected.data_in as usize);
+            Response {
+                data_in: DataIn::Inline(data),
+                residual_in: Residual::between(wanted, request.expected.data_in),
+                ..Response::status_only(Status::Good, request.expected)
+            }
+        }
+        Err(sense) => Response {
+            sense: sense.encode(SenseFormat::Fixed),
+            ..Response::status_only(Status::CheckCondition, request.expected)
+        },
+    }
+}
+
+fn absent_data(request: &Request<'_>) -> Result<(Vec<u8>, u32), Sense> {
+    let not_supported = Sense::illegal(AdditionalSense::LOGICAL_UNIT_NOT_SUPPORTED);
+    let entry = opcode::find(request.cdb).map_err(|_| not_supported)?;
+    let cdb = Cdb::new(request.cdb, entry.usage.len())?;
+    match entry.opcode {
+        opcode::INQUIRY => {
+            cdb.check_usage(entry.usage)?;
+            if cdb.bit(1, 0) || cdb.byte(2) != 0 {
+                return Err(Sense::cdb_field(2, Some(7)));
+            }
+            Ok((inquiry::absent(), u32::from(cdb.be16(3))))
+        }
+        opcode::REQUEST_SENSE => {
+            cdb.check_usage(entry.usage)?;
+            let format = if cdb.bit(1, 0) {
+                SenseFormat::Descriptor
+            } else {
+                SenseFormat::Fixed
+            };
+            Ok((
+                not_supported.encode(format).to_vec(),
+                u32::from(cdb.byte(4)),
+            ))
+        }
+        opcode::REPORT_LUNS => {
+            cdb.check_usage(entry.usage)?;
+            Ok((luns_data(cdb.byte(2), request.luns)?, cdb.be32(6)))
+        }
+        _ => Err(not_supported),
+    }
+}

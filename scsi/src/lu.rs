@@ -1,0 +1,338 @@
+//! The logical unit: what its commands share.
+//!
+//! A [`LogicalUnit`] is shared by all workers. The mode bits that commands
+//! look at, the stopped state and the capacity are atomics; unit attentions
+//! and the nexus table sit behind one mutex. A table of hint bits, indexed by
+//! a hash of the nexus, says whether the mutex must be looked behind at all:
+//! a READ or WRITE of a nexus without pending attention takes no lock.
+//!
+//! Invariants: a hint bit is set while any nexus that hashes to it has a
+//! pending attention; the mode bits change only under the mutex, so that a
+//! change and its unit attentions are one event.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use bitflags::bitflags;
+
+use crate::attention::{Attention, AttentionScope, Attentions};
+use crate::cdb::Cdb;
+use crate::command::Command;
+use crate::config::{Config, ConfigError};
+use crate::nexus::{Nexus, NexusId};
+use crate::opcode::{self, Gates};
+use crate::plan::{PlanResult, Planner};
+use crate::sense::{AdditionalSense, Sense, SenseFormat, SenseKey};
+use crate::step::{Request, Step, TaskAttribute};
+use crate::unit;
+
+bitflags! {
+    /// State that commands read without a lock.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+    pub(crate) struct Flags: u8 {
+        /// D_SENSE of the Control mode page.
+        const D_SENSE = 1 << 0;
+        /// SWP of the Control mode page.
+        const SOFTWARE_WRITE_PROTECT = 1 << 1;
+        /// WCE of the Caching mode page.
+        const WRITE_CACHE = 1 << 2;
+        /// START STOP UNIT has stopped the unit.
+        const STOPPED = 1 << 3;
+    }
+}
+
+/// Number of 64-bit words of hint bits.
+const HINT_WORDS: usize = 16;
+
+/// A direct-access logical unit.
+#[derive(Debug)]
+pub struct LogicalUnit {
+    config: Config,
+    capacity: AtomicU64,
+    flags: AtomicU8,
+    hints: [AtomicU64; HINT_WORDS],
+    nexuses: Mutex<HashMap<NexusId, Known>>,
+}
+
+/// What is kept per nexus.
+#[derive(Debug)]
+struct Known {
+    nexus: Arc<Nexus>,
+    pending: Attentions,
+}
+
+impl LogicalUnit {
+    /// Makes a logical unit that is started and knows no nexus.
+    ///
+    /// # Errors
+    ///
+    /// The configuration breaks one of its rules.
+    pub fn new(config: Config) -> Result<Self, ConfigError> {
+        config.validate()?;
+        let flags = initial_flags(&config);
+        Ok(Self {
+            capacity: AtomicU64::new(config.blocks),
+            flags: AtomicU8::new(flags.bits()),
+            hints: [const { AtomicU64::new(0) }; HINT_WORDS],
+            nexuses: Mutex::new(HashMap::new()),
+            config,
+        })
+    }
+
+    /// The configuration it was made of. The capacity may have changed since.
+    #[must_use]
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Capacity in logical blocks.
+    #[must_use]
+    pub fn capacity_blocks(&self) -> u64 {
+        self.capacity.load(Ordering::Acquire)
+    }
+
+    /// Capacity in bytes.
+    #[must_use]
+    pub fn capacity_bytes(&self) -> u64 {
+        self.capacity_blocks() * u64::from(self.config.block_size.bytes())
+    }
+
+    /// Changes the capacity and tells every nexus.
+    ///
+    /// # Errors
+    ///
+    /// The new capacity is not one a unit can have.
+    pub fn set_capacity(&self, blocks: u64) -> Result<(), ConfigError> {
+        let config = Config {
+            blocks,
+            ..self.config.clone()
+        };
+        config.validate()?;
+        self.capacity.store(blocks, Ordering::Release);
+        self.raise(Attention::CapacityChanged, AttentionScope::All);
+        Ok(())
+    }
+
+    /// Makes a nexus known. Its first command meets the POWER ON, RESET unit
+    /// attention (SAM-5 5.14.1).
+    pub fn add_nexus(&self, id: NexusId, nexus: Nexus) {
+        let mut pending = Attentions::default();
+        pending.raise(Attention::PowerOn);
+        let mut nexuses = self.lock();
+        nexuses.insert(
+            id,
+            Known {
+                nexus: Arc::new(nexus),
+                pending,
+            },
+        );
+        self.set_hint(id);
+    }
+
+    /// Forgets a nexus and what was pending for it (I_T nexus loss).
+    pub fn remove_nexus(&self, id: NexusId) {
+        let mut nexuses = self.lock();
+        nexuses.remove(&id);
+        self.rebuild_hint(&nexuses, id);
+    }
+
+    /// The ports of a nexus that was added.
+    #[must_use]
+    pub fn nexus(&self, id: NexusId) -> Option<Arc<Nexus>> {
+        self.lock().get(&id).map(|known| Arc::clone(&known.nexus))
+    }
+
+    /// Establishes a unit attention condition.
+    pub fn raise(&self, attention: Attention, scope: AttentionScope) {
+        self.raise_locked(&mut self.lock(), attention, scope);
+    }
+
+    /// What a LOGICAL UNIT RESET does to the unit itself (SAM-5 6.3.3): mode
+    /// parameters return to their defaults and every nexus is told. Aborting
+    /// the tasks is the task set's part.
+    pub fn reset(&self) {
+        let mut nexuses = self.lock();
+        let stopped = self.flags() & Flags::STOPPED;
+        self.store_flags(initial_flags(&self.config) | stopped);
+        self.raise_locked(&mut nexuses, Attention::DeviceReset, AttentionScope::All);
+    }
+
+    /// Starts a command.
+    ///
+    /// A command whose CDB is refused comes back with its response as first
+    /// step. Nothing in the request makes this panic.
+    pub fn start(&self, request: &Request<'_>) -> (Command, Step) {
+        let plan = self.plan(request);
+        Command::begin(self, request.nexus, request.expected, plan)
+    }
+
+    fn plan(&self, request: &Request<'_>) -> PlanResult {
+        if request.attribute == TaskAttribute::Aca {
+            // There is never an auto contingent allegiance (NORMACA is zero).
+            return Err(Sense::illegal(AdditionalSense::INVALID_MESSAGE_ERROR).into());
+        }
+        if !opcode::is_free_of_attention(request.cdb)
+            && let Some(attention) = self.take_attention(request.nexus)
+        {
+            return Err(attention.sense().into());
+        }
+        let entry = opcode::find(request.cdb)?;
+        if entry.gates.contains(Gates::THIN) && !self.config.is_thin() {
+            return Err(entry.unsupported().into());
+        }
+        let cdb = Cdb::new(request.cdb, entry.usage.len())?;
+        cdb.check_usage(entry.usage)?;
+        if entry.gates.contains(Gates::READY) && self.is_stopped() {
+            return Err(unit::STOPPED.into());
+        }
+        if entry.gates.contains(Gates::WRITES) {
+            self.check_writable()?;
+        }
+        (entry.plan)(&Planner { lu: self, request }, &cdb)
+    }
+
+    fn check_writable(&self) -> Result<(), Sense> {
+        let protected = if self.config.read_only {
+            AdditionalSense::WRITE_PROTECTED
+        } else if self.flags().contains(Flags::SOFTWARE_WRITE_PROTECT) {
+            AdditionalSense::SOFTWARE_WRITE_PROTECTED
+        } else {
+            return Ok(());
+        };
+        Err(Sense::new(SenseKey::DataProtect, protected))
+    }
+
+    /// Whether START STOP UNIT has stopped the unit.
+    #[must_use]
+    pub fn is_stopped(&self) -> bool {
+        self.flags().contains(Flags::STOPPED)
+    }
+
+    /// Whether writes may stay in a volatile cache (WCE).
+    #[must_use]
+    pub fn is_write_cache_enabled(&self) -> bool {
+        self.flags().contains(Flags::WRITE_CACHE)
+    }
+
+    /// The sense format that D_SENSE asks for.
+    #[must_use]
+    pub fn sense_format(&self) -> SenseFormat {
+        if self.flags().contains(Flags::D_SENSE) {
+            SenseFormat::Descriptor
+        } else {
+            SenseFormat::Fixed
+        }
+    }
+
+    pub(crate) fn lba_of(&self, offset: u64) -> u64 {
+        offset / u64::from(self.config.block_size.bytes())
+    }
+
+    pub(crate) fn flags(&self) -> Flags {
+        Flags::from_bits_retain(self.flags.load(Ordering::Acquire))
+    }
+
+    fn store_flags(&self, flags: Flags) {
+        self.flags.store(flags.bits(), Ordering::Release);
+    }
+
+    pub(crate) fn set_stopped(&self, stopped: bool) {
+        let _guard = self.lock();
+        let mut flags = self.flags();
+        flags.set(Flags::STOPPED, stopped);
+        self.store_flags(flags);
+    }
+
+    /// Applies MODE SELECT: the bits of `mask` take their values from `values`.
+    /// Other nexuses are told when anything changed.
+    pub(crate) fn change_mode(&self, mask: Flags, values: Flags, by: NexusId) {
+        let mut nexuses = self.lock();
+        let before = self.flags();
+        let after = (before - mask) | (values & mask);
+        if before != after {
+            self.store_flags(after);
+            self.raise_locked(
+                &mut nexuses,
+                Attention::ModeChanged,
+                AttentionScope::AllBut(by),
+            );
+        }
+    }
+
+    /// The state the mode bits return to.
+    pub(crate) fn default_flags(&self) -> Flags {
+        initial_flags(&self.config)
+    }
+
+    /// Takes the next pending unit attention of a nexus.
+    pub(crate) fn take_attention(&self, id: NexusId) -> Option<Attention> {
+        let (word, bit) = hint_of(id);
+        if self.hints[word].load(Ordering::Acquire) & bit == 0 {
+            return None;
+        }
+        let mut nexuses = self.lock();
+        let taken = nexuses.get_mut(&id)?.pending.take();
+        self.rebuild_hint(&nexuses, id);
+        taken
+    }
+
+    /// REPORT LUNS was answered: its unit attention is moot.
+    pub(crate) fn acknowledge_luns(&self, id: NexusId) {
+        let (word, bit) = hint_of(id);
+        if self.hints[word].load(Ordering::Acquire) & bit == 0 {
+            return;
+        }
+        let mut nexuses = self.lock();
+        if let Some(known) = nexuses.get_mut(&id) {
+            known.pending.clear(Attention::LunsChanged);
+        }
+        self.rebuild_hint(&nexuses, id);
+    }
+
+    fn raise_locked(
+        &self,
+        nexuses: &mut HashMap<NexusId, Known>,
+        attention: Attention,
+        scope: AttentionScope,
+    ) {
+        for (&id, known) in nexuses.iter_mut().filter(|(id, _)| scope.covers(**id)) {
+            known.pending.raise(attention);
+            self.set_hint(id);
+        }
+    }
+
+    fn set_hint(&self, id: NexusId) {
+        let (word, bit) = hint_of(id);
+        self.hints[word].fetch_or(bit, Ordering::AcqRel);
+    }
+
+    /// Clears the hint of a nexus unless somebody who shares it has something
+    /// pending. Only called under the mutex, so no raise can come between.
+    fn rebuild_hint(&self, nexuses: &HashMap<NexusId, Known>, id: NexusId) {
+        let hint = hint_of(id);
+        let needed = nexuses
+            .iter()
+            .any(|(&other, known)| hint_of(other) == hint && !known.pending.is_empty());
+        if !needed {
+            self.hints[hint.0].fetch_and(!hint.1, Ordering::AcqRel);
+        }
+    }
+
+    /// The table behind the mutex. A panic elsewhere cannot have left it half
+    /// changed, so poison is ignored.
+    fn lock(&self) -> MutexGuard<'_, HashMap<NexusId, Known>> {
+        self.nexuses.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn hint_of(id: NexusId) -> (usize, u64) {
+    let index = id.0 as usize % (HINT_WORDS * 64);
+    (index / 64, 1 << (index % 64))
+}
+
+fn initial_flags(config: &Config) -> Flags {
+    let mut flags = Flags::empty();
+    flags.set(Flags::WRITE_CACHE, config.write_cache);
+    flags
+}

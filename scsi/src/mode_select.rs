@@ -1,0 +1,180 @@
+//! MODE SELECT (6) and (10) (SPC-4 6.11, 6.12).
+//!
+//! The whole parameter list is checked before anything changes. A bit that
+//! cannot change must bear its current value.
+
+use crate::access::copy_out;
+use crate::cdb::Cdb;
+use crate::config::Config;
+use crate::lu::{Flags, LogicalUnit};
+use crate::mode::{PLACES, changeable, render};
+use crate::plan::{Context, Machine, Next, Plan, PlanResult, Planner, Transfer};
+use crate::sense::{AdditionalSense, Sense};
+use crate::step::{BlockOp, DataIn};
+
+/// A MODE SELECT that waits for its list.
+#[derive(Debug)]
+pub(crate) struct ModeSelect {
+    list_len: u32,
+    header: Header,
+    /// The parameters are in force; only the cache must still be emptied.
+    flushing: bool,
+}
+
+/// Which mode parameter header the list starts with.
+#[derive(Clone, Copy, Debug)]
+enum Header {
+    /// Four bytes, MODE SELECT (6).
+    Six,
+    /// Eight bytes, MODE SELECT (10).
+    Ten,
+}
+
+/// MODE SELECT (6).
+pub(crate) fn plan_mode_select_6(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
+    plan(planner, cdb, u32::from(cdb.byte(4)), Header::Six)
+}
+
+/// MODE SELECT (10).
+pub(crate) fn plan_mode_select_10(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
+    plan(planner, cdb, u32::from(cdb.be16(7)), Header::Ten)
+}
+
+fn plan(planner: &Planner<'_>, cdb: &Cdb, list_len: u32, header: Header) -> PlanResult {
+    if list_len == 0 {
+        return Ok(Plan::good());
+    }
+    // Without PF the list would be vendor specific.
+    if !cdb.bit(1, 4) {
+        return Err(Sense::cdb_field(1, Some(4)).into());
+    }
+    if planner.request.expected.data_out < list_len {
+        return Err(Planner::short_data_out(list_len));
+    }
+    Ok(Plan {
+        transfer: Transfer {
+            data_in: 0,
+            data_out: list_len,
+        },
+        buffer_len: list_len,
+        first: Next::Receive(list_len),
+        machine: Machine::ModeSelect(ModeSelect {
+            list_len,
+            header,
+            flushing: false,
+        }),
+    })
+}
+
+impl ModeSelect {
+    pub(crate) fn advance(&mut self, context: &mut Context<'_>) -> Result<Next, Sense> {
+        if self.flushing {
+            return Ok(Next::Answer(DataIn::None));
+        }
+        let mut list = vec![0; self.list_len as usize];
+        copy_out(context.data, 0, &mut list);
+        let (mask, values) = parse(&list, self.header, context.lu)?;
+        let before = context.lu.flags();
+        context.lu.change_mode(mask, values, context.nexus);
+        let cache_off = (mask - values).contains(Flags::WRITE_CACHE);
+        if cache_off && before.contains(Flags::WRITE_CACHE) {
+            // What the cache holds was promised to be written; from now on
+            // nobody will flush.
+            self.flushing = true;
+            let len = context.lu.capacity_bytes();
+            return Ok(Next::Block(BlockOp::Flush { offset: 0, len }));
+        }
+        Ok(Next::Answer(DataIn::None))
+    }
+}
+
+const LENGTH_ERROR: Sense = Sense::illegal(AdditionalSense::PARAMETER_LIST_LENGTH_ERROR);
+
+/// Reads a parameter list: which flags it sets, and to what.
+fn parse(list: &[u8], header: Header, lu: &LogicalUnit) -> Result<(Flags, Flags), Sense> {
+    let (header_len, long_lba, descriptor_len) = match header {
+        Header::Six => {
+            let header = list.first_chunk::<4>().ok_or(LENGTH_ERROR)?;
+            (4, false, usize::from(header[3]))
+        }
+        Header::Ten => {
+            let header = list.first_chunk::<8>().ok_or(LENGTH_ERROR)?;
+            let len = u16::from_be_bytes([header[6], header[7]]);
+            (8, header[4] & 1 != 0, usize::from(len))
+        }
+    };
+    let at = header_len + descriptor_len;
+    let descriptor = list.get(header_len..at).ok_or(LENGTH_ERROR)?;
+    check_descriptor(descriptor, header_len, long_lba, lu)?;
+    parse_pages(list, at, lu)
+}
+
+/// A block descriptor must describe the medium as it is; zero blocks, or all
+/// ones, mean the capacity as it is (SBC-3 6.5.2).
+fn check_descriptor(
+    descriptor: &[u8],
+    at: usize,
+    long_lba: bool,
+    lu: &LogicalUnit,
+) -> Result<(), Sense> {
+    let (blocks, unchanged, length_at) = match (descriptor.len(), long_lba) {
+        (0, _) => return Ok(()),
+        (8, false) => (be(&descriptor[..4]), u64::from(u32::MAX), 5),
+        (16, true) => (be(&descriptor[..8]), u64::MAX, 12),
+        _ => return Err(Sense::parameter_field(at as u16 - 1, Some(7))),
+    };
+    if blocks != 0 && blocks != unchanged && blocks != lu.capacity_blocks() {
+        return Err(Sense::parameter_field(at as u16, Some(7)));
+    }
+    let Config { block_size, .. } = lu.config();
+    if be(&descriptor[length_at..]) != u64::from(block_size.bytes()) {
+        return Err(Sense::parameter_field((at + length_at) as u16, Some(7)));
+    }
+    Ok(())
+}
+
+fn be(bytes: &[u8]) -> u64 {
+    bytes
+        .iter()
+        .fold(0, |value, &byte| value << 8 | u64::from(byte))
+}
+
+fn parse_pages(list: &[u8], mut at: usize, lu: &LogicalUnit) -> Result<(Flags, Flags), Sense> {
+    let (mut mask, mut values) = (Flags::empty(), Flags::empty());
+    while at < list.len() {
+        let &[first, len, ..] = &list[at..] else {
+            return Err(LENGTH_ERROR);
+        };
+        // PS is reserved in MODE SELECT; SPF would name a subpage.
+        if first & 0xc0 != 0 {
+            let bit = if first & 0x80 != 0 { 7 } else { 6 };
+            return Err(Sense::parameter_field(at as u16, Some(bit)));
+        }
+        let current =
+            render(first, lu.flags()).ok_or(Sense::parameter_field(at as u16, Some(5)))?;
+        if current[1] != len {
+            return Err(Sense::parameter_field(at as u16 + 1, Some(7)));
+        }
+        let page = list.get(at..at + current.len()).ok_or(LENGTH_ERROR)?;
+        check_page(page, &current, at)?;
+        for place in PLACES.iter().filter(|place| place.page == first) {
+            mask |= place.flag;
+            values.set(place.flag, page[place.byte] & (1 << place.bit) != 0);
+        }
+        at += current.len();
+    }
+    Ok((mask, values))
+}
+
+/// Refuses a page that differs from the current one in a bit that is fixed.
+fn check_page(page: &[u8], current: &[u8], at: usize) -> Result<(), Sense> {
+    let mask = changeable(page[0]).unwrap_or_default();
+    for (index, ((new, old), mask)) in page.iter().zip(current).zip(&mask).enumerate().skip(2) {
+        let wrong = (new ^ old) & !mask;
+        if wrong != 0 {
+            let bit = 7 - wrong.leading_zeros() as u8;
+            return Err(Sense::parameter_field((at + index) as u16, Some(bit)));
+        }
+    }
+    Ok(())
+}

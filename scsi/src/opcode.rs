@@ -1,0 +1,554 @@
+//! The opcode table: what commands there are.
+//!
+//! One row per command, or per service action, says everything general about
+//! it: name, CDB length and usage bitmap, direction, what must hold before it
+//! may run, the recommended timeout, and the function that plans it. The same
+//! rows refuse reserved bits and answer REPORT SUPPORTED OPERATION CODES, so
+//! what is reported cannot differ from what is done.
+//!
+//! A bit of the usage bitmap is one if we evaluate it. A bit that is zero in
+//! the bitmap must be zero in the CDB: fields that we do not support (RDPROTECT,
+//! GROUP NUMBER, ANCHOR, NACA and the like) are refused by that rule alone.
+//! Obsolete bits that old initiators still set (FUA_NV, SYNC_NV) are allowed.
+
+use bitflags::bitflags;
+
+use crate::plan::PlanFn;
+use crate::sense::{AdditionalSense, Sense};
+use crate::{capacity, inquiry, mode, mode_select, provisioning, report, rw, unit, verify};
+
+/// INQUIRY.
+pub(crate) const INQUIRY: u8 = 0x12;
+/// REQUEST SENSE.
+pub(crate) const REQUEST_SENSE: u8 = 0x03;
+/// REPORT LUNS.
+pub(crate) const REPORT_LUNS: u8 = 0xa0;
+
+/// Where the service action is in byte 1.
+pub(crate) const ACTION_MASK: u8 = 0x1f;
+
+/// Which way a command's data go.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Direction {
+    /// There are none.
+    None,
+    /// From the logical unit to the initiator.
+    In,
+    /// From the initiator to the logical unit.
+    Out,
+}
+
+bitflags! {
+    /// What must hold before a command may run.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+    pub(crate) struct Gates: u8 {
+        /// Runs although a unit attention is pending.
+        const UNDER_ATTENTION = 1 << 0;
+        /// The unit must be started.
+        const READY = 1 << 1;
+        /// The medium must be writable.
+        const WRITES = 1 << 2;
+        /// Exists on thin provisioned units only.
+        const THIN = 1 << 3;
+    }
+}
+
+/// One row of the table.
+#[derive(Debug)]
+pub struct Opcode {
+    /// OPERATION CODE.
+    pub opcode: u8,
+    /// SERVICE ACTION, for opcodes that have them.
+    pub service_action: Option<u16>,
+    /// The command's name in its standard.
+    pub name: &'static str,
+    /// CDB usage bitmap, as long as the CDB.
+    pub usage: &'static [u8],
+    /// Which way data go.
+    pub direction: Direction,
+    /// Recommended command timeout in seconds.
+    pub timeout: u32,
+    pub(crate) gates: Gates,
+    pub(crate) plan: PlanFn,
+}
+
+/// Every command, in ascending order of opcodes and service actions.
+pub static TABLE: [Opcode; 33] = [
+    Opcode {
+        opcode: 0x00,
+        service_action: None,
+        name: "TEST UNIT READY",
+        usage: &[0x00, 0x00, 0x00, 0x00, 0x00, 0x00],
+        direction: Direction::None,
+        timeout: 30,
+        gates: Gates::READY,
+        plan: unit::plan_test_unit_ready,
+    },
+    Opcode {
+        opcode: 0x03,
+        service_action: None,
+        name: "REQUEST SENSE",
+        usage: &[0x03, 0x01, 0x00, 0x00, 0xff, 0x00],
+        direction: Direction::In,
+        timeout: 30,
+        gates: Gates::UNDER_ATTENTION,
+        plan: unit::plan_request_sense,
+    },
+    Opcode {
+        opcode: 0x08,
+        service_action: None,
+        name: "READ (6)",
+        usage: &[0x08, 0x1f, 0xff, 0xff, 0xff, 0x00],
+        direction: Direction::In,
+        timeout: 30,
+        gates: Gates::READY,
+        plan: rw::plan_read,
+    },
+    Opcode {
+        opcode: 0x0a,
+        service_action: None,
+        name: "WRITE (6)",
+        usage: &[0x0a, 0x1f, 0xff, 0xff, 0xff, 0x00],
+        direction: Direction::Out,
+        timeout: 30,
+        gates: Gates::READY.union(Gates::WRITES),
+        plan: rw::plan_write,
+    },
+    Opcode {
+        opcode: 0x12,
+        service_action: None,
+        name: "INQUIRY",
+        usage: &[0x12, 0x01, 0xff, 0xff, 0xff, 0x00],
+        direction: Direction::In,
+        timeout: 30,
+        gates: Gates::UNDER_ATTENTION,
+        plan: inquiry::plan_inquiry,
+    },
+    Opcode {
+        opcode: 0x15,
+        service_action: None,
+        name: "MODE SELECT (6)",
+        usage: &[0x15, 0x10, 0x00, 0x00, 0xff, 0x00],
+        direction: Direction::Out,
+        timeout: 30,
+        gates: Gates::empty(),
+        plan: mode_select::plan_mode_select_6,
+    },
+    Opcode {
+        opcode: 0x1a,
+        service_action: None,
+        name: "MODE SENSE (6)",
+        usage: &[0x1a, 0x08, 0xff, 0xff, 0xff, 0x00],
+        direction: Direction::In,
+        timeout: 30,
+        gates: Gates::empty(),
+        plan: mode::plan_mode_sense_6,
+    },
+    Opcode {
+        opcode: 0x1b,
+        service_action: None,
+        name: "START STOP UNIT",
+        usage: &[0x1b, 0x01, 0x00, 0x00, 0xf5, 0x00],
+        direction: Direction::None,
+        timeout: 60,
+        gates: Gates::empty(),
+        plan: unit::plan_start_stop_unit,
+    },
+    Opcode {
+        opcode: 0x25,
+        service_action: None,
+        name: "READ CAPACITY (10)",
+        usage: &[0x25, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00],
+        direction: Direction::In,
+        timeout: 30,
+        gates: Gates::READY,
+        plan: capacity::plan_read_capacity_10,
+    },
+    Opcode {
+        opcode: 0x28,
+        service_action: None,
+        name: "READ (10)",
+        usage: &[0x28, 0x1a, 0xff, 0xff, 0xff, 0xff, 0x00, 0xff, 0xff, 0x00],
+        direction: Direction::In,
+        timeout: 30,
+        gates: Gates::READY,
+        plan: rw::plan_read,
+    },
+    Opcode {
+        opcode: 0x2a,
+        service_action: None,
+        name: "WRITE (10)",
+        usage: &[0x2a, 0x1a, 0xff, 0xff, 0xff, 0xff, 0x00, 0xff, 0xff, 0x00],
+        direction: Direction::Out,
+        timeout: 30,
+        gates: Gates::READY.union(Gates::WRITES),
+        plan: rw::plan_write,
+    },
+    Opcode {
+        opcode: 0x2e,
+        service_action: None,
+        name: "WRITE AND VERIFY (10)",
+        usage: &[0x2e, 0x16, 0xff, 0xff, 0xff, 0xff, 0x00, 0xff, 0xff, 0x00],
+        direction: Direction::Out,
+        timeout: 30,
+        gates: Gates::READY.union(Gates::WRITES),
+        plan: rw::plan_write_and_verify,
+    },
+    Opcode {
+        opcode: 0x2f,
+        service_action: None,
+        name: "VERIFY (10)",
+        usage: &[0x2f, 0x16, 0xff, 0xff, 0xff, 0xff, 0x00, 0xff, 0xff, 0x00],
+        direction: Direction::Out,
+        timeout: 30,
+        gates: Gates::READY,
+        plan: verify::plan_verify,
+    },
+    Opcode {
+        opcode: 0x35,
+        service_action: None,
+        name: "SYNCHRONIZE CACHE (10)",
+        usage: &[0x35, 0x06, 0xff, 0xff, 0xff, 0xff, 0x00, 0xff, 0xff, 0x00],
+        direction: Direction::None,
+        timeout: 60,
+        gates: Gates::READY,
+        plan: unit::plan_synchronize_cache,
+    },
+    Opcode {
+        opcode: 0x41,
+        service_action: None,
+        name: "WRITE SAME (10)",
+        usage: &[0x41, 0x08, 0xff, 0xff, 0xff, 0xff, 0x00, 0xff, 0xff, 0x00],
+        direction: Direction::Out,
+        timeout: 120,
+        gates: Gates::READY.union(Gates::WRITES),
+        plan: provisioning::plan_write_same,
+    },
+    Opcode {
+        opcode: 0x42,
+        service_action: None,
+        name: "UNMAP",
+        usage: &[0x42, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0xff, 0xff, 0x00],
+        direction: Direction::Out,
+        timeout: 120,
+        gates: Gates::READY.union(Gates::WRITES).union(Gates::THIN),
+        plan: provisioning::plan_unmap,
+    },
+    Opcode {
+        opcode: 0x55,
+        service_action: None,
+        name: "MODE SELECT (10)",
+        usage: &[0x55, 0x10, 0x00, 0x00, 0x00, 0x00, 0x00, 0xff, 0xff, 0x00],
+        direction: Direction::Out,
+        timeout: 30,
+        gates: Gates::empty(),
+        plan: mode_select::plan_mode_select_10,
+    },
+    Opcode {
+        opcode: 0x5a,
+        service_action: None,
+        name: "MODE SENSE (10)",
+        usage: &[0x5a, 0x18, 0xff, 0xff, 0x00, 0x00, 0x00, 0xff, 0xff, 0x00],
+        direction: Direction::In,
+        timeout: 30,
+        gates: Gates::empty(),
+        plan: mode::plan_mode_sense_10,
+    },
+    Opcode {
+        opcode: 0x88,
+        service_action: None,
+        name: "READ (16)",
+        usage: &[
+            0x88, 0x1a, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff,
+            0x00, 0x00,
+        ],
+        direction: Direction::In,
+        timeout: 30,
+        gates: Gates::READY,
+        plan: rw::plan_read,
+    },
+    Opcode {
+        opcode: 0x8a,
+        service_action: None,
+        name: "WRITE (16)",
+        usage: &[
+            0x8a, 0x1a, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff,
+            0x00, 0x00,
+        ],
+        direction: Direction::Out,
+        timeout: 30,
+        gates: Gates::READY.union(Gates::WRITES),
+        plan: rw::plan_write,
+    },
+    Opcode {
+        opcode: 0x8e,
+        service_action: None,
+        name: "WRITE AND VERIFY (16)",
+        usage: &[
+            0x8e, 0x16, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff,
+            0x00, 0x00,
+        ],
+        direction: Direction::Out,
+        timeout: 30,
+        gates: Gates::READY.union(Gates::WRITES),
+        plan: rw::plan_write_and_verify,
+    },
+    Opcode {
+        opcode: 0x8f,
+        service_action: None,
+        name: "VERIFY (16)",
+        usage: &[
+            0x8f, 0x16, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff,
+            0x00, 0x00,
+        ],
+        direction: Direction::Out,
+        timeout: 30,
+        gates: Gates::READY,
+        plan: verify::plan_verify,
+    },
+    Opcode {
+        opcode: 0x91,
+        service_action: None,
+        name: "SYNCHRONIZE CACHE (16)",
+        usage: &[
+            0x91, 0x06, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff,
+            0x00, 0x00,
+        ],
+        direction: Direction::None,
+        timeout: 60,
+        gates: Gates::READY,
+        plan: unit::plan_synchronize_cache,
+    },
+    Opcode {
+        opcode: 0x93,
+        service_action: None,
+        name: "WRITE SAME (16)",
+        usage: &[
+            0x93, 0x09, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff,
+            0x00, 0x00,
+        ],
+        direction: Direction::Out,
+        timeout: 120,
+        gates: Gates::READY.union(Gates::WRITES),
+        plan: provisioning::plan_write_same,
+    },
+    Opcode {
+        opcode: 0x9e,
+        service_action: Some(0x10),
+        name: "READ CAPACITY (16)",
+        usage: &[
+            0x9e, 0x1f, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0xff, 0xff, 0xff, 0xff,
+            0x00, 0x00,
+        ],
+        direction: Direction::In,
+        timeout: 30,
+        gates: Gates::READY,
+        plan: capacity::plan_read_capacity_16,
+    },
+    Opcode {
+        opcode: 0x9e,
+        service_action: Some(0x12),
+        name: "GET LBA STATUS",
+        usage: &[
+            0x9e, 0x1f, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff,
+            0x00, 0x00,
+        ],
+        direction: Direction::In,
+        timeout: 30,
+        gates: Gates::READY.union(Gates::THIN),
+        plan: provisioning::plan_get_lba_status,
+    },
+    Opcode {
+        opcode: 0xa0,
+        service_action: None,
+        name: "REPORT LUNS",
+        usage: &[
+            0xa0, 0x00, 0xff, 0x00, 0x00, 0x00, 0xff, 0xff, 0xff, 0xff, 0x00, 0x00,
+        ],
+        direction: Direction::In,
+        timeout: 30,
+        gates: Gates::UNDER_ATTENTION,
+        plan: unit::plan_report_luns,
+    },
+    Opcode {
+        opcode: 0xa3,
+        service_action: Some(0x0c),
+        name: "REPORT SUPPORTED OPERATION CODES",
+        usage: &[
+            0xa3, 0x1f, 0x87, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x00, 0x00,
+        ],
+        direction: Direction::In,
+        timeout: 30,
+        gates: Gates::empty(),
+        plan: report::plan_opcodes,
+    },
+    Opcode {
+        opcode: 0xa3,
+        service_action: Some(0x0d),
+        name: "REPORT SUPPORTED TASK MANAGEMENT FUNCTIONS",
+        usage: &[
+            0xa3, 0x1f, 0x80, 0x00, 0x00, 0x00, 0xff, 0xff, 0xff, 0xff, 0x00, 0x00,
+        ],
+        direction: Direction::In,
+        timeout: 30,
+        gates: Gates::empty(),
+        plan: report::plan_task_functions,
+    },
+    Opcode {
+        opcode: 0xa8,
+        service_action: None,
+        name: "READ (12)",
+        usage: &[
+            0xa8, 0x1a, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x00, 0x00,
+        ],
+        direction: Direction::In,
+        timeout: 30,
+        gates: Gates::READY,
+        plan: rw::plan_read,
+    },
+    Opcode {
+        opcode: 0xaa,
+        service_action: None,
+        name: "WRITE (12)",
+        usage: &[
+            0xaa, 0x1a, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x00, 0x00,
+        ],
+        direction: Direction::Out,
+        timeout: 30,
+        gates: Gates::READY.union(Gates::WRITES),
+        plan: rw::plan_write,
+    },
+    Opcode {
+        opcode: 0xae,
+        service_action: None,
+        name: "WRITE AND VERIFY (12)",
+        usage: &[
+            0xae, 0x16, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x00, 0x00,
+        ],
+        direction: Direction::Out,
+        timeout: 30,
+        gates: Gates::READY.union(Gates::WRITES),
+        plan: rw::plan_write_and_verify,
+    },
+    Opcode {
+        opcode: 0xaf,
+        service_action: None,
+        name: "VERIFY (12)",
+        usage: &[
+            0xaf, 0x16, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x00, 0x00,
+        ],
+        direction: Direction::Out,
+        timeout: 30,
+        gates: Gates::READY,
+        plan: verify::plan_verify,
+    },
+];
+
+/// Row at which each opcode starts; `NO_ROW` where there is none.
+static FIRST: [u8; 256] = {
+    let mut first = [NO_ROW; 256];
+    let mut row = TABLE.len();
+    while row > 0 {
+        row -= 1;
+        first[TABLE[row].opcode as usize] = row as u8;
+    }
+    first
+};
+
+const NO_ROW: u8 = u8::MAX;
+
+/// All rows of an operation code.
+pub(crate) fn with_code(code: u8) -> impl Iterator<Item = &'static Opcode> {
+    let first = usize::from(FIRST[usize::from(code)]);
+    TABLE
+        .get(first..)
+        .unwrap_or_default()
+        .iter()
+        .take_while(move |entry| entry.opcode == code)
+}
+
+/// Finds the row of a CDB.
+///
+/// # Errors
+///
+/// INVALID COMMAND OPERATION CODE; or INVALID FIELD IN CDB at the service
+/// action, where only that is unknown.
+pub(crate) fn find(cdb: &[u8]) -> Result<&'static Opcode, Sense> {
+    let invalid = Sense::illegal(AdditionalSense::INVALID_OPERATION_CODE);
+    let code = *cdb.first().ok_or(invalid)?;
+    let mut rows = with_code(code).peekable();
+    let first = rows.peek().ok_or(invalid)?;
+    if first.service_action.is_none() {
+        return Ok(first);
+    }
+    let action = cdb.get(1).map(|byte| u16::from(byte & ACTION_MASK));
+    rows.find(|entry| entry.service_action == action)
+        .ok_or(INVALID_ACTION)
+}
+
+const INVALID_ACTION: Sense = Sense::cdb_field(1, Some(4));
+
+/// Whether a CDB's command runs although a unit attention is pending.
+pub(crate) fn is_free_of_attention(cdb: &[u8]) -> bool {
+    cdb.first()
+        .and_then(|&code| with_code(code).next())
+        .is_some_and(|entry| entry.gates.contains(Gates::UNDER_ATTENTION))
+}
+
+impl Opcode {
+    /// The sense of a command that this unit does not offer.
+    pub(crate) fn unsupported(&self) -> Sense {
+        if self.service_action.is_some() {
+            INVALID_ACTION
+        } else {
+            Sense::illegal(AdditionalSense::INVALID_OPERATION_CODE)
+        }
+    }
+
+    /// The command's direction, for a transport that must know before the
+    /// logical unit does; nothing for an unknown command.
+    #[must_use]
+    pub fn direction_of(cdb: &[u8]) -> Option<Direction> {
+        find(cdb).ok().map(|entry| entry.direction)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_sorted_and_consistent() {
+        for pair in TABLE.windows(2) {
+            let key = |entry: &Opcode| (entry.opcode, entry.service_action);
+            assert!(key(&pair[0]) < key(&pair[1]), "{}", pair[1].name);
+        }
+        for entry in &TABLE {
+            // SPC-4 4.2.5.1: the group code in bits 7 to 5 gives the length.
+            let len = match entry.opcode >> 5 {
+                0 => 6,
+                1 | 2 => 10,
+                4 => 16,
+                5 => 12,
+                group => panic!("group {group} has no fixed length"),
+            };
+            assert_eq!(entry.usage.len(), len, "{}", entry.name);
+            assert_eq!(entry.usage[0], entry.opcode, "{}", entry.name);
+            let mut cdb = vec![0; len];
+            cdb[0] = entry.opcode;
+            cdb[1] = entry.service_action.unwrap_or(0) as u8;
+            assert_eq!(find(&cdb).unwrap().name, entry.name);
+        }
+    }
+
+    #[test]
+    fn unknown_codes_and_actions_are_told_apart() {
+        let invalid = Err(Sense::illegal(AdditionalSense::INVALID_OPERATION_CODE));
+        let sense = |cdb: &[u8]| find(cdb).map(|entry| entry.name);
+        assert_eq!(sense(&[]), invalid);
+        assert_eq!(sense(&[0xff]), invalid);
+        assert_eq!(sense(&[0x9e, 0x11]), Err(Sense::cdb_field(1, Some(4))));
+        assert_eq!(sense(&[0x9e]), Err(Sense::cdb_field(1, Some(4))));
+        assert_eq!(Opcode::direction_of(&[0x2a]), Some(Direction::Out));
+    }
+}

@@ -1,0 +1,201 @@
+//! What a CDB turns into: either a refusal, or a plan whose machine runs on.
+//!
+//! Every row of the opcode table names a function that makes a [`Plan`] from a
+//! CDB that has already passed the checks all commands share. The plan says
+//! how much data the command would move, how large a buffer it needs, its
+//! first step, and the [`Machine`] that decides the following ones.
+
+use crate::access::DataAccess;
+use crate::cdb::{Cdb, Extent};
+use crate::lu::LogicalUnit;
+use crate::mode_select::ModeSelect;
+use crate::nexus::NexusId;
+use crate::provisioning::{LbaStatus, Unmap, WriteSame};
+use crate::rw::{Read, Write};
+use crate::sense::{AdditionalSense, Sense};
+use crate::step::{BlockOp, DataIn, Request, StepResult};
+use crate::unit::Flush;
+use crate::verify::Verify;
+
+/// Bytes a CDB asks to move, regardless of the initiator's buffers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) struct Transfer {
+    pub(crate) data_in: u32,
+    pub(crate) data_out: u32,
+}
+
+/// A command that is refused before its first step.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Refusal {
+    pub(crate) sense: Sense,
+    /// What it wanted to move, for residuals.
+    pub(crate) transfer: Transfer,
+}
+
+impl From<Sense> for Refusal {
+    fn from(sense: Sense) -> Self {
+        Self {
+            sense,
+            transfer: Transfer::default(),
+        }
+    }
+}
+
+/// A command's next wish, from its machine.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum Next {
+    Receive(u32),
+    Block(BlockOp),
+    Answer(DataIn),
+}
+
+/// A legal command, ready to run.
+#[derive(Debug)]
+pub(crate) struct Plan {
+    pub(crate) transfer: Transfer,
+    pub(crate) buffer_len: u32,
+    pub(crate) first: Next,
+    pub(crate) machine: Machine,
+}
+
+pub(crate) type PlanResult = Result<Plan, Refusal>;
+pub(crate) type PlanFn = fn(&Planner<'_>, &Cdb) -> PlanResult;
+
+impl Plan {
+    /// Done at once, nothing to move.
+    pub(crate) fn good() -> Self {
+        Self {
+            transfer: Transfer::default(),
+            buffer_len: 0,
+            first: Next::Answer(DataIn::None),
+            machine: Machine::Finished,
+        }
+    }
+
+    /// Done at once with parameter data, cut to the ALLOCATION LENGTH.
+    pub(crate) fn data(mut bytes: Vec<u8>, allocation_length: u32) -> Self {
+        bytes.truncate(allocation_length as usize);
+        Self {
+            transfer: Transfer {
+                data_in: bytes.len() as u32,
+                data_out: 0,
+            },
+            buffer_len: 0,
+            first: Next::Answer(DataIn::Inline(bytes)),
+            machine: Machine::Finished,
+        }
+    }
+}
+
+/// The rest of a command after its first step, by family.
+#[derive(Debug)]
+pub(crate) enum Machine {
+    /// Answered, or answered by the first step.
+    Finished,
+    Read(Read),
+    Write(Write),
+    Verify(Verify),
+    WriteSame(WriteSame),
+    Unmap(Unmap),
+    LbaStatus(LbaStatus),
+    ModeSelect(ModeSelect),
+    Flush(Flush),
+}
+
+/// What a machine may look at while it decides.
+pub(crate) struct Context<'a> {
+    pub(crate) lu: &'a LogicalUnit,
+    pub(crate) nexus: NexusId,
+    pub(crate) data: &'a mut dyn DataAccess,
+}
+
+impl Machine {
+    /// Takes the result of the last step, decides the next.
+    pub(crate) fn advance(
+        &mut self,
+        context: &mut Context<'_>,
+        result: StepResult,
+    ) -> Result<Next, Sense> {
+        match self {
+            Self::Finished => panic!("a finished command was advanced"),
+            Self::Read(machine) => Ok(machine.advance()),
+            Self::Write(machine) => machine.advance(context),
+            Self::Verify(machine) => machine.advance(context),
+            Self::WriteSame(machine) => machine.advance(context),
+            Self::Unmap(machine) => machine.advance(context),
+            Self::LbaStatus(machine) => machine.advance(context, result),
+            Self::ModeSelect(machine) => machine.advance(context),
+            Self::Flush(machine) => Ok(machine.advance(context)),
+        }
+    }
+}
+
+/// What a planning function may look at.
+pub(crate) struct Planner<'a> {
+    pub(crate) lu: &'a LogicalUnit,
+    pub(crate) request: &'a Request<'a>,
+}
+
+impl Planner<'_> {
+    /// Bytes per logical block.
+    pub(crate) fn block(&self) -> u32 {
+        self.lu.config().block_size.bytes()
+    }
+
+    /// Byte range of an extent that lies inside the capacity.
+    ///
+    /// A run of zero blocks may start right behind the last block.
+    pub(crate) fn byte_range(&self, extent: Extent) -> Result<(u64, u64), Sense> {
+        let capacity = self.lu.capacity_blocks();
+        extent
+            .lba
+            .checked_add(extent.blocks)
+            .filter(|&end| end <= capacity)
+            .ok_or(Sense::illegal(AdditionalSense::LBA_OUT_OF_RANGE))?;
+        let block = u64::from(self.block());
+        Ok((extent.lba * block, extent.blocks * block))
+    }
+
+    /// Byte range of an extent that moves through the data buffer, so that
+    /// MAXIMUM TRANSFER LENGTH applies.
+    pub(crate) fn transfer_range(&self, extent: Extent) -> Result<(u64, u32), Sense> {
+        let (offset, len) = self.byte_range(extent)?;
+        u32::try_from(len)
+            .ok()
+            .filter(|&len| len <= self.lu.config().limits.max_transfer)
+            .map(|len| (offset, len))
+            .ok_or(Sense::cdb_field(extent.length_byte, None))
+    }
+
+    /// How much Data-Out to fetch for a command that wants `wanted` bytes.
+    ///
+    /// Without an initiator buffer for all of it, only what the initiator
+    /// offers is processed, as long as these are whole blocks; a part of a
+    /// block is refused (as FCP-4 9.4.2.9 does, which libiscsi demands too).
+    pub(crate) fn data_out(&self, wanted: u32) -> Result<u32, Refusal> {
+        let offered = self.request.expected.data_out;
+        if offered >= wanted {
+            return Ok(wanted);
+        }
+        if offered.is_multiple_of(self.block()) {
+            return Ok(offered);
+        }
+        Err(Self::short_data_out(wanted))
+    }
+
+    /// The Data-Out buffer does not fit what the CDB says.
+    pub(crate) fn short_data_out(wanted: u32) -> Refusal {
+        Refusal {
+            sense: Sense::illegal(AdditionalSense::INVALID_FIELD_IN_INFORMATION_UNIT),
+            transfer: Transfer {
+                data_in: 0,
+                data_out: wanted,
+            },
+        }
+    }
+
+    /// Scratch for working through `total` bytes, at most one segment.
+    pub(crate) fn segment(&self, total: u64) -> u32 {
+        total.min(u64::from(self.lu.config().limits.segment)) as u32
+    }
+}

@@ -1,0 +1,426 @@
+//! Sense data: what went wrong, and the two wire formats that say so.
+//!
+//! [`Sense`] is the meaning. [`Sense::encode`] writes the fixed format (SPC-4
+//! 4.5.3) or the descriptor format (4.5.2), as D_SENSE in the Control mode page
+//! chooses; [`Sense::parse`] reads either, for initiators.
+
+use arrayvec::ArrayVec;
+
+/// The longest sense data this crate produces, in bytes.
+pub const SENSE_MAX: usize = 32;
+
+/// Encoded sense data.
+pub type SenseData = ArrayVec<u8, SENSE_MAX>;
+
+/// SENSE KEY (SPC-4 table 27).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[repr(u8)]
+pub enum SenseKey {
+    /// Nothing to report.
+    NoSense = 0x0,
+    /// Done, with recovery.
+    RecoveredError = 0x1,
+    /// The logical unit cannot be accessed.
+    NotReady = 0x2,
+    /// The medium is flawed.
+    MediumError = 0x3,
+    /// The device failed.
+    HardwareError = 0x4,
+    /// The CDB or a parameter was not legal.
+    IllegalRequest = 0x5,
+    /// The unit's state changed behind the initiator's back.
+    UnitAttention = 0x6,
+    /// The medium may not be written.
+    DataProtect = 0x7,
+    /// A blank block was met.
+    BlankCheck = 0x8,
+    /// Vendor specific.
+    VendorSpecific = 0x9,
+    /// A copy was aborted.
+    CopyAborted = 0xa,
+    /// The device server aborted the command; it may be retried.
+    AbortedCommand = 0xb,
+    /// Data ran over the end of the medium.
+    VolumeOverflow = 0xd,
+    /// Compared data differ.
+    Miscompare = 0xe,
+    /// Sense data follow successful completion.
+    Completed = 0xf,
+}
+
+impl SenseKey {
+    fn from_nibble(nibble: u8) -> Option<Self> {
+        Some(match nibble & 0x0f {
+            0x0 => Self::NoSense,
+            0x1 => Self::RecoveredError,
+            0x2 => Self::NotReady,
+            0x3 => Self::MediumError,
+            0x4 => Self::HardwareError,
+            0x5 => Self::IllegalRequest,
+            0x6 => Self::UnitAttention,
+            0x7 => Self::DataProtect,
+            0x8 => Self::BlankCheck,
+            0x9 => Self::VendorSpecific,
+            0xa => Self::CopyAborted,
+            0xb => Self::AbortedCommand,
+            0xd => Self::VolumeOverflow,
+            0xe => Self::Miscompare,
+            0xf => Self::Completed,
+            _ => return None,
+        })
+    }
+}
+
+/// ADDITIONAL SENSE CODE and its qualifier (SPC-4 table 28).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct AdditionalSense {
+    /// ADDITIONAL SENSE CODE.
+    pub code: u8,
+    /// ADDITIONAL SENSE CODE QUALIFIER.
+    pub qualifier: u8,
+}
+
+macro_rules! additional_sense {
+    ($($(#[$doc:meta])* $name:ident = $code:literal, $qualifier:literal;)*) => {
+        impl AdditionalSense {
+            $($(#[$doc])* pub const $name: Self = Self { code: $code, qualifier: $qualifier };)*
+        }
+    };
+}
+
+additional_sense! {
+    /// NO ADDITIONAL SENSE INFORMATION.
+    NONE = 0x00, 0x00;
+    /// LOGICAL UNIT NOT READY, INITIALIZING COMMAND REQUIRED.
+    INITIALIZING_COMMAND_REQUIRED = 0x04, 0x02;
+    /// LOGICAL UNIT NOT READY, CAUSE NOT REPORTABLE.
+    NOT_READY = 0x04, 0x00;
+    /// LOGICAL UNIT COMMUNICATION FAILURE.
+    COMMUNICATION_FAILURE = 0x08, 0x00;
+    /// WRITE ERROR.
+    WRITE_ERROR = 0x0c, 0x00;
+    /// INVALID FIELD IN COMMAND INFORMATION UNIT.
+    INVALID_FIELD_IN_INFORMATION_UNIT = 0x0e, 0x03;
+    /// UNRECOVERED READ ERROR.
+    UNRECOVERED_READ_ERROR = 0x11, 0x00;
+    /// PARAMETER LIST LENGTH ERROR.
+    PARAMETER_LIST_LENGTH_ERROR = 0x1a, 0x00;
+    /// MISCOMPARE DURING VERIFY OPERATION.
+    MISCOMPARE_DURING_VERIFY = 0x1d, 0x00;
+    /// INVALID COMMAND OPERATION CODE.
+    INVALID_OPERATION_CODE = 0x20, 0x00;
+    /// LOGICAL BLOCK ADDRESS OUT OF RANGE.
+    LBA_OUT_OF_RANGE = 0x21, 0x00;
+    /// INVALID FIELD IN CDB.
+    INVALID_FIELD_IN_CDB = 0x24, 0x00;
+    /// LOGICAL UNIT NOT SUPPORTED.
+    LOGICAL_UNIT_NOT_SUPPORTED = 0x25, 0x00;
+    /// INVALID FIELD IN PARAMETER LIST.
+    INVALID_FIELD_IN_PARAMETER_LIST = 0x26, 0x00;
+    /// WRITE PROTECTED.
+    WRITE_PROTECTED = 0x27, 0x00;
+    /// LOGICAL UNIT SOFTWARE WRITE PROTECTED.
+    SOFTWARE_WRITE_PROTECTED = 0x27, 0x02;
+    /// SPACE ALLOCATION FAILED WRITE PROTECT.
+    SPACE_ALLOCATION_FAILED = 0x27, 0x07;
+    /// POWER ON, RESET, OR BUS DEVICE RESET OCCURRED.
+    POWER_ON_OR_RESET = 0x29, 0x00;
+    /// BUS DEVICE RESET FUNCTION OCCURRED.
+    DEVICE_RESET = 0x29, 0x03;
+    /// I_T NEXUS LOSS OCCURRED.
+    NEXUS_LOSS = 0x29, 0x07;
+    /// MODE PARAMETERS CHANGED.
+    MODE_PARAMETERS_CHANGED = 0x2a, 0x01;
+    /// CAPACITY DATA HAS CHANGED.
+    CAPACITY_CHANGED = 0x2a, 0x09;
+    /// COMMANDS CLEARED BY ANOTHER INITIATOR.
+    COMMANDS_CLEARED = 0x2f, 0x00;
+    /// SAVING PARAMETERS NOT SUPPORTED.
+    SAVING_NOT_SUPPORTED = 0x39, 0x00;
+    /// INQUIRY DATA HAS CHANGED.
+    INQUIRY_CHANGED = 0x3f, 0x03;
+    /// REPORTED LUNS DATA HAS CHANGED.
+    REPORTED_LUNS_CHANGED = 0x3f, 0x0e;
+    /// INTERNAL TARGET FAILURE.
+    INTERNAL_TARGET_FAILURE = 0x44, 0x00;
+    /// INVALID MESSAGE ERROR.
+    INVALID_MESSAGE_ERROR = 0x49, 0x00;
+    /// DATA PHASE ERROR.
+    DATA_PHASE_ERROR = 0x4b, 0x00;
+    /// OVERLAPPED COMMANDS ATTEMPTED.
+    OVERLAPPED_COMMANDS = 0x4e, 0x00;
+}
+
+/// Where the field in error is (SPC-4 4.5.2.4.2, sense key specific data).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct FieldPointer {
+    /// Whether it lies in the CDB; otherwise in the parameter list.
+    pub in_cdb: bool,
+    /// Byte of the CDB or parameter list, from 0.
+    pub byte: u16,
+    /// Highest bit of the field, when the field does not start at bit 7.
+    pub bit: Option<u8>,
+}
+
+/// The meaning of sense data.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Sense {
+    /// SENSE KEY.
+    pub key: SenseKey,
+    /// ADDITIONAL SENSE CODE and qualifier.
+    pub additional: AdditionalSense,
+    /// INFORMATION: an LBA or an offset, as the command defines.
+    pub information: Option<u64>,
+    /// The field in error, for ILLEGAL REQUEST.
+    pub field: Option<FieldPointer>,
+}
+
+/// Which wire format to write (the D_SENSE bit).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum SenseFormat {
+    /// Response code 70h, 18 bytes.
+    Fixed,
+    /// Response code 72h.
+    Descriptor,
+}
+
+impl Sense {
+    /// Sense with a key and a code and nothing more.
+    #[must_use]
+    pub const fn new(key: SenseKey, additional: AdditionalSense) -> Self {
+        Self {
+            key,
+            additional,
+            information: None,
+            field: None,
+        }
+    }
+
+    /// NO SENSE: there is nothing to say.
+    #[must_use]
+    pub const fn none() -> Self {
+        Self::new(SenseKey::NoSense, AdditionalSense::NONE)
+    }
+
+    /// ILLEGAL REQUEST with a code that points nowhere.
+    #[must_use]
+    pub const fn illegal(additional: AdditionalSense) -> Self {
+        Self::new(SenseKey::IllegalRequest, additional)
+    }
+
+    /// ILLEGAL REQUEST, INVALID FIELD IN CDB, at a byte and a field's top bit.
+    #[must_use]
+    pub const fn cdb_field(byte: u16, bit: Option<u8>) -> Self {
+        let mut sense = Self::illegal(AdditionalSense::INVALID_FIELD_IN_CDB);
+        sense.field = Some(FieldPointer {
+            in_cdb: true,
+            byte,
+            bit,
+        });
+        sense
+    }
+
+    /// ILLEGAL REQUEST, INVALID FIELD IN PARAMETER LIST, at a byte and bit.
+    #[must_use]
+    pub const fn parameter_field(byte: u16, bit: Option<u8>) -> Self {
+        let mut sense = Self::illegal(AdditionalSense::INVALID_FIELD_IN_PARAMETER_LIST);
+        sense.field = Some(FieldPointer {
+            in_cdb: false,
+            byte,
+            bit,
+        });
+        sense
+    }
+
+    /// The same sense with an INFORMATION value.
+    #[must_use]
+    pub const fn with_information(mut self, information: u64) -> Self {
+        self.information = Some(information);
+        self
+    }
+
+    /// Writes the sense data in one of the two formats.
+    ///
+    /// The fixed format has 32 bits for INFORMATION; a larger value leaves
+    /// VALID at zero, as SPC-4 4.5.3 demands.
+    #[must_use]
+    pub fn encode(&self, format: SenseFormat) -> SenseData {
+        match format {
+            SenseFormat::Fixed => self.encode_fixed(),
+            SenseFormat::Descriptor => self.encode_descriptor(),
+        }
+    }
+
+    fn key_specific(&self) -> [u8; 3] {
+        self.field.map_or([0; 3], |field| {
+            let bit = field.bit.map_or(0, |bit| 0x08 | (bit & 0x07));
+            let [high, low] = field.byte.to_be_bytes();
+            [0x80 | if field.in_cdb { 0x40 } else { 0 } | bit, high, low]
+        })
+    }
+
+    fn encode_fixed(&self) -> SenseData {
+        let mut out = [0_u8; 18];
+        out[0] = 0x70;
+        if let Some(Ok(information)) = self.information.map(u32::try_from) {
+            out[0] |= 0x80;
+            out[3..7].copy_from_slice(&information.to_be_bytes());
+        }
+        out[2] = self.key as u8;
+        out[7] = 10;
+        out[12] = self.additional.code;
+        out[13] = self.additional.qualifier;
+        out[15..18].copy_from_slice(&self.key_specific());
+        out.into_iter().collect()
+    }
+
+    fn encode_descriptor(&self) -> SenseData {
+        let mut out = SenseData::new();
+        out.extend([
+            0x72,
+            self.key as u8,
+            self.additional.code,
+            self.additional.qualifier,
+        ]);
+        out.extend([0; 4]);
+        if let Some(information) = self.information {
+            out.extend([0x00, 0x0a, 0x80, 0x00]);
+            out.extend(information.to_be_bytes());
+        }
+        if self.field.is_some() {
+            out.extend([0x02, 0x06, 0x00, 0x00]);
+            out.extend(self.key_specific());
+            out.push(0);
+        }
+        out[7] = (out.len() - 8) as u8;
+        out
+    }
+
+    /// Reads sense data of either format, current or deferred.
+    ///
+    /// `None` when the bytes are too short or bear another response code.
+    #[must_use]
+    pub fn parse(bytes: &[u8]) -> Option<Self> {
+        match bytes.first()? & 0x7f {
+            0x70 | 0x71 => Self::parse_fixed(bytes),
+            0x72 | 0x73 => Self::parse_descriptor(bytes),
+            _ => None,
+        }
+    }
+
+    fn parse_fixed(bytes: &[u8]) -> Option<Self> {
+        let key = SenseKey::from_nibble(*bytes.get(2)?)?;
+        let additional = AdditionalSense {
+            code: bytes.get(12).copied().unwrap_or(0),
+            qualifier: bytes.get(13).copied().unwrap_or(0),
+        };
+        let information = (bytes[0] & 0x80 != 0)
+            .then(|| bytes.get(3..7))
+            .flatten()
+            .and_then(|field| field.try_into().ok())
+            .map(|field| u64::from(u32::from_be_bytes(field)));
+        let field = (key == SenseKey::IllegalRequest)
+            .then(|| bytes.get(15..18).and_then(parse_field_pointer))
+            .flatten();
+        Some(Self {
+            key,
+            additional,
+            information,
+            field,
+        })
+    }
+
+    fn parse_descriptor(bytes: &[u8]) -> Option<Self> {
+        let key = SenseKey::from_nibble(*bytes.get(1)?)?;
+        let additional = AdditionalSense {
+            code: *bytes.get(2)?,
+            qualifier: *bytes.get(3)?,
+        };
+        let mut sense = Self::new(key, additional);
+        let declared = 8 + usize::from(*bytes.get(7)?);
+        let mut rest = &bytes[8..declared.min(bytes.len())];
+        while let [kind, len, tail @ ..] = rest {
+            let Some(body) = tail.get(..usize::from(*len)) else {
+                break;
+            };
+            if *kind == 0x00 && body.len() >= 10 && body[0] & 0x80 != 0 {
+                sense.information = body[2..10].try_into().ok().map(u64::from_be_bytes);
+            }
+            if *kind == 0x02 && body.len() >= 5 && key == SenseKey::IllegalRequest {
+                sense.field = parse_field_pointer(&body[2..5]);
+            }
+            rest = &tail[usize::from(*len)..];
+        }
+        Some(sense)
+    }
+}
+
+fn parse_field_pointer(bytes: &[u8]) -> Option<FieldPointer> {
+    let &[flags, high, low] = bytes else {
+        return None;
+    };
+    (flags & 0x80 != 0).then(|| FieldPointer {
+        in_cdb: flags & 0x40 != 0,
+        byte: u16::from_be_bytes([high, low]),
+        bit: (flags & 0x08 != 0).then_some(flags & 0x07),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fixed_format_points_at_a_cdb_field() {
+        let sense = Sense::cdb_field(2, Some(3)).encode(SenseFormat::Fixed);
+        assert_eq!(
+            sense.as_slice(),
+            [
+                0x70, 0, 0x05, 0, 0, 0, 0, 10, // response code, key, additional length
+                0, 0, 0, 0, 0x24, 0x00, 0, // INVALID FIELD IN CDB
+                0xcb, 0x00, 0x02, // SKSV, C/D, BPV, bit 3, byte 2
+            ]
+        );
+    }
+
+    #[test]
+    fn descriptor_format_carries_64_bits_of_information() {
+        let sense = Sense::new(
+            SenseKey::MediumError,
+            AdditionalSense::UNRECOVERED_READ_ERROR,
+        )
+        .with_information(0x1_0000_0002);
+        assert_eq!(
+            sense.encode(SenseFormat::Descriptor).as_slice(),
+            [
+                0x72, 0x03, 0x11, 0x00, 0, 0, 0, 12, // header
+                0x00, 0x0a, 0x80, 0x00, 0, 0, 0, 1, 0, 0, 0, 2, // information descriptor
+            ]
+        );
+        // Too large for the fixed format: VALID stays zero.
+        let fixed = sense.encode(SenseFormat::Fixed);
+        assert_eq!(fixed[0], 0x70);
+        assert_eq!(&fixed[3..7], [0; 4]);
+    }
+
+    #[test]
+    fn both_formats_read_back() {
+        for format in [SenseFormat::Fixed, SenseFormat::Descriptor] {
+            for sense in [
+                Sense::none(),
+                Sense::parameter_field(300, None),
+                Sense::cdb_field(1, Some(7)),
+                Sense::new(
+                    SenseKey::Miscompare,
+                    AdditionalSense::MISCOMPARE_DURING_VERIFY,
+                )
+                .with_information(513),
+            ] {
+                assert_eq!(Sense::parse(&sense.encode(format)), Some(sense));
+            }
+        }
+        assert_eq!(Sense::parse(&[]), None);
+        assert_eq!(Sense::parse(&[0x7f, 0, 0, 0]), None);
+        assert_eq!(Sense::parse(&[0x72, 5, 0x24]), None);
+    }
+}

@@ -1,0 +1,286 @@
+//! The vocabulary between a command and whoever carries it out.
+//!
+//! A [`Command`](crate::command::Command) says what it wants next with a
+//! [`Step`]; the target does it and answers with a [`StepResult`]; the last
+//! step of every command is a [`Response`].
+
+use crate::lun::LunId;
+use crate::nexus::NexusId;
+use crate::sense::{Sense, SenseData};
+
+/// Task attribute of a command (SAM-5 8.6).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum TaskAttribute {
+    /// May be reordered with other SIMPLE commands.
+    #[default]
+    Simple,
+    /// Waits for everything older; everything newer waits for it.
+    Ordered,
+    /// Starts at once.
+    HeadOfQueue,
+    /// Only meaningful under auto contingent allegiance; refused.
+    Aca,
+}
+
+/// Bytes the transport expects to move (the initiator's buffer lengths).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub struct Expected {
+    /// Data-Out: from the initiator to us.
+    pub data_out: u32,
+    /// Data-In: from us to the initiator.
+    pub data_in: u32,
+}
+
+/// One command as it came from a transport.
+#[derive(Clone, Copy, Debug)]
+pub struct Request<'a> {
+    /// Who sent it.
+    pub nexus: NexusId,
+    /// The CDB, as long as the transport delivered it; bytes beyond the
+    /// command's own length are padding.
+    pub cdb: &'a [u8],
+    /// The initiator's buffer lengths.
+    pub expected: Expected,
+    /// Its task attribute.
+    pub attribute: TaskAttribute,
+    /// The logical units this nexus may see, for REPORT LUNS.
+    pub luns: &'a [LunId],
+}
+
+/// What a command wants next.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[must_use]
+pub enum Step {
+    /// Bring the first `len` bytes of Data-Out to offset 0 of the buffer.
+    ReceiveData {
+        /// Bytes, never more than the initiator's Data-Out buffer holds.
+        len: u32,
+    },
+    /// Do a block operation.
+    Block(BlockOp),
+    /// Answer the initiator; the command is over.
+    Respond(Response),
+}
+
+/// An operation on the medium. Offsets and lengths are bytes, always multiples
+/// of the logical block size and always inside the capacity.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum BlockOp {
+    /// Medium to buffer.
+    Read {
+        /// Where on the medium.
+        offset: u64,
+        /// How much.
+        len: u32,
+        /// Where in the command's buffer.
+        buffer_offset: u32,
+        /// The data must come from stable storage: dirty cached data for the
+        /// range are made stable first.
+        fua: bool,
+    },
+    /// Buffer to medium.
+    Write {
+        /// Where on the medium.
+        offset: u64,
+        /// How much.
+        len: u32,
+        /// Where in the command's buffer.
+        buffer_offset: u32,
+        /// Complete only when the data are on stable storage.
+        fua: bool,
+    },
+    /// Make everything written in the range stable.
+    Flush {
+        /// Where on the medium.
+        offset: u64,
+        /// How much; up to the whole capacity.
+        len: u64,
+    },
+    /// Deallocate; afterwards the range reads zeroes.
+    Discard {
+        /// Where on the medium.
+        offset: u64,
+        /// How much.
+        len: u64,
+    },
+    /// Make the range read zeroes.
+    WriteZeroes {
+        /// Where on the medium.
+        offset: u64,
+        /// How much.
+        len: u64,
+        /// Deallocating is welcome; otherwise space stays allocated.
+        unmap: bool,
+        /// Complete only when the zeroes are on stable storage.
+        fua: bool,
+    },
+    /// Tell the state of the extent at `offset`; the answer is
+    /// [`StepResult::Status`].
+    Status {
+        /// Where on the medium.
+        offset: u64,
+        /// How far to look at most.
+        len: u64,
+    },
+}
+
+/// Provisioning state of an extent.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Allocation {
+    /// Space is allocated, or the backend cannot tell.
+    Mapped,
+    /// No space is allocated; reads give zeroes.
+    Deallocated,
+}
+
+/// How a step ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum StepResult {
+    /// The data arrived, or the block operation completed in full.
+    Done,
+    /// The answer to [`BlockOp::Status`]: `len` bytes from the offset asked,
+    /// at least one block unless the backend looks at nothing, are alike.
+    Status {
+        /// Their state.
+        allocation: Allocation,
+        /// Bytes from the offset that share it.
+        len: u64,
+    },
+    /// It did not work.
+    Failed(BackendError),
+}
+
+/// Why a step failed, in the few ways a SCSI initiator can tell apart.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum BackendError {
+    /// The medium gave an error; byte offset of the first bad byte if known.
+    Medium {
+        /// Byte offset on the medium.
+        offset: Option<u64>,
+    },
+    /// No space left to allocate.
+    NoSpace,
+    /// The backend turned out to be read-only.
+    ReadOnly,
+    /// The backend is not there at the moment.
+    NotReady,
+    /// The backend gave the operation up; it may be retried.
+    Aborted,
+    /// Moving data between initiator and buffer failed.
+    Transfer,
+    /// A failure of our own.
+    Internal,
+}
+
+/// Status of a finished command (SAM-5 5.3.1).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[repr(u8)]
+pub enum Status {
+    /// GOOD.
+    Good = 0x00,
+    /// CHECK CONDITION: sense data tell why.
+    CheckCondition = 0x02,
+    /// CONDITION MET.
+    ConditionMet = 0x04,
+    /// BUSY.
+    Busy = 0x08,
+    /// RESERVATION CONFLICT.
+    ReservationConflict = 0x18,
+    /// TASK SET FULL.
+    TaskSetFull = 0x28,
+    /// ACA ACTIVE.
+    AcaActive = 0x30,
+    /// TASK ABORTED.
+    TaskAborted = 0x40,
+}
+
+/// Data to send to the initiator with the status.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum DataIn {
+    /// None.
+    None,
+    /// These bytes.
+    Inline(Vec<u8>),
+    /// This many bytes from offset 0 of the command's buffer.
+    Buffer {
+        /// Bytes.
+        len: u32,
+    },
+}
+
+impl DataIn {
+    /// How many bytes go to the initiator.
+    #[must_use]
+    pub fn len(&self) -> u32 {
+        match self {
+            Self::None => 0,
+            Self::Inline(bytes) => bytes.len() as u32,
+            Self::Buffer { len } => *len,
+        }
+    }
+
+    /// Whether nothing goes to the initiator.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// The difference between what a command moves and what the transport expects.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Residual {
+    /// Exactly as expected.
+    None,
+    /// The command moved this many bytes less.
+    Underflow(u32),
+    /// The command wanted to move this many bytes more.
+    Overflow(u32),
+}
+
+impl Residual {
+    /// Compares the length a command asks for with the initiator's buffer.
+    #[must_use]
+    pub fn between(wanted: u32, expected: u32) -> Self {
+        match wanted.cmp(&expected) {
+            std::cmp::Ordering::Equal => Self::None,
+            std::cmp::Ordering::Less => Self::Underflow(expected - wanted),
+            std::cmp::Ordering::Greater => Self::Overflow(wanted - expected),
+        }
+    }
+}
+
+/// The answer to a command.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[must_use]
+pub struct Response {
+    /// SCSI status.
+    pub status: Status,
+    /// Sense data in the format the unit is set to; empty unless CHECK CONDITION.
+    pub sense: SenseData,
+    /// Data for the initiator, never longer than it expects.
+    pub data_in: DataIn,
+    /// Residual of Data-In.
+    pub residual_in: Residual,
+    /// Residual of Data-Out.
+    pub residual_out: Residual,
+}
+
+impl Response {
+    /// A response with a status, no data and no sense: BUSY, TASK SET FULL and
+    /// the like, or TASK ABORTED.
+    pub fn status_only(status: Status, expected: Expected) -> Self {
+        Self {
+            status,
+            sense: SenseData::new(),
+            data_in: DataIn::None,
+            residual_in: Residual::between(0, expected.data_in),
+            residual_out: Residual::between(0, expected.data_out),
+        }
+    }
+
+    /// The meaning of the sense data, if there are any.
+    #[must_use]
+    pub fn parsed_sense(&self) -> Option<Sense> {
+        Sense::parse(&self.sense)
+    }
+}

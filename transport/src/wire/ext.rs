@@ -11,7 +11,7 @@ use super::ids::{Msn, Qpn, U24};
 /// The Q_Key of queue pair 1 (IBTA 10.2.5).
 pub const GSI_QKEY: u32 = 0x8001_0000;
 
-/// Datagram extended transport header (IBTA 9.3.3).
+/// Datagram extended transport header (IBTA 9.3).
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
@@ -48,7 +48,7 @@ impl Deth {
     }
 }
 
-/// RDMA extended transport header (IBTA 9.3.4). Address and length are the
+/// RDMA extended transport header (IBTA 9.3). Address and length are the
 /// peer's claims: check them against the region before use.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
@@ -92,7 +92,7 @@ impl Reth {
     }
 }
 
-/// Atomic extended transport header (IBTA 9.3.5).
+/// Atomic extended transport header (IBTA 9.3).
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
@@ -154,7 +154,7 @@ impl AtomicEth {
     }
 }
 
-/// Acknowledge extended transport header (IBTA 9.3.6).
+/// Acknowledge extended transport header (IBTA 9.3).
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
@@ -189,7 +189,7 @@ impl Aeth {
     }
 }
 
-/// The first byte of an AETH (IBTA 9.7.5.2.1, tables 44 to 47).
+/// The first byte of an AETH (IBTA 9.7.5.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AethSyndrome {
     /// Everything up to and including the packet's PSN arrived.
@@ -230,7 +230,7 @@ impl AethSyndrome {
     }
 }
 
-/// Why a request failed (IBTA table 47).
+/// Why a request failed (IBTA 9.7.5.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum NakCode {
@@ -260,7 +260,7 @@ impl NakCode {
 }
 
 /// A five-bit credit code: how many receive requests the responder has beyond
-/// the acknowledged message (IBTA table 45).
+/// the acknowledged message (IBTA 9.7.7.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Credit(u8);
 
@@ -297,7 +297,7 @@ impl Credit {
 }
 
 /// A five-bit code of the time after which a requester may try again
-/// (IBTA table 46).
+/// (IBTA 9.7.5.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RnrTimer(u8);
 
@@ -337,7 +337,7 @@ impl RnrTimer {
     }
 }
 
-/// Atomic acknowledge extended transport header (IBTA 9.3.7): the value before
+/// Atomic acknowledge extended transport header (IBTA 9.3): the value before
 /// the operation.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
@@ -365,7 +365,7 @@ impl AtomicAckEth {
     }
 }
 
-/// Immediate data (IBTA 9.3.8): four bytes handed to the receiver's
+/// Immediate data (IBTA 9.3): four bytes handed to the receiver's
 /// completion. Held in the order of the wire and given as a big-endian number.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
@@ -393,7 +393,7 @@ impl ImmDt {
     }
 }
 
-/// Invalidate extended transport header (IBTA 9.3.9): the remote key that the
+/// Invalidate extended transport header (IBTA 9.3): the remote key that the
 /// receiver shall invalidate.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,

@@ -117,7 +117,7 @@ impl Psn {
         ((self.0.wrapping_sub(other.0) << 8) as i32) >> 8
     }
 
-    /// Order inside a window of half the number space (IBTA C9-112 for the
+    /// Order inside a window of half the number space (IBTA 9.7.1: the
     /// responder's valid, duplicate and out-of-sequence regions).
     #[must_use]
     pub fn window_cmp(self, other: Self) -> Ordering {

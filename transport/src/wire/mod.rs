@@ -9,25 +9,34 @@
 //! | [`packet`] | parsing a datagram, emitting the headers of one |
 //! | [`dm`] | device-management MADs: discovery of I/O controllers |
 //! | [`icrc`] | the invariant CRC, with and without knowledge of the IPv4 identification |
+//! | [`mad`] | the header of management datagrams |
+//! | [`cm_msg`] | every message of the InfiniBand CM |
+//! | [`cma`] | service ids and address header of the RDMA CM |
 //!
 //! Nothing here keeps protocol state, and nothing panics on a peer's bytes:
 //! the received length is the only authority.
 
 pub mod bth;
+pub mod cm_msg;
+pub mod cma;
 pub mod dm;
 pub mod ext;
 pub mod icrc;
 pub mod ids;
+pub mod mad;
 pub mod opcode;
 pub mod packet;
 
 pub use bth::{Bth, DEFAULT_PKEY, pad_len};
+pub use cm_msg::{CmMessage, CmMsgError, CmPath, CmTimeout, CommId, RejReason, ServiceId};
+pub use cma::{CmaAddrs, CmaHeader, RdmaPortSpace};
 pub use ext::{
     Aeth, AethSyndrome, AtomicAckEth, AtomicEth, Credit, Deth, GSI_QKEY, Ieth, ImmDt, NakCode,
     Reth, RnrTimer,
 };
 pub use icrc::{ICRC_LEN, Icrc, IcrcError, IcrcFlow, IcrcVerifier, IdPattern, PeerIds};
 pub use ids::{Msn, Psn, Qpn};
+pub use mad::{MAD_LEN, Mad, MadHeader, TransactionId};
 pub use opcode::{
     ExtHeader, MAX_HEADER_LEN, Opcode, OpcodeInfo, Operation, PayloadRule, Position, Service,
 };

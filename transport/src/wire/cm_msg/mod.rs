@@ -1,0 +1,390 @@
+//! The messages of the InfiniBand communication manager (IBTA 12.6, 12.8,
+//! 12.11), each a struct with every field, parsed from and emitted into whole
+//! 256-byte MADs.
+//!
+//! The structs hold legal values: fields narrower than their integer are
+//! [`Bits`], times are [`CmTimeout`], codes are enumerations that keep unknown
+//! ones. Reserved bits are ignored on receipt and zero when sent.
+
+mod fields;
+mod msgs;
+mod raw;
+mod req;
+
+use thiserror::Error;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+pub use fields::{
+    ADDITIONAL_INFO_LEN, AdditionalInfo, AprStatus, Bits, CaGuid, CmTimeout, CommId, Failover,
+    MraOf, PrivateData, RejOf, RejReason, ServiceId, SidrStatus, TooLong, TransportType,
+};
+pub use msgs::{AprMsg, DreqMsg, LapMsg, MraMsg, PairMsg, RejMsg, RepMsg, SidrRepMsg, SidrReqMsg};
+pub use req::{CmPath, ReqMsg};
+
+use super::mad::{
+    MAD_BODY_LEN, MAD_LEN, Mad, MadClass, MadError, MadHeader, MadMethod, TransactionId,
+};
+
+/// Version of the communication management class.
+pub const CM_CLASS_VERSION: u8 = 2;
+
+/// Attribute ids of the CM messages (IBTA 16.7).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u16)]
+pub enum CmAttribute {
+    /// Connection request.
+    Req = 0x10,
+    /// Message receipt acknowledgement.
+    Mra = 0x11,
+    /// Connection reject.
+    Rej = 0x12,
+    /// Connection reply.
+    Rep = 0x13,
+    /// Ready to use.
+    Rtu = 0x14,
+    /// Disconnection request.
+    Dreq = 0x15,
+    /// Disconnection reply.
+    Drep = 0x16,
+    /// Service id resolution request.
+    SidrReq = 0x17,
+    /// Service id resolution reply.
+    SidrRep = 0x18,
+    /// Load alternate path.
+    Lap = 0x19,
+    /// Alternate path response.
+    Apr = 0x1a,
+}
+
+/// Why a MAD is not a CM message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum CmMsgError {
+    /// Not even a MAD.
+    #[error(transparent)]
+    Mad(#[from] MadError),
+    /// Another management class.
+    #[error("management class {class:#04x} is not communication management")]
+    Class {
+        /// The class received.
+        class: u8,
+    },
+    /// Class version other than 2.
+    #[error("communication management version {version}")]
+    ClassVersion {
+        /// The version received.
+        version: u8,
+    },
+    /// Method other than Send.
+    #[error("method {method:#04x} is not Send")]
+    Method {
+        /// The method received.
+        method: u8,
+    },
+    /// An attribute that is no CM message.
+    #[error("unknown attribute {attribute:#06x}")]
+    Attribute {
+        /// The attribute received.
+        attribute: u16,
+    },
+    /// The declared length of additional information exceeds its field.
+    #[error("additional information longer than its field")]
+    InfoLength,
+}
+
+/// Any CM message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CmMessage {
+    /// Connection request.
+    Req(ReqMsg),
+    /// Message receipt acknowledgement.
+    Mra(MraMsg),
+    /// Connection reject.
+    Rej(RejMsg),
+    /// Connection reply.
+    Rep(RepMsg),
+    /// Ready to use.
+    Rtu(PairMsg),
+    /// Disconnection request.
+    Dreq(DreqMsg),
+    /// Disconnection reply.
+    Drep(PairMsg),
+    /// Service id resolution request.
+    SidrReq(SidrReqMsg),
+    /// Service id resolution reply.
+    SidrRep(SidrRepMsg),
+    /// Load alternate path.
+    Lap(LapMsg),
+    /// Alternate path response.
+    Apr(AprMsg),
+}
+
+/// The layouts are as long as a body, so this cannot fail.
+fn view<T: FromBytes + KnownLayout + Immutable + zerocopy::Unaligned>(
+    body: &[u8; MAD_BODY_LEN],
+) -> &T {
+    T::ref_from_bytes(body).expect("layouts have the length of a MAD body")
+}
+
+impl CmMessage {
+    /// Parse a whole MAD.
+    pub fn parse(mad: &[u8]) -> Result<(TransactionId, Self), CmMsgError> {
+        let (header, body) = MadHeader::parse(mad)?;
+        if header.class() != MadClass::ComMgt as u8 {
+            return Err(CmMsgError::Class {
+                class: header.class(),
+            });
+        }
+        if header.class_version() != CM_CLASS_VERSION {
+            return Err(CmMsgError::ClassVersion {
+                version: header.class_version(),
+            });
+        }
+        if header.method() != MadMethod::Send as u8 {
+            return Err(CmMsgError::Method {
+                method: header.method(),
+            });
+        }
+        let info = CmMsgError::InfoLength;
+        let message = match header.attribute() {
+            0x10 => Self::Req(ReqMsg::parse(view(body))),
+            0x11 => Self::Mra(MraMsg::parse(view(body))),
+            0x12 => Self::Rej(RejMsg::parse(view(body)).ok_or(info)?),
+            0x13 => Self::Rep(RepMsg::parse(view(body))),
+            0x14 => Self::Rtu(PairMsg::parse(view(body))),
+            0x15 => Self::Dreq(DreqMsg::parse(view(body))),
+            0x16 => Self::Drep(PairMsg::parse(view(body))),
+            0x17 => Self::SidrReq(SidrReqMsg::parse(view(body))),
+            0x18 => Self::SidrRep(SidrRepMsg::parse(view(body)).ok_or(info)?),
+            0x19 => Self::Lap(LapMsg::parse(view(body))),
+            0x1a => Self::Apr(AprMsg::parse(view(body)).ok_or(info)?),
+            attribute => return Err(CmMsgError::Attribute { attribute }),
+        };
+        Ok((header.transaction(), message))
+    }
+
+    /// The attribute id.
+    #[must_use]
+    pub fn attribute(&self) -> CmAttribute {
+        match self {
+            Self::Req(_) => CmAttribute::Req,
+            Self::Mra(_) => CmAttribute::Mra,
+            Self::Rej(_) => CmAttribute::Rej,
+            Self::Rep(_) => CmAttribute::Rep,
+            Self::Rtu(_) => CmAttribute::Rtu,
+            Self::Dreq(_) => CmAttribute::Dreq,
+            Self::Drep(_) => CmAttribute::Drep,
+            Self::SidrReq(_) => CmAttribute::SidrReq,
+            Self::SidrRep(_) => CmAttribute::SidrRep,
+            Self::Lap(_) => CmAttribute::Lap,
+            Self::Apr(_) => CmAttribute::Apr,
+        }
+    }
+
+    /// The id by which the receiver knows the connection, or the sender where
+    /// the receiver cannot have one yet: what spreads messages over the workers
+    /// of a process.
+    #[must_use]
+    pub fn routing_id(&self) -> CommId {
+        match self {
+            Self::Req(m) => m.local_comm_id,
+            Self::Mra(m) => m.remote_comm_id,
+            Self::Rej(m) => m.remote_comm_id,
+            Self::Rep(m) => m.remote_comm_id,
+            Self::Rtu(m) | Self::Drep(m) => m.remote_comm_id,
+            Self::Dreq(m) => m.remote_comm_id,
+            Self::SidrReq(m) => m.request_id,
+            Self::SidrRep(m) => m.request_id,
+            Self::Lap(m) => m.remote_comm_id,
+            Self::Apr(m) => m.remote_comm_id,
+        }
+    }
+
+    /// The whole MAD.
+    #[must_use]
+    pub fn emit(&self, transaction: TransactionId) -> Mad {
+        let header = MadHeader::new(
+            MadClass::ComMgt,
+            CM_CLASS_VERSION,
+            MadMethod::Send,
+            transaction,
+            self.attribute() as u16,
+        );
+        let mut mad = [0; MAD_LEN];
+        let (head, body) = mad.split_at_mut(MAD_LEN - MAD_BODY_LEN);
+        head.copy_from_slice(header.as_bytes());
+        match self {
+            Self::Req(m) => body.copy_from_slice(m.emit().as_bytes()),
+            Self::Mra(m) => body.copy_from_slice(m.emit().as_bytes()),
+            Self::Rej(m) => body.copy_from_slice(m.emit().as_bytes()),
+            Self::Rep(m) => body.copy_from_slice(m.emit().as_bytes()),
+            Self::Rtu(m) | Self::Drep(m) => body.copy_from_slice(m.emit().as_bytes()),
+            Self::Dreq(m) => body.copy_from_slice(m.emit().as_bytes()),
+            Self::SidrReq(m) => body.copy_from_slice(m.emit().as_bytes()),
+            Self::SidrRep(m) => body.copy_from_slice(m.emit().as_bytes()),
+            Self::Lap(m) => body.copy_from_slice(m.emit().as_bytes()),
+            Self::Apr(m) => body.copy_from_slice(m.emit().as_bytes()),
+        }
+        mad
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn mad(attribute: u8, body: &[u8]) -> Vec<u8> {
+        let mut mad = vec![
+            1, 7, 2, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 9, 0, attribute, 0, 0, 0, 0, 0, 0,
+        ];
+        mad.extend_from_slice(body);
+        mad.resize(256, 0);
+        mad
+    }
+
+    #[test]
+    fn lap_fields_lie_where_the_specification_puts_them() {
+        let mut body = [0u8; 232];
+        body[..8].copy_from_slice(&[0, 0, 0, 1, 0, 0, 0, 2]);
+        body[12..16].copy_from_slice(&[0, 0x12, 0x34, 20 << 3]);
+        body[20..24].copy_from_slice(&[0xff, 0xff, 0, 7]);
+        body[24] = 0xfe;
+        body[40] = 0xfd;
+        body[56..64].copy_from_slice(&[0x12, 0x34, 0x50, 0x77, 64, 0x13, 0x58, 17 << 3]);
+        body[64] = 0xaa;
+        body[231] = 0xbb;
+        let bytes = mad(0x19, &body);
+        let (transaction, message) = CmMessage::parse(&bytes).unwrap();
+        assert_eq!(transaction, TransactionId(9));
+        let CmMessage::Lap(lap) = message else {
+            panic!("{message:?}")
+        };
+        assert_eq!(
+            (lap.local_comm_id, lap.remote_comm_id),
+            (CommId(1), CommId(2))
+        );
+        assert_eq!(lap.remote_qpn.value(), 0x1234);
+        assert_eq!(lap.remote_cm_timeout.exponent(), 20);
+        let path = lap.alternate;
+        assert_eq!((path.local_lid, path.remote_lid), (0xffff, 7));
+        assert_eq!((path.local_gid.0[0], path.remote_gid.0[0]), (0xfe, 0xfd));
+        assert_eq!(
+            (path.flow_label.value(), path.traffic_class),
+            (0x12345, 0x77)
+        );
+        assert_eq!((path.hop_limit, path.packet_rate.value()), (64, 0x13));
+        assert_eq!((path.service_level.value(), path.subnet_local), (5, true));
+        assert_eq!(path.ack_timeout.exponent(), 17);
+        assert_eq!((lap.private_data[0], lap.private_data[167]), (0xaa, 0xbb));
+        assert_eq!(message.emit(transaction)[..], bytes[..]);
+    }
+
+    #[test]
+    fn mra_apr_and_sidr_fields_lie_where_the_specification_puts_them() {
+        let bytes = mad(0x11, &[0, 0, 0, 1, 0, 0, 0, 2, 0x40, 21 << 3, 0xaa]);
+        let (tid, message) = CmMessage::parse(&bytes).unwrap();
+        let CmMessage::Mra(mra) = message else {
+            panic!("{message:?}")
+        };
+        assert_eq!(
+            (mra.message, mra.service_timeout.exponent()),
+            (MraOf::Rep, 21)
+        );
+        assert_eq!(mra.private_data[0], 0xaa);
+        assert_eq!(message.emit(tid)[..], bytes[..]);
+
+        let mut body = [0u8; 232];
+        body[..16].copy_from_slice(&[0, 0, 0, 1, 0, 0, 0, 2, 3, 2, 0, 0, 7, 8, 9, 0]);
+        (body[84], body[231]) = (0xcc, 0xdd);
+        let bytes = mad(0x1a, &body);
+        let (tid, message) = CmMessage::parse(&bytes).unwrap();
+        let CmMessage::Apr(apr) = message else {
+            panic!("{message:?}")
+        };
+        assert_eq!(
+            (apr.status, &*apr.info),
+            (AprStatus::Unsupported, &[7u8, 8, 9][..])
+        );
+        assert_eq!((apr.private_data[0], apr.private_data[147]), (0xcc, 0xdd));
+        assert_eq!(message.emit(tid)[..], bytes[..]);
+
+        let bytes = mad(
+            0x17,
+            &[
+                0, 0, 0, 5, 0xff, 0xff, 0, 0, 0, 0, 0, 0, 1, 0x11, 0x12, 0x34, 0xee,
+            ],
+        );
+        let (tid, message) = CmMessage::parse(&bytes).unwrap();
+        let CmMessage::SidrReq(req) = message else {
+            panic!("{message:?}")
+        };
+        assert_eq!(
+            (req.request_id, req.service_id),
+            (CommId(5), ServiceId(0x0111_1234))
+        );
+        assert_eq!(req.private_data[0], 0xee);
+        assert_eq!(message.emit(tid)[..], bytes[..]);
+
+        let mut body = [0u8; 232];
+        body[..24].copy_from_slice(&[
+            0, 0, 0, 5, 0, 1, 0xa1, 0xa2, 0, 0x12, 0x34, 0xa3, 0, 0, 0, 0, 1, 0x11, 0x12, 0x34,
+            0x01, 0x23, 0x45, 0x67,
+        ]);
+        (body[24], body[96], body[231]) = (9, 0xcc, 0xdd);
+        let bytes = mad(0x18, &body);
+        let (tid, message) = CmMessage::parse(&bytes).unwrap();
+        let CmMessage::SidrRep(rep) = message else {
+            panic!("{message:?}")
+        };
+        assert_eq!(
+            (rep.qpn.value(), rep.qkey, rep.vendor_id.value()),
+            (0x1234, 0x0123_4567, 0xa1_a2a3)
+        );
+        assert_eq!((rep.status, &*rep.info), (SidrStatus::Success, &[9u8][..]));
+        assert_eq!((rep.private_data[0], rep.private_data[135]), (0xcc, 0xdd));
+        assert_eq!(message.emit(tid)[..], bytes[..]);
+    }
+
+    #[test]
+    fn what_is_no_cm_message_names_its_field() {
+        let good = mad(0x14, &[]);
+        let change = |at: usize, to: u8| {
+            let mut bytes = good.clone();
+            bytes[at] = to;
+            CmMessage::parse(&bytes).unwrap_err()
+        };
+        assert_eq!(
+            CmMessage::parse(&good[..10]),
+            Err(CmMsgError::Mad(MadError::Length { len: 10 }))
+        );
+        assert_eq!(
+            change(0, 3),
+            CmMsgError::Mad(MadError::BaseVersion { version: 3 })
+        );
+        assert_eq!(change(1, 6), CmMsgError::Class { class: 6 });
+        assert_eq!(change(2, 1), CmMsgError::ClassVersion { version: 1 });
+        assert_eq!(change(3, 1), CmMsgError::Method { method: 1 });
+        assert_eq!(change(17, 0x1b), CmMsgError::Attribute { attribute: 0x1b });
+        let mut rej = mad(0x12, &[]);
+        rej[24 + 9] = 73 << 1;
+        assert_eq!(CmMessage::parse(&rej), Err(CmMsgError::InfoLength));
+    }
+
+    proptest! {
+        #[test]
+        fn emitting_what_was_parsed_is_stable(attribute in 0x10u8..0x1b, body in proptest::collection::vec(any::<u8>(), 232)) {
+            let bytes = mad(attribute, &body);
+            if let Ok((transaction, message)) = CmMessage::parse(&bytes) {
+                // Reserved bits are dropped the first time, nothing after that.
+                let emitted = message.emit(transaction);
+                prop_assert_eq!(CmMessage::parse(&emitted), Ok((transaction, message)));
+            }
+        }
+
+        #[test]
+        fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+            let _ = CmMessage::parse(&bytes);
+        }
+    }
+}

@@ -1,0 +1,275 @@
+//! What the RDMA CM adds to the IB CM (IBTA annex A11): service ids made of
+//! port space and port, and a 36-byte header at the start of the private data
+//! of REQ and SIDR_REQ that carries the IP addresses.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use thiserror::Error;
+use zerocopy::byteorder::big_endian::U16;
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use super::cm_msg::ServiceId;
+
+/// Length of the header in bytes.
+pub const CMA_HEADER_LEN: usize = 36;
+
+/// Port spaces of the RDMA CM; the number is bits 16 to 31 of a service id.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u16)]
+pub enum RdmaPortSpace {
+    /// Multicast and datagrams of IP over InfiniBand.
+    IpoIb = 0x0002,
+    /// Reliable connections.
+    Tcp = 0x0106,
+    /// Datagrams.
+    Udp = 0x0111,
+    /// InfiniBand service ids below an address.
+    Ib = 0x013f,
+}
+
+impl RdmaPortSpace {
+    const ALL: [Self; 4] = [Self::IpoIb, Self::Tcp, Self::Udp, Self::Ib];
+
+    /// The service id of a port.
+    #[must_use]
+    pub const fn service_id(self, port: u16) -> ServiceId {
+        ServiceId((self as u64) << 16 | port as u64)
+    }
+
+    /// Port space and port of a service id, if it is one of the RDMA CM's.
+    #[must_use]
+    pub fn of(service_id: ServiceId) -> Option<(Self, u16)> {
+        let space = u16::try_from(service_id.0 >> 16).ok()?;
+        let space = Self::ALL.into_iter().find(|known| *known as u16 == space)?;
+        Some((space, service_id.0 as u16))
+    }
+}
+
+/// Why private data does not begin with a usable header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum CmaError {
+    /// Shorter than the header.
+    #[error("{len} bytes of private data, the address header needs 36")]
+    Length {
+        /// Bytes there are.
+        len: usize,
+    },
+    /// Header version other than 0.
+    #[error("address header version {version:#04x}")]
+    Version {
+        /// The version received, major in the high nibble.
+        version: u8,
+    },
+    /// IP version other than 4 and 6.
+    #[error("address header says IP version {version}")]
+    IpVersion {
+        /// The version received.
+        version: u8,
+    },
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct CmaRaw {
+    version: u8,
+    ip_version: u8,
+    port: U16,
+    src: [u8; 16],
+    dst: [u8; 16],
+}
+
+const _: () = assert!(size_of::<CmaRaw>() == CMA_HEADER_LEN);
+
+/// The addresses and the source port of a connection request. Both addresses
+/// are of one family by construction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CmaHeader {
+    /// The requester's port.
+    pub src_port: u16,
+    /// Both addresses.
+    pub addrs: CmaAddrs,
+}
+
+/// Source and destination address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CmaAddrs {
+    /// IPv4.
+    V4 {
+        /// The requester's address.
+        src: Ipv4Addr,
+        /// The address asked for.
+        dst: Ipv4Addr,
+    },
+    /// IPv6.
+    V6 {
+        /// The requester's address.
+        src: Ipv6Addr,
+        /// The address asked for.
+        dst: Ipv6Addr,
+    },
+}
+
+impl CmaAddrs {
+    /// A pair of one family; `None` if the families differ.
+    #[must_use]
+    pub fn new(src: IpAddr, dst: IpAddr) -> Option<Self> {
+        match (src, dst) {
+            (IpAddr::V4(src), IpAddr::V4(dst)) => Some(Self::V4 { src, dst }),
+            (IpAddr::V6(src), IpAddr::V6(dst)) => Some(Self::V6 { src, dst }),
+            _ => None,
+        }
+    }
+
+    /// The requester's address.
+    #[must_use]
+    pub fn src(&self) -> IpAddr {
+        match *self {
+            Self::V4 { src, .. } => src.into(),
+            Self::V6 { src, .. } => src.into(),
+        }
+    }
+
+    /// The address asked for.
+    #[must_use]
+    pub fn dst(&self) -> IpAddr {
+        match *self {
+            Self::V4 { dst, .. } => dst.into(),
+            Self::V6 { dst, .. } => dst.into(),
+        }
+    }
+}
+
+/// The last four of sixteen bytes.
+fn right_aligned(bytes: [u8; 16]) -> Ipv4Addr {
+    let [.., a, b, c, d] = bytes;
+    Ipv4Addr::new(a, b, c, d)
+}
+
+fn align_right(addr: Ipv4Addr) -> [u8; 16] {
+    let mut bytes = [0; 16];
+    bytes[12..].copy_from_slice(&addr.octets());
+    bytes
+}
+
+impl CmaHeader {
+    /// Parse the start of private data; what follows is the user's.
+    pub fn parse(private_data: &[u8]) -> Result<(Self, &[u8]), CmaError> {
+        let error = CmaError::Length {
+            len: private_data.len(),
+        };
+        let (raw, rest) = CmaRaw::read_from_prefix(private_data).map_err(|_| error)?;
+        if raw.version != 0 {
+            return Err(CmaError::Version {
+                version: raw.version,
+            });
+        }
+        let addrs = match raw.ip_version >> 4 {
+            4 => CmaAddrs::V4 {
+                src: right_aligned(raw.src),
+                dst: right_aligned(raw.dst),
+            },
+            6 => CmaAddrs::V6 {
+                src: raw.src.into(),
+                dst: raw.dst.into(),
+            },
+            version => return Err(CmaError::IpVersion { version }),
+        };
+        Ok((
+            Self {
+                src_port: raw.port.get(),
+                addrs,
+            },
+            rest,
+        ))
+    }
+
+    /// The header's bytes.
+    #[must_use]
+    pub fn emit(&self) -> [u8; CMA_HEADER_LEN] {
+        let (ip_version, src, dst) = match self.addrs {
+            CmaAddrs::V4 { src, dst } => (0x40, align_right(src), align_right(dst)),
+            CmaAddrs::V6 { src, dst } => (0x60, src.octets(), dst.octets()),
+        };
+        let raw = CmaRaw {
+            version: 0,
+            ip_version,
+            port: U16::new(self.src_port),
+            src,
+            dst,
+        };
+        zerocopy::transmute!(raw)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn service_ids_hold_space_and_port() {
+        assert_eq!(
+            RdmaPortSpace::Tcp.service_id(3260),
+            ServiceId(0x0000_0000_0106_0cbc)
+        );
+        assert_eq!(
+            RdmaPortSpace::of(ServiceId(0x0106_1c06)),
+            Some((RdmaPortSpace::Tcp, 0x1c06))
+        );
+        assert_eq!(
+            RdmaPortSpace::of(ServiceId(0x0111_0001)),
+            Some((RdmaPortSpace::Udp, 1))
+        );
+        assert_eq!(RdmaPortSpace::of(ServiceId(0x0107_0001)), None);
+        assert_eq!(RdmaPortSpace::of(ServiceId(0x1_0106_0001)), None);
+    }
+
+    #[test]
+    fn addresses_lie_where_linux_puts_them() {
+        let header = CmaHeader {
+            src_port: 0x8d18,
+            addrs: CmaAddrs::V4 {
+                src: Ipv4Addr::new(10, 99, 0, 1),
+                dst: Ipv4Addr::new(10, 99, 0, 2),
+            },
+        };
+        let mut expected = [0u8; 36];
+        expected[..4].copy_from_slice(&[0x00, 0x40, 0x8d, 0x18]);
+        expected[16..20].copy_from_slice(&[10, 99, 0, 1]);
+        expected[32..36].copy_from_slice(&[10, 99, 0, 2]);
+        assert_eq!(header.emit(), expected);
+        let mut data = expected.to_vec();
+        data.push(9);
+        assert_eq!(CmaHeader::parse(&data), Ok((header, &[9u8][..])));
+
+        let addrs = CmaAddrs::new("fd00::1".parse().unwrap(), "fd00::2".parse().unwrap()).unwrap();
+        let header = CmaHeader { src_port: 1, addrs };
+        let bytes = header.emit();
+        assert_eq!(
+            (bytes[1], bytes[4], bytes[19], bytes[35]),
+            (0x60, 0xfd, 1, 2)
+        );
+        assert_eq!(CmaHeader::parse(&bytes), Ok((header, &[][..])));
+    }
+
+    #[test]
+    fn bad_headers_are_refused() {
+        assert_eq!(
+            CmaHeader::parse(&[0; 35]),
+            Err(CmaError::Length { len: 35 })
+        );
+        assert_eq!(
+            CmaHeader::parse(&[0; 36]),
+            Err(CmaError::IpVersion { version: 0 })
+        );
+        let mut bytes = [0; 36];
+        bytes[0] = 0x10;
+        assert_eq!(
+            CmaHeader::parse(&bytes),
+            Err(CmaError::Version { version: 0x10 })
+        );
+        assert_eq!(
+            CmaAddrs::new("::1".parse().unwrap(), "1.1.1.1".parse().unwrap()),
+            None
+        );
+    }
+}

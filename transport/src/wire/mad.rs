@@ -1,0 +1,214 @@
+//! Management datagrams (IBTA 13.4): 256 bytes, of which the first 24 are the
+//! header that all classes share.
+
+use thiserror::Error;
+use zerocopy::byteorder::big_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+/// Length of every MAD in bytes.
+pub const MAD_LEN: usize = 256;
+
+/// Bytes after the common header.
+pub const MAD_BODY_LEN: usize = MAD_LEN - size_of::<MadHeader>();
+
+/// The only base version.
+pub const BASE_VERSION: u8 = 1;
+
+/// One whole MAD.
+pub type Mad = [u8; MAD_LEN];
+
+/// The common header as it lies on the wire.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
+)]
+#[repr(C)]
+pub struct MadHeader {
+    base_version: u8,
+    class: u8,
+    class_version: u8,
+    method: u8,
+    status: U16,
+    class_specific: U16,
+    transaction: U64,
+    attribute: U16,
+    reserved: U16,
+    modifier: U32,
+}
+
+const _: () = assert!(size_of::<MadHeader>() == 24);
+
+/// Management classes that are spoken on queue pair 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum MadClass {
+    /// Subnet administration.
+    SubnetAdm = 0x03,
+    /// Performance management.
+    Performance = 0x04,
+    /// Device management.
+    DeviceMgmt = 0x06,
+    /// Communication management.
+    ComMgt = 0x07,
+}
+
+/// Methods (IBTA 13.4.5); the top bit says response.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum MadMethod {
+    /// Read an attribute.
+    Get = 0x01,
+    /// Write an attribute.
+    Set = 0x02,
+    /// A datagram with no response at this layer; all CM messages.
+    Send = 0x03,
+    /// Response to [`Self::Get`] and [`Self::Set`].
+    GetResp = 0x81,
+}
+
+/// A transaction id: a response repeats its request's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct TransactionId(pub u64);
+
+/// Why bytes are not a MAD.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum MadError {
+    /// Not 256 bytes.
+    #[error("MAD of {len} bytes")]
+    Length {
+        /// Bytes received.
+        len: usize,
+    },
+    /// Base version other than 1.
+    #[error("MAD base version {version}")]
+    BaseVersion {
+        /// The version received.
+        version: u8,
+    },
+}
+
+impl MadHeader {
+    /// A request header with status, class-specific field and modifier zero.
+    #[must_use]
+    pub fn new(
+        class: MadClass,
+        class_version: u8,
+        method: MadMethod,
+        transaction: TransactionId,
+        attribute: u16,
+    ) -> Self {
+        Self {
+            base_version: BASE_VERSION,
+            class: class as u8,
+            class_version,
+            method: method as u8,
+            status: U16::ZERO,
+            class_specific: U16::ZERO,
+            transaction: U64::new(transaction.0),
+            attribute: U16::new(attribute),
+            reserved: U16::ZERO,
+            modifier: U32::ZERO,
+        }
+    }
+
+    /// Split a MAD into header and body.
+    pub fn parse(mad: &[u8]) -> Result<(Self, &[u8; MAD_BODY_LEN]), MadError> {
+        let error = MadError::Length { len: mad.len() };
+        let mad: &Mad = mad.try_into().map_err(|_| error)?;
+        let (header, body) = Self::read_from_prefix(mad).map_err(|_| error)?;
+        let body = body.try_into().map_err(|_| error)?;
+        if header.base_version != BASE_VERSION {
+            return Err(MadError::BaseVersion {
+                version: header.base_version,
+            });
+        }
+        Ok((header, body))
+    }
+
+    /// With a status, as in a response.
+    #[must_use]
+    pub fn with_status(mut self, status: u16) -> Self {
+        self.status = U16::new(status);
+        self
+    }
+
+    /// With an attribute modifier.
+    #[must_use]
+    pub fn with_modifier(mut self, modifier: u32) -> Self {
+        self.modifier = U32::new(modifier);
+        self
+    }
+
+    /// Management class as received.
+    #[must_use]
+    pub fn class(&self) -> u8 {
+        self.class
+    }
+
+    /// Version of the class.
+    #[must_use]
+    pub fn class_version(&self) -> u8 {
+        self.class_version
+    }
+
+    /// Method as received, response bit included.
+    #[must_use]
+    pub fn method(&self) -> u8 {
+        self.method
+    }
+
+    /// Status; 0 is success.
+    #[must_use]
+    pub fn status(&self) -> u16 {
+        self.status.get()
+    }
+
+    /// Transaction id.
+    #[must_use]
+    pub fn transaction(&self) -> TransactionId {
+        TransactionId(self.transaction.get())
+    }
+
+    /// Attribute id.
+    #[must_use]
+    pub fn attribute(&self) -> u16 {
+        self.attribute.get()
+    }
+
+    /// Attribute modifier.
+    #[must_use]
+    pub fn modifier(&self) -> u32 {
+        self.modifier.get()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_header_has_the_bytes_of_the_specification() {
+        let header = MadHeader::new(
+            MadClass::ComMgt,
+            2,
+            MadMethod::Send,
+            TransactionId(0x0102_0304_0506_0708),
+            0x0010,
+        );
+        let expected = [
+            1, 7, 2, 3, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0x10, 0, 0, 0, 0, 0, 0,
+        ];
+        assert_eq!(header.as_bytes(), expected);
+        let mut mad = [0; 256];
+        mad[..24].copy_from_slice(&expected);
+        assert_eq!(MadHeader::parse(&mad).unwrap().0, header);
+        assert_eq!(
+            MadHeader::parse(&mad[..255]),
+            Err(MadError::Length { len: 255 })
+        );
+        mad[0] = 2;
+        assert_eq!(
+            MadHeader::parse(&mad),
+            Err(MadError::BaseVersion { version: 2 })
+        );
+    }
+}

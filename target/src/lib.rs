@@ -1,1 +1,6 @@
-//! Placeholder until the crate's first module lands.
+//! The parts of `riserd`, the target daemon.
+//!
+//! # Modules
+//! - [`backend`]: where the bytes of a logical unit live: files, devices, memory.
+
+pub mod backend;

@@ -774,6 +774,10 @@ impl Ring {
 impl Drop for Ring {
     fn drop(&mut self) {
         if self.quiesce() {
+            // The kernel takes a closed ring apart later, on a thread of its own. Files and memory
+            // are let go of now, so that a file's lock ends with its last handle.
+            let _ = self.uring.submitter().unregister_files();
+            let _ = self.uring.submitter().unregister_buffers();
             // SAFETY: dropped once, here; nothing uses the slots afterwards.
             unsafe { ManuallyDrop::drop(&mut self.slots) };
         } else {

@@ -323,6 +323,22 @@ fn file_entries_are_used_again() {
     }
 }
 
+#[test]
+fn a_dropped_ring_has_let_go_of_its_files() {
+    let (a, mut b) = UnixStream::pair().unwrap();
+    let mut one = ring(4);
+    let handle = one.register_file(Arc::new(OwnedFd::from(a))).unwrap();
+    let m = Memory::new(4096).unwrap();
+    one.submit_recv(&handle, &[m.whole()], Receive::Some, Token(1))
+        .unwrap();
+    one.submit().unwrap();
+    drop(handle);
+    drop(one);
+    // The other end sees the end of the stream only once nobody holds the socket.
+    b.set_nonblocking(true).unwrap();
+    assert_eq!(b.read(&mut [0]).unwrap(), 0);
+}
+
 /// Number of open descriptors and mapped areas of this process.
 fn footprint() -> (usize, usize) {
     let fds = std::fs::read_dir("/proc/self/fd").unwrap().count();

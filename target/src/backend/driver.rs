@@ -1,0 +1,708 @@
+//! [`Driver`]: a worker's engine for block operations.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Instant;
+
+use riser_memory::{MemSlice, Memory};
+use riser_reactor::{
+    Completion, Durability, Fallocate, Handle, Offload, Ring, SubmitError, SyncKind, Token,
+};
+use riser_scsi::step::{Allocation, BackendError, BlockOp, StepResult};
+use slab::Slab;
+
+use super::errno::from_errno;
+use super::plan::{self, Bounds, Lacks, Stage};
+use super::store::{Medium, Store};
+use super::sys::{self, Align};
+
+/// Sizes of a driver, fixed when it is made.
+#[derive(Debug, Clone, Copy)]
+pub struct DriverConfig {
+    /// The top byte of every ring token of this driver, by which the worker knows its completions.
+    pub tag: u8,
+    /// Requests in flight at most.
+    pub depth: usize,
+    /// Pieces of one ring operation at most; no more than the ring's own bound.
+    pub pieces: usize,
+    /// Bytes of one bounce buffer; a multiple of 4096.
+    pub bounce: usize,
+    /// Number of bounce buffers; requests that find none wait.
+    pub bounces: usize,
+}
+
+impl Default for DriverConfig {
+    fn default() -> Self {
+        Self {
+            tag: 1,
+            depth: 256,
+            pieces: 256,
+            bounce: 128 << 10,
+            bounces: 4,
+        }
+    }
+}
+
+/// A store attached to a driver.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct StoreId(usize);
+
+/// The driver has as many requests as it takes; nothing was accepted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the backend driver has as many requests as it takes")]
+pub struct DriverFull;
+
+/// A finished request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Done {
+    /// The caller's name for it.
+    pub user: u64,
+    /// How it ended, in the logical unit's terms.
+    pub result: StepResult,
+}
+
+struct Attached {
+    store: Arc<Store>,
+    handle: Option<Handle>,
+    lacks: Lacks,
+    requests: usize,
+}
+
+struct Request {
+    user: u64,
+    store: StoreId,
+    op: BlockOp,
+    data: Vec<MemSlice>,
+    stage: Stage,
+    /// Bytes of the range that are finished within the stage.
+    done: u64,
+    state: State,
+    cancelled: bool,
+    /// The bounce buffer in use, and what of the request's memory it stands for.
+    bounce: Option<usize>,
+    window: Vec<MemSlice>,
+}
+
+/// Where a request waits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    /// For the ring.
+    Ring,
+    /// For the helper thread.
+    Helper,
+    /// For room in the ring, or a bounce buffer: in `stalled`.
+    Stalled,
+    /// For the time of a fault on purpose to come: in `delayed`.
+    Delayed {
+        until: Instant,
+        error: Option<BackendError>,
+    },
+}
+
+/// A worker's engine: takes block operations, works them through the ring, and gives results.
+///
+/// Every accepted request gives exactly one [`Done`]. Calls, in the worker's loop:
+/// [`submit`](Driver::submit) for new requests, [`handle_completion`](Driver::handle_completion)
+/// for every completion whose token has the driver's tag, then [`poll_done`](Driver::poll_done)
+/// until it gives nothing.
+pub struct Driver {
+    config: DriverConfig,
+    stores: Slab<Attached>,
+    requests: Slab<Request>,
+    /// At most `depth`, as all the following.
+    done: VecDeque<Done>,
+    stalled: VecDeque<usize>,
+    delayed: Vec<usize>,
+    bounce_memory: Memory,
+    idle_bounces: Vec<usize>,
+    zeroes: MemSlice,
+    helper: Option<Offload<io::Result<(bool, u64)>>>,
+    /// Empty lists with their memory, two per request that ended; at most twice `depth`.
+    spare: Vec<Vec<MemSlice>>,
+}
+
+impl std::fmt::Debug for Driver {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Driver")
+            .field("stores", &self.stores.len())
+            .field("requests", &self.requests.len())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Zeroes kept at hand for media that cannot zero by themselves.
+const ZEROES: usize = 64 << 10;
+
+/// Bytes of one ring operation at most.
+const MAX_OPERATION: usize = 1 << 30;
+
+impl Driver {
+    /// Makes a driver for the worker that owns the ring.
+    ///
+    /// # Errors
+    /// Where bounce memory cannot be mapped.
+    ///
+    /// # Panics
+    /// If a size in the configuration is zero or not a multiple as stated.
+    pub fn new(ring: &mut Ring, config: DriverConfig) -> io::Result<Self> {
+        assert!(config.depth > 0 && config.pieces > 0 && config.bounces > 0);
+        assert!(config.bounce > 0 && config.bounce.is_multiple_of(4096));
+        let bounce_memory = Memory::new(config.bounce * config.bounces)?;
+        let zeroes = Memory::new(ZEROES)?;
+        // Without registration the same operations are only slower.
+        let _ = ring.register_memory(&bounce_memory);
+        let _ = ring.register_memory(&zeroes);
+        Ok(Self {
+            config,
+            stores: Slab::new(),
+            requests: Slab::with_capacity(config.depth),
+            done: VecDeque::with_capacity(config.depth),
+            stalled: VecDeque::with_capacity(config.depth),
+            delayed: Vec::new(),
+            bounce_memory,
+            idle_bounces: (0..config.bounces).collect(),
+            zeroes: zeroes.whole(),
+            helper: None,
+            spare: Vec::new(),
+        })
+    }
+
+    /// Attaches a store, registering its file with the ring where there is room.
+    pub fn attach(&mut self, ring: &mut Ring, store: Arc<Store>) -> StoreId {
+        let handle = match &store.medium {
+            Medium::File { fd, .. } => Some(
+                ring.register_file(fd.clone())
+                    .unwrap_or_else(|_| Handle::new(fd.clone())),
+            ),
+            Medium::Ram(_) | Medium::Null => None,
+        };
+        StoreId(self.stores.insert(Attached {
+            store,
+            handle,
+            lacks: Lacks::default(),
+            requests: 0,
+        }))
+    }
+
+    /// Detaches a store that has no requests; false where it still has some.
+    ///
+    /// # Panics
+    /// If the store is not attached.
+    pub fn detach(&mut self, id: StoreId) -> bool {
+        let idle = self.stores[id.0].requests == 0;
+        if idle {
+            self.stores.remove(id.0);
+        }
+        idle
+    }
+
+    /// The attached store.
+    ///
+    /// # Panics
+    /// If the store is not attached.
+    #[must_use]
+    pub fn store(&self, id: StoreId) -> &Arc<Store> {
+        &self.stores[id.0].store
+    }
+
+    /// Requests accepted whose results have not been taken.
+    #[must_use]
+    pub fn in_flight(&self) -> usize {
+        self.requests.len() + self.done.len()
+    }
+
+    /// Whether a completion's token is one of this driver's.
+    #[must_use]
+    pub fn owns(&self, token: Token) -> bool {
+        (token.0 >> 56) as u8 == self.config.tag
+    }
+
+    /// Accepts a block operation. `data` is the command's whole buffer, of which the operation says
+    /// what part it moves; it is kept alive until the result. `user` comes back in [`Done`].
+    ///
+    /// Memory and null backends finish at once; the result still comes from
+    /// [`poll_done`](Driver::poll_done).
+    ///
+    /// # Errors
+    /// [`DriverFull`] at the bound on requests; the caller keeps the operation.
+    ///
+    /// # Panics
+    /// If the store is not attached, the range is not in whole blocks, or the buffer is shorter
+    /// than the operation: the logical unit checks all this.
+    pub fn submit(
+        &mut self,
+        ring: &mut Ring,
+        store: StoreId,
+        op: BlockOp,
+        data: &[MemSlice],
+        user: u64,
+    ) -> Result<(), DriverFull> {
+        if self.in_flight() >= self.config.depth {
+            return Err(DriverFull);
+        }
+        let attached = &mut self.stores[store.0];
+        let block = u64::from(attached.store.geometry().block_size);
+        let (offset, len) = plan::range(&op);
+        assert!(
+            offset.is_multiple_of(block) && len.is_multiple_of(block),
+            "{op:?} is not in whole blocks"
+        );
+        attached.requests += 1;
+        let strike = attached.store.faults.as_ref().and_then(|f| f.strike(&op));
+        let volatile = attached.store.geometry().write_cache;
+        let mut kept = self.spare.pop().unwrap_or_default();
+        kept.extend_from_slice(data);
+        let index = self.requests.insert(Request {
+            user,
+            store,
+            op,
+            data: kept,
+            stage: plan::first_stage(&op, volatile, attached.lacks),
+            done: 0,
+            state: State::Stalled,
+            cancelled: false,
+            bounce: None,
+            window: self.spare.pop().unwrap_or_default(),
+        });
+        match strike {
+            Some((delay, error)) if !delay.is_zero() => {
+                let until = Instant::now() + delay;
+                self.requests[index].state = State::Delayed { until, error };
+                self.delayed.push(index);
+            }
+            Some((_, Some(error))) => self.finish(index, StepResult::Failed(error)),
+            _ => self.begin(ring, index),
+        }
+        Ok(())
+    }
+
+    /// Asks that every request of this name end soon. Each still gives its [`Done`]: what waits
+    /// ends as aborted, what the disk already does ends as it may.
+    pub fn cancel(&mut self, ring: &mut Ring, user: u64) {
+        let named: Vec<usize> = self
+            .requests
+            .iter()
+            .filter_map(|(i, r)| (r.user == user).then_some(i))
+            .collect();
+        for index in named {
+            let request = &mut self.requests[index];
+            request.cancelled = true;
+            match request.state {
+                // A ring that takes no cancellation lets the operation run to its end.
+                State::Ring => drop(ring.cancel(self.token(index))),
+                State::Helper => {}
+                State::Stalled | State::Delayed { .. } => {
+                    self.stalled.retain(|&i| i != index);
+                    self.delayed.retain(|&i| i != index);
+                    self.finish(index, StepResult::Failed(BackendError::Aborted));
+                }
+            }
+        }
+    }
+
+    /// Takes a completion of one of the driver's ring operations.
+    ///
+    /// # Panics
+    /// If the token is not of this driver: the worker routes by [`owns`](Driver::owns).
+    pub fn handle_completion(&mut self, ring: &mut Ring, completion: &Completion) {
+        assert!(self.owns(completion.token), "a completion of another's");
+        let index = (completion.token.0 & !(0xff << 56)) as usize;
+        let result = match u32::try_from(completion.result) {
+            Ok(n) => Ok(n as usize),
+            Err(_) => Err(-completion.result),
+        };
+        self.on_result(ring, index, result);
+    }
+
+    /// The next finished request. Also moves on what waited for room, for the helper thread, or
+    /// for a delay to pass, so call it after every park.
+    pub fn poll_done(&mut self, ring: &mut Ring) -> Option<Done> {
+        self.move_on(ring);
+        self.done.pop_front()
+    }
+
+    /// When [`poll_done`](Driver::poll_done) must be called even though nothing completed.
+    #[must_use]
+    pub fn poll_deadline(&self) -> Option<Instant> {
+        self.delayed
+            .iter()
+            .filter_map(|&i| match self.requests[i].state {
+                State::Delayed { until, .. } => Some(until),
+                State::Ring | State::Helper | State::Stalled => None,
+            })
+            .min()
+    }
+
+    fn token(&self, index: usize) -> Token {
+        Token((u64::from(self.config.tag) << 56) | index as u64)
+    }
+
+    fn move_on(&mut self, ring: &mut Ring) {
+        while let Some((token, result)) = self.helper.as_mut().and_then(Offload::poll_result) {
+            self.on_extent(token.0 as usize, result);
+        }
+        if !self.delayed.is_empty() {
+            let now = Instant::now();
+            for index in std::mem::take(&mut self.delayed) {
+                match self.requests[index].state {
+                    State::Delayed { until, .. } if until > now => self.delayed.push(index),
+                    State::Delayed {
+                        error: Some(error), ..
+                    } => self.finish(index, StepResult::Failed(error)),
+                    _ => self.begin(ring, index),
+                }
+            }
+        }
+        for _ in 0..self.stalled.len() {
+            if let Some(index) = self.stalled.pop_front() {
+                self.issue(ring, index);
+            }
+        }
+    }
+
+    /// Starts a request on its medium.
+    fn begin(&mut self, ring: &mut Ring, index: usize) {
+        let request = &self.requests[index];
+        let store = self.stores[request.store.0].store.clone();
+        let result = match &store.medium {
+            Medium::File { .. } => return self.issue(ring, index),
+            Medium::Ram(ram) => {
+                let (offset, len) = plan::range(&request.op);
+                match request.op {
+                    BlockOp::Read { .. } => ram.read(offset, &self.cut_all(index)),
+                    BlockOp::Write { .. } => ram.write(offset, &self.cut_all(index)),
+                    BlockOp::Discard { .. } | BlockOp::WriteZeroes { unmap: true, .. } => {
+                        ram.discard(offset, len);
+                    }
+                    BlockOp::WriteZeroes { .. } => ram.zero(offset, len),
+                    BlockOp::Flush { .. } | BlockOp::Status { .. } => {}
+                }
+                match request.op {
+                    BlockOp::Status { .. } => {
+                        let (allocation, len) = ram.status(offset, len);
+                        StepResult::Status { allocation, len }
+                    }
+                    _ => StepResult::Done,
+                }
+            }
+            Medium::Null => match request.op {
+                // Old bytes of the buffer may be another initiator's.
+                BlockOp::Read { .. } => {
+                    for piece in self.cut_all(index) {
+                        piece.fill(0, piece.len(), 0);
+                    }
+                    StepResult::Done
+                }
+                BlockOp::Status { len, .. } => StepResult::Status {
+                    allocation: Allocation::Deallocated,
+                    len,
+                },
+                _ => StepResult::Done,
+            },
+        };
+        let writes = matches!(
+            self.requests[index].op,
+            BlockOp::Write { .. } | BlockOp::Discard { .. } | BlockOp::WriteZeroes { .. }
+        );
+        debug_assert!(
+            !(writes && store.geometry().read_only),
+            "the unit refuses these"
+        );
+        self.finish(index, result);
+    }
+
+    /// The part of the buffer that a read or write moves.
+    fn cut_all(&self, index: usize) -> Vec<MemSlice> {
+        let request = &self.requests[index];
+        let (start, len) = buffer_range(&request.op);
+        let bounds = Bounds {
+            pieces: usize::MAX,
+            bytes: len,
+        };
+        let mut out = Vec::new();
+        if len > 0 {
+            plan::cut_window(&request.data, start, len, None, bounds, &mut out);
+        }
+        out
+    }
+
+    /// Puts the next ring operation of a request into the ring, or the request aside.
+    fn issue(&mut self, ring: &mut Ring, index: usize) {
+        let token = self.token(index);
+        let request = &mut self.requests[index];
+        let attached = &self.stores[request.store.0];
+        let Medium::File { fd, align, device } = &attached.store.medium else {
+            unreachable!("only files reach the ring");
+        };
+        let handle = attached.handle.as_ref().expect("files have handles");
+        let (offset, len) = plan::range(&request.op);
+        let (at, left) = (offset + request.done, len - request.done);
+        let moves = matches!(
+            request.stage,
+            Stage::Transfer | Stage::Punch | Stage::Zero | Stage::Fill
+        );
+        if left == 0 && moves {
+            return self.after_stage(ring, index);
+        }
+        let durable = match plan::is_durable(&request.op, attached.store.geometry().write_cache) {
+            true => Durability::Durable,
+            false => Durability::Cached,
+        };
+        let queued = match request.stage {
+            Stage::SyncFirst | Stage::SyncLast => ring.submit_sync(handle, SyncKind::Data, token),
+            Stage::Punch => ring.submit_fallocate(handle, Fallocate::PunchHole, at, left, token),
+            Stage::Zero => ring.submit_fallocate(handle, Fallocate::ZeroRange, at, left, token),
+            Stage::Fill => {
+                let most = (ZEROES * self.config.pieces.min(16)).min(MAX_OPERATION) as u64;
+                fill_window(&self.zeroes, left.min(most), &mut request.window);
+                ring.submit_write(handle, at, &request.window, Durability::Cached, token)
+            }
+            Stage::Transfer => {
+                let bounces = (&mut self.idle_bounces, &self.bounce_memory);
+                let Some(memory) = cut_transfer(request, *align, self.config, bounces) else {
+                    request.state = State::Stalled;
+                    self.stalled.push_back(index);
+                    return;
+                };
+                let list = memory
+                    .as_ref()
+                    .map_or(&request.window[..], std::slice::from_ref);
+                match request.op {
+                    BlockOp::Read { .. } => ring.submit_read(handle, at, list, token),
+                    _ => ring.submit_write(handle, at, list, durable, token),
+                }
+            }
+            Stage::Extent if *device => {
+                let result = StepResult::Status {
+                    allocation: Allocation::Mapped,
+                    len,
+                };
+                return self.finish(index, result);
+            }
+            Stage::Extent => {
+                let fd = fd.clone();
+                return self.ask_helper(ring, index, fd, offset, len);
+            }
+        };
+        match queued {
+            Ok(()) => request.state = State::Ring,
+            Err(SubmitError::Full) => {
+                self.free_bounce(index);
+                self.requests[index].state = State::Stalled;
+                self.stalled.push_back(index);
+            }
+            // Lists and lengths keep the ring's bounds, so this is a ring that has failed.
+            Err(_) => self.finish(index, StepResult::Failed(BackendError::Internal)),
+        }
+    }
+
+    fn on_result(&mut self, ring: &mut Ring, index: usize, result: Result<usize, i32>) {
+        let request = &mut self.requests[index];
+        let attached = &mut self.stores[request.store.0];
+        let at = plan::range(&request.op).0 + request.done;
+        match (request.stage, result) {
+            (Stage::Transfer | Stage::Fill, Ok(moved)) => {
+                let align = match &attached.store.medium {
+                    Medium::File { align, .. } => align.map_or(1, |a| a.offset as usize),
+                    Medium::Ram(_) | Medium::Null => 1,
+                };
+                // Direct I/O goes on at a whole block.
+                let moved = moved - moved % align;
+                if moved == 0 {
+                    // The end of a file that became shorter.
+                    let error = BackendError::Medium { offset: Some(at) };
+                    return self.finish(index, StepResult::Failed(error));
+                }
+                self.settle_bounce(index, moved);
+                self.requests[index].done += moved as u64;
+                if self.requests[index].cancelled {
+                    self.finish(index, StepResult::Failed(BackendError::Aborted));
+                } else {
+                    self.issue(ring, index);
+                }
+            }
+            (Stage::SyncFirst | Stage::SyncLast | Stage::Punch | Stage::Zero, Ok(_)) => {
+                self.after_stage(ring, index);
+            }
+            (Stage::Punch, Err(libc::EOPNOTSUPP)) => {
+                attached.lacks.punch = true;
+                request.stage = if attached.lacks.zero {
+                    Stage::Fill
+                } else {
+                    Stage::Zero
+                };
+                self.issue(ring, index);
+            }
+            (Stage::Zero, Err(libc::EOPNOTSUPP)) => {
+                attached.lacks.zero = true;
+                request.stage = Stage::Fill;
+                self.issue(ring, index);
+            }
+            (_, Err(errno)) => self.finish(index, StepResult::Failed(from_errno(errno, at))),
+            (Stage::Extent, Ok(_)) => unreachable!("extents are the helper's"),
+        }
+    }
+
+    /// Moves a request whose stage is wholly done to the next, or to its end.
+    fn after_stage(&mut self, ring: &mut Ring, index: usize) {
+        let request = &mut self.requests[index];
+        let volatile = self.stores[request.store.0].store.geometry().write_cache;
+        match plan::next_stage(&request.op, request.stage, volatile) {
+            None => self.finish(index, StepResult::Done),
+            Some(_) if request.cancelled => {
+                self.finish(index, StepResult::Failed(BackendError::Aborted));
+            }
+            Some(stage) => {
+                request.stage = stage;
+                request.done = 0;
+                self.issue(ring, index);
+            }
+        }
+    }
+
+    fn ask_helper(&mut self, ring: &Ring, index: usize, fd: Arc<OwnedFd>, offset: u64, len: u64) {
+        if self.helper.is_none() {
+            self.helper = Offload::new(self.config.depth, ring.waker()).ok();
+        }
+        let job = move || sys::extent(fd.as_fd(), offset, len);
+        let asked = self
+            .helper
+            .as_mut()
+            .is_some_and(|h| h.submit(Token(index as u64), job).is_ok());
+        if asked {
+            self.requests[index].state = State::Helper;
+        } else {
+            // No helper can be had: a backend may always say that it cannot tell.
+            self.on_extent(index, Ok((true, len)));
+        }
+    }
+
+    fn on_extent(&mut self, index: usize, result: io::Result<(bool, u64)>) {
+        let request = &self.requests[index];
+        let (offset, len) = plan::range(&request.op);
+        let block = u64::from(self.stores[request.store.0].store.geometry().block_size);
+        let answer = match result {
+            _ if request.cancelled => StepResult::Failed(BackendError::Aborted),
+            Ok((true, extent)) => StepResult::Status {
+                allocation: Allocation::Mapped,
+                len: extent.next_multiple_of(block).min(len),
+            },
+            // A block of which a part is data is mapped.
+            Ok((false, extent)) if extent < block => StepResult::Status {
+                allocation: Allocation::Mapped,
+                len: block.min(len),
+            },
+            Ok((false, extent)) => StepResult::Status {
+                allocation: Allocation::Deallocated,
+                len: extent - extent % block,
+            },
+            // Some file systems cannot tell.
+            Err(e) if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP)) => {
+                StepResult::Status {
+                    allocation: Allocation::Mapped,
+                    len,
+                }
+            }
+            Err(e) => StepResult::Failed(from_errno(e.raw_os_error().unwrap_or(libc::EIO), offset)),
+        };
+        self.finish(index, answer);
+    }
+
+    /// Copies what a bounced read brought to where it belongs, and frees the bounce buffer.
+    fn settle_bounce(&mut self, index: usize, moved: usize) {
+        let request = &mut self.requests[index];
+        if let (Some(bounce), BlockOp::Read { .. }) = (request.bounce, request.op) {
+            let mut left = moved;
+            let mut pieces = Vec::new();
+            for piece in &request.window {
+                let take = piece.len().min(left);
+                pieces.extend(piece.slice(0..take));
+                left -= take;
+            }
+            let from = bounce * self.config.bounce;
+            let from = self.bounce_memory.slice(from..from + moved);
+            plan::copy_pieces(&pieces, &from.expect("within the buffer"), false);
+        }
+        self.free_bounce(index);
+    }
+
+    fn free_bounce(&mut self, index: usize) {
+        self.idle_bounces.extend(self.requests[index].bounce.take());
+    }
+
+    fn finish(&mut self, index: usize, result: StepResult) {
+        self.free_bounce(index);
+        let request = self.requests.remove(index);
+        for mut list in [request.data, request.window] {
+            list.clear();
+            self.spare.push(list);
+        }
+        self.stores[request.store.0].requests -= 1;
+        self.done.push_back(Done {
+            user: request.user,
+            result,
+        });
+    }
+}
+
+/// The part of the command's buffer that an operation moves: start and length.
+fn buffer_range(op: &BlockOp) -> (usize, usize) {
+    match *op {
+        BlockOp::Read {
+            len, buffer_offset, ..
+        }
+        | BlockOp::Write {
+            len, buffer_offset, ..
+        } => (buffer_offset as usize, len as usize),
+        _ => (0, 0),
+    }
+}
+
+/// Cuts the next window of a read or write. `None` where it needs a bounce buffer and none is idle;
+/// otherwise the bounce memory to use, or nothing where the request's own memory will do.
+#[allow(
+    clippy::option_option,
+    reason = "waiting and not needing are different answers"
+)]
+fn cut_transfer(
+    request: &mut Request,
+    align: Option<Align>,
+    config: DriverConfig,
+    (idle, memory): (&mut Vec<usize>, &Memory),
+) -> Option<Option<MemSlice>> {
+    let (start, len) = buffer_range(&request.op);
+    let (start, left) = (start + request.done as usize, len - request.done as usize);
+    let mut bounds = Bounds {
+        pieces: config.pieces,
+        bytes: MAX_OPERATION,
+    };
+    let out = &mut request.window;
+    let window = plan::cut_window(&request.data, start, left, align, bounds, out);
+    if window.aligned {
+        return Some(None);
+    }
+    let bounce = idle.pop()?;
+    request.bounce = Some(bounce);
+    bounds.bytes = config.bounce;
+    let window = plan::cut_window(&request.data, start, left, align, bounds, out);
+    let from = bounce * config.bounce;
+    let slice = memory
+        .slice(from..from + window.len)
+        .expect("a window no longer than a bounce buffer");
+    if let BlockOp::Write { .. } = request.op {
+        plan::copy_pieces(out, &slice, true);
+    }
+    Some(Some(slice))
+}
+
+/// A list that names the same zeroes again and again.
+fn fill_window(zeroes: &MemSlice, mut len: u64, out: &mut Vec<MemSlice>) {
+    out.clear();
+    while len > 0 {
+        let take = len.min(zeroes.len() as u64);
+        out.extend(zeroes.slice(0..take as usize));
+        len -= take;
+    }
+}

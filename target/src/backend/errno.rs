@@ -1,0 +1,52 @@
+//! What a host error means to a logical unit.
+
+use riser_scsi::step::BackendError;
+
+/// Translates an error number of an operation whose first unfinished byte is at `offset`.
+///
+/// What may pass (`EAGAIN`, no memory, a cancellation) may be retried by the initiator; what says
+/// that the data is bad names the place; what says that the device is gone is not ready.
+pub(super) fn from_errno(errno: i32, offset: u64) -> BackendError {
+    match errno {
+        libc::EIO
+        | libc::EILSEQ
+        | libc::ENODATA
+        | libc::EREMOTEIO
+        | libc::EBADMSG
+        | libc::EUCLEAN => BackendError::Medium {
+            offset: Some(offset),
+        },
+        libc::ENOSPC | libc::EDQUOT | libc::EFBIG => BackendError::NoSpace,
+        libc::EROFS | libc::EPERM | libc::EACCES | libc::EBADF => BackendError::ReadOnly,
+        libc::ENODEV
+        | libc::ENXIO
+        | libc::ENOMEDIUM
+        | libc::ESHUTDOWN
+        | libc::ENOLINK
+        | libc::ESTALE
+        | libc::ETIMEDOUT => BackendError::NotReady,
+        libc::ECANCELED | libc::EINTR | libc::EAGAIN | libc::ENOMEM | libc::EBUSY => {
+            BackendError::Aborted
+        }
+        _ => BackendError::Internal,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_keep_their_meaning() {
+        for (errno, expected) in [
+            (5, BackendError::Medium { offset: Some(512) }),
+            (28, BackendError::NoSpace),
+            (30, BackendError::ReadOnly),
+            (19, BackendError::NotReady),
+            (125, BackendError::Aborted),
+            (14, BackendError::Internal),
+        ] {
+            assert_eq!(from_errno(errno, 512), expected);
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! Errors and delays on purpose.
+//!
+//! A [`Store`](super::Store) opened with a [`Faults`] list consults it once per request, before the
+//! request reaches the medium. Used by tests and by the configuration's `faults` section only.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use riser_scsi::step::{BackendError, BlockOp};
+
+/// Which requests a fault strikes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FaultOn {
+    /// Every request.
+    Any,
+    /// Reads.
+    Read,
+    /// Writes and zeroing.
+    Write,
+    /// Flushes.
+    Flush,
+    /// Discards.
+    Discard,
+}
+
+impl FaultOn {
+    fn includes(self, op: &BlockOp) -> bool {
+        match self {
+            Self::Any => true,
+            Self::Read => matches!(op, BlockOp::Read { .. }),
+            Self::Write => matches!(op, BlockOp::Write { .. } | BlockOp::WriteZeroes { .. }),
+            Self::Flush => matches!(op, BlockOp::Flush { .. }),
+            Self::Discard => matches!(op, BlockOp::Discard { .. }),
+        }
+    }
+}
+
+/// One thing that goes wrong.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fault {
+    /// The kind of request.
+    pub on: FaultOn,
+    /// First byte of the bad range.
+    pub offset: u64,
+    /// Length of the bad range in bytes; a request that touches any byte of it is struck.
+    pub len: u64,
+    /// How often it strikes before it is gone; `None` is for ever.
+    pub times: Option<u32>,
+    /// How long the request waits before it fails or goes on.
+    pub delay: Duration,
+    /// How it fails; `None` only delays.
+    pub error: Option<BackendError>,
+}
+
+/// A list of faults; the first that matches a request strikes it.
+#[derive(Debug, Default)]
+pub struct Faults(Mutex<Vec<Fault>>);
+
+impl Faults {
+    /// A list of these faults.
+    #[must_use]
+    pub fn new(faults: Vec<Fault>) -> Self {
+        Self(Mutex::new(faults))
+    }
+
+    /// Replaces the list, also while requests are under way.
+    pub fn set(&self, faults: Vec<Fault>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = faults;
+    }
+
+    /// What strikes this request: a delay, then perhaps an error.
+    pub(super) fn strike(&self, op: &BlockOp) -> Option<(Duration, Option<BackendError>)> {
+        let mut list = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let (offset, len) = super::plan::range(op);
+        let index = list.iter().position(|f| {
+            f.on.includes(op)
+                && offset < f.offset.saturating_add(f.len)
+                && f.offset < offset.saturating_add(len.max(1))
+        })?;
+        let fault = &mut list[index];
+        let answer = (fault.delay, fault.error);
+        if let Some(times) = &mut fault.times {
+            *times = times.saturating_sub(1);
+            if *times == 0 {
+                list.remove(index);
+            }
+        }
+        Some(answer)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fault_strikes_its_range_its_kind_and_its_number_of_times() {
+        let faults = Faults::new(vec![Fault {
+            on: FaultOn::Read,
+            offset: 4096,
+            len: 4096,
+            times: Some(2),
+            delay: Duration::ZERO,
+            error: Some(BackendError::NoSpace),
+        }]);
+        let read = |offset, len| BlockOp::Read {
+            offset,
+            len,
+            buffer_offset: 0,
+            fua: false,
+        };
+        assert!(faults.strike(&read(0, 4096)).is_none());
+        assert!(faults.strike(&read(8192, 512)).is_none());
+        assert!(
+            faults
+                .strike(&BlockOp::Flush {
+                    offset: 0,
+                    len: 8192
+                })
+                .is_none()
+        );
+        assert!(faults.strike(&read(8191, 1)).is_some());
+        assert!(faults.strike(&read(0, 65536)).is_some());
+        assert!(faults.strike(&read(4096, 512)).is_none());
+    }
+}

@@ -1,0 +1,52 @@
+//! Where the bytes of a logical unit live.
+//!
+//! A logical unit asks for block operations ([`riser_scsi::step::BlockOp`]); this module carries them out
+//! on a file, a block device, memory, or nothing at all, through the worker's own
+//! [`Ring`](riser_reactor::Ring).
+//!
+//! # Modules
+//! - `store`: [`Store`], one opened backend, shared by all workers: size, lock, alignment.
+//! - `driver`: [`Driver`], a worker's engine: requests in, ring operations out, results back.
+//! - `plan`: what the ring does for a request, step by step; pure.
+//! - `ram`: the sparse memory of a RAM disk.
+//! - `fault`: errors and delays on purpose, for tests.
+//! - `errno`: what a host error means to a logical unit.
+//! - `sys`: the system calls the standard library lacks.
+//!
+//! # Promises
+//! - **Durability.** With `write_cache: off`, every write, zeroing and discard is on stable storage
+//!   before it completes. With `write_cache: on`, only those with FUA and those before a completed
+//!   flush are. A FUA read makes the cached data of the unit durable first.
+//! - **All or an error.** A short read or write is resumed until the range is done. The end of a
+//!   file that shrank under us is a medium error, never made-up data.
+//! - **Exclusive.** A file or device that is served for writing is locked against every other
+//!   `riserd`, and every second backend of this one.
+//! - **Bounds.** Requests in flight, their scatter lists and the bounce memory are bounded when the
+//!   driver is made.
+//!
+//! # Direct I/O and small blocks
+//! `O_DIRECT` moves whole device blocks. A unit with 512-byte blocks on a file system that wants
+//! 4096 would need a read, a change and a write for a small write, which two workers could
+//! interleave and so lose one another's data. Such a unit is therefore served through the page
+//! cache: `direct: auto` falls back, `direct: on` is refused with the reason. Memory that is not
+//! aligned well enough is no such problem and goes through a bounce buffer.
+//!
+//! # Discard
+//! Always by punching holes, on block devices too: that is the discard after which the kernel
+//! promises zeroes, which the logical unit has promised the initiator. The device's bare
+//! `BLKDISCARD` promises nothing.
+
+mod driver;
+mod errno;
+mod fault;
+mod plan;
+mod ram;
+mod store;
+mod sys;
+
+pub use driver::{Done, Driver, DriverConfig, DriverFull, StoreId};
+pub use fault::{Fault, FaultOn, Faults};
+pub use store::{Direct, Geometry, OpenError, Resized, Source, Spec, Store};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,311 @@
+//! What the ring does for a request, step by step. Pure: no I/O, no clock.
+
+use riser_memory::MemSlice;
+use riser_scsi::step::BlockOp;
+
+use super::sys::Align;
+
+/// The bytes of the medium an operation is about: offset and length.
+pub(super) fn range(op: &BlockOp) -> (u64, u64) {
+    match *op {
+        BlockOp::Read { offset, len, .. } | BlockOp::Write { offset, len, .. } => {
+            (offset, u64::from(len))
+        }
+        BlockOp::Flush { offset, len }
+        | BlockOp::Discard { offset, len }
+        | BlockOp::WriteZeroes { offset, len, .. }
+        | BlockOp::Status { offset, len } => (offset, len),
+    }
+}
+
+/// What a request is doing. Reads and writes move the data window by window; everything else is one
+/// call, perhaps with another before or after it.
+///
+/// ```text
+/// Read   ─(fua, cache)→ SyncFirst → Transfer ─→ done
+/// Write  ──────────────────────────→ Transfer ─→ done
+/// Flush  ─────────────────────────────────────→ SyncLast → done
+/// Discard ─→ Punch ─(unsupported)→ Zero ─(unsupported)→ Fill ─→ SyncLast → done
+/// WriteZeroes ─(unmap)→ Punch, else Zero …
+/// Status ─→ Extent → done
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// Makes cached data durable before it is read from the medium.
+    SyncFirst,
+    /// Moves data between buffer and medium.
+    Transfer,
+    /// Frees the range.
+    Punch,
+    /// Zeroes the range with the space kept.
+    Zero,
+    /// Writes zeroes, where the medium knows no better way.
+    Fill,
+    /// Makes what was done durable.
+    SyncLast,
+    /// Asks for the state of an extent.
+    Extent,
+}
+
+/// What the medium has shown not to support.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Lacks {
+    pub(super) punch: bool,
+    pub(super) zero: bool,
+}
+
+/// Where a request begins. `volatile` says that completed writes may still be in a cache.
+pub(super) fn first_stage(op: &BlockOp, volatile: bool, lacks: Lacks) -> Stage {
+    match op {
+        BlockOp::Read { fua: true, .. } if volatile => Stage::SyncFirst,
+        BlockOp::Read { .. } | BlockOp::Write { .. } => Stage::Transfer,
+        BlockOp::Flush { .. } => Stage::SyncLast,
+        BlockOp::Discard { .. } | BlockOp::WriteZeroes { unmap: true, .. } if !lacks.punch => {
+            Stage::Punch
+        }
+        BlockOp::Discard { .. } | BlockOp::WriteZeroes { .. } if !lacks.zero => Stage::Zero,
+        BlockOp::Discard { .. } | BlockOp::WriteZeroes { .. } => Stage::Fill,
+        BlockOp::Status { .. } => Stage::Extent,
+    }
+}
+
+/// What follows a stage that is wholly done; `None` where the request is.
+pub(super) fn next_stage(op: &BlockOp, stage: Stage, volatile: bool) -> Option<Stage> {
+    match stage {
+        Stage::SyncFirst => Some(Stage::Transfer),
+        Stage::Transfer | Stage::SyncLast | Stage::Extent => None,
+        Stage::Punch | Stage::Zero | Stage::Fill => {
+            let fua = matches!(op, BlockOp::WriteZeroes { fua: true, .. });
+            (fua || !volatile).then_some(Stage::SyncLast)
+        }
+    }
+}
+
+/// Whether the writes of an operation must be durable when they complete.
+pub(super) fn is_durable(op: &BlockOp, volatile: bool) -> bool {
+    !volatile || matches!(op, BlockOp::Write { fua: true, .. })
+}
+
+/// Bounds of one ring operation.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Bounds {
+    /// Pieces at most.
+    pub(super) pieces: usize,
+    /// Bytes at most; a multiple of 4096.
+    pub(super) bytes: usize,
+}
+
+/// A part of a request's buffer that one ring operation moves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Window {
+    /// Bytes.
+    pub(super) len: usize,
+    /// Whether direct I/O can use the memory as it lies.
+    pub(super) aligned: bool,
+}
+
+/// Cuts the next window, from `start` bytes into the buffer and at most `len` long, into `out`.
+///
+/// With an alignment, the window's length is a multiple of the device's block as long as `len` is.
+///
+/// # Panics
+/// If the buffer ends before `start + len`: the logical unit promised otherwise.
+pub(super) fn cut_window(
+    buffer: &[MemSlice],
+    start: usize,
+    len: usize,
+    align: Option<Align>,
+    bounds: Bounds,
+    out: &mut Vec<MemSlice>,
+) -> Window {
+    out.clear();
+    let want = len.min(bounds.bytes);
+    let mut skip = start;
+    let mut got = 0;
+    let mut aligned = true;
+    // Pieces so small that the bound on their number comes before one whole block are copied
+    // through a bounce buffer, so then the bound does not matter.
+    let least = align.map_or(1, |a| a.offset as usize);
+    for piece in buffer {
+        if got == want || (out.len() >= bounds.pieces && got >= least) {
+            break;
+        }
+        if skip >= piece.len() {
+            skip -= piece.len();
+            continue;
+        }
+        let take = (piece.len() - skip).min(want - got);
+        let part = piece
+            .slice(skip..skip + take)
+            .expect("cut within the piece");
+        skip = 0;
+        got += take;
+        if let Some(a) = align {
+            aligned &= part.addr() % u64::from(a.memory) == 0;
+            aligned &= take.is_multiple_of(a.offset as usize);
+        }
+        out.push(part);
+    }
+    assert!(
+        got == want || out.len() >= bounds.pieces,
+        "a buffer shorter than its operation"
+    );
+    if let Some(a) = align {
+        // Too many small pieces: the tail that is no whole block waits for the next window.
+        let whole = got - got % a.offset as usize;
+        assert!(whole > 0, "an operation that is not in whole blocks");
+        trim(out, got - whole);
+        got = whole;
+    }
+    Window { len: got, aligned }
+}
+
+/// Takes `excess` bytes off the end.
+fn trim(list: &mut Vec<MemSlice>, mut excess: usize) {
+    while excess > 0 {
+        let last = list.pop().expect("less excess than bytes");
+        if last.len() > excess {
+            let keep = last.len() - excess;
+            list.push(last.slice(0..keep).expect("shorter than it was"));
+            return;
+        }
+        excess -= last.len();
+    }
+}
+
+/// Copies between a window's pieces and bounce memory.
+pub(super) fn copy_pieces(pieces: &[MemSlice], bounce: &MemSlice, into_bounce: bool) {
+    let mut at = 0;
+    for p in pieces {
+        let (from, from_at, to, to_at) = if into_bounce {
+            (
+                p.memory(),
+                p.offset(),
+                bounce.memory(),
+                bounce.offset() + at,
+            )
+        } else {
+            (
+                bounce.memory(),
+                bounce.offset() + at,
+                p.memory(),
+                p.offset(),
+            )
+        };
+        riser_memory::Memory::copy(from, from_at, to, to_at, p.len());
+        at += p.len();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use riser_memory::Memory;
+
+    const ALIGN: Option<Align> = Some(Align {
+        memory: 512,
+        offset: 512,
+    });
+
+    #[test]
+    fn requests_go_through_the_stages_their_durability_needs() {
+        let read = BlockOp::Read {
+            offset: 0,
+            len: 512,
+            buffer_offset: 0,
+            fua: true,
+        };
+        assert_eq!(first_stage(&read, true, Lacks::default()), Stage::SyncFirst);
+        assert_eq!(first_stage(&read, false, Lacks::default()), Stage::Transfer);
+        assert_eq!(
+            next_stage(&read, Stage::SyncFirst, true),
+            Some(Stage::Transfer)
+        );
+        let zero = |unmap, fua| BlockOp::WriteZeroes {
+            offset: 0,
+            len: 512,
+            unmap,
+            fua,
+        };
+        assert_eq!(
+            first_stage(&zero(true, false), true, Lacks::default()),
+            Stage::Punch
+        );
+        assert_eq!(
+            first_stage(&zero(false, false), true, Lacks::default()),
+            Stage::Zero
+        );
+        let nothing = Lacks {
+            punch: true,
+            zero: true,
+        };
+        assert_eq!(first_stage(&zero(true, false), true, nothing), Stage::Fill);
+        assert_eq!(next_stage(&zero(true, false), Stage::Punch, true), None);
+        assert_eq!(
+            next_stage(&zero(true, true), Stage::Punch, true),
+            Some(Stage::SyncLast)
+        );
+        let discard = BlockOp::Discard {
+            offset: 0,
+            len: 512,
+        };
+        assert_eq!(
+            next_stage(&discard, Stage::Punch, false),
+            Some(Stage::SyncLast)
+        );
+    }
+
+    #[test]
+    fn a_window_of_odd_pieces_is_cut_to_whole_blocks() {
+        let m = Memory::new(8192).unwrap();
+        let list: Vec<_> = (0..8)
+            .map(|i| m.slice(i * 1000..i * 1000 + 300).unwrap())
+            .collect();
+        let mut out = Vec::new();
+        let bounds = Bounds {
+            pieces: 2,
+            bytes: 4096,
+        };
+        let w = cut_window(&list, 0, 2048, ALIGN, bounds, &mut out);
+        assert_eq!(
+            w,
+            Window {
+                len: 512,
+                aligned: false
+            }
+        );
+        assert_eq!(
+            out.iter().map(MemSlice::len).collect::<Vec<_>>(),
+            [300, 212]
+        );
+        let w = cut_window(&list, 512, 2048 - 512, None, bounds, &mut out);
+        assert_eq!(w.len, 88 + 300);
+    }
+
+    proptest! {
+        #[test]
+        fn windows_tile_the_buffer(
+            lens in prop::collection::vec(1usize..3000, 1..20),
+            pieces in 1usize..5,
+            start in 0usize..1000,
+        ) {
+            let m = Memory::new(65536).unwrap();
+            let mut at = 0;
+            let list: Vec<_> = lens.iter().map(|&l| { at += l; m.slice(at - l..at).unwrap() }).collect();
+            let total = at;
+            prop_assume!(start < total);
+            let bounds = Bounds { pieces, bytes: 4096 };
+            let mut out = Vec::new();
+            let mut pos = start;
+            while pos < total {
+                let w = cut_window(&list, pos, total - pos, None, bounds, &mut out);
+                prop_assert!(w.len > 0 && w.len <= 4096 && out.len() <= pieces);
+                prop_assert_eq!(out.iter().map(MemSlice::len).sum::<usize>(), w.len);
+                prop_assert_eq!(out[0].addr(), m.addr() + pos as u64);
+                pos += w.len;
+            }
+            prop_assert_eq!(pos, total);
+        }
+    }
+}

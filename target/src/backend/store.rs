@@ -1,0 +1,493 @@
+//! [`Store`]: one opened backend, shared by all workers.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use riser_memory::Memory;
+
+use super::fault::Faults;
+use super::ram::{self, Ram};
+use super::sys::{self, Align, Lock};
+
+/// Whether to bypass the page cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Direct {
+    /// Where the file system and the block size allow it.
+    #[default]
+    Auto,
+    /// Always; opening fails where it cannot be.
+    On,
+    /// Never.
+    Off,
+}
+
+/// What a backend is made of.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// A regular file.
+    File {
+        /// Its path.
+        path: PathBuf,
+        /// Its size in bytes; by default, what it has.
+        size: Option<u64>,
+        /// Create it, or extend it to `size`, sparsely.
+        create: bool,
+    },
+    /// A block device, whole.
+    Device {
+        /// Its path.
+        path: PathBuf,
+    },
+    /// Memory of this process, allocated as it is written.
+    Ram {
+        /// Size in bytes.
+        size: u64,
+    },
+    /// Nothing: takes every write, reads zeroes.
+    Null {
+        /// Size in bytes.
+        size: u64,
+    },
+}
+
+/// How to open a backend.
+#[derive(Debug, Clone)]
+pub struct Spec {
+    /// What it is made of.
+    pub source: Source,
+    /// Logical block size in bytes: a power of two from 512 to 4096.
+    pub block_size: u32,
+    /// Whether to bypass the page cache.
+    pub direct: Direct,
+    /// Whether completed writes may be volatile until a flush.
+    pub write_cache: bool,
+    /// Refuse writes, and let others read the file too.
+    pub read_only: bool,
+    /// Errors and delays on purpose.
+    pub faults: Option<Arc<Faults>>,
+}
+
+/// What a logical unit must know of its backend.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Geometry {
+    /// Size in bytes, a multiple of `block_size`.
+    pub capacity: u64,
+    /// Logical block size in bytes.
+    pub block_size: u32,
+    /// What the medium writes at once, in bytes; at least `block_size`.
+    pub physical_block: u32,
+    /// The unit in which space can be given back, in bytes; `None` where it cannot.
+    pub unmap_granularity: Option<u32>,
+    /// Writes fail.
+    pub read_only: bool,
+    /// Completed writes may be volatile until a flush.
+    pub write_cache: bool,
+    /// The medium turns.
+    pub rotational: bool,
+    /// The page cache is bypassed.
+    pub direct: bool,
+}
+
+/// A backend changed its size.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Resized {
+    /// Capacity before, in bytes.
+    pub from: u64,
+    /// Capacity now, in bytes.
+    pub to: u64,
+}
+
+/// Why a backend could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// A system call failed.
+    #[error("{}: cannot {action}: {source}", path.display())]
+    Io {
+        /// The backend.
+        path: PathBuf,
+        /// What was tried.
+        action: &'static str,
+        /// Why it failed.
+        source: io::Error,
+    },
+    /// The path is something else.
+    #[error("{}: is not a {expected}", path.display())]
+    Kind {
+        /// The backend.
+        path: PathBuf,
+        /// What it should be.
+        expected: &'static str,
+    },
+    /// Another process, or another backend of this one, has it.
+    #[error(
+        "{}: is in use: another riserd, another backend or another program holds its lock",
+        path.display()
+    )]
+    Locked {
+        /// The backend.
+        path: PathBuf,
+    },
+    /// The size on disk and the size asked for differ, and nothing says to change it.
+    #[error(
+        "{}: is {actual} bytes, not {wanted}; `create: true` extends a file, nothing shrinks one",
+        path.display()
+    )]
+    Size {
+        /// The backend.
+        path: PathBuf,
+        /// Size on disk in bytes.
+        actual: u64,
+        /// Size asked for in bytes.
+        wanted: u64,
+    },
+    /// There is not one whole block.
+    #[error("a backend of {size} bytes holds no block of {block_size} bytes")]
+    Empty {
+        /// Size in bytes.
+        size: u64,
+        /// Block size in bytes.
+        block_size: u32,
+    },
+    /// The block size is not supported.
+    #[error("a block size of {0} bytes; 512 and 4096 are supported")]
+    BlockSize(u32),
+    /// `direct: on` cannot be had.
+    #[error("{}: cannot be served with direct I/O: {reason}", path.display())]
+    Direct {
+        /// The backend.
+        path: PathBuf,
+        /// Why not.
+        reason: String,
+    },
+}
+
+/// How bytes are reached.
+#[derive(Debug)]
+pub(super) enum Medium {
+    /// Through a descriptor.
+    File {
+        fd: Arc<OwnedFd>,
+        /// Alignment, where I/O is direct.
+        align: Option<Align>,
+        device: bool,
+    },
+    /// In memory.
+    Ram(Ram),
+    /// Not at all.
+    Null,
+}
+
+/// One opened backend. Shared by all workers; each reaches it through its own
+/// [`Driver`](super::Driver). Closing the last reference unlocks it.
+#[derive(Debug)]
+pub struct Store {
+    pub(super) medium: Medium,
+    pub(super) faults: Option<Arc<Faults>>,
+    geometry: Geometry,
+    capacity: AtomicU64,
+}
+
+impl Store {
+    /// Opens, locks and measures a backend.
+    ///
+    /// # Errors
+    /// As named in [`OpenError`]; every message says which backend.
+    pub fn open(spec: &Spec) -> Result<Arc<Self>, OpenError> {
+        if !matches!(spec.block_size, 512 | 4096) {
+            return Err(OpenError::BlockSize(spec.block_size));
+        }
+        let (medium, mut geometry) = match &spec.source {
+            Source::File { path, size, create } => {
+                let file = open_file(spec, path, *size, *create)?;
+                measure_file(spec, path, file)?
+            }
+            Source::Device { path } => open_device(spec, path)?,
+            Source::Ram { size } => (
+                Medium::Ram(Ram::new()),
+                Geometry {
+                    unmap_granularity: Some(ram::CHUNK as u32),
+                    ..plain(spec, *size)
+                },
+            ),
+            Source::Null { size } => (
+                Medium::Null,
+                Geometry {
+                    unmap_granularity: Some(spec.block_size),
+                    ..plain(spec, *size)
+                },
+            ),
+        };
+        let size = geometry.capacity;
+        geometry.capacity = size - size % u64::from(spec.block_size);
+        if geometry.capacity == 0 {
+            return Err(OpenError::Empty {
+                size,
+                block_size: spec.block_size,
+            });
+        }
+        Ok(Arc::new(Self {
+            medium,
+            faults: spec.faults.clone(),
+            capacity: AtomicU64::new(geometry.capacity),
+            geometry,
+        }))
+    }
+
+    /// What a logical unit must know; the capacity is the present one.
+    #[must_use]
+    pub fn geometry(&self) -> Geometry {
+        Geometry {
+            capacity: self.capacity(),
+            ..self.geometry
+        }
+    }
+
+    /// Present capacity in bytes, as last measured.
+    #[must_use]
+    pub fn capacity(&self) -> u64 {
+        self.capacity.load(Ordering::Acquire)
+    }
+
+    /// Measures the backend again, for an administrator's rescan or a timer, and says what changed.
+    ///
+    /// # Errors
+    /// Where the file or device cannot be measured any more.
+    pub fn refresh(&self) -> io::Result<Option<Resized>> {
+        let Medium::File { fd, device, .. } = &self.medium else {
+            return Ok(None);
+        };
+        let size = if *device {
+            sys::device_size(fd.as_fd())?
+        } else {
+            File::from(fd.try_clone()?).metadata()?.len()
+        };
+        let to = size - size % u64::from(self.geometry.block_size);
+        let from = self.capacity.swap(to, Ordering::AcqRel);
+        Ok((from != to).then_some(Resized { from, to }))
+    }
+}
+
+/// The geometry of a medium that is not a file; nothing is volatile where nothing survives anyway,
+/// but the initiator sees the cache it was configured with.
+fn plain(spec: &Spec, capacity: u64) -> Geometry {
+    Geometry {
+        capacity,
+        block_size: spec.block_size,
+        physical_block: spec.block_size.max(4096),
+        unmap_granularity: None,
+        read_only: spec.read_only,
+        write_cache: spec.write_cache,
+        rotational: false,
+        direct: false,
+    }
+}
+
+type Opened = Result<(Medium, Geometry), OpenError>;
+
+fn io_error(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> OpenError {
+    let path = path.to_owned();
+    move |source| OpenError::Io {
+        path,
+        action,
+        source,
+    }
+}
+
+/// How long a lock may still be held by a process that is gone: the kernel takes the rings of a
+/// killed process apart, and closes the files they hold, a moment after its end.
+const LOCK_PATIENCE: Duration = Duration::from_millis(500);
+
+fn lock(file: &File, spec: &Spec, path: &Path) -> Result<(), OpenError> {
+    let mode = if spec.read_only {
+        Lock::Shared
+    } else {
+        Lock::Exclusive
+    };
+    let deadline = Instant::now() + LOCK_PATIENCE;
+    while !sys::lock(file.as_fd(), mode).map_err(io_error(path, "lock it"))? {
+        if Instant::now() > deadline {
+            return Err(OpenError::Locked {
+                path: path.to_owned(),
+            });
+        }
+        std::thread::sleep(LOCK_PATIENCE / 50);
+    }
+    Ok(())
+}
+
+fn open_file(spec: &Spec, path: &Path, size: Option<u64>, create: bool) -> Result<File, OpenError> {
+    let writable = !spec.read_only;
+    let file = OpenOptions::new()
+        .read(true)
+        .write(writable)
+        .create(create && writable)
+        // A FIFO by mistake must not hang the daemon.
+        .custom_flags(libc::O_NONBLOCK)
+        .open(path)
+        .map_err(io_error(
+            path,
+            if writable {
+                "open it for writing"
+            } else {
+                "open it"
+            },
+        ))?;
+    let metadata = file.metadata().map_err(io_error(path, "examine it"))?;
+    if !metadata.is_file() {
+        return Err(OpenError::Kind {
+            path: path.to_owned(),
+            expected: "regular file (kind: device serves block devices)",
+        });
+    }
+    lock(&file, spec, path)?;
+    let actual = metadata.len();
+    match size {
+        Some(wanted) if wanted > actual && create && writable => {
+            file.set_len(wanted)
+                .and_then(|()| file.sync_all())
+                .map_err(io_error(path, "extend it"))?;
+            let parent = path.parent().filter(|p| !p.as_os_str().is_empty());
+            File::open(parent.unwrap_or(Path::new(".")))
+                .and_then(|dir| dir.sync_all())
+                .map_err(io_error(path, "sync its directory"))?;
+            Ok(file)
+        }
+        Some(wanted) if wanted != actual => Err(OpenError::Size {
+            path: path.to_owned(),
+            actual,
+            wanted,
+        }),
+        _ => Ok(file),
+    }
+}
+
+fn measure_file(spec: &Spec, path: &Path, file: File) -> Opened {
+    let metadata = file.metadata().map_err(io_error(path, "examine it"))?;
+    let align = direct(spec, path, &file)?;
+    let granularity = (metadata.blksize().clamp(512, 1 << 20) as u32).max(spec.block_size);
+    let beyond = metadata.len().next_multiple_of(u64::from(granularity));
+    let punch = !spec.read_only && sys::can_punch(file.as_fd(), beyond, granularity.into());
+    let geometry = Geometry {
+        physical_block: granularity.min(4096).max(spec.block_size),
+        unmap_granularity: punch.then_some(granularity),
+        direct: align.is_some(),
+        ..plain(spec, metadata.len())
+    };
+    Ok((medium(file, align, false), geometry))
+}
+
+fn open_device(spec: &Spec, path: &Path) -> Opened {
+    // O_EXCL on a block device: not while it is mounted or part of something else.
+    let exclusive = if spec.read_only { 0 } else { libc::O_EXCL };
+    let file = OpenOptions::new()
+        .read(true)
+        .write(!spec.read_only)
+        .custom_flags(exclusive | libc::O_NONBLOCK)
+        .open(path)
+        .map_err(|e| match e.raw_os_error() {
+            Some(libc::EBUSY) => OpenError::Locked {
+                path: path.to_owned(),
+            },
+            _ => io_error(path, "open it")(e),
+        })?;
+    let metadata = file.metadata().map_err(io_error(path, "examine it"))?;
+    if !metadata.file_type().is_block_device() {
+        return Err(OpenError::Kind {
+            path: path.to_owned(),
+            expected: "block device (kind: file serves regular files)",
+        });
+    }
+    lock(&file, spec, path)?;
+    let size = sys::device_size(file.as_fd()).map_err(io_error(path, "measure it"))?;
+    let physical = sys::device_physical_block(file.as_fd()).unwrap_or(4096);
+    let queue = Queue::of(metadata.rdev());
+    let align = direct(spec, path, &file)?;
+    let unmap = !spec.read_only && queue.number("discard_max_bytes") > 0;
+    let granularity = queue.number("discard_granularity").clamp(512, 1 << 30) as u32;
+    let geometry = Geometry {
+        physical_block: physical.clamp(spec.block_size, 1 << 20),
+        unmap_granularity: unmap.then_some(granularity.max(spec.block_size)),
+        rotational: queue.number("rotational") == 1,
+        direct: align.is_some(),
+        ..plain(spec, size)
+    };
+    Ok((medium(file, align, true), geometry))
+}
+
+fn medium(file: File, align: Option<Align>, device: bool) -> Medium {
+    Medium::File {
+        fd: Arc::new(file.into()),
+        align,
+        device,
+    }
+}
+
+/// Turns direct I/O on where it is wanted and works; `None` means the page cache.
+fn direct(spec: &Spec, path: &Path, file: &File) -> Result<Option<Align>, OpenError> {
+    if spec.direct == Direct::Off {
+        return Ok(None);
+    }
+    match try_direct(spec.block_size, file) {
+        Ok(align) => Ok(Some(align)),
+        Err(reason) => {
+            // Whatever was tried, go on without; a failure here means it was never on.
+            let _ = sys::set_direct(file.as_fd(), false);
+            match spec.direct {
+                Direct::On => Err(OpenError::Direct {
+                    path: path.to_owned(),
+                    reason,
+                }),
+                Direct::Auto | Direct::Off => Ok(None),
+            }
+        }
+    }
+}
+
+fn try_direct(block_size: u32, file: &File) -> Result<Align, String> {
+    let fd = file.as_fd();
+    sys::set_direct(fd, true).map_err(|e| format!("the file system refuses it: {e}"))?;
+    let align = sys::direct_alignment(fd)
+        .map_err(|e| e.to_string())?
+        .ok_or("the file system says that this file has none")?;
+    if !block_size.is_multiple_of(align.offset) {
+        return Err(format!(
+            "it needs blocks of {} bytes, and the unit has blocks of {block_size}",
+            align.offset
+        ));
+    }
+    let block = Memory::new(align.offset as usize).map_err(|e| e.to_string())?;
+    let block = block.whole().slice(0..align.offset as usize);
+    sys::probe_read(fd, &block.expect("as long as the mapping at least"))
+        .map_err(|e| format!("a first read fails: {e}"))?;
+    Ok(align)
+}
+
+/// A block device's queue attributes.
+struct Queue(Option<PathBuf>);
+
+impl Queue {
+    fn of(rdev: u64) -> Self {
+        let (major, minor) = (libc::major(rdev), libc::minor(rdev));
+        let device = PathBuf::from(format!("/sys/dev/block/{major}:{minor}"));
+        // A partition shows its disk's queue one directory up.
+        let found = [device.join("queue"), device.join("../queue")]
+            .into_iter()
+            .find(|p| p.is_dir());
+        Self(found)
+    }
+
+    /// The attribute's value; 0 where there is none.
+    fn number(&self, name: &str) -> u64 {
+        self.0
+            .as_ref()
+            .and_then(|p| std::fs::read_to_string(p.join(name)).ok())
+            .and_then(|s| s.trim().parse().ok())
+            .unwrap_or(0)
+    }
+}

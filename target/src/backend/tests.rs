@@ -1,0 +1,839 @@
+//! Backends of every kind against a plain array of bytes.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+use riser_memory::{MemSlice, Memory};
+use riser_reactor::{Ring, RingConfig};
+use riser_scsi::step::{Allocation, BackendError, BlockOp, StepResult};
+
+use super::*;
+
+/// A directory that is gone with the test.
+struct Dir(PathBuf);
+
+impl Dir {
+    fn new(base: &Path, name: &str) -> Self {
+        let path = base.join(format!("riser-backend-{}-{name}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl Drop for Dir {
+    fn drop(&mut self) {
+        std::fs::remove_dir_all(&self.0).unwrap();
+    }
+}
+
+/// Memory-backed and disk-backed places for files, as far as the host has them.
+fn places() -> Vec<PathBuf> {
+    let disk = std::env::current_exe().unwrap();
+    let disk = disk.parent().unwrap().to_owned();
+    [PathBuf::from("/dev/shm"), disk]
+        .into_iter()
+        .filter(|p| p.is_dir())
+        .collect()
+}
+
+fn spec(source: Source) -> Spec {
+    Spec {
+        source,
+        block_size: 512,
+        direct: Direct::Auto,
+        write_cache: true,
+        read_only: false,
+        faults: None,
+    }
+}
+
+fn file(path: PathBuf, size: u64) -> Source {
+    Source::File {
+        path,
+        size: Some(size),
+        create: true,
+    }
+}
+
+struct Rig {
+    ring: Ring,
+    driver: Driver,
+    id: StoreId,
+    completions: Vec<riser_reactor::Completion>,
+}
+
+impl Rig {
+    fn new(store: Arc<Store>) -> Self {
+        Self::with(
+            store,
+            RingConfig::default(),
+            DriverConfig {
+                bounce: 8192,
+                bounces: 2,
+                ..DriverConfig::default()
+            },
+        )
+    }
+
+    fn with(store: Arc<Store>, ring: RingConfig, driver: DriverConfig) -> Self {
+        let mut ring = Ring::new(ring).unwrap();
+        let mut driver = Driver::new(&mut ring, driver).unwrap();
+        let id = driver.attach(&mut ring, store);
+        Self {
+            ring,
+            driver,
+            id,
+            completions: Vec::new(),
+        }
+    }
+
+    fn submit(&mut self, op: BlockOp, data: &[MemSlice], user: u64) {
+        self.driver
+            .submit(&mut self.ring, self.id, op, data, user)
+            .unwrap();
+    }
+
+    /// Waits for `n` results.
+    fn wait(&mut self, n: usize) -> Vec<Done> {
+        let mut done = Vec::new();
+        let limit = Instant::now() + Duration::from_secs(60);
+        loop {
+            done.extend(std::iter::from_fn(|| self.driver.poll_done(&mut self.ring)));
+            if done.len() >= n {
+                assert_eq!(done.len(), n);
+                return done;
+            }
+            assert!(
+                Instant::now() < limit,
+                "{} of {n} requests finished",
+                done.len()
+            );
+            self.ring.park(Some(Duration::from_millis(5))).unwrap();
+            self.ring.reap(&mut self.completions).unwrap();
+            for c in self.completions.drain(..) {
+                self.driver.handle_completion(&mut self.ring, &c);
+            }
+        }
+    }
+
+    fn run(&mut self, op: BlockOp, data: &[MemSlice]) -> StepResult {
+        self.submit(op, data, 77);
+        let done = self.wait(1);
+        assert_eq!(done[0].user, 77);
+        done[0].result
+    }
+}
+
+fn read(offset: u64, len: u32) -> BlockOp {
+    BlockOp::Read {
+        offset,
+        len,
+        buffer_offset: 0,
+        fua: false,
+    }
+}
+
+fn write(offset: u64, len: u32) -> BlockOp {
+    BlockOp::Write {
+        offset,
+        len,
+        buffer_offset: 0,
+        fua: false,
+    }
+}
+
+/// One step of a random sequence, in blocks.
+#[derive(Debug, Clone)]
+enum Action {
+    Read { fua: bool },
+    Write { fua: bool, byte: u8 },
+    Flush,
+    Discard,
+    Zero { unmap: bool, fua: bool },
+    Status,
+}
+
+#[derive(Debug, Clone)]
+struct Step {
+    action: Action,
+    block: u64,
+    blocks: u64,
+    /// Where the memory's pieces are cut, and how far they lie from a page's start.
+    cuts: Vec<usize>,
+    shift: usize,
+    buffer_offset: u32,
+}
+
+const BLOCKS: u64 = 64;
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let action = prop_oneof![
+        any::<bool>().prop_map(|fua| Action::Read { fua }),
+        (any::<bool>(), 1u8..).prop_map(|(fua, byte)| Action::Write { fua, byte }),
+        (any::<bool>(), 1u8..).prop_map(|(fua, byte)| Action::Write { fua, byte }),
+        Just(Action::Flush),
+        Just(Action::Discard),
+        (any::<bool>(), any::<bool>()).prop_map(|(unmap, fua)| Action::Zero { unmap, fua }),
+        Just(Action::Status),
+    ];
+    let step = (
+        action,
+        0..BLOCKS,
+        1..BLOCKS,
+        prop::collection::vec(1usize..20_000, 0..6),
+        prop_oneof![Just(0usize), Just(512), 1usize..4096],
+        prop_oneof![Just(0u32), 1u32..5000],
+    )
+        .prop_map(|(action, block, blocks, cuts, shift, buffer_offset)| Step {
+            action,
+            block,
+            blocks: blocks.min(BLOCKS - block),
+            cuts,
+            shift,
+            buffer_offset,
+        });
+    prop::collection::vec(step, 1..30)
+}
+
+/// A buffer of `len` bytes in the pieces that the step asks for, with gaps between them.
+fn scatter(step: &Step, len: usize) -> Vec<MemSlice> {
+    let memory = Memory::new(step.shift + 2 * len + 8 * 4096).unwrap();
+    let (mut at, mut left) = (step.shift, len);
+    let mut out = Vec::new();
+    for cut in step.cuts.iter().copied().chain([usize::MAX]) {
+        let take = cut.min(left);
+        out.extend(memory.slice(at..at + take));
+        at += take + 24;
+        left -= take;
+    }
+    out
+}
+
+fn gather(list: &[MemSlice]) -> Vec<u8> {
+    list.iter().flat_map(MemSlice::to_vec).collect()
+}
+
+fn spread(list: &[MemSlice], bytes: &[u8]) {
+    let mut at = 0;
+    for piece in list {
+        piece.write(0, &bytes[at..at + piece.len()]);
+        at += piece.len();
+    }
+}
+
+/// Runs a sequence against a backend and against an array.
+fn compare(store: &Arc<Store>, steps: &[Step]) {
+    let g = store.geometry();
+    let block = u64::from(g.block_size);
+    let mut model = vec![0u8; g.capacity as usize];
+    let mut rig = Rig::new(store.clone());
+    // Whatever an earlier sequence left.
+    let whole = BlockOp::WriteZeroes {
+        offset: 0,
+        len: g.capacity,
+        unmap: true,
+        fua: false,
+    };
+    assert_eq!(rig.run(whole, &[]), StepResult::Done);
+    for step in steps {
+        let (offset, len) = (step.block * block, step.blocks * block);
+        let range = offset as usize..(offset + len) as usize;
+        let skip = step.buffer_offset as usize;
+        let (length, buffer_offset) = (len as u32, step.buffer_offset);
+        match step.action {
+            Action::Read { fua } => {
+                let data = scatter(step, skip + len as usize);
+                spread(&data, &vec![0xee; skip + len as usize]);
+                let op = BlockOp::Read {
+                    offset,
+                    len: length,
+                    buffer_offset,
+                    fua,
+                };
+                assert_eq!(rig.run(op, &data), StepResult::Done, "{step:?}");
+                let got = gather(&data);
+                assert!(
+                    got[..skip].iter().all(|&b| b == 0xee),
+                    "wrote before the buffer"
+                );
+                assert!(got[skip..] == model[range], "{step:?} read other bytes");
+            }
+            Action::Write { fua, byte } => {
+                let data = scatter(step, skip + len as usize);
+                let bytes: Vec<u8> = (0..skip + len as usize)
+                    .map(|i| byte.wrapping_add((i / 13) as u8))
+                    .collect();
+                spread(&data, &bytes);
+                let op = BlockOp::Write {
+                    offset,
+                    len: length,
+                    buffer_offset,
+                    fua,
+                };
+                assert_eq!(rig.run(op, &data), StepResult::Done, "{step:?}");
+                model[range].copy_from_slice(&bytes[skip..]);
+            }
+            Action::Flush => {
+                assert_eq!(
+                    rig.run(BlockOp::Flush { offset, len }, &[]),
+                    StepResult::Done
+                );
+            }
+            Action::Discard => {
+                assert_eq!(
+                    rig.run(BlockOp::Discard { offset, len }, &[]),
+                    StepResult::Done
+                );
+                model[range].fill(0);
+            }
+            Action::Zero { unmap, fua } => {
+                let op = BlockOp::WriteZeroes {
+                    offset,
+                    len,
+                    unmap,
+                    fua,
+                };
+                assert_eq!(rig.run(op, &[]), StepResult::Done);
+                model[range].fill(0);
+            }
+            Action::Status => match rig.run(BlockOp::Status { offset, len }, &[]) {
+                StepResult::Status {
+                    allocation,
+                    len: got,
+                } => {
+                    assert!(got > 0 && got <= len && got % block == 0, "{got} of {len}");
+                    if allocation == Allocation::Deallocated {
+                        let part = &model[range][..got as usize];
+                        assert!(part.iter().all(|&b| b == 0), "data in a hole");
+                    }
+                }
+                other => panic!("{other:?}"),
+            },
+        }
+    }
+    let m = Memory::new(g.capacity as usize).unwrap();
+    assert_eq!(
+        rig.run(read(0, g.capacity as u32), &[m.whole()]),
+        StepResult::Done
+    );
+    assert!(
+        m.whole().to_vec() == model,
+        "the backend ended with other bytes"
+    );
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn a_ram_disk_behaves_like_an_array(sequence in steps(), small in any::<bool>()) {
+        let block_size = if small { 512 } else { 4096 };
+        let store = Store::open(&Spec {
+            block_size,
+            ..spec(Source::Ram { size: BLOCKS * u64::from(block_size) })
+        }).unwrap();
+        compare(&store, &sequence);
+    }
+
+    #[test]
+    fn files_behave_like_arrays(
+        sequence in steps(),
+        small in any::<bool>(),
+        buffered in any::<bool>(),
+        write_cache in any::<bool>(),
+    ) {
+        let block_size = if small { 512 } else { 4096 };
+        for place in places() {
+            let dir = Dir::new(&place, "array");
+            let store = Store::open(&Spec {
+                block_size,
+                direct: if buffered { Direct::Off } else { Direct::Auto },
+                write_cache,
+                ..spec(file(dir.file("lun"), BLOCKS * u64::from(block_size)))
+            }).unwrap();
+            compare(&store, &sequence);
+        }
+    }
+}
+
+#[test]
+fn many_requests_at_once_each_reach_their_place() {
+    for place in places() {
+        let dir = Dir::new(&place, "many");
+        let store = Store::open(&Spec {
+            block_size: 4096,
+            ..spec(file(dir.file("lun"), 4 << 20))
+        })
+        .unwrap();
+        // A ring far smaller than the depth, so that requests wait for room in it.
+        let ring = RingConfig {
+            capacity: 4,
+            ..RingConfig::default()
+        };
+        let config = DriverConfig {
+            depth: 200,
+            bounce: 4096,
+            bounces: 1,
+            ..DriverConfig::default()
+        };
+        let mut rig = Rig::with(store, ring, config);
+        let m = Memory::new((4 << 20) + 4096).unwrap();
+        // Every second buffer is badly aligned, so that some wait for the bounce buffer.
+        let slot = |i: usize| {
+            m.slice(i * 8192 + (i % 2) * 7..i * 8192 + (i % 2) * 7 + 4096)
+                .unwrap()
+        };
+        for i in 0..200usize {
+            slot(i).fill(0, 4096, i as u8 + 1);
+            rig.submit(write(i as u64 * 4096, 4096), &[slot(i)], i as u64);
+        }
+        let full = rig
+            .driver
+            .submit(&mut rig.ring, rig.id, read(0, 512), &[], 0);
+        assert_eq!(full, Err(DriverFull));
+        let done = rig.wait(200);
+        assert!(done.iter().all(|d| d.result == StepResult::Done));
+        let mut names: Vec<_> = done.iter().map(|d| d.user).collect();
+        names.sort_unstable();
+        assert!(names.into_iter().eq(0..200));
+        m.fill(0, m.len(), 0);
+        for i in 0..200usize {
+            rig.submit(read(i as u64 * 4096, 4096), &[slot(i)], i as u64);
+        }
+        rig.wait(200);
+        for i in 0..200usize {
+            assert!(
+                slot(i).to_vec().iter().all(|&b| b == i as u8 + 1),
+                "block {i}"
+            );
+        }
+        assert_eq!(rig.driver.in_flight(), 0);
+        assert!(rig.driver.detach(rig.id));
+    }
+}
+
+#[test]
+fn data_survives_closing_and_the_file_holds_plain_bytes() {
+    for place in places() {
+        let dir = Dir::new(&place, "survive");
+        let path = dir.file("lun");
+        let s = Spec {
+            write_cache: false,
+            ..spec(file(path.clone(), 1 << 20))
+        };
+        let m = Memory::new(4096).unwrap();
+        m.fill(0, 4096, 0x42);
+        {
+            let mut rig = Rig::new(Store::open(&s).unwrap());
+            assert_eq!(rig.run(write(8192, 4096), &[m.whole()]), StepResult::Done);
+        }
+        let mut bytes = Vec::new();
+        File::open(&path).unwrap().read_to_end(&mut bytes).unwrap();
+        assert_eq!(bytes.len(), 1 << 20);
+        assert!(bytes[8192..12288].iter().all(|&b| b == 0x42));
+        assert!(bytes[..8192].iter().all(|&b| b == 0));
+        let mut rig = Rig::new(Store::open(&s).unwrap());
+        m.fill(0, 4096, 0);
+        assert_eq!(rig.run(read(8192, 4096), &[m.whole()]), StepResult::Done);
+        assert!(m.whole().to_vec().iter().all(|&b| b == 0x42));
+    }
+}
+
+#[test]
+fn holes_are_reported_and_discards_make_them() {
+    for place in places() {
+        let dir = Dir::new(&place, "holes");
+        let store = Store::open(&spec(file(dir.file("lun"), 8 << 20))).unwrap();
+        assert!(store.geometry().unmap_granularity.is_some());
+        let mut rig = Rig::new(store);
+        let m = Memory::new(1 << 20).unwrap();
+        m.fill(0, 1 << 20, 1);
+        assert_eq!(
+            rig.run(write(1 << 20, 1 << 20), &[m.whole()]),
+            StepResult::Done
+        );
+        let status = |offset| BlockOp::Status {
+            offset,
+            len: 8 << 20,
+        };
+        let hole = StepResult::Status {
+            allocation: Allocation::Deallocated,
+            len: 1 << 20,
+        };
+        let data = StepResult::Status {
+            allocation: Allocation::Mapped,
+            len: 1 << 20,
+        };
+        assert_eq!(rig.run(status(0), &[]), hole);
+        assert_eq!(rig.run(status(1 << 20), &[]), data);
+        let discard = BlockOp::Discard {
+            offset: 1 << 20,
+            len: 1 << 20,
+        };
+        assert_eq!(rig.run(discard, &[]), StepResult::Done);
+        assert!(matches!(
+            rig.run(status(0), &[]),
+            StepResult::Status { allocation: Allocation::Deallocated, len } if len >= 8 << 20
+        ));
+    }
+}
+
+#[test]
+fn a_file_is_served_once() {
+    let dir = Dir::new(&std::env::temp_dir(), "lock");
+    let s = spec(file(dir.file("lun"), 1 << 20));
+    let reader = Spec {
+        read_only: true,
+        source: Source::File {
+            path: dir.file("lun"),
+            size: None,
+            create: false,
+        },
+        ..s.clone()
+    };
+    let first = Store::open(&s).unwrap();
+    assert!(matches!(Store::open(&s), Err(OpenError::Locked { .. })));
+    assert!(matches!(
+        Store::open(&reader),
+        Err(OpenError::Locked { .. })
+    ));
+    drop(first);
+    let _one = Store::open(&reader).unwrap();
+    let _two = Store::open(&reader).unwrap();
+    assert!(matches!(Store::open(&s), Err(OpenError::Locked { .. })));
+}
+
+#[test]
+fn what_cannot_be_opened_says_why() {
+    let dir = Dir::new(&std::env::temp_dir(), "open");
+    let path = dir.file("lun");
+    let open = |source| Store::open(&spec(source)).unwrap_err();
+    let plain = |size, create| Source::File {
+        path: path.clone(),
+        size,
+        create,
+    };
+    let text = open(plain(None, false)).to_string();
+    assert!(text.contains("lun: cannot open it for writing"), "{text}");
+    File::create(&path).unwrap().write_all(&[1; 700]).unwrap();
+    assert!(matches!(
+        open(plain(Some(4096), false)),
+        OpenError::Size {
+            actual: 700,
+            wanted: 4096,
+            ..
+        }
+    ));
+    assert!(matches!(
+        open(plain(Some(512), true)),
+        OpenError::Size { .. }
+    ));
+    let store = Store::open(&spec(plain(None, false))).unwrap();
+    assert_eq!(store.capacity(), 512);
+    drop(store);
+    File::create(&path).unwrap();
+    assert!(matches!(
+        open(plain(None, false)),
+        OpenError::Empty { size: 0, .. }
+    ));
+    assert!(matches!(
+        open(Source::File {
+            path: dir.0.clone(),
+            size: None,
+            create: false
+        }),
+        OpenError::Io { .. } | OpenError::Kind { .. }
+    ));
+    assert!(matches!(
+        open(Source::Device { path: path.clone() }),
+        OpenError::Kind { .. }
+    ));
+    assert!(matches!(
+        Store::open(&Spec {
+            block_size: 1024,
+            ..spec(Source::Null { size: 4096 })
+        }),
+        Err(OpenError::BlockSize(1024))
+    ));
+}
+
+#[test]
+fn direct_on_is_refused_with_the_reason_where_it_cannot_be() {
+    for place in places() {
+        let dir = Dir::new(&place, "direct");
+        for block_size in [512, 4096] {
+            let at = |direct| Spec {
+                direct,
+                block_size,
+                ..spec(file(dir.file("lun"), 1 << 20))
+            };
+            let auto = Store::open(&at(Direct::Auto)).unwrap().geometry().direct;
+            assert!(!Store::open(&at(Direct::Off)).unwrap().geometry().direct);
+            match Store::open(&at(Direct::On)) {
+                Ok(store) => assert!(auto && store.geometry().direct),
+                Err(OpenError::Direct { reason, .. }) => assert!(!auto && !reason.is_empty()),
+                Err(e) => panic!("{e}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_file_that_shrinks_is_a_medium_error_and_a_resize() {
+    let dir = Dir::new(&std::env::temp_dir(), "shrink");
+    let path = dir.file("lun");
+    let store = Store::open(&spec(file(path.clone(), 1 << 20))).unwrap();
+    let mut rig = Rig::new(store.clone());
+    assert_eq!(store.refresh().unwrap(), None);
+    File::options()
+        .write(true)
+        .open(&path)
+        .unwrap()
+        .set_len(4096)
+        .unwrap();
+    let m = Memory::new(8192).unwrap();
+    assert_eq!(
+        rig.run(read(0, 8192), &[m.whole()]),
+        StepResult::Failed(BackendError::Medium { offset: Some(4096) })
+    );
+    let resized = Resized {
+        from: 1 << 20,
+        to: 4096,
+    };
+    assert_eq!(store.refresh().unwrap(), Some(resized));
+    assert_eq!(store.geometry().capacity, 4096);
+}
+
+#[test]
+fn host_errors_reach_the_unit_in_its_terms() {
+    // Writes beyond what the file-size limit of a tmpfs or ext4 allows are refused by the kernel.
+    let dir = Dir::new(&std::env::temp_dir(), "errors");
+    let path = dir.file("lun");
+    File::create(&path).unwrap().set_len(1 << 20).unwrap();
+    let read_only = Store::open(&Spec {
+        read_only: true,
+        source: Source::File {
+            path,
+            size: None,
+            create: false,
+        },
+        ..spec(Source::Null { size: 1 })
+    })
+    .unwrap();
+    assert!(read_only.geometry().read_only);
+    let mut rig = Rig::new(read_only);
+    let m = Memory::new(4096).unwrap();
+    let refused = StepResult::Failed(BackendError::ReadOnly);
+    assert_eq!(rig.run(write(0, 4096), &[m.whole()]), refused);
+    assert_eq!(
+        rig.run(
+            BlockOp::Discard {
+                offset: 0,
+                len: 4096
+            },
+            &[]
+        ),
+        refused
+    );
+    assert_eq!(rig.run(read(0, 4096), &[m.whole()]), StepResult::Done);
+}
+
+#[test]
+fn the_null_backend_takes_all_and_reads_zeroes() {
+    let mut rig = Rig::new(Store::open(&spec(Source::Null { size: 1 << 40 })).unwrap());
+    let m = Memory::new(4096).unwrap();
+    m.fill(0, 4096, 9);
+    assert_eq!(
+        rig.run(write(1 << 30, 4096), &[m.whole()]),
+        StepResult::Done
+    );
+    assert_eq!(rig.run(read(1 << 30, 4096), &[m.whole()]), StepResult::Done);
+    assert!(m.whole().to_vec().iter().all(|&b| b == 0));
+}
+
+#[test]
+fn workers_share_a_ram_disk() {
+    let store = Store::open(&spec(Source::Ram { size: 1 << 30 })).unwrap();
+    let threads: Vec<_> = (0..4u64)
+        .map(|t| {
+            let store = store.clone();
+            std::thread::spawn(move || {
+                let mut rig = Rig::new(store);
+                let m = Memory::new(4096).unwrap();
+                m.fill(0, 4096, t as u8 + 1);
+                for i in 0..100 {
+                    rig.run(write((i * 4 + t) * 4096, 4096), &[m.whole()]);
+                }
+            })
+        })
+        .collect();
+    for t in threads {
+        t.join().unwrap();
+    }
+    let mut rig = Rig::new(store);
+    let m = Memory::new(4096).unwrap();
+    for i in 0..400 {
+        rig.run(read(i * 4096, 4096), &[m.whole()]);
+        assert!(
+            m.whole()
+                .to_vec()
+                .iter()
+                .all(|&b| u64::from(b) == i % 4 + 1)
+        );
+    }
+}
+
+#[test]
+fn faults_on_purpose_fail_delay_and_pass() {
+    let faults = Arc::new(Faults::default());
+    let store = Store::open(&Spec {
+        faults: Some(faults.clone()),
+        ..spec(Source::Ram { size: 1 << 20 })
+    })
+    .unwrap();
+    let mut rig = Rig::new(store);
+    let fault = |delay, error| Fault {
+        on: FaultOn::Write,
+        offset: 0,
+        len: 4096,
+        times: Some(1),
+        delay: Duration::from_millis(delay),
+        error,
+    };
+    let m = Memory::new(4096).unwrap();
+    faults.set(vec![fault(0, Some(BackendError::NoSpace)), fault(30, None)]);
+    assert_eq!(
+        rig.run(write(0, 4096), &[m.whole()]),
+        StepResult::Failed(BackendError::NoSpace)
+    );
+    let before = Instant::now();
+    rig.submit(write(0, 4096), &[m.whole()], 1);
+    assert!(rig.driver.poll_deadline().is_some());
+    assert_eq!(rig.wait(1)[0].result, StepResult::Done);
+    assert!(before.elapsed() >= Duration::from_millis(30));
+    assert_eq!(rig.driver.poll_deadline(), None);
+
+    faults.set(vec![fault(60_000, None)]);
+    rig.submit(write(0, 4096), &[m.whole()], 5);
+    rig.driver.cancel(&mut rig.ring, 5);
+    assert_eq!(
+        rig.wait(1)[0],
+        Done {
+            user: 5,
+            result: StepResult::Failed(BackendError::Aborted)
+        }
+    );
+}
+
+#[test]
+fn cancelled_requests_all_end_and_leave_nothing_behind() {
+    let dir = Dir::new(&std::env::temp_dir(), "cancel");
+    let store = Store::open(&Spec {
+        block_size: 4096,
+        ..spec(file(dir.file("lun"), 64 << 20))
+    })
+    .unwrap();
+    let ring = RingConfig {
+        capacity: 8,
+        ..RingConfig::default()
+    };
+    let mut rig = Rig::with(store, ring, DriverConfig::default());
+    for round in 0..20u64 {
+        for i in 0..32u64 {
+            // Each request has memory of its own, which nobody else holds.
+            let m = Memory::new(256 << 10).unwrap();
+            let data = [m.slice(i as usize..(i as usize) + (128 << 10)).unwrap()];
+            rig.submit(write(i * (128 << 10), 128 << 10), &data, i);
+            if i % 3 == round % 3 {
+                rig.submit(
+                    BlockOp::Flush {
+                        offset: 0,
+                        len: 64 << 20,
+                    },
+                    &[],
+                    i,
+                );
+            }
+        }
+        for i in 0..32 {
+            rig.driver.cancel(&mut rig.ring, i);
+        }
+        let n = rig.driver.in_flight();
+        for done in rig.wait(n) {
+            assert!(matches!(
+                done.result,
+                StepResult::Done | StepResult::Failed(BackendError::Aborted)
+            ));
+        }
+        assert_eq!((rig.driver.in_flight(), rig.ring.in_flight()), (0, 0));
+    }
+}
+
+/// Open descriptors and mapped areas of this process.
+fn footprint() -> (usize, usize) {
+    let fds = std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    (fds, maps.lines().count())
+}
+
+#[test]
+fn opening_and_dropping_leaks_nothing() {
+    const NAME: &str = "backend::tests::opening_and_dropping_leaks_nothing";
+    // In a process of its own, since other tests open and close at the same time.
+    if std::env::var_os("RISER_BACKEND_CHILD").is_none() {
+        let child = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", NAME, "--test-threads", "1"])
+            .env("RISER_BACKEND_CHILD", "1")
+            .output()
+            .unwrap();
+        assert!(
+            child.status.success(),
+            "{}",
+            String::from_utf8_lossy(&child.stdout)
+        );
+        return;
+    }
+    let dir = Dir::new(&std::env::temp_dir(), "leak");
+    let round = || {
+        let store = Store::open(&spec(file(dir.file("lun"), 1 << 20))).unwrap();
+        let mut rig = Rig::new(store);
+        let m = Memory::new(1 << 20).unwrap();
+        rig.run(
+            BlockOp::Status {
+                offset: 0,
+                len: 4096,
+            },
+            &[],
+        );
+        for i in 0..16 {
+            rig.submit(write(i * 65536, 65536), &[m.whole()], i);
+        }
+        rig.ring.submit().unwrap();
+    };
+    let settled = || {
+        // The kernel closes a ring's files a moment after its last reference.
+        std::thread::sleep(Duration::from_millis(50));
+        footprint()
+    };
+    round();
+    let before = settled();
+    for _ in 0..40 {
+        round();
+    }
+    let after = settled();
+    assert_eq!(before.0, after.0, "descriptors leaked");
+    assert!(
+        after.1 <= before.1 + 8,
+        "mappings leaked: {} to {}",
+        before.1,
+        after.1
+    );
+}

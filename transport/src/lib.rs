@@ -2,8 +2,10 @@
 //!
 //! - [`verbs`]: the types and the three traits that everything above is written against.
 //! - [`wire`]: the RoCEv2 wire format: headers, opcode table, ICRC.
+//! - [`rc`]: the reliable-connection transport, as pure machines.
 //! - [`roce`]: the software NIC.
 
+pub mod rc;
 pub mod roce;
 pub mod verbs;
 pub mod wire;

@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | [`table`] | objects named by generation-checked handles |
 //! | [`cq`] | completion queues |
+//! | [`mr`] | the memory-key table |
 //! | [`qp_attr`] | the queue-pair state table |
 //! | [`batch`] | packets on their way out |
 //! | [`driver`] | the UDP socket |
@@ -15,6 +16,7 @@ pub mod batch;
 pub mod cq;
 pub mod driver;
 pub mod fault;
+pub mod mr;
 pub mod pcap;
 pub mod qp_attr;
 pub mod steer;

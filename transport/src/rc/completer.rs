@@ -1,0 +1,1 @@
+//! The completer: takes responses and completes send requests.

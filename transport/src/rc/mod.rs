@@ -1,0 +1,271 @@
+//! The reliable-connection transport of IBTA volume 1 chapter 9, as pure machines.
+//!
+//! An [`RcQp`] is one end of a connection. It owns no socket, clock or thread and copies no payload
+//! on the way out: packets and the time go in, packets, completions and deadlines come out. Nothing
+//! on that way allocates; every queue and ring has its final size from the start.
+//!
+//! | module | what it is |
+//! | --- | --- |
+//! | [`qp`] | [`RcQp`]: the queue pair, its states, and who may send next |
+//! | [`state`] | the states of the two directions, with their diagrams |
+//! | [`send_queue`] | the ring of posted send requests |
+//! | [`recv_queue`] | [`RecvQueue`]: the ring of posted receives, a queue pair's own or a shared one |
+//! | [`requester`] | cuts send requests into packets, keeps the window, repeats what was lost |
+//! | [`completer`] | takes responses and completes send requests |
+//! | [`responder`] | takes requests, moves data, answers |
+//!
+//! # The calling order
+//!
+//! ```text
+//! for each packet:   qp.handle_packet(now, &packet, &mut env)
+//! at poll_timeout(): qp.handle_timeout(now, &mut env)
+//! after either, and after posting:
+//!     while qp.poll_transmit(now, &mut env, &mut tx) { send tx }
+//!     drain env.out
+//! ```
+//!
+//! The caller has checked the ICRC and that the packet's addresses and destination queue pair are this
+//! connection's. `env.rq` is the queue pair's own receive queue or the shared one that it was created
+//! with; it must be the same in every call.
+//!
+//! # Choices the standard leaves open
+//!
+//! - **Window.** No more than [`RcConfig::max_inflight_bytes`] are unacknowledged, so that a burst fits
+//!   a socket buffer. A READ longer than that is asked for in several requests, because a responder
+//!   does not pace its answer; to the peer they are several READs.
+//! - **Recovery** is go-back-N with a window that shrinks and grows. After a timeout it is
+//!   [`RECOVERY_WINDOW`] packets, after a sequence NAK half; each acknowledged packet widens it by one,
+//!   up to the configured limit. The first retransmission comes after [`RcConfig::first_retransmit`]
+//!   without progress, the next after twice that and so on up to the ACK timeout T.
+//! - **Retries are counted in time**: one retry is spent for each 3·T without progress (the standard
+//!   lets the interval be T to 4·T), however many retransmissions fall in it. A request therefore
+//!   fails after (retry count + 1)·3·T. Sequence NAKs spend nothing: they prove that the peer lives.
+//! - **Acknowledgements** are coalesced: a responder answers the newest of the packets that asked, or
+//!   after [`RcConfig::ack_every`] packets that did not. A requester asks at the end of a message,
+//!   unless another follows at once, and at least every [`RcConfig::ack_every`] packets.
+//! - **Credits** count receives, not messages: the limit is the number of receive-consuming messages
+//!   acknowledged plus the advertised count. Before the first acknowledgement there is no limit.
+//! - A LOCAL_INV waits for all earlier requests, so that a retransmission never meets a key that has
+//!   gone; a REG_MR runs as soon as its turn comes.
+//!
+//! Not implemented: automatic path migration, resynchronisation (RESYNC), shared-queue resizing while a
+//! receive is bound, congestion notification.
+
+pub mod completer;
+pub mod qp;
+pub mod recv_queue;
+pub mod requester;
+pub mod responder;
+pub mod send_queue;
+pub mod state;
+
+use std::time::Duration;
+
+use riser_memory::MemSlice;
+
+use crate::roce::mr::MrTable;
+use crate::verbs::{Access, AsyncEvent, Completion, Mtu, PdId, QpCap, QpId};
+use crate::wire::{HeaderBuf, Psn, Qpn, RnrTimer, pad_len};
+
+pub use qp::RcQp;
+pub use recv_queue::{RecvQueue, RecvWqe};
+
+/// Packets in flight right after a timeout.
+pub const RECOVERY_WINDOW: u32 = 4;
+
+/// Longest message, in bytes (IBTA 9.7.4.1.6).
+pub const MAX_MESSAGE: u32 = 1 << 31;
+
+/// What a queue pair is created with; nothing of it changes later.
+#[derive(Clone, Copy, Debug)]
+pub struct RcConfig {
+    /// Its handle, put into completions and events.
+    pub qp: QpId,
+    /// Its protection domain.
+    pub pd: PdId,
+    /// Depths of its queues. A shared receive queue ignores the receive depths but not
+    /// `max_recv_sge`, which must be that of the shared queue.
+    pub cap: QpCap,
+    /// Every send completes visibly.
+    pub sq_sig_all: bool,
+    /// Whether receives come from a shared receive queue. No credits are then advertised.
+    pub has_srq: bool,
+    /// Most bytes unacknowledged, headers and buffer overhead included ([`PACKET_OVERHEAD`] each).
+    pub max_inflight_bytes: u32,
+    /// A responder acknowledges at least every so many packets, and a requester asks as often.
+    pub ack_every: u32,
+    /// Time without progress before the first retransmission; the ACK timeout where that is shorter.
+    pub first_retransmit: Duration,
+}
+
+/// What a packet is taken to occupy in a socket buffer beside its payload, in bytes.
+pub const PACKET_OVERHEAD: u32 = 768;
+
+impl RcConfig {
+    /// A configuration with the defaults: 128 KiB in flight, which fits the usual socket buffer of
+    /// 208 KiB with room for the other direction's acknowledgements.
+    #[must_use]
+    pub fn new(qp: QpId, pd: PdId, cap: QpCap) -> Self {
+        Self {
+            qp,
+            pd,
+            cap,
+            sq_sig_all: false,
+            has_srq: false,
+            max_inflight_bytes: 128 * 1024,
+            ack_every: 16,
+            first_retransmit: Duration::from_millis(4),
+        }
+    }
+}
+
+/// What going to RTR sets (IBTA 11.2.5.2).
+#[derive(Clone, Copy, Debug)]
+pub struct RtrParams {
+    /// Path MTU of both directions.
+    pub path_mtu: Mtu,
+    /// The peer's queue pair.
+    pub dest_qpn: Qpn,
+    /// First PSN that we expect.
+    pub rq_psn: Psn,
+    /// READs and atomics that the peer may have outstanding (responder resources).
+    pub max_dest_rd_atomic: u8,
+    /// Delay that our RNR NAKs ask for.
+    pub min_rnr_timer: RnrTimer,
+    /// What the peer may do: the remote rights only.
+    pub access: Access,
+}
+
+/// What going to RTS sets.
+#[derive(Clone, Copy, Debug)]
+pub struct RtsParams {
+    /// First PSN that we send.
+    pub sq_psn: Psn,
+    /// ACK timeout is 4.096 µs × 2^n; 0 waits for ever.
+    pub timeout: u8,
+    /// Retries after timeouts, up to 7.
+    pub retry_cnt: u8,
+    /// Retries after an RNR NAK; 7 is without end.
+    pub rnr_retry: u8,
+    /// READs and atomics that we may have outstanding (initiator depth).
+    pub max_rd_atomic: u8,
+}
+
+/// Something for the owner of the queue pair, in the order in which it happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RcEvent {
+    /// For the send completion queue.
+    Send(Completion),
+    /// For the receive completion queue.
+    Recv(Completion),
+    /// For the asynchronous event queue.
+    Async(AsyncEvent),
+}
+
+/// What a queue pair works with but does not own.
+#[derive(Debug)]
+pub struct Env<'a> {
+    /// The device's keys.
+    pub mrs: &'a mut MrTable,
+    /// The queue pair's receive queue, its own or a shared one.
+    pub rq: &'a mut RecvQueue,
+    /// Where completions and events go. One call appends at most the requests outstanding in both
+    /// queues and a few events; a vector that is drained and reused stops growing there.
+    pub out: &'a mut Vec<RcEvent>,
+}
+
+/// A packet to send, without addresses and ICRC: headers, then payload, then `pad` zero bytes.
+///
+/// The payload is `segments`, or `inline` for data that was copied at the post; one of them is empty.
+/// A caller keeps one of these and hands it in again, so that its buffers are allocated once.
+#[derive(Debug, Default)]
+pub struct TxPacket {
+    /// BTH and extended headers; the pad count is set.
+    pub headers: HeaderBuf,
+    /// Payload in memory, in order. The memory stays valid as long as the slices live; its bytes may
+    /// change under them, as under any NIC.
+    pub segments: Vec<MemSlice>,
+    /// Payload that was copied at the post.
+    pub inline: Vec<u8>,
+    /// Payload bytes.
+    pub payload_len: usize,
+}
+
+impl TxPacket {
+    /// Bytes of padding after the payload.
+    #[must_use]
+    pub fn pad(&self) -> usize {
+        pad_len(self.payload_len)
+    }
+
+    /// Bytes of the UDP payload without the ICRC.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.headers.len() + self.payload_len + self.pad()
+    }
+
+    /// Never true: a packet has a header.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.headers.is_empty()
+    }
+
+    /// Appends headers, payload and padding to `out`.
+    pub fn copy_to(&self, out: &mut Vec<u8>) {
+        let end = out.len() + self.len();
+        out.extend_from_slice(&self.headers);
+        out.extend_from_slice(&self.inline);
+        for slice in &self.segments {
+            let at = out.len();
+            out.resize(at + slice.len(), 0);
+            slice.read(0, &mut out[at..]);
+        }
+        out.resize(end, 0);
+    }
+
+    fn clear(&mut self) {
+        self.headers.clear();
+        self.segments.clear();
+        self.inline.clear();
+        self.payload_len = 0;
+    }
+}
+
+/// What a queue pair has counted since it was created.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RcCounters {
+    /// Packets sent.
+    pub tx_packets: u64,
+    /// Payload bytes sent.
+    pub tx_bytes: u64,
+    /// Packets taken in.
+    pub rx_packets: u64,
+    /// Payload bytes taken in.
+    pub rx_bytes: u64,
+    /// Request packets sent again.
+    pub retransmits: u64,
+    /// Retransmissions that a timer began.
+    pub timeouts: u64,
+    /// Retransmissions begun because a response showed that an earlier one was lost.
+    pub implied_naks: u64,
+    /// Sequence NAKs taken in.
+    pub rx_nak_sequence: u64,
+    /// RNR NAKs taken in.
+    pub rx_rnr_naks: u64,
+    /// Invalid-request, access and operation NAKs taken in.
+    pub rx_nak_errors: u64,
+    /// Sequence NAKs sent.
+    pub tx_nak_sequence: u64,
+    /// RNR NAKs sent.
+    pub tx_rnr_naks: u64,
+    /// Invalid-request, access and operation NAKs sent.
+    pub tx_nak_errors: u64,
+    /// Request packets that had been taken in before.
+    pub duplicates: u64,
+    /// Request packets ahead of a missing one.
+    pub out_of_order: u64,
+    /// Responses that fit nothing outstanding.
+    pub stale_responses: u64,
+    /// Packets that the queue pair's state does not take.
+    pub dropped: u64,
+}

@@ -1,0 +1,429 @@
+//! The reliable-connected queue pair: its states, and who may send next.
+
+use std::time::Instant;
+
+use crate::verbs::{
+    Access, AsyncEvent, Completion, Mtu, PostError, PostReason, QpState, RecvWr, SendWr, WcOpcode,
+    WcStatus, WrId,
+};
+use crate::wire::{Packet, Qpn, RnrTimer, Service};
+
+use super::requester::Requester;
+use super::responder::Responder;
+use super::{Env, RcConfig, RcCounters, RcEvent, RecvQueue, RtrParams, RtsParams, TxPacket};
+use crate::roce::mr::MrTable;
+
+/// Packets of one kind (requests or READ responses) in a row while the other kind waits.
+const BURST: u32 = 16;
+
+/// The path to the peer, known from RTR on.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Link {
+    pub(super) dest: Qpn,
+    pub(super) mtu: Mtu,
+}
+
+/// What both directions work with during one call.
+pub(super) struct Ctx<'a> {
+    pub(super) now: Instant,
+    pub(super) cfg: &'a RcConfig,
+    pub(super) link: Link,
+    pub(super) mrs: &'a mut MrTable,
+    pub(super) rq: &'a mut RecvQueue,
+    pub(super) out: &'a mut Vec<RcEvent>,
+    pub(super) counters: &'a mut RcCounters,
+}
+
+impl Ctx<'_> {
+    /// Tells the end of a receive that brought no data.
+    pub(super) fn recv_failed(&mut self, wr_id: WrId, status: WcStatus) {
+        self.out.push(RcEvent::Recv(Completion {
+            wr_id,
+            status,
+            opcode: WcOpcode::Recv,
+            qp: self.cfg.qp,
+            byte_len: 0,
+            imm: None,
+            invalidated: None,
+            src_qp: 0,
+            solicited: false,
+            vendor_err: 0,
+        }));
+    }
+}
+
+/// Something happened after which the queue pair cannot go on. Whoever reports it has told the
+/// request or the event that it ended with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Fault;
+
+/// Which of the two data streams sent last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stream {
+    Requests,
+    Responses,
+}
+
+/// A reliable-connected queue pair. See the [module](super) for the calling order.
+///
+/// Its states are those of [`QpState`] without `Sqe`. The caller checks transitions against the table
+/// of IBTA 11.2.5.2 and calls the `to_*` function of the new state; calling one in a state from which
+/// the table has no such transition panics.
+#[derive(Debug)]
+pub struct RcQp {
+    cfg: RcConfig,
+    state: QpState,
+    link: Option<Link>,
+    requester: Requester,
+    responder: Responder,
+    counters: RcCounters,
+    /// Whether `CommEstablished` still has to be raised.
+    awaits_first_packet: bool,
+    /// Whether `SqDrained` still has to be raised.
+    awaits_drain: bool,
+    stream: Stream,
+    burst: u32,
+}
+
+/// Borrows the fields that a call works with, beside the direction that it calls.
+macro_rules! ctx {
+    ($self:ident, $now:expr, $env:ident) => {
+        Ctx {
+            now: $now,
+            cfg: &$self.cfg,
+            link: $self.link.expect("a path from RTR on"),
+            mrs: &mut *$env.mrs,
+            rq: &mut *$env.rq,
+            out: &mut *$env.out,
+            counters: &mut $self.counters,
+        }
+    };
+}
+
+impl RcQp {
+    /// A queue pair in RESET.
+    #[must_use]
+    pub fn new(cfg: RcConfig) -> Self {
+        Self {
+            state: QpState::Reset,
+            link: None,
+            requester: Requester::new(&cfg.cap),
+            responder: Responder::new(cfg.cap.max_recv_sge),
+            counters: RcCounters::default(),
+            awaits_first_packet: false,
+            awaits_drain: false,
+            stream: Stream::Requests,
+            burst: 0,
+            cfg,
+        }
+    }
+
+    /// Its state.
+    #[must_use]
+    pub fn state(&self) -> QpState {
+        self.state
+    }
+
+    /// What it was created with.
+    #[must_use]
+    pub fn config(&self) -> &RcConfig {
+        &self.cfg
+    }
+
+    /// What it has counted.
+    #[must_use]
+    pub fn counters(&self) -> &RcCounters {
+        &self.counters
+    }
+
+    /// Send requests not completed.
+    #[must_use]
+    pub fn sends_outstanding(&self) -> usize {
+        self.requester.outstanding()
+    }
+
+    /// RESET to INIT.
+    pub fn to_init(&mut self) {
+        assert!(matches!(self.state, QpState::Reset | QpState::Init));
+        self.state = QpState::Init;
+    }
+
+    /// INIT to RTR: packets are taken from now on.
+    pub fn to_rtr(&mut self, params: &RtrParams) {
+        assert_eq!(self.state, QpState::Init);
+        self.link = Some(Link {
+            dest: params.dest_qpn,
+            mtu: params.path_mtu,
+        });
+        self.responder.start(params);
+        self.awaits_first_packet = true;
+        self.state = QpState::Rtr;
+    }
+
+    /// RTR to RTS: requests are sent from now on.
+    pub fn to_rts(&mut self, params: &RtsParams) {
+        assert_eq!(self.state, QpState::Rtr);
+        let link = self.link.expect("a path from RTR on");
+        self.requester.start(params, link.mtu, &self.cfg);
+        self.state = QpState::Rts;
+    }
+
+    /// RTS to SQD: requests that have begun are finished, no other begins. `SqDrained` tells when.
+    pub fn to_sqd(&mut self, env: &mut Env<'_>) {
+        assert!(matches!(self.state, QpState::Rts | QpState::Sqd));
+        self.state = QpState::Sqd;
+        self.awaits_drain = true;
+        self.check_drained(env);
+    }
+
+    /// SQD back to RTS.
+    pub fn resume(&mut self) {
+        assert!(matches!(self.state, QpState::Rts | QpState::Sqd));
+        self.awaits_drain = false;
+        self.state = QpState::Rts;
+    }
+
+    /// Any state to ERROR: every request in both queues completes as flushed, sends first, each queue
+    /// in order. What a shared queue holds stays there.
+    pub fn to_error(&mut self, env: &mut Env<'_>) {
+        self.responder.silence();
+        self.enter_error(env);
+    }
+
+    /// Any state to RESET: everything is forgotten, nothing completes. The caller clears the queue
+    /// pair's own receive queue.
+    pub fn to_reset(&mut self) {
+        self.requester.reset();
+        self.responder.reset();
+        self.link = None;
+        self.awaits_drain = false;
+        self.state = QpState::Reset;
+    }
+
+    /// Changes what the peer may do.
+    pub fn set_access(&mut self, access: Access) {
+        self.responder.set_access(access);
+    }
+
+    /// Changes the delay that our RNR NAKs ask for.
+    pub fn set_min_rnr_timer(&mut self, timer: RnrTimer) {
+        self.responder.set_min_rnr_timer(timer);
+    }
+
+    /// Posts a chain of send requests. In ERROR they complete as flushed at once.
+    ///
+    /// # Errors
+    /// The index of the first request that was not posted, and why. RESET, INIT and RTR take none.
+    pub fn post_send(&mut self, wrs: &[SendWr<'_>], env: &mut Env<'_>) -> Result<(), PostError> {
+        if matches!(self.state, QpState::Reset | QpState::Init | QpState::Rtr) {
+            return Err(PostError {
+                index: 0,
+                reason: PostReason::InvalidState(self.state),
+            });
+        }
+        let mut result = Ok(());
+        for (index, wr) in wrs.iter().enumerate() {
+            if let Err(reason) = self.requester.post(wr, self.cfg.pd, env.mrs) {
+                result = Err(PostError { index, reason });
+                break;
+            }
+        }
+        if self.state == QpState::Error {
+            self.requester.flush(self.cfg.qp, env.out);
+        }
+        result
+    }
+
+    /// Posts receives to the queue pair's own receive queue. In ERROR they complete as flushed at once.
+    ///
+    /// # Errors
+    /// The index of the first request that was not posted, and why. RESET takes none, nor does a
+    /// queue pair with a shared receive queue.
+    pub fn post_recv(&mut self, wrs: &[RecvWr<'_>], env: &mut Env<'_>) -> Result<(), PostError> {
+        let refuse = |reason| Err(PostError { index: 0, reason });
+        if self.cfg.has_srq {
+            return refuse(PostReason::InvalidOpcode);
+        }
+        if self.state == QpState::Reset {
+            return refuse(PostReason::InvalidState(self.state));
+        }
+        let result = env.rq.post(wrs);
+        if self.state == QpState::Error {
+            self.flush_receives(env);
+        }
+        result
+    }
+
+    /// Takes in a packet for this queue pair.
+    pub fn handle_packet(&mut self, now: Instant, pkt: &Packet<'_>, env: &mut Env<'_>) {
+        let is_up = matches!(self.state, QpState::Rts | QpState::Sqd);
+        let takes = match self.state {
+            QpState::Rtr => pkt.op.is_request(),
+            _ => is_up,
+        };
+        // RESET, INIT and ERROR take nothing (CVE-2026-93107).
+        if !takes || pkt.op.service != Service::Rc {
+            self.counters.dropped += 1;
+            return;
+        }
+        if self.awaits_first_packet {
+            self.awaits_first_packet = false;
+            if self.state == QpState::Rtr {
+                let event = AsyncEvent::CommEstablished(self.cfg.qp);
+                env.out.push(RcEvent::Async(event));
+            }
+        }
+        self.counters.rx_packets += 1;
+        self.counters.rx_bytes += pkt.payload.len() as u64;
+        if pkt.op.is_request() {
+            let result = self
+                .responder
+                .handle_request(&mut ctx!(self, now, env), pkt);
+            self.settle(result, env);
+        } else {
+            let result = self
+                .requester
+                .handle_response(&mut ctx!(self, now, env), pkt);
+            self.settle(result, env);
+        }
+    }
+
+    /// When [`RcQp::handle_timeout`] must be called next.
+    #[must_use]
+    pub fn poll_timeout(&self) -> Option<Instant> {
+        match self.state {
+            QpState::Rts | QpState::Sqd => self.requester.deadline(),
+            _ => None,
+        }
+    }
+
+    /// Does what is due by `now`. Calling it early or twice does nothing.
+    pub fn handle_timeout(&mut self, now: Instant, env: &mut Env<'_>) {
+        if matches!(self.state, QpState::Rts | QpState::Sqd) {
+            let result = self.requester.handle_timeout(&mut ctx!(self, now, env));
+            self.settle(result, env);
+        }
+    }
+
+    /// The next packet to send, written into `tx`; false if there is none for now.
+    ///
+    /// Acknowledgements go before everything else. READ responses and requests take turns in bursts
+    /// of 16, so that the packets of one message come in a row.
+    pub fn poll_transmit(&mut self, now: Instant, env: &mut Env<'_>, tx: &mut TxPacket) -> bool {
+        loop {
+            tx.clear();
+            let (responds, requests) = match self.state {
+                QpState::Rtr => (true, false),
+                QpState::Rts | QpState::Sqd => (true, true),
+                QpState::Error => (self.responder.has_failed(), false),
+                _ => (false, false),
+            };
+            let responds = responds && self.responder.has_output();
+            if !responds && !requests {
+                return false;
+            }
+            let turn = self.stream == Stream::Responses && self.burst < BURST
+                || self.stream == Stream::Requests && self.burst >= BURST;
+            let responds_first = responds && (self.responder.is_urgent() || turn || !requests);
+            let order = if responds_first {
+                [Stream::Responses, Stream::Requests]
+            } else {
+                [Stream::Requests, Stream::Responses]
+            };
+            let mut failed = false;
+            for stream in order {
+                let result = match stream {
+                    Stream::Responses if responds => {
+                        self.responder.poll(&mut ctx!(self, now, env), tx)
+                    }
+                    Stream::Requests if requests => {
+                        let may_start = self.state == QpState::Rts;
+                        self.requester
+                            .poll(&mut ctx!(self, now, env), tx, may_start)
+                    }
+                    _ => continue,
+                };
+                match result {
+                    Ok(true) => {
+                        self.note_sent(stream, tx);
+                        return true;
+                    }
+                    Ok(false) => {}
+                    Err(Fault) => {
+                        self.settle(Err(Fault), env);
+                        failed = true;
+                        break;
+                    }
+                }
+            }
+            self.check_drained(env);
+            if !failed {
+                return false;
+            }
+        }
+    }
+
+    fn note_sent(&mut self, stream: Stream, tx: &TxPacket) {
+        self.counters.tx_packets += 1;
+        self.counters.tx_bytes += tx.payload_len as u64;
+        if self.stream == stream {
+            self.burst = self.burst.saturating_add(1);
+        } else {
+            self.stream = stream;
+            self.burst = 1;
+        }
+    }
+
+    fn settle(&mut self, result: Result<(), Fault>, env: &mut Env<'_>) {
+        match result {
+            Ok(()) => self.check_drained(env),
+            Err(Fault) => self.enter_error(env),
+        }
+    }
+
+    fn check_drained(&mut self, env: &mut Env<'_>) {
+        if self.awaits_drain && self.state == QpState::Sqd && self.requester.is_drained() {
+            self.awaits_drain = false;
+            env.out
+                .push(RcEvent::Async(AsyncEvent::SqDrained(self.cfg.qp)));
+        }
+    }
+
+    fn enter_error(&mut self, env: &mut Env<'_>) {
+        let was_in_error = self.state == QpState::Error;
+        self.state = QpState::Error;
+        self.awaits_drain = false;
+        self.requester.flush(self.cfg.qp, env.out);
+        self.flush_receives(env);
+        if self.cfg.has_srq && !was_in_error {
+            let event = AsyncEvent::QpLastWqeReached(self.cfg.qp);
+            env.out.push(RcEvent::Async(event));
+        }
+    }
+
+    fn flush_receives(&mut self, env: &mut Env<'_>) {
+        let bound = self.responder.unbind();
+        let mut flush = |wr_id| {
+            env.out.push(RcEvent::Recv(Completion {
+                wr_id,
+                status: WcStatus::WrFlushErr,
+                opcode: WcOpcode::Recv,
+                qp: self.cfg.qp,
+                byte_len: 0,
+                imm: None,
+                invalidated: None,
+                src_qp: 0,
+                solicited: false,
+                vendor_err: 0,
+            }));
+        };
+        if let Some(wr_id) = bound {
+            flush(wr_id);
+        }
+        if !self.cfg.has_srq {
+            while let Some(wr_id) = env.rq.pop_id() {
+                flush(wr_id);
+            }
+        }
+    }
+}

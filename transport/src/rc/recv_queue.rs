@@ -1,0 +1,245 @@
+//! The ring of posted receives: a queue pair's own, or a shared one.
+
+use crate::verbs::{LKey, PostError, PostReason, RecvWr, Sge, WrId};
+
+use super::MAX_MESSAGE;
+
+/// Posted receives, oldest first. Bound: the depth that it was created with; posting beyond it is
+/// [`PostReason::QueueFull`].
+#[derive(Debug)]
+pub struct RecvQueue {
+    heads: Box<[Head]>,
+    /// `max_sge` entries for each slot.
+    sges: Box<[Sge]>,
+    max_sge: usize,
+    first: usize,
+    len: usize,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Head {
+    wr_id: WrId,
+    sges: u32,
+    length: u32,
+}
+
+/// A receive that a message has taken: its id, its scatter list and the bytes that it holds.
+#[derive(Debug)]
+pub struct RecvWqe {
+    /// Comes back in the completion.
+    pub wr_id: WrId,
+    /// Sum of the lengths, in bytes.
+    pub length: u32,
+    sges: Box<[Sge]>,
+    count: usize,
+}
+
+pub(super) const NO_SGE: Sge = Sge {
+    addr: 0,
+    length: 0,
+    lkey: LKey(0),
+};
+
+impl RecvWqe {
+    /// Room for a receive of up to `max_sge` entries.
+    #[must_use]
+    pub fn new(max_sge: u32) -> Self {
+        Self {
+            wr_id: WrId(0),
+            length: 0,
+            sges: vec![NO_SGE; max_sge as usize].into_boxed_slice(),
+            count: 0,
+        }
+    }
+
+    /// The scatter list.
+    #[must_use]
+    pub fn sges(&self) -> &[Sge] {
+        &self.sges[..self.count]
+    }
+}
+
+/// The length of a scatter list, if a message may be that long.
+pub(super) fn message_len(sges: &[Sge]) -> Result<u32, PostReason> {
+    let sum: u64 = sges.iter().map(|s| u64::from(s.length)).sum();
+    if sum > u64::from(MAX_MESSAGE) {
+        return Err(PostReason::MessageTooLong);
+    }
+    Ok(sum as u32)
+}
+
+impl RecvQueue {
+    /// A queue for `max_wr` receives of up to `max_sge` entries each.
+    #[must_use]
+    pub fn new(max_wr: u32, max_sge: u32) -> Self {
+        let (depth, max_sge) = (max_wr as usize, max_sge as usize);
+        Self {
+            heads: vec![Head::default(); depth].into_boxed_slice(),
+            sges: vec![NO_SGE; depth * max_sge].into_boxed_slice(),
+            max_sge,
+            first: 0,
+            len: 0,
+        }
+    }
+
+    /// How many receives are posted.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether none is.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// How many receives it holds at most.
+    #[must_use]
+    pub fn capacity(&self) -> usize {
+        self.heads.len()
+    }
+
+    /// Scatter-gather entries of a receive at most.
+    #[must_use]
+    pub fn max_sge(&self) -> u32 {
+        self.max_sge as u32
+    }
+
+    /// Posts receives: all of them, or those before the index in the error.
+    ///
+    /// # Errors
+    /// [`PostReason::QueueFull`], [`PostReason::TooManySges`], [`PostReason::MessageTooLong`].
+    pub fn post(&mut self, wrs: &[RecvWr<'_>]) -> Result<(), PostError> {
+        for (index, wr) in wrs.iter().enumerate() {
+            self.push(wr)
+                .map_err(|reason| PostError { index, reason })?;
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, wr: &RecvWr<'_>) -> Result<(), PostReason> {
+        if wr.sges.len() > self.max_sge {
+            return Err(PostReason::TooManySges);
+        }
+        let length = message_len(wr.sges)?;
+        if self.len == self.heads.len() {
+            return Err(PostReason::QueueFull);
+        }
+        let slot = (self.first + self.len) % self.heads.len();
+        self.heads[slot] = Head {
+            wr_id: wr.wr_id,
+            sges: wr.sges.len() as u32,
+            length,
+        };
+        let at = slot * self.max_sge;
+        self.sges[at..at + wr.sges.len()].copy_from_slice(wr.sges);
+        self.len += 1;
+        Ok(())
+    }
+
+    /// Takes the oldest receive into `out`; false if there is none.
+    ///
+    /// # Panics
+    /// If `out` was created with fewer entries than this queue allows and the receive needs them.
+    pub fn pop(&mut self, out: &mut RecvWqe) -> bool {
+        if self.len == 0 {
+            return false;
+        }
+        let head = self.heads[self.first];
+        let at = self.first * self.max_sge;
+        let count = head.sges as usize;
+        out.sges[..count].copy_from_slice(&self.sges[at..at + count]);
+        out.count = count;
+        out.wr_id = head.wr_id;
+        out.length = head.length;
+        self.first = (self.first + 1) % self.heads.len();
+        self.len -= 1;
+        true
+    }
+
+    /// Takes the oldest receive and answers its id only, for flushing.
+    pub fn pop_id(&mut self) -> Option<WrId> {
+        if self.len == 0 {
+            return None;
+        }
+        let id = self.heads[self.first].wr_id;
+        self.first = (self.first + 1) % self.heads.len();
+        self.len -= 1;
+        Some(id)
+    }
+
+    /// Forgets every receive.
+    pub fn clear(&mut self) {
+        self.len = 0;
+    }
+
+    /// Changes the capacity, keeping what is posted; false if that does not fit.
+    pub fn resize(&mut self, max_wr: u32) -> bool {
+        if (max_wr as usize) < self.len {
+            return false;
+        }
+        let mut next = Self::new(max_wr, self.max_sge as u32);
+        let mut wqe = RecvWqe::new(self.max_sge as u32);
+        while self.pop(&mut wqe) {
+            let wr = RecvWr {
+                wr_id: wqe.wr_id,
+                sges: wqe.sges(),
+            };
+            next.push(&wr).expect("what fitted before fits");
+        }
+        *self = next;
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sge(length: u32) -> Sge {
+        Sge {
+            addr: 7,
+            length,
+            lkey: LKey(9),
+        }
+    }
+
+    #[test]
+    fn receives_come_out_in_order_and_the_bound_holds() {
+        let mut q = RecvQueue::new(2, 2);
+        let two = [sge(3), sge(4)];
+        let wr = |id, sges| RecvWr {
+            wr_id: WrId(id),
+            sges,
+        };
+        q.post(&[wr(1, &two), wr(2, &[])]).unwrap();
+        let full = q.post(&[wr(3, &[])]).unwrap_err();
+        assert_eq!((full.index, full.reason), (0, PostReason::QueueFull));
+        let mut wqe = RecvWqe::new(2);
+        assert!(q.pop(&mut wqe));
+        assert_eq!((wqe.wr_id, wqe.length, wqe.sges()), (WrId(1), 7, &two[..]));
+        q.post(&[wr(3, &two[..1])]).unwrap();
+        assert!(q.resize(5) && !q.resize(1));
+        assert_eq!((q.capacity(), q.len()), (5, 2));
+        assert_eq!(
+            [q.pop_id(), q.pop_id(), q.pop_id()],
+            [Some(WrId(2)), Some(WrId(3)), None]
+        );
+    }
+
+    #[test]
+    fn a_list_too_long_or_too_large_is_refused_at_its_index() {
+        let mut q = RecvQueue::new(4, 2);
+        let (three, huge) = ([sge(1); 3], [sge(u32::MAX), sge(1)]);
+        let wr = |sges| RecvWr {
+            wr_id: WrId(0),
+            sges,
+        };
+        let e = q.post(&[wr(&three[..1]), wr(&three)]).unwrap_err();
+        assert_eq!((e.index, e.reason), (1, PostReason::TooManySges));
+        let e = q.post(&[wr(&huge)]).unwrap_err();
+        assert_eq!(e.reason, PostReason::MessageTooLong);
+        assert_eq!(q.len(), 1);
+    }
+}

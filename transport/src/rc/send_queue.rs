@@ -1,0 +1,400 @@
+//! The ring of posted send requests.
+//!
+//! Requests are named by their position since the queue pair was created, a number that never wraps,
+//! so that three cursors can point into the ring: the oldest request not yet completed (`head`), the
+//! request being cut into packets (the requester's own), and where the next post goes (`tail`).
+
+use crate::roce::mr::MrTable;
+use crate::verbs::{
+    PdId, PostReason, QpCap, QpId, SendFlags, SendOp, SendWr, Sge, WcOpcode, WcStatus, WrId,
+};
+
+use super::recv_queue::{NO_SGE, message_len};
+
+/// How far a send request has come.
+///
+/// ```text
+/// Posted ──first packet──> Started ──all acknowledged──> (retired)
+///    │                        │
+///    ├──local operation──> Executed ──all before retired──> (retired)
+///    └──────────┴──error──> Failed ──all before retired──> (retired, queue pair to ERROR)
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// Nothing of it has been done.
+    Posted,
+    /// Has packet numbers; some packets may have gone out.
+    Started,
+    /// A local operation that is done and waits for the requests before it.
+    Executed,
+    /// Failed locally; the error is told when the requests before it have completed.
+    Failed(WcStatus),
+}
+
+/// A posted send request.
+#[derive(Clone, Copy, Debug)]
+pub struct SendWqe {
+    /// Comes back in the completion.
+    pub wr_id: WrId,
+    /// What to do.
+    pub op: SendOp,
+    /// How it behaves.
+    pub flags: SendFlags,
+    /// Bytes of its message.
+    pub length: u32,
+    /// How far it has come.
+    pub phase: Phase,
+    /// Number of its first packet, counted since the connection began; from `Started` on.
+    pub first: u64,
+    /// Packets that it takes, in either direction; 0 for a local operation.
+    pub packets: u32,
+    /// Receive-consuming requests up to and including this one.
+    pub recv_seq: u64,
+    sges: u32,
+}
+
+impl SendWqe {
+    /// Number of the first packet after its last.
+    #[must_use]
+    pub fn end(&self) -> u64 {
+        self.first + u64::from(self.packets)
+    }
+
+    /// Whether it is answered by more than an acknowledgement: a READ or an atomic.
+    #[must_use]
+    pub fn has_response(&self) -> bool {
+        matches!(
+            self.op,
+            SendOp::Read(_) | SendOp::CmpSwap { .. } | SendOp::FetchAdd { .. }
+        )
+    }
+
+    /// Whether it sends no packet.
+    #[must_use]
+    pub fn is_local(&self) -> bool {
+        matches!(self.op, SendOp::RegMr { .. } | SendOp::LocalInv(_))
+    }
+
+    /// Whether it takes a receive of the peer's.
+    #[must_use]
+    pub fn consumes_receive(&self) -> bool {
+        matches!(
+            self.op,
+            SendOp::Send | SendOp::SendImm(_) | SendOp::SendInv(_) | SendOp::WriteImm(..)
+        )
+    }
+
+    /// What its completion says it was.
+    #[must_use]
+    pub fn wc_opcode(&self) -> WcOpcode {
+        match self.op {
+            SendOp::Send | SendOp::SendImm(_) | SendOp::SendInv(_) => WcOpcode::Send,
+            SendOp::Write(_) | SendOp::WriteImm(..) => WcOpcode::Write,
+            SendOp::Read(_) => WcOpcode::Read,
+            SendOp::CmpSwap { .. } => WcOpcode::CmpSwap,
+            SendOp::FetchAdd { .. } => WcOpcode::FetchAdd,
+            SendOp::RegMr { .. } => WcOpcode::RegMr,
+            SendOp::LocalInv(_) => WcOpcode::LocalInv,
+        }
+    }
+
+    /// Its completion.
+    #[must_use]
+    pub fn completion(&self, qp: QpId, status: WcStatus) -> crate::verbs::Completion {
+        crate::verbs::Completion {
+            wr_id: self.wr_id,
+            status,
+            opcode: self.wc_opcode(),
+            qp,
+            byte_len: if status.is_ok() { self.length } else { 0 },
+            imm: None,
+            invalidated: None,
+            src_qp: 0,
+            solicited: false,
+            vendor_err: 0,
+        }
+    }
+}
+
+/// Posted send requests, oldest first. Bound: [`QpCap::max_send_wr`].
+#[derive(Debug)]
+pub struct SendQueue {
+    wqes: Box<[Option<SendWqe>]>,
+    sges: Box<[Sge]>,
+    inline: Box<[u8]>,
+    max_sge: usize,
+    max_inline: usize,
+    head: u64,
+    tail: u64,
+    recv_seq: u64,
+}
+
+impl SendQueue {
+    /// A queue of the given depths.
+    #[must_use]
+    pub fn new(cap: &QpCap) -> Self {
+        let depth = cap.max_send_wr as usize;
+        let max_sge = cap.max_send_sge as usize;
+        let max_inline = cap.max_inline as usize;
+        Self {
+            wqes: vec![None; depth].into_boxed_slice(),
+            sges: vec![NO_SGE; depth * max_sge].into_boxed_slice(),
+            inline: vec![0; depth * max_inline].into_boxed_slice(),
+            max_sge,
+            max_inline,
+            head: 0,
+            tail: 0,
+            recv_seq: 0,
+        }
+    }
+
+    /// Position of the oldest request not completed.
+    #[must_use]
+    pub fn head(&self) -> u64 {
+        self.head
+    }
+
+    /// Position of the next post.
+    #[must_use]
+    pub fn tail(&self) -> u64 {
+        self.tail
+    }
+
+    /// How many requests are not completed.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        (self.tail - self.head) as usize
+    }
+
+    /// Whether all are.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.head == self.tail
+    }
+
+    fn slot(&self, at: u64) -> usize {
+        (at % self.wqes.len() as u64) as usize
+    }
+
+    /// The request at a position. Panics outside `head..tail`.
+    #[must_use]
+    pub fn wqe(&self, at: u64) -> &SendWqe {
+        debug_assert!(self.head <= at && at < self.tail);
+        self.wqes[self.slot(at)].as_ref().expect("a posted request")
+    }
+
+    /// As [`SendQueue::wqe`], to change.
+    pub fn wqe_mut(&mut self, at: u64) -> &mut SendWqe {
+        debug_assert!(self.head <= at && at < self.tail);
+        let slot = self.slot(at);
+        self.wqes[slot].as_mut().expect("a posted request")
+    }
+
+    /// The request at a position, if there is one.
+    #[must_use]
+    pub fn peek(&self, at: u64) -> Option<&SendWqe> {
+        (self.head <= at && at < self.tail).then(|| self.wqe(at))
+    }
+
+    /// The scatter list of a request; empty for an inline one.
+    #[must_use]
+    pub fn sges(&self, at: u64) -> &[Sge] {
+        let from = self.slot(at) * self.max_sge;
+        &self.sges[from..from + self.wqe(at).sges as usize]
+    }
+
+    /// The data of an inline request.
+    #[must_use]
+    pub fn inline(&self, at: u64) -> Option<&[u8]> {
+        let wqe = self.wqe(at);
+        let from = self.slot(at) * self.max_inline;
+        wqe.flags
+            .contains(SendFlags::INLINE)
+            .then(|| &self.inline[from..from + wqe.length as usize])
+    }
+
+    /// Posts one request.
+    ///
+    /// # Errors
+    /// Whatever is wrong with it; nothing has then changed.
+    pub fn push(&mut self, wr: &SendWr<'_>, pd: PdId, mrs: &MrTable) -> Result<(), PostReason> {
+        if wr.ud.is_some() {
+            return Err(PostReason::InvalidRequest(
+                "a destination on a connected queue pair",
+            ));
+        }
+        let length = check_shape(wr)?;
+        let is_inline = wr.flags.contains(SendFlags::INLINE);
+        if is_inline && length as usize > self.max_inline {
+            return Err(PostReason::InvalidInline);
+        }
+        if !is_inline && wr.sges.len() > self.max_sge {
+            return Err(PostReason::TooManySges);
+        }
+        if self.len() == self.wqes.len() {
+            return Err(PostReason::QueueFull);
+        }
+        let slot = self.slot(self.tail);
+        if is_inline {
+            let mut at = slot * self.max_inline;
+            for sge in wr.sges {
+                let span = mrs
+                    .resolve_inline(pd, sge)
+                    .map_err(|_| PostReason::InvalidKey)?;
+                span.read(0, &mut self.inline[at..at + span.len()]);
+                at += span.len();
+            }
+        } else {
+            let at = slot * self.max_sge;
+            self.sges[at..at + wr.sges.len()].copy_from_slice(wr.sges);
+        }
+        let mut wqe = SendWqe {
+            wr_id: wr.wr_id,
+            op: wr.op,
+            flags: wr.flags,
+            length,
+            phase: Phase::Posted,
+            first: 0,
+            packets: 0,
+            recv_seq: self.recv_seq,
+            sges: if is_inline { 0 } else { wr.sges.len() as u32 },
+        };
+        if wqe.consumes_receive() {
+            self.recv_seq += 1;
+            wqe.recv_seq = self.recv_seq;
+        }
+        self.wqes[slot] = Some(wqe);
+        self.tail += 1;
+        Ok(())
+    }
+
+    /// Takes the oldest request out. Panics on an empty queue.
+    pub fn retire(&mut self) -> SendWqe {
+        let wqe = *self.wqe(self.head);
+        let slot = self.slot(self.head);
+        self.wqes[slot] = None;
+        self.head += 1;
+        wqe
+    }
+
+    /// Forgets every request; positions start again at 0.
+    pub fn clear(&mut self) {
+        self.wqes.fill(None);
+        self.head = 0;
+        self.tail = 0;
+        self.recv_seq = 0;
+    }
+}
+
+/// What a request must look like whatever the queue: the length of its message.
+fn check_shape(wr: &SendWr<'_>) -> Result<u32, PostReason> {
+    let length = message_len(wr.sges)?;
+    let remote = match wr.op {
+        SendOp::CmpSwap { remote, .. } | SendOp::FetchAdd { remote, .. } => Some(remote),
+        _ => None,
+    };
+    if let Some(remote) = remote {
+        if length != 8 {
+            return Err(PostReason::InvalidRequest("an atomic returns eight bytes"));
+        }
+        if !remote.addr.is_multiple_of(8) {
+            return Err(PostReason::InvalidRequest(
+                "an atomic's address is a multiple of eight",
+            ));
+        }
+    }
+    let is_local = matches!(wr.op, SendOp::RegMr { .. } | SendOp::LocalInv(_));
+    if is_local && !wr.sges.is_empty() {
+        return Err(PostReason::InvalidRequest(
+            "a local operation has no scatter list",
+        ));
+    }
+    let may_inline = !is_local && remote.is_none() && !matches!(wr.op, SendOp::Read(_));
+    if wr.flags.contains(SendFlags::INLINE) && !may_inline {
+        return Err(PostReason::InvalidInline);
+    }
+    Ok(length)
+}
+
+#[cfg(test)]
+mod tests {
+    use riser_memory::Memory;
+
+    use super::*;
+    use crate::verbs::{Access, Handle, LKey, RKey, RemoteAddr};
+
+    const PD: PdId = PdId(Handle::new(0, 0));
+    const CAP: QpCap = QpCap {
+        max_send_wr: 2,
+        max_recv_wr: 0,
+        max_send_sge: 2,
+        max_recv_sge: 0,
+        max_inline: 16,
+    };
+
+    fn sge(addr: u64, length: u32) -> Sge {
+        Sge {
+            addr,
+            length,
+            lkey: LKey(0),
+        }
+    }
+
+    #[test]
+    fn inline_data_is_copied_at_the_post_whatever_the_key() {
+        let mut mrs = MrTable::new(4, 4, [3; 16]);
+        let memory = Memory::new(4096).unwrap();
+        mrs.reg(PD, &memory.whole(), Access::empty()).unwrap();
+        memory.write(10, b"payload");
+        let sges = [
+            sge(memory.addr() + 10, 3),
+            sge(0, 0),
+            sge(memory.addr() + 13, 4),
+        ];
+        let mut q = SendQueue::new(&CAP);
+        let wr = SendWr::new(1, SendOp::Send, &sges).flags(SendFlags::INLINE);
+        q.push(&wr, PD, &mrs).unwrap();
+        memory.write(10, b"changed");
+        assert_eq!(q.inline(0), Some(&b"payload"[..]));
+        let outside = [sge(8, 4)];
+        let wr = SendWr::new(1, SendOp::Send, &outside).flags(SendFlags::INLINE);
+        assert_eq!(q.push(&wr, PD, &mrs), Err(PostReason::InvalidKey));
+        let long = [sge(memory.addr(), 17)];
+        let wr = SendWr::new(1, SendOp::Send, &long).flags(SendFlags::INLINE);
+        assert_eq!(q.push(&wr, PD, &mrs), Err(PostReason::InvalidInline));
+        assert_eq!(q.len(), 1);
+    }
+
+    #[test]
+    fn requests_against_the_rules_are_refused() {
+        let mrs = MrTable::new(4, 4, [3; 16]);
+        let mut q = SendQueue::new(&CAP);
+        let remote = RemoteAddr {
+            addr: 4,
+            rkey: RKey(1),
+        };
+        let eight = [sge(0, 8)];
+        let add = |remote| SendOp::FetchAdd { remote, add: 1 };
+        let aligned = RemoteAddr { addr: 8, ..remote };
+        let refused = [
+            SendWr::new(0, add(remote), &eight),
+            SendWr::new(0, add(aligned), &[]),
+            SendWr::new(0, add(aligned), &eight).flags(SendFlags::INLINE),
+            SendWr::new(0, SendOp::Read(remote), &eight).flags(SendFlags::INLINE),
+            SendWr::new(0, SendOp::LocalInv(RKey(1)), &eight),
+        ];
+        for wr in refused {
+            q.push(&wr, PD, &mrs).unwrap_err();
+        }
+        let three = [sge(0, 1); 3];
+        let wr = SendWr::new(0, SendOp::Send, &three);
+        assert_eq!(q.push(&wr, PD, &mrs), Err(PostReason::TooManySges));
+        let wr = SendWr::new(0, SendOp::Send, &[]);
+        q.push(&wr, PD, &mrs).unwrap();
+        q.push(&wr, PD, &mrs).unwrap();
+        assert_eq!(q.push(&wr, PD, &mrs), Err(PostReason::QueueFull));
+        q.retire();
+        q.push(&wr, PD, &mrs).unwrap();
+        assert_eq!((q.head(), q.tail(), q.wqe(2).recv_seq), (1, 3, 3));
+    }
+}

@@ -1,0 +1,909 @@
+//! The memory-key table: which bytes of this process a key stands for, and who may touch them.
+//!
+//! - [`MrTable`]: registers regions, allocates fast-registration regions and resolves keys.
+//! - [`Span`]: a checked range of a region. It is the only way from a key to memory, it borrows the
+//!   table, and so it cannot outlive the registration that it was checked against.
+//!
+//! # Keys
+//!
+//! A key is 24 bits of index and a byte that its owner may change (IBTA 10.6.3.2). The index is the
+//! slot number and the slot's generation, sent through a secret permutation of the 24-bit numbers,
+//! so that keys tell a peer nothing about each other; the whole key must then equal the slot's.
+//! Slots are reused oldest first, so that a key comes back only after all others and all generations.
+//! Local and remote key of a region are the same number; the access rights separate them.
+//!
+//! # Invariants
+//!
+//! - Arithmetic on a peer's address and length is checked: a range that wraps is refused
+//!   (CVE-2026-98365, CVE-2026-46325).
+//! - A range of length 0 looks at no key (IBTA 9.7.4.1.3 for the remote side).
+//! - Resolving and registering through a work request allocate nothing: a fast-registration region
+//!   holds room for its segments from the start.
+//!
+//! Not implemented: memory windows, reregistration, physical and on-demand-paged regions.
+
+use std::collections::VecDeque;
+
+use riser_memory::MemSlice;
+use thiserror::Error;
+
+use crate::verbs::{Access, Handle, LKey, Mr, MrAttr, MrId, PdId, RKey, Sge, VerbsError};
+
+/// Bits of a key's index part.
+const INDEX_BITS: u32 = 24;
+/// Most regions of a table: 2²⁰, which leaves four bits of the index for generations.
+pub const MAX_REGIONS: u32 = 1 << 20;
+
+/// Why a key does not give access.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum KeyError {
+    /// No valid region has this key.
+    #[error("no region has this key")]
+    Key,
+    /// The region belongs to another protection domain.
+    #[error("the region belongs to another protection domain")]
+    Domain,
+    /// The region does not grant the right.
+    #[error("the region does not grant this access")]
+    Right,
+    /// The range is not within the region.
+    #[error("the range is not within the region")]
+    Range,
+    /// The region is not one that a work request may register or invalidate, or not in its state.
+    #[error("the region cannot be registered or invalidated by a work request")]
+    Kind,
+}
+
+/// The secret permutation behind the index part of keys: a four-round Feistel network on twice 12
+/// bits whose round functions are tables of random numbers.
+struct Permutation {
+    rounds: [Box<[u16]>; 4],
+}
+
+const HALF_BITS: u32 = INDEX_BITS / 2;
+const HALF_MASK: u32 = (1 << HALF_BITS) - 1;
+
+impl Permutation {
+    fn new(random: &mut Prf) -> Self {
+        let table = |random: &mut Prf| {
+            let mut words = vec![0u16; 1 << HALF_BITS].into_boxed_slice();
+            for four in words.chunks_exact_mut(4) {
+                let bits = random.next();
+                for (i, word) in four.iter_mut().enumerate() {
+                    *word = (bits >> (16 * i)) as u16 & HALF_MASK as u16;
+                }
+            }
+            words
+        };
+        Self {
+            rounds: std::array::from_fn(|_| table(random)),
+        }
+    }
+
+    fn forward(&self, value: u32) -> u32 {
+        let (mut left, mut right) = (value >> HALF_BITS & HALF_MASK, value & HALF_MASK);
+        for round in &self.rounds {
+            (left, right) = (right, left ^ u32::from(round[right as usize]));
+        }
+        left << HALF_BITS | right
+    }
+
+    fn backward(&self, value: u32) -> u32 {
+        let (mut left, mut right) = (value >> HALF_BITS & HALF_MASK, value & HALF_MASK);
+        for round in self.rounds.iter().rev() {
+            (left, right) = (right ^ u32::from(round[left as usize]), left);
+        }
+        left << HALF_BITS | right
+    }
+}
+
+/// A stream of numbers that nobody without the seed can tell from random: SipHash-2-4 of a counter.
+struct Prf {
+    key: [u64; 2],
+    counter: u64,
+}
+
+impl Prf {
+    fn new(seed: [u8; 16]) -> Self {
+        let (low, high) = seed.split_at(8);
+        let word = |b: &[u8]| b.iter().rev().fold(0, |w, &b| w << 8 | u64::from(b));
+        Self {
+            key: [word(low), word(high)],
+            counter: 0,
+        }
+    }
+
+    fn next(&mut self) -> u64 {
+        self.counter += 1;
+        let [k0, k1] = self.key;
+        let mut v = [
+            k0 ^ 0x736f_6d65_7073_6575,
+            k1 ^ 0x646f_7261_6e64_6f6d,
+            k0 ^ 0x6c79_6765_6e65_7261,
+            k1 ^ 0x7465_6462_7974_6573,
+        ];
+        for block in [self.counter, 8 << 56] {
+            v[3] ^= block;
+            sip_round(&mut v);
+            sip_round(&mut v);
+            v[0] ^= block;
+        }
+        v[2] ^= 0xff;
+        for _ in 0..4 {
+            sip_round(&mut v);
+        }
+        v[0] ^ v[1] ^ v[2] ^ v[3]
+    }
+}
+
+fn sip_round(v: &mut [u64; 4]) {
+    v[0] = v[0].wrapping_add(v[1]);
+    v[2] = v[2].wrapping_add(v[3]);
+    v[1] = v[1].rotate_left(13) ^ v[0];
+    v[3] = v[3].rotate_left(16) ^ v[2];
+    v[0] = v[0].rotate_left(32);
+    v[2] = v[2].wrapping_add(v[1]);
+    v[0] = v[0].wrapping_add(v[3]);
+    v[1] = v[1].rotate_left(17) ^ v[2];
+    v[3] = v[3].rotate_left(21) ^ v[0];
+    v[2] = v[2].rotate_left(32);
+}
+
+/// What a slot holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Free,
+    Registered,
+    /// Fast registration, with room for this many segments.
+    Fast(u32),
+}
+
+#[derive(Debug)]
+struct Segment {
+    slice: MemSlice,
+    /// Offset within the region of the first byte after this segment.
+    end: u64,
+}
+
+#[derive(Debug)]
+struct Region {
+    kind: Kind,
+    generation: u32,
+    key: u32,
+    /// Whether the key works. A fast-registration region has no working key until it is registered.
+    valid: bool,
+    pd: PdId,
+    access: Access,
+    base: u64,
+    length: u64,
+    /// Never empty when `length` is not 0; segments of no bytes are left out.
+    segments: Vec<Segment>,
+}
+
+/// A checked range of a region. Offsets in its methods count from the range's start.
+#[derive(Clone, Copy, Debug)]
+pub struct Span<'a> {
+    segments: &'a [Segment],
+    /// Offset of the range within the region.
+    start: u64,
+    len: usize,
+}
+
+impl Span<'_> {
+    const EMPTY: Self = Span {
+        segments: &[],
+        start: 0,
+        len: 0,
+    };
+
+    /// Length in bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether the range holds no byte.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Calls `f` with each piece of `len` bytes from `offset` on: the segment, the piece's offset in
+    /// it, and the piece's range within the requested bytes.
+    fn pieces(&self, offset: usize, len: usize, mut f: impl FnMut(&MemSlice, usize, usize, usize)) {
+        assert!(
+            offset.checked_add(len).is_some_and(|end| end <= self.len),
+            "range {offset}+{len} beyond {}",
+            self.len
+        );
+        let mut at = self.start + offset as u64;
+        let mut done = 0;
+        let mut index = if self.segments.len() > 1 {
+            self.segments.partition_point(|s| s.end <= at)
+        } else {
+            0
+        };
+        while done < len {
+            let segment = &self.segments[index];
+            let begin = segment.end - segment.slice.len() as u64;
+            let within = (at - begin) as usize;
+            let take = (segment.slice.len() - within).min(len - done);
+            f(&segment.slice, within, done, take);
+            done += take;
+            at += take as u64;
+            index += 1;
+        }
+    }
+
+    /// Copies `data` into the range. Panics beyond its end.
+    pub fn write(&self, offset: usize, data: &[u8]) {
+        self.pieces(offset, data.len(), |slice, within, done, take| {
+            slice.write(within, &data[done..done + take]);
+        });
+    }
+
+    /// Copies `out.len()` bytes out of the range. Panics beyond its end.
+    pub fn read(&self, offset: usize, out: &mut [u8]) {
+        self.pieces(offset, out.len(), |slice, within, done, take| {
+            slice.read(within, &mut out[done..done + take]);
+        });
+    }
+
+    /// Appends the memory of `len` bytes of the range to `out`. Panics beyond the range's end.
+    pub fn push_slices(&self, offset: usize, len: usize, out: &mut Vec<MemSlice>) {
+        self.pieces(offset, len, |slice, within, _, take| {
+            out.extend(slice.slice(within..within + take));
+        });
+    }
+}
+
+/// All regions of a device. Bounds: as many regions as the table was created for, and as many
+/// segments in a fast registration.
+pub struct MrTable {
+    slots: Vec<Region>,
+    /// Free slots, the one freed longest ago first.
+    free: VecDeque<u32>,
+    slot_bits: u32,
+    max_segments: u32,
+    permutation: Permutation,
+    random: Prf,
+}
+
+impl std::fmt::Debug for MrTable {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "MrTable({} of {})", self.len(), self.slots.len())
+    }
+}
+
+impl MrTable {
+    /// A table for `max_regions` regions (rounded up to a power of two, [`MAX_REGIONS`] at most)
+    /// whose fast registrations have up to `max_segments` segments. `seed` comes from the operating
+    /// system's random source; all keys follow from it.
+    #[must_use]
+    pub fn new(max_regions: u32, max_segments: u32, seed: [u8; 16]) -> Self {
+        let count = max_regions.clamp(2, MAX_REGIONS).next_power_of_two();
+        let mut random = Prf::new(seed);
+        let permutation = Permutation::new(&mut random);
+        let no_domain = PdId(Handle::new(u32::MAX, u32::MAX));
+        Self {
+            slots: (0..count)
+                .map(|_| Region {
+                    kind: Kind::Free,
+                    generation: 0,
+                    key: 0,
+                    valid: false,
+                    pd: no_domain,
+                    access: Access::empty(),
+                    base: 0,
+                    length: 0,
+                    segments: Vec::new(),
+                })
+                .collect(),
+            free: (0..count).collect(),
+            slot_bits: count.trailing_zeros(),
+            max_segments,
+            permutation,
+            random,
+        }
+    }
+
+    /// How many regions there are.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Whether any region belongs to `pd`. Looks at every slot.
+    #[must_use]
+    pub fn is_used_by(&self, pd: PdId) -> bool {
+        self.slots
+            .iter()
+            .any(|r| r.kind != Kind::Free && r.pd == pd)
+    }
+
+    /// Registers a range of memory (see [`crate::verbs::Verbs::reg_mr`]).
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidAccess`], [`VerbsError::InsufficientResources`].
+    pub fn reg(&mut self, pd: PdId, range: &MemSlice, access: Access) -> Result<Mr, VerbsError> {
+        check_access(access)?;
+        let id = self.take_slot(pd)?;
+        let region = &mut self.slots[id.0.index()];
+        region.kind = Kind::Registered;
+        region.valid = true;
+        region.access = access;
+        region.length = range.len() as u64;
+        region.base = if access.contains(Access::ZERO_BASED) {
+            0
+        } else {
+            range.addr()
+        };
+        if !range.is_empty() {
+            region.segments.push(Segment {
+                end: region.length,
+                slice: range.clone(),
+            });
+        }
+        Ok(region.describe(id))
+    }
+
+    /// Allocates a fast-registration region (see [`crate::verbs::Verbs::alloc_fast_mr`]).
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidParameter`], [`VerbsError::InsufficientResources`].
+    pub fn alloc_fast(&mut self, pd: PdId, max_segments: u32) -> Result<Mr, VerbsError> {
+        if max_segments == 0 || max_segments > self.max_segments {
+            return Err(VerbsError::InvalidParameter("number of segments"));
+        }
+        let id = self.take_slot(pd)?;
+        let region = &mut self.slots[id.0.index()];
+        region.kind = Kind::Fast(max_segments);
+        region.segments.reserve_exact(max_segments as usize);
+        Ok(region.describe(id))
+    }
+
+    /// Sets what the next registration of a fast-registration region covers: as many of `segments` as
+    /// fit. Answers how many bytes that is.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`], [`VerbsError::InvalidState`] while the region is valid or is
+    /// not for fast registration.
+    pub fn map_sg(&mut self, id: MrId, segments: &[MemSlice]) -> Result<u64, VerbsError> {
+        let region = self.region_mut(id)?;
+        let Kind::Fast(room) = region.kind else {
+            return Err(VerbsError::InvalidState("not a fast-registration region"));
+        };
+        if region.valid {
+            return Err(VerbsError::InvalidState("the region is still valid"));
+        }
+        region.segments.clear();
+        let mut end = 0u64;
+        for slice in segments
+            .iter()
+            .filter(|s| !s.is_empty())
+            .take(room as usize)
+        {
+            end += slice.len() as u64;
+            region.segments.push(Segment {
+                slice: slice.clone(),
+                end,
+            });
+        }
+        region.length = end;
+        region.base = region.segments.first().map_or(0, |s| s.slice.addr());
+        Ok(end)
+    }
+
+    /// What a region covers at present.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`].
+    pub fn query(&self, id: MrId) -> Result<MrAttr, VerbsError> {
+        let region = self.region(id)?;
+        Ok(MrAttr {
+            pd: region.pd,
+            mr: region.describe(id),
+            access: region.access,
+            valid: region.valid,
+        })
+    }
+
+    /// Deregisters a region of any kind, valid or not.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`].
+    pub fn dereg(&mut self, id: MrId) -> Result<(), VerbsError> {
+        let region = self.region_mut(id)?;
+        region.kind = Kind::Free;
+        region.valid = false;
+        region.length = 0;
+        region.segments = Vec::new();
+        self.free.push_back(id.0.index() as u32);
+        Ok(())
+    }
+
+    /// Executes a REG_MR: makes what was mapped valid under `key` (IBTA 10.6.3.6).
+    ///
+    /// # Errors
+    /// [`KeyError`] where the region is another domain's, valid already, of another kind, has nothing
+    /// mapped, or `key` is not its key with another low byte, or `access` is not legal.
+    pub fn reg_fast(
+        &mut self,
+        pd: PdId,
+        id: MrId,
+        key: RKey,
+        access: Access,
+    ) -> Result<(), KeyError> {
+        let region = self.region_mut(id).map_err(|_| KeyError::Key)?;
+        if region.pd != pd {
+            return Err(KeyError::Domain);
+        }
+        if !matches!(region.kind, Kind::Fast(_)) || region.valid || region.segments.is_empty() {
+            return Err(KeyError::Kind);
+        }
+        if region.key >> 8 != key.0 >> 8 {
+            return Err(KeyError::Key);
+        }
+        check_access(access).map_err(|_| KeyError::Right)?;
+        region.base = if access.contains(Access::ZERO_BASED) {
+            0
+        } else {
+            region.segments[0].slice.addr()
+        };
+        if region.base.checked_add(region.length).is_none() {
+            return Err(KeyError::Range);
+        }
+        region.key = key.0;
+        region.access = access;
+        region.valid = true;
+        Ok(())
+    }
+
+    /// Executes a LOCAL_INV, or a peer's SEND with invalidate: the key stops working. Only a valid
+    /// fast-registration region of the same protection domain can be invalidated (IBTA 10.6.5).
+    ///
+    /// # Errors
+    /// [`KeyError`], and nothing has changed.
+    pub fn invalidate(&mut self, pd: PdId, key: RKey) -> Result<(), KeyError> {
+        let slot = self.find_invalidatable(pd, key)?;
+        self.slots[slot].valid = false;
+        Ok(())
+    }
+
+    /// Whether [`MrTable::invalidate`] would succeed.
+    ///
+    /// # Errors
+    /// [`KeyError`] as there.
+    pub fn check_invalidate(&self, pd: PdId, key: RKey) -> Result<(), KeyError> {
+        self.find_invalidatable(pd, key).map(drop)
+    }
+
+    /// The memory of a scatter-gather entry. `write` asks for the right to write it.
+    ///
+    /// # Errors
+    /// [`KeyError`]; never for an entry of length 0.
+    pub fn resolve_local(&self, pd: PdId, sge: &Sge, write: bool) -> Result<Span<'_>, KeyError> {
+        let right = if write {
+            Access::LOCAL_WRITE
+        } else {
+            Access::empty()
+        };
+        self.resolve(pd, sge.lkey.0, sge.addr, u64::from(sge.length), right)
+    }
+
+    /// The memory of a peer's range of `len` bytes at `addr`, for which it needs `right`.
+    ///
+    /// # Errors
+    /// [`KeyError`]; never for a length of 0.
+    pub fn resolve_remote(
+        &self,
+        pd: PdId,
+        key: RKey,
+        addr: u64,
+        len: u32,
+        right: Access,
+    ) -> Result<Span<'_>, KeyError> {
+        debug_assert!(!(right & Access::REMOTE).is_empty(), "a remote right");
+        self.resolve(pd, key.0, addr, u64::from(len), right)
+    }
+
+    /// The memory of an inline request's entry. Inline data needs no key (IBTA 10.8.3.2 leaves it
+    /// unchecked), but this crate reaches no memory outside registered regions: the entry must lie
+    /// in some region of the domain that starts at its virtual address. The key, when it fits, saves
+    /// the search.
+    ///
+    /// # Errors
+    /// [`KeyError::Range`] where no region holds it.
+    pub fn resolve_inline(&self, pd: PdId, sge: &Sge) -> Result<Span<'_>, KeyError> {
+        if let Ok(span) = self.resolve_local(pd, sge, false) {
+            return Ok(span);
+        }
+        self.slots
+            .iter()
+            .filter(|r| r.kind == Kind::Registered && r.pd == pd)
+            .filter(|r| !r.access.contains(Access::ZERO_BASED))
+            .find_map(|r| r.span(sge.addr, u64::from(sge.length)))
+            .ok_or(KeyError::Range)
+    }
+
+    fn resolve(
+        &self,
+        pd: PdId,
+        key: u32,
+        addr: u64,
+        len: u64,
+        right: Access,
+    ) -> Result<Span<'_>, KeyError> {
+        if len == 0 {
+            return Ok(Span::EMPTY);
+        }
+        let region = &self.slots[self.find_key(key)?];
+        if region.pd != pd {
+            return Err(KeyError::Domain);
+        }
+        if !region.access.contains(right) {
+            return Err(KeyError::Right);
+        }
+        region.span(addr, len).ok_or(KeyError::Range)
+    }
+
+    fn find_key(&self, key: u32) -> Result<usize, KeyError> {
+        let index = self.permutation.backward(key >> 8);
+        let slot = (index & ((1 << self.slot_bits) - 1)) as usize;
+        let region = &self.slots[slot];
+        if region.valid && region.key == key {
+            Ok(slot)
+        } else {
+            Err(KeyError::Key)
+        }
+    }
+
+    fn find_invalidatable(&self, pd: PdId, key: RKey) -> Result<usize, KeyError> {
+        let slot = self.find_key(key.0)?;
+        let region = &self.slots[slot];
+        if region.pd != pd {
+            return Err(KeyError::Domain);
+        }
+        if !matches!(region.kind, Kind::Fast(_)) {
+            return Err(KeyError::Kind);
+        }
+        Ok(slot)
+    }
+
+    fn region(&self, id: MrId) -> Result<&Region, VerbsError> {
+        self.slots
+            .get(id.0.index())
+            .filter(|r| r.kind != Kind::Free && r.generation == id.0.generation())
+            .ok_or(VerbsError::InvalidHandle("memory region"))
+    }
+
+    fn region_mut(&mut self, id: MrId) -> Result<&mut Region, VerbsError> {
+        self.slots
+            .get_mut(id.0.index())
+            .filter(|r| r.kind != Kind::Free && r.generation == id.0.generation())
+            .ok_or(VerbsError::InvalidHandle("memory region"))
+    }
+
+    fn take_slot(&mut self, pd: PdId) -> Result<MrId, VerbsError> {
+        let slot = self
+            .free
+            .pop_front()
+            .ok_or(VerbsError::InsufficientResources("memory regions"))?;
+        let random = self.random.next() as u32 & 0xff;
+        let region = &mut self.slots[slot as usize];
+        let generations = 1u32 << (INDEX_BITS - self.slot_bits);
+        let index = loop {
+            region.generation = region.generation.wrapping_add(1);
+            let generation = region.generation % generations;
+            let index = self
+                .permutation
+                .forward(generation << self.slot_bits | slot);
+            // Index 0 would allow the key 0, which peers write where they mean no key.
+            if index != 0 {
+                break index;
+            }
+        };
+        region.key = index << 8 | random;
+        region.pd = pd;
+        region.access = Access::empty();
+        region.base = 0;
+        region.length = 0;
+        Ok(MrId(Handle::new(slot, region.generation)))
+    }
+}
+
+impl Region {
+    fn describe(&self, id: MrId) -> Mr {
+        Mr {
+            id,
+            lkey: LKey(self.key),
+            rkey: RKey(self.key),
+            addr: self.base,
+            length: self.length,
+        }
+    }
+
+    /// The range, if it is within the region. No sum here can wrap: the offset is checked against the
+    /// length before the length of the range is added to it.
+    fn span(&self, addr: u64, len: u64) -> Option<Span<'_>> {
+        let start = addr.checked_sub(self.base)?;
+        let end = start.checked_add(len)?;
+        (end <= self.length).then(|| Span {
+            segments: &self.segments,
+            start,
+            len: len as usize,
+        })
+    }
+}
+
+/// IBTA 10.6.3.1: remote write and remote atomic need local write.
+fn check_access(access: Access) -> Result<(), VerbsError> {
+    let writes = Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
+    if access.intersects(writes) && !access.contains(Access::LOCAL_WRITE) {
+        return Err(VerbsError::InvalidAccess(
+            "remote write and remote atomic need local write",
+        ));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use riser_memory::Memory;
+
+    use super::*;
+
+    const PD: PdId = PdId(Handle::new(1, 1));
+    const OTHER: PdId = PdId(Handle::new(2, 1));
+
+    fn table() -> MrTable {
+        MrTable::new(16, 8, *b"sixteen bytes!!!")
+    }
+
+    fn sge(addr: u64, length: u32, lkey: LKey) -> Sge {
+        Sge { addr, length, lkey }
+    }
+
+    #[test]
+    fn a_key_gives_its_range_and_no_byte_more() {
+        let mut mrs = table();
+        let memory = Memory::new(4096).unwrap();
+        let slice = memory.slice(100..200).unwrap();
+        let mr = mrs
+            .reg(PD, &slice, Access::LOCAL_WRITE | Access::REMOTE_READ)
+            .unwrap();
+        let get = |addr, len, right| {
+            mrs.resolve_remote(PD, mr.rkey, addr, len, right)
+                .map(|s| s.len())
+        };
+        let read = Access::REMOTE_READ;
+        assert_eq!(get(mr.addr, 100, read), Ok(100));
+        assert_eq!(get(mr.addr + 99, 1, read), Ok(1));
+        assert_eq!(get(mr.addr + 99, 2, read), Err(KeyError::Range));
+        assert_eq!(get(mr.addr - 1, 1, read), Err(KeyError::Range));
+        assert_eq!(get(mr.addr, 1, Access::REMOTE_WRITE), Err(KeyError::Right));
+        assert_eq!(
+            mrs.resolve_remote(OTHER, mr.rkey, mr.addr, 1, read)
+                .unwrap_err(),
+            KeyError::Domain
+        );
+        assert_eq!(
+            mrs.resolve_remote(PD, mr.rkey.next(), mr.addr, 1, read)
+                .unwrap_err(),
+            KeyError::Key
+        );
+        assert!(
+            mrs.resolve_remote(PD, RKey(0), 0, 0, read)
+                .unwrap()
+                .is_empty()
+        );
+        mrs.dereg(mr.id).unwrap();
+        assert_eq!(
+            mrs.resolve_local(PD, &sge(mr.addr, 1, mr.lkey), false)
+                .unwrap_err(),
+            KeyError::Key
+        );
+        assert!(mrs.query(mr.id).is_err());
+    }
+
+    #[test]
+    fn ranges_that_wrap_are_refused() {
+        // CVE-2026-98365, CVE-2026-46325.
+        let mut mrs = table();
+        let memory = Memory::new(4096).unwrap();
+        let zero = Access::ZERO_BASED | Access::REMOTE_READ;
+        for access in [Access::REMOTE_READ, zero] {
+            let mr = mrs.reg(PD, &memory.whole(), access).unwrap();
+            for (addr, len) in [
+                (u64::MAX, 1),
+                (u64::MAX, 2),
+                (u64::MAX - 4095, 4096),
+                (mr.addr.wrapping_sub(1), u32::MAX),
+                (mr.addr, u32::MAX),
+                (mr.addr + 4096, 1),
+            ] {
+                assert_eq!(
+                    mrs.resolve_remote(PD, mr.rkey, addr, len, Access::REMOTE_READ)
+                        .unwrap_err(),
+                    KeyError::Range,
+                    "{addr:#x}+{len}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn remote_rights_to_change_need_the_local_one() {
+        let mut mrs = table();
+        let memory = Memory::new(4096).unwrap();
+        for access in [Access::REMOTE_WRITE, Access::REMOTE_ATOMIC] {
+            assert!(matches!(
+                mrs.reg(PD, &memory.whole(), access),
+                Err(VerbsError::InvalidAccess(_))
+            ));
+            mrs.reg(PD, &memory.whole(), access | Access::LOCAL_WRITE)
+                .unwrap();
+        }
+        assert_eq!(mrs.len(), 2);
+    }
+
+    #[test]
+    fn fast_registration_covers_scattered_segments_as_one_range() {
+        let mut mrs = table();
+        let memory = Memory::new(4096).unwrap();
+        let parts = [
+            memory.slice(1000..1010).unwrap(),
+            memory.slice(5..5).unwrap(),
+            memory.slice(20..27).unwrap(),
+            memory.slice(3000..3003).unwrap(),
+        ];
+        let mr = mrs.alloc_fast(PD, 3).unwrap();
+        let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+        assert_eq!(
+            mrs.reg_fast(PD, mr.id, mr.rkey, access),
+            Err(KeyError::Kind)
+        );
+        assert_eq!(mrs.map_sg(mr.id, &parts).unwrap(), 20);
+        let key = mr.rkey.next();
+        assert_eq!(
+            mrs.reg_fast(OTHER, mr.id, key, access),
+            Err(KeyError::Domain)
+        );
+        assert_eq!(
+            mrs.reg_fast(PD, mr.id, RKey(key.0 ^ 0x100), access),
+            Err(KeyError::Key)
+        );
+        assert_eq!(
+            mrs.reg_fast(PD, mr.id, key, Access::REMOTE_WRITE),
+            Err(KeyError::Right)
+        );
+        mrs.reg_fast(PD, mr.id, key, access).unwrap();
+        assert_eq!(mrs.reg_fast(PD, mr.id, key, access), Err(KeyError::Kind));
+        assert!(matches!(
+            mrs.map_sg(mr.id, &parts),
+            Err(VerbsError::InvalidState(_))
+        ));
+        let attr = mrs.query(mr.id).unwrap();
+        assert!(attr.valid && attr.mr.addr == memory.addr() + 1000 && attr.mr.rkey == key);
+
+        let span = mrs
+            .resolve_remote(PD, key, attr.mr.addr + 8, 12, Access::REMOTE_WRITE)
+            .unwrap();
+        span.write(0, b"abcdefghijkl");
+        let mut out = [0; 3];
+        span.read(8, &mut out);
+        assert_eq!(&out, b"ijk");
+        let bytes = memory.whole().to_vec();
+        assert_eq!(
+            (&bytes[1008..1010], &bytes[20..27], &bytes[3000..3003]),
+            (&b"ab"[..], &b"cdefghi"[..], &b"jkl"[..])
+        );
+        let mut slices = Vec::new();
+        span.push_slices(1, 9, &mut slices);
+        assert_eq!(
+            slices.iter().map(|s| s.to_vec()).collect::<Vec<_>>(),
+            [&b"b"[..], b"cdefghi", b"j"]
+        );
+
+        mrs.invalidate(PD, key).unwrap();
+        assert_eq!(mrs.invalidate(PD, key), Err(KeyError::Key));
+        mrs.reg_fast(PD, mr.id, key.next(), access | Access::ZERO_BASED)
+            .unwrap();
+        assert!(
+            mrs.resolve_remote(PD, key.next(), 0, 20, Access::REMOTE_WRITE)
+                .is_ok()
+        );
+    }
+
+    #[test]
+    fn only_fast_registrations_of_the_same_domain_can_be_invalidated() {
+        let mut mrs = table();
+        let memory = Memory::new(4096).unwrap();
+        let plain = mrs.reg(PD, &memory.whole(), Access::REMOTE_READ).unwrap();
+        assert_eq!(mrs.invalidate(PD, plain.rkey), Err(KeyError::Kind));
+        let fast = mrs.alloc_fast(PD, 1).unwrap();
+        assert_eq!(mrs.invalidate(PD, fast.rkey), Err(KeyError::Key));
+        mrs.map_sg(fast.id, &[memory.whole()]).unwrap();
+        mrs.reg_fast(PD, fast.id, fast.rkey, Access::REMOTE_READ)
+            .unwrap();
+        assert_eq!(mrs.invalidate(OTHER, fast.rkey), Err(KeyError::Domain));
+        mrs.check_invalidate(PD, fast.rkey).unwrap();
+        mrs.invalidate(PD, fast.rkey).unwrap();
+    }
+
+    #[test]
+    fn keys_are_not_soon_reused_and_depend_on_the_seed() {
+        let mut mrs = table();
+        let memory = Memory::new(4096).unwrap();
+        let mut seen = std::collections::HashSet::new();
+        for _ in 0..100_000 {
+            let mr = mrs.reg(PD, &memory.whole(), Access::empty()).unwrap();
+            assert!(seen.insert(mr.rkey.0 >> 8), "an index came back");
+            mrs.dereg(mr.id).unwrap();
+        }
+        let first = |seed| {
+            MrTable::new(16, 8, seed)
+                .reg(PD, &memory.whole(), Access::empty())
+                .unwrap()
+                .rkey
+        };
+        assert_ne!(first([1; 16]), first([2; 16]));
+        assert_eq!(first([1; 16]), first([1; 16]));
+    }
+
+    #[test]
+    fn the_table_is_bounded() {
+        let mut mrs = MrTable::new(2, 8, [0; 16]);
+        let memory = Memory::new(4096).unwrap();
+        let a = mrs.reg(PD, &memory.whole(), Access::empty()).unwrap();
+        mrs.alloc_fast(PD, 8).unwrap();
+        assert!(matches!(
+            mrs.alloc_fast(PD, 9),
+            Err(VerbsError::InvalidParameter(_))
+        ));
+        assert!(matches!(
+            mrs.alloc_fast(PD, 8),
+            Err(VerbsError::InsufficientResources(_))
+        ));
+        assert!(mrs.is_used_by(PD) && !mrs.is_used_by(OTHER));
+        mrs.dereg(a.id).unwrap();
+        mrs.alloc_fast(PD, 8).unwrap();
+    }
+
+    #[test]
+    fn the_random_stream_is_siphash() {
+        // The published vector for the key 00 01 … 0f and the message 00 01 … 07.
+        let mut prf = Prf::new(std::array::from_fn(|i| i as u8));
+        prf.counter = 0x0706_0504_0302_0100 - 1;
+        assert_eq!(prf.next(), 0x93f5_f579_9a93_2462);
+    }
+
+    proptest! {
+        #[test]
+        fn the_permutation_is_one(value in 0u32..1 << 24, seed: [u8; 16]) {
+            let p = Permutation::new(&mut Prf::new(seed));
+            prop_assert!(p.forward(value) < 1 << 24);
+            prop_assert_eq!(p.backward(p.forward(value)), value);
+        }
+
+        #[test]
+        fn a_peers_numbers_never_panic(key: u32, addr: u64, len: u32, near: bool) {
+            let mut mrs = table();
+            let memory = Memory::new(4096).unwrap();
+            let mr = mrs.reg(PD, &memory.whole(), Access::REMOTE_READ).unwrap();
+            let key = if near { mr.rkey } else { RKey(key) };
+            let addr = if near { mr.addr.wrapping_add(addr % 8192).wrapping_sub(2048) } else { addr };
+            if let Ok(span) = mrs.resolve_remote(PD, key, addr, len, Access::REMOTE_READ) {
+                prop_assert!(len == 0 || (addr >= mr.addr && addr + u64::from(len) <= mr.addr + 4096));
+                prop_assert_eq!(span.len(), len as usize);
+            }
+        }
+    }
+}

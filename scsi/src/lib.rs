@@ -29,6 +29,7 @@
 //! | [`nexus`], [`lun`], [`device`] | who asks, and for what |
 //! | [`sense`], [`attention`] | errors and unit attentions |
 //! | [`access`] | how a command sees its data buffer |
+//! | [`task`] | task sets, ordering, task management |
 //! | [`vpd`] | vital product data and identifiers |
 //! | [`srp`] | information units of the SCSI RDMA protocol |
 //!
@@ -82,6 +83,7 @@ mod rw;
 pub mod sense;
 pub mod srp;
 pub mod step;
+pub mod task;
 mod unit;
 mod verify;
 pub mod vpd;

@@ -1,1 +1,2 @@
-//! Placeholder until the crate's first module lands.
+//! riser: the initiator's library and tool.
+pub mod block;

@@ -1,0 +1,72 @@
+//! Memory for one transfer.
+
+use std::any::Any;
+use std::fmt;
+use std::io;
+
+use riser_memory::{MemSlice, Memory};
+
+/// Memory for one transfer: a range of memory that a device may address, and the lease that gives
+/// the range back to its pool when the buffer is dropped.
+///
+/// It is not cloneable: whoever holds it is the only one that may start an operation on it.
+pub struct Buffer {
+    slice: MemSlice,
+    lease: Option<Box<dyn Any + Send + Sync>>,
+}
+
+impl fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Buffer")
+            .field("slice", &self.slice)
+            .field("leased", &self.lease.is_some())
+            .finish()
+    }
+}
+
+impl Buffer {
+    /// A buffer in memory of its own.
+    ///
+    /// # Errors
+    /// The error of `mmap(2)`.
+    pub fn anonymous(len: usize) -> io::Result<Self> {
+        let memory = Memory::new(len)?;
+        let slice = memory
+            .slice(0..len)
+            .expect("a mapping holds what was asked for");
+        Ok(Self { slice, lease: None })
+    }
+
+    /// A range of a pool; dropping the buffer drops the lease.
+    #[must_use]
+    pub fn leased(slice: MemSlice, lease: Box<dyn Any + Send + Sync>) -> Self {
+        Self {
+            slice,
+            lease: Some(lease),
+        }
+    }
+
+    /// The range.
+    #[must_use]
+    pub fn slice(&self) -> &MemSlice {
+        &self.slice
+    }
+
+    /// The lease, for a device that gave it and wants its own buffer back.
+    #[must_use]
+    pub fn into_lease(self) -> Option<Box<dyn Any + Send + Sync>> {
+        self.lease
+    }
+
+    /// Length in bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.slice.len()
+    }
+
+    /// Whether it holds no byte.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.slice.is_empty()
+    }
+}

@@ -1,0 +1,559 @@
+//! Requests of any byte offset and length on a device of blocks.
+//!
+//! A read of part of a block reads the block. A write of part of a block reads the blocks at its
+//! edges, changes them and writes them, and holds [`RangeLocks`] over them meanwhile, so that no
+//! other change made through the same [`ByteDevice`] is lost. Other initiators' writes to the same
+//! block are their own affair, as with any disk.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use riser_memory::Memory;
+
+use super::{
+    BlockDevice, BlockError, Buffer, Extent, ExtentKind, Geometry, RangeLocks, ZeroOptions,
+};
+
+/// How many partial writes read their edge blocks at once. Their buffers are taken when the device
+/// is opened, so that a partial write that holds its data needs nothing more from the pool.
+const EDGE_SLOTS: usize = 4;
+
+/// Largest buffer of zeroes that is written where the device has no command for zeroes.
+const ZERO_PIECE: u64 = 256 << 10;
+
+/// A byte range and the whole blocks that cover it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// Offset of the first covering block on the device, in bytes.
+    pub start: u64,
+    /// Length of the covering blocks in bytes.
+    pub covering: usize,
+    /// Where the range begins within the covering blocks.
+    pub head: usize,
+    /// Length of the range in bytes.
+    pub len: usize,
+}
+
+impl Span {
+    /// The span of `len` bytes from `offset` on; the caller has checked that the device has them.
+    #[must_use]
+    pub fn new(block_size: u32, offset: u64, len: usize) -> Self {
+        let block = u64::from(block_size);
+        let start = offset - offset % block;
+        let end = (offset + len as u64).next_multiple_of(block);
+        Self {
+            start,
+            covering: (end - start) as usize,
+            head: (offset - start) as usize,
+            len,
+        }
+    }
+
+    /// Whether the range is whole blocks.
+    #[must_use]
+    pub fn is_aligned(&self) -> bool {
+        self.covering == self.len
+    }
+
+    /// Bytes between the range's end and that of the covering blocks.
+    fn tail(&self) -> usize {
+        self.covering - self.head - self.len
+    }
+
+    fn range(&self) -> Range<u64> {
+        self.start..self.start + self.covering as u64
+    }
+}
+
+/// A block device that serves any byte range. See the module documentation.
+#[derive(Debug)]
+pub struct ByteDevice<D> {
+    device: Arc<D>,
+    locks: RangeLocks,
+    // Slot i may be used by whoever holds i..i+1 of `edge_locks`.
+    edge_locks: RangeLocks,
+    edges: Vec<Mutex<Option<Buffer>>>,
+}
+
+impl<D: BlockDevice> ByteDevice<D> {
+    /// Wraps a device. All writers of an export must share one wrapper.
+    #[must_use]
+    pub fn new(device: Arc<D>) -> Self {
+        let block = device.geometry().block_size as usize;
+        let edges = (0..EDGE_SLOTS)
+            .map(|_| Mutex::new(device.try_buffer(block)))
+            .collect();
+        Self {
+            device,
+            locks: RangeLocks::new(),
+            edge_locks: RangeLocks::new(),
+            edges,
+        }
+    }
+
+    /// The device below.
+    #[must_use]
+    pub fn device(&self) -> &Arc<D> {
+        &self.device
+    }
+
+    /// Size and limits of the device below.
+    #[must_use]
+    pub fn geometry(&self) -> &Geometry {
+        self.device.geometry()
+    }
+
+    /// The span of a byte range.
+    #[must_use]
+    pub fn span(&self, offset: u64, len: usize) -> Span {
+        Span::new(self.geometry().block_size, offset, len)
+    }
+
+    /// The first piece of a request: as much of it as one transfer moves.
+    #[must_use]
+    pub fn first_piece(&self, offset: u64, len: u64) -> Span {
+        let most = u64::from(self.geometry().max_transfer);
+        let boundary = (offset / most + 1) * most;
+        self.span(offset, len.min(boundary - offset) as usize)
+    }
+
+    /// A buffer for the covering blocks of a span, or `None` while the device has none free.
+    #[must_use]
+    pub fn try_buffer(&self, span: &Span) -> Option<Buffer> {
+        self.device.try_buffer(span.covering)
+    }
+
+    /// Reads the covering blocks; the range begins at `span.head` in the buffer.
+    ///
+    /// # Errors
+    /// The device's.
+    pub async fn read(&self, span: Span, buffer: Buffer) -> Result<Buffer, BlockError> {
+        self.device.read(span.start, buffer).await
+    }
+
+    /// Writes the range, whose bytes the caller has put at `span.head` in the buffer; what is
+    /// around them there does not matter.
+    ///
+    /// # Errors
+    /// The device's.
+    pub async fn write(&self, span: Span, buffer: Buffer, fua: bool) -> Result<(), BlockError> {
+        self.check_writable()?;
+        let _guard = if span.is_aligned() {
+            self.locks.shared(span.range()).await
+        } else {
+            let guard = self.locks.exclusive(span.range()).await;
+            self.fill_edges(&span, &buffer).await?;
+            guard
+        };
+        self.device.write(span.start, buffer, fua).await.map(drop)
+    }
+
+    /// Puts every finished write onto stable storage.
+    ///
+    /// # Errors
+    /// The device's.
+    pub async fn flush(&self) -> Result<(), BlockError> {
+        self.device.flush().await
+    }
+
+    /// Tells the device that the whole blocks within the range are not needed.
+    ///
+    /// # Errors
+    /// The device's.
+    pub async fn discard(&self, range: Range<u64>) -> Result<(), BlockError> {
+        self.check_writable()?;
+        let inner = self.inner_blocks(&range);
+        let most = self.geometry().max_discard;
+        if inner.is_empty() || most == 0 {
+            return Ok(());
+        }
+        let _guard = self.locks.shared(inner.clone()).await;
+        for piece in pieces(inner, most) {
+            self.device.discard(piece).await?;
+        }
+        Ok(())
+    }
+
+    /// Whether zeroing the range costs no more than a command.
+    #[must_use]
+    pub fn zeroes_fast(&self, range: &Range<u64>) -> bool {
+        self.geometry().max_write_zeroes > 0 && self.inner_blocks(range) == *range
+    }
+
+    /// Makes the range read as zeroes.
+    ///
+    /// # Errors
+    /// The device's.
+    pub async fn write_zeroes(
+        &self,
+        range: Range<u64>,
+        options: ZeroOptions,
+    ) -> Result<(), BlockError> {
+        self.check_writable()?;
+        let inner = self.inner_blocks(&range);
+        if inner == range {
+            let _guard = self.locks.shared(inner.clone()).await;
+            return self.zero_blocks(inner, options).await;
+        }
+        let block = u64::from(self.geometry().block_size);
+        let outer = range.start - range.start % block..range.end.next_multiple_of(block);
+        let _guard = self.locks.exclusive(outer).await;
+        if inner.is_empty() && range.end.div_ceil(block) - range.start / block == 1 {
+            return self.zero_part(range, options.fua).await;
+        }
+        // At most one partial block on either side; `inner` may be empty between two of them.
+        if range.start < inner.start {
+            self.zero_part(range.start..inner.start, options.fua)
+                .await?;
+        }
+        if inner.end < range.end {
+            self.zero_part(inner.end..range.end, options.fua).await?;
+        }
+        if inner.is_empty() {
+            return Ok(());
+        }
+        self.zero_blocks(inner, options).await
+    }
+
+    /// What the range holds, from its start on; never beyond its end.
+    ///
+    /// # Errors
+    /// The device's.
+    pub async fn status(&self, range: Range<u64>) -> Result<Vec<Extent>, BlockError> {
+        if !self.geometry().reports_status {
+            return Ok(vec![Extent {
+                len: range.end - range.start,
+                kind: ExtentKind::Data,
+            }]);
+        }
+        let block = u64::from(self.geometry().block_size);
+        let outer = range.start - range.start % block..range.end.next_multiple_of(block);
+        let mut skip = range.start - outer.start;
+        let mut left = range.end - range.start;
+        let mut extents = self.device.status(outer).await?;
+        extents.retain_mut(|e| {
+            let skipped = skip.min(e.len);
+            skip -= skipped;
+            e.len = (e.len - skipped).min(left);
+            left -= e.len;
+            e.len > 0
+        });
+        Ok(extents)
+    }
+
+    fn check_writable(&self) -> Result<(), BlockError> {
+        if self.geometry().read_only {
+            return Err(BlockError::ReadOnly);
+        }
+        Ok(())
+    }
+
+    /// The whole blocks within a range; empty, but in order, where there is none. Where the range
+    /// has partial blocks on both sides and nothing between, the empty range lies between them.
+    fn inner_blocks(&self, range: &Range<u64>) -> Range<u64> {
+        let block = u64::from(self.geometry().block_size);
+        let start = range.start.next_multiple_of(block);
+        let end = range.end - range.end % block;
+        start..end.max(start)
+    }
+
+    /// Reads the blocks of which the span covers a part only, and puts the rest of them around the
+    /// range in the buffer.
+    async fn fill_edges(&self, span: &Span, buffer: &Buffer) -> Result<(), BlockError> {
+        let block = self.geometry().block_size as usize;
+        let last = span.covering - block;
+        let to = buffer.slice();
+        let copy = |edge: &Buffer, from: usize, at: usize, len: usize| {
+            let edge = edge.slice();
+            Memory::copy(
+                edge.memory(),
+                edge.offset() + from,
+                to.memory(),
+                to.offset() + at,
+                len,
+            );
+        };
+        let head = span.head;
+        let tail = span.tail();
+        if head > 0 {
+            let both = last == 0 && tail > 0;
+            self.with_edge(span.start, |edge| {
+                copy(edge, 0, 0, head);
+                if both {
+                    copy(edge, block - tail, span.covering - tail, tail);
+                }
+                None
+            })
+            .await?;
+            if both {
+                return Ok(());
+            }
+        }
+        if tail > 0 {
+            self.with_edge(span.start + last as u64, |edge| {
+                copy(edge, block - tail, span.covering - tail, tail);
+                None
+            })
+            .await?;
+        }
+        Ok(())
+    }
+
+    /// Zeroes a range within one block, over which the caller holds an exclusive lock.
+    async fn zero_part(&self, range: Range<u64>, fua: bool) -> Result<(), BlockError> {
+        let block = u64::from(self.geometry().block_size);
+        let start = range.start - range.start % block;
+        self.with_edge(start, |edge| {
+            edge.slice().fill(
+                (range.start - start) as usize,
+                (range.end - range.start) as usize,
+                0,
+            );
+            Some(fua)
+        })
+        .await
+    }
+
+    /// Reads one block into an edge buffer and shows it to `f`; if that returns whether to force
+    /// unit access, the block is written back.
+    async fn with_edge(
+        &self,
+        start: u64,
+        f: impl FnOnce(&Buffer) -> Option<bool>,
+    ) -> Result<(), BlockError> {
+        let block = self.geometry().block_size;
+        let slot = (start / u64::from(block)) % EDGE_SLOTS as u64;
+        let _turn = self.edge_locks.exclusive(slot..slot + 1).await;
+        let slot = &self.edges[slot as usize];
+        let buffer = slot
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take()
+            .or_else(|| self.device.try_buffer(block as usize))
+            .ok_or_else(|| BlockError::Io("no buffer for a partial block".into()))?;
+        let mut buffer = self.device.read(start, buffer).await?;
+        if let Some(fua) = f(&buffer) {
+            buffer = self.device.write(start, buffer, fua).await?;
+        }
+        *slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(buffer);
+        Ok(())
+    }
+
+    async fn zero_blocks(&self, range: Range<u64>, options: ZeroOptions) -> Result<(), BlockError> {
+        let most = self.geometry().max_write_zeroes;
+        if most > 0 {
+            for piece in pieces(range, most) {
+                self.device.write_zeroes(piece, options).await?;
+            }
+            return Ok(());
+        }
+        // No command for it: write zeroes, the same buffer again and again.
+        let block = u64::from(self.geometry().block_size);
+        let mut most = ZERO_PIECE
+            .min(u64::from(self.geometry().max_transfer))
+            .min(range.end - range.start);
+        let mut buffer = loop {
+            match self.device.try_buffer(most as usize) {
+                Some(buffer) => break buffer,
+                None if most > block => most = (most / 2).next_multiple_of(block),
+                None => return Err(BlockError::Io("no buffer for zeroes".into())),
+            }
+        };
+        buffer.slice().fill(0, buffer.len(), 0);
+        for piece in pieces(range, most) {
+            let len = (piece.end - piece.start) as usize;
+            if len < buffer.len() {
+                // Only the last piece is shorter.
+                buffer = self
+                    .device
+                    .try_buffer(len)
+                    .ok_or_else(|| BlockError::Io("no buffer for zeroes".into()))?;
+                buffer.slice().fill(0, len, 0);
+            }
+            buffer = self.device.write(piece.start, buffer, options.fua).await?;
+        }
+        Ok(())
+    }
+}
+
+fn pieces(range: Range<u64>, most: u64) -> impl Iterator<Item = Range<u64>> + Send {
+    let mut at = range.start;
+    std::iter::from_fn(move || {
+        (at < range.end).then(|| {
+            let piece = at..range.end.min(at + most);
+            at = piece.end;
+            piece
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::MemoryDevice;
+    use super::super::task::{block_on, spawn};
+    use super::*;
+    use proptest::prelude::*;
+    use std::sync::mpsc;
+
+    const SIZE: u64 = 64 * 4096;
+
+    fn byte_device(block: u32, zeroes: bool) -> ByteDevice<MemoryDevice> {
+        let device = MemoryDevice::new(SIZE, block).unwrap().with_geometry(|g| {
+            g.max_transfer = 32768;
+            if !zeroes {
+                g.max_write_zeroes = 0;
+            }
+        });
+        ByteDevice::new(Arc::new(device))
+    }
+
+    async fn write(dev: &ByteDevice<MemoryDevice>, mut offset: u64, mut data: &[u8]) {
+        while !data.is_empty() {
+            let span = dev.first_piece(offset, data.len() as u64);
+            let buffer = dev.try_buffer(&span).unwrap();
+            buffer.slice().fill(0, buffer.len(), 0xEE);
+            buffer.slice().write(span.head, &data[..span.len]);
+            dev.write(span, buffer, false).await.unwrap();
+            offset += span.len as u64;
+            data = &data[span.len..];
+        }
+    }
+
+    async fn read(dev: &ByteDevice<MemoryDevice>, offset: u64, len: usize) -> Vec<u8> {
+        let mut out = Vec::new();
+        while out.len() < len {
+            let span = dev.first_piece(offset + out.len() as u64, (len - out.len()) as u64);
+            let buffer = dev
+                .read(span, dev.try_buffer(&span).unwrap())
+                .await
+                .unwrap();
+            let part = buffer.slice().slice(span.head..span.head + span.len);
+            out.extend(part.unwrap().to_vec());
+        }
+        out
+    }
+
+    #[test]
+    fn spans_cover_whole_blocks() {
+        let span = Span::new(512, 1000, 100);
+        assert_eq!((span.start, span.covering, span.head), (512, 1024, 488));
+        assert!(!span.is_aligned());
+        assert!(Span::new(4096, 8192, 4096).is_aligned());
+    }
+
+    #[derive(Clone, Debug)]
+    enum Op {
+        Write(u64, Vec<u8>),
+        Zero(u64, u64),
+        Read(u64, usize),
+    }
+
+    fn op() -> impl Strategy<Value = Op> {
+        let offset = 0..SIZE;
+        prop_oneof![
+            (
+                offset.clone(),
+                proptest::collection::vec(any::<u8>(), 1..9000)
+            )
+                .prop_map(|(at, mut data)| {
+                    data.truncate((SIZE - at) as usize);
+                    Op::Write(at, data)
+                }),
+            (offset.clone(), 1..50_000u64).prop_map(|(at, len)| Op::Zero(at, len.min(SIZE - at))),
+            (offset, 1..50_000usize)
+                .prop_map(|(at, len)| Op::Read(at, len.min((SIZE - at) as usize))),
+        ]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(48))]
+        #[test]
+        fn behaves_like_an_array_of_bytes(
+            ops in proptest::collection::vec(op(), 1..40),
+            block in prop_oneof![Just(512u32), Just(4096u32)],
+            zeroes: bool,
+        ) {
+            let dev = byte_device(block, zeroes);
+            let mut model = vec![0u8; SIZE as usize];
+            block_on(async {
+                for op in ops {
+                    match op {
+                        Op::Write(at, data) => {
+                            write(&dev, at, &data).await;
+                            model[at as usize..at as usize + data.len()].copy_from_slice(&data);
+                        }
+                        Op::Zero(at, len) => {
+                            dev.write_zeroes(at..at + len, ZeroOptions::default()).await.unwrap();
+                            model[at as usize..(at + len) as usize].fill(0);
+                        }
+                        Op::Read(at, len) => {
+                            let got = read(&dev, at, len).await;
+                            assert_eq!(got, &model[at as usize..at as usize + len]);
+                        }
+                    }
+                }
+            });
+            let mut all = vec![0; SIZE as usize];
+            dev.device().memory().read(0, &mut all);
+            prop_assert_eq!(all, model);
+        }
+    }
+
+    #[test]
+    fn writes_of_neighbouring_bytes_in_flight_lose_nothing() {
+        let device = MemoryDevice::new(8192, 4096)
+            .unwrap()
+            .with_thread()
+            .unwrap();
+        let dev = Arc::new(ByteDevice::new(Arc::new(device)));
+        let (tx, rx) = mpsc::channel();
+        for i in 0..256usize {
+            let (dev, tx) = (dev.clone(), tx.clone());
+            // Every other one straddles the block boundary's neighbourhood, none overlap.
+            spawn(async move {
+                let offset = 3968 + i as u64;
+                let span = dev.span(offset, 1);
+                let buffer = dev.try_buffer(&span).unwrap();
+                buffer.slice().write(span.head, &[i as u8]);
+                dev.write(span, buffer, false).await.unwrap();
+                tx.send(()).unwrap();
+            });
+        }
+        for _ in 0..256 {
+            rx.recv().unwrap();
+        }
+        let mut got = vec![0; 256];
+        dev.device().memory().read(3968, &mut got);
+        assert_eq!(got, (0..=255).collect::<Vec<u8>>());
+    }
+
+    #[test]
+    fn status_is_cut_to_the_range() {
+        let dev = byte_device(512, true);
+        block_on(async {
+            write(&dev, 65536, &[1; 512]).await;
+            let got = dev.status(100..65536 + 700).await.unwrap();
+            let want = [(65436, ExtentKind::Hole), (700, ExtentKind::Data)];
+            assert_eq!(got.len(), 2);
+            for (extent, (len, kind)) in got.iter().zip(want) {
+                assert_eq!((extent.len, extent.kind), (len, kind));
+            }
+        });
+    }
+
+    #[test]
+    fn a_failed_edge_fails_the_write_and_the_next_one_works() {
+        let dev = byte_device(512, true);
+        dev.device().spoil(0..512);
+        block_on(async {
+            let span = dev.span(10, 5);
+            let buffer = dev.try_buffer(&span).unwrap();
+            assert!(matches!(
+                dev.write(span, buffer, false).await,
+                Err(BlockError::Medium(_))
+            ));
+            write(&dev, 2048 + 10, &[7]).await;
+            assert_eq!(read(&dev, 2058, 1).await, [7]);
+        });
+    }
+}

@@ -1,0 +1,337 @@
+//! A disk in memory, with which exports are tried and tested without a target.
+
+use std::fmt;
+use std::future::Future;
+use std::io;
+use std::ops::Range;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, Waker};
+use std::thread;
+
+use riser_memory::Memory;
+
+use super::{BlockDevice, BlockError, Buffer, Extent, ExtentKind, Geometry, ZeroOptions};
+
+/// Granularity at which allocation is tracked, in bytes.
+const GRANULE: u64 = 65536;
+
+/// Most buffer bytes that are out at once.
+const BUFFER_BUDGET: u64 = 64 << 20;
+
+/// A disk in memory. Its pages are touched only when they are written.
+pub struct MemoryDevice {
+    geometry: Geometry,
+    memory: Memory,
+    allocated: Mutex<Vec<bool>>,
+    bad: Mutex<Vec<Range<u64>>>,
+    leased: Arc<AtomicU64>,
+    flushes: AtomicU64,
+    worker: Option<mpsc::Sender<Arc<Mutex<Later>>>>,
+}
+
+impl fmt::Debug for MemoryDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MemoryDevice")
+            .field("geometry", &self.geometry)
+            .finish_non_exhaustive()
+    }
+}
+
+#[derive(Default)]
+struct Later {
+    done: bool,
+    waker: Option<Waker>,
+}
+
+struct LaterFuture(Arc<Mutex<Later>>);
+
+impl Future for LaterFuture {
+    type Output = ();
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        let mut later = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if later.done {
+            return Poll::Ready(());
+        }
+        later.waker = Some(cx.waker().clone());
+        Poll::Pending
+    }
+}
+
+struct Lease(Arc<AtomicU64>, u64);
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.0.fetch_sub(self.1, Ordering::Relaxed);
+    }
+}
+
+impl MemoryDevice {
+    /// A zeroed disk of `capacity` bytes, which must be a multiple of `block_size`.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a block size that is no power of two from 512 on or a capacity that is
+    /// no multiple of it; otherwise the error of `mmap(2)`.
+    pub fn new(capacity: u64, block_size: u32) -> io::Result<Self> {
+        let len = usize::try_from(capacity).map_err(|_| io::ErrorKind::InvalidInput)?;
+        if block_size < 512
+            || !block_size.is_power_of_two()
+            || capacity == 0
+            || !capacity.is_multiple_of(u64::from(block_size))
+        {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        Ok(Self {
+            geometry: Geometry {
+                block_size,
+                physical_block_size: block_size.max(4096),
+                capacity,
+                max_transfer: 1 << 20,
+                max_discard: 1 << 30,
+                max_write_zeroes: 1 << 30,
+                reports_status: true,
+                read_only: false,
+                volatile_cache: true,
+            },
+            memory: Memory::new(len)?,
+            allocated: Mutex::new(vec![false; capacity.div_ceil(GRANULE) as usize]),
+            bad: Mutex::default(),
+            leased: Arc::default(),
+            flushes: AtomicU64::new(0),
+            worker: None,
+        })
+    }
+
+    /// The same disk with other limits. Size and block size must stay.
+    #[must_use]
+    pub fn with_geometry(mut self, change: impl FnOnce(&mut Geometry)) -> Self {
+        let (block_size, capacity) = (self.geometry.block_size, self.geometry.capacity);
+        change(&mut self.geometry);
+        assert_eq!(
+            (block_size, capacity),
+            (self.geometry.block_size, self.geometry.capacity)
+        );
+        self
+    }
+
+    /// The same disk, whose operations complete from a thread of its own, as a transport's do.
+    ///
+    /// # Errors
+    /// The error of starting a thread.
+    pub fn with_thread(mut self) -> io::Result<Self> {
+        let (tx, rx) = mpsc::channel::<Arc<Mutex<Later>>>();
+        thread::Builder::new()
+            .name("memory-disk".into())
+            .spawn(move || {
+                for later in rx {
+                    let waker = {
+                        let mut later = later.lock().unwrap_or_else(PoisonError::into_inner);
+                        later.done = true;
+                        later.waker.take()
+                    };
+                    if let Some(waker) = waker {
+                        waker.wake();
+                    }
+                }
+            })?;
+        self.worker = Some(tx);
+        Ok(self)
+    }
+
+    /// From now on every read and write that touches the range fails with a medium error.
+    pub fn spoil(&self, range: Range<u64>) {
+        self.bad
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(range);
+    }
+
+    /// How many flushes there were.
+    #[must_use]
+    pub fn flushes(&self) -> u64 {
+        self.flushes.load(Ordering::Relaxed)
+    }
+
+    /// The disk's bytes, for a test to look at.
+    #[must_use]
+    pub fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    fn check(&self, range: &Range<u64>) -> Result<(), BlockError> {
+        let block = u64::from(self.geometry.block_size);
+        assert!(
+            range.start.is_multiple_of(block) && range.end.is_multiple_of(block),
+            "{range:?} is not in whole blocks"
+        );
+        if range.start > range.end || range.end > self.geometry.capacity {
+            return Err(BlockError::OutOfRange);
+        }
+        let bad = self.bad.lock().unwrap_or_else(PoisonError::into_inner);
+        match bad
+            .iter()
+            .find(|b| b.start < range.end && range.start < b.end)
+        {
+            Some(b) => Err(BlockError::Medium(format!("byte {}", b.start))),
+            None => Ok(()),
+        }
+    }
+
+    fn check_write(&self, range: &Range<u64>) -> Result<(), BlockError> {
+        if self.geometry.read_only {
+            return Err(BlockError::ReadOnly);
+        }
+        self.check(range)
+    }
+
+    fn set_allocated(&self, granules: Range<u64>, to: bool) {
+        let mut allocated = self
+            .allocated
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        for granule in granules {
+            allocated[granule as usize] = to;
+        }
+    }
+
+    fn zero(&self, range: &Range<u64>) {
+        self.memory
+            .fill(range.start as usize, (range.end - range.start) as usize, 0);
+    }
+
+    fn unmap(&self, range: &Range<u64>) {
+        self.zero(range);
+        let first = range.start.div_ceil(GRANULE);
+        let end = if range.end == self.geometry.capacity {
+            range.end.div_ceil(GRANULE)
+        } else {
+            range.end / GRANULE
+        };
+        self.set_allocated(first..end.max(first), false);
+    }
+
+    fn touch(&self, range: &Range<u64>) {
+        self.set_allocated(range.start / GRANULE..range.end.div_ceil(GRANULE), true);
+    }
+
+    /// Completes on the disk's thread where it has one.
+    async fn settle(&self) {
+        if let Some(worker) = &self.worker {
+            let later = Arc::new(Mutex::new(Later::default()));
+            worker
+                .send(later.clone())
+                .expect("the disk's thread lives as long as the disk");
+            LaterFuture(later).await;
+        }
+    }
+}
+
+impl BlockDevice for MemoryDevice {
+    fn geometry(&self) -> &Geometry {
+        &self.geometry
+    }
+
+    fn try_buffer(&self, len: usize) -> Option<Buffer> {
+        assert!(len <= self.geometry.max_transfer as usize);
+        let bytes = len as u64;
+        if self.leased.fetch_add(bytes, Ordering::Relaxed) + bytes > BUFFER_BUDGET {
+            self.leased.fetch_sub(bytes, Ordering::Relaxed);
+            return None;
+        }
+        let lease = Lease(self.leased.clone(), bytes);
+        let buffer = Buffer::anonymous(len).ok()?;
+        Some(Buffer::leased(buffer.slice().clone(), Box::new(lease)))
+    }
+
+    async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer, BlockError> {
+        let range = offset..offset + buffer.len() as u64;
+        self.settle().await;
+        self.check(&range)?;
+        let to = buffer.slice();
+        Memory::copy(
+            &self.memory,
+            offset as usize,
+            to.memory(),
+            to.offset(),
+            to.len(),
+        );
+        Ok(buffer)
+    }
+
+    async fn write(&self, offset: u64, buffer: Buffer, _fua: bool) -> Result<Buffer, BlockError> {
+        let range = offset..offset + buffer.len() as u64;
+        self.settle().await;
+        self.check_write(&range)?;
+        let from = buffer.slice();
+        Memory::copy(
+            from.memory(),
+            from.offset(),
+            &self.memory,
+            offset as usize,
+            from.len(),
+        );
+        self.touch(&range);
+        Ok(buffer)
+    }
+
+    async fn flush(&self) -> Result<(), BlockError> {
+        self.settle().await;
+        self.flushes.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    async fn discard(&self, range: Range<u64>) -> Result<(), BlockError> {
+        self.settle().await;
+        self.check_write(&range)?;
+        self.unmap(&range);
+        Ok(())
+    }
+
+    async fn write_zeroes(
+        &self,
+        range: Range<u64>,
+        options: ZeroOptions,
+    ) -> Result<(), BlockError> {
+        self.settle().await;
+        self.check_write(&range)?;
+        if options.may_unmap {
+            self.unmap(&range);
+        } else {
+            self.zero(&range);
+            self.touch(&range);
+        }
+        Ok(())
+    }
+
+    async fn status(&self, range: Range<u64>) -> Result<Vec<Extent>, BlockError> {
+        self.settle().await;
+        self.check(&range)?;
+        let allocated = self
+            .allocated
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let mut extents: Vec<Extent> = Vec::new();
+        let mut at = range.start;
+        while at < range.end {
+            let granule = at / GRANULE;
+            let end = ((granule + 1) * GRANULE).min(range.end);
+            let kind = if allocated[granule as usize] {
+                ExtentKind::Data
+            } else {
+                ExtentKind::Hole
+            };
+            match extents.last_mut() {
+                Some(last) if last.kind == kind => last.len += end - at,
+                _ => extents.push(Extent {
+                    len: end - at,
+                    kind,
+                }),
+            }
+            at = end;
+        }
+        Ok(extents)
+    }
+}

@@ -1,0 +1,142 @@
+//! What every export needs of a disk: an asynchronous block device and its surroundings.
+//!
+//! - [`BlockDevice`]: the trait. Offsets and lengths are whole logical blocks; the caller keeps
+//!   within the limits that [`Geometry`] tells. A remote logical unit implements it, and so does
+//!   [`MemoryDevice`], with which exports are tried and tested.
+//! - [`Buffer`]: memory for one transfer, given by the device, so that it may come from memory
+//!   that a NIC knows.
+//! - [`ByteDevice`]: serves requests of any byte offset and length on top of a block device.
+//! - [`task`]: the executor that exports run requests on: whoever completes an operation continues
+//!   the request, without waking another thread.
+//!
+//! # Invariants
+//! Buffers belong to the device while an operation on them runs: they are moved into the call and
+//! come back with its result.
+//!
+//! Not here: queue-depth limits. Whoever accepts requests from a peer bounds them.
+
+mod buffer;
+mod bytes;
+mod error;
+mod lock;
+mod memory;
+pub mod task;
+
+use std::future::Future;
+use std::ops::Range;
+
+pub use buffer::Buffer;
+pub use bytes::{ByteDevice, Span};
+pub use error::BlockError;
+pub use lock::{RangeGuard, RangeLocks};
+pub use memory::MemoryDevice;
+
+/// Size and limits of a block device. All sizes are bytes and multiples of `block_size`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Geometry {
+    /// Size of a logical block: a power of two from 512 on.
+    pub block_size: u32,
+    /// Size of a physical block; smaller or unaligned writes may cost a read.
+    pub physical_block_size: u32,
+    /// Size of the device.
+    pub capacity: u64,
+    /// Most that one read or write transfers.
+    pub max_transfer: u32,
+    /// Most that one discard may cover; 0 where the device cannot discard.
+    pub max_discard: u64,
+    /// Most that one write-zeroes may cover; 0 where the device cannot.
+    pub max_write_zeroes: u64,
+    /// Whether [`BlockDevice::status`] tells holes from data.
+    pub reports_status: bool,
+    /// Whether writes are refused.
+    pub read_only: bool,
+    /// Whether a write may be in a volatile cache until a flush.
+    pub volatile_cache: bool,
+}
+
+impl Geometry {
+    /// Whether `len` bytes from `offset` on lie within the device.
+    #[must_use]
+    pub fn contains(&self, offset: u64, len: u64) -> bool {
+        offset
+            .checked_add(len)
+            .is_some_and(|end| end <= self.capacity)
+    }
+}
+
+/// How a zeroing treats the space behind the blocks, and when it is done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ZeroOptions {
+    /// The device may deallocate the blocks.
+    pub may_unmap: bool,
+    /// Done only when the zeroes are on stable storage.
+    pub fua: bool,
+}
+
+/// What a run of blocks holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ExtentKind {
+    /// Data, or nothing better is known.
+    Data,
+    /// Not allocated; reads as zeroes.
+    Hole,
+    /// Allocated, and known to read as zeroes.
+    Zero,
+}
+
+/// A run of blocks of one kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// Length in bytes: whole blocks, never 0.
+    pub len: u64,
+    /// What it holds.
+    pub kind: ExtentKind,
+}
+
+/// A disk with many operations in flight, in any order.
+///
+/// Who checks what: the caller keeps offsets, lengths and buffers within [`Geometry`] and on block
+/// boundaries; a device may assert it. Overlapping operations in flight have no order among them.
+pub trait BlockDevice: Send + Sync + 'static {
+    /// Size and limits. They stay the same for the life of the device.
+    fn geometry(&self) -> &Geometry;
+
+    /// A buffer of `len` bytes, at most `max_transfer`, or `None` while the device has none free;
+    /// one that is dropped may serve the next call.
+    fn try_buffer(&self, len: usize) -> Option<Buffer>;
+
+    /// Fills the whole buffer from `offset` on.
+    fn read(
+        &self,
+        offset: u64,
+        buffer: Buffer,
+    ) -> impl Future<Output = Result<Buffer, BlockError>> + Send;
+
+    /// Writes the whole buffer to `offset`; with `fua`, to stable storage.
+    fn write(
+        &self,
+        offset: u64,
+        buffer: Buffer,
+        fua: bool,
+    ) -> impl Future<Output = Result<Buffer, BlockError>> + Send;
+
+    /// Puts every write that is done already onto stable storage, whoever made it.
+    fn flush(&self) -> impl Future<Output = Result<(), BlockError>> + Send;
+
+    /// Tells that nobody needs the contents any more; they read as anything afterwards.
+    fn discard(&self, range: Range<u64>) -> impl Future<Output = Result<(), BlockError>> + Send;
+
+    /// Makes the range read as zeroes.
+    fn write_zeroes(
+        &self,
+        range: Range<u64>,
+        options: ZeroOptions,
+    ) -> impl Future<Output = Result<(), BlockError>> + Send;
+
+    /// What the range holds, from its start on: at least one extent, perhaps fewer than the range
+    /// has, never beyond it.
+    fn status(
+        &self,
+        range: Range<u64>,
+    ) -> impl Future<Output = Result<Vec<Extent>, BlockError>> + Send;
+}

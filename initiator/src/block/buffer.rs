@@ -3,6 +3,8 @@
 use std::any::Any;
 use std::fmt;
 use std::io;
+use std::sync::{Mutex, PoisonError};
+use std::task::Waker;
 
 use riser_memory::{MemSlice, Memory};
 
@@ -68,5 +70,26 @@ impl Buffer {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.slice.is_empty()
+    }
+}
+
+/// Who waits for a buffer of a pool. The pool calls [`BufferWaiters::wake_all`] whenever one comes
+/// back. Bounded by the requests in flight, of which each registers at most once per poll.
+#[derive(Debug, Default)]
+pub struct BufferWaiters(Mutex<Vec<Waker>>);
+
+impl BufferWaiters {
+    /// Registers one, unless it is registered already.
+    pub fn register(&self, waker: &Waker) {
+        let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if !waiting.iter().any(|w| w.will_wake(waker)) {
+            waiting.push(waker.clone());
+        }
+    }
+
+    /// Wakes and forgets all of them.
+    pub fn wake_all(&self) {
+        let waiting = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        waiting.into_iter().for_each(Waker::wake);
     }
 }

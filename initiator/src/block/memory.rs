@@ -13,7 +13,9 @@ use std::thread;
 
 use riser_memory::Memory;
 
-use super::{BlockDevice, BlockError, Buffer, Extent, ExtentKind, Geometry, ZeroOptions};
+use super::{
+    BlockDevice, BlockError, Buffer, BufferWaiters, Extent, ExtentKind, Geometry, ZeroOptions,
+};
 
 /// Granularity at which allocation is tracked, in bytes.
 const GRANULE: u64 = 65536;
@@ -27,8 +29,9 @@ pub struct MemoryDevice {
     memory: Memory,
     allocated: Mutex<Vec<bool>>,
     bad: Mutex<Vec<Range<u64>>>,
-    leased: Arc<AtomicU64>,
+    pool: Arc<Pool>,
     flushes: AtomicU64,
+    buffer_budget: u64,
     worker: Option<mpsc::Sender<Arc<Mutex<Later>>>>,
 }
 
@@ -61,11 +64,19 @@ impl Future for LaterFuture {
     }
 }
 
-struct Lease(Arc<AtomicU64>, u64);
+/// Bytes that are out in buffers, and who waits for some.
+#[derive(Default)]
+struct Pool {
+    leased: AtomicU64,
+    waiters: BufferWaiters,
+}
+
+struct Lease(Arc<Pool>, u64);
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        self.0.fetch_sub(self.1, Ordering::Relaxed);
+        self.0.leased.fetch_sub(self.1, Ordering::AcqRel);
+        self.0.waiters.wake_all();
     }
 }
 
@@ -99,8 +110,9 @@ impl MemoryDevice {
             memory: Memory::new(len)?,
             allocated: Mutex::new(vec![false; capacity.div_ceil(GRANULE) as usize]),
             bad: Mutex::default(),
-            leased: Arc::default(),
+            pool: Arc::default(),
             flushes: AtomicU64::new(0),
+            buffer_budget: BUFFER_BUDGET,
             worker: None,
         })
     }
@@ -114,6 +126,13 @@ impl MemoryDevice {
             (block_size, capacity),
             (self.geometry.block_size, self.geometry.capacity)
         );
+        self
+    }
+
+    /// The same disk with at most `bytes` of buffers out at once, at least one largest transfer.
+    #[must_use]
+    pub fn with_buffer_budget(mut self, bytes: u64) -> Self {
+        self.buffer_budget = bytes.max(u64::from(self.geometry.max_transfer));
         self
     }
 
@@ -237,13 +256,19 @@ impl BlockDevice for MemoryDevice {
     fn try_buffer(&self, len: usize) -> Option<Buffer> {
         assert!(len <= self.geometry.max_transfer as usize);
         let bytes = len as u64;
-        if self.leased.fetch_add(bytes, Ordering::Relaxed) + bytes > BUFFER_BUDGET {
-            self.leased.fetch_sub(bytes, Ordering::Relaxed);
+        let leased = self.pool.leased.fetch_add(bytes, Ordering::AcqRel) + bytes;
+        if leased > self.buffer_budget {
+            // Nobody is woken for bytes that nobody had.
+            self.pool.leased.fetch_sub(bytes, Ordering::AcqRel);
             return None;
         }
-        let lease = Lease(self.leased.clone(), bytes);
+        let lease = Lease(self.pool.clone(), bytes);
         let buffer = Buffer::anonymous(len).ok()?;
         Some(Buffer::leased(buffer.slice().clone(), Box::new(lease)))
+    }
+
+    fn wake_when_free(&self, waker: &Waker) {
+        self.pool.waiters.register(waker);
     }
 
     async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer, BlockError> {

@@ -22,10 +22,11 @@ mod lock;
 mod memory;
 pub mod task;
 
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::ops::Range;
+use std::task::{Poll, Waker};
 
-pub use buffer::Buffer;
+pub use buffer::{Buffer, BufferWaiters};
 pub use bytes::{ByteDevice, Span};
 pub use error::BlockError;
 pub use lock::{RangeGuard, RangeLocks};
@@ -104,6 +105,21 @@ pub trait BlockDevice: Send + Sync + 'static {
     /// A buffer of `len` bytes, at most `max_transfer`, or `None` while the device has none free;
     /// one that is dropped may serve the next call.
     fn try_buffer(&self, len: usize) -> Option<Buffer>;
+
+    /// Wakes `waker` once, when a buffer may have become free. Whoever waits tries again after
+    /// registering, since the last buffer may have come back in between.
+    fn wake_when_free(&self, waker: &Waker);
+
+    /// Waits for a buffer of `len` bytes.
+    fn buffer(&self, len: usize) -> impl Future<Output = Buffer> + Send {
+        poll_fn(move |cx| {
+            if let Some(buffer) = self.try_buffer(len) {
+                return Poll::Ready(buffer);
+            }
+            self.wake_when_free(cx.waker());
+            self.try_buffer(len).map_or(Poll::Pending, Poll::Ready)
+        })
+    }
 
     /// Fills the whole buffer from `offset` on.
     fn read(

@@ -1,2 +1,3 @@
 //! riser: the initiator's library and tool.
 pub mod block;
+pub mod nbd;

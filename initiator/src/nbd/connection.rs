@@ -1,0 +1,576 @@
+//! A connection's thread: takes requests out of the stream and sets them off.
+
+#![allow(
+    unsafe_code,
+    reason = "receives into buffers that are addressed by pointer only"
+)]
+
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::task::Waker;
+
+use riser_memory::Memory;
+
+use super::Export;
+use super::machine::{Event, Machine};
+use super::outgoing::{Piece, Shared, Ticket};
+use super::proto::{self, Cookie, Errno};
+use super::transmission::{Command, Request};
+use crate::block::{
+    BlockDevice, BlockError, Buffer, ByteDevice, Extent, ExtentKind, Span, ZeroOptions, task,
+};
+
+/// Size of the receive buffer: several options, or thousands of requests.
+const RECEIVE: usize = 64 << 10;
+
+/// Unsent bytes beyond which requests that are refused are not read any further.
+const MAX_BACKLOG: usize = 256 << 10;
+
+/// Most extents in one answer to `BLOCK_STATUS`.
+const MAX_EXTENTS: usize = 4096;
+
+/// What the thread waits for.
+enum Need {
+    /// More bytes from the client.
+    Bytes,
+    /// A finished request, a free buffer or room in the socket.
+    Room,
+    /// Nothing; the client is done.
+    Nothing,
+}
+
+/// A simple reply that goes out when the last part of its request is done, even if that part is
+/// lost on the way.
+struct Answer {
+    shared: Arc<Shared>,
+    ticket: Arc<Ticket>,
+    cookie: Cookie,
+    /// The first failure; 0 for none.
+    error: AtomicU32,
+}
+
+impl Answer {
+    fn fail(&self, error: Errno) {
+        let _ = self
+            .error
+            .compare_exchange(0, error as u32, Ordering::AcqRel, Ordering::Relaxed);
+    }
+
+    fn settle(&self, result: Result<(), BlockError>) {
+        if let Err(error) = result {
+            tracing::debug!(%error, "NBD request failed");
+            self.fail(Errno::from(&error));
+        }
+    }
+}
+
+impl Drop for Answer {
+    fn drop(&mut self) {
+        let mut head = proto::simple_reply(self.cookie, None).to_vec();
+        head[4..8].copy_from_slice(&self.error.load(Ordering::Acquire).to_be_bytes());
+        self.shared.push(Piece {
+            head,
+            data: None,
+            ticket: Some(self.ticket.clone()),
+        });
+    }
+}
+
+/// The end of a structured reply in several chunks: goes out when all of them have.
+struct LastChunk {
+    shared: Arc<Shared>,
+    ticket: Arc<Ticket>,
+    cookie: Cookie,
+}
+
+impl Drop for LastChunk {
+    fn drop(&mut self) {
+        self.shared.push(Piece {
+            head: proto::done_chunk(self.cookie),
+            data: None,
+            ticket: Some(self.ticket.clone()),
+        });
+    }
+}
+
+/// A write whose payload is on its way in.
+struct Receiving {
+    answer: Arc<Answer>,
+    fua: bool,
+    /// Of the next piece.
+    offset: u64,
+    /// Bytes of the write from `offset` on.
+    left: u32,
+    piece: Option<Filling>,
+}
+
+/// A piece of a write that is being filled.
+struct Filling {
+    span: Span,
+    buffer: Buffer,
+    filled: usize,
+}
+
+/// A connection.
+pub(super) struct Connection<D> {
+    shared: Arc<Shared>,
+    device: Arc<ByteDevice<D>>,
+    machine: Machine,
+    received: Vec<u8>,
+    /// The bytes in `received` that nobody has taken.
+    valid: Range<usize>,
+    receiving: Option<Receiving>,
+    waker: Waker,
+    ended: bool,
+}
+
+impl<D: BlockDevice> Connection<D> {
+    pub(super) fn new(shared: Arc<Shared>, device: Arc<ByteDevice<D>>, export: Export) -> Self {
+        Self {
+            waker: Waker::from(shared.clone()),
+            shared,
+            device,
+            machine: Machine::new(export),
+            received: vec![0; RECEIVE],
+            valid: 0..0,
+            receiving: None,
+            ended: false,
+        }
+    }
+
+    /// Serves the client until it leaves, and returns when everything is answered.
+    pub(super) fn run(mut self) -> io::Result<()> {
+        loop {
+            let seen = self.shared.events();
+            self.shared.flush();
+            let need = self.advance();
+            match need {
+                Need::Nothing => {
+                    self.shared.want_tickets(true);
+                    if self.shared.backlog().is_none() || self.shared.is_idle() {
+                        return Ok(());
+                    }
+                }
+                Need::Room => self.shared.want_tickets(true),
+                Need::Bytes => {
+                    self.shared.want_tickets(false);
+                    if self.receive()? {
+                        continue;
+                    }
+                }
+            }
+            if matches!(need, Need::Room) && self.could_go_on() {
+                continue;
+            }
+            let write = self.shared.backlog() > Some(0);
+            self.shared
+                .sleep(seen, matches!(need, Need::Bytes), write)?;
+        }
+    }
+
+    /// Whether the want of room was met between noticing it and asking to be told.
+    fn could_go_on(&self) -> bool {
+        // A missing buffer has its own waker, which counts as an event.
+        self.receiving.is_none()
+            && self.shared.has_room()
+            && self.shared.backlog() <= Some(MAX_BACKLOG)
+    }
+
+    /// Takes as many steps as the received bytes allow.
+    fn advance(&mut self) -> Need {
+        loop {
+            if let Some(head) = self.machine.poll_output() {
+                self.shared.push(Piece {
+                    head,
+                    data: None,
+                    ticket: None,
+                });
+            }
+            let backlog = self.shared.backlog();
+            if self.ended || backlog.is_none() {
+                if let Some(write) = self.receiving.take() {
+                    // The client left in the middle of it.
+                    write.answer.fail(Errno::Io);
+                }
+                return Need::Nothing;
+            }
+            if backlog > Some(MAX_BACKLOG) && self.receiving.is_none() {
+                return Need::Room;
+            }
+            if self.receiving.is_some() {
+                match self.advance_write() {
+                    Some(need) => return need,
+                    None => continue,
+                }
+            }
+            if !self.shared.has_room() {
+                return Need::Room;
+            }
+            let input = &self.received[self.valid.clone()];
+            match self.machine.handle(input) {
+                Ok(progress) => {
+                    self.valid.start += progress.consumed;
+                    match progress.event {
+                        Some(Event::Request(request)) => self.start(request),
+                        Some(Event::Disconnect) => self.ended = true,
+                        None if progress.consumed == 0 => return Need::Bytes,
+                        None => {}
+                    }
+                }
+                Err(fault) => {
+                    tracing::info!(%fault, "NBD client breaks the protocol; disconnecting it");
+                    self.ended = true;
+                }
+            }
+        }
+    }
+
+    /// Moves payload to where it belongs, and sets off what is complete. Returns what is missing,
+    /// or `None` when the write is on its way.
+    fn advance_write(&mut self) -> Option<Need> {
+        let write = self.receiving.as_mut().expect("the caller checked");
+        loop {
+            if write.left == 0 {
+                self.receiving = None;
+                return None;
+            }
+            let piece = match &mut write.piece {
+                Some(piece) => piece,
+                empty => {
+                    let span = self.device.first_piece(write.offset, write.left.into());
+                    let buffer = self.device.try_buffer(&span).or_else(|| {
+                        self.device.device().wake_when_free(&self.waker);
+                        self.device.try_buffer(&span)
+                    });
+                    let Some(buffer) = buffer else {
+                        return Some(Need::Room);
+                    };
+                    empty.insert(Filling {
+                        span,
+                        buffer,
+                        filled: 0,
+                    })
+                }
+            };
+            let n = self.valid.len().min(piece.span.len - piece.filled);
+            piece.buffer.slice().write(
+                piece.span.head + piece.filled,
+                &self.received[self.valid.start..self.valid.start + n],
+            );
+            self.valid.start += n;
+            piece.filled += n;
+            self.machine.handle_payload(n as u32);
+            if piece.filled < piece.span.len {
+                return Some(Need::Bytes);
+            }
+            let Filling { span, buffer, .. } = write.piece.take().expect("just filled");
+            write.offset += span.len as u64;
+            write.left -= span.len as u32;
+            let (device, answer, fua) = (self.device.clone(), write.answer.clone(), write.fua);
+            task::spawn(async move {
+                answer.settle(device.write(span, buffer, fua).await);
+            });
+        }
+    }
+
+    /// Receives what the socket has, payload straight into its buffer. Returns whether there was
+    /// anything, the end included.
+    fn receive(&mut self) -> io::Result<bool> {
+        if self.valid.is_empty() {
+            self.valid = 0..0;
+        } else if self.valid.start > 0 {
+            self.received.copy_within(self.valid.clone(), 0);
+            self.valid = 0..self.valid.len();
+        }
+        let room = self.received.len() - self.valid.end;
+        let rest = self.received[self.valid.end..].as_mut_ptr();
+        let mut iov = [libc::iovec {
+            iov_base: rest.cast(),
+            iov_len: room,
+        }; 2];
+        let mut direct = 0;
+        let mut used = 1;
+        if let Some(piece) = self.receiving.as_ref().and_then(|w| w.piece.as_ref()) {
+            // All that was received before is in the buffer already.
+            debug_assert!(self.valid.is_empty());
+            direct = piece.span.len - piece.filled;
+            let at = piece.span.head + piece.filled;
+            let buffer = piece.buffer.slice().ptr().wrapping_add(at);
+            iov[0] = libc::iovec {
+                iov_base: buffer.cast(),
+                iov_len: direct,
+            };
+            used = 2;
+        }
+        // SAFETY: all zeroes is a valid `msghdr` without address or control data.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        message.msg_iov = iov.as_mut_ptr();
+        message.msg_iovlen = used;
+        // SAFETY: the vectors are the unused part of `received`, and the part of the piece's buffer
+        // that is not filled, which lies within the buffer since `head + len <= covering`. Both are
+        // ours alone until the call returns.
+        let n = unsafe {
+            libc::recvmsg(
+                self.shared.socket().as_raw_fd(),
+                &raw mut message,
+                libc::MSG_DONTWAIT,
+            )
+        };
+        if n < 0 {
+            let error = io::Error::last_os_error();
+            return match error.kind() {
+                io::ErrorKind::WouldBlock => Ok(false),
+                io::ErrorKind::Interrupted => Ok(true),
+                _ => {
+                    tracing::debug!(%error, "NBD client is gone");
+                    self.ended = true;
+                    Ok(true)
+                }
+            };
+        }
+        let n = n as usize;
+        if n == 0 {
+            self.ended = true;
+            return Ok(true);
+        }
+        let into_piece = n.min(direct);
+        if let Some(piece) = self.receiving.as_mut().and_then(|w| w.piece.as_mut()) {
+            piece.filled += into_piece;
+            self.machine.handle_payload(into_piece as u32);
+        }
+        self.valid.end += n - into_piece;
+        Ok(true)
+    }
+
+    fn start(&mut self, request: Request) {
+        let Request {
+            cookie,
+            command,
+            offset,
+            len,
+        } = request;
+        let range = offset..offset + u64::from(len);
+        let moved = match command {
+            Command::Read { .. } | Command::Write { .. } => u64::from(len),
+            _ => 0,
+        };
+        let ticket = self.shared.ticket(moved);
+        match command {
+            Command::Read { dont_fragment } => {
+                return self.start_read(request, dont_fragment, ticket);
+            }
+            Command::BlockStatus { one } => return self.start_status(cookie, range, one, ticket),
+            _ => {}
+        }
+        let answer = Arc::new(Answer {
+            shared: self.shared.clone(),
+            ticket,
+            cookie,
+            error: AtomicU32::new(0),
+        });
+        let device = self.device.clone();
+        match command {
+            Command::Write { fua } => {
+                self.receiving = Some(Receiving {
+                    answer,
+                    fua,
+                    offset,
+                    left: len,
+                    piece: None,
+                });
+            }
+            Command::Flush => task::spawn(async move { answer.settle(device.flush().await) }),
+            Command::Trim { fua } => task::spawn(async move {
+                answer.settle(device.discard(range).await);
+                if fua {
+                    answer.settle(device.flush().await);
+                }
+            }),
+            Command::WriteZeroes { fua, no_hole, fast } => {
+                if fast && !device.zeroes_fast(&range) {
+                    return answer.fail(Errno::NotSup);
+                }
+                let options = ZeroOptions {
+                    may_unmap: !no_hole,
+                    fua,
+                };
+                task::spawn(async move {
+                    answer.settle(device.write_zeroes(range, options).await);
+                });
+            }
+            // Answered by dropping it.
+            Command::Cache => {}
+            Command::Read { .. } | Command::BlockStatus { .. } => unreachable!("handled above"),
+        }
+    }
+
+    fn start_read(&self, request: Request, dont_fragment: bool, ticket: Arc<Ticket>) {
+        let reader = Reader {
+            shared: self.shared.clone(),
+            device: self.device.clone(),
+            cookie: request.cookie,
+            structured: self.machine.is_structured(),
+            ticket,
+        };
+        let (offset, len) = (request.offset, request.len);
+        let span = self.device.first_piece(offset, len.into());
+        if span.len == len as usize {
+            task::spawn(async move { reader.read_whole(span, offset).await });
+        } else if reader.structured && !dont_fragment {
+            task::spawn(async move { reader.read_in_chunks(offset, len).await });
+        } else {
+            task::spawn(async move { reader.read_assembled(offset, len).await });
+        }
+    }
+
+    fn start_status(&self, cookie: Cookie, range: Range<u64>, one: bool, ticket: Arc<Ticket>) {
+        let (shared, device) = (self.shared.clone(), self.device.clone());
+        task::spawn(async move {
+            let head = match device.status(range).await {
+                Ok(extents) => proto::status_chunk(cookie, &state_flags(&extents, one)),
+                Err(error) => proto::error_chunk(cookie, Errno::from(&error), None, true),
+            };
+            shared.push(Piece {
+                head,
+                data: None,
+                ticket: Some(ticket),
+            });
+        });
+    }
+}
+
+/// The extents as `base:allocation` tells them, neighbours of one kind merged.
+fn state_flags(extents: &[Extent], one: bool) -> Vec<(u32, u32)> {
+    let mut out: Vec<(u32, u32)> = Vec::new();
+    for extent in extents {
+        let flags = match extent.kind {
+            ExtentKind::Data => 0,
+            ExtentKind::Hole => proto::chunk::STATE_HOLE | proto::chunk::STATE_ZERO,
+            ExtentKind::Zero => proto::chunk::STATE_ZERO,
+        };
+        // The whole range has 32 bits of length, so its parts do.
+        let len = u32::try_from(extent.len).expect("an extent is within the requested range");
+        match out.last_mut() {
+            Some((last, of)) if *of == flags => *last += len,
+            Some(_) if one => break,
+            _ => out.push((len, flags)),
+        }
+        if out.len() == MAX_EXTENTS {
+            break;
+        }
+    }
+    out
+}
+
+/// What a read in flight needs for its reply.
+struct Reader<D> {
+    shared: Arc<Shared>,
+    device: Arc<ByteDevice<D>>,
+    cookie: Cookie,
+    structured: bool,
+    ticket: Arc<Ticket>,
+}
+
+impl<D: BlockDevice> Reader<D> {
+    /// A read that one transfer does.
+    async fn read_whole(self, span: Span, offset: u64) {
+        let buffer = self.device.device().buffer(span.covering).await;
+        match self.device.read(span, buffer).await {
+            Ok(buffer) => self.reply(offset, buffer, span.head..span.head + span.len),
+            Err(error) => self.refuse(&error, offset),
+        }
+    }
+
+    /// A long read for a client that takes it in pieces, each as soon as it is there.
+    async fn read_in_chunks(self, mut offset: u64, mut left: u32) {
+        let last = Arc::new(LastChunk {
+            shared: self.shared.clone(),
+            ticket: self.ticket.clone(),
+            cookie: self.cookie,
+        });
+        while left > 0 {
+            let span = self.device.first_piece(offset, left.into());
+            let buffer = self.device.device().buffer(span.covering).await;
+            let (last, device) = (last.clone(), self.device.clone());
+            let cookie = self.cookie;
+            task::spawn(async move {
+                let piece = match device.read(span, buffer).await {
+                    Ok(buffer) => Piece {
+                        head: proto::data_chunk(cookie, offset, span.len as u32, false),
+                        data: Some((buffer, span.head..span.head + span.len)),
+                        ticket: None,
+                    },
+                    Err(error) => Piece {
+                        head: proto::error_chunk(cookie, Errno::from(&error), Some(offset), false),
+                        data: None,
+                        ticket: None,
+                    },
+                };
+                last.shared.push(piece);
+            });
+            offset += span.len as u64;
+            left -= span.len as u32;
+        }
+    }
+
+    /// A long read for a client that takes it in one piece only: assembled in memory of its own,
+    /// which the connection's bounds cover.
+    async fn read_assembled(self, offset: u64, len: u32) {
+        let whole = match Buffer::anonymous(len as usize) {
+            Ok(whole) => whole,
+            Err(error) => return self.refuse(&BlockError::Io(error.to_string()), offset),
+        };
+        let mut done = 0;
+        while done < len as usize {
+            let at = offset + done as u64;
+            let span = self.device.first_piece(at, (len as usize - done) as u64);
+            let buffer = self.device.device().buffer(span.covering).await;
+            match self.device.read(span, buffer).await {
+                Ok(buffer) => {
+                    let (from, to) = (buffer.slice(), whole.slice());
+                    Memory::copy(
+                        from.memory(),
+                        from.offset() + span.head,
+                        to.memory(),
+                        to.offset() + done,
+                        span.len,
+                    );
+                }
+                Err(error) => return self.refuse(&error, at),
+            }
+            done += span.len;
+        }
+        self.reply(offset, whole, 0..len as usize);
+    }
+
+    fn reply(self, offset: u64, buffer: Buffer, range: Range<usize>) {
+        let head = if self.structured {
+            proto::data_chunk(self.cookie, offset, range.len() as u32, true)
+        } else {
+            proto::simple_reply(self.cookie, None).to_vec()
+        };
+        self.shared.push(Piece {
+            head,
+            data: Some((buffer, range)),
+            ticket: Some(self.ticket),
+        });
+    }
+
+    fn refuse(self, error: &BlockError, offset: u64) {
+        tracing::debug!(%error, offset, "NBD read failed");
+        let errno = Errno::from(error);
+        let head = if self.structured {
+            proto::error_chunk(self.cookie, errno, Some(offset), true)
+        } else {
+            proto::simple_reply(self.cookie, Some(errno)).to_vec()
+        };
+        self.shared.push(Piece {
+            head,
+            data: None,
+            ticket: Some(self.ticket),
+        });
+    }
+}

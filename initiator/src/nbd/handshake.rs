@@ -1,0 +1,203 @@
+//! Options of the negotiation.
+
+use super::Export;
+use super::machine::{Event, Machine, NbdFault, State};
+use super::proto::{
+    BASE_ALLOCATION, BASE_ALLOCATION_ID, MAX_REQUEST, MAX_STRING, OPTION_REPLY_MAGIC, info, opt,
+    rep,
+};
+
+/// Appends a reply to an option.
+pub(super) fn reply(out: &mut Vec<u8>, option: u32, kind: u32, data: &[u8]) {
+    out.extend(OPTION_REPLY_MAGIC.to_be_bytes());
+    out.extend(option.to_be_bytes());
+    out.extend(kind.to_be_bytes());
+    out.extend((data.len() as u32).to_be_bytes());
+    out.extend(data);
+}
+
+/// What is left of an option's data. The slice's length is the only authority.
+struct Cursor<'a>(&'a [u8]);
+
+impl<'a> Cursor<'a> {
+    fn bytes(&mut self, len: usize) -> Option<&'a [u8]> {
+        let (head, tail) = self.0.split_at_checked(len)?;
+        self.0 = tail;
+        Some(head)
+    }
+
+    fn u16(&mut self) -> Option<u16> {
+        let (head, tail) = self.0.split_first_chunk()?;
+        self.0 = tail;
+        Some(u16::from_be_bytes(*head))
+    }
+
+    fn u32(&mut self) -> Option<u32> {
+        let (head, tail) = self.0.split_first_chunk()?;
+        self.0 = tail;
+        Some(u32::from_be_bytes(*head))
+    }
+
+    /// A string with its length before it, no longer than the protocol allows.
+    fn string(&mut self) -> Option<&'a [u8]> {
+        let len = self.u32()? as usize;
+        if len > MAX_STRING {
+            return None;
+        }
+        self.bytes(len)
+    }
+
+    fn finish(self) -> Option<()> {
+        self.0.is_empty().then_some(())
+    }
+}
+
+/// Answers one whole option.
+pub(super) fn on_option(
+    machine: &mut Machine,
+    option: u32,
+    data: &[u8],
+) -> Result<Option<Event>, NbdFault> {
+    match option {
+        opt::EXPORT_NAME => {
+            on_export_name(machine, data)?;
+            return Ok(None);
+        }
+        opt::ABORT => {
+            reply(&mut machine.output, option, rep::ACK, &[]);
+            machine.state = State::Closed;
+            return Ok(Some(Event::Disconnect));
+        }
+        _ => {}
+    }
+    let answer = match option {
+        opt::LIST => on_list(machine, data),
+        opt::INFO | opt::GO => on_info(machine, option, data),
+        opt::STRUCTURED_REPLY => on_structured_reply(machine, data),
+        opt::LIST_META_CONTEXT | opt::SET_META_CONTEXT => on_meta_context(machine, option, data),
+        _ => Err(rep::ERR_UNSUP),
+    };
+    let kind = answer.err().unwrap_or(rep::ACK);
+    reply(&mut machine.output, option, kind, &[]);
+    Ok(None)
+}
+
+fn on_export_name(machine: &mut Machine, name: &[u8]) -> Result<(), NbdFault> {
+    if !machine.export.is_named(name) {
+        return Err(NbdFault::UnknownExport);
+    }
+    let flags = machine.export.transmission_flags(machine.structured);
+    machine.output.extend(machine.export.size.to_be_bytes());
+    machine.output.extend(flags.to_be_bytes());
+    if !machine.no_zeroes {
+        machine.output.extend([0; 124]);
+    }
+    machine.state = State::Request;
+    Ok(())
+}
+
+fn on_list(machine: &mut Machine, data: &[u8]) -> Result<(), u32> {
+    if !data.is_empty() {
+        return Err(rep::ERR_INVALID);
+    }
+    let name = machine.export.name.as_bytes();
+    let mut body = (name.len() as u32).to_be_bytes().to_vec();
+    body.extend(name);
+    body.extend(machine.export.description.as_bytes());
+    reply(&mut machine.output, opt::LIST, rep::SERVER, &body);
+    Ok(())
+}
+
+fn on_info(machine: &mut Machine, option: u32, data: &[u8]) -> Result<(), u32> {
+    let parse = || {
+        let mut cursor = Cursor(data);
+        let name = cursor.string()?;
+        let count = usize::from(cursor.u16()?);
+        let wanted = cursor.bytes(count * 2)?;
+        cursor.finish()?;
+        Some((name, wanted))
+    };
+    let (name, wanted) = parse().ok_or(rep::ERR_INVALID)?;
+    if !machine.export.is_named(name) {
+        return Err(rep::ERR_UNKNOWN);
+    }
+    let (kinds, _) = wanted.as_chunks::<2>();
+    let wants = |kind: u16| kinds.iter().any(|k| u16::from_be_bytes(*k) == kind);
+    let Export {
+        name,
+        description,
+        size,
+        preferred_block,
+        ..
+    } = &machine.export;
+    let mut send = |kind: u16, rest: &[&[u8]]| {
+        let mut body = kind.to_be_bytes().to_vec();
+        rest.iter().for_each(|part| body.extend(*part));
+        reply(&mut machine.output, option, rep::INFO, &body);
+    };
+    let flags = machine.export.transmission_flags(machine.structured);
+    send(info::EXPORT, &[&size.to_be_bytes(), &flags.to_be_bytes()]);
+    if wants(info::NAME) {
+        send(info::NAME, &[name.as_bytes()]);
+    }
+    if wants(info::DESCRIPTION) && !description.is_empty() {
+        send(info::DESCRIPTION, &[description.as_bytes()]);
+    }
+    if wants(info::BLOCK_SIZE) {
+        send(
+            info::BLOCK_SIZE,
+            &[
+                &1u32.to_be_bytes(),
+                &preferred_block.to_be_bytes(),
+                &MAX_REQUEST.to_be_bytes(),
+            ],
+        );
+    }
+    if option == opt::GO {
+        machine.state = State::Request;
+    }
+    Ok(())
+}
+
+fn on_structured_reply(machine: &mut Machine, data: &[u8]) -> Result<(), u32> {
+    if !data.is_empty() {
+        return Err(rep::ERR_INVALID);
+    }
+    machine.structured = true;
+    Ok(())
+}
+
+fn on_meta_context(machine: &mut Machine, option: u32, data: &[u8]) -> Result<(), u32> {
+    let set = option == opt::SET_META_CONTEXT;
+    if set {
+        // A new selection replaces the last, even where it fails.
+        machine.base_allocation = false;
+    }
+    let parse = || {
+        let mut cursor = Cursor(data);
+        let name = cursor.string()?;
+        let count = cursor.u32()?;
+        let mut matches = !set && count == 0;
+        for _ in 0..count {
+            let query = cursor.string()?;
+            matches |= query == BASE_ALLOCATION.as_bytes() || (!set && query == b"base:");
+        }
+        cursor.finish()?;
+        Some((name, matches))
+    };
+    let (name, matches) = parse().ok_or(rep::ERR_INVALID)?;
+    if !machine.structured {
+        return Err(rep::ERR_INVALID);
+    }
+    if !machine.export.is_named(name) {
+        return Err(rep::ERR_UNKNOWN);
+    }
+    if matches {
+        let id = if set { BASE_ALLOCATION_ID } else { 0 };
+        let mut body = id.to_be_bytes().to_vec();
+        body.extend(BASE_ALLOCATION.as_bytes());
+        reply(&mut machine.output, option, rep::META_CONTEXT, &body);
+        machine.base_allocation |= set;
+    }
+    Ok(())
+}

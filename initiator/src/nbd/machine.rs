@@ -1,0 +1,317 @@
+//! One connection of an NBD server as a machine: bytes in, events and bytes out.
+//!
+//! ```text
+//! ClientFlags ──> Options ──EXPORT_NAME, GO──> Request <──payload done──> Payload
+//!                  │  ▲                          │  ▲
+//!        too long  ▼  │                 refused  ▼  │
+//!                SkipOption              write  SkipPayload
+//!  any of them ──fault, ABORT, DISC──> Closed
+//! ```
+//!
+//! The calling order: [`Machine::new`]; then, for ever, send what [`Machine::poll_output`] gives,
+//! and offer what the socket has to [`Machine::handle`], which takes as much as makes one step. After a
+//! [`Event::Request`] of a write, the payload follows in the stream; the driver takes those bytes
+//! itself, wherever it likes to have them, and tells with [`Machine::handle_payload`].
+
+use thiserror::Error;
+
+use super::proto::{
+    self, Cookie, MAX_OPTION, MAX_SKIPPED_OPTION, OPTION_LEN, REQUEST_LEN, handshake_flag, opt,
+};
+use super::transmission::{self, Request, Verdict};
+use super::{Export, handshake};
+
+/// Why the stream cannot be followed any more. The connection ends without another word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum NbdFault {
+    /// The client's flags have a bit that we do not know.
+    #[error("client flags {0:#x} have an unknown bit")]
+    ClientFlags(u32),
+    /// An option does not begin with its magic number.
+    #[error("option begins with {0:#x}")]
+    OptionMagic(u64),
+    /// An option is longer than anybody would send.
+    #[error("option {option} is {len} bytes long")]
+    OptionLength {
+        /// The option.
+        option: u32,
+        /// Its length.
+        len: u32,
+    },
+    /// `EXPORT_NAME`, which knows no error, named an export that does not exist.
+    #[error("the client asks for an export that does not exist")]
+    UnknownExport,
+    /// A request does not begin with its magic number.
+    #[error("request begins with {0:#x}")]
+    RequestMagic(u32),
+    /// Bytes after the end.
+    #[error("the connection is closed")]
+    Closed,
+}
+
+/// What a step came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// The client wants something done. It is valid, and within the export.
+    Request(Request),
+    /// The client leaves; requests in flight may still be answered.
+    Disconnect,
+}
+
+/// What a call of [`Machine::handle`] did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Progress {
+    /// How many bytes of the input it took. 0 without an event: it needs more.
+    pub consumed: usize,
+    /// What they came to.
+    pub event: Option<Event>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum State {
+    /// The greeting is out; four bytes of flags come.
+    ClientFlags,
+    /// Options come.
+    Options,
+    /// The rest of an option that was refused for its length.
+    SkipOption { left: u32 },
+    /// Requests come.
+    Request,
+    /// The payload of a write that was handed out.
+    Payload { left: u32 },
+    /// The payload of a write that was refused; then the refusal goes out.
+    SkipPayload { left: u32, reply: Refusal },
+    /// Nothing more.
+    Closed,
+}
+
+/// A refusal that waits for the end of the payload.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Refusal {
+    pub(super) cookie: Cookie,
+    pub(super) error: proto::Errno,
+}
+
+/// A connection. See the module documentation.
+#[derive(Clone, Debug)]
+pub struct Machine {
+    pub(super) export: Export,
+    pub(super) state: State,
+    pub(super) output: Vec<u8>,
+    pub(super) no_zeroes: bool,
+    pub(super) structured: bool,
+    pub(super) base_allocation: bool,
+}
+
+impl Machine {
+    /// A connection that was just accepted. The greeting is the first output.
+    #[must_use]
+    pub fn new(export: Export) -> Self {
+        let mut output = Vec::with_capacity(18);
+        output.extend(proto::NBD_MAGIC.to_be_bytes());
+        output.extend(proto::OPTION_MAGIC.to_be_bytes());
+        let flags = handshake_flag::FIXED_NEWSTYLE | handshake_flag::NO_ZEROES;
+        output.extend(flags.to_be_bytes());
+        Self {
+            export,
+            state: State::ClientFlags,
+            output,
+            no_zeroes: false,
+            structured: false,
+            base_allocation: false,
+        }
+    }
+
+    /// Bytes to send, in order, since the last call.
+    pub fn poll_output(&mut self) -> Option<Vec<u8>> {
+        (!self.output.is_empty()).then(|| std::mem::take(&mut self.output))
+    }
+
+    /// Whether reads and status requests must be answered in chunks.
+    #[must_use]
+    pub fn is_structured(&self) -> bool {
+        self.structured
+    }
+
+    /// Whether nothing more is expected from the client.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.state == State::Closed
+    }
+
+    /// How many bytes of a write's payload are next in the stream.
+    #[must_use]
+    pub fn payload_left(&self) -> u32 {
+        match self.state {
+            State::Payload { left } => left,
+            _ => 0,
+        }
+    }
+
+    /// The driver took `len` bytes of payload out of the stream.
+    ///
+    /// # Panics
+    /// If that is more than [`Machine::payload_left`].
+    pub fn handle_payload(&mut self, len: u32) {
+        if len == 0 {
+            return;
+        }
+        let State::Payload { left } = &mut self.state else {
+            panic!("no payload is expected");
+        };
+        *left = left
+            .checked_sub(len)
+            .expect("more payload than the write has");
+        if *left == 0 {
+            self.state = State::Request;
+        }
+    }
+
+    /// One step on the bytes that the stream has, from its current position on.
+    ///
+    /// It never needs more than [`MAX_OPTION`] bytes and an option's header at once, and while the
+    /// payload of a write is next it takes nothing.
+    ///
+    /// # Errors
+    /// The stream cannot be followed; the machine is closed.
+    pub fn handle(&mut self, input: &[u8]) -> Result<Progress, NbdFault> {
+        let step = match self.state {
+            State::ClientFlags => self.on_client_flags(input),
+            State::Options => self.on_option(input),
+            State::SkipOption { left } => {
+                let n = (left as usize).min(input.len());
+                self.state = match left - n as u32 {
+                    0 => State::Options,
+                    left => State::SkipOption { left },
+                };
+                Ok(Progress::took(n))
+            }
+            State::Request => self.on_request(input),
+            State::Payload { .. } => Ok(Progress::took(0)),
+            State::SkipPayload { left, reply } => Ok(self.on_skipped(input, left, reply)),
+            State::Closed => Err(NbdFault::Closed),
+        };
+        if step.is_err() {
+            self.state = State::Closed;
+        }
+        step
+    }
+
+    fn on_client_flags(&mut self, input: &[u8]) -> Result<Progress, NbdFault> {
+        let Some(flags) = input.first_chunk().map(|b| u32::from_be_bytes(*b)) else {
+            return Ok(Progress::took(0));
+        };
+        let known = u32::from(handshake_flag::FIXED_NEWSTYLE | handshake_flag::NO_ZEROES);
+        if flags & !known != 0 {
+            return Err(NbdFault::ClientFlags(flags));
+        }
+        self.no_zeroes = flags & u32::from(handshake_flag::NO_ZEROES) != 0;
+        self.state = State::Options;
+        Ok(Progress::took(4))
+    }
+
+    fn on_option(&mut self, input: &[u8]) -> Result<Progress, NbdFault> {
+        let Some(header) = input.first_chunk::<OPTION_LEN>() else {
+            return Ok(Progress::took(0));
+        };
+        let (magic, rest) = header.split_first_chunk::<8>().expect("16 bytes");
+        let (option, len) = rest.split_first_chunk::<4>().expect("8 bytes");
+        let magic = u64::from_be_bytes(*magic);
+        let option = u32::from_be_bytes(*option);
+        let len = u32::from_be_bytes(len.try_into().expect("4 bytes"));
+        if magic != proto::OPTION_MAGIC {
+            return Err(NbdFault::OptionMagic(magic));
+        }
+        if len as usize > MAX_OPTION {
+            // EXPORT_NAME has no answer but success.
+            if len > MAX_SKIPPED_OPTION || option == opt::EXPORT_NAME {
+                return Err(NbdFault::OptionLength { option, len });
+            }
+            handshake::reply(&mut self.output, option, proto::rep::ERR_TOO_BIG, &[]);
+            self.state = State::SkipOption { left: len };
+            return Ok(Progress::took(OPTION_LEN));
+        }
+        let Some(data) = input[OPTION_LEN..].get(..len as usize) else {
+            return Ok(Progress::took(0));
+        };
+        let event = handshake::on_option(self, option, data)?;
+        Ok(Progress {
+            consumed: OPTION_LEN + data.len(),
+            event,
+        })
+    }
+
+    fn on_request(&mut self, input: &[u8]) -> Result<Progress, NbdFault> {
+        let Some(header) = input.first_chunk::<REQUEST_LEN>() else {
+            return Ok(Progress::took(0));
+        };
+        let mut event = None;
+        match transmission::judge(header, self)? {
+            Verdict::Accept(request) => {
+                if let Some(left) = request.payload() {
+                    self.state = State::Payload { left };
+                }
+                event = Some(Event::Request(request));
+            }
+            Verdict::Disconnect => {
+                self.state = State::Closed;
+                event = Some(Event::Disconnect);
+            }
+            Verdict::Refuse {
+                refusal,
+                chunked,
+                payload: 0,
+            } => self.refuse(refusal, chunked),
+            Verdict::Refuse {
+                refusal, payload, ..
+            } => {
+                self.state = State::SkipPayload {
+                    left: payload,
+                    reply: refusal,
+                };
+            }
+        }
+        Ok(Progress {
+            consumed: REQUEST_LEN,
+            event,
+        })
+    }
+
+    fn on_skipped(&mut self, input: &[u8], left: u32, reply: Refusal) -> Progress {
+        let n = (left as usize).min(input.len());
+        match left - n as u32 {
+            0 => {
+                self.state = State::Request;
+                self.refuse(reply, false);
+            }
+            left => self.state = State::SkipPayload { left, reply },
+        }
+        Progress::took(n)
+    }
+
+    fn refuse(&mut self, refusal: Refusal, chunked: bool) {
+        if chunked {
+            self.output.extend(proto::error_chunk(
+                refusal.cookie,
+                refusal.error,
+                None,
+                true,
+            ));
+        } else {
+            self.output
+                .extend(proto::simple_reply(refusal.cookie, Some(refusal.error)));
+        }
+    }
+}
+
+impl Progress {
+    fn took(consumed: usize) -> Self {
+        Self {
+            consumed,
+            event: None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

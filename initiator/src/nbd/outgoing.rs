@@ -1,0 +1,309 @@
+//! The sending side of a connection, shared by its thread and by whoever completes requests.
+//!
+//! A reply that is small, alone and finds room in the socket is sent by the thread that completes
+//! the request. Everything else waits in a queue for the connection's own thread, which sends many
+//! replies with one system call.
+//!
+//! Bounds: [`MAX_IN_FLIGHT`] requests and [`MAX_BYTES`] (and one request) bytes per connection are
+//! between the moment a request is read and the moment its last reply is in the socket; beyond
+//! them the connection is not read.
+
+#![allow(
+    unsafe_code,
+    reason = "sends from buffers that are addressed by pointer only"
+)]
+
+use std::collections::VecDeque;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Wake;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags};
+
+use crate::block::Buffer;
+
+/// Most requests of a connection in flight.
+pub(super) const MAX_IN_FLIGHT: u32 = 256;
+/// Most bytes of a connection in flight, beyond which no further request is read.
+pub(super) const MAX_BYTES: u64 = 64 << 20;
+/// Largest reply that a completing thread sends itself.
+const INLINE_BYTES: usize = 16 << 10;
+/// With more requests in flight than this, replies are left to the connection's thread, which
+/// sends several at once.
+const INLINE_IN_FLIGHT: u32 = 4;
+/// Most I/O vectors per system call.
+const MAX_IOV: usize = 64;
+
+/// A part of the stream to the client: bytes, and bytes of a buffer after them.
+pub(super) struct Piece {
+    pub(super) head: Vec<u8>,
+    pub(super) data: Option<(Buffer, Range<usize>)>,
+    /// Given back when the piece is sent.
+    #[expect(dead_code, reason = "held for its drop")]
+    pub(super) ticket: Option<Arc<Ticket>>,
+}
+
+impl Piece {
+    fn len(&self) -> usize {
+        self.head.len() + self.data.as_ref().map_or(0, |(_, range)| range.len())
+    }
+}
+
+#[derive(Default)]
+struct Queue {
+    pieces: VecDeque<Piece>,
+    /// Bytes of all pieces.
+    bytes: usize,
+    /// Bytes of the first piece that are sent.
+    sent: usize,
+    /// The socket failed; nothing more goes out.
+    dead: bool,
+}
+
+/// What a connection's thread and the completions of its requests share.
+pub(super) struct Shared {
+    socket: UnixStream,
+    queue: Mutex<Queue>,
+    wake: OwnedFd,
+    /// Counts what happened, so that the thread does not sleep over something new.
+    events: AtomicU64,
+    /// The thread sleeps, or is about to.
+    sleeps: AtomicBool,
+    /// The thread wants to know when a request is finished.
+    wants_tickets: AtomicBool,
+    in_flight: AtomicU32,
+    bytes: AtomicU64,
+}
+
+/// The share of the connection's bounds that one request takes until its replies are sent.
+pub(super) struct Ticket {
+    shared: Arc<Shared>,
+    bytes: u64,
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        self.shared.bytes.fetch_sub(self.bytes, Ordering::SeqCst);
+        self.shared.in_flight.fetch_sub(1, Ordering::SeqCst);
+        if self.shared.wants_tickets.load(Ordering::SeqCst) {
+            self.shared.notify();
+        }
+    }
+}
+
+impl Wake for Shared {
+    fn wake(self: Arc<Self>) {
+        self.notify();
+    }
+}
+
+impl Shared {
+    pub(super) fn new(socket: UnixStream) -> io::Result<Self> {
+        socket.set_nonblocking(true)?;
+        Ok(Self {
+            socket,
+            queue: Mutex::default(),
+            wake: rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            events: AtomicU64::new(0),
+            sleeps: AtomicBool::new(false),
+            wants_tickets: AtomicBool::new(false),
+            in_flight: AtomicU32::new(0),
+            bytes: AtomicU64::new(0),
+        })
+    }
+
+    pub(super) fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    /// Ends the stream from the client; what is in flight is still answered.
+    pub(super) fn stop_reading(&self) {
+        // It may be closed already.
+        let _ = self.socket.shutdown(std::net::Shutdown::Read);
+    }
+
+    /// Ends the connection; replies that are not sent yet are lost.
+    pub(super) fn hang_up(&self) {
+        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+        self.notify();
+    }
+
+    /// Takes a request into account.
+    pub(super) fn ticket(self: &Arc<Self>, bytes: u64) -> Arc<Ticket> {
+        self.in_flight.fetch_add(1, Ordering::SeqCst);
+        self.bytes.fetch_add(bytes, Ordering::SeqCst);
+        Arc::new(Ticket {
+            shared: self.clone(),
+            bytes,
+        })
+    }
+
+    /// Whether another request may be read.
+    pub(super) fn has_room(&self) -> bool {
+        self.in_flight.load(Ordering::SeqCst) < MAX_IN_FLIGHT
+            && self.bytes.load(Ordering::SeqCst) < MAX_BYTES
+    }
+
+    /// Whether every request is answered and every answer sent.
+    pub(super) fn is_idle(&self) -> bool {
+        self.in_flight.load(Ordering::SeqCst) == 0 && self.lock().pieces.is_empty()
+    }
+
+    /// Bytes that wait to be sent, or `None` when nothing can be sent any more.
+    pub(super) fn backlog(&self) -> Option<usize> {
+        let queue = self.lock();
+        (!queue.dead).then(|| queue.bytes - queue.sent)
+    }
+
+    /// Sends a piece, or leaves it to the connection's thread.
+    pub(super) fn push(&self, piece: Piece) {
+        let mut sent = Vec::new();
+        let notify = {
+            let mut queue = self.lock();
+            if queue.dead {
+                // Dropped below, outside the lock.
+                sent.push(piece);
+                false
+            } else {
+                let inline = queue.pieces.is_empty()
+                    && piece.len() <= INLINE_BYTES
+                    && self.in_flight.load(Ordering::Relaxed) <= INLINE_IN_FLIGHT;
+                queue.bytes += piece.len();
+                queue.pieces.push_back(piece);
+                if inline {
+                    self.send(&mut queue, &mut sent);
+                }
+                !queue.pieces.is_empty()
+            }
+        };
+        // A dropped piece gives back its buffer, which may set off somebody who waits for one.
+        drop(sent);
+        if notify {
+            self.notify();
+        }
+    }
+
+    /// Sends what the socket takes of the queue.
+    pub(super) fn flush(&self) {
+        let mut sent = Vec::new();
+        self.send(&mut self.lock(), &mut sent);
+        drop(sent);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn send(&self, queue: &mut Queue, sent: &mut Vec<Piece>) {
+        while !queue.pieces.is_empty() && !queue.dead {
+            let mut iov = Vec::with_capacity(MAX_IOV.min(2 * queue.pieces.len()));
+            let mut skip = queue.sent;
+            let mut add = |base: *const u8, len: usize| {
+                let skipped = skip.min(len);
+                skip -= skipped;
+                if skipped < len {
+                    iov.push(libc::iovec {
+                        iov_base: base.wrapping_add(skipped).cast_mut().cast(),
+                        iov_len: len - skipped,
+                    });
+                }
+            };
+            for piece in queue.pieces.iter().take(MAX_IOV / 2) {
+                add(piece.head.as_ptr(), piece.head.len());
+                if let Some((buffer, range)) = &piece.data {
+                    add(buffer.slice().ptr().wrapping_add(range.start), range.len());
+                }
+            }
+            // SAFETY: all zeroes is a valid `msghdr` without address or control data.
+            let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+            message.msg_iov = iov.as_mut_ptr();
+            message.msg_iovlen = iov.len() as _;
+            // SAFETY: every vector lies within a head or a buffer's range, which the queue owns and
+            // which stay where they are until they are popped; the kernel only reads them.
+            let n = unsafe {
+                libc::sendmsg(
+                    self.socket.as_raw_fd(),
+                    &raw const message,
+                    libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT,
+                )
+            };
+            if n < 0 {
+                let error = io::Error::last_os_error();
+                match error.kind() {
+                    io::ErrorKind::Interrupted => continue,
+                    io::ErrorKind::WouldBlock => return,
+                    _ => {
+                        tracing::debug!(%error, "NBD client is gone");
+                        queue.dead = true;
+                        sent.extend(queue.pieces.drain(..));
+                        (queue.bytes, queue.sent) = (0, 0);
+                        self.stop_reading();
+                        return;
+                    }
+                }
+            }
+            queue.sent += n as usize;
+            while let Some(first) = queue.pieces.front() {
+                let len = first.len();
+                if queue.sent < len {
+                    break;
+                }
+                queue.sent -= len;
+                queue.bytes -= len;
+                sent.extend(queue.pieces.pop_front());
+            }
+        }
+    }
+
+    /// Tells the connection's thread that something happened.
+    pub(super) fn notify(&self) {
+        self.events.fetch_add(1, Ordering::SeqCst);
+        if self.sleeps.swap(false, Ordering::SeqCst) {
+            // It can only fail when the counter is full, and then it is readable anyway.
+            let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        }
+    }
+
+    /// What [`Shared::sleep`] wants to be told, so that nothing that comes after is slept over.
+    pub(super) fn events(&self) -> u64 {
+        self.events.load(Ordering::SeqCst)
+    }
+
+    /// Asks for a notification when a request is finished, or no longer.
+    pub(super) fn want_tickets(&self, wanted: bool) {
+        self.wants_tickets.store(wanted, Ordering::SeqCst);
+    }
+
+    /// Waits for the socket, or for an event after those that `seen` counts.
+    pub(super) fn sleep(&self, seen: u64, read: bool, write: bool) -> io::Result<()> {
+        self.sleeps.store(true, Ordering::SeqCst);
+        if self.events() != seen {
+            self.sleeps.store(false, Ordering::SeqCst);
+            return Ok(());
+        }
+        let mut flags = PollFlags::empty();
+        flags.set(PollFlags::IN, read);
+        flags.set(PollFlags::OUT, write);
+        let mut fds = [
+            PollFd::new(&self.wake, PollFlags::IN),
+            PollFd::new(&self.socket, flags),
+        ];
+        // Without interest in the socket its hang-up must not keep waking us.
+        let used = if flags.is_empty() { 1 } else { 2 };
+        let result = rustix::event::poll(&mut fds[..used], None);
+        let woken = !fds[0].revents().is_empty();
+        self.sleeps.store(false, Ordering::SeqCst);
+        if woken {
+            let mut count = [0; 8];
+            let _ = rustix::io::read(&self.wake, &mut count);
+        }
+        match result {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(e) => Err(e.into()),
+        }
+    }
+}

@@ -1,0 +1,237 @@
+//! Numbers of the NBD protocol, and the replies of its transmission phase. Everything is
+//! big-endian on the wire.
+
+/// First of the server's greeting, `NBDMAGIC`.
+pub const NBD_MAGIC: u64 = 0x4e42_444d_4147_4943;
+/// Second of the greeting, and first of every option, `IHAVEOPT`.
+pub const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
+/// First of every reply to an option.
+pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
+/// First of every request.
+pub const REQUEST_MAGIC: u32 = 0x2560_9513;
+/// First of a simple reply.
+pub const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
+/// First of a chunk of a structured reply.
+pub const STRUCTURED_REPLY_MAGIC: u32 = 0x668e_33ef;
+
+/// Length of a request's header in bytes.
+pub const REQUEST_LEN: usize = 28;
+/// Length of an option's header in bytes.
+pub const OPTION_LEN: usize = 16;
+
+/// Longest name or query that a client may send, in bytes.
+pub const MAX_STRING: usize = 4096;
+/// Longest option that is looked at, in bytes. A longer one is refused.
+pub const MAX_OPTION: usize = 32 * 1024;
+/// Longest option that is skipped after it is refused; beyond it the connection ends.
+pub const MAX_SKIPPED_OPTION: u32 = 1 << 20;
+/// Longest read or write, in bytes; what clients assume where nothing is negotiated.
+pub const MAX_REQUEST: u32 = 32 << 20;
+
+/// The one metadata context.
+pub const BASE_ALLOCATION: &str = "base:allocation";
+/// Our id for [`BASE_ALLOCATION`].
+pub const BASE_ALLOCATION_ID: u32 = 1;
+
+/// Flags of the handshake.
+pub mod handshake_flag {
+    /// Fixed newstyle, both ways.
+    pub const FIXED_NEWSTYLE: u16 = 1;
+    /// No 124 zero bytes after the answer to `EXPORT_NAME`, both ways.
+    pub const NO_ZEROES: u16 = 2;
+}
+
+/// Transmission flags, which tell what an export can do.
+#[allow(missing_docs, reason = "the names are the protocol document's")]
+pub mod flag {
+    pub const HAS_FLAGS: u16 = 1;
+    pub const READ_ONLY: u16 = 1 << 1;
+    pub const SEND_FLUSH: u16 = 1 << 2;
+    pub const SEND_FUA: u16 = 1 << 3;
+    pub const SEND_TRIM: u16 = 1 << 5;
+    pub const SEND_WRITE_ZEROES: u16 = 1 << 6;
+    pub const SEND_DF: u16 = 1 << 7;
+    pub const CAN_MULTI_CONN: u16 = 1 << 8;
+    pub const SEND_CACHE: u16 = 1 << 10;
+    pub const SEND_FAST_ZERO: u16 = 1 << 11;
+}
+
+/// Options of the negotiation.
+#[allow(missing_docs, reason = "the names are the protocol document's")]
+pub mod opt {
+    pub const EXPORT_NAME: u32 = 1;
+    pub const ABORT: u32 = 2;
+    pub const LIST: u32 = 3;
+    pub const INFO: u32 = 6;
+    pub const GO: u32 = 7;
+    pub const STRUCTURED_REPLY: u32 = 8;
+    pub const LIST_META_CONTEXT: u32 = 9;
+    pub const SET_META_CONTEXT: u32 = 10;
+}
+
+/// Types of replies to options.
+#[allow(missing_docs, reason = "the names are the protocol document's")]
+pub mod rep {
+    pub const ACK: u32 = 1;
+    pub const SERVER: u32 = 2;
+    pub const INFO: u32 = 3;
+    pub const META_CONTEXT: u32 = 4;
+    pub const ERR_UNSUP: u32 = (1 << 31) + 1;
+    pub const ERR_INVALID: u32 = (1 << 31) + 3;
+    pub const ERR_UNKNOWN: u32 = (1 << 31) + 6;
+    pub const ERR_TOO_BIG: u32 = (1 << 31) + 9;
+}
+
+/// Types of information about an export.
+#[allow(missing_docs, reason = "the names are the protocol document's")]
+pub mod info {
+    pub const EXPORT: u16 = 0;
+    pub const NAME: u16 = 1;
+    pub const DESCRIPTION: u16 = 2;
+    pub const BLOCK_SIZE: u16 = 3;
+}
+
+/// Commands.
+#[allow(missing_docs, reason = "the names are the protocol document's")]
+pub mod cmd {
+    pub const READ: u16 = 0;
+    pub const WRITE: u16 = 1;
+    pub const DISC: u16 = 2;
+    pub const FLUSH: u16 = 3;
+    pub const TRIM: u16 = 4;
+    pub const CACHE: u16 = 5;
+    pub const WRITE_ZEROES: u16 = 6;
+    pub const BLOCK_STATUS: u16 = 7;
+}
+
+/// Flags of commands.
+#[allow(missing_docs, reason = "the names are the protocol document's")]
+pub mod cmd_flag {
+    pub const FUA: u16 = 1;
+    pub const NO_HOLE: u16 = 1 << 1;
+    pub const DF: u16 = 1 << 2;
+    pub const REQ_ONE: u16 = 1 << 3;
+    pub const FAST_ZERO: u16 = 1 << 4;
+}
+
+/// Types and flags of structured reply chunks, and the flags of `base:allocation` extents.
+#[allow(missing_docs, reason = "the names are the protocol document's")]
+pub mod chunk {
+    pub const FLAG_DONE: u16 = 1;
+    pub const NONE: u16 = 0;
+    pub const OFFSET_DATA: u16 = 1;
+    pub const BLOCK_STATUS: u16 = 5;
+    pub const ERROR: u16 = (1 << 15) + 1;
+    pub const ERROR_OFFSET: u16 = (1 << 15) + 2;
+    pub const STATE_HOLE: u32 = 1;
+    pub const STATE_ZERO: u32 = 2;
+}
+
+/// The error numbers that a reply may carry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u32)]
+#[allow(missing_docs, reason = "the names are the protocol document's")]
+pub enum Errno {
+    Perm = 1,
+    Io = 5,
+    Inval = 22,
+    NoSpc = 28,
+    NotSup = 95,
+}
+
+impl From<&crate::block::BlockError> for Errno {
+    fn from(error: &crate::block::BlockError) -> Self {
+        use crate::block::BlockError as E;
+        match error {
+            E::ReadOnly | E::ReservationConflict => Self::Perm,
+            E::NoSpace => Self::NoSpc,
+            E::Unsupported => Self::NotSup,
+            E::OutOfRange => Self::Inval,
+            E::Io(_) | E::Medium(_) | E::TimedOut | E::Disconnected(_) => Self::Io,
+        }
+    }
+}
+
+/// A client's name for a request; replies carry it back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Cookie(pub u64);
+
+/// A simple reply, without the data that a successful read appends.
+#[must_use]
+pub fn simple_reply(cookie: Cookie, error: Option<Errno>) -> [u8; 16] {
+    let mut out = [0; 16];
+    out[..4].copy_from_slice(&SIMPLE_REPLY_MAGIC.to_be_bytes());
+    out[4..8].copy_from_slice(&error.map_or(0, |e| e as u32).to_be_bytes());
+    out[8..].copy_from_slice(&cookie.0.to_be_bytes());
+    out
+}
+
+/// Header of a structured reply chunk whose payload is `len` bytes.
+#[must_use]
+pub fn chunk_header(cookie: Cookie, kind: u16, flags: u16, len: u32) -> [u8; 20] {
+    let mut out = [0; 20];
+    out[..4].copy_from_slice(&STRUCTURED_REPLY_MAGIC.to_be_bytes());
+    out[4..6].copy_from_slice(&flags.to_be_bytes());
+    out[6..8].copy_from_slice(&kind.to_be_bytes());
+    out[8..16].copy_from_slice(&cookie.0.to_be_bytes());
+    out[16..].copy_from_slice(&len.to_be_bytes());
+    out
+}
+
+/// A chunk of data read at `offset`, without the `len` bytes of data that follow it.
+#[must_use]
+pub fn data_chunk(cookie: Cookie, offset: u64, len: u32, done: bool) -> Vec<u8> {
+    let mut out = Vec::with_capacity(28);
+    out.extend(chunk_header(
+        cookie,
+        chunk::OFFSET_DATA,
+        u16::from(done) * chunk::FLAG_DONE,
+        len + 8,
+    ));
+    out.extend(offset.to_be_bytes());
+    out
+}
+
+/// The empty chunk that ends a reply.
+#[must_use]
+pub fn done_chunk(cookie: Cookie) -> Vec<u8> {
+    chunk_header(cookie, chunk::NONE, chunk::FLAG_DONE, 0).to_vec()
+}
+
+/// A chunk that says that the request failed, at `offset` if that is known.
+#[must_use]
+pub fn error_chunk(cookie: Cookie, error: Errno, offset: Option<u64>, done: bool) -> Vec<u8> {
+    let flags = u16::from(done) * chunk::FLAG_DONE;
+    let (kind, len) = match offset {
+        Some(_) => (chunk::ERROR_OFFSET, 14),
+        None => (chunk::ERROR, 6),
+    };
+    let mut out = Vec::with_capacity(34);
+    out.extend(chunk_header(cookie, kind, flags, len));
+    out.extend((error as u32).to_be_bytes());
+    // No message: the number says it.
+    out.extend(0u16.to_be_bytes());
+    if let Some(offset) = offset {
+        out.extend(offset.to_be_bytes());
+    }
+    out
+}
+
+/// The chunk that answers a `BLOCK_STATUS`: lengths and state flags.
+#[must_use]
+pub fn status_chunk(cookie: Cookie, extents: &[(u32, u32)]) -> Vec<u8> {
+    let len = 4 + 8 * extents.len();
+    let mut out = Vec::with_capacity(20 + len);
+    out.extend(chunk_header(
+        cookie,
+        chunk::BLOCK_STATUS,
+        chunk::FLAG_DONE,
+        len as u32,
+    ));
+    out.extend(BASE_ALLOCATION_ID.to_be_bytes());
+    for (len, flags) in extents {
+        out.extend(len.to_be_bytes());
+        out.extend(flags.to_be_bytes());
+    }
+    out
+}

@@ -1,0 +1,231 @@
+//! Listens on a Unix socket and gives every client a thread.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags};
+
+use super::Export;
+use super::connection::Connection;
+use super::outgoing::Shared;
+use crate::block::{BlockDevice, ByteDevice, task};
+
+/// Most clients at once. Further ones are turned away.
+const MAX_CONNECTIONS: usize = 64;
+
+/// Size that is asked for the sending side of a client's socket, in bytes, so that a reply of some
+/// hundred kilobytes goes out at once.
+const SEND_BUFFER: usize = 1 << 20;
+
+/// How long a client that is being disconnected may take to read its last replies.
+const GRACE: Duration = Duration::from_secs(5);
+
+type Clients = Arc<Mutex<Vec<(Weak<Shared>, JoinHandle<()>)>>>;
+
+/// An NBD server that is not running yet.
+#[derive(Debug)]
+pub struct Server<D> {
+    listener: UnixListener,
+    path: PathBuf,
+    device: Arc<ByteDevice<D>>,
+    export: Export,
+}
+
+impl<D: BlockDevice> Server<D> {
+    /// Binds the socket, with access for its owner only. A socket there that nobody listens on any
+    /// more is replaced.
+    ///
+    /// # Errors
+    /// Those of binding it, `AddrInUse` where somebody listens or where there is another file.
+    pub fn bind(
+        path: &Path,
+        device: Arc<ByteDevice<D>>,
+        name: &str,
+        description: &str,
+    ) -> io::Result<Self> {
+        if let Ok(meta) = path.symlink_metadata() {
+            if !meta.file_type().is_socket() || UnixStream::connect(path).is_ok() {
+                return Err(io::ErrorKind::AddrInUse.into());
+            }
+            std::fs::remove_file(path)?;
+        }
+        let listener = UnixListener::bind(path)?;
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
+        listener.set_nonblocking(true)?;
+        let geometry = device.geometry();
+        let export = Export {
+            name: name.to_owned(),
+            description: description.to_owned(),
+            size: geometry.capacity,
+            preferred_block: geometry.physical_block_size.clamp(4096, 65536),
+            read_only: geometry.read_only,
+            can_trim: geometry.max_discard > 0,
+        };
+        Ok(Self {
+            listener,
+            path: path.to_owned(),
+            device,
+            export,
+        })
+    }
+
+    /// Starts to accept clients.
+    ///
+    /// # Errors
+    /// Those of starting a thread.
+    pub fn start(self) -> io::Result<ServerHandle> {
+        let stop = Arc::new(rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?);
+        let clients = Clients::default();
+        let device = self.device.clone();
+        let path = self.path.clone();
+        let (stopped, accepted) = (stop.clone(), clients.clone());
+        let thread = thread::Builder::new()
+            .name("nbd-accept".into())
+            .spawn(move || self.accept(&stopped, &accepted))?;
+        let flush = Box::new(move || task::block_on(device.flush()).map_err(io::Error::other));
+        Ok(ServerHandle {
+            stop,
+            clients,
+            thread: Some(thread),
+            path,
+            flush,
+        })
+    }
+
+    fn accept(&self, stop: &OwnedFd, clients: &Clients) {
+        loop {
+            let mut fds = [
+                PollFd::new(stop, PollFlags::IN),
+                PollFd::new(&self.listener, PollFlags::IN),
+            ];
+            match rustix::event::poll(&mut fds, None) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(error) => {
+                    tracing::error!(%error, "NBD server cannot wait for clients");
+                    return;
+                }
+            }
+            if !fds[0].revents().is_empty() {
+                return;
+            }
+            match self.listener.accept() {
+                Ok((socket, _)) => {
+                    if let Err(error) = self.serve(socket, clients) {
+                        tracing::warn!(%error, "NBD client was turned away");
+                    }
+                }
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => {
+                    // Out of descriptors, as a rule: give those who have some time to leave.
+                    tracing::warn!(%error, "NBD client cannot be accepted");
+                    thread::sleep(Duration::from_millis(100));
+                }
+            }
+        }
+    }
+
+    fn serve(&self, socket: UnixStream, clients: &Clients) -> io::Result<()> {
+        let mut clients = lock(clients);
+        clients.retain(|(_, thread)| !thread.is_finished());
+        if clients.len() >= MAX_CONNECTIONS {
+            return Err(io::Error::other("too many clients"));
+        }
+        // The kernel gives what its limit allows.
+        let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER);
+        let shared = Arc::new(Shared::new(socket)?);
+        let connection = Connection::new(shared.clone(), self.device.clone(), self.export.clone());
+        let thread = thread::Builder::new()
+            .name("nbd-client".into())
+            .spawn(move || {
+                if let Err(error) = connection.run() {
+                    tracing::warn!(%error, "NBD connection failed");
+                }
+            })?;
+        clients.push((Arc::downgrade(&shared), thread));
+        Ok(())
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A running NBD server.
+pub struct ServerHandle {
+    stop: Arc<OwnedFd>,
+    clients: Clients,
+    thread: Option<JoinHandle<()>>,
+    path: PathBuf,
+    flush: Box<dyn Fn() -> io::Result<()> + Send + Sync>,
+}
+
+impl std::fmt::Debug for ServerHandle {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ServerHandle")
+            .field("path", &self.path)
+            .finish_non_exhaustive()
+    }
+}
+
+impl ServerHandle {
+    /// How many clients there are.
+    #[must_use]
+    pub fn connections(&self) -> usize {
+        lock(&self.clients)
+            .iter()
+            .filter(|(_, thread)| !thread.is_finished())
+            .count()
+    }
+
+    /// Stops accepting, answers what is in flight, closes every connection, flushes the disk and
+    /// removes the socket.
+    ///
+    /// # Errors
+    /// The flush failed.
+    pub fn stop(mut self) -> io::Result<()> {
+        self.shut_down();
+        (self.flush)()
+    }
+
+    fn shut_down(&mut self) {
+        let Some(thread) = self.thread.take() else {
+            return;
+        };
+        let _ = rustix::io::write(&*self.stop, &1u64.to_ne_bytes());
+        if thread.join().is_err() {
+            tracing::error!("the NBD server's thread panicked");
+        }
+        // Before the clients go: nobody shall find it and wait in vain.
+        let _ = std::fs::remove_file(&self.path);
+        let clients = std::mem::take(&mut *lock(&self.clients));
+        for (shared, _) in &clients {
+            if let Some(shared) = shared.upgrade() {
+                shared.stop_reading();
+            }
+        }
+        let patience = Instant::now() + GRACE;
+        while Instant::now() < patience && clients.iter().any(|(_, t)| !t.is_finished()) {
+            thread::sleep(Duration::from_millis(2));
+        }
+        for (shared, thread) in clients {
+            if let Some(shared) = shared.upgrade() {
+                shared.hang_up();
+            }
+            if thread.join().is_err() {
+                tracing::error!("an NBD connection's thread panicked");
+            }
+        }
+    }
+}
+
+impl Drop for ServerHandle {
+    fn drop(&mut self) {
+        self.shut_down();
+    }
+}

@@ -1,0 +1,173 @@
+//! Requests of the transmission phase: which are served, and how the others are refused.
+//!
+//! A range that is not within the export is `EINVAL`, but `ENOSPC` where it would have to hold data
+//! afterwards, as the protocol document has it. A change of a read-only export is `EPERM`.
+
+use super::machine::{Machine, NbdFault, Refusal};
+use super::proto::{Cookie, Errno, MAX_REQUEST, REQUEST_LEN, REQUEST_MAGIC, cmd, cmd_flag};
+
+/// A request that may be served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// The client's name for it.
+    pub cookie: Cookie,
+    /// What it wants.
+    pub command: Command,
+    /// First byte.
+    pub offset: u64,
+    /// Length in bytes; 0 for a flush.
+    pub len: u32,
+}
+
+/// What a request wants done with its range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Command {
+    /// Read.
+    Read {
+        /// All in one chunk.
+        dont_fragment: bool,
+    },
+    /// Write the payload that follows.
+    Write {
+        /// Answer when it is on stable storage.
+        fua: bool,
+    },
+    /// Put all finished writes onto stable storage.
+    Flush,
+    /// The contents are not needed any more.
+    Trim {
+        /// Answer when that is on stable storage.
+        fua: bool,
+    },
+    /// The contents will be read soon.
+    Cache,
+    /// Make it read as zeroes.
+    WriteZeroes {
+        /// Answer when that is on stable storage.
+        fua: bool,
+        /// The space must stay allocated.
+        no_hole: bool,
+        /// Fail rather than write zeroes the slow way.
+        fast: bool,
+    },
+    /// Tell what is allocated.
+    BlockStatus {
+        /// One extent only.
+        one: bool,
+    },
+}
+
+impl Request {
+    /// How many bytes of payload follow the header, for a write.
+    #[must_use]
+    pub fn payload(&self) -> Option<u32> {
+        matches!(self.command, Command::Write { .. }).then_some(self.len)
+    }
+}
+
+/// What becomes of a request.
+pub(super) enum Verdict {
+    Accept(Request),
+    Refuse {
+        refusal: Refusal,
+        /// Whether the client expects chunks.
+        chunked: bool,
+        /// Payload to skip first.
+        payload: u32,
+    },
+    Disconnect,
+}
+
+/// Judges the header of a request.
+pub(super) fn judge(header: &[u8; REQUEST_LEN], machine: &Machine) -> Result<Verdict, NbdFault> {
+    let u16_at = |at: usize| u16::from_be_bytes([header[at], header[at + 1]]);
+    let u32_at = |at: usize| u32::from_be_bytes(*header[at..].first_chunk().expect("within 28"));
+    let u64_at = |at: usize| u64::from_be_bytes(*header[at..].first_chunk().expect("within 28"));
+    if u32_at(0) != REQUEST_MAGIC {
+        return Err(NbdFault::RequestMagic(u32_at(0)));
+    }
+    let (flags, kind, cookie) = (u16_at(4), u16_at(6), Cookie(u64_at(8)));
+    let (offset, len) = (u64_at(16), u32_at(24));
+    if kind == cmd::DISC {
+        return Ok(Verdict::Disconnect);
+    }
+    Ok(match plan_command(kind, flags, offset, len, machine) {
+        Ok(command) => Verdict::Accept(Request {
+            cookie,
+            command,
+            offset,
+            len,
+        }),
+        Err(error) => Verdict::Refuse {
+            refusal: Refusal { cookie, error },
+            chunked: machine.structured && matches!(kind, cmd::READ | cmd::BLOCK_STATUS),
+            payload: if kind == cmd::WRITE { len } else { 0 },
+        },
+    })
+}
+
+fn plan_command(
+    kind: u16,
+    flags: u16,
+    offset: u64,
+    len: u32,
+    machine: &Machine,
+) -> Result<Command, Errno> {
+    let has = |flag: u16| flags & flag != 0;
+    let fua = has(cmd_flag::FUA);
+    let (command, allowed) = match kind {
+        cmd::READ => {
+            let dont_fragment = has(cmd_flag::DF);
+            if dont_fragment && !machine.structured {
+                return Err(Errno::Inval);
+            }
+            (Command::Read { dont_fragment }, cmd_flag::DF)
+        }
+        cmd::WRITE => (Command::Write { fua }, 0),
+        cmd::FLUSH => (Command::Flush, 0),
+        cmd::TRIM => (Command::Trim { fua }, 0),
+        cmd::CACHE => (Command::Cache, 0),
+        cmd::WRITE_ZEROES => (
+            Command::WriteZeroes {
+                fua,
+                no_hole: has(cmd_flag::NO_HOLE),
+                fast: has(cmd_flag::FAST_ZERO),
+            },
+            cmd_flag::NO_HOLE | cmd_flag::FAST_ZERO,
+        ),
+        cmd::BLOCK_STATUS if machine.base_allocation => (
+            Command::BlockStatus {
+                one: has(cmd_flag::REQ_ONE),
+            },
+            cmd_flag::REQ_ONE,
+        ),
+        _ => return Err(Errno::Inval),
+    };
+    // FUA is allowed with every command, and means nothing with those that write nothing.
+    if flags & !(allowed | cmd_flag::FUA) != 0 {
+        return Err(Errno::Inval);
+    }
+    if command == Command::Flush {
+        return if offset == 0 && len == 0 {
+            Ok(command)
+        } else {
+            Err(Errno::Inval)
+        };
+    }
+    let changes = matches!(kind, cmd::WRITE | cmd::TRIM | cmd::WRITE_ZEROES);
+    if changes && machine.export.read_only {
+        return Err(Errno::Perm);
+    }
+    let moves_data = matches!(kind, cmd::READ | cmd::WRITE);
+    if len == 0 || (moves_data && len > MAX_REQUEST) {
+        return Err(Errno::Inval);
+    }
+    let end = offset.checked_add(u64::from(len));
+    if end.is_none_or(|end| end > machine.export.size) {
+        return Err(match kind {
+            cmd::WRITE | cmd::WRITE_ZEROES => Errno::NoSpc,
+            _ => Errno::Inval,
+        });
+    }
+    Ok(command)
+}

@@ -87,3 +87,6 @@ pub mod task;
 mod unit;
 mod verify;
 pub mod vpd;
+
+#[cfg(test)]
+mod tests;

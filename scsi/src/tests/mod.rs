@@ -1,0 +1,330 @@
+//! Whole commands against a model disk.
+//!
+//! [`Rig`] plays transport and backend at once: it starts a command, carries
+//! out its steps on a byte array with a scattered data buffer, and checks on
+//! the way what every step must obey.
+
+mod identity;
+mod medium;
+mod modes;
+mod properties;
+mod reporting;
+mod state;
+
+use crate::access::{DataAccess, copy_in, copy_out};
+use crate::config::{BlockSize, Config, Identity, Limits, Provisioning};
+use crate::lu::LogicalUnit;
+use crate::lun::LunId;
+use crate::nexus::{Nexus, NexusId, PortName, TargetPort};
+use crate::sense::Sense;
+use crate::step::{
+    Allocation, BackendError, BlockOp, DataIn, Expected, Request, Residual, Response, Status, Step,
+    StepResult, TaskAttribute,
+};
+use crate::vpd::Naa;
+
+pub(crate) const A: NexusId = NexusId(1);
+pub(crate) const B: NexusId = NexusId(2);
+
+/// A buffer in pieces of 1000 bytes, so that blocks straddle segments.
+struct Scatter {
+    pieces: Vec<Vec<u8>>,
+    len: u32,
+}
+
+const PIECE: usize = 1000;
+
+impl Scatter {
+    fn new(len: u32) -> Self {
+        let mut pieces = vec![vec![0xee; PIECE]; len as usize / PIECE];
+        pieces.push(vec![0xee; len as usize % PIECE]);
+        Self { pieces, len }
+    }
+}
+
+impl DataAccess for Scatter {
+    fn len(&self) -> u32 {
+        self.len
+    }
+    fn chunk(&self, offset: u32) -> &[u8] {
+        &self.pieces[offset as usize / PIECE][offset as usize % PIECE..]
+    }
+    fn chunk_mut(&mut self, offset: u32) -> &mut [u8] {
+        &mut self.pieces[offset as usize / PIECE][offset as usize % PIECE..]
+    }
+}
+
+/// What came of a command.
+#[derive(Debug)]
+pub(crate) struct Outcome {
+    pub(crate) response: Response,
+    pub(crate) data: Vec<u8>,
+    pub(crate) ops: Vec<BlockOp>,
+}
+
+impl Outcome {
+    #[track_caller]
+    pub(crate) fn good(self) -> Self {
+        assert_eq!(
+            self.response.status,
+            Status::Good,
+            "{:?}",
+            self.response.parsed_sense()
+        );
+        assert!(self.response.sense.is_empty());
+        self
+    }
+
+    /// Asserts CHECK CONDITION; key, code and qualifier.
+    #[track_caller]
+    pub(crate) fn check(&self) -> (u8, u8, u8) {
+        assert_eq!(self.response.status, Status::CheckCondition);
+        let sense = self.sense();
+        (
+            sense.key as u8,
+            sense.additional.code,
+            sense.additional.qualifier,
+        )
+    }
+
+    #[track_caller]
+    pub(crate) fn sense(&self) -> Sense {
+        self.response.parsed_sense().expect("sense data")
+    }
+
+    /// Byte and bit of the CDB that the sense data point at.
+    #[track_caller]
+    pub(crate) fn cdb_pointer(&self) -> (u16, Option<u8>) {
+        let field = self.sense().field.expect("a field pointer");
+        assert!(field.in_cdb);
+        (field.byte, field.bit)
+    }
+}
+
+pub(crate) struct Rig {
+    pub(crate) lu: LogicalUnit,
+    pub(crate) disk: Vec<u8>,
+    /// Per block: whether space is allocated.
+    pub(crate) mapped: Vec<bool>,
+    pub(crate) luns: Vec<LunId>,
+    /// The next block operation fails with this.
+    pub(crate) fail: Option<BackendError>,
+    pub(crate) attribute: TaskAttribute,
+}
+
+pub(crate) fn config(block_size: BlockSize, blocks: u64) -> Config {
+    Config {
+        blocks,
+        block_size,
+        physical_exponent: if block_size == BlockSize::B512 { 3 } else { 0 },
+        read_only: false,
+        provisioning: Provisioning::Thin { granularity: 1 },
+        write_cache: true,
+        rotational: false,
+        identity: Identity {
+            vendor: "RISER".into(),
+            product: "DISK".into(),
+            revision: "0001".into(),
+            serial: "S1".into(),
+            naa: Naa::LocallyAssigned(0x123_4567_89ab_cdef),
+        },
+        limits: Limits {
+            max_transfer: 64 << 10,
+            segment: 8192,
+            max_write_same_blocks: 64,
+            max_unmap_blocks: 100,
+            max_unmap_descriptors: 4,
+            ..Limits::default()
+        },
+    }
+}
+
+pub(crate) fn srp_nexus(initiator: u8) -> Nexus {
+    Nexus {
+        initiator: PortName::Srp([initiator; 16]),
+        target: TargetPort {
+            name: PortName::Srp(*b"target-port-name"),
+            relative_id: 1,
+            group: 2,
+        },
+    }
+}
+
+impl Rig {
+    /// 128 blocks of 512 bytes, thin, with cache; nexuses A and B, whose first
+    /// unit attention has been taken.
+    pub(crate) fn new() -> Self {
+        Self::with(config(BlockSize::B512, 128))
+    }
+
+    pub(crate) fn with(config: Config) -> Self {
+        let rig = Self::raw(config);
+        for id in [A, B] {
+            assert!(rig.lu.take_attention(id).is_some());
+        }
+        rig
+    }
+
+    /// The same before any unit attention has been taken.
+    pub(crate) fn raw(config: Config) -> Self {
+        let blocks = config.blocks as usize;
+        let block = config.block_size.bytes() as usize;
+        let lu = LogicalUnit::new(config).expect("a valid configuration");
+        lu.add_nexus(A, srp_nexus(0xaa));
+        lu.add_nexus(B, srp_nexus(0xbb));
+        Self {
+            lu,
+            disk: (0..blocks * block)
+                .map(|at| (at / block + at % 251) as u8)
+                .collect(),
+            mapped: vec![true; blocks],
+            luns: vec![LunId::ZERO],
+            fail: None,
+            attribute: TaskAttribute::Simple,
+        }
+    }
+
+    pub(crate) fn block(&self) -> usize {
+        self.lu.config().block_size.bytes() as usize
+    }
+
+    /// A command without Data-Out and with room for any Data-In.
+    pub(crate) fn send(&mut self, cdb: &[u8]) -> Outcome {
+        self.run(A, cdb, &[], 1 << 20)
+    }
+
+    /// A command with Data-Out.
+    pub(crate) fn send_out(&mut self, cdb: &[u8], data_out: &[u8]) -> Outcome {
+        self.run(A, cdb, data_out, 0)
+    }
+
+    /// Runs a command to its response.
+    pub(crate) fn run(&mut self, nexus: NexusId, cdb: &[u8], out: &[u8], data_in: u32) -> Outcome {
+        let expected = Expected {
+            data_out: out.len() as u32,
+            data_in,
+        };
+        let luns = self.luns.clone();
+        let attribute = self.attribute;
+        let request = Request {
+            nexus,
+            cdb,
+            expected,
+            attribute,
+            luns: &luns,
+        };
+        let (mut command, mut step) = self.lu.start(&request);
+        let limits = self.lu.config().limits;
+        assert!(command.buffer_len() <= limits.max_transfer + limits.segment);
+        let mut buffer = Scatter::new(command.buffer_len());
+        let mut ops = Vec::new();
+        for _ in 0..10_000 {
+            let result = match step {
+                Step::Respond(response) => return finish(response, &buffer, ops, expected),
+                Step::ReceiveData { len } => {
+                    copy_in(&mut buffer, 0, &out[..len as usize]);
+                    StepResult::Done
+                }
+                Step::Block(op) => {
+                    ops.push(op);
+                    match self.fail.take() {
+                        Some(error) => StepResult::Failed(error),
+                        None => self.execute(op, &mut buffer),
+                    }
+                }
+            };
+            step = command.advance(&self.lu, result, &mut buffer);
+        }
+        panic!("the command {cdb:02x?} does not end");
+    }
+
+    /// The range of a block operation, which must be whole blocks inside.
+    fn blocks(&self, offset: u64, len: u64) -> std::ops::Range<usize> {
+        let block = self.block() as u64;
+        assert!(len > 0 && offset % block == 0 && len % block == 0);
+        assert!(offset + len <= self.lu.capacity_bytes());
+        (offset / block) as usize..((offset + len) / block) as usize
+    }
+
+    fn execute(&mut self, op: BlockOp, buffer: &mut Scatter) -> StepResult {
+        let size = self.block();
+        match op {
+            BlockOp::Read {
+                offset,
+                len,
+                buffer_offset,
+                ..
+            } => {
+                let blocks = self.blocks(offset, len.into());
+                let bytes = &self.disk[blocks.start * size..blocks.end * size];
+                copy_in(buffer, buffer_offset, bytes);
+            }
+            BlockOp::Write {
+                offset,
+                len,
+                buffer_offset,
+                ..
+            } => {
+                let blocks = self.blocks(offset, len.into());
+                self.mapped[blocks.clone()].fill(true);
+                let bytes = &mut self.disk[blocks.start * size..blocks.end * size];
+                copy_out(buffer, buffer_offset, bytes);
+            }
+            BlockOp::Flush { offset, len } => {
+                self.blocks(offset, len);
+            }
+            BlockOp::Discard { offset, len } | BlockOp::WriteZeroes { offset, len, .. } => {
+                let blocks = self.blocks(offset, len);
+                self.disk[blocks.start * size..blocks.end * size].fill(0);
+                let gives_back = !matches!(op, BlockOp::WriteZeroes { unmap: false, .. });
+                self.mapped[blocks].fill(!gives_back);
+            }
+            BlockOp::Status { offset, len } => {
+                let blocks = self.blocks(offset, len);
+                let first = self.mapped[blocks.start];
+                let alike = self.mapped[blocks]
+                    .iter()
+                    .take_while(|&&m| m == first)
+                    .count();
+                let allocation = if first {
+                    Allocation::Mapped
+                } else {
+                    Allocation::Deallocated
+                };
+                return StepResult::Status {
+                    allocation,
+                    len: (alike * size) as u64,
+                };
+            }
+        }
+        StepResult::Done
+    }
+}
+
+/// Collects Data-In and checks what every response obeys.
+fn finish(response: Response, buffer: &Scatter, ops: Vec<BlockOp>, expected: Expected) -> Outcome {
+    let data = match &response.data_in {
+        DataIn::None => Vec::new(),
+        DataIn::Inline(bytes) => bytes.clone(),
+        DataIn::Buffer { len } => {
+            let mut bytes = vec![0; *len as usize];
+            copy_out(buffer, 0, &mut bytes);
+            bytes
+        }
+    };
+    assert!(data.len() <= expected.data_in as usize);
+    assert_eq!(
+        response.sense.is_empty(),
+        response.status != Status::CheckCondition
+    );
+    let moved = data.len() as u32;
+    match response.residual_in {
+        Residual::None | Residual::Overflow(_) => assert_eq!(moved, expected.data_in),
+        Residual::Underflow(less) => assert_eq!(moved + less, expected.data_in),
+    }
+    Outcome {
+        response,
+        data,
+        ops,
+    }
+}

@@ -1,0 +1,216 @@
+//! MODE SENSE and MODE SELECT.
+
+use super::{A, B, Rig, config};
+use crate::config::BlockSize;
+use crate::sense::SenseFormat;
+use crate::step::BlockOp;
+
+/// MODE SENSE (6) without block descriptors: the pages alone.
+fn sense6(rig: &mut Rig, page: u8) -> Vec<u8> {
+    let data = rig.send(&[0x1a, 0x08, page, 0, 0xff, 0]).good().data;
+    assert_eq!(usize::from(data[0]) + 1, data.len());
+    assert_eq!(data[3], 0);
+    data[4..].to_vec()
+}
+
+const CACHING: [u8; 20] = [
+    0x08, 0x12, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+];
+const CONTROL: [u8; 12] = [0x0a, 0x0a, 2, 0x10, 0, 0, 0, 0, 0xff, 0xff, 0, 0];
+
+#[test]
+fn sense_six_and_ten_carry_the_same_pages() {
+    let mut rig = Rig::new();
+    let all = sense6(&mut rig, 0x3f);
+    assert_eq!(all.len(), 12 + 20 + 12 + 12);
+    assert_eq!(all[12..32], CACHING);
+    assert_eq!(all[32..44], CONTROL);
+    // MODE SENSE (10), short block descriptor: header, descriptor, pages.
+    let ten = rig.send(&[0x5a, 0, 0x3f, 0, 0, 0, 0, 1, 0, 0]).good().data;
+    let head = [0, 70, 0, 0x10, 0, 0, 0, 8, 0, 0, 0, 128, 0, 0, 2, 0];
+    assert_eq!(ten[..16], head);
+    assert_eq!(ten[16..], all);
+    // LLBAA: long descriptor.
+    let long = rig
+        .send(&[0x5a, 0x10, 0x08, 0, 0, 0, 0, 1, 0, 0])
+        .good()
+        .data;
+    assert_eq!(long[..8], [0, 42, 0, 0x10, 1, 0, 0, 16]);
+    assert_eq!(
+        long[8..24],
+        [0, 0, 0, 0, 0, 0, 0, 128, 0, 0, 0, 0, 0, 0, 2, 0]
+    );
+    // MODE SENSE (6), short descriptor, all subpages.
+    let six = rig.send(&[0x1a, 0, 0x3f, 0xff, 0xff, 0]).good().data;
+    assert_eq!(six[..12], [67, 0, 0x10, 8, 0, 0, 0, 128, 0, 0, 2, 0]);
+}
+
+#[test]
+fn page_control_selects_values() {
+    let mut rig = Rig::new();
+    let mut mask = vec![0; 20];
+    mask[..3].copy_from_slice(&[0x08, 0x12, 0x04]);
+    assert_eq!(sense6(&mut rig, 0x48), mask, "changeable: WCE");
+    let control = [0x0a, 0x0a, 0x04, 0, 0x08, 0, 0, 0, 0, 0, 0, 0];
+    assert_eq!(sense6(&mut rig, 0x4a), control, "changeable: D_SENSE, SWP");
+    assert_eq!(sense6(&mut rig, 0x88), CACHING, "default");
+    assert_eq!(
+        rig.send(&[0x1a, 8, 0xc8, 0, 255, 0]).check(),
+        (5, 0x39, 0),
+        "saved"
+    );
+    assert_eq!(
+        rig.send(&[0x1a, 8, 0x02, 0, 255, 0]).cdb_pointer(),
+        (2, Some(5))
+    );
+    assert_eq!(
+        rig.send(&[0x1a, 8, 0x08, 1, 255, 0]).cdb_pointer(),
+        (3, Some(7))
+    );
+}
+
+#[test]
+fn write_protection_shows_in_the_header() {
+    let mut config = config(BlockSize::B4096, 8);
+    config.read_only = true;
+    let data = Rig::with(config)
+        .send(&[0x1a, 8, 0x08, 0, 4, 0])
+        .good()
+        .data;
+    assert_eq!(data, [23, 0, 0x90, 0]);
+}
+
+fn select6(rig: &mut Rig, pages: &[u8]) -> super::Outcome {
+    let list = [&[0, 0, 0, 0], pages].concat();
+    rig.send_out(&[0x15, 0x10, 0, 0, list.len() as u8, 0], &list)
+}
+
+#[test]
+fn turning_the_cache_off_flushes_and_tells_others() {
+    let mut rig = Rig::new();
+    let mut off = CACHING;
+    off[2] = 0;
+    let outcome = select6(&mut rig, &off).good();
+    assert_eq!(
+        outcome.ops,
+        [BlockOp::Flush {
+            offset: 0,
+            len: 128 * 512
+        }]
+    );
+    assert!(!rig.lu.is_write_cache_enabled());
+    assert_eq!(sense6(&mut rig, 0x08), off);
+    rig.run(A, &[0; 6], &[], 0).good();
+    assert_eq!(rig.run(B, &[0; 6], &[], 0).check(), (6, 0x2a, 1));
+    rig.run(B, &[0; 6], &[], 0).good();
+    // The same again changes nothing and tells nobody.
+    assert!(select6(&mut rig, &off).good().ops.is_empty());
+    rig.run(B, &[0; 6], &[], 0).good();
+    // A reset restores the default.
+    rig.lu.reset();
+    assert!(rig.lu.is_write_cache_enabled());
+}
+
+#[test]
+fn d_sense_changes_the_format() {
+    let mut rig = Rig::new();
+    let mut control = CONTROL;
+    control[2] |= 4;
+    select6(&mut rig, &control).good();
+    assert_eq!(rig.lu.sense_format(), SenseFormat::Descriptor);
+    let outcome = rig.send(&[0xff]);
+    assert_eq!(outcome.response.sense[0], 0x72);
+    assert_eq!(outcome.check(), (5, 0x20, 0));
+}
+
+#[test]
+fn software_write_protection() {
+    let mut rig = Rig::new();
+    let mut control = CONTROL;
+    control[4] = 8;
+    select6(&mut rig, &control).good();
+    let write = [0x2a, 0, 0, 0, 0, 0, 0, 0, 1, 0];
+    assert_eq!(rig.send_out(&write, &[0; 512]).check(), (7, 0x27, 2));
+    rig.send(&[0x28, 0, 0, 0, 0, 0, 0, 0, 1, 0]).good();
+    select6(&mut rig, &CONTROL).good();
+    rig.send_out(&write, &[0; 512]).good();
+}
+
+#[test]
+fn select_ten_takes_descriptors_and_several_pages() {
+    let mut rig = Rig::new();
+    let mut control = CONTROL;
+    control[2] |= 4;
+    for (header, descriptor) in [
+        (vec![0, 0, 0, 0, 0, 0, 0, 8], vec![0, 0, 0, 128, 0, 0, 2, 0]),
+        (vec![0, 0, 0, 0, 0, 0, 0, 8], vec![0, 0, 0, 0, 0, 0, 2, 0]),
+        (
+            vec![0, 0, 0, 0, 1, 0, 0, 16],
+            vec![0, 0, 0, 0, 0, 0, 0, 128, 0, 0, 0, 0, 0, 0, 2, 0],
+        ),
+    ] {
+        let list = [&header[..], &descriptor, &CACHING, &control].concat();
+        let cdb = [0x55, 0x10, 0, 0, 0, 0, 0, 0, list.len() as u8, 0];
+        rig.send_out(&cdb, &list).good();
+    }
+    assert_eq!(sense6(&mut rig, 0x0a), control);
+    let list = [&[0, 0, 0, 0, 0, 0, 0, 8][..], &[0, 0, 0, 128, 0, 0, 4, 0]].concat();
+    let outcome = rig.send_out(&[0x55, 0x10, 0, 0, 0, 0, 0, 0, 16, 0], &list);
+    assert_eq!(outcome.check(), (5, 0x26, 0), "another block length");
+}
+
+#[test]
+fn select_refuses_before_it_changes_anything() {
+    let mut rig = Rig::new();
+    let mut off = CACHING;
+    off[2] = 0;
+    let mut wrong = CONTROL;
+    wrong[3] = 0;
+    // The second page is wrong in a bit that cannot change.
+    let outcome = select6(&mut rig, &[&off[..], &wrong].concat());
+    assert_eq!(outcome.check(), (5, 0x26, 0));
+    let field = outcome.sense().field.unwrap();
+    assert_eq!(
+        (field.in_cdb, field.byte, field.bit),
+        (false, 4 + 20 + 3, Some(4))
+    );
+    assert!(rig.lu.is_write_cache_enabled());
+
+    assert_eq!(
+        select6(&mut rig, &off[..19]).check(),
+        (5, 0x1a, 0),
+        "cut off"
+    );
+    assert_eq!(select6(&mut rig, &off[..1]).check(), (5, 0x1a, 0));
+    assert_eq!(
+        select6(&mut rig, &[0x02, 0]).check(),
+        (5, 0x26, 0),
+        "unknown page"
+    );
+    assert_eq!(select6(&mut rig, &[0x88, 0x12]).check(), (5, 0x26, 0), "PS");
+    assert_eq!(
+        select6(&mut rig, &[0x08, 0x11]).check(),
+        (5, 0x26, 0),
+        "page length"
+    );
+    // SP, then no PF, then less data than the list is long.
+    assert_eq!(
+        rig.send_out(&[0x15, 0x11, 0, 0, 4, 0], &[0; 4])
+            .cdb_pointer(),
+        (1, Some(0))
+    );
+    assert_eq!(
+        rig.send_out(&[0x15, 0x00, 0, 0, 4, 0], &[0; 4])
+            .cdb_pointer(),
+        (1, Some(4))
+    );
+    assert_eq!(
+        rig.send_out(&[0x15, 0x10, 0, 0, 9, 0], &[0; 4]).check(),
+        (5, 0x0e, 3)
+    );
+    assert_eq!(
+        rig.send_out(&[0x15, 0x10, 0, 0, 3, 0], &[0; 3]).check(),
+        (5, 0x1a, 0)
+    );
+    rig.send_out(&[0x15, 0x10, 0, 0, 0, 0], &[]).good();
+}

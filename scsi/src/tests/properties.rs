@@ -1,0 +1,199 @@
+//! Properties: hostile CDBs, and a long random life against a plain array.
+
+use proptest::prelude::*;
+
+use super::{A, Rig, config};
+use crate::config::BlockSize;
+use crate::opcode;
+use crate::step::Status;
+
+/// CDBs of any bytes, and CDBs that nearly make sense.
+fn any_cdb() -> impl Strategy<Value = Vec<u8>> {
+    let wild = proptest::collection::vec(any::<u8>(), 0..20);
+    let known = (
+        0..opcode::TABLE.len(),
+        proptest::collection::vec(any::<u8>(), 16),
+    )
+        .prop_map(|(row, noise)| {
+            let entry = &opcode::TABLE[row];
+            let mut cdb: Vec<u8> = noise.iter().zip(entry.usage).map(|(n, u)| n & u).collect();
+            cdb[0] = entry.opcode;
+            if let Some(action) = entry.service_action {
+                cdb[1] = action as u8;
+            }
+            // High bytes of addresses and lengths would nearly always be out
+            // of range.
+            for byte in 2..cdb.len() {
+                if noise[15] & 1 == 0 && cdb[byte] & 3 != 0 {
+                    cdb[byte] = 0;
+                }
+            }
+            cdb
+        });
+    prop_oneof![1 => wild, 4 => known]
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Action {
+    Read,
+    Write,
+    WriteAndVerify,
+    Verify,
+    VerifyWrong,
+    WriteSame { unmap: bool, zero: bool },
+    Unmap,
+    Flush,
+}
+
+fn any_action() -> impl Strategy<Value = Action> {
+    prop_oneof![
+        Just(Action::Read),
+        Just(Action::Write),
+        Just(Action::WriteAndVerify),
+        Just(Action::Verify),
+        Just(Action::VerifyWrong),
+        (any::<bool>(), any::<bool>()).prop_map(|(unmap, zero)| Action::WriteSame { unmap, zero }),
+        Just(Action::Unmap),
+        Just(Action::Flush),
+    ]
+}
+
+/// A CDB of one of the lengths a command comes in.
+fn sized(codes: [u8; 3], size: usize, flags: u8, lba: u64, blocks: u32) -> Vec<u8> {
+    let [_, b1, b2, b3] = blocks.to_be_bytes();
+    let [.., l4, l5, l6, l7] = lba.to_be_bytes();
+    match size % 3 {
+        0 => vec![codes[0], flags, l4, l5, l6, l7, 0, b2, b3, 0],
+        1 => vec![codes[1], flags, l4, l5, l6, l7, 0, b1, b2, b3, 0, 0],
+        _ => {
+            let mut cdb = vec![codes[2], flags];
+            cdb.extend(lba.to_be_bytes());
+            cdb.extend(blocks.to_be_bytes());
+            cdb.extend([0, 0]);
+            cdb
+        }
+    }
+}
+
+/// A reference model: what the bytes of the medium must be.
+struct Reference(Vec<u8>);
+
+impl Reference {
+    /// Does an action with both, and compares what can be seen.
+    fn step(&mut self, rig: &mut Rig, action: Action, at: u64, blocks: u32, size: usize, fill: u8) {
+        let block = rig.block();
+        let (from, to) = (at as usize * block, (at as usize + blocks as usize) * block);
+        let len = to - from;
+        let fresh: Vec<u8> = (0..len).map(|i| fill.wrapping_add((i * 7) as u8)).collect();
+        match action {
+            Action::Read => {
+                let data = rig
+                    .send(&sized([0x28, 0xa8, 0x88], size, 0, at, blocks))
+                    .good()
+                    .data;
+                assert_eq!(data, self.0[from..to]);
+            }
+            Action::Write => {
+                let cdb = sized([0x2a, 0xaa, 0x8a], size, fill & 0x18, at, blocks);
+                rig.send_out(&cdb, &fresh).good();
+                self.0[from..to].copy_from_slice(&fresh);
+            }
+            Action::WriteAndVerify => {
+                let cdb = sized([0x2e, 0xae, 0x8e], size, 0x02, at, blocks);
+                rig.send_out(&cdb, &fresh).good();
+                self.0[from..to].copy_from_slice(&fresh);
+            }
+            Action::Verify => {
+                let cdb = sized([0x2f, 0xaf, 0x8f], size, 0x02, at, blocks);
+                let expected = self.0[from..to].to_vec();
+                rig.send_out(&cdb, &expected).good();
+            }
+            Action::VerifyWrong => {
+                let cdb = sized([0x2f, 0xaf, 0x8f], size, 0x02, at, blocks);
+                let mut wrong = self.0[from..to].to_vec();
+                let Some(byte) = wrong
+                    .len()
+                    .checked_sub(1)
+                    .map(|last| last * usize::from(fill) / 255)
+                else {
+                    return;
+                };
+                wrong[byte] ^= 0x10;
+                let outcome = rig.send_out(&cdb, &wrong);
+                assert_eq!(outcome.check(), (0xe, 0x1d, 0));
+                assert_eq!(outcome.sense().information, Some(byte as u64));
+            }
+            Action::WriteSame { unmap, zero } => {
+                // The 12-byte form does not exist.
+                let size = if size % 3 == 1 { 0 } else { size };
+                let cdb = sized([0x41, 0, 0x93], size, u8::from(unmap) << 3, at, blocks);
+                let pattern = if zero {
+                    vec![0; block]
+                } else {
+                    vec![fill | 1; block]
+                };
+                let outcome = rig.send_out(&cdb, &pattern);
+                if blocks == 0 {
+                    assert_eq!(outcome.check(), (5, 0x24, 0));
+                    return;
+                }
+                outcome.good();
+                self.0[from..to].copy_from_slice(&pattern.repeat(blocks as usize));
+            }
+            Action::Unmap => {
+                let mut list = vec![0, 22, 0, 16, 0, 0, 0, 0];
+                list.extend(at.to_be_bytes());
+                list.extend(blocks.to_be_bytes());
+                list.extend([0; 4]);
+                rig.send_out(&[0x42, 0, 0, 0, 0, 0, 0, 0, 24, 0], &list)
+                    .good();
+                self.0[from..to].fill(0);
+            }
+            Action::Flush => {
+                let size = if size % 3 == 1 { 0 } else { size };
+                rig.send(&sized([0x35, 0, 0x91], size, 0, at, blocks))
+                    .good();
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
+
+    /// No CDB panics or runs on without end, whatever buffers come with it.
+    /// The rig checks residuals, ranges and buffer bounds on the way.
+    #[test]
+    fn any_cdb_ends_in_a_response(
+        cdb in any_cdb(),
+        out in proptest::collection::vec(any::<u8>(), 0..2000),
+        data_in in prop_oneof![0..2000_u32, Just(u32::MAX)],
+    ) {
+        let mut rig = Rig::new();
+        let outcome = rig.run(A, &cdb, &out, data_in);
+        prop_assert!(matches!(outcome.response.status, Status::Good | Status::CheckCondition));
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
+
+    #[test]
+    fn the_medium_is_what_was_written(
+        big_blocks in any::<bool>(),
+        script in proptest::collection::vec(
+            (any_action(), 0..60_u64, 0..17_u32, any::<usize>(), any::<u8>()),
+            1..60,
+        ),
+    ) {
+        let size = if big_blocks { BlockSize::B4096 } else { BlockSize::B512 };
+        let mut config = config(size, 76);
+        config.limits.max_transfer = 128 << 10;
+        let mut rig = Rig::with(config);
+        let mut reference = Reference(rig.disk.clone());
+        for (action, at, blocks, form, fill) in script {
+            reference.step(&mut rig, action, at, blocks, form, fill);
+        }
+        prop_assert!(rig.disk == reference.0);
+    }
+}

@@ -1,0 +1,207 @@
+//! Unit attentions, REQUEST SENSE, START STOP UNIT, task attributes, capacity.
+
+use std::sync::Arc;
+
+use super::{A, B, Rig, config, srp_nexus};
+use crate::attention::{Attention, AttentionScope};
+use crate::config::{BlockSize, ConfigError};
+use crate::lun::LunId;
+use crate::nexus::NexusId;
+use crate::step::{BlockOp, TaskAttribute};
+
+const READY: [u8; 6] = [0; 6];
+
+#[test]
+fn a_new_nexus_meets_power_on_once() {
+    let mut rig = Rig::raw(config(BlockSize::B512, 8));
+    // INQUIRY and REPORT LUNS run and leave it pending.
+    rig.send(&[0x12, 0, 0, 0, 36, 0]).good();
+    rig.send(&[0xa0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0]).good();
+    assert_eq!(rig.run(A, &READY, &[], 0).check(), (6, 0x29, 0));
+    rig.run(A, &READY, &[], 0).good();
+    // It comes before any judgement of the CDB.
+    assert_eq!(rig.run(B, &[0xff], &[], 0).check(), (6, 0x29, 0));
+    assert_eq!(rig.run(B, &[0xff], &[], 0).check(), (5, 0x20, 0));
+}
+
+#[test]
+fn request_sense_takes_the_attention() {
+    let mut rig = Rig::raw(config(BlockSize::B512, 8));
+    let sense = rig.send(&[0x03, 0, 0, 0, 252, 0]).good().data;
+    assert_eq!(sense[..3], [0x70, 0, 6]);
+    assert_eq!(sense[12..14], [0x29, 0]);
+    let none = rig.send(&[0x03, 0, 0, 0, 252, 0]).good().data;
+    assert_eq!((none[2], none.len()), (0, 18));
+    // DESC: descriptor format, cut to the allocation length.
+    assert_eq!(
+        rig.send(&[0x03, 1, 0, 0, 252, 0]).good().data,
+        [0x72, 0, 0, 0, 0, 0, 0, 0]
+    );
+    assert_eq!(rig.send(&[0x03, 0, 0, 0, 4, 0]).good().data.len(), 4);
+    rig.send(&READY).good();
+}
+
+#[test]
+fn attentions_reach_their_scope() {
+    let mut rig = Rig::new();
+    rig.lu
+        .raise(Attention::CommandsCleared, AttentionScope::AllBut(A));
+    rig.run(A, &READY, &[], 0).good();
+    assert_eq!(rig.run(B, &READY, &[], 0).check(), (6, 0x2f, 0));
+    rig.lu.raise(Attention::NexusLoss, AttentionScope::One(A));
+    rig.run(B, &READY, &[], 0).good();
+    assert_eq!(rig.run(A, &READY, &[], 0).check(), (6, 0x29, 7));
+    rig.lu.reset();
+    assert_eq!(rig.run(A, &READY, &[], 0).check(), (6, 0x29, 3));
+    assert_eq!(rig.run(B, &READY, &[], 0).check(), (6, 0x29, 3));
+}
+
+#[test]
+fn report_luns_acknowledges_its_attention() {
+    let mut rig = Rig::new();
+    rig.lu.raise(Attention::LunsChanged, AttentionScope::All);
+    rig.luns.push(LunId::new(1).unwrap());
+    rig.send(&[0xa0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0]).good();
+    rig.send(&READY).good();
+    assert_eq!(rig.run(B, &READY, &[], 0).check(), (6, 0x3f, 0x0e));
+}
+
+#[test]
+fn nexuses_that_share_a_hint_keep_their_own_attentions() {
+    let mut rig = Rig::new();
+    let twin = NexusId(A.0 + 1024);
+    rig.lu.add_nexus(twin, srp_nexus(1));
+    rig.run(A, &READY, &[], 0).good();
+    assert_eq!(rig.run(twin, &READY, &[], 0).check(), (6, 0x29, 0));
+    rig.lu.raise(Attention::ModeChanged, AttentionScope::One(A));
+    rig.lu.remove_nexus(twin);
+    rig.run(twin, &READY, &[], 0).good();
+    assert_eq!(rig.run(A, &READY, &[], 0).check(), (6, 0x2a, 1));
+    assert!(rig.lu.nexus(twin).is_none());
+}
+
+#[test]
+fn a_changed_capacity_is_announced_and_used() {
+    let mut rig = Rig::new();
+    rig.lu.set_capacity(64).unwrap();
+    assert_eq!(rig.send(&READY).check(), (6, 0x2a, 9));
+    assert_eq!(
+        rig.send(&[0x28, 0, 0, 0, 0, 64, 0, 0, 1, 0]).check(),
+        (5, 0x21, 0)
+    );
+    assert_eq!(rig.lu.set_capacity(0), Err(ConfigError::Capacity));
+    assert_eq!(rig.lu.capacity_blocks(), 64);
+}
+
+#[test]
+fn a_stopped_unit_is_not_ready() {
+    let mut rig = Rig::new();
+    // START STOP UNIT, START zero: flush, then stop.
+    let ops = rig.send(&[0x1b, 0, 0, 0, 0x00, 0]).good().ops;
+    assert_eq!(
+        ops,
+        [BlockOp::Flush {
+            offset: 0,
+            len: 128 * 512
+        }]
+    );
+    assert!(rig.lu.is_stopped());
+    assert_eq!(rig.send(&READY).check(), (2, 0x04, 2));
+    let read = [0x28, 0, 0, 0, 0, 0, 0, 0, 1, 0];
+    assert_eq!(rig.send(&read).check(), (2, 0x04, 2));
+    rig.send(&[0x12, 0, 0, 0, 36, 0]).good();
+    let sense = rig.send(&[0x03, 0, 0, 0, 252, 0]).good().data;
+    assert_eq!((sense[2], sense[12], sense[13]), (2, 4, 2));
+    assert!(rig.send(&[0x1b, 1, 0, 0, 0x01, 0]).good().ops.is_empty());
+    rig.send(&read).good();
+    // NO_FLUSH; then ACTIVE starts it again.
+    assert!(rig.send(&[0x1b, 0, 0, 0, 0x04, 0]).good().ops.is_empty());
+    assert!(rig.lu.is_stopped());
+    rig.send(&[0x1b, 0, 0, 0, 0x10, 0]).good();
+    assert!(!rig.lu.is_stopped());
+    // STANDBY and LOEJ do not exist here.
+    assert_eq!(
+        rig.send(&[0x1b, 0, 0, 0, 0x30, 0]).cdb_pointer(),
+        (4, Some(7))
+    );
+    assert_eq!(
+        rig.send(&[0x1b, 0, 0, 0, 0x02, 0]).cdb_pointer(),
+        (4, Some(1))
+    );
+}
+
+#[test]
+fn commands_that_do_not_exist() {
+    let mut rig = Rig::new();
+    // PREVENT ALLOW, RESERVE (6), PERSISTENT RESERVE IN, COMPARE AND WRITE.
+    for opcode in [0x1e, 0x16, 0x5e, 0x89] {
+        let mut cdb = [0; 16];
+        cdb[0] = opcode;
+        assert_eq!(rig.send(&cdb).check(), (5, 0x20, 0));
+    }
+    assert_eq!(rig.send(&[]).check(), (5, 0x20, 0));
+    assert_eq!(rig.send(&[0x28, 0, 0]).cdb_pointer(), (3, None));
+}
+
+#[test]
+fn the_aca_attribute_is_refused() {
+    let mut rig = Rig::new();
+    rig.attribute = TaskAttribute::Aca;
+    assert_eq!(rig.send(&READY).check(), (5, 0x49, 0));
+    for attribute in [TaskAttribute::Ordered, TaskAttribute::HeadOfQueue] {
+        rig.attribute = attribute;
+        rig.send(&READY).good();
+    }
+}
+
+#[test]
+fn a_unit_is_shared_between_threads() {
+    fn shareable<T: Send + Sync + 'static>(_: &T) {}
+    let rig = Rig::new();
+    shareable(&rig.lu);
+    let lu = Arc::new(rig.lu);
+    let threads: Vec<_> = (0..4)
+        .map(|n| {
+            let lu = Arc::clone(&lu);
+            std::thread::spawn(move || {
+                let id = NexusId(100 + n);
+                let mut taken = 0;
+                lu.add_nexus(id, srp_nexus(n as u8));
+                for _ in 0..1000 {
+                    lu.raise(Attention::ModeChanged, AttentionScope::One(id));
+                    taken += u32::from(lu.take_attention(id).is_some());
+                }
+                taken
+            })
+        })
+        .collect();
+    for thread in threads {
+        // No attention is lost, whatever others do to the table meanwhile.
+        assert_eq!(thread.join().unwrap(), 1000);
+    }
+}
+
+#[test]
+fn bad_configurations_are_named() {
+    let good = || config(BlockSize::B4096, 8);
+    let check = |config: crate::config::Config| config.validate();
+    assert_eq!(check(good()), Ok(()));
+    let mut c = good();
+    c.blocks = u64::MAX;
+    assert_eq!(check(c), Err(ConfigError::Capacity));
+    let mut c = good();
+    c.identity.vendor = "NINECHARS".into();
+    assert_eq!(check(c), Err(ConfigError::Text("vendor")));
+    let mut c = good();
+    c.identity.serial = "\u{e4}".into();
+    assert_eq!(check(c), Err(ConfigError::Text("serial")));
+    let mut c = good();
+    c.limits.max_transfer = 512;
+    assert_eq!(check(c), Err(ConfigError::Limit("max_transfer")));
+    let mut c = good();
+    c.physical_exponent = 16;
+    assert_eq!(check(c), Err(ConfigError::PhysicalExponent));
+    let mut c = good();
+    c.identity.naa = crate::vpd::Naa::LocallyAssigned(1 << 60);
+    assert_eq!(check(c), Err(ConfigError::Naa));
+}

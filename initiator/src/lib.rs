@@ -1,3 +1,7 @@
 //! riser: the initiator's library and tool.
+//!
+//! - [`srp`]: SRP's protocol logic, with no I/O in it.
+
 pub mod block;
 pub mod nbd;
+pub mod srp;

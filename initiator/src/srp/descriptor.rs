@@ -1,0 +1,143 @@
+//! From registered memory to the descriptors of an SRP_CMD.
+
+use riser_scsi::srp::MemDesc;
+
+/// A registered range of memory that the target may use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Segment {
+    /// Address that the target writes.
+    pub va: u64,
+    /// Remote key.
+    pub key: u32,
+    /// Length in bytes.
+    pub len: u64,
+}
+
+/// How a command carries its descriptors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Placement {
+    /// There is no data.
+    None,
+    /// The only descriptor is in the command.
+    Direct,
+    /// A table is in the command.
+    Inline,
+    /// A table is in memory that the target reads; its first descriptors are in the command too.
+    External {
+        /// Descriptors in the command.
+        inline: u8,
+    },
+}
+
+/// What a channel allows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DescriptorLimits {
+    /// Descriptors in a command: at most 255, and no more than fit the information unit.
+    pub inline: u8,
+    /// Descriptors in an external table; 0 where the target may not be given any.
+    pub external: u32,
+}
+
+/// A command has more descriptors than the channel allows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{count} memory descriptors, {max} at most")]
+pub struct TooManyDescriptors {
+    /// Descriptors needed.
+    pub count: usize,
+    /// Descriptors allowed.
+    pub max: usize,
+}
+
+/// Cuts segments into descriptors of at most `max_len` bytes, in order, appending to `out`. Empty
+/// segments vanish; the sum of lengths stays.
+///
+/// # Panics
+/// If `max_len` is zero.
+pub fn plan_descriptors(
+    segments: impl IntoIterator<Item = Segment>,
+    max_len: u32,
+    out: &mut Vec<MemDesc>,
+) {
+    assert!(max_len > 0);
+    for segment in segments {
+        let (mut va, mut left) = (segment.va, segment.len);
+        while left > 0 {
+            let len = left.min(max_len.into()) as u32;
+            out.push(MemDesc::new(va, segment.key, len));
+            va = va.wrapping_add(len.into());
+            left -= u64::from(len);
+        }
+    }
+}
+
+/// Decides where `count` descriptors go.
+///
+/// # Errors
+/// [`TooManyDescriptors`] where neither the command nor a table may hold that many.
+pub fn plan_placement(
+    count: usize,
+    limits: DescriptorLimits,
+) -> Result<Placement, TooManyDescriptors> {
+    match count {
+        0 => Ok(Placement::None),
+        1 => Ok(Placement::Direct),
+        _ if count <= usize::from(limits.inline) => Ok(Placement::Inline),
+        _ if count <= limits.external as usize => Ok(Placement::External {
+            inline: limits.inline,
+        }),
+        _ => Err(TooManyDescriptors {
+            count,
+            max: usize::from(limits.inline).max(limits.external as usize),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn placement_follows_the_count() {
+        let limits = DescriptorLimits {
+            inline: 4,
+            external: 16,
+        };
+        let place = |count| plan_placement(count, limits);
+        assert_eq!(place(0), Ok(Placement::None));
+        assert_eq!(place(1), Ok(Placement::Direct));
+        assert_eq!(place(4), Ok(Placement::Inline));
+        assert_eq!(place(5), Ok(Placement::External { inline: 4 }));
+        assert_eq!(place(16), Ok(Placement::External { inline: 4 }));
+        assert_eq!(place(17), Err(TooManyDescriptors { count: 17, max: 16 }));
+        let limits = DescriptorLimits {
+            inline: 4,
+            external: 0,
+        };
+        assert!(plan_placement(5, limits).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn splitting_conserves_bytes_and_order(
+            segments in proptest::collection::vec((any::<u64>(), any::<u32>(), 0u64..5000), 0..20),
+            max_len in 1u32..6000,
+        ) {
+            let mut descs = Vec::new();
+            let parts = segments.iter().map(|&(va, key, len)| Segment { va, key, len });
+            plan_descriptors(parts, max_len, &mut descs);
+            let mut rest = descs.as_slice();
+            for (mut va, key, mut left) in segments {
+                while left > 0 {
+                    let desc = rest.split_off_first().unwrap();
+                    prop_assert_eq!((desc.va(), desc.key()), (va, key));
+                    prop_assert!(desc.data_len() > 0 && desc.data_len() <= max_len);
+                    va = va.wrapping_add(desc.data_len().into());
+                    left = left.checked_sub(desc.data_len().into()).unwrap();
+                }
+            }
+            prop_assert!(rest.is_empty());
+        }
+    }
+}

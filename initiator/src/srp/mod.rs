@@ -1,0 +1,15 @@
+//! The initiator's side of SRP, with no I/O in it.
+//!
+//! - [`url`]: `srp://` addresses.
+//! - [`channel`]: one channel: login, request limit, tags, information units.
+//! - [`session`]: channels and requests: distribution, timeouts, task management, reconnection.
+//! - [`request`]: requests, their ends, and what may be done twice.
+//! - [`descriptor`]: memory descriptors and where they go.
+
+#![forbid(unsafe_code)]
+
+pub mod channel;
+pub mod descriptor;
+pub mod request;
+pub mod session;
+pub mod url;

@@ -1,0 +1,248 @@
+//! What a session carries out: requests, their ends, and what may be done twice.
+
+use std::time::Instant;
+
+use riser_scsi::sense::{AdditionalSense, Sense, SenseKey};
+use riser_scsi::srp::{Residual, Rsp, RspCode, Tag, TaskAttr, WireLun};
+
+use super::channel::{Cdb, DataLen};
+
+/// SCSI status GOOD (SAM-5 clause 5.3).
+pub const GOOD: u8 = 0x00;
+/// SCSI status CHECK CONDITION.
+pub const CHECK_CONDITION: u8 = 0x02;
+/// SCSI status BUSY.
+pub const BUSY: u8 = 0x08;
+/// SCSI status TASK SET FULL.
+pub const TASK_SET_FULL: u8 = 0x28;
+/// SCSI status TASK ABORTED.
+pub const TASK_ABORTED: u8 = 0x40;
+
+/// What a command changes, and so whether it may be carried out twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Effect {
+    /// Nothing: reads, inquiries.
+    None,
+    /// Blocks of the logical unit, to a state that does not depend on what they held: writes,
+    /// unmaps. Doing it twice leaves what doing it once leaves.
+    Blocks {
+        /// First block.
+        start: u64,
+        /// Block after the last.
+        end: u64,
+    },
+    /// The whole medium, as [`Effect::Blocks`]: cache flushes, unmaps of several ranges.
+    Medium,
+    /// Something else, which doing twice may spoil.
+    Other,
+}
+
+impl Effect {
+    /// Whether the command may be sent again when nobody knows if it was carried out.
+    #[must_use]
+    pub fn is_replayable(self) -> bool {
+        self != Self::Other
+    }
+
+    /// Whether the order of two commands matters for the medium.
+    #[must_use]
+    pub fn conflicts(self, other: Self) -> bool {
+        match (self, other) {
+            (Self::None, _) | (_, Self::None) => false,
+            (Self::Blocks { start, end }, Self::Blocks { start: s, end: e }) => {
+                start < e && s < end
+            }
+            _ => true,
+        }
+    }
+}
+
+/// Whether a session repeats a command by itself when the target asks for patience.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Retry {
+    /// After BUSY, TASK SET FULL, a unit attention and the like: conditions under which the command
+    /// was not carried out.
+    Standard,
+    /// Never: the caller sees every status.
+    Never,
+}
+
+/// A request for a session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RequestSpec {
+    /// Logical unit.
+    pub lun: WireLun,
+    /// Task attribute.
+    pub attr: TaskAttr,
+    /// Command descriptor block.
+    pub cdb: Cdb,
+    /// Data direction and length.
+    pub len: DataLen,
+    /// When it must have ended.
+    pub deadline: Instant,
+    /// Repetition on the target's wish.
+    pub retry: Retry,
+    /// What it changes.
+    pub effect: Effect,
+}
+
+/// A target's answer to a command.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Answer {
+    /// SCSI status.
+    pub status: u8,
+    /// Sense data, if any came.
+    pub sense: Option<Box<[u8]>>,
+    /// Bytes of the buffer that the command used.
+    pub transferred: u32,
+    /// How many bytes more it would have used.
+    pub overflow: u32,
+}
+
+impl Answer {
+    pub(super) fn new(rsp: &Rsp<'_>, len: DataLen) -> Self {
+        let (residual, len) = match len {
+            DataLen::None => (Residual::None, 0),
+            DataLen::In(len) => (rsp.data_in, len),
+            DataLen::Out(len) => (rsp.data_out, len),
+        };
+        Self {
+            status: rsp.status,
+            sense: rsp.sense.map(Box::from),
+            transferred: match residual {
+                Residual::Under(residual) => len.saturating_sub(residual),
+                _ => len,
+            },
+            overflow: match residual {
+                Residual::Over(residual) => residual,
+                _ => 0,
+            },
+        }
+    }
+
+    /// The meaning of the sense data, where there is any.
+    #[must_use]
+    pub fn sense(&self) -> Option<Sense> {
+        self.sense.as_deref().and_then(Sense::parse)
+    }
+}
+
+/// Why a request has no answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RequestError {
+    /// It did not end in time. If it was sent, the target has aborted it or lost it.
+    #[error("timed out")]
+    TimedOut,
+    /// The connection broke, and the command is not one that may be sent twice.
+    #[error("connection lost while a command that cannot be repeated was outstanding")]
+    ConnectionLost,
+    /// The target found the request itself at fault.
+    #[error("target refused the request (response code {0:?})")]
+    Refused(RspCode),
+    /// The session is closed, or was meanwhile.
+    #[error("session is closed")]
+    Closed,
+    /// The request could not be started; the message says why.
+    #[error("{0}")]
+    NotStarted(&'static str),
+}
+
+/// How a request ended.
+pub type RequestResult = Result<Answer, RequestError>;
+
+/// Names a request of a session until it is completed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RequestId(pub u32);
+
+/// How one attempt at a request ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum AttemptEnd {
+    /// The target answered.
+    Answered(Answer),
+    /// The target refused the request as such.
+    Refused(RspCode),
+    /// Task management ended it.
+    Aborted,
+    /// The connection broke.
+    Lost,
+}
+
+/// Where a request is.
+///
+/// ```text
+///            ┌──────────── Backoff ←──────────┐
+///            ↓                                │ patience asked for
+/// submit → Queued → Started ──────────→ Retiring → completed
+///            ↑         └→ Aborting ────────↑  │
+///            └────────────────────────────────┘ again, at once
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum RequestState {
+    /// Waits for a channel with room.
+    Queued,
+    /// Sent; the answer is awaited until the given time.
+    Started {
+        channel: u8,
+        tag: Tag,
+        until: Instant,
+    },
+    /// Took too long; task management is to end it.
+    Aborting { channel: u8, tag: Tag },
+    /// The attempt is over; its memory is being taken back from the target.
+    Retiring { channel: u8, end: AttemptEnd },
+    /// Waits before it is queued again.
+    Backoff { until: Instant },
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Request {
+    pub(super) spec: RequestSpec,
+    /// Order of submission; also tells a request from a later one in the same place.
+    pub(super) seq: u64,
+    /// Attempts begun.
+    pub(super) attempts: u8,
+    /// An attempt was lost with its connection.
+    pub(super) replayed: bool,
+    pub(super) state: RequestState,
+}
+
+/// What to do after an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// Tell the caller.
+    Report,
+    /// Send it again at once.
+    Again,
+    /// Send it again after a while.
+    Later,
+}
+
+/// Decides whether an answer asks for patience. In every case named here the target did not carry
+/// the command out.
+pub(super) fn plan_verdict(answer: &Answer) -> Verdict {
+    match answer.status {
+        BUSY | TASK_SET_FULL => Verdict::Later,
+        TASK_ABORTED => Verdict::Again,
+        CHECK_CONDITION => match answer.sense() {
+            Some(Sense {
+                key: SenseKey::UnitAttention,
+                ..
+            }) => Verdict::Again,
+            Some(Sense {
+                key: SenseKey::AbortedCommand,
+                ..
+            }) => Verdict::Later,
+            Some(Sense {
+                key: SenseKey::NotReady,
+                additional:
+                    AdditionalSense {
+                        code: 0x04,
+                        qualifier: 0x01 | 0x0a,
+                    },
+                ..
+            }) => Verdict::Later,
+            _ => Verdict::Report,
+        },
+        _ => Verdict::Report,
+    }
+}

@@ -1,0 +1,696 @@
+use proptest::prelude::*;
+use riser_scsi::srp::{InitiatorPortId, TargetPortId, TaskAttr};
+
+use super::super::channel::Cdb;
+use super::super::request::{BUSY, Effect};
+use super::*;
+
+const MS: Duration = Duration::from_millis(1);
+const SEC: Duration = Duration::from_secs(1);
+const CH0: ChannelIndex = ChannelIndex(0);
+const CH1: ChannelIndex = ChannelIndex(1);
+
+/// A session, and a target that the test plays by hand.
+struct Rig {
+    session: Session,
+    now: Instant,
+    /// Tags of the commands sent, by request.
+    sent: Vec<(RequestId, ChannelIndex, u64)>,
+}
+
+fn config(channels: u8) -> SessionConfig {
+    SessionConfig {
+        channels,
+        channel: ChannelConfig {
+            queue_size: 4,
+            max_it_iu_len: 8260,
+            inline_descriptors: 12,
+            external_descriptors: 0,
+            max_immediate: 0,
+            initiator_port: InitiatorPortId([1; 16]),
+            target_port: TargetPortId([2; 16]),
+            multi_channel: MultiChannelAction::Single,
+        },
+        max_requests: 16,
+        timing: Timing {
+            attempt: 10 * SEC,
+            tsk_mgmt: SEC,
+            login: 5 * SEC,
+            backoff_min: 100 * MS,
+            backoff_max: 400 * MS,
+            busy: 5 * MS,
+        },
+        max_attempts: 4,
+    }
+}
+
+fn login_rsp(limit: u32) -> [u8; 52] {
+    let mut iu = [0; 52];
+    iu[0] = 0xc0;
+    iu[4..8].copy_from_slice(&limit.to_be_bytes());
+    iu[16..20].copy_from_slice(&8260u32.to_be_bytes());
+    iu[20..24].copy_from_slice(&8260u32.to_be_bytes());
+    iu[25] = 6;
+    iu
+}
+
+fn spec(rig: &Rig, effect: Effect) -> RequestSpec {
+    RequestSpec {
+        lun: [0; 8],
+        attr: TaskAttr::Simple,
+        cdb: Cdb::new(&[0; 6]).unwrap(),
+        len: DataLen::None,
+        deadline: rig.now + 60 * SEC,
+        retry: Retry::Standard,
+        effect,
+    }
+}
+
+impl Rig {
+    fn connecting(channels: u8) -> Self {
+        let now = Instant::now();
+        let mut session = Session::new(config(channels), now);
+        assert_eq!(session.poll_output(), Some(Output::Connect(CH0)));
+        Self {
+            session,
+            now,
+            sent: Vec::new(),
+        }
+    }
+
+    fn live(channels: u8) -> Self {
+        let mut rig = Self::connecting(channels);
+        rig.log_in(CH0);
+        assert_eq!(rig.next(), Output::Event(SessionEvent::Live));
+        for i in 1..channels {
+            assert_eq!(rig.next(), Output::Connect(ChannelIndex(i)));
+        }
+        for i in 1..channels {
+            rig.log_in(ChannelIndex(i));
+        }
+        rig.idle();
+        rig
+    }
+
+    fn log_in(&mut self, channel: ChannelIndex) -> [u8; 56] {
+        let login = self.session.begin_login(channel);
+        self.session
+            .handle_connected(channel, &login_rsp(32), self.now);
+        login
+    }
+
+    fn next(&mut self) -> Output {
+        self.session.poll_output().expect("an output")
+    }
+
+    fn idle(&mut self) {
+        assert_eq!(self.session.poll_output(), None);
+    }
+
+    fn submit(&mut self, effect: Effect) -> RequestId {
+        let spec = spec(self, effect);
+        self.session.submit(spec, self.now).unwrap()
+    }
+
+    /// The next output is a start; "sends" the command.
+    fn started(&mut self) -> (RequestId, ChannelIndex) {
+        let output = self.next();
+        let Output::Start {
+            request, channel, ..
+        } = output
+        else {
+            panic!("{output:?}");
+        };
+        let mut iu = [0; 128];
+        self.session
+            .emit_command(request, CommandData::None, &mut iu)
+            .unwrap();
+        let tag = u64::from_be_bytes(iu[8..16].try_into().unwrap());
+        self.sent.retain(|(r, ..)| *r != request);
+        self.sent.push((request, channel, tag));
+        (request, channel)
+    }
+
+    fn answer_with(&mut self, request: RequestId, status: u8, sense: &[u8]) {
+        let &(_, channel, tag) = self.sent.iter().find(|(r, ..)| *r == request).unwrap();
+        let mut iu = vec![0; 36];
+        iu[0] = 0xc1;
+        iu[7] = 1;
+        iu[8..16].copy_from_slice(&tag.to_be_bytes());
+        iu[19] = status;
+        if !sense.is_empty() {
+            iu[18] = 2;
+            iu[31] = sense.len() as u8;
+            iu.extend_from_slice(sense);
+        }
+        self.session.handle_iu(channel, &iu, self.now);
+    }
+
+    /// Answers, sees the memory retired, retires it.
+    fn answer(&mut self, request: RequestId, status: u8, sense: &[u8]) {
+        self.answer_with(request, status, sense);
+        self.retire(request);
+    }
+
+    fn retire(&mut self, request: RequestId) {
+        let output = self.next();
+        assert!(
+            matches!(output, Output::Retire { request: r, .. } if r == request),
+            "{output:?}"
+        );
+        self.session.handle_retired(request, self.now);
+    }
+
+    fn completed(&mut self, request: RequestId) -> RequestResult {
+        let output = self.next();
+        let Output::Complete(id, result) = output else {
+            panic!("{output:?}");
+        };
+        assert_eq!(id, request);
+        result
+    }
+
+    fn advance(&mut self, by: Duration) {
+        self.now += by;
+        self.session.handle_timeout(self.now);
+    }
+
+    fn tsk_mgmt(&mut self) -> ([u8; 48], ChannelIndex) {
+        let output = self.next();
+        let Output::SendTskMgmt(channel, iu) = output else {
+            panic!("{output:?}");
+        };
+        (iu, channel)
+    }
+
+    fn answer_tsk_mgmt(&mut self, channel: ChannelIndex, iu: &[u8; 48], code: u8) {
+        let mut rsp = [0; 40];
+        rsp[0] = 0xc1;
+        rsp[7] = 1;
+        rsp[8..16].copy_from_slice(&iu[8..16]);
+        rsp[18] = 1;
+        rsp[35] = 4;
+        rsp[39] = code;
+        self.session.handle_iu(channel, &rsp, self.now);
+    }
+
+    /// The next output tears a channel down; it is gone at once.
+    fn gone(&mut self, channel: ChannelIndex) {
+        let output = self.next();
+        assert!(
+            matches!(output, Output::Disconnect(c, None) if c == channel),
+            "{output:?}"
+        );
+        self.session.handle_channel_gone(channel, self.now);
+    }
+
+    fn reconnecting(&mut self, why: Down) {
+        assert_eq!(self.next(), Output::Event(SessionEvent::Reconnecting(why)));
+    }
+
+    /// Waits out the backoff and logs in again.
+    fn reconnect(&mut self) {
+        self.advance(400 * MS);
+        assert_eq!(self.next(), Output::Connect(CH0));
+        let login = self.log_in(CH0);
+        assert_eq!(login[10] & 3, 0, "terminates the old channels");
+        assert_eq!(self.next(), Output::Event(SessionEvent::Live));
+    }
+}
+
+fn write(start: u64, end: u64) -> Effect {
+    Effect::Blocks { start, end }
+}
+
+#[test]
+fn a_command_goes_out_and_its_answer_comes_back_after_its_memory() {
+    let mut rig = Rig::live(1);
+    let id = rig.submit(Effect::None);
+    assert_eq!(rig.started(), (id, CH0));
+    rig.answer_with(id, 0, &[]);
+    let retire = Output::Retire {
+        request: id,
+        channel: CH0,
+    };
+    assert_eq!(rig.next(), retire);
+    rig.idle();
+    rig.session.handle_retired(id, rig.now);
+    assert_eq!(rig.completed(id).unwrap().status, 0);
+    assert_eq!(rig.session.requests(), 0);
+}
+
+#[test]
+fn the_first_login_fails_for_good() {
+    let mut rig = Rig::connecting(2);
+    rig.session.begin_login(CH0);
+    let mut rej = [0; 148];
+    rej[0] = 0xc2;
+    rej[4..8].copy_from_slice(&0x0001_0001u32.to_be_bytes());
+    rig.session.handle_rejected(CH0, 28, &rej, rig.now);
+    let output = rig.next();
+    let Output::Event(SessionEvent::Closed(Down::Connect(ConnectError::Login(error)))) = output
+    else {
+        panic!("{output:?}");
+    };
+    assert!(error.to_string().contains("lacks resources"));
+    assert_eq!(rig.session.state(), SessionState::Closed);
+    let spec = spec(&rig, Effect::None);
+    assert_eq!(rig.session.submit(spec, rig.now), Err(SubmitError::Closed));
+}
+
+#[test]
+fn a_login_that_is_not_answered_times_out() {
+    let mut rig = Rig::connecting(1);
+    let id = rig.submit(Effect::None);
+    rig.session.begin_login(CH0);
+    rig.advance(5 * SEC);
+    rig.gone(CH0);
+    assert_eq!(rig.completed(id), Err(RequestError::Closed));
+    assert_eq!(
+        rig.next(),
+        Output::Event(SessionEvent::Closed(ConnectError::TimedOut.into()))
+    );
+}
+
+#[test]
+fn a_malformed_login_response_closes_the_channel() {
+    let mut rig = Rig::connecting(1);
+    rig.session.begin_login(CH0);
+    rig.session.handle_connected(CH0, &[0xc0; 20], rig.now);
+    rig.gone(CH0);
+    assert!(matches!(
+        rig.next(),
+        Output::Event(SessionEvent::Closed(Down::Connect(ConnectError::Login(
+            LoginError::Fault(_)
+        ))))
+    ));
+    rig.idle();
+}
+
+#[test]
+fn commands_spread_over_channels() {
+    let mut rig = Rig::live(2);
+    assert_eq!(rig.session.live_channels(), 2);
+    for _ in 0..4 {
+        rig.submit(Effect::None);
+    }
+    let used: Vec<_> = (0..4).map(|_| rig.started().1).collect();
+    assert_eq!(used, [CH0, CH1, CH0, CH1]);
+}
+
+#[test]
+fn a_refused_second_channel_leaves_the_first() {
+    let mut rig = Rig::connecting(2);
+    rig.log_in(CH0);
+    assert_eq!(rig.next(), Output::Event(SessionEvent::Live));
+    assert_eq!(rig.next(), Output::Connect(CH1));
+    let login = rig.session.begin_login(CH1);
+    assert_eq!(login[10] & 3, 1, "keeps the first channel");
+    rig.session.handle_rejected(CH1, 28, &[], rig.now);
+    rig.idle();
+    rig.submit(Effect::None);
+    assert_eq!(rig.started().1, CH0);
+}
+
+#[test]
+fn queued_requests_are_bounded_and_wait_their_turn() {
+    let mut rig = Rig::live(1);
+    let ids: Vec<_> = (0..16).map(|_| rig.submit(Effect::None)).collect();
+    let one_more = spec(&rig, Effect::None);
+    assert_eq!(
+        rig.session.submit(one_more, rig.now),
+        Err(SubmitError::Full)
+    );
+    for &id in &ids[..4] {
+        assert_eq!(rig.started().0, id);
+    }
+    rig.idle();
+    rig.answer_with(ids[2], 0, &[]);
+    assert!(matches!(rig.next(), Output::Retire { .. }));
+    assert_eq!(rig.started().0, ids[4]);
+}
+
+#[test]
+fn a_queued_request_times_out_without_being_sent() {
+    let mut rig = Rig::connecting(1);
+    let mut short = spec(&rig, Effect::None);
+    short.deadline = rig.now + SEC;
+    let id = rig.session.submit(short, rig.now).unwrap();
+    assert!(rig.session.next_deadline().unwrap() <= rig.now + SEC);
+    rig.advance(SEC);
+    assert_eq!(rig.completed(id), Err(RequestError::TimedOut));
+}
+
+#[test]
+fn busy_is_repeated_after_a_while_and_in_bounds() {
+    let mut rig = Rig::live(1);
+    let id = rig.submit(Effect::None);
+    for (attempt, pause) in [(1, 5), (2, 10), (3, 20)] {
+        rig.started();
+        rig.answer(id, BUSY, &[]);
+        rig.idle();
+        rig.advance((pause - 1) * MS);
+        rig.idle();
+        rig.advance(MS);
+        assert!(attempt < 4);
+    }
+    rig.started();
+    rig.answer(id, BUSY, &[]);
+    assert_eq!(rig.completed(id).unwrap().status, BUSY);
+}
+
+#[test]
+fn a_unit_attention_is_repeated_at_once_unless_the_caller_wants_it() {
+    let attention = [0x70, 0, 6, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0x29, 0, 0, 0, 0, 0];
+    let mut rig = Rig::live(1);
+    let id = rig.submit(Effect::Other);
+    rig.started();
+    rig.answer(id, 2, &attention);
+    assert_eq!(rig.started().0, id);
+    rig.answer(id, 0, &[]);
+    assert_eq!(rig.completed(id).unwrap().status, 0);
+    let mut raw = spec(&rig, Effect::Other);
+    raw.retry = Retry::Never;
+    let id = rig.session.submit(raw, rig.now).unwrap();
+    rig.started();
+    rig.answer(id, 2, &attention);
+    let answer = rig.completed(id).unwrap();
+    assert_eq!(answer.sense().unwrap().additional.code, 0x29);
+}
+
+#[test]
+fn other_errors_are_reported() {
+    let mut rig = Rig::live(1);
+    let id = rig.submit(Effect::None);
+    rig.started();
+    rig.answer(id, 2, &[0x72, 0x03, 0x11, 0, 0, 0, 0, 0]);
+    assert_eq!(rig.completed(id).unwrap().status, 2);
+}
+
+#[test]
+fn silence_is_answered_with_an_abort_and_another_attempt() {
+    let mut rig = Rig::live(1);
+    let id = rig.submit(write(0, 8));
+    rig.started();
+    rig.advance(10 * SEC);
+    let (iu, channel) = rig.tsk_mgmt();
+    assert_eq!(iu[30], 1, "ABORT TASK");
+    assert_eq!(iu[32..40], rig.sent[0].2.to_be_bytes());
+    rig.idle();
+    rig.answer_tsk_mgmt(channel, &iu, 0);
+    rig.retire(id);
+    assert_eq!(rig.started().0, id);
+    rig.answer(id, 0, &[]);
+    assert!(rig.completed(id).is_ok());
+}
+
+#[test]
+fn what_may_not_be_repeated_times_out_after_its_abort() {
+    let mut rig = Rig::live(1);
+    let id = rig.submit(Effect::Other);
+    rig.started();
+    rig.advance(10 * SEC);
+    let (iu, channel) = rig.tsk_mgmt();
+    rig.answer_tsk_mgmt(channel, &iu, 0);
+    rig.retire(id);
+    assert_eq!(rig.completed(id), Err(RequestError::TimedOut));
+}
+
+#[test]
+fn an_answer_that_crosses_the_abort_counts() {
+    let mut rig = Rig::live(1);
+    let id = rig.submit(Effect::None);
+    rig.started();
+    rig.advance(10 * SEC);
+    let (iu, channel) = rig.tsk_mgmt();
+    rig.answer(id, 0, &[]);
+    assert!(rig.completed(id).is_ok());
+    rig.answer_tsk_mgmt(channel, &iu, 5);
+    rig.idle();
+}
+
+#[test]
+fn a_failed_abort_resets_the_unit_and_every_command_of_it() {
+    let mut rig = Rig::live(2);
+    let a = rig.submit(Effect::None);
+    let b = rig.submit(Effect::Other);
+    let mut elsewhere = spec(&rig, Effect::None);
+    elsewhere.lun = [0, 9, 0, 0, 0, 0, 0, 0];
+    elsewhere.deadline = rig.now + 100 * SEC;
+    rig.started();
+    rig.started();
+    rig.advance(9 * SEC);
+    let c = rig.session.submit(elsewhere, rig.now).unwrap();
+    rig.started();
+    rig.advance(SEC);
+    let (abort_a, on_a) = rig.tsk_mgmt();
+    let (_abort_b, on_b) = rig.tsk_mgmt();
+    assert_ne!(on_a, on_b);
+    rig.answer_tsk_mgmt(on_a, &abort_a, 5);
+    let (reset, on) = rig.tsk_mgmt();
+    assert_eq!((reset[30], on), (8, on_a), "LOGICAL UNIT RESET");
+    rig.answer_tsk_mgmt(on, &reset, 0);
+    assert!(matches!(rig.next(), Output::Retire { request, .. } if request == a));
+    rig.retire(b);
+    assert_eq!(rig.completed(b), Err(RequestError::TimedOut));
+    rig.session.handle_retired(a, rig.now);
+    assert_eq!(rig.started().0, a);
+    rig.answer(c, 0, &[]);
+    assert!(rig.completed(c).is_ok());
+}
+
+#[test]
+fn a_target_that_answers_nothing_is_left_and_found_again() {
+    let mut rig = Rig::live(1);
+    let id = rig.submit(write(0, 8));
+    rig.started();
+    rig.advance(10 * SEC);
+    assert_eq!(rig.tsk_mgmt().0[30], 1);
+    rig.advance(SEC);
+    assert_eq!(rig.tsk_mgmt().0[30], 8);
+    rig.advance(SEC);
+    rig.gone(CH0);
+    rig.reconnecting(Down::Unresponsive);
+    rig.reconnect();
+    assert_eq!(rig.started().0, id);
+}
+
+#[test]
+fn a_broken_connection_replays_what_is_safe_in_order() {
+    let mut rig = Rig::live(1);
+    let first = rig.submit(write(0, 8));
+    let other = rig.submit(Effect::Other);
+    let overlapping = rig.submit(write(4, 6));
+    let apart = rig.submit(write(100, 108));
+    for _ in 0..4 {
+        rig.started();
+    }
+    rig.session.handle_channel_error(CH0, rig.now);
+    rig.gone(CH0);
+    assert_eq!(rig.completed(other), Err(RequestError::ConnectionLost));
+    rig.reconnecting(Down::ConnectionLost);
+    rig.idle();
+    rig.reconnect();
+    assert_eq!(rig.started().0, first);
+    rig.idle();
+    rig.answer(first, 0, &[]);
+    assert!(rig.completed(first).is_ok());
+    assert_eq!(rig.started().0, overlapping, "after the one it overlaps");
+    assert_eq!(rig.started().0, apart);
+}
+
+#[test]
+fn an_answer_known_before_the_break_is_not_lost() {
+    let mut rig = Rig::live(1);
+    let id = rig.submit(Effect::Other);
+    rig.started();
+    rig.answer_with(id, 0, &[]);
+    assert!(matches!(rig.next(), Output::Retire { .. }));
+    rig.session.handle_channel_error(CH0, rig.now);
+    rig.gone(CH0);
+    assert!(rig.completed(id).is_ok());
+}
+
+#[test]
+fn reconnecting_waits_longer_each_time() {
+    let mut rig = Rig::live(1);
+    rig.session.handle_channel_error(CH0, rig.now);
+    rig.gone(CH0);
+    rig.reconnecting(Down::ConnectionLost);
+    for wait in [100, 200, 400, 400] {
+        rig.advance((wait - 1) * MS);
+        rig.idle();
+        rig.advance(MS);
+        assert_eq!(rig.next(), Output::Connect(CH0));
+        rig.session
+            .handle_connect_failed(CH0, ConnectError::Unreachable, rig.now);
+        rig.reconnecting(ConnectError::Unreachable.into());
+    }
+}
+
+#[test]
+fn a_target_logout_and_a_violation_reconnect() {
+    for (iu, lasting) in [([0x80; 16], true), ([0xee; 16], false)] {
+        let mut rig = Rig::live(2);
+        rig.session.handle_iu(CH1, &iu, rig.now);
+        rig.gone(CH0);
+        rig.gone(CH1);
+        let output = rig.next();
+        let Output::Event(SessionEvent::Reconnecting(why)) = output else {
+            panic!("{output:?}");
+        };
+        assert_eq!(matches!(why, Down::Logout(_)), lasting);
+    }
+}
+
+#[test]
+fn closing_logs_out_and_completes_everything() {
+    let mut rig = Rig::live(1);
+    let a = rig.submit(write(0, 8));
+    rig.started();
+    rig.session.close(rig.now);
+    let output = rig.next();
+    let Output::Disconnect(CH0, Some(iu)) = output else {
+        panic!("{output:?}");
+    };
+    assert_eq!(iu[0], 3, "SRP_I_LOGOUT");
+    rig.session.handle_channel_gone(CH0, rig.now);
+    assert_eq!(rig.completed(a), Err(RequestError::Closed));
+    assert_eq!(
+        rig.next(),
+        Output::Event(SessionEvent::Closed(Down::Closed))
+    );
+    rig.session.close(rig.now);
+    rig.idle();
+}
+
+#[test]
+fn closing_while_waiting_to_reconnect_ends_at_once() {
+    let mut rig = Rig::live(1);
+    let id = rig.submit(write(0, 8));
+    rig.started();
+    rig.session.handle_channel_error(CH0, rig.now);
+    rig.gone(CH0);
+    rig.reconnecting(Down::ConnectionLost);
+    rig.session.close(rig.now);
+    assert_eq!(rig.completed(id), Err(RequestError::Closed));
+    assert_eq!(rig.session.state(), SessionState::Closed);
+}
+
+#[derive(Clone, Debug)]
+enum Action {
+    Submit(u8),
+    Answer(u8, u8),
+    Retire(u8),
+    Advance(u16),
+    Garbage(Vec<u8>),
+    Break(u8),
+    LogIn(u8),
+    Refuse(u8),
+    AnswerTskMgmt(u8),
+}
+
+fn action() -> impl Strategy<Value = Action> {
+    prop_oneof![
+        4 => (0u8..4).prop_map(Action::Submit),
+        4 => (any::<u8>(), 0u8..4).prop_map(|(i, s)| Action::Answer(i, s)),
+        4 => any::<u8>().prop_map(Action::Retire),
+        2 => (0u16..8000).prop_map(Action::Advance),
+        1 => proptest::collection::vec(any::<u8>(), 0..50).prop_map(Action::Garbage),
+        1 => (0u8..2).prop_map(Action::Break),
+        4 => (0u8..2).prop_map(Action::LogIn),
+        1 => (0u8..2).prop_map(Action::Refuse),
+        2 => any::<u8>().prop_map(Action::AnswerTskMgmt),
+    ]
+}
+
+proptest! {
+    /// Whatever happens, every request taken is completed exactly once, and never while its memory
+    /// is with the target.
+    #[test]
+    fn every_request_ends_once(actions in proptest::collection::vec(action(), 1..200)) {
+        let mut rig = Rig { sent: Vec::new(), now: Instant::now(), session: Session::new(config(2), Instant::now()) };
+        let mut open = std::collections::HashSet::new();
+        let mut exposed = std::collections::HashMap::new();
+        let mut retiring = Vec::new();
+        let mut connecting = Vec::new();
+        let mut tmfs = Vec::new();
+        for action in actions.into_iter().chain([Action::Break(9)]) {
+            match action {
+                Action::Submit(kind) => {
+                    let mut s = spec(&rig, [Effect::None, Effect::Other, write(0, 4), write(3, 9)][usize::from(kind)]);
+                    s.deadline = rig.now + 30 * SEC;
+                    if let Ok(id) = rig.session.submit(s, rig.now) {
+                        prop_assert!(open.insert(id));
+                    }
+                }
+                Action::Answer(which, status) if !rig.sent.is_empty() => {
+                    let (id, ..) = rig.sent.remove(usize::from(which) % rig.sent.len());
+                    if exposed.contains_key(&id) && !retiring.contains(&id) {
+                        rig.sent.push((id, exposed[&id], 0));
+                        let tag = exposed_tag(&rig.session, id);
+                        rig.sent.last_mut().unwrap().2 = tag.unwrap_or(0);
+                        rig.answer_with(id, [0, 2, 8, 0x28][usize::from(status)], &[]);
+                        rig.sent.pop();
+                    }
+                }
+                Action::Retire(which) if !retiring.is_empty() => {
+                    let id = retiring.remove(usize::from(which) % retiring.len());
+                    exposed.remove(&id);
+                    rig.session.handle_retired(id, rig.now);
+                }
+                Action::Advance(ms) => rig.advance(u32::from(ms) * MS),
+                Action::Garbage(iu) => rig.session.handle_iu(CH0, &iu, rig.now),
+                Action::Break(9) => rig.session.close(rig.now),
+                Action::Break(c) => rig.session.handle_channel_error(ChannelIndex(c), rig.now),
+                Action::LogIn(c) if connecting.contains(&ChannelIndex(c)) => {
+                    connecting.retain(|x| *x != ChannelIndex(c));
+                    rig.log_in(ChannelIndex(c));
+                }
+                Action::Refuse(c) if connecting.contains(&ChannelIndex(c)) => {
+                    connecting.retain(|x| *x != ChannelIndex(c));
+                    rig.session.begin_login(ChannelIndex(c));
+                    rig.session.handle_rejected(ChannelIndex(c), 28, &[], rig.now);
+                }
+                Action::AnswerTskMgmt(code) if !tmfs.is_empty() => {
+                    let (c, iu): (ChannelIndex, [u8; 48]) = tmfs.remove(0);
+                    rig.answer_tsk_mgmt(c, &iu, code % 6);
+                }
+                _ => {}
+            }
+            while let Some(output) = rig.session.poll_output() {
+                match output {
+                    Output::Start { request, channel, .. } => {
+                        prop_assert!(open.contains(&request));
+                        prop_assert!(exposed.insert(request, channel).is_none(), "memory is exposed once");
+                        rig.sent.push((request, channel, 0));
+                    }
+                    Output::Retire { request, .. } => retiring.push(request),
+                    Output::Complete(request, _) => {
+                        prop_assert!(open.remove(&request), "completed once");
+                        prop_assert!(!exposed.contains_key(&request), "memory is back");
+                    }
+                    Output::Connect(c) => connecting.push(c),
+                    Output::Disconnect(c, _) => {
+                        connecting.retain(|x| *x != c);
+                        tmfs.retain(|(x, _)| *x != c);
+                        retiring.retain(|r| exposed[r] != c);
+                        exposed.retain(|_, x| *x != c);
+                        rig.session.handle_channel_gone(c, rig.now);
+                    }
+                    Output::SendTskMgmt(c, iu) => tmfs.push((c, iu)),
+                    Output::Answer(..) | Output::Event(_) => {}
+                }
+            }
+        }
+        prop_assert!(open.is_empty(), "{} left", open.len());
+        prop_assert_eq!(rig.session.state(), SessionState::Closed);
+    }
+}
+
+/// The tag that a request has now.
+fn exposed_tag(session: &Session, id: RequestId) -> Option<u64> {
+    let mut iu = [0; 128];
+    session.emit_command(id, CommandData::None, &mut iu)?;
+    Some(u64::from_be_bytes(iu[8..16].try_into().unwrap()))
+}

@@ -1,0 +1,543 @@
+//! `srp://` addresses.
+//!
+//! ```text
+//! srp://host[:port]/[lun][?key=value[&key=value…]]
+//! ```
+//!
+//! The host is an IPv4 address, an IPv6 address in brackets, or a name to be resolved by the caller.
+//! Without a port it is [`DEFAULT_PORT`]. The keys bear the names that the Linux kernel's
+//! `add_target` file gives them, and mean the same; see [`SrpUrl`]'s fields. Numbers that the kernel
+//! writes in hexadecimal (`id_ext`, `ioc_guid`, `initiator_ext`, `service_id`, `pkey`) are
+//! hexadecimal here, with or without `0x`; the others are decimal.
+//!
+//! Every error names the part of the address it is about.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv6Addr};
+use std::str::FromStr;
+
+use riser_scsi::srp::{InitiatorPortId, PortIdParts, TargetPortId};
+
+/// RDMA/CM port where SRP targets listen unless told otherwise.
+pub const DEFAULT_PORT: u16 = 5555;
+
+/// The largest logical unit number of the simple forms (flat space, SAM-5 clause 4.7.7.3).
+pub const MAX_LUN: u16 = 0x3fff;
+
+/// Where a target is and how to log in to it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SrpUrl {
+    /// Address or name of the target.
+    pub host: Host,
+    /// RDMA/CM port.
+    pub port: u16,
+    /// Logical unit, if the address names one.
+    pub lun: Option<u16>,
+    /// `id_ext`: first half of the target port identifier. Defaults to `ioc_guid`.
+    pub id_ext: Option<u64>,
+    /// `ioc_guid`: second half of the target port identifier. Defaults to zero, which means the
+    /// listener's own target.
+    pub ioc_guid: Option<u64>,
+    /// `service_id`: InfiniBand service id, instead of the one that the port maps to.
+    pub service_id: Option<u64>,
+    /// `pkey`: partition key.
+    pub pkey: Option<u16>,
+    /// `initiator_ext`: first half of the initiator port identifier. Default: random.
+    pub initiator_ext: Option<u64>,
+    /// `queue_size`: commands outstanding on a channel, 1 to 4096.
+    pub queue_size: Option<u16>,
+    /// `max_it_iu_size`: longest information unit to ask for, in bytes.
+    pub max_it_iu_size: Option<u32>,
+    /// `cmd_sg_entries`: memory descriptors within a command, 1 to 255.
+    pub cmd_sg_entries: Option<u8>,
+    /// `allow_ext_sg`: whether tables may lie outside the command.
+    pub allow_ext_sg: Option<bool>,
+    /// `channels` (also `ch_count`): channels of the session, 1 to 64.
+    pub channels: Option<u8>,
+    /// `immediate`: whether to ask for immediate data.
+    pub immediate: Option<bool>,
+    /// `register_always`: whether every command registers its own memory.
+    pub register_always: Option<bool>,
+    /// `src`: local address to connect from.
+    pub src: Option<IpAddr>,
+}
+
+/// The target's address, or a name for it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Host {
+    /// A literal address.
+    Ip(IpAddr),
+    /// A host name: letters, digits, dots, hyphens and underscores.
+    Name(String),
+}
+
+impl fmt::Display for Host {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Ip(IpAddr::V4(ip)) => write!(f, "{ip}"),
+            Self::Ip(IpAddr::V6(ip)) => write!(f, "[{ip}]"),
+            Self::Name(name) => f.write_str(name),
+        }
+    }
+}
+
+/// Why a string is no SRP address.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum UrlError {
+    /// The scheme is missing or another one.
+    #[error("address must begin with `srp://`")]
+    Scheme,
+    /// The host is missing or malformed.
+    #[error("host `{0}` is neither an address nor a name")]
+    Host(String),
+    /// The port is no number from 1 to 65535.
+    #[error("port `{0}` is not a number from 1 to 65535")]
+    Port(String),
+    /// The path is no logical unit number.
+    #[error("logical unit `{0}` is not a number from 0 to 16383")]
+    Lun(String),
+    /// A key does not exist.
+    #[error("unknown key `{0}`")]
+    UnknownKey(String),
+    /// A key occurs twice.
+    #[error("key `{0}` occurs twice")]
+    Repeated(String),
+    /// A key has no value.
+    #[error("key `{0}` has no value")]
+    NoValue(String),
+    /// A value is not what its key takes.
+    #[error("value `{value}` of key `{key}` is not {expected}")]
+    Value {
+        /// The key.
+        key: &'static str,
+        /// The value given.
+        value: String,
+        /// What it takes.
+        expected: &'static str,
+    },
+}
+
+impl SrpUrl {
+    /// An address with no keys set.
+    #[must_use]
+    pub fn new(host: Host) -> Self {
+        Self {
+            host,
+            port: DEFAULT_PORT,
+            lun: None,
+            id_ext: None,
+            ioc_guid: None,
+            service_id: None,
+            pkey: None,
+            initiator_ext: None,
+            queue_size: None,
+            max_it_iu_size: None,
+            cmd_sg_entries: None,
+            allow_ext_sg: None,
+            channels: None,
+            immediate: None,
+            register_always: None,
+            src: None,
+        }
+    }
+
+    /// The identifier of the target port that the address means.
+    #[must_use]
+    pub fn target_port(&self) -> TargetPortId {
+        let guid = self.ioc_guid.or(self.id_ext).unwrap_or(0);
+        TargetPortId::from_parts(PortIdParts {
+            extension: self.id_ext.unwrap_or(guid),
+            guid,
+        })
+    }
+
+    /// The identifier of the initiator port to log in from, given the device's GUID and an
+    /// extension to use where the address has none.
+    #[must_use]
+    pub fn initiator_port(&self, defaults: PortIdParts) -> InitiatorPortId {
+        InitiatorPortId::from_parts(PortIdParts {
+            extension: self.initiator_ext.unwrap_or(defaults.extension),
+            guid: defaults.guid,
+        })
+    }
+
+    fn set(&mut self, key: &str, value: &str) -> Result<(), UrlError> {
+        let key = KEYS
+            .into_iter()
+            .find(|k| *k == key)
+            .ok_or_else(|| UrlError::UnknownKey(key.to_owned()))?;
+        let part = Part { key, value };
+        match key {
+            "id_ext" => part.once(&mut self.id_ext, Part::hex64),
+            "ioc_guid" => part.once(&mut self.ioc_guid, Part::hex64),
+            "service_id" => part.once(&mut self.service_id, Part::hex64),
+            "pkey" => part.once(&mut self.pkey, Part::hex16),
+            "initiator_ext" => part.once(&mut self.initiator_ext, Part::hex64),
+            "queue_size" => part.once(&mut self.queue_size, |p| {
+                p.number(1..=4096, "a number from 1 to 4096")
+            }),
+            "max_it_iu_size" => part.once(&mut self.max_it_iu_size, |p| {
+                p.number(64..=1 << 20, "a number from 64 to 1048576")
+            }),
+            "cmd_sg_entries" => part.once(&mut self.cmd_sg_entries, |p| {
+                p.number(1..=255, "a number from 1 to 255")
+            }),
+            "allow_ext_sg" => part.once(&mut self.allow_ext_sg, Part::flag),
+            "channels" | "ch_count" => part.once(&mut self.channels, |p| {
+                p.number(1..=64, "a number from 1 to 64")
+            }),
+            "immediate" => part.once(&mut self.immediate, Part::flag),
+            "register_always" => part.once(&mut self.register_always, Part::flag),
+            "src" => part.once(&mut self.src, Part::ip),
+            _ => unreachable!("every key of the table has an arm"),
+        }
+    }
+}
+
+const KEYS: [&str; 14] = [
+    "id_ext",
+    "ioc_guid",
+    "service_id",
+    "pkey",
+    "initiator_ext",
+    "queue_size",
+    "max_it_iu_size",
+    "cmd_sg_entries",
+    "allow_ext_sg",
+    "channels",
+    "ch_count",
+    "immediate",
+    "register_always",
+    "src",
+];
+
+/// One `key=value`.
+struct Part<'a> {
+    key: &'static str,
+    value: &'a str,
+}
+
+impl Part<'_> {
+    fn once<T>(
+        &self,
+        field: &mut Option<T>,
+        parse: impl FnOnce(&Self) -> Result<T, UrlError>,
+    ) -> Result<(), UrlError> {
+        if field.is_some() {
+            return Err(UrlError::Repeated(self.key.to_owned()));
+        }
+        *field = Some(parse(self)?);
+        Ok(())
+    }
+
+    fn bad(&self, expected: &'static str) -> UrlError {
+        UrlError::Value {
+            key: self.key,
+            value: self.value.to_owned(),
+            expected,
+        }
+    }
+
+    fn hex64(&self) -> Result<u64, UrlError> {
+        self.hex(16, "a hexadecimal number of at most 16 digits")
+    }
+
+    fn hex16(&self) -> Result<u16, UrlError> {
+        let value = self.hex(4, "a hexadecimal number of at most 4 digits")?;
+        Ok(u16::try_from(value).expect("at most four digits"))
+    }
+
+    fn hex(&self, digits: usize, expected: &'static str) -> Result<u64, UrlError> {
+        let text = self.value.strip_prefix("0x").unwrap_or(self.value);
+        let legal =
+            (1..=digits).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_hexdigit());
+        if !legal {
+            return Err(self.bad(expected));
+        }
+        u64::from_str_radix(text, 16).map_err(|_| self.bad(expected))
+    }
+
+    fn number<T>(
+        &self,
+        range: std::ops::RangeInclusive<u32>,
+        expected: &'static str,
+    ) -> Result<T, UrlError>
+    where
+        T: TryFrom<u32>,
+    {
+        decimal(self.value)
+            .filter(|n| range.contains(n))
+            .and_then(|n| T::try_from(n).ok())
+            .ok_or_else(|| self.bad(expected))
+    }
+
+    fn flag(&self) -> Result<bool, UrlError> {
+        match self.value {
+            "1" | "yes" | "on" => Ok(true),
+            "0" | "no" | "off" => Ok(false),
+            _ => Err(self.bad("`1` or `0`")),
+        }
+    }
+
+    fn ip(&self) -> Result<IpAddr, UrlError> {
+        let text = self.value.trim_start_matches('[').trim_end_matches(']');
+        text.parse().map_err(|_| self.bad("an IP address"))
+    }
+}
+
+/// Digits only: no sign, no spaces.
+fn decimal(text: &str) -> Option<u32> {
+    text.bytes()
+        .all(|b| b.is_ascii_digit())
+        .then(|| text.parse().ok())?
+}
+
+fn parse_host(text: &str) -> Result<Host, UrlError> {
+    let bad = || UrlError::Host(text.to_owned());
+    if let Some(inner) = text.strip_prefix('[') {
+        let inner = inner.strip_suffix(']').ok_or_else(bad)?;
+        let ip: Ipv6Addr = inner.parse().map_err(|_| bad())?;
+        return Ok(Host::Ip(ip.into()));
+    }
+    if let Ok(ip) = text.parse::<std::net::Ipv4Addr>() {
+        return Ok(Host::Ip(ip.into()));
+    }
+    let legal = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'-' | b'_');
+    // A name whose last label is all digits would be a mistyped IPv4 address.
+    let numeric = text
+        .rsplit('.')
+        .next()
+        .is_some_and(|l| l.bytes().all(|b| b.is_ascii_digit()));
+    if text.is_empty() || text.len() > 253 || numeric || !text.bytes().all(legal) {
+        return Err(bad());
+    }
+    Ok(Host::Name(text.to_owned()))
+}
+
+/// Splits `host[:port]`; a colon within brackets belongs to the address.
+fn split_port(authority: &str) -> (&str, Option<&str>) {
+    let after_bracket = match authority.rfind(']') {
+        Some(at) => at,
+        None if authority.starts_with('[') => return (authority, None),
+        None => 0,
+    };
+    match authority[after_bracket..].rfind(':') {
+        Some(at) => {
+            let at = after_bracket + at;
+            (&authority[..at], Some(&authority[at + 1..]))
+        }
+        None => (authority, None),
+    }
+}
+
+impl FromStr for SrpUrl {
+    type Err = UrlError;
+
+    fn from_str(text: &str) -> Result<Self, UrlError> {
+        let rest = text.strip_prefix("srp://").ok_or(UrlError::Scheme)?;
+        let (rest, query) = match rest.split_once('?') {
+            Some((rest, query)) => (rest, Some(query)),
+            None => (rest, None),
+        };
+        let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
+        let (host, port) = split_port(authority);
+        let mut url = Self::new(parse_host(host)?);
+        if let Some(port) = port {
+            url.port = decimal(port)
+                .and_then(|p| u16::try_from(p).ok())
+                .filter(|p| *p != 0)
+                .ok_or_else(|| UrlError::Port(port.to_owned()))?;
+        }
+        if !path.is_empty() {
+            let lun = decimal(path)
+                .and_then(|l| u16::try_from(l).ok())
+                .filter(|l| *l <= MAX_LUN)
+                .ok_or_else(|| UrlError::Lun(path.to_owned()))?;
+            url.lun = Some(lun);
+        }
+        for part in query.into_iter().flat_map(|q| q.split('&')) {
+            match part.split_once('=') {
+                Some((key, value)) if !value.is_empty() => url.set(key, value)?,
+                Some((key, _)) => return Err(UrlError::NoValue(key.to_owned())),
+                None => return Err(UrlError::NoValue(part.to_owned())),
+            }
+        }
+        Ok(url)
+    }
+}
+
+impl fmt::Display for SrpUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "srp://{}", self.host)?;
+        if self.port != DEFAULT_PORT {
+            write!(f, ":{}", self.port)?;
+        }
+        f.write_str("/")?;
+        if let Some(lun) = self.lun {
+            write!(f, "{lun}")?;
+        }
+        let hex = |value: Option<u64>| value.map(|v| format!("{v:016x}"));
+        let flag = |value: Option<bool>| value.map(|v| u8::from(v).to_string());
+        let keys = [
+            ("id_ext", hex(self.id_ext)),
+            ("ioc_guid", hex(self.ioc_guid)),
+            ("service_id", hex(self.service_id)),
+            ("pkey", self.pkey.map(|v| format!("{v:04x}"))),
+            ("initiator_ext", hex(self.initiator_ext)),
+            ("queue_size", self.queue_size.map(|v| v.to_string())),
+            ("max_it_iu_size", self.max_it_iu_size.map(|v| v.to_string())),
+            ("cmd_sg_entries", self.cmd_sg_entries.map(|v| v.to_string())),
+            ("allow_ext_sg", flag(self.allow_ext_sg)),
+            ("channels", self.channels.map(|v| v.to_string())),
+            ("immediate", flag(self.immediate)),
+            ("register_always", flag(self.register_always)),
+            ("src", self.src.map(|v| v.to_string())),
+        ];
+        let mut separator = '?';
+        for (key, value) in keys {
+            if let Some(value) = value {
+                write!(f, "{separator}{key}={value}")?;
+                separator = '&';
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn parse(text: &str) -> Result<SrpUrl, UrlError> {
+        text.parse()
+    }
+
+    #[test]
+    fn the_shortest_address_takes_every_default() {
+        let url = parse("srp://127.0.0.1").unwrap();
+        assert_eq!(url.host, Host::Ip("127.0.0.1".parse().unwrap()));
+        assert_eq!((url.port, url.lun), (5555, None));
+        assert_eq!(url.target_port().0, [0; 16]);
+        assert_eq!(url.to_string(), "srp://127.0.0.1/");
+    }
+
+    #[test]
+    fn a_full_address_is_read() {
+        let url = parse(
+            "srp://[fe80::1]:6000/3?id_ext=0x505400fffe000001&ioc_guid=2&pkey=ffff&service_id=a\
+             &initiator_ext=7&queue_size=128&max_it_iu_size=8260&cmd_sg_entries=12\
+             &allow_ext_sg=1&ch_count=2&immediate=no&register_always=0&src=fe80::2",
+        )
+        .unwrap();
+        assert_eq!(url.host, Host::Ip("fe80::1".parse().unwrap()));
+        assert_eq!((url.port, url.lun), (6000, Some(3)));
+        let target = url.target_port().parts();
+        assert_eq!((target.extension, target.guid), (0x5054_00ff_fe00_0001, 2));
+        let initiator = url
+            .initiator_port(PortIdParts {
+                extension: 1,
+                guid: 9,
+            })
+            .parts();
+        assert_eq!((initiator.extension, initiator.guid), (7, 9));
+        assert_eq!(url.queue_size, Some(128));
+        assert_eq!(url.cmd_sg_entries, Some(12));
+        assert_eq!(url.allow_ext_sg, Some(true));
+        assert_eq!(url.channels, Some(2));
+        assert_eq!(
+            (url.immediate, url.register_always),
+            (Some(false), Some(false))
+        );
+        assert_eq!(url.src, Some("fe80::2".parse().unwrap()));
+        assert_eq!(parse(&url.to_string()), Ok(url));
+    }
+
+    #[test]
+    fn errors_name_the_part() {
+        for (text, message) in [
+            ("http://x", "address must begin with `srp://`"),
+            ("srp://", "host `` is neither an address nor a name"),
+            (
+                "srp://1.2.3",
+                "host `1.2.3` is neither an address nor a name",
+            ),
+            (
+                "srp://fe80::1",
+                "host `fe80:` is neither an address nor a name",
+            ),
+            (
+                "srp://[fe80::1",
+                "host `[fe80::1` is neither an address nor a name",
+            ),
+            ("srp://a b", "host `a b` is neither an address nor a name"),
+            ("srp://h:0", "port `0` is not a number from 1 to 65535"),
+            ("srp://h:+1", "port `+1` is not a number from 1 to 65535"),
+            ("srp://h:", "port `` is not a number from 1 to 65535"),
+            (
+                "srp://h/x",
+                "logical unit `x` is not a number from 0 to 16383",
+            ),
+            (
+                "srp://h/16384",
+                "logical unit `16384` is not a number from 0 to 16383",
+            ),
+            ("srp://h/0?qs=1", "unknown key `qs`"),
+            ("srp://h/0?queue_size", "key `queue_size` has no value"),
+            ("srp://h/0?", "key `` has no value"),
+            ("srp://h/0?pkey=", "key `pkey` has no value"),
+            (
+                "srp://h/0?ch_count=1&channels=1",
+                "key `channels` occurs twice",
+            ),
+            (
+                "srp://h/0?queue_size=0",
+                "value `0` of key `queue_size` is not a number from 1 to 4096",
+            ),
+            (
+                "srp://h/0?id_ext=12345678123456781",
+                "value `12345678123456781` of key `id_ext` is not a hexadecimal number of at most \
+                 16 digits",
+            ),
+            (
+                "srp://h/0?src=h",
+                "value `h` of key `src` is not an IP address",
+            ),
+        ] {
+            assert_eq!(parse(text).unwrap_err().to_string(), message, "{text}");
+        }
+    }
+
+    #[test]
+    fn one_half_of_the_target_port_gives_the_other() {
+        let url = parse("srp://h/?ioc_guid=5").unwrap();
+        assert_eq!(url.target_port().parts().extension, 5);
+        let url = parse("srp://h/?id_ext=6").unwrap();
+        assert_eq!(url.target_port().parts().guid, 6);
+    }
+
+    proptest! {
+        #[test]
+        fn arbitrary_text_never_panics(text: String) {
+            let _ = parse(&text);
+            let _ = parse(&format!("srp://{text}"));
+        }
+
+        #[test]
+        fn what_was_written_is_read_back(
+            ip: IpAddr,
+            port in 1u16..,
+            lun in proptest::option::of(0..=MAX_LUN),
+            ids: (Option<u64>, Option<u64>, Option<u64>),
+            queue in proptest::option::of(1u16..=4096),
+            flags: (Option<bool>, Option<bool>),
+        ) {
+            let mut url = SrpUrl::new(Host::Ip(ip));
+            (url.port, url.lun, url.queue_size) = (port, lun, queue);
+            (url.id_ext, url.ioc_guid, url.initiator_ext) = ids;
+            (url.allow_ext_sg, url.immediate) = flags;
+            prop_assert_eq!(parse(&url.to_string()), Ok(url));
+        }
+    }
+}

@@ -510,7 +510,7 @@ fn a_read_only_unit_refuses_every_write() {
     let mut config = config(BlockSize::B512, 8);
     config.read_only = true;
     let mut rig = Rig::with(config);
-    for entry in crate::opcode::TABLE.iter() {
+    for entry in &crate::opcode::TABLE {
         if !entry.gates.contains(crate::opcode::Gates::WRITES) {
             continue;
         }

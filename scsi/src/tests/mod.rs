@@ -241,7 +241,7 @@ impl Rig {
     /// The range of a block operation, which must be whole blocks inside.
     fn blocks(&self, offset: u64, len: u64) -> std::ops::Range<usize> {
         let block = self.block() as u64;
-        assert!(len > 0 && offset % block == 0 && len % block == 0);
+        assert!(len > 0 && offset.is_multiple_of(block) && len.is_multiple_of(block));
         assert!(offset + len <= self.lu.capacity_bytes());
         (offset / block) as usize..((offset + len) / block) as usize
     }

@@ -23,9 +23,9 @@ fn any_cdb() -> impl Strategy<Value = Vec<u8>> {
             }
             // High bytes of addresses and lengths would nearly always be out
             // of range.
-            for byte in 2..cdb.len() {
-                if noise[15] & 1 == 0 && cdb[byte] & 3 != 0 {
-                    cdb[byte] = 0;
+            if noise[15] & 1 == 0 {
+                for byte in cdb.iter_mut().skip(2).filter(|byte| **byte & 3 != 0) {
+                    *byte = 0;
                 }
             }
             cdb

@@ -3,9 +3,11 @@
 //! - [`verbs`]: the types and the three traits that everything above is written against.
 //! - [`wire`]: the RoCEv2 wire format: headers, opcode table, ICRC.
 //! - [`rc`]: the reliable-connection transport, as pure machines.
+//! - [`rdma_core`]: libibverbs and librdmacm, loaded at run time.
 //! - [`roce`]: the software NIC.
 
 pub mod rc;
+pub mod rdma_core;
 pub mod roce;
 pub mod verbs;
 pub mod wire;

@@ -31,7 +31,7 @@ impl Access {
 }
 
 /// The limits of a device.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DeviceAttr {
     /// Name for people, such as `roce-127.0.0.1`.
     pub name: String,

@@ -3,7 +3,7 @@
 use std::fmt;
 
 /// A handle: a slot and the generation of its present owner.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Handle {
     index: u32,
     generation: u32,

@@ -1,0 +1,296 @@
+//! Connections, through librdmacm.
+//!
+//! librdmacm takes a queue pair made by [`RdmaCm::create_cm_qp`] through its states. An identifier
+//! that is destroyed while its queue pair lives waits for that, since the library frees both
+//! together; its events are dropped meanwhile.
+
+use std::net::SocketAddr;
+use std::ptr;
+use std::time::Duration;
+
+use riser_rdma_core_sys::bindings::*;
+
+use super::convert::{self, SockAddr, checked_cm, event_error, socket_addr};
+use super::objects::{Id, RdmaCoreDevice};
+use crate::verbs::*;
+
+fn millis(timeout: Duration) -> i32 {
+    i32::try_from(timeout.as_millis()).unwrap_or(i32::MAX)
+}
+
+fn fits(private_data: &[u8], max: usize) -> Result<(), CmError> {
+    let len = private_data.len();
+    if len > max {
+        Err(CmError::PrivateDataTooLong { len, max })
+    } else {
+        Ok(())
+    }
+}
+
+impl RdmaCoreDevice {
+    fn id(&self, id: CmId, call: &'static str) -> Result<&Id, CmError> {
+        self.ids
+            .get(id)
+            .ok()
+            .filter(|i| !i.zombie)
+            .ok_or(CmError::InvalidState(call))
+    }
+
+    fn id_ptr(&self, id: CmId, call: &'static str) -> Result<*mut rdma_cm_id, CmError> {
+        self.id(id, call).map(|i| i.ptr)
+    }
+
+    fn enter(&mut self, ptr: *mut rdma_cm_id) -> Result<CmId, CmError> {
+        let entry = Id {
+            ptr,
+            qp: None,
+            zombie: false,
+            listening: false,
+        };
+        let id = self.ids.insert(entry).map_err(|_| CmError::TooManyIds)?;
+        self.by_id.insert(ptr as usize, id);
+        Ok(id)
+    }
+
+    fn free_id(&mut self, id: CmId) {
+        if let Ok(entry) = self.ids.remove(id) {
+            self.by_id.remove(&(entry.ptr as usize));
+            // SAFETY: the identifier has just left the table, with no queue pair and no event left.
+            unsafe { (self.core.cm.rdma_destroy_id)(entry.ptr) };
+        }
+    }
+
+    /// Frees the queue pair of an identifier, and the identifier if it was only waiting for that.
+    pub(super) fn destroy_owned_qp(&mut self, owner: CmId) {
+        let Ok(entry) = self.ids.get_mut(owner) else {
+            return;
+        };
+        entry.qp = None;
+        // SAFETY: the identifier is alive and has a queue pair of librdmacm's.
+        unsafe { (self.core.cm.rdma_destroy_qp)(entry.ptr) };
+        if entry.zombie {
+            self.free_id(owner);
+        }
+    }
+
+    /// Takes in everything that the event channel has.
+    pub(super) fn reap_cm_events(&mut self) -> usize {
+        let mut count = 0;
+        loop {
+            let mut event = ptr::null_mut();
+            // SAFETY: the channel is open and does not block.
+            if unsafe { (self.core.cm.rdma_get_cm_event)(self.channel, &raw mut event) } != 0 {
+                return count;
+            }
+            count += 1;
+            // SAFETY: the event was just taken and is alive until it is acknowledged.
+            let ours = self.on_event(unsafe { &*event });
+            // SAFETY: nothing of the event is used after this.
+            unsafe { (self.core.cm.rdma_ack_cm_event)(event) };
+            self.cm_events.extend(ours);
+        }
+    }
+
+    fn on_event(&mut self, event: &rdma_cm_event) -> Option<CmEvent> {
+        // SAFETY: reliable connections carry the connection parameters, and the event is alive.
+        let param = || unsafe { convert::conn_param_of(&event.param.conn) };
+        let id = if event.event == RDMA_CM_EVENT_CONNECT_REQUEST {
+            self.enter(event.id).ok()?
+        } else {
+            *self.by_id.get(&(event.id as usize))?
+        };
+        if self.ids.get(id).is_ok_and(|i| i.zombie) {
+            return None;
+        }
+        let kind = match event.event {
+            RDMA_CM_EVENT_ADDR_RESOLVED => CmEventKind::AddrResolved,
+            RDMA_CM_EVENT_ADDR_ERROR => CmEventKind::AddrError(event_error(event.status)),
+            RDMA_CM_EVENT_ROUTE_RESOLVED => CmEventKind::RouteResolved,
+            RDMA_CM_EVENT_ROUTE_ERROR => CmEventKind::RouteError(event_error(event.status)),
+            RDMA_CM_EVENT_CONNECT_REQUEST => CmEventKind::ConnectRequest {
+                listener: *self.by_id.get(&(event.listen_id as usize))?,
+                peer: self.peer_addr(id)?,
+                param: param(),
+            },
+            RDMA_CM_EVENT_CONNECT_ERROR => CmEventKind::ConnectError(event_error(event.status)),
+            RDMA_CM_EVENT_UNREACHABLE => CmEventKind::Unreachable,
+            RDMA_CM_EVENT_REJECTED => CmEventKind::Rejected {
+                reason: u16::try_from(event.status).unwrap_or(u16::MAX),
+                private_data: param().private_data,
+            },
+            RDMA_CM_EVENT_ESTABLISHED => CmEventKind::Established { param: param() },
+            RDMA_CM_EVENT_DISCONNECTED => CmEventKind::Disconnected,
+            RDMA_CM_EVENT_DEVICE_REMOVAL => {
+                self.gone = true;
+                CmEventKind::DeviceRemoval
+            }
+            RDMA_CM_EVENT_TIMEWAIT_EXIT => CmEventKind::TimewaitExit,
+            _ => return None,
+        };
+        Some(CmEvent { id, kind })
+    }
+}
+
+impl RdmaCm for RdmaCoreDevice {
+    fn create_id(&mut self, port_space: PortSpace) -> Result<CmId, CmError> {
+        let space = match port_space {
+            PortSpace::Tcp => RDMA_PS_TCP,
+            PortSpace::Udp => RDMA_PS_UDP,
+            PortSpace::Ib { .. } => return Err(CmError::AddressNotAvailable),
+        };
+        let mut ptr = ptr::null_mut();
+        // SAFETY: the channel is open; the identifier is written.
+        checked_cm(unsafe {
+            (self.core.cm.rdma_create_id)(self.channel, &raw mut ptr, ptr::null_mut(), space)
+        })?;
+        self.enter(ptr)
+    }
+
+    fn bind_addr(&mut self, id: CmId, addr: SocketAddr) -> Result<(), CmError> {
+        let ptr = self.id_ptr(id, "bind")?;
+        let ip = if addr.ip().is_unspecified() {
+            self.addr
+        } else {
+            addr.ip()
+        };
+        if ip != self.addr {
+            return Err(CmError::AddressNotAvailable);
+        }
+        let mut at = SockAddr::new(SocketAddr::new(ip, addr.port()));
+        // SAFETY: the identifier is alive, the address is one.
+        checked_cm(unsafe { (self.core.cm.rdma_bind_addr)(ptr, at.as_mut_ptr()) })
+    }
+
+    fn resolve_addr(
+        &mut self,
+        id: CmId,
+        src: Option<SocketAddr>,
+        dst: SocketAddr,
+        timeout: Duration,
+    ) -> Result<(), CmError> {
+        let ptr = self.id_ptr(id, "address resolution")?;
+        let mut from = SockAddr::new(src.unwrap_or(SocketAddr::new(self.addr, 0)));
+        let mut to = SockAddr::new(dst);
+        // SAFETY: the identifier is alive, the addresses are such.
+        checked_cm(unsafe {
+            let (from, to) = (from.as_mut_ptr(), to.as_mut_ptr());
+            (self.core.cm.rdma_resolve_addr)(ptr, from, to, millis(timeout))
+        })
+    }
+
+    fn resolve_route(&mut self, id: CmId, timeout: Duration) -> Result<(), CmError> {
+        let ptr = self.id_ptr(id, "route resolution")?;
+        // SAFETY: the identifier is alive.
+        checked_cm(unsafe { (self.core.cm.rdma_resolve_route)(ptr, millis(timeout)) })
+    }
+
+    fn create_cm_qp(&mut self, id: CmId, init: &QpInitAttr) -> Result<QpId, CmError> {
+        let entry = self.id(id, "queue pair creation")?;
+        let ptr = entry.ptr;
+        if entry.qp.is_some() {
+            return Err(CmError::InvalidState("a second queue pair"));
+        }
+        let mut theirs = self.qp_init(init)?;
+        let pd = self.pds.get(init.pd)?.ptr;
+        // SAFETY: identifier, domain and queues are alive and of one context, the device's own.
+        checked_cm(unsafe { (self.core.cm.rdma_create_qp)(ptr, pd, &raw mut theirs) })?;
+        // SAFETY: the call has just set the identifier's queue pair.
+        let qp = self.adopt_qp(unsafe { (*ptr).qp }, init, Some(id))?;
+        self.ids.get_mut(id)?.qp = Some(qp);
+        Ok(qp)
+    }
+
+    fn listen(&mut self, id: CmId, backlog: u32) -> Result<(), CmError> {
+        let ptr = self.id_ptr(id, "listen")?;
+        let backlog = i32::try_from(backlog).unwrap_or(i32::MAX);
+        // SAFETY: the identifier is alive.
+        checked_cm(unsafe { (self.core.cm.rdma_listen)(ptr, backlog) })?;
+        self.ids.get_mut(id)?.listening = true;
+        Ok(())
+    }
+
+    fn connect(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError> {
+        let ptr = self.id_ptr(id, "connect")?;
+        fits(&param.private_data, MAX_CONNECT_PRIVATE_DATA)?;
+        let mut theirs = convert::conn_param(param, self.owned_qpn(id));
+        // SAFETY: the identifier is alive; the private data outlives the call.
+        checked_cm(unsafe { (self.core.cm.rdma_connect)(ptr, &raw mut theirs) })
+    }
+
+    fn accept(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError> {
+        let ptr = self.id_ptr(id, "accept")?;
+        fits(&param.private_data, MAX_ACCEPT_PRIVATE_DATA)?;
+        let mut theirs = convert::conn_param(param, self.owned_qpn(id));
+        // SAFETY: the identifier is alive; the private data outlives the call.
+        checked_cm(unsafe { (self.core.cm.rdma_accept)(ptr, &raw mut theirs) })
+    }
+
+    fn reject(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError> {
+        let ptr = self.id_ptr(id, "reject")?;
+        fits(private_data, MAX_REJECT_PRIVATE_DATA)?;
+        let len = private_data.len() as u8;
+        // SAFETY: the identifier is alive; the private data outlives the call.
+        checked_cm(unsafe { (self.core.cm.rdma_reject)(ptr, private_data.as_ptr().cast(), len) })
+    }
+
+    /// The kernel's CM sends it by itself where it is due; there is no call for it.
+    fn mra(&mut self, id: CmId) -> Result<(), CmError> {
+        self.id(id, "mra").map(drop)
+    }
+
+    fn notify_established(&mut self, id: CmId) -> Result<(), CmError> {
+        let ptr = self.id_ptr(id, "notify")?;
+        // SAFETY: the identifier is alive.
+        checked_cm(unsafe { (self.core.cm.rdma_notify)(ptr, IBV_EVENT_COMM_EST) })
+    }
+
+    fn disconnect(&mut self, id: CmId) -> Result<(), CmError> {
+        let entry = self.id(id, "disconnect")?;
+        if entry.qp.is_none() || entry.listening {
+            return Err(CmError::InvalidState("disconnect"));
+        }
+        // SAFETY: the identifier is alive. A second call fails in the library and changes nothing.
+        unsafe { (self.core.cm.rdma_disconnect)(entry.ptr) };
+        Ok(())
+    }
+
+    fn destroy_id(&mut self, id: CmId) -> Result<(), CmError> {
+        let entry = self
+            .ids
+            .get_mut(id)
+            .map_err(|_| CmError::InvalidState("destroy"))?;
+        if entry.zombie {
+            return Err(CmError::InvalidState("destroy"));
+        }
+        if entry.qp.is_some() {
+            entry.zombie = true;
+        } else {
+            self.free_id(id);
+        }
+        self.cm_events.retain(|e| e.id != id);
+        Ok(())
+    }
+
+    fn local_addr(&self, id: CmId) -> Option<SocketAddr> {
+        let ptr = self.id_ptr(id, "query").ok()?;
+        // SAFETY: the identifier is alive; its route holds an address of some family or zeros.
+        socket_addr(unsafe { &(*ptr).route.addr.__bindgen_anon_1.src_storage })
+    }
+
+    fn peer_addr(&self, id: CmId) -> Option<SocketAddr> {
+        let ptr = self.id_ptr(id, "query").ok()?;
+        // SAFETY: as above.
+        socket_addr(unsafe { &(*ptr).route.addr.__bindgen_anon_2.dst_storage })
+    }
+
+    fn poll_cm_event(&mut self) -> Option<CmEvent> {
+        self.cm_events.pop_front()
+    }
+}
+
+impl RdmaCoreDevice {
+    fn owned_qpn(&self, id: CmId) -> u32 {
+        let qp = self.ids.get(id).ok().and_then(|i| i.qp);
+        qp.and_then(|qp| self.qp_num(qp).ok()).unwrap_or(0)
+    }
+}

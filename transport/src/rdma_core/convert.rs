@@ -1,0 +1,382 @@
+//! Our types and rdma-core's, one into the other. Nothing here calls the libraries.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use riser_rdma_core_sys::bindings::*;
+
+use crate::verbs::{
+    Access, AhAttr, CmError, ConnParam, Gid, Mtu, PostReason, QKey, QpAttr, QpState, SendFlags,
+    VerbsError, WcOpcode, WcStatus,
+};
+
+/// The error of the last failed call of this thread.
+pub(super) fn last_os_error() -> VerbsError {
+    VerbsError::Os(std::io::Error::last_os_error().raw_os_error().unwrap_or(0))
+}
+
+/// A call that answers 0 or `errno` itself.
+pub(super) fn checked(errno: i32) -> Result<(), VerbsError> {
+    if errno == 0 {
+        Ok(())
+    } else {
+        Err(VerbsError::Os(errno.abs()))
+    }
+}
+
+/// A call of the RDMA CM: 0, or -1 with the reason in the thread's `errno`.
+pub(super) fn checked_cm(result: i32) -> Result<(), CmError> {
+    if result == 0 {
+        return Ok(());
+    }
+    Err(match std::io::Error::last_os_error().raw_os_error() {
+        Some(libc::EADDRINUSE) => CmError::AddressInUse,
+        Some(libc::EADDRNOTAVAIL | libc::ENODEV) => CmError::AddressNotAvailable,
+        Some(libc::ENETUNREACH | libc::EHOSTUNREACH) => CmError::Unreachable,
+        Some(libc::EINVAL) => CmError::InvalidState("this call"),
+        other => CmError::Verbs(VerbsError::Os(other.unwrap_or(0))),
+    })
+}
+
+/// What the status of a CM event means.
+pub(super) fn event_error(status: i32) -> CmError {
+    match status.abs() {
+        libc::ETIMEDOUT => CmError::Timeout,
+        libc::ENETUNREACH | libc::EHOSTUNREACH => CmError::Unreachable,
+        libc::EADDRNOTAVAIL | libc::ENODEV => CmError::AddressNotAvailable,
+        other => CmError::Verbs(VerbsError::Os(other)),
+    }
+}
+
+pub(super) fn access_flags(access: Access) -> u32 {
+    [
+        (Access::LOCAL_WRITE, IBV_ACCESS_LOCAL_WRITE),
+        (Access::REMOTE_WRITE, IBV_ACCESS_REMOTE_WRITE),
+        (Access::REMOTE_READ, IBV_ACCESS_REMOTE_READ),
+        (Access::REMOTE_ATOMIC, IBV_ACCESS_REMOTE_ATOMIC),
+    ]
+    .into_iter()
+    .filter(|(ours, _)| access.contains(*ours))
+    .fold(0, |flags, (_, theirs)| flags | theirs)
+}
+
+pub(super) fn access_of(flags: u32) -> Access {
+    [
+        (Access::LOCAL_WRITE, IBV_ACCESS_LOCAL_WRITE),
+        (Access::REMOTE_WRITE, IBV_ACCESS_REMOTE_WRITE),
+        (Access::REMOTE_READ, IBV_ACCESS_REMOTE_READ),
+        (Access::REMOTE_ATOMIC, IBV_ACCESS_REMOTE_ATOMIC),
+    ]
+    .into_iter()
+    .filter(|(_, theirs)| flags & theirs != 0)
+    .fold(Access::empty(), |access, (ours, _)| access | ours)
+}
+
+pub(super) fn send_flags(flags: SendFlags) -> u32 {
+    [
+        (SendFlags::SIGNALED, IBV_SEND_SIGNALED),
+        (SendFlags::SOLICITED, IBV_SEND_SOLICITED),
+        (SendFlags::FENCE, IBV_SEND_FENCE),
+        (SendFlags::INLINE, IBV_SEND_INLINE),
+    ]
+    .into_iter()
+    .filter(|(ours, _)| flags.contains(*ours))
+    .fold(0, |all, (_, theirs)| all | theirs)
+}
+
+pub(super) fn mtu(theirs: ibv_mtu) -> Option<Mtu> {
+    u8::try_from(theirs).ok().and_then(Mtu::from_code)
+}
+
+/// Queue pair states are numbered alike; the table keeps that from being an assumption.
+const STATES: [(QpState, ibv_qp_state); 7] = [
+    (QpState::Reset, IBV_QPS_RESET),
+    (QpState::Init, IBV_QPS_INIT),
+    (QpState::Rtr, IBV_QPS_RTR),
+    (QpState::Rts, IBV_QPS_RTS),
+    (QpState::Sqd, IBV_QPS_SQD),
+    (QpState::Sqe, IBV_QPS_SQE),
+    (QpState::Error, IBV_QPS_ERR),
+];
+
+pub(super) fn state_of(theirs: ibv_qp_state) -> QpState {
+    STATES
+        .iter()
+        .find(|(_, t)| *t == theirs)
+        .map_or(QpState::Error, |(o, _)| *o)
+}
+
+fn state(ours: QpState) -> ibv_qp_state {
+    STATES
+        .iter()
+        .find(|(o, _)| *o == ours)
+        .map_or(IBV_QPS_UNKNOWN, |(_, t)| *t)
+}
+
+pub(super) fn wc_status(theirs: ibv_wc_status) -> WcStatus {
+    match theirs {
+        IBV_WC_SUCCESS => WcStatus::Success,
+        IBV_WC_LOC_LEN_ERR => WcStatus::LocLenErr,
+        IBV_WC_LOC_QP_OP_ERR => WcStatus::LocQpOpErr,
+        IBV_WC_LOC_PROT_ERR => WcStatus::LocProtErr,
+        IBV_WC_WR_FLUSH_ERR => WcStatus::WrFlushErr,
+        IBV_WC_MW_BIND_ERR => WcStatus::MwBindErr,
+        IBV_WC_BAD_RESP_ERR => WcStatus::BadRespErr,
+        IBV_WC_LOC_ACCESS_ERR => WcStatus::LocAccessErr,
+        IBV_WC_REM_INV_REQ_ERR => WcStatus::RemInvReqErr,
+        IBV_WC_REM_ACCESS_ERR => WcStatus::RemAccessErr,
+        IBV_WC_REM_OP_ERR => WcStatus::RemOpErr,
+        IBV_WC_RETRY_EXC_ERR | IBV_WC_RESP_TIMEOUT_ERR => WcStatus::RetryExcErr,
+        IBV_WC_RNR_RETRY_EXC_ERR => WcStatus::RnrRetryExcErr,
+        IBV_WC_REM_ABORT_ERR => WcStatus::RemAbortErr,
+        _ => WcStatus::FatalErr,
+    }
+}
+
+/// The opcode of a successful completion; `posted` is what the request was.
+pub(super) fn wc_opcode(theirs: ibv_wc_opcode, posted: WcOpcode) -> WcOpcode {
+    match theirs {
+        IBV_WC_RECV_RDMA_WITH_IMM => WcOpcode::RecvWriteImm,
+        IBV_WC_RECV => WcOpcode::Recv,
+        _ => posted,
+    }
+}
+
+/// Why a post failed, by the `errno` that it answered.
+pub(super) fn post_reason(errno: i32) -> PostReason {
+    match errno.abs() {
+        libc::ENOMEM | libc::ENOSPC | libc::EAGAIN => PostReason::QueueFull,
+        libc::EINVAL => PostReason::InvalidRequest("the device refused it"),
+        libc::EOPNOTSUPP => PostReason::InvalidOpcode,
+        other => PostReason::Os(other),
+    }
+}
+
+pub(super) fn ah_attr(ours: &AhAttr) -> ibv_ah_attr {
+    ibv_ah_attr {
+        grh: ibv_global_route {
+            dgid: ibv_gid { raw: ours.dgid.0 },
+            flow_label: 0,
+            sgid_index: ours.sgid_index as u8,
+            hop_limit: ours.hop_limit,
+            traffic_class: ours.traffic_class,
+        },
+        is_global: 1,
+        port_num: ours.port,
+        ..Default::default()
+    }
+}
+
+fn ah_attr_of(theirs: &ibv_ah_attr) -> AhAttr {
+    AhAttr {
+        // SAFETY: every bit pattern of a GID is 16 bytes.
+        dgid: Gid(unsafe { theirs.grh.dgid.raw }),
+        sgid_index: u16::from(theirs.grh.sgid_index),
+        hop_limit: theirs.grh.hop_limit,
+        traffic_class: theirs.grh.traffic_class,
+        port: theirs.port_num,
+    }
+}
+
+/// Attributes for `ibv_modify_qp`, with the mask that says which are meant.
+pub(super) fn qp_attr(ours: &QpAttr) -> (ibv_qp_attr, u32) {
+    let mut theirs = ibv_qp_attr::default();
+    let mut mask = 0;
+    macro_rules! set {
+        ($($from:ident => $to:ident, $bit:ident, $value:expr;)*) => {$(
+            if let Some($from) = ours.$from {
+                theirs.$to = $value;
+                mask |= $bit;
+            }
+        )*};
+    }
+    set! {
+        state => qp_state, IBV_QP_STATE, self::state(state);
+        pkey_index => pkey_index, IBV_QP_PKEY_INDEX, pkey_index;
+        port => port_num, IBV_QP_PORT, port;
+        access => qp_access_flags, IBV_QP_ACCESS_FLAGS, access_flags(access);
+        qkey => qkey, IBV_QP_QKEY, qkey.0;
+        ah => ah_attr, IBV_QP_AV, ah_attr(&ah);
+        path_mtu => path_mtu, IBV_QP_PATH_MTU, u32::from(path_mtu.code());
+        dest_qp => dest_qp_num, IBV_QP_DEST_QPN, dest_qp;
+        rq_psn => rq_psn, IBV_QP_RQ_PSN, rq_psn;
+        sq_psn => sq_psn, IBV_QP_SQ_PSN, sq_psn;
+        max_dest_rd_atomic => max_dest_rd_atomic, IBV_QP_MAX_DEST_RD_ATOMIC, max_dest_rd_atomic;
+        max_rd_atomic => max_rd_atomic, IBV_QP_MAX_QP_RD_ATOMIC, max_rd_atomic;
+        min_rnr_timer => min_rnr_timer, IBV_QP_MIN_RNR_TIMER, min_rnr_timer;
+        timeout => timeout, IBV_QP_TIMEOUT, timeout;
+        retry_cnt => retry_cnt, IBV_QP_RETRY_CNT, retry_cnt;
+        rnr_retry => rnr_retry, IBV_QP_RNR_RETRY, rnr_retry;
+    }
+    (theirs, mask)
+}
+
+/// What `ibv_query_qp` answered.
+pub(super) fn qp_attr_of(theirs: &ibv_qp_attr) -> QpAttr {
+    QpAttr {
+        state: Some(state_of(theirs.qp_state)),
+        pkey_index: Some(theirs.pkey_index),
+        port: Some(theirs.port_num),
+        access: Some(access_of(theirs.qp_access_flags)),
+        qkey: Some(QKey(theirs.qkey)),
+        ah: Some(ah_attr_of(&theirs.ah_attr)),
+        path_mtu: mtu(theirs.path_mtu),
+        dest_qp: Some(theirs.dest_qp_num),
+        rq_psn: Some(theirs.rq_psn),
+        sq_psn: Some(theirs.sq_psn),
+        max_dest_rd_atomic: Some(theirs.max_dest_rd_atomic),
+        max_rd_atomic: Some(theirs.max_rd_atomic),
+        min_rnr_timer: Some(theirs.min_rnr_timer),
+        timeout: Some(theirs.timeout),
+        retry_cnt: Some(theirs.retry_cnt),
+        rnr_retry: Some(theirs.rnr_retry),
+        pkey: None,
+    }
+}
+
+/// An address as the socket API writes it.
+#[repr(C)]
+pub(super) union SockAddr {
+    any: sockaddr,
+    v4: sockaddr_in,
+    v6: sockaddr_in6,
+}
+
+impl SockAddr {
+    pub(super) fn new(addr: SocketAddr) -> Self {
+        match addr {
+            SocketAddr::V4(a) => Self {
+                v4: sockaddr_in {
+                    sin_family: libc::AF_INET as u16,
+                    sin_port: a.port().to_be(),
+                    sin_addr: in_addr {
+                        s_addr: u32::from_ne_bytes(a.ip().octets()),
+                    },
+                    ..Default::default()
+                },
+            },
+            SocketAddr::V6(a) => Self {
+                v6: sockaddr_in6 {
+                    sin6_family: libc::AF_INET6 as u16,
+                    sin6_port: a.port().to_be(),
+                    sin6_flowinfo: a.flowinfo(),
+                    sin6_addr: in6_addr {
+                        __in6_u: in6_addr__bindgen_ty_1 {
+                            __u6_addr8: a.ip().octets(),
+                        },
+                    },
+                    sin6_scope_id: a.scope_id(),
+                },
+            },
+        }
+    }
+
+    pub(super) fn as_mut_ptr(&mut self) -> *mut sockaddr {
+        (&raw mut *self).cast()
+    }
+}
+
+/// The address of a CM identifier's route; `None` for a family that is not the Internet's.
+pub(super) fn socket_addr(storage: &sockaddr_storage) -> Option<SocketAddr> {
+    let p: *const sockaddr_storage = storage;
+    match i32::from(storage.ss_family) {
+        libc::AF_INET => {
+            // SAFETY: the family says that the storage holds an IPv4 address, and it is larger.
+            let a = unsafe { &*p.cast::<sockaddr_in>() };
+            let ip = Ipv4Addr::from(a.sin_addr.s_addr.to_ne_bytes());
+            Some(SocketAddr::new(IpAddr::V4(ip), u16::from_be(a.sin_port)))
+        }
+        libc::AF_INET6 => {
+            // SAFETY: the family says that the storage holds an IPv6 address, and it is larger.
+            let a = unsafe { &*p.cast::<sockaddr_in6>() };
+            // SAFETY: every bit pattern of an IPv6 address is 16 bytes.
+            let ip = Ipv6Addr::from(unsafe { a.sin6_addr.__in6_u.__u6_addr8 });
+            Some(SocketAddr::new(IpAddr::V6(ip), u16::from_be(a.sin6_port)))
+        }
+        _ => None,
+    }
+}
+
+/// Connection parameters; `theirs` borrows the private data of `ours`.
+pub(super) fn conn_param(ours: &ConnParam, qp_num: u32) -> rdma_conn_param {
+    rdma_conn_param {
+        private_data: ours.private_data.as_ptr().cast(),
+        private_data_len: ours.private_data.len() as u8,
+        responder_resources: ours.responder_resources,
+        initiator_depth: ours.initiator_depth,
+        flow_control: u8::from(ours.flow_control),
+        retry_count: ours.retry_count,
+        rnr_retry_count: ours.rnr_retry_count,
+        srq: u8::from(ours.srq),
+        qp_num,
+    }
+}
+
+/// What an event tells of the peer.
+///
+/// # Safety
+/// The private data that `theirs` points at is alive.
+pub(super) unsafe fn conn_param_of(theirs: &rdma_conn_param) -> ConnParam {
+    let private_data = if theirs.private_data.is_null() {
+        Vec::new()
+    } else {
+        let len = usize::from(theirs.private_data_len);
+        // SAFETY: the library gives a pointer to that many bytes; the caller keeps the event.
+        unsafe { std::slice::from_raw_parts(theirs.private_data.cast::<u8>(), len) }.to_vec()
+    };
+    ConnParam {
+        private_data,
+        responder_resources: theirs.responder_resources,
+        initiator_depth: theirs.initiator_depth,
+        flow_control: theirs.flow_control != 0,
+        retry_count: theirs.retry_count,
+        rnr_retry_count: theirs.rnr_retry_count,
+        srq: theirs.srq != 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_survive_the_way_there_and_back() {
+        for text in ["10.99.0.1:5555", "[fd99::2]:3260", "[fe80::1%3]:1"] {
+            let addr: SocketAddr = text.parse().unwrap();
+            let mut raw = SockAddr::new(addr);
+            let mut storage = sockaddr_storage::default();
+            // SAFETY: the storage is at least as large as either address, and both are plain bytes.
+            unsafe {
+                std::ptr::copy_nonoverlapping(
+                    raw.as_mut_ptr().cast::<u8>(),
+                    (&raw mut storage).cast::<u8>(),
+                    size_of::<SockAddr>(),
+                );
+            }
+            let back = socket_addr(&storage).unwrap();
+            assert_eq!((back.ip(), back.port()), (addr.ip(), addr.port()));
+        }
+        assert_eq!(socket_addr(&sockaddr_storage::default()), None);
+    }
+
+    #[test]
+    fn only_given_attributes_are_masked() {
+        let (theirs, mask) = qp_attr(&QpAttr {
+            state: Some(QpState::Rtr),
+            dest_qp: Some(17),
+            path_mtu: Some(Mtu::Mtu1024),
+            ..Default::default()
+        });
+        assert_eq!(mask, 1 | 1 << 20 | 1 << 8);
+        assert_eq!(
+            (theirs.qp_state, theirs.dest_qp_num, theirs.path_mtu),
+            (2, 17, 3)
+        );
+    }
+
+    #[test]
+    fn access_flags_survive_the_way_there_and_back() {
+        let access = Access::LOCAL_WRITE | Access::REMOTE_READ;
+        assert_eq!(access_flags(access), 0b101);
+        assert_eq!(access_of(0b101), access);
+    }
+}

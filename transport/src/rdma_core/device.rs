@@ -1,0 +1,703 @@
+//! The verbs that make, query and destroy objects; posting and polling are in `work`.
+
+use std::ffi::CStr;
+use std::os::fd::RawFd;
+use std::ptr;
+use std::time::Instant;
+
+use riser_memory::MemSlice;
+use riser_rdma_core_sys::bindings::*;
+use riser_rdma_core_sys::ops;
+
+use super::convert::{self, checked, last_os_error};
+use super::objects::{Cq, Pd, Qp, RdmaCoreDevice, Region, Srq, Window, pack, unpack};
+use crate::verbs::*;
+
+/// Most entries of the scatter list of one request that we ask a device for.
+const MAX_SGE: i32 = 32;
+
+impl RdmaCoreDevice {
+    pub(super) fn query_device(&self) -> Result<DeviceAttr, VerbsError> {
+        let mut d = ibv_device_attr::default();
+        // SAFETY: the context is open.
+        checked(unsafe { (self.core.verbs.ibv_query_device)(self.context, &raw mut d) })?;
+        // SAFETY: an open context has a device, whose name ends in NUL.
+        let name = unsafe {
+            CStr::from_ptr((self.core.verbs.ibv_get_device_name)(
+                (*self.context).device,
+            ))
+        };
+        let count = |v: i32| u32::try_from(v).unwrap_or(0);
+        let depth = |v: i32| v.clamp(0, 255) as u8;
+        Ok(DeviceAttr {
+            name: name.to_string_lossy().into_owned(),
+            provider: "rdma_core",
+            node_guid: u64::from_be(d.node_guid),
+            max_pd: count(d.max_pd),
+            max_mr: count(d.max_mr),
+            max_mr_size: d.max_mr_size,
+            max_fast_reg_segments: u32::from(d.max_mw > 0),
+            sg_gaps: true,
+            max_cq: count(d.max_cq),
+            max_cqe: count(d.max_cqe),
+            max_qp: count(d.max_qp),
+            max_qp_wr: count(d.max_qp_wr),
+            max_sge: count(d.max_sge.min(MAX_SGE)),
+            max_inline: 64,
+            max_srq: count(d.max_srq),
+            max_srq_wr: count(d.max_srq_wr),
+            max_qp_rd_atom: depth(d.max_qp_rd_atom),
+            max_qp_init_rd_atom: depth(d.max_qp_init_rd_atom),
+            max_ah: count(d.max_ah),
+            ports: d.phys_port_cnt,
+        })
+    }
+
+    fn pd_ptr(&self, pd: PdId) -> Result<*mut ibv_pd, VerbsError> {
+        Ok(self.pds.get(pd)?.ptr)
+    }
+
+    fn use_pd(&mut self, pd: PdId) {
+        if let Ok(pd) = self.pds.get_mut(pd) {
+            pd.users += 1;
+        }
+    }
+
+    fn release_pd(&mut self, pd: PdId) {
+        if let Ok(pd) = self.pds.get_mut(pd) {
+            pd.users -= 1;
+        }
+    }
+
+    /// The attributes for making a queue pair.
+    pub(super) fn qp_init(&self, init: &QpInitAttr) -> Result<ibv_qp_init_attr, VerbsError> {
+        let qp_type = match init.qp_type {
+            QpType::Rc => IBV_QPT_RC,
+            QpType::Ud => IBV_QPT_UD,
+            QpType::Gsi => return Err(VerbsError::WrongQpType("the kernel keeps queue pair 1")),
+        };
+        Ok(ibv_qp_init_attr {
+            qp_context: ptr::null_mut(),
+            send_cq: self.cqs.get(init.send_cq)?.ptr,
+            recv_cq: self.cqs.get(init.recv_cq)?.ptr,
+            srq: init
+                .srq
+                .map_or(Ok(ptr::null_mut()), |s| self.srqs.get(s).map(|s| s.ptr))?,
+            cap: ibv_qp_cap {
+                max_send_wr: init.cap.max_send_wr,
+                max_recv_wr: if init.srq.is_some() {
+                    0
+                } else {
+                    init.cap.max_recv_wr
+                },
+                max_send_sge: init.cap.max_send_sge.max(1),
+                max_recv_sge: init.cap.max_recv_sge.max(1),
+                max_inline_data: init.cap.max_inline,
+            },
+            qp_type,
+            sq_sig_all: i32::from(init.sq_sig_all),
+        })
+    }
+
+    /// Enters a queue pair that the library made, and counts what it uses.
+    pub(super) fn adopt_qp(
+        &mut self,
+        ptr: *mut ibv_qp,
+        init: &QpInitAttr,
+        owner: Option<CmId>,
+    ) -> Result<QpId, VerbsError> {
+        // SAFETY: the queue pair was just made.
+        let qpn = unsafe { (*ptr).qp_num };
+        let id = self.qps.insert(Qp {
+            ptr,
+            qpn,
+            init: *init,
+            owner,
+            sent: Default::default(),
+            received: Default::default(),
+        })?;
+        self.qpns.insert(qpn, id);
+        self.use_pd(init.pd);
+        for cq in [init.send_cq, init.recv_cq] {
+            self.cqs.get_mut(cq)?.users += 1;
+        }
+        if let Some(srq) = init.srq {
+            self.srqs.get_mut(srq)?.users += 1;
+        }
+        Ok(id)
+    }
+
+    fn forget_qp(&mut self, id: QpId) {
+        let Ok(qp) = self.qps.remove(id) else { return };
+        self.qpns.remove(&qp.qpn);
+        for slot in qp.sent.into_iter().chain(qp.received) {
+            let _ = self.slots.remove(slot);
+        }
+        self.release_pd(qp.init.pd);
+        for cq in [qp.init.send_cq, qp.init.recv_cq] {
+            if let Ok(cq) = self.cqs.get_mut(cq) {
+                cq.users -= 1;
+            }
+        }
+        if let Some(Ok(srq)) = qp.init.srq.map(|s| self.srqs.get_mut(s)) {
+            srq.users -= 1;
+        }
+    }
+
+    /// Takes in everything that the asynchronous event descriptor has.
+    fn reap_async_events(&mut self) -> usize {
+        let mut count = 0;
+        loop {
+            let mut event = ibv_async_event::default();
+            // SAFETY: the context is open and its descriptor does not block.
+            if unsafe { (self.core.verbs.ibv_get_async_event)(self.context, &raw mut event) } != 0 {
+                return count;
+            }
+            count += 1;
+            let ours = self.async_event(&event);
+            // SAFETY: the event was just taken.
+            unsafe { (self.core.verbs.ibv_ack_async_event)(&raw mut event) };
+            if let Some(ours) = ours
+                && !self.async_events.contains(&ours)
+            {
+                self.async_events.push_back(ours);
+            }
+        }
+    }
+
+    fn async_event(&mut self, event: &ibv_async_event) -> Option<AsyncEvent> {
+        // SAFETY: the kind of event says which member of the union it carries, and an event holds
+        // its object alive until it is acknowledged.
+        let qp = |d: &Self| unsafe { d.qpns.get(&(*event.element.qp).qp_num).copied() };
+        // SAFETY: as above.
+        let port = || unsafe { event.element.port_num as u8 };
+        match event.event_type {
+            IBV_EVENT_CQ_ERR => {
+                // SAFETY: as above; our completion queues carry their handle as context.
+                let id = CqId(unpack(unsafe { (*event.element.cq).cq_context } as u64));
+                self.cqs.get_mut(id).ok()?.overrun = true;
+                Some(AsyncEvent::CqError(id))
+            }
+            IBV_EVENT_QP_FATAL => qp(self).map(AsyncEvent::QpFatal),
+            IBV_EVENT_QP_REQ_ERR => qp(self).map(AsyncEvent::QpReqError),
+            IBV_EVENT_QP_ACCESS_ERR => qp(self).map(AsyncEvent::QpAccessError),
+            IBV_EVENT_COMM_EST => qp(self).map(AsyncEvent::CommEstablished),
+            IBV_EVENT_SQ_DRAINED => qp(self).map(AsyncEvent::SqDrained),
+            IBV_EVENT_QP_LAST_WQE_REACHED => qp(self).map(AsyncEvent::QpLastWqeReached),
+            IBV_EVENT_SRQ_LIMIT_REACHED => {
+                // SAFETY: as above; our shared queues carry their handle as context.
+                let id = SrqId(unpack(unsafe { (*event.element.srq).srq_context } as u64));
+                Some(AsyncEvent::SrqLimitReached(id))
+            }
+            IBV_EVENT_PORT_ACTIVE => Some(AsyncEvent::PortActive(port())),
+            IBV_EVENT_PORT_ERR => Some(AsyncEvent::PortError(port())),
+            IBV_EVENT_GID_CHANGE => Some(AsyncEvent::GidChange(port())),
+            IBV_EVENT_DEVICE_FATAL => {
+                self.gone = true;
+                Some(AsyncEvent::DeviceFatal)
+            }
+            _ => None,
+        }
+    }
+
+    fn reap_cq_events(&mut self) -> usize {
+        let mut count = 0;
+        loop {
+            let (mut cq, mut context) = (ptr::null_mut(), ptr::null_mut());
+            // SAFETY: the channel is open and does not block; both results are written.
+            let r = unsafe {
+                (self.core.verbs.ibv_get_cq_event)(self.comp, &raw mut cq, &raw mut context)
+            };
+            if r != 0 {
+                return count;
+            }
+            // SAFETY: the event was just taken from this queue.
+            unsafe { (self.core.verbs.ibv_ack_cq_events)(cq, 1) };
+            count += 1;
+            let id = CqId(unpack(context as u64));
+            if !self.fired.contains(&id) {
+                self.fired.push_back(id);
+            }
+        }
+    }
+}
+
+impl Provider for RdmaCoreDevice {
+    fn progress(&mut self, _now: Instant) -> usize {
+        self.reap_cq_events() + self.reap_async_events() + self.reap_cm_events()
+    }
+
+    fn deadline(&self) -> Option<Instant> {
+        None
+    }
+
+    fn event_fds(&self) -> Vec<RawFd> {
+        // SAFETY: all three objects are open as long as the device is.
+        unsafe {
+            vec![
+                (*self.comp).fd,
+                (*self.channel).fd,
+                (*self.context).async_fd,
+            ]
+        }
+    }
+}
+
+impl Verbs for RdmaCoreDevice {
+    fn device_attr(&self) -> &DeviceAttr {
+        &self.attr
+    }
+
+    fn query_port(&self, port: u8) -> Result<PortAttr, VerbsError> {
+        let theirs = self.port_attr(port)?;
+        let active = theirs.state == IBV_PORT_ACTIVE;
+        Ok(PortAttr {
+            state: if active {
+                PortState::Active
+            } else {
+                PortState::Down
+            },
+            max_mtu: convert::mtu(theirs.max_mtu).unwrap_or(Mtu::Mtu4096),
+            active_mtu: Self::active_mtu(&theirs),
+            max_msg_size: theirs.max_msg_sz,
+            gid_table_len: u16::try_from(theirs.gid_tbl_len).unwrap_or(0),
+            pkey_table_len: theirs.pkey_tbl_len,
+            addr: self.addr,
+        })
+    }
+
+    fn query_gid(&self, port: u8, index: u16) -> Result<Gid, VerbsError> {
+        self.port_attr(port)?;
+        self.gid(port, index)
+    }
+
+    fn query_pkey(&self, port: u8, index: u16) -> Result<PKey, VerbsError> {
+        self.port_attr(port)?;
+        let mut pkey = 0;
+        // SAFETY: the context is open.
+        let r = unsafe {
+            (self.core.verbs.ibv_query_pkey)(self.context, port, i32::from(index), &raw mut pkey)
+        };
+        if r == 0 {
+            Ok(PKey(u16::from_be(pkey)))
+        } else {
+            Err(VerbsError::InvalidIndex(index))
+        }
+    }
+
+    fn poll_async_event(&mut self) -> Option<AsyncEvent> {
+        self.async_events.pop_front()
+    }
+
+    fn alloc_pd(&mut self) -> Result<PdId, VerbsError> {
+        // SAFETY: the context is open.
+        let ptr = unsafe { (self.core.verbs.ibv_alloc_pd)(self.context) };
+        if ptr.is_null() {
+            Err(last_os_error())
+        } else {
+            self.pds.insert(Pd { ptr, users: 0 })
+        }
+    }
+
+    fn dealloc_pd(&mut self, pd: PdId) -> Result<(), VerbsError> {
+        let entry = self.pds.get(pd)?;
+        if entry.users > 0 {
+            return Err(VerbsError::ResourceBusy("protection domain"));
+        }
+        // SAFETY: nothing uses it, and it leaves the table.
+        checked(unsafe { (self.core.verbs.ibv_dealloc_pd)(entry.ptr) })?;
+        self.pds.remove(pd).map(drop)
+    }
+
+    fn reg_mr(&mut self, pd: PdId, range: &MemSlice, access: Access) -> Result<Mr, VerbsError> {
+        let remote_change = Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
+        if access.intersects(remote_change) && !access.contains(Access::LOCAL_WRITE) {
+            return Err(VerbsError::InvalidAccess(
+                "remote write without local write",
+            ));
+        }
+        let domain = self.pd_ptr(pd)?;
+        let flags = (convert::access_flags(access) | IBV_ACCESS_MW_BIND) as i32;
+        let zero_based = access.contains(Access::ZERO_BASED);
+        let addr = if zero_based { 0 } else { range.addr() };
+        // SAFETY: the range is mapped, and the table entry keeps it so until it is deregistered.
+        let ptr = unsafe {
+            if zero_based {
+                (self.core.verbs.ibv_reg_mr_iova)(domain, range.ptr().cast(), range.len(), 0, flags)
+            } else {
+                (self.core.verbs.ibv_reg_mr)(domain, range.ptr().cast(), range.len(), flags)
+            }
+        };
+        if ptr.is_null() {
+            return Err(last_os_error());
+        }
+        // SAFETY: the region was just made.
+        let (lkey, rkey) = unsafe { ((*ptr).lkey, (*ptr).rkey) };
+        let length = range.len() as u64;
+        let mr = |id| Mr {
+            id,
+            lkey: LKey(lkey),
+            rkey: RKey(rkey),
+            addr,
+            length,
+        };
+        let placeholder = mr(MrId(Handle::new(0, 0)));
+        let id = self.regions.insert(Region::Plain {
+            pd,
+            ptr,
+            access,
+            mr: placeholder,
+            memory: range.clone(),
+            windows: 0,
+        })?;
+        if let Ok(Region::Plain { mr: entry, .. }) = self.regions.get_mut(id) {
+            *entry = mr(id);
+        }
+        self.lkeys.insert(lkey, id);
+        self.use_pd(pd);
+        Ok(mr(id))
+    }
+
+    fn query_mr(&self, mr: MrId) -> Result<MrAttr, VerbsError> {
+        Ok(match self.regions.get(mr)? {
+            Region::Plain { pd, access, mr, .. } => MrAttr {
+                pd: *pd,
+                mr: *mr,
+                access: *access,
+                valid: true,
+            },
+            Region::Window(w) => MrAttr {
+                pd: w.pd,
+                mr: w.mr,
+                access: w.access,
+                valid: w.valid,
+            },
+        })
+    }
+
+    fn dereg_mr(&mut self, mr: MrId) -> Result<(), VerbsError> {
+        let pd = match self.regions.get(mr)? {
+            Region::Plain { windows: 1.., .. } => {
+                return Err(VerbsError::ResourceBusy("memory region"));
+            }
+            Region::Plain { pd, ptr, mr, .. } => {
+                // SAFETY: the region leaves the table below; nothing else has the pointer.
+                checked(unsafe { (self.core.verbs.ibv_dereg_mr)(*ptr) })?;
+                self.lkeys.remove(&mr.lkey.0);
+                *pd
+            }
+            Region::Window(w) => {
+                // SAFETY: as above.
+                checked(unsafe { ops::ibv_dealloc_mw(w.ptr) })?;
+                self.rkeys.remove(&w.mr.rkey.0);
+                let (pd, mapped) = (w.pd, w.mapped.as_ref().map(|(id, _)| *id));
+                self.unmap_window(mapped);
+                pd
+            }
+        };
+        self.release_pd(pd);
+        self.regions.remove(mr).map(drop)
+    }
+
+    fn alloc_fast_mr(&mut self, pd: PdId, max_segments: u32) -> Result<Mr, VerbsError> {
+        if max_segments == 0 || max_segments > self.attr.max_fast_reg_segments {
+            return Err(VerbsError::InvalidParameter("number of segments"));
+        }
+        // SAFETY: the domain is alive.
+        let ptr = unsafe { ops::ibv_alloc_mw(self.pd_ptr(pd)?, IBV_MW_TYPE_2) };
+        if ptr.is_null() {
+            return Err(last_os_error());
+        }
+        // SAFETY: the window was just made.
+        let rkey = unsafe { (*ptr).rkey };
+        let mr = |id| Mr {
+            id,
+            lkey: LKey(0),
+            rkey: RKey(rkey),
+            addr: 0,
+            length: 0,
+        };
+        let placeholder = mr(MrId(Handle::new(0, 0)));
+        let window = Window {
+            pd,
+            ptr,
+            mr: placeholder,
+            access: Access::empty(),
+            mapped: None,
+            valid: false,
+        };
+        let id = self.regions.insert(Region::Window(window))?;
+        if let Ok(Region::Window(w)) = self.regions.get_mut(id) {
+            w.mr = mr(id);
+        }
+        self.rkeys.insert(rkey, id);
+        self.use_pd(pd);
+        Ok(mr(id))
+    }
+
+    fn map_mr_sg(&mut self, mr: MrId, segments: &[MemSlice]) -> Result<u64, VerbsError> {
+        let Some(segment) = segments.first() else {
+            return Err(VerbsError::InvalidParameter("scatter list"));
+        };
+        let pd = self.regions.get(mr)?.pd();
+        let (start, end) = (segment.addr(), segment.addr() + segment.len() as u64);
+        let covers = |r: &Region| match r {
+            Region::Plain { pd: p, memory, .. } => {
+                *p == pd && memory.addr() <= start && end <= memory.addr() + memory.len() as u64
+            }
+            Region::Window(_) => false,
+        };
+        let base = self
+            .regions
+            .iter()
+            .find(|(_, r)| covers(r))
+            .map(|(id, _)| id);
+        let base = base.ok_or(VerbsError::InvalidParameter(
+            "segment outside registered memory",
+        ))?;
+        let Region::Window(w) = self.regions.get_mut(mr)? else {
+            return Err(VerbsError::InvalidHandle("fast-registration region"));
+        };
+        if w.valid {
+            return Err(VerbsError::InvalidState("the region is still valid"));
+        }
+        let before = w.mapped.replace((base, segment.clone())).map(|(id, _)| id);
+        w.mr.addr = start;
+        w.mr.length = segment.len() as u64;
+        self.unmap_window(before);
+        if let Ok(Region::Plain { windows, .. }) = self.regions.get_mut(base) {
+            *windows += 1;
+        }
+        Ok(segment.len() as u64)
+    }
+
+    fn create_cq(&mut self, entries: u32) -> Result<CqId, VerbsError> {
+        if entries == 0 || entries > self.attr.max_cqe {
+            return Err(VerbsError::InvalidParameter("number of entries"));
+        }
+        let id = self.cqs.insert(Cq {
+            ptr: ptr::null_mut(),
+            users: 0,
+            overrun: false,
+            peeked: Default::default(),
+        })?;
+        let context = pack(id.0) as usize as *mut _;
+        // SAFETY: context and channel are open; our handle travels as a number.
+        let ptr = unsafe {
+            (self.core.verbs.ibv_create_cq)(self.context, entries as i32, context, self.comp, 0)
+        };
+        if ptr.is_null() {
+            self.cqs.remove(id)?;
+            return Err(last_os_error());
+        }
+        self.cqs.get_mut(id)?.ptr = ptr;
+        Ok(id)
+    }
+
+    fn resize_cq(&mut self, cq: CqId, entries: u32) -> Result<(), VerbsError> {
+        let held = self.peek_cq(cq, entries as usize + 1)?;
+        if entries == 0 || entries > self.attr.max_cqe || held > entries as usize {
+            return Err(VerbsError::InvalidParameter("number of entries"));
+        }
+        // SAFETY: the queue is alive.
+        checked(unsafe { (self.core.verbs.ibv_resize_cq)(self.cqs.get(cq)?.ptr, entries as i32) })
+    }
+
+    fn destroy_cq(&mut self, cq: CqId) -> Result<(), VerbsError> {
+        let entry = self.cqs.get(cq)?;
+        if entry.users > 0 {
+            return Err(VerbsError::ResourceBusy("completion queue"));
+        }
+        // SAFETY: nothing uses it and all its events are acknowledged; it leaves the table.
+        checked(unsafe { (self.core.verbs.ibv_destroy_cq)(entry.ptr) })?;
+        self.fired.retain(|id| *id != cq);
+        self.cqs.remove(cq).map(drop)
+    }
+
+    fn poll_cq(
+        &mut self,
+        cq: CqId,
+        max: usize,
+        out: &mut Vec<Completion>,
+    ) -> Result<usize, VerbsError> {
+        self.poll(cq, max, out)
+    }
+
+    fn peek_cq(&self, cq: CqId, max: usize) -> Result<usize, VerbsError> {
+        self.peek(cq, max)
+    }
+
+    fn req_notify_cq(&mut self, cq: CqId, notify: Notify) -> Result<bool, VerbsError> {
+        let ptr = self.cqs.get(cq)?.ptr;
+        let solicited = notify == Notify::Solicited;
+        // SAFETY: the queue is alive and has a channel.
+        checked(unsafe { ops::ibv_req_notify_cq(ptr, solicited) })?;
+        Ok(self.peek(cq, 1)? > 0)
+    }
+
+    fn poll_cq_event(&mut self) -> Option<CqId> {
+        self.fired.pop_front()
+    }
+
+    fn create_srq(&mut self, pd: PdId, attr: SrqAttr) -> Result<SrqId, VerbsError> {
+        let domain = self.pd_ptr(pd)?;
+        let id = self.srqs.insert(Srq {
+            ptr: ptr::null_mut(),
+            pd,
+            users: 0,
+            posted: Vec::new(),
+        })?;
+        let mut init = ibv_srq_init_attr {
+            srq_context: pack(id.0) as usize as *mut _,
+            attr: ibv_srq_attr {
+                max_wr: attr.max_wr,
+                max_sge: attr.max_sge,
+                srq_limit: 0,
+            },
+        };
+        // SAFETY: the domain is alive.
+        let ptr = unsafe { (self.core.verbs.ibv_create_srq)(domain, &raw mut init) };
+        if ptr.is_null() {
+            self.srqs.remove(id)?;
+            return Err(last_os_error());
+        }
+        self.srqs.get_mut(id)?.ptr = ptr;
+        self.use_pd(pd);
+        if attr.limit > 0 {
+            self.modify_srq(id, None, Some(attr.limit))?;
+        }
+        Ok(id)
+    }
+
+    fn modify_srq(
+        &mut self,
+        srq: SrqId,
+        max_wr: Option<u32>,
+        limit: Option<u32>,
+    ) -> Result<(), VerbsError> {
+        let mut attr = ibv_srq_attr {
+            max_wr: max_wr.unwrap_or(0),
+            max_sge: 0,
+            srq_limit: limit.unwrap_or(0),
+        };
+        let mask = max_wr.map_or(0, |_| IBV_SRQ_MAX_WR) | limit.map_or(0, |_| IBV_SRQ_LIMIT);
+        let ptr = self.srqs.get(srq)?.ptr;
+        // SAFETY: the queue is alive.
+        checked(unsafe { (self.core.verbs.ibv_modify_srq)(ptr, &raw mut attr, mask as i32) })
+    }
+
+    fn query_srq(&self, srq: SrqId) -> Result<SrqAttr, VerbsError> {
+        let mut attr = ibv_srq_attr::default();
+        let ptr = self.srqs.get(srq)?.ptr;
+        // SAFETY: the queue is alive.
+        checked(unsafe { (self.core.verbs.ibv_query_srq)(ptr, &raw mut attr) })?;
+        Ok(SrqAttr {
+            max_wr: attr.max_wr,
+            max_sge: attr.max_sge,
+            limit: attr.srq_limit,
+        })
+    }
+
+    fn destroy_srq(&mut self, srq: SrqId) -> Result<(), VerbsError> {
+        let entry = self.srqs.get(srq)?;
+        if entry.users > 0 {
+            return Err(VerbsError::ResourceBusy("shared receive queue"));
+        }
+        // SAFETY: nothing uses it; it leaves the table.
+        checked(unsafe { (self.core.verbs.ibv_destroy_srq)(entry.ptr) })?;
+        let gone = self.srqs.remove(srq)?;
+        for slot in gone.posted {
+            let _ = self.slots.remove(slot);
+        }
+        self.release_pd(gone.pd);
+        Ok(())
+    }
+
+    fn post_srq_recv(&mut self, srq: SrqId, wrs: &[RecvWr<'_>]) -> Result<(), PostError> {
+        self.post_shared(srq, wrs)
+    }
+
+    fn create_qp(&mut self, init: &QpInitAttr) -> Result<QpId, VerbsError> {
+        let mut theirs = self.qp_init(init)?;
+        let pd = self.pd_ptr(init.pd)?;
+        // SAFETY: domain and queues are alive.
+        let ptr = unsafe { (self.core.verbs.ibv_create_qp)(pd, &raw mut theirs) };
+        if ptr.is_null() {
+            Err(last_os_error())
+        } else {
+            self.adopt_qp(ptr, init, None)
+        }
+    }
+
+    fn qp_num(&self, qp: QpId) -> Result<u32, VerbsError> {
+        Ok(self.qps.get(qp)?.qpn)
+    }
+
+    fn modify_qp(&mut self, qp: QpId, attr: &QpAttr) -> Result<(), VerbsError> {
+        let entry = self.qps.get(qp)?;
+        let now = self.query_qp(qp)?.state.unwrap_or(QpState::Error);
+        crate::roce::qp_attr::plan_modify(entry.init.qp_type, now, attr)?;
+        let (mut theirs, mask) = convert::qp_attr(attr);
+        // SAFETY: the queue pair is alive.
+        checked(unsafe { (self.core.verbs.ibv_modify_qp)(entry.ptr, &raw mut theirs, mask as i32) })
+    }
+
+    fn query_qp(&self, qp: QpId) -> Result<QpAttr, VerbsError> {
+        let (mut attr, mut init) = (ibv_qp_attr::default(), ibv_qp_init_attr::default());
+        let mask = (IBV_QP_RATE_LIMIT - 1) as i32;
+        let ptr = self.qps.get(qp)?.ptr;
+        // SAFETY: the queue pair is alive.
+        checked(unsafe {
+            (self.core.verbs.ibv_query_qp)(ptr, &raw mut attr, mask & 0x1f_ffff, &raw mut init)
+        })?;
+        Ok(convert::qp_attr_of(&attr))
+    }
+
+    fn destroy_qp(&mut self, qp: QpId) -> Result<(), VerbsError> {
+        let entry = self.qps.get(qp)?;
+        match entry.owner {
+            Some(owner) => self.destroy_owned_qp(owner),
+            // SAFETY: the queue pair leaves the table below.
+            None => checked(unsafe { (self.core.verbs.ibv_destroy_qp)(entry.ptr) })?,
+        }
+        self.forget_qp(qp);
+        Ok(())
+    }
+
+    fn post_send(&mut self, qp: QpId, wrs: &[SendWr<'_>]) -> Result<(), PostError> {
+        self.post_requests(qp, wrs)
+    }
+
+    fn post_recv(&mut self, qp: QpId, wrs: &[RecvWr<'_>]) -> Result<(), PostError> {
+        self.post_receives(qp, wrs)
+    }
+
+    fn create_ah(&mut self, pd: PdId, attr: AhAttr) -> Result<AhId, VerbsError> {
+        let mut theirs = convert::ah_attr(&attr);
+        if let Some(index) = self.gid_index() {
+            theirs.grh.sgid_index = index as u8;
+        }
+        // SAFETY: the domain is alive.
+        let ptr = unsafe { (self.core.verbs.ibv_create_ah)(self.pd_ptr(pd)?, &raw mut theirs) };
+        if ptr.is_null() {
+            Err(last_os_error())
+        } else {
+            self.ahs.insert(ptr)
+        }
+    }
+
+    fn destroy_ah(&mut self, ah: AhId) -> Result<(), VerbsError> {
+        let ptr = self.ahs.remove(ah)?;
+        // SAFETY: the handle has just left the table.
+        checked(unsafe { (self.core.verbs.ibv_destroy_ah)(ptr) })
+    }
+}
+
+impl RdmaCoreDevice {
+    /// One window less lies in a region.
+    fn unmap_window(&mut self, base: Option<MrId>) {
+        if let Some(Ok(Region::Plain { windows, .. })) = base.map(|b| self.regions.get_mut(b)) {
+            *windows -= 1;
+        }
+    }
+}

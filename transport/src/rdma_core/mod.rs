@@ -1,0 +1,147 @@
+//! The `rdma_core` provider: libibverbs and librdmacm, loaded at run time.
+//!
+//! One [`RdmaCoreDevice`] is the RDMA device that a local address belongs to. It offers what the
+//! hardware interface has, under the same traits as the software NIC:
+//!
+//! - Memory, completion queues, queue pairs, shared receive queues, address handles: one to one.
+//! - Fast registration: user space has no `REG_MR`, so a fast-registration region is a **memory
+//!   window of type 2**. It takes one segment, which must lie within a region registered with
+//!   [`Verbs::reg_mr`]; [`SendOp::RegMr`](crate::verbs::SendOp::RegMr) binds it, `LocalInv` and the
+//!   peer's send-with-invalidate unbind it.
+//! - [`Notify::Count`](crate::verbs::Notify::Count) fires at the next completion; the hardware
+//!   counts no further.
+//! - Connections: librdmacm. Its own queue pair 1 stays in the kernel, so there is no GSI queue pair
+//!   here, and [`PortSpace::Ib`](crate::verbs::PortSpace::Ib) is refused, since the kernel has no
+//!   InfiniBand service ids on RoCE.
+//!
+//! | module | what it is |
+//! | --- | --- |
+//! | `objects` | what the handles stand for, and the order in which it is torn down |
+//! | `device` | the verbs that make and destroy objects |
+//! | `work` | post, poll and arm |
+//! | `cm` | connections |
+//! | `convert` | types, one into the other |
+//!
+//! # Invariants
+//! - A raw pointer lives in exactly one table entry and is freed with it.
+//! - A region keeps its memory alive; queue pairs keep their queues and domain busy.
+//! - The libraries see a request's number in our tables, never the caller's own value, so a
+//!   completion that outlives its queue pair names nothing.
+
+#![allow(
+    unsafe_code,
+    reason = "this module is the boundary to libibverbs and librdmacm"
+)]
+
+mod cm;
+mod convert;
+mod device;
+mod objects;
+mod work;
+
+use std::ffi::CStr;
+use std::net::IpAddr;
+
+pub use objects::RdmaCoreDevice;
+use riser_rdma_core_sys::bindings::{ibv_gid, ibv_port_attr};
+use riser_rdma_core_sys::{LoadError, RdmaCore};
+use thiserror::Error;
+
+use crate::verbs::{CmError, Gid, VerbsError};
+
+/// Why no rdma-core device could be opened.
+#[derive(Debug, Error)]
+pub enum OpenError {
+    /// The libraries are missing.
+    #[error("rdma-core is not installed: {0}")]
+    Load(#[from] LoadError),
+    /// librdmacm found no device behind the address.
+    #[error("no RDMA device has the address {addr}: {source}")]
+    NoDevice {
+        /// The address that was asked for.
+        addr: IpAddr,
+        /// What librdmacm said.
+        source: CmError,
+    },
+    /// The device did not let itself be used.
+    #[error("{call}: {source}")]
+    Call {
+        /// The function that failed.
+        call: &'static str,
+        /// Its error.
+        source: VerbsError,
+    },
+}
+
+/// A device of this host, for people.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceSummary {
+    /// The device's name, such as `rxe0` or `mlx5_0`.
+    pub name: String,
+    /// The node's GUID.
+    pub guid: u64,
+    /// Whether its first port is active.
+    pub active: bool,
+    /// The addresses of its first port's GID table.
+    pub addrs: Vec<IpAddr>,
+}
+
+/// The RDMA devices of this host.
+///
+/// # Errors
+/// [`LoadError`] where rdma-core is not installed.
+pub fn devices() -> Result<Vec<DeviceSummary>, LoadError> {
+    let core = RdmaCore::load()?;
+    let verbs = core.verbs;
+    let mut count = 0;
+    // SAFETY: the function fills the count and answers a list of that length, or null.
+    let list = unsafe { (verbs.ibv_get_device_list)(&raw mut count) };
+    if list.is_null() {
+        return Ok(Vec::new());
+    }
+    let mut found = Vec::new();
+    for i in 0..usize::try_from(count).unwrap_or(0) {
+        // SAFETY: `i` is below the list's length; a listed device has a NUL-terminated name.
+        let (device, name, guid) = unsafe {
+            let device = *list.add(i);
+            let name = CStr::from_ptr((verbs.ibv_get_device_name)(device));
+            (
+                device,
+                name.to_string_lossy().into_owned(),
+                u64::from_be((verbs.ibv_get_device_guid)(device)),
+            )
+        };
+        // SAFETY: the device comes from the list, which is freed only below.
+        let context = unsafe { (verbs.ibv_open_device)(device) };
+        let (mut active, mut addrs) = (false, Vec::new());
+        if !context.is_null() {
+            let mut port = ibv_port_attr::default();
+            // SAFETY: the context is open, and the structure is the larger of the two that the
+            // function knows.
+            let r = unsafe { (verbs.ibv_query_port)(context, 1, (&raw mut port).cast()) };
+            active = r == 0 && port.state == riser_rdma_core_sys::bindings::IBV_PORT_ACTIVE;
+            for index in 0..port.gid_tbl_len {
+                let mut gid = ibv_gid::default();
+                // SAFETY: the context is open.
+                if unsafe { (verbs.ibv_query_gid)(context, 1, index, &raw mut gid) } == 0 {
+                    // SAFETY: every bit pattern of a GID is 16 bytes.
+                    let addr = Gid(unsafe { gid.raw }).ip();
+                    if !addr.is_unspecified() && !addrs.contains(&addr) {
+                        addrs.push(addr);
+                    }
+                }
+            }
+            // SAFETY: opened above, with nothing made on it.
+            unsafe { (verbs.ibv_close_device)(context) };
+        }
+        found.push(DeviceSummary {
+            name,
+            guid,
+            active,
+            addrs,
+        });
+    }
+    // SAFETY: the list came from `ibv_get_device_list`.
+    unsafe { (verbs.ibv_free_device_list)(list) };
+    Ok(found)
+}

@@ -1,0 +1,379 @@
+//! What the handles of an rdma-core device stand for.
+
+use std::cell::RefCell;
+use std::collections::{HashMap, VecDeque};
+use std::net::{IpAddr, SocketAddr};
+use std::ptr;
+
+use riser_memory::MemSlice;
+use riser_rdma_core_sys::RdmaCore;
+use riser_rdma_core_sys::bindings::*;
+
+use super::convert::{SockAddr, checked_cm, last_os_error, mtu};
+use super::{OpenError, convert};
+use crate::roce::table::Table;
+use crate::verbs::{
+    Access, AhId, AsyncEvent, CmEvent, CmId, CqId, DeviceAttr, Gid, Handle, Mr, MrId, Mtu, PdId,
+    QpId, SrqId, VerbsError, WcOpcode, WrId,
+};
+
+/// Names a posted request to the library.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct SlotId(pub(super) Handle);
+
+impl From<Handle> for SlotId {
+    fn from(h: Handle) -> Self {
+        Self(h)
+    }
+}
+
+impl From<SlotId> for Handle {
+    fn from(id: SlotId) -> Self {
+        id.0
+    }
+}
+
+/// A handle as one 64-bit number, and back.
+pub(super) fn pack(h: Handle) -> u64 {
+    h.index() as u64 | u64::from(h.generation()) << 32
+}
+
+pub(super) fn unpack(value: u64) -> Handle {
+    Handle::new(value as u32, (value >> 32) as u32)
+}
+
+/// A posted request.
+pub(super) struct Slot {
+    pub(super) wr_id: WrId,
+    pub(super) opcode: WcOpcode,
+    /// The window that the request unbinds, if it is one of ours.
+    pub(super) queue: SlotQueue,
+}
+
+/// Where a request was posted.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum SlotQueue {
+    Send(QpId),
+    Recv(QpId),
+    Shared(SrqId),
+}
+
+pub(super) struct Pd {
+    pub(super) ptr: *mut ibv_pd,
+    pub(super) users: u32,
+}
+
+pub(super) enum Region {
+    /// Registered memory.
+    Plain {
+        pd: PdId,
+        ptr: *mut ibv_mr,
+        access: Access,
+        mr: Mr,
+        memory: MemSlice,
+        windows: u32,
+    },
+    /// A memory window of type 2 in the place of a fast-registration region.
+    Window(Window),
+}
+
+pub(super) struct Window {
+    pub(super) pd: PdId,
+    pub(super) ptr: *mut ibv_mw,
+    pub(super) mr: Mr,
+    pub(super) access: Access,
+    /// What the next bind covers, and the region it lies in.
+    pub(super) mapped: Option<(MrId, MemSlice)>,
+    pub(super) valid: bool,
+}
+
+impl Region {
+    pub(super) fn pd(&self) -> PdId {
+        match self {
+            Self::Plain { pd, .. } => *pd,
+            Self::Window(w) => w.pd,
+        }
+    }
+}
+
+pub(super) struct Cq {
+    pub(super) ptr: *mut ibv_cq,
+    pub(super) users: u32,
+    pub(super) overrun: bool,
+    /// Completions that `peek_cq` took out of the library.
+    pub(super) peeked: RefCell<VecDeque<ibv_wc>>,
+}
+
+pub(super) struct Srq {
+    pub(super) ptr: *mut ibv_srq,
+    pub(super) pd: PdId,
+    pub(super) users: u32,
+    pub(super) posted: Vec<SlotId>,
+}
+
+pub(super) struct Qp {
+    pub(super) ptr: *mut ibv_qp,
+    pub(super) qpn: u32,
+    pub(super) init: crate::verbs::QpInitAttr,
+    /// The identifier whose queue pair it is; librdmacm frees it then.
+    pub(super) owner: Option<CmId>,
+    pub(super) sent: VecDeque<SlotId>,
+    pub(super) received: VecDeque<SlotId>,
+}
+
+pub(super) struct Id {
+    pub(super) ptr: *mut rdma_cm_id,
+    pub(super) qp: Option<QpId>,
+    /// Destroyed by the user while its queue pair lives; goes with that.
+    pub(super) zombie: bool,
+    pub(super) listening: bool,
+}
+
+/// An RDMA device behind libibverbs, with librdmacm for its connections.
+pub struct RdmaCoreDevice {
+    pub(super) core: RdmaCore,
+    pub(super) context: *mut ibv_context,
+    pub(super) channel: *mut rdma_event_channel,
+    pub(super) comp: *mut ibv_comp_channel,
+    /// Holds the context open: librdmacm closes a device that no identifier uses.
+    probe: *mut rdma_cm_id,
+    pub(super) attr: DeviceAttr,
+    pub(super) addr: IpAddr,
+    pub(super) port: u8,
+    pub(super) gone: bool,
+    pub(super) pds: Table<PdId, Pd>,
+    pub(super) regions: Table<MrId, Region>,
+    /// Local keys and window keys, for the rare look-ups by key.
+    pub(super) lkeys: HashMap<u32, MrId>,
+    pub(super) rkeys: HashMap<u32, MrId>,
+    pub(super) cqs: Table<CqId, Cq>,
+    pub(super) srqs: Table<SrqId, Srq>,
+    pub(super) qps: Table<QpId, Qp>,
+    pub(super) qpns: HashMap<u32, QpId>,
+    pub(super) ahs: Table<AhId, *mut ibv_ah>,
+    pub(super) ids: Table<CmId, Id>,
+    pub(super) by_id: HashMap<usize, CmId>,
+    pub(super) slots: Table<SlotId, Slot>,
+    pub(super) fired: VecDeque<CqId>,
+    pub(super) async_events: VecDeque<AsyncEvent>,
+    pub(super) cm_events: VecDeque<CmEvent>,
+    pub(super) scratch: super::work::Scratch,
+}
+
+// SAFETY: both libraries may be called from any thread; the pointers are owned by this value alone,
+// and `&self` calls only read or go through the libraries' own locks. It is not `Sync`.
+unsafe impl Send for RdmaCoreDevice {}
+
+/// Most objects of a kind that we keep track of.
+const MANY: u32 = 1 << 20;
+
+impl RdmaCoreDevice {
+    /// Opens the device that has a local address.
+    ///
+    /// # Errors
+    /// [`OpenError`] says what is missing.
+    pub fn open(addr: IpAddr) -> Result<Self, OpenError> {
+        let core = RdmaCore::load()?;
+        let failed = |call| {
+            move || OpenError::Call {
+                call,
+                source: last_os_error(),
+            }
+        };
+        // SAFETY: no preconditions.
+        let channel = unsafe { (core.cm.rdma_create_event_channel)() };
+        if channel.is_null() {
+            return Err(failed("rdma_create_event_channel")());
+        }
+        let (probe, context, port) = match probe(&core, channel, addr) {
+            Ok(found) => found,
+            Err(source) => {
+                // SAFETY: made above, with no identifier left on it.
+                unsafe { (core.cm.rdma_destroy_event_channel)(channel) };
+                return Err(OpenError::NoDevice { addr, source });
+            }
+        };
+        // SAFETY: the context is open as long as the probe exists.
+        let comp = unsafe { (core.verbs.ibv_create_comp_channel)(context) };
+        let mut device = Self {
+            core,
+            context,
+            channel,
+            comp,
+            probe,
+            attr: DeviceAttr::default(),
+            addr,
+            port,
+            gone: false,
+            pds: Table::new("protection domains", MANY),
+            regions: Table::new("memory regions", MANY),
+            lkeys: HashMap::new(),
+            rkeys: HashMap::new(),
+            cqs: Table::new("completion queues", MANY),
+            srqs: Table::new("shared receive queues", MANY),
+            qps: Table::new("queue pairs", MANY),
+            qpns: HashMap::new(),
+            ahs: Table::new("address handles", MANY),
+            ids: Table::new("connection identifiers", MANY),
+            by_id: HashMap::new(),
+            slots: Table::new("work requests", MANY << 4),
+            fired: VecDeque::new(),
+            async_events: VecDeque::new(),
+            cm_events: VecDeque::new(),
+            scratch: super::work::Scratch::default(),
+        };
+        if comp.is_null() {
+            return Err(failed("ibv_create_comp_channel")());
+        }
+        device.attr = device.query_device().map_err(|source| OpenError::Call {
+            call: "ibv_query_device",
+            source,
+        })?;
+        // SAFETY: the three descriptors belong to objects that are open.
+        let fds = unsafe { [(*channel).fd, (*comp).fd, (*context).async_fd] };
+        for fd in fds {
+            set_non_blocking(fd).map_err(|source| OpenError::Call {
+                call: "fcntl",
+                source,
+            })?;
+        }
+        Ok(device)
+    }
+
+    /// Whether the device has gone away; everything on it fails from now on.
+    #[must_use]
+    pub fn is_gone(&self) -> bool {
+        self.gone
+    }
+
+    /// Index of the GID that stands for our address, RoCE version 2 before version 1.
+    pub(super) fn gid_index(&self) -> Option<u16> {
+        let wanted = Gid::from(self.addr);
+        let port = self.port_attr(self.port).ok()?;
+        (0..u16::try_from(port.gid_tbl_len).ok()?)
+            .filter(|i| self.gid(self.port, *i).is_ok_and(|g| g == wanted))
+            .min_by_key(|i| !self.is_roce_v2(*i))
+    }
+
+    fn is_roce_v2(&self, index: u16) -> bool {
+        let path = format!(
+            "/sys/class/infiniband/{}/ports/{}/gid_attrs/types/{index}",
+            self.attr.name, self.port
+        );
+        std::fs::read_to_string(path).is_ok_and(|t| t.trim() == "RoCE v2")
+    }
+
+    pub(super) fn port_attr(&self, port: u8) -> Result<ibv_port_attr, VerbsError> {
+        if port == 0 || port > self.attr.ports {
+            return Err(VerbsError::InvalidPort(port));
+        }
+        let mut theirs = ibv_port_attr::default();
+        // SAFETY: the context is open; the structure is the larger of the two the function knows.
+        let r = unsafe {
+            (self.core.verbs.ibv_query_port)(self.context, port, (&raw mut theirs).cast())
+        };
+        convert::checked(r).map(|()| theirs)
+    }
+
+    pub(super) fn gid(&self, port: u8, index: u16) -> Result<Gid, VerbsError> {
+        let mut gid = ibv_gid::default();
+        // SAFETY: the context is open.
+        let r = unsafe {
+            (self.core.verbs.ibv_query_gid)(self.context, port, i32::from(index), &raw mut gid)
+        };
+        if r != 0 {
+            return Err(VerbsError::InvalidIndex(index));
+        }
+        // SAFETY: every bit pattern of a GID is 16 bytes.
+        Ok(Gid(unsafe { gid.raw }))
+    }
+
+    /// The largest path MTU that the port uses.
+    pub(super) fn active_mtu(theirs: &ibv_port_attr) -> Mtu {
+        mtu(theirs.active_mtu).unwrap_or(Mtu::Mtu1024)
+    }
+}
+
+impl Drop for RdmaCoreDevice {
+    /// Tears everything down, users before what they use.
+    fn drop(&mut self) {
+        let (verbs, cm) = (self.core.verbs, self.core.cm);
+        // SAFETY: every pointer in the tables is alive, is freed here once, and nothing can use it
+        // afterwards; the order is that of the objects' dependencies.
+        unsafe {
+            for (_, qp) in self.qps.iter() {
+                match qp.owner.and_then(|id| self.ids.get(id).ok()) {
+                    Some(id) => (cm.rdma_destroy_qp)(id.ptr),
+                    None => drop((verbs.ibv_destroy_qp)(qp.ptr)),
+                }
+            }
+            for (_, id) in self.ids.iter() {
+                (cm.rdma_destroy_id)(id.ptr);
+            }
+            for (_, srq) in self.srqs.iter() {
+                (verbs.ibv_destroy_srq)(srq.ptr);
+            }
+            for (_, ah) in self.ahs.iter() {
+                (verbs.ibv_destroy_ah)(*ah);
+            }
+            for (_, region) in self.regions.iter() {
+                if let Region::Window(w) = region {
+                    riser_rdma_core_sys::ops::ibv_dealloc_mw(w.ptr);
+                }
+            }
+            for (_, region) in self.regions.iter() {
+                if let Region::Plain { ptr, .. } = region {
+                    (verbs.ibv_dereg_mr)(*ptr);
+                }
+            }
+            for (_, cq) in self.cqs.iter() {
+                (verbs.ibv_destroy_cq)(cq.ptr);
+            }
+            for (_, pd) in self.pds.iter() {
+                (verbs.ibv_dealloc_pd)(pd.ptr);
+            }
+            if !self.comp.is_null() {
+                (verbs.ibv_destroy_comp_channel)(self.comp);
+            }
+            (cm.rdma_destroy_id)(self.probe);
+            (cm.rdma_destroy_event_channel)(self.channel);
+        }
+    }
+}
+
+type Probed = (*mut rdma_cm_id, *mut ibv_context, u8);
+
+/// Binds an identifier to the address, which makes librdmacm open the device.
+fn probe(
+    core: &RdmaCore,
+    channel: *mut rdma_event_channel,
+    addr: IpAddr,
+) -> Result<Probed, crate::verbs::CmError> {
+    let mut id = ptr::null_mut();
+    // SAFETY: the channel is open; the identifier is written.
+    checked_cm(unsafe {
+        (core.cm.rdma_create_id)(channel, &raw mut id, ptr::null_mut(), RDMA_PS_TCP)
+    })?;
+    let mut at = SockAddr::new(SocketAddr::new(addr, 0));
+    // SAFETY: the identifier was just made, the address is one.
+    let bound = checked_cm(unsafe { (core.cm.rdma_bind_addr)(id, at.as_mut_ptr()) });
+    // SAFETY: the identifier is alive.
+    let (context, port) = unsafe { ((*id).verbs, (*id).port_num) };
+    if bound.is_err() || context.is_null() {
+        // SAFETY: made above and not used again.
+        unsafe { (core.cm.rdma_destroy_id)(id) };
+        return Err(bound
+            .err()
+            .unwrap_or(crate::verbs::CmError::AddressNotAvailable));
+    }
+    Ok((id, context, port))
+}
+
+fn set_non_blocking(fd: i32) -> Result<(), VerbsError> {
+    // SAFETY: plain system calls on a descriptor that is open.
+    let r = unsafe {
+        let flags = libc::fcntl(fd, libc::F_GETFL);
+        libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK)
+    };
+    if r < 0 { Err(last_os_error()) } else { Ok(()) }
+}

@@ -1,0 +1,575 @@
+//! Post, poll and arm: the data path.
+//!
+//! A request goes to the library under the number of a slot in our table. Requests of one queue
+//! complete in order, so a completion also retires the unsignaled requests before it.
+
+use std::ptr;
+
+use riser_rdma_core_sys::bindings::*;
+use riser_rdma_core_sys::ops;
+
+use super::convert;
+use super::objects::{RdmaCoreDevice, Region, Slot, SlotId, SlotQueue, pack, unpack};
+use crate::verbs::*;
+
+/// Completions taken from the library in one call.
+const BATCH: usize = 32;
+
+/// Room in which chains are built; it keeps its capacity from post to post.
+#[derive(Default)]
+pub(super) struct Scratch {
+    sges: Vec<ibv_sge>,
+    sends: Vec<ibv_send_wr>,
+    recvs: Vec<ibv_recv_wr>,
+    slots: Vec<SlotId>,
+}
+
+/// The completion opcode of a request.
+fn opcode_of(op: &SendOp) -> WcOpcode {
+    match op {
+        SendOp::Send | SendOp::SendImm(_) | SendOp::SendInv(_) => WcOpcode::Send,
+        SendOp::Write(_) | SendOp::WriteImm(..) => WcOpcode::Write,
+        SendOp::Read(_) => WcOpcode::Read,
+        SendOp::CmpSwap { .. } => WcOpcode::CmpSwap,
+        SendOp::FetchAdd { .. } => WcOpcode::FetchAdd,
+        SendOp::RegMr { .. } => WcOpcode::RegMr,
+        SendOp::LocalInv(_) => WcOpcode::LocalInv,
+    }
+}
+
+fn rdma(remote: RemoteAddr) -> ibv_send_wr__bindgen_ty_2 {
+    ibv_send_wr__bindgen_ty_2 {
+        rdma: ibv_send_wr__bindgen_ty_2__bindgen_ty_1 {
+            remote_addr: remote.addr,
+            rkey: remote.rkey.0,
+        },
+    }
+}
+
+fn atomic(remote: RemoteAddr, compare_add: u64, swap: u64) -> ibv_send_wr__bindgen_ty_2 {
+    ibv_send_wr__bindgen_ty_2 {
+        atomic: ibv_send_wr__bindgen_ty_2__bindgen_ty_2 {
+            remote_addr: remote.addr,
+            compare_add,
+            swap,
+            rkey: remote.rkey.0,
+        },
+    }
+}
+
+impl RdmaCoreDevice {
+    pub(super) fn post_requests(&mut self, qp: QpId, wrs: &[SendWr<'_>]) -> Result<(), PostError> {
+        let entry = self.qps.get(qp).map_err(|_| PostError {
+            index: 0,
+            reason: PostReason::InvalidHandle,
+        })?;
+        if wrs.is_empty() {
+            return Ok(());
+        }
+        let (ptr, init) = (entry.ptr, entry.init);
+        let mut scratch = std::mem::take(&mut self.scratch);
+        let result = self
+            .build_sends(qp, &init, wrs, &mut scratch)
+            .map_or_else(Err, |()| {
+                let mut bad = ptr::null_mut();
+                let first = scratch.sends.as_mut_ptr();
+                // SAFETY: the queue pair is alive; the chain and its scatter lists live in `scratch`.
+                let r = unsafe { ops::ibv_post_send(ptr, first, &raw mut bad) };
+                // SAFETY: on failure the library points `bad` into the chain that it was given.
+                let at = || unsafe { bad.offset_from(first) };
+                if r == 0 {
+                    Ok(())
+                } else {
+                    Err(posted_before(bad.is_null(), at, r))
+                }
+            });
+        let posted = result.err().map_or(wrs.len(), |e| e.index);
+        for slot in scratch.slots.drain(posted.min(scratch.slots.len())..) {
+            let _ = self.slots.remove(slot);
+        }
+        if let Ok(entry) = self.qps.get_mut(qp) {
+            entry.sent.extend(scratch.slots.iter());
+        }
+        for wr in &wrs[..posted] {
+            self.on_posted(&wr.op);
+        }
+        self.scratch = scratch;
+        result
+    }
+
+    /// Builds the whole chain, or says at which request it cannot be built; then nothing is posted.
+    fn build_sends(
+        &mut self,
+        qp: QpId,
+        init: &QpInitAttr,
+        wrs: &[SendWr<'_>],
+        scratch: &mut Scratch,
+    ) -> Result<(), PostError> {
+        scratch.sges.clear();
+        scratch.sends.clear();
+        scratch.slots.clear();
+        for (index, wr) in wrs.iter().enumerate() {
+            let refuse = |reason| PostError { index: 0, reason }.at(index);
+            let theirs = self.send_wr(init, wr).map_err(refuse)?;
+            self.push_sges(wr.sges, wr.flags.contains(SendFlags::INLINE), init, scratch)
+                .map_err(refuse)?;
+            let slot = Slot {
+                wr_id: wr.wr_id,
+                opcode: opcode_of(&wr.op),
+                queue: SlotQueue::Send(qp),
+            };
+            let slot = self
+                .slots
+                .insert(slot)
+                .map_err(|_| refuse(PostReason::QueueFull))?;
+            scratch.slots.push(slot);
+            scratch.sends.push(ibv_send_wr {
+                wr_id: pack(slot.0),
+                num_sge: wr.sges.len() as i32,
+                send_flags: convert::send_flags(wr.flags),
+                ..theirs
+            });
+        }
+        let mut sge = scratch.sges.as_mut_ptr();
+        let mut next: *mut ibv_send_wr = ptr::null_mut();
+        for (i, wr) in scratch.sends.iter_mut().enumerate() {
+            wr.sg_list = sge;
+            sge = sge.wrapping_add(wrs[i].sges.len());
+        }
+        for wr in scratch.sends.iter_mut().rev() {
+            wr.next = next;
+            next = wr;
+        }
+        Ok(())
+    }
+
+    fn push_sges(
+        &self,
+        sges: &[Sge],
+        inline: bool,
+        init: &QpInitAttr,
+        scratch: &mut Scratch,
+    ) -> Result<(), PostReason> {
+        if sges.len() > init.cap.max_send_sge.max(1) as usize {
+            return Err(PostReason::TooManySges);
+        }
+        if inline
+            && sges.iter().map(|s| u64::from(s.length)).sum::<u64>()
+                > u64::from(init.cap.max_inline)
+        {
+            return Err(PostReason::InvalidInline);
+        }
+        for sge in sges {
+            // The library copies inline data itself and looks at no key, so the bytes must be known
+            // to be mapped.
+            if inline && !self.is_registered(sge) {
+                return Err(PostReason::InvalidKey);
+            }
+            scratch.sges.push(ibv_sge {
+                addr: sge.addr,
+                length: sge.length,
+                lkey: sge.lkey.0,
+            });
+        }
+        Ok(())
+    }
+
+    /// Whether a segment lies within a region registered under its key at its virtual address.
+    fn is_registered(&self, sge: &Sge) -> bool {
+        match self.lkeys.get(&sge.lkey.0).map(|id| self.regions.get(*id)) {
+            Some(Ok(Region::Plain { memory, access, .. })) => {
+                let end = sge.addr.checked_add(u64::from(sge.length));
+                !access.contains(Access::ZERO_BASED)
+                    && sge.addr >= memory.addr()
+                    && end.is_some_and(|end| end <= memory.addr() + memory.len() as u64)
+            }
+            _ => false,
+        }
+    }
+
+    /// One request in the library's form, without its scatter list.
+    fn send_wr(&self, init: &QpInitAttr, wr: &SendWr<'_>) -> Result<ibv_send_wr, PostReason> {
+        let mut out = ibv_send_wr::default();
+        if init.qp_type != QpType::Rc {
+            return self.datagram(wr, out);
+        }
+        match wr.op {
+            SendOp::Send => out.opcode = IBV_WR_SEND,
+            SendOp::SendImm(imm) => {
+                out.opcode = IBV_WR_SEND_WITH_IMM;
+                out.__bindgen_anon_1.imm_data = imm.to_be();
+            }
+            SendOp::SendInv(key) => {
+                out.opcode = IBV_WR_SEND_WITH_INV;
+                out.__bindgen_anon_1.invalidate_rkey = key.0;
+            }
+            SendOp::Write(remote) => {
+                out.opcode = IBV_WR_RDMA_WRITE;
+                out.wr = rdma(remote);
+            }
+            SendOp::WriteImm(remote, imm) => {
+                out.opcode = IBV_WR_RDMA_WRITE_WITH_IMM;
+                out.wr = rdma(remote);
+                out.__bindgen_anon_1.imm_data = imm.to_be();
+            }
+            SendOp::Read(remote) => {
+                out.opcode = IBV_WR_RDMA_READ;
+                out.wr = rdma(remote);
+            }
+            SendOp::CmpSwap {
+                remote,
+                compare,
+                swap,
+            } => {
+                out.opcode = IBV_WR_ATOMIC_CMP_AND_SWP;
+                out.wr = atomic(remote, compare, swap);
+            }
+            SendOp::FetchAdd { remote, add } => {
+                out.opcode = IBV_WR_ATOMIC_FETCH_AND_ADD;
+                out.wr = atomic(remote, add, 0);
+            }
+            SendOp::LocalInv(key) => {
+                out.opcode = IBV_WR_LOCAL_INV;
+                out.__bindgen_anon_1.invalidate_rkey = key.0;
+            }
+            SendOp::RegMr { mr, key, access } => {
+                out.opcode = IBV_WR_BIND_MW;
+                out.__bindgen_anon_2.bind_mw = self.bind(mr, key, access)?;
+            }
+        }
+        Ok(out)
+    }
+
+    fn bind(
+        &self,
+        mr: MrId,
+        key: RKey,
+        access: Access,
+    ) -> Result<ibv_send_wr__bindgen_ty_4__bindgen_ty_1, PostReason> {
+        let Ok(Region::Window(w)) = self.regions.get(mr) else {
+            return Err(PostReason::InvalidKey);
+        };
+        let Some((base, segment)) = &w.mapped else {
+            return Err(PostReason::InvalidKey);
+        };
+        let Ok(Region::Plain { ptr, .. }) = self.regions.get(*base) else {
+            return Err(PostReason::InvalidKey);
+        };
+        Ok(ibv_send_wr__bindgen_ty_4__bindgen_ty_1 {
+            mw: w.ptr,
+            rkey: key.0,
+            bind_info: ibv_mw_bind_info {
+                mr: *ptr,
+                addr: segment.addr(),
+                length: segment.len() as u64,
+                mw_access_flags: convert::access_flags(access & Access::REMOTE),
+            },
+        })
+    }
+
+    fn datagram(&self, wr: &SendWr<'_>, mut out: ibv_send_wr) -> Result<ibv_send_wr, PostReason> {
+        let dest = wr.ud.ok_or(PostReason::InvalidRequest(
+            "a datagram without a destination",
+        ))?;
+        let ah = *self.ahs.get(dest.ah).map_err(|_| PostReason::InvalidKey)?;
+        out.opcode = match wr.op {
+            SendOp::Send => IBV_WR_SEND,
+            SendOp::SendImm(imm) => {
+                out.__bindgen_anon_1.imm_data = imm.to_be();
+                IBV_WR_SEND_WITH_IMM
+            }
+            _ => return Err(PostReason::InvalidOpcode),
+        };
+        out.wr.ud = ibv_send_wr__bindgen_ty_2__bindgen_ty_3 {
+            ah,
+            remote_qpn: dest.qpn,
+            remote_qkey: dest.qkey.0,
+        };
+        Ok(out)
+    }
+
+    /// What a request changes as soon as it is in the queue.
+    fn on_posted(&mut self, op: &SendOp) {
+        match *op {
+            SendOp::RegMr { mr, key, access } => {
+                if let Ok(Region::Window(w)) = self.regions.get_mut(mr) {
+                    self.rkeys.remove(&w.mr.rkey.0);
+                    self.rkeys.insert(key.0, mr);
+                    w.mr.rkey = key;
+                    w.access = access;
+                    w.valid = true;
+                }
+            }
+            SendOp::LocalInv(key) => self.on_invalidated(key),
+            _ => {}
+        }
+    }
+
+    /// A window's key works no more.
+    fn on_invalidated(&mut self, key: RKey) {
+        if let Some(Ok(Region::Window(w))) =
+            self.rkeys.get(&key.0).map(|id| self.regions.get_mut(*id))
+        {
+            w.valid = false;
+        }
+    }
+
+    pub(super) fn post_receives(&mut self, qp: QpId, wrs: &[RecvWr<'_>]) -> Result<(), PostError> {
+        let invalid = |reason| PostError { index: 0, reason };
+        let entry = self
+            .qps
+            .get(qp)
+            .map_err(|_| invalid(PostReason::InvalidHandle))?;
+        if entry.init.srq.is_some() {
+            return Err(invalid(PostReason::InvalidRequest(
+                "the queue pair has a shared receive queue",
+            )));
+        }
+        let ptr = entry.ptr;
+        let mut scratch = std::mem::take(&mut self.scratch);
+        let result = self.post_recv_chain(wrs, SlotQueue::Recv(qp), &mut scratch, |first, bad| {
+            // SAFETY: the queue pair is alive; the chain lives in the scratch room.
+            unsafe { ops::ibv_post_recv(ptr, first, bad) }
+        });
+        if let Ok(entry) = self.qps.get_mut(qp) {
+            entry.received.extend(scratch.slots.iter());
+        }
+        self.scratch = scratch;
+        result
+    }
+
+    pub(super) fn post_shared(&mut self, srq: SrqId, wrs: &[RecvWr<'_>]) -> Result<(), PostError> {
+        let entry = self.srqs.get(srq).map_err(|_| PostError {
+            index: 0,
+            reason: PostReason::InvalidHandle,
+        })?;
+        let ptr = entry.ptr;
+        let mut scratch = std::mem::take(&mut self.scratch);
+        let result =
+            self.post_recv_chain(wrs, SlotQueue::Shared(srq), &mut scratch, |first, bad| {
+                // SAFETY: the shared queue is alive; the chain lives in the scratch room.
+                unsafe { ops::ibv_post_srq_recv(ptr, first, bad) }
+            });
+        if let Ok(entry) = self.srqs.get_mut(srq) {
+            entry.posted.extend(scratch.slots.iter());
+        }
+        self.scratch = scratch;
+        result
+    }
+
+    /// Builds and posts a chain of receives; `scratch.slots` names those that were posted.
+    fn post_recv_chain(
+        &mut self,
+        wrs: &[RecvWr<'_>],
+        queue: SlotQueue,
+        scratch: &mut Scratch,
+        post: impl FnOnce(*mut ibv_recv_wr, *mut *mut ibv_recv_wr) -> i32,
+    ) -> Result<(), PostError> {
+        scratch.sges.clear();
+        scratch.recvs.clear();
+        scratch.slots.clear();
+        if wrs.is_empty() {
+            return Ok(());
+        }
+        for wr in wrs {
+            let slot = Slot {
+                wr_id: wr.wr_id,
+                opcode: WcOpcode::Recv,
+                queue,
+            };
+            let Ok(slot) = self.slots.insert(slot) else {
+                break;
+            };
+            scratch.slots.push(slot);
+            let sges = wr.sges.iter();
+            scratch.sges.extend(sges.map(|s| ibv_sge {
+                addr: s.addr,
+                length: s.length,
+                lkey: s.lkey.0,
+            }));
+            scratch.recvs.push(ibv_recv_wr {
+                wr_id: pack(slot.0),
+                num_sge: wr.sges.len() as i32,
+                ..Default::default()
+            });
+        }
+        let mut sge = scratch.sges.as_mut_ptr();
+        for (wr, ours) in scratch.recvs.iter_mut().zip(wrs) {
+            wr.sg_list = sge;
+            sge = sge.wrapping_add(ours.sges.len());
+        }
+        let mut next: *mut ibv_recv_wr = ptr::null_mut();
+        for wr in scratch.recvs.iter_mut().rev() {
+            wr.next = next;
+            next = wr;
+        }
+        let first = scratch.recvs.as_mut_ptr();
+        let mut bad = ptr::null_mut();
+        let r = if scratch.recvs.is_empty() {
+            libc::ENOMEM
+        } else {
+            post(first, &raw mut bad)
+        };
+        // SAFETY: on failure the library points `bad` into the chain that it was given.
+        let at = || unsafe { bad.offset_from(first) };
+        let error = if r != 0 {
+            Some(posted_before(bad.is_null(), at, r))
+        } else if scratch.slots.len() < wrs.len() {
+            Some(PostError {
+                index: scratch.slots.len(),
+                reason: PostReason::QueueFull,
+            })
+        } else {
+            None
+        };
+        let posted = error.map_or(wrs.len(), |e| e.index);
+        for slot in scratch.slots.drain(posted.min(scratch.slots.len())..) {
+            let _ = self.slots.remove(slot);
+        }
+        error.map_or(Ok(()), Err)
+    }
+
+    pub(super) fn poll(
+        &mut self,
+        cq: CqId,
+        max: usize,
+        out: &mut Vec<Completion>,
+    ) -> Result<usize, VerbsError> {
+        let before = out.len();
+        while out.len() - before < max {
+            let room = max - (out.len() - before);
+            let entry = self.cqs.get_mut(cq)?;
+            if entry.overrun {
+                return Err(VerbsError::CqOverrun);
+            }
+            let mut wcs = [ibv_wc::default(); BATCH];
+            let mut count = 0;
+            while count < room.min(BATCH)
+                && let Some(wc) = entry.peeked.get_mut().pop_front()
+            {
+                wcs[count] = wc;
+                count += 1;
+            }
+            if count == 0 {
+                // SAFETY: the queue is alive; the array has room for as many as are asked for.
+                let n = unsafe {
+                    ops::ibv_poll_cq(entry.ptr, room.min(BATCH) as i32, wcs.as_mut_ptr())
+                };
+                count = usize::try_from(n).map_err(|_| VerbsError::CqOverrun)?;
+            }
+            if count == 0 {
+                break;
+            }
+            for wc in &wcs[..count] {
+                out.extend(self.completion(wc));
+            }
+        }
+        Ok(out.len() - before)
+    }
+
+    pub(super) fn peek(&self, cq: CqId, max: usize) -> Result<usize, VerbsError> {
+        let entry = self.cqs.get(cq)?;
+        let mut peeked = entry.peeked.borrow_mut();
+        while peeked.len() < max {
+            let mut wc = ibv_wc::default();
+            // SAFETY: the queue is alive; one completion has room.
+            if unsafe { ops::ibv_poll_cq(entry.ptr, 1, &raw mut wc) } != 1 {
+                break;
+            }
+            peeked.push_back(wc);
+        }
+        Ok(peeked.len().min(max))
+    }
+
+    /// Our form of a completion, or `None` where its request went with its queue pair.
+    fn completion(&mut self, wc: &ibv_wc) -> Option<Completion> {
+        let id = SlotId(unpack(wc.wr_id));
+        let slot = self.slots.remove(id).ok()?;
+        let qp = match slot.queue {
+            SlotQueue::Send(qp) => {
+                self.retire(qp, id);
+                qp
+            }
+            SlotQueue::Recv(qp) => {
+                // A receive queue completes in order, so it is the first but for a fault of the library.
+                let received = &mut self.qps.get_mut(qp).ok()?.received;
+                if received.front() == Some(&id) {
+                    received.pop_front();
+                } else {
+                    received.retain(|s| *s != id);
+                }
+                qp
+            }
+            SlotQueue::Shared(srq) => {
+                if let Ok(srq) = self.srqs.get_mut(srq)
+                    && let Some(at) = srq.posted.iter().position(|s| *s == id)
+                {
+                    srq.posted.swap_remove(at);
+                }
+                *self.qpns.get(&wc.qp_num)?
+            }
+        };
+        let ok = wc.status == IBV_WC_SUCCESS;
+        let has = |flag| ok && wc.wc_flags & flag != 0;
+        // SAFETY: both members of the union are plain 32-bit numbers; the flags say which is meant.
+        let (imm, key) = unsafe {
+            (
+                wc.__bindgen_anon_1.imm_data,
+                wc.__bindgen_anon_1.invalidated_rkey,
+            )
+        };
+        let imm = has(IBV_WC_WITH_IMM).then_some(u32::from_be(imm));
+        let invalidated = has(IBV_WC_WITH_INV).then_some(RKey(key));
+        if let Some(key) = invalidated {
+            self.on_invalidated(key);
+        }
+        Some(Completion {
+            wr_id: slot.wr_id,
+            status: convert::wc_status(wc.status),
+            opcode: if ok {
+                convert::wc_opcode(wc.opcode, slot.opcode)
+            } else {
+                slot.opcode
+            },
+            qp,
+            byte_len: wc.byte_len,
+            imm,
+            invalidated,
+            src_qp: wc.src_qp,
+            solicited: false,
+            vendor_err: wc.vendor_err,
+        })
+    }
+
+    /// Forgets the unsignaled requests that a completion shows to be done.
+    fn retire(&mut self, qp: QpId, completed: SlotId) {
+        let Ok(entry) = self.qps.get_mut(qp) else {
+            return;
+        };
+        while let Some(slot) = entry.sent.pop_front() {
+            if slot == completed {
+                return;
+            }
+            let _ = self.slots.remove(slot);
+        }
+    }
+}
+
+impl PostError {
+    fn at(self, index: usize) -> Self {
+        Self { index, ..self }
+    }
+}
+
+/// The error of a chain that the library took in part.
+fn posted_before(unknown: bool, at: impl FnOnce() -> isize, errno: i32) -> PostError {
+    let index = if unknown {
+        0
+    } else {
+        usize::try_from(at()).unwrap_or(0)
+    };
+    PostError {
+        index,
+        reason: convert::post_reason(errno),
+    }
+}

@@ -1,1 +1,179 @@
-//! The completer: takes responses and completes send requests.
+//! The completer: takes responses and completes send requests (IBTA 9.7.5, 9.7.6, 9.9.2).
+//!
+//! A response is first placed among the packets in flight by its PSN. One that is older than the
+//! oldest unacknowledged packet, or newer than the newest sent, is stale or forged and is dropped. Any
+//! other acknowledges what was sent before it, up to the first READ or atomic whose own answer is
+//! missing; running into one means that the answer was lost.
+
+use super::qp::{Ctx, Fault};
+use super::requester::{Requester, walk};
+use super::send_queue::Phase;
+use crate::verbs::{SendOp, WcStatus};
+use crate::wire::{AethSyndrome, Credit, NakCode, Operation, Packet, Psn};
+
+impl Requester {
+    /// Takes in a response.
+    pub(super) fn handle_response(
+        &mut self,
+        ctx: &mut Ctx<'_>,
+        pkt: &Packet<'_>,
+    ) -> Result<(), Fault> {
+        let aeth = pkt.ext.aeth;
+        let Some(number) = self.place(pkt.bth.psn()) else {
+            ctx.counters.stale_responses += 1;
+            return Ok(());
+        };
+        if number < self.una {
+            ctx.counters.stale_responses += 1;
+            // The newest acknowledgement again: receives may have been posted since.
+            if let Some(AethSyndrome::Ack(credit)) = aeth.map(|a| a.syndrome())
+                && number + 1 == self.una
+            {
+                self.set_credits(credit.count());
+            }
+            return Ok(());
+        }
+        match (pkt.op.operation, aeth.map(|a| a.syndrome())) {
+            (Operation::ReadResponse | Operation::AtomicAck, syndrome) => {
+                self.on_data(ctx, pkt, number, syndrome)
+            }
+            (_, Some(AethSyndrome::Ack(credit))) => self.on_ack(ctx, number, credit),
+            (_, Some(AethSyndrome::RnrNak(timer))) => {
+                ctx.counters.rx_rnr_naks += 1;
+                if self.acknowledge_before(ctx, number)? {
+                    self.on_rnr_nak(ctx, timer.duration())?;
+                }
+                Ok(())
+            }
+            (_, Some(AethSyndrome::Nak(code))) => self.on_nak(ctx, number, code),
+            // Reserved syndromes are ignored.
+            _ => Ok(()),
+        }
+    }
+
+    /// The packet number of a response's PSN: the one nearest to the oldest packet in flight. `None`
+    /// for one that was never sent.
+    fn place(&self, psn: Psn) -> Option<u64> {
+        let distance = i64::from(psn.diff(self.psn(self.una)));
+        let number = self.una.checked_add_signed(distance)?;
+        (number < self.sent).then_some(number)
+    }
+
+    fn on_ack(&mut self, ctx: &mut Ctx<'_>, number: u64, credit: Credit) -> Result<(), Fault> {
+        if self.acknowledge_before(ctx, number + 1)? {
+            self.set_credits(credit.count());
+        }
+        Ok(())
+    }
+
+    fn on_nak(&mut self, ctx: &mut Ctx<'_>, number: u64, code: NakCode) -> Result<(), Fault> {
+        let status = match code {
+            NakCode::PsnSequence => {
+                ctx.counters.rx_nak_sequence += 1;
+                if self.acknowledge_before(ctx, number)? {
+                    self.narrow();
+                    self.go_back(ctx.now);
+                }
+                return Ok(());
+            }
+            NakCode::InvalidRequest | NakCode::InvalidRdRequest => WcStatus::RemInvReqErr,
+            NakCode::RemoteAccess => WcStatus::RemAccessErr,
+            NakCode::RemoteOperation => WcStatus::RemOpErr,
+        };
+        ctx.counters.rx_nak_errors += 1;
+        if self.acknowledge_before(ctx, number)? {
+            return Err(self.fail_head(ctx, status));
+        }
+        Ok(())
+    }
+
+    /// A packet of a READ response, or the answer to an atomic.
+    fn on_data(
+        &mut self,
+        ctx: &mut Ctx<'_>,
+        pkt: &Packet<'_>,
+        number: u64,
+        syndrome: Option<AethSyndrome>,
+    ) -> Result<(), Fault> {
+        if !self.acknowledge_before(ctx, number)? {
+            return Ok(());
+        }
+        if let Err(status) = self.store(ctx, pkt) {
+            return Err(self.fail_head(ctx, status));
+        }
+        self.una += 1;
+        self.on_progress(ctx.now, 1);
+        self.retire(ctx)?;
+        if let Some(AethSyndrome::Ack(credit)) = syndrome {
+            self.set_credits(credit.count());
+        }
+        Ok(())
+    }
+
+    /// Writes the data of the response to packet `una` where the oldest request wants it.
+    fn store(&self, ctx: &mut Ctx<'_>, pkt: &Packet<'_>) -> Result<(), WcStatus> {
+        let at = self.sq.head();
+        let wqe = self.sq.peek(at).ok_or(WcStatus::BadRespErr)?;
+        let is_atomic = matches!(wqe.op, SendOp::CmpSwap { .. } | SendOp::FetchAdd { .. });
+        let original = pkt.ext.atomic_ack.map(|a| a.original().to_ne_bytes());
+        let (offset, data) = match (&original, wqe.op) {
+            (Some(bytes), _) if is_atomic => (0, &bytes[..]),
+            (None, SendOp::Read(_)) => {
+                let offset = (self.una - wqe.first) as u32 * self.mtu;
+                let expected = (wqe.length - offset).min(self.mtu);
+                if pkt.payload.len() != expected as usize {
+                    return Err(WcStatus::BadRespErr);
+                }
+                (offset as usize, pkt.payload)
+            }
+            _ => return Err(WcStatus::BadRespErr),
+        };
+        let (pd, mrs) = (ctx.cfg.pd, &*ctx.mrs);
+        walk(
+            self.sq.sges(at),
+            offset,
+            data.len(),
+            |sge, within, done, take| {
+                let span = mrs.resolve_local(pd, sge, true)?;
+                span.write(within, &data[done..done + take]);
+                Ok(())
+            },
+        )
+        .map_err(|_| WcStatus::LocProtErr)
+    }
+
+    /// Acknowledges every packet before `end` and completes what that completes. False if a READ or an
+    /// atomic before `end` is unanswered: everything before it is acknowledged, and it has been asked
+    /// for again.
+    fn acknowledge_before(&mut self, ctx: &mut Ctx<'_>, end: u64) -> Result<bool, Fault> {
+        let before = self.una;
+        let mut at = self.sq.head();
+        let mut is_whole = true;
+        while self.una < end {
+            let Some(wqe) = self.sq.peek(at) else { break };
+            match wqe.phase {
+                Phase::Posted | Phase::Failed(_) => {
+                    is_whole = false;
+                    break;
+                }
+                Phase::Started if wqe.end() > self.una => {
+                    if wqe.has_response() {
+                        is_whole = false;
+                        break;
+                    }
+                    self.una = end.min(wqe.end());
+                }
+                Phase::Started | Phase::Executed => {}
+            }
+            at += 1;
+        }
+        if self.una > before {
+            self.on_progress(ctx.now, self.una - before);
+            self.retire(ctx)?;
+        }
+        if !is_whole {
+            self.on_implied_nak(ctx);
+        }
+        Ok(is_whole)
+    }
+}

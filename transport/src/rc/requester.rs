@@ -1,38 +1,171 @@
 //! The requester: cuts send requests into packets, keeps the window, repeats what was lost.
+//!
+//! Packets are counted from the start of the connection by 64-bit numbers that never wrap; the PSN on
+//! the wire is the first PSN plus the number. A READ takes one number for each packet of its response.
+//! Three numbers tell everything:
+//!
+//! ```text
+//!   acknowledged │ in flight │ sent before, to be sent again │ never sent
+//!              una         nxt                             sent
+//! ```
+//!
+//! Outside a recovery `nxt` equals `sent`. Going back sets `nxt` to `una`.
+//!
+//! # READs in pieces
+//!
+//! A READ is asked for in pieces of a fixed number of packets, counted from its first. A repeated
+//! request begins at the first byte that is missing and ends where its piece ends, so that to the
+//! responder it is a part of a request that it has seen, whatever the windows were (IBTA 9.4.4 allows
+//! a duplicate to ask for less).
 
-use std::time::Instant;
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
 
 use super::qp::{Ctx, Fault};
-use super::send_queue::SendQueue;
-use super::{RcConfig, RcEvent, RtsParams, TxPacket};
-use crate::roce::mr::MrTable;
-use crate::verbs::{Mtu, PdId, PostReason, QpCap, QpId, SendWr, WcStatus};
-use crate::wire::Packet;
+use super::send_queue::{Phase, SendQueue, SendWqe};
+use super::state::RequesterState;
+use super::{PACKET_OVERHEAD, RECOVERY_WINDOW, RcConfig, RcEvent, RtsParams, TxPacket};
+use crate::roce::mr::{KeyError, MrTable};
+use crate::verbs::{Mtu, PdId, PostReason, QpCap, QpId, SendFlags, SendOp, SendWr, Sge, WcStatus};
+use crate::wire::{AtomicEth, Bth, ExtHeaders, Ieth, ImmDt, Opcode, Psn, Reth, emit_headers};
+
+/// Code of an RNR retry count without end.
+const RNR_FOREVER: u8 = 7;
+
+/// Longest time between retransmissions where the ACK timeout is "for ever".
+const SLOWEST_RETRANSMIT: Duration = Duration::from_secs(1);
+
+/// ACK timeouts without progress that spend one retry; the standard allows up to four.
+const TIMEOUTS_PER_RETRY: u32 = 3;
 
 #[derive(Debug)]
 pub(super) struct Requester {
-    sq: SendQueue,
+    pub(super) sq: SendQueue,
+    state: RequesterState,
+    /// PSN of packet number 0.
+    base: Psn,
+    pub(super) mtu: u32,
+    /// Position of the request that `nxt` belongs to, or of the next to start.
+    cur: u64,
+    /// Oldest packet number not acknowledged.
+    pub(super) una: u64,
+    /// Next packet number to send.
+    nxt: u64,
+    /// First packet number never sent.
+    pub(super) sent: u64,
+    /// Ends of the READ requests and atomics in flight, oldest first; bounded by the initiator depth.
+    reads: VecDeque<u64>,
+    max_reads: usize,
+    /// Packets of a READ that one request asks for.
+    read_piece: u32,
+    window: u32,
+    max_window: u32,
+    ack_every: u32,
+    since_ack_request: u32,
+    /// Last receive of the peer's that it has told us of, `None` without flow control.
+    limit: Option<u64>,
+    /// Receive-consuming requests that are complete.
+    consumed: u64,
+    /// Packet number for which lost responses have been asked for again already.
+    implied_at: Option<u64>,
+    timer: Option<Instant>,
+    interval: Duration,
+    /// Time without progress since a retry was last spent.
+    waited: Duration,
+    first_retransmit: Duration,
+    ack_timeout: Option<Duration>,
+    retry_cnt: u8,
+    retries: u8,
+    rnr_retry: u8,
+    rnr_retries: u8,
+}
+
+/// Packets of a message of `length` bytes; a message of none takes one.
+pub(super) fn plan_packets(length: u32, mtu: u32) -> u32 {
+    length.div_ceil(mtu).max(1)
+}
+
+/// The ACK timeout of a code: 4.096 µs × 2^n, `None` for 0 (IBTA 9.7.6.1.3).
+fn plan_ack_timeout(code: u8) -> Option<Duration> {
+    (code != 0).then(|| Duration::from_nanos(4096 << code.min(31)))
 }
 
 impl Requester {
     pub(super) fn new(cap: &QpCap) -> Self {
+        Self::with_queue(SendQueue::new(cap))
+    }
+
+    fn with_queue(sq: SendQueue) -> Self {
         Self {
-            sq: SendQueue::new(cap),
+            sq,
+            state: RequesterState::Ready,
+            base: Psn::default(),
+            mtu: 0,
+            cur: 0,
+            una: 0,
+            nxt: 0,
+            sent: 0,
+            reads: VecDeque::new(),
+            max_reads: 0,
+            read_piece: 1,
+            window: 1,
+            max_window: 1,
+            ack_every: 1,
+            since_ack_request: 0,
+            limit: None,
+            consumed: 0,
+            implied_at: None,
+            timer: None,
+            interval: Duration::ZERO,
+            waited: Duration::ZERO,
+            first_retransmit: Duration::ZERO,
+            ack_timeout: None,
+            retry_cnt: 0,
+            retries: 0,
+            rnr_retry: 0,
+            rnr_retries: 0,
         }
     }
 
-    pub(super) fn start(&mut self, _params: &RtsParams, _mtu: Mtu, _cfg: &RcConfig) {}
+    pub(super) fn start(&mut self, params: &RtsParams, mtu: Mtu, cfg: &RcConfig) {
+        self.base = params.sq_psn;
+        self.mtu = mtu.bytes() as u32;
+        self.max_reads = usize::from(params.max_rd_atomic);
+        self.reads = VecDeque::with_capacity(self.max_reads);
+        self.max_window = (cfg.max_inflight_bytes / (self.mtu + PACKET_OVERHEAD)).max(1);
+        self.window = self.max_window;
+        // Two pieces fill the window, so that one is under way while the next is asked for.
+        self.read_piece = match params.max_rd_atomic {
+            0 | 1 => self.max_window,
+            _ => self.max_window.div_ceil(2),
+        };
+        self.ack_every = cfg.ack_every.max(1);
+        self.ack_timeout = plan_ack_timeout(params.timeout);
+        let longest = self.ack_timeout.unwrap_or(SLOWEST_RETRANSMIT);
+        self.first_retransmit = cfg.first_retransmit.min(longest);
+        self.interval = self.first_retransmit;
+        self.retry_cnt = params.retry_cnt;
+        self.retries = params.retry_cnt;
+        self.rnr_retry = params.rnr_retry;
+        self.rnr_retries = params.rnr_retry;
+    }
 
+    /// Forgets everything, as a queue pair in RESET does.
     pub(super) fn reset(&mut self) {
-        self.sq.clear();
+        let mut sq = std::mem::take(&mut self.sq);
+        sq.clear();
+        *self = Self::with_queue(sq);
     }
 
     pub(super) fn outstanding(&self) -> usize {
         self.sq.len()
     }
 
+    /// Whether no request has begun without being complete.
     pub(super) fn is_drained(&self) -> bool {
-        self.sq.is_empty()
+        self.sq
+            .peek(self.sq.head())
+            .is_none_or(|w| w.phase == Phase::Posted)
     }
 
     pub(super) fn post(
@@ -44,35 +177,499 @@ impl Requester {
         self.sq.push(wr, pd, mrs)
     }
 
+    /// Completes every request as flushed, in order.
     pub(super) fn flush(&mut self, qp: QpId, out: &mut Vec<RcEvent>) {
+        self.timer = None;
+        self.state = RequesterState::Ready;
         while !self.sq.is_empty() {
             let wqe = self.sq.retire();
             out.push(RcEvent::Send(wqe.completion(qp, WcStatus::WrFlushErr)));
         }
+        self.cur = self.sq.head();
     }
 
     pub(super) fn deadline(&self) -> Option<Instant> {
-        None
+        match self.state {
+            RequesterState::RnrWait(until) => Some(until),
+            RequesterState::Ready => self.timer,
+        }
     }
 
-    pub(super) fn handle_timeout(&mut self, _ctx: &mut Ctx<'_>) -> Result<(), Fault> {
+    pub(super) fn psn(&self, number: u64) -> Psn {
+        self.base.add(number as u32)
+    }
+
+    // ---- time ----
+
+    /// Ends an RNR wait, or repeats from the oldest packet not acknowledged.
+    pub(super) fn handle_timeout(&mut self, ctx: &mut Ctx<'_>) -> Result<(), Fault> {
+        match self.state {
+            RequesterState::RnrWait(until) if until <= ctx.now => {
+                self.state = RequesterState::Ready;
+                return Ok(());
+            }
+            RequesterState::RnrWait(_) => return Ok(()),
+            RequesterState::Ready => {}
+        }
+        if self.timer.is_none_or(|at| at > ctx.now) {
+            return Ok(());
+        }
+        ctx.counters.timeouts += 1;
+        self.waited += self.interval;
+        if let Some(timeout) = self.ack_timeout
+            && self.waited >= timeout * TIMEOUTS_PER_RETRY
+        {
+            if self.retries == 0 {
+                return Err(self.fail_head(ctx, WcStatus::RetryExcErr));
+            }
+            self.retries -= 1;
+            self.waited = Duration::ZERO;
+        }
+        let longest = self.ack_timeout.unwrap_or(SLOWEST_RETRANSMIT);
+        self.interval = (self.interval * 2).min(longest);
+        self.window = RECOVERY_WINDOW.min(self.max_window);
+        self.implied_at = None;
+        self.go_back(ctx.now);
         Ok(())
     }
 
-    pub(super) fn handle_response(
-        &mut self,
-        _ctx: &mut Ctx<'_>,
-        _pkt: &Packet<'_>,
-    ) -> Result<(), Fault> {
+    /// Sends again from the oldest packet not acknowledged.
+    pub(super) fn go_back(&mut self, now: Instant) {
+        self.nxt = self.una;
+        self.cur = self.locate(self.nxt);
+        while self.reads.back().is_some_and(|&end| end > self.una) {
+            self.reads.pop_back();
+        }
+        self.since_ack_request = 0;
+        self.timer = (self.una < self.sent).then(|| now + self.interval);
+    }
+
+    /// Halves the window, for a loss that the peer reported.
+    pub(super) fn narrow(&mut self) {
+        self.window = (self.window / 2).max(RECOVERY_WINDOW.min(self.max_window));
+    }
+
+    /// A response showed that the response to a READ or an atomic before it was lost. It is asked for
+    /// again once; if that fails too, the timer does it.
+    pub(super) fn on_implied_nak(&mut self, ctx: &mut Ctx<'_>) {
+        if self.implied_at == Some(self.una) {
+            return;
+        }
+        self.implied_at = Some(self.una);
+        ctx.counters.implied_naks += 1;
+        self.narrow();
+        self.go_back(ctx.now);
+    }
+
+    /// The peer has no receive for the packet `una`.
+    pub(super) fn on_rnr_nak(&mut self, ctx: &mut Ctx<'_>, wait: Duration) -> Result<(), Fault> {
+        let is_repeated = matches!(self.state, RequesterState::RnrWait(_)) && self.nxt == self.una;
+        if is_repeated {
+            return Ok(());
+        }
+        if self.rnr_retry != RNR_FOREVER {
+            if self.rnr_retries == 0 {
+                return Err(self.fail_head(ctx, WcStatus::RnrRetryExcErr));
+            }
+            self.rnr_retries -= 1;
+        }
+        self.go_back(ctx.now);
+        self.timer = None;
+        self.waited = Duration::ZERO;
+        self.state = RequesterState::RnrWait(ctx.now + wait);
         Ok(())
     }
 
+    /// `una` has moved on by `packets`.
+    pub(super) fn on_progress(&mut self, now: Instant, packets: u64) {
+        self.window = self
+            .max_window
+            .min(self.window.saturating_add(packets as u32));
+        self.retries = self.retry_cnt;
+        self.rnr_retries = self.rnr_retry;
+        self.waited = Duration::ZERO;
+        self.interval = self.first_retransmit;
+        self.implied_at = None;
+        while self.reads.front().is_some_and(|&end| end <= self.una) {
+            self.reads.pop_front();
+        }
+        if self.nxt < self.una {
+            self.nxt = self.una;
+            self.cur = self.locate(self.nxt);
+        }
+        self.timer = (self.una < self.nxt).then(|| now + self.interval);
+    }
+
+    /// The peer has room for `credits` more messages after those complete; `None` is no limit.
+    pub(super) fn set_credits(&mut self, credits: Option<u32>) {
+        self.limit = credits.map(|c| self.consumed + u64::from(c));
+    }
+
+    /// Position of the request that packet number `number` belongs to, or of the first not started.
+    fn locate(&self, number: u64) -> u64 {
+        let mut at = self.sq.head();
+        while let Some(wqe) = self.sq.peek(at)
+            && matches!(wqe.phase, Phase::Started | Phase::Executed)
+            && wqe.end() <= number
+        {
+            at += 1;
+        }
+        at
+    }
+
+    // ---- completion ----
+
+    /// Completes what is done, in order.
+    pub(super) fn retire(&mut self, ctx: &mut Ctx<'_>) -> Result<(), Fault> {
+        while let Some(wqe) = self.sq.peek(self.sq.head()) {
+            match wqe.phase {
+                Phase::Executed => {}
+                Phase::Started if wqe.end() <= self.una => {}
+                Phase::Failed(status) => return Err(self.fail_head(ctx, status)),
+                Phase::Started | Phase::Posted => break,
+            }
+            let wqe = self.sq.retire();
+            self.consumed = wqe.recv_seq;
+            if ctx.cfg.sq_sig_all || wqe.flags.contains(SendFlags::SIGNALED) {
+                let done = wqe.completion(ctx.cfg.qp, WcStatus::Success);
+                ctx.out.push(RcEvent::Send(done));
+            }
+        }
+        self.cur = self.cur.max(self.sq.head());
+        Ok(())
+    }
+
+    /// Ends the oldest request with an error.
+    pub(super) fn fail_head(&mut self, ctx: &mut Ctx<'_>, status: WcStatus) -> Fault {
+        if !self.sq.is_empty() {
+            let wqe = self.sq.retire();
+            let failed = wqe.completion(ctx.cfg.qp, status);
+            ctx.out.push(RcEvent::Send(failed));
+        }
+        Fault
+    }
+
+    /// Ends the request being cut with an error, once those before it are complete.
+    fn fail_current(&mut self, ctx: &mut Ctx<'_>, status: WcStatus) -> Result<(), Fault> {
+        self.sq.wqe_mut(self.cur).phase = Phase::Failed(status);
+        self.retire(ctx)
+    }
+
+    // ---- cutting ----
+
+    /// The next request packet, if state, window, credits and fences allow one. `may_start` is false
+    /// while the send queue drains.
     pub(super) fn poll(
         &mut self,
-        _ctx: &mut Ctx<'_>,
-        _tx: &mut TxPacket,
-        _may_start: bool,
+        ctx: &mut Ctx<'_>,
+        tx: &mut TxPacket,
+        may_start: bool,
     ) -> Result<bool, Fault> {
+        if let RequesterState::RnrWait(until) = self.state {
+            if ctx.now < until {
+                return Ok(false);
+            }
+            self.state = RequesterState::Ready;
+        }
+        while let Some(&wqe) = self.sq.peek(self.cur) {
+            match wqe.phase {
+                Phase::Failed(_) => return Ok(false),
+                Phase::Executed => self.cur += 1,
+                Phase::Posted if !may_start => return Ok(false),
+                Phase::Posted if wqe.is_local() => {
+                    if !self.execute(ctx, &wqe)? {
+                        return Ok(false);
+                    }
+                }
+                Phase::Posted => {
+                    let mut plan = wqe;
+                    plan.phase = Phase::Started;
+                    plan.first = self.nxt;
+                    plan.packets = plan_packets(wqe.length, self.mtu);
+                    if !self.may_send(&plan) {
+                        return Ok(false);
+                    }
+                    if let Err(status) = self.check_start(ctx, &plan) {
+                        self.fail_current(ctx, status)?;
+                        return Ok(false);
+                    }
+                    *self.sq.wqe_mut(self.cur) = plan;
+                    return self.cut(ctx, tx, &plan, may_start);
+                }
+                Phase::Started if wqe.end() <= self.nxt => self.cur += 1,
+                Phase::Started => {
+                    return Ok(self.may_send(&wqe) && self.cut(ctx, tx, &wqe, may_start)?);
+                }
+            }
+        }
         Ok(false)
     }
+
+    /// Runs a local operation whose turn has come; false if it must wait.
+    fn execute(&mut self, ctx: &mut Ctx<'_>, wqe: &SendWqe) -> Result<bool, Fault> {
+        let pd = ctx.cfg.pd;
+        let is_fenced = wqe.flags.contains(SendFlags::FENCE) && !self.reads.is_empty();
+        let result = match wqe.op {
+            SendOp::RegMr { .. } if is_fenced => return Ok(false),
+            SendOp::RegMr { mr, key, access } => ctx.mrs.reg_fast(pd, mr, key, access),
+            // Requests that may have to be sent again still need the key.
+            _ if self.cur != self.sq.head() => return Ok(false),
+            SendOp::LocalInv(key) => ctx.mrs.invalidate(pd, key),
+            _ => unreachable!("a local operation"),
+        };
+        if result.is_err() {
+            self.fail_current(ctx, WcStatus::MwBindErr)?;
+            return Ok(false);
+        }
+        let first = self.nxt;
+        let done = self.sq.wqe_mut(self.cur);
+        done.phase = Phase::Executed;
+        done.first = first;
+        self.cur += 1;
+        self.retire(ctx)?;
+        Ok(true)
+    }
+
+    /// What is checked once, before the first packet of a request.
+    fn check_start(&self, ctx: &Ctx<'_>, wqe: &SendWqe) -> Result<(), WcStatus> {
+        if wqe.has_response() && self.max_reads == 0 {
+            return Err(WcStatus::LocQpOpErr);
+        }
+        for sge in self.sq.sges(self.cur) {
+            ctx.mrs
+                .resolve_local(ctx.cfg.pd, sge, wqe.has_response())
+                .map_err(|_| WcStatus::LocProtErr)?;
+        }
+        Ok(())
+    }
+
+    /// Packet numbers that the next packet of a request uses up.
+    fn next_count(&self, wqe: &SendWqe) -> u32 {
+        if !matches!(wqe.op, SendOp::Read(_)) {
+            return 1;
+        }
+        let index = (self.nxt - wqe.first) as u32;
+        let piece_end = (index / self.read_piece + 1) * self.read_piece;
+        piece_end.min(wqe.packets) - index
+    }
+
+    /// Whether window, initiator depth, fence and credits allow the next packet of a request.
+    fn may_send(&self, wqe: &SendWqe) -> bool {
+        let in_flight = self.nxt - self.una;
+        let fits = in_flight + u64::from(self.next_count(wqe)) <= u64::from(self.window);
+        if !fits && in_flight > 0 {
+            return false;
+        }
+        if wqe.has_response() && self.reads.len() >= self.max_reads && self.max_reads > 0 {
+            return false;
+        }
+        let is_first = self.nxt == wqe.first;
+        if is_first && wqe.flags.contains(SendFlags::FENCE) && !self.reads.is_empty() {
+            return false;
+        }
+        if self.is_limited(wqe) {
+            // IBTA 9.7.7.2.5: one packet beyond the limit, when all before it is acknowledged. Its
+            // acknowledgement shows that the message has its receive.
+            return if is_first {
+                self.una == self.nxt
+            } else {
+                self.una > wqe.first
+            };
+        }
+        true
+    }
+
+    fn is_limited(&self, wqe: &SendWqe) -> bool {
+        wqe.consumes_receive() && self.limit.is_some_and(|limit| wqe.recv_seq > limit)
+    }
+
+    /// Writes the packet `nxt` of a request into `tx`.
+    fn cut(
+        &mut self,
+        ctx: &mut Ctx<'_>,
+        tx: &mut TxPacket,
+        wqe: &SendWqe,
+        may_start: bool,
+    ) -> Result<bool, Fault> {
+        let count = self.next_count(wqe);
+        let index = (self.nxt - wqe.first) as u32;
+        let is_last = index + count == wqe.packets;
+        let offset = index * self.mtu;
+        let (opcode, ext) = plan_headers(wqe, index == 0, is_last, offset, count * self.mtu);
+        if !wqe.has_response() {
+            let len = (wqe.length - offset).min(self.mtu) as usize;
+            if self.gather(ctx, tx, offset as usize, len).is_err() {
+                tx.clear();
+                self.fail_current(ctx, WcStatus::LocProtErr)?;
+                return Ok(false);
+            }
+            tx.payload_len = len;
+        }
+        let asks = wqe.has_response() || self.asks_for_ack(wqe, is_last, may_start);
+        self.since_ack_request = if asks { 0 } else { self.since_ack_request + 1 };
+        let wakes = wqe.flags.contains(SendFlags::SOLICITED) && wqe.consumes_receive();
+        let bth = Bth::new(opcode, ctx.link.dest, self.psn(self.nxt))
+            .with_ack_request(asks)
+            .with_solicited(wakes && is_last)
+            .with_pad_for(tx.payload_len);
+        tx.headers = emit_headers(&bth, &ext);
+
+        if self.nxt < self.sent {
+            ctx.counters.retransmits += 1;
+        }
+        self.nxt += u64::from(count);
+        self.sent = self.sent.max(self.nxt);
+        if wqe.has_response() {
+            self.reads.push_back(self.nxt);
+        }
+        if self.timer.is_none() {
+            self.timer = Some(ctx.now + self.interval);
+        }
+        Ok(true)
+    }
+
+    /// Whether the packet `nxt` asks for an acknowledgement: so often that the window keeps moving, and
+    /// at the end of a message that no other follows at once.
+    fn asks_for_ack(&self, wqe: &SendWqe, is_last: bool, may_start: bool) -> bool {
+        let fills_window = self.nxt + 1 - self.una >= u64::from(self.window);
+        fills_window
+            || self.since_ack_request + 1 >= self.ack_every
+            || self.is_limited(wqe)
+            || is_last && !self.is_followed(may_start)
+    }
+
+    /// Whether another SEND or WRITE will follow the current request without waiting for anything.
+    fn is_followed(&self, may_start: bool) -> bool {
+        self.sq.peek(self.cur + 1).is_some_and(|next| {
+            let may_run = match next.phase {
+                Phase::Posted => may_start,
+                Phase::Started => true,
+                Phase::Executed | Phase::Failed(_) => false,
+            };
+            may_run
+                && !next.is_local()
+                && !next.has_response()
+                && !self.is_limited(next)
+                && !next.flags.contains(SendFlags::FENCE)
+        })
+    }
+
+    /// Puts `len` bytes of the current request's data, from `offset` on, into `tx`.
+    fn gather(
+        &self,
+        ctx: &Ctx<'_>,
+        tx: &mut TxPacket,
+        offset: usize,
+        len: usize,
+    ) -> Result<(), KeyError> {
+        if let Some(data) = self.sq.inline(self.cur) {
+            tx.inline.extend_from_slice(&data[offset..offset + len]);
+            return Ok(());
+        }
+        walk(
+            self.sq.sges(self.cur),
+            offset,
+            len,
+            |sge, within, _, take| {
+                let span = ctx.mrs.resolve_local(ctx.cfg.pd, sge, false)?;
+                span.push_slices(within, take, &mut tx.segments);
+                Ok(())
+            },
+        )
+    }
+}
+
+/// Calls `f` with each entry that `len` bytes from `offset` on touch: the entry, the offset in it, the
+/// offset in those bytes, and how many bytes. The list must be that long.
+pub(super) fn walk(
+    sges: &[Sge],
+    offset: usize,
+    len: usize,
+    mut f: impl FnMut(&Sge, usize, usize, usize) -> Result<(), KeyError>,
+) -> Result<(), KeyError> {
+    let (mut skip, mut done) = (offset, 0);
+    for sge in sges {
+        let length = sge.length as usize;
+        if skip >= length {
+            skip -= length;
+            continue;
+        }
+        let take = (length - skip).min(len - done);
+        if take == 0 {
+            break;
+        }
+        f(sge, skip, done, take)?;
+        done += take;
+        skip = 0;
+    }
+    assert_eq!(done, len, "a scatter list shorter than its message");
+    Ok(())
+}
+
+/// Opcode and extended headers of a request packet (IBTA 9.2.1, tables 35 and 38). `offset` is where
+/// the packet begins in its message, `most` how many bytes a READ piece asks for at most.
+fn plan_headers(
+    wqe: &SendWqe,
+    is_first: bool,
+    is_last: bool,
+    offset: u32,
+    most: u32,
+) -> (Opcode, ExtHeaders) {
+    let mut ext = ExtHeaders::default();
+    let pick = |first, middle, last, only| match (is_first, is_last) {
+        (true, false) => first,
+        (false, false) => middle,
+        (false, true) => last,
+        (true, true) => only,
+    };
+    let (first, middle) = (Opcode::RcSendFirst, Opcode::RcSendMiddle);
+    let opcode = match wqe.op {
+        SendOp::Send => pick(first, middle, Opcode::RcSendLast, Opcode::RcSendOnly),
+        SendOp::SendImm(imm) => {
+            ext.imm = Some(ImmDt::new(imm));
+            pick(first, middle, Opcode::RcSendLastImm, Opcode::RcSendOnlyImm)
+        }
+        SendOp::SendInv(key) => {
+            ext.ieth = Some(Ieth::new(key.0));
+            let (last, only) = (Opcode::RcSendLastInvalidate, Opcode::RcSendOnlyInvalidate);
+            pick(first, middle, last, only)
+        }
+        SendOp::Write(to) | SendOp::WriteImm(to, _) => {
+            ext.reth = Some(Reth::new(to.addr, to.rkey.0, wqe.length));
+            let (first, middle) = (Opcode::RcWriteFirst, Opcode::RcWriteMiddle);
+            if let SendOp::WriteImm(_, imm) = wqe.op {
+                ext.imm = Some(ImmDt::new(imm));
+                pick(
+                    first,
+                    middle,
+                    Opcode::RcWriteLastImm,
+                    Opcode::RcWriteOnlyImm,
+                )
+            } else {
+                pick(first, middle, Opcode::RcWriteLast, Opcode::RcWriteOnly)
+            }
+        }
+        SendOp::Read(from) => {
+            let addr = from.addr.wrapping_add(u64::from(offset));
+            let len = (wqe.length - offset).min(most);
+            ext.reth = Some(Reth::new(addr, from.rkey.0, len));
+            Opcode::RcReadRequest
+        }
+        SendOp::CmpSwap {
+            remote,
+            compare,
+            swap,
+        } => {
+            let eth = AtomicEth::compare_swap(remote.addr, remote.rkey.0, compare, swap);
+            ext.atomic_eth = Some(eth);
+            Opcode::RcCmpSwap
+        }
+        SendOp::FetchAdd { remote, add } => {
+            let eth = AtomicEth::fetch_add(remote.addr, remote.rkey.0, add);
+            ext.atomic_eth = Some(eth);
+            Opcode::RcFetchAdd
+        }
+        SendOp::RegMr { .. } | SendOp::LocalInv(_) => unreachable!("a request with packets"),
+    };
+    (opcode, ext)
 }

@@ -117,7 +117,7 @@ impl SendWqe {
 }
 
 /// Posted send requests, oldest first. Bound: [`QpCap::max_send_wr`].
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct SendQueue {
     wqes: Box<[Option<SendWqe>]>,
     sges: Box<[Sge]>,

@@ -808,7 +808,7 @@ mod tests {
         let mut slices = Vec::new();
         span.push_slices(1, 9, &mut slices);
         assert_eq!(
-            slices.iter().map(|s| s.to_vec()).collect::<Vec<_>>(),
+            slices.iter().map(MemSlice::to_vec).collect::<Vec<_>>(),
             [&b"b"[..], b"cdefghi", b"j"]
         );
 

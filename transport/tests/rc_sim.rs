@@ -1,0 +1,848 @@
+//! Two queue pairs on a bad wire, under virtual time.
+//!
+//! Every packet really is bytes with an ICRC. Of them 20 % are lost, 5 % doubled, 5 % corrupted (and
+//! then dropped for their ICRC) and a quarter overtaken by up to 64 others, in both directions. Both
+//! sides send every kind of request, of 0 bytes to 64 KiB, with every path MTU, over the wrap of the
+//! PSN, with their own receive queues and with shared ones. An oracle checks every byte, and that each
+//! completion comes exactly once and in order.
+//!
+//! - `RISER_SIM_MESSAGES`: how many messages to send in all (in sessions of 1,000).
+//! - `RISER_SIM_SEED`: run the one session of this seed. A failure prints it.
+
+#![allow(clippy::print_stderr, reason = "a failing session prints its seed")]
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, VecDeque};
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use riser_memory::Memory;
+use riser_transport::rc::{
+    Env, RcConfig, RcCounters, RcEvent, RcQp, RecvQueue, RtrParams, RtsParams, TxPacket,
+};
+use riser_transport::roce::mr::MrTable;
+use riser_transport::verbs::{
+    Access, Completion, Handle, LKey, Mr, Mtu, PdId, QpCap, QpId, RKey, RecvWr, RemoteAddr,
+    SendFlags, SendOp, SendWr, Sge, WcOpcode, WcStatus, WrId,
+};
+use riser_transport::wire::{IcrcFlow, Packet, Psn, Qpn, RnrTimer};
+
+const SESSION_MESSAGES: u64 = 1000;
+/// Messages of one side under way at once, each with its own memory.
+const SLOTS: usize = 24;
+const MAX_LEN: usize = 64 * 1024;
+/// A slot, and the guard bytes after it.
+const STRIDE: usize = MAX_LEN + 64;
+const GUARD: u8 = 0xee;
+const RECVS: usize = 16;
+const FAST_REGIONS: usize = 4;
+const PATTERN: usize = 1 << 18;
+const INLINE: usize = 64;
+
+const LOSS: u64 = 20;
+const DUPLICATION: u64 = 5;
+const CORRUPTION: u64 = 5;
+const REORDERED: u64 = 25;
+const REORDER_BY: u64 = 64;
+/// Time that a packet occupies the wire, and that it takes to the other end, in nanoseconds.
+const PACKET_TIME: u64 = 1000;
+const LATENCY: u64 = 5000;
+
+/// SplitMix64.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ z >> 31
+    }
+
+    fn below(&mut self, bound: u64) -> u64 {
+        ((u128::from(self.next()) * u128::from(bound)) >> 64) as u64
+    }
+
+    fn percent(&mut self, chance: u64) -> bool {
+        self.below(100) < chance
+    }
+
+    /// Mostly small, now and then up to 64 KiB.
+    fn length(&mut self) -> usize {
+        let most = match self.below(200) {
+            0..100 => 65,
+            100..160 => 513,
+            160..190 => 4097,
+            190..199 => 16385,
+            _ => MAX_LEN as u64 + 1,
+        };
+        self.below(most) as usize
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Message {
+    wr_id: u64,
+    slot: usize,
+    opcode: WcOpcode,
+    is_signaled: bool,
+    check: Check,
+}
+
+/// What must be true when the message is complete.
+#[derive(Clone, Copy, Debug)]
+enum Check {
+    Nothing,
+    /// The peer's slot holds the pattern from this offset on.
+    Remote {
+        slot: usize,
+        at: usize,
+        len: usize,
+    },
+    /// Our slot does.
+    Local {
+        slot: usize,
+        at: usize,
+        len: usize,
+    },
+    /// Our slot holds this number.
+    Number {
+        slot: usize,
+        value: u64,
+    },
+    /// The fast region is registered under this key and may be given to the peer.
+    Registered {
+        region: usize,
+        key: RKey,
+    },
+    /// The fast region is invalid again.
+    Invalidated {
+        region: usize,
+    },
+}
+
+#[derive(Debug)]
+struct Expected {
+    opcode: WcOpcode,
+    len: usize,
+    /// Where in the pattern a SEND's data is.
+    at: usize,
+    imm: Option<u32>,
+    invalidated: Option<RKey>,
+    solicited: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Region {
+    Idle,
+    Busy,
+    /// Registered, and we invalidate it.
+    Held,
+    /// Registered, and the peer may invalidate it.
+    Given,
+}
+
+struct Side {
+    qp: RcQp,
+    mrs: MrTable,
+    rq: RecvQueue,
+    out: Vec<RcEvent>,
+    local: Memory,
+    remote: Memory,
+    recv: Memory,
+    cells: Memory,
+    local_mr: Mr,
+    remote_mr: Mr,
+    recv_mr: Mr,
+    cells_mr: Mr,
+    /// What the cells of the peer hold after everything posted so far.
+    cell_model: [u64; 2],
+    under_way: VecDeque<Message>,
+    free_slots: Vec<usize>,
+    posted: u64,
+    completed: u64,
+    expected: VecDeque<Expected>,
+    late_recvs: Vec<usize>,
+    regions: Vec<(Mr, RKey, Region)>,
+    /// Keys of the peer's that we may invalidate.
+    given: Vec<RKey>,
+    flow_out: IcrcFlow,
+    flow_in: IcrcFlow,
+    wire_free: u64,
+}
+
+const PD: PdId = PdId(Handle::new(1, 1));
+
+impl Side {
+    fn new(index: u32, random: &mut Random, srq: bool, addrs: [SocketAddr; 2]) -> Self {
+        let seed = random.next();
+        let mut mrs = MrTable::new(16, 4, std::array::from_fn(|i| (seed >> (i % 8 * 8)) as u8));
+        let all = Access::LOCAL_WRITE | Access::REMOTE;
+        let memory = |len| Memory::new(len).unwrap();
+        let (local, remote) = (memory(SLOTS * STRIDE), memory(SLOTS * STRIDE));
+        let (recv, cells) = (memory(RECVS * STRIDE), memory(4096));
+        for slot in 0..SLOTS {
+            local.fill(slot * STRIDE + MAX_LEN, 64, GUARD);
+            remote.fill(slot * STRIDE + MAX_LEN, 64, GUARD);
+        }
+        let zero = if random.percent(50) {
+            Access::ZERO_BASED
+        } else {
+            Access::empty()
+        };
+        let local_mr = mrs.reg(PD, &local.whole(), Access::LOCAL_WRITE).unwrap();
+        let remote_mr = mrs.reg(PD, &remote.whole(), all | zero).unwrap();
+        let recv_mr = mrs.reg(PD, &recv.whole(), Access::LOCAL_WRITE).unwrap();
+        let cells_mr = mrs.reg(PD, &cells.whole(), all).unwrap();
+        let regions = (0..FAST_REGIONS)
+            .map(|i| {
+                let mr = mrs.alloc_fast(PD, 2).unwrap();
+                let from = i * STRIDE;
+                mrs.map_sg(mr.id, &[remote.slice(from..from + 8).unwrap()])
+                    .unwrap();
+                (mr, mr.rkey, Region::Idle)
+            })
+            .collect();
+        let cap = QpCap {
+            max_send_wr: 32,
+            max_recv_wr: RECVS as u32,
+            max_send_sge: 3,
+            max_recv_sge: 2,
+            max_inline: INLINE as u32,
+        };
+        let mut cfg = RcConfig::new(QpId(Handle::new(index, 1)), PD, cap);
+        cfg.has_srq = srq;
+        cfg.first_retransmit = Duration::from_micros(150);
+        cfg.ack_every = 1 + random.below(20) as u32;
+        cfg.max_inflight_bytes = 1 << (13 + random.below(5));
+        let flow = |from: usize, to: usize| IcrcFlow::new(addrs[from], addrs[to]).unwrap();
+        let me = index as usize;
+        Self {
+            qp: RcQp::new(cfg),
+            mrs,
+            rq: RecvQueue::new(RECVS as u32, 2),
+            out: Vec::new(),
+            local,
+            remote,
+            recv,
+            cells,
+            local_mr,
+            remote_mr,
+            recv_mr,
+            cells_mr,
+            cell_model: [0; 2],
+            under_way: VecDeque::new(),
+            free_slots: (0..SLOTS).collect(),
+            posted: 0,
+            completed: 0,
+            expected: VecDeque::new(),
+            late_recvs: (0..RECVS).collect(),
+            regions,
+            given: Vec::new(),
+            flow_out: flow(me, 1 - me),
+            flow_in: flow(1 - me, me),
+            wire_free: 0,
+        }
+    }
+
+    fn env(&mut self) -> (&mut RcQp, Env<'_>) {
+        let env = Env {
+            mrs: &mut self.mrs,
+            rq: &mut self.rq,
+            out: &mut self.out,
+        };
+        (&mut self.qp, env)
+    }
+
+    fn post_recv(&mut self, slot: usize) {
+        let addr = self.recv_mr.addr + (slot * STRIDE) as u64;
+        let lkey = self.recv_mr.lkey;
+        let sge = |addr, length| Sge { addr, length, lkey };
+        let sges = [sge(addr, 1000), sge(addr + 1000, (MAX_LEN - 1000) as u32)];
+        let wr = RecvWr {
+            wr_id: WrId(slot as u64),
+            sges: &sges,
+        };
+        let (qp, mut env) = self.env();
+        if qp.config().has_srq {
+            env.rq.post(&[wr]).unwrap();
+        } else {
+            qp.post_recv(&[wr], &mut env).unwrap();
+        }
+    }
+}
+
+struct Flight {
+    to: usize,
+    bytes: Vec<u8>,
+}
+
+struct Sim {
+    sides: [Side; 2],
+    random: Random,
+    pattern: Vec<u8>,
+    start: Instant,
+    now: u64,
+    heap: BinaryHeap<Reverse<(u64, u64, usize)>>,
+    flights: Vec<Flight>,
+    free_flights: Vec<usize>,
+    sequence: u64,
+    quota: u64,
+    scratch: Vec<u8>,
+    tx: TxPacket,
+}
+
+impl Sim {
+    fn new(seed: u64, quota: u64) -> Self {
+        let mut random = Random(seed);
+        let addrs = if random.percent(50) {
+            ["127.0.0.1:50001", "127.0.0.2:4791"]
+        } else {
+            ["[fd00::1]:50001", "[fd00::2]:4791"]
+        }
+        .map(|a| a.parse().unwrap());
+        let mut pattern = Vec::with_capacity(PATTERN + MAX_LEN);
+        while pattern.len() < PATTERN + MAX_LEN {
+            pattern.extend_from_slice(&random.next().to_le_bytes());
+        }
+        let srq = random.percent(30);
+        let mut sides = [0, 1].map(|i| Side::new(i, &mut random, srq, addrs));
+        let mtu = Mtu::ALL[(seed % 5) as usize];
+        let reads = 1 + random.below(8) as u8;
+        // Half of the sessions begin just before the wrap of the PSN.
+        let psns: [Psn; 2] = std::array::from_fn(|_| {
+            let back = random.below(5000) as u32;
+            let base = if random.percent(50) {
+                0x100_0000
+            } else {
+                0x80_0000
+            };
+            Psn::new(base - back)
+        });
+        for (i, side) in sides.iter_mut().enumerate() {
+            side.qp.to_init();
+            side.qp.to_rtr(&RtrParams {
+                path_mtu: mtu,
+                dest_qpn: Qpn::new(100 + (1 - i) as u32),
+                rq_psn: psns[1 - i],
+                max_dest_rd_atomic: reads,
+                min_rnr_timer: RnrTimer::new(3),
+                access: Access::REMOTE,
+            });
+            side.qp.to_rts(&RtsParams {
+                sq_psn: psns[i],
+                timeout: 8,
+                retry_cnt: 7,
+                rnr_retry: 7,
+                max_rd_atomic: reads,
+            });
+        }
+        Self {
+            sides,
+            random,
+            pattern,
+            start: Instant::now(),
+            now: 0,
+            heap: BinaryHeap::new(),
+            flights: Vec::new(),
+            free_flights: Vec::new(),
+            sequence: 0,
+            quota,
+            scratch: vec![0; MAX_LEN],
+            tx: TxPacket::default(),
+        }
+    }
+
+    fn instant(&self) -> Instant {
+        self.start + Duration::from_nanos(self.now)
+    }
+
+    fn run(&mut self) -> RcCounters {
+        // Longer than any session takes, and shorter than a test's patience.
+        let limit = 600_000_000_000;
+        loop {
+            for me in 0..2 {
+                self.post(me);
+                self.transmit(me);
+                self.settle(me);
+            }
+            if self.sides.iter().all(|s| s.completed == self.quota) {
+                break;
+            }
+            let deadline = |s: &Side| {
+                let at = s.qp.poll_timeout()?;
+                Some(at.saturating_duration_since(self.start).as_nanos() as u64)
+            };
+            let arrival = self.heap.peek().map(|Reverse((at, ..))| *at);
+            let late = self.sides.iter().any(|s| !s.late_recvs.is_empty());
+            let next = [deadline(&self.sides[0]), deadline(&self.sides[1]), arrival]
+                .into_iter()
+                .flatten()
+                .min()
+                .or(late.then_some(self.now + 1))
+                .expect("something to wait for");
+            self.now = self.now.max(next);
+            assert!(self.now < limit, "no progress");
+            self.arrive();
+            let now = self.instant();
+            for side in &mut self.sides {
+                let (qp, mut env) = side.env();
+                qp.handle_timeout(now, &mut env);
+            }
+        }
+        for me in 0..2 {
+            let mut cells = [0; 16];
+            self.sides[1 - me].cells.read(0, &mut cells);
+            let model = self.sides[me].cell_model.map(u64::to_ne_bytes);
+            assert_eq!(cells, model.concat()[..], "atomics ran exactly once");
+        }
+        for side in &self.sides {
+            assert!(side.expected.is_empty() && side.under_way.is_empty());
+            for slot in 0..SLOTS {
+                for memory in [&side.local, &side.remote] {
+                    let mut guard = [0; 64];
+                    memory.read(slot * STRIDE + MAX_LEN, &mut guard);
+                    assert_eq!(guard, [GUARD; 64]);
+                }
+            }
+        }
+        *self.sides[0].qp.counters()
+    }
+
+    fn arrive(&mut self) {
+        let now = self.instant();
+        while let Some(Reverse((at, _, index))) = self.heap.peek().copied()
+            && at <= self.now
+        {
+            self.heap.pop();
+            let flight = &mut self.flights[index];
+            let side = &mut self.sides[flight.to];
+            let bytes = std::mem::take(&mut flight.bytes);
+            if side.flow_in.check_exact(&bytes, 0).is_ok() {
+                let packet = Packet::parse(&bytes).expect("a good ICRC on a bad packet");
+                let (qp, mut env) = side.env();
+                qp.handle_packet(now, &packet, &mut env);
+            }
+            self.flights[index].bytes = bytes;
+            self.free_flights.push(index);
+        }
+    }
+
+    fn transmit(&mut self, me: usize) {
+        let now = self.instant();
+        loop {
+            let side = &mut self.sides[me];
+            let mut env = Env {
+                mrs: &mut side.mrs,
+                rq: &mut side.rq,
+                out: &mut side.out,
+            };
+            if !side.qp.poll_transmit(now, &mut env, &mut self.tx) {
+                return;
+            }
+            side.wire_free = side.wire_free.max(self.now) + PACKET_TIME;
+            let leaves = side.wire_free;
+            if self.random.percent(LOSS) {
+                continue;
+            }
+            let copies = if self.random.percent(DUPLICATION) {
+                2
+            } else {
+                1
+            };
+            for _ in 0..copies {
+                self.fly(me, leaves);
+            }
+        }
+    }
+
+    fn fly(&mut self, me: usize, leaves: u64) {
+        let index = self.free_flights.pop().unwrap_or_else(|| {
+            self.flights.push(Flight {
+                to: 0,
+                bytes: Vec::new(),
+            });
+            self.flights.len() - 1
+        });
+        let flight = &mut self.flights[index];
+        flight.to = 1 - me;
+        let bytes = &mut flight.bytes;
+        bytes.clear();
+        self.tx.copy_to(bytes);
+        let icrc = self.sides[me].flow_out.compute(bytes, 0);
+        bytes.extend_from_slice(&icrc.to_le_bytes());
+        if self.random.percent(CORRUPTION) {
+            // A burst of up to 32 bits, which a CRC-32 always finds.
+            let at = self.random.below(bytes.len() as u64 - 3) as usize;
+            let flips = (self.random.next() as u32 | 1).to_le_bytes();
+            for (byte, flip) in bytes[at..at + 4].iter_mut().zip(flips) {
+                *byte ^= flip;
+            }
+        }
+        let mut at = leaves + LATENCY;
+        if self.random.percent(REORDERED) {
+            at += (1 + self.random.below(REORDER_BY)) * PACKET_TIME;
+        }
+        self.sequence += 1;
+        self.heap.push(Reverse((at, self.sequence, index)));
+    }
+
+    /// Posts what fits: receives that were late, and chains of messages.
+    fn post(&mut self, me: usize) {
+        while let Some(&slot) = self.sides[me].late_recvs.last() {
+            if self.random.percent(40) {
+                break;
+            }
+            self.sides[me].late_recvs.pop();
+            self.sides[me].post_recv(slot);
+        }
+        while self.sides[me].posted < self.quota && !self.sides[me].free_slots.is_empty() {
+            self.post_message(me);
+        }
+    }
+
+    fn post_message(&mut self, me: usize) {
+        let is_last = self.sides[me].posted + 1 == self.quota;
+        let slot = self.sides[me].free_slots.pop().expect("a free slot");
+        let wr_id = self.sides[me].posted;
+        let len = self.random.length();
+        let at = self.random.below(PATTERN as u64) as usize;
+        let local_at = slot * STRIDE;
+        let remote = |peer: &Side| RemoteAddr {
+            addr: peer.remote_mr.addr + local_at as u64,
+            rkey: peer.remote_mr.rkey,
+        };
+        let kind = self.random.below(100);
+        let imm = self.random.next() as u32;
+        let (a, b) = self.sides.split_at_mut(1);
+        let (side, peer) = if me == 0 {
+            (&mut a[0], &mut b[0])
+        } else {
+            (&mut b[0], &mut a[0])
+        };
+        side.local.write(local_at, &self.pattern[at..at + len]);
+        let flags_for = |random: &mut Random| {
+            let mut flags = SendFlags::empty();
+            flags.set(
+                SendFlags::SIGNALED,
+                is_last || wr_id.is_multiple_of(8) || random.percent(60),
+            );
+            flags.set(SendFlags::FENCE, random.percent(5));
+            flags.set(SendFlags::SOLICITED, random.percent(30));
+            flags
+        };
+        let mut flags = flags_for(&mut self.random);
+        let mut len = len;
+        let mut check = Check::Nothing;
+        let mut expect = None;
+        let op = match kind {
+            0..25 => {
+                expect = Some((WcOpcode::Recv, None, None));
+                SendOp::Send
+            }
+            25..35 => {
+                expect = Some((WcOpcode::Recv, Some(imm), None));
+                SendOp::SendImm(imm)
+            }
+            35..45 if !side.given.is_empty() => {
+                let key = side.given.pop().expect("a key");
+                expect = Some((WcOpcode::Recv, None, Some(key)));
+                SendOp::SendInv(key)
+            }
+            45..55 => {
+                expect = Some((WcOpcode::RecvWriteImm, Some(imm), None));
+                check = Check::Remote { slot, at, len };
+                SendOp::WriteImm(remote(peer), imm)
+            }
+            55..75 => {
+                peer.remote.write(local_at, &self.pattern[at..at + len]);
+                side.local.fill(local_at, len, 0);
+                check = Check::Local { slot, at, len };
+                SendOp::Read(remote(peer))
+            }
+            75..85 => {
+                len = 8;
+                let cell = (imm % 2) as usize;
+                let value = side.cell_model[cell];
+                check = Check::Number { slot, value };
+                let remote = RemoteAddr {
+                    addr: peer.cells_mr.addr + 8 * cell as u64,
+                    rkey: peer.cells_mr.rkey,
+                };
+                let number = self.random.next();
+                if self.random.percent(50) {
+                    side.cell_model[cell] = value.wrapping_add(number);
+                    SendOp::FetchAdd {
+                        remote,
+                        add: number,
+                    }
+                } else {
+                    let is_equal = self.random.percent(70);
+                    if is_equal {
+                        side.cell_model[cell] = number;
+                    }
+                    SendOp::CmpSwap {
+                        remote,
+                        compare: value ^ u64::from(!is_equal),
+                        swap: number,
+                    }
+                }
+            }
+            85..92 if side.regions.iter().any(|r| r.2 == Region::Idle) => {
+                len = 0;
+                let region = side
+                    .regions
+                    .iter()
+                    .position(|r| r.2 == Region::Idle)
+                    .unwrap();
+                let key = side.regions[region].1.next();
+                side.regions[region].1 = key;
+                side.regions[region].2 = Region::Busy;
+                check = Check::Registered { region, key };
+                SendOp::RegMr {
+                    mr: side.regions[region].0.id,
+                    key,
+                    access: Access::LOCAL_WRITE | Access::REMOTE_WRITE,
+                }
+            }
+            92..95 if side.regions.iter().any(|r| r.2 == Region::Held) => {
+                len = 0;
+                let region = side
+                    .regions
+                    .iter()
+                    .position(|r| r.2 == Region::Held)
+                    .unwrap();
+                side.regions[region].2 = Region::Busy;
+                check = Check::Invalidated { region };
+                SendOp::LocalInv(side.regions[region].1)
+            }
+            _ => {
+                check = Check::Remote { slot, at, len };
+                SendOp::Write(remote(peer))
+            }
+        };
+        if let Some((opcode, imm, invalidated)) = expect {
+            peer.expected.push_back(Expected {
+                opcode,
+                len,
+                at,
+                imm,
+                invalidated,
+                solicited: flags.contains(SendFlags::SOLICITED),
+            });
+        }
+        let may_inline = matches!(
+            op,
+            SendOp::Send
+                | SendOp::SendImm(_)
+                | SendOp::SendInv(_)
+                | SendOp::Write(_)
+                | SendOp::WriteImm(..)
+        );
+        let is_inline = may_inline && len <= INLINE && self.random.percent(50);
+        flags.set(SendFlags::INLINE, is_inline);
+        // One to three entries, cut anywhere.
+        let mut cuts = [
+            0,
+            self.random.below(len as u64 + 1),
+            self.random.below(len as u64 + 1),
+            len as u64,
+        ];
+        cuts.sort_unstable();
+        let lkey = if is_inline {
+            LKey(0)
+        } else {
+            side.local_mr.lkey
+        };
+        let sges: [Sge; 3] = std::array::from_fn(|i| Sge {
+            addr: side.local_mr.addr + local_at as u64 + cuts[i],
+            length: (cuts[i + 1] - cuts[i]) as u32,
+            lkey,
+        });
+        let is_local = matches!(op, SendOp::RegMr { .. } | SendOp::LocalInv(_));
+        let list = if is_local { &[][..] } else { &sges[..] };
+        let wr = SendWr::new(wr_id, op, list).flags(flags);
+        let message = Message {
+            wr_id,
+            slot,
+            opcode: opcode_of(&op),
+            is_signaled: flags.contains(SendFlags::SIGNALED),
+            check,
+        };
+        side.under_way.push_back(message);
+        side.posted += 1;
+        let (qp, mut env) = side.env();
+        qp.post_send(&[wr], &mut env)
+            .expect("room in the send queue");
+        if is_inline {
+            // Inline data has been copied; the buffer may change at once.
+            side.local.fill(local_at, len, 0x55);
+        }
+    }
+
+    /// Takes what a side tells, against what it must tell.
+    fn settle(&mut self, me: usize) {
+        let mut events = std::mem::take(&mut self.sides[me].out);
+        for event in events.drain(..) {
+            match event {
+                RcEvent::Send(done) => self.on_send_done(me, &done),
+                RcEvent::Recv(done) => self.on_recv_done(me, &done),
+                RcEvent::Async(event) => panic!("unexpected {event:?}"),
+            }
+        }
+        self.sides[me].out = events;
+    }
+
+    fn on_send_done(&mut self, me: usize, done: &Completion) {
+        assert_eq!(done.status, WcStatus::Success, "{done:?}");
+        loop {
+            let message = self.sides[me]
+                .under_way
+                .pop_front()
+                .expect("a message under way");
+            self.check(me, &message);
+            if message.is_signaled {
+                assert_eq!((done.wr_id.0, done.opcode), (message.wr_id, message.opcode));
+                break;
+            }
+        }
+    }
+
+    fn check(&mut self, me: usize, message: &Message) {
+        let side = &mut self.sides[me];
+        side.completed += 1;
+        side.free_slots.push(message.slot);
+        match message.check {
+            Check::Nothing => {}
+            Check::Remote { slot, at, len } => {
+                let got = &mut self.scratch[..len];
+                self.sides[1 - me].remote.read(slot * STRIDE, got);
+                assert!(
+                    got == &self.pattern[at..at + len],
+                    "wrong bytes written: {message:?}"
+                );
+            }
+            Check::Local { slot, at, len } => {
+                let got = &mut self.scratch[..len];
+                side.local.read(slot * STRIDE, got);
+                assert!(
+                    got == &self.pattern[at..at + len],
+                    "wrong bytes read: {message:?}"
+                );
+            }
+            Check::Number { slot, value } => {
+                let mut got = [0; 8];
+                side.local.read(slot * STRIDE, &mut got);
+                assert_eq!(u64::from_ne_bytes(got), value, "{message:?}");
+            }
+            Check::Registered { region, key } => {
+                if self.random.percent(30) {
+                    side.regions[region].2 = Region::Held;
+                } else {
+                    side.regions[region].2 = Region::Given;
+                    self.sides[1 - me].given.push(key);
+                }
+            }
+            Check::Invalidated { region } => side.regions[region].2 = Region::Idle,
+        }
+    }
+
+    fn on_recv_done(&mut self, me: usize, done: &Completion) {
+        assert_eq!(done.status, WcStatus::Success, "{done:?}");
+        let side = &mut self.sides[me];
+        let expected = side.expected.pop_front().expect("a message to us");
+        assert_eq!(
+            (
+                done.opcode,
+                done.byte_len as usize,
+                done.imm,
+                done.invalidated,
+                done.solicited
+            ),
+            (
+                expected.opcode,
+                expected.len,
+                expected.imm,
+                expected.invalidated,
+                expected.solicited
+            ),
+        );
+        let slot = done.wr_id.0 as usize;
+        if expected.opcode == WcOpcode::Recv {
+            let got = &mut self.scratch[..expected.len];
+            side.recv.read(slot * STRIDE, got);
+            let want = &self.pattern[expected.at..expected.at + expected.len];
+            assert!(got == want, "wrong bytes received: {expected:?}");
+        }
+        if let Some(key) = done.invalidated {
+            let region = side
+                .regions
+                .iter_mut()
+                .find(|r| r.1 == key)
+                .expect("our key");
+            assert_eq!(region.2, Region::Given);
+            region.2 = Region::Idle;
+        }
+        side.late_recvs.push(slot);
+    }
+}
+
+fn opcode_of(op: &SendOp) -> WcOpcode {
+    match op {
+        SendOp::Send | SendOp::SendImm(_) | SendOp::SendInv(_) => WcOpcode::Send,
+        SendOp::Write(_) | SendOp::WriteImm(..) => WcOpcode::Write,
+        SendOp::Read(_) => WcOpcode::Read,
+        SendOp::CmpSwap { .. } => WcOpcode::CmpSwap,
+        SendOp::FetchAdd { .. } => WcOpcode::FetchAdd,
+        SendOp::RegMr { .. } => WcOpcode::RegMr,
+        SendOp::LocalInv(_) => WcOpcode::LocalInv,
+    }
+}
+
+/// Tells how to run a failing session again.
+struct Replay(u64);
+
+impl Drop for Replay {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!(
+                "session seed {seed} failed; run it again with\n    \
+                 RISER_SIM_SEED={seed} cargo test -p riser-transport --test rc_sim",
+                seed = self.0
+            );
+        }
+    }
+}
+
+fn number_from_env(name: &str) -> Option<u64> {
+    let text = std::env::var(name).ok()?;
+    Some(
+        text.replace('_', "")
+            .parse()
+            .unwrap_or_else(|_| panic!("{name} is not a number")),
+    )
+}
+
+#[test]
+fn every_byte_and_every_completion_survives_a_bad_wire() {
+    let messages = number_from_env("RISER_SIM_MESSAGES").unwrap_or(200_000);
+    let sessions = messages.div_ceil(SESSION_MESSAGES);
+    let seeds = match number_from_env("RISER_SIM_SEED") {
+        Some(seed) => seed..seed + 1,
+        None => 0..sessions,
+    };
+    let (mut packets, mut retransmits, mut timeouts) = (0, 0, 0);
+    for seed in seeds.clone() {
+        let _replay = Replay(seed);
+        let counters = Sim::new(seed, SESSION_MESSAGES / 2).run();
+        packets += counters.tx_packets;
+        retransmits += counters.retransmits;
+        timeouts += counters.timeouts;
+    }
+    eprintln!(
+        "{} sessions of {SESSION_MESSAGES} messages; one side of each sent {packets} packets, \
+         {retransmits} of them again, after {timeouts} timeouts",
+        seeds.end - seeds.start
+    );
+}

@@ -112,9 +112,9 @@ impl<D: BlockDevice> ByteDevice<D> {
     /// The first piece of a request: as much of it as one transfer moves.
     #[must_use]
     pub fn first_piece(&self, offset: u64, len: u64) -> Span {
-        let most = u64::from(self.geometry().max_transfer);
-        let boundary = (offset / most + 1) * most;
-        self.span(offset, len.min(boundary - offset) as usize)
+        let block = u64::from(self.geometry().block_size);
+        let end = offset - offset % block + u64::from(self.geometry().max_transfer);
+        self.span(offset, len.min(end - offset) as usize)
     }
 
     /// A buffer for the covering blocks of a span, or `None` while the device has none free.

@@ -13,7 +13,7 @@
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -150,10 +150,42 @@ pub fn block_on<F: Future>(future: F) -> F::Output {
     }
 }
 
+/// Waits for all of some futures, which go on side by side. Every wake polls all that are not done
+/// yet, so it is for a handful of them.
+pub async fn join_all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Output> {
+    let mut futures: Vec<_> = futures
+        .into_iter()
+        .map(|f| (Some(Box::pin(f)), None))
+        .collect();
+    poll_fn(|cx| {
+        let mut pending = false;
+        for (future, output) in &mut futures {
+            if let Some(running) = future {
+                match running.as_mut().poll(cx) {
+                    Poll::Ready(value) => {
+                        *output = Some(value);
+                        *future = None;
+                    }
+                    Poll::Pending => pending = true,
+                }
+            }
+        }
+        if pending {
+            Poll::Pending
+        } else {
+            Poll::Ready(())
+        }
+    })
+    .await;
+    futures
+        .into_iter()
+        .map(|(_, output)| output.expect("all are done"))
+        .collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::future::poll_fn;
     use std::sync::atomic::AtomicUsize;
     use std::sync::mpsc;
 

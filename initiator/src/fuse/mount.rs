@@ -1,0 +1,232 @@
+//! Mounting and unmounting.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+
+use fuser::{Config, MountOption, Session, SessionACL};
+use rustix::mount::UnmountFlags;
+use thiserror::Error;
+
+use super::disk::{DiskFs, Layout};
+use crate::block::{BlockDevice, ByteDevice, task};
+
+/// Threads that take requests out of the FUSE device.
+const SESSION_THREADS: usize = 2;
+
+/// What stands between readers of the file and the disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Caching {
+    /// Nothing: every read and write is one of the disk. Right for a loop device, which has the
+    /// page cache above it, and where other hosts use the disk.
+    #[default]
+    Direct,
+    /// The kernel's page cache, with readahead; writes go through it.
+    Kernel,
+}
+
+/// Where and how a disk is mounted.
+#[derive(Clone, Debug)]
+pub struct FuseOptions {
+    /// A directory or a file.
+    pub path: PathBuf,
+    /// Name of the disk's file in the directory.
+    pub name: String,
+    /// What the mount table shows as its source.
+    pub source: String,
+    /// What stands between readers and the disk.
+    pub caching: Caching,
+    /// Whether other users may use the file. Needs `user_allow_other` in `/etc/fuse.conf` where the
+    /// mounting user is not root.
+    pub allow_other: bool,
+}
+
+/// Why a mount is still there.
+#[derive(Debug, Error)]
+pub enum UnmountError {
+    /// Somebody uses it.
+    #[error("{} is busy", .0.display())]
+    Busy(PathBuf),
+    /// Something else.
+    #[error("cannot unmount {}", path.display())]
+    Failed {
+        /// The mount.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+/// A mounted disk. Dropping it detaches the mount, even if it is in use.
+pub struct FuseMount {
+    path: PathBuf,
+    file: PathBuf,
+    thread: Option<JoinHandle<io::Result<()>>>,
+    flush: Box<dyn Fn() -> io::Result<()> + Send + Sync>,
+}
+
+impl std::fmt::Debug for FuseMount {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("FuseMount")
+            .field("path", &self.path)
+            .finish_non_exhaustive()
+    }
+}
+
+impl FuseMount {
+    /// Mounts a disk. It can be used when this returns. `on_end` is called once, when nobody uses
+    /// the mount any more because somebody unmounted it.
+    ///
+    /// # Errors
+    /// The path does not exist, FUSE is missing or not permitted.
+    pub fn new<D: BlockDevice>(
+        device: Arc<ByteDevice<D>>,
+        options: FuseOptions,
+        on_end: impl FnOnce() + Send + 'static,
+    ) -> io::Result<Self> {
+        let path = options.path.canonicalize()?;
+        let (layout, file) = if path.is_dir() {
+            let file = path.join(&options.name);
+            (Layout::Directory { name: options.name }, file)
+        } else {
+            (Layout::File, path.clone())
+        };
+        let mut config = Config::default();
+        config.mount_options = vec![
+            MountOption::FSName(options.source),
+            MountOption::Subtype("riser".into()),
+            MountOption::DefaultPermissions,
+            MountOption::NoAtime,
+            MountOption::NoExec,
+        ];
+        if device.geometry().read_only {
+            config.mount_options.push(MountOption::RO);
+        }
+        if options.allow_other {
+            config.acl = SessionACL::All;
+        }
+        config.n_threads = Some(SESSION_THREADS);
+        config.clone_fd = true;
+        let flushed = device.clone();
+        let fs = DiskFs::new(device, layout, options.caching)?;
+        let session = Session::new(fs, &path, &config)?;
+        let thread = thread::Builder::new()
+            .name("fuse-session".into())
+            .spawn(move || {
+                let result = session.run();
+                on_end();
+                result
+            })?;
+        Ok(Self {
+            path,
+            file,
+            thread: Some(thread),
+            flush: Box::new(move || task::block_on(flushed.flush()).map_err(io::Error::other)),
+        })
+    }
+
+    /// Where it is mounted.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The disk's file.
+    #[must_use]
+    pub fn file(&self) -> &Path {
+        &self.file
+    }
+
+    /// Whether it is unmounted and everything is answered.
+    #[must_use]
+    pub fn is_ended(&self) -> bool {
+        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
+    /// Takes the mount away if nobody uses it.
+    ///
+    /// # Errors
+    /// It is in use, or it cannot be unmounted; it is still mounted then.
+    pub fn try_unmount(&self) -> Result<(), UnmountError> {
+        if self.is_ended() {
+            return Ok(());
+        }
+        unmount(&self.path, false)
+    }
+
+    /// Takes the mount out of the tree, even if somebody has it open, who may go on until he closes
+    /// it or this process ends.
+    ///
+    /// # Errors
+    /// It cannot be unmounted.
+    pub fn detach(&self) -> Result<(), UnmountError> {
+        if self.is_ended() {
+            return Ok(());
+        }
+        unmount(&self.path, true)
+    }
+
+    /// Waits until the mount is gone, and flushes the disk.
+    ///
+    /// # Errors
+    /// The session ended with an error, or the flush failed.
+    pub fn wait(mut self) -> io::Result<()> {
+        let result = self.join();
+        result.and((self.flush)())
+    }
+
+    fn join(&mut self) -> io::Result<()> {
+        match self.thread.take().map(JoinHandle::join) {
+            None => Ok(()),
+            Some(Ok(result)) => result,
+            Some(Err(_)) => Err(io::Error::other("the FUSE session's thread panicked")),
+        }
+    }
+}
+
+impl Drop for FuseMount {
+    fn drop(&mut self) {
+        if self.thread.is_some()
+            && let Err(error) = self.detach()
+        {
+            tracing::warn!(%error, "the FUSE mount stays behind");
+        }
+        // Not joined: somebody may have the file open for as long as he likes.
+    }
+}
+
+/// Unmounts as root does, or through `fusermount3` as everybody may.
+fn unmount(path: &Path, lazy: bool) -> Result<(), UnmountError> {
+    let flags = if lazy {
+        UnmountFlags::DETACH
+    } else {
+        UnmountFlags::empty()
+    };
+    let failed = |source: io::Error| UnmountError::Failed {
+        path: path.to_owned(),
+        source,
+    };
+    match rustix::mount::unmount(path, flags | UnmountFlags::NOFOLLOW) {
+        Ok(()) => return Ok(()),
+        Err(rustix::io::Errno::BUSY) => return Err(UnmountError::Busy(path.to_owned())),
+        Err(rustix::io::Errno::PERM) => {}
+        Err(e) => return Err(failed(e.into())),
+    }
+    let output = Command::new("fusermount3")
+        .arg(if lazy { "-uz" } else { "-u" })
+        .arg("--")
+        .arg(path)
+        .stdin(Stdio::null())
+        .output()
+        .map_err(failed)?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let said = String::from_utf8_lossy(&output.stderr);
+    if said.contains("busy") {
+        return Err(UnmountError::Busy(path.to_owned()));
+    }
+    Err(failed(io::Error::other(said.trim().to_owned())))
+}

@@ -1,0 +1,310 @@
+//! The FUSE export on a disk in memory: as a file, and under a loop device with ext4 on it. What
+//! needs root, FUSE or a loop device is skipped without, and the skip printed.
+
+#![allow(clippy::print_stderr, reason = "skips are printed")]
+#![allow(missing_docs, reason = "a test")]
+
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc;
+use std::time::Duration;
+
+use riser_initiator::block::{ByteDevice, Geometry, MemoryDevice};
+use riser_initiator::fuse::{Caching, FuseMount, FuseOptions, UnmountError};
+
+const SIZE: u64 = 192 << 20;
+
+struct Bed {
+    dir: PathBuf,
+    device: Arc<MemoryDevice>,
+    mount: FuseMount,
+    ended: mpsc::Receiver<()>,
+}
+
+/// A mounted disk, or `None`, after saying so, where this host cannot mount.
+fn bed(over_file: bool, caching: Caching, change: impl FnOnce(&mut Geometry)) -> Option<Bed> {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    if !Path::new("/dev/fuse").exists() {
+        eprintln!("SKIP: there is no /dev/fuse");
+        return None;
+    }
+    let dir = std::env::temp_dir().join(format!(
+        "riser-fuse-{}-{}",
+        std::process::id(),
+        NEXT.fetch_add(1, Ordering::Relaxed)
+    ));
+    let path = dir.join("mount");
+    std::fs::create_dir(&dir).unwrap();
+    if over_file {
+        File::create(&path).unwrap();
+    } else {
+        std::fs::create_dir(&path).unwrap();
+    }
+    let device = MemoryDevice::new(SIZE, 512)
+        .unwrap()
+        .with_geometry(change)
+        .with_thread()
+        .unwrap();
+    let device = Arc::new(device);
+    let (tx, ended) = mpsc::channel();
+    let options = FuseOptions {
+        path,
+        name: "lun0".into(),
+        source: "riser:test".into(),
+        caching,
+        allow_other: false,
+    };
+    let bytes = Arc::new(ByteDevice::new(device.clone()));
+    match FuseMount::new(bytes, options, move || tx.send(()).unwrap()) {
+        Ok(mount) => Some(Bed {
+            dir,
+            device,
+            mount,
+            ended,
+        }),
+        Err(e) => {
+            eprintln!("SKIP: cannot mount FUSE here: {e}");
+            std::fs::remove_dir_all(dir).unwrap();
+            None
+        }
+    }
+}
+
+impl Bed {
+    fn open(&self) -> File {
+        OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(self.mount.file())
+            .unwrap()
+    }
+
+    fn end(self) {
+        // The kernel may still be closing what a child had open.
+        for attempt in 0.. {
+            match self.mount.try_unmount() {
+                Ok(()) => break,
+                Err(UnmountError::Busy(_)) if attempt < 100 => {
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+                Err(e) => panic!("{e}"),
+            }
+        }
+        self.ended.recv_timeout(Duration::from_secs(10)).unwrap();
+        self.mount.wait().unwrap();
+        std::fs::remove_dir_all(&self.dir).unwrap();
+    }
+}
+
+fn fallocate(
+    file: &File,
+    mode: rustix::fs::FallocateFlags,
+    offset: u64,
+    len: u64,
+) -> rustix::io::Result<()> {
+    rustix::fs::fallocate(file, mode, offset, len)
+}
+
+#[test]
+fn the_file_behaves_as_a_disk() {
+    use rustix::fs::FallocateFlags as F;
+    for (over_file, caching) in [
+        (false, Caching::Direct),
+        (false, Caching::Kernel),
+        (true, Caching::Direct),
+    ] {
+        let Some(bed) = bed(over_file, caching, |_| {}) else {
+            return;
+        };
+        let file = bed.open();
+        assert_eq!(file.metadata().unwrap().size(), SIZE);
+        // Odd offsets and lengths, longer than one request.
+        let data: Vec<u8> = (0..3_333_333u32).map(|i| (i * 7 / 5) as u8).collect();
+        file.write_all_at(&data, 1_000_001).unwrap();
+        let mut back = vec![0; data.len()];
+        file.read_exact_at(&mut back, 1_000_001).unwrap();
+        assert!(back == data);
+        let mut on_disk = vec![0; data.len()];
+        bed.device.memory().read(1_000_001, &mut on_disk);
+        assert!(on_disk == data);
+
+        let before = bed.device.flushes();
+        file.sync_all().unwrap();
+        assert!(bed.device.flushes() > before);
+
+        // The end: reads are short, writes fail.
+        assert_eq!(file.read_at(&mut back[..100], SIZE - 10).unwrap(), 10);
+        assert_eq!(file.read_at(&mut back, SIZE).unwrap(), 0);
+        let error = file.write_at(b"x", SIZE).unwrap_err();
+        assert!(
+            matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EFBIG)),
+            "{error}"
+        );
+
+        // Holes and zeroes.
+        fallocate(&file, F::PUNCH_HOLE | F::KEEP_SIZE, 2_000_000, 500_000).unwrap();
+        fallocate(&file, F::ZERO_RANGE, 1_000_001, 10).unwrap();
+        fallocate(&file, F::empty(), 0, SIZE).unwrap();
+        assert!(fallocate(&file, F::COLLAPSE_RANGE, 0, 4096).is_err());
+        file.read_exact_at(&mut back, 1_000_001).unwrap();
+        let mut want = data.clone();
+        want[..10].fill(0);
+        want[999_999..1_499_999].fill(0);
+        assert!(back == want);
+        let hole = rustix::fs::seek(&file, rustix::fs::SeekFrom::Hole(2_000_000)).unwrap();
+        assert!((2_000_000..2_100_000).contains(&hole), "{hole}");
+        let data_at = rustix::fs::seek(&file, rustix::fs::SeekFrom::Data(hole)).unwrap();
+        assert!((2_400_000..2_500_001).contains(&data_at), "{data_at}");
+
+        // Truncating changes nothing, as on a disk.
+        drop(
+            OpenOptions::new()
+                .write(true)
+                .truncate(true)
+                .open(bed.mount.file())
+                .unwrap(),
+        );
+        assert_eq!(file.metadata().unwrap().size(), SIZE);
+
+        // In use, it stays; then it goes.
+        assert!(matches!(
+            bed.mount.try_unmount(),
+            Err(UnmountError::Busy(_))
+        ));
+        drop(file);
+        bed.end();
+    }
+}
+
+#[test]
+fn errors_and_protection_reach_the_caller() {
+    let Some(bed) = bed(false, Caching::Direct, |g| g.read_only = true) else {
+        return;
+    };
+    bed.device.spoil(8192..8704);
+    let file = File::open(bed.mount.file()).unwrap();
+    let mut buf = [0; 4096];
+    file.read_exact_at(&mut buf, 0).unwrap();
+    let error = file.read_at(&mut buf, 8192).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(libc::EIO));
+    let error = OpenOptions::new()
+        .write(true)
+        .open(bed.mount.file())
+        .unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(libc::EROFS));
+    drop(file);
+    bed.end();
+}
+
+#[test]
+fn many_readers_and_writers_at_once() {
+    // Few and small buffers: requests must wait for one another and none may be lost.
+    let Some(bed) = bed(false, Caching::Direct, |g| g.max_transfer = 65536) else {
+        return;
+    };
+    let file = Arc::new(bed.open());
+    std::thread::scope(|scope| {
+        for worker in 0..8u64 {
+            let file = file.clone();
+            scope.spawn(move || {
+                let base = worker * (16 << 20);
+                let mut back = vec![0; 700_001];
+                for round in 0..6u64 {
+                    let data = vec![(worker * 16 + round) as u8 + 1; 700_001];
+                    let at = base + round * 1_234_567;
+                    file.write_all_at(&data, at).unwrap();
+                    file.read_exact_at(&mut back, at).unwrap();
+                    assert!(back == data);
+                }
+            });
+        }
+    });
+    drop(file);
+    bed.end();
+}
+
+#[test]
+fn dropping_it_detaches_it_even_in_use() {
+    let Some(bed) = bed(false, Caching::Direct, |_| {}) else {
+        return;
+    };
+    let file = bed.open();
+    let path = bed.mount.path().to_owned();
+    drop(bed.mount);
+    assert_eq!(std::fs::read_dir(&path).unwrap().count(), 0);
+    // Who has it open goes on.
+    file.write_all_at(b"still here", 0).unwrap();
+    drop(file);
+    bed.ended.recv_timeout(Duration::from_secs(10)).unwrap();
+    std::fs::remove_dir_all(&bed.dir).unwrap();
+}
+
+fn run(name: &str, args: &[&str]) -> Result<String, String> {
+    let output = Command::new(name)
+        .args(args)
+        .output()
+        .map_err(|e| format!("{name}: {e}"))?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        return Err(format!("{name} {args:?}: {}: {said}", output.status));
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}
+
+/// A loop device, until it is dropped.
+struct Loop(String);
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        if let Err(e) = run("losetup", &["-d", &self.0]) {
+            eprintln!("{e}");
+        }
+    }
+}
+
+#[test]
+fn ext4_on_a_loop_device() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("SKIP: a loop device needs root");
+        return;
+    }
+    let Some(bed) = bed(false, Caching::Direct, |_| {}) else {
+        return;
+    };
+    let file = bed.mount.file().to_str().unwrap().to_owned();
+    let device = match run("losetup", &["--find", "--show", "--direct-io=on", &file]) {
+        Ok(device) => Loop(device),
+        Err(e) => {
+            eprintln!("SKIP: no loop device: {e}");
+            return bed.end();
+        }
+    };
+    run("mkfs.ext4", &["-q", &device.0]).unwrap();
+    let root = bed.dir.join("root");
+    std::fs::create_dir(&root).unwrap();
+    let root_path = root.to_str().unwrap();
+    run("mount", &["-o", "discard", &device.0, root_path]).unwrap();
+    let mut sums = Vec::new();
+    for i in 0..200u32 {
+        let data: Vec<u8> = (0..(i * 1777) % 300_000).map(|n| (n * i) as u8).collect();
+        std::fs::write(root.join(format!("file{i}")), &data).unwrap();
+        sums.push(data);
+    }
+    for i in (0..200).step_by(3) {
+        std::fs::remove_file(root.join(format!("file{i}"))).unwrap();
+    }
+    run("umount", &[root_path]).unwrap();
+    run("e2fsck", &["-fn", &device.0]).unwrap();
+    run("mount", &["-o", "ro", &device.0, root_path]).unwrap();
+    for (i, data) in sums.iter().enumerate().filter(|(i, _)| i % 3 != 0) {
+        let got = std::fs::read(root.join(format!("file{i}"))).unwrap();
+        assert!(got == *data, "file{i}");
+    }
+    run("umount", &[root_path]).unwrap();
+    drop(device);
+    bed.end();
+}

@@ -18,6 +18,8 @@ pub(crate) struct Unmap {
     /// Descriptors in the list, once it has been checked.
     count: Option<u32>,
     next: u32,
+    /// Whether something was unmapped that is not stable yet.
+    unstable: bool,
 }
 
 /// UNMAP.
@@ -43,6 +45,7 @@ pub(crate) fn plan_unmap(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
             list_len: len,
             count: None,
             next: 0,
+            unstable: false,
         }),
     })
 }
@@ -57,12 +60,17 @@ impl Unmap {
             let (lba, blocks) = descriptor(context, self.next);
             self.next += 1;
             if blocks > 0 {
+                self.unstable = true;
                 let block = u64::from(context.lu.config().block_size.bytes());
                 return Ok(Next::Block(BlockOp::Discard {
                     offset: lba * block,
                     len: u64::from(blocks) * block,
                 }));
             }
+        }
+        if std::mem::take(&mut self.unstable) && needs_flush(context.lu) {
+            let len = context.lu.capacity_bytes();
+            return Ok(Next::Block(BlockOp::Flush { offset: 0, len }));
         }
         Ok(Next::Answer(DataIn::None))
     }
@@ -95,6 +103,12 @@ impl Unmap {
     }
 }
 
+/// Whether the backend has a volatile cache that the initiator has turned off,
+/// so that whatever has no FUA of its own must be followed by a flush.
+fn needs_flush(lu: &LogicalUnit) -> bool {
+    lu.config().write_cache && !lu.is_write_cache_enabled()
+}
+
 /// One UNMAP block descriptor: first block and number.
 fn descriptor(context: &Context<'_>, index: u32) -> (u64, u32) {
     let mut bytes = [0; 12];
@@ -122,12 +136,16 @@ pub(crate) struct WriteSame {
     unmap: bool,
     /// Bytes of pattern copies to write at a time.
     segment: u32,
+    /// Whether the write cache was on when a piece was sent.
+    cached: bool,
     stage: WriteSameStage,
 }
 
 /// ```text
 /// Receiving -> Writing (segment after segment) -> (answer)
+///       |                        \-> Flushing --> (answer)
 ///       \----> Zeroing -------------------------> (answer)
+///                  \---------------> Flushing --> (answer)
 /// ```
 #[derive(Debug)]
 enum WriteSameStage {
@@ -137,6 +155,8 @@ enum WriteSameStage {
     Writing,
     /// It was all zeroes, or there was none: the backend makes zeroes.
     Zeroing,
+    /// The write cache was turned off meanwhile.
+    Flushing,
 }
 
 /// WRITE SAME (10) and (16).
@@ -161,6 +181,7 @@ pub(crate) fn plan_write_same(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
         done: 0,
         unmap,
         segment: planner.segment(len),
+        cached: false,
         stage: WriteSameStage::Receiving,
     };
     if no_data {
@@ -188,12 +209,26 @@ pub(crate) fn plan_write_same(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
 impl WriteSame {
     fn zero(&mut self, lu: &LogicalUnit) -> Next {
         self.stage = WriteSameStage::Zeroing;
+        self.cached = lu.is_write_cache_enabled();
         Next::Block(BlockOp::WriteZeroes {
             offset: self.offset,
             len: self.len,
             unmap: self.unmap,
-            fua: !lu.is_write_cache_enabled(),
+            fua: !self.cached,
         })
+    }
+
+    /// The answer, after a flush if the write cache has been turned off since
+    /// something went into it.
+    fn end(&mut self, lu: &LogicalUnit) -> Next {
+        if self.cached && !lu.is_write_cache_enabled() {
+            self.stage = WriteSameStage::Flushing;
+            return Next::Block(BlockOp::Flush {
+                offset: self.offset,
+                len: self.len,
+            });
+        }
+        Next::Answer(DataIn::None)
     }
 
     pub(crate) fn advance(&mut self, context: &mut Context<'_>) -> Result<Next, Sense> {
@@ -207,16 +242,19 @@ impl WriteSame {
                 self.stage = WriteSameStage::Writing;
             }
             WriteSameStage::Writing => self.done += u64::from(self.piece()),
-            WriteSameStage::Zeroing => return Ok(Next::Answer(DataIn::None)),
+            WriteSameStage::Zeroing => return Ok(self.end(context.lu)),
+            WriteSameStage::Flushing => return Ok(Next::Answer(DataIn::None)),
         }
         if self.done == self.len {
-            return Ok(Next::Answer(DataIn::None));
+            return Ok(self.end(context.lu));
         }
+        let cache = context.lu.is_write_cache_enabled();
+        self.cached |= cache;
         Ok(Next::Block(BlockOp::Write {
             offset: self.offset + self.done,
             len: self.piece(),
             buffer_offset: 0,
-            fua: !context.lu.is_write_cache_enabled(),
+            fua: !cache,
         }))
     }
 

@@ -69,7 +69,8 @@ pub(crate) struct Write {
 
 /// ```text
 /// Receiving -> Writing -> (answer)
-///                 \-----> Verifying -> (answer)
+///                 |-----> Verifying -> (answer)
+///                 \-----> Flushing --> (answer)
 /// ```
 #[derive(Debug)]
 enum WriteStage {
@@ -79,6 +80,8 @@ enum WriteStage {
     Writing(Option<Verify>),
     /// What was written is being read back.
     Verifying(Verify),
+    /// The write cache was turned off while the write was on its way.
+    Flushing,
 }
 
 /// WRITE (6), (10), (12) and (16).
@@ -152,6 +155,15 @@ impl Write {
                 }))
             }
             WriteStage::Writing(verify) => match verify.take() {
+                // The flush of the MODE SELECT that turned the cache off may
+                // have come before this write, so it needs one of its own.
+                None if !self.fua && !context.lu.is_write_cache_enabled() => {
+                    self.stage = WriteStage::Flushing;
+                    Ok(Next::Block(BlockOp::Flush {
+                        offset: self.offset,
+                        len: self.len.into(),
+                    }))
+                }
                 None => Ok(Next::Answer(DataIn::None)),
                 Some(mut verify) => {
                     let next = verify.begin();
@@ -160,6 +172,7 @@ impl Write {
                 }
             },
             WriteStage::Verifying(verify) => verify.advance(context),
+            WriteStage::Flushing => Ok(Next::Answer(DataIn::None)),
         }
     }
 }

@@ -167,6 +167,8 @@ fn block_limits(config: &Config) -> Vec<u8> {
     let limits = &config.limits;
     let mut page = vec![0; 60];
     page[0] = 0x01; // WSNZ: WRITE SAME must name a number of blocks.
+    // OPTIMAL TRANSFER LENGTH GRANULARITY: a physical block.
+    page[2..4].copy_from_slice(&(1_u16 << config.physical_exponent).to_be_bytes());
     page[4..8].copy_from_slice(&(limits.max_transfer / block).to_be_bytes());
     page[8..12].copy_from_slice(&(limits.optimal_transfer / block).to_be_bytes());
     if let Provisioning::Thin { granularity } = config.provisioning {

@@ -214,3 +214,48 @@ fn select_refuses_before_it_changes_anything() {
     );
     rig.send_out(&[0x15, 0x10, 0, 0, 0, 0], &[]).good();
 }
+
+/// The step after the only block operation of a command, when the cache was
+/// turned off while that was on its way.
+fn after_cache_off(cdb: &[u8], out: &[u8]) -> crate::step::Step {
+    use crate::step::{Expected, Request, Step, StepResult, TaskAttribute};
+    let mut rig = Rig::new();
+    let expected = Expected {
+        data_out: out.len() as u32,
+        data_in: 0,
+    };
+    let (mut command, step) = rig.lu.start(&Request {
+        nexus: B,
+        cdb,
+        expected,
+        attribute: TaskAttribute::Simple,
+        luns: &[],
+    });
+    let mut buffer = out.to_vec();
+    assert!(matches!(step, Step::ReceiveData { .. }));
+    let step = command.advance(&rig.lu, StepResult::Done, &mut buffer);
+    assert!(matches!(step, Step::Block(_)));
+    let mut off = CACHING;
+    off[2] = 0;
+    select6(&mut rig, &off).good();
+    let step = command.advance(&rig.lu, StepResult::Done, &mut buffer);
+    let last = command.advance(&rig.lu, StepResult::Done, &mut buffer);
+    assert!(matches!(last, Step::Respond(_)));
+    step
+}
+
+#[test]
+fn what_was_on_its_way_when_the_cache_went_off_is_flushed() {
+    use crate::step::Step;
+    let flush = |offset, len| Step::Block(BlockOp::Flush { offset, len });
+    // WRITE (10), WRITE SAME (10) with a pattern and with zeroes, UNMAP.
+    let write = [0x2a, 0, 0, 0, 0, 2, 0, 0, 1, 0];
+    assert_eq!(after_cache_off(&write, &[1; 512]), flush(1024, 512));
+    let same = [0x41, 0, 0, 0, 0, 2, 0, 0, 1, 0];
+    assert_eq!(after_cache_off(&same, &[1; 512]), flush(1024, 512));
+    assert_eq!(after_cache_off(&same, &[0; 512]), flush(1024, 512));
+    let mut list = vec![0, 22, 0, 16, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1];
+    list.resize(24, 0);
+    let unmap = [0x42, 0, 0, 0, 0, 0, 0, 0, 24, 0];
+    assert_eq!(after_cache_off(&unmap, &list), flush(0, 128 * 512));
+}

@@ -458,7 +458,18 @@ mod tests {
         assert!(!set.remove(key));
         let reused = add(&mut set, A, 1, Simple);
         assert_ne!(reused, key);
-        assert!(!set.is_aborted(key));
+        assert!(!set.remove(key), "the old key is not the new task");
+        assert!(set.remove(reused));
+    }
+
+    #[test]
+    fn a_nexus_that_lost_several_tasks_is_named_once() {
+        let mut set = TaskSet::new(8);
+        for tag in 1..4 {
+            add(&mut set, B, tag, Simple);
+        }
+        let outcome = set.manage(A, TaskManagement::ClearTaskSet);
+        assert_eq!(outcome.cleared, [B]);
     }
 
     #[test]
@@ -553,6 +564,45 @@ mod tests {
             prop_assert!(set.is_empty());
             prop_assert_eq!((set.restricting, set.dormant), (0, 0));
             prop_assert!(set.by_tag.is_empty());
+        }
+
+        /// Whatever happens to the set, its shortcuts agree with a plain
+        /// reading of the rules.
+        #[test]
+        fn shortcuts_agree_with_the_rules(
+            script in proptest::collection::vec((0..8_u8, 0..2_u32, 0..6_u64, 0..3_u8), 1..80),
+        ) {
+            let mut set = TaskSet::new(10);
+            for (what, nexus, tag, kind) in script {
+                let (nexus, tag) = (NexusId(nexus), TaskTag(tag));
+                let attribute = [Simple, Ordered, HeadOfQueue][usize::from(kind)];
+                let key = set.find(nexus, tag);
+                match what {
+                    0..=2 => { let _ = set.register(nexus, tag, attribute); }
+                    3 => { let _ = set.manage(nexus, TaskManagement::AbortTask(tag)); }
+                    4 => { let _ = key.map(|key| set.try_start(key)); }
+                    5 => { let _ = set.poll_start(); }
+                    6 => { let _ = key.map(|key| set.remove(key)); }
+                    _ => { set.abort_nexus(nexus); }
+                }
+                let tasks: Vec<Task> = set.tasks().map(|(_, task)| *task).collect();
+                let count = |wanted: &dyn Fn(&Task) -> bool| tasks.iter().filter(|t| wanted(t)).count();
+                prop_assert_eq!(set.len(), tasks.len());
+                prop_assert_eq!(set.dormant, count(&|t| t.state == TaskState::Dormant));
+                prop_assert_eq!(set.restricting, count(&|t| t.attribute != Simple));
+                for task in &tasks {
+                    let key = set.find(task.nexus, task.tag).unwrap();
+                    let head = count(&|t| t.attribute == HeadOfQueue) > 0;
+                    let older_ordered = count(&|t| t.attribute == Ordered && t.age < task.age) > 0;
+                    let older = count(&|t| t.age < task.age) > 0;
+                    let free = match task.attribute {
+                        HeadOfQueue => true,
+                        Ordered => !head && !older,
+                        _ => !head && !older_ordered,
+                    };
+                    prop_assert_eq!(set.can_start(key), free && task.state == TaskState::Dormant);
+                }
+            }
         }
     }
 }

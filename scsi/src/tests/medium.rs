@@ -521,3 +521,89 @@ fn a_read_only_unit_refuses_every_write() {
     }
     rig.send(&[0x28, 0, 0, 0, 0, 0, 0, 0, 1, 0]).good();
 }
+
+#[test]
+fn six_byte_commands_have_no_fua() {
+    use crate::step::{Expected, Request, Step, StepResult, TaskAttribute};
+    let mut big = config(BlockSize::B512, 8);
+    big.blocks = 1 << 21;
+    let lu = crate::lu::LogicalUnit::new(big).unwrap();
+    let expected = Expected {
+        data_out: 512,
+        data_in: 512,
+    };
+    // READ (6) and WRITE (6) of LBA 080001h: the bit that is FUA in longer
+    // CDBs belongs to the address.
+    for opcode in [0x08, 0x0a] {
+        let (mut command, mut step) = lu.start(&Request {
+            nexus: A,
+            cdb: &[opcode, 0x08, 0x00, 0x01, 1, 0],
+            expected,
+            attribute: TaskAttribute::Simple,
+            luns: &[],
+        });
+        if matches!(step, Step::ReceiveData { .. }) {
+            step = command.advance(&lu, StepResult::Done, &mut vec![0; 512]);
+        }
+        match step {
+            Step::Block(BlockOp::Read { offset, fua, .. } | BlockOp::Write { offset, fua, .. }) => {
+                assert_eq!((offset, fua), (0x08_0001 * 512, false));
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[test]
+fn unmap_at_its_limits() {
+    let mut rig = Rig::new();
+    unmap(&mut rig, &[(0, 25); 4]).good();
+    // The list's own length field claims a second descriptor that is not there.
+    let mut list = unmap_list(&[(3, 1)]);
+    list[3] = 32;
+    let outcome = rig
+        .send_out(&[0x42, 0, 0, 0, 0, 0, 0, 0, 24, 0], &list)
+        .good();
+    assert_eq!(outcome.ops.len(), 1);
+}
+
+#[test]
+fn lba_status_rounds_what_a_backend_says_to_blocks() {
+    use crate::step::{Allocation, DataIn, Expected, Request, Step, StepResult, TaskAttribute};
+    let rig = Rig::new();
+    let cdb = [0x9e, 0x12, 0, 0, 0, 0, 0, 0, 0, 100, 0, 0, 0, 24, 0, 0];
+    let answer = |allocation, len| {
+        let (mut command, step) = rig.lu.start(&Request {
+            nexus: A,
+            cdb: &cdb,
+            expected: Expected {
+                data_out: 0,
+                data_in: 24,
+            },
+            attribute: TaskAttribute::Simple,
+            luns: &[],
+        });
+        let asked = BlockOp::Status {
+            offset: 51_200,
+            len: 28 * 512,
+        };
+        assert_eq!(step, Step::Block(asked));
+        let result = StepResult::Status { allocation, len };
+        match command.advance(&rig.lu, result, &mut crate::access::NoData) {
+            Step::Respond(response) => match response.data_in {
+                DataIn::Inline(data) => (data[19], data[20]),
+                other => panic!("{other:?}"),
+            },
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!(answer(Allocation::Mapped, 513), (2, 0));
+    assert_eq!(answer(Allocation::Deallocated, 1535), (2, 1));
+    assert_eq!(
+        answer(Allocation::Deallocated, 100),
+        (1, 0),
+        "in part mapped"
+    );
+    assert_eq!(answer(Allocation::Deallocated, u64::MAX), (28, 1));
+    assert_eq!(answer(Allocation::Mapped, u64::MAX), (28, 0));
+}

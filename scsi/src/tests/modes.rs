@@ -145,6 +145,10 @@ fn select_ten_takes_descriptors_and_several_pages() {
         (vec![0, 0, 0, 0, 0, 0, 0, 8], vec![0, 0, 0, 128, 0, 0, 2, 0]),
         (vec![0, 0, 0, 0, 0, 0, 0, 8], vec![0, 0, 0, 0, 0, 0, 2, 0]),
         (
+            vec![0, 0, 0, 0, 0, 0, 0, 8],
+            vec![255, 255, 255, 255, 0, 0, 2, 0],
+        ),
+        (
             vec![0, 0, 0, 0, 1, 0, 0, 16],
             vec![0, 0, 0, 0, 0, 0, 0, 128, 0, 0, 0, 0, 0, 0, 2, 0],
         ),
@@ -187,7 +191,10 @@ fn select_refuses_before_it_changes_anything() {
         (5, 0x26, 0),
         "unknown page"
     );
-    assert_eq!(select6(&mut rig, &[0x88, 0x12]).check(), (5, 0x26, 0), "PS");
+    let outcome = select6(&mut rig, &[0x88, 0x12]);
+    assert_eq!(outcome.sense().field.unwrap().bit, Some(7), "PS");
+    let outcome = select6(&mut rig, &[0x48, 0x12]);
+    assert_eq!(outcome.sense().field.unwrap().bit, Some(6), "SPF");
     assert_eq!(
         select6(&mut rig, &[0x08, 0x11]).check(),
         (5, 0x26, 0),

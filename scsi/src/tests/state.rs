@@ -106,6 +106,9 @@ fn a_stopped_unit_is_not_ready() {
         }]
     );
     assert!(rig.lu.is_stopped());
+    // A reset does not start it.
+    rig.lu.reset();
+    assert_eq!(rig.send(&READY).check(), (6, 0x29, 3));
     assert_eq!(rig.send(&READY).check(), (2, 0x04, 2));
     let read = [0x28, 0, 0, 0, 0, 0, 0, 0, 1, 0];
     assert_eq!(rig.send(&read).check(), (2, 0x04, 2));

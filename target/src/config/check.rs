@@ -1,0 +1,605 @@
+//! From `raw` to `model`: ranges, references, duplicates, defaults.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ops::RangeInclusive;
+use std::path::{Component, Path, PathBuf};
+
+use super::error::{ConfigError, nearest};
+use super::model::{
+    Access, Backend, Config, Limits, LinkFaults, Log, LogFormat, Lun, Names, Portal, Protocol,
+    Provider, Rule, Target, Transport, Workers,
+};
+use super::raw;
+use super::value::Percent;
+use super::yaml::{At, Located};
+use crate::backend::{Direct, Source, Spec};
+
+/// The highest number of flat LUN addressing (SAM-5 4.7.7).
+const MAX_LUN: u64 = 16_383;
+
+/// A mistake whose file is not named yet.
+#[derive(Debug)]
+pub(super) struct Mistake {
+    at: At,
+    path: String,
+    message: String,
+    hint: Option<String>,
+}
+
+impl Mistake {
+    fn new(at: At, path: impl Into<String>, message: impl Into<String>) -> Self {
+        Self {
+            at,
+            path: path.into(),
+            message: message.into(),
+            hint: None,
+        }
+    }
+
+    fn hint(mut self, hint: impl Into<String>) -> Self {
+        self.hint = Some(hint.into());
+        self
+    }
+
+    pub(super) fn in_file(self, file: &str) -> ConfigError {
+        ConfigError {
+            file: file.to_owned(),
+            line: self.at.line.max(1),
+            column: self.at.column.max(1),
+            path: self.path,
+            message: self.message,
+            hint: self.hint,
+        }
+    }
+}
+
+type Checked<T> = Result<T, Mistake>;
+
+pub(super) fn check(root: raw::Root) -> Checked<Config> {
+    let mut notes = Vec::new();
+    if let Some(identity) = &root.identity
+        && identity.value.trim().is_empty()
+    {
+        return Err(Mistake::new(
+            identity.at,
+            "identity",
+            "an identity cannot be empty",
+        ));
+    }
+    let backends = backends(root.backends.0)?;
+    if root.targets.is_empty() {
+        return Err(Mistake::new(At::default(), "targets", "there is no target")
+            .hint("`targets:` lists what is served, and where"));
+    }
+    let mut names = HashMap::new();
+    let mut portals = HashMap::new();
+    let mut targets = Vec::new();
+    for (i, t) in root.targets.into_iter().enumerate() {
+        targets.push(target(i, t.value, &backends, &mut names, &mut portals)?);
+    }
+    note_oddities(&backends, &targets, &mut notes);
+    Ok(Config {
+        identity: root.identity.map(|i| i.value.trim().to_owned()),
+        backends,
+        targets,
+        workers: workers(root.workers)?,
+        limits: limits(root.limits)?,
+        transport: transport(root.transport)?,
+        log: log(root.log)?,
+        notes,
+    })
+}
+
+fn note_oddities(backends: &[Backend], targets: &[Target], notes: &mut Vec<String>) {
+    for (i, b) in backends.iter().enumerate() {
+        let used = targets
+            .iter()
+            .any(|t| t.luns.values().any(|l| l.backend == i));
+        if !used {
+            notes.push(format!("backend `{}` is not a LUN of any target", b.name));
+        }
+    }
+    for t in targets {
+        if t.luns.is_empty() {
+            notes.push(format!("target `{}` has no LUN", t.name));
+        }
+        if t.access == Access::Rules(Vec::new()) {
+            notes.push(format!(
+                "target `{}` lets nobody in: give `access:` rules, or `access: open`",
+                t.name
+            ));
+        }
+    }
+}
+
+/// Checks a number against a range, or gives the default.
+fn number(
+    value: Option<&Located<u64>>,
+    path: &str,
+    range: RangeInclusive<u64>,
+    default: u64,
+) -> Checked<u64> {
+    match value {
+        None => Ok(default),
+        Some(v) if range.contains(&v.value) => Ok(v.value),
+        Some(v) => Err(Mistake::new(
+            v.at,
+            path,
+            format!(
+                "must be from {} to {}, not {}",
+                range.start(),
+                range.end(),
+                v.value
+            ),
+        )),
+    }
+}
+
+fn is_name(text: &str) -> bool {
+    !text.is_empty()
+        && text.len() <= 64
+        && text
+            .bytes()
+            .all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.' | b':'))
+}
+
+fn name_mistake(at: At, path: &str, name: &str) -> Mistake {
+    Mistake::new(at, path, format!("`{name}` is no good name"))
+        .hint("1 to 64 letters, digits, `-`, `_`, `.` or `:`")
+}
+
+// --- Backends -----------------------------------------------------------------------------------
+
+fn backends(raw: Vec<(String, Located<raw::Backend>)>) -> Checked<Vec<Backend>> {
+    let mut files: HashMap<PathBuf, String> = HashMap::new();
+    let mut out = Vec::new();
+    for (name, b) in raw {
+        let path = format!("backends.{name}");
+        if !is_name(&name) {
+            return Err(name_mistake(b.at, &path, &name));
+        }
+        let backend = backend(&name, &path, &b)?;
+        if let Source::File { path: file, .. } | Source::Device { path: file } =
+            &backend.spec.source
+            && let Some(other) = files.insert(normal(file), name.clone())
+        {
+            let at = b.value.path.as_ref().map_or(b.at, |p| p.at);
+            return Err(Mistake::new(
+                at,
+                format!("{path}.path"),
+                format!("{} is already backend `{other}`", file.display()),
+            )
+            .hint("one backend can be a LUN of several targets"));
+        }
+        out.push(backend);
+    }
+    Ok(out)
+}
+
+/// The path without `.` and, where that is certain, without `..`.
+fn normal(path: &Path) -> PathBuf {
+    path.components()
+        .filter(|c| !matches!(c, Component::CurDir))
+        .collect()
+}
+
+fn backend(name: &str, path: &str, located: &Located<raw::Backend>) -> Checked<Backend> {
+    let b = &located.value;
+    let at = |key: &str| format!("{path}.{key}");
+    let block_size = match &b.block_size {
+        None => 512,
+        Some(v) if matches!(v.value, 512 | 4096) => v.value as u32,
+        Some(v) => {
+            let message = format!("a block size is 512 or 4096, not {}", v.value);
+            return Err(Mistake::new(v.at, at("block_size"), message));
+        }
+    };
+    if let Some(size) = &b.size {
+        let bytes = size.value.0;
+        if bytes == 0 || !bytes.is_multiple_of(u64::from(block_size)) {
+            let message = format!("{bytes} bytes are not a number of {block_size}-byte blocks");
+            return Err(Mistake::new(size.at, at("size"), message));
+        }
+    }
+    let read_only = b.read_only.unwrap_or(false);
+    Ok(Backend {
+        name: name.to_owned(),
+        spec: Spec {
+            source: source(path, located)?,
+            block_size,
+            direct: match b.direct.as_ref().map(|d| d.value) {
+                None | Some(raw::Direct::Auto) => Direct::Auto,
+                Some(raw::Direct::On) => Direct::On,
+                Some(raw::Direct::Off) => Direct::Off,
+            },
+            write_cache: b.write_cache.is_none_or(|w| w.0),
+            read_only,
+            faults: None,
+        },
+        thin: b.thin.unwrap_or(true),
+        rotational: b.rotational,
+        names: names(path, b)?,
+    })
+}
+
+fn source(path: &str, located: &Located<raw::Backend>) -> Checked<Source> {
+    use raw::Kind;
+    let b = &located.value;
+    let at = |key: &str| format!("{path}.{key}");
+    let kind = match b.kind {
+        Kind::File => "file",
+        Kind::Device => "device",
+        Kind::Ram => "ram",
+        Kind::Null => "null",
+    };
+    let alien = |key: &str, place: Option<At>| match place {
+        Some(place) => Err(Mistake::new(
+            place,
+            at(key),
+            format!("a backend of kind {kind} has no `{key}`"),
+        )),
+        None => Ok(()),
+    };
+    let missing = |key: &str| {
+        Mistake::new(
+            located.at,
+            path,
+            format!("a backend of kind {kind} needs `{key}`"),
+        )
+    };
+    let is_file = b.kind == Kind::File;
+    let has_path = matches!(b.kind, Kind::File | Kind::Device);
+    if !has_path {
+        alien("path", b.path.as_ref().map(|v| v.at))?;
+        alien("direct", b.direct.as_ref().map(|v| v.at))?;
+    }
+    if !is_file {
+        alien("create", b.create.as_ref().map(|v| v.at))?;
+    }
+    if b.kind == Kind::Device {
+        alien("size", b.size.as_ref().map(|v| v.at))?;
+    }
+    let file = || {
+        let p = b.path.as_ref().ok_or_else(|| missing("path"))?;
+        match p.value.is_empty() || p.value.contains('\0') {
+            true => Err(Mistake::new(p.at, at("path"), "an empty path")),
+            false => Ok(PathBuf::from(&p.value)),
+        }
+    };
+    let size = b.size.as_ref().map(|s| s.value.0);
+    match b.kind {
+        Kind::File => {
+            let create = b.create.as_ref().is_some_and(|c| c.value);
+            if let Some(c) = b.create.as_ref().filter(|c| c.value) {
+                if size.is_none() {
+                    return Err(missing("size").hint("`create: true` must know how large"));
+                }
+                if b.read_only == Some(true) {
+                    let message = "a read-only file cannot be created";
+                    return Err(Mistake::new(c.at, at("create"), message));
+                }
+            }
+            Ok(Source::File {
+                path: file()?,
+                size,
+                create,
+            })
+        }
+        Kind::Device => Ok(Source::Device { path: file()? }),
+        Kind::Ram => Ok(Source::Ram {
+            size: size.ok_or_else(|| missing("size"))?,
+        }),
+        Kind::Null => Ok(Source::Null {
+            size: size.ok_or_else(|| missing("size"))?,
+        }),
+    }
+}
+
+fn names(path: &str, b: &raw::Backend) -> Checked<Names> {
+    let text = |key: &str, value: &Option<Located<String>>, most: usize| match value {
+        None => Ok(None),
+        Some(v) => {
+            let printable = v.value.bytes().all(|c| (0x20..0x7f).contains(&c));
+            if !printable || v.value.is_empty() || v.value.len() > most {
+                let message = format!("must be 1 to {most} printable ASCII characters");
+                return Err(Mistake::new(v.at, format!("{path}.{key}"), message));
+            }
+            Ok(Some(v.value.clone()))
+        }
+    };
+    Ok(Names {
+        serial: text("serial", &b.serial, 64)?,
+        naa: b.naa.as_ref().map(|n| n.value.0),
+        vendor: text("vendor", &b.vendor, 8)?,
+        product: text("product", &b.product, 16)?,
+        revision: text("revision", &b.revision, 4)?,
+    })
+}
+
+// --- Targets ------------------------------------------------------------------------------------
+
+fn target(
+    index: usize,
+    t: raw::Target,
+    backends: &[Backend],
+    names: &mut HashMap<String, u64>,
+    portals: &mut HashMap<std::net::SocketAddr, String>,
+) -> Checked<Target> {
+    let path = format!("targets[{index}]");
+    let name = t.name.value;
+    if !is_name(&name) {
+        return Err(name_mistake(t.name.at, &format!("{path}.name"), &name));
+    }
+    if let Some(line) = names.insert(name.clone(), t.name.at.line) {
+        let message = format!("there is already a target `{name}`, in line {line}");
+        return Err(Mistake::new(t.name.at, format!("{path}.name"), message));
+    }
+    if t.portals.value.is_empty() {
+        let message = "a target listens somewhere";
+        return Err(
+            Mistake::new(t.portals.at, format!("{path}.portals"), message)
+                .hint("- { protocol: srp, listen: 127.0.0.1 }"),
+        );
+    }
+    let mut listens = Vec::new();
+    for (i, p) in t.portals.value.into_iter().enumerate() {
+        let listen = p.listen.value.0;
+        if let Some(other) = portals.insert(listen, name.clone()) {
+            return Err(Mistake::new(
+                p.listen.at,
+                format!("{path}.portals[{i}].listen"),
+                format!("{listen} is already a portal of target `{other}`"),
+            ));
+        }
+        let raw::Protocol::Srp = p.protocol;
+        listens.push(Portal {
+            protocol: Protocol::Srp,
+            listen,
+            set_service_guid: p.service_guid,
+            set_ioc_guid: p.ioc_guid,
+            set_id_ext: p.id_ext,
+            pkey: p.pkey.map_or(0xffff, |k| k.0),
+        });
+    }
+    let luns = luns(&path, t.luns.0, backends)?;
+    let access = access(&path, t.access, &luns)?;
+    Ok(Target {
+        name,
+        portals: listens,
+        luns,
+        access,
+    })
+}
+
+fn luns(
+    path: &str,
+    raw: Vec<(u16, Located<raw::Lun>)>,
+    backends: &[Backend],
+) -> Checked<BTreeMap<u16, Lun>> {
+    let mut luns = BTreeMap::new();
+    for (number, l) in raw {
+        let place = format!("{path}.luns.{number}");
+        if u64::from(number) > MAX_LUN {
+            let message = format!("a LUN is from 0 to {MAX_LUN}");
+            return Err(Mistake::new(l.at, place, message));
+        }
+        let wanted = &l.value.backend;
+        let Some(backend) = backends.iter().position(|b| b.name == *wanted) else {
+            let mistake = Mistake::new(l.at, place, format!("there is no backend `{wanted}`"));
+            let near = nearest(wanted, backends.iter().map(|b| b.name.as_str()));
+            return Err(match near {
+                Some(near) => mistake.hint(format!("did you mean `{near}`?")),
+                None => mistake,
+            });
+        };
+        let lun = Lun {
+            backend,
+            read_only: l.value.read_only,
+        };
+        // The reader refuses a key written twice alike; `1` and `0x1` are caught here.
+        if luns.insert(number, lun).is_some() {
+            let message = format!("LUN {number} is there twice");
+            return Err(Mistake::new(l.at, place, message));
+        }
+    }
+    Ok(luns)
+}
+
+fn access(path: &str, raw: raw::Access, luns: &BTreeMap<u16, Lun>) -> Checked<Access> {
+    let rules = match raw {
+        raw::Access::Open => return Ok(Access::Open),
+        raw::Access::Rules(rules) => rules,
+    };
+    let mut out = Vec::new();
+    for (i, r) in rules.into_iter().enumerate() {
+        let place = format!("{path}.access[{i}]");
+        let rule = r.value;
+        if rule.initiator.is_none() && rule.address.is_none() {
+            return Err(Mistake::new(r.at, place, "a rule that is about nobody")
+                .hint("give `initiator`, `address` or both; `access: open` lets everybody in"));
+        }
+        let mask = rule.luns.map(|list| {
+            list.into_iter()
+                .enumerate()
+                .map(|(j, l)| match u16::try_from(l.value) {
+                    Ok(lun) if luns.contains_key(&lun) => Ok(lun),
+                    _ => Err(Mistake::new(
+                        l.at,
+                        format!("{place}.luns[{j}]"),
+                        format!("this target has no LUN {}", l.value),
+                    )),
+                })
+                .collect::<Checked<BTreeSet<u16>>>()
+        });
+        out.push(Rule {
+            initiator: rule.initiator,
+            address: rule.address,
+            luns: mask.transpose()?,
+        });
+    }
+    Ok(Access::Rules(out))
+}
+
+// --- The rest -----------------------------------------------------------------------------------
+
+fn workers(raw: raw::Workers) -> Checked<Workers> {
+    let count = match &raw.count {
+        None => None,
+        Some(c) => match c.value.0 {
+            None => None,
+            Some(n @ 1..=1024) => Some(n as usize),
+            Some(n) => {
+                let message = format!("must be auto or from 1 to 1024, not {n}");
+                return Err(Mistake::new(c.at, "workers.count", message));
+            }
+        },
+    };
+    let mut cpus = Vec::new();
+    for (i, c) in raw.cpus.iter().flat_map(|l| &l.value).enumerate() {
+        let place = format!("workers.cpus[{i}]");
+        let cpu = number(Some(c), &place, 0..=1023, 0)? as usize;
+        if cpus.contains(&cpu) {
+            return Err(Mistake::new(
+                c.at,
+                place,
+                format!("CPU {cpu} is there twice"),
+            ));
+        }
+        cpus.push(cpu);
+    }
+    if let (Some(list), Some(count)) = (&raw.cpus, count)
+        && !cpus.is_empty()
+        && cpus.len() < count
+    {
+        let message = format!("{} CPUs for {count} workers", cpus.len());
+        return Err(Mistake::new(list.at, "workers.cpus", message));
+    }
+    Ok(Workers { count, cpus })
+}
+
+fn limits(raw: raw::Limits) -> Checked<Limits> {
+    let d = Limits::default();
+    let small = |value: &Option<Located<u64>>, key: &str, range, default: u32| {
+        let path = format!("limits.{key}");
+        number(value.as_ref(), &path, range, default.into()).map(|n| n as u32)
+    };
+    let max_transfer = match &raw.max_transfer {
+        None => d.max_transfer,
+        Some(s) => {
+            let bytes = s.value.0;
+            if !(65_536..=16 << 20).contains(&bytes) || !bytes.is_multiple_of(4096) {
+                let message = "must be from 64KiB to 16MiB, in whole 4096-byte blocks";
+                return Err(Mistake::new(s.at, "limits.max_transfer", message));
+            }
+            bytes as u32
+        }
+    };
+    let mib = number(
+        raw.buffer_pool_mib.as_ref(),
+        "limits.buffer_pool_mib",
+        1..=65_536,
+        (d.buffer_pool >> 20) as u64,
+    )?;
+    let buffer_pool = (mib as usize) << 20;
+    if buffer_pool < max_transfer as usize * 2
+        && let Some(at) = [
+            raw.buffer_pool_mib.as_ref().map(|v| v.at),
+            raw.max_transfer.as_ref().map(|v| v.at),
+        ]
+        .into_iter()
+        .flatten()
+        .next()
+    {
+        let message = format!("{mib} MiB of buffers are less than two of the longest transfers");
+        return Err(Mistake::new(at, "limits.buffer_pool_mib", message));
+    }
+    let limits = Limits {
+        max_sessions: small(
+            &raw.max_sessions,
+            "max_sessions",
+            1..=65_536,
+            d.max_sessions,
+        )?,
+        sessions_per_address: small(
+            &raw.sessions_per_address,
+            "sessions_per_address",
+            1..=65_536,
+            d.sessions_per_address,
+        )?,
+        channels_per_session: small(
+            &raw.channels_per_session,
+            "channels_per_session",
+            1..=256,
+            d.channels_per_session,
+        )?,
+        queue_depth: small(&raw.queue_depth, "queue_depth", 1..=4096, d.queue_depth)?,
+        max_iu_size: small(&raw.max_iu_size, "max_iu_size", 256..=65_536, d.max_iu_size)?,
+        max_transfer,
+        buffer_pool,
+    };
+    if let Some(v) = &raw.sessions_per_address
+        && limits.sessions_per_address > limits.max_sessions
+    {
+        let message = format!("more than max_sessions, which is {}", limits.max_sessions);
+        return Err(Mistake::new(v.at, "limits.sessions_per_address", message));
+    }
+    Ok(limits)
+}
+
+fn transport(raw: raw::Transport) -> Checked<Transport> {
+    let mtu = match &raw.mtu {
+        None => None,
+        Some(m) => match m.value.0 {
+            None => None,
+            Some(n @ (256 | 512 | 1024 | 2048 | 4096)) => Some(n as u16),
+            Some(n) => {
+                let message = format!("must be auto, 256, 512, 1024, 2048 or 4096, not {n}");
+                return Err(Mistake::new(m.at, "transport.mtu", message));
+            }
+        },
+    };
+    let faults = raw.faults.map(|f| {
+        let window = number(
+            f.reorder_window.as_ref(),
+            "transport.faults.reorder_window",
+            1..=1024,
+            8,
+        )?;
+        let share = |p: Option<Percent>| p.unwrap_or(Percent::ZERO);
+        Ok(LinkFaults {
+            loss: share(f.loss),
+            duplicate: share(f.duplicate),
+            reorder: share(f.reorder),
+            corrupt: share(f.corrupt),
+            reorder_window: window as u32,
+            seed: f.seed.unwrap_or(1),
+        })
+    });
+    let raw::Provider::Roce = raw.provider.unwrap_or(raw::Provider::Roce);
+    Ok(Transport {
+        provider: Provider::Roce,
+        mtu,
+        faults: faults.transpose()?,
+    })
+}
+
+fn log(raw: raw::Log) -> Checked<Log> {
+    let filter = match raw.filter {
+        None => "info".to_owned(),
+        Some(f) => match f.value.parse::<tracing_subscriber::EnvFilter>() {
+            Ok(_) => f.value,
+            Err(_) => {
+                let message = format!("`{}` is no log filter", f.value);
+                return Err(Mistake::new(f.at, "log.filter", message)
+                    .hint("a level such as `info`, or `info,riser_target=debug`"));
+            }
+        },
+    };
+    Ok(Log {
+        filter,
+        format: match raw.format {
+            None | Some(raw::LogFormat::Text) => LogFormat::Text,
+            Some(raw::LogFormat::Json) => LogFormat::Json,
+        },
+    })
+}

@@ -1,0 +1,38 @@
+//! The configuration of `riserd`: YAML in, checked values out.
+//!
+//! [`Config::parse`] is pure: text in, a [`Config`] or one [`ConfigError`] out, which names the
+//! file, the line, the column and the place in the tree. Nothing is opened, resolved or created;
+//! what a configuration asks for is tried when the server starts.
+//!
+//! # Modules
+//! - `model`: [`Config`] and its parts, as the rest of the daemon sees them.
+//! - `raw`: the schema as it is written, before anything is compared with anything.
+//! - `check`: from `raw` to `model`: ranges, references, duplicates.
+//! - `value`: scalars with a meaning: sizes, GUIDs, addresses, percentages.
+//! - `yaml`: the one place that knows the YAML library.
+//! - `identity`: [`HostId`] and the names derived from it.
+//! - `error`: [`ConfigError`].
+//!
+//! # Rules
+//! - Unknown keys, duplicate keys, wrong types and values out of range are errors, everywhere.
+//! - Access is denied unless a rule allows it or `access: open` says so.
+//! - Names derived by default depend on nothing that changes between restarts.
+
+mod check;
+mod error;
+mod identity;
+mod model;
+mod raw;
+mod value;
+mod yaml;
+
+pub use error::ConfigError;
+pub use identity::HostId;
+pub use model::{
+    Access, Backend, Config, Limits, LinkFaults, Log, LogFormat, Lun, Names, Portal, Protocol,
+    Provider, Rule, Target, Transport, Workers,
+};
+pub use value::{Guid, InitiatorId, Net, Percent};
+
+#[cfg(test)]
+mod tests;

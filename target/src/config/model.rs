@@ -1,0 +1,369 @@
+//! [`Config`] and its parts: checked, complete, and free of anything YAML.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::{IpAddr, SocketAddr};
+
+use riser_scsi::config as scsi;
+use riser_scsi::vpd::Naa;
+
+use super::error::ConfigError;
+use super::identity::HostId;
+use super::value::{Guid, InitiatorId, Net, Percent};
+use super::{check, raw, yaml};
+use crate::backend::{Geometry, Spec};
+
+/// A whole configuration. Every reference in it resolves.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// What names derived by default are derived from, where the file says; see [`HostId::of`].
+    pub identity: Option<String>,
+    /// Backends, in the order of the file. Names are distinct.
+    pub backends: Vec<Backend>,
+    /// Targets, in the order of the file, at least one. Names are distinct.
+    pub targets: Vec<Target>,
+    /// Worker threads.
+    pub workers: Workers,
+    /// Limits.
+    pub limits: Limits,
+    /// The network.
+    pub transport: Transport,
+    /// The log.
+    pub log: Log,
+    /// Oddities that are not errors, for people: an unused backend, a target nobody may use.
+    pub notes: Vec<String>,
+}
+
+impl Config {
+    /// Reads and checks a configuration. `file` only names it in errors.
+    ///
+    /// # Errors
+    /// The first mistake, with its place.
+    pub fn parse(text: &str, file: &str) -> Result<Self, ConfigError> {
+        let root: raw::Root = yaml::read(text, file)?;
+        check::check(root).map_err(|e| e.in_file(file))
+    }
+
+    /// The backend a logical unit is served from.
+    #[must_use]
+    pub fn backend(&self, lun: &Lun) -> &Backend {
+        &self.backends[lun.backend]
+    }
+}
+
+/// A backend and what its logical units call themselves.
+#[derive(Debug, Clone)]
+pub struct Backend {
+    /// Its name in the file.
+    pub name: String,
+    /// How to open it.
+    pub spec: Spec,
+    /// Offer UNMAP, as far as the backend can.
+    pub thin: bool,
+    /// Whether the medium turns, where the file says.
+    pub rotational: Option<bool>,
+    /// Names, as far as the file gives them.
+    pub names: Names,
+}
+
+/// Names of a logical unit that the file sets; the others are derived.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Names {
+    /// Unit serial number.
+    pub serial: Option<String>,
+    /// World-wide name.
+    pub naa: Option<Naa>,
+    /// T10 vendor identification.
+    pub vendor: Option<String>,
+    /// Product identification.
+    pub product: Option<String>,
+    /// Product revision level.
+    pub revision: Option<String>,
+}
+
+impl Backend {
+    /// What a stable name is derived from: the backend's name and where its bytes are. Two daemons
+    /// of one host that serve different files under one name get different names this way.
+    fn seed(&self) -> String {
+        use crate::backend::Source;
+        match &self.spec.source {
+            Source::File { path, .. } | Source::Device { path } => {
+                format!("{}\0{}", self.name, path.display())
+            }
+            Source::Ram { .. } | Source::Null { .. } => self.name.clone(),
+        }
+    }
+
+    /// The names of a logical unit on this backend: the file's, else derived from the host's
+    /// identity, and the same after every restart.
+    #[must_use]
+    pub fn identity(&self, host: &HostId) -> scsi::Identity {
+        let seed = self.seed();
+        let or = |name: &Option<String>, default: &str| {
+            name.clone().unwrap_or_else(|| default.to_owned())
+        };
+        scsi::Identity {
+            vendor: or(&self.names.vendor, "RISER"),
+            product: or(&self.names.product, "VIRTUAL DISK"),
+            revision: or(&self.names.revision, "0001"),
+            serial: self
+                .names
+                .serial
+                .clone()
+                .unwrap_or_else(|| format!("{:016x}", host.derive("serial", &seed))),
+            // Locally assigned: we own no company identifier.
+            naa: self
+                .names
+                .naa
+                .unwrap_or_else(|| Naa::LocallyAssigned(host.derive("naa", &seed) >> 4)),
+        }
+    }
+
+    /// What a logical unit on this backend is made of, once the backend is open.
+    #[must_use]
+    pub fn unit_config(&self, geometry: &Geometry, read_only: bool, host: &HostId) -> scsi::Config {
+        let block = geometry.block_size;
+        let provisioning = match geometry.unmap_granularity {
+            Some(bytes) if self.thin => scsi::Provisioning::Thin {
+                granularity: (bytes / block).max(1),
+            },
+            _ => scsi::Provisioning::Thick,
+        };
+        scsi::Config {
+            blocks: geometry.capacity / u64::from(block),
+            block_size: scsi::BlockSize::from_bytes(block).expect("checked with the file"),
+            physical_exponent: (geometry.physical_block / block).max(1).ilog2().min(15) as u8,
+            read_only: read_only || geometry.read_only,
+            provisioning,
+            write_cache: geometry.write_cache,
+            rotational: self.rotational.unwrap_or(geometry.rotational),
+            identity: self.identity(host),
+            limits: scsi::Limits::default(),
+        }
+    }
+}
+
+/// A target: portals, logical units, and who may use them.
+#[derive(Debug, Clone)]
+pub struct Target {
+    /// Its name.
+    pub name: String,
+    /// Where it listens, at least one.
+    pub portals: Vec<Portal>,
+    /// Logical units by number, 0 to 16383.
+    pub luns: BTreeMap<u16, Lun>,
+    /// Who may use them.
+    pub access: Access,
+}
+
+impl Target {
+    /// The logical units that an initiator port at an address may use; `None` refuses its login.
+    /// The first rule that matches decides.
+    #[must_use]
+    pub fn allowed_luns(&self, port_id: &[u8; 16], address: IpAddr) -> Option<BTreeMap<u16, Lun>> {
+        match &self.access {
+            Access::Open => Some(self.luns.clone()),
+            Access::Rules(rules) => {
+                let rule = rules.iter().find(|r| r.is_match(port_id, address))?;
+                let mut luns = self.luns.clone();
+                if let Some(mask) = &rule.luns {
+                    luns.retain(|lun, _| mask.contains(lun));
+                }
+                Some(luns)
+            }
+        }
+    }
+}
+
+/// One logical unit of a target.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Lun {
+    /// Index into [`Config::backends`].
+    pub backend: usize,
+    /// Refuse writes through this number, whatever the backend allows.
+    pub read_only: bool,
+}
+
+/// Who may use a target.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Access {
+    /// Everybody.
+    Open,
+    /// Whom a rule allows; nobody where there is none.
+    Rules(Vec<Rule>),
+}
+
+/// Allows initiators that match everything it names.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rule {
+    /// The initiator port; any where absent.
+    pub initiator: Option<InitiatorId>,
+    /// The source address; any where absent.
+    pub address: Option<Net>,
+    /// The numbers of the units it may use; all where absent.
+    pub luns: Option<BTreeSet<u16>>,
+}
+
+impl Rule {
+    /// Whether the rule is about this initiator port at this address.
+    #[must_use]
+    pub fn is_match(&self, port_id: &[u8; 16], address: IpAddr) -> bool {
+        self.initiator.is_none_or(|i| i.is_match(port_id))
+            && self.address.is_none_or(|n| n.contains(address))
+    }
+}
+
+/// A storage protocol.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Protocol {
+    /// SCSI RDMA Protocol.
+    Srp,
+}
+
+/// Where a target listens. Identifiers that the file leaves out are derived by
+/// [`Portal::service_guid`] and the others.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Portal {
+    /// The protocol spoken.
+    pub protocol: Protocol,
+    /// Address and RDMA CM port.
+    pub listen: SocketAddr,
+    /// The file's service GUID.
+    pub set_service_guid: Option<Guid>,
+    /// The file's I/O controller GUID.
+    pub set_ioc_guid: Option<Guid>,
+    /// The file's identifier extension.
+    pub set_id_ext: Option<Guid>,
+    /// Partition key; 0xffff is full membership in the default partition.
+    pub pkey: u16,
+}
+
+impl Portal {
+    /// I/O controller GUID: the file's, else one of the host and the target.
+    #[must_use]
+    pub fn ioc_guid(&self, host: &HostId, target: &str) -> Guid {
+        self.set_ioc_guid
+            .unwrap_or_else(|| host.local_guid("ioc", target))
+    }
+
+    /// Service GUID: the file's, else the I/O controller's.
+    #[must_use]
+    pub fn service_guid(&self, host: &HostId, target: &str) -> Guid {
+        self.set_service_guid
+            .unwrap_or_else(|| self.ioc_guid(host, target))
+    }
+
+    /// Identifier extension: the file's, else the I/O controller's GUID.
+    #[must_use]
+    pub fn id_ext(&self, host: &HostId, target: &str) -> Guid {
+        self.set_id_ext
+            .unwrap_or_else(|| self.ioc_guid(host, target))
+    }
+}
+
+/// Worker threads.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Workers {
+    /// How many; `None` is one per core, or one per CPU listed.
+    pub count: Option<usize>,
+    /// CPUs to pin them to, in turn; empty pins none.
+    pub cpus: Vec<usize>,
+}
+
+impl Workers {
+    /// The number of workers on a host with this many cores.
+    #[must_use]
+    pub fn number(&self, cores: usize) -> usize {
+        match (self.count, self.cpus.len()) {
+            (Some(n), _) => n,
+            (None, 0) => cores.max(1),
+            (None, cpus) => cpus,
+        }
+    }
+}
+
+/// Limits. Each is a number that is fixed when the thing it bounds is created.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Sessions (I_T nexuses) at once.
+    pub max_sessions: u32,
+    /// Sessions at once from one source address.
+    pub sessions_per_address: u32,
+    /// Channels of one session.
+    pub channels_per_session: u32,
+    /// Commands at once on one channel: SRP's request limit.
+    pub queue_depth: u32,
+    /// Longest information unit from an initiator, in bytes.
+    pub max_iu_size: u32,
+    /// Longest data transfer of one command, in bytes.
+    pub max_transfer: u32,
+    /// Data buffers of one worker, in bytes.
+    pub buffer_pool: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            max_sessions: 256,
+            sessions_per_address: 64,
+            channels_per_session: 8,
+            queue_depth: 128,
+            max_iu_size: 8260,
+            max_transfer: 1 << 20,
+            buffer_pool: 64 << 20,
+        }
+    }
+}
+
+/// How the network is reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Provider {
+    /// Our software NIC over UDP.
+    Roce,
+}
+
+/// The network.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Transport {
+    /// The provider.
+    pub provider: Provider,
+    /// Largest path MTU in bytes: 256, 512, 1024, 2048 or 4096; `None` takes what the interface
+    /// allows.
+    pub mtu: Option<u16>,
+    /// Faults of the link on purpose, for tests.
+    pub faults: Option<LinkFaults>,
+}
+
+/// Faults of the link on purpose. They strike packets that are sent.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LinkFaults {
+    /// Packets lost.
+    pub loss: Percent,
+    /// Packets sent twice.
+    pub duplicate: Percent,
+    /// Packets held back behind later ones.
+    pub reorder: Percent,
+    /// Packets with a bit flipped.
+    pub corrupt: Percent,
+    /// How many later packets may pass one held back.
+    pub reorder_window: u32,
+    /// Where chance starts, so that a run can be repeated.
+    pub seed: u64,
+}
+
+/// The log.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Log {
+    /// What is logged, in the words of `tracing-subscriber`'s `EnvFilter`.
+    pub filter: String,
+    /// In which form.
+    pub format: LogFormat,
+}
+
+/// The form of the log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LogFormat {
+    /// Lines for people.
+    Text,
+    /// One JSON object per line.
+    Json,
+}

@@ -1,0 +1,441 @@
+//! Scalars with a meaning. Each is written as text and says what it expected.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::str::FromStr;
+
+use serde::{Deserialize, Deserializer, de};
+
+/// Makes a type readable from a YAML scalar through its `FromStr`, whose error is the message.
+macro_rules! from_text {
+    ($($name:ident),*) => {$(
+        impl<'de> Deserialize<'de> for $name {
+            fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                let text = String::deserialize(deserializer)?;
+                text.parse().map_err(de::Error::custom)
+            }
+        }
+    )*};
+}
+
+from_text!(
+    Size,
+    OnOff,
+    Guid,
+    InitiatorId,
+    Net,
+    Percent,
+    Listen,
+    PKey,
+    Count,
+    NaaText
+);
+
+/// A number of bytes: `1048576`, `512KiB`, `1.5 GiB`, `2TB`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Size(pub(super) u64);
+
+impl FromStr for Size {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || {
+            format!(
+                "`{text}` is no size; write bytes or a number with KiB, MiB, GiB, TiB or KB to TB"
+            )
+        };
+        let digits = text
+            .find(|c: char| !c.is_ascii_digit() && c != '.')
+            .unwrap_or(text.len());
+        let (number, unit) = text.split_at(digits);
+        let unit: u64 = match unit.trim_start().to_ascii_lowercase().as_str() {
+            "" | "b" => 1,
+            "k" | "kib" => 1 << 10,
+            "m" | "mib" => 1 << 20,
+            "g" | "gib" => 1 << 30,
+            "t" | "tib" => 1 << 40,
+            "kb" => 1_000,
+            "mb" => 1_000_000,
+            "gb" => 1_000_000_000,
+            "tb" => 1_000_000_000_000,
+            _ => return Err(wrong()),
+        };
+        let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
+        if fraction.len() > 3 || whole.is_empty() || number.ends_with('.') {
+            return Err(wrong());
+        }
+        let whole: u64 = whole.parse().map_err(|_| wrong())?;
+        let thousandths = format!("{fraction:0<3}")
+            .parse::<u64>()
+            .map_err(|_| wrong())?;
+        let bytes = u128::from(whole) * u128::from(unit)
+            + u128::from(thousandths) * u128::from(unit) / 1000;
+        match u64::try_from(bytes) {
+            Ok(bytes) if bytes <= i64::MAX as u64 => Ok(Self(bytes)),
+            _ => Err(format!("`{text}` is more than a file can hold")),
+        }
+    }
+}
+
+/// `on` or `off`; `true` and `false` will do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct OnOff(pub(super) bool);
+
+impl FromStr for OnOff {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "on" | "true" => Ok(Self(true)),
+            "off" | "false" => Ok(Self(false)),
+            _ => Err(format!("expected on or off, not `{text}`")),
+        }
+    }
+}
+
+/// Hexadecimal digits without `0x` and without the `:` or `-` that may group them.
+fn hex_digits(text: &str) -> Option<String> {
+    let digits: String = text
+        .trim_start_matches("0x")
+        .chars()
+        .filter(|c| !matches!(c, ':' | '-'))
+        .collect();
+    (!digits.is_empty() && digits.chars().all(|c| c.is_ascii_hexdigit())).then_some(digits)
+}
+
+/// A 64-bit identifier: `0x0002c90300a1b2c3` or `0002:c903:00a1:b2c3`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Guid(pub u64);
+
+impl fmt::Display for Guid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#018x}", self.0)
+    }
+}
+
+impl FromStr for Guid {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        hex_digits(text)
+            .filter(|d| d.len() == 16)
+            .and_then(|d| u64::from_str_radix(&d, 16).ok())
+            .map(Self)
+            .ok_or_else(|| format!("`{text}` is no GUID; write 16 hexadecimal digits"))
+    }
+}
+
+/// How an access rule names an initiator port (SRP 4.2: identifier extension, then GUID).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum InitiatorId {
+    /// All 16 bytes of the initiator port identifier.
+    Port([u8; 16]),
+    /// Its low 8 bytes, whatever the extension.
+    Guid(Guid),
+}
+
+impl InitiatorId {
+    /// Whether an initiator port with this identifier is meant.
+    #[must_use]
+    pub fn is_match(&self, port_id: &[u8; 16]) -> bool {
+        match self {
+            Self::Port(id) => id == port_id,
+            Self::Guid(guid) => port_id[8..] == guid.0.to_be_bytes(),
+        }
+    }
+}
+
+impl FromStr for InitiatorId {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || {
+            format!(
+                "`{text}` names no initiator; write 16 hexadecimal digits (its GUID) or 32 (its \
+                 port identifier)"
+            )
+        };
+        let digits = hex_digits(text).ok_or_else(wrong)?;
+        match digits.len() {
+            16 => digits.parse().map(Self::Guid),
+            32 => u128::from_str_radix(&digits, 16)
+                .map(|id| Self::Port(id.to_be_bytes()))
+                .map_err(|_| wrong()),
+            _ => Err(wrong()),
+        }
+    }
+}
+
+/// An address, or all addresses that share its first bits: `10.0.0.7`, `10.0.0.0/8`, `fd00::/64`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Net {
+    address: IpAddr,
+    prefix: u8,
+}
+
+impl Net {
+    /// Whether the address lies within; an IPv4 address in its IPv6 form counts as itself.
+    #[must_use]
+    pub fn contains(&self, address: IpAddr) -> bool {
+        match (self.address, address.to_canonical()) {
+            (IpAddr::V4(net), IpAddr::V4(a)) => {
+                let mask = u32::MAX
+                    .checked_shl(32 - u32::from(self.prefix))
+                    .unwrap_or(0);
+                (net.to_bits() ^ a.to_bits()) & mask == 0
+            }
+            (IpAddr::V6(net), IpAddr::V6(a)) => {
+                let mask = u128::MAX
+                    .checked_shl(128 - u32::from(self.prefix))
+                    .unwrap_or(0);
+                (net.to_bits() ^ a.to_bits()) & mask == 0
+            }
+            _ => false,
+        }
+    }
+}
+
+impl FromStr for Net {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || format!("`{text}` is no IP address and no network such as 10.0.0.0/8");
+        let (address, prefix) = match text.split_once('/') {
+            Some((a, p)) => (a, Some(p.parse::<u8>().map_err(|_| wrong())?)),
+            None => (text, None),
+        };
+        let address: IpAddr = address.parse().map_err(|_| wrong())?;
+        let most = if address.is_ipv4() { 32 } else { 128 };
+        let prefix = prefix.unwrap_or(most);
+        (prefix <= most)
+            .then_some(Self { address, prefix })
+            .ok_or_else(wrong)
+    }
+}
+
+/// A share of a hundred: `2`, `0.5`, `2%`.
+#[derive(Debug, Clone, Copy, PartialEq, PartialOrd)]
+pub struct Percent(f64);
+
+impl Percent {
+    /// None at all.
+    pub const ZERO: Self = Self(0.0);
+
+    /// As a probability, 0 to 1.
+    #[must_use]
+    pub fn probability(self) -> f64 {
+        self.0 / 100.0
+    }
+}
+
+impl FromStr for Percent {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        text.trim_end_matches('%')
+            .trim_end()
+            .parse::<f64>()
+            .ok()
+            .filter(|p| (0.0..=100.0).contains(p))
+            .map(Self)
+            .ok_or_else(|| format!("`{text}` is no percentage from 0 to 100"))
+    }
+}
+
+/// The port of an RDMA CM listener where none is given.
+const DEFAULT_PORT: u16 = 5555;
+
+/// Where a portal listens: an address with or without a port.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Listen(pub(super) SocketAddr);
+
+impl FromStr for Listen {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let bare = text.trim_start_matches('[').trim_end_matches(']');
+        let address = text
+            .parse::<SocketAddr>()
+            .or_else(|_| bare.parse::<IpAddr>().map(|ip| (ip, DEFAULT_PORT).into()))
+            .map_err(|_| {
+                format!(
+                    "`{text}` is no address; write 192.0.2.1, 192.0.2.1:5555 or [2001:db8::1]:5555"
+                )
+            })?;
+        if address.port() == 0 {
+            return Err("a portal cannot listen on port 0".to_owned());
+        }
+        let ip = address.ip();
+        if ip.is_unspecified() || ip.is_multicast() || ip == IpAddr::V6(Ipv6Addr::UNSPECIFIED) {
+            return Err(format!(
+                "a portal needs one address of this host, which {ip} is not"
+            ));
+        }
+        Ok(Self(address))
+    }
+}
+
+/// A partition key, decimal or `0x…`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct PKey(pub(super) u16);
+
+impl FromStr for PKey {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let value = match text.strip_prefix("0x") {
+            Some(hex) => u16::from_str_radix(hex, 16).ok(),
+            None => text.parse().ok(),
+        };
+        // IBTA 10.9.2: the low 15 bits of a valid key are not all zero.
+        value
+            .filter(|v| v & 0x7fff != 0)
+            .map(Self)
+            .ok_or_else(|| format!("`{text}` is no partition key; write 0x0001 to 0xffff"))
+    }
+}
+
+/// `auto`, or a number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Count(pub(super) Option<u32>);
+
+impl FromStr for Count {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "auto" {
+            return Ok(Self(None));
+        }
+        text.parse()
+            .map(|n| Self(Some(n)))
+            .map_err(|_| format!("expected auto or a number, not `{text}`"))
+    }
+}
+
+/// A NAA designator: 16 digits that begin with 3, or 32 that begin with 6 (SPC-4 7.8.6.6).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct NaaText(pub(super) riser_scsi::vpd::Naa);
+
+impl FromStr for NaaText {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        use riser_scsi::vpd::Naa;
+        let wrong = || {
+            format!(
+                "`{text}` is no NAA identifier; write 16 hexadecimal digits that begin with 3 or \
+                 32 that begin with 6"
+            )
+        };
+        let digits = hex_digits(text).ok_or_else(wrong)?;
+        let value = u128::from_str_radix(&digits, 16).map_err(|_| wrong())?;
+        match (digits.len(), digits.as_bytes()[0]) {
+            (16, b'3') => Ok(Self(Naa::LocallyAssigned(value as u64 & ((1 << 60) - 1)))),
+            (32, b'6') => Ok(Self(Naa::RegisteredExtended {
+                company: (value >> 100) as u32 & 0xff_ffff,
+                vendor_specific: (value >> 64) as u64 & ((1 << 36) - 1),
+                extension: value as u64,
+            })),
+            _ => Err(wrong()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_exactly() {
+        for (text, bytes) in [
+            ("0", 0),
+            ("4096", 4096),
+            ("1K", 1024),
+            ("512 KiB", 524_288),
+            ("1.5GiB", 1_610_612_736),
+            ("2TB", 2_000_000_000_000),
+            ("8388607 TiB", 9_223_370_937_343_148_032),
+        ] {
+            assert_eq!(text.parse(), Ok(Size(bytes)), "{text}");
+        }
+        for text in [
+            "",
+            "GiB",
+            "-1",
+            "1,5G",
+            "1.G",
+            "1.2345G",
+            "9223372036854775808",
+            "1 XB",
+            ".5G",
+        ] {
+            assert!(text.parse::<Size>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn identifiers_are_hexadecimal_in_full() {
+        let guid = Guid(0x0002_c903_00a1_b2c3);
+        assert_eq!("0x0002c90300a1b2c3".parse(), Ok(guid));
+        assert_eq!("0002:c903:00a1:b2c3".parse(), Ok(guid));
+        assert_eq!(guid.to_string(), "0x0002c90300a1b2c3");
+        assert!("2c90300a1b2c3".parse::<Guid>().is_err());
+        let port: InitiatorId = "00000000000000010002c90300a1b2c3".parse().unwrap();
+        let by_guid: InitiatorId = "0002c90300a1b2c3".parse().unwrap();
+        let id = *b"\x00\x00\x00\x00\x00\x00\x00\x01\x00\x02\xc9\x03\x00\xa1\xb2\xc3";
+        assert!(port.is_match(&id) && by_guid.is_match(&id));
+        let mut other = id;
+        other[7] = 2;
+        assert!(!port.is_match(&other) && by_guid.is_match(&other));
+    }
+
+    #[test]
+    fn networks_contain_their_addresses() {
+        let net: Net = "10.1.0.0/16".parse().unwrap();
+        assert!(net.contains("10.1.255.1".parse().unwrap()));
+        assert!(net.contains("::ffff:10.1.0.1".parse().unwrap()));
+        assert!(!net.contains("10.2.0.1".parse().unwrap()));
+        assert!(
+            "0.0.0.0/0"
+                .parse::<Net>()
+                .unwrap()
+                .contains("8.8.8.8".parse().unwrap())
+        );
+        assert!(
+            !"0.0.0.0/0"
+                .parse::<Net>()
+                .unwrap()
+                .contains("::1".parse().unwrap())
+        );
+        assert!(
+            "::/0"
+                .parse::<Net>()
+                .unwrap()
+                .contains("fd00::1".parse().unwrap())
+        );
+        assert!("10.0.0.0/33".parse::<Net>().is_err());
+    }
+
+    #[test]
+    fn portals_listen_on_one_address() {
+        let parse = |t: &str| t.parse::<Listen>().map(|l| l.0.to_string());
+        assert_eq!(parse("127.0.0.1"), Ok("127.0.0.1:5555".into()));
+        assert_eq!(parse("127.0.0.1:77"), Ok("127.0.0.1:77".into()));
+        assert_eq!(parse("::1"), Ok("[::1]:5555".into()));
+        assert_eq!(parse("[::1]:9"), Ok("[::1]:9".into()));
+        assert!(parse("0.0.0.0").is_err() && parse("host").is_err() && parse("1.2.3.4:0").is_err());
+    }
+
+    #[test]
+    fn naa_identifiers_keep_their_digits() {
+        let bytes = |t: &str| t.parse::<NaaText>().unwrap().0.bytes();
+        assert_eq!(
+            bytes("3123456789abcdef"),
+            [0x31, 0x23, 0x45, 0x67, 0x89, 0xab, 0xcd, 0xef]
+        );
+        let long = "6123456789abcdef0123456789abcdef";
+        let hex: String = bytes(long).iter().map(|b| format!("{b:02x}")).collect();
+        assert_eq!(hex, long);
+        assert!("5123456789abcdef".parse::<NaaText>().is_err());
+    }
+}

@@ -1,0 +1,188 @@
+//! The one place that knows the YAML library: reading with positions, and its errors in our words.
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Deserializer, de};
+use serde_path_to_error::Segment;
+use serde_saphyr::{Error, MessageFormatter, Options};
+
+use super::error::{ConfigError, nearest};
+
+/// Line and column, from 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct At {
+    pub(super) line: u64,
+    pub(super) column: u64,
+}
+
+/// A value and where it stands.
+#[derive(Debug, Clone)]
+pub(super) struct Located<T> {
+    pub(super) value: T,
+    pub(super) at: At,
+}
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Located<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let spanned = serde_saphyr::Spanned::<T>::deserialize(deserializer)?;
+        Ok(Self {
+            at: At {
+                line: spanned.referenced.line(),
+                column: spanned.referenced.column(),
+            },
+            value: spanned.value,
+        })
+    }
+}
+
+/// A mapping in the order written. Its keys are distinct: the library refuses duplicates.
+#[derive(Debug, Clone)]
+pub(super) struct Entries<K, V>(pub(super) Vec<(K, V)>);
+
+impl<K, V> Default for Entries<K, V> {
+    fn default() -> Self {
+        Self(Vec::new())
+    }
+}
+
+impl<'de, K: Deserialize<'de>, V: Deserialize<'de>> Deserialize<'de> for Entries<K, V> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Visitor<K, V>(std::marker::PhantomData<(K, V)>);
+
+        impl<'de, K: Deserialize<'de>, V: Deserialize<'de>> de::Visitor<'de> for Visitor<K, V> {
+            type Value = Entries<K, V>;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("a mapping (`name: value`)")
+            }
+
+            fn visit_map<A: de::MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+                let mut entries = Vec::new();
+                while let Some(entry) = map.next_entry()? {
+                    entries.push(entry);
+                }
+                Ok(Entries(entries))
+            }
+        }
+
+        deserializer.deserialize_map(Visitor(std::marker::PhantomData))
+    }
+}
+
+/// Reads one document.
+pub(super) fn read<T: DeserializeOwned>(text: &str, file: &str) -> Result<T, ConfigError> {
+    let mut options = Options::default();
+    options.with_snippet = false;
+    options.strict_booleans = true;
+    let mut path = String::new();
+    let result = serde_saphyr::with_deserializer_from_str_with_options(text, options, |d| {
+        serde_path_to_error::deserialize(d).map_err(|e| {
+            path = written_path(e.path());
+            e.into_inner()
+        })
+    });
+    result.map_err(|error| {
+        let at = error.location().map_or(At { line: 1, column: 1 }, |l| At {
+            line: l.line().max(1),
+            column: l.column().max(1),
+        });
+        let (message, hint) = in_our_words(error.without_snippet());
+        ConfigError {
+            file: file.to_owned(),
+            line: at.line,
+            column: at.column,
+            path,
+            message,
+            hint,
+        }
+    })
+}
+
+/// The path as the file has it: without the layers that carry positions.
+fn written_path(path: &serde_path_to_error::Path) -> String {
+    let mut out = String::new();
+    for segment in path {
+        match segment {
+            // The library's wrapper shows as a struct with this one field; no key of ours has the
+            // name.
+            Segment::Map { key } if key == "value" => {}
+            Segment::Map { key } | Segment::Enum { variant: key } => {
+                if !out.is_empty() {
+                    out.push('.');
+                }
+                out.push_str(key);
+            }
+            Segment::Seq { index } => out.push_str(&format!("[{index}]")),
+            Segment::Unknown => {}
+        }
+    }
+    out
+}
+
+fn in_our_words(error: &Error) -> (String, Option<String>) {
+    let list = |words: &[&str]| words.join(", ");
+    match error {
+        Error::SerdeUnknownField {
+            field, expected, ..
+        } => (
+            format!("unknown key `{field}`"),
+            Some(
+                suggestion(field, expected)
+                    .unwrap_or_else(|| format!("the keys here are {}", list(expected))),
+            ),
+        ),
+        Error::SerdeUnknownVariant {
+            variant, expected, ..
+        } => (
+            format!("`{variant}` is not one of {}", list(expected)),
+            suggestion(variant, expected),
+        ),
+        Error::SerdeMissingField { field, .. } => (format!("the key `{field}` is missing"), None),
+        Error::DuplicateMappingKey { key, .. } => (
+            match key {
+                Some(key) => format!("the key `{key}` is there twice"),
+                None => "a key is there twice".to_owned(),
+            },
+            None,
+        ),
+        Error::InvalidScalar { ty, .. } => (
+            match *ty {
+                "f32" | "f64" => "expected a number".to_owned(),
+                _ => "expected a whole number that is not negative".to_owned(),
+            },
+            None,
+        ),
+        Error::InvalidBooleanStrict { .. } => ("expected true or false".to_owned(), None),
+        Error::Unexpected { expected, .. } => (
+            match *expected {
+                "mapping start" => "expected a mapping (`key: value`)".to_owned(),
+                "sequence start" => "expected a list (`- item`)".to_owned(),
+                "string scalar" => "expected one value, not a list or a mapping".to_owned(),
+                other => format!("expected {other}"),
+            },
+            None,
+        ),
+        Error::MultipleDocuments { .. } => (
+            "a second document begins here".to_owned(),
+            Some("a configuration is one YAML document".to_owned()),
+        ),
+        Error::NullIntoString { .. } => ("a value is missing".to_owned(), None),
+        Error::SerdeInvalidType {
+            unexpected,
+            expected,
+            ..
+        }
+        | Error::SerdeInvalidValue {
+            unexpected,
+            expected,
+            ..
+        } => (format!("expected {expected}, not {unexpected}"), None),
+        other => {
+            let text = serde_saphyr::DefaultMessageFormatter.format_message(other);
+            (text.into_owned(), None)
+        }
+    }
+}
+
+fn suggestion(word: &str, known: &[&'static str]) -> Option<String> {
+    nearest(word, known.iter().copied()).map(|k| format!("did you mean `{k}`?"))
+}

@@ -1,11 +1,13 @@
 //! RDMA verbs, connection management, and the providers that carry them.
 //!
+//! - [`cm`]: the InfiniBand communication manager as a pure machine.
 //! - [`verbs`]: the types and the three traits that everything above is written against.
 //! - [`wire`]: the RoCEv2 wire format: headers, opcode table, ICRC.
 //! - [`rc`]: the reliable-connection transport, as pure machines.
 //! - [`rdma_core`]: libibverbs and librdmacm, loaded at run time.
 //! - [`roce`]: the software NIC.
 
+pub mod cm;
 pub mod rc;
 pub mod rdma_core;
 pub mod roce;

@@ -188,6 +188,8 @@ impl CmMessage {
         match self {
             Self::Req(m) => m.local_comm_id,
             Self::Mra(m) => m.remote_comm_id,
+            // Who gives up unanswered does not know the receiver's id.
+            Self::Rej(m) if m.remote_comm_id == CommId(0) => m.local_comm_id,
             Self::Rej(m) => m.remote_comm_id,
             Self::Rep(m) => m.remote_comm_id,
             Self::Rtu(m) | Self::Drep(m) => m.remote_comm_id,

@@ -1,0 +1,269 @@
+//! What the CM tells its user, and what the user hands in.
+
+use thiserror::Error;
+
+use super::{CmState, IbCmId, PeerAddr};
+use crate::verbs::{Mtu, PKey};
+use crate::wire::cm_msg::{
+    AdditionalInfo, AprStatus, Bits, CmPath, CmTimeout, Failover, LapMsg, MraOf, PrivateData,
+    RejOf, RejReason, RepMsg, ReqMsg, ServiceId, SidrRepMsg, SidrReqMsg, SidrStatus,
+};
+use crate::wire::ids::{Psn, Qpn};
+
+/// What a REQ says; see [`ReqMsg`] for the fields.
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs, reason = "the fields are those of ReqMsg")]
+pub struct ReqParams {
+    pub service_id: ServiceId,
+    pub local_qpn: Qpn,
+    /// The PSN with which the peer shall begin to send.
+    pub starting_psn: Psn,
+    pub primary: CmPath,
+    /// All zero for none.
+    pub alternate: CmPath,
+    pub path_mtu: Mtu,
+    pub pkey: PKey,
+    pub responder_resources: u8,
+    pub initiator_depth: u8,
+    pub flow_control: bool,
+    pub srq: bool,
+    pub retry_count: Bits<3>,
+    pub rnr_retry_count: Bits<3>,
+    /// How long we wait for each answer.
+    pub remote_cm_timeout: CmTimeout,
+    /// How soon we promise to answer.
+    pub local_cm_timeout: CmTimeout,
+    /// How often we repeat a message before we give up.
+    pub max_cm_retries: Bits<4>,
+    pub private_data: PrivateData<92>,
+}
+
+/// What a REP says; see [`RepMsg`] for the fields.
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs, reason = "the fields are those of RepMsg")]
+pub struct RepParams {
+    pub local_qpn: Qpn,
+    /// The PSN with which the peer shall begin to send.
+    pub starting_psn: Psn,
+    pub responder_resources: u8,
+    pub initiator_depth: u8,
+    pub target_ack_delay: CmTimeout,
+    pub failover: Failover,
+    pub flow_control: bool,
+    pub rnr_retry_count: Bits<3>,
+    pub srq: bool,
+    pub private_data: PrivateData<196>,
+}
+
+/// What a SIDR_REQ says.
+#[derive(Clone, Copy, Debug)]
+pub struct SidrReqParams {
+    /// What is asked for.
+    pub service_id: ServiceId,
+    /// Partition key.
+    pub pkey: PKey,
+    /// How long we wait for each answer.
+    pub timeout: CmTimeout,
+    /// How often we repeat the question.
+    pub max_cm_retries: Bits<4>,
+    /// The user's data.
+    pub private_data: PrivateData<216>,
+}
+
+/// What a SIDR_REP says.
+#[derive(Clone, Copy, Debug)]
+pub struct SidrRepParams {
+    /// Whether there is such a service.
+    pub status: SidrStatus,
+    /// The queue pair that serves it.
+    pub qpn: Qpn,
+    /// Its queue key.
+    pub qkey: u32,
+    /// More about the answer.
+    pub info: AdditionalInfo,
+    /// The user's data.
+    pub private_data: PrivateData<136>,
+}
+
+/// What the peer's message says about our queue pair's attributes, for the
+/// transitions to ready-to-receive and ready-to-send.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QpPeer {
+    /// Destination queue pair.
+    pub dest_qpn: Qpn,
+    /// The first PSN we send.
+    pub sq_psn: Psn,
+    /// Path MTU.
+    pub path_mtu: Mtu,
+    /// Partition key.
+    pub pkey: PKey,
+    /// The path, seen from our side.
+    pub path: CmPath,
+    /// READs and atomics the peer can answer at a time: bounds ours.
+    pub responder_resources: u8,
+    /// READs and atomics the peer may have outstanding: what we must hold.
+    pub initiator_depth: u8,
+    /// Our transport retries.
+    pub retry_count: Bits<3>,
+    /// Our RNR retries.
+    pub rnr_retry_count: Bits<3>,
+    /// Whether the peer sends end-to-end credits.
+    pub flow_control: bool,
+    /// Whether the peer's queue pair uses a shared receive queue.
+    pub srq: bool,
+}
+
+/// Something that happened to an identifier.
+#[derive(Clone, Debug, PartialEq)]
+pub struct IbCmEvent {
+    /// The identifier.
+    pub id: IbCmId,
+    /// What happened.
+    pub kind: IbCmEventKind,
+}
+
+/// The events. After those for which [`Self::is_last`] holds the identifier is
+/// gone and the CM will not mention it again.
+#[derive(Clone, Debug, PartialEq)]
+pub enum IbCmEventKind {
+    /// Passive: somebody wants to connect. The identifier is new; answer with
+    /// `send_rep`, `send_mra` or `send_rej`.
+    ReqReceived {
+        /// The listener that matched.
+        listener: IbCmId,
+        /// Who asks.
+        peer: PeerAddr,
+        /// What our queue pair needs.
+        qp: QpPeer,
+        /// The whole message.
+        req: Box<ReqMsg>,
+    },
+    /// Active: nobody answered the REQ. Last.
+    ReqTimeout,
+    /// Active: the peer accepted. Answer with `send_rtu`, `send_mra` or
+    /// `send_rej`.
+    RepReceived {
+        /// What our queue pair needs.
+        qp: QpPeer,
+        /// The whole message.
+        rep: Box<RepMsg>,
+    },
+    /// Passive: no RTU came. In timewait.
+    RepTimeout,
+    /// Passive: connected.
+    RtuReceived {
+        /// The peer's data.
+        private_data: Box<PrivateData<224>>,
+    },
+    /// The peer ends the connection. Answer with `send_drep`.
+    DreqReceived {
+        /// The peer's data.
+        private_data: Box<PrivateData<220>>,
+    },
+    /// Nobody answered our DREQ. In timewait.
+    DreqTimeout,
+    /// The peer agreed to our DREQ, or sent its own. In timewait.
+    DrepReceived {
+        /// The peer's data; empty where both sides sent a DREQ.
+        private_data: Box<PrivateData<224>>,
+    },
+    /// The peer has our message and needs time.
+    MraReceived {
+        /// Which message.
+        message: MraOf,
+        /// How long it may take.
+        service_timeout: CmTimeout,
+        /// The peer's data.
+        private_data: Box<PrivateData<222>>,
+    },
+    /// The peer refused, or gave up.
+    RejReceived {
+        /// Which message it refused.
+        message: RejOf,
+        /// Why.
+        reason: RejReason,
+        /// More about why.
+        info: Box<AdditionalInfo>,
+        /// The peer's data.
+        private_data: Box<PrivateData<148>>,
+        /// Whether the identifier is in timewait; if not, this is the last.
+        timewait: bool,
+    },
+    /// A new REQ or REP shows that the peer forgot this connection. In
+    /// timewait.
+    StaleConnection,
+    /// The peer proposes another alternate path. Answer with `send_apr` or
+    /// `send_mra`.
+    LapReceived {
+        /// The whole message; the path is the peer's view.
+        lap: Box<LapMsg>,
+    },
+    /// The peer's answer to our LAP. Connected as before.
+    AprReceived {
+        /// The answer.
+        status: AprStatus,
+        /// More about it.
+        info: Box<AdditionalInfo>,
+        /// The peer's data.
+        private_data: Box<PrivateData<148>>,
+    },
+    /// Nobody answered our LAP. Connected as before.
+    LapTimeout,
+    /// Somebody asks for a datagram service. The identifier is new; answer with
+    /// `send_sidr_rep`.
+    SidrReqReceived {
+        /// The listener that matched.
+        listener: IbCmId,
+        /// Who asks.
+        peer: PeerAddr,
+        /// The whole message.
+        req: Box<SidrReqMsg>,
+    },
+    /// The answer to our SIDR_REQ. Last.
+    SidrRepReceived {
+        /// The whole message.
+        rep: Box<SidrRepMsg>,
+    },
+    /// Nobody answered our SIDR_REQ. Last.
+    SidrReqTimeout,
+    /// Timewait is over: the queue pair's number may be used again. Last.
+    TimewaitExit,
+}
+
+impl IbCmEventKind {
+    /// Whether the identifier is gone.
+    #[must_use]
+    pub fn is_last(&self) -> bool {
+        match self {
+            Self::ReqTimeout
+            | Self::SidrRepReceived { .. }
+            | Self::SidrReqTimeout
+            | Self::TimewaitExit => true,
+            Self::RejReceived { timewait, .. } => !timewait,
+            _ => false,
+        }
+    }
+}
+
+/// Why a call was refused; nothing has changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum IbCmError {
+    /// There is no such identifier (any more).
+    #[error("no such communication identifier")]
+    NoSuchId,
+    /// Not in this state.
+    #[error("not possible in state {state:?}")]
+    State {
+        /// The state it is in.
+        state: CmState,
+    },
+    /// As many identifiers as were configured.
+    #[error("too many communication identifiers")]
+    TooManyIds,
+    /// Another listener takes some of these service ids.
+    #[error("service id is taken")]
+    ServiceIdInUse,
+    /// Alternate paths are switched off.
+    #[error("alternate paths are not supported")]
+    AlternatePaths,
+}

@@ -1,0 +1,469 @@
+//! Messages that make, refuse and end connections.
+
+use std::time::Instant;
+
+use super::conn::{Conn, ReqIdentity, reversed};
+use super::event::QpPeer;
+use super::table::is_message;
+use super::{Cm, CmState, IbCmEventKind, IbCmId, PeerAddr};
+use crate::verbs::Mtu;
+use crate::wire::cm_msg::{
+    CmAttribute, CmMessage, CmMsgError, CommId, DreqMsg, MraMsg, MraOf, PairMsg, PrivateData,
+    RejMsg, RejOf, RejReason, RepMsg, ReqMsg, TransportType,
+};
+use crate::wire::ids::Qpn;
+use crate::wire::mad::TransactionId;
+
+/// Queue pairs that nobody can connect.
+fn is_special(qpn: Qpn) -> bool {
+    qpn == Qpn::SMI || qpn == Qpn::GSI || qpn == Qpn::MULTICAST
+}
+
+impl Cm {
+    /// Take in a MAD of the CM class that came from `from`.
+    ///
+    /// # Errors
+    ///
+    /// What is no CM message; the bytes change nothing. Messages that are
+    /// illegal in the state of their connection are counted and ignored.
+    pub fn handle_mad(
+        &mut self,
+        now: Instant,
+        from: PeerAddr,
+        mad: &[u8],
+    ) -> Result<(), CmMsgError> {
+        let from = from.to_canonical();
+        self.counters.received += 1;
+        let parsed = CmMessage::parse(mad);
+        let (transaction, message) = parsed.inspect_err(|_| self.counters.malformed += 1)?;
+        match message {
+            CmMessage::Req(req) => self.handle_req(now, from, transaction, &req),
+            CmMessage::Mra(mra) => self.handle_mra(now, from, &mra),
+            CmMessage::Rej(rej) => self.handle_rej(now, from, &rej),
+            CmMessage::Rep(rep) => self.handle_rep(now, from, transaction, &rep),
+            CmMessage::Rtu(rtu) => self.handle_rtu(from, &rtu),
+            CmMessage::Dreq(dreq) => self.handle_dreq(now, from, transaction, &dreq),
+            CmMessage::Drep(drep) => self.handle_drep(now, from, &drep),
+            CmMessage::SidrReq(req) => self.handle_sidr_req(from, transaction, &req),
+            CmMessage::SidrRep(rep) => self.handle_sidr_rep(from, &rep),
+            CmMessage::Lap(lap) => self.handle_lap(from, transaction, &lap),
+            CmMessage::Apr(apr) => self.handle_apr(from, &apr),
+        }
+        Ok(())
+    }
+
+    /// The identifier that a message names, if it is the peer's to talk about:
+    /// it comes from the peer's address, and names the peer's own id where we
+    /// know it.
+    pub(super) fn addressed(
+        &mut self,
+        from: PeerAddr,
+        ours: CommId,
+        theirs: CommId,
+    ) -> Option<(IbCmId, CmState)> {
+        let id = IbCmId(ours);
+        let conn = self.conns.get(&id)?;
+        if conn.peer != from || conn.remote_id.is_some_and(|known| known != theirs) {
+            self.counters.illegal += 1;
+            return None;
+        }
+        Some((id, conn.state))
+    }
+
+    pub(super) fn illegal(&mut self) {
+        self.counters.illegal += 1;
+    }
+
+    /// The peer has forgotten this connection.
+    fn on_stale(&mut self, now: Instant, id: IbCmId) {
+        self.enter_timewait(now, id);
+        self.tell(id, IbCmEventKind::StaleConnection);
+    }
+
+    /// Why a REQ cannot be offered to anybody, if so.
+    fn judge_req(from: PeerAddr, req: &ReqMsg) -> Result<Mtu, RejReason> {
+        if req.transport != TransportType::Rc {
+            return Err(RejReason::InvalidTransportType);
+        }
+        if req.primary.local_gid.ip() != from {
+            return Err(RejReason::InvalidGid);
+        }
+        if is_special(req.qpn) || req.local_comm_id == CommId(0) {
+            return Err(RejReason::Unsupported);
+        }
+        req.path_mtu.ok_or(RejReason::InvalidMtu)
+    }
+
+    fn handle_req(
+        &mut self,
+        now: Instant,
+        from: PeerAddr,
+        transaction: TransactionId,
+        req: &ReqMsg,
+    ) {
+        let refuse = |cm: &mut Self, reason| {
+            cm.refuse(
+                from,
+                transaction,
+                (CommId(0), req.local_comm_id),
+                RejOf::Req,
+                reason,
+            );
+        };
+        let identity = ReqIdentity::new(transaction, req);
+        if let Some(&id) = self.by_remote.get(&(from, req.local_comm_id)) {
+            if self.conns[&id].identity == Some(identity) {
+                return self.on_duplicate_req(id);
+            }
+            if self.conns[&id].state.is_live() {
+                self.on_stale(now, id);
+                return refuse(self, RejReason::StaleConn);
+            }
+            // The peer uses an id again that we still remember.
+            self.forget_remote(id);
+        }
+        if let Some(&id) = self.by_qpn.get(&(from, req.qpn)) {
+            self.on_stale(now, id);
+            return refuse(self, RejReason::StaleConn);
+        }
+        let path_mtu = match Self::judge_req(from, req) {
+            Ok(path_mtu) => path_mtu,
+            Err(reason) => return refuse(self, reason),
+        };
+        let Some(listener) = self.listener_of(req.service_id) else {
+            return refuse(self, RejReason::InvalidServiceId);
+        };
+        // A peer that is not answered asks again later, when there may be room.
+        if !self.has_room_for(listener, from) {
+            self.counters.dropped += 1;
+            return;
+        }
+        if self.make_room().is_err() {
+            return refuse(self, RejReason::NoResources);
+        }
+
+        let id = self.new_id();
+        let mut conn = Conn::new(CmState::ReqRcvd, from, req.service_id, transaction);
+        conn.listener = Some(listener);
+        conn.remote_id = Some(req.local_comm_id);
+        conn.remote_qpn = Some(req.qpn);
+        conn.remote_guid = Some(req.ca_guid);
+        conn.identity = Some(identity);
+        conn.interval = self.interval(req.local_cm_timeout);
+        conn.max_retries = req.max_cm_retries.value() as u8;
+        conn.timewait = req
+            .primary
+            .ack_timeout
+            .duration()
+            .min(self.config.max_timewait);
+        conn.req = Some(Box::new(*req));
+        self.insert(id, conn);
+        self.learn_remote(id);
+        let qp = QpPeer {
+            dest_qpn: req.qpn,
+            sq_psn: req.starting_psn,
+            path_mtu,
+            pkey: req.pkey,
+            path: reversed(&req.primary),
+            responder_resources: req.responder_resources,
+            initiator_depth: req.initiator_depth,
+            retry_count: req.retry_count,
+            rnr_retry_count: req.rnr_retry_count,
+            flow_control: req.flow_control,
+            srq: req.srq,
+        };
+        self.tell(
+            id,
+            IbCmEventKind::ReqReceived {
+                listener,
+                peer: from,
+                qp,
+                req: Box::new(*req),
+            },
+        );
+    }
+
+    fn on_duplicate_req(&mut self, id: IbCmId) {
+        let conn = &self.conns[&id];
+        match conn.state {
+            // MRA or REP: the peer did not get it, or will soon.
+            CmState::MraReqSent | CmState::RepSent => self.answer_again(id),
+            CmState::Timewait
+                if conn
+                    .answer
+                    .as_deref()
+                    .is_some_and(|a| is_message(a, CmAttribute::Rej)) =>
+            {
+                self.answer_again(id);
+            }
+            _ => self.counters.duplicates += 1,
+        }
+    }
+
+    fn handle_rep(
+        &mut self,
+        now: Instant,
+        from: PeerAddr,
+        transaction: TransactionId,
+        rep: &RepMsg,
+    ) {
+        if !self.conns.contains_key(&IbCmId(rep.remote_comm_id)) {
+            let ids = (rep.remote_comm_id, rep.local_comm_id);
+            return self.refuse(from, transaction, ids, RejOf::Rep, RejReason::InvalidCommId);
+        }
+        let Some((id, state)) = self.addressed(from, rep.remote_comm_id, rep.local_comm_id) else {
+            return;
+        };
+        match state {
+            CmState::ReqSent | CmState::MraReqRcvd => self.on_rep(now, id, transaction, rep),
+            // RTU or MRA was lost.
+            CmState::MraRepSent | CmState::Established if self.conns[&id].identity.is_none() => {
+                self.answer_again(id);
+            }
+            CmState::Timewait => {
+                let answer = self.conns[&id].answer.as_deref();
+                if answer.is_some_and(|mad| is_message(mad, CmAttribute::Rej)) {
+                    self.answer_again(id);
+                }
+            }
+            CmState::RepRcvd => self.counters.duplicates += 1,
+            _ => self.illegal(),
+        }
+    }
+
+    fn on_rep(&mut self, now: Instant, id: IbCmId, transaction: TransactionId, rep: &RepMsg) {
+        if is_special(rep.qpn) || rep.local_comm_id == CommId(0) {
+            return self.illegal();
+        }
+        let peer = self.conns[&id].peer;
+        // The peer answers our fresh id, so whatever else we believe about its
+        // id or queue pair is out of date.
+        let others = [
+            self.by_remote.get(&(peer, rep.local_comm_id)).copied(),
+            self.by_qpn.get(&(peer, rep.qpn)).copied(),
+        ];
+        for other in others.into_iter().flatten() {
+            if self.conns[&other].state.is_live() {
+                self.on_stale(now, other);
+            }
+        }
+        self.answered(id);
+        let conn = self.known(id);
+        conn.remote_id = Some(rep.local_comm_id);
+        conn.remote_qpn = Some(rep.qpn);
+        conn.remote_guid = Some(rep.ca_guid);
+        conn.transaction = transaction;
+        let req = conn
+            .req
+            .take()
+            .expect("the active side keeps its REQ until the REP");
+        self.learn_remote(id);
+        self.become_state(id, CmState::RepRcvd);
+        let qp = QpPeer {
+            dest_qpn: rep.qpn,
+            sq_psn: rep.starting_psn,
+            path_mtu: req.path_mtu.expect("our own REQ names an MTU"),
+            pkey: req.pkey,
+            path: req.primary,
+            responder_resources: rep.responder_resources,
+            initiator_depth: rep.initiator_depth,
+            retry_count: req.retry_count,
+            rnr_retry_count: rep.rnr_retry_count,
+            flow_control: rep.flow_control,
+            srq: rep.srq,
+        };
+        self.tell(
+            id,
+            IbCmEventKind::RepReceived {
+                qp,
+                rep: Box::new(*rep),
+            },
+        );
+    }
+
+    fn handle_rtu(&mut self, from: PeerAddr, rtu: &PairMsg) {
+        let Some((id, state)) = self.addressed(from, rtu.remote_comm_id, rtu.local_comm_id) else {
+            return;
+        };
+        match state {
+            CmState::RepSent | CmState::MraRepRcvd => {
+                self.answered(id);
+                self.become_state(id, CmState::Established);
+                self.tell(
+                    id,
+                    IbCmEventKind::RtuReceived {
+                        private_data: Box::new(rtu.private_data),
+                    },
+                );
+            }
+            CmState::Established => self.counters.duplicates += 1,
+            _ => self.illegal(),
+        }
+    }
+
+    fn handle_mra(&mut self, now: Instant, from: PeerAddr, mra: &MraMsg) {
+        let Some((id, state)) = self.addressed(from, mra.remote_comm_id, mra.local_comm_id) else {
+            return;
+        };
+        let next = match (state, mra.message) {
+            (CmState::ReqSent, MraOf::Req) => CmState::MraReqRcvd,
+            (CmState::RepSent, MraOf::Rep) => CmState::MraRepRcvd,
+            (CmState::LapSent, MraOf::Lap) => CmState::MraLapRcvd,
+            (CmState::MraReqRcvd, MraOf::Req)
+            | (CmState::MraRepRcvd, MraOf::Rep)
+            | (CmState::MraLapRcvd, MraOf::Lap) => {
+                self.counters.duplicates += 1;
+                return;
+            }
+            _ => return self.illegal(),
+        };
+        self.become_state(id, next);
+        let service = mra
+            .service_timeout
+            .duration()
+            .min(self.config.max_service_timeout);
+        let interval = self.conns[&id].interval;
+        self.arm(id, Some(now + service + interval));
+        self.tell(
+            id,
+            IbCmEventKind::MraReceived {
+                message: mra.message,
+                service_timeout: mra.service_timeout,
+                private_data: Box::new(mra.private_data),
+            },
+        );
+    }
+
+    /// Whom a REJ is about. A sender that never had an answer does not know our
+    /// id and names itself.
+    fn rejected(&mut self, from: PeerAddr, rej: &RejMsg) -> Option<(IbCmId, CmState)> {
+        if rej.remote_comm_id != CommId(0) {
+            return self.addressed(from, rej.remote_comm_id, rej.local_comm_id);
+        }
+        let &id = self.by_remote.get(&(from, rej.local_comm_id))?;
+        let conn = &self.conns[&id];
+        let guid = conn.remote_guid.map(|guid| guid.0.to_be_bytes());
+        let names_itself =
+            rej.reason != RejReason::Timeout || guid.is_some_and(|g| rej.info.starts_with(&g));
+        (conn.state.is_half_open() && names_itself).then_some((id, conn.state))
+    }
+
+    fn handle_rej(&mut self, now: Instant, from: PeerAddr, rej: &RejMsg) {
+        let Some((id, state)) = self.rejected(from, rej) else {
+            return;
+        };
+        let timewait = match state {
+            CmState::ReqSent | CmState::MraReqRcvd | CmState::ReqRcvd | CmState::MraReqSent => {
+                false
+            }
+            CmState::RepSent
+            | CmState::RepRcvd
+            | CmState::MraRepSent
+            | CmState::MraRepRcvd
+            | CmState::DreqSent => true,
+            state if state.is_connected() => true,
+            _ => return self.illegal(),
+        };
+        let event = IbCmEventKind::RejReceived {
+            message: rej.message,
+            reason: rej.reason,
+            info: Box::new(rej.info),
+            private_data: Box::new(rej.private_data),
+            timewait,
+        };
+        if timewait {
+            self.enter_timewait(now, id);
+            self.tell(id, event);
+        } else {
+            self.tell(id, event);
+            self.free(id);
+        }
+    }
+
+    fn handle_dreq(
+        &mut self,
+        now: Instant,
+        from: PeerAddr,
+        transaction: TransactionId,
+        dreq: &DreqMsg,
+    ) {
+        let drep = CmMessage::Drep(PairMsg {
+            local_comm_id: dreq.remote_comm_id,
+            remote_comm_id: dreq.local_comm_id,
+            private_data: PrivateData::default(),
+        });
+        if !self.conns.contains_key(&IbCmId(dreq.remote_comm_id)) {
+            // Gone already, or never was: the peer need not wait.
+            return self.send(from, drep.emit(transaction));
+        }
+        let Some((id, state)) = self.addressed(from, dreq.remote_comm_id, dreq.local_comm_id)
+        else {
+            return;
+        };
+        if self.conns[&id].remote_id.is_none() || self.conns[&id].local_qpn != dreq.remote_qpn {
+            return self.illegal();
+        }
+        match state {
+            CmState::RepSent | CmState::MraRepRcvd => self.on_dreq(id, transaction, dreq),
+            state if state.is_connected() => self.on_dreq(id, transaction, dreq),
+            CmState::DreqSent => {
+                // Both sides end it at once.
+                self.answer(id, transaction, &drep);
+                self.enter_timewait(now, id);
+                self.tell(
+                    id,
+                    IbCmEventKind::DrepReceived {
+                        private_data: Box::default(),
+                    },
+                );
+            }
+            CmState::Timewait => {
+                self.counters.duplicates += 1;
+                let kept = self.conns[&id]
+                    .answer
+                    .as_deref()
+                    .filter(|mad| is_message(mad, CmAttribute::Drep));
+                let mad = kept.copied().unwrap_or_else(|| drep.emit(transaction));
+                self.send(from, mad);
+            }
+            CmState::DreqRcvd => self.counters.duplicates += 1,
+            _ => self.illegal(),
+        }
+    }
+
+    fn on_dreq(&mut self, id: IbCmId, transaction: TransactionId, dreq: &DreqMsg) {
+        self.answered(id);
+        self.become_state(id, CmState::DreqRcvd);
+        self.known(id).transaction = transaction;
+        assert!(
+            !self.conns[&id].is_orphan,
+            "whoever lets a connection go sends a DREQ"
+        );
+        self.tell(
+            id,
+            IbCmEventKind::DreqReceived {
+                private_data: Box::new(dreq.private_data),
+            },
+        );
+    }
+
+    fn handle_drep(&mut self, now: Instant, from: PeerAddr, drep: &PairMsg) {
+        let Some((id, state)) = self.addressed(from, drep.remote_comm_id, drep.local_comm_id)
+        else {
+            return;
+        };
+        match state {
+            CmState::DreqSent => {
+                self.enter_timewait(now, id);
+                self.tell(
+                    id,
+                    IbCmEventKind::DrepReceived {
+                        private_data: Box::new(drep.private_data),
+                    },
+                );
+            }
+            CmState::Timewait => self.counters.duplicates += 1,
+            _ => self.illegal(),
+        }
+    }
+}

@@ -1,0 +1,624 @@
+//! The InfiniBand communication manager (IBTA chapter 12) as one pure machine.
+//!
+//! [`Cm`] makes, keeps and ends connections between queue pairs by exchanging
+//! MADs over queue pair 1. It owns no socket, clock or queue pair: MADs and the
+//! time come in as arguments, MADs and events go out by polling, and moving
+//! queue pairs through their states is the user's work, for which events carry
+//! what is needed ([`QpPeer`]). Addresses, ports and the meaning of private data
+//! belong to the layer above.
+//!
+//! # Calling order
+//!
+//! 1. [`Cm::handle_mad`] for every CM MAD that arrives, [`Cm::handle_timeout`]
+//!    when [`Cm::poll_timeout`] says so, and the `send_*` calls at any time.
+//! 2. After any of these: [`Cm::poll_event`] and [`Cm::poll_transmit`] until
+//!    both are empty.
+//!
+//! # A connection
+//!
+//! [`CmState`] draws the states. The active side calls [`Cm::send_req`] and gets
+//! `RepReceived`; it brings its queue pair to ready-to-send and calls
+//! [`Cm::send_rtu`]. The passive side called [`Cm::listen`] and gets
+//! `ReqReceived` with a new identifier; it brings its queue pair to
+//! ready-to-receive, calls [`Cm::send_rep`] and gets `RtuReceived`; a receive
+//! completion before that is as good, and [`Cm::establish`] says so. Either side
+//! ends with [`Cm::send_dreq`], the other answers `DreqReceived` with
+//! [`Cm::send_drep`], and after timewait the last event says that the
+//! identifier is gone.
+//!
+//! # Lost and repeated messages
+//!
+//! REQ, REP, LAP, DREQ and SIDR_REQ are repeated until they are answered, at
+//! the interval and as often as the messages themselves say (clamped by
+//! [`CmConfig`]); an MRA buys time once. Answers (MRA, REP, RTU, REJ, DREP, APR)
+//! are kept and sent again when the question is. Messages that are illegal in
+//! the state of their connection, that come from another address than the
+//! peer's, or that name another id of the peer's, change nothing.
+//!
+//! # Bounds
+//!
+//! Identifiers, half-open ones per peer address, half-open ones per listener
+//! (its backlog), outgoing MADs and events: all are fixed at creation. Beyond
+//! the first a request is refused for lack of resources, beyond the others it is
+//! dropped, and a peer that means it repeats it.
+//!
+//! # Workers
+//!
+//! Several `Cm`s can share one queue pair 1: the low bits of every local
+//! communication id are the worker's number, and [`worker_of`] tells which one a
+//! MAD belongs to. Requests are spread by the peer's id. A stale connection is
+//! found by queue pair only if both requests reach the same worker.
+//!
+//! # Not here
+//!
+//! Redirection, reliable datagram and unreliable connected services, and
+//! ClassPortInfo. Alternate paths are refused unless [`CmConfig`] says otherwise:
+//! RoCE has none.
+
+mod conn;
+mod event;
+mod handle;
+mod other;
+mod state;
+mod table;
+#[cfg(test)]
+mod tests;
+mod timer;
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::{Duration, Instant};
+
+use chacha20::ChaCha12Rng;
+use chacha20::rand_core::SeedableRng;
+
+use conn::Conn;
+use table::Listener;
+
+pub use conn::{IbCmId, PeerAddr};
+pub use event::{
+    IbCmError, IbCmEvent, IbCmEventKind, QpPeer, RepParams, ReqParams, SidrRepParams, SidrReqParams,
+};
+pub use state::CmState;
+
+use crate::wire::cm_msg::{
+    AdditionalInfo, Bits, CaGuid, CmMessage, CmTimeout, CommId, DreqMsg, MraMsg, MraOf, PairMsg,
+    PrivateData, RejMsg, RejOf, RejReason, RepMsg, ReqMsg, ServiceId, SidrStatus, TransportType,
+};
+use crate::wire::ids::Qpn;
+use crate::wire::mad::Mad;
+
+/// Limits and identity of one [`Cm`].
+#[derive(Clone, Copy, Debug)]
+pub struct CmConfig {
+    /// Our channel adapter.
+    pub ca_guid: CaGuid,
+    /// Identifiers, listeners and those in timewait included.
+    pub max_ids: usize,
+    /// Requests of one peer address that are not connections yet.
+    pub max_half_open_per_peer: usize,
+    /// Outgoing MADs that wait to be polled.
+    pub max_outbox: usize,
+    /// Events that wait to be polled, beyond which no request is taken.
+    pub max_events: usize,
+    /// The shortest time between repetitions, whatever the peer says.
+    pub min_interval: Duration,
+    /// The longest time between repetitions, whatever the peer says.
+    pub max_interval: Duration,
+    /// The most that an MRA buys.
+    pub max_service_timeout: Duration,
+    /// The longest timewait, whatever the peer's ACK timeout says.
+    pub max_timewait: Duration,
+    /// Whether alternate paths may be loaded.
+    pub alternate_paths: bool,
+}
+
+impl CmConfig {
+    /// Limits that suit a storage server.
+    #[must_use]
+    pub fn new(ca_guid: CaGuid) -> Self {
+        Self {
+            ca_guid,
+            max_ids: 16 * 1024,
+            max_half_open_per_peer: 256,
+            max_outbox: 4096,
+            max_events: 4096,
+            min_interval: Duration::from_millis(10),
+            max_interval: Duration::from_secs(20),
+            max_service_timeout: Duration::from_mins(5),
+            max_timewait: Duration::from_secs(10),
+            alternate_paths: false,
+        }
+    }
+}
+
+/// What a [`Cm`] has seen, since its creation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CmCounters {
+    /// MADs handed in.
+    pub received: u64,
+    /// Of these, no CM messages.
+    pub malformed: u64,
+    /// Messages that their connection's state, address or ids forbid.
+    pub illegal: u64,
+    /// Messages that had been seen before.
+    pub duplicates: u64,
+    /// Messages of ours that were repeated.
+    pub retries: u64,
+    /// Requests refused without asking the user.
+    pub refused: u64,
+    /// Requests and outgoing MADs lost to a full queue or limit.
+    pub dropped: u64,
+}
+
+/// Which of `1 << worker_bits` workers a CM MAD belongs to; `None` if it is no
+/// CM message.
+#[must_use]
+pub fn worker_of(mad: &[u8], worker_bits: u32) -> Option<u32> {
+    let (_, message) = CmMessage::parse(mad).ok()?;
+    Some(message.routing_id().0 & worker_mask(worker_bits))
+}
+
+/// The most bits of a communication id that a worker's number takes.
+pub const MAX_WORKER_BITS: u32 = 8;
+
+fn worker_mask(worker_bits: u32) -> u32 {
+    assert!(worker_bits <= MAX_WORKER_BITS, "too many workers");
+    (1 << worker_bits) - 1
+}
+
+/// The communication manager; see the [module](self).
+#[derive(Debug)]
+pub struct Cm {
+    config: CmConfig,
+    worker_index: u32,
+    worker_mask: u32,
+    random: ChaCha12Rng,
+    listeners: BTreeMap<IbCmId, Listener>,
+    conns: BTreeMap<IbCmId, Conn>,
+    /// Connections by peer and its id.
+    by_remote: BTreeMap<(PeerAddr, CommId), IbCmId>,
+    /// Connections by peer and its queue pair; not those in timewait.
+    by_qpn: BTreeMap<(PeerAddr, Qpn), IbCmId>,
+    /// Questions by peer and its request id.
+    by_sidr: BTreeMap<(PeerAddr, CommId), IbCmId>,
+    half_open: BTreeMap<PeerAddr, usize>,
+    timers: BTreeSet<(Instant, IbCmId)>,
+    outbox: VecDeque<(PeerAddr, Mad)>,
+    events: VecDeque<IbCmEvent>,
+    counters: CmCounters,
+}
+
+impl Cm {
+    /// A CM for worker `worker_index` of `1 << worker_bits`. Communication ids
+    /// and transaction ids come from `seed`, which must be secret and fresh.
+    ///
+    /// # Panics
+    ///
+    /// If `worker_bits` exceeds [`MAX_WORKER_BITS`] or `worker_index` needs more.
+    #[must_use]
+    pub fn new(config: CmConfig, worker_index: u32, worker_bits: u32, seed: [u8; 32]) -> Self {
+        let worker_mask = worker_mask(worker_bits);
+        assert!(
+            worker_index <= worker_mask,
+            "the worker's number fits its bits"
+        );
+        Self {
+            config,
+            worker_index,
+            worker_mask,
+            random: ChaCha12Rng::from_seed(seed),
+            listeners: BTreeMap::new(),
+            conns: BTreeMap::new(),
+            by_remote: BTreeMap::new(),
+            by_qpn: BTreeMap::new(),
+            by_sidr: BTreeMap::new(),
+            half_open: BTreeMap::new(),
+            timers: BTreeSet::new(),
+            outbox: VecDeque::new(),
+            events: VecDeque::new(),
+            counters: CmCounters::default(),
+        }
+    }
+
+    /// The next MAD to send, and where to.
+    pub fn poll_transmit(&mut self) -> Option<(PeerAddr, Mad)> {
+        self.outbox.pop_front()
+    }
+
+    /// The next event.
+    pub fn poll_event(&mut self) -> Option<IbCmEvent> {
+        self.events.pop_front()
+    }
+
+    /// What has been seen so far.
+    #[must_use]
+    pub fn counters(&self) -> CmCounters {
+        self.counters
+    }
+
+    /// Identifiers in use: listeners, connections, timewait.
+    #[must_use]
+    pub fn id_count(&self) -> usize {
+        self.listeners.len() + self.conns.len()
+    }
+
+    /// The state of an identifier; `Idle` for those that are gone.
+    #[must_use]
+    pub fn state(&self, id: IbCmId) -> CmState {
+        if self.listeners.contains_key(&id) {
+            return CmState::Listen;
+        }
+        self.conns.get(&id).map_or(CmState::Idle, |conn| conn.state)
+    }
+
+    /// Take requests for the service ids that equal `service_id` in the bits of
+    /// `mask`. `backlog` bounds the requests that are not connections yet.
+    ///
+    /// # Errors
+    ///
+    /// [`IbCmError::ServiceIdInUse`] if another listener takes some of them,
+    /// [`IbCmError::TooManyIds`].
+    pub fn listen(
+        &mut self,
+        service_id: ServiceId,
+        mask: u64,
+        backlog: usize,
+    ) -> Result<IbCmId, IbCmError> {
+        if self
+            .listeners
+            .values()
+            .any(|other| other.overlaps(service_id, mask))
+        {
+            return Err(IbCmError::ServiceIdInUse);
+        }
+        self.make_room()?;
+        let id = self.new_id();
+        self.listeners.insert(
+            id,
+            Listener {
+                service_id,
+                mask,
+                backlog,
+                half_open: 0,
+            },
+        );
+        Ok(id)
+    }
+
+    fn listener_of(&self, service_id: ServiceId) -> Option<IbCmId> {
+        self.listeners
+            .iter()
+            .find(|(_, listener)| listener.takes(service_id))
+            .map(|(id, _)| *id)
+    }
+
+    fn has_room_for(&self, listener: IbCmId, from: PeerAddr) -> bool {
+        let listener = &self.listeners[&listener];
+        listener.half_open < listener.backlog
+            && self.half_open.get(&from).copied().unwrap_or(0) < self.config.max_half_open_per_peer
+            && self.events.len() < self.config.max_events
+    }
+
+    /// Ask `peer` for a connection.
+    ///
+    /// # Errors
+    ///
+    /// [`IbCmError::TooManyIds`].
+    pub fn send_req(
+        &mut self,
+        now: Instant,
+        peer: PeerAddr,
+        params: &ReqParams,
+    ) -> Result<IbCmId, IbCmError> {
+        self.make_room()?;
+        let id = self.new_id();
+        let transaction = self.new_transaction();
+        let req = ReqMsg {
+            local_comm_id: id.0,
+            vendor_id: Bits::default(),
+            service_id: params.service_id,
+            ca_guid: self.config.ca_guid,
+            qkey: 0,
+            qpn: params.local_qpn,
+            responder_resources: params.responder_resources,
+            initiator_depth: params.initiator_depth,
+            local_eecn: Bits::default(),
+            remote_eecn: Bits::default(),
+            remote_cm_timeout: params.remote_cm_timeout,
+            transport: TransportType::Rc,
+            flow_control: params.flow_control,
+            starting_psn: params.starting_psn,
+            local_cm_timeout: params.local_cm_timeout,
+            retry_count: params.retry_count,
+            pkey: params.pkey,
+            path_mtu: Some(params.path_mtu),
+            rdc_exists: false,
+            rnr_retry_count: params.rnr_retry_count,
+            max_cm_retries: params.max_cm_retries,
+            srq: params.srq,
+            extended_transport: Bits::default(),
+            primary: params.primary,
+            alternate: params.alternate,
+            private_data: params.private_data,
+        };
+        let mut conn = Conn::new(
+            CmState::ReqSent,
+            peer.to_canonical(),
+            params.service_id,
+            transaction,
+        );
+        conn.local_qpn = params.local_qpn;
+        conn.interval = self.interval(params.remote_cm_timeout);
+        conn.max_retries = params.max_cm_retries.value() as u8;
+        conn.timewait = params
+            .primary
+            .ack_timeout
+            .duration()
+            .min(self.config.max_timewait);
+        conn.req = Some(Box::new(req));
+        self.insert(id, conn);
+        self.ask(now, id, transaction, &CmMessage::Req(req));
+        Ok(id)
+    }
+
+    /// Passive: accept.
+    ///
+    /// # Errors
+    ///
+    /// States other than `ReqRcvd` and `MraReqSent`.
+    pub fn send_rep(
+        &mut self,
+        now: Instant,
+        id: IbCmId,
+        params: &RepParams,
+    ) -> Result<(), IbCmError> {
+        let conn = self.in_state(id, &[CmState::ReqRcvd, CmState::MraReqSent])?;
+        let rep = CmMessage::Rep(RepMsg {
+            local_comm_id: id.0,
+            remote_comm_id: conn.remote(),
+            qkey: 0,
+            qpn: params.local_qpn,
+            vendor_id: Bits::default(),
+            eecn: Bits::default(),
+            starting_psn: params.starting_psn,
+            responder_resources: params.responder_resources,
+            initiator_depth: params.initiator_depth,
+            target_ack_delay: params.target_ack_delay,
+            failover: params.failover,
+            flow_control: params.flow_control,
+            rnr_retry_count: params.rnr_retry_count,
+            srq: params.srq,
+            ca_guid: self.config.ca_guid,
+            private_data: params.private_data,
+        });
+        let transaction = conn.transaction;
+        self.become_state(id, CmState::RepSent);
+        let conn = self.known(id);
+        conn.local_qpn = params.local_qpn;
+        conn.req = None;
+        conn.answer = Some(Box::new(rep.emit(transaction)));
+        self.ask(now, id, transaction, &rep);
+        Ok(())
+    }
+
+    /// Active: the queue pair is ready, the connection is established.
+    ///
+    /// # Errors
+    ///
+    /// States other than `RepRcvd` and `MraRepSent`.
+    pub fn send_rtu(
+        &mut self,
+        id: IbCmId,
+        private_data: PrivateData<224>,
+    ) -> Result<(), IbCmError> {
+        let conn = self.in_state(id, &[CmState::RepRcvd, CmState::MraRepSent])?;
+        let rtu = PairMsg {
+            local_comm_id: id.0,
+            remote_comm_id: conn.remote(),
+            private_data,
+        };
+        let transaction = conn.transaction;
+        self.become_state(id, CmState::Established);
+        self.answer(id, transaction, &CmMessage::Rtu(rtu));
+        Ok(())
+    }
+
+    /// Passive: a message arrived on the queue pair, so the RTU was lost or is
+    /// late. The connection is established; the RTU will bring no event.
+    ///
+    /// # Errors
+    ///
+    /// States other than `RepSent` and `MraRepRcvd`.
+    pub fn establish(&mut self, id: IbCmId) -> Result<(), IbCmError> {
+        self.in_state(id, &[CmState::RepSent, CmState::MraRepRcvd])?;
+        self.answered(id);
+        self.become_state(id, CmState::Established);
+        Ok(())
+    }
+
+    /// Tell the peer that the answer to its REQ, REP or LAP will take up to
+    /// `service_timeout`.
+    ///
+    /// # Errors
+    ///
+    /// States other than `ReqRcvd`, `RepRcvd` and `LapRcvd`.
+    pub fn send_mra(
+        &mut self,
+        id: IbCmId,
+        service_timeout: CmTimeout,
+        private_data: PrivateData<222>,
+    ) -> Result<(), IbCmError> {
+        let conn = self.in_state(id, &[CmState::ReqRcvd, CmState::RepRcvd, CmState::LapRcvd])?;
+        let (next, message) = match conn.state {
+            CmState::ReqRcvd => (CmState::MraReqSent, MraOf::Req),
+            CmState::RepRcvd => (CmState::MraRepSent, MraOf::Rep),
+            _ => (CmState::MraLapSent, MraOf::Lap),
+        };
+        let remote_comm_id = conn.remote();
+        let mra = MraMsg {
+            local_comm_id: id.0,
+            remote_comm_id,
+            message,
+            service_timeout,
+            private_data,
+        };
+        let transaction = conn.transaction;
+        self.become_state(id, next);
+        self.answer(id, transaction, &CmMessage::Mra(mra));
+        Ok(())
+    }
+
+    /// Refuse a REQ or a REP, or take a REP back. For the user the identifier is
+    /// gone; the CM keeps it a while to repeat the refusal.
+    ///
+    /// # Errors
+    ///
+    /// States without a message to refuse.
+    pub fn send_rej(
+        &mut self,
+        now: Instant,
+        id: IbCmId,
+        reason: RejReason,
+        info: AdditionalInfo,
+        private_data: PrivateData<148>,
+    ) -> Result<(), IbCmError> {
+        let conn = self.conn(id)?;
+        let message = match conn.state {
+            CmState::ReqRcvd | CmState::MraReqSent => RejOf::Req,
+            CmState::RepRcvd | CmState::MraRepSent => RejOf::Rep,
+            CmState::RepSent | CmState::MraRepRcvd => RejOf::NoMessage,
+            state => return Err(IbCmError::State { state }),
+        };
+        let remote_comm_id = conn.remote();
+        let rej = RejMsg {
+            local_comm_id: id.0,
+            remote_comm_id,
+            message,
+            reason,
+            info,
+            private_data,
+        };
+        let transaction = conn.transaction;
+        // Long enough for the peer to ask once more.
+        let asks_again = conn
+            .req
+            .as_ref()
+            .map_or(conn.interval, |req| self.interval(req.remote_cm_timeout));
+        let time = (2 * asks_again)
+            .max(conn.timewait)
+            .min(self.config.max_timewait);
+        self.answer(id, transaction, &CmMessage::Rej(rej));
+        self.enter_timewait_for(now, id, time);
+        self.known(id).is_orphan = true;
+        Ok(())
+    }
+
+    /// Ask the peer to end the connection.
+    ///
+    /// # Errors
+    ///
+    /// States that are not connected.
+    pub fn send_dreq(
+        &mut self,
+        now: Instant,
+        id: IbCmId,
+        private_data: PrivateData<220>,
+    ) -> Result<(), IbCmError> {
+        let conn = self.conn(id)?;
+        if !conn.state.is_connected() {
+            return Err(IbCmError::State { state: conn.state });
+        }
+        let dreq = CmMessage::Dreq(DreqMsg {
+            local_comm_id: id.0,
+            remote_comm_id: conn.remote(),
+            remote_qpn: conn.remote_qpn.expect("connected"),
+            private_data,
+        });
+        let transaction = self.new_transaction();
+        self.become_state(id, CmState::DreqSent);
+        self.ask(now, id, transaction, &dreq);
+        Ok(())
+    }
+
+    /// Agree to the peer's DREQ; timewait begins.
+    ///
+    /// # Errors
+    ///
+    /// States other than `DreqRcvd`.
+    pub fn send_drep(
+        &mut self,
+        now: Instant,
+        id: IbCmId,
+        private_data: PrivateData<224>,
+    ) -> Result<(), IbCmError> {
+        let conn = self.in_state(id, &[CmState::DreqRcvd])?;
+        let drep = PairMsg {
+            local_comm_id: id.0,
+            remote_comm_id: conn.remote(),
+            private_data,
+        };
+        let transaction = conn.transaction;
+        self.answer(id, transaction, &CmMessage::Drep(drep));
+        self.enter_timewait(now, id);
+        Ok(())
+    }
+
+    /// Let go of an identifier in whatever state: stop listening, take back or
+    /// refuse a request, end a connection. It brings no more events; the CM
+    /// keeps it as long as the peer must be told.
+    ///
+    /// # Errors
+    ///
+    /// [`IbCmError::NoSuchId`].
+    pub fn destroy(&mut self, now: Instant, id: IbCmId) -> Result<(), IbCmError> {
+        if self.listeners.remove(&id).is_some() {
+            return Ok(());
+        }
+        match self.conn(id)?.state {
+            CmState::ReqSent | CmState::MraReqRcvd => {
+                self.send_timeout_rej(id);
+                self.free(id);
+                return Ok(());
+            }
+            CmState::ReqRcvd
+            | CmState::MraReqSent
+            | CmState::RepRcvd
+            | CmState::MraRepSent
+            | CmState::RepSent
+            | CmState::MraRepRcvd => {
+                let (info, data) = (AdditionalInfo::default(), PrivateData::default());
+                self.send_rej(now, id, RejReason::ConsumerDefined, info, data)?;
+            }
+            CmState::DreqRcvd => self.send_drep(now, id, PrivateData::default())?,
+            CmState::SidrReqSent => {
+                self.free(id);
+                return Ok(());
+            }
+            CmState::SidrReqRcvd => {
+                let status = SidrStatus::Reject;
+                let (info, private_data) = (AdditionalInfo::default(), PrivateData::default());
+                let params = SidrRepParams {
+                    status,
+                    qpn: Qpn::default(),
+                    qkey: 0,
+                    info,
+                    private_data,
+                };
+                return self.send_sidr_rep(id, &params);
+            }
+            state if state.is_connected() => self.send_dreq(now, id, PrivateData::default())?,
+            _ => {}
+        }
+        self.known(id).is_orphan = true;
+        Ok(())
+    }
+
+    fn in_state(&self, id: IbCmId, states: &[CmState]) -> Result<&Conn, IbCmError> {
+        let conn = self.conn(id)?;
+        if states.contains(&conn.state) {
+            Ok(conn)
+        } else {
+            Err(IbCmError::State { state: conn.state })
+        }
+    }
+}

@@ -1,0 +1,286 @@
+//! Alternate paths (LAP, APR) and service id resolution (SIDR).
+
+use std::time::Instant;
+
+use super::conn::Conn;
+use super::event::{SidrRepParams, SidrReqParams};
+use super::table::is_message;
+use super::{Cm, CmState, IbCmError, IbCmEventKind, IbCmId, PeerAddr};
+use crate::wire::cm_msg::{
+    AdditionalInfo, AprMsg, AprStatus, Bits, CmAttribute, CmMessage, CmPath, CmTimeout, LapMsg,
+    PrivateData, SidrRepMsg, SidrReqMsg, SidrStatus,
+};
+use crate::wire::ids::Qpn;
+use crate::wire::mad::TransactionId;
+
+impl Cm {
+    /// Propose another alternate path to the peer.
+    ///
+    /// # Errors
+    ///
+    /// [`IbCmError::AlternatePaths`] unless they were configured, and states
+    /// other than `Established`.
+    pub fn send_lap(
+        &mut self,
+        now: Instant,
+        id: IbCmId,
+        alternate: CmPath,
+        private_data: PrivateData<168>,
+    ) -> Result<(), IbCmError> {
+        let conn = self.conn(id)?;
+        if !self.config.alternate_paths {
+            return Err(IbCmError::AlternatePaths);
+        }
+        if conn.state != CmState::Established {
+            return Err(IbCmError::State { state: conn.state });
+        }
+        let message = CmMessage::Lap(LapMsg {
+            local_comm_id: id.0,
+            remote_comm_id: conn.remote(),
+            remote_qpn: conn.remote_qpn.expect("connected"),
+            remote_cm_timeout: CmTimeout::at_least(conn.interval),
+            alternate,
+            private_data,
+        });
+        let transaction = self.new_transaction();
+        self.become_state(id, CmState::LapSent);
+        self.ask(now, id, transaction, &message);
+        Ok(())
+    }
+
+    /// Answer a LAP.
+    ///
+    /// # Errors
+    ///
+    /// States other than `LapRcvd` and `MraLapSent`.
+    pub fn send_apr(
+        &mut self,
+        id: IbCmId,
+        status: AprStatus,
+        info: AdditionalInfo,
+        private_data: PrivateData<148>,
+    ) -> Result<(), IbCmError> {
+        let conn = self.conn(id)?;
+        if !matches!(conn.state, CmState::LapRcvd | CmState::MraLapSent) {
+            return Err(IbCmError::State { state: conn.state });
+        }
+        let apr = AprMsg {
+            local_comm_id: id.0,
+            remote_comm_id: conn.remote(),
+            status,
+            info,
+            private_data,
+        };
+        let transaction = conn.transaction;
+        self.become_state(id, CmState::Established);
+        self.answer(id, transaction, &CmMessage::Apr(apr));
+        Ok(())
+    }
+
+    fn refuse_lap(
+        &mut self,
+        to: PeerAddr,
+        transaction: TransactionId,
+        lap: &LapMsg,
+        status: AprStatus,
+    ) {
+        self.counters.refused += 1;
+        let apr = CmMessage::Apr(AprMsg {
+            local_comm_id: lap.remote_comm_id,
+            remote_comm_id: lap.local_comm_id,
+            status,
+            info: AdditionalInfo::default(),
+            private_data: PrivateData::default(),
+        });
+        self.send(to, apr.emit(transaction));
+    }
+
+    pub(super) fn handle_lap(&mut self, from: PeerAddr, transaction: TransactionId, lap: &LapMsg) {
+        if !self.conns.contains_key(&IbCmId(lap.remote_comm_id)) {
+            return self.refuse_lap(from, transaction, lap, AprStatus::InvalidCommId);
+        }
+        let Some((id, state)) = self.addressed(from, lap.remote_comm_id, lap.local_comm_id) else {
+            return;
+        };
+        if !state.is_connected() {
+            return self.illegal();
+        }
+        if !self.config.alternate_paths {
+            return self.refuse_lap(from, transaction, lap, AprStatus::Unsupported);
+        }
+        if self.conns[&id].local_qpn != lap.remote_qpn {
+            return self.refuse_lap(from, transaction, lap, AprStatus::InvalidQpnEecn);
+        }
+        let conn = &self.conns[&id];
+        let is_repeated = conn.transaction == transaction;
+        let has_apr = conn
+            .answer
+            .as_deref()
+            .is_some_and(|mad| is_message(mad, CmAttribute::Apr));
+        match state {
+            CmState::Established if is_repeated && has_apr => self.answer_again(id),
+            CmState::Established => {
+                self.known(id).transaction = transaction;
+                self.become_state(id, CmState::LapRcvd);
+                self.tell(
+                    id,
+                    IbCmEventKind::LapReceived {
+                        lap: Box::new(*lap),
+                    },
+                );
+            }
+            CmState::MraLapSent if is_repeated => self.answer_again(id),
+            CmState::LapRcvd if is_repeated => self.counters.duplicates += 1,
+            // Crossing LAPs: each side refuses the other's.
+            CmState::LapSent | CmState::MraLapRcvd => {
+                self.refuse_lap(from, transaction, lap, AprStatus::Reject);
+            }
+            _ => self.illegal(),
+        }
+    }
+
+    pub(super) fn handle_apr(&mut self, from: PeerAddr, apr: &AprMsg) {
+        let Some((id, state)) = self.addressed(from, apr.remote_comm_id, apr.local_comm_id) else {
+            return;
+        };
+        if !matches!(state, CmState::LapSent | CmState::MraLapRcvd) {
+            return self.illegal();
+        }
+        self.answered(id);
+        self.become_state(id, CmState::Established);
+        let event = IbCmEventKind::AprReceived {
+            status: apr.status,
+            info: Box::new(apr.info),
+            private_data: Box::new(apr.private_data),
+        };
+        self.tell(id, event);
+    }
+
+    /// Ask a peer which queue pair serves a service id.
+    ///
+    /// # Errors
+    ///
+    /// [`IbCmError::TooManyIds`].
+    pub fn send_sidr_req(
+        &mut self,
+        now: Instant,
+        peer: PeerAddr,
+        params: &SidrReqParams,
+    ) -> Result<IbCmId, IbCmError> {
+        self.make_room()?;
+        let id = self.new_id();
+        let transaction = self.new_transaction();
+        let mut conn = Conn::new(
+            CmState::SidrReqSent,
+            peer.to_canonical(),
+            params.service_id,
+            transaction,
+        );
+        conn.interval = self.interval(params.timeout);
+        conn.max_retries = params.max_cm_retries.value() as u8;
+        self.insert(id, conn);
+        let message = CmMessage::SidrReq(SidrReqMsg {
+            request_id: id.0,
+            pkey: params.pkey,
+            service_id: params.service_id,
+            private_data: params.private_data,
+        });
+        self.ask(now, id, transaction, &message);
+        Ok(id)
+    }
+
+    /// Answer a SIDR_REQ; the identifier is gone after that.
+    ///
+    /// # Errors
+    ///
+    /// States other than `SidrReqRcvd`.
+    pub fn send_sidr_rep(&mut self, id: IbCmId, params: &SidrRepParams) -> Result<(), IbCmError> {
+        let conn = self.conn(id)?;
+        if conn.state != CmState::SidrReqRcvd {
+            return Err(IbCmError::State { state: conn.state });
+        }
+        let message = CmMessage::SidrRep(SidrRepMsg {
+            request_id: conn.remote(),
+            status: params.status,
+            info: params.info,
+            vendor_id: Bits::default(),
+            qpn: params.qpn,
+            service_id: conn.service_id,
+            qkey: params.qkey,
+            private_data: params.private_data,
+        });
+        let (peer, transaction) = (conn.peer, conn.transaction);
+        self.send(peer, message.emit(transaction));
+        self.free_sidr(id);
+        Ok(())
+    }
+
+    fn free_sidr(&mut self, id: IbCmId) {
+        let conn = &self.conns[&id];
+        self.by_sidr.remove(&(conn.peer, conn.remote()));
+        self.free(id);
+    }
+
+    pub(super) fn handle_sidr_req(
+        &mut self,
+        from: PeerAddr,
+        transaction: TransactionId,
+        req: &SidrReqMsg,
+    ) {
+        if self.by_sidr.contains_key(&(from, req.request_id)) {
+            // The user has it and will answer.
+            self.counters.duplicates += 1;
+            return;
+        }
+        let Some(listener) = self.listener_of(req.service_id) else {
+            self.counters.refused += 1;
+            let message = CmMessage::SidrRep(SidrRepMsg {
+                request_id: req.request_id,
+                status: SidrStatus::Unsupported,
+                info: AdditionalInfo::default(),
+                vendor_id: Bits::default(),
+                qpn: Qpn::default(),
+                service_id: req.service_id,
+                qkey: 0,
+                private_data: PrivateData::default(),
+            });
+            return self.send(from, message.emit(transaction));
+        };
+        if !self.has_room_for(listener, from) || self.make_room().is_err() {
+            self.counters.dropped += 1;
+            return;
+        }
+        let id = self.new_id();
+        let mut conn = Conn::new(CmState::SidrReqRcvd, from, req.service_id, transaction);
+        conn.listener = Some(listener);
+        conn.remote_id = Some(req.request_id);
+        self.by_sidr.insert((from, req.request_id), id);
+        self.insert(id, conn);
+        self.tell(
+            id,
+            IbCmEventKind::SidrReqReceived {
+                listener,
+                peer: from,
+                req: Box::new(*req),
+            },
+        );
+    }
+
+    pub(super) fn handle_sidr_rep(&mut self, from: PeerAddr, rep: &SidrRepMsg) {
+        let id = IbCmId(rep.request_id);
+        match self.conns.get(&id) {
+            Some(conn) if conn.peer == from && conn.state == CmState::SidrReqSent => {
+                self.tell(
+                    id,
+                    IbCmEventKind::SidrRepReceived {
+                        rep: Box::new(*rep),
+                    },
+                );
+                self.free(id);
+            }
+            Some(_) => self.illegal(),
+            // Asked twice, answered twice.
+            None => self.counters.duplicates += 1,
+        }
+    }
+}

@@ -1,0 +1,305 @@
+//! Two machines and their users under a virtual clock, joined by a network that
+//! loses, doubles and reorders. Whatever happens, both sides agree on whether
+//! there was a connection, and nothing is left behind.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap, HashSet};
+
+use chacha20::rand_core::Rng;
+
+use super::*;
+
+#[derive(Clone, Copy)]
+struct Faults {
+    /// Per cent.
+    loss: u32,
+    duplication: u32,
+    /// Milliseconds at most, one way.
+    delay: u32,
+}
+
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+enum Step {
+    Deliver { to: usize, mad: Mad },
+    User { side: usize, id: IbCmId, act: Act },
+    Connect { side: usize, number: u16 },
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Act {
+    Accept,
+    Rtu,
+    Disconnect,
+    Drep,
+    LetGo,
+}
+
+struct World {
+    cms: [Cm; 2],
+    start: Instant,
+    now: Instant,
+    queue: BinaryHeap<Reverse<(Instant, u64, Step)>>,
+    order: u64,
+    random: ChaCha12Rng,
+    faults: Faults,
+    /// Connection number by side and identifier.
+    numbers: HashMap<(usize, IbCmId), (u16, bool)>,
+    /// Identifiers that were connected. A request that was doubled and arrives
+    /// after timewait makes a second passive identifier; it must not connect.
+    established: HashSet<(usize, IbCmId)>,
+    /// Identifiers whose last event came, or that the user let go.
+    ended: HashSet<(usize, IbCmId)>,
+}
+
+const SLOTS: u16 = 40;
+
+impl World {
+    fn new(seed: u8, faults: Faults) -> Self {
+        let start = Instant::now();
+        let mut cms = [machine(1, seed), machine(2, seed.wrapping_add(100))];
+        for cm in &mut cms {
+            cm.listen(SERVICE, u64::MAX, 1000).unwrap();
+        }
+        Self {
+            cms,
+            start,
+            now: start,
+            queue: BinaryHeap::new(),
+            order: 0,
+            random: ChaCha12Rng::from_seed([seed ^ 0xa5; 32]),
+            faults,
+            numbers: HashMap::new(),
+            established: HashSet::new(),
+            ended: HashSet::new(),
+        }
+    }
+
+    fn chance(&mut self, percent: u32) -> bool {
+        self.random.next_u32() % 100 < percent
+    }
+
+    fn later(&mut self, most: u32, step: Step) {
+        let delay = Duration::from_micros(u64::from(self.random.next_u32() % (most * 1000 + 1)));
+        self.order += 1;
+        self.queue
+            .push(Reverse((self.now + delay, self.order, step)));
+    }
+
+    fn user(&mut self, side: usize, id: IbCmId, most: u32, act: Act) {
+        self.later(most, Step::User { side, id, act });
+    }
+
+    fn established(&mut self, side: usize, id: IbCmId) {
+        self.established.insert((side, id));
+        // One in three is ended by both sides, about at once.
+        if self.random.next_u32() % 3 != 0 || self.numbers[&(side, id)].1 {
+            self.user(side, id, 3000, Act::Disconnect);
+        }
+    }
+
+    fn connect(&mut self, side: usize, number: u16) {
+        let (from, to) = (side as u8 + 1, 2 - side as u8);
+        let mut params = req_params(from, to, 0x1000 + u32::from(number));
+        params.max_cm_retries = Bits::truncate(15);
+        params.private_data = PrivateData::new(&number.to_be_bytes()).unwrap();
+        let id = self.cms[side]
+            .send_req(self.now, addr(to), &params)
+            .unwrap();
+        self.numbers.insert((side, id), (number, true));
+        if self.chance(5) {
+            self.user(side, id, 100, Act::LetGo);
+        }
+    }
+
+    fn act(&mut self, side: usize, id: IbCmId, act: Act) {
+        let now = self.now;
+        let cm = &mut self.cms[side];
+        // The connection may be gone by now; then the call is refused.
+        match act {
+            Act::Accept => {
+                let (number, _) = self.numbers[&(side, id)];
+                let _ = cm.send_rep(now, id, &rep_params(0x8000 + u32::from(number)));
+            }
+            Act::Rtu => {
+                if cm.send_rtu(id, PrivateData::default()).is_ok() {
+                    self.established(side, id);
+                }
+            }
+            Act::Disconnect => {
+                let _ = cm.send_dreq(now, id, PrivateData::default());
+            }
+            Act::Drep => {
+                let _ = cm.send_drep(now, id, PrivateData::default());
+            }
+            Act::LetGo => {
+                if cm.destroy(now, id).is_ok() {
+                    assert!(self.ended.insert((side, id)), "it ends once");
+                }
+            }
+        }
+    }
+
+    fn on_event(&mut self, side: usize, event: IbCmEvent) {
+        let id = event.id;
+        if event.kind.is_last() {
+            assert!(self.ended.insert((side, id)), "it ends once");
+        }
+        match event.kind {
+            IbCmEventKind::ReqReceived { req, .. } => {
+                let number = u16::from_be_bytes([req.private_data[0], req.private_data[1]]);
+                self.numbers.insert((side, id), (number, false));
+                match self.random.next_u32() % 10 {
+                    0 => {
+                        self.user(side, id, 50, Act::LetGo);
+                    }
+                    1..=3 => {
+                        self.cms[side]
+                            .send_mra(id, CmTimeout::new(17), PrivateData::default())
+                            .unwrap();
+                        self.user(side, id, 800, Act::Accept);
+                    }
+                    _ => self.user(side, id, 20, Act::Accept),
+                }
+            }
+            IbCmEventKind::RepReceived { .. } => match self.random.next_u32() % 20 {
+                0 => self.user(side, id, 50, Act::LetGo),
+                1..=4 => {
+                    self.cms[side]
+                        .send_mra(id, CmTimeout::new(17), PrivateData::default())
+                        .unwrap();
+                    self.user(side, id, 800, Act::Rtu);
+                }
+                _ => self.user(side, id, 20, Act::Rtu),
+            },
+            IbCmEventKind::RtuReceived { .. } => self.established(side, id),
+            IbCmEventKind::DreqReceived { .. } => {
+                // Only an established peer sends one, so the RTU was lost.
+                self.established.insert((side, id));
+                self.user(side, id, 20, Act::Drep);
+            }
+            _ => {}
+        }
+    }
+
+    fn flush(&mut self) {
+        for side in 0..2 {
+            while let Some(event) = self.cms[side].poll_event() {
+                self.on_event(side, event);
+            }
+            while let Some((to, mad)) = self.cms[side].poll_transmit() {
+                assert_eq!(to, addr(2 - side as u8));
+                let copies = if self.chance(self.faults.loss) {
+                    0
+                } else if self.chance(self.faults.duplication) {
+                    2
+                } else {
+                    1
+                };
+                for _ in 0..copies {
+                    self.later(self.faults.delay, Step::Deliver { to: 1 - side, mad });
+                }
+            }
+        }
+    }
+
+    /// Run until nothing is left to do.
+    fn run(&mut self) {
+        loop {
+            self.flush();
+            let step = self.queue.peek().map(|Reverse((at, ..))| *at);
+            let timers = self.cms.iter().filter_map(Cm::poll_timeout).min();
+            let Some(next) = step.into_iter().chain(timers).min() else {
+                return;
+            };
+            self.now = next.max(self.now);
+            assert!(
+                self.now - self.start < Duration::from_secs(600),
+                "it never ends"
+            );
+            if step == Some(next) {
+                let Reverse((_, _, step)) = self.queue.pop().unwrap();
+                match step {
+                    Step::Deliver { to, mad } => {
+                        self.cms[to]
+                            .handle_mad(self.now, addr(2 - to as u8), &mad)
+                            .unwrap();
+                    }
+                    Step::User { side, id, act } => self.act(side, id, act),
+                    Step::Connect { side, number } => self.connect(side, number),
+                }
+            } else {
+                for cm in &mut self.cms {
+                    cm.handle_timeout(self.now);
+                }
+            }
+        }
+    }
+}
+
+fn agree_and_leave_nothing(seed: u8, faults: Faults) -> usize {
+    let mut world = World::new(seed, faults);
+    for number in 0..SLOTS {
+        let side = usize::from(number % 2);
+        world.later(2000, Step::Connect { side, number });
+    }
+    world.run();
+    // How many of a connection's identifiers were connected: active, passive.
+    let mut sides: HashMap<u16, [usize; 2]> = HashMap::new();
+    for (&(side, id), &(number, is_active)) in &world.numbers {
+        let at = format!("seed {seed}, connection {number}, active {is_active}");
+        assert!(world.ended.contains(&(side, id)), "{at}");
+        assert_eq!(world.cms[side].state(id), CmState::Idle, "{at}");
+        let counts = sides.entry(number).or_default();
+        counts[usize::from(!is_active)] += usize::from(world.established.contains(&(side, id)));
+    }
+    assert_eq!(sides.len(), usize::from(SLOTS));
+    let mut connected = 0;
+    for (number, [active, passive]) in sides {
+        assert_eq!(active, passive, "seed {seed}, connection {number}");
+        connected += active;
+    }
+    for cm in &world.cms {
+        assert_eq!(cm.id_count(), 1, "seed {seed}");
+        assert!(cm.by_remote.is_empty() && cm.by_qpn.is_empty() && cm.half_open.is_empty());
+        assert_eq!(cm.counters().malformed, 0);
+    }
+    connected
+}
+
+#[test]
+fn a_good_network_connects_whoever_is_not_refused() {
+    let faults = Faults {
+        loss: 0,
+        duplication: 0,
+        delay: 1,
+    };
+    let connected: usize = (0..10)
+        .map(|seed| agree_and_leave_nothing(seed, faults))
+        .sum();
+    assert!(connected > 10 * usize::from(SLOTS) * 7 / 10, "{connected}");
+}
+
+#[test]
+fn a_bad_network_leaves_both_sides_agreed() {
+    let faults = Faults {
+        loss: 20,
+        duplication: 10,
+        delay: 60,
+    };
+    let connected: usize = (0..60)
+        .map(|seed| agree_and_leave_nothing(seed, faults))
+        .sum();
+    assert!(connected > 60 * usize::from(SLOTS) * 6 / 10, "{connected}");
+}
+
+#[test]
+fn a_network_that_delays_beyond_the_timers_does_too() {
+    let faults = Faults {
+        loss: 5,
+        duplication: 30,
+        delay: 500,
+    };
+    (0..30).for_each(|seed| {
+        agree_and_leave_nothing(seed, faults);
+    });
+}

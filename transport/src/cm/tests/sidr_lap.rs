@@ -1,0 +1,220 @@
+//! Service id resolution and alternate paths.
+
+use super::*;
+use crate::wire::cm_msg::{AprStatus, MraOf, SidrStatus};
+
+fn sidr_params(service_id: ServiceId) -> SidrReqParams {
+    SidrReqParams {
+        service_id,
+        pkey: PKey::DEFAULT,
+        timeout: CmTimeout::new(15),
+        max_cm_retries: Bits::truncate(2),
+        private_data: PrivateData::new(&[1, 2, 3]).unwrap(),
+    }
+}
+
+#[test]
+fn a_service_id_is_resolved() {
+    let mut pair = Pair::new();
+    let a = pair
+        .a
+        .send_sidr_req(pair.now, addr(2), &sidr_params(SERVICE))
+        .unwrap();
+    assert_eq!(pair.a.state(a), CmState::SidrReqSent);
+    pair.a_to_p();
+    // Asked again before the answer: no second event.
+    pair.pass(Duration::from_nanos(4096 << 15));
+    assert_eq!(pair.a_to_p(), 1);
+    let event = pair.p.poll_event().unwrap();
+    let IbCmEventKind::SidrReqReceived { peer, req, .. } = event.kind else {
+        panic!()
+    };
+    assert_eq!(
+        (peer, req.private_data[2], pair.p.state(event.id)),
+        (addr(1), 3, CmState::SidrReqRcvd)
+    );
+    let params = SidrRepParams {
+        status: SidrStatus::Success,
+        qpn: Qpn::new(0x77),
+        qkey: 0x1234,
+        info: AdditionalInfo::default(),
+        private_data: PrivateData::default(),
+    };
+    pair.p.send_sidr_rep(event.id, &params).unwrap();
+    pair.p_to_a();
+    let IbCmEventKind::SidrRepReceived { rep } = pair.a_event() else {
+        panic!()
+    };
+    assert_eq!(
+        (rep.qpn.value(), rep.qkey, rep.service_id),
+        (0x77, 0x1234, SERVICE)
+    );
+    pair.assert_clean();
+}
+
+#[test]
+fn an_unknown_service_is_unsupported_and_silence_ends() {
+    let mut pair = Pair::new();
+    pair.a
+        .send_sidr_req(pair.now, addr(2), &sidr_params(ServiceId(9)))
+        .unwrap();
+    pair.a_to_p();
+    pair.p_to_a();
+    let IbCmEventKind::SidrRepReceived { rep } = pair.a_event() else {
+        panic!()
+    };
+    assert_eq!(rep.status, SidrStatus::Unsupported);
+    pair.assert_clean();
+
+    pair.a
+        .send_sidr_req(pair.now, addr(2), &sidr_params(SERVICE))
+        .unwrap();
+    for _ in 0..3 {
+        assert!(pair.a.poll_transmit().is_some());
+        pair.pass(Duration::from_nanos(4096 << 15));
+    }
+    assert_eq!(
+        (pair.a.poll_transmit(), pair.a_event()),
+        (None, IbCmEventKind::SidrReqTimeout)
+    );
+    pair.assert_clean();
+
+    pair.a
+        .send_sidr_req(pair.now, addr(2), &sidr_params(SERVICE))
+        .unwrap();
+    pair.a_to_p();
+    let event = pair.p.poll_event().unwrap();
+    pair.p.destroy(pair.now, event.id).unwrap();
+    pair.p_to_a();
+    let IbCmEventKind::SidrRepReceived { rep } = pair.a_event() else {
+        panic!()
+    };
+    assert_eq!(rep.status, SidrStatus::Reject);
+    pair.assert_clean();
+}
+
+fn lap(pair: &mut Pair, ids: Ids) {
+    let path = CmPath {
+        service_level: Bits::truncate(3),
+        ..req_params(1, 2, 1).primary
+    };
+    pair.a
+        .send_lap(pair.now, ids.a, path, PrivateData::default())
+        .unwrap();
+}
+
+#[test]
+fn alternate_paths_are_refused_where_there_are_none() {
+    let mut pair = Pair::new();
+    let ids = pair.established();
+    let refused = pair
+        .a
+        .send_lap(pair.now, ids.a, CmPath::default(), PrivateData::default());
+    assert_eq!(refused, Err(IbCmError::AlternatePaths));
+    // A peer that tries all the same.
+    pair.a.config.alternate_paths = true;
+    lap(&mut pair, ids);
+    assert_eq!(pair.a.state(ids.a), CmState::LapSent);
+    pair.a_to_p();
+    assert_eq!(
+        (pair.p.poll_event(), pair.p.state(ids.p)),
+        (None, CmState::Established)
+    );
+    pair.p_to_a();
+    let IbCmEventKind::AprReceived { status, .. } = pair.a_event() else {
+        panic!()
+    };
+    assert_eq!(
+        (status, pair.a.state(ids.a)),
+        (AprStatus::Unsupported, CmState::Established)
+    );
+}
+
+#[test]
+fn alternate_paths_are_negotiated_where_they_exist() {
+    let mut pair = Pair::new();
+    pair.a.config.alternate_paths = true;
+    pair.p.config.alternate_paths = true;
+    let ids = pair.established();
+    lap(&mut pair, ids);
+    pair.a_to_p();
+    let IbCmEventKind::LapReceived { lap: received } = pair.p_event() else {
+        panic!()
+    };
+    assert_eq!(
+        (
+            received.alternate.service_level.value(),
+            pair.p.state(ids.p)
+        ),
+        (3, CmState::LapRcvd)
+    );
+    pair.p
+        .send_mra(ids.p, CmTimeout::new(16), PrivateData::default())
+        .unwrap();
+    pair.p_to_a();
+    assert!(matches!(
+        pair.a_event(),
+        IbCmEventKind::MraReceived {
+            message: MraOf::Lap,
+            ..
+        }
+    ));
+    assert_eq!(pair.states(ids), (CmState::MraLapRcvd, CmState::MraLapSent));
+    let info = AdditionalInfo::default();
+    pair.p
+        .send_apr(ids.p, AprStatus::Success, info, PrivateData::default())
+        .unwrap();
+    pair.p.poll_transmit();
+    // The APR was lost: the LAP is repeated, and so is the APR.
+    pair.pass(Duration::from_nanos((4096 << 16) + (4096 << 15)));
+    pair.a_to_p();
+    assert_eq!(pair.p.poll_event(), None);
+    pair.p_to_a();
+    assert!(matches!(
+        pair.a_event(),
+        IbCmEventKind::AprReceived {
+            status: AprStatus::Success,
+            ..
+        }
+    ));
+    assert_eq!(
+        pair.states(ids),
+        (CmState::Established, CmState::Established)
+    );
+
+    lap(&mut pair, ids);
+    for _ in 0..4 {
+        assert!(pair.a.poll_transmit().is_some());
+        pair.pass(Duration::from_nanos(4096 << 15));
+    }
+    assert_eq!(
+        (pair.a_event(), pair.a.state(ids.a)),
+        (IbCmEventKind::LapTimeout, CmState::Established)
+    );
+    // A connection can end while a path is discussed.
+    lap(&mut pair, ids);
+    pair.p
+        .send_dreq(pair.now, ids.p, PrivateData::default())
+        .unwrap();
+    pair.p_to_a();
+    assert!(matches!(pair.a_event(), IbCmEventKind::DreqReceived { .. }));
+}
+
+#[test]
+fn a_lap_for_nothing_names_the_mistake() {
+    let mut pair = Pair::new();
+    let ids = pair.established();
+    pair.a.config.alternate_paths = true;
+    lap(&mut pair, ids);
+    let (_, mad) = pair.a.poll_transmit().unwrap();
+    let mut stranger = machine(2, 50);
+    stranger.handle_mad(pair.now, addr(1), &mad).unwrap();
+    let (_, answer) = stranger.poll_transmit().unwrap();
+    let (_, CmMessage::Apr(apr)) = CmMessage::parse(&answer).unwrap() else {
+        panic!()
+    };
+    assert_eq!(
+        (apr.status, apr.remote_comm_id),
+        (AprStatus::InvalidCommId, ids.a.comm_id())
+    );
+}

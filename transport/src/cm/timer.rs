@@ -1,0 +1,92 @@
+//! What happens when nothing happens.
+
+use std::time::Instant;
+
+use super::{Cm, CmState, IbCmEventKind, IbCmId};
+use crate::wire::cm_msg::{AdditionalInfo, CmMessage, PrivateData, RejMsg, RejOf, RejReason};
+
+impl Cm {
+    /// When [`Self::handle_timeout`] has something to do.
+    #[must_use]
+    pub fn poll_timeout(&self) -> Option<Instant> {
+        self.timers.first().map(|(deadline, _)| *deadline)
+    }
+
+    /// Do all that is due at `now`: repeat messages, give up, leave timewait.
+    pub fn handle_timeout(&mut self, now: Instant) {
+        while let Some(&(deadline, id)) = self.timers.first()
+            && deadline <= now
+        {
+            self.arm(id, None);
+            self.on_timeout(now, id);
+        }
+    }
+
+    fn on_timeout(&mut self, now: Instant, id: IbCmId) {
+        let conn = self.known(id);
+        if conn.state == CmState::Timewait {
+            self.tell(id, IbCmEventKind::TimewaitExit);
+            return self.free(id);
+        }
+        let peer = conn.peer;
+        let pending = conn
+            .pending
+            .as_deref_mut()
+            .expect("timers run for timewait and for pending messages");
+        if pending.retries_left == 0 {
+            return self.give_up(now, id);
+        }
+        pending.retries_left -= 1;
+        let (mad, interval) = (pending.mad, pending.interval);
+        self.counters.retries += 1;
+        self.send(peer, mad);
+        self.arm(id, Some(now + interval));
+    }
+
+    /// Nobody answered the message under way.
+    fn give_up(&mut self, now: Instant, id: IbCmId) {
+        match self.conns[&id].state {
+            CmState::ReqSent | CmState::MraReqRcvd => {
+                self.send_timeout_rej(id);
+                self.tell(id, IbCmEventKind::ReqTimeout);
+                self.free(id);
+            }
+            CmState::RepSent | CmState::MraRepRcvd => {
+                self.send_timeout_rej(id);
+                self.enter_timewait(now, id);
+                self.tell(id, IbCmEventKind::RepTimeout);
+            }
+            CmState::LapSent | CmState::MraLapRcvd => {
+                self.answered(id);
+                self.become_state(id, CmState::Established);
+                self.tell(id, IbCmEventKind::LapTimeout);
+            }
+            CmState::DreqSent => {
+                self.enter_timewait(now, id);
+                self.tell(id, IbCmEventKind::DreqTimeout);
+            }
+            CmState::SidrReqSent => {
+                self.tell(id, IbCmEventKind::SidrReqTimeout);
+                self.free(id);
+            }
+            state => unreachable!("no message is under way in {state:?}"),
+        }
+    }
+
+    /// Tell the peer that we wait no longer. It may not know our id, so the
+    /// additional information names our channel adapter (IBTA 12.6.7.2).
+    pub(super) fn send_timeout_rej(&mut self, id: IbCmId) {
+        let conn = &self.conns[&id];
+        let guid = self.config.ca_guid.0.to_be_bytes();
+        let rej = CmMessage::Rej(RejMsg {
+            local_comm_id: id.0,
+            remote_comm_id: conn.remote(),
+            message: RejOf::NoMessage,
+            reason: RejReason::Timeout,
+            info: AdditionalInfo::new(&guid).expect("eight bytes fit"),
+            private_data: PrivateData::default(),
+        });
+        let transaction = conn.transaction;
+        self.answer(id, transaction, &rej);
+    }
+}

@@ -3,6 +3,12 @@
 //! # Modules
 //! - [`backend`]: where the bytes of a logical unit live: files, devices, memory.
 //! - [`config`]: the YAML configuration, checked before anything is opened.
+//! - [`srp`]: the SRP target channel, as a machine that does no I/O.
+//! - [`pool`]: the data buffers of a worker.
+//! - [`log`]: rate limits for what a peer can make us log.
 
 pub mod backend;
 pub mod config;
+pub mod log;
+pub mod pool;
+pub mod srp;

@@ -1,0 +1,68 @@
+//! Rate limits for what a peer can make us log.
+//!
+//! A peer that sends nonsense a million times a second must cost its own connection, not our disk.
+//! [`RateLimit`] lets a burst through, then one line per interval, and says how many were held back.
+
+use std::time::{Duration, Instant};
+
+/// Lines that go through at once.
+const BURST: u32 = 10;
+
+/// After the burst, one line per interval.
+const INTERVAL: Duration = Duration::from_secs(1);
+
+/// A limit for one kind of message of one source.
+#[derive(Debug, Clone, Default)]
+pub struct RateLimit {
+    left: Option<(u32, Instant)>,
+    suppressed: u64,
+}
+
+impl RateLimit {
+    /// Whether a line may be logged at `now`; if so, how many were held back since the last.
+    pub fn admit(&mut self, now: Instant) -> Option<u64> {
+        let (tokens, since) = self.left.get_or_insert((BURST, now));
+        let earned = now.saturating_duration_since(*since).as_nanos() / INTERVAL.as_nanos();
+        if earned > 0 {
+            *tokens = tokens
+                .saturating_add(u32::try_from(earned).unwrap_or(u32::MAX))
+                .min(BURST);
+            *since = now;
+        }
+        if *tokens == 0 {
+            self.suppressed += 1;
+            return None;
+        }
+        *tokens -= 1;
+        Some(std::mem::take(&mut self.suppressed))
+    }
+}
+
+/// Logs a warning about a peer if its limit admits it; the number of lines held back goes along.
+#[macro_export]
+macro_rules! warn_limited {
+    ($limit:expr, $now:expr, $($args:tt)+) => {
+        if let Some(suppressed) = $limit.admit($now) {
+            ::tracing::warn!(suppressed, $($args)+);
+        }
+    };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_burst_passes_then_one_line_a_second() {
+        let t = Instant::now();
+        let mut limit = RateLimit::default();
+        let passed = (0..1000).filter(|_| limit.admit(t).is_some()).count();
+        assert_eq!(passed, 10);
+        assert_eq!(limit.admit(t + Duration::from_millis(999)), None);
+        assert_eq!(limit.admit(t + Duration::from_secs(1)), Some(991));
+        assert_eq!(limit.admit(t + Duration::from_secs(1)), None);
+        let later = t + Duration::from_secs(3600);
+        let passed = (0..1000).filter(|_| limit.admit(later).is_some()).count();
+        assert_eq!(passed, 10, "silence earns a burst again, not more");
+    }
+}

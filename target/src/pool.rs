@@ -1,0 +1,416 @@
+//! The pool of data buffers of one worker.
+//!
+//! One mapping, registered with the NIC and with `io_uring`, is handed out in power-of-two blocks
+//! (a buddy allocator), so that bytes go disk → buffer → wire without a copy and without an
+//! allocation. A [`Buffer`] is up to [`MAX_PIECES`] blocks that together hold a command's data.
+//!
+//! # Invariants
+//! - Every byte of the pool belongs to the pool or to exactly one buffer.
+//! - A buffer goes back through [`Pool::release`]; one that is merely dropped is a bug, which
+//!   debug builds report.
+//! - While a device reads or writes a buffer, nobody calls [`DataAccess`] on it: the channel that
+//!   owns the buffer alternates between device operations and looking at the bytes.
+//!
+//! # Not implemented
+//! Growing: the size is fixed when the worker starts.
+
+#![allow(
+    unsafe_code,
+    reason = "a command looks at its own buffer in place, between device operations"
+)]
+
+use std::io;
+use std::ops::Range;
+
+use arrayvec::ArrayVec;
+use riser_memory::{MemSlice, Memory};
+use riser_scsi::access::DataAccess;
+
+/// The smallest block, in bytes: a page, so that blocks suit direct I/O.
+pub const MIN_BLOCK: usize = 4096;
+
+/// The largest block is `MIN_BLOCK << MAX_ORDER`: 1 MiB.
+const MAX_ORDER: usize = 8;
+
+/// The largest block, in bytes.
+pub const MAX_BLOCK: usize = MIN_BLOCK << MAX_ORDER;
+
+/// Blocks in one buffer at most.
+pub const MAX_PIECES: usize = 32;
+
+/// No neighbour in a free list.
+const NIL: u32 = u32::MAX;
+
+/// What the pool knows about the unit (of [`MIN_BLOCK`] bytes) at which a block starts.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Unit {
+    /// Not the start of a block.
+    Inner,
+    /// A free block of this order starts here.
+    Free { order: u8, prev: u32, next: u32 },
+    /// A block in use of this order starts here.
+    Used { order: u8 },
+}
+
+/// A part of a buffer, contiguous in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Piece {
+    /// Byte offset within the pool's mapping.
+    offset: usize,
+    /// Bytes of the block that the buffer uses.
+    len: u32,
+}
+
+/// The buffers of one worker.
+#[derive(Debug)]
+pub struct Pool {
+    memory: Memory,
+    units: Vec<Unit>,
+    heads: [u32; MAX_ORDER + 1],
+    free: usize,
+    lowest_free: usize,
+}
+
+impl Pool {
+    /// Maps a pool of `bytes`, rounded up to whole blocks of [`MAX_BLOCK`].
+    ///
+    /// # Errors
+    /// The error of `mmap(2)`.
+    pub fn new(bytes: usize) -> io::Result<Self> {
+        let len = bytes.max(1).next_multiple_of(MAX_BLOCK);
+        let memory = Memory::new(len)?;
+        let mut pool = Self {
+            memory,
+            units: vec![Unit::Inner; len / MIN_BLOCK],
+            heads: [NIL; MAX_ORDER + 1],
+            free: len,
+            lowest_free: len,
+        };
+        for block in (0..len / MAX_BLOCK).rev() {
+            pool.push((block << MAX_ORDER) as u32, MAX_ORDER);
+        }
+        Ok(pool)
+    }
+
+    /// The mapping, for registering it with devices.
+    #[must_use]
+    pub fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    /// Size in bytes.
+    #[must_use]
+    pub fn size(&self) -> usize {
+        self.memory.len()
+    }
+
+    /// Bytes not in any buffer.
+    #[must_use]
+    pub fn free(&self) -> usize {
+        self.free
+    }
+
+    /// The least that [`Pool::free`] has ever been.
+    #[must_use]
+    pub fn lowest_free(&self) -> usize {
+        self.lowest_free
+    }
+
+    /// The longest buffer that an empty pool can give, in bytes.
+    #[must_use]
+    pub fn max_buffer(&self) -> usize {
+        self.size().min(MAX_PIECES * MAX_BLOCK)
+    }
+
+    /// A buffer of `len` bytes, or `None` while the pool has not enough in few enough blocks.
+    pub fn take(&mut self, len: u32) -> Option<Buffer> {
+        let mut buffer = Buffer {
+            memory: self.memory.clone(),
+            pieces: ArrayVec::new(),
+            len,
+        };
+        let mut left = len as usize;
+        while left > 0 {
+            let want = left.min(MAX_BLOCK).next_multiple_of(MIN_BLOCK);
+            let taken = if buffer.pieces.is_full() {
+                None
+            } else {
+                self.take_block(order_of(want))
+            };
+            let Some((unit, order)) = taken else {
+                self.release(buffer);
+                return None;
+            };
+            let used = left.min(MIN_BLOCK << order);
+            buffer.pieces.push(Piece {
+                offset: unit as usize * MIN_BLOCK,
+                len: used as u32,
+            });
+            left -= used;
+        }
+        self.lowest_free = self.lowest_free.min(self.free);
+        Some(buffer)
+    }
+
+    /// Takes a buffer back. No device may be using it any more.
+    ///
+    /// # Panics
+    /// If the buffer is another pool's.
+    pub fn release(&mut self, mut buffer: Buffer) {
+        for piece in buffer.pieces.drain(..) {
+            self.put_block((piece.offset / MIN_BLOCK) as u32);
+        }
+    }
+
+    /// A block of `order`, or a smaller one where no larger one is left.
+    fn take_block(&mut self, order: usize) -> Option<(u32, usize)> {
+        let from = (order..=MAX_ORDER)
+            .chain((0..order).rev())
+            .find(|&o| self.heads[o] != NIL)?;
+        let unit = self.heads[from];
+        self.unlink(unit);
+        let order = order.min(from);
+        for o in (order..from).rev() {
+            self.push(unit + (1 << o), o);
+        }
+        self.units[unit as usize] = Unit::Used { order: order as u8 };
+        self.free -= MIN_BLOCK << order;
+        Some((unit, order))
+    }
+
+    fn put_block(&mut self, mut unit: u32) {
+        let Unit::Used { order } = self.units[unit as usize] else {
+            panic!("a block that is not in use came back");
+        };
+        let mut order = usize::from(order);
+        self.free += MIN_BLOCK << order;
+        self.units[unit as usize] = Unit::Inner;
+        while order < MAX_ORDER {
+            let buddy = unit ^ (1 << order);
+            match self.units.get(buddy as usize) {
+                Some(Unit::Free { order: o, .. }) if usize::from(*o) == order => {
+                    self.unlink(buddy);
+                    unit = unit.min(buddy);
+                    order += 1;
+                }
+                _ => break,
+            }
+        }
+        self.push(unit, order);
+    }
+
+    fn push(&mut self, unit: u32, order: usize) {
+        let next = self.heads[order];
+        if next != NIL {
+            let Unit::Free { prev, .. } = &mut self.units[next as usize] else {
+                unreachable!("free lists hold free blocks");
+            };
+            *prev = unit;
+        }
+        self.heads[order] = unit;
+        self.units[unit as usize] = Unit::Free {
+            order: order as u8,
+            prev: NIL,
+            next,
+        };
+    }
+
+    fn unlink(&mut self, unit: u32) {
+        let Unit::Free { order, prev, next } = self.units[unit as usize] else {
+            unreachable!("free lists hold free blocks");
+        };
+        if let Some(Unit::Free { prev: p, .. }) = self.units.get_mut(next as usize) {
+            *p = prev;
+        }
+        match self.units.get_mut(prev as usize) {
+            Some(Unit::Free { next: n, .. }) => *n = next,
+            _ => self.heads[usize::from(order)] = next,
+        }
+        self.units[unit as usize] = Unit::Inner;
+    }
+}
+
+/// The order of the smallest block that holds `len` bytes, at most [`MAX_ORDER`].
+fn order_of(len: usize) -> usize {
+    (0..MAX_ORDER)
+        .find(|&o| MIN_BLOCK << o >= len)
+        .unwrap_or(MAX_ORDER)
+}
+
+/// Data of one command: blocks of a pool, in order.
+#[derive(Debug)]
+pub struct Buffer {
+    memory: Memory,
+    pieces: ArrayVec<Piece, MAX_PIECES>,
+    len: u32,
+}
+
+impl Buffer {
+    /// Length in bytes.
+    #[must_use]
+    pub fn len(&self) -> u32 {
+        self.len
+    }
+
+    /// Whether it holds no byte.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The ranges of the mapping that hold bytes `range` of the buffer, in order. What lies beyond
+    /// the end is left out.
+    pub fn ranges(&self, range: Range<u32>) -> impl Iterator<Item = Range<usize>> + '_ {
+        let mut start = 0u32;
+        self.pieces.iter().filter_map(move |piece| {
+            let at = start;
+            start += piece.len;
+            let from = range.start.max(at);
+            let to = range.end.min(start);
+            (from < to).then(|| {
+                let base = piece.offset;
+                base + (from - at) as usize..base + (to - at) as usize
+            })
+        })
+    }
+
+    /// Those ranges as slices that keep the mapping alive.
+    pub fn slices(&self, range: Range<u32>) -> impl Iterator<Item = MemSlice> + '_ {
+        self.ranges(range)
+            .map(|r| self.memory.slice(r).expect("pieces lie in the mapping"))
+    }
+
+    /// The mapping that its ranges lie in.
+    #[must_use]
+    pub fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    /// Copies `bytes` in, at `offset`.
+    ///
+    /// # Panics
+    /// If they do not fit.
+    pub fn write(&self, offset: u32, bytes: &[u8]) {
+        let end = u32::try_from(bytes.len())
+            .ok()
+            .and_then(|len| offset.checked_add(len))
+            .filter(|&end| end <= self.len)
+            .expect("the bytes fit the buffer");
+        let mut done = 0;
+        for range in self.ranges(offset..end) {
+            let len = range.len();
+            self.memory.write(range.start, &bytes[done..done + len]);
+            done += len;
+        }
+    }
+
+    fn run(&self, offset: u32) -> Range<usize> {
+        self.ranges(offset..self.len).next().unwrap_or(0..0)
+    }
+}
+
+impl DataAccess for Buffer {
+    fn len(&self) -> u32 {
+        self.len
+    }
+
+    fn chunk(&self, offset: u32) -> &[u8] {
+        let run = self.run(offset);
+        // SAFETY: the range belongs to this buffer alone and lies in a mapping that the buffer keeps
+        // alive; the bytes are initialised. By the rule in the module header no device writes them
+        // while the channel looks at them.
+        unsafe { std::slice::from_raw_parts(self.memory.ptr(run.start), run.len()) }
+    }
+
+    fn chunk_mut(&mut self, offset: u32) -> &mut [u8] {
+        let run = self.run(offset);
+        // SAFETY: as in `chunk`; `&mut self` makes this the only view from this side.
+        unsafe { std::slice::from_raw_parts_mut(self.memory.ptr(run.start), run.len()) }
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            debug_assert!(
+                self.pieces.is_empty(),
+                "a buffer was dropped instead of released"
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn bytes_cross_pieces_and_come_back() {
+        let mut pool = Pool::new(4 << 20).unwrap();
+        let len = (2 << 20) + 4096 + 7;
+        let mut buffer = pool.take(len).unwrap();
+        assert_eq!(buffer.len(), len);
+        assert!(buffer.pieces.len() >= 3);
+        let data: Vec<u8> = (0..3000u32).map(|i| (i % 251) as u8).collect();
+        let at = (1 << 20) - 1000;
+        buffer.write(at, &data);
+        let mut back = Vec::new();
+        while back.len() < data.len() {
+            back.extend_from_slice(buffer.chunk(at + back.len() as u32));
+        }
+        assert_eq!(back[..data.len()], data);
+        buffer.chunk_mut(len - 1)[0] = 9;
+        assert_eq!(buffer.chunk(len - 1), [9]);
+        assert!(buffer.chunk(len).is_empty());
+        let total: usize = buffer.slices(5..len).map(|s| s.len()).sum();
+        assert_eq!(total, len as usize - 5);
+        pool.release(buffer);
+        assert_eq!(pool.free(), pool.size());
+    }
+
+    #[test]
+    fn an_exhausted_pool_gives_nothing_and_loses_nothing() {
+        let mut pool = Pool::new(1 << 20).unwrap();
+        let a = pool.take(1 << 19).unwrap();
+        assert!(pool.take((1 << 19) + 1).is_none());
+        assert_eq!(pool.free(), 1 << 19);
+        let b = pool.take(1 << 19).unwrap();
+        assert!(pool.take(1).is_none());
+        let nothing = pool.take(0).unwrap();
+        assert!(nothing.is_empty());
+        for x in [a, b, nothing] {
+            pool.release(x);
+        }
+        let whole = pool.take(1 << 20).unwrap();
+        assert_eq!(whole.ranges(0..1 << 20).count(), 1, "neighbours rejoin");
+        pool.release(whole);
+    }
+
+    proptest! {
+        /// Buffers never overlap, and everything released is whole again.
+        #[test]
+        fn buffers_are_disjoint(steps in proptest::collection::vec((any::<bool>(), 0u32..3 << 20), 1..200)) {
+            let mut pool = Pool::new(8 << 20).unwrap();
+            let mut held: Vec<Buffer> = Vec::new();
+            for (give_back, n) in steps {
+                if give_back && !held.is_empty() {
+                    let buffer = held.swap_remove(n as usize % held.len());
+                    pool.release(buffer);
+                } else if let Some(buffer) = pool.take(n) {
+                    held.push(buffer);
+                }
+                let mut all: Vec<_> = held.iter().flat_map(|b| b.ranges(0..u32::MAX)).collect();
+                all.sort_by_key(|r| r.start);
+                prop_assert!(all.windows(2).all(|w| w[0].end <= w[1].start));
+            }
+            for buffer in held {
+                pool.release(buffer);
+            }
+            prop_assert_eq!(pool.free(), pool.size());
+            let whole = pool.take(8 << 20).unwrap();
+            prop_assert_eq!(whole.pieces.len(), 8);
+            pool.release(whole);
+        }
+    }
+}

@@ -1,0 +1,609 @@
+//! The channel: one RC connection with one initiator.
+//!
+//! # Calling order
+//! 1. [`Channel::new`] after the login was accepted; its first actions post the receives.
+//! 2. Inputs, in any order: [`Channel::handle_recv`], [`Channel::handle_post_done`],
+//!    [`Channel::handle_block_done`], [`Channel::handle_pool`], [`Channel::handle_established`],
+//!    [`Channel::handle_disconnected`], [`Channel::handle_timeout`], and what other channels say:
+//!    [`Channel::handle_task_start`], [`Channel::handle_abort`], [`Channel::handle_task_gone`].
+//! 3. After every input, [`Channel::poll_action`] until it has none.
+//! 4. After [`Action::Release`] the channel is [`ChState::Disconnected`], holds nothing, and may be
+//!    dropped.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use riser_memory::{MemSlice, Memory};
+use riser_scsi::nexus::NexusId;
+use riser_scsi::srp::{FromInitiator, Opcode, TLogoutReason};
+use riser_scsi::step::{BlockOp, StepResult};
+
+use super::credit::{ReqLim, SendQueue};
+use super::ioctx::{IoctxState, RecvIdx, SendIdx, SendIoctx};
+use super::login::{ChannelParams, OWN_MESSAGES};
+use super::teardown::Own;
+use super::transfer::{Direction, PortionLimits, RdmaWr};
+use super::unit::{LunMap, TaskRef, UnitIdx};
+use crate::log::RateLimit;
+use crate::pool::Pool;
+use crate::warn_limited;
+
+/// How long a connection may take from our accept to its establishment.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// State of a channel. The names are those of `rdma_ch_state`.
+///
+/// ```text
+///  Connecting ──established──→ Live
+///      │                        │ logout, error, shutdown
+///      │                        v
+///      ├──────────────────→ Disconnecting (T_LOGOUT on its way)
+///      │                        │ sent, or its time is up
+///      v                        v
+///      └───────────────────→ Draining (queue pair in error) ──all is back──→ Disconnected
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ChState {
+    /// Accepted, not yet known to be established; requests that arrive are kept.
+    Connecting,
+    /// Works.
+    Live,
+    /// Takes no more requests; tells the initiator why.
+    Disconnecting,
+    /// The queue pair flushes; the last devices let go.
+    Draining,
+    /// Holds nothing any more.
+    Disconnected,
+}
+
+/// What the channel works with for the length of a call.
+#[derive(Debug)]
+pub struct Cx<'a> {
+    /// The time.
+    pub now: Instant,
+    /// The worker's data buffers.
+    pub pool: &'a mut Pool,
+}
+
+/// An information unit to send: it lies in the send ring, in the place of its context.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SendIu {
+    /// Length in bytes.
+    pub len: u32,
+    /// Whether the initiator asked to be notified of it.
+    pub solicited: bool,
+}
+
+/// What the worker is to do for a channel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Post this receive.
+    PostRecv(RecvIdx),
+    /// Post one chain: the RDMA requests of [`Channel::each_wr`] if `rdma`, then the message if there
+    /// is one. Its last request is signaled; when it completes, call [`Channel::handle_post_done`].
+    Post {
+        /// The context.
+        ioctx: SendIdx,
+        /// RDMA requests first.
+        rdma: Option<Direction>,
+        /// The message last.
+        send: Option<SendIu>,
+    },
+    /// Start a block operation; when it ends, call [`Channel::handle_block_done`].
+    SubmitBlock {
+        /// The context.
+        ioctx: SendIdx,
+        /// On which unit.
+        unit: UnitIdx,
+        /// What.
+        op: BlockOp,
+    },
+    /// Try to end a block operation early. It still ends with [`Channel::handle_block_done`].
+    AbortBlock(SendIdx),
+    /// Tell a task's channel that it may start ([`Channel::handle_task_start`]).
+    StartTask(TaskRef),
+    /// Tell a task's channel to abort it ([`Channel::handle_abort`]).
+    AbortTask {
+        /// The task.
+        task: TaskRef,
+        /// The task-management request that waits for it.
+        watcher: TaskRef,
+    },
+    /// Tell a task-management request that a task it waited for is gone
+    /// ([`Channel::handle_task_gone`]).
+    TaskGone(TaskRef),
+    /// Tell the CM that data came before the message that establishes the connection.
+    NotifyEstablished,
+    /// Disconnect, which takes the queue pair to the error state, then post the drain marker: a
+    /// signaled zero-length write. When it completes, call [`Channel::handle_drained`].
+    Disconnect,
+    /// The channel is [`ChState::Disconnected`]: destroy its queue pair, free its rings.
+    Release,
+}
+
+/// What a channel has done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Commands taken in.
+    pub commands: u64,
+    /// Task-management requests taken in.
+    pub task_management: u64,
+    /// Requests answered.
+    pub answered: u64,
+    /// Commands ended by task management.
+    pub aborted: u64,
+    /// Requests that ended with the channel.
+    pub torn_down: u64,
+    /// Bytes written to the initiator.
+    pub bytes_in: u64,
+    /// Bytes taken from the initiator.
+    pub bytes_out: u64,
+    /// Information units that were not legal.
+    pub malformed: u64,
+    /// Times a request waited for a context.
+    pub context_waits: u64,
+    /// Times a command waited for a buffer.
+    pub buffer_waits: u64,
+    /// Times a chain waited for send-queue credit.
+    pub credit_waits: u64,
+}
+
+impl std::ops::AddAssign for Counters {
+    fn add_assign(&mut self, other: Self) {
+        self.commands += other.commands;
+        self.task_management += other.task_management;
+        self.answered += other.answered;
+        self.aborted += other.aborted;
+        self.torn_down += other.torn_down;
+        self.bytes_in += other.bytes_in;
+        self.bytes_out += other.bytes_out;
+        self.malformed += other.malformed;
+        self.context_waits += other.context_waits;
+        self.buffer_waits += other.buffer_waits;
+        self.credit_waits += other.credit_waits;
+    }
+}
+
+/// What a channel is made of.
+#[derive(Debug)]
+pub struct ChannelConfig {
+    /// Its limits.
+    pub params: ChannelParams,
+    /// The worker's number.
+    pub worker: u16,
+    /// The channel's number at that worker, never used twice.
+    pub serial: u32,
+    /// The I_T nexus.
+    pub nexus: NexusId,
+    /// What the initiator may see.
+    pub luns: Arc<LunMap>,
+    /// Receive ring: [`ChannelParams::receives`] × [`ChannelParams::receive_stride`] bytes.
+    pub receive_ring: MemSlice,
+    /// Send ring: [`ChannelParams::sends`] × [`ChannelParams::send_stride`] bytes.
+    pub send_ring: MemSlice,
+    /// Scatter-gather entries of a send request.
+    pub max_sge: usize,
+}
+
+/// One connection with one initiator.
+#[derive(Debug)]
+pub struct Channel {
+    pub(super) config: ChannelConfig,
+    pub(super) state: ChState,
+    pub(super) ioctx: Vec<SendIoctx>,
+    /// Idle command contexts.
+    pub(super) idle: Vec<SendIdx>,
+    pub(super) req_lim: ReqLim,
+    pub(super) send_queue: SendQueue,
+    /// Receives in the queue pair.
+    posted_receives: u32,
+    /// Received and not yet looked at, oldest first; bounded by the receive ring.
+    pub(super) deferred: VecDeque<(RecvIdx, u32)>,
+    /// Where a deferred information unit is looked at.
+    scratch: Vec<u8>,
+    /// Contexts that wait for pool memory, oldest first; each once.
+    pub(super) pool_waiters: VecDeque<SendIdx>,
+    pub(super) own: Own,
+    pub(super) blocks_in_flight: u32,
+    notified: bool,
+    pub(super) drained: bool,
+    pub(super) deadline: Option<Instant>,
+    pub(super) actions: VecDeque<Action>,
+    pub(super) counters: Counters,
+    pub(super) complaints: RateLimit,
+}
+
+impl Channel {
+    /// A channel in state [`ChState::Connecting`]; its first actions post all receives.
+    ///
+    /// # Panics
+    /// If the rings are too small.
+    #[must_use]
+    pub fn new(config: ChannelConfig, now: Instant) -> Self {
+        let params = config.params;
+        let (receives, sends) = (params.receives(), params.sends());
+        assert!(config.receive_ring.len() >= receives as usize * params.receive_stride());
+        assert!(config.send_ring.len() >= sends as usize * params.send_stride());
+        // Our own messages and the drain marker have their places in the queue for themselves.
+        let credits = params.send_queue - OWN_MESSAGES - 1;
+        assert!(credits >= 2, "a send queue for a transfer and an answer");
+        let mut channel = Self {
+            state: ChState::Connecting,
+            ioctx: (0..sends).map(|_| SendIoctx::new()).collect(),
+            idle: (0..params.req_lim as u16).rev().map(SendIdx).collect(),
+            req_lim: ReqLim::new(params.req_lim),
+            send_queue: SendQueue::new(credits, params.req_lim as usize),
+            posted_receives: 0,
+            deferred: VecDeque::with_capacity(receives as usize),
+            scratch: vec![0; params.max_it_iu_len as usize],
+            pool_waiters: VecDeque::with_capacity(params.req_lim as usize),
+            own: Own::default(),
+            blocks_in_flight: 0,
+            notified: false,
+            drained: false,
+            deadline: Some(now + CONNECT_TIMEOUT),
+            actions: VecDeque::with_capacity(2 * receives as usize),
+            counters: Counters::default(),
+            complaints: RateLimit::default(),
+            config,
+        };
+        for i in 0..receives as u16 {
+            channel.post_recv(RecvIdx(i));
+        }
+        channel
+    }
+
+    /// Its state.
+    #[must_use]
+    pub fn state(&self) -> ChState {
+        self.state
+    }
+
+    /// Its I_T nexus.
+    #[must_use]
+    pub fn nexus(&self) -> NexusId {
+        self.config.nexus
+    }
+
+    /// What it was made of.
+    #[must_use]
+    pub fn config(&self) -> &ChannelConfig {
+        &self.config
+    }
+
+    /// What it has done.
+    #[must_use]
+    pub fn counters(&self) -> Counters {
+        self.counters
+    }
+
+    /// Its request limit.
+    #[must_use]
+    pub fn req_lim(&self) -> &ReqLim {
+        &self.req_lim
+    }
+
+    /// Its send queue.
+    #[must_use]
+    pub fn send_queue(&self) -> &SendQueue {
+        &self.send_queue
+    }
+
+    /// Requests under way.
+    #[must_use]
+    pub fn in_flight(&self) -> usize {
+        self.config.params.req_lim as usize - self.idle.len()
+    }
+
+    /// The state of a context.
+    #[must_use]
+    pub fn ioctx_state(&self, idx: SendIdx) -> IoctxState {
+        self.ioctx[usize::from(idx.0)].state
+    }
+
+    /// Whether commands wait for pool memory.
+    #[must_use]
+    pub fn waits_for_pool(&self) -> bool {
+        !self.pool_waiters.is_empty()
+    }
+
+    /// When [`Channel::handle_timeout`] wants to be called.
+    #[must_use]
+    pub fn deadline(&self) -> Option<Instant> {
+        self.deadline
+    }
+
+    /// What to do next, in order.
+    pub fn poll_action(&mut self) -> Option<Action> {
+        self.actions.pop_front()
+    }
+
+    /// Where a receive context lies.
+    #[must_use]
+    pub fn receive_slot(&self, recv: RecvIdx) -> MemSlice {
+        let len = self.config.params.max_it_iu_len as usize;
+        slot(&self.config.receive_ring, self.receive_offset(recv), len)
+    }
+
+    /// Where the message of a send context lies.
+    #[must_use]
+    pub fn send_slot(&self, ioctx: SendIdx) -> MemSlice {
+        let params = &self.config.params;
+        let offset = usize::from(ioctx.0) * params.send_stride();
+        slot(
+            &self.config.send_ring,
+            offset,
+            params.max_ti_iu_len as usize,
+        )
+    }
+
+    /// The data buffer ranges that a block operation of this context moves.
+    ///
+    /// # Panics
+    /// If the context has no buffer.
+    pub fn block_slices(
+        &self,
+        ioctx: SendIdx,
+        range: std::ops::Range<u32>,
+    ) -> impl Iterator<Item = MemSlice> + '_ {
+        let buffer = self.ioctx[usize::from(ioctx.0)].buffer.as_ref();
+        buffer.expect("a data buffer").slices(range)
+    }
+
+    /// The RDMA requests of the chain that is being posted.
+    pub fn each_wr(&self, ioctx: SendIdx, f: impl FnMut(RdmaWr)) {
+        let io = &self.ioctx[usize::from(ioctx.0)];
+        let (table, buffer) = io.chain_parts();
+        let transfer = io.transfer.as_ref().expect("a transfer is under way");
+        transfer.each(table, buffer, self.portion_limits(), f);
+    }
+
+    /// A message arrived in this receive context.
+    ///
+    /// `bytes` are what was received there.
+    pub fn handle_recv(&mut self, cx: &mut Cx<'_>, recv: RecvIdx, bytes: &[u8]) {
+        self.posted_receives -= 1;
+        let bytes = &bytes[..bytes.len().min(self.config.params.max_it_iu_len as usize)];
+        match self.state {
+            ChState::Connecting => {
+                self.deferred.push_back((recv, bytes.len() as u32));
+                if !std::mem::replace(&mut self.notified, true) {
+                    self.actions.push_back(Action::NotifyEstablished);
+                }
+            }
+            ChState::Live if self.deferred.is_empty() => {
+                if !self.dispatch(cx, recv, bytes) {
+                    self.counters.context_waits += 1;
+                    self.deferred.push_back((recv, bytes.len() as u32));
+                }
+            }
+            ChState::Live => self.deferred.push_back((recv, bytes.len() as u32)),
+            ChState::Disconnecting | ChState::Draining | ChState::Disconnected => {}
+        }
+        self.settle_round(cx);
+    }
+
+    /// A receive ended without a message: the queue pair is in error.
+    pub fn handle_recv_flushed(&mut self, cx: &mut Cx<'_>, _recv: RecvIdx) {
+        self.posted_receives -= 1;
+        self.on_queue_pair_error(cx);
+        self.settle_round(cx);
+    }
+
+    /// The chain of a context completed, or failed.
+    pub fn handle_post_done(&mut self, cx: &mut Cx<'_>, idx: SendIdx, ok: bool) {
+        if u32::from(idx.0) >= self.config.params.req_lim {
+            self.on_own_sent(cx, idx, ok);
+        } else {
+            let io = &mut self.ioctx[usize::from(idx.0)];
+            assert!(io.wrs > 0, "a chain was posted for {idx:?}");
+            self.send_queue.give_back(std::mem::take(&mut io.wrs));
+            if !ok {
+                self.on_queue_pair_error(cx);
+            }
+            self.on_chain_done(cx, idx, ok);
+        }
+        self.settle_round(cx);
+    }
+
+    /// A block operation ended.
+    pub fn handle_block_done(&mut self, cx: &mut Cx<'_>, idx: SendIdx, result: StepResult) {
+        assert_eq!(
+            self.ioctx_state(idx),
+            IoctxState::DataIn,
+            "a block operation runs for {idx:?}"
+        );
+        self.blocks_in_flight -= 1;
+        self.on_block_done(cx, idx, result);
+        self.settle_round(cx);
+    }
+
+    /// The pool has more room than before.
+    pub fn handle_pool(&mut self, cx: &mut Cx<'_>) {
+        for _ in 0..self.pool_waiters.len() {
+            let Some(idx) = self.pool_waiters.pop_front() else {
+                break;
+            };
+            self.resume(cx, idx);
+            if self.pool_waiters.back() == Some(&idx) {
+                // Still not enough: it keeps its place, and those behind it keep theirs.
+                self.pool_waiters.rotate_right(1);
+                break;
+            }
+        }
+        self.settle_round(cx);
+    }
+
+    /// The connection is established.
+    pub fn handle_established(&mut self, cx: &mut Cx<'_>) {
+        if self.state == ChState::Connecting {
+            self.state = ChState::Live;
+            self.deadline = None;
+        }
+        self.settle_round(cx);
+    }
+
+    /// A deadline may have passed.
+    pub fn handle_timeout(&mut self, cx: &mut Cx<'_>) {
+        if self.deadline.is_some_and(|d| d <= cx.now) {
+            self.deadline = None;
+            self.on_deadline(cx);
+        }
+        self.settle_round(cx);
+    }
+
+    /// What every input ends with: deferred requests, chains that wait for credit, our own messages,
+    /// and whether the channel is done.
+    pub(super) fn settle_round(&mut self, cx: &mut Cx<'_>) {
+        self.retry_deferred(cx);
+        self.retry_posts(cx);
+        self.poll_own(cx);
+        self.check_drained();
+    }
+
+    fn retry_deferred(&mut self, cx: &mut Cx<'_>) {
+        while self.state == ChState::Live {
+            let Some(&(recv, len)) = self.deferred.front() else {
+                break;
+            };
+            if self.idle.is_empty() {
+                break;
+            }
+            let mut scratch = std::mem::take(&mut self.scratch);
+            let bytes = &mut scratch[..len as usize];
+            self.receive_slot(recv).read(0, bytes);
+            let taken = self.dispatch(cx, recv, bytes);
+            self.scratch = scratch;
+            if !taken {
+                break;
+            }
+            self.deferred.pop_front();
+        }
+    }
+
+    /// Looks at a message; `false` if it has to wait for a context.
+    fn dispatch(&mut self, cx: &mut Cx<'_>, recv: RecvIdx, bytes: &[u8]) -> bool {
+        let opcode = Opcode::of(bytes);
+        if self.idle.is_empty() && matches!(opcode, Ok(Opcode::Cmd | Opcode::TskMgmt)) {
+            return false;
+        }
+        match FromInitiator::parse(bytes, self.config.params.immediate) {
+            Ok(FromInitiator::Cmd(cmd)) => {
+                self.on_cmd(cx, recv, &cmd);
+                return true;
+            }
+            Ok(FromInitiator::TskMgmt(request)) => self.on_tsk_mgmt(cx, &request),
+            Ok(FromInitiator::ILogout(_)) => self.on_i_logout(cx),
+            Ok(FromInitiator::CredRsp(rsp)) => self.on_cred_rsp(cx, rsp.tag),
+            Ok(FromInitiator::AerRsp(rsp)) => self.on_aer_rsp(cx, rsp.tag),
+            Ok(FromInitiator::LoginReq(_)) => self.complain(
+                cx,
+                "a login on an established channel",
+                TLogoutReason::InvalidIuType,
+            ),
+            Err(error) => {
+                self.counters.malformed += 1;
+                warn_limited!(
+                    self.complaints,
+                    cx.now,
+                    nexus = self.config.nexus.0,
+                    %error,
+                    "malformed information unit"
+                );
+                match (opcode, tag_of(bytes)) {
+                    (Ok(Opcode::Cmd | Opcode::TskMgmt), Some(tag)) => self.refuse(cx, tag),
+                    _ => self.logout(cx, TLogoutReason::InvalidIuType),
+                }
+            }
+        }
+        self.recycle_recv(recv);
+        true
+    }
+
+    /// Ends the channel because of what its peer did.
+    pub(super) fn complain(&mut self, cx: &mut Cx<'_>, what: &str, reason: TLogoutReason) {
+        self.counters.malformed += 1;
+        warn_limited!(
+            self.complaints,
+            cx.now,
+            nexus = self.config.nexus.0,
+            what,
+            "protocol error"
+        );
+        self.logout(cx, reason);
+    }
+
+    /// Posts a receive context again, while the channel still receives.
+    pub(super) fn recycle_recv(&mut self, recv: RecvIdx) {
+        if matches!(
+            self.state,
+            ChState::Connecting | ChState::Live | ChState::Disconnecting
+        ) {
+            self.post_recv(recv);
+        }
+    }
+
+    fn post_recv(&mut self, recv: RecvIdx) {
+        self.posted_receives += 1;
+        self.actions.push_back(Action::PostRecv(recv));
+    }
+
+    pub(super) fn receive_offset(&self, recv: RecvIdx) -> usize {
+        usize::from(recv.0) * self.config.params.receive_stride()
+    }
+
+    /// The mapping that the receive ring lies in, and where a context begins in it.
+    pub(super) fn receive_memory(&self, recv: RecvIdx) -> (&Memory, usize) {
+        let ring = &self.config.receive_ring;
+        (ring.memory(), ring.offset() + self.receive_offset(recv))
+    }
+
+    pub(super) fn portion_limits(&self) -> PortionLimits {
+        // Half the queue, so that one long transfer and a short one go side by side; one place is
+        // the answer's.
+        let credits = self.config.params.send_queue - OWN_MESSAGES - 1;
+        PortionLimits {
+            wrs: (credits / 2).max(1).min(credits - 1),
+            sges: self.config.max_sge,
+        }
+    }
+
+    /// The name of a context's present use, for other channels.
+    pub(super) fn task_ref(&self, idx: SendIdx) -> TaskRef {
+        TaskRef {
+            worker: self.config.worker,
+            channel: self.config.serial,
+            ioctx: idx,
+            generation: self.ioctx[usize::from(idx.0)].generation,
+        }
+    }
+
+    fn check_drained(&mut self) {
+        let done = self.state == ChState::Draining
+            && self.drained
+            && self.posted_receives == 0
+            && self.idle.len() == self.config.params.req_lim as usize
+            && self.blocks_in_flight == 0
+            && !self.own.is_sending();
+        if done {
+            assert!(self.send_queue.is_idle(), "all credit is back");
+            self.state = ChState::Disconnected;
+            self.deadline = None;
+            self.actions.push_back(Action::Release);
+        }
+    }
+}
+
+fn slot(ring: &MemSlice, offset: usize, len: usize) -> MemSlice {
+    ring.slice(offset..offset + len)
+        .expect("contexts lie in their ring")
+}
+
+/// The tag of a request that is otherwise not understood: every request has it in the same place.
+fn tag_of(bytes: &[u8]) -> Option<riser_scsi::srp::Tag> {
+    let tag = bytes.get(8..16)?;
+    Some(riser_scsi::srp::Tag(u64::from_be_bytes(
+        tag.try_into().expect("eight bytes"),
+    )))
+}

@@ -1,0 +1,582 @@
+//! The way of an SRP_CMD: taken in, its task ordered, its table and data fetched, its steps carried
+//! out, answered.
+
+use riser_memory::Memory;
+use riser_scsi::access::NoData;
+use riser_scsi::command::Command;
+use riser_scsi::device::respond_absent;
+use riser_scsi::srp::{Cmd, DataBuffer, Residual, Rsp, RspCode, Tag, TaskAttr};
+use riser_scsi::step::{
+    self, BackendError, DataIn, Expected, Request, Response, Status, Step, StepResult,
+    TaskAttribute,
+};
+
+use super::channel::{Action, ChState, Channel, Cx, SendIu};
+use super::ioctx::{CDB_LEN, CommandToken, Immediate, IoctxState, RecvIdx, SendIdx, Then};
+use super::table::{Table, TableError, Taken};
+use super::transfer::{Direction, Transfer};
+use crate::pool::Pool;
+use crate::warn_limited;
+
+/// How a request ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum End {
+    /// Its answer has been sent.
+    Answered,
+    /// Task management aborted it.
+    Aborted,
+    /// Its channel is going.
+    TornDown,
+}
+
+impl Channel {
+    /// Takes a request into an idle context.
+    ///
+    /// # Panics
+    /// If there is none.
+    pub(super) fn take_in(&mut self, tag: Tag, state: IoctxState) -> SendIdx {
+        let idx = self.idle.pop().expect("an idle context");
+        self.req_lim.on_request();
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        debug_assert_eq!(io.state, IoctxState::Done);
+        io.generation = io.generation.wrapping_add(1);
+        io.state = state;
+        io.tag = tag;
+        io.unit = None;
+        io.notify_success = false;
+        io.notify_failure = false;
+        io.expected = Expected::default();
+        io.token = Some(CommandToken::taken_in());
+        idx
+    }
+
+    pub(super) fn on_cmd(&mut self, cx: &mut Cx<'_>, recv: RecvIdx, cmd: &Cmd<'_>) {
+        self.counters.commands += 1;
+        let idx = self.take_in(cmd.tag, IoctxState::New);
+        let unit = self.config.luns.find(cmd.lun);
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        io.lun = cmd.lun;
+        io.unit = unit;
+        io.attribute = match cmd.task_attr {
+            TaskAttr::Simple => TaskAttribute::Simple,
+            TaskAttr::HeadOfQueue => TaskAttribute::HeadOfQueue,
+            TaskAttr::Ordered => TaskAttribute::Ordered,
+            TaskAttr::Aca => TaskAttribute::Aca,
+        };
+        io.cdb.clear();
+        io.cdb.extend(
+            cmd.cdb
+                .iter()
+                .chain(cmd.additional_cdb)
+                .copied()
+                .take(CDB_LEN),
+        );
+        io.expected = Expected {
+            data_out: cmd.data_out.data_len(),
+            data_in: cmd.data_in.data_len(),
+        };
+        io.notify_success = cmd.notify_success;
+        io.notify_failure = cmd.notify_failure;
+        if let DataBuffer::Immediate { offset, len, .. } = cmd.data_out {
+            io.immediate = Some(Immediate {
+                recv,
+                offset: offset.bytes() as u32,
+                len,
+            });
+        }
+        let tables = self.take_tables(cx.pool, idx, cmd);
+        if self.ioctx[usize::from(idx.0)].immediate.is_none() {
+            self.recycle_recv(recv);
+        }
+        match tables {
+            Ok(true) => self.enter_task_set(cx, idx),
+            // The pool cannot even hold the table of descriptors: the initiator tries again.
+            Ok(false) => self.answer_status(cx, idx, Status::Busy),
+            Err(error) => {
+                self.counters.malformed += 1;
+                warn_limited!(self.complaints, cx.now, %error, "unusable data descriptors");
+                self.answer_code(cx, idx, RspCode::RequestFieldsInvalid);
+            }
+        }
+    }
+
+    /// Takes over both tables; `false` without room in the pool.
+    fn take_tables(
+        &mut self,
+        pool: &mut Pool,
+        idx: SendIdx,
+        cmd: &Cmd<'_>,
+    ) -> Result<bool, TableError> {
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        for (data, table) in [
+            (&cmd.data_out, &mut io.table_out),
+            (&cmd.data_in, &mut io.table_in),
+        ] {
+            match Table::take(data, pool)? {
+                Taken::Ready(taken) => *table = taken,
+                Taken::NoBuffer => return Ok(false),
+            }
+        }
+        Ok(true)
+    }
+
+    /// A request that could not be parsed, except for its tag.
+    pub(super) fn refuse(&mut self, cx: &mut Cx<'_>, tag: Tag) {
+        let idx = self.take_in(tag, IoctxState::New);
+        self.ioctx[usize::from(idx.0)].notify_failure = true;
+        self.answer_code(cx, idx, RspCode::RequestFieldsInvalid);
+    }
+
+    fn enter_task_set(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
+        let task = self.task_ref(idx);
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        let Some(place) = io.unit else {
+            return self.prepare(cx, idx);
+        };
+        let unit = self.config.luns.unit(place);
+        match unit.register(self.config.nexus, io.attribute, task) {
+            Ok((key, started)) => {
+                io.task = Some(key);
+                if started {
+                    self.prepare(cx, idx);
+                } else {
+                    io.state = IoctxState::AwaitTask;
+                }
+            }
+            Err(_) => self.answer_status(cx, idx, Status::TaskSetFull),
+        }
+    }
+
+    /// The task may run: brings external tables, then starts the command.
+    pub(super) fn prepare(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        let external = [&io.table_out, &io.table_in]
+            .into_iter()
+            .find_map(|table| match table {
+                Table::External { remote, .. } => Some(*remote),
+                _ => None,
+            });
+        let Some(remote) = external else {
+            return self.start(cx, idx);
+        };
+        let Some(buffer) = cx.pool.take(remote.data_len()) else {
+            return self.await_pool(idx, IoctxState::AwaitTable);
+        };
+        let source = Table::Inline([remote].into_iter().collect());
+        io.fetch = Some((source, buffer));
+        io.transfer = Some(Transfer::new(Direction::FromInitiator, remote.data_len()));
+        self.try_post(idx, Then::FetchTable);
+    }
+
+    fn on_table_fetched(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        let (_, buffer) = io.fetch.take().expect("a table was fetched");
+        io.transfer = None;
+        let external = [&mut io.table_out, &mut io.table_in]
+            .into_iter()
+            .find(|table| matches!(table, Table::External { .. }))
+            .expect("its place is still empty");
+        let Table::External { remote, data_len } = *external else {
+            unreachable!("found as external");
+        };
+        *external = Table::Pooled {
+            buffer,
+            entries: remote.data_len() / riser_scsi::srp::MemDesc::LEN as u32,
+        };
+        match external.check(data_len) {
+            Ok(()) => self.prepare(cx, idx),
+            Err(error) => {
+                self.counters.malformed += 1;
+                warn_limited!(self.complaints, cx.now, %error, "unusable external table");
+                self.leave_task_set(idx);
+                self.answer_code(cx, idx, RspCode::RequestFieldsInvalid);
+            }
+        }
+    }
+
+    fn start(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        let request = Request {
+            nexus: self.config.nexus,
+            cdb: &io.cdb,
+            expected: io.expected,
+            attribute: io.attribute,
+            luns: self.config.luns.luns(),
+        };
+        let step = match io.unit {
+            Some(place) => {
+                let (command, step) = self.config.luns.unit(place).lu.start(&request);
+                io.command = Some(command);
+                step
+            }
+            None => Step::Respond(respond_absent(&request)),
+        };
+        let needs = io.command.as_ref().map_or(0, Command::buffer_len);
+        if needs as usize > cx.pool.max_buffer() {
+            return self.answer_status(cx, idx, Status::Busy);
+        }
+        self.run(cx, idx, step);
+    }
+
+    /// Carries out steps until one takes time.
+    fn run(&mut self, cx: &mut Cx<'_>, idx: SendIdx, mut step: Step) {
+        loop {
+            step = match step {
+                Step::Respond(response) => return self.respond(cx, idx, response),
+                Step::ReceiveData { .. } | Step::Block(_) if !self.has_buffer(cx.pool, idx) => {
+                    self.ioctx[usize::from(idx.0)].step = Some(step);
+                    return self.await_pool(idx, IoctxState::AwaitBuffer);
+                }
+                Step::ReceiveData { len } => {
+                    self.counters.bytes_out += u64::from(len);
+                    if self.ioctx[usize::from(idx.0)].immediate.is_some() {
+                        self.take_immediate(idx, len);
+                        self.advance(idx, StepResult::Done)
+                    } else if len == 0 {
+                        self.advance(idx, StepResult::Done)
+                    } else {
+                        let io = &mut self.ioctx[usize::from(idx.0)];
+                        io.transfer = Some(Transfer::new(Direction::FromInitiator, len));
+                        return self.try_post(idx, Then::NeedData);
+                    }
+                }
+                Step::Block(op) => {
+                    let io = &mut self.ioctx[usize::from(idx.0)];
+                    let place = io.unit.expect("block operations have a unit");
+                    io.state = IoctxState::DataIn;
+                    self.blocks_in_flight += 1;
+                    self.actions.push_back(Action::SubmitBlock {
+                        ioctx: idx,
+                        unit: self.config.luns.unit(place).index,
+                        op,
+                    });
+                    return;
+                }
+            };
+        }
+    }
+
+    /// Makes sure of the command's data buffer.
+    fn has_buffer(&mut self, pool: &mut Pool, idx: SendIdx) -> bool {
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        let len = io.command.as_ref().map_or(0, Command::buffer_len);
+        if io.buffer.is_none() && len > 0 {
+            io.buffer = pool.take(len);
+            return io.buffer.is_some();
+        }
+        true
+    }
+
+    /// Moves immediate data from the receive ring to the buffer, and frees its receive context.
+    fn take_immediate(&mut self, idx: SendIdx, len: u32) {
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        let immediate = io.immediate.take().expect("immediate data is held");
+        let io = &self.ioctx[usize::from(idx.0)];
+        let (ring, start) = self.receive_memory(immediate.recv);
+        let mut from = start + immediate.offset as usize;
+        if let Some(buffer) = &io.buffer {
+            let memory = buffer.memory();
+            for range in buffer.ranges(0..len.min(immediate.len)) {
+                Memory::copy(ring, from, memory, range.start, range.len());
+                from += range.len();
+            }
+        }
+        self.recycle_recv(immediate.recv);
+    }
+
+    /// Tells the command how its last step ended.
+    fn advance(&mut self, idx: SendIdx, result: StepResult) -> Step {
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        let place = io.unit.expect("commands have a unit");
+        let lu = &self.config.luns.unit(place).lu;
+        let command = io.command.as_mut().expect("a command runs");
+        match &mut io.buffer {
+            Some(buffer) => command.advance(lu, result, buffer),
+            None => command.advance(lu, result, &mut NoData),
+        }
+    }
+
+    /// Waits for pool memory, behind the others.
+    fn await_pool(&mut self, idx: SendIdx, state: IoctxState) {
+        self.ioctx[usize::from(idx.0)].state = state;
+        self.counters.buffer_waits += 1;
+        self.pool_waiters.push_back(idx);
+    }
+
+    /// Tries again what waited for pool memory.
+    pub(super) fn resume(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        match io.state {
+            IoctxState::AwaitTable => self.prepare(cx, idx),
+            IoctxState::AwaitBuffer => {
+                let step = io.step.take().expect("a step waits");
+                self.run(cx, idx, step);
+            }
+            other => unreachable!("{other:?} does not wait for the pool"),
+        }
+    }
+
+    pub(super) fn on_block_done(&mut self, cx: &mut Cx<'_>, idx: SendIdx, result: StepResult) {
+        if self.ends_early(cx, idx) {
+            return;
+        }
+        let step = self.advance(idx, result);
+        self.run(cx, idx, step);
+    }
+
+    /// Ends a command that was aborted, or whose channel is going, now that no device uses it.
+    pub(super) fn ends_early(&mut self, cx: &mut Cx<'_>, idx: SendIdx) -> bool {
+        if self.ioctx[usize::from(idx.0)].aborted {
+            self.finish(cx.pool, idx, End::Aborted);
+            return true;
+        }
+        if matches!(self.state, ChState::Draining | ChState::Disconnected) {
+            self.finish(cx.pool, idx, End::TornDown);
+            return true;
+        }
+        false
+    }
+
+    fn respond(&mut self, cx: &mut Cx<'_>, idx: SendIdx, response: Response) {
+        self.leave_task_set(idx);
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        let len = response.data_in.len().min(io.expected.data_in);
+        if let DataIn::Inline(bytes) = &response.data_in
+            && len > 0
+        {
+            if io.buffer.as_ref().is_none_or(|b| b.len() < len) {
+                if let Some(short) = io.buffer.take() {
+                    cx.pool.release(short);
+                }
+                io.buffer = cx.pool.take(len);
+            }
+            let Some(buffer) = &io.buffer else {
+                io.step = Some(Step::Respond(response));
+                return self.await_pool(idx, IoctxState::AwaitBuffer);
+            };
+            buffer.write(0, &bytes[..len as usize]);
+        }
+        if len > 0 {
+            io.transfer = Some(Transfer::new(Direction::ToInitiator, len));
+            self.counters.bytes_in += u64::from(len);
+        }
+        io.response = Some(response);
+        self.try_post(idx, Then::Respond);
+    }
+
+    /// Answers with a status alone.
+    fn answer_status(&mut self, cx: &mut Cx<'_>, idx: SendIdx, status: Status) {
+        let expected = self.ioctx[usize::from(idx.0)].expected;
+        self.respond(cx, idx, Response::status_only(status, expected));
+    }
+
+    /// Answers with response data: the request never became a task, or was none.
+    pub(super) fn answer_code(&mut self, _cx: &mut Cx<'_>, idx: SendIdx, code: RspCode) {
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        io.code = Some(code);
+        self.try_post(idx, Then::Respond);
+    }
+
+    /// Posts the next chain of a context, or waits for credit.
+    pub(super) fn try_post(&mut self, idx: SendIdx, then: Then) {
+        let wrs = self.plan_chain(idx, then);
+        if self.send_queue.take(wrs) {
+            self.post(idx, then, wrs);
+        } else {
+            self.counters.credit_waits += 1;
+            self.ioctx[usize::from(idx.0)].state = IoctxState::AwaitCredit(then);
+            self.send_queue.wait(idx);
+        }
+    }
+
+    /// Posts chains that waited, as far as there is credit now.
+    pub(super) fn retry_posts(&mut self, _cx: &mut Cx<'_>) {
+        while let Some(idx) = self.send_queue.front() {
+            let IoctxState::AwaitCredit(then) = self.ioctx_state(idx) else {
+                unreachable!("{idx:?} waits for credit");
+            };
+            let wrs = self.plan_chain(idx, then);
+            if !self.send_queue.take_front(wrs) {
+                break;
+            }
+            self.post(idx, then, wrs);
+        }
+    }
+
+    /// Work requests of the next chain.
+    fn plan_chain(&mut self, idx: SendIdx, then: Then) -> u32 {
+        let limits = self.portion_limits();
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        let (wrs, last) = match io.transfer.take() {
+            None => (0, true),
+            Some(mut transfer) => {
+                io.transfer = Some(transfer.clone());
+                let (table, buffer) = io.chain_parts();
+                let wrs = transfer.plan(table, buffer, limits);
+                let last = transfer.is_last();
+                io.transfer = Some(transfer);
+                (wrs, last)
+            }
+        };
+        wrs + u32::from(then == Then::Respond && last)
+    }
+
+    fn post(&mut self, idx: SendIdx, then: Then, wrs: u32) {
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        io.wrs = wrs;
+        let rdma = io.transfer.as_ref().map(|t| t.direction);
+        let last = io.transfer.as_ref().is_none_or(Transfer::is_last);
+        let answers = then == Then::Respond && last;
+        io.state = match then {
+            Then::FetchTable => IoctxState::FetchTable,
+            Then::NeedData => IoctxState::NeedData,
+            Then::Respond if !last => IoctxState::WriteData,
+            Then::Respond if io.mgmt.is_some() => IoctxState::MgmtRspSent,
+            Then::Respond => IoctxState::CmdRspSent,
+        };
+        let send = answers.then(|| self.emit_rsp(idx));
+        self.actions.push_back(Action::Post {
+            ioctx: idx,
+            rdma,
+            send,
+        });
+    }
+
+    /// Writes the answer into the send ring. From here on the request counts as answered.
+    fn emit_rsp(&mut self, idx: SendIdx) -> SendIu {
+        let req_lim_delta = self.req_lim.on_answer();
+        self.counters.answered += 1;
+        let slot = self.send_slot(idx);
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        io.token.take().expect("answered once").answered();
+        let response = io.response.take();
+        let (status, sense, data_out, data_in) = match &response {
+            Some(r) => (
+                r.status,
+                &r.sense[..],
+                residual(r.residual_out),
+                residual(r.residual_in),
+            ),
+            None => (Status::Good, &[][..], Residual::None, Residual::None),
+        };
+        let good = status == Status::Good && io.code.is_none_or(|c| c == RspCode::Complete);
+        let solicited = if good {
+            io.notify_success
+        } else {
+            io.notify_failure
+        };
+        let rsp = Rsp {
+            solicited,
+            req_lim_delta,
+            tag: io.tag,
+            status: status as u8,
+            data_out,
+            data_in,
+            response: io.code,
+            sense: (!sense.is_empty()).then_some(sense),
+        };
+        let mut bytes = [0; super::login::MAX_TI_IU as usize];
+        let len = rsp.emit(&mut bytes);
+        slot.write(0, &bytes[..len]);
+        SendIu {
+            len: len as u32,
+            solicited,
+        }
+    }
+
+    /// A chain of a command context has completed.
+    pub(super) fn on_chain_done(&mut self, cx: &mut Cx<'_>, idx: SendIdx, ok: bool) {
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        if matches!(io.state, IoctxState::CmdRspSent | IoctxState::MgmtRspSent) {
+            return self.finish(cx.pool, idx, End::Answered);
+        }
+        if self.ends_early(cx, idx) {
+            return;
+        }
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        let state = io.state;
+        let transfer = io.transfer.as_mut().expect("a transfer was under way");
+        transfer.portion_done();
+        let more = !transfer.is_last();
+        match state {
+            IoctxState::WriteData => self.try_post(idx, Then::Respond),
+            IoctxState::FetchTable if more => self.try_post(idx, Then::FetchTable),
+            IoctxState::FetchTable => self.on_table_fetched(cx, idx),
+            IoctxState::NeedData if more => self.try_post(idx, Then::NeedData),
+            IoctxState::NeedData => {
+                io.transfer = None;
+                let result = if ok {
+                    StepResult::Done
+                } else {
+                    StepResult::Failed(BackendError::Transfer)
+                };
+                let step = self.advance(idx, result);
+                self.run(cx, idx, step);
+            }
+            other => unreachable!("no chain is posted in {other:?}"),
+        }
+    }
+
+    /// Takes the task out of the unit's set; those it held back may start.
+    pub(super) fn leave_task_set(&mut self, idx: SendIdx) {
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        if let (Some(key), Some(place)) = (io.task.take(), io.unit) {
+            let started = self.config.luns.unit(place).remove(key);
+            self.actions
+                .extend(started.into_iter().map(Action::StartTask));
+        }
+    }
+
+    /// Ends a request: gives everything back, tells who waits for it.
+    pub(super) fn finish(&mut self, pool: &mut Pool, idx: SendIdx, end: End) {
+        self.leave_task_set(idx);
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        debug_assert_eq!(io.wrs, 0, "its chain has completed");
+        match (io.token.take(), end) {
+            (None, End::Answered) => {}
+            (Some(token), End::Aborted) => {
+                token.aborted();
+                self.counters.aborted += 1;
+                self.req_lim.on_silence();
+            }
+            (Some(token), End::TornDown) => {
+                token.torn_down();
+                self.counters.torn_down += 1;
+                self.req_lim.on_silence();
+            }
+            // The answer was on its way when the channel broke.
+            (None, End::TornDown | End::Aborted) => {}
+            (Some(_), End::Answered) => unreachable!("an answer takes the token"),
+        }
+        io.table_out.release(pool);
+        io.table_in.release(pool);
+        let fetch = io.fetch.take().map(|(_, buffer)| buffer);
+        for buffer in fetch.into_iter().chain(io.buffer.take()) {
+            pool.release(buffer);
+        }
+        io.command = None;
+        io.step = None;
+        io.transfer = None;
+        io.response = None;
+        io.code = None;
+        io.mgmt = None;
+        io.aborted = false;
+        io.state = IoctxState::Done;
+        let immediate = io.immediate.take();
+        let watchers = std::mem::take(&mut io.watchers);
+        self.actions
+            .extend(watchers.into_iter().map(Action::TaskGone));
+        if let Some(immediate) = immediate {
+            self.recycle_recv(immediate.recv);
+        }
+        self.idle.push(idx);
+    }
+}
+
+fn residual(residual: step::Residual) -> Residual {
+    match residual {
+        step::Residual::None => Residual::None,
+        step::Residual::Underflow(n) => Residual::Under(n),
+        step::Residual::Overflow(n) => Residual::Over(n),
+    }
+}

@@ -1,0 +1,635 @@
+//! A fake worker around channels: the pool, disks, the initiator's memory, and devices whose work
+//! completes when a test says so.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use riser_memory::Memory;
+use riser_scsi::config::{BlockSize, Config, Identity, Limits, Provisioning};
+use riser_scsi::lu::LogicalUnit;
+use riser_scsi::lun::LunId;
+use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
+use riser_scsi::srp::{
+    Cmd, DataBuffer, FromTarget, ImmediateDataOffset, LoginReqFlags, MemDesc, Rsp, Tag, TaskAttr,
+    TskMgmt, TskMgmtFunction,
+};
+use riser_scsi::step::{BackendError, BlockOp, StepResult};
+use riser_scsi::vpd::Naa;
+
+use super::channel::{Action, ChState, Channel, ChannelConfig, Cx, SendIu};
+use super::ioctx::{RecvIdx, SendIdx};
+use super::login::{ChannelParams, MAX_TI_IU};
+use super::transfer::{Direction, RdmaWr};
+use super::unit::{LunMap, Unit, UnitIdx};
+use crate::pool::Pool;
+
+pub(super) const DISK: usize = 1 << 20;
+
+/// Work that a device has and has not finished.
+#[derive(Debug)]
+pub(super) enum Pending {
+    Chain {
+        chan: usize,
+        ioctx: SendIdx,
+        rdma: Option<Direction>,
+        wrs: Vec<RdmaWr>,
+        send: Option<SendIu>,
+    },
+    Block {
+        chan: usize,
+        ioctx: SendIdx,
+        unit: UnitIdx,
+        op: BlockOp,
+        aborted: bool,
+    },
+    Drain {
+        chan: usize,
+    },
+}
+
+pub(super) struct Rig {
+    pub(super) now: Instant,
+    pub(super) pool: Pool,
+    pub(super) units: Vec<Arc<Unit>>,
+    pub(super) disks: Vec<Vec<u8>>,
+    /// The initiator's registered memory, by key; addresses count from 0.
+    pub(super) remote: HashMap<u32, Vec<u8>>,
+    pub(super) channels: Vec<Channel>,
+    /// Receives in the queue pair, by channel.
+    pub(super) receives: Vec<Vec<RecvIdx>>,
+    pub(super) pending: Vec<Pending>,
+    /// Messages that arrived at the initiator.
+    pub(super) sent: Vec<(usize, Vec<u8>)>,
+    pub(super) released: Vec<bool>,
+    pub(super) disconnects: usize,
+    pub(super) notified: usize,
+}
+
+pub(super) fn params() -> ChannelParams {
+    ChannelParams {
+        req_lim: 4,
+        max_it_iu_len: 8260,
+        max_ti_iu_len: MAX_TI_IU,
+        send_queue: 20,
+        immediate: ImmediateDataOffset::new(80),
+        wants_events: true,
+        flags: LoginReqFlags::AESOLNT,
+    }
+}
+
+fn lu() -> LogicalUnit {
+    LogicalUnit::new(Config {
+        blocks: (DISK / 512) as u64,
+        block_size: BlockSize::B512,
+        physical_exponent: 0,
+        read_only: false,
+        provisioning: Provisioning::Thick,
+        write_cache: true,
+        rotational: false,
+        identity: Identity {
+            vendor: "RISER".into(),
+            product: "TEST".into(),
+            revision: "1".into(),
+            serial: "1".into(),
+            naa: Naa::LocallyAssigned(1),
+        },
+        limits: Limits::default(),
+    })
+    .unwrap()
+}
+
+impl Rig {
+    /// Two units, LUN 0 and 1, and no channel.
+    pub(super) fn new() -> Self {
+        let units: Vec<_> = (0..2)
+            .map(|i| Arc::new(Unit::new(UnitIdx(i), Arc::new(lu()), 64)))
+            .collect();
+        Self {
+            now: Instant::now(),
+            pool: Pool::new(4 << 20).unwrap(),
+            units,
+            disks: vec![vec![0; DISK]; 2],
+            remote: HashMap::new(),
+            channels: Vec::new(),
+            receives: Vec::new(),
+            pending: Vec::new(),
+            sent: Vec::new(),
+            released: Vec::new(),
+            disconnects: 0,
+            notified: 0,
+        }
+    }
+
+    /// A live channel of nexus 1 whose unit attentions have been read.
+    pub(super) fn live() -> Self {
+        let mut rig = Self::new();
+        rig.add_channel(params(), 1);
+        rig.establish(0);
+        for lun in 0..2 {
+            rig.send(0, &cmd(&[0; 6]).lun(lun).bytes());
+            rig.settle();
+        }
+        rig.sent.clear();
+        rig
+    }
+
+    pub(super) fn add_channel(&mut self, params: ChannelParams, nexus: u32) -> usize {
+        let chan = self.channels.len();
+        let nexus = NexusId(nexus);
+        for unit in &self.units {
+            if unit.lu.nexus(nexus).is_none() {
+                let ports = Nexus {
+                    initiator: PortName::Srp([nexus.0 as u8; 16]),
+                    target: TargetPort {
+                        name: PortName::Srp([9; 16]),
+                        relative_id: 1,
+                        group: 0,
+                    },
+                };
+                unit.lu.add_nexus(nexus, ports);
+            }
+        }
+        let memory = |len| Memory::new(len).unwrap().whole();
+        let map = (0..2).map(|i| (LunId::new(i).unwrap(), self.units[i as usize].clone()));
+        let config = ChannelConfig {
+            worker: 0,
+            serial: chan as u32,
+            nexus,
+            luns: Arc::new(LunMap::new(map)),
+            receive_ring: memory(params.memory().receive_ring),
+            send_ring: memory(params.memory().send_ring),
+            max_sge: 4,
+            params,
+        };
+        self.channels.push(Channel::new(config, self.now));
+        self.receives.push(Vec::new());
+        self.released.push(false);
+        self.pump();
+        chan
+    }
+
+    pub(super) fn with<R>(
+        &mut self,
+        chan: usize,
+        f: impl FnOnce(&mut Channel, &mut Cx<'_>) -> R,
+    ) -> R {
+        let mut cx = Cx {
+            now: self.now,
+            pool: &mut self.pool,
+        };
+        let result = f(&mut self.channels[chan], &mut cx);
+        self.pump();
+        result
+    }
+
+    pub(super) fn establish(&mut self, chan: usize) {
+        self.with(chan, super::channel::Channel::handle_established);
+    }
+
+    /// Sends an information unit to the channel; `false` where no receive is posted.
+    pub(super) fn send(&mut self, chan: usize, iu: &[u8]) -> bool {
+        if self.receives[chan].is_empty() {
+            return false;
+        }
+        let recv = self.receives[chan].remove(0);
+        let slot = self.channels[chan].receive_slot(recv);
+        let len = iu.len().min(slot.len());
+        slot.write(0, &iu[..len]);
+        self.with(chan, |ch, cx| ch.handle_recv(cx, recv, &iu[..len]));
+        true
+    }
+
+    /// Takes what the channels want done.
+    pub(super) fn pump(&mut self) {
+        let mut again = true;
+        while std::mem::take(&mut again) {
+            for chan in 0..self.channels.len() {
+                while let Some(action) = self.channels[chan].poll_action() {
+                    again = true;
+                    self.act(chan, action);
+                }
+            }
+            for chan in 0..self.channels.len() {
+                if self.channels[chan].waits_for_pool() {
+                    let mut cx = Cx {
+                        now: self.now,
+                        pool: &mut self.pool,
+                    };
+                    self.channels[chan].handle_pool(&mut cx);
+                    while let Some(action) = self.channels[chan].poll_action() {
+                        again = true;
+                        self.act(chan, action);
+                    }
+                }
+            }
+        }
+    }
+
+    fn act(&mut self, chan: usize, action: Action) {
+        let mut cx = Cx {
+            now: self.now,
+            pool: &mut self.pool,
+        };
+        match action {
+            Action::PostRecv(recv) => self.receives[chan].push(recv),
+            Action::Post { ioctx, rdma, send } => {
+                let mut wrs = Vec::new();
+                if rdma.is_some() {
+                    self.channels[chan].each_wr(ioctx, |wr| wrs.push(wr));
+                }
+                self.pending.push(Pending::Chain {
+                    chan,
+                    ioctx,
+                    rdma,
+                    wrs,
+                    send,
+                });
+            }
+            Action::SubmitBlock { ioctx, unit, op } => self.pending.push(Pending::Block {
+                chan,
+                ioctx,
+                unit,
+                op,
+                aborted: false,
+            }),
+            Action::AbortBlock(idx) => {
+                for p in &mut self.pending {
+                    if let Pending::Block {
+                        chan: c,
+                        ioctx,
+                        aborted,
+                        ..
+                    } = p
+                        && (*c, *ioctx) == (chan, idx)
+                    {
+                        *aborted = true;
+                    }
+                }
+            }
+            Action::StartTask(task) => {
+                self.channels[task.channel as usize].handle_task_start(&mut cx, task);
+            }
+            Action::AbortTask { task, watcher } => {
+                self.channels[task.channel as usize].handle_abort(&mut cx, task, watcher);
+            }
+            Action::TaskGone(watcher) => {
+                self.channels[watcher.channel as usize].handle_task_gone(&mut cx, watcher);
+            }
+            Action::NotifyEstablished => self.notified += 1,
+            Action::Disconnect => {
+                self.disconnects += 1;
+                self.pending.push(Pending::Drain { chan });
+            }
+            Action::Release => self.released[chan] = true,
+        }
+    }
+
+    /// Finishes the oldest work of a device.
+    pub(super) fn complete(&mut self) {
+        self.complete_nth(0, true);
+    }
+
+    /// Finishes some work. Of one channel's queue pair the oldest goes first, whichever is named.
+    pub(super) fn complete_nth(&mut self, n: usize, ok: bool) {
+        let queue = |p: &Pending| match p {
+            Pending::Chain { chan, .. } | Pending::Drain { chan } => Some(*chan),
+            Pending::Block { .. } => None,
+        };
+        let mut n = n;
+        if let Some(chan) = queue(&self.pending[n]) {
+            n = self
+                .pending
+                .iter()
+                .position(|p| queue(p) == Some(chan))
+                .unwrap();
+        }
+        match self.pending.remove(n) {
+            Pending::Chain {
+                chan,
+                ioctx,
+                rdma,
+                wrs,
+                send,
+            } => {
+                let ok =
+                    ok && self.channels[chan].state() != ChState::Draining && self.allows(&wrs);
+                if ok {
+                    self.move_data(rdma, &wrs);
+                    if let Some(iu) = send {
+                        let slot = self.channels[chan].send_slot(ioctx);
+                        let bytes = slot.slice(0..iu.len as usize).unwrap().to_vec();
+                        self.sent.push((chan, bytes));
+                    }
+                }
+                self.with(chan, |ch, cx| ch.handle_post_done(cx, ioctx, ok));
+            }
+            Pending::Block {
+                chan,
+                ioctx,
+                unit,
+                op,
+                aborted,
+            } => {
+                let result = if aborted {
+                    StepResult::Failed(BackendError::Aborted)
+                } else if ok {
+                    self.do_block(chan, ioctx, unit, op)
+                } else {
+                    StepResult::Failed(BackendError::Medium { offset: None })
+                };
+                self.with(chan, |ch, cx| ch.handle_block_done(cx, ioctx, result));
+            }
+            Pending::Drain { chan } => {
+                for recv in std::mem::take(&mut self.receives[chan]) {
+                    self.with(chan, |ch, cx| ch.handle_recv_flushed(cx, recv));
+                }
+                self.with(chan, super::channel::Channel::handle_drained);
+            }
+        }
+    }
+
+    /// Finishes everything.
+    pub(super) fn settle(&mut self) {
+        while !self.pending.is_empty() {
+            self.complete();
+        }
+    }
+
+    /// Whether the initiator's device allows all of this.
+    fn allows(&self, wrs: &[RdmaWr]) -> bool {
+        wrs.iter().all(|wr| {
+            let len: usize = wr.local.iter().map(ExactSizeIterator::len).sum();
+            let end = usize::try_from(wr.remote.addr)
+                .ok()
+                .and_then(|a| a.checked_add(len));
+            let memory = self.remote.get(&wr.remote.rkey.0);
+            memory.zip(end).is_some_and(|(m, end)| end <= m.len())
+        })
+    }
+
+    fn move_data(&mut self, rdma: Option<Direction>, wrs: &[RdmaWr]) {
+        for wr in wrs {
+            let mut at = wr.remote.addr as usize;
+            let remote = self.remote.get_mut(&wr.remote.rkey.0).expect("a key");
+            for local in &wr.local {
+                let remote = &mut remote[at..at + local.len()];
+                match rdma.expect("a direction") {
+                    Direction::FromInitiator => self.pool.memory().write(local.start, remote),
+                    Direction::ToInitiator => self.pool.memory().read(local.start, remote),
+                }
+                at += local.len();
+            }
+        }
+    }
+
+    fn do_block(&mut self, chan: usize, ioctx: SendIdx, unit: UnitIdx, op: BlockOp) -> StepResult {
+        let disk = &mut self.disks[unit.0 as usize];
+        match op {
+            BlockOp::Read {
+                offset,
+                len,
+                buffer_offset,
+                ..
+            } => {
+                let mut at = offset as usize;
+                for s in self.channels[chan].block_slices(ioctx, buffer_offset..buffer_offset + len)
+                {
+                    s.write(0, &disk[at..at + s.len()]);
+                    at += s.len();
+                }
+            }
+            BlockOp::Write {
+                offset,
+                len,
+                buffer_offset,
+                ..
+            } => {
+                let mut at = offset as usize;
+                for s in self.channels[chan].block_slices(ioctx, buffer_offset..buffer_offset + len)
+                {
+                    s.read(0, &mut disk[at..at + s.len()]);
+                    at += s.len();
+                }
+            }
+            BlockOp::Discard { offset, len } | BlockOp::WriteZeroes { offset, len, .. } => {
+                disk[offset as usize..][..len as usize].fill(0);
+            }
+            BlockOp::Flush { .. } | BlockOp::Status { .. } => {}
+        }
+        StepResult::Done
+    }
+
+    pub(super) fn advance(&mut self, by: Duration) {
+        self.now += by;
+        for chan in 0..self.channels.len() {
+            self.with(chan, super::channel::Channel::handle_timeout);
+        }
+    }
+
+    /// The one answer that has arrived.
+    pub(super) fn rsp(&mut self) -> Answer {
+        assert_eq!(self.sent.len(), 1, "one message: {:?}", self.sent);
+        let (_, bytes) = self.sent.remove(0);
+        Answer::of(&bytes)
+    }
+
+    pub(super) fn answers(&mut self) -> Vec<Answer> {
+        std::mem::take(&mut self.sent)
+            .iter()
+            .map(|(_, b)| Answer::of(b))
+            .collect()
+    }
+
+    /// Ends a channel and checks that it leaves nothing behind.
+    pub(super) fn end(&mut self) {
+        for chan in 0..self.channels.len() {
+            self.with(chan, super::channel::Channel::handle_disconnected);
+        }
+        self.settle();
+        for (chan, channel) in self.channels.iter().enumerate() {
+            assert_eq!(channel.state(), ChState::Disconnected);
+            assert!(self.released[chan]);
+            let c = channel.counters();
+            let ended = c.answered + c.aborted + c.torn_down;
+            assert!(ended >= c.commands + c.task_management);
+            assert_eq!(channel.in_flight(), 0);
+            assert!(channel.send_queue().is_idle());
+        }
+        assert_eq!(self.pool.free(), self.pool.size(), "every buffer is back");
+        for unit in &self.units {
+            assert_eq!(unit.tasks(), 0, "every task left its set");
+        }
+    }
+}
+
+/// An SRP_RSP, owned.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Answer {
+    pub(super) tag: u64,
+    pub(super) delta: i32,
+    pub(super) status: u8,
+    pub(super) code: Option<u8>,
+    pub(super) key: Option<u8>,
+    pub(super) data_in: riser_scsi::srp::Residual,
+    pub(super) data_out: riser_scsi::srp::Residual,
+}
+
+impl Answer {
+    fn of(bytes: &[u8]) -> Self {
+        let FromTarget::Rsp(Rsp {
+            req_lim_delta,
+            tag,
+            status,
+            data_out,
+            data_in,
+            response,
+            sense,
+            ..
+        }) = FromTarget::parse(bytes).unwrap()
+        else {
+            panic!("an SRP_RSP: {bytes:02x?}");
+        };
+        Self {
+            tag: tag.0,
+            delta: req_lim_delta,
+            status,
+            code: response.map(riser_scsi::srp::RspCode::code),
+            key: sense.map(|s| s[2] & 0xf),
+            data_in,
+            data_out,
+        }
+    }
+}
+
+/// Builds an SRP_CMD.
+#[derive(Clone)]
+pub(super) struct CmdBuilder {
+    tag: u64,
+    lun: u32,
+    attr: TaskAttr,
+    cdb: [u8; 16],
+    out: Data,
+    into: Data,
+}
+
+#[derive(Clone)]
+pub(super) enum Data {
+    None,
+    Direct(MemDesc),
+    Indirect {
+        table: MemDesc,
+        len: u32,
+        inline: Vec<MemDesc>,
+    },
+    Immediate(Vec<u8>),
+}
+
+impl Data {
+    fn buffer(&self) -> DataBuffer<'_> {
+        match self {
+            Self::None => DataBuffer::None,
+            Self::Direct(desc) => DataBuffer::Direct(*desc),
+            Self::Indirect { table, len, inline } => {
+                DataBuffer::Indirect(riser_scsi::srp::IndirectTable {
+                    table: *table,
+                    len: *len,
+                    inline,
+                })
+            }
+            Self::Immediate(data) => DataBuffer::Immediate {
+                offset: ImmediateDataOffset::new(80).unwrap(),
+                len: data.len() as u32,
+                data,
+            },
+        }
+    }
+}
+
+pub(super) fn cmd(cdb: &[u8]) -> CmdBuilder {
+    let mut full = [0; 16];
+    full[..cdb.len()].copy_from_slice(cdb);
+    CmdBuilder {
+        tag: 1,
+        lun: 0,
+        attr: TaskAttr::Simple,
+        cdb: full,
+        out: Data::None,
+        into: Data::None,
+    }
+}
+
+/// READ (10).
+pub(super) fn read10(lba: u32, blocks: u16) -> CmdBuilder {
+    cmd(&cdb10(0x28, lba, blocks))
+}
+
+/// WRITE (10).
+pub(super) fn write10(lba: u32, blocks: u16) -> CmdBuilder {
+    cmd(&cdb10(0x2a, lba, blocks))
+}
+
+fn cdb10(op: u8, lba: u32, blocks: u16) -> [u8; 10] {
+    let [a, b, c, d] = lba.to_be_bytes();
+    let [e, f] = blocks.to_be_bytes();
+    [op, 0, a, b, c, d, 0, e, f, 0]
+}
+
+impl CmdBuilder {
+    pub(super) fn tag(self, tag: u64) -> Self {
+        Self { tag, ..self }
+    }
+    pub(super) fn lun(self, lun: u32) -> Self {
+        Self { lun, ..self }
+    }
+    pub(super) fn attr(self, attr: TaskAttr) -> Self {
+        Self { attr, ..self }
+    }
+    pub(super) fn out(self, out: Data) -> Self {
+        Self { out, ..self }
+    }
+    pub(super) fn into(self, into: Data) -> Self {
+        Self { into, ..self }
+    }
+    pub(super) fn bytes(&self) -> Vec<u8> {
+        let cmd = Cmd {
+            tag: Tag(self.tag),
+            lun: LunId::new(self.lun).unwrap().encode(),
+            task_attr: self.attr,
+            notify_success: false,
+            notify_failure: false,
+            cdb: self.cdb,
+            additional_cdb: &[],
+            data_out: self.out.buffer(),
+            data_in: self.into.buffer(),
+        };
+        let mut out = vec![0; cmd.wire_len()];
+        cmd.emit(&mut out);
+        out
+    }
+}
+
+pub(super) fn tmf(tag: u64, lun: u32, function: TskMgmtFunction, task: u64) -> Vec<u8> {
+    let mut out = vec![0; 48];
+    TskMgmt {
+        tag: Tag(tag),
+        notify_success: false,
+        notify_failure: false,
+        lun: LunId::new(lun).unwrap().encode(),
+        function,
+        task_tag: Tag(task),
+    }
+    .emit(&mut out);
+    out
+}
+
+/// The bytes of a descriptor table as they lie in the initiator's memory.
+pub(super) fn table_bytes(descs: &[MemDesc]) -> Vec<u8> {
+    let mut out = Vec::new();
+    for d in descs {
+        out.extend(d.va().to_be_bytes());
+        out.extend(d.key().to_be_bytes());
+        out.extend(d.data_len().to_be_bytes());
+    }
+    out
+}

@@ -1,0 +1,263 @@
+//! The contexts of a channel: one per command that it may have under way.
+
+use arrayvec::ArrayVec;
+use riser_scsi::command::Command;
+use riser_scsi::srp::{RspCode, Tag, WireLun};
+use riser_scsi::step::{Expected, Response, Step, TaskAttribute};
+use riser_scsi::task::TaskKey;
+
+use super::mgmt::Mgmt;
+use super::table::Table;
+use super::transfer::{Direction, Transfer};
+use super::unit::TaskRef;
+use crate::pool::Buffer;
+
+/// Bytes of a CDB that are kept; no command of ours is longer.
+pub const CDB_LEN: usize = 32;
+
+/// Number of a receive context.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RecvIdx(pub u16);
+
+/// Number of a send context.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SendIdx(pub u16);
+
+/// What a chain waits for send-queue credit to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Then {
+    /// Read an external descriptor table.
+    FetchTable,
+    /// Read the command's data.
+    NeedData,
+    /// Write data, and answer with the last portion.
+    Respond,
+}
+
+/// State of a send context. The names are those of `srpt_command_state`, with a state for each
+/// resource that a command may have to wait for.
+///
+/// ```text
+///  Done → New ─→ AwaitTask ─→ AwaitTable ─→ FetchTable ─→ AwaitBuffer ─→ NeedData
+///          │         (each only where it is needed, in this order)          │
+///          │                                                                v
+///          └──────────────────────────────────────────────→ DataIn (block operations)
+///                                                                           │
+///  Done ←── CmdRspSent ←── WriteData (portions) ←───────────────────────────┘
+///
+///  Done → Mgmt → MgmtRspSent → Done         AwaitCredit(then) before every post
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IoctxState {
+    /// Idle: processing finished, or never began.
+    Done,
+    /// Taken in, being looked at.
+    New,
+    /// Waits in the unit's task set for older tasks.
+    AwaitTask,
+    /// Waits for a pool buffer to hold an external descriptor table.
+    AwaitTable,
+    /// The external descriptor table is being read.
+    FetchTable,
+    /// Waits for a data buffer of the pool.
+    AwaitBuffer,
+    /// The command's data is being read from the initiator.
+    NeedData,
+    /// Data is here or not needed: a block operation runs.
+    DataIn,
+    /// Data is being written to the initiator; the answer goes with the last portion.
+    WriteData,
+    /// Waits for room in the send queue.
+    AwaitCredit(Then),
+    /// The answer to a command is posted.
+    CmdRspSent,
+    /// A task-management function runs.
+    Mgmt,
+    /// The answer to a task-management function is posted.
+    MgmtRspSent,
+}
+
+/// Proof that a request was taken in. It ends in exactly one of three ways; a context that lets it
+/// go otherwise has lost a command, which debug builds report.
+#[derive(Debug)]
+#[must_use = "a request is answered, aborted or torn down"]
+pub struct CommandToken(());
+
+impl CommandToken {
+    /// A request came in.
+    pub(super) fn taken_in() -> Self {
+        Self(())
+    }
+
+    /// Its answer is on its way.
+    pub(super) fn answered(self) {
+        std::mem::forget(self);
+    }
+
+    /// Task management aborted it: no answer.
+    pub(super) fn aborted(self) {
+        std::mem::forget(self);
+    }
+
+    /// Its channel is gone.
+    pub(super) fn torn_down(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for CommandToken {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            debug_assert!(false, "a command was lost");
+        }
+    }
+}
+
+/// Immediate data that still lies in the receive ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Immediate {
+    /// The receive context that is held back for it.
+    pub recv: RecvIdx,
+    /// Where it begins in the information unit.
+    pub offset: u32,
+    /// Bytes.
+    pub len: u32,
+}
+
+/// One request under way, and everything that it holds.
+#[derive(Debug)]
+pub struct SendIoctx {
+    /// Where it stands.
+    pub state: IoctxState,
+    /// Counts the uses of this context.
+    pub generation: u32,
+    /// The request's tag.
+    pub tag: Tag,
+    /// The addressed unit.
+    pub lun: WireLun,
+    /// Its place in the channel's map, if there is such a unit.
+    pub unit: Option<usize>,
+    /// Task attribute.
+    pub attribute: TaskAttribute,
+    /// The CDB.
+    pub cdb: ArrayVec<u8, CDB_LEN>,
+    /// Lengths of the initiator's buffers.
+    pub expected: Expected,
+    /// Notify the initiator of success.
+    pub notify_success: bool,
+    /// Notify the initiator of failure.
+    pub notify_failure: bool,
+    /// Immediate data not yet taken from the receive ring.
+    pub immediate: Option<Immediate>,
+    /// Where data comes from.
+    pub table_out: Table,
+    /// Where data goes.
+    pub table_in: Table,
+    /// The external table being read: where it lies, and the buffer it goes to.
+    pub fetch: Option<(Table, Buffer)>,
+    /// The command of the logical unit.
+    pub command: Option<Command>,
+    /// The step that waits for a resource.
+    pub step: Option<Step>,
+    /// Its data.
+    pub buffer: Option<Buffer>,
+    /// The transfer under way.
+    pub transfer: Option<Transfer>,
+    /// RSP_CODE of the answer, for one with response data.
+    pub code: Option<RspCode>,
+    /// The answer, once there is one.
+    pub response: Option<Response>,
+    /// Work requests of the chain that is posted.
+    pub wrs: u32,
+    /// Its key in the unit's task set, while it is there.
+    pub task: Option<TaskKey>,
+    /// Task management has ended it; it lingers until the devices let go.
+    pub aborted: bool,
+    /// Task-management functions that wait until it is gone.
+    pub watchers: Vec<TaskRef>,
+    /// The function, in a context of a task-management request.
+    pub mgmt: Option<Mgmt>,
+    /// The request itself.
+    pub token: Option<CommandToken>,
+}
+
+impl SendIoctx {
+    /// An idle context.
+    #[must_use]
+    pub fn new() -> Self {
+        Self {
+            state: IoctxState::Done,
+            generation: 0,
+            tag: Tag(0),
+            lun: [0; 8],
+            unit: None,
+            attribute: TaskAttribute::Simple,
+            cdb: ArrayVec::new(),
+            expected: Expected::default(),
+            notify_success: false,
+            notify_failure: false,
+            immediate: None,
+            table_out: Table::Empty,
+            table_in: Table::Empty,
+            fetch: None,
+            command: None,
+            step: None,
+            buffer: None,
+            transfer: None,
+            code: None,
+            response: None,
+            wrs: 0,
+            task: None,
+            aborted: false,
+            watchers: Vec::new(),
+            mgmt: None,
+            token: None,
+        }
+    }
+
+    /// Whether a device may still touch what the context holds.
+    #[must_use]
+    pub fn is_in_device(&self) -> bool {
+        matches!(
+            self.state,
+            IoctxState::FetchTable
+                | IoctxState::NeedData
+                | IoctxState::DataIn
+                | IoctxState::WriteData
+                | IoctxState::CmdRspSent
+                | IoctxState::MgmtRspSent
+        )
+    }
+
+    /// Whether it is a command, as opposed to idle or a task-management request.
+    #[must_use]
+    pub fn is_command(&self) -> bool {
+        self.state != IoctxState::Done && self.mgmt.is_none() && self.state != IoctxState::Mgmt
+    }
+
+    /// What the posted or planned chain moves between: the table and the buffer.
+    ///
+    /// # Panics
+    /// If no transfer is under way.
+    #[must_use]
+    pub fn chain_parts(&self) -> (&Table, &Buffer) {
+        if let Some((table, buffer)) = &self.fetch {
+            return (table, buffer);
+        }
+        let transfer = self.transfer.as_ref().expect("a transfer is under way");
+        let table = match transfer.direction {
+            Direction::FromInitiator => &self.table_out,
+            Direction::ToInitiator => &self.table_in,
+        };
+        (
+            table,
+            self.buffer.as_ref().expect("a transfer has a buffer"),
+        )
+    }
+}
+
+impl Default for SendIoctx {
+    fn default() -> Self {
+        Self::new()
+    }
+}

@@ -1,0 +1,342 @@
+//! The login decision: pure, from a request, the portal's limits and what exists already.
+
+use std::sync::Arc;
+
+use riser_scsi::srp::{
+    BufferFormats, ImmediateDataOffset, LoginRejReason, LoginReq, LoginReqFlags, LoginRsp,
+    MIN_MAX_IU_LEN, MultiChannelAction, MultiChannelResult,
+};
+
+use super::ioctx::SendIoctx;
+use super::unit::LunMap;
+
+/// Receives beyond the request limit: answers to CRED_REQ and AER_REQ, a logout, and one to spare.
+/// None of these spends a credit.
+pub const SPARE_RECEIVES: u32 = 4;
+
+/// Messages of our own that a channel may have under way: CRED_REQ, AER_REQ, T_LOGOUT. Each has a
+/// context and a place in the send queue of its own.
+pub const OWN_MESSAGES: u32 = 3;
+
+/// The longest information unit that we send: a response with response data and the longest sense.
+pub const MAX_TI_IU: u32 = 36 + 4 + 252;
+
+/// What a portal offers, from the configuration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoginLimits {
+    /// Requests that a channel may have outstanding.
+    pub req_lim: u32,
+    /// The longest information unit that an initiator may send, in bytes.
+    pub max_it_iu_len: u32,
+    /// Channels of one I_T nexus.
+    pub max_channels: u32,
+    /// Work requests of a channel's send queue.
+    pub send_queue: u32,
+}
+
+impl Default for LoginLimits {
+    fn default() -> Self {
+        Self {
+            req_lim: 128,
+            max_it_iu_len: 8276,
+            max_channels: 16,
+            send_queue: 512,
+        }
+    }
+}
+
+/// What access control says of an initiator port at a target port.
+#[derive(Clone, Debug)]
+pub enum Admission {
+    /// It may see these logical units.
+    Allowed(Arc<LunMap>),
+    /// The access list does not name it.
+    Denied,
+    /// There is no such target port here.
+    UnknownTarget,
+}
+
+/// What exists at the time of a login.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LoginView {
+    /// Channels that the I_T nexus has.
+    pub channels: u32,
+    /// Whether there is no room for another channel, in memory, queue pairs or sessions.
+    pub exhausted: bool,
+    /// Whether the target is shutting down.
+    pub stopping: bool,
+}
+
+/// Everything about a channel that is fixed when it is created.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChannelParams {
+    /// Requests outstanding.
+    pub req_lim: u32,
+    /// The longest information unit received, in bytes.
+    pub max_it_iu_len: u32,
+    /// The longest information unit sent, in bytes.
+    pub max_ti_iu_len: u32,
+    /// Work requests of the send queue.
+    pub send_queue: u32,
+    /// Where immediate data begins, if it was agreed on.
+    pub immediate: Option<ImmediateDataOffset>,
+    /// Whether the initiator asked to be told of asynchronous events.
+    pub wants_events: bool,
+    /// Whether logouts and credit requests are to be solicited events.
+    pub flags: LoginReqFlags,
+}
+
+/// Memory of one session's channel, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SessionMemory {
+    /// Receive ring.
+    pub receive_ring: usize,
+    /// Send ring.
+    pub send_ring: usize,
+    /// Contexts of commands.
+    pub contexts: usize,
+}
+
+impl SessionMemory {
+    /// The sum.
+    #[must_use]
+    pub fn total(&self) -> usize {
+        self.receive_ring + self.send_ring + self.contexts
+    }
+}
+
+impl ChannelParams {
+    /// Contexts of the receive ring.
+    #[must_use]
+    pub fn receives(&self) -> u32 {
+        self.req_lim + SPARE_RECEIVES
+    }
+
+    /// Contexts of the send ring.
+    #[must_use]
+    pub fn sends(&self) -> u32 {
+        self.req_lim + OWN_MESSAGES
+    }
+
+    /// Bytes from one receive context to the next.
+    #[must_use]
+    pub fn receive_stride(&self) -> usize {
+        (self.max_it_iu_len as usize).next_multiple_of(64)
+    }
+
+    /// Bytes from one send context to the next.
+    #[must_use]
+    pub fn send_stride(&self) -> usize {
+        (self.max_ti_iu_len as usize).next_multiple_of(64)
+    }
+
+    /// What a channel with these parameters occupies, its queue pair aside.
+    #[must_use]
+    pub fn memory(&self) -> SessionMemory {
+        SessionMemory {
+            receive_ring: self.receives() as usize * self.receive_stride(),
+            send_ring: self.sends() as usize * self.send_stride(),
+            contexts: self.sends() as usize * size_of::<SendIoctx>() + self.receives() as usize,
+        }
+    }
+}
+
+/// A login that is accepted.
+#[derive(Clone, Debug)]
+pub struct LoginOutcome {
+    /// The channel to create.
+    pub params: ChannelParams,
+    /// The answer.
+    pub rsp: LoginRsp,
+    /// Whether the other channels of the nexus are to be terminated.
+    pub terminates_others: bool,
+    /// The logical units that it may see.
+    pub luns: Arc<LunMap>,
+}
+
+/// Decides on a login.
+///
+/// # Errors
+/// The reason for the SRP_LOGIN_REJ.
+pub fn plan_login(
+    req: &LoginReq,
+    limits: &LoginLimits,
+    admission: &Admission,
+    view: LoginView,
+) -> Result<LoginOutcome, LoginRejReason> {
+    if view.stopping {
+        return Err(LoginRejReason::UnableToEstablishChannel);
+    }
+    let luns = match admission {
+        Admission::Allowed(luns) => Arc::clone(luns),
+        Admission::Denied | Admission::UnknownTarget => {
+            return Err(LoginRejReason::UnableToAssociateChannel);
+        }
+    };
+    if !(MIN_MAX_IU_LEN..=limits.max_it_iu_len).contains(&req.req_it_iu_len) {
+        return Err(LoginRejReason::ReqItIuLengthTooLarge);
+    }
+    let supported = BufferFormats::DIRECT | BufferFormats::INDIRECT;
+    if !supported.contains(req.formats) {
+        return Err(LoginRejReason::UnsupportedDescriptorFormat);
+    }
+    let keeps_others = req.multi_channel == MultiChannelAction::Multi;
+    if keeps_others && view.channels > 0 {
+        if limits.max_channels == 1 {
+            return Err(LoginRejReason::MultiChannelUnsupported);
+        }
+        if view.channels >= limits.max_channels {
+            return Err(LoginRejReason::ChannelLimitReached);
+        }
+    }
+    if view.exhausted {
+        return Err(LoginRejReason::InsufficientResources);
+    }
+    // An offset beyond the longest information unit leaves no room for data: not agreed on.
+    let immediate = req
+        .immediate
+        .filter(|offset| offset.bytes() < req.req_it_iu_len as usize);
+    let params = ChannelParams {
+        req_lim: limits.req_lim,
+        max_it_iu_len: req.req_it_iu_len,
+        max_ti_iu_len: MAX_TI_IU,
+        send_queue: limits.send_queue,
+        immediate,
+        wants_events: req.flags.contains(LoginReqFlags::AESOLNT),
+        flags: req.flags,
+    };
+    let multi_channel = match (view.channels, keeps_others) {
+        (0, _) => MultiChannelResult::NoChannels,
+        (_, true) => MultiChannelResult::Maintained,
+        (_, false) => MultiChannelResult::Terminated,
+    };
+    Ok(LoginOutcome {
+        params,
+        rsp: LoginRsp {
+            req_lim_delta: i32::try_from(limits.req_lim).unwrap_or(i32::MAX),
+            tag: req.tag,
+            max_it_iu_len: req.req_it_iu_len,
+            max_ti_iu_len: MAX_TI_IU,
+            formats: supported,
+            multi_channel,
+            solicited_notification: true,
+            immediate: immediate.is_some(),
+        },
+        terminates_others: multi_channel == MultiChannelResult::Terminated,
+        luns,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use riser_scsi::srp::{InitiatorPortId, Tag, TargetPortId};
+
+    fn request() -> LoginReq {
+        LoginReq {
+            tag: Tag(7),
+            req_it_iu_len: 8260,
+            formats: BufferFormats::DIRECT | BufferFormats::INDIRECT,
+            multi_channel: MultiChannelAction::Single,
+            flags: LoginReqFlags::empty(),
+            immediate: ImmediateDataOffset::new(68),
+            initiator_port: InitiatorPortId([1; 16]),
+            target_port: TargetPortId([2; 16]),
+        }
+    }
+
+    fn decide(
+        change: impl FnOnce(&mut LoginReq, &mut LoginLimits, &mut Admission, &mut LoginView),
+    ) -> Result<LoginOutcome, LoginRejReason> {
+        let mut req = request();
+        let mut limits = LoginLimits::default();
+        let mut admission = Admission::Allowed(Arc::new(LunMap::default()));
+        let mut view = LoginView::default();
+        change(&mut req, &mut limits, &mut admission, &mut view);
+        plan_login(&req, &limits, &admission, view)
+    }
+
+    #[test]
+    fn a_plain_login_gets_what_it_asked_for() {
+        let outcome = decide(|_, _, _, _| {}).unwrap();
+        assert_eq!(outcome.rsp.req_lim_delta, 128);
+        assert_eq!(outcome.rsp.max_it_iu_len, 8260);
+        assert_eq!(outcome.rsp.tag, Tag(7));
+        assert!(outcome.rsp.immediate);
+        assert_eq!(outcome.rsp.multi_channel, MultiChannelResult::NoChannels);
+        assert!(!outcome.terminates_others);
+        let memory = outcome.params.memory();
+        assert_eq!(memory.receive_ring, 132 * 8320);
+        assert_eq!(memory.send_ring, 131 * 320);
+        assert!(memory.total() < 2 << 20);
+    }
+
+    #[test]
+    fn every_refusal_has_its_reason() {
+        type Change = fn(&mut LoginReq, &mut LoginLimits, &mut Admission, &mut LoginView);
+        let cases: [(Change, u32); 10] = [
+            (|r, _, _, _| r.req_it_iu_len = 8277, 0x0001_0002),
+            (|r, _, _, _| r.req_it_iu_len = 63, 0x0001_0002),
+            (|_, _, a, _| *a = Admission::Denied, 0x0001_0003),
+            (|_, _, a, _| *a = Admission::UnknownTarget, 0x0001_0003),
+            (
+                |r, _, _, _| r.formats = BufferFormats::from_bits_retain(0x0008),
+                0x0001_0004,
+            ),
+            (
+                |r, l, _, v| {
+                    r.multi_channel = MultiChannelAction::Multi;
+                    l.max_channels = 1;
+                    v.channels = 1;
+                },
+                0x0001_0005,
+            ),
+            (
+                |r, l, _, v| {
+                    r.multi_channel = MultiChannelAction::Multi;
+                    l.max_channels = 2;
+                    v.channels = 2;
+                },
+                0x0001_0006,
+            ),
+            (|_, _, _, v| v.exhausted = true, 0x0001_0001),
+            (|_, _, _, v| v.stopping = true, 0x0001_0000),
+            // Access is decided first: a stranger learns nothing of the limits.
+            (
+                |r, _, a, _| {
+                    *a = Admission::Denied;
+                    r.req_it_iu_len = 1 << 20;
+                },
+                0x0001_0003,
+            ),
+        ];
+        for (i, (change, code)) in cases.into_iter().enumerate() {
+            assert_eq!(decide(change).unwrap_err().code(), code, "case {i}");
+        }
+    }
+
+    #[test]
+    fn other_channels_end_or_stay_as_asked() {
+        let single = decide(|_, _, _, v| v.channels = 3).unwrap();
+        assert!(single.terminates_others);
+        assert_eq!(single.rsp.multi_channel, MultiChannelResult::Terminated);
+        let multi = decide(|r, _, _, v| {
+            r.multi_channel = MultiChannelAction::Multi;
+            v.channels = 3;
+        })
+        .unwrap();
+        assert!(!multi.terminates_others);
+        assert_eq!(multi.rsp.multi_channel, MultiChannelResult::Maintained);
+    }
+
+    #[test]
+    fn immediate_data_needs_room() {
+        let outcome = decide(|r, _, _, _| {
+            r.req_it_iu_len = 80;
+            r.immediate = ImmediateDataOffset::new(80);
+        })
+        .unwrap();
+        assert!(!outcome.rsp.immediate);
+        assert_eq!(outcome.params.immediate, None);
+    }
+}

@@ -1,0 +1,288 @@
+//! Ends of a channel, and the messages that a target sends of its own accord: T_LOGOUT, CRED_REQ,
+//! AER_REQ.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use riser_scsi::attention::Attention;
+use riser_scsi::sense::{SenseData, SenseFormat};
+use riser_scsi::srp::{
+    AerReq, CredReq, FromTarget, LoginReqFlags, TLogout, TLogoutReason, Tag, WireLun,
+};
+
+use super::channel::{Action, ChState, Channel, Cx, SendIu};
+use super::command::End;
+use super::ioctx::{IoctxState, SendIdx};
+use super::login::MAX_TI_IU;
+use super::unit::UnitIdx;
+
+/// How long a T_LOGOUT may take to be sent before the connection ends without it.
+const LOGOUT_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Events that wait for AER_REQ at most; more are not reported that way, and meet the initiator as
+/// unit attentions.
+const MAX_EVENTS: usize = 16;
+
+/// A message of our own: at most one of each kind is under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    CredReq,
+    AerReq,
+    Logout,
+}
+
+/// Where a message of our own stands.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Slot {
+    /// Its send has not completed.
+    sending: bool,
+    /// Its answer has not come.
+    unanswered: Option<Tag>,
+}
+
+impl Slot {
+    fn is_idle(self) -> bool {
+        !self.sending && self.unanswered.is_none()
+    }
+}
+
+/// Messages of our own.
+#[derive(Debug, Default)]
+pub(super) struct Own {
+    slots: [Slot; 3],
+    next_tag: u64,
+    events: VecDeque<(WireLun, SenseData)>,
+    /// Until when commands under way may finish before the logout.
+    stopping: Option<Instant>,
+}
+
+impl Own {
+    pub(super) fn is_sending(&self) -> bool {
+        self.slots.iter().any(|s| s.sending)
+    }
+}
+
+impl Channel {
+    /// The target is shutting down: commands under way may finish until `until`, then the initiator
+    /// is logged out.
+    pub fn handle_shutdown(&mut self, cx: &mut Cx<'_>, until: Instant) {
+        match self.state {
+            ChState::Live => {
+                self.own.stopping = Some(until);
+                self.deadline = Some(until);
+            }
+            ChState::Connecting => self.disconnect(cx),
+            ChState::Disconnecting | ChState::Draining | ChState::Disconnected => {}
+        }
+        self.settle_round(cx);
+    }
+
+    /// Something else ends the channel: a new login of the same nexus, or an administrator.
+    pub fn handle_terminate(&mut self, cx: &mut Cx<'_>, reason: TLogoutReason) {
+        self.logout(cx, reason);
+        self.settle_round(cx);
+    }
+
+    /// The connection ended, by the peer or by an error.
+    pub fn handle_disconnected(&mut self, cx: &mut Cx<'_>) {
+        self.on_queue_pair_error(cx);
+        self.settle_round(cx);
+    }
+
+    /// The drain marker completed: nothing posted before it is left.
+    pub fn handle_drained(&mut self, cx: &mut Cx<'_>) {
+        self.drained = true;
+        self.settle_round(cx);
+    }
+
+    /// Something happened to a unit that initiators may want to be told of at once.
+    pub fn handle_event(&mut self, cx: &mut Cx<'_>, unit: UnitIdx, attention: Attention) {
+        if self.state == ChState::Live && self.config.params.wants_events {
+            let sense = attention.sense().encode(SenseFormat::Fixed);
+            let seen = self.config.luns.iter().find(|(_, u)| u.index == unit);
+            let room = self.own.events.len() < MAX_EVENTS;
+            if let Some((lun, _)) = seen
+                && room
+            {
+                let event = (lun.encode(), sense);
+                if !self.own.events.contains(&event) {
+                    self.own.events.push_back(event);
+                }
+            }
+        }
+        self.settle_round(cx);
+    }
+
+    /// Logs the initiator out, then disconnects.
+    pub(super) fn logout(&mut self, cx: &mut Cx<'_>, reason: TLogoutReason) {
+        match self.state {
+            ChState::Live => {
+                self.state = ChState::Disconnecting;
+                self.deadline = Some(cx.now + LOGOUT_TIMEOUT);
+                let iu = FromTarget::TLogout(TLogout {
+                    solicited: self.wants(LoginReqFlags::LOSOLNT),
+                    reason,
+                    tag: self.own_tag(),
+                });
+                self.send_own(Kind::Logout, &iu, self.wants(LoginReqFlags::LOSOLNT));
+            }
+            ChState::Connecting => self.disconnect(cx),
+            ChState::Disconnecting | ChState::Draining | ChState::Disconnected => {}
+        }
+    }
+
+    pub(super) fn on_i_logout(&mut self, cx: &mut Cx<'_>) {
+        self.disconnect(cx);
+    }
+
+    pub(super) fn on_deadline(&mut self, cx: &mut Cx<'_>) {
+        match self.state {
+            ChState::Connecting | ChState::Disconnecting => self.disconnect(cx),
+            ChState::Live if self.own.stopping.is_some() => {
+                self.logout(cx, TLogoutReason::NoReason);
+            }
+            ChState::Live | ChState::Draining | ChState::Disconnected => {}
+        }
+    }
+
+    pub(super) fn on_queue_pair_error(&mut self, cx: &mut Cx<'_>) {
+        if !matches!(self.state, ChState::Draining | ChState::Disconnected) {
+            self.disconnect(cx);
+        }
+    }
+
+    /// Goes to the draining state: what no device holds ends now, the rest as it comes back.
+    fn disconnect(&mut self, cx: &mut Cx<'_>) {
+        if matches!(self.state, ChState::Draining | ChState::Disconnected) {
+            return;
+        }
+        self.state = ChState::Draining;
+        self.deadline = None;
+        self.deferred.clear();
+        self.own.events.clear();
+        self.own.stopping = None;
+        self.actions.push_back(Action::Disconnect);
+        for idx in (0..self.config.params.req_lim as u16).map(SendIdx) {
+            match self.ioctx_state(idx) {
+                IoctxState::Done => {}
+                IoctxState::DataIn => {
+                    let io = &self.ioctx[usize::from(idx.0)];
+                    if !io.aborted {
+                        self.actions.push_back(Action::AbortBlock(idx));
+                    }
+                }
+                _ if self.ioctx[usize::from(idx.0)].is_in_device() => {}
+                _ => {
+                    self.stop_waiting(idx);
+                    self.finish(cx.pool, idx, End::TornDown);
+                }
+            }
+        }
+    }
+
+    /// Sends what is due of our own.
+    pub(super) fn poll_own(&mut self, cx: &mut Cx<'_>) {
+        if self.state != ChState::Live {
+            return;
+        }
+        if self.own.stopping.is_some() && self.req_lim.outstanding() == 0 {
+            return self.logout(cx, TLogoutReason::NoReason);
+        }
+        if self.req_lim.is_stuck() && self.slot(Kind::CredReq).is_idle() {
+            let tag = self.own_tag();
+            let solicited = self.wants(LoginReqFlags::CRSOLNT);
+            let iu = FromTarget::CredReq(CredReq {
+                solicited,
+                req_lim_delta: self.req_lim.grant(),
+                tag,
+            });
+            self.slot_mut(Kind::CredReq).unanswered = Some(tag);
+            self.send_own(Kind::CredReq, &iu, solicited);
+        }
+        if self.slot(Kind::AerReq).is_idle()
+            && let Some((lun, sense)) = self.own.events.pop_front()
+        {
+            let tag = self.own_tag();
+            let solicited = self.wants(LoginReqFlags::AESOLNT);
+            let iu = FromTarget::AerReq(AerReq {
+                solicited,
+                req_lim_delta: self.req_lim.grant(),
+                tag,
+                lun,
+                sense: &sense,
+            });
+            self.slot_mut(Kind::AerReq).unanswered = Some(tag);
+            self.send_own(Kind::AerReq, &iu, solicited);
+        }
+    }
+
+    pub(super) fn on_cred_rsp(&mut self, cx: &mut Cx<'_>, tag: Tag) {
+        self.on_own_answer(cx, Kind::CredReq, tag);
+    }
+
+    pub(super) fn on_aer_rsp(&mut self, cx: &mut Cx<'_>, tag: Tag) {
+        self.on_own_answer(cx, Kind::AerReq, tag);
+    }
+
+    fn on_own_answer(&mut self, cx: &mut Cx<'_>, kind: Kind, tag: Tag) {
+        if self.slot(kind).unanswered == Some(tag) {
+            self.slot_mut(kind).unanswered = None;
+        } else {
+            self.complain(
+                cx,
+                "an answer to nothing that was asked",
+                TLogoutReason::SpuriousResponse,
+            );
+        }
+    }
+
+    /// The send of a message of our own completed, or failed.
+    pub(super) fn on_own_sent(&mut self, cx: &mut Cx<'_>, idx: SendIdx, ok: bool) {
+        let kind = match u32::from(idx.0) - self.config.params.req_lim {
+            0 => Kind::CredReq,
+            1 => Kind::AerReq,
+            _ => Kind::Logout,
+        };
+        let slot = self.slot_mut(kind);
+        assert!(slot.sending, "{kind:?} was being sent");
+        slot.sending = false;
+        if !ok || kind == Kind::Logout {
+            self.on_queue_pair_error(cx);
+        }
+    }
+
+    fn send_own(&mut self, kind: Kind, iu: &FromTarget<'_>, solicited: bool) {
+        let idx = SendIdx((self.config.params.req_lim + kind as u32) as u16);
+        let mut bytes = [0; MAX_TI_IU as usize];
+        let len = iu.emit(&mut bytes);
+        self.send_slot(idx).write(0, &bytes[..len]);
+        let slot = self.slot_mut(kind);
+        debug_assert!(!slot.sending);
+        slot.sending = true;
+        self.actions.push_back(Action::Post {
+            ioctx: idx,
+            rdma: None,
+            send: Some(SendIu {
+                len: len as u32,
+                solicited,
+            }),
+        });
+    }
+
+    fn wants(&self, flag: LoginReqFlags) -> bool {
+        self.config.params.flags.contains(flag)
+    }
+
+    fn own_tag(&mut self) -> Tag {
+        self.own.next_tag += 1;
+        Tag(self.own.next_tag)
+    }
+
+    fn slot(&self, kind: Kind) -> Slot {
+        self.own.slots[kind as usize]
+    }
+
+    fn slot_mut(&mut self, kind: Kind) -> &mut Slot {
+        &mut self.own.slots[kind as usize]
+    }
+}

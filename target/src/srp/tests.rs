@@ -1,0 +1,668 @@
+//! Scripts: information units and completions in, actions out.
+
+use std::time::Duration;
+
+use riser_scsi::attention::Attention;
+use riser_scsi::srp::{
+    AerRsp, CredRsp, FromTarget, ILogout, LoginReq, MemDesc, Residual, TLogoutReason, Tag,
+    TaskAttr, TskMgmtFunction,
+};
+
+use super::channel::{ChState, Channel};
+use super::fixture::{Answer, Data, Pending, Rig, cmd, params, read10, table_bytes, tmf, write10};
+use super::ioctx::{IoctxState, SendIdx, Then};
+use super::login::ChannelParams;
+use super::unit::UnitIdx;
+
+const KEY: u32 = 7;
+
+fn pattern(len: usize) -> Vec<u8> {
+    (0..len).map(|i| (i * 7 % 251) as u8).collect()
+}
+
+fn state(channel: &Channel) -> Vec<IoctxState> {
+    (0..4)
+        .map(|i| channel.ioctx_state(SendIdx(i)))
+        .filter(|s| *s != IoctxState::Done)
+        .collect()
+}
+
+fn good(tag: u64) -> Answer {
+    Answer {
+        tag,
+        delta: 1,
+        status: 0,
+        code: None,
+        key: None,
+        data_in: Residual::None,
+        data_out: Residual::None,
+    }
+}
+
+#[test]
+fn a_read_goes_disk_buffer_wire_in_one_post() {
+    let mut rig = Rig::live();
+    rig.disks[0][512..1536].copy_from_slice(&pattern(1024));
+    rig.remote.insert(KEY, vec![0; 4096]);
+    let iu = read10(1, 2).into(Data::Direct(MemDesc::new(100, KEY, 1024)));
+    rig.send(0, &iu.bytes());
+    assert_eq!(state(&rig.channels[0]), [IoctxState::DataIn]);
+    rig.complete();
+    assert_eq!(state(&rig.channels[0]), [IoctxState::CmdRspSent]);
+    assert_eq!(rig.pending.len(), 1, "data and answer are one chain");
+    rig.complete();
+    assert_eq!(rig.rsp(), good(1));
+    assert_eq!(rig.remote[&KEY][100..1124], pattern(1024));
+    assert_eq!(state(&rig.channels[0]), []);
+    rig.end();
+}
+
+#[test]
+fn a_write_fetches_its_data_first() {
+    let mut rig = Rig::live();
+    rig.remote.insert(KEY, pattern(2048));
+    let iu = write10(4, 4)
+        .tag(9)
+        .out(Data::Direct(MemDesc::new(0, KEY, 2048)));
+    rig.send(0, &iu.bytes());
+    assert_eq!(state(&rig.channels[0]), [IoctxState::NeedData]);
+    rig.complete();
+    assert_eq!(state(&rig.channels[0]), [IoctxState::DataIn]);
+    rig.settle();
+    assert_eq!(rig.rsp(), good(9));
+    assert_eq!(rig.disks[0][2048..4096], pattern(2048));
+    rig.end();
+}
+
+#[test]
+fn immediate_data_needs_no_read_and_holds_its_receive() {
+    let mut rig = Rig::live();
+    let before = rig.receives[0].len();
+    let iu = write10(0, 8).out(Data::Immediate(pattern(4096)));
+    rig.send(0, &iu.bytes());
+    assert_eq!(state(&rig.channels[0]), [IoctxState::DataIn]);
+    assert_eq!(rig.receives[0].len(), before, "taken over, receive is back");
+    rig.settle();
+    assert_eq!(rig.rsp(), good(1));
+    assert_eq!(rig.disks[0][..4096], pattern(4096));
+    rig.end();
+}
+
+#[test]
+fn indirect_tables_short_long_and_external() {
+    for (entries, inline) in [(3u32, 3), (40, 40), (40, 0), (200, 30)] {
+        let mut rig = Rig::live();
+        let len = entries * 512;
+        rig.disks[0][..len as usize].copy_from_slice(&pattern(len as usize));
+        let descs: Vec<_> = (0..entries)
+            .map(|i| MemDesc::new(u64::from(entries - 1 - i) * 1000, KEY, 512))
+            .collect();
+        rig.remote.insert(KEY, vec![0; 1000 * entries as usize]);
+        rig.remote.insert(3, table_bytes(&descs));
+        let iu = read10(0, entries as u16).into(Data::Indirect {
+            table: MemDesc::new(0, 3, entries * 16),
+            len,
+            inline: descs[..inline].to_vec(),
+        });
+        rig.send(0, &iu.bytes());
+        let external = inline < entries as usize;
+        let first = if external {
+            IoctxState::FetchTable
+        } else {
+            IoctxState::DataIn
+        };
+        assert_eq!(state(&rig.channels[0]), [first]);
+        rig.settle();
+        assert_eq!(rig.rsp(), good(1));
+        for (i, block) in pattern(len as usize).chunks(512).enumerate() {
+            let at = (entries as usize - 1 - i) * 1000;
+            assert_eq!(rig.remote[&KEY][at..at + 512], *block);
+        }
+        rig.end();
+    }
+}
+
+#[test]
+fn residuals_and_sense_come_back() {
+    let mut rig = Rig::live();
+    rig.remote.insert(KEY, vec![0; 4096]);
+    let iu = read10(0, 1).into(Data::Direct(MemDesc::new(0, KEY, 4096)));
+    rig.send(0, &iu.bytes());
+    rig.settle();
+    assert_eq!(rig.rsp().data_in, Residual::Under(3584));
+    let iu = read10(u32::MAX, 1).into(Data::Direct(MemDesc::new(0, KEY, 512)));
+    rig.send(0, &iu.bytes());
+    rig.settle();
+    let rsp = rig.rsp();
+    assert_eq!((rsp.status, rsp.key), (2, Some(5)));
+    let iu = read10(0, 1).into(Data::Direct(MemDesc::new(0, KEY, 512)));
+    rig.send(0, &iu.bytes());
+    rig.complete_nth(0, false);
+    rig.settle();
+    let rsp = rig.rsp();
+    assert_eq!((rsp.status, rsp.key), (2, Some(3)), "medium error");
+    rig.end();
+}
+
+#[test]
+fn inquiry_of_a_missing_unit_is_answered() {
+    let mut rig = Rig::live();
+    rig.remote.insert(KEY, vec![0xee; 255]);
+    for len in [36u8, 0] {
+        let iu = cmd(&[0x12, 0, 0, 0, len, 0])
+            .lun(77)
+            .into(Data::Direct(MemDesc::new(0, KEY, u32::from(len))));
+        rig.send(0, &iu.bytes());
+        rig.settle();
+        assert_eq!(rig.rsp(), good(1));
+    }
+    assert_eq!(rig.remote[&KEY][0], 0x7f);
+    rig.end();
+}
+
+#[test]
+fn commands_before_establishment_wait_and_are_announced() {
+    let mut rig = Rig::new();
+    rig.add_channel(params(), 1);
+    rig.send(0, &cmd(&[0; 6]).tag(1).bytes());
+    rig.send(0, &cmd(&[0; 6]).tag(2).bytes());
+    assert_eq!((rig.notified, rig.pending.len()), (1, 0));
+    rig.establish(0);
+    assert_eq!(rig.channels[0].state(), ChState::Live);
+    rig.settle();
+    let tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
+    assert_eq!(tags, [1, 2]);
+    rig.end();
+}
+
+#[test]
+fn a_connection_that_is_never_established_ends() {
+    let mut rig = Rig::new();
+    rig.add_channel(params(), 1);
+    rig.send(0, &cmd(&[0; 6]).bytes());
+    rig.advance(Duration::from_secs(19));
+    assert_eq!(rig.channels[0].state(), ChState::Connecting);
+    rig.advance(Duration::from_secs(2));
+    assert_eq!(rig.channels[0].state(), ChState::Draining);
+    rig.end();
+}
+
+#[test]
+fn requests_beyond_the_contexts_wait_in_order() {
+    let mut rig = Rig::live();
+    for tag in 1..=7 {
+        assert!(rig.send(0, &cmd(&[0x35; 1]).tag(tag).bytes()));
+    }
+    assert_eq!(rig.channels[0].in_flight(), 4);
+    assert_eq!(
+        rig.channels[0].req_lim().over_limit(),
+        0,
+        "not looked at yet"
+    );
+    rig.settle();
+    let answers = rig.answers();
+    let tags: Vec<_> = answers.iter().map(|a| a.tag).collect();
+    assert_eq!(tags, [1, 2, 3, 4, 5, 6, 7]);
+    assert_eq!(rig.channels[0].req_lim().at_initiator(), 4);
+    rig.end();
+}
+
+#[test]
+fn ordered_tasks_wait_for_their_turn() {
+    let mut rig = Rig::live();
+    let sync = |tag| cmd(&[0x35]).tag(tag);
+    rig.send(0, &sync(1).bytes());
+    rig.send(0, &sync(2).attr(TaskAttr::Ordered).bytes());
+    rig.send(0, &sync(3).bytes());
+    assert_eq!(
+        state(&rig.channels[0]),
+        [
+            IoctxState::DataIn,
+            IoctxState::AwaitTask,
+            IoctxState::AwaitTask
+        ]
+    );
+    rig.settle();
+    let tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
+    assert_eq!(tags, [1, 2, 3]);
+    rig.end();
+}
+
+#[test]
+fn a_command_waits_for_pool_memory() {
+    let mut rig = Rig::live();
+    let all = rig.pool.take(4 << 20).unwrap();
+    rig.remote.insert(KEY, vec![1; 512]);
+    rig.send(
+        0,
+        &write10(0, 1)
+            .out(Data::Direct(MemDesc::new(0, KEY, 512)))
+            .bytes(),
+    );
+    rig.send(
+        0,
+        &write10(1, 1)
+            .tag(2)
+            .out(Data::Immediate(vec![2; 512]))
+            .bytes(),
+    );
+    assert_eq!(
+        state(&rig.channels[0]),
+        [IoctxState::AwaitBuffer, IoctxState::AwaitBuffer]
+    );
+    rig.pool.release(all);
+    rig.pump();
+    rig.settle();
+    assert_eq!(rig.answers(), [good(2), good(1)], "no READ for the second");
+    assert_eq!(rig.disks[0][512..1024], [2; 512]);
+    rig.end();
+}
+
+#[test]
+fn long_transfers_go_in_portions_and_others_pass_between() {
+    let mut rig = Rig::live();
+    let entries = 60;
+    rig.disks[0][..entries * 512].copy_from_slice(&pattern(entries * 512));
+    rig.remote.insert(KEY, vec![0; entries * 512]);
+    let descs: Vec<_> = (0..entries as u64)
+        .map(|i| MemDesc::new(i * 512, KEY, 512))
+        .collect();
+    let iu = read10(0, entries as u16).into(Data::Indirect {
+        table: MemDesc::new(0, 3, descs.len() as u32 * 16),
+        len: entries as u32 * 512,
+        inline: descs,
+    });
+    rig.send(0, &iu.tag(1).bytes());
+    rig.send(0, &cmd(&[0; 6]).tag(2).bytes());
+    rig.complete();
+    assert_eq!(
+        rig.channels[0].ioctx_state(SendIdx(0)),
+        IoctxState::WriteData
+    );
+    let portions = rig.pending.iter().map(|p| match p {
+        Pending::Chain { wrs, .. } => wrs.len(),
+        _ => 0,
+    });
+    assert!(portions.max().unwrap() <= 8);
+    rig.settle();
+    let tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
+    assert_eq!(tags, [2, 1]);
+    assert_eq!(rig.remote[&KEY], pattern(entries * 512));
+    rig.end();
+}
+
+#[test]
+fn a_full_send_queue_is_waited_for() {
+    let mut rig = Rig::new();
+    rig.add_channel(
+        ChannelParams {
+            send_queue: 6,
+            ..params()
+        },
+        1,
+    );
+    rig.establish(0);
+    for tag in 1..=4 {
+        rig.send(0, &cmd(&[0; 6]).tag(tag).bytes());
+    }
+    assert_eq!(
+        state(&rig.channels[0])[2..],
+        [IoctxState::AwaitCredit(Then::Respond); 2]
+    );
+    rig.settle();
+    assert_eq!(rig.answers().len(), 4);
+    rig.end();
+}
+
+#[test]
+fn abort_task_waits_until_the_device_lets_go() {
+    let mut rig = Rig::live();
+    rig.remote.insert(KEY, vec![0; 512]);
+    let iu = read10(0, 1)
+        .tag(5)
+        .into(Data::Direct(MemDesc::new(0, KEY, 512)));
+    rig.send(0, &iu.bytes());
+    rig.send(0, &tmf(6, 0, TskMgmtFunction::AbortTask, 5));
+    assert_eq!(
+        state(&rig.channels[0]),
+        [IoctxState::DataIn, IoctxState::Mgmt],
+        "the buffer is still the disk's"
+    );
+    assert!(matches!(
+        rig.pending[..],
+        [Pending::Block { aborted: true, .. }]
+    ));
+    rig.settle();
+    let rsp = rig.rsp();
+    assert_eq!(
+        (rsp.tag, rsp.code, rsp.delta),
+        (6, Some(0), 2),
+        "two credits come back"
+    );
+    assert_eq!(rig.channels[0].counters().aborted, 1);
+    rig.end();
+}
+
+#[test]
+fn abort_task_of_nothing_is_complete() {
+    let mut rig = Rig::live();
+    rig.send(0, &tmf(6, 0, TskMgmtFunction::AbortTask, 99));
+    rig.settle();
+    assert_eq!(rig.rsp().code, Some(0));
+    for (function, lun, code) in [
+        (TskMgmtFunction::ClearAca, 0, 4),
+        (TskMgmtFunction::Other(0x3c), 0, 4),
+        (TskMgmtFunction::LogicalUnitReset, 9, 2),
+    ] {
+        rig.send(0, &tmf(6, lun, function, 0));
+        rig.settle();
+        assert_eq!(rig.rsp().code, Some(code), "{function:?}");
+    }
+    rig.end();
+}
+
+/// CVE-2016-6327: ABORT TASK for a command in any state, repeated, neither crashes nor loses one.
+#[test]
+fn cve_2016_6327_abort_task_in_every_state() {
+    for steps in 0..6 {
+        let mut rig = Rig::live();
+        rig.remote.insert(KEY, pattern(512 * 40));
+        let descs: Vec<_> = (0..40).map(|i| MemDesc::new(i * 512, KEY, 512)).collect();
+        rig.remote.insert(3, table_bytes(&descs));
+        let iu = write10(0, 40).tag(5).out(Data::Indirect {
+            table: MemDesc::new(0, 3, 640),
+            len: 512 * 40,
+            inline: Vec::new(),
+        });
+        rig.send(0, &iu.bytes());
+        for _ in 0..steps {
+            if !rig.pending.is_empty() {
+                rig.complete();
+            }
+        }
+        rig.send(0, &tmf(6, 0, TskMgmtFunction::AbortTask, 5));
+        rig.send(0, &tmf(7, 0, TskMgmtFunction::AbortTask, 5));
+        rig.send(0, &tmf(8, 0, TskMgmtFunction::LogicalUnitReset, 0));
+        rig.settle();
+        let mut tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
+        tags.retain(|&t| t != 5);
+        assert_eq!(tags, [6, 7, 8], "after {steps} steps");
+        assert_eq!(rig.channels[0].req_lim().at_initiator(), 4);
+        rig.end();
+    }
+}
+
+#[test]
+fn a_reset_reaches_tasks_of_other_channels_and_tells_their_nexuses() {
+    let mut rig = Rig::live();
+    rig.add_channel(params(), 2);
+    rig.establish(1);
+    rig.send(1, &cmd(&[0; 6]).bytes());
+    rig.settle();
+    rig.sent.clear();
+    rig.send(1, &cmd(&[0x35]).tag(5).bytes());
+    rig.send(0, &tmf(6, 0, TskMgmtFunction::ClearTaskSet, 0));
+    assert_eq!(state(&rig.channels[0]), [IoctxState::Mgmt]);
+    rig.settle();
+    let (mgmt, other): (Vec<_>, Vec<_>) = rig.sent.drain(..).partition(|(c, _)| *c == 0);
+    assert_eq!(mgmt.len(), 1);
+    assert_eq!(
+        other.len(),
+        1,
+        "TAS is zero: no status, but the credit comes back"
+    );
+    let FromTarget::CredReq(req) = FromTarget::parse(&other[0].1).unwrap() else {
+        panic!("a CRED_REQ");
+    };
+    assert_eq!(req.req_lim_delta, 1);
+    let mut rsp = [0; 16];
+    CredRsp { tag: req.tag }.emit(&mut rsp);
+    rig.send(1, &rsp);
+    rig.send(1, &cmd(&[0; 6]).tag(8).bytes());
+    rig.settle();
+    let rsp = rig.rsp();
+    assert_eq!((rsp.tag, rsp.key), (8, Some(6)), "commands cleared");
+    assert_eq!(rig.channels[1].req_lim().at_initiator(), 4);
+    rig.end();
+}
+
+#[test]
+fn a_logout_of_the_initiator_ends_the_channel() {
+    let mut rig = Rig::live();
+    rig.send(0, &cmd(&[0x35]).bytes());
+    let mut iu = [0; 16];
+    ILogout { tag: Tag(4) }.emit(&mut iu);
+    rig.send(0, &iu);
+    assert_eq!(rig.channels[0].state(), ChState::Draining);
+    assert_eq!(rig.disconnects, 1);
+    rig.settle();
+    assert!(rig.released[0]);
+    assert_eq!(rig.channels[0].counters().torn_down, 1);
+    rig.end();
+}
+
+fn t_logout(rig: &mut Rig) -> TLogoutReason {
+    let (_, bytes) = rig.sent.pop().expect("a message");
+    match FromTarget::parse(&bytes).unwrap() {
+        FromTarget::TLogout(iu) => iu.reason,
+        other => panic!("a T_LOGOUT, not {other:?}"),
+    }
+}
+
+#[test]
+fn shutdown_lets_commands_finish_then_logs_out() {
+    let mut rig = Rig::live();
+    rig.send(0, &cmd(&[0x35]).bytes());
+    let until = rig.now + Duration::from_secs(5);
+    rig.with(0, |ch, cx| ch.handle_shutdown(cx, until));
+    assert_eq!(rig.channels[0].state(), ChState::Live);
+    rig.complete();
+    rig.complete();
+    assert_eq!(rig.channels[0].state(), ChState::Disconnecting);
+    rig.settle();
+    assert_eq!(t_logout(&mut rig), TLogoutReason::NoReason);
+    assert_eq!(rig.rsp(), good(1));
+    assert!(rig.released[0]);
+
+    let mut rig = Rig::live();
+    rig.send(0, &cmd(&[0x35]).bytes());
+    let until = rig.now + Duration::from_secs(5);
+    rig.with(0, |ch, cx| ch.handle_shutdown(cx, until));
+    rig.advance(Duration::from_secs(6));
+    assert_eq!(
+        rig.channels[0].state(),
+        ChState::Disconnecting,
+        "its time is up"
+    );
+    rig.advance(Duration::from_secs(2));
+    assert_eq!(
+        rig.channels[0].state(),
+        ChState::Draining,
+        "nor does the logout hang"
+    );
+    rig.end();
+}
+
+#[test]
+fn a_terminated_channel_is_told_why() {
+    let mut rig = Rig::live();
+    rig.with(0, |ch, cx| {
+        ch.handle_terminate(cx, TLogoutReason::MultiChannelAction);
+    });
+    rig.settle();
+    assert_eq!(t_logout(&mut rig), TLogoutReason::MultiChannelAction);
+    rig.end();
+}
+
+#[test]
+fn messages_that_make_no_sense_end_one_channel() {
+    let login = LoginReq {
+        tag: Tag(1),
+        req_it_iu_len: 100,
+        formats: riser_scsi::srp::BufferFormats::empty(),
+        multi_channel: riser_scsi::srp::MultiChannelAction::Single,
+        flags: riser_scsi::srp::LoginReqFlags::empty(),
+        immediate: None,
+        initiator_port: riser_scsi::srp::InitiatorPortId([0; 16]),
+        target_port: riser_scsi::srp::TargetPortId([0; 16]),
+    };
+    let mut login_iu = vec![0; 64];
+    login.emit(&mut login_iu);
+    let mut cred = vec![0; 16];
+    CredRsp { tag: Tag(3) }.emit(&mut cred);
+    let cases = [
+        (vec![], TLogoutReason::InvalidIuType),
+        (vec![0x55; 40], TLogoutReason::InvalidIuType),
+        (vec![0xc1; 40], TLogoutReason::InvalidIuType),
+        (vec![2, 0, 0], TLogoutReason::InvalidIuType),
+        (login_iu, TLogoutReason::InvalidIuType),
+        (cred, TLogoutReason::SpuriousResponse),
+    ];
+    for (iu, reason) in cases {
+        let mut rig = Rig::live();
+        rig.add_channel(params(), 2);
+        rig.establish(1);
+        rig.send(0, &iu);
+        rig.settle();
+        assert_eq!(t_logout(&mut rig), reason);
+        assert_eq!(rig.channels[1].state(), ChState::Live);
+        rig.end();
+    }
+}
+
+#[test]
+fn a_malformed_command_with_a_tag_is_answered() {
+    let mut rig = Rig::live();
+    let mut iu = read10(0, 1)
+        .tag(5)
+        .into(Data::Direct(MemDesc::new(0, KEY, 512)))
+        .bytes();
+    iu[5] = 0x0f;
+    rig.send(0, &iu);
+    rig.settle();
+    let rsp = rig.rsp();
+    assert_eq!((rsp.tag, rsp.code, rsp.delta), (5, Some(2), 1));
+    assert_eq!(rig.channels[0].state(), ChState::Live);
+    rig.end();
+}
+
+/// CVE-2026-74394: immediate data whose offset and length wrap around is refused.
+#[test]
+fn cve_2026_74394_immediate_data_length_wraps() {
+    for len in [u32::MAX, u32::MAX - 79, u32::MAX - 80, 8181, 4097] {
+        let mut rig = Rig::live();
+        let mut iu = write10(0, 8)
+            .tag(5)
+            .out(Data::Immediate(vec![0; 4096]))
+            .bytes();
+        let at = 48;
+        iu[at..at + 4].copy_from_slice(&len.to_be_bytes());
+        rig.send(0, &iu);
+        rig.settle();
+        assert_eq!(rig.rsp().code, Some(2), "{len:#x}");
+        assert!(rig.disks[0].iter().all(|&b| b == 0));
+        rig.end();
+    }
+}
+
+/// CVE-2026-100075: an indirect table that fails half-way leaves send-queue credit as it was.
+#[test]
+fn cve_2026_100075_a_partly_failed_table_keeps_credit() {
+    let mut rig = Rig::live();
+    let free = rig.channels[0].send_queue().free();
+    for round in 0..50 {
+        // The table as fetched describes less than the command said.
+        let mut descs: Vec<_> = (0..20).map(|i| MemDesc::new(i * 512, KEY, 512)).collect();
+        descs[19] = MemDesc::new(0, KEY, 511);
+        rig.remote.insert(3, table_bytes(&descs));
+        rig.remote.insert(KEY, vec![0; 20 * 512]);
+        let iu = write10(0, 20).tag(round).out(Data::Indirect {
+            table: MemDesc::new(0, 3, 320),
+            len: 20 * 512,
+            inline: descs[..5].to_vec(),
+        });
+        rig.send(0, &iu.bytes());
+        rig.settle();
+        assert_eq!(rig.rsp().code, Some(2));
+        assert_eq!(rig.channels[0].send_queue().free(), free);
+        assert_eq!(rig.channels[0].req_lim().at_initiator(), 4);
+    }
+    rig.end();
+}
+
+/// CVE-2022-50129 and CVE-2024-26872: whatever is under way when the connection goes, nothing is
+/// used after its end, and nothing stays.
+#[test]
+fn cve_2022_50129_and_2024_26872_teardown_at_every_point() {
+    for before in 0..12 {
+        for after in 0..8 {
+            let mut rig = Rig::live();
+            rig.add_channel(params(), 2);
+            rig.establish(1);
+            rig.remote.insert(KEY, pattern(512 * 60));
+            let descs: Vec<_> = (0..60).map(|i| MemDesc::new(i * 512, KEY, 512)).collect();
+            rig.remote.insert(3, table_bytes(&descs));
+            let table = |inline: usize| Data::Indirect {
+                table: MemDesc::new(0, 3, 960),
+                len: 512 * 60,
+                inline: descs[..inline].to_vec(),
+            };
+            rig.send(0, &write10(0, 60).tag(1).out(table(0)).bytes());
+            rig.send(0, &read10(0, 60).tag(2).into(table(60)).bytes());
+            let ordered = write10(0, 1).tag(3).attr(TaskAttr::Ordered);
+            rig.send(0, &ordered.out(Data::Immediate(vec![1; 512])).bytes());
+            rig.send(1, &tmf(9, 0, TskMgmtFunction::LogicalUnitReset, 0));
+            for _ in 0..before {
+                if !rig.pending.is_empty() {
+                    rig.complete();
+                }
+            }
+            rig.with(0, super::channel::Channel::handle_disconnected);
+            for i in 0..after {
+                if !rig.pending.is_empty() {
+                    rig.complete_nth(i % rig.pending.len(), true);
+                }
+            }
+            rig.settle();
+            assert!(rig.released[0]);
+            assert!(
+                rig.sent.iter().any(|(c, b)| *c == 1 && b[0] == 0xc1),
+                "the reset of the other channel is answered"
+            );
+            rig.end();
+        }
+    }
+}
+
+#[test]
+fn events_are_told_once_at_a_time_to_those_who_asked() {
+    let mut rig = Rig::live();
+    rig.add_channel(
+        ChannelParams {
+            wants_events: false,
+            ..params()
+        },
+        2,
+    );
+    rig.establish(1);
+    for chan in [0, 1] {
+        for attention in [Attention::CapacityChanged, Attention::LunsChanged] {
+            rig.with(chan, |ch, cx| ch.handle_event(cx, UnitIdx(1), attention));
+        }
+    }
+    rig.settle();
+    let mut seen = Vec::new();
+    while let Some((chan, bytes)) = rig.sent.pop() {
+        let FromTarget::AerReq(req) = FromTarget::parse(&bytes).unwrap() else {
+            panic!("an AER_REQ");
+        };
+        assert_eq!((chan, req.lun), (0, [0, 1, 0, 0, 0, 0, 0, 0]));
+        seen.push(req.sense[12]);
+        let mut rsp = [0; 16];
+        AerRsp { tag: req.tag }.emit(&mut rsp);
+        rig.send(0, &rsp);
+        rig.settle();
+    }
+    assert_eq!(seen, [0x2a, 0x3f]);
+    rig.end();
+}

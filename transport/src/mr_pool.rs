@@ -1,0 +1,274 @@
+//! A pool of fast-registered regions, one for each connection.
+//!
+//! An initiator registers the memory of a command before it sends it, and must be sure that the peer's
+//! key works no more before it reports the command done. Allocating a region for each command would
+//! be slow, so the regions are allocated once and registered again and again, each time under a new
+//! key byte.
+//!
+//! ```text
+//!            map                reg_wr              inv_wr
+//!  Idle ────────────▶ Mapped ──────────▶ Registered ───────▶ Invalidating
+//!   ▲ ▲                 │                    │                    │
+//!   │ └──── put ────────┘   on_invalidated   │   on_invalidated   │
+//!   └────────────────────────────────────────┴────────────────────┘
+//! ```
+//!
+//! - [`MrPool`]: the regions not in use. Bound: as many as it was created for.
+//! - [`PooledMr`]: a region taken out. It must be put back; a region that is put back while its key may
+//!   still work is deregistered at once and replaced, so that no path, however broken, leaves a key
+//!   behind.
+
+use std::collections::VecDeque;
+
+use riser_memory::MemSlice;
+
+use crate::rw::RemoteSegment;
+use crate::verbs::{
+    Access, MrId, PdId, RKey, SendFlags, SendOp, SendWr, Verbs, VerbsError, WrId,
+};
+
+/// Where a region stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MrState {
+    /// Covers nothing that matters; its key does not work.
+    Idle,
+    /// Has segments; its key does not work yet.
+    Mapped,
+    /// A registration was posted: from its execution on, its key works.
+    Registered,
+    /// An invalidation was posted: until its completion, its key may work.
+    Invalidating,
+}
+
+/// A region taken from a pool.
+#[derive(Debug)]
+#[must_use = "a region must be put back"]
+pub struct PooledMr {
+    id: MrId,
+    key: RKey,
+    addr: u64,
+    len: u64,
+    state: MrState,
+}
+
+impl PooledMr {
+    /// The region.
+    #[must_use]
+    pub fn id(&self) -> MrId {
+        self.id
+    }
+
+    /// Where it stands.
+    #[must_use]
+    pub fn state(&self) -> MrState {
+        self.state
+    }
+
+    /// Its present key.
+    #[must_use]
+    pub fn rkey(&self) -> RKey {
+        self.key
+    }
+
+    /// Sets what it shall cover, which must be all of `segments`, and gives it a new key.
+    ///
+    /// # Errors
+    /// Those of [`Verbs::map_mr_sg`]; [`VerbsError::InvalidParameter`] if not all segments fit.
+    ///
+    /// # Panics
+    /// If its key may still work.
+    pub fn map<V: Verbs + ?Sized>(
+        &mut self,
+        verbs: &mut V,
+        segments: &[MemSlice],
+    ) -> Result<(), VerbsError> {
+        assert!(
+            matches!(self.state, MrState::Idle | MrState::Mapped),
+            "mapped while {:?}",
+            self.state
+        );
+        self.state = MrState::Idle;
+        let want: u64 = segments.iter().map(|s| s.len() as u64).sum();
+        if verbs.map_mr_sg(self.id, segments)? != want {
+            return Err(VerbsError::InvalidParameter("number of segments"));
+        }
+        self.addr = verbs.query_mr(self.id)?.mr.addr;
+        self.len = want;
+        self.key = self.key.next();
+        self.state = MrState::Mapped;
+        Ok(())
+    }
+
+    /// The request that makes its key work, to post before the message that tells the key.
+    ///
+    /// # Panics
+    /// If nothing is mapped.
+    pub fn reg_wr(&mut self, wr_id: WrId, access: Access) -> SendWr<'static> {
+        assert_eq!(self.state, MrState::Mapped, "registered without a mapping");
+        self.state = MrState::Registered;
+        SendWr {
+            wr_id,
+            op: SendOp::RegMr {
+                mr: self.id,
+                key: self.key,
+                access,
+            },
+            sges: &[],
+            flags: SendFlags::empty(),
+            ud: None,
+        }
+    }
+
+    /// What to tell the peer.
+    ///
+    /// # Panics
+    /// If it covers more than one range can say, 4 GiB.
+    #[must_use]
+    pub fn remote(&self) -> RemoteSegment {
+        RemoteSegment {
+            addr: self.addr,
+            rkey: self.key,
+            len: u32::try_from(self.len).expect("a registration shorter than 4 GiB"),
+        }
+    }
+
+    /// The request that makes its key fail; signaled, since its completion is what counts.
+    ///
+    /// # Panics
+    /// If its key does not work.
+    pub fn inv_wr(&mut self, wr_id: WrId) -> SendWr<'static> {
+        assert_eq!(self.state, MrState::Registered, "nothing to invalidate");
+        self.state = MrState::Invalidating;
+        SendWr {
+            wr_id,
+            op: SendOp::LocalInv(self.key),
+            sges: &[],
+            flags: SendFlags::SIGNALED,
+            ud: None,
+        }
+    }
+
+    /// The invalidation has completed, or the peer invalidated `key`. Answers whether that was this
+    /// region's.
+    pub fn on_invalidated(&mut self, key: RKey) -> bool {
+        let ours = key == self.key
+            && matches!(self.state, MrState::Registered | MrState::Invalidating);
+        if ours {
+            self.state = MrState::Idle;
+        }
+        ours
+    }
+}
+
+/// The regions of a connection that are not in use.
+#[derive(Debug)]
+pub struct MrPool {
+    pd: PdId,
+    max_segments: u32,
+    free: VecDeque<PooledMr>,
+    out: usize,
+}
+
+impl MrPool {
+    /// Allocates `count` regions of `max_segments` segments.
+    ///
+    /// # Errors
+    /// Those of [`Verbs::alloc_fast_mr`]; nothing stays allocated then.
+    pub fn new<V: Verbs + ?Sized>(
+        verbs: &mut V,
+        pd: PdId,
+        count: usize,
+        max_segments: u32,
+    ) -> Result<Self, VerbsError> {
+        let mut pool = Self {
+            pd,
+            max_segments,
+            free: VecDeque::with_capacity(count),
+            out: 0,
+        };
+        for _ in 0..count {
+            match pool.alloc(verbs) {
+                Ok(mr) => pool.free.push_back(mr),
+                Err(e) => {
+                    pool.destroy(verbs);
+                    return Err(e);
+                }
+            }
+        }
+        Ok(pool)
+    }
+
+    fn alloc<V: Verbs + ?Sized>(&self, verbs: &mut V) -> Result<PooledMr, VerbsError> {
+        let mr = verbs.alloc_fast_mr(self.pd, self.max_segments)?;
+        Ok(PooledMr {
+            id: mr.id,
+            key: mr.rkey,
+            addr: 0,
+            len: 0,
+            state: MrState::Idle,
+        })
+    }
+
+    /// Segments that one region covers.
+    #[must_use]
+    pub fn max_segments(&self) -> u32 {
+        self.max_segments
+    }
+
+    /// Regions that can be taken.
+    #[must_use]
+    pub fn available(&self) -> usize {
+        self.free.len()
+    }
+
+    /// Regions taken and not yet put back.
+    #[must_use]
+    pub fn outstanding(&self) -> usize {
+        self.out
+    }
+
+    /// Takes a region, the one put back longest ago.
+    pub fn get(&mut self) -> Option<PooledMr> {
+        let mr = self.free.pop_front()?;
+        self.out += 1;
+        Some(mr)
+    }
+
+    /// Puts a region back. One whose key may still work is deregistered, which ends the key, and
+    /// replaced. If the device refuses a replacement the pool is one smaller.
+    ///
+    /// # Errors
+    /// That of the replacement's allocation.
+    pub fn put<V: Verbs + ?Sized>(
+        &mut self,
+        verbs: &mut V,
+        mut mr: PooledMr,
+    ) -> Result<(), VerbsError> {
+        debug_assert!(self.out > 0, "a region of another pool");
+        self.out = self.out.saturating_sub(1);
+        if matches!(mr.state, MrState::Registered | MrState::Invalidating) {
+            // The region may be gone already with its device; what counts is that the key is.
+            let _ = verbs.dereg_mr(mr.id);
+            mr = self.alloc(verbs)?;
+        }
+        mr.state = MrState::Idle;
+        self.free.push_back(mr);
+        Ok(())
+    }
+
+    /// Deregisters every region that is not in use. Those in use are put back first, or deregistered
+    /// by whoever holds them with [`MrPool::discard`].
+    pub fn destroy<V: Verbs + ?Sized>(&mut self, verbs: &mut V) {
+        for mr in self.free.drain(..) {
+            // As in `put`.
+            let _ = verbs.dereg_mr(mr.id);
+        }
+    }
+
+    /// Deregisters a region instead of putting it back; the pool is one smaller.
+    pub fn discard<V: Verbs + ?Sized>(&mut self, verbs: &mut V, mr: PooledMr) {
+        self.out = self.out.saturating_sub(1);
+        // As in `put`.
+        let _ = verbs.dereg_mr(mr.id);
+    }
+}

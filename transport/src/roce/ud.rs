@@ -1,0 +1,553 @@
+//! Datagram queue pairs: unreliable datagram, and queue pair 1 (IBTA 9.8.3, 10.2.9).
+//!
+//! A send is one packet and completes when it has been handed out. A receive begins with 40 bytes for
+//! the global route header: over IPv6 that is the IP header, over IPv4 the last 20 bytes are. A
+//! datagram with a wrong queue key, or for which no receive is posted, or which is too long for its
+//! receive, is lost; that is what "unreliable" means.
+//!
+//! ```text
+//!  RESET → INIT → RTR → RTS ⇄ SQD      SQE: a send failed, later sends flush, receives go on
+//!    ↑                   ↓ ↑           ERROR: everything flushes
+//!    └── any state      SQE            any state → ERROR
+//! ```
+//!
+//! Bounds: the depths it was created with.
+
+use std::collections::VecDeque;
+use std::net::{IpAddr, SocketAddr};
+
+use arrayvec::ArrayVec;
+
+use super::mr::MrTable;
+use crate::rc::{RcEvent, RecvQueue, RecvWqe, TxPacket};
+use crate::verbs::{
+    AsyncEvent, Completion, PdId, PostReason, QKey, QpCap, QpId, QpState, SendFlags, SendOp,
+    SendWr, Sge, WcOpcode, WcStatus, WrId,
+};
+use crate::wire::{
+    Bth, Deth, ExtHeaders, ImmDt, Opcode, Packet, Psn, Qpn, emit_headers,
+};
+
+/// Bytes before a received datagram's payload.
+pub const GRH_LEN: usize = 40;
+
+/// Most scatter-gather entries of a datagram send.
+pub const MAX_UD_SGE: usize = 16;
+
+#[derive(Debug)]
+struct UdSend {
+    wr_id: WrId,
+    flags: SendFlags,
+    imm: Option<u32>,
+    dst: SocketAddr,
+    qpn: Qpn,
+    qkey: u32,
+    sges: ArrayVec<Sge, MAX_UD_SGE>,
+    inline: Option<Box<[u8]>>,
+    length: u32,
+}
+
+/// A datagram queue pair.
+#[derive(Debug)]
+pub struct UdQp {
+    id: QpId,
+    pd: PdId,
+    qpn: Qpn,
+    cap: QpCap,
+    sq_sig_all: bool,
+    state: QpState,
+    qkey: u32,
+    psn: Psn,
+    mtu: usize,
+    sends: VecDeque<UdSend>,
+    wqe: RecvWqe,
+    /// Datagrams lost for want of a receive, for a wrong key or for their length.
+    pub dropped: u64,
+}
+
+impl UdQp {
+    /// A queue pair in RESET. Messages are at most `mtu` bytes.
+    #[must_use]
+    pub fn new(id: QpId, pd: PdId, qpn: Qpn, cap: QpCap, sq_sig_all: bool, mtu: usize) -> Self {
+        Self {
+            id,
+            pd,
+            qpn,
+            cap,
+            sq_sig_all,
+            state: QpState::Reset,
+            qkey: 0,
+            psn: Psn::new(0),
+            mtu,
+            sends: VecDeque::with_capacity(cap.max_send_wr as usize),
+            wqe: RecvWqe::new(cap.max_recv_sge),
+            dropped: 0,
+        }
+    }
+
+    /// Its state.
+    #[must_use]
+    pub fn state(&self) -> QpState {
+        self.state
+    }
+
+    /// Whether a send could go out now.
+    #[must_use]
+    pub fn has_work(&self) -> bool {
+        !self.sends.is_empty() && matches!(self.state, QpState::Rts)
+    }
+
+    /// Sets the queue key that received datagrams must have.
+    pub fn set_qkey(&mut self, qkey: QKey) {
+        self.qkey = qkey.0;
+    }
+
+    /// Sets the PSN of the next datagram.
+    pub fn set_sq_psn(&mut self, psn: u32) {
+        self.psn = Psn::new(psn);
+    }
+
+    /// Goes to a state that the caller has found legal. Going to ERROR flushes both queues, going to
+    /// RESET forgets them.
+    pub fn on_state(&mut self, state: QpState, rq: &mut RecvQueue, out: &mut Vec<RcEvent>) {
+        self.state = state;
+        match state {
+            QpState::Reset => {
+                self.sends.clear();
+                rq.clear();
+            }
+            QpState::Error => self.flush(rq, out),
+            QpState::Sqd => {
+                if self.sends.is_empty() {
+                    out.push(RcEvent::Async(AsyncEvent::SqDrained(self.id)));
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn flush(&mut self, rq: &mut RecvQueue, out: &mut Vec<RcEvent>) {
+        self.flush_sends(out);
+        while let Some(wr_id) = rq.pop_id() {
+            let c = self.completion(wr_id, WcOpcode::Recv, WcStatus::WrFlushErr);
+            out.push(RcEvent::Recv(c));
+        }
+    }
+
+    fn flush_sends(&mut self, out: &mut Vec<RcEvent>) {
+        while let Some(s) = self.sends.pop_front() {
+            let c = self.completion(s.wr_id, WcOpcode::Send, WcStatus::WrFlushErr);
+            out.push(RcEvent::Send(c));
+        }
+    }
+
+    fn completion(&self, wr_id: WrId, opcode: WcOpcode, status: WcStatus) -> Completion {
+        Completion {
+            wr_id,
+            status,
+            opcode,
+            qp: self.id,
+            byte_len: 0,
+            imm: None,
+            invalidated: None,
+            src_qp: 0,
+            solicited: false,
+            vendor_err: 0,
+        }
+    }
+
+    /// Posts a send whose address handle stands for `dst`. In SQE and ERROR it flushes at once.
+    ///
+    /// # Errors
+    /// Why it was refused.
+    pub fn post_send(
+        &mut self,
+        wr: &SendWr<'_>,
+        dst: SocketAddr,
+        mrs: &MrTable,
+        out: &mut Vec<RcEvent>,
+    ) -> Result<(), PostReason> {
+        if !matches!(
+            self.state,
+            QpState::Rts | QpState::Sqd | QpState::Sqe | QpState::Error
+        ) {
+            return Err(PostReason::InvalidState(self.state));
+        }
+        let imm = match wr.op {
+            SendOp::Send => None,
+            SendOp::SendImm(imm) => Some(imm),
+            _ => return Err(PostReason::InvalidOpcode),
+        };
+        let ud = wr.ud.ok_or(PostReason::InvalidRequest("no destination"))?;
+        let length: u64 = wr.sges.iter().map(|s| u64::from(s.length)).sum();
+        if length > self.mtu as u64 {
+            return Err(PostReason::MessageTooLong);
+        }
+        let most = (self.cap.max_send_sge as usize).min(MAX_UD_SGE);
+        let is_inline = wr.flags.contains(SendFlags::INLINE);
+        if wr.sges.len() > most && !is_inline {
+            return Err(PostReason::TooManySges);
+        }
+        if is_inline && length > u64::from(self.cap.max_inline) {
+            return Err(PostReason::InvalidInline);
+        }
+        if self.sends.len() >= self.cap.max_send_wr as usize {
+            return Err(PostReason::QueueFull);
+        }
+        let mut send = UdSend {
+            wr_id: wr.wr_id,
+            flags: wr.flags,
+            imm,
+            dst,
+            qpn: Qpn::new(ud.qpn),
+            qkey: ud.qkey.0,
+            sges: ArrayVec::new(),
+            inline: None,
+            length: length as u32,
+        };
+        if is_inline {
+            let mut data = vec![0; length as usize].into_boxed_slice();
+            let mut at = 0;
+            for sge in wr.sges {
+                let span = mrs
+                    .resolve_inline(self.pd, sge)
+                    .map_err(|_| PostReason::InvalidKey)?;
+                span.read(0, &mut data[at..at + span.len()]);
+                at += span.len();
+            }
+            send.inline = Some(data);
+        } else {
+            send.sges.extend(wr.sges.iter().copied());
+        }
+        self.sends.push_back(send);
+        if matches!(self.state, QpState::Sqe | QpState::Error) {
+            self.flush_sends(out);
+        }
+        Ok(())
+    }
+
+    /// The next packet to send and where to. Its send completes.
+    pub fn poll_transmit(
+        &mut self,
+        mrs: &MrTable,
+        out: &mut Vec<RcEvent>,
+        tx: &mut TxPacket,
+    ) -> Option<SocketAddr> {
+        if self.state != QpState::Rts {
+            return None;
+        }
+        let send = self.sends.pop_front()?;
+        tx.segments.clear();
+        tx.inline.clear();
+        if let Some(data) = &send.inline {
+            tx.inline.extend_from_slice(data);
+        }
+        for sge in &send.sges {
+            match mrs.resolve_local(self.pd, sge, false) {
+                Ok(span) => span.push_slices(0, span.len(), &mut tx.segments),
+                Err(_) => {
+                    // IBTA 10.3.1.6: a failed datagram send stops the send queue.
+                    let c = self.completion(send.wr_id, WcOpcode::Send, WcStatus::LocProtErr);
+                    out.push(RcEvent::Send(c));
+                    self.state = QpState::Sqe;
+                    self.flush_sends(out);
+                    return None;
+                }
+            }
+        }
+        let opcode = if send.imm.is_some() {
+            Opcode::UdSendOnlyImm
+        } else {
+            Opcode::UdSendOnly
+        };
+        let bth = Bth::new(opcode, send.qpn, self.psn)
+            .with_solicited(send.flags.contains(SendFlags::SOLICITED))
+            .with_pad_for(send.length as usize);
+        // A queue key with its top bit set stands for the queue pair's own (IBTA 10.2.5).
+        let qkey = if send.qkey & 0x8000_0000 != 0 && self.qpn != Qpn::GSI {
+            self.qkey
+        } else {
+            send.qkey
+        };
+        let ext = ExtHeaders {
+            deth: Some(Deth::new(qkey, self.qpn)),
+            imm: send.imm.map(ImmDt::new),
+            ..ExtHeaders::default()
+        };
+        self.psn = self.psn.next();
+        tx.headers = emit_headers(&bth, &ext);
+        tx.payload_len = send.length as usize;
+        if self.sq_sig_all || send.flags.contains(SendFlags::SIGNALED) {
+            let mut c = self.completion(send.wr_id, WcOpcode::Send, WcStatus::Success);
+            c.byte_len = send.length;
+            out.push(RcEvent::Send(c));
+        }
+        Some(send.dst)
+    }
+
+    /// Takes in a datagram whose ICRC and partition key have been checked.
+    pub fn handle_packet(
+        &mut self,
+        packet: &Packet<'_>,
+        src: IpAddr,
+        dst: IpAddr,
+        mrs: &MrTable,
+        rq: &mut RecvQueue,
+        out: &mut Vec<RcEvent>,
+    ) {
+        let receives = matches!(
+            self.state,
+            QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe
+        );
+        let Some(deth) = packet.ext.deth.filter(|_| receives) else {
+            self.dropped += 1;
+            return;
+        };
+        if deth.qkey() != self.qkey || packet.payload.len() > self.mtu || rq.is_empty() {
+            self.dropped += 1;
+            return;
+        }
+        let mut wqe = std::mem::replace(&mut self.wqe, RecvWqe::new(0));
+        rq.pop(&mut wqe);
+        let total = GRH_LEN + packet.payload.len();
+        let grh = route_header(src, dst, packet.payload.len());
+        let status = if (wqe.length as usize) < total {
+            WcStatus::LocLenErr
+        } else {
+            place(self.pd, mrs, wqe.sges(), &[&grh, packet.payload])
+        };
+        let mut c = self.completion(wqe.wr_id, WcOpcode::Recv, status);
+        self.wqe = wqe;
+        if status.is_ok() {
+            c.byte_len = total as u32;
+            c.imm = packet.ext.imm.map(|i| i.data());
+            c.src_qp = deth.src_qpn().value();
+            c.solicited = packet.bth.is_solicited();
+        }
+        out.push(RcEvent::Recv(c));
+        if !status.is_ok() {
+            self.on_state(QpState::Error, rq, out);
+        }
+    }
+}
+
+/// Writes `parts`, one after the other, over a scatter list that is long enough.
+fn place(pd: PdId, mrs: &MrTable, sges: &[Sge], parts: &[&[u8]]) -> WcStatus {
+    let mut sges = sges.iter();
+    let mut span = None;
+    let mut within = 0;
+    for part in parts {
+        let mut left = *part;
+        while !left.is_empty() {
+            let full = span.as_ref().is_none_or(|s: &super::mr::Span<'_>| within == s.len());
+            if full {
+                let Some(sge) = sges.next() else {
+                    return WcStatus::LocLenErr;
+                };
+                match mrs.resolve_local(pd, sge, true) {
+                    Ok(s) => span = Some(s),
+                    Err(_) => return WcStatus::LocProtErr,
+                }
+                within = 0;
+                continue;
+            }
+            let s = span.as_ref().expect("not full");
+            let n = left.len().min(s.len() - within);
+            s.write(within, &left[..n]);
+            within += n;
+            left = &left[n..];
+        }
+    }
+    WcStatus::Success
+}
+
+/// The 40 bytes that stand before a received datagram.
+fn route_header(src: IpAddr, dst: IpAddr, payload: usize) -> [u8; GRH_LEN] {
+    let mut h = [0; GRH_LEN];
+    // BTH, DETH, padding and ICRC belong to the datagram of UDP.
+    let udp = 8 + 12 + 8 + payload.next_multiple_of(4) + 4;
+    match (src, dst) {
+        (IpAddr::V4(s), IpAddr::V4(d)) => {
+            let ip = &mut h[20..];
+            ip[0] = 0x45;
+            ip[2..4].copy_from_slice(&((udp + 20) as u16).to_be_bytes());
+            ip[6] = 0x40;
+            ip[8] = 64;
+            ip[9] = 17;
+            ip[12..16].copy_from_slice(&s.octets());
+            ip[16..].copy_from_slice(&d.octets());
+        }
+        (s, d) => {
+            let v6 = |ip| match ip {
+                IpAddr::V4(v4) => v4.to_ipv6_mapped(),
+                IpAddr::V6(v6) => v6,
+            };
+            h[0] = 0x60;
+            h[4..6].copy_from_slice(&(udp as u16).to_be_bytes());
+            h[6] = 17;
+            h[7] = 64;
+            h[8..24].copy_from_slice(&v6(s).octets());
+            h[24..].copy_from_slice(&v6(d).octets());
+        }
+    }
+    h
+}
+
+#[cfg(test)]
+mod tests {
+    use riser_memory::Memory;
+
+    use super::*;
+    use crate::verbs::{Access, AhId, Handle, Mr, RecvWr, UdDest};
+
+    const PD: PdId = PdId(Handle::new(0, 1));
+    const CAP: QpCap = QpCap {
+        max_send_wr: 2,
+        max_recv_wr: 2,
+        max_send_sge: 2,
+        max_recv_sge: 2,
+        max_inline: 64,
+    };
+
+    struct Bench {
+        qp: UdQp,
+        rq: RecvQueue,
+        mrs: MrTable,
+        memory: Memory,
+        mr: Mr,
+        out: Vec<RcEvent>,
+    }
+
+    fn in_rts(qpn: Qpn) -> Bench {
+        let mut mrs = MrTable::new(4, 4, [5; 16]);
+        let memory = Memory::new(8192).unwrap();
+        let mr = mrs.reg(PD, &memory.whole(), Access::LOCAL_WRITE).unwrap();
+        let mut b = Bench {
+            qp: UdQp::new(QpId(Handle::new(0, 1)), PD, qpn, CAP, false, 1024),
+            rq: RecvQueue::new(2, 2),
+            mrs,
+            memory,
+            mr,
+            out: Vec::new(),
+        };
+        b.qp.set_qkey(QKey(0x11));
+        for s in [QpState::Init, QpState::Rtr, QpState::Rts] {
+            b.qp.on_state(s, &mut b.rq, &mut b.out);
+        }
+        b
+    }
+
+    fn peer() -> SocketAddr {
+        "10.0.0.9:4791".parse().unwrap()
+    }
+
+    fn wr<'a>(sges: &'a [Sge], flags: SendFlags) -> SendWr<'a> {
+        SendWr {
+            ud: Some(UdDest {
+                ah: AhId(Handle::new(0, 1)),
+                qpn: 0x77,
+                qkey: QKey(0x11),
+            }),
+            ..SendWr::new(5, SendOp::SendImm(0xabcd), sges).flags(flags)
+        }
+    }
+
+    /// What `b` sends, as one datagram with a made-up ICRC.
+    fn transmit(b: &mut Bench) -> Option<Vec<u8>> {
+        let mut tx = TxPacket::default();
+        let dst = b.qp.poll_transmit(&b.mrs, &mut b.out, &mut tx)?;
+        assert_eq!(dst, peer());
+        let mut bytes = Vec::new();
+        tx.copy_to(&mut bytes);
+        bytes.extend_from_slice(&[0; 4]);
+        Some(bytes)
+    }
+
+    fn sge(b: &Bench, offset: u64, length: u32) -> Sge {
+        Sge {
+            addr: b.mr.addr + offset,
+            length,
+            lkey: b.mr.lkey,
+        }
+    }
+
+    #[test]
+    fn a_datagram_arrives_behind_its_route_header() {
+        let mut b = in_rts(Qpn::new(0x77));
+        b.memory.write(4096, b"hello");
+        let send = [sge(&b, 4096, 2), sge(&b, 4098, 3)];
+        b.qp.post_send(&wr(&send, SendFlags::SIGNALED), peer(), &b.mrs, &mut b.out)
+            .unwrap();
+        let bytes = transmit(&mut b).unwrap();
+        assert!(matches!(&b.out[..], [RcEvent::Send(c)] if c.status.is_ok() && c.wr_id == WrId(5)));
+        b.out.clear();
+        let recv = [sge(&b, 0, 30), sge(&b, 100, 100)];
+        b.rq.post(&[RecvWr {
+            wr_id: WrId(8),
+            sges: &recv,
+        }])
+        .unwrap();
+        let packet = Packet::parse(&bytes).unwrap();
+        let (src, dst) = ("10.0.0.1".parse().unwrap(), "10.0.0.2".parse().unwrap());
+        b.qp.handle_packet(&packet, src, dst, &b.mrs, &mut b.rq, &mut b.out);
+        let [RcEvent::Recv(c)] = &b.out[..] else {
+            panic!("{:?}", b.out);
+        };
+        assert_eq!(
+            (c.byte_len, c.imm, c.src_qp, c.wr_id),
+            (45, Some(0xabcd), 0x77, WrId(8))
+        );
+        let bytes = b.memory.whole().to_vec();
+        assert_eq!(bytes[20], 0x45);
+        assert_eq!(bytes[100..110], [0, 10, 0, 0, 1, 10, 0, 0, 2][1..].iter().copied().chain(*b"he").collect::<Vec<_>>()[..]);
+        assert_eq!(&bytes[108..115], b"hello\0\0");
+    }
+
+    #[test]
+    fn a_wrong_key_or_a_missing_receive_loses_the_datagram() {
+        let mut b = in_rts(Qpn::new(0x77));
+        b.qp.post_send(&wr(&[], SendFlags::empty()), peer(), &b.mrs, &mut b.out)
+            .unwrap();
+        let bytes = transmit(&mut b).unwrap();
+        assert!(b.out.is_empty(), "not signaled");
+        let packet = Packet::parse(&bytes).unwrap();
+        let ip = "::1".parse().unwrap();
+        b.qp.handle_packet(&packet, ip, ip, &b.mrs, &mut b.rq, &mut b.out);
+        let recv = [sge(&b, 0, 64)];
+        b.rq.post(&[RecvWr {
+            wr_id: WrId(8),
+            sges: &recv,
+        }])
+        .unwrap();
+        b.qp.set_qkey(QKey(0x12));
+        b.qp.handle_packet(&packet, ip, ip, &b.mrs, &mut b.rq, &mut b.out);
+        assert_eq!((b.qp.dropped, b.rq.len(), b.out.len()), (2, 1, 0));
+    }
+
+    #[test]
+    fn a_bad_key_stops_the_send_queue_and_flushes_what_follows() {
+        let mut b = in_rts(Qpn::new(0x77));
+        let mut bad = sge(&b, 0, 8);
+        bad.lkey.0 ^= 0x100;
+        let bad = [bad];
+        b.qp.post_send(&wr(&bad, SendFlags::empty()), peer(), &b.mrs, &mut b.out)
+            .unwrap();
+        b.qp.post_send(&wr(&[], SendFlags::empty()), peer(), &b.mrs, &mut b.out)
+            .unwrap();
+        assert_eq!(
+            b.qp.post_send(&wr(&[], SendFlags::empty()), peer(), &b.mrs, &mut b.out),
+            Err(PostReason::QueueFull)
+        );
+        assert!(transmit(&mut b).is_none());
+        let statuses: Vec<_> = b
+            .out
+            .drain(..)
+            .map(|e| match e {
+                RcEvent::Send(c) => c.status,
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        assert_eq!(statuses, [WcStatus::LocProtErr, WcStatus::WrFlushErr]);
+        assert_eq!(b.qp.state(), QpState::Sqe);
+    }
+}

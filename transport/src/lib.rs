@@ -6,10 +6,16 @@
 //! - [`rc`]: the reliable-connection transport, as pure machines.
 //! - [`rdma_core`]: libibverbs and librdmacm, loaded at run time.
 //! - [`roce`]: the software NIC.
+//! - [`loopback`]: the same device over a deterministic wire in memory.
+//! - [`rw`]: plans transfers as chains of READs or WRITEs.
+//! - [`mr_pool`]: recycles fast-registered regions.
 
 pub mod cm;
+pub mod loopback;
+pub mod mr_pool;
 pub mod rc;
 pub mod rdma_core;
 pub mod roce;
+pub mod rw;
 pub mod verbs;
 pub mod wire;

@@ -23,9 +23,7 @@ use std::collections::VecDeque;
 use riser_memory::MemSlice;
 
 use crate::rw::RemoteSegment;
-use crate::verbs::{
-    Access, MrId, PdId, RKey, SendFlags, SendOp, SendWr, Verbs, VerbsError, WrId,
-};
+use crate::verbs::{Access, MrId, PdId, RKey, SendFlags, SendOp, SendWr, Verbs, VerbsError, WrId};
 
 /// Where a region stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -151,8 +149,8 @@ impl PooledMr {
     /// The invalidation has completed, or the peer invalidated `key`. Answers whether that was this
     /// region's.
     pub fn on_invalidated(&mut self, key: RKey) -> bool {
-        let ours = key == self.key
-            && matches!(self.state, MrState::Registered | MrState::Invalidating);
+        let ours =
+            key == self.key && matches!(self.state, MrState::Registered | MrState::Invalidating);
         if ours {
             self.state = MrState::Idle;
         }

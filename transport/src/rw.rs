@@ -203,7 +203,8 @@ impl RwContext {
             }
         }
         self.bytes = want;
-        self.keep.extend(cursor.used().iter().map(|s| s.slice.clone()));
+        self.keep
+            .extend(cursor.used().iter().map(|s| s.slice.clone()));
         Ok(self.wrs.len())
     }
 
@@ -444,7 +445,9 @@ mod tests {
         let local = locals(&memory, &[100]);
         let mut c = RwContext::default();
         let mut fails = |offset, remote: &[RemoteSegment], limits| {
-            let e = c.plan(Direction::Read, &local, offset, remote, limits).unwrap_err();
+            let e = c
+                .plan(Direction::Read, &local, offset, remote, limits)
+                .unwrap_err();
             assert!(c.wr_count() == 0 && c.keep.is_empty() && c.sges.is_empty());
             e
         };

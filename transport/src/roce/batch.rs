@@ -1,7 +1,9 @@
 //! Packets on their way out, gathered for as few system calls as possible.
 //!
-//! The device appends packets; consecutive packets to one address that have one length (the last
-//! may be shorter) form a [`Group`], which the socket sends with one segmented send. A packet's
+//! The device appends packets; consecutive packets to one queue pair that have one length (the last
+//! may be shorter) form a [`Group`], which the socket sends with one segmented send. Packets to
+//! different queue pairs of one address stay apart, because the peer may steer each to another worker
+//! and sees only a train's first packet when it does. A packet's
 //! place in its group is the IPv4 identification that the kernel will give it, so the ICRC can only
 //! be made once the place is known: [`TxBatch::begin`] answers it.
 //!
@@ -16,6 +18,8 @@ use std::net::SocketAddr;
 use std::ops::Range;
 
 use riser_memory::MemSlice;
+
+use crate::wire::Qpn;
 
 /// Most packets of a group: Linux's `UDP_MAX_SEGMENTS` of the kernels before 6.2.
 pub const MAX_GROUP_SEGMENTS: usize = 64;
@@ -40,6 +44,8 @@ pub enum Piece {
 pub struct Group {
     /// Where they go.
     pub dst: SocketAddr,
+    /// The queue pair there.
+    pub qpn: Qpn,
     /// Their pieces in the batch's list.
     pub pieces: Range<usize>,
     /// Length of every packet but the last, which may be shorter, in bytes.
@@ -128,12 +134,13 @@ impl TxBatch {
         &self.bytes[range.clone()]
     }
 
-    /// Begins a packet of `len` bytes to `dst`. Answers its IPv4 identification.
-    pub fn begin(&mut self, dst: SocketAddr, len: usize) -> u16 {
+    /// Begins a packet of `len` bytes to queue pair `qpn` at `dst`. Answers its IPv4 identification.
+    pub fn begin(&mut self, dst: SocketAddr, qpn: Qpn, len: usize) -> u16 {
         self.total += len;
         self.packets += 1;
         if let Some(g) = self.groups.last_mut() {
             let fits = g.dst == dst
+                && g.qpn == qpn
                 && !g.closed
                 && len <= g.segment
                 && g.count < self.max_segments
@@ -149,6 +156,7 @@ impl TxBatch {
         let at = self.pieces.len();
         self.groups.push(Group {
             dst,
+            qpn,
             pieces: at..at,
             segment: len,
             count: 1,
@@ -217,7 +225,7 @@ mod tests {
     }
 
     fn packet(b: &mut TxBatch, dst: u8, len: usize) -> u16 {
-        let id = b.begin(addr(dst), len);
+        let id = b.begin(addr(dst), Qpn::new(2), len);
         b.push_bytes(&vec![id as u8; len]);
         id
     }
@@ -241,6 +249,9 @@ mod tests {
         assert_eq!((b.packets(), b.total_bytes()), (6, 40));
         b.clear();
         assert!(b.is_empty());
+        b.begin(addr(1), Qpn::new(2), 8);
+        b.begin(addr(1), Qpn::new(3), 8);
+        assert_eq!(b.groups().len(), 2, "one for each queue pair");
     }
 
     #[test]
@@ -264,7 +275,7 @@ mod tests {
         m.write(0, b"abcdefgh");
         let mut b = TxBatch::new(64);
         for half in [0..4, 4..8] {
-            b.begin(addr(1), 8);
+            b.begin(addr(1), Qpn::new(2), 8);
             b.push_bytes(&[1, 2]);
             b.push_memory(m.slice(half).unwrap());
             b.push_bytes(&[3, 4]);

@@ -1,12 +1,25 @@
 //! The software NIC: RoCEv2 over an ordinary UDP socket.
 //!
+//! [`Roce::open`] opens a device at a local address; it is a [`Provider`](crate::verbs::Provider), to
+//! be driven by the thread that owns it. It needs no privilege. Two programs on one host use two
+//! addresses, 127.0.0.1 and 127.0.0.2 say. The protocol itself is the [`nic::Nic`], which has no socket
+//! and no clock; [`crate::loopback`] drives the same device over a wire in memory.
+//!
+//! RoCEv2 is neither encrypted nor authenticated: whoever can send packets with a peer's address can
+//! guess at its connections. Random queue pair numbers, PSNs and keys make guessing hard; a network that
+//! keeps strangers out makes it impossible.
+//!
 //! | module | what it is |
 //! | --- | --- |
 //! | [`table`] | objects named by generation-checked handles |
 //! | [`cq`] | completion queues |
+//! | [`srq`] | shared receive queues |
 //! | [`mr`] | the memory-key table |
 //! | [`qp_attr`] | the queue-pair state table |
-//! | [`batch`] | packets on their way out |
+//! | [`ud`] | datagram queue pairs |
+//! | [`nic`] | the device, without its socket |
+//! | [`rdma_cm`] | its connection manager |
+//! | [`batch`], [`gather`] | packets on their way out |
 //! | [`driver`] | the UDP socket |
 //! | [`steer`] | which worker a datagram belongs to |
 //! | [`fault`] | a bad wire, by a seed |
@@ -14,10 +27,19 @@
 
 pub mod batch;
 pub mod cq;
+pub(crate) mod delegate;
 pub mod driver;
 pub mod fault;
+pub mod gather;
 pub mod mr;
+pub mod nic;
 pub mod pcap;
+mod provider;
 pub mod qp_attr;
+pub mod rdma_cm;
+pub mod srq;
 pub mod steer;
 pub mod table;
+pub mod ud;
+
+pub use provider::{Misdirected, Roce, RoceConfig, RoceFaults};

@@ -112,7 +112,12 @@ mod tests {
             sges: &[],
         };
         srq.queue.post(&[wr, wr, wr]).unwrap();
-        for (max_wr, limit) in [(Some(2), Some(1)), (Some(8), Some(9)), (None, Some(5)), (Some(0), None)] {
+        for (max_wr, limit) in [
+            (Some(2), Some(1)),
+            (Some(8), Some(9)),
+            (None, Some(5)),
+            (Some(0), None),
+        ] {
             assert!(srq.modify(max_wr, limit).is_err());
             assert_eq!(srq.attr(), attr);
         }

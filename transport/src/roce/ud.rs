@@ -24,9 +24,7 @@ use crate::verbs::{
     AsyncEvent, Completion, PdId, PostReason, QKey, QpCap, QpId, QpState, SendFlags, SendOp,
     SendWr, Sge, WcOpcode, WcStatus, WrId,
 };
-use crate::wire::{
-    Bth, Deth, ExtHeaders, ImmDt, Opcode, Packet, Psn, Qpn, emit_headers,
-};
+use crate::wire::{Bth, Deth, ExtHeaders, ImmDt, Opcode, Packet, Psn, Qpn, emit_headers};
 
 /// Bytes before a received datagram's payload.
 pub const GRH_LEN: usize = 40;
@@ -339,7 +337,9 @@ fn place(pd: PdId, mrs: &MrTable, sges: &[Sge], parts: &[&[u8]]) -> WcStatus {
     for part in parts {
         let mut left = *part;
         while !left.is_empty() {
-            let full = span.as_ref().is_none_or(|s: &super::mr::Span<'_>| within == s.len());
+            let full = span
+                .as_ref()
+                .is_none_or(|s: &super::mr::Span<'_>| within == s.len());
             if full {
                 let Some(sge) = sges.next() else {
                     return WcStatus::LocLenErr;
@@ -499,8 +499,9 @@ mod tests {
         );
         let bytes = b.memory.whole().to_vec();
         assert_eq!(bytes[20], 0x45);
-        assert_eq!(bytes[100..110], [0, 10, 0, 0, 1, 10, 0, 0, 2][1..].iter().copied().chain(*b"he").collect::<Vec<_>>()[..]);
-        assert_eq!(&bytes[108..115], b"hello\0\0");
+        // The checksum and the addresses of the IP header, then the payload.
+        assert_eq!(bytes[100..110], [0, 0, 10, 0, 0, 1, 10, 0, 0, 2]);
+        assert_eq!(&bytes[110..116], b"hello\0");
     }
 
     #[test]

@@ -1,0 +1,403 @@
+//! The in-process wire: devices joined in memory, under a virtual clock, for tests and simulations.
+//!
+//! A [`Fabric`] carries packets between [`Endpoint`]s, each of which is a whole software NIC
+//! ([`crate::roce::nic::Nic`]) without a socket. Every packet takes the configured time and may be lost,
+//! repeated, spoilt or overtaken ([`FaultInjector`]). Nothing here reads a clock or draws a random
+//! number that does not come from the seed, so one seed gives one trace ([`Fabric::trace`]).
+//!
+//! ```text
+//!   Endpoint ──poll_transmit──▶ FaultInjector ──latency──▶ queue of the destination ──▶ Endpoint
+//! ```
+//!
+//! - [`Fabric`]: the wire and the clock. Cloning shares it.
+//! - [`Endpoint`]: a [`Provider`]. Its `progress` takes in what has arrived by the given time, so who
+//!   drives endpoints by hand passes [`Fabric::now`].
+//! - [`Pair`]: two endpoints and their fabric, driven together: [`Pair::advance`], [`Pair::run_until_idle`].
+//!
+//! Bound: [`QUEUE`] packets wait for an address; what comes beyond is lost, as in a socket buffer.
+
+use std::collections::{BTreeMap, HashMap};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::os::fd::RawFd;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::roce::batch::TxBatch;
+use crate::roce::delegate::delegate_to_nic;
+use crate::roce::fault::{FaultConfig, FaultCounters, FaultInjector};
+use crate::roce::nic::{Nic, NicConfig, NicCounters, NicLimits, QpCounters};
+use crate::verbs::{Mtu, Provider, QpId, VerbsError};
+
+/// Packets that wait for one address.
+pub const QUEUE: usize = 8192;
+
+/// Bytes that an endpoint sends in one call of `progress`.
+const TX_BUDGET: usize = 256 << 10;
+
+/// How the wire and its devices are.
+#[derive(Clone, Copy, Debug)]
+pub struct FabricConfig {
+    /// From where all random numbers come.
+    pub seed: u64,
+    /// How long a packet takes.
+    pub latency: Duration,
+    /// What befalls packets; its seed is mixed with the fabric's.
+    pub faults: FaultConfig,
+    /// Path MTU of the devices.
+    pub mtu: Mtu,
+    /// Most bytes that a queue pair has on the way.
+    pub max_inflight_bytes: u32,
+    /// Limits of the devices.
+    pub limits: NicLimits,
+}
+
+impl Default for FabricConfig {
+    fn default() -> Self {
+        Self {
+            seed: 1,
+            latency: Duration::from_micros(10),
+            faults: FaultConfig::default(),
+            mtu: Mtu::Mtu4096,
+            max_inflight_bytes: 128 * 1024,
+            limits: NicLimits::default(),
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Wire {
+    config: FabricConfig,
+    start: Instant,
+    now: Instant,
+    injector: FaultInjector<(SocketAddr, SocketAddr)>,
+    /// What is on the way to each address, by arrival and order.
+    queues: HashMap<IpAddr, BTreeMap<(Instant, u64), (SocketAddr, Vec<u8>)>>,
+    sequence: u64,
+    endpoints: u64,
+    trace: u64,
+    overflows: u64,
+}
+
+impl Wire {
+    /// Takes what comes out of the injector onto the queues.
+    fn pump(&mut self, now: Instant) {
+        while let Some(((src, dst), bytes)) = self.injector.poll_packet(now) {
+            let Some(queue) = self.queues.get_mut(&dst.ip()) else {
+                continue;
+            };
+            if queue.len() >= QUEUE {
+                self.overflows += 1;
+                continue;
+            }
+            self.sequence += 1;
+            let at = now + self.config.latency;
+            queue.insert((at, self.sequence), (src, bytes));
+        }
+    }
+
+    /// Mixes a packet into the trace (FNV-1a).
+    fn note(&mut self, now: Instant, dst: SocketAddr, bytes: &[u8]) {
+        let time = now.duration_since(self.start).as_nanos() as u64;
+        let port = u64::from(dst.port()).to_le_bytes();
+        let head = time.to_le_bytes();
+        for &b in head.iter().chain(&port).chain(bytes) {
+            self.trace = (self.trace ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3);
+        }
+    }
+}
+
+/// The wire and the clock.
+#[derive(Clone, Debug)]
+pub struct Fabric(Arc<Mutex<Wire>>);
+
+impl Fabric {
+    /// A wire without devices.
+    #[must_use]
+    pub fn new(config: FabricConfig) -> Self {
+        // The one look at a real clock: where virtual time begins does not matter to anybody.
+        let start = Instant::now();
+        let faults = FaultConfig {
+            seed: config.faults.seed ^ config.seed.rotate_left(32),
+            ..config.faults
+        };
+        Self(Arc::new(Mutex::new(Wire {
+            config,
+            start,
+            now: start,
+            injector: FaultInjector::new(faults),
+            queues: HashMap::new(),
+            sequence: 0,
+            endpoints: 0,
+            trace: 0xcbf2_9ce4_8422_2325,
+            overflows: 0,
+        })))
+    }
+
+    fn wire(&self) -> MutexGuard<'_, Wire> {
+        // A panic of another test thread leaves plain data behind.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds a device.
+    ///
+    /// # Panics
+    /// If there is one at this address.
+    #[must_use]
+    pub fn endpoint(&self, addr: IpAddr) -> Endpoint {
+        let mut wire = self.wire();
+        let before = wire.queues.insert(addr, BTreeMap::new());
+        assert!(before.is_none(), "an address has one device");
+        wire.endpoints += 1;
+        let mut seed = [0; 32];
+        seed[..8].copy_from_slice(&wire.config.seed.to_le_bytes());
+        seed[8..16].copy_from_slice(&wire.endpoints.to_le_bytes());
+        let config = NicConfig {
+            provider: "loopback",
+            mtu: wire.config.mtu,
+            max_inflight_bytes: wire.config.max_inflight_bytes,
+            limits: wire.config.limits,
+            ..NicConfig::new(addr, seed)
+        };
+        let nic = Nic::new(config, wire.now);
+        drop(wire);
+        Endpoint {
+            nic,
+            fabric: self.clone(),
+            batch: TxBatch::new(1),
+        }
+    }
+
+    /// The present.
+    #[must_use]
+    pub fn now(&self) -> Instant {
+        self.wire().now
+    }
+
+    /// Time since the fabric was made.
+    #[must_use]
+    pub fn elapsed(&self) -> Duration {
+        let wire = self.wire();
+        wire.now.duration_since(wire.start)
+    }
+
+    /// Moves the clock; it never goes back.
+    pub fn advance_to(&self, now: Instant) {
+        let mut wire = self.wire();
+        wire.now = wire.now.max(now);
+        let now = wire.now;
+        wire.pump(now);
+    }
+
+    /// When the next packet arrives somewhere, or comes out of hold.
+    #[must_use]
+    pub fn next_arrival(&self) -> Option<Instant> {
+        let wire = self.wire();
+        let queued = wire.queues.values().filter_map(|q| q.keys().next());
+        queued
+            .map(|(at, _)| *at)
+            .chain(wire.injector.deadline())
+            .min()
+    }
+
+    /// A number that stands for everything ever sent, and when: equal for equal runs.
+    #[must_use]
+    pub fn trace(&self) -> u64 {
+        self.wire().trace
+    }
+
+    /// What the wire did to packets.
+    #[must_use]
+    pub fn fault_counters(&self) -> FaultCounters {
+        self.wire().injector.counters()
+    }
+
+    /// Packets lost because too many waited.
+    #[must_use]
+    pub fn overflows(&self) -> u64 {
+        self.wire().overflows
+    }
+
+    /// Changes what befalls packets from now on, keeping the sequence of random numbers apart from the
+    /// old one's by its seed.
+    pub fn set_faults(&self, faults: FaultConfig) {
+        let mut wire = self.wire();
+        let now = wire.now + Duration::from_secs(3600);
+        let mut held = Vec::new();
+        while let Some(p) = wire.injector.poll_packet(now) {
+            held.push(p);
+        }
+        wire.injector = FaultInjector::new(faults);
+        let now = wire.now;
+        for ((src, dst), bytes) in held {
+            wire.injector.handle_packet(now, (src, dst), bytes);
+        }
+        wire.pump(now);
+    }
+
+    fn send(&self, now: Instant, src: SocketAddr, dst: SocketAddr, packet: Vec<u8>) {
+        let mut wire = self.wire();
+        wire.note(now, dst, &packet);
+        wire.injector.handle_packet(now, (src, dst), packet);
+        wire.pump(now);
+    }
+
+    /// The next packet that has arrived at `addr`.
+    fn take(&self, now: Instant, addr: IpAddr) -> Option<(SocketAddr, Vec<u8>)> {
+        let mut wire = self.wire();
+        let entry = wire.queues.get_mut(&addr)?.first_entry()?;
+        (entry.key().0 <= now).then(|| entry.remove())
+    }
+
+    fn next_for(&self, addr: IpAddr) -> Option<Instant> {
+        let wire = self.wire();
+        let first = wire.queues.get(&addr)?.keys().next().map(|k| k.0);
+        first.into_iter().chain(wire.injector.deadline()).min()
+    }
+}
+
+/// A device on a fabric.
+#[derive(Debug)]
+pub struct Endpoint {
+    nic: Nic,
+    fabric: Fabric,
+    batch: TxBatch,
+}
+
+delegate_to_nic!(Endpoint, tick);
+
+impl Endpoint {
+    fn tick(&mut self) {
+        self.nic.set_now(self.fabric.now());
+    }
+
+    /// Its address.
+    #[must_use]
+    pub fn addr(&self) -> IpAddr {
+        self.nic.local_addr().ip()
+    }
+
+    /// The wire that it is on.
+    #[must_use]
+    pub fn fabric(&self) -> &Fabric {
+        &self.fabric
+    }
+
+    /// What the device has counted.
+    #[must_use]
+    pub fn counters(&self) -> &NicCounters {
+        self.nic.counters()
+    }
+
+    /// What a queue pair has counted.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`].
+    pub fn qp_counters(&self, qp: QpId) -> Result<QpCounters, VerbsError> {
+        self.nic.qp_counters(qp)
+    }
+}
+
+impl Drop for Endpoint {
+    fn drop(&mut self) {
+        let addr = self.addr();
+        self.fabric.wire().queues.remove(&addr);
+    }
+}
+
+impl Provider for Endpoint {
+    fn progress(&mut self, now: Instant) -> usize {
+        self.fabric.advance_to(now);
+        let (local, addr) = (self.nic.local_addr(), self.addr());
+        let mut did = 0;
+        while let Some((src, packet)) = self.fabric.take(now, addr) {
+            self.nic.handle_datagram(now, src, packet.len(), &packet);
+            did += 1;
+        }
+        did += self.nic.handle_timeouts(now);
+        did += self.nic.poll_transmit(now, &mut self.batch, TX_BUDGET);
+        for group in self.batch.groups() {
+            for packet in self.batch.copy_packets(group) {
+                self.fabric.send(now, local, group.dst, packet);
+            }
+        }
+        self.batch.clear();
+        did
+    }
+
+    fn deadline(&self) -> Option<Instant> {
+        let arrival = self.fabric.next_for(self.addr());
+        [self.nic.deadline(), arrival].into_iter().flatten().min()
+    }
+
+    fn event_fds(&self) -> Vec<RawFd> {
+        Vec::new()
+    }
+}
+
+/// Two devices, 127.0.0.1 and 127.0.0.2, and the wire between them.
+#[derive(Debug)]
+pub struct Pair {
+    /// The first.
+    pub a: Endpoint,
+    /// The second.
+    pub b: Endpoint,
+    /// Wire and clock.
+    pub fabric: Fabric,
+}
+
+impl Pair {
+    /// A pair.
+    #[must_use]
+    pub fn new(config: FabricConfig) -> Self {
+        let fabric = Fabric::new(config);
+        Self {
+            a: fabric.endpoint(Ipv4Addr::new(127, 0, 0, 1).into()),
+            b: fabric.endpoint(Ipv4Addr::new(127, 0, 0, 2).into()),
+            fabric,
+        }
+    }
+
+    /// Does what is due now; answers how much.
+    pub fn step(&mut self) -> usize {
+        let now = self.fabric.now();
+        self.a.progress(now) + self.b.progress(now)
+    }
+
+    /// Moves the clock to the next thing that happens by `limit`, and does it. False if there is none.
+    pub fn step_to_next(&mut self, limit: Instant) -> bool {
+        let next = [self.a.deadline(), self.b.deadline()]
+            .into_iter()
+            .flatten()
+            .min();
+        match next {
+            Some(at) if at <= limit => {
+                self.fabric.advance_to(at);
+                self.step();
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Lets `time` pass.
+    pub fn advance(&mut self, time: Duration) {
+        let end = self.fabric.now() + time;
+        self.step();
+        while self.step_to_next(end) {}
+        self.fabric.advance_to(end);
+        self.step();
+    }
+
+    /// Runs until no packet is on the way and nothing is ready, leaving timers that are further than
+    /// `horizon` away alone; answers the time that passed.
+    pub fn run_until_idle(&mut self, horizon: Duration) -> Duration {
+        let start = self.fabric.now();
+        self.step();
+        loop {
+            let limit = self.fabric.now() + horizon;
+            if !self.step_to_next(limit) {
+                return self.fabric.now() - start;
+            }
+        }
+    }
+}

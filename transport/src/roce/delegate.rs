@@ -1,0 +1,99 @@
+//! The verbs traits for whatever owns a [`Nic`](super::nic::Nic).
+
+/// Implements [`Verbs`](crate::verbs::Verbs) and [`RdmaCm`](crate::verbs::RdmaCm) for a type by its
+/// field `nic`. Before a call of the RDMA CM, which may start timers, `$tick` brings the device's clock
+/// up to date.
+macro_rules! delegate_to_nic {
+    ($ty:ty, $tick:ident) => {
+        impl $crate::verbs::Verbs for $ty {
+            $crate::roce::delegate::forward! {
+                @ref device_attr() -> &$crate::verbs::DeviceAttr;
+                @ref query_port(port: u8) -> Result<$crate::verbs::PortAttr, $crate::verbs::VerbsError>;
+                @ref query_gid(port: u8, index: u16) -> Result<$crate::verbs::Gid, $crate::verbs::VerbsError>;
+                @ref query_pkey(port: u8, index: u16) -> Result<$crate::verbs::PKey, $crate::verbs::VerbsError>;
+                @mut poll_async_event() -> Option<$crate::verbs::AsyncEvent>;
+                @mut alloc_pd() -> Result<$crate::verbs::PdId, $crate::verbs::VerbsError>;
+                @mut dealloc_pd(pd: $crate::verbs::PdId) -> Result<(), $crate::verbs::VerbsError>;
+                @mut reg_mr(pd: $crate::verbs::PdId, range: &riser_memory::MemSlice, access: $crate::verbs::Access) -> Result<$crate::verbs::Mr, $crate::verbs::VerbsError>;
+                @ref query_mr(mr: $crate::verbs::MrId) -> Result<$crate::verbs::MrAttr, $crate::verbs::VerbsError>;
+                @mut dereg_mr(mr: $crate::verbs::MrId) -> Result<(), $crate::verbs::VerbsError>;
+                @mut alloc_fast_mr(pd: $crate::verbs::PdId, max_segments: u32) -> Result<$crate::verbs::Mr, $crate::verbs::VerbsError>;
+                @mut map_mr_sg(mr: $crate::verbs::MrId, segments: &[riser_memory::MemSlice]) -> Result<u64, $crate::verbs::VerbsError>;
+                @mut create_cq(entries: u32) -> Result<$crate::verbs::CqId, $crate::verbs::VerbsError>;
+                @mut resize_cq(cq: $crate::verbs::CqId, entries: u32) -> Result<(), $crate::verbs::VerbsError>;
+                @mut destroy_cq(cq: $crate::verbs::CqId) -> Result<(), $crate::verbs::VerbsError>;
+                @mut poll_cq(cq: $crate::verbs::CqId, max: usize, out: &mut Vec<$crate::verbs::Completion>) -> Result<usize, $crate::verbs::VerbsError>;
+                @ref peek_cq(cq: $crate::verbs::CqId, max: usize) -> Result<usize, $crate::verbs::VerbsError>;
+                @mut req_notify_cq(cq: $crate::verbs::CqId, notify: $crate::verbs::Notify) -> Result<bool, $crate::verbs::VerbsError>;
+                @mut poll_cq_event() -> Option<$crate::verbs::CqId>;
+                @mut create_srq(pd: $crate::verbs::PdId, attr: $crate::verbs::SrqAttr) -> Result<$crate::verbs::SrqId, $crate::verbs::VerbsError>;
+                @mut modify_srq(srq: $crate::verbs::SrqId, max_wr: Option<u32>, limit: Option<u32>) -> Result<(), $crate::verbs::VerbsError>;
+                @ref query_srq(srq: $crate::verbs::SrqId) -> Result<$crate::verbs::SrqAttr, $crate::verbs::VerbsError>;
+                @mut destroy_srq(srq: $crate::verbs::SrqId) -> Result<(), $crate::verbs::VerbsError>;
+                @mut post_srq_recv(srq: $crate::verbs::SrqId, wrs: &[$crate::verbs::RecvWr<'_>]) -> Result<(), $crate::verbs::PostError>;
+                @mut create_qp(init: &$crate::verbs::QpInitAttr) -> Result<$crate::verbs::QpId, $crate::verbs::VerbsError>;
+                @ref qp_num(qp: $crate::verbs::QpId) -> Result<u32, $crate::verbs::VerbsError>;
+                @mut modify_qp(qp: $crate::verbs::QpId, attr: &$crate::verbs::QpAttr) -> Result<(), $crate::verbs::VerbsError>;
+                @ref query_qp(qp: $crate::verbs::QpId) -> Result<$crate::verbs::QpAttr, $crate::verbs::VerbsError>;
+                @mut destroy_qp(qp: $crate::verbs::QpId) -> Result<(), $crate::verbs::VerbsError>;
+                @mut post_send(qp: $crate::verbs::QpId, wrs: &[$crate::verbs::SendWr<'_>]) -> Result<(), $crate::verbs::PostError>;
+                @mut post_recv(qp: $crate::verbs::QpId, wrs: &[$crate::verbs::RecvWr<'_>]) -> Result<(), $crate::verbs::PostError>;
+                @mut create_ah(pd: $crate::verbs::PdId, attr: $crate::verbs::AhAttr) -> Result<$crate::verbs::AhId, $crate::verbs::VerbsError>;
+                @mut destroy_ah(ah: $crate::verbs::AhId) -> Result<(), $crate::verbs::VerbsError>;
+            }
+        }
+
+        impl $crate::verbs::RdmaCm for $ty {
+            $crate::roce::delegate::forward! {
+                @tick $tick create_id(space: $crate::verbs::PortSpace) -> Result<$crate::verbs::CmId, $crate::verbs::CmError>;
+                @tick $tick bind_addr(id: $crate::verbs::CmId, addr: std::net::SocketAddr) -> Result<(), $crate::verbs::CmError>;
+                @tick $tick resolve_addr(id: $crate::verbs::CmId, src: Option<std::net::SocketAddr>, dst: std::net::SocketAddr, timeout: std::time::Duration) -> Result<(), $crate::verbs::CmError>;
+                @tick $tick resolve_route(id: $crate::verbs::CmId, timeout: std::time::Duration) -> Result<(), $crate::verbs::CmError>;
+                @tick $tick create_cm_qp(id: $crate::verbs::CmId, init: &$crate::verbs::QpInitAttr) -> Result<$crate::verbs::QpId, $crate::verbs::CmError>;
+                @tick $tick listen(id: $crate::verbs::CmId, backlog: u32) -> Result<(), $crate::verbs::CmError>;
+                @tick $tick connect(id: $crate::verbs::CmId, param: &$crate::verbs::ConnParam) -> Result<(), $crate::verbs::CmError>;
+                @tick $tick accept(id: $crate::verbs::CmId, param: &$crate::verbs::ConnParam) -> Result<(), $crate::verbs::CmError>;
+                @tick $tick reject(id: $crate::verbs::CmId, private_data: &[u8]) -> Result<(), $crate::verbs::CmError>;
+                @tick $tick mra(id: $crate::verbs::CmId) -> Result<(), $crate::verbs::CmError>;
+                @tick $tick notify_established(id: $crate::verbs::CmId) -> Result<(), $crate::verbs::CmError>;
+                @tick $tick disconnect(id: $crate::verbs::CmId) -> Result<(), $crate::verbs::CmError>;
+                @tick $tick destroy_id(id: $crate::verbs::CmId) -> Result<(), $crate::verbs::CmError>;
+                @mut poll_cm_event() -> Option<$crate::verbs::CmEvent>;
+            }
+
+            fn local_addr(&self, id: $crate::verbs::CmId) -> Option<std::net::SocketAddr> {
+                self.nic.cm_local_addr(id)
+            }
+
+            fn peer_addr(&self, id: $crate::verbs::CmId) -> Option<std::net::SocketAddr> {
+                self.nic.cm_peer_addr(id)
+            }
+        }
+    };
+}
+
+/// Forwards methods to the field `nic`, one after the other.
+macro_rules! forward {
+    () => {};
+    (@ref $name:ident($($arg:ident: $ty:ty),*) -> $ret:ty; $($rest:tt)*) => {
+        fn $name(&self $(, $arg: $ty)*) -> $ret {
+            self.nic.$name($($arg),*)
+        }
+        $crate::roce::delegate::forward! { $($rest)* }
+    };
+    (@mut $name:ident($($arg:ident: $ty:ty),*) -> $ret:ty; $($rest:tt)*) => {
+        fn $name(&mut self $(, $arg: $ty)*) -> $ret {
+            self.nic.$name($($arg),*)
+        }
+        $crate::roce::delegate::forward! { $($rest)* }
+    };
+    (@tick $tick:ident $name:ident($($arg:ident: $ty:ty),*) -> $ret:ty; $($rest:tt)*) => {
+        fn $name(&mut self $(, $arg: $ty)*) -> $ret {
+            self.$tick();
+            self.nic.$name($($arg),*)
+        }
+        $crate::roce::delegate::forward! { $($rest)* }
+    };
+}
+
+pub(crate) use {delegate_to_nic, forward};

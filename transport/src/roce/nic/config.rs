@@ -1,0 +1,184 @@
+//! What a device is created with, and what it counts.
+
+use std::net::IpAddr;
+
+use crate::rc::RcCounters;
+use crate::verbs::{DeviceAttr, Mtu};
+
+/// Limits of a device's tables and queues.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NicLimits {
+    /// Protection domains.
+    pub max_pd: u32,
+    /// Memory regions; rounded up to a power of two.
+    pub max_mr: u32,
+    /// Segments of a fast registration.
+    pub max_fast_reg_segments: u32,
+    /// Completion queues.
+    pub max_cq: u32,
+    /// Entries of a completion queue.
+    pub max_cqe: u32,
+    /// Queue pairs.
+    pub max_qp: u32,
+    /// Requests of a queue.
+    pub max_qp_wr: u32,
+    /// Scatter-gather entries of a request.
+    pub max_sge: u32,
+    /// Inline bytes.
+    pub max_inline: u32,
+    /// Shared receive queues.
+    pub max_srq: u32,
+    /// Requests of a shared receive queue.
+    pub max_srq_wr: u32,
+    /// Incoming READs and atomics of a queue pair.
+    pub max_qp_rd_atom: u8,
+    /// Outgoing READs and atomics of a queue pair.
+    pub max_qp_init_rd_atom: u8,
+    /// Address handles.
+    pub max_ah: u32,
+    /// Connected queue pairs towards one peer address.
+    pub max_qps_per_peer: u32,
+    /// Identifiers of the RDMA CM.
+    pub max_cm_ids: u32,
+}
+
+impl Default for NicLimits {
+    fn default() -> Self {
+        Self {
+            max_pd: 4096,
+            max_mr: 1 << 14,
+            max_fast_reg_segments: 512,
+            max_cq: 4096,
+            max_cqe: 1 << 17,
+            max_qp: 4096,
+            max_qp_wr: 1 << 14,
+            max_sge: 32,
+            max_inline: 512,
+            max_srq: 256,
+            max_srq_wr: 1 << 15,
+            max_qp_rd_atom: 32,
+            max_qp_init_rd_atom: 32,
+            max_ah: 1024,
+            max_qps_per_peer: 1024,
+            max_cm_ids: 8192,
+        }
+    }
+}
+
+/// What a device is created with.
+#[derive(Clone, Debug)]
+pub struct NicConfig {
+    /// Its address.
+    pub addr: IpAddr,
+    /// Name of the provider.
+    pub provider: &'static str,
+    /// Largest path MTU.
+    pub mtu: Mtu,
+    /// Which worker it is.
+    pub worker_index: u32,
+    /// Low bits of queue-pair numbers and communication ids that name the worker.
+    pub worker_bits: u8,
+    /// From where all its random numbers come. Secret.
+    pub seed: [u8; 32],
+    /// Most bytes that a queue pair has on the way.
+    pub max_inflight_bytes: u32,
+    /// Limits.
+    pub limits: NicLimits,
+}
+
+impl NicConfig {
+    /// A device at `addr` with the default limits.
+    #[must_use]
+    pub fn new(addr: IpAddr, seed: [u8; 32]) -> Self {
+        Self {
+            addr,
+            provider: "roce",
+            mtu: Mtu::Mtu4096,
+            worker_index: 0,
+            worker_bits: 0,
+            seed,
+            max_inflight_bytes: 128 * 1024,
+            limits: NicLimits::default(),
+        }
+    }
+
+    pub(super) fn device_attr(&self) -> DeviceAttr {
+        let l = &self.limits;
+        DeviceAttr {
+            name: format!("{}-{}", self.provider, self.addr),
+            provider: self.provider,
+            node_guid: device_guid(self.addr),
+            max_pd: l.max_pd,
+            max_mr: l.max_mr,
+            max_mr_size: u64::MAX,
+            max_fast_reg_segments: l.max_fast_reg_segments,
+            sg_gaps: true,
+            max_cq: l.max_cq,
+            max_cqe: l.max_cqe,
+            max_qp: l.max_qp,
+            max_qp_wr: l.max_qp_wr,
+            max_sge: l.max_sge,
+            max_inline: l.max_inline,
+            max_srq: l.max_srq,
+            max_srq_wr: l.max_srq_wr,
+            max_qp_rd_atom: l.max_qp_rd_atom,
+            max_qp_init_rd_atom: l.max_qp_init_rd_atom,
+            max_ah: l.max_ah,
+            ports: 1,
+        }
+    }
+}
+
+/// The GUID of a device at an address: locally administered, the same in every run and for every
+/// worker, different for different addresses (FNV-1a of the address).
+#[must_use]
+pub fn device_guid(addr: IpAddr) -> u64 {
+    let bytes = match addr {
+        IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
+        IpAddr::V6(v6) => v6.octets(),
+    };
+    let hash = bytes.iter().fold(0xcbf2_9ce4_8422_2325u64, |h, &b| {
+        (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3)
+    });
+    hash & !(0x03 << 56) | 0x02 << 56
+}
+
+/// What a device has counted since it was created.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NicCounters {
+    /// Packets that came in.
+    pub rx_packets: u64,
+    /// Their bytes.
+    pub rx_bytes: u64,
+    /// Packets handed out.
+    pub tx_packets: u64,
+    /// Their bytes.
+    pub tx_bytes: u64,
+    /// Packets whose structure is wrong.
+    pub rx_malformed: u64,
+    /// Packets whose ICRC is wrong.
+    pub rx_icrc_errors: u64,
+    /// Packets for a queue pair that does not exist, or is not of the packet's kind.
+    pub rx_unknown_qp: u64,
+    /// Packets that came from another address than the queue pair's peer.
+    pub rx_wrong_source: u64,
+    /// Packets of another partition.
+    pub rx_wrong_pkey: u64,
+    /// MADs that nobody wanted.
+    pub rx_dropped_mads: u64,
+    /// Completions lost because their queue was full.
+    pub cq_overruns: u64,
+    /// Queue pairs refused because their peer has too many.
+    pub refused_qps: u64,
+}
+
+/// What a queue pair has counted since it was created.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct QpCounters {
+    /// Those of the connection; zero on datagram queue pairs.
+    pub rc: RcCounters,
+    /// Packets for it that came from a wrong address.
+    pub wrong_source: u64,
+    /// Datagrams that were lost at the queue pair.
+    pub dropped_datagrams: u64,
+}

@@ -1,0 +1,255 @@
+//! The device, without its socket: objects, queue pairs, packets in, packets out, timers.
+//!
+//! A [`Nic`] is driven by whoever owns it:
+//!
+//! ```text
+//! nic.handle_datagram(now, src, segment, bytes)   // what came in
+//! nic.handle_timeouts(now)                        // once nic.deadline() has passed
+//! nic.poll_transmit(now, &mut batch, budget)      // what goes out
+//! nic.poll_async_event(), nic.poll_cq(…), …       // what the user sees
+//! ```
+//!
+//! | module | what it does |
+//! | --- | --- |
+//! | `config` | [`NicConfig`], [`NicLimits`], the counters |
+//! | `objects` | protection domains, completion queues, shared receive queues, address handles |
+//! | `qpn` | gives out queue-pair numbers |
+//! | `qp` | creates, modifies and destroys queue pairs, posts work |
+//! | `rx` | dispatches what comes in |
+//! | `tx` | collects what goes out, and the timers |
+//!
+//! # Invariants
+//! - A packet changes nothing before its destination, source address, partition key and ICRC have been
+//!   checked; the queue pair then checks sequence, keys, rights and ranges.
+//! - Timers and transmit turns name queue pairs by handles with a generation, so none outlives its
+//!   queue pair (CVE-2026-45910).
+//! - Queue pairs take turns in sending, [`TURN`] packets each.
+//!
+//! # Bounds
+//! Connections are made by the RDMA CM's calls ([`super::rdma_cm`]), which are methods of the device
+//! as well.
+//!
+//! Every table has the limit of its [`NicLimits`]. The queues of events hold one entry for each object
+//! and kind. A peer address has at most [`NicLimits::max_qps_per_peer`] queue pairs.
+//!
+//! Not implemented: unreliable connections, memory windows, multicast, several ports or partitions.
+
+mod config;
+mod objects;
+mod qp;
+mod qpn;
+mod rx;
+mod tx;
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap, VecDeque};
+use std::net::{IpAddr, SocketAddr};
+use std::time::Instant;
+
+use chacha20::ChaCha20Rng;
+use chacha20::rand_core::{Rng, SeedableRng};
+
+use crate::rc::{RcEvent, RcQp, RecvQueue, TxPacket};
+use crate::roce::cq::Cq;
+use crate::roce::mr::MrTable;
+use crate::roce::rdma_cm::CmAgent;
+use crate::roce::srq::Srq;
+use crate::roce::table::Table;
+use crate::roce::ud::UdQp;
+use crate::verbs::{
+    AhAttr, AhId, AsyncEvent, CqId, DeviceAttr, PdId, QpAttr, QpId, QpState, QpType, SrqId,
+};
+use crate::wire::{IcrcFlow, IcrcVerifier, ROCE_PORT};
+
+pub use config::{NicConfig, NicCounters, NicLimits, QpCounters, device_guid};
+use qpn::{QpnAllocator, QpnMap};
+pub(in crate::roce) use tx::emit;
+
+/// Packets that a queue pair sends before the next one has its turn.
+pub const TURN: usize = 64;
+
+/// Peers whose identification patterns are remembered; beyond that all are learned anew.
+const MAX_VERIFIERS: usize = 4096;
+
+#[derive(Debug, Default)]
+struct Pd {
+    /// Queue pairs, shared receive queues and address handles; memory regions are counted by their
+    /// own table.
+    users: u32,
+}
+
+#[derive(Debug)]
+struct Ah {
+    pd: PdId,
+    attr: AhAttr,
+}
+
+#[derive(Debug)]
+enum Machine {
+    Rc(Box<RcQp>),
+    Ud(Box<UdQp>),
+}
+
+/// Where a connected queue pair's packets go.
+#[derive(Clone, Copy, Debug)]
+struct Peer {
+    addr: SocketAddr,
+    flow: IcrcFlow,
+}
+
+#[derive(Debug)]
+struct Qp {
+    qpn: u32,
+    pd: PdId,
+    qp_type: QpType,
+    machine: Machine,
+    /// Its own receive queue; of no capacity with a shared one.
+    rq: RecvQueue,
+    srq: Option<SrqId>,
+    send_cq: CqId,
+    recv_cq: CqId,
+    attr: QpAttr,
+    peer: Option<Peer>,
+    /// Whether it waits for its turn to send.
+    is_queued: bool,
+    /// The earliest entry of the timer heap that is meant.
+    armed: Option<Instant>,
+    counters: QpCounters,
+}
+
+impl Qp {
+    fn state(&self) -> QpState {
+        match &self.machine {
+            Machine::Rc(rc) => rc.state(),
+            Machine::Ud(ud) => ud.state(),
+        }
+    }
+}
+
+/// The device. See the [module](self) for the calling order.
+pub struct Nic {
+    config: NicConfig,
+    local: SocketAddr,
+    attr: DeviceAttr,
+    now: Instant,
+    random: ChaCha20Rng,
+    pds: Table<PdId, Pd>,
+    mrs: MrTable,
+    cqs: Table<CqId, Cq>,
+    srqs: Table<SrqId, Srq>,
+    qps: Table<QpId, Qp>,
+    ahs: Table<AhId, Ah>,
+    by_qpn: QpnMap<QpId>,
+    qpns: QpnAllocator,
+    /// The user's queue pair 1, if there is one.
+    gsi: Option<QpId>,
+    peers: HashMap<IpAddr, u32>,
+    async_events: VecDeque<AsyncEvent>,
+    cq_events: VecDeque<CqId>,
+    /// Queue pairs that may have something to send.
+    ready: VecDeque<QpId>,
+    timers: BinaryHeap<Reverse<(Instant, QpId)>>,
+    verifiers: HashMap<SocketAddr, IcrcVerifier>,
+    counters: NicCounters,
+    pub(in crate::roce) cm: CmAgent,
+    /// Reused by every call into a queue pair.
+    out: Vec<RcEvent>,
+    tx: TxPacket,
+}
+
+impl std::fmt::Debug for Nic {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Nic")
+            .field("local", &self.local)
+            .field("qps", &self.qps.len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Nic {
+    /// A device. `now` is when it begins to be.
+    #[must_use]
+    pub fn new(config: NicConfig, now: Instant) -> Self {
+        let limits = config.limits;
+        let mut random = ChaCha20Rng::from_seed(config.seed);
+        let mut key_seed = [0; 16];
+        random.fill_bytes(&mut key_seed);
+        let mrs = MrTable::new(limits.max_mr, limits.max_fast_reg_segments, key_seed);
+        let mut cm_seed = [0; 32];
+        random.fill_bytes(&mut cm_seed);
+        let worker = (config.worker_index, config.worker_bits);
+        let guid = device_guid(config.addr);
+        Self {
+            cm: CmAgent::new(guid, limits.max_cm_ids, worker, cm_seed),
+            local: SocketAddr::new(config.addr, ROCE_PORT),
+            attr: config.device_attr(),
+            now,
+            pds: Table::new("protection domain", limits.max_pd),
+            mrs,
+            cqs: Table::new("completion queue", limits.max_cq),
+            srqs: Table::new("shared receive queue", limits.max_srq),
+            qps: Table::new("queue pair", limits.max_qp),
+            ahs: Table::new("address handle", limits.max_ah),
+            by_qpn: QpnMap::default(),
+            qpns: QpnAllocator::new(config.worker_index, config.worker_bits),
+            gsi: None,
+            peers: HashMap::new(),
+            async_events: VecDeque::new(),
+            cq_events: VecDeque::new(),
+            ready: VecDeque::new(),
+            timers: BinaryHeap::new(),
+            verifiers: HashMap::new(),
+            counters: NicCounters::default(),
+            out: Vec::with_capacity(256),
+            tx: TxPacket::default(),
+            random,
+            config,
+        }
+    }
+
+    /// What it was created with.
+    #[must_use]
+    pub fn config(&self) -> &NicConfig {
+        &self.config
+    }
+
+    /// Its address and the port of RoCEv2.
+    #[must_use]
+    pub fn local_addr(&self) -> SocketAddr {
+        self.local
+    }
+
+    /// What it has counted.
+    #[must_use]
+    pub fn counters(&self) -> &NicCounters {
+        &self.counters
+    }
+
+    /// Tells the time, for calls that have no such argument.
+    pub fn set_now(&mut self, now: Instant) {
+        self.now = self.now.max(now);
+    }
+
+    /// The latest time it was told.
+    #[must_use]
+    pub fn now(&self) -> Instant {
+        self.now
+    }
+
+    /// The generator behind everything that must not be guessed.
+    pub(in crate::roce) fn random(&mut self) -> &mut ChaCha20Rng {
+        &mut self.random
+    }
+
+    fn raise(&mut self, event: AsyncEvent) {
+        if !self.async_events.contains(&event) {
+            self.async_events.push_back(event);
+        }
+    }
+
+    fn fire(&mut self, cq: CqId) {
+        if !self.cq_events.contains(&cq) {
+            self.cq_events.push_back(cq);
+        }
+    }
+}

@@ -1,0 +1,273 @@
+//! Protection domains, memory, completion queues, shared receive queues and address handles.
+
+use std::net::IpAddr;
+
+use riser_memory::MemSlice;
+
+use super::{Ah, Nic, Pd};
+use crate::roce::cq::{Added, Cq};
+use crate::roce::srq::Srq;
+use crate::verbs::{
+    Access, AhAttr, AhId, AsyncEvent, Completion, CqId, DeviceAttr, Gid, Mr, MrAttr, MrId, Notify,
+    PKey, PdId, PortAttr, PortState, PostError, PostReason, QpId, RecvWr, SrqAttr, SrqId,
+    VerbsError,
+};
+
+/// The only port.
+pub(super) const PORT: u8 = 1;
+
+fn check_port(port: u8) -> Result<(), VerbsError> {
+    if port == PORT {
+        Ok(())
+    } else {
+        Err(VerbsError::InvalidPort(port))
+    }
+}
+
+fn check_index(port: u8, index: u16) -> Result<(), VerbsError> {
+    check_port(port)?;
+    if index == 0 {
+        Ok(())
+    } else {
+        Err(VerbsError::InvalidIndex(index))
+    }
+}
+
+#[allow(
+    missing_docs,
+    reason = "the calls of the verbs traits, documented there"
+)]
+impl Nic {
+    pub fn device_attr(&self) -> &DeviceAttr {
+        &self.attr
+    }
+
+    pub fn query_port(&self, port: u8) -> Result<PortAttr, VerbsError> {
+        check_port(port)?;
+        Ok(PortAttr {
+            state: PortState::Active,
+            max_mtu: self.config.mtu,
+            active_mtu: self.config.mtu,
+            max_msg_size: crate::rc::MAX_MESSAGE,
+            gid_table_len: 1,
+            pkey_table_len: 1,
+            addr: self.config.addr,
+        })
+    }
+
+    pub fn query_gid(&self, port: u8, index: u16) -> Result<Gid, VerbsError> {
+        check_index(port, index)?;
+        Ok(self.config.addr.into())
+    }
+
+    pub fn query_pkey(&self, port: u8, index: u16) -> Result<PKey, VerbsError> {
+        check_index(port, index)?;
+        Ok(PKey::DEFAULT)
+    }
+
+    pub fn poll_async_event(&mut self) -> Option<AsyncEvent> {
+        self.async_events.pop_front()
+    }
+
+    pub fn alloc_pd(&mut self) -> Result<PdId, VerbsError> {
+        self.pds.insert(Pd::default())
+    }
+
+    pub fn dealloc_pd(&mut self, pd: PdId) -> Result<(), VerbsError> {
+        if self.pds.get(pd)?.users > 0 || self.mrs.is_used_by(pd) {
+            return Err(VerbsError::ResourceBusy("protection domain"));
+        }
+        self.pds.remove(pd).map(drop)
+    }
+
+    pub fn reg_mr(&mut self, pd: PdId, range: &MemSlice, access: Access) -> Result<Mr, VerbsError> {
+        self.pds.get(pd)?;
+        self.mrs.reg(pd, range, access)
+    }
+
+    pub fn query_mr(&self, mr: MrId) -> Result<MrAttr, VerbsError> {
+        self.mrs.query(mr)
+    }
+
+    pub fn dereg_mr(&mut self, mr: MrId) -> Result<(), VerbsError> {
+        self.mrs.dereg(mr)
+    }
+
+    pub fn alloc_fast_mr(&mut self, pd: PdId, max_segments: u32) -> Result<Mr, VerbsError> {
+        self.pds.get(pd)?;
+        self.mrs.alloc_fast(pd, max_segments)
+    }
+
+    pub fn map_mr_sg(&mut self, mr: MrId, segments: &[MemSlice]) -> Result<u64, VerbsError> {
+        self.mrs.map_sg(mr, segments)
+    }
+
+    pub fn create_cq(&mut self, entries: u32) -> Result<CqId, VerbsError> {
+        self.check_cqe(entries)?;
+        self.cqs.insert(Cq::new(entries))
+    }
+
+    fn check_cqe(&self, entries: u32) -> Result<(), VerbsError> {
+        if entries == 0 || entries > self.config.limits.max_cqe {
+            return Err(VerbsError::InvalidParameter("completion queue entries"));
+        }
+        Ok(())
+    }
+
+    pub fn resize_cq(&mut self, cq: CqId, entries: u32) -> Result<(), VerbsError> {
+        self.check_cqe(entries)?;
+        self.cqs.get_mut(cq)?.resize(entries)
+    }
+
+    pub fn destroy_cq(&mut self, cq: CqId) -> Result<(), VerbsError> {
+        if self.cqs.get(cq)?.users() > 0 {
+            return Err(VerbsError::ResourceBusy("completion queue"));
+        }
+        self.cq_events.retain(|&c| c != cq);
+        self.async_events.retain(|&e| e != AsyncEvent::CqError(cq));
+        self.cqs.remove(cq).map(drop)
+    }
+
+    pub fn poll_cq(
+        &mut self,
+        cq: CqId,
+        max: usize,
+        out: &mut Vec<Completion>,
+    ) -> Result<usize, VerbsError> {
+        self.cqs.get_mut(cq)?.poll(max, out)
+    }
+
+    pub fn peek_cq(&self, cq: CqId, max: usize) -> Result<usize, VerbsError> {
+        Ok(self.cqs.get(cq)?.len().min(max))
+    }
+
+    pub fn req_notify_cq(&mut self, cq: CqId, notify: Notify) -> Result<bool, VerbsError> {
+        Ok(self.cqs.get_mut(cq)?.arm(notify))
+    }
+
+    pub fn poll_cq_event(&mut self) -> Option<CqId> {
+        self.cq_events.pop_front()
+    }
+
+    /// Adds a completion to its queue; answers whether that killed the queue.
+    pub(super) fn complete(&mut self, cq: CqId, completion: Completion) -> bool {
+        let Ok(queue) = self.cqs.get_mut(cq) else {
+            debug_assert!(false, "a queue pair without its completion queue");
+            return false;
+        };
+        match queue.push(completion) {
+            Added::Quiet | Added::Dead => false,
+            Added::Fire => {
+                self.fire(cq);
+                false
+            }
+            Added::Overrun => {
+                self.counters.cq_overruns += 1;
+                self.raise(AsyncEvent::CqError(cq));
+                // Somebody who sleeps until the next completion must not sleep for ever.
+                self.fire(cq);
+                true
+            }
+        }
+    }
+
+    pub fn create_srq(&mut self, pd: PdId, attr: SrqAttr) -> Result<SrqId, VerbsError> {
+        let l = &self.config.limits;
+        if attr.max_wr == 0 || attr.max_wr > l.max_srq_wr || attr.limit > attr.max_wr {
+            return Err(VerbsError::InvalidParameter("shared receive queue size"));
+        }
+        if attr.max_sge > l.max_sge {
+            return Err(VerbsError::InvalidParameter("scatter-gather entries"));
+        }
+        self.pds.get(pd)?;
+        let id = self.srqs.insert(Srq::new(pd, attr))?;
+        self.pds.get_mut(pd)?.users += 1;
+        Ok(id)
+    }
+
+    pub fn modify_srq(
+        &mut self,
+        srq: SrqId,
+        max_wr: Option<u32>,
+        limit: Option<u32>,
+    ) -> Result<(), VerbsError> {
+        if max_wr.is_some_and(|n| n > self.config.limits.max_srq_wr) {
+            return Err(VerbsError::InvalidParameter("shared receive queue size"));
+        }
+        self.srqs.get_mut(srq)?.modify(max_wr, limit)?;
+        self.check_srq_limit(srq);
+        Ok(())
+    }
+
+    pub fn query_srq(&self, srq: SrqId) -> Result<SrqAttr, VerbsError> {
+        Ok(self.srqs.get(srq)?.attr())
+    }
+
+    pub fn destroy_srq(&mut self, srq: SrqId) -> Result<(), VerbsError> {
+        if self.srqs.get(srq)?.users > 0 {
+            return Err(VerbsError::ResourceBusy("shared receive queue"));
+        }
+        let pd = self.srqs.remove(srq)?.pd;
+        self.release_pd(pd);
+        self.async_events
+            .retain(|&e| e != AsyncEvent::SrqLimitReached(srq));
+        Ok(())
+    }
+
+    pub fn post_srq_recv(&mut self, srq: SrqId, wrs: &[RecvWr<'_>]) -> Result<(), PostError> {
+        let queue = self.srqs.get_mut(srq).map_err(|_| PostError {
+            index: 0,
+            reason: PostReason::InvalidHandle,
+        })?;
+        queue.queue.post(wrs)
+    }
+
+    pub(super) fn check_srq_limit(&mut self, srq: SrqId) {
+        if self.srqs.get_mut(srq).is_ok_and(Srq::take_limit_event) {
+            self.raise(AsyncEvent::SrqLimitReached(srq));
+        }
+    }
+
+    pub(super) fn release_pd(&mut self, pd: PdId) {
+        if let Ok(pd) = self.pds.get_mut(pd) {
+            pd.users -= 1;
+        }
+    }
+
+    /// The address that an attribute stands for, if the device can send there.
+    pub(super) fn reachable(&self, attr: &AhAttr) -> Result<IpAddr, VerbsError> {
+        check_index(attr.port, attr.sgid_index)?;
+        let ip = attr.dgid.ip();
+        if ip.is_ipv4() != self.config.addr.is_ipv4() || ip.is_unspecified() || ip.is_multicast() {
+            return Err(VerbsError::InvalidParameter("destination address"));
+        }
+        Ok(ip)
+    }
+
+    pub fn create_ah(&mut self, pd: PdId, attr: AhAttr) -> Result<AhId, VerbsError> {
+        self.reachable(&attr)?;
+        self.pds.get(pd)?;
+        let id = self.ahs.insert(Ah { pd, attr })?;
+        self.pds.get_mut(pd)?.users += 1;
+        Ok(id)
+    }
+
+    pub fn destroy_ah(&mut self, ah: AhId) -> Result<(), VerbsError> {
+        let pd = self.ahs.remove(ah)?.pd;
+        self.release_pd(pd);
+        Ok(())
+    }
+
+    /// Forgets the events of a queue pair that is gone.
+    pub(super) fn forget_events(&mut self, qp: QpId) {
+        self.async_events.retain(|e| {
+            !matches!(*e,
+                AsyncEvent::QpFatal(q)
+                | AsyncEvent::QpReqError(q)
+                | AsyncEvent::QpAccessError(q)
+                | AsyncEvent::CommEstablished(q)
+                | AsyncEvent::SqDrained(q)
+                | AsyncEvent::QpLastWqeReached(q) if q == qp)
+        });
+    }
+}

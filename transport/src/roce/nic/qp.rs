@@ -1,0 +1,463 @@
+//! Queue pairs: creating, modifying, destroying, posting.
+
+use super::objects::PORT;
+use super::{Machine, Nic, Peer, Qp, QpCounters};
+use crate::rc::{Env, RcConfig, RcQp, RecvQueue, RtrParams, RtsParams};
+use crate::roce::qp_attr::plan_modify;
+use crate::roce::ud::{MAX_UD_SGE, UdQp};
+use crate::verbs::{
+    Access, PKey, PostError, PostReason, QpAttr, QpCap, QpId, QpInitAttr, QpState, QpType, RecvWr,
+    SendWr, VerbsError,
+};
+use crate::wire::{IcrcFlow, Psn, Qpn, ROCE_PORT, RnrTimer};
+
+/// Packets after which a responder acknowledges unasked.
+const ACK_EVERY: u32 = 32;
+
+fn refuse(reason: PostReason) -> PostError {
+    PostError { index: 0, reason }
+}
+
+/// Borrows a queue pair's machine and what it works with.
+macro_rules! with_env {
+    ($self:ident, $qp:ident, $env:ident) => {
+        let rq = match $qp.srq.and_then(|s| $self.srqs.get_mut(s).ok()) {
+            Some(srq) => &mut srq.queue,
+            None => &mut $qp.rq,
+        };
+        #[allow(unused_mut, reason = "not every user changes it")]
+        let mut $env = Env {
+            mrs: &mut $self.mrs,
+            rq,
+            out: &mut $self.out,
+        };
+    };
+}
+pub(super) use with_env;
+
+#[allow(
+    missing_docs,
+    reason = "the calls of the verbs traits, documented there"
+)]
+impl Nic {
+    pub fn create_qp(&mut self, init: &QpInitAttr) -> Result<QpId, VerbsError> {
+        self.check_cap(&init.cap, init.qp_type)?;
+        self.pds.get(init.pd)?;
+        self.cqs.get(init.send_cq)?;
+        self.cqs.get(init.recv_cq)?;
+        let mut cap = init.cap;
+        if let Some(srq) = init.srq {
+            if init.qp_type != QpType::Rc {
+                return Err(VerbsError::WrongQpType("shared receive queue"));
+            }
+            cap.max_recv_sge = self.srqs.get(srq)?.attr().max_sge;
+            cap.max_recv_wr = 0;
+        }
+        if init.qp_type == QpType::Gsi && self.gsi.is_some() {
+            return Err(VerbsError::ResourceBusy("queue pair 1"));
+        }
+        if self.qps.is_full() {
+            return Err(VerbsError::InsufficientResources("queue pair"));
+        }
+        let qpn = match init.qp_type {
+            QpType::Gsi => Qpn::GSI.value(),
+            _ => self.qpns.take(&mut self.random),
+        };
+        // The machine is told its handle, which exists only once it is in the table.
+        let id = self.qps.insert(Qp {
+            qpn,
+            pd: init.pd,
+            qp_type: init.qp_type,
+            machine: Machine::Ud(Box::new(UdQp::new(
+                QpId(crate::verbs::Handle::new(0, 0)),
+                init.pd,
+                Qpn::new(qpn),
+                QpCap {
+                    max_send_wr: 0,
+                    max_recv_wr: 0,
+                    max_send_sge: 0,
+                    max_recv_sge: 0,
+                    max_inline: 0,
+                },
+                false,
+                0,
+            ))),
+            rq: RecvQueue::new(cap.max_recv_wr, cap.max_recv_sge),
+            srq: init.srq,
+            send_cq: init.send_cq,
+            recv_cq: init.recv_cq,
+            attr: QpAttr::default(),
+            peer: None,
+            is_queued: false,
+            armed: None,
+            counters: QpCounters::default(),
+        })?;
+        let machine = self.machine(id, init, cap, qpn);
+        self.qps.get_mut(id)?.machine = machine;
+        self.pds.get_mut(init.pd)?.users += 1;
+        self.cqs.get_mut(init.send_cq)?.add_user();
+        self.cqs.get_mut(init.recv_cq)?.add_user();
+        if let Some(srq) = init.srq {
+            self.srqs.get_mut(srq)?.users += 1;
+        }
+        if init.qp_type == QpType::Gsi {
+            self.gsi = Some(id);
+        } else {
+            self.by_qpn.insert(qpn, id);
+        }
+        Ok(id)
+    }
+
+    fn machine(&self, id: QpId, init: &QpInitAttr, cap: QpCap, qpn: u32) -> Machine {
+        if init.qp_type == QpType::Rc {
+            return Machine::Rc(Box::new(RcQp::new(RcConfig {
+                sq_sig_all: init.sq_sig_all,
+                has_srq: init.srq.is_some(),
+                max_inflight_bytes: self.config.max_inflight_bytes,
+                ack_every: ACK_EVERY,
+                ..RcConfig::new(id, init.pd, cap)
+            })));
+        }
+        // MADs are 256 bytes, whatever the path carries (IBTA 13.5.1).
+        let mtu = match init.qp_type {
+            QpType::Gsi => 256,
+            _ => self.config.mtu.bytes(),
+        };
+        let qpn = Qpn::new(qpn);
+        Machine::Ud(Box::new(UdQp::new(
+            id,
+            init.pd,
+            qpn,
+            cap,
+            init.sq_sig_all,
+            mtu,
+        )))
+    }
+
+    fn check_cap(&self, cap: &QpCap, qp_type: QpType) -> Result<(), VerbsError> {
+        let l = &self.config.limits;
+        let sge = match qp_type {
+            QpType::Rc => l.max_sge,
+            _ => l.max_sge.min(MAX_UD_SGE as u32),
+        };
+        if cap.max_send_wr > l.max_qp_wr || cap.max_recv_wr > l.max_qp_wr {
+            return Err(VerbsError::InvalidParameter("queue depth"));
+        }
+        if cap.max_send_sge > sge || cap.max_recv_sge > l.max_sge {
+            return Err(VerbsError::InvalidParameter("scatter-gather entries"));
+        }
+        if cap.max_inline > l.max_inline {
+            return Err(VerbsError::InvalidParameter("inline bytes"));
+        }
+        Ok(())
+    }
+
+    pub fn qp_num(&self, qp: QpId) -> Result<u32, VerbsError> {
+        Ok(self.qps.get(qp)?.qpn)
+    }
+
+    /// What a queue pair has counted.
+    pub fn qp_counters(&self, qp: QpId) -> Result<QpCounters, VerbsError> {
+        let qp = self.qps.get(qp)?;
+        let mut counters = qp.counters;
+        match &qp.machine {
+            Machine::Rc(rc) => counters.rc = *rc.counters(),
+            Machine::Ud(ud) => counters.dropped_datagrams = ud.dropped,
+        }
+        Ok(counters)
+    }
+
+    pub fn query_qp(&self, qp: QpId) -> Result<QpAttr, VerbsError> {
+        let qp = self.qps.get(qp)?;
+        Ok(QpAttr {
+            state: Some(qp.state()),
+            pkey: qp.attr.pkey_index.map(|_| PKey::DEFAULT),
+            ..qp.attr
+        })
+    }
+
+    pub fn modify_qp(&mut self, id: QpId, attr: &QpAttr) -> Result<(), VerbsError> {
+        let qp = self.qps.get(id)?;
+        let from = qp.state();
+        let to = plan_modify(qp.qp_type, from, attr)?;
+        self.check_values(attr)?;
+        if from == QpState::Sqd && to == QpState::Sqd {
+            check_sqd(attr)?;
+        }
+        let peer = self.plan_peer(id, attr)?;
+        if let Some(peer) = peer {
+            self.leave_peer(id);
+            *self.peers.entry(peer.addr.ip()).or_default() += 1;
+            self.qps.get_mut(id)?.peer = Some(peer);
+        }
+        if to == QpState::Reset {
+            self.leave_peer(id);
+        }
+        self.apply(id, from, to, attr)?;
+        self.settle(id);
+        Ok(())
+    }
+
+    fn check_values(&self, attr: &QpAttr) -> Result<(), VerbsError> {
+        let l = &self.config.limits;
+        if let Some(index) = attr.pkey_index.filter(|&i| i != 0) {
+            return Err(VerbsError::InvalidIndex(index));
+        }
+        if let Some(port) = attr.port.filter(|&p| p != PORT) {
+            return Err(VerbsError::InvalidPort(port));
+        }
+        let within = |value: Option<u32>, max: u32, name| match value {
+            Some(v) if v > max => Err(VerbsError::InvalidParameter(name)),
+            _ => Ok(()),
+        };
+        let byte = |v: Option<u8>| v.map(u32::from);
+        within(attr.dest_qp, 0x00ff_ffff, "dest_qp")?;
+        within(attr.rq_psn, 0x00ff_ffff, "rq_psn")?;
+        within(attr.sq_psn, 0x00ff_ffff, "sq_psn")?;
+        within(byte(attr.min_rnr_timer), 31, "min_rnr_timer")?;
+        within(byte(attr.timeout), 31, "timeout")?;
+        within(byte(attr.retry_cnt), 7, "retry_cnt")?;
+        within(byte(attr.rnr_retry), 7, "rnr_retry")?;
+        within(
+            byte(attr.max_dest_rd_atomic),
+            l.max_qp_rd_atom.into(),
+            "max_dest_rd_atomic",
+        )?;
+        within(
+            byte(attr.max_rd_atomic),
+            l.max_qp_init_rd_atom.into(),
+            "max_rd_atomic",
+        )?;
+        if attr.path_mtu.is_some_and(|m| m > self.config.mtu) {
+            return Err(VerbsError::InvalidParameter("path_mtu"));
+        }
+        Ok(())
+    }
+
+    /// The peer that an address attribute names, if it may have another queue pair.
+    fn plan_peer(&mut self, id: QpId, attr: &QpAttr) -> Result<Option<Peer>, VerbsError> {
+        let Some(ah) = attr.ah else {
+            return Ok(None);
+        };
+        let ip = self.reachable(&ah)?;
+        let has = self.peers.get(&ip).copied().unwrap_or(0);
+        let is_there = self.qps.get(id)?.peer.is_some_and(|p| p.addr.ip() == ip);
+        if has >= self.config.limits.max_qps_per_peer && !is_there {
+            self.counters.refused_qps += 1;
+            return Err(VerbsError::InsufficientResources(
+                "queue pairs for this peer",
+            ));
+        }
+        let addr = std::net::SocketAddr::new(ip, ROCE_PORT);
+        let flow = IcrcFlow::new(self.local, addr)
+            .ok_or(VerbsError::InvalidParameter("destination address"))?;
+        Ok(Some(Peer { addr, flow }))
+    }
+
+    fn leave_peer(&mut self, id: QpId) {
+        let Some(peer) = self.qps.get_mut(id).ok().and_then(|q| q.peer.take()) else {
+            return;
+        };
+        let ip = peer.addr.ip();
+        if let Some(n) = self.peers.get_mut(&ip) {
+            *n -= 1;
+            if *n == 0 {
+                self.peers.remove(&ip);
+            }
+        }
+    }
+
+    /// Carries out a change that has been found legal.
+    fn apply(
+        &mut self,
+        id: QpId,
+        from: QpState,
+        to: QpState,
+        attr: &QpAttr,
+    ) -> Result<(), VerbsError> {
+        let qp = self.qps.get_mut(id)?;
+        if to == QpState::Reset {
+            qp.attr = QpAttr::default();
+        } else {
+            merge(&mut qp.attr, attr);
+        }
+        let merged = qp.attr;
+        let has_srq = qp.srq.is_some();
+        with_env!(self, qp, env);
+        match &mut qp.machine {
+            Machine::Rc(rc) => {
+                move_rc(rc, from, to, attr, &merged, &mut env);
+                if to == QpState::Reset && !has_srq {
+                    env.rq.clear();
+                }
+            }
+            Machine::Ud(ud) => {
+                if let Some(qkey) = attr.qkey {
+                    ud.set_qkey(qkey);
+                }
+                if let Some(psn) = attr.sq_psn {
+                    ud.set_sq_psn(psn);
+                }
+                if from != to || to == QpState::Error {
+                    ud.on_state(to, env.rq, env.out);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes a queue pair to ERROR for a reason of the device's own.
+    pub(super) fn fail_qp(&mut self, id: QpId) {
+        let Ok(qp) = self.qps.get_mut(id) else {
+            return;
+        };
+        with_env!(self, qp, env);
+        match &mut qp.machine {
+            Machine::Rc(rc) => rc.to_error(&mut env),
+            Machine::Ud(ud) => ud.on_state(QpState::Error, env.rq, env.out),
+        }
+        self.settle(id);
+    }
+
+    pub fn destroy_qp(&mut self, id: QpId) -> Result<(), VerbsError> {
+        self.qps.get(id)?;
+        self.leave_peer(id);
+        let qp = self.qps.remove(id)?;
+        if self.gsi == Some(id) {
+            self.gsi = None;
+        } else {
+            self.by_qpn.remove(&qp.qpn);
+            self.qpns.give_back(qp.qpn);
+        }
+        for cq in [qp.send_cq, qp.recv_cq] {
+            if let Ok(cq) = self.cqs.get_mut(cq) {
+                cq.remove_user();
+            }
+        }
+        if let Some(srq) = qp.srq.and_then(|s| self.srqs.get_mut(s).ok()) {
+            srq.users -= 1;
+        }
+        self.release_pd(qp.pd);
+        self.forget_events(id);
+        self.forget_cm_qp(id);
+        Ok(())
+    }
+
+    pub fn post_send(&mut self, id: QpId, wrs: &[SendWr<'_>]) -> Result<(), PostError> {
+        let qp = self
+            .qps
+            .get_mut(id)
+            .map_err(|_| refuse(PostReason::InvalidHandle))?;
+        with_env!(self, qp, env);
+        let result = match &mut qp.machine {
+            Machine::Rc(rc) => rc.post_send(wrs, &mut env),
+            Machine::Ud(ud) => {
+                let ahs = &self.ahs;
+                let pd = qp.pd;
+                wrs.iter().enumerate().try_for_each(|(index, wr)| {
+                    let dst = wr
+                        .ud
+                        .and_then(|u| ahs.get(u.ah).ok())
+                        .filter(|ah| ah.pd == pd)
+                        .map(|ah| std::net::SocketAddr::new(ah.attr.dgid.ip(), ROCE_PORT))
+                        .ok_or(PostReason::InvalidKey);
+                    dst.and_then(|dst| ud.post_send(wr, dst, env.mrs, env.out))
+                        .map_err(|reason| PostError { index, reason })
+                })
+            }
+        };
+        self.settle(id);
+        result
+    }
+
+    pub fn post_recv(&mut self, id: QpId, wrs: &[RecvWr<'_>]) -> Result<(), PostError> {
+        let qp = self
+            .qps
+            .get_mut(id)
+            .map_err(|_| refuse(PostReason::InvalidHandle))?;
+        let state = qp.state();
+        with_env!(self, qp, env);
+        let result = match &mut qp.machine {
+            Machine::Rc(rc) => rc.post_recv(wrs, &mut env),
+            Machine::Ud(_) if state == QpState::Reset => {
+                Err(refuse(PostReason::InvalidState(state)))
+            }
+            Machine::Ud(ud) => {
+                let result = env.rq.post(wrs);
+                if state == QpState::Error {
+                    ud.on_state(QpState::Error, env.rq, env.out);
+                }
+                result
+            }
+        };
+        self.settle(id);
+        result
+    }
+}
+
+/// A connection's path is fixed once it runs, but for its address and rights.
+fn check_sqd(attr: &QpAttr) -> Result<(), VerbsError> {
+    let fixed = [
+        ("timeout", attr.timeout.is_some()),
+        ("retry_cnt", attr.retry_cnt.is_some()),
+        ("rnr_retry", attr.rnr_retry.is_some()),
+        ("max_rd_atomic", attr.max_rd_atomic.is_some()),
+        ("max_dest_rd_atomic", attr.max_dest_rd_atomic.is_some()),
+    ];
+    match fixed.into_iter().find(|(_, given)| *given) {
+        Some((name, _)) => Err(VerbsError::InvalidParameter(name)),
+        None => Ok(()),
+    }
+}
+
+fn merge(into: &mut QpAttr, attr: &QpAttr) {
+    macro_rules! take {
+        ($($field:ident)*) => { $(if attr.$field.is_some() { into.$field = attr.$field; })* };
+    }
+    take!(pkey_index port access qkey ah path_mtu dest_qp rq_psn sq_psn max_dest_rd_atomic
+        max_rd_atomic min_rnr_timer timeout retry_cnt rnr_retry);
+}
+
+/// Moves a connection. `merged` has everything that the table requires up to here.
+fn move_rc(
+    rc: &mut RcQp,
+    from: QpState,
+    to: QpState,
+    attr: &QpAttr,
+    merged: &QpAttr,
+    env: &mut Env<'_>,
+) {
+    const REQUIRED: &str = "the state table requires it";
+    let access = merged.access.unwrap_or_default() & Access::REMOTE;
+    match (from, to) {
+        (_, QpState::Reset) => rc.to_reset(),
+        (_, QpState::Error) => rc.to_error(env),
+        (_, QpState::Init) => rc.to_init(),
+        (_, QpState::Rtr) => rc.to_rtr(&RtrParams {
+            path_mtu: attr.path_mtu.expect(REQUIRED),
+            dest_qpn: Qpn::new(attr.dest_qp.expect(REQUIRED)),
+            rq_psn: Psn::new(attr.rq_psn.expect(REQUIRED)),
+            max_dest_rd_atomic: attr.max_dest_rd_atomic.expect(REQUIRED),
+            min_rnr_timer: RnrTimer::new(attr.min_rnr_timer.expect(REQUIRED)),
+            access,
+        }),
+        (QpState::Rtr, QpState::Rts) => rc.to_rts(&RtsParams {
+            sq_psn: Psn::new(attr.sq_psn.expect(REQUIRED)),
+            timeout: attr.timeout.expect(REQUIRED),
+            retry_cnt: attr.retry_cnt.expect(REQUIRED),
+            rnr_retry: attr.rnr_retry.expect(REQUIRED),
+            max_rd_atomic: attr.max_rd_atomic.expect(REQUIRED),
+        }),
+        (QpState::Rts, QpState::Sqd) => rc.to_sqd(env),
+        (QpState::Sqd, QpState::Rts) => rc.resume(),
+        _ => {}
+    }
+    if matches!(to, QpState::Rts | QpState::Sqd) {
+        if attr.access.is_some() {
+            rc.set_access(access);
+        }
+        if let Some(code) = attr.min_rnr_timer {
+            rc.set_min_rnr_timer(RnrTimer::new(code));
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! What goes out, and when: turns and timers.
+
+use std::cmp::Reverse;
+use std::net::SocketAddr;
+use std::time::Instant;
+
+use super::qp::with_env;
+use super::{Machine, Nic, TURN};
+use crate::rc::{Env, TxPacket};
+use crate::roce::batch::TxBatch;
+use crate::roce::gather::update_icrc;
+use crate::verbs::QpId;
+use crate::wire::{Bth, ICRC_LEN, IcrcFlow, Qpn};
+
+impl Nic {
+    /// Appends what is to be sent to `batch`, until it has `budget` bytes or nothing is left. Answers
+    /// how many packets were added.
+    pub fn poll_transmit(&mut self, now: Instant, batch: &mut TxBatch, budget: usize) -> usize {
+        self.set_now(now);
+        let before = (batch.packets(), batch.total_bytes());
+        self.transmit_mads(batch);
+        while batch.total_bytes() < budget {
+            let Some(id) = self.ready.pop_front() else {
+                break;
+            };
+            let has_more = match self.qps.get(id) {
+                Ok(_) => self.take_turn(id, batch, budget),
+                Err(_) => continue,
+            };
+            if !self.out.is_empty() {
+                self.settle(id);
+            }
+            if let Ok(qp) = self.qps.get_mut(id) {
+                qp.is_queued = has_more;
+                if has_more {
+                    self.ready.push_back(id);
+                }
+            }
+            self.arm(id);
+        }
+        let packets = batch.packets() - before.0;
+        self.counters.tx_packets += packets as u64;
+        self.counters.tx_bytes += (batch.total_bytes() - before.1) as u64;
+        packets
+    }
+
+    /// Lets a queue pair send; answers whether it was stopped before it had nothing left.
+    fn take_turn(&mut self, id: QpId, batch: &mut TxBatch, budget: usize) -> bool {
+        let now = self.now;
+        let Ok(qp) = self.qps.get_mut(id) else {
+            return false;
+        };
+        let peer = qp.peer;
+        let local = self.local;
+        with_env!(self, qp, env);
+        for _ in 0..TURN {
+            match &mut qp.machine {
+                Machine::Rc(rc) => {
+                    let Some(peer) = peer else {
+                        return false;
+                    };
+                    if !rc.poll_transmit(now, &mut env, &mut self.tx) {
+                        return false;
+                    }
+                    emit(batch, &peer.flow, peer.addr, &mut self.tx);
+                }
+                Machine::Ud(ud) => {
+                    let Some(dst) = ud.poll_transmit(env.mrs, env.out, &mut self.tx) else {
+                        return false;
+                    };
+                    // An address handle is checked for its family when it is made.
+                    if let Some(flow) = IcrcFlow::new(local, dst) {
+                        emit(batch, &flow, dst, &mut self.tx);
+                    }
+                }
+            }
+            if batch.total_bytes() >= budget {
+                break;
+            }
+        }
+        true
+    }
+
+    /// Gives a queue pair a turn, and arms its timer.
+    pub(super) fn schedule(&mut self, id: QpId) {
+        let Ok(qp) = self.qps.get_mut(id) else {
+            return;
+        };
+        if !qp.is_queued {
+            qp.is_queued = true;
+            self.ready.push_back(id);
+        }
+        self.arm(id);
+    }
+
+    fn arm(&mut self, id: QpId) {
+        let Ok(qp) = self.qps.get_mut(id) else {
+            return;
+        };
+        let Machine::Rc(rc) = &qp.machine else {
+            return;
+        };
+        // A deadline that moved away keeps its early entry, which then does nothing but arm anew:
+        // one entry for each queue pair, whatever the number of packets.
+        if let Some(at) = rc.poll_timeout()
+            && qp.armed.is_none_or(|armed| at < armed)
+        {
+            qp.armed = Some(at);
+            self.timers.push(Reverse((at, id)));
+        }
+    }
+
+    /// Fires the timers that are due. Answers how many.
+    pub fn handle_timeouts(&mut self, now: Instant) -> usize {
+        self.set_now(now);
+        let mut fired = self.handle_cm_timeouts();
+        while let Some(&Reverse((at, id))) = self.timers.peek() {
+            if at > now {
+                break;
+            }
+            self.timers.pop();
+            // The handle has a generation: a queue pair that is gone is not found.
+            let Ok(qp) = self.qps.get_mut(id) else {
+                continue;
+            };
+            if qp.armed != Some(at) {
+                continue;
+            }
+            qp.armed = None;
+            with_env!(self, qp, env);
+            if let Machine::Rc(rc) = &mut qp.machine
+                && rc.poll_timeout().is_some_and(|t| t <= now)
+            {
+                rc.handle_timeout(now, &mut env);
+                fired += 1;
+                self.settle(id);
+            } else {
+                self.arm(id);
+            }
+        }
+        fired
+    }
+
+    /// When something is to be done though nothing comes in; the present if something is ready now.
+    #[must_use]
+    pub fn deadline(&self) -> Option<Instant> {
+        if !self.ready.is_empty() || self.has_mads() {
+            return Some(self.now);
+        }
+        self.timer_deadline()
+    }
+
+    /// When the next timer fires, whatever is ready.
+    #[must_use]
+    pub fn timer_deadline(&self) -> Option<Instant> {
+        let timer = self.timers.peek().map(|Reverse((at, _))| *at);
+        [timer, self.cm_deadline()].into_iter().flatten().min()
+    }
+
+    /// Whether [`Nic::poll_transmit`] may have something now.
+    #[must_use]
+    pub fn has_output(&self) -> bool {
+        !self.ready.is_empty() || self.has_mads()
+    }
+}
+
+/// Appends a packet with its ICRC.
+pub(in crate::roce) fn emit(
+    batch: &mut TxBatch,
+    flow: &IcrcFlow,
+    dst: SocketAddr,
+    tx: &mut TxPacket,
+) {
+    let len = tx.len() + ICRC_LEN;
+    let id = batch.begin(dst, destination(&tx.headers), len);
+    let mut icrc = flow.start(len as u16, id);
+    icrc.update_headers(&tx.headers);
+    batch.push_bytes(&tx.headers);
+    let pad = tx.pad();
+    if !tx.inline.is_empty() {
+        icrc.update(&tx.inline);
+        batch.push_bytes(&tx.inline);
+    }
+    for slice in tx.segments.drain(..) {
+        update_icrc(&mut icrc, &slice);
+        batch.push_memory(slice);
+    }
+    icrc.update_pad(pad);
+    let mut tail = [0; 3 + ICRC_LEN];
+    tail[pad..pad + ICRC_LEN].copy_from_slice(&icrc.finish_bytes());
+    batch.push_bytes(&tail[..pad + ICRC_LEN]);
+}
+
+/// The destination queue pair that a header names.
+fn destination(headers: &[u8]) -> Qpn {
+    debug_assert!(headers.len() >= Bth::LEN);
+    Qpn::new(u32::from_be_bytes([0, headers[5], headers[6], headers[7]]))
+}

@@ -1,0 +1,433 @@
+//! The provider: a device and its socket.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::{self, BufWriter};
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::RawFd;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use tracing::warn;
+
+use super::batch::TxBatch;
+use super::delegate::delegate_to_nic;
+use super::driver::{Driver, DriverConfig, DriverCounters, SendOutcome, interface_mtu};
+use super::fault::{FaultConfig, FaultCounters, FaultInjector};
+use super::nic::{Nic, NicConfig, NicCounters, NicLimits, QpCounters};
+use super::pcap::PcapWriter;
+use super::steer::steer;
+use crate::verbs::{Mtu, Provider, QpId, VerbsError};
+use crate::wire::{IcrcFlow, Qpn, ROCE_PORT};
+
+/// Bytes of IP and UDP headers.
+const HEADERS_V4: usize = 28;
+const HEADERS_V6: usize = 48;
+
+/// Trains taken in by one call of `progress`.
+const RX_LIMIT: usize = 32;
+/// Bytes collected before they are sent.
+const TX_BUDGET: usize = 256 << 10;
+/// Batches sent by one call of `progress`.
+const TX_BATCHES: usize = 8;
+/// Datagrams of other workers that wait to be forwarded.
+const MISDIRECTED: usize = 1024;
+
+/// Bounds of the bytes that a queue pair has on the way.
+const INFLIGHT_MIN: usize = 64 << 10;
+const INFLIGHT_MAX: usize = 1 << 20;
+
+/// Where the wire is bad.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RoceFaults {
+    /// What we send.
+    pub transmit: Option<FaultConfig>,
+    /// What we receive.
+    pub receive: Option<FaultConfig>,
+}
+
+/// How to open a device.
+#[derive(Clone, Debug)]
+pub struct RoceConfig {
+    /// Its address: one of this host's.
+    pub addr: IpAddr,
+    /// Path MTU; `None` takes what the address's interface carries.
+    pub mtu: Option<Mtu>,
+    /// Which worker this is.
+    pub worker_index: u32,
+    /// Bits that name a worker: 0 for a device of one worker.
+    pub worker_bits: u8,
+    /// Most bytes that a queue pair has on the way; `None` takes what suits the socket's buffer.
+    pub max_inflight_bytes: Option<u32>,
+    /// Bytes of socket buffer to ask for.
+    pub socket_buffer: usize,
+    /// Limits.
+    pub limits: NicLimits,
+    /// Packets to lose, repeat, spoil and reorder, for tests.
+    pub faults: RoceFaults,
+    /// A file to capture every packet to.
+    pub capture: Option<PathBuf>,
+    /// Whether to send packets one by one even where the kernel segments.
+    pub no_segmentation: bool,
+    /// From where all random numbers come; `None` asks the operating system.
+    pub seed: Option<[u8; 32]>,
+}
+
+impl RoceConfig {
+    /// A device of one worker at `addr`, everything else by default.
+    #[must_use]
+    pub fn new(addr: IpAddr) -> Self {
+        Self {
+            addr,
+            mtu: None,
+            worker_index: 0,
+            worker_bits: 0,
+            max_inflight_bytes: None,
+            socket_buffer: 16 << 20,
+            limits: NicLimits::default(),
+            faults: RoceFaults::default(),
+            capture: None,
+            no_segmentation: false,
+            seed: None,
+        }
+    }
+}
+
+/// A datagram that belongs to another worker.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Misdirected {
+    /// The worker.
+    pub worker: u32,
+    /// Who sent it.
+    pub src: SocketAddr,
+    /// The packet.
+    pub bytes: Vec<u8>,
+}
+
+/// The software NIC: a [`Nic`] and a UDP socket.
+pub struct Roce {
+    nic: Nic,
+    driver: Driver,
+    batch: TxBatch,
+    tx_faults: Option<FaultInjector<(SocketAddr, Qpn)>>,
+    rx_faults: Option<FaultInjector<SocketAddr>>,
+    capture: Option<PcapWriter<BufWriter<File>>>,
+    misdirected: VecDeque<Misdirected>,
+    /// What came out of the bad wire.
+    spoilt: TxBatch,
+}
+
+impl std::fmt::Debug for Roce {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Roce")
+            .field("nic", &self.nic)
+            .field("driver", &self.driver)
+            .finish_non_exhaustive()
+    }
+}
+
+delegate_to_nic!(Roce, tick);
+
+impl Roce {
+    /// Opens a device. The sockets of several workers must be opened in the order of their indices,
+    /// before any traffic; they may then move to their threads.
+    ///
+    /// # Errors
+    /// Those of the socket (`EADDRNOTAVAIL` for an address that is not ours, `EADDRINUSE` for one that
+    /// has a device already), of the capture file, and [`io::ErrorKind::InvalidInput`] for an interface
+    /// that carries no RoCE packet.
+    pub fn open(config: &RoceConfig) -> io::Result<Self> {
+        let has_tx_faults = config.faults.transmit.is_some();
+        let driver = Driver::open(&DriverConfig {
+            addr: config.addr,
+            worker_bits: config.worker_bits,
+            socket_buffer: config.socket_buffer,
+            // A lost packet in the middle of a segmented send would change the numbers of the rest.
+            no_segmentation: config.no_segmentation || has_tx_faults,
+        })?;
+        let mtu = path_mtu(config)?;
+        let mut seed = config.seed.unwrap_or_default();
+        if config.seed.is_none() {
+            getrandom::fill(&mut seed).map_err(io::Error::other)?;
+        }
+        let inflight = config.max_inflight_bytes.unwrap_or_else(|| {
+            (driver.receive_buffer() / 4).clamp(INFLIGHT_MIN, INFLIGHT_MAX) as u32
+        });
+        tracing::info!(addr = %config.addr, mtu = mtu.bytes(), inflight, "RoCE device");
+        let nic = Nic::new(
+            NicConfig {
+                mtu,
+                worker_index: config.worker_index,
+                worker_bits: config.worker_bits,
+                max_inflight_bytes: inflight,
+                limits: config.limits,
+                ..NicConfig::new(config.addr, seed)
+            },
+            Instant::now(),
+        );
+        let capture = config
+            .capture
+            .as_deref()
+            .map(PcapWriter::create)
+            .transpose()?;
+        Ok(Self {
+            nic,
+            batch: TxBatch::new(driver.max_segments()),
+            spoilt: TxBatch::new(1),
+            driver,
+            tx_faults: config.faults.transmit.map(FaultInjector::new),
+            rx_faults: config.faults.receive.map(FaultInjector::new),
+            capture,
+            misdirected: VecDeque::new(),
+        })
+    }
+
+    fn tick(&mut self) {
+        self.nic.set_now(Instant::now());
+    }
+
+    /// Its address and the port of RoCEv2.
+    #[must_use]
+    pub fn socket_addr(&self) -> SocketAddr {
+        self.nic.local_addr()
+    }
+
+    /// What the device has counted.
+    #[must_use]
+    pub fn counters(&self) -> &NicCounters {
+        self.nic.counters()
+    }
+
+    /// What the socket has counted.
+    #[must_use]
+    pub fn driver_counters(&self) -> DriverCounters {
+        self.driver.counters()
+    }
+
+    /// What the bad wire did, sending and receiving.
+    #[must_use]
+    pub fn fault_counters(&self) -> (FaultCounters, FaultCounters) {
+        (
+            self.tx_faults
+                .as_ref()
+                .map_or_else(Default::default, FaultInjector::counters),
+            self.rx_faults
+                .as_ref()
+                .map_or_else(Default::default, FaultInjector::counters),
+        )
+    }
+
+    /// What a queue pair has counted.
+    ///
+    /// # Errors
+    /// [`VerbsError::InvalidHandle`].
+    pub fn qp_counters(&self, qp: QpId) -> Result<QpCounters, VerbsError> {
+        self.nic.qp_counters(qp)
+    }
+
+    /// The next datagram that belongs to another worker, for its [`Roce::handle_forwarded`].
+    pub fn poll_misdirected(&mut self) -> Option<Misdirected> {
+        self.misdirected.pop_front()
+    }
+
+    /// Takes in a datagram that another worker received.
+    pub fn handle_forwarded(&mut self, now: Instant, src: SocketAddr, bytes: &[u8]) {
+        self.nic.handle_datagram(now, src, bytes.len(), bytes);
+    }
+
+    /// Brings everything captured so far to the file.
+    pub fn flush_capture(&mut self) {
+        if let Some(capture) = &mut self.capture
+            && let Err(e) = capture.flush()
+        {
+            warn!(%e, "cannot write the capture");
+            self.capture = None;
+        }
+    }
+
+    fn receive(&mut self, now: Instant) -> usize {
+        let (nic, capture) = (&mut self.nic, &mut self.capture);
+        let (faults, misdirected) = (&mut self.rx_faults, &mut self.misdirected);
+        let (worker, bits) = (nic.config().worker_index, nic.config().worker_bits);
+        let local = nic.local_addr();
+        // The common case hands whole trains on.
+        let is_plain = capture.is_none() && faults.is_none() && bits == 0;
+        let taken = self.driver.receive(RX_LIMIT, |src, segment, bytes| {
+            if is_plain {
+                nic.handle_datagram(now, src, segment, bytes);
+                return;
+            }
+            for packet in bytes.chunks(segment) {
+                if let Some(to) = steer(packet, bits).filter(|&to| to != worker) {
+                    if misdirected.len() < MISDIRECTED {
+                        misdirected.push_back(Misdirected {
+                            worker: to,
+                            src,
+                            bytes: packet.to_vec(),
+                        });
+                    }
+                    continue;
+                }
+                capture_received(capture, now, src, local, packet);
+                match faults {
+                    Some(f) => f.handle_packet(now, src, packet.to_vec()),
+                    None => nic.handle_datagram(now, src, packet.len(), packet),
+                }
+            }
+        });
+        if let Some(f) = faults {
+            while let Some((src, packet)) = f.poll_packet(now) {
+                nic.handle_datagram(now, src, packet.len(), &packet);
+            }
+        }
+        taken
+    }
+
+    fn transmit(&mut self, now: Instant) -> usize {
+        let mut sent = 0;
+        for _ in 0..TX_BATCHES {
+            if self.tx_faults.is_some() {
+                let n = self.transmit_spoilt(now);
+                sent += n;
+                if n == 0 {
+                    break;
+                }
+                continue;
+            }
+            if self.batch.is_empty() {
+                sent += self.nic.poll_transmit(now, &mut self.batch, TX_BUDGET);
+                if self.batch.is_empty() {
+                    break;
+                }
+                capture_sent(&mut self.capture, now, self.nic.local_addr(), &self.batch);
+            }
+            if self.driver.send(&mut self.batch) == SendOutcome::Blocked {
+                break;
+            }
+        }
+        sent
+    }
+
+    /// Sends through the bad wire.
+    fn transmit_spoilt(&mut self, now: Instant) -> usize {
+        let Some(faults) = &mut self.tx_faults else {
+            return 0;
+        };
+        if !self.spoilt.is_empty() && self.driver.send(&mut self.spoilt) == SendOutcome::Blocked {
+            return 0;
+        }
+        self.batch.set_max_segments(1);
+        let n = self.nic.poll_transmit(now, &mut self.batch, TX_BUDGET);
+        for group in self.batch.groups() {
+            for packet in self.batch.copy_packets(group) {
+                faults.handle_packet(now, (group.dst, group.qpn), packet);
+            }
+        }
+        self.batch.clear();
+        while let Some(((dst, qpn), packet)) = faults.poll_packet(now) {
+            self.spoilt.begin(dst, qpn, packet.len());
+            self.spoilt.push_bytes(&packet);
+        }
+        capture_sent(&mut self.capture, now, self.nic.local_addr(), &self.spoilt);
+        if !self.spoilt.is_empty() {
+            // What does not go out now goes out first the next time.
+            self.driver.send(&mut self.spoilt);
+        }
+        n
+    }
+}
+
+impl Provider for Roce {
+    fn progress(&mut self, now: Instant) -> usize {
+        self.nic.set_now(now);
+        let received = self.receive(now);
+        let fired = self.nic.handle_timeouts(now);
+        let sent = self.transmit(now);
+        received + fired + sent
+    }
+
+    fn deadline(&self) -> Option<Instant> {
+        // While the socket takes nothing, its readiness says when to go on, not ours.
+        let nic = if self.driver.is_blocked() {
+            self.nic.timer_deadline()
+        } else {
+            self.nic.deadline()
+        };
+        let tx = self.tx_faults.as_ref().and_then(FaultInjector::deadline);
+        let rx = self.rx_faults.as_ref().and_then(FaultInjector::deadline);
+        [nic, tx, rx].into_iter().flatten().min()
+    }
+
+    fn event_fds(&self) -> Vec<RawFd> {
+        vec![self.driver.fd()]
+    }
+}
+
+/// The path MTU that a configuration gives or the interface carries.
+fn path_mtu(config: &RoceConfig) -> io::Result<Mtu> {
+    if let Some(mtu) = config.mtu {
+        return Ok(mtu);
+    }
+    let Some(link) = interface_mtu(config.addr) else {
+        return Ok(Mtu::Mtu1024);
+    };
+    let headers = if config.addr.is_ipv4() {
+        HEADERS_V4
+    } else {
+        HEADERS_V6
+    };
+    Mtu::for_udp_payload(link.saturating_sub(headers)).ok_or_else(|| {
+        io::Error::new(
+            io::ErrorKind::InvalidInput,
+            format!(
+                "the interface of {} carries packets of {link} bytes only",
+                config.addr
+            ),
+        )
+    })
+}
+
+type Capture = Option<PcapWriter<BufWriter<File>>>;
+
+fn write_capture(
+    capture: &mut Capture,
+    now: Instant,
+    src: SocketAddr,
+    dst: SocketAddr,
+    id: u16,
+    packet: &[u8],
+) {
+    if let Some(c) = capture
+        && let Err(e) = c.write(now, src, dst, id, packet)
+    {
+        warn!(%e, "cannot write the capture");
+        *capture = None;
+    }
+}
+
+fn capture_sent(capture: &mut Capture, now: Instant, local: SocketAddr, batch: &TxBatch) {
+    if capture.is_none() {
+        return;
+    }
+    for group in batch.groups() {
+        for (id, packet) in batch.copy_packets(group).iter().enumerate() {
+            write_capture(capture, now, local, group.dst, id as u16, packet);
+        }
+    }
+}
+
+fn capture_received(
+    capture: &mut Capture,
+    now: Instant,
+    src: SocketAddr,
+    local: SocketAddr,
+    packet: &[u8],
+) {
+    if capture.is_none() {
+        return;
+    }
+    // The socket does not tell the identification; the ICRC does.
+    let id = IcrcFlow::new(src, local).and_then(|f| f.check(packet, 0).ok());
+    debug_assert_eq!(local.port(), ROCE_PORT);
+    write_capture(capture, now, src, local, id.unwrap_or(0), packet);
+}

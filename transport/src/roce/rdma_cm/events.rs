@@ -1,0 +1,332 @@
+//! What the IB CM tells, and MADs in and out.
+
+use std::net::{IpAddr, SocketAddr};
+use std::time::Instant;
+
+use super::{Id, IdState};
+use crate::cm::{IbCmEvent, IbCmEventKind, IbCmId, QpPeer, SidrRepParams};
+use crate::rc::TxPacket;
+use crate::roce::batch::TxBatch;
+use crate::roce::nic::Nic;
+use crate::verbs::{
+    CmError, CmEvent, CmEventKind, CmId, ConnParam, PortSpace, QpAttr, QpId, QpState,
+};
+use crate::wire::cm_msg::{AdditionalInfo, PrivateData, RejReason, ReqMsg, SidrStatus};
+use crate::wire::cma::CmaHeader;
+use crate::wire::mad::MAD_LEN;
+use crate::wire::{
+    Bth, Deth, ExtHeaders, GSI_QKEY, IcrcFlow, Opcode, Qpn, ROCE_PORT, emit_headers,
+};
+
+impl Nic {
+    pub(super) fn tell(&mut self, id: CmId, kind: CmEventKind) {
+        self.cm.events.push_back(CmEvent { id, kind });
+    }
+
+    /// Takes in a CM MAD from `src`.
+    pub(in crate::roce) fn handle_cm_mad(&mut self, src: SocketAddr, mad: &[u8]) {
+        let now = self.now();
+        if let Err(e) = self.cm.cm.handle_mad(now, src.ip(), mad) {
+            tracing::debug!(%src, %e, "a CM message that is none");
+        }
+        self.pump_cm();
+    }
+
+    /// When the CM has something to do.
+    pub(in crate::roce) fn cm_deadline(&self) -> Option<Instant> {
+        self.cm.cm.poll_timeout()
+    }
+
+    /// Whether a MAD may wait to be sent.
+    pub(in crate::roce) fn has_mads(&self) -> bool {
+        self.cm.may_send
+    }
+
+    /// Fires the CM's timers; answers how many calls that took.
+    pub(in crate::roce) fn handle_cm_timeouts(&mut self) -> usize {
+        let now = self.now();
+        if self.cm.cm.poll_timeout().is_none_or(|at| at > now) {
+            return 0;
+        }
+        self.cm.cm.handle_timeout(now);
+        self.pump_cm();
+        1
+    }
+
+    /// Appends the CM's MADs to a batch.
+    pub(in crate::roce) fn transmit_mads(&mut self, batch: &mut TxBatch) {
+        if !self.cm.may_send {
+            return;
+        }
+        self.cm.may_send = false;
+        while let Some((peer, mad)) = self.cm.cm.poll_transmit() {
+            let dst = SocketAddr::new(peer, ROCE_PORT);
+            let Some(flow) = IcrcFlow::new(self.local_addr(), dst) else {
+                continue;
+            };
+            let bth = Bth::new(Opcode::UdSendOnly, Qpn::GSI, self.cm.psn);
+            self.cm.psn = self.cm.psn.next();
+            let ext = ExtHeaders {
+                deth: Some(Deth::new(GSI_QKEY, Qpn::GSI)),
+                ..ExtHeaders::default()
+            };
+            let mut tx = TxPacket {
+                headers: emit_headers(&bth, &ext),
+                inline: mad.to_vec(),
+                payload_len: MAD_LEN,
+                ..TxPacket::default()
+            };
+            crate::roce::nic::emit(batch, &flow, dst, &mut tx);
+        }
+    }
+
+    /// The first packet of a connection has arrived; its RTU may not have.
+    pub(in crate::roce) fn on_comm_established(&mut self, qp: QpId) {
+        if let Some(&id) = self.cm.by_qp.get(&qp) {
+            // Only a connection that waits for its RTU has something to learn.
+            let _ = self.notify_established(id);
+        }
+    }
+
+    /// A queue pair is being destroyed; its identifier forgets it.
+    pub(in crate::roce) fn forget_cm_qp(&mut self, qp: QpId) {
+        if let Some(id) = self.cm.by_qp.remove(&qp)
+            && let Ok(entry) = self.cm.ids.get_mut(id)
+        {
+            entry.qp = None;
+        }
+    }
+
+    /// Takes an identifier's queue pair to ERROR, if it has one.
+    pub(super) fn fail_cm_qp(&mut self, id: CmId) {
+        let Some(qp) = self.cm.ids.get(id).ok().and_then(|e| e.qp) else {
+            return;
+        };
+        let attr = QpAttr {
+            state: Some(QpState::Error),
+            ..QpAttr::default()
+        };
+        // Every state may go to ERROR, and the queue pair exists as long as the identifier names it.
+        let _ = self.modify_qp(qp, &attr);
+    }
+
+    /// Handles what the IB CM has to tell.
+    pub(super) fn pump_cm(&mut self) {
+        self.cm.may_send = true;
+        while let Some(IbCmEvent { id: ib, kind }) = self.cm.cm.poll_event() {
+            let is_last = kind.is_last();
+            match kind {
+                IbCmEventKind::ReqReceived {
+                    listener,
+                    peer,
+                    qp,
+                    req,
+                } => self.on_req(ib, listener, peer, qp, &req),
+                IbCmEventKind::SidrReqReceived { .. } => self.refuse_sidr(ib),
+                kind => {
+                    if let Some(&id) = self.cm.by_ib.get(&ib) {
+                        self.on_ib_event(id, ib, kind);
+                    }
+                }
+            }
+            if is_last
+                && let Some(id) = self.cm.by_ib.remove(&ib)
+                && let Ok(entry) = self.cm.ids.get_mut(id)
+            {
+                entry.ib = None;
+            }
+        }
+    }
+
+    fn on_req(&mut self, ib: IbCmId, listener: IbCmId, peer: IpAddr, qp: QpPeer, req: &ReqMsg) {
+        let refusal = match self.take_request(ib, listener, peer, qp, req) {
+            Ok(()) => return,
+            Err(reason) => reason,
+        };
+        let now = self.now();
+        let (info, data) = (AdditionalInfo::default(), PrivateData::default());
+        // A request that has ended meanwhile needs no refusal.
+        let _ = self.cm.cm.send_rej(now, ib, refusal, info, data);
+    }
+
+    fn take_request(
+        &mut self,
+        ib: IbCmId,
+        listener: IbCmId,
+        peer: IpAddr,
+        qp: QpPeer,
+        req: &ReqMsg,
+    ) -> Result<(), RejReason> {
+        let listener_id = *self
+            .cm
+            .by_ib
+            .get(&listener)
+            .ok_or(RejReason::InvalidServiceId)?;
+        let entry = self
+            .cm
+            .ids
+            .get(listener_id)
+            .map_err(|_| RejReason::InvalidServiceId)?;
+        if qp.path_mtu > self.config().mtu {
+            return Err(RejReason::InvalidMtu);
+        }
+        let (port, data) = match entry.space {
+            PortSpace::Ib { .. } => (0, &req.private_data.0[..]),
+            PortSpace::Tcp | PortSpace::Udp => {
+                let (header, rest) =
+                    CmaHeader::parse(&req.private_data.0).map_err(|_| RejReason::Unsupported)?;
+                (header.src_port, rest)
+            }
+        };
+        let peer = SocketAddr::new(peer, port);
+        let new = Id {
+            state: IdState::Requested,
+            local: Some(
+                entry
+                    .local
+                    .unwrap_or(SocketAddr::new(self.local_addr().ip(), 0)),
+            ),
+            peer: Some(peer),
+            ib: Some(ib),
+            request: Some(Box::new(qp)),
+            ..Id::new(entry.space)
+        };
+        let kind = CmEventKind::ConnectRequest {
+            listener: listener_id,
+            peer,
+            param: param_of(&qp, data.to_vec()),
+        };
+        let id = self
+            .cm
+            .ids
+            .insert(new)
+            .map_err(|_| RejReason::NoResources)?;
+        self.cm.by_ib.insert(ib, id);
+        self.tell(id, kind);
+        Ok(())
+    }
+
+    fn refuse_sidr(&mut self, ib: IbCmId) {
+        let params = SidrRepParams {
+            status: SidrStatus::Unsupported,
+            qpn: Qpn::default(),
+            qkey: 0,
+            info: AdditionalInfo::default(),
+            private_data: PrivateData::default(),
+        };
+        // A question that has ended meanwhile needs no answer.
+        let _ = self.cm.cm.send_sidr_rep(ib, &params);
+    }
+
+    fn on_ib_event(&mut self, id: CmId, ib: IbCmId, kind: IbCmEventKind) {
+        let now = self.now();
+        match kind {
+            IbCmEventKind::RepReceived { qp, rep } => {
+                self.on_rep(id, ib, &qp, rep.private_data.0.to_vec());
+            }
+            IbCmEventKind::RtuReceived { .. } => self.on_established(id, ConnParam::default()),
+            IbCmEventKind::ReqTimeout | IbCmEventKind::RepTimeout => {
+                self.on_closed(id, CmEventKind::Unreachable);
+            }
+            IbCmEventKind::RejReceived {
+                reason,
+                private_data,
+                ..
+            } => {
+                let was_up = self.cm.ids.get(id).is_ok_and(|e| {
+                    matches!(e.state, IdState::Established | IdState::Disconnecting)
+                });
+                let kind = if was_up {
+                    CmEventKind::Disconnected
+                } else {
+                    CmEventKind::Rejected {
+                        reason: reason.to_wire(),
+                        private_data: private_data.0.to_vec(),
+                    }
+                };
+                self.on_closed(id, kind);
+            }
+            IbCmEventKind::DreqReceived { .. } => {
+                // Answered before anything else: the state just checked allows it.
+                let _ = self.cm.cm.send_drep(now, ib, PrivateData::default());
+                self.on_closed(id, CmEventKind::Disconnected);
+            }
+            IbCmEventKind::DrepReceived { .. }
+            | IbCmEventKind::DreqTimeout
+            | IbCmEventKind::StaleConnection => self.on_closed(id, CmEventKind::Disconnected),
+            IbCmEventKind::TimewaitExit => self.tell(id, CmEventKind::TimewaitExit),
+            // Time that the peer asks for is the IB CM's business; alternate paths and datagram
+            // services are never asked for here.
+            _ => {}
+        }
+    }
+
+    fn on_rep(&mut self, id: CmId, ib: IbCmId, qp: &QpPeer, data: Vec<u8>) {
+        let now = self.now();
+        let Ok(entry) = self.cm.ids.get(id) else {
+            return;
+        };
+        let (rq_psn, resources, depth) = (
+            entry.rq_psn,
+            entry.responder_resources,
+            entry.initiator_depth,
+        );
+        let outcome = match (entry.qp, entry.peer) {
+            (Some(q), Some(peer)) => self
+                .connect_qp(q, peer.ip(), qp, rq_psn, resources, depth)
+                .map_err(CmError::from),
+            _ => Err(CmError::InvalidState("connect")),
+        };
+        match outcome {
+            Ok(()) => {
+                // The state just reached allows it.
+                let _ = self.cm.cm.send_rtu(ib, PrivateData::default());
+                self.on_established(id, param_of(qp, data));
+            }
+            Err(e) => {
+                let (info, none) = (AdditionalInfo::default(), PrivateData::default());
+                // As above.
+                let _ = self
+                    .cm
+                    .cm
+                    .send_rej(now, ib, RejReason::NoResources, info, none);
+                self.on_closed(id, CmEventKind::ConnectError(e));
+            }
+        }
+    }
+
+    pub(super) fn on_established(&mut self, id: CmId, param: ConnParam) {
+        if let Ok(entry) = self.cm.ids.get_mut(id)
+            && matches!(entry.state, IdState::Connecting | IdState::Accepting)
+        {
+            entry.state = IdState::Established;
+            self.tell(id, CmEventKind::Established { param });
+        }
+    }
+
+    /// A connection is over: its queue pair fails and its user is told, once.
+    fn on_closed(&mut self, id: CmId, kind: CmEventKind) {
+        let Ok(entry) = self.cm.ids.get_mut(id) else {
+            return;
+        };
+        if entry.state == IdState::Closed {
+            return;
+        }
+        entry.state = IdState::Closed;
+        self.fail_cm_qp(id);
+        self.tell(id, kind);
+    }
+}
+
+/// What a peer's message says, from our point of view.
+fn param_of(qp: &QpPeer, private_data: Vec<u8>) -> ConnParam {
+    ConnParam {
+        private_data,
+        responder_resources: qp.initiator_depth,
+        initiator_depth: qp.responder_resources,
+        flow_control: qp.flow_control,
+        retry_count: qp.retry_count.value() as u8,
+        rnr_retry_count: qp.rnr_retry_count.value() as u8,
+        srq: qp.srq,
+    }
+}

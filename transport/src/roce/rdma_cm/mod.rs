@@ -1,0 +1,186 @@
+//! The RDMA CM's calls over the IB CM: identifiers, ports, addresses, and queue pairs that follow
+//! their connection.
+//!
+//! The IB CM ([`crate::cm::Cm`]) speaks of service ids and MADs. This layer gives it addresses and
+//! ports, puts the address header into a request's private data as Linux does, and takes queue pairs
+//! through their states as a connection comes and goes. A device has one [`CmAgent`]; the calls are
+//! methods of [`Nic`](super::nic::Nic), since they change queue pairs.
+//!
+//! | module | what it does |
+//! | --- | --- |
+//! | `calls` | what the user asks for |
+//! | `events` | what the IB CM tells, and MADs in and out |
+//!
+//! # Choices
+//! - A device has one address, so resolving one is a check, and a route is the path MTU. Both calls
+//!   have answered by the time their event is polled.
+//! - `ConnParam` in an event speaks from the receiver's point of view, as librdmacm's does: the peer's
+//!   initiator depth comes as our responder resources, and the other way round.
+//! - A connection is established when the RTU arrives or, without being asked, when the first packet
+//!   does.
+//!
+//! # Bounds
+//! Identifiers: [`NicLimits::max_cm_ids`](super::nic::NicLimits). An identifier has few events under
+//! way, and a listener no more requests than its backlog.
+//!
+//! Not implemented: datagram services (SIDR requests are refused), multicast, path migration.
+
+mod calls;
+mod events;
+
+use std::collections::{HashMap, VecDeque};
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use crate::cm::{Cm, CmConfig, IbCmId, QpPeer};
+use crate::roce::table::Table;
+use crate::verbs::{CmEvent, CmId, PortSpace, QpId};
+use crate::wire::Psn;
+use crate::wire::cm_msg::CaGuid;
+
+/// Most bytes of private data in a request on a bare service id.
+const MAX_IB_PRIVATE_DATA: usize = 92;
+
+/// First of the ports that are given out where none was asked for.
+const FIRST_EPHEMERAL: u16 = 32_768;
+/// How many of them there are.
+const EPHEMERALS: u16 = 28_232;
+
+/// How far an identifier has come.
+///
+/// ```text
+/// active                                        passive
+///
+///  Idle ──bind_addr──▶ Bound ──listen──▶ Listening
+///    │                  │                   ┊ a request makes a new identifier
+///    └───resolve_addr───┤                   ▼
+///                       ▼               Requested ──reject──▶ Closed
+///                  AddrResolved             │ accept
+///                       │ resolve_route     ▼
+///                       ▼               Accepting
+///                  RouteResolved            │ RTU, or the first packet
+///                       │ connect           │
+///                       ▼     REP           ▼
+///                  Connecting ────────▶ Established
+///                       │                   │ disconnect      │ DREQ
+///                       │ REJ, time-out     ▼                 │
+///                       │              Disconnecting          │
+///                       │                   │ DREP, time-out  │
+///                       └───────────────────┴──▶ Closed ◀─────┘
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum IdState {
+    /// Just created.
+    Idle,
+    /// Has a local address.
+    Bound,
+    /// Has the peer's address.
+    AddrResolved,
+    /// Knows the path; may connect.
+    RouteResolved,
+    /// Takes requests.
+    Listening,
+    /// Sent a request.
+    Connecting,
+    /// Made by a request that has not been answered.
+    Requested,
+    /// Accepted a request; the peer has not confirmed.
+    Accepting,
+    /// Connected.
+    Established,
+    /// Asked the peer to disconnect.
+    Disconnecting,
+    /// The connection is over, or never was.
+    Closed,
+}
+
+/// An identifier.
+#[derive(Debug)]
+struct Id {
+    space: PortSpace,
+    state: IdState,
+    local: Option<SocketAddr>,
+    /// Whether the local port is entered in the table of ports as this identifier's.
+    owns_port: bool,
+    peer: Option<SocketAddr>,
+    qp: Option<QpId>,
+    ib: Option<IbCmId>,
+    /// Passive: what the request says about our queue pair.
+    request: Option<Box<QpPeer>>,
+    /// Active: the PSN that the peer begins with.
+    rq_psn: Psn,
+    /// Active: what was asked for.
+    responder_resources: u8,
+    initiator_depth: u8,
+}
+
+impl Id {
+    fn new(space: PortSpace) -> Self {
+        Self {
+            space,
+            state: IdState::Idle,
+            local: None,
+            owns_port: false,
+            peer: None,
+            qp: None,
+            ib: None,
+            request: None,
+            rq_psn: Psn::new(0),
+            responder_resources: 0,
+            initiator_depth: 0,
+        }
+    }
+}
+
+/// Which ports an identifier's port is one of; bare service ids have none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Ports {
+    Tcp,
+    Udp,
+}
+
+/// The connection manager of a device.
+#[derive(Debug)]
+pub struct CmAgent {
+    cm: Cm,
+    ids: Table<CmId, Id>,
+    by_ib: HashMap<IbCmId, CmId>,
+    by_qp: HashMap<QpId, CmId>,
+    ports: HashMap<(Ports, u16), CmId>,
+    events: VecDeque<CmEvent>,
+    /// Whether the IB CM may have a MAD to send.
+    may_send: bool,
+    /// PSN of the next MAD.
+    psn: Psn,
+}
+
+impl CmAgent {
+    /// An agent for a device with this GUID, worker and secret seed.
+    #[must_use]
+    pub fn new(guid: u64, max_ids: u32, worker: (u32, u8), seed: [u8; 32]) -> Self {
+        let config = CmConfig {
+            max_ids: max_ids as usize * 2,
+            // Two programs on one host, or a host with very many sessions, share one address.
+            max_half_open_per_peer: 1024,
+            // Nobody waits long for a connection on a network that RoCE suits.
+            max_timewait: Duration::from_secs(2),
+            ..CmConfig::new(CaGuid(guid))
+        };
+        Self {
+            cm: Cm::new(config, worker.0, worker.1.into(), seed),
+            ids: Table::new("connection identifier", max_ids),
+            by_ib: HashMap::new(),
+            by_qp: HashMap::new(),
+            ports: HashMap::new(),
+            events: VecDeque::new(),
+            may_send: false,
+            psn: Psn::new(0),
+        }
+    }
+
+    /// What the IB CM has counted.
+    #[must_use]
+    pub fn counters(&self) -> crate::cm::CmCounters {
+        self.cm.counters()
+    }
+}

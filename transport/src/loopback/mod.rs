@@ -64,14 +64,16 @@ impl Default for FabricConfig {
     }
 }
 
+/// What is on the way to an address, by time of arrival and order of sending.
+type Queue = BTreeMap<(Instant, u64), (SocketAddr, Vec<u8>)>;
+
 #[derive(Debug)]
 struct Wire {
     config: FabricConfig,
     start: Instant,
     now: Instant,
     injector: FaultInjector<(SocketAddr, SocketAddr)>,
-    /// What is on the way to each address, by arrival and order.
-    queues: HashMap<IpAddr, BTreeMap<(Instant, u64), (SocketAddr, Vec<u8>)>>,
+    queues: HashMap<IpAddr, Queue>,
     sequence: u64,
     endpoints: u64,
     trace: u64,
@@ -145,7 +147,7 @@ impl Fabric {
     #[must_use]
     pub fn endpoint(&self, addr: IpAddr) -> Endpoint {
         let mut wire = self.wire();
-        let before = wire.queues.insert(addr, BTreeMap::new());
+        let before = wire.queues.insert(addr, Queue::new());
         assert!(before.is_none(), "an address has one device");
         wire.endpoints += 1;
         let mut seed = [0; 32];

@@ -115,11 +115,8 @@ impl UdQp {
                 rq.clear();
             }
             QpState::Error => self.flush(rq, out),
-            QpState::Sqd => {
-                if self.sends.is_empty() {
-                    out.push(RcEvent::Async(AsyncEvent::SqDrained(self.id)));
-                }
-            }
+            // A datagram that has begun has also ended, so there is nothing to wait for.
+            QpState::Sqd => out.push(RcEvent::Async(AsyncEvent::SqDrained(self.id))),
             _ => {}
         }
     }

@@ -1,1 +1,7 @@
-//! Placeholder until the crate's first module lands.
+//! Tests that need more than one crate; they are in `tests/tests/`.
+//!
+//! - `golden_*`: bytes from specifications and captures of other implementations.
+//! - `fuzz_*`: fuzz targets, replayed by plain `cargo test`.
+//!
+//! `tests/vm/` holds the cases in which a stock Linux kernel is the peer; `cargo xtask interop` runs
+//! them.

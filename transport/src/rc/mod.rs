@@ -58,6 +58,8 @@ pub mod requester;
 pub mod responder;
 pub mod send_queue;
 pub mod state;
+#[cfg(test)]
+mod tests;
 
 use std::time::Duration;
 

@@ -1,0 +1,273 @@
+//! Scripts: bytes and times in, bytes and events out. The bytes are written out here, from the
+//! specification, and not made with the code under test.
+
+mod hostile;
+mod requester;
+mod responder;
+
+use std::time::{Duration, Instant};
+
+use riser_memory::Memory;
+
+use super::*;
+use crate::verbs::{
+    Handle, LKey, Mr, QpState, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcStatus,
+    WrId,
+};
+use crate::wire::Packet;
+
+pub(super) const PD: PdId = PdId(Handle::new(1, 1));
+pub(super) const QP: QpId = QpId(Handle::new(7, 1));
+pub(super) const MTU: usize = 256;
+/// First PSN that the queue pair sends, and that it expects.
+pub(super) const SQ_PSN: u32 = 0x200;
+pub(super) const RQ_PSN: u32 = 0x100;
+/// ACK timeout code and what it means: 4.096 µs × 2^10.
+pub(super) const TIMEOUT: u8 = 10;
+pub(super) const T: Duration = Duration::from_nanos(4_194_304);
+pub(super) const PEER: RemoteAddr = RemoteAddr {
+    addr: 0x1122_3344_5566_7788,
+    rkey: RKey(0xabcd_ef01),
+};
+
+/// One queue pair and everything around it.
+pub(super) struct Rig {
+    pub(super) qp: RcQp,
+    pub(super) mrs: MrTable,
+    pub(super) rq: RecvQueue,
+    pub(super) out: Vec<RcEvent>,
+    pub(super) now: Instant,
+    pub(super) memory: Memory,
+    pub(super) mr: Mr,
+}
+
+pub(super) struct Options {
+    pub(super) state: QpState,
+    pub(super) has_srq: bool,
+    pub(super) access: Access,
+    pub(super) sq_psn: u32,
+    pub(super) rq_psn: u32,
+    pub(super) retry_cnt: u8,
+    pub(super) rnr_retry: u8,
+    pub(super) reads: u8,
+    pub(super) window: u32,
+    pub(super) ack_every: u32,
+}
+
+pub(super) const DEFAULT: Options = Options {
+    state: QpState::Rts,
+    has_srq: false,
+    access: Access::REMOTE,
+    sq_psn: SQ_PSN,
+    rq_psn: RQ_PSN,
+    retry_cnt: 1,
+    rnr_retry: 1,
+    reads: 2,
+    window: 16,
+    ack_every: 8,
+};
+
+impl Rig {
+    pub(super) fn new() -> Self {
+        Self::with(&DEFAULT)
+    }
+
+    pub(super) fn with(options: &Options) -> Self {
+        let mut mrs = MrTable::new(16, 8, [5; 16]);
+        let memory = Memory::new(64 * 1024).unwrap();
+        // Counted from 0, so that a script can name addresses before it has the memory.
+        let access = Access::LOCAL_WRITE | Access::REMOTE | Access::ZERO_BASED;
+        let mr = mrs.reg(PD, &memory.whole(), access).unwrap();
+        let cap = QpCap {
+            max_send_wr: 16,
+            max_recv_wr: 4,
+            max_send_sge: 2,
+            max_recv_sge: 2,
+            max_inline: 32,
+        };
+        let mut cfg = RcConfig::new(QP, PD, cap);
+        cfg.has_srq = options.has_srq;
+        cfg.max_inflight_bytes = options.window * (MTU as u32 + PACKET_OVERHEAD);
+        cfg.first_retransmit = T;
+        cfg.ack_every = options.ack_every;
+        let mut rig = Self {
+            qp: RcQp::new(cfg),
+            mrs,
+            rq: RecvQueue::new(4, 2),
+            out: Vec::new(),
+            now: Instant::now(),
+            memory,
+            mr,
+        };
+        if options.state == QpState::Reset {
+            return rig;
+        }
+        rig.qp.to_init();
+        if options.state == QpState::Init {
+            return rig;
+        }
+        rig.qp.to_rtr(&RtrParams {
+            path_mtu: Mtu::Mtu256,
+            dest_qpn: Qpn::new(0x22),
+            rq_psn: Psn::new(options.rq_psn),
+            max_dest_rd_atomic: options.reads,
+            min_rnr_timer: RnrTimer::new(14),
+            access: options.access,
+        });
+        if options.state == QpState::Rtr {
+            return rig;
+        }
+        rig.qp.to_rts(&RtsParams {
+            sq_psn: Psn::new(options.sq_psn),
+            timeout: TIMEOUT,
+            retry_cnt: options.retry_cnt,
+            rnr_retry: options.rnr_retry,
+            max_rd_atomic: options.reads,
+        });
+        rig
+    }
+
+    pub(super) fn run<R>(&mut self, f: impl FnOnce(&mut RcQp, &mut Env<'_>) -> R) -> R {
+        let mut env = Env {
+            mrs: &mut self.mrs,
+            rq: &mut self.rq,
+            out: &mut self.out,
+        };
+        f(&mut self.qp, &mut env)
+    }
+
+    pub(super) fn sge(&self, offset: usize, length: usize) -> Sge {
+        Sge {
+            addr: self.mr.addr + offset as u64,
+            length: length as u32,
+            lkey: self.mr.lkey,
+        }
+    }
+
+    /// Posts a signaled request for `length` bytes at the start of the memory.
+    pub(super) fn post(&mut self, wr_id: u64, op: SendOp, length: usize) {
+        self.post_flags(wr_id, op, length, SendFlags::SIGNALED);
+    }
+
+    pub(super) fn post_flags(&mut self, wr_id: u64, op: SendOp, length: usize, flags: SendFlags) {
+        let sges = [self.sge(0, length)];
+        let list = if length == 0 { &[][..] } else { &sges[..] };
+        let wr = SendWr::new(wr_id, op, list).flags(flags);
+        self.run(|qp, env| qp.post_send(&[wr], env)).unwrap();
+    }
+
+    /// Posts a receive of `length` bytes at 32 KiB into the memory.
+    pub(super) fn post_recv(&mut self, wr_id: u64, length: usize) {
+        let sges = [self.sge(0x8000, length)];
+        let wr = RecvWr {
+            wr_id: WrId(wr_id),
+            sges: &sges,
+        };
+        self.run(|qp, env| {
+            if qp.config().has_srq {
+                env.rq.post(&[wr])
+            } else {
+                qp.post_recv(&[wr], env)
+            }
+        })
+        .unwrap();
+    }
+
+    pub(super) fn received(&self, length: usize) -> Vec<u8> {
+        self.memory.slice(0x8000..0x8000 + length).unwrap().to_vec()
+    }
+
+    /// Everything that it sends now, without ICRCs.
+    pub(super) fn sent(&mut self) -> Vec<Vec<u8>> {
+        let (now, mut tx, mut packets) = (self.now, TxPacket::default(), Vec::new());
+        while self.run(|qp, env| qp.poll_transmit(now, env, &mut tx)) {
+            let mut bytes = Vec::new();
+            tx.copy_to(&mut bytes);
+            assert_eq!(bytes.len(), tx.len());
+            assert_eq!(bytes.len() % 4, 0);
+            packets.push(bytes);
+            assert!(packets.len() < 1000, "an endless stream");
+        }
+        packets
+    }
+
+    /// Opcodes and PSNs of everything that it sends now; an ACK request shows as bit 31.
+    pub(super) fn sent_brief(&mut self) -> Vec<(u8, u32)> {
+        self.sent().iter().map(|p| brief(p)).collect()
+    }
+
+    pub(super) fn feed(&mut self, bytes: &[u8]) {
+        let mut datagram = bytes.to_vec();
+        datagram.extend_from_slice(&[0; 4]);
+        let packet = Packet::parse(&datagram).expect("a well-formed packet");
+        let now = self.now;
+        self.run(|qp, env| qp.handle_packet(now, &packet, env));
+    }
+
+    pub(super) fn ack(&mut self, psn: u32, syndrome: u8) {
+        self.feed(&packet(0x11, psn, false, &[syndrome, 0, 0, 0], &[]));
+    }
+
+    /// Lets time pass until the deadline, and does what is due.
+    pub(super) fn expire(&mut self) -> Duration {
+        let at = self.qp.poll_timeout().expect("a deadline");
+        let waited = at.saturating_duration_since(self.now);
+        self.now = self.now.max(at);
+        let now = self.now;
+        self.run(|qp, env| qp.handle_timeout(now, env));
+        waited
+    }
+
+    pub(super) fn events(&mut self) -> Vec<RcEvent> {
+        std::mem::take(&mut self.out)
+    }
+
+    /// Ids and statuses of the send completions since the last call; anything else fails.
+    pub(super) fn sends(&mut self) -> Vec<(u64, WcStatus)> {
+        let send = |e| match e {
+            RcEvent::Send(c) => (c.wr_id.0, c.status),
+            other => panic!("unexpected {other:?}"),
+        };
+        self.events().into_iter().map(send).collect()
+    }
+}
+
+/// Opcode and PSN, with the ACK request as bit 31 of the PSN.
+pub(super) fn brief(p: &[u8]) -> (u8, u32) {
+    (p[0], u32::from_be_bytes([p[8] & 0x80, p[9], p[10], p[11]]))
+}
+
+pub(super) const ASKS: u32 = 0x8000_0000;
+
+/// A packet for the queue pair, without ICRC.
+pub(super) fn packet(opcode: u8, psn: u32, asks: bool, ext: &[u8], payload: &[u8]) -> Vec<u8> {
+    let pad = (4 - payload.len() % 4) % 4;
+    let mut p = vec![opcode, (pad as u8) << 4, 0xff, 0xff, 0, 0, 0, 0x11];
+    p.push(if asks { 0x80 } else { 0 });
+    p.extend_from_slice(&psn.to_be_bytes()[1..]);
+    p.extend_from_slice(ext);
+    p.extend_from_slice(payload);
+    p.resize(p.len() + pad, 0);
+    p
+}
+
+/// A RETH.
+pub(super) fn reth(addr: u64, rkey: RKey, len: u32) -> Vec<u8> {
+    [
+        &addr.to_be_bytes()[..],
+        &rkey.0.to_be_bytes(),
+        &len.to_be_bytes(),
+    ]
+    .concat()
+}
+
+/// An AtomicETH.
+pub(super) fn atomic_eth(addr: u64, rkey: RKey, swap_or_add: u64, compare: u64) -> Vec<u8> {
+    let tail = [swap_or_add.to_be_bytes(), compare.to_be_bytes()].concat();
+    [&addr.to_be_bytes()[..], &rkey.0.to_be_bytes(), &tail].concat()
+}
+
+/// Bytes that differ from each other.
+pub(super) fn bytes(len: usize) -> Vec<u8> {
+    (0..len).map(|i| (i * 7 + i / 256) as u8).collect()
+}

@@ -1,0 +1,690 @@
+//! Scripts of the receiving side: request packets in, answers out.
+
+use super::*;
+use crate::verbs::{AsyncEvent, Completion, WcOpcode};
+
+/// An acknowledgement as it leaves: PSN, syndrome, MSN.
+fn answer(psn: u32, syndrome: u8, msn: u8) -> Vec<u8> {
+    let mut p = vec![0x11, 0x40, 0xff, 0xff, 0, 0, 0, 0x22];
+    p.extend_from_slice(&psn.to_be_bytes());
+    p.extend_from_slice(&[syndrome, 0, 0, msn]);
+    p
+}
+
+/// The receive completions since the last call; anything else fails.
+fn receives(rig: &mut Rig) -> Vec<Completion> {
+    let recv = |e| match e {
+        RcEvent::Recv(c) => c,
+        other => panic!("unexpected {other:?}"),
+    };
+    rig.events().into_iter().map(recv).collect()
+}
+
+/// A request that must be refused: the NAK, the event and the error state.
+fn refused(rig: &mut Rig, psn: u32, syndrome: u8, event: AsyncEvent) {
+    let events = rig.events();
+    assert!(events.contains(&RcEvent::Async(event)), "{events:?}");
+    assert_eq!(rig.qp.state(), QpState::Error);
+    let sent = rig.sent();
+    let nak = sent.last().expect("a NAK");
+    assert_eq!((brief(nak), nak[12]), ((0x11, psn), syndrome));
+    assert_eq!(rig.qp.counters().tx_nak_errors, 1);
+    assert!(rig.sent().is_empty());
+}
+
+#[test]
+fn a_send_fills_a_receive_and_is_acknowledged() {
+    let mut rig = Rig::new();
+    rig.post_recv(1, 1000);
+    let data = bytes(515);
+    rig.feed(&packet(0x00, RQ_PSN, false, &[], &data[..256]));
+    rig.feed(&packet(0x01, RQ_PSN + 1, false, &[], &data[256..512]));
+    assert!(rig.sent().is_empty());
+    let mut last = packet(0x03, RQ_PSN + 2, true, &[0, 0, 1, 2], &data[512..]);
+    last[1] |= 0x80;
+    rig.feed(&last);
+    assert_eq!(rig.received(515), data);
+    let done = receives(&mut rig);
+    assert_eq!(done.len(), 1);
+    assert_eq!(
+        (done[0].wr_id.0, done[0].byte_len, done[0].imm),
+        (1, 515, Some(0x0102))
+    );
+    assert!(done[0].solicited && done[0].opcode == WcOpcode::Recv);
+    // No receive is left, so no credit; one message is complete.
+    assert_eq!(rig.sent(), [answer(RQ_PSN + 2, 0x00, 1)]);
+}
+
+#[test]
+fn credits_count_the_receives_that_are_left() {
+    let mut rig = Rig::new();
+    for id in 0..4 {
+        rig.post_recv(id, 600);
+    }
+    rig.feed(&packet(0x04, RQ_PSN, true, &[], &[1]));
+    assert_eq!(rig.sent(), [answer(RQ_PSN, 0x03, 1)]);
+    // A message in progress has its receive, and that one still counts for it.
+    rig.feed(&packet(0x00, RQ_PSN + 1, true, &[], &bytes(256)));
+    assert_eq!(rig.sent(), [answer(RQ_PSN + 1, 0x03, 1)]);
+    let mut rig = Rig::with(&Options {
+        has_srq: true,
+        ..DEFAULT
+    });
+    rig.post_recv(0, 600);
+    rig.feed(&packet(0x04, RQ_PSN, true, &[], &[1]));
+    assert_eq!(rig.sent(), [answer(RQ_PSN, 0x1f, 1)]);
+}
+
+#[test]
+fn acknowledgements_are_coalesced_and_never_too_rare() {
+    let mut rig = Rig::with(&Options {
+        ack_every: 4,
+        ..DEFAULT
+    });
+    let write = |psn| packet(0x0a, psn, psn % 2 == 0, &reth(0, RKey(0), 0), &[]);
+    for psn in RQ_PSN..RQ_PSN + 3 {
+        rig.feed(&write(psn));
+    }
+    assert_eq!(rig.sent(), [answer(RQ_PSN + 2, 0x00, 3)]);
+    for psn in RQ_PSN + 3..RQ_PSN + 9 {
+        rig.feed(&packet(0x0a, psn, false, &reth(0, RKey(0), 0), &[]));
+    }
+    assert_eq!(rig.sent(), [answer(RQ_PSN + 6, 0x00, 9)]);
+}
+
+#[test]
+fn a_gap_gives_one_nak() {
+    let mut rig = Rig::new();
+    rig.post_recv(1, 8);
+    for psn in [2, 1, 2] {
+        rig.feed(&packet(0x04, RQ_PSN + psn, true, &[], &[9]));
+    }
+    assert_eq!(rig.sent(), [answer(RQ_PSN, 0x60, 0)]);
+    assert_eq!(rig.qp.counters().out_of_order, 3);
+    rig.feed(&packet(0x04, RQ_PSN, true, &[], &[9]));
+    assert_eq!(rig.sent(), [answer(RQ_PSN, 0x00, 1)]);
+    // The next gap is another one.
+    rig.feed(&packet(0x04, RQ_PSN + 2, true, &[], &[9]));
+    assert_eq!(rig.sent(), [answer(RQ_PSN + 1, 0x60, 1)]);
+}
+
+#[test]
+fn a_send_without_a_receive_is_told_to_wait() {
+    let mut rig = Rig::new();
+    for _ in 0..2 {
+        rig.feed(&packet(0x00, RQ_PSN, false, &[], &bytes(256)));
+        rig.feed(&packet(0x02, RQ_PSN + 1, true, &[], &[1]));
+        assert_eq!(rig.sent(), [answer(RQ_PSN, 0x2e, 0)]);
+    }
+    assert_eq!(rig.qp.counters().tx_rnr_naks, 2);
+    // Nothing is held meanwhile (CVE-2022-49929): the region can go and another one come.
+    rig.post_recv(1, 300);
+    rig.feed(&packet(0x00, RQ_PSN, false, &[], &bytes(256)));
+    rig.feed(&packet(0x02, RQ_PSN + 1, true, &[], &[1]));
+    assert_eq!(rig.sent(), [answer(RQ_PSN + 1, 0x00, 1)]);
+    assert_eq!(receives(&mut rig)[0].byte_len, 257);
+}
+
+#[test]
+fn a_write_with_immediate_needs_a_receive_only_at_its_end() {
+    let mut rig = Rig::new();
+    let (addr, rkey) = (rig.mr.addr, rig.mr.rkey);
+    let data = bytes(260);
+    rig.feed(&packet(
+        0x06,
+        RQ_PSN,
+        false,
+        &reth(addr, rkey, 260),
+        &data[..256],
+    ));
+    let last = packet(0x09, RQ_PSN + 1, true, &[0, 0, 0, 7], &data[256..]);
+    rig.feed(&last);
+    assert_eq!(rig.sent(), [answer(RQ_PSN + 1, 0x2e, 0)]);
+    assert_eq!(rig.memory.slice(256..260).unwrap().to_vec(), [0; 4]);
+    rig.post_recv(3, 0);
+    rig.feed(&last);
+    assert_eq!(rig.sent(), [answer(RQ_PSN + 1, 0x00, 1)]);
+    let done = receives(&mut rig);
+    assert_eq!(
+        (done[0].wr_id.0, done[0].byte_len, done[0].imm),
+        (3, 260, Some(7))
+    );
+    assert_eq!(done[0].opcode, WcOpcode::RecvWriteImm);
+    assert_eq!(rig.memory.slice(0..260).unwrap().to_vec(), data);
+}
+
+#[test]
+fn an_empty_write_needs_neither_key_nor_right() {
+    // What ib_srpt sends right after the connection is ready.
+    let mut rig = Rig::with(&Options {
+        access: Access::empty(),
+        state: QpState::Rtr,
+        ..DEFAULT
+    });
+    rig.feed(&packet(0x0a, RQ_PSN, true, &reth(0, RKey(0), 0), &[]));
+    assert_eq!(rig.sent(), [answer(RQ_PSN, 0x00, 1)]);
+    assert_eq!(
+        rig.events(),
+        [RcEvent::Async(AsyncEvent::CommEstablished(QP))]
+    );
+    rig.feed(&packet(0x0a, RQ_PSN + 1, true, &reth(0, RKey(0), 0), &[]));
+    assert_eq!(rig.events(), []);
+}
+
+#[test]
+fn opcodes_out_of_place_and_wrong_lengths_are_invalid_requests() {
+    let first = || packet(0x00, RQ_PSN, false, &[], &bytes(256));
+    let (addr, key) = (Rig::new().mr.addr, Rig::new().mr.rkey);
+    let write = |len| packet(0x06, RQ_PSN, false, &reth(addr, key, len), &bytes(256));
+    let second = RQ_PSN + 1;
+    let scripts: Vec<(&str, Vec<Vec<u8>>)> = vec![
+        (
+            "a middle without a first",
+            vec![packet(0x01, RQ_PSN, false, &[], &bytes(256))],
+        ),
+        (
+            "a last without a first",
+            vec![packet(0x02, RQ_PSN, true, &[], &[1])],
+        ),
+        (
+            "an only in a message",
+            vec![first(), packet(0x04, second, true, &[], &[1])],
+        ),
+        (
+            "a first in a message",
+            vec![first(), packet(0x00, second, true, &[], &bytes(256))],
+        ),
+        (
+            "another operation",
+            vec![first(), packet(0x07, second, true, &[], &bytes(256))],
+        ),
+        (
+            "a read in a message",
+            vec![
+                first(),
+                packet(0x0c, second, true, &reth(addr, key, 4), &[]),
+            ],
+        ),
+        (
+            "a short first",
+            vec![packet(0x00, RQ_PSN, false, &[], &bytes(252))],
+        ),
+        (
+            "a long only",
+            vec![packet(0x04, RQ_PSN, false, &[], &bytes(260))],
+        ),
+        (
+            "a short middle",
+            vec![first(), packet(0x01, second, false, &[], &bytes(4))],
+        ),
+        (
+            "an empty last",
+            vec![first(), packet(0x02, second, false, &[], &[])],
+        ),
+        (
+            "a write shorter than told",
+            vec![packet(0x0a, RQ_PSN, true, &reth(addr, key, 5), &[1; 4])],
+        ),
+        (
+            "a write longer than told",
+            vec![packet(0x0a, RQ_PSN, true, &reth(addr, key, 3), &[1; 4])],
+        ),
+        ("a first that is the whole", vec![write(256)]),
+        (
+            "a middle that reaches the end",
+            vec![write(512), packet(0x07, second, false, &[], &bytes(256))],
+        ),
+        (
+            "a last before the end",
+            vec![write(513), packet(0x08, second, false, &[], &bytes(256))],
+        ),
+        ("a message too long", vec![write(0x8000_0001)]),
+        (
+            "a crooked atomic",
+            vec![packet(
+                0x14,
+                RQ_PSN,
+                true,
+                &atomic_eth(addr + 4, key, 1, 0),
+                &[],
+            )],
+        ),
+    ];
+    for (what, script) in scripts {
+        let mut rig = Rig::new();
+        rig.post_recv(1, 1000);
+        let last = RQ_PSN + script.len() as u32 - 1;
+        for packet in script {
+            rig.feed(&packet);
+        }
+        assert_eq!(rig.qp.state(), QpState::Error, "{what}");
+        refused(&mut rig, last, 0x61, AsyncEvent::QpReqError(QP));
+    }
+}
+
+#[test]
+fn requests_without_the_right_are_invalid_requests() {
+    let (addr, key) = (Rig::new().mr.addr, Rig::new().mr.rkey);
+    let scripts = [
+        (
+            Access::REMOTE_WRITE,
+            packet(0x0a, RQ_PSN, true, &reth(addr, key, 4), &[1; 4]),
+        ),
+        (
+            Access::REMOTE_READ,
+            packet(0x0c, RQ_PSN, true, &reth(addr, key, 4), &[]),
+        ),
+        (
+            Access::REMOTE_ATOMIC,
+            packet(0x13, RQ_PSN, true, &atomic_eth(addr, key, 1, 0), &[]),
+        ),
+    ];
+    for (right, request) in scripts {
+        let mut rig = Rig::with(&Options {
+            access: Access::REMOTE - right,
+            ..DEFAULT
+        });
+        rig.feed(&request);
+        refused(&mut rig, RQ_PSN, 0x61, AsyncEvent::QpReqError(QP));
+    }
+}
+
+#[test]
+fn keys_and_ranges_are_checked_before_anything_changes() {
+    let (addr, key) = (Rig::new().mr.addr, Rig::new().mr.rkey);
+    let end = addr + 64 * 1024;
+    let bad_key = RKey(key.0 ^ 1);
+    let mut requests = Vec::new();
+    for (addr, key) in [
+        (addr, bad_key),
+        (end - 3, key),
+        (addr.wrapping_sub(1), key),
+        (u64::MAX - 3, key),
+        (u64::MAX, key),
+    ] {
+        requests.push(packet(0x0a, RQ_PSN, true, &reth(addr, key, 4), &[1; 4]));
+        requests.push(packet(0x0c, RQ_PSN, true, &reth(addr, key, 4), &[]));
+    }
+    for (addr, key) in [(addr, bad_key), (end, key), (u64::MAX - 7, key)] {
+        requests.push(packet(
+            0x14,
+            RQ_PSN,
+            true,
+            &atomic_eth(addr, key, 1, 0),
+            &[],
+        ));
+    }
+    // The whole range counts, not only what the first packet brings.
+    requests.push(packet(
+        0x06,
+        RQ_PSN,
+        true,
+        &reth(end - 256, key, 257),
+        &bytes(256),
+    ));
+    for request in requests {
+        let mut rig = Rig::new();
+        rig.feed(&request);
+        refused(&mut rig, RQ_PSN, 0x62, AsyncEvent::QpAccessError(QP));
+        assert!(rig.memory.whole().to_vec().iter().all(|&b| b == 0));
+    }
+}
+
+#[test]
+fn a_write_whose_key_goes_away_is_refused_in_the_middle() {
+    let mut rig = Rig::new();
+    let (addr, key) = (rig.mr.addr, rig.mr.rkey);
+    rig.feed(&packet(
+        0x06,
+        RQ_PSN,
+        false,
+        &reth(addr, key, 600),
+        &bytes(256),
+    ));
+    rig.mrs.dereg(rig.mr.id).unwrap();
+    rig.feed(&packet(0x07, RQ_PSN + 1, false, &[], &bytes(256)));
+    refused(&mut rig, RQ_PSN + 1, 0x62, AsyncEvent::QpAccessError(QP));
+}
+
+#[test]
+fn a_message_longer_than_its_receive_fails_both_ends() {
+    let mut rig = Rig::new();
+    rig.post_recv(1, 256);
+    rig.post_recv(2, 256);
+    rig.feed(&packet(0x00, RQ_PSN, false, &[], &bytes(256)));
+    rig.feed(&packet(0x02, RQ_PSN + 1, true, &[], &[1]));
+    let ends: Vec<_> = rig
+        .out
+        .iter()
+        .filter_map(|e| match e {
+            RcEvent::Recv(c) => Some((c.wr_id.0, c.status)),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(ends, [(1, WcStatus::LocLenErr), (2, WcStatus::WrFlushErr)]);
+    refused(&mut rig, RQ_PSN + 1, 0x61, AsyncEvent::QpReqError(QP));
+}
+
+#[test]
+fn a_receive_with_a_bad_key_is_an_operational_error() {
+    let mut rig = Rig::new();
+    let bad = [
+        rig.sge(0, 4),
+        Sge {
+            lkey: LKey(1),
+            ..rig.sge(4, 4)
+        },
+    ];
+    let wr = RecvWr {
+        wr_id: WrId(1),
+        sges: &bad,
+    };
+    rig.run(|qp, env| qp.post_recv(&[wr], env)).unwrap();
+    rig.feed(&packet(0x04, RQ_PSN, true, &[], &[7; 8]));
+    assert!(matches!(rig.out[0], RcEvent::Recv(c) if c.status == WcStatus::LocProtErr));
+    refused(&mut rig, RQ_PSN, 0x63, AsyncEvent::QpFatal(QP));
+    // The good first half was not written either.
+    assert_eq!(rig.memory.slice(0..8).unwrap().to_vec(), [0; 8]);
+}
+
+#[test]
+fn a_send_may_invalidate_a_fast_registration_and_nothing_else() {
+    let mut rig = Rig::new();
+    let fast = rig.mrs.alloc_fast(PD, 1).unwrap();
+    rig.mrs
+        .map_sg(fast.id, &[rig.memory.slice(0..10).unwrap()])
+        .unwrap();
+    rig.mrs
+        .reg_fast(PD, fast.id, fast.rkey, Access::REMOTE_READ)
+        .unwrap();
+    rig.post_recv(1, 8);
+    rig.feed(&packet(
+        0x17,
+        RQ_PSN,
+        true,
+        &fast.rkey.0.to_be_bytes(),
+        &[1],
+    ));
+    assert_eq!(receives(&mut rig)[0].invalidated, Some(fast.rkey));
+    assert!(!rig.mrs.query(fast.id).unwrap().valid);
+    rig.sent();
+    // A region that was registered for good stays.
+    rig.post_recv(2, 8);
+    let key = rig.mr.rkey;
+    rig.feed(&packet(0x17, RQ_PSN + 1, true, &key.0.to_be_bytes(), &[1]));
+    refused(&mut rig, RQ_PSN + 1, 0x62, AsyncEvent::QpAccessError(QP));
+    assert!(rig.mrs.query(rig.mr.id).unwrap().valid);
+}
+
+#[test]
+fn answers_leave_in_the_order_of_their_requests() {
+    let mut rig = Rig::new();
+    let (addr, key) = (rig.mr.addr, rig.mr.rkey);
+    rig.memory.write(0, &bytes(600));
+    rig.post_recv(1, 8);
+    rig.post_recv(2, 8);
+    rig.feed(&packet(0x04, RQ_PSN, true, &[], &[1]));
+    rig.feed(&packet(0x0c, RQ_PSN + 1, true, &reth(addr, key, 600), &[]));
+    rig.feed(&packet(0x04, RQ_PSN + 4, true, &[], &[1]));
+    rig.feed(&packet(
+        0x14,
+        RQ_PSN + 5,
+        true,
+        &atomic_eth(addr, key, 0, 0),
+        &[],
+    ));
+    let sent = rig.sent();
+    // The second acknowledgement covers what the READ response leaves of the first.
+    let order: Vec<_> = sent.iter().map(|p| brief(p)).collect();
+    assert_eq!(
+        order,
+        [
+            (0x0d, RQ_PSN + 1),
+            (0x0e, RQ_PSN + 2),
+            (0x0f, RQ_PSN + 3),
+            (0x11, RQ_PSN + 4),
+            (0x12, RQ_PSN + 5)
+        ]
+    );
+    assert_eq!(sent[0][12..], [&[0x00, 0, 0, 2][..], &bytes(256)].concat());
+    assert_eq!(sent[1][12..], bytes(600)[256..512]);
+    assert_eq!(
+        sent[2][12..],
+        [&[0x00, 0, 0, 2][..], &bytes(600)[512..]].concat()
+    );
+    assert_eq!(sent[3][12..], [0x00, 0, 0, 4]);
+    let old = u64::from_ne_bytes(bytes(8).try_into().unwrap()).to_be_bytes();
+    assert_eq!(sent[4][12..], [&[0x00, 0, 0, 4][..], &old].concat());
+}
+
+#[test]
+fn a_repeated_send_is_acknowledged_and_not_delivered() {
+    let mut rig = Rig::new();
+    rig.post_recv(1, 8);
+    rig.post_recv(2, 8);
+    rig.feed(&packet(0x04, RQ_PSN, true, &[], &[1]));
+    rig.sent();
+    assert_eq!(receives(&mut rig).len(), 1);
+    // However many repetitions, one acknowledgement.
+    for _ in 0..1000 {
+        rig.feed(&packet(0x04, RQ_PSN, true, &[], &[2]));
+    }
+    assert_eq!(rig.sent(), [answer(RQ_PSN, 0x01, 1)]);
+    assert!(receives(&mut rig).is_empty());
+    assert_eq!(rig.received(1), [1]);
+    assert_eq!(rig.qp.counters().duplicates, 1000);
+}
+
+#[test]
+fn a_repeated_read_is_read_again_in_part() {
+    let mut rig = Rig::new();
+    let (addr, key) = (rig.mr.addr, rig.mr.rkey);
+    rig.memory.write(0, &bytes(700));
+    rig.feed(&packet(0x0c, RQ_PSN, true, &reth(addr, key, 700), &[]));
+    assert_eq!(rig.sent().len(), 3);
+    rig.feed(&packet(
+        0x0c,
+        RQ_PSN + 1,
+        true,
+        &reth(addr + 256, key, 444),
+        &[],
+    ));
+    let sent = rig.sent();
+    assert_eq!(
+        [brief(&sent[0]), brief(&sent[1])],
+        [(0x0d, RQ_PSN + 1), (0x0f, RQ_PSN + 2)]
+    );
+    assert_eq!(sent[0][16..], bytes(700)[256..512]);
+    rig.feed(&packet(
+        0x0c,
+        RQ_PSN + 2,
+        true,
+        &reth(addr + 512, key, 188),
+        &[],
+    ));
+    assert_eq!(rig.sent_brief(), [(0x10, RQ_PSN + 2)]);
+    // What is no part of it is dropped: another address, another key, too long, another operation.
+    for (psn, addr, key, len) in [
+        (0, addr + 1, key, 700),
+        (0, addr, key.next(), 700),
+        (1, addr + 256, key, 445),
+        (1, addr, key, 256),
+    ] {
+        rig.feed(&packet(
+            0x0c,
+            RQ_PSN + psn,
+            true,
+            &reth(addr, key, len),
+            &[],
+        ));
+        assert!(rig.sent().is_empty());
+    }
+    rig.feed(&packet(
+        0x14,
+        RQ_PSN,
+        true,
+        &atomic_eth(addr, key, 1, 0),
+        &[],
+    ));
+    assert!(rig.sent().is_empty());
+    assert_eq!(rig.memory.slice(0..700).unwrap().to_vec(), bytes(700));
+}
+
+#[test]
+fn a_late_repetition_of_a_read_does_no_harm_after_the_key_is_gone() {
+    let mut rig = Rig::new();
+    let (addr, key) = (rig.mr.addr, rig.mr.rkey);
+    rig.feed(&packet(0x0c, RQ_PSN, true, &reth(addr, key, 4), &[]));
+    rig.sent();
+    rig.mrs.dereg(rig.mr.id).unwrap();
+    rig.feed(&packet(0x0c, RQ_PSN, true, &reth(addr, key, 4), &[]));
+    assert!(rig.sent().is_empty());
+    assert_eq!(rig.qp.state(), QpState::Rts);
+}
+
+#[test]
+fn a_read_whose_key_goes_away_is_refused_where_it_stands() {
+    let mut rig = Rig::new();
+    let (addr, key) = (rig.mr.addr, rig.mr.rkey);
+    rig.feed(&packet(0x0c, RQ_PSN, true, &reth(addr, key, 600), &[]));
+    let (now, mut tx) = (rig.now, TxPacket::default());
+    assert!(rig.run(|qp, env| qp.poll_transmit(now, env, &mut tx)));
+    rig.mrs.dereg(rig.mr.id).unwrap();
+    let sent = rig.sent();
+    assert_eq!(
+        (sent.len(), brief(&sent[0]), sent[0][12]),
+        (1, (0x11, RQ_PSN + 1), 0x62)
+    );
+    assert_eq!(rig.qp.state(), QpState::Error);
+}
+
+#[test]
+fn a_repeated_atomic_is_answered_and_not_run_again() {
+    let mut rig = Rig::new();
+    let (addr, key) = (rig.mr.addr, rig.mr.rkey);
+    let value = |rig: &Rig| {
+        u64::from_ne_bytes(rig.memory.slice(0..8).unwrap().to_vec().try_into().unwrap())
+    };
+    let add = packet(0x14, RQ_PSN, true, &atomic_eth(addr, key, 5, 0), &[]);
+    let swap = packet(0x13, RQ_PSN + 1, true, &atomic_eth(addr, key, 70, 5), &[]);
+    let fail = packet(0x13, RQ_PSN + 2, true, &atomic_eth(addr, key, 80, 5), &[]);
+    rig.feed(&add);
+    rig.feed(&swap);
+    assert_eq!(rig.sent().len(), 2);
+    assert_eq!(value(&rig), 70);
+    rig.feed(&add);
+    rig.feed(&swap);
+    let sent = rig.sent();
+    assert_eq!(sent[0][16..], 0u64.to_be_bytes());
+    assert_eq!(sent[1][16..], 5u64.to_be_bytes());
+    rig.feed(&fail);
+    assert_eq!(rig.sent()[0][16..], 70u64.to_be_bytes());
+    assert_eq!(value(&rig), 70);
+    // Two resources: the first atomic is forgotten, and its repetition dropped.
+    rig.feed(&add);
+    assert!(rig.sent().is_empty());
+    assert_eq!(value(&rig), 70);
+}
+
+#[test]
+fn more_reads_than_resources_are_refused_after_the_answers_due() {
+    let mut rig = Rig::new();
+    let (addr, key) = (rig.mr.addr, rig.mr.rkey);
+    for psn in RQ_PSN..RQ_PSN + 3 {
+        rig.feed(&packet(0x0c, psn, true, &reth(addr, key, 4), &[]));
+    }
+    assert_eq!(rig.qp.state(), QpState::Error);
+    assert_eq!(
+        rig.sent_brief(),
+        [(0x10, RQ_PSN), (0x10, RQ_PSN + 1), (0x11, RQ_PSN + 2)]
+    );
+    let mut rig = Rig::with(&Options {
+        reads: 0,
+        ..DEFAULT
+    });
+    rig.feed(&packet(0x0c, RQ_PSN, true, &reth(addr, key, 0), &[]));
+    refused(&mut rig, RQ_PSN, 0x61, AsyncEvent::QpReqError(QP));
+}
+
+#[test]
+fn states_that_take_no_packets_take_none() {
+    // CVE-2026-93107: packets were processed in the error state.
+    let request = packet(0x0a, RQ_PSN, true, &reth(0, RKey(0), 0), &[]);
+    for state in [QpState::Reset, QpState::Init, QpState::Error] {
+        let error = state == QpState::Error;
+        let mut rig = Rig::with(&Options {
+            state: if error { QpState::Rts } else { state },
+            ..DEFAULT
+        });
+        if error {
+            rig.run(RcQp::to_error);
+        }
+        rig.feed(&request);
+        rig.ack(SQ_PSN, 0x1f);
+        assert!(rig.sent().is_empty() && rig.events().is_empty());
+        assert_eq!(
+            (rig.qp.counters().dropped, rig.qp.counters().rx_packets),
+            (2, 0)
+        );
+    }
+    // A datagram packet is not for a connected queue pair.
+    let mut rig = Rig::new();
+    rig.feed(&packet(0x64, RQ_PSN, false, &[0; 8], &[]));
+    assert_eq!(rig.qp.counters().dropped, 1);
+}
+
+#[test]
+fn an_erroneous_queue_pair_leaves_a_shared_queue_alone() {
+    let mut rig = Rig::with(&Options {
+        has_srq: true,
+        ..DEFAULT
+    });
+    rig.post_recv(1, 600);
+    rig.post_recv(2, 600);
+    rig.feed(&packet(0x00, RQ_PSN, false, &[], &bytes(256)));
+    rig.run(RcQp::to_error);
+    let events = rig.events();
+    assert!(
+        matches!(events[0], RcEvent::Recv(c) if c.wr_id.0 == 1 && c.status == WcStatus::WrFlushErr)
+    );
+    assert_eq!(
+        events[1..],
+        [RcEvent::Async(AsyncEvent::QpLastWqeReached(QP))]
+    );
+    assert_eq!(rig.rq.len(), 1);
+    rig.run(RcQp::to_error);
+    assert!(rig.events().is_empty());
+}
+
+#[test]
+fn psns_wrap() {
+    let mut rig = Rig::with(&Options {
+        rq_psn: 0xff_ffff,
+        ..DEFAULT
+    });
+    let (addr, key) = (rig.mr.addr, rig.mr.rkey);
+    rig.feed(&packet(0x0c, 0xff_ffff, true, &reth(addr, key, 512), &[]));
+    assert_eq!(rig.sent_brief(), [(0x0d, 0xff_ffff), (0x0f, 0)]);
+    rig.feed(&packet(0x0a, 1, true, &reth(0, key, 0), &[]));
+    rig.feed(&packet(0x0c, 0, true, &reth(addr + 256, key, 256), &[]));
+    assert_eq!(rig.sent_brief(), [(0x10, 0), (0x11, 1)]);
+}
+
+#[test]
+fn requests_and_responses_take_turns() {
+    let mut rig = Rig::with(&Options {
+        window: 64,
+        ..DEFAULT
+    });
+    let (addr, key) = (rig.mr.addr, rig.mr.rkey);
+    rig.feed(&packet(0x0c, RQ_PSN, true, &reth(addr, key, 256 * 40), &[]));
+    rig.post(1, SendOp::Write(PEER), 256 * 40);
+    let kinds: Vec<bool> = rig.sent().iter().map(|p| p[0] >= 0x0d).collect();
+    let runs: Vec<usize> = kinds.chunk_by(|a, b| a == b).map(<[bool]>::len).collect();
+    assert_eq!(kinds.len(), 80);
+    assert!(runs.iter().all(|&run| run <= 16), "{runs:?}");
+    assert!(
+        runs.len() <= 7,
+        "packets of one message come in a row: {runs:?}"
+    );
+}

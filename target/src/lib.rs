@@ -6,9 +6,13 @@
 //! - [`srp`]: the SRP target channel, as a machine that does no I/O.
 //! - [`pool`]: the data buffers of a worker.
 //! - [`log`]: rate limits for what a peer can make us log.
+//! - [`cli`]: the command line of `riserd`, and its exit codes.
+//! - [`interfaces`]: what this host has to listen on.
 
 pub mod backend;
+pub mod cli;
 pub mod config;
+pub mod interfaces;
 pub mod log;
 pub mod pool;
 pub mod srp;

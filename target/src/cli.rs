@@ -1,0 +1,407 @@
+//! The command line of `riserd`.
+//!
+//! # Exit codes
+//! - 0: it did what was asked.
+//! - 1: it failed at run time: a backend that cannot be opened, an address in use, no `io_uring`.
+//! - 2: it was asked for something wrong: bad usage, or a mistake in the configuration.
+//!
+//! The library's errors are plain values; only here do they become reports for people.
+
+use std::error::Error;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand, ValueEnum};
+use miette::{LabeledSpan, MietteDiagnostic, NamedSource, Report};
+use serde_json::json;
+
+use crate::config::{Access, Config, ConfigError, HostId};
+use crate::interfaces::{interfaces, rdma_devices};
+
+/// The exit code of a failure at run time.
+const FAILURE: u8 = 1;
+
+/// The exit code of bad usage and bad configuration.
+const MISTAKE: u8 = 2;
+
+/// Serves files and block devices as SCSI disks over RDMA.
+#[derive(Debug, Parser)]
+#[command(name = "riserd", version, after_help = EXIT_CODES)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+const EXIT_CODES: &str = "Exit codes: 0 success, 1 failure at run time, 2 bad usage or a mistake \
+                          in the configuration.";
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Serve what a configuration file describes, until a signal.
+    Run {
+        /// The configuration file.
+        #[arg(long, short, value_name = "FILE")]
+        config: PathBuf,
+    },
+    /// Check a configuration file without opening anything.
+    Check {
+        /// The configuration file.
+        file: PathBuf,
+        /// How to print the result.
+        #[arg(long, short, value_enum, default_value_t)]
+        output: Output,
+    },
+    /// List the addresses and RDMA devices a portal can use.
+    Devices {
+        /// How to print them.
+        #[arg(long, short, value_enum, default_value_t)]
+        output: Output,
+    },
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+enum Output {
+    /// Lines for people.
+    #[default]
+    Text,
+    /// One JSON document.
+    Json,
+}
+
+/// Whatever ends a run.
+pub type BoxError = Box<dyn Error + Send + Sync>;
+
+/// Parses the process's arguments and does what they say; `run` serves a configuration.
+pub fn main(run: impl FnOnce(Config) -> Result<(), BoxError>) -> ExitCode {
+    let cli = Cli::parse();
+    match dispatch(cli.command, run, &mut io::stdout().lock()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            // Nobody to tell where standard error is closed.
+            let _ = writeln!(io::stderr(), "{}", failure.text);
+            ExitCode::from(failure.code)
+        }
+    }
+}
+
+/// How a command failed: for people, and for scripts.
+#[derive(Debug)]
+struct Failure {
+    text: String,
+    code: u8,
+}
+
+impl Failure {
+    fn run_time(text: impl std::fmt::Display) -> Self {
+        Self {
+            text: format!("riserd: {text}"),
+            code: FAILURE,
+        }
+    }
+}
+
+fn dispatch(
+    command: Command,
+    run: impl FnOnce(Config) -> Result<(), BoxError>,
+    out: &mut dyn Write,
+) -> Result<(), Failure> {
+    match command {
+        Command::Run { config } => run(load(&config)?).map_err(|e| Failure::run_time(chain(&*e))),
+        Command::Check { file, output } => {
+            let config = load(&file)?;
+            print(out, &describe(&config, output))
+        }
+        Command::Devices { output } => {
+            let text = devices(output).map_err(Failure::run_time)?;
+            print(out, &text)
+        }
+    }
+}
+
+fn print(out: &mut dyn Write, text: &str) -> Result<(), Failure> {
+    match writeln!(out, "{text}") {
+        // Somebody's `head` has seen enough.
+        Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        other => other.map_err(Failure::run_time),
+    }
+}
+
+/// An error with its causes, on one line.
+fn chain(error: &(dyn Error + 'static)) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text = format!("{text}: {cause_text}");
+        }
+        source = cause.source();
+    }
+    text
+}
+
+fn load(path: &Path) -> Result<Config, Failure> {
+    let text = std::fs::read(path).map_err(|e| Failure {
+        text: format!("riserd: {}: cannot read it: {e}", path.display()),
+        code: MISTAKE,
+    })?;
+    let text = String::from_utf8(text).map_err(|e| Failure {
+        text: format!(
+            "riserd: {}: not UTF-8 from byte {} on",
+            path.display(),
+            e.utf8_error().valid_up_to()
+        ),
+        code: MISTAKE,
+    })?;
+    Config::parse(&text, &path.display().to_string()).map_err(|e| Failure {
+        text: report(&e, text),
+        code: MISTAKE,
+    })
+}
+
+/// A mistake with the line it is in. The first line is the one that scripts and editors look for:
+/// `file:line:column: message`.
+fn report(error: &ConfigError, text: String) -> String {
+    let offset = error.offset_in(&text);
+    let mut diagnostic =
+        MietteDiagnostic::new(error.to_string()).with_label(LabeledSpan::at_offset(offset, "here"));
+    if let Some(hint) = &error.hint {
+        diagnostic = diagnostic.with_help(hint.clone());
+    }
+    let report = Report::new(diagnostic).with_source_code(NamedSource::new(&error.file, text));
+    format!("{error}\n{report:?}")
+}
+
+fn describe(config: &Config, output: Output) -> String {
+    let host = HostId::of(config);
+    match output {
+        Output::Json => describe_json(config, &host),
+        Output::Text => describe_text(config, &host),
+    }
+}
+
+fn describe_text(config: &Config, host: &HostId) -> String {
+    let mut lines = vec![format!(
+        "valid: {} backend(s), {} target(s)",
+        config.backends.len(),
+        config.targets.len()
+    )];
+    for target in &config.targets {
+        lines.push(format!("target {}", target.name));
+        for portal in &target.portals {
+            let guid = portal.ioc_guid(host, &target.name);
+            lines.push(format!("  srp {} ioc_guid {guid}", portal.listen));
+        }
+        for (number, lun) in &target.luns {
+            let backend = config.backend(lun);
+            let serial = backend.identity(host).serial;
+            let mode = if lun.read_only || backend.spec.read_only {
+                ", read-only"
+            } else {
+                ""
+            };
+            lines.push(format!(
+                "  lun {number}: {}, serial {serial}{mode}",
+                backend.name
+            ));
+        }
+        lines.push(match &target.access {
+            Access::Open => "  access: open to everybody".to_owned(),
+            Access::Rules(rules) => format!("  access: {} rule(s)", rules.len()),
+        });
+    }
+    lines.extend(config.notes.iter().map(|n| format!("note: {n}")));
+    lines.join("\n")
+}
+
+fn describe_json(config: &Config, host: &HostId) -> String {
+    let targets: Vec<_> = config
+        .targets
+        .iter()
+        .map(|t| {
+            let portals: Vec<_> = t
+                .portals
+                .iter()
+                .map(|p| {
+                    json!({
+                        "protocol": "srp",
+                        "listen": p.listen.to_string(),
+                        "ioc_guid": p.ioc_guid(host, &t.name).to_string(),
+                        "id_ext": p.id_ext(host, &t.name).to_string(),
+                        "service_guid": p.service_guid(host, &t.name).to_string(),
+                    })
+                })
+                .collect();
+            let luns: Vec<_> = t
+                .luns
+                .iter()
+                .map(|(number, lun)| {
+                    let backend = config.backend(lun);
+                    json!({
+                        "lun": number,
+                        "backend": backend.name,
+                        "serial": backend.identity(host).serial,
+                        "read_only": lun.read_only || backend.spec.read_only,
+                    })
+                })
+                .collect();
+            json!({
+                "name": t.name,
+                "portals": portals,
+                "luns": luns,
+                "open": t.access == Access::Open,
+            })
+        })
+        .collect();
+    json!({ "valid": true, "targets": targets, "notes": config.notes }).to_string()
+}
+
+fn devices(output: Output) -> io::Result<String> {
+    let (interfaces, rdma) = (interfaces()?, rdma_devices());
+    if output == Output::Json {
+        let list: Vec<_> = interfaces
+            .iter()
+            .map(|i| {
+                json!({
+                    "interface": i.name,
+                    "address": i.address.to_string(),
+                    "mtu": i.mtu,
+                    "path_mtu": i.path_mtu(),
+                })
+            })
+            .collect();
+        return Ok(json!({ "roce": list, "rdma": rdma }).to_string());
+    }
+    let mut lines = vec!["roce, the software NIC, can listen on:".to_owned()];
+    for i in &interfaces {
+        let mtu = match i.path_mtu() {
+            Some(mtu) => format!("path MTU up to {mtu}"),
+            None => "path MTU unknown".to_owned(),
+        };
+        lines.push(format!(
+            "  {:<39} {:<15} {mtu}",
+            i.address.to_string(),
+            i.name
+        ));
+    }
+    lines.push(match rdma.is_empty() {
+        true => "RDMA devices of the kernel: none".to_owned(),
+        false => format!("RDMA devices of the kernel: {}", rdma.join(", ")),
+    });
+    Ok(lines.join("\n"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    const MINIMAL: &str = include_str!("../../deploy/examples/minimal.yaml");
+
+    /// Runs a command line on a configuration of this text; the exit code and what was printed.
+    fn riserd(text: &str, args: &[&str]) -> (u8, String) {
+        let dir = std::env::temp_dir().join(format!(
+            "riserd-cli-{}-{:?}",
+            std::process::id(),
+            std::thread::current().id()
+        ));
+        std::fs::create_dir_all(&dir).unwrap();
+        let file = dir.join("riserd.yaml");
+        std::fs::write(&file, text).unwrap();
+        let args = args.iter().map(|a| match *a {
+            "FILE" => file.to_str().unwrap().to_owned(),
+            a => a.to_owned(),
+        });
+        let cli = Cli::try_parse_from(std::iter::once("riserd".to_owned()).chain(args)).unwrap();
+        let mut out = Vec::new();
+        let result = dispatch(
+            cli.command,
+            |config| match config.targets[0].name.as_str() {
+                "demo" => Ok(()),
+                other => Err(format!("cannot serve {other}").into()),
+            },
+            &mut out,
+        );
+        std::fs::remove_dir_all(&dir).unwrap();
+        match result {
+            Ok(()) => (0, String::from_utf8(out).unwrap()),
+            Err(failure) => (failure.code, failure.text),
+        }
+    }
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Cli::command().debug_assert();
+        assert!(Cli::try_parse_from(["riserd", "run"]).is_err());
+    }
+
+    #[test]
+    fn check_describes_what_would_be_served() {
+        let (code, text) = riserd(MINIMAL, &["check", "FILE"]);
+        assert_eq!(code, 0);
+        assert!(
+            text.starts_with("valid: 1 backend(s), 1 target(s)\ntarget demo\n"),
+            "{text}"
+        );
+        assert!(text.contains("  lun 0: disk0, serial "), "{text}");
+        assert!(text.contains("  access: open to everybody"), "{text}");
+        let (code, text) = riserd(MINIMAL, &["check", "-o", "json", "FILE"]);
+        let value: serde_json::Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(code, 0);
+        assert_eq!(value["targets"][0]["luns"][0]["backend"], "disk0");
+        assert_eq!(
+            value["targets"][0]["portals"][0]["listen"],
+            "127.0.0.1:5555"
+        );
+    }
+
+    #[test]
+    fn mistakes_show_their_line_and_exit_with_2() {
+        let text = MINIMAL.replace("kind: file", "kind: fiel");
+        let (code, said) = riserd(&text, &["check", "FILE"]);
+        assert_eq!(code, 2);
+        let first = said.lines().next().unwrap();
+        assert!(
+            first.ends_with(
+                "riserd.yaml:3:18: backends.disk0.kind: `fiel` is not one of file, device, ram, \
+                 null (did you mean `file`?)"
+            ),
+            "{first}"
+        );
+        assert!(said.contains("disk0: { kind: fiel"), "{said}");
+        let (code, said) = riserd("", &["run", "--config", "/nonexistent/riserd.yaml"]);
+        assert_eq!(code, 2);
+        assert!(
+            said.contains("/nonexistent/riserd.yaml: cannot read it"),
+            "{said}"
+        );
+    }
+
+    #[test]
+    fn run_hands_the_configuration_over_and_fails_with_1() {
+        assert_eq!(riserd(MINIMAL, &["run", "--config", "FILE"]).0, 0);
+        let other = MINIMAL.replace("name: demo", "name: other");
+        let (code, said) = riserd(&other, &["run", "--config", "FILE"]);
+        assert_eq!((code, said.as_str()), (1, "riserd: cannot serve other"));
+    }
+
+    #[test]
+    fn devices_lists_the_loopback_address() {
+        let (code, text) = riserd("", &["devices"]);
+        assert_eq!(code, 0);
+        assert!(
+            text.contains("  127.0.0.1 ") && text.contains("path MTU up to 4096"),
+            "{text}"
+        );
+        let (_, text) = riserd("", &["devices", "-o", "json"]);
+        let value: serde_json::Value = serde_json::from_str(&text).unwrap();
+        assert!(
+            value["roce"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .any(|i| i["address"] == "127.0.0.1")
+        );
+    }
+}

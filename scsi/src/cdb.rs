@@ -62,16 +62,19 @@ impl Cdb {
 
     /// First field that has a bit the usage bitmap does not allow.
     pub(crate) fn check_usage(&self, usage: &[u8]) -> Result<(), Sense> {
-        for (index, (&byte, &allowed)) in
-            self.bytes[..self.len].iter().zip(usage).enumerate().skip(1)
-        {
-            let reserved = byte & !allowed;
-            if reserved != 0 {
-                let bit = 7 - reserved.leading_zeros() as u8;
-                return Err(Sense::cdb_field(index as u16, Some(bit)));
-            }
+        let mut allowed = [0; CDB_MAX];
+        allowed[..usage.len()].copy_from_slice(usage);
+        // One comparison for all bytes but the operation code.
+        let reserved =
+            u128::from_be_bytes(self.bytes) & !u128::from_be_bytes(allowed) & (u128::MAX >> 8);
+        if reserved == 0 {
+            return Ok(());
         }
-        Ok(())
+        let position = reserved.leading_zeros();
+        Err(Sense::cdb_field(
+            (position / 8) as u16,
+            Some(7 - (position % 8) as u8),
+        ))
     }
 
     /// LOGICAL BLOCK ADDRESS and TRANSFER LENGTH of a block command.

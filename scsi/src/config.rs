@@ -64,7 +64,8 @@ pub struct Identity {
 pub struct Limits {
     /// MAXIMUM TRANSFER LENGTH in bytes; a multiple of the block size.
     pub max_transfer: u32,
-    /// OPTIMAL TRANSFER LENGTH in bytes; 0 says nothing.
+    /// OPTIMAL TRANSFER LENGTH in bytes, reported up to the maximum; 0 says
+    /// nothing.
     pub optimal_transfer: u32,
     /// MAXIMUM UNMAP LBA COUNT in blocks, for one UNMAP command.
     pub max_unmap_blocks: u32,

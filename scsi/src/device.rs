@@ -42,10 +42,7 @@ pub fn respond_absent(request: &Request<'_>) -> Response {
                 ..Response::status_only(Status::Good, request.expected)
             }
         }
-        Err(sense) => Response {
-            sense: sense.encode(SenseFormat::Fixed),
-            ..Response::status_only(Status::CheckCondition, request.expected)
-        },
+        Err(sense) => Response::check_condition(&sense, SenseFormat::Fixed, request.expected),
     }
 }
 

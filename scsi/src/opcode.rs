@@ -505,6 +505,12 @@ impl Opcode {
         }
     }
 
+    /// The row of a CDB, for logs and counters; nothing for an unknown command.
+    #[must_use]
+    pub fn of(cdb: &[u8]) -> Option<&'static Self> {
+        find(cdb).ok()
+    }
+
     /// The command's direction, for a transport that must know before the
     /// logical unit does; nothing for an unknown command.
     #[must_use]
@@ -549,6 +555,8 @@ mod tests {
         assert_eq!(sense(&[0xff]), invalid);
         assert_eq!(sense(&[0x9e, 0x11]), Err(Sense::cdb_field(1, Some(4))));
         assert_eq!(sense(&[0x9e]), Err(Sense::cdb_field(1, Some(4))));
+        assert_eq!(Opcode::of(&[0x93]).unwrap().name, "WRITE SAME (16)");
+        assert!(Opcode::of(&[0x9e, 0x1f]).is_none());
         assert_eq!(Opcode::direction_of(&[0x2a]), Some(Direction::Out));
     }
 }

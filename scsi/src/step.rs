@@ -6,7 +6,7 @@
 
 use crate::lun::LunId;
 use crate::nexus::NexusId;
-use crate::sense::{Sense, SenseData};
+use crate::sense::{Sense, SenseData, SenseFormat};
 
 /// Task attribute of a command (SAM-5 8.6).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
@@ -275,6 +275,15 @@ impl Response {
             data_in: DataIn::None,
             residual_in: Residual::between(0, expected.data_in),
             residual_out: Residual::between(0, expected.data_out),
+        }
+    }
+
+    /// CHECK CONDITION with the given sense data, for refusals that a transport
+    /// or a task set decides: overlapped commands, broken information units.
+    pub fn check_condition(sense: &Sense, format: SenseFormat, expected: Expected) -> Self {
+        Self {
+            sense: sense.encode(format),
+            ..Self::status_only(Status::CheckCondition, expected)
         }
     }
 

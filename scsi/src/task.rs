@@ -157,7 +157,9 @@ impl TaskSet {
         Self {
             slots: vec![None; capacity as usize],
             free: (0..capacity).rev().collect(),
-            by_tag: HashMap::with_capacity(capacity as usize),
+            // Twice as large as it gets: a table at most half full makes room
+            // for itself without allocating.
+            by_tag: HashMap::with_capacity(2 * capacity as usize),
             next_age: 0,
             restricting: 0,
             dormant: 0,

@@ -170,7 +170,8 @@ fn block_limits(config: &Config) -> Vec<u8> {
     // OPTIMAL TRANSFER LENGTH GRANULARITY: a physical block.
     page[2..4].copy_from_slice(&(1_u16 << config.physical_exponent).to_be_bytes());
     page[4..8].copy_from_slice(&(limits.max_transfer / block).to_be_bytes());
-    page[8..12].copy_from_slice(&(limits.optimal_transfer / block).to_be_bytes());
+    let optimal = limits.optimal_transfer.min(limits.max_transfer);
+    page[8..12].copy_from_slice(&(optimal / block).to_be_bytes());
     if let Provisioning::Thin { granularity } = config.provisioning {
         page[16..20].copy_from_slice(&limits.max_unmap_blocks.to_be_bytes());
         page[20..24].copy_from_slice(&limits.max_unmap_descriptors.to_be_bytes());

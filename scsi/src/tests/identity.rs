@@ -131,6 +131,7 @@ fn block_limits_and_provisioning() {
     assert_eq!(limits[0], 1, "WSNZ");
     assert_eq!(limits[2..4], [0, 8], "4096 physical");
     assert_eq!(limits[4..8], [0, 0, 0, 128], "64 KiB in blocks");
+    assert_eq!(limits[8..12], [0, 0, 0, 128], "no more than the maximum");
     assert_eq!(limits[16..20], [0, 0, 0, 100], "MAXIMUM UNMAP LBA COUNT");
     assert_eq!(limits[20..24], [0, 0, 0, 4]);
     assert_eq!(

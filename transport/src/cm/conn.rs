@@ -50,7 +50,6 @@ impl ReqIdentity {
 pub(super) struct Pending {
     pub(super) mad: Mad,
     pub(super) retries_left: u8,
-    /// Whether it is the retransmission timer or an MRA's that runs.
     pub(super) interval: Duration,
 }
 

@@ -71,7 +71,7 @@ use std::time::{Duration, Instant};
 use chacha20::ChaCha12Rng;
 use chacha20::rand_core::SeedableRng;
 
-use conn::Conn;
+use conn::{Conn, Pending};
 use table::Listener;
 
 pub use conn::{IbCmId, PeerAddr};
@@ -189,6 +189,16 @@ pub struct Cm {
 }
 
 impl Cm {
+    /// Memory of one identifier at its largest, in bytes: its record, the
+    /// message under way, the last answer, the request, and its entries in the
+    /// indices.
+    pub const BYTES_PER_ID: usize = size_of::<Conn>()
+        + size_of::<Pending>()
+        + size_of::<Mad>()
+        + size_of::<ReqMsg>()
+        + 2 * size_of::<((PeerAddr, CommId), IbCmId)>()
+        + size_of::<(Instant, IbCmId)>();
+
     /// A CM for worker `worker_index` of `1 << worker_bits`. Communication ids
     /// and transaction ids come from `seed`, which must be secret and fresh.
     ///

@@ -21,7 +21,6 @@ enum Action {
         qpn: u8,
         transaction: u8,
     },
-    /// The peer repeats its last real request.
     Listen(u8),
     Connect(u8),
     User {

@@ -1,5 +1,5 @@
-//! Two machines and their users under a virtual clock, joined by a network that
-//! loses, doubles and reorders. Whatever happens, both sides agree on whether
+//! Two hosts of two workers each, and their users, under a virtual clock, joined by a
+//! network that loses, doubles and reorders. Whatever happens, both sides agree on whether
 //! there was a connection, and nothing is left behind.
 
 use std::cmp::Reverse;
@@ -20,7 +20,7 @@ struct Faults {
 
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum Step {
-    Deliver { to: usize, mad: Mad },
+    Deliver { host: usize, mad: Mad },
     User { side: usize, id: IbCmId, act: Act },
     Connect { side: usize, number: u16 },
 }
@@ -35,7 +35,8 @@ enum Act {
 }
 
 struct World {
-    cms: [Cm; 2],
+    /// Machine 2·host + worker.
+    cms: [Cm; 4],
     start: Instant,
     now: Instant,
     queue: BinaryHeap<Reverse<(Instant, u64, Step)>>,
@@ -56,7 +57,15 @@ const SLOTS: u16 = 40;
 impl World {
     fn new(seed: u8, faults: Faults) -> Self {
         let start = Instant::now();
-        let mut cms = [machine(1, seed), machine(2, seed.wrapping_add(100))];
+        let mut cms = [0, 1, 2, 3].map(|machine| {
+            let config = CmConfig::new(CaGuid(u64::from(machine / 2)));
+            Cm::new(
+                config,
+                machine % 2,
+                1,
+                [seed.wrapping_add(60 * machine as u8); 32],
+            )
+        });
         for cm in &mut cms {
             cm.listen(SERVICE, u64::MAX, 1000).unwrap();
         }
@@ -92,13 +101,13 @@ impl World {
     fn established(&mut self, side: usize, id: IbCmId) {
         self.established.insert((side, id));
         // One in three is ended by both sides, about at once.
-        if self.random.next_u32() % 3 != 0 || self.numbers[&(side, id)].1 {
+        if !self.random.next_u32().is_multiple_of(3) || self.numbers[&(side, id)].1 {
             self.user(side, id, 3000, Act::Disconnect);
         }
     }
 
     fn connect(&mut self, side: usize, number: u16) {
-        let (from, to) = (side as u8 + 1, 2 - side as u8);
+        let (from, to) = (side as u8 / 2 + 1, 2 - side as u8 / 2);
         let mut params = req_params(from, to, 0x1000 + u32::from(number));
         params.max_cm_retries = Bits::truncate(15);
         params.private_data = PrivateData::new(&number.to_be_bytes()).unwrap();
@@ -182,12 +191,12 @@ impl World {
     }
 
     fn flush(&mut self) {
-        for side in 0..2 {
+        for side in 0..self.cms.len() {
             while let Some(event) = self.cms[side].poll_event() {
                 self.on_event(side, event);
             }
             while let Some((to, mad)) = self.cms[side].poll_transmit() {
-                assert_eq!(to, addr(2 - side as u8));
+                assert_eq!(to, addr(2 - side as u8 / 2));
                 let copies = if self.chance(self.faults.loss) {
                     0
                 } else if self.chance(self.faults.duplication) {
@@ -196,7 +205,13 @@ impl World {
                     1
                 };
                 for _ in 0..copies {
-                    self.later(self.faults.delay, Step::Deliver { to: 1 - side, mad });
+                    self.later(
+                        self.faults.delay,
+                        Step::Deliver {
+                            host: 1 - side / 2,
+                            mad,
+                        },
+                    );
                 }
             }
         }
@@ -219,9 +234,11 @@ impl World {
             if step == Some(next) {
                 let Reverse((_, _, step)) = self.queue.pop().unwrap();
                 match step {
-                    Step::Deliver { to, mad } => {
-                        self.cms[to]
-                            .handle_mad(self.now, addr(2 - to as u8), &mad)
+                    Step::Deliver { host, mad } => {
+                        let worker = worker_of(&mad, 1).unwrap() as usize;
+                        let from = addr(2 - host as u8);
+                        self.cms[2 * host + worker]
+                            .handle_mad(self.now, from, &mad)
                             .unwrap();
                     }
                     Step::User { side, id, act } => self.act(side, id, act),
@@ -239,7 +256,7 @@ impl World {
 fn agree_and_leave_nothing(seed: u8, faults: Faults) -> usize {
     let mut world = World::new(seed, faults);
     for number in 0..SLOTS {
-        let side = usize::from(number % 2);
+        let side = usize::from(number % 4);
         world.later(2000, Step::Connect { side, number });
     }
     world.run();

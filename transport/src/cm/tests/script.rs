@@ -706,7 +706,7 @@ fn limits_hold() {
     config.max_half_open_per_peer = 3;
     let mut p = Cm::new(config, 0, 0, [2; 32]);
     p.listen(SERVICE, u64::MAX, 4).unwrap();
-    let mut ask = |p: &mut Cm, host: u8, qpn: u32| {
+    let ask = |p: &mut Cm, host: u8, qpn: u32| {
         let mut a = machine(host, qpn as u8);
         a.send_req(now, addr(2), &req_params(host, 2, qpn)).unwrap();
         let (_, mad) = a.poll_transmit().unwrap();
@@ -855,4 +855,67 @@ fn calls_in_the_wrong_state_change_nothing() {
             .send_dreq(now, IbCmId(CommId(1)), PrivateData::default()),
         Err(IbCmError::NoSuchId)
     );
+}
+
+#[test]
+fn the_table_of_transitions_is_that_of_the_diagram() {
+    use CmState::*;
+    let all = [
+        Idle,
+        Listen,
+        ReqSent,
+        ReqRcvd,
+        MraReqSent,
+        MraReqRcvd,
+        RepSent,
+        RepRcvd,
+        MraRepSent,
+        MraRepRcvd,
+        Established,
+        LapSent,
+        LapRcvd,
+        MraLapSent,
+        MraLapRcvd,
+        DreqSent,
+        DreqRcvd,
+        Timewait,
+        SidrReqSent,
+        SidrReqRcvd,
+    ];
+    let may: Vec<Vec<CmState>> = all
+        .iter()
+        .map(|from| {
+            all.iter()
+                .copied()
+                .filter(|to| from.may_become(*to))
+                .collect()
+        })
+        .collect();
+    let expected: [&[CmState]; 20] = [
+        &[],
+        &[],
+        &[MraReqRcvd, RepRcvd],
+        &[MraReqSent, RepSent, Timewait],
+        &[RepSent, Timewait],
+        &[RepRcvd],
+        &[MraRepRcvd, Established, DreqRcvd, Timewait],
+        &[MraRepSent, Established, Timewait],
+        &[Established, Timewait],
+        &[Established, DreqRcvd, Timewait],
+        &[LapSent, LapRcvd, DreqSent, DreqRcvd, Timewait],
+        &[Established, MraLapRcvd, DreqSent, DreqRcvd, Timewait],
+        &[Established, MraLapSent, DreqSent, DreqRcvd, Timewait],
+        &[Established, DreqSent, DreqRcvd, Timewait],
+        &[Established, DreqSent, DreqRcvd, Timewait],
+        &[Timewait],
+        &[Timewait],
+        &[],
+        &[],
+        &[],
+    ];
+    for ((from, to), expected) in all.iter().zip(may).zip(expected) {
+        let mut sorted = expected.to_vec();
+        sorted.sort_by_key(|state| all.iter().position(|s| s == state));
+        assert_eq!(to, sorted, "{from:?}");
+    }
 }

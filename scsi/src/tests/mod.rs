@@ -5,6 +5,7 @@
 //! the way what every step must obey.
 
 mod identity;
+mod linux;
 mod medium;
 mod modes;
 mod properties;

@@ -5,7 +5,10 @@
 //! cargo run --release -p riser-transport --example roce_perf [-- SECONDS [MESSAGE_BYTES]]
 //! ```
 
-#![allow(clippy::print_stdout, reason = "it is a program that prints its figures")]
+#![allow(
+    clippy::print_stdout,
+    reason = "it is a program that prints its figures"
+)]
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -39,9 +42,15 @@ impl Side {
     fn poll(&mut self) -> usize {
         self.nic.progress(Instant::now());
         self.done.clear();
-        let n = self.nic.poll_cq(self.cq, 256, &mut self.done).expect("poll");
+        let n = self
+            .nic
+            .poll_cq(self.cq, 256, &mut self.done)
+            .expect("poll");
         for c in &self.done {
-            assert!(c.status.is_ok() || c.status == riser_transport::verbs::WcStatus::WrFlushErr, "{c:?}");
+            assert!(
+                c.status.is_ok() || c.status == riser_transport::verbs::WcStatus::WrFlushErr,
+                "{c:?}"
+            );
         }
         n
     }
@@ -72,7 +81,10 @@ impl Side {
 
 fn open(addr: IpAddr) -> Roce {
     let mut config = RoceConfig::new(addr);
-    if let Some(kib) = std::env::var("INFLIGHT_KIB").ok().and_then(|v| v.parse::<u32>().ok()) {
+    if let Some(kib) = std::env::var("INFLIGHT_KIB")
+        .ok()
+        .and_then(|v| v.parse::<u32>().ok())
+    {
         config.max_inflight_bytes = Some(kib << 10);
     }
     Roce::open(&config).expect("a device at the address")
@@ -134,14 +146,23 @@ fn remote(param: &ConnParam) -> RemoteAddr {
 fn serve(ready: &Barrier, stop: &AtomicBool, len: usize) -> Roce {
     let mut nic = open(SERVER);
     let listener = nic.create_id(PortSpace::Tcp).expect("id");
-    nic.bind_addr(listener, SocketAddr::new(SERVER, PORT)).expect("bind");
+    nic.bind_addr(listener, SocketAddr::new(SERVER, PORT))
+        .expect("bind");
     nic.listen(listener, 4).expect("listen");
     ready.wait();
     let (id, kind) = event(&mut nic);
     assert!(matches!(kind, CmEventKind::ConnectRequest { .. }));
     let (pd, cq, memory, mr) = resources(&mut nic);
     let qp = nic.create_cm_qp(id, &init(pd, cq)).expect("queue pair");
-    let mut side = Side { nic, id, cq, qp, mr, _memory: memory, done: Vec::new() };
+    let mut side = Side {
+        nic,
+        id,
+        cq,
+        qp,
+        mr,
+        _memory: memory,
+        done: Vec::new(),
+    };
     for slot in 0..2 * DEPTH {
         side.post_recv(slot, len);
     }
@@ -165,7 +186,8 @@ fn connect() -> (Side, RemoteAddr) {
     let mut nic = open(CLIENT);
     let id = nic.create_id(PortSpace::Tcp).expect("id");
     let wait = Duration::from_secs(1);
-    nic.resolve_addr(id, None, SocketAddr::new(SERVER, PORT), wait).expect("address");
+    nic.resolve_addr(id, None, SocketAddr::new(SERVER, PORT), wait)
+        .expect("address");
     nic.resolve_route(id, wait).expect("route");
     let (pd, cq, memory, mr) = resources(&mut nic);
     let qp = nic.create_cm_qp(id, &init(pd, cq)).expect("queue pair");
@@ -177,11 +199,28 @@ fn connect() -> (Side, RemoteAddr) {
             other => panic!("{other:?}"),
         }
     };
-    (Side { nic, id, cq, qp, mr, _memory: memory, done: Vec::new() }, peer)
+    (
+        Side {
+            nic,
+            id,
+            cq,
+            qp,
+            mr,
+            _memory: memory,
+            done: Vec::new(),
+        },
+        peer,
+    )
 }
 
 /// Keeps `DEPTH` requests under way for a while; prints the bandwidth.
-fn bandwidth(side: &mut Side, name: &str, time: Duration, len: usize, op: impl Fn(usize) -> SendOp) {
+fn bandwidth(
+    side: &mut Side,
+    name: &str,
+    time: Duration,
+    len: usize,
+    op: impl Fn(usize) -> SendOp,
+) {
     let start = Instant::now();
     let (mut posted, mut completed) = (0usize, 0usize);
     while completed < posted || start.elapsed() < time {
@@ -223,7 +262,9 @@ fn ping_pong(side: &mut Side, time: Duration) {
 }
 
 fn main() {
-    let mut args = std::env::args().skip(1).filter_map(|a| a.parse::<u64>().ok());
+    let mut args = std::env::args()
+        .skip(1)
+        .filter_map(|a| a.parse::<u64>().ok());
     let time = Duration::from_secs(args.next().unwrap_or(2));
     let len = args.next().unwrap_or(128 << 10) as usize;
     let ready = Arc::new(Barrier::new(2));
@@ -249,12 +290,20 @@ fn main() {
         "retransmits {}, timeouts {}, sequence NAKs {}",
         counters.retransmits, counters.timeouts, counters.rx_nak_sequence
     );
-    println!("client {:?}\n       {:?}", side.nic.counters(), side.nic.driver_counters());
+    println!(
+        "client {:?}\n       {:?}",
+        side.nic.counters(),
+        side.nic.driver_counters()
+    );
     side.nic.disconnect(side.id).expect("disconnect");
     for _ in 0..1000 {
         side.nic.progress(Instant::now());
     }
     stop.store(true, Ordering::Relaxed);
     let server = server.join().expect("the server's thread");
-    println!("server {:?}\n       {:?}", server.counters(), server.driver_counters());
+    println!(
+        "server {:?}\n       {:?}",
+        server.counters(),
+        server.driver_counters()
+    );
 }

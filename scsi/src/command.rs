@@ -101,7 +101,8 @@ impl Command {
     }
 
     /// Bytes of data buffer the command needs before its first step that is
-    /// not a response. At most MAXIMUM TRANSFER LENGTH plus one segment.
+    /// not a response. At most MAXIMUM TRANSFER LENGTH plus one segment,
+    /// or 64 KiB for a parameter list.
     #[must_use]
     pub fn buffer_len(&self) -> u32 {
         self.buffer_len

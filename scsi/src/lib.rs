@@ -44,7 +44,8 @@
 //! - Every block operation lies inside the capacity at the time of planning
 //!   and is a multiple of the block size.
 //! - No command needs a larger buffer than MAXIMUM TRANSFER LENGTH plus one
-//!   segment, and it says how large before its first step.
+//!   segment, or 64 KiB for a parameter list, and it says how large before its
+//!   first step.
 //! - READ and WRITE allocate nothing, and take no lock unless a unit attention
 //!   is pending.
 //!

@@ -125,13 +125,15 @@ impl Verify {
         (self.len - self.done).min(u64::from(self.scratch_len)) as u32
     }
 
-    /// The read of the next piece.
+    /// The read of the next piece. What is verified is the medium, so the
+    /// first read makes cached data stable; once is enough for everything that
+    /// was written before the command.
     pub(crate) fn begin(&mut self) -> Next {
         Next::Block(BlockOp::Read {
             offset: self.start + self.done,
             len: self.piece(),
             buffer_offset: self.scratch_offset,
-            fua: true,
+            fua: self.done == 0,
         })
     }
 

@@ -149,6 +149,9 @@ fn block_limits_and_provisioning() {
     let mut rig = Rig::with(thick);
     assert!(vpd(&mut rig, 0xb0)[16..32].iter().all(|&byte| byte == 0));
     assert_eq!(vpd(&mut rig, 0xb2), [0, 0, 0, 0]);
+    let cdb = [0x9e, 0x10, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 32, 0, 0];
+    let capacity = rig.send(&cdb).good().data;
+    assert_eq!(capacity[7..16], [15, 0, 0, 0x10, 0, 0, 0, 0, 0], "no LBPME");
 }
 
 #[test]

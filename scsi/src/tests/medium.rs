@@ -224,6 +224,8 @@ fn verify_without_data_only_reads() {
     let cdb = [0x8f, 0x00, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 128, 0, 0];
     let outcome = rig.send(&cdb).good();
     assert_eq!(outcome.ops.len(), 8, "64 KiB in segments of 8 KiB");
+    let through = |op: &BlockOp| matches!(op, BlockOp::Read { fua: true, .. });
+    assert!(through(&outcome.ops[0]) && !outcome.ops[1..].iter().any(through));
     rig.fail = Some(BackendError::Medium {
         offset: Some(512 * 9 + 3),
     });

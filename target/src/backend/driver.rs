@@ -15,8 +15,9 @@ use slab::Slab;
 
 use super::errno::from_errno;
 use super::plan::{self, Bounds, Lacks, Stage};
+use super::request::{MAX_OPERATION, Request, State, buffer_range, cut_transfer, fill_window};
 use super::store::{Medium, Store};
-use super::sys::{self, Align};
+use super::sys;
 
 /// Sizes of a driver, fixed when it is made.
 #[derive(Debug, Clone, Copy)]
@@ -70,37 +71,6 @@ struct Attached {
     requests: usize,
 }
 
-struct Request {
-    user: u64,
-    store: StoreId,
-    op: BlockOp,
-    data: Vec<MemSlice>,
-    stage: Stage,
-    /// Bytes of the range that are finished within the stage.
-    done: u64,
-    state: State,
-    cancelled: bool,
-    /// The bounce buffer in use, and what of the request's memory it stands for.
-    bounce: Option<usize>,
-    window: Vec<MemSlice>,
-}
-
-/// Where a request waits.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
-    /// For the ring.
-    Ring,
-    /// For the helper thread.
-    Helper,
-    /// For room in the ring, or a bounce buffer: in `stalled`.
-    Stalled,
-    /// For the time of a fault on purpose to come: in `delayed`.
-    Delayed {
-        until: Instant,
-        error: Option<BackendError>,
-    },
-}
-
 /// A worker's engine: takes block operations, works them through the ring, and gives results.
 ///
 /// Every accepted request gives exactly one [`Done`]. Calls, in the worker's loop:
@@ -134,9 +104,6 @@ impl std::fmt::Debug for Driver {
 
 /// Zeroes kept at hand for media that cannot zero by themselves.
 const ZEROES: usize = 64 << 10;
-
-/// Bytes of one ring operation at most.
-const MAX_OPERATION: usize = 1 << 30;
 
 impl Driver {
     /// Makes a driver for the worker that owns the ring.
@@ -644,65 +611,5 @@ impl Driver {
             user: request.user,
             result,
         });
-    }
-}
-
-/// The part of the command's buffer that an operation moves: start and length.
-fn buffer_range(op: &BlockOp) -> (usize, usize) {
-    match *op {
-        BlockOp::Read {
-            len, buffer_offset, ..
-        }
-        | BlockOp::Write {
-            len, buffer_offset, ..
-        } => (buffer_offset as usize, len as usize),
-        _ => (0, 0),
-    }
-}
-
-/// Cuts the next window of a read or write. `None` where it needs a bounce buffer and none is idle;
-/// otherwise the bounce memory to use, or nothing where the request's own memory will do.
-#[allow(
-    clippy::option_option,
-    reason = "waiting and not needing are different answers"
-)]
-fn cut_transfer(
-    request: &mut Request,
-    align: Option<Align>,
-    config: DriverConfig,
-    (idle, memory): (&mut Vec<usize>, &Memory),
-) -> Option<Option<MemSlice>> {
-    let (start, len) = buffer_range(&request.op);
-    let (start, left) = (start + request.done as usize, len - request.done as usize);
-    let mut bounds = Bounds {
-        pieces: config.pieces,
-        bytes: MAX_OPERATION,
-    };
-    let out = &mut request.window;
-    let window = plan::cut_window(&request.data, start, left, align, bounds, out);
-    if window.aligned {
-        return Some(None);
-    }
-    let bounce = idle.pop()?;
-    request.bounce = Some(bounce);
-    bounds.bytes = config.bounce;
-    let window = plan::cut_window(&request.data, start, left, align, bounds, out);
-    let from = bounce * config.bounce;
-    let slice = memory
-        .slice(from..from + window.len)
-        .expect("a window no longer than a bounce buffer");
-    if let BlockOp::Write { .. } = request.op {
-        plan::copy_pieces(out, &slice, true);
-    }
-    Some(Some(slice))
-}
-
-/// A list that names the same zeroes again and again.
-fn fill_window(zeroes: &MemSlice, mut len: u64, out: &mut Vec<MemSlice>) {
-    out.clear();
-    while len > 0 {
-        let take = len.min(zeroes.len() as u64);
-        out.extend(zeroes.slice(0..take as usize));
-        len -= take;
     }
 }

@@ -1,7 +1,7 @@
 //! Errors and delays on purpose.
 //!
 //! A [`Store`](super::Store) opened with a [`Faults`] list consults it once per request, before the
-//! request reaches the medium. Used by tests and by the configuration's `faults` section only.
+//! request reaches the medium. Only tests use it: no configuration key leads here.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;

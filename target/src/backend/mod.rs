@@ -7,6 +7,7 @@
 //! # Modules
 //! - `store`: [`Store`], one opened backend, shared by all workers: size, lock, alignment.
 //! - `driver`: [`Driver`], a worker's engine: requests in, ring operations out, results back.
+//! - `request`: a request under way, and its windows on the command's memory.
 //! - `plan`: what the ring does for a request, step by step; pure.
 //! - `ram`: the sparse memory of a RAM disk.
 //! - `fault`: errors and delays on purpose, for tests.
@@ -41,6 +42,7 @@ mod errno;
 mod fault;
 mod plan;
 mod ram;
+mod request;
 mod store;
 mod sys;
 

@@ -837,3 +837,159 @@ fn opening_and_dropping_leaks_nothing() {
         after.1
     );
 }
+
+/// Says that a test did not run here, and why, where the test command counts it.
+fn skip(test: &str, why: &str) {
+    let line = format!("{test}: {why}\n");
+    let _ = std::io::stderr().write_all(line.as_bytes());
+    if let Some(log) = std::env::var_os("RISER_SKIP_LOG") {
+        let mut log = File::options().create(true).append(true).open(log).unwrap();
+        log.write_all(line.as_bytes()).unwrap();
+    }
+}
+
+/// Runs a tool; what it printed, or why it did not work.
+fn tool(name: &str, args: &[&str]) -> Result<String, String> {
+    let out = std::process::Command::new(name)
+        .args(args)
+        .output()
+        .map_err(|e| format!("{name}: {e}"))?;
+    match out.status.success() {
+        true => Ok(String::from_utf8_lossy(&out.stdout).trim().to_owned()),
+        false => Err(String::from_utf8_lossy(&out.stderr).trim().to_owned()),
+    }
+}
+
+/// A loop device over a file, gone with the test.
+struct Loop(PathBuf);
+
+impl Loop {
+    fn new(file: &Path) -> Result<Self, String> {
+        let path = tool("losetup", &["--find", "--show", file.to_str().unwrap()])?;
+        Ok(Self(path.into()))
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = tool("losetup", &["--detach", self.0.to_str().unwrap()]);
+    }
+}
+
+#[test]
+fn a_block_device_behaves_like_an_array() {
+    let dir = Dir::new(&std::env::temp_dir(), "device");
+    let path = dir.file("disk");
+    File::create(&path).unwrap().set_len(1 << 20).unwrap();
+    let device = match Loop::new(&path) {
+        Ok(device) => device,
+        Err(why) => return skip("a block device as a backend", &why),
+    };
+    let at = |block_size, direct| Spec {
+        block_size,
+        direct,
+        ..spec(Source::Device {
+            path: device.0.clone(),
+        })
+    };
+    for (block_size, direct) in [
+        (512, Direct::Auto),
+        (4096, Direct::Auto),
+        (512, Direct::Off),
+    ] {
+        let store = Store::open(&at(block_size, direct)).unwrap();
+        let g = store.geometry();
+        assert_eq!((g.capacity, g.block_size), (1 << 20, block_size));
+        assert!(g.unmap_granularity.is_some(), "a loop device can discard");
+        assert!(matches!(
+            Store::open(&at(512, direct)),
+            Err(OpenError::Locked { .. })
+        ));
+        let mut rig = Rig::new(store.clone());
+        let m = Memory::new(65536).unwrap();
+        m.fill(0, 65536, 0x77);
+        assert_eq!(rig.run(write(8192, 65536), &[m.whole()]), StepResult::Done);
+        let discard = BlockOp::Discard {
+            offset: 16384,
+            len: 4096,
+        };
+        assert_eq!(rig.run(discard, &[]), StepResult::Done);
+        for unmap in [false, true] {
+            let zero = BlockOp::WriteZeroes {
+                offset: if unmap { 32768 } else { 24576 },
+                len: 4096,
+                unmap,
+                fua: true,
+            };
+            assert_eq!(rig.run(zero, &[]), StepResult::Done);
+        }
+        let flush = BlockOp::Flush {
+            offset: 0,
+            len: 1 << 20,
+        };
+        assert_eq!(rig.run(flush, &[]), StepResult::Done);
+        assert_eq!(rig.run(read(8192, 65536), &[m.whole()]), StepResult::Done);
+        for (i, block) in m.whole().to_vec().chunks(4096).enumerate() {
+            let zero = [8192 + 8192, 24576, 32768].contains(&(8192 + i * 4096));
+            let expected = if zero { 0 } else { 0x77 };
+            assert!(block.iter().all(|&b| b == expected), "block {i}");
+        }
+        let status = BlockOp::Status {
+            offset: 0,
+            len: 1 << 20,
+        };
+        assert_eq!(
+            rig.run(status, &[]),
+            StepResult::Status {
+                allocation: Allocation::Mapped,
+                len: 1 << 20
+            }
+        );
+        assert_eq!(store.refresh().unwrap(), None);
+    }
+}
+
+/// A mounted tmpfs, gone with the test.
+struct Mount(PathBuf);
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        let _ = tool("umount", &["--lazy", self.0.to_str().unwrap()]);
+    }
+}
+
+#[test]
+fn a_full_file_system_is_no_space_and_not_a_bad_medium() {
+    let dir = Dir::new(&std::env::temp_dir(), "full");
+    let at = dir.file("mnt");
+    std::fs::create_dir(&at).unwrap();
+    let options = [
+        "-t",
+        "tmpfs",
+        "-o",
+        "size=64k",
+        "none",
+        at.to_str().unwrap(),
+    ];
+    if let Err(why) = tool("mount", &options) {
+        return skip("a backend on a full file system", &why);
+    }
+    let mount = Mount(at.clone());
+    {
+        let store = Store::open(&spec(file(at.join("lun"), 1 << 20))).unwrap();
+        let mut rig = Rig::new(store);
+        let m = Memory::new(256 << 10).unwrap();
+        m.fill(0, 256 << 10, 1);
+        // The kernel takes what fits, and refuses the rest when the write goes on.
+        assert_eq!(
+            rig.run(write(0, 256 << 10), &[m.whole()]),
+            StepResult::Failed(BackendError::NoSpace)
+        );
+        // Reads of what was never written still work.
+        assert_eq!(
+            rig.run(read(512 << 10, 4096), &[m.whole()]),
+            StepResult::Done
+        );
+    }
+    drop(mount);
+}

@@ -5,7 +5,8 @@
 //! one system call ([`Ring::park`]) and nothing can wake it that it does not see.
 //!
 //! # Modules
-//! - `ring`: [`Ring`], the operations, [`Completion`], registration of memory and files.
+//! - `ring`: [`Ring`], [`Completion`], registration of memory and files, the park.
+//! - `ops`: the operations, `submit_*`.
 //! - `handle`: [`Handle`], a file or socket that operations name.
 //! - `slot`: the table of operations in flight and what each keeps alive (private).
 //! - `waker`: [`Waker`], which ends a park from any thread.
@@ -40,6 +41,7 @@ mod error;
 mod handle;
 mod mailbox;
 mod offload;
+mod ops;
 mod ring;
 mod slot;
 mod spinner;
@@ -49,7 +51,8 @@ pub use error::{RegisterError, RingError, SubmitError};
 pub use handle::Handle;
 pub use mailbox::{MailReceiver, MailSender, SendError, mailbox};
 pub use offload::{Offload, OffloadFull};
-pub use ring::{Completion, Durability, Fallocate, Reaped, Receive, Ring, RingConfig, SyncKind};
+pub use ops::{Durability, Fallocate, Receive, SyncKind};
+pub use ring::{Completion, Reaped, Ring, RingConfig};
 pub use slot::Token;
 pub use spinner::{Next, Spinner};
 pub use waker::Waker;

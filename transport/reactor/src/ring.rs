@@ -1,4 +1,4 @@
-//! [`Ring`]: the operations, their completions, and the park.
+//! [`Ring`]: setting up, registering, reaping, parking, and letting go.
 
 #![allow(
     unsafe_code,
@@ -9,7 +9,6 @@ use std::io;
 use std::marker::PhantomData;
 use std::mem::{self, ManuallyDrop};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::ptr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -17,8 +16,8 @@ use io_uring::{IoUring, cqueue, opcode, squeue, types};
 use riser_memory::{MemSlice, Memory};
 
 use crate::error::{RegisterError, RingError, SubmitError};
-use crate::handle::{FileTable, Handle, Target};
-use crate::slot::{Kind, MAX_TRANSFER, Slots, Token};
+use crate::handle::{FileTable, Handle};
+use crate::slot::{Kind, Slots, Token};
 use crate::waker::Waker;
 
 /// User data of the ring's own cancellations, whose completions nobody awaits. No slot has it.
@@ -55,55 +54,6 @@ impl Default for RingConfig {
             memories: 64,
         }
     }
-}
-
-/// Whether a write may stay in the host's cache or is on stable storage when it completes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Durability {
-    /// Complete once the host has the data.
-    Cached,
-    /// Complete once the device says the data is durable (`RWF_DSYNC`).
-    Durable,
-}
-
-/// How much a sync covers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SyncKind {
-    /// Data and what is needed to find it (`fdatasync`).
-    Data,
-    /// Data and all attributes (`fsync`).
-    All,
-}
-
-/// What `fallocate` does to a byte range. The file's size never changes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fallocate {
-    /// Allocates what is not allocated.
-    Allocate,
-    /// Frees the range, which reads as zeroes afterwards.
-    PunchHole,
-    /// Makes the range read as zeroes and keeps it allocated.
-    ZeroRange,
-}
-
-impl Fallocate {
-    fn mode(self) -> i32 {
-        libc::FALLOC_FL_KEEP_SIZE
-            | match self {
-                Self::Allocate => 0,
-                Self::PunchHole => libc::FALLOC_FL_PUNCH_HOLE,
-                Self::ZeroRange => libc::FALLOC_FL_ZERO_RANGE,
-            }
-    }
-}
-
-/// When a receive completes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Receive {
-    /// With the first bytes.
-    Some,
-    /// With all bytes asked for, or at the end of the stream, or on an error.
-    All,
 }
 
 /// A finished operation, or one event of a poll that goes on.
@@ -146,11 +96,11 @@ impl Reaped {
     }
 }
 
-struct Buffer {
+pub(crate) struct Buffer {
     /// Keeps the address range from being unmapped, and mapped anew, while it is registered.
     _memory: Memory,
-    addr: usize,
-    len: usize,
+    pub(crate) addr: usize,
+    pub(crate) len: usize,
 }
 
 /// An `io_uring` and everything in flight on it.
@@ -160,10 +110,10 @@ struct Buffer {
 pub struct Ring {
     uring: IoUring,
     /// Leaked, rather than freed, where the kernel will not let go of it.
-    slots: ManuallyDrop<Slots>,
-    files: Arc<FileTable>,
+    pub(crate) slots: ManuallyDrop<Slots>,
+    pub(crate) files: Arc<FileTable>,
     /// Registered memory by table index.
-    buffers: Vec<Buffer>,
+    pub(crate) buffers: Vec<Buffer>,
     max_buffers: usize,
     waker: Waker,
     /// Where the read of the waker's counter lands.
@@ -322,246 +272,6 @@ impl Ring {
         }
     }
 
-    /// Reads from `offset` of the file into the pieces, in order.
-    ///
-    /// The result is the number of bytes read, which may be short, and is zero at the end of file.
-    ///
-    /// # Errors
-    /// See [`SubmitError`]; nothing was queued.
-    pub fn submit_read(
-        &mut self,
-        file: &Handle,
-        offset: u64,
-        into: &[MemSlice],
-        token: Token,
-    ) -> Result<(), SubmitError> {
-        let (index, user_data) = self.prepare(token, Kind::Plain, Some(file), into)?;
-        let (iov, count) = self.vectors(index);
-        let entry = match (file.target(&self.files), self.buffer_of(iov, count)) {
-            (t, Some((addr, len, buffer))) => with_target(
-                t,
-                |t| {
-                    opcode::ReadFixed::new(t, addr, len, buffer)
-                        .offset(offset)
-                        .build()
-                },
-                |t| {
-                    opcode::ReadFixed::new(t, addr, len, buffer)
-                        .offset(offset)
-                        .build()
-                },
-            ),
-            (t, None) => with_target(
-                t,
-                |t| opcode::Readv::new(t, iov, count).offset(offset).build(),
-                |t| opcode::Readv::new(t, iov, count).offset(offset).build(),
-            ),
-        };
-        self.push(entry, user_data);
-        Ok(())
-    }
-
-    /// Writes the pieces, in order, at `offset` of the file. The result may be short.
-    ///
-    /// # Errors
-    /// See [`SubmitError`]; nothing was queued.
-    pub fn submit_write(
-        &mut self,
-        file: &Handle,
-        offset: u64,
-        from: &[MemSlice],
-        durability: Durability,
-        token: Token,
-    ) -> Result<(), SubmitError> {
-        let flags = match durability {
-            Durability::Cached => 0,
-            Durability::Durable => libc::RWF_DSYNC,
-        };
-        let (index, user_data) = self.prepare(token, Kind::Plain, Some(file), from)?;
-        let (iov, count) = self.vectors(index);
-        let fixed = |t: Target, addr: *mut u8, len, buffer| {
-            macro_rules! build {
-                ($t:expr) => {
-                    opcode::WriteFixed::new($t, addr, len, buffer)
-                        .offset(offset)
-                        .rw_flags(flags)
-                        .build()
-                };
-            }
-            with_target(t, |t| build!(t), |t| build!(t))
-        };
-        let vectored = |t: Target| {
-            macro_rules! build {
-                ($t:expr) => {
-                    opcode::Writev::new($t, iov, count)
-                        .offset(offset)
-                        .rw_flags(flags)
-                        .build()
-                };
-            }
-            with_target(t, |t| build!(t), |t| build!(t))
-        };
-        let target = file.target(&self.files);
-        let entry = match self.buffer_of(iov, count) {
-            Some((addr, len, buffer)) => fixed(target, addr, len, buffer),
-            None => vectored(target),
-        };
-        self.push(entry, user_data);
-        Ok(())
-    }
-
-    /// Makes earlier, completed writes durable.
-    ///
-    /// # Errors
-    /// See [`SubmitError`]; nothing was queued.
-    pub fn submit_sync(
-        &mut self,
-        file: &Handle,
-        kind: SyncKind,
-        token: Token,
-    ) -> Result<(), SubmitError> {
-        let flags = match kind {
-            SyncKind::Data => types::FsyncFlags::DATASYNC,
-            SyncKind::All => types::FsyncFlags::empty(),
-        };
-        let (_, user_data) = self.prepare(token, Kind::Plain, Some(file), &[])?;
-        let entry = with_target(
-            file.target(&self.files),
-            |t| opcode::Fsync::new(t).flags(flags).build(),
-            |t| opcode::Fsync::new(t).flags(flags).build(),
-        );
-        self.push(entry, user_data);
-        Ok(())
-    }
-
-    /// Allocates, frees or zeroes `len` bytes from `offset` of a file or block device.
-    ///
-    /// # Errors
-    /// See [`SubmitError`]; nothing was queued.
-    pub fn submit_fallocate(
-        &mut self,
-        file: &Handle,
-        what: Fallocate,
-        offset: u64,
-        len: u64,
-        token: Token,
-    ) -> Result<(), SubmitError> {
-        let (_, user_data) = self.prepare(token, Kind::Plain, Some(file), &[])?;
-        let mode = what.mode();
-        let entry = with_target(
-            file.target(&self.files),
-            |t| {
-                opcode::Fallocate::new(t, len)
-                    .offset(offset)
-                    .mode(mode)
-                    .build()
-            },
-            |t| {
-                opcode::Fallocate::new(t, len)
-                    .offset(offset)
-                    .mode(mode)
-                    .build()
-            },
-        );
-        self.push(entry, user_data);
-        Ok(())
-    }
-
-    /// Reports the poll events of a descriptor, again and again, until cancelled or until a
-    /// completion says that no [`more`](Completion::more) follow.
-    ///
-    /// `events` are the `POLL*` bits of `poll(2)`; results are such bits. An event is reported when
-    /// it arises, not while it lasts: read until `EAGAIN` after each.
-    ///
-    /// # Errors
-    /// See [`SubmitError`]; nothing was queued.
-    pub fn submit_poll(
-        &mut self,
-        file: &Handle,
-        events: i16,
-        token: Token,
-    ) -> Result<(), SubmitError> {
-        let (_, user_data) = self.prepare(token, Kind::Plain, Some(file), &[])?;
-        let events = u32::from(events as u16);
-        let entry = with_target(
-            file.target(&self.files),
-            |t| opcode::PollAdd::new(t, events).multi(true).build(),
-            |t| opcode::PollAdd::new(t, events).multi(true).build(),
-        );
-        self.push(entry, user_data);
-        Ok(())
-    }
-
-    /// Accepts one connection of a listening socket; the completion carries it.
-    ///
-    /// # Errors
-    /// See [`SubmitError`]; nothing was queued.
-    pub fn submit_accept(&mut self, listener: &Handle, token: Token) -> Result<(), SubmitError> {
-        let (_, user_data) = self.prepare(token, Kind::Accept, Some(listener), &[])?;
-        macro_rules! build {
-            ($t:expr) => {
-                opcode::Accept::new($t, ptr::null_mut(), ptr::null_mut())
-                    .flags(libc::SOCK_CLOEXEC)
-                    .build()
-            };
-        }
-        let entry = with_target(listener.target(&self.files), |t| build!(t), |t| build!(t));
-        self.push(entry, user_data);
-        Ok(())
-    }
-
-    /// Receives from a connected socket into the pieces, in order. A result of zero is the end of
-    /// the stream.
-    ///
-    /// # Errors
-    /// See [`SubmitError`]; nothing was queued.
-    pub fn submit_recv(
-        &mut self,
-        socket: &Handle,
-        into: &[MemSlice],
-        mode: Receive,
-        token: Token,
-    ) -> Result<(), SubmitError> {
-        let flags = match mode {
-            Receive::Some => 0,
-            Receive::All => libc::MSG_WAITALL,
-        };
-        let (index, user_data) = self.prepare(token, Kind::Plain, Some(socket), into)?;
-        let msg: *mut libc::msghdr = &raw mut *self.slots.slot(index).msg;
-        macro_rules! build {
-            ($t:expr) => {
-                opcode::RecvMsg::new($t, msg).flags(flags as u32).build()
-            };
-        }
-        let entry = with_target(socket.target(&self.files), |t| build!(t), |t| build!(t));
-        self.push(entry, user_data);
-        Ok(())
-    }
-
-    /// Sends the pieces, in order, on a connected socket. The result may be short. A peer that is
-    /// gone is `EPIPE`, never a signal.
-    ///
-    /// # Errors
-    /// See [`SubmitError`]; nothing was queued.
-    pub fn submit_send(
-        &mut self,
-        socket: &Handle,
-        from: &[MemSlice],
-        token: Token,
-    ) -> Result<(), SubmitError> {
-        let (index, user_data) = self.prepare(token, Kind::Plain, Some(socket), from)?;
-        let msg: *const libc::msghdr = &raw const *self.slots.slot(index).msg;
-        let flags = (libc::MSG_NOSIGNAL | libc::MSG_WAITALL) as u32;
-        macro_rules! build {
-            ($t:expr) => {
-                opcode::SendMsg::new($t, msg).flags(flags).build()
-            };
-        }
-        let entry = with_target(socket.target(&self.files), |t| build!(t), |t| build!(t));
-        self.push(entry, user_data);
-        Ok(())
-    }
-
     /// Asks the kernel to cancel every operation with this token; returns how many there are.
     ///
     /// Each still completes, with `ECANCELED` or with whatever it achieved. A read or write that
@@ -614,7 +324,7 @@ impl Ring {
         self.enter(Some(timeout)).map_err(RingError::Enter)
     }
 
-    fn prepare(
+    pub(crate) fn prepare(
         &mut self,
         token: Token,
         kind: Kind,
@@ -629,28 +339,6 @@ impl Ring {
         self.slots.prepare(token, kind, file.cloned(), slices)
     }
 
-    /// Vectors of a slot as the kernel wants them.
-    fn vectors(&mut self, index: u32) -> (*const libc::iovec, u32) {
-        let iovecs = &self.slots.slot(index).iovecs;
-        (iovecs.as_ptr(), iovecs.len() as u32)
-    }
-
-    /// The one piece of the list, where it is one and lies in registered memory.
-    fn buffer_of(&self, iov: *const libc::iovec, count: u32) -> Option<(*mut u8, u32, u16)> {
-        if count != 1 {
-            return None;
-        }
-        // SAFETY: `vectors` gave the pointer to `count` initialised entries of a busy slot.
-        let iov = unsafe { *iov };
-        let start = iov.iov_base.addr();
-        let index = self
-            .buffers
-            .iter()
-            .position(|b| start >= b.addr && start + iov.iov_len <= b.addr + b.len)?;
-        debug_assert!(iov.iov_len <= MAX_TRANSFER);
-        Some((iov.iov_base.cast(), iov.iov_len as u32, index as u16))
-    }
-
     /// Makes sure that one entry can be queued.
     fn make_room(&mut self) -> Result<(), SubmitError> {
         if self.uring.submission().is_full() {
@@ -663,7 +351,7 @@ impl Ring {
         Ok(())
     }
 
-    fn push(&mut self, entry: squeue::Entry, user_data: u64) {
+    pub(crate) fn push(&mut self, entry: squeue::Entry, user_data: u64) {
         let entry = entry.user_data(user_data);
         // SAFETY: every address in the entry belongs to the busy slot that `user_data` names, which
         // neither changes nor frees it before the last completion. Cancellations hold no address.
@@ -748,12 +436,14 @@ impl Ring {
     /// Cancels everything and waits for the kernel to let go; false where it will not.
     fn quiesce(&mut self) -> bool {
         let deadline = Instant::now() + DROP_PATIENCE;
-        let any = opcode::AsyncCancel2::new(types::CancelBuilder::any()).build();
         while self.slots.in_flight() > 0 {
-            if Instant::now() > deadline || self.make_room().is_err() {
-                return false;
+            let doomed: Vec<u64> = self.slots.all().collect();
+            for user_data in doomed {
+                if Instant::now() > deadline || self.make_room().is_err() {
+                    return false;
+                }
+                self.push(opcode::AsyncCancel::new(user_data).build(), CANCEL);
             }
-            self.push(any.clone(), CANCEL);
             if self.enter(Some(Some(Duration::from_millis(20)))).is_err() {
                 return false;
             }
@@ -795,17 +485,6 @@ fn new_socket(kind: Kind, result: i32) -> Option<OwnedFd> {
         // SAFETY: a successful accept returns a new descriptor, and its one completion is seen once.
         unsafe { OwnedFd::from_raw_fd(result) }
     })
-}
-
-fn with_target(
-    target: Target,
-    fd: impl FnOnce(types::Fd) -> squeue::Entry,
-    fixed: impl FnOnce(types::Fixed) -> squeue::Entry,
-) -> squeue::Entry {
-    match target {
-        Target::Fd(t) => fd(t),
-        Target::Fixed(t) => fixed(t),
-    }
 }
 
 /// Sets up the queues with the best mode the kernel knows.

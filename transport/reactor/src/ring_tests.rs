@@ -5,7 +5,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 
 use super::*;
-use crate::{MailSender, Offload, mailbox};
+use crate::{Durability, Fallocate, MailSender, Offload, Receive, SyncKind, mailbox};
 
 fn ring(capacity: u32) -> Ring {
     Ring::new(RingConfig {

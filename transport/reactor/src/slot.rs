@@ -153,6 +153,14 @@ impl Slots {
         self.idle.push(index);
     }
 
+    /// User data of every operation in flight, the ring's own included.
+    pub(crate) fn all(&self) -> impl Iterator<Item = u64> + '_ {
+        self.slots
+            .iter()
+            .enumerate()
+            .filter_map(|(i, s)| s.busy.as_ref().map(|_| user_data(i as u32, s.generation)))
+    }
+
     /// User data of every operation in flight that bears the token.
     pub(crate) fn with_token(&self, token: Token) -> impl Iterator<Item = u64> + '_ {
         self.slots.iter().enumerate().filter_map(move |(i, s)| {

@@ -1,0 +1,105 @@
+//! A request under way, and the memory that its next ring operation moves.
+
+use std::time::Instant;
+
+use riser_memory::{MemSlice, Memory};
+use riser_scsi::step::{BackendError, BlockOp};
+
+use super::driver::{DriverConfig, StoreId};
+use super::plan::{self, Bounds, Stage};
+use super::sys::Align;
+
+/// Bytes of one ring operation at most.
+pub(super) const MAX_OPERATION: usize = 1 << 30;
+
+/// A request under way. It has at most one operation in the ring at a time.
+pub(super) struct Request {
+    pub(super) user: u64,
+    pub(super) store: StoreId,
+    pub(super) op: BlockOp,
+    pub(super) data: Vec<MemSlice>,
+    pub(super) stage: Stage,
+    /// Bytes of the range that are finished within the stage.
+    pub(super) done: u64,
+    pub(super) state: State,
+    pub(super) cancelled: bool,
+    /// The bounce buffer in use, and what of the request's memory it stands for.
+    pub(super) bounce: Option<usize>,
+    pub(super) window: Vec<MemSlice>,
+}
+
+/// Where a request waits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum State {
+    /// For the ring.
+    Ring,
+    /// For the helper thread.
+    Helper,
+    /// For room in the ring, or a bounce buffer: in `stalled`.
+    Stalled,
+    /// For the time of a fault on purpose to come: in `delayed`.
+    Delayed {
+        until: Instant,
+        error: Option<BackendError>,
+    },
+}
+
+/// The part of the command's buffer that an operation moves: start and length.
+pub(super) fn buffer_range(op: &BlockOp) -> (usize, usize) {
+    match *op {
+        BlockOp::Read {
+            len, buffer_offset, ..
+        }
+        | BlockOp::Write {
+            len, buffer_offset, ..
+        } => (buffer_offset as usize, len as usize),
+        _ => (0, 0),
+    }
+}
+
+/// Cuts the next window of a read or write. `None` where it needs a bounce buffer and none is idle;
+/// otherwise the bounce memory to use, or nothing where the request's own memory will do.
+#[allow(
+    clippy::option_option,
+    reason = "waiting and not needing are different answers"
+)]
+pub(super) fn cut_transfer(
+    request: &mut Request,
+    align: Option<Align>,
+    config: DriverConfig,
+    (idle, memory): (&mut Vec<usize>, &Memory),
+) -> Option<Option<MemSlice>> {
+    let (start, len) = buffer_range(&request.op);
+    let (start, left) = (start + request.done as usize, len - request.done as usize);
+    let mut bounds = Bounds {
+        pieces: config.pieces,
+        bytes: MAX_OPERATION,
+    };
+    let out = &mut request.window;
+    let window = plan::cut_window(&request.data, start, left, align, bounds, out);
+    if window.aligned {
+        return Some(None);
+    }
+    let bounce = idle.pop()?;
+    request.bounce = Some(bounce);
+    bounds.bytes = config.bounce;
+    let window = plan::cut_window(&request.data, start, left, align, bounds, out);
+    let from = bounce * config.bounce;
+    let slice = memory
+        .slice(from..from + window.len)
+        .expect("a window no longer than a bounce buffer");
+    if let BlockOp::Write { .. } = request.op {
+        plan::copy_pieces(out, &slice, true);
+    }
+    Some(Some(slice))
+}
+
+/// A list that names the same zeroes again and again.
+pub(super) fn fill_window(zeroes: &MemSlice, mut len: u64, out: &mut Vec<MemSlice>) {
+    out.clear();
+    while len > 0 {
+        let take = len.min(zeroes.len() as u64);
+        out.extend(zeroes.slice(0..take as usize));
+        len -= take;
+    }
+}

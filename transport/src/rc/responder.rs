@@ -11,44 +11,18 @@
 //! There is at most one acknowledgement and one NAK waiting, so that no number of duplicates makes a
 //! queue.
 
+mod answer;
+
 use std::collections::VecDeque;
 
+use self::answer::{Resource, ResourceKind};
 use super::qp::{Ctx, Fault};
 use super::requester::{plan_packets, walk};
 use super::state::{Inbound, ResponderState};
-use super::{MAX_MESSAGE, RcEvent, RecvWqe, RtrParams, TxPacket};
+use super::{MAX_MESSAGE, RcEvent, RecvWqe, RtrParams};
 use crate::roce::mr::KeyError;
 use crate::verbs::{Access, AsyncEvent, Completion, RKey, WcOpcode, WcStatus, WrId};
-use crate::wire::{
-    Aeth, AethSyndrome, AtomicAckEth, Bth, Credit, ExtHeaders, Msn, NakCode, Opcode, Operation,
-    Packet, Psn, RnrTimer, emit_headers,
-};
-
-/// A READ or an atomic that was accepted, kept to be answered again (IBTA 9.7.5.1.2).
-#[derive(Clone, Copy, Debug)]
-struct Resource {
-    first: Psn,
-    packets: u32,
-    kind: ResourceKind,
-    msn: Msn,
-    pending: Option<Pending>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum ResourceKind {
-    Read { rkey: RKey, addr: u64, len: u32 },
-    Atomic { original: u64 },
-}
-
-/// What of a resource is still to be sent, in packets from its first.
-#[derive(Clone, Copy, Debug)]
-struct Pending {
-    start: u32,
-    next: u32,
-    end: u32,
-    /// Whether it has been answered before.
-    is_replay: bool,
-}
+use crate::wire::{AethSyndrome, Msn, NakCode, Operation, Packet, Psn, RnrTimer};
 
 #[derive(Debug)]
 pub(super) struct Responder {
@@ -137,43 +111,6 @@ impl Responder {
     pub(super) fn has_failed(&self) -> bool {
         self.state == ResponderState::Failed
     }
-
-    pub(super) fn has_output(&self) -> bool {
-        self.waiting > 0 || self.ack.is_some() || self.nak.is_some()
-    }
-
-    /// Whether the next answer is an acknowledgement, a NAK or an atomic's.
-    pub(super) fn is_urgent(&self) -> bool {
-        match self.front() {
-            Some(at) => {
-                let resource = &self.resources[at];
-                matches!(resource.kind, ResourceKind::Atomic { .. })
-                    || self
-                        .ack
-                        .is_some_and(|psn| psn.is_before(resource.next_psn()))
-            }
-            None => self.has_output(),
-        }
-    }
-
-    /// The oldest resource with something to send.
-    fn front(&self) -> Option<usize> {
-        if self.waiting == 0 {
-            return None;
-        }
-        self.resources.iter().position(|r| r.pending.is_some())
-    }
-
-    fn credit(&self, ctx: &Ctx<'_>) -> AethSyndrome {
-        AethSyndrome::Ack(if ctx.cfg.has_srq {
-            Credit::UNLIMITED
-        } else {
-            // The message in progress is not complete but has its receive.
-            Credit::at_most(ctx.rq.len() as u32 + u32::from(self.is_bound))
-        })
-    }
-
-    // ---- requests ----
 
     /// Takes in a request packet.
     pub(super) fn handle_request(
@@ -390,73 +327,6 @@ impl Responder {
         self.accept(ResourceKind::Atomic { original }, 1)
     }
 
-    /// The peer must not have more READs and atomics outstanding than there are resources. One that
-    /// waits only to be answered again does not count: the peer has its answer.
-    fn check_room(&self) -> Result<(), Refusal> {
-        let is_full = self.resources.len() >= self.max_resources;
-        let oldest = self.resources.front().and_then(|r| r.pending);
-        if is_full && (self.max_resources == 0 || oldest.is_some_and(|p| !p.is_replay)) {
-            return Err(Refusal::InvalidRequest);
-        }
-        Ok(())
-    }
-
-    fn accept(&mut self, kind: ResourceKind, packets: u32) -> Result<(), Refusal> {
-        self.check_room()?;
-        if self.resources.len() == self.max_resources
-            && let Some(oldest) = self.resources.pop_front()
-            && oldest.pending.is_some()
-        {
-            self.waiting -= 1;
-        }
-        self.msn = self.msn.next();
-        self.resources.push_back(Resource {
-            first: self.expected,
-            packets,
-            kind,
-            msn: self.msn,
-            pending: Some(Pending {
-                start: 0,
-                next: 0,
-                end: packets,
-                is_replay: false,
-            }),
-        });
-        self.waiting += 1;
-        self.unacked = 0;
-        self.expected = self.expected.add(packets);
-        Ok(())
-    }
-
-    /// A packet that was taken in before: SENDs and WRITEs are acknowledged again, READs and atomics
-    /// answered again if their resource is still there (IBTA 9.7.5.1.4, 9.7.5.1.5).
-    fn on_duplicate(&mut self, pkt: &Packet<'_>, mtu: u32) {
-        let psn = pkt.bth.psn();
-        let found = self
-            .resources
-            .iter_mut()
-            .find(|r| psn.is_within(r.first, r.packets));
-        match (pkt.op.operation, found) {
-            (Operation::Send | Operation::Write, _) => self.ack = Some(self.expected.prev()),
-            (_, None) => {}
-            (operation, Some(resource)) => {
-                let start = resource.first.distance_to(psn);
-                let Some(end) = resource.plan_replay(operation, pkt, start, mtu) else {
-                    return;
-                };
-                if resource.pending.is_none() {
-                    self.waiting += 1;
-                }
-                resource.pending = Some(Pending {
-                    start,
-                    next: start,
-                    end,
-                    is_replay: true,
-                });
-            }
-        }
-    }
-
     fn complete_receive(
         &mut self,
         ctx: &mut Ctx<'_>,
@@ -499,114 +369,6 @@ impl Responder {
         ctx.out.push(RcEvent::Async(event));
         Fault
     }
-
-    // ---- answers ----
-
-    /// The next answer, written into `tx`.
-    pub(super) fn poll(&mut self, ctx: &mut Ctx<'_>, tx: &mut TxPacket) -> Result<bool, Fault> {
-        while let Some(at) = self.front() {
-            let next = self.resources[at].next_psn();
-            if let Some(psn) = self.ack
-                && psn.is_before(next)
-            {
-                break;
-            }
-            if self.answer(ctx, tx, at)? {
-                return Ok(true);
-            }
-        }
-        if let Some(psn) = self.ack.take() {
-            let syndrome = self.credit(ctx);
-            self.emit(
-                ctx,
-                tx,
-                Opcode::RcAcknowledge,
-                psn,
-                aeth(syndrome, self.msn),
-            );
-            return Ok(true);
-        }
-        let Some((psn, syndrome)) = self.nak.take() else {
-            return Ok(false);
-        };
-        match syndrome {
-            AethSyndrome::RnrNak(_) => ctx.counters.tx_rnr_naks += 1,
-            AethSyndrome::Nak(NakCode::PsnSequence) => ctx.counters.tx_nak_sequence += 1,
-            _ => ctx.counters.tx_nak_errors += 1,
-        }
-        self.emit(
-            ctx,
-            tx,
-            Opcode::RcAcknowledge,
-            psn,
-            aeth(syndrome, self.msn),
-        );
-        Ok(true)
-    }
-
-    /// The next packet of a resource; false if it turned out to have none.
-    fn answer(&mut self, ctx: &mut Ctx<'_>, tx: &mut TxPacket, at: usize) -> Result<bool, Fault> {
-        let resource = self.resources[at];
-        let Some(mut pending) = resource.pending else {
-            return Ok(false);
-        };
-        let mut ext = aeth(self.credit(ctx), resource.msn);
-        let opcode = match resource.kind {
-            ResourceKind::Atomic { original } => {
-                ext.atomic_ack = Some(AtomicAckEth::new(original));
-                Opcode::RcAtomicAcknowledge
-            }
-            ResourceKind::Read { rkey, addr, len } => {
-                let mtu = ctx.link.mtu.bytes() as u32;
-                let offset = pending.next * mtu;
-                let take = (len - offset).min(mtu);
-                let addr = addr.wrapping_add(u64::from(offset));
-                let right = Access::REMOTE_READ;
-                match ctx.mrs.resolve_remote(ctx.cfg.pd, rkey, addr, take, right) {
-                    Ok(span) => span.push_slices(0, span.len(), &mut tx.segments),
-                    Err(_) => return self.lose(ctx, at, pending),
-                }
-                tx.payload_len = take as usize;
-                match (
-                    pending.next == pending.start,
-                    pending.next + 1 == pending.end,
-                ) {
-                    (true, true) => Opcode::RcReadResponseOnly,
-                    (true, false) => Opcode::RcReadResponseFirst,
-                    (false, false) => Opcode::RcReadResponseMiddle,
-                    (false, true) => Opcode::RcReadResponseLast,
-                }
-            }
-        };
-        let psn = resource.next_psn();
-        pending.next += 1;
-        let is_done = pending.next == pending.end;
-        self.resources[at].pending = (!is_done).then_some(pending);
-        self.waiting -= usize::from(is_done);
-        self.emit(ctx, tx, opcode, psn, ext);
-        Ok(true)
-    }
-
-    /// The key of a READ stopped working while it was being answered. For a first answer that is an
-    /// error of the owner's; a second one may have been asked for by a packet that was long under way,
-    /// and is dropped.
-    fn lose(&mut self, ctx: &mut Ctx<'_>, at: usize, pending: Pending) -> Result<bool, Fault> {
-        let psn = self.resources[at].next_psn();
-        self.resources[at].pending = None;
-        self.waiting -= 1;
-        if pending.is_replay {
-            return Ok(false);
-        }
-        self.silence();
-        let fault = self.refuse(ctx, Refusal::RemoteAccess);
-        self.nak = self.nak.map(|(_, syndrome)| (psn, syndrome));
-        Err(fault)
-    }
-
-    fn emit(&self, ctx: &Ctx<'_>, tx: &mut TxPacket, opcode: Opcode, psn: Psn, ext: ExtHeaders) {
-        let bth = Bth::new(opcode, ctx.link.dest, psn).with_pad_for(tx.payload_len);
-        tx.headers = emit_headers(&bth, &ext);
-    }
 }
 
 /// A request that ends the connection, and the NAK that says so.
@@ -615,44 +377,4 @@ enum Refusal {
     InvalidRequest,
     RemoteAccess,
     RemoteOperation,
-}
-
-fn aeth(syndrome: AethSyndrome, msn: Msn) -> ExtHeaders {
-    ExtHeaders {
-        aeth: Some(Aeth::new(syndrome, msn)),
-        ..ExtHeaders::default()
-    }
-}
-
-impl Resource {
-    fn next_psn(&self) -> Psn {
-        self.first.add(self.pending.map_or(0, |p| p.next))
-    }
-
-    /// Where a repeated request that begins at packet `start` ends; `None` if it is not part of the
-    /// request that was accepted.
-    fn plan_replay(
-        &self,
-        operation: Operation,
-        pkt: &Packet<'_>,
-        start: u32,
-        mtu: u32,
-    ) -> Option<u32> {
-        match self.kind {
-            ResourceKind::Atomic { .. } => {
-                matches!(operation, Operation::CmpSwap | Operation::FetchAdd).then_some(1)
-            }
-            ResourceKind::Read { rkey, addr, len } => {
-                let reth = pkt.ext.reth?;
-                let offset = start.checked_mul(mtu)?;
-                let is_part = operation == Operation::ReadRequest
-                    && reth.rkey() == rkey.0
-                    && reth.va() == addr.wrapping_add(u64::from(offset))
-                    && offset.checked_add(reth.dma_len())? <= len;
-                let end = start + plan_packets(reth.dma_len(), mtu);
-                // Only the last packet may be short, so a part that ends early ends at a packet.
-                (is_part && end <= self.packets).then_some(end)
-            }
-        }
-    }
 }

@@ -1,0 +1,301 @@
+//! Cutting: which packet goes next, and what it looks like.
+
+use super::{Requester, plan_packets, walk};
+use crate::rc::TxPacket;
+use crate::rc::qp::{Ctx, Fault};
+use crate::rc::send_queue::{Phase, SendWqe};
+use crate::rc::state::RequesterState;
+use crate::roce::mr::KeyError;
+use crate::verbs::{SendFlags, SendOp, WcStatus};
+use crate::wire::{AtomicEth, Bth, ExtHeaders, Ieth, ImmDt, Opcode, Reth, emit_headers};
+
+impl Requester {
+    /// The next request packet, if state, window, credits and fences allow one. `may_start` is false
+    /// while the send queue drains.
+    pub(in crate::rc) fn poll(
+        &mut self,
+        ctx: &mut Ctx<'_>,
+        tx: &mut TxPacket,
+        may_start: bool,
+    ) -> Result<bool, Fault> {
+        if let RequesterState::RnrWait(until) = self.state {
+            if ctx.now < until {
+                return Ok(false);
+            }
+            self.state = RequesterState::Ready;
+        }
+        while let Some(&wqe) = self.sq.peek(self.cur) {
+            match wqe.phase {
+                Phase::Failed(_) => return Ok(false),
+                Phase::Executed => self.cur += 1,
+                Phase::Posted if !may_start => return Ok(false),
+                Phase::Posted if wqe.is_local() => {
+                    if !self.execute(ctx, &wqe)? {
+                        return Ok(false);
+                    }
+                }
+                Phase::Posted => {
+                    let mut plan = wqe;
+                    plan.phase = Phase::Started;
+                    plan.first = self.nxt;
+                    plan.packets = plan_packets(wqe.length, self.mtu);
+                    if !self.may_send(&plan) {
+                        return Ok(false);
+                    }
+                    if let Err(status) = self.check_start(ctx, &plan) {
+                        self.fail_current(ctx, status)?;
+                        return Ok(false);
+                    }
+                    *self.sq.wqe_mut(self.cur) = plan;
+                    return self.cut(ctx, tx, &plan, may_start);
+                }
+                Phase::Started if wqe.end() <= self.nxt => self.cur += 1,
+                Phase::Started => {
+                    return Ok(self.may_send(&wqe) && self.cut(ctx, tx, &wqe, may_start)?);
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    /// Runs a local operation whose turn has come; false if it must wait.
+    fn execute(&mut self, ctx: &mut Ctx<'_>, wqe: &SendWqe) -> Result<bool, Fault> {
+        let pd = ctx.cfg.pd;
+        let is_fenced = wqe.flags.contains(SendFlags::FENCE) && !self.reads.is_empty();
+        let result = match wqe.op {
+            SendOp::RegMr { .. } if is_fenced => return Ok(false),
+            SendOp::RegMr { mr, key, access } => ctx.mrs.reg_fast(pd, mr, key, access),
+            // Requests that may have to be sent again still need the key.
+            _ if self.cur != self.sq.head() => return Ok(false),
+            SendOp::LocalInv(key) => ctx.mrs.invalidate(pd, key),
+            _ => unreachable!("a local operation"),
+        };
+        if result.is_err() {
+            self.fail_current(ctx, WcStatus::MwBindErr)?;
+            return Ok(false);
+        }
+        let first = self.nxt;
+        let done = self.sq.wqe_mut(self.cur);
+        done.phase = Phase::Executed;
+        done.first = first;
+        self.cur += 1;
+        self.retire(ctx)?;
+        Ok(true)
+    }
+
+    /// What is checked once, before the first packet of a request.
+    fn check_start(&self, ctx: &Ctx<'_>, wqe: &SendWqe) -> Result<(), WcStatus> {
+        if wqe.has_response() && self.max_reads == 0 {
+            return Err(WcStatus::LocQpOpErr);
+        }
+        for sge in self.sq.sges(self.cur) {
+            ctx.mrs
+                .resolve_local(ctx.cfg.pd, sge, wqe.has_response())
+                .map_err(|_| WcStatus::LocProtErr)?;
+        }
+        Ok(())
+    }
+
+    /// Packet numbers that the next packet of a request uses up.
+    fn next_count(&self, wqe: &SendWqe) -> u32 {
+        if !matches!(wqe.op, SendOp::Read(_)) {
+            return 1;
+        }
+        let index = (self.nxt - wqe.first) as u32;
+        let piece_end = (index / self.read_piece + 1) * self.read_piece;
+        piece_end.min(wqe.packets) - index
+    }
+
+    /// Whether window, initiator depth, fence and credits allow the next packet of a request.
+    fn may_send(&self, wqe: &SendWqe) -> bool {
+        let in_flight = self.nxt - self.una;
+        let fits = in_flight + u64::from(self.next_count(wqe)) <= u64::from(self.window);
+        if !fits && in_flight > 0 {
+            return false;
+        }
+        if wqe.has_response() && self.reads.len() >= self.max_reads && self.max_reads > 0 {
+            return false;
+        }
+        let is_first = self.nxt == wqe.first;
+        if is_first && wqe.flags.contains(SendFlags::FENCE) && !self.reads.is_empty() {
+            return false;
+        }
+        if self.is_limited(wqe) {
+            // IBTA 9.7.7.2.5: one packet beyond the limit, when all before it is acknowledged. Its
+            // acknowledgement shows that the message has its receive.
+            return if is_first {
+                self.una == self.nxt
+            } else {
+                self.una > wqe.first
+            };
+        }
+        true
+    }
+
+    fn is_limited(&self, wqe: &SendWqe) -> bool {
+        wqe.consumes_receive() && self.limit.is_some_and(|limit| wqe.recv_seq > limit)
+    }
+
+    /// Writes the packet `nxt` of a request into `tx`.
+    fn cut(
+        &mut self,
+        ctx: &mut Ctx<'_>,
+        tx: &mut TxPacket,
+        wqe: &SendWqe,
+        may_start: bool,
+    ) -> Result<bool, Fault> {
+        let count = self.next_count(wqe);
+        let index = (self.nxt - wqe.first) as u32;
+        let is_last = index + count == wqe.packets;
+        let offset = index * self.mtu;
+        let (opcode, ext) = plan_headers(wqe, index == 0, is_last, offset, count * self.mtu);
+        if !wqe.has_response() {
+            let len = (wqe.length - offset).min(self.mtu) as usize;
+            if self.gather(ctx, tx, offset as usize, len).is_err() {
+                tx.clear();
+                self.fail_current(ctx, WcStatus::LocProtErr)?;
+                return Ok(false);
+            }
+            tx.payload_len = len;
+        }
+        let asks = wqe.has_response() || self.asks_for_ack(wqe, is_last, may_start);
+        self.since_ack_request = if asks { 0 } else { self.since_ack_request + 1 };
+        let wakes = wqe.flags.contains(SendFlags::SOLICITED) && wqe.consumes_receive();
+        let bth = Bth::new(opcode, ctx.link.dest, self.psn(self.nxt))
+            .with_ack_request(asks)
+            .with_solicited(wakes && is_last)
+            .with_pad_for(tx.payload_len);
+        tx.headers = emit_headers(&bth, &ext);
+
+        if self.nxt < self.sent {
+            ctx.counters.retransmits += 1;
+        }
+        self.nxt += u64::from(count);
+        self.sent = self.sent.max(self.nxt);
+        if wqe.has_response() {
+            self.reads.push_back(self.nxt);
+        }
+        if self.timer.is_none() {
+            self.timer = Some(ctx.now + self.interval);
+        }
+        Ok(true)
+    }
+
+    /// Whether the packet `nxt` asks for an acknowledgement: so often that the window keeps moving, and
+    /// at the end of a message that no other follows at once.
+    fn asks_for_ack(&self, wqe: &SendWqe, is_last: bool, may_start: bool) -> bool {
+        let fills_window = self.nxt + 1 - self.una >= u64::from(self.window);
+        fills_window
+            || self.since_ack_request + 1 >= self.ack_every
+            || self.is_limited(wqe)
+            || is_last && !self.is_followed(may_start)
+    }
+
+    /// Whether another SEND or WRITE will follow the current request without waiting for anything.
+    fn is_followed(&self, may_start: bool) -> bool {
+        self.sq.peek(self.cur + 1).is_some_and(|next| {
+            let may_run = match next.phase {
+                Phase::Posted => may_start,
+                Phase::Started => true,
+                Phase::Executed | Phase::Failed(_) => false,
+            };
+            may_run
+                && !next.is_local()
+                && !next.has_response()
+                && !self.is_limited(next)
+                && !next.flags.contains(SendFlags::FENCE)
+        })
+    }
+
+    /// Puts `len` bytes of the current request's data, from `offset` on, into `tx`.
+    fn gather(
+        &self,
+        ctx: &Ctx<'_>,
+        tx: &mut TxPacket,
+        offset: usize,
+        len: usize,
+    ) -> Result<(), KeyError> {
+        if let Some(data) = self.sq.inline(self.cur) {
+            tx.inline.extend_from_slice(&data[offset..offset + len]);
+            return Ok(());
+        }
+        walk(
+            self.sq.sges(self.cur),
+            offset,
+            len,
+            |sge, within, _, take| {
+                let span = ctx.mrs.resolve_local(ctx.cfg.pd, sge, false)?;
+                span.push_slices(within, take, &mut tx.segments);
+                Ok(())
+            },
+        )
+    }
+}
+
+/// Opcode and extended headers of a request packet (IBTA 9.2.1, tables 35 and 38). `offset` is where
+/// the packet begins in its message, `most` how many bytes a READ piece asks for at most.
+fn plan_headers(
+    wqe: &SendWqe,
+    is_first: bool,
+    is_last: bool,
+    offset: u32,
+    most: u32,
+) -> (Opcode, ExtHeaders) {
+    let mut ext = ExtHeaders::default();
+    let pick = |first, middle, last, only| match (is_first, is_last) {
+        (true, false) => first,
+        (false, false) => middle,
+        (false, true) => last,
+        (true, true) => only,
+    };
+    let (first, middle) = (Opcode::RcSendFirst, Opcode::RcSendMiddle);
+    let opcode = match wqe.op {
+        SendOp::Send => pick(first, middle, Opcode::RcSendLast, Opcode::RcSendOnly),
+        SendOp::SendImm(imm) => {
+            ext.imm = Some(ImmDt::new(imm));
+            pick(first, middle, Opcode::RcSendLastImm, Opcode::RcSendOnlyImm)
+        }
+        SendOp::SendInv(key) => {
+            ext.ieth = Some(Ieth::new(key.0));
+            let (last, only) = (Opcode::RcSendLastInvalidate, Opcode::RcSendOnlyInvalidate);
+            pick(first, middle, last, only)
+        }
+        SendOp::Write(to) | SendOp::WriteImm(to, _) => {
+            ext.reth = Some(Reth::new(to.addr, to.rkey.0, wqe.length));
+            let (first, middle) = (Opcode::RcWriteFirst, Opcode::RcWriteMiddle);
+            if let SendOp::WriteImm(_, imm) = wqe.op {
+                ext.imm = Some(ImmDt::new(imm));
+                pick(
+                    first,
+                    middle,
+                    Opcode::RcWriteLastImm,
+                    Opcode::RcWriteOnlyImm,
+                )
+            } else {
+                pick(first, middle, Opcode::RcWriteLast, Opcode::RcWriteOnly)
+            }
+        }
+        SendOp::Read(from) => {
+            let addr = from.addr.wrapping_add(u64::from(offset));
+            let len = (wqe.length - offset).min(most);
+            ext.reth = Some(Reth::new(addr, from.rkey.0, len));
+            Opcode::RcReadRequest
+        }
+        SendOp::CmpSwap {
+            remote,
+            compare,
+            swap,
+        } => {
+            let eth = AtomicEth::compare_swap(remote.addr, remote.rkey.0, compare, swap);
+            ext.atomic_eth = Some(eth);
+            Opcode::RcCmpSwap
+        }
+        SendOp::FetchAdd { remote, add } => {
+            let eth = AtomicEth::fetch_add(remote.addr, remote.rkey.0, add);
+            ext.atomic_eth = Some(eth);
+            Opcode::RcFetchAdd
+        }
+        SendOp::RegMr { .. } | SendOp::LocalInv(_) => unreachable!("a request with packets"),
+    };
+    (opcode, ext)
+}

@@ -92,7 +92,8 @@ pub struct RcConfig {
     pub sq_sig_all: bool,
     /// Whether receives come from a shared receive queue. No credits are then advertised.
     pub has_srq: bool,
-    /// Most bytes unacknowledged, headers and buffer overhead included ([`PACKET_OVERHEAD`] each).
+    /// Most bytes unacknowledged, each packet counted as [`packet_cost`]. To lose nothing on an idle
+    /// link it should be well below the receiver's socket buffer.
     pub max_inflight_bytes: u32,
     /// A responder acknowledges at least every so many packets, and a requester asks as often.
     pub ack_every: u32,
@@ -100,12 +101,16 @@ pub struct RcConfig {
     pub first_retransmit: Duration,
 }
 
-/// What a packet is taken to occupy in a socket buffer beside its payload, in bytes.
-pub const PACKET_OVERHEAD: u32 = 768;
+/// What a full packet of a path MTU is taken to occupy in the receiver's socket buffer, in bytes: Linux
+/// charges a datagram with the power of two that holds it, and its own header beside.
+#[must_use]
+pub const fn packet_cost(mtu: Mtu) -> u32 {
+    2 * mtu.bytes() as u32 + 512
+}
 
 impl RcConfig {
     /// A configuration with the defaults: 128 KiB in flight, which fits the usual socket buffer of
-    /// 208 KiB with room for the other direction's acknowledgements.
+    /// 208 KiB with room for the other direction.
     #[must_use]
     pub fn new(qp: QpId, pd: PdId, cap: QpCap) -> Self {
         Self {

@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 use super::qp::{Ctx, Fault};
 use super::send_queue::{Phase, SendQueue};
 use super::state::RequesterState;
-use super::{PACKET_OVERHEAD, RECOVERY_WINDOW, RcConfig, RcEvent, RtsParams};
+use super::{RECOVERY_WINDOW, RcConfig, RcEvent, RtsParams, packet_cost};
 use crate::roce::mr::{KeyError, MrTable};
 use crate::verbs::{Mtu, PdId, PostReason, QpCap, QpId, SendFlags, SendWr, Sge, WcStatus};
 use crate::wire::Psn;
@@ -134,7 +134,7 @@ impl Requester {
         self.mtu = mtu.bytes() as u32;
         self.max_reads = usize::from(params.max_rd_atomic);
         self.reads = VecDeque::with_capacity(self.max_reads);
-        self.max_window = (cfg.max_inflight_bytes / (self.mtu + PACKET_OVERHEAD)).max(1);
+        self.max_window = (cfg.max_inflight_bytes / packet_cost(mtu)).max(1);
         self.window = self.max_window;
         // Two pieces fill the window, so that one is under way while the next is asked for.
         self.read_piece = match params.max_rd_atomic {

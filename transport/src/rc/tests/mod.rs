@@ -18,7 +18,6 @@ use crate::wire::Packet;
 
 pub(super) const PD: PdId = PdId(Handle::new(1, 1));
 pub(super) const QP: QpId = QpId(Handle::new(7, 1));
-pub(super) const MTU: usize = 256;
 /// First PSN that the queue pair sends, and that it expects.
 pub(super) const SQ_PSN: u32 = 0x200;
 pub(super) const RQ_PSN: u32 = 0x100;
@@ -87,7 +86,7 @@ impl Rig {
         };
         let mut cfg = RcConfig::new(QP, PD, cap);
         cfg.has_srq = options.has_srq;
-        cfg.max_inflight_bytes = options.window * (MTU as u32 + PACKET_OVERHEAD);
+        cfg.max_inflight_bytes = options.window * packet_cost(Mtu::Mtu256);
         cfg.first_retransmit = T;
         cfg.ack_every = options.ack_every;
         let mut rig = Self {

@@ -1,11 +1,17 @@
 //! riser: the initiator's library and tool.
 //!
+//! - [`engine`]: one thread that owns a device and its sessions, and the asynchronous API.
+//! - [`lun`]: disks: what they are, reading and writing them.
+//! - [`scsi`]: commands and what their answers say.
 //! - [`rping`]: the first thing to run on a new network.
 //! - [`srp`]: SRP's protocol logic, with no I/O in it.
 
 pub mod block;
+pub mod engine;
 pub mod fuse;
+pub mod lun;
 pub mod nbd;
 pub mod poll_fds;
 pub mod rping;
+pub mod scsi;
 pub mod srp;

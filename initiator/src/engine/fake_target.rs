@@ -1,0 +1,513 @@
+//! A small SRP target on a software NIC, for tests: one disk in memory, and misbehaviour on demand.
+
+use std::collections::{HashMap, VecDeque};
+use std::net::{IpAddr, SocketAddr};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use riser_memory::Memory;
+use riser_scsi::srp::{
+    BufferFormats, Cmd, DataBuffer, FromInitiator, ImmediateDataOffset, LoginRej, LoginRejReason,
+    LoginReq, LoginRsp, MemDesc, MultiChannelAction, MultiChannelResult, Residual, Rsp, RspCode,
+};
+use riser_transport::roce::{Roce, RoceConfig};
+use riser_transport::verbs::{
+    Access, CmEventKind, CmId, Completion, ConnParam, CqId, Mr, PortSpace, QpCap, QpId, QpInitAttr,
+    QpType, RKey, RdmaCm, RecvWr, RemoteAddr, SendOp, SendWr, Sge, Verbs,
+};
+use riser_transport::verbs::{PdId, Provider};
+use zerocopy::{FromBytes, IntoBytes};
+
+pub(crate) const BLOCK: usize = 512;
+const RECVS: usize = 80;
+const RECV_LEN: usize = 8400;
+const STAGING: usize = RECVS * RECV_LEN;
+const REPLY: usize = STAGING + (4 << 20);
+const REPLY_LEN: usize = 512;
+
+/// What the target does wrong, and what it saw.
+#[derive(Default)]
+pub(crate) struct Knobs {
+    /// So many commands get no answer.
+    pub(crate) swallow: AtomicU32,
+    /// So many commands get BUSY.
+    pub(crate) busy: AtomicU32,
+    /// So many commands are answered with a unit attention.
+    pub(crate) attention: AtomicU32,
+    /// The next command ends the connection.
+    pub(crate) disconnect: AtomicBool,
+    /// The next answer is garbage.
+    pub(crate) garbage: AtomicBool,
+    /// Logins are refused.
+    pub(crate) refuse: AtomicBool,
+    /// Task management is not answered.
+    pub(crate) deaf: AtomicBool,
+    /// The next answer is sent only after its command's keys have been tried once more, which must
+    /// fail; counts the tries that were refused.
+    pub(crate) probe: AtomicBool,
+    pub(crate) aborts: AtomicU32,
+    pub(crate) logins: AtomicU32,
+    pub(crate) logouts: AtomicU32,
+    pub(crate) indirect: AtomicU32,
+    pub(crate) external: AtomicU32,
+    pub(crate) immediate: AtomicU32,
+    pub(crate) credits_asked: AtomicU32,
+    /// Key and address of the last direct descriptor.
+    pub(crate) last: Mutex<Option<MemDesc>>,
+    stop: AtomicBool,
+}
+
+pub(crate) struct FakeTarget {
+    pub(crate) addr: SocketAddr,
+    pub(crate) knobs: Arc<Knobs>,
+    pub(crate) disk: Arc<Mutex<Vec<u8>>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Drop for FakeTarget {
+    fn drop(&mut self) {
+        self.knobs.stop.store(true, Ordering::SeqCst);
+        if let Some(thread) = self.thread.take() {
+            thread.join().unwrap();
+        }
+    }
+}
+
+struct Channel {
+    id: CmId,
+    qp: QpId,
+    memory: Memory,
+    mr: Mr,
+    immediate: Option<ImmediateDataOffset>,
+    replies: usize,
+}
+
+struct Target {
+    nic: Roce,
+    pd: PdId,
+    cq: CqId,
+    knobs: Arc<Knobs>,
+    disk: Arc<Mutex<Vec<u8>>>,
+    channels: HashMap<QpId, Channel>,
+    ids: HashMap<CmId, QpId>,
+    received: VecDeque<Completion>,
+    sent: Vec<Completion>,
+}
+
+fn take(counter: &AtomicU32) -> bool {
+    counter
+        .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |n| n.checked_sub(1))
+        .is_ok()
+}
+
+fn count(counter: &AtomicU32) {
+    counter.fetch_add(1, Ordering::SeqCst);
+}
+
+impl FakeTarget {
+    /// Starts a target with a disk of `blocks` at an address of its own.
+    pub(crate) fn start(ip: &str, blocks: usize) -> Self {
+        let ip: IpAddr = ip.parse().unwrap();
+        let knobs = Arc::new(Knobs::default());
+        let disk = Arc::new(Mutex::new(vec![0; blocks * BLOCK]));
+        let (ready, opened) = std::sync::mpsc::channel();
+        let thread = std::thread::spawn({
+            let (knobs, disk) = (knobs.clone(), disk.clone());
+            move || {
+                let mut nic = Roce::open(&RoceConfig::new(ip)).unwrap();
+                let pd = nic.alloc_pd().unwrap();
+                let cq = nic.create_cq(4096).unwrap();
+                let listener = nic.create_id(PortSpace::Tcp).unwrap();
+                nic.bind_addr(listener, SocketAddr::new(ip, 5555)).unwrap();
+                nic.listen(listener, 8).unwrap();
+                ready.send(()).unwrap();
+                let mut target = Target {
+                    nic,
+                    pd,
+                    cq,
+                    knobs,
+                    disk,
+                    channels: HashMap::new(),
+                    ids: HashMap::new(),
+                    received: VecDeque::new(),
+                    sent: Vec::new(),
+                };
+                while !target.knobs.stop.load(Ordering::SeqCst) {
+                    target.turn();
+                    std::thread::sleep(Duration::from_micros(20));
+                }
+            }
+        });
+        opened.recv().unwrap();
+        Self {
+            addr: SocketAddr::new(ip, 5555),
+            knobs,
+            disk,
+            thread: Some(thread),
+        }
+    }
+}
+
+impl Target {
+    fn turn(&mut self) {
+        self.poll();
+        // What came before a disconnect is heard before it.
+        while let Some(completion) = self.received.pop_front() {
+            if self.channels.contains_key(&completion.qp) && completion.status.is_ok() {
+                self.handle(&completion);
+            }
+        }
+        while let Some(event) = self.nic.poll_cm_event() {
+            match event.kind {
+                CmEventKind::ConnectRequest { param, .. } => {
+                    self.log_in(event.id, &param.private_data);
+                }
+                CmEventKind::Disconnected => self.forget(event.id),
+                _ => {}
+            }
+        }
+    }
+
+    fn poll(&mut self) {
+        self.nic.progress(Instant::now());
+        let mut completions = Vec::new();
+        self.nic.poll_cq(self.cq, 64, &mut completions).unwrap();
+        for completion in completions {
+            if completion.opcode.is_recv() {
+                self.received.push_back(completion);
+            } else {
+                self.sent.push(completion);
+            }
+        }
+    }
+
+    fn forget(&mut self, id: CmId) {
+        if let Some(qp) = self.ids.remove(&id)
+            && let Some(channel) = self.channels.remove(&qp)
+        {
+            let _ = self.nic.disconnect(id);
+            self.nic.destroy_qp(qp).unwrap();
+            self.nic.dereg_mr(channel.mr.id).unwrap();
+        }
+        let _ = self.nic.destroy_id(id);
+    }
+
+    fn log_in(&mut self, id: CmId, private_data: &[u8]) {
+        let login = LoginReq::parse_rdma(private_data).unwrap();
+        if self.knobs.refuse.load(Ordering::SeqCst) {
+            let mut rej = [0; 32];
+            LoginRej {
+                reason: LoginRejReason::InsufficientResources,
+                tag: login.tag,
+                formats: BufferFormats::all(),
+            }
+            .emit(&mut rej);
+            self.nic.reject(id, &rej).unwrap();
+            self.nic.destroy_id(id).unwrap();
+            return;
+        }
+        if login.multi_channel == MultiChannelAction::Single {
+            for old in self.ids.keys().copied().collect::<Vec<_>>() {
+                self.forget(old);
+            }
+        }
+        let memory = Memory::new(REPLY + 64 * REPLY_LEN).unwrap();
+        let mr = self
+            .nic
+            .reg_mr(self.pd, &memory.whole(), Access::LOCAL_WRITE)
+            .unwrap();
+        let cap = QpCap {
+            max_send_wr: 512,
+            max_recv_wr: RECVS as u32,
+            max_send_sge: 2,
+            max_recv_sge: 1,
+            max_inline: 0,
+        };
+        let init = QpInitAttr {
+            pd: self.pd,
+            send_cq: self.cq,
+            recv_cq: self.cq,
+            srq: None,
+            qp_type: QpType::Rc,
+            cap,
+            sq_sig_all: true,
+        };
+        let qp = self.nic.create_cm_qp(id, &init).unwrap();
+        let channel = Channel {
+            id,
+            qp,
+            memory,
+            mr,
+            immediate: login.immediate,
+            replies: 0,
+        };
+        for slot in 0..RECVS {
+            post_recv(&mut self.nic, &channel, slot as u64);
+        }
+        let mut rsp = [0; 52];
+        LoginRsp {
+            req_lim_delta: 64,
+            tag: login.tag,
+            max_it_iu_len: RECV_LEN as u32,
+            max_ti_iu_len: 1024,
+            formats: BufferFormats::all(),
+            multi_channel: MultiChannelResult::NoChannels,
+            solicited_notification: false,
+            immediate: login.immediate.is_some(),
+        }
+        .emit(&mut rsp);
+        let param = ConnParam {
+            private_data: rsp.to_vec(),
+            ..ConnParam::default()
+        };
+        self.nic.accept(id, &param).unwrap();
+        self.ids.insert(id, qp);
+        self.channels.insert(qp, channel);
+        count(&self.knobs.logins);
+    }
+
+    fn handle(&mut self, completion: &Completion) {
+        let channel = &self.channels[&completion.qp];
+        let slot = completion.wr_id.0;
+        let mut iu = vec![0; completion.byte_len as usize];
+        channel.memory.read(slot as usize * RECV_LEN, &mut iu);
+        let immediate = channel.immediate;
+        post_recv(&mut self.nic, channel, slot);
+        match FromInitiator::parse(&iu, immediate).unwrap() {
+            FromInitiator::Cmd(cmd) => self.command(completion.qp, &cmd),
+            FromInitiator::TskMgmt(tmf) => {
+                count(&self.knobs.aborts);
+                if !self.knobs.deaf.load(Ordering::SeqCst) {
+                    self.reply(
+                        completion.qp,
+                        &Rsp {
+                            solicited: false,
+                            // The unit of the aborted command comes back too.
+                            req_lim_delta: 2,
+                            tag: tmf.tag,
+                            status: 0,
+                            data_out: Residual::None,
+                            data_in: Residual::None,
+                            response: Some(RspCode::Complete),
+                            sense: None,
+                        },
+                    );
+                }
+            }
+            FromInitiator::ILogout(_) => count(&self.knobs.logouts),
+            FromInitiator::CredRsp(_) => count(&self.knobs.credits_asked),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn reply(&mut self, qp: QpId, rsp: &Rsp<'_>) {
+        let mut iu = [0; REPLY_LEN];
+        let len = rsp.emit(&mut iu);
+        if self.knobs.garbage.swap(false, Ordering::SeqCst) {
+            iu[0] = 0x99;
+        }
+        self.send(qp, &iu[..len]);
+    }
+
+    fn send(&mut self, qp: QpId, iu: &[u8]) {
+        let channel = self.channels.get_mut(&qp).unwrap();
+        let at = REPLY + channel.replies % 64 * REPLY_LEN;
+        channel.replies += 1;
+        channel.memory.write(at, iu);
+        let sge = Sge {
+            addr: channel.mr.addr + at as u64,
+            length: iu.len() as u32,
+            lkey: channel.mr.lkey,
+        };
+        let sges = [sge];
+        let wr = SendWr::new(0, SendOp::Send, &sges);
+        self.nic.post_send(qp, &[wr]).unwrap();
+    }
+
+    /// One RDMA transfer between the staging memory and a range of the initiator's; waits for it.
+    fn transfer(&mut self, qp: QpId, desc: MemDesc, at: usize, to_initiator: bool) -> bool {
+        let Some(channel) = self.channels.get(&qp) else {
+            return false;
+        };
+        let remote = RemoteAddr {
+            addr: desc.va(),
+            rkey: RKey(desc.key()),
+        };
+        let op = if to_initiator {
+            SendOp::Write(remote)
+        } else {
+            SendOp::Read(remote)
+        };
+        let sge = Sge {
+            addr: channel.mr.addr + (STAGING + at) as u64,
+            length: desc.data_len(),
+            lkey: channel.mr.lkey,
+        };
+        if self
+            .nic
+            .post_send(qp, &[SendWr::new(77, op, &[sge])])
+            .is_err()
+        {
+            return false;
+        }
+        let until = Instant::now() + Duration::from_secs(5);
+        loop {
+            self.poll();
+            let done = self.sent.drain(..).find(|c| c.wr_id.0 == 77 && c.qp == qp);
+            match done {
+                Some(done) => return done.status.is_ok(),
+                None => assert!(Instant::now() < until, "transfer hangs"),
+            }
+        }
+    }
+
+    /// Moves a buffer's data, in the order of its descriptors.
+    fn move_data(&mut self, qp: QpId, buffer: &DataBuffer<'_>, to_initiator: bool) -> bool {
+        let descs = match buffer {
+            DataBuffer::None => Vec::new(),
+            DataBuffer::Direct(desc) => {
+                *self.knobs.last.lock().unwrap() = Some(*desc);
+                vec![*desc]
+            }
+            DataBuffer::Indirect(table) if table.is_complete() => {
+                count(&self.knobs.indirect);
+                table.inline.to_vec()
+            }
+            DataBuffer::Indirect(table) => {
+                count(&self.knobs.external);
+                if !self.transfer(qp, table.table, 3 << 20, false) {
+                    return false;
+                }
+                let mut bytes = vec![0; table.table.data_len() as usize];
+                let channel = &self.channels[&qp];
+                channel.memory.read(STAGING + (3 << 20), &mut bytes);
+                let table = <[MemDesc]>::ref_from_bytes(&bytes).unwrap();
+                assert_eq!(table[..3].as_bytes(), &bytes[..48]);
+                table.to_vec()
+            }
+            DataBuffer::Immediate { data, .. } => {
+                count(&self.knobs.immediate);
+                self.channels[&qp].memory.write(STAGING, data);
+                Vec::new()
+            }
+        };
+        let mut at = 0;
+        for desc in descs {
+            if !self.transfer(qp, desc, at, to_initiator) {
+                return false;
+            }
+            at += desc.data_len() as usize;
+        }
+        true
+    }
+
+    fn command(&mut self, qp: QpId, cmd: &Cmd<'_>) {
+        if take(&self.knobs.swallow) {
+            return;
+        }
+        if self.knobs.disconnect.swap(false, Ordering::SeqCst) {
+            let id = self.channels[&qp].id;
+            return self.forget(id);
+        }
+        let attention = [0x70, 0, 6, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0x29, 0, 0, 0, 0, 0];
+        let illegal = [0x70, 0, 5, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0x20, 0, 0, 0, 0, 0];
+        let mut rsp = Rsp {
+            solicited: false,
+            req_lim_delta: 1,
+            tag: cmd.tag,
+            status: 0,
+            data_out: Residual::None,
+            data_in: Residual::None,
+            response: None,
+            sense: None,
+        };
+        if take(&self.knobs.busy) {
+            rsp.status = 8;
+        } else if take(&self.knobs.attention) {
+            (rsp.status, rsp.sense) = (2, Some(&attention[..]));
+        } else if !self.move_data(qp, &cmd.data_out, false) {
+            return;
+        } else {
+            match self.execute(qp, cmd) {
+                Some(data) => {
+                    let want = cmd.data_in.data_len();
+                    self.channels[&qp].memory.write(STAGING, &data);
+                    if want as usize > data.len() {
+                        rsp.data_in = Residual::Under(want - data.len() as u32);
+                    }
+                    if !self.move_data(qp, &cmd.data_in, true) {
+                        return;
+                    }
+                }
+                None => (rsp.status, rsp.sense) = (2, Some(&illegal[..])),
+            }
+        }
+        if self.knobs.probe.load(Ordering::SeqCst) {
+            // Asks for credit on the way, which the initiator must acknowledge.
+            let mut req = [0; 16];
+            (req[0], req[15]) = (0x81, 9);
+            self.send(qp, &req);
+        }
+        self.reply(qp, &rsp);
+    }
+
+    /// Carries a command out; data-out is in the staging memory. Gives data-in.
+    fn execute(&mut self, qp: QpId, cmd: &Cmd<'_>) -> Option<Vec<u8>> {
+        let mut disk = self.disk.lock().unwrap();
+        let cdb = &cmd.cdb;
+        let word = |at: usize| u32::from_be_bytes(cdb[at..at + 4].try_into().unwrap());
+        let start = word(6) as usize * BLOCK;
+        let len = word(10) as usize * BLOCK;
+        let mut staged = vec![0; cmd.data_out.data_len() as usize];
+        self.channels[&qp].memory.read(STAGING, &mut staged);
+        let blocks = (disk.len() / BLOCK) as u64;
+        Some(match (cdb[0], cdb[1], cdb[2]) {
+            (0x00 | 0x91, ..) => Vec::new(),
+            (0x12, 0, _) => {
+                let mut data = vec![b' '; 36];
+                data[..8].copy_from_slice(&[0, 0, 6, 2, 31, 0, 0, 2]);
+                data[8..12].copy_from_slice(b"FAKE");
+                data
+            }
+            (0x12, 1, 0x00) => vec![0, 0, 0, 4, 0, 0x80, 0x83, 0xb2],
+            (0x12, 1, 0x80) => b"\0\x80\0\x02S1".to_vec(),
+            (0x12, 1, 0x83) => vec![0, 0x83, 0, 8, 1, 3, 0, 4, 0x61, 2, 3, 4],
+            (0x12, 1, 0xb2) => vec![0, 0xb2, 0, 4, 0, 0x40, 0, 0],
+            (0x1a, ..) => vec![15, 0, 0, 0, 8, 10, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+            (0xa0, ..) => [&[0, 0, 0, 8, 0, 0, 0, 0][..], &[0; 8]].concat(),
+            (0x9e, 0x10, _) => {
+                let mut data = vec![0; 32];
+                data[..8].copy_from_slice(&(blocks - 1).to_be_bytes());
+                data[8..12].copy_from_slice(&(BLOCK as u32).to_be_bytes());
+                data
+            }
+            (0x88, ..) => disk.get(start..start + len)?.to_vec(),
+            (0x8a, ..) => {
+                disk.get_mut(start..start + len)?.copy_from_slice(&staged);
+                Vec::new()
+            }
+            (0x93, ..) => {
+                for block in disk.get_mut(start..start + len)?.chunks_mut(BLOCK) {
+                    block.copy_from_slice(&staged);
+                }
+                Vec::new()
+            }
+            _ => return None,
+        })
+    }
+}
+
+fn post_recv(nic: &mut Roce, channel: &Channel, slot: u64) {
+    let sge = Sge {
+        addr: channel.mr.addr + slot * RECV_LEN as u64,
+        length: RECV_LEN as u32,
+        lkey: channel.mr.lkey,
+    };
+    let wr = RecvWr {
+        wr_id: riser_transport::verbs::WrId(slot),
+        sges: &[sge],
+    };
+    nic.post_recv(channel.qp, &[wr]).unwrap();
+}

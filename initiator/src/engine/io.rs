@@ -1,0 +1,145 @@
+//! What goes to the engine and comes back: commands with their buffers.
+
+use std::time::{Duration, Instant};
+
+use riser_memory::MemSlice;
+use riser_scsi::lun::LunId;
+use riser_scsi::srp::TaskAttr;
+
+use super::oneshot::Sender;
+use crate::block::Buffer;
+use crate::scsi::Command;
+use crate::srp::request::{RequestResult, Retry};
+
+/// The memory of a command's data. Its length must be that of the command's data.
+#[derive(Debug, Default)]
+pub enum IoData {
+    /// The command has no data.
+    #[default]
+    None,
+    /// One buffer.
+    One(Buffer),
+    /// Several, in order.
+    Many(Vec<Buffer>),
+}
+
+impl IoData {
+    /// Length in bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.buffers().iter().map(Buffer::len).sum()
+    }
+
+    /// Whether there is no byte.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The buffers.
+    #[must_use]
+    pub fn buffers(&self) -> &[Buffer] {
+        match self {
+            Self::None => &[],
+            Self::One(buffer) => std::slice::from_ref(buffer),
+            Self::Many(buffers) => buffers,
+        }
+    }
+
+    /// The only buffer, if that is what it is.
+    #[must_use]
+    pub fn into_one(self) -> Option<Buffer> {
+        match self {
+            Self::One(buffer) => Some(buffer),
+            _ => None,
+        }
+    }
+
+    /// Collects the ranges that are not empty.
+    pub(super) fn slices(&self, out: &mut Vec<MemSlice>) {
+        out.clear();
+        let full = self.buffers().iter().map(Buffer::slice);
+        out.extend(full.filter(|s| !s.is_empty()).cloned());
+    }
+}
+
+/// A command for a logical unit, with its memory.
+#[derive(Debug)]
+pub struct ScsiIo {
+    /// Logical unit.
+    pub lun: LunId,
+    /// What to do.
+    pub command: Command,
+    /// Task attribute.
+    pub attr: TaskAttr,
+    /// Memory of the data.
+    pub data: IoData,
+    /// How long it may take, retries and reconnections included.
+    pub timeout: Duration,
+    /// Repetition on the target's wish.
+    pub retry: Retry,
+}
+
+impl ScsiIo {
+    /// A simple task that is repeated when the target asks for patience.
+    #[must_use]
+    pub fn new(lun: LunId, command: Command, data: IoData, timeout: Duration) -> Self {
+        Self {
+            lun,
+            command,
+            attr: TaskAttr::Simple,
+            data,
+            timeout,
+            retry: Retry::Standard,
+        }
+    }
+}
+
+/// How a command ended, and its memory.
+#[derive(Debug)]
+pub struct IoEnd {
+    /// The target's answer, or why there is none.
+    pub result: RequestResult,
+    /// The memory that was given with the command.
+    pub data: IoData,
+}
+
+/// Who is told of a command's end.
+pub(super) enum Done {
+    /// A future, perhaps one that nobody polls any more.
+    Future(Sender<IoEnd>),
+    /// A workload on the engine's thread, with its own token.
+    Workload { workload: usize, token: u64 },
+}
+
+/// A command in the engine.
+pub(super) struct Io {
+    pub(super) io: ScsiIo,
+    pub(super) deadline: Instant,
+    pub(super) done: Done,
+}
+
+/// Work that runs on the engine's own thread: no wake-up and no queue between a completion and the
+/// next submission. Calls must not block, and are few instructions in a good benchmark.
+///
+/// A workload ends when none of its commands is outstanding after a call; it is then dropped.
+pub trait Workload: Send {
+    /// Begins: submit the first commands.
+    fn start(&mut self, queue: &mut WorkQueue);
+
+    /// A command ended.
+    fn complete(&mut self, token: u64, end: IoEnd, queue: &mut WorkQueue);
+}
+
+/// Takes a workload's commands.
+#[derive(Debug, Default)]
+pub struct WorkQueue {
+    pub(super) submitted: Vec<(u64, ScsiIo)>,
+}
+
+impl WorkQueue {
+    /// Submits a command. `token` comes back with its end.
+    pub fn submit(&mut self, token: u64, io: ScsiIo) {
+        self.submitted.push((token, io));
+    }
+}

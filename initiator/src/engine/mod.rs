@@ -1,0 +1,499 @@
+//! The engine: one thread that owns a device and any number of sessions, and the asynchronous API
+//! on top of it.
+//!
+//! ```text
+//!  any thread, any executor          engine thread
+//!  ------------------------          -------------
+//!  Client::connect, Session::submit ──mailbox──▶ Driver ── srp::session machines
+//!  IoFuture ◀──────────── oneshot ───────────────  │
+//!  Workload (runs here, without a wake-up) ───────▶ │
+//!                                                Provider (verbs, connection manager)
+//! ```
+//!
+//! - [`Client`]: starts and stops the thread, makes sessions, owns the buffer pool.
+//! - [`Session`]: commands to logical units of one target; see [`crate::lun`] for disks.
+//! - [`ScsiIo`], [`IoEnd`], [`IoFuture`]: a command, its end, and the wait for it.
+//! - [`Workload`]: submissions from the engine's own thread, for benchmarks at high queue depth.
+//!
+//! # Invariants
+//! - The engine owns a command's buffers from submission to its end, whatever becomes of the future
+//!   that waits. Dropping a future abandons the wait, never the memory.
+//! - A buffer is reachable for the target only while its command is outstanding: it is registered
+//!   for that command and invalidated before the end is told. The exception is a session made with
+//!   `register_always=0`, whose target may reach the whole pool while the session lasts.
+//! - Wakers are called on the engine's thread with no lock held. What they run must not block.
+
+mod conn;
+mod driver;
+mod io;
+mod oneshot;
+mod park;
+mod pool;
+mod status;
+
+use std::future::Future;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::io as stdio;
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use riser_scsi::srp::{MultiChannelAction, PortIdParts};
+use riser_transport::roce::{Roce, RoceConfig};
+use riser_transport::verbs::Provider;
+
+pub use io::{IoData, IoEnd, ScsiIo, WorkQueue, Workload};
+pub use pool::{BufferPool, TakeBuffer};
+pub use status::{LinkState, SessionStatus};
+
+use self::conn::ConnConfig;
+use self::driver::{Driver, DriverConfig, Message, Open, SessionKey, Target, new_io};
+use self::io::Done;
+use self::oneshot::{Receiver, oneshot};
+use self::park::Mailbox;
+use crate::srp::channel::ChannelConfig;
+use crate::srp::request::RequestError;
+use crate::srp::session::{Down, SessionConfig, Timing};
+use crate::srp::url::{Host, SrpUrl};
+
+/// Why the engine could not do something.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    /// The device or the operating system refused at the start.
+    #[error("device cannot be opened: {0}")]
+    Device(#[from] stdio::Error),
+    /// The host name has no address, or none of the device's family.
+    #[error("host `{0}` has no usable address")]
+    NoAddress(String),
+    /// The session could not be made.
+    #[error("cannot log in: {0}")]
+    Login(#[from] Down),
+    /// The engine has been shut down.
+    #[error("engine is shut down")]
+    Gone,
+}
+
+/// How to make a [`Client`].
+#[derive(Clone, Debug)]
+pub struct ClientBuilder {
+    pool: usize,
+    spin: Duration,
+    timing: Timing,
+    queue_size: u16,
+    max_immediate: u32,
+    region_segments: u32,
+    max_requests: usize,
+}
+
+impl Default for ClientBuilder {
+    fn default() -> Self {
+        Self {
+            pool: 64 << 20,
+            spin: Duration::from_micros(50),
+            timing: Timing::default(),
+            queue_size: 64,
+            max_immediate: 8192,
+            region_segments: 64,
+            max_requests: 1024,
+        }
+    }
+}
+
+impl ClientBuilder {
+    /// Length of the buffer pool, in bytes. Default: 64 MiB.
+    #[must_use]
+    pub fn pool(mut self, bytes: usize) -> Self {
+        self.pool = bytes;
+        self
+    }
+
+    /// How long the thread polls after its last work before it sleeps. Default: 50 µs.
+    #[must_use]
+    pub fn spin(mut self, span: Duration) -> Self {
+        self.spin = span;
+        self
+    }
+
+    /// Times of sessions.
+    #[must_use]
+    pub fn timing(mut self, timing: Timing) -> Self {
+        self.timing = timing;
+        self
+    }
+
+    /// Commands outstanding on a channel where the address says nothing else. Default: 64.
+    #[must_use]
+    pub fn queue_size(mut self, commands: u16) -> Self {
+        self.queue_size = commands.max(1);
+        self
+    }
+
+    /// Longest data that travels within a command, in bytes; 0: none. Default: 8 KiB.
+    #[must_use]
+    pub fn max_immediate(mut self, bytes: u32) -> Self {
+        self.max_immediate = bytes;
+        self
+    }
+
+    /// Pieces of a buffer that one registration covers; a buffer of more needs more descriptors.
+    /// Default: 64, or what the device can.
+    #[must_use]
+    pub fn region_segments(mut self, segments: u32) -> Self {
+        self.region_segments = segments.max(1);
+        self
+    }
+
+    /// Starts the engine on a software NIC at a local address.
+    ///
+    /// # Errors
+    /// As [`Self::build`].
+    pub fn open(self, addr: std::net::IpAddr) -> Result<Client, EngineError> {
+        self.build(move || Roce::open(&RoceConfig::new(addr)))
+    }
+
+    /// Starts the engine on a device that `open` makes on the engine's thread.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] with the error of `open`, of the thread, or of the pool.
+    pub fn build<P, F>(self, open: F) -> Result<Client, EngineError>
+    where
+        P: Provider,
+        F: FnOnce() -> stdio::Result<P> + Send + 'static,
+    {
+        let pool = BufferPool::new(self.pool)?;
+        let mailbox = Arc::new(Mailbox::new()?);
+        let (ready, opened) = std::sync::mpsc::channel();
+        let thread = std::thread::Builder::new()
+            .name("riser-engine".to_owned())
+            .spawn({
+                let (mailbox, pool) = (mailbox.clone(), pool.memory().whole());
+                let config = DriverConfig { spin: self.spin };
+                move || {
+                    let provider = match open() {
+                        Ok(provider) => provider,
+                        Err(e) => return drop(ready.send(Err(e))),
+                    };
+                    let attr = provider.device_attr();
+                    let device = Device {
+                        name: attr.name.clone(),
+                        guid: attr.node_guid,
+                        region_segments: if attr.sg_gaps {
+                            attr.max_fast_reg_segments
+                        } else {
+                            1
+                        },
+                    };
+                    let _ = ready.send(Ok(device));
+                    let _close = CloseOnExit(&mailbox);
+                    Driver::new(provider, mailbox.clone(), pool, config).run();
+                }
+            })?;
+        let device = match opened.recv() {
+            Ok(Ok(device)) => device,
+            Ok(Err(e)) => return Err(e.into()),
+            Err(_) => return Err(EngineError::Gone),
+        };
+        let extension = RandomState::new().build_hasher().finish();
+        Ok(Client(Arc::new(Shared {
+            mailbox,
+            pool,
+            device,
+            extension,
+            config: self,
+            thread: Mutex::new(Some(thread)),
+        })))
+    }
+}
+
+/// Refuses messages once the thread is gone, and drops those that came too late: their senders are
+/// told by the ends of their oneshots.
+struct CloseOnExit<'a>(&'a Mailbox<Message>);
+
+impl Drop for CloseOnExit<'_> {
+    fn drop(&mut self) {
+        drop(self.0.close());
+    }
+}
+
+/// What the engine's device is.
+#[derive(Clone, Debug)]
+struct Device {
+    name: String,
+    guid: u64,
+    region_segments: u32,
+}
+
+struct Shared {
+    mailbox: Arc<Mailbox<Message>>,
+    pool: BufferPool,
+    device: Device,
+    /// Extension of this client's initiator port identifier where an address gives none.
+    extension: u64,
+    config: ClientBuilder,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Shared {
+    fn stop(&self) {
+        let _ = self.mailbox.send(Message::Shutdown);
+        let thread = self
+            .thread
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        if let Some(thread) = thread
+            && thread.thread().id() != std::thread::current().id()
+        {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// An engine. Clones share it; when the last clone, session and logical unit is gone, it closes its
+/// sessions and ends.
+#[derive(Clone)]
+pub struct Client(Arc<Shared>);
+
+impl std::fmt::Debug for Client {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Client")
+            .field("device", &self.0.device.name)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Client {
+    /// How to make one.
+    #[must_use]
+    pub fn builder() -> ClientBuilder {
+        ClientBuilder::default()
+    }
+
+    /// The device's name.
+    #[must_use]
+    pub fn device(&self) -> &str {
+        &self.0.device.name
+    }
+
+    /// The pool that data buffers come from.
+    #[must_use]
+    pub fn buffers(&self) -> &BufferPool {
+        &self.0.pool
+    }
+
+    /// Closes every session and waits for the engine to end. Outstanding commands end with
+    /// [`RequestError::Closed`].
+    pub fn shutdown(&self) {
+        self.0.stop();
+    }
+
+    /// Logs in to a target. A host name is looked up on the calling thread.
+    ///
+    /// # Errors
+    /// [`EngineError`]; the login is tried once, for as long as [`Timing::login`] says.
+    pub async fn connect(&self, url: &SrpUrl) -> Result<Session, EngineError> {
+        let target = resolve(url)?;
+        let status = Arc::new(SessionStatus::default());
+        let (reply, answer) = oneshot();
+        let open = self.plan_open(url, target, status.clone(), reply);
+        self.0
+            .mailbox
+            .send(Message::Open(Box::new(open)))
+            .map_err(|_| EngineError::Gone)?;
+        let key = answer.await.ok_or(EngineError::Gone)??;
+        Ok(Session(Arc::new(SessionHandle {
+            client: self.clone(),
+            key,
+            status,
+            url: url.clone(),
+        })))
+    }
+
+    fn plan_open(
+        &self,
+        url: &SrpUrl,
+        target: Target,
+        status: Arc<SessionStatus>,
+        reply: oneshot::Sender<Result<SessionKey, Down>>,
+    ) -> Open {
+        let config = &self.0.config;
+        let queue_size = url.queue_size.unwrap_or(config.queue_size);
+        let inline_descriptors = url.cmd_sg_entries.unwrap_or(12);
+        let external_descriptors = match url.allow_ext_sg {
+            Some(true) => 256,
+            _ => 0,
+        };
+        let max_immediate = match url.immediate {
+            Some(false) => 0,
+            _ => config.max_immediate,
+        };
+        let immediate_iu = 68 + max_immediate;
+        let table_iu = 84 + 16 * u32::from(inline_descriptors);
+        let asked = url.max_it_iu_size.unwrap_or(immediate_iu.max(table_iu));
+        let channel = ChannelConfig {
+            queue_size,
+            max_it_iu_len: asked.max(riser_scsi::srp::MIN_MAX_IU_LEN),
+            inline_descriptors,
+            external_descriptors,
+            max_immediate,
+            initiator_port: url.initiator_port(PortIdParts {
+                extension: self.0.extension,
+                guid: self.0.device.guid,
+            }),
+            target_port: url.target_port(),
+            multi_channel: MultiChannelAction::Single,
+        };
+        let region_segments = config.region_segments.min(self.0.device.region_segments);
+        Open {
+            target,
+            config: SessionConfig {
+                channels: url.channels.unwrap_or(1),
+                channel,
+                max_requests: config.max_requests.max(queue_size.into()),
+                timing: config.timing,
+                max_attempts: 8,
+            },
+            conn: ConnConfig {
+                queue_size,
+                inline_descriptors,
+                external_descriptors,
+                region_segments: region_segments.max(1),
+            },
+            pool_wide: url.register_always == Some(false),
+            status,
+            reply,
+        }
+    }
+}
+
+/// The addresses that a URL means.
+fn resolve(url: &SrpUrl) -> Result<Target, EngineError> {
+    let dst = match &url.host {
+        Host::Ip(ip) => SocketAddr::new(*ip, url.port),
+        Host::Name(name) => {
+            let none = || EngineError::NoAddress(name.clone());
+            let fits = |a: &SocketAddr| url.src.is_none_or(|s| s.is_ipv4() == a.is_ipv4());
+            let mut found = (name.as_str(), url.port)
+                .to_socket_addrs()
+                .map_err(|_| none())?;
+            found.find(fits).ok_or_else(none)?
+        }
+    };
+    Ok(Target {
+        dst,
+        src: url.src.map(|ip| SocketAddr::new(ip, 0)),
+        service_id: url.service_id,
+    })
+}
+
+struct SessionHandle {
+    client: Client,
+    key: SessionKey,
+    status: Arc<SessionStatus>,
+    url: SrpUrl,
+}
+
+impl Drop for SessionHandle {
+    fn drop(&mut self) {
+        let _ = self.client.0.mailbox.send(Message::Close(self.key, None));
+    }
+}
+
+/// A session with a target. Clones share it; the last one to go logs out.
+#[derive(Clone)]
+pub struct Session(Arc<SessionHandle>);
+
+impl std::fmt::Debug for Session {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Session")
+            .field("url", &self.0.url.to_string())
+            .field("link", &self.0.status.link())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Session {
+    /// The engine.
+    #[must_use]
+    pub fn client(&self) -> &Client {
+        &self.0.client
+    }
+
+    /// The address that the session was made with.
+    #[must_use]
+    pub fn url(&self) -> &SrpUrl {
+        &self.0.url
+    }
+
+    /// Whether it works, and what happened to it.
+    #[must_use]
+    pub fn status(&self) -> &SessionStatus {
+        &self.0.status
+    }
+
+    /// Sends a command. The engine holds its buffers until it has ended, whether or not the future
+    /// is still there.
+    pub fn submit(&self, io: ScsiIo) -> IoFuture {
+        let (sender, receiver) = oneshot();
+        let io = new_io(io, Done::Future(sender), Instant::now());
+        let message = Message::Submit(self.0.key, Box::new(io));
+        // A closed mailbox drops the message, and with it the sender.
+        drop(self.0.client.0.mailbox.send(message));
+        IoFuture(receiver)
+    }
+
+    /// Runs a workload on the engine's thread.
+    ///
+    /// # Errors
+    /// [`EngineError::Gone`].
+    pub fn run(&self, workload: Box<dyn Workload>) -> Result<(), EngineError> {
+        self.0
+            .client
+            .0
+            .mailbox
+            .send(Message::Work(self.0.key, workload))
+            .map_err(|_| EngineError::Gone)
+    }
+
+    /// Logs out and waits until everything is released. Outstanding commands end with
+    /// [`RequestError::Closed`]; later ones too.
+    pub async fn close(&self) {
+        let (sender, receiver) = oneshot();
+        let message = Message::Close(self.0.key, Some(sender));
+        if self.0.client.0.mailbox.send(message).is_ok() {
+            receiver.await;
+        }
+    }
+}
+
+/// The end of a command, to come. Dropping it abandons the wait; the command goes on.
+#[derive(Debug)]
+#[must_use = "futures do nothing unless polled"]
+pub struct IoFuture(Receiver<IoEnd>);
+
+impl Future for IoFuture {
+    type Output = IoEnd;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<IoEnd> {
+        Pin::new(&mut self.0).poll(cx).map(|end| {
+            end.unwrap_or(IoEnd {
+                result: Err(RequestError::Closed),
+                data: IoData::None,
+            })
+        })
+    }
+}
+
+#[cfg(test)]
+mod fake_target;
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,108 @@
+//! One value from the engine to a future, whatever executor polls it.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+
+#[derive(Debug)]
+struct State<T> {
+    value: Option<T>,
+    waker: Option<Waker>,
+    /// The sender is gone.
+    closed: bool,
+}
+
+#[derive(Debug)]
+struct Shared<T>(Mutex<State<T>>);
+
+impl<T> Shared<T> {
+    fn state(&self) -> MutexGuard<'_, State<T>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Sends the value; dropping it instead tells the receiver that none comes.
+#[derive(Debug)]
+pub(crate) struct Sender<T>(Arc<Shared<T>>);
+
+/// Waits for the value; `None` if the sender was dropped.
+#[derive(Debug)]
+#[must_use = "futures do nothing unless polled"]
+pub(crate) struct Receiver<T>(Arc<Shared<T>>);
+
+/// Makes a connected pair.
+pub(crate) fn oneshot<T>() -> (Sender<T>, Receiver<T>) {
+    let shared = Arc::new(Shared(Mutex::new(State {
+        value: None,
+        waker: None,
+        closed: false,
+    })));
+    (Sender(shared.clone()), Receiver(shared))
+}
+
+impl<T> Sender<T> {
+    /// Sends the value. If nobody waits any more it is dropped with the pair.
+    pub(crate) fn send(self, value: T) {
+        self.0.state().value = Some(value);
+        // Dropping `self` closes the pair and wakes.
+    }
+}
+
+impl<T> Drop for Sender<T> {
+    fn drop(&mut self) {
+        let waker = {
+            let mut state = self.0.state();
+            state.closed = true;
+            state.waker.take()
+        };
+        // With the lock released: waking may run the receiver here and now.
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+}
+
+impl<T> Future for Receiver<T> {
+    type Output = Option<T>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<T>> {
+        let mut state = self.0.state();
+        if let Some(value) = state.value.take() {
+            return Poll::Ready(Some(value));
+        }
+        if state.closed {
+            return Poll::Ready(None);
+        }
+        state.waker = Some(cx.waker().clone());
+        Poll::Pending
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::block::task::block_on;
+
+    #[test]
+    fn a_value_crosses_threads() {
+        let (tx, rx) = oneshot();
+        let thread = std::thread::spawn(move || tx.send(7));
+        assert_eq!(block_on(rx), Some(7));
+        thread.join().unwrap();
+    }
+
+    #[test]
+    fn a_dropped_sender_is_told() {
+        let (tx, rx) = oneshot::<u8>();
+        drop(tx);
+        assert_eq!(block_on(rx), None);
+    }
+
+    #[test]
+    fn nobody_needs_to_wait() {
+        let (tx, rx) = oneshot();
+        drop(rx);
+        tx.send(String::from("dropped"));
+    }
+}

@@ -1,0 +1,141 @@
+//! Where the engine sleeps, and how others wake it.
+
+#![allow(
+    unsafe_code,
+    reason = "poll(2) on descriptors that a provider lends by number"
+)]
+
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+
+/// Messages to a thread that parks in [`Mailbox::park`].
+///
+/// Not bounded by itself: every message stands for something that its sender holds (a request with
+/// its buffer, a session), so it holds no more than its senders do.
+#[derive(Debug)]
+pub(crate) struct Mailbox<T> {
+    inner: Mutex<Inner<T>>,
+    /// The thread sleeps, or is about to.
+    parked: AtomicBool,
+    bell: OwnedFd,
+}
+
+#[derive(Debug)]
+struct Inner<T> {
+    messages: Vec<T>,
+    closed: bool,
+}
+
+impl<T> Mailbox<T> {
+    pub(crate) fn new() -> io::Result<Self> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        Ok(Self {
+            inner: Mutex::new(Inner {
+                messages: Vec::new(),
+                closed: false,
+            }),
+            parked: AtomicBool::new(false),
+            bell: eventfd(0, flags)?,
+        })
+    }
+
+    fn inner(&self) -> MutexGuard<'_, Inner<T>> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Leaves a message and wakes the thread if it sleeps.
+    ///
+    /// # Errors
+    /// Gives the message back once the mailbox is closed.
+    pub(crate) fn send(&self, message: T) -> Result<(), T> {
+        {
+            let mut inner = self.inner();
+            if inner.closed {
+                return Err(message);
+            }
+            inner.messages.push(message);
+        }
+        if self.parked.swap(false, Ordering::SeqCst) {
+            // The counter is far from its limit, so the only failure would be a bad descriptor.
+            let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+        }
+        Ok(())
+    }
+
+    /// Swaps the messages that have come into an empty `out`.
+    pub(crate) fn receive(&self, out: &mut Vec<T>) {
+        debug_assert!(out.is_empty());
+        std::mem::swap(&mut self.inner().messages, out);
+    }
+
+    /// Refuses messages from now on; gives those that were left.
+    pub(crate) fn close(&self) -> Vec<T> {
+        let mut inner = self.inner();
+        inner.closed = true;
+        std::mem::take(&mut inner.messages)
+    }
+
+    /// Sleeps until a message comes, a descriptor is readable or the time is over. It may also wake
+    /// for no reason.
+    pub(crate) fn park(&self, fds: &[RawFd], timeout: Option<Duration>) {
+        self.parked.store(true, Ordering::SeqCst);
+        if !self.inner().messages.is_empty() {
+            self.parked.store(false, Ordering::SeqCst);
+            return;
+        }
+        let mut set = Vec::with_capacity(fds.len() + 1);
+        set.push(PollFd::new(&self.bell, PollFlags::IN));
+        for &fd in fds {
+            // SAFETY: the provider that named the descriptor is borrowed by the caller, which is
+            // the thread that drives it, so it stays open until this call returns.
+            let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+            set.push(PollFd::from_borrowed_fd(fd, PollFlags::IN));
+        }
+        let timeout = timeout.map(|t| Timespec {
+            tv_sec: t.as_secs().min(3600) as i64,
+            tv_nsec: t.subsec_nanos().into(),
+        });
+        // An interruption is a wake for no reason.
+        let _ = poll(&mut set, timeout.as_ref());
+        self.parked.store(false, Ordering::SeqCst);
+        let mut count = [0; 8];
+        let _ = rustix::io::read(&self.bell, &mut count);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    #[test]
+    fn messages_end_a_park_whenever_they_come() {
+        let mailbox = Arc::new(Mailbox::new().unwrap());
+        let sender = mailbox.clone();
+        let thread = std::thread::spawn(move || {
+            for i in 0..1000 {
+                sender.send(i).unwrap();
+                if i % 100 == 0 {
+                    std::thread::yield_now();
+                }
+            }
+        });
+        let (mut got, mut batch) = (Vec::new(), Vec::new());
+        while got.len() < 1000 {
+            mailbox.park(&[], None);
+            mailbox.receive(&mut batch);
+            got.append(&mut batch);
+        }
+        thread.join().unwrap();
+        assert!(got.iter().copied().eq(0..1000));
+        mailbox.park(&[], Some(Duration::from_millis(1)));
+        assert!(mailbox.close().is_empty());
+        assert_eq!(mailbox.send(5), Err(5));
+    }
+}

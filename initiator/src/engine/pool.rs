@@ -1,0 +1,343 @@
+//! The memory that data buffers are cut from.
+//!
+//! [`BufferPool`] is one mapping. A buffer is a run of its pages, taken first-fit and given back when
+//! it is dropped, wherever it is then. Whoever finds no run that is large enough waits in a queue:
+//! buffers are granted in the order of asking, so that a large request is not starved by small ones.
+//!
+//! Bound: the mapping's length, fixed when the pool is made. Waiters are bounded by the futures that
+//! their callers hold.
+
+use std::collections::VecDeque;
+use std::future::Future;
+use std::io;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+
+use riser_memory::{Memory, PAGE};
+
+use crate::block::{Buffer, BufferWaiters};
+
+/// A pool of data buffers. Clones share it.
+#[derive(Clone, Debug)]
+pub struct BufferPool(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    memory: Memory,
+    state: Mutex<State>,
+    /// Those that poll [`BufferPool::try_take`] instead of standing in the queue.
+    pollers: BufferWaiters,
+}
+
+#[derive(Debug)]
+struct State {
+    /// Free runs of pages, by start, neighbours joined.
+    free: Vec<Run>,
+    /// Whoever waits, first come first.
+    queue: VecDeque<Ticket>,
+    next_ticket: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Run {
+    start: usize,
+    pages: usize,
+}
+
+#[derive(Debug)]
+struct Ticket {
+    number: u64,
+    waker: Option<Waker>,
+}
+
+/// Gives its run back when it is dropped.
+struct Lease {
+    pool: Arc<Inner>,
+    run: Run,
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.pool.give_back(self.run);
+    }
+}
+
+impl State {
+    /// Takes a run of `pages` pages.
+    fn take(&mut self, pages: usize) -> Option<Run> {
+        let at = self.free.iter().position(|run| run.pages >= pages)?;
+        let run = &mut self.free[at];
+        let start = run.start;
+        run.start += pages;
+        run.pages -= pages;
+        if run.pages == 0 {
+            self.free.remove(at);
+        }
+        Some(Run { start, pages })
+    }
+
+    fn put(&mut self, run: Run) {
+        let at = self.free.partition_point(|other| other.start < run.start);
+        let joins_next = self
+            .free
+            .get(at)
+            .is_some_and(|next| run.start + run.pages == next.start);
+        let joins_last = at > 0 && {
+            let last = self.free[at - 1];
+            last.start + last.pages == run.start
+        };
+        match (joins_last, joins_next) {
+            (true, true) => {
+                self.free[at - 1].pages += run.pages + self.free[at].pages;
+                self.free.remove(at);
+            }
+            (true, false) => self.free[at - 1].pages += run.pages,
+            (false, true) => {
+                self.free[at].start = run.start;
+                self.free[at].pages += run.pages;
+            }
+            (false, false) => self.free.insert(at, run),
+        }
+    }
+
+    /// The waker of the first in the queue.
+    fn first_waker(&mut self) -> Option<Waker> {
+        self.queue.front_mut()?.waker.take()
+    }
+}
+
+impl Inner {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn give_back(&self, run: Run) {
+        let waker = {
+            let mut state = self.state();
+            state.put(run);
+            state.first_waker()
+        };
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+        self.pollers.wake_all();
+    }
+}
+
+impl BufferPool {
+    /// A pool of `len` bytes, rounded up to whole pages.
+    ///
+    /// # Errors
+    /// That of `mmap(2)`.
+    pub fn new(len: usize) -> io::Result<Self> {
+        let memory = Memory::new(len)?;
+        let pages = memory.len() / PAGE;
+        Ok(Self(Arc::new(Inner {
+            memory,
+            state: Mutex::new(State {
+                free: vec![Run { start: 0, pages }],
+                queue: VecDeque::new(),
+                next_ticket: 0,
+            }),
+            pollers: BufferWaiters::default(),
+        })))
+    }
+
+    /// The mapping.
+    #[must_use]
+    pub fn memory(&self) -> &Memory {
+        &self.0.memory
+    }
+
+    /// Takes a buffer of `len` bytes, or `None` where there is none free or others wait already.
+    #[must_use]
+    pub fn try_take(&self, len: usize) -> Option<Buffer> {
+        let mut state = self.0.state();
+        if !state.queue.is_empty() {
+            return None;
+        }
+        let run = state.take(pages(len))?;
+        drop(state);
+        Some(self.buffer(run, len))
+    }
+
+    /// Wakes `waker` once when a buffer may have become free for [`BufferPool::try_take`].
+    pub fn wake_when_free(&self, waker: &Waker) {
+        self.0.pollers.register(waker);
+    }
+
+    /// Waits for a buffer of `len` bytes, in turn.
+    ///
+    /// # Panics
+    /// If `len` is more than the whole pool.
+    pub fn take(&self, len: usize) -> TakeBuffer {
+        assert!(len <= self.0.memory.len(), "buffer larger than its pool");
+        TakeBuffer {
+            pool: self.clone(),
+            len,
+            ticket: None,
+        }
+    }
+
+    fn buffer(&self, run: Run, len: usize) -> Buffer {
+        let start = run.start * PAGE;
+        let lease = Lease {
+            pool: self.0.clone(),
+            run,
+        };
+        let slice = self
+            .0
+            .memory
+            .slice(start..start + len)
+            .expect("a run lies within the mapping");
+        Buffer::leased(slice, Box::new(lease))
+    }
+
+    /// Bytes free, in runs of any length.
+    #[must_use]
+    pub fn free(&self) -> usize {
+        self.0.state().free.iter().map(|run| run.pages * PAGE).sum()
+    }
+}
+
+fn pages(len: usize) -> usize {
+    len.div_ceil(PAGE).max(1)
+}
+
+/// A buffer to come. Dropping it gives up the place in the queue.
+#[derive(Debug)]
+#[must_use = "futures do nothing unless polled"]
+pub struct TakeBuffer {
+    pool: BufferPool,
+    len: usize,
+    ticket: Option<u64>,
+}
+
+impl TakeBuffer {
+    /// Leaves the queue; whoever is first then is told to look.
+    fn leave(&mut self, state: &mut State) -> Option<Waker> {
+        let number = self.ticket.take()?;
+        state.queue.retain(|ticket| ticket.number != number);
+        state.first_waker()
+    }
+}
+
+impl Future for TakeBuffer {
+    type Output = Buffer;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Buffer> {
+        let this = self.get_mut();
+        let pool = this.pool.clone();
+        let mut state = pool.0.state();
+        let first = match (this.ticket, state.queue.front()) {
+            (None, None) => true,
+            (Some(number), Some(front)) => front.number == number,
+            _ => false,
+        };
+        if first && let Some(run) = state.take(pages(this.len)) {
+            let next = this.leave(&mut state);
+            drop(state);
+            if let Some(next) = next {
+                next.wake();
+            } else {
+                pool.0.pollers.wake_all();
+            }
+            return Poll::Ready(pool.buffer(run, this.len));
+        }
+        let waker = Some(cx.waker().clone());
+        match this.ticket {
+            Some(number) => {
+                let mine = state.queue.iter_mut().find(|t| t.number == number);
+                mine.expect("a ticket stays queued").waker = waker;
+            }
+            None => {
+                let number = state.next_ticket;
+                state.next_ticket += 1;
+                state.queue.push_back(Ticket { number, waker });
+                this.ticket = Some(number);
+            }
+        }
+        Poll::Pending
+    }
+}
+
+impl Drop for TakeBuffer {
+    fn drop(&mut self) {
+        let pool = self.pool.clone();
+        let next = self.leave(&mut pool.0.state());
+        match next {
+            Some(next) => next.wake(),
+            None => pool.0.pollers.wake_all(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn poll(future: &mut TakeBuffer) -> Option<Buffer> {
+        let mut cx = Context::from_waker(Waker::noop());
+        match Pin::new(future).poll(&mut cx) {
+            Poll::Ready(buffer) => Some(buffer),
+            Poll::Pending => None,
+        }
+    }
+
+    #[test]
+    fn buffers_are_granted_in_the_order_of_asking() {
+        let pool = BufferPool::new(4 * PAGE).unwrap();
+        let a = pool.try_take(3 * PAGE).unwrap();
+        let mut large = pool.take(2 * PAGE);
+        let mut small = pool.take(100);
+        assert!(poll(&mut large).is_none());
+        assert!(poll(&mut small).is_none(), "not before the large one");
+        assert!(pool.try_take(100).is_none(), "not before anybody");
+        drop(a);
+        assert!(poll(&mut small).is_none());
+        let large = poll(&mut large).unwrap();
+        let small = poll(&mut small).unwrap();
+        assert_eq!((large.len(), small.len()), (2 * PAGE, 100));
+        drop((large, small));
+        assert_eq!(pool.free(), 4 * PAGE);
+        assert!(pool.try_take(4 * PAGE).is_some(), "runs are joined again");
+    }
+
+    #[test]
+    fn giving_up_lets_the_next_one_in() {
+        let pool = BufferPool::new(2 * PAGE).unwrap();
+        let held = pool.try_take(PAGE).unwrap();
+        let mut large = pool.take(2 * PAGE);
+        let mut small = pool.take(PAGE);
+        assert!(poll(&mut large).is_none() && poll(&mut small).is_none());
+        drop(large);
+        assert!(poll(&mut small).is_some());
+        drop(held);
+    }
+
+    proptest! {
+        #[test]
+        fn runs_never_overlap_and_all_come_back(sizes in proptest::collection::vec((1usize..5 * PAGE, any::<bool>()), 1..60)) {
+            let pool = BufferPool::new(16 * PAGE).unwrap();
+            let mut held: Vec<Buffer> = Vec::new();
+            for (len, drop_one) in sizes {
+                if drop_one && !held.is_empty() {
+                    held.swap_remove(len % held.len());
+                }
+                if let Some(buffer) = pool.try_take(len) {
+                    let range = |b: &Buffer| b.slice().offset()..b.slice().offset() + b.len();
+                    let new = range(&buffer);
+                    for other in held.iter().map(range) {
+                        prop_assert!(new.end <= other.start || other.end <= new.start);
+                    }
+                    held.push(buffer);
+                }
+            }
+            drop(held);
+            prop_assert_eq!(pool.free(), 16 * PAGE);
+        }
+    }
+}

@@ -1,0 +1,370 @@
+use std::sync::atomic::Ordering;
+use std::sync::mpsc;
+
+use super::fake_target::{BLOCK, FakeTarget};
+use super::*;
+use crate::block::task::block_on;
+use crate::lun::{Lun, LunError};
+use crate::scsi::Command;
+use crate::srp::channel::{Cdb, DataLen};
+
+const BLOCKS: usize = 4096;
+
+/// In the order in which they go: the target last, so that it hears of the others' end.
+struct Rig {
+    session: Session,
+    client: Client,
+    target: FakeTarget,
+}
+
+fn timing() -> Timing {
+    Timing {
+        attempt: Duration::from_millis(300),
+        tsk_mgmt: Duration::from_millis(300),
+        login: Duration::from_secs(5),
+        backoff_min: Duration::from_millis(20),
+        backoff_max: Duration::from_millis(200),
+        busy: Duration::from_millis(1),
+    }
+}
+
+/// Each test has two loopback addresses of its own, since tests run at the same time.
+fn rig(number: u8, keys: &str) -> Rig {
+    let target = FakeTarget::start(&format!("127.0.{number}.1"), BLOCKS);
+    let client = client(number);
+    let query = if keys.is_empty() { "" } else { "?" };
+    let url: SrpUrl = format!("srp://{}/{query}{keys}", target.addr)
+        .parse()
+        .unwrap();
+    let session = block_on(client.connect(&url)).unwrap();
+    Rig {
+        target,
+        client,
+        session,
+    }
+}
+
+fn client(number: u8) -> Client {
+    Client::builder()
+        .pool(8 << 20)
+        .timing(timing())
+        .region_segments(1)
+        .open(format!("127.0.{number}.2").parse().unwrap())
+        .unwrap()
+}
+
+fn pattern(seed: usize, len: usize) -> Vec<u8> {
+    (0..len)
+        .map(|i| (i * 31 + seed * 7 + (i >> 8)) as u8)
+        .collect()
+}
+
+fn put(lun: &Lun, offset: u64, data: &[u8]) {
+    let buffer = block_on(lun.buffers().take(data.len()));
+    buffer.slice().write(0, data);
+    block_on(lun.write(offset, buffer, false)).unwrap();
+}
+
+fn get(lun: &Lun, offset: u64, len: usize) -> Vec<u8> {
+    let buffer = block_on(lun.buffers().take(len));
+    block_on(lun.read(offset, buffer)).unwrap().slice().to_vec()
+}
+
+#[test]
+fn a_disk_is_found_written_and_read() {
+    let rig = rig(11, "channels=2");
+    assert_eq!(rig.session.status().link(), LinkState::Live);
+    assert_eq!(block_on(rig.session.luns()).unwrap().len(), 1);
+    let lun = block_on(rig.session.lun(0)).unwrap();
+    let info = lun.info();
+    assert_eq!(info.inquiry.vendor, "FAKE");
+    assert_eq!(info.identity.serial.as_deref(), Some("S1"));
+    assert_eq!(info.identity.naa.as_deref(), Some("61020304"));
+    assert_eq!(info.capacity.blocks, BLOCKS as u64);
+    assert!(info.caching.write_cache && info.provisioning.write_same);
+    for (seed, offset, len) in [(1, 0, 512), (2, 4096, 4096), (3, 65536, 1 << 20)] {
+        let data = pattern(seed, len);
+        put(&lun, offset, &data);
+        assert_eq!(get(&lun, offset, len), data);
+        let at = offset as usize;
+        assert_eq!(rig.target.disk.lock().unwrap()[at..at + len], data);
+    }
+    assert!(rig.target.knobs.immediate.load(Ordering::SeqCst) >= 2);
+    assert_eq!(rig.target.knobs.logins.load(Ordering::SeqCst), 2);
+    block_on(lun.flush()).unwrap();
+    block_on(lun.write_zeroes(512..8192, Default::default())).unwrap();
+    assert_eq!(get(&lun, 4096, 4096), vec![0; 4096]);
+    block_on(lun.discard(0..512)).unwrap();
+    let buffer = block_on(lun.buffers().take(512));
+    assert_eq!(
+        block_on(lun.read(1, buffer)).unwrap_err(),
+        LunError::OutOfRange
+    );
+    block_on(rig.session.close());
+    let until = Instant::now() + Duration::from_secs(5);
+    while rig.target.knobs.logouts.load(Ordering::SeqCst) == 0 {
+        assert!(Instant::now() < until, "no logout");
+        std::thread::yield_now();
+    }
+    assert_eq!(rig.client.buffers().free(), 8 << 20);
+}
+
+#[test]
+fn a_refused_login_says_why() {
+    let target = FakeTarget::start("127.0.12.1", 8);
+    target.knobs.refuse.store(true, Ordering::SeqCst);
+    let url: SrpUrl = format!("srp://{}/", target.addr).parse().unwrap();
+    let client = client(12);
+    let error = block_on(client.connect(&url)).unwrap_err();
+    assert!(error.to_string().contains("lacks resources"), "{error}");
+    let nobody: SrpUrl = "srp://127.0.12.1:5556/".parse().unwrap();
+    let error = block_on(client.connect(&nobody)).unwrap_err();
+    assert!(matches!(error, EngineError::Login(_)), "{error}");
+}
+
+#[test]
+fn pieces_become_tables_within_and_outside_the_command() {
+    let rig = rig(13, "cmd_sg_entries=4&allow_ext_sg=1&immediate=0");
+    let lun = block_on(rig.session.lun(0)).unwrap();
+    for pieces in [3usize, 9] {
+        let buffers: Vec<_> = (0..pieces)
+            .map(|i| {
+                let buffer = block_on(lun.buffers().take(4 * BLOCK));
+                buffer.slice().write(0, &pattern(i, 4 * BLOCK));
+                buffer
+            })
+            .collect();
+        let len = (pieces * 4 * BLOCK) as u32;
+        let blocks = crate::scsi::BlockRange {
+            lba: 16,
+            blocks: len / BLOCK as u32,
+        };
+        let io = |command, data| ScsiIo::new(lun.info().lun, command, data, Duration::from_secs(5));
+        let write = io(Command::write(blocks, len, false), IoData::Many(buffers));
+        let end = block_on(rig.session.submit(write));
+        assert_eq!(end.result.unwrap().status, 0);
+        for buffer in end.data.buffers() {
+            buffer.slice().fill(0, buffer.len(), 0xee);
+        }
+        let read = io(Command::read(blocks, len), end.data);
+        let end = block_on(rig.session.submit(read));
+        assert_eq!(end.result.unwrap().transferred, len);
+        for (i, buffer) in end.data.buffers().iter().enumerate() {
+            assert_eq!(buffer.slice().to_vec(), pattern(i, 4 * BLOCK));
+        }
+    }
+    assert_eq!(rig.target.knobs.indirect.load(Ordering::SeqCst), 2);
+    assert_eq!(rig.target.knobs.external.load(Ordering::SeqCst), 2);
+    let buffers: Vec<_> = (0..17)
+        .map(|_| block_on(lun.buffers().take(BLOCK)))
+        .collect();
+    let blocks = crate::scsi::BlockRange { lba: 0, blocks: 17 };
+    let command = Command::read(blocks, 17 * BLOCK as u32);
+    let io = ScsiIo::new(
+        lun.info().lun,
+        command,
+        IoData::Many(buffers),
+        Duration::from_secs(5),
+    );
+    let end = block_on(rig.session.submit(io));
+    assert!(matches!(end.result, Err(RequestError::NotStarted(_))));
+}
+
+#[test]
+fn patience_is_had_and_errors_are_told() {
+    let rig = rig(14, "");
+    let lun = block_on(rig.session.lun(0)).unwrap();
+    let knobs = &rig.target.knobs;
+    knobs.busy.store(3, Ordering::SeqCst);
+    put(&lun, 0, &pattern(1, 512));
+    knobs.attention.store(1, Ordering::SeqCst);
+    assert_eq!(get(&lun, 0, 512), pattern(1, 512));
+    let cdb = Cdb::new(&[0xff, 0, 0, 0, 0, 0]).unwrap();
+    let end = block_on(lun.scsi(cdb, DataLen::None, IoData::None));
+    let answer = end.result.unwrap();
+    assert_eq!(
+        (answer.status, answer.sense().unwrap().additional.code),
+        (2, 0x20)
+    );
+    knobs.probe.store(true, Ordering::SeqCst);
+    get(&lun, 0, 512);
+    get(&lun, 0, 512);
+    let until = Instant::now() + Duration::from_secs(5);
+    while knobs.credits_asked.load(Ordering::SeqCst) < 2 && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(
+        knobs.credits_asked.load(Ordering::SeqCst),
+        2,
+        "credit requests answered"
+    );
+}
+
+#[test]
+fn silence_leads_to_an_abort_and_a_second_attempt() {
+    let rig = rig(15, "");
+    let lun = block_on(rig.session.lun(0)).unwrap();
+    rig.target.knobs.swallow.store(1, Ordering::SeqCst);
+    put(&lun, 0, &pattern(5, 16384));
+    assert_eq!(rig.target.knobs.aborts.load(Ordering::SeqCst), 1);
+    assert_eq!(get(&lun, 0, 16384), pattern(5, 16384));
+    assert_eq!(rig.session.status().reconnects(), 0);
+}
+
+#[test]
+fn a_deaf_target_is_left_and_found_again() {
+    let rig = rig(16, "");
+    let lun = block_on(rig.session.lun(0)).unwrap();
+    rig.target.knobs.deaf.store(true, Ordering::SeqCst);
+    rig.target.knobs.swallow.store(1, Ordering::SeqCst);
+    put(&lun, 0, &pattern(6, 4096));
+    assert_eq!(get(&lun, 0, 4096), pattern(6, 4096));
+    assert_eq!(rig.session.status().reconnects(), 1);
+    assert_eq!(
+        rig.target.knobs.aborts.load(Ordering::SeqCst),
+        2,
+        "an abort and a reset were tried"
+    );
+}
+
+#[test]
+fn broken_connections_are_made_again_and_commands_repeated() {
+    let rig = rig(17, "channels=2");
+    let lun = block_on(rig.session.lun(0)).unwrap();
+    for (round, knob) in [&rig.target.knobs.disconnect, &rig.target.knobs.garbage]
+        .into_iter()
+        .enumerate()
+    {
+        knob.store(true, Ordering::SeqCst);
+        put(&lun, 0, &pattern(round, 8192));
+        put(&lun, 65536, &pattern(round + 9, 65536));
+        assert_eq!(get(&lun, 0, 8192), pattern(round, 8192));
+        assert_eq!(get(&lun, 65536, 65536), pattern(round + 9, 65536));
+    }
+    assert_eq!(rig.session.status().reconnects(), 2);
+    rig.target.knobs.disconnect.store(true, Ordering::SeqCst);
+    let cdb = Cdb::new(&[0x5f, 0, 0, 0, 0, 0, 0, 0, 0, 0]).unwrap();
+    let end = block_on(lun.scsi(cdb, DataLen::None, IoData::None));
+    assert_eq!(end.result.unwrap_err(), RequestError::ConnectionLost);
+}
+
+#[test]
+fn a_timeout_is_kept_while_the_target_is_away() {
+    let rig = rig(18, "");
+    let lun = block_on(rig.session.lun(0)).unwrap();
+    rig.target.knobs.refuse.store(true, Ordering::SeqCst);
+    rig.target.knobs.disconnect.store(true, Ordering::SeqCst);
+    let lun = lun.with_timeout(Duration::from_millis(400));
+    let began = Instant::now();
+    let buffer = block_on(lun.buffers().take(512));
+    let error = block_on(lun.read(0, buffer)).unwrap_err();
+    assert_eq!(error, LunError::Request(RequestError::TimedOut));
+    assert!(began.elapsed() >= Duration::from_millis(400));
+    assert_eq!(rig.session.status().link(), LinkState::Reconnecting);
+    rig.target.knobs.refuse.store(false, Ordering::SeqCst);
+    let lun = lun.with_timeout(Duration::from_secs(10));
+    assert_eq!(get(&lun, 0, 512), vec![0; 512]);
+}
+
+#[test]
+fn an_abandoned_wait_keeps_the_memory_until_the_end() {
+    let rig = rig(19, "");
+    let lun = block_on(rig.session.lun(0)).unwrap();
+    rig.target.knobs.swallow.store(1, Ordering::SeqCst);
+    let buffer = block_on(lun.buffers().take(65536));
+    let io = lun.write_io(0, buffer, false).unwrap();
+    drop(rig.session.submit(io));
+    assert!(rig.client.buffers().free() < 8 << 20);
+    let until = Instant::now() + Duration::from_secs(5);
+    while rig.client.buffers().free() < 8 << 20 {
+        assert!(Instant::now() < until, "memory never comes back");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!(rig.target.knobs.aborts.load(Ordering::SeqCst), 1);
+}
+
+struct Loop {
+    lun: Lun,
+    left: u32,
+    depth: u32,
+    errors: u32,
+    done: mpsc::Sender<(u32, u32)>,
+    ended: u32,
+}
+
+impl Loop {
+    fn next(&mut self, buffer: crate::block::Buffer, queue: &mut WorkQueue) {
+        if self.left > 0 {
+            self.left -= 1;
+            let offset = u64::from(self.left * 97 % 500) * 4096;
+            let io = self.lun.read_io(offset, buffer).unwrap();
+            queue.submit(offset, io);
+        }
+    }
+}
+
+impl Workload for Loop {
+    fn start(&mut self, queue: &mut WorkQueue) {
+        for _ in 0..self.depth {
+            let buffer = self.lun.buffers().try_take(4096).unwrap();
+            self.next(buffer, queue);
+        }
+    }
+
+    fn complete(&mut self, _token: u64, end: IoEnd, queue: &mut WorkQueue) {
+        self.ended += 1;
+        match Lun::judge(end) {
+            Ok(buffer) => self.next(buffer, queue),
+            Err(_) => self.errors += 1,
+        }
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = self.done.send((self.ended, self.errors));
+    }
+}
+
+fn work(rig: &Rig, ios: u32, depth: u32) -> (u32, u32) {
+    let lun = block_on(rig.session.lun(0)).unwrap();
+    let (done, ended) = mpsc::channel();
+    let workload = Loop {
+        lun,
+        left: ios,
+        depth,
+        errors: 0,
+        done,
+        ended: 0,
+    };
+    rig.session.run(Box::new(workload)).unwrap();
+    ended.recv_timeout(Duration::from_secs(30)).unwrap()
+}
+
+#[test]
+fn a_workload_runs_on_the_engine() {
+    let deep = rig(20, "queue_size=16");
+    assert_eq!(work(&deep, 2000, 64), (2000, 0), "deeper than the queue");
+    let wide = rig(21, "register_always=0&queue_size=16");
+    assert_eq!(work(&wide, 2000, 8), (2000, 0));
+    wide.target.knobs.disconnect.store(true, Ordering::SeqCst);
+    assert_eq!(work(&wide, 500, 8), (500, 0), "across a reconnection");
+}
+
+#[test]
+fn closing_ends_what_is_outstanding() {
+    let rig = rig(22, "");
+    let lun = block_on(rig.session.lun(0)).unwrap();
+    rig.target.knobs.swallow.store(1, Ordering::SeqCst);
+    let buffer = block_on(lun.buffers().take(512));
+    let waiting = rig.session.submit(lun.read_io(0, buffer).unwrap());
+    block_on(rig.session.close());
+    assert_eq!(block_on(waiting).result.unwrap_err(), RequestError::Closed);
+    let buffer = block_on(lun.buffers().take(512));
+    let late = block_on(lun.read(0, buffer)).unwrap_err();
+    assert_eq!(late, LunError::Request(RequestError::Closed));
+    assert_eq!(rig.session.status().link(), LinkState::Closed);
+    rig.client.shutdown();
+    let buffer = block_on(lun.buffers().take(512));
+    assert!(block_on(lun.read(0, buffer)).is_err());
+}

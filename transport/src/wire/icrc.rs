@@ -12,7 +12,7 @@
 //! the lower half is the identification": one multiplication by a constant
 //! that depends on the length alone.
 //!
-//! That test lets one corruption in 65,536 through. [`PeerIds`] therefore
+//! That test lets one corruption in 65,536 through. [`PeerIds`](super::PeerIds) therefore
 //! learns how a peer numbers its packets. One that sends 0, or 0 to 127 within a
 //! segmented send, is held to that, which leaves one corruption in 2²⁵. One that
 //! counts is not: an idle Linux host steps its counter by any amount, and a
@@ -42,6 +42,11 @@ const PROTOCOL_UDP: u8 = 17;
 /// Offset of the bits a router may change inside the BTH.
 const BTH_CONGESTION: usize = 4;
 
+/// Longest packet that is copied whole to be masked. Of longer ones only
+/// [`HEADERS_COPIED`] bytes are, and the rest goes through wide instructions.
+const PACKET_COPIED: usize = 64;
+const HEADERS_COPIED: usize = 16;
+
 /// Why a packet's ICRC is not accepted; such packets are dropped silently.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum IcrcError {
@@ -63,11 +68,13 @@ pub enum IcrcError {
     },
 }
 
-/// The addresses and ports of one direction of traffic between two NICs, as a
-/// template of the pseudo header.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The addresses and ports of one direction of traffic between two NICs.
+///
+/// Small and cheap to start from: it is the CRC of the pseudo header with zero
+/// lengths and identification, and what those contribute is looked up.
+#[derive(Clone, Copy, Debug)]
 pub struct IcrcFlow {
-    pseudo: [u8; MASKED_LRH + IPV6_LEN + UDP_LEN],
+    base: u32,
     is_v6: bool,
 }
 
@@ -83,16 +90,17 @@ impl IcrcFlow {
                 ip[0] = 0x45;
                 // Bytes 1 (TOS), 8 (TTL) and 10-11 (checksum) stay masked; 2-3
                 // (length) and 4-5 (identification) vary; do not fragment.
-                ip[6..8].copy_from_slice(&[0x40, 0x00]);
+                ip[2..8].copy_from_slice(&[0, 0, 0, 0, 0x40, 0x00]);
                 ip[9] = PROTOCOL_UDP;
                 ip[12..16].copy_from_slice(&src.octets());
                 ip[16..20].copy_from_slice(&dst.octets());
                 (false, IPV4_LEN)
             }
             (IpAddr::V6(src), IpAddr::V6(dst)) => {
-                // Traffic class, flow label and byte 7 (hop limit) stay masked.
+                // Traffic class, flow label and byte 7 (hop limit) stay masked;
+                // 4-5 (length) vary.
                 ip[0] = 0x6f;
-                ip[6] = PROTOCOL_UDP;
+                ip[4..7].copy_from_slice(&[0, 0, PROTOCOL_UDP]);
                 ip[8..24].copy_from_slice(&src.octets());
                 ip[24..40].copy_from_slice(&dst.octets());
                 (true, IPV6_LEN)
@@ -102,7 +110,10 @@ impl IcrcFlow {
         let udp = &mut ip[ip_len..][..UDP_LEN];
         udp[0..2].copy_from_slice(&src.port().to_be_bytes());
         udp[2..4].copy_from_slice(&dst.port().to_be_bytes());
-        Some(Self { pseudo, is_v6 })
+        // The length varies, the checksum stays masked.
+        udp[4..6].copy_from_slice(&[0, 0]);
+        let base = crc32fast::hash(&pseudo[..MASKED_LRH + ip_len + UDP_LEN]);
+        Some(Self { base, is_v6 })
     }
 
     /// Whether the flow is IPv6, where there is no identification.
@@ -115,21 +126,15 @@ impl IcrcFlow {
     /// `datagram_len` bytes. `ip_id` is ignored on IPv6.
     #[must_use]
     pub fn start(&self, datagram_len: u16, ip_id: u16) -> Icrc {
-        let mut pseudo = self.pseudo;
         let udp_len = datagram_len.wrapping_add(UDP_LEN as u16);
-        let (ip, rest) =
-            pseudo[MASKED_LRH..].split_at_mut(if self.is_v6 { IPV6_LEN } else { IPV4_LEN });
-        if self.is_v6 {
-            ip[4..6].copy_from_slice(&udp_len.to_be_bytes());
+        let ip = if self.is_v6 {
+            IPV6_LENGTH.of(udp_len)
         } else {
-            ip[2..4].copy_from_slice(&udp_len.wrapping_add(IPV4_LEN as u16).to_be_bytes());
-            ip[4..6].copy_from_slice(&ip_id.to_be_bytes());
+            IPV4_LENGTH.of(udp_len.wrapping_add(IPV4_LEN as u16)) ^ IPV4_ID.of(ip_id)
+        };
+        Icrc {
+            hasher: Hasher::new_with_initial(self.base ^ ip ^ UDP_LENGTH.of(udp_len)),
         }
-        rest[4..6].copy_from_slice(&udp_len.to_be_bytes());
-        let used = MASKED_LRH + ip.len() + UDP_LEN;
-        let mut hasher = Hasher::new();
-        hasher.update(&pseudo[..used]);
-        Icrc { hasher }
     }
 
     /// The ICRC of a whole packet in one piece: `body` is everything from the
@@ -187,12 +192,18 @@ impl Icrc {
     ///
     /// If the piece is shorter than a BTH.
     pub fn update_headers(&mut self, headers: &[u8]) {
-        let (bth, rest) = headers
-            .split_first_chunk::<{ Bth::LEN }>()
-            .expect("a whole BTH first");
-        let mut bth = *bth;
-        bth[BTH_CONGESTION] = 0xff;
-        self.hasher.update(&bth);
+        assert!(headers.len() >= Bth::LEN, "a whole BTH first");
+        let copied = if headers.len() <= PACKET_COPIED {
+            headers.len()
+        } else {
+            HEADERS_COPIED
+        };
+        let mut copy = [0; PACKET_COPIED];
+        let (first, rest) = headers.split_at(copied);
+        let copy = &mut copy[..first.len()];
+        copy.copy_from_slice(first);
+        copy[BTH_CONGESTION] = 0xff;
+        self.hasher.update(copy);
         self.hasher.update(rest);
     }
 
@@ -222,6 +233,50 @@ impl Icrc {
 /// The CRC polynomial, reflected: bit 31 is the coefficient of x⁰.
 const POLYNOMIAL: u32 = 0xedb8_8320;
 const ONE: u32 = 1 << 31;
+
+/// What a two-byte big-endian field of the pseudo header adds to its CRC, by
+/// the value of each byte.
+struct FieldCrc {
+    high: [u32; 256],
+    low: [u32; 256],
+}
+
+impl FieldCrc {
+    /// A field after whose second byte the pseudo header has `after` more.
+    const fn new(after: usize) -> Self {
+        Self {
+            high: byte_crc(after + 1),
+            low: byte_crc(after),
+        }
+    }
+
+    fn of(&self, value: u16) -> u32 {
+        let [high, low] = value.to_be_bytes();
+        self.high[usize::from(high)] ^ self.low[usize::from(low)]
+    }
+}
+
+/// The contribution of each byte value that `after` more bytes follow.
+const fn byte_crc(after: usize) -> [u32; 256] {
+    let mut table = [0; 256];
+    let mut value = 0;
+    while value < table.len() {
+        let mut register = value as u32;
+        let mut bit = 0;
+        while bit < 8 * (after + 1) {
+            register = (register >> 1) ^ (POLYNOMIAL & 0u32.wrapping_sub(register & 1));
+            bit += 1;
+        }
+        table[value] = register;
+        value += 1;
+    }
+    table
+}
+
+static IPV4_LENGTH: FieldCrc = FieldCrc::new(IPV4_LEN - 4 + UDP_LEN);
+static IPV4_ID: FieldCrc = FieldCrc::new(IPV4_LEN - 6 + UDP_LEN);
+static IPV6_LENGTH: FieldCrc = FieldCrc::new(IPV6_LEN - 6 + UDP_LEN);
+static UDP_LENGTH: FieldCrc = FieldCrc::new(UDP_LEN - 6);
 
 /// `a / x` modulo the polynomial.
 const fn divide_by_x(a: u32) -> u32 {
@@ -275,155 +330,8 @@ fn implied_id(difference: u32, body_len: usize) -> Option<u16> {
     (register >> 16 == 0).then(|| (register as u16).swap_bytes())
 }
 
-/// How a peer numbers its IPv4 packets, learned from those that passed the
-/// linear test.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum IdPattern {
-    /// Too few packets seen; every identification is admitted.
-    Learning,
-    /// 0, or the segment's number in a segmented send; demanded.
-    Segments,
-    /// Counting up, more or less. The next number is guessed first, which makes
-    /// the check cheaper, and every identification is admitted.
-    Counting,
-    /// None of these; every identification is admitted.
-    Arbitrary,
-}
-
-/// Packets after which a pattern is believed.
-const LEARN: u16 = 64;
-/// A segmented send has at most this many segments (`UDP_MAX_SEGMENTS`).
-const SEGMENTS: u16 = 128;
-/// How far a counting peer may be ahead of or behind the last packet.
-const COUNT_WINDOW: u16 = 1024;
-/// Packets in a row that break the pattern, each of which passed the linear
-/// test, after which the peer has changed and is learned anew. Chance does that
-/// once in 2⁶⁴ tries, and a peer that changes loses no more packets than this.
-const BREAKS: u8 = 4;
-
-/// The memory of one peer's identifications.
-#[derive(Clone, Copy, Debug)]
-pub struct PeerIds {
-    pattern: IdPattern,
-    /// Packets seen while learning.
-    seen: u16,
-    /// Packets in a row that broke the pattern.
-    broken: u8,
-    /// The largest identification seen while learning.
-    largest: u16,
-    /// Whether all identifications seen while learning stepped by little.
-    steps: bool,
-    last: u16,
-}
-
-impl Default for PeerIds {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
-impl PeerIds {
-    /// Nothing known.
-    #[must_use]
-    pub const fn new() -> Self {
-        Self {
-            pattern: IdPattern::Learning,
-            seen: 0,
-            broken: 0,
-            largest: 0,
-            steps: true,
-            last: 0,
-        }
-    }
-
-    /// The pattern believed so far.
-    #[must_use]
-    pub fn pattern(&self) -> IdPattern {
-        self.pattern
-    }
-
-    /// The identification to try first.
-    #[must_use]
-    pub fn likely(&self) -> u16 {
-        match self.pattern {
-            IdPattern::Counting => self.last.wrapping_add(1),
-            // A burst counts from 0; single packets repeat it.
-            IdPattern::Segments if self.last != 0 => self.last + 1,
-            IdPattern::Learning | IdPattern::Segments | IdPattern::Arbitrary => 0,
-        }
-    }
-
-    /// Take in the identification of a packet that passed the linear test and
-    /// say whether this peer would use it.
-    pub fn admit(&mut self, id: u16) -> bool {
-        if self.pattern == IdPattern::Segments && id >= SEGMENTS {
-            self.broken += 1;
-            if self.broken == BREAKS {
-                *self = Self::new();
-            }
-            return false;
-        }
-        if self.pattern == IdPattern::Learning {
-            self.learn(id);
-        }
-        self.broken = 0;
-        self.last = id;
-        true
-    }
-
-    fn learn(&mut self, id: u16) {
-        let ahead = id.wrapping_sub(self.last);
-        let is_step = ahead <= COUNT_WINDOW || ahead >= COUNT_WINDOW.wrapping_neg();
-        self.steps &= self.seen == 0 || is_step;
-        self.largest = self.largest.max(id);
-        self.seen += 1;
-        if self.seen < LEARN {
-            return;
-        }
-        self.pattern = match self.largest {
-            small if small < SEGMENTS => IdPattern::Segments,
-            _ if self.steps => IdPattern::Counting,
-            _ => IdPattern::Arbitrary,
-        };
-    }
-}
-
-/// Verifies the packets of one flow.
-#[derive(Clone, Copy, Debug)]
-pub struct IcrcVerifier {
-    flow: IcrcFlow,
-    ids: PeerIds,
-}
-
-impl IcrcVerifier {
-    /// A verifier that knows nothing of the peer yet.
-    #[must_use]
-    pub fn new(flow: IcrcFlow) -> Self {
-        Self {
-            flow,
-            ids: PeerIds::new(),
-        }
-    }
-
-    /// The pattern of identifications that is demanded of the peer.
-    #[must_use]
-    pub fn pattern(&self) -> IdPattern {
-        self.ids.pattern()
-    }
-
-    /// Check a received UDP payload.
-    pub fn verify(&mut self, datagram: &[u8]) -> Result<(), IcrcError> {
-        let id = self.flow.check(datagram, self.ids.likely())?;
-        if self.flow.is_v6() || self.ids.admit(id) {
-            Ok(())
-        } else {
-            Err(IcrcError::UnlikelyId { id })
-        }
-    }
-}
-
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use proptest::prelude::*;
 
     use super::*;
@@ -432,11 +340,11 @@ mod tests {
         IcrcFlow::new(src.parse().unwrap(), dst.parse().unwrap()).unwrap()
     }
 
-    fn v4() -> IcrcFlow {
+    pub(in super::super) fn v4() -> IcrcFlow {
         flow("10.0.0.1:49152", "10.0.0.2:4791")
     }
 
-    fn sealed(flow: &IcrcFlow, len: usize, id: u16) -> Vec<u8> {
+    pub(in super::super) fn sealed(flow: &IcrcFlow, len: usize, id: u16) -> Vec<u8> {
         let mut body: Vec<u8> = (0..len).map(|i| (i * 7) as u8).collect();
         let icrc = flow.compute(&body, id);
         body.extend_from_slice(&icrc.to_le_bytes());
@@ -482,9 +390,9 @@ mod tests {
     #[test]
     fn mixed_families_have_no_flow() {
         let (v4, v6) = ("1.2.3.4:1".parse().unwrap(), "[::1]:1".parse().unwrap());
-        assert_eq!(IcrcFlow::new(v4, v6), None);
+        assert!(IcrcFlow::new(v4, v6).is_none());
         let mapped = flow("[::ffff:10.0.0.1]:49152", "[::ffff:10.0.0.2]:4791");
-        assert_eq!(mapped, self::v4());
+        assert_eq!(mapped.compute(&[0; 16], 1), self::v4().compute(&[0; 16], 1));
     }
 
     #[test]
@@ -505,56 +413,6 @@ mod tests {
         }
         let longest = sealed(&flow, MAX_DATAGRAM - 4, 0xfedc);
         assert_eq!(flow.check(&longest, 0), Ok(0xfedc));
-    }
-
-    #[test]
-    fn a_peer_that_sends_small_numbers_is_held_to_them() {
-        let flow = v4();
-        let mut verifier = IcrcVerifier::new(flow);
-        for _ in 0..LEARN {
-            verifier.verify(&sealed(&flow, 16, 0)).unwrap();
-        }
-        assert_eq!(verifier.pattern(), IdPattern::Segments);
-        let odd = sealed(&flow, 16, 0x0100);
-        assert_eq!(
-            verifier.verify(&odd),
-            Err(IcrcError::UnlikelyId { id: 0x0100 })
-        );
-        // A first segmented send after many single packets is no surprise.
-        for id in 0..44 {
-            verifier.verify(&sealed(&flow, 1040, id)).unwrap();
-        }
-        // A peer that changed for good is learned again.
-        for _ in 0..BREAKS {
-            verifier.verify(&odd).unwrap_err();
-        }
-        assert_eq!(verifier.pattern(), IdPattern::Learning);
-        verifier.verify(&odd).unwrap();
-    }
-
-    #[test]
-    fn patterns_are_told_apart() {
-        let learn = |id: &dyn Fn(u16) -> u16| {
-            let mut ids = PeerIds::new();
-            assert!((0..LEARN).all(|i| ids.admit(id(i))));
-            ids
-        };
-        let mut segments = learn(&|i| i % 44);
-        assert_eq!(
-            (segments.pattern(), segments.likely()),
-            (IdPattern::Segments, 20)
-        );
-        assert!(segments.admit(0) && segments.admit(127) && !segments.admit(128));
-        let mut counting = learn(&|i| 0xffe0_u16.wrapping_add(3 * i));
-        assert_eq!(
-            (counting.pattern(), counting.likely()),
-            (IdPattern::Counting, 0x9e)
-        );
-        // A counter that jumps while its host is idle stays welcome.
-        assert!(counting.admit(0x8000) && counting.admit(0x8001));
-        let mut arbitrary = learn(&|i| i.wrapping_mul(40_503));
-        assert_eq!(arbitrary.pattern(), IdPattern::Arbitrary);
-        assert!(arbitrary.admit(1) && arbitrary.admit(0xff00));
     }
 
     #[test]

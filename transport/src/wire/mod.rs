@@ -9,6 +9,7 @@
 //! | [`packet`] | parsing a datagram, emitting the headers of one |
 //! | [`dm`] | device-management MADs: discovery of I/O controllers |
 //! | [`icrc`] | the invariant CRC, with and without knowledge of the IPv4 identification |
+//! | [`peer_ids`] | what is known of a peer's IPv4 identifications |
 //! | [`mad`] | the header of management datagrams |
 //! | [`cm_msg`] | every message of the InfiniBand CM |
 //! | [`cma`] | service ids and address header of the RDMA CM |
@@ -26,6 +27,7 @@ pub mod ids;
 pub mod mad;
 pub mod opcode;
 pub mod packet;
+pub mod peer_ids;
 
 pub use bth::{Bth, DEFAULT_PKEY, pad_len};
 pub use cm_msg::{CmMessage, CmMsgError, CmPath, CmTimeout, CommId, RejReason, ServiceId};
@@ -34,10 +36,11 @@ pub use ext::{
     Aeth, AethSyndrome, AtomicAckEth, AtomicEth, Credit, Deth, GSI_QKEY, Ieth, ImmDt, NakCode,
     Reth, RnrTimer,
 };
-pub use icrc::{ICRC_LEN, Icrc, IcrcError, IcrcFlow, IcrcVerifier, IdPattern, PeerIds};
+pub use icrc::{ICRC_LEN, Icrc, IcrcError, IcrcFlow};
 pub use ids::{Msn, Psn, Qpn};
 pub use mad::{MAD_LEN, Mad, MadHeader, TransactionId};
 pub use opcode::{
     ExtHeader, MAX_HEADER_LEN, Opcode, OpcodeInfo, Operation, PayloadRule, Position, Service,
 };
 pub use packet::{ExtHeaders, HeaderBuf, Packet, PacketError, ROCE_PORT, emit_headers};
+pub use peer_ids::{IcrcVerifier, IdPattern, PeerIds};

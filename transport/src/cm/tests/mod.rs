@@ -10,7 +10,10 @@ use std::time::{Duration, Instant};
 
 use super::*;
 use crate::verbs::{Gid, Mtu, PKey};
-use crate::wire::cm_msg::{CmPath, Failover};
+use crate::wire::cm_msg::{
+    AdditionalInfo, Bits, CmPath, CmTimeout, Failover, PrivateData, RejOf, RejReason, SidrStatus,
+    TransportType,
+};
 use crate::wire::ids::Psn;
 use crate::wire::mad::TransactionId;
 

@@ -1,0 +1,207 @@
+//! What a receiver knows of the IPv4 identifications of a peer, which
+//! [`IcrcFlow::check`] recovers: see the [ICRC](super::icrc).
+
+use super::icrc::{IcrcError, IcrcFlow};
+
+/// How a peer numbers its IPv4 packets, learned from those that passed the
+/// linear test.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IdPattern {
+    /// Too few packets seen; every identification is admitted.
+    Learning,
+    /// 0, or the segment's number in a segmented send; demanded.
+    Segments,
+    /// Counting up, more or less. The next number is guessed first, which makes
+    /// the check cheaper, and every identification is admitted.
+    Counting,
+    /// None of these; every identification is admitted.
+    Arbitrary,
+}
+
+/// Packets after which a pattern is believed.
+const LEARN: u16 = 64;
+/// A segmented send has at most this many segments (`UDP_MAX_SEGMENTS`).
+const SEGMENTS: u16 = 128;
+/// How far a counting peer may be ahead of or behind the last packet.
+const COUNT_WINDOW: u16 = 1024;
+/// Packets in a row that break the pattern, each of which passed the linear
+/// test, after which the peer has changed and is learned anew. Chance does that
+/// once in 2⁶⁴ tries, and a peer that changes loses no more packets than this.
+const BREAKS: u8 = 4;
+
+/// The memory of one peer's identifications.
+#[derive(Clone, Copy, Debug)]
+pub struct PeerIds {
+    pattern: IdPattern,
+    /// Packets seen while learning.
+    seen: u16,
+    /// Packets in a row that broke the pattern.
+    broken: u8,
+    /// The largest identification seen while learning.
+    largest: u16,
+    /// Whether all identifications seen while learning stepped by little.
+    steps: bool,
+    last: u16,
+}
+
+impl Default for PeerIds {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl PeerIds {
+    /// Nothing known.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self {
+            pattern: IdPattern::Learning,
+            seen: 0,
+            broken: 0,
+            largest: 0,
+            steps: true,
+            last: 0,
+        }
+    }
+
+    /// The pattern believed so far.
+    #[must_use]
+    pub fn pattern(&self) -> IdPattern {
+        self.pattern
+    }
+
+    /// The identification to try first.
+    #[must_use]
+    pub fn likely(&self) -> u16 {
+        match self.pattern {
+            IdPattern::Counting => self.last.wrapping_add(1),
+            // A burst counts from 0; single packets repeat it.
+            IdPattern::Segments if self.last != 0 => self.last + 1,
+            IdPattern::Learning | IdPattern::Segments | IdPattern::Arbitrary => 0,
+        }
+    }
+
+    /// Take in the identification of a packet that passed the linear test and
+    /// say whether this peer would use it.
+    pub fn admit(&mut self, id: u16) -> bool {
+        if self.pattern == IdPattern::Segments && id >= SEGMENTS {
+            self.broken += 1;
+            if self.broken == BREAKS {
+                *self = Self::new();
+            }
+            return false;
+        }
+        if self.pattern == IdPattern::Learning {
+            self.learn(id);
+        }
+        self.broken = 0;
+        self.last = id;
+        true
+    }
+
+    fn learn(&mut self, id: u16) {
+        let ahead = id.wrapping_sub(self.last);
+        let is_step = ahead <= COUNT_WINDOW || ahead >= COUNT_WINDOW.wrapping_neg();
+        self.steps &= self.seen == 0 || is_step;
+        self.largest = self.largest.max(id);
+        self.seen += 1;
+        if self.seen < LEARN {
+            return;
+        }
+        self.pattern = match self.largest {
+            small if small < SEGMENTS => IdPattern::Segments,
+            _ if self.steps => IdPattern::Counting,
+            _ => IdPattern::Arbitrary,
+        };
+    }
+}
+
+/// Verifies the packets of one flow.
+#[derive(Clone, Copy, Debug)]
+pub struct IcrcVerifier {
+    flow: IcrcFlow,
+    ids: PeerIds,
+}
+
+impl IcrcVerifier {
+    /// A verifier that knows nothing of the peer yet.
+    #[must_use]
+    pub fn new(flow: IcrcFlow) -> Self {
+        Self {
+            flow,
+            ids: PeerIds::new(),
+        }
+    }
+
+    /// The pattern of identifications that is demanded of the peer.
+    #[must_use]
+    pub fn pattern(&self) -> IdPattern {
+        self.ids.pattern()
+    }
+
+    /// Check a received UDP payload.
+    pub fn verify(&mut self, datagram: &[u8]) -> Result<(), IcrcError> {
+        let id = self.flow.check(datagram, self.ids.likely())?;
+        if self.flow.is_v6() || self.ids.admit(id) {
+            Ok(())
+        } else {
+            Err(IcrcError::UnlikelyId { id })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::icrc::tests::{sealed, v4};
+    use super::*;
+
+    #[test]
+    fn a_peer_that_sends_small_numbers_is_held_to_them() {
+        let flow = v4();
+        let mut verifier = IcrcVerifier::new(flow);
+        for _ in 0..LEARN {
+            verifier.verify(&sealed(&flow, 16, 0)).unwrap();
+        }
+        assert_eq!(verifier.pattern(), IdPattern::Segments);
+        let odd = sealed(&flow, 16, 0x0100);
+        assert_eq!(
+            verifier.verify(&odd),
+            Err(IcrcError::UnlikelyId { id: 0x0100 })
+        );
+        // A first segmented send after many single packets is no surprise.
+        for id in 0..44 {
+            verifier.verify(&sealed(&flow, 1040, id)).unwrap();
+        }
+        // A peer that changed for good is learned again.
+        for _ in 0..BREAKS {
+            verifier.verify(&odd).unwrap_err();
+        }
+        assert_eq!(verifier.pattern(), IdPattern::Learning);
+        verifier.verify(&odd).unwrap();
+    }
+
+    #[test]
+    fn patterns_are_told_apart() {
+        let learn = |id: &dyn Fn(u16) -> u16| {
+            let mut ids = PeerIds::new();
+            assert!((0..LEARN).all(|i| ids.admit(id(i))));
+            ids
+        };
+        let mut segments = learn(&|i| i % 44);
+        assert_eq!(
+            (segments.pattern(), segments.likely()),
+            (IdPattern::Segments, 20)
+        );
+        assert!(segments.admit(0) && segments.admit(127) && !segments.admit(128));
+        let mut counting = learn(&|i| 0xffe0_u16.wrapping_add(3 * i));
+        assert_eq!(
+            (counting.pattern(), counting.likely()),
+            (IdPattern::Counting, 0x9e)
+        );
+        // A counter that jumps while its host is idle stays welcome.
+        assert!(counting.admit(0x8000) && counting.admit(0x8001));
+        let mut arbitrary = learn(&|i| i.wrapping_mul(40_503));
+        assert_eq!(arbitrary.pattern(), IdPattern::Arbitrary);
+        assert!(arbitrary.admit(1) && arbitrary.admit(0xff00));
+    }
+}

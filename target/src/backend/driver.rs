@@ -26,7 +26,7 @@ pub struct DriverConfig {
     pub tag: u8,
     /// Requests in flight at most.
     pub depth: usize,
-    /// Pieces of one ring operation at most; no more than the ring's own bound.
+    /// Pieces of one ring operation at most; the ring's own bound holds as well.
     pub pieces: usize,
     /// Bytes of one bounce buffer; a multiple of 4096.
     pub bounce: usize,
@@ -113,7 +113,8 @@ impl Driver {
     ///
     /// # Panics
     /// If a size in the configuration is zero or not a multiple as stated.
-    pub fn new(ring: &mut Ring, config: DriverConfig) -> io::Result<Self> {
+    pub fn new(ring: &mut Ring, mut config: DriverConfig) -> io::Result<Self> {
+        config.pieces = config.pieces.min(ring.max_slices());
         assert!(config.depth > 0 && config.pieces > 0 && config.bounces > 0);
         assert!(config.bounce > 0 && config.bounce.is_multiple_of(4096));
         let bounce_memory = Memory::new(config.bounce * config.bounces)?;

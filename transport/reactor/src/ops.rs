@@ -214,7 +214,9 @@ impl Ring {
     /// completion says that no [`more`](crate::Completion::more) follow.
     ///
     /// `events` are the `POLL*` bits of `poll(2)`; results are such bits. An event is reported when
-    /// it arises, not while it lasts: read until `EAGAIN` after each.
+    /// it arises, not while it lasts: read until `EAGAIN` after each. Every arrival costs the
+    /// kernel a completion, so a worker that polls a busy descriptor anyway does better with
+    /// [`submit_poll_once`](Ring::submit_poll_once) before it parks.
     ///
     /// # Errors
     /// See [`SubmitError`]; nothing was queued.
@@ -224,12 +226,36 @@ impl Ring {
         events: i16,
         token: Token,
     ) -> Result<(), SubmitError> {
+        self.poll(file, events, true, token)
+    }
+
+    /// Reports once that any of the poll events of a descriptor is there; at once where it already
+    /// is. `events` and results are as for [`submit_poll`](Ring::submit_poll).
+    ///
+    /// # Errors
+    /// See [`SubmitError`]; nothing was queued.
+    pub fn submit_poll_once(
+        &mut self,
+        file: &Handle,
+        events: i16,
+        token: Token,
+    ) -> Result<(), SubmitError> {
+        self.poll(file, events, false, token)
+    }
+
+    fn poll(
+        &mut self,
+        file: &Handle,
+        events: i16,
+        multi: bool,
+        token: Token,
+    ) -> Result<(), SubmitError> {
         let (_, user_data) = self.prepare(token, Kind::Plain, Some(file), &[])?;
         let events = u32::from(events as u16);
         let entry = with_target(
             file.target(&self.files),
-            |t| opcode::PollAdd::new(t, events).multi(true).build(),
-            |t| opcode::PollAdd::new(t, events).multi(true).build(),
+            |t| opcode::PollAdd::new(t, events).multi(multi).build(),
+            |t| opcode::PollAdd::new(t, events).multi(multi).build(),
         );
         self.push(entry, user_data);
         Ok(())

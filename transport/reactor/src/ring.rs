@@ -199,6 +199,12 @@ impl Ring {
         self.capacity
     }
 
+    /// Pieces that the scatter list of one operation may have, after joining neighbours.
+    #[must_use]
+    pub fn max_slices(&self) -> usize {
+        self.slots.max_slices()
+    }
+
     /// Whether the next submission would be refused with [`SubmitError::Full`].
     #[must_use]
     pub fn is_full(&self) -> bool {

@@ -270,6 +270,19 @@ fn a_poll_reports_every_arrival_until_cancelled() {
 }
 
 #[test]
+fn a_poll_for_once_reports_what_is_already_there_and_ends() {
+    let mut ring = ring(4);
+    let (a, mut b) = UnixStream::pair().unwrap();
+    b.write_all(b"x").unwrap();
+    let polled = Handle::from(OwnedFd::from(a));
+    ring.submit_poll_once(&polled, libc::POLLIN, Token(6))
+        .unwrap();
+    let done = collect(&mut ring, 1);
+    assert!(!done[0].more && done[0].result & i32::from(libc::POLLIN) != 0);
+    assert_eq!(ring.in_flight(), 0);
+}
+
+#[test]
 fn space_is_freed_zeroed_and_synced() {
     let mut ring = ring(4);
     let file = temporary_file(1 << 16);

@@ -75,6 +75,10 @@ impl Slots {
         self.slots.len() - self.idle.len()
     }
 
+    pub(crate) fn max_slices(&self) -> usize {
+        self.max_slices
+    }
+
     /// Takes an idle slot and fills it; returns its number and user data. On an error the slot
     /// stays idle.
     pub(crate) fn prepare(

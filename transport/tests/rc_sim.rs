@@ -219,6 +219,7 @@ impl Side {
         let mut cfg = RcConfig::new(QpId(Handle::new(index, 1)), PD, cap);
         cfg.has_srq = srq;
         cfg.first_retransmit = Duration::from_micros(150);
+        cfg.min_retransmit = Duration::from_micros(20);
         cfg.ack_every = 1 + random.below(20) as u32;
         cfg.max_inflight_bytes = 1 << (13 + random.below(5));
         let recvs = 1 + random.below(RECVS as u64) as usize;

@@ -35,8 +35,9 @@
 //!   does not pace its answer; to the peer they are several READs.
 //! - **Recovery** is go-back-N with a window that shrinks and grows. After a timeout it is
 //!   [`RECOVERY_WINDOW`] packets, after a sequence NAK half; each acknowledged packet widens it by one,
-//!   up to the configured limit. The first retransmission comes after [`RcConfig::first_retransmit`]
-//!   without progress, the next after twice that and so on up to the ACK timeout T.
+//!   up to the configured limit. The first retransmission comes after a time without progress that is
+//!   derived from the measured round trip, the next after twice that and so on up to the ACK
+//!   timeout T.
 //! - **Retries are counted in time**: one retry is spent for each 3·T without progress (the standard
 //!   lets the interval be T to 4·T), however many retransmissions fall in it. A request therefore
 //!   fails after (retry count + 1)·3·T. Sequence NAKs spend nothing: they prove that the peer lives.
@@ -97,8 +98,11 @@ pub struct RcConfig {
     pub max_inflight_bytes: u32,
     /// A responder acknowledges at least every so many packets, and a requester asks as often.
     pub ack_every: u32,
-    /// Time without progress before the first retransmission; the ACK timeout where that is shorter.
+    /// Time without progress before the first retransmission, as long as no round trip has been
+    /// measured; the ACK timeout where that is shorter.
     pub first_retransmit: Duration,
+    /// The same time at least, once the round trip is known.
+    pub min_retransmit: Duration,
 }
 
 /// What a full packet of a path MTU is taken to occupy in the receiver's socket buffer, in bytes: Linux
@@ -121,7 +125,8 @@ impl RcConfig {
             has_srq: false,
             max_inflight_bytes: 128 * 1024,
             ack_every: 16,
-            first_retransmit: Duration::from_millis(4),
+            first_retransmit: Duration::from_millis(20),
+            min_retransmit: Duration::from_millis(2),
         }
     }
 }

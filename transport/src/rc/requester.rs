@@ -74,12 +74,44 @@ pub(super) struct Requester {
     interval: Duration,
     /// Time without progress since a retry was last spent.
     waited: Duration,
+    /// The first interval, from measurement or, before any, from the configuration.
     first_retransmit: Duration,
+    min_retransmit: Duration,
+    round_trip: Option<RoundTrip>,
+    /// The packet being timed, and when it left.
+    timed: Option<(u64, Instant)>,
     ack_timeout: Option<Duration>,
     retry_cnt: u8,
     retries: u8,
     rnr_retry: u8,
     rnr_retries: u8,
+}
+
+/// The round trip as measured: its mean and its mean deviation (RFC 6298, section 2).
+#[derive(Clone, Copy, Debug)]
+struct RoundTrip {
+    mean: Duration,
+    deviation: Duration,
+}
+
+impl RoundTrip {
+    fn update(old: Option<Self>, sample: Duration) -> Self {
+        match old {
+            None => Self {
+                mean: sample,
+                deviation: sample / 2,
+            },
+            Some(old) => Self {
+                mean: (old.mean * 7 + sample) / 8,
+                deviation: (old.deviation * 3 + old.mean.abs_diff(sample)) / 4,
+            },
+        }
+    }
+
+    /// How long an acknowledgement may take before it is missed.
+    fn patience(self) -> Duration {
+        self.mean + self.deviation * 4
+    }
 }
 
 /// Packets of a message of `length` bytes; a message of none takes one.
@@ -121,6 +153,9 @@ impl Requester {
             interval: Duration::ZERO,
             waited: Duration::ZERO,
             first_retransmit: Duration::ZERO,
+            min_retransmit: Duration::ZERO,
+            round_trip: None,
+            timed: None,
             ack_timeout: None,
             retry_cnt: 0,
             retries: 0,
@@ -143,8 +178,9 @@ impl Requester {
         };
         self.ack_every = cfg.ack_every.max(1);
         self.ack_timeout = plan_ack_timeout(params.timeout);
-        let longest = self.ack_timeout.unwrap_or(SLOWEST_RETRANSMIT);
+        let longest = self.longest();
         self.first_retransmit = cfg.first_retransmit.min(longest);
+        self.min_retransmit = cfg.min_retransmit.min(longest);
         self.interval = self.first_retransmit;
         self.retry_cnt = params.retry_cnt;
         self.retries = params.retry_cnt;
@@ -227,12 +263,30 @@ impl Requester {
             self.retries -= 1;
             self.waited = Duration::ZERO;
         }
-        let longest = self.ack_timeout.unwrap_or(SLOWEST_RETRANSMIT);
-        self.interval = (self.interval * 2).min(longest);
+        self.interval = (self.interval * 2).min(self.longest());
         self.window = RECOVERY_WINDOW.min(self.max_window);
         self.implied_at = None;
         self.go_back(ctx.now);
         Ok(())
+    }
+
+    /// The longest time between retransmissions.
+    fn longest(&self) -> Duration {
+        self.ack_timeout.unwrap_or(SLOWEST_RETRANSMIT)
+    }
+
+    /// Takes the round trip of the packet being timed, once it is acknowledged.
+    fn measure(&mut self, now: Instant) {
+        if let Some((number, left)) = self.timed
+            && number < self.una
+        {
+            self.timed = None;
+            let sample = now.saturating_duration_since(left);
+            let estimate = RoundTrip::update(self.round_trip, sample);
+            self.round_trip = Some(estimate);
+            let longest = self.longest();
+            self.first_retransmit = estimate.patience().clamp(self.min_retransmit, longest);
+        }
     }
 
     /// Sends again from the oldest packet not acknowledged.
@@ -243,6 +297,8 @@ impl Requester {
             self.reads.pop_back();
         }
         self.since_ack_request = 0;
+        // Which copy of a repeated packet an acknowledgement means cannot be told.
+        self.timed = None;
         self.timer = (self.una < self.sent).then(|| now + self.interval);
     }
 
@@ -290,6 +346,7 @@ impl Requester {
         self.retries = self.retry_cnt;
         self.rnr_retries = self.rnr_retry;
         self.waited = Duration::ZERO;
+        self.measure(now);
         self.interval = self.first_retransmit;
         self.implied_at = None;
         while self.reads.front().is_some_and(|&end| end <= self.una) {

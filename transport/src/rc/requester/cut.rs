@@ -169,6 +169,8 @@ impl Requester {
 
         if self.nxt < self.sent {
             ctx.counters.retransmits += 1;
+        } else if asks && self.timed.is_none() {
+            self.timed = Some((self.nxt, ctx.now));
         }
         self.nxt += u64::from(count);
         self.sent = self.sent.max(self.nxt);

@@ -88,6 +88,7 @@ impl Rig {
         cfg.has_srq = options.has_srq;
         cfg.max_inflight_bytes = options.window * packet_cost(Mtu::Mtu256);
         cfg.first_retransmit = T;
+        cfg.min_retransmit = T;
         cfg.ack_every = options.ack_every;
         let mut rig = Self {
             qp: RcQp::new(cfg),

@@ -663,3 +663,54 @@ fn inline_data_travels_without_a_key() {
     rig.expire();
     assert_eq!(rig.sent(), sent);
 }
+
+#[test]
+fn the_first_retransmission_follows_the_measured_round_trip() {
+    let mut rig = Rig::new();
+    let mut cfg = *rig.qp.config();
+    cfg.first_retransmit = Duration::from_millis(3);
+    cfg.min_retransmit = Duration::from_micros(100);
+    rig.qp = RcQp::new(cfg);
+    rig.qp.to_init();
+    rig.qp.to_rtr(&RtrParams {
+        path_mtu: Mtu::Mtu256,
+        dest_qpn: Qpn::new(0x22),
+        rq_psn: Psn::new(RQ_PSN),
+        max_dest_rd_atomic: 1,
+        min_rnr_timer: RnrTimer::new(14),
+        access: Access::empty(),
+    });
+    rig.qp.to_rts(&RtsParams {
+        sq_psn: Psn::new(SQ_PSN),
+        timeout: TIMEOUT,
+        retry_cnt: 1,
+        rnr_retry: 1,
+        max_rd_atomic: 1,
+    });
+    rig.post(1, SendOp::Send, 4);
+    rig.sent();
+    assert_eq!(rig.expire(), Duration::from_millis(3));
+    assert_eq!(rig.sent().len(), 1);
+    // The acknowledgement of a repeated packet measures nothing.
+    rig.ack(SQ_PSN, UNLIMITED);
+    rig.post(2, SendOp::Send, 4);
+    rig.sent();
+    let wait = |rig: &Rig| rig.qp.poll_timeout().unwrap() - rig.now;
+    assert_eq!(wait(&rig), Duration::from_millis(3));
+    // One millisecond: three are allowed for the next, which takes as long.
+    rig.now += Duration::from_millis(1);
+    rig.ack(SQ_PSN + 1, UNLIMITED);
+    rig.post(3, SendOp::Send, 4);
+    rig.sent();
+    assert_eq!(wait(&rig), Duration::from_millis(3));
+    rig.now += Duration::from_millis(1);
+    rig.ack(SQ_PSN + 2, UNLIMITED);
+    rig.post(4, SendOp::Send, 4);
+    rig.sent();
+    assert_eq!(wait(&rig), Duration::from_micros(2500));
+    // Each further one waits twice as long, up to the ACK timeout.
+    for micros in [2500, 4194, 4194] {
+        assert_eq!(rig.expire().as_micros(), micros);
+        rig.sent();
+    }
+}

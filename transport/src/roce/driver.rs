@@ -614,30 +614,51 @@ pub fn interface_mtu(addr: IpAddr) -> Option<usize> {
     usize::try_from(unsafe { request.ifr_ifru.ifru_mtu }).ok()
 }
 
+/// The addresses of this host's interfaces.
+#[must_use]
+pub fn local_addresses() -> Vec<IpAddr> {
+    let mut list: *mut libc::ifaddrs = ptr::null_mut();
+    // SAFETY: on success the list is ours until freed below.
+    if unsafe { libc::getifaddrs(&raw mut list) } != 0 {
+        return Vec::new();
+    }
+    let mut found = Vec::new();
+    let mut at = list;
+    while !at.is_null() {
+        // SAFETY: a non-null entry of the list.
+        let entry = unsafe { &*at };
+        found.extend(ip_of(entry.ifa_addr));
+        at = entry.ifa_next;
+    }
+    // SAFETY: the list came from getifaddrs and nothing refers to it any more.
+    unsafe { libc::freeifaddrs(list) };
+    found
+}
+
+fn ip_of(p: *mut libc::sockaddr) -> Option<IpAddr> {
+    // SAFETY: an address of the list or null, read only as far as its family says.
+    match i32::from(unsafe { p.as_ref() }?.sa_family) {
+        libc::AF_INET => {
+            // SAFETY: the family says so.
+            let a = unsafe { ptr::read_unaligned(p.cast::<libc::sockaddr_in>()) };
+            Some(IpAddr::V4(Ipv4Addr::from(u32::from_be(a.sin_addr.s_addr))))
+        }
+        libc::AF_INET6 => {
+            // SAFETY: the family says so.
+            let a = unsafe { ptr::read_unaligned(p.cast::<libc::sockaddr_in6>()) };
+            Some(IpAddr::V6(Ipv6Addr::from(a.sin6_addr.s6_addr)))
+        }
+        _ => None,
+    }
+}
+
 /// How specifically an interface's network holds `addr`, in bits; an exact match counts most.
 fn common_network(entry: &libc::ifaddrs, addr: IpAddr) -> Option<u32> {
-    let ip = |p: *mut libc::sockaddr| {
-        // SAFETY: an address of the list, read only as far as its family says.
-        let family = i32::from(unsafe { p.as_ref() }?.sa_family);
-        match family {
-            libc::AF_INET => {
-                // SAFETY: the family says so.
-                let a = unsafe { ptr::read_unaligned(p.cast::<libc::sockaddr_in>()) };
-                Some(IpAddr::V4(Ipv4Addr::from(u32::from_be(a.sin_addr.s_addr))))
-            }
-            libc::AF_INET6 => {
-                // SAFETY: the family says so.
-                let a = unsafe { ptr::read_unaligned(p.cast::<libc::sockaddr_in6>()) };
-                Some(IpAddr::V6(Ipv6Addr::from(a.sin6_addr.s6_addr)))
-            }
-            _ => None,
-        }
-    };
-    let has = ip(entry.ifa_addr)?;
+    let has = ip_of(entry.ifa_addr)?;
     if has == addr {
         return Some(u32::MAX);
     }
-    match (has, ip(entry.ifa_netmask)?, addr) {
+    match (has, ip_of(entry.ifa_netmask)?, addr) {
         (IpAddr::V4(a), IpAddr::V4(m), IpAddr::V4(b)) => {
             let m = u32::from(m);
             (m != 0 && u32::from(a) & m == u32::from(b) & m).then(|| m.count_ones())

@@ -1,0 +1,407 @@
+//! The provider suite on the wire in memory and on sockets, and what only one of them can show.
+
+mod suite;
+
+mod on_loopback {
+    use riser_transport::loopback::FabricConfig;
+
+    use crate::suite::world::Virtual;
+
+    crate::provider_suite!(Virtual::new(FabricConfig::default()));
+}
+
+mod on_a_bad_wire {
+    //! The same with every thirtieth packet lost, and others repeated, spoilt and overtaken.
+
+    use riser_transport::loopback::FabricConfig;
+    use riser_transport::roce::fault::FaultConfig;
+    use riser_transport::verbs::Mtu;
+
+    use crate::suite::world::Virtual;
+    use crate::suite::{cm, ops, transfers};
+
+    fn bad(seed: u64) -> Virtual {
+        Virtual::new(FabricConfig {
+            seed,
+            mtu: Mtu::Mtu1024,
+            faults: FaultConfig::percent(seed, 3.0, 2.0, 2.0, 5.0),
+            ..FabricConfig::default()
+        })
+    }
+
+    #[test]
+    fn operations() {
+        for seed in 1..6 {
+            ops::sends_of_every_kind(bad(seed));
+            ops::writes_and_reads(bad(seed));
+            ops::atomics(bad(seed));
+            ops::fast_registration_and_remote_invalidation(bad(seed));
+            ops::inline_unsignaled_and_fenced(bad(seed));
+            ops::mixed_traffic(bad(seed));
+            transfers::a_command_registers_transfers_and_invalidates(bad(seed));
+        }
+    }
+
+    #[test]
+    fn connections() {
+        for seed in 1..6 {
+            cm::both_sides_hear_what_the_other_says(bad(seed));
+            cm::a_refusal_brings_its_reason(bad(seed));
+            cm::connections_come_and_go(bad(seed));
+            cm::data_before_the_confirmation_establishes(bad(seed));
+        }
+    }
+}
+
+mod on_sockets {
+    use crate::suite::world::Real;
+
+    crate::provider_suite!(Real::new());
+}
+
+mod on_sockets_without_segmentation {
+    use riser_transport::verbs::Mtu;
+
+    use crate::suite::ops;
+    use crate::suite::world::Real;
+
+    #[test]
+    fn operations() {
+        let plain = || {
+            Real::with(|c| {
+                c.no_segmentation = true;
+                c.mtu = Some(Mtu::Mtu256);
+            })
+        };
+        ops::sends_of_every_kind(plain());
+        ops::writes_and_reads(plain());
+        ops::mixed_traffic(plain());
+    }
+}
+
+mod only {
+    //! What needs one of the worlds.
+
+    use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+    use std::time::{Duration, Instant};
+
+    use riser_transport::loopback::FabricConfig;
+    use riser_transport::roce::fault::FaultConfig;
+    use riser_transport::roce::nic::NicLimits;
+    use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
+    use riser_transport::verbs::{
+        CmEventKind, ConnParam, Mtu, PortSpace, Provider, RdmaCm, SendOp, Verbs, WcStatus,
+    };
+
+    use crate::suite::ops;
+    use crate::suite::world::{
+        End, Real, Virtual, Wants, World, addresses, cm_event, connect_on, connected, init_attr,
+        objects, resolve,
+    };
+
+    #[test]
+    fn one_seed_gives_one_trace() {
+        let trace = |seed| {
+            let w = Virtual::new(FabricConfig {
+                seed,
+                faults: FaultConfig::percent(3, 2.0, 1.0, 1.0, 3.0),
+                ..FabricConfig::default()
+            });
+            let fabric = w.0.fabric.clone();
+            // Addresses of memory differ between runs, so this talks in sends only.
+            let mut w = w;
+            let (a, b) = connected(&mut w);
+            for n in 0..50 {
+                b.recv(&mut w, n, 0, 20_000);
+            }
+            for n in 0..50 {
+                a.send(&mut w, n, SendOp::Send, 0, 300 * n as usize);
+            }
+            a.completions(&mut w, 50);
+            (fabric.trace(), fabric.elapsed())
+        };
+        assert_eq!(trace(1), trace(1));
+        assert_ne!(trace(1), trace(2));
+    }
+
+    #[test]
+    fn a_silent_peer_is_given_up() {
+        let mut w = Virtual::new(FabricConfig::default());
+        let (a, b) = connected(&mut w);
+        w.0.fabric.set_faults(FaultConfig {
+            loss: 1_000_000,
+            ..FaultConfig::default()
+        });
+        a.send(&mut w, 1, SendOp::Write(b.remote(0)), 0, 8);
+        assert_eq!(a.completion(&mut w).status, WcStatus::RetryExcErr);
+        // A connection that nobody answers is over as well, and so is a request.
+        w.provider(End::A).disconnect(a.id).unwrap();
+        assert_eq!(cm_event(&mut w, End::A).kind, CmEventKind::Disconnected);
+        assert_eq!(cm_event(&mut w, End::A).kind, CmEventKind::TimewaitExit);
+        let id = resolve(&mut w, 4000);
+        let (pd, cq, _m, _) = objects(&mut w, End::A, &Wants::default());
+        let init = init_attr(pd, cq, &Wants::default());
+        w.provider(End::A).create_cm_qp(id, &init).unwrap();
+        w.provider(End::A)
+            .connect(id, &ConnParam::default())
+            .unwrap();
+        assert_eq!(cm_event(&mut w, End::A).kind, CmEventKind::Unreachable);
+    }
+
+    #[test]
+    fn a_peer_has_only_so_many_queue_pairs() {
+        let mut w = Virtual::new(FabricConfig {
+            limits: NicLimits {
+                max_qps_per_peer: 1,
+                ..NicLimits::default()
+            },
+            ..FabricConfig::default()
+        });
+        let (a, _b) = connected(&mut w);
+        let listener = crate::suite::world::listen(&mut w, End::B, 4000);
+        let id = resolve(&mut w, 4000);
+        let (pd, cq, _m, _) = objects(&mut w, End::A, &Wants::default());
+        let init = init_attr(pd, cq, &Wants::default());
+        w.provider(End::A).create_cm_qp(id, &init).unwrap();
+        w.provider(End::A)
+            .connect(id, &ConnParam::default())
+            .unwrap();
+        let request = cm_event(&mut w, End::B).id;
+        let (pd, cq, _m, _) = objects(&mut w, End::B, &Wants::default());
+        let init = init_attr(pd, cq, &Wants::default());
+        w.provider(End::B).create_cm_qp(request, &init).unwrap();
+        w.provider(End::B)
+            .accept(request, &ConnParam::default())
+            .unwrap_err();
+        assert_eq!(w.0.b.counters().refused_qps, 1);
+        w.provider(End::B).destroy_id(request).unwrap();
+        w.provider(End::B).destroy_id(listener).unwrap();
+        w.provider(End::A).destroy_qp(a.qp).unwrap();
+    }
+
+    #[test]
+    fn packets_from_elsewhere_change_nothing() {
+        let mut w = Virtual::new(FabricConfig::default());
+        let (a, b) = connected(&mut w);
+        // A third device knows everything but has another address.
+        let stranger: IpAddr = Ipv4Addr::new(127, 0, 0, 3).into();
+        let mut third = w.0.fabric.endpoint(stranger);
+        let pd = third.alloc_pd().unwrap();
+        let cq = third.create_cq(4).unwrap();
+        let qp = third
+            .create_qp(&init_attr(pd, cq, &Wants::default()))
+            .unwrap();
+        let know = w.provider(End::A).query_qp(a.qp).unwrap();
+        for state in [
+            riser_transport::verbs::QpState::Init,
+            riser_transport::verbs::QpState::Rtr,
+            riser_transport::verbs::QpState::Rts,
+        ] {
+            use riser_transport::verbs::{QpAttr, QpState};
+            let none = QpAttr::default();
+            let attr = match state {
+                QpState::Init => QpAttr {
+                    pkey_index: Some(0),
+                    port: Some(1),
+                    access: know.access,
+                    ..none
+                },
+                QpState::Rtr => QpAttr {
+                    ah: know.ah,
+                    path_mtu: know.path_mtu,
+                    dest_qp: know.dest_qp,
+                    rq_psn: know.rq_psn,
+                    max_dest_rd_atomic: Some(1),
+                    min_rnr_timer: Some(1),
+                    ..none
+                },
+                _ => QpAttr {
+                    sq_psn: know.sq_psn,
+                    max_rd_atomic: Some(1),
+                    timeout: Some(14),
+                    retry_cnt: Some(0),
+                    rnr_retry: Some(0),
+                    ..none
+                },
+            };
+            third
+                .modify_qp(
+                    qp,
+                    &QpAttr {
+                        state: Some(state),
+                        ..attr
+                    },
+                )
+                .unwrap();
+        }
+        let wr = riser_transport::verbs::SendWr::new(1, SendOp::Write(b.remote(0)), &[]);
+        third.post_send(qp, &[wr]).unwrap();
+        let now = w.now();
+        third.progress(now);
+        w.pass(Duration::from_millis(1));
+        assert!(w.0.b.counters().rx_wrong_source > 0);
+        assert_eq!(w.0.b.qp_counters(b.qp).unwrap().rc.rx_packets, 0);
+        a.send(&mut w, 2, SendOp::Write(b.remote(0)), 0, 100);
+        assert!(a.completion(&mut w).status.is_ok());
+    }
+
+    #[test]
+    fn a_lossy_socket_loses_nothing() {
+        let faults = RoceFaults {
+            transmit: Some(FaultConfig::percent(5, 2.0, 1.0, 1.0, 3.0)),
+            receive: Some(FaultConfig::percent(6, 1.0, 0.0, 0.0, 2.0)),
+        };
+        ops::mixed_traffic(Real::with(|c| c.faults = faults));
+    }
+
+    #[test]
+    fn ipv6_sockets_talk() {
+        // A host has ::1 on its loopback interface; another address of its own may be anywhere, and
+        // its interface may carry less.
+        let own: Vec<IpAddr> = riser_transport::roce::driver::local_addresses()
+            .into_iter()
+            .filter(|a| matches!(a, IpAddr::V6(v6) if !v6.is_unicast_link_local()))
+            .collect();
+        let [a, b, ..] = own[..] else {
+            #[allow(clippy::print_stderr, reason = "a skip is said aloud")]
+            {
+                eprintln!("SKIP: this host has fewer than two IPv6 addresses");
+            }
+            return;
+        };
+        match Real::at(a, b, |c| c.mtu = Some(Mtu::Mtu1024)) {
+            Ok(w) => ops::mixed_traffic(w),
+            #[allow(clippy::print_stderr, reason = "a skip is said aloud")]
+            Err(e) => eprintln!("SKIP: {a} or {b} is taken: {e}"),
+        }
+    }
+
+    #[test]
+    fn ipv6_in_memory() {
+        let fabric = riser_transport::loopback::Fabric::new(FabricConfig::default());
+        let pair = riser_transport::loopback::Pair {
+            a: fabric.endpoint("fd00::1".parse().unwrap()),
+            b: fabric.endpoint("fd00::2".parse().unwrap()),
+            fabric,
+        };
+        ops::mixed_traffic(Virtual(pair));
+    }
+
+    /// Opens `count` workers of a device.
+    fn workers(addr: IpAddr, bits: u8) -> Vec<Roce> {
+        (0..1 << bits)
+            .map(|index| {
+                Roce::open(&RoceConfig {
+                    worker_index: index,
+                    worker_bits: bits,
+                    ..RoceConfig::new(addr)
+                })
+                .unwrap()
+            })
+            .collect()
+    }
+
+    #[test]
+    fn workers_share_a_port() {
+        let (here, there) = addresses();
+        let mut server = workers(here, 2);
+        let mut client = Roce::open(&RoceConfig::new(there)).unwrap();
+        for worker in &mut server {
+            let listener = worker.create_id(PortSpace::Tcp).unwrap();
+            worker
+                .bind_addr(listener, SocketAddr::new(here, 4000))
+                .unwrap();
+            worker.listen(listener, 64).unwrap();
+        }
+        let pd = client.alloc_pd().unwrap();
+        let cq = client.create_cq(256).unwrap();
+        let mut ids = Vec::new();
+        for _ in 0..24 {
+            let id = client.create_id(PortSpace::Tcp).unwrap();
+            let dst = SocketAddr::new(here, 4000);
+            client.resolve_addr(id, None, dst, Duration::ZERO).unwrap();
+            client.resolve_route(id, Duration::ZERO).unwrap();
+            let qp = client
+                .create_cm_qp(id, &init_attr(pd, cq, &Wants::default()))
+                .unwrap();
+            client.connect(id, &ConnParam::default()).unwrap();
+            ids.push((id, qp));
+        }
+        let mut up = [0; 4];
+        let mut established = 0;
+        let end = Instant::now() + Duration::from_secs(30);
+        while established < ids.len() || up.iter().sum::<usize>() < ids.len() {
+            assert!(Instant::now() < end, "{established} {up:?}");
+            client.progress(Instant::now());
+            while let Some(e) = client.poll_cm_event() {
+                established += usize::from(matches!(e.kind, CmEventKind::Established { .. }));
+            }
+            let mut forward = Vec::new();
+            for (index, worker) in server.iter_mut().enumerate() {
+                worker.progress(Instant::now());
+                while let Some(m) = worker.poll_misdirected() {
+                    forward.push(m);
+                }
+                while let Some(e) = worker.poll_cm_event() {
+                    match e.kind {
+                        CmEventKind::ConnectRequest { .. } => {
+                            let pd = worker.alloc_pd().unwrap();
+                            let cq = worker.create_cq(16).unwrap();
+                            let init = init_attr(pd, cq, &Wants::default());
+                            let qp = worker.create_cm_qp(e.id, &init).unwrap();
+                            assert_eq!(worker.qp_num(qp).unwrap() & 3, index as u32);
+                            worker.accept(e.id, &ConnParam::default()).unwrap();
+                        }
+                        CmEventKind::Established { .. } => up[index] += 1,
+                        _ => {}
+                    }
+                }
+            }
+            for m in forward {
+                server[m.worker as usize].handle_forwarded(Instant::now(), m.src, &m.bytes);
+            }
+        }
+        assert!(
+            up.iter().all(|&n| n > 0),
+            "every worker has connections: {up:?}"
+        );
+    }
+
+    #[test]
+    fn a_capture_holds_what_went_over_the_wire() {
+        let path = std::env::temp_dir().join(format!("riser-capture-{}.pcap", std::process::id()));
+        let mut w = Real::with(|c| {
+            c.capture = Some(path.with_extension(c.addr.to_string()));
+        });
+        let files: Vec<_> = [End::A, End::B]
+            .map(|e| path.with_extension(w.addr(e).to_string()))
+            .into();
+        let (a, b) = connect_on(&mut w, 5000, &Wants::default(), &Wants::default());
+        a.send(&mut w, 1, SendOp::Write(b.remote(0)), 0, 50_000);
+        assert!(a.completion(&mut w).status.is_ok());
+        drop(w);
+        let mut counts = Vec::new();
+        for file in &files {
+            let bytes = std::fs::read(file).unwrap();
+            std::fs::remove_file(file).unwrap();
+            let (mut at, mut n, mut writes) = (24, 0, 0);
+            while at < bytes.len() {
+                let len = u32::from_ne_bytes(bytes[at + 8..at + 12].try_into().unwrap()) as usize;
+                let packet = &bytes[at + 16..][..len];
+                let port = |at: usize| u16::from_be_bytes([packet[at], packet[at + 1]]);
+                let src =
+                    SocketAddr::from(([packet[12], packet[13], packet[14], packet[15]], port(20)));
+                let dst =
+                    SocketAddr::from(([packet[16], packet[17], packet[18], packet[19]], port(22)));
+                let flow = riser_transport::wire::IcrcFlow::new(src, dst).unwrap();
+                flow.check_exact(&packet[28..], port(4)).unwrap();
+                writes += usize::from((6..=0x0a).contains(&packet[28]));
+                n += 1;
+                at += 16 + len;
+            }
+            assert_eq!(writes, 13);
+            counts.push(n);
+        }
+        assert_eq!(counts[0], counts[1], "both ends saw the same");
+    }
+}

@@ -1,0 +1,374 @@
+//! Connections: made, refused, ended, and given up.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use riser_transport::verbs::{
+    CmError, CmEventKind, ConnParam, MAX_CONNECT_PRIVATE_DATA, PortSpace, QpAttr, QpState,
+    RdmaCm as _, SendOp, Verbs as _, WcStatus,
+};
+
+use crate::suite::world::{
+    End, Wants, World, cm_event, connect_on, connect_to, connected, init_attr, listen, objects,
+    resolve,
+};
+
+fn param(data: &[u8]) -> ConnParam {
+    ConnParam {
+        private_data: data.to_vec(),
+        responder_resources: 3,
+        initiator_depth: 5,
+        ..ConnParam::default()
+    }
+}
+
+pub(crate) fn both_sides_hear_what_the_other_says<W: World>(mut w: W) {
+    let w = &mut w;
+    let listener = listen(w, End::B, 4000);
+    let id = resolve(w, 4000);
+    let (pd, cq, _m, _) = objects(w, End::A, &Wants::default());
+    let init = init_attr(pd, cq, &Wants::default());
+    let qp_a = w.provider(End::A).create_cm_qp(id, &init).unwrap();
+    w.provider(End::A).connect(id, &param(b"hello")).unwrap();
+    let request = cm_event(w, End::B);
+    let CmEventKind::ConnectRequest {
+        listener: l,
+        peer,
+        param: said,
+    } = request.kind
+    else {
+        panic!("{request:?}");
+    };
+    assert_eq!(l, listener);
+    let local = w.provider(End::A).local_addr(id).unwrap();
+    assert_eq!((peer, peer.ip()), (local, w.addr(End::A)));
+    assert_eq!(w.provider(End::B).peer_addr(request.id), Some(peer));
+    let here = SocketAddr::new(w.addr(End::B), 4000);
+    assert_eq!(w.provider(End::B).local_addr(request.id), Some(here));
+    assert_eq!(w.provider(End::A).peer_addr(id), Some(here));
+    assert_eq!(said.private_data.len(), MAX_CONNECT_PRIVATE_DATA);
+    assert_eq!(&said.private_data[..6], b"hello\0");
+    // The peer's depth is what we hold, and the other way round.
+    assert_eq!((said.responder_resources, said.initiator_depth), (5, 3));
+    let (pd, cq, _m, _) = objects(w, End::B, &Wants::default());
+    let init = init_attr(pd, cq, &Wants::default());
+    let qp_b = w.provider(End::B).create_cm_qp(request.id, &init).unwrap();
+    w.provider(End::B)
+        .accept(request.id, &param(b"welcome"))
+        .unwrap();
+    let CmEventKind::Established { param: said } = cm_event(w, End::A).kind else {
+        panic!("not established");
+    };
+    assert_eq!(&said.private_data[..8], b"welcome\0");
+    assert!(matches!(
+        cm_event(w, End::B).kind,
+        CmEventKind::Established { .. }
+    ));
+    // Each begins with the PSN that the other expects, and bounds its READs by the other's offer.
+    let attr_a = w.provider(End::A).query_qp(qp_a).unwrap();
+    let attr_b = w.provider(End::B).query_qp(qp_b).unwrap();
+    assert_eq!(
+        (attr_a.sq_psn, attr_a.rq_psn),
+        (attr_b.rq_psn, attr_b.sq_psn)
+    );
+    assert_eq!(
+        (attr_a.max_rd_atomic, attr_a.max_dest_rd_atomic),
+        (Some(3), Some(3))
+    );
+    assert_eq!(
+        (attr_b.max_rd_atomic, attr_b.max_dest_rd_atomic),
+        (Some(3), Some(3))
+    );
+    let number = w.provider(End::B).qp_num(qp_b).unwrap();
+    assert_eq!(attr_a.dest_qp, Some(number));
+}
+
+pub(crate) fn a_refusal_brings_its_reason<W: World>(mut w: W) {
+    let w = &mut w;
+    let _listener = listen(w, End::B, 4000);
+    let id = resolve(w, 4000);
+    let (pd, cq, _m, _) = objects(w, End::A, &Wants::default());
+    let init = init_attr(pd, cq, &Wants::default());
+    let qp = w.provider(End::A).create_cm_qp(id, &init).unwrap();
+    w.provider(End::A).connect(id, &param(b"")).unwrap();
+    let request = cm_event(w, End::B).id;
+    w.provider(End::B).reject(request, b"no thanks").unwrap();
+    let CmEventKind::Rejected {
+        reason,
+        private_data,
+    } = cm_event(w, End::A).kind
+    else {
+        panic!("not refused");
+    };
+    assert_eq!((reason, &private_data[..10]), (28, &b"no thanks\0"[..]));
+    let state = w.provider(End::A).query_qp(qp).unwrap().state;
+    assert_eq!(state, Some(QpState::Error));
+    let again = w.provider(End::B).reject(request, b"");
+    assert!(matches!(again, Err(CmError::InvalidState(_))));
+    w.provider(End::B).destroy_id(request).unwrap();
+    w.provider(End::A).destroy_id(id).unwrap();
+}
+
+pub(crate) fn nobody_listens<W: World>(mut w: W) {
+    let w = &mut w;
+    let id = resolve(w, 4001);
+    let (pd, cq, _m, _) = objects(w, End::A, &Wants::default());
+    let init = init_attr(pd, cq, &Wants::default());
+    w.provider(End::A).create_cm_qp(id, &init).unwrap();
+    w.provider(End::A).connect(id, &param(b"")).unwrap();
+    let CmEventKind::Rejected { reason, .. } = cm_event(w, End::A).kind else {
+        panic!("not refused");
+    };
+    assert_eq!(reason, 8, "invalid service id");
+}
+
+pub(crate) fn a_disconnect_reaches_both_sides<W: World>(mut w: W) {
+    let w = &mut w;
+    let (a, b) = connected(w);
+    b.recv(w, 1, 0, 8);
+    a.send(w, 2, SendOp::Send, 0, 0);
+    assert!(a.completion(w).status.is_ok() && b.completion(w).status.is_ok());
+    a.recv(w, 3, 0, 8);
+    b.recv(w, 4, 0, 8);
+    w.provider(End::A).disconnect(a.id).unwrap();
+    w.provider(End::A).disconnect(a.id).unwrap();
+    for side in [&a, &b] {
+        assert_eq!(cm_event(w, side.end).kind, CmEventKind::Disconnected);
+        assert_eq!(side.completion(w).status, WcStatus::WrFlushErr);
+        let state = w.provider(side.end).query_qp(side.qp).unwrap().state;
+        assert_eq!(state, Some(QpState::Error));
+    }
+    for side in [&a, &b] {
+        assert_eq!(cm_event(w, side.end).kind, CmEventKind::TimewaitExit);
+    }
+    w.provider(End::B).disconnect(b.id).unwrap();
+    w.provider(End::B).destroy_id(b.id).unwrap();
+    let gone = w.provider(End::B).disconnect(b.id);
+    assert!(matches!(gone, Err(CmError::InvalidState(_))));
+}
+
+pub(crate) fn both_disconnect_at_once<W: World>(mut w: W) {
+    let w = &mut w;
+    let (a, b) = connected(w);
+    w.provider(End::A).disconnect(a.id).unwrap();
+    w.provider(End::B).disconnect(b.id).unwrap();
+    for end in [End::A, End::B] {
+        assert_eq!(cm_event(w, end).kind, CmEventKind::Disconnected);
+    }
+}
+
+pub(crate) fn destroying_an_identifier_ends_its_connection<W: World>(mut w: W) {
+    let w = &mut w;
+    let (a, b) = connected(w);
+    w.provider(End::A).destroy_id(a.id).unwrap();
+    assert_eq!(cm_event(w, End::B).kind, CmEventKind::Disconnected);
+    // The queue pair stays its owner's to destroy.
+    w.provider(End::A).destroy_qp(a.qp).unwrap();
+    w.provider(End::B).destroy_qp(b.qp).unwrap();
+    w.provider(End::B).destroy_id(b.id).unwrap();
+}
+
+pub(crate) fn calls_out_of_turn_are_refused<W: World>(mut w: W) {
+    let w = &mut w;
+    let (here, there) = (w.addr(End::A), w.addr(End::B));
+    let (pd, cq, _m, _) = objects(w, End::A, &Wants::default());
+    let init = init_attr(pd, cq, &Wants::default());
+    let p = w.provider(End::A);
+    let wrong =
+        |r: Result<(), CmError>| assert!(matches!(r, Err(CmError::InvalidState(_))), "{r:?}");
+    let id = p.create_id(PortSpace::Tcp).unwrap();
+    wrong(p.listen(id, 1));
+    wrong(p.connect(id, &param(b"")));
+    wrong(p.accept(id, &param(b"")));
+    wrong(p.reject(id, b""));
+    wrong(p.mra(id));
+    wrong(p.disconnect(id));
+    wrong(p.notify_established(id));
+    wrong(p.resolve_route(id, Duration::ZERO));
+    wrong(p.create_cm_qp(id, &init).map(drop));
+    let port = |port| SocketAddr::new(here, port);
+    let foreign = SocketAddr::new(there, 1);
+    assert_eq!(p.bind_addr(id, foreign), Err(CmError::AddressNotAvailable));
+    p.bind_addr(id, port(700)).unwrap();
+    wrong(p.bind_addr(id, port(701)));
+    let other = p.create_id(PortSpace::Tcp).unwrap();
+    assert_eq!(p.bind_addr(other, port(700)), Err(CmError::AddressInUse));
+    p.bind_addr(other, port(0)).unwrap();
+    assert!(p.local_addr(other).unwrap().port() >= 32_768);
+    p.destroy_id(id).unwrap();
+    let again = p.create_id(PortSpace::Tcp).unwrap();
+    p.bind_addr(again, port(700)).unwrap();
+    p.listen(again, 1).unwrap();
+    wrong(p.listen(again, 1));
+    wrong(p.resolve_addr(again, None, foreign, Duration::ZERO));
+    let lost = p.create_id(PortSpace::Tcp).unwrap();
+    let unspecified = SocketAddr::new(
+        if here.is_ipv4() {
+            [0, 0, 0, 0].into()
+        } else {
+            std::net::Ipv6Addr::UNSPECIFIED.into()
+        },
+        9,
+    );
+    p.resolve_addr(lost, None, unspecified, Duration::ZERO)
+        .unwrap();
+    let event = cm_event(w, End::A);
+    assert_eq!(event.kind, CmEventKind::AddrError(CmError::Unreachable));
+    let p = w.provider(End::A);
+    p.resolve_addr(lost, None, foreign, Duration::ZERO).unwrap();
+    p.resolve_route(lost, Duration::ZERO).unwrap();
+    p.create_cm_qp(lost, &init).unwrap();
+    let too_long = p.connect(lost, &param(&[0; MAX_CONNECT_PRIVATE_DATA + 1]));
+    assert_eq!(
+        too_long,
+        Err(CmError::PrivateDataTooLong { len: 57, max: 56 })
+    );
+}
+
+pub(crate) fn a_bare_service_id_takes_all_the_private_data<W: World>(mut w: W) {
+    let w = &mut w;
+    let service = 0x1000_0000_1234_5600;
+    let space = PortSpace::Ib {
+        service_id: service,
+        mask: !0xff,
+    };
+    let listener = w.provider(End::B).create_id(space).unwrap();
+    w.provider(End::B).listen(listener, 4).unwrap();
+    let dst = SocketAddr::new(w.addr(End::B), 0);
+    let asked = PortSpace::Ib {
+        service_id: service | 0x42,
+        mask: !0,
+    };
+    let p = w.provider(End::A);
+    let id = p.create_id(asked).unwrap();
+    p.resolve_addr(id, None, dst, Duration::ZERO).unwrap();
+    p.resolve_route(id, Duration::ZERO).unwrap();
+    let (pd, cq, _m, _) = objects(w, End::A, &Wants::default());
+    let init = init_attr(pd, cq, &Wants::default());
+    let p = w.provider(End::A);
+    p.create_cm_qp(id, &init).unwrap();
+    p.connect(id, &param(&[7; 92])).unwrap();
+    let request = cm_event(w, End::B);
+    let CmEventKind::ConnectRequest {
+        listener: l,
+        param: said,
+        ..
+    } = request.kind
+    else {
+        panic!("{request:?}");
+    };
+    assert_eq!((l, said.private_data), (listener, vec![7; 92]));
+    w.provider(End::B).reject(request.id, b"").unwrap();
+}
+
+pub(crate) fn a_full_backlog_makes_requests_wait<W: World>(mut w: W) {
+    let w = &mut w;
+    let addr = SocketAddr::new(w.addr(End::B), 4000);
+    let p = w.provider(End::B);
+    let listener = p.create_id(PortSpace::Tcp).unwrap();
+    p.bind_addr(listener, addr).unwrap();
+    p.listen(listener, 1).unwrap();
+    let mut ids = Vec::new();
+    for _ in 0..2 {
+        let id = resolve(w, 4000);
+        let (pd, cq, m, _) = objects(w, End::A, &Wants::default());
+        let init = init_attr(pd, cq, &Wants::default());
+        w.provider(End::A).create_cm_qp(id, &init).unwrap();
+        w.provider(End::A).connect(id, &param(b"")).unwrap();
+        ids.push((id, m));
+    }
+    let first = cm_event(w, End::B).id;
+    w.pass(Duration::from_millis(50));
+    assert_eq!(w.provider(End::B).poll_cm_event(), None);
+    w.provider(End::B).reject(first, b"").unwrap();
+    // The second is repeated, and now there is room.
+    let second = cm_event(w, End::B);
+    assert!(matches!(second.kind, CmEventKind::ConnectRequest { .. }));
+    w.provider(End::B).mra(second.id).unwrap();
+    w.provider(End::B).destroy_id(second.id).unwrap();
+    for _ in 0..2 {
+        let event = cm_event(w, End::A);
+        assert!(
+            matches!(event.kind, CmEventKind::Rejected { .. }),
+            "{event:?}"
+        );
+    }
+}
+
+pub(crate) fn destroying_a_listener_refuses_what_waits<W: World>(mut w: W) {
+    let w = &mut w;
+    let listener = listen(w, End::B, 4000);
+    let id = resolve(w, 4000);
+    let (pd, cq, _m, _) = objects(w, End::A, &Wants::default());
+    let init = init_attr(pd, cq, &Wants::default());
+    w.provider(End::A).create_cm_qp(id, &init).unwrap();
+    w.provider(End::A).connect(id, &param(b"")).unwrap();
+    w.pass(Duration::from_millis(20));
+    w.provider(End::B).destroy_id(listener).unwrap();
+    assert_eq!(w.provider(End::B).poll_cm_event(), None);
+    let event = cm_event(w, End::A);
+    assert!(
+        matches!(event.kind, CmEventKind::Rejected { .. }),
+        "{event:?}"
+    );
+}
+
+/// Everything is given back, cycle after cycle.
+pub(crate) fn connections_come_and_go<W: World>(mut w: W) {
+    let w = &mut w;
+    let _listener = listen(w, End::B, 4000);
+    let wants = Wants {
+        region: 4096,
+        ..Wants::default()
+    };
+    let mut numbers = std::collections::HashSet::new();
+    for cycle in 0..100 {
+        let (a, b) = connect_to(w, 4000, &wants, &wants);
+        assert!(
+            numbers.insert(w.provider(End::A).qp_num(a.qp).unwrap()),
+            "a number came back"
+        );
+        b.recv(w, 1, 0, 64);
+        a.send(w, 1, SendOp::Send, 0, 64);
+        assert!(a.completion(w).status.is_ok() && b.completion(w).status.is_ok());
+        let (first, second) = if cycle % 2 == 0 { (&a, &b) } else { (&b, &a) };
+        w.provider(first.end).disconnect(first.id).unwrap();
+        assert_eq!(cm_event(w, second.end).kind, CmEventKind::Disconnected);
+        assert_eq!(cm_event(w, first.end).kind, CmEventKind::Disconnected);
+        for side in [a, b] {
+            let p = w.provider(side.end);
+            p.destroy_id(side.id).unwrap();
+            p.destroy_qp(side.qp).unwrap();
+            p.dereg_mr(side.mr.id).unwrap();
+            p.destroy_cq(side.cq).unwrap();
+            p.dealloc_pd(side.pd).unwrap();
+        }
+    }
+}
+
+pub(crate) fn data_before_the_confirmation_establishes<W: World>(mut w: W) {
+    // The active side may send as soon as it is connected; whatever arrives first, both are told once.
+    let w = &mut w;
+    for port in 4000..4010 {
+        let (a, b) = connect_on(w, port, &Wants::default(), &Wants::default());
+        b.recv(w, 1, 0, 8);
+        a.send(w, 1, SendOp::Send, 0, 8);
+        assert!(b.completion(w).status.is_ok());
+        assert_eq!(w.provider(End::B).poll_cm_event(), None);
+    }
+}
+
+pub(crate) fn an_error_here_does_not_end_the_connection_there<W: World>(mut w: W) {
+    let w = &mut w;
+    let (a, b) = connected(w);
+    let error = QpAttr {
+        state: Some(QpState::Error),
+        ..QpAttr::default()
+    };
+    w.provider(End::A).modify_qp(a.qp, &error).unwrap();
+    w.pass(Duration::from_millis(20));
+    assert_eq!(w.provider(End::B).poll_cm_event(), None);
+    w.provider(End::A).disconnect(a.id).unwrap();
+    assert_eq!(cm_event(w, End::B).kind, CmEventKind::Disconnected);
+    let _ = b;
+}

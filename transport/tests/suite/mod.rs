@@ -1,0 +1,41 @@
+//! The suite that every provider passes.
+
+pub(crate) mod cm;
+pub(crate) mod objects;
+pub(crate) mod ops;
+pub(crate) mod transfers;
+pub(crate) mod world;
+
+/// Makes a test of every function of the suite, for the world that an expression makes.
+#[macro_export]
+macro_rules! provider_suite {
+    ($world:expr) => {
+        $crate::provider_suite! { @ $world;
+            objects: a_device_tells_what_it_is what_is_in_use_is_busy limits_hold
+                a_queue_pair_goes_through_its_states datagrams;
+            ops: sends_of_every_kind writes_and_reads atomics inline_unsignaled_and_fenced
+                a_chain_posts_up_to_the_first_bad_request fast_registration_and_remote_invalidation
+                a_sender_waits_for_the_receiver not_ready_for_too_long keys_rights_and_ranges
+                a_bad_local_key_completes a_message_longer_than_its_receive flushes_in_order
+                a_shared_receive_queue_and_its_limit an_overrun_queue_is_an_event
+                notifications_come_when_armed the_send_queue_drains mixed_traffic long_messages;
+            cm: both_sides_hear_what_the_other_says a_refusal_brings_its_reason nobody_listens
+                a_disconnect_reaches_both_sides both_disconnect_at_once
+                destroying_an_identifier_ends_its_connection calls_out_of_turn_are_refused
+                a_bare_service_id_takes_all_the_private_data a_full_backlog_makes_requests_wait
+                destroying_a_listener_refuses_what_waits connections_come_and_go
+                data_before_the_confirmation_establishes
+                an_error_here_does_not_end_the_connection_there;
+            transfers: a_command_registers_transfers_and_invalidates
+                a_region_put_back_alive_is_replaced;
+        }
+    };
+    (@ $world:expr; $($module:ident: $($name:ident)*;)*) => {
+        $($(
+            #[test]
+            fn $name() {
+                $crate::suite::$module::$name($world);
+            }
+        )*)*
+    };
+}

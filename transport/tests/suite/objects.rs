@@ -1,0 +1,335 @@
+//! Objects: limits, handles, who keeps whom alive, and the queue pair's states.
+
+use riser_memory::Memory;
+use riser_transport::verbs::{
+    Access, AhAttr, Gid, Mtu, PKey, PortState, PostReason, QKey, QpAttr, QpCap, QpInitAttr,
+    QpState, QpType, RecvWr, SendOp, SendWr, Sge, UdDest, VerbsError, WcOpcode, WcStatus, WrId,
+};
+
+use riser_transport::verbs::Verbs as _;
+
+use crate::suite::world::{End, Wants, World, init_attr, objects};
+
+pub(crate) fn a_device_tells_what_it_is<W: World>(mut w: W) {
+    let addr = w.addr(End::A);
+    let p = w.provider(End::A);
+    let attr = p.device_attr().clone();
+    assert!(attr.max_qp > 0 && attr.max_sge >= 4 && attr.ports == 1);
+    let port = p.query_port(1).unwrap();
+    assert_eq!((port.state, port.addr), (PortState::Active, addr));
+    assert!(port.active_mtu >= Mtu::Mtu1024);
+    assert_eq!(p.query_port(2), Err(VerbsError::InvalidPort(2)));
+    assert_eq!(p.query_gid(1, 0).unwrap(), Gid::from(addr));
+    assert_eq!(p.query_gid(1, 1), Err(VerbsError::InvalidIndex(1)));
+    assert_eq!(p.query_pkey(1, 0), Ok(PKey::DEFAULT));
+    assert_eq!(p.query_pkey(0, 0), Err(VerbsError::InvalidPort(0)));
+}
+
+pub(crate) fn what_is_in_use_is_busy<W: World>(mut w: W) {
+    let wants = Wants::default();
+    let (pd, cq, memory, mr) = objects(&mut w, End::A, &wants);
+    let p = w.provider(End::A);
+    let busy = |r: Result<(), VerbsError>| assert!(matches!(r, Err(VerbsError::ResourceBusy(_))));
+    busy(p.dealloc_pd(pd));
+    let qp = p.create_qp(&init_attr(pd, cq, &wants)).unwrap();
+    p.dereg_mr(mr.id).unwrap();
+    busy(p.dealloc_pd(pd));
+    busy(p.destroy_cq(cq));
+    p.destroy_qp(qp).unwrap();
+    p.destroy_cq(cq).unwrap();
+    p.dealloc_pd(pd).unwrap();
+    // Stale handles name nothing, also after their slots are used again.
+    let again = p.alloc_pd().unwrap();
+    assert_ne!(again, pd);
+    let gone = |r: Result<(), VerbsError>| assert!(matches!(r, Err(VerbsError::InvalidHandle(_))));
+    gone(p.dealloc_pd(pd));
+    gone(p.destroy_cq(cq));
+    gone(p.destroy_qp(qp));
+    gone(p.dereg_mr(mr.id));
+    gone(p.query_mr(mr.id).map(drop));
+    gone(p.query_qp(qp).map(drop));
+    gone(p.reg_mr(pd, &memory.whole(), Access::empty()).map(drop));
+    gone(p.create_qp(&init_attr(pd, cq, &wants)).map(drop));
+    let refused = p.post_send(qp, &[]).unwrap_err();
+    assert_eq!(refused.reason, PostReason::InvalidHandle);
+}
+
+pub(crate) fn limits_hold<W: World>(mut w: W) {
+    let wants = Wants::default();
+    let (pd, cq, memory, _) = objects(&mut w, End::A, &wants);
+    let p = w.provider(End::A);
+    let attr = p.device_attr().clone();
+    let invalid = |r: Result<(), VerbsError>| {
+        assert!(matches!(r, Err(VerbsError::InvalidParameter(_))), "{r:?}");
+    };
+    invalid(p.create_cq(0).map(drop));
+    invalid(p.create_cq(attr.max_cqe + 1).map(drop));
+    invalid(p.resize_cq(cq, 0));
+    invalid(
+        p.alloc_fast_mr(pd, attr.max_fast_reg_segments + 1)
+            .map(drop),
+    );
+    let cap = wants.cap;
+    let too_much = [
+        QpCap {
+            max_send_wr: attr.max_qp_wr + 1,
+            ..cap
+        },
+        QpCap {
+            max_recv_wr: attr.max_qp_wr + 1,
+            ..cap
+        },
+        QpCap {
+            max_send_sge: attr.max_sge + 1,
+            ..cap
+        },
+        QpCap {
+            max_recv_sge: attr.max_sge + 1,
+            ..cap
+        },
+        QpCap {
+            max_inline: attr.max_inline + 1,
+            ..cap
+        },
+    ];
+    for cap in too_much {
+        let init = QpInitAttr {
+            cap,
+            ..init_attr(pd, cq, &wants)
+        };
+        invalid(p.create_qp(&init).map(drop));
+    }
+    let wrong = p.reg_mr(pd, &memory.whole(), Access::REMOTE_WRITE);
+    assert!(matches!(wrong, Err(VerbsError::InvalidAccess(_))));
+    // Every refusal left the objects free.
+    p.destroy_cq(cq).unwrap();
+}
+
+pub(crate) fn a_queue_pair_goes_through_its_states<W: World>(mut w: W) {
+    let wants = Wants::default();
+    let (pd, cq, _memory, _) = objects(&mut w, End::A, &wants);
+    let peer = w.addr(End::B);
+    let p = w.provider(End::A);
+    let qp = p.create_qp(&init_attr(pd, cq, &wants)).unwrap();
+    let number = p.qp_num(qp).unwrap();
+    assert!(number > 1 && number < 0xff_ffff);
+    let state = |p: &mut W::P| p.query_qp(qp).unwrap().state.unwrap();
+    assert_eq!(state(p), QpState::Reset);
+    let wr = RecvWr {
+        wr_id: WrId(1),
+        sges: &[],
+    };
+    let early = p.post_recv(qp, &[wr]).unwrap_err();
+    assert_eq!(early.reason, PostReason::InvalidState(QpState::Reset));
+    let init = QpAttr {
+        state: Some(QpState::Init),
+        pkey_index: Some(0),
+        port: Some(1),
+        access: Some(Access::REMOTE),
+        ..QpAttr::default()
+    };
+    let missing = QpAttr { port: None, ..init };
+    assert_eq!(
+        p.modify_qp(qp, &missing),
+        Err(VerbsError::MissingAttribute {
+            to: QpState::Init,
+            attribute: "port"
+        })
+    );
+    assert_eq!(state(p), QpState::Reset);
+    p.modify_qp(qp, &init).unwrap();
+    p.post_recv(qp, &[wr]).unwrap();
+    let early = p
+        .post_send(qp, &[SendWr::new(1, SendOp::Send, &[])])
+        .unwrap_err();
+    assert_eq!(early.reason, PostReason::InvalidState(QpState::Init));
+    let skip = QpAttr {
+        state: Some(QpState::Rts),
+        ..QpAttr::default()
+    };
+    assert_eq!(
+        p.modify_qp(qp, &skip),
+        Err(VerbsError::InvalidTransition {
+            from: QpState::Init,
+            to: QpState::Rts
+        })
+    );
+    let rtr = QpAttr {
+        state: Some(QpState::Rtr),
+        ah: Some(AhAttr {
+            dgid: peer.into(),
+            sgid_index: 0,
+            hop_limit: 64,
+            traffic_class: 0,
+            port: 1,
+        }),
+        path_mtu: Some(Mtu::Mtu1024),
+        dest_qp: Some(77),
+        rq_psn: Some(5),
+        max_dest_rd_atomic: Some(4),
+        min_rnr_timer: Some(12),
+        ..QpAttr::default()
+    };
+    let wrong = QpAttr {
+        rq_psn: Some(1 << 24),
+        ..rtr
+    };
+    assert_eq!(
+        p.modify_qp(qp, &wrong),
+        Err(VerbsError::InvalidParameter("rq_psn"))
+    );
+    let forbidden = QpAttr {
+        qkey: Some(QKey(1)),
+        ..rtr
+    };
+    assert_eq!(
+        p.modify_qp(qp, &forbidden),
+        Err(VerbsError::ForbiddenAttribute {
+            to: QpState::Rtr,
+            attribute: "qkey"
+        })
+    );
+    p.modify_qp(qp, &rtr).unwrap();
+    let rts = QpAttr {
+        state: Some(QpState::Rts),
+        sq_psn: Some(9),
+        max_rd_atomic: Some(4),
+        timeout: Some(14),
+        retry_cnt: Some(7),
+        rnr_retry: Some(7),
+        ..QpAttr::default()
+    };
+    p.modify_qp(qp, &rts).unwrap();
+    let all = p.query_qp(qp).unwrap();
+    assert_eq!(all.state, Some(QpState::Rts));
+    assert_eq!(
+        (all.dest_qp, all.rq_psn, all.sq_psn),
+        (Some(77), Some(5), Some(9))
+    );
+    assert_eq!(
+        (all.path_mtu, all.pkey, all.timeout),
+        (Some(Mtu::Mtu1024), Some(PKey::DEFAULT), Some(14))
+    );
+    let reset = QpAttr {
+        state: Some(QpState::Reset),
+        ..QpAttr::default()
+    };
+    p.modify_qp(qp, &reset).unwrap();
+    assert_eq!(p.query_qp(qp).unwrap().dest_qp, None);
+    assert_eq!(p.peek_cq(cq, 9), Ok(0), "reset forgets without completions");
+    p.modify_qp(qp, &init).unwrap();
+}
+
+/// A datagram queue pair in RTS, with a receive.
+pub(crate) fn datagrams<W: World>(mut w: W) {
+    let w = &mut w;
+    let key = QKey(0x1234);
+    let mut ends = Vec::new();
+    for end in [End::A, End::B] {
+        let wants = Wants::default();
+        let (pd, cq, memory, mr) = objects(w, end, &wants);
+        let init = QpInitAttr {
+            qp_type: QpType::Ud,
+            ..init_attr(pd, cq, &wants)
+        };
+        let p = w.provider(end);
+        let qp = p.create_qp(&init).unwrap();
+        let step = |state| QpAttr {
+            state: Some(state),
+            ..QpAttr::default()
+        };
+        let to_init = QpAttr {
+            pkey_index: Some(0),
+            port: Some(1),
+            qkey: Some(key),
+            ..step(QpState::Init)
+        };
+        p.modify_qp(qp, &to_init).unwrap();
+        p.modify_qp(qp, &step(QpState::Rtr)).unwrap();
+        p.modify_qp(
+            qp,
+            &QpAttr {
+                sq_psn: Some(3),
+                ..step(QpState::Rts)
+            },
+        )
+        .unwrap();
+        let sges = [Sge {
+            addr: mr.addr,
+            length: 4096 + 40,
+            lkey: mr.lkey,
+        }];
+        p.post_recv(
+            qp,
+            &[RecvWr {
+                wr_id: WrId(1),
+                sges: &sges,
+            }],
+        )
+        .unwrap();
+        ends.push((pd, cq, memory, mr, qp));
+    }
+    let (qpn_a, qpn_b) = (
+        w.provider(End::A).qp_num(ends[0].4).unwrap(),
+        w.provider(End::B).qp_num(ends[1].4).unwrap(),
+    );
+    let dgid = w.addr(End::B).into();
+    let p = w.provider(End::A);
+    let ah = AhAttr {
+        dgid,
+        sgid_index: 0,
+        hop_limit: 64,
+        traffic_class: 0,
+        port: 1,
+    };
+    let other = Gid::from("2001:db8::1".parse::<std::net::IpAddr>().unwrap());
+    let other = if dgid.ip().is_ipv4() {
+        other
+    } else {
+        Gid::from("192.0.2.1".parse::<std::net::IpAddr>().unwrap())
+    };
+    assert!(
+        p.create_ah(ends[0].0, AhAttr { dgid: other, ..ah })
+            .is_err()
+    );
+    let ah = p.create_ah(ends[0].0, ah).unwrap();
+    ends[0].2.write(9000, b"datagram");
+    let sges = [Sge {
+        addr: ends[0].3.addr + 9000,
+        length: 8,
+        lkey: ends[0].3.lkey,
+    }];
+    let wr = SendWr {
+        ud: Some(UdDest {
+            ah,
+            qpn: qpn_b,
+            qkey: key,
+        }),
+        ..SendWr::new(7, SendOp::SendImm(5), &sges)
+    };
+    let no_read = SendWr {
+        op: SendOp::Read(riser_transport::verbs::RemoteAddr {
+            addr: 0,
+            rkey: riser_transport::verbs::RKey(0),
+        }),
+        ..wr
+    };
+    let refused = p.post_send(ends[0].4, &[no_read]).unwrap_err();
+    assert_eq!(refused.reason, PostReason::InvalidOpcode);
+    p.post_send(ends[0].4, &[wr]).unwrap();
+    let mut out = Vec::new();
+    w.until("a datagram", |w| {
+        w.provider(End::B).poll_cq(ends[1].1, 1, &mut out).unwrap();
+        (!out.is_empty()).then_some(())
+    });
+    let c = out[0];
+    assert_eq!(
+        (c.status, c.opcode, c.byte_len),
+        (WcStatus::Success, WcOpcode::Recv, 48)
+    );
+    assert_eq!((c.src_qp, c.imm), (qpn_a, Some(5)));
+    let mut got = [0; 8];
+    ends[1].2.read(40, &mut got);
+    assert_eq!(&got, b"datagram");
+    let _: &Memory = &ends[1].2;
+}

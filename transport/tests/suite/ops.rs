@@ -1,0 +1,580 @@
+//! Every operation, what completes and in which order, and what fails how.
+
+use riser_transport::verbs::{
+    Access, AsyncEvent, Notify, PostReason, QpAttr, QpState, RKey, RecvWr, RemoteAddr, SendFlags,
+    SendOp, SendWr, SrqAttr, VerbsError, WcOpcode, WcStatus, WrId,
+};
+
+use riser_transport::verbs::Verbs as _;
+
+use crate::suite::world::{End, Side, Wants, World, connect_on, connected, objects, pattern};
+
+fn ok<W: World>(w: &mut W, side: &Side, opcode: WcOpcode, wr_id: u64) {
+    let c = side.completion(w);
+    assert_eq!(
+        (c.status, c.opcode, c.wr_id),
+        (WcStatus::Success, opcode, WrId(wr_id)),
+        "{c:?}"
+    );
+}
+
+pub(crate) fn sends_of_every_kind<W: World>(mut w: W) {
+    let w = &mut w;
+    let (a, b) = connected(w);
+    let data = pattern(1, 20_000);
+    a.memory.write(0, &data);
+    for n in 0..4 {
+        b.recv(w, n, 100_000 * n as usize, 50_000);
+    }
+    a.send(w, 10, SendOp::Send, 0, 20_000);
+    a.send(w, 11, SendOp::SendImm(0xcafe_f00d), 7, 4096);
+    a.send(w, 12, SendOp::Send, 0, 0);
+    for n in 10..13 {
+        ok(w, &a, WcOpcode::Send, n);
+    }
+    let got = b.completions(w, 3);
+    assert!(
+        got.iter()
+            .all(|c| c.status.is_ok() && c.opcode == WcOpcode::Recv)
+    );
+    assert_eq!(
+        got.iter().map(|c| c.byte_len).collect::<Vec<_>>(),
+        [20_000, 4096, 0]
+    );
+    assert_eq!(
+        got.iter().map(|c| c.imm).collect::<Vec<_>>(),
+        [None, Some(0xcafe_f00d), None]
+    );
+    assert_eq!(b.bytes(0, 20_000), data);
+    assert_eq!(b.bytes(100_000, 4096), data[7..4103]);
+    // A scatter list on both sides.
+    let sges = [a.sge(500, 3), a.sge(100, 5000), a.sge(9, 1)];
+    let wr = SendWr::new(13, SendOp::Send, &sges);
+    w.provider(End::A).post_send(a.qp, &[wr]).unwrap();
+    ok(w, &a, WcOpcode::Send, 13);
+    ok(w, &b, WcOpcode::Recv, 3);
+    let want = [&data[500..503], &data[100..5100], &data[9..10]].concat();
+    assert_eq!(b.bytes(300_000, 5004), want);
+}
+
+pub(crate) fn writes_and_reads<W: World>(mut w: W) {
+    let w = &mut w;
+    let (a, b) = connected(w);
+    let data = pattern(2, 300_001);
+    a.memory.write(0, &data);
+    a.send(w, 1, SendOp::Write(b.remote(1000)), 0, 300_001);
+    ok(w, &a, WcOpcode::Write, 1);
+    assert_eq!(b.bytes(1000, 300_001), data);
+    a.send(w, 2, SendOp::Read(b.remote(1001)), 500_000, 300_000);
+    let c = a.completion(w);
+    assert_eq!(
+        (c.opcode, c.byte_len, c.status),
+        (WcOpcode::Read, 300_000, WcStatus::Success)
+    );
+    assert_eq!(a.bytes(500_000, 300_000), data[1..]);
+    b.recv(w, 9, 0, 8);
+    a.send(w, 3, SendOp::WriteImm(b.remote(700_000), 77), 5, 10_000);
+    ok(w, &a, WcOpcode::Write, 3);
+    let c = b.completion(w);
+    assert_eq!(
+        (c.opcode, c.imm, c.byte_len, c.wr_id),
+        (WcOpcode::RecvWriteImm, Some(77), 10_000, WrId(9))
+    );
+    assert_eq!(b.bytes(700_000, 10_000), data[5..10_005]);
+    // A write of nothing looks at no key.
+    let nowhere = RemoteAddr {
+        addr: 0,
+        rkey: RKey(0),
+    };
+    a.send(w, 4, SendOp::Write(nowhere), 0, 0);
+    ok(w, &a, WcOpcode::Write, 4);
+}
+
+pub(crate) fn atomics<W: World>(mut w: W) {
+    let w = &mut w;
+    let (a, b) = connected(w);
+    // Atomics act on the responder's own integers.
+    b.memory.write(64, &40u64.to_ne_bytes());
+    let remote = b.remote(64);
+    a.send(w, 1, SendOp::FetchAdd { remote, add: 2 }, 0, 8);
+    ok(w, &a, WcOpcode::FetchAdd, 1);
+    assert_eq!(a.bytes(0, 8), 40u64.to_ne_bytes());
+    let swap = |compare| SendOp::CmpSwap {
+        remote,
+        compare,
+        swap: 7,
+    };
+    a.send(w, 2, swap(41), 8, 8);
+    a.send(w, 3, swap(42), 16, 8);
+    ok(w, &a, WcOpcode::CmpSwap, 2);
+    ok(w, &a, WcOpcode::CmpSwap, 3);
+    assert_eq!(a.bytes(8, 8), 42u64.to_ne_bytes());
+    assert_eq!(a.bytes(16, 8), 42u64.to_ne_bytes());
+    assert_eq!(b.bytes(64, 8), 7u64.to_ne_bytes());
+}
+
+pub(crate) fn inline_unsignaled_and_fenced<W: World>(mut w: W) {
+    let w = &mut w;
+    let (a, b) = connected(w);
+    for n in 0..3 {
+        b.recv(w, n, 1000 * n as usize, 64);
+    }
+    a.memory.write(0, b"inline data");
+    let sges = [a.sge(0, 11)];
+    let quiet = SendFlags::empty();
+    let wr = SendWr::new(1, SendOp::Send, &sges).flags(quiet | SendFlags::INLINE);
+    w.provider(End::A).post_send(a.qp, &[wr]).unwrap();
+    a.memory.write(0, b"overwritten");
+    b.memory.write(5000, b"what is read");
+    let into = [a.sge(100, 12)];
+    let from = [a.sge(100, 12)];
+    let read = SendWr::new(2, SendOp::Read(b.remote(5000)), &into).flags(quiet);
+    let send = SendWr::new(3, SendOp::Send, &from).flags(SendFlags::SIGNALED | SendFlags::FENCE);
+    w.provider(End::A).post_send(a.qp, &[read, send]).unwrap();
+    ok(w, &a, WcOpcode::Send, 3);
+    ok(w, &b, WcOpcode::Recv, 0);
+    ok(w, &b, WcOpcode::Recv, 1);
+    assert_eq!(b.bytes(0, 11), b"inline data");
+    assert_eq!(
+        b.bytes(1000, 12),
+        b"what is read",
+        "the fence held the send back"
+    );
+    assert_eq!(w.provider(End::A).peek_cq(a.cq, 9), Ok(0));
+}
+
+pub(crate) fn a_chain_posts_up_to_the_first_bad_request<W: World>(mut w: W) {
+    let w = &mut w;
+    let (a, b) = connected(w);
+    b.recv(w, 1, 0, 64);
+    let good = [a.sge(0, 8)];
+    let many = [a.sge(0, 1); 5];
+    let chain = [
+        SendWr::new(1, SendOp::Send, &good),
+        SendWr::new(2, SendOp::Send, &many),
+        SendWr::new(3, SendOp::Send, &good),
+    ];
+    let e = w.provider(End::A).post_send(a.qp, &chain).unwrap_err();
+    assert_eq!((e.index, e.reason), (1, PostReason::TooManySges));
+    ok(w, &a, WcOpcode::Send, 1);
+    ok(w, &b, WcOpcode::Recv, 1);
+    assert_eq!(w.provider(End::A).peek_cq(a.cq, 9), Ok(0));
+    let wr = RecvWr {
+        wr_id: WrId(0),
+        sges: &[],
+    };
+    let all = vec![wr; 65];
+    let e = w.provider(End::B).post_recv(b.qp, &all).unwrap_err();
+    assert_eq!((e.index, e.reason), (64, PostReason::QueueFull));
+}
+
+pub(crate) fn fast_registration_and_remote_invalidation<W: World>(mut w: W) {
+    let w = &mut w;
+    let (a, b) = connected(w);
+    let pool_mr = w.provider(End::A).alloc_fast_mr(a.pd, 4).unwrap();
+    let parts = [a.slice(5000, 100), a.slice(100, 33), a.slice(9000, 4096)];
+    assert_eq!(w.provider(End::A).map_mr_sg(pool_mr.id, &parts), Ok(4229));
+    let key = pool_mr.rkey.next();
+    let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ;
+    let reg = SendOp::RegMr {
+        mr: pool_mr.id,
+        key,
+        access,
+    };
+    a.send(w, 1, reg, 0, 0);
+    ok(w, &a, WcOpcode::RegMr, 1);
+    let base = w.provider(End::A).query_mr(pool_mr.id).unwrap().mr.addr;
+    let data = pattern(3, 4229);
+    b.memory.write(0, &data);
+    let there = RemoteAddr {
+        addr: base,
+        rkey: key,
+    };
+    a.recv(w, 5, 20_000, 64);
+    b.send(w, 2, SendOp::Write(there), 0, 4229);
+    b.send(w, 3, SendOp::SendInv(key), 0, 16);
+    ok(w, &b, WcOpcode::Write, 2);
+    ok(w, &b, WcOpcode::Send, 3);
+    let c = a.completion(w);
+    assert_eq!(
+        (c.status, c.invalidated, c.wr_id),
+        (WcStatus::Success, Some(key), WrId(5))
+    );
+    let got = [a.bytes(5000, 100), a.bytes(100, 33), a.bytes(9000, 4096)].concat();
+    assert_eq!(got, data);
+    assert!(!w.provider(End::A).query_mr(pool_mr.id).unwrap().valid);
+    // The key is dead.
+    b.send(w, 4, SendOp::Write(there), 0, 8);
+    let c = b.completion(w);
+    assert_eq!((c.status, c.wr_id), (WcStatus::RemAccessErr, WrId(4)));
+}
+
+pub(crate) fn a_sender_waits_for_the_receiver<W: World>(mut w: W) {
+    let w = &mut w;
+    let (a, b) = connected(w);
+    a.memory.write(0, b"late");
+    a.send(w, 1, SendOp::Send, 0, 4);
+    w.pass(std::time::Duration::from_millis(20));
+    assert_eq!(w.provider(End::A).peek_cq(a.cq, 1), Ok(0));
+    b.recv(w, 2, 0, 64);
+    ok(w, &a, WcOpcode::Send, 1);
+    ok(w, &b, WcOpcode::Recv, 2);
+    assert_eq!(b.bytes(0, 4), b"late");
+}
+
+pub(crate) fn not_ready_for_too_long<W: World>(mut w: W) {
+    let w = &mut w;
+    // Each side tells in its message how often the other retries.
+    let b_wants = Wants {
+        param: riser_transport::verbs::ConnParam {
+            rnr_retry_count: 2,
+            ..Default::default()
+        },
+        ..Wants::default()
+    };
+    let (a, b) = connect_on(w, 5000, &Wants::default(), &b_wants);
+    a.send(w, 1, SendOp::Send, 0, 4);
+    a.send(w, 2, SendOp::Write(b.remote(0)), 0, 4);
+    let c = a.completions(w, 2);
+    assert_eq!(c[0].status, WcStatus::RnrRetryExcErr);
+    assert_eq!(c[1].status, WcStatus::WrFlushErr);
+    let state = w.provider(End::A).query_qp(a.qp).unwrap().state;
+    assert_eq!(state, Some(QpState::Error));
+}
+
+pub(crate) fn keys_rights_and_ranges<W: World>(mut w: W) {
+    type Op = fn(RemoteAddr) -> SendOp;
+    let w = &mut w;
+    let ops: [(Op, Access); 3] = [
+        (SendOp::Write, Access::REMOTE_WRITE),
+        (SendOp::Read, Access::REMOTE_READ),
+        (
+            |remote| SendOp::FetchAdd { remote, add: 1 },
+            Access::REMOTE_ATOMIC,
+        ),
+    ];
+    for (n, (op, right)) in ops.into_iter().enumerate() {
+        for case in 0..3 {
+            let port = 5000 + (n * 3 + case) as u16;
+            let (a, b) = connect_on(w, port, &Wants::default(), &Wants::default());
+            let without = (Access::LOCAL_WRITE | Access::REMOTE) - right;
+            let other = w
+                .provider(End::B)
+                .reg_mr(b.pd, &b.memory.whole(), without)
+                .unwrap();
+            let remote = match case {
+                0 => RemoteAddr {
+                    rkey: b.mr.rkey.next(),
+                    ..b.remote(0)
+                },
+                1 => b.remote(b.memory.len() - 7 + 7 * usize::from(n == 2)),
+                _ => RemoteAddr {
+                    rkey: other.rkey,
+                    addr: other.addr,
+                },
+            };
+            a.send(w, 1, op(remote), 0, 8);
+            let c = a.completion(w);
+            assert_eq!(
+                c.status,
+                WcStatus::RemAccessErr,
+                "operation {n} case {case}"
+            );
+            assert_eq!(b.event(w), AsyncEvent::QpAccessError(b.qp));
+            let state = w.provider(End::B).query_qp(b.qp).unwrap().state;
+            assert_eq!(state, Some(QpState::Error));
+        }
+    }
+}
+
+pub(crate) fn a_bad_local_key_completes<W: World>(mut w: W) {
+    let w = &mut w;
+    let (a, b) = connected(w);
+    let mut bad = a.sge(0, 8);
+    bad.lkey.0 ^= 1;
+    let bad = [bad];
+    let good = [a.sge(0, 8)];
+    let wrs = [
+        SendWr::new(1, SendOp::Write(b.remote(0)), &good).flags(SendFlags::empty()),
+        SendWr::new(2, SendOp::Write(b.remote(0)), &bad).flags(SendFlags::empty()),
+        SendWr::new(3, SendOp::Write(b.remote(0)), &good).flags(SendFlags::empty()),
+    ];
+    w.provider(End::A).post_send(a.qp, &wrs).unwrap();
+    let c = a.completions(w, 2);
+    assert_eq!((c[0].wr_id, c[0].status), (WrId(2), WcStatus::LocProtErr));
+    assert_eq!((c[1].wr_id, c[1].status), (WrId(3), WcStatus::WrFlushErr));
+}
+
+pub(crate) fn a_message_longer_than_its_receive<W: World>(mut w: W) {
+    let w = &mut w;
+    let (a, b) = connected(w);
+    b.recv(w, 5, 0, 5000);
+    b.recv(w, 6, 0, 5000);
+    a.send(w, 1, SendOp::Send, 0, 5001);
+    let c = a.completion(w);
+    assert_eq!(c.status, WcStatus::RemInvReqErr);
+    let c = b.completions(w, 2);
+    assert_eq!((c[0].wr_id, c[0].status), (WrId(5), WcStatus::LocLenErr));
+    assert_eq!((c[1].wr_id, c[1].status), (WrId(6), WcStatus::WrFlushErr));
+}
+
+pub(crate) fn flushes_in_order<W: World>(mut w: W) {
+    let w = &mut w;
+    let (a, b) = connected(w);
+    for n in 0..10 {
+        a.recv(w, 100 + n, 0, 64);
+    }
+    for n in 0..10 {
+        // The peer has no receive, so none of these completes by itself.
+        a.send(w, n, SendOp::Send, 0, 8);
+    }
+    let error = QpAttr {
+        state: Some(QpState::Error),
+        ..QpAttr::default()
+    };
+    w.provider(End::A).modify_qp(a.qp, &error).unwrap();
+    let c = a.completions(w, 20);
+    assert!(c.iter().all(|c| c.status == WcStatus::WrFlushErr));
+    let ids = |recv| {
+        c.iter()
+            .filter(|c| c.opcode.is_recv() == recv)
+            .map(|c| c.wr_id.0)
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(ids(false), (0..10).collect::<Vec<_>>());
+    assert_eq!(ids(true), (100..110).collect::<Vec<_>>());
+    // What is posted now flushes at once: how a queue pair is drained.
+    a.recv(w, 200, 0, 8);
+    a.send(w, 201, SendOp::Send, 0, 8);
+    let c = a.completions(w, 2);
+    assert_eq!(c.iter().map(|c| c.wr_id.0).collect::<Vec<_>>(), [200, 201]);
+    assert_eq!(w.provider(End::B).peek_cq(b.cq, 1), Ok(0));
+}
+
+pub(crate) fn a_shared_receive_queue_and_its_limit<W: World>(mut w: W) {
+    let w = &mut w;
+    let (pd, _, memory, mr) = objects(w, End::B, &Wants::default());
+    let attr = SrqAttr {
+        max_wr: 16,
+        max_sge: 2,
+        limit: 0,
+    };
+    let srq = w.provider(End::B).create_srq(pd, attr).unwrap();
+    let shared = Wants {
+        srq: Some(srq),
+        ..Wants::default()
+    };
+    let (a1, b1) = connect_on(w, 5000, &Wants::default(), &shared);
+    let (a2, b2) = connect_on(w, 5001, &Wants::default(), &shared);
+    // Keys of a shared queue are looked up in the domain of the queue pair that uses them.
+    let (mr1, mr2) = (b1.mr, b2.mr);
+    assert!(mr.rkey != mr1.rkey && mr1.rkey != mr2.rkey);
+    drop(memory);
+    for n in 0..4u64 {
+        let wr = RecvWr {
+            wr_id: WrId(n),
+            sges: &[],
+        };
+        w.provider(End::B).post_srq_recv(srq, &[wr]).unwrap();
+    }
+    let refused = w.provider(End::B).post_recv(b1.qp, &[]);
+    assert_eq!(refused.unwrap_err().reason, PostReason::InvalidOpcode);
+    w.provider(End::B).modify_srq(srq, None, Some(3)).unwrap();
+    for a in [&a1, &a2] {
+        a.send(w, 7, SendOp::Send, 0, 0);
+        ok(w, a, WcOpcode::Send, 7);
+    }
+    let (c1, c2) = (b1.completion(w), b2.completion(w));
+    assert_eq!(
+        (c1.wr_id, c1.qp, c2.wr_id, c2.qp),
+        (WrId(0), b1.qp, WrId(1), b2.qp)
+    );
+    assert_eq!(b1.event(w), AsyncEvent::SrqLimitReached(srq));
+    assert_eq!(w.provider(End::B).query_srq(srq).unwrap().limit, 0);
+    let busy = w.provider(End::B).destroy_srq(srq);
+    assert!(matches!(busy, Err(VerbsError::ResourceBusy(_))));
+    let error = QpAttr {
+        state: Some(QpState::Error),
+        ..QpAttr::default()
+    };
+    w.provider(End::B).modify_qp(b1.qp, &error).unwrap();
+    assert_eq!(b1.event(w), AsyncEvent::QpLastWqeReached(b1.qp));
+    for qp in [b1.qp, b2.qp] {
+        w.provider(End::B).destroy_qp(qp).unwrap();
+    }
+    w.provider(End::B).destroy_srq(srq).unwrap();
+}
+
+pub(crate) fn an_overrun_queue_is_an_event<W: World>(mut w: W) {
+    let w = &mut w;
+    let small = Wants {
+        cqe: 3,
+        ..Wants::default()
+    };
+    let (a, b) = connect_on(w, 5000, &small, &Wants::default());
+    for n in 0..4 {
+        a.send(w, n, SendOp::Write(b.remote(0)), 0, 8);
+    }
+    assert_eq!(a.event(w), AsyncEvent::CqError(a.cq));
+    let mut out = Vec::new();
+    let polled = w.provider(End::A).poll_cq(a.cq, 9, &mut out);
+    assert_eq!(polled, Err(VerbsError::CqOverrun));
+    let state = w.provider(End::A).query_qp(a.qp).unwrap().state;
+    assert_eq!(state, Some(QpState::Error));
+}
+
+pub(crate) fn notifications_come_when_armed<W: World>(mut w: W) {
+    let w = &mut w;
+    let (a, b) = connected(w);
+    for n in 0..6 {
+        b.recv(w, n, 0, 8);
+    }
+    assert_eq!(
+        w.provider(End::B).req_notify_cq(b.cq, Notify::Solicited),
+        Ok(false)
+    );
+    a.send(w, 1, SendOp::Send, 0, 8);
+    ok(w, &a, WcOpcode::Send, 1);
+    ok(w, &b, WcOpcode::Recv, 0);
+    assert_eq!(w.provider(End::B).poll_cq_event(), None);
+    let sges = [a.sge(0, 8)];
+    let flags = SendFlags::SIGNALED | SendFlags::SOLICITED;
+    let wr = SendWr::new(2, SendOp::Send, &sges).flags(flags);
+    w.provider(End::A).post_send(a.qp, &[wr]).unwrap();
+    let fired = w.until("a notification", |w| w.provider(End::B).poll_cq_event());
+    assert_eq!(fired, b.cq);
+    assert_eq!(
+        w.provider(End::B).req_notify_cq(b.cq, Notify::Count(2)),
+        Ok(true)
+    );
+    ok(w, &b, WcOpcode::Recv, 1);
+    for n in 3..5 {
+        a.send(w, n, SendOp::Send, 0, 8);
+    }
+    let fired = w.until("a notification", |w| w.provider(End::B).poll_cq_event());
+    assert_eq!(fired, b.cq);
+    assert_eq!(w.provider(End::B).peek_cq(b.cq, 9), Ok(2));
+    let b_cq = b.cq;
+    w.provider(End::B).resize_cq(b_cq, 2).unwrap();
+    assert!(w.provider(End::B).resize_cq(b_cq, 1).is_err());
+}
+
+pub(crate) fn the_send_queue_drains<W: World>(mut w: W) {
+    let w = &mut w;
+    let (a, b) = connected(w);
+    a.send(w, 1, SendOp::Write(b.remote(0)), 0, 100_000);
+    w.step();
+    let to = |state| QpAttr {
+        state: Some(state),
+        ..QpAttr::default()
+    };
+    w.provider(End::A)
+        .modify_qp(a.qp, &to(QpState::Sqd))
+        .unwrap();
+    a.send(w, 2, SendOp::Write(b.remote(0)), 0, 8);
+    assert_eq!(a.event(w), AsyncEvent::SqDrained(a.qp));
+    let before = w.provider(End::A).peek_cq(a.cq, 9).unwrap();
+    assert!(before <= 1, "what had not begun waits");
+    w.provider(End::A)
+        .modify_qp(a.qp, &to(QpState::Rts))
+        .unwrap();
+    let c = a.completions(w, 2);
+    assert!(c.iter().all(|c| c.status.is_ok()));
+}
+
+pub(crate) fn long_messages<W: World>(mut w: W) {
+    const LEN: usize = 64 << 20;
+    let w = &mut w;
+    let wants = Wants {
+        region: LEN,
+        ..Wants::default()
+    };
+    let (a, b) = connect_on(w, 5000, &wants, &wants);
+    let data = pattern(5, LEN);
+    a.memory.write(0, &data);
+    a.send(w, 1, SendOp::Write(b.remote(0)), 0, LEN);
+    ok(w, &a, WcOpcode::Write, 1);
+    assert!(b.bytes(0, LEN) == data, "64 MiB written");
+    a.memory.fill(0, LEN, 0);
+    a.send(w, 2, SendOp::Read(b.remote(0)), 0, LEN);
+    ok(w, &a, WcOpcode::Read, 2);
+    assert!(a.bytes(0, LEN) == data, "64 MiB read");
+    b.memory.fill(0, LEN, 0);
+    b.recv(w, 3, 0, LEN);
+    a.send(w, 3, SendOp::Send, 0, LEN);
+    ok(w, &a, WcOpcode::Send, 3);
+    ok(w, &b, WcOpcode::Recv, 3);
+    assert!(b.bytes(0, LEN) == data, "64 MiB sent");
+}
+
+/// Both sides write, read and send at once; every byte is checked.
+pub(crate) fn mixed_traffic<W: World>(mut w: W) {
+    const SLOT: usize = 48_000;
+    const ROUNDS: u64 = 60;
+    let w = &mut w;
+    let (a, b) = connected(w);
+    let sides = [&a, &b];
+    for (i, side) in sides.into_iter().enumerate() {
+        // Slots 0 to 7 are sources, 8 to 11 receives, 12 to 15 read targets; the peer writes 16 on.
+        for slot in 0..8 {
+            let data = pattern((i * 100 + slot) as u64, SLOT);
+            side.memory.write(slot * SLOT, &data);
+        }
+        for n in 0..4 {
+            side.recv(w, n, (8 + n as usize) * SLOT, SLOT);
+        }
+    }
+    let mut posted = [0u64; 2];
+    let mut completed = [0u64; 2];
+    let len = |n: u64| (n * 7919 % SLOT as u64) as usize;
+    let mut out = Vec::new();
+    while completed != [ROUNDS; 2] {
+        for i in 0..2 {
+            let (me, other) = (sides[i], sides[1 - i]);
+            // One round at a time, so that every slot can be checked when its round is over.
+            if posted[i] == completed[i] && posted[i] < ROUNDS {
+                let n = posted[i];
+                let source = (n % 8) as usize * SLOT;
+                let write = SendOp::Write(other.remote(16 * SLOT));
+                let chain = [
+                    (write, me.sge(source, len(n))),
+                    (
+                        SendOp::Read(other.remote(source)),
+                        me.sge(12 * SLOT, len(n)),
+                    ),
+                    (SendOp::SendImm(n as u32), me.sge(source, len(n))),
+                ];
+                for (op, sge) in chain {
+                    let sges = [sge];
+                    let flags = match op {
+                        SendOp::SendImm(_) => SendFlags::SIGNALED,
+                        _ => SendFlags::empty(),
+                    };
+                    let wr = SendWr::new(n, op, &sges).flags(flags);
+                    w.provider(me.end).post_send(me.qp, &[wr]).unwrap();
+                }
+                posted[i] += 1;
+            }
+            out.clear();
+            w.provider(me.end).poll_cq(me.cq, 16, &mut out).unwrap();
+            for c in &out {
+                assert!(c.status.is_ok(), "{c:?}");
+                if c.opcode.is_recv() {
+                    let n = u64::from(c.imm.unwrap());
+                    assert_eq!(c.byte_len as usize, len(n));
+                    let want = pattern((1 - i) as u64 * 100 + n % 8, SLOT);
+                    let slot = 8 + c.wr_id.0 as usize;
+                    assert!(me.bytes(slot * SLOT, len(n)) == want[..len(n)]);
+                    assert!(me.bytes(16 * SLOT, len(n)) == want[..len(n)]);
+                    me.recv(w, c.wr_id.0, slot * SLOT, SLOT);
+                } else {
+                    let n = c.wr_id.0;
+                    let want = pattern((1 - i) as u64 * 100 + n % 8, SLOT);
+                    assert!(me.bytes(12 * SLOT, len(n)) == want[..len(n)]);
+                    completed[i] += 1;
+                }
+            }
+        }
+        w.step();
+    }
+}

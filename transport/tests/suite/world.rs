@@ -1,0 +1,415 @@
+//! Two providers, and a way to drive them: what every test of the suite stands on.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use riser_memory::{MemSlice, Memory};
+use riser_transport::loopback::{Endpoint, FabricConfig, Pair};
+use riser_transport::roce::{Roce, RoceConfig};
+use riser_transport::verbs::{
+    Access, AsyncEvent, CmEvent, CmEventKind, CmId, Completion, ConnParam, CqId, Mr, PdId,
+    PortSpace, Provider, QpCap, QpId, QpInitAttr, QpType, RdmaCm as _, RecvWr, RemoteAddr, SendOp,
+    SendWr, Sge, SrqId, Verbs as _, WrId,
+};
+
+/// Which of the two devices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum End {
+    A,
+    B,
+}
+
+/// Two devices that reach each other.
+pub(crate) trait World {
+    type P: Provider;
+
+    fn provider(&mut self, end: End) -> &mut Self::P;
+    fn addr(&self, end: End) -> IpAddr;
+    /// Lets something happen: drives both devices, and lets a little time pass if they are idle.
+    fn step(&mut self);
+    /// The devices' time.
+    fn now(&self) -> Instant;
+
+    /// Drives the devices until `done` answers something, for at most a minute of their time.
+    fn until<T>(&mut self, what: &str, mut done: impl FnMut(&mut Self) -> Option<T>) -> T
+    where
+        Self: Sized,
+    {
+        let end = self.now() + Duration::from_secs(60);
+        loop {
+            if let Some(t) = done(self) {
+                return t;
+            }
+            assert!(self.now() < end, "nothing came of: {what}");
+            self.step();
+        }
+    }
+
+    /// Lets time pass.
+    fn pass(&mut self, time: Duration)
+    where
+        Self: Sized,
+    {
+        let end = self.now() + time;
+        while self.now() < end {
+            self.step();
+        }
+    }
+}
+
+/// In memory, under a virtual clock.
+pub(crate) struct Virtual(pub(crate) Pair);
+
+impl Virtual {
+    pub(crate) fn new(config: FabricConfig) -> Self {
+        Self(Pair::new(config))
+    }
+}
+
+impl World for Virtual {
+    type P = Endpoint;
+
+    fn provider(&mut self, end: End) -> &mut Endpoint {
+        match end {
+            End::A => &mut self.0.a,
+            End::B => &mut self.0.b,
+        }
+    }
+
+    fn addr(&self, end: End) -> IpAddr {
+        match end {
+            End::A => self.0.a.addr(),
+            End::B => self.0.b.addr(),
+        }
+    }
+
+    fn step(&mut self) {
+        let limit = self.0.fabric.now() + Duration::from_millis(1);
+        if self.0.step() == 0 && !self.0.step_to_next(limit) {
+            self.0.fabric.advance_to(limit);
+        }
+    }
+
+    fn now(&self) -> Instant {
+        self.0.fabric.now()
+    }
+}
+
+/// Over sockets of the loopback interface.
+pub(crate) struct Real {
+    a: Roce,
+    b: Roce,
+}
+
+/// Two loopback addresses that no other test uses: of this process, and of other processes as far as
+/// their numbers differ.
+pub(crate) fn addresses() -> (IpAddr, IpAddr) {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let n = NEXT.fetch_add(1, Ordering::Relaxed);
+    let base = 0x7f10_0000 + (std::process::id() % 0x6fff) * 0x100 + n * 2;
+    (
+        Ipv4Addr::from(base + 1).into(),
+        Ipv4Addr::from(base + 2).into(),
+    )
+}
+
+impl Real {
+    pub(crate) fn new() -> Self {
+        Self::with(|_| {})
+    }
+
+    /// Devices whose configuration `change` has changed.
+    pub(crate) fn with(change: impl Fn(&mut RoceConfig)) -> Self {
+        let (a, b) = addresses();
+        Self::at(a, b, change).expect("devices on the loopback interface")
+    }
+
+    pub(crate) fn at(
+        a: IpAddr,
+        b: IpAddr,
+        change: impl Fn(&mut RoceConfig),
+    ) -> std::io::Result<Self> {
+        let open = |addr| {
+            let mut config = RoceConfig::new(addr);
+            change(&mut config);
+            Roce::open(&config)
+        };
+        Ok(Self {
+            a: open(a)?,
+            b: open(b)?,
+        })
+    }
+}
+
+impl World for Real {
+    type P = Roce;
+
+    fn provider(&mut self, end: End) -> &mut Roce {
+        match end {
+            End::A => &mut self.a,
+            End::B => &mut self.b,
+        }
+    }
+
+    fn addr(&self, end: End) -> IpAddr {
+        match end {
+            End::A => self.a.socket_addr().ip(),
+            End::B => self.b.socket_addr().ip(),
+        }
+    }
+
+    fn step(&mut self) {
+        let now = Instant::now();
+        if self.a.progress(now) + self.b.progress(now) == 0 {
+            std::thread::sleep(Duration::from_micros(100));
+        }
+    }
+
+    fn now(&self) -> Instant {
+        Instant::now()
+    }
+}
+
+/// Bytes of memory of each side.
+pub(crate) const REGION: usize = 1 << 20;
+
+/// A device's objects for a test: a domain, a queue, a region, and a connected queue pair.
+pub(crate) struct Side {
+    pub(crate) end: End,
+    pub(crate) pd: PdId,
+    pub(crate) cq: CqId,
+    pub(crate) memory: Memory,
+    pub(crate) mr: Mr,
+    pub(crate) qp: QpId,
+    pub(crate) id: CmId,
+}
+
+/// How a test wants its connection.
+#[derive(Clone)]
+pub(crate) struct Wants {
+    pub(crate) cqe: u32,
+    pub(crate) cap: QpCap,
+    pub(crate) region: usize,
+    pub(crate) srq: Option<SrqId>,
+    pub(crate) param: ConnParam,
+}
+
+impl Default for Wants {
+    fn default() -> Self {
+        Self {
+            cqe: 256,
+            cap: QpCap {
+                max_send_wr: 64,
+                max_recv_wr: 64,
+                max_send_sge: 4,
+                max_recv_sge: 4,
+                max_inline: 64,
+            },
+            region: REGION,
+            srq: None,
+            param: ConnParam::default(),
+        }
+    }
+}
+
+impl Side {
+    pub(crate) fn sge(&self, offset: usize, length: usize) -> Sge {
+        Sge {
+            addr: self.mr.addr + offset as u64,
+            length: length as u32,
+            lkey: self.mr.lkey,
+        }
+    }
+
+    pub(crate) fn remote(&self, offset: usize) -> RemoteAddr {
+        RemoteAddr {
+            addr: self.mr.addr + offset as u64,
+            rkey: self.mr.rkey,
+        }
+    }
+
+    pub(crate) fn bytes(&self, offset: usize, length: usize) -> Vec<u8> {
+        self.slice(offset, length).to_vec()
+    }
+
+    pub(crate) fn slice(&self, offset: usize, length: usize) -> MemSlice {
+        self.memory.slice(offset..offset + length).unwrap()
+    }
+
+    pub(crate) fn send<W: World>(
+        &self,
+        w: &mut W,
+        wr_id: u64,
+        op: SendOp,
+        offset: usize,
+        length: usize,
+    ) {
+        let sges = [self.sge(offset, length)];
+        let sges = if length == 0 { &[][..] } else { &sges };
+        let wr = SendWr::new(wr_id, op, sges);
+        w.provider(self.end).post_send(self.qp, &[wr]).unwrap();
+    }
+
+    pub(crate) fn recv<W: World>(&self, w: &mut W, wr_id: u64, offset: usize, length: usize) {
+        let sges = [self.sge(offset, length)];
+        let wr = RecvWr {
+            wr_id: WrId(wr_id),
+            sges: &sges,
+        };
+        w.provider(self.end).post_recv(self.qp, &[wr]).unwrap();
+    }
+
+    /// The next `n` completions.
+    pub(crate) fn completions<W: World>(&self, w: &mut W, n: usize) -> Vec<Completion> {
+        let mut out = Vec::new();
+        w.until("completions", |w| {
+            let left = n - out.len();
+            w.provider(self.end)
+                .poll_cq(self.cq, left, &mut out)
+                .unwrap();
+            (out.len() == n).then_some(())
+        });
+        out
+    }
+
+    pub(crate) fn completion<W: World>(&self, w: &mut W) -> Completion {
+        self.completions(w, 1).remove(0)
+    }
+
+    /// The next asynchronous event.
+    pub(crate) fn event<W: World>(&self, w: &mut W) -> AsyncEvent {
+        w.until("an asynchronous event", |w| {
+            w.provider(self.end).poll_async_event()
+        })
+    }
+}
+
+/// Everything but the queue pair.
+pub(crate) fn objects<W: World>(w: &mut W, end: End, wants: &Wants) -> (PdId, CqId, Memory, Mr) {
+    let p = w.provider(end);
+    let pd = p.alloc_pd().unwrap();
+    let cq = p.create_cq(wants.cqe).unwrap();
+    let memory = Memory::new(wants.region).unwrap();
+    let all = Access::LOCAL_WRITE | Access::REMOTE;
+    let mr = p.reg_mr(pd, &memory.whole(), all).unwrap();
+    (pd, cq, memory, mr)
+}
+
+pub(crate) fn init_attr(pd: PdId, cq: CqId, wants: &Wants) -> QpInitAttr {
+    QpInitAttr {
+        pd,
+        send_cq: cq,
+        recv_cq: cq,
+        srq: wants.srq,
+        qp_type: QpType::Rc,
+        cap: wants.cap,
+        sq_sig_all: false,
+    }
+}
+
+/// The next event of the RDMA CM.
+pub(crate) fn cm_event<W: World>(w: &mut W, end: End) -> CmEvent {
+    w.until("an event of the RDMA CM", |w| {
+        w.provider(end).poll_cm_event()
+    })
+}
+
+/// A listener at a device.
+pub(crate) fn listen<W: World>(w: &mut W, end: End, port: u16) -> CmId {
+    let addr = SocketAddr::new(w.addr(end), port);
+    let p = w.provider(end);
+    let listener = p.create_id(PortSpace::Tcp).unwrap();
+    p.bind_addr(listener, addr).unwrap();
+    p.listen(listener, 8).unwrap();
+    listener
+}
+
+/// An identifier of A that has resolved B's port.
+pub(crate) fn resolve<W: World>(w: &mut W, port: u16) -> CmId {
+    let dst = SocketAddr::new(w.addr(End::B), port);
+    let p = w.provider(End::A);
+    let id = p.create_id(PortSpace::Tcp).unwrap();
+    let wait = Duration::from_secs(2);
+    p.resolve_addr(id, None, dst, wait).unwrap();
+    assert_eq!(cm_event(w, End::A).kind, CmEventKind::AddrResolved);
+    w.provider(End::A).resolve_route(id, wait).unwrap();
+    assert_eq!(cm_event(w, End::A).kind, CmEventKind::RouteResolved);
+    id
+}
+
+/// A connection from A to B on `port`, where nobody listens yet. Both sides have events left over only
+/// if something is wrong.
+pub(crate) fn connect_on<W: World>(w: &mut W, port: u16, a: &Wants, b: &Wants) -> (Side, Side) {
+    let listener = listen(w, End::B, port);
+    let sides = connect_to(w, port, a, b);
+    w.provider(End::B).destroy_id(listener).unwrap();
+    sides
+}
+
+/// A connection from A to a listener of B's.
+pub(crate) fn connect_to<W: World>(w: &mut W, port: u16, a: &Wants, b: &Wants) -> (Side, Side) {
+    let id = resolve(w, port);
+    let (pd, cq, memory, mr) = objects(w, End::A, a);
+    let qp = w
+        .provider(End::A)
+        .create_cm_qp(id, &init_attr(pd, cq, a))
+        .unwrap();
+    w.provider(End::A).connect(id, &a.param).unwrap();
+    let side_a = Side {
+        end: End::A,
+        pd,
+        cq,
+        memory,
+        mr,
+        qp,
+        id,
+    };
+    let request = cm_event(w, End::B);
+    assert!(
+        matches!(request.kind, CmEventKind::ConnectRequest { .. }),
+        "{request:?}"
+    );
+    let (pd, cq, memory, mr) = objects(w, End::B, b);
+    let id = request.id;
+    let qp = w
+        .provider(End::B)
+        .create_cm_qp(id, &init_attr(pd, cq, b))
+        .unwrap();
+    w.provider(End::B).accept(id, &b.param).unwrap();
+    let side_b = Side {
+        end: End::B,
+        pd,
+        cq,
+        memory,
+        mr,
+        qp,
+        id,
+    };
+    for end in [End::A, End::B] {
+        let event = cm_event(w, end);
+        assert!(
+            matches!(event.kind, CmEventKind::Established { .. }),
+            "{event:?}"
+        );
+    }
+    (side_a, side_b)
+}
+
+/// A plain connection.
+pub(crate) fn connected<W: World>(w: &mut W) -> (Side, Side) {
+    connect_on(w, 5000, &Wants::default(), &Wants::default())
+}
+
+/// Bytes that tell their place.
+pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    let mut x = seed | 1;
+    (0..len)
+        .map(|_| {
+            x ^= x << 13;
+            x ^= x >> 7;
+            x ^= x << 17;
+            x as u8
+        })
+        .collect()
+}

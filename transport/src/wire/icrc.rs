@@ -42,10 +42,9 @@ const PROTOCOL_UDP: u8 = 17;
 /// Offset of the bits a router may change inside the BTH.
 const BTH_CONGESTION: usize = 4;
 
-/// Longest packet that is copied whole to be masked. Of longer ones only
-/// [`HEADERS_COPIED`] bytes are, and the rest goes through wide instructions.
-const PACKET_COPIED: usize = 64;
-const HEADERS_COPIED: usize = 16;
+/// Longest piece of headers that is copied to be masked: the longest headers
+/// there are, and some payload to fill whole blocks.
+const HEADERS_COPIED: usize = 64;
 
 /// Why a packet's ICRC is not accepted; such packets are dropped silently.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
@@ -193,13 +192,9 @@ impl Icrc {
     /// If the piece is shorter than a BTH.
     pub fn update_headers(&mut self, headers: &[u8]) {
         assert!(headers.len() >= Bth::LEN, "a whole BTH first");
-        let copied = if headers.len() <= PACKET_COPIED {
-            headers.len()
-        } else {
-            HEADERS_COPIED
-        };
-        let mut copy = [0; PACKET_COPIED];
-        let (first, rest) = headers.split_at(copied);
+        // One copy with the masked byte, so that short packets are one piece.
+        let mut copy = [0; HEADERS_COPIED];
+        let (first, rest) = headers.split_at(headers.len().min(HEADERS_COPIED));
         let copy = &mut copy[..first.len()];
         copy.copy_from_slice(first);
         copy[BTH_CONGESTION] = 0xff;

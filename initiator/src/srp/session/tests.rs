@@ -1,9 +1,11 @@
 use proptest::prelude::*;
-use riser_scsi::srp::{InitiatorPortId, TargetPortId, TaskAttr};
+use riser_scsi::srp::{InitiatorPortId, MultiChannelAction, TargetPortId, TaskAttr};
 
-use super::super::channel::Cdb;
-use super::super::request::{BUSY, Effect};
 use super::*;
+use crate::srp::channel::{Cdb, ChannelConfig, CommandData, DataLen, LoginError};
+use crate::srp::request::{
+    BUSY, Effect, RequestError, RequestId, RequestResult, RequestSpec, Retry,
+};
 
 const MS: Duration = Duration::from_millis(1);
 const SEC: Duration = Duration::from_secs(1);

@@ -1,5 +1,9 @@
 use proptest::prelude::*;
 
+use riser_scsi::srp::{
+    InitiatorPortId, LoginRejReason, MultiChannelAction, TargetPortId, TaskAttr,
+};
+
 use super::*;
 
 fn config() -> ChannelConfig {

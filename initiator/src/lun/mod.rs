@@ -9,6 +9,9 @@
 //! Offsets and lengths are bytes, and multiples of the block size. Every call ends within the
 //! unit's timeout, reconnections included.
 
+mod error;
+mod info;
+
 use std::future::Future;
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,17 +19,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Waker;
 use std::time::Duration;
 
-use riser_scsi::lun::LunId;
-use riser_scsi::sense::{AdditionalSense, Sense, SenseKey};
+use riser_scsi::sense::SenseKey;
 
+pub use self::error::LunError;
+use self::error::{judge, judge_whole};
+pub use self::info::LunInfo;
 use crate::block::{BlockDevice, BlockError, Buffer, Extent, ExtentKind, Geometry, ZeroOptions};
 use crate::engine::{BufferPool, IoData, IoEnd, IoFuture, ScsiIo, Session};
-use crate::scsi::{
-    BlockLimits, BlockRange, CachingPage, Capacity, Command, Identity, Inquiry, Provisioning,
-    parse_lba_status, parse_luns, unmap_list, vpd_body,
-};
+use crate::scsi::{BlockRange, Command, parse_lba_status, unmap_list};
 use crate::srp::channel::{Cdb, DataLen};
-use crate::srp::request::{Answer, GOOD, RequestError, Retry};
+use crate::srp::request::{RequestError, Retry};
 
 /// How long a call may take unless told otherwise.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -36,279 +38,6 @@ const MAX_TRANSFER: u32 = 4 << 20;
 
 /// Runs that one GET LBA STATUS asks for.
 const STATUS_RUNS: u32 = 64;
-
-/// SCSI status RESERVATION CONFLICT.
-const RESERVATION_CONFLICT: u8 = 0x18;
-
-/// Why an operation on a logical unit failed.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum LunError {
-    /// There is no answer.
-    #[error(transparent)]
-    Request(#[from] RequestError),
-    /// CHECK CONDITION.
-    #[error("{key:?}, additional sense {:02x}h/{:02x}h", .additional.code, .additional.qualifier)]
-    Check {
-        /// Sense key.
-        key: SenseKey,
-        /// Additional sense code and qualifier.
-        additional: AdditionalSense,
-    },
-    /// Another status than GOOD, or CHECK CONDITION without sense data.
-    #[error("status {0:#04x}")]
-    Status(u8),
-    /// The command moved less than it should have.
-    #[error("{got} of {want} bytes transferred")]
-    Short {
-        /// Bytes asked for.
-        want: u32,
-        /// Bytes moved.
-        got: u32,
-    },
-    /// What the target told of the unit cannot be.
-    #[error("target's {0} cannot be worked with")]
-    Malformed(&'static str),
-    /// There is no disk of that number.
-    #[error("logical unit {0} is not a disk, or not there")]
-    NotADisk(u32),
-    /// The number is beyond what a logical unit can have.
-    #[error("no logical unit can have number {0}")]
-    Number(u32),
-    /// Offset or length is not a multiple of the block size, or beyond the end, or too long.
-    #[error("range is not within the disk's bounds")]
-    OutOfRange,
-    /// The logical unit does not do that.
-    #[error("not supported by the logical unit")]
-    Unsupported,
-}
-
-impl From<LunError> for BlockError {
-    fn from(error: LunError) -> Self {
-        let text = error.to_string();
-        match error {
-            LunError::Request(RequestError::TimedOut) => Self::TimedOut,
-            LunError::Request(RequestError::ConnectionLost | RequestError::Closed) => {
-                Self::Disconnected(text)
-            }
-            LunError::Check { key, additional } => match (key, additional.code) {
-                (SenseKey::MediumError, _) => Self::Medium(text),
-                (SenseKey::DataProtect, 0x27) if additional.qualifier == 0x07 => Self::NoSpace,
-                (SenseKey::DataProtect, _) => Self::ReadOnly,
-                (SenseKey::IllegalRequest, 0x20 | 0x24) => Self::Unsupported,
-                (SenseKey::IllegalRequest, 0x21) => Self::OutOfRange,
-                _ => Self::Io(text),
-            },
-            LunError::Status(RESERVATION_CONFLICT) => Self::ReservationConflict,
-            LunError::OutOfRange => Self::OutOfRange,
-            LunError::Unsupported => Self::Unsupported,
-            _ => Self::Io(text),
-        }
-    }
-}
-
-/// Judges an answer: GOOD, or why not.
-fn judge(answer: &Answer) -> Result<(), LunError> {
-    if answer.status == GOOD {
-        return Ok(());
-    }
-    match answer.sense() {
-        Some(Sense {
-            key, additional, ..
-        }) if answer.status == 0x02 => Err(LunError::Check { key, additional }),
-        _ => Err(LunError::Status(answer.status)),
-    }
-}
-
-/// Judges the end of a command that must have moved all of its data, and gives its memory.
-fn judge_whole(end: IoEnd) -> Result<IoData, LunError> {
-    let answer = end.result?;
-    judge(&answer)?;
-    let want = end.data.len() as u32;
-    if answer.transferred == want {
-        Ok(end.data)
-    } else {
-        let got = answer.transferred;
-        Err(LunError::Short { want, got })
-    }
-}
-
-/// What a logical unit is.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LunInfo {
-    /// Its number.
-    pub lun: LunId,
-    /// Who made it.
-    pub inquiry: Inquiry,
-    /// Serial number and designators.
-    pub identity: Identity,
-    /// Size.
-    pub capacity: Capacity,
-    /// Limits.
-    pub limits: BlockLimits,
-    /// What deallocation it knows.
-    pub provisioning: Provisioning,
-    /// Caching and write protection.
-    pub caching: CachingPage,
-}
-
-impl LunInfo {
-    fn geometry(&self, pool: usize) -> Geometry {
-        let block = self.capacity.block_size;
-        let bytes = |blocks: u64| blocks.saturating_mul(block.into());
-        let reported = match self.limits.max_transfer {
-            0 => u64::MAX,
-            blocks => bytes(blocks.into()),
-        };
-        // A quarter of the pool, so that a few transfers are always possible at once.
-        let ours = u64::from(MAX_TRANSFER).min(pool as u64 / 4);
-        let max_transfer = reported.min(ours).max(block.into()) as u32;
-        let runs = u64::from(u32::MAX);
-        let max_discard = if self.provisioning.unmap {
-            match self.limits.max_unmap {
-                0 => 0,
-                blocks => bytes(blocks.into()),
-            }
-        } else {
-            0
-        };
-        let same = match self.limits.max_write_same {
-            0 => runs,
-            blocks => blocks.min(runs),
-        };
-        let max_discard = match max_discard {
-            0 if self.provisioning.write_same => bytes(same),
-            n => n,
-        };
-        Geometry {
-            block_size: block,
-            physical_block_size: block << self.capacity.physical_exponent.min(8),
-            capacity: bytes(self.capacity.blocks),
-            max_transfer: max_transfer - max_transfer % block,
-            max_discard,
-            max_write_zeroes: bytes(same),
-            reports_status: self.capacity.provisioning,
-            read_only: self.caching.write_protected,
-            volatile_cache: self.caching.write_cache,
-        }
-    }
-}
-
-impl Session {
-    /// Sends a command with data-in to a logical unit and gives what was transferred.
-    async fn fetch(&self, lun: LunId, command: Command) -> Result<Vec<u8>, LunError> {
-        let DataLen::In(len) = command.len else {
-            return Err(LunError::OutOfRange);
-        };
-        let buffer = self.client().buffers().take(len as usize).await;
-        let data = IoData::One(buffer);
-        let end = self
-            .submit(ScsiIo::new(lun, command, data, DEFAULT_TIMEOUT))
-            .await;
-        let answer = end.result?;
-        judge(&answer)?;
-        let buffer = end.data.into_one().ok_or(RequestError::Closed)?;
-        let mut out = vec![0; (answer.transferred as usize).min(buffer.len())];
-        buffer.slice().read(0, &mut out);
-        Ok(out)
-    }
-
-    /// The logical units that the target lists.
-    ///
-    /// # Errors
-    /// [`LunError`].
-    pub async fn luns(&self) -> Result<Vec<LunId>, LunError> {
-        let data = self.fetch(LunId::ZERO, Command::report_luns()).await?;
-        Ok(parse_luns(&data))
-    }
-
-    /// Standard INQUIRY data of a logical unit.
-    ///
-    /// # Errors
-    /// [`LunError`].
-    pub async fn inquiry(&self, lun: LunId) -> Result<Inquiry, LunError> {
-        let data = self.fetch(lun, Command::inquiry()).await?;
-        Inquiry::parse(&data).ok_or(LunError::Malformed("INQUIRY data"))
-    }
-
-    /// A page of vital product data, with its header, as received.
-    ///
-    /// # Errors
-    /// [`LunError`].
-    pub async fn vpd(&self, lun: LunId, page: u8) -> Result<Vec<u8>, LunError> {
-        self.fetch(lun, Command::vpd(page)).await
-    }
-
-    /// A disk of the target.
-    ///
-    /// # Errors
-    /// [`LunError::NotADisk`] where there is none of that number; others as they come.
-    pub async fn lun(&self, number: u32) -> Result<Lun, LunError> {
-        let lun = LunId::new(number).ok_or(LunError::Number(number))?;
-        let info = self.discover(lun).await?;
-        let pool = self.client().buffers().memory().len();
-        Ok(Lun {
-            session: self.clone(),
-            shared: Arc::new(LunShared {
-                geometry: info.geometry(pool),
-                info,
-                writes_same: AtomicBool::new(true),
-            }),
-            timeout: DEFAULT_TIMEOUT,
-        })
-    }
-
-    async fn discover(&self, lun: LunId) -> Result<LunInfo, LunError> {
-        let inquiry = self.inquiry(lun).await?;
-        if !inquiry.is_disk() {
-            return Err(LunError::NotADisk(lun.number()));
-        }
-        let ready = ScsiIo::new(
-            lun,
-            Command::test_unit_ready(),
-            IoData::None,
-            DEFAULT_TIMEOUT,
-        );
-        judge(&self.submit(ready).await.result?)?;
-        let pages = self.vpd(lun, 0x00).await.unwrap_or_default();
-        let pages = vpd_body(&pages, 0x00).unwrap_or(&[]).to_vec();
-        let mut bodies = Vec::new();
-        for page in [0x80, 0x83, 0xb0, 0xb2] {
-            if pages.contains(&page) {
-                let data = self.vpd(lun, page).await?;
-                if let Some(body) = vpd_body(&data, page) {
-                    bodies.push((page, body.to_vec()));
-                }
-            }
-        }
-        let body = |page| {
-            bodies
-                .iter()
-                .find(|(p, _)| *p == page)
-                .map(|(_, b)| b.as_slice())
-        };
-        let capacity = self.fetch(lun, Command::read_capacity()).await?;
-        let capacity = Capacity::parse(&capacity).ok_or(LunError::Malformed("capacity"))?;
-        // A unit that does not tell is taken to have a cache: a flush too many does no harm.
-        let unknown = CachingPage {
-            write_cache: true,
-            write_protected: false,
-        };
-        let caching = match self.fetch(lun, Command::mode_sense_caching()).await {
-            Ok(data) => CachingPage::parse(&data).unwrap_or(unknown),
-            Err(LunError::Check { .. }) => unknown,
-            Err(e) => return Err(e),
-        };
-        Ok(LunInfo {
-            lun,
-            inquiry,
-            identity: Identity::parse(body(0x80), body(0x83)),
-            capacity,
-            limits: BlockLimits::parse(body(0xb0).unwrap_or(&[])),
-            provisioning: Provisioning::parse(body(0xb2).unwrap_or(&[])),
-            caching,
-        })
-    }
-}
 
 #[derive(Debug)]
 struct LunShared {

@@ -1,0 +1,437 @@
+//! The engine's thread: it owns a provider, drives sessions with what the provider reports, and
+//! parks in one place.
+//!
+//! One round of the loop: packets and timers of the provider, connection events, completions,
+//! messages of other threads, timeouts. After each input the session's outputs are carried out until
+//! there are none, so that a session never sees an input with its outputs pending.
+
+mod completions;
+mod links;
+mod outputs;
+mod workloads;
+
+use std::collections::HashMap;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use riser_memory::MemSlice;
+use riser_reactor::{Next, Spinner};
+use riser_transport::verbs::{
+    Access, CmId, Completion, CqId, Notify, PdId, Provider, QpId, VerbsError,
+};
+use slab::Slab;
+
+use crate::engine::conn::{Conn, ConnConfig, DataKeys, Scratch};
+use crate::engine::io::{Done, Io, IoEnd, ScsiIo, Workload};
+use crate::engine::oneshot::Sender;
+use crate::engine::park::Mailbox;
+use crate::engine::status::SessionStatus;
+use crate::srp::request::{RequestError, RequestId, RequestSpec};
+use crate::srp::session::{ChannelIndex, ConnectError, Down, Session, SessionConfig, SubmitError};
+
+/// How long a logout may take before the connection is closed without it.
+const LOGOUT_PATIENCE: Duration = Duration::from_millis(500);
+/// How long a disconnect may take before its identifier is destroyed anyway.
+const DISCONNECT_PATIENCE: Duration = Duration::from_secs(1);
+/// Completions taken from a queue at once.
+const BATCH: usize = 64;
+
+/// Names a session of the engine; never used again for another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct SessionKey {
+    index: usize,
+    serial: u64,
+}
+
+/// Where a session's target is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Target {
+    pub(super) dst: std::net::SocketAddr,
+    pub(super) src: Option<std::net::SocketAddr>,
+    /// InfiniBand service id, instead of the port's.
+    pub(super) service_id: Option<u64>,
+}
+
+/// A session to make.
+pub(super) struct Open {
+    pub(super) target: Target,
+    pub(super) config: SessionConfig,
+    pub(super) conn: ConnConfig,
+    /// Whether commands use the pool's own remote key.
+    pub(super) pool_wide: bool,
+    pub(super) status: Arc<SessionStatus>,
+    /// Told when the session is live, or why it never will be.
+    pub(super) reply: Sender<Result<SessionKey, Down>>,
+}
+
+/// What other threads tell the engine.
+pub(super) enum Message {
+    Open(Box<Open>),
+    Submit(SessionKey, Box<Io>),
+    Work(SessionKey, Box<dyn Workload>),
+    Close(SessionKey, Option<Sender<()>>),
+    Shutdown,
+}
+
+/// Configuration of the thread.
+#[derive(Clone, Debug)]
+pub(super) struct DriverConfig {
+    /// Longest span of polling after the last work.
+    pub(super) spin: Duration,
+}
+
+struct Running {
+    serial: u64,
+    machine: Session,
+    target: Target,
+    conn_config: ConnConfig,
+    pd: PdId,
+    cq: CqId,
+    keys: DataKeys,
+    conns: Vec<Option<Conn>>,
+    /// By request.
+    ios: Vec<Option<Io>>,
+    /// Commands beyond what the machine takes.
+    overflow: std::collections::VecDeque<Io>,
+    workloads: Slab<(Box<dyn Workload>, usize)>,
+    status: Arc<SessionStatus>,
+    reply: Option<Sender<Result<SessionKey, Down>>>,
+    closers: Vec<Sender<()>>,
+    /// The receive whose information unit is being handled and whether it may be posted again.
+    receiving: Option<(ChannelIndex, u16)>,
+    closed: bool,
+}
+
+/// The thread's state.
+pub(super) struct Driver<P: Provider> {
+    provider: P,
+    mailbox: Arc<Mailbox<Message>>,
+    pool: MemSlice,
+    config: DriverConfig,
+    sessions: Slab<Running>,
+    next_serial: u64,
+    /// Identifiers of the connection manager, by owner.
+    ids: HashMap<CmId, (usize, u8)>,
+    qps: HashMap<QpId, (usize, u8)>,
+    /// Identifiers whose disconnect is under way, and until when it is waited for.
+    leaving: Vec<(CmId, Instant)>,
+    scratch: Scratch,
+    completions: Vec<Completion>,
+    /// Ends of workload commands: session, workload, token, end.
+    finished: Vec<(usize, usize, u64, IoEnd)>,
+    shutdown: bool,
+}
+
+impl<P: Provider> Driver<P> {
+    pub(super) fn new(
+        provider: P,
+        mailbox: Arc<Mailbox<Message>>,
+        pool: MemSlice,
+        config: DriverConfig,
+    ) -> Self {
+        Self {
+            provider,
+            mailbox,
+            pool,
+            config,
+            sessions: Slab::new(),
+            next_serial: 0,
+            ids: HashMap::new(),
+            qps: HashMap::new(),
+            leaving: Vec::new(),
+            scratch: Scratch::default(),
+            completions: Vec::with_capacity(BATCH),
+            finished: Vec::new(),
+            shutdown: false,
+        }
+    }
+
+    /// Runs until it is shut down and every session has ended.
+    pub(super) fn run(&mut self) {
+        let mut spinner = Spinner::new(self.config.spin);
+        let mut inbox = Vec::new();
+        loop {
+            let now = Instant::now();
+            let worked = self.round(now, &mut inbox);
+            if self.shutdown && self.sessions.is_empty() && self.leaving.is_empty() {
+                return;
+            }
+            let now = Instant::now();
+            match spinner.plan(now, worked, self.deadline()) {
+                Next::Poll => std::hint::spin_loop(),
+                Next::Park(timeout) => {
+                    if !self.arm() {
+                        let fds: Vec<RawFd> = self.provider.event_fds();
+                        self.mailbox.park(&fds, timeout);
+                    }
+                }
+            }
+        }
+    }
+
+    /// One round; whether there was anything to do.
+    fn round(&mut self, now: Instant, inbox: &mut Vec<Message>) -> bool {
+        let mut worked = self.provider.progress(now) > 0;
+        while let Some(event) = self.provider.poll_cm_event() {
+            worked = true;
+            self.handle_cm_event(event, now);
+        }
+        while let Some(event) = self.provider.poll_async_event() {
+            worked = true;
+            self.handle_async_event(event, now);
+        }
+        worked |= self.poll_completions(now);
+        self.mailbox.receive(inbox);
+        worked |= !inbox.is_empty();
+        for message in inbox.drain(..) {
+            self.handle_message(message, now);
+        }
+        worked |= self.run_workloads(now);
+        self.handle_timeouts(now);
+        self.reap();
+        worked
+    }
+
+    /// When a round is due at the latest.
+    fn deadline(&self) -> Option<Instant> {
+        let machines = self.sessions.iter().flat_map(|(_, s)| {
+            let logouts = s.conns.iter().flatten().filter_map(|c| c.logout_until);
+            s.machine.next_deadline().into_iter().chain(logouts)
+        });
+        let leaving = self.leaving.iter().map(|(_, until)| *until);
+        machines
+            .chain(leaving)
+            .chain(self.provider.deadline())
+            .min()
+    }
+
+    /// Arms every completion queue; whether completions wait already.
+    fn arm(&mut self) -> bool {
+        let mut waiting = false;
+        for (_, session) in &self.sessions {
+            waiting |= self
+                .provider
+                .req_notify_cq(session.cq, Notify::Next)
+                .unwrap_or(false);
+        }
+        while self.provider.poll_cq_event().is_some() {}
+        waiting
+    }
+
+    fn handle_message(&mut self, message: Message, now: Instant) {
+        match message {
+            Message::Open(open) => self.open(*open, now),
+            Message::Submit(key, io) => match self.find(key) {
+                Some(index) => self.submit(index, *io, now),
+                None => self.refuse(*io),
+            },
+            Message::Work(key, workload) => {
+                if let Some(index) = self.find(key) {
+                    self.start_workload(index, workload, now);
+                }
+            }
+            Message::Close(key, reply) => {
+                if let Some(index) = self.find(key) {
+                    self.sessions[index].closers.extend(reply);
+                    self.sessions[index].machine.close(now);
+                    self.drain(index, now);
+                }
+            }
+            Message::Shutdown => {
+                self.shutdown = true;
+                let all: Vec<usize> = self.sessions.iter().map(|(index, _)| index).collect();
+                for index in all {
+                    self.sessions[index].machine.close(now);
+                    self.drain(index, now);
+                }
+            }
+        }
+    }
+
+    fn find(&self, key: SessionKey) -> Option<usize> {
+        let session = self.sessions.get(key.index)?;
+        (session.serial == key.serial).then_some(key.index)
+    }
+
+    fn refuse(&mut self, io: Io) {
+        let end = IoEnd {
+            result: Err(RequestError::Closed),
+            data: io.io.data,
+        };
+        if let Done::Future(sender) = io.done {
+            sender.send(end);
+        }
+    }
+
+    fn open(&mut self, open: Open, now: Instant) {
+        let (pd, cq, keys) = match self.allocate(&open) {
+            Ok(made) => made,
+            Err(e) => {
+                open.reply.send(Err(ConnectError::Local(e).into()));
+                return;
+            }
+        };
+        let serial = self.next_serial;
+        self.next_serial += 1;
+        let channels = open.config.channels.into();
+        let index = self.sessions.insert(Running {
+            serial,
+            machine: Session::new(open.config, now),
+            target: open.target,
+            conn_config: open.conn,
+            pd,
+            cq,
+            keys,
+            conns: (0..channels).map(|_| None).collect(),
+            ios: Vec::new(),
+            overflow: std::collections::VecDeque::new(),
+            workloads: Slab::new(),
+            status: open.status,
+            reply: Some(open.reply),
+            closers: Vec::new(),
+            receiving: None,
+            closed: false,
+        });
+        if self.shutdown {
+            self.sessions[index].machine.close(now);
+        }
+        self.drain(index, now);
+    }
+
+    /// A protection domain, a completion queue and the pool's registration for a session.
+    fn allocate(&mut self, open: &Open) -> Result<(PdId, CqId, DataKeys), VerbsError> {
+        let pd = self.provider.alloc_pd()?;
+        // One spare, so that a correct device cannot fill the queue.
+        let entries = open.conn.completions() * u32::from(open.config.channels) + 1;
+        let cq = match self.provider.create_cq(entries) {
+            Ok(cq) => cq,
+            Err(e) => {
+                let _ = self.provider.dealloc_pd(pd);
+                return Err(e);
+            }
+        };
+        let remote = Access::REMOTE_READ | Access::REMOTE_WRITE;
+        let access = if open.pool_wide {
+            Access::LOCAL_WRITE | remote
+        } else {
+            Access::LOCAL_WRITE
+        };
+        match self.provider.reg_mr(pd, &self.pool, access) {
+            Ok(pool) => {
+                let pool_wide = open.pool_wide;
+                Ok((pd, cq, DataKeys { pool, pool_wide }))
+            }
+            Err(e) => {
+                let _ = self.provider.destroy_cq(cq);
+                let _ = self.provider.dealloc_pd(pd);
+                Err(e)
+            }
+        }
+    }
+
+    fn submit(&mut self, index: usize, io: Io, now: Instant) {
+        let session = &mut self.sessions[index];
+        let spec = RequestSpec {
+            lun: io.io.lun.encode(),
+            attr: io.io.attr,
+            cdb: io.io.command.cdb,
+            len: io.io.command.len,
+            deadline: io.deadline,
+            retry: io.io.retry,
+            effect: io.io.command.effect,
+        };
+        if !session.overflow.is_empty() && !session.closed {
+            session.overflow.push_back(io);
+            return;
+        }
+        match session.machine.submit(spec, now) {
+            Ok(RequestId(id)) => {
+                let id = id as usize;
+                if id >= session.ios.len() {
+                    session.ios.resize_with(id + 1, || None);
+                }
+                session.ios[id] = Some(io);
+                self.drain(index, now);
+            }
+            Err(SubmitError::Full) => session.overflow.push_back(io),
+            Err(SubmitError::Closed) => self.deliver(index, io, Err(RequestError::Closed)),
+        }
+    }
+
+    /// Tells whoever waits for a command how it ended.
+    fn deliver(&mut self, index: usize, io: Io, result: crate::srp::request::RequestResult) {
+        let end = IoEnd {
+            result,
+            data: io.io.data,
+        };
+        match io.done {
+            Done::Future(sender) => sender.send(end),
+            Done::Workload { workload, token } => {
+                self.finished.push((index, workload, token, end));
+            }
+        }
+    }
+
+    fn handle_timeouts(&mut self, now: Instant) {
+        let mut due: Vec<(usize, Option<u8>)> = Vec::new();
+        for (index, session) in &self.sessions {
+            if session.machine.next_deadline().is_some_and(|t| t <= now) {
+                due.push((index, None));
+            }
+            for (channel, conn) in session.conns.iter().enumerate() {
+                let until = conn.as_ref().and_then(|c| c.logout_until);
+                if until.is_some_and(|t| t <= now) {
+                    due.push((index, Some(channel as u8)));
+                }
+            }
+        }
+        for (index, channel) in due {
+            match channel {
+                Some(channel) => self.tear_down(index, ChannelIndex(channel), now),
+                None => {
+                    self.sessions[index].machine.handle_timeout(now);
+                    self.drain(index, now);
+                }
+            }
+        }
+        let mut at = 0;
+        while at < self.leaving.len() {
+            if self.leaving[at].1 <= now {
+                let (id, _) = self.leaving.swap_remove(at);
+                let _ = self.provider.destroy_id(id);
+            } else {
+                at += 1;
+            }
+        }
+    }
+
+    /// Frees sessions that are over.
+    fn reap(&mut self) {
+        let over: Vec<usize> = self
+            .sessions
+            .iter()
+            .filter(|(_, s)| s.closed && s.overflow.is_empty() && s.workloads.is_empty())
+            .map(|(index, _)| index)
+            .collect();
+        for index in over {
+            let session = self.sessions.remove(index);
+            debug_assert!(session.conns.iter().all(Option::is_none));
+            let _ = self.provider.dereg_mr(session.keys.pool.id);
+            let _ = self.provider.destroy_cq(session.cq);
+            let _ = self.provider.dealloc_pd(session.pd);
+            for closer in session.closers {
+                closer.send(());
+            }
+        }
+    }
+}
+
+/// A command with its deadline.
+pub(super) fn new_io(io: ScsiIo, done: Done, now: Instant) -> Io {
+    Io {
+        deadline: now + io.timeout,
+        io,
+        done,
+    }
+}

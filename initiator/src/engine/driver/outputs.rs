@@ -1,0 +1,227 @@
+//! What sessions ask for.
+
+use std::time::Instant;
+
+use riser_transport::verbs::Provider;
+
+use super::{Driver, LOGOUT_PATIENCE, SessionKey};
+use crate::engine::conn::{Start, StartArgs};
+use crate::srp::request::RequestId;
+use crate::srp::session::{ChannelIndex, Output, SessionEvent};
+
+impl<P: Provider> Driver<P> {
+    /// Carries out a session's outputs until there are none.
+    pub(super) fn drain(&mut self, index: usize, now: Instant) {
+        while let Some(output) = self.sessions[index].machine.poll_output() {
+            match output {
+                Output::Connect(channel) => self.resolve(index, channel, now),
+                Output::Start {
+                    request,
+                    channel,
+                    immediate,
+                } => self.start(index, channel, request, immediate, now),
+                Output::Retire { request, channel } => {
+                    self.retire(index, channel, request, now);
+                }
+                Output::SendTskMgmt(channel, iu) => {
+                    let conn = self.sessions[index].conns[usize::from(channel.0)].as_mut();
+                    if !conn.is_some_and(|c| c.post_tsk_mgmt(&mut self.provider, &iu)) {
+                        self.sessions[index]
+                            .machine
+                            .handle_channel_error(channel, now);
+                    }
+                }
+                Output::Answer(channel, iu) => self.answer(index, channel, &iu, now),
+                Output::Disconnect(channel, logout) => {
+                    self.begin_tear_down(index, channel, logout.as_ref().map(|l| &l[..]), now);
+                }
+                Output::Complete(request, result) => {
+                    let io = self.sessions[index].ios[request.0 as usize].take();
+                    let io = io.expect("every request has its command");
+                    self.deliver(index, io, result);
+                    self.refill(index, now);
+                }
+                Output::Event(event) => self.handle_event(index, event),
+            }
+        }
+    }
+
+    /// Submits commands that had no room before.
+    pub(super) fn refill(&mut self, index: usize, now: Instant) {
+        let session = &mut self.sessions[index];
+        if let Some(io) = session.overflow.pop_front() {
+            let rest = std::mem::take(&mut session.overflow);
+            self.submit(index, io, now);
+            // If it was put back, it goes before the rest.
+            let session = &mut self.sessions[index];
+            session.overflow.extend(rest);
+        }
+    }
+
+    pub(super) fn start(
+        &mut self,
+        index: usize,
+        channel: ChannelIndex,
+        request: RequestId,
+        immediate: bool,
+        now: Instant,
+    ) {
+        let session = &mut self.sessions[index];
+        let Some(conn) = session.conns[usize::from(channel.0)].as_mut() else {
+            return;
+        };
+        if !conn.starved.is_empty() {
+            conn.starved.push_back((request, immediate));
+            return;
+        }
+        let outcome = self.try_start(index, channel, request, immediate);
+        self.settle_start(index, channel, request, outcome, now);
+        if outcome == Start::Starved
+            && let Some(conn) = self.sessions[index].conns[usize::from(channel.0)].as_mut()
+        {
+            conn.starved.push_back((request, immediate));
+        }
+    }
+
+    pub(super) fn try_start(
+        &mut self,
+        index: usize,
+        channel: ChannelIndex,
+        request: RequestId,
+        immediate: bool,
+    ) -> Start {
+        let session = &mut self.sessions[index];
+        let io = session.ios.get(request.0 as usize).and_then(Option::as_ref);
+        let (Some(io), Some(conn)) = (io, session.conns[usize::from(channel.0)].as_mut()) else {
+            return Start::Dropped;
+        };
+        io.io.data.slices(&mut self.scratch.slices);
+        let args = StartArgs {
+            session: &session.machine,
+            channel,
+            request,
+            immediate,
+            keys: &session.keys,
+        };
+        conn.start(&mut self.provider, &args, &mut self.scratch)
+    }
+
+    pub(super) fn settle_start(
+        &mut self,
+        index: usize,
+        channel: ChannelIndex,
+        request: RequestId,
+        outcome: Start,
+        now: Instant,
+    ) {
+        let machine = &mut self.sessions[index].machine;
+        match outcome {
+            Start::Sent | Start::Starved | Start::Dropped => {}
+            Start::Impossible(why) => machine.handle_start_failed(request, why, now),
+            Start::Broken => machine.handle_channel_error(channel, now),
+        }
+    }
+
+    /// Starts what had to wait for resources of its connection.
+    pub(super) fn feed_starved(&mut self, index: usize, channel: u8, now: Instant) {
+        let at = usize::from(channel);
+        let channel = ChannelIndex(channel);
+        loop {
+            let conn = self.sessions[index].conns[at].as_ref();
+            let Some(&(request, immediate)) = conn.and_then(|c| c.starved.front()) else {
+                return;
+            };
+            let outcome = self.try_start(index, channel, request, immediate);
+            if outcome == Start::Starved {
+                return;
+            }
+            if let Some(conn) = self.sessions[index].conns[at].as_mut() {
+                conn.starved.pop_front();
+            }
+            self.settle_start(index, channel, request, outcome, now);
+        }
+    }
+
+    pub(super) fn retire(
+        &mut self,
+        index: usize,
+        channel: ChannelIndex,
+        request: RequestId,
+        now: Instant,
+    ) {
+        let session = &mut self.sessions[index];
+        // Without a connection, its end tells the session.
+        let Some(conn) = session.conns[usize::from(channel.0)].as_mut() else {
+            return;
+        };
+        match conn.retire(&mut self.provider, request) {
+            Some(true) => {
+                session.machine.handle_retired(request, now);
+                self.feed_starved(index, channel.0, now);
+            }
+            Some(false) => {}
+            None => session.machine.handle_channel_error(channel, now),
+        }
+    }
+
+    pub(super) fn answer(&mut self, index: usize, channel: ChannelIndex, iu: &[u8], now: Instant) {
+        let session = &mut self.sessions[index];
+        let (Some((from, slot)), Some(conn)) = (
+            session.receiving.take(),
+            session.conns[usize::from(channel.0)].as_mut(),
+        ) else {
+            return;
+        };
+        debug_assert_eq!(from, channel);
+        if !conn.post_answer(&mut self.provider, slot, iu) {
+            session.machine.handle_channel_error(channel, now);
+        }
+    }
+
+    pub(super) fn begin_tear_down(
+        &mut self,
+        index: usize,
+        channel: ChannelIndex,
+        logout: Option<&[u8]>,
+        now: Instant,
+    ) {
+        let session = &mut self.sessions[index];
+        if let Some(iu) = logout
+            && let Some(conn) = session.conns[usize::from(channel.0)].as_mut()
+            && conn.post_logout(&mut self.provider, iu)
+        {
+            conn.logout_until = Some(now + LOGOUT_PATIENCE);
+            return;
+        }
+        self.release(index, channel, true, now);
+        self.sessions[index]
+            .machine
+            .handle_channel_gone(channel, now);
+    }
+
+    pub(super) fn handle_event(&mut self, index: usize, event: SessionEvent) {
+        let session = &mut self.sessions[index];
+        session.status.on_event(&event);
+        match event {
+            SessionEvent::Live => {
+                let key = SessionKey {
+                    index,
+                    serial: session.serial,
+                };
+                if let Some(reply) = session.reply.take() {
+                    reply.send(Ok(key));
+                }
+            }
+            SessionEvent::Closed(why) => {
+                session.closed = true;
+                if let Some(reply) = session.reply.take() {
+                    reply.send(Err(why));
+                }
+            }
+            SessionEvent::Reconnecting(why) => {
+                tracing::warn!(target = %session.target.dst, "connection lost: {why}");
+            }
+            SessionEvent::UnitEvent { .. } => {}
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! Why operations on logical units fail.
+
+use riser_scsi::sense::{AdditionalSense, Sense, SenseKey};
+
+use crate::block::BlockError;
+use crate::engine::{IoData, IoEnd};
+use crate::srp::request::{Answer, GOOD, RequestError};
+
+/// SCSI status RESERVATION CONFLICT.
+const RESERVATION_CONFLICT: u8 = 0x18;
+
+/// Why an operation on a logical unit failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum LunError {
+    /// There is no answer.
+    #[error(transparent)]
+    Request(#[from] RequestError),
+    /// CHECK CONDITION.
+    #[error("{key:?}, additional sense {:02x}h/{:02x}h", .additional.code, .additional.qualifier)]
+    Check {
+        /// Sense key.
+        key: SenseKey,
+        /// Additional sense code and qualifier.
+        additional: AdditionalSense,
+    },
+    /// Another status than GOOD, or CHECK CONDITION without sense data.
+    #[error("status {0:#04x}")]
+    Status(u8),
+    /// The command moved less than it should have.
+    #[error("{got} of {want} bytes transferred")]
+    Short {
+        /// Bytes asked for.
+        want: u32,
+        /// Bytes moved.
+        got: u32,
+    },
+    /// What the target told of the unit cannot be.
+    #[error("target's {0} cannot be worked with")]
+    Malformed(&'static str),
+    /// There is no disk of that number.
+    #[error("logical unit {0} is not a disk, or not there")]
+    NotADisk(u32),
+    /// The number is beyond what a logical unit can have.
+    #[error("no logical unit can have number {0}")]
+    Number(u32),
+    /// Offset or length is not a multiple of the block size, or beyond the end, or too long.
+    #[error("range is not within the disk's bounds")]
+    OutOfRange,
+    /// The logical unit does not do that.
+    #[error("not supported by the logical unit")]
+    Unsupported,
+}
+
+impl From<LunError> for BlockError {
+    fn from(error: LunError) -> Self {
+        let text = error.to_string();
+        match error {
+            LunError::Request(RequestError::TimedOut) => Self::TimedOut,
+            LunError::Request(RequestError::ConnectionLost | RequestError::Closed) => {
+                Self::Disconnected(text)
+            }
+            LunError::Check { key, additional } => match (key, additional.code) {
+                (SenseKey::MediumError, _) => Self::Medium(text),
+                (SenseKey::DataProtect, 0x27) if additional.qualifier == 0x07 => Self::NoSpace,
+                (SenseKey::DataProtect, _) => Self::ReadOnly,
+                (SenseKey::IllegalRequest, 0x20 | 0x24) => Self::Unsupported,
+                (SenseKey::IllegalRequest, 0x21) => Self::OutOfRange,
+                _ => Self::Io(text),
+            },
+            LunError::Status(RESERVATION_CONFLICT) => Self::ReservationConflict,
+            LunError::OutOfRange => Self::OutOfRange,
+            LunError::Unsupported => Self::Unsupported,
+            _ => Self::Io(text),
+        }
+    }
+}
+
+/// Judges an answer: GOOD, or why not.
+pub(super) fn judge(answer: &Answer) -> Result<(), LunError> {
+    if answer.status == GOOD {
+        return Ok(());
+    }
+    match answer.sense() {
+        Some(Sense {
+            key, additional, ..
+        }) if answer.status == 0x02 => Err(LunError::Check { key, additional }),
+        _ => Err(LunError::Status(answer.status)),
+    }
+}
+
+/// Judges the end of a command that must have moved all of its data, and gives its memory.
+pub(super) fn judge_whole(end: IoEnd) -> Result<IoData, LunError> {
+    let answer = end.result?;
+    judge(&answer)?;
+    let want = end.data.len() as u32;
+    if answer.transferred == want {
+        Ok(end.data)
+    } else {
+        let got = answer.transferred;
+        Err(LunError::Short { want, got })
+    }
+}

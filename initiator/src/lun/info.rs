@@ -1,0 +1,195 @@
+//! Finding out what logical units there are, and what they are.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use riser_scsi::lun::LunId;
+
+use super::error::judge;
+use super::{DEFAULT_TIMEOUT, Lun, LunError, LunShared, MAX_TRANSFER};
+use crate::block::Geometry;
+use crate::engine::{IoData, ScsiIo, Session};
+use crate::scsi::{
+    BlockLimits, CachingPage, Capacity, Command, Identity, Inquiry, Provisioning, parse_luns,
+    vpd_body,
+};
+use crate::srp::channel::DataLen;
+use crate::srp::request::RequestError;
+
+/// What a logical unit is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LunInfo {
+    /// Its number.
+    pub lun: LunId,
+    /// Who made it.
+    pub inquiry: Inquiry,
+    /// Serial number and designators.
+    pub identity: Identity,
+    /// Size.
+    pub capacity: Capacity,
+    /// Limits.
+    pub limits: BlockLimits,
+    /// What deallocation it knows.
+    pub provisioning: Provisioning,
+    /// Caching and write protection.
+    pub caching: CachingPage,
+}
+
+impl LunInfo {
+    fn geometry(&self, pool: usize) -> Geometry {
+        let block = self.capacity.block_size;
+        let bytes = |blocks: u64| blocks.saturating_mul(block.into());
+        let reported = match self.limits.max_transfer {
+            0 => u64::MAX,
+            blocks => bytes(blocks.into()),
+        };
+        // A quarter of the pool, so that a few transfers are always possible at once.
+        let ours = u64::from(MAX_TRANSFER).min(pool as u64 / 4);
+        let max_transfer = reported.min(ours).max(block.into()) as u32;
+        let runs = u64::from(u32::MAX);
+        let max_discard = if self.provisioning.unmap {
+            match self.limits.max_unmap {
+                0 => 0,
+                blocks => bytes(blocks.into()),
+            }
+        } else {
+            0
+        };
+        let same = match self.limits.max_write_same {
+            0 => runs,
+            blocks => blocks.min(runs),
+        };
+        let max_discard = match max_discard {
+            0 if self.provisioning.write_same => bytes(same),
+            n => n,
+        };
+        Geometry {
+            block_size: block,
+            physical_block_size: block << self.capacity.physical_exponent.min(8),
+            capacity: bytes(self.capacity.blocks),
+            max_transfer: max_transfer - max_transfer % block,
+            max_discard,
+            max_write_zeroes: bytes(same),
+            reports_status: self.capacity.provisioning,
+            read_only: self.caching.write_protected,
+            volatile_cache: self.caching.write_cache,
+        }
+    }
+}
+
+impl Session {
+    /// Sends a command with data-in to a logical unit and gives what was transferred.
+    pub(super) async fn fetch(&self, lun: LunId, command: Command) -> Result<Vec<u8>, LunError> {
+        let DataLen::In(len) = command.len else {
+            return Err(LunError::OutOfRange);
+        };
+        let buffer = self.client().buffers().take(len as usize).await;
+        let data = IoData::One(buffer);
+        let end = self
+            .submit(ScsiIo::new(lun, command, data, DEFAULT_TIMEOUT))
+            .await;
+        let answer = end.result?;
+        judge(&answer)?;
+        let buffer = end.data.into_one().ok_or(RequestError::Closed)?;
+        let mut out = vec![0; (answer.transferred as usize).min(buffer.len())];
+        buffer.slice().read(0, &mut out);
+        Ok(out)
+    }
+
+    /// The logical units that the target lists.
+    ///
+    /// # Errors
+    /// [`LunError`].
+    pub async fn luns(&self) -> Result<Vec<LunId>, LunError> {
+        let data = self.fetch(LunId::ZERO, Command::report_luns()).await?;
+        Ok(parse_luns(&data))
+    }
+
+    /// Standard INQUIRY data of a logical unit.
+    ///
+    /// # Errors
+    /// [`LunError`].
+    pub async fn inquiry(&self, lun: LunId) -> Result<Inquiry, LunError> {
+        let data = self.fetch(lun, Command::inquiry()).await?;
+        Inquiry::parse(&data).ok_or(LunError::Malformed("INQUIRY data"))
+    }
+
+    /// A page of vital product data, with its header, as received.
+    ///
+    /// # Errors
+    /// [`LunError`].
+    pub async fn vpd(&self, lun: LunId, page: u8) -> Result<Vec<u8>, LunError> {
+        self.fetch(lun, Command::vpd(page)).await
+    }
+
+    /// A disk of the target.
+    ///
+    /// # Errors
+    /// [`LunError::NotADisk`] where there is none of that number; others as they come.
+    pub async fn lun(&self, number: u32) -> Result<Lun, LunError> {
+        let lun = LunId::new(number).ok_or(LunError::Number(number))?;
+        let info = self.discover(lun).await?;
+        let pool = self.client().buffers().memory().len();
+        Ok(Lun {
+            session: self.clone(),
+            shared: Arc::new(LunShared {
+                geometry: info.geometry(pool),
+                info,
+                writes_same: AtomicBool::new(true),
+            }),
+            timeout: DEFAULT_TIMEOUT,
+        })
+    }
+
+    async fn discover(&self, lun: LunId) -> Result<LunInfo, LunError> {
+        let inquiry = self.inquiry(lun).await?;
+        if !inquiry.is_disk() {
+            return Err(LunError::NotADisk(lun.number()));
+        }
+        let ready = ScsiIo::new(
+            lun,
+            Command::test_unit_ready(),
+            IoData::None,
+            DEFAULT_TIMEOUT,
+        );
+        judge(&self.submit(ready).await.result?)?;
+        let pages = self.vpd(lun, 0x00).await.unwrap_or_default();
+        let pages = vpd_body(&pages, 0x00).unwrap_or(&[]).to_vec();
+        let mut bodies = Vec::new();
+        for page in [0x80, 0x83, 0xb0, 0xb2] {
+            if pages.contains(&page) {
+                let data = self.vpd(lun, page).await?;
+                if let Some(body) = vpd_body(&data, page) {
+                    bodies.push((page, body.to_vec()));
+                }
+            }
+        }
+        let body = |page| {
+            bodies
+                .iter()
+                .find(|(p, _)| *p == page)
+                .map(|(_, b)| b.as_slice())
+        };
+        let capacity = self.fetch(lun, Command::read_capacity()).await?;
+        let capacity = Capacity::parse(&capacity).ok_or(LunError::Malformed("capacity"))?;
+        // A unit that does not tell is taken to have a cache: a flush too many does no harm.
+        let unknown = CachingPage {
+            write_cache: true,
+            write_protected: false,
+        };
+        let caching = match self.fetch(lun, Command::mode_sense_caching()).await {
+            Ok(data) => CachingPage::parse(&data).unwrap_or(unknown),
+            Err(LunError::Check { .. }) => unknown,
+            Err(e) => return Err(e),
+        };
+        Ok(LunInfo {
+            lun,
+            inquiry,
+            identity: Identity::parse(body(0x80), body(0x83)),
+            capacity,
+            limits: BlockLimits::parse(body(0xb0).unwrap_or(&[])),
+            provisioning: Provisioning::parse(body(0xb2).unwrap_or(&[])),
+            caching,
+        })
+    }
+}

@@ -1,0 +1,201 @@
+//! Connections: made, lost, made again, closed.
+
+use std::time::Instant;
+
+use riser_scsi::srp::LOGIN_REQ_RDMA_LEN;
+
+use super::types::{Link, Member};
+use super::{ChannelIndex, ConnectError, Down, Output, Session, SessionEvent, SessionState};
+use crate::srp::request::{AttemptEnd, RequestError, RequestState};
+
+impl Session {
+    pub(super) fn connect(&mut self, channel: u8, now: Instant) {
+        let until = now + self.config.timing.login;
+        let fresh = Member::new(&self.config, channel);
+        let member = &mut self.members[usize::from(channel)];
+        *member = fresh;
+        member.link = Link::Connecting(until);
+        self.arm(until);
+        self.outputs
+            .push_back(Output::Connect(ChannelIndex(channel)));
+    }
+
+    /// The path is found: the private data to connect with.
+    ///
+    /// # Panics
+    /// If the channel is not being connected.
+    pub fn begin_login(&mut self, channel: ChannelIndex) -> [u8; LOGIN_REQ_RDMA_LEN] {
+        let login = self.members[usize::from(channel.0)].channel.begin_login();
+        let mut private_data = [0; LOGIN_REQ_RDMA_LEN];
+        login.emit_rdma(&mut private_data);
+        private_data
+    }
+
+    /// The connection is established; `private_data` is the target's.
+    pub fn handle_connected(&mut self, channel: ChannelIndex, private_data: &[u8], now: Instant) {
+        let member = &mut self.members[usize::from(channel.0)];
+        if !matches!(member.link, Link::Connecting(_)) {
+            return;
+        }
+        match member.channel.handle_established(private_data) {
+            Ok(_) => member.link = Link::Up,
+            Err(fault) => {
+                member.channel.begin_disconnect();
+                member.link = Link::Closing;
+                self.outputs.push_back(Output::Disconnect(channel, None));
+                if channel.0 == 0 {
+                    let error = ConnectError::Login(fault.into());
+                    self.tear_down(error.into(), false);
+                }
+                return;
+            }
+        }
+        if channel.0 == 0 && self.state == SessionState::LoggingIn {
+            self.state = SessionState::Live;
+            self.ever_live = true;
+            self.backoff = self.config.timing.backoff_min;
+            self.outputs.push_back(Output::Event(SessionEvent::Live));
+            for extra in 1..self.config.channels {
+                self.connect(extra, now);
+            }
+        }
+        self.pump(now);
+    }
+
+    /// A connection was rejected with a CM reason and private data. The owner has released what the
+    /// channel held.
+    pub fn handle_rejected(
+        &mut self,
+        channel: ChannelIndex,
+        reason: u16,
+        private_data: &[u8],
+        now: Instant,
+    ) {
+        let member = &mut self.members[usize::from(channel.0)];
+        let error = member.channel.handle_rejected(reason, private_data);
+        self.handle_connect_failed(channel, ConnectError::Login(error), now);
+    }
+
+    /// A connection could not be made. The owner has released what the channel held.
+    pub fn handle_connect_failed(
+        &mut self,
+        channel: ChannelIndex,
+        error: ConnectError,
+        now: Instant,
+    ) {
+        let member = &mut self.members[usize::from(channel.0)];
+        if member.link == Link::Down {
+            return;
+        }
+        member.link = Link::Down;
+        member.channel.handle_disconnected();
+        // The target need not grant more than one channel.
+        if channel.0 == 0 && self.state == SessionState::LoggingIn {
+            self.state = SessionState::TearingDown {
+                why: error.into(),
+                last: !self.ever_live,
+            };
+        }
+        self.on_member_down(now);
+    }
+
+    /// A channel's connection broke, was closed by the peer, or a work request on it failed.
+    pub fn handle_channel_error(&mut self, channel: ChannelIndex, _now: Instant) {
+        match self.members[usize::from(channel.0)].link {
+            Link::Up | Link::Connecting(_) => self.tear_down(Down::ConnectionLost, false),
+            Link::Down | Link::Closing => {}
+        }
+    }
+
+    /// A channel has been torn down: nothing can arrive on it any more, and the keys of all memory
+    /// that was made known on it are invalid.
+    pub fn handle_channel_gone(&mut self, channel: ChannelIndex, now: Instant) {
+        let member = &mut self.members[usize::from(channel.0)];
+        member.link = Link::Down;
+        member.channel.handle_disconnected();
+        member.tmf = None;
+        member.aborts.clear();
+        let here = channel.0;
+        let mut ended: Vec<(u64, u32, AttemptEnd)> = self
+            .requests
+            .iter()
+            .filter_map(|(index, request)| {
+                let end = match &request.state {
+                    RequestState::Started { channel, .. }
+                    | RequestState::Aborting { channel, .. }
+                        if *channel == here =>
+                    {
+                        AttemptEnd::Lost
+                    }
+                    RequestState::Retiring { channel, end } if *channel == here => end.clone(),
+                    _ => return None,
+                };
+                Some((request.seq, index as u32, end))
+            })
+            .collect();
+        ended.sort_by_key(|(seq, ..)| *seq);
+        for (_, index, end) in ended {
+            self.settle(index, end, now);
+        }
+        self.on_member_down(now);
+    }
+
+    /// Goes on with a tear-down once the last channel is down.
+    pub(super) fn on_member_down(&mut self, now: Instant) {
+        let SessionState::TearingDown { why, last } = self.state else {
+            return;
+        };
+        if self.members.iter().any(|m| m.link != Link::Down) {
+            // Channels that are up or being connected go too.
+            self.close_members();
+            return;
+        }
+        if last || !self.ever_live {
+            self.state = SessionState::Closed;
+            let left: Vec<u32> = self.requests.iter().map(|(i, _)| i as u32).collect();
+            self.queue.clear();
+            for index in left {
+                self.complete(index, Err(RequestError::Closed));
+            }
+            self.timer = None;
+            self.outputs
+                .push_back(Output::Event(SessionEvent::Closed(why)));
+            return;
+        }
+        let until = now + self.backoff;
+        self.backoff = (self.backoff * 2).min(self.config.timing.backoff_max);
+        self.state = SessionState::Backoff { until };
+        self.arm(until);
+        self.outputs
+            .push_back(Output::Event(SessionEvent::Reconnecting(why)));
+    }
+
+    /// Begins to close every channel.
+    pub(super) fn tear_down(&mut self, why: Down, last: bool) {
+        match &mut self.state {
+            SessionState::Closed => return,
+            SessionState::TearingDown { last: l, .. } => *l |= last,
+            state => *state = SessionState::TearingDown { why, last },
+        }
+        self.close_members();
+    }
+
+    pub(super) fn close_members(&mut self) {
+        let last = matches!(self.state, SessionState::TearingDown { last: true, .. });
+        for (index, member) in self.members.iter_mut().enumerate() {
+            if matches!(member.link, Link::Up | Link::Connecting(_)) {
+                let logout = member.channel.begin_disconnect().filter(|_| last);
+                member.link = Link::Closing;
+                self.outputs
+                    .push_back(Output::Disconnect(ChannelIndex(index as u8), logout));
+            }
+        }
+    }
+
+    /// Ends the session: logs out, disconnects, and completes every request with
+    /// [`RequestError::Closed`].
+    pub fn close(&mut self, now: Instant) {
+        self.tear_down(Down::Closed, true);
+        self.on_member_down(now);
+    }
+}

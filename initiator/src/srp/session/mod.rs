@@ -1,0 +1,179 @@
+//! A session: one initiator port, one target port, one or more channels, and the requests on them.
+//!
+//! [`Session`] is a machine with no I/O in it. Its owner tells it what happened (`handle_*`), asks it
+//! what to do ([`Session::poll_output`]) and when to wake it ([`Session::next_deadline`]).
+//!
+//! # Memory
+//! The session never reports a request while the target could still reach its memory. When an
+//! attempt is over, for whatever reason, the session says [`Output::Retire`]; the owner invalidates
+//! the memory's keys and answers [`Session::handle_retired`]; only then is the request completed or
+//! tried again. When a channel has been torn down, so that nothing can arrive on it any more and its
+//! keys are gone, [`Session::handle_channel_gone`] says so for all of its requests at once.
+//!
+//! # Time
+//! An attempt that is not answered in time is aborted: ABORT TASK, then LOGICAL UNIT RESET, then a
+//! new connection, each when the one before it fails or is not answered either.
+//!
+//! # Replay
+//! When a connection breaks, nobody knows which of its outstanding commands were carried out. After
+//! the new login those are sent again for which that makes no difference ([`Effect`]): commands
+//! that change nothing, and commands that set blocks to a given content. That is safe because
+//! - the first channel of the new login asks the target to terminate the old ones
+//!   (MULTI-CHANNEL ACTION 0), and the target answers it only when their commands have ended, so no
+//!   command of the old connection is carried out after one of the new;
+//! - a command that was never acknowledged is, for its issuer, still in progress: carrying it out
+//!   a second time before acknowledging it is one of the orders in which it may take effect;
+//! - they are sent in the order of their submission, and none is sent while an earlier one with an
+//!   overlapping effect is outstanding.
+//!
+//! Task-management functions and commands with other effects (reservations, mode pages, compare and
+//! write) are never sent again; they end with [`RequestError::ConnectionLost`].
+//!
+//! # Not implemented
+//! Channels beyond the first that break take the whole session through a reconnection.
+
+mod links;
+mod recovery;
+mod requests;
+mod types;
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use riser_scsi::srp::RspCode;
+use slab::Slab;
+
+pub use self::types::{
+    ChannelIndex, ConnectError, Down, Output, SessionConfig, SessionEvent, SessionState,
+    SubmitError, Timing,
+};
+use self::types::{Link, Member};
+use super::channel::{Agreed, Received};
+use super::request::{Answer, AttemptEnd, Request};
+#[cfg(doc)]
+use super::request::{Effect, RequestError};
+
+/// One session. See the module's documentation.
+#[derive(Debug)]
+pub struct Session {
+    config: SessionConfig,
+    state: SessionState,
+    ever_live: bool,
+    backoff: Duration,
+    members: Vec<Member>,
+    requests: Slab<Request>,
+    /// Requests in state Queued, in order of submission. Bound: `max_requests`.
+    queue: VecDeque<u32>,
+    next_seq: u64,
+    /// Requests with an attempt lost to a broken connection; while there are any, order matters.
+    replays: usize,
+    outputs: VecDeque<Output>,
+    /// Not after the earliest deadline of anything.
+    timer: Option<Instant>,
+}
+
+impl Session {
+    /// A session that begins to connect at once.
+    ///
+    /// # Panics
+    /// If the configuration has no channel or no room for a request.
+    #[must_use]
+    pub fn new(config: SessionConfig, now: Instant) -> Self {
+        assert!(config.channels > 0 && config.max_requests > 0 && config.max_attempts > 0);
+        let mut session = Self {
+            config,
+            state: SessionState::LoggingIn,
+            ever_live: false,
+            backoff: config.timing.backoff_min,
+            members: (0..config.channels)
+                .map(|i| Member::new(&config, i))
+                .collect(),
+            requests: Slab::with_capacity(config.max_requests),
+            queue: VecDeque::with_capacity(config.max_requests),
+            next_seq: 0,
+            replays: 0,
+            outputs: VecDeque::new(),
+            timer: None,
+        };
+        session.connect(0, now);
+        session
+    }
+
+    /// Where the session is in its life.
+    #[must_use]
+    pub fn state(&self) -> SessionState {
+        self.state
+    }
+
+    /// Requests taken and not yet completed.
+    #[must_use]
+    pub fn requests(&self) -> usize {
+        self.requests.len()
+    }
+
+    /// Live channels.
+    #[must_use]
+    pub fn live_channels(&self) -> usize {
+        self.members.iter().filter(|m| m.link == Link::Up).count()
+    }
+
+    /// What a channel's login agreed on; `None` before.
+    #[must_use]
+    pub fn agreed(&self, channel: ChannelIndex) -> Option<&Agreed> {
+        self.members[usize::from(channel.0)].channel.agreed()
+    }
+
+    /// The next thing to do.
+    pub fn poll_output(&mut self) -> Option<Output> {
+        self.outputs.pop_front()
+    }
+
+    /// When [`Self::handle_timeout`] should be called, at the latest.
+    #[must_use]
+    pub fn next_deadline(&self) -> Option<Instant> {
+        self.timer
+    }
+
+    fn arm(&mut self, at: Instant) {
+        self.timer = Some(self.timer.map_or(at, |t| t.min(at)));
+    }
+
+    /// Takes an information unit that arrived on a channel.
+    pub fn handle_iu(&mut self, channel: ChannelIndex, iu: &[u8], now: Instant) {
+        let member = &mut self.members[usize::from(channel.0)];
+        if member.link != Link::Up {
+            return;
+        }
+        let received = match member.channel.handle_iu(iu) {
+            Ok(received) => received,
+            Err(fault) => {
+                self.tear_down(fault.into(), false);
+                return;
+            }
+        };
+        match received {
+            Received::Response { owner, rsp } => {
+                let len = self.request(owner).spec.len;
+                let end = match rsp.response {
+                    None | Some(RspCode::Complete) => AttemptEnd::Answered(Answer::new(&rsp, len)),
+                    Some(code) => AttemptEnd::Refused(code),
+                };
+                self.end_attempt(owner, channel.0, end);
+            }
+            Received::TskMgmt(code) => self.handle_tsk_mgmt_end(channel.0, Some(code), now),
+            Received::Answer(answer) => self.outputs.push_back(Output::Answer(channel, answer)),
+            Received::Event { lun, sense, answer } => {
+                let sense = Box::from(sense);
+                self.outputs.push_back(Output::Answer(channel, answer));
+                self.outputs
+                    .push_back(Output::Event(SessionEvent::UnitEvent { lun, sense }));
+            }
+            Received::Logout(reason) => self.tear_down(Down::Logout(reason), false),
+            Received::Stale => {}
+        }
+        self.pump(now);
+    }
+}
+
+#[cfg(test)]
+mod tests;

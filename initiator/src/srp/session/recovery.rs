@@ -1,0 +1,207 @@
+//! Time: what is late is aborted, reset, or left.
+
+use std::time::Instant;
+
+use riser_scsi::srp::{RspCode, Tag, TskMgmtFunction, WireLun};
+
+use super::types::{Link, TskMgmtKind};
+use super::{ChannelIndex, ConnectError, Down, Output, Session, SessionState};
+use crate::srp::request::{AttemptEnd, RequestError, RequestState};
+
+impl Session {
+    /// Does what is due.
+    pub fn handle_timeout(&mut self, now: Instant) {
+        if self.timer.is_none_or(|t| t > now) {
+            return;
+        }
+        self.timer = None;
+        if let SessionState::Backoff { until } = self.state {
+            if until <= now {
+                self.state = SessionState::LoggingIn;
+                self.connect(0, now);
+            } else {
+                self.arm(until);
+            }
+        }
+        self.expire_links(now);
+        self.expire_tsk_mgmt(now);
+        self.expire_requests(now);
+        self.pump(now);
+    }
+
+    pub(super) fn expire_links(&mut self, now: Instant) {
+        for index in 0..self.members.len() {
+            let Link::Connecting(until) = self.members[index].link else {
+                continue;
+            };
+            if until > now {
+                self.arm(until);
+                continue;
+            }
+            let member = &mut self.members[index];
+            member.channel.begin_disconnect();
+            member.link = Link::Closing;
+            let channel = ChannelIndex(index as u8);
+            self.outputs.push_back(Output::Disconnect(channel, None));
+            if index == 0 {
+                self.tear_down(ConnectError::TimedOut.into(), false);
+            }
+        }
+    }
+
+    pub(super) fn expire_tsk_mgmt(&mut self, now: Instant) {
+        for index in 0..self.members.len() {
+            match self.members[index].tmf {
+                Some((_, until)) if until <= now => {
+                    self.members[index].channel.give_up_tsk_mgmt();
+                    self.handle_tsk_mgmt_end(index as u8, None, now);
+                }
+                Some((_, until)) => self.arm(until),
+                None => {}
+            }
+        }
+    }
+
+    pub(super) fn expire_requests(&mut self, now: Instant) {
+        let mut late = Vec::new();
+        for index in 0..self.requests.capacity() as u32 {
+            let Some(request) = self.requests.get(index as usize) else {
+                continue;
+            };
+            let at = match request.state {
+                RequestState::Queued => request.spec.deadline,
+                RequestState::Backoff { until } => until.min(request.spec.deadline),
+                RequestState::Started { until, .. } => until.min(request.spec.deadline),
+                RequestState::Aborting { .. } | RequestState::Retiring { .. } => continue,
+            };
+            if at <= now {
+                late.push((request.seq, index));
+            } else {
+                self.arm(at);
+            }
+        }
+        late.sort_unstable();
+        for (seq, index) in late {
+            self.expire_request(index, seq, now);
+        }
+    }
+
+    pub(super) fn expire_request(&mut self, index: u32, seq: u64, now: Instant) {
+        let request = self.request(index);
+        let overdue = request.spec.deadline <= now;
+        match request.state {
+            RequestState::Queued => {
+                self.queue.retain(|&i| i != index);
+                self.complete(index, Err(RequestError::TimedOut));
+            }
+            RequestState::Backoff { .. } if overdue => {
+                self.complete(index, Err(RequestError::TimedOut));
+            }
+            RequestState::Backoff { .. } => self.enqueue(index),
+            RequestState::Started { channel, tag, .. } => {
+                self.request_mut(index).state = RequestState::Aborting { channel, tag };
+                let member = &mut self.members[usize::from(channel)];
+                member.aborts.push_back((index, seq));
+                self.pump_tsk_mgmt(channel, now);
+            }
+            RequestState::Aborting { .. } | RequestState::Retiring { .. } => {}
+        }
+    }
+
+    /// The tag of a request that still waits for its abort on a channel.
+    pub(super) fn aborting(&self, index: u32, seq: u64) -> Option<Tag> {
+        let request = self.requests.get(index as usize)?;
+        match request.state {
+            RequestState::Aborting { tag, .. } if request.seq == seq => Some(tag),
+            _ => None,
+        }
+    }
+
+    /// Sends the next ABORT TASK of a channel, if there is one and none is under way.
+    pub(super) fn pump_tsk_mgmt(&mut self, channel: u8, now: Instant) {
+        if self.members[usize::from(channel)].link != Link::Up {
+            return;
+        }
+        while self.members[usize::from(channel)].tmf.is_none() {
+            let next = self.members[usize::from(channel)].aborts.pop_front();
+            let Some((index, seq)) = next else {
+                return;
+            };
+            if let Some(tag) = self.aborting(index, seq) {
+                let lun = self.request(index).spec.lun;
+                let kind = TskMgmtKind::Abort(index, seq);
+                self.send_tsk_mgmt(channel, lun, kind, Some(tag), now);
+            }
+        }
+    }
+
+    pub(super) fn send_tsk_mgmt(
+        &mut self,
+        channel: u8,
+        lun: WireLun,
+        kind: TskMgmtKind,
+        task: Option<Tag>,
+        now: Instant,
+    ) {
+        let until = now + self.config.timing.tsk_mgmt;
+        let function = match kind {
+            TskMgmtKind::Abort(..) => TskMgmtFunction::AbortTask,
+            TskMgmtKind::LunReset(_) => TskMgmtFunction::LogicalUnitReset,
+        };
+        let member = &mut self.members[usize::from(channel)];
+        // Set even when the request cannot be sent, so that no other is tried meanwhile.
+        member.tmf = Some((kind, until));
+        match member.channel.start_tsk_mgmt(lun, function, task) {
+            Some(iu) => {
+                self.arm(until);
+                self.outputs
+                    .push_back(Output::SendTskMgmt(ChannelIndex(channel), iu));
+            }
+            None => self.tear_down(Down::Unresponsive, false),
+        }
+    }
+
+    /// A task-management request was answered, or not in time (`None`).
+    pub(super) fn handle_tsk_mgmt_end(&mut self, channel: u8, code: Option<RspCode>, now: Instant) {
+        let Some((kind, _)) = self.members[usize::from(channel)].tmf.take() else {
+            return;
+        };
+        let done = code == Some(RspCode::Complete);
+        match kind {
+            TskMgmtKind::Abort(index, seq) => {
+                // The answer may have come while the abort was under way.
+                if let Some(tag) = self.aborting(index, seq) {
+                    if done {
+                        self.members[usize::from(channel)].channel.give_up(tag);
+                        self.end_attempt(index, channel, AttemptEnd::Aborted);
+                    } else {
+                        let lun = self.request(index).spec.lun;
+                        let kind = TskMgmtKind::LunReset(lun);
+                        self.send_tsk_mgmt(channel, lun, kind, None, now);
+                    }
+                }
+            }
+            TskMgmtKind::LunReset(lun) if done => self.end_lun(lun),
+            TskMgmtKind::LunReset(_) => self.tear_down(Down::Unresponsive, false),
+        }
+        self.pump_tsk_mgmt(channel, now);
+    }
+
+    /// A logical unit was reset: none of its commands will be answered.
+    pub(super) fn end_lun(&mut self, lun: WireLun) {
+        let mut ended = Vec::new();
+        for (index, request) in &self.requests {
+            if let RequestState::Started { channel, tag, .. }
+            | RequestState::Aborting { channel, tag } = request.state
+                && request.spec.lun == lun
+            {
+                ended.push((request.seq, index as u32, channel, tag));
+            }
+        }
+        ended.sort_unstable();
+        for (_, index, channel, tag) in ended {
+            self.members[usize::from(channel)].channel.give_up(tag);
+            self.end_attempt(index, channel, AttemptEnd::Aborted);
+        }
+    }
+}

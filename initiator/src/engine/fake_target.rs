@@ -44,9 +44,12 @@ pub(crate) struct Knobs {
     pub(crate) refuse: AtomicBool,
     /// Task management is not answered.
     pub(crate) deaf: AtomicBool,
-    /// The next answer is sent only after its command's keys have been tried once more, which must
-    /// fail; counts the tries that were refused.
-    pub(crate) probe: AtomicBool,
+    /// Every answer comes with a credit request before it.
+    pub(crate) ask_credit: AtomicBool,
+    /// Write to the memory of the last command again, though it has been answered.
+    pub(crate) attack: AtomicBool,
+    /// Attacks made, and those of them that were repelled.
+    pub(crate) attacks: (AtomicU32, AtomicU32),
     pub(crate) aborts: AtomicU32,
     pub(crate) logins: AtomicU32,
     pub(crate) logouts: AtomicU32,
@@ -153,6 +156,14 @@ impl FakeTarget {
 impl Target {
     fn turn(&mut self) {
         self.poll();
+        if self.knobs.attack.swap(false, Ordering::SeqCst) {
+            let desc = self.knobs.last.lock().unwrap().unwrap();
+            let qp = *self.channels.keys().next().unwrap();
+            if !self.transfer(qp, desc, 0, true) {
+                count(&self.knobs.attacks.1);
+            }
+            count(&self.knobs.attacks.0);
+        }
         // What came before a disconnect is heard before it.
         while let Some(completion) = self.received.pop_front() {
             if self.channels.contains_key(&completion.qp) && completion.status.is_ok() {
@@ -444,7 +455,7 @@ impl Target {
                 None => (rsp.status, rsp.sense) = (2, Some(&illegal[..])),
             }
         }
-        if self.knobs.probe.load(Ordering::SeqCst) {
+        if self.knobs.ask_credit.load(Ordering::SeqCst) {
             // Asks for credit on the way, which the initiator must acknowledge.
             let mut req = [0; 16];
             (req[0], req[15]) = (0x81, 9);

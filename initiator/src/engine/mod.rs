@@ -43,7 +43,7 @@ use std::time::{Duration, Instant};
 
 use riser_scsi::srp::{MultiChannelAction, PortIdParts};
 use riser_transport::roce::{Roce, RoceConfig};
-use riser_transport::verbs::Provider;
+use riser_transport::verbs::{PKey, Provider};
 
 pub use io::{IoData, IoEnd, ScsiIo, WorkQueue, Workload};
 pub use pool::{BufferPool, TakeBuffer};
@@ -71,6 +71,9 @@ pub enum EngineError {
     /// The session could not be made.
     #[error("cannot log in: {0}")]
     Login(#[from] Down),
+    /// The device has no such partition key.
+    #[error("device has no partition key {0:04x}")]
+    NoPartition(u16),
     /// The engine has been shut down.
     #[error("engine is shut down")]
     Gone,
@@ -176,16 +179,7 @@ impl ClientBuilder {
                         Ok(provider) => provider,
                         Err(e) => return drop(ready.send(Err(e))),
                     };
-                    let attr = provider.device_attr();
-                    let device = Device {
-                        name: attr.name.clone(),
-                        guid: attr.node_guid,
-                        region_segments: if attr.sg_gaps {
-                            attr.max_fast_reg_segments
-                        } else {
-                            1
-                        },
-                    };
+                    let device = Device::of(&provider);
                     let _ = ready.send(Ok(device));
                     let _close = CloseOnExit(&mailbox);
                     Driver::new(provider, mailbox.clone(), pool, config).run();
@@ -224,6 +218,31 @@ struct Device {
     name: String,
     guid: u64,
     region_segments: u32,
+    pkeys: Vec<PKey>,
+}
+
+impl Device {
+    fn of<P: Provider>(provider: &P) -> Self {
+        let attr = provider.device_attr();
+        let entries = provider.query_port(1).map_or(0, |p| p.pkey_table_len);
+        Self {
+            name: attr.name.clone(),
+            guid: attr.node_guid,
+            region_segments: if attr.sg_gaps {
+                attr.max_fast_reg_segments
+            } else {
+                1
+            },
+            pkeys: (0..entries)
+                .filter_map(|i| provider.query_pkey(1, i).ok())
+                .collect(),
+        }
+    }
+
+    /// Whether the device is in a partition, as a full member or a limited one.
+    fn has_pkey(&self, pkey: u16) -> bool {
+        self.pkeys.iter().any(|p| p.0 & 0x7fff == pkey & 0x7fff)
+    }
 }
 
 struct Shared {
@@ -301,6 +320,9 @@ impl Client {
     /// # Errors
     /// [`EngineError`]; the login is tried once, for as long as [`Timing::login`] says.
     pub async fn connect(&self, url: &SrpUrl) -> Result<Session, EngineError> {
+        if let Some(pkey) = url.pkey.filter(|p| !self.0.device.has_pkey(*p)) {
+            return Err(EngineError::NoPartition(pkey));
+        }
         let target = resolve(url)?;
         let status = Arc::new(SessionStatus::default());
         let (reply, answer) = oneshot();

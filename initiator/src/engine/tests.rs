@@ -1,6 +1,8 @@
 use std::sync::atomic::Ordering;
 use std::sync::mpsc;
 
+use riser_transport::roce::fault::FaultConfig;
+
 use super::fake_target::{BLOCK, FakeTarget};
 use super::*;
 use crate::block::task::block_on;
@@ -186,7 +188,7 @@ fn patience_is_had_and_errors_are_told() {
         (answer.status, answer.sense().unwrap().additional.code),
         (2, 0x20)
     );
-    knobs.probe.store(true, Ordering::SeqCst);
+    knobs.ask_credit.store(true, Ordering::SeqCst);
     get(&lun, 0, 512);
     get(&lun, 0, 512);
     let until = Instant::now() + Duration::from_secs(5);
@@ -246,6 +248,86 @@ fn broken_connections_are_made_again_and_commands_repeated() {
     let cdb = Cdb::new(&[0x5f, 0, 0, 0, 0, 0, 0, 0, 0, 0]).unwrap();
     let end = block_on(lun.scsi(cdb, DataLen::None, IoData::None));
     assert_eq!(end.result.unwrap_err(), RequestError::ConnectionLost);
+}
+
+/// The target keeps the key of an answered command and writes with it: the key is dead.
+#[test]
+fn memory_is_out_of_reach_once_a_command_is_done() {
+    let rig = rig(23, "");
+    let lun = block_on(rig.session.lun(0)).unwrap();
+    put(&lun, 0, &pattern(1, 16384));
+    let buffer = block_on(lun.buffers().take(16384));
+    let buffer = block_on(lun.read(0, buffer)).unwrap();
+    let knobs = &rig.target.knobs;
+    knobs.attack.store(true, Ordering::SeqCst);
+    let until = Instant::now() + Duration::from_secs(10);
+    while knobs.attacks.0.load(Ordering::SeqCst) == 0 {
+        assert!(Instant::now() < until, "the attack hangs");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(knobs.attacks.1.load(Ordering::SeqCst), 1, "repelled");
+    assert_eq!(buffer.slice().to_vec(), pattern(1, 16384));
+    assert_eq!(
+        get(&lun, 0, 16384),
+        pattern(1, 16384),
+        "after a reconnection"
+    );
+}
+
+#[test]
+fn a_lossy_wire_spoils_nothing() {
+    let target = FakeTarget::start("127.0.24.1", BLOCKS);
+    let client = Client::builder()
+        .pool(8 << 20)
+        .build(|| {
+            let mut config = RoceConfig::new("127.0.24.2".parse().unwrap());
+            let bad = FaultConfig::percent(7, 2.0, 1.0, 1.0, 2.0);
+            config.faults.transmit = Some(bad);
+            config.faults.receive = Some(bad);
+            Roce::open(&config)
+        })
+        .unwrap();
+    let url: SrpUrl = format!("srp://{}/?channels=2", target.addr)
+        .parse()
+        .unwrap();
+    let session = block_on(client.connect(&url)).unwrap();
+    let lun = block_on(session.lun(0)).unwrap();
+    for round in 0..20 {
+        let data = pattern(round, 65536 + 512 * round);
+        put(&lun, 4096 * round as u64, &data);
+        assert_eq!(get(&lun, 4096 * round as u64, data.len()), data);
+    }
+    drop((lun, session, client));
+}
+
+#[test]
+fn closing_ends_even_what_the_session_had_no_room_for() {
+    let target = FakeTarget::start("127.0.25.1", 64);
+    target.knobs.deaf.store(true, Ordering::SeqCst);
+    let client = client(25);
+    let url: SrpUrl = format!("srp://{}/?queue_size=2", target.addr)
+        .parse()
+        .unwrap();
+    let session = block_on(client.connect(&url)).unwrap();
+    target.knobs.swallow.store(u32::MAX, Ordering::SeqCst);
+    let lun = riser_scsi::lun::LunId::ZERO;
+    let ready = || {
+        let command = Command::test_unit_ready();
+        ScsiIo::new(lun, command, IoData::None, Duration::from_secs(60))
+    };
+    let waiting: Vec<_> = (0..3000).map(|_| session.submit(ready())).collect();
+    block_on(session.close());
+    for end in waiting {
+        assert_eq!(block_on(end).result, Err(RequestError::Closed));
+    }
+    drop((session, client));
+}
+
+#[test]
+fn a_partition_that_the_device_lacks_is_refused() {
+    let url: SrpUrl = "srp://127.0.26.1/?pkey=8001".parse().unwrap();
+    let error = block_on(client(26).connect(&url)).unwrap_err();
+    assert!(error.to_string().contains("8001"), "{error}");
 }
 
 #[test]

@@ -41,7 +41,7 @@ impl<P: Provider> Driver<P> {
                     self.deliver(index, io, result);
                     self.refill(index, now);
                 }
-                Output::Event(event) => self.handle_event(index, event),
+                Output::Event(event) => self.handle_event(index, event, now),
             }
         }
     }
@@ -199,7 +199,7 @@ impl<P: Provider> Driver<P> {
             .handle_channel_gone(channel, now);
     }
 
-    pub(super) fn handle_event(&mut self, index: usize, event: SessionEvent) {
+    pub(super) fn handle_event(&mut self, index: usize, event: SessionEvent, now: Instant) {
         let session = &mut self.sessions[index];
         session.status.on_event(&event);
         match event {
@@ -216,6 +216,10 @@ impl<P: Provider> Driver<P> {
                 session.closed = true;
                 if let Some(reply) = session.reply.take() {
                     reply.send(Err(why));
+                }
+                // The machine refuses them now.
+                for io in std::mem::take(&mut session.overflow) {
+                    self.submit(index, io, now);
                 }
             }
             SessionEvent::Reconnecting(why) => {

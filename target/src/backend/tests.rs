@@ -840,6 +840,7 @@ fn opening_and_dropping_leaks_nothing() {
 
 /// Says that a test did not run here, and why, where the test command counts it.
 fn skip(test: &str, why: &str) {
+    let why = why.lines().next().unwrap_or("no reason given");
     let line = format!("{test}: {why}\n");
     let _ = std::io::stderr().write_all(line.as_bytes());
     if let Some(log) = std::env::var_os("RISER_SKIP_LOG") {

@@ -24,8 +24,11 @@ pub enum RingError {
         /// The value of `kernel.io_uring_disabled`, where `/proc` shows it.
         sysctl: Option<String>,
     },
-    /// No memory for the rings; on old kernels they count against `RLIMIT_MEMLOCK`.
-    #[error("no memory for an io_uring of {capacity} operations (see ulimit -l): {source}")]
+    /// No memory for the rings, which the kernel charges to the user's `RLIMIT_MEMLOCK`, together
+    /// with registered memory: make every ring before registering much with any.
+    #[error(
+        "no memory for an io_uring of {capacity} operations (raise ulimit -l, LimitMEMLOCK= in a systemd unit): {source}"
+    )]
     Memory {
         /// The capacity asked for.
         capacity: u32,

@@ -29,13 +29,17 @@ const MAX_CAPACITY: u32 = 32_767;
 /// The kernel registers at most this much as one buffer.
 const MAX_BUFFER: usize = 1 << 30;
 
+/// How long a new ring waits for the memory of rings that are gone.
+const SETUP_PATIENCE: Duration = Duration::from_millis(500);
+
 /// How long a dropped ring waits for the kernel to let go of buffers before it leaks them.
 const DROP_PATIENCE: Duration = Duration::from_secs(30);
 
 /// Sizes of a ring, fixed when it is made.
 #[derive(Debug, Clone, Copy)]
 pub struct RingConfig {
-    /// Operations in flight at most, 1 to 32,767.
+    /// Operations in flight at most, 1 to 32,767. The ring adds one of its own, and the kernel
+    /// rounds up to a power of two, so one less than such a power wastes nothing.
     pub capacity: u32,
     /// Pieces of a scatter list at most, after joining neighbours; the kernel's limit is 1,024.
     pub max_slices: usize,
@@ -48,7 +52,7 @@ pub struct RingConfig {
 impl Default for RingConfig {
     fn default() -> Self {
         Self {
-            capacity: 512,
+            capacity: 511,
             max_slices: 256,
             files: 64,
             memories: 64,
@@ -148,7 +152,8 @@ impl Ring {
         }
         // One slot more than the caller's, for the waker.
         let total = config.capacity + 1;
-        let uring = build(total).map_err(|e| RingError::from_setup(e, config.capacity))?;
+        let uring =
+            build_patiently(total).map_err(|e| RingError::from_setup(e, config.capacity))?;
         // Waiting with a timeout and never dropping completions are the floor we stand on.
         if !uring.params().is_feature_ext_arg() || !uring.params().is_feature_nodrop() {
             return Err(RingError::Missing);
@@ -491,6 +496,22 @@ fn new_socket(kind: Kind, result: i32) -> Option<OwnedFd> {
         // SAFETY: a successful accept returns a new descriptor, and its one completion is seen once.
         unsafe { OwnedFd::from_raw_fd(result) }
     })
+}
+
+/// Sets up the queues; where memory is short, waits for what rings that are gone still hold.
+///
+/// The kernel charges rings to the user's `RLIMIT_MEMLOCK`, and takes a closed one apart a moment
+/// after its descriptor or its process is gone.
+fn build_patiently(entries: u32) -> io::Result<IoUring> {
+    let deadline = Instant::now() + SETUP_PATIENCE;
+    loop {
+        match build(entries) {
+            Err(e) if e.raw_os_error() == Some(libc::ENOMEM) && Instant::now() < deadline => {
+                std::thread::sleep(SETUP_PATIENCE / 50);
+            }
+            other => return other,
+        }
+    }
 }
 
 /// Sets up the queues with the best mode the kernel knows.

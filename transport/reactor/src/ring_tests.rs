@@ -387,7 +387,8 @@ fn dropping_a_ring_with_operations_in_flight_frees_everything() {
         let (a, b) = UnixStream::pair().unwrap();
         let socket = Handle::from(OwnedFd::from(a));
         let m = Memory::new(1 << 20).unwrap();
-        ring.register_memory(&m).unwrap();
+        // Where memory may not be locked, the same without.
+        let _ = ring.register_memory(&m);
         for i in 0..8 {
             let own = Memory::new(4096).unwrap();
             ring.submit_recv(&socket, &[own.whole()], Receive::All, Token(i))

@@ -4,6 +4,8 @@
 //! - [`backend`]: where the bytes of a logical unit live: files, devices, memory.
 //! - [`config`]: the YAML configuration, checked before anything is opened.
 //! - [`srp`]: the SRP target channel, as a machine that does no I/O.
+//! - [`server`]: from a configuration to running workers, and the shutdown.
+//! - [`worker`]: one thread with its devices, its ring and its channels.
 //! - [`pool`]: the data buffers of a worker.
 //! - [`log`]: rate limits for what a peer can make us log.
 //! - [`cli`]: the command line of `riserd`, and its exit codes.
@@ -15,4 +17,6 @@ pub mod config;
 pub mod interfaces;
 pub mod log;
 pub mod pool;
+pub mod server;
 pub mod srp;
+pub mod worker;

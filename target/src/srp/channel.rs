@@ -338,17 +338,16 @@ impl Channel {
         )
     }
 
-    /// The data buffer ranges that a block operation of this context moves.
-    ///
-    /// # Panics
-    /// If the context has no buffer.
+    /// The data buffer of a context, for its block operation; empty where the operation needs none.
     pub fn block_slices(
         &self,
         ioctx: SendIdx,
         range: std::ops::Range<u32>,
     ) -> impl Iterator<Item = MemSlice> + '_ {
         let buffer = self.ioctx[usize::from(ioctx.0)].buffer.as_ref();
-        buffer.expect("a data buffer").slices(range)
+        buffer
+            .into_iter()
+            .flat_map(move |b| b.slices(range.clone()))
     }
 
     /// The RDMA requests of the chain that is being posted.

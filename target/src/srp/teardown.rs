@@ -15,6 +15,7 @@ use super::command::End;
 use super::ioctx::{IoctxState, SendIdx};
 use super::login::MAX_TI_IU;
 use super::unit::UnitIdx;
+use crate::pool::Pool;
 
 /// How long a T_LOGOUT may take to be sent before the connection ends without it.
 const LOGOUT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -111,6 +112,20 @@ impl Channel {
             }
         }
         self.settle_round(cx);
+    }
+
+    /// Ends everything at once, for a worker that goes without a farewell. Its devices are gone
+    /// already, so nothing touches a buffer any more.
+    pub fn abandon(&mut self, pool: &mut Pool) {
+        self.state = ChState::Disconnected;
+        for idx in (0..self.config.params.req_lim as u16).map(SendIdx) {
+            let io = &mut self.ioctx[usize::from(idx.0)];
+            if io.state != IoctxState::Done {
+                io.wrs = 0;
+                self.finish(pool, idx, End::TornDown);
+            }
+        }
+        self.actions.clear();
     }
 
     /// Logs the initiator out, then disconnects.

@@ -1,0 +1,7 @@
+//! `riserd`: serves files and block devices as SCSI disks over RDMA.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    riser_target::cli::main(|config| Ok(riser_target::server::run(&config)?))
+}

@@ -1,0 +1,479 @@
+//! The server: from a [`Config`] to running workers, and back to nothing.
+//!
+//! [`run`] is what `riserd run` does: start, tell the service manager, wait for a signal, shut down.
+//! [`Server`] is the same as a value, for programs and tests that have one in their process.
+//!
+//! # Start
+//! Backends are opened and locked, logical units and targets made, devices opened (for each address
+//! one per worker, in the workers' order, since packets are steered by it), workers started. Whatever
+//! fails undoes the rest.
+//!
+//! # Shutdown
+//! ```text
+//! no more logins → commands under way finish (at most PATIENCE) → T_LOGOUT, DREQ
+//!   → all workers quiet → flush of every backend → workers end
+//! ```
+//!
+//! # Not implemented
+//! Changing the configuration of a running server.
+
+mod build;
+mod signal;
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use riser_reactor::{MailSender, Ring, RingConfig, RingError, mailbox};
+use riser_scsi::attention::Attention;
+use riser_transport::roce::Roce;
+use sd_notify::NotifyState;
+
+use crate::backend::OpenError;
+use crate::config::Config;
+use crate::worker::mail::{MAILBOX, Mail, Outbox, Snapshot};
+use crate::worker::{Device, Report, Shared, Worker, WorkerConfig};
+
+/// How long commands under way get at a shutdown.
+pub const PATIENCE: Duration = Duration::from_secs(5);
+
+/// How long the last block operations, and the flush, get after that.
+const LAST_IO: Duration = Duration::from_secs(60);
+
+/// Why a server could not start, or did not end well.
+#[derive(Debug, thiserror::Error)]
+pub enum ServerError {
+    /// A backend cannot be opened.
+    #[error("backend {name}: {source}")]
+    Backend {
+        /// Its name.
+        name: String,
+        /// Why.
+        source: OpenError,
+    },
+    /// A logical unit cannot be made of its backend.
+    #[error("backend {name}: {source}")]
+    Unit {
+        /// The backend's name.
+        name: String,
+        /// Why.
+        source: riser_scsi::config::ConfigError,
+    },
+    /// A device cannot be opened.
+    #[error("cannot open a RoCE device at {addr}: {source}")]
+    Device {
+        /// Its address.
+        addr: IpAddr,
+        /// Why.
+        source: io::Error,
+    },
+    /// A thread cannot be started.
+    #[error("cannot start a worker: {0}")]
+    Thread(#[source] io::Error),
+    /// A worker failed.
+    #[error("worker {index}: {message}")]
+    Worker {
+        /// Its number.
+        index: u16,
+        /// What it said.
+        message: String,
+    },
+    /// Written data could not be made durable.
+    #[error("the last flush failed: {0}")]
+    Flush(String),
+    /// Something took longer than it may.
+    #[error("{0} did not end in time")]
+    Timeout(&'static str),
+    /// Signals cannot be waited for.
+    #[error("cannot wait for signals: {0}")]
+    Signal(#[source] io::Error),
+}
+
+/// A running server.
+#[derive(Debug)]
+pub struct Server {
+    shared: Arc<Shared>,
+    senders: Vec<MailSender<Mail>>,
+    threads: Vec<Option<JoinHandle<()>>>,
+    reports: Receiver<Report>,
+    /// Failures of workers, seen so far.
+    failed: Option<ServerError>,
+}
+
+/// Opens backends and makes units and targets, without devices and workers: for programs that bring
+/// their own, such as simulations.
+///
+/// # Errors
+/// [`ServerError`].
+pub fn build_shared(config: &Config) -> Result<Shared, ServerError> {
+    build::shared(config)
+}
+
+/// What a worker's thread gets from the server once all mailboxes exist.
+type Setup = Vec<MailSender<Mail>>;
+
+impl Server {
+    /// Starts everything that a configuration describes, and returns when it listens.
+    ///
+    /// # Errors
+    /// [`ServerError`]; nothing runs then.
+    pub fn start(config: &Config) -> Result<Self, ServerError> {
+        let shared = Arc::new(build::shared(config)?);
+        let workers = build::workers(config);
+        let devices = build::devices(config, workers)?;
+        let (reports_tx, reports) = channel();
+        let mut server = Self {
+            shared,
+            senders: Vec::new(),
+            threads: Vec::new(),
+            reports,
+            failed: None,
+        };
+        let started = server.start_workers(config, devices, &reports_tx);
+        drop(reports_tx);
+        if let Err(error) = started {
+            server.abandon();
+            return Err(error);
+        }
+        Ok(server)
+    }
+
+    fn start_workers(
+        &mut self,
+        config: &Config,
+        devices: Vec<Vec<Roce>>,
+        reports: &Sender<Report>,
+    ) -> Result<(), ServerError> {
+        let mut setups = Vec::new();
+        for (index, devices) in devices.into_iter().enumerate() {
+            let (setup_tx, setup_rx) = channel::<Setup>();
+            let (mail_tx, mail_rx) = channel();
+            let parts = ThreadParts {
+                index: index as u16,
+                cpu: build::cpu(config, index),
+                pool: config.limits.buffer_pool,
+                shared: Arc::clone(&self.shared),
+                devices,
+                reports: reports.clone(),
+            };
+            let thread = std::thread::Builder::new()
+                .name(format!("riser-worker-{index}"))
+                .spawn(move || parts.run(&mail_tx, &setup_rx))
+                .map_err(ServerError::Thread)?;
+            self.threads.push(Some(thread));
+            // A thread that cannot make its ring reports so and hangs up.
+            match mail_rx.recv() {
+                Ok(sender) => self.senders.push(sender),
+                Err(_) => return Err(self.wait_failure()),
+            }
+            setups.push(setup_tx);
+        }
+        for setup in setups {
+            // As above: its report tells.
+            let _ = setup.send(self.senders.clone());
+        }
+        for _ in 0..self.threads.len() {
+            match self.reports.recv() {
+                Ok(Report::Started(_)) => {}
+                Ok(Report::Ended(index, message)) => return Err(ended(index, message)),
+                Ok(_) | Err(_) => return Err(ServerError::Timeout("the start of a worker")),
+            }
+        }
+        Ok(())
+    }
+
+    /// The report of a worker that has just ended.
+    fn wait_failure(&self) -> ServerError {
+        loop {
+            match self.reports.recv_timeout(LAST_IO) {
+                Ok(Report::Ended(index, message)) => return ended(index, message),
+                Ok(_) => {}
+                Err(_) => return ServerError::Timeout("the start of a worker"),
+            }
+        }
+    }
+
+    /// Ends what was started, after a failure.
+    fn abandon(&mut self) {
+        for sender in &self.senders {
+            let _ = sender.send_blocking(Mail::Exit);
+        }
+        self.senders.clear();
+        for thread in self.threads.drain(..).flatten() {
+            let _ = thread.join();
+        }
+    }
+
+    /// Where it listens: the RDMA CM ports of all portals.
+    #[must_use]
+    pub fn addresses(&self) -> Vec<SocketAddr> {
+        let portals = self.shared.targets.iter().flat_map(|t| &t.portals);
+        portals.map(|p| p.listen).collect()
+    }
+
+    /// Targets, their ports and units.
+    #[must_use]
+    pub fn shared(&self) -> &Shared {
+        &self.shared
+    }
+
+    /// I_T nexuses at present.
+    #[must_use]
+    pub fn sessions(&self) -> usize {
+        self.shared.registry.sessions()
+    }
+
+    /// What each worker has done, and its sessions. Workers that do not answer within a second are
+    /// left out.
+    #[must_use]
+    pub fn snapshot(&self) -> Vec<Snapshot> {
+        let asked: Vec<_> = self
+            .senders
+            .iter()
+            .filter_map(|sender| {
+                let (tx, rx) = channel();
+                sender.send(Mail::Snapshot(tx)).ok().map(|()| rx)
+            })
+            .collect();
+        let until = Instant::now() + Duration::from_secs(1);
+        asked
+            .into_iter()
+            .filter_map(|rx| {
+                rx.recv_timeout(until.saturating_duration_since(Instant::now()))
+                    .ok()
+            })
+            .collect()
+    }
+
+    /// Measures all backends again; initiators are told of units whose capacity changed.
+    ///
+    /// # Errors
+    /// The first backend that cannot be measured; the others are measured all the same.
+    pub fn rescan(&self) -> io::Result<()> {
+        let mut result = Ok(());
+        for (place, store) in self.shared.stores.iter().enumerate() {
+            match store.refresh() {
+                Ok(Some(resized)) => {
+                    tracing::info!(
+                        from = resized.from,
+                        to = resized.to,
+                        "a backend changed its size"
+                    );
+                    self.on_resized(place, resized.to);
+                }
+                Ok(None) => {}
+                Err(error) if result.is_ok() => result = Err(error),
+                Err(_) => {}
+            }
+        }
+        result
+    }
+
+    fn on_resized(&self, store: usize, bytes: u64) {
+        let mut told = Vec::new();
+        for (_, unit) in self.shared.targets.iter().flat_map(|t| &t.units) {
+            let place = unit.index.0 as usize;
+            if self.shared.unit_stores[place] != store || told.contains(&place) {
+                continue;
+            }
+            told.push(place);
+            let blocks = bytes / u64::from(unit.lu.config().block_size.bytes());
+            if let Err(error) = unit.lu.set_capacity(blocks) {
+                tracing::warn!(%error, "the new size cannot be served");
+                continue;
+            }
+            for sender in &self.senders {
+                let mail = Mail::Event {
+                    unit: unit.index,
+                    attention: Attention::CapacityChanged,
+                };
+                // A worker with a full mailbox has other worries; its initiators still meet the
+                // unit attention.
+                let _ = sender.send(mail);
+            }
+        }
+    }
+
+    /// Shuts down: see the module's header. Returns when nothing runs any more.
+    ///
+    /// # Errors
+    /// [`ServerError`] for a worker that failed and for data that could not be made durable.
+    pub fn shutdown(mut self) -> Result<(), ServerError> {
+        self.shared.registry.stop();
+        let until = Instant::now() + PATIENCE;
+        for sender in &self.senders {
+            let _ = sender.send_blocking(Mail::Shutdown { until });
+        }
+        let mut result = self.wait_quiet(until + LAST_IO);
+        if let Some(first) = self.senders.first()
+            && result.is_ok()
+        {
+            let _ = first.send_blocking(Mail::Flush);
+            result = self.wait_flushed();
+        }
+        self.abandon();
+        result.and_then(|()| self.failed.take().map_or(Ok(()), Err))
+    }
+
+    fn wait_quiet(&mut self, until: Instant) -> Result<(), ServerError> {
+        let mut quiet = 0;
+        while quiet < self.senders.len() {
+            match self.next_report(until)? {
+                Report::Quiet(_) => quiet += 1,
+                Report::Ended(index, message) => return Err(ended(index, message)),
+                Report::Started(_) | Report::Flushed(_) => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn wait_flushed(&mut self) -> Result<(), ServerError> {
+        let until = Instant::now() + LAST_IO;
+        loop {
+            match self.next_report(until)? {
+                Report::Flushed(result) => return result.map_err(ServerError::Flush),
+                Report::Ended(index, message) => return Err(ended(index, message)),
+                Report::Started(_) | Report::Quiet(_) => {}
+            }
+        }
+    }
+
+    fn next_report(&self, until: Instant) -> Result<Report, ServerError> {
+        let left = until.saturating_duration_since(Instant::now());
+        self.reports.recv_timeout(left).map_err(|e| match e {
+            RecvTimeoutError::Timeout => ServerError::Timeout("the shutdown"),
+            RecvTimeoutError::Disconnected => ServerError::Timeout("a worker"),
+        })
+    }
+
+    /// The failure of a worker that has ended by itself, if one has.
+    fn poll_failure(&mut self) -> Option<ServerError> {
+        while let Ok(report) = self.reports.try_recv() {
+            if let Report::Ended(index, message) = report {
+                return Some(ended(index, message));
+            }
+        }
+        None
+    }
+}
+
+impl Drop for Server {
+    /// A server that is merely dropped ends without ceremony: connections are cut.
+    fn drop(&mut self) {
+        self.abandon();
+    }
+}
+
+fn ended(index: u16, message: Option<String>) -> ServerError {
+    ServerError::Worker {
+        index,
+        message: message.unwrap_or_else(|| "ended".into()),
+    }
+}
+
+/// What a worker's thread begins with.
+struct ThreadParts {
+    index: u16,
+    cpu: Option<usize>,
+    pool: usize,
+    shared: Arc<Shared>,
+    devices: Vec<Roce>,
+    reports: Sender<Report>,
+}
+
+impl ThreadParts {
+    fn run(self, mail: &Sender<MailSender<Mail>>, setup: &Receiver<Setup>) {
+        let (index, reports) = (self.index, self.reports.clone());
+        let work = std::panic::AssertUnwindSafe(|| self.work(mail, setup));
+        let outcome = std::panic::catch_unwind(work)
+            .unwrap_or_else(|_| Err("panicked; this is a bug".into()));
+        let message = outcome.err();
+        if let Some(message) = &message {
+            tracing::error!(worker = index, %message, "a worker failed");
+        }
+        let failed = message.is_some();
+        let _ = reports.send(Report::Ended(index, message));
+        if failed {
+            signal::wake();
+        }
+    }
+
+    fn work(self, mail: &Sender<MailSender<Mail>>, setup: &Receiver<Setup>) -> Result<(), String> {
+        if let Some(cpu) = self.cpu
+            && let Err(error) = signal::pin(cpu)
+        {
+            tracing::warn!(cpu, %error, "a worker is not pinned");
+        }
+        let ring = Ring::new(RingConfig {
+            capacity: 1024,
+            ..RingConfig::default()
+        })
+        .map_err(|e: RingError| e.to_string())?;
+        let (sender, mailbox) = mailbox(MAILBOX, ring.waker());
+        let _ = mail.send(sender);
+        let Ok(senders) = setup.recv() else {
+            return Ok(());
+        };
+        let devices = self.devices.into_iter();
+        let mut worker = Worker::new(WorkerConfig {
+            index: self.index,
+            pool: self.pool,
+            shared: self.shared,
+            devices: devices.map(|d| Box::new(d) as Box<dyn Device>).collect(),
+            ring,
+            mailbox,
+            outbox: Outbox::new(senders),
+            reports: self.reports.clone(),
+        })
+        .map_err(|e| e.to_string())?;
+        let _ = self.reports.send(Report::Started(self.index));
+        worker.run().map_err(|e| e.to_string())
+    }
+}
+
+/// Serves a configuration until SIGTERM or SIGINT.
+///
+/// # Errors
+/// [`ServerError`]: it could not start, a worker failed, or data could not be made durable.
+pub fn run(config: &Config) -> Result<(), ServerError> {
+    let signals = signal::Signals::block().map_err(ServerError::Signal)?;
+    let mut server = Server::start(config)?;
+    for (target, portal) in server
+        .shared
+        .targets
+        .iter()
+        .flat_map(|t| t.portals.iter().map(move |p| (t, p)))
+    {
+        tracing::info!(
+            target = %target.config.name, listen = %portal.listen,
+            port = %portal.target_port(), luns = target.units.len(), "serving"
+        );
+    }
+    notify(&[NotifyState::Ready]);
+    let signal = signals.wait().map_err(ServerError::Signal)?;
+    notify(&[NotifyState::Stopping]);
+    let failure = server.poll_failure();
+    tracing::info!(signal, sessions = server.sessions(), "shutting down");
+    for snapshot in server.snapshot() {
+        for session in snapshot.sessions {
+            tracing::info!(
+                initiator = %session.initiator, peer = %session.peer, state = ?session.state,
+                in_flight = session.in_flight, memory = session.memory.total(), "session"
+            );
+        }
+    }
+    server.failed = failure;
+    server.shutdown()?;
+    tracing::info!("ended");
+    Ok(())
+}
+
+/// Tells the service manager, if there is one.
+fn notify(state: &[NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(state) {
+        tracing::debug!(%error, "the service manager was not told");
+    }
+}

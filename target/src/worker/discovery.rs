@@ -1,0 +1,316 @@
+//! Answers device-management MADs, so that initiators find targets on networks without a subnet
+//! manager: one slot for each I/O controller, one service for each of its portals.
+
+use riser_memory::{MemSlice, Memory};
+use riser_transport::verbs::{
+    Access, AhAttr, CmError, CqId, Gid, LKey, Notify, QKey, QpAttr, QpCap, QpId, QpInitAttr,
+    QpState, QpType, RecvWr, SendFlags, SendOp, SendWr, Sge, UdDest, WrId,
+};
+use riser_transport::wire::dm::{
+    Attribute, ClassPortInfo, DmHeader, IoUnitInfo, IocProfile, MAD_LEN, Method, SERVICES_PER_MAD,
+    ServiceEntry, Status,
+};
+
+use super::target::TargetDef;
+use super::{Device, Worker};
+
+/// Requests held at once.
+const DEPTH: u32 = 32;
+
+/// Bytes before a received datagram's payload.
+const GRH: usize = 40;
+
+/// Slots of our I/O unit.
+const SLOTS: u8 = 16;
+
+/// Service ids of the RDMA CM: this, and the port.
+const RDMA_CM_SERVICE: u64 = 0x0000_0000_0106_0000;
+
+/// An I/O controller and its services.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Controller {
+    profile: IocProfile,
+    services: Vec<ServiceEntry>,
+}
+
+/// What a device's I/O unit consists of.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct IoUnit {
+    controllers: Vec<Controller>,
+}
+
+impl IoUnit {
+    /// The unit of a device: what the targets offer on its address.
+    pub(super) fn new(
+        targets: &[TargetDef],
+        ip: std::net::IpAddr,
+        login: crate::srp::LoginLimits,
+    ) -> Self {
+        let mut controllers: Vec<Controller> = Vec::new();
+        for target in targets {
+            for portal in target.portals.iter().filter(|p| p.listen.ip() == ip) {
+                let port = u64::from(portal.listen.port());
+                let services = [RDMA_CM_SERVICE | port, portal.service_id]
+                    .map(|id| ServiceEntry::srp(portal.id_ext, id));
+                let known = controllers
+                    .iter_mut()
+                    .find(|c| c.profile.guid == portal.ioc_guid);
+                if let Some(controller) = known {
+                    controller.services.extend(services);
+                    continue;
+                }
+                controllers.push(Controller {
+                    profile: IocProfile {
+                        guid: portal.ioc_guid,
+                        send_queue_depth: login.req_lim as u16,
+                        read_depth: 16,
+                        send_size: login.max_it_iu_len,
+                        rdma_size: u32::MAX,
+                        services: 0,
+                        name: target.config.name.clone(),
+                    },
+                    services: services.into(),
+                });
+            }
+        }
+        controllers.truncate(usize::from(SLOTS));
+        for controller in &mut controllers {
+            controller.services.truncate(255);
+            controller.profile.services = controller.services.len() as u8;
+        }
+        Self { controllers }
+    }
+
+    /// The answer to a request; none to anything else.
+    pub(super) fn answer(&self, mad: &[u8]) -> Option<[u8; MAD_LEN]> {
+        let (request, _) = DmHeader::parse(mad).ok()?;
+        let (status, data) = match request.method {
+            Method::Get => match self.attribute(request.attribute) {
+                Ok(data) => (Status::Success, data),
+                Err(status) => (status, Vec::new()),
+            },
+            // Answers are not answered.
+            Method::GetResp => return None,
+            Method::Other(code) if code & 0x80 != 0 => return None,
+            Method::Other(_) => (Status::UnsupportedMethod, Vec::new()),
+        };
+        let reply = DmHeader {
+            method: Method::GetResp,
+            status,
+            ..request
+        };
+        Some(reply.emit(&data))
+    }
+
+    fn attribute(&self, attribute: Attribute) -> Result<Vec<u8>, Status> {
+        match attribute {
+            Attribute::ClassPortInfo => Ok(ClassPortInfo { response_time: 18 }.emit().to_vec()),
+            Attribute::IoUnitInfo => {
+                let n = self.controllers.len() as u8;
+                Ok(IoUnitInfo::new(1, SLOTS, n).emit().to_vec())
+            }
+            Attribute::IocProfile { slot } => Ok(self.controller(slot)?.profile.emit().to_vec()),
+            Attribute::ServiceEntries { slot, first, last } => {
+                let services = &self.controller(u32::from(slot))?.services;
+                let range = usize::from(first)..usize::from(last) + 1;
+                if first > last || range.len() > SERVICES_PER_MAD || range.start >= services.len() {
+                    return Err(Status::InvalidField);
+                }
+                let end = range.end.min(services.len());
+                Ok(ServiceEntry::emit_list(&services[range.start..end]).to_vec())
+            }
+            Attribute::Other { .. } => Err(Status::UnsupportedAttribute),
+        }
+    }
+
+    fn controller(&self, slot: u32) -> Result<&Controller, Status> {
+        if !(1..=u32::from(SLOTS)).contains(&slot) {
+            return Err(Status::InvalidField);
+        }
+        self.controllers
+            .get(slot as usize - 1)
+            .ok_or(Status::NoController)
+    }
+}
+
+/// Queue pair 1 of a device, as far as it is ours.
+#[derive(Debug)]
+pub(super) struct DiscoveryAgent {
+    unit: IoUnit,
+    pd: riser_transport::verbs::PdId,
+    cq: CqId,
+    qp: QpId,
+    lkey: LKey,
+    /// Receives, then a send for each.
+    memory: MemSlice,
+}
+
+const RECV_LEN: usize = GRH + MAD_LEN;
+const SEND_BASE: usize = DEPTH as usize * RECV_LEN;
+
+impl DiscoveryAgent {
+    fn start(dev: &mut dyn Device, unit: IoUnit) -> Result<Self, CmError> {
+        let pd = dev.alloc_pd()?;
+        let len = SEND_BASE + DEPTH as usize * MAD_LEN;
+        let memory = Memory::new(len)
+            .map_err(|e| riser_transport::verbs::VerbsError::Os(e.raw_os_error().unwrap_or(0)))?
+            .whole();
+        let mr = dev.reg_mr(pd, &memory, Access::LOCAL_WRITE)?;
+        let cq = dev.create_cq(2 * DEPTH)?;
+        let qp = dev.create_qp(&QpInitAttr {
+            pd,
+            send_cq: cq,
+            recv_cq: cq,
+            srq: None,
+            qp_type: QpType::Gsi,
+            cap: QpCap {
+                max_send_wr: DEPTH,
+                max_recv_wr: DEPTH,
+                max_send_sge: 1,
+                max_recv_sge: 1,
+                max_inline: 0,
+            },
+            sq_sig_all: true,
+        })?;
+        let init = QpAttr {
+            state: Some(QpState::Init),
+            pkey_index: Some(0),
+            port: Some(1),
+            qkey: Some(QKey::GSI),
+            ..QpAttr::default()
+        };
+        let to = |state| QpAttr {
+            state: Some(state),
+            ..QpAttr::default()
+        };
+        dev.modify_qp(qp, &init)?;
+        dev.modify_qp(qp, &to(QpState::Rtr))?;
+        let rts = QpAttr {
+            sq_psn: Some(0),
+            ..to(QpState::Rts)
+        };
+        dev.modify_qp(qp, &rts)?;
+        dev.req_notify_cq(cq, Notify::Next)?;
+        let agent = Self {
+            unit,
+            pd,
+            cq,
+            qp,
+            lkey: mr.lkey,
+            memory,
+        };
+        for slot in 0..DEPTH as usize {
+            agent.post_recv(dev, slot);
+        }
+        Ok(agent)
+    }
+
+    fn sge(&self, offset: usize, len: usize) -> [Sge; 1] {
+        [Sge {
+            addr: self.memory.addr() + offset as u64,
+            length: len as u32,
+            lkey: self.lkey,
+        }]
+    }
+
+    fn post_recv(&self, dev: &mut dyn Device, slot: usize) {
+        let wr = RecvWr {
+            wr_id: WrId(slot as u64),
+            sges: &self.sge(slot * RECV_LEN, RECV_LEN),
+        };
+        if let Err(error) = dev.post_recv(self.qp, &[wr]) {
+            tracing::warn!(%error, "discovery has one receive less");
+        }
+    }
+
+    /// Takes what arrived, and answers it.
+    pub(super) fn poll(&mut self, dev: &mut dyn Device, cq: CqId) {
+        if cq != self.cq {
+            return;
+        }
+        let mut completions = Vec::new();
+        loop {
+            completions.clear();
+            let n = dev.poll_cq(self.cq, DEPTH as usize, &mut completions);
+            for completion in &completions {
+                let slot = completion.wr_id.0 as usize;
+                let answered = completion.opcode.is_recv()
+                    && completion.status.is_ok()
+                    && self.answer(dev, slot, completion.byte_len as usize, completion.src_qp);
+                if !answered {
+                    // A send is over, or nothing is to be sent: the slot takes the next request.
+                    self.post_recv(dev, slot);
+                }
+            }
+            let again = dev.req_notify_cq(self.cq, Notify::Next).unwrap_or(false);
+            if n.is_err() || !again {
+                break;
+            }
+        }
+    }
+
+    /// Sends the answer to a request; `false` if there is none.
+    fn answer(&self, dev: &mut dyn Device, slot: usize, len: usize, src_qp: u32) -> bool {
+        let mut bytes = [0; RECV_LEN];
+        self.memory.read(slot * RECV_LEN, &mut bytes);
+        let Some(mad) = bytes.get(GRH..len.clamp(GRH, RECV_LEN)) else {
+            return false;
+        };
+        let Some(reply) = self.unit.answer(mad) else {
+            return false;
+        };
+        let at = SEND_BASE + slot * MAD_LEN;
+        self.memory.write(at, &reply);
+        let attr = AhAttr {
+            dgid: source_gid(&bytes[..GRH]),
+            sgid_index: 0,
+            hop_limit: 64,
+            traffic_class: 0,
+            port: 1,
+        };
+        let Ok(ah) = dev.create_ah(self.pd, attr) else {
+            return false;
+        };
+        let wr = SendWr {
+            wr_id: WrId(slot as u64),
+            op: SendOp::Send,
+            sges: &self.sge(at, MAD_LEN),
+            flags: SendFlags::SIGNALED,
+            ud: Some(UdDest {
+                ah,
+                qpn: src_qp,
+                qkey: QKey::GSI,
+            }),
+        };
+        let sent = dev.post_send(self.qp, &[wr]).is_ok();
+        // The post has copied what it needs of the handle.
+        let _ = dev.destroy_ah(ah);
+        sent
+    }
+}
+
+/// Who sent a datagram: the source of the IPv6 header, or of the IPv4 header in its last 20 bytes.
+fn source_gid(grh: &[u8]) -> Gid {
+    if grh[0] >> 4 == 6 {
+        Gid(grh[8..24].try_into().expect("sixteen bytes"))
+    } else {
+        let v4: [u8; 4] = grh[32..36].try_into().expect("four bytes");
+        Gid::from(std::net::IpAddr::from(v4))
+    }
+}
+
+impl Worker {
+    /// Sets discovery up on a device; without it the device works, but is not found.
+    pub(super) fn start_discovery(&mut self, device: usize) -> Option<DiscoveryAgent> {
+        let dev = &mut *self.devices[device];
+        let ip = dev.query_port(1).ok()?.addr;
+        let unit = IoUnit::new(
+            &self.shared.targets,
+            ip,
+            self.shared.registry.login_limits(),
+        );
+        DiscoveryAgent::start(dev, unit)
+            .inspect_err(|error| tracing::warn!(%error, %ip, "targets cannot be discovered"))
+            .ok()
+    }
+}

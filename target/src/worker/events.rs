@@ -1,0 +1,433 @@
+//! Completions, connection events, timers and mail into channels.
+
+#![allow(
+    unsafe_code,
+    reason = "a received message is looked at in place, in the receive ring"
+)]
+
+use std::cmp::Reverse;
+
+use riser_scsi::step::{BlockOp, StepResult};
+use riser_transport::verbs::{AsyncEvent, CmEventKind, Completion, CqId, Notify, QpId, VerbsError};
+
+use super::exec::{Work, user_parts};
+use super::mail::Mail;
+use super::{CQ_BATCH, Flushing, GRACE, Phase, Report, Worker, WorkerError};
+use crate::srp::RecvIdx;
+use crate::warn_limited;
+
+/// The driver's name for flushes of the worker itself.
+const FLUSH: u64 = u64::MAX;
+
+impl Worker {
+    /// Drives the devices, and takes what they tell.
+    pub(super) fn poll_devices(&mut self) -> usize {
+        let mut work = 0;
+        for device in 0..self.devices.len() {
+            work += self.devices[device].progress(self.now);
+            while let Some(packet) = self.devices[device].poll_misdirected() {
+                let mail = Mail::Forwarded {
+                    device,
+                    src: packet.src,
+                    bytes: packet.bytes,
+                };
+                self.outbox.send(packet.worker as usize, mail);
+            }
+            while let Some(event) = self.devices[device].poll_cm_event() {
+                work += 1;
+                self.on_cm_event(device, event.id, event.kind);
+                self.drain_dirty();
+            }
+            while let Some(event) = self.devices[device].poll_async_event() {
+                self.on_async_event(device, event);
+            }
+            while let Some(cq) = self.devices[device].poll_cq_event() {
+                self.on_cq_event(device, cq);
+            }
+        }
+        work
+    }
+
+    fn on_cm_event(&mut self, device: usize, cm: riser_transport::verbs::CmId, kind: CmEventKind) {
+        let key = self.by_cm.get(&(device, cm)).copied();
+        match (kind, key) {
+            (
+                CmEventKind::ConnectRequest {
+                    listener,
+                    peer,
+                    param,
+                },
+                _,
+            ) => self.on_connect_request(device, cm, listener, peer, &param),
+            (CmEventKind::Established { .. }, Some(key)) => {
+                self.with_channel(key, super::super::srp::channel::Channel::handle_established);
+            }
+            (
+                CmEventKind::Disconnected
+                | CmEventKind::ConnectError(_)
+                | CmEventKind::Unreachable
+                | CmEventKind::Rejected { .. }
+                | CmEventKind::DeviceRemoval,
+                Some(key),
+            ) => {
+                self.sessions[key].is_closed = true;
+                self.with_channel(
+                    key,
+                    super::super::srp::channel::Channel::handle_disconnected,
+                );
+            }
+            (CmEventKind::Disconnected | CmEventKind::TimewaitExit, None) => {
+                self.end_lingering(Some((device, cm)));
+            }
+            (event, _) => tracing::debug!(?event, "connection event"),
+        }
+    }
+
+    fn on_async_event(&mut self, device: usize, event: AsyncEvent) {
+        match event {
+            AsyncEvent::CqError(cq) => {
+                tracing::error!("a completion queue overran");
+                if let Some(key) = self.by_cq.get(&(device, cq)).copied() {
+                    self.with_channel(
+                        key,
+                        super::super::srp::channel::Channel::handle_disconnected,
+                    );
+                }
+            }
+            AsyncEvent::QpFatal(qp)
+            | AsyncEvent::QpReqError(qp)
+            | AsyncEvent::QpAccessError(qp) => {
+                if let Some(key) = self.session_of_qp(device, qp) {
+                    warn_limited!(
+                        self.complaints, self.now,
+                        peer = %self.sessions[key].peer, ?event, "the connection failed"
+                    );
+                    self.with_channel(
+                        key,
+                        super::super::srp::channel::Channel::handle_disconnected,
+                    );
+                }
+            }
+            AsyncEvent::CommEstablished(qp) => {
+                if let Some(key) = self.session_of_qp(device, qp) {
+                    self.with_channel(key, super::super::srp::channel::Channel::handle_established);
+                }
+            }
+            event => tracing::debug!(?event, "device event"),
+        }
+        self.drain_dirty();
+    }
+
+    /// Rare events name the queue pair; looking for it is no loss.
+    fn session_of_qp(&self, device: usize, qp: QpId) -> Option<usize> {
+        self.sessions
+            .iter()
+            .find(|(_, s)| s.device == device && s.hardware.qp == qp)
+            .map(|(key, _)| key)
+    }
+
+    fn on_cq_event(&mut self, device: usize, cq: CqId) {
+        if let Some(key) = self.by_cq.get(&(device, cq)).copied() {
+            self.make_ready(key);
+        } else if let Some(agent) = &mut self.discovery[device] {
+            agent.poll(&mut *self.devices[device], cq);
+        }
+    }
+
+    fn make_ready(&mut self, key: usize) {
+        if !std::mem::replace(&mut self.sessions[key].is_ready, true) {
+            self.ready.push_back(key);
+        }
+    }
+
+    /// Takes a batch from every completion queue that has something.
+    pub(super) fn poll_ready(&mut self) -> usize {
+        let mut work = 0;
+        for _ in 0..self.ready.len() {
+            let Some(key) = self.ready.pop_front() else {
+                break;
+            };
+            work += self.poll_session(key);
+        }
+        work
+    }
+
+    fn poll_session(&mut self, key: usize) -> usize {
+        let session = &mut self.sessions[key];
+        session.is_ready = false;
+        let (device, cq) = (session.device, session.hardware.cq);
+        let serial = session.channel.config().serial;
+        let mut completions = std::mem::take(&mut self.completions);
+        completions.clear();
+        let polled = self.devices[device].poll_cq(cq, CQ_BATCH, &mut completions);
+        for completion in &completions {
+            self.on_completion(key, completion);
+            self.drain_dirty();
+        }
+        self.completions = completions;
+        // The session may be gone by now, and its place another's.
+        if self.by_serial.get(&serial) != Some(&key) {
+            return 1;
+        }
+        match polled {
+            Ok(n) => {
+                let more = n == CQ_BATCH
+                    || self.devices[device]
+                        .req_notify_cq(cq, Notify::Next)
+                        .unwrap_or(false);
+                if more {
+                    self.make_ready(key);
+                }
+                n
+            }
+            Err(VerbsError::CqOverrun) => {
+                self.with_channel(
+                    key,
+                    super::super::srp::channel::Channel::handle_disconnected,
+                );
+                self.drain_dirty();
+                1
+            }
+            Err(error) => {
+                tracing::error!(%error, "cannot poll a completion queue");
+                1
+            }
+        }
+    }
+
+    fn on_completion(&mut self, key: usize, completion: &Completion) {
+        let ok = completion.status.is_ok();
+        if !ok && self.sessions.contains(key) {
+            tracing::debug!(
+                peer = %self.sessions[key].peer, status = ?completion.status,
+                work = ?Work::of(completion.wr_id), "work failed"
+            );
+        }
+        match Work::of(completion.wr_id) {
+            Work::Recv(recv) if ok => self.on_message(key, recv, completion.byte_len as usize),
+            Work::Recv(recv) => self.with_channel(key, |ch, cx| ch.handle_recv_flushed(cx, recv)),
+            Work::Post(ioctx) => {
+                self.with_channel(key, |ch, cx| ch.handle_post_done(cx, ioctx, ok));
+            }
+            Work::Inner => self.with_channel(
+                key,
+                super::super::srp::channel::Channel::handle_disconnected,
+            ),
+            Work::Drain => {
+                self.with_channel(key, super::super::srp::channel::Channel::handle_drained)
+            }
+        }
+    }
+
+    fn on_message(&mut self, key: usize, recv: RecvIdx, len: usize) {
+        let Some(session) = self.sessions.get(key) else {
+            return;
+        };
+        let slot = session.channel.receive_slot(recv);
+        let len = len.min(slot.len());
+        let (memory, offset) = (slot.memory().clone(), slot.offset());
+        let input = |bytes: &[u8]| {
+            self.with_channel(key, |ch, cx| ch.handle_recv(cx, recv, bytes));
+        };
+        // SAFETY: the receive has completed, so the device writes there no more, and it is posted
+        // again only by an action, which is carried out after this call. The channel itself only
+        // reads its receive ring.
+        unsafe { memory.with_bytes(offset, len, input) };
+    }
+
+    /// Takes what the ring has finished, and the block operations that this ends.
+    pub(super) fn poll_blocks(&mut self) -> Result<usize, WorkerError> {
+        let mut completions = std::mem::take(&mut self.ring_completions);
+        completions.clear();
+        let reaped = self.ring.reap(&mut completions)?;
+        for completion in &completions {
+            if self.driver.owns(completion.token) {
+                self.driver.handle_completion(&mut self.ring, completion);
+            } else {
+                self.on_watch(completion)?;
+            }
+        }
+        self.ring_completions = completions;
+        let mut work = reaped.completions;
+        while let Some(done) = self.driver.poll_done(&mut self.ring) {
+            work += 1;
+            if done.user == FLUSH {
+                self.on_flushed(done.result);
+            } else {
+                let (key, ioctx) = user_parts(done.user);
+                self.with_channel(key, |ch, cx| ch.handle_block_done(cx, ioctx, done.result));
+                self.drain_dirty();
+            }
+        }
+        if !self.stalled.is_empty() {
+            self.retry_stalled();
+        }
+        Ok(work)
+    }
+
+    pub(super) fn poll_mail(&mut self) -> usize {
+        let mut work = 0;
+        while let Some(mail) = self.mailbox.poll_message() {
+            work += 1;
+            self.handle_mail(mail);
+            self.drain_dirty();
+            // The rest waits for the next round, which begins at once.
+            if work == super::mail::MAILBOX {
+                break;
+            }
+        }
+        work
+    }
+
+    pub(super) fn handle_mail(&mut self, mail: Mail) {
+        match mail {
+            Mail::Forwarded { device, src, bytes } => {
+                if let Some(dev) = self.devices.get_mut(device) {
+                    dev.handle_forwarded(self.now, src, &bytes);
+                }
+            }
+            Mail::StartTask(task) => {
+                if let Some(key) = self.by_serial.get(&task.channel).copied() {
+                    self.with_channel(key, |ch, cx| ch.handle_task_start(cx, task));
+                }
+            }
+            Mail::AbortTask { task, watcher } => match self.by_serial.get(&task.channel).copied() {
+                Some(key) => {
+                    self.with_channel(key, |ch, cx| ch.handle_abort(cx, task, watcher));
+                }
+                None => self.post_mail(watcher.worker, Mail::TaskGone(watcher)),
+            },
+            Mail::TaskGone(watcher) => {
+                if let Some(key) = self.by_serial.get(&watcher.channel).copied() {
+                    self.with_channel(key, |ch, cx| ch.handle_task_gone(cx, watcher));
+                }
+            }
+            Mail::Terminate { serial, reason } => {
+                if let Some(key) = self.by_serial.get(&serial).copied() {
+                    self.with_channel(key, |ch, cx| ch.handle_terminate(cx, reason));
+                }
+            }
+            Mail::Event { unit, attention } => {
+                let keys: Vec<usize> = self.sessions.iter().map(|(k, _)| k).collect();
+                for key in keys {
+                    self.with_channel(key, |ch, cx| ch.handle_event(cx, unit, attention));
+                }
+            }
+            Mail::Shutdown { until } => self.begin_shutdown(until),
+            Mail::Flush => self.begin_flush(),
+            Mail::Exit => self.exiting = true,
+            Mail::Snapshot(reply) => {
+                // Whoever asked may have given up.
+                let _ = reply.send(self.snapshot());
+            }
+        }
+    }
+
+    pub(super) fn poll_timers(&mut self) -> usize {
+        let mut work = 0;
+        while let Some(Reverse((at, serial))) = self.timers.peek().copied() {
+            if at > self.now {
+                break;
+            }
+            self.timers.pop();
+            work += 1;
+            if let Some(key) = self.by_serial.get(&serial).copied() {
+                self.sessions[key].armed = None;
+                self.with_channel(key, super::super::srp::channel::Channel::handle_timeout);
+                self.drain_dirty();
+            }
+        }
+        if self.lingering.iter().any(|(_, _, at)| *at <= self.now) {
+            self.end_lingering(None);
+        }
+        work
+    }
+
+    /// Gives pool memory that has come back to those who wait for it, in turn.
+    pub(super) fn poll_pool(&mut self) -> usize {
+        let mut work = 0;
+        while self.pool.free() > self.pool_seen
+            && let Some(key) = self.pool_waiters.pop_front()
+        {
+            work += 1;
+            self.pool_seen = self.pool.free();
+            self.sessions[key].waits_for_pool = false;
+            self.with_channel(key, super::super::srp::channel::Channel::handle_pool);
+            self.drain_dirty();
+            // Whoever still waits is at the end of the queue again; the next one has its turn with
+            // what is left.
+            if self.pool_waiters.back() != Some(&key) {
+                self.pool_seen = 0;
+            }
+        }
+        work
+    }
+
+    /// Moves a shutdown on.
+    pub(super) fn poll_phase(&mut self) {
+        let Phase::Stopping(until) = self.phase else {
+            return;
+        };
+        if self.now >= until + GRACE {
+            let keys: Vec<usize> = self.sessions.iter().map(|(k, _)| k).collect();
+            for key in keys {
+                self.with_channel(
+                    key,
+                    super::super::srp::channel::Channel::handle_disconnected,
+                );
+            }
+            self.drain_dirty();
+        }
+        // Goodbyes get their answers while there is time.
+        let parting = !self.lingering.is_empty() && self.now < until;
+        if self.sessions.is_empty() && !parting {
+            self.phase = Phase::Quiet;
+            let _ = self.reports.send(Report::Quiet(self.index));
+        }
+    }
+
+    /// Makes durable what was written, on every backend.
+    fn begin_flush(&mut self) {
+        let mut flushing = Flushing {
+            left: 0,
+            failed: None,
+        };
+        for (place, store) in self.shared.stores.iter().enumerate() {
+            if store.geometry().read_only {
+                continue;
+            }
+            let op = BlockOp::Flush {
+                offset: 0,
+                len: store.capacity(),
+            };
+            match self
+                .driver
+                .submit(&mut self.ring, self.stores[place], op, &[], FLUSH)
+            {
+                Ok(()) => flushing.left += 1,
+                Err(error) => flushing.failed = Some(error.to_string()),
+            }
+        }
+        self.flushing = Some(flushing);
+        self.check_flushed();
+    }
+
+    fn on_flushed(&mut self, result: StepResult) {
+        if let Some(flushing) = &mut self.flushing {
+            flushing.left -= 1;
+            if let StepResult::Failed(error) = result {
+                flushing.failed = Some(format!("{error:?}"));
+            }
+        }
+        self.check_flushed();
+    }
+
+    fn check_flushed(&mut self) {
+        if self.flushing.as_ref().is_some_and(|f| f.left == 0)
+            && let Some(flushing) = self.flushing.take()
+        {
+            let result = flushing.failed.map_or(Ok(()), Err);
+            let _ = self.reports.send(Report::Flushed(result));
+        }
+    }
+}

@@ -1,0 +1,354 @@
+//! Carries out what channels ask for.
+
+use std::cmp::Reverse;
+
+use arrayvec::ArrayVec;
+use riser_scsi::step::{BackendError, StepResult};
+use riser_transport::rw::{Direction as RwDirection, LocalSegment, RemoteSegment, RwLimits};
+use riser_transport::verbs::{
+    QpAttr, QpState, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WrId,
+};
+
+use super::mail::Mail;
+use super::{Stalled, Worker};
+use crate::srp::transfer::Direction;
+use crate::srp::{Action, RecvIdx, SendIdx, SendIu, TaskRef, UnitIdx};
+
+/// Receives posted in one call.
+const RECV_BATCH: usize = 32;
+
+/// What a work request of ours was, in the top byte of its identifier; the context is in the rest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Work {
+    /// A receive.
+    Recv(RecvIdx),
+    /// The last request of a chain.
+    Post(SendIdx),
+    /// One before the last: it completes only if it fails.
+    Inner,
+    /// The drain marker.
+    Drain,
+}
+
+impl Work {
+    const KIND: u64 = 56;
+
+    pub(super) fn id(self) -> WrId {
+        WrId(match self {
+            Self::Recv(idx) => 1 << Self::KIND | u64::from(idx.0),
+            Self::Post(idx) => 2 << Self::KIND | u64::from(idx.0),
+            Self::Inner => 3 << Self::KIND,
+            Self::Drain => 4 << Self::KIND,
+        })
+    }
+
+    /// # Panics
+    /// If the identifier is none of ours.
+    pub(super) fn of(id: WrId) -> Self {
+        match id.0 >> Self::KIND {
+            1 => Self::Recv(RecvIdx(id.0 as u16)),
+            2 => Self::Post(SendIdx(id.0 as u16)),
+            3 => Self::Inner,
+            4 => Self::Drain,
+            other => panic!("no work request of ours has kind {other}"),
+        }
+    }
+}
+
+/// The driver's name for a context's block operation.
+fn user(key: usize, ioctx: SendIdx) -> u64 {
+    (key as u64) << 16 | u64::from(ioctx.0)
+}
+
+/// The session and context of such a name.
+pub(super) fn user_parts(user: u64) -> (usize, SendIdx) {
+    ((user >> 16) as usize, SendIdx(user as u16))
+}
+
+impl Worker {
+    /// Carries out the actions of every channel that may have some.
+    pub(super) fn drain_dirty(&mut self) {
+        while let Some(key) = self.dirty.pop_front() {
+            self.drain_actions(key);
+        }
+    }
+
+    /// Carries out the actions of one channel.
+    pub(super) fn drain_actions(&mut self, key: usize) {
+        let mut receives = ArrayVec::<RecvIdx, RECV_BATCH>::new();
+        let mut released = false;
+        while let Some(session) = self.sessions.get_mut(key) {
+            let Some(action) = session.channel.poll_action() else {
+                break;
+            };
+            match action {
+                Action::PostRecv(recv) => {
+                    receives.push(recv);
+                    if receives.is_full() {
+                        self.post_receives(key, &mut receives);
+                    }
+                }
+                Action::Post { ioctx, rdma, send } => self.post(key, ioctx, rdma, send),
+                Action::SubmitBlock { ioctx, unit, op } => {
+                    let store = self.store_of(unit);
+                    let stalled = Stalled {
+                        key,
+                        ioctx,
+                        store,
+                        op,
+                    };
+                    if !self.stalled.is_empty() || !self.submit_block(&stalled) {
+                        self.stalled.push_back(stalled);
+                    }
+                }
+                Action::AbortBlock(ioctx) => self.abort_block(key, ioctx),
+                Action::StartTask(task) => self.tell(task, Mail::StartTask(task)),
+                Action::AbortTask { task, watcher } => {
+                    self.tell(task, Mail::AbortTask { task, watcher });
+                }
+                Action::TaskGone(watcher) => self.tell(watcher, Mail::TaskGone(watcher)),
+                Action::NotifyEstablished => {
+                    let dev = &mut self.devices[session.device];
+                    // The message may have arrived meanwhile; then there is nothing to tell.
+                    let _ = dev.notify_established(session.cm);
+                }
+                Action::Disconnect => self.disconnect(key),
+                Action::Release => {
+                    released = true;
+                    break;
+                }
+            }
+        }
+        if released {
+            self.release(key);
+            return;
+        }
+        self.post_receives(key, &mut receives);
+        self.arm_timer(key);
+        self.note_pool_wait(key);
+    }
+
+    fn store_of(&self, unit: UnitIdx) -> crate::backend::StoreId {
+        self.stores[self.shared.unit_stores[unit.0 as usize]]
+    }
+
+    fn post_receives(&mut self, key: usize, receives: &mut ArrayVec<RecvIdx, RECV_BATCH>) {
+        let Some(session) = self.sessions.get_mut(key) else {
+            return;
+        };
+        let lkey = session.hardware.receive_key;
+        let sges: ArrayVec<[Sge; 1], RECV_BATCH> = receives
+            .iter()
+            .map(|recv| {
+                let slot = session.channel.receive_slot(*recv);
+                [Sge {
+                    addr: slot.addr(),
+                    length: slot.len() as u32,
+                    lkey,
+                }]
+            })
+            .collect();
+        let wrs: ArrayVec<RecvWr<'_>, RECV_BATCH> = receives
+            .iter()
+            .zip(&sges)
+            .map(|(recv, sge)| RecvWr {
+                wr_id: Work::Recv(*recv).id(),
+                sges: sge,
+            })
+            .collect();
+        if wrs.is_empty() {
+            return;
+        }
+        let posted = self.devices[session.device].post_recv(session.hardware.qp, &wrs);
+        if let Err(error) = posted {
+            tracing::warn!(%error, "a receive was not taken");
+            let failed: ArrayVec<RecvIdx, RECV_BATCH> =
+                receives[error.index..].iter().copied().collect();
+            receives.clear();
+            for recv in failed {
+                self.with_channel(key, |ch, cx| ch.handle_recv_flushed(cx, recv));
+            }
+        }
+        receives.clear();
+    }
+
+    /// Posts a chain: RDMA requests and a message, in one go.
+    fn post(&mut self, key: usize, ioctx: SendIdx, rdma: Option<Direction>, send: Option<SendIu>) {
+        let session = &mut self.sessions[key];
+        let (lkey, pool) = (session.hardware.pool_key, self.pool.memory());
+        self.rw_local.clear();
+        self.rw_remote.clear();
+        if rdma.is_some() {
+            let (local, remote) = (&mut self.rw_local, &mut self.rw_remote);
+            session.channel.each_wr(ioctx, |wr| {
+                let len: usize = wr.local.iter().map(ExactSizeIterator::len).sum();
+                remote.push(RemoteSegment {
+                    addr: wr.remote.addr,
+                    rkey: wr.remote.rkey,
+                    len: len as u32,
+                });
+                local.extend(wr.local.into_iter().map(|range| LocalSegment {
+                    slice: pool.slice(range).expect("buffers lie in the pool"),
+                    lkey,
+                }));
+            });
+        }
+        let config = session.channel.config();
+        let limits = RwLimits {
+            max_sge: config.max_sge as u32,
+            max_message: u32::MAX,
+            max_wrs: config.params.send_queue,
+        };
+        let direction = match rdma {
+            Some(Direction::FromInitiator) => RwDirection::Read,
+            Some(Direction::ToInitiator) | None => RwDirection::Write,
+        };
+        let planned = self
+            .rw
+            .plan(direction, &self.rw_local, 0, &self.rw_remote, limits);
+        let id = Work::Post(ioctx).id();
+        let outcome = match planned {
+            Err(error) => {
+                tracing::debug!(%error, "a descriptor names no memory");
+                Err(())
+            }
+            Ok(_) => {
+                let slot = session.channel.send_slot(ioctx);
+                let sges = [Sge {
+                    addr: slot.addr(),
+                    length: send.map_or(0, |iu| iu.len),
+                    lkey: session.hardware.send_key,
+                }];
+                let then = send.map(|iu| {
+                    let mut flags = SendFlags::SIGNALED;
+                    flags.set(SendFlags::SOLICITED, iu.solicited);
+                    SendWr {
+                        wr_id: id,
+                        op: SendOp::Send,
+                        sges: &sges,
+                        flags,
+                        ud: None,
+                    }
+                });
+                let dev = &mut *self.devices[session.device];
+                self.rw
+                    .post(dev, session.hardware.qp, id, Work::Inner.id(), then)
+                    .map_err(|error| tracing::warn!(%error, "a chain was not taken"))
+            }
+        };
+        // The pool outlives every queue pair, so nothing needs to be held for its sake.
+        self.rw.release();
+        if outcome.is_err() {
+            self.with_channel(key, |ch, cx| ch.handle_post_done(cx, ioctx, false));
+        }
+    }
+
+    /// Hands a block operation to the driver; `false` if it has no room.
+    fn submit_block(&mut self, op: &Stalled) -> bool {
+        let Some(session) = self.sessions.get(op.key) else {
+            return true;
+        };
+        self.slices.clear();
+        self.slices
+            .extend(session.channel.block_slices(op.ioctx, 0..u32::MAX));
+        let name = user(op.key, op.ioctx);
+        let taken = self
+            .driver
+            .submit(&mut self.ring, op.store, op.op, &self.slices, name)
+            .is_ok();
+        self.slices.clear();
+        taken
+    }
+
+    /// Hands over the block operations that waited for room.
+    pub(super) fn retry_stalled(&mut self) {
+        while let Some(op) = self.stalled.pop_front() {
+            if !self.submit_block(&op) {
+                self.stalled.push_front(op);
+                break;
+            }
+        }
+    }
+
+    fn abort_block(&mut self, key: usize, ioctx: SendIdx) {
+        let waiting = self
+            .stalled
+            .iter()
+            .position(|s| (s.key, s.ioctx) == (key, ioctx));
+        if let Some(at) = waiting {
+            self.stalled.remove(at);
+            let result = StepResult::Failed(BackendError::Aborted);
+            self.with_channel(key, |ch, cx| ch.handle_block_done(cx, ioctx, result));
+        } else {
+            self.driver.cancel(&mut self.ring, user(key, ioctx));
+        }
+    }
+
+    /// Tells a task's channel something, here or at another worker.
+    fn tell(&mut self, task: TaskRef, mail: Mail) {
+        self.post_mail(task.worker, mail);
+    }
+
+    /// Sends mail to a worker; to ourselves it is delivered at once.
+    pub(super) fn post_mail(&mut self, worker: u16, mail: Mail) {
+        if worker == self.index {
+            self.handle_mail(mail);
+        } else {
+            self.outbox.send(usize::from(worker), mail);
+        }
+    }
+
+    fn disconnect(&mut self, key: usize) {
+        let session = &self.sessions[key];
+        let (device, cm, qp) = (session.device, session.cm, session.hardware.qp);
+        let dev = &mut self.devices[device];
+        // Before the connection was tried, or after it is over, the CM has nothing to do.
+        let _ = dev.disconnect(cm);
+        let error = QpAttr {
+            state: Some(QpState::Error),
+            ..QpAttr::default()
+        };
+        // Already in error, as a rule.
+        let _ = dev.modify_qp(qp, &error);
+        let marker = SendWr {
+            wr_id: Work::Drain.id(),
+            op: SendOp::Write(RemoteAddr {
+                addr: 0,
+                rkey: RKey(0),
+            }),
+            sges: &[],
+            flags: SendFlags::SIGNALED,
+            ud: None,
+        };
+        if let Err(error) = dev.post_send(qp, &[marker]) {
+            tracing::warn!(%error, "the drain marker was not taken");
+            self.with_channel(key, super::super::srp::channel::Channel::handle_drained);
+        }
+    }
+
+    /// Sets a channel's timer, if it is earlier than the one that is set.
+    pub(super) fn arm_timer(&mut self, key: usize) {
+        let Some(session) = self.sessions.get_mut(key) else {
+            return;
+        };
+        if let Some(at) = session.channel.deadline()
+            && session.armed.is_none_or(|armed| at < armed)
+        {
+            session.armed = Some(at);
+            let serial = session.channel.config().serial;
+            self.timers.push(Reverse((at, serial)));
+        }
+    }
+
+    fn note_pool_wait(&mut self, key: usize) {
+        if let Some(session) = self.sessions.get_mut(key)
+            && session.channel.waits_for_pool()
+            && !std::mem::replace(&mut session.waits_for_pool, true)
+        {
+            if self.pool_waiters.is_empty() {
+                self.pool_seen = self.pool.free();
+            }
+            self.pool_waiters.push_back(key);
+        }
+    }
+}

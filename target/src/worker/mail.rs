@@ -1,0 +1,140 @@
+//! What workers say to each other, and the server to them.
+
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::sync::mpsc::Sender;
+use std::time::Instant;
+
+use riser_reactor::{MailSender, SendError};
+use riser_scsi::attention::Attention;
+use riser_scsi::srp::TLogoutReason;
+
+use super::session::SessionInfo;
+use crate::srp::{Counters, TaskRef, UnitIdx};
+
+/// Messages that a worker's mailbox holds.
+pub const MAILBOX: usize = 4096;
+
+/// A message to a worker.
+#[derive(Debug)]
+pub enum Mail {
+    /// A packet that reached the wrong worker.
+    Forwarded {
+        /// The device's place among the worker's devices: the same for all workers.
+        device: usize,
+        /// Who sent it.
+        src: SocketAddr,
+        /// The packet.
+        bytes: Vec<u8>,
+    },
+    /// A task of a channel of this worker may start.
+    StartTask(TaskRef),
+    /// A task of a channel of this worker is to be aborted.
+    AbortTask {
+        /// The task.
+        task: TaskRef,
+        /// Who waits for its end.
+        watcher: TaskRef,
+    },
+    /// A task that a function of this worker waits for is gone.
+    TaskGone(TaskRef),
+    /// End a channel.
+    Terminate {
+        /// Its number at this worker.
+        serial: u32,
+        /// Why.
+        reason: TLogoutReason,
+    },
+    /// Something happened to a unit.
+    Event {
+        /// The unit.
+        unit: UnitIdx,
+        /// What.
+        attention: Attention,
+    },
+    /// Accept nobody any more; let sessions finish until then, and log them out.
+    Shutdown {
+        /// When patience ends.
+        until: Instant,
+    },
+    /// Make everything that was written durable, then report.
+    Flush,
+    /// Leave.
+    Exit,
+    /// Say what the worker has done, and for whom.
+    Snapshot(Sender<Snapshot>),
+}
+
+/// What a worker has done, and its sessions.
+#[derive(Clone, Debug, Default)]
+pub struct Snapshot {
+    /// Sums over all channels, those that are gone included.
+    pub counters: Counters,
+    /// Channels at present.
+    pub sessions: Vec<SessionInfo>,
+    /// Logins accepted.
+    pub logins: u64,
+    /// Logins refused.
+    pub rejects: u64,
+    /// Size of the data-buffer pool, in bytes.
+    pub pool_size: usize,
+    /// Bytes of it that are free.
+    pub pool_free: usize,
+    /// The least that was ever free.
+    pub pool_lowest: usize,
+    /// Times that the worker slept.
+    pub parks: u64,
+}
+
+/// The mailboxes of all workers, as one of them sees them.
+///
+/// A worker never blocks on another: what a full mailbox does not take waits here. That queue holds
+/// messages about tasks and logins only, of which there are no more than contexts; forwarded packets
+/// are dropped instead, like packets that a full socket buffer drops.
+#[derive(Debug)]
+pub struct Outbox {
+    senders: Vec<MailSender<Mail>>,
+    backlog: VecDeque<(usize, Mail)>,
+}
+
+impl Outbox {
+    /// An outbox to these workers, by number.
+    #[must_use]
+    pub fn new(senders: Vec<MailSender<Mail>>) -> Self {
+        Self {
+            senders,
+            backlog: VecDeque::new(),
+        }
+    }
+
+    /// Sends a message to a worker.
+    pub fn send(&mut self, worker: usize, mail: Mail) {
+        let waits = self.backlog.iter().any(|(w, _)| *w == worker);
+        if waits && !matches!(mail, Mail::Forwarded { .. }) {
+            self.backlog.push_back((worker, mail));
+        } else {
+            self.try_send(worker, mail);
+        }
+    }
+
+    /// Sends again what a full mailbox refused; how many messages still wait.
+    pub fn retry(&mut self) -> usize {
+        for _ in 0..self.backlog.len() {
+            if let Some((worker, mail)) = self.backlog.pop_front() {
+                self.try_send(worker, mail);
+            }
+        }
+        self.backlog.len()
+    }
+
+    fn try_send(&mut self, worker: usize, mail: Mail) {
+        let Some(sender) = self.senders.get(worker) else {
+            return;
+        };
+        match sender.send(mail) {
+            // A worker that is gone has no channels, and nobody waits for it.
+            Ok(()) | Err(SendError::Closed(_) | SendError::Full(Mail::Forwarded { .. })) => {}
+            Err(SendError::Full(mail)) => self.backlog.push_back((worker, mail)),
+        }
+    }
+}

@@ -1,0 +1,467 @@
+//! A worker: one thread, its devices, its ring, its channels.
+//!
+//! Everything that a worker works with belongs to it alone: the NIC's shard with its queue pairs, the
+//! ring, the backend driver, the data buffers, the channels and their timers. Workers meet in few
+//! places: logical units (shared, with their own locks), the [`Registry`] at login and logout, and
+//! [`mail::Mail`].
+//!
+//! # A round
+//! ```text
+//! devices: packets in, timers, packets out
+//!   → connection events: logins, established, disconnected
+//!   → completion queues that have something, a bounded batch of each
+//! ring: finished block operations, readable descriptors
+//! mailbox, timers, commands that wait for pool memory
+//!   → poll again while there is work, else park: one system call waits for all of this
+//! ```
+//!
+//! # Modules
+//! - `device`: [`Device`], a provider as a worker drives it.
+//! - `session`: logins, and what a channel holds besides its machine.
+//! - `exec`: carries out what channels ask for.
+//! - `events`: completions, connection events and mail into channels.
+//! - `discovery`: answers device-management MADs.
+//! - `registry`, `target`: sessions and targets, shared by all workers.
+//! - `mail`: messages between workers.
+//! - `park`: where a worker sleeps.
+//!
+//! # Bounds
+//! A completion queue gives at most [`CQ_BATCH`] completions per round, so one peer cannot keep the
+//! others waiting. Channels, their memory and the pool are bounded by the configuration.
+
+mod device;
+mod discovery;
+mod events;
+mod exec;
+pub mod mail;
+mod park;
+pub mod registry;
+mod session;
+pub mod target;
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap, HashSet, VecDeque};
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+use std::time::{Duration, Instant};
+
+use riser_memory::MemSlice;
+use riser_reactor::{MailReceiver, Ring, RingError, Spinner};
+use riser_scsi::step::BlockOp;
+use riser_transport::rw::{LocalSegment, RemoteSegment, RwContext};
+use riser_transport::verbs::{CmError, CmId, Completion, CqId, PortSpace};
+use slab::Slab;
+
+use crate::backend::{Driver, DriverConfig, Store, StoreId};
+use crate::log::RateLimit;
+use crate::pool::Pool;
+use crate::srp::{Counters, Cx, SendIdx};
+
+pub use device::Device;
+pub use session::SessionInfo;
+
+use discovery::DiscoveryAgent;
+use mail::{Mail, Outbox, Snapshot};
+use registry::Registry;
+use session::Session;
+use target::TargetDef;
+
+/// Completions taken from one queue in a round.
+pub const CQ_BATCH: usize = 32;
+
+/// Connection requests that a listener holds.
+const BACKLOG: u32 = 256;
+
+/// How long after the last work a worker goes on looking before it sleeps.
+const SPIN: Duration = Duration::from_micros(50);
+
+/// How long a connection's identifier outlives its channel, for the goodbye to be answered.
+const LINGER: Duration = Duration::from_secs(5);
+
+/// Sessions get this long after a shutdown's patience has ended, then their connections are cut.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// What all workers share.
+#[derive(Debug)]
+pub struct Shared {
+    /// Targets.
+    pub targets: Vec<TargetDef>,
+    /// The backend of each unit, by the unit's number: an index into `stores`.
+    pub unit_stores: Vec<usize>,
+    /// Opened backends.
+    pub stores: Vec<Arc<Store>>,
+    /// Sessions.
+    pub registry: Registry,
+}
+
+/// What a worker tells the server.
+#[derive(Debug)]
+pub enum Report {
+    /// It listens.
+    Started(u16),
+    /// It has no sessions any more, after a shutdown.
+    Quiet(u16),
+    /// What was written is durable, or is not.
+    Flushed(Result<(), String>),
+    /// It is gone; with an error if it failed.
+    Ended(u16, Option<String>),
+}
+
+/// What a worker is made with.
+pub struct WorkerConfig {
+    /// Its number.
+    pub index: u16,
+    /// Bytes of its data-buffer pool.
+    pub pool: usize,
+    /// What all share.
+    pub shared: Arc<Shared>,
+    /// Its devices, each with its address.
+    pub devices: Vec<Box<dyn Device>>,
+    /// Its ring.
+    pub ring: Ring,
+    /// Its mailbox.
+    pub mailbox: MailReceiver<Mail>,
+    /// Everybody's.
+    pub outbox: Outbox,
+    /// Where it reports.
+    pub reports: Sender<Report>,
+}
+
+/// Why a worker could not start or go on.
+#[derive(Debug, thiserror::Error)]
+pub enum WorkerError {
+    /// No memory for buffers.
+    #[error("cannot make the data buffers: {0}")]
+    Memory(#[source] io::Error),
+    /// The ring failed.
+    #[error(transparent)]
+    Ring(#[from] RingError),
+    /// A portal cannot be listened on.
+    #[error("cannot listen on {portal}: {source}")]
+    Listen {
+        /// The portal.
+        portal: String,
+        /// Why.
+        source: CmError,
+    },
+    /// No device has the portal's address.
+    #[error("no device has the address of {0}")]
+    NoDevice(String),
+}
+
+/// What a listener listens for.
+#[derive(Clone, Copy, Debug)]
+struct Listener {
+    /// Whether requests carry the RDMA CM's address header.
+    rdma_cm: bool,
+}
+
+/// A block operation that the driver had no room for.
+#[derive(Debug)]
+struct Stalled {
+    key: usize,
+    ioctx: SendIdx,
+    store: StoreId,
+    op: BlockOp,
+}
+
+/// How far a shutdown has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// Serves.
+    Serving,
+    /// Sessions may finish until then.
+    Stopping(Instant),
+    /// Nothing is left; waits to be told to go.
+    Quiet,
+}
+
+/// One worker. Built and run on its own thread, since its ring belongs to that thread.
+pub struct Worker {
+    index: u16,
+    shared: Arc<Shared>,
+    devices: Vec<Box<dyn Device>>,
+    ring: Ring,
+    driver: Driver,
+    stores: Vec<StoreId>,
+    pool: Pool,
+    mailbox: MailReceiver<Mail>,
+    outbox: Outbox,
+    reports: Sender<Report>,
+    listeners: HashMap<(usize, CmId), Listener>,
+    discovery: Vec<Option<DiscoveryAgent>>,
+    sessions: Slab<Session>,
+    by_cm: HashMap<(usize, CmId), usize>,
+    by_cq: HashMap<(usize, CqId), usize>,
+    by_serial: HashMap<u32, usize>,
+    next_serial: u32,
+    /// Sessions whose channel may have actions; bounded by the sessions, with few repeats.
+    dirty: VecDeque<usize>,
+    /// Sessions whose completion queue may have completions; each once.
+    ready: VecDeque<usize>,
+    /// Sessions with commands that wait for pool memory; each once.
+    pool_waiters: VecDeque<usize>,
+    /// Free bytes of the pool when the first of them was last tried.
+    pool_seen: usize,
+    stalled: VecDeque<Stalled>,
+    timers: BinaryHeap<Reverse<(Instant, u32)>>,
+    /// Identifiers of connections whose channel is gone.
+    lingering: Vec<(usize, CmId, Instant)>,
+    completions: Vec<Completion>,
+    ring_completions: Vec<riser_reactor::Completion>,
+    slices: Vec<MemSlice>,
+    rw: RwContext,
+    rw_local: Vec<LocalSegment>,
+    rw_remote: Vec<RemoteSegment>,
+    spinner: Spinner,
+    phase: Phase,
+    flushing: Option<Flushing>,
+    exiting: bool,
+    /// Counters of channels that are gone.
+    past: Counters,
+    logins: u64,
+    rejects: u64,
+    parks: u64,
+    complaints: RateLimit,
+    now: Instant,
+}
+
+/// A flush of all backends under way.
+#[derive(Debug)]
+struct Flushing {
+    left: usize,
+    failed: Option<String>,
+}
+
+impl Worker {
+    /// Sets a worker up on the calling thread, listening.
+    ///
+    /// # Errors
+    /// [`WorkerError`].
+    pub fn new(config: WorkerConfig) -> Result<Self, WorkerError> {
+        let WorkerConfig {
+            index,
+            pool,
+            shared,
+            devices,
+            mut ring,
+            mailbox,
+            outbox,
+            reports,
+        } = config;
+        let pool = Pool::new(pool).map_err(WorkerError::Memory)?;
+        if let Err(error) = ring.register_memory(pool.memory()) {
+            tracing::warn!(%error, "data buffers are not registered with io_uring; it works, more slowly");
+        }
+        let driver_config = DriverConfig {
+            depth: 1024,
+            ..DriverConfig::default()
+        };
+        let mut driver = Driver::new(&mut ring, driver_config).map_err(WorkerError::Memory)?;
+        let stores = shared
+            .stores
+            .iter()
+            .map(|store| driver.attach(&mut ring, Arc::clone(store)))
+            .collect();
+        let mut worker = Self {
+            index,
+            shared,
+            discovery: devices.iter().map(|_| None).collect(),
+            devices,
+            ring,
+            driver,
+            stores,
+            pool_seen: 0,
+            pool,
+            mailbox,
+            outbox,
+            reports,
+            listeners: HashMap::new(),
+            sessions: Slab::new(),
+            by_cm: HashMap::new(),
+            by_cq: HashMap::new(),
+            by_serial: HashMap::new(),
+            next_serial: 0,
+            dirty: VecDeque::new(),
+            ready: VecDeque::new(),
+            pool_waiters: VecDeque::new(),
+            stalled: VecDeque::new(),
+            timers: BinaryHeap::new(),
+            lingering: Vec::new(),
+            completions: Vec::with_capacity(CQ_BATCH),
+            ring_completions: Vec::new(),
+            slices: Vec::new(),
+            rw: RwContext::default(),
+            rw_local: Vec::new(),
+            rw_remote: Vec::new(),
+            spinner: Spinner::new(SPIN),
+            phase: Phase::Serving,
+            flushing: None,
+            exiting: false,
+            past: Counters::default(),
+            logins: 0,
+            rejects: 0,
+            parks: 0,
+            complaints: RateLimit::default(),
+            now: Instant::now(),
+        };
+        worker.listen_all()?;
+        worker.watch_devices()?;
+        Ok(worker)
+    }
+
+    /// Listens on every portal: on its RDMA CM port, and on its InfiniBand service id.
+    fn listen_all(&mut self) -> Result<(), WorkerError> {
+        // Targets may share a portal, and are then told apart by their port identifiers.
+        let mut done = HashSet::new();
+        let shared = Arc::clone(&self.shared);
+        for portal in shared.targets.iter().flat_map(|t| &t.portals) {
+            let device = self
+                .device_of(portal.listen.ip())
+                .ok_or_else(|| WorkerError::NoDevice(portal.listen.to_string()))?;
+            let error = |source| WorkerError::Listen {
+                portal: portal.listen.to_string(),
+                source,
+            };
+            let service = PortSpace::Ib {
+                service_id: portal.service_id,
+                mask: u64::MAX,
+            };
+            let spaces = [
+                (PortSpace::Tcp, u64::from(portal.listen.port())),
+                (service, portal.service_id),
+            ];
+            for (space, number) in spaces {
+                let rdma_cm = space == PortSpace::Tcp;
+                if !done.insert((device, rdma_cm, number)) {
+                    continue;
+                }
+                let dev = &mut self.devices[device];
+                let id = dev.create_id(space).map_err(error)?;
+                if rdma_cm {
+                    dev.bind_addr(id, portal.listen).map_err(error)?;
+                }
+                dev.listen(id, BACKLOG).map_err(error)?;
+                self.listeners.insert((device, id), Listener { rdma_cm });
+            }
+        }
+        // MADs that are not the CM's come to the first worker.
+        if self.index == 0 {
+            for device in 0..self.devices.len() {
+                self.discovery[device] = self.start_discovery(device);
+            }
+        }
+        Ok(())
+    }
+
+    /// The device with an address.
+    fn device_of(&self, ip: std::net::IpAddr) -> Option<usize> {
+        self.devices
+            .iter()
+            .position(|d| d.query_port(1).is_ok_and(|p| p.addr == ip))
+    }
+
+    /// Serves until told to leave.
+    ///
+    /// # Errors
+    /// [`WorkerError::Ring`]: the ring is of no further use, and the worker neither.
+    pub fn run(&mut self) -> Result<(), WorkerError> {
+        while !self.exiting {
+            let worked = self.step(Instant::now())?;
+            self.park(worked)?;
+        }
+        Ok(())
+    }
+
+    /// One round at `now`, without sleeping; how much there was to do.
+    ///
+    /// # Errors
+    /// As [`Worker::run`].
+    pub fn step(&mut self, now: Instant) -> Result<usize, WorkerError> {
+        self.now = now;
+        let mut work = self.poll_devices();
+        work += self.poll_ready();
+        work += self.poll_blocks()?;
+        work += self.poll_mail();
+        work += self.poll_timers();
+        work += self.poll_pool();
+        self.poll_phase();
+        // What this round asked for goes out now rather than in the next one.
+        if work > 0 {
+            for device in &mut self.devices {
+                work += device.progress(now);
+            }
+        }
+        Ok(work)
+    }
+
+    /// Gives a channel an input, and remembers to carry out what it asks for.
+    fn with_channel(
+        &mut self,
+        key: usize,
+        input: impl FnOnce(&mut crate::srp::Channel, &mut Cx<'_>),
+    ) {
+        let Some(session) = self.sessions.get_mut(key) else {
+            return;
+        };
+        let mut cx = Cx {
+            now: self.now,
+            pool: &mut self.pool,
+        };
+        input(&mut session.channel, &mut cx);
+        self.dirty.push_back(key);
+    }
+
+    /// When something is due without anything happening.
+    fn deadline(&self) -> Option<Instant> {
+        let timer = self.timers.peek().map(|Reverse((at, _))| *at);
+        let devices = self.devices.iter().filter_map(|d| d.deadline()).min();
+        let lingering = self.lingering.iter().map(|(_, _, at)| *at).min();
+        let phase = match self.phase {
+            Phase::Stopping(until) => Some(until + GRACE),
+            Phase::Serving | Phase::Quiet => None,
+        };
+        [
+            timer,
+            devices,
+            lingering,
+            phase,
+            self.driver.poll_deadline(),
+        ]
+        .into_iter()
+        .flatten()
+        .min()
+    }
+
+    fn snapshot(&self) -> Snapshot {
+        let mut counters = self.past;
+        for (_, session) in &self.sessions {
+            counters += session.channel.counters();
+        }
+        Snapshot {
+            counters,
+            sessions: self
+                .sessions
+                .iter()
+                .map(|(_, s)| s.info(self.index))
+                .collect(),
+            logins: self.logins,
+            rejects: self.rejects,
+            pool_size: self.pool.size(),
+            pool_free: self.pool.free(),
+            pool_lowest: self.pool.lowest_free(),
+            parks: self.parks,
+        }
+    }
+}
+
+impl Drop for Worker {
+    /// Without a shutdown before, connections are cut: the devices go first, then the channels.
+    fn drop(&mut self) {
+        self.devices.clear();
+        for (_, session) in &mut self.sessions {
+            session.channel.abandon(&mut self.pool);
+        }
+    }
+}

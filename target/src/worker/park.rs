@@ -1,0 +1,68 @@
+//! Where a worker sleeps: in its ring, which watches the devices' descriptors as well.
+
+#![allow(
+    unsafe_code,
+    reason = "a provider names its descriptors by number; they are duplicated at once"
+)]
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use riser_reactor::{Handle, Next, RingError, Token};
+
+use super::{Worker, WorkerError};
+
+/// The top byte of the tokens of watched descriptors; the driver has another.
+const WATCH: u64 = 2 << 56;
+
+impl Worker {
+    /// Watches the descriptors of all devices.
+    pub(super) fn watch_devices(&mut self) -> Result<(), WorkerError> {
+        for device in 0..self.devices.len() {
+            self.watch(device)?;
+        }
+        Ok(())
+    }
+
+    fn watch(&mut self, device: usize) -> Result<(), WorkerError> {
+        for fd in self.devices[device].event_fds() {
+            // SAFETY: the device is alive and keeps its descriptors open as long as it lives.
+            let fd = unsafe { BorrowedFd::borrow_raw(fd) }
+                .try_clone_to_owned()
+                .map_err(|e| WorkerError::Ring(RingError::Enter(e)))?;
+            let handle = Handle::new(Arc::new(fd));
+            let token = Token(WATCH | device as u64);
+            self.ring
+                .submit_poll(&handle, libc::POLLIN, token)
+                .map_err(|e| WorkerError::Ring(RingError::Enter(std::io::Error::other(e))))?;
+        }
+        Ok(())
+    }
+
+    /// Whether a completion says that a device has something; watches it again where that ended.
+    pub(super) fn on_watch(
+        &mut self,
+        completion: &riser_reactor::Completion,
+    ) -> Result<(), WorkerError> {
+        if completion.token.0 & (0xff << 56) == WATCH && !completion.more {
+            self.watch((completion.token.0 & 0xffff) as usize)?;
+        }
+        Ok(())
+    }
+
+    /// Sleeps, unless there was work a moment ago or something is due.
+    pub(super) fn park(&mut self, worked: usize) -> Result<(), WorkerError> {
+        let deadline = self.deadline();
+        match self.spinner.plan(self.now, worked > 0, deadline) {
+            Next::Poll => {}
+            Next::Park(timeout) => {
+                if self.exiting || !self.ready.is_empty() || self.outbox.retry() > 0 {
+                    return Ok(());
+                }
+                self.parks += 1;
+                self.ring.park(timeout)?;
+            }
+        }
+        Ok(())
+    }
+}

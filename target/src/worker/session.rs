@@ -1,0 +1,426 @@
+//! Logins, and what a channel holds besides its machine.
+
+use std::net::SocketAddr;
+use std::time::Instant;
+
+use riser_memory::Memory;
+use riser_scsi::srp::{BufferFormats, LoginRej, LoginRejReason, LoginReq, Tag};
+use riser_transport::verbs::{
+    Access, CmError, CmId, ConnParam, CqId, LKey, MrId, Notify, PdId, QpCap, QpId, QpInitAttr,
+    QpType,
+};
+
+use super::mail::Mail;
+use super::registry::{ChannelRef, Entered, NexusKey};
+use super::{LINGER, Phase, Worker};
+use crate::srp::transfer::MAX_SGE;
+use crate::srp::{ChState, Channel, ChannelConfig, SessionMemory};
+use crate::warn_limited;
+
+/// Incoming READs and atomics that we allow: initiators have no business reading our memory.
+const RESPONDER_RESOURCES: u8 = 1;
+
+/// Outgoing READs at once, if the initiator allows so many.
+const INITIATOR_DEPTH: u8 = 16;
+
+/// A channel with its connection.
+#[derive(Debug)]
+pub(super) struct Session {
+    pub(super) channel: Channel,
+    pub(super) key: NexusKey,
+    pub(super) peer: SocketAddr,
+    pub(super) device: usize,
+    pub(super) cm: CmId,
+    pub(super) hardware: Hardware,
+    /// The earliest timer that is set.
+    pub(super) armed: Option<Instant>,
+    /// Whether its completion queue is in the worker's list.
+    pub(super) is_ready: bool,
+    /// Whether it waits for pool memory.
+    pub(super) waits_for_pool: bool,
+    /// The CM has said that the connection is over.
+    pub(super) is_closed: bool,
+}
+
+/// What a channel has at its device.
+#[derive(Debug)]
+pub(super) struct Hardware {
+    pub(super) pd: PdId,
+    pub(super) cq: CqId,
+    pub(super) qp: QpId,
+    pub(super) mrs: Vec<MrId>,
+    pub(super) receive_key: LKey,
+    pub(super) send_key: LKey,
+    pub(super) pool_key: LKey,
+}
+
+/// A session's channel, for people.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SessionInfo {
+    /// The worker that has it.
+    pub worker: u16,
+    /// Number at that worker.
+    pub serial: u32,
+    /// The I_T nexus.
+    pub nexus: u32,
+    /// The initiator port.
+    pub initiator: String,
+    /// The target port.
+    pub target: String,
+    /// Where the initiator is.
+    pub peer: SocketAddr,
+    /// State.
+    pub state: ChState,
+    /// Requests under way.
+    pub in_flight: usize,
+    /// What it occupies.
+    pub memory: SessionMemory,
+    /// Logical units that it sees.
+    pub luns: usize,
+}
+
+impl Session {
+    pub(super) fn info(&self, worker: u16) -> SessionInfo {
+        let config = self.channel.config();
+        SessionInfo {
+            worker,
+            serial: config.serial,
+            nexus: config.nexus.0,
+            initiator: self.key.initiator.to_string(),
+            target: self.key.target.to_string(),
+            peer: self.peer,
+            state: self.channel.state(),
+            in_flight: self.channel.in_flight(),
+            memory: config.params.memory(),
+            luns: config.luns.luns().len(),
+        }
+    }
+}
+
+/// What making a channel can fail with.
+#[derive(Debug, thiserror::Error)]
+enum SetupError {
+    #[error(transparent)]
+    Cm(#[from] CmError),
+    #[error("no memory: {0}")]
+    Memory(#[from] std::io::Error),
+}
+
+impl From<riser_transport::verbs::VerbsError> for SetupError {
+    fn from(e: riser_transport::verbs::VerbsError) -> Self {
+        Self::Cm(e.into())
+    }
+}
+
+impl Worker {
+    /// A peer asks for a connection: its login is in the private data.
+    pub(super) fn on_connect_request(
+        &mut self,
+        device: usize,
+        cm: CmId,
+        listener: CmId,
+        peer: SocketAddr,
+        param: &ConnParam,
+    ) {
+        let Some(listener) = self.listeners.get(&(device, listener)).copied() else {
+            return self.refuse(device, cm, Tag(0), LoginRejReason::UnableToEstablishChannel);
+        };
+        let parsed = if listener.rdma_cm {
+            LoginReq::parse_rdma(&param.private_data)
+        } else {
+            LoginReq::parse(&param.private_data)
+        };
+        let req = match parsed {
+            Ok(req) => req,
+            Err(error) => {
+                warn_limited!(self.complaints, self.now, %peer, %error, "malformed login");
+                return self.refuse(device, cm, Tag(0), LoginRejReason::UnableToEstablishChannel);
+            }
+        };
+        let serial = self.next_serial;
+        self.next_serial = self
+            .next_serial
+            .checked_add(1)
+            .expect("four billion logins");
+        let channel = ChannelRef {
+            worker: self.index,
+            serial,
+        };
+        let shared = std::sync::Arc::clone(&self.shared);
+        let target = shared.targets.iter().find(|t| t.has_port(&req.target_port));
+        let entered = match shared.registry.login(&req, target, peer, channel) {
+            Ok(entered) => entered,
+            Err(reason) => {
+                warn_limited!(
+                    self.complaints, self.now,
+                    %peer, initiator = %req.initiator_port, target = %req.target_port, %reason,
+                    "login refused"
+                );
+                return self.refuse(device, cm, req.tag, reason);
+            }
+        };
+        let key = NexusKey {
+            initiator: req.initiator_port,
+            target: req.target_port,
+        };
+        for other in &entered.terminate {
+            let mail = Mail::Terminate {
+                serial: other.serial,
+                reason: riser_scsi::srp::TLogoutReason::MultiChannelAction,
+            };
+            self.post_mail(other.worker, mail);
+        }
+        let nexus = entered.nexus;
+        match self.accept(device, cm, serial, peer, key, entered, param) {
+            Ok(memory) => {
+                self.logins += 1;
+                tracing::info!(
+                    %peer, initiator = %key.initiator, target = %key.target,
+                    nexus = nexus.0, channel = serial, worker = self.index,
+                    memory = memory.total(), "logged in"
+                );
+            }
+            Err(error) => {
+                shared.registry.logout(key, channel);
+                warn_limited!(self.complaints, self.now, %peer, %error, "cannot make a channel");
+                self.refuse(device, cm, req.tag, LoginRejReason::InsufficientResources);
+            }
+        }
+    }
+
+    fn refuse(&mut self, device: usize, cm: CmId, tag: Tag, reason: LoginRejReason) {
+        self.rejects += 1;
+        let rej = LoginRej {
+            reason,
+            tag,
+            formats: BufferFormats::DIRECT | BufferFormats::INDIRECT,
+        };
+        let mut bytes = [0; riser_scsi::srp::LOGIN_REJ_LEN];
+        rej.emit(&mut bytes);
+        let dev = &mut self.devices[device];
+        // The peer may have given up meanwhile; then there is nobody to tell.
+        let _ = dev.reject(cm, &bytes);
+        let _ = dev.destroy_id(cm);
+    }
+
+    /// Makes the channel and accepts the connection.
+    #[allow(
+        clippy::too_many_arguments,
+        reason = "everything that is known of a login"
+    )]
+    fn accept(
+        &mut self,
+        device: usize,
+        cm: CmId,
+        serial: u32,
+        peer: SocketAddr,
+        key: NexusKey,
+        entered: Entered,
+        param: &ConnParam,
+    ) -> Result<SessionMemory, SetupError> {
+        let params = entered.outcome.params;
+        let memory = params.memory();
+        let receive_ring = Memory::new(memory.receive_ring)?.whole();
+        let send_ring = Memory::new(memory.send_ring)?.whole();
+        let max_sge = (self.devices[device].device_attr().max_sge as usize).min(MAX_SGE);
+        let rings = [&receive_ring, &send_ring];
+        let hardware = self.make_hardware(device, cm, &params, rings, max_sge)?;
+        let channel = Channel::new(
+            ChannelConfig {
+                params,
+                worker: self.index,
+                serial,
+                nexus: entered.nexus,
+                luns: entered.outcome.luns,
+                receive_ring,
+                send_ring,
+                max_sge,
+            },
+            self.now,
+        );
+        let (qp, cq) = (hardware.qp, hardware.cq);
+        let slot = self.sessions.insert(Session {
+            channel,
+            key,
+            peer,
+            device,
+            cm,
+            hardware,
+            armed: None,
+            is_ready: false,
+            waits_for_pool: false,
+            is_closed: false,
+        });
+        self.by_cm.insert((device, cm), slot);
+        self.by_cq.insert((device, cq), slot);
+        self.by_serial.insert(serial, slot);
+        // The receives must be there before the peer may send.
+        self.drain_actions(slot);
+        let mut rsp = [0; riser_scsi::srp::LOGIN_RSP_LEN];
+        entered.outcome.rsp.emit(&mut rsp);
+        let accepted = self.devices[device].accept(
+            cm,
+            &ConnParam {
+                private_data: rsp.to_vec(),
+                responder_resources: RESPONDER_RESOURCES.min(param.responder_resources),
+                initiator_depth: INITIATOR_DEPTH.min(param.initiator_depth),
+                flow_control: true,
+                retry_count: 7,
+                rnr_retry_count: 7,
+                srq: false,
+            },
+        );
+        if let Err(error) = accepted {
+            let session = self.sessions.remove(slot);
+            self.forget(&session);
+            self.destroy_hardware(device, &session.hardware);
+            return Err(error.into());
+        }
+        debug_assert!(self.devices[device].query_qp(qp).is_ok());
+        self.arm_timer(slot);
+        Ok(memory)
+    }
+
+    /// A protection domain of the session's own, its memory keys, its queues.
+    fn make_hardware(
+        &mut self,
+        device: usize,
+        cm: CmId,
+        params: &crate::srp::ChannelParams,
+        rings: [&riser_memory::MemSlice; 2],
+        max_sge: usize,
+    ) -> Result<Hardware, SetupError> {
+        let dev = &mut self.devices[device];
+        let pd = dev.alloc_pd()?;
+        let mut mrs = Vec::with_capacity(3);
+        let built = (|| {
+            let pool = self.pool.memory().whole();
+            let mut keys = [LKey(0); 3];
+            for (key, range) in keys.iter_mut().zip([rings[0], rings[1], &pool]) {
+                let mr = dev.reg_mr(pd, range, Access::LOCAL_WRITE)?;
+                mrs.push(mr.id);
+                *key = mr.lkey;
+            }
+            let entries = params.receives() + params.send_queue;
+            let cq = dev.create_cq(entries)?;
+            let init = QpInitAttr {
+                pd,
+                send_cq: cq,
+                recv_cq: cq,
+                srq: None,
+                qp_type: QpType::Rc,
+                cap: QpCap {
+                    max_send_wr: params.send_queue,
+                    max_recv_wr: params.receives(),
+                    max_send_sge: max_sge as u32,
+                    max_recv_sge: 1,
+                    max_inline: 0,
+                },
+                sq_sig_all: false,
+            };
+            let armed = dev.req_notify_cq(cq, Notify::Next).map(|_| ());
+            let qp = armed
+                .map_err(CmError::from)
+                .and_then(|()| dev.create_cm_qp(cm, &init));
+            let qp = qp.inspect_err(|_| {
+                // Nothing uses it yet.
+                let _ = dev.destroy_cq(cq);
+            })?;
+            Ok((cq, qp, keys))
+        })();
+        match built {
+            Ok((cq, qp, [receive_key, send_key, pool_key])) => Ok(Hardware {
+                pd,
+                cq,
+                qp,
+                mrs,
+                receive_key,
+                send_key,
+                pool_key,
+            }),
+            Err(error) => {
+                for mr in mrs {
+                    let _ = dev.dereg_mr(mr);
+                }
+                let _ = dev.dealloc_pd(pd);
+                Err(error)
+            }
+        }
+    }
+
+    /// Destroys what a channel had at its device. Everything was created by us and is used by nobody
+    /// else, so a refusal is a bug; it costs a log line and a leak, not the daemon.
+    fn destroy_hardware(&mut self, device: usize, hardware: &Hardware) {
+        let dev = &mut self.devices[device];
+        let mut results = vec![dev.destroy_qp(hardware.qp), dev.destroy_cq(hardware.cq)];
+        results.extend(hardware.mrs.iter().map(|mr| dev.dereg_mr(*mr)));
+        results.push(dev.dealloc_pd(hardware.pd));
+        for error in results.into_iter().filter_map(Result::err) {
+            debug_assert!(false, "{error}");
+            tracing::error!(%error, "cannot free a session's device objects");
+        }
+    }
+
+    /// Takes a session out of the worker's tables.
+    fn forget(&mut self, session: &Session) {
+        self.by_cm.remove(&(session.device, session.cm));
+        self.by_cq.remove(&(session.device, session.hardware.cq));
+        self.by_serial.remove(&session.channel.config().serial);
+    }
+
+    /// The channel holds nothing any more.
+    pub(super) fn release(&mut self, slot: usize) {
+        let session = self.sessions.remove(slot);
+        self.forget(&session);
+        self.ready.retain(|&k| k != slot);
+        self.pool_waiters.retain(|&k| k != slot);
+        self.destroy_hardware(session.device, &session.hardware);
+        let serial = session.channel.config().serial;
+        let channel = ChannelRef {
+            worker: self.index,
+            serial,
+        };
+        self.shared.registry.logout(session.key, channel);
+        self.past += session.channel.counters();
+        if session.is_closed {
+            // It is over on both sides; whether the identifier still exists does not matter.
+            let _ = self.devices[session.device].destroy_id(session.cm);
+        } else {
+            self.lingering
+                .push((session.device, session.cm, self.now + LINGER));
+        }
+        tracing::info!(
+            peer = %session.peer, initiator = %session.key.initiator,
+            nexus = session.channel.nexus().0, channel = serial, "logged out"
+        );
+    }
+
+    /// Ends identifiers whose goodbye was answered, or was not in time.
+    pub(super) fn end_lingering(&mut self, closed: Option<(usize, CmId)>) {
+        let now = self.now;
+        let devices = &mut self.devices;
+        self.lingering.retain(|&(device, cm, at)| {
+            let over = at <= now || closed == Some((device, cm));
+            if over {
+                let _ = devices[device].destroy_id(cm);
+            }
+            !over
+        });
+    }
+
+    /// Stops listening, and asks all sessions to come to an end.
+    pub(super) fn begin_shutdown(&mut self, until: Instant) {
+        if self.phase != Phase::Serving {
+            return;
+        }
+        self.phase = Phase::Stopping(until);
+        for ((device, cm), _) in self.listeners.drain() {
+            let _ = self.devices[device].destroy_id(cm);
+        }
+        let keys: Vec<usize> = self.sessions.iter().map(|(k, _)| k).collect();
+        for key in keys {
+            self.with_channel(key, |ch, cx| ch.handle_shutdown(cx, until));
+        }
+        self.drain_dirty();
+    }
+}

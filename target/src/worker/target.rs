@@ -1,0 +1,76 @@
+//! Targets as workers see them: ports, units, and who may use them.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+
+use riser_scsi::lun::LunId;
+use riser_scsi::srp::{InitiatorPortId, PortIdParts, TargetPortId};
+
+use crate::config;
+use crate::srp::{LunMap, Unit};
+
+/// A portal of a target.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PortalDef {
+    /// Address and RDMA CM port.
+    pub listen: SocketAddr,
+    /// First half of the target port identifier.
+    pub id_ext: u64,
+    /// Second half.
+    pub ioc_guid: u64,
+    /// The InfiniBand service id on which it listens besides.
+    pub service_id: u64,
+    /// RELATIVE TARGET PORT IDENTIFIER.
+    pub relative_id: u16,
+}
+
+impl PortalDef {
+    /// The target port identifier.
+    #[must_use]
+    pub fn target_port(&self) -> TargetPortId {
+        TargetPortId::from_parts(PortIdParts {
+            extension: self.id_ext,
+            guid: self.ioc_guid,
+        })
+    }
+}
+
+/// A target.
+#[derive(Debug)]
+pub struct TargetDef {
+    /// Its configuration: name, units by number, access.
+    pub config: config::Target,
+    /// Where it listens.
+    pub portals: Vec<PortalDef>,
+    /// Its units, by number.
+    pub units: Vec<(u16, Arc<Unit>)>,
+}
+
+impl TargetDef {
+    /// The units that an initiator at an address may see; `None` if it may not log in.
+    #[must_use]
+    pub fn luns_of(&self, initiator: &InitiatorPortId, address: IpAddr) -> Option<Arc<LunMap>> {
+        let allowed = self.config.allowed_luns(&initiator.0, address)?;
+        let seen = self
+            .units
+            .iter()
+            .filter(|(number, _)| allowed.contains_key(number))
+            .filter_map(|(number, unit)| Some((LunId::new(u32::from(*number))?, Arc::clone(unit))));
+        Some(Arc::new(LunMap::new(seen)))
+    }
+
+    /// Whether a target port is one of this target.
+    #[must_use]
+    pub fn has_port(&self, port: &TargetPortId) -> bool {
+        self.portals.iter().any(|p| p.target_port() == *port)
+    }
+
+    /// RELATIVE TARGET PORT IDENTIFIER of one of its ports.
+    #[must_use]
+    pub fn relative_port(&self, port: &TargetPortId) -> u16 {
+        self.portals
+            .iter()
+            .find(|p| p.target_port() == *port)
+            .map_or(1, |p| p.relative_id)
+    }
+}

@@ -1,0 +1,390 @@
+//! A worker and an initiator over the wire in memory, under a virtual clock.
+
+mod mini;
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use mini::{Mini, Refused, Said, cdb10, config, login_req};
+use riser_reactor::{MailSender, Ring, RingConfig, mailbox};
+use riser_scsi::srp::{
+    DataBuffer, IndirectTable, LoginRejReason, MultiChannelAction, MultiChannelResult,
+    TargetPortId, TskMgmtFunction,
+};
+use riser_target::config::Config;
+use riser_target::server::build_shared;
+use riser_target::worker::mail::{MAILBOX, Mail, Outbox};
+use riser_target::worker::{Report, Shared, Worker, WorkerConfig};
+use riser_transport::loopback::{Endpoint, Fabric, FabricConfig};
+use riser_transport::roce::fault::FaultConfig;
+
+const SERVER: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1));
+
+/// The world: a wire, and a worker at one end.
+struct World {
+    fabric: Fabric,
+    worker: Worker,
+    shared: Arc<Shared>,
+    mail: MailSender<Mail>,
+    reports: std::sync::mpsc::Receiver<Report>,
+}
+
+impl World {
+    fn new(faults: FaultConfig, rest: &str) -> Self {
+        let fabric = Fabric::new(FabricConfig {
+            faults,
+            ..FabricConfig::default()
+        });
+        let text = config(SERVER, 1, rest);
+        let shared = Arc::new(build_shared(&Config::parse(&text, "test.yaml").unwrap()).unwrap());
+        let ring = Ring::new(RingConfig::default()).unwrap();
+        let (mail, inbox) = mailbox(MAILBOX, ring.waker());
+        let (reports_tx, reports) = channel();
+        let worker = Worker::new(WorkerConfig {
+            index: 0,
+            pool: 16 << 20,
+            shared: Arc::clone(&shared),
+            devices: vec![Box::new(fabric.endpoint(SERVER))],
+            ring,
+            mailbox: inbox,
+            outbox: Outbox::new(vec![mail.clone()]),
+            reports: reports_tx,
+        })
+        .unwrap();
+        Self {
+            fabric,
+            worker,
+            shared,
+            mail,
+            reports,
+        }
+    }
+
+    fn target(&self) -> TargetPortId {
+        self.shared.targets[0].portals[0].target_port()
+    }
+
+    fn client(&self, n: u8) -> Endpoint {
+        self.fabric
+            .endpoint(IpAddr::V4(Ipv4Addr::new(10, 0, 0, 100 + n)))
+    }
+
+    /// One step of everything.
+    fn pump(&mut self, dev: &mut Endpoint) {
+        use riser_transport::verbs::Provider;
+        let now = self.fabric.now();
+        dev.progress(now);
+        self.worker.step(now).unwrap();
+        dev.progress(now);
+        let next = [self.fabric.next_arrival(), dev.deadline()]
+            .into_iter()
+            .flatten()
+            .min();
+        // What waits for a device that nobody drives at the moment must not stop the clock.
+        let (least, most) = (
+            now + Duration::from_micros(10),
+            now + Duration::from_millis(1),
+        );
+        let next = next.map_or(most, |t| t.clamp(least, most));
+        self.fabric.advance_to(next);
+    }
+
+    fn log_in(&mut self, n: u8) -> Mini<Endpoint> {
+        let dev = self.client(n);
+        let req = login_req(n, self.target());
+        let dst = SocketAddr::new(SERVER, 5555);
+        let mut mini = Mini::connect(dev, dst, &req, &mut |d| self.pump(d))
+            .map_err(|(_, e)| e)
+            .unwrap();
+        mini.settle(&mut |d| self.pump(d));
+        mini
+    }
+}
+
+fn pattern(len: usize, seed: u8) -> Vec<u8> {
+    (0..len).map(|i| (i % 251) as u8 ^ seed).collect()
+}
+
+#[test]
+fn what_is_written_is_read_back() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let mut mini = world.log_in(1);
+    assert_eq!(mini.rsp.req_lim_delta, 128);
+    for (lba, blocks) in [(0, 1u16), (8, 8), (100, 256), (1000, 2048)] {
+        let len = usize::from(blocks) * 512;
+        let data = pattern(len, lba as u8);
+        mini.data.write(0, &data);
+        let answer = mini.write(lba, blocks, 0, &mut |d| world.pump(d));
+        assert_eq!(answer.status, 0);
+        mini.data.fill(0, len, 0);
+        let answer = mini.read(lba, blocks, 2 << 20, &mut |d| world.pump(d));
+        assert_eq!(answer.status, 0);
+        assert_eq!(
+            mini.data.slice(2 << 20..(2 << 20) + len).unwrap().to_vec(),
+            data
+        );
+    }
+    mini.disconnect(&mut |d| world.pump(d));
+    let snapshot = drain(&mut world);
+    assert_eq!(snapshot.sessions, []);
+    assert_eq!(snapshot.pool_free, snapshot.pool_size);
+    assert_eq!(snapshot.counters.torn_down, 0);
+    assert_eq!(world.shared.registry.sessions(), 0);
+}
+
+fn drain(world: &mut World) -> riser_target::worker::mail::Snapshot {
+    let mut idle = world.client(99);
+    for _ in 0..50_000 {
+        world.pump(&mut idle);
+    }
+    let (tx, rx) = channel();
+    world.mail.send(Mail::Snapshot(tx)).unwrap();
+    world.pump(&mut idle);
+    rx.try_recv().unwrap()
+}
+
+#[test]
+fn immediate_and_indirect_data_arrive() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let mut mini = world.log_in(1);
+    let data = pattern(4096, 3);
+    let immediate = DataBuffer::Immediate {
+        offset: riser_scsi::srp::ImmediateDataOffset::new(80).unwrap(),
+        len: 4096,
+        data: &data,
+    };
+    let answer = mini.command(&cdb10(0x2a, 0, 8), immediate, DataBuffer::None, &mut |d| {
+        world.pump(d);
+    });
+    assert_eq!(answer.status, 0);
+    // Eight blocks, each to a place of its own, the descriptors fetched from memory.
+    let descs: Vec<_> = (0..8).map(|i| mini.desc((7 - i) * 10_000, 512)).collect();
+    let mut table = Vec::new();
+    for d in &descs {
+        table.extend(d.va().to_be_bytes());
+        table.extend(d.key().to_be_bytes());
+        table.extend(d.data_len().to_be_bytes());
+    }
+    mini.data.write(1 << 20, &table);
+    for inline in [8, 3, 0] {
+        mini.data.fill(0, 100_000, 0);
+        let buffer = DataBuffer::Indirect(IndirectTable {
+            table: mini.desc(1 << 20, 128),
+            len: 4096,
+            inline: &descs[..inline],
+        });
+        let answer = mini.command(&cdb10(0x28, 0, 8), DataBuffer::None, buffer, &mut |d| {
+            world.pump(d);
+        });
+        assert_eq!(answer.status, 0);
+        for i in 0..8 {
+            let at = (7 - i) * 10_000;
+            let got = mini.data.slice(at..at + 512).unwrap().to_vec();
+            assert_eq!(
+                got,
+                data[i * 512..(i + 1) * 512],
+                "block {i}, {inline} inline"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_bad_wire_changes_nothing() {
+    let faults = FaultConfig {
+        seed: 7,
+        loss: 20_000,
+        duplication: 10_000,
+        corruption: 10_000,
+        reorder: 20_000,
+        ..FaultConfig::default()
+    };
+    let mut world = World::new(faults, "");
+    let mut mini = world.log_in(1);
+    for round in 0..40u32 {
+        let data = pattern(65536, round as u8);
+        mini.data.write(0, &data);
+        assert_eq!(
+            mini.write(round * 128, 128, 0, &mut |d| world.pump(d))
+                .status,
+            0
+        );
+        assert_eq!(
+            mini.read(round * 128, 128, 1 << 20, &mut |d| world.pump(d))
+                .status,
+            0
+        );
+        assert_eq!(
+            mini.data
+                .slice(1 << 20..(1 << 20) + 65536)
+                .unwrap()
+                .to_vec(),
+            data
+        );
+    }
+}
+
+#[test]
+fn refusals_reach_the_initiator() {
+    let mut world = World::new(FaultConfig::default(), "limits: { max_sessions: 1 }\n");
+    let dst = SocketAddr::new(SERVER, 5555);
+    let try_login = |world: &mut World, change: &dyn Fn(&mut riser_scsi::srp::LoginReq)| {
+        let dev = world.client(2);
+        let mut req = login_req(2, world.target());
+        change(&mut req);
+        Mini::connect(dev, dst, &req, &mut |d| world.pump(d)).map_err(|(_, e)| e)
+    };
+    let refused = |r: Result<Mini<Endpoint>, Refused>| r.err().expect("refused");
+    let e = refused(try_login(&mut world, &|r| {
+        r.target_port = TargetPortId([9; 16]);
+    }));
+    assert_eq!(e, Refused::Login(LoginRejReason::UnableToAssociateChannel));
+    let e = refused(try_login(&mut world, &|r| r.req_it_iu_len = 1 << 20));
+    assert_eq!(e, Refused::Login(LoginRejReason::ReqItIuLengthTooLarge));
+    let _first = world.log_in(1);
+    let e = refused(try_login(&mut world, &|_| {}));
+    assert_eq!(e, Refused::Login(LoginRejReason::InsufficientResources));
+}
+
+#[test]
+fn a_second_login_replaces_or_joins_the_first() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let dst = SocketAddr::new(SERVER, 5555);
+    let mut first = world.log_in(1);
+    let mut req = login_req(1, world.target());
+    req.multi_channel = MultiChannelAction::Multi;
+    let dev = world.client(2);
+    let mut second = Mini::connect(dev, dst, &req, &mut |d| world.pump(d))
+        .map_err(|(_, e)| e)
+        .unwrap();
+    assert_eq!(second.rsp.multi_channel, MultiChannelResult::Maintained);
+    // One nexus: its unit attention was read on the first channel.
+    let none = || DataBuffer::None;
+    let answer = second.command(&[0; 6], none(), none(), &mut |d| world.pump(d));
+    assert_eq!(answer.status, 0);
+    assert_eq!(world.shared.registry.sessions(), 1);
+    req.multi_channel = MultiChannelAction::Single;
+    let dev = world.client(3);
+    let third = Mini::connect(dev, dst, &req, &mut |d| world.pump(d))
+        .map_err(|(_, e)| e)
+        .unwrap();
+    assert_eq!(third.rsp.multi_channel, MultiChannelResult::Terminated);
+    for old in [&mut first, &mut second] {
+        assert_eq!(old.next(&mut |d| world.pump(d)), Said::Logout(4));
+        old.wait_closed(&mut |d| world.pump(d));
+    }
+    assert_eq!(world.shared.registry.sessions(), 1);
+}
+
+#[test]
+fn task_management_answers() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let mut mini = world.log_in(1);
+    for function in [
+        TskMgmtFunction::AbortTask,
+        TskMgmtFunction::AbortTaskSet,
+        TskMgmtFunction::ClearTaskSet,
+        TskMgmtFunction::LogicalUnitReset,
+    ] {
+        mini.send_tmf(5, function, 9);
+        let answer = mini.answer(&mut |d| world.pump(d));
+        assert_eq!((answer.tag, answer.code), (5, Some(0)), "{function:?}");
+    }
+    let none = || DataBuffer::None;
+    let answer = mini.command(&[0; 6], none(), none(), &mut |d| world.pump(d));
+    assert_eq!(answer.status, 2, "the reset raised a unit attention");
+}
+
+#[test]
+fn a_bad_key_costs_one_connection() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let mut bad = world.log_in(1);
+    let mut good = world.log_in(2);
+    let mut desc = bad.desc(0, 512);
+    desc = riser_scsi::srp::MemDesc::new(desc.va(), desc.key() ^ 0x5a00, 512);
+    bad.send_cmd(
+        9,
+        0,
+        &cdb10(0x28, 0, 1),
+        DataBuffer::None,
+        DataBuffer::Direct(desc),
+    );
+    bad.wait_closed(&mut |d| world.pump(d));
+    let answer = good.read(0, 1, 0, &mut |d| world.pump(d));
+    assert_eq!(answer.status, 0);
+}
+
+#[test]
+fn a_shutdown_logs_everybody_out() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let mut mini = world.log_in(1);
+    let until = world.fabric.now() + Duration::from_secs(5);
+    world.mail.send(Mail::Shutdown { until }).unwrap();
+    assert_eq!(mini.next(&mut |d| world.pump(d)), Said::Logout(0));
+    mini.wait_closed(&mut |d| world.pump(d));
+    for _ in 0..20_000 {
+        world.pump(&mut mini.dev);
+    }
+    let quiet = world
+        .reports
+        .try_iter()
+        .any(|r| matches!(r, Report::Quiet(0)));
+    assert!(quiet);
+    world.mail.send(Mail::Flush).unwrap();
+    for _ in 0..10 {
+        world.pump(&mut mini.dev);
+    }
+    let flushed = world
+        .reports
+        .try_iter()
+        .any(|r| matches!(r, Report::Flushed(Ok(()))));
+    assert!(flushed);
+}
+
+#[test]
+fn many_sessions_do_io_at_once() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let mut minis: Vec<_> = (1..=16).map(|n| world.log_in(n)).collect();
+    for round in 0..4 {
+        for (i, mini) in minis.iter_mut().enumerate() {
+            for tag in 0..8u64 {
+                let lba = (i as u32 * 8 + tag as u32) * 16;
+                let at = tag as usize * 8192;
+                mini.data
+                    .fill(at, 8192, (i * 8 + tag as usize + round) as u8);
+                let desc = mini.desc(at, 8192);
+                mini.send_cmd(
+                    tag,
+                    0,
+                    &cdb10(0x2a, lba, 16),
+                    DataBuffer::Direct(desc),
+                    DataBuffer::None,
+                );
+            }
+        }
+        let mut answers = 0;
+        while answers < 16 * 8 {
+            for mini in &mut minis {
+                mini.poll();
+                while let Some(said) = mini.said.pop_front() {
+                    let Said::Answer(answer) = said else {
+                        panic!("{said:?}");
+                    };
+                    assert_eq!(answer.status, 0);
+                    answers += 1;
+                }
+                world.pump(&mut mini.dev);
+            }
+        }
+    }
+    let (first, rest) = minis.split_first_mut().unwrap();
+    first.data.fill(0, 1 << 20, 0);
+    assert_eq!(first.read(0, 2048, 0, &mut |d| world.pump(d)).status, 0);
+    for i in 0..128usize {
+        let got = first.data.slice(i * 8192..(i + 1) * 8192).unwrap().to_vec();
+        assert!(got.iter().all(|&b| b == (i + 3) as u8), "extent {i}");
+    }
+    assert_eq!(rest.len(), 15);
+}

@@ -8,15 +8,16 @@
 //! The library's errors are plain values; only here do they become reports for people.
 
 use std::error::Error;
-use std::io::{self, Write};
+use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand, ValueEnum};
 use miette::{LabeledSpan, MietteDiagnostic, NamedSource, Report};
 use serde_json::json;
+use tracing_subscriber::EnvFilter;
 
-use crate::config::{Access, Config, ConfigError, HostId};
+use crate::config::{Access, Config, ConfigError, HostId, Log, LogFormat};
 use crate::interfaces::{interfaces, rdma_devices};
 
 /// The exit code of a failure at run time.
@@ -38,7 +39,8 @@ const EXIT_CODES: &str = "Exit codes: 0 success, 1 failure at run time, 2 bad us
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Serve what a configuration file describes, until a signal.
+    /// Serve what a configuration file describes, until SIGTERM or SIGINT. Logs to standard error;
+    /// the environment's RUST_LOG comes before the file's log filter.
     Run {
         /// The configuration file.
         #[arg(long, short, value_name = "FILE")]
@@ -107,7 +109,11 @@ fn dispatch(
     out: &mut dyn Write,
 ) -> Result<(), Failure> {
     match command {
-        Command::Run { config } => run(load(&config)?).map_err(|e| Failure::run_time(chain(&*e))),
+        Command::Run { config } => {
+            let config = load(&config)?;
+            start_log(&config.log);
+            run(config).map_err(|e| Failure::run_time(chain(&*e)))
+        }
         Command::Check { file, output } => {
             let config = load(&file)?;
             print(out, &describe(&config, output))
@@ -117,6 +123,22 @@ fn dispatch(
             print(out, &text)
         }
     }
+}
+
+/// Sends the log to standard error. The environment's `RUST_LOG` comes before the file's filter.
+fn start_log(log: &Log) {
+    let filter = EnvFilter::try_from_default_env()
+        .or_else(|_| EnvFilter::try_new(&log.filter))
+        .expect("checked with the configuration");
+    let subscriber = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(io::stderr)
+        .with_ansi(io::stderr().is_terminal());
+    // A process that already has a subscriber, such as a test, keeps it.
+    let _ = match log.format {
+        LogFormat::Text => subscriber.try_init(),
+        LogFormat::Json => subscriber.json().try_init(),
+    };
 }
 
 fn print(out: &mut dyn Write, text: &str) -> Result<(), Failure> {

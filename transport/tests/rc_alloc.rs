@@ -227,11 +227,20 @@ fn messages_move_without_allocation() {
     }
     // The round itself names its two segments without allocating; so must everything below it.
     let before = ALLOCATIONS.get();
+    let footprints = [0, 1].map(|i: usize| link.ends[i].qp.footprint());
+    assert!(
+        footprints.iter().all(|&bytes| bytes < 16 * 1024),
+        "{footprints:?}"
+    );
     for lose in [u64::MAX, 17, 5] {
         for _ in 0..20 {
             link.round(lose);
         }
     }
     assert_eq!(ALLOCATIONS.get() - before, 0);
+    assert_eq!(
+        footprints,
+        [0, 1].map(|i: usize| link.ends[i].qp.footprint())
+    );
     assert!(link.packets > 5000);
 }

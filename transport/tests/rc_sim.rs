@@ -903,10 +903,16 @@ fn every_byte_and_every_completion_survives_a_bad_wire() {
             all.stale_responses,
         ];
         assert!(met.iter().all(|&n| n > 0));
-        assert_eq!(
-            (all.rx_nak_errors, all.tx_nak_errors, all.dropped),
-            (0, 0, 0)
-        );
+        let refused = [
+            all.rx_nak_invalid,
+            all.rx_nak_access,
+            all.rx_nak_operation,
+            all.tx_nak_invalid,
+            all.tx_nak_access,
+            all.tx_nak_operation,
+            all.dropped,
+        ];
+        assert_eq!(refused, [0; 7]);
     }
 }
 
@@ -920,10 +926,14 @@ fn add(all: &mut RcCounters, one: &RcCounters) {
     all.implied_naks += one.implied_naks;
     all.rx_nak_sequence += one.rx_nak_sequence;
     all.rx_rnr_naks += one.rx_rnr_naks;
-    all.rx_nak_errors += one.rx_nak_errors;
+    all.rx_nak_invalid += one.rx_nak_invalid;
+    all.rx_nak_access += one.rx_nak_access;
+    all.rx_nak_operation += one.rx_nak_operation;
     all.tx_nak_sequence += one.tx_nak_sequence;
     all.tx_rnr_naks += one.tx_rnr_naks;
-    all.tx_nak_errors += one.tx_nak_errors;
+    all.tx_nak_invalid += one.tx_nak_invalid;
+    all.tx_nak_access += one.tx_nak_access;
+    all.tx_nak_operation += one.tx_nak_operation;
     all.duplicates += one.duplicates;
     all.out_of_order += one.out_of_order;
     all.stale_responses += one.stale_responses;

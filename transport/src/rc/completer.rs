@@ -67,7 +67,7 @@ impl Requester {
     }
 
     fn on_nak(&mut self, ctx: &mut Ctx<'_>, number: u64, code: NakCode) -> Result<(), Fault> {
-        let status = match code {
+        let (counter, status) = match code {
             NakCode::PsnSequence => {
                 ctx.counters.rx_nak_sequence += 1;
                 if self.acknowledge_before(ctx, number)? {
@@ -76,11 +76,13 @@ impl Requester {
                 }
                 return Ok(());
             }
-            NakCode::InvalidRequest | NakCode::InvalidRdRequest => WcStatus::RemInvReqErr,
-            NakCode::RemoteAccess => WcStatus::RemAccessErr,
-            NakCode::RemoteOperation => WcStatus::RemOpErr,
+            NakCode::InvalidRequest | NakCode::InvalidRdRequest => {
+                (&mut ctx.counters.rx_nak_invalid, WcStatus::RemInvReqErr)
+            }
+            NakCode::RemoteAccess => (&mut ctx.counters.rx_nak_access, WcStatus::RemAccessErr),
+            NakCode::RemoteOperation => (&mut ctx.counters.rx_nak_operation, WcStatus::RemOpErr),
         };
-        ctx.counters.rx_nak_errors += 1;
+        *counter += 1;
         if self.acknowledge_before(ctx, number)? {
             return Err(self.fail_head(ctx, status));
         }

@@ -264,14 +264,22 @@ pub struct RcCounters {
     pub rx_nak_sequence: u64,
     /// RNR NAKs taken in.
     pub rx_rnr_naks: u64,
-    /// Invalid-request, access and operation NAKs taken in.
-    pub rx_nak_errors: u64,
+    /// Invalid-request NAKs taken in.
+    pub rx_nak_invalid: u64,
+    /// Remote-access NAKs taken in.
+    pub rx_nak_access: u64,
+    /// Remote-operation NAKs taken in.
+    pub rx_nak_operation: u64,
     /// Sequence NAKs sent.
     pub tx_nak_sequence: u64,
     /// RNR NAKs sent.
     pub tx_rnr_naks: u64,
-    /// Invalid-request, access and operation NAKs sent.
-    pub tx_nak_errors: u64,
+    /// Invalid-request NAKs sent.
+    pub tx_nak_invalid: u64,
+    /// Remote-access NAKs sent.
+    pub tx_nak_access: u64,
+    /// Remote-operation NAKs sent.
+    pub tx_nak_operation: u64,
     /// Request packets that had been taken in before.
     pub duplicates: u64,
     /// Request packets ahead of a missing one.

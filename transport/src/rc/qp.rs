@@ -142,6 +142,13 @@ impl RcQp {
         self.requester.outstanding()
     }
 
+    /// Bytes of memory that the queue pair holds, without the receive queue. It does not change after
+    /// the move to RTS.
+    #[must_use]
+    pub fn footprint(&self) -> usize {
+        size_of::<Self>() + self.requester.footprint() + self.responder.footprint()
+    }
+
     /// RESET to INIT.
     pub fn to_init(&mut self) {
         assert!(matches!(self.state, QpState::Reset | QpState::Init));

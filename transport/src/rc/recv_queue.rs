@@ -52,6 +52,10 @@ impl RecvWqe {
         }
     }
 
+    pub(super) fn footprint(&self) -> usize {
+        size_of_val(&*self.sges)
+    }
+
     /// The scatter list.
     #[must_use]
     pub fn sges(&self) -> &[Sge] {
@@ -104,6 +108,12 @@ impl RecvQueue {
     #[must_use]
     pub fn max_sge(&self) -> u32 {
         self.max_sge as u32
+    }
+
+    /// Bytes of memory that the queue holds.
+    #[must_use]
+    pub fn footprint(&self) -> usize {
+        size_of_val(&*self.heads) + size_of_val(&*self.sges)
     }
 
     /// Posts receives: all of them, or those before the index in the error.

@@ -199,6 +199,10 @@ impl Requester {
         self.sq.len()
     }
 
+    pub(super) fn footprint(&self) -> usize {
+        self.sq.footprint() + self.reads.capacity() * size_of::<u64>()
+    }
+
     /// Whether no request has begun without being complete.
     pub(super) fn is_drained(&self) -> bool {
         self.sq

@@ -80,6 +80,10 @@ impl Responder {
         self.resources = VecDeque::with_capacity(self.max_resources);
     }
 
+    pub(super) fn footprint(&self) -> usize {
+        self.resources.capacity() * size_of::<Resource>() + self.recv.footprint()
+    }
+
     /// Forgets everything, as a queue pair in RESET does.
     pub(super) fn reset(&mut self) {
         let recv = std::mem::replace(&mut self.recv, RecvWqe::new(0));

@@ -172,6 +172,12 @@ impl SendQueue {
         self.head == self.tail
     }
 
+    /// Bytes of memory that the queue holds.
+    #[must_use]
+    pub fn footprint(&self) -> usize {
+        size_of_val(&*self.wqes) + size_of_val(&*self.sges) + self.inline.len()
+    }
+
     fn slot(&self, at: u64) -> usize {
         (at % self.wqes.len() as u64) as usize
     }

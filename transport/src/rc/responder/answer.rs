@@ -170,11 +170,14 @@ impl Responder {
         let Some((psn, syndrome)) = self.nak.take() else {
             return Ok(false);
         };
-        match syndrome {
-            AethSyndrome::RnrNak(_) => ctx.counters.tx_rnr_naks += 1,
-            AethSyndrome::Nak(NakCode::PsnSequence) => ctx.counters.tx_nak_sequence += 1,
-            _ => ctx.counters.tx_nak_errors += 1,
-        }
+        let counters = &mut *ctx.counters;
+        *match syndrome {
+            AethSyndrome::Nak(NakCode::PsnSequence) => &mut counters.tx_nak_sequence,
+            AethSyndrome::Nak(NakCode::RemoteAccess) => &mut counters.tx_nak_access,
+            AethSyndrome::Nak(NakCode::RemoteOperation) => &mut counters.tx_nak_operation,
+            AethSyndrome::Nak(_) => &mut counters.tx_nak_invalid,
+            _ => &mut counters.tx_rnr_naks,
+        } += 1;
         self.emit(
             ctx,
             tx,

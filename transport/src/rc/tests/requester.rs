@@ -413,6 +413,12 @@ fn each_fatal_nak_has_its_status_and_flushes_the_rest_in_order() {
         );
         assert!(rig.sent().is_empty());
         assert_eq!(rig.qp.poll_timeout(), None);
+        let c = rig.qp.counters();
+        let by_kind = [c.rx_nak_invalid, c.rx_nak_access, c.rx_nak_operation];
+        assert_eq!(
+            by_kind,
+            [0x61, 0x62, 0x63].map(|s| u64::from(s == syndrome))
+        );
     }
 }
 

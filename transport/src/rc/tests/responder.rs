@@ -28,7 +28,10 @@ fn refused(rig: &mut Rig, psn: u32, syndrome: u8, event: AsyncEvent) {
     let sent = rig.sent();
     let nak = sent.last().expect("a NAK");
     assert_eq!((brief(nak), nak[12]), ((0x11, psn), syndrome));
-    assert_eq!(rig.qp.counters().tx_nak_errors, 1);
+    let c = rig.qp.counters();
+    let by_kind = [c.tx_nak_invalid, c.tx_nak_access, c.tx_nak_operation];
+    let expected = [0x61, 0x62, 0x63].map(|s| u64::from(s == syndrome));
+    assert_eq!(by_kind, expected);
     assert!(rig.sent().is_empty());
 }
 

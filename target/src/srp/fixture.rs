@@ -184,7 +184,7 @@ impl Rig {
     }
 
     pub(super) fn establish(&mut self, chan: usize) {
-        self.with(chan, super::channel::Channel::handle_established);
+        self.with(chan, Channel::handle_established);
     }
 
     /// Sends an information unit to the channel; `false` where no receive is posted.
@@ -344,7 +344,7 @@ impl Rig {
                 for recv in std::mem::take(&mut self.receives[chan]) {
                     self.with(chan, |ch, cx| ch.handle_recv_flushed(cx, recv));
                 }
-                self.with(chan, super::channel::Channel::handle_drained);
+                self.with(chan, Channel::handle_drained);
             }
         }
     }
@@ -423,7 +423,7 @@ impl Rig {
     pub(super) fn advance(&mut self, by: Duration) {
         self.now += by;
         for chan in 0..self.channels.len() {
-            self.with(chan, super::channel::Channel::handle_timeout);
+            self.with(chan, Channel::handle_timeout);
         }
     }
 
@@ -444,7 +444,7 @@ impl Rig {
     /// Ends a channel and checks that it leaves nothing behind.
     pub(super) fn end(&mut self) {
         for chan in 0..self.channels.len() {
-            self.with(chan, super::channel::Channel::handle_disconnected);
+            self.with(chan, Channel::handle_disconnected);
         }
         self.settle();
         for (chan, channel) in self.channels.iter().enumerate() {

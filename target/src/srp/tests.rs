@@ -617,7 +617,7 @@ fn cve_2022_50129_and_2024_26872_teardown_at_every_point() {
                     rig.complete();
                 }
             }
-            rig.with(0, super::channel::Channel::handle_disconnected);
+            rig.with(0, Channel::handle_disconnected);
             for i in 0..after {
                 if !rig.pending.is_empty() {
                     rig.complete_nth(i % rig.pending.len(), true);

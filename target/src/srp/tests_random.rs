@@ -4,7 +4,7 @@
 use proptest::prelude::*;
 use riser_scsi::srp::{MemDesc, TLogoutReason, TaskAttr, TskMgmtFunction};
 
-use super::channel::ChState;
+use super::channel::{ChState, Channel};
 use super::fixture::{Data, Rig, cmd, params, read10, table_bytes, tmf, write10};
 
 const KEY: u32 = 7;
@@ -185,7 +185,7 @@ proptest! {
                     let n = usize::from(*n) % rig.pending.len();
                     rig.complete_nth(n, *ok);
                 }
-                Step::Disconnect(chan) => rig.with(*chan, super::channel::Channel::handle_disconnected),
+                Step::Disconnect(chan) => rig.with(*chan, Channel::handle_disconnected),
                 Step::Terminate(chan) => {
                     rig.with(*chan, |ch, cx| ch.handle_terminate(cx, TLogoutReason::NoReason));
                 }

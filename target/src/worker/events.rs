@@ -13,7 +13,7 @@ use riser_transport::verbs::{AsyncEvent, CmEventKind, Completion, CqId, Notify, 
 use super::exec::{Work, user_parts};
 use super::mail::Mail;
 use super::{CQ_BATCH, Flushing, GRACE, Phase, Report, Worker, WorkerError};
-use crate::srp::RecvIdx;
+use crate::srp::{Channel, RecvIdx};
 use crate::warn_limited;
 
 /// The driver's name for flushes of the worker itself.
@@ -60,7 +60,7 @@ impl Worker {
                 _,
             ) => self.on_connect_request(device, cm, listener, peer, &param),
             (CmEventKind::Established { .. }, Some(key)) => {
-                self.with_channel(key, super::super::srp::channel::Channel::handle_established);
+                self.with_channel(key, Channel::handle_established);
             }
             (
                 CmEventKind::Disconnected
@@ -71,10 +71,7 @@ impl Worker {
                 Some(key),
             ) => {
                 self.sessions[key].is_closed = true;
-                self.with_channel(
-                    key,
-                    super::super::srp::channel::Channel::handle_disconnected,
-                );
+                self.with_channel(key, Channel::handle_disconnected);
             }
             (CmEventKind::Disconnected | CmEventKind::TimewaitExit, None) => {
                 self.end_lingering(Some((device, cm)));
@@ -88,10 +85,7 @@ impl Worker {
             AsyncEvent::CqError(cq) => {
                 tracing::error!("a completion queue overran");
                 if let Some(key) = self.by_cq.get(&(device, cq)).copied() {
-                    self.with_channel(
-                        key,
-                        super::super::srp::channel::Channel::handle_disconnected,
-                    );
+                    self.with_channel(key, Channel::handle_disconnected);
                 }
             }
             AsyncEvent::QpFatal(qp)
@@ -102,15 +96,12 @@ impl Worker {
                         self.complaints, self.now,
                         peer = %self.sessions[key].peer, ?event, "the connection failed"
                     );
-                    self.with_channel(
-                        key,
-                        super::super::srp::channel::Channel::handle_disconnected,
-                    );
+                    self.with_channel(key, Channel::handle_disconnected);
                 }
             }
             AsyncEvent::CommEstablished(qp) => {
                 if let Some(key) = self.session_of_qp(device, qp) {
-                    self.with_channel(key, super::super::srp::channel::Channel::handle_established);
+                    self.with_channel(key, Channel::handle_established);
                 }
             }
             event => tracing::debug!(?event, "device event"),
@@ -181,10 +172,7 @@ impl Worker {
                 n
             }
             Err(VerbsError::CqOverrun) => {
-                self.with_channel(
-                    key,
-                    super::super::srp::channel::Channel::handle_disconnected,
-                );
+                self.with_channel(key, Channel::handle_disconnected);
                 self.drain_dirty();
                 1
             }
@@ -209,12 +197,9 @@ impl Worker {
             Work::Post(ioctx) => {
                 self.with_channel(key, |ch, cx| ch.handle_post_done(cx, ioctx, ok));
             }
-            Work::Inner => self.with_channel(
-                key,
-                super::super::srp::channel::Channel::handle_disconnected,
-            ),
+            Work::Inner => self.with_channel(key, Channel::handle_disconnected),
             Work::Drain => {
-                self.with_channel(key, super::super::srp::channel::Channel::handle_drained)
+                self.with_channel(key, Channel::handle_drained);
             }
         }
     }
@@ -333,7 +318,7 @@ impl Worker {
             work += 1;
             if let Some(key) = self.by_serial.get(&serial).copied() {
                 self.sessions[key].armed = None;
-                self.with_channel(key, super::super::srp::channel::Channel::handle_timeout);
+                self.with_channel(key, Channel::handle_timeout);
                 self.drain_dirty();
             }
         }
@@ -352,7 +337,7 @@ impl Worker {
             work += 1;
             self.pool_seen = self.pool.free();
             self.sessions[key].waits_for_pool = false;
-            self.with_channel(key, super::super::srp::channel::Channel::handle_pool);
+            self.with_channel(key, Channel::handle_pool);
             self.drain_dirty();
             // Whoever still waits is at the end of the queue again; the next one has its turn with
             // what is left.
@@ -371,10 +356,7 @@ impl Worker {
         if self.now >= until + GRACE {
             let keys: Vec<usize> = self.sessions.iter().map(|(k, _)| k).collect();
             for key in keys {
-                self.with_channel(
-                    key,
-                    super::super::srp::channel::Channel::handle_disconnected,
-                );
+                self.with_channel(key, Channel::handle_disconnected);
             }
             self.drain_dirty();
         }

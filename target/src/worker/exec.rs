@@ -12,7 +12,7 @@ use riser_transport::verbs::{
 use super::mail::Mail;
 use super::{Stalled, Worker};
 use crate::srp::transfer::Direction;
-use crate::srp::{Action, RecvIdx, SendIdx, SendIu, TaskRef, UnitIdx};
+use crate::srp::{Action, Channel, RecvIdx, SendIdx, SendIu, TaskRef, UnitIdx};
 
 /// Receives posted in one call.
 const RECV_BATCH: usize = 32;
@@ -322,7 +322,7 @@ impl Worker {
         };
         if let Err(error) = dev.post_send(qp, &[marker]) {
             tracing::warn!(%error, "the drain marker was not taken");
-            self.with_channel(key, super::super::srp::channel::Channel::handle_drained);
+            self.with_channel(key, Channel::handle_drained);
         }
     }
 

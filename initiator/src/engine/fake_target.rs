@@ -215,8 +215,8 @@ impl Target {
                 formats: BufferFormats::all(),
             }
             .emit(&mut rej);
-            self.nic.reject(id, &rej).unwrap();
-            self.nic.destroy_id(id).unwrap();
+            let _ = self.nic.reject(id, &rej);
+            let _ = self.nic.destroy_id(id);
             return;
         }
         if login.multi_channel == MultiChannelAction::Single {
@@ -245,7 +245,12 @@ impl Target {
             cap,
             sq_sig_all: true,
         };
-        let qp = self.nic.create_cm_qp(id, &init).unwrap();
+        // The initiator may have given up by now.
+        let Ok(qp) = self.nic.create_cm_qp(id, &init) else {
+            self.nic.dereg_mr(mr.id).unwrap();
+            let _ = self.nic.destroy_id(id);
+            return;
+        };
         let channel = Channel {
             id,
             qp,
@@ -273,10 +278,14 @@ impl Target {
             private_data: rsp.to_vec(),
             ..ConnParam::default()
         };
-        self.nic.accept(id, &param).unwrap();
+        let accepted = self.nic.accept(id, &param).is_ok();
         self.ids.insert(id, qp);
         self.channels.insert(qp, channel);
-        count(&self.knobs.logins);
+        if accepted {
+            count(&self.knobs.logins);
+        } else {
+            self.forget(id);
+        }
     }
 
     fn handle(&mut self, completion: &Completion) {
@@ -323,7 +332,9 @@ impl Target {
     }
 
     fn send(&mut self, qp: QpId, iu: &[u8]) {
-        let channel = self.channels.get_mut(&qp).unwrap();
+        let Some(channel) = self.channels.get_mut(&qp) else {
+            return;
+        };
         let at = REPLY + channel.replies % 64 * REPLY_LEN;
         channel.replies += 1;
         channel.memory.write(at, iu);
@@ -334,7 +345,8 @@ impl Target {
         };
         let sges = [sge];
         let wr = SendWr::new(0, SendOp::Send, &sges);
-        self.nic.post_send(qp, &[wr]).unwrap();
+        // On a connection that has broken meanwhile nobody waits for it.
+        let _ = self.nic.post_send(qp, &[wr]);
     }
 
     /// One RDMA transfer between the staging memory and a range of the initiator's; waits for it.
@@ -520,5 +532,5 @@ fn post_recv(nic: &mut Roce, channel: &Channel, slot: u64) {
         wr_id: riser_transport::verbs::WrId(slot),
         sges: &[sge],
     };
-    nic.post_recv(channel.qp, &[wr]).unwrap();
+    let _ = nic.post_recv(channel.qp, &[wr]);
 }

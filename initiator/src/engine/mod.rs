@@ -30,6 +30,7 @@ mod oneshot;
 mod park;
 mod pool;
 mod status;
+mod timer;
 
 use std::future::Future;
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -48,16 +49,21 @@ use riser_transport::verbs::{PKey, Provider};
 pub use io::{IoData, IoEnd, ScsiIo, WorkQueue, Workload};
 pub use pool::{BufferPool, TakeBuffer};
 pub use status::{LinkState, SessionStatus};
+pub use timer::{Elapsed, Timeout};
 
 use self::conn::ConnConfig;
-use self::driver::{Driver, DriverConfig, Message, Open, SessionKey, Target, new_io};
+use self::driver::{Driver, DriverConfig, Message, Open, SessionGuard, Target, new_io};
 use self::io::Done;
 use self::oneshot::{Receiver, oneshot};
 use self::park::Mailbox;
+use crate::block::Buffer;
 use crate::srp::channel::ChannelConfig;
 use crate::srp::request::RequestError;
 use crate::srp::session::{Down, SessionConfig, Timing};
 use crate::srp::url::{Host, SrpUrl};
+
+/// How long a call of a session may take unless told otherwise.
+pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Why the engine could not do something.
 #[derive(Debug, thiserror::Error)]
@@ -331,13 +337,26 @@ impl Client {
             .mailbox
             .send(Message::Open(Box::new(open)))
             .map_err(|_| EngineError::Gone)?;
-        let key = answer.await.ok_or(EngineError::Gone)??;
-        Ok(Session(Arc::new(SessionHandle {
-            client: self.clone(),
-            key,
-            status,
-            url: url.clone(),
-        })))
+        let guard = answer.await.ok_or(EngineError::Gone)??;
+        Ok(Session {
+            handle: Arc::new(SessionHandle {
+                guard,
+                client: self.clone(),
+                status,
+                url: url.clone(),
+            }),
+            timeout: DEFAULT_TIMEOUT,
+        })
+    }
+
+    /// Waits for a future, but not longer than `limit`. The engine keeps the time, so any executor
+    /// will do. A future that is late is dropped with the wait.
+    pub fn timeout<F: Future>(&self, limit: Duration, future: F) -> Timeout<F> {
+        let (sender, receiver) = oneshot();
+        let message = Message::Timer(Instant::now() + limit, sender);
+        // A closed mailbox drops the sender, which ends the wait.
+        drop(self.0.mailbox.send(message));
+        Timeout::new(future, receiver)
     }
 
     fn plan_open(
@@ -345,7 +364,7 @@ impl Client {
         url: &SrpUrl,
         target: Target,
         status: Arc<SessionStatus>,
-        reply: oneshot::Sender<Result<SessionKey, Down>>,
+        reply: oneshot::Sender<Result<SessionGuard, Down>>,
     ) -> Open {
         let config = &self.0.config;
         let queue_size = url.queue_size.unwrap_or(config.queue_size);
@@ -382,7 +401,7 @@ impl Client {
                 channel,
                 max_requests: config.max_requests.max(queue_size.into()),
                 timing: config.timing,
-                max_attempts: 8,
+                max_attempts: 32,
             },
             conn: ConnConfig {
                 queue_size,
@@ -418,27 +437,24 @@ fn resolve(url: &SrpUrl) -> Result<Target, EngineError> {
 }
 
 struct SessionHandle {
+    guard: SessionGuard,
     client: Client,
-    key: SessionKey,
     status: Arc<SessionStatus>,
     url: SrpUrl,
 }
 
-impl Drop for SessionHandle {
-    fn drop(&mut self) {
-        let _ = self.client.0.mailbox.send(Message::Close(self.key, None));
-    }
-}
-
 /// A session with a target. Clones share it; the last one to go logs out.
 #[derive(Clone)]
-pub struct Session(Arc<SessionHandle>);
+pub struct Session {
+    handle: Arc<SessionHandle>,
+    timeout: Duration,
+}
 
 impl std::fmt::Debug for Session {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Session")
-            .field("url", &self.0.url.to_string())
-            .field("link", &self.0.status.link())
+            .field("url", &self.handle.url.to_string())
+            .field("link", &self.handle.status.link())
             .finish_non_exhaustive()
     }
 }
@@ -447,19 +463,44 @@ impl Session {
     /// The engine.
     #[must_use]
     pub fn client(&self) -> &Client {
-        &self.0.client
+        &self.handle.client
     }
 
     /// The address that the session was made with.
     #[must_use]
     pub fn url(&self) -> &SrpUrl {
-        &self.0.url
+        &self.handle.url
+    }
+
+    /// The same session with another limit for each call.
+    #[must_use]
+    pub fn with_timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// How long a call may take.
+    #[must_use]
+    pub fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// Waits for a data buffer of `len` bytes, within the session's limit.
+    ///
+    /// # Errors
+    /// [`Elapsed`].
+    pub async fn buffer(&self, len: usize) -> Result<Buffer, Elapsed> {
+        let pool = self.client().buffers();
+        match pool.try_take(len) {
+            Some(buffer) => Ok(buffer),
+            None => self.client().timeout(self.timeout, pool.take(len)).await,
+        }
     }
 
     /// Whether it works, and what happened to it.
     #[must_use]
     pub fn status(&self) -> &SessionStatus {
-        &self.0.status
+        &self.handle.status
     }
 
     /// Sends a command. The engine holds its buffers until it has ended, whether or not the future
@@ -467,9 +508,9 @@ impl Session {
     pub fn submit(&self, io: ScsiIo) -> IoFuture {
         let (sender, receiver) = oneshot();
         let io = new_io(io, Done::Future(sender), Instant::now());
-        let message = Message::Submit(self.0.key, Box::new(io));
+        let message = Message::Submit(self.handle.guard.key, Box::new(io));
         // A closed mailbox drops the message, and with it the sender.
-        drop(self.0.client.0.mailbox.send(message));
+        drop(self.handle.client.0.mailbox.send(message));
         IoFuture(receiver)
     }
 
@@ -478,11 +519,11 @@ impl Session {
     /// # Errors
     /// [`EngineError::Gone`].
     pub fn run(&self, workload: Box<dyn Workload>) -> Result<(), EngineError> {
-        self.0
+        self.handle
             .client
             .0
             .mailbox
-            .send(Message::Work(self.0.key, workload))
+            .send(Message::Work(self.handle.guard.key, workload))
             .map_err(|_| EngineError::Gone)
     }
 
@@ -490,8 +531,8 @@ impl Session {
     /// [`RequestError::Closed`]; later ones too.
     pub async fn close(&self) {
         let (sender, receiver) = oneshot();
-        let message = Message::Close(self.0.key, Some(sender));
-        if self.0.client.0.mailbox.send(message).is_ok() {
+        let message = Message::Close(self.handle.guard.key, Some(sender));
+        if self.handle.client.0.mailbox.send(message).is_ok() {
             receiver.await;
         }
     }

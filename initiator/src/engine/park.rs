@@ -1,17 +1,17 @@
 //! Where the engine sleeps, and how others wake it.
 
-#![allow(
-    unsafe_code,
-    reason = "poll(2) on descriptors that a provider lends by number"
-)]
-
 use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::poll_fds::wait_readable;
+
+/// Longest sleep: waking once in an hour costs nothing and keeps sums of times small.
+const LONGEST: Duration = Duration::from_secs(3600);
 
 /// Messages to a thread that parks in [`Mailbox::park`].
 ///
@@ -88,20 +88,10 @@ impl<T> Mailbox<T> {
             self.parked.store(false, Ordering::SeqCst);
             return;
         }
-        let mut set = Vec::with_capacity(fds.len() + 1);
-        set.push(PollFd::new(&self.bell, PollFlags::IN));
-        for &fd in fds {
-            // SAFETY: the provider that named the descriptor is borrowed by the caller, which is
-            // the thread that drives it, so it stays open until this call returns.
-            let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-            set.push(PollFd::from_borrowed_fd(fd, PollFlags::IN));
-        }
-        let timeout = timeout.map(|t| Timespec {
-            tv_sec: t.as_secs().min(3600) as i64,
-            tv_nsec: t.subsec_nanos().into(),
-        });
-        // An interruption is a wake for no reason.
-        let _ = poll(&mut set, timeout.as_ref());
+        let mut all = Vec::with_capacity(fds.len() + 1);
+        all.push(self.bell.as_raw_fd());
+        all.extend_from_slice(fds);
+        wait_readable(&all, timeout.map(|t| t.min(LONGEST)));
         self.parked.store(false, Ordering::SeqCst);
         let mut count = [0; 8];
         let _ = rustix::io::read(&self.bell, &mut count);

@@ -431,6 +431,32 @@ fn a_workload_runs_on_the_engine() {
 }
 
 #[test]
+fn a_login_that_nobody_waits_for_is_undone() {
+    let target = FakeTarget::start("127.0.27.1", 8);
+    let client = client(27);
+    let url: SrpUrl = format!("srp://{}/", target.addr).parse().unwrap();
+    let wait = client.timeout(Duration::ZERO, client.connect(&url));
+    assert!(matches!(block_on(wait), Err(Elapsed)));
+    let until = Instant::now() + Duration::from_secs(30);
+    while target.knobs.logouts.load(Ordering::SeqCst) == 0 {
+        assert!(Instant::now() < until, "the session stays");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn waiting_for_memory_ends_too() {
+    let rig = rig(28, "");
+    let all = block_on(rig.client.buffers().take(8 << 20));
+    let session = rig.session.clone().with_timeout(Duration::from_millis(50));
+    assert_eq!(block_on(session.buffer(512)).unwrap_err(), Elapsed);
+    let error = block_on(session.lun(0)).unwrap_err();
+    assert_eq!(error, LunError::Request(RequestError::TimedOut));
+    drop(all);
+    assert!(block_on(session.buffer(512)).is_ok());
+}
+
+#[test]
 fn closing_ends_what_is_outstanding() {
     let rig = rig(22, "");
     let lun = block_on(rig.session.lun(0)).unwrap();

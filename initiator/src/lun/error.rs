@@ -3,7 +3,7 @@
 use riser_scsi::sense::{AdditionalSense, Sense, SenseKey};
 
 use crate::block::BlockError;
-use crate::engine::{IoData, IoEnd};
+use crate::engine::{Elapsed, IoData, IoEnd};
 use crate::srp::request::{Answer, GOOD, RequestError};
 
 /// SCSI status RESERVATION CONFLICT.
@@ -49,6 +49,12 @@ pub enum LunError {
     /// The logical unit does not do that.
     #[error("not supported by the logical unit")]
     Unsupported,
+}
+
+impl From<Elapsed> for LunError {
+    fn from(_: Elapsed) -> Self {
+        Self::Request(RequestError::TimedOut)
+    }
 }
 
 impl From<LunError> for BlockError {

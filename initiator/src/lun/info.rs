@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicBool;
 use riser_scsi::lun::LunId;
 
 use super::error::judge;
-use super::{DEFAULT_TIMEOUT, Lun, LunError, LunShared, MAX_TRANSFER};
+use super::{Lun, LunError, LunShared, MAX_TRANSFER};
 use crate::block::Geometry;
 use crate::engine::{IoData, ScsiIo, Session};
 use crate::scsi::{
@@ -83,10 +83,10 @@ impl Session {
         let DataLen::In(len) = command.len else {
             return Err(LunError::OutOfRange);
         };
-        let buffer = self.client().buffers().take(len as usize).await;
+        let buffer = self.buffer(len as usize).await?;
         let data = IoData::One(buffer);
         let end = self
-            .submit(ScsiIo::new(lun, command, data, DEFAULT_TIMEOUT))
+            .submit(ScsiIo::new(lun, command, data, self.timeout()))
             .await;
         let answer = end.result?;
         judge(&answer)?;
@@ -137,7 +137,6 @@ impl Session {
                 info,
                 writes_same: AtomicBool::new(true),
             }),
-            timeout: DEFAULT_TIMEOUT,
         })
     }
 
@@ -150,7 +149,7 @@ impl Session {
             lun,
             Command::test_unit_ready(),
             IoData::None,
-            DEFAULT_TIMEOUT,
+            self.timeout(),
         );
         judge(&self.submit(ready).await.result?)?;
         let pages = self.vpd(lun, 0x00).await.unwrap_or_default();

@@ -30,9 +30,6 @@ use crate::scsi::{BlockRange, Command, parse_lba_status, unmap_list};
 use crate::srp::channel::{Cdb, DataLen};
 use crate::srp::request::{RequestError, Retry};
 
-/// How long a call may take unless told otherwise.
-pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
-
 /// Largest transfer of one command, whatever the target would take.
 const MAX_TRANSFER: u32 = 4 << 20;
 
@@ -52,7 +49,6 @@ struct LunShared {
 pub struct Lun {
     session: Session,
     shared: Arc<LunShared>,
-    timeout: Duration,
 }
 
 impl Lun {
@@ -77,12 +73,12 @@ impl Lun {
     /// The same disk with another timeout for each call.
     #[must_use]
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = timeout;
+        self.session = self.session.with_timeout(timeout);
         self
     }
 
     fn io(&self, command: Command, data: IoData) -> ScsiIo {
-        ScsiIo::new(self.shared.info.lun, command, data, self.timeout)
+        ScsiIo::new(self.shared.info.lun, command, data, self.session.timeout())
     }
 
     /// The blocks of a byte range, if it is whole blocks within the disk.
@@ -210,7 +206,7 @@ impl Lun {
         for run in self.runs(&range, geometry.max_discard)? {
             if unmaps {
                 let list = unmap_list(run);
-                let buffer = self.buffers().take(list.len()).await;
+                let buffer = self.session.buffer(list.len()).await?;
                 buffer.slice().write(0, &list);
                 let io = self.io(Command::unmap(run), IoData::One(buffer));
                 judge(&self.session.submit(io).await.result?)?;
@@ -223,7 +219,7 @@ impl Lun {
 
     async fn write_same(&self, run: BlockRange, unmap: bool) -> Result<(), LunError> {
         let block = self.shared.geometry.block_size;
-        let buffer = self.buffers().take(block as usize).await;
+        let buffer = self.session.buffer(block as usize).await?;
         buffer.slice().fill(0, block as usize, 0);
         let io = self.io(Command::write_same(run, block, unmap), IoData::One(buffer));
         judge(&self.session.submit(io).await.result?)
@@ -262,7 +258,7 @@ impl Lun {
         for run in self.runs(&(at..range.end), piece.into())? {
             let block = self.shared.geometry.block_size;
             let len = (run.blocks * block) as usize;
-            let buffer = self.buffers().take(len).await;
+            let buffer = self.session.buffer(len).await?;
             buffer.slice().fill(0, len, 0);
             self.write(run.lba * u64::from(block), buffer, false)
                 .await?;

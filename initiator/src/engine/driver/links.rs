@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use riser_scsi::srp::LOGIN_REQ_LEN;
 use riser_transport::verbs::{CmEvent, CmEventKind, ConnParam, PortSpace, Provider};
 
 use super::{DISCONNECT_PATIENCE, Driver};
@@ -116,8 +117,16 @@ impl<P: Provider> Driver<P> {
             self.fail_connect(index, channel, ConnectError::Local(e), now);
             return;
         }
+        let login = session.machine.begin_login(channel);
+        let mut private_data = vec![0; LOGIN_REQ_LEN];
+        // The RDMA CM's address header leaves no room for the information unit as such.
+        let len = match session.target.service_id {
+            Some(_) => login.emit(&mut private_data),
+            None => login.emit_rdma(&mut private_data),
+        };
+        private_data.truncate(len);
         let param = ConnParam {
-            private_data: session.machine.begin_login(channel).to_vec(),
+            private_data,
             ..ConnParam::default()
         };
         if let Err(e) = self.provider.connect(conn.id, &param) {

@@ -27,6 +27,7 @@ use crate::engine::io::{Done, Io, IoEnd, ScsiIo, Workload};
 use crate::engine::oneshot::Sender;
 use crate::engine::park::Mailbox;
 use crate::engine::status::SessionStatus;
+use crate::engine::timer::Timers;
 use crate::srp::request::{RequestError, RequestId, RequestSpec};
 use crate::srp::session::{ChannelIndex, ConnectError, Down, Session, SessionConfig, SubmitError};
 
@@ -62,8 +63,23 @@ pub(super) struct Open {
     pub(super) pool_wide: bool,
     pub(super) status: Arc<SessionStatus>,
     /// Told when the session is live, or why it never will be.
-    pub(super) reply: Sender<Result<SessionKey, Down>>,
+    pub(super) reply: Reply,
 }
+
+/// Closes its session when it is dropped, even if nobody received it.
+pub(super) struct SessionGuard {
+    pub(super) key: SessionKey,
+    mailbox: Arc<Mailbox<Message>>,
+}
+
+impl Drop for SessionGuard {
+    fn drop(&mut self) {
+        // A closed mailbox has no sessions.
+        let _ = self.mailbox.send(Message::Close(self.key, None));
+    }
+}
+
+type Reply = Sender<Result<SessionGuard, Down>>;
 
 /// What other threads tell the engine.
 pub(super) enum Message {
@@ -71,6 +87,7 @@ pub(super) enum Message {
     Submit(SessionKey, Box<Io>),
     Work(SessionKey, Box<dyn Workload>),
     Close(SessionKey, Option<Sender<()>>),
+    Timer(Instant, Sender<()>),
     Shutdown,
 }
 
@@ -96,7 +113,7 @@ struct Running {
     overflow: std::collections::VecDeque<Io>,
     workloads: Slab<(Box<dyn Workload>, usize)>,
     status: Arc<SessionStatus>,
-    reply: Option<Sender<Result<SessionKey, Down>>>,
+    reply: Option<Reply>,
     closers: Vec<Sender<()>>,
     /// The receive whose information unit is being handled and whether it may be posted again.
     receiving: Option<(ChannelIndex, u16)>,
@@ -116,6 +133,7 @@ pub(super) struct Driver<P: Provider> {
     qps: HashMap<QpId, (usize, u8)>,
     /// Identifiers whose disconnect is under way, and until when it is waited for.
     leaving: Vec<(CmId, Instant)>,
+    timers: Timers,
     scratch: Scratch,
     completions: Vec<Completion>,
     /// Ends of workload commands: session, workload, token, end.
@@ -140,6 +158,7 @@ impl<P: Provider> Driver<P> {
             ids: HashMap::new(),
             qps: HashMap::new(),
             leaving: Vec::new(),
+            timers: Timers::default(),
             scratch: Scratch::default(),
             completions: Vec::with_capacity(BATCH),
             finished: Vec::new(),
@@ -202,6 +221,7 @@ impl<P: Provider> Driver<P> {
         let leaving = self.leaving.iter().map(|(_, until)| *until);
         machines
             .chain(leaving)
+            .chain(self.timers.deadline())
             .chain(self.provider.deadline())
             .min()
     }
@@ -238,6 +258,7 @@ impl<P: Provider> Driver<P> {
                     self.drain(index, now);
                 }
             }
+            Message::Timer(at, sender) => self.timers.insert(at, sender),
             Message::Shutdown => {
                 self.shutdown = true;
                 let all: Vec<usize> = self.sessions.iter().map(|(index, _)| index).collect();
@@ -374,6 +395,7 @@ impl<P: Provider> Driver<P> {
     }
 
     fn handle_timeouts(&mut self, now: Instant) {
+        self.timers.fire(now);
         let mut due: Vec<(usize, Option<u8>)> = Vec::new();
         for (index, session) in &self.sessions {
             if session.machine.next_deadline().is_some_and(|t| t <= now) {

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use riser_transport::verbs::Provider;
 
-use super::{Driver, LOGOUT_PATIENCE, SessionKey};
+use super::{Driver, LOGOUT_PATIENCE, SessionGuard, SessionKey};
 use crate::engine::conn::{Start, StartArgs};
 use crate::srp::request::RequestId;
 use crate::srp::session::{ChannelIndex, Output, SessionEvent};
@@ -209,7 +209,8 @@ impl<P: Provider> Driver<P> {
                     serial: session.serial,
                 };
                 if let Some(reply) = session.reply.take() {
-                    reply.send(Ok(key));
+                    let mailbox = self.mailbox.clone();
+                    reply.send(Ok(SessionGuard { key, mailbox }));
                 }
             }
             SessionEvent::Closed(why) => {

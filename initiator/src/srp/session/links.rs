@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use riser_scsi::srp::LOGIN_REQ_RDMA_LEN;
+use riser_scsi::srp::LoginReq;
 
 use super::types::{Link, Member};
 use super::{ChannelIndex, ConnectError, Down, Output, Session, SessionEvent, SessionState};
@@ -20,15 +20,12 @@ impl Session {
             .push_back(Output::Connect(ChannelIndex(channel)));
     }
 
-    /// The path is found: the private data to connect with.
+    /// The path is found: the login to connect with.
     ///
     /// # Panics
     /// If the channel is not being connected.
-    pub fn begin_login(&mut self, channel: ChannelIndex) -> [u8; LOGIN_REQ_RDMA_LEN] {
-        let login = self.members[usize::from(channel.0)].channel.begin_login();
-        let mut private_data = [0; LOGIN_REQ_RDMA_LEN];
-        login.emit_rdma(&mut private_data);
-        private_data
+    pub fn begin_login(&mut self, channel: ChannelIndex) -> LoginReq {
+        self.members[usize::from(channel.0)].channel.begin_login()
     }
 
     /// The connection is established; `private_data` is the target's.

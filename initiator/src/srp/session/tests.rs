@@ -1,5 +1,5 @@
 use proptest::prelude::*;
-use riser_scsi::srp::{InitiatorPortId, MultiChannelAction, TargetPortId, TaskAttr};
+use riser_scsi::srp::{InitiatorPortId, LoginReq, MultiChannelAction, TargetPortId, TaskAttr};
 
 use super::*;
 use crate::srp::channel::{Cdb, ChannelConfig, CommandData, DataLen, LoginError};
@@ -94,7 +94,7 @@ impl Rig {
         rig
     }
 
-    fn log_in(&mut self, channel: ChannelIndex) -> [u8; 56] {
+    fn log_in(&mut self, channel: ChannelIndex) -> LoginReq {
         let login = self.session.begin_login(channel);
         self.session
             .handle_connected(channel, &login_rsp(32), self.now);
@@ -215,7 +215,7 @@ impl Rig {
         self.advance(400 * MS);
         assert_eq!(self.next(), Output::Connect(CH0));
         let login = self.log_in(CH0);
-        assert_eq!(login[10] & 3, 0, "terminates the old channels");
+        assert_eq!(login.multi_channel, MultiChannelAction::Single);
         assert_eq!(self.next(), Output::Event(SessionEvent::Live));
     }
 }
@@ -307,7 +307,7 @@ fn a_refused_second_channel_leaves_the_first() {
     assert_eq!(rig.next(), Output::Event(SessionEvent::Live));
     assert_eq!(rig.next(), Output::Connect(CH1));
     let login = rig.session.begin_login(CH1);
-    assert_eq!(login[10] & 3, 1, "keeps the first channel");
+    assert_eq!(login.multi_channel, MultiChannelAction::Multi);
     rig.session.handle_rejected(CH1, 28, &[], rig.now);
     rig.idle();
     rig.submit(Effect::None);

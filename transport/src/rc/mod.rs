@@ -35,7 +35,8 @@
 //!   does not pace its answer; to the peer they are several READs.
 //! - **Recovery** is go-back-N with a window that shrinks and grows. After a timeout it is
 //!   [`RECOVERY_WINDOW`] packets, after a sequence NAK half; each acknowledged packet widens it by one,
-//!   up to the configured limit. The first retransmission comes after a time without progress that is
+//!   up to the configured limit, and the window comes back at once when the acknowledgement shows that
+//!   nothing was lost. The first retransmission comes after a time without progress that is
 //!   derived from the measured round trip, the next after twice that and so on up to the ACK
 //!   timeout T.
 //! - **Retries are counted in time**: one retry is spent for each 3·T without progress (the standard
@@ -126,7 +127,7 @@ impl RcConfig {
             max_inflight_bytes: 128 * 1024,
             ack_every: 16,
             first_retransmit: Duration::from_millis(20),
-            min_retransmit: Duration::from_millis(2),
+            min_retransmit: Duration::from_millis(4),
         }
     }
 }

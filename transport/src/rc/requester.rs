@@ -62,6 +62,8 @@ pub(super) struct Requester {
     read_piece: u32,
     window: u32,
     max_window: u32,
+    /// The window before a timeout that may turn out to have been too early, and when it fired.
+    undo: Option<(u32, Instant)>,
     ack_every: u32,
     since_ack_request: u32,
     /// Last receive of the peer's that it has told us of, `None` without flow control.
@@ -144,6 +146,7 @@ impl Requester {
             read_piece: 1,
             window: 1,
             max_window: 1,
+            undo: None,
             ack_every: 1,
             since_ack_request: 0,
             limit: None,
@@ -268,6 +271,7 @@ impl Requester {
             self.waited = Duration::ZERO;
         }
         self.interval = (self.interval * 2).min(self.longest());
+        self.undo.get_or_insert((self.window, ctx.now));
         self.window = RECOVERY_WINDOW.min(self.max_window);
         self.implied_at = None;
         self.go_back(ctx.now);
@@ -277,6 +281,13 @@ impl Requester {
     /// The longest time between retransmissions.
     fn longest(&self) -> Duration {
         self.ack_timeout.unwrap_or(SLOWEST_RETRANSMIT)
+    }
+
+    /// Whether a timeout fired for packets that were not lost: the acknowledgement covers more than was
+    /// sent again, or comes sooner than one for what was sent again could.
+    fn was_early(&self, now: Instant, fired: Instant) -> bool {
+        let soonest = self.round_trip.map_or(Duration::ZERO, |r| r.mean / 2);
+        self.una > self.nxt || now.saturating_duration_since(fired) < soonest
     }
 
     /// Takes the round trip of the packet being timed, once it is acknowledged.
@@ -344,6 +355,11 @@ impl Requester {
 
     /// `una` has moved on by `packets`.
     pub(super) fn on_progress(&mut self, now: Instant, packets: u64) {
+        if let Some((window, fired)) = self.undo.take()
+            && self.was_early(now, fired)
+        {
+            self.window = window;
+        }
         self.window = self
             .max_window
             .min(self.window.saturating_add(packets as u32));

@@ -281,12 +281,16 @@ impl Resource {
             ResourceKind::Read { rkey, addr, len } => {
                 let reth = pkt.ext.reth?;
                 let offset = start.checked_mul(mtu)?;
+                let part = reth.dma_len();
+                let stop = offset.checked_add(part)?;
+                // Only the last packet of a READ is short, so a part that ends early ends with a packet.
+                let is_whole_packets = part.is_multiple_of(mtu) || stop == len;
                 let is_part = operation == Operation::ReadRequest
                     && reth.rkey() == rkey.0
                     && reth.va() == addr.wrapping_add(u64::from(offset))
-                    && offset.checked_add(reth.dma_len())? <= len;
-                let end = start + plan_packets(reth.dma_len(), mtu);
-                // Only the last packet may be short, so a part that ends early ends at a packet.
+                    && stop <= len
+                    && is_whole_packets;
+                let end = start + plan_packets(part, mtu);
                 (is_part && end <= self.packets).then_some(end)
             }
         }

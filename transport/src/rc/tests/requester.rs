@@ -720,3 +720,21 @@ fn the_first_retransmission_follows_the_measured_round_trip() {
         rig.sent();
     }
 }
+
+#[test]
+fn a_timeout_that_was_too_early_costs_no_window() {
+    let mut rig = Rig::new();
+    rig.post(1, WRITE, 256 * 40);
+    assert_eq!(rig.sent().len(), 16);
+    rig.expire();
+    assert_eq!(rig.sent().len(), 4);
+    // Twelve packets are acknowledged, of which four were sent again: the others were never lost.
+    rig.ack(SQ_PSN + 11, UNLIMITED);
+    let sent = rig.sent_brief();
+    assert_eq!((sent.len(), sent[0].1 & !ASKS), (16, SQ_PSN + 12));
+    // Here all that is acknowledged may have been sent again, and the window stays small.
+    rig.expire();
+    assert_eq!(rig.sent().len(), 4);
+    rig.ack(SQ_PSN + 13, UNLIMITED);
+    assert_eq!(rig.sent().len(), 4);
+}

@@ -506,12 +506,16 @@ fn a_repeated_read_is_read_again_in_part() {
         &[],
     ));
     assert_eq!(rig.sent_brief(), [(0x10, RQ_PSN + 2)]);
+    // It may also end early, with a packet.
+    rig.feed(&packet(0x0c, RQ_PSN, true, &reth(addr, key, 512), &[]));
+    assert_eq!(rig.sent_brief(), [(0x0d, RQ_PSN), (0x0f, RQ_PSN + 1)]);
     // What is no part of it is dropped: another address, another key, too long, another operation.
     for (psn, addr, key, len) in [
         (0, addr + 1, key, 700),
         (0, addr, key.next(), 700),
         (1, addr + 256, key, 445),
         (1, addr, key, 256),
+        (1, addr + 256, key, 300),
     ] {
         rig.feed(&packet(
             0x0c,

@@ -404,4 +404,68 @@ mod only {
         }
         assert_eq!(counts[0], counts[1], "both ends saw the same");
     }
+
+    #[test]
+    fn tshark_reads_a_capture() {
+        use crate::suite::{cm, transfers};
+
+        let dir = std::env::temp_dir().join(format!("riser-tshark-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let world = || Real::with(|c| c.capture = Some(dir.join(format!("{}.pcap", c.addr))));
+        ops::sends_of_every_kind(world());
+        ops::writes_and_reads(world());
+        ops::atomics(world());
+        ops::fast_registration_and_remote_invalidation(world());
+        cm::a_refusal_brings_its_reason(world());
+        cm::a_disconnect_reaches_both_sides(world());
+        cm::destroying_a_listener_refuses_what_waits(world());
+        transfers::a_command_registers_transfers_and_invalidates(world());
+        let mut opcodes = std::collections::BTreeSet::new();
+        for file in std::fs::read_dir(&dir).unwrap() {
+            let file = file.unwrap().path();
+            let fields = [
+                "infiniband.bth.opcode",
+                "_ws.malformed",
+                "_ws.expert.severity",
+            ];
+            let mut command = std::process::Command::new("tshark");
+            command
+                .arg("-r")
+                .arg(&file)
+                .args(["-T", "fields", "-E", "separator=;"]);
+            for field in fields {
+                command.args(["-e", field]);
+            }
+            // Our payloads are random; dissectors that guess at them see what is not there.
+            for guess in ["rpcordma", "smb_direct", "nvme-rdma", "iser"] {
+                command.args(["--disable-protocol", guess]);
+            }
+            let Ok(output) = command.output() else {
+                #[allow(clippy::print_stderr, reason = "a skip is said aloud")]
+                {
+                    eprintln!("SKIP: there is no tshark here");
+                }
+                break;
+            };
+            assert!(output.status.success(), "{output:?}");
+            let text = String::from_utf8(output.stdout).unwrap();
+            for line in text.lines() {
+                let mut columns = line.split(';');
+                let opcode = columns.next().unwrap();
+                assert!(!opcode.is_empty(), "not taken for RoCE: {line}");
+                opcodes.insert(opcode.to_owned());
+                assert_eq!(columns.next(), Some(""), "malformed: {line}");
+                // Expert severities: 0x200000 is a chat, 0x400000 a note, beyond that something is wrong.
+                let severe = columns
+                    .next()
+                    .unwrap_or("")
+                    .split(',')
+                    .filter_map(|n| n.parse::<u32>().ok())
+                    .any(|n| n > 0x40_0000);
+                assert!(!severe, "{line}");
+            }
+        }
+        assert!(opcodes.is_empty() || opcodes.len() > 15, "{opcodes:?}");
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
 }

@@ -2,8 +2,10 @@
 //! SEND, and the round trip of a SEND ping-pong, with one thread for each side.
 //!
 //! ```text
-//! cargo run --release -p riser-transport --example roce_perf [-- SECONDS [MESSAGE_BYTES]]
+//! cargo run --release -p riser-transport --example roce_perf [-- SECONDS [MESSAGE_BYTES [TEST]]]
 //! ```
+//!
+//! TEST is `write`, `read`, `send`, `small-write`, `small-read` or `ping`; without it all run.
 
 #![allow(
     clippy::print_stdout,
@@ -279,12 +281,26 @@ fn main() {
         addr: peer.addr + (slot * len % (REGION - len + 1)) as u64,
         ..peer
     };
-    bandwidth(&mut side, "WRITE", time, len, |n| SendOp::Write(at(n)));
-    bandwidth(&mut side, "READ", time, len, |n| SendOp::Read(at(n)));
-    bandwidth(&mut side, "SEND", time, len, |_| SendOp::Send);
-    bandwidth(&mut side, "WRITE", time, 4096, |n| SendOp::Write(at(n)));
-    bandwidth(&mut side, "READ", time, 4096, |n| SendOp::Read(at(n)));
-    ping_pong(&mut side, time);
+    let only = std::env::args().nth(3);
+    let wanted = |test: &str| only.as_deref().is_none_or(|o| o == test);
+    if wanted("write") {
+        bandwidth(&mut side, "WRITE", time, len, |n| SendOp::Write(at(n)));
+    }
+    if wanted("read") {
+        bandwidth(&mut side, "READ", time, len, |n| SendOp::Read(at(n)));
+    }
+    if wanted("send") {
+        bandwidth(&mut side, "SEND", time, len, |_| SendOp::Send);
+    }
+    if wanted("small-write") {
+        bandwidth(&mut side, "WRITE", time, 4096, |n| SendOp::Write(at(n)));
+    }
+    if wanted("small-read") {
+        bandwidth(&mut side, "READ", time, 4096, |n| SendOp::Read(at(n)));
+    }
+    if wanted("ping") {
+        ping_pong(&mut side, time);
+    }
     let counters = side.nic.qp_counters(side.qp).expect("counters").rc;
     println!(
         "retransmits {}, timeouts {}, sequence NAKs {}",

@@ -340,10 +340,12 @@ impl Roce {
 impl Provider for Roce {
     fn progress(&mut self, now: Instant) -> usize {
         self.nic.set_now(now);
+        // Sending comes first: what the user posted in answer to the last call's completions leaves
+        // together with the acknowledgements of that call, in one system call.
+        let sent = self.transmit(now);
         let received = self.receive(now);
         let fired = self.nic.handle_timeouts(now);
-        let sent = self.transmit(now);
-        received + fired + sent
+        sent + received + fired
     }
 
     fn deadline(&self) -> Option<Instant> {

@@ -255,10 +255,16 @@ mod only {
     }
 
     #[test]
+    fn many_connections_share_a_small_socket_buffer() {
+        // What an unprivileged program gets on a usual host.
+        ops::many_connections(Real::with(|c| c.socket_buffer = 208 << 10));
+    }
+
+    #[test]
     fn ipv6_sockets_talk() {
         // A host has ::1 on its loopback interface; another address of its own may be anywhere, and
         // its interface may carry less.
-        let own: Vec<IpAddr> = riser_transport::roce::driver::local_addresses()
+        let own: Vec<IpAddr> = riser_transport::roce::netif::local_addresses()
             .into_iter()
             .filter(|a| matches!(a, IpAddr::V6(v6) if !v6.is_unicast_link_local()))
             .collect();

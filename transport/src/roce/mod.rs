@@ -21,6 +21,7 @@
 //! | [`rdma_cm`] | its connection manager |
 //! | [`batch`], [`gather`] | packets on their way out |
 //! | [`driver`] | the UDP socket |
+//! | [`netif`] | this host's interfaces |
 //! | [`steer`] | which worker a datagram belongs to |
 //! | [`fault`] | a bad wire, by a seed |
 //! | [`pcap`] | captures |
@@ -32,6 +33,7 @@ pub mod driver;
 pub mod fault;
 pub mod gather;
 pub mod mr;
+pub mod netif;
 pub mod nic;
 pub mod pcap;
 mod provider;

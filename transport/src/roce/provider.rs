@@ -12,8 +12,9 @@ use tracing::warn;
 
 use super::batch::TxBatch;
 use super::delegate::delegate_to_nic;
-use super::driver::{Driver, DriverConfig, DriverCounters, SendOutcome, interface_mtu};
+use super::driver::{Driver, DriverConfig, DriverCounters, SendOutcome};
 use super::fault::{FaultConfig, FaultCounters, FaultInjector};
+use super::netif::interface_mtu;
 use super::nic::{Nic, NicConfig, NicCounters, NicLimits, QpCounters};
 use super::pcap::PcapWriter;
 use super::steer::steer;

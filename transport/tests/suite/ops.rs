@@ -578,3 +578,44 @@ pub(crate) fn mixed_traffic<W: World>(mut w: W) {
         w.step();
     }
 }
+
+/// Many connections at once, each with a READ and a WRITE under way all the time.
+pub(crate) fn many_connections<W: World>(mut w: W) {
+    const SESSIONS: usize = 64;
+    const ROUNDS: usize = 20;
+    const LEN: usize = 60_000;
+    let w = &mut w;
+    let wants = Wants {
+        region: 4 * LEN,
+        cqe: 16,
+        ..Wants::default()
+    };
+    let mut sessions = Vec::new();
+    for n in 0..SESSIONS {
+        let (a, b) = connect_on(w, 6000 + n as u16, &wants, &wants);
+        a.memory.write(0, &pattern(n as u64, LEN));
+        b.memory.write(0, &pattern(n as u64 + 1000, LEN));
+        sessions.push((a, b, 0, 0));
+    }
+    let mut out = Vec::new();
+    while sessions.iter().any(|s| s.3 < 2 * ROUNDS) {
+        for (a, b, posted, done) in &mut sessions {
+            if posted == done && *posted < 2 * ROUNDS {
+                a.send(w, 1, SendOp::Write(b.remote(2 * LEN)), 0, LEN);
+                a.send(w, 2, SendOp::Read(b.remote(0)), 2 * LEN, LEN);
+                *posted += 2;
+            }
+            out.clear();
+            w.provider(End::A).poll_cq(a.cq, 16, &mut out).unwrap();
+            for c in &out {
+                assert!(c.status.is_ok(), "{c:?}");
+                *done += 1;
+            }
+        }
+        w.step();
+    }
+    for (n, (a, b, ..)) in sessions.iter().enumerate() {
+        assert!(b.bytes(2 * LEN, LEN) == pattern(n as u64, LEN));
+        assert!(a.bytes(2 * LEN, LEN) == pattern(n as u64 + 1000, LEN));
+    }
+}

@@ -39,6 +39,8 @@ mod objects;
 mod qp;
 mod qpn;
 mod rx;
+#[cfg(test)]
+mod tests;
 mod tx;
 
 use std::cmp::Reverse;

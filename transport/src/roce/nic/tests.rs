@@ -1,0 +1,434 @@
+//! A device against whatever a peer may send.
+
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+use riser_memory::Memory;
+
+use super::*;
+use crate::roce::batch::TxBatch;
+use crate::verbs::{
+    Access, AhAttr, Gid, Mtu, PortSpace, QKey, QpAttr, QpCap, QpInitAttr, QpState, QpType, RecvWr,
+    SendOp, SendWr, SrqAttr, VerbsError, WrId,
+};
+use crate::wire::{
+    Aeth, AethSyndrome, AtomicEth, Bth, Deth, ExtHeaders, GSI_QKEY, Ieth, ImmDt, Msn, OpcodeInfo,
+    PayloadRule, Psn, Qpn, Reth, emit_headers,
+};
+
+const CAP: QpCap = QpCap {
+    max_send_wr: 8,
+    max_recv_wr: 8,
+    max_send_sge: 2,
+    max_recv_sge: 2,
+    max_inline: 32,
+};
+
+fn peer() -> SocketAddr {
+    "10.0.0.2:49152".parse().unwrap()
+}
+
+fn nic() -> Nic {
+    let config = NicConfig::new("10.0.0.1".parse().unwrap(), [7; 32]);
+    Nic::new(config, Instant::now())
+}
+
+fn init(nic: &mut Nic, qp_type: QpType) -> QpInitAttr {
+    let pd = nic.alloc_pd().unwrap();
+    let cq = nic.create_cq(64).unwrap();
+    QpInitAttr {
+        pd,
+        send_cq: cq,
+        recv_cq: cq,
+        srq: None,
+        qp_type,
+        cap: CAP,
+        sq_sig_all: false,
+    }
+}
+
+fn to(state: QpState) -> QpAttr {
+    QpAttr {
+        state: Some(state),
+        ..QpAttr::default()
+    }
+}
+
+/// A connected queue pair in RTS with the peer, expecting PSN 100 and sending from 200 on.
+fn connected(nic: &mut Nic) -> QpId {
+    let init = init(nic, QpType::Rc);
+    let qp = nic.create_qp(&init).unwrap();
+    let steps = [
+        QpAttr {
+            pkey_index: Some(0),
+            port: Some(1),
+            access: Some(Access::REMOTE),
+            ..to(QpState::Init)
+        },
+        QpAttr {
+            ah: Some(AhAttr {
+                dgid: Gid::from(peer().ip()),
+                sgid_index: 0,
+                hop_limit: 64,
+                traffic_class: 0,
+                port: 1,
+            }),
+            path_mtu: Some(Mtu::Mtu1024),
+            dest_qp: Some(0x99),
+            rq_psn: Some(100),
+            max_dest_rd_atomic: Some(4),
+            min_rnr_timer: Some(12),
+            ..to(QpState::Rtr)
+        },
+        QpAttr {
+            sq_psn: Some(200),
+            max_rd_atomic: Some(4),
+            timeout: Some(14),
+            retry_cnt: Some(7),
+            rnr_retry: Some(7),
+            ..to(QpState::Rts)
+        },
+    ];
+    for step in steps {
+        nic.modify_qp(qp, &step).unwrap();
+    }
+    qp
+}
+
+/// A whole datagram from `src`, with its ICRC.
+fn sealed(nic: &Nic, src: SocketAddr, bth: &Bth, ext: &ExtHeaders, payload: &[u8]) -> Vec<u8> {
+    let bth = bth.with_pad_for(payload.len());
+    let mut bytes = emit_headers(&bth, ext).to_vec();
+    bytes.extend_from_slice(payload);
+    bytes.resize(bytes.len().next_multiple_of(4), 0);
+    let flow = IcrcFlow::new(src, nic.local_addr()).unwrap();
+    let icrc = flow.compute(&bytes, 0);
+    bytes.extend_from_slice(&icrc.to_le_bytes());
+    bytes
+}
+
+fn receive(nic: &mut Nic, src: SocketAddr, bytes: &[u8]) {
+    let now = nic.now();
+    nic.handle_datagram(now, src, bytes.len(), bytes);
+}
+
+fn write_only(nic: &Nic, qpn: u32, psn: u32) -> Vec<u8> {
+    let bth = Bth::new(
+        crate::wire::Opcode::RcWriteOnly,
+        Qpn::new(qpn),
+        Psn::new(psn),
+    )
+    .with_ack_request(true);
+    let ext = ExtHeaders {
+        reth: Some(Reth::new(0, 0, 0)),
+        ..ExtHeaders::default()
+    };
+    sealed(nic, peer(), &bth, &ext, &[])
+}
+
+#[test]
+fn a_packet_is_checked_before_it_is_believed() {
+    let mut nic = nic();
+    let qp = connected(&mut nic);
+    let qpn = nic.qp_num(qp).unwrap();
+    let good = write_only(&nic, qpn, 100);
+    // The wrong length, ICRC, queue pair, source and partition, one after the other.
+    receive(&mut nic, peer(), &good[..good.len() - 1]);
+    let mut bad = good.clone();
+    bad[20] ^= 1;
+    receive(&mut nic, peer(), &bad);
+    let other = write_only(&nic, qpn ^ 0x100, 100);
+    receive(&mut nic, peer(), &other);
+    receive(&mut nic, "10.0.0.3:49152".parse().unwrap(), &good);
+    let bth = Bth::new(
+        crate::wire::Opcode::RcSendOnly,
+        Qpn::new(qpn),
+        Psn::new(100),
+    )
+    .with_pkey(0x8001);
+    let foreign = sealed(&nic, peer(), &bth, &ExtHeaders::default(), &[]);
+    receive(&mut nic, peer(), &foreign);
+    let c = *nic.counters();
+    assert_eq!(
+        (
+            c.rx_malformed,
+            c.rx_icrc_errors,
+            c.rx_unknown_qp,
+            c.rx_wrong_source,
+            c.rx_wrong_pkey
+        ),
+        (1, 1, 1, 1, 1)
+    );
+    assert_eq!(nic.qp_counters(qp).unwrap().rc.rx_packets, 0);
+    receive(&mut nic, peer(), &good);
+    assert_eq!(nic.qp_counters(qp).unwrap().rc.rx_packets, 1);
+    // It is answered to the peer's own queue pair.
+    let mut batch = TxBatch::new(1);
+    let now = nic.now();
+    assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 16), 1);
+    let group = &batch.groups()[0];
+    assert_eq!(
+        (group.dst, group.qpn),
+        ("10.0.0.2:4791".parse().unwrap(), Qpn::new(0x99))
+    );
+}
+
+#[test]
+fn a_queue_pair_in_error_takes_nothing() {
+    let mut nic = nic();
+    let qp = connected(&mut nic);
+    let qpn = nic.qp_num(qp).unwrap();
+    nic.modify_qp(qp, &to(QpState::Error)).unwrap();
+    let good = write_only(&nic, qpn, 100);
+    receive(&mut nic, peer(), &good);
+    let counters = nic.qp_counters(qp).unwrap().rc;
+    assert_eq!((counters.rx_packets, counters.dropped), (0, 1));
+}
+
+#[test]
+fn a_timer_does_not_outlive_its_queue_pair() {
+    // CVE-2026-45910.
+    let mut nic = nic();
+    let qp = connected(&mut nic);
+    let wr = SendWr::new(
+        1,
+        SendOp::Write(crate::verbs::RemoteAddr {
+            addr: 0,
+            rkey: crate::verbs::RKey(0),
+        }),
+        &[],
+    );
+    nic.post_send(qp, &[wr]).unwrap();
+    let mut batch = TxBatch::new(1);
+    let now = nic.now();
+    nic.poll_transmit(now, &mut batch, 1 << 16);
+    assert_eq!(batch.packets(), 1);
+    let at = nic.timer_deadline().expect("a retransmission timer");
+    nic.destroy_qp(qp).unwrap();
+    // Another queue pair may take the slot.
+    let other = connected(&mut nic);
+    assert_eq!(nic.handle_timeouts(at + Duration::from_secs(100)), 0);
+    batch.clear();
+    assert_eq!(nic.poll_transmit(at, &mut batch, 1 << 16), 0);
+    assert_eq!(nic.qp_counters(other).unwrap().rc.timeouts, 0);
+    assert_eq!(nic.timer_deadline(), None);
+}
+
+#[test]
+fn there_is_one_queue_pair_1_and_it_gets_the_other_classes() {
+    let mut nic = nic();
+    let mut attr = init(&mut nic, QpType::Gsi);
+    let srq = nic
+        .create_srq(
+            attr.pd,
+            SrqAttr {
+                max_wr: 1,
+                max_sge: 1,
+                limit: 0,
+            },
+        )
+        .unwrap();
+    attr.srq = Some(srq);
+    assert!(matches!(
+        nic.create_qp(&attr),
+        Err(VerbsError::WrongQpType(_))
+    ));
+    attr.srq = None;
+    let qp = nic.create_qp(&attr).unwrap();
+    assert_eq!(nic.qp_num(qp), Ok(1));
+    assert!(matches!(
+        nic.create_qp(&attr),
+        Err(VerbsError::ResourceBusy(_))
+    ));
+    let steps = [
+        QpAttr {
+            pkey_index: Some(0),
+            qkey: Some(QKey::GSI),
+            ..to(QpState::Init)
+        },
+        to(QpState::Rtr),
+        QpAttr {
+            sq_psn: Some(0),
+            ..to(QpState::Rts)
+        },
+    ];
+    for step in steps {
+        nic.modify_qp(qp, &step).unwrap();
+    }
+    let memory = Memory::new(4096).unwrap();
+    let mr = nic
+        .reg_mr(attr.pd, &memory.whole(), Access::LOCAL_WRITE)
+        .unwrap();
+    let sges = [crate::verbs::Sge {
+        addr: mr.addr,
+        length: 296,
+        lkey: mr.lkey,
+    }];
+    nic.post_recv(
+        qp,
+        &[RecvWr {
+            wr_id: WrId(3),
+            sges: &sges,
+        }],
+    )
+    .unwrap();
+    let bth = Bth::new(crate::wire::Opcode::UdSendOnly, Qpn::GSI, Psn::new(0));
+    let with_key = |key| ExtHeaders {
+        deth: Some(Deth::new(key, Qpn::GSI)),
+        ..ExtHeaders::default()
+    };
+    let mut mad = [0; 256];
+    mad[..4].copy_from_slice(&[1, 6, 1, 1]);
+    for (key, mad) in [(1, &mad[..]), (GSI_QKEY, &mad[..252])] {
+        let bad = sealed(&nic, peer(), &bth, &with_key(key), mad);
+        receive(&mut nic, peer(), &bad);
+    }
+    assert_eq!(nic.counters().rx_malformed, 2);
+    let good = sealed(&nic, peer(), &bth, &with_key(GSI_QKEY), &mad);
+    receive(&mut nic, peer(), &good);
+    let mut out = Vec::new();
+    assert_eq!(nic.poll_cq(attr.recv_cq, 9, &mut out), Ok(1));
+    assert_eq!(
+        (out[0].wr_id, out[0].byte_len, out[0].src_qp),
+        (WrId(3), 296, 1)
+    );
+    // Communication management stays with the device.
+    mad[1] = 7;
+    let cm = sealed(&nic, peer(), &bth, &with_key(GSI_QKEY), &mad);
+    receive(&mut nic, peer(), &cm);
+    assert_eq!(nic.poll_cq(attr.recv_cq, 9, &mut out), Ok(0));
+    nic.destroy_qp(qp).unwrap();
+    receive(&mut nic, peer(), &good);
+    assert_eq!(nic.counters().rx_dropped_mads, 1);
+}
+
+#[test]
+fn attributes_that_run_deep_cannot_change_in_sqd() {
+    let mut nic = nic();
+    let qp = connected(&mut nic);
+    nic.modify_qp(qp, &to(QpState::Sqd)).unwrap();
+    let retry = QpAttr {
+        retry_cnt: Some(1),
+        ..QpAttr::default()
+    };
+    assert_eq!(
+        nic.modify_qp(qp, &retry),
+        Err(VerbsError::InvalidParameter("retry_cnt"))
+    );
+    let ah = nic.query_qp(qp).unwrap().ah.unwrap();
+    let moved = QpAttr {
+        ah: Some(AhAttr {
+            dgid: Gid::from(SocketAddr::from(([10, 0, 0, 9], 1)).ip()),
+            ..ah
+        }),
+        ..QpAttr::default()
+    };
+    nic.modify_qp(qp, &moved).unwrap();
+    let qpn = nic.qp_num(qp).unwrap();
+    let good = write_only(&nic, qpn, 100);
+    receive(&mut nic, peer(), &good);
+    assert_eq!(nic.counters().rx_wrong_source, 1, "the peer has moved");
+}
+
+#[test]
+fn the_address_decides_the_guid() {
+    let a = device_guid("10.0.0.1".parse().unwrap());
+    assert_ne!(a, device_guid("10.0.0.2".parse().unwrap()));
+    assert_eq!(a >> 56 & 3, 2, "locally administered, for one device");
+}
+
+fn any_ext() -> impl Strategy<Value = ExtHeaders> {
+    (any::<[u64; 4]>(), any::<[u32; 4]>(), any::<u8>()).prop_map(|(q, d, s)| ExtHeaders {
+        deth: Some(Deth::new(
+            if s & 1 == 0 { GSI_QKEY } else { d[0] },
+            Qpn::new(d[1]),
+        )),
+        reth: Some(Reth::new(q[0], d[2], d[3])),
+        atomic_eth: Some(AtomicEth::compare_swap(q[1], d[0], q[2], q[3])),
+        aeth: Some(Aeth::new(AethSyndrome::from_wire(s), Msn::new(d[1]))),
+        atomic_ack: Some(crate::wire::AtomicAckEth::new(q[3])),
+        imm: Some(ImmDt::new(d[2])),
+        ieth: Some(Ieth::new(d[3])),
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// Genuine packets of every kind with arbitrary contents, near and far from what is expected: the
+    /// device neither panics nor says more than a few packets for each.
+    #[test]
+    fn hostile_packets_are_survived(
+        packets in proptest::collection::vec(
+            (0usize..crate::wire::opcode::OPCODES.len(), 0u32..12, any_ext(), 0usize..1100, any::<[u8; 4]>()),
+            1..60,
+        ),
+        gsi in any::<u64>(),
+    ) {
+        let mut nic = nic();
+        let qp = connected(&mut nic);
+        let listener = nic.create_id(PortSpace::Tcp).unwrap();
+        nic.bind_addr(listener, "10.0.0.1:700".parse().unwrap()).unwrap();
+        nic.listen(listener, 4).unwrap();
+        let memory = Memory::new(8192).unwrap();
+        let pd = nic.qps.get(qp).unwrap().pd;
+        let access = Access::LOCAL_WRITE | Access::REMOTE;
+        let mr = nic.reg_mr(pd, &memory.slice(0..4096).unwrap(), access).unwrap();
+        let sge = |len| [crate::verbs::Sge { addr: mr.addr, length: len, lkey: mr.lkey }];
+        let mut batch = TxBatch::new(64);
+        for (n, (row, psn, mut ext, len, knobs)) in packets.into_iter().enumerate() {
+            let op: &OpcodeInfo = &crate::wire::opcode::OPCODES[row];
+            if knobs[0] & 1 == 0 {
+                // Half of them know the key.
+                let near = mr.addr + u64::from(knobs[1]);
+                ext.reth = Some(Reth::new(near, mr.rkey.0, u32::from(knobs[2]) * 16));
+                ext.atomic_eth = Some(AtomicEth::fetch_add(near & !7, mr.rkey.0, 1));
+            }
+            let dest = if gsi >> (n % 64) & 1 == 1 && op.service == crate::wire::Service::Ud {
+                Qpn::GSI
+            } else {
+                Qpn::new(nic.qp_num(qp).unwrap())
+            };
+            let base = if op.is_response() { 198 } else { 98 };
+            let bth = Bth::new(op.opcode, dest, Psn::new(base + psn)).with_ack_request(knobs[3] & 1 == 0);
+            let len = match op.payload {
+                PayloadRule::Empty => 0,
+                _ if dest == Qpn::GSI => 256,
+                PayloadRule::ExactlyMtu if knobs[3] & 2 == 0 => 1024,
+                _ => len,
+            };
+            let mut payload = vec![knobs[1]; len];
+            if dest == Qpn::GSI {
+                payload[..4].copy_from_slice(&[1, 7, 2, 3]);
+                payload[16..18].copy_from_slice(&[0, 0x10 + knobs[2] % 10]);
+            }
+            let bytes = sealed(&nic, peer(), &bth, &ext, &payload);
+            let sges = sge(100);
+            // A queue that is full, or in error, takes none; that is as good.
+            let _ = nic.post_recv(qp, &[RecvWr { wr_id: WrId(0), sges: &sges }]);
+            let _ = nic.post_send(qp, &[SendWr::new(0, SendOp::Send, &sges)]);
+            receive(&mut nic, peer(), &bytes);
+            let now = nic.now() + Duration::from_millis(u64::from(knobs[2]));
+            nic.handle_timeouts(now);
+            batch.clear();
+            nic.poll_transmit(now, &mut batch, 1 << 20);
+            prop_assert!(batch.packets() < 1000);
+            let mut out = Vec::new();
+            let cq = nic.qps.get(qp).unwrap().recv_cq;
+            nic.poll_cq(cq, 64, &mut out).unwrap();
+        }
+        // What lies behind the region is as it was.
+        prop_assert!(memory.slice(4096..8192).unwrap().to_vec().iter().all(|&b| b == 0));
+    }
+
+    #[test]
+    fn arbitrary_bytes_change_nothing(bytes in proptest::collection::vec(any::<u8>(), 0..300), segment in 0usize..400) {
+        let mut nic = nic();
+        let qp = connected(&mut nic);
+        let now = nic.now();
+        nic.handle_datagram(now, peer(), segment, &bytes);
+        prop_assert_eq!(nic.qp_counters(qp).unwrap().rc.rx_packets, 0);
+        prop_assert_eq!(nic.query_qp(qp).unwrap().state, Some(QpState::Rts));
+    }
+}

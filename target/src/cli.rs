@@ -187,7 +187,7 @@ fn load(path: &Path) -> Result<Config, Failure> {
 fn report(error: &ConfigError, text: String) -> String {
     let offset = error.offset_in(&text);
     let mut diagnostic =
-        MietteDiagnostic::new(error.to_string()).with_label(LabeledSpan::at_offset(offset, "here"));
+        MietteDiagnostic::new(&error.message).with_label(LabeledSpan::at_offset(offset, "here"));
     if let Some(hint) = &error.hint {
         diagnostic = diagnostic.with_help(hint.clone());
     }

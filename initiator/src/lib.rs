@@ -6,6 +6,7 @@
 //! - [`rping`]: the first thing to run on a new network.
 //! - [`srp`]: SRP's protocol logic, with no I/O in it.
 
+pub mod bench;
 pub mod block;
 pub mod engine;
 pub mod fuse;

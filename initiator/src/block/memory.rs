@@ -29,6 +29,7 @@ pub struct MemoryDevice {
     memory: Memory,
     allocated: Mutex<Vec<bool>>,
     bad: Mutex<Vec<Range<u64>>>,
+    rotten: Mutex<Vec<u64>>,
     pool: Arc<Pool>,
     flushes: AtomicU64,
     buffer_budget: u64,
@@ -110,6 +111,7 @@ impl MemoryDevice {
             memory: Memory::new(len)?,
             allocated: Mutex::new(vec![false; capacity.div_ceil(GRANULE) as usize]),
             bad: Mutex::default(),
+            rotten: Mutex::default(),
             pool: Arc::default(),
             flushes: AtomicU64::new(0),
             buffer_budget: BUFFER_BUDGET,
@@ -166,6 +168,14 @@ impl MemoryDevice {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .push(range);
+    }
+
+    /// From now on every read of that byte finds it inverted.
+    pub fn rot(&self, offset: u64) {
+        self.rotten
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(offset);
     }
 
     /// How many flushes there were.
@@ -283,6 +293,14 @@ impl BlockDevice for MemoryDevice {
             to.offset(),
             to.len(),
         );
+        let rotten = self.rotten.lock().unwrap_or_else(PoisonError::into_inner);
+        for at in rotten.iter().filter(|at| range.contains(at)) {
+            let mut byte = [0];
+            let at = (at - offset) as usize;
+            to.read(at, &mut byte);
+            to.write(at, &[!byte[0]]);
+        }
+        drop(rotten);
         Ok(buffer)
     }
 

@@ -78,6 +78,8 @@ fn histogram() -> Histogram<u64> {
 struct Job {
     blocks: Range<u64>,
     next: AtomicU64,
+    /// Operations it may still begin.
+    left: AtomicU64,
     latencies: Mutex<Latencies>,
 }
 
@@ -88,7 +90,6 @@ struct Shared<D> {
     jobs: Vec<Job>,
     measured_from: Instant,
     ends: Option<Instant>,
-    bytes_left: AtomicU64,
     ios: AtomicU64,
     /// One bit for each block of the region that is written; empty without verification.
     written: Vec<AtomicU64>,
@@ -104,10 +105,11 @@ impl<D: BlockDevice> Shared<D> {
         let blocks = (config.region.end - config.region.start) / size;
         let jobs = u64::from(config.jobs);
         let measured_from = Instant::now() + config.warm_up;
-        let (ends, bytes) = match config.until {
-            Until::Time(time) => (Some(measured_from + time), u64::MAX),
-            Until::Bytes(bytes) => (None, bytes),
+        let (ends, operations) = match config.until {
+            Until::Time(time) => (Some(measured_from + time), None),
+            Until::Bytes(bytes) => (None, Some(bytes / size)),
         };
+        let share = |of: u64, i: u64| of * (i + 1) / jobs - of * i / jobs;
         let words = if config.verify {
             blocks.div_ceil(64)
         } else {
@@ -122,6 +124,7 @@ impl<D: BlockDevice> Shared<D> {
                         Pattern::Sequential => blocks * i / jobs..blocks * (i + 1) / jobs,
                     },
                     next: AtomicU64::new(0),
+                    left: AtomicU64::new(operations.map_or(u64::MAX, |n| share(n, i))),
                     latencies: Mutex::new(Latencies {
                         read: histogram(),
                         write: histogram(),
@@ -130,7 +133,6 @@ impl<D: BlockDevice> Shared<D> {
                 .collect(),
             measured_from,
             ends,
-            bytes_left: AtomicU64::new(bytes),
             ios: AtomicU64::new(0),
             written: (0..words).map(|_| AtomicU64::new(0)).collect(),
             compared: AtomicU64::new(0),
@@ -168,10 +170,9 @@ impl<D: BlockDevice> Shared<D> {
             return None;
         }
         if self.ends.is_none() && now >= self.measured_from {
-            let size = u64::from(self.config.block_size);
-            self.bytes_left
+            job.left
                 .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| {
-                    left.checked_sub(size)
+                    left.checked_sub(1)
                 })
                 .ok()?;
         }
@@ -306,7 +307,8 @@ impl<D: BlockDevice> Shared<D> {
                     (passed.as_secs_f64() / time.as_secs_f64().max(1e-9)).min(1.0)
                 }
                 Until::Bytes(bytes) => {
-                    let left = self.bytes_left.load(Ordering::Relaxed);
+                    let left = self.jobs.iter().map(|j| j.left.load(Ordering::Relaxed));
+                    let left = left.sum::<u64>() * u64::from(self.config.block_size);
                     1.0 - left as f64 / bytes.max(1) as f64
                 }
             },

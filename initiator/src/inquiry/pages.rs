@@ -298,7 +298,7 @@ fn designators(mut data: &[u8]) -> Vec<Value> {
         };
         fields.push("type", Value::Text(kind.into()));
         let value = match (header[1] & 15, header[0] & 15, body) {
-            (4 | 5 | 6, _, [_, _, high, low]) => {
+            (4..=6, _, [_, _, high, low]) => {
                 Value::Number(u16::from_be_bytes([*high, *low]).into())
             }
             (_, 2 | 3, _) => Value::Text(text(body)),

@@ -18,4 +18,4 @@
 mod disk;
 mod mount;
 
-pub use mount::{Caching, FuseMount, FuseOptions, UnmountError};
+pub use mount::{Caching, FuseMount, FuseOptions, UnmountError, unmount};

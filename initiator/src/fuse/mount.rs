@@ -197,8 +197,12 @@ impl Drop for FuseMount {
     }
 }
 
-/// Unmounts as root does, or through `fusermount3` as everybody may.
-fn unmount(path: &Path, lazy: bool) -> Result<(), UnmountError> {
+/// Unmounts a FUSE mount as root does, or through `fusermount3` as everybody may; with `lazy` even
+/// if somebody has it open.
+///
+/// # Errors
+/// It is in use, or it cannot be unmounted.
+pub fn unmount(path: &Path, lazy: bool) -> Result<(), UnmountError> {
     let flags = if lazy {
         UnmountFlags::DETACH
     } else {

@@ -1,0 +1,417 @@
+//! Verbs and options.
+
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{ArgGroup, Parser, Subcommand, ValueEnum};
+use clap_complete::Shell;
+
+use super::disk::Address;
+use super::units;
+
+const EXIT_STATUS: &str = "\
+Exit status:
+  0  success
+  1  an I/O or protocol failure
+  2  wrong usage
+  3  the target could not be reached or refused the login
+  4  timed out
+  5  no such attachment, logical unit or path
+  6  busy, or in use already
+
+Addresses:
+  srp://HOST[:PORT]/LUN[?KEY=VALUE[&...]]  a logical unit of an SRP target
+  mem:SIZE[,BLOCK]                         a disk in the memory of this process, to try exports with
+
+Sizes and offsets are bytes, or have a suffix K, M, G or T (powers of 1024). Durations are seconds,
+or have a suffix ms, s, m or h.";
+
+/// Finds, attaches, mounts and benchmarks remote SCSI logical units, in user space.
+#[derive(Debug, Parser)]
+#[command(name = "riser", version, max_term_width = 100, after_help = EXIT_STATUS)]
+#[command(subcommand_required = true, arg_required_else_help = true)]
+pub struct Args {
+    /// Options of every verb.
+    #[command(flatten)]
+    pub global: Global,
+    /// What to do.
+    #[command(subcommand)]
+    pub verb: Verb,
+}
+
+/// How results are printed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    /// For people
+    Human,
+    /// One JSON document
+    Json,
+}
+
+/// Options of every verb.
+#[derive(Clone, Debug, clap::Args)]
+#[command(next_help_heading = "Global options")]
+pub struct Global {
+    /// How results are printed
+    #[arg(short, long, global = true, value_enum, default_value = "human")]
+    pub output: Format,
+    /// How long to wait: for a login, for one command, for an export to be usable or gone
+    #[arg(long, global = true, value_name = "DURATION", default_value = "30s", value_parser = units::duration)]
+    pub timeout: Duration,
+    /// Log more: once for information, twice for debugging, three times for everything
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    pub verbose: u8,
+    /// Log errors only, and show no progress
+    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    pub quiet: bool,
+    /// Log filter, for example "info,riser_transport=debug"; goes before -v and -q
+    #[arg(long, global = true, value_name = "FILTER", env = "RISER_LOG")]
+    pub log: Option<String>,
+}
+
+/// How a target is reached.
+#[derive(Clone, Debug, Default, clap::Args)]
+#[command(next_help_heading = "Connection options")]
+pub struct Link {
+    /// Local address of the software NIC [default: for a target on loopback a free loopback
+    /// address, otherwise the address that the route to the target has]
+    #[arg(long, value_name = "IP")]
+    pub addr: Option<IpAddr>,
+    /// Channels of the session, for targets that allow several
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=64))]
+    pub channels: Option<u8>,
+    /// Make the software NIC's wire bad, for tests: a comma-separated list of loss, duplication,
+    /// corruption and reorder, each in percent of the packets sent, and seed
+    #[arg(long, value_name = "FAULTS", env = "RISER_INJECT", value_parser = Inject::parse)]
+    pub inject: Option<Inject>,
+}
+
+/// Faults of the software NIC's wire. Rates are percent of the packets sent.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Inject {
+    /// Packets lost.
+    pub loss: f64,
+    /// Packets sent twice.
+    pub duplication: f64,
+    /// Packets with flipped bits.
+    pub corruption: f64,
+    /// Packets overtaken by later ones.
+    pub reorder: f64,
+    /// Where the random numbers start.
+    pub seed: u64,
+}
+
+impl Inject {
+    /// Reads `loss=2,reorder=5,seed=7`.
+    ///
+    /// # Errors
+    /// A line that names the part that is wrong.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let mut inject = Self {
+            seed: 1,
+            ..Self::default()
+        };
+        for part in text.split(',').map(str::trim).filter(|p| !p.is_empty()) {
+            let (key, value) = part
+                .split_once('=')
+                .ok_or_else(|| format!("`{part}` is not KEY=VALUE"))?;
+            let percent = || match value.trim_end_matches('%').parse::<f64>() {
+                Ok(percent) if (0.0..=100.0).contains(&percent) => Ok(percent),
+                _ => Err(format!("`{value}` is not a percentage from 0 to 100")),
+            };
+            match key {
+                "loss" => inject.loss = percent()?,
+                "dup" | "duplication" => inject.duplication = percent()?,
+                "corrupt" | "corruption" => inject.corruption = percent()?,
+                "reorder" => inject.reorder = percent()?,
+                "seed" => {
+                    inject.seed = value
+                        .parse()
+                        .map_err(|_| format!("`{value}` is not a number"))?;
+                }
+                _ => {
+                    return Err(format!(
+                        "`{key}` is none of loss, duplication, corruption, reorder, seed"
+                    ));
+                }
+            }
+        }
+        Ok(inject)
+    }
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub enum Verb {
+    /// List the logical units of a target
+    Discover(DiscoverArgs),
+    /// List the attachments of this host
+    List,
+    /// Make a logical unit a file (FUSE) or a network block device (NBD) of this host
+    Attach(AttachArgs),
+    /// Undo an attachment
+    Detach(DetachArgs),
+    /// Mount the file system on a logical unit, through FUSE and a loop device; needs root
+    Mount(MountArgs),
+    /// Tell everything that a logical unit says about itself
+    Inquiry(TargetArgs),
+    /// Copy a range of a logical unit to a file or to standard output
+    Read(ReadArgs),
+    /// Copy a file or standard input to a range of a logical unit
+    Write(WriteArgs),
+    /// Measure a logical unit
+    Bench(BenchArgs),
+    /// Print the completion script of a shell
+    Completions {
+        /// The shell
+        shell: Shell,
+    },
+    /// Print the manual page, or write all of them
+    Man {
+        /// Write a page for each verb into this directory
+        #[arg(long, value_name = "DIR")]
+        dir: Option<PathBuf>,
+    },
+}
+
+/// A logical unit and nothing else.
+#[derive(Clone, Debug, clap::Args)]
+pub struct TargetArgs {
+    /// Address of the logical unit
+    #[arg(value_name = "URL")]
+    pub url: Address,
+    /// How it is reached.
+    #[command(flatten)]
+    pub link: Link,
+}
+
+/// `riser discover`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct DiscoverArgs {
+    /// Address of the target; a logical unit in it does not matter
+    #[arg(value_name = "URL")]
+    pub url: Address,
+    /// How it is reached.
+    #[command(flatten)]
+    pub link: Link,
+}
+
+/// `riser attach`.
+#[derive(Clone, Debug, clap::Args)]
+#[command(group = ArgGroup::new("export").required(true).args(["fuse", "nbd"]))]
+pub struct AttachArgs {
+    /// Address of the logical unit
+    #[arg(value_name = "URL")]
+    pub url: Address,
+    /// As a file: PATH/lun0 if PATH is a directory, PATH itself if it is a file
+    #[arg(long, value_name = "PATH")]
+    pub fuse: Option<PathBuf>,
+    /// As an NBD export on a Unix socket
+    #[arg(long, value_name = "SOCKET")]
+    pub nbd: Option<PathBuf>,
+    /// Options of what serves an attachment.
+    #[command(flatten)]
+    pub serve: ServeArgs,
+    /// Let the kernel cache the file, with readahead; do not use it where other hosts write
+    #[arg(long, requires = "fuse")]
+    pub cache: bool,
+    /// Let other users use the file
+    #[arg(long, requires = "fuse")]
+    pub allow_other: bool,
+    /// Refuse writes
+    #[arg(long)]
+    pub read_only: bool,
+    /// How it is reached.
+    #[command(flatten)]
+    pub link: Link,
+}
+
+/// Options of what serves an attachment.
+#[derive(Clone, Debug, clap::Args)]
+pub struct ServeArgs {
+    /// Stay in the foreground, until a signal or an unmount ends it
+    #[arg(long)]
+    pub foreground: bool,
+    /// Where the background process logs [default: beside the list of attachments]
+    #[arg(long, value_name = "FILE")]
+    pub log_file: Option<PathBuf>,
+    /// Report to the process that started this one on standard output; standard error is this file.
+    #[arg(long, hide = true, requires = "foreground", value_name = "LOG")]
+    pub supervised: Option<PathBuf>,
+}
+
+/// `riser mount`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct MountArgs {
+    /// Address of the logical unit
+    #[arg(value_name = "URL")]
+    pub url: Address,
+    /// Where to mount it
+    #[arg(value_name = "DIR")]
+    pub dir: PathBuf,
+    /// Type of the file system [default: what mount(8) finds]
+    #[arg(short = 't', long = "type", value_name = "TYPE")]
+    pub fs_type: Option<String>,
+    /// Options for mount(8)
+    #[arg(long, value_name = "OPTIONS")]
+    pub options: Option<String>,
+    /// Mount it read-only, and refuse writes below as well
+    #[arg(long)]
+    pub read_only: bool,
+    /// Options of what serves an attachment.
+    #[command(flatten)]
+    pub serve: ServeArgs,
+    /// How it is reached.
+    #[command(flatten)]
+    pub link: Link,
+}
+
+/// `riser detach`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct DetachArgs {
+    /// Id, directory, file or socket of the attachment
+    #[arg(value_name = "ID|PATH")]
+    pub what: String,
+    /// Detach it even if it is in use; whoever uses it gets errors
+    #[arg(long)]
+    pub force: bool,
+}
+
+/// `riser read`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct ReadArgs {
+    /// Address of the logical unit
+    #[arg(value_name = "URL")]
+    pub url: Address,
+    /// Where to; "-" is standard output
+    #[arg(value_name = "FILE", default_value = "-")]
+    pub file: PathBuf,
+    /// First byte
+    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = units::size)]
+    pub offset: u64,
+    /// How many bytes [default: to the end]
+    #[arg(long, value_name = "SIZE", value_parser = units::size)]
+    pub length: Option<u64>,
+    /// How it is reached.
+    #[command(flatten)]
+    pub link: Link,
+}
+
+/// `riser write`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct WriteArgs {
+    /// Address of the logical unit
+    #[arg(value_name = "URL")]
+    pub url: Address,
+    /// Where from; "-" is standard input
+    #[arg(value_name = "FILE", default_value = "-")]
+    pub file: PathBuf,
+    /// First byte
+    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = units::size)]
+    pub offset: u64,
+    /// How many bytes [default: to the end of the file]
+    #[arg(long, value_name = "SIZE", value_parser = units::size)]
+    pub length: Option<u64>,
+    /// Do not flush the target's cache at the end
+    #[arg(long)]
+    pub no_flush: bool,
+    /// How it is reached.
+    #[command(flatten)]
+    pub link: Link,
+}
+
+/// Order and direction of a benchmark.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Rw {
+    /// Sequential reads
+    Read,
+    /// Sequential writes
+    Write,
+    /// Sequential reads and writes
+    Rw,
+    /// Random reads
+    Randread,
+    /// Random writes
+    Randwrite,
+    /// Random reads and writes
+    Randrw,
+}
+
+/// `riser bench`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct BenchArgs {
+    /// Address of the logical unit
+    #[arg(value_name = "URL")]
+    pub url: Address,
+    /// Order and direction, with fio's names; all but the reads overwrite the logical unit
+    #[arg(long, value_enum, default_value = "randread")]
+    pub rw: Rw,
+    /// Reads of a hundred operations, where there are both
+    #[arg(long, value_name = "PERCENT", default_value = "50", value_parser = clap::value_parser!(u8).range(0..=100))]
+    pub mix: u8,
+    /// Bytes of one operation
+    #[arg(long, visible_alias = "block-size", value_name = "SIZE", default_value = "4K", value_parser = units::size)]
+    pub bs: u64,
+    /// Operations of one job in flight
+    #[arg(long, visible_alias = "iodepth", value_name = "N", default_value = "32")]
+    pub depth: u32,
+    /// Jobs, each with its own offsets
+    #[arg(long, value_name = "N", default_value = "1")]
+    pub jobs: u32,
+    /// How long to measure [default: 10s]
+    #[arg(long, value_name = "DURATION", value_parser = units::duration, conflicts_with = "total")]
+    pub runtime: Option<Duration>,
+    /// How many bytes to move instead
+    #[arg(long, value_name = "SIZE", value_parser = units::size)]
+    pub total: Option<u64>,
+    /// How long to run before measuring
+    #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = units::duration)]
+    pub warm_up: Duration,
+    /// First byte of the region
+    #[arg(long, value_name = "SIZE", default_value = "0", value_parser = units::size)]
+    pub offset: u64,
+    /// Length of the region [default: to the end]
+    #[arg(long, value_name = "SIZE", value_parser = units::size)]
+    pub size: Option<u64>,
+    /// Read back and compare what is written
+    #[arg(long)]
+    pub verify: bool,
+    /// Wait with every write for stable storage
+    #[arg(long)]
+    pub fua: bool,
+    /// Where the random numbers start
+    #[arg(long, value_name = "N", default_value = "1")]
+    pub seed: u64,
+    /// How it is reached.
+    #[command(flatten)]
+    pub link: Link,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn faults_are_read_by_name() {
+        let got = Inject::parse("loss=2,reorder=1.5%,dup=0,seed=9").unwrap();
+        assert_eq!(
+            got,
+            Inject {
+                loss: 2.0,
+                reorder: 1.5,
+                seed: 9,
+                ..Inject::default()
+            }
+        );
+        assert!(Inject::parse("loss").unwrap_err().contains("KEY=VALUE"));
+        assert!(Inject::parse("loss=101").unwrap_err().contains("101"));
+        assert!(Inject::parse("delay=1").unwrap_err().contains("delay"));
+    }
+}

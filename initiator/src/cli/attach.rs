@@ -1,0 +1,122 @@
+//! `riser attach`: a logical unit as a file or as a network block device.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use super::args::{AttachArgs, Global};
+use super::disk::Disk;
+use super::exit::{CliError, Exit};
+use super::serve::{self, Event, Ready};
+use super::state::Export;
+use crate::block::{ByteDevice, task};
+use crate::fuse::{Caching, FuseMount, FuseOptions};
+use crate::nbd::Server;
+
+/// How long those who have a detached file open may go on.
+const GRACE: Duration = Duration::from_secs(5);
+
+pub(super) fn run(args: &AttachArgs, global: &Global) -> Result<(), CliError> {
+    serve::run(&args.serve, global, |events, sender, ready| {
+        let access = serve::access(global, args.read_only);
+        let disk = Arc::new(Disk::open(&args.url, &args.link, access)?);
+        let device = Arc::new(ByteDevice::new(disk.clone()));
+        let result = match (&args.fuse, &args.nbd) {
+            (Some(path), _) => serve_fuse(args, path, &device, events, sender, ready),
+            (None, Some(socket)) => serve_nbd(args, socket, &device, events, ready),
+            (None, None) => Err(CliError::new(Exit::Usage, "neither --fuse nor --nbd is given")),
+        };
+        disk.close();
+        result
+    })
+}
+
+fn serve_fuse(
+    args: &AttachArgs,
+    path: &Path,
+    device: &Arc<ByteDevice<Disk>>,
+    events: &mpsc::Receiver<Event>,
+    sender: &mpsc::Sender<Event>,
+    ready: &mut Ready<'_>,
+) -> Result<(), CliError> {
+    let options = FuseOptions {
+        path: serve::absolute(path)?,
+        name: format!("lun{}", args.url.lun()),
+        source: args.url.to_string(),
+        caching: if args.cache {
+            Caching::Kernel
+        } else {
+            Caching::Direct
+        },
+        allow_other: args.allow_other,
+    };
+    let mount = mount(device, options, sender.clone())?;
+    let export = Export::Fuse {
+        path: mount.path().to_owned(),
+        file: mount.file().to_owned(),
+    };
+    let _registration = ready.tell(&args.url, device.device(), export)?;
+    // The sender outlives this function, so there is an event.
+    if events.recv() == Ok(Event::Signal) {
+        mount.detach()?;
+    }
+    finish(mount, device)
+}
+
+/// Mounts, and says what may help where it fails.
+pub(super) fn mount(
+    device: &Arc<ByteDevice<Disk>>,
+    options: FuseOptions,
+    sender: mpsc::Sender<Event>,
+) -> Result<FuseMount, CliError> {
+    let path = options.path.clone();
+    let ended = move || drop(sender.send(Event::Unmounted));
+    FuseMount::new(device.clone(), options, ended).map_err(|e| {
+        CliError::io(format!("cannot mount FUSE on {}", path.display()), e).help(
+            "the path must exist and be yours, /dev/fuse must be there, and fusermount3 unless you are root",
+        )
+    })
+}
+
+/// Waits until nobody has the file open, but not for ever, and flushes.
+pub(super) fn finish(mount: FuseMount, device: &ByteDevice<Disk>) -> Result<(), CliError> {
+    let patience = Instant::now() + GRACE;
+    while !mount.is_ended() && Instant::now() < patience {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    if mount.is_ended() {
+        let what = format!("the FUSE mount on {} ended badly", mount.path().display());
+        return mount.wait().map_err(|e| CliError::io(what, e));
+    }
+    tracing::warn!("the file is still open somewhere; whoever has it open gets errors from now on");
+    task::block_on(device.flush()).map_err(|e| CliError::block("cannot flush the disk", e))
+}
+
+fn serve_nbd(
+    args: &AttachArgs,
+    socket: &Path,
+    device: &Arc<ByteDevice<Disk>>,
+    events: &mpsc::Receiver<Event>,
+    ready: &mut Ready<'_>,
+) -> Result<(), CliError> {
+    let socket = serve::absolute(socket)?;
+    let name = format!("lun{}", args.url.lun());
+    let disk = device.device();
+    let failed = |e| {
+        CliError::io(format!("cannot serve NBD on {}", socket.display()), e)
+            .help("the directory must exist, and the path must be free or a socket that nobody listens on")
+    };
+    let server = Server::bind(&socket, device.clone(), &name, &disk.description())
+        .and_then(Server::start)
+        .map_err(failed)?;
+    let export = Export::Nbd {
+        uri: format!("nbd+unix:///{name}?socket={}", socket.display()),
+        socket: socket.clone(),
+    };
+    let _registration = ready.tell(&args.url, disk, export)?;
+    // Only a signal ends it.
+    let _ = events.recv();
+    let what = format!("the NBD server on {} ended badly", socket.display());
+    server.stop().map_err(|e| CliError::io(what, e))
+}

@@ -1,0 +1,257 @@
+//! `riser read` and `riser write`: ranges of a disk to and from files and standard streams.
+//!
+//! Up to [`IN_FLIGHT`] pieces of at most [`PIECE`] bytes are in flight; the stream sees them in
+//! order.
+
+use std::collections::VecDeque;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::time::Instant;
+
+use serde::Serialize;
+
+use super::args::{Global, ReadArgs, WriteArgs};
+use super::disk::{Disk, open};
+use super::exit::{CliError, Exit};
+use super::{output, units};
+use crate::block::{BlockDevice, BlockError, Buffer, ByteDevice, Span, task};
+
+/// Pieces in flight.
+const IN_FLIGHT: usize = 16;
+/// Most bytes of a piece.
+const PIECE: u64 = 1 << 20;
+
+#[derive(Serialize)]
+struct Copied {
+    url: String,
+    offset: u64,
+    bytes: u64,
+    seconds: f64,
+    bytes_per_second: f64,
+}
+
+impl Copied {
+    fn new(url: String, offset: u64, bytes: u64, began: Instant) -> Self {
+        let seconds = began.elapsed().as_secs_f64();
+        Self {
+            url,
+            offset,
+            bytes,
+            seconds,
+            bytes_per_second: bytes as f64 / seconds.max(1e-9),
+        }
+    }
+
+    fn line(&self) -> String {
+        format!(
+            "{} in {:.3} s, {}/s",
+            units::show_size(self.bytes),
+            self.seconds,
+            units::show_size(self.bytes_per_second as u64)
+        )
+    }
+}
+
+fn is_standard(path: &Path) -> bool {
+    path == Path::new("-")
+}
+
+/// The range that was asked for, checked against the disk.
+fn range(disk: &Disk, offset: u64, length: Option<u64>) -> Result<u64, CliError> {
+    let capacity = disk.geometry().capacity;
+    let left = capacity.checked_sub(offset);
+    match (left, length) {
+        (Some(left), None) => Ok(left),
+        (Some(left), Some(length)) if length <= left => Ok(length),
+        _ => Err(CliError::new(
+            Exit::Usage,
+            format!(
+                "byte {offset} and {} from there on are not within the disk, which has {capacity} bytes",
+                length.unwrap_or(0)
+            ),
+        )),
+    }
+}
+
+type Finished<T> = mpsc::Receiver<Result<T, BlockError>>;
+
+/// Waits for a piece. Its request always ends, by an answer or its own time limit.
+fn wait<T>(piece: &Finished<T>, what: impl Fn() -> String) -> Result<T, CliError> {
+    match piece.recv() {
+        Ok(result) => result.map_err(|e| CliError::block(what(), e)),
+        Err(mpsc::RecvError) => Err(CliError::new(Exit::Failure, what())),
+    }
+}
+
+/// `riser read`.
+pub(super) fn read(args: &ReadArgs, global: &Global) -> Result<(), CliError> {
+    let disk = open(&args.url, &args.link, global.timeout, true)?;
+    let total = range(&disk, args.offset, args.length)?;
+    let mut sink: Box<dyn Write> = if is_standard(&args.file) {
+        Box::new(io::stdout().lock())
+    } else {
+        Box::new(File::create(&args.file).map_err(|e| {
+            CliError::io(format!("cannot create {}", args.file.display()), e)
+        })?)
+    };
+    let bar = output::progress(Some(total), global);
+    let began = Instant::now();
+    let device = Arc::new(ByteDevice::new(disk.clone()));
+    let end = args.offset + total;
+    let mut pieces: VecDeque<(u64, Finished<(Buffer, Span)>)> = VecDeque::new();
+    let mut at = args.offset;
+    let mut scratch = Vec::new();
+    while at < end || !pieces.is_empty() {
+        while at < end && pieces.len() < IN_FLIGHT {
+            let span = device.first_piece(at, (end - at).min(PIECE));
+            pieces.push_back((at, start_read(&device, span)));
+            at += span.len as u64;
+        }
+        let Some((at, piece)) = pieces.pop_front() else {
+            break;
+        };
+        let (buffer, span) = wait(&piece, || format!("reading {} at byte {at} failed", args.url))?;
+        scratch.resize(span.len, 0);
+        buffer.slice().read(span.head, &mut scratch);
+        drop(buffer);
+        match sink.write_all(&scratch) {
+            // Whoever read it has read enough.
+            Err(e) if e.kind() == io::ErrorKind::BrokenPipe => return Ok(()),
+            Err(e) => {
+                let what = format!("cannot write to {}", args.file.display());
+                return Err(CliError::io(what, e));
+            }
+            Ok(()) => bar.inc(span.len as u64),
+        }
+    }
+    sink.flush()
+        .map_err(|e| CliError::io(format!("cannot write to {}", args.file.display()), e))?;
+    bar.finish_and_clear();
+    disk.close();
+    // Standard output has the data, and nothing else.
+    if is_standard(&args.file) {
+        return Ok(());
+    }
+    let copied = Copied::new(args.url.to_string(), args.offset, total, began);
+    output::result(&copied, global, |out| writeln!(out, "read {}", copied.line()))
+}
+
+fn start_read(device: &Arc<ByteDevice<Disk>>, span: Span) -> Finished<(Buffer, Span)> {
+    let (done, finished) = mpsc::sync_channel(1);
+    let device = device.clone();
+    task::spawn(async move {
+        let buffer = device.device().buffer(span.covering).await;
+        let result = device.read(span, buffer).await;
+        // Nobody waits any more when another piece has failed.
+        let _ = done.send(result.map(|buffer| (buffer, span)));
+    });
+    finished
+}
+
+/// `riser write`.
+pub(super) fn write(args: &WriteArgs, global: &Global) -> Result<(), CliError> {
+    let disk = open(&args.url, &args.link, global.timeout, false)?;
+    if disk.geometry().read_only {
+        return Err(CliError::new(
+            Exit::Failure,
+            format!("{} is write-protected", args.url),
+        ));
+    }
+    let most = range(&disk, args.offset, args.length)?;
+    let source = |e| CliError::io(format!("cannot read {}", args.file.display()), e);
+    let (mut stream, known): (Box<dyn Read>, _) = if is_standard(&args.file) {
+        (Box::new(io::stdin().lock()), args.length)
+    } else {
+        let file = OpenOptions::new()
+            .read(true)
+            .open(&args.file)
+            .map_err(source)?;
+        let meta = file.metadata().map_err(source)?;
+        let known = meta.is_file().then(|| meta.len());
+        (Box::new(file), args.length.or(known))
+    };
+    if known.is_some_and(|len| len > most) {
+        return Err(CliError::new(
+            Exit::Usage,
+            format!(
+                "{} has {} bytes, and the disk {most} from byte {} on",
+                args.file.display(),
+                known.unwrap_or(0),
+                args.offset
+            ),
+        ));
+    }
+    let bar = output::progress(known, global);
+    let began = Instant::now();
+    let device = Arc::new(ByteDevice::new(disk.clone()));
+    let failed = |at: u64| format!("writing {} at byte {at} failed", args.url);
+    let mut pieces: VecDeque<(u64, u64, Finished<()>)> = VecDeque::new();
+    let mut at = args.offset;
+    let end = args.offset + args.length.unwrap_or(most);
+    let mut scratch = vec![0; PIECE as usize];
+    loop {
+        let span = device.first_piece(at, (end - at).min(PIECE));
+        let got = fill(&mut stream, &mut scratch[..span.len]).map_err(source)?;
+        if got == 0 {
+            break;
+        }
+        if pieces.len() == IN_FLIGHT
+            && let Some((at, len, piece)) = pieces.pop_front()
+        {
+            wait(&piece, || failed(at))?;
+            bar.inc(len);
+        }
+        let span = device.span(at, got);
+        pieces.push_back((at, got as u64, start_write(&device, span, &scratch[..got])));
+        at += got as u64;
+    }
+    for (at, len, piece) in pieces {
+        wait(&piece, || failed(at))?;
+        bar.inc(len);
+    }
+    let written = at - args.offset;
+    if args.length.is_some_and(|length| written < length) {
+        let what = format!("{} ended after {written} bytes", args.file.display());
+        return Err(CliError::new(Exit::Failure, what));
+    }
+    if args.length.is_none() && at == end && fill(&mut stream, &mut [0]).map_err(source)? > 0 {
+        let what = format!("the disk ended before {} did", args.file.display());
+        return Err(CliError::new(Exit::Failure, what));
+    }
+    if !args.no_flush {
+        task::block_on(device.flush())
+            .map_err(|e| CliError::block(format!("flushing {} failed", args.url), e))?;
+    }
+    bar.finish_and_clear();
+    disk.close();
+    let copied = Copied::new(args.url.to_string(), args.offset, written, began);
+    output::result(&copied, global, |out| writeln!(out, "wrote {}", copied.line()))
+}
+
+fn start_write(device: &Arc<ByteDevice<Disk>>, span: Span, data: &[u8]) -> Finished<()> {
+    let (done, finished) = mpsc::sync_channel(1);
+    let buffer = task::block_on(device.device().buffer(span.covering));
+    buffer.slice().write(span.head, data);
+    let device = device.clone();
+    task::spawn(async move {
+        let _ = done.send(device.write(span, buffer, false).await);
+    });
+    finished
+}
+
+/// Reads until the buffer is full or the stream ends.
+fn fill(stream: &mut dyn Read, buffer: &mut [u8]) -> io::Result<usize> {
+    let mut filled = 0;
+    while filled < buffer.len() {
+        match stream.read(&mut buffer[filled..]) {
+            Ok(0) => break,
+            Ok(n) => filled += n,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(filled)
+}

@@ -1,0 +1,426 @@
+//! An address as a disk: a logical unit of a target, or memory of this process.
+
+use std::fmt;
+use std::fs::File;
+use std::future::Future;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::ops::Range;
+use std::str::FromStr;
+use std::sync::Arc;
+use std::task::Waker;
+use std::time::Duration;
+
+use riser_transport::roce::fault::FaultConfig;
+use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
+
+use super::args::{Inject, Link};
+use super::exit::{CliError, Exit};
+use super::state::StateDir;
+use super::units;
+use crate::block::{
+    BlockDevice, BlockError, Buffer, Extent, Geometry, MemoryDevice, ZeroOptions, task,
+};
+use crate::engine::{Client, EngineError, Session};
+use crate::lun::{Lun, LunError};
+use crate::srp::request::RequestError;
+use crate::srp::session::{ConnectError, Down, Timing};
+use crate::srp::url::{Host, SrpUrl, UrlError};
+
+/// UDP port of RoCEv2, which a software NIC needs on its address.
+const ROCE_PORT: u16 = 4791;
+
+/// Where a disk is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Address {
+    /// In the memory of this process.
+    Memory {
+        /// Size in bytes.
+        capacity: u64,
+        /// Size of a block in bytes.
+        block_size: u32,
+    },
+    /// A logical unit of an SRP target.
+    Srp(Box<SrpUrl>),
+}
+
+impl FromStr for Address {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let Some(memory) = text.strip_prefix("mem:") else {
+            return text
+                .parse()
+                .map(|url| Self::Srp(Box::new(url)))
+                .map_err(|e: UrlError| e.to_string());
+        };
+        let (capacity, block_size) = memory.split_once(',').unwrap_or((memory, "512"));
+        let capacity = units::size(capacity)?;
+        let block_size = units::size(block_size)?;
+        if !matches!(block_size, 512 | 4096) {
+            return Err(format!("the block size {block_size} is neither 512 nor 4096"));
+        }
+        if capacity == 0 || !capacity.is_multiple_of(block_size) {
+            return Err(format!("{capacity} bytes are not a number of whole blocks"));
+        }
+        Ok(Self::Memory {
+            capacity,
+            block_size: block_size as u32,
+        })
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Memory {
+                capacity,
+                block_size,
+            } => write!(f, "mem:{capacity},{block_size}"),
+            Self::Srp(url) => url.fmt(f),
+        }
+    }
+}
+
+impl Address {
+    /// Number of the logical unit that it names; 0 if it names none.
+    #[must_use]
+    pub fn lun(&self) -> u32 {
+        match self {
+            Self::Memory { .. } => 0,
+            Self::Srp(url) => url.lun.unwrap_or(0).into(),
+        }
+    }
+
+    /// The address of a target, for verbs that talk to nothing else.
+    ///
+    /// # Errors
+    /// It is not one.
+    pub fn target(&self) -> Result<&SrpUrl, CliError> {
+        match self {
+            Self::Srp(url) => Ok(url),
+            Self::Memory { .. } => Err(CliError::new(
+                Exit::Usage,
+                format!("{self} is not the address of a target"),
+            )),
+        }
+    }
+}
+
+impl From<Inject> for RoceFaults {
+    fn from(inject: Inject) -> Self {
+        let faults = |seed| {
+            Some(FaultConfig::percent(
+                seed,
+                inject.loss,
+                inject.duplication,
+                inject.corruption,
+                inject.reorder,
+            ))
+        };
+        // Both ways, as a bad wire is; with different numbers, or both would lose the same packets.
+        Self {
+            transmit: faults(inject.seed),
+            receive: faults(inject.seed.wrapping_add(1)),
+        }
+    }
+}
+
+/// Logs in to a target.
+///
+/// # Errors
+/// No local address, no connection, or no login.
+pub fn connect(url: &SrpUrl, link: &Link, timeout: Duration) -> Result<Session, CliError> {
+    let mut url = url.clone();
+    if let Some(channels) = link.channels {
+        url.channels = Some(channels);
+    }
+    let faults = link.inject.map_or_else(RoceFaults::default, Into::into);
+    let client = start_engine(&url, link.addr.or(url.src), faults, timeout)?;
+    task::block_on(client.connect(&url)).map_err(|e| login_failed(&url, e))
+}
+
+fn login_failed(url: &SrpUrl, error: EngineError) -> CliError {
+    let exit = match &error {
+        EngineError::Login(Down::Connect(ConnectError::TimedOut)) => Exit::Timeout,
+        EngineError::Login(Down::Connect(ConnectError::Local(_))) | EngineError::Gone => {
+            Exit::Failure
+        }
+        EngineError::Device(_) => Exit::Failure,
+        EngineError::Login(_) | EngineError::NoAddress(_) => Exit::Refused,
+    };
+    CliError::new(exit, format!("cannot log in to {url}"))
+        .because(error)
+        .help("is riserd running there, and does its configuration let this initiator in?")
+}
+
+/// Starts an engine on the address that was asked for, or on a fitting one.
+fn start_engine(
+    url: &SrpUrl,
+    addr: Option<IpAddr>,
+    faults: RoceFaults,
+    timeout: Duration,
+) -> Result<Client, CliError> {
+    let start = |addr: IpAddr| {
+        let timing = Timing {
+            login: timeout,
+            ..Timing::default()
+        };
+        let mut config = RoceConfig::new(addr);
+        config.faults = faults.clone();
+        Client::builder()
+            .timing(timing)
+            .build(move || Roce::open(&config))
+            .map_err(|error| no_device(addr, error))
+    };
+    if let Some(addr) = addr {
+        return start(addr);
+    }
+    let target = resolve(url)?;
+    if !target.ip().is_loopback() {
+        return start(route_source(target)?);
+    }
+    if target.is_ipv6() {
+        return start(target.ip());
+    }
+    // Two of this user's processes could share a port; while one looks for a free address and
+    // takes it, no other may.
+    let _turn = StateDir::open().and_then(|dir| {
+        let file = File::create(dir.path().join("address.lock"))?;
+        file.lock()?;
+        Ok(file)
+    });
+    for last in 2..=254 {
+        let addr = Ipv4Addr::new(127, 0, 0, last);
+        // A plain bind finds the port taken even by a socket that would share it.
+        if IpAddr::V4(addr) != target.ip() && UdpSocket::bind((addr, ROCE_PORT)).is_ok() {
+            return start(addr.into());
+        }
+    }
+    Err(CliError::new(
+        Exit::Busy,
+        "every loopback address from 127.0.0.2 to 127.0.0.254 is in use",
+    ))
+}
+
+fn no_device(addr: IpAddr, error: EngineError) -> CliError {
+    let what = format!("cannot open a software NIC at {addr}");
+    match error {
+        EngineError::Device(e) => CliError::io(what, e).help(format!(
+            "--addr chooses another local address; UDP port {ROCE_PORT} must be free on it"
+        )),
+        other => CliError::new(Exit::Failure, what).because(other),
+    }
+}
+
+fn resolve(url: &SrpUrl) -> Result<SocketAddr, CliError> {
+    match &url.host {
+        Host::Ip(ip) => Ok(SocketAddr::new(*ip, url.port)),
+        Host::Name(name) => (name.as_str(), url.port)
+            .to_socket_addrs()
+            .and_then(|mut found| found.next().ok_or_else(|| io::ErrorKind::NotFound.into()))
+            .map_err(|e| {
+                CliError::new(Exit::Refused, format!("host {name} has no address")).because(e)
+            }),
+    }
+}
+
+/// The local address of the route to a target.
+fn route_source(target: SocketAddr) -> Result<IpAddr, CliError> {
+    let any: SocketAddr = match target {
+        SocketAddr::V4(_) => (Ipv4Addr::UNSPECIFIED, 0).into(),
+        SocketAddr::V6(_) => (std::net::Ipv6Addr::UNSPECIFIED, 0).into(),
+    };
+    // Connecting a datagram socket sends nothing; it only chooses the route.
+    UdpSocket::bind(any)
+        .and_then(|socket| {
+            socket.connect(target)?;
+            socket.local_addr()
+        })
+        .map(|local| local.ip())
+        .map_err(|e| {
+            CliError::new(Exit::Refused, format!("there is no route to {}", target.ip())).because(e)
+        })
+}
+
+/// An error of a logical unit, with its exit status.
+pub(super) fn lun_failed(what: String, error: LunError) -> CliError {
+    let exit = match &error {
+        LunError::NotADisk(_) | LunError::Number(_) => Exit::NotFound,
+        LunError::Request(RequestError::TimedOut) => Exit::Timeout,
+        _ => Exit::Failure,
+    };
+    CliError::new(exit, what).because(error)
+}
+
+enum Kind {
+    Memory(MemoryDevice),
+    Lun(Lun),
+}
+
+/// A disk, wherever it is.
+pub struct Disk {
+    kind: Kind,
+    geometry: Geometry,
+}
+
+/// How a disk is used.
+#[derive(Clone, Copy, Debug)]
+pub struct Access {
+    /// How long logging in may take.
+    pub login: Duration,
+    /// How long one operation may take, reconnections included.
+    pub operation: Duration,
+    /// Whether writes are refused here, whatever the disk says.
+    pub read_only: bool,
+}
+
+impl Disk {
+    /// Opens the disk at an address.
+    ///
+    /// # Errors
+    /// Those of [`connect`]; or there is no such disk.
+    pub fn open(address: &Address, link: &Link, access: Access) -> Result<Self, CliError> {
+        let kind = match address {
+            Address::Memory {
+                capacity,
+                block_size,
+            } => Kind::Memory(
+                MemoryDevice::new(*capacity, *block_size)
+                    .and_then(MemoryDevice::with_thread)
+                    .map_err(|e| CliError::io(format!("cannot make {address}"), e))?,
+            ),
+            Address::Srp(url) => {
+                let session = connect(url, link, access.login)?;
+                let lun = task::block_on(session.lun(address.lun()))
+                    .map_err(|e| lun_failed(format!("cannot use {url}"), e))?;
+                Kind::Lun(lun.with_timeout(access.operation))
+            }
+        };
+        let mut geometry = match &kind {
+            Kind::Memory(disk) => disk.geometry().clone(),
+            Kind::Lun(lun) => lun.geometry().clone(),
+        };
+        geometry.read_only |= access.read_only;
+        Ok(Self { kind, geometry })
+    }
+
+    /// What it calls itself.
+    #[must_use]
+    pub fn description(&self) -> String {
+        match &self.kind {
+            Kind::Memory(_) => "a disk in memory".into(),
+            Kind::Lun(lun) => {
+                let inquiry = &lun.info().inquiry;
+                format!("{} {}", inquiry.vendor.trim(), inquiry.product.trim())
+            }
+        }
+    }
+
+    /// Logs out.
+    pub fn close(&self) {
+        if let Kind::Lun(lun) = &self.kind {
+            task::block_on(lun.session().close());
+        }
+    }
+}
+
+/// Runs the same call on whichever disk it is.
+macro_rules! on_disk {
+    ($self:ident, $disk:ident => $call:expr) => {
+        match &$self.kind {
+            Kind::Memory($disk) => $call,
+            Kind::Lun($disk) => $call,
+        }
+    };
+}
+
+impl BlockDevice for Disk {
+    fn geometry(&self) -> &Geometry {
+        &self.geometry
+    }
+
+    fn try_buffer(&self, len: usize) -> Option<Buffer> {
+        on_disk!(self, disk => disk.try_buffer(len))
+    }
+
+    fn wake_when_free(&self, waker: &Waker) {
+        on_disk!(self, disk => disk.wake_when_free(waker));
+    }
+
+    fn buffer(&self, len: usize) -> impl Future<Output = Buffer> + Send {
+        async move { on_disk!(self, disk => disk.buffer(len).await) }
+    }
+
+    async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer, BlockError> {
+        on_disk!(self, disk => BlockDevice::read(disk, offset, buffer).await)
+    }
+
+    async fn write(&self, offset: u64, buffer: Buffer, fua: bool) -> Result<Buffer, BlockError> {
+        on_disk!(self, disk => BlockDevice::write(disk, offset, buffer, fua).await)
+    }
+
+    async fn flush(&self) -> Result<(), BlockError> {
+        on_disk!(self, disk => BlockDevice::flush(disk).await)
+    }
+
+    async fn discard(&self, range: Range<u64>) -> Result<(), BlockError> {
+        on_disk!(self, disk => BlockDevice::discard(disk, range).await)
+    }
+
+    async fn write_zeroes(
+        &self,
+        range: Range<u64>,
+        options: ZeroOptions,
+    ) -> Result<(), BlockError> {
+        on_disk!(self, disk => BlockDevice::write_zeroes(disk, range, options).await)
+    }
+
+    async fn status(&self, range: Range<u64>) -> Result<Vec<Extent>, BlockError> {
+        on_disk!(self, disk => BlockDevice::status(disk, range).await)
+    }
+}
+
+/// Opens a disk for a verb that uses it and ends.
+pub(super) fn open(
+    address: &Address,
+    link: &Link,
+    timeout: Duration,
+    read_only: bool,
+) -> Result<Arc<Disk>, CliError> {
+    let access = Access {
+        login: timeout,
+        operation: timeout,
+        read_only,
+    };
+    Disk::open(address, link, access).map(Arc::new)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses() {
+        assert_eq!(
+            "mem:64M,4K".parse(),
+            Ok(Address::Memory {
+                capacity: 64 << 20,
+                block_size: 4096
+            })
+        );
+        let srp: Address = "srp://[::1]:5555/3".parse().unwrap();
+        assert_eq!(srp.lun(), 3);
+        for bad in ["mem:", "mem:1M,513", "mem:1000", "nvme://x", "/dev/sda"] {
+            assert!(bad.parse::<Address>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn faults_go_both_ways_with_different_seeds() {
+        let faults = RoceFaults::from(Inject::parse("loss=2,seed=5").unwrap());
+        let (transmit, receive) = (faults.transmit.unwrap(), faults.receive.unwrap());
+        assert_eq!((transmit.loss, receive.loss), (20_000, 20_000));
+        assert_ne!(transmit.seed, receive.seed);
+    }
+}

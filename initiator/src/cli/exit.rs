@@ -1,0 +1,170 @@
+//! Exit statuses, and the errors that lead to them.
+
+use std::error::Error;
+use std::fmt;
+use std::io;
+use std::process::ExitCode;
+
+use miette::Diagnostic;
+
+use crate::bench::BenchError;
+use crate::block::BlockError;
+use crate::fuse::UnmountError;
+
+/// Exit status of a failure. Success is 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Exit {
+    /// An I/O or protocol failure.
+    Failure = 1,
+    /// Wrong usage.
+    Usage = 2,
+    /// The target could not be reached or refused the login.
+    Refused = 3,
+    /// Timed out.
+    Timeout = 4,
+    /// No such attachment, logical unit or path.
+    NotFound = 5,
+    /// Busy, or in use already.
+    Busy = 6,
+}
+
+impl Exit {
+    /// The status of a number, for a report of another process of ours.
+    #[must_use]
+    pub fn of(status: u8) -> Self {
+        match status {
+            2 => Self::Usage,
+            3 => Self::Refused,
+            4 => Self::Timeout,
+            5 => Self::NotFound,
+            6 => Self::Busy,
+            _ => Self::Failure,
+        }
+    }
+}
+
+impl From<Exit> for ExitCode {
+    fn from(exit: Exit) -> Self {
+        Self::from(exit as u8)
+    }
+}
+
+/// A failure of a verb: what failed and where, why, and what may help.
+#[derive(Debug)]
+pub struct CliError {
+    /// Exit status.
+    pub exit: Exit,
+    /// What failed and where.
+    pub what: String,
+    /// Why.
+    pub cause: Option<Box<dyn Error + Send + Sync>>,
+    /// What may help.
+    pub help: Option<String>,
+}
+
+impl CliError {
+    /// A failure without a cause.
+    #[must_use]
+    pub fn new(exit: Exit, what: impl Into<String>) -> Self {
+        Self {
+            exit,
+            what: what.into(),
+            cause: None,
+            help: None,
+        }
+    }
+
+    /// The same with its cause.
+    #[must_use]
+    pub fn because(mut self, cause: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
+        self.cause = Some(cause.into());
+        self
+    }
+
+    /// The same with what may help.
+    #[must_use]
+    pub fn help(mut self, help: impl Into<String>) -> Self {
+        self.help = Some(help.into());
+        self
+    }
+
+    /// A failed system call or file operation.
+    #[must_use]
+    pub fn io(what: impl Into<String>, cause: io::Error) -> Self {
+        let exit = match cause.kind() {
+            io::ErrorKind::NotFound => Exit::NotFound,
+            io::ErrorKind::TimedOut => Exit::Timeout,
+            io::ErrorKind::AddrInUse | io::ErrorKind::ResourceBusy => Exit::Busy,
+            _ => Exit::Failure,
+        };
+        Self::new(exit, what).because(cause)
+    }
+
+    /// A failed block operation.
+    #[must_use]
+    pub fn block(what: impl Into<String>, cause: BlockError) -> Self {
+        let exit = match cause {
+            BlockError::TimedOut => Exit::Timeout,
+            BlockError::OutOfRange => Exit::Usage,
+            _ => Exit::Failure,
+        };
+        Self::new(exit, what).because(cause)
+    }
+
+    /// The causes, outermost first.
+    #[must_use]
+    pub fn causes(&self) -> Vec<String> {
+        let mut causes = Vec::new();
+        let mut next: Option<&dyn Error> = self.source();
+        while let Some(cause) = next {
+            causes.push(cause.to_string());
+            next = cause.source();
+        }
+        causes
+    }
+}
+
+impl fmt::Display for CliError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.what)
+    }
+}
+
+impl Error for CliError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        self.cause.as_deref().map(|c| c as _)
+    }
+}
+
+impl Diagnostic for CliError {
+    fn help<'a>(&'a self) -> Option<Box<dyn fmt::Display + 'a>> {
+        self.help.as_ref().map(|h| Box::new(h) as _)
+    }
+}
+
+impl From<UnmountError> for CliError {
+    fn from(error: UnmountError) -> Self {
+        match error {
+            UnmountError::Busy(path) => Self::new(Exit::Busy, format!("{} is busy", path.display()))
+                .help("close what uses it, or detach it with --force"),
+            UnmountError::Failed { path, source } => {
+                Self::io(format!("cannot unmount {}", path.display()), source)
+            }
+        }
+    }
+}
+
+impl From<BenchError> for CliError {
+    fn from(error: BenchError) -> Self {
+        let exit = match &error {
+            BenchError::Config(_) => Exit::Usage,
+            BenchError::Operation {
+                error: BlockError::TimedOut,
+                ..
+            } => Exit::Timeout,
+            _ => Exit::Failure,
+        };
+        Self::new(exit, "the benchmark was not finished").because(error)
+    }
+}

@@ -1,0 +1,99 @@
+//! `riser inquiry`: everything that a logical unit says about itself.
+
+use std::time::Duration;
+
+use riser_scsi::lun::LunId;
+use serde::Serialize;
+
+use super::args::{Global, TargetArgs};
+use super::disk::{connect, lun_failed};
+use super::exit::{CliError, Exit};
+use super::output;
+use crate::block::task;
+use crate::engine::{IoData, ScsiIo, Session};
+use crate::inquiry::{Fields, page, page_name, standard, supported_pages};
+use crate::lun::LunError;
+use crate::scsi::{Command, INQUIRY_LEN};
+use crate::srp::request::{GOOD, RequestError};
+
+#[derive(Serialize)]
+struct Page {
+    code: String,
+    name: &'static str,
+    fields: Fields,
+}
+
+#[derive(Serialize)]
+struct Document {
+    url: String,
+    lun: u32,
+    standard: Fields,
+    pages: Vec<Page>,
+}
+
+pub(super) fn run(args: &TargetArgs, global: &Global) -> Result<(), CliError> {
+    let url = args.url.target()?;
+    let number = args.url.lun();
+    let lun = LunId::new(number).ok_or_else(|| {
+        CliError::new(Exit::Usage, format!("{number} is no logical unit number"))
+    })?;
+    let session = connect(url, &args.link, global.timeout)?;
+    let failed = |e: LunError| lun_failed(format!("INQUIRY of {url} failed"), e);
+    let malformed = |e| CliError::new(Exit::Failure, format!("INQUIRY data of {url}")).because(e);
+    let data = standard_data(&session, lun, global.timeout).map_err(failed)?;
+    if data.first().is_some_and(|b| b >> 5 == 3) {
+        return Err(CliError::new(
+            Exit::NotFound,
+            format!("the target has no logical unit {number}"),
+        ));
+    }
+    let vpd = |code| task::block_on(session.vpd(lun, code)).map_err(failed);
+    let mut document = Document {
+        url: url.to_string(),
+        lun: number,
+        standard: standard(&data).map_err(malformed)?,
+        pages: Vec::new(),
+    };
+    for code in supported_pages(&vpd(0)?).map_err(malformed)? {
+        document.pages.push(Page {
+            code: format!("{code:02x}h"),
+            name: page_name(code),
+            fields: page(code, &vpd(code)?).map_err(malformed)?,
+        });
+    }
+    task::block_on(session.close());
+    output::result(&document, global, |out| {
+        writeln!(out, "{}\n\nstandard INQUIRY data\n", document.url)?;
+        write!(out, "{}", indent(&document.standard))?;
+        for page in &document.pages {
+            writeln!(out, "\npage {} {}\n", page.code, page.name)?;
+            write!(out, "{}", indent(&page.fields))?;
+        }
+        Ok(())
+    })
+}
+
+fn indent(fields: &Fields) -> String {
+    let lines = fields.to_string();
+    lines.lines().map(|line| format!("  {line}\n")).collect()
+}
+
+fn standard_data(
+    session: &Session,
+    lun: LunId,
+    timeout: Duration,
+) -> Result<Vec<u8>, LunError> {
+    task::block_on(async {
+        let buffer = session.client().buffers().take(INQUIRY_LEN.into()).await;
+        let io = ScsiIo::new(lun, Command::inquiry(), IoData::One(buffer), timeout);
+        let end = session.submit(io).await;
+        let answer = end.result?;
+        if answer.status != GOOD {
+            return Err(LunError::Status(answer.status));
+        }
+        let buffer = end.data.into_one().ok_or(RequestError::Closed)?;
+        let mut data = buffer.slice().to_vec();
+        data.truncate(answer.transferred as usize);
+        Ok(data)
+    })
+}

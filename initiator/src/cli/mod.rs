@@ -1,0 +1,95 @@
+//! The command line of `riser`.
+//!
+//! - [`args`]: every verb and option. - [`exit`]: what can go wrong, and the exit status it has.
+//! - [`disk`]: an address as a disk, wherever it is. - [`state`]: the attachments of this host.
+//! - One module for each verb.
+//!
+//! Results go to standard output, for people or as one JSON document; everything else goes to
+//! standard error.
+
+pub mod args;
+mod attach;
+mod bench;
+mod copy;
+mod detach;
+mod discover;
+pub mod disk;
+mod docs;
+pub mod exit;
+mod inquiry;
+mod list;
+mod mount;
+mod output;
+mod serve;
+pub mod state;
+mod units;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use tracing_subscriber::EnvFilter;
+
+use args::{Args, Global, Verb};
+use exit::{CliError, Exit};
+
+/// Runs the command line of this process.
+#[must_use]
+pub fn main() -> ExitCode {
+    let args = match Args::try_parse() {
+        Ok(args) => args,
+        Err(error) => {
+            // Help and version are no errors. Where even printing fails nobody is listening.
+            let _ = error.print();
+            return match error.use_stderr() {
+                true => Exit::Usage.into(),
+                false => ExitCode::SUCCESS,
+            };
+        }
+    };
+    start_log(&args.global);
+    let global = args.global;
+    match run(args.verb, &global) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            output::error(&error, &global);
+            error.exit.into()
+        }
+    }
+}
+
+fn run(verb: Verb, global: &Global) -> Result<(), CliError> {
+    match verb {
+        Verb::Discover(args) => discover::run(&args, global),
+        Verb::List => list::run(global),
+        Verb::Attach(args) => attach::run(&args, global),
+        Verb::Detach(args) => detach::run(&args, global),
+        Verb::Mount(args) => mount::run(&args, global),
+        Verb::Inquiry(args) => inquiry::run(&args, global),
+        Verb::Read(args) => copy::read(&args, global),
+        Verb::Write(args) => copy::write(&args, global),
+        Verb::Bench(args) => bench::run(&args, global),
+        Verb::Completions { shell } => docs::completions(shell),
+        Verb::Man { dir } => docs::man(dir.as_deref()),
+    }
+}
+
+/// Logs to standard error, as `--log` or the number of `-v` and `-q` says.
+fn start_log(global: &Global) {
+    let level = match (global.quiet, global.verbose) {
+        (true, _) => "error",
+        (false, 0) => "warn",
+        (false, 1) => "info",
+        (false, 2) => "debug",
+        (false, _) => "trace",
+    };
+    let filter = global
+        .log
+        .as_deref()
+        .and_then(|filter| EnvFilter::try_new(filter).ok())
+        .unwrap_or_else(|| EnvFilter::new(level));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
+        .init();
+}

@@ -1,0 +1,288 @@
+//! `riser mount`: the file system on a logical unit, through FUSE and a loop device.
+//!
+//! ```text
+//! logical unit ── FUSE file ── loop device (direct I/O) ── file system on DIR
+//! ```
+//!
+//! The loop device frees itself when the file system is unmounted, whoever does it; the process that
+//! serves the file sees that, unmounts the file and logs out. So `umount DIR` undoes everything.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+
+use super::args::{Global, MountArgs};
+use super::attach;
+use super::disk::Disk;
+use super::exit::{CliError, Exit};
+use super::serve::{self, Event};
+use super::state::{Export, StateDir};
+use crate::block::{BlockDevice, ByteDevice};
+use crate::fuse::{Caching, FuseMount, FuseOptions, UnmountError};
+
+/// How long the kernel may take to let go of the file when the loop device is free.
+const LET_GO: Duration = Duration::from_secs(30);
+
+pub(super) fn run(args: &MountArgs, global: &Global) -> Result<(), CliError> {
+    if !rustix::process::geteuid().is_root() {
+        return Err(CliError::new(Exit::Usage, "mounting a file system needs root")
+            .help("`riser attach --fuse` makes the logical unit a file without root"));
+    }
+    if !args.dir.is_dir() {
+        let what = format!("{} is not a directory", args.dir.display());
+        return Err(CliError::new(Exit::NotFound, what));
+    }
+    serve::run(&args.serve, global, |events, sender, ready| {
+        let dir = args
+            .dir
+            .canonicalize()
+            .map_err(|e| CliError::io(format!("{} cannot be resolved", args.dir.display()), e))?;
+        let access = serve::access(global, args.read_only);
+        let disk = Arc::new(Disk::open(&args.url, &args.link, access)?);
+        let device = Arc::new(ByteDevice::new(disk.clone()));
+        // The end of the FUSE mount is ours, not an event.
+        let (ignored, _) = mpsc::channel();
+        let below = Below::new(&device, args, ignored)?;
+        let loop_device = attach_loop(below.file(), &disk)?;
+        let mounted = mount(args, &loop_device, &dir);
+        // From here on the loop device goes with its last user: the file system, or nobody.
+        let freed = run_tool("losetup", &["-d".as_ref(), loop_device.as_ref()]);
+        let result = mounted.and(freed).and_then(|_| {
+            watch(&dir, sender.clone())?;
+            let export = Export::Mount {
+                path: dir.clone(),
+                device: loop_device,
+                fuse: below.path.clone(),
+            };
+            let _registration = ready.tell(&args.url, &disk, export)?;
+            wait(&dir, events);
+            below.finish(&device)
+        });
+        disk.close();
+        result
+    })
+}
+
+/// Waits until the file system is unmounted, by a signal to us or by anybody.
+fn wait(dir: &Path, events: &mpsc::Receiver<Event>) {
+    while events.recv() == Ok(Event::Signal) {
+        // The end of the mount is an event of its own.
+        if let Err(error) = unmount(dir, false) {
+            tracing::warn!(%error, "the file system stays mounted");
+        }
+    }
+}
+
+/// The FUSE mount below, on a directory of its own.
+struct Below {
+    path: PathBuf,
+    mount: Option<FuseMount>,
+}
+
+impl Below {
+    fn new(
+        device: &Arc<ByteDevice<Disk>>,
+        args: &MountArgs,
+        sender: mpsc::Sender<Event>,
+    ) -> Result<Self, CliError> {
+        let path = StateDir::open()
+            .map(|dir| dir.path().join(format!("{}.fuse", std::process::id())))
+            .and_then(|path| std::fs::create_dir(&path).map(|()| path))
+            .map_err(|e| CliError::io("cannot make a directory for the FUSE mount", e))?;
+        let mut below = Self { path, mount: None };
+        let options = FuseOptions {
+            path: below.path.clone(),
+            name: format!("lun{}", args.url.lun()),
+            source: args.url.to_string(),
+            // The file system has the page cache.
+            caching: Caching::Direct,
+            allow_other: false,
+        };
+        below.mount = Some(attach::mount(device, options, sender)?);
+        Ok(below)
+    }
+
+    fn file(&self) -> &Path {
+        self.mount.as_ref().expect("made with it").file()
+    }
+
+    fn finish(mut self, device: &ByteDevice<Disk>) -> Result<(), CliError> {
+        let patience = Instant::now() + LET_GO;
+        let mount = self.mount.take().expect("made with it");
+        loop {
+            match mount.try_unmount() {
+                Ok(()) => break,
+                Err(UnmountError::Busy(_)) if Instant::now() < patience => {
+                    thread::sleep(Duration::from_millis(10));
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "the loop device does not let go");
+                    mount.detach()?;
+                    break;
+                }
+            }
+        }
+        attach::finish(mount, device)
+    }
+}
+
+impl Drop for Below {
+    fn drop(&mut self) {
+        // The mount first: it is over the directory.
+        self.mount = None;
+        let _ = std::fs::remove_dir(&self.path);
+    }
+}
+
+fn attach_loop(file: &Path, disk: &Disk) -> Result<PathBuf, CliError> {
+    let sector = disk.geometry().block_size.to_string();
+    let mut args: Vec<&OsStr> = ["--find", "--show", "--direct-io=on", "--sector-size"]
+        .map(AsRef::as_ref)
+        .to_vec();
+    args.push(sector.as_ref());
+    if disk.geometry().read_only {
+        args.push("--read-only".as_ref());
+    }
+    args.push(file.as_ref());
+    run_tool("losetup", &args).map(PathBuf::from)
+}
+
+fn mount(args: &MountArgs, device: &Path, dir: &Path) -> Result<String, CliError> {
+    let mut tool: Vec<&OsStr> = Vec::new();
+    if let Some(fs_type) = &args.fs_type {
+        tool.extend::<[&OsStr; 2]>(["-t".as_ref(), fs_type.as_ref()]);
+    }
+    if let Some(options) = &args.options {
+        tool.extend::<[&OsStr; 2]>(["-o".as_ref(), options.as_ref()]);
+    }
+    if args.read_only {
+        tool.push("-r".as_ref());
+    }
+    tool.extend([device.as_os_str(), dir.as_os_str()]);
+    run_tool("mount", &tool)
+}
+
+/// Unmounts a file system.
+pub(super) fn unmount(dir: &Path, lazy: bool) -> Result<(), CliError> {
+    let mut args: Vec<&OsStr> = vec![dir.as_ref()];
+    if lazy {
+        args.insert(0, "-l".as_ref());
+    }
+    run_tool("umount", &args).map(drop).map_err(|mut error| {
+        if error.causes().iter().any(|cause| cause.contains("busy")) {
+            error.exit = Exit::Busy;
+        }
+        error
+    })
+}
+
+/// Runs a tool of the system, and gives what it printed.
+fn run_tool(name: &str, args: &[&OsStr]) -> Result<String, CliError> {
+    let output = Command::new(name)
+        .args(args)
+        .env("LC_ALL", "C")
+        .stdin(Stdio::null())
+        .output()
+        .map_err(|e| CliError::io(format!("cannot run {name}"), e))?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+        return Err(CliError::new(Exit::Failure, format!("{name} failed")).because(said));
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}
+
+/// The mounts of this process's namespace as the kernel lists them.
+fn mounts(file: &mut File) -> std::io::Result<String> {
+    use std::io::Seek;
+    let mut text = String::new();
+    file.rewind()?;
+    file.read_to_string(&mut text)?;
+    Ok(text)
+}
+
+/// The id of the topmost mount on a directory.
+fn mount_id(mounts: &str, dir: &Path) -> Option<u64> {
+    mounts
+        .lines()
+        .filter_map(|line| {
+            let mut fields = line.split(' ');
+            let id = fields.next()?.parse().ok()?;
+            let point = fields.nth(3)?;
+            (unescape(point) == dir.as_os_str().as_encoded_bytes()).then_some(id)
+        })
+        .next_back()
+}
+
+/// Undoes the kernel's octal escapes of blanks and backslashes.
+fn unescape(text: &str) -> Vec<u8> {
+    let mut out = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let Some((&byte, tail)) = rest.split_first() {
+        let octal = tail
+            .get(..3)
+            .filter(|_| byte == b'\\')
+            .and_then(|digits| std::str::from_utf8(digits).ok())
+            .and_then(|digits| u8::from_str_radix(digits, 8).ok());
+        match octal {
+            Some(escaped) => {
+                out.push(escaped);
+                rest = &tail[3..];
+            }
+            None => {
+                out.push(byte);
+                rest = tail;
+            }
+        }
+    }
+    out
+}
+
+/// Tells when the mount that is on a directory now is there no more.
+fn watch(dir: &Path, sender: mpsc::Sender<Event>) -> Result<(), CliError> {
+    let failed = |e| CliError::io("cannot watch the mounts", e);
+    let mut file = File::open("/proc/self/mountinfo").map_err(failed)?;
+    let id = mount_id(&mounts(&mut file).map_err(failed)?, dir);
+    let id = id.ok_or_else(|| {
+        CliError::new(Exit::Failure, format!("nothing is mounted on {}", dir.display()))
+    })?;
+    let prefix = format!("{id} ");
+    thread::Builder::new()
+        .name("mounts".into())
+        .spawn(move || {
+            loop {
+                let mut fds = [PollFd::new(&file, PollFlags::PRI)];
+                // Woken for nothing, it looks for nothing.
+                let _ = rustix::event::poll(&mut fds, None);
+                match mounts(&mut file) {
+                    Ok(text) if text.lines().any(|line| line.starts_with(&prefix)) => {}
+                    Ok(_) => return drop(sender.send(Event::Unmounted)),
+                    Err(error) => return tracing::error!(%error, "cannot read the mounts"),
+                }
+            }
+        })
+        .map(drop)
+        .map_err(failed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mounts_are_found_by_their_escaped_names() {
+        let text = "22 1 8:1 / / rw - ext4 /dev/sda1 rw\n\
+                    40 22 7:0 / /mnt/a\\040b rw - ext4 /dev/loop0 rw\n\
+                    41 22 7:1 / /mnt/a\\040b rw - xfs /dev/loop1 rw\n";
+        assert_eq!(mount_id(text, Path::new("/mnt/a b")), Some(41));
+        assert_eq!(mount_id(text, Path::new("/mnt/a")), None);
+        assert_eq!(unescape("a\\134\\04"), b"a\\\\04");
+    }
+}

@@ -1,0 +1,334 @@
+//! The attachments of this host: a small directory with a JSON file for each.
+//!
+//! It is `$RISER_STATE_DIR`, or `riser` in `$XDG_RUNTIME_DIR`, or `/run/riser`. A file is written by
+//! the process that serves the attachment, when it is usable, and removed by it at its end. A file
+//! whose process is gone is stale: whoever lists the directory removes it, and what the process
+//! could not undo. A process is known by its id and the time it was started, so that another one
+//! with the same id is not taken for it.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+use rustix::mount::UnmountFlags;
+use serde::{Deserialize, Serialize};
+
+/// How an attachment shows on this host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum Export {
+    /// A file.
+    Fuse {
+        /// What is mounted over: a directory or a file.
+        path: PathBuf,
+        /// The disk's file.
+        file: PathBuf,
+    },
+    /// A network block device.
+    Nbd {
+        /// Its socket.
+        socket: PathBuf,
+        /// Its URI, for clients.
+        uri: String,
+    },
+    /// A mounted file system.
+    Mount {
+        /// Where it is mounted.
+        path: PathBuf,
+        /// The loop device below it.
+        device: PathBuf,
+        /// The FUSE mount below that.
+        fuse: PathBuf,
+    },
+}
+
+impl Export {
+    /// The path that people know it by.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        match self {
+            Self::Fuse { path, .. } | Self::Mount { path, .. } => path,
+            Self::Nbd { socket, .. } => socket,
+        }
+    }
+
+    fn is_named(&self, path: &Path) -> bool {
+        match self {
+            Self::Fuse { path: own, file } => own == path || file == path,
+            Self::Nbd { socket, .. } => socket == path,
+            Self::Mount { path: own, device, .. } => own == path || device == path,
+        }
+    }
+}
+
+/// An attachment.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Attachment {
+    /// Its name on this host.
+    pub id: String,
+    /// Address of the logical unit, without secrets.
+    pub url: String,
+    /// Process that serves it.
+    pub pid: u32,
+    /// When that process was started, in clock ticks since the boot.
+    pub started: u64,
+    /// When it was attached, in seconds since 1970.
+    pub since: u64,
+    /// How it shows.
+    pub export: Export,
+    /// Size in bytes.
+    pub capacity: u64,
+    /// Size of a logical block in bytes.
+    pub block_size: u32,
+    /// Whether writes are refused.
+    pub read_only: bool,
+    /// Where the process logs, if not to its terminal.
+    pub log: Option<PathBuf>,
+}
+
+impl Attachment {
+    /// Whether the process that serves it is alive.
+    #[must_use]
+    pub fn is_alive(&self) -> bool {
+        process_start(self.pid) == Some(self.started)
+    }
+}
+
+/// When a process was started, in clock ticks since the boot; `None` if there is no such process.
+#[must_use]
+pub fn process_start(pid: u32) -> Option<u64> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name, in parentheses, may hold anything; the state and 18 numbers come before the time.
+    let rest = &stat[stat.rfind(')')? + 1..];
+    let mut fields = rest.split_ascii_whitespace();
+    // A zombie serves nothing any more.
+    if fields.next()? == "Z" {
+        return None;
+    }
+    fields.nth(18)?.parse().ok()
+}
+
+/// The directory. See the module documentation.
+#[derive(Clone, Debug)]
+pub struct StateDir(PathBuf);
+
+impl StateDir {
+    /// The directory of this user, made if it is missing.
+    ///
+    /// # Errors
+    /// It cannot be made.
+    pub fn open() -> io::Result<Self> {
+        let path = match (
+            std::env::var_os("RISER_STATE_DIR"),
+            std::env::var_os("XDG_RUNTIME_DIR"),
+        ) {
+            (Some(own), _) if !own.is_empty() => PathBuf::from(own),
+            (_, Some(runtime)) if !runtime.is_empty() => Path::new(&runtime).join("riser"),
+            _ => PathBuf::from("/run/riser"),
+        };
+        Self::at(path)
+    }
+
+    /// A directory somewhere else.
+    ///
+    /// # Errors
+    /// It cannot be made.
+    pub fn at(path: PathBuf) -> io::Result<Self> {
+        fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&path)?;
+        Ok(Self(path))
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    fn file(&self, id: &str) -> PathBuf {
+        self.0.join(format!("{id}.json"))
+    }
+
+    /// Writes down an attachment under the first free id, which it gets.
+    ///
+    /// # Errors
+    /// The directory cannot be written.
+    pub fn register(&self, mut attachment: Attachment) -> io::Result<Registration> {
+        let temporary = self.0.join(format!(".{}.tmp", std::process::id()));
+        for n in 0..u32::MAX {
+            attachment.id = n.to_string();
+            let text = serde_json::to_vec_pretty(&attachment)?;
+            fs::write(&temporary, text)?;
+            let path = self.file(&attachment.id);
+            // A link appears at once and whole, or not at all if the name is taken.
+            let linked = fs::hard_link(&temporary, &path);
+            fs::remove_file(&temporary)?;
+            match linked {
+                Ok(()) => return Ok(Registration { attachment, path }),
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Err(io::ErrorKind::QuotaExceeded.into())
+    }
+
+    /// All attachments that are alive, by id. Stale ones are removed on the way.
+    ///
+    /// # Errors
+    /// The directory cannot be read.
+    pub fn list(&self) -> io::Result<Vec<Attachment>> {
+        let mut found = Vec::new();
+        for entry in fs::read_dir(&self.0)? {
+            let path = entry?.path();
+            if path.extension().is_none_or(|e| e != "json") {
+                continue;
+            }
+            // It may be gone by now, or not be ours.
+            let Some(attachment) = fs::read(&path)
+                .ok()
+                .and_then(|text| serde_json::from_slice::<Attachment>(&text).ok())
+            else {
+                tracing::debug!(path = %path.display(), "not an attachment");
+                continue;
+            };
+            if attachment.is_alive() {
+                found.push(attachment);
+            } else {
+                tracing::info!(id = attachment.id, pid = attachment.pid, "removing a stale attachment");
+                clean_up(&attachment.export);
+                let _ = fs::remove_file(&path);
+            }
+        }
+        found.sort_by_key(|a| (a.id.len(), a.id.clone()));
+        Ok(found)
+    }
+
+    /// The attachment with that id or path.
+    ///
+    /// # Errors
+    /// The directory cannot be read.
+    pub fn find(&self, what: &str) -> io::Result<Option<Attachment>> {
+        let path = std::path::absolute(what)?;
+        // A dead mount cannot be resolved, but its parent can.
+        let path = path.canonicalize().unwrap_or(path);
+        Ok(self
+            .list()?
+            .into_iter()
+            .find(|a| a.id == what || a.export.is_named(&path)))
+    }
+}
+
+/// Undoes what a process left behind.
+fn clean_up(export: &Export) {
+    match export {
+        Export::Fuse { path, .. } => unmount_dead(path),
+        Export::Mount { fuse, .. } => unmount_dead(fuse),
+        Export::Nbd { socket, .. } => {
+            let refused = UnixStream::connect(socket)
+                .is_err_and(|e| e.kind() == io::ErrorKind::ConnectionRefused);
+            if refused {
+                let _ = fs::remove_file(socket);
+            }
+        }
+    }
+}
+
+/// Unmounts a FUSE mount that nobody serves any more.
+fn unmount_dead(path: &Path) {
+    let dead = fs::metadata(path).is_err_and(|e| e.raw_os_error() == Some(libc::ENOTCONN));
+    if dead && rustix::mount::unmount(path, UnmountFlags::DETACH).is_err() {
+        let _ = std::process::Command::new("fusermount3")
+            .args(["-uz", "--"])
+            .arg(path)
+            .output();
+    }
+}
+
+/// A written-down attachment; dropping it removes it from the directory.
+#[derive(Debug)]
+pub struct Registration {
+    attachment: Attachment,
+    path: PathBuf,
+}
+
+impl Registration {
+    /// The attachment, with its id.
+    #[must_use]
+    pub fn attachment(&self) -> &Attachment {
+        &self.attachment
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn dir(name: &str) -> StateDir {
+        let path = std::env::temp_dir().join(format!("riser-state-{}-{name}", std::process::id()));
+        StateDir::at(path).unwrap()
+    }
+
+    fn attachment(socket: &Path) -> Attachment {
+        Attachment {
+            id: String::new(),
+            url: "mem:1M".into(),
+            pid: std::process::id(),
+            started: process_start(std::process::id()).unwrap(),
+            since: 0,
+            export: Export::Nbd {
+                socket: socket.to_owned(),
+                uri: String::new(),
+            },
+            capacity: 1 << 20,
+            block_size: 512,
+            read_only: false,
+            log: None,
+        }
+    }
+
+    #[test]
+    fn ids_are_given_once_and_freed() {
+        let dir = dir("ids");
+        let a = dir.register(attachment(&dir.path().join("a"))).unwrap();
+        let b = dir.register(attachment(&dir.path().join("b"))).unwrap();
+        assert_eq!((a.attachment().id.as_str(), b.attachment().id.as_str()), ("0", "1"));
+        assert_eq!(dir.list().unwrap().len(), 2);
+        assert_eq!(dir.find("1").unwrap().as_ref(), Some(b.attachment()));
+        let path = dir.path().join("a");
+        assert_eq!(dir.find(path.to_str().unwrap()).unwrap().unwrap().id, "0");
+        drop(a);
+        assert_eq!(dir.find("0").unwrap(), None);
+        let c = dir.register(attachment(&path)).unwrap();
+        assert_eq!(c.attachment().id, "0");
+        drop((b, c));
+        fs::remove_dir_all(dir.path()).unwrap();
+    }
+
+    #[test]
+    fn what_a_dead_process_left_is_removed() {
+        let dir = dir("stale");
+        let socket = dir.path().join("socket");
+        // A socket that nobody listens on any more.
+        drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
+        let mut stale = attachment(&socket);
+        // A process with our id, but of another time.
+        stale.started += 1;
+        let registration = dir.register(stale).unwrap();
+        fs::write(dir.path().join("x.json"), b"{").unwrap();
+        assert_eq!(dir.list().unwrap(), []);
+        assert!(!socket.exists());
+        assert!(!registration.path.exists());
+        drop(registration);
+        fs::remove_dir_all(dir.path()).unwrap();
+    }
+}

@@ -1,0 +1,66 @@
+//! Sizes and durations as people write them.
+
+use std::time::Duration;
+
+/// Bytes: a number and perhaps K, M, G or T, and perhaps "iB" or "B" after it.
+pub(super) fn size(text: &str) -> Result<u64, String> {
+    let digits = text.find(|c: char| !c.is_ascii_digit());
+    let (number, suffix) = text.split_at(digits.unwrap_or(text.len()));
+    let suffix = suffix.trim().to_ascii_lowercase();
+    let shift = match suffix.trim_end_matches("ib").trim_end_matches('b') {
+        "" => 0,
+        "k" => 10,
+        "m" => 20,
+        "g" => 30,
+        "t" => 40,
+        _ => return Err(format!("`{suffix}` is none of K, M, G, T")),
+    };
+    number
+        .parse::<u64>()
+        .ok()
+        .and_then(|n| n.checked_mul(1 << shift))
+        .ok_or_else(|| format!("`{text}` is not a size of less than 2^64 bytes"))
+}
+
+/// A duration: a number and perhaps ms, s, m or h.
+pub(super) fn duration(text: &str) -> Result<Duration, String> {
+    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.');
+    let (number, suffix) = text.split_at(digits.unwrap_or(text.len()));
+    let unit = match suffix.trim() {
+        "ms" => 1e-3,
+        "" | "s" => 1.0,
+        "m" | "min" => 60.0,
+        "h" => 3600.0,
+        other => return Err(format!("`{other}` is none of ms, s, m, h")),
+    };
+    number
+        .parse::<f64>()
+        .ok()
+        .and_then(|n| Duration::try_from_secs_f64(n * unit).ok())
+        .filter(|d| *d <= Duration::from_secs(366 * 86_400))
+        .ok_or_else(|| format!("`{text}` is not a duration of at most a year"))
+}
+
+/// Bytes for people.
+pub(super) fn show_size(bytes: u64) -> String {
+    indicatif::BinaryBytes(bytes).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_and_durations() {
+        assert_eq!(size("0"), Ok(0));
+        assert_eq!(size("4k"), Ok(4096));
+        assert_eq!(size("3MiB"), Ok(3 << 20));
+        assert_eq!(size("2 GB"), Ok(2 << 30));
+        assert!(size("").is_err() && size("-1").is_err() && size("1x").is_err());
+        assert!(size("99999999T").is_err());
+        assert_eq!(duration("1.5"), Ok(Duration::from_millis(1500)));
+        assert_eq!(duration("250ms"), Ok(Duration::from_millis(250)));
+        assert_eq!(duration("2m"), Ok(Duration::from_secs(120)));
+        assert!(duration("1y").is_err() && duration("").is_err() && duration("9e99").is_err());
+    }
+}

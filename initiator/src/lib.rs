@@ -2,14 +2,18 @@
 //!
 //! - [`engine`]: one thread that owns a device and its sessions, and the asynchronous API.
 //! - [`lun`]: disks: what they are, reading and writing them.
-//! - [`scsi`]: commands and what their answers say.
+//! - [`scsi`]: commands and what their answers say. [`inquiry`]: INQUIRY data for people.
 //! - [`rping`]: the first thing to run on a new network.
 //! - [`srp`]: SRP's protocol logic, with no I/O in it.
+//! - [`block`]: what every export needs of a disk. [`nbd`], [`fuse`]: the exports.
+//! - [`bench`]: the benchmark. [`cli`]: the command line.
 
 pub mod bench;
 pub mod block;
+pub mod cli;
 pub mod engine;
 pub mod fuse;
+pub mod inquiry;
 pub mod lun;
 pub mod nbd;
 pub mod poll_fds;

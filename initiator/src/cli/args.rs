@@ -354,7 +354,12 @@ pub struct BenchArgs {
     #[arg(long, visible_alias = "block-size", value_name = "SIZE", default_value = "4K", value_parser = units::size)]
     pub bs: u64,
     /// Operations of one job in flight
-    #[arg(long, visible_alias = "iodepth", value_name = "N", default_value = "32")]
+    #[arg(
+        long,
+        visible_alias = "iodepth",
+        value_name = "N",
+        default_value = "32"
+    )]
     pub depth: u32,
     /// Jobs, each with its own offsets
     #[arg(long, value_name = "N", default_value = "1")]

@@ -25,7 +25,10 @@ pub(super) fn run(args: &AttachArgs, global: &Global) -> Result<(), CliError> {
         let result = match (&args.fuse, &args.nbd) {
             (Some(path), _) => serve_fuse(args, path, &device, events, sender, ready),
             (None, Some(socket)) => serve_nbd(args, socket, &device, events, ready),
-            (None, None) => Err(CliError::new(Exit::Usage, "neither --fuse nor --nbd is given")),
+            (None, None) => Err(CliError::new(
+                Exit::Usage,
+                "neither --fuse nor --nbd is given",
+            )),
         };
         disk.close();
         result
@@ -71,7 +74,10 @@ pub(super) fn mount(
     sender: mpsc::Sender<Event>,
 ) -> Result<FuseMount, CliError> {
     let path = options.path.clone();
-    let ended = move || drop(sender.send(Event::Unmounted));
+    let ended = move || {
+        // Nobody waits for it any more at the very end.
+        let _ = sender.send(Event::Unmounted);
+    };
     FuseMount::new(device.clone(), options, ended).map_err(|e| {
         CliError::io(format!("cannot mount FUSE on {}", path.display()), e).help(
             "the path must exist and be yours, /dev/fuse must be there, and fusermount3 unless you are root",

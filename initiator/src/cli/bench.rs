@@ -26,8 +26,9 @@ pub(super) fn run(args: &BenchArgs, global: &Global) -> Result<(), CliError> {
     let mix = match args.rw {
         Rw::Read | Rw::Randread => Mix::READ,
         Rw::Write | Rw::Randwrite => Mix::WRITE,
-        Rw::Rw | Rw::Randrw => Mix::new(args.mix)
-            .ok_or_else(|| CliError::new(Exit::Usage, "--mix is a percentage"))?,
+        Rw::Rw | Rw::Randrw => {
+            Mix::new(args.mix).ok_or_else(|| CliError::new(Exit::Usage, "--mix is a percentage"))?
+        }
     };
     let disk = open(&args.url, &args.link, global.timeout, mix == Mix::READ)?;
     let capacity = disk.geometry().capacity;
@@ -56,7 +57,11 @@ pub(super) fn run(args: &BenchArgs, global: &Global) -> Result<(), CliError> {
     };
     let line = output::status_line(global);
     let report = bench::run(disk.clone(), config, |p| {
-        let stage = if p.warming_up { "warming up" } else { "measuring" };
+        let stage = if p.warming_up {
+            "warming up"
+        } else {
+            "measuring"
+        };
         line.set_message(format!(
             "{stage} {:>3.0} %  {:>9.0} IOPS  {}/s",
             100.0 * p.done,

@@ -68,10 +68,12 @@ fn range(disk: &Disk, offset: u64, length: Option<u64>) -> Result<u64, CliError>
         (Some(left), Some(length)) if length <= left => Ok(length),
         _ => Err(CliError::new(
             Exit::Usage,
-            format!(
-                "byte {offset} and {} from there on are not within the disk, which has {capacity} bytes",
-                length.unwrap_or(0)
-            ),
+            match length {
+                Some(length) => format!(
+                    "{length} bytes from byte {offset} on are more than the disk has, {capacity} bytes"
+                ),
+                None => format!("byte {offset} is beyond the disk, which has {capacity} bytes"),
+            },
         )),
     }
 }
@@ -93,9 +95,10 @@ pub(super) fn read(args: &ReadArgs, global: &Global) -> Result<(), CliError> {
     let mut sink: Box<dyn Write> = if is_standard(&args.file) {
         Box::new(io::stdout().lock())
     } else {
-        Box::new(File::create(&args.file).map_err(|e| {
-            CliError::io(format!("cannot create {}", args.file.display()), e)
-        })?)
+        Box::new(
+            File::create(&args.file)
+                .map_err(|e| CliError::io(format!("cannot create {}", args.file.display()), e))?,
+        )
     };
     let bar = output::progress(Some(total), global);
     let began = Instant::now();
@@ -113,7 +116,9 @@ pub(super) fn read(args: &ReadArgs, global: &Global) -> Result<(), CliError> {
         let Some((at, piece)) = pieces.pop_front() else {
             break;
         };
-        let (buffer, span) = wait(&piece, || format!("reading {} at byte {at} failed", args.url))?;
+        let (buffer, span) = wait(&piece, || {
+            format!("reading {} at byte {at} failed", args.url)
+        })?;
         scratch.resize(span.len, 0);
         buffer.slice().read(span.head, &mut scratch);
         drop(buffer);
@@ -136,7 +141,9 @@ pub(super) fn read(args: &ReadArgs, global: &Global) -> Result<(), CliError> {
         return Ok(());
     }
     let copied = Copied::new(args.url.to_string(), args.offset, total, began);
-    output::result(&copied, global, |out| writeln!(out, "read {}", copied.line()))
+    output::result(&copied, global, |out| {
+        writeln!(out, "read {}", copied.line())
+    })
 }
 
 fn start_read(device: &Arc<ByteDevice<Disk>>, span: Span) -> Finished<(Buffer, Span)> {
@@ -170,7 +177,7 @@ pub(super) fn write(args: &WriteArgs, global: &Global) -> Result<(), CliError> {
             .open(&args.file)
             .map_err(source)?;
         let meta = file.metadata().map_err(source)?;
-        let known = meta.is_file().then(|| meta.len());
+        let known = meta.is_file().then_some(meta.len());
         (Box::new(file), args.length.or(known))
     };
     if known.is_some_and(|len| len > most) {
@@ -228,7 +235,9 @@ pub(super) fn write(args: &WriteArgs, global: &Global) -> Result<(), CliError> {
     bar.finish_and_clear();
     disk.close();
     let copied = Copied::new(args.url.to_string(), args.offset, written, began);
-    output::result(&copied, global, |out| writeln!(out, "wrote {}", copied.line()))
+    output::result(&copied, global, |out| {
+        writeln!(out, "wrote {}", copied.line())
+    })
 }
 
 fn start_write(device: &Arc<ByteDevice<Disk>>, span: Span, data: &[u8]) -> Finished<()> {

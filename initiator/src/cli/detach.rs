@@ -15,14 +15,17 @@ pub(super) fn run(args: &DetachArgs, global: &Global) -> Result<(), CliError> {
         .and_then(|dir| dir.find(&args.what))
         .map_err(|e| CliError::io("cannot read the list of attachments", e))?;
     let attachment = found.ok_or_else(|| {
-        CliError::new(Exit::NotFound, format!("nothing is attached as {}", args.what))
-            .help("`riser list` shows what is attached")
+        CliError::new(
+            Exit::NotFound,
+            format!("nothing is attached as {}", args.what),
+        )
+        .help("`riser list` shows what is attached")
     })?;
     match &attachment.export {
-        // Unmounting it ends the process that serves it.
-        Export::Fuse { path, .. } => fuse::unmount(path, args.force)?,
+        // Unmounting it ends the process that serves it, unless somebody uses the file.
+        Export::Fuse { path, .. } if !args.force => fuse::unmount(path, false)?,
         Export::Mount { path, .. } => mount::unmount(path, args.force)?,
-        Export::Nbd { .. } => end(&attachment)?,
+        Export::Fuse { .. } | Export::Nbd { .. } => end(&attachment)?,
     }
     let patience = Instant::now() + global.timeout;
     while attachment.is_alive() {

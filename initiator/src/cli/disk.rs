@@ -2,7 +2,6 @@
 
 use std::fmt;
 use std::fs::File;
-use std::future::Future;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::ops::Range;
@@ -58,7 +57,9 @@ impl FromStr for Address {
         let capacity = units::size(capacity)?;
         let block_size = units::size(block_size)?;
         if !matches!(block_size, 512 | 4096) {
-            return Err(format!("the block size {block_size} is neither 512 nor 4096"));
+            return Err(format!(
+                "the block size {block_size} is neither 512 nor 4096"
+            ));
         }
         if capacity == 0 || !capacity.is_multiple_of(block_size) {
             return Err(format!("{capacity} bytes are not a number of whole blocks"));
@@ -167,7 +168,7 @@ fn start_engine(
             ..Timing::default()
         };
         let mut config = RoceConfig::new(addr);
-        config.faults = faults.clone();
+        config.faults = faults;
         Client::builder()
             .timing(timing)
             .build(move || Roce::open(&config))
@@ -239,7 +240,11 @@ fn route_source(target: SocketAddr) -> Result<IpAddr, CliError> {
         })
         .map(|local| local.ip())
         .map_err(|e| {
-            CliError::new(Exit::Refused, format!("there is no route to {}", target.ip())).because(e)
+            CliError::new(
+                Exit::Refused,
+                format!("there is no route to {}", target.ip()),
+            )
+            .because(e)
         })
 }
 
@@ -348,8 +353,8 @@ impl BlockDevice for Disk {
         on_disk!(self, disk => disk.wake_when_free(waker));
     }
 
-    fn buffer(&self, len: usize) -> impl Future<Output = Buffer> + Send {
-        async move { on_disk!(self, disk => disk.buffer(len).await) }
+    async fn buffer(&self, len: usize) -> Buffer {
+        on_disk!(self, disk => disk.buffer(len).await)
     }
 
     async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer, BlockError> {

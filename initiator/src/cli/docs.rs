@@ -21,8 +21,9 @@ pub(super) fn completions(shell: Shell) -> Result<(), CliError> {
 pub(super) fn man(dir: Option<&Path>) -> Result<(), CliError> {
     let command = Args::command();
     match dir {
-        Some(dir) => clap_mangen::generate_to(command, dir)
-            .map_err(|e| CliError::io(format!("cannot write manual pages to {}", dir.display()), e)),
+        Some(dir) => clap_mangen::generate_to(command, dir).map_err(|e| {
+            CliError::io(format!("cannot write manual pages to {}", dir.display()), e)
+        }),
         None => clap_mangen::Man::new(command)
             .render(&mut io::stdout())
             .map_err(|e| CliError::io("cannot write to standard output", e)),

@@ -50,6 +50,42 @@ impl From<Exit> for ExitCode {
     }
 }
 
+/// Why something failed, and why that did. It is text only, so that it can come from another process.
+#[derive(Debug)]
+pub struct Cause {
+    what: String,
+    next: Option<Box<Cause>>,
+}
+
+impl Cause {
+    /// A chain of causes, outermost first. One that ends with the next one's words makes that
+    /// superfluous.
+    #[must_use]
+    pub fn chain(told: Vec<String>) -> Option<Box<Self>> {
+        let mut kept: Vec<String> = Vec::new();
+        for what in told {
+            if kept.last().is_none_or(|last| !last.ends_with(&what)) {
+                kept.push(what);
+            }
+        }
+        kept.into_iter()
+            .rev()
+            .fold(None, |next, what| Some(Box::new(Self { what, next })))
+    }
+}
+
+impl fmt::Display for Cause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.what)
+    }
+}
+
+impl Error for Cause {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        self.next.as_deref().map(|c| c as _)
+    }
+}
+
 /// A failure of a verb: what failed and where, why, and what may help.
 #[derive(Debug)]
 pub struct CliError {
@@ -58,7 +94,7 @@ pub struct CliError {
     /// What failed and where.
     pub what: String,
     /// Why.
-    pub cause: Option<Box<dyn Error + Send + Sync>>,
+    pub cause: Option<Box<Cause>>,
     /// What may help.
     pub help: Option<String>,
 }
@@ -78,7 +114,14 @@ impl CliError {
     /// The same with its cause.
     #[must_use]
     pub fn because(mut self, cause: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
-        self.cause = Some(cause.into());
+        let cause = cause.into();
+        let mut told = Vec::new();
+        let mut next: Option<&dyn Error> = Some(&*cause);
+        while let Some(cause) = next {
+            told.push(cause.to_string());
+            next = cause.source();
+        }
+        self.cause = Cause::chain(told);
         self
     }
 
@@ -146,8 +189,10 @@ impl Diagnostic for CliError {
 impl From<UnmountError> for CliError {
     fn from(error: UnmountError) -> Self {
         match error {
-            UnmountError::Busy(path) => Self::new(Exit::Busy, format!("{} is busy", path.display()))
-                .help("close what uses it, or detach it with --force"),
+            UnmountError::Busy(path) => {
+                Self::new(Exit::Busy, format!("{} is busy", path.display()))
+                    .help("close what uses it, or detach it with --force")
+            }
             UnmountError::Failed { path, source } => {
                 Self::io(format!("cannot unmount {}", path.display()), source)
             }

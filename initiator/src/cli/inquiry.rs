@@ -34,9 +34,8 @@ struct Document {
 pub(super) fn run(args: &TargetArgs, global: &Global) -> Result<(), CliError> {
     let url = args.url.target()?;
     let number = args.url.lun();
-    let lun = LunId::new(number).ok_or_else(|| {
-        CliError::new(Exit::Usage, format!("{number} is no logical unit number"))
-    })?;
+    let lun = LunId::new(number)
+        .ok_or_else(|| CliError::new(Exit::Usage, format!("{number} is no logical unit number")))?;
     let session = connect(url, &args.link, global.timeout)?;
     let failed = |e: LunError| lun_failed(format!("INQUIRY of {url} failed"), e);
     let malformed = |e| CliError::new(Exit::Failure, format!("INQUIRY data of {url}")).because(e);
@@ -78,11 +77,7 @@ fn indent(fields: &Fields) -> String {
     lines.lines().map(|line| format!("  {line}\n")).collect()
 }
 
-fn standard_data(
-    session: &Session,
-    lun: LunId,
-    timeout: Duration,
-) -> Result<Vec<u8>, LunError> {
+fn standard_data(session: &Session, lun: LunId, timeout: Duration) -> Result<Vec<u8>, LunError> {
     task::block_on(async {
         let buffer = session.client().buffers().take(INQUIRY_LEN.into()).await;
         let io = ScsiIo::new(lun, Command::inquiry(), IoData::One(buffer), timeout);

@@ -18,7 +18,11 @@ pub(super) fn run(global: &Global) -> Result<(), CliError> {
         let now = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |d| d.as_secs());
-        writeln!(out, "{:<4} {:<6} {:>11} {:>9} {:<8} WHERE, WHAT", "ID", "KIND", "SIZE", "PID", "FOR")?;
+        writeln!(
+            out,
+            "{:<4} {:<6} {:>11} {:>9} {:<8} WHERE, WHAT",
+            "ID", "KIND", "SIZE", "PID", "FOR"
+        )?;
         for a in &attachments {
             writeln!(
                 out,

@@ -33,8 +33,10 @@ const LET_GO: Duration = Duration::from_secs(30);
 
 pub(super) fn run(args: &MountArgs, global: &Global) -> Result<(), CliError> {
     if !rustix::process::geteuid().is_root() {
-        return Err(CliError::new(Exit::Usage, "mounting a file system needs root")
-            .help("`riser attach --fuse` makes the logical unit a file without root"));
+        return Err(
+            CliError::new(Exit::Usage, "mounting a file system needs root")
+                .help("`riser attach --fuse` makes the logical unit a file without root"),
+        );
     }
     if !args.dir.is_dir() {
         let what = format!("{} is not a directory", args.dir.display());
@@ -251,7 +253,10 @@ fn watch(dir: &Path, sender: mpsc::Sender<Event>) -> Result<(), CliError> {
     let mut file = File::open("/proc/self/mountinfo").map_err(failed)?;
     let id = mount_id(&mounts(&mut file).map_err(failed)?, dir);
     let id = id.ok_or_else(|| {
-        CliError::new(Exit::Failure, format!("nothing is mounted on {}", dir.display()))
+        CliError::new(
+            Exit::Failure,
+            format!("nothing is mounted on {}", dir.display()),
+        )
     })?;
     let prefix = format!("{id} ");
     thread::Builder::new()
@@ -263,7 +268,10 @@ fn watch(dir: &Path, sender: mpsc::Sender<Event>) -> Result<(), CliError> {
                 let _ = rustix::event::poll(&mut fds, None);
                 match mounts(&mut file) {
                     Ok(text) if text.lines().any(|line| line.starts_with(&prefix)) => {}
-                    Ok(_) => return drop(sender.send(Event::Unmounted)),
+                    Ok(_) => {
+                        let _ = sender.send(Event::Unmounted);
+                        return;
+                    }
                     Err(error) => return tracing::error!(%error, "cannot read the mounts"),
                 }
             }

@@ -84,7 +84,9 @@ pub(super) fn progress(total: Option<u64>, global: &Global) -> ProgressBar {
         return ProgressBar::hidden();
     }
     let template = match total {
-        Some(_) => "{bar:30} {percent:>3}% {binary_bytes} of {binary_total_bytes}, {binary_bytes_per_sec}, {eta} left",
+        Some(_) => {
+            "{bar:30} {percent:>3}% {binary_bytes} of {binary_total_bytes}, {binary_bytes_per_sec}, {eta} left"
+        }
         None => "{spinner} {binary_bytes}, {binary_bytes_per_sec}",
     };
     let bar = ProgressBar::with_draw_target(total, ProgressDrawTarget::stderr());

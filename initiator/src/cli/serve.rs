@@ -20,7 +20,7 @@ use signal_hook::iterator::Signals;
 
 use super::args::{Global, ServeArgs};
 use super::disk::{Access, Address, Disk};
-use super::exit::{CliError, Exit};
+use super::exit::{Cause, CliError, Exit};
 use super::output;
 use super::state::{Attachment, Export, Registration, StateDir, process_start};
 use super::units;
@@ -58,7 +58,11 @@ enum Told {
 pub(super) fn run(
     args: &ServeArgs,
     global: &Global,
-    work: impl FnOnce(&mpsc::Receiver<Event>, &mpsc::Sender<Event>, &mut Ready<'_>) -> Result<(), CliError>,
+    work: impl FnOnce(
+        &mpsc::Receiver<Event>,
+        &mpsc::Sender<Event>,
+        &mut Ready<'_>,
+    ) -> Result<(), CliError>,
 ) -> Result<(), CliError> {
     if !args.foreground {
         let attachment = in_background(args, global)?;
@@ -220,7 +224,10 @@ fn in_background(args: &ServeArgs, global: &Global) -> Result<Attachment, CliErr
     let Ok(line) = told.recv_timeout(global.timeout + SLACK) else {
         let _ = child.kill();
         let _ = child.wait();
-        return Err(CliError::new(Exit::Timeout, "the attachment was not usable in time"));
+        return Err(CliError::new(
+            Exit::Timeout,
+            "the attachment was not usable in time",
+        ));
     };
     match serde_json::from_str(&line) {
         Ok(Told::Attached(attachment)) => Ok(attachment),
@@ -235,12 +242,14 @@ fn in_background(args: &ServeArgs, global: &Global) -> Result<Attachment, CliErr
             }
             let _ = child.wait();
             let mut error = CliError::new(Exit::of(exit), what);
-            error.cause = chain(causes);
+            error.cause = Cause::chain(causes);
             error.help = help;
             Err(error)
         }
         Err(_) => {
-            let status = child.wait().map_or_else(|e| e.to_string(), |s| s.to_string());
+            let status = child
+                .wait()
+                .map_or_else(|e| e.to_string(), |s| s.to_string());
             Err(CliError::new(
                 Exit::Failure,
                 format!("the background process ended without a word: {status}"),
@@ -258,33 +267,6 @@ fn arguments(log: &Path) -> Vec<OsString> {
     let own = ["--foreground".into(), "--supervised".into(), log.into()];
     args.splice(at..at, own);
     args
-}
-
-/// Causes that another process told.
-#[derive(Debug)]
-struct Cause {
-    what: String,
-    next: Option<Box<Cause>>,
-}
-
-impl std::fmt::Display for Cause {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.what)
-    }
-}
-
-impl std::error::Error for Cause {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        self.next.as_deref().map(|c| c as _)
-    }
-}
-
-fn chain(causes: Vec<String>) -> Option<Box<dyn std::error::Error + Send + Sync>> {
-    let chained = causes
-        .into_iter()
-        .rev()
-        .fold(None, |next, what| Some(Box::new(Cause { what, next })));
-    chained.map(|c| c as _)
 }
 
 /// How an attachment uses its disk.

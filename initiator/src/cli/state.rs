@@ -58,7 +58,9 @@ impl Export {
         match self {
             Self::Fuse { path: own, file } => own == path || file == path,
             Self::Nbd { socket, .. } => socket == path,
-            Self::Mount { path: own, device, .. } => own == path || device == path,
+            Self::Mount {
+                path: own, device, ..
+            } => own == path || device == path,
         }
     }
 }
@@ -198,7 +200,11 @@ impl StateDir {
             if attachment.is_alive() {
                 found.push(attachment);
             } else {
-                tracing::info!(id = attachment.id, pid = attachment.pid, "removing a stale attachment");
+                tracing::info!(
+                    id = attachment.id,
+                    pid = attachment.pid,
+                    "removing a stale attachment"
+                );
                 clean_up(&attachment.export);
                 let _ = fs::remove_file(&path);
             }
@@ -301,7 +307,10 @@ mod tests {
         let dir = dir("ids");
         let a = dir.register(attachment(&dir.path().join("a"))).unwrap();
         let b = dir.register(attachment(&dir.path().join("b"))).unwrap();
-        assert_eq!((a.attachment().id.as_str(), b.attachment().id.as_str()), ("0", "1"));
+        assert_eq!(
+            (a.attachment().id.as_str(), b.attachment().id.as_str()),
+            ("0", "1")
+        );
         assert_eq!(dir.list().unwrap().len(), 2);
         assert_eq!(dir.find("1").unwrap().as_ref(), Some(b.attachment()));
         let path = dir.path().join("a");

@@ -1,0 +1,375 @@
+//! `riser` as a user sees it: results, messages and exit statuses, on disks in memory.
+
+#![allow(clippy::print_stderr, reason = "skips are printed")]
+#![allow(missing_docs, reason = "a test")]
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// A directory for one test, with a list of attachments of its own.
+struct Home(PathBuf);
+
+impl Home {
+    fn new() -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let dir = std::env::temp_dir().join(format!(
+            "riser-cli-{}-{}",
+            std::process::id(),
+            NEXT.fetch_add(1, Ordering::Relaxed)
+        ));
+        std::fs::create_dir(&dir).unwrap();
+        Self(dir)
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.0.join(name).to_str().unwrap().to_owned()
+    }
+
+    fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_riser"));
+        command
+            .args(args)
+            .env("RISER_STATE_DIR", self.0.join("state"))
+            .env_remove("RISER_LOG")
+            .env_remove("RISER_INJECT")
+            .env("COLUMNS", "100")
+            .stdin(Stdio::null());
+        command
+    }
+
+    fn riser(&self, args: &[&str]) -> Output {
+        self.command(args).output().unwrap()
+    }
+
+    /// Standard output of a success.
+    fn ok(&self, args: &[&str]) -> String {
+        let output = self.riser(args);
+        assert!(
+            output.status.success(),
+            "{args:?}: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// Exit status and standard error of a failure.
+    fn fails(&self, args: &[&str]) -> (i32, String) {
+        let output = self.riser(args);
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.stdout, b"", "{args:?}");
+        (output.status.code().unwrap(), text)
+    }
+}
+
+impl Drop for Home {
+    fn drop(&mut self) {
+        let listed = self.riser(&["list", "-o", "json"]);
+        assert_eq!(listed.stdout, b"[]\n", "something is still attached");
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+#[test]
+fn help_tells_every_verb_and_every_exit_status() {
+    let home = Home::new();
+    let help = home.ok(&["--help"]);
+    for want in [
+        "discover",
+        "list",
+        "attach",
+        "detach",
+        "mount",
+        "inquiry",
+        "read",
+        "write",
+        "bench",
+        "completions",
+        "man",
+        "--timeout",
+        "--output",
+        "Exit status:",
+        "3  the target could not",
+        "srp://HOST",
+        "mem:SIZE",
+    ] {
+        assert!(help.contains(want), "no {want} in\n{help}");
+    }
+    assert!(home.ok(&["attach", "--help"]).contains("--inject"));
+    assert!(!home.ok(&["attach", "--help"]).contains("supervised"));
+    assert!(home.ok(&["--version"]).starts_with("riser "));
+}
+
+#[test]
+fn every_failure_has_its_status_and_says_what_and_where() {
+    let home = Home::new();
+    let gone = home.path("gone");
+    let cases: &[(&[&str], i32, &str)] = &[
+        (&[], 2, "Usage: riser"),
+        (&["frobnicate"], 2, "unrecognized subcommand 'frobnicate'"),
+        (&["attach", "mem:1M"], 2, "<--fuse <PATH>|--nbd <SOCKET>>"),
+        (
+            &["attach", "mem:1M", "--fuse", "a", "--nbd", "b"],
+            2,
+            "cannot be used with",
+        ),
+        (
+            &["attach", "mem:1000", "--nbd", "b"],
+            2,
+            "not a number of whole blocks",
+        ),
+        (
+            &["attach", "http://x/", "--nbd", "b"],
+            2,
+            "must begin with `srp://`",
+        ),
+        (&["read", "mem:1M", "--inject", "loss=200"], 2, "percentage"),
+        (
+            &["read", "mem:1M", "--timeout", "soon"],
+            2,
+            "none of ms, s, m, h",
+        ),
+        (
+            &["read", "mem:1M", "--offset", "2M"],
+            2,
+            "byte 2097152 is beyond the disk",
+        ),
+        (
+            &["read", "mem:1M", "--length", "2M"],
+            2,
+            "more than the disk has",
+        ),
+        (&["inquiry", "mem:1M"], 2, "not the address of a target"),
+        (
+            &["bench", "mem:1M", "--bs", "1000"],
+            2,
+            "no multiple of the device's 512",
+        ),
+        (
+            &["bench", "mem:1M", "--depth", "0"],
+            2,
+            "must be from 1 to 4096",
+        ),
+        (&["detach", "7"], 5, "nothing is attached as 7"),
+        (&["write", "mem:1M", &gone], 5, "gone"),
+        (&["attach", "mem:1M", "--fuse", &gone], 5, "gone"),
+        (
+            &["attach", "mem:1M", "--foreground", "--fuse", &gone],
+            5,
+            "gone",
+        ),
+        // Nobody listens on that port of the software NIC's wire.
+        (
+            &["read", "srp://127.0.0.1:1/0", "--timeout", "300ms"],
+            4,
+            "cannot log in to srp://127.0.0.1:1/0",
+        ),
+    ];
+    for (args, status, want) in cases {
+        let (got, text) = home.fails(args);
+        assert_eq!(got, *status, "{args:?}: {text}");
+        assert!(text.contains(want), "{args:?}: no {want:?} in {text}");
+    }
+}
+
+#[test]
+fn an_error_looks_like_this() {
+    let home = Home::new();
+    let (_, text) = home.fails(&["detach", "7"]);
+    assert_eq!(
+        text,
+        "  × nothing is attached as 7\n  help: `riser list` shows what is attached\n"
+    );
+    let (status, text) = home.fails(&["-o", "json", "detach", "7"]);
+    assert_eq!(status, 5);
+    assert_eq!(
+        text,
+        r#"{
+  "error": {
+    "message": "nothing is attached as 7",
+    "causes": [],
+    "help": "`riser list` shows what is attached",
+    "exit_status": 5
+  }
+}
+"#
+    );
+}
+
+#[test]
+fn reading_and_writing_ranges() {
+    let home = Home::new();
+    assert_eq!(
+        home.riser(&["read", "mem:1M", "--offset", "1000", "--length", "7"])
+            .stdout,
+        [0; 7]
+    );
+    let file = home.path("out");
+    let text = home.ok(&["read", "mem:3M", &file, "-o", "json"]);
+    assert!(text.contains("\"bytes\": 3145728"), "{text}");
+    assert_eq!(std::fs::metadata(&file).unwrap().len(), 3 << 20);
+    let text = home.ok(&["write", "mem:4M", &file, "--offset", "12345", "-o", "json"]);
+    assert!(text.contains("\"bytes\": 3145728"), "{text}");
+    // More than fits, known before and found out.
+    let (status, text) = home.fails(&["write", "mem:2M", &file]);
+    assert_eq!(status, 2, "{text}");
+    let mut child = home
+        .command(&["write", "mem:64K"])
+        .stdin(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    // It may stop reading before the end.
+    let _ = child.stdin.take().unwrap().write_all(&[1; 70_000]);
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("the disk ended before"));
+}
+
+#[test]
+fn an_nbd_attachment_lives_until_it_is_detached() {
+    let home = Home::new();
+    let socket = home.path("nbd");
+    let text = home.ok(&["attach", "mem:1M,4096", "--nbd", &socket, "--read-only"]);
+    assert_eq!(
+        text,
+        format!("0: mem:1048576,4096 is at nbd+unix:///lun0?socket={socket} (1.00 MiB)\n")
+    );
+    let list: serde_json::Value = serde_json::from_str(&home.ok(&["list", "-o", "json"])).unwrap();
+    assert_eq!(list[0]["export"]["kind"], "nbd");
+    assert_eq!(list[0]["read_only"], true);
+    assert_eq!(list[0]["block_size"], 4096);
+    assert!(Path::new(list[0]["log"].as_str().unwrap()).exists());
+    // The same socket again; then another one.
+    let (status, text) = home.fails(&["attach", "mem:1M", "--nbd", &socket]);
+    assert_eq!(status, 6, "{text}");
+    let other = home.path("other");
+    assert!(
+        home.ok(&["attach", "mem:1M", "--nbd", &other])
+            .starts_with("1: ")
+    );
+    assert!(home.ok(&["detach", "0"]).contains("is detached from"));
+    assert!(!Path::new(&socket).exists());
+    home.ok(&["detach", &other]);
+    // Nothing is left but the directory's own lock.
+    let left: Vec<_> = std::fs::read_dir(home.0.join("state"))
+        .unwrap()
+        .map(|e| e.unwrap().file_name())
+        .filter(|name| name != "address.lock")
+        .collect();
+    assert_eq!(left, [""; 0]);
+}
+
+#[test]
+fn what_a_killed_process_leaves_is_cleaned_up() {
+    let home = Home::new();
+    let socket = home.path("nbd");
+    home.ok(&["attach", "mem:1M", "--nbd", &socket]);
+    let list: serde_json::Value = serde_json::from_str(&home.ok(&["list", "-o", "json"])).unwrap();
+    let pid = list[0]["pid"].as_i64().unwrap() as i32;
+    let pid = rustix::process::Pid::from_raw(pid).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+    while rustix::process::test_kill_process(pid).is_ok() {
+        // Nobody reaps it but init, which is quick.
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
+        if stat.is_ok_and(|s| s.contains(") Z ")) {
+            break;
+        }
+        std::thread::yield_now();
+    }
+    assert_eq!(home.ok(&["list"]), "nothing is attached\n");
+    assert!(!Path::new(&socket).exists());
+    home.ok(&["attach", "mem:1M", "--nbd", &socket]);
+    home.ok(&["detach", &socket]);
+}
+
+#[test]
+fn a_fuse_attachment_is_a_file_until_somebody_unmounts_it() {
+    let home = Home::new();
+    if !Path::new("/dev/fuse").exists() {
+        return eprintln!("SKIP: there is no /dev/fuse");
+    }
+    let dir = home.path("mount");
+    std::fs::create_dir(&dir).unwrap();
+    let output = home.riser(&["attach", "mem:4M", "--fuse", &dir]);
+    if !output.status.success() {
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(text.contains("cannot mount FUSE"), "{text}");
+        return eprintln!("SKIP: cannot mount FUSE here: {text}");
+    }
+    let file = Path::new(&dir).join("lun0");
+    assert_eq!(std::fs::metadata(&file).unwrap().len(), 4 << 20);
+    // In use it stays.
+    let open = std::fs::File::open(&file).unwrap();
+    let (status, text) = home.fails(&["detach", &dir]);
+    assert_eq!((status, text.contains("is busy")), (6, true), "{text}");
+    drop(open);
+    home.ok(&["detach", &dir]);
+    assert!(!file.exists());
+    // By force it goes even then.
+    home.ok(&["attach", "mem:4M", "--fuse", &dir]);
+    let open = std::fs::File::open(&file).unwrap();
+    home.ok(&["detach", "0", "--force", "--timeout", "20s"]);
+    drop(open);
+    // In the foreground, ended by an unmount from outside.
+    let child = home
+        .command(&["attach", "mem:4M", "--fuse", &dir, "--foreground"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    while !file.exists() {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    riser_initiator::fuse::unmount(Path::new(&dir), true).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success());
+}
+
+#[test]
+fn benchmarks_report_what_they_did() {
+    let home = Home::new();
+    let text = home.ok(&[
+        "bench",
+        "mem:8M",
+        "--rw",
+        "randrw",
+        "--mix",
+        "70",
+        "--total",
+        "4M",
+        "--warm-up",
+        "0",
+        "--verify",
+        "-o",
+        "json",
+    ]);
+    let report: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let ios = |direction: &str| report[direction]["total_ios"].as_u64().unwrap();
+    assert_eq!(ios("read") + ios("write"), 1024);
+    assert_eq!(report["read_percent"], 70);
+    assert!(report["read"]["lat_ns"]["p99_9"].as_u64().unwrap() > 0);
+    let text = home.ok(&["bench", "mem:8M", "--total", "1M", "--warm-up", "0"]);
+    assert!(text.contains("random, 4.00 KiB blocks, depth 32"), "{text}");
+    assert!(text.contains("latency in us"), "{text}");
+}
+
+#[test]
+fn completions_and_manual_pages() {
+    let home = Home::new();
+    assert!(
+        home.ok(&["completions", "bash"])
+            .contains("complete -F _riser")
+    );
+    assert!(
+        home.ok(&["completions", "zsh"])
+            .starts_with("#compdef riser")
+    );
+    assert!(home.ok(&["man"]).contains(".TH riser 1"));
+    let dir = home.path("man");
+    std::fs::create_dir(&dir).unwrap();
+    home.ok(&["man", "--dir", &dir]);
+    for page in ["riser.1", "riser-attach.1", "riser-bench.1"] {
+        assert!(Path::new(&dir).join(page).exists(), "no {page}");
+    }
+}

@@ -148,7 +148,7 @@ fn login_failed(url: &SrpUrl, error: EngineError) -> CliError {
             Exit::Failure
         }
         EngineError::Device(_) => Exit::Failure,
-        EngineError::Login(_) | EngineError::NoAddress(_) => Exit::Refused,
+        _ => Exit::Refused,
     };
     CliError::new(exit, format!("cannot log in to {url}"))
         .because(error)

@@ -22,8 +22,8 @@ use riser_transport::rc::{
 };
 use riser_transport::roce::mr::MrTable;
 use riser_transport::verbs::{
-    Access, Completion, Handle, LKey, Mr, Mtu, PdId, QpCap, QpId, QpState, RKey, RecvWr,
-    RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcOpcode, WcStatus, WrId,
+    Access, AsyncEvent, Completion, Handle, LKey, Mr, Mtu, PdId, QpCap, QpId, QpState, RKey,
+    RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcOpcode, WcStatus, WrId,
 };
 use riser_transport::wire::{IcrcFlow, Packet, Psn, Qpn, RnrTimer};
 
@@ -433,6 +433,14 @@ impl Sim {
     fn step(&mut self) {
         for me in 0..2 {
             self.post(me);
+            // Now and then the send queue is drained, and goes on when it says that it is empty.
+            if self.wire.loss > 0
+                && self.random.below(1000) == 0
+                && self.sides[me].qp.state() == QpState::Rts
+            {
+                let (qp, mut env) = self.sides[me].env();
+                qp.to_sqd(&mut env);
+            }
             self.transmit(me);
             self.settle(me);
         }
@@ -732,9 +740,15 @@ impl Sim {
             match event {
                 RcEvent::Send(done) => self.on_send_done(me, &done),
                 RcEvent::Recv(done) => self.on_recv_done(me, &done),
+                RcEvent::Async(AsyncEvent::SqDrained(_)) => {
+                    self.sides[me].qp.resume();
+                    self.transmit(me);
+                }
                 RcEvent::Async(event) => panic!("unexpected {event:?}"),
             }
         }
+        // What a transmission above has added comes next time.
+        events.append(&mut self.sides[me].out);
         self.sides[me].out = events;
     }
 

@@ -14,10 +14,13 @@ use riser_scsi::srp::{
 };
 use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::verbs::{
-    Access, CmEventKind, CmId, Completion, ConnParam, CqId, Mr, PortSpace, QpCap, QpId, QpInitAttr,
-    QpType, RKey, RdmaCm, RecvWr, RemoteAddr, SendOp, SendWr, Sge, Verbs,
+    Access, AhAttr, CmEventKind, CmId, Completion, ConnParam, CqId, Gid, Mr, PdId, PortSpace,
+    Provider, QKey, QpAttr, QpCap, QpId, QpInitAttr, QpState, QpType, RKey, RdmaCm, RecvWr,
+    RemoteAddr, SendOp, SendWr, Sge, UdDest, Verbs,
 };
-use riser_transport::verbs::{PdId, Provider};
+use riser_transport::wire::dm::{
+    Attribute, DmHeader, IoUnitInfo, IocProfile, Method, ServiceEntry,
+};
 use zerocopy::{FromBytes, IntoBytes};
 
 pub(crate) const BLOCK: usize = 512;
@@ -87,7 +90,132 @@ struct Channel {
     replies: usize,
 }
 
+/// Queue pair 1: tells who asks that there is one port.
+struct Gsi {
+    qp: QpId,
+    cq: CqId,
+    memory: Memory,
+    mr: Mr,
+}
+
+impl Gsi {
+    fn new(nic: &mut Roce, pd: PdId) -> Self {
+        let memory = Memory::new(4096).unwrap();
+        let mr = nic
+            .reg_mr(pd, &memory.whole(), Access::LOCAL_WRITE)
+            .unwrap();
+        let cq = nic.create_cq(16).unwrap();
+        let cap = QpCap {
+            max_send_wr: 4,
+            max_recv_wr: 4,
+            max_send_sge: 1,
+            max_recv_sge: 1,
+            max_inline: 0,
+        };
+        let init = QpInitAttr {
+            pd,
+            send_cq: cq,
+            recv_cq: cq,
+            srq: None,
+            qp_type: QpType::Gsi,
+            cap,
+            sq_sig_all: true,
+        };
+        let qp = nic.create_qp(&init).unwrap();
+        let to = |state| QpAttr {
+            state: Some(state),
+            ..QpAttr::default()
+        };
+        let init = QpAttr {
+            pkey_index: Some(0),
+            port: Some(1),
+            qkey: Some(QKey::GSI),
+            ..to(QpState::Init)
+        };
+        nic.modify_qp(qp, &init).unwrap();
+        nic.modify_qp(qp, &to(QpState::Rtr)).unwrap();
+        let rts = QpAttr {
+            sq_psn: Some(0),
+            ..to(QpState::Rts)
+        };
+        nic.modify_qp(qp, &rts).unwrap();
+        let gsi = Self { qp, cq, memory, mr };
+        gsi.post_recv(nic);
+        gsi
+    }
+
+    fn sge(&self, at: u64, length: u32) -> Sge {
+        Sge {
+            addr: self.mr.addr + at,
+            length,
+            lkey: self.mr.lkey,
+        }
+    }
+
+    fn post_recv(&self, nic: &mut Roce) {
+        let sges = [self.sge(0, 40 + 256)];
+        let wr = RecvWr {
+            wr_id: riser_transport::verbs::WrId(1),
+            sges: &sges,
+        };
+        nic.post_recv(self.qp, &[wr]).unwrap();
+    }
+
+    fn turn(&self, nic: &mut Roce, pd: PdId) {
+        let mut completions = Vec::new();
+        nic.poll_cq(self.cq, 4, &mut completions).unwrap();
+        for completion in completions.iter().filter(|c| c.opcode.is_recv()) {
+            let mut bytes = [0; 40 + 256];
+            self.memory.read(0, &mut bytes);
+            self.post_recv(nic);
+            let (header, _) = DmHeader::parse(&bytes[40..]).unwrap();
+            let data = match header.attribute {
+                Attribute::IoUnitInfo => IoUnitInfo::new(1, 4, 1).emit().to_vec(),
+                Attribute::IocProfile { .. } => IocProfile {
+                    guid: 0x51,
+                    send_queue_depth: 64,
+                    read_depth: 16,
+                    send_size: 8260,
+                    rdma_size: u32::MAX,
+                    services: 1,
+                    name: "fake".to_owned(),
+                }
+                .emit()
+                .to_vec(),
+                _ => {
+                    ServiceEntry::emit_list(&[ServiceEntry::srp(0x52, 0x0106_0000 | 5555)]).to_vec()
+                }
+            };
+            let reply = DmHeader {
+                method: Method::GetResp,
+                ..header
+            };
+            self.memory.write(1024, &reply.emit(&data));
+            let v4: [u8; 4] = bytes[32..36].try_into().unwrap();
+            let attr = AhAttr {
+                dgid: Gid::from(IpAddr::from(v4)),
+                sgid_index: 0,
+                hop_limit: 64,
+                traffic_class: 0,
+                port: 1,
+            };
+            let ah = nic.create_ah(pd, attr).unwrap();
+            let sges = [self.sge(1024, 256)];
+            let wr = SendWr {
+                ud: Some(UdDest {
+                    ah,
+                    qpn: completion.src_qp,
+                    qkey: QKey::GSI,
+                }),
+                ..SendWr::new(0, SendOp::Send, &sges)
+            };
+            nic.post_send(self.qp, &[wr]).unwrap();
+        }
+    }
+}
+
 struct Target {
+    gsi: Gsi,
     nic: Roce,
     pd: PdId,
     cq: CqId,
@@ -126,7 +254,9 @@ impl FakeTarget {
                 nic.bind_addr(listener, SocketAddr::new(ip, 5555)).unwrap();
                 nic.listen(listener, 8).unwrap();
                 ready.send(()).unwrap();
+                let gsi = Gsi::new(&mut nic, pd);
                 let mut target = Target {
+                    gsi,
                     nic,
                     pd,
                     cq,
@@ -156,6 +286,7 @@ impl FakeTarget {
 impl Target {
     fn turn(&mut self) {
         self.poll();
+        self.gsi.turn(&mut self.nic, self.pd);
         if self.knobs.attack.swap(false, Ordering::SeqCst) {
             let desc = self.knobs.last.lock().unwrap().unwrap();
             let qp = *self.channels.keys().next().unwrap();

@@ -58,6 +58,7 @@ use self::oneshot::{Receiver, oneshot};
 use self::park::Mailbox;
 use crate::block::Buffer;
 use crate::srp::channel::ChannelConfig;
+use crate::srp::discovery::{DiscoveryError, FoundPort, plan_port};
 use crate::srp::request::RequestError;
 use crate::srp::session::{Down, SessionConfig, Timing};
 use crate::srp::url::{Host, SrpUrl};
@@ -80,6 +81,12 @@ pub enum EngineError {
     /// The device has no such partition key.
     #[error("device has no partition key {0:04x}")]
     NoPartition(u16),
+    /// The address offers several target ports, and none was named.
+    #[error("target has several ports; name one with its id_ext and ioc_guid")]
+    Ambiguous,
+    /// Nothing could be found out about the address.
+    #[error(transparent)]
+    Discovery(#[from] DiscoveryError),
     /// The engine has been shut down.
     #[error("engine is shut down")]
     Gone,
@@ -321,7 +328,51 @@ impl Client {
         self.0.stop();
     }
 
-    /// Logs in to a target. A host name is looked up on the calling thread.
+    /// Asks an address which SRP ports it offers. A host name is looked up on the calling thread.
+    ///
+    /// # Errors
+    /// [`EngineError::Discovery`] where nobody answers, or the device cannot ask.
+    pub async fn discover(&self, url: &SrpUrl) -> Result<Vec<FoundPort>, EngineError> {
+        let ip = resolve(url)?.dst.ip();
+        let (reply, answer) = oneshot();
+        let message = Message::Discover {
+            ip,
+            transaction: RandomState::new().build_hasher().finish(),
+            reply,
+        };
+        self.0
+            .mailbox
+            .send(message)
+            .map_err(|_| EngineError::Gone)?;
+        Ok(answer.await.ok_or(EngineError::Gone)??)
+    }
+
+    /// The address with the target port's identifier in it: found out where it names none.
+    async fn complete_url(&self, url: &SrpUrl) -> Result<SrpUrl, EngineError> {
+        let mut url = url.clone();
+        if url.id_ext.is_some() || url.ioc_guid.is_some() {
+            return Ok(url);
+        }
+        match self.discover(&url).await {
+            Ok(found) => match plan_port(&found, url.port) {
+                Some(port) => {
+                    url.id_ext = Some(port.id_ext);
+                    url.ioc_guid = Some(port.ioc_guid);
+                }
+                None if found.iter().any(|f| f.port() == Some(url.port)) => {
+                    return Err(EngineError::Ambiguous);
+                }
+                None => {}
+            },
+            // Not every target can be asked. The login will tell what it thinks of no identifier.
+            Err(EngineError::Discovery(_)) => {}
+            Err(e) => return Err(e),
+        }
+        Ok(url)
+    }
+
+    /// Logs in to a target. A host name is looked up on the calling thread. Where the address names
+    /// no target port, the target is asked which it has; [`Session::url`] names it then.
     ///
     /// # Errors
     /// [`EngineError`]; the login is tried once, for as long as [`Timing::login`] says.
@@ -329,6 +380,7 @@ impl Client {
         if let Some(pkey) = url.pkey.filter(|p| !self.0.device.has_pkey(*p)) {
             return Err(EngineError::NoPartition(pkey));
         }
+        let url = &self.complete_url(url).await?;
         let target = resolve(url)?;
         let status = Arc::new(SessionStatus::default());
         let (reply, answer) = oneshot();

@@ -115,11 +115,13 @@ fn a_disk_is_found_written_and_read() {
 fn a_refused_login_says_why() {
     let target = FakeTarget::start("127.0.12.1", 8);
     target.knobs.refuse.store(true, Ordering::SeqCst);
-    let url: SrpUrl = format!("srp://{}/", target.addr).parse().unwrap();
+    let url: SrpUrl = format!("srp://{}/?ioc_guid=1", target.addr)
+        .parse()
+        .unwrap();
     let client = client(12);
     let error = block_on(client.connect(&url)).unwrap_err();
     assert!(error.to_string().contains("lacks resources"), "{error}");
-    let nobody: SrpUrl = "srp://127.0.12.1:5556/".parse().unwrap();
+    let nobody: SrpUrl = "srp://127.0.12.1:5556/?ioc_guid=1".parse().unwrap();
     let error = block_on(client.connect(&nobody)).unwrap_err();
     assert!(matches!(error, EngineError::Login(_)), "{error}");
 }
@@ -284,7 +286,7 @@ fn a_lossy_wire_spoils_nothing() {
             Roce::open(&config)
         })
         .unwrap();
-    let url: SrpUrl = format!("srp://{}/?channels=2", target.addr)
+    let url: SrpUrl = format!("srp://{}/?ioc_guid=1&channels=2", target.addr)
         .parse()
         .unwrap();
     let session = block_on(client.connect(&url)).unwrap();
@@ -302,7 +304,7 @@ fn closing_ends_even_what_the_session_had_no_room_for() {
     let target = FakeTarget::start("127.0.25.1", 64);
     target.knobs.deaf.store(true, Ordering::SeqCst);
     let client = client(25);
-    let url: SrpUrl = format!("srp://{}/?queue_size=2", target.addr)
+    let url: SrpUrl = format!("srp://{}/?ioc_guid=1&queue_size=2", target.addr)
         .parse()
         .unwrap();
     let session = block_on(client.connect(&url)).unwrap();
@@ -434,7 +436,9 @@ fn a_workload_runs_on_the_engine() {
 fn a_login_that_nobody_waits_for_is_undone() {
     let target = FakeTarget::start("127.0.27.1", 8);
     let client = client(27);
-    let url: SrpUrl = format!("srp://{}/", target.addr).parse().unwrap();
+    let url: SrpUrl = format!("srp://{}/?ioc_guid=1", target.addr)
+        .parse()
+        .unwrap();
     let wait = client.timeout(Duration::ZERO, client.connect(&url));
     assert!(matches!(block_on(wait), Err(Elapsed)));
     let until = Instant::now() + Duration::from_secs(30);
@@ -454,6 +458,26 @@ fn waiting_for_memory_ends_too() {
     assert_eq!(error, LunError::Request(RequestError::TimedOut));
     drop(all);
     assert!(block_on(session.buffer(512)).is_ok());
+}
+
+#[test]
+fn a_bare_address_is_completed() {
+    let target = FakeTarget::start("127.0.29.1", 8);
+    let client = client(29);
+    let url: SrpUrl = format!("srp://{}/", target.addr).parse().unwrap();
+    let found = block_on(client.discover(&url)).unwrap();
+    assert_eq!(found.len(), 1);
+    assert_eq!(
+        (found[0].port(), found[0].name.as_str()),
+        (Some(5555), "fake")
+    );
+    let session = block_on(client.connect(&url)).unwrap();
+    assert_eq!(session.url().ioc_guid, Some(0x51));
+    assert_eq!(session.url().id_ext, Some(0x52));
+    let nobody: SrpUrl = "srp://127.0.29.9/".parse().unwrap();
+    let error = block_on(client.discover(&nobody)).unwrap_err();
+    assert!(error.to_string().contains("nobody"), "{error}");
+    drop((session, client));
 }
 
 #[test]

@@ -2,6 +2,7 @@
 //!
 //! - [`url`]: `srp://` addresses.
 //! - [`channel`]: one channel: login, request limit, tags, information units.
+//! - [`discovery`]: finding the ports of an address.
 //! - [`session`]: channels and requests: distribution, timeouts, task management, reconnection.
 //! - [`request`]: requests, their ends, and what may be done twice.
 //! - [`descriptor`]: memory descriptors and where they go.
@@ -10,6 +11,7 @@
 
 pub mod channel;
 pub mod descriptor;
+pub mod discovery;
 pub mod request;
 pub mod session;
 pub mod url;

@@ -6,6 +6,7 @@
 //! there are none, so that a session never sees an input with its outputs pending.
 
 mod completions;
+mod discovery;
 mod links;
 mod outputs;
 mod workloads;
@@ -22,6 +23,8 @@ use riser_transport::verbs::{
 };
 use slab::Slab;
 
+use self::discovery::Agent;
+pub(super) use self::discovery::Found;
 use crate::engine::conn::{Conn, ConnConfig, DataKeys, Scratch};
 use crate::engine::io::{Done, Io, IoEnd, ScsiIo, Workload};
 use crate::engine::oneshot::Sender;
@@ -88,6 +91,12 @@ pub(super) enum Message {
     Work(SessionKey, Box<dyn Workload>),
     Close(SessionKey, Option<Sender<()>>),
     Timer(Instant, Sender<()>),
+    Discover {
+        ip: std::net::IpAddr,
+        /// Number of the first question.
+        transaction: u64,
+        reply: Sender<Found>,
+    },
     Shutdown,
 }
 
@@ -134,6 +143,7 @@ pub(super) struct Driver<P: Provider> {
     /// Identifiers whose disconnect is under way, and until when it is waited for.
     leaving: Vec<(CmId, Instant)>,
     timers: Timers,
+    agent: Option<Agent>,
     scratch: Scratch,
     completions: Vec<Completion>,
     /// Ends of workload commands: session, workload, token, end.
@@ -159,6 +169,7 @@ impl<P: Provider> Driver<P> {
             qps: HashMap::new(),
             leaving: Vec::new(),
             timers: Timers::default(),
+            agent: None,
             scratch: Scratch::default(),
             completions: Vec::with_capacity(BATCH),
             finished: Vec::new(),
@@ -207,6 +218,7 @@ impl<P: Provider> Driver<P> {
             self.handle_message(message, now);
         }
         worked |= self.run_workloads(now);
+        worked |= self.run_discovery(now);
         self.handle_timeouts(now);
         self.reap();
         worked
@@ -222,13 +234,14 @@ impl<P: Provider> Driver<P> {
         machines
             .chain(leaving)
             .chain(self.timers.deadline())
+            .chain(self.discovery_deadline())
             .chain(self.provider.deadline())
             .min()
     }
 
     /// Arms every completion queue; whether completions wait already.
     fn arm(&mut self) -> bool {
-        let mut waiting = false;
+        let mut waiting = self.arm_discovery();
         for (_, session) in &self.sessions {
             waiting |= self
                 .provider
@@ -259,6 +272,11 @@ impl<P: Provider> Driver<P> {
                 }
             }
             Message::Timer(at, sender) => self.timers.insert(at, sender),
+            Message::Discover {
+                ip,
+                transaction,
+                reply,
+            } => self.discover(ip, transaction, reply),
             Message::Shutdown => {
                 self.shutdown = true;
                 let all: Vec<usize> = self.sessions.iter().map(|(index, _)| index).collect();

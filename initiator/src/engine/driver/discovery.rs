@@ -1,0 +1,280 @@
+//! Asking addresses for their SRP ports, over queue pair 1.
+
+use std::net::IpAddr;
+use std::time::Instant;
+
+use riser_memory::{MemSlice, Memory};
+use riser_transport::verbs::{
+    Access, AhAttr, CqId, Gid, Mr, PdId, Provider, QKey, QpAttr, QpCap, QpId, QpInitAttr, QpState,
+    QpType, RecvWr, SendFlags, SendOp, SendWr, Sge, UdDest, VerbsError, WrId,
+};
+use riser_transport::wire::dm::MAD_LEN;
+
+use super::Driver;
+use crate::engine::oneshot::Sender;
+use crate::srp::discovery::{Discovery, DiscoveryError, FoundPort};
+
+/// Receives, and sends under way, at most.
+const DEPTH: usize = 16;
+/// Route header before a received datagram.
+const GRH: usize = 40;
+const RECV_LEN: usize = GRH + MAD_LEN;
+/// Queue pair 1 takes and gives management datagrams.
+const GSI: u32 = 1;
+
+/// What a search found.
+pub(in crate::engine) type Found = Result<Vec<FoundPort>, DiscoveryError>;
+
+/// Queue pair 1, as long as searches are under way.
+pub(super) struct Agent {
+    pd: PdId,
+    cq: CqId,
+    qp: QpId,
+    mr: Mr,
+    memory: MemSlice,
+    /// Next place for a question.
+    turn: usize,
+    searches: Vec<Search>,
+}
+
+struct Search {
+    gid: Gid,
+    machine: Discovery,
+    reply: Option<Sender<Found>>,
+}
+
+impl Agent {
+    fn new<P: Provider>(provider: &mut P) -> Result<Self, VerbsError> {
+        let os = |e: std::io::Error| VerbsError::Os(e.raw_os_error().unwrap_or(0));
+        let memory = Memory::new(DEPTH * (RECV_LEN + MAD_LEN))
+            .map_err(os)?
+            .whole();
+        let pd = provider.alloc_pd()?;
+        let made = (|| {
+            let mr = provider.reg_mr(pd, &memory, Access::LOCAL_WRITE)?;
+            let cq = provider.create_cq(2 * DEPTH as u32)?;
+            let depth = DEPTH as u32;
+            let cap = QpCap {
+                max_send_wr: depth,
+                max_recv_wr: depth,
+                max_send_sge: 1,
+                max_recv_sge: 1,
+                max_inline: 0,
+            };
+            let qp = provider.create_qp(&QpInitAttr {
+                pd,
+                send_cq: cq,
+                recv_cq: cq,
+                srq: None,
+                qp_type: QpType::Gsi,
+                cap,
+                sq_sig_all: true,
+            });
+            match qp {
+                Ok(qp) => Ok((mr, cq, qp)),
+                Err(e) => {
+                    let _ = provider.destroy_cq(cq);
+                    let _ = provider.dereg_mr(mr.id);
+                    Err(e)
+                }
+            }
+        })();
+        let (mr, cq, qp) = match made {
+            Ok(made) => made,
+            Err(e) => {
+                let _ = provider.dealloc_pd(pd);
+                return Err(e);
+            }
+        };
+        let mut agent = Self {
+            pd,
+            cq,
+            qp,
+            mr,
+            memory,
+            turn: 0,
+            searches: Vec::new(),
+        };
+        if let Err(e) = agent.ready(provider) {
+            agent.release(provider);
+            return Err(e);
+        }
+        Ok(agent)
+    }
+
+    fn ready<P: Provider>(&mut self, provider: &mut P) -> Result<(), VerbsError> {
+        let to = |state| QpAttr {
+            state: Some(state),
+            ..QpAttr::default()
+        };
+        let init = QpAttr {
+            pkey_index: Some(0),
+            port: Some(1),
+            qkey: Some(QKey::GSI),
+            ..to(QpState::Init)
+        };
+        provider.modify_qp(self.qp, &init)?;
+        provider.modify_qp(self.qp, &to(QpState::Rtr))?;
+        let rts = QpAttr {
+            sq_psn: Some(0),
+            ..to(QpState::Rts)
+        };
+        provider.modify_qp(self.qp, &rts)?;
+        for slot in 0..DEPTH {
+            self.post_recv(provider, slot);
+        }
+        Ok(())
+    }
+
+    fn release<P: Provider>(&self, provider: &mut P) {
+        let _ = provider.destroy_qp(self.qp);
+        let _ = provider.destroy_cq(self.cq);
+        let _ = provider.dereg_mr(self.mr.id);
+        let _ = provider.dealloc_pd(self.pd);
+    }
+
+    fn sge(&self, at: usize, len: usize) -> Sge {
+        Sge {
+            addr: self.mr.addr + at as u64,
+            length: len as u32,
+            lkey: self.mr.lkey,
+        }
+    }
+
+    fn post_recv<P: Provider>(&self, provider: &mut P, slot: usize) {
+        let wr = RecvWr {
+            wr_id: WrId(slot as u64),
+            sges: &[self.sge(slot * RECV_LEN, RECV_LEN)],
+        };
+        // A receive less makes an answer that is lost more likely; questions are repeated.
+        let _ = provider.post_recv(self.qp, &[wr]);
+    }
+
+    /// Takes what arrived, asks what is to be asked, and tells what was found. Whether it did
+    /// anything.
+    fn turn<P: Provider>(&mut self, provider: &mut P, now: Instant) -> bool {
+        let mut completions = Vec::new();
+        let _ = provider.poll_cq(self.cq, DEPTH, &mut completions);
+        let mut worked = !completions.is_empty();
+        for completion in &completions {
+            if !completion.opcode.is_recv() {
+                continue;
+            }
+            let slot = completion.wr_id.0 as usize;
+            let len = (completion.byte_len as usize).clamp(GRH, RECV_LEN);
+            if completion.status.is_ok() && completion.src_qp == GSI {
+                let mut bytes = [0; RECV_LEN];
+                self.memory.read(slot * RECV_LEN, &mut bytes);
+                let from = source(&bytes[..GRH]);
+                for search in self.searches.iter_mut().filter(|s| s.gid == from) {
+                    search.machine.handle_mad(&bytes[GRH..len]);
+                }
+            }
+            self.post_recv(provider, slot);
+        }
+        for at in 0..self.searches.len() {
+            if let Some(mad) = self.searches[at].machine.poll_question(now) {
+                worked = true;
+                self.ask(provider, self.searches[at].gid, &mad);
+            }
+        }
+        self.searches.retain_mut(|search| {
+            let Some(found) = search.machine.poll_result() else {
+                return true;
+            };
+            if let Some(reply) = search.reply.take() {
+                reply.send(found);
+            }
+            false
+        });
+        worked
+    }
+
+    fn ask<P: Provider>(&mut self, provider: &mut P, dgid: Gid, mad: &[u8; MAD_LEN]) {
+        let at = DEPTH * RECV_LEN + self.turn % DEPTH * MAD_LEN;
+        self.turn += 1;
+        self.memory.write(at, mad);
+        let attr = AhAttr {
+            dgid,
+            sgid_index: 0,
+            hop_limit: 64,
+            traffic_class: 0,
+            port: 1,
+        };
+        // What cannot be sent now is asked again later.
+        let Ok(ah) = provider.create_ah(self.pd, attr) else {
+            return;
+        };
+        let wr = SendWr {
+            wr_id: WrId(0),
+            op: SendOp::Send,
+            sges: &[self.sge(at, MAD_LEN)],
+            flags: SendFlags::SIGNALED,
+            ud: Some(UdDest {
+                ah,
+                qpn: GSI,
+                qkey: QKey::GSI,
+            }),
+        };
+        let _ = provider.post_send(self.qp, &[wr]);
+        let _ = provider.destroy_ah(ah);
+    }
+}
+
+/// Who sent a datagram: the source of the IPv6 header, or of the IPv4 header in its last 20 bytes.
+fn source(grh: &[u8]) -> Gid {
+    if grh[0] >> 4 == 6 {
+        return Gid(grh[8..24].try_into().expect("sixteen bytes"));
+    }
+    let v4: [u8; 4] = grh[32..36].try_into().expect("four bytes");
+    Gid::from(IpAddr::from(v4))
+}
+
+impl<P: Provider> Driver<P> {
+    pub(super) fn discover(&mut self, ip: IpAddr, transaction: u64, reply: Sender<Found>) {
+        let agent = match self.agent.take() {
+            Some(agent) => Ok(agent),
+            None => Agent::new(&mut self.provider),
+        };
+        let Ok(mut agent) = agent else {
+            reply.send(Err(DiscoveryError::Unsupported));
+            return;
+        };
+        agent.searches.push(Search {
+            gid: Gid::from(ip),
+            machine: Discovery::new(transaction),
+            reply: Some(reply),
+        });
+        self.agent = Some(agent);
+    }
+
+    /// One turn of the searches under way; whether there was anything to do.
+    pub(super) fn run_discovery(&mut self, now: Instant) -> bool {
+        let Some(agent) = &mut self.agent else {
+            return false;
+        };
+        let worked = agent.turn(&mut self.provider, now);
+        if agent.searches.is_empty()
+            && let Some(agent) = self.agent.take()
+        {
+            agent.release(&mut self.provider);
+        }
+        worked
+    }
+
+    /// When a question is to be repeated.
+    pub(super) fn discovery_deadline(&self) -> Option<Instant> {
+        let searches = &self.agent.as_ref()?.searches;
+        searches.iter().filter_map(|s| s.machine.deadline()).min()
+    }
+
+    /// Arms queue pair 1; whether completions wait already.
+    pub(super) fn arm_discovery(&mut self) -> bool {
+        let Some(agent) = &self.agent else {
+            return false;
+        };
+        self.provider
+            .req_notify_cq(agent.cq, riser_transport::verbs::Notify::Next)
+            .unwrap_or(false)
+    }
+}

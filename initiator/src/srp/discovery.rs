@@ -1,0 +1,364 @@
+//! Finding the SRP ports of an address with device-management MADs (SRP r16a Annex B).
+//!
+//! [`Discovery`] asks for the I/O unit, then for each controller's profile and services, one question
+//! at a time, and repeats a question that is not answered. Its owner sends
+//! [`Discovery::poll_question`]'s MADs to queue pair 1 of the address and hands in what comes back.
+//!
+//! Bound: [`MAX_CONTROLLERS`] controllers and 255 services of each, whatever a peer says it has.
+
+use std::time::{Duration, Instant};
+
+use riser_transport::wire::dm::{
+    Attribute, DmHeader, IoUnitInfo, IocProfile, MAD_LEN, Method, SERVICES_PER_MAD, ServiceEntry,
+    Status,
+};
+
+/// Controllers that are asked about.
+pub const MAX_CONTROLLERS: usize = 16;
+
+/// How long a question waits for its answer.
+const PATIENCE: Duration = Duration::from_millis(400);
+
+/// How often a question is asked.
+const TRIES: u8 = 4;
+
+/// A service id of the RDMA CM is this and the port.
+const RDMA_CM_SERVICE: u64 = 0x0000_0000_0106_0000;
+
+/// An SRP target port that an address offers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FoundPort {
+    /// Second half of its identifier.
+    pub ioc_guid: u64,
+    /// First half.
+    pub id_ext: u64,
+    /// Where it listens.
+    pub service_id: u64,
+    /// The controller's name, printable.
+    pub name: String,
+}
+
+impl FoundPort {
+    /// The RDMA/CM port that it listens on, if it does so at one.
+    #[must_use]
+    pub fn port(&self) -> Option<u16> {
+        (self.service_id & !0xffff == RDMA_CM_SERVICE).then_some(self.service_id as u16)
+    }
+}
+
+/// Why nothing was found out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DiscoveryError {
+    /// The device cannot ask.
+    #[error("device has no access to queue pair 1")]
+    Unsupported,
+    /// Nobody answered.
+    #[error("nobody answers at that address")]
+    NoAnswer,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Step {
+    IoUnit,
+    Profile { slot: u8 },
+    Services { slot: u8, first: u8 },
+    Done,
+}
+
+/// One search. See the module's documentation.
+#[derive(Debug)]
+pub struct Discovery {
+    step: Step,
+    /// Slots not yet asked about, last one first.
+    slots: Vec<u8>,
+    profile: Option<IocProfile>,
+    found: Vec<FoundPort>,
+    transaction: u64,
+    tries: u8,
+    /// When the question is asked again; `None`: it is to be asked now.
+    until: Option<Instant>,
+    failed: bool,
+}
+
+impl Discovery {
+    /// A search whose questions are numbered from `transaction` on, a number that a stranger should
+    /// not be able to guess.
+    #[must_use]
+    pub fn new(transaction: u64) -> Self {
+        Self {
+            step: Step::IoUnit,
+            slots: Vec::new(),
+            profile: None,
+            found: Vec::new(),
+            transaction,
+            tries: 0,
+            until: None,
+            failed: false,
+        }
+    }
+
+    fn attribute(&self) -> Option<Attribute> {
+        Some(match self.step {
+            Step::IoUnit => Attribute::IoUnitInfo,
+            Step::Profile { slot } => Attribute::IocProfile { slot: slot.into() },
+            Step::Services { slot, first } => {
+                let count = self.profile.as_ref().map_or(0, |p| p.services);
+                let last = first.saturating_add(SERVICES_PER_MAD as u8 - 1);
+                Attribute::ServiceEntries {
+                    slot: slot.into(),
+                    first,
+                    last: last.min(count.saturating_sub(1)),
+                }
+            }
+            Step::Done => return None,
+        })
+    }
+
+    /// The MAD to send now, if there is one.
+    pub fn poll_question(&mut self, now: Instant) -> Option<[u8; MAD_LEN]> {
+        if self.until.is_some_and(|t| t > now) {
+            return None;
+        }
+        let attribute = self.attribute()?;
+        if self.tries == TRIES {
+            // A controller that fell silent is left out; an address that never spoke is a failure.
+            self.failed |= self.step == Step::IoUnit;
+            self.next_controller();
+            return self.poll_question(now);
+        }
+        self.tries += 1;
+        self.until = Some(now + PATIENCE);
+        let header = DmHeader {
+            method: Method::Get,
+            status: Status::Success,
+            transaction: self.transaction,
+            attribute,
+        };
+        Some(header.emit(&[]))
+    }
+
+    /// When [`Self::poll_question`] should be called; `None` once there is a result.
+    #[must_use]
+    pub fn deadline(&self) -> Option<Instant> {
+        self.until.filter(|_| self.step != Step::Done)
+    }
+
+    /// What was found, once there is nothing more to ask.
+    ///
+    /// # Errors
+    /// Within the option: [`DiscoveryError::NoAnswer`].
+    pub fn poll_result(&mut self) -> Option<Result<Vec<FoundPort>, DiscoveryError>> {
+        if self.step != Step::Done {
+            return None;
+        }
+        if self.failed {
+            return Some(Err(DiscoveryError::NoAnswer));
+        }
+        Some(Ok(std::mem::take(&mut self.found)))
+    }
+
+    /// Takes a MAD that came from the address. What answers no open question is ignored.
+    pub fn handle_mad(&mut self, mad: &[u8]) {
+        let Ok((header, data)) = DmHeader::parse(mad) else {
+            return;
+        };
+        let asked = self.attribute() == Some(header.attribute) && self.until.is_some();
+        if header.method != Method::GetResp || header.transaction != self.transaction || !asked {
+            return;
+        }
+        let ok = header.status == Status::Success;
+        match self.step {
+            Step::IoUnit => {
+                if let Some(unit) = IoUnitInfo::parse(data).filter(|_| ok) {
+                    let mut slots: Vec<u8> = unit.controllers().take(MAX_CONTROLLERS).collect();
+                    slots.reverse();
+                    self.slots = slots;
+                }
+                self.next_controller();
+            }
+            Step::Profile { slot } => match IocProfile::parse(data).filter(|_| ok) {
+                Some(profile) if profile.services > 0 => {
+                    self.profile = Some(profile);
+                    self.ask(Step::Services { slot, first: 0 });
+                }
+                _ => self.next_controller(),
+            },
+            Step::Services { slot, first } => self.take_services(slot, first, data, ok),
+            Step::Done => {}
+        }
+    }
+
+    fn take_services(&mut self, slot: u8, first: u8, data: &[u8], ok: bool) {
+        let Some(profile) = self.profile.as_ref().filter(|_| ok) else {
+            return self.next_controller();
+        };
+        let left = profile.services.saturating_sub(first);
+        for service in ServiceEntry::parse_list(data, left.into()) {
+            if let Some(id_ext) = service.srp_extension() {
+                self.found.push(FoundPort {
+                    ioc_guid: profile.guid,
+                    id_ext,
+                    service_id: service.service_id,
+                    name: profile.name.clone(),
+                });
+            }
+        }
+        match first.checked_add(SERVICES_PER_MAD as u8) {
+            Some(next) if next < profile.services => self.ask(Step::Services { slot, first: next }),
+            _ => self.next_controller(),
+        }
+    }
+
+    fn next_controller(&mut self) {
+        self.profile = None;
+        match self.slots.pop() {
+            Some(slot) => self.ask(Step::Profile { slot }),
+            None => self.ask(Step::Done),
+        }
+    }
+
+    fn ask(&mut self, step: Step) {
+        self.step = step;
+        self.transaction = self.transaction.wrapping_add(1);
+        self.tries = 0;
+        self.until = None;
+    }
+}
+
+/// Chooses the port that an address without identifiers means: the only one that listens at the
+/// RDMA/CM port, or else the only one there is. `None` where that leaves no choice, or several.
+#[must_use]
+pub fn plan_port(found: &[FoundPort], port: u16) -> Option<&FoundPort> {
+    let same = |a: &FoundPort, b: &FoundPort| (a.ioc_guid, a.id_ext) == (b.ioc_guid, b.id_ext);
+    let here = found.iter().find(|f| f.port() == Some(port));
+    let first = here.or(found.first())?;
+    let rivals = |f: &&FoundPort| here.is_none() || f.port() == Some(port);
+    found
+        .iter()
+        .filter(rivals)
+        .all(|f| same(f, first))
+        .then_some(first)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Answers as a target with these controllers (GUID, services) does.
+    fn answer(question: &[u8], units: &[(u64, Vec<ServiceEntry>)]) -> [u8; MAD_LEN] {
+        let (header, _) = DmHeader::parse(question).unwrap();
+        assert_eq!(header.method, Method::Get);
+        let data = match header.attribute {
+            Attribute::IoUnitInfo => IoUnitInfo::new(1, 16, units.len() as u8).emit().to_vec(),
+            Attribute::IocProfile { slot } => {
+                let (guid, services) = &units[slot as usize - 1];
+                IocProfile {
+                    guid: *guid,
+                    send_queue_depth: 64,
+                    read_depth: 16,
+                    send_size: 8260,
+                    rdma_size: u32::MAX,
+                    services: services.len() as u8,
+                    name: "disk".to_owned(),
+                }
+                .emit()
+                .to_vec()
+            }
+            Attribute::ServiceEntries { slot, first, last } => {
+                let services = &units[usize::from(slot) - 1].1;
+                assert!(usize::from(last) < services.len(), "asks for what there is");
+                ServiceEntry::emit_list(&services[first.into()..=last.into()]).to_vec()
+            }
+            other => panic!("{other:?}"),
+        };
+        DmHeader {
+            method: Method::GetResp,
+            ..header
+        }
+        .emit(&data)
+    }
+
+    #[test]
+    fn every_service_of_every_controller_is_found() {
+        let service = |i: u64| ServiceEntry::srp(i, RDMA_CM_SERVICE | (5000 + i));
+        let units = [
+            (7, (0..6).map(service).collect::<Vec<_>>()),
+            (8, Vec::new()),
+            (9, vec![service(20)]),
+        ];
+        let now = Instant::now();
+        let mut discovery = Discovery::new(100);
+        let mut questions = 0;
+        while let Some(question) = discovery.poll_question(now) {
+            questions += 1;
+            assert_eq!(discovery.poll_question(now), None, "one at a time");
+            discovery.handle_mad(&answer(&question, &units));
+        }
+        assert_eq!(questions, 1 + 3 + 2 + 1);
+        let found = discovery.poll_result().unwrap().unwrap();
+        let ids: Vec<_> = found.iter().map(|f| (f.ioc_guid, f.id_ext)).collect();
+        assert_eq!(
+            ids,
+            [(7, 0), (7, 1), (7, 2), (7, 3), (7, 4), (7, 5), (9, 20)]
+        );
+        assert_eq!(found[6].port(), Some(5020));
+        assert_eq!(plan_port(&found, 5003).unwrap().id_ext, 3);
+        assert_eq!(plan_port(&found, 1), None);
+        assert_eq!(plan_port(&found[6..], 1).unwrap().id_ext, 20);
+    }
+
+    #[test]
+    fn silence_is_asked_again_and_given_up() {
+        let mut now = Instant::now();
+        let mut discovery = Discovery::new(1);
+        for _ in 0..TRIES {
+            assert!(discovery.poll_question(now).is_some());
+            assert!(discovery.poll_result().is_none());
+            now = discovery.deadline().unwrap();
+        }
+        assert_eq!(discovery.poll_question(now), None);
+        assert_eq!(discovery.poll_result(), Some(Err(DiscoveryError::NoAnswer)));
+        assert_eq!(discovery.deadline(), None);
+    }
+
+    #[test]
+    fn strangers_and_late_answers_are_ignored() {
+        let now = Instant::now();
+        let mut discovery = Discovery::new(50);
+        let question = discovery.poll_question(now).unwrap();
+        let good = answer(&question, &[]);
+        let mut other = good;
+        other[15] ^= 1;
+        discovery.handle_mad(&other);
+        discovery.handle_mad(&question);
+        discovery.handle_mad(&good[..200]);
+        assert!(discovery.poll_result().is_none());
+        discovery.handle_mad(&good);
+        assert_eq!(discovery.poll_result(), Some(Ok(Vec::new())));
+        discovery.handle_mad(&good);
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_an_address_answers_panics_or_goes_on_for_ever(seed: Vec<u8>, status in 0u16..3) {
+            let now = Instant::now();
+            let mut discovery = Discovery::new(9);
+            let mut questions = 0;
+            while let Some(mut mad) = discovery.poll_question(now) {
+                mad[3] = 0x81;
+                mad[4..6].copy_from_slice(&(status / 2).to_be_bytes());
+                for (at, byte) in mad[64..].iter_mut().enumerate() {
+                    *byte = seed.get(at % (seed.len() + 1)).copied().unwrap_or(0x11);
+                }
+                // A profile must say that it is SRP's to be followed.
+                mad[64 + 28..64 + 30].copy_from_slice(&[1, 0]);
+                discovery.handle_mad(&mad);
+                questions += 1;
+                prop_assert!(questions <= 1 + MAX_CONTROLLERS * 65);
+            }
+            prop_assert!(discovery.poll_result().is_some());
+        }
+    }
+}

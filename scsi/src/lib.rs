@@ -32,6 +32,7 @@
 //! | [`task`] | task sets, ordering, task management |
 //! | [`vpd`] | vital product data and identifiers |
 //! | [`srp`] | information units of the SCSI RDMA protocol |
+//! | [`iscsi`] | PDUs, text keys and login of iSCSI |
 //!
 //! Behind these, one module per command family plans commands from CDBs:
 //! `inquiry`, `capacity`, `mode`, `mode_select`, `report`, `rw`, `verify`,
@@ -71,6 +72,7 @@ pub mod command;
 pub mod config;
 pub mod device;
 mod inquiry;
+pub mod iscsi;
 pub mod lu;
 pub mod lun;
 mod mode;

@@ -1,0 +1,210 @@
+//! CHAP (RFC 1994, RFC 7143 12.1.3): digests, and the coding of binary values.
+
+use md5::Md5;
+use sha1::Digest;
+use sha1::Sha1;
+use sha2::Sha256;
+use sha3::Sha3_256;
+use subtle::ConstantTimeEq;
+
+/// Longest binary value that is decoded, in bytes (RFC 7143 12.1.3: 1024).
+pub const MAX_BINARY: usize = 1024;
+
+/// Longest CHAP response, in bytes.
+const MAX_RESPONSE: usize = 32;
+
+/// Bytes of the challenges that we make.
+pub const CHALLENGE_LEN: usize = 32;
+
+/// Digest algorithm, by its number in CHAP_A.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[repr(u8)]
+pub enum Algorithm {
+    /// 5.
+    Md5 = 5,
+    /// 6.
+    Sha1 = 6,
+    /// 7.
+    Sha256 = 7,
+    /// 8.
+    Sha3_256 = 8,
+}
+
+/// All, the strongest first.
+pub const ALGORITHMS: [Algorithm; 4] = [
+    Algorithm::Sha3_256,
+    Algorithm::Sha256,
+    Algorithm::Sha1,
+    Algorithm::Md5,
+];
+
+impl Algorithm {
+    /// The one with a number.
+    #[must_use]
+    pub fn of(number: &str) -> Option<Self> {
+        let number = number.parse::<u8>().ok()?;
+        ALGORITHMS.into_iter().find(|a| *a as u8 == number)
+    }
+
+    /// The response: the digest over identifier, secret and challenge.
+    #[must_use]
+    pub fn respond(self, id: u8, secret: &[u8], challenge: &[u8]) -> Vec<u8> {
+        fn over<D: Digest>(parts: [&[u8]; 3]) -> Vec<u8> {
+            let mut digest = D::new();
+            parts.into_iter().for_each(|part| digest.update(part));
+            digest.finalize().to_vec()
+        }
+        let parts = [&[id], secret, challenge];
+        match self {
+            Self::Md5 => over::<Md5>(parts),
+            Self::Sha1 => over::<Sha1>(parts),
+            Self::Sha256 => over::<Sha256>(parts),
+            Self::Sha3_256 => over::<Sha3_256>(parts),
+        }
+    }
+}
+
+/// Whether two secrets or responses are equal, in a time that does not tell where they differ.
+#[must_use]
+pub fn is_equal(a: &[u8], b: &[u8]) -> bool {
+    a.ct_eq(b).into()
+}
+
+/// A name and the secret that goes with it. Debug output does not show the secret.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Credentials {
+    /// CHAP_N.
+    pub name: String,
+    /// The secret.
+    pub secret: Vec<u8>,
+}
+
+impl std::fmt::Debug for Credentials {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Credentials")
+            .field("name", &self.name)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A challenge that was sent.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Challenge {
+    /// The algorithm agreed on.
+    pub algorithm: Algorithm,
+    /// CHAP_I.
+    pub id: u8,
+    /// CHAP_C.
+    pub bytes: [u8; CHALLENGE_LEN],
+}
+
+impl Challenge {
+    /// Whether a response in CHAP_R proves the knowledge of a secret.
+    #[must_use]
+    pub fn is_answered_by(&self, response: &str, secret: &[u8]) -> bool {
+        let mut bytes = [0; MAX_RESPONSE];
+        let Some(len) = decode_into(response, &mut bytes) else {
+            return false;
+        };
+        is_equal(
+            &bytes[..len],
+            &self.algorithm.respond(self.id, secret, &self.bytes),
+        )
+    }
+}
+
+/// Reads CHAP_I: decimal or hexadecimal, one byte.
+#[must_use]
+pub fn parse_id(value: &str) -> Option<u8> {
+    super::keys::parse_number(value).and_then(|n| u8::try_from(n).ok())
+}
+
+/// Writes a binary value in hexadecimal.
+#[must_use]
+pub fn encode(bytes: &[u8]) -> String {
+    const DIGITS: &[u8; 16] = b"0123456789abcdef";
+    let mut out = String::with_capacity(2 + 2 * bytes.len());
+    out.push_str("0x");
+    for byte in bytes {
+        out.push(char::from(DIGITS[usize::from(byte >> 4)]));
+        out.push(char::from(DIGITS[usize::from(byte & 15)]));
+    }
+    out
+}
+
+/// Reads a binary value: `0x` and hexadecimal digits, or `0b` and base64. `None` where it is neither,
+/// is empty, or is longer than [`MAX_BINARY`].
+#[must_use]
+pub fn decode(value: &str) -> Option<Vec<u8>> {
+    let mut bytes = [0; MAX_BINARY];
+    decode_into(value, &mut bytes).map(|len| bytes[..len].to_vec())
+}
+
+/// Reads a binary value into `out`, never past its end; its length.
+#[must_use]
+pub fn decode_into(value: &str, out: &mut [u8]) -> Option<usize> {
+    let (form, digits) = value.as_bytes().split_at_checked(2)?;
+    if digits.is_empty() {
+        return None;
+    }
+    match form {
+        b"0x" | b"0X" => decode_hex(digits, out),
+        b"0b" | b"0B" => decode_base64(digits, out),
+        _ => None,
+    }
+}
+
+/// An odd number of digits has a leading zero left out.
+fn decode_hex(digits: &[u8], out: &mut [u8]) -> Option<usize> {
+    let len = digits.len().div_ceil(2);
+    let out = out.get_mut(..len)?;
+    let (mut at, skipped) = (0, digits.len() % 2);
+    out.fill(0);
+    for (place, digit) in digits.iter().enumerate() {
+        let value = char::from(*digit).to_digit(16)? as u8;
+        out[at] = out[at] << 4 | value;
+        if (place + skipped) % 2 == 1 {
+            at += 1;
+        }
+    }
+    Some(len)
+}
+
+fn decode_base64(digits: &[u8], out: &mut [u8]) -> Option<usize> {
+    let end = digits
+        .iter()
+        .position(|d| *d == b'=')
+        .unwrap_or(digits.len());
+    let (digits, pad) = digits.split_at(end);
+    let pad_is_right = match digits.len() % 4 {
+        0 => pad.is_empty(),
+        2 => pad.is_empty() || pad == b"==",
+        3 => pad.is_empty() || pad == b"=",
+        _ => false,
+    };
+    if !pad_is_right || digits.is_empty() {
+        return None;
+    }
+    let len = digits.len() * 3 / 4;
+    let out = out.get_mut(..len)?;
+    let (mut bits, mut held, mut at) = (0u32, 0, 0);
+    for digit in digits {
+        let value = match digit {
+            b'A'..=b'Z' => digit - b'A',
+            b'a'..=b'z' => digit - b'a' + 26,
+            b'0'..=b'9' => digit - b'0' + 52,
+            b'+' => 62,
+            b'/' => 63,
+            _ => return None,
+        };
+        bits = bits << 6 | u32::from(value);
+        held += 6;
+        if held >= 8 {
+            held -= 8;
+            out[at] = (bits >> held) as u8;
+            at += 1;
+        }
+    }
+    // Bits that belong to no byte are zero, or two texts would stand for one value.
+    (bits & ((1 << held) - 1) == 0).then_some(len)
+}

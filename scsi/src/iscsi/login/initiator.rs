@@ -1,0 +1,314 @@
+//! The initiator's side.
+
+use super::super::chap::{self, ALGORITHMS, Algorithm, CHALLENGE_LEN, Challenge, Credentials};
+use super::super::keys::{Key, KeyError, Negotiation, Offer, Place, Sender};
+use super::super::name::{IscsiName, TargetAddress};
+use super::super::pdu::{LoginFlags, LoginRequest, LoginResponse, LoginStatus, Stage};
+use super::super::text::{self, Collector, TextError};
+use super::super::{Cid, CmdSn, Isid, Itt, StatSn, Tsih};
+use super::{ConnectionParams, MAX_ROUNDS, SessionParams, connection_params, session_params};
+
+/// What an initiator logs in with.
+#[derive(Clone, Debug)]
+pub struct InitiatorConfig {
+    /// Its name.
+    pub name: IscsiName,
+    /// The target; none for a discovery session.
+    pub target: Option<IscsiName>,
+    /// Session identifier.
+    pub isid: Isid,
+    /// The session to join; zero for a new one.
+    pub tsih: Tsih,
+    /// The connection.
+    pub cid: Cid,
+    /// CmdSN that the session begins with.
+    pub cmd_sn: CmdSn,
+    /// With what it proves who it is.
+    pub credentials: Option<Credentials>,
+    /// What the target has to prove; only together with `credentials`.
+    pub target_credentials: Option<Credentials>,
+    /// What it agrees on.
+    pub offer: Offer,
+    /// Keys that it offers, besides MaxRecvDataSegmentLength.
+    pub keys: Vec<Key>,
+}
+
+/// Why a login failed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum LoginError {
+    /// The target refused it.
+    #[error("the target refused the login with status {0}")]
+    Refused(LoginStatus),
+    /// The target did not prove who it is.
+    #[error("the target failed to authenticate itself")]
+    TargetNotProved,
+    /// The target wants what we have no credentials for.
+    #[error("the target asks for authentication in a way that is not configured")]
+    Method,
+    /// A response that does not fit the request.
+    #[error("the response breaks the protocol: {0}")]
+    Protocol(&'static str),
+    /// Keys that are not legal.
+    #[error(transparent)]
+    Key(#[from] KeyError),
+    /// Text that is not legal.
+    #[error(transparent)]
+    Text(#[from] TextError),
+}
+
+/// What comes after a response.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum LoginStep {
+    /// Send [`InitiatorLogin::poll_request`].
+    Send,
+    /// Full-feature phase begins.
+    FullFeature {
+        /// The session.
+        tsih: Tsih,
+        /// What was agreed on for it.
+        session: SessionParams,
+        /// What was agreed on for the connection.
+        connection: ConnectionParams,
+    },
+    /// Log in elsewhere.
+    Redirect {
+        /// Where.
+        to: TargetAddress,
+        /// For good.
+        permanent: bool,
+    },
+}
+
+/// The login of one connection.
+#[derive(Debug)]
+pub struct InitiatorLogin {
+    config: InitiatorConfig,
+    stage: Stage,
+    wants: Option<Stage>,
+    keys: Negotiation,
+    challenge: Challenge,
+    challenged: bool,
+    proved: bool,
+    next: Option<Vec<u8>>,
+    collector: Collector,
+    rounds: u32,
+}
+
+impl InitiatorLogin {
+    /// A login that has sent nothing. `random` must be such that nobody can foresee it.
+    #[must_use]
+    pub fn new(config: InitiatorConfig, random: [u8; CHALLENGE_LEN + 1]) -> Self {
+        let [id, bytes @ ..] = random;
+        let keys = Negotiation::new(config.offer);
+        let mut first = Vec::new();
+        text::put(&mut first, "InitiatorName", config.name.as_str());
+        match &config.target {
+            Some(target) => {
+                text::put(&mut first, "TargetName", target.as_str());
+                text::put(&mut first, "SessionType", "Normal");
+            }
+            None => text::put(&mut first, "SessionType", "Discovery"),
+        }
+        let (method, wants) = match config.credentials {
+            Some(_) => ("CHAP", None),
+            None => ("None", Some(Stage::Operational)),
+        };
+        text::put(&mut first, "AuthMethod", method);
+        Self {
+            config,
+            stage: Stage::Security,
+            wants,
+            keys,
+            challenge: Challenge {
+                algorithm: Algorithm::Md5,
+                id,
+                bytes,
+            },
+            challenged: false,
+            proved: false,
+            next: Some(first),
+            collector: Collector::default(),
+            rounds: 0,
+        }
+    }
+
+    /// The next request and its text, once.
+    pub fn poll_request(&mut self) -> Option<(LoginRequest, Vec<u8>)> {
+        let text = self.next.take()?;
+        let request = LoginRequest {
+            flags: LoginFlags {
+                current: self.stage,
+                transit: self.wants,
+                continues: false,
+            },
+            version_max: 0,
+            version_min: 0,
+            isid: self.config.isid,
+            tsih: self.config.tsih,
+            itt: Itt(0),
+            cid: self.config.cid,
+            cmd_sn: self.config.cmd_sn,
+            exp_stat_sn: StatSn(0),
+        };
+        Some((request, text))
+    }
+
+    /// Takes a response and its text.
+    ///
+    /// # Errors
+    /// [`LoginError`]: the connection is of no more use.
+    pub fn handle_response(
+        &mut self,
+        response: &LoginResponse,
+        data: &[u8],
+    ) -> Result<LoginStep, LoginError> {
+        self.rounds += 1;
+        if self.rounds > MAX_ROUNDS {
+            return Err(LoginError::Protocol("a login without end"));
+        }
+        if response.status != LoginStatus::SUCCESS {
+            return refused(response.status, data);
+        }
+        if response.isid != self.config.isid || response.version_active != 0 {
+            return Err(LoginError::Protocol("another session or version"));
+        }
+        if response.flags.current != self.stage {
+            return Err(LoginError::Protocol("another stage"));
+        }
+        let Some(text) = self.collector.take(data, response.flags.continues)? else {
+            self.next = Some(Vec::new());
+            return Ok(LoginStep::Send);
+        };
+        let pairs = text::pairs(&text).collect::<Result<Vec<_>, _>>()?;
+        self.take_keys(&pairs)?;
+        let answer = match self.stage {
+            Stage::Security => self.authenticate(&pairs)?,
+            _ => Vec::new(),
+        };
+        match response.flags.transit {
+            Some(next) if Some(next) != self.wants => {
+                Err(LoginError::Protocol("a stage that was not asked for"))
+            }
+            Some(next) => self.enter(next, response.tsih),
+            None => {
+                self.next = Some(answer);
+                Ok(LoginStep::Send)
+            }
+        }
+    }
+
+    fn take_keys(&mut self, pairs: &[(&str, &str)]) -> Result<(), LoginError> {
+        let place = Place {
+            from: Sender::Target,
+            stage: self.stage,
+            leading: self.config.tsih == Tsih(0),
+            discovery: self.config.target.is_none(),
+        };
+        for (name, value) in pairs {
+            self.keys.conclude(name, value, place)?;
+        }
+        Ok(())
+    }
+
+    fn authenticate(&mut self, pairs: &[(&str, &str)]) -> Result<Vec<u8>, LoginError> {
+        let value = |key: &str| {
+            let found = pairs.iter().find(|(name, _)| *name == key);
+            found.map(|(_, value)| *value)
+        };
+        let mut out = Vec::new();
+        if let Some(method) = value("AuthMethod") {
+            let wanted = if self.config.credentials.is_some() {
+                "CHAP"
+            } else {
+                "None"
+            };
+            if method != wanted {
+                return Err(LoginError::Method);
+            }
+            if method == "CHAP" {
+                let numbers = ALGORITHMS.map(|a| (a as u8).to_string());
+                text::put(&mut out, "CHAP_A", &numbers.join(","));
+            }
+        }
+        let Some(own) = &self.config.credentials else {
+            return Ok(out);
+        };
+        if let Some(challenge) = value("CHAP_C") {
+            if std::mem::replace(&mut self.challenged, true) {
+                return Err(LoginError::Protocol("a second challenge"));
+            }
+            let algorithm = value("CHAP_A").and_then(Algorithm::of);
+            let id = value("CHAP_I").and_then(chap::parse_id);
+            let (Some(algorithm), Some(id), Some(bytes)) = (algorithm, id, chap::decode(challenge))
+            else {
+                return Err(LoginError::Protocol("a challenge that is none"));
+            };
+            // One secret proves one side only: a target that knows ours could be anybody.
+            self.challenge.algorithm = algorithm;
+            let proof = algorithm.respond(id, &own.secret, &bytes);
+            text::put(&mut out, "CHAP_N", &own.name);
+            text::put(&mut out, "CHAP_R", &chap::encode(&proof));
+            if self.config.target_credentials.is_some() {
+                if chap::is_equal(&bytes, &self.challenge.bytes) {
+                    return Err(LoginError::Protocol("our own challenge"));
+                }
+                text::put(&mut out, "CHAP_I", &self.challenge.id.to_string());
+                text::put(&mut out, "CHAP_C", &chap::encode(&self.challenge.bytes));
+            }
+            self.wants = Some(Stage::Operational);
+        }
+        if let (Some(response), Some(theirs)) = (value("CHAP_R"), &self.config.target_credentials) {
+            let is_named = value("CHAP_N") == Some(theirs.name.as_str());
+            self.proved = self.challenged
+                && is_named
+                && self.challenge.is_answered_by(response, &theirs.secret);
+        }
+        Ok(out)
+    }
+
+    fn enter(&mut self, next: Stage, tsih: Tsih) -> Result<LoginStep, LoginError> {
+        if self.stage == Stage::Security {
+            if self.config.credentials.is_some() && !self.challenged {
+                return Err(LoginError::TargetNotProved);
+            }
+            if self.config.target_credentials.is_some() && !self.proved {
+                return Err(LoginError::TargetNotProved);
+            }
+        }
+        self.stage = next;
+        if next == Stage::FullFeature {
+            return Ok(LoginStep::FullFeature {
+                tsih,
+                session: session_params(&self.keys, self.config.target.is_none()),
+                connection: connection_params(&self.keys),
+            });
+        }
+        self.wants = Some(Stage::FullFeature);
+        let mut out = Vec::new();
+        self.keys.say(Key::MaxRecvDataSegmentLength, &mut out);
+        let discovery = self.config.target.is_none();
+        for key in &self.config.keys {
+            if !discovery || key.row().in_discovery {
+                self.keys.say(*key, &mut out);
+            }
+        }
+        self.next = Some(out);
+        Ok(LoginStep::Send)
+    }
+}
+
+/// A refusal, or the way to where the target has gone.
+fn refused(status: LoginStatus, data: &[u8]) -> Result<LoginStep, LoginError> {
+    if status.class != 1 {
+        return Err(LoginError::Refused(status));
+    }
+    let address = text::pairs(data)
+        .filter_map(Result::ok)
+        .find(|(name, _)| *name == "TargetAddress")
+        .and_then(|(_, value)| TargetAddress::parse(value));
+    let to = address.ok_or(LoginError::Protocol("a redirection to nowhere"))?;
+    Ok(LoginStep::Redirect {
+        to,
+        permanent: status == LoginStatus::MOVED_PERMANENTLY,
+    })
+}

@@ -1,0 +1,497 @@
+//! The target's side.
+
+use super::super::chap::{self, ALGORITHMS, Algorithm, CHALLENGE_LEN, Challenge, Credentials};
+use super::super::keys::{Key, KeyError, Negotiation, Offer, Place, Sender};
+use super::super::name::{IscsiName, TargetAddress};
+use super::super::pdu::{LoginFlags, LoginRequest, LoginResponse, LoginStatus, Stage};
+use super::super::text::{self, Collector};
+use super::super::{Cid, Isid, Itt, Tsih};
+use super::{ConnectionParams, MAX_ROUNDS, SessionParams, connection_params, session_params};
+
+/// Longest text of a response: what an initiator takes before it has declared anything.
+const MAX_RESPONSE: usize = 8192;
+
+/// Who wants to log in, and to what.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Identity {
+    /// InitiatorName.
+    pub initiator: IscsiName,
+    /// TargetName; none in a discovery session that names none.
+    pub target: Option<IscsiName>,
+    /// Whether the session is one of discovery.
+    pub discovery: bool,
+    /// Session identifier.
+    pub isid: Isid,
+    /// The session to join; zero for a new one.
+    pub tsih: Tsih,
+    /// The connection.
+    pub cid: Cid,
+}
+
+/// How an initiator proves who it is.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Auth {
+    /// It need not.
+    None,
+    /// By CHAP.
+    Chap {
+        /// Names and secrets that are accepted.
+        accepted: Vec<Credentials>,
+        /// With what we prove who we are, if asked.
+        own: Option<Credentials>,
+    },
+}
+
+/// On which terms an initiator may log in.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Terms {
+    /// What we agree on.
+    pub offer: Offer,
+    /// How it proves who it is.
+    pub auth: Auth,
+    /// Portal group tag of the portal.
+    pub portal_group: u16,
+}
+
+/// Why an initiator may not log in.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Refusal {
+    /// It may not.
+    Status(LoginStatus),
+    /// It has to go elsewhere.
+    Redirect {
+        /// Where.
+        to: TargetAddress,
+        /// For good.
+        permanent: bool,
+    },
+}
+
+/// A login that has succeeded, all but for its last response.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Joined {
+    /// Who.
+    pub identity: Identity,
+    /// The name under which it proved who it is.
+    pub chap_name: Option<String>,
+    /// What was agreed on for the session; of no meaning for a connection that joins one.
+    pub session: SessionParams,
+    /// What was agreed on for the connection.
+    pub connection: ConnectionParams,
+}
+
+/// What decides about logins: the target.
+pub trait Gatekeeper {
+    /// Whether, and on which terms, somebody may log in who has not proved who he is.
+    ///
+    /// # Errors
+    /// The refusal.
+    fn admit(&mut self, identity: &Identity) -> Result<Terms, Refusal>;
+
+    /// Enters the session, or the connection into its session.
+    ///
+    /// # Errors
+    /// The status that refuses it.
+    fn join(&mut self, joined: &Joined) -> Result<Tsih, LoginStatus>;
+
+    /// Fills with random bytes that nobody can foresee.
+    fn random(&mut self, out: &mut [u8]);
+}
+
+/// What to do after a response.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Outcome {
+    /// Wait for the next request.
+    Continue,
+    /// Full-feature phase begins.
+    FullFeature(Box<Joined>),
+    /// Close the connection.
+    Failed,
+}
+
+/// The answer to a request.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Answer {
+    /// The response.
+    pub response: LoginResponse,
+    /// Its text.
+    pub text: Vec<u8>,
+    /// What to do once it is sent.
+    pub outcome: Outcome,
+}
+
+/// How far CHAP has come.
+#[derive(Clone, PartialEq, Eq, Debug)]
+enum Chap {
+    /// Nothing said.
+    Idle,
+    /// AuthMethod is CHAP.
+    Chosen,
+    /// A challenge was sent.
+    Challenged(Challenge),
+    /// The initiator has proved who it is.
+    Proved(String),
+}
+
+/// The login of one connection.
+#[derive(Debug)]
+pub struct TargetLogin {
+    stage: Stage,
+    first: Option<(Isid, Tsih, Itt, Cid)>,
+    identity: Option<Identity>,
+    auth: Auth,
+    chap: Chap,
+    keys: Negotiation,
+    collector: Collector,
+    rounds: u32,
+}
+
+/// CHAP keys of one request.
+#[derive(Default)]
+struct ChapKeys<'a> {
+    method: Option<&'a str>,
+    algorithms: Option<&'a str>,
+    id: Option<&'a str>,
+    challenge: Option<&'a str>,
+    name: Option<&'a str>,
+    response: Option<&'a str>,
+}
+
+impl Default for TargetLogin {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl TargetLogin {
+    /// Of a connection on which nothing has come yet.
+    #[must_use]
+    pub fn new() -> Self {
+        Self {
+            stage: Stage::Security,
+            first: None,
+            identity: None,
+            auth: Auth::None,
+            chap: Chap::Idle,
+            keys: Negotiation::new(Offer::default()),
+            collector: Collector::default(),
+            rounds: 0,
+        }
+    }
+
+    /// Who is logging in, once that is known.
+    #[must_use]
+    pub fn identity(&self) -> Option<&Identity> {
+        self.identity.as_ref()
+    }
+
+    /// Takes a request and its text.
+    pub fn handle(
+        &mut self,
+        request: &LoginRequest,
+        data: &[u8],
+        gate: &mut dyn Gatekeeper,
+    ) -> Answer {
+        let mut answer = Answer {
+            response: LoginResponse {
+                flags: LoginFlags {
+                    current: request.flags.current,
+                    transit: None,
+                    continues: false,
+                },
+                version_max: 0,
+                version_active: 0,
+                isid: request.isid,
+                tsih: request.tsih,
+                itt: request.itt,
+                status: LoginStatus::SUCCESS,
+            },
+            text: Vec::new(),
+            outcome: Outcome::Continue,
+        };
+        let refusal = match self.on_request(request, data, gate, &mut answer) {
+            Ok(()) if answer.text.len() > MAX_RESPONSE => {
+                Refusal::Status(LoginStatus::INITIATOR_ERROR)
+            }
+            Ok(()) => return answer,
+            Err(refusal) => refusal,
+        };
+        answer.text.clear();
+        answer.response.flags.transit = None;
+        answer.outcome = Outcome::Failed;
+        answer.response.status = match refusal {
+            Refusal::Status(status) => status,
+            Refusal::Redirect { to, permanent } => {
+                text::put(&mut answer.text, "TargetAddress", &to.to_string());
+                if permanent {
+                    LoginStatus::MOVED_PERMANENTLY
+                } else {
+                    LoginStatus::MOVED_TEMPORARILY
+                }
+            }
+        };
+        answer
+    }
+
+    fn on_request(
+        &mut self,
+        request: &LoginRequest,
+        data: &[u8],
+        gate: &mut dyn Gatekeeper,
+        answer: &mut Answer,
+    ) -> Result<(), Refusal> {
+        self.check_header(request)?;
+        let collected = self.collector.take(data, request.flags.continues);
+        let Some(text) = collected.map_err(|_| fault(LoginStatus::INITIATOR_ERROR))? else {
+            return Ok(());
+        };
+        let pairs = text::pairs(&text).collect::<Result<Vec<_>, _>>();
+        let pairs = pairs.map_err(|_| fault(LoginStatus::INITIATOR_ERROR))?;
+        if self.identity.is_none() {
+            self.identify(request, &pairs, gate, &mut answer.text)?;
+        }
+        let chap = self.negotiate(&pairs, &mut answer.text)?;
+        if self.stage == Stage::Security {
+            self.authenticate(&chap, gate, &mut answer.text)?;
+        } else {
+            self.keys
+                .say(Key::MaxRecvDataSegmentLength, &mut answer.text);
+        }
+        match request.flags.transit {
+            Some(next) if self.may_leave() => self.leave(next, gate, answer),
+            _ => Ok(()),
+        }
+    }
+
+    fn check_header(&mut self, request: &LoginRequest) -> Result<(), Refusal> {
+        if request.version_min > 0 {
+            return Err(fault(LoginStatus::UNSUPPORTED_VERSION));
+        }
+        self.rounds += 1;
+        let this = (request.isid, request.tsih, request.itt, request.cid);
+        let stage = request.flags.current;
+        let first = *self.first.get_or_insert_with(|| {
+            self.stage = stage;
+            this
+        });
+        if first != this || stage != self.stage || self.rounds > MAX_ROUNDS {
+            return Err(fault(LoginStatus::INITIATOR_ERROR));
+        }
+        Ok(())
+    }
+
+    /// Reads who it is from the first text.
+    fn identify(
+        &mut self,
+        request: &LoginRequest,
+        pairs: &[(&str, &str)],
+        gate: &mut dyn Gatekeeper,
+        out: &mut Vec<u8>,
+    ) -> Result<(), Refusal> {
+        let value = |key: Key| {
+            let found = pairs.iter().find(|(name, _)| *name == key.row().name);
+            found.map(|(_, value)| *value)
+        };
+        let name =
+            |value: &str| IscsiName::new(value).map_err(|_| fault(LoginStatus::INITIATOR_ERROR));
+        let initiator = value(Key::InitiatorName);
+        let initiator = name(initiator.ok_or(fault(LoginStatus::MISSING_PARAMETER))?)?;
+        let discovery = match value(Key::SessionType) {
+            None | Some("Normal") => false,
+            Some("Discovery") => true,
+            Some(_) => return Err(fault(LoginStatus::SESSION_TYPE)),
+        };
+        let target = match value(Key::TargetName) {
+            // A name that no target can have is one that no target has.
+            Some(target) => {
+                Some(IscsiName::new(target).map_err(|_| fault(LoginStatus::NOT_FOUND))?)
+            }
+            None if discovery => None,
+            None => return Err(fault(LoginStatus::MISSING_PARAMETER)),
+        };
+        let identity = Identity {
+            initiator,
+            target,
+            discovery,
+            isid: request.isid,
+            tsih: request.tsih,
+            cid: request.cid,
+        };
+        let terms = gate.admit(&identity)?;
+        if self.stage == Stage::Operational && terms.auth != Auth::None {
+            return Err(fault(LoginStatus::AUTHENTICATION_FAILURE));
+        }
+        let group = u32::from(terms.portal_group);
+        self.keys = Negotiation::new(terms.offer.with(Key::TargetPortalGroupTag, group));
+        if identity.target.is_some() {
+            self.keys.say(Key::TargetPortalGroupTag, out);
+        }
+        self.auth = terms.auth;
+        self.identity = Some(identity);
+        Ok(())
+    }
+
+    fn negotiate<'a>(
+        &mut self,
+        pairs: &[(&'a str, &'a str)],
+        out: &mut Vec<u8>,
+    ) -> Result<ChapKeys<'a>, Refusal> {
+        let identity = self.identity.as_ref().expect("identified before");
+        let place = Place {
+            from: Sender::Initiator,
+            stage: self.stage,
+            leading: identity.tsih == Tsih(0),
+            discovery: identity.discovery,
+        };
+        let mut chap = ChapKeys::default();
+        for &(name, value) in pairs {
+            let key = self.keys.answer(name, value, place, out);
+            let slot = match key.map_err(key_fault)? {
+                Some(Key::AuthMethod) => &mut chap.method,
+                Some(Key::ChapA) => &mut chap.algorithms,
+                Some(Key::ChapI) => &mut chap.id,
+                Some(Key::ChapC) => &mut chap.challenge,
+                Some(Key::ChapN) => &mut chap.name,
+                Some(Key::ChapR) => &mut chap.response,
+                _ => continue,
+            };
+            if slot.replace(value).is_some() {
+                return Err(fault(LoginStatus::INITIATOR_ERROR));
+            }
+        }
+        Ok(chap)
+    }
+
+    fn authenticate(
+        &mut self,
+        keys: &ChapKeys<'_>,
+        gate: &mut dyn Gatekeeper,
+        out: &mut Vec<u8>,
+    ) -> Result<(), Refusal> {
+        let failure = || fault(LoginStatus::AUTHENTICATION_FAILURE);
+        if let Some(methods) = keys.method {
+            let wanted = match self.auth {
+                Auth::None => "None",
+                Auth::Chap { .. } => "CHAP",
+            };
+            if self.chap != Chap::Idle || !methods.split(',').any(|method| method == wanted) {
+                return Err(failure());
+            }
+            text::put(out, "AuthMethod", wanted);
+            if wanted == "CHAP" {
+                self.chap = Chap::Chosen;
+            }
+        }
+        match (&self.chap, keys.algorithms, keys.response) {
+            (Chap::Chosen, Some(offered), None) => {
+                let first = offered.split(',').find_map(Algorithm::of);
+                let challenge = new_challenge(first.ok_or_else(failure)?, gate);
+                text::put(out, "CHAP_A", &(challenge.algorithm as u8).to_string());
+                text::put(out, "CHAP_I", &challenge.id.to_string());
+                text::put(out, "CHAP_C", &chap::encode(&challenge.bytes));
+                self.chap = Chap::Challenged(challenge);
+                Ok(())
+            }
+            (Chap::Challenged(challenge), None, Some(response)) => {
+                let name = self.check_response(challenge, keys, response, out)?;
+                self.chap = Chap::Proved(name);
+                Ok(())
+            }
+            (_, None, None) => Ok(()),
+            _ => Err(failure()),
+        }
+    }
+
+    /// Checks the proof, and gives ours if it is asked for; the initiator's CHAP name.
+    fn check_response(
+        &self,
+        sent: &Challenge,
+        keys: &ChapKeys<'_>,
+        response: &str,
+        out: &mut Vec<u8>,
+    ) -> Result<String, Refusal> {
+        let failure = || fault(LoginStatus::AUTHENTICATION_FAILURE);
+        let Auth::Chap { accepted, own } = &self.auth else {
+            return Err(failure());
+        };
+        let name = keys.name.ok_or_else(failure)?;
+        let known = accepted.iter().find(|known| known.name == name);
+        // An unknown name takes as long as a wrong secret.
+        let secret = known.map_or(&[][..], |known| &known.secret);
+        if !sent.is_answered_by(response, secret) || known.is_none() {
+            return Err(failure());
+        }
+        let Some(challenge) = keys.challenge else {
+            return if keys.id.is_none() {
+                Ok(name.into())
+            } else {
+                Err(failure())
+            };
+        };
+        let own = own.as_ref().ok_or_else(failure)?;
+        let id = keys.id.and_then(chap::parse_id).ok_or_else(failure)?;
+        let challenge = chap::decode(challenge).ok_or_else(failure)?;
+        // Our own challenge sent back would have us compute the answer that was asked for.
+        if chap::is_equal(&challenge, &sent.bytes) {
+            return Err(failure());
+        }
+        let proof = sent.algorithm.respond(id, &own.secret, &challenge);
+        text::put(out, "CHAP_N", &own.name);
+        text::put(out, "CHAP_R", &chap::encode(&proof));
+        Ok(name.into())
+    }
+
+    /// Whether the stage has done what it is for.
+    fn may_leave(&self) -> bool {
+        match (self.stage, &self.auth, &self.chap) {
+            (Stage::Security, Auth::Chap { .. }, chap) => matches!(chap, Chap::Proved(_)),
+            _ => true,
+        }
+    }
+
+    fn leave(
+        &mut self,
+        next: Stage,
+        gate: &mut dyn Gatekeeper,
+        answer: &mut Answer,
+    ) -> Result<(), Refusal> {
+        answer.response.flags.transit = Some(next);
+        self.stage = next;
+        if next != Stage::FullFeature {
+            return Ok(());
+        }
+        let identity = self.identity.clone().expect("identified before");
+        let joined = Joined {
+            session: session_params(&self.keys, identity.discovery),
+            connection: connection_params(&self.keys),
+            chap_name: match &self.chap {
+                Chap::Proved(name) => Some(name.clone()),
+                _ => None,
+            },
+            identity,
+        };
+        answer.response.tsih = gate.join(&joined).map_err(fault)?;
+        answer.outcome = Outcome::FullFeature(Box::new(joined));
+        Ok(())
+    }
+}
+
+fn new_challenge(algorithm: Algorithm, gate: &mut dyn Gatekeeper) -> Challenge {
+    let mut random = [0; CHALLENGE_LEN + 1];
+    gate.random(&mut random);
+    let [id, bytes @ ..] = random;
+    debug_assert!(ALGORITHMS.contains(&algorithm));
+    Challenge {
+        algorithm,
+        id,
+        bytes,
+    }
+}
+
+fn fault(status: LoginStatus) -> Refusal {
+    Refusal::Status(status)
+}
+
+fn key_fault(_: KeyError) -> Refusal {
+    fault(LoginStatus::INITIATOR_ERROR)
+}

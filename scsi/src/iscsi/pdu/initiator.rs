@@ -1,0 +1,724 @@
+//! What initiators send.
+
+use arrayvec::ArrayVec;
+use zerocopy::big_endian::U32;
+
+use super::super::frame::Frame;
+use super::super::raw::{
+    RawInitiatorCommon, RawLoginRequest, RawLogoutRequest, RawScsiCommand, RawTmfRequest,
+};
+use super::super::{BHS_LEN, Cid, CmdSn, Isid, Itt, StatSn, Tsih, Ttt};
+use super::{CONTINUE, FINAL, IMMEDIATE, LoginFlags, PduError, opcode};
+use crate::srp::WireLun;
+
+/// Longest CDB that a command carries, in bytes (SPC-4 4.2.3).
+pub const MAX_CDB: usize = 260;
+
+/// Task attribute (RFC 7143 11.3.1).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum TaskAttr {
+    /// 0.
+    Untagged,
+    /// 1.
+    Simple,
+    /// 2.
+    Ordered,
+    /// 3.
+    HeadOfQueue,
+    /// 4.
+    Aca,
+}
+
+/// A SCSI command.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ScsiCommand {
+    /// I bit.
+    pub immediate: bool,
+    /// F bit: no unsolicited Data-Out follows.
+    pub is_final: bool,
+    /// R bit.
+    pub reads: bool,
+    /// W bit.
+    pub writes: bool,
+    /// Task attribute.
+    pub attribute: TaskAttr,
+    /// Logical unit.
+    pub lun: WireLun,
+    /// Tag.
+    pub itt: Itt,
+    /// Expected Data Transfer Length in bytes: of the write, if there is one.
+    pub expected_length: u32,
+    /// Sequence number.
+    pub cmd_sn: CmdSn,
+    /// Acknowledges status.
+    pub exp_stat_sn: StatSn,
+    /// The CDB; at least 16 bytes, as far as the PDU carries it.
+    pub cdb: ArrayVec<u8, MAX_CDB>,
+    /// Expected length of the read of a bidirectional command, in bytes.
+    pub bidi_read_length: Option<u32>,
+}
+
+const AHS_EXTENDED_CDB: u8 = 1;
+const AHS_BIDI_READ: u8 = 2;
+
+impl ScsiCommand {
+    fn parse(frame: &Frame<'_>) -> Result<Self, PduError> {
+        let raw = RawScsiCommand::of(frame.bhs);
+        let attribute = match raw.flags & 7 {
+            0 => TaskAttr::Untagged,
+            1 => TaskAttr::Simple,
+            2 => TaskAttr::Ordered,
+            3 => TaskAttr::HeadOfQueue,
+            4 => TaskAttr::Aca,
+            other => {
+                return Err(PduError::Field {
+                    field: "ATTR",
+                    value: u32::from(other),
+                });
+            }
+        };
+        let mut command = Self {
+            immediate: raw.opcode & IMMEDIATE != 0,
+            is_final: raw.flags & FINAL != 0,
+            reads: raw.flags & 0x40 != 0,
+            writes: raw.flags & 0x20 != 0,
+            attribute,
+            lun: raw.lun,
+            itt: Itt(raw.itt.get()),
+            expected_length: raw.expected_length.get(),
+            cmd_sn: CmdSn(raw.cmd_sn.get()),
+            exp_stat_sn: StatSn(raw.exp_stat_sn.get()),
+            cdb: raw.cdb.into_iter().collect(),
+            bidi_read_length: None,
+        };
+        command.parse_ahs(frame.ahs)?;
+        Ok(command)
+    }
+
+    /// Walks the additional header segments (RFC 7143 11.2.2).
+    fn parse_ahs(&mut self, mut ahs: &[u8]) -> Result<(), PduError> {
+        while let Some((&[high, low, kind, _], rest)) = ahs.split_first_chunk() {
+            // AHSLength counts the byte after the type as well.
+            let len = usize::from(u16::from_be_bytes([high, low]))
+                .checked_sub(1)
+                .ok_or(PduError::Ahs)?;
+            let (padded, rest) = rest
+                .split_at_checked(len.next_multiple_of(4))
+                .ok_or(PduError::Ahs)?;
+            let content = &padded[..len];
+            match kind & 0x3f {
+                AHS_EXTENDED_CDB => {
+                    let is_first = self.cdb.len() == 16;
+                    let taken = is_first.then(|| self.cdb.try_extend_from_slice(content));
+                    if !matches!(taken, Some(Ok(()))) {
+                        return Err(PduError::Ahs);
+                    }
+                }
+                AHS_BIDI_READ => {
+                    let bytes = content.try_into().map_err(|_| PduError::Ahs)?;
+                    if self
+                        .bidi_read_length
+                        .replace(u32::from_be_bytes(bytes))
+                        .is_some()
+                    {
+                        return Err(PduError::Ahs);
+                    }
+                }
+                _ => return Err(PduError::Ahs),
+            }
+            ahs = rest;
+        }
+        if ahs.is_empty() {
+            Ok(())
+        } else {
+            Err(PduError::Ahs)
+        }
+    }
+
+    /// The basic header segment.
+    #[must_use]
+    pub fn header(&self) -> [u8; BHS_LEN] {
+        let mut cdb = [0; 16];
+        let short = self.cdb.len().min(16);
+        cdb[..short].copy_from_slice(&self.cdb[..short]);
+        let attribute = match self.attribute {
+            TaskAttr::Untagged => 0,
+            TaskAttr::Simple => 1,
+            TaskAttr::Ordered => 2,
+            TaskAttr::HeadOfQueue => 3,
+            TaskAttr::Aca => 4,
+        };
+        RawScsiCommand {
+            opcode: 0x01 | immediate(self.immediate),
+            flags: flag(self.is_final, FINAL)
+                | flag(self.reads, 0x40)
+                | flag(self.writes, 0x20)
+                | attribute,
+            lun: self.lun,
+            itt: self.itt.0.into(),
+            expected_length: self.expected_length.into(),
+            cmd_sn: self.cmd_sn.0.into(),
+            exp_stat_sn: self.exp_stat_sn.0.into(),
+            cdb,
+            ..RawScsiCommand::default()
+        }
+        .bytes()
+    }
+
+    /// The additional header segments.
+    #[must_use]
+    pub fn ahs(&self) -> Vec<u8> {
+        let mut out = Vec::new();
+        let mut put = |kind: u8, content: &[u8]| {
+            out.extend((content.len() as u16 + 1).to_be_bytes());
+            out.extend([kind, 0]);
+            out.extend(content);
+            out.resize(out.len().next_multiple_of(4), 0);
+        };
+        if let Some(rest) = self.cdb.get(16..).filter(|rest| !rest.is_empty()) {
+            put(AHS_EXTENDED_CDB, rest);
+        }
+        if let Some(len) = self.bidi_read_length {
+            put(AHS_BIDI_READ, &len.to_be_bytes());
+        }
+        out
+    }
+}
+
+/// Task management function (RFC 7143 11.5.1, RFC 7144 4.1).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum TmfFunction {
+    /// 1.
+    AbortTask,
+    /// 2.
+    AbortTaskSet,
+    /// 3.
+    ClearAca,
+    /// 4.
+    ClearTaskSet,
+    /// 5.
+    LogicalUnitReset,
+    /// 6.
+    TargetWarmReset,
+    /// 7.
+    TargetColdReset,
+    /// 8: moves a task to another connection.
+    TaskReassign,
+    /// 9.
+    QueryTask,
+    /// 10.
+    QueryTaskSet,
+    /// 11.
+    NexusReset,
+    /// 12.
+    QueryAsyncEvent,
+    /// Another code; it is answered as not supported.
+    Other(u8),
+}
+
+const FUNCTIONS: [TmfFunction; 12] = [
+    TmfFunction::AbortTask,
+    TmfFunction::AbortTaskSet,
+    TmfFunction::ClearAca,
+    TmfFunction::ClearTaskSet,
+    TmfFunction::LogicalUnitReset,
+    TmfFunction::TargetWarmReset,
+    TmfFunction::TargetColdReset,
+    TmfFunction::TaskReassign,
+    TmfFunction::QueryTask,
+    TmfFunction::QueryTaskSet,
+    TmfFunction::NexusReset,
+    TmfFunction::QueryAsyncEvent,
+];
+
+impl TmfFunction {
+    /// The code on the wire.
+    #[must_use]
+    pub fn code(self) -> u8 {
+        match self {
+            Self::Other(code) => code,
+            known => FUNCTIONS
+                .iter()
+                .position(|f| *f == known)
+                .map_or(0, |i| i as u8 + 1),
+        }
+    }
+
+    fn of(code: u8) -> Self {
+        usize::from(code)
+            .checked_sub(1)
+            .and_then(|i| FUNCTIONS.get(i).copied())
+            .unwrap_or(Self::Other(code))
+    }
+}
+
+/// A task management function request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct TmfRequest {
+    /// I bit.
+    pub immediate: bool,
+    /// What to do.
+    pub function: TmfFunction,
+    /// Logical unit.
+    pub lun: WireLun,
+    /// Tag.
+    pub itt: Itt,
+    /// The task meant.
+    pub referenced: Itt,
+    /// Sequence number.
+    pub cmd_sn: CmdSn,
+    /// Acknowledges status.
+    pub exp_stat_sn: StatSn,
+    /// CmdSN of the task meant.
+    pub ref_cmd_sn: CmdSn,
+    /// Of a reassigned task: data already received.
+    pub exp_data_sn: u32,
+}
+
+impl TmfRequest {
+    fn parse(frame: &Frame<'_>) -> Self {
+        let raw = RawTmfRequest::of(frame.bhs);
+        Self {
+            immediate: raw.opcode & IMMEDIATE != 0,
+            function: TmfFunction::of(raw.flags & 0x7f),
+            lun: raw.lun,
+            itt: Itt(raw.itt.get()),
+            referenced: Itt(raw.referenced_itt.get()),
+            cmd_sn: CmdSn(raw.cmd_sn.get()),
+            exp_stat_sn: StatSn(raw.exp_stat_sn.get()),
+            ref_cmd_sn: CmdSn(raw.ref_cmd_sn.get()),
+            exp_data_sn: raw.exp_data_sn.get(),
+        }
+    }
+
+    /// The basic header segment.
+    #[must_use]
+    pub fn header(&self) -> [u8; BHS_LEN] {
+        RawTmfRequest {
+            opcode: 0x02 | immediate(self.immediate),
+            flags: FINAL | self.function.code() & 0x7f,
+            lun: self.lun,
+            itt: self.itt.0.into(),
+            referenced_itt: self.referenced.0.into(),
+            cmd_sn: self.cmd_sn.0.into(),
+            exp_stat_sn: self.exp_stat_sn.0.into(),
+            ref_cmd_sn: self.ref_cmd_sn.0.into(),
+            exp_data_sn: self.exp_data_sn.into(),
+            ..RawTmfRequest::default()
+        }
+        .bytes()
+    }
+}
+
+/// Data for the target.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct DataOut {
+    /// F bit: the last of its sequence.
+    pub is_final: bool,
+    /// Logical unit, where `ttt` is one.
+    pub lun: WireLun,
+    /// The command.
+    pub itt: Itt,
+    /// The R2T that it answers, or none for unsolicited data.
+    pub ttt: Ttt,
+    /// Acknowledges status.
+    pub exp_stat_sn: StatSn,
+    /// Number within its sequence.
+    pub data_sn: u32,
+    /// Where in the command's data.
+    pub offset: u32,
+}
+
+impl DataOut {
+    fn parse(frame: &Frame<'_>) -> Self {
+        let raw = RawInitiatorCommon::of(frame.bhs);
+        Self {
+            is_final: raw.flags & FINAL != 0,
+            lun: raw.lun,
+            itt: Itt(raw.itt.get()),
+            ttt: Ttt(raw.ttt.get()),
+            exp_stat_sn: StatSn(raw.exp_stat_sn.get()),
+            data_sn: raw.word36.get(),
+            offset: raw.word40.get(),
+        }
+    }
+
+    /// The basic header segment.
+    #[must_use]
+    pub fn header(&self) -> [u8; BHS_LEN] {
+        RawInitiatorCommon {
+            opcode: 0x05,
+            flags: flag(self.is_final, FINAL),
+            lun: self.lun,
+            itt: self.itt.0.into(),
+            ttt: self.ttt.0.into(),
+            exp_stat_sn: self.exp_stat_sn.0.into(),
+            word36: self.data_sn.into(),
+            word40: self.offset.into(),
+            ..RawInitiatorCommon::default()
+        }
+        .bytes()
+    }
+}
+
+/// A ping, or the answer to one.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct NopOut {
+    /// I bit.
+    pub immediate: bool,
+    /// Logical unit, where `ttt` is one.
+    pub lun: WireLun,
+    /// Tag; none asks for no answer.
+    pub itt: Itt,
+    /// Of the NOP-In that it answers.
+    pub ttt: Ttt,
+    /// Sequence number.
+    pub cmd_sn: CmdSn,
+    /// Acknowledges status.
+    pub exp_stat_sn: StatSn,
+}
+
+/// A text request. Its text is the data segment.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct TextRequest {
+    /// I bit.
+    pub immediate: bool,
+    /// F bit: the initiator has no more to say.
+    pub is_final: bool,
+    /// C bit: the text goes on in the next PDU.
+    pub continues: bool,
+    /// Logical unit, where `ttt` is one.
+    pub lun: WireLun,
+    /// Tag.
+    pub itt: Itt,
+    /// Of the response that it goes on from.
+    pub ttt: Ttt,
+    /// Sequence number.
+    pub cmd_sn: CmdSn,
+    /// Acknowledges status.
+    pub exp_stat_sn: StatSn,
+}
+
+macro_rules! common {
+    ($name:ident, $opcode:literal, $self:ident, $raw:ident, $flags:expr, { $($field:ident: $value:expr),* }) => {
+        impl $name {
+            fn parse(frame: &Frame<'_>) -> Self {
+                let $raw = RawInitiatorCommon::of(frame.bhs);
+                Self {
+                    immediate: $raw.opcode & IMMEDIATE != 0,
+                    lun: $raw.lun,
+                    itt: Itt($raw.itt.get()),
+                    ttt: Ttt($raw.ttt.get()),
+                    cmd_sn: CmdSn($raw.cmd_sn.get()),
+                    exp_stat_sn: StatSn($raw.exp_stat_sn.get()),
+                    $($field: $value),*
+                }
+            }
+
+            /// The basic header segment.
+            #[must_use]
+            pub fn header(&$self) -> [u8; BHS_LEN] {
+                RawInitiatorCommon {
+                    opcode: $opcode | immediate($self.immediate),
+                    flags: $flags,
+                    lun: $self.lun,
+                    itt: $self.itt.0.into(),
+                    ttt: $self.ttt.0.into(),
+                    cmd_sn: $self.cmd_sn.0.into(),
+                    exp_stat_sn: $self.exp_stat_sn.0.into(),
+                    ..RawInitiatorCommon::default()
+                }
+                .bytes()
+            }
+        }
+    };
+}
+
+common!(NopOut, 0x00, self, raw, FINAL, {});
+common!(TextRequest, 0x04, self, raw,
+    flag(self.is_final, FINAL) | flag(self.continues, CONTINUE),
+    { is_final: raw.flags & FINAL != 0, continues: raw.flags & CONTINUE != 0 });
+
+/// A login request. Its text is the data segment.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct LoginRequest {
+    /// Stages.
+    pub flags: LoginFlags,
+    /// Highest version that the initiator has.
+    pub version_max: u8,
+    /// Lowest.
+    pub version_min: u8,
+    /// Session identifier.
+    pub isid: Isid,
+    /// The session to join; zero for a new one.
+    pub tsih: Tsih,
+    /// Tag, the same through the login.
+    pub itt: Itt,
+    /// The connection.
+    pub cid: Cid,
+    /// Sequence number that the session begins with.
+    pub cmd_sn: CmdSn,
+    /// Acknowledges status.
+    pub exp_stat_sn: StatSn,
+}
+
+impl LoginRequest {
+    fn parse(frame: &Frame<'_>) -> Result<Self, PduError> {
+        let raw = RawLoginRequest::of(frame.bhs);
+        Ok(Self {
+            flags: LoginFlags::parse(raw.flags)?,
+            version_max: raw.byte2,
+            version_min: raw.byte3,
+            isid: Isid(raw.isid),
+            tsih: Tsih(raw.tsih.get()),
+            itt: Itt(raw.itt.get()),
+            cid: Cid(raw.cid.get()),
+            cmd_sn: CmdSn(raw.cmd_sn.get()),
+            exp_stat_sn: StatSn(raw.exp_stat_sn.get()),
+        })
+    }
+
+    /// The basic header segment.
+    #[must_use]
+    pub fn header(&self) -> [u8; BHS_LEN] {
+        RawLoginRequest {
+            opcode: 0x03 | IMMEDIATE,
+            flags: self.flags.byte(),
+            byte2: self.version_max,
+            byte3: self.version_min,
+            isid: self.isid.0,
+            tsih: self.tsih.0.into(),
+            itt: self.itt.0.into(),
+            cid: self.cid.0.into(),
+            cmd_sn: self.cmd_sn.0.into(),
+            exp_stat_sn: self.exp_stat_sn.0.into(),
+            ..RawLoginRequest::default()
+        }
+        .bytes()
+    }
+}
+
+/// What a logout ends (RFC 7143 11.14.1).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum LogoutReason {
+    /// 0.
+    CloseSession,
+    /// 1.
+    CloseConnection,
+    /// 2: the connection's tasks may move to another.
+    RemoveConnection,
+}
+
+/// A logout request.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct LogoutRequest {
+    /// I bit.
+    pub immediate: bool,
+    /// What ends.
+    pub reason: LogoutReason,
+    /// Tag.
+    pub itt: Itt,
+    /// Which connection, if it is one.
+    pub cid: Cid,
+    /// Sequence number.
+    pub cmd_sn: CmdSn,
+    /// Acknowledges status.
+    pub exp_stat_sn: StatSn,
+}
+
+impl LogoutRequest {
+    fn parse(frame: &Frame<'_>) -> Result<Self, PduError> {
+        let raw = RawLogoutRequest::of(frame.bhs);
+        let reason = match raw.flags & 0x7f {
+            0 => LogoutReason::CloseSession,
+            1 => LogoutReason::CloseConnection,
+            2 => LogoutReason::RemoveConnection,
+            other => {
+                return Err(PduError::Field {
+                    field: "logout reason",
+                    value: u32::from(other),
+                });
+            }
+        };
+        Ok(Self {
+            immediate: raw.opcode & IMMEDIATE != 0,
+            reason,
+            itt: Itt(raw.itt.get()),
+            cid: Cid(raw.cid.get()),
+            cmd_sn: CmdSn(raw.cmd_sn.get()),
+            exp_stat_sn: StatSn(raw.exp_stat_sn.get()),
+        })
+    }
+
+    /// The basic header segment.
+    #[must_use]
+    pub fn header(&self) -> [u8; BHS_LEN] {
+        let reason = match self.reason {
+            LogoutReason::CloseSession => 0,
+            LogoutReason::CloseConnection => 1,
+            LogoutReason::RemoveConnection => 2,
+        };
+        RawLogoutRequest {
+            opcode: 0x06 | immediate(self.immediate),
+            flags: FINAL | reason,
+            itt: self.itt.0.into(),
+            cid: self.cid.0.into(),
+            cmd_sn: self.cmd_sn.0.into(),
+            exp_stat_sn: self.exp_stat_sn.0.into(),
+            ..RawLogoutRequest::default()
+        }
+        .bytes()
+    }
+}
+
+/// What a SNACK asks for (RFC 7143 11.16.1).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum SnackKind {
+    /// 0: Data-In or R2T again.
+    DataOrR2t,
+    /// 1: status again.
+    Status,
+    /// 2: acknowledges Data-In.
+    DataAck,
+    /// 3: Data-In again, with another PDU size.
+    RData,
+}
+
+/// A selective negative or sequence acknowledgment.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Snack {
+    /// What it asks for.
+    pub kind: SnackKind,
+    /// Logical unit, where `ttt` is one.
+    pub lun: WireLun,
+    /// The command, for data.
+    pub itt: Itt,
+    /// Transfer tag, for a data acknowledgment.
+    pub ttt: Ttt,
+    /// Acknowledges status.
+    pub exp_stat_sn: StatSn,
+    /// First number.
+    pub begin: u32,
+    /// How many; zero is all.
+    pub run: u32,
+}
+
+impl Snack {
+    fn parse(frame: &Frame<'_>) -> Result<Self, PduError> {
+        let raw = RawInitiatorCommon::of(frame.bhs);
+        let kind = match raw.flags & 0x0f {
+            0 => SnackKind::DataOrR2t,
+            1 => SnackKind::Status,
+            2 => SnackKind::DataAck,
+            3 => SnackKind::RData,
+            other => {
+                return Err(PduError::Field {
+                    field: "SNACK type",
+                    value: u32::from(other),
+                });
+            }
+        };
+        Ok(Self {
+            kind,
+            lun: raw.lun,
+            itt: Itt(raw.itt.get()),
+            ttt: Ttt(raw.ttt.get()),
+            exp_stat_sn: StatSn(raw.exp_stat_sn.get()),
+            begin: raw.word40.get(),
+            run: raw.word44.get(),
+        })
+    }
+
+    /// The basic header segment.
+    #[must_use]
+    pub fn header(&self) -> [u8; BHS_LEN] {
+        RawInitiatorCommon {
+            opcode: 0x10,
+            flags: FINAL | self.kind as u8,
+            lun: self.lun,
+            itt: self.itt.0.into(),
+            ttt: self.ttt.0.into(),
+            exp_stat_sn: self.exp_stat_sn.0.into(),
+            word40: self.begin.into(),
+            word44: U32::new(self.run),
+            ..RawInitiatorCommon::default()
+        }
+        .bytes()
+    }
+}
+
+/// A PDU that a target receives.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum FromInitiator {
+    /// 00h.
+    NopOut(NopOut),
+    /// 01h.
+    ScsiCommand(ScsiCommand),
+    /// 02h.
+    TmfRequest(TmfRequest),
+    /// 03h.
+    LoginRequest(LoginRequest),
+    /// 04h.
+    TextRequest(TextRequest),
+    /// 05h.
+    DataOut(DataOut),
+    /// 06h.
+    LogoutRequest(LogoutRequest),
+    /// 10h.
+    Snack(Snack),
+}
+
+impl FromInitiator {
+    /// Parses a PDU.
+    ///
+    /// # Errors
+    /// [`PduError`].
+    pub fn parse(frame: &Frame<'_>) -> Result<Self, PduError> {
+        if !frame.ahs.is_empty() && opcode(frame) != 0x01 {
+            return Err(PduError::Ahs);
+        }
+        Ok(match opcode(frame) {
+            0x00 => Self::NopOut(NopOut::parse(frame)),
+            0x01 => Self::ScsiCommand(ScsiCommand::parse(frame)?),
+            0x02 => Self::TmfRequest(TmfRequest::parse(frame)),
+            0x03 => Self::LoginRequest(LoginRequest::parse(frame)?),
+            0x04 => Self::TextRequest(TextRequest::parse(frame)),
+            0x05 => Self::DataOut(DataOut::parse(frame)),
+            0x06 => Self::LogoutRequest(LogoutRequest::parse(frame)?),
+            0x10 => Self::Snack(Snack::parse(frame)?),
+            other => return Err(PduError::Opcode(other)),
+        })
+    }
+
+    /// The basic header segment.
+    #[must_use]
+    pub fn header(&self) -> [u8; BHS_LEN] {
+        match self {
+            Self::NopOut(pdu) => pdu.header(),
+            Self::ScsiCommand(pdu) => pdu.header(),
+            Self::TmfRequest(pdu) => pdu.header(),
+            Self::LoginRequest(pdu) => pdu.header(),
+            Self::TextRequest(pdu) => pdu.header(),
+            Self::DataOut(pdu) => pdu.header(),
+            Self::LogoutRequest(pdu) => pdu.header(),
+            Self::Snack(pdu) => pdu.header(),
+        }
+    }
+
+    /// The additional header segments.
+    #[must_use]
+    pub fn ahs(&self) -> Vec<u8> {
+        match self {
+            Self::ScsiCommand(pdu) => pdu.ahs(),
+            _ => Vec::new(),
+        }
+    }
+}
+
+fn immediate(is: bool) -> u8 {
+    flag(is, IMMEDIATE)
+}
+
+fn flag(is: bool, bit: u8) -> u8 {
+    if is { bit } else { 0 }
+}

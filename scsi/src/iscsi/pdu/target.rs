@@ -1,0 +1,804 @@
+//! What targets send. Numbers of the connection and the session ([`Numbers`]) are given when a
+//! header is written, because they are those of the moment at which it is sent.
+
+use super::super::frame::Frame;
+use super::super::raw::{RawAsyncMessage, RawLoginResponse, RawScsiResponse, RawTargetCommon};
+use super::super::{BHS_LEN, CmdSn, Isid, Itt, NO_TAG, Numbers, StatSn, Tsih, Ttt};
+use super::{CONTINUE, FINAL, LoginFlags, PduError, opcode};
+use crate::srp::WireLun;
+use crate::step::Residual;
+
+const OVERFLOW: u8 = 0x04;
+const UNDERFLOW: u8 = 0x02;
+const BIDI_OVERFLOW: u8 = 0x10;
+const BIDI_UNDERFLOW: u8 = 0x08;
+
+fn residual_flags(residual: Residual, over: u8, under: u8) -> (u8, u32) {
+    match residual {
+        Residual::None => (0, 0),
+        Residual::Underflow(n) => (under, n),
+        Residual::Overflow(n) => (over, n),
+    }
+}
+
+fn residual_of(flags: u8, over: u8, under: u8, n: u32) -> Result<Residual, PduError> {
+    match (flags & over != 0, flags & under != 0) {
+        (false, false) => Ok(Residual::None),
+        (true, false) => Ok(Residual::Overflow(n)),
+        (false, true) => Ok(Residual::Underflow(n)),
+        (true, true) => Err(PduError::Field {
+            field: "residual flags",
+            value: u32::from(flags),
+        }),
+    }
+}
+
+fn numbers_of(raw: &RawTargetCommon) -> Numbers {
+    Numbers {
+        stat_sn: StatSn(raw.stat_sn.get()),
+        exp_cmd_sn: CmdSn(raw.exp_cmd_sn.get()),
+        max_cmd_sn: CmdSn(raw.max_cmd_sn.get()),
+    }
+}
+
+fn with_numbers(opcode: u8, numbers: Numbers) -> RawTargetCommon {
+    RawTargetCommon {
+        opcode,
+        stat_sn: numbers.stat_sn.0.into(),
+        exp_cmd_sn: numbers.exp_cmd_sn.0.into(),
+        max_cmd_sn: numbers.max_cmd_sn.0.into(),
+        ..RawTargetCommon::default()
+    }
+}
+
+/// A SCSI response. Its data segment is [`ScsiResponse::sense_segment`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ScsiResponse {
+    /// The command.
+    pub itt: Itt,
+    /// Response code: zero when the target completed the command.
+    pub response: u8,
+    /// SCSI status.
+    pub status: u8,
+    /// Residual of the write, or of the read of a command that only reads.
+    pub residual: Residual,
+    /// Residual of the read of a bidirectional command.
+    pub bidi_residual: Residual,
+    /// Data-In and R2T PDUs that the command had.
+    pub exp_data_sn: u32,
+}
+
+impl ScsiResponse {
+    /// Sense data with the length before them (RFC 7143 11.4.7.2).
+    #[must_use]
+    pub fn sense_segment(sense: &[u8]) -> Vec<u8> {
+        let mut out = Vec::with_capacity(2 + sense.len());
+        if !sense.is_empty() {
+            out.extend((sense.len() as u16).to_be_bytes());
+            out.extend(sense);
+        }
+        out
+    }
+
+    /// The sense data of a data segment: never more than was received.
+    ///
+    /// # Errors
+    /// The length that they say is more than there is.
+    pub fn sense_of(data: &[u8]) -> Result<&[u8], PduError> {
+        let Some((len, rest)) = data.split_first_chunk() else {
+            return Ok(&[]);
+        };
+        let need = usize::from(u16::from_be_bytes(*len));
+        rest.get(..need).ok_or(PduError::Data {
+            field: "sense data",
+            need,
+            have: rest.len(),
+        })
+    }
+
+    /// The basic header segment.
+    #[must_use]
+    pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
+        let (flags, residual) = residual_flags(self.residual, OVERFLOW, UNDERFLOW);
+        let (bidi, bidi_residual) =
+            residual_flags(self.bidi_residual, BIDI_OVERFLOW, BIDI_UNDERFLOW);
+        RawScsiResponse {
+            opcode: 0x21,
+            flags: FINAL | flags | bidi,
+            byte2: self.response,
+            byte3: self.status,
+            itt: self.itt.0.into(),
+            stat_sn: numbers.stat_sn.0.into(),
+            exp_cmd_sn: numbers.exp_cmd_sn.0.into(),
+            max_cmd_sn: numbers.max_cmd_sn.0.into(),
+            exp_data_sn: self.exp_data_sn.into(),
+            bidi_residual: bidi_residual.into(),
+            residual: residual.into(),
+            ..RawScsiResponse::default()
+        }
+        .bytes()
+    }
+
+    fn parse(frame: &Frame<'_>) -> Result<Self, PduError> {
+        let raw = RawScsiResponse::of(frame.bhs);
+        Ok(Self {
+            itt: Itt(raw.itt.get()),
+            response: raw.byte2,
+            status: raw.byte3,
+            residual: residual_of(raw.flags, OVERFLOW, UNDERFLOW, raw.residual.get())?,
+            bidi_residual: residual_of(
+                raw.flags,
+                BIDI_OVERFLOW,
+                BIDI_UNDERFLOW,
+                raw.bidi_residual.get(),
+            )?,
+            exp_data_sn: raw.exp_data_sn.get(),
+        })
+    }
+}
+
+/// Answer to a task management function (RFC 7143 11.6.1, RFC 7144 4.2).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[repr(u8)]
+pub enum TmfStatus {
+    /// 0.
+    Complete = 0,
+    /// 1.
+    TaskDoesNotExist = 1,
+    /// 2.
+    LunDoesNotExist = 2,
+    /// 3.
+    TaskStillAllegiant = 3,
+    /// 4.
+    ReassignmentNotSupported = 4,
+    /// 5.
+    NotSupported = 5,
+    /// 6.
+    AuthorizationFailed = 6,
+    /// 7.
+    Succeeded = 7,
+    /// 255.
+    Rejected = 255,
+}
+
+/// A task management function response.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct TmfResponse {
+    /// The request.
+    pub itt: Itt,
+    /// The answer.
+    pub status: TmfStatus,
+}
+
+impl TmfResponse {
+    /// The basic header segment.
+    #[must_use]
+    pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
+        RawTargetCommon {
+            flags: FINAL,
+            byte2: self.status as u8,
+            itt: self.itt.0.into(),
+            ..with_numbers(0x22, numbers)
+        }
+        .bytes()
+    }
+
+    fn parse(raw: &RawTargetCommon) -> Result<Self, PduError> {
+        let status = match raw.byte2 {
+            0 => TmfStatus::Complete,
+            1 => TmfStatus::TaskDoesNotExist,
+            2 => TmfStatus::LunDoesNotExist,
+            3 => TmfStatus::TaskStillAllegiant,
+            4 => TmfStatus::ReassignmentNotSupported,
+            5 => TmfStatus::NotSupported,
+            6 => TmfStatus::AuthorizationFailed,
+            7 => TmfStatus::Succeeded,
+            255 => TmfStatus::Rejected,
+            other => {
+                return Err(PduError::Field {
+                    field: "task management response",
+                    value: u32::from(other),
+                });
+            }
+        };
+        Ok(Self {
+            itt: Itt(raw.itt.get()),
+            status,
+        })
+    }
+}
+
+/// Status that the last Data-In carries (the S bit).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct DataInStatus {
+    /// SCSI status without sense data.
+    pub status: u8,
+    /// Residual of the read.
+    pub residual: Residual,
+}
+
+/// Data for the initiator.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct DataIn {
+    /// F bit: the last of its sequence.
+    pub is_final: bool,
+    /// A bit: acknowledge the data.
+    pub acknowledge: bool,
+    /// S bit: this is the answer as well.
+    pub status: Option<DataInStatus>,
+    /// Logical unit, where `ttt` is one.
+    pub lun: WireLun,
+    /// The command.
+    pub itt: Itt,
+    /// Transfer tag of the acknowledgment.
+    pub ttt: Ttt,
+    /// Number within the command.
+    pub data_sn: u32,
+    /// Where in the command's data.
+    pub offset: u32,
+}
+
+impl DataIn {
+    /// The basic header segment. StatSN is there with status only.
+    #[must_use]
+    pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
+        let (flags, status, residual) = match self.status {
+            None => (0, 0, 0),
+            Some(with) => {
+                let (flags, n) = residual_flags(with.residual, OVERFLOW, UNDERFLOW);
+                (flags | 0x01, with.status, n)
+            }
+        };
+        let stat_sn = match self.status {
+            None => 0,
+            Some(_) => numbers.stat_sn.0,
+        };
+        RawTargetCommon {
+            flags: flags
+                | if self.is_final { FINAL } else { 0 }
+                | if self.acknowledge { 0x40 } else { 0 },
+            byte3: status,
+            lun: self.lun,
+            itt: self.itt.0.into(),
+            ttt: self.ttt.0.into(),
+            stat_sn: stat_sn.into(),
+            word36: self.data_sn.into(),
+            word40: self.offset.into(),
+            word44: residual.into(),
+            ..with_numbers(0x25, numbers)
+        }
+        .bytes()
+    }
+
+    fn parse(raw: &RawTargetCommon) -> Result<Self, PduError> {
+        let status = match raw.flags & 0x01 {
+            0 => None,
+            _ => Some(DataInStatus {
+                status: raw.byte3,
+                residual: residual_of(raw.flags, OVERFLOW, UNDERFLOW, raw.word44.get())?,
+            }),
+        };
+        Ok(Self {
+            is_final: raw.flags & FINAL != 0,
+            acknowledge: raw.flags & 0x40 != 0,
+            status,
+            lun: raw.lun,
+            itt: Itt(raw.itt.get()),
+            ttt: Ttt(raw.ttt.get()),
+            data_sn: raw.word36.get(),
+            offset: raw.word40.get(),
+        })
+    }
+}
+
+/// Ready to transfer: asks for data.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct R2t {
+    /// Logical unit.
+    pub lun: WireLun,
+    /// The command.
+    pub itt: Itt,
+    /// Names the answer.
+    pub ttt: Ttt,
+    /// Number within the command.
+    pub r2t_sn: u32,
+    /// Where in the command's data.
+    pub offset: u32,
+    /// Bytes, at most MaxBurstLength.
+    pub len: u32,
+}
+
+impl R2t {
+    /// The basic header segment.
+    #[must_use]
+    pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
+        RawTargetCommon {
+            flags: FINAL,
+            lun: self.lun,
+            itt: self.itt.0.into(),
+            ttt: self.ttt.0.into(),
+            word36: self.r2t_sn.into(),
+            word40: self.offset.into(),
+            word44: self.len.into(),
+            ..with_numbers(0x31, numbers)
+        }
+        .bytes()
+    }
+}
+
+/// A ping, or the answer to one.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct NopIn {
+    /// Logical unit, where `ttt` is one.
+    pub lun: WireLun,
+    /// Of the NOP-Out that it answers.
+    pub itt: Itt,
+    /// Asks for an answer, unless none.
+    pub ttt: Ttt,
+}
+
+impl NopIn {
+    /// The basic header segment.
+    #[must_use]
+    pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
+        RawTargetCommon {
+            flags: FINAL,
+            lun: self.lun,
+            itt: self.itt.0.into(),
+            ttt: self.ttt.0.into(),
+            ..with_numbers(0x20, numbers)
+        }
+        .bytes()
+    }
+}
+
+/// A text response. Its text is the data segment.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct TextResponse {
+    /// F bit: the target has no more to say.
+    pub is_final: bool,
+    /// C bit: the text goes on in the next PDU.
+    pub continues: bool,
+    /// The request.
+    pub itt: Itt,
+    /// Asks for the next request, unless none.
+    pub ttt: Ttt,
+}
+
+impl TextResponse {
+    /// The basic header segment.
+    #[must_use]
+    pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
+        RawTargetCommon {
+            flags: if self.is_final { FINAL } else { 0 }
+                | if self.continues { CONTINUE } else { 0 },
+            itt: self.itt.0.into(),
+            ttt: self.ttt.0.into(),
+            ..with_numbers(0x24, numbers)
+        }
+        .bytes()
+    }
+}
+
+/// How a login goes (RFC 7143 11.13.5): class and detail.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct LoginStatus {
+    /// 0 success, 1 redirection, 2 the initiator's error, 3 the target's.
+    pub class: u8,
+    /// What of it.
+    pub detail: u8,
+}
+
+impl LoginStatus {
+    /// Goes on.
+    pub const SUCCESS: Self = Self::new(0, 0);
+    /// The target has moved for now; TargetAddress says where.
+    pub const MOVED_TEMPORARILY: Self = Self::new(1, 1);
+    /// The target has moved for good.
+    pub const MOVED_PERMANENTLY: Self = Self::new(1, 2);
+    /// Something else is wrong with the initiator.
+    pub const INITIATOR_ERROR: Self = Self::new(2, 0);
+    /// It did not prove who it is.
+    pub const AUTHENTICATION_FAILURE: Self = Self::new(2, 1);
+    /// It may not use the target.
+    pub const AUTHORIZATION_FAILURE: Self = Self::new(2, 2);
+    /// There is no such target.
+    pub const NOT_FOUND: Self = Self::new(2, 3);
+    /// The target was removed.
+    pub const TARGET_REMOVED: Self = Self::new(2, 4);
+    /// No common version.
+    pub const UNSUPPORTED_VERSION: Self = Self::new(2, 5);
+    /// The session has as many connections as it may.
+    pub const TOO_MANY_CONNECTIONS: Self = Self::new(2, 6);
+    /// A key is missing.
+    pub const MISSING_PARAMETER: Self = Self::new(2, 7);
+    /// The connection cannot join the session.
+    pub const CANNOT_INCLUDE: Self = Self::new(2, 8);
+    /// That type of session is not supported.
+    pub const SESSION_TYPE: Self = Self::new(2, 9);
+    /// There is no such session.
+    pub const NO_SUCH_SESSION: Self = Self::new(2, 10);
+    /// Not a login request.
+    pub const INVALID_DURING_LOGIN: Self = Self::new(2, 11);
+    /// Our own fault.
+    pub const TARGET_ERROR: Self = Self::new(3, 0);
+    /// The target does not work now.
+    pub const SERVICE_UNAVAILABLE: Self = Self::new(3, 1);
+    /// Not enough of something.
+    pub const OUT_OF_RESOURCES: Self = Self::new(3, 2);
+
+    const fn new(class: u8, detail: u8) -> Self {
+        Self { class, detail }
+    }
+}
+
+impl std::fmt::Display for LoginStatus {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:02x}{:02x}h", self.class, self.detail)
+    }
+}
+
+/// A login response. Its text is the data segment.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct LoginResponse {
+    /// Stages.
+    pub flags: LoginFlags,
+    /// Highest version that the target has.
+    pub version_max: u8,
+    /// The version in use.
+    pub version_active: u8,
+    /// As in the request.
+    pub isid: Isid,
+    /// The session, in the last response.
+    pub tsih: Tsih,
+    /// As in the request.
+    pub itt: Itt,
+    /// How it goes.
+    pub status: LoginStatus,
+}
+
+impl LoginResponse {
+    /// The basic header segment.
+    #[must_use]
+    pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
+        RawLoginResponse {
+            opcode: 0x23,
+            flags: self.flags.byte(),
+            byte2: self.version_max,
+            byte3: self.version_active,
+            isid: self.isid.0,
+            tsih: self.tsih.0.into(),
+            itt: self.itt.0.into(),
+            stat_sn: numbers.stat_sn.0.into(),
+            exp_cmd_sn: numbers.exp_cmd_sn.0.into(),
+            max_cmd_sn: numbers.max_cmd_sn.0.into(),
+            status_class: self.status.class,
+            status_detail: self.status.detail,
+            ..RawLoginResponse::default()
+        }
+        .bytes()
+    }
+
+    fn parse(frame: &Frame<'_>) -> Result<Self, PduError> {
+        let raw = RawLoginResponse::of(frame.bhs);
+        let status = LoginStatus {
+            class: raw.status_class,
+            detail: raw.status_detail,
+        };
+        // The stages of a refusal mean nothing.
+        let flags = match LoginFlags::parse(raw.flags) {
+            Err(_) if status.class != 0 => LoginFlags {
+                current: super::Stage::Security,
+                transit: None,
+                continues: false,
+            },
+            other => other?,
+        };
+        Ok(Self {
+            flags,
+            version_max: raw.byte2,
+            version_active: raw.byte3,
+            isid: Isid(raw.isid),
+            tsih: Tsih(raw.tsih.get()),
+            itt: Itt(raw.itt.get()),
+            status,
+        })
+    }
+}
+
+/// Answer to a logout (RFC 7143 11.15.1).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[repr(u8)]
+pub enum LogoutStatus {
+    /// 0.
+    Closed = 0,
+    /// 1.
+    CidNotFound = 1,
+    /// 2.
+    RecoveryNotSupported = 2,
+    /// 3.
+    CleanupFailed = 3,
+}
+
+/// A logout response.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct LogoutResponse {
+    /// The request.
+    pub itt: Itt,
+    /// The answer.
+    pub status: LogoutStatus,
+    /// Seconds to wait before reconnecting.
+    pub time2wait: u16,
+    /// Seconds that tasks are kept after that.
+    pub time2retain: u16,
+}
+
+impl LogoutResponse {
+    /// The basic header segment.
+    #[must_use]
+    pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
+        RawTargetCommon {
+            flags: FINAL,
+            byte2: self.status as u8,
+            itt: self.itt.0.into(),
+            word40: (u32::from(self.time2wait) << 16 | u32::from(self.time2retain)).into(),
+            ..with_numbers(0x26, numbers)
+        }
+        .bytes()
+    }
+
+    fn parse(raw: &RawTargetCommon) -> Result<Self, PduError> {
+        let status = match raw.byte2 {
+            0 => LogoutStatus::Closed,
+            1 => LogoutStatus::CidNotFound,
+            2 => LogoutStatus::RecoveryNotSupported,
+            3 => LogoutStatus::CleanupFailed,
+            other => {
+                return Err(PduError::Field {
+                    field: "logout response",
+                    value: u32::from(other),
+                });
+            }
+        };
+        Ok(Self {
+            itt: Itt(raw.itt.get()),
+            status,
+            time2wait: (raw.word40.get() >> 16) as u16,
+            time2retain: raw.word40.get() as u16,
+        })
+    }
+}
+
+/// What an asynchronous message tells (RFC 7143 11.9.1).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[repr(u8)]
+pub enum AsyncEvent {
+    /// 0: sense data of a unit.
+    Scsi = 0,
+    /// 1: the initiator is asked to log out within `parameter3` seconds.
+    LogoutRequested = 1,
+    /// 2: connection `parameter1` will be dropped.
+    ConnectionDropped = 2,
+    /// 3: all connections of the session will be dropped.
+    SessionDropped = 3,
+    /// 4: the initiator is asked to negotiate again.
+    Negotiate = 4,
+    /// 5: all tasks of a unit are over.
+    TasksTerminated = 5,
+}
+
+/// An asynchronous message. Its data segment is as that of a SCSI response.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct AsyncMessage {
+    /// What it tells.
+    pub event: AsyncEvent,
+    /// Logical unit, for the events of one.
+    pub lun: WireLun,
+    /// Parameter1, Parameter2, Parameter3.
+    pub parameters: [u16; 3],
+}
+
+impl AsyncMessage {
+    /// The basic header segment.
+    #[must_use]
+    pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
+        let [parameter1, parameter2, parameter3] = self.parameters.map(Into::into);
+        RawAsyncMessage {
+            opcode: 0x32,
+            flags: FINAL,
+            lun: self.lun,
+            itt: NO_TAG.into(),
+            stat_sn: numbers.stat_sn.0.into(),
+            exp_cmd_sn: numbers.exp_cmd_sn.0.into(),
+            max_cmd_sn: numbers.max_cmd_sn.0.into(),
+            async_event: self.event as u8,
+            parameter1,
+            parameter2,
+            parameter3,
+            ..RawAsyncMessage::default()
+        }
+        .bytes()
+    }
+
+    fn parse(frame: &Frame<'_>) -> Result<Self, PduError> {
+        let raw = RawAsyncMessage::of(frame.bhs);
+        let event = match raw.async_event {
+            0 => AsyncEvent::Scsi,
+            1 => AsyncEvent::LogoutRequested,
+            2 => AsyncEvent::ConnectionDropped,
+            3 => AsyncEvent::SessionDropped,
+            4 => AsyncEvent::Negotiate,
+            5 => AsyncEvent::TasksTerminated,
+            other => {
+                return Err(PduError::Field {
+                    field: "AsyncEvent",
+                    value: u32::from(other),
+                });
+            }
+        };
+        Ok(Self {
+            event,
+            lun: raw.lun,
+            parameters: [
+                raw.parameter1.get(),
+                raw.parameter2.get(),
+                raw.parameter3.get(),
+            ],
+        })
+    }
+}
+
+/// Why a PDU was rejected (RFC 7143 11.17.1).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[repr(u8)]
+pub enum RejectReason {
+    /// 02h.
+    DataDigestError = 0x02,
+    /// 03h.
+    SnackReject = 0x03,
+    /// 04h.
+    ProtocolError = 0x04,
+    /// 05h.
+    CommandNotSupported = 0x05,
+    /// 06h.
+    TooManyImmediate = 0x06,
+    /// 07h.
+    TaskInProgress = 0x07,
+    /// 08h.
+    InvalidDataAck = 0x08,
+    /// 09h.
+    InvalidPduField = 0x09,
+    /// 0Ah.
+    LongOperation = 0x0a,
+    /// 0Ch.
+    WaitingForLogout = 0x0c,
+}
+
+const REASONS: [RejectReason; 10] = [
+    RejectReason::DataDigestError,
+    RejectReason::SnackReject,
+    RejectReason::ProtocolError,
+    RejectReason::CommandNotSupported,
+    RejectReason::TooManyImmediate,
+    RejectReason::TaskInProgress,
+    RejectReason::InvalidDataAck,
+    RejectReason::InvalidPduField,
+    RejectReason::LongOperation,
+    RejectReason::WaitingForLogout,
+];
+
+/// A reject. Its data segment is the header of the rejected PDU.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Reject {
+    /// Why.
+    pub reason: RejectReason,
+}
+
+impl Reject {
+    /// The basic header segment.
+    #[must_use]
+    pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
+        RawTargetCommon {
+            flags: FINAL,
+            byte2: self.reason as u8,
+            itt: NO_TAG.into(),
+            ..with_numbers(0x3f, numbers)
+        }
+        .bytes()
+    }
+}
+
+/// A PDU that an initiator receives.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum FromTarget {
+    /// 20h.
+    NopIn(NopIn),
+    /// 21h.
+    ScsiResponse(ScsiResponse),
+    /// 22h.
+    TmfResponse(TmfResponse),
+    /// 23h.
+    LoginResponse(LoginResponse),
+    /// 24h.
+    TextResponse(TextResponse),
+    /// 25h.
+    DataIn(DataIn),
+    /// 26h.
+    LogoutResponse(LogoutResponse),
+    /// 31h.
+    R2t(R2t),
+    /// 32h.
+    AsyncMessage(AsyncMessage),
+    /// 3Fh.
+    Reject(Reject),
+}
+
+impl FromTarget {
+    /// Parses a PDU and the numbers in it.
+    ///
+    /// # Errors
+    /// [`PduError`].
+    pub fn parse(frame: &Frame<'_>) -> Result<(Self, Numbers), PduError> {
+        if !frame.ahs.is_empty() {
+            return Err(PduError::Ahs);
+        }
+        let raw = RawTargetCommon::of(frame.bhs);
+        let numbers = numbers_of(raw);
+        let (itt, ttt) = (Itt(raw.itt.get()), Ttt(raw.ttt.get()));
+        let pdu = match opcode(frame) {
+            0x20 => Self::NopIn(NopIn {
+                lun: raw.lun,
+                itt,
+                ttt,
+            }),
+            0x21 => Self::ScsiResponse(ScsiResponse::parse(frame)?),
+            0x22 => Self::TmfResponse(TmfResponse::parse(raw)?),
+            0x23 => Self::LoginResponse(LoginResponse::parse(frame)?),
+            0x24 => Self::TextResponse(TextResponse {
+                is_final: raw.flags & FINAL != 0,
+                continues: raw.flags & CONTINUE != 0,
+                itt,
+                ttt,
+            }),
+            0x25 => Self::DataIn(DataIn::parse(raw)?),
+            0x26 => Self::LogoutResponse(LogoutResponse::parse(raw)?),
+            0x31 => Self::R2t(R2t {
+                lun: raw.lun,
+                itt,
+                ttt,
+                r2t_sn: raw.word36.get(),
+                offset: raw.word40.get(),
+                len: raw.word44.get(),
+            }),
+            0x32 => Self::AsyncMessage(AsyncMessage::parse(frame)?),
+            0x3f => Self::Reject(Reject {
+                reason: REASONS
+                    .into_iter()
+                    .find(|reason| *reason as u8 == raw.byte2)
+                    .ok_or(PduError::Field {
+                        field: "reject reason",
+                        value: u32::from(raw.byte2),
+                    })?,
+            }),
+            other => return Err(PduError::Opcode(other)),
+        };
+        Ok((pdu, numbers))
+    }
+
+    /// The basic header segment.
+    #[must_use]
+    pub fn header(&self, numbers: Numbers) -> [u8; BHS_LEN] {
+        match self {
+            Self::NopIn(pdu) => pdu.header(numbers),
+            Self::ScsiResponse(pdu) => pdu.header(numbers),
+            Self::TmfResponse(pdu) => pdu.header(numbers),
+            Self::LoginResponse(pdu) => pdu.header(numbers),
+            Self::TextResponse(pdu) => pdu.header(numbers),
+            Self::DataIn(pdu) => pdu.header(numbers),
+            Self::LogoutResponse(pdu) => pdu.header(numbers),
+            Self::R2t(pdu) => pdu.header(numbers),
+            Self::AsyncMessage(pdu) => pdu.header(numbers),
+            Self::Reject(pdu) => pdu.header(numbers),
+        }
+    }
+}

@@ -1,0 +1,513 @@
+//! The target's login, by script and against the initiator's.
+
+use proptest::prelude::*;
+
+use crate::iscsi::chap::{self, Algorithm, Credentials};
+use crate::iscsi::keys::{Key, Offer};
+use crate::iscsi::login::{
+    Answer, Auth, Gatekeeper, Identity, InitiatorConfig, InitiatorLogin, Joined, LoginError,
+    LoginStep, Outcome, Refusal, TargetLogin, Terms,
+};
+use crate::iscsi::name::{IscsiName, TargetAddress};
+use crate::iscsi::pdu::{LoginFlags, LoginRequest, LoginStatus, Stage};
+use crate::iscsi::text;
+use crate::iscsi::{Cid, CmdSn, Isid, Itt, StatSn, Tsih};
+
+struct Gate {
+    auth: Auth,
+    offer: Offer,
+    refusal: Option<Refusal>,
+    joined: Vec<Joined>,
+    random: u8,
+}
+
+impl Gate {
+    fn new(auth: Auth) -> Self {
+        Self {
+            auth,
+            offer: Offer::default()
+                .with(Key::MaxRecvDataSegmentLength, 65536)
+                .with(Key::InitialR2T, 0)
+                .with(Key::MaxOutstandingR2T, 4)
+                .with_list(Key::HeaderDigest, 3)
+                .with_list(Key::DataDigest, 3),
+            refusal: None,
+            joined: Vec::new(),
+            random: 0,
+        }
+    }
+}
+
+impl Gatekeeper for Gate {
+    fn admit(&mut self, _: &Identity) -> Result<Terms, Refusal> {
+        match &self.refusal {
+            Some(refusal) => Err(refusal.clone()),
+            None => Ok(Terms {
+                offer: self.offer,
+                auth: self.auth.clone(),
+                portal_group: 1,
+            }),
+        }
+    }
+
+    fn join(&mut self, joined: &Joined) -> Result<Tsih, LoginStatus> {
+        self.joined.push(joined.clone());
+        Ok(Tsih(77))
+    }
+
+    fn random(&mut self, out: &mut [u8]) {
+        for byte in out {
+            self.random = self.random.wrapping_add(1);
+            *byte = self.random;
+        }
+    }
+}
+
+fn chap_auth() -> Auth {
+    Auth::Chap {
+        accepted: vec![credentials("alice", "alice has a secret")],
+        own: Some(credentials("target", "the target has one")),
+    }
+}
+
+fn credentials(name: &str, secret: &str) -> Credentials {
+    Credentials {
+        name: name.into(),
+        secret: secret.into(),
+    }
+}
+
+fn request(current: Stage, transit: Option<Stage>) -> LoginRequest {
+    LoginRequest {
+        flags: LoginFlags {
+            current,
+            transit,
+            continues: false,
+        },
+        version_max: 0,
+        version_min: 0,
+        isid: Isid([0x80, 1, 2, 3, 4, 5]),
+        tsih: Tsih(0),
+        itt: Itt(1),
+        cid: Cid(1),
+        cmd_sn: CmdSn(1),
+        exp_stat_sn: StatSn(0),
+    }
+}
+
+const NAMES: &str = "InitiatorName=iqn.2026-01.a:i\0TargetName=iqn.2026-01.a:t\0";
+
+fn step(
+    login: &mut TargetLogin,
+    gate: &mut Gate,
+    current: Stage,
+    transit: Option<Stage>,
+    text: &str,
+) -> Answer {
+    login.handle(&request(current, transit), text.as_bytes(), gate)
+}
+
+fn value<'a>(answer: &'a Answer, key: &str) -> Option<&'a str> {
+    text::pairs(&answer.text)
+        .map(Result::unwrap)
+        .find(|(name, _)| *name == key)
+        .map(|(_, value)| value)
+}
+
+use Stage::{FullFeature, Operational, Security};
+
+#[test]
+fn one_exchange_is_enough_without_authentication() {
+    let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
+    let text = format!(
+        "{NAMES}SessionType=Normal\0HeaderDigest=CRC32C,None\0DataDigest=None\0InitialR2T=No\0\
+         ImmediateData=Yes\0MaxBurstLength=16384\0FirstBurstLength=65536\0MaxOutstandingR2T=8\0\
+         MaxRecvDataSegmentLength=0x20000\0ErrorRecoveryLevel=2\0MaxConnections=4\0\
+         OFMarker=No\0X-com.example.key=1\0"
+    );
+    let answer = step(&mut login, &mut gate, Operational, Some(FullFeature), &text);
+    assert_eq!(answer.response.status, LoginStatus::SUCCESS);
+    assert_eq!(answer.response.flags.transit, Some(FullFeature));
+    assert_eq!(answer.response.tsih, Tsih(77));
+    for (key, expected) in [
+        ("TargetPortalGroupTag", "1"),
+        ("HeaderDigest", "CRC32C"),
+        ("DataDigest", "None"),
+        ("InitialR2T", "No"),
+        ("MaxBurstLength", "16384"),
+        ("MaxOutstandingR2T", "4"),
+        ("ErrorRecoveryLevel", "0"),
+        ("MaxConnections", "1"),
+        ("MaxRecvDataSegmentLength", "65536"),
+        ("OFMarker", "No"),
+        ("X-com.example.key", "NotUnderstood"),
+    ] {
+        assert_eq!(value(&answer, key), Some(expected), "{key}");
+    }
+    let Outcome::FullFeature(joined) = answer.outcome else {
+        panic!("full-feature phase");
+    };
+    assert_eq!(joined.session.first_burst, 16384, "no more than a burst");
+    assert_eq!(joined.connection.max_send_segment, 0x20000);
+    assert!(joined.connection.digests.header && !joined.connection.digests.data);
+}
+
+#[test]
+fn refusals_have_the_status_of_the_rfc() {
+    let cases: &[(&str, Stage, LoginStatus)] = &[
+        (
+            "TargetName=iqn.2026-01.a:t\0",
+            Operational,
+            LoginStatus::MISSING_PARAMETER,
+        ),
+        (
+            "InitiatorName=iqn.2026-01.a:i\0",
+            Operational,
+            LoginStatus::MISSING_PARAMETER,
+        ),
+        (
+            "InitiatorName=../../x\0",
+            Operational,
+            LoginStatus::INITIATOR_ERROR,
+        ),
+        (
+            "InitiatorName=iqn.2026-01.a:i\0TargetName=x y\0",
+            Operational,
+            LoginStatus::NOT_FOUND,
+        ),
+        (
+            "InitiatorName=iqn.2026-01.a:i\0SessionType=Other\0",
+            Operational,
+            LoginStatus::SESSION_TYPE,
+        ),
+        ("garbage", Operational, LoginStatus::INITIATOR_ERROR),
+    ];
+    for (text, stage, status) in cases {
+        let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
+        let answer = step(&mut login, &mut gate, *stage, None, text);
+        assert_eq!(answer.response.status, *status, "{text}");
+        assert_eq!(answer.outcome, Outcome::Failed);
+    }
+    let (mut login, mut gate) = (TargetLogin::new(), Gate::new(chap_auth()));
+    let answer = step(&mut login, &mut gate, Operational, Some(FullFeature), NAMES);
+    assert_eq!(answer.response.status, LoginStatus::AUTHENTICATION_FAILURE);
+    let (mut login, mut gate) = (TargetLogin::new(), Gate::new(chap_auth()));
+    let none = format!("{NAMES}AuthMethod=None\0");
+    let answer = step(&mut login, &mut gate, Security, Some(Operational), &none);
+    assert_eq!(answer.response.status, LoginStatus::AUTHENTICATION_FAILURE);
+    let (mut login, mut gate) = (TargetLogin::new(), Gate::new(chap_auth()));
+    let answer = step(&mut login, &mut gate, Security, Some(FullFeature), NAMES);
+    assert_eq!(answer.response.flags.transit, None, "not before CHAP");
+    assert!(gate.joined.is_empty());
+}
+
+/// CVE 2026-90293: nothing but the machine's own order leads to full-feature phase.
+#[test]
+fn stages_cannot_be_skipped() {
+    let (mut login, mut gate) = (TargetLogin::new(), Gate::new(chap_auth()));
+    let first = format!("{NAMES}AuthMethod=CHAP\0");
+    let answer = step(&mut login, &mut gate, Security, None, &first);
+    assert_eq!(value(&answer, "AuthMethod"), Some("CHAP"));
+    let answer = step(&mut login, &mut gate, Operational, Some(FullFeature), "");
+    assert_eq!(answer.outcome, Outcome::Failed);
+    assert!(gate.joined.is_empty());
+}
+
+/// CVE 2026-63887: small keys in, long answers out.
+#[test]
+fn unknown_keys_cannot_make_the_answer_long() {
+    let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
+    let many: String = (0..2000).map(|i| format!("k{i}=\0")).collect();
+    let answer = step(
+        &mut login,
+        &mut gate,
+        Operational,
+        None,
+        &format!("{NAMES}{many}"),
+    );
+    assert_eq!(answer.response.status, LoginStatus::INITIATOR_ERROR);
+    assert!(answer.text.is_empty());
+}
+
+#[test]
+fn a_key_comes_once_and_from_the_right_side() {
+    for bad in [
+        "MaxBurstLength=512\0MaxBurstLength=1024\0",
+        "TargetPortalGroupTag=1\0",
+        "SendTargets=All\0",
+        "CHAP_A=5\0",
+    ] {
+        let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
+        let answer = step(
+            &mut login,
+            &mut gate,
+            Operational,
+            None,
+            &format!("{NAMES}{bad}"),
+        );
+        assert_eq!(
+            answer.response.status,
+            LoginStatus::INITIATOR_ERROR,
+            "{bad}"
+        );
+    }
+    let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
+    let text = "InitiatorName=iqn.2026-01.a:i\0SessionType=Discovery\0MaxBurstLength=512\0MaxRecvDataSegmentLength=1\0";
+    let answer = step(&mut login, &mut gate, Operational, None, text);
+    assert_eq!(value(&answer, "MaxBurstLength"), Some("Irrelevant"));
+    assert_eq!(value(&answer, "MaxRecvDataSegmentLength"), Some("Reject"));
+}
+
+#[test]
+fn text_over_several_requests_is_one_text() {
+    let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
+    let text = format!("{NAMES}MaxBurstLength=16384\0");
+    let (a, b) = text.split_at(40);
+    let mut first = request(Operational, None);
+    first.flags.continues = true;
+    let answer = login.handle(&first, a.as_bytes(), &mut gate);
+    assert_eq!(
+        (answer.text.len(), &answer.outcome),
+        (0, &Outcome::Continue)
+    );
+    let answer = step(&mut login, &mut gate, Operational, Some(FullFeature), b);
+    assert_eq!(value(&answer, "MaxBurstLength"), Some("16384"));
+    let mut endless = TargetLogin::new();
+    let mut failed = 0;
+    for _ in 0..10 {
+        let answer = endless.handle(&first, &[b'A'; 8000], &mut gate);
+        failed += u32::from(answer.outcome == Outcome::Failed);
+    }
+    assert!(failed > 0);
+}
+
+#[test]
+fn a_login_has_an_end() {
+    let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
+    step(&mut login, &mut gate, Operational, None, NAMES);
+    let ends = (0..100)
+        .map(|_| step(&mut login, &mut gate, Operational, None, "").outcome)
+        .position(|outcome| outcome == Outcome::Failed);
+    assert_eq!(ends, Some(31));
+}
+
+#[test]
+fn a_redirection_says_where() {
+    let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
+    gate.refusal = Some(Refusal::Redirect {
+        to: TargetAddress::parse("10.0.0.9:3260,1").unwrap(),
+        permanent: false,
+    });
+    let answer = step(&mut login, &mut gate, Operational, None, NAMES);
+    assert_eq!(answer.response.status, LoginStatus::MOVED_TEMPORARILY);
+    assert_eq!(value(&answer, "TargetAddress"), Some("10.0.0.9:3260,1"));
+    let mut initiator = InitiatorLogin::new(config(), [1; 33]);
+    initiator.poll_request().unwrap();
+    let moved = initiator.handle_response(&answer.response, &answer.text);
+    assert!(matches!(
+        moved,
+        Ok(LoginStep::Redirect {
+            permanent: false,
+            ..
+        })
+    ));
+}
+
+/// Brings a login to the point where the target has sent its challenge.
+fn challenged(gate: &mut Gate, algorithms: &str) -> (TargetLogin, Algorithm, u8, Vec<u8>) {
+    let mut login = TargetLogin::new();
+    step(
+        &mut login,
+        gate,
+        Security,
+        None,
+        &format!("{NAMES}AuthMethod=CHAP,None\0"),
+    );
+    let answer = step(
+        &mut login,
+        gate,
+        Security,
+        None,
+        &format!("CHAP_A={algorithms}\0"),
+    );
+    let algorithm = Algorithm::of(value(&answer, "CHAP_A").unwrap()).unwrap();
+    let id = value(&answer, "CHAP_I").unwrap().parse().unwrap();
+    let challenge = chap::decode(value(&answer, "CHAP_C").unwrap()).unwrap();
+    (login, algorithm, id, challenge)
+}
+
+#[test]
+fn chap_takes_the_right_secret_only() {
+    for (number, algorithm) in [
+        ("5", Algorithm::Md5),
+        ("6", Algorithm::Sha1),
+        ("7", Algorithm::Sha256),
+        ("8", Algorithm::Sha3_256),
+    ] {
+        for (name, secret, good) in [
+            ("alice", "alice has a secret", true),
+            ("alice", "", false),
+            ("bob", "", false),
+            ("bob", "alice has a secret", false),
+        ] {
+            let mut gate = Gate::new(chap_auth());
+            let (mut login, chosen, id, challenge) = challenged(&mut gate, number);
+            assert_eq!(chosen, algorithm);
+            let proof = chap::encode(&algorithm.respond(id, secret.as_bytes(), &challenge));
+            let text = format!("CHAP_N={name}\0CHAP_R={proof}\0");
+            let answer = step(&mut login, &mut gate, Security, Some(Operational), &text);
+            assert_eq!(
+                answer.response.status == LoginStatus::SUCCESS,
+                good,
+                "{name}"
+            );
+        }
+    }
+    let mut gate = Gate::new(chap_auth());
+    let mut login = TargetLogin::new();
+    step(
+        &mut login,
+        &mut gate,
+        Security,
+        None,
+        &format!("{NAMES}AuthMethod=CHAP\0"),
+    );
+    let answer = step(&mut login, &mut gate, Security, None, "CHAP_A=9\0");
+    assert_eq!(answer.response.status, LoginStatus::AUTHENTICATION_FAILURE);
+}
+
+/// CVE 2024-45751: challenges come from the random source, anew each time.
+#[test]
+fn no_two_challenges_are_alike() {
+    let mut gate = Gate::new(chap_auth());
+    let one = challenged(&mut gate, "7");
+    let other = challenged(&mut gate, "7");
+    assert_ne!(one.3, other.3);
+}
+
+#[test]
+fn a_reflected_challenge_is_refused() {
+    let mut gate = Gate::new(chap_auth());
+    let (mut login, algorithm, id, challenge) = challenged(&mut gate, "7");
+    let proof = chap::encode(&algorithm.respond(id, b"alice has a secret", &challenge));
+    let text = format!(
+        "CHAP_N=alice\0CHAP_R={proof}\0CHAP_I=1\0CHAP_C={}\0",
+        chap::encode(&challenge)
+    );
+    let answer = step(&mut login, &mut gate, Security, Some(Operational), &text);
+    assert_eq!(answer.response.status, LoginStatus::AUTHENTICATION_FAILURE);
+}
+
+fn config() -> InitiatorConfig {
+    InitiatorConfig {
+        name: IscsiName::new("iqn.2026-01.a:i").unwrap(),
+        target: Some(IscsiName::new("iqn.2026-01.a:t").unwrap()),
+        isid: Isid([0x80, 1, 2, 3, 4, 5]),
+        tsih: Tsih(0),
+        cid: Cid(1),
+        cmd_sn: CmdSn(1),
+        credentials: None,
+        target_credentials: None,
+        offer: Offer::default()
+            .with(Key::InitialR2T, 0)
+            .with(Key::MaxRecvDataSegmentLength, 131_072)
+            .with_list(Key::HeaderDigest, 3),
+        keys: vec![
+            Key::HeaderDigest,
+            Key::DataDigest,
+            Key::InitialR2T,
+            Key::ImmediateData,
+            Key::MaxBurstLength,
+            Key::FirstBurstLength,
+            Key::MaxOutstandingR2T,
+        ],
+    }
+}
+
+fn run(config: InitiatorConfig, gate: &mut Gate) -> Result<LoginStep, LoginError> {
+    let mut initiator = InitiatorLogin::new(config, [200; 33]);
+    let mut target = TargetLogin::new();
+    loop {
+        let (request, text) = initiator.poll_request().expect("something to say");
+        let answer = target.handle(&request, &text, gate);
+        match initiator.handle_response(&answer.response, &answer.text)? {
+            LoginStep::Send => {}
+            end => return Ok(end),
+        }
+    }
+}
+
+#[test]
+fn both_sides_agree() {
+    let mut gate = Gate::new(Auth::None);
+    let Ok(LoginStep::FullFeature {
+        tsih,
+        session,
+        connection,
+    }) = run(config(), &mut gate)
+    else {
+        panic!("logged in");
+    };
+    assert_eq!(tsih, Tsih(77));
+    assert_eq!(session, gate.joined[0].session);
+    assert_eq!(connection.digests, gate.joined[0].connection.digests);
+    assert_eq!(connection.max_send_segment, 65536);
+    assert_eq!(gate.joined[0].connection.max_send_segment, 131_072);
+}
+
+#[test]
+fn mutual_chap_proves_both() {
+    let alice = || Some(credentials("alice", "alice has a secret"));
+    let target = |secret: &str| Some(credentials("target", secret));
+    let login = |credentials, target_credentials| {
+        let config = InitiatorConfig {
+            credentials,
+            target_credentials,
+            ..config()
+        };
+        run(config, &mut Gate::new(chap_auth()))
+    };
+    assert!(matches!(
+        login(alice(), None),
+        Ok(LoginStep::FullFeature { .. })
+    ));
+    assert!(matches!(
+        login(alice(), target("the target has one")),
+        Ok(LoginStep::FullFeature { .. })
+    ));
+    assert_eq!(
+        login(alice(), target("another")),
+        Err(LoginError::TargetNotProved)
+    );
+    assert_eq!(
+        login(Some(credentials("alice", "wrong")), None),
+        Err(LoginError::Refused(LoginStatus::AUTHENTICATION_FAILURE))
+    );
+}
+
+proptest! {
+    /// Whatever is sent, the target answers within its bounds and lets nobody in without proof.
+    #[test]
+    fn nobody_gets_in_without_proof(
+        script in proptest::collection::vec((0..2_u8, 0..4_u8, proptest::collection::vec(0..24_usize, 0..6)), 1..12),
+    ) {
+        let words = ["AuthMethod=CHAP", "AuthMethod=None", "AuthMethod=CHAP,None", "CHAP_A=5", "CHAP_A=7,8",
+            "CHAP_N=alice", "CHAP_N=", "CHAP_R=0x00", "CHAP_R=0b", "CHAP_R=0xffffffffffffffffffffffffffffffff",
+            "CHAP_I=1", "CHAP_C=0x01", "HeaderDigest=CRC32C", "MaxBurstLength=1", "MaxBurstLength=0x1000",
+            "InitialR2T=Maybe", "ImmediateData=Yes", "Foo=Bar", "=", "x", "MaxConnections=65536",
+            "SessionType=Discovery", "InitiatorName=iqn.2026-01.z", "TargetAddress=x"];
+        let mut gate = Gate::new(chap_auth());
+        let mut login = TargetLogin::new();
+        let mut first = NAMES.to_owned();
+        for (current, transit, picks) in script {
+            let current = [Security, Operational][usize::from(current)];
+            let transit = [None, Some(Operational), Some(FullFeature), None][usize::from(transit)].filter(|t| *t > current);
+            let text: String = picks.iter().map(|p| format!("{}\0", words[*p])).collect();
+            let text = std::mem::take(&mut first) + &text;
+            let answer = step(&mut login, &mut gate, current, transit, &text);
+            prop_assert!(answer.text.len() <= 8192);
+            if answer.outcome == Outcome::Failed { break }
+        }
+        prop_assert!(gate.joined.is_empty());
+    }
+}

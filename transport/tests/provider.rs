@@ -180,6 +180,41 @@ mod only {
     }
 
     #[test]
+    fn a_smaller_path_mtu_is_agreed_on() {
+        let (here, there) = addresses();
+        for (large, small) in [(here, there), (there, here)] {
+            let mut w = Real::at(here, there, |c| {
+                c.mtu = Some(if c.addr == large {
+                    Mtu::Mtu4096
+                } else {
+                    Mtu::Mtu512
+                });
+            })
+            .unwrap();
+            let (a, b) = connected(&mut w);
+            for side in [&a, &b] {
+                let attr = w.provider(side.end).query_qp(side.qp).unwrap();
+                assert_eq!(attr.path_mtu, Some(Mtu::Mtu512), "{large} and {small}");
+            }
+            a.send(&mut w, 1, SendOp::Read(b.remote(0)), 0, 10_000);
+            assert!(a.completion(&mut w).status.is_ok());
+        }
+    }
+
+    #[test]
+    fn a_worker_that_does_not_exist_is_refused() {
+        for (index, bits) in [(1, 0), (4, 2), (0, 9)] {
+            let error = Roce::open(&RoceConfig {
+                worker_index: index,
+                worker_bits: bits,
+                ..RoceConfig::new(addresses().0)
+            })
+            .unwrap_err();
+            assert_eq!(error.kind(), std::io::ErrorKind::InvalidInput);
+        }
+    }
+
+    #[test]
     fn packets_from_elsewhere_change_nothing() {
         let mut w = Virtual::new(FabricConfig::default());
         let (a, b) = connected(&mut w);

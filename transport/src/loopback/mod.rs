@@ -22,6 +22,7 @@ use std::os::fd::RawFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::rc::RcCounters;
 use crate::roce::batch::TxBatch;
 use crate::roce::delegate::delegate_to_nic;
 use crate::roce::fault::{FaultConfig, FaultCounters, FaultInjector};
@@ -288,6 +289,12 @@ impl Endpoint {
     #[must_use]
     pub fn counters(&self) -> &NicCounters {
         self.nic.counters()
+    }
+
+    /// What all connections have counted together, those that are gone included.
+    #[must_use]
+    pub fn rc_counters(&self) -> RcCounters {
+        self.nic.rc_counters()
     }
 
     /// What a queue pair has counted.

@@ -18,6 +18,8 @@ use super::netif::interface_mtu;
 use super::nic::{Nic, NicConfig, NicCounters, NicLimits, QpCounters};
 use super::pcap::PcapWriter;
 use super::steer::steer;
+use crate::cm::{CmCounters, MAX_WORKER_BITS};
+use crate::rc::RcCounters;
 use crate::verbs::{Mtu, Provider, QpId, VerbsError};
 use crate::wire::{IcrcFlow, Qpn, ROCE_PORT};
 
@@ -136,8 +138,15 @@ impl Roce {
     /// # Errors
     /// Those of the socket (`EADDRNOTAVAIL` for an address that is not ours, `EADDRINUSE` for one that
     /// has a device already), of the capture file, and [`io::ErrorKind::InvalidInput`] for an interface
-    /// that carries no RoCE packet.
+    /// that carries no RoCE packet or a worker that does not exist.
     pub fn open(config: &RoceConfig) -> io::Result<Self> {
+        let workers = 1u32.checked_shl(config.worker_bits.into()).unwrap_or(0);
+        if u32::from(config.worker_bits) > MAX_WORKER_BITS || config.worker_index >= workers {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!("no worker {} of {workers}", config.worker_index),
+            ));
+        }
         let has_tx_faults = config.faults.transmit.is_some();
         let driver = Driver::open(&DriverConfig {
             addr: config.addr,
@@ -197,6 +206,18 @@ impl Roce {
     #[must_use]
     pub fn counters(&self) -> &NicCounters {
         self.nic.counters()
+    }
+
+    /// What all connections have counted together, those that are gone included.
+    #[must_use]
+    pub fn rc_counters(&self) -> RcCounters {
+        self.nic.rc_counters()
+    }
+
+    /// What the connection manager has counted.
+    #[must_use]
+    pub fn cm_counters(&self) -> CmCounters {
+        self.nic.cm_counters()
     }
 
     /// What the socket has counted.

@@ -182,3 +182,14 @@ pub struct QpCounters {
     /// Datagrams that were lost at the queue pair.
     pub dropped_datagrams: u64,
 }
+
+/// Adds what a queue pair has counted to a sum.
+pub(super) fn add_rc(sum: &mut RcCounters, c: &RcCounters) {
+    macro_rules! add {
+        ($($field:ident)*) => { $(sum.$field += c.$field;)* };
+    }
+    add!(tx_packets tx_bytes rx_packets rx_bytes retransmits timeouts implied_naks rx_nak_sequence
+        rx_rnr_naks rx_nak_invalid rx_nak_access rx_nak_operation tx_nak_sequence tx_rnr_naks
+        tx_nak_invalid tx_nak_access tx_nak_operation duplicates out_of_order stale_responses
+        dropped);
+}

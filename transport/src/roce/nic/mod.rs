@@ -51,7 +51,7 @@ use std::time::Instant;
 use chacha20::ChaCha20Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 
-use crate::rc::{RcEvent, RcQp, RecvQueue, TxPacket};
+use crate::rc::{RcCounters, RcEvent, RcQp, RecvQueue, TxPacket};
 use crate::roce::cq::Cq;
 use crate::roce::mr::MrTable;
 use crate::roce::rdma_cm::CmAgent;
@@ -153,6 +153,8 @@ pub struct Nic {
     timers: BinaryHeap<Reverse<(Instant, QpId)>>,
     verifiers: HashMap<SocketAddr, IcrcVerifier>,
     counters: NicCounters,
+    /// What the connections that are gone have counted.
+    past: RcCounters,
     pub(in crate::roce) cm: CmAgent,
     /// Reused by every call into a queue pair.
     out: Vec<RcEvent>,
@@ -202,6 +204,7 @@ impl Nic {
             timers: BinaryHeap::new(),
             verifiers: HashMap::new(),
             counters: NicCounters::default(),
+            past: RcCounters::default(),
             out: Vec::with_capacity(256),
             tx: TxPacket::default(),
             random,
@@ -225,6 +228,31 @@ impl Nic {
     #[must_use]
     pub fn counters(&self) -> &NicCounters {
         &self.counters
+    }
+
+    /// What all its connections have counted together, those that are gone included. Looks at every
+    /// queue pair.
+    #[must_use]
+    pub fn rc_counters(&self) -> RcCounters {
+        let mut sum = self.past;
+        for (_, qp) in self.qps.iter() {
+            if let Machine::Rc(rc) = &qp.machine {
+                config::add_rc(&mut sum, rc.counters());
+            }
+        }
+        sum
+    }
+
+    /// What its connection manager has counted.
+    #[must_use]
+    pub fn cm_counters(&self) -> crate::cm::CmCounters {
+        self.cm.counters()
+    }
+
+    /// Queue pairs that exist.
+    #[must_use]
+    pub fn qp_count(&self) -> usize {
+        self.qps.len()
     }
 
     /// Tells the time, for calls that have no such argument.

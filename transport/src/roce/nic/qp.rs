@@ -323,6 +323,9 @@ impl Nic {
         self.qps.get(id)?;
         self.leave_peer(id);
         let qp = self.qps.remove(id)?;
+        if let Machine::Rc(rc) = &qp.machine {
+            super::config::add_rc(&mut self.past, rc.counters());
+        }
         if self.gsi == Some(id) {
             self.gsi = None;
         } else {

@@ -10,8 +10,8 @@ use crate::cm::{IbCmError, RepParams, ReqParams};
 use crate::roce::nic::Nic;
 use crate::verbs::{
     Access, AhAttr, CmError, CmEvent, CmEventKind, CmId, ConnParam, Gid, MAX_ACCEPT_PRIVATE_DATA,
-    MAX_CONNECT_PRIVATE_DATA, MAX_REJECT_PRIVATE_DATA, PKey, PortSpace, QpAttr, QpId, QpInitAttr,
-    QpState, QpType, VerbsError,
+    MAX_CONNECT_PRIVATE_DATA, MAX_REJECT_PRIVATE_DATA, Mtu, PKey, PortSpace, QpAttr, QpId,
+    QpInitAttr, QpState, QpType, VerbsError,
 };
 use crate::wire::cm_msg::{
     AdditionalInfo, Bits, CmPath, CmTimeout, Failover, PrivateData, RejReason, ServiceId,
@@ -238,16 +238,38 @@ impl Nic {
     }
 
     pub fn connect(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError> {
+        let (max_resources, max_depth) = {
+            let limits = self.config().limits;
+            (limits.max_qp_rd_atom, limits.max_qp_init_rd_atom)
+        };
+        let mtu = self.config().mtu;
         let entry = self.cm_id(id, "connect")?;
-        let (IdState::RouteResolved, Some(local), Some(peer), Some(qp)) =
-            (entry.state, entry.local, entry.peer, entry.qp)
-        else {
+        if entry.state != IdState::RouteResolved {
+            return Err(CmError::InvalidState("connect"));
+        }
+        let mut param = param.clone();
+        param.responder_resources = param.responder_resources.min(max_resources);
+        param.initiator_depth = param.initiator_depth.min(max_depth);
+        self.send_request(id, &param, mtu)?;
+        self.cm_id(id, "connect")?.param = Some(Box::new(param));
+        self.pump_cm();
+        Ok(())
+    }
+
+    /// Sends a request with a path MTU.
+    pub(super) fn send_request(
+        &mut self,
+        id: CmId,
+        param: &ConnParam,
+        path_mtu: Mtu,
+    ) -> Result<(), CmError> {
+        let entry = self.cm_id(id, "connect")?;
+        let (Some(local), Some(peer), Some(qp)) = (entry.local, entry.peer, entry.qp) else {
             return Err(CmError::InvalidState("connect"));
         };
         let space = entry.space;
         let private_data = request_data(space, local, peer, &param.private_data)?;
-        let limits = self.config().limits;
-        let (path_mtu, now) = (self.config().mtu, self.now());
+        let now = self.now();
         let rq_psn = Psn::new(self.random().next_u32());
         let ack_timeout = CmTimeout::new(ACK_TIMEOUT);
         let params = ReqParams {
@@ -258,8 +280,8 @@ impl Nic {
             alternate: CmPath::default(),
             path_mtu,
             pkey: PKey::DEFAULT,
-            responder_resources: param.responder_resources.min(limits.max_qp_rd_atom),
-            initiator_depth: param.initiator_depth.min(limits.max_qp_init_rd_atom),
+            responder_resources: param.responder_resources,
+            initiator_depth: param.initiator_depth,
             flow_control: param.flow_control,
             srq: param.srq,
             retry_count: Bits::saturate(param.retry_count.into()),
@@ -273,11 +295,8 @@ impl Nic {
         let entry = self.cm_id(id, "connect")?;
         entry.ib = Some(ib);
         entry.rq_psn = rq_psn;
-        entry.responder_resources = params.responder_resources;
-        entry.initiator_depth = params.initiator_depth;
         entry.state = IdState::Connecting;
         self.cm.by_ib.insert(ib, id);
-        self.pump_cm();
         Ok(())
     }
 

@@ -9,7 +9,7 @@ use crate::rc::TxPacket;
 use crate::roce::batch::TxBatch;
 use crate::roce::nic::Nic;
 use crate::verbs::{
-    CmError, CmEvent, CmEventKind, CmId, ConnParam, PortSpace, QpAttr, QpId, QpState,
+    CmError, CmEvent, CmEventKind, CmId, ConnParam, Mtu, PortSpace, QpAttr, QpId, QpState,
 };
 use crate::wire::cm_msg::{AdditionalInfo, PrivateData, RejReason, ReqMsg, SidrStatus};
 use crate::wire::cma::CmaHeader;
@@ -144,7 +144,13 @@ impl Nic {
             Err(reason) => reason,
         };
         let now = self.now();
-        let (info, data) = (AdditionalInfo::default(), PrivateData::default());
+        // Who refuses a path MTU says which one it takes.
+        let info = match refusal {
+            RejReason::InvalidMtu => AdditionalInfo::new(&[self.config().mtu.code()]),
+            _ => AdditionalInfo::new(&[]),
+        }
+        .unwrap_or_default();
+        let data = PrivateData::default();
         // A request that has ended meanwhile needs no refusal.
         let _ = self.cm.cm.send_rej(now, ib, refusal, info, data);
     }
@@ -229,6 +235,11 @@ impl Nic {
                 self.on_closed(id, CmEventKind::Unreachable);
             }
             IbCmEventKind::RejReceived {
+                reason: RejReason::InvalidMtu,
+                info,
+                ..
+            } if self.retry_with_mtu(id, ib, &info) => {}
+            IbCmEventKind::RejReceived {
                 reason,
                 private_data,
                 ..
@@ -261,16 +272,36 @@ impl Nic {
         }
     }
 
+    /// Asks again with the path MTU that the peer takes; false if there is nothing to ask for.
+    fn retry_with_mtu(&mut self, id: CmId, ib: IbCmId, info: &AdditionalInfo) -> bool {
+        let takes = info.first().and_then(|&code| Mtu::from_code(code));
+        let Some(mtu) = takes.filter(|&m| m < self.config().mtu) else {
+            return false;
+        };
+        let Ok(entry) = self.cm.ids.get_mut(id) else {
+            return false;
+        };
+        if entry.state != IdState::Connecting || entry.ib != Some(ib) || entry.retried {
+            return false;
+        }
+        entry.retried = true;
+        let Some(param) = entry.param.clone() else {
+            return false;
+        };
+        self.cm.by_ib.remove(&ib);
+        self.send_request(id, &param, mtu).is_ok()
+    }
+
     fn on_rep(&mut self, id: CmId, ib: IbCmId, qp: &QpPeer, data: Vec<u8>) {
         let now = self.now();
         let Ok(entry) = self.cm.ids.get(id) else {
             return;
         };
-        let (rq_psn, resources, depth) = (
-            entry.rq_psn,
-            entry.responder_resources,
-            entry.initiator_depth,
-        );
+        let rq_psn = entry.rq_psn;
+        let (resources, depth) = entry
+            .param
+            .as_ref()
+            .map_or((0, 0), |p| (p.responder_resources, p.initiator_depth));
         let outcome = match (entry.qp, entry.peer) {
             (Some(q), Some(peer)) => self
                 .connect_qp(q, peer.ip(), qp, rq_psn, resources, depth)

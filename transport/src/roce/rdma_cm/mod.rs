@@ -16,6 +16,8 @@
 //!   have answered by the time their event is polled.
 //! - `ConnParam` in an event speaks from the receiver's point of view, as librdmacm's does: the peer's
 //!   initiator depth comes as our responder resources, and the other way round.
+//! - A peer whose interface carries less refuses our path MTU and says what it takes (IBTA 12.6.7.2,
+//!   reason 26). The request is then sent again with that, without a word to the user.
 //! - A connection is established when the RTU arrives or, without being asked, when the first packet
 //!   does.
 //!
@@ -34,7 +36,7 @@ use std::time::Duration;
 
 use crate::cm::{Cm, CmConfig, IbCmId, QpPeer};
 use crate::roce::table::Table;
-use crate::verbs::{CmEvent, CmId, PortSpace, QpId};
+use crate::verbs::{CmEvent, CmId, ConnParam, PortSpace, QpId};
 use crate::wire::Psn;
 use crate::wire::cm_msg::CaGuid;
 
@@ -110,8 +112,9 @@ struct Id {
     /// Active: the PSN that the peer begins with.
     rq_psn: Psn,
     /// Active: what was asked for.
-    responder_resources: u8,
-    initiator_depth: u8,
+    param: Option<Box<ConnParam>>,
+    /// Active: whether the request was sent again with a smaller path MTU.
+    retried: bool,
 }
 
 impl Id {
@@ -126,8 +129,8 @@ impl Id {
             ib: None,
             request: None,
             rq_psn: Psn::new(0),
-            responder_resources: 0,
-            initiator_depth: 0,
+            param: None,
+            retried: false,
         }
     }
 }

@@ -53,11 +53,11 @@
 //! Not implemented: automatic path migration, resynchronisation (RESYNC), shared-queue resizing while a
 //! receive is bound, congestion notification.
 
-pub mod completer;
+mod completer;
 pub mod qp;
 pub mod recv_queue;
-pub mod requester;
-pub mod responder;
+mod requester;
+mod responder;
 pub mod send_queue;
 pub mod state;
 #[cfg(test)]

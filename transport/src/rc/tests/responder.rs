@@ -120,7 +120,6 @@ fn a_send_without_a_receive_is_told_to_wait() {
         assert_eq!(rig.sent(), [answer(RQ_PSN, 0x2e, 0)]);
     }
     assert_eq!(rig.qp.counters().tx_rnr_naks, 2);
-    // Nothing is held meanwhile (CVE-2022-49929): the region can go and another one come.
     rig.post_recv(1, 300);
     rig.feed(&packet(0x00, RQ_PSN, false, &[], &bytes(256)));
     rig.feed(&packet(0x02, RQ_PSN + 1, true, &[], &[1]));
@@ -154,6 +153,27 @@ fn a_write_with_immediate_needs_a_receive_only_at_its_end() {
     );
     assert_eq!(done[0].opcode, WcOpcode::RecvWriteImm);
     assert_eq!(rig.memory.slice(0..260).unwrap().to_vec(), data);
+}
+
+#[test]
+fn a_request_that_must_wait_holds_nothing() {
+    // CVE-2022-49929: a reference to the region stayed behind an RNR NAK.
+    let mut rig = Rig::new();
+    let (addr, rkey) = (rig.mr.addr, rig.mr.rkey);
+    let write = packet(
+        0x0b,
+        RQ_PSN,
+        true,
+        &[reth(addr, rkey, 4), vec![0; 4]].concat(),
+        &[1; 4],
+    );
+    rig.feed(&write);
+    assert_eq!(rig.sent(), [answer(RQ_PSN, 0x2e, 0)]);
+    rig.mrs.dereg(rig.mr.id).unwrap();
+    assert!(rig.mrs.is_empty());
+    rig.post_recv(1, 0);
+    rig.feed(&write);
+    refused(&mut rig, RQ_PSN, 0x62, AsyncEvent::QpAccessError(QP));
 }
 
 #[test]

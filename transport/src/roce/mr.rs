@@ -22,15 +22,20 @@
 //!
 //! Not implemented: memory windows, reregistration, physical and on-demand-paged regions.
 
+mod keys;
+mod span;
+
 use std::collections::VecDeque;
 
 use riser_memory::MemSlice;
 use thiserror::Error;
 
+use self::keys::{INDEX_BITS, Permutation, Prf};
+use self::span::Segment;
 use crate::verbs::{Access, Handle, LKey, Mr, MrAttr, MrId, PdId, RKey, Sge, VerbsError};
 
-/// Bits of a key's index part.
-const INDEX_BITS: u32 = 24;
+pub use self::span::Span;
+
 /// Most regions of a table: 2²⁰, which leaves four bits of the index for generations.
 pub const MAX_REGIONS: u32 = 1 << 20;
 
@@ -54,101 +59,6 @@ pub enum KeyError {
     Kind,
 }
 
-/// The secret permutation behind the index part of keys: a four-round Feistel network on twice 12
-/// bits whose round functions are tables of random numbers.
-struct Permutation {
-    rounds: [Box<[u16]>; 4],
-}
-
-const HALF_BITS: u32 = INDEX_BITS / 2;
-const HALF_MASK: u32 = (1 << HALF_BITS) - 1;
-
-impl Permutation {
-    fn new(random: &mut Prf) -> Self {
-        let table = |random: &mut Prf| {
-            let mut words = vec![0u16; 1 << HALF_BITS].into_boxed_slice();
-            for four in words.chunks_exact_mut(4) {
-                let bits = random.next();
-                for (i, word) in four.iter_mut().enumerate() {
-                    *word = (bits >> (16 * i)) as u16 & HALF_MASK as u16;
-                }
-            }
-            words
-        };
-        Self {
-            rounds: std::array::from_fn(|_| table(random)),
-        }
-    }
-
-    fn forward(&self, value: u32) -> u32 {
-        let (mut left, mut right) = (value >> HALF_BITS & HALF_MASK, value & HALF_MASK);
-        for round in &self.rounds {
-            (left, right) = (right, left ^ u32::from(round[right as usize]));
-        }
-        left << HALF_BITS | right
-    }
-
-    fn backward(&self, value: u32) -> u32 {
-        let (mut left, mut right) = (value >> HALF_BITS & HALF_MASK, value & HALF_MASK);
-        for round in self.rounds.iter().rev() {
-            (left, right) = (right ^ u32::from(round[left as usize]), left);
-        }
-        left << HALF_BITS | right
-    }
-}
-
-/// A stream of numbers that nobody without the seed can tell from random: SipHash-2-4 of a counter.
-struct Prf {
-    key: [u64; 2],
-    counter: u64,
-}
-
-impl Prf {
-    fn new(seed: [u8; 16]) -> Self {
-        let (low, high) = seed.split_at(8);
-        let word = |b: &[u8]| b.iter().rev().fold(0, |w, &b| w << 8 | u64::from(b));
-        Self {
-            key: [word(low), word(high)],
-            counter: 0,
-        }
-    }
-
-    fn next(&mut self) -> u64 {
-        self.counter += 1;
-        let [k0, k1] = self.key;
-        let mut v = [
-            k0 ^ 0x736f_6d65_7073_6575,
-            k1 ^ 0x646f_7261_6e64_6f6d,
-            k0 ^ 0x6c79_6765_6e65_7261,
-            k1 ^ 0x7465_6462_7974_6573,
-        ];
-        for block in [self.counter, 8 << 56] {
-            v[3] ^= block;
-            sip_round(&mut v);
-            sip_round(&mut v);
-            v[0] ^= block;
-        }
-        v[2] ^= 0xff;
-        for _ in 0..4 {
-            sip_round(&mut v);
-        }
-        v[0] ^ v[1] ^ v[2] ^ v[3]
-    }
-}
-
-fn sip_round(v: &mut [u64; 4]) {
-    v[0] = v[0].wrapping_add(v[1]);
-    v[2] = v[2].wrapping_add(v[3]);
-    v[1] = v[1].rotate_left(13) ^ v[0];
-    v[3] = v[3].rotate_left(16) ^ v[2];
-    v[0] = v[0].rotate_left(32);
-    v[2] = v[2].wrapping_add(v[1]);
-    v[0] = v[0].wrapping_add(v[3]);
-    v[1] = v[1].rotate_left(17) ^ v[2];
-    v[3] = v[3].rotate_left(21) ^ v[0];
-    v[2] = v[2].rotate_left(32);
-}
-
 /// What a slot holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
@@ -156,13 +66,6 @@ enum Kind {
     Registered,
     /// Fast registration, with room for this many segments.
     Fast(u32),
-}
-
-#[derive(Debug)]
-struct Segment {
-    slice: MemSlice,
-    /// Offset within the region of the first byte after this segment.
-    end: u64,
 }
 
 #[derive(Debug)]
@@ -178,83 +81,6 @@ struct Region {
     length: u64,
     /// Never empty when `length` is not 0; segments of no bytes are left out.
     segments: Vec<Segment>,
-}
-
-/// A checked range of a region. Offsets in its methods count from the range's start.
-#[derive(Clone, Copy, Debug)]
-pub struct Span<'a> {
-    segments: &'a [Segment],
-    /// Offset of the range within the region.
-    start: u64,
-    len: usize,
-}
-
-impl Span<'_> {
-    const EMPTY: Self = Span {
-        segments: &[],
-        start: 0,
-        len: 0,
-    };
-
-    /// Length in bytes.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Whether the range holds no byte.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// Calls `f` with each piece of `len` bytes from `offset` on: the segment, the piece's offset in
-    /// it, and the piece's range within the requested bytes.
-    fn pieces(&self, offset: usize, len: usize, mut f: impl FnMut(&MemSlice, usize, usize, usize)) {
-        assert!(
-            offset.checked_add(len).is_some_and(|end| end <= self.len),
-            "range {offset}+{len} beyond {}",
-            self.len
-        );
-        let mut at = self.start + offset as u64;
-        let mut done = 0;
-        let mut index = if self.segments.len() > 1 {
-            self.segments.partition_point(|s| s.end <= at)
-        } else {
-            0
-        };
-        while done < len {
-            let segment = &self.segments[index];
-            let begin = segment.end - segment.slice.len() as u64;
-            let within = (at - begin) as usize;
-            let take = (segment.slice.len() - within).min(len - done);
-            f(&segment.slice, within, done, take);
-            done += take;
-            at += take as u64;
-            index += 1;
-        }
-    }
-
-    /// Copies `data` into the range. Panics beyond its end.
-    pub fn write(&self, offset: usize, data: &[u8]) {
-        self.pieces(offset, data.len(), |slice, within, done, take| {
-            slice.write(within, &data[done..done + take]);
-        });
-    }
-
-    /// Copies `out.len()` bytes out of the range. Panics beyond its end.
-    pub fn read(&self, offset: usize, out: &mut [u8]) {
-        self.pieces(offset, out.len(), |slice, within, done, take| {
-            slice.read(within, &mut out[done..done + take]);
-        });
-    }
-
-    /// Appends the memory of `len` bytes of the range to `out`. Panics beyond the range's end.
-    pub fn push_slices(&self, offset: usize, len: usize, out: &mut Vec<MemSlice>) {
-        self.pieces(offset, len, |slice, within, _, take| {
-            out.extend(slice.slice(within..within + take));
-        });
-    }
 }
 
 /// All regions of a device. Bounds: as many regions as the table was created for, and as many
@@ -877,22 +703,7 @@ mod tests {
         mrs.alloc_fast(PD, 8).unwrap();
     }
 
-    #[test]
-    fn the_random_stream_is_siphash() {
-        // The published vector for the key 00 01 … 0f and the message 00 01 … 07.
-        let mut prf = Prf::new(std::array::from_fn(|i| i as u8));
-        prf.counter = 0x0706_0504_0302_0100 - 1;
-        assert_eq!(prf.next(), 0x93f5_f579_9a93_2462);
-    }
-
     proptest! {
-        #[test]
-        fn the_permutation_is_one(value in 0u32..1 << 24, seed: [u8; 16]) {
-            let p = Permutation::new(&mut Prf::new(seed));
-            prop_assert!(p.forward(value) < 1 << 24);
-            prop_assert_eq!(p.backward(p.forward(value)), value);
-        }
-
         #[test]
         fn a_peers_numbers_never_panic(key: u32, addr: u64, len: u32, near: bool) {
             let mut mrs = table();
@@ -903,6 +714,37 @@ mod tests {
             if let Ok(span) = mrs.resolve_remote(PD, key, addr, len, Access::REMOTE_READ) {
                 prop_assert!(len == 0 || (addr >= mr.addr && addr + u64::from(len) <= mr.addr + 4096));
                 prop_assert_eq!(span.len(), len as usize);
+            }
+        }
+
+        #[test]
+        fn a_span_is_its_segments_end_to_end(
+            cuts in proptest::collection::vec((0usize..4000, 0usize..90), 1..9),
+            from in 0usize..400,
+            len in 0usize..400,
+        ) {
+            let mut mrs = table();
+            let memory = Memory::new(4096).unwrap();
+            memory.write(0, &(0..4096).map(|i| (i * 31 / 7) as u8).collect::<Vec<_>>());
+            let parts: Vec<_> = cuts.iter().map(|&(at, n)| memory.slice(at..at + n).unwrap()).collect();
+            let whole: Vec<u8> = parts.iter().flat_map(MemSlice::to_vec).collect();
+            let mr = mrs.alloc_fast(PD, 8).unwrap();
+            prop_assert_eq!(mrs.map_sg(mr.id, &parts).unwrap(), whole.len() as u64);
+            let access = Access::ZERO_BASED | Access::REMOTE_READ;
+            let is_registered = mrs.reg_fast(PD, mr.id, mr.rkey, access).is_ok();
+            prop_assert_eq!(is_registered, !whole.is_empty());
+            let span = mrs.resolve_remote(PD, mr.rkey, from as u64, len as u32, Access::REMOTE_READ);
+            let fits = len == 0 || from + len <= whole.len();
+            prop_assert_eq!(span.is_ok(), fits);
+            if let Ok(span) = span && len > 0 {
+                let mut read = vec![0; len];
+                span.read(0, &mut read);
+                prop_assert_eq!(&read[..], &whole[from..from + len]);
+                let half = len / 2;
+                let mut slices = Vec::new();
+                span.push_slices(half, len - half, &mut slices);
+                let joined: Vec<u8> = slices.iter().flat_map(MemSlice::to_vec).collect();
+                prop_assert_eq!(&joined[..], &whole[from + half..from + len]);
             }
         }
     }

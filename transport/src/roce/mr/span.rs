@@ -1,0 +1,88 @@
+//! Ranges of regions: the way from a checked key to memory.
+
+use riser_memory::MemSlice;
+
+/// A piece of a region.
+#[derive(Debug)]
+pub(super) struct Segment {
+    pub(super) slice: MemSlice,
+    /// Offset within the region of the first byte after this segment.
+    pub(super) end: u64,
+}
+
+/// A checked range of a region. Offsets in its methods count from the range's start.
+#[derive(Clone, Copy, Debug)]
+pub struct Span<'a> {
+    pub(super) segments: &'a [Segment],
+    /// Offset of the range within the region.
+    pub(super) start: u64,
+    pub(super) len: usize,
+}
+
+impl Span<'_> {
+    pub(super) const EMPTY: Self = Span {
+        segments: &[],
+        start: 0,
+        len: 0,
+    };
+
+    /// Length in bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether the range holds no byte.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Calls `f` with each piece of `len` bytes from `offset` on: the segment, the piece's offset in
+    /// it, and the piece's range within the requested bytes.
+    fn pieces(&self, offset: usize, len: usize, mut f: impl FnMut(&MemSlice, usize, usize, usize)) {
+        assert!(
+            offset.checked_add(len).is_some_and(|end| end <= self.len),
+            "range {offset}+{len} beyond {}",
+            self.len
+        );
+        let mut at = self.start + offset as u64;
+        let mut done = 0;
+        let mut index = if self.segments.len() > 1 {
+            self.segments.partition_point(|s| s.end <= at)
+        } else {
+            0
+        };
+        while done < len {
+            let segment = &self.segments[index];
+            let begin = segment.end - segment.slice.len() as u64;
+            let within = (at - begin) as usize;
+            let take = (segment.slice.len() - within).min(len - done);
+            f(&segment.slice, within, done, take);
+            done += take;
+            at += take as u64;
+            index += 1;
+        }
+    }
+
+    /// Copies `data` into the range. Panics beyond its end.
+    pub fn write(&self, offset: usize, data: &[u8]) {
+        self.pieces(offset, data.len(), |slice, within, done, take| {
+            slice.write(within, &data[done..done + take]);
+        });
+    }
+
+    /// Copies `out.len()` bytes out of the range. Panics beyond its end.
+    pub fn read(&self, offset: usize, out: &mut [u8]) {
+        self.pieces(offset, out.len(), |slice, within, done, take| {
+            slice.read(within, &mut out[done..done + take]);
+        });
+    }
+
+    /// Appends the memory of `len` bytes of the range to `out`. Panics beyond the range's end.
+    pub fn push_slices(&self, offset: usize, len: usize, out: &mut Vec<MemSlice>) {
+        self.pieces(offset, len, |slice, within, _, take| {
+            out.extend(slice.slice(within..within + take));
+        });
+    }
+}

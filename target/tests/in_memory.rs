@@ -388,3 +388,102 @@ fn many_sessions_do_io_at_once() {
     }
     assert_eq!(rest.len(), 15);
 }
+
+#[test]
+fn a_login_on_the_service_id_has_the_long_form() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let dst = SocketAddr::new(SERVER, 0);
+    let service = world.shared.targets[0].portals[0].service_id;
+    let req = login_req(1, world.target());
+    let dev = world.client(1);
+    let mini = Mini::connect_service(dev, dst, service, &req, &mut |d| world.pump(d));
+    let mut mini = mini.map_err(|(_, e)| e).unwrap();
+    mini.settle(&mut |d| world.pump(d));
+    assert_eq!(mini.read(0, 8, 0, &mut |d| world.pump(d)).status, 0);
+}
+
+/// CVE-2024-26744: whatever a peer or an administrator writes as a GUID, it is refused, not followed.
+#[test]
+fn cve_2024_26744_service_guids() {
+    for guid in [
+        "0x",
+        "zz",
+        "-1",
+        "0x1234",
+        "18446744073709551616",
+        "[]",
+        "\"\\0\"",
+    ] {
+        let text =
+            config(SERVER, 1, "").replace("5555\"", &format!("5555\", service_guid: {guid}"));
+        let error = Config::parse(&text, "test.yaml")
+            .expect_err(guid)
+            .to_string();
+        assert!(
+            error.contains("service_guid") || error.contains("2:"),
+            "{error}"
+        );
+    }
+    let mut world = World::new(FaultConfig::default(), "");
+    let dst = SocketAddr::new(SERVER, 5555);
+    for port in [[0; 16], [0xff; 16]] {
+        let dev = world.client(1);
+        let req = login_req(1, TargetPortId(port));
+        let refused = Mini::connect(dev, dst, &req, &mut |d| world.pump(d))
+            .err()
+            .unwrap()
+            .1;
+        assert_eq!(
+            refused,
+            Refused::Login(LoginRejReason::UnableToAssociateChannel)
+        );
+    }
+}
+
+#[test]
+fn logins_that_are_none_are_refused() {
+    use riser_transport::verbs::PortSpace;
+    let mut world = World::new(FaultConfig::default(), "");
+    let dst = SocketAddr::new(SERVER, 5555);
+    // The CM pads private data with zeros: nothing at all reads as a login from port 0 to port 0.
+    let nobody = LoginRejReason::UnableToAssociateChannel;
+    let no_login = LoginRejReason::UnableToEstablishChannel;
+    for (private_data, reason) in [
+        (vec![], nobody),
+        (vec![0; 1], nobody),
+        (vec![0xff; 56], no_login),
+        (vec![0xc0; 20], no_login),
+    ] {
+        let dev = world.client(1);
+        let space = PortSpace::Tcp;
+        let refused = Mini::connect_with(dev, dst, space, private_data, &mut |d| world.pump(d));
+        assert_eq!(refused.err().unwrap().1, Refused::Login(reason));
+    }
+    assert_eq!(world.shared.registry.sessions(), 0);
+}
+
+#[test]
+fn coming_and_going_leaves_nothing() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let dst = SocketAddr::new(SERVER, 5555);
+    let req = login_req(1, world.target());
+    let mut dev = world.client(1);
+    for round in 0..300 {
+        let mini = Mini::connect(dev, dst, &req, &mut |d| world.pump(d));
+        let mut mini = mini.map_err(|(_, e)| e).unwrap();
+        if round % 2 == 0 {
+            // Some leave in the middle of it.
+            for tag in 0..5 {
+                let desc = mini.desc(0, 4096);
+                let into = DataBuffer::Direct(desc);
+                mini.send_cmd(tag, 0, &cdb10(0x28, 0, 8), DataBuffer::None, into);
+            }
+        }
+        dev = mini.disconnect(&mut |d| world.pump(d));
+    }
+    let snapshot = drain(&mut world);
+    assert_eq!(snapshot.logins, 300);
+    assert_eq!(snapshot.sessions, []);
+    assert_eq!(snapshot.pool_free, snapshot.pool_size);
+    assert_eq!(world.shared.registry.sessions(), 0);
+}

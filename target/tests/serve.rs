@@ -5,7 +5,11 @@ mod mini;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
-use mini::{Mini, Said, config, login_req, real};
+use std::sync::Arc;
+
+use mini::{Mini, Said, cdb10, config, login_req, real};
+use riser_scsi::srp::{DataBuffer, InitiatorPortId, LoginReq, MultiChannelAction, TskMgmtFunction};
+use riser_target::backend::{Fault, FaultOn, Faults};
 use riser_target::config::Config;
 use riser_target::server::Server;
 use riser_transport::roce::{Roce, RoceConfig};
@@ -74,11 +78,108 @@ fn sessions_spread_over_workers() {
     let logins: u64 = server.snapshot().iter().map(|s| s.logins).sum();
     assert_eq!(logins, 8);
     // A reset from one session reaches the others, whichever worker they are at.
-    minis[0].send_tmf(5, riser_scsi::srp::TskMgmtFunction::LogicalUnitReset, 0);
+    minis[0].send_tmf(5, TskMgmtFunction::LogicalUnitReset, 0);
     assert_eq!(minis[0].answer(&mut real).code, Some(0));
-    let none = || riser_scsi::srp::DataBuffer::None;
+    let none = || DataBuffer::None;
     let answer = minis[7].command(&[0; 6], none(), none(), &mut real);
     assert_eq!(answer.status, 2);
+    drop(server);
+}
+
+/// Two sessions at different workers.
+fn pair(server: &Server, net: u8) -> (Mini<Roce>, Mini<Roce>) {
+    let worker_of = |host: u8| {
+        let initiator = InitiatorPortId([host; 16]).to_string();
+        let all = server.snapshot();
+        let mut sessions = all.iter().flat_map(|s| &s.sessions);
+        sessions
+            .find(|s| s.initiator == initiator)
+            .map(|s| s.worker)
+    };
+    let first = connect(server, net, 2);
+    for host in 3..40 {
+        let other = connect(server, net, host);
+        if worker_of(host) != worker_of(2) {
+            return (first, other);
+        }
+        drop(other.disconnect(&mut real));
+    }
+    panic!("every session is at one worker");
+}
+
+#[test]
+fn a_reset_waits_for_tasks_at_another_worker() {
+    let mut parsed = Config::parse(&config(addr(6, 1), 2, ""), "test.yaml").unwrap();
+    let slow = Fault {
+        on: FaultOn::Read,
+        offset: 0,
+        len: 512,
+        times: None,
+        delay: Duration::from_secs(60),
+        error: None,
+    };
+    parsed.backends[0].spec.faults = Some(Arc::new(Faults::new(vec![slow])));
+    let server = Server::start(&parsed).unwrap();
+    let (mut a, mut b) = pair(&server, 6);
+    let desc = b.desc(0, 512);
+    b.send_cmd(
+        4,
+        0,
+        &cdb10(0x28, 0, 1),
+        DataBuffer::None,
+        DataBuffer::Direct(desc),
+    );
+    let until = Instant::now() + Duration::from_secs(5);
+    while server.shared().targets[0].units[0].1.tasks() == 0 {
+        assert!(Instant::now() < until);
+        real(&mut b.dev);
+    }
+    a.send_tmf(5, TskMgmtFunction::LogicalUnitReset, 0);
+    let both = |a: &mut Mini<Roce>, b: &mut Mini<Roce>| {
+        real(&mut a.dev);
+        real(&mut b.dev);
+        a.poll();
+        b.poll();
+    };
+    while a.said.is_empty() || b.said.is_empty() {
+        assert!(Instant::now() < until, "{:?} {:?}", a.said, b.said);
+        both(&mut a, &mut b);
+    }
+    let Some(Said::Answer(answer)) = a.said.pop_front() else {
+        panic!("an answer");
+    };
+    assert_eq!((answer.tag, answer.code), (5, Some(0)));
+    assert_eq!(
+        b.said.pop_front(),
+        Some(Said::Credit(1)),
+        "no status, but the credit"
+    );
+    assert_eq!(server.shared().targets[0].units[0].1.tasks(), 0);
+    drop(server);
+}
+
+#[test]
+fn a_new_login_ends_channels_at_other_workers() {
+    let server = start(7, 2, "");
+    let target = server.shared().targets[0].portals[0].target_port();
+    let dst = SocketAddr::new(addr(7, 1), 5555);
+    let mut req = login_req(1, target);
+    req.multi_channel = MultiChannelAction::Multi;
+    let log_in = |host: u8, req: &LoginReq| {
+        let dev = Roce::open(&RoceConfig::new(addr(7, host))).unwrap();
+        Mini::connect(dev, dst, req, &mut real)
+            .map_err(|(_, e)| e)
+            .unwrap()
+    };
+    let mut old: Vec<_> = (2..8).map(|host| log_in(host, &req)).collect();
+    assert_eq!(server.sessions(), 1);
+    req.multi_channel = MultiChannelAction::Single;
+    let _new = log_in(9, &req);
+    for mini in &mut old {
+        assert_eq!(mini.next(&mut real), Said::Logout(4));
+        mini.wait_closed(&mut real);
+    }
+    assert_eq!(server.sessions(), 1);
     drop(server);
 }
 

@@ -99,7 +99,9 @@ pub struct Server {
     senders: Vec<MailSender<Mail>>,
     threads: Vec<Option<JoinHandle<()>>>,
     reports: Receiver<Report>,
-    /// Failures of workers, seen so far.
+    /// Workers that have ended by themselves.
+    gone: usize,
+    /// What the first of them said.
     failed: Option<ServerError>,
 }
 
@@ -130,6 +132,7 @@ impl Server {
             senders: Vec::new(),
             threads: Vec::new(),
             reports,
+            gone: 0,
             failed: None,
         };
         let started = server.start_workers(config, devices, &reports_tx);
@@ -308,23 +311,26 @@ impl Server {
             let _ = sender.send_blocking(Mail::Shutdown { until });
         }
         let mut result = self.wait_quiet(until + LAST_IO);
-        if let Some(first) = self.senders.first()
-            && result.is_ok()
-        {
-            let _ = first.send_blocking(Mail::Flush);
-            result = self.wait_flushed();
+        if result.is_ok() {
+            // Any worker can flush for all: the backends are shared.
+            let flusher = self
+                .senders
+                .iter()
+                .find(|s| s.send_blocking(Mail::Flush).is_ok());
+            result = match flusher {
+                Some(_) => self.wait_flushed(),
+                None => Err(ServerError::Flush("no worker is left".into())),
+            };
         }
         self.abandon();
-        result.and_then(|()| self.failed.take().map_or(Ok(()), Err))
+        self.failed.take().map_or(result, Err)
     }
 
     fn wait_quiet(&mut self, until: Instant) -> Result<(), ServerError> {
         let mut quiet = 0;
-        while quiet < self.senders.len() {
-            match self.next_report(until)? {
-                Report::Quiet(_) => quiet += 1,
-                Report::Ended(index, message) => return Err(ended(index, message)),
-                Report::Started(_) | Report::Flushed(_) => {}
+        while quiet + self.gone < self.senders.len() {
+            if let Report::Quiet(_) = self.next_report(until)? {
+                quiet += 1;
             }
         }
         Ok(())
@@ -335,28 +341,37 @@ impl Server {
         loop {
             match self.next_report(until)? {
                 Report::Flushed(result) => return result.map_err(ServerError::Flush),
-                Report::Ended(index, message) => return Err(ended(index, message)),
-                Report::Started(_) | Report::Quiet(_) => {}
+                Report::Ended(..) if self.gone == self.senders.len() => {
+                    return Err(ServerError::Flush("no worker is left".into()));
+                }
+                Report::Started(_) | Report::Quiet(_) | Report::Ended(..) => {}
             }
         }
     }
 
-    fn next_report(&self, until: Instant) -> Result<Report, ServerError> {
+    fn next_report(&mut self, until: Instant) -> Result<Report, ServerError> {
         let left = until.saturating_duration_since(Instant::now());
-        self.reports.recv_timeout(left).map_err(|e| match e {
+        let report = self.reports.recv_timeout(left).map_err(|e| match e {
             RecvTimeoutError::Timeout => ServerError::Timeout("the shutdown"),
             RecvTimeoutError::Disconnected => ServerError::Timeout("a worker"),
-        })
+        })?;
+        self.note(&report);
+        Ok(report)
     }
 
-    /// The failure of a worker that has ended by itself, if one has.
-    fn poll_failure(&mut self) -> Option<ServerError> {
-        while let Ok(report) = self.reports.try_recv() {
-            if let Report::Ended(index, message) = report {
-                return Some(ended(index, message));
-            }
+    /// Remembers workers that have ended by themselves.
+    fn note(&mut self, report: &Report) {
+        if let Report::Ended(index, message) = report {
+            self.gone += 1;
+            self.failed.get_or_insert(ended(*index, message.clone()));
         }
-        None
+    }
+
+    /// Takes the reports that have come meanwhile.
+    fn poll_reports(&mut self) {
+        while let Ok(report) = self.reports.try_recv() {
+            self.note(&report);
+        }
     }
 }
 
@@ -455,7 +470,7 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
     notify(&[NotifyState::Ready]);
     let signal = signals.wait().map_err(ServerError::Signal)?;
     notify(&[NotifyState::Stopping]);
-    let failure = server.poll_failure();
+    server.poll_reports();
     tracing::info!(signal, sessions = server.sessions(), "shutting down");
     for snapshot in server.snapshot() {
         for session in snapshot.sessions {
@@ -465,7 +480,6 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
             );
         }
     }
-    server.failed = failure;
     server.shutdown()?;
     tracing::info!("ended");
     Ok(())

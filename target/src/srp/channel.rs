@@ -17,14 +17,15 @@ use std::time::{Duration, Instant};
 use riser_memory::{MemSlice, Memory};
 use riser_scsi::nexus::NexusId;
 use riser_scsi::srp::{FromInitiator, Opcode, TLogoutReason};
-use riser_scsi::step::{BlockOp, StepResult};
+use riser_scsi::step::StepResult;
 
+use super::action::{Action, Counters};
 use super::credit::{ReqLim, SendQueue};
 use super::ioctx::{IoctxState, RecvIdx, SendIdx, SendIoctx};
 use super::login::{ChannelParams, OWN_MESSAGES};
 use super::teardown::Own;
-use super::transfer::{Direction, PortionLimits, RdmaWr};
-use super::unit::{LunMap, TaskRef, UnitIdx};
+use super::transfer::{PortionLimits, RdmaWr};
+use super::unit::{LunMap, TaskRef};
 use crate::log::RateLimit;
 use crate::pool::Pool;
 use crate::warn_limited;
@@ -64,105 +65,6 @@ pub struct Cx<'a> {
     pub now: Instant,
     /// The worker's data buffers.
     pub pool: &'a mut Pool,
-}
-
-/// An information unit to send: it lies in the send ring, in the place of its context.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SendIu {
-    /// Length in bytes.
-    pub len: u32,
-    /// Whether the initiator asked to be notified of it.
-    pub solicited: bool,
-}
-
-/// What the worker is to do for a channel.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Action {
-    /// Post this receive.
-    PostRecv(RecvIdx),
-    /// Post one chain: the RDMA requests of [`Channel::each_wr`] if `rdma`, then the message if there
-    /// is one. Its last request is signaled; when it completes, call [`Channel::handle_post_done`].
-    Post {
-        /// The context.
-        ioctx: SendIdx,
-        /// RDMA requests first.
-        rdma: Option<Direction>,
-        /// The message last.
-        send: Option<SendIu>,
-    },
-    /// Start a block operation; when it ends, call [`Channel::handle_block_done`].
-    SubmitBlock {
-        /// The context.
-        ioctx: SendIdx,
-        /// On which unit.
-        unit: UnitIdx,
-        /// What.
-        op: BlockOp,
-    },
-    /// Try to end a block operation early. It still ends with [`Channel::handle_block_done`].
-    AbortBlock(SendIdx),
-    /// Tell a task's channel that it may start ([`Channel::handle_task_start`]).
-    StartTask(TaskRef),
-    /// Tell a task's channel to abort it ([`Channel::handle_abort`]).
-    AbortTask {
-        /// The task.
-        task: TaskRef,
-        /// The task-management request that waits for it.
-        watcher: TaskRef,
-    },
-    /// Tell a task-management request that a task it waited for is gone
-    /// ([`Channel::handle_task_gone`]).
-    TaskGone(TaskRef),
-    /// Tell the CM that data came before the message that establishes the connection.
-    NotifyEstablished,
-    /// Disconnect, which takes the queue pair to the error state, then post the drain marker: a
-    /// signaled zero-length write. When it completes, call [`Channel::handle_drained`].
-    Disconnect,
-    /// The channel is [`ChState::Disconnected`]: destroy its queue pair, free its rings.
-    Release,
-}
-
-/// What a channel has done.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counters {
-    /// Commands taken in.
-    pub commands: u64,
-    /// Task-management requests taken in.
-    pub task_management: u64,
-    /// Requests answered.
-    pub answered: u64,
-    /// Commands ended by task management.
-    pub aborted: u64,
-    /// Requests that ended with the channel.
-    pub torn_down: u64,
-    /// Bytes written to the initiator.
-    pub bytes_in: u64,
-    /// Bytes taken from the initiator.
-    pub bytes_out: u64,
-    /// Information units that were not legal.
-    pub malformed: u64,
-    /// Times a request waited for a context.
-    pub context_waits: u64,
-    /// Times a command waited for a buffer.
-    pub buffer_waits: u64,
-    /// Times a chain waited for send-queue credit.
-    pub credit_waits: u64,
-}
-
-impl std::ops::AddAssign for Counters {
-    fn add_assign(&mut self, other: Self) {
-        self.commands += other.commands;
-        self.task_management += other.task_management;
-        self.answered += other.answered;
-        self.aborted += other.aborted;
-        self.torn_down += other.torn_down;
-        self.bytes_in += other.bytes_in;
-        self.bytes_out += other.bytes_out;
-        self.malformed += other.malformed;
-        self.context_waits += other.context_waits;
-        self.buffer_waits += other.buffer_waits;
-        self.credit_waits += other.credit_waits;
-    }
 }
 
 /// What a channel is made of.

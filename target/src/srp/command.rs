@@ -5,13 +5,11 @@ use riser_memory::Memory;
 use riser_scsi::access::NoData;
 use riser_scsi::command::Command;
 use riser_scsi::device::respond_absent;
-use riser_scsi::srp::{Cmd, DataBuffer, Residual, Rsp, RspCode, Tag, TaskAttr};
-use riser_scsi::step::{
-    self, BackendError, DataIn, Expected, Request, Response, Status, Step, StepResult,
-    TaskAttribute,
-};
+use riser_scsi::srp::{Cmd, DataBuffer, RspCode, Tag, TaskAttr};
+use riser_scsi::step::{Expected, Request, Status, Step, StepResult, TaskAttribute};
 
-use super::channel::{Action, ChState, Channel, Cx, SendIu};
+use super::action::Action;
+use super::channel::{ChState, Channel, Cx};
 use super::ioctx::{CDB_LEN, CommandToken, Immediate, IoctxState, RecvIdx, SendIdx, Then};
 use super::table::{Table, TableError, Taken};
 use super::transfer::{Direction, Transfer};
@@ -168,7 +166,7 @@ impl Channel {
         self.try_post(idx, Then::FetchTable);
     }
 
-    fn on_table_fetched(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
+    pub(super) fn on_table_fetched(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
         let io = &mut self.ioctx[usize::from(idx.0)];
         let (_, buffer) = io.fetch.take().expect("a table was fetched");
         io.transfer = None;
@@ -219,7 +217,7 @@ impl Channel {
     }
 
     /// Carries out steps until one takes time.
-    fn run(&mut self, cx: &mut Cx<'_>, idx: SendIdx, mut step: Step) {
+    pub(super) fn run(&mut self, cx: &mut Cx<'_>, idx: SendIdx, mut step: Step) {
         loop {
             step = match step {
                 Step::Respond(response) => return self.respond(cx, idx, response),
@@ -285,7 +283,7 @@ impl Channel {
     }
 
     /// Tells the command how its last step ended.
-    fn advance(&mut self, idx: SendIdx, result: StepResult) -> Step {
+    pub(super) fn advance(&mut self, idx: SendIdx, result: StepResult) -> Step {
         let io = &mut self.ioctx[usize::from(idx.0)];
         let place = io.unit.expect("commands have a unit");
         let lu = &self.config.luns.unit(place).lu;
@@ -297,7 +295,7 @@ impl Channel {
     }
 
     /// Waits for pool memory, behind the others.
-    fn await_pool(&mut self, idx: SendIdx, state: IoctxState) {
+    pub(super) fn await_pool(&mut self, idx: SendIdx, state: IoctxState) {
         self.ioctx[usize::from(idx.0)].state = state;
         self.counters.buffer_waits += 1;
         self.pool_waiters.push_back(idx);
@@ -335,186 +333,6 @@ impl Channel {
             return true;
         }
         false
-    }
-
-    fn respond(&mut self, cx: &mut Cx<'_>, idx: SendIdx, response: Response) {
-        self.leave_task_set(idx);
-        let io = &mut self.ioctx[usize::from(idx.0)];
-        let len = response.data_in.len().min(io.expected.data_in);
-        if let DataIn::Inline(bytes) = &response.data_in
-            && len > 0
-        {
-            if io.buffer.as_ref().is_none_or(|b| b.len() < len) {
-                if let Some(short) = io.buffer.take() {
-                    cx.pool.release(short);
-                }
-                io.buffer = cx.pool.take(len);
-            }
-            let Some(buffer) = &io.buffer else {
-                io.step = Some(Step::Respond(response));
-                return self.await_pool(idx, IoctxState::AwaitBuffer);
-            };
-            buffer.write(0, &bytes[..len as usize]);
-        }
-        if len > 0 {
-            io.transfer = Some(Transfer::new(Direction::ToInitiator, len));
-            self.counters.bytes_in += u64::from(len);
-        }
-        io.response = Some(response);
-        self.try_post(idx, Then::Respond);
-    }
-
-    /// Answers with a status alone.
-    fn answer_status(&mut self, cx: &mut Cx<'_>, idx: SendIdx, status: Status) {
-        let expected = self.ioctx[usize::from(idx.0)].expected;
-        self.respond(cx, idx, Response::status_only(status, expected));
-    }
-
-    /// Answers with response data: the request never became a task, or was none.
-    pub(super) fn answer_code(&mut self, _cx: &mut Cx<'_>, idx: SendIdx, code: RspCode) {
-        let io = &mut self.ioctx[usize::from(idx.0)];
-        io.code = Some(code);
-        self.try_post(idx, Then::Respond);
-    }
-
-    /// Posts the next chain of a context, or waits for credit.
-    pub(super) fn try_post(&mut self, idx: SendIdx, then: Then) {
-        let wrs = self.plan_chain(idx, then);
-        if self.send_queue.take(wrs) {
-            self.post(idx, then, wrs);
-        } else {
-            self.counters.credit_waits += 1;
-            self.ioctx[usize::from(idx.0)].state = IoctxState::AwaitCredit(then);
-            self.send_queue.wait(idx);
-        }
-    }
-
-    /// Posts chains that waited, as far as there is credit now.
-    pub(super) fn retry_posts(&mut self, _cx: &mut Cx<'_>) {
-        while let Some(idx) = self.send_queue.front() {
-            let IoctxState::AwaitCredit(then) = self.ioctx_state(idx) else {
-                unreachable!("{idx:?} waits for credit");
-            };
-            let wrs = self.plan_chain(idx, then);
-            if !self.send_queue.take_front(wrs) {
-                break;
-            }
-            self.post(idx, then, wrs);
-        }
-    }
-
-    /// Work requests of the next chain.
-    fn plan_chain(&mut self, idx: SendIdx, then: Then) -> u32 {
-        let limits = self.portion_limits();
-        let io = &mut self.ioctx[usize::from(idx.0)];
-        let (wrs, last) = match io.transfer.take() {
-            None => (0, true),
-            Some(mut transfer) => {
-                io.transfer = Some(transfer.clone());
-                let (table, buffer) = io.chain_parts();
-                let wrs = transfer.plan(table, buffer, limits);
-                let last = transfer.is_last();
-                io.transfer = Some(transfer);
-                (wrs, last)
-            }
-        };
-        wrs + u32::from(then == Then::Respond && last)
-    }
-
-    fn post(&mut self, idx: SendIdx, then: Then, wrs: u32) {
-        let io = &mut self.ioctx[usize::from(idx.0)];
-        io.wrs = wrs;
-        let rdma = io.transfer.as_ref().map(|t| t.direction);
-        let last = io.transfer.as_ref().is_none_or(Transfer::is_last);
-        let answers = then == Then::Respond && last;
-        io.state = match then {
-            Then::FetchTable => IoctxState::FetchTable,
-            Then::NeedData => IoctxState::NeedData,
-            Then::Respond if !last => IoctxState::WriteData,
-            Then::Respond if io.mgmt.is_some() => IoctxState::MgmtRspSent,
-            Then::Respond => IoctxState::CmdRspSent,
-        };
-        let send = answers.then(|| self.emit_rsp(idx));
-        self.actions.push_back(Action::Post {
-            ioctx: idx,
-            rdma,
-            send,
-        });
-    }
-
-    /// Writes the answer into the send ring. From here on the request counts as answered.
-    fn emit_rsp(&mut self, idx: SendIdx) -> SendIu {
-        let req_lim_delta = self.req_lim.on_answer();
-        self.counters.answered += 1;
-        let slot = self.send_slot(idx);
-        let io = &mut self.ioctx[usize::from(idx.0)];
-        io.token.take().expect("answered once").answered();
-        let response = io.response.take();
-        let (status, sense, data_out, data_in) = match &response {
-            Some(r) => (
-                r.status,
-                &r.sense[..],
-                residual(r.residual_out),
-                residual(r.residual_in),
-            ),
-            None => (Status::Good, &[][..], Residual::None, Residual::None),
-        };
-        let good = status == Status::Good && io.code.is_none_or(|c| c == RspCode::Complete);
-        let solicited = if good {
-            io.notify_success
-        } else {
-            io.notify_failure
-        };
-        let rsp = Rsp {
-            solicited,
-            req_lim_delta,
-            tag: io.tag,
-            status: status as u8,
-            data_out,
-            data_in,
-            response: io.code,
-            sense: (!sense.is_empty()).then_some(sense),
-        };
-        let mut bytes = [0; super::login::MAX_TI_IU as usize];
-        let len = rsp.emit(&mut bytes);
-        slot.write(0, &bytes[..len]);
-        SendIu {
-            len: len as u32,
-            solicited,
-        }
-    }
-
-    /// A chain of a command context has completed.
-    pub(super) fn on_chain_done(&mut self, cx: &mut Cx<'_>, idx: SendIdx, ok: bool) {
-        let io = &mut self.ioctx[usize::from(idx.0)];
-        if matches!(io.state, IoctxState::CmdRspSent | IoctxState::MgmtRspSent) {
-            return self.finish(cx.pool, idx, End::Answered);
-        }
-        if self.ends_early(cx, idx) {
-            return;
-        }
-        let io = &mut self.ioctx[usize::from(idx.0)];
-        let state = io.state;
-        let transfer = io.transfer.as_mut().expect("a transfer was under way");
-        transfer.portion_done();
-        let more = !transfer.is_last();
-        match state {
-            IoctxState::WriteData => self.try_post(idx, Then::Respond),
-            IoctxState::FetchTable if more => self.try_post(idx, Then::FetchTable),
-            IoctxState::FetchTable => self.on_table_fetched(cx, idx),
-            IoctxState::NeedData if more => self.try_post(idx, Then::NeedData),
-            IoctxState::NeedData => {
-                io.transfer = None;
-                let result = if ok {
-                    StepResult::Done
-                } else {
-                    StepResult::Failed(BackendError::Transfer)
-                };
-                let step = self.advance(idx, result);
-                self.run(cx, idx, step);
-            }
-            other => unreachable!("no chain is posted in {other:?}"),
-        }
     }
 
     /// Takes the task out of the unit's set; those it held back may start.
@@ -570,13 +388,5 @@ impl Channel {
             self.recycle_recv(immediate.recv);
         }
         self.idle.push(idx);
-    }
-}
-
-fn residual(residual: step::Residual) -> Residual {
-    match residual {
-        step::Residual::None => Residual::None,
-        step::Residual::Underflow(n) => Residual::Under(n),
-        step::Residual::Overflow(n) => Residual::Over(n),
     }
 }

@@ -17,7 +17,8 @@ use riser_scsi::srp::{
 use riser_scsi::step::{BackendError, BlockOp, StepResult};
 use riser_scsi::vpd::Naa;
 
-use super::channel::{Action, ChState, Channel, ChannelConfig, Cx, SendIu};
+use super::action::{Action, SendIu};
+use super::channel::{ChState, Channel, ChannelConfig, Cx};
 use super::ioctx::{RecvIdx, SendIdx};
 use super::login::{ChannelParams, MAX_TI_IU};
 use super::transfer::{Direction, RdmaWr};
@@ -276,6 +277,11 @@ impl Rig {
             Action::TaskGone(watcher) => {
                 self.channels[watcher.channel as usize].handle_task_gone(&mut cx, watcher);
             }
+            Action::Event { unit, attention } => {
+                for channel in &mut self.channels {
+                    channel.handle_event(&mut cx, unit, attention);
+                }
+            }
             Action::NotifyEstablished => self.notified += 1,
             Action::Disconnect => {
                 self.disconnects += 1;
@@ -437,6 +443,7 @@ impl Rig {
     pub(super) fn answers(&mut self) -> Vec<Answer> {
         std::mem::take(&mut self.sent)
             .iter()
+            .filter(|(_, b)| b[0] == 0xc1)
             .map(|(_, b)| Answer::of(b))
             .collect()
     }

@@ -11,7 +11,8 @@ use riser_scsi::nexus::NexusId;
 use riser_scsi::srp::{RspCode, TskMgmt, TskMgmtFunction};
 use riser_scsi::task::{TaskManagement, TmfResponse};
 
-use super::channel::{Action, Channel, Cx};
+use super::action::Action;
+use super::channel::{Channel, Cx};
 use super::command::End;
 use super::ioctx::{IoctxState, SendIdx};
 use super::unit::TaskRef;
@@ -107,6 +108,10 @@ impl Channel {
         let lu = &self.config.luns.unit(place).lu;
         if resets {
             lu.reset();
+            self.actions.push_back(Action::Event {
+                unit: self.config.luns.unit(place).index,
+                attention: Attention::DeviceReset,
+            });
         }
         for nexus in cleared {
             lu.raise(Attention::CommandsCleared, AttentionScope::One(nexus));

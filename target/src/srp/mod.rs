@@ -7,8 +7,8 @@
 //!
 //! # Modules
 //! - `login`: whether a login is accepted, and with what limits ([`plan_login`]).
-//! - `channel`: [`Channel`], its states ([`ChState`]), its inputs and actions.
-//! - `command`: the way of an SRP_CMD through its states.
+//! - `channel`: [`Channel`], its states ([`ChState`]) and its inputs; `action`: what it wants done.
+//! - `command`: the way of an SRP_CMD through its states; `respond`: its transfers and its answer.
 //! - `mgmt`: task management and aborts.
 //! - `teardown`: logouts, disconnecting, draining.
 //! - `ioctx`: the contexts of commands ([`IoctxState`]) and the rings.
@@ -31,12 +31,14 @@
 
 #![forbid(unsafe_code)]
 
+pub mod action;
 pub mod channel;
 mod command;
 pub mod credit;
 pub mod ioctx;
 pub mod login;
 mod mgmt;
+mod respond;
 pub mod table;
 mod teardown;
 pub mod transfer;
@@ -49,7 +51,8 @@ mod tests;
 #[cfg(test)]
 mod tests_random;
 
-pub use channel::{Action, ChState, Channel, ChannelConfig, Counters, Cx, SendIu};
+pub use action::{Action, Counters, SendIu};
+pub use channel::{ChState, Channel, ChannelConfig, Cx};
 pub use ioctx::{IoctxState, RecvIdx, SendIdx};
 pub use login::{
     Admission, ChannelParams, LoginLimits, LoginOutcome, LoginView, SessionMemory, plan_login,

@@ -10,7 +10,8 @@ use riser_scsi::srp::{
     AerReq, CredReq, FromTarget, LoginReqFlags, TLogout, TLogoutReason, Tag, WireLun,
 };
 
-use super::channel::{Action, ChState, Channel, Cx, SendIu};
+use super::action::{Action, SendIu};
+use super::channel::{ChState, Channel, Cx};
 use super::command::End;
 use super::ioctx::{IoctxState, SendIdx};
 use super::login::MAX_TI_IU;

@@ -3,6 +3,7 @@
 use std::cmp::Reverse;
 
 use arrayvec::ArrayVec;
+use riser_scsi::attention::Attention;
 use riser_scsi::step::{BackendError, StepResult};
 use riser_transport::rw::{Direction as RwDirection, LocalSegment, RemoteSegment, RwLimits};
 use riser_transport::verbs::{
@@ -107,6 +108,7 @@ impl Worker {
                     self.tell(task, Mail::AbortTask { task, watcher });
                 }
                 Action::TaskGone(watcher) => self.tell(watcher, Mail::TaskGone(watcher)),
+                Action::Event { unit, attention } => self.tell_all(unit, attention),
                 Action::NotifyEstablished => {
                     let dev = &mut self.devices[session.device];
                     // The message may have arrived meanwhile; then there is nothing to tell.
@@ -287,6 +289,13 @@ impl Worker {
     /// Tells a task's channel something, here or at another worker.
     fn tell(&mut self, task: TaskRef, mail: Mail) {
         self.post_mail(task.worker, mail);
+    }
+
+    /// Tells all channels, here and at other workers, what happened to a unit.
+    fn tell_all(&mut self, unit: UnitIdx, attention: Attention) {
+        for worker in 0..self.outbox.workers() {
+            self.post_mail(worker as u16, Mail::Event { unit, attention });
+        }
     }
 
     /// Sends mail to a worker; to ourselves it is delivered at once.

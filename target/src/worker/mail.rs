@@ -107,6 +107,12 @@ impl Outbox {
         }
     }
 
+    /// Number of workers.
+    #[must_use]
+    pub fn workers(&self) -> usize {
+        self.senders.len()
+    }
+
     /// Sends a message to a worker.
     pub fn send(&mut self, worker: usize, mail: Mail) {
         let waits = self.backlog.iter().any(|(w, _)| *w == worker);

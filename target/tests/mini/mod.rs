@@ -96,11 +96,39 @@ fn wait_event<P: Provider>(dev: &mut P, pump: Pump<'_, P>) -> CmEvent {
 }
 
 impl<P: Provider> Mini<P> {
-    /// Connects and logs in.
+    /// Connects and logs in, as the RDMA CM does.
     pub(crate) fn connect(
-        mut dev: P,
+        dev: P,
         dst: SocketAddr,
         req: &LoginReq,
+        pump: Pump<'_, P>,
+    ) -> Result<Self, (P, Refused)> {
+        let mut private_data = vec![0; 56];
+        req.emit_rdma(&mut private_data);
+        Self::connect_with(dev, dst, PortSpace::Tcp, private_data, pump)
+    }
+
+    /// Connects to a bare service id and logs in, as on InfiniBand.
+    pub(crate) fn connect_service(
+        dev: P,
+        dst: SocketAddr,
+        service_id: u64,
+        req: &LoginReq,
+        pump: Pump<'_, P>,
+    ) -> Result<Self, (P, Refused)> {
+        let mut private_data = vec![0; 64];
+        req.emit(&mut private_data);
+        let mask = u64::MAX;
+        let space = PortSpace::Ib { service_id, mask };
+        Self::connect_with(dev, dst, space, private_data, pump)
+    }
+
+    /// Connects with this private data.
+    pub(crate) fn connect_with(
+        mut dev: P,
+        dst: SocketAddr,
+        space: PortSpace,
+        private_data: Vec<u8>,
         pump: Pump<'_, P>,
     ) -> Result<Self, (P, Refused)> {
         let pd = dev.alloc_pd().unwrap();
@@ -112,7 +140,7 @@ impl<P: Provider> Mini<P> {
         let tx_mr = dev.reg_mr(pd, &tx, local).unwrap();
         let data_mr = dev.reg_mr(pd, &data, remote).unwrap();
         let cq = dev.create_cq(1024).unwrap();
-        let cm = dev.create_id(PortSpace::Tcp).unwrap();
+        let cm = dev.create_id(space).unwrap();
         let second = Duration::from_secs(1);
         dev.resolve_addr(cm, None, dst, second).unwrap();
         assert_eq!(wait_event(&mut dev, pump).kind, CmEventKind::AddrResolved);
@@ -138,8 +166,6 @@ impl<P: Provider> Mini<P> {
                 },
             )
             .unwrap();
-        let mut private_data = vec![0; 56];
-        req.emit_rdma(&mut private_data);
         let mut mini = Self {
             dev,
             cm,
@@ -182,9 +208,12 @@ impl<P: Provider> Mini<P> {
                 Ok(mini)
             }
             CmEventKind::Rejected { private_data, .. } => {
-                let reason = LoginRej::parse(&private_data).unwrap().reason;
                 mini.clean();
-                Err((mini.dev, Refused::Login(reason)))
+                let refused = match LoginRej::parse(&private_data) {
+                    Ok(rej) => Refused::Login(rej.reason),
+                    Err(error) => Refused::Other(error.to_string()),
+                };
+                Err((mini.dev, refused))
             }
             other => {
                 mini.clean();

@@ -1,0 +1,114 @@
+//! What a channel wants done, and what it has done.
+
+use riser_scsi::attention::Attention;
+use riser_scsi::step::BlockOp;
+
+use super::ioctx::{RecvIdx, SendIdx};
+use super::transfer::Direction;
+use super::unit::{TaskRef, UnitIdx};
+
+/// An information unit to send: it lies in the send ring, in the place of its context.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SendIu {
+    /// Length in bytes.
+    pub len: u32,
+    /// Whether the initiator asked to be notified of it.
+    pub solicited: bool,
+}
+
+/// What the worker is to do for a channel.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Post this receive.
+    PostRecv(RecvIdx),
+    /// Post one chain: the RDMA requests of [`Channel::each_wr`](super::Channel::each_wr) if `rdma`, then the message if there
+    /// is one. Its last request is signaled; when it completes, call [`Channel::handle_post_done`](super::Channel::handle_post_done).
+    Post {
+        /// The context.
+        ioctx: SendIdx,
+        /// RDMA requests first.
+        rdma: Option<Direction>,
+        /// The message last.
+        send: Option<SendIu>,
+    },
+    /// Start a block operation; when it ends, call [`Channel::handle_block_done`](super::Channel::handle_block_done).
+    SubmitBlock {
+        /// The context.
+        ioctx: SendIdx,
+        /// On which unit.
+        unit: UnitIdx,
+        /// What.
+        op: BlockOp,
+    },
+    /// Try to end a block operation early. It still ends with [`Channel::handle_block_done`](super::Channel::handle_block_done).
+    AbortBlock(SendIdx),
+    /// Tell a task's channel that it may start ([`Channel::handle_task_start`](super::Channel::handle_task_start)).
+    StartTask(TaskRef),
+    /// Tell a task's channel to abort it ([`Channel::handle_abort`](super::Channel::handle_abort)).
+    AbortTask {
+        /// The task.
+        task: TaskRef,
+        /// The task-management request that waits for it.
+        watcher: TaskRef,
+    },
+    /// Tell a task-management request that a task it waited for is gone
+    /// ([`Channel::handle_task_gone`](super::Channel::handle_task_gone)).
+    TaskGone(TaskRef),
+    /// Tell all channels that something happened to a unit ([`Channel::handle_event`](super::Channel::handle_event)).
+    Event {
+        /// The unit.
+        unit: UnitIdx,
+        /// What.
+        attention: Attention,
+    },
+    /// Tell the CM that data came before the message that establishes the connection.
+    NotifyEstablished,
+    /// Disconnect, which takes the queue pair to the error state, then post the drain marker: a
+    /// signaled zero-length write. When it completes, call [`Channel::handle_drained`](super::Channel::handle_drained).
+    Disconnect,
+    /// The channel is [`ChState::Disconnected`](super::ChState::Disconnected): destroy its queue pair, free its rings.
+    Release,
+}
+
+/// What a channel has done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Commands taken in.
+    pub commands: u64,
+    /// Task-management requests taken in.
+    pub task_management: u64,
+    /// Requests answered.
+    pub answered: u64,
+    /// Commands ended by task management.
+    pub aborted: u64,
+    /// Requests that ended with the channel.
+    pub torn_down: u64,
+    /// Bytes written to the initiator.
+    pub bytes_in: u64,
+    /// Bytes taken from the initiator.
+    pub bytes_out: u64,
+    /// Information units that were not legal.
+    pub malformed: u64,
+    /// Times a request waited for a context.
+    pub context_waits: u64,
+    /// Times a command waited for a buffer.
+    pub buffer_waits: u64,
+    /// Times a chain waited for send-queue credit.
+    pub credit_waits: u64,
+}
+
+impl std::ops::AddAssign for Counters {
+    fn add_assign(&mut self, other: Self) {
+        self.commands += other.commands;
+        self.task_management += other.task_management;
+        self.answered += other.answered;
+        self.aborted += other.aborted;
+        self.torn_down += other.torn_down;
+        self.bytes_in += other.bytes_in;
+        self.bytes_out += other.bytes_out;
+        self.malformed += other.malformed;
+        self.context_waits += other.context_waits;
+        self.buffer_waits += other.buffer_waits;
+        self.credit_waits += other.credit_waits;
+    }
+}

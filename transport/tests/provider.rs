@@ -452,7 +452,14 @@ mod only {
 
         let dir = std::env::temp_dir().join(format!("riser-tshark-{}", std::process::id()));
         std::fs::create_dir_all(&dir).unwrap();
-        let world = || Real::with(|c| c.capture = Some(dir.join(format!("{}.pcap", c.addr))));
+        // One end of each pair sees both directions.
+        let opened = std::cell::Cell::new(0);
+        let world = || {
+            Real::with(|c| {
+                let is_first = opened.replace(opened.get() + 1) % 2 == 0;
+                c.capture = is_first.then(|| dir.join(format!("{}.pcap", c.addr)));
+            })
+        };
         ops::sends_of_every_kind(world());
         ops::writes_and_reads(world());
         ops::atomics(world());

@@ -41,6 +41,7 @@ pub mod qp_attr;
 pub mod rdma_cm;
 pub mod srq;
 pub mod steer;
+mod sys;
 pub mod table;
 pub mod ud;
 

@@ -18,6 +18,9 @@
 //! | `rx` | dispatches what comes in |
 //! | `tx` | collects what goes out, and the timers |
 //!
+//! Connections are made by the RDMA CM's calls ([`super::rdma_cm`]), which are methods of the device
+//! as well.
+//!
 //! # Invariants
 //! - A packet changes nothing before its destination, source address, partition key and ICRC have been
 //!   checked; the queue pair then checks sequence, keys, rights and ranges.
@@ -26,9 +29,6 @@
 //! - Queue pairs take turns in sending, [`TURN`] packets each.
 //!
 //! # Bounds
-//! Connections are made by the RDMA CM's calls ([`super::rdma_cm`]), which are methods of the device
-//! as well.
-//!
 //! Every table has the limit of its [`NicLimits`]. The queues of events hold one entry for each object
 //! and kind. A peer address has at most [`NicLimits::max_qps_per_peer`] queue pairs.
 //!

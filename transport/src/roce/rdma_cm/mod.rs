@@ -8,7 +8,8 @@
 //!
 //! | module | what it does |
 //! | --- | --- |
-//! | `calls` | what the user asks for |
+//! | `calls` | identifiers, addresses, listeners |
+//! | `connect` | connecting, accepting, refusing, disconnecting |
 //! | `events` | what the IB CM tells, and MADs in and out |
 //!
 //! # Choices
@@ -28,6 +29,7 @@
 //! Not implemented: datagram services (SIDR requests are refused), multicast, path migration.
 
 mod calls;
+mod connect;
 mod events;
 
 use std::collections::{HashMap, VecDeque};

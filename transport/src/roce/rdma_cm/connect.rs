@@ -1,0 +1,302 @@
+//! Connecting, accepting, refusing and disconnecting: what the user asks for.
+
+use std::net::{IpAddr, SocketAddr};
+
+use chacha20::rand_core::Rng;
+
+use super::calls::service_id;
+use super::{IdState, MAX_IB_PRIVATE_DATA};
+use crate::cm::{RepParams, ReqParams};
+use crate::roce::nic::Nic;
+use crate::verbs::{
+    AhAttr, CmError, CmEventKind, CmId, ConnParam, Gid, MAX_ACCEPT_PRIVATE_DATA,
+    MAX_CONNECT_PRIVATE_DATA, MAX_REJECT_PRIVATE_DATA, Mtu, PKey, PortSpace, QpAttr, QpId, QpState,
+    VerbsError,
+};
+use crate::wire::cm_msg::{
+    AdditionalInfo, Bits, CmPath, CmTimeout, Failover, PrivateData, RejReason,
+};
+use crate::wire::cma::{CmaAddrs, CmaHeader};
+use crate::wire::{Psn, Qpn};
+
+/// ACK timeout that we propose: 4.096 µs × 2¹⁶, a quarter of a second. Retransmission begins far
+/// earlier; this is the unit in which retries are counted.
+const ACK_TIMEOUT: u8 = 16;
+/// Bounds for the ACK timeout that a peer proposes.
+const ACK_TIMEOUTS: std::ops::RangeInclusive<u8> = 14..=21;
+/// How long we wait for an answer to a CM message: 4.096 µs × 2¹⁷, half a second.
+const CM_TIMEOUT: u8 = 17;
+/// How often a CM message is repeated.
+const CM_RETRIES: u32 = 15;
+/// How much time an MRA asks for: 4.096 µs × 2²², 17 seconds.
+const MRA_TIMEOUT: u8 = 22;
+/// Delay that our RNR NAKs ask for: 0.64 ms (IBTA table 45).
+const MIN_RNR_TIMER: u8 = 12;
+
+fn check_len(data: &[u8], max: usize) -> Result<(), CmError> {
+    if data.len() > max {
+        return Err(CmError::PrivateDataTooLong {
+            len: data.len(),
+            max,
+        });
+    }
+    Ok(())
+}
+
+fn padded<const N: usize>(data: &[u8]) -> PrivateData<N> {
+    PrivateData::new(data).expect("the length was checked")
+}
+
+#[allow(
+    missing_docs,
+    reason = "the calls of the RDMA CM trait, documented there"
+)]
+impl Nic {
+    pub fn connect(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError> {
+        let (max_resources, max_depth) = {
+            let limits = self.config().limits;
+            (limits.max_qp_rd_atom, limits.max_qp_init_rd_atom)
+        };
+        let mtu = self.config().mtu;
+        let entry = self.cm_id(id, "connect")?;
+        if entry.state != IdState::RouteResolved {
+            return Err(CmError::InvalidState("connect"));
+        }
+        let mut param = param.clone();
+        param.responder_resources = param.responder_resources.min(max_resources);
+        param.initiator_depth = param.initiator_depth.min(max_depth);
+        self.send_request(id, &param, mtu)?;
+        self.cm_id(id, "connect")?.param = Some(Box::new(param));
+        self.pump_cm();
+        Ok(())
+    }
+
+    /// Sends a request with a path MTU.
+    pub(super) fn send_request(
+        &mut self,
+        id: CmId,
+        param: &ConnParam,
+        path_mtu: Mtu,
+    ) -> Result<(), CmError> {
+        let entry = self.cm_id(id, "connect")?;
+        let (Some(local), Some(peer), Some(qp)) = (entry.local, entry.peer, entry.qp) else {
+            return Err(CmError::InvalidState("connect"));
+        };
+        let space = entry.space;
+        let private_data = request_data(space, local, peer, &param.private_data)?;
+        let now = self.now();
+        let rq_psn = Psn::new(self.random().next_u32());
+        let ack_timeout = CmTimeout::new(ACK_TIMEOUT);
+        let params = ReqParams {
+            service_id: service_id(space, peer.port()).0,
+            local_qpn: Qpn::new(self.qp_num(qp)?),
+            starting_psn: rq_psn,
+            primary: CmPath::roce(local.ip().into(), peer.ip().into(), ack_timeout),
+            alternate: CmPath::default(),
+            path_mtu,
+            pkey: PKey::DEFAULT,
+            responder_resources: param.responder_resources,
+            initiator_depth: param.initiator_depth,
+            flow_control: param.flow_control,
+            srq: param.srq,
+            retry_count: Bits::saturate(param.retry_count.into()),
+            rnr_retry_count: Bits::saturate(param.rnr_retry_count.into()),
+            remote_cm_timeout: CmTimeout::new(CM_TIMEOUT),
+            local_cm_timeout: CmTimeout::new(CM_TIMEOUT),
+            max_cm_retries: Bits::saturate(CM_RETRIES),
+            private_data,
+        };
+        let ib = self.cm.cm.send_req(now, peer.ip(), &params)?;
+        let entry = self.cm_id(id, "connect")?;
+        entry.ib = Some(ib);
+        entry.rq_psn = rq_psn;
+        entry.state = IdState::Connecting;
+        self.cm.by_ib.insert(ib, id);
+        Ok(())
+    }
+
+    pub fn accept(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError> {
+        check_len(&param.private_data, MAX_ACCEPT_PRIVATE_DATA)?;
+        let entry = self.cm_id(id, "accept")?;
+        let (IdState::Requested, Some(qp), Some(ib), Some(peer)) =
+            (entry.state, entry.qp, entry.ib, entry.peer)
+        else {
+            return Err(CmError::InvalidState("accept"));
+        };
+        let request = entry
+            .request
+            .clone()
+            .ok_or(CmError::InvalidState("accept"))?;
+        let limits = self.config().limits;
+        let responder_resources = param.responder_resources.min(limits.max_qp_rd_atom);
+        let initiator_depth = param.initiator_depth.min(limits.max_qp_init_rd_atom);
+        let rq_psn = Psn::new(self.random().next_u32());
+        let local_qpn = Qpn::new(self.qp_num(qp)?);
+        self.connect_qp(
+            qp,
+            peer.ip(),
+            &request,
+            rq_psn,
+            responder_resources,
+            initiator_depth,
+        )?;
+        let params = RepParams {
+            local_qpn,
+            starting_psn: rq_psn,
+            responder_resources,
+            initiator_depth,
+            target_ack_delay: CmTimeout::new(ACK_TIMEOUT),
+            failover: Failover::Accepted,
+            flow_control: param.flow_control,
+            rnr_retry_count: Bits::saturate(param.rnr_retry_count.into()),
+            srq: param.srq,
+            private_data: padded(&param.private_data),
+        };
+        let now = self.now();
+        self.cm.cm.send_rep(now, ib, &params)?;
+        let entry = self.cm_id(id, "accept")?;
+        entry.request = None;
+        entry.state = IdState::Accepting;
+        self.pump_cm();
+        Ok(())
+    }
+
+    /// Takes a queue pair from INIT to RTS as a connection's messages say.
+    pub(super) fn connect_qp(
+        &mut self,
+        qp: QpId,
+        peer: IpAddr,
+        said: &crate::cm::QpPeer,
+        rq_psn: Psn,
+        responder_resources: u8,
+        initiator_depth: u8,
+    ) -> Result<(), VerbsError> {
+        let ack_timeout = said.path.ack_timeout.exponent();
+        self.modify_qp(
+            qp,
+            &QpAttr {
+                state: Some(QpState::Rtr),
+                ah: Some(AhAttr {
+                    dgid: Gid::from(peer),
+                    sgid_index: 0,
+                    hop_limit: 64,
+                    traffic_class: 0,
+                    port: 1,
+                }),
+                path_mtu: Some(said.path_mtu),
+                dest_qp: Some(said.dest_qpn.value()),
+                rq_psn: Some(rq_psn.value()),
+                max_dest_rd_atomic: Some(responder_resources),
+                min_rnr_timer: Some(MIN_RNR_TIMER),
+                ..QpAttr::default()
+            },
+        )?;
+        self.modify_qp(
+            qp,
+            &QpAttr {
+                state: Some(QpState::Rts),
+                sq_psn: Some(said.sq_psn.value()),
+                max_rd_atomic: Some(initiator_depth.min(said.responder_resources)),
+                timeout: Some(ack_timeout.clamp(*ACK_TIMEOUTS.start(), *ACK_TIMEOUTS.end())),
+                retry_cnt: Some(said.retry_count.value() as u8),
+                rnr_retry: Some(said.rnr_retry_count.value() as u8),
+                ..QpAttr::default()
+            },
+        )
+    }
+
+    pub fn reject(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError> {
+        check_len(private_data, MAX_REJECT_PRIVATE_DATA)?;
+        let now = self.now();
+        let entry = self.cm_id(id, "reject")?;
+        let (IdState::Requested, Some(ib)) = (entry.state, entry.ib) else {
+            return Err(CmError::InvalidState("reject"));
+        };
+        entry.state = IdState::Closed;
+        entry.ib = None;
+        entry.request = None;
+        self.cm.by_ib.remove(&ib);
+        let info = AdditionalInfo::default();
+        let reason = RejReason::ConsumerDefined;
+        let sent = self
+            .cm
+            .cm
+            .send_rej(now, ib, reason, info, padded(private_data));
+        self.pump_cm();
+        Ok(sent?)
+    }
+
+    pub fn mra(&mut self, id: CmId) -> Result<(), CmError> {
+        let entry = self.cm_id(id, "mra")?;
+        let (IdState::Requested, Some(ib)) = (entry.state, entry.ib) else {
+            return Err(CmError::InvalidState("mra"));
+        };
+        let time = CmTimeout::new(MRA_TIMEOUT);
+        self.cm.cm.send_mra(ib, time, PrivateData::default())?;
+        self.pump_cm();
+        Ok(())
+    }
+
+    pub fn notify_established(&mut self, id: CmId) -> Result<(), CmError> {
+        let entry = self.cm_id(id, "notify_established")?;
+        let (IdState::Accepting, Some(ib)) = (entry.state, entry.ib) else {
+            return Err(CmError::InvalidState("notify_established"));
+        };
+        self.cm.cm.establish(ib)?;
+        self.on_established(id, ConnParam::default());
+        self.pump_cm();
+        Ok(())
+    }
+
+    pub fn disconnect(&mut self, id: CmId) -> Result<(), CmError> {
+        let now = self.now();
+        let entry = self.cm_id(id, "disconnect")?;
+        let (state, ib) = (entry.state, entry.ib);
+        match state {
+            IdState::Established => {
+                entry.state = IdState::Disconnecting;
+                self.fail_cm_qp(id);
+                if let Some(ib) = ib {
+                    self.cm.cm.send_dreq(now, ib, PrivateData::default())?;
+                }
+            }
+            IdState::Connecting | IdState::Accepting => {
+                entry.state = IdState::Closed;
+                entry.ib = None;
+                self.fail_cm_qp(id);
+                if let Some(ib) = ib {
+                    self.cm.by_ib.remove(&ib);
+                    self.cm.cm.destroy(now, ib)?;
+                }
+                self.tell(id, CmEventKind::Disconnected);
+            }
+            IdState::Disconnecting | IdState::Closed => {}
+            _ => return Err(CmError::InvalidState("disconnect")),
+        }
+        self.pump_cm();
+        Ok(())
+    }
+}
+
+/// A request's private data: the address header, where the port space has one, and the user's.
+fn request_data(
+    space: PortSpace,
+    local: SocketAddr,
+    peer: SocketAddr,
+    user: &[u8],
+) -> Result<PrivateData<92>, CmError> {
+    if matches!(space, PortSpace::Ib { .. }) {
+        check_len(user, MAX_IB_PRIVATE_DATA)?;
+        return Ok(padded(user));
+    }
+    check_len(user, MAX_CONNECT_PRIVATE_DATA)?;
+    let header = CmaHeader {
+        src_port: local.port(),
+        addrs: CmaAddrs::new(local.ip(), peer.ip()).ok_or(CmError::Unreachable)?,
+    };
+    let mut data = [0; MAX_IB_PRIVATE_DATA];
+    let bytes = header.emit();
+    data[..bytes.len()].copy_from_slice(&bytes);
+    data[bytes.len()..][..user.len()].copy_from_slice(user);
+    Ok(PrivateData(data))
+}

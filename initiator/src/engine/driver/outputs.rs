@@ -224,7 +224,7 @@ impl<P: Provider> Driver<P> {
                 }
             }
             SessionEvent::Reconnecting(why) => {
-                tracing::warn!(target = %session.target.dst, "connection lost: {why}");
+                tracing::warn!(target = %session.target.dst, "reconnecting: {why}");
             }
             SessionEvent::UnitEvent { .. } => {}
         }

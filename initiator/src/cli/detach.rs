@@ -10,6 +10,9 @@ use super::state::{Attachment, Export, StateDir};
 use super::{mount, output};
 use crate::fuse;
 
+/// How long a process that is ended by force may take to end properly.
+const MERCY: Duration = Duration::from_secs(8);
+
 pub(super) fn run(args: &DetachArgs, global: &Global) -> Result<(), CliError> {
     let found = StateDir::open()
         .and_then(|dir| dir.find(&args.what))
@@ -25,16 +28,24 @@ pub(super) fn run(args: &DetachArgs, global: &Global) -> Result<(), CliError> {
         // Unmounting it ends the process that serves it, unless somebody uses the file.
         Export::Fuse { path, .. } if !args.force => fuse::unmount(path, false)?,
         Export::Mount { path, .. } => mount::unmount(path, args.force)?,
-        Export::Fuse { .. } | Export::Nbd { .. } => end(&attachment)?,
+        Export::Fuse { .. } | Export::Nbd { .. } => signal(&attachment, Signal::TERM)?,
     }
     let patience = Instant::now() + global.timeout;
+    let mut mercy = args.force.then(|| Instant::now() + MERCY);
     while attachment.is_alive() {
+        if mercy.is_some_and(|until| Instant::now() >= until) {
+            // It waits for a target that does not answer, or for somebody who uses the file.
+            mercy = None;
+            signal(&attachment, Signal::KILL)?;
+        }
         if Instant::now() >= patience {
             let what = format!("process {} still serves {}", attachment.pid, attachment.url);
             return Err(CliError::new(Exit::Timeout, what));
         }
         std::thread::sleep(Duration::from_millis(5));
     }
+    // Whatever a killed process could not undo is undone by looking.
+    let _ = StateDir::open().and_then(|dir| dir.list());
     output::result(&attachment, global, |out| {
         writeln!(
             out,
@@ -46,11 +57,11 @@ pub(super) fn run(args: &DetachArgs, global: &Global) -> Result<(), CliError> {
     })
 }
 
-/// Asks the process that serves an attachment to end it.
-fn end(attachment: &Attachment) -> Result<(), CliError> {
+/// Sends a signal to the process that serves an attachment.
+fn signal(attachment: &Attachment, signal: Signal) -> Result<(), CliError> {
     let pid = i32::try_from(attachment.pid).ok().and_then(Pid::from_raw);
     let result = match pid {
-        Some(pid) => rustix::process::kill_process(pid, Signal::TERM),
+        Some(pid) => rustix::process::kill_process(pid, signal),
         None => Err(rustix::io::Errno::SRCH),
     };
     match result {

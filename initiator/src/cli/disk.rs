@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::task::Waker;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use riser_transport::roce::fault::FaultConfig;
 use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
@@ -28,6 +28,10 @@ use crate::srp::url::{Host, SrpUrl, UrlError};
 
 /// UDP port of RoCEv2, which a software NIC needs on its address.
 const ROCE_PORT: u16 = 4791;
+
+/// How long one attempt to connect and log in may take. A target that is away for a moment is found
+/// again by the next attempt, not by waiting for the first.
+const ATTEMPT: Duration = Duration::from_secs(3);
 
 /// Where a disk is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -138,7 +142,16 @@ pub fn connect(url: &SrpUrl, link: &Link, timeout: Duration) -> Result<Session, 
     }
     let faults = link.inject.map_or_else(RoceFaults::default, Into::into);
     let client = start_engine(&url, link.addr.or(url.src), faults, timeout)?;
-    task::block_on(client.connect(&url)).map_err(|e| login_failed(&url, e))
+    let patience = Instant::now() + timeout;
+    loop {
+        match task::block_on(client.connect(&url)) {
+            Ok(session) => return Ok(session),
+            Err(EngineError::Login(Down::Connect(
+                ConnectError::TimedOut | ConnectError::Unreachable,
+            ))) if Instant::now() < patience => {}
+            Err(error) => return Err(login_failed(&url, error)),
+        }
+    }
 }
 
 fn login_failed(url: &SrpUrl, error: EngineError) -> CliError {
@@ -164,7 +177,7 @@ fn start_engine(
 ) -> Result<Client, CliError> {
     let start = |addr: IpAddr| {
         let timing = Timing {
-            login: timeout,
+            login: timeout.min(ATTEMPT),
             ..Timing::default()
         };
         let mut config = RoceConfig::new(addr);

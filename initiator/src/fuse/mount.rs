@@ -95,7 +95,8 @@ impl FuseMount {
         };
         let mut config = Config::default();
         config.mount_options = vec![
-            MountOption::FSName(options.source),
+            // A comma would begin another option.
+            MountOption::FSName(options.source.replace([',', '\\'], "_")),
             MountOption::Subtype("riser".into()),
             MountOption::DefaultPermissions,
             MountOption::NoAtime,

@@ -136,16 +136,23 @@ impl From<Inject> for RoceFaults {
 /// # Errors
 /// No local address, no connection, or no login.
 pub fn connect(url: &SrpUrl, link: &Link, timeout: Duration) -> Result<Session, CliError> {
+    let client = start_engine(url, link, timeout)?;
+    login(&client, url, link, timeout)
+}
+
+/// Logs in to a target on an engine that runs.
+pub(super) fn login(
+    client: &Client,
+    url: &SrpUrl,
+    link: &Link,
+    timeout: Duration,
+) -> Result<Session, CliError> {
     let mut url = url.clone();
-    if let Some(channels) = link.channels {
-        url.channels = Some(channels);
-    }
-    let faults = link.inject.map_or_else(RoceFaults::default, Into::into);
-    let client = start_engine(&url, link.addr.or(url.src), faults, timeout)?;
+    url.channels = link.channels.or(url.channels);
     let patience = Instant::now() + timeout;
     loop {
         match task::block_on(client.connect(&url)) {
-            Ok(session) => return Ok(session),
+            Ok(session) => return Ok(session.with_timeout(timeout)),
             Err(EngineError::Login(Down::Connect(
                 ConnectError::TimedOut | ConnectError::Unreachable,
             ))) if Instant::now() < patience => {}
@@ -169,12 +176,12 @@ fn login_failed(url: &SrpUrl, error: EngineError) -> CliError {
 }
 
 /// Starts an engine on the address that was asked for, or on a fitting one.
-fn start_engine(
+pub(super) fn start_engine(
     url: &SrpUrl,
-    addr: Option<IpAddr>,
-    faults: RoceFaults,
+    link: &Link,
     timeout: Duration,
 ) -> Result<Client, CliError> {
+    let faults = link.inject.map_or_else(RoceFaults::default, Into::into);
     let start = |addr: IpAddr| {
         let timing = Timing {
             login: timeout.min(ATTEMPT),
@@ -187,7 +194,7 @@ fn start_engine(
             .build(move || Roce::open(&config))
             .map_err(|error| no_device(addr, error))
     };
-    if let Some(addr) = addr {
+    if let Some(addr) = link.addr.or(url.src) {
         return start(addr);
     }
     let target = resolve(url)?;

@@ -6,7 +6,7 @@
 //! - [`rping`]: the first thing to run on a new network.
 //! - [`srp`]: SRP's protocol logic, with no I/O in it.
 //! - [`block`]: what every export needs of a disk. [`nbd`], [`fuse`]: the exports.
-//! - [`bench`]: the benchmark. [`cli`]: the command line.
+//! - [`mod@bench`]: the benchmark. [`cli`]: the command line.
 
 pub mod bench;
 pub mod block;

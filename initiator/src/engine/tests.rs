@@ -4,11 +4,18 @@ use std::sync::mpsc;
 use riser_transport::roce::fault::FaultConfig;
 
 use super::fake_target::{BLOCK, FakeTarget};
+use std::time::{Duration, Instant};
+
+use riser_transport::roce::{Roce, RoceConfig};
+
 use super::*;
 use crate::block::task::block_on;
 use crate::lun::{Lun, LunError};
 use crate::scsi::Command;
 use crate::srp::channel::{Cdb, DataLen};
+use crate::srp::request::RequestError;
+use crate::srp::session::Timing;
+use crate::srp::url::SrpUrl;
 
 const BLOCKS: usize = 4096;
 

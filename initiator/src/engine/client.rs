@@ -1,0 +1,223 @@
+//! An engine as its users see it: sessions, discovery, limits of time.
+
+use std::future::Future;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use riser_scsi::srp::{MultiChannelAction, PortIdParts};
+
+use super::builder::{ClientBuilder, Shared};
+use super::conn::ConnConfig;
+use super::driver::{Message, Open, SessionGuard, Target};
+use super::oneshot::{Sender, oneshot};
+use super::pool::BufferPool;
+use super::session::{Session, SessionHandle};
+use super::status::SessionStatus;
+use super::timer::Timeout;
+use super::{DEFAULT_TIMEOUT, EngineError};
+use crate::srp::channel::ChannelConfig;
+use crate::srp::discovery::{FoundPort, plan_port};
+use crate::srp::session::{Down, SessionConfig};
+use crate::srp::url::{Host, SrpUrl};
+#[cfg(doc)]
+use crate::srp::{request::RequestError, session::Timing};
+
+/// An engine. Clones share it; when the last clone, session and logical unit is gone, it closes its
+/// sessions and ends.
+#[derive(Clone)]
+pub struct Client(pub(super) Arc<Shared>);
+
+impl std::fmt::Debug for Client {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Client")
+            .field("device", &self.0.device.name)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Client {
+    /// How to make one.
+    #[must_use]
+    pub fn builder() -> ClientBuilder {
+        ClientBuilder::default()
+    }
+
+    /// The device's name.
+    #[must_use]
+    pub fn device(&self) -> &str {
+        &self.0.device.name
+    }
+
+    /// The pool that data buffers come from.
+    #[must_use]
+    pub fn buffers(&self) -> &BufferPool {
+        &self.0.pool
+    }
+
+    /// Closes every session and waits for the engine to end. Outstanding commands end with
+    /// [`RequestError::Closed`].
+    pub fn shutdown(&self) {
+        self.0.stop();
+    }
+
+    /// Asks an address which SRP ports it offers. A host name is looked up on the calling thread.
+    ///
+    /// # Errors
+    /// [`EngineError::Discovery`] where nobody answers, or the device cannot ask.
+    pub async fn discover(&self, url: &SrpUrl) -> Result<Vec<FoundPort>, EngineError> {
+        let ip = resolve(url)?.dst.ip();
+        let (reply, answer) = oneshot();
+        let message = Message::Discover {
+            ip,
+            transaction: RandomState::new().build_hasher().finish(),
+            reply,
+        };
+        self.0
+            .mailbox
+            .send(message)
+            .map_err(|_| EngineError::Gone)?;
+        Ok(answer.await.ok_or(EngineError::Gone)??)
+    }
+
+    /// The address with the target port's identifier in it: found out where it names none.
+    async fn complete_url(&self, url: &SrpUrl) -> Result<SrpUrl, EngineError> {
+        let mut url = url.clone();
+        if url.id_ext.is_some() || url.ioc_guid.is_some() {
+            return Ok(url);
+        }
+        match self.discover(&url).await {
+            Ok(found) => match plan_port(&found, url.port) {
+                Some(port) => {
+                    url.id_ext = Some(port.id_ext);
+                    url.ioc_guid = Some(port.ioc_guid);
+                }
+                None if found.iter().any(|f| f.port() == Some(url.port)) => {
+                    return Err(EngineError::Ambiguous);
+                }
+                None => {}
+            },
+            // Not every target can be asked. The login will tell what it thinks of no identifier.
+            Err(EngineError::Discovery(_)) => {}
+            Err(e) => return Err(e),
+        }
+        Ok(url)
+    }
+
+    /// Logs in to a target. A host name is looked up on the calling thread. Where the address names
+    /// no target port, the target is asked which it has; [`Session::url`] names it then.
+    ///
+    /// # Errors
+    /// [`EngineError`]; the login is tried once, for as long as [`Timing::login`] says.
+    pub async fn connect(&self, url: &SrpUrl) -> Result<Session, EngineError> {
+        if let Some(pkey) = url.pkey.filter(|p| !self.0.device.has_pkey(*p)) {
+            return Err(EngineError::NoPartition(pkey));
+        }
+        let url = &self.complete_url(url).await?;
+        let target = resolve(url)?;
+        let status = Arc::new(SessionStatus::default());
+        let (reply, answer) = oneshot();
+        let open = self.plan_open(url, target, status.clone(), reply);
+        self.0
+            .mailbox
+            .send(Message::Open(Box::new(open)))
+            .map_err(|_| EngineError::Gone)?;
+        let guard = answer.await.ok_or(EngineError::Gone)??;
+        Ok(Session {
+            handle: Arc::new(SessionHandle {
+                guard,
+                client: self.clone(),
+                status,
+                url: url.clone(),
+            }),
+            timeout: DEFAULT_TIMEOUT,
+        })
+    }
+
+    /// Waits for a future, but not longer than `limit`. The engine keeps the time, so any executor
+    /// will do. A future that is late is dropped with the wait.
+    pub fn timeout<F: Future>(&self, limit: Duration, future: F) -> Timeout<F> {
+        let (sender, receiver) = oneshot();
+        let message = Message::Timer(Instant::now() + limit, sender);
+        // A closed mailbox drops the sender, which ends the wait.
+        drop(self.0.mailbox.send(message));
+        Timeout::new(future, receiver)
+    }
+
+    fn plan_open(
+        &self,
+        url: &SrpUrl,
+        target: Target,
+        status: Arc<SessionStatus>,
+        reply: Sender<Result<SessionGuard, Down>>,
+    ) -> Open {
+        let config = &self.0.config;
+        let queue_size = url.queue_size.unwrap_or(config.queue_size);
+        let inline_descriptors = url.cmd_sg_entries.unwrap_or(12);
+        let external_descriptors = match url.allow_ext_sg {
+            Some(true) => 256,
+            _ => 0,
+        };
+        let max_immediate = match url.immediate {
+            Some(false) => 0,
+            _ => config.max_immediate,
+        };
+        let immediate_iu = 68 + max_immediate;
+        let table_iu = 84 + 16 * u32::from(inline_descriptors);
+        let asked = url.max_it_iu_size.unwrap_or(immediate_iu.max(table_iu));
+        let channel = ChannelConfig {
+            queue_size,
+            max_it_iu_len: asked.max(riser_scsi::srp::MIN_MAX_IU_LEN),
+            inline_descriptors,
+            external_descriptors,
+            max_immediate,
+            initiator_port: url.initiator_port(PortIdParts {
+                extension: self.0.extension,
+                guid: self.0.device.guid,
+            }),
+            target_port: url.target_port(),
+            multi_channel: MultiChannelAction::Single,
+        };
+        let region_segments = config.region_segments.min(self.0.device.region_segments);
+        Open {
+            target,
+            config: SessionConfig {
+                channels: url.channels.unwrap_or(1),
+                channel,
+                max_requests: config.max_requests.max(queue_size.into()),
+                timing: config.timing,
+                max_attempts: 32,
+            },
+            conn: ConnConfig {
+                queue_size,
+                inline_descriptors,
+                external_descriptors,
+                region_segments: region_segments.max(1),
+            },
+            pool_wide: url.register_always == Some(false),
+            status,
+            reply,
+        }
+    }
+}
+
+/// The addresses that a URL means.
+fn resolve(url: &SrpUrl) -> Result<Target, EngineError> {
+    let dst = match &url.host {
+        Host::Ip(ip) => SocketAddr::new(*ip, url.port),
+        Host::Name(name) => {
+            let none = || EngineError::NoAddress(name.clone());
+            let fits = |a: &SocketAddr| url.src.is_none_or(|s| s.is_ipv4() == a.is_ipv4());
+            let mut found = (name.as_str(), url.port)
+                .to_socket_addrs()
+                .map_err(|_| none())?;
+            found.find(fits).ok_or_else(none)?
+        }
+    };
+    Ok(Target {
+        dst,
+        src: url.src.map(|ip| SocketAddr::new(ip, 0)),
+        service_id: url.service_id,
+    })
+}

@@ -1,0 +1,137 @@
+//! A session as its users see it: commands, workloads, its end.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use super::driver::{Message, SessionGuard, new_io};
+use super::io::{Done, IoData, IoEnd, ScsiIo, Workload};
+use super::oneshot::{Receiver, oneshot};
+use super::status::SessionStatus;
+use super::timer::Elapsed;
+use super::{Client, EngineError};
+use crate::block::Buffer;
+use crate::srp::request::RequestError;
+use crate::srp::url::SrpUrl;
+
+pub(super) struct SessionHandle {
+    pub(super) guard: SessionGuard,
+    pub(super) client: Client,
+    pub(super) status: Arc<SessionStatus>,
+    pub(super) url: SrpUrl,
+}
+
+/// A session with a target. Clones share it; the last one to go logs out.
+#[derive(Clone)]
+pub struct Session {
+    pub(super) handle: Arc<SessionHandle>,
+    pub(super) timeout: Duration,
+}
+
+impl std::fmt::Debug for Session {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Session")
+            .field("url", &self.handle.url.to_string())
+            .field("link", &self.handle.status.link())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Session {
+    /// The engine.
+    #[must_use]
+    pub fn client(&self) -> &Client {
+        &self.handle.client
+    }
+
+    /// The address that the session was made with.
+    #[must_use]
+    pub fn url(&self) -> &SrpUrl {
+        &self.handle.url
+    }
+
+    /// The same session with another limit for each call.
+    #[must_use]
+    pub fn with_timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// How long a call may take.
+    #[must_use]
+    pub fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// Waits for a data buffer of `len` bytes, within the session's limit.
+    ///
+    /// # Errors
+    /// [`Elapsed`].
+    pub async fn buffer(&self, len: usize) -> Result<Buffer, Elapsed> {
+        let pool = self.client().buffers();
+        match pool.try_take(len) {
+            Some(buffer) => Ok(buffer),
+            None => self.client().timeout(self.timeout, pool.take(len)).await,
+        }
+    }
+
+    /// Whether it works, and what happened to it.
+    #[must_use]
+    pub fn status(&self) -> &SessionStatus {
+        &self.handle.status
+    }
+
+    /// Sends a command. The engine holds its buffers until it has ended, whether or not the future
+    /// is still there.
+    pub fn submit(&self, io: ScsiIo) -> IoFuture {
+        let (sender, receiver) = oneshot();
+        let io = new_io(io, Done::Future(sender), Instant::now());
+        let message = Message::Submit(self.handle.guard.key, Box::new(io));
+        // A closed mailbox drops the message, and with it the sender.
+        drop(self.handle.client.0.mailbox.send(message));
+        IoFuture(receiver)
+    }
+
+    /// Runs a workload on the engine's thread.
+    ///
+    /// # Errors
+    /// [`EngineError::Gone`].
+    pub fn run(&self, workload: Box<dyn Workload>) -> Result<(), EngineError> {
+        self.handle
+            .client
+            .0
+            .mailbox
+            .send(Message::Work(self.handle.guard.key, workload))
+            .map_err(|_| EngineError::Gone)
+    }
+
+    /// Logs out and waits until everything is released. Outstanding commands end with
+    /// [`RequestError::Closed`]; later ones too.
+    pub async fn close(&self) {
+        let (sender, receiver) = oneshot();
+        let message = Message::Close(self.handle.guard.key, Some(sender));
+        if self.handle.client.0.mailbox.send(message).is_ok() {
+            receiver.await;
+        }
+    }
+}
+
+/// The end of a command, to come. Dropping it abandons the wait; the command goes on.
+#[derive(Debug)]
+#[must_use = "futures do nothing unless polled"]
+pub struct IoFuture(Receiver<IoEnd>);
+
+impl Future for IoFuture {
+    type Output = IoEnd;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<IoEnd> {
+        Pin::new(&mut self.0).poll(cx).map(|end| {
+            end.unwrap_or(IoEnd {
+                result: Err(RequestError::Closed),
+                data: IoData::None,
+            })
+        })
+    }
+}

@@ -370,6 +370,7 @@ mod only {
         }
         let mut up = [0; 4];
         let mut established = 0;
+        let mut forwarded = 0;
         let end = Instant::now() + Duration::from_secs(30);
         while established < ids.len() || up.iter().sum::<usize>() < ids.len() {
             assert!(Instant::now() < end, "{established} {up:?}");
@@ -398,6 +399,7 @@ mod only {
                     }
                 }
             }
+            forwarded += forward.len();
             for m in forward {
                 server[m.worker as usize].handle_forwarded(Instant::now(), m.src, &m.bytes);
             }
@@ -405,6 +407,10 @@ mod only {
         assert!(
             up.iter().all(|&n| n > 0),
             "every worker has connections: {up:?}"
+        );
+        assert_eq!(
+            forwarded, 0,
+            "the kernel brought every packet to its worker"
         );
     }
 

@@ -3,7 +3,8 @@
 //! The device appends packets; consecutive packets to one queue pair that have one length (the last
 //! may be shorter) form a [`Group`], which the socket sends with one segmented send. Packets to
 //! different queue pairs of one address stay apart, because the peer may steer each to another worker
-//! and sees only a train's first packet when it does. A packet's
+//! and sees only a train's first packet when it does. For the same reason datagrams to queue pair 1,
+//! which all workers share, go alone. A packet's
 //! place in its group is the IPv4 identification that the kernel will give it, so the ICRC can only
 //! be made once the place is known: [`TxBatch::begin`] answers it.
 //!
@@ -141,6 +142,7 @@ impl TxBatch {
         if let Some(g) = self.groups.last_mut() {
             let fits = g.dst == dst
                 && g.qpn == qpn
+                && qpn != Qpn::GSI
                 && !g.closed
                 && len <= g.segment
                 && g.count < self.max_segments
@@ -252,6 +254,9 @@ mod tests {
         b.begin(addr(1), Qpn::new(2), 8);
         b.begin(addr(1), Qpn::new(3), 8);
         assert_eq!(b.groups().len(), 2, "one for each queue pair");
+        b.begin(addr(1), Qpn::GSI, 8);
+        assert_eq!(b.begin(addr(1), Qpn::GSI, 8), 0);
+        assert_eq!(b.groups().len(), 4, "each alone");
     }
 
     #[test]

@@ -487,3 +487,19 @@ fn coming_and_going_leaves_nothing() {
     assert_eq!(snapshot.pool_free, snapshot.pool_size);
     assert_eq!(world.shared.registry.sessions(), 0);
 }
+
+#[test]
+fn an_initiator_that_vanishes_leaves_nothing() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let mini = world.log_in(1);
+    drop(mini);
+    assert_eq!(world.shared.registry.sessions(), 1);
+    let mut idle = world.client(2);
+    let start = world.fabric.elapsed();
+    while world.shared.registry.sessions() > 0 {
+        world.pump(&mut idle);
+        assert!(world.fabric.elapsed() - start < Duration::from_secs(60));
+    }
+    let snapshot = drain(&mut world);
+    assert_eq!(snapshot.pool_free, snapshot.pool_size);
+}

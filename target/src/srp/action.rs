@@ -63,6 +63,9 @@ pub enum Action {
     },
     /// Tell the CM that data came before the message that establishes the connection.
     NotifyEstablished,
+    /// See whether the initiator is there: post a signaled write of no bytes, which its device answers
+    /// without looking at the key. When it completes, call [`Channel::handle_probed`](super::Channel::handle_probed).
+    Probe,
     /// Disconnect, which takes the queue pair to the error state, then post the drain marker: a
     /// signaled zero-length write. When it completes, call [`Channel::handle_drained`](super::Channel::handle_drained).
     Disconnect,

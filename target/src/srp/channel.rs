@@ -33,6 +33,14 @@ use crate::warn_limited;
 /// How long a connection may take from our accept to its establishment.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 
+/// How long an initiator may be silent before we make sure that it is there. A reliable connection
+/// without traffic does not notice that its peer is gone, and its session would stay for ever.
+pub const KEEPALIVE: Duration = Duration::from_secs(15);
+
+/// Work requests that the credit of commands does not count: our own messages, the probe, and the
+/// drain marker.
+const RESERVED: u32 = OWN_MESSAGES + 2;
+
 /// State of a channel. The names are those of `rdma_ch_state`.
 ///
 /// ```text
@@ -111,6 +119,12 @@ pub struct Channel {
     notified: bool,
     pub(super) drained: bool,
     pub(super) deadline: Option<Instant>,
+    /// When the initiator was last heard.
+    heard: Instant,
+    /// When to look whether it is still there.
+    probe_at: Option<Instant>,
+    /// Whether a probe is under way.
+    probing: bool,
     pub(super) actions: VecDeque<Action>,
     pub(super) counters: Counters,
     pub(super) complaints: RateLimit,
@@ -127,8 +141,7 @@ impl Channel {
         let (receives, sends) = (params.receives(), params.sends());
         assert!(config.receive_ring.len() >= receives as usize * params.receive_stride());
         assert!(config.send_ring.len() >= sends as usize * params.send_stride());
-        // Our own messages and the drain marker have their places in the queue for themselves.
-        let credits = params.send_queue - OWN_MESSAGES - 1;
+        let credits = params.send_queue - RESERVED;
         assert!(credits >= 2, "a send queue for a transfer and an answer");
         let mut channel = Self {
             state: ChState::Connecting,
@@ -145,6 +158,9 @@ impl Channel {
             notified: false,
             drained: false,
             deadline: Some(now + CONNECT_TIMEOUT),
+            heard: now,
+            probe_at: None,
+            probing: false,
             actions: VecDeque::with_capacity(2 * receives as usize),
             counters: Counters::default(),
             complaints: RateLimit::default(),
@@ -213,7 +229,8 @@ impl Channel {
     /// When [`Channel::handle_timeout`] wants to be called.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
-        self.deadline
+        let probe_at = self.probe_at.filter(|_| self.state == ChState::Live);
+        [self.deadline, probe_at].into_iter().flatten().min()
     }
 
     /// What to do next, in order.
@@ -265,6 +282,7 @@ impl Channel {
     /// `bytes` are what was received there.
     pub fn handle_recv(&mut self, cx: &mut Cx<'_>, recv: RecvIdx, bytes: &[u8]) {
         self.posted_receives -= 1;
+        self.heard = cx.now;
         let bytes = &bytes[..bytes.len().min(self.config.params.max_it_iu_len as usize)];
         match self.state {
             ChState::Connecting => {
@@ -341,6 +359,8 @@ impl Channel {
         if self.state == ChState::Connecting {
             self.state = ChState::Live;
             self.deadline = None;
+            self.heard = cx.now;
+            self.probe_at = Some(cx.now + KEEPALIVE);
         }
         self.settle_round(cx);
     }
@@ -350,6 +370,28 @@ impl Channel {
         if self.deadline.is_some_and(|d| d <= cx.now) {
             self.deadline = None;
             self.on_deadline(cx);
+        }
+        if self.state == ChState::Live && self.probe_at.is_some_and(|at| at <= cx.now) {
+            let silent = cx.now.saturating_duration_since(self.heard);
+            if silent < KEEPALIVE {
+                self.probe_at = Some(self.heard + KEEPALIVE);
+            } else {
+                self.probe_at = None;
+                self.probing = true;
+                self.actions.push_back(Action::Probe);
+            }
+        }
+        self.settle_round(cx);
+    }
+
+    /// A probe was answered, or was not.
+    pub fn handle_probed(&mut self, cx: &mut Cx<'_>, ok: bool) {
+        self.probing = false;
+        if ok {
+            self.heard = cx.now;
+            self.probe_at = Some(cx.now + KEEPALIVE);
+        } else {
+            self.on_queue_pair_error(cx);
         }
         self.settle_round(cx);
     }
@@ -463,7 +505,7 @@ impl Channel {
     pub(super) fn portion_limits(&self) -> PortionLimits {
         // Half the queue, so that one long transfer and a short one go side by side; one place is
         // the answer's.
-        let credits = self.config.params.send_queue - OWN_MESSAGES - 1;
+        let credits = self.config.params.send_queue - RESERVED;
         PortionLimits {
             wrs: (credits / 2).max(1).min(credits - 1),
             sges: self.config.max_sge,
@@ -486,7 +528,8 @@ impl Channel {
             && self.posted_receives == 0
             && self.idle.len() == self.config.params.req_lim as usize
             && self.blocks_in_flight == 0
-            && !self.own.is_sending();
+            && !self.own.is_sending()
+            && !self.probing;
         if done {
             assert!(self.send_queue.is_idle(), "all credit is back");
             self.state = ChState::Disconnected;

@@ -47,6 +47,9 @@ pub(super) enum Pending {
     Drain {
         chan: usize,
     },
+    Probe {
+        chan: usize,
+    },
 }
 
 pub(super) struct Rig {
@@ -283,6 +286,7 @@ impl Rig {
                 }
             }
             Action::NotifyEstablished => self.notified += 1,
+            Action::Probe => self.pending.push(Pending::Probe { chan }),
             Action::Disconnect => {
                 self.disconnects += 1;
                 self.pending.push(Pending::Drain { chan });
@@ -299,7 +303,9 @@ impl Rig {
     /// Finishes some work. Of one channel's queue pair the oldest goes first, whichever is named.
     pub(super) fn complete_nth(&mut self, n: usize, ok: bool) {
         let queue = |p: &Pending| match p {
-            Pending::Chain { chan, .. } | Pending::Drain { chan } => Some(*chan),
+            Pending::Chain { chan, .. } | Pending::Drain { chan } | Pending::Probe { chan } => {
+                Some(*chan)
+            }
             Pending::Block { .. } => None,
         };
         let mut n = n;
@@ -345,6 +351,10 @@ impl Rig {
                     StepResult::Failed(BackendError::Medium { offset: None })
                 };
                 self.with(chan, |ch, cx| ch.handle_block_done(cx, ioctx, result));
+            }
+            Pending::Probe { chan } => {
+                let ok = ok && self.channels[chan].state() != ChState::Draining;
+                self.with(chan, |ch, cx| ch.handle_probed(cx, ok));
             }
             Pending::Drain { chan } => {
                 for recv in std::mem::take(&mut self.receives[chan]) {

@@ -52,7 +52,7 @@ mod tests;
 mod tests_random;
 
 pub use action::{Action, Counters, SendIu};
-pub use channel::{ChState, Channel, ChannelConfig, Cx};
+pub use channel::{ChState, Channel, ChannelConfig, Cx, KEEPALIVE};
 pub use ioctx::{IoctxState, RecvIdx, SendIdx};
 pub use login::{
     Admission, ChannelParams, LoginLimits, LoginOutcome, LoginView, SessionMemory, plan_login,

@@ -8,7 +8,7 @@ use riser_scsi::srp::{
     TaskAttr, TskMgmtFunction,
 };
 
-use super::channel::{ChState, Channel};
+use super::channel::{ChState, Channel, KEEPALIVE};
 use super::fixture::{Answer, Data, Pending, Rig, cmd, params, read10, table_bytes, tmf, write10};
 use super::ioctx::{IoctxState, SendIdx, Then};
 use super::login::ChannelParams;
@@ -296,7 +296,7 @@ fn a_full_send_queue_is_waited_for() {
     let mut rig = Rig::new();
     rig.add_channel(
         ChannelParams {
-            send_queue: 6,
+            send_queue: 7,
             ..params()
         },
         1,
@@ -664,5 +664,23 @@ fn events_are_told_once_at_a_time_to_those_who_asked() {
         rig.settle();
     }
     assert_eq!(seen, [0x2a, 0x3f]);
+    rig.end();
+}
+
+#[test]
+fn a_silent_initiator_is_looked_for() {
+    let mut rig = Rig::live();
+    rig.advance(KEEPALIVE - Duration::from_secs(1));
+    rig.send(0, &cmd(&[0; 6]).bytes());
+    rig.settle();
+    rig.advance(Duration::from_secs(2));
+    assert!(rig.pending.is_empty(), "it was heard a moment ago");
+    rig.advance(KEEPALIVE);
+    assert!(matches!(rig.pending[..], [Pending::Probe { chan: 0 }]));
+    rig.settle();
+    assert_eq!(rig.channels[0].state(), ChState::Live);
+    rig.advance(KEEPALIVE);
+    rig.complete_nth(0, false);
+    assert_eq!(rig.channels[0].state(), ChState::Draining);
     rig.end();
 }

@@ -198,6 +198,7 @@ impl Worker {
                 self.with_channel(key, |ch, cx| ch.handle_post_done(cx, ioctx, ok));
             }
             Work::Inner => self.with_channel(key, Channel::handle_disconnected),
+            Work::Probe => self.with_channel(key, |ch, cx| ch.handle_probed(cx, ok)),
             Work::Drain => {
                 self.with_channel(key, Channel::handle_drained);
             }

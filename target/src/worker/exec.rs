@@ -29,6 +29,8 @@ pub(super) enum Work {
     Inner,
     /// The drain marker.
     Drain,
+    /// A probe.
+    Probe,
 }
 
 impl Work {
@@ -40,6 +42,7 @@ impl Work {
             Self::Post(idx) => 2 << Self::KIND | u64::from(idx.0),
             Self::Inner => 3 << Self::KIND,
             Self::Drain => 4 << Self::KIND,
+            Self::Probe => 5 << Self::KIND,
         })
     }
 
@@ -51,6 +54,7 @@ impl Work {
             2 => Self::Post(SendIdx(id.0 as u16)),
             3 => Self::Inner,
             4 => Self::Drain,
+            5 => Self::Probe,
             other => panic!("no work request of ours has kind {other}"),
         }
     }
@@ -113,6 +117,11 @@ impl Worker {
                     let dev = &mut self.devices[session.device];
                     // The message may have arrived meanwhile; then there is nothing to tell.
                     let _ = dev.notify_established(session.cm);
+                }
+                Action::Probe => {
+                    if !self.post_empty_write(key, Work::Probe) {
+                        self.with_channel(key, |ch, cx| ch.handle_probed(cx, false));
+                    }
                 }
                 Action::Disconnect => self.disconnect(key),
                 Action::Release => {
@@ -319,8 +328,16 @@ impl Worker {
         };
         // Already in error, as a rule.
         let _ = dev.modify_qp(qp, &error);
-        let marker = SendWr {
-            wr_id: Work::Drain.id(),
+        if !self.post_empty_write(key, Work::Drain) {
+            self.with_channel(key, Channel::handle_drained);
+        }
+    }
+
+    /// Posts a signaled write of no bytes; whether it was taken.
+    fn post_empty_write(&mut self, key: usize, work: Work) -> bool {
+        let session = &self.sessions[key];
+        let wr = SendWr {
+            wr_id: work.id(),
             op: SendOp::Write(RemoteAddr {
                 addr: 0,
                 rkey: RKey(0),
@@ -329,10 +346,10 @@ impl Worker {
             flags: SendFlags::SIGNALED,
             ud: None,
         };
-        if let Err(error) = dev.post_send(qp, &[marker]) {
-            tracing::warn!(%error, "the drain marker was not taken");
-            self.with_channel(key, Channel::handle_drained);
-        }
+        self.devices[session.device]
+            .post_send(session.hardware.qp, &[wr])
+            .inspect_err(|error| tracing::warn!(%error, ?work, "a write was not taken"))
+            .is_ok()
     }
 
     /// Sets a channel's timer, if it is earlier than the one that is set.

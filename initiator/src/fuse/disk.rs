@@ -1,10 +1,5 @@
 //! The file system: a directory with one file, or the file alone.
 
-#![allow(
-    unsafe_code,
-    reason = "shows the kernel a buffer that is addressed by pointer only"
-)]
-
 use std::ffi::OsStr;
 use std::io;
 use std::ops::Range;
@@ -20,9 +15,8 @@ use fuser::{
 };
 
 use super::mount::Caching;
-use crate::block::{
-    BlockDevice, BlockError, Buffer, ByteDevice, ExtentKind, Span, ZeroOptions, task,
-};
+use super::transfer::{Piece, seek, send, send_all, write_pieces};
+use crate::block::{BlockDevice, BlockError, ByteDevice, Span, ZeroOptions, task};
 
 /// Largest request that the kernel is asked to send, in bytes.
 const MAX_REQUEST: u32 = 1 << 20;
@@ -36,9 +30,6 @@ const LARGE_REPLY: usize = 32 << 10;
 
 /// Nothing about the file ever changes, so the kernel may believe what it knows for long.
 const TTL: Duration = Duration::from_secs(86_400);
-
-/// What one call of `lseek` looks at, at a time.
-const SEEK_WINDOW: u64 = 1 << 30;
 
 const FILE_IN_DIRECTORY: INodeNo = INodeNo(2);
 
@@ -59,9 +50,6 @@ pub(super) struct DiskFs<D> {
     started: SystemTime,
     replier: mpsc::Sender<Job>,
 }
-
-/// A piece of a write: where it goes, and its bytes.
-type Piece = (Span, Option<Buffer>);
 
 impl<D: BlockDevice> DiskFs<D> {
     pub(super) fn new(
@@ -159,31 +147,6 @@ impl<D: BlockDevice> DiskFs<D> {
 fn errno(error: &BlockError) -> Errno {
     tracing::debug!(%error, "FUSE request failed");
     Errno::from_i32(error.errno())
-}
-
-/// Answers a read with a part of a buffer.
-fn send(reply: ReplyData, buffer: &Buffer, span: &Span) {
-    let slice = buffer.slice();
-    // SAFETY: the operation that filled the buffer is done, and whoever holds a buffer is the only
-    // one that may start another on it; so nothing writes it during the call.
-    unsafe {
-        slice
-            .memory()
-            .with_bytes(slice.offset() + span.head, span.len, |data| {
-                reply.data(data);
-            });
-    }
-}
-
-/// Answers a read that took several transfers.
-fn send_all(reply: ReplyData, parts: &[(Buffer, Span)]) {
-    let mut data = Vec::with_capacity(parts.iter().map(|(_, span)| span.len).sum());
-    for (buffer, span) in parts {
-        let at = data.len();
-        data.resize(at + span.len, 0);
-        buffer.slice().read(span.head, &mut data[at..]);
-    }
-    reply.data(&data);
 }
 
 impl<D: BlockDevice> Filesystem for DiskFs<D> {
@@ -487,52 +450,4 @@ impl<D: BlockDevice> Filesystem for DiskFs<D> {
     fn listxattr(&self, _req: &Request, _ino: INodeNo, _size: u32, reply: ReplyXattr) {
         reply.error(Errno::ENOSYS);
     }
-}
-
-/// Writes all pieces side by side. Those without a buffer have their bytes in `copy`, in order.
-async fn write_pieces<D: BlockDevice>(
-    device: &ByteDevice<D>,
-    pieces: Vec<Piece>,
-    mut copy: &[u8],
-) -> Result<(), BlockError> {
-    let writes = pieces.into_iter().map(|(span, buffer)| {
-        let late = if buffer.is_none() {
-            let (part, rest) = copy.split_at(span.len);
-            copy = rest;
-            part
-        } else {
-            &[]
-        };
-        async move {
-            let buffer = match buffer {
-                Some(buffer) => buffer,
-                None => {
-                    let buffer = device.device().buffer(span.covering).await;
-                    buffer.slice().write(span.head, late);
-                    buffer
-                }
-            };
-            device.write(span, buffer, false).await
-        }
-    });
-    task::join_all(writes).await.into_iter().collect()
-}
-
-/// The first byte from `from` on that is in data, or in a hole.
-async fn seek<D: BlockDevice>(
-    device: &ByteDevice<D>,
-    from: u64,
-    want_data: bool,
-) -> Result<Option<u64>, BlockError> {
-    let capacity = device.geometry().capacity;
-    let mut at = from;
-    while at < capacity {
-        for extent in device.status(at..capacity.min(at + SEEK_WINDOW)).await? {
-            if (extent.kind == ExtentKind::Data) == want_data {
-                return Ok(Some(at));
-            }
-            at += extent.len;
-        }
-    }
-    Ok(None)
 }

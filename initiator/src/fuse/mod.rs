@@ -17,5 +17,6 @@
 
 mod disk;
 mod mount;
+mod transfer;
 
 pub use mount::{Caching, FuseMount, FuseOptions, UnmountError, unmount};

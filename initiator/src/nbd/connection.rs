@@ -9,28 +9,21 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::task::Waker;
-
-use riser_memory::Memory;
 
 use super::Export;
 use super::machine::{Event, Machine};
 use super::outgoing::{Piece, Shared, Ticket};
 use super::proto::{self, Cookie, Errno};
+use super::reply::{Answer, Reader, state_flags};
 use super::transmission::{Command, Request};
-use crate::block::{
-    BlockDevice, BlockError, Buffer, ByteDevice, Extent, ExtentKind, Span, ZeroOptions, task,
-};
+use crate::block::{BlockDevice, Buffer, ByteDevice, Span, ZeroOptions, task};
 
 /// Size of the receive buffer: several options, or thousands of requests.
 const RECEIVE: usize = 64 << 10;
 
 /// Unsent bytes beyond which requests that are refused are not read any further.
 const MAX_BACKLOG: usize = 256 << 10;
-
-/// Most extents in one answer to `BLOCK_STATUS`.
-const MAX_EXTENTS: usize = 4096;
 
 /// What the thread waits for.
 enum Need {
@@ -40,60 +33,6 @@ enum Need {
     Room,
     /// Nothing; the client is done.
     Nothing,
-}
-
-/// A simple reply that goes out when the last part of its request is done, even if that part is
-/// lost on the way.
-struct Answer {
-    shared: Arc<Shared>,
-    ticket: Arc<Ticket>,
-    cookie: Cookie,
-    /// The first failure; 0 for none.
-    error: AtomicU32,
-}
-
-impl Answer {
-    fn fail(&self, error: Errno) {
-        let _ = self
-            .error
-            .compare_exchange(0, error as u32, Ordering::AcqRel, Ordering::Relaxed);
-    }
-
-    fn settle(&self, result: Result<(), BlockError>) {
-        if let Err(error) = result {
-            tracing::debug!(%error, "NBD request failed");
-            self.fail(Errno::from(&error));
-        }
-    }
-}
-
-impl Drop for Answer {
-    fn drop(&mut self) {
-        let mut head = proto::simple_reply(self.cookie, None).to_vec();
-        head[4..8].copy_from_slice(&self.error.load(Ordering::Acquire).to_be_bytes());
-        self.shared.push(Piece {
-            head,
-            data: None,
-            ticket: Some(self.ticket.clone()),
-        });
-    }
-}
-
-/// The end of a structured reply in several chunks: goes out when all of them have.
-struct LastChunk {
-    shared: Arc<Shared>,
-    ticket: Arc<Ticket>,
-    cookie: Cookie,
-}
-
-impl Drop for LastChunk {
-    fn drop(&mut self) {
-        self.shared.push(Piece {
-            head: proto::done_chunk(self.cookie),
-            data: None,
-            ticket: Some(self.ticket.clone()),
-        });
-    }
 }
 
 /// A write whose payload is on its way in.
@@ -365,12 +304,7 @@ impl<D: BlockDevice> Connection<D> {
             Command::BlockStatus { one } => return self.start_status(cookie, range, one, ticket),
             _ => {}
         }
-        let answer = Arc::new(Answer {
-            shared: self.shared.clone(),
-            ticket,
-            cookie,
-            error: AtomicU32::new(0),
-        });
+        let answer = Arc::new(Answer::new(self.shared.clone(), ticket, cookie));
         let device = self.device.clone();
         match command {
             Command::Write { fua } => {
@@ -438,139 +372,6 @@ impl<D: BlockDevice> Connection<D> {
                 data: None,
                 ticket: Some(ticket),
             });
-        });
-    }
-}
-
-/// The extents as `base:allocation` tells them, neighbours of one kind merged.
-fn state_flags(extents: &[Extent], one: bool) -> Vec<(u32, u32)> {
-    let mut out: Vec<(u32, u32)> = Vec::new();
-    for extent in extents {
-        let flags = match extent.kind {
-            ExtentKind::Data => 0,
-            ExtentKind::Hole => proto::chunk::STATE_HOLE | proto::chunk::STATE_ZERO,
-            ExtentKind::Zero => proto::chunk::STATE_ZERO,
-        };
-        // The whole range has 32 bits of length, so its parts do.
-        let len = u32::try_from(extent.len).expect("an extent is within the requested range");
-        match out.last_mut() {
-            Some((last, of)) if *of == flags => *last += len,
-            Some(_) if one => break,
-            _ => out.push((len, flags)),
-        }
-        if out.len() == MAX_EXTENTS {
-            break;
-        }
-    }
-    out
-}
-
-/// What a read in flight needs for its reply.
-struct Reader<D> {
-    shared: Arc<Shared>,
-    device: Arc<ByteDevice<D>>,
-    cookie: Cookie,
-    structured: bool,
-    ticket: Arc<Ticket>,
-}
-
-impl<D: BlockDevice> Reader<D> {
-    /// A read that one transfer does.
-    async fn read_whole(self, span: Span, offset: u64) {
-        let buffer = self.device.device().buffer(span.covering).await;
-        match self.device.read(span, buffer).await {
-            Ok(buffer) => self.reply(offset, buffer, span.head..span.head + span.len),
-            Err(error) => self.refuse(&error, offset),
-        }
-    }
-
-    /// A long read for a client that takes it in pieces, each as soon as it is there.
-    async fn read_in_chunks(self, mut offset: u64, mut left: u32) {
-        let last = Arc::new(LastChunk {
-            shared: self.shared.clone(),
-            ticket: self.ticket.clone(),
-            cookie: self.cookie,
-        });
-        while left > 0 {
-            let span = self.device.first_piece(offset, left.into());
-            let buffer = self.device.device().buffer(span.covering).await;
-            let (last, device) = (last.clone(), self.device.clone());
-            let cookie = self.cookie;
-            task::spawn(async move {
-                let piece = match device.read(span, buffer).await {
-                    Ok(buffer) => Piece {
-                        head: proto::data_chunk(cookie, offset, span.len as u32, false),
-                        data: Some((buffer, span.head..span.head + span.len)),
-                        ticket: None,
-                    },
-                    Err(error) => Piece {
-                        head: proto::error_chunk(cookie, Errno::from(&error), Some(offset), false),
-                        data: None,
-                        ticket: None,
-                    },
-                };
-                last.shared.push(piece);
-            });
-            offset += span.len as u64;
-            left -= span.len as u32;
-        }
-    }
-
-    /// A long read for a client that takes it in one piece only: assembled in memory of its own,
-    /// which the connection's bounds cover.
-    async fn read_assembled(self, offset: u64, len: u32) {
-        let whole = match Buffer::anonymous(len as usize) {
-            Ok(whole) => whole,
-            Err(error) => return self.refuse(&BlockError::Io(error.to_string()), offset),
-        };
-        let mut done = 0;
-        while done < len as usize {
-            let at = offset + done as u64;
-            let span = self.device.first_piece(at, (len as usize - done) as u64);
-            let buffer = self.device.device().buffer(span.covering).await;
-            match self.device.read(span, buffer).await {
-                Ok(buffer) => {
-                    let (from, to) = (buffer.slice(), whole.slice());
-                    Memory::copy(
-                        from.memory(),
-                        from.offset() + span.head,
-                        to.memory(),
-                        to.offset() + done,
-                        span.len,
-                    );
-                }
-                Err(error) => return self.refuse(&error, at),
-            }
-            done += span.len;
-        }
-        self.reply(offset, whole, 0..len as usize);
-    }
-
-    fn reply(self, offset: u64, buffer: Buffer, range: Range<usize>) {
-        let head = if self.structured {
-            proto::data_chunk(self.cookie, offset, range.len() as u32, true)
-        } else {
-            proto::simple_reply(self.cookie, None).to_vec()
-        };
-        self.shared.push(Piece {
-            head,
-            data: Some((buffer, range)),
-            ticket: Some(self.ticket),
-        });
-    }
-
-    fn refuse(self, error: &BlockError, offset: u64) {
-        tracing::debug!(%error, offset, "NBD read failed");
-        let errno = Errno::from(error);
-        let head = if self.structured {
-            proto::error_chunk(self.cookie, errno, Some(offset), true)
-        } else {
-            proto::simple_reply(self.cookie, Some(errno)).to_vec()
-        };
-        self.shared.push(Piece {
-            head,
-            data: None,
-            ticket: Some(self.ticket),
         });
     }
 }

@@ -24,6 +24,7 @@ mod handshake;
 mod machine;
 mod outgoing;
 pub mod proto;
+mod reply;
 mod server;
 mod transmission;
 

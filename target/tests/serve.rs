@@ -167,9 +167,13 @@ fn a_new_login_ends_channels_at_other_workers() {
     req.multi_channel = MultiChannelAction::Multi;
     let log_in = |host: u8, req: &LoginReq| {
         let dev = Roce::open(&RoceConfig::new(addr(7, host))).unwrap();
-        Mini::connect(dev, dst, req, &mut real)
-            .map_err(|(_, e)| e)
-            .unwrap()
+        let mini = Mini::connect(dev, dst, req, &mut real);
+        let mut mini = mini.map_err(|(_, e)| e).unwrap();
+        // Once a command is answered the target knows the connection to be established; one that is
+        // not gets no T_LOGOUT.
+        let none = || DataBuffer::None;
+        mini.command(&[0; 6], none(), none(), &mut real);
+        mini
     };
     let mut old: Vec<_> = (2..8).map(|host| log_in(host, &req)).collect();
     assert_eq!(server.sessions(), 1);

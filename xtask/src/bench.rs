@@ -8,6 +8,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::daemon::{Daemon, terminate};
+use crate::demo::{TARGET, URL};
 use crate::packages::{ensure, need};
 use crate::{Failure, demo, sh};
 
@@ -68,8 +69,6 @@ struct Figure {
     iops: f64,
     megabytes: f64,
 }
-
-const URL: &str = "srp://127.0.0.1:5555/0";
 
 /// Measures and prints a table that can go into a document.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
@@ -188,8 +187,7 @@ impl Rig {
         fs::write(
             rig.scratch.join("riserd.yaml"),
             format!(
-                "backends:\n  disk:\n    kind: file\n    path: {}\ntargets:\n  - name: bench\n    access: open\n\
-                 \x20   portals:\n      - protocol: srp\n        address: 127.0.0.1\n    luns:\n      0: disk\n",
+                "backends:\n  disk: {{ kind: file, path: {} }}\n{TARGET}",
                 rig.image.display()
             ),
         )?;

@@ -37,7 +37,7 @@ impl Options {
 const LOSSY: &str = "loss=2,reorder=5,seed=7";
 
 /// Where the target listens.
-const URL: &str = "srp://127.0.0.1:5555/0";
+pub(crate) const URL: &str = "srp://127.0.0.1:5555/0";
 
 /// Runs the demo and prints its table.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
@@ -348,9 +348,16 @@ pub(crate) fn build() -> Result<PathBuf, Failure> {
 
 fn configuration(folder: &Path) -> String {
     format!(
-        "backends:\n  disk:\n    kind: file\n    path: {}/disk.img\n    size: 1 GiB\n    create: true\n\
-         targets:\n  - name: demo\n    access: open\n    portals:\n      - protocol: srp\n        address: 127.0.0.1\n\
-         \x20   luns:\n      0: disk\n",
-        folder.display()
+        "backends:\n  disk: {{ kind: file, path: {}/disk.img, size: 1GiB, create: true }}\n{}",
+        folder.display(),
+        TARGET
     )
 }
+
+/// A target at [`URL`] that serves the backend `disk` to everybody.
+pub(crate) const TARGET: &str = "targets:
+  - name: demo
+    portals: [{ protocol: srp, listen: 127.0.0.1 }]
+    luns: { 0: disk }
+    access: open
+";

@@ -56,6 +56,9 @@ pub(crate) struct Options {
     /// Only the short ones.
     #[arg(long)]
     short: bool,
+    /// A folder with `riserd` and `riser`, instead of building them.
+    #[arg(long)]
+    programs: Option<PathBuf>,
     /// Where logs and captures are kept.
     #[arg(long, default_value = ".build/interop")]
     logs: PathBuf,
@@ -68,6 +71,7 @@ impl Options {
             cases: Vec::new(),
             list: false,
             short: true,
+            programs: None,
             logs: ".build/interop".into(),
         }
     }
@@ -121,11 +125,12 @@ pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
         Ok(kernel) => kernel,
         Err(e) => return Ok(Ended::Unavailable(format!("no kernel for the guest: {e}"))),
     };
-    let programs = if cases.iter().any(|c| c.text.contains("$RISER_BIN")) {
-        println!("building riserd and riser");
-        demo::build()?
-    } else {
-        PathBuf::new()
+    let programs = match &options.programs {
+        Some(folder) => fs::canonicalize(folder)?,
+        None => {
+            println!("building riserd and riser");
+            demo::build()?
+        }
     };
     let mut groups: BTreeMap<&str, Vec<&Case>> = BTreeMap::new();
     for case in &cases {

@@ -1,0 +1,22 @@
+#: group: srp
+#: about: ib_srp logs in with one and with four channels; size and identity; logout
+#: limit: 240
+#: short: yes
+two_hosts
+trap srp_clean EXIT
+capture
+serve_disks 64 2
+load_srp
+for channels in 1 4; do
+    srp_login ch_count=$channels
+    [ "$(cat /sys/class/scsi_host/host*/ch_count 2>/dev/null | head -1)" = $channels ] || fail "not $channels channels"
+    [ "$(blockdev --getsize64 "$DISK")" = $((64 << 20)) ] || fail "wrong size"
+    sg_inq "$DISK" | tee /dev/stderr | grep -q 'RISER' || fail "wrong vendor"
+    sg_vpd -p 0x80 "$DISK" | grep -q RIG-0 || fail "wrong serial number"
+    sg_vpd -p 0x83 "$DISK"
+    sg_luns "$DISK" | grep -q 'entries: 2\|lun_list_length=16\|length = 16' || sg_luns "$DISK"
+    find_disk 1 || fail "no second disk"
+    dd if=/dev/urandom of="$DISK" bs=64k count=16 oflag=direct status=none
+    srp_logout
+done
+stop_serving

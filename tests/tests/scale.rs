@@ -1,0 +1,131 @@
+//! Many sessions at once, and many one after the other: a real target and real initiators on
+//! loopback, in one process.
+//!
+//! `RISER_CONNECT_CYCLES` sets how many sessions come and go (default 200); the long test command
+//! takes 10,000.
+
+use std::net::SocketAddr;
+use std::sync::{Arc, Barrier};
+use std::time::{Duration, Instant};
+
+use riser_initiator::block::task::block_on;
+use riser_initiator::engine::Client;
+use riser_initiator::srp::url::SrpUrl;
+use riser_target::config::Config;
+use riser_target::server::Server;
+
+const SESSIONS: u64 = 64;
+const REGION: u64 = 1 << 20;
+
+/// A target at `host` with one RAM disk that has a region for each session.
+fn serve(host: &str) -> (Server, SocketAddr) {
+    let text = format!(
+        "identity: scale\nbackends: {{ ram: {{ kind: ram, size: {}MiB }} }}\n\
+         targets:\n  - name: scale\n    portals: [{{ protocol: srp, listen: {host} }}]\n    luns: {{ 0: ram }}\n\
+         \x20   access: open\nworkers: {{ count: 2 }}\n",
+        SESSIONS * REGION >> 20
+    );
+    let server = Server::start(&Config::parse(&text, "scale.yaml").unwrap()).unwrap();
+    let addr = server.addresses()[0];
+    (server, addr)
+}
+
+/// The address of LUN 0, for an initiator port of its own.
+fn url(addr: SocketAddr, initiator: u64) -> SrpUrl {
+    format!("srp://{addr}/0?initiator_ext={initiator:x}&queue_size=8").parse().unwrap()
+}
+
+fn wait_for(what: &str, condition: impl Fn() -> bool) {
+    let until = Instant::now() + Duration::from_secs(60);
+    while !condition() {
+        assert!(Instant::now() < until, "waited too long for {what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Bytes that only the session and the round could have written.
+fn pattern(session: u64, round: u64, len: usize) -> Vec<u8> {
+    let mut x = session << 32 | round | 1 << 63;
+    let mut next = || {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        x as u8
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+#[test]
+fn sixty_four_sessions_write_and_read_at_once() {
+    let (server, addr) = serve("127.0.0.81");
+    let client = Client::builder().pool(32 << 20).open("127.0.0.82".parse().unwrap()).unwrap();
+    let logged_in = Arc::new(Barrier::new(SESSIONS as usize + 1));
+    let done = Arc::new(Barrier::new(SESSIONS as usize + 1));
+    let threads: Vec<_> = (0..SESSIONS)
+        .map(|n| {
+            let (client, logged_in, done) = (client.clone(), logged_in.clone(), done.clone());
+            std::thread::spawn(move || {
+                let session = block_on(client.connect(&url(addr, 0x100 + n))).unwrap();
+                let lun = block_on(session.lun(0)).unwrap();
+                logged_in.wait();
+                for round in 0..32 {
+                    let len = 4096 << (round % 4);
+                    let offset = n * REGION + round * (32 << 10);
+                    let data = pattern(n, round, len);
+                    let buffer = block_on(client.buffers().take(len));
+                    buffer.write(0, &data);
+                    let buffer = block_on(lun.write(offset, buffer, false)).unwrap();
+                    buffer.fill(0, len, 0);
+                    let buffer = block_on(lun.read(offset, buffer)).unwrap();
+                    let mut found = vec![0; len];
+                    buffer.read(0, &mut found);
+                    assert!(found == data, "session {n}, round {round}");
+                }
+                done.wait();
+            })
+        })
+        .collect();
+    logged_in.wait();
+    assert_eq!(server.sessions(), SESSIONS as usize);
+    let snapshots = server.snapshot();
+    let memory = snapshots.iter().flat_map(|s| &s.sessions).map(|s| s.memory.total()).max().unwrap();
+    println!("figure: memory of one session with the default queue depth of 128: {} KiB", memory >> 10);
+    assert!(memory < 4 << 20, "{memory} bytes for a session");
+    done.wait();
+    for thread in threads {
+        thread.join().unwrap();
+    }
+    wait_for("the sessions to end", || server.sessions() == 0);
+    server.shutdown().unwrap();
+}
+
+#[test]
+fn sessions_that_come_and_go_leave_nothing() {
+    let cycles: u64 = std::env::var("RISER_CONNECT_CYCLES").map_or(200, |n| n.parse().unwrap());
+    let (server, addr) = serve("127.0.0.83");
+    let client = Client::builder().pool(4 << 20).open("127.0.0.84".parse().unwrap()).unwrap();
+    let cycle = |n: u64| {
+        let session = block_on(client.connect(&url(addr, 0x1000 + n % 7))).unwrap();
+        assert_eq!(block_on(session.luns()).unwrap().len(), 1);
+    };
+    // What a process keeps for its longest queues is there after the first tenth.
+    (0..cycles / 10).for_each(cycle);
+    let before = resident();
+    let started = Instant::now();
+    (cycles / 10..cycles).for_each(cycle);
+    let grown = resident().saturating_sub(before);
+    println!(
+        "figure: {cycles} sessions came and went, {:.2} ms each; resident memory grew by {} KiB",
+        started.elapsed().as_secs_f64() * 1e3 / (cycles - cycles / 10) as f64,
+        grown >> 10
+    );
+    assert!(grown < 8 << 20, "resident memory grew by {grown} bytes");
+    wait_for("the last session to end", || server.sessions() == 0);
+    server.shutdown().unwrap();
+}
+
+/// Resident memory of this process, in bytes.
+fn resident() -> usize {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+    statm.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() * 4096
+}

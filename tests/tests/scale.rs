@@ -32,7 +32,9 @@ fn serve(host: &str) -> (Server, SocketAddr) {
 
 /// The address of LUN 0, for an initiator port of its own.
 fn url(addr: SocketAddr, initiator: u64) -> SrpUrl {
-    format!("srp://{addr}/0?initiator_ext={initiator:x}&queue_size=8").parse().unwrap()
+    format!("srp://{addr}/0?initiator_ext={initiator:x}&queue_size=8")
+        .parse()
+        .unwrap()
 }
 
 fn wait_for(what: &str, condition: impl Fn() -> bool) {
@@ -58,7 +60,10 @@ fn pattern(session: u64, round: u64, len: usize) -> Vec<u8> {
 #[test]
 fn sixty_four_sessions_write_and_read_at_once() {
     let (server, addr) = serve("127.0.0.81");
-    let client = Client::builder().pool(32 << 20).open("127.0.0.82".parse().unwrap()).unwrap();
+    let client = Client::builder()
+        .pool(32 << 20)
+        .open("127.0.0.82".parse().unwrap())
+        .unwrap();
     let logged_in = Arc::new(Barrier::new(SESSIONS as usize + 1));
     let done = Arc::new(Barrier::new(SESSIONS as usize + 1));
     let threads: Vec<_> = (0..SESSIONS)
@@ -73,12 +78,12 @@ fn sixty_four_sessions_write_and_read_at_once() {
                     let offset = n * REGION + round * (32 << 10);
                     let data = pattern(n, round, len);
                     let buffer = block_on(client.buffers().take(len));
-                    buffer.write(0, &data);
+                    buffer.slice().write(0, &data);
                     let buffer = block_on(lun.write(offset, buffer, false)).unwrap();
-                    buffer.fill(0, len, 0);
+                    buffer.slice().fill(0, len, 0);
                     let buffer = block_on(lun.read(offset, buffer)).unwrap();
                     let mut found = vec![0; len];
-                    buffer.read(0, &mut found);
+                    buffer.slice().read(0, &mut found);
                     assert!(found == data, "session {n}, round {round}");
                 }
                 done.wait();
@@ -88,8 +93,16 @@ fn sixty_four_sessions_write_and_read_at_once() {
     logged_in.wait();
     assert_eq!(server.sessions(), SESSIONS as usize);
     let snapshots = server.snapshot();
-    let memory = snapshots.iter().flat_map(|s| &s.sessions).map(|s| s.memory.total()).max().unwrap();
-    println!("figure: memory of one session with the default queue depth of 128: {} KiB", memory >> 10);
+    let memory = snapshots
+        .iter()
+        .flat_map(|s| &s.sessions)
+        .map(|s| s.memory.total())
+        .max()
+        .unwrap();
+    println!(
+        "figure: memory of one session with the default queue depth of 128: {} KiB",
+        memory >> 10
+    );
     assert!(memory < 4 << 20, "{memory} bytes for a session");
     done.wait();
     for thread in threads {
@@ -103,7 +116,10 @@ fn sixty_four_sessions_write_and_read_at_once() {
 fn sessions_that_come_and_go_leave_nothing() {
     let cycles: u64 = std::env::var("RISER_CONNECT_CYCLES").map_or(200, |n| n.parse().unwrap());
     let (server, addr) = serve("127.0.0.83");
-    let client = Client::builder().pool(4 << 20).open("127.0.0.84".parse().unwrap()).unwrap();
+    let client = Client::builder()
+        .pool(4 << 20)
+        .open("127.0.0.84".parse().unwrap())
+        .unwrap();
     let cycle = |n: u64| {
         let session = block_on(client.connect(&url(addr, 0x1000 + n % 7))).unwrap();
         assert_eq!(block_on(session.luns()).unwrap().len(), 1);
@@ -127,5 +143,11 @@ fn sessions_that_come_and_go_leave_nothing() {
 /// Resident memory of this process, in bytes.
 fn resident() -> usize {
     let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
-    statm.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() * 4096
+    statm
+        .split_whitespace()
+        .nth(1)
+        .unwrap()
+        .parse::<usize>()
+        .unwrap()
+        * 4096
 }

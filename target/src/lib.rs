@@ -3,6 +3,7 @@
 //! # Modules
 //! - [`backend`]: where the bytes of a logical unit live: files, devices, memory.
 //! - [`config`]: the YAML configuration, checked before anything is opened.
+//! - [`iscsi`]: the iSCSI target's connections, as machines that do no I/O.
 //! - [`srp`]: the SRP target channel, as a machine that does no I/O.
 //! - [`server`]: from a configuration to running workers, and the shutdown.
 //! - [`worker`]: one thread with its devices, its ring and its channels.
@@ -15,6 +16,7 @@ pub mod backend;
 pub mod cli;
 pub mod config;
 pub mod interfaces;
+pub mod iscsi;
 pub mod log;
 pub mod pool;
 pub mod server;

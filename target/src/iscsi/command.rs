@@ -1,0 +1,513 @@
+//! The way of a SCSI command: taken in, its task ordered, its data brought, its steps carried out,
+//! answered.
+
+use riser_scsi::access::NoData;
+use riser_scsi::command::Command;
+use riser_scsi::device::respond_absent;
+use riser_scsi::iscsi::Itt;
+use riser_scsi::iscsi::frame::Frame;
+use riser_scsi::iscsi::pdu::{
+    DataOut, FromTarget, RejectReason, ScsiCommand, ScsiResponse, TaskAttr,
+};
+use riser_scsi::iscsi::Ttt;
+use riser_scsi::step::{
+    BackendError, DataIn, Expected, Request, Residual, Response, Status, Step, StepResult,
+    TaskAttribute,
+};
+
+use super::channel::{Action, Channel, Cx};
+use super::datamover::{Control, Datamover, GetData, PutData, Taken};
+use super::task::{Incoming, TaskIdx, TaskState};
+use super::tcp::good;
+use crate::pool::Pool;
+use crate::srp::TaskRef;
+
+/// How a request ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum End {
+    /// Its answer has been sent.
+    Answered,
+    /// Task management aborted it.
+    Aborted,
+    /// Its channel is going.
+    TornDown,
+}
+
+impl<D: Datamover> Channel<D> {
+    pub(super) fn on_command(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, command: ScsiCommand) {
+        if !self.admit(command.cmd_sn, command.immediate) {
+            return;
+        }
+        if let Err((reason, why)) = self.check_command(&command, frame.data.len()) {
+            return self.reject(cx, frame, reason, &why);
+        }
+        let state = TaskState::AwaitTask;
+        let Some(idx) = self.take_in(command.itt, command.immediate, state) else {
+            return self.reject(cx, frame, RejectReason::TooManyImmediate, &"immediate commands");
+        };
+        self.counters.commands += 1;
+        self.counters.bytes_out += frame.data.len() as u64;
+        let session = self.session.as_ref().expect("full-feature phase");
+        let unit = session.luns.find(command.lun);
+        let bidirectional = command.reads && command.writes;
+        let task = &mut self.tasks[usize::from(idx.0)];
+        task.lun = command.lun;
+        task.unit = unit;
+        task.attribute = match command.attribute {
+            TaskAttr::Untagged | TaskAttr::Simple => TaskAttribute::Simple,
+            TaskAttr::Ordered => TaskAttribute::Ordered,
+            TaskAttr::HeadOfQueue => TaskAttribute::HeadOfQueue,
+            TaskAttr::Aca => TaskAttribute::Aca,
+        };
+        task.expected = Expected {
+            data_out: if command.writes { command.expected_length } else { 0 },
+            data_in: match (command.reads, bidirectional) {
+                (false, _) => 0,
+                (true, false) => command.expected_length,
+                (true, true) => command.bidi_read_length.unwrap_or(0),
+            },
+        };
+        task.cdb = command.cdb;
+        task.incoming = Incoming {
+            got: frame.data.len() as u32,
+            open: command.writes && !command.is_final,
+            staged: frame.data.to_vec(),
+            ..Incoming::default()
+        };
+        self.enter_task_set(cx, idx);
+    }
+
+    fn check_command(
+        &self,
+        command: &ScsiCommand,
+        immediate: usize,
+    ) -> Result<(), (RejectReason, &'static str)> {
+        let params = &self.session.as_ref().expect("full-feature phase").params;
+        if command.itt == Itt::NONE {
+            return Err((RejectReason::InvalidPduField, "the reserved tag"));
+        }
+        if self.find(command.itt).is_some() {
+            return Err((RejectReason::TaskInProgress, "the tag is in use"));
+        }
+        let may = command.expected_length.min(params.first_burst) as usize;
+        if immediate > 0 && (!params.immediate_data || !command.writes || immediate > may) {
+            return Err((RejectReason::InvalidPduField, "immediate data"));
+        }
+        if command.writes && !command.is_final && params.initial_r2t {
+            return Err((RejectReason::ProtocolError, "unsolicited data"));
+        }
+        Ok(())
+    }
+
+    fn enter_task_set(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
+        let name = self.task_ref(idx);
+        let session = self.session.as_ref().expect("full-feature phase");
+        let task = &mut self.tasks[usize::from(idx.0)];
+        let Some(place) = task.unit else {
+            return self.start(cx, idx);
+        };
+        match session.luns.unit(place).register(session.nexus, task.attribute, name) {
+            Ok((key, started)) => {
+                task.key = Some(key);
+                if started {
+                    self.start(cx, idx);
+                }
+            }
+            Err(_) => self.answer_status(cx, idx, Status::TaskSetFull),
+        }
+    }
+
+    /// The task may run.
+    pub(super) fn start(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
+        let session = self.session.as_ref().expect("full-feature phase");
+        let task = &mut self.tasks[usize::from(idx.0)];
+        let request = Request {
+            nexus: session.nexus,
+            cdb: &task.cdb,
+            expected: task.expected,
+            attribute: task.attribute,
+            luns: session.luns.luns(),
+        };
+        let step = match task.unit {
+            Some(place) => {
+                let (command, step) = session.luns.unit(place).lu.start(&request);
+                task.command = Some(command);
+                step
+            }
+            None => Step::Respond(respond_absent(&request)),
+        };
+        let needs = task.command.as_ref().map_or(0, Command::buffer_len);
+        if needs as usize > cx.pool.max_buffer() {
+            return self.answer_status(cx, idx, Status::Busy);
+        }
+        self.run(cx, idx, step);
+    }
+
+    /// Carries out steps until one takes time.
+    fn run(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, step: Step) {
+        match step {
+            Step::Respond(response) => self.respond(cx, idx, response),
+            Step::ReceiveData { .. } | Step::Block(_) if !self.has_buffer(cx.pool, idx) => {
+                self.tasks[usize::from(idx.0)].step = Some(step);
+                self.await_pool(idx);
+            }
+            Step::ReceiveData { len } => {
+                let task = &mut self.tasks[usize::from(idx.0)];
+                let staged = std::mem::take(&mut task.incoming.staged);
+                let useful = &staged[..staged.len().min(len as usize)];
+                if let Some(buffer) = &task.buffer
+                    && !useful.is_empty()
+                {
+                    buffer.write(0, useful);
+                }
+                task.incoming.wanted = Some(len);
+                self.check_received(cx, idx);
+            }
+            Step::Block(op) => {
+                let session = self.session.as_ref().expect("full-feature phase");
+                let task = &mut self.tasks[usize::from(idx.0)];
+                let place = task.unit.expect("block operations have a unit");
+                task.state = TaskState::Block;
+                self.actions.push_back(Action::SubmitBlock {
+                    task: idx,
+                    unit: session.luns.unit(place).index,
+                    op,
+                });
+            }
+        }
+    }
+
+    /// Makes sure of the command's data buffer.
+    fn has_buffer(&mut self, pool: &mut Pool, idx: TaskIdx) -> bool {
+        let task = &mut self.tasks[usize::from(idx.0)];
+        let len = task.command.as_ref().map_or(0, Command::buffer_len);
+        if task.buffer.is_none() && len > 0 {
+            task.buffer = pool.take(len);
+            return task.buffer.is_some();
+        }
+        true
+    }
+
+    fn await_pool(&mut self, idx: TaskIdx) {
+        self.tasks[usize::from(idx.0)].state = TaskState::AwaitBuffer;
+        self.counters.buffer_waits += 1;
+        self.pool_waiters.push_back(idx);
+    }
+
+    /// Tries again what waited for pool memory.
+    pub(super) fn resume(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
+        let step = self.tasks[usize::from(idx.0)].step.take();
+        self.run(cx, idx, step.expect("a step waits"));
+    }
+
+    /// Goes on when the data are here; asks for what is missing when no more comes by itself.
+    fn check_received(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
+        let task = &mut self.tasks[usize::from(idx.0)];
+        task.state = TaskState::Receive;
+        let incoming = &mut task.incoming;
+        let wanted = incoming.wanted.expect("the command waits for data");
+        if incoming.open {
+            return;
+        }
+        if incoming.faulty {
+            let failed = StepResult::Failed(BackendError::Transfer);
+            return self.advance(cx, idx, failed);
+        }
+        if incoming.got >= wanted {
+            return self.advance(cx, idx, StepResult::Done);
+        }
+        incoming.solicited = true;
+        let get = GetData {
+            task: idx,
+            itt: task.itt,
+            lun: task.lun,
+            offset: incoming.got,
+            len: wanted - incoming.got,
+        };
+        task.r2ts = self.mover.get_data(get);
+    }
+
+    pub(super) fn on_data_out(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, pdu: &DataOut) {
+        if !frame.is_intact {
+            self.reject(cx, frame, RejectReason::DataDigestError, &"data digest");
+        }
+        if pdu.ttt == Ttt::NONE {
+            return self.on_unsolicited(cx, frame, pdu);
+        }
+        let len = frame.data.len() as u32;
+        match self.mover.take_solicited(pdu, len, frame.is_intact) {
+            // Of a command that has ended meanwhile.
+            Taken::Stale => {}
+            Taken::Data {
+                task,
+                offset,
+                complete,
+            } => {
+                self.counters.bytes_out += frame.data.len() as u64;
+                let buffer = &self.tasks[usize::from(task.0)].buffer;
+                if let Some(buffer) = buffer {
+                    buffer.write(offset, frame.data);
+                }
+                if complete {
+                    self.advance(cx, task, StepResult::Done);
+                }
+            }
+            Taken::Failed(task) => {
+                let failed = StepResult::Failed(BackendError::Transfer);
+                self.advance(cx, task, failed);
+            }
+        }
+    }
+
+    fn on_unsolicited(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, pdu: &DataOut) {
+        let Some(idx) = self.find(pdu.itt) else {
+            return;
+        };
+        let first_burst = self.session.as_ref().map_or(0, |s| s.params.first_burst);
+        let task = &mut self.tasks[usize::from(idx.0)];
+        let incoming = &mut task.incoming;
+        if !incoming.open {
+            return self.reject(cx, frame, RejectReason::ProtocolError, &"unexpected data");
+        }
+        let len = frame.data.len() as u32;
+        let limit = first_burst.min(task.expected.data_out);
+        let fits = incoming.got.checked_add(len).is_some_and(|got| got <= limit);
+        let in_order = pdu.data_sn == incoming.next_sn && pdu.offset == incoming.got;
+        incoming.faulty |= !fits || !in_order || !frame.is_intact;
+        if !incoming.faulty {
+            self.counters.bytes_out += u64::from(len);
+            match (incoming.wanted, &task.buffer) {
+                (Some(wanted), Some(buffer)) => {
+                    let useful = wanted.saturating_sub(incoming.got).min(len);
+                    buffer.write(pdu.offset.min(wanted), &frame.data[..useful as usize]);
+                }
+                // The answer is known, and the data are not wanted any more.
+                _ if task.state == TaskState::AwaitUnsolicited => {}
+                _ => incoming.staged.extend_from_slice(frame.data),
+            }
+            incoming.got += len;
+            incoming.next_sn += 1;
+        }
+        if pdu.is_final {
+            incoming.open = false;
+            match task.state {
+                TaskState::Receive => self.check_received(cx, idx),
+                TaskState::AwaitUnsolicited => {
+                    let response = task.response.take().expect("an answer waits");
+                    self.respond(cx, idx, response);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Tells the command how its last step ended.
+    fn advance(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, result: StepResult) {
+        let session = self.session.as_ref().expect("full-feature phase");
+        let task = &mut self.tasks[usize::from(idx.0)];
+        let place = task.unit.expect("commands have a unit");
+        let lu = &session.luns.unit(place).lu;
+        let command = task.command.as_mut().expect("a command runs");
+        let step = match &mut task.buffer {
+            Some(buffer) => command.advance(lu, result, buffer),
+            None => command.advance(lu, result, &mut NoData),
+        };
+        self.run(cx, idx, step);
+    }
+
+    pub(super) fn on_block_done(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, result: StepResult) {
+        let task = &self.tasks[usize::from(idx.0)];
+        assert_eq!(task.state, TaskState::Block, "an operation runs for {idx:?}");
+        if task.aborted {
+            return self.finish(cx.pool, idx, End::Aborted);
+        }
+        self.advance(cx, idx, result);
+    }
+
+    /// Answers with a status alone.
+    fn answer_status(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, status: Status) {
+        let expected = self.tasks[usize::from(idx.0)].expected;
+        self.respond(cx, idx, Response::status_only(status, expected));
+    }
+
+    fn respond(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, response: Response) {
+        self.leave_task_set(idx);
+        let task = &mut self.tasks[usize::from(idx.0)];
+        if task.incoming.open {
+            task.incoming.staged = Vec::new();
+            task.response = Some(response);
+            task.state = TaskState::AwaitUnsolicited;
+            return;
+        }
+        let len = response.data_in.len().min(task.expected.data_in);
+        if let DataIn::Inline(bytes) = &response.data_in
+            && len > 0
+        {
+            if task.buffer.as_ref().is_none_or(|b| b.len() < len) {
+                if let Some(short) = task.buffer.take() {
+                    cx.pool.release(short);
+                }
+                task.buffer = cx.pool.take(len);
+            }
+            let Some(buffer) = &task.buffer else {
+                task.step = Some(Step::Respond(response));
+                return self.await_pool(idx);
+            };
+            buffer.write(0, &bytes[..len as usize]);
+        }
+        self.send_response(idx, &response, len);
+    }
+
+    /// Hands data and status to the datamover; the task ends when they are sent.
+    fn send_response(&mut self, idx: TaskIdx, response: &Response, len: u32) {
+        let task = &mut self.tasks[usize::from(idx.0)];
+        task.state = TaskState::Sent;
+        self.counters.answered += 1;
+        self.counters.bytes_in += u64::from(len);
+        let (residual, bidi_residual) = residuals(task.expected, response);
+        let is_plain = response.status == Status::Good
+            && response.sense.is_empty()
+            && bidi_residual == Residual::None
+            && task.expected.data_out == 0;
+        let mut exp_data_sn = task.r2ts;
+        if len > 0 {
+            let status = (is_plain && self.mover.carries_status()).then(|| good(residual));
+            let put = PutData {
+                task: idx,
+                itt: task.itt,
+                len,
+                status,
+            };
+            exp_data_sn += self.mover.put_data(put);
+            if status.is_some() {
+                return;
+            }
+        }
+        let pdu = ScsiResponse {
+            itt: task.itt,
+            response: 0,
+            status: response.status as u8,
+            residual,
+            bidi_residual,
+            exp_data_sn,
+        };
+        self.mover.send_control(Control {
+            pdu: FromTarget::ScsiResponse(pdu),
+            data: ScsiResponse::sense_segment(&response.sense),
+            counts: true,
+            ends: Some(idx),
+        });
+    }
+
+    /// Takes the task out of the unit's set; those it held back may start.
+    fn leave_task_set(&mut self, idx: TaskIdx) {
+        let task = &mut self.tasks[usize::from(idx.0)];
+        if let (Some(key), Some(place), Some(session)) = (task.key.take(), task.unit, &self.session)
+        {
+            let started = session.luns.unit(place).remove(key);
+            self.actions
+                .extend(started.into_iter().map(Action::StartTask));
+        }
+    }
+
+    /// Ends a request: gives everything back, tells who waits for it.
+    pub(super) fn finish(&mut self, pool: &mut Pool, idx: TaskIdx, end: End) {
+        self.leave_task_set(idx);
+        let task = &mut self.tasks[usize::from(idx.0)];
+        match end {
+            End::Answered => {}
+            End::Aborted => self.counters.aborted += 1,
+            End::TornDown => self.counters.torn_down += 1,
+        }
+        if let Some(buffer) = task.buffer.take() {
+            pool.release(buffer);
+        }
+        task.incoming = Incoming::default();
+        task.command = None;
+        task.step = None;
+        task.response = None;
+        task.mgmt = None;
+        task.unit = None;
+        task.r2ts = 0;
+        task.aborted = false;
+        let watchers = std::mem::take(&mut task.watchers);
+        self.actions
+            .extend(watchers.into_iter().map(Action::TaskGone));
+        self.give_back(idx);
+    }
+
+    /// Ends a command without an answer, at once or as soon as no device uses its buffer.
+    pub(super) fn abort(&mut self, pool: &mut Pool, idx: TaskIdx, watcher: Option<TaskRef>) {
+        let task = &mut self.tasks[usize::from(idx.0)];
+        if !task.is_command() {
+            // Its answer is on its way before ours: the task is gone for the initiator.
+            self.actions.extend(watcher.map(Action::TaskGone));
+            return;
+        }
+        task.watchers.extend(watcher);
+        if task.state != TaskState::Block {
+            self.stop_waiting(idx);
+            self.finish(pool, idx, End::Aborted);
+        } else if !std::mem::replace(&mut task.aborted, true) {
+            self.actions.push_back(Action::AbortBlock(idx));
+        }
+    }
+
+    /// Takes a task out of whatever it waits in.
+    fn stop_waiting(&mut self, idx: TaskIdx) {
+        match self.tasks[usize::from(idx.0)].state {
+            TaskState::AwaitBuffer => self.pool_waiters.retain(|&w| w != idx),
+            TaskState::Receive => {
+                self.mover.forget(idx);
+            }
+            _ => {}
+        }
+    }
+
+    /// Aborts what waits for the initiator, who is logging out.
+    pub(super) fn abort_waiting(&mut self, cx: &mut Cx<'_>) {
+        for idx in self.all() {
+            let task = &self.tasks[usize::from(idx.0)];
+            if matches!(task.state, TaskState::Receive | TaskState::AwaitUnsolicited) {
+                self.abort(cx.pool, idx, None);
+            }
+        }
+    }
+
+    /// Ends everything that no device and no socket holds any more.
+    pub(super) fn tear_down(&mut self, pool: &mut Pool, is_sending: bool) {
+        for idx in self.all() {
+            let task = &mut self.tasks[usize::from(idx.0)];
+            match task.state {
+                TaskState::Idle => {}
+                TaskState::Sent if is_sending => {}
+                TaskState::Block => {
+                    if !std::mem::replace(&mut task.aborted, true) {
+                        self.actions.push_back(Action::AbortBlock(idx));
+                    }
+                }
+                _ => {
+                    self.stop_waiting(idx);
+                    self.finish(pool, idx, End::TornDown);
+                }
+            }
+        }
+    }
+
+    fn all(&self) -> impl Iterator<Item = TaskIdx> + use<D> {
+        (0..self.tasks.len() as u16).map(TaskIdx)
+    }
+}
+
+/// The residual of a response, and that of the read of a bidirectional command (RFC 7143 11.4.5).
+fn residuals(expected: Expected, response: &Response) -> (Residual, Residual) {
+    let (read, write) = (response.residual_in, response.residual_out);
+    match (expected.data_in > 0, expected.data_out > 0) {
+        (true, true) => (write, read),
+        (true, false) => (read, Residual::None),
+        (false, true) => (write, Residual::None),
+        // A command that moves data nobody expects: what it would have moved has overflown.
+        (false, false) if read != Residual::None => (read, Residual::None),
+        (false, false) => (write, Residual::None),
+    }
+}

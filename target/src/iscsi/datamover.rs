@@ -1,0 +1,110 @@
+//! What a channel asks of the layer that moves its data (RFC 5047 chapter 6).
+//!
+//! | RFC 5047 | here |
+//! | --- | --- |
+//! | Send_Control | [`Datamover::send_control`] |
+//! | Put_Data | [`Datamover::put_data`] |
+//! | Get_Data | [`Datamover::get_data`] |
+//! | Control_Notify | [`Channel::handle_frame`](super::Channel::handle_frame) |
+//! | Data_Completion_Notify | [`Channel::handle_done`](super::Channel::handle_done), [`Datamover::take_solicited`] |
+//! | Connection_Terminate_Notify | [`Channel::handle_disconnected`](super::Channel::handle_disconnected) |
+
+use riser_scsi::iscsi::Itt;
+use riser_scsi::iscsi::login::{ConnectionParams, SessionParams};
+use riser_scsi::iscsi::pdu::{DataInStatus, DataOut, FromTarget};
+use riser_scsi::srp::WireLun;
+
+use super::task::TaskIdx;
+
+/// A control-type PDU to send.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Control {
+    /// The PDU.
+    pub pdu: FromTarget,
+    /// Its data segment.
+    pub data: Vec<u8>,
+    /// Whether it takes a status sequence number.
+    pub counts: bool,
+    /// Whose end it is, once it is sent.
+    pub ends: Option<TaskIdx>,
+}
+
+/// Data for the initiator: the start of a task's buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PutData {
+    /// Whose.
+    pub task: TaskIdx,
+    /// Its tag.
+    pub itt: Itt,
+    /// Bytes, at least one.
+    pub len: u32,
+    /// The answer, if the last PDU is to carry it and so end the task.
+    pub status: Option<DataInStatus>,
+}
+
+/// Data from the initiator, into a task's buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GetData {
+    /// Whose.
+    pub task: TaskIdx,
+    /// Its tag.
+    pub itt: Itt,
+    /// Its logical unit.
+    pub lun: WireLun,
+    /// Where in the command's data.
+    pub offset: u32,
+    /// Bytes, at least one.
+    pub len: u32,
+}
+
+/// What became of data that somebody asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Taken {
+    /// Of a transfer that is over: to be dropped.
+    Stale,
+    /// For a task's buffer.
+    Data {
+        /// Whose.
+        task: TaskIdx,
+        /// Where in it.
+        offset: u32,
+        /// Whether all that was asked for is here.
+        complete: bool,
+    },
+    /// The transfer has failed.
+    Failed(TaskIdx),
+}
+
+/// The layer that moves data.
+pub trait Datamover {
+    /// Full-feature phase begins with these values, once the answer to the login is on its way.
+    fn enable(&mut self, session: &SessionParams, connection: &ConnectionParams);
+
+    /// The initiator declared another MaxRecvDataSegmentLength.
+    fn set_max_send_segment(&mut self, bytes: u32);
+
+    /// Longest data segment of a control-type PDU, in bytes.
+    fn max_send_segment(&self) -> u32;
+
+    /// Sends a PDU after everything before it.
+    fn send_control(&mut self, control: Control);
+
+    /// Moves data to the initiator, after everything before it. The number of Data-In PDUs that it
+    /// takes, where there are such.
+    fn put_data(&mut self, put: PutData) -> u32;
+
+    /// Whether a good status can go with the data.
+    fn carries_status(&self) -> bool;
+
+    /// Asks the initiator for data. The number of R2T PDUs that it takes, where there are such.
+    fn get_data(&mut self, get: GetData) -> u32;
+
+    /// Looks at data that came as a PDU in answer to [`Datamover::get_data`].
+    fn take_solicited(&mut self, pdu: &DataOut, len: u32, is_intact: bool) -> Taken;
+
+    /// Forgets what a task has under way, as far as it is not on its way already. Whether it is.
+    fn forget(&mut self, task: TaskIdx) -> bool;
+
+    /// What waits to be sent, in PDUs and transfers.
+    fn queued(&self) -> usize;
+}

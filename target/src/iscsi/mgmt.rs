@@ -1,0 +1,214 @@
+//! Task management, and what it does to commands.
+//!
+//! Functions concern tasks that may belong to other channels, of other protocols, on other workers:
+//! the unit's task set names them, their channels are told ([`Action::AbortTask`]) and report back
+//! ([`Action::TaskGone`]). The function is answered when the last task is gone.
+
+use riser_scsi::attention::{Attention, AttentionScope};
+use riser_scsi::iscsi::Itt;
+use riser_scsi::iscsi::frame::Frame;
+use riser_scsi::iscsi::pdu::{
+    FromTarget, RejectReason, TmfFunction, TmfRequest, TmfResponse, TmfStatus,
+};
+use riser_scsi::nexus::NexusId;
+use riser_scsi::task::TaskManagement;
+
+use super::channel::{Action, Channel, Cx};
+use super::datamover::{Control, Datamover};
+use super::task::{TaskIdx, TaskState};
+use crate::srp::TaskRef;
+
+/// A task-management function under way.
+#[derive(Debug, Default)]
+pub(super) struct Mgmt {
+    /// Units that are reset when the tasks are gone, by their places in the session's map.
+    resets: Vec<usize>,
+    /// Nexuses that lost tasks, and the unit.
+    cleared: Vec<(usize, NexusId)>,
+    /// Tasks not yet gone.
+    waiting: u32,
+}
+
+impl<D: Datamover> Channel<D> {
+    pub(super) fn on_tmf(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, request: &TmfRequest) {
+        if !self.admit(request.cmd_sn, request.immediate) {
+            return;
+        }
+        if request.itt == Itt::NONE || self.find(request.itt).is_some() {
+            return self.reject(cx, frame, RejectReason::TaskInProgress, &"the tag is in use");
+        }
+        let taken = self.take_in(request.itt, request.immediate, TaskState::Mgmt);
+        let Some(idx) = taken else {
+            return self.reject(cx, frame, RejectReason::TooManyImmediate, &"functions");
+        };
+        self.counters.task_management += 1;
+        self.tasks[usize::from(idx.0)].mgmt = Some(Mgmt::default());
+        match self.carry_out(cx, idx, request) {
+            Some(status) => self.answer_tmf(idx, status),
+            None => self.check_mgmt(idx),
+        }
+    }
+
+    /// Begins a function; its answer, if it is known at once.
+    fn carry_out(
+        &mut self,
+        cx: &mut Cx<'_>,
+        idx: TaskIdx,
+        request: &TmfRequest,
+    ) -> Option<TmfStatus> {
+        let session = self.session.as_ref().expect("full-feature phase");
+        let unit = session.luns.find(request.lun);
+        let places = 0..session.luns.luns().len();
+        let whole_target = match request.function {
+            TmfFunction::TargetWarmReset => Some(TaskManagement::LogicalUnitReset),
+            TmfFunction::NexusReset => Some(TaskManagement::NexusReset),
+            TmfFunction::TaskReassign => return Some(TmfStatus::ReassignmentNotSupported),
+            TmfFunction::TargetColdReset | TmfFunction::Other(_) => {
+                return Some(TmfStatus::NotSupported);
+            }
+            _ => None,
+        };
+        if let Some(function) = whole_target {
+            places.for_each(|place| self.manage(idx, place, function));
+            return None;
+        }
+        let Some(unit) = unit else {
+            return Some(TmfStatus::LunDoesNotExist);
+        };
+        let function = match request.function {
+            TmfFunction::AbortTask => {
+                let Some(task) = self.find_command(request.referenced, unit) else {
+                    return Some(TmfStatus::TaskDoesNotExist);
+                };
+                self.mgmt_mut(idx).waiting += 1;
+                let watcher = self.task_ref(idx);
+                self.abort(cx.pool, task, Some(watcher));
+                return None;
+            }
+            TmfFunction::QueryTask => {
+                let found = self.find_command(request.referenced, unit);
+                return Some(presence(found.is_some()));
+            }
+            TmfFunction::QueryTaskSet => {
+                let mut tasks = self.tasks.iter();
+                let any = tasks.any(|task| task.unit == Some(unit) && task.is_command());
+                return Some(presence(any));
+            }
+            TmfFunction::QueryAsyncEvent => return Some(TmfStatus::Complete),
+            TmfFunction::AbortTaskSet => TaskManagement::AbortTaskSet,
+            TmfFunction::ClearTaskSet => TaskManagement::ClearTaskSet,
+            TmfFunction::LogicalUnitReset => TaskManagement::LogicalUnitReset,
+            // There is never an auto contingent allegiance.
+            _ => return Some(TmfStatus::NotSupported),
+        };
+        self.manage(idx, unit, function);
+        None
+    }
+
+    fn find_command(&self, itt: Itt, unit: usize) -> Option<TaskIdx> {
+        self.find(itt).filter(|idx| {
+            let task = &self.tasks[usize::from(idx.0)];
+            task.unit == Some(unit) && task.is_command()
+        })
+    }
+
+    fn manage(&mut self, idx: TaskIdx, place: usize, function: TaskManagement) {
+        let session = self.session.as_ref().expect("full-feature phase");
+        let managed = session.luns.unit(place).manage(session.nexus, function);
+        let watcher = self.task_ref(idx);
+        let mgmt = self.mgmt_mut(idx);
+        mgmt.waiting += managed.aborted.len() as u32;
+        mgmt.cleared
+            .extend(managed.cleared.into_iter().map(|nexus| (place, nexus)));
+        if function == TaskManagement::LogicalUnitReset {
+            mgmt.resets.push(place);
+        }
+        let aborts = managed
+            .aborted
+            .into_iter()
+            .map(|task| Action::AbortTask { task, watcher });
+        self.actions.extend(aborts);
+    }
+
+    fn mgmt_mut(&mut self, idx: TaskIdx) -> &mut Mgmt {
+        let task = &mut self.tasks[usize::from(idx.0)];
+        task.mgmt.as_mut().expect("a function runs")
+    }
+
+    /// Answers a function when the tasks that it waits for are gone.
+    fn check_mgmt(&mut self, idx: TaskIdx) {
+        let mgmt = self.mgmt_mut(idx);
+        if mgmt.waiting > 0 {
+            return;
+        }
+        let resets = std::mem::take(&mut mgmt.resets);
+        let cleared = std::mem::take(&mut mgmt.cleared);
+        let luns = &self.session.as_ref().expect("full-feature phase").luns;
+        for place in resets {
+            luns.unit(place).lu.reset();
+        }
+        for (place, nexus) in cleared {
+            let scope = AttentionScope::One(nexus);
+            luns.unit(place).lu.raise(Attention::CommandsCleared, scope);
+        }
+        self.answer_tmf(idx, TmfStatus::Complete);
+    }
+
+    fn answer_tmf(&mut self, idx: TaskIdx, status: TmfStatus) {
+        self.counters.answered += 1;
+        let task = &mut self.tasks[usize::from(idx.0)];
+        task.state = TaskState::Sent;
+        self.mover.send_control(Control {
+            pdu: FromTarget::TmfResponse(TmfResponse {
+                itt: task.itt,
+                status,
+            }),
+            data: Vec::new(),
+            counts: true,
+            ends: Some(idx),
+        });
+    }
+
+    /// A task of this channel may start: those that held it back are gone.
+    pub fn handle_task_start(&mut self, cx: &mut Cx<'_>, name: TaskRef) {
+        let idx = TaskIdx(name.ioctx.0);
+        let task = &self.tasks[usize::from(idx.0)];
+        if task.generation == name.generation && task.state == TaskState::AwaitTask {
+            self.start(cx, idx);
+        }
+        self.settle(cx);
+    }
+
+    /// Task management, here or on another channel, ends a task of this one.
+    pub fn handle_abort(&mut self, cx: &mut Cx<'_>, name: TaskRef, watcher: TaskRef) {
+        let idx = TaskIdx(name.ioctx.0);
+        if self.tasks[usize::from(idx.0)].generation == name.generation {
+            self.abort(cx.pool, idx, Some(watcher));
+        } else {
+            self.actions.push_back(Action::TaskGone(watcher));
+        }
+        self.settle(cx);
+    }
+
+    /// A task that a function of this channel waited for is gone.
+    pub fn handle_task_gone(&mut self, cx: &mut Cx<'_>, watcher: TaskRef) {
+        let idx = TaskIdx(watcher.ioctx.0);
+        let task = &mut self.tasks[usize::from(idx.0)];
+        if task.generation == watcher.generation
+            && task.state == TaskState::Mgmt
+            && let Some(mgmt) = &mut task.mgmt
+        {
+            mgmt.waiting -= 1;
+            self.check_mgmt(idx);
+        }
+        self.settle(cx);
+    }
+}
+
+fn presence(is_there: bool) -> TmfStatus {
+    if is_there {
+        TmfStatus::Succeeded
+    } else {
+        TmfStatus::Complete
+    }
+}

@@ -1,0 +1,50 @@
+//! The iSCSI target: connections as machines that do no I/O.
+//!
+//! A [`Channel`] is one connection with its session (RFC 7143), over a [`Datamover`] (RFC 5047) that
+//! knows how data travel. Over TCP a [`TcpChannel`] puts the framing around both: it takes bytes and
+//! gives batches of bytes to send. What the channel wants done otherwise it says with [`Action`]s.
+//!
+//! ```text
+//!   bytes ──→ TcpChannel ── frames ──→ Channel ── Action ──→ worker: block operations, other channels
+//!                 ↑                       │ control PDUs, Put_Data, Get_Data
+//!   bytes ←── Batch ←──── Tcp (Datamover) ←┘
+//! ```
+//!
+//! # Modules
+//! - `channel`: [`Channel`]: login, numbering, what is not a command.
+//! - `command`: the way of a SCSI command; `task`: its context ([`TaskState`]).
+//! - `mgmt`: task management and aborts. `text`: text requests.
+//! - `datamover`: what a channel asks of the layer below. `tcp`: that layer on TCP.
+//!
+//! # Invariants
+//! - Nothing but login is looked at before full-feature phase.
+//! - A command that was taken in is answered, aborted or torn down with its channel.
+//! - Every buffer goes back to the pool, and no earlier than devices and sockets have let go of it.
+//! - Memory is bounded: contexts by the command window, what waits to be sent by [`MAX_QUEUED`]
+//!   (beyond it nothing more is read), unsolicited data without a buffer by FirstBurstLength each.
+//!
+//! # Not implemented
+//! Several connections per session, and error recovery levels 1 and 2: both are negotiated away.
+//! Target cold reset is answered as not supported.
+
+#![forbid(unsafe_code)]
+
+mod channel;
+mod command;
+mod datamover;
+mod mgmt;
+mod task;
+mod tcp;
+mod text;
+
+#[cfg(test)]
+mod fixture;
+#[cfg(test)]
+mod tests;
+
+pub use channel::{
+    Action, Admitted, Channel, ChannelConfig, Counters, Cx, Gate, MAX_QUEUED, Phase, SessionInfo,
+};
+pub use datamover::{Control, Datamover, GetData, PutData, Taken};
+pub use task::{TaskIdx, TaskState};
+pub use tcp::{Batch, Chunk, Tcp, TcpChannel};

@@ -1,0 +1,133 @@
+//! The contexts of a channel: one per command or function under way.
+
+use riser_scsi::command::Command;
+use riser_scsi::iscsi::Itt;
+use riser_scsi::iscsi::pdu::MAX_CDB;
+use riser_scsi::srp::WireLun;
+use riser_scsi::step::{Expected, Response, Step, TaskAttribute};
+use riser_scsi::task::TaskKey;
+
+use arrayvec::ArrayVec;
+
+use super::mgmt::Mgmt;
+use crate::pool::Buffer;
+use crate::srp::TaskRef;
+
+/// Number of a context.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct TaskIdx(pub u16);
+
+/// State of a context.
+///
+/// ```text
+///  Idle → AwaitTask → AwaitBuffer → Receive ──→ Block (once per operation)
+///    │   (each only where it is needed)│          │
+///    │                                 v          v
+///    │                           AwaitUnsolicited ──→ Sent → Idle
+///    └──→ Mgmt ─────────────────────────────────────→ Sent
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TaskState {
+    /// Nothing.
+    Idle,
+    /// Waits in the unit's task set for older tasks.
+    AwaitTask,
+    /// Waits for a data buffer of the pool.
+    AwaitBuffer,
+    /// Data of the initiator are on their way.
+    Receive,
+    /// A block operation runs.
+    Block,
+    /// The answer is known, and waits for the end of unsolicited data that nobody wants.
+    AwaitUnsolicited,
+    /// A task management function runs.
+    Mgmt,
+    /// The answer was handed to the datamover.
+    Sent,
+}
+
+/// Data that come from the initiator.
+#[derive(Debug, Default)]
+pub(super) struct Incoming {
+    /// Bytes of immediate and unsolicited data so far.
+    pub(super) got: u32,
+    /// Whether more unsolicited data follow.
+    pub(super) open: bool,
+    /// DataSN that comes next.
+    pub(super) next_sn: u32,
+    /// Something was wrong with them.
+    pub(super) faulty: bool,
+    /// What came before there was a buffer; at most FirstBurstLength.
+    pub(super) staged: Vec<u8>,
+    /// What the command wants in all, once it has said so.
+    pub(super) wanted: Option<u32>,
+    /// The datamover has been asked for the rest.
+    pub(super) solicited: bool,
+}
+
+/// One command or function under way, and everything that it holds.
+#[derive(Debug)]
+pub(super) struct Task {
+    pub(super) state: TaskState,
+    /// Counts the uses of this context.
+    pub(super) generation: u32,
+    pub(super) itt: Itt,
+    /// Whether it takes a place of the command window.
+    pub(super) counted: bool,
+    pub(super) lun: WireLun,
+    /// The unit's place in the session's map.
+    pub(super) unit: Option<usize>,
+    pub(super) attribute: TaskAttribute,
+    pub(super) cdb: ArrayVec<u8, MAX_CDB>,
+    pub(super) expected: Expected,
+    pub(super) incoming: Incoming,
+    pub(super) command: Option<Command>,
+    /// The step that waits for a buffer.
+    pub(super) step: Option<Step>,
+    pub(super) buffer: Option<Buffer>,
+    /// The answer, while it waits for unsolicited data.
+    pub(super) response: Option<Response>,
+    /// R2T PDUs that it had.
+    pub(super) r2ts: u32,
+    /// Its key in the unit's task set, while it is there.
+    pub(super) key: Option<TaskKey>,
+    /// Ended by task management; lingers until the devices let go.
+    pub(super) aborted: bool,
+    /// Functions that wait until it is gone.
+    pub(super) watchers: Vec<TaskRef>,
+    pub(super) mgmt: Option<Mgmt>,
+}
+
+impl Task {
+    pub(super) fn new() -> Self {
+        Self {
+            state: TaskState::Idle,
+            generation: 0,
+            itt: Itt::NONE,
+            counted: false,
+            lun: [0; 8],
+            unit: None,
+            attribute: TaskAttribute::Simple,
+            cdb: ArrayVec::new(),
+            expected: Expected::default(),
+            incoming: Incoming::default(),
+            command: None,
+            step: None,
+            buffer: None,
+            response: None,
+            r2ts: 0,
+            key: None,
+            aborted: false,
+            watchers: Vec::new(),
+            mgmt: None,
+        }
+    }
+
+    /// Whether it is a command that has not been answered.
+    pub(super) fn is_command(&self) -> bool {
+        !matches!(
+            self.state,
+            TaskState::Idle | TaskState::Mgmt | TaskState::Sent
+        )
+    }
+}

@@ -1,0 +1,475 @@
+//! The datamover on TCP: Data-In PDUs, R2Ts and the data that answer them, digests; and the channel
+//! with framing around it.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::time::Instant;
+
+use riser_memory::MemSlice;
+use riser_scsi::access::DataAccess;
+use riser_scsi::iscsi::frame::{self, DataDigest, Digests, Framer, padding};
+use riser_scsi::iscsi::login::{ConnectionParams, SessionParams};
+use riser_scsi::iscsi::pdu::{DataIn, DataInStatus, DataOut, FromTarget, R2t};
+use riser_scsi::iscsi::{Itt, Numbers, StatSn, Ttt};
+
+use super::channel::{Channel, ChannelConfig, Cx};
+use super::datamover::{Control, Datamover, GetData, PutData, Taken};
+use super::task::TaskIdx;
+use crate::pool::Buffer;
+
+/// A batch takes no further PDU once it has this many bytes.
+const BATCH_BYTES: usize = 512 << 10;
+
+/// A batch takes no further PDU once it has this many chunks; one more PDU adds a few.
+const BATCH_CHUNKS: usize = 96;
+
+/// Data segments during login (RFC 7143 13.12: the default).
+const LOGIN_SEGMENT: u32 = 8192;
+
+/// A piece of a batch.
+#[derive(Clone, Debug)]
+pub enum Chunk {
+    /// These bytes of [`Batch::heads`].
+    Head(Range<usize>),
+    /// Bytes of a pool buffer.
+    Data(MemSlice),
+}
+
+/// Whole PDUs to send in one go.
+#[derive(Debug, Default)]
+pub struct Batch {
+    /// Headers, digests, padding, and the data of control PDUs.
+    pub heads: Vec<u8>,
+    /// What to send, in order.
+    pub chunks: Vec<Chunk>,
+    /// Bytes in all.
+    pub len: usize,
+}
+
+impl Batch {
+    fn clear(&mut self) {
+        self.heads.clear();
+        self.chunks.clear();
+        self.len = 0;
+    }
+
+    fn is_full(&self) -> bool {
+        self.len >= BATCH_BYTES || self.chunks.len() >= BATCH_CHUNKS
+    }
+
+    /// Appends what was written to the heads from `start` on.
+    fn push_head(&mut self, start: usize) {
+        let end = self.heads.len();
+        self.len += end - start;
+        match self.chunks.last_mut() {
+            Some(Chunk::Head(last)) if last.end == start => last.end = end,
+            _ if start == end => {}
+            _ => self.chunks.push(Chunk::Head(start..end)),
+        }
+    }
+
+    /// All bytes in order: for tests, and for senders that copy.
+    #[must_use]
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(self.len);
+        for chunk in &self.chunks {
+            match chunk {
+                Chunk::Head(range) => out.extend_from_slice(&self.heads[range.clone()]),
+                Chunk::Data(slice) => out.extend(slice.to_vec()),
+            }
+        }
+        out
+    }
+}
+
+/// Something to send.
+#[derive(Debug)]
+enum Item {
+    Control(Control),
+    Data(Outgoing),
+    /// From here on with these digests: the answer to the login goes without.
+    Digests(Digests),
+}
+
+/// Data on their way to the initiator.
+#[derive(Debug)]
+struct Outgoing {
+    put: PutData,
+    sent: u32,
+    data_sn: u32,
+}
+
+/// An R2T that is not fully answered.
+#[derive(Debug)]
+struct Open {
+    ttt: Ttt,
+    task: TaskIdx,
+    itt: Itt,
+    offset: u32,
+    len: u32,
+    got: u32,
+    next_sn: u32,
+}
+
+/// What is still to be asked for.
+#[derive(Debug)]
+struct Wanted {
+    get: GetData,
+    r2t_sn: u32,
+}
+
+/// The datamover on TCP.
+#[derive(Debug)]
+pub struct Tcp {
+    digests: Digests,
+    max_send_segment: u32,
+    max_burst: u32,
+    max_outstanding_r2t: usize,
+    queue: VecDeque<Item>,
+    stat_sn: StatSn,
+    open: Vec<Open>,
+    wanted: Vec<Wanted>,
+    next_ttt: u32,
+    /// Tasks with data in the batch that is being sent.
+    in_batch: Vec<TaskIdx>,
+    /// Tasks that end with that batch.
+    ends: Vec<TaskIdx>,
+    is_sending: bool,
+}
+
+impl Tcp {
+    fn new() -> Self {
+        Self {
+            digests: Digests::default(),
+            max_send_segment: LOGIN_SEGMENT,
+            max_burst: 0,
+            max_outstanding_r2t: 1,
+            queue: VecDeque::new(),
+            stat_sn: StatSn(1),
+            open: Vec::new(),
+            wanted: Vec::new(),
+            next_ttt: 0,
+            in_batch: Vec::new(),
+            ends: Vec::new(),
+            is_sending: false,
+        }
+    }
+
+    /// Sends R2Ts as far as MaxOutstandingR2T allows.
+    fn solicit(&mut self, task: TaskIdx) {
+        let Some(at) = self.wanted.iter().position(|w| w.get.task == task) else {
+            return;
+        };
+        let mut open = self.open.iter().filter(|o| o.task == task).count();
+        while open < self.max_outstanding_r2t && self.wanted[at].get.len > 0 {
+            let wanted = &mut self.wanted[at];
+            let len = wanted.get.len.min(self.max_burst);
+            // Never the reserved value.
+            self.next_ttt = (self.next_ttt + 1) & 0x7fff_ffff;
+            let ttt = Ttt(self.next_ttt);
+            let r2t = R2t {
+                lun: wanted.get.lun,
+                itt: wanted.get.itt,
+                ttt,
+                r2t_sn: wanted.r2t_sn,
+                offset: wanted.get.offset,
+                len,
+            };
+            self.open.push(Open {
+                ttt,
+                task,
+                itt: wanted.get.itt,
+                offset: wanted.get.offset,
+                len,
+                got: 0,
+                next_sn: 0,
+            });
+            wanted.r2t_sn += 1;
+            wanted.get.offset += len;
+            wanted.get.len -= len;
+            open += 1;
+            self.queue.push_back(Item::Control(Control {
+                pdu: FromTarget::R2t(r2t),
+                data: Vec::new(),
+                counts: false,
+                ends: None,
+            }));
+        }
+        if self.wanted[at].get.len == 0 {
+            self.wanted.swap_remove(at);
+        }
+    }
+
+    /// Writes the next PDU of data; whether it was the last.
+    fn put_data_in(
+        &self,
+        item: &mut Outgoing,
+        numbers: Numbers,
+        buffer: &Buffer,
+        batch: &mut Batch,
+    ) -> bool {
+        let put = item.put;
+        let in_burst = self.max_burst - item.sent % self.max_burst;
+        let left = put.len - item.sent;
+        let len = left.min(in_burst).min(self.max_send_segment);
+        let is_last = len == left;
+        let pdu = DataIn {
+            is_final: is_last || len == in_burst,
+            acknowledge: false,
+            status: put.status.filter(|_| is_last),
+            lun: [0; 8],
+            itt: put.itt,
+            ttt: Ttt::NONE,
+            data_sn: item.data_sn,
+            offset: item.sent,
+        };
+        let start = batch.heads.len();
+        frame::put_header(pdu.header(numbers), &[], len, self.digests, &mut batch.heads);
+        batch.push_head(start);
+        let range = item.sent..item.sent + len;
+        batch.chunks.extend(buffer.slices(range.clone()).map(Chunk::Data));
+        batch.len += len as usize;
+        let start = batch.heads.len();
+        let pad = &[0; 3][..padding(len as usize)];
+        batch.heads.extend_from_slice(pad);
+        if self.digests.data {
+            let mut digest = DataDigest::new();
+            let mut at = range.start;
+            while at < range.end {
+                let piece = buffer.chunk(at);
+                let piece = &piece[..piece.len().min((range.end - at) as usize)];
+                digest.update(piece);
+                at += piece.len() as u32;
+            }
+            digest.update(pad);
+            batch.heads.extend(digest.finish());
+        }
+        batch.push_head(start);
+        item.sent += len;
+        item.data_sn += 1;
+        is_last
+    }
+
+    /// Fills a batch; `false` when there is nothing to send, or a batch is still being sent.
+    pub(super) fn poll_batch<'a>(
+        &mut self,
+        mut numbers: Numbers,
+        buffer: impl Fn(TaskIdx) -> &'a Buffer,
+        batch: &mut Batch,
+    ) -> bool {
+        if self.is_sending {
+            return false;
+        }
+        batch.clear();
+        while !batch.is_full()
+            && let Some(item) = self.queue.pop_front()
+        {
+            numbers.stat_sn = self.stat_sn;
+            match item {
+                Item::Control(control) => {
+                    let start = batch.heads.len();
+                    let header = control.pdu.header(numbers);
+                    frame::put(header, &[], &control.data, self.digests, &mut batch.heads);
+                    batch.push_head(start);
+                    self.ends.extend(control.ends);
+                    if control.counts {
+                        self.stat_sn = self.stat_sn.next();
+                    }
+                }
+                Item::Digests(digests) => self.digests = digests,
+                Item::Data(mut item) => {
+                    let task = item.put.task;
+                    if self.in_batch.last() != Some(&task) {
+                        self.in_batch.push(task);
+                    }
+                    if !self.put_data_in(&mut item, numbers, buffer(task), batch) {
+                        self.queue.push_front(Item::Data(item));
+                    } else if item.put.status.is_some() {
+                        self.stat_sn = self.stat_sn.next();
+                        self.ends.push(task);
+                    }
+                }
+            }
+        }
+        self.is_sending = batch.len > 0;
+        self.is_sending
+    }
+
+    /// The batch was sent, or never will be; the tasks that end with it.
+    pub(super) fn on_sent(&mut self) -> Vec<TaskIdx> {
+        self.is_sending = false;
+        self.in_batch.clear();
+        std::mem::take(&mut self.ends)
+    }
+}
+
+impl Datamover for Tcp {
+    fn enable(&mut self, session: &SessionParams, connection: &ConnectionParams) {
+        self.max_send_segment = connection.max_send_segment;
+        self.max_burst = session.max_burst;
+        self.max_outstanding_r2t = usize::from(session.max_outstanding_r2t);
+        self.queue.push_back(Item::Digests(connection.digests));
+    }
+
+    fn set_max_send_segment(&mut self, bytes: u32) {
+        self.max_send_segment = bytes;
+    }
+
+    fn max_send_segment(&self) -> u32 {
+        self.max_send_segment
+    }
+
+    fn send_control(&mut self, control: Control) {
+        self.queue.push_back(Item::Control(control));
+    }
+
+    fn put_data(&mut self, put: PutData) -> u32 {
+        self.queue.push_back(Item::Data(Outgoing {
+            put,
+            sent: 0,
+            data_sn: 0,
+        }));
+        let (full, rest) = (put.len / self.max_burst, put.len % self.max_burst);
+        full * self.max_burst.div_ceil(self.max_send_segment) + rest.div_ceil(self.max_send_segment)
+    }
+
+    fn carries_status(&self) -> bool {
+        true
+    }
+
+    fn get_data(&mut self, get: GetData) -> u32 {
+        self.wanted.push(Wanted { get, r2t_sn: 0 });
+        self.solicit(get.task);
+        get.len.div_ceil(self.max_burst)
+    }
+
+    fn take_solicited(&mut self, pdu: &DataOut, len: u32, is_intact: bool) -> Taken {
+        let at = self
+            .open
+            .iter()
+            .position(|open| open.ttt == pdu.ttt && open.itt == pdu.itt);
+        let Some(at) = at else {
+            return Taken::Stale;
+        };
+        let open = &mut self.open[at];
+        let task = open.task;
+        let fits = open.got.checked_add(len).is_some_and(|got| got <= open.len);
+        let in_order = pdu.data_sn == open.next_sn && pdu.offset == open.offset + open.got;
+        let ends = fits && open.got + len == open.len;
+        if !is_intact || !fits || !in_order || ends != pdu.is_final {
+            self.forget(task);
+            return Taken::Failed(task);
+        }
+        let offset = pdu.offset;
+        open.got += len;
+        open.next_sn += 1;
+        if ends {
+            self.open.swap_remove(at);
+            self.solicit(task);
+        }
+        Taken::Data {
+            task,
+            offset,
+            complete: ends && !self.open.iter().any(|open| open.task == task),
+        }
+    }
+
+    fn forget(&mut self, task: TaskIdx) -> bool {
+        let open = &mut self.open;
+        self.queue.retain(|item| match item {
+            Item::Digests(_) => true,
+            Item::Data(data) => data.put.task != task,
+            Item::Control(control) => {
+                let asks = open
+                    .iter()
+                    .any(|open| open.task == task && is_r2t_of(&control.pdu, open));
+                !asks && control.ends != Some(task)
+            }
+        });
+        open.retain(|open| open.task != task);
+        self.wanted.retain(|wanted| wanted.get.task != task);
+        self.in_batch.contains(&task)
+    }
+
+    fn queued(&self) -> usize {
+        self.queue.len()
+    }
+}
+
+fn is_r2t_of(pdu: &FromTarget, open: &Open) -> bool {
+    matches!(pdu, FromTarget::R2t(r2t) if r2t.ttt == open.ttt)
+}
+
+/// A channel on a TCP connection.
+#[derive(Debug)]
+pub struct TcpChannel {
+    channel: Channel<Tcp>,
+    framer: Framer,
+}
+
+impl TcpChannel {
+    /// A connection on which nothing has come yet.
+    #[must_use]
+    pub fn new(config: ChannelConfig, now: Instant) -> Self {
+        Self {
+            channel: Channel::new(config, Tcp::new(), now),
+            framer: Framer::new(LOGIN_SEGMENT),
+        }
+    }
+
+    /// The channel.
+    #[must_use]
+    pub fn channel(&self) -> &Channel<Tcp> {
+        &self.channel
+    }
+
+    /// The channel, for inputs that are not bytes.
+    pub fn channel_mut(&mut self) -> &mut Channel<Tcp> {
+        &mut self.channel
+    }
+
+    /// Bytes arrived.
+    pub fn handle_bytes(&mut self, cx: &mut Cx<'_>, mut bytes: &[u8]) {
+        while self.channel.is_receiving() {
+            match self.framer.next(bytes) {
+                Ok((used, Some(frame))) => {
+                    self.channel.handle_frame(cx, &frame);
+                    bytes = &bytes[used..];
+                }
+                Ok((_, None)) => return,
+                Err(error) => return self.channel.handle_broken(cx, error),
+            }
+            if let Some(params) = self.channel.take_new_params() {
+                self.framer.set(params.max_recv_segment, params.digests);
+            }
+        }
+    }
+
+    /// What to send next; `false` when there is nothing, or the last batch is not yet sent.
+    pub fn poll_batch(&mut self, batch: &mut Batch) -> bool {
+        self.channel.poll_batch(batch)
+    }
+
+    /// The batch was sent, or failed to be.
+    pub fn handle_sent(&mut self, cx: &mut Cx<'_>, ok: bool) {
+        let ended = self.channel.mover_mut().on_sent();
+        for task in ended {
+            self.channel.handle_done(cx, task);
+        }
+        self.channel.handle_flushed(cx, ok);
+    }
+
+    /// Bytes kept of a PDU that is not whole.
+    #[must_use]
+    pub fn held(&self) -> usize {
+        self.framer.held()
+    }
+}
+
+/// The status that may go with data: a good one.
+pub(super) fn good(residual: riser_scsi::step::Residual) -> DataInStatus {
+    DataInStatus {
+        status: 0,
+        residual,
+    }
+}

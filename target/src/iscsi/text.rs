@@ -1,0 +1,115 @@
+//! Text requests in full-feature phase: SendTargets, and a new MaxRecvDataSegmentLength.
+
+use riser_scsi::iscsi::Ttt;
+use riser_scsi::iscsi::frame::Frame;
+use riser_scsi::iscsi::keys::{Key, Negotiation, Offer, Place, Sender};
+use riser_scsi::iscsi::name::{self, IscsiName};
+use riser_scsi::iscsi::pdu::{FromTarget, RejectReason, Stage, TextRequest, TextResponse};
+use riser_scsi::iscsi::text::{self, Collector, Outgoing};
+
+use super::channel::{Channel, Cx};
+use super::datamover::Datamover;
+
+/// Longest part of an answer in one PDU, in bytes, however much the initiator takes.
+const MAX_PART: u32 = 8192;
+
+/// A text exchange under way. A new one ends the old one.
+#[derive(Debug, Default)]
+pub(super) struct TextState {
+    collector: Collector,
+    /// The part of the answer that is still to be sent.
+    outgoing: Outgoing,
+    /// The transfer tag that goes on with it.
+    ttt: Option<Ttt>,
+    next_ttt: u32,
+}
+
+impl<D: Datamover> Channel<D> {
+    pub(super) fn on_text(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, request: &TextRequest) {
+        let goes_on = request.ttt != Ttt::NONE;
+        if goes_on && self.text.ttt != Some(request.ttt) {
+            self.text = TextState::default();
+            return self.reject(cx, frame, RejectReason::ProtocolError, &"no such text exchange");
+        }
+        if !goes_on {
+            self.text.collector = Collector::default();
+            self.text.outgoing = Outgoing::default();
+        }
+        if goes_on && !self.text.outgoing.is_done() {
+            return self.send_part(request);
+        }
+        match self.text.collector.take(frame.data, request.continues) {
+            Ok(None) => self.send_part(request),
+            Ok(Some(text)) => match self.answer_text(cx, &text) {
+                Some(answer) => {
+                    self.text.outgoing = Outgoing::new(answer);
+                    self.send_part(request);
+                }
+                None => self.reject(cx, frame, RejectReason::ProtocolError, &"text"),
+            },
+            Err(error) => self.reject(cx, frame, RejectReason::ProtocolError, &error),
+        }
+    }
+
+    /// The answer to a whole text; `None` for one that is not legal.
+    fn answer_text(&mut self, cx: &mut Cx<'_>, text: &[u8]) -> Option<Vec<u8>> {
+        let session = self.session.as_ref()?;
+        let place = Place {
+            from: Sender::Initiator,
+            stage: Stage::FullFeature,
+            leading: false,
+            discovery: session.params.discovery,
+        };
+        let mut keys = Negotiation::new(Offer::default());
+        let mut out = Vec::new();
+        for pair in text::pairs(text) {
+            let (key, value) = pair.ok()?;
+            match keys.answer(key, value, place, &mut out).ok()? {
+                Some(Key::SendTargets) => {
+                    let own = session.identity.target.as_ref();
+                    let named = IscsiName::new(value).ok();
+                    let wanted = match value {
+                        "All" if session.params.discovery => None,
+                        "" => Some(own?),
+                        // Which targets there are is told in discovery sessions only.
+                        _ if session.params.discovery || named.as_ref() == own => {
+                            Some(named.as_ref()?)
+                        }
+                        _ => return None,
+                    };
+                    for found in cx.gate.targets(&session.identity.initiator, wanted) {
+                        name::put_target(&mut out, &found.name, &found.addresses);
+                    }
+                }
+                Some(Key::MaxRecvDataSegmentLength) => {
+                    let declared = keys.peer().of(Key::MaxRecvDataSegmentLength);
+                    self.mover.set_max_send_segment(declared);
+                }
+                _ => {}
+            }
+        }
+        Some(out)
+    }
+
+    fn send_part(&mut self, request: &TextRequest) {
+        let limit = self.mover.max_send_segment().min(MAX_PART);
+        let state = &mut self.text;
+        let (part, continues) = state.outgoing.next_part(limit);
+        let data = part.to_vec();
+        let is_final = request.is_final && !continues;
+        let ttt = if is_final {
+            Ttt::NONE
+        } else {
+            state.next_ttt = (state.next_ttt + 1) & 0x7fff_ffff;
+            Ttt(state.next_ttt)
+        };
+        state.ttt = (!is_final).then_some(ttt);
+        let answer = TextResponse {
+            is_final,
+            continues,
+            itt: request.itt,
+            ttt,
+        };
+        self.send(FromTarget::TextResponse(answer), data, true);
+    }
+}

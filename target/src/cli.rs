@@ -17,7 +17,7 @@ use miette::{LabeledSpan, MietteDiagnostic, NamedSource, Report};
 use serde_json::json;
 use tracing_subscriber::EnvFilter;
 
-use crate::config::{Access, Config, ConfigError, HostId, Log, LogFormat};
+use crate::config::{Access, Config, ConfigError, HostId, Log, LogFormat, Protocol};
 use crate::interfaces::{interfaces, rdma_devices};
 
 /// The exit code of a failure at run time.
@@ -212,8 +212,13 @@ fn describe_text(config: &Config, host: &HostId) -> String {
     for target in &config.targets {
         lines.push(format!("target {}", target.name));
         for portal in &target.portals {
-            let guid = portal.ioc_guid(host, &target.name);
-            lines.push(format!("  srp {} ioc_guid {guid}", portal.listen));
+            lines.push(match (portal.protocol, &target.iqn) {
+                (Protocol::Iscsi, Some(iqn)) => format!("  iscsi {} {iqn}", portal.listen),
+                _ => {
+                    let guid = portal.ioc_guid(host, &target.name);
+                    format!("  srp {} ioc_guid {guid}", portal.listen)
+                }
+            });
         }
         for (number, lun) in &target.luns {
             let backend = config.backend(lun);
@@ -245,14 +250,19 @@ fn describe_json(config: &Config, host: &HostId) -> String {
             let portals: Vec<_> = t
                 .portals
                 .iter()
-                .map(|p| {
-                    json!({
+                .map(|p| match (p.protocol, &t.iqn) {
+                    (Protocol::Iscsi, Some(iqn)) => json!({
+                        "protocol": "iscsi",
+                        "listen": p.listen.to_string(),
+                        "iqn": iqn.as_str(),
+                    }),
+                    _ => json!({
                         "protocol": "srp",
                         "listen": p.listen.to_string(),
                         "ioc_guid": p.ioc_guid(host, &t.name).to_string(),
                         "id_ext": p.id_ext(host, &t.name).to_string(),
                         "service_guid": p.service_guid(host, &t.name).to_string(),
-                    })
+                    }),
                 })
                 .collect();
             let luns: Vec<_> = t

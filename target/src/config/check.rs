@@ -4,10 +4,12 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::RangeInclusive;
 use std::path::{Component, Path, PathBuf};
 
+use riser_scsi::iscsi::name::IscsiName;
+
 use super::error::{ConfigError, nearest};
 use super::model::{
-    Access, Backend, Config, Limits, LinkFaults, Log, LogFormat, Lun, Names, Portal, Protocol,
-    Provider, Rule, Target, Transport, Workers,
+    Access, Backend, Chap, ChapUser, Config, Limits, LinkFaults, Log, LogFormat, Lun, Names, Portal, Protocol,
+    Provider, Rule, Secret, Target, Transport, Workers,
 };
 use super::raw;
 use super::value::Percent;
@@ -86,6 +88,7 @@ pub(super) fn check(root: raw::Root) -> Checked<Config> {
         limits: limits(root.limits)?,
         transport: transport(root.transport)?,
         log: log(root.log)?,
+        discovery_chap: chap("discovery_chap", root.discovery_chap)?,
         notes,
     })
 }
@@ -343,7 +346,14 @@ fn target(
     }
     let mut listens = Vec::new();
     for (i, p) in t.portals.value.into_iter().enumerate() {
-        let listen = p.listen.value.0;
+        let protocol = match p.protocol {
+            raw::Protocol::Srp => Protocol::Srp,
+            raw::Protocol::Iscsi => Protocol::Iscsi,
+        };
+        let listen = p.listen.value.address(match protocol {
+            Protocol::Srp => 5555,
+            Protocol::Iscsi => riser_scsi::iscsi::name::PORT,
+        });
         if let Some(other) = portals.insert(listen, name.clone()) {
             return Err(Mistake::new(
                 p.listen.at,
@@ -351,9 +361,8 @@ fn target(
                 format!("{listen} is already a portal of target `{other}`"),
             ));
         }
-        let raw::Protocol::Srp = p.protocol;
         listens.push(Portal {
-            protocol: Protocol::Srp,
+            protocol,
             listen,
             set_service_guid: p.service_guid,
             set_ioc_guid: p.ioc_guid,
@@ -363,11 +372,81 @@ fn target(
     }
     let luns = luns(&path, t.luns.0, backends)?;
     let access = access(&path, t.access, &luns)?;
+    let has_iscsi = listens.iter().any(|p| p.protocol == Protocol::Iscsi);
+    let iqn = iqn(&path, &name, t.name.at, t.iqn, has_iscsi)?;
+    let chap = chap(&format!("{path}.chap"), t.chap)?;
     Ok(Target {
         name,
         portals: listens,
         luns,
         access,
+        iqn,
+        chap,
+    })
+}
+
+/// The iSCSI name of a target: `iqn`, else its own name if that is one.
+fn iqn(
+    path: &str,
+    name: &str,
+    at: At,
+    iqn: Option<Located<String>>,
+    has_iscsi: bool,
+) -> Checked<Option<IscsiName>> {
+    match iqn {
+        Some(iqn) => iscsi_name(&format!("{path}.iqn"), &iqn).map(Some),
+        None if !has_iscsi => Ok(None),
+        None => IscsiName::new(name).map(Some).map_err(|_| {
+            let message = "a target with an iSCSI portal needs `iqn`";
+            Mistake::new(at, path, message).hint("iqn: iqn.2026-01.com.example:disk1")
+        }),
+    }
+}
+
+fn iscsi_name(path: &str, name: &Located<String>) -> Checked<IscsiName> {
+    IscsiName::new(&name.value).map_err(|error| Mistake::new(name.at, path, error.to_string()))
+}
+
+fn chap(path: &str, raw: Option<Located<raw::Chap>>) -> Checked<Option<Chap>> {
+    let Some(raw) = raw else {
+        return Ok(None);
+    };
+    if raw.value.users.is_empty() {
+        let message = "`chap` without users lets nobody in";
+        return Err(Mistake::new(raw.at, path, message));
+    }
+    let users = raw.value.users.into_iter().enumerate();
+    let users = users
+        .map(|(i, user)| chap_user(&format!("{path}.users[{i}]"), user))
+        .collect::<Checked<Vec<_>>>()?;
+    let own_path = format!("{path}.mutual");
+    let own_at = raw.value.mutual.as_ref().map(|own| own.at);
+    let own = raw.value.mutual.map(|own| chap_user(&own_path, own));
+    let mutual = own.transpose()?;
+    if let (Some(own), Some(at)) = (&mutual, own_at)
+        && users.iter().any(|user| user.secret == own.secret)
+    {
+        let message = "both sides have one secret: each could play the other";
+        return Err(Mistake::new(at, own_path, message));
+    }
+    Ok(Some(Chap { users, mutual }))
+}
+
+fn chap_user(path: &str, raw: Located<raw::ChapUser>) -> Checked<ChapUser> {
+    let user = raw.value;
+    let wrong = |message: &str| Mistake::new(raw.at, path, message);
+    if user.name.is_empty() || user.name.len() > 255 || user.name.chars().any(char::is_control) {
+        return Err(wrong("a CHAP name has 1 to 255 characters"));
+    }
+    let secret = match (user.secret, user.secret_file) {
+        (Some(secret), None) if (12..=255).contains(&secret.len()) => Secret::Inline(secret),
+        (Some(_), None) => return Err(wrong("a secret has 12 to 255 bytes")),
+        (None, Some(file)) if !file.is_empty() => Secret::File(file.into()),
+        _ => return Err(wrong("give either `secret` or `secret_file`")),
+    };
+    Ok(ChapUser {
+        name: user.name,
+        secret,
     })
 }
 
@@ -414,9 +493,9 @@ fn access(path: &str, raw: raw::Access, luns: &BTreeMap<u16, Lun>) -> Checked<Ac
     for (i, r) in rules.into_iter().enumerate() {
         let place = format!("{path}.access[{i}]");
         let rule = r.value;
-        if rule.initiator.is_none() && rule.address.is_none() {
+        if rule.initiator.is_none() && rule.address.is_none() && rule.iqn.is_none() {
             return Err(Mistake::new(r.at, place, "a rule that is about nobody")
-                .hint("give `initiator`, `address` or both; `access: open` lets everybody in"));
+                .hint("give `initiator`, `iqn`, `address` or several; `access: open` lets everybody in"));
         }
         let mask = rule.luns.map(|list| {
             list.into_iter()
@@ -433,6 +512,10 @@ fn access(path: &str, raw: raw::Access, luns: &BTreeMap<u16, Lun>) -> Checked<Ac
         });
         out.push(Rule {
             initiator: rule.initiator,
+            iqn: match &rule.iqn {
+                Some(name) => Some(iscsi_name(&format!("{place}.iqn"), name)?),
+                None => None,
+            },
             address: rule.address,
             luns: mask.transpose()?,
         });

@@ -1,9 +1,14 @@
 //! [`Config`] and its parts: checked, complete, and free of anything YAML.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
 
 use riser_scsi::config as scsi;
+use riser_scsi::iscsi::chap::Credentials;
+use riser_scsi::iscsi::name::IscsiName;
 use riser_scsi::vpd::Naa;
 
 use super::error::ConfigError;
@@ -29,6 +34,8 @@ pub struct Config {
     pub transport: Transport,
     /// The log.
     pub log: Log,
+    /// How initiators prove who they are before they discover targets; `None` lets everybody.
+    pub discovery_chap: Option<Chap>,
     /// Oddities that are not errors, for people: an unused backend, a target nobody may use.
     pub notes: Vec<String>,
 }
@@ -153,6 +160,72 @@ pub struct Target {
     pub luns: BTreeMap<u16, Lun>,
     /// Who may use them.
     pub access: Access,
+    /// Its iSCSI name, where it has iSCSI portals.
+    pub iqn: Option<IscsiName>,
+    /// How iSCSI initiators prove who they are; `None` lets everybody to whom `access` is open.
+    pub chap: Option<Chap>,
+}
+
+/// CHAP: who is let in, and how we prove who we are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Chap {
+    /// Names and secrets that are accepted, at least one.
+    pub users: Vec<ChapUser>,
+    /// What we prove to initiators that ask.
+    pub mutual: Option<ChapUser>,
+}
+
+/// A name and where its secret is.
+#[derive(Clone, PartialEq, Eq)]
+pub struct ChapUser {
+    /// CHAP_N.
+    pub name: String,
+    /// The secret.
+    pub secret: Secret,
+}
+
+/// Without the secret.
+impl fmt::Debug for ChapUser {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ChapUser")
+            .field("name", &self.name)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Where a secret is.
+#[derive(Clone, PartialEq, Eq)]
+pub enum Secret {
+    /// In the configuration.
+    Inline(String),
+    /// In a file of its own, whose trailing line end does not count.
+    File(PathBuf),
+}
+
+impl ChapUser {
+    /// The name and the secret, read if it is in a file.
+    ///
+    /// # Errors
+    /// The file cannot be read, or is empty.
+    pub fn credentials(&self) -> io::Result<Credentials> {
+        let secret = match &self.secret {
+            Secret::Inline(secret) => secret.clone().into_bytes(),
+            Secret::File(path) => {
+                let mut bytes = std::fs::read(path)?;
+                while bytes.last().is_some_and(|b| matches!(b, b'\n' | b'\r')) {
+                    bytes.pop();
+                }
+                bytes
+            }
+        };
+        if secret.is_empty() {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "an empty secret"));
+        }
+        Ok(Credentials {
+            name: self.name.clone(),
+            secret,
+        })
+    }
 }
 
 impl Target {
@@ -160,10 +233,24 @@ impl Target {
     /// The first rule that matches decides.
     #[must_use]
     pub fn allowed_luns(&self, port_id: &[u8; 16], address: IpAddr) -> Option<BTreeMap<u16, Lun>> {
+        self.luns_by(|rule| rule.is_match(port_id, address))
+    }
+
+    /// As [`Target::allowed_luns`], for an iSCSI initiator.
+    #[must_use]
+    pub fn allowed_luns_of(
+        &self,
+        initiator: &IscsiName,
+        address: IpAddr,
+    ) -> Option<BTreeMap<u16, Lun>> {
+        self.luns_by(|rule| rule.is_match_by_name(initiator, address))
+    }
+
+    fn luns_by(&self, is_match: impl Fn(&Rule) -> bool) -> Option<BTreeMap<u16, Lun>> {
         match &self.access {
             Access::Open => Some(self.luns.clone()),
             Access::Rules(rules) => {
-                let rule = rules.iter().find(|r| r.is_match(port_id, address))?;
+                let rule = rules.iter().find(|rule| is_match(rule))?;
                 let mut luns = self.luns.clone();
                 if let Some(mask) = &rule.luns {
                     luns.retain(|lun, _| mask.contains(lun));
@@ -195,8 +282,10 @@ pub enum Access {
 /// Allows initiators that match everything it names.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rule {
-    /// The initiator port; any where absent.
+    /// The SRP initiator port; any where absent, unless `iqn` is there.
     pub initiator: Option<InitiatorId>,
+    /// The iSCSI initiator's name; any where absent, unless `initiator` is there.
+    pub iqn: Option<IscsiName>,
     /// The source address; any where absent.
     pub address: Option<Net>,
     /// The numbers of the units it may use; all where absent.
@@ -207,8 +296,21 @@ impl Rule {
     /// Whether the rule is about this initiator port at this address.
     #[must_use]
     pub fn is_match(&self, port_id: &[u8; 16], address: IpAddr) -> bool {
-        self.initiator.is_none_or(|i| i.is_match(port_id))
-            && self.address.is_none_or(|n| n.contains(address))
+        let is_named = match (&self.initiator, &self.iqn) {
+            (Some(initiator), _) => initiator.is_match(port_id),
+            (None, iqn) => iqn.is_none(),
+        };
+        is_named && self.address.is_none_or(|n| n.contains(address))
+    }
+
+    /// Whether the rule is about an iSCSI initiator at this address.
+    #[must_use]
+    pub fn is_match_by_name(&self, name: &IscsiName, address: IpAddr) -> bool {
+        let is_named = match (&self.iqn, &self.initiator) {
+            (Some(iqn), _) => iqn == name,
+            (None, initiator) => initiator.is_none(),
+        };
+        is_named && self.address.is_none_or(|n| n.contains(address))
     }
 }
 
@@ -217,6 +319,8 @@ impl Rule {
 pub enum Protocol {
     /// SCSI RDMA Protocol.
     Srp,
+    /// iSCSI on TCP.
+    Iscsi,
 }
 
 /// Where a target listens. Identifiers that the file leaves out are derived by
@@ -225,7 +329,7 @@ pub enum Protocol {
 pub struct Portal {
     /// The protocol spoken.
     pub protocol: Protocol,
-    /// Address and RDMA CM port.
+    /// Address, and RDMA CM port or TCP port.
     pub listen: SocketAddr,
     /// The file's service GUID.
     pub set_service_guid: Option<Guid>,

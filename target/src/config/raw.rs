@@ -24,6 +24,7 @@ pub(super) struct Root {
     pub(super) transport: Transport,
     #[serde(default)]
     pub(super) log: Log,
+    pub(super) discovery_chap: Option<Located<Chap>>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
@@ -72,12 +73,37 @@ pub(super) struct Target {
     pub(super) luns: Entries<u16, Located<Lun>>,
     #[serde(default)]
     pub(super) access: Access,
+    pub(super) iqn: Option<Located<String>>,
+    pub(super) chap: Option<Located<Chap>>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Chap {
+    pub(super) users: Vec<Located<ChapUser>>,
+    pub(super) mutual: Option<Located<ChapUser>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct ChapUser {
+    pub(super) name: String,
+    pub(super) secret: Option<String>,
+    pub(super) secret_file: Option<String>,
+}
+
+/// Without the secret.
+impl fmt::Debug for ChapUser {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ChapUser").field("name", &self.name).finish_non_exhaustive()
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Protocol {
     Srp,
+    Iscsi,
 }
 
 #[derive(Debug, Deserialize)]
@@ -154,6 +180,7 @@ impl Default for Access {
 #[serde(deny_unknown_fields)]
 pub(super) struct Rule {
     pub(super) initiator: Option<InitiatorId>,
+    pub(super) iqn: Option<Located<String>>,
     pub(super) address: Option<Net>,
     pub(super) luns: Option<Vec<Located<u64>>>,
 }

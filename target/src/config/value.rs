@@ -242,36 +242,43 @@ impl FromStr for Percent {
     }
 }
 
-/// The port of an RDMA CM listener where none is given.
-const DEFAULT_PORT: u16 = 5555;
-
 /// Where a portal listens: an address with or without a port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Listen(pub(super) SocketAddr);
+pub(super) struct Listen {
+    ip: IpAddr,
+    port: Option<u16>,
+}
+
+impl Listen {
+    /// The address; its port is the protocol's usual one where none is written.
+    pub(super) fn address(self, usual: u16) -> SocketAddr {
+        (self.ip, self.port.unwrap_or(usual)).into()
+    }
+}
 
 impl FromStr for Listen {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         let bare = text.trim_start_matches('[').trim_end_matches(']');
-        let address = text
-            .parse::<SocketAddr>()
-            .or_else(|_| bare.parse::<IpAddr>().map(|ip| (ip, DEFAULT_PORT).into()))
+        let whole = text.parse::<SocketAddr>();
+        let (ip, port) = whole
+            .map(|address| (address.ip(), Some(address.port())))
+            .or_else(|_| bare.parse::<IpAddr>().map(|ip| (ip, None)))
             .map_err(|_| {
                 format!(
                     "`{text}` is no address; write 192.0.2.1, 192.0.2.1:5555 or [2001:db8::1]:5555"
                 )
             })?;
-        if address.port() == 0 {
+        if port == Some(0) {
             return Err("a portal cannot listen on port 0".to_owned());
         }
-        let ip = address.ip();
         if ip.is_unspecified() || ip.is_multicast() || ip == IpAddr::V6(Ipv6Addr::UNSPECIFIED) {
             return Err(format!(
                 "a portal needs one address of this host, which {ip} is not"
             ));
         }
-        Ok(Self(address))
+        Ok(Self { ip, port })
     }
 }
 
@@ -418,7 +425,7 @@ mod tests {
 
     #[test]
     fn portals_listen_on_one_address() {
-        let parse = |t: &str| t.parse::<Listen>().map(|l| l.0.to_string());
+        let parse = |t: &str| t.parse::<Listen>().map(|l| l.address(5555).to_string());
         assert_eq!(parse("127.0.0.1"), Ok("127.0.0.1:5555".into()));
         assert_eq!(parse("127.0.0.1:77"), Ok("127.0.0.1:77".into()));
         assert_eq!(parse("::1"), Ok("[::1]:5555".into()));

@@ -171,6 +171,20 @@ pub struct Counters {
     pub buffer_waits: u64,
 }
 
+impl std::ops::AddAssign for Counters {
+    fn add_assign(&mut self, other: Self) {
+        self.commands += other.commands;
+        self.task_management += other.task_management;
+        self.answered += other.answered;
+        self.aborted += other.aborted;
+        self.torn_down += other.torn_down;
+        self.bytes_in += other.bytes_in;
+        self.bytes_out += other.bytes_out;
+        self.rejected += other.rejected;
+        self.buffer_waits += other.buffer_waits;
+    }
+}
+
 /// What a channel is made of.
 #[derive(Clone, Copy, Debug)]
 pub struct ChannelConfig {

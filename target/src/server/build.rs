@@ -5,6 +5,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use riser_scsi::iscsi::login::Auth;
 use riser_scsi::lu::LogicalUnit;
 use riser_transport::roce::fault::FaultConfig;
 use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
@@ -12,11 +13,12 @@ use riser_transport::verbs::Mtu;
 
 use super::ServerError;
 use crate::backend::Store;
-use crate::config::{Config, HostId, LinkFaults, Lun};
+use crate::config::{self, Config, HostId, LinkFaults, Lun, Protocol};
 use crate::srp::{LoginLimits, Unit, UnitIdx};
 use crate::worker::Shared;
+use crate::worker::iscsi::{IscsiSessions, IscsiShared};
 use crate::worker::registry::{Registry, SessionLimits};
-use crate::worker::target::{PortalDef, TargetDef};
+use crate::worker::target::{IscsiDef, PortalDef, TargetDef};
 
 /// Tasks of one unit at most, of all initiators together.
 const MAX_TASKS: u32 = 1 << 16;
@@ -55,6 +57,7 @@ pub(super) fn shared(config: &Config) -> Result<Shared, ServerError> {
             .portals
             .iter()
             .enumerate()
+            .filter(|(_, portal)| portal.protocol == Protocol::Srp)
             .map(|(i, portal)| PortalDef {
                 listen: portal.listen,
                 id_ext: portal.id_ext(&host, &target.name).0,
@@ -71,6 +74,7 @@ pub(super) fn shared(config: &Config) -> Result<Shared, ServerError> {
             config: target.clone(),
             portals,
             units: members,
+            iscsi: iscsi(target)?,
         });
     }
     let limits = &config.limits;
@@ -90,6 +94,44 @@ pub(super) fn shared(config: &Config) -> Result<Shared, ServerError> {
         unit_stores: units.unit_stores,
         stores: units.opened,
         registry,
+        iscsi: IscsiShared {
+            sessions: IscsiSessions::default(),
+            discovery: auth(config.discovery_chap.as_ref())?,
+            commands: limits.queue_depth.min(1024) as u16,
+        },
+    })
+}
+
+/// What a target is for iSCSI initiators.
+fn iscsi(target: &config::Target) -> Result<Option<IscsiDef>, ServerError> {
+    let Some(name) = &target.iqn else {
+        return Ok(None);
+    };
+    let portals = target.portals.iter().enumerate();
+    Ok(Some(IscsiDef {
+        name: name.clone(),
+        portals: portals
+            .filter(|(_, portal)| portal.protocol == Protocol::Iscsi)
+            .map(|(i, portal)| (portal.listen, i as u16 + 1))
+            .collect(),
+        auth: auth(target.chap.as_ref())?,
+    }))
+}
+
+/// Reads the secrets.
+fn auth(chap: Option<&config::Chap>) -> Result<Auth, ServerError> {
+    let Some(chap) = chap else {
+        return Ok(Auth::None);
+    };
+    let read = |user: &config::ChapUser| {
+        user.credentials().map_err(|source| ServerError::Secret {
+            name: user.name.clone(),
+            source,
+        })
+    };
+    Ok(Auth::Chap {
+        accepted: chap.users.iter().map(read).collect::<Result<_, _>>()?,
+        own: chap.mutual.as_ref().map(read).transpose()?,
     })
 }
 
@@ -153,7 +195,8 @@ impl Units<'_> {
 /// Opens the devices: by worker, one for each address that a portal has.
 pub(super) fn devices(config: &Config, workers: usize) -> Result<Vec<Vec<Roce>>, ServerError> {
     let mut addresses: Vec<IpAddr> = Vec::new();
-    for portal in config.targets.iter().flat_map(|t| &t.portals) {
+    let portals = config.targets.iter().flat_map(|t| &t.portals);
+    for portal in portals.filter(|p| p.protocol == Protocol::Srp) {
         let ip = portal.listen.ip();
         if !addresses.contains(&ip) {
             addresses.push(ip);

@@ -62,6 +62,14 @@ pub enum ServerError {
         /// Why.
         source: riser_scsi::config::ConfigError,
     },
+    /// A CHAP secret cannot be read.
+    #[error("the secret of {name}: {source}")]
+    Secret {
+        /// CHAP name.
+        name: String,
+        /// Why.
+        source: io::Error,
+    },
     /// A device cannot be opened.
     #[error("cannot open a RoCE device at {addr}: {source}")]
     Device {
@@ -210,11 +218,14 @@ impl Server {
         }
     }
 
-    /// Where it listens: the RDMA CM ports of all portals.
+    /// Where it listens: the RDMA CM ports and the TCP ports of all portals.
     #[must_use]
     pub fn addresses(&self) -> Vec<SocketAddr> {
-        let portals = self.shared.targets.iter().flat_map(|t| &t.portals);
-        portals.map(|p| p.listen).collect()
+        let targets = &self.shared.targets;
+        let srp = targets.iter().flat_map(|t| &t.portals).map(|p| p.listen);
+        let iscsi = targets.iter().filter_map(|t| t.iscsi.as_ref());
+        let iscsi = iscsi.flat_map(|t| &t.portals).map(|(listen, _)| *listen);
+        srp.chain(iscsi).collect()
     }
 
     /// Targets, their ports and units.
@@ -466,6 +477,14 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
             target = %target.config.name, listen = %portal.listen,
             port = %portal.target_port(), luns = target.units.len(), "serving"
         );
+    }
+    for (target, iscsi) in server.shared.targets.iter().filter_map(|t| Some((t, t.iscsi.as_ref()?))) {
+        for (listen, _) in &iscsi.portals {
+            tracing::info!(
+                target = %target.config.name, %listen, iqn = %iscsi.name,
+                luns = target.units.len(), "serving"
+            );
+        }
     }
     notify(&[NotifyState::Ready]);
     let signal = signals.wait().map_err(ServerError::Signal)?;

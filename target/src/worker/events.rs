@@ -10,7 +10,7 @@ use std::cmp::Reverse;
 use riser_scsi::step::{BlockOp, StepResult};
 use riser_transport::verbs::{AsyncEvent, CmEventKind, Completion, CqId, Notify, QpId, VerbsError};
 
-use super::exec::{Work, user_parts};
+use super::exec::{Owner, Work};
 use super::mail::Mail;
 use super::{CQ_BATCH, Flushing, GRACE, Phase, Report, Worker, WorkerError};
 use crate::srp::{Channel, RecvIdx};
@@ -226,10 +226,10 @@ impl Worker {
         let mut completions = std::mem::take(&mut self.ring_completions);
         completions.clear();
         let reaped = self.ring.reap(&mut completions)?;
-        for completion in &completions {
+        for completion in &mut completions {
             if self.driver.owns(completion.token) {
                 self.driver.handle_completion(&mut self.ring, completion);
-            } else {
+            } else if !self.on_iscsi_completion(completion) {
                 self.on_watch(completion)?;
             }
         }
@@ -240,8 +240,7 @@ impl Worker {
             if done.user == FLUSH {
                 self.on_flushed(done.result);
             } else {
-                let (key, ioctx) = user_parts(done.user);
-                self.with_channel(key, |ch, cx| ch.handle_block_done(cx, ioctx, done.result));
+                self.on_block_done(Owner::of(done.user), done.result);
                 self.drain_dirty();
             }
         }
@@ -266,6 +265,12 @@ impl Worker {
     }
 
     pub(super) fn handle_mail(&mut self, mail: Mail) {
+        if let Some(serial) = mail.addressee()
+            && !self.by_serial.contains_key(&serial)
+            && self.handle_iscsi_mail(serial, &mail)
+        {
+            return;
+        }
         match mail {
             Mail::Forwarded { device, src, bytes } => {
                 if let Some(dev) = self.devices.get_mut(device) {
@@ -320,8 +325,10 @@ impl Worker {
             if let Some(key) = self.by_serial.get(&serial).copied() {
                 self.sessions[key].armed = None;
                 self.with_channel(key, Channel::handle_timeout);
-                self.drain_dirty();
+            } else {
+                self.on_iscsi_timer(serial);
             }
+            self.drain_dirty();
         }
         if self.lingering.iter().any(|(_, _, at)| *at <= self.now) {
             self.end_lingering(None);
@@ -359,11 +366,12 @@ impl Worker {
             for key in keys {
                 self.with_channel(key, Channel::handle_disconnected);
             }
+            self.end_iscsi();
             self.drain_dirty();
         }
         // Goodbyes get their answers while there is time.
         let parting = !self.lingering.is_empty() && self.now < until;
-        if self.sessions.is_empty() && !parting {
+        if self.sessions.is_empty() && self.iscsi.is_empty() && !parting {
             self.phase = Phase::Quiet;
             let _ = self.reports.send(Report::Quiet(self.index));
         }

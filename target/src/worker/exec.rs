@@ -12,6 +12,7 @@ use riser_transport::verbs::{
 
 use super::mail::Mail;
 use super::{Stalled, Worker};
+use crate::iscsi::TaskIdx;
 use crate::srp::transfer::Direction;
 use crate::srp::{Action, Channel, RecvIdx, SendIdx, SendIu, TaskRef, UnitIdx};
 
@@ -60,21 +61,48 @@ impl Work {
     }
 }
 
-/// The driver's name for a context's block operation.
-fn user(key: usize, ioctx: SendIdx) -> u64 {
-    (key as u64) << 16 | u64::from(ioctx.0)
+/// Whose block operation it is: the session and its context.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Owner {
+    /// An SRP channel's.
+    Srp(usize, SendIdx),
+    /// An iSCSI connection's.
+    Iscsi(usize, TaskIdx),
 }
 
-/// The session and context of such a name.
-pub(super) fn user_parts(user: u64) -> (usize, SendIdx) {
-    ((user >> 16) as usize, SendIdx(user as u16))
+impl Owner {
+    const ISCSI: u64 = 1 << 62;
+
+    /// The driver's name for the operation.
+    fn user(self) -> u64 {
+        match self {
+            Self::Srp(key, ioctx) => (key as u64) << 16 | u64::from(ioctx.0),
+            Self::Iscsi(key, task) => Self::ISCSI | (key as u64) << 16 | u64::from(task.0),
+        }
+    }
+
+    /// Whose such a name is.
+    pub(super) fn of(user: u64) -> Self {
+        let key = ((user & !Self::ISCSI) >> 16) as usize;
+        if user & Self::ISCSI == 0 {
+            Self::Srp(key, SendIdx(user as u16))
+        } else {
+            Self::Iscsi(key, TaskIdx(user as u16))
+        }
+    }
 }
 
 impl Worker {
     /// Carries out the actions of every channel that may have some.
     pub(super) fn drain_dirty(&mut self) {
-        while let Some(key) = self.dirty.pop_front() {
-            self.drain_actions(key);
+        loop {
+            if let Some(key) = self.dirty.pop_front() {
+                self.drain_actions(key);
+            } else if let Some(key) = self.iscsi.dirty.pop_front() {
+                self.pump_iscsi(key);
+            } else {
+                break;
+            }
         }
     }
 
@@ -96,17 +124,10 @@ impl Worker {
                 Action::Post { ioctx, rdma, send } => self.post(key, ioctx, rdma, send),
                 Action::SubmitBlock { ioctx, unit, op } => {
                     let store = self.store_of(unit);
-                    let stalled = Stalled {
-                        key,
-                        ioctx,
-                        store,
-                        op,
-                    };
-                    if !self.stalled.is_empty() || !self.submit_block(&stalled) {
-                        self.stalled.push_back(stalled);
-                    }
+                    let owner = Owner::Srp(key, ioctx);
+                    self.submit_or_stall(Stalled { owner, store, op });
                 }
-                Action::AbortBlock(ioctx) => self.abort_block(key, ioctx),
+                Action::AbortBlock(ioctx) => self.abort_block(Owner::Srp(key, ioctx)),
                 Action::StartTask(task) => self.tell(task, Mail::StartTask(task)),
                 Action::AbortTask { task, watcher } => {
                     self.tell(task, Mail::AbortTask { task, watcher });
@@ -139,7 +160,7 @@ impl Worker {
         self.note_pool_wait(key);
     }
 
-    fn store_of(&self, unit: UnitIdx) -> crate::backend::StoreId {
+    pub(super) fn store_of(&self, unit: UnitIdx) -> crate::backend::StoreId {
         self.stores[self.shared.unit_stores[unit.0 as usize]]
     }
 
@@ -254,20 +275,31 @@ impl Worker {
         }
     }
 
+    /// Hands a block operation to the driver, behind those that wait for room.
+    pub(super) fn submit_or_stall(&mut self, op: Stalled) {
+        if !self.stalled.is_empty() || !self.submit_block(&op) {
+            self.stalled.push_back(op);
+        }
+    }
+
     /// Hands a block operation to the driver; `false` if it has no room.
     fn submit_block(&mut self, op: &Stalled) -> bool {
-        let Some(session) = self.sessions.get(op.key) else {
-            return true;
+        let mut slices = std::mem::take(&mut self.slices);
+        slices.clear();
+        let is_there = match op.owner {
+            Owner::Srp(key, ioctx) => self.sessions.get(key).is_some_and(|session| {
+                slices.extend(session.channel.block_slices(ioctx, 0..u32::MAX));
+                true
+            }),
+            Owner::Iscsi(key, task) => self.iscsi_slices(key, task, &mut slices),
         };
-        self.slices.clear();
-        self.slices
-            .extend(session.channel.block_slices(op.ioctx, 0..u32::MAX));
-        let name = user(op.key, op.ioctx);
-        let taken = self
-            .driver
-            .submit(&mut self.ring, op.store, op.op, &self.slices, name)
-            .is_ok();
-        self.slices.clear();
+        let taken = !is_there
+            || self
+                .driver
+                .submit(&mut self.ring, op.store, op.op, &slices, op.owner.user())
+                .is_ok();
+        slices.clear();
+        self.slices = slices;
         taken
     }
 
@@ -281,22 +313,28 @@ impl Worker {
         }
     }
 
-    fn abort_block(&mut self, key: usize, ioctx: SendIdx) {
-        let waiting = self
-            .stalled
-            .iter()
-            .position(|s| (s.key, s.ioctx) == (key, ioctx));
+    pub(super) fn abort_block(&mut self, owner: Owner) {
+        let waiting = self.stalled.iter().position(|s| s.owner == owner);
         if let Some(at) = waiting {
             self.stalled.remove(at);
-            let result = StepResult::Failed(BackendError::Aborted);
-            self.with_channel(key, |ch, cx| ch.handle_block_done(cx, ioctx, result));
+            self.on_block_done(owner, StepResult::Failed(BackendError::Aborted));
         } else {
-            self.driver.cancel(&mut self.ring, user(key, ioctx));
+            self.driver.cancel(&mut self.ring, owner.user());
+        }
+    }
+
+    /// A block operation ended.
+    pub(super) fn on_block_done(&mut self, owner: Owner, result: StepResult) {
+        match owner {
+            Owner::Srp(key, ioctx) => {
+                self.with_channel(key, |ch, cx| ch.handle_block_done(cx, ioctx, result));
+            }
+            Owner::Iscsi(key, task) => self.on_iscsi_block(key, task, result),
         }
     }
 
     /// Tells a task's channel something, here or at another worker.
-    fn tell(&mut self, task: TaskRef, mail: Mail) {
+    pub(super) fn tell(&mut self, task: TaskRef, mail: Mail) {
         self.post_mail(task.worker, mail);
     }
 

@@ -65,6 +65,20 @@ pub enum Mail {
     Snapshot(Sender<Snapshot>),
 }
 
+impl Mail {
+    /// The number of the channel that it is for, if it is for one.
+    #[must_use]
+    pub fn addressee(&self) -> Option<u32> {
+        match self {
+            Self::StartTask(task) | Self::AbortTask { task, .. } | Self::TaskGone(task) => {
+                Some(task.channel)
+            }
+            Self::Terminate { serial, .. } => Some(*serial),
+            _ => None,
+        }
+    }
+}
+
 /// What a worker has done, and its sessions.
 #[derive(Clone, Debug, Default)]
 pub struct Snapshot {
@@ -72,6 +86,10 @@ pub struct Snapshot {
     pub counters: Counters,
     /// Channels at present.
     pub sessions: Vec<SessionInfo>,
+    /// Sums over all iSCSI channels.
+    pub iscsi: crate::iscsi::Counters,
+    /// iSCSI sessions at present, each with its peer.
+    pub iscsi_sessions: Vec<(SocketAddr, crate::iscsi::SessionInfo)>,
     /// Logins accepted.
     pub logins: u64,
     /// Logins refused.

@@ -20,6 +20,7 @@
 //! - `session`: logins, and what a channel holds besides its machine.
 //! - `exec`: carries out what channels ask for.
 //! - `events`: completions, connection events and mail into channels.
+//! - `iscsi`: iSCSI's sockets and connections.
 //! - `discovery`: answers device-management MADs.
 //! - `registry`, `target`: sessions and targets, shared by all workers.
 //! - `mail`: messages between workers.
@@ -33,6 +34,7 @@ mod device;
 mod discovery;
 mod events;
 mod exec;
+pub mod iscsi;
 pub mod mail;
 mod park;
 pub mod registry;
@@ -56,7 +58,7 @@ use slab::Slab;
 use crate::backend::{Driver, DriverConfig, Store, StoreId};
 use crate::log::RateLimit;
 use crate::pool::Pool;
-use crate::srp::{Counters, Cx, SendIdx};
+use crate::srp::{Counters, Cx};
 
 pub use device::Device;
 pub use session::SessionInfo;
@@ -93,6 +95,8 @@ pub struct Shared {
     pub stores: Vec<Arc<Store>>,
     /// Sessions.
     pub registry: Registry,
+    /// What iSCSI needs besides.
+    pub iscsi: iscsi::IscsiShared,
 }
 
 /// What a worker tells the server.
@@ -145,6 +149,14 @@ pub enum WorkerError {
         /// Why.
         source: CmError,
     },
+    /// A TCP portal cannot be listened on.
+    #[error("cannot listen on {portal}: {source}")]
+    ListenTcp {
+        /// The portal.
+        portal: std::net::SocketAddr,
+        /// Why.
+        source: io::Error,
+    },
     /// No device has the portal's address.
     #[error("no device has the address of {0}")]
     NoDevice(String),
@@ -160,8 +172,7 @@ struct Listener {
 /// A block operation that the driver had no room for.
 #[derive(Debug)]
 struct Stalled {
-    key: usize,
-    ioctx: SendIdx,
+    owner: exec::Owner,
     store: StoreId,
     op: BlockOp,
 }
@@ -216,6 +227,10 @@ pub struct Worker {
     rw_remote: Vec<RemoteSegment>,
     spinner: Spinner,
     phase: Phase,
+    /// iSCSI's connections.
+    iscsi: iscsi::Iscsi,
+    /// Free bytes of the pool when they last tried.
+    iscsi_pool_seen: usize,
     flushing: Option<Flushing>,
     exiting: bool,
     /// Counters of channels that are gone.
@@ -297,6 +312,8 @@ impl Worker {
             rw_remote: Vec::new(),
             spinner: Spinner::new(SPIN),
             phase: Phase::Serving,
+            iscsi: iscsi::Iscsi::default(),
+            iscsi_pool_seen: 0,
             flushing: None,
             exiting: false,
             past: Counters::default(),
@@ -307,6 +324,7 @@ impl Worker {
             now: Instant::now(),
         };
         worker.listen_all()?;
+        worker.listen_iscsi()?;
         worker.watch_devices()?;
         Ok(worker)
     }
@@ -386,6 +404,8 @@ impl Worker {
         work += self.poll_mail();
         work += self.poll_timers();
         work += self.poll_pool();
+        work += self.poll_iscsi_pool();
+        self.poll_accepts();
         self.poll_phase();
         // What this round asked for goes out now rather than in the next one.
         if work > 0 {
@@ -423,6 +443,7 @@ impl Worker {
             Phase::Serving | Phase::Quiet => None,
         };
         [
+            self.accept_deadline(),
             timer,
             devices,
             lingering,
@@ -446,6 +467,8 @@ impl Worker {
                 .iter()
                 .map(|(_, s)| s.info(self.index))
                 .collect(),
+            iscsi: self.iscsi.counters(),
+            iscsi_sessions: self.iscsi.sessions().collect(),
             logins: self.logins,
             rejects: self.rejects,
             pool_size: self.pool.size(),

@@ -56,6 +56,18 @@ struct Table {
     stopping: bool,
 }
 
+impl Table {
+    /// One nexus less from an address.
+    fn forget_address(&mut self, address: IpAddr) {
+        if let Some(n) = self.addresses.get_mut(&address) {
+            *n -= 1;
+            if *n == 0 {
+                self.addresses.remove(&address);
+            }
+        }
+    }
+}
+
 /// All sessions of a server.
 #[derive(Debug)]
 pub struct Registry {
@@ -93,6 +105,12 @@ impl Registry {
     #[must_use]
     pub fn login_limits(&self) -> LoginLimits {
         self.limits.login
+    }
+
+    /// I_T nexuses at once.
+    #[must_use]
+    pub fn max_sessions(&self) -> u32 {
+        self.limits.sessions
     }
 
     /// Refuses every login from now on.
@@ -178,6 +196,27 @@ impl Registry {
         })
     }
 
+    /// Makes an I_T nexus of another protocol, within the same bounds; `None` where they are
+    /// reached, or the server is stopping.
+    pub fn open_nexus(&self, address: IpAddr) -> Option<NexusId> {
+        let mut table = self.lock();
+        let from_there = table.addresses.get(&address).copied().unwrap_or(0);
+        let total: u32 = table.addresses.values().sum();
+        if table.stopping || total >= self.limits.sessions || from_there >= self.limits.per_address
+        {
+            return None;
+        }
+        let id = NexusId(table.next_id);
+        table.next_id += 1;
+        *table.addresses.entry(address).or_default() += 1;
+        Some(id)
+    }
+
+    /// A nexus of another protocol has ended.
+    pub fn close_nexus(&self, address: IpAddr) {
+        self.lock().forget_address(address);
+    }
+
     /// A channel is gone; with the last one the nexus ends.
     pub fn logout(&self, key: NexusKey, channel: ChannelRef) {
         let mut table = self.lock();
@@ -192,12 +231,7 @@ impl Registry {
         for (_, unit) in entry.luns.iter() {
             unit.lu.remove_nexus(entry.id);
         }
-        if let Some(n) = table.addresses.get_mut(&entry.address) {
-            *n -= 1;
-            if *n == 0 {
-                table.addresses.remove(&entry.address);
-            }
-        }
+        table.forget_address(entry.address);
     }
 
     /// A panic elsewhere cannot have left the table half changed, so poison is ignored.

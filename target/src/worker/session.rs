@@ -421,6 +421,7 @@ impl Worker {
         for key in keys {
             self.with_channel(key, |ch, cx| ch.handle_shutdown(cx, until));
         }
+        self.begin_iscsi_shutdown(until);
         self.drain_dirty();
     }
 }

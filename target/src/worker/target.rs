@@ -1,8 +1,11 @@
 //! Targets as workers see them: ports, units, and who may use them.
 
+use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
+use riser_scsi::iscsi::login::Auth;
+use riser_scsi::iscsi::name::IscsiName;
 use riser_scsi::lun::LunId;
 use riser_scsi::srp::{InitiatorPortId, PortIdParts, TargetPortId};
 
@@ -44,6 +47,20 @@ pub struct TargetDef {
     pub portals: Vec<PortalDef>,
     /// Its units, by number.
     pub units: Vec<(u16, Arc<Unit>)>,
+    /// What it is for iSCSI initiators, if it has iSCSI portals.
+    pub iscsi: Option<IscsiDef>,
+}
+
+/// A target for iSCSI initiators.
+#[derive(Debug)]
+pub struct IscsiDef {
+    /// Its name.
+    pub name: IscsiName,
+    /// Where it listens, and the relative target port identifier there, which is the portal group
+    /// tag as well.
+    pub portals: Vec<(SocketAddr, u16)>,
+    /// How initiators prove who they are.
+    pub auth: Auth,
 }
 
 impl TargetDef {
@@ -51,12 +68,23 @@ impl TargetDef {
     #[must_use]
     pub fn luns_of(&self, initiator: &InitiatorPortId, address: IpAddr) -> Option<Arc<LunMap>> {
         let allowed = self.config.allowed_luns(&initiator.0, address)?;
+        Some(self.map_of(&allowed))
+    }
+
+    /// As [`TargetDef::luns_of`], for an iSCSI initiator.
+    #[must_use]
+    pub fn luns_of_name(&self, initiator: &IscsiName, address: IpAddr) -> Option<Arc<LunMap>> {
+        let allowed = self.config.allowed_luns_of(initiator, address)?;
+        Some(self.map_of(&allowed))
+    }
+
+    fn map_of(&self, allowed: &BTreeMap<u16, config::Lun>) -> Arc<LunMap> {
         let seen = self
             .units
             .iter()
             .filter(|(number, _)| allowed.contains_key(number))
             .filter_map(|(number, unit)| Some((LunId::new(u32::from(*number))?, Arc::clone(unit))));
-        Some(Arc::new(LunMap::new(seen)))
+        Arc::new(LunMap::new(seen))
     }
 
     /// Whether a target port is one of this target.

@@ -1,0 +1,274 @@
+//! iSCSI on a worker: its listening sockets, its connections, and what connects them to the ring.
+//!
+//! Every worker listens on every portal, and the kernel deals new connections out among them
+//! (`SO_REUSEPORT`). A connection has at most one receive and one send in the ring at a time. It is
+//! closed in this order: the socket is shut down, both operations end, the channel lets go of its
+//! tasks, the socket is closed.
+//!
+//! # Modules
+//! - `gate`: who may log in. `sessions`: the sessions of all workers.
+//! - `socket`: accepting, receiving, sending.
+//!
+//! # Bounds
+//! Connections of a worker are bounded by twice the sessions and some for logins; further ones are
+//! closed at once. A connection's memory is its receive buffer, its channel, and a batch of headers.
+
+mod gate;
+mod sessions;
+mod socket;
+
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::time::Instant;
+
+use riser_scsi::iscsi::login::Auth;
+use riser_scsi::step::StepResult;
+use slab::Slab;
+
+use super::exec::Owner;
+use super::mail::Mail;
+use super::registry::ChannelRef;
+use super::{Stalled, Worker};
+use crate::iscsi::{Action, Counters, Cx, Phase, SessionInfo, TaskIdx, TcpChannel};
+use gate::WorkerGate;
+use sessions::Entered;
+use socket::{Connection, Listener};
+
+pub use sessions::IscsiSessions;
+
+/// What the workers share of iSCSI.
+#[derive(Debug)]
+pub struct IscsiShared {
+    /// Sessions.
+    pub sessions: IscsiSessions,
+    /// How initiators prove who they are before they discover targets.
+    pub discovery: Auth,
+    /// Commands of a session at once.
+    pub commands: u16,
+}
+
+/// What a worker has of iSCSI.
+#[derive(Debug, Default)]
+pub(super) struct Iscsi {
+    listeners: Vec<Listener>,
+    conns: Slab<Conn>,
+    /// Connections whose channel may want something.
+    pub(super) dirty: VecDeque<usize>,
+    past: Counters,
+}
+
+/// A connection and its channel.
+#[derive(Debug)]
+struct Conn {
+    channel: TcpChannel,
+    connection: Connection,
+    serial: u32,
+    listen: SocketAddr,
+    peer: SocketAddr,
+    entered: Option<Entered>,
+    armed: Option<Instant>,
+    waits_for_pool: bool,
+}
+
+impl Iscsi {
+    /// Whether there is no connection.
+    pub(super) fn is_empty(&self) -> bool {
+        self.conns.is_empty()
+    }
+
+    /// Sums over all channels, those that are gone included.
+    pub(super) fn counters(&self) -> Counters {
+        self.conns.iter().fold(self.past, |mut sum, (_, conn)| {
+            sum += conn.channel.channel().counters();
+            sum
+        })
+    }
+
+    /// The sessions at present.
+    pub(super) fn sessions(&self) -> impl Iterator<Item = (SocketAddr, SessionInfo)> + '_ {
+        self.conns.iter().filter_map(|(_, conn)| {
+            let info = conn.channel.channel().session_info()?;
+            Some((conn.peer, info))
+        })
+    }
+
+    fn by_serial(&self, serial: u32) -> Option<usize> {
+        let found = self.conns.iter().find(|(_, conn)| conn.serial == serial);
+        found.map(|(key, _)| key)
+    }
+}
+
+impl Worker {
+    /// Gives a channel an input, and remembers to carry out what it asks for.
+    fn with_iscsi(&mut self, key: usize, input: impl FnOnce(&mut TcpChannel, &mut Cx<'_>)) {
+        let Some(conn) = self.iscsi.conns.get_mut(key) else {
+            return;
+        };
+        let mut terminate = Vec::new();
+        let mut gate = WorkerGate {
+            shared: &self.shared,
+            listen: conn.listen,
+            peer: conn.peer,
+            channel: ChannelRef {
+                worker: self.index,
+                serial: conn.serial,
+            },
+            entered: &mut conn.entered,
+            terminate: &mut terminate,
+        };
+        let mut cx = Cx {
+            now: self.now,
+            pool: &mut self.pool,
+            gate: &mut gate,
+        };
+        input(&mut conn.channel, &mut cx);
+        self.iscsi.dirty.push_back(key);
+        for other in terminate {
+            let reason = riser_scsi::srp::TLogoutReason::MultiChannelAction;
+            let serial = other.serial;
+            self.post_mail(other.worker, Mail::Terminate { serial, reason });
+        }
+    }
+
+    /// Carries out what a channel asks for, and sends what it has to send.
+    pub(super) fn pump_iscsi(&mut self, key: usize) {
+        while let Some(conn) = self.iscsi.conns.get_mut(key) {
+            let Some(action) = conn.channel.channel_mut().poll_action() else {
+                break;
+            };
+            match action {
+                Action::SubmitBlock { task, unit, op } => self.submit_or_stall(Stalled {
+                    owner: Owner::Iscsi(key, task),
+                    store: self.store_of(unit),
+                    op,
+                }),
+                Action::AbortBlock(task) => self.abort_block(Owner::Iscsi(key, task)),
+                Action::StartTask(task) => self.tell(task, Mail::StartTask(task)),
+                Action::AbortTask { task, watcher } => {
+                    self.tell(task, Mail::AbortTask { task, watcher });
+                }
+                Action::TaskGone(watcher) => self.tell(watcher, Mail::TaskGone(watcher)),
+                Action::Disconnect => self.shut_down_socket(key),
+                Action::Release => return self.release_iscsi(key),
+            }
+        }
+        self.send_next(key);
+        self.receive_next(key);
+        self.arm_iscsi(key);
+    }
+
+    fn arm_iscsi(&mut self, key: usize) {
+        let Some(conn) = self.iscsi.conns.get_mut(key) else {
+            return;
+        };
+        let channel = conn.channel.channel();
+        if let Some(at) = channel.deadline()
+            && conn.armed.is_none_or(|armed| at < armed)
+        {
+            conn.armed = Some(at);
+            self.timers.push(std::cmp::Reverse((at, conn.serial)));
+        }
+        conn.waits_for_pool = channel.waits_for_pool();
+    }
+
+    /// The channel holds nothing any more.
+    fn release_iscsi(&mut self, key: usize) {
+        let conn = self.iscsi.conns.remove(key);
+        self.iscsi.past += conn.channel.channel().counters();
+        if let Some(entered) = &conn.entered {
+            self.shared.iscsi.sessions.leave(entered);
+            self.shared.registry.close_nexus(entered.address);
+            tracing::info!(
+                peer = %conn.peer, initiator = %entered.key.initiator,
+                nexus = entered.nexus.0, "logged out"
+            );
+        }
+    }
+
+    /// Block operations of a connection, for the driver.
+    pub(super) fn iscsi_slices(
+        &self,
+        key: usize,
+        task: TaskIdx,
+        out: &mut Vec<riser_memory::MemSlice>,
+    ) -> bool {
+        let Some(conn) = self.iscsi.conns.get(key) else {
+            return false;
+        };
+        out.extend(conn.channel.channel().block_slices(task, 0..u32::MAX));
+        true
+    }
+
+    pub(super) fn on_iscsi_block(&mut self, key: usize, task: TaskIdx, result: StepResult) {
+        self.with_iscsi(key, |ch, cx| {
+            ch.channel_mut().handle_block_done(cx, task, result);
+        });
+    }
+
+    /// Mail about a channel that is no SRP channel; whether there is an iSCSI channel for it.
+    pub(super) fn handle_iscsi_mail(&mut self, serial: u32, mail: &Mail) -> bool {
+        let Some(key) = self.iscsi.by_serial(serial) else {
+            return false;
+        };
+        self.with_iscsi(key, |ch, cx| {
+            let channel = ch.channel_mut();
+            match *mail {
+                Mail::StartTask(task) => channel.handle_task_start(cx, task),
+                Mail::AbortTask { task, watcher } => channel.handle_abort(cx, task, watcher),
+                Mail::TaskGone(watcher) => channel.handle_task_gone(cx, watcher),
+                Mail::Terminate { .. } => channel.handle_terminate(cx),
+                _ => {}
+            }
+        });
+        true
+    }
+
+    pub(super) fn on_iscsi_timer(&mut self, serial: u32) {
+        if let Some(key) = self.iscsi.by_serial(serial) {
+            self.iscsi.conns[key].armed = None;
+            self.with_iscsi(key, |ch, cx| ch.channel_mut().handle_timeout(cx));
+        }
+    }
+
+    /// Lets connections that wait for pool memory try again; how many there were.
+    pub(super) fn poll_iscsi_pool(&mut self) -> usize {
+        if self.pool.free() <= self.iscsi_pool_seen {
+            self.iscsi_pool_seen = self.pool.free();
+            return 0;
+        }
+        let waiting: Vec<usize> = self
+            .iscsi
+            .conns
+            .iter()
+            .filter(|(_, conn)| conn.waits_for_pool)
+            .map(|(key, _)| key)
+            .collect();
+        for &key in &waiting {
+            self.with_iscsi(key, |ch, cx| ch.channel_mut().handle_pool(cx));
+        }
+        self.drain_dirty();
+        self.iscsi_pool_seen = self.pool.free();
+        waiting.len()
+    }
+
+    /// Stops listening, and asks initiators to log out.
+    pub(super) fn begin_iscsi_shutdown(&mut self, until: Instant) {
+        self.stop_listening();
+        for key in self.iscsi_keys() {
+            self.with_iscsi(key, |ch, cx| ch.channel_mut().handle_shutdown(cx, until));
+        }
+    }
+
+    /// Cuts all connections.
+    pub(super) fn end_iscsi(&mut self) {
+        for key in self.iscsi_keys() {
+            if self.iscsi.conns[key].channel.channel().phase() != Phase::Closed {
+                self.with_iscsi(key, |ch, cx| ch.channel_mut().handle_terminate(cx));
+            }
+        }
+    }
+
+    fn iscsi_keys(&self) -> Vec<usize> {
+        self.iscsi.conns.iter().map(|(key, _)| key).collect()
+    }
+}

@@ -1,0 +1,355 @@
+//! Sockets: accepting, receiving, sending, all through the ring.
+
+#![allow(
+    unsafe_code,
+    reason = "received bytes are looked at in place, in the receive buffer"
+)]
+
+use std::io;
+use std::net::{Shutdown, SocketAddr};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use riser_memory::{MemSlice, Memory};
+use riser_reactor::{Completion, Handle, Receive, Token};
+use socket2::{Domain, Protocol, SockRef, Socket, Type};
+
+use super::super::{Worker, WorkerError};
+use super::Conn;
+use crate::iscsi::{Batch, ChannelConfig, Chunk, TcpChannel};
+use crate::warn_limited;
+
+/// The top byte of our tokens; the kind of operation is in the next one.
+const ISCSI: u64 = 3 << 56;
+
+/// Bytes taken from a socket at once.
+const RECEIVE: usize = 128 << 10;
+
+/// Connections that wait to be accepted.
+const BACKLOG: i32 = 256;
+
+/// How long a listener rests that could not accept.
+const REST: Duration = Duration::from_millis(100);
+
+/// What an operation of ours was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Op {
+    Accept = 0,
+    Receive = 1,
+    Send = 2,
+}
+
+fn token(op: Op, key: usize) -> Token {
+    Token(ISCSI | (op as u64) << 48 | key as u64)
+}
+
+/// A listening socket.
+#[derive(Debug)]
+pub(super) struct Listener {
+    handle: Handle,
+    address: SocketAddr,
+    accepting: bool,
+    /// Not before.
+    rests_until: Option<Instant>,
+}
+
+/// A connection's socket and what it has in the ring.
+#[derive(Debug)]
+pub(super) struct Connection {
+    handle: Handle,
+    receive: Memory,
+    receiving: bool,
+    batch: Batch,
+    heads: Memory,
+    /// Bytes of the batch that are sent, while it is being sent.
+    sending: Option<usize>,
+    /// The socket was shut down.
+    is_shut: bool,
+    /// The channel knows that the connection is gone.
+    is_gone: bool,
+}
+
+impl Connection {
+    fn new(fd: OwnedFd) -> io::Result<Self> {
+        Ok(Self {
+            handle: Handle::new(Arc::new(fd)),
+            receive: Memory::new(RECEIVE)?,
+            receiving: false,
+            batch: Batch::default(),
+            heads: Memory::new(64 << 10)?,
+            sending: None,
+            is_shut: false,
+            is_gone: false,
+        })
+    }
+
+    /// What is left of the batch after `sent` bytes.
+    fn rest(&self, mut sent: usize) -> Vec<MemSlice> {
+        let slices = self.batch.chunks.iter().map(|chunk| match chunk {
+            Chunk::Head(range) => self
+                .heads
+                .slice(range.clone())
+                .expect("the heads were copied there"),
+            Chunk::Data(slice) => slice.clone(),
+        });
+        let mut rest = Vec::with_capacity(self.batch.chunks.len());
+        for slice in slices {
+            let skipped = sent.min(slice.len());
+            sent -= skipped;
+            rest.extend(slice.slice(skipped..slice.len()).filter(|s| !s.is_empty()));
+        }
+        rest
+    }
+}
+
+impl Worker {
+    /// Listens on every iSCSI portal.
+    pub(in crate::worker) fn listen_iscsi(&mut self) -> Result<(), WorkerError> {
+        let shared = Arc::clone(&self.shared);
+        let targets = shared.targets.iter().filter_map(|t| t.iscsi.as_ref());
+        for (address, _) in targets.flat_map(|t| &t.portals) {
+            if self.iscsi.listeners.iter().any(|l| l.address == *address) {
+                continue;
+            }
+            let socket = listen(*address).map_err(|source| WorkerError::ListenTcp {
+                portal: *address,
+                source,
+            })?;
+            self.iscsi.listeners.push(Listener {
+                handle: Handle::new(Arc::new(socket.into())),
+                address: *address,
+                accepting: false,
+                rests_until: None,
+            });
+        }
+        self.poll_accepts();
+        Ok(())
+    }
+
+    pub(super) fn stop_listening(&mut self) {
+        for place in 0..self.iscsi.listeners.len() {
+            // A connection that is accepted meanwhile is closed when its completion is dropped.
+            let _ = self.ring.cancel(token(Op::Accept, place));
+        }
+        self.iscsi.listeners.clear();
+    }
+
+    /// Accepts again where that has ended.
+    pub(in crate::worker) fn poll_accepts(&mut self) {
+        for (place, listener) in self.iscsi.listeners.iter_mut().enumerate() {
+            let rests = listener.rests_until.is_some_and(|until| until > self.now);
+            if listener.accepting || rests {
+                continue;
+            }
+            let submitted = self
+                .ring
+                .submit_accept(&listener.handle, token(Op::Accept, place));
+            listener.accepting = submitted.is_ok();
+            listener.rests_until = submitted.is_err().then(|| self.now + REST);
+        }
+    }
+
+    /// When a listener has rested.
+    pub(in crate::worker) fn accept_deadline(&self) -> Option<Instant> {
+        let resting = self.iscsi.listeners.iter().filter(|l| !l.accepting);
+        resting.filter_map(|l| l.rests_until).min()
+    }
+
+    /// Takes a completion, if it is one of ours.
+    pub(in crate::worker) fn on_iscsi_completion(&mut self, completion: &mut Completion) -> bool {
+        let id = completion.token.0;
+        if id & (0xff << 56) != ISCSI {
+            return false;
+        }
+        let key = (id & 0xffff_ffff) as usize;
+        match (id >> 48) & 0xff {
+            0 => self.on_accepted(key, completion.fd.take()),
+            1 => self.on_received(key, completion.result),
+            _ => self.on_sent(key, completion.result),
+        }
+        self.drain_dirty();
+        true
+    }
+
+    fn on_accepted(&mut self, place: usize, fd: Option<OwnedFd>) {
+        let Some(listener) = self.iscsi.listeners.get_mut(place) else {
+            return;
+        };
+        listener.accepting = false;
+        let listen = listener.address;
+        match fd {
+            None => listener.rests_until = Some(self.now + REST),
+            Some(fd) => {
+                if let Err(error) = self.open_connection(fd, listen) {
+                    warn_limited!(self.complaints, self.now, %error, "connection refused");
+                }
+            }
+        }
+        self.poll_accepts();
+    }
+
+    fn open_connection(&mut self, fd: OwnedFd, listen: SocketAddr) -> io::Result<()> {
+        let most = 2 * self.shared.registry.max_sessions() as usize + 64;
+        if self.iscsi.conns.len() >= most {
+            return Err(io::Error::other("too many connections"));
+        }
+        let socket = SockRef::from(&fd);
+        socket.set_tcp_nodelay(true)?;
+        let peer = socket.peer_addr()?.as_socket();
+        let peer = peer.ok_or_else(|| io::Error::other("no peer"))?;
+        let serial = self.next_serial;
+        self.next_serial = serial.checked_add(1).expect("four billion connections");
+        let config = ChannelConfig {
+            worker: self.index,
+            serial,
+            commands: self.shared.iscsi.commands,
+        };
+        let key = self.iscsi.conns.insert(Conn {
+            channel: TcpChannel::new(config, self.now),
+            connection: Connection::new(fd)?,
+            serial,
+            listen,
+            peer,
+            entered: None,
+            armed: None,
+            waits_for_pool: false,
+        });
+        self.iscsi.dirty.push_back(key);
+        Ok(())
+    }
+
+    /// Receives more, unless the channel has enough to do.
+    pub(super) fn receive_next(&mut self, key: usize) {
+        let Some(conn) = self.iscsi.conns.get_mut(key) else {
+            return;
+        };
+        let connection = &mut conn.connection;
+        if connection.receiving || connection.is_shut || !conn.channel.channel().wants_input() {
+            return;
+        }
+        let submitted = self.ring.submit_recv(
+            &connection.handle,
+            &[connection.receive.whole()],
+            Receive::Some,
+            token(Op::Receive, key),
+        );
+        match submitted {
+            Ok(()) => connection.receiving = true,
+            Err(_) => self.shut_down_socket(key),
+        }
+    }
+
+    fn on_received(&mut self, key: usize, result: i32) {
+        let Some(conn) = self.iscsi.conns.get_mut(key) else {
+            return;
+        };
+        conn.connection.receiving = false;
+        let Some(len) = usize::try_from(result).ok().filter(|len| *len > 0) else {
+            return self.shut_down_socket(key);
+        };
+        let memory = conn.connection.receive.clone();
+        let input = |bytes: &[u8]| self.with_iscsi(key, |ch, cx| ch.handle_bytes(cx, bytes));
+        // SAFETY: the receive has completed and the next one is submitted after this call, so nobody
+        // writes to the buffer meanwhile; it belongs to this connection alone.
+        unsafe { memory.with_bytes(0, len, input) };
+        self.check_gone(key);
+    }
+
+    /// Sends the next batch, if there is one and none is being sent.
+    pub(super) fn send_next(&mut self, key: usize) {
+        let Some(conn) = self.iscsi.conns.get_mut(key) else {
+            return;
+        };
+        let connection = &mut conn.connection;
+        if connection.sending.is_some() || connection.is_gone {
+            return;
+        }
+        if !conn.channel.poll_batch(&mut connection.batch) {
+            return;
+        }
+        let heads = &connection.batch.heads;
+        if heads.len() > connection.heads.len() {
+            match Memory::new(heads.len().next_power_of_two()) {
+                Ok(memory) => connection.heads = memory,
+                Err(_) => return self.on_send_failed(key),
+            }
+        }
+        connection.heads.write(0, heads);
+        connection.sending = Some(0);
+        self.submit_rest(key);
+    }
+
+    fn submit_rest(&mut self, key: usize) {
+        let connection = &self.iscsi.conns[key].connection;
+        let rest = connection.rest(connection.sending.expect("a batch is being sent"));
+        let submitted = self
+            .ring
+            .submit_send(&connection.handle, &rest, token(Op::Send, key));
+        if submitted.is_err() {
+            self.on_send_failed(key);
+        }
+    }
+
+    fn on_send_failed(&mut self, key: usize) {
+        self.iscsi.conns[key].connection.sending = None;
+        self.with_iscsi(key, |ch, cx| ch.handle_sent(cx, false));
+        self.shut_down_socket(key);
+    }
+
+    fn on_sent(&mut self, key: usize, result: i32) {
+        let Some(conn) = self.iscsi.conns.get_mut(key) else {
+            return;
+        };
+        let connection = &mut conn.connection;
+        let Some(len) = usize::try_from(result).ok().filter(|len| *len > 0) else {
+            return self.on_send_failed(key);
+        };
+        let sent = connection.sending.expect("a batch is being sent") + len;
+        connection.sending = Some(sent);
+        if sent < connection.batch.len {
+            return self.submit_rest(key);
+        }
+        connection.sending = None;
+        connection.batch.chunks.clear();
+        self.with_iscsi(key, |ch, cx| ch.handle_sent(cx, true));
+        self.check_gone(key);
+    }
+
+    /// Ends both directions; what is in the ring ends with that.
+    pub(super) fn shut_down_socket(&mut self, key: usize) {
+        let Some(conn) = self.iscsi.conns.get_mut(key) else {
+            return;
+        };
+        if !std::mem::replace(&mut conn.connection.is_shut, true) {
+            // It may be shut down by the peer already.
+            let _ = SockRef::from(&**conn.connection.handle.fd()).shutdown(Shutdown::Both);
+        }
+        self.check_gone(key);
+    }
+
+    /// Tells the channel once nothing of the connection is in the ring any more.
+    fn check_gone(&mut self, key: usize) {
+        let Some(conn) = self.iscsi.conns.get_mut(key) else {
+            return;
+        };
+        let connection = &mut conn.connection;
+        let is_idle = !connection.receiving && connection.sending.is_none();
+        if connection.is_shut && is_idle && !std::mem::replace(&mut connection.is_gone, true) {
+            self.with_iscsi(key, |ch, cx| ch.channel_mut().handle_disconnected(cx));
+        }
+    }
+}
+
+fn listen(address: SocketAddr) -> io::Result<Socket> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    socket.set_reuse_address(true)?;
+    // Every worker listens; the kernel deals the connections out.
+    socket.set_reuse_port(true)?;
+    if address.is_ipv6() {
+        socket.set_only_v6(true)?;
+    }
+    socket.bind(&address.into())?;
+    socket.listen(BACKLOG)?;
+    Ok(socket)
+}

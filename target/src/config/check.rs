@@ -8,8 +8,8 @@ use riser_scsi::iscsi::name::IscsiName;
 
 use super::error::{ConfigError, nearest};
 use super::model::{
-    Access, Backend, Chap, ChapUser, Config, Limits, LinkFaults, Log, LogFormat, Lun, Names, Portal, Protocol,
-    Provider, Rule, Secret, Target, Transport, Workers,
+    Access, Backend, Chap, ChapUser, Config, Limits, LinkFaults, Log, LogFormat, Lun, Names,
+    Portal, Protocol, Provider, Rule, Secret, Target, Transport, Workers,
 };
 use super::raw;
 use super::value::Percent;

@@ -219,7 +219,10 @@ impl ChapUser {
             }
         };
         if secret.is_empty() {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "an empty secret"));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                "an empty secret",
+            ));
         }
         Ok(Credentials {
             name: self.name.clone(),

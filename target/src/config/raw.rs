@@ -95,7 +95,9 @@ pub(super) struct ChapUser {
 /// Without the secret.
 impl fmt::Debug for ChapUser {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ChapUser").field("name", &self.name).finish_non_exhaustive()
+        f.debug_struct("ChapUser")
+            .field("name", &self.name)
+            .finish_non_exhaustive()
     }
 }
 

@@ -352,7 +352,10 @@ impl<D: Datamover> Channel<D> {
     /// Whether it looks at what arrives at all.
     #[must_use]
     pub fn is_receiving(&self) -> bool {
-        matches!(self.phase, Phase::Login | Phase::FullFeature | Phase::LoggingOut(_))
+        matches!(
+            self.phase,
+            Phase::Login | Phase::FullFeature | Phase::LoggingOut(_)
+        )
     }
 
     /// Whether more should be read from the connection: what is to be sent does not pile up.
@@ -523,7 +526,11 @@ impl<D: Datamover> Channel<D> {
         self.exp_cmd_sn = request.cmd_sn;
         self.cid = request.cid;
         let status = answer.response.status;
-        self.send(FromTarget::LoginResponse(answer.response), answer.text, true);
+        self.send(
+            FromTarget::LoginResponse(answer.response),
+            answer.text,
+            true,
+        );
         match answer.outcome {
             Outcome::Continue => {}
             Outcome::Failed => {
@@ -604,12 +611,20 @@ impl<D: Datamover> Channel<D> {
     }
 
     /// Takes a request into an idle context; `None` if there are too many immediate ones.
-    pub(super) fn take_in(&mut self, itt: Itt, immediate: bool, state: TaskState) -> Option<TaskIdx> {
+    pub(super) fn take_in(
+        &mut self,
+        itt: Itt,
+        immediate: bool,
+        state: TaskState,
+    ) -> Option<TaskIdx> {
         let kept_free = usize::from(self.config.commands - self.counted);
         if immediate && self.idle.len() <= kept_free {
             return None;
         }
-        let idx = self.idle.pop().expect("a context for each place of the window");
+        let idx = self
+            .idle
+            .pop()
+            .expect("a context for each place of the window");
         self.counted += u16::from(!immediate);
         let task = &mut self.tasks[usize::from(idx.0)];
         debug_assert_eq!(task.state, TaskState::Idle);
@@ -665,7 +680,12 @@ impl<D: Datamover> Channel<D> {
 
     fn on_nop(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, nop: &NopOut) {
         if nop.itt == Itt::NONE && !nop.immediate {
-            return self.reject(cx, frame, RejectReason::ProtocolError, &"no tag, not immediate");
+            return self.reject(
+                cx,
+                frame,
+                RejectReason::ProtocolError,
+                &"no tag, not immediate",
+            );
         }
         if !self.admit(nop.cmd_sn, nop.immediate) || nop.itt == Itt::NONE {
             return;
@@ -764,7 +784,12 @@ impl<D: Datamover> Channel<D> {
         Numbers {
             stat_sn: StatSn(0),
             exp_cmd_sn: self.exp_cmd_sn,
-            max_cmd_sn: CmdSn(self.exp_cmd_sn.0.wrapping_add(u32::from(room)).wrapping_sub(1)),
+            max_cmd_sn: CmdSn(
+                self.exp_cmd_sn
+                    .0
+                    .wrapping_add(u32::from(room))
+                    .wrapping_sub(1),
+            ),
         }
     }
 

@@ -5,11 +5,11 @@ use riser_scsi::access::NoData;
 use riser_scsi::command::Command;
 use riser_scsi::device::respond_absent;
 use riser_scsi::iscsi::Itt;
+use riser_scsi::iscsi::Ttt;
 use riser_scsi::iscsi::frame::Frame;
 use riser_scsi::iscsi::pdu::{
     DataOut, FromTarget, RejectReason, ScsiCommand, ScsiResponse, TaskAttr,
 };
-use riser_scsi::iscsi::Ttt;
 use riser_scsi::step::{
     BackendError, DataIn, Expected, Request, Residual, Response, Status, Step, StepResult,
     TaskAttribute,
@@ -43,12 +43,18 @@ impl<D: Datamover> Channel<D> {
         }
         let state = TaskState::AwaitTask;
         let Some(idx) = self.take_in(command.itt, command.immediate, state) else {
-            return self.reject(cx, frame, RejectReason::TooManyImmediate, &"immediate commands");
+            return self.reject(
+                cx,
+                frame,
+                RejectReason::TooManyImmediate,
+                &"immediate commands",
+            );
         };
         self.counters.commands += 1;
         self.counters.bytes_out += frame.data.len() as u64;
         let session = self.session.as_ref().expect("full-feature phase");
         let unit = session.luns.find(command.lun);
+        let first_burst = session.params.first_burst.min(command.expected_length);
         let bidirectional = command.reads && command.writes;
         let task = &mut self.tasks[usize::from(idx.0)];
         task.lun = command.lun;
@@ -60,7 +66,11 @@ impl<D: Datamover> Channel<D> {
             TaskAttr::Aca => TaskAttribute::Aca,
         };
         task.expected = Expected {
-            data_out: if command.writes { command.expected_length } else { 0 },
+            data_out: if command.writes {
+                command.expected_length
+            } else {
+                0
+            },
             data_in: match (command.reads, bidirectional) {
                 (false, _) => 0,
                 (true, false) => command.expected_length,
@@ -70,7 +80,9 @@ impl<D: Datamover> Channel<D> {
         task.cdb = command.cdb;
         task.incoming = Incoming {
             got: frame.data.len() as u32,
-            open: command.writes && !command.is_final,
+            // Where the immediate data are all that may come unsolicited, nothing follows whatever
+            // the F bit says.
+            open: command.writes && !command.is_final && (frame.data.len() as u32) < first_burst,
             staged: frame.data.to_vec(),
             ..Incoming::default()
         };
@@ -106,7 +118,11 @@ impl<D: Datamover> Channel<D> {
         let Some(place) = task.unit else {
             return self.start(cx, idx);
         };
-        match session.luns.unit(place).register(session.nexus, task.attribute, name) {
+        match session
+            .luns
+            .unit(place)
+            .register(session.nexus, task.attribute, name)
+        {
             Ok((key, started)) => {
                 task.key = Some(key);
                 if started {
@@ -271,7 +287,10 @@ impl<D: Datamover> Channel<D> {
         }
         let len = frame.data.len() as u32;
         let limit = first_burst.min(task.expected.data_out);
-        let fits = incoming.got.checked_add(len).is_some_and(|got| got <= limit);
+        let fits = incoming
+            .got
+            .checked_add(len)
+            .is_some_and(|got| got <= limit);
         let in_order = pdu.data_sn == incoming.next_sn && pdu.offset == incoming.got;
         incoming.faulty |= !fits || !in_order || !frame.is_intact;
         if !incoming.faulty {
@@ -317,7 +336,11 @@ impl<D: Datamover> Channel<D> {
 
     pub(super) fn on_block_done(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, result: StepResult) {
         let task = &self.tasks[usize::from(idx.0)];
-        assert_eq!(task.state, TaskState::Block, "an operation runs for {idx:?}");
+        assert_eq!(
+            task.state,
+            TaskState::Block,
+            "an operation runs for {idx:?}"
+        );
         if task.aborted {
             return self.finish(cx.pool, idx, End::Aborted);
         }

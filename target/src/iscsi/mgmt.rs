@@ -35,7 +35,12 @@ impl<D: Datamover> Channel<D> {
             return;
         }
         if request.itt == Itt::NONE || self.find(request.itt).is_some() {
-            return self.reject(cx, frame, RejectReason::TaskInProgress, &"the tag is in use");
+            return self.reject(
+                cx,
+                frame,
+                RejectReason::TaskInProgress,
+                &"the tag is in use",
+            );
         }
         let taken = self.take_in(request.itt, request.immediate, TaskState::Mgmt);
         let Some(idx) = taken else {

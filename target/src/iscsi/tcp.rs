@@ -224,10 +224,18 @@ impl Tcp {
             offset: item.sent,
         };
         let start = batch.heads.len();
-        frame::put_header(pdu.header(numbers), &[], len, self.digests, &mut batch.heads);
+        frame::put_header(
+            pdu.header(numbers),
+            &[],
+            len,
+            self.digests,
+            &mut batch.heads,
+        );
         batch.push_head(start);
         let range = item.sent..item.sent + len;
-        batch.chunks.extend(buffer.slices(range.clone()).map(Chunk::Data));
+        batch
+            .chunks
+            .extend(buffer.slices(range.clone()).map(Chunk::Data));
         batch.len += len as usize;
         let start = batch.heads.len();
         let pad = &[0; 3][..padding(len as usize)];

@@ -29,7 +29,12 @@ impl<D: Datamover> Channel<D> {
         let goes_on = request.ttt != Ttt::NONE;
         if goes_on && self.text.ttt != Some(request.ttt) {
             self.text = TextState::default();
-            return self.reject(cx, frame, RejectReason::ProtocolError, &"no such text exchange");
+            return self.reject(
+                cx,
+                frame,
+                RejectReason::ProtocolError,
+                &"no such text exchange",
+            );
         }
         if !goes_on {
             self.text.collector = Collector::default();

@@ -478,7 +478,12 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
             port = %portal.target_port(), luns = target.units.len(), "serving"
         );
     }
-    for (target, iscsi) in server.shared.targets.iter().filter_map(|t| Some((t, t.iscsi.as_ref()?))) {
+    for (target, iscsi) in server
+        .shared
+        .targets
+        .iter()
+        .filter_map(|t| Some((t, t.iscsi.as_ref()?)))
+    {
         for (listen, _) in &iscsi.portals {
             tracing::info!(
                 target = %target.config.name, %listen, iqn = %iscsi.name,

@@ -82,7 +82,10 @@ impl Gate for WorkerGate<'_> {
         let Some((place, target, group)) = self.target(name) else {
             return refuse(LoginStatus::NOT_FOUND);
         };
-        if target.luns_of_name(&identity.initiator, self.address()).is_none() {
+        if target
+            .luns_of_name(&identity.initiator, self.address())
+            .is_none()
+        {
             return refuse(LoginStatus::AUTHORIZATION_FAILURE);
         }
         if identity.tsih.0 != 0 {
@@ -110,9 +113,9 @@ impl Gate for WorkerGate<'_> {
         let nexus = nexus.ok_or(LoginStatus::OUT_OF_RESOURCES)?;
         let name = identity.target.as_ref().filter(|_| !identity.discovery);
         let found = name.and_then(|name| self.target(name));
-        let luns = found.as_ref().and_then(|(_, target, _)| {
-            target.luns_of_name(&identity.initiator, address)
-        });
+        let luns = found
+            .as_ref()
+            .and_then(|(_, target, _)| target.luns_of_name(&identity.initiator, address));
         let entered = Entered {
             // A discovery session concerns no target; its own channel tells it apart.
             key: SessionKey::of(identity, found.as_ref().map_or(usize::MAX, |found| found.0)),
@@ -151,14 +154,16 @@ impl Gate for WorkerGate<'_> {
         let visible = targets.filter_map(|target| {
             let iscsi = target.iscsi.as_ref()?;
             target.luns_of_name(initiator, address)?;
-            wanted.is_none_or(|name| iscsi.name == *name).then(|| Found {
-                name: iscsi.name.clone(),
-                addresses: iscsi
-                    .portals
-                    .iter()
-                    .map(|(listen, group)| TargetAddress::new(*listen, *group))
-                    .collect(),
-            })
+            wanted
+                .is_none_or(|name| iscsi.name == *name)
+                .then(|| Found {
+                    name: iscsi.name.clone(),
+                    addresses: iscsi
+                        .portals
+                        .iter()
+                        .map(|(listen, group)| TargetAddress::new(*listen, *group))
+                        .collect(),
+                })
         });
         visible.collect()
     }

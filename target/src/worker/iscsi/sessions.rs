@@ -56,7 +56,10 @@ impl IscsiSessions {
     /// Whether a session has this handle.
     pub(super) fn is_known(&self, key: &SessionKey, tsih: Tsih) -> bool {
         let table = self.lock();
-        table.sessions.get(key).is_some_and(|(known, _)| *known == tsih)
+        table
+            .sessions
+            .get(key)
+            .is_some_and(|(known, _)| *known == tsih)
     }
 
     /// Enters a session. The channel whose session it takes over, if there is one (RFC 7143 6.3.5).

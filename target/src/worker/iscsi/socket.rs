@@ -342,7 +342,11 @@ impl Worker {
 }
 
 fn listen(address: SocketAddr) -> io::Result<Socket> {
-    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    let socket = Socket::new(
+        Domain::for_address(address),
+        Type::STREAM,
+        Some(Protocol::TCP),
+    )?;
     socket.set_reuse_address(true)?;
     // Every worker listens; the kernel deals the connections out.
     socket.set_reuse_port(true)?;

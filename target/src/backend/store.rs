@@ -279,7 +279,8 @@ fn plain(spec: &Spec, capacity: u64) -> Geometry {
     Geometry {
         capacity,
         block_size: spec.block_size,
-        physical_block: spec.block_size.max(4096),
+        // Memory has no larger block that a small write would have to read first.
+        physical_block: spec.block_size,
         unmap_granularity: None,
         read_only: spec.read_only,
         write_cache: spec.write_cache,

@@ -326,7 +326,7 @@ fn target(
     t: raw::Target,
     backends: &[Backend],
     names: &mut HashMap<String, u64>,
-    portals: &mut HashMap<std::net::SocketAddr, String>,
+    portals: &mut HashMap<(Protocol, std::net::SocketAddr), String>,
 ) -> Checked<Target> {
     let path = format!("targets[{index}]");
     let name = t.name.value;
@@ -354,7 +354,9 @@ fn target(
             Protocol::Srp => 5555,
             Protocol::Iscsi => riser_scsi::iscsi::name::PORT,
         });
-        if let Some(other) = portals.insert(listen, name.clone()) {
+        // An iSCSI login names its target, so several can share a portal.
+        let other = portals.insert((protocol, listen), name.clone());
+        if let Some(other) = other.filter(|o| protocol == Protocol::Srp || *o == name) {
             return Err(Mistake::new(
                 p.listen.at,
                 format!("{path}.portals[{i}].listen"),
@@ -570,8 +572,8 @@ fn limits(raw: raw::Limits) -> Checked<Limits> {
         None => d.max_transfer,
         Some(s) => {
             let bytes = s.value.0;
-            if !(65_536..=16 << 20).contains(&bytes) || !bytes.is_multiple_of(4096) {
-                let message = "must be from 64KiB to 16MiB, in whole 4096-byte blocks";
+            if !(65_536..=32 << 20).contains(&bytes) || !bytes.is_multiple_of(4096) {
+                let message = "must be from 64KiB to 32MiB, in whole 4096-byte blocks";
                 return Err(Mistake::new(s.at, "limits.max_transfer", message));
             }
             bytes as u32

@@ -364,7 +364,7 @@ fn mistakes_are_named_with_their_place() {
         ),
         (
             rest("limits: { max_transfer: 1000 }\n"),
-            "6:25: limits.max_transfer: must be from 64KiB to 16MiB, in whole 4096-byte blocks",
+            "6:25: limits.max_transfer: must be from 64KiB to 32MiB, in whole 4096-byte blocks",
         ),
         (
             rest("limits: { buffer_pool_mib: 1 }\n"),

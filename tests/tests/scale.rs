@@ -4,6 +4,8 @@
 //! `RISER_CONNECT_CYCLES` sets how many sessions come and go (default 200); the long test command
 //! takes 10,000.
 
+#![allow(clippy::print_stdout, reason = "figures go to whoever runs the test")]
+
 use std::net::SocketAddr;
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
@@ -23,7 +25,7 @@ fn serve(host: &str) -> (Server, SocketAddr) {
         "identity: scale\nbackends: {{ ram: {{ kind: ram, size: {}MiB }} }}\n\
          targets:\n  - name: scale\n    portals: [{{ protocol: srp, listen: {host} }}]\n    luns: {{ 0: ram }}\n\
          \x20   access: open\nworkers: {{ count: 2 }}\n",
-        SESSIONS * REGION >> 20
+        (SESSIONS * REGION) >> 20
     );
     let server = Server::start(&Config::parse(&text, "scale.yaml").unwrap()).unwrap();
     let addr = server.addresses()[0];

@@ -178,3 +178,18 @@ verify() {
         --ioengine=libaio --iodepth=16 --verify=crc32c --verify_fatal=1 --randrepeat=0 \
         --output="$KEEP/fio-$(date +%s%N).txt" "$@"
 }
+
+# Runs the transport's tests on two devices; what follows the two names are words that choose tests.
+on_devices() {
+    local a=$1 b=$2
+    shift 2
+    (cd /tmp && RISER_SUITE="$a $b" "$RISER_TESTS/devices" "$@")
+}
+
+# Fails if anything but the kernel's own queue pair 1 is left on the RDMA device.
+nothing_left() {
+    local left
+    left=$(rdma resource show)
+    echo "$left"
+    grep -q 'pd 1 cq 1 qp 1 cm_id 0 mr 0 ctx 0 srq 0' <<<"$left" || fail "objects are left"
+}

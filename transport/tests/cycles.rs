@@ -2,12 +2,15 @@
 //! because it looks at the memory of the process.
 
 #[allow(dead_code, reason = "the suite belongs to another test program")]
+mod software;
+#[allow(dead_code, reason = "the suite belongs to another test program")]
 mod suite;
 
 use riser_transport::loopback::FabricConfig;
 use riser_transport::verbs::{CmEventKind, RdmaCm as _, SendOp, Verbs as _};
 
-use suite::world::{End, Virtual, Wants, World, cm_event, connect_to, listen};
+use software::Virtual;
+use suite::world::{End, Wants, World, cm_event, connect_to, listen};
 
 /// Resident memory of this process in KiB; `None` where the system does not tell.
 fn resident() -> Option<u64> {

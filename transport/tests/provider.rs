@@ -1,11 +1,12 @@
 //! The provider suite on the wire in memory and on sockets, and what only one of them can show.
 
+mod software;
 mod suite;
 
 mod on_loopback {
     use riser_transport::loopback::FabricConfig;
 
-    use crate::suite::world::Virtual;
+    use crate::software::Virtual;
 
     crate::provider_suite!(Virtual::new(FabricConfig::default()));
 }
@@ -17,7 +18,7 @@ mod on_a_bad_wire {
     use riser_transport::roce::fault::FaultConfig;
     use riser_transport::verbs::Mtu;
 
-    use crate::suite::world::Virtual;
+    use crate::software::Virtual;
     use crate::suite::{cm, ops, transfers};
 
     fn bad(seed: u64) -> Virtual {
@@ -54,7 +55,7 @@ mod on_a_bad_wire {
 }
 
 mod on_sockets {
-    use crate::suite::world::Real;
+    use crate::software::Real;
 
     crate::provider_suite!(Real::new());
 }
@@ -62,8 +63,8 @@ mod on_sockets {
 mod on_sockets_without_segmentation {
     use riser_transport::verbs::Mtu;
 
+    use crate::software::Real;
     use crate::suite::ops;
-    use crate::suite::world::Real;
 
     #[test]
     fn operations() {
@@ -93,10 +94,10 @@ mod only {
         CmEventKind, ConnParam, Mtu, PortSpace, Provider, RdmaCm, SendOp, Verbs, WcStatus,
     };
 
+    use crate::software::{Real, Virtual, addresses};
     use crate::suite::ops;
     use crate::suite::world::{
-        End, Real, Virtual, Wants, World, addresses, cm_event, connect_on, connected, init_attr,
-        objects, resolve,
+        End, Wants, World, cm_event, connect_on, connected, init_attr, objects, resolve,
     };
 
     #[test]

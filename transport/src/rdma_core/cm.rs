@@ -11,7 +11,7 @@ use std::time::Duration;
 use riser_rdma_core_sys::bindings::*;
 
 use super::convert::{self, SockAddr, checked_cm, event_error, socket_addr};
-use super::objects::{Id, RdmaCoreDevice};
+use super::objects::{Id, IdState, RdmaCoreDevice};
 use crate::verbs::*;
 
 fn millis(timeout: Duration) -> i32 {
@@ -44,8 +44,9 @@ impl RdmaCoreDevice {
         let entry = Id {
             ptr,
             qp: None,
+            state: IdState::Idle,
+            offered: 0,
             zombie: false,
-            listening: false,
         };
         let id = self.ids.insert(entry).map_err(|_| CmError::TooManyIds)?;
         self.by_id.insert(ptr as usize, id);
@@ -102,6 +103,7 @@ impl RdmaCoreDevice {
         if self.ids.get(id).is_ok_and(|i| i.zombie) {
             return None;
         }
+        self.follow(id, event);
         let kind = match event.event {
             RDMA_CM_EVENT_ADDR_RESOLVED => CmEventKind::AddrResolved,
             RDMA_CM_EVENT_ADDR_ERROR => CmEventKind::AddrError(event_error(event.status)),
@@ -131,6 +133,56 @@ impl RdmaCoreDevice {
     }
 }
 
+impl RdmaCoreDevice {
+    /// Keeps our idea of an identifier's state, and answers a good-bye: the kernel tells the peer only
+    /// when its user has disconnected too.
+    fn follow(&mut self, id: CmId, event: &rdma_cm_event) {
+        let Ok(entry) = self.ids.get_mut(id) else {
+            return;
+        };
+        entry.state = match event.event {
+            RDMA_CM_EVENT_ADDR_RESOLVED => IdState::AddrResolved,
+            RDMA_CM_EVENT_ROUTE_RESOLVED => IdState::RouteResolved,
+            RDMA_CM_EVENT_ADDR_ERROR => IdState::Idle,
+            RDMA_CM_EVENT_CONNECT_REQUEST => {
+                // SAFETY: a request carries the connection parameters.
+                entry.offered = unsafe { event.param.conn.initiator_depth };
+                IdState::Requested
+            }
+            RDMA_CM_EVENT_REJECTED | RDMA_CM_EVENT_UNREACHABLE | RDMA_CM_EVENT_CONNECT_ERROR => {
+                IdState::Closed
+            }
+            RDMA_CM_EVENT_DISCONNECTED => {
+                // SAFETY: the identifier is alive. A failure means that this side disconnected first.
+                unsafe { (self.core.cm.rdma_disconnect)(entry.ptr) };
+                entry.state
+            }
+            _ => entry.state,
+        };
+    }
+
+    /// An identifier that is in one of some states.
+    fn id_in(
+        &self,
+        id: CmId,
+        call: &'static str,
+        states: &[IdState],
+    ) -> Result<*mut rdma_cm_id, CmError> {
+        let entry = self.id(id, call)?;
+        if states.contains(&entry.state) {
+            Ok(entry.ptr)
+        } else {
+            Err(CmError::InvalidState(call))
+        }
+    }
+
+    fn set_state(&mut self, id: CmId, state: IdState) {
+        if let Ok(entry) = self.ids.get_mut(id) {
+            entry.state = state;
+        }
+    }
+}
+
 impl RdmaCm for RdmaCoreDevice {
     fn create_id(&mut self, port_space: PortSpace) -> Result<CmId, CmError> {
         let space = match port_space {
@@ -147,7 +199,7 @@ impl RdmaCm for RdmaCoreDevice {
     }
 
     fn bind_addr(&mut self, id: CmId, addr: SocketAddr) -> Result<(), CmError> {
-        let ptr = self.id_ptr(id, "bind")?;
+        let ptr = self.id_in(id, "bind", &[IdState::Idle])?;
         let ip = if addr.ip().is_unspecified() {
             self.addr
         } else {
@@ -158,7 +210,9 @@ impl RdmaCm for RdmaCoreDevice {
         }
         let mut at = SockAddr::new(SocketAddr::new(ip, addr.port()));
         // SAFETY: the identifier is alive, the address is one.
-        checked_cm(unsafe { (self.core.cm.rdma_bind_addr)(ptr, at.as_mut_ptr()) })
+        checked_cm(unsafe { (self.core.cm.rdma_bind_addr)(ptr, at.as_mut_ptr()) })?;
+        self.set_state(id, IdState::Bound);
+        Ok(())
     }
 
     fn resolve_addr(
@@ -168,7 +222,14 @@ impl RdmaCm for RdmaCoreDevice {
         dst: SocketAddr,
         timeout: Duration,
     ) -> Result<(), CmError> {
-        let ptr = self.id_ptr(id, "address resolution")?;
+        let may = [IdState::Idle, IdState::Bound];
+        let ptr = self.id_in(id, "address resolution", &may)?;
+        if dst.ip().is_unspecified() {
+            // The kernel would take it for its own address.
+            let kind = CmEventKind::AddrError(CmError::Unreachable);
+            self.cm_events.push_back(CmEvent { id, kind });
+            return Ok(());
+        }
         let mut from = SockAddr::new(src.unwrap_or(SocketAddr::new(self.addr, 0)));
         let mut to = SockAddr::new(dst);
         // SAFETY: the identifier is alive, the addresses are such.
@@ -179,15 +240,19 @@ impl RdmaCm for RdmaCoreDevice {
     }
 
     fn resolve_route(&mut self, id: CmId, timeout: Duration) -> Result<(), CmError> {
-        let ptr = self.id_ptr(id, "route resolution")?;
+        let ptr = self.id_in(id, "route resolution", &[IdState::AddrResolved])?;
         // SAFETY: the identifier is alive.
         checked_cm(unsafe { (self.core.cm.rdma_resolve_route)(ptr, millis(timeout)) })
     }
 
     fn create_cm_qp(&mut self, id: CmId, init: &QpInitAttr) -> Result<QpId, CmError> {
-        let entry = self.id(id, "queue pair creation")?;
-        let ptr = entry.ptr;
-        if entry.qp.is_some() {
+        let may = [
+            IdState::AddrResolved,
+            IdState::RouteResolved,
+            IdState::Requested,
+        ];
+        let ptr = self.id_in(id, "queue pair creation", &may)?;
+        if self.id(id, "queue pair creation")?.qp.is_some() {
             return Err(CmError::InvalidState("a second queue pair"));
         }
         let mut theirs = self.qp_init(init)?;
@@ -201,56 +266,61 @@ impl RdmaCm for RdmaCoreDevice {
     }
 
     fn listen(&mut self, id: CmId, backlog: u32) -> Result<(), CmError> {
-        let ptr = self.id_ptr(id, "listen")?;
+        let ptr = self.id_in(id, "listen", &[IdState::Bound])?;
         let backlog = i32::try_from(backlog).unwrap_or(i32::MAX);
         // SAFETY: the identifier is alive.
         checked_cm(unsafe { (self.core.cm.rdma_listen)(ptr, backlog) })?;
-        self.ids.get_mut(id)?.listening = true;
+        self.set_state(id, IdState::Listening);
         Ok(())
     }
 
     fn connect(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError> {
-        let ptr = self.id_ptr(id, "connect")?;
+        let ptr = self.id_in(id, "connect", &[IdState::RouteResolved])?;
         fits(&param.private_data, MAX_CONNECT_PRIVATE_DATA)?;
         let mut theirs = convert::conn_param(param, self.owned_qpn(id));
         // SAFETY: the identifier is alive; the private data outlives the call.
-        checked_cm(unsafe { (self.core.cm.rdma_connect)(ptr, &raw mut theirs) })
+        checked_cm(unsafe { (self.core.cm.rdma_connect)(ptr, &raw mut theirs) })?;
+        self.set_state(id, IdState::Connected);
+        Ok(())
     }
 
     fn accept(&mut self, id: CmId, param: &ConnParam) -> Result<(), CmError> {
-        let ptr = self.id_ptr(id, "accept")?;
+        let ptr = self.id_in(id, "accept", &[IdState::Requested])?;
         fits(&param.private_data, MAX_ACCEPT_PRIVATE_DATA)?;
         let mut theirs = convert::conn_param(param, self.owned_qpn(id));
+        // The library bounds the queue pair by the offer, but not what it tells the peer.
+        theirs.initiator_depth = theirs.initiator_depth.min(self.id(id, "accept")?.offered);
         // SAFETY: the identifier is alive; the private data outlives the call.
-        checked_cm(unsafe { (self.core.cm.rdma_accept)(ptr, &raw mut theirs) })
+        checked_cm(unsafe { (self.core.cm.rdma_accept)(ptr, &raw mut theirs) })?;
+        self.set_state(id, IdState::Connected);
+        Ok(())
     }
 
     fn reject(&mut self, id: CmId, private_data: &[u8]) -> Result<(), CmError> {
-        let ptr = self.id_ptr(id, "reject")?;
+        let ptr = self.id_in(id, "reject", &[IdState::Requested])?;
         fits(private_data, MAX_REJECT_PRIVATE_DATA)?;
         let len = private_data.len() as u8;
         // SAFETY: the identifier is alive; the private data outlives the call.
-        checked_cm(unsafe { (self.core.cm.rdma_reject)(ptr, private_data.as_ptr().cast(), len) })
+        checked_cm(unsafe { (self.core.cm.rdma_reject)(ptr, private_data.as_ptr().cast(), len) })?;
+        self.set_state(id, IdState::Closed);
+        Ok(())
     }
 
     /// The kernel's CM sends it by itself where it is due; there is no call for it.
     fn mra(&mut self, id: CmId) -> Result<(), CmError> {
-        self.id(id, "mra").map(drop)
+        self.id_in(id, "mra", &[IdState::Requested]).map(drop)
     }
 
     fn notify_established(&mut self, id: CmId) -> Result<(), CmError> {
-        let ptr = self.id_ptr(id, "notify")?;
+        let ptr = self.id_in(id, "notify", &[IdState::Connected])?;
         // SAFETY: the identifier is alive.
         checked_cm(unsafe { (self.core.cm.rdma_notify)(ptr, IBV_EVENT_COMM_EST) })
     }
 
     fn disconnect(&mut self, id: CmId) -> Result<(), CmError> {
-        let entry = self.id(id, "disconnect")?;
-        if entry.qp.is_none() || entry.listening {
-            return Err(CmError::InvalidState("disconnect"));
-        }
+        let ptr = self.id_in(id, "disconnect", &[IdState::Connected, IdState::Closed])?;
         // SAFETY: the identifier is alive. A second call fails in the library and changes nothing.
-        unsafe { (self.core.cm.rdma_disconnect)(entry.ptr) };
+        unsafe { (self.core.cm.rdma_disconnect)(ptr) };
         Ok(())
     }
 
@@ -262,8 +332,17 @@ impl RdmaCm for RdmaCoreDevice {
         if entry.zombie {
             return Err(CmError::InvalidState("destroy"));
         }
+        if entry.state == IdState::Listening {
+            self.refuse_waiting(id);
+        }
+        let entry = self.ids.get_mut(id)?;
         if entry.qp.is_some() {
             entry.zombie = true;
+            // The identifier stays until its queue pair goes; its connection ends now.
+            if entry.state == IdState::Connected {
+                // SAFETY: the identifier is alive; a connection that is over already stays so.
+                unsafe { (self.core.cm.rdma_disconnect)(entry.ptr) };
+            }
         } else {
             self.free_id(id);
         }
@@ -289,6 +368,23 @@ impl RdmaCm for RdmaCoreDevice {
 }
 
 impl RdmaCoreDevice {
+    /// Refuses the requests to a listener that its user has not taken yet.
+    fn refuse_waiting(&mut self, listener: CmId) {
+        let is_ours = |e: &CmEvent| matches!(e.kind, CmEventKind::ConnectRequest { listener: l, .. } if l == listener);
+        let waiting: Vec<CmId> = self
+            .cm_events
+            .iter()
+            .filter(|e| is_ours(e))
+            .map(|e| e.id)
+            .collect();
+        self.cm_events.retain(|e| !is_ours(e));
+        for id in waiting {
+            // The peer may have gone; the identifier goes in any case.
+            let _ = self.reject(id, &[]);
+            self.free_id(id);
+        }
+    }
+
     fn owned_qpn(&self, id: CmId) -> u32 {
         let qp = self.ids.get(id).ok().and_then(|i| i.qp);
         qp.and_then(|qp| self.qp_num(qp).ok()).unwrap_or(0)

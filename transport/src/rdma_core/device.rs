@@ -13,6 +13,9 @@ use super::convert::{self, checked, last_os_error};
 use super::objects::{Cq, Pd, Qp, RdmaCoreDevice, Region, Srq, Window, pack, unpack};
 use crate::verbs::*;
 
+/// The vendor of `rdma_rxe`, which keeps from user space which key a receive invalidated.
+const RXE_VENDOR_ID: u32 = 0x00ff_ffff;
+
 /// Most entries of the scatter list of one request that we ask a device for.
 const MAX_SGE: i32 = 32;
 
@@ -38,6 +41,7 @@ impl RdmaCoreDevice {
             max_mr_size: d.max_mr_size,
             max_fast_reg_segments: u32::from(d.max_mw > 0),
             sg_gaps: true,
+            tells_invalidation: d.vendor_id != RXE_VENDOR_ID,
             max_cq: count(d.max_cq),
             max_cqe: count(d.max_cqe),
             max_qp: count(d.max_qp),
@@ -76,6 +80,18 @@ impl RdmaCoreDevice {
             QpType::Ud => IBV_QPT_UD,
             QpType::Gsi => return Err(VerbsError::WrongQpType("the kernel keeps queue pair 1")),
         };
+        let (cap, attr) = (&init.cap, &self.attr);
+        for (wanted, most, what) in [
+            (cap.max_send_wr, attr.max_qp_wr, "send queue depth"),
+            (cap.max_recv_wr, attr.max_qp_wr, "receive queue depth"),
+            (cap.max_send_sge, attr.max_sge, "send scatter list"),
+            (cap.max_recv_sge, attr.max_sge, "receive scatter list"),
+            (cap.max_inline, attr.max_inline, "inline data"),
+        ] {
+            if wanted > most {
+                return Err(VerbsError::InvalidParameter(what));
+            }
+        }
         Ok(ibv_qp_init_attr {
             qp_context: ptr::null_mut(),
             send_cq: self.cqs.get(init.send_cq)?.ptr,
@@ -175,7 +191,11 @@ impl RdmaCoreDevice {
             IBV_EVENT_CQ_ERR => {
                 // SAFETY: as above; our completion queues carry their handle as context.
                 let id = CqId(unpack(unsafe { (*event.element.cq).cq_context } as u64));
-                self.cqs.get_mut(id).ok()?.overrun = true;
+                // SAFETY: as above.
+                let theirs = unsafe { event.element.cq };
+                // Another device of this process may share the context.
+                let cq = self.cqs.get_mut(id).ok().filter(|cq| cq.ptr == theirs)?;
+                cq.overrun = true;
                 Some(AsyncEvent::CqError(id))
             }
             IBV_EVENT_QP_FATAL => qp(self).map(AsyncEvent::QpFatal),
@@ -187,6 +207,9 @@ impl RdmaCoreDevice {
             IBV_EVENT_SRQ_LIMIT_REACHED => {
                 // SAFETY: as above; our shared queues carry their handle as context.
                 let id = SrqId(unpack(unsafe { (*event.element.srq).srq_context } as u64));
+                // SAFETY: as above.
+                let theirs = unsafe { event.element.srq };
+                self.srqs.get(id).ok().filter(|srq| srq.ptr == theirs)?;
                 Some(AsyncEvent::SrqLimitReached(id))
             }
             IBV_EVENT_PORT_ACTIVE => Some(AsyncEvent::PortActive(port())),
@@ -637,7 +660,19 @@ impl Verbs for RdmaCoreDevice {
         let entry = self.qps.get(qp)?;
         let now = self.query_qp(qp)?.state.unwrap_or(QpState::Error);
         crate::roce::qp_attr::plan_modify(entry.init.qp_type, now, attr)?;
+        for (value, name) in [
+            (attr.dest_qp, "dest_qp"),
+            (attr.rq_psn, "rq_psn"),
+            (attr.sq_psn, "sq_psn"),
+        ] {
+            if value.is_some_and(|v| v > 0x00ff_ffff) {
+                return Err(VerbsError::InvalidParameter(name));
+            }
+        }
         let (mut theirs, mask) = convert::qp_attr(attr);
+        if attr.ah.is_some() {
+            self.choose_gid(&mut theirs.ah_attr);
+        }
         // SAFETY: the queue pair is alive.
         checked(unsafe { (self.core.verbs.ibv_modify_qp)(entry.ptr, &raw mut theirs, mask as i32) })
     }
@@ -650,7 +685,18 @@ impl Verbs for RdmaCoreDevice {
         checked(unsafe {
             (self.core.verbs.ibv_query_qp)(ptr, &raw mut attr, mask & 0x1f_ffff, &raw mut init)
         })?;
-        Ok(convert::qp_attr_of(&attr))
+        if attr.qp_state == IBV_QPS_RESET {
+            // Some devices go on telling what the reset has made them forget.
+            return Ok(QpAttr {
+                state: Some(QpState::Reset),
+                ..QpAttr::default()
+            });
+        }
+        let pkey = self.query_pkey(attr.port_num, attr.pkey_index).ok();
+        Ok(QpAttr {
+            pkey,
+            ..convert::qp_attr_of(&attr)
+        })
     }
 
     fn destroy_qp(&mut self, qp: QpId) -> Result<(), VerbsError> {
@@ -674,9 +720,7 @@ impl Verbs for RdmaCoreDevice {
 
     fn create_ah(&mut self, pd: PdId, attr: AhAttr) -> Result<AhId, VerbsError> {
         let mut theirs = convert::ah_attr(&attr);
-        if let Some(index) = self.gid_index() {
-            theirs.grh.sgid_index = index as u8;
-        }
+        self.choose_gid(&mut theirs);
         // SAFETY: the domain is alive.
         let ptr = unsafe { (self.core.verbs.ibv_create_ah)(self.pd_ptr(pd)?, &raw mut theirs) };
         if ptr.is_null() {
@@ -694,6 +738,13 @@ impl Verbs for RdmaCoreDevice {
 }
 
 impl RdmaCoreDevice {
+    /// A device has many GIDs, and ours is the one of the address that it was opened at.
+    fn choose_gid(&self, attr: &mut ibv_ah_attr) {
+        if let Some(index) = self.gid_index() {
+            attr.grh.sgid_index = index as u8;
+        }
+    }
+
     /// One window less lies in a region.
     fn unmap_window(&mut self, base: Option<MrId>) {
         if let Some(Ok(Region::Plain { windows, .. })) = base.map(|b| self.regions.get_mut(b)) {

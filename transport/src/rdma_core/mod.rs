@@ -13,6 +13,25 @@
 //! - Connections: librdmacm. Its own queue pair 1 stays in the kernel, so there is no GSI queue pair
 //!   here, and [`PortSpace::Ib`](crate::verbs::PortSpace::Ib) is refused, since the kernel has no
 //!   InfiniBand service ids on RoCE.
+//! - A listener's backlog bounds the requests that the kernel has not reported yet, not those that
+//!   wait for an answer.
+//! - The GID of our side is the one of the address that the device was opened at, whatever
+//!   [`AhAttr::sgid_index`](crate::verbs::AhAttr::sgid_index) says.
+//! - All devices that a process opens at one RDMA device share its asynchronous events: whoever reads
+//!   one keeps it, so a process opens each RDMA device once, or looks at its objects' states too.
+//!
+//! # What `rdma_rxe` does otherwise
+//! Nothing here hides it; whoever must know asks the attributes or expects either.
+//!
+//! - User space is not told which key a send-with-invalidate invalidated
+//!   ([`DeviceAttr::tells_invalidation`](crate::verbs::DeviceAttr::tells_invalidation)).
+//! - A refused local request flushes all that is in the queue, those before it too, and itself.
+//! - A message longer than its receive is a "remote operation" error for the sender and a "queue pair
+//!   operation" error for the receiver.
+//! - A peer's violation of a key raises no asynchronous event, and an overrun completion queue does not
+//!   end its queue pairs.
+//! - After a drain of the send queue, work goes on only when something more is posted.
+//! - The depths of READs and atomics are powers of two, and queues are deeper than asked for.
 //!
 //! | module | what it is |
 //! | --- | --- |
@@ -41,6 +60,7 @@ mod work;
 
 use std::ffi::CStr;
 use std::net::IpAddr;
+use std::path::Path;
 
 pub use objects::RdmaCoreDevice;
 use riser_rdma_core_sys::bindings::{ibv_gid, ibv_port_attr};
@@ -84,6 +104,38 @@ pub struct DeviceSummary {
     pub active: bool,
     /// The addresses of its first port's GID table.
     pub addrs: Vec<IpAddr>,
+}
+
+/// Whether an RDMA device has the local address at this moment: a cheap question, for waiting until a
+/// device that was unplugged is back.
+///
+/// It reads the kernel's GID tables and opens nothing. A host without rdma-core or without RDMA has no
+/// device.
+#[must_use]
+pub fn has_device(addr: IpAddr) -> bool {
+    // Empty entries of the tables are zeros, which is the unspecified address.
+    if addr.is_unspecified() {
+        return false;
+    }
+    let wanted = gid_text(Gid::from(addr));
+    let entries = |path: &Path| {
+        let dir = std::fs::read_dir(path).into_iter().flatten();
+        dir.filter_map(Result::ok).map(|e| e.path())
+    };
+    entries(Path::new("/sys/class/infiniband"))
+        .flat_map(|device| entries(&device.join("ports")))
+        .flat_map(|port| entries(&port.join("gids")))
+        .any(|gid| std::fs::read_to_string(gid).is_ok_and(|text| text.trim() == wanted))
+}
+
+/// A GID as the kernel writes it: eight groups of four digits.
+fn gid_text(gid: Gid) -> String {
+    let groups: Vec<String> = gid
+        .0
+        .chunks(2)
+        .map(|g| format!("{:02x}{:02x}", g[0], g[1]))
+        .collect();
+    groups.join(":")
 }
 
 /// The RDMA devices of this host.
@@ -144,4 +196,22 @@ pub fn devices() -> Result<Vec<DeviceSummary>, LoadError> {
     // SAFETY: the list came from `ibv_get_device_list`.
     unsafe { (verbs.ibv_free_device_list)(list) };
     Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gids_are_written_as_the_kernel_does() {
+        let text = |addr: &str| gid_text(Gid::from(addr.parse::<IpAddr>().unwrap()));
+        assert_eq!(text("10.99.0.1"), "0000:0000:0000:0000:0000:ffff:0a63:0001");
+        assert_eq!(text("fd99::1"), "fd99:0000:0000:0000:0000:0000:0000:0001");
+    }
+
+    #[test]
+    fn nobody_has_the_unspecified_address() {
+        assert!(!has_device("0.0.0.0".parse().unwrap()));
+        assert!(!has_device("::".parse().unwrap()));
+    }
 }

@@ -124,9 +124,38 @@ pub(super) struct Qp {
 pub(super) struct Id {
     pub(super) ptr: *mut rdma_cm_id,
     pub(super) qp: Option<QpId>,
+    pub(super) state: IdState,
+    /// READs and atomics that the peer's request offers to hold at once.
+    pub(super) offered: u8,
     /// Destroyed by the user while its queue pair lives; goes with that.
     pub(super) zombie: bool,
-    pub(super) listening: bool,
+}
+
+/// How far an identifier has come: the library lets some calls pass that the contract refuses.
+///
+/// ```text
+/// Idle → Bound → Listening
+///   └─────┴→ AddrResolved → RouteResolved → Connected → Closed
+///                              Requested ↗─────────────↗
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum IdState {
+    /// Made, or its address could not be resolved.
+    Idle,
+    /// Has a local address.
+    Bound,
+    /// Takes connection requests.
+    Listening,
+    /// Knows the device and the peer's GID.
+    AddrResolved,
+    /// Knows the path.
+    RouteResolved,
+    /// A peer's request, to be accepted or rejected.
+    Requested,
+    /// Asked for or accepted a connection, whatever became of it.
+    Connected,
+    /// Refused, by either side, or never answered.
+    Closed,
 }
 
 /// An RDMA device behind libibverbs, with librdmacm for its connections.

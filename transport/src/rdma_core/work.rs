@@ -68,21 +68,19 @@ impl RdmaCoreDevice {
         }
         let (ptr, init) = (entry.ptr, entry.init);
         let mut scratch = std::mem::take(&mut self.scratch);
-        let result = self
-            .build_sends(qp, &init, wrs, &mut scratch)
-            .map_or_else(Err, |()| {
-                let mut bad = ptr::null_mut();
-                let first = scratch.sends.as_mut_ptr();
-                // SAFETY: the queue pair is alive; the chain and its scatter lists live in `scratch`.
-                let r = unsafe { ops::ibv_post_send(ptr, first, &raw mut bad) };
-                // SAFETY: on failure the library points `bad` into the chain that it was given.
-                let at = || unsafe { bad.offset_from(first) };
-                if r == 0 {
-                    Ok(())
-                } else {
-                    Err(posted_before(bad.is_null(), at, r))
-                }
-            });
+        let refused = self.build_sends(qp, &init, wrs, &mut scratch).err();
+        let mut result = refused.map_or(Ok(()), Err);
+        if !scratch.sends.is_empty() {
+            let mut bad = ptr::null_mut();
+            let first = scratch.sends.as_mut_ptr();
+            // SAFETY: the queue pair is alive; the chain and its scatter lists live in `scratch`.
+            let r = unsafe { ops::ibv_post_send(ptr, first, &raw mut bad) };
+            // SAFETY: on failure the library points `bad` into the chain that it was given.
+            let at = || unsafe { bad.offset_from(first) };
+            if r != 0 {
+                result = Err(self.post_error(qp, posted_before(bad.is_null(), at, r)));
+            }
+        }
         let posted = result.err().map_or(wrs.len(), |e| e.index);
         for slot in scratch.slots.drain(posted.min(scratch.slots.len())..) {
             let _ = self.slots.remove(slot);
@@ -97,7 +95,21 @@ impl RdmaCoreDevice {
         result
     }
 
-    /// Builds the whole chain, or says at which request it cannot be built; then nothing is posted.
+    /// The library says "invalid" for a queue pair whose state takes no requests; we say which.
+    fn post_error(&self, qp: QpId, e: PostError) -> PostError {
+        let state = self.query_qp(qp).ok().and_then(|a| a.state);
+        let reason = match (e.reason, state) {
+            (PostReason::InvalidRequest(_), Some(state))
+                if matches!(state, QpState::Reset | QpState::Init | QpState::Rtr) =>
+            {
+                PostReason::InvalidState(state)
+            }
+            (reason, _) => reason,
+        };
+        PostError { reason, ..e }
+    }
+
+    /// Builds the chain up to the first request that cannot be built, which the error names.
     fn build_sends(
         &mut self,
         qp: QpId,
@@ -108,27 +120,12 @@ impl RdmaCoreDevice {
         scratch.sges.clear();
         scratch.sends.clear();
         scratch.slots.clear();
+        let mut result = Ok(());
         for (index, wr) in wrs.iter().enumerate() {
-            let refuse = |reason| PostError { index: 0, reason }.at(index);
-            let theirs = self.send_wr(init, wr).map_err(refuse)?;
-            self.push_sges(wr.sges, wr.flags.contains(SendFlags::INLINE), init, scratch)
-                .map_err(refuse)?;
-            let slot = Slot {
-                wr_id: wr.wr_id,
-                opcode: opcode_of(&wr.op),
-                queue: SlotQueue::Send(qp),
-            };
-            let slot = self
-                .slots
-                .insert(slot)
-                .map_err(|_| refuse(PostReason::QueueFull))?;
-            scratch.slots.push(slot);
-            scratch.sends.push(ibv_send_wr {
-                wr_id: pack(slot.0),
-                num_sge: wr.sges.len() as i32,
-                send_flags: convert::send_flags(wr.flags),
-                ..theirs
-            });
+            if let Err(reason) = self.build_send(qp, init, wr, scratch) {
+                result = Err(PostError { index, reason });
+                break;
+            }
         }
         let mut sge = scratch.sges.as_mut_ptr();
         let mut next: *mut ibv_send_wr = ptr::null_mut();
@@ -140,6 +137,31 @@ impl RdmaCoreDevice {
             wr.next = next;
             next = wr;
         }
+        result
+    }
+
+    fn build_send(
+        &mut self,
+        qp: QpId,
+        init: &QpInitAttr,
+        wr: &SendWr<'_>,
+        scratch: &mut Scratch,
+    ) -> Result<(), PostReason> {
+        let theirs = self.send_wr(init, wr)?;
+        self.push_sges(wr.sges, wr.flags.contains(SendFlags::INLINE), init, scratch)?;
+        let slot = Slot {
+            wr_id: wr.wr_id,
+            opcode: opcode_of(&wr.op),
+            queue: SlotQueue::Send(qp),
+        };
+        let slot = self.slots.insert(slot).map_err(|_| PostReason::QueueFull)?;
+        scratch.slots.push(slot);
+        scratch.sends.push(ibv_send_wr {
+            wr_id: pack(slot.0),
+            num_sge: wr.sges.len() as i32,
+            send_flags: convert::send_flags(wr.flags),
+            ..theirs
+        });
         Ok(())
     }
 
@@ -296,6 +318,9 @@ impl RdmaCoreDevice {
                     self.rkeys.remove(&w.mr.rkey.0);
                     self.rkeys.insert(key.0, mr);
                     w.mr.rkey = key;
+                    // The library names the window by its last key when it binds it again.
+                    // SAFETY: the window is alive, and this thread alone uses it.
+                    unsafe { (*w.ptr).rkey = key.0 };
                     w.access = access;
                     w.valid = true;
                 }
@@ -321,9 +346,7 @@ impl RdmaCoreDevice {
             .get(qp)
             .map_err(|_| invalid(PostReason::InvalidHandle))?;
         if entry.init.srq.is_some() {
-            return Err(invalid(PostReason::InvalidRequest(
-                "the queue pair has a shared receive queue",
-            )));
+            return Err(invalid(PostReason::InvalidOpcode));
         }
         let ptr = entry.ptr;
         let mut scratch = std::mem::take(&mut self.scratch);
@@ -335,7 +358,7 @@ impl RdmaCoreDevice {
             entry.received.extend(scratch.slots.iter());
         }
         self.scratch = scratch;
-        result
+        result.map_err(|e| self.post_error(qp, e))
     }
 
     pub(super) fn post_shared(&mut self, srq: SrqId, wrs: &[RecvWr<'_>]) -> Result<(), PostError> {
@@ -552,12 +575,6 @@ impl RdmaCoreDevice {
             }
             let _ = self.slots.remove(slot);
         }
-    }
-}
-
-impl PostError {
-    fn at(self, index: usize) -> Self {
-        Self { index, ..self }
     }
 }
 

@@ -49,6 +49,9 @@ pub struct DeviceAttr {
     pub max_fast_reg_segments: u32,
     /// Whether segments of a fast registration may start and end anywhere, or must meet at pages.
     pub sg_gaps: bool,
+    /// Whether the completion of a receive names the key that the peer's send invalidated. Where it
+    /// does not, ask no peer to invalidate: nothing would tell that a region is free again.
+    pub tells_invalidation: bool,
     /// Most completion queues.
     pub max_cq: u32,
     /// Most entries of a completion queue.

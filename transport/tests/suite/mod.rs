@@ -6,11 +6,11 @@ pub(crate) mod ops;
 pub(crate) mod transfers;
 pub(crate) mod world;
 
-/// Makes a test of every function of the suite, for the world that an expression makes.
+/// Hands the names of the suite's functions to a macro, after what is given for it.
 #[macro_export]
-macro_rules! provider_suite {
-    ($world:expr) => {
-        $crate::provider_suite! { @ $world;
+macro_rules! suite_names {
+    ($then:ident, $given:tt) => {
+        $crate::$then! { $given
             objects: a_device_tells_what_it_is what_is_in_use_is_busy limits_hold
                 a_queue_pair_goes_through_its_states datagrams;
             ops: sends_of_every_kind writes_and_reads atomics inline_unsignaled_and_fenced
@@ -31,7 +31,20 @@ macro_rules! provider_suite {
                 a_region_put_back_alive_is_replaced;
         }
     };
-    (@ $world:expr; $($module:ident: $($name:ident)*;)*) => {
+}
+
+/// Makes a test of every function of the suite, for the world that an expression makes.
+#[macro_export]
+macro_rules! provider_suite {
+    ($world:expr) => {
+        $crate::suite_names! { suite_tests, ($world) }
+    };
+}
+
+/// What `provider_suite` makes of the names.
+#[macro_export]
+macro_rules! suite_tests {
+    (($world:expr) $($module:ident: $($name:ident)*;)*) => {
         $($(
             #[test]
             fn $name() {

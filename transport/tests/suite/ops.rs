@@ -163,16 +163,31 @@ pub(crate) fn a_chain_posts_up_to_the_first_bad_request<W: World>(mut w: W) {
         wr_id: WrId(0),
         sges: &[],
     };
-    let all = vec![wr; 65];
+    // A kernel's queues may be deeper than what was asked for.
+    let is_kernel = w.is_kernel(End::B);
+    let all = vec![wr; 65 + if is_kernel { 1000 } else { 0 }];
     let e = w.provider(End::B).post_recv(b.qp, &all).unwrap_err();
-    assert_eq!((e.index, e.reason), (64, PostReason::QueueFull));
+    assert_eq!(e.reason, PostReason::QueueFull);
+    assert!(if is_kernel {
+        e.index >= 64
+    } else {
+        e.index == 64
+    });
 }
 
 pub(crate) fn fast_registration_and_remote_invalidation<W: World>(mut w: W) {
     let w = &mut w;
     let (a, b) = connected(w);
-    let pool_mr = w.provider(End::A).alloc_fast_mr(a.pd, 4).unwrap();
-    let parts = [a.slice(5000, 100), a.slice(100, 33), a.slice(9000, 4096)];
+    let segments = w.provider(End::A).device_attr().max_fast_reg_segments;
+    let pool_mr = w
+        .provider(End::A)
+        .alloc_fast_mr(a.pd, segments.min(4))
+        .unwrap();
+    // A window takes one segment.
+    let parts = match segments {
+        0..3 => vec![a.slice(5000, 4229)],
+        _ => vec![a.slice(5000, 100), a.slice(100, 33), a.slice(9000, 4096)],
+    };
     assert_eq!(w.provider(End::A).map_mr_sg(pool_mr.id, &parts), Ok(4229));
     let key = pool_mr.rkey.next();
     let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ;
@@ -196,13 +211,18 @@ pub(crate) fn fast_registration_and_remote_invalidation<W: World>(mut w: W) {
     ok(w, &b, WcOpcode::Write, 2);
     ok(w, &b, WcOpcode::Send, 3);
     let c = a.completion(w);
+    let is_told = w.provider(End::A).device_attr().tells_invalidation;
     assert_eq!(
         (c.status, c.invalidated, c.wr_id),
-        (WcStatus::Success, Some(key), WrId(5))
+        (WcStatus::Success, is_told.then_some(key), WrId(5))
     );
-    let got = [a.bytes(5000, 100), a.bytes(100, 33), a.bytes(9000, 4096)].concat();
+    let got: Vec<_> = parts
+        .iter()
+        .flat_map(riser_memory::MemSlice::to_vec)
+        .collect();
     assert_eq!(got, data);
-    assert!(!w.provider(End::A).query_mr(pool_mr.id).unwrap().valid);
+    let attr = w.provider(End::A).query_mr(pool_mr.id).unwrap();
+    assert_eq!(attr.valid, !is_told);
     // The key is dead.
     b.send(w, 4, SendOp::Write(there), 0, 8);
     let c = b.completion(w);
@@ -280,6 +300,14 @@ pub(crate) fn keys_rights_and_ranges<W: World>(mut w: W) {
                 WcStatus::RemAccessErr,
                 "operation {n} case {case}"
             );
+            if w.is_kernel(End::B) {
+                // rdma_rxe raises no event for it.
+                w.until("the error state", |w| {
+                    let state = w.provider(End::B).query_qp(b.qp).unwrap().state;
+                    (state == Some(QpState::Error)).then_some(())
+                });
+                continue;
+            }
             assert_eq!(b.event(w), AsyncEvent::QpAccessError(b.qp));
             let state = w.provider(End::B).query_qp(b.qp).unwrap().state;
             assert_eq!(state, Some(QpState::Error));
@@ -300,6 +328,13 @@ pub(crate) fn a_bad_local_key_completes<W: World>(mut w: W) {
         SendWr::new(3, SendOp::Write(b.remote(0)), &good).flags(SendFlags::empty()),
     ];
     w.provider(End::A).post_send(a.qp, &wrs).unwrap();
+    if w.is_kernel(End::A) {
+        // rdma_rxe flushes what the error overtakes, whatever its own end would have been.
+        let c = a.completions(w, 3);
+        assert_eq!([c[0].wr_id.0, c[1].wr_id.0, c[2].wr_id.0], [1, 2, 3]);
+        assert!(c.iter().all(|c| !c.status.is_ok()), "{c:?}");
+        return;
+    }
     let c = a.completions(w, 2);
     assert_eq!((c[0].wr_id, c[0].status), (WrId(2), WcStatus::LocProtErr));
     assert_eq!((c[1].wr_id, c[1].status), (WrId(3), WcStatus::WrFlushErr));
@@ -312,9 +347,14 @@ pub(crate) fn a_message_longer_than_its_receive<W: World>(mut w: W) {
     b.recv(w, 6, 0, 5000);
     a.send(w, 1, SendOp::Send, 0, 5001);
     let c = a.completion(w);
-    assert_eq!(c.status, WcStatus::RemInvReqErr);
+    // rdma_rxe blames itself.
+    let (refused, local) = match w.is_kernel(End::B) {
+        true => (WcStatus::RemOpErr, WcStatus::LocQpOpErr),
+        false => (WcStatus::RemInvReqErr, WcStatus::LocLenErr),
+    };
+    assert_eq!(c.status, refused);
     let c = b.completions(w, 2);
-    assert_eq!((c[0].wr_id, c[0].status), (WrId(5), WcStatus::LocLenErr));
+    assert_eq!((c[0].wr_id, c[0].status), (WrId(5), local));
     assert_eq!((c[1].wr_id, c[1].status), (WrId(6), WcStatus::WrFlushErr));
 }
 
@@ -347,7 +387,12 @@ pub(crate) fn flushes_in_order<W: World>(mut w: W) {
     a.recv(w, 200, 0, 8);
     a.send(w, 201, SendOp::Send, 0, 8);
     let c = a.completions(w, 2);
-    assert_eq!(c.iter().map(|c| c.wr_id.0).collect::<Vec<_>>(), [200, 201]);
+    let mut drained: Vec<_> = c.iter().map(|c| c.wr_id.0).collect();
+    if w.is_kernel(End::A) {
+        // Nothing orders two queues of one queue pair.
+        drained.sort_unstable();
+    }
+    assert_eq!(drained, [200, 201]);
     assert_eq!(w.provider(End::B).peek_cq(b.cq, 1), Ok(0));
 }
 
@@ -419,6 +464,10 @@ pub(crate) fn an_overrun_queue_is_an_event<W: World>(mut w: W) {
     let mut out = Vec::new();
     let polled = w.provider(End::A).poll_cq(a.cq, 9, &mut out);
     assert_eq!(polled, Err(VerbsError::CqOverrun));
+    // rdma_rxe leaves it to the user to end the queue pair.
+    if w.is_kernel(End::A) {
+        return;
+    }
     let state = w.provider(End::A).query_qp(a.qp).unwrap().state;
     assert_eq!(state, Some(QpState::Error));
 }
@@ -478,7 +527,13 @@ pub(crate) fn the_send_queue_drains<W: World>(mut w: W) {
     w.provider(End::A)
         .modify_qp(a.qp, &to(QpState::Rts))
         .unwrap();
-    let c = a.completions(w, 2);
+    let mut waiting = 2;
+    if w.is_kernel(End::A) {
+        // rdma_rxe goes on when something is posted.
+        a.send(w, 3, SendOp::Write(b.remote(0)), 0, 8);
+        waiting = 3;
+    }
+    let c = a.completions(w, waiting);
     assert!(c.iter().all(|c| c.status.is_ok()));
 }
 

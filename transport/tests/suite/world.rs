@@ -1,12 +1,9 @@
 //! Two providers, and a way to drive them: what every test of the suite stands on.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use riser_memory::{MemSlice, Memory};
-use riser_transport::loopback::{Endpoint, FabricConfig, Pair};
-use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::verbs::{
     Access, AsyncEvent, CmEvent, CmEventKind, CmId, Completion, ConnParam, CqId, Mr, PdId,
     PortSpace, Provider, QpCap, QpId, QpInitAttr, QpType, RdmaCm as _, RecvWr, RemoteAddr, SendOp,
@@ -22,7 +19,7 @@ pub(crate) enum End {
 
 /// Two devices that reach each other.
 pub(crate) trait World {
-    type P: Provider;
+    type P: Provider + ?Sized;
 
     fn provider(&mut self, end: End) -> &mut Self::P;
     fn addr(&self, end: End) -> IpAddr;
@@ -30,6 +27,12 @@ pub(crate) trait World {
     fn step(&mut self);
     /// The devices' time.
     fn now(&self) -> Instant;
+
+    /// Whether a device is a kernel's behind rdma-core: its details differ from the software NIC's
+    /// where the module `riser_transport::rdma_core` says so.
+    fn is_kernel(&mut self, end: End) -> bool {
+        self.provider(end).device_attr().provider == "rdma_core"
+    }
 
     /// Drives the devices until `done` answers something, for at most a minute of their time.
     fn until<T>(&mut self, what: &str, mut done: impl FnMut(&mut Self) -> Option<T>) -> T
@@ -55,119 +58,6 @@ pub(crate) trait World {
         while self.now() < end {
             self.step();
         }
-    }
-}
-
-/// In memory, under a virtual clock.
-pub(crate) struct Virtual(pub(crate) Pair);
-
-impl Virtual {
-    pub(crate) fn new(config: FabricConfig) -> Self {
-        Self(Pair::new(config))
-    }
-}
-
-impl World for Virtual {
-    type P = Endpoint;
-
-    fn provider(&mut self, end: End) -> &mut Endpoint {
-        match end {
-            End::A => &mut self.0.a,
-            End::B => &mut self.0.b,
-        }
-    }
-
-    fn addr(&self, end: End) -> IpAddr {
-        match end {
-            End::A => self.0.a.addr(),
-            End::B => self.0.b.addr(),
-        }
-    }
-
-    fn step(&mut self) {
-        let limit = self.0.fabric.now() + Duration::from_millis(1);
-        if self.0.step() == 0 && !self.0.step_to_next(limit) {
-            self.0.fabric.advance_to(limit);
-        }
-    }
-
-    fn now(&self) -> Instant {
-        self.0.fabric.now()
-    }
-}
-
-/// Over sockets of the loopback interface.
-pub(crate) struct Real {
-    a: Roce,
-    b: Roce,
-}
-
-/// Two loopback addresses that no other test uses: of this process, and of other processes as far as
-/// their numbers differ.
-pub(crate) fn addresses() -> (IpAddr, IpAddr) {
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-    let n = NEXT.fetch_add(1, Ordering::Relaxed);
-    let base = 0x7f10_0000 + (std::process::id() % 0x6fff) * 0x100 + n * 2;
-    (
-        Ipv4Addr::from(base + 1).into(),
-        Ipv4Addr::from(base + 2).into(),
-    )
-}
-
-impl Real {
-    pub(crate) fn new() -> Self {
-        Self::with(|_| {})
-    }
-
-    /// Devices whose configuration `change` has changed.
-    pub(crate) fn with(change: impl Fn(&mut RoceConfig)) -> Self {
-        let (a, b) = addresses();
-        Self::at(a, b, change).expect("devices on the loopback interface")
-    }
-
-    pub(crate) fn at(
-        a: IpAddr,
-        b: IpAddr,
-        change: impl Fn(&mut RoceConfig),
-    ) -> std::io::Result<Self> {
-        let open = |addr| {
-            let mut config = RoceConfig::new(addr);
-            change(&mut config);
-            Roce::open(&config)
-        };
-        Ok(Self {
-            a: open(a)?,
-            b: open(b)?,
-        })
-    }
-}
-
-impl World for Real {
-    type P = Roce;
-
-    fn provider(&mut self, end: End) -> &mut Roce {
-        match end {
-            End::A => &mut self.a,
-            End::B => &mut self.b,
-        }
-    }
-
-    fn addr(&self, end: End) -> IpAddr {
-        match end {
-            End::A => self.a.socket_addr().ip(),
-            End::B => self.b.socket_addr().ip(),
-        }
-    }
-
-    fn step(&mut self) {
-        let now = Instant::now();
-        if self.a.progress(now) + self.b.progress(now) == 0 {
-            std::thread::sleep(Duration::from_micros(100));
-        }
-    }
-
-    fn now(&self) -> Instant {
-        Instant::now()
     }
 }
 

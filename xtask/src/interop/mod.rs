@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use guest::{Guest, Shape};
 
 use crate::packages::{Need, ensure, need};
-use crate::{Failure, demo, root};
+use crate::{Failure, demo, root, sh};
 
 /// What the rig needs.
 const NEEDS: &[Need] = &[
@@ -87,6 +87,14 @@ struct Case {
     text: String,
 }
 
+/// What was built for the cases; empty where no case asks for it.
+struct Programs {
+    /// The folder of `riserd` and `riser`.
+    programs: PathBuf,
+    /// The folder of the test programs, under their plain names.
+    tests: PathBuf,
+}
+
 /// Why nothing could be run at all, as opposed to a case that failed.
 pub(crate) enum Ended {
     /// Every case passed: how many.
@@ -125,13 +133,26 @@ pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
         Ok(kernel) => kernel,
         Err(e) => return Ok(Ended::Unavailable(format!("no kernel for the guest: {e}"))),
     };
+    let tests = if cases.iter().any(|c| c.text.contains("on_devices")) {
+        println!("building the transport tests");
+        build_tests()?
+    } else {
+        PathBuf::new()
+    };
+    let is_served = cases.iter().any(|c| {
+        ["$RISER_BIN", "serve"]
+            .iter()
+            .any(|word| c.text.contains(word))
+    });
     let programs = match &options.programs {
         Some(folder) => fs::canonicalize(folder)?,
-        None => {
+        None if is_served => {
             println!("building riserd and riser");
             demo::build()?
         }
+        None => PathBuf::new(),
     };
+    let programs = Programs { programs, tests };
     let mut groups: BTreeMap<&str, Vec<&Case>> = BTreeMap::new();
     for case in &cases {
         groups.entry(&case.group).or_default().push(case);
@@ -170,13 +191,40 @@ pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
     }
 }
 
+/// Builds the transport's tests that cases run, and answers a folder with links to them.
+fn build_tests() -> Result<PathBuf, Failure> {
+    const TEST: &str = "devices";
+    let text = sh::output(&mut sh::cargo([
+        "test",
+        "-q",
+        "-p",
+        "riser-transport",
+        "--test",
+        TEST,
+        "--no-run",
+        "--message-format=json",
+    ]))?;
+    let program = text
+        .lines()
+        .filter_map(|l| serde_json::from_str::<serde_json::Value>(l).ok())
+        .filter(|m| m["target"]["name"] == TEST)
+        .find_map(|m| m["executable"].as_str().map(PathBuf::from))
+        .ok_or("cargo names no test program")?;
+    let folder = root().join(".build/interop-tests");
+    fs::create_dir_all(&folder)?;
+    let link = folder.join(TEST);
+    let _ = fs::remove_file(&link);
+    std::os::unix::fs::symlink(program, &link)?;
+    Ok(folder)
+}
+
 type Row<'a> = (&'a Case, Duration, Result<(), Failure>);
 
 /// Runs the cases of a group on one boot; a case that leaves the guest unusable costs a new boot.
 fn run_group<'a>(
     kernel: &kernel::Kernel,
     folder: &Path,
-    programs: &Path,
+    programs: &Programs,
     cases: &[&'a Case],
 ) -> Vec<Row<'a>> {
     let mut rows: Vec<Row<'a>> = Vec::new();
@@ -199,7 +247,7 @@ fn run_group<'a>(
 fn run_case(
     kernel: &kernel::Kernel,
     folder: &Path,
-    programs: &Path,
+    programs: &Programs,
     case: &Case,
     guest: &mut Option<Guest>,
 ) -> Result<(), Failure> {
@@ -209,8 +257,9 @@ fn run_case(
         None => guest.insert(Guest::boot(kernel, folder, Shape::default())?),
     };
     let script = format!(
-        "export RISER_BIN='{}' CASE='{}'\n. /vm/lib.sh\n{}",
-        programs.display(),
+        "export RISER_BIN='{}' RISER_TESTS='{}' CASE='{}'\n. /vm/lib.sh\n{}",
+        programs.programs.display(),
+        programs.tests.display(),
         case.name,
         case.text
     );

@@ -113,6 +113,7 @@ impl NicConfig {
             max_mr_size: u64::MAX,
             max_fast_reg_segments: l.max_fast_reg_segments,
             sg_gaps: true,
+            tells_invalidation: true,
             max_cq: l.max_cq,
             max_cqe: l.max_cqe,
             max_qp: l.max_qp,

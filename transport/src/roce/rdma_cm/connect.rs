@@ -129,7 +129,11 @@ impl Nic {
             .ok_or(CmError::InvalidState("accept"))?;
         let limits = self.config().limits;
         let responder_resources = param.responder_resources.min(limits.max_qp_rd_atom);
-        let initiator_depth = param.initiator_depth.min(limits.max_qp_init_rd_atom);
+        // A Linux peer holds as many READs as the reply names, not as many as its request offered.
+        let initiator_depth = param
+            .initiator_depth
+            .min(limits.max_qp_init_rd_atom)
+            .min(request.responder_resources);
         let rq_psn = Psn::new(self.random().next_u32());
         let local_qpn = Qpn::new(self.qp_num(qp)?);
         self.connect_qp(

@@ -1,0 +1,103 @@
+//! The provider suite on devices that this machine may or may not have, and what only those show.
+//!
+//! `RISER_SUITE` names two devices, `PROVIDER:ADDRESS` or `PROVIDER:ADDRESS@NAMESPACE` each; the first
+//! connects, the second listens:
+//!
+//! ```text
+//! RISER_SUITE="rdma_core:10.99.0.1 roce:10.99.0.2@peer" devices [WORD…]
+//! ```
+//!
+//! Words choose the tests whose names contain one of them. Without words the suite runs; the tests of
+//! the module `stress` run when they are named. They read more of the environment:
+//!
+//! | variable | what it is |
+//! | --- | --- |
+//! | `RISER_LENGTH` | the longest message of `stress::sizes`, in bytes |
+//! | `RISER_MTU` | the path MTU that `stress::sizes` must find |
+//! | `RISER_CUT` | a command that takes the peer away |
+//! | `RISER_HEAL` | a command that brings it back |
+//!
+//! The tests run one after the other, since they share their addresses. `cargo xtask interop` runs
+//! them between the software NIC and a Linux kernel; where nothing is named, there is nothing to do.
+
+#![allow(clippy::print_stdout, reason = "the output is the report")]
+
+mod suite;
+mod with_kernel;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::ExitCode;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use with_kernel::{Devices, stress};
+
+type Test = (&'static str, fn(Devices));
+
+/// No test takes longer, even where a kernel is emulated.
+const LIMIT: Duration = Duration::from_secs(400);
+
+/// What `suite_names` is given to make the table of the suite.
+#[macro_export]
+macro_rules! suite_table {
+    (() $($module:ident: $($name:ident)*;)*) => {
+        vec![$($((
+            concat!(stringify!($module), "::", stringify!($name)),
+            $crate::suite::$module::$name::<$crate::with_kernel::Devices> as fn(_),
+        ),)*)*]
+    };
+}
+
+fn main() -> ExitCode {
+    let Ok(spec) = std::env::var("RISER_SUITE") else {
+        println!("RISER_SUITE names no devices");
+        return ExitCode::SUCCESS;
+    };
+    let words: Vec<String> = std::env::args()
+        .skip(1)
+        .filter(|a| !a.starts_with('-'))
+        .collect();
+    let tests: Vec<Test> = crate::suite_names! { suite_table, () };
+    let stress = stress::TESTS.iter().copied();
+    let is_named = |t: &Test| words.iter().any(|w| t.0.contains(w.as_str()));
+    let chosen: Vec<Test> = if words.is_empty() {
+        tests
+    } else {
+        tests.into_iter().chain(stress).filter(is_named).collect()
+    };
+    let (mut passed, mut failed) = (0, 0);
+    for (name, test) in chosen {
+        let started = Instant::now();
+        let ok = watched(name, || test(Devices::open(&spec)));
+        println!(
+            "{} {name} ({:.1} s)",
+            if ok { "ok    " } else { "FAILED" },
+            started.elapsed().as_secs_f64()
+        );
+        if ok {
+            passed += 1;
+        } else {
+            failed += 1;
+        }
+    }
+    println!("{spec}: {passed} passed, {failed} failed");
+    if failed == 0 && passed > 0 {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
+}
+
+/// Runs a test; ends the whole program if it hangs.
+fn watched(name: &'static str, test: impl FnOnce()) -> bool {
+    let (done, waiting) = channel::<()>();
+    std::thread::spawn(move || {
+        if waiting.recv_timeout(LIMIT) == Err(RecvTimeoutError::Timeout) {
+            println!("FAILED {name}: hangs");
+            std::process::exit(3);
+        }
+    });
+    let ok = catch_unwind(AssertUnwindSafe(test)).is_ok();
+    drop(done);
+    ok
+}

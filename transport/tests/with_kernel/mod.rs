@@ -1,0 +1,121 @@
+//! Two devices by name, of any provider.
+
+pub(crate) mod stress;
+
+use std::fs::File;
+use std::net::IpAddr;
+use std::os::fd::AsFd;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use riser_transport::rdma_core::RdmaCoreDevice;
+use riser_transport::roce::{Roce, RoceConfig};
+use riser_transport::verbs::Provider;
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+
+use crate::suite::world::{End, World};
+
+/// A device, and how it was named.
+struct Named {
+    provider: Option<Box<dyn Provider + Send>>,
+    addr: IpAddr,
+    name: String,
+}
+
+/// The two devices that `RISER_SUITE` names.
+pub(crate) struct Devices {
+    a: Named,
+    b: Named,
+}
+
+impl Devices {
+    pub(crate) fn open(spec: &str) -> Self {
+        let mut names = spec.split_whitespace();
+        let mut next = || Named::open(names.next().expect("RISER_SUITE names two devices"));
+        let (a, b) = (next(), next());
+        Self { a, b }
+    }
+
+    fn named(&mut self, end: End) -> &mut Named {
+        match end {
+            End::A => &mut self.a,
+            End::B => &mut self.b,
+        }
+    }
+
+    /// Closes a device, as the end of its process would.
+    pub(crate) fn close(&mut self, end: End) {
+        self.named(end).provider = None;
+    }
+
+    /// Opens a device again.
+    pub(crate) fn reopen(&mut self, end: End) {
+        let named = self.named(end);
+        named.provider = None;
+        *named = Named::open(&named.name.clone());
+    }
+}
+
+impl Named {
+    fn open(name: &str) -> Self {
+        let (kind, at) = name.split_once(':').expect("PROVIDER:ADDRESS");
+        let (addr, namespace) = match at.split_once('@') {
+            Some((addr, namespace)) => (addr, Some(namespace.to_owned())),
+            None => (at, None),
+        };
+        let addr: IpAddr = addr.parse().expect("an address");
+        let kind = kind.to_owned();
+        // A thread that enters a namespace stays there, so one is made for the purpose.
+        let opening = thread::spawn(move || {
+            if let Some(namespace) = namespace {
+                let path = format!("/run/netns/{namespace}");
+                let file = File::open(path).expect("a network namespace");
+                move_into_link_name_space(file.as_fd(), Some(LinkNameSpaceType::Network))
+                    .expect("entering a network namespace");
+            }
+            open(&kind, addr)
+        });
+        Self {
+            provider: Some(opening.join().expect("a device")),
+            addr,
+            name: name.to_owned(),
+        }
+    }
+}
+
+fn open(kind: &str, addr: IpAddr) -> Box<dyn Provider + Send> {
+    match kind {
+        "roce" => Box::new(Roce::open(&RoceConfig::new(addr)).expect("a RoCE device")),
+        "rdma_core" => Box::new(RdmaCoreDevice::open(addr).expect("an RDMA device")),
+        _ => panic!("no provider {kind}"),
+    }
+}
+
+impl World for Devices {
+    type P = dyn Provider + Send;
+
+    fn provider(&mut self, end: End) -> &mut Self::P {
+        let device = self.named(end).provider.as_mut();
+        device.expect("an open device").as_mut()
+    }
+
+    fn addr(&self, end: End) -> IpAddr {
+        match end {
+            End::A => self.a.addr,
+            End::B => self.b.addr,
+        }
+    }
+
+    fn step(&mut self) {
+        let now = Instant::now();
+        let devices = [&mut self.a, &mut self.b];
+        let open = devices.into_iter().filter_map(|d| d.provider.as_mut());
+        if open.map(|p| p.progress(now)).sum::<usize>() == 0 {
+            thread::sleep(Duration::from_micros(100));
+        }
+    }
+
+    fn now(&self) -> Instant {
+        Instant::now()
+    }
+}

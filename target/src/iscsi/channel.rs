@@ -42,6 +42,11 @@ use crate::warn_limited;
 /// PDUs and transfers that may wait to be sent before nothing more is read.
 pub const MAX_QUEUED: usize = 512;
 
+/// Contexts for commands, in windows: one that runs, one whose answers are being sent, and one whose
+/// answers wait behind those. An answer opens the window before it is sent, and the initiator learns
+/// of that no earlier than it arrives, so there are never more.
+const WINDOWS: u16 = 3;
+
 /// Contexts beyond the command window, for immediate commands and functions.
 const IMMEDIATE_TASKS: u16 = 16;
 
@@ -234,6 +239,8 @@ pub struct Channel<D> {
     pub(super) idle: Vec<TaskIdx>,
     /// Tasks that take a place of the command window.
     counted: u16,
+    /// Tasks that took one and are answered, but whose answer is not yet sent.
+    lingering: u16,
     exp_cmd_sn: CmdSn,
     /// Contexts that wait for pool memory, oldest first; each once.
     pub(super) pool_waiters: VecDeque<TaskIdx>,
@@ -278,7 +285,7 @@ impl<D: Datamover> Channel<D> {
     /// A channel that waits for a login.
     #[must_use]
     pub fn new(config: ChannelConfig, mover: D, now: Instant) -> Self {
-        let tasks = config.commands + IMMEDIATE_TASKS;
+        let tasks = WINDOWS * config.commands + IMMEDIATE_TASKS;
         Self {
             phase: Phase::Login,
             login: TargetLogin::new(),
@@ -288,6 +295,7 @@ impl<D: Datamover> Channel<D> {
             tasks: (0..tasks).map(|_| Task::new()).collect(),
             idle: (0..tasks).rev().map(TaskIdx).collect(),
             counted: 0,
+            lingering: 0,
             exp_cmd_sn: CmdSn(0),
             pool_waiters: VecDeque::new(),
             text: TextState::default(),
@@ -603,7 +611,7 @@ impl<D: Datamover> Channel<D> {
         if immediate {
             return true;
         }
-        let is_next = cmd_sn == self.exp_cmd_sn && self.counted < self.config.commands;
+        let is_next = cmd_sn == self.exp_cmd_sn && self.room() > 0;
         if is_next {
             self.exp_cmd_sn = self.exp_cmd_sn.next();
         }
@@ -617,8 +625,8 @@ impl<D: Datamover> Channel<D> {
         immediate: bool,
         state: TaskState,
     ) -> Option<TaskIdx> {
-        let kept_free = usize::from(self.config.commands - self.counted);
-        if immediate && self.idle.len() <= kept_free {
+        let others = self.in_flight() - usize::from(self.counted + self.lingering);
+        if immediate && others >= usize::from(IMMEDIATE_TASKS) {
             return None;
         }
         let idx = self
@@ -638,9 +646,26 @@ impl<D: Datamover> Channel<D> {
     /// Gives a context back.
     pub(super) fn give_back(&mut self, idx: TaskIdx) {
         let task = &mut self.tasks[usize::from(idx.0)];
-        self.counted -= u16::from(task.counted);
+        self.counted -= u16::from(std::mem::take(&mut task.counted));
+        self.lingering -= u16::from(std::mem::take(&mut task.lingers));
         task.state = TaskState::Idle;
         self.idle.push(idx);
+    }
+
+    /// The answer goes to the datamover: the window has a place again.
+    pub(super) fn mark_sent(&mut self, idx: TaskIdx) {
+        let task = &mut self.tasks[usize::from(idx.0)];
+        task.state = TaskState::Sent;
+        task.lingers = std::mem::take(&mut task.counted);
+        self.counted -= u16::from(task.lingers);
+        self.lingering += u16::from(task.lingers);
+        self.counters.answered += 1;
+    }
+
+    /// Places of the command window that are free.
+    fn room(&self) -> u16 {
+        let contexts = WINDOWS * self.config.commands - self.counted - self.lingering;
+        contexts.min(self.config.commands - self.counted)
     }
 
     /// A request with this tag that has not been answered.
@@ -780,7 +805,7 @@ impl<D: Datamover> Channel<D> {
     }
 
     fn numbers(&self) -> Numbers {
-        let room = self.config.commands - self.counted;
+        let room = self.room();
         Numbers {
             stat_sn: StatSn(0),
             exp_cmd_sn: self.exp_cmd_sn,

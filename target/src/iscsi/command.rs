@@ -383,10 +383,9 @@ impl<D: Datamover> Channel<D> {
 
     /// Hands data and status to the datamover; the task ends when they are sent.
     fn send_response(&mut self, idx: TaskIdx, response: &Response, len: u32) {
-        let task = &mut self.tasks[usize::from(idx.0)];
-        task.state = TaskState::Sent;
-        self.counters.answered += 1;
+        self.mark_sent(idx);
         self.counters.bytes_in += u64::from(len);
+        let task = &mut self.tasks[usize::from(idx.0)];
         let (residual, bidi_residual) = residuals(task.expected, response);
         let is_plain = response.status == Status::Good
             && response.sense.is_empty()

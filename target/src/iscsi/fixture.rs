@@ -1,1 +1,436 @@
+//! A fake worker around one channel: the pool, a disk, a gate, and an initiator that speaks PDUs.
 
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use riser_scsi::config::{BlockSize, Config, Identity as UnitIdentity, Limits, Provisioning};
+use riser_scsi::iscsi::frame::{self, Digests, Framer};
+use riser_scsi::iscsi::keys::{Key, Offer};
+use riser_scsi::iscsi::login::{Auth, Identity, Joined, Refusal, Terms};
+use riser_scsi::iscsi::name::{Found, IscsiName, TargetAddress};
+use riser_scsi::iscsi::pdu::{
+    DataOut, FromInitiator, FromTarget, LoginFlags, LoginRequest, LoginStatus, NopOut, ScsiCommand,
+    Stage, TaskAttr, TmfFunction, TmfRequest,
+};
+use riser_scsi::iscsi::{Cid, CmdSn, Isid, Itt, Numbers, StatSn, Tsih, Ttt};
+use riser_scsi::lu::LogicalUnit;
+use riser_scsi::lun::LunId;
+use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
+use riser_scsi::step::{BackendError, BlockOp, StepResult};
+use riser_scsi::vpd::Naa;
+
+use super::{Action, Admitted, Batch, ChannelConfig, Cx, Gate, TaskIdx, TcpChannel};
+use crate::pool::Pool;
+use crate::srp::{LunMap, Unit, UnitIdx};
+
+pub(super) const DISK: usize = 1 << 20;
+pub(super) const WINDOW: u16 = 8;
+
+/// A PDU that the initiator received.
+pub(super) type Received = (FromTarget, Numbers, Vec<u8>);
+
+pub(super) struct FakeGate {
+    pub(super) unit: Arc<Unit>,
+    pub(super) offer: Offer,
+    pub(super) targets: usize,
+    pub(super) joined: usize,
+}
+
+impl Gate for FakeGate {
+    fn admit(&mut self, _: &Identity) -> Result<Terms, Refusal> {
+        Ok(Terms {
+            offer: self.offer,
+            auth: Auth::None,
+            portal_group: 1,
+        })
+    }
+
+    fn join(&mut self, joined: &Joined) -> Result<Admitted, LoginStatus> {
+        self.joined += 1;
+        let luns = LunMap::new([(LunId::ZERO, Arc::clone(&self.unit))]);
+        Ok(Admitted {
+            tsih: Tsih(1),
+            nexus: (!joined.session.discovery).then(|| (NexusId(7), Arc::new(luns))),
+        })
+    }
+
+    fn random(&mut self, out: &mut [u8]) {
+        out.fill(4);
+    }
+
+    fn targets(&mut self, _: &IscsiName, wanted: Option<&IscsiName>) -> Vec<Found> {
+        (0..self.targets)
+            .map(|i| Found {
+                name: IscsiName::new(&format!("iqn.2026-01.a:t{i}")).unwrap(),
+                addresses: vec![TargetAddress::parse("10.0.0.1:3260,1").unwrap()],
+            })
+            .filter(|found| wanted.is_none_or(|name| found.name == *name))
+            .collect()
+    }
+}
+
+pub(super) struct Rig {
+    pub(super) now: Instant,
+    pub(super) pool: Pool,
+    pub(super) gate: FakeGate,
+    pub(super) channel: TcpChannel,
+    pub(super) disk: Vec<u8>,
+    /// Block operations that have not ended.
+    pub(super) blocks: Vec<(TaskIdx, BlockOp)>,
+    pub(super) disconnected: bool,
+    pub(super) released: bool,
+    /// Whether block operations end by themselves.
+    pub(super) prompt: bool,
+    framer: Framer,
+    pub(super) digests: Digests,
+    pub(super) cmd_sn: u32,
+    pub(super) stalled: bool,
+}
+
+fn unit() -> Arc<Unit> {
+    let lu = LogicalUnit::new(Config {
+        blocks: (DISK / 512) as u64,
+        block_size: BlockSize::B512,
+        physical_exponent: 0,
+        read_only: false,
+        provisioning: Provisioning::Thick,
+        write_cache: true,
+        rotational: false,
+        identity: UnitIdentity {
+            vendor: "RISER".into(),
+            product: "TEST".into(),
+            revision: "1".into(),
+            serial: "1".into(),
+            naa: Naa::LocallyAssigned(1),
+        },
+        limits: Limits::default(),
+    })
+    .unwrap();
+    let port = |name: &str| PortName::Iscsi(name.into());
+    let target = TargetPort {
+        name: port("iqn.2026-01.a:t0,t,0x0001"),
+        relative_id: 1,
+        group: 0,
+    };
+    let initiator = port("iqn.2026-01.a:i,i,0x000000000000");
+    lu.add_nexus(NexusId(7), Nexus { initiator, target });
+    Arc::new(Unit::new(UnitIdx(0), Arc::new(lu), 64))
+}
+
+impl Rig {
+    /// A connection on which nothing has come.
+    pub(super) fn new() -> Self {
+        let now = Instant::now();
+        let config = ChannelConfig {
+            worker: 0,
+            serial: 1,
+            commands: WINDOW,
+        };
+        let offer = Offer::default()
+            .with(Key::MaxRecvDataSegmentLength, 65536)
+            .with(Key::InitialR2T, 0)
+            .with(Key::MaxOutstandingR2T, 2)
+            .with_list(Key::HeaderDigest, 3)
+            .with_list(Key::DataDigest, 3);
+        Self {
+            now,
+            pool: Pool::new(4 << 20).unwrap(),
+            gate: FakeGate {
+                unit: unit(),
+                offer,
+                targets: 1,
+                joined: 0,
+            },
+            channel: TcpChannel::new(config, now),
+            disk: vec![0; DISK],
+            blocks: Vec::new(),
+            disconnected: false,
+            released: false,
+            prompt: true,
+            framer: Framer::new(1 << 20),
+            digests: Digests::default(),
+            cmd_sn: 1,
+            stalled: false,
+        }
+    }
+
+    /// A connection in full-feature phase, its unit attention taken.
+    pub(super) fn logged_in(keys: &str) -> Self {
+        let mut rig = Self::new();
+        let text = format!(
+            "InitiatorName=iqn.2026-01.a:i\0TargetName=iqn.2026-01.a:t0\0InitialR2T=No\0{keys}"
+        );
+        let answers = rig.login(&text);
+        assert!(matches!(
+            answers[0].0,
+            FromTarget::LoginResponse(r) if r.status == LoginStatus::SUCCESS
+        ));
+        let digest = |key: &str| keys.contains(&format!("{key}=CRC32C"));
+        rig.digests = Digests {
+            header: digest("HeaderDigest"),
+            data: digest("DataDigest"),
+        };
+        rig.framer.set(1 << 20, rig.digests);
+        rig.command(100, &[0; 6], false, 0, &[], true);
+        rig
+    }
+
+    pub(super) fn login(&mut self, text: &str) -> Vec<Received> {
+        let request = LoginRequest {
+            flags: LoginFlags {
+                current: Stage::Operational,
+                transit: Some(Stage::FullFeature),
+                continues: false,
+            },
+            version_max: 0,
+            version_min: 0,
+            isid: Isid([0; 6]),
+            tsih: Tsih(0),
+            itt: Itt(0),
+            cid: Cid(0),
+            cmd_sn: CmdSn(self.cmd_sn),
+            exp_stat_sn: StatSn(0),
+        };
+        self.send(&FromInitiator::LoginRequest(request), text.as_bytes())
+    }
+
+    /// Gives the channel an input, carries out what it wants, and returns what it sent.
+    pub(super) fn with(
+        &mut self,
+        input: impl FnOnce(&mut TcpChannel, &mut Cx<'_>),
+    ) -> Vec<Received> {
+        self.step(input);
+        self.settle()
+    }
+
+    fn step(&mut self, input: impl FnOnce(&mut TcpChannel, &mut Cx<'_>)) {
+        let mut cx = Cx {
+            now: self.now,
+            pool: &mut self.pool,
+            gate: &mut self.gate,
+        };
+        input(&mut self.channel, &mut cx);
+    }
+
+    fn settle(&mut self) -> Vec<Received> {
+        let mut received = Vec::new();
+        let mut batch = Batch::default();
+        loop {
+            if let Some(action) = self.channel.channel_mut().poll_action() {
+                self.carry_out(action);
+            } else if self.prompt && !self.blocks.is_empty() {
+                self.finish_block(0);
+            } else if !self.stalled && self.channel.poll_batch(&mut batch) {
+                let bytes = batch.to_vec();
+                assert_eq!(bytes.len(), batch.len);
+                received.extend(self.parse(&bytes));
+                self.step(|ch, cx| ch.handle_sent(cx, true));
+            } else {
+                return received;
+            }
+        }
+    }
+
+    fn parse(&mut self, bytes: &[u8]) -> Vec<Received> {
+        let (mut received, mut at) = (Vec::new(), 0);
+        while at < bytes.len() {
+            let (used, frame) = self.framer.next(&bytes[at..]).unwrap();
+            let frame = frame.expect("batches hold whole PDUs");
+            assert!(frame.is_intact);
+            let (pdu, numbers) = FromTarget::parse(&frame).unwrap();
+            received.push((pdu, numbers, frame.data.to_vec()));
+            at += used;
+        }
+        received
+    }
+
+    fn carry_out(&mut self, action: Action) {
+        match action {
+            Action::SubmitBlock { task, op, .. } => self.blocks.push((task, op)),
+            Action::AbortBlock(task) => {
+                let at = self.blocks.iter().position(|(t, _)| *t == task).unwrap();
+                let (task, _) = self.blocks.remove(at);
+                let result = StepResult::Failed(BackendError::Aborted);
+                self.step(|ch, cx| ch.channel_mut().handle_block_done(cx, task, result));
+            }
+            Action::StartTask(name) => {
+                self.step(|ch, cx| ch.channel_mut().handle_task_start(cx, name));
+            }
+            Action::AbortTask { task, watcher } => {
+                self.step(|ch, cx| ch.channel_mut().handle_abort(cx, task, watcher));
+            }
+            Action::TaskGone(name) => {
+                self.step(|ch, cx| ch.channel_mut().handle_task_gone(cx, name));
+            }
+            Action::Disconnect => {
+                self.disconnected = true;
+                self.step(|ch, cx| ch.channel_mut().handle_disconnected(cx));
+            }
+            Action::Release => self.released = true,
+        }
+    }
+
+    /// Ends a block operation as a disk would.
+    pub(super) fn finish_block(&mut self, at: usize) {
+        let (task, op) = self.blocks.remove(at);
+        let slices = self.channel.channel().block_slices(task, 0..u32::MAX);
+        let slices: Vec<_> = slices.collect();
+        let mut done = 0;
+        match op {
+            BlockOp::Read { offset, len, .. } => {
+                for slice in slices {
+                    let n = slice.len().min(len as usize - done);
+                    let from = offset as usize + done;
+                    slice.write(0, &self.disk[from..from + n]);
+                    done += n;
+                }
+            }
+            BlockOp::Write { offset, len, .. } => {
+                for slice in slices {
+                    let n = slice.len().min(len as usize - done);
+                    let to = offset as usize + done;
+                    slice.read(0, &mut self.disk[to..to + n]);
+                    done += n;
+                }
+            }
+            _ => {}
+        }
+        self.step(|ch, cx| {
+            ch.channel_mut()
+                .handle_block_done(cx, task, StepResult::Done);
+        });
+    }
+
+    pub(super) fn finish_all_blocks(&mut self) -> Vec<Received> {
+        while !self.blocks.is_empty() {
+            self.finish_block(0);
+        }
+        self.settle()
+    }
+
+    pub(super) fn bytes_of(&self, pdu: &FromInitiator, data: &[u8]) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        frame::put(pdu.header(), &pdu.ahs(), data, self.digests, &mut bytes);
+        bytes
+    }
+
+    pub(super) fn send(&mut self, pdu: &FromInitiator, data: &[u8]) -> Vec<Received> {
+        let bytes = self.bytes_of(pdu, data);
+        self.with(|ch, cx| ch.handle_bytes(cx, &bytes))
+    }
+
+    /// Sends a command with immediate data.
+    pub(super) fn command(
+        &mut self,
+        tag: u32,
+        cdb: &[u8],
+        writes: bool,
+        len: u32,
+        data: &[u8],
+        is_final: bool,
+    ) -> Vec<Received> {
+        let mut whole = [0; 16];
+        whole[..cdb.len()].copy_from_slice(cdb);
+        let command = ScsiCommand {
+            immediate: false,
+            is_final,
+            reads: !writes && len > 0,
+            writes,
+            attribute: TaskAttr::Simple,
+            lun: [0; 8],
+            itt: Itt(tag),
+            expected_length: len,
+            cmd_sn: CmdSn(self.cmd_sn),
+            exp_stat_sn: StatSn(0),
+            cdb: whole.into_iter().collect(),
+            bidi_read_length: None,
+        };
+        self.cmd_sn = self.cmd_sn.wrapping_add(1);
+        self.send(&FromInitiator::ScsiCommand(command), data)
+    }
+
+    pub(super) fn read(&mut self, tag: u32, lba: u8, blocks: u8) -> Vec<Received> {
+        let cdb = [0x28, 0, 0, 0, 0, lba, 0, 0, blocks, 0];
+        self.command(tag, &cdb, false, u32::from(blocks) * 512, &[], true)
+    }
+
+    pub(super) fn write(
+        &mut self,
+        tag: u32,
+        blocks: u8,
+        data: &[u8],
+        is_final: bool,
+    ) -> Vec<Received> {
+        let cdb = [0x2a, 0, 0, 0, 0, 0, 0, 0, blocks, 0];
+        self.command(tag, &cdb, true, u32::from(blocks) * 512, data, is_final)
+    }
+
+    pub(super) fn data_out(
+        &mut self,
+        tag: u32,
+        ttt: Ttt,
+        sn: u32,
+        offset: u32,
+        data: &[u8],
+        is_final: bool,
+    ) -> Vec<Received> {
+        let pdu = DataOut {
+            is_final,
+            lun: [0; 8],
+            itt: Itt(tag),
+            ttt,
+            exp_stat_sn: StatSn(0),
+            data_sn: sn,
+            offset,
+        };
+        self.send(&FromInitiator::DataOut(pdu), data)
+    }
+
+    pub(super) fn tmf(
+        &mut self,
+        tag: u32,
+        function: TmfFunction,
+        referenced: u32,
+    ) -> Vec<Received> {
+        let request = TmfRequest {
+            immediate: true,
+            function,
+            lun: [0; 8],
+            itt: Itt(tag),
+            referenced: Itt(referenced),
+            cmd_sn: CmdSn(self.cmd_sn),
+            exp_stat_sn: StatSn(0),
+            ref_cmd_sn: CmdSn(0),
+            exp_data_sn: 0,
+        };
+        self.send(&FromInitiator::TmfRequest(request), &[])
+    }
+
+    pub(super) fn nop(&mut self, tag: u32, data: &[u8]) -> Vec<Received> {
+        let nop = NopOut {
+            immediate: true,
+            lun: [0; 8],
+            itt: Itt(tag),
+            ttt: Ttt::NONE,
+            cmd_sn: CmdSn(self.cmd_sn),
+            exp_stat_sn: StatSn(0),
+        };
+        self.send(&FromInitiator::NopOut(nop), data)
+    }
+
+    /// Lets time pass.
+    pub(super) fn wait(&mut self, time: Duration) -> Vec<Received> {
+        self.now += time;
+        self.with(|ch, cx| ch.channel_mut().handle_timeout(cx))
+    }
+
+    /// Ends the connection and sees that nothing is left.
+    pub(super) fn end(mut self) {
+        self.with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
+        self.finish_all_blocks();
+        assert!(self.released);
+        assert_eq!(self.pool.free(), self.pool.size());
+        assert_eq!(self.gate.unit.tasks(), 0);
+        assert_eq!(self.channel.channel().in_flight(), 0);
+    }
+}

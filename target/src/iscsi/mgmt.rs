@@ -160,9 +160,8 @@ impl<D: Datamover> Channel<D> {
     }
 
     fn answer_tmf(&mut self, idx: TaskIdx, status: TmfStatus) {
-        self.counters.answered += 1;
-        let task = &mut self.tasks[usize::from(idx.0)];
-        task.state = TaskState::Sent;
+        self.mark_sent(idx);
+        let task = &self.tasks[usize::from(idx.0)];
         self.mover.send_control(Control {
             pdu: FromTarget::TmfResponse(TmfResponse {
                 itt: task.itt,

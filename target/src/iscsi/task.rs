@@ -74,6 +74,8 @@ pub(super) struct Task {
     pub(super) itt: Itt,
     /// Whether it takes a place of the command window.
     pub(super) counted: bool,
+    /// Whether it took one, and is answered.
+    pub(super) lingers: bool,
     pub(super) lun: WireLun,
     /// The unit's place in the session's map.
     pub(super) unit: Option<usize>,
@@ -105,6 +107,7 @@ impl Task {
             generation: 0,
             itt: Itt::NONE,
             counted: false,
+            lingers: false,
             lun: [0; 8],
             unit: None,
             attribute: TaskAttribute::Simple,

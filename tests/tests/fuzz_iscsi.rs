@@ -1,0 +1,131 @@
+//! Fuzz targets for iSCSI: framing, PDUs, text, CHAP values, names and the target's login.
+
+use riser_scsi::iscsi::chap;
+use riser_scsi::iscsi::frame::{Digests, Framer};
+use riser_scsi::iscsi::keys::Offer;
+use riser_scsi::iscsi::login::{
+    Auth, Gatekeeper, Identity, Joined, Outcome, Refusal, TargetLogin, Terms,
+};
+use riser_scsi::iscsi::name::{IscsiName, TargetAddress, parse_targets};
+use riser_scsi::iscsi::pdu::{FromInitiator, FromTarget, LoginStatus, ScsiResponse};
+use riser_scsi::iscsi::{BHS_LEN, Tsih, text};
+
+/// A stream that is cut anyhow gives PDUs that fit their limits; what parses is written and parses
+/// again to the same.
+#[test]
+fn stream() {
+    bolero::check!().for_each(|bytes: &[u8]| {
+        let Some((&flags, stream)) = bytes.split_first() else {
+            return;
+        };
+        let digests = Digests {
+            header: flags & 1 != 0,
+            data: flags & 2 != 0,
+        };
+        let mut framer = Framer::new(4096);
+        framer.set(4096, digests);
+        for mut piece in stream.chunks(usize::from(flags >> 2) + 1) {
+            while !piece.is_empty() {
+                let Ok((used, Some(frame))) = framer.next(piece) else {
+                    break;
+                };
+                assert!(frame.data.len() <= 4096);
+                if let Ok(pdu) = FromInitiator::parse(&frame) {
+                    let (bhs, ahs) = (pdu.header(), pdu.ahs());
+                    let again = riser_scsi::iscsi::frame::Frame {
+                        bhs: &bhs,
+                        ahs: &ahs,
+                        ..frame
+                    };
+                    assert_eq!(FromInitiator::parse(&again), Ok(pdu));
+                }
+                if let Ok((pdu, numbers)) = FromTarget::parse(&frame) {
+                    let _: [u8; BHS_LEN] = pdu.header(numbers);
+                }
+                let _ = ScsiResponse::sense_of(frame.data);
+                piece = &piece[used..];
+            }
+        }
+    });
+}
+
+/// Text, values and names of a peer.
+#[test]
+fn words() {
+    bolero::check!().for_each(|bytes: &[u8]| {
+        for (key, value) in text::pairs(bytes).filter_map(Result::ok) {
+            assert!(key.len() <= text::MAX_KEY && !value.chars().any(char::is_control));
+        }
+        let Ok(word) = std::str::from_utf8(bytes) else {
+            return;
+        };
+        let mut small = [0; 16];
+        if let Some(len) = chap::decode_into(word, &mut small) {
+            assert!(len <= 16);
+        }
+        if let Ok(name) = IscsiName::new(word) {
+            assert!(!name.as_str().contains(['/', '\n', '\0', ' ']));
+            assert_eq!(IscsiName::new(name.as_str()), Ok(name));
+        }
+        if let Some(address) = TargetAddress::parse(word) {
+            assert_eq!(TargetAddress::parse(&address.to_string()), Some(address));
+        }
+        let _ = parse_targets(bytes);
+    });
+}
+
+struct Gate;
+
+impl Gatekeeper for Gate {
+    fn admit(&mut self, _: &Identity) -> Result<Terms, Refusal> {
+        Ok(Terms {
+            offer: Offer::default(),
+            auth: Auth::Chap {
+                accepted: vec![chap::Credentials {
+                    name: "user".into(),
+                    secret: b"a secret of its own".to_vec(),
+                }],
+                own: None,
+            },
+            portal_group: 1,
+        })
+    }
+
+    fn join(&mut self, _: &Joined) -> Result<Tsih, LoginStatus> {
+        panic!("nobody proves to know the secret")
+    }
+
+    fn random(&mut self, out: &mut [u8]) {
+        out.fill(7);
+    }
+}
+
+/// An exchange of login PDUs: the answers are bounded, and nobody gets in.
+#[test]
+fn login() {
+    bolero::check!().for_each(|bytes: &[u8]| {
+        let mut login = TargetLogin::new();
+        let mut text = b"InitiatorName=iqn.2026-01.a:i\0TargetName=iqn.2026-01.a:t\0".to_vec();
+        for part in bytes.split(|byte| *byte == 0xff) {
+            let mut bhs = [0; BHS_LEN];
+            bhs[0] = 0x43;
+            bhs[1] = part.first().copied().unwrap_or(0);
+            text.extend_from_slice(part.get(1..).unwrap_or(&[]));
+            let frame = riser_scsi::iscsi::frame::Frame {
+                bhs: &bhs,
+                ahs: &[],
+                data: &[],
+                is_intact: true,
+            };
+            let Ok(FromInitiator::LoginRequest(request)) = FromInitiator::parse(&frame) else {
+                continue;
+            };
+            let answer = login.handle(&request, &text, &mut Gate);
+            text.clear();
+            assert!(answer.text.len() <= 8192);
+            if answer.outcome != Outcome::Continue {
+                break;
+            }
+        }
+    });
+}

@@ -1,9 +1,9 @@
 //! The project's own commands.
 //!
 //! - `cargo xtask demo`: the main job, end to end, on this machine ([`demo`]).
-//! - `cargo xtask test`: everything that must hold ([`test`]).
+//! - `cargo xtask test`: everything that must hold ([`mod@test`]).
 //! - `cargo xtask interop`: the kernel as our peer ([`interop`]).
-//! - `cargo xtask bench`: our target beside its peers, in one run ([`bench`]).
+//! - `cargo xtask bench`: our target beside its peers, in one run ([`mod@bench`]).
 //!
 //! Each installs the Debian packages that it needs if it may ([`packages`]), and otherwise prints
 //! which are missing and what is skipped for it.

@@ -6,7 +6,7 @@
 //! - Memory, completion queues, queue pairs, shared receive queues, address handles: one to one.
 //! - Fast registration: user space has no `REG_MR`, so a fast-registration region is a **memory
 //!   window of type 2**. It takes one segment, which must lie within a region registered with
-//!   [`Verbs::reg_mr`]; [`SendOp::RegMr`](crate::verbs::SendOp::RegMr) binds it, `LocalInv` and the
+//!   [`Verbs::reg_mr`](crate::verbs::Verbs::reg_mr); [`SendOp::RegMr`](crate::verbs::SendOp::RegMr) binds it, `LocalInv` and the
 //!   peer's send-with-invalidate unbind it.
 //! - [`Notify::Count`](crate::verbs::Notify::Count) fires at the next completion; the hardware
 //!   counts no further.

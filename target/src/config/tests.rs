@@ -185,7 +185,7 @@ fn mistakes_are_named_with_their_place() {
         ),
         (
             "a: 1\na: 2".into(),
-            "1:1: a: unknown key `a` (the keys here are identity, backends, targets, workers, limits, transport, log)",
+            "1:1: a: unknown key `a` (the keys here are identity, backends, targets, workers, limits, transport, log, discovery_chap)",
         ),
         (
             "identity: x\nidentity: y".into(),
@@ -307,7 +307,7 @@ fn mistakes_are_named_with_their_place() {
         ),
         (
             access("[{ luns: [0] }]"),
-            "7:14: targets[0].access[0]: a rule that is about nobody (give `initiator`, `address` or both; `access: open` lets everybody in)",
+            "7:14: targets[0].access[0]: a rule that is about nobody (give `initiator`, `iqn`, `address` or several; `access: open` lets everybody in)",
         ),
         (
             access("[{ address: 10.0.0.1, luns: [0, 3] }]"),
@@ -331,7 +331,7 @@ fn mistakes_are_named_with_their_place() {
         ),
         (
             "targets: [{ name: t, portals: [{ protocol: nfs, listen: ::1 }] }]".into(),
-            "1:44: targets[0].portals[0].protocol: `nfs` is not one of srp",
+            "1:44: targets[0].portals[0].protocol: `nfs` is not one of srp, iscsi",
         ),
         (
             "targets: [{ name: t, portals: [{ protocol: srp, listen: 0.0.0.0 }] }]".into(),

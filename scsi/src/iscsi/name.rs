@@ -44,7 +44,7 @@ impl IscsiName {
         if !name.chars().all(legal) {
             return Err(NameError::Character);
         }
-        let name = name.to_lowercase();
+        let name = name.to_ascii_lowercase();
         let is_hex = |digits: &str| digits.chars().all(|c| c.is_ascii_hexdigit());
         let is_good = match name.split_at_checked(4) {
             Some(("iqn.", rest)) => is_date_and_domain(rest),

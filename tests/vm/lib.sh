@@ -79,7 +79,7 @@ serve() {
 
 # Starts riserd once more with the same configuration.
 serve_again() {
-    on_peer "$RISER_BIN/riserd" run --config /tmp/riserd.yaml >>"$KEEP/riserd.log" 2>&1 &
+    ip netns exec peer "$RISER_BIN/riserd" run --config /tmp/riserd.yaml >>"$KEEP/riserd.log" 2>&1 &
     RISERD=$!
     wait_for 30 riserd_is_up
 }
@@ -117,7 +117,8 @@ serve_disks() {
         for ((i = 0; i < count; i++)); do echo "      $i: disk$i"; done
         echo "    access: open"
         for line in "$@"; do echo "$line"; done
-    } | serve
+    } >/tmp/disks.yaml
+    serve </tmp/disks.yaml
 }
 
 # Loads ib_srp with the module parameters given, and waits for its device.
@@ -131,11 +132,17 @@ load_srp() {
 
 # Logs the kernel in; arguments are further add_target parameters. Sets DISK to LUN 0's device.
 srp_login() {
-    local IFS=,
-    echo "id_ext=$GUID,ioc_guid=$GUID,dest=10.99.0.2:5555${*:+,$*}" >/sys/class/infiniband_srp/srp-rxe0-1/add_target
-    unset IFS
+    # A host that has just gone may still be in the driver's list.
+    wait_for 30 srp_add 10.99.0.2:5555 "$GUID" "$@"
     wait_for 60 find_disk 0
     find_disk 0
+}
+
+# One attempt to log in: srp_add ADDRESS:PORT GUID [parameter …]
+srp_add() {
+    local dest=$1 guid=$2 IFS=,
+    shift 2
+    echo "id_ext=$guid,ioc_guid=$guid,dest=$dest${*:+,$*}" >/sys/class/infiniband_srp/srp-rxe0-1/add_target
 }
 
 # Sets DISK to the SCSI disk with a LUN.
@@ -195,4 +202,133 @@ nothing_left() {
     left=$(rdma resource show)
     echo "$left"
     grep -q 'pd 1 cq 1 qp 1 cm_id 0 mr 0 ctx 0 srq 0' <<<"$left" || fail "objects are left"
+}
+
+# Two hosts, COUNT disks of SIZE MiB, ib_srp with the module parameters given: what most SRP cases
+# begin with. srp_rig SIZE_MIB COUNT [module parameter …]
+srp_rig() {
+    local size=$1 count=$2
+    shift 2
+    two_hosts
+    trap srp_clean EXIT
+    capture
+    serve_disks "$size" "$count" "limits: { max_transfer: 8MiB, buffer_pool_mib: 64 }"
+    load_srp "$@"
+}
+
+# Sets a property of every SRP remote port: srp_port reconnect_delay 1
+srp_port() {
+    local p
+    for p in /sys/class/srp_remote_ports/*; do
+        echo "$2" >"$p/$1"
+    done
+}
+
+# Starts verified random writes in the background, so many per second for so many seconds. No error
+# is allowed. load DEVICE SECONDS [fio arguments …]
+load() {
+    local device=$1 seconds=$2
+    shift 2
+    verify "$device" $((seconds * 200 * 4))k --bs=4k --rate_iops=200 "$@" &
+    LOAD=$!
+}
+
+# Waits for the end of the load, which must be a good one.
+loaded() {
+    wait "$LOAD" || {
+        cat "$KEEP"/fio-*.txt >&2
+        fail "the load met an error"
+    }
+}
+
+# Whether every SRP host is logged in.
+srp_connected() {
+    local p
+    for p in /sys/class/srp_remote_ports/*/state; do
+        [ "$(cat "$p")" = running ] || return 1
+    done
+}
+
+# Makes /dev/mapper/paths of every SCSI disk that is LUN 0, with a queue mode (rq or bio).
+multipath_over() {
+    modprobe -a dm_multipath dm_service_time
+    multipath_table "${1:-rq}" | dmsetup create paths
+    dmsetup mknodes
+    wait_for 10 test -b /dev/mapper/paths
+}
+
+# Makes it once more of those that are there now.
+multipath_again() {
+    dmsetup suspend --noflush --nolockfs paths
+    multipath_table "${1:-rq}" | dmsetup load paths
+    dmsetup resume paths
+}
+
+multipath_table() {
+    local d disks=() sectors
+    for d in /sys/class/scsi_device/*:0/device/block/*; do
+        [ -e "$d/dev" ] && [ "$(cat "$d/device/vendor")" = "RISER   " ] && disks+=("$(cat "$d/dev")")
+    done
+    sectors=$(cat "/sys/dev/block/${disks[0]}/size")
+    echo "0 $sectors multipath 3 queue_if_no_path queue_mode $1 0 1 1 service-time 0 ${#disks[@]} 1 ${disks[*]/%/ 1}"
+}
+
+# Ends it, and whatever still waits in it.
+multipath_end() {
+    dmsetup message paths 0 fail_if_no_path 2>/dev/null || true
+    dmsetup remove --retry paths 2>/dev/null || true
+}
+
+# blktests' SRP group: three disks, a multipath device over the first; module parameters of ib_srp
+# as arguments. Most of its cases begin with this. PARAMS holds add_target parameters.
+blktests_rig() {
+    two_hosts
+    trap blktests_clean EXIT
+    capture
+    serve_disks 64 3 "limits: { max_transfer: 8MiB, buffer_pool_mib: 64 }"
+    load_srp indirect_sg_entries=2048 fast_io_fail_tmo=2 reconnect_delay=1 dev_loss_tmo=60 "$@"
+    srp_login ${PARAMS:-}
+    multipath_over "${MODE:-rq}"
+}
+
+blktests_clean() {
+    umount /tmp/mnt 2>/dev/null || true
+    multipath_end
+    srp_clean
+}
+
+# Logs out and in again, every few seconds, while command "$LOAD" runs; the multipath device keeps
+# what it cannot send meanwhile.
+disconnect_repeatedly() {
+    local rounds=$1 i
+    for ((i = 0; i < rounds; i++)); do
+        sleep 3
+        srp_logout
+        sleep 1
+        srp_login ${PARAMS:-}
+        multipath_again "${MODE:-rq}"
+    done
+}
+
+# Verified writes in files of a file system on the multipath device while paths come and go.
+files_under_disconnects() {
+    modprobe ext4
+    mkfs.ext4 -q -F /dev/mapper/paths
+    mkdir -p /tmp/mnt
+    mount /dev/mapper/paths /tmp/mnt
+    fio --name=files --directory=/tmp/mnt --numjobs=4 --thread --size=2m --rw=randwrite --bs=4k \
+        --direct=1 --ioengine=libaio --iodepth=16 --verify=crc32c --verify_fatal=1 --rate_iops=32 \
+        --group_reporting --output="$KEEP/fio-files.txt" &
+    LOAD=$!
+    disconnect_repeatedly 3
+    loaded
+    umount /tmp/mnt
+    fsck.ext4 -fn /dev/mapper/paths
+}
+
+# Verified large transfers: large_transfers BLOCK_SIZE [fio arguments …]
+large_transfers() {
+    local bs=$1
+    shift
+    verify /dev/mapper/paths 32m --bs="$bs" --iodepth=4 "$@"
 }

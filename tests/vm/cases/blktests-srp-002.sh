@@ -1,0 +1,6 @@
+#: group: srp
+#: about: files on a multipath device while its paths are logged out and in
+#: limit: 300
+PARAMS=ch_count=4
+blktests_rig
+files_under_disconnects

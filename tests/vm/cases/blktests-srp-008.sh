@@ -1,0 +1,6 @@
+#: group: srp
+#: about: 8 MiB transfers with one descriptor in a request
+#: limit: 300
+PARAMS=ch_count=1
+blktests_rig cmd_sg_entries=1
+large_transfers 8m

@@ -1,0 +1,10 @@
+#: group: srp
+#: about: a raw multipath device while its paths are logged out and in
+#: limit: 300
+PARAMS=ch_count=4
+blktests_rig
+exec 3</dev/mapper/paths
+load /dev/mapper/paths 15 --iodepth=64
+disconnect_repeatedly 3
+loaded
+exec 3<&-

@@ -1,0 +1,17 @@
+#: group: srp
+#: about: sg_reset of device and bus every second while writes run
+#: limit: 300
+PARAMS=ch_count=4
+blktests_rig
+load /dev/mapper/paths 15 --bs=16k
+for ((i = 0; i < 6; i++)); do
+    sleep 1
+    sg_reset --no-esc -d "$DISK" || fail "no device reset"
+    sleep 1
+    # ib_srp has no reset of a bus: it may refuse.
+    sg_reset --no-esc -b "$DISK" || true
+    for d in /sys/class/scsi_device/*/device; do
+        [ "$(cat "$d/state")" = offline ] && echo running >"$d/state"
+    done
+done
+loaded

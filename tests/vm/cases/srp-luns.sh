@@ -1,0 +1,42 @@
+#: group: srp
+#: about: logical units added and removed by SIGHUP while writes run on another one
+#: limit: 300
+#: short: yes
+srp_rig 64 1
+srp_login ch_count=2
+load "$DISK" 12
+first=$DISK
+cp /tmp/riserd.yaml /tmp/one.yaml
+sed -e "s|^targets:|  more: { kind: file, path: $IMAGES/disk-more.img, size: 32MiB, create: true, serial: MORE }\n&|" \
+    -e 's|^      0: disk0|&\n      5: more|' /tmp/one.yaml >/tmp/two.yaml
+scan() { for h in /sys/class/scsi_host/host*; do [ -e "$h/ch_count" ] && echo '- - -' >"$h/scan"; done; true; }
+applied() { [ "$(grep -c 'configuration applied' "$KEEP/riserd.log")" = "$1" ]; }
+for round in 1 2; do
+    cp /tmp/two.yaml /tmp/riserd.yaml
+    kill -HUP "$RISERD"
+    wait_for 20 applied $((2 * round - 1))
+    scan
+    wait_for 20 find_disk 5
+    verify "$DISK" 4m --bs=64k
+    # Taken away under load: what was under way ends, what comes later is refused.
+    fio --name=away --filename="$DISK" --size=32m --rw=randread --direct=1 --ioengine=libaio \
+        --iodepth=4 --bs=4k --time_based --runtime=5 --output="$KEEP/fio-away-$round.txt" &
+    away=$!
+    sleep 1
+    cp /tmp/one.yaml /tmp/riserd.yaml
+    kill -HUP "$RISERD"
+    wait_for 20 applied $((2 * round))
+    wait "$away" && fail "a unit that is gone still answers"
+    echo 1 >"/sys/class/block/$(basename "$DISK")/device/delete"
+    # Its image is free for others.
+    wait_for 10 flock -n "$IMAGES/disk-more.img" true
+done
+dmesg | grep -q 'LUN assignments on this target have changed' || fail "the initiator was not told"
+sed 's/max_transfer: 8MiB/max_transfer: 4MiB/' /tmp/one.yaml >/tmp/riserd.yaml
+kill -HUP "$RISERD"
+refused() { grep -q 'not applied.*limits changed' "$KEEP/riserd.log"; }
+wait_for 10 refused
+DISK=$first
+loaded
+srp_logout
+stop_serving

@@ -1,0 +1,40 @@
+#: group: srp
+#: about: dm-multipath over two portals, one of them cut and mended while writes run
+#: limit: 400
+two_hosts
+trap srp_clean EXIT
+capture
+ip -n peer addr add 10.99.0.3/24 dev v1
+serve <<Y
+backends:
+  disk0: { kind: file, path: $IMAGES/disk0.img, size: 64MiB, create: true, serial: RIG-0 }
+targets:
+  - name: rig
+    portals:
+      - { protocol: srp, listen: 10.99.0.2, ioc_guid: 0x$GUID }
+      - { protocol: srp, listen: 10.99.0.3, ioc_guid: 0x0200c0ffee000002 }
+    luns: { 0: disk0 }
+    access: open
+Y
+load_srp fast_io_fail_tmo=2 reconnect_delay=1 dev_loss_tmo=300
+srp_login ch_count=1 tl_retry_count=2
+srp_add 10.99.0.3:5555 0200c0ffee000002 ch_count=1 tl_retry_count=2
+two_paths() { [ "$(multipath_table rq | grep -o 'service-time 0 2')" ]; }
+wait_for 30 two_paths
+multipath_over bio
+load /dev/mapper/paths 20
+sleep 3
+ip -n peer addr del 10.99.0.3/24 dev v1
+one_path() { dmsetup status paths | grep -q ' F '; }
+wait_for 60 one_path
+sleep 2
+ip -n peer addr add 10.99.0.3/24 dev v1
+wait_for 60 srp_connected
+for d in /sys/class/scsi_device/*:0/device/block/*/dev; do
+    dmsetup message paths 0 reinstate_path "$(cat "$d")"
+done
+dmsetup status paths
+loaded
+multipath_end
+srp_logout
+stop_serving

@@ -39,7 +39,8 @@ const EXIT_CODES: &str = "Exit codes: 0 success, 1 failure at run time, 2 bad us
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Serve what a configuration file describes, until SIGTERM or SIGINT. Logs to standard error;
+    /// Serve what a configuration file describes, until SIGTERM or SIGINT. SIGHUP reads the file again
+    /// and applies what changed in logical units and access. Logs to standard error;
     /// the environment's RUST_LOG comes before the file's log filter.
     Run {
         /// The configuration file.
@@ -74,8 +75,11 @@ enum Output {
 /// Whatever ends a run.
 pub type BoxError = Box<dyn Error + Send + Sync>;
 
-/// Parses the process's arguments and does what they say; `run` serves a configuration.
-pub fn main(run: impl FnOnce(Config) -> Result<(), BoxError>) -> ExitCode {
+/// Parses the process's arguments and does what they say; `run` serves a configuration, and can read
+/// it again.
+pub fn main(
+    run: impl FnOnce(Config, &dyn Fn() -> Result<Config, String>) -> Result<(), BoxError>,
+) -> ExitCode {
     let cli = Cli::parse();
     match dispatch(cli.command, run, &mut io::stdout().lock()) {
         Ok(()) => ExitCode::SUCCESS,
@@ -105,14 +109,16 @@ impl Failure {
 
 fn dispatch(
     command: Command,
-    run: impl FnOnce(Config) -> Result<(), BoxError>,
+    run: impl FnOnce(Config, &dyn Fn() -> Result<Config, String>) -> Result<(), BoxError>,
     out: &mut dyn Write,
 ) -> Result<(), Failure> {
     match command {
         Command::Run { config } => {
-            let config = load(&config)?;
+            let file = config;
+            let config = load(&file)?;
             start_log(&config.log);
-            run(config).map_err(|e| Failure::run_time(chain(&*e)))
+            let reread = || load(&file).map_err(|failure| failure.text);
+            run(config, &reread).map_err(|e| Failure::run_time(chain(&*e)))
         }
         Command::Check { file, output } => {
             let config = load(&file)?;
@@ -349,7 +355,7 @@ mod tests {
         let mut out = Vec::new();
         let result = dispatch(
             cli.command,
-            |config| match config.targets[0].name.as_str() {
+            |config, _| match config.targets[0].name.as_str() {
                 "demo" => Ok(()),
                 other => Err(format!("cannot serve {other}").into()),
             },

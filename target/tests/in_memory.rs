@@ -63,7 +63,7 @@ impl World {
     }
 
     fn target(&self) -> TargetPortId {
-        self.shared.targets[0].portals[0].target_port()
+        self.shared.registry.catalog().targets[0].portals[0].target_port()
     }
 
     fn client(&self, n: u8) -> Endpoint {
@@ -393,7 +393,7 @@ fn many_sessions_do_io_at_once() {
 fn a_login_on_the_service_id_has_the_long_form() {
     let mut world = World::new(FaultConfig::default(), "");
     let dst = SocketAddr::new(SERVER, 0);
-    let service = world.shared.targets[0].portals[0].service_id;
+    let service = world.shared.registry.catalog().targets[0].portals[0].service_id;
     let req = login_req(1, world.target());
     let dev = world.client(1);
     let mini = Mini::connect_service(dev, dst, service, &req, &mut |d| world.pump(d));

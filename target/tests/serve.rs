@@ -25,7 +25,7 @@ fn start(net: u8, workers: usize, rest: &str) -> Server {
 
 fn connect(server: &Server, net: u8, host: u8) -> Mini<Roce> {
     let dev = Roce::open(&RoceConfig::new(addr(net, host))).unwrap();
-    let target = server.shared().targets[0].portals[0].target_port();
+    let target = server.shared().registry.catalog().targets[0].portals[0].target_port();
     let dst = SocketAddr::new(addr(net, 1), 5555);
     let mut mini = Mini::connect(dev, dst, &login_req(host, target), &mut real)
         .map_err(|(_, e)| e)
@@ -130,7 +130,11 @@ fn a_reset_waits_for_tasks_at_another_worker() {
         DataBuffer::Direct(desc),
     );
     let until = Instant::now() + Duration::from_secs(5);
-    while server.shared().targets[0].units[0].1.tasks() == 0 {
+    while server.shared().registry.catalog().targets[0].units[0]
+        .1
+        .tasks()
+        == 0
+    {
         assert!(Instant::now() < until);
         real(&mut b.dev);
     }
@@ -154,14 +158,19 @@ fn a_reset_waits_for_tasks_at_another_worker() {
         Some(Said::Credit(1)),
         "no status, but the credit"
     );
-    assert_eq!(server.shared().targets[0].units[0].1.tasks(), 0);
+    assert_eq!(
+        server.shared().registry.catalog().targets[0].units[0]
+            .1
+            .tasks(),
+        0
+    );
     drop(server);
 }
 
 #[test]
 fn a_new_login_ends_channels_at_other_workers() {
     let server = start(7, 2, "");
-    let target = server.shared().targets[0].portals[0].target_port();
+    let target = server.shared().registry.catalog().targets[0].portals[0].target_port();
     let dst = SocketAddr::new(addr(7, 1), 5555);
     let mut req = login_req(1, target);
     req.multi_channel = MultiChannelAction::Multi;

@@ -173,9 +173,13 @@ no_hosts() {
 # Leaves nothing behind: what every SRP case does at its end.
 srp_clean() {
     end_capture
-    srp_logout || true
+    # A case that has failed must still be cleaned up after, so nothing here may end the script.
+    (srp_logout) || true
     modprobe -r ib_srp 2>/dev/null || true
-    [ -n "${RISERD:-}" ] && kill -KILL "$RISERD" 2>/dev/null && wait "$RISERD" 2>/dev/null
+    if [ -n "${RISERD:-}" ]; then
+        kill -KILL "$RISERD" 2>/dev/null || true
+        wait "$RISERD" 2>/dev/null || true
+    fi
     rm -f "$IMAGES"/disk*.img
     one_host
 }

@@ -57,7 +57,7 @@ pub enum Source {
 }
 
 /// How to open a backend.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Spec {
     /// What it is made of.
     pub source: Source,

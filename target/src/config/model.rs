@@ -58,7 +58,7 @@ impl Config {
 }
 
 /// A backend and what its logical units call themselves.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Backend {
     /// Its name in the file.
     pub name: String,

@@ -13,12 +13,11 @@ use riser_transport::verbs::Mtu;
 
 use super::ServerError;
 use crate::backend::Store;
-use crate::config::{self, Config, HostId, LinkFaults, Lun, Protocol};
+use crate::config::{self, Backend, Config, HostId, LinkFaults, Lun, Portal, Protocol, Target};
 use crate::srp::{LoginLimits, Unit, UnitIdx};
-use crate::worker::Shared;
 use crate::worker::iscsi::{IscsiSessions, IscsiShared};
-use crate::worker::registry::{Registry, SessionLimits};
-use crate::worker::target::{IscsiDef, PortalDef, TargetDef};
+use crate::worker::registry::SessionLimits;
+use crate::worker::target::{Catalog, IscsiDef, PortalDef, TargetDef};
 
 /// Tasks of one unit at most, of all initiators together.
 const MAX_TASKS: u32 = 1 << 16;
@@ -40,65 +39,27 @@ pub(super) fn cpu(config: &Config, worker: usize) -> Option<usize> {
     (!cpus.is_empty()).then(|| cpus[worker % cpus.len()])
 }
 
-/// Opens backends, makes units and targets.
-pub(super) fn shared(config: &Config) -> Result<Shared, ServerError> {
-    let host = HostId::of(config);
-    let mut units = Units {
-        config,
-        host: &host,
-        stores: BTreeMap::new(),
-        units: BTreeMap::new(),
-        opened: Vec::new(),
-        unit_stores: Vec::new(),
-    };
-    let mut targets = Vec::new();
-    for target in &config.targets {
-        let portals = target
-            .portals
-            .iter()
-            .enumerate()
-            .filter(|(_, portal)| portal.protocol == Protocol::Srp)
-            .map(|(i, portal)| PortalDef {
-                listen: portal.listen,
-                id_ext: portal.id_ext(&host, &target.name).0,
-                ioc_guid: portal.ioc_guid(&host, &target.name).0,
-                service_id: portal.service_guid(&host, &target.name).0,
-                relative_id: i as u16 + 1,
-            });
-        let portals = portals.collect();
-        let mut members = Vec::new();
-        for (number, lun) in &target.luns {
-            members.push((*number, units.unit(*lun)?));
-        }
-        targets.push(TargetDef {
-            config: target.clone(),
-            portals,
-            units: members,
-            iscsi: iscsi(target)?,
-        });
-    }
+/// The registry's limits.
+pub(super) fn session_limits(config: &Config) -> SessionLimits {
     let limits = &config.limits;
-    let login = LoginLimits {
-        req_lim: limits.queue_depth,
-        max_it_iu_len: limits.max_iu_size,
-        max_channels: limits.channels_per_session,
-        send_queue: (4 * limits.queue_depth).max(64),
-    };
-    let registry = Registry::new(SessionLimits {
+    SessionLimits {
         sessions: limits.max_sessions,
         per_address: limits.sessions_per_address,
-        login,
-    });
-    Ok(Shared {
-        targets,
-        unit_stores: units.unit_stores,
-        stores: units.opened,
-        registry,
-        iscsi: IscsiShared {
-            sessions: IscsiSessions::default(),
-            discovery: auth(config.discovery_chap.as_ref())?,
-            commands: limits.queue_depth.min(1024) as u16,
+        login: LoginLimits {
+            req_lim: limits.queue_depth,
+            max_it_iu_len: limits.max_iu_size,
+            max_channels: limits.channels_per_session,
+            send_queue: (4 * limits.queue_depth).max(64),
         },
+    }
+}
+
+/// What iSCSI needs of all targets together.
+pub(super) fn iscsi_shared(config: &Config) -> Result<IscsiShared, ServerError> {
+    Ok(IscsiShared {
+        sessions: IscsiSessions::default(),
+        discovery: auth(config.discovery_chap.as_ref())?,
+        commands: config.limits.queue_depth.min(1024) as u16,
     })
 }
 
@@ -135,60 +96,119 @@ fn auth(chap: Option<&config::Chap>) -> Result<Auth, ServerError> {
     })
 }
 
-/// Units, made as targets mention them; targets that mention one backend alike share its unit.
-struct Units<'a> {
-    config: &'a Config,
-    host: &'a HostId,
-    stores: BTreeMap<usize, usize>,
-    units: BTreeMap<(usize, bool), Arc<Unit>>,
-    opened: Vec<Arc<Store>>,
+/// Makes catalogs, one after another; what they have in common is made once and keeps its number.
+///
+/// Backends are known by their names. Units are made as targets mention them, and targets that
+/// mention one backend alike share its unit.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Builder {
+    stores: BTreeMap<String, usize>,
+    units: BTreeMap<(String, bool), Arc<Unit>>,
+    opened: Vec<Option<Arc<Store>>>,
     unit_stores: Vec<usize>,
 }
 
-impl Units<'_> {
-    fn unit(&mut self, lun: Lun) -> Result<Arc<Unit>, ServerError> {
-        let key = (lun.backend, lun.read_only);
+impl Builder {
+    /// Opens backends, makes units and targets. Backends that the configuration does not serve are
+    /// left out, and close when the last of their requests has ended.
+    pub(super) fn catalog(&mut self, config: &Config) -> Result<Catalog, ServerError> {
+        let host = HostId::of(config);
+        let mut targets = Vec::new();
+        for target in &config.targets {
+            let portals = target.portals.iter().enumerate();
+            let portals = portals.filter(|(_, portal)| portal.protocol == Protocol::Srp);
+            let portals = portals.map(|(i, portal)| portal_def(&host, target, i, portal));
+            let mut members = Vec::new();
+            for (number, lun) in &target.luns {
+                members.push((*number, self.unit(config, &host, *lun)?));
+            }
+            targets.push(TargetDef {
+                config: target.clone(),
+                portals: portals.collect(),
+                units: members,
+                iscsi: iscsi(target)?,
+            });
+        }
+        self.forget_others(&targets);
+        Ok(Catalog {
+            targets,
+            unit_stores: self.unit_stores.clone(),
+            stores: self.opened.clone(),
+        })
+    }
+
+    fn forget_others(&mut self, targets: &[TargetDef]) {
+        let served = |unit: &Arc<Unit>| {
+            let mut all = targets.iter().flat_map(|t| &t.units);
+            all.any(|(_, u)| Arc::ptr_eq(u, unit))
+        };
+        self.units.retain(|_, unit| served(unit));
+        let (units, unit_stores) = (&self.units, &self.unit_stores);
+        let in_use = |place: usize| {
+            let mut all = units.values();
+            all.any(|u| unit_stores[u.index.0 as usize] == place)
+        };
+        self.stores.retain(|_, place| in_use(*place));
+        for (place, store) in self.opened.iter_mut().enumerate() {
+            if !in_use(place) {
+                *store = None;
+            }
+        }
+    }
+
+    fn unit(&mut self, config: &Config, host: &HostId, lun: Lun) -> Result<Arc<Unit>, ServerError> {
+        let backend = &config.backends[lun.backend];
+        let key = (backend.name.clone(), lun.read_only);
         if let Some(unit) = self.units.get(&key) {
             return Ok(Arc::clone(unit));
         }
-        let store = self.store(lun.backend)?;
-        let backend = &self.config.backends[lun.backend];
-        let geometry = self.opened[store].geometry();
-        let mut unit_config = backend.unit_config(&geometry, lun.read_only, self.host);
+        let place = self.store(backend)?;
+        let geometry = self.opened[place].as_ref().expect("just opened").geometry();
+        let mut unit_config = backend.unit_config(&geometry, lun.read_only, host);
         let block = geometry.block_size;
         let limits = &mut unit_config.limits;
-        limits.max_transfer = self.config.limits.max_transfer / block * block;
+        limits.max_transfer = config.limits.max_transfer / block * block;
         limits.optimal_transfer = limits.optimal_transfer.min(limits.max_transfer);
         let lu = LogicalUnit::new(unit_config).map_err(|source| ServerError::Unit {
             name: backend.name.clone(),
             source,
         })?;
-        let limits = &self.config.limits;
+        let limits = &config.limits;
         let tasks = limits.max_sessions.saturating_mul(limits.queue_depth);
         let index = UnitIdx(self.unit_stores.len() as u32);
         let unit = Arc::new(Unit::new(index, Arc::new(lu), tasks.min(MAX_TASKS)));
-        self.unit_stores.push(store);
+        self.unit_stores.push(place);
         self.units.insert(key, Arc::clone(&unit));
         Ok(unit)
     }
 
-    fn store(&mut self, backend: usize) -> Result<usize, ServerError> {
-        if let Some(store) = self.stores.get(&backend) {
-            return Ok(*store);
+    fn store(&mut self, backend: &Backend) -> Result<usize, ServerError> {
+        if let Some(place) = self.stores.get(&backend.name) {
+            return Ok(*place);
         }
-        let config = &self.config.backends[backend];
-        let store = Store::open(&config.spec).map_err(|source| ServerError::Backend {
-            name: config.name.clone(),
+        let store = Store::open(&backend.spec).map_err(|source| ServerError::Backend {
+            name: backend.name.clone(),
             source,
         })?;
         let geometry = store.geometry();
         tracing::info!(
-            backend = %config.name, bytes = geometry.capacity, block = geometry.block_size,
+            backend = %backend.name, bytes = geometry.capacity, block = geometry.block_size,
             direct = geometry.direct, read_only = geometry.read_only, "opened"
         );
-        self.opened.push(store);
-        self.stores.insert(backend, self.opened.len() - 1);
-        Ok(self.opened.len() - 1)
+        let place = self.opened.len();
+        self.opened.push(Some(store));
+        self.stores.insert(backend.name.clone(), place);
+        Ok(place)
+    }
+}
+
+fn portal_def(host: &HostId, target: &Target, place: usize, portal: &Portal) -> PortalDef {
+    PortalDef {
+        listen: portal.listen,
+        id_ext: portal.id_ext(host, &target.name).0,
+        ioc_guid: portal.ioc_guid(host, &target.name).0,
+        service_id: portal.service_guid(host, &target.name).0,
+        relative_id: place as u16 + 1,
     }
 }
 

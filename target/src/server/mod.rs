@@ -14,10 +14,11 @@
 //!   → all workers quiet → flush of every backend → workers end
 //! ```
 //!
-//! # Not implemented
-//! Changing the configuration of a running server.
+//! # Changes
+//! [`Server::change`] applies another configuration: see [`reload`]. [`run`] does so at SIGHUP.
 
 mod build;
+pub mod reload;
 mod signal;
 
 use std::io;
@@ -35,6 +36,8 @@ use sd_notify::NotifyState;
 use crate::backend::OpenError;
 use crate::config::Config;
 use crate::worker::mail::{MAILBOX, Mail, Outbox, Snapshot};
+use crate::worker::registry::Registry;
+use crate::worker::target::Catalog;
 use crate::worker::{Device, Report, Shared, Worker, WorkerConfig};
 
 /// How long commands under way get at a shutdown.
@@ -103,6 +106,8 @@ pub enum ServerError {
 /// A running server.
 #[derive(Debug)]
 pub struct Server {
+    config: Config,
+    builder: build::Builder,
     shared: Arc<Shared>,
     senders: Vec<MailSender<Mail>>,
     threads: Vec<Option<JoinHandle<()>>>,
@@ -119,7 +124,15 @@ pub struct Server {
 /// # Errors
 /// [`ServerError`].
 pub fn build_shared(config: &Config) -> Result<Shared, ServerError> {
-    build::shared(config)
+    shared(config).map(|(shared, _)| shared)
+}
+
+fn shared(config: &Config) -> Result<(Shared, build::Builder), ServerError> {
+    let mut builder = build::Builder::default();
+    let catalog = builder.catalog(config)?;
+    let registry = Registry::new(build::session_limits(config), catalog);
+    let iscsi = build::iscsi_shared(config)?;
+    Ok((Shared { registry, iscsi }, builder))
 }
 
 /// What a worker's thread gets from the server once all mailboxes exist.
@@ -131,11 +144,14 @@ impl Server {
     /// # Errors
     /// [`ServerError`]; nothing runs then.
     pub fn start(config: &Config) -> Result<Self, ServerError> {
-        let shared = Arc::new(build::shared(config)?);
+        let (shared, builder) = shared(config)?;
+        let shared = Arc::new(shared);
         let workers = build::workers(config);
         let devices = build::devices(config, workers)?;
         let (reports_tx, reports) = channel();
         let mut server = Self {
+            config: config.clone(),
+            builder,
             shared,
             senders: Vec::new(),
             threads: Vec::new(),
@@ -221,14 +237,15 @@ impl Server {
     /// Where it listens: the RDMA CM ports and the TCP ports of all portals.
     #[must_use]
     pub fn addresses(&self) -> Vec<SocketAddr> {
-        let targets = &self.shared.targets;
+        let catalog = self.shared.registry.catalog();
+        let targets = &catalog.targets;
         let srp = targets.iter().flat_map(|t| &t.portals).map(|p| p.listen);
         let iscsi = targets.iter().filter_map(|t| t.iscsi.as_ref());
         let iscsi = iscsi.flat_map(|t| &t.portals).map(|(listen, _)| *listen);
         srp.chain(iscsi).collect()
     }
 
-    /// Targets, their ports and units.
+    /// Sessions and what they are served.
     #[must_use]
     pub fn shared(&self) -> &Shared {
         &self.shared
@@ -268,7 +285,11 @@ impl Server {
     /// The first backend that cannot be measured; the others are measured all the same.
     pub fn rescan(&self) -> io::Result<()> {
         let mut result = Ok(());
-        for (place, store) in self.shared.stores.iter().enumerate() {
+        let catalog = self.shared.registry.catalog();
+        for (place, store) in catalog.stores.iter().enumerate() {
+            let Some(store) = store else {
+                continue;
+            };
             match store.refresh() {
                 Ok(Some(resized)) => {
                     tracing::info!(
@@ -276,7 +297,7 @@ impl Server {
                         to = resized.to,
                         "a backend changed its size"
                     );
-                    self.on_resized(place, resized.to);
+                    self.on_resized(&catalog, place, resized.to);
                 }
                 Ok(None) => {}
                 Err(error) if result.is_ok() => result = Err(error),
@@ -286,14 +307,13 @@ impl Server {
         result
     }
 
-    fn on_resized(&self, store: usize, bytes: u64) {
+    fn on_resized(&self, catalog: &Catalog, store: usize, bytes: u64) {
         let mut told = Vec::new();
-        for (_, unit) in self.shared.targets.iter().flat_map(|t| &t.units) {
-            let place = unit.index.0 as usize;
-            if self.shared.unit_stores[place] != store || told.contains(&place) {
+        for unit in catalog.units_on(store) {
+            if told.contains(&unit.index) {
                 continue;
             }
-            told.push(place);
+            told.push(unit.index);
             let blocks = bytes / u64::from(unit.lu.config().block_size.bytes());
             if let Err(error) = unit.lu.set_capacity(blocks) {
                 tracing::warn!(%error, "the new size cannot be served");
@@ -460,15 +480,19 @@ impl ThreadParts {
     }
 }
 
-/// Serves a configuration until SIGTERM or SIGINT.
+/// Serves a configuration until SIGTERM or SIGINT. At SIGHUP it takes what `reread` gives, as far as
+/// [`Server::change`] allows.
 ///
 /// # Errors
 /// [`ServerError`]: it could not start, a worker failed, or data could not be made durable.
-pub fn run(config: &Config) -> Result<(), ServerError> {
+pub fn run(
+    config: &Config,
+    reread: impl Fn() -> Result<Config, String>,
+) -> Result<(), ServerError> {
     let signals = signal::Signals::block().map_err(ServerError::Signal)?;
     let mut server = Server::start(config)?;
-    for (target, portal) in server
-        .shared
+    let catalog = server.shared.registry.catalog();
+    for (target, portal) in catalog
         .targets
         .iter()
         .flat_map(|t| t.portals.iter().map(move |p| (t, p)))
@@ -478,8 +502,7 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
             port = %portal.target_port(), luns = target.units.len(), "serving"
         );
     }
-    for (target, iscsi) in server
-        .shared
+    for (target, iscsi) in catalog
         .targets
         .iter()
         .filter_map(|t| Some((t, t.iscsi.as_ref()?)))
@@ -492,7 +515,13 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
         }
     }
     notify(&[NotifyState::Ready]);
-    let signal = signals.wait().map_err(ServerError::Signal)?;
+    drop(catalog);
+    let signal = loop {
+        match signals.wait().map_err(ServerError::Signal)? {
+            signal::Signal::Reload => server.reread(&reread),
+            signal::Signal::End(name) => break name,
+        }
+    };
     notify(&[NotifyState::Stopping]);
     server.poll_reports();
     tracing::info!(signal, sessions = server.sessions(), "shutting down");

@@ -8,7 +8,16 @@
 use std::io;
 use std::mem::{MaybeUninit, size_of};
 
-/// SIGTERM and SIGINT, held back from every thread that is started afterwards.
+/// A signal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Signal {
+    /// SIGHUP: read the configuration again.
+    Reload,
+    /// One that ends the server: its name.
+    End(&'static str),
+}
+
+/// SIGHUP, SIGTERM and SIGINT, held back from every thread that is started afterwards.
 #[derive(Debug)]
 pub(super) struct Signals {
     set: libc::sigset_t,
@@ -24,6 +33,7 @@ impl Signals {
             libc::sigemptyset(set.as_mut_ptr());
             libc::sigaddset(set.as_mut_ptr(), libc::SIGTERM);
             libc::sigaddset(set.as_mut_ptr(), libc::SIGINT);
+            libc::sigaddset(set.as_mut_ptr(), libc::SIGHUP);
             let set = set.assume_init();
             let result =
                 libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut());
@@ -35,14 +45,15 @@ impl Signals {
         Ok(Self { set })
     }
 
-    /// Waits for one of them; its name.
-    pub(super) fn wait(&self) -> io::Result<&'static str> {
+    /// Waits for one of them.
+    pub(super) fn wait(&self) -> io::Result<Signal> {
         let mut signal = 0;
         // SAFETY: both pointers are to live values of the right types.
         let result = unsafe { libc::sigwait(&raw const self.set, &raw mut signal) };
         match (result, signal) {
-            (0, libc::SIGINT) => Ok("SIGINT"),
-            (0, _) => Ok("SIGTERM"),
+            (0, libc::SIGHUP) => Ok(Signal::Reload),
+            (0, libc::SIGINT) => Ok(Signal::End("SIGINT")),
+            (0, _) => Ok(Signal::End("SIGTERM")),
             (error, _) => Err(io::Error::from_raw_os_error(error)),
         }
     }

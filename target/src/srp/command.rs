@@ -51,7 +51,7 @@ impl Channel {
     pub(super) fn on_cmd(&mut self, cx: &mut Cx<'_>, recv: RecvIdx, cmd: &Cmd<'_>) {
         self.counters.commands += 1;
         let idx = self.take_in(cmd.tag, IoctxState::New);
-        let unit = self.config.luns.find(cmd.lun);
+        let unit = self.config.luns.addressed(cmd.lun);
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.lun = cmd.lun;
         io.unit = unit;
@@ -128,10 +128,9 @@ impl Channel {
     fn enter_task_set(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
         let task = self.task_ref(idx);
         let io = &mut self.ioctx[usize::from(idx.0)];
-        let Some(place) = io.unit else {
+        let Some(unit) = &io.unit else {
             return self.prepare(cx, idx);
         };
-        let unit = self.config.luns.unit(place);
         match unit.register(self.config.nexus, io.attribute, task) {
             Ok((key, started)) => {
                 io.task = Some(key);
@@ -201,9 +200,9 @@ impl Channel {
             attribute: io.attribute,
             luns: self.config.luns.luns(),
         };
-        let step = match io.unit {
-            Some(place) => {
-                let (command, step) = self.config.luns.unit(place).lu.start(&request);
+        let step = match &io.unit {
+            Some(unit) => {
+                let (command, step) = unit.lu.start(&request);
                 io.command = Some(command);
                 step
             }
@@ -240,12 +239,13 @@ impl Channel {
                 }
                 Step::Block(op) => {
                     let io = &mut self.ioctx[usize::from(idx.0)];
-                    let place = io.unit.expect("block operations have a unit");
+                    let unit = io.unit.as_ref().expect("block operations have a unit");
+                    let unit = unit.index;
                     io.state = IoctxState::DataIn;
                     self.blocks_in_flight += 1;
                     self.actions.push_back(Action::SubmitBlock {
                         ioctx: idx,
-                        unit: self.config.luns.unit(place).index,
+                        unit,
                         op,
                     });
                     return;
@@ -285,8 +285,7 @@ impl Channel {
     /// Tells the command how its last step ended.
     pub(super) fn advance(&mut self, idx: SendIdx, result: StepResult) -> Step {
         let io = &mut self.ioctx[usize::from(idx.0)];
-        let place = io.unit.expect("commands have a unit");
-        let lu = &self.config.luns.unit(place).lu;
+        let lu = &io.unit.as_ref().expect("commands have a unit").lu;
         let command = io.command.as_mut().expect("a command runs");
         match &mut io.buffer {
             Some(buffer) => command.advance(lu, result, buffer),
@@ -338,8 +337,8 @@ impl Channel {
     /// Takes the task out of the unit's set; those it held back may start.
     pub(super) fn leave_task_set(&mut self, idx: SendIdx) {
         let io = &mut self.ioctx[usize::from(idx.0)];
-        if let (Some(key), Some(place)) = (io.task.take(), io.unit) {
-            let started = self.config.luns.unit(place).remove(key);
+        if let (Some(key), Some(unit)) = (io.task.take(), &io.unit) {
+            let started = unit.remove(key);
             self.actions
                 .extend(started.into_iter().map(Action::StartTask));
         }
@@ -372,6 +371,7 @@ impl Channel {
         for buffer in fetch.into_iter().chain(io.buffer.take()) {
             pool.release(buffer);
         }
+        io.unit = None;
         io.command = None;
         io.step = None;
         io.transfer = None;

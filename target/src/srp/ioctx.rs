@@ -1,5 +1,7 @@
 //! The contexts of a channel: one per command that it may have under way.
 
+use std::sync::Arc;
+
 use arrayvec::ArrayVec;
 use riser_scsi::command::Command;
 use riser_scsi::srp::{RspCode, Tag, WireLun};
@@ -9,7 +11,7 @@ use riser_scsi::task::TaskKey;
 use super::mgmt::Mgmt;
 use super::table::Table;
 use super::transfer::{Direction, Transfer};
-use super::unit::TaskRef;
+use super::unit::{TaskRef, Unit};
 use crate::pool::Buffer;
 
 /// Bytes of a CDB that are kept; no command of ours is longer.
@@ -135,8 +137,8 @@ pub struct SendIoctx {
     pub tag: Tag,
     /// The addressed unit.
     pub lun: WireLun,
-    /// Its place in the channel's map, if there is such a unit.
-    pub unit: Option<usize>,
+    /// The unit itself, if there is such a one; a command keeps it, whatever becomes of the map.
+    pub unit: Option<Arc<Unit>>,
     /// Task attribute.
     pub attribute: TaskAttribute,
     /// The CDB.

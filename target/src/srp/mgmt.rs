@@ -6,6 +6,8 @@
 //! ([`Action::TaskGone`]). The function is answered when the last task is gone, so that an initiator
 //! never sees data move for a task that it was told is over.
 
+use std::sync::Arc;
+
 use riser_scsi::attention::{Attention, AttentionScope};
 use riser_scsi::nexus::NexusId;
 use riser_scsi::srp::{RspCode, TskMgmt, TskMgmtFunction};
@@ -15,13 +17,13 @@ use super::action::Action;
 use super::channel::{Channel, Cx};
 use super::command::End;
 use super::ioctx::{IoctxState, SendIdx};
-use super::unit::TaskRef;
+use super::unit::{TaskRef, Unit};
 
 /// A task-management function under way.
 #[derive(Debug)]
 pub struct Mgmt {
-    /// The unit's place in the channel's map.
-    unit: usize,
+    /// The unit.
+    unit: Arc<Unit>,
     /// Whether the unit is reset when the tasks are gone.
     resets: bool,
     /// Nexuses that lost tasks.
@@ -37,18 +39,18 @@ impl Channel {
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.notify_success = request.notify_success;
         io.notify_failure = request.notify_failure;
-        let Some(unit) = self.config.luns.find(request.lun) else {
+        let Some(unit) = self.config.luns.addressed(request.lun) else {
             return self.answer_code(cx, idx, RspCode::RequestFieldsInvalid);
         };
         self.ioctx[usize::from(idx.0)].mgmt = Some(Mgmt {
-            unit,
+            unit: Arc::clone(&unit),
             resets: request.function == TskMgmtFunction::LogicalUnitReset,
             cleared: Vec::new(),
             waiting: 0,
         });
         let function = match request.function {
             TskMgmtFunction::AbortTask => {
-                self.abort_tagged(cx, idx, request, unit);
+                self.abort_tagged(cx, idx, request, &unit);
                 return self.check_mgmt(cx, idx);
             }
             TskMgmtFunction::AbortTaskSet => TaskManagement::AbortTaskSet,
@@ -59,11 +61,7 @@ impl Channel {
                 return self.answer_code(cx, idx, RspCode::TskMgmtNotSupported);
             }
         };
-        let managed = self
-            .config
-            .luns
-            .unit(unit)
-            .manage(self.config.nexus, function);
+        let managed = unit.manage(self.config.nexus, function);
         if managed.response == TmfResponse::Rejected {
             return self.answer_code(cx, idx, RspCode::TskMgmtNotSupported);
         }
@@ -85,11 +83,12 @@ impl Channel {
     }
 
     /// Aborts the commands of this channel with the tag that ABORT TASK names.
-    fn abort_tagged(&mut self, cx: &mut Cx<'_>, idx: SendIdx, request: &TskMgmt, unit: usize) {
+    fn abort_tagged(&mut self, cx: &mut Cx<'_>, idx: SendIdx, request: &TskMgmt, unit: &Arc<Unit>) {
         let watcher = self.task_ref(idx);
         for other in (0..self.config.params.req_lim as u16).map(SendIdx) {
             let io = &self.ioctx[usize::from(other.0)];
-            let named = io.tag == request.task_tag && io.unit == Some(unit);
+            let named = io.tag == request.task_tag
+                && io.unit.as_ref().is_some_and(|u| Arc::ptr_eq(u, unit));
             if named && other != idx && io.is_command() {
                 self.mgmt_mut(idx).waiting += 1;
                 self.abort(cx, other, watcher);
@@ -103,13 +102,13 @@ impl Channel {
         if mgmt.waiting > 0 {
             return;
         }
-        let (place, resets) = (mgmt.unit, mgmt.resets);
+        let (unit, resets) = (Arc::clone(&mgmt.unit), mgmt.resets);
         let cleared = std::mem::take(&mut mgmt.cleared);
-        let lu = &self.config.luns.unit(place).lu;
+        let lu = &unit.lu;
         if resets {
             lu.reset();
             self.actions.push_back(Action::Event {
-                unit: self.config.luns.unit(place).index,
+                unit: unit.index,
                 attention: Attention::DeviceReset,
             });
         }

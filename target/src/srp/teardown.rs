@@ -1,6 +1,8 @@
 //! Ends of a channel, and the messages that a target sends of its own accord: T_LOGOUT, CRED_REQ,
 //! AER_REQ.
 
+use std::sync::Arc;
+
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
@@ -15,7 +17,7 @@ use super::channel::{ChState, Channel, Cx};
 use super::command::End;
 use super::ioctx::{IoctxState, SendIdx};
 use super::login::MAX_TI_IU;
-use super::unit::UnitIdx;
+use super::unit::{LunMap, UnitIdx};
 use crate::pool::Pool;
 
 /// How long a T_LOGOUT may take to be sent before the connection ends without it.
@@ -113,6 +115,17 @@ impl Channel {
             }
         }
         self.settle_round(cx);
+    }
+
+    /// The initiator sees other units from now on. Commands under way keep theirs to their end. The
+    /// unit attention is the nexus's affair; those who want events are told at once.
+    pub fn handle_luns(&mut self, cx: &mut Cx<'_>, luns: Arc<LunMap>) {
+        self.config.luns = luns;
+        let first = self.config.luns.iter().next().map(|(_, unit)| unit.index);
+        match first {
+            Some(unit) => self.handle_event(cx, unit, Attention::LunsChanged),
+            None => self.settle_round(cx),
+        }
     }
 
     /// Ends everything at once, for a worker that goes without a farewell. Its devices are gone

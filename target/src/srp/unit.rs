@@ -187,6 +187,25 @@ impl LunMap {
         &self.units[place]
     }
 
+    /// An addressed unit.
+    #[must_use]
+    pub fn addressed(&self, lun: WireLun) -> Option<Arc<Unit>> {
+        self.find(lun).map(|place| Arc::clone(self.unit(place)))
+    }
+
+    /// Whether the same numbers lead to the same units.
+    #[must_use]
+    pub fn is_same(&self, other: &Self) -> bool {
+        let units = self.units.iter().zip(&other.units);
+        self.luns == other.luns && units.into_iter().all(|(a, b)| Arc::ptr_eq(a, b))
+    }
+
+    /// Whether some number leads to a unit.
+    #[must_use]
+    pub fn has(&self, unit: &Arc<Unit>) -> bool {
+        self.units.iter().any(|u| Arc::ptr_eq(u, unit))
+    }
+
     /// Every number and its unit.
     pub fn iter(&self) -> impl Iterator<Item = (LunId, &Arc<Unit>)> {
         self.luns.iter().copied().zip(&self.units)

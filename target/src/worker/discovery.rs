@@ -305,7 +305,7 @@ impl Worker {
         let dev = &mut *self.devices[device];
         let ip = dev.query_port(1).ok()?.addr;
         let unit = IoUnit::new(
-            &self.shared.targets,
+            &self.catalog.targets,
             ip,
             self.shared.registry.login_limits(),
         );

@@ -304,6 +304,7 @@ impl Worker {
                     self.with_channel(key, |ch, cx| ch.handle_event(cx, unit, attention));
                 }
             }
+            Mail::Changed => self.follow_catalog(),
             Mail::Shutdown { until } => self.begin_shutdown(until),
             Mail::Flush => self.begin_flush(),
             Mail::Exit => self.exiting = true,
@@ -383,7 +384,10 @@ impl Worker {
             left: 0,
             failed: None,
         };
-        for (place, store) in self.shared.stores.iter().enumerate() {
+        for (store, id) in self.catalog.stores.iter().zip(&self.stores) {
+            let (Some(store), Some(id)) = (store, *id) else {
+                continue;
+            };
             if store.geometry().read_only {
                 continue;
             }
@@ -391,10 +395,7 @@ impl Worker {
                 offset: 0,
                 len: store.capacity(),
             };
-            match self
-                .driver
-                .submit(&mut self.ring, self.stores[place], op, &[], FLUSH)
-            {
+            match self.driver.submit(&mut self.ring, id, op, &[], FLUSH) {
                 Ok(()) => flushing.left += 1,
                 Err(error) => flushing.failed = Some(error.to_string()),
             }

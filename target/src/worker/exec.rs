@@ -161,7 +161,8 @@ impl Worker {
     }
 
     pub(super) fn store_of(&self, unit: UnitIdx) -> crate::backend::StoreId {
-        self.stores[self.shared.unit_stores[unit.0 as usize]]
+        self.stores[self.catalog.unit_stores[unit.0 as usize]]
+            .expect("a backend stays attached while a unit has tasks")
     }
 
     fn post_receives(&mut self, key: usize, receives: &mut ArrayVec<RecvIdx, RECV_BATCH>) {

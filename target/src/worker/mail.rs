@@ -52,6 +52,8 @@ pub enum Mail {
         /// What.
         attention: Attention,
     },
+    /// The registry has another catalog.
+    Changed,
     /// Accept nobody any more; let sessions finish until then, and log them out.
     Shutdown {
         /// When patience ends.

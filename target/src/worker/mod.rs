@@ -16,6 +16,7 @@
 //! ```
 //!
 //! # Modules
+//! - `catalog`: follows what is served.
 //! - `device`: [`Device`], a provider as a worker drives it.
 //! - `session`: logins, and what a channel holds besides its machine.
 //! - `exec`: carries out what channels ask for.
@@ -30,6 +31,7 @@
 //! A completion queue gives at most [`CQ_BATCH`] completions per round, so one peer cannot keep the
 //! others waiting. Channels, their memory and the pool are bounded by the configuration.
 
+mod catalog;
 mod device;
 mod discovery;
 mod events;
@@ -55,7 +57,7 @@ use riser_transport::rw::{LocalSegment, RemoteSegment, RwContext};
 use riser_transport::verbs::{CmError, CmId, Completion, CqId, PortSpace};
 use slab::Slab;
 
-use crate::backend::{Driver, DriverConfig, Store, StoreId};
+use crate::backend::{Driver, DriverConfig, StoreId};
 use crate::log::RateLimit;
 use crate::pool::Pool;
 use crate::srp::{Counters, Cx};
@@ -63,11 +65,12 @@ use crate::srp::{Counters, Cx};
 pub use device::Device;
 pub use session::SessionInfo;
 
+use catalog::Leaving;
 use discovery::DiscoveryAgent;
 use mail::{Mail, Outbox, Snapshot};
 use registry::Registry;
 use session::Session;
-use target::TargetDef;
+use target::Catalog;
 
 /// Completions taken from one queue in a round.
 pub const CQ_BATCH: usize = 32;
@@ -81,19 +84,16 @@ const SPIN: Duration = Duration::from_micros(50);
 /// How long a connection's identifier outlives its channel, for the goodbye to be answered.
 const LINGER: Duration = Duration::from_secs(5);
 
+/// How often a backend that is served no more is looked at.
+const LEAVING: Duration = Duration::from_millis(50);
+
 /// Sessions get this long after a shutdown's patience has ended, then their connections are cut.
 const GRACE: Duration = Duration::from_secs(2);
 
 /// What all workers share.
 #[derive(Debug)]
 pub struct Shared {
-    /// Targets.
-    pub targets: Vec<TargetDef>,
-    /// The backend of each unit, by the unit's number: an index into `stores`.
-    pub unit_stores: Vec<usize>,
-    /// Opened backends.
-    pub stores: Vec<Arc<Store>>,
-    /// Sessions.
+    /// Sessions, and what is served to them.
     pub registry: Registry,
     /// What iSCSI needs besides.
     pub iscsi: iscsi::IscsiShared,
@@ -195,7 +195,12 @@ pub struct Worker {
     devices: Vec<Box<dyn Device>>,
     ring: Ring,
     driver: Driver,
-    stores: Vec<StoreId>,
+    /// What is served, as this worker has last seen it.
+    catalog: Arc<Catalog>,
+    /// Its backends, by their places there.
+    stores: Vec<Option<StoreId>>,
+    /// Backends that are served no more, and the units whose tasks still use them.
+    leaving: Vec<Leaving>,
     pool: Pool,
     mailbox: MailReceiver<Mail>,
     outbox: Outbox,
@@ -274,10 +279,11 @@ impl Worker {
             ..DriverConfig::default()
         };
         let mut driver = Driver::new(&mut ring, driver_config).map_err(WorkerError::Memory)?;
-        let stores = shared
+        let catalog = shared.registry.catalog();
+        let stores = catalog
             .stores
             .iter()
-            .map(|store| driver.attach(&mut ring, Arc::clone(store)))
+            .map(|store| Some(driver.attach(&mut ring, Arc::clone(store.as_ref()?))))
             .collect();
         let mut worker = Self {
             index,
@@ -286,7 +292,9 @@ impl Worker {
             devices,
             ring,
             driver,
+            catalog,
             stores,
+            leaving: Vec::new(),
             pool_seen: 0,
             pool,
             mailbox,
@@ -333,8 +341,8 @@ impl Worker {
     fn listen_all(&mut self) -> Result<(), WorkerError> {
         // Targets may share a portal, and are then told apart by their port identifiers.
         let mut done = HashSet::new();
-        let shared = Arc::clone(&self.shared);
-        for portal in shared.targets.iter().flat_map(|t| &t.portals) {
+        let catalog = Arc::clone(&self.catalog);
+        for portal in catalog.targets.iter().flat_map(|t| &t.portals) {
             let device = self
                 .device_of(portal.listen.ip())
                 .ok_or_else(|| WorkerError::NoDevice(portal.listen.to_string()))?;
@@ -406,6 +414,7 @@ impl Worker {
         work += self.poll_pool();
         work += self.poll_iscsi_pool();
         self.poll_accepts();
+        self.poll_leaving();
         self.poll_phase();
         // What this round asked for goes out now rather than in the next one.
         if work > 0 {
@@ -442,9 +451,11 @@ impl Worker {
             Phase::Stopping(until) => Some(until + GRACE),
             Phase::Serving | Phase::Quiet => None,
         };
+        let leaving = (!self.leaving.is_empty()).then(|| self.now + LEAVING);
         [
             self.accept_deadline(),
             timer,
+            leaving,
             devices,
             lingering,
             phase,

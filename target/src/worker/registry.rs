@@ -5,10 +5,11 @@ use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use riser_scsi::attention::{Attention, AttentionScope};
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::srp::{InitiatorPortId, LoginRejReason, LoginReq, TargetPortId};
 
-use super::target::TargetDef;
+use super::target::{Catalog, TargetDef};
 use crate::srp::{Admission, LoginLimits, LoginOutcome, LoginView, LunMap, plan_login};
 
 /// A channel, by its worker and its number there.
@@ -54,6 +55,7 @@ struct Table {
     addresses: HashMap<IpAddr, u32>,
     next_id: u32,
     stopping: bool,
+    catalog: Arc<Catalog>,
 }
 
 impl Table {
@@ -89,7 +91,7 @@ pub struct Entered {
 impl Registry {
     /// No session yet.
     #[must_use]
-    pub fn new(limits: SessionLimits) -> Self {
+    pub fn new(limits: SessionLimits, catalog: Catalog) -> Self {
         Self {
             limits,
             table: Mutex::new(Table {
@@ -97,6 +99,7 @@ impl Registry {
                 addresses: HashMap::new(),
                 next_id: 1,
                 stopping: false,
+                catalog: Arc::new(catalog),
             }),
         }
     }
@@ -111,6 +114,35 @@ impl Registry {
     #[must_use]
     pub fn max_sessions(&self) -> u32 {
         self.limits.sessions
+    }
+
+    /// What is served at present.
+    #[must_use]
+    pub fn catalog(&self) -> Arc<Catalog> {
+        Arc::clone(&self.lock().catalog)
+    }
+
+    /// What a nexus sees at present; `None` without such a nexus.
+    #[must_use]
+    pub fn luns(&self, key: &NexusKey) -> Option<Arc<LunMap>> {
+        self.lock().nexuses.get(key).map(|e| Arc::clone(&e.luns))
+    }
+
+    /// Serves something else from now on: nexuses whose units are others now are told so. Returns
+    /// the channels to terminate, those of initiators that may not log in any more.
+    pub fn change(&self, catalog: Arc<Catalog>) -> Vec<ChannelRef> {
+        let mut table = self.lock();
+        let mut terminate = Vec::new();
+        for (key, entry) in &mut table.nexuses {
+            let target = catalog.target_of(&key.target);
+            let luns = target.and_then(|t| t.luns_of(&key.initiator, entry.address));
+            if luns.is_none() {
+                terminate.extend(&entry.channels);
+            }
+            entry.change(*key, target, luns.unwrap_or_default());
+        }
+        table.catalog = catalog;
+        terminate
     }
 
     /// Refuses every login from now on.
@@ -131,7 +163,6 @@ impl Registry {
     pub fn login(
         &self,
         req: &LoginReq,
-        target: Option<&TargetDef>,
         peer: SocketAddr,
         channel: ChannelRef,
     ) -> Result<Entered, LoginRejReason> {
@@ -140,13 +171,15 @@ impl Registry {
             target: req.target_port,
         };
         let address = peer.ip().to_canonical();
+        let mut table = self.lock();
+        let catalog = Arc::clone(&table.catalog);
+        let target = catalog.target_of(&key.target);
         let admission = match target {
             None => Admission::UnknownTarget,
             Some(target) => target
                 .luns_of(&key.initiator, address)
                 .map_or(Admission::Denied, Admission::Allowed),
         };
-        let mut table = self.lock();
         let channels = table
             .nexuses
             .get(&key)
@@ -237,6 +270,26 @@ impl Registry {
     /// A panic elsewhere cannot have left the table half changed, so poison is ignored.
     fn lock(&self) -> MutexGuard<'_, Table> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Entry {
+    /// Gives the nexus other units.
+    fn change(&mut self, key: NexusKey, target: Option<&TargetDef>, luns: Arc<LunMap>) {
+        if self.luns.is_same(&luns) {
+            return;
+        }
+        let old = std::mem::replace(&mut self.luns, luns);
+        for (_, unit) in old.iter().filter(|(_, u)| !self.luns.has(u)) {
+            unit.lu.remove_nexus(self.id);
+        }
+        for (_, unit) in self.luns.iter() {
+            if unit.lu.nexus(self.id).is_none() {
+                unit.lu.add_nexus(self.id, ports(key, target));
+            }
+            let scope = AttentionScope::One(self.id);
+            unit.lu.raise(Attention::LunsChanged, scope);
+        }
     }
 }
 

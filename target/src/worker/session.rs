@@ -147,8 +147,7 @@ impl Worker {
             serial,
         };
         let shared = std::sync::Arc::clone(&self.shared);
-        let target = shared.targets.iter().find(|t| t.has_port(&req.target_port));
-        let entered = match shared.registry.login(&req, target, peer, channel) {
+        let entered = match shared.registry.login(&req, peer, channel) {
             Ok(entered) => entered,
             Err(reason) => {
                 warn_limited!(
@@ -170,6 +169,8 @@ impl Worker {
             };
             self.post_mail(other.worker, mail);
         }
+        // The login may have met units that this worker has not heard of yet.
+        self.follow_catalog();
         let nexus = entered.nexus;
         match self.accept(device, cm, serial, peer, key, entered, param) {
             Ok(memory) => {

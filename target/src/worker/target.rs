@@ -1,4 +1,7 @@
 //! Targets as workers see them: ports, units, and who may use them.
+//!
+//! All of it together is a [`Catalog`]. It never changes; a new configuration makes a new one, which
+//! keeps the numbers of units and backends that it has in common with the old one.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -9,8 +12,37 @@ use riser_scsi::iscsi::name::IscsiName;
 use riser_scsi::lun::LunId;
 use riser_scsi::srp::{InitiatorPortId, PortIdParts, TargetPortId};
 
+use crate::backend::Store;
 use crate::config;
 use crate::srp::{LunMap, Unit};
+
+/// What is served.
+#[derive(Debug, Default)]
+pub struct Catalog {
+    /// Targets.
+    pub targets: Vec<TargetDef>,
+    /// The backend of each unit, by the unit's number: an index into `stores`.
+    pub unit_stores: Vec<usize>,
+    /// Opened backends. Places of those that are served no more stay empty.
+    pub stores: Vec<Option<Arc<Store>>>,
+}
+
+impl Catalog {
+    /// The target with a port.
+    #[must_use]
+    pub fn target_of(&self, port: &TargetPortId) -> Option<&TargetDef> {
+        self.targets.iter().find(|t| t.has_port(port))
+    }
+
+    /// The units on a backend, each once for each of its numbers.
+    pub fn units_on(&self, store: usize) -> impl Iterator<Item = &Arc<Unit>> {
+        self.targets
+            .iter()
+            .flat_map(|t| &t.units)
+            .map(|(_, unit)| unit)
+            .filter(move |unit| self.unit_stores[unit.index.0 as usize] == store)
+    }
+}
 
 /// A portal of a target.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -10,7 +10,7 @@ use riser_scsi::nexus::{Nexus, PortName, TargetPort};
 
 use super::super::Shared;
 use super::super::registry::ChannelRef;
-use super::super::target::{IscsiDef, TargetDef};
+use super::super::target::{Catalog, IscsiDef, TargetDef};
 use super::sessions::{Entered, SessionKey};
 use crate::iscsi::{Admitted, Gate};
 
@@ -29,6 +29,7 @@ const MAX_OUTSTANDING_R2T: u32 = 8;
 /// Decides about the logins of one connection.
 pub(super) struct WorkerGate<'a> {
     pub(super) shared: &'a Shared,
+    pub(super) catalog: &'a Catalog,
     /// The portal.
     pub(super) listen: SocketAddr,
     pub(super) peer: SocketAddr,
@@ -59,7 +60,7 @@ impl<'a> WorkerGate<'a> {
 
     /// The target that listens here under a name, its portal group, and its place.
     fn target(&self, name: &IscsiName) -> Option<(usize, &'a TargetDef, u16)> {
-        let mut targets = self.shared.targets.iter().enumerate();
+        let mut targets = self.catalog.targets.iter().enumerate();
         targets.find_map(|(place, target)| {
             let iscsi = target.iscsi.as_ref().filter(|iscsi| iscsi.name == *name)?;
             let mut portals = iscsi.portals.iter();
@@ -150,7 +151,7 @@ impl Gate for WorkerGate<'_> {
 
     fn targets(&mut self, initiator: &IscsiName, wanted: Option<&IscsiName>) -> Vec<Found> {
         let address = self.address();
-        let targets = self.shared.targets.iter();
+        let targets = self.catalog.targets.iter();
         let visible = targets.filter_map(|target| {
             let iscsi = target.iscsi.as_ref()?;
             target.luns_of_name(initiator, address)?;

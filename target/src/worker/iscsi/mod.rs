@@ -107,6 +107,7 @@ impl Worker {
         let mut terminate = Vec::new();
         let mut gate = WorkerGate {
             shared: &self.shared,
+            catalog: &self.catalog,
             listen: conn.listen,
             peer: conn.peer,
             channel: ChannelRef {

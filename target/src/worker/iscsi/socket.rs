@@ -106,8 +106,8 @@ impl Connection {
 impl Worker {
     /// Listens on every iSCSI portal.
     pub(in crate::worker) fn listen_iscsi(&mut self) -> Result<(), WorkerError> {
-        let shared = Arc::clone(&self.shared);
-        let targets = shared.targets.iter().filter_map(|t| t.iscsi.as_ref());
+        let catalog = Arc::clone(&self.catalog);
+        let targets = catalog.targets.iter().filter_map(|t| t.iscsi.as_ref());
         for (address, _) in targets.flat_map(|t| &t.portals) {
             if self.iscsi.listeners.iter().any(|l| l.address == *address) {
                 continue;

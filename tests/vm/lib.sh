@@ -290,7 +290,7 @@ blktests_rig() {
     trap blktests_clean EXIT
     capture
     serve_disks 64 3 "limits: { max_transfer: 8MiB, buffer_pool_mib: 64 }"
-    load_srp indirect_sg_entries=2048 fast_io_fail_tmo=2 reconnect_delay=1 dev_loss_tmo=60 "$@"
+    load_srp indirect_sg_entries=2048 fast_io_fail_tmo=2 reconnect_delay=6 dev_loss_tmo=60 "$@"
     srp_login ${PARAMS:-}
     multipath_over "${MODE:-rq}"
 }
@@ -335,4 +335,58 @@ large_transfers() {
     local bs=$1
     shift
     verify /dev/mapper/paths 32m --bs="$bs" --iodepth=4 "$@"
+}
+
+# One host: rdma_rxe on a dummy interface with addresses 10.99.0.1 and, for riserd, 10.99.0.2.
+dummy_host() {
+    modprobe -a dummy rdma_rxe rdma_ucm ib_umad ib_uverbs
+    ip link add d0 type dummy
+    ip link set d0 mtu 4200
+    ip addr add 10.99.0.1/24 dev d0
+    ip addr add 10.99.0.2/24 dev d0
+    ip link set d0 up
+    rdma link add rxe0 type rxe netdev d0
+    wait_for 20 gid_is_there
+    wait_for 20 grep -q '0a63:0002' /sys/class/infiniband/rxe0/ports/1/gids/*
+}
+
+# riserd on the host's RDMA device, and ib_srp with the module parameters given.
+core_rig() {
+    ulimit -l unlimited
+    dummy_host
+    trap core_clean EXIT
+    core_config >/tmp/riserd.yaml
+    core_serve
+    load_srp "$@"
+}
+
+core_config() {
+    cat <<Y
+backends:
+  disk0: { kind: file, path: $IMAGES/disk0.img, size: 64MiB, create: true, serial: RIG-0 }
+targets:
+  - name: rig
+    portals: [{ protocol: srp, listen: 10.99.0.2, ioc_guid: 0x$GUID }]
+    luns: { 0: disk0 }
+    access: open
+limits: { max_transfer: 8MiB, buffer_pool_mib: 64 }
+transport: { provider: rdma_core }
+Y
+}
+
+core_serve() {
+    local before
+    before=$(grep -c ' serving ' "$KEEP/riserd.log" 2>/dev/null || true)
+    "$RISER_BIN/riserd" run --config /tmp/riserd.yaml >>"$KEEP/riserd.log" 2>&1 &
+    RISERD=$!
+    wait_for 30 core_is_up "${before:-0}"
+}
+
+core_is_up() {
+    kill -0 "$RISERD" && [ "$(grep -c ' serving ' "$KEEP/riserd.log")" -gt "$1" ]
+}
+
+core_clean() {
+    srp_clean
+    ip link delete d0 2>/dev/null || true
 }

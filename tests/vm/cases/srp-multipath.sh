@@ -16,7 +16,8 @@ targets:
     luns: { 0: disk0 }
     access: open
 Y
-load_srp fast_io_fail_tmo=2 reconnect_delay=1 dev_loss_tmo=300
+# The kernel does not fail a path while it tries to reconnect it, so failing comes first.
+load_srp fast_io_fail_tmo=2 reconnect_delay=6 dev_loss_tmo=300
 srp_login ch_count=1 tl_retry_count=2
 srp_add 10.99.0.3:5555 0200c0ffee000002 ch_count=1 tl_retry_count=2
 two_paths() { [ "$(multipath_table rq | grep -o 'service-time 0 2')" ]; }

@@ -14,6 +14,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand, ValueEnum};
 use miette::{LabeledSpan, MietteDiagnostic, NamedSource, Report};
+use riser_transport::rdma_core::DeviceSummary;
 use serde_json::json;
 use tracing_subscriber::EnvFilter;
 
@@ -297,6 +298,7 @@ fn describe_json(config: &Config, host: &HostId) -> String {
 
 fn devices(output: Output) -> io::Result<String> {
     let (interfaces, rdma) = (interfaces()?, rdma_devices());
+    let usable = riser_transport::rdma_core::devices().map_err(|error| error.to_string());
     if output == Output::Json {
         let list: Vec<_> = interfaces
             .iter()
@@ -309,7 +311,9 @@ fn devices(output: Output) -> io::Result<String> {
                 })
             })
             .collect();
-        return Ok(json!({ "roce": list, "rdma": rdma }).to_string());
+        return Ok(
+            json!({ "roce": list, "rdma": rdma, "rdma_core": rdma_core_json(&usable) }).to_string(),
+        );
     }
     let mut lines = vec!["roce, the software NIC, can listen on:".to_owned()];
     for i in &interfaces {
@@ -327,7 +331,31 @@ fn devices(output: Output) -> io::Result<String> {
         true => "RDMA devices of the kernel: none".to_owned(),
         false => format!("RDMA devices of the kernel: {}", rdma.join(", ")),
     });
+    lines.extend(match &usable {
+        Err(why) => vec![format!("rdma_core: no devices, because {why}")],
+        Ok(devices) if devices.is_empty() => vec!["rdma_core: no devices".to_owned()],
+        Ok(devices) => devices
+            .iter()
+            .map(|d| {
+                let addrs: Vec<_> = d.addrs.iter().map(ToString::to_string).collect();
+                let state = if d.active { "" } else { ", not active" };
+                format!("rdma_core: {} at {}{state}", d.name, addrs.join(", "))
+            })
+            .collect(),
+    });
     Ok(lines.join("\n"))
+}
+
+fn rdma_core_json(usable: &Result<Vec<DeviceSummary>, String>) -> serde_json::Value {
+    match usable {
+        Err(why) => json!({ "devices": [], "unavailable": why }),
+        Ok(devices) => {
+            let devices = devices
+                .iter()
+                .map(|d| json!({ "name": d.name, "active": d.active, "addresses": d.addrs }));
+            json!({ "devices": devices.collect::<Vec<_>>() })
+        }
+    }
 }
 
 #[cfg(test)]

@@ -660,9 +660,13 @@ fn transport(raw: raw::Transport) -> Checked<Transport> {
             seed: f.seed.unwrap_or(1),
         })
     });
-    let raw::Provider::Roce = raw.provider.unwrap_or(raw::Provider::Roce);
+    let provider = match raw.provider {
+        None | Some(raw::Provider::Roce) => Provider::Roce,
+        Some(raw::Provider::RdmaCore) => Provider::RdmaCore,
+        Some(raw::Provider::Auto) => Provider::Auto,
+    };
     Ok(Transport {
-        provider: Provider::Roce,
+        provider,
         mtu,
         faults: faults.transpose()?,
     })

@@ -426,6 +426,10 @@ impl Default for Limits {
 pub enum Provider {
     /// Our software NIC over UDP.
     Roce,
+    /// The host's RDMA devices, real ones or `rdma_rxe`, through libibverbs and librdmacm.
+    RdmaCore,
+    /// An RDMA device where the address belongs to one, else the software NIC.
+    Auto,
 }
 
 /// The network.

@@ -238,9 +238,11 @@ pub(super) struct Limits {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "snake_case")]
 pub(super) enum Provider {
     Roce,
+    RdmaCore,
+    Auto,
 }
 
 #[derive(Debug, Default, Deserialize)]

@@ -7,14 +7,18 @@ use std::time::Duration;
 
 use riser_scsi::iscsi::login::Auth;
 use riser_scsi::lu::LogicalUnit;
+use riser_transport::rdma_core::{self, RdmaCoreDevice};
 use riser_transport::roce::fault::FaultConfig;
 use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
-use riser_transport::verbs::Mtu;
+use riser_transport::verbs::{Mtu, Verbs};
 
 use super::ServerError;
 use crate::backend::Store;
-use crate::config::{self, Backend, Config, HostId, LinkFaults, Lun, Portal, Protocol, Target};
+use crate::config::{
+    self, Backend, Config, HostId, LinkFaults, Lun, Portal, Protocol, Provider, Target,
+};
 use crate::srp::{LoginLimits, Unit, UnitIdx};
+use crate::worker::Device;
 use crate::worker::iscsi::{IscsiSessions, IscsiShared};
 use crate::worker::registry::SessionLimits;
 use crate::worker::target::{Catalog, IscsiDef, PortalDef, TargetDef};
@@ -213,7 +217,10 @@ fn portal_def(host: &HostId, target: &Target, place: usize, portal: &Portal) -> 
 }
 
 /// Opens the devices: by worker, one for each address that a portal has.
-pub(super) fn devices(config: &Config, workers: usize) -> Result<Vec<Vec<Roce>>, ServerError> {
+///
+/// An RDMA device of the host is the first worker's alone. It comes after the software NICs, whose
+/// places are the same for all workers.
+pub(super) fn devices(config: &Config, workers: usize) -> Result<Vec<Vec<Nic>>, ServerError> {
     let mut addresses: Vec<IpAddr> = Vec::new();
     let portals = config.targets.iter().flat_map(|t| &t.portals);
     for portal in portals.filter(|p| p.protocol == Protocol::Srp) {
@@ -222,8 +229,14 @@ pub(super) fn devices(config: &Config, workers: usize) -> Result<Vec<Vec<Roce>>,
             addresses.push(ip);
         }
     }
-    let mut devices: Vec<Vec<Roce>> = (0..workers).map(|_| Vec::new()).collect();
-    for addr in addresses {
+    let on_host = |addr: &IpAddr| match config.transport.provider {
+        Provider::Roce => false,
+        Provider::RdmaCore => true,
+        Provider::Auto => rdma_core::has_device(*addr),
+    };
+    let (on_host, ours): (Vec<IpAddr>, Vec<IpAddr>) = addresses.into_iter().partition(on_host);
+    let mut devices: Vec<Vec<Nic>> = (0..workers).map(|_| Vec::new()).collect();
+    for addr in ours {
         // In the workers' order: the sockets of one port are numbered as they are bound.
         for (index, own) in devices.iter_mut().enumerate() {
             let roce = RoceConfig {
@@ -238,10 +251,33 @@ pub(super) fn devices(config: &Config, workers: usize) -> Result<Vec<Vec<Roce>>,
             };
             let device =
                 Roce::open(&roce).map_err(|source| ServerError::Device { addr, source })?;
-            own.push(device);
+            own.push(Nic::Roce(device));
         }
     }
+    for addr in on_host {
+        let device = RdmaCoreDevice::open(addr)?;
+        tracing::info!(%addr, device = %device.device_attr().name, "serves on an RDMA device");
+        devices[0].push(Nic::RdmaCore(device));
+    }
     Ok(devices)
+}
+
+/// A device on its way to its worker's thread.
+pub(super) enum Nic {
+    /// The software NIC's.
+    Roce(Roce),
+    /// The host's.
+    RdmaCore(RdmaCoreDevice),
+}
+
+impl Nic {
+    /// As the worker knows it.
+    pub(super) fn into_device(self) -> Box<dyn Device> {
+        match self {
+            Self::Roce(device) => Box::new(device),
+            Self::RdmaCore(device) => Box::new(device),
+        }
+    }
 }
 
 fn mtu(bytes: u16) -> Option<Mtu> {

@@ -30,7 +30,6 @@ use std::time::{Duration, Instant};
 
 use riser_reactor::{MailSender, Ring, RingConfig, RingError, mailbox};
 use riser_scsi::attention::Attention;
-use riser_transport::roce::Roce;
 use sd_notify::NotifyState;
 
 use crate::backend::OpenError;
@@ -38,7 +37,7 @@ use crate::config::Config;
 use crate::worker::mail::{MAILBOX, Mail, Outbox, Snapshot};
 use crate::worker::registry::Registry;
 use crate::worker::target::Catalog;
-use crate::worker::{Device, Report, Shared, Worker, WorkerConfig};
+use crate::worker::{Report, Shared, Worker, WorkerConfig};
 
 /// How long commands under way get at a shutdown.
 pub const PATIENCE: Duration = Duration::from_secs(5);
@@ -81,6 +80,9 @@ pub enum ServerError {
         /// Why.
         source: io::Error,
     },
+    /// An RDMA device of the host cannot be opened.
+    #[error(transparent)]
+    RdmaCore(#[from] riser_transport::rdma_core::OpenError),
     /// A thread cannot be started.
     #[error("cannot start a worker: {0}")]
     Thread(#[source] io::Error),
@@ -171,7 +173,7 @@ impl Server {
     fn start_workers(
         &mut self,
         config: &Config,
-        devices: Vec<Vec<Roce>>,
+        devices: Vec<Vec<build::Nic>>,
         reports: &Sender<Report>,
     ) -> Result<(), ServerError> {
         let mut setups = Vec::new();
@@ -426,7 +428,7 @@ struct ThreadParts {
     cpu: Option<usize>,
     pool: usize,
     shared: Arc<Shared>,
-    devices: Vec<Roce>,
+    devices: Vec<build::Nic>,
     reports: Sender<Report>,
 }
 
@@ -468,7 +470,7 @@ impl ThreadParts {
             index: self.index,
             pool: self.pool,
             shared: self.shared,
-            devices: devices.map(|d| Box::new(d) as Box<dyn Device>).collect(),
+            devices: devices.map(build::Nic::into_device).collect(),
             ring,
             mailbox,
             outbox: Outbox::new(senders),

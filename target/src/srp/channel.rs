@@ -396,6 +396,23 @@ impl Channel {
         self.settle_round(cx);
     }
 
+    /// The device is gone: whatever was posted there will neither happen nor complete.
+    pub fn handle_device_gone(&mut self, cx: &mut Cx<'_>) {
+        self.on_queue_pair_error(cx);
+        for idx in (0..self.ioctx.len() as u16).map(SendIdx) {
+            let wrs = std::mem::take(&mut self.ioctx[usize::from(idx.0)].wrs);
+            if wrs > 0 {
+                self.send_queue.give_back(wrs);
+                self.on_chain_done(cx, idx, false);
+            }
+        }
+        self.own.forget_sends();
+        self.posted_receives = 0;
+        self.probing = false;
+        self.drained = true;
+        self.settle_round(cx);
+    }
+
     /// What every input ends with: deferred requests, chains that wait for credit, our own messages,
     /// and whether the channel is done.
     pub(super) fn settle_round(&mut self, cx: &mut Cx<'_>) {

@@ -61,6 +61,13 @@ pub(super) struct Own {
 }
 
 impl Own {
+    /// None of them will complete.
+    pub(super) fn forget_sends(&mut self) {
+        for slot in &mut self.slots {
+            slot.sending = false;
+        }
+    }
+
     pub(super) fn is_sending(&self) -> bool {
         self.slots.iter().any(|s| s.sending)
     }

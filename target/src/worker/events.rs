@@ -44,6 +44,7 @@ impl Worker {
             while let Some(cq) = self.devices[device].poll_cq_event() {
                 self.on_cq_event(device, cq);
             }
+            self.check_removed(device);
         }
         work
     }
@@ -146,6 +147,9 @@ impl Worker {
     fn poll_session(&mut self, key: usize) -> usize {
         let session = &mut self.sessions[key];
         session.is_ready = false;
+        if self.devices[session.device].is_gone() {
+            return 0;
+        }
         let (device, cq) = (session.device, session.hardware.cq);
         let serial = session.channel.config().serial;
         let mut completions = std::mem::take(&mut self.completions);

@@ -26,6 +26,7 @@
 //! - `registry`, `target`: sessions and targets, shared by all workers.
 //! - `mail`: messages between workers.
 //! - `park`: where a worker sleeps.
+//! - `removal`: devices that are taken away.
 //!
 //! # Bounds
 //! A completion queue gives at most [`CQ_BATCH`] completions per round, so one peer cannot keep the
@@ -40,12 +41,14 @@ pub mod iscsi;
 pub mod mail;
 mod park;
 pub mod registry;
+mod removal;
 mod session;
 pub mod target;
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, HashSet, VecDeque};
 use std::io;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
@@ -193,6 +196,10 @@ pub struct Worker {
     index: u16,
     shared: Arc<Shared>,
     devices: Vec<Box<dyn Device>>,
+    /// Their addresses.
+    addrs: Vec<IpAddr>,
+    /// When to look for those that were taken away.
+    returns: Vec<Option<Instant>>,
     ring: Ring,
     driver: Driver,
     /// What is served, as this worker has last seen it.
@@ -270,6 +277,14 @@ impl Worker {
             outbox,
             reports,
         } = config;
+        let addrs = devices
+            .iter()
+            .map(|d| d.query_port(1).map(|port| port.addr))
+            .collect::<Result<_, _>>()
+            .map_err(|source| WorkerError::Listen {
+                portal: "a device".into(),
+                source: source.into(),
+            })?;
         let pool = Pool::new(pool).map_err(WorkerError::Memory)?;
         if let Err(error) = ring.register_memory(pool.memory()) {
             tracing::warn!(%error, "data buffers are not registered with io_uring; it works, more slowly");
@@ -289,6 +304,8 @@ impl Worker {
             index,
             shared,
             discovery: devices.iter().map(|_| None).collect(),
+            returns: devices.iter().map(|_| None).collect(),
+            addrs,
             devices,
             ring,
             driver,
@@ -337,15 +354,31 @@ impl Worker {
         Ok(worker)
     }
 
-    /// Listens on every portal: on its RDMA CM port, and on its InfiniBand service id.
+    /// Listens on every portal.
     fn listen_all(&mut self) -> Result<(), WorkerError> {
+        let catalog = Arc::clone(&self.catalog);
+        for portal in catalog.targets.iter().flat_map(|t| &t.portals) {
+            // Devices that cannot be shared are the first worker's.
+            if self.index == 0 && !self.addrs.contains(&portal.listen.ip()) {
+                return Err(WorkerError::NoDevice(portal.listen.to_string()));
+            }
+        }
+        for device in 0..self.devices.len() {
+            self.listen_on(device)?;
+        }
+        Ok(())
+    }
+
+    /// Listens on the portals of a device: on their RDMA CM ports, and on their InfiniBand service
+    /// ids where it has such.
+    fn listen_on(&mut self, device: usize) -> Result<(), WorkerError> {
         // Targets may share a portal, and are then told apart by their port identifiers.
         let mut done = HashSet::new();
         let catalog = Arc::clone(&self.catalog);
-        for portal in catalog.targets.iter().flat_map(|t| &t.portals) {
-            let device = self
-                .device_of(portal.listen.ip())
-                .ok_or_else(|| WorkerError::NoDevice(portal.listen.to_string()))?;
+        let addr = self.addrs[device];
+        let has_services = self.devices[device].has_services();
+        let portals = catalog.targets.iter().flat_map(|t| &t.portals);
+        for portal in portals.filter(|p| p.listen.ip() == addr) {
             let error = |source| WorkerError::Listen {
                 portal: portal.listen.to_string(),
                 source,
@@ -360,7 +393,7 @@ impl Worker {
             ];
             for (space, number) in spaces {
                 let rdma_cm = space == PortSpace::Tcp;
-                if !done.insert((device, rdma_cm, number)) {
+                if !(rdma_cm || has_services) || !done.insert((rdma_cm, number)) {
                     continue;
                 }
                 let dev = &mut self.devices[device];
@@ -373,19 +406,10 @@ impl Worker {
             }
         }
         // MADs that are not the CM's come to the first worker.
-        if self.index == 0 {
-            for device in 0..self.devices.len() {
-                self.discovery[device] = self.start_discovery(device);
-            }
+        if self.index == 0 && has_services {
+            self.discovery[device] = self.start_discovery(device);
         }
         Ok(())
-    }
-
-    /// The device with an address.
-    fn device_of(&self, ip: std::net::IpAddr) -> Option<usize> {
-        self.devices
-            .iter()
-            .position(|d| d.query_port(1).is_ok_and(|p| p.addr == ip))
     }
 
     /// Serves until told to leave.
@@ -415,6 +439,7 @@ impl Worker {
         work += self.poll_iscsi_pool();
         self.poll_accepts();
         self.poll_leaving();
+        self.poll_returns();
         self.poll_phase();
         // What this round asked for goes out now rather than in the next one.
         if work > 0 {
@@ -452,7 +477,9 @@ impl Worker {
             Phase::Serving | Phase::Quiet => None,
         };
         let leaving = (!self.leaving.is_empty()).then(|| self.now + LEAVING);
+        let returns = self.returns.iter().flatten().min().copied();
         [
+            returns,
             self.accept_deadline(),
             timer,
             leaving,

@@ -24,7 +24,7 @@ impl Worker {
         Ok(())
     }
 
-    fn watch(&mut self, device: usize) -> Result<(), WorkerError> {
+    pub(super) fn watch(&mut self, device: usize) -> Result<(), WorkerError> {
         for fd in self.devices[device].event_fds() {
             // SAFETY: the device is alive and keeps its descriptors open as long as it lives.
             let fd = unsafe { BorrowedFd::borrow_raw(fd) }
@@ -45,7 +45,11 @@ impl Worker {
         completion: &riser_reactor::Completion,
     ) -> Result<(), WorkerError> {
         if completion.token.0 & (0xff << 56) == WATCH && !completion.more {
-            self.watch((completion.token.0 & 0xffff) as usize)?;
+            let device = (completion.token.0 & 0xffff) as usize;
+            // The descriptors of a device that is gone are always readable.
+            if !self.devices[device].is_gone() {
+                self.watch(device)?;
+            }
         }
         Ok(())
     }

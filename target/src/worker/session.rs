@@ -356,6 +356,10 @@ impl Worker {
         let mut results = vec![dev.destroy_qp(hardware.qp), dev.destroy_cq(hardware.cq)];
         results.extend(hardware.mrs.iter().map(|mr| dev.dereg_mr(*mr)));
         results.push(dev.dealloc_pd(hardware.pd));
+        if dev.is_gone() {
+            // Everything went with it.
+            return;
+        }
         for error in results.into_iter().filter_map(Result::err) {
             debug_assert!(false, "{error}");
             tracing::error!(%error, "cannot free a session's device objects");

@@ -70,6 +70,55 @@ pub struct Global {
     pub log: Option<String>,
 }
 
+/// The two sides of a ping.
+#[derive(Debug, Subcommand)]
+pub enum Rping {
+    /// Send pings and compare what comes back
+    Client {
+        /// Address of the server, which is another riser or rdma-core's rping
+        server: IpAddr,
+        /// Options of both sides
+        #[command(flatten)]
+        args: RpingArgs,
+    },
+    /// Answer the pings of one client
+    Server {
+        /// Options of both sides
+        #[command(flatten)]
+        args: RpingArgs,
+    },
+}
+
+/// Options of both sides of a ping.
+#[derive(Debug, clap::Args)]
+pub struct RpingArgs {
+    /// Local address of the device
+    #[arg(long, value_name = "IP")]
+    pub addr: IpAddr,
+    /// What drives the device
+    #[arg(long, value_enum, default_value = "roce")]
+    pub provider: ProviderName,
+    /// The server's port
+    #[arg(long, value_name = "PORT", default_value_t = crate::rping::DEFAULT_PORT)]
+    pub port: u16,
+    /// Pings; 0 goes on until the peer leaves
+    #[arg(long, value_name = "N", default_value_t = 10)]
+    pub count: u64,
+    /// Bytes of a ping; no less than the peer's on a server
+    #[arg(long, value_name = "SIZE", default_value_t = 64)]
+    pub size: usize,
+}
+
+/// What drives an RDMA device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ProviderName {
+    /// The software NIC, over a UDP socket
+    Roce,
+    /// libibverbs and librdmacm
+    #[value(name = "rdma_core")]
+    RdmaCore,
+}
+
 /// How a target is reached.
 #[derive(Clone, Debug, Default, clap::Args)]
 #[command(next_help_heading = "Connection options")]
@@ -162,6 +211,9 @@ pub enum Verb {
     Write(WriteArgs),
     /// Measure a logical unit
     Bench(BenchArgs),
+    /// Ping a host over RDMA, or answer such pings: the first thing to run on a new network
+    #[command(subcommand)]
+    Rping(Rping),
     /// Print the completion script of a shell
     Completions {
         /// The shell

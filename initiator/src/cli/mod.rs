@@ -20,6 +20,7 @@ mod inquiry;
 mod list;
 mod mount;
 mod output;
+mod rping;
 mod serve;
 pub mod state;
 mod units;
@@ -68,6 +69,7 @@ fn run(verb: Verb, global: &Global) -> Result<(), CliError> {
         Verb::Read(args) => copy::read(&args, global),
         Verb::Write(args) => copy::write(&args, global),
         Verb::Bench(args) => bench::run(&args, global),
+        Verb::Rping(args) => rping::run(&args, global),
         Verb::Completions { shell } => docs::completions(shell),
         Verb::Man { dir } => docs::man(dir.as_deref()),
     }

@@ -1,0 +1,78 @@
+//! `riser rping`: pings over RDMA, as rdma-core's `rping` sends and answers them.
+
+use std::net::SocketAddr;
+
+use riser_transport::rdma_core::RdmaCoreDevice;
+use riser_transport::roce::{Roce, RoceConfig};
+use riser_transport::verbs::Provider;
+use serde::Serialize;
+
+use super::args::{Global, ProviderName, Rping, RpingArgs};
+use super::exit::{CliError, Exit};
+use super::output;
+use crate::rping::{self, Options, RpingError};
+
+#[derive(Serialize)]
+struct Document {
+    pings: u64,
+    bytes: u64,
+    seconds: f64,
+}
+
+pub(super) fn run(verb: &Rping, global: &Global) -> Result<(), CliError> {
+    let (Rping::Client { args, .. } | Rping::Server { args }) = verb;
+    let mut device = open(args)?;
+    let options = Options {
+        count: args.count,
+        size: args.size,
+        timeout: global.timeout,
+    };
+    let report = match verb {
+        Rping::Client { server, .. } => {
+            let server = SocketAddr::new(*server, args.port);
+            rping::client(device.as_mut(), server, &options)
+        }
+        Rping::Server { .. } => {
+            let listen = SocketAddr::new(args.addr, args.port);
+            let on_ready = |at| tracing::info!(%at, "listening");
+            rping::server(device.as_mut(), listen, &options, on_ready)
+        }
+    };
+    let report = report.map_err(failed)?;
+    let document = Document {
+        pings: report.pings,
+        bytes: report.bytes,
+        seconds: report.elapsed.as_secs_f64(),
+    };
+    output::result(&document, global, |out| {
+        writeln!(
+            out,
+            "{} pings, {} bytes each way, all as sent, in {:.3} s",
+            document.pings, document.bytes, document.seconds
+        )
+    })
+}
+
+fn open(args: &RpingArgs) -> Result<Box<dyn Provider>, CliError> {
+    let what = format!("no RDMA device at {}", args.addr);
+    Ok(match args.provider {
+        ProviderName::Roce => Box::new(
+            Roce::open(&RoceConfig::new(args.addr))
+                .map_err(|e| CliError::new(Exit::Failure, what).because(e))?,
+        ),
+        ProviderName::RdmaCore => Box::new(
+            RdmaCoreDevice::open(args.addr)
+                .map_err(|e| CliError::new(Exit::Failure, what).because(e))?,
+        ),
+    })
+}
+
+fn failed(e: RpingError) -> CliError {
+    let exit = match &e {
+        RpingError::Size(_) => Exit::Usage,
+        RpingError::Rejected(_) => Exit::Refused,
+        RpingError::Timeout(_) => Exit::Timeout,
+        _ => Exit::Failure,
+    };
+    CliError::new(exit, "the pings failed").because(e)
+}

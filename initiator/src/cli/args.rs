@@ -101,12 +101,12 @@ pub struct RpingArgs {
     /// The server's port
     #[arg(long, value_name = "PORT", default_value_t = crate::rping::DEFAULT_PORT)]
     pub port: u16,
-    /// Pings; 0 goes on until the peer leaves
-    #[arg(long, value_name = "N", default_value_t = 10)]
-    pub count: u64,
-    /// Bytes of a ping; no less than the peer's on a server
-    #[arg(long, value_name = "SIZE", default_value_t = 64)]
-    pub size: usize,
+    /// Pings; 0 goes on until the peer leaves [default: 10 for a client, 0 for a server]
+    #[arg(long, value_name = "N")]
+    pub count: Option<u64>,
+    /// Bytes of a ping; a server takes no longer one [default: 64 for a client, 64K for a server]
+    #[arg(long, value_name = "SIZE", value_parser = units::size)]
+    pub size: Option<u64>,
 }
 
 /// What drives an RDMA device.

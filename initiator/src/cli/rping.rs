@@ -22,9 +22,13 @@ struct Document {
 pub(super) fn run(verb: &Rping, global: &Global) -> Result<(), CliError> {
     let (Rping::Client { args, .. } | Rping::Server { args }) = verb;
     let mut device = open(args)?;
+    let (count, size) = match verb {
+        Rping::Client { .. } => (10, 64),
+        Rping::Server { .. } => (0, 64 << 10),
+    };
     let options = Options {
-        count: args.count,
-        size: args.size,
+        count: args.count.unwrap_or(count),
+        size: args.size.unwrap_or(size) as usize,
         timeout: global.timeout,
     };
     let report = match verb {

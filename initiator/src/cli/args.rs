@@ -22,6 +22,7 @@ Exit status:
 
 Addresses:
   srp://HOST[:PORT]/LUN[?KEY=VALUE[&...]]  a logical unit of an SRP target
+  KEY=VALUE,...,dest=HOST:PORT             the same as written for the kernel's ib_srp; LUN 0
   mem:SIZE[,BLOCK]                         a disk in the memory of this process, to try exports with
 
 Sizes and offsets are bytes, or have a suffix K, M, G or T (powers of 1024). Durations are seconds,
@@ -119,12 +120,34 @@ pub enum ProviderName {
     RdmaCore,
 }
 
+/// What a target is reached with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum ProviderChoice {
+    /// The software NIC, over UDP; needs no hardware and no privilege
+    #[default]
+    Roce,
+    /// The RDMA device that has the local address, through libibverbs and librdmacm
+    #[value(name = "rdma_core", alias = "rdma-core")]
+    RdmaCore,
+    /// The RDMA device that has the local address if there is one, otherwise the software NIC
+    Auto,
+}
+
 /// How a target is reached.
 #[derive(Clone, Debug, Default, clap::Args)]
 #[command(next_help_heading = "Connection options")]
 pub struct Link {
-    /// Local address of the software NIC [default: for a target on loopback a free loopback
-    /// address, otherwise the address that the route to the target has]
+    /// What the target is reached with
+    #[arg(
+        long,
+        value_enum,
+        value_name = "PROVIDER",
+        default_value = "roce",
+        env = "RISER_PROVIDER"
+    )]
+    pub provider: ProviderChoice,
+    /// Local address of the software NIC or RDMA device [default: for the software NIC and a target
+    /// on loopback a free loopback address, otherwise the address that the route to the target has]
     #[arg(long, value_name = "IP")]
     pub addr: Option<IpAddr>,
     /// Channels of the session, for targets that allow several

@@ -1,14 +1,17 @@
 //! `riser discover`: the SRP ports of an address, and the logical units behind them.
 
+use std::time::{Duration, Instant};
+
 use serde::Serialize;
 
 use super::args::{DiscoverArgs, Global};
-use super::disk::{login, lun_failed, start_engine};
+use super::disk::{login_failed, login_once, lun_failed, start_engine};
 use super::exit::{CliError, Exit};
 use super::{output, units};
 use crate::block::task;
-use crate::engine::{EngineError, Session};
+use crate::engine::{Client, EngineError, Session};
 use crate::lun::LunError;
+use crate::srp::discovery::DiscoveryError;
 use crate::srp::url::SrpUrl;
 
 /// A target port.
@@ -39,49 +42,31 @@ struct Unit {
 pub(super) fn run(args: &DiscoverArgs, global: &Global) -> Result<(), CliError> {
     let url = args.url.target()?;
     let client = start_engine(url, &args.link, global.timeout)?;
-    let asked = url.id_ext.is_none() && url.ioc_guid.is_none();
-    let found = match asked {
-        true => task::block_on(client.discover(url)),
-        false => Ok(Vec::new()),
-    };
-    let named: Vec<(SrpUrl, Option<String>)> = match found {
-        Ok(found) => found
-            .into_iter()
-            .filter_map(|port| {
-                let mut url = url.clone();
-                url.port = port.port()?;
-                (url.id_ext, url.ioc_guid) = (Some(port.id_ext), Some(port.ioc_guid));
-                Some((url, Some(port.name)))
-            })
-            .collect(),
-        // Not every target can be asked.
-        Err(EngineError::Discovery(error)) => {
-            tracing::info!(%error, "logging in without asking for ports first");
-            Vec::new()
-        }
-        Err(error) => {
-            return Err(CliError::new(Exit::Refused, format!("cannot ask {url}")).because(error));
-        }
+    let patience = Instant::now() + global.timeout;
+    let mut url = url.clone();
+    url.channels = args.link.channels.or(url.channels);
+    let named = if url.id_ext.is_none() && url.ioc_guid.is_none() {
+        ask(&client, &url, global.timeout / 2)?
+    } else {
+        Vec::new()
     };
     let ports = if named.is_empty() {
-        let session = login(&client, url, &args.link, global.timeout)?;
-        let port = describe(&session, None);
-        task::block_on(session.close());
+        let session =
+            login_once(&client, &url, patience).map_err(|error| login_failed(&url, error))?;
+        let port = describe(&session.with_timeout(global.timeout), None);
         vec![port.map_err(|e| lun_failed(format!("cannot list the logical units of {url}"), e))?]
     } else {
         let mut ports = Vec::new();
-        for (mut url, name) in named {
-            url.lun = None;
-            let described = login(&client, &url, &args.link, global.timeout)
-                .map_err(|e| e.causes().pop().unwrap_or(e.what))
+        for (url, name) in named {
+            let described = login_once(&client, &url, Instant::now() + global.timeout)
+                .map_err(|e| e.to_string())
                 .and_then(|session| {
-                    let port = describe(&session, name.clone()).map_err(|e| e.to_string());
-                    task::block_on(session.close());
-                    port
+                    describe(&session.with_timeout(global.timeout), Some(name.clone()))
+                        .map_err(|e| e.to_string())
                 });
             ports.push(described.unwrap_or_else(|error| Port {
                 url: url.to_string(),
-                name,
+                name: Some(name),
                 luns: Vec::new(),
                 error: Some(error),
             }));
@@ -103,6 +88,33 @@ pub(super) fn run(args: &DiscoverArgs, global: &Global) -> Result<(), CliError> 
         }
         Ok(())
     })
+}
+
+/// The ports that an address offers, with their names; none where it cannot be asked.
+fn ask(client: &Client, url: &SrpUrl, limit: Duration) -> Result<Vec<(SrpUrl, String)>, CliError> {
+    let found = match task::block_on(client.timeout(limit, client.discover(url))) {
+        Ok(Ok(found)) => found,
+        // Not every target can be asked.
+        Ok(Err(EngineError::Discovery(DiscoveryError::NoAnswer))) | Err(_) => {
+            tracing::info!("{url} does not tell its ports; logging in without them");
+            return Ok(Vec::new());
+        }
+        Ok(Err(EngineError::Discovery(DiscoveryError::Unsupported))) => {
+            return Err(login_failed(url, EngineError::Unnamed));
+        }
+        Ok(Err(error)) => {
+            return Err(CliError::new(Exit::Refused, format!("cannot ask {url}")).because(error));
+        }
+    };
+    let named = found.into_iter().map(|port| {
+        let mut url = url.clone();
+        // A service that is not one of the RDMA connection manager says nothing of the port.
+        url.port = port.port().unwrap_or(url.port);
+        (url.id_ext, url.ioc_guid) = (Some(port.id_ext), Some(port.ioc_guid));
+        url.lun = None;
+        (url, port.name)
+    });
+    Ok(named.collect())
 }
 
 fn describe(session: &Session, name: Option<String>) -> Result<Port, LunError> {
@@ -130,6 +142,7 @@ fn describe(session: &Session, name: Option<String>) -> Result<Port, LunError> {
     }
     let mut url = session.url().clone();
     url.lun = None;
+    task::block_on(session.close());
     Ok(Port {
         url: url.to_string(),
         name,

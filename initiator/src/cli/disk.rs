@@ -10,10 +10,11 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
+use riser_transport::rdma_core::RdmaCoreDevice;
 use riser_transport::roce::fault::FaultConfig;
 use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
 
-use super::args::{Inject, Link};
+use super::args::{Inject, Link, ProviderChoice};
 use super::exit::{CliError, Exit};
 use super::state::StateDir;
 use super::units;
@@ -52,7 +53,9 @@ impl FromStr for Address {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let Some(memory) = text.strip_prefix("mem:") else {
-            return text
+            return add_target_url(text)
+                .as_deref()
+                .unwrap_or(text)
                 .parse()
                 .map(|url| Self::Srp(Box::new(url)))
                 .map_err(|e: UrlError| e.to_string());
@@ -73,6 +76,23 @@ impl FromStr for Address {
             block_size: block_size as u32,
         })
     }
+}
+
+/// The URL that a line for the Linux kernel's `add_target` file means: comma-separated keys and
+/// values, `dest` among them.
+fn add_target_url(text: &str) -> Option<String> {
+    let (dest, keys): (Vec<&str>, Vec<&str>) = text
+        .split(',')
+        .map(str::trim)
+        .partition(|part| part.starts_with("dest="));
+    let [dest] = dest.as_slice() else {
+        return None;
+    };
+    Some(format!(
+        "srp://{}/?{}",
+        &dest["dest=".len()..],
+        keys.join("&")
+    ))
 }
 
 impl fmt::Display for Address {
@@ -140,7 +160,8 @@ pub fn connect(url: &SrpUrl, link: &Link, timeout: Duration) -> Result<Session, 
     login(&client, url, link, timeout)
 }
 
-/// Logs in to a target on an engine that runs.
+/// Logs in to a target on an engine that runs: again and again until `timeout` has passed, if it
+/// does not answer. An address without a target port is completed first.
 pub(super) fn login(
     client: &Client,
     url: &SrpUrl,
@@ -151,7 +172,13 @@ pub(super) fn login(
     url.channels = link.channels.or(url.channels);
     let patience = Instant::now() + timeout;
     loop {
-        match task::block_on(client.connect(&url)) {
+        // Asking may take half of what is left, or a target that cannot be asked is never tried.
+        let left = patience.saturating_duration_since(Instant::now());
+        let found = match task::block_on(client.timeout(left / 2, client.find_port(&url))) {
+            Ok(found) => found.map_err(|e| login_failed(&url, e))?,
+            Err(_) => url.clone(),
+        };
+        match login_once(client, &found, patience) {
             Ok(session) => return Ok(session.with_timeout(timeout)),
             Err(EngineError::Login(Down::Connect(
                 ConnectError::TimedOut | ConnectError::Unreachable,
@@ -161,18 +188,37 @@ pub(super) fn login(
     }
 }
 
-fn login_failed(url: &SrpUrl, error: EngineError) -> CliError {
+/// One login at an address that names its target port, or that nothing more is known about.
+pub(super) fn login_once(
+    client: &Client,
+    url: &SrpUrl,
+    until: Instant,
+) -> Result<Session, EngineError> {
+    let left = until.saturating_duration_since(Instant::now());
+    task::block_on(client.timeout(left, client.login(url)))
+        .unwrap_or(Err(EngineError::Login(ConnectError::TimedOut.into())))
+}
+
+pub(super) fn login_failed(url: &SrpUrl, error: EngineError) -> CliError {
     let exit = match &error {
         EngineError::Login(Down::Connect(ConnectError::TimedOut)) => Exit::Timeout,
         EngineError::Login(Down::Connect(ConnectError::Local(_))) | EngineError::Gone => {
             Exit::Failure
         }
         EngineError::Device(_) => Exit::Failure,
+        EngineError::Unnamed | EngineError::Ambiguous => Exit::Usage,
         _ => Exit::Refused,
+    };
+    let help = match &error {
+        EngineError::Unnamed | EngineError::Ambiguous => {
+            "for example srp://HOST/LUN?id_ext=HEX&ioc_guid=HEX; the target's administrator knows \
+             them, and `riser discover` on the software NIC finds them out"
+        }
+        _ => "is a target running there, and does its configuration let this initiator in?",
     };
     CliError::new(exit, format!("cannot log in to {url}"))
         .because(error)
-        .help("is riserd running there, and does its configuration let this initiator in?")
+        .help(help)
 }
 
 /// Starts an engine on the address that was asked for, or on a fitting one.
@@ -181,16 +227,39 @@ pub(super) fn start_engine(
     link: &Link,
     timeout: Duration,
 ) -> Result<Client, CliError> {
+    let timing = Timing {
+        login: timeout.min(ATTEMPT),
+        ..Timing::default()
+    };
+    let builder = Client::builder().timing(timing);
+    if link.provider != ProviderChoice::Roce {
+        let addr = match link.addr.or(url.src) {
+            Some(addr) => addr,
+            None => route_source(resolve(url)?)?,
+        };
+        let opened = builder
+            .clone()
+            .build(move || RdmaCoreDevice::open(addr).map_err(io::Error::other));
+        match opened {
+            Ok(_) if link.inject.is_some() => {
+                return Err(CliError::new(
+                    Exit::Usage,
+                    "--inject makes the software NIC's wire bad, not that of an RDMA device",
+                ));
+            }
+            Ok(client) => return Ok(client),
+            Err(error) if link.provider == ProviderChoice::Auto => {
+                tracing::info!(%error, "no RDMA device has the address {addr}, so the software NIC is used");
+            }
+            Err(error) => return Err(no_rdma_device(addr, error)),
+        }
+    }
     let faults = link.inject.map_or_else(RoceFaults::default, Into::into);
     let start = |addr: IpAddr| {
-        let timing = Timing {
-            login: timeout.min(ATTEMPT),
-            ..Timing::default()
-        };
         let mut config = RoceConfig::new(addr);
         config.faults = faults;
-        Client::builder()
-            .timing(timing)
+        builder
+            .clone()
             .build(move || Roce::open(&config))
             .map_err(|error| no_device(addr, error))
     };
@@ -234,6 +303,15 @@ fn no_device(addr: IpAddr, error: EngineError) -> CliError {
     }
 }
 
+fn no_rdma_device(addr: IpAddr, error: EngineError) -> CliError {
+    CliError::new(
+        Exit::NotFound,
+        format!("cannot open an RDMA device at {addr}"),
+    )
+    .because(error)
+    .help("`rdma link` shows the devices of this host; --provider roce needs none")
+}
+
 fn resolve(url: &SrpUrl) -> Result<SocketAddr, CliError> {
     match &url.host {
         Host::Ip(ip) => Ok(SocketAddr::new(*ip, url.port)),
@@ -271,7 +349,7 @@ fn route_source(target: SocketAddr) -> Result<IpAddr, CliError> {
 /// An error of a logical unit, with its exit status.
 pub(super) fn lun_failed(what: String, error: LunError) -> CliError {
     let exit = match &error {
-        LunError::NotADisk(_) | LunError::Number(_) => Exit::NotFound,
+        LunError::NoUnit | LunError::NotADisk(_) | LunError::Number(_) => Exit::NotFound,
         LunError::Request(RequestError::TimedOut) => Exit::Timeout,
         _ => Exit::Failure,
     };
@@ -436,7 +514,20 @@ mod tests {
         );
         let srp: Address = "srp://[::1]:5555/3".parse().unwrap();
         assert_eq!(srp.lun(), 3);
-        for bad in ["mem:", "mem:1M,513", "mem:1000", "nvme://x", "/dev/sda"] {
+        let kernel: Address = "id_ext=2b,ioc_guid=02,dest=[::1]:5556,queue_size=7"
+            .parse()
+            .unwrap();
+        let url = "srp://[::1]:5556/?id_ext=2b&ioc_guid=02&queue_size=7";
+        assert_eq!(Ok(kernel), url.parse());
+        for bad in [
+            "id_ext=1,dest=",
+            "dest=a,dest=b",
+            "mem:",
+            "mem:1M,513",
+            "mem:1000",
+            "nvme://x",
+            "/dev/sda",
+        ] {
             assert!(bad.parse::<Address>().is_err(), "{bad}");
         }
     }

@@ -18,7 +18,7 @@ use super::status::SessionStatus;
 use super::timer::Timeout;
 use super::{DEFAULT_TIMEOUT, EngineError};
 use crate::srp::channel::ChannelConfig;
-use crate::srp::discovery::{FoundPort, plan_port};
+use crate::srp::discovery::{DiscoveryError, FoundPort, plan_port};
 use crate::srp::session::{Down, SessionConfig};
 use crate::srp::url::{Host, SrpUrl};
 #[cfg(doc)]
@@ -81,8 +81,14 @@ impl Client {
         Ok(answer.await.ok_or(EngineError::Gone)??)
     }
 
-    /// The address with the target port's identifier in it: found out where it names none.
-    async fn complete_url(&self, url: &SrpUrl) -> Result<SrpUrl, EngineError> {
+    /// The address with the target port's identifier in it: the target is asked for its ports where
+    /// the address names none. A target that does not answer leaves the address as it is; its login
+    /// will tell what it thinks of no identifier.
+    ///
+    /// # Errors
+    /// [`EngineError::Ambiguous`] where there are several to choose from; [`EngineError::Unnamed`]
+    /// where the device cannot ask.
+    pub async fn find_port(&self, url: &SrpUrl) -> Result<SrpUrl, EngineError> {
         let mut url = url.clone();
         if url.id_ext.is_some() || url.ioc_guid.is_some() {
             return Ok(url);
@@ -98,8 +104,10 @@ impl Client {
                 }
                 None => {}
             },
-            // Not every target can be asked. The login will tell what it thinks of no identifier.
-            Err(EngineError::Discovery(_)) => {}
+            Err(EngineError::Discovery(DiscoveryError::NoAnswer)) => {}
+            Err(EngineError::Discovery(DiscoveryError::Unsupported)) => {
+                return Err(EngineError::Unnamed);
+            }
             Err(e) => return Err(e),
         }
         Ok(url)
@@ -111,10 +119,18 @@ impl Client {
     /// # Errors
     /// [`EngineError`]; the login is tried once, for as long as [`Timing::login`] says.
     pub async fn connect(&self, url: &SrpUrl) -> Result<Session, EngineError> {
+        let url = self.find_port(url).await?;
+        self.login(&url).await
+    }
+
+    /// Logs in to a target without asking it anything before.
+    ///
+    /// # Errors
+    /// As [`Self::connect`].
+    pub async fn login(&self, url: &SrpUrl) -> Result<Session, EngineError> {
         if let Some(pkey) = url.pkey.filter(|p| !self.0.device.has_pkey(*p)) {
             return Err(EngineError::NoPartition(pkey));
         }
-        let url = &self.complete_url(url).await?;
         let target = resolve(url)?;
         let status = Arc::new(SessionStatus::default());
         let (reply, answer) = oneshot();

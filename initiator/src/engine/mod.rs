@@ -68,6 +68,11 @@ pub enum EngineError {
     /// The address offers several target ports, and none was named.
     #[error("target has several ports; name one with its id_ext and ioc_guid")]
     Ambiguous,
+    /// The address names no target port, and the device cannot ask for them.
+    #[error(
+        "this device cannot ask a target for its ports; name one with id_ext and ioc_guid in the address"
+    )]
+    Unnamed,
     /// Nothing could be found out about the address.
     #[error(transparent)]
     Discovery(#[from] DiscoveryError),

@@ -37,6 +37,10 @@ pub enum LunError {
     /// What the target told of the unit cannot be.
     #[error("target's {0} cannot be worked with")]
     Malformed(&'static str),
+    /// The target has no logical unit of that number: LOGICAL UNIT NOT SUPPORTED (SPC-4
+    /// annex D).
+    #[error("no such logical unit")]
+    NoUnit,
     /// There is no disk of that number.
     #[error("logical unit {0} is not a disk, or not there")]
     NotADisk(u32),
@@ -89,7 +93,10 @@ pub(super) fn judge(answer: &Answer) -> Result<(), LunError> {
     match answer.sense() {
         Some(Sense {
             key, additional, ..
-        }) if answer.status == 0x02 => Err(LunError::Check { key, additional }),
+        }) if answer.status == 0x02 => Err(match (key, additional.code) {
+            (SenseKey::IllegalRequest, 0x25) => LunError::NoUnit,
+            _ => LunError::Check { key, additional },
+        }),
         _ => Err(LunError::Status(answer.status)),
     }
 }
@@ -104,5 +111,28 @@ pub(super) fn judge_whole(end: IoEnd) -> Result<IoData, LunError> {
     } else {
         let got = answer.transferred;
         Err(LunError::Short { want, got })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_unit_is_told_apart_from_other_refusals() {
+        // What the Linux kernel's target answers to INQUIRY of a number that it does not have.
+        let mut sense = [0u8; 18];
+        (sense[0], sense[2], sense[7]) = (0x70, 0x05, 10);
+        (sense[12], sense[13]) = (0x25, 0x00);
+        let mut answer = Answer {
+            status: 0x02,
+            sense: Some(sense.into()),
+            transferred: 0,
+            overflow: 0,
+        };
+        assert_eq!(judge(&answer), Err(LunError::NoUnit));
+        sense[12] = 0x24;
+        answer.sense = Some(sense.into());
+        assert!(matches!(judge(&answer), Err(LunError::Check { .. })));
     }
 }

@@ -5,3 +5,7 @@
 //!
 //! `tests/vm/` holds the cases in which a stock Linux kernel is the peer; `cargo xtask interop` runs
 //! them.
+//!
+//! This library is what the tests of whole programs share: [`programs`].
+
+pub mod programs;

@@ -1,0 +1,184 @@
+//! `riserd` and `riser` as processes, tools that judge them, and tests that cannot run here.
+
+#![allow(
+    clippy::print_stderr,
+    clippy::missing_panics_doc,
+    reason = "for tests, which panic when something fails and say what they skip"
+)]
+
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::Once;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// The folder of this build's programs, which are brought up to date once.
+#[must_use]
+pub fn folder() -> PathBuf {
+    static BUILT: Once = Once::new();
+    let test = std::env::current_exe().expect("a test has a name");
+    let folder = test
+        .parent()
+        .and_then(Path::parent)
+        .expect("tests lie in a folder below the programs");
+    BUILT.call_once(|| {
+        let mut cargo = Command::new(env!("CARGO"));
+        cargo.args(["build", "-q", "--bins"]);
+        cargo.args(["-p", "riser-target", "-p", "riser-initiator"]);
+        if folder.ends_with("release") {
+            cargo.arg("--release");
+        }
+        cargo.current_dir(env!("CARGO_MANIFEST_DIR"));
+        assert!(cargo.status().expect("cargo runs").success(), "no programs");
+    });
+    folder.to_owned()
+}
+
+/// Says that a test did not run here, and why, where the test command counts it.
+pub fn skip(test: &str, why: &str) {
+    eprintln!("SKIP: {test}: {why}");
+    if let Some(log) = std::env::var_os("RISER_SKIP_LOG") {
+        let mut log = File::options().create(true).append(true).open(log).unwrap();
+        writeln!(log, "{test}: {why}").unwrap();
+    }
+}
+
+/// The first of these tools that is not installed.
+#[must_use]
+pub fn missing<'a>(tools: &[&'a str]) -> Option<&'a str> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let sbin = ["/usr/sbin", "/sbin"].map(PathBuf::from);
+    let folders: Vec<PathBuf> = std::env::split_paths(&path).chain(sbin).collect();
+    let is_there = |tool: &str| folders.iter().any(|f| f.join(tool).is_file());
+    tools.iter().copied().find(|tool| !is_there(tool))
+}
+
+/// Runs a tool that must succeed; gives its standard output.
+pub fn tool(name: &str, args: impl IntoIterator<Item = impl AsRef<OsStr>>) -> String {
+    let mut command = Command::new(name);
+    command.args(args);
+    succeeded(&mut command)
+}
+
+/// Runs a command that must succeed; gives its standard output.
+pub fn succeeded(command: &mut Command) -> String {
+    let Output {
+        status,
+        stdout,
+        stderr,
+    } = command
+        .output()
+        .unwrap_or_else(|e| panic!("{command:?}: {e}"));
+    let text = String::from_utf8_lossy(&stdout).into_owned();
+    let errors = String::from_utf8_lossy(&stderr);
+    assert!(status.success(), "{command:?}: {status}\n{text}\n{errors}");
+    text
+}
+
+/// A `riserd` of its own with one disk, and `riser` beside it.
+pub struct Pair {
+    /// A folder that goes with this value.
+    pub dir: PathBuf,
+    programs: PathBuf,
+    daemon: Option<Child>,
+    network: u8,
+}
+
+impl Pair {
+    /// Serves `backend`, the text of a backend of riserd's configuration, at 127.0.`network`.1.
+    #[must_use]
+    pub fn new(network: u8, backend: &str) -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let programs = folder();
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("riser-pair-{}-{number}", std::process::id());
+        let dir = std::env::temp_dir().join(name);
+        fs::create_dir(&dir).unwrap();
+        let backend = backend.replace("DIR", dir.to_str().unwrap());
+        let text = format!(
+            "backends:\n  disk: {backend}\n\
+             targets:\n  - name: t\n    portals: [{{ protocol: srp, listen: 127.0.{network}.1 }}]\n    \
+             luns: {{ 0: disk }}\n    access: open\n"
+        );
+        fs::write(dir.join("riserd.yaml"), text).unwrap();
+        let mut pair = Self {
+            dir,
+            programs,
+            daemon: None,
+            network,
+        };
+        pair.serve();
+        pair
+    }
+
+    /// Starts riserd, again if it was ended.
+    pub fn serve(&mut self) {
+        let log = self.dir.join("riserd.log");
+        let log = File::options().create(true).append(true).open(log).unwrap();
+        let daemon = Command::new(self.programs.join("riserd"))
+            .args(["run", "--config"])
+            .arg(self.dir.join("riserd.yaml"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .unwrap();
+        self.daemon = Some(daemon);
+    }
+
+    /// Kills riserd.
+    pub fn kill(&mut self) {
+        if let Some(mut daemon) = self.daemon.take() {
+            let _ = daemon.kill();
+            let _ = daemon.wait();
+        }
+    }
+
+    /// The address of its disk.
+    #[must_use]
+    pub fn url(&self) -> String {
+        format!("srp://127.0.{}.1/0", self.network)
+    }
+
+    /// A path within [`Self::dir`].
+    #[must_use]
+    pub fn path(&self, name: &str) -> String {
+        self.dir.join(name).to_str().unwrap().to_owned()
+    }
+
+    /// `riser` with these arguments.
+    #[must_use]
+    pub fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(self.programs.join("riser"));
+        command
+            .args(args)
+            .env("RISER_STATE_DIR", self.dir.join("state"))
+            .env_remove("RISER_LOG")
+            .env_remove("RISER_INJECT")
+            .env_remove("RISER_PROVIDER")
+            .stdin(Stdio::null());
+        command
+    }
+
+    /// Runs `riser`, which must succeed.
+    pub fn riser(&self, args: &[&str]) -> String {
+        succeeded(&mut self.command(args))
+    }
+}
+
+impl Drop for Pair {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let log = fs::read_to_string(self.dir.join("riserd.log")).unwrap_or_default();
+            eprintln!("riserd: {log}");
+        }
+        for id in ["0", "1"] {
+            let mut detach = self.command(&["detach", id, "--force"]);
+            let _ = detach.stdout(Stdio::null()).stderr(Stdio::null()).status();
+        }
+        self.kill();
+        let _ = fs::remove_dir_all(&self.dir);
+    }
+}

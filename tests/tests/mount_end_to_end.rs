@@ -1,0 +1,65 @@
+//! `riser mount` of a disk of `riserd`: a file system that outlives its attachments. Needs root.
+
+#![allow(missing_docs, reason = "a test")]
+
+use std::fs;
+use std::path::Path;
+
+use riser_tests::programs::{Pair, missing, skip, tool};
+
+#[test]
+fn a_mounted_file_system_keeps_what_was_written() {
+    const NAME: &str = "mount_end_to_end";
+    if let Some(tool) = missing(&["mkfs.ext4", "e2fsck", "losetup", "mount"]) {
+        return skip(NAME, &format!("{tool} is not installed"));
+    }
+    let is_root = tool("id", ["-u"]).trim() == "0";
+    let devices = ["/dev/fuse", "/dev/loop-control"];
+    if !is_root || devices.iter().any(|d| !Path::new(d).exists()) {
+        return skip(NAME, "needs root, FUSE and loop devices");
+    }
+    let mut pair = Pair::new(
+        72,
+        "{ kind: file, path: DIR/disk.img, size: 64MiB, create: true }",
+    );
+    let (url, dir, file) = (pair.url(), pair.path("mnt"), pair.path("mnt/data"));
+    fs::create_dir(&dir).unwrap();
+    pair.riser(&["attach", &url, "--fuse", &dir]);
+    tool("/usr/sbin/mkfs.ext4", ["-q", &format!("{dir}/lun0")]);
+    pair.riser(&["detach", &dir]);
+
+    let bytes: Vec<u8> = (0..9_000_000u32)
+        .map(|i| (i.wrapping_mul(i) >> 9) as u8)
+        .collect();
+    // The first is ended by `riser detach`, the second by umount, each from other hands.
+    for round in 0..2 {
+        let mounted = pair.command(&["mount", &url, &dir]).output().unwrap();
+        let said = String::from_utf8_lossy(&mounted.stderr).into_owned();
+        if said.contains("cannot attach") && said.contains("loop") {
+            return skip(NAME, "no loop device can be had");
+        }
+        assert!(mounted.status.success(), "{said}");
+        if round == 0 {
+            fs::write(&file, &bytes).unwrap();
+            tool("sync", ["-f", &file]);
+            // The target goes away and comes back below a file system in use.
+            pair.kill();
+            pair.serve();
+            fs::write(format!("{dir}/second"), &bytes).unwrap();
+            pair.riser(&["detach", &dir]);
+        } else {
+            for name in ["data", "second"] {
+                let got = fs::read(format!("{dir}/{name}")).unwrap();
+                assert!(got == bytes, "{name} has changed");
+            }
+            tool("umount", [&dir]);
+        }
+        assert!(!Path::new(&file).exists());
+    }
+    // Nobody has it any more, so the daemon's file can be looked at.
+    let listed = |pair: &Pair| pair.riser(&["list", "-o", "json"]);
+    while listed(&pair).trim() != "[]" {
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    tool("/usr/sbin/e2fsck", ["-fn", &pair.path("disk.img")]);
+}

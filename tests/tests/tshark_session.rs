@@ -1,0 +1,127 @@
+//! A whole session as Wireshark's dissectors see it: ports asked for, logins, I/O, logout.
+
+#![allow(missing_docs, reason = "a test")]
+
+use std::collections::BTreeSet;
+use std::net::Ipv4Addr;
+use std::path::Path;
+use std::time::Duration;
+
+use riser_initiator::block::Buffer;
+use riser_initiator::block::task::block_on;
+use riser_initiator::engine::Client;
+use riser_initiator::lun::Lun;
+use riser_initiator::srp::url::SrpUrl;
+use riser_target::config::Config;
+use riser_target::server::Server;
+use riser_tests::programs::{missing, skip, tool};
+use riser_transport::roce::{Roce, RoceConfig};
+
+fn buffer(lun: &Lun, len: usize) -> Buffer {
+    let buffer = block_on(lun.buffers().take(len));
+    buffer.slice().fill(0, len, 0x5a);
+    buffer
+}
+
+/// Runs a session whose packets, of both directions, go to a file.
+fn session(capture: &Path) {
+    let text = "identity: test\n\
+                backends:\n  disk: { kind: ram, size: 16MiB }\n\
+                targets:\n  - name: t\n    portals: [{ protocol: srp, listen: 127.0.73.1 }]\n    \
+                luns: { 0: disk }\n    access: open\n";
+    let config = Config::parse(text, "test.yaml").unwrap_or_else(|e| panic!("{e}"));
+    let server = Server::start(&config).unwrap();
+    let mut roce = RoceConfig::new(Ipv4Addr::new(127, 0, 73, 2).into());
+    roce.capture = Some(capture.to_owned());
+    let client = Client::builder()
+        .pool(8 << 20)
+        .build(move || Roce::open(&roce))
+        .unwrap();
+    let url: SrpUrl = "srp://127.0.73.1/0?channels=2".parse().unwrap();
+    let session = block_on(client.connect(&url)).unwrap();
+    let lun = block_on(session.lun(0)).unwrap();
+    // Immediate data, one packet, many packets; direct and read back.
+    for len in [512, 8192, 65536, 1 << 20] {
+        block_on(lun.write(0, buffer(&lun, len), false)).unwrap();
+        block_on(lun.read(0, buffer(&lun, len))).unwrap();
+    }
+    block_on(lun.flush()).unwrap();
+    let beyond = block_on(lun.read(64 << 20, buffer(&lun, 512)));
+    assert!(beyond.is_err(), "an answer with sense data");
+    block_on(session.close());
+    // One that is refused.
+    let stranger: SrpUrl = "srp://127.0.73.1/0?id_ext=1&ioc_guid=2".parse().unwrap();
+    assert!(block_on(client.connect(&stranger)).is_err());
+    std::thread::sleep(Duration::from_millis(100));
+    drop((lun, session));
+    client.shutdown();
+    server.shutdown().unwrap();
+}
+
+#[test]
+fn tshark_understands_a_whole_session() {
+    if missing(&["tshark"]).is_some() {
+        return skip("tshark_session", "tshark is not installed");
+    }
+    let capture = std::env::temp_dir().join(format!("riser-session-{}.pcap", std::process::id()));
+    session(&capture);
+    let fields = [
+        "frame.number",
+        "frame.protocols",
+        "_ws.col.Info",
+        "_ws.malformed",
+        "_ws.expert.severity",
+        "_ws.expert.message",
+        "infiniband.bth.opcode",
+        "infiniband.mad.attributeid",
+        "_ws.col.Protocol",
+    ];
+    let mut args = vec!["-r".to_owned(), capture.display().to_string()];
+    args.extend(["-T", "fields", "-E", "separator=;"].map(str::to_owned));
+    args.extend(
+        fields
+            .iter()
+            .flat_map(|f| ["-e".to_owned(), (*f).to_owned()]),
+    );
+    // Dissectors that guess at payloads see in ours what is not there.
+    for guess in ["rpcordma", "smb_direct", "nvme-rdma", "iser"] {
+        args.extend(["--disable-protocol".to_owned(), guess.to_owned()]);
+    }
+    let text = tool("tshark", &args);
+    std::fs::remove_file(&capture).unwrap();
+    let (mut opcodes, mut infos) = (BTreeSet::new(), BTreeSet::new());
+    for line in text.lines() {
+        let columns: Vec<&str> = line.split(';').collect();
+        let [_, protocols, info, malformed, severities, _, opcode, ..] = columns[..] else {
+            panic!("{line}");
+        };
+        assert!(protocols.contains("infiniband"), "not dissected: {line}");
+        assert_eq!(malformed, "", "malformed: {line}");
+        // Expert severities: 0x200000 is a chat, 0x400000 a note, beyond that something is wrong.
+        let severe = severities
+            .split(',')
+            .filter_map(|n| n.parse::<u32>().ok())
+            .any(|n| n > 0x40_0000);
+        assert!(!severe, "{line}");
+        opcodes.insert(opcode.to_owned());
+        infos.insert(info.to_owned());
+    }
+    let seen = |word: &str| infos.iter().any(|i| i.contains(word));
+    for word in [
+        "ConnectRequest",
+        "ConnectReply",
+        "ReadyToUse",
+        "ConnectReject",
+        "DisconnectRequest",
+        "DisconnectReply",
+    ] {
+        assert!(seen(word), "no {word} among {infos:?}");
+    }
+    // SEND only, WRITE first, middle, last, READ request, READ responses, acknowledgement, datagram.
+    for opcode in [4, 6, 7, 8, 12, 13, 14, 15, 17, 100] {
+        assert!(
+            opcodes.contains(&opcode.to_string()),
+            "no opcode {opcode} in {opcodes:?}"
+        );
+    }
+}

@@ -390,3 +390,104 @@ core_clean() {
     srp_clean
     ip link delete d0 2>/dev/null || true
 }
+
+# The kernel's SRP target ib_srpt at 10.99.0.1:5555, after `two_hosts`. LUN 0 is a file of 96 MiB,
+# LUN 1 memory of 64 MiB. Sets G to its identifier, TARGET and PLAIN to its address with and without.
+kernel_target() {
+    mkdir -p /etc/target/pr /var/target/pr
+    mountpoint -q /sys/kernel/config || mount -t configfs none /sys/kernel/config
+    modprobe -a target_core_mod target_core_file ib_srpt
+    local core=/sys/kernel/config/target/core
+    mkdir -p $core/fileio_0/f0 $core/rd_mcp_1/r0
+    truncate -s 96M "$IMAGES/srpt.img"
+    echo "fd_dev_name=$IMAGES/srpt.img,fd_dev_size=$((96 << 20)),fd_buffered_io=1" >$core/fileio_0/f0/control
+    echo "rd_pages=$((64 << 8))" >$core/rd_mcp_1/r0/control
+    echo RIG-F0 >$core/fileio_0/f0/wwn/vpd_unit_serial
+    echo 1 >$core/fileio_0/f0/enable
+    echo 1 >$core/rd_mcp_1/r0/enable
+    G=$(sed s/0x// /sys/module/ib_srpt/parameters/srpt_service_guid)
+    PLAIN=srp://10.99.0.1
+    TARGET="$PLAIN/LUN?id_ext=$G&ioc_guid=$G"
+    kernel_port
+}
+
+# The port of `kernel_target` on rxe0; it goes with the device.
+kernel_port() {
+    local core=/sys/kernel/config/target/core w lun
+    w=$(cut -d: -f5-8 /sys/class/infiniband/rxe0/ports/1/gids/0)
+    SRPT=/sys/kernel/config/target/srpt/$w/$w
+    mkdir -p "$SRPT/lun/lun_0" "$SRPT/lun/lun_1"
+    ln -s $core/fileio_0/f0 "$SRPT/lun/lun_0/disk"
+    ln -s $core/rd_mcp_1/r0 "$SRPT/lun/lun_1/disk"
+    let_in
+    echo 1 >"$SRPT/enable"
+    echo 5555 >/sys/kernel/config/target/srpt/discovery_auth/rdma_cm_port
+}
+
+# Lets initiators in: ib_srpt looks for an access list of its own address.
+let_in() {
+    local lun
+    for lun in 0 1; do
+        mkdir -p "$SRPT/acls/10.99.0.1/lun_$lun"
+        ln -s "$SRPT/lun/lun_$lun" "$SRPT/acls/10.99.0.1/lun_$lun/disk"
+    done
+}
+
+keep_out() {
+    rm "$SRPT"/acls/10.99.0.1/lun_*/disk
+    rmdir "$SRPT"/acls/10.99.0.1/lun_* "$SRPT/acls/10.99.0.1"
+}
+
+# Makes the port again after its device was gone: what was configured belongs to the old one.
+kernel_port_again() {
+    keep_out
+    rm "$SRPT"/lun/lun_*/disk
+    rmdir "$SRPT"/lun/lun_* "$SRPT" "$(dirname "$SRPT")"
+    kernel_port
+}
+
+nothing_attached() {
+    [ "$(riser_on roce list -o json)" = "[]" ]
+}
+
+# Address of a logical unit of `kernel_target`.
+lun() {
+    echo "${TARGET/LUN/$1}"
+}
+
+# Undoes `kernel_target` and `two_hosts`.
+kernel_target_clean() {
+    set +e
+    end_capture
+    riser_on roce list
+    echo 0 >"$SRPT/enable"
+    keep_out
+    rm "$SRPT"/lun/lun_*/disk
+    rmdir "$SRPT"/lun/lun_* "$SRPT" "$(dirname "$SRPT")"
+    rmdir /sys/kernel/config/target/srpt /sys/kernel/config/target/core/*/[fr]0 /sys/kernel/config/target/core/*_[01]
+    modprobe -r ib_srpt
+    rm -f "$IMAGES/srpt.img"
+    one_host
+}
+
+# riser on a provider: roce in namespace `peer`, rdma_core on rxe0 itself.
+export RISER_STATE_DIR=/dev/shm/riser-state
+riser_on() {
+    local provider=$1
+    shift
+    case $provider in
+    # Not on_peer: mounts made in there would be seen by nobody else.
+    roce) RISER_PROVIDER=roce nsenter --net=/run/netns/peer "$RISER_BIN/riser" "$@" ;;
+    rdma_core) RISER_PROVIDER=rdma_core "$RISER_BIN/riser" "$@" ;;
+    esac
+}
+
+# Runs riser and checks exit status and words: refused PROVIDER STATUS WORDS ARGUMENT …
+refused() {
+    local provider=$1 status=$2 words=$3 got=0 text
+    shift 3
+    text=$(riser_on "$provider" "$@" 2>&1) || got=$?
+    echo "$text"
+    [ $got = "$status" ] || fail "exit status $got, not $status: riser $*"
+    [[ $(echo "$text" | tr -s ' \n│' ' ') == *"$words"* ]] || fail "no '$words' in what riser $* says"
+}

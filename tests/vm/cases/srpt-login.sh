@@ -1,0 +1,36 @@
+#: group: srpt
+#: about: riser finds and describes the disks of ib_srpt on both providers, and tells why it may not
+#: limit: 240
+#: short: yes
+two_hosts
+trap kernel_target_clean EXIT
+kernel_target
+capture
+for provider in roce rdma_core; do
+    said=$(riser_on $provider discover "$(lun 0)")
+    echo "$said"
+    [[ $said == *"96.00 MiB  LIO-ORG FILEIO"* ]] || fail "no file"
+    [[ $said == *"64.00 MiB  LIO-ORG RAMDISK"* ]] || fail "no memory"
+    said=$(riser_on $provider inquiry "$(lun 0)")
+    echo "$said"
+    [[ $said == *RIG-F0* ]] || fail "wrong serial number"
+    dd if=/dev/urandom of=/tmp/in bs=1M count=3 status=none
+    for lun in 0 1; do
+        riser_on $provider write "$(lun $lun)&channels=4" /tmp/in --offset 5000
+        riser_on $provider read "$(lun $lun)&immediate=0" --offset 5000 --length 3M >/tmp/out
+        cmp /tmp/in /tmp/out
+    done
+    # As it is written for the kernel's ib_srp.
+    riser_on $provider read "id_ext=$G,ioc_guid=$G,dest=10.99.0.1:5555,cmd_sg_entries=32" --length 512 >/dev/null
+    refused $provider 5 "no such logical unit" read "$(lun 9)"
+    refused $provider 3 'log in' read "srp://10.99.0.1/0?id_ext=1&ioc_guid=2"
+    refused $provider 3 'log in' read "srp://10.99.0.1:5556/0?id_ext=$G&ioc_guid=$G"
+    SECONDS=0
+    refused $provider 4 'log in' --timeout 3s read "srp://10.99.0.77/0?id_ext=$G&ioc_guid=$G"
+    [ $SECONDS -le 6 ] || fail "a dead address took $SECONDS s"
+    keep_out
+    refused $provider 3 'log in' read "$(lun 0)"
+    let_in
+done
+refused rdma_core 2 'id_ext and ioc_guid' read $PLAIN/0
+riser_on roce discover $PLAIN

@@ -7,7 +7,7 @@
 #![allow(clippy::print_stdout, reason = "figures go to whoever runs the test")]
 
 use std::net::SocketAddr;
-use std::sync::{Arc, Barrier};
+use std::sync::{Arc, Barrier, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use riser_initiator::block::task::block_on;
@@ -15,6 +15,9 @@ use riser_initiator::engine::Client;
 use riser_initiator::srp::url::SrpUrl;
 use riser_target::config::Config;
 use riser_target::server::Server;
+
+/// Resident memory is the process's, so one test runs at a time.
+static ALONE: Mutex<()> = Mutex::new(());
 
 const SESSIONS: u64 = 64;
 const REGION: u64 = 1 << 20;
@@ -61,6 +64,7 @@ fn pattern(session: u64, round: u64, len: usize) -> Vec<u8> {
 
 #[test]
 fn sixty_four_sessions_write_and_read_at_once() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let (server, addr) = serve("127.0.0.81");
     let client = Client::builder()
         .pool(32 << 20)
@@ -116,6 +120,7 @@ fn sixty_four_sessions_write_and_read_at_once() {
 
 #[test]
 fn sessions_that_come_and_go_leave_nothing() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let cycles: u64 = std::env::var("RISER_CONNECT_CYCLES").map_or(200, |n| n.parse().unwrap());
     let (server, addr) = serve("127.0.0.83");
     let client = Client::builder()

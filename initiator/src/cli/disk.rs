@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
+use riser_scsi::srp::LoginRejReason;
 use riser_transport::rdma_core::RdmaCoreDevice;
 use riser_transport::roce::fault::FaultConfig;
 use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
@@ -23,6 +24,7 @@ use crate::block::{
 };
 use crate::engine::{Client, EngineError, Session};
 use crate::lun::{Lun, LunError};
+use crate::srp::channel::LoginError;
 use crate::srp::request::RequestError;
 use crate::srp::session::{ConnectError, Down, Timing};
 use crate::srp::url::{Host, SrpUrl, UrlError};
@@ -213,6 +215,11 @@ pub(super) fn login_failed(url: &SrpUrl, error: EngineError) -> CliError {
         EngineError::Unnamed | EngineError::Ambiguous => {
             "for example srp://HOST/LUN?id_ext=HEX&ioc_guid=HEX; the target's administrator knows \
              them, and `riser discover` on the software NIC finds them out"
+        }
+        EngineError::Login(Down::Connect(ConnectError::Login(LoginError::Rejected(
+            LoginRejReason::ChannelLimitReached,
+        )))) => {
+            "a Linux target says so as well of initiators that none of its access lists lets in"
         }
         _ => "is a target running there, and does its configuration let this initiator in?",
     };

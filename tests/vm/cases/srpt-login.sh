@@ -1,7 +1,6 @@
 #: group: srpt
 #: about: riser finds and describes the disks of ib_srpt on both providers, and tells why it may not
 #: limit: 480
-#: short: yes
 two_hosts
 trap kernel_target_clean EXIT
 kernel_target

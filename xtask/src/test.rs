@@ -115,6 +115,7 @@ const STEPS: &[Step] = &[
                     "scale",
                     "--",
                     "--test-threads=1",
+                    "--nocapture",
                 ],
                 &[("RISER_CONNECT_CYCLES", "10000")],
             )

@@ -1,7 +1,6 @@
 #: group: srp
 #: about: logical units added and removed by SIGHUP while writes run on another one
 #: limit: 300
-#: short: yes
 srp_rig 64 1
 srp_login ch_count=2
 load "$DISK" 12

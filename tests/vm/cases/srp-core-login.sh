@@ -1,7 +1,6 @@
 #: group: srp
 #: about: riserd on rdma_core: login with one and four channels, verified I/O, the list of devices
 #: limit: 300
-#: short: yes
 core_rig
 "$RISER_BIN/riserd" devices | tee /dev/stderr | grep -q 'rdma_core: rxe0 at .*10.99.0.2' || fail "not listed"
 for channels in 1 4; do

@@ -99,6 +99,8 @@ impl Server {
             // A worker that is gone has no sessions.
             let _ = sender.send_blocking(Mail::Changed);
         }
+        // A mailbox keeps its order: a worker that answers this has applied the change.
+        let _ = self.snapshot();
         Ok(())
     }
 

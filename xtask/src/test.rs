@@ -234,8 +234,11 @@ fn cargo_test(args: &[&str], env: &[(&str, &str)]) -> Outcome {
         counts.passed += number_before(line, " passed");
         counts.failed += number_before(line, " failed");
     }
-    for line in text.lines().filter(|l| l.starts_with("figure: ")) {
-        println!("{line}");
+    for at in text
+        .lines()
+        .filter_map(|l| l.find("figure: ").map(|i| &l[i..]))
+    {
+        println!("{at}");
     }
     if ok {
         Outcome::Passed(counts)

@@ -1,7 +1,6 @@
 #: group: srp
 #: about: every logical unit appears at the initiator
 #: limit: 120
-#: short: yes
 PARAMS=ch_count=4
 blktests_rig
 three() { [ "$(ls -d /sys/class/scsi_device/*/device/block/* | wc -l)" = 3 ]; }

@@ -1,7 +1,6 @@
 #: group: srp
 #: about: ib_srp logs in with one and with four channels; size and identity; logout
 #: limit: 240
-#: short: yes
 two_hosts
 trap srp_clean EXIT
 capture

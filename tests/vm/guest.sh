@@ -6,7 +6,6 @@ mkdir -p /dev/shm /dev/pts /run /var/tmp /tmp
 mount -t tmpfs -o size=60% shm /dev/shm
 mount -t devpts devpts /dev/pts
 mount -t tmpfs run /run
-mount -t tmpfs tmp /tmp
 mount -t configfs configfs /sys/kernel/config 2>/dev/null
 ip link set lo up
 version=$(uname -r)

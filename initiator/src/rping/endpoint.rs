@@ -11,6 +11,7 @@ use riser_transport::verbs::{
 };
 
 use super::{MAX_SIZE, MIN_SIZE, Options, RdmaInfo, RpingError};
+use crate::poll_fds::wait_readable;
 
 /// Messages the peer may have under way: one, and one more for a peer that is ahead.
 const RECEIVES: u64 = 2;
@@ -205,16 +206,12 @@ impl<'a> Endpoint<'a> {
             .map_err(posting(step))?;
         let limit = Some(Instant::now() + self.options.timeout);
         while self.sent.is_none() {
-            if self.gone && self.pending_none() {
+            if self.gone && self.messages.is_empty() {
                 return Err(RpingError::Disconnected(0));
             }
             self.turn(step, limit)?;
         }
         Ok(())
-    }
-
-    fn pending_none(&self) -> bool {
-        self.messages.is_empty()
     }
 
     fn send(&mut self, step: &'static str, info: RdmaInfo) -> Result<(), RpingError> {
@@ -409,7 +406,7 @@ impl<'a> Endpoint<'a> {
         }
         let until = self.provider.deadline().into_iter().chain(limit).min();
         let timeout = until.map(|u| u.saturating_duration_since(now) + Duration::from_millis(1));
-        super::super::poll_fds::wait_readable(&self.provider.event_fds(), timeout);
+        wait_readable(&self.provider.event_fds(), timeout);
         self.provider.progress(Instant::now());
         Ok(())
     }

@@ -87,15 +87,7 @@ impl SendWqe {
     /// What its completion says it was.
     #[must_use]
     pub fn wc_opcode(&self) -> WcOpcode {
-        match self.op {
-            SendOp::Send | SendOp::SendImm(_) | SendOp::SendInv(_) => WcOpcode::Send,
-            SendOp::Write(_) | SendOp::WriteImm(..) => WcOpcode::Write,
-            SendOp::Read(_) => WcOpcode::Read,
-            SendOp::CmpSwap { .. } => WcOpcode::CmpSwap,
-            SendOp::FetchAdd { .. } => WcOpcode::FetchAdd,
-            SendOp::RegMr { .. } => WcOpcode::RegMr,
-            SendOp::LocalInv(_) => WcOpcode::LocalInv,
-        }
+        self.op.wc_opcode()
     }
 
     /// Its completion.

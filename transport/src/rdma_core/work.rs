@@ -24,19 +24,6 @@ pub(super) struct Scratch {
     slots: Vec<SlotId>,
 }
 
-/// The completion opcode of a request.
-fn opcode_of(op: &SendOp) -> WcOpcode {
-    match op {
-        SendOp::Send | SendOp::SendImm(_) | SendOp::SendInv(_) => WcOpcode::Send,
-        SendOp::Write(_) | SendOp::WriteImm(..) => WcOpcode::Write,
-        SendOp::Read(_) => WcOpcode::Read,
-        SendOp::CmpSwap { .. } => WcOpcode::CmpSwap,
-        SendOp::FetchAdd { .. } => WcOpcode::FetchAdd,
-        SendOp::RegMr { .. } => WcOpcode::RegMr,
-        SendOp::LocalInv(_) => WcOpcode::LocalInv,
-    }
-}
-
 fn rdma(remote: RemoteAddr) -> ibv_send_wr__bindgen_ty_2 {
     ibv_send_wr__bindgen_ty_2 {
         rdma: ibv_send_wr__bindgen_ty_2__bindgen_ty_1 {
@@ -151,7 +138,7 @@ impl RdmaCoreDevice {
         self.push_sges(wr.sges, wr.flags.contains(SendFlags::INLINE), init, scratch)?;
         let slot = Slot {
             wr_id: wr.wr_id,
-            opcode: opcode_of(&wr.op),
+            opcode: wr.op.wc_opcode(),
             queue: SlotQueue::Send(qp),
         };
         let slot = self.slots.insert(slot).map_err(|_| PostReason::QueueFull)?;

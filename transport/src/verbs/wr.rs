@@ -68,6 +68,22 @@ pub enum SendOp {
     LocalInv(RKey),
 }
 
+impl SendOp {
+    /// What the completion of such a request says it was.
+    #[must_use]
+    pub fn wc_opcode(&self) -> WcOpcode {
+        match self {
+            Self::Send | Self::SendImm(_) | Self::SendInv(_) => WcOpcode::Send,
+            Self::Write(_) | Self::WriteImm(..) => WcOpcode::Write,
+            Self::Read(_) => WcOpcode::Read,
+            Self::CmpSwap { .. } => WcOpcode::CmpSwap,
+            Self::FetchAdd { .. } => WcOpcode::FetchAdd,
+            Self::RegMr { .. } => WcOpcode::RegMr,
+            Self::LocalInv(_) => WcOpcode::LocalInv,
+        }
+    }
+}
+
 bitflags! {
     /// How a send request behaves.
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]

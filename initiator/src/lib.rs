@@ -4,7 +4,8 @@
 //! - [`lun`]: disks: what they are, reading and writing them.
 //! - [`scsi`]: commands and what their answers say. [`inquiry`]: INQUIRY data for people.
 //! - [`rping`]: the first thing to run on a new network.
-//! - [`srp`]: SRP's protocol logic, with no I/O in it.
+//! - [`srp`], [`iscsi`]: the protocols' logic, with no I/O in it. [`session`], [`request`]: what they
+//!   have in common. [`url`]: addresses.
 //! - [`block`]: what every export needs of a disk. [`nbd`], [`fuse`]: the exports.
 //! - [`mod@bench`]: the benchmark. [`cli`]: the command line.
 
@@ -14,9 +15,13 @@ pub mod cli;
 pub mod engine;
 pub mod fuse;
 pub mod inquiry;
+pub mod iscsi;
 pub mod lun;
 pub mod nbd;
 pub mod poll_fds;
+pub mod request;
 pub mod rping;
 pub mod scsi;
+pub mod session;
 pub mod srp;
+pub mod url;

@@ -13,8 +13,8 @@
 
 use riser_scsi::lun::{LunAddress, LunId};
 
-use crate::srp::channel::{Cdb, DataLen};
-use crate::srp::request::Effect;
+use crate::request::Effect;
+use crate::request::{Cdb, DataLen};
 
 /// Standard INQUIRY data that we ask for, in bytes.
 pub const INQUIRY_LEN: u16 = 96;

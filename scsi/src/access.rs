@@ -115,6 +115,27 @@ pub(crate) fn first_difference(
     None
 }
 
+/// Sets in one range of the buffer the bits that another one has. The ranges do
+/// not overlap.
+pub(crate) fn or_into(data: &mut dyn DataAccess, into: u32, from: u32, len: u32) {
+    let mut piece = [0; 4096];
+    let mut done = 0;
+    while done < len {
+        let target = data.chunk(into + done).len();
+        let take = target.min(piece.len()).min((len - done) as usize);
+        assert!(
+            take > 0,
+            "the data buffer is shorter than the command asked"
+        );
+        copy_out(data, from + done, &mut piece[..take]);
+        let target = &mut data.chunk_mut(into + done)[..take];
+        for (byte, more) in target.iter_mut().zip(&piece) {
+            *byte |= more;
+        }
+        done += take as u32;
+    }
+}
+
 /// Whether every byte of a range is zero.
 pub(crate) fn is_zero(data: &dyn DataAccess, offset: u32, len: u32) -> bool {
     let mut done = 0;
@@ -165,6 +186,9 @@ mod tests {
         assert_eq!(first_difference(&data, 2, 11, 7), Some(5));
         assert!(!is_zero(&data, 0, 21));
         assert!(is_zero(&data, 9, 2));
+        or_into(&mut data, 0, 10, 9);
+        copy_out(&data, 2, &mut out);
+        assert_eq!(out, [3, 3, 7, 5, 13, 7, 7]);
         assert!(NoData.is_empty());
     }
 }

@@ -19,6 +19,12 @@ pub enum Attention {
     NexusLoss,
     /// COMMANDS CLEARED BY ANOTHER INITIATOR.
     CommandsCleared,
+    /// RESERVATIONS PREEMPTED.
+    ReservationsPreempted,
+    /// RESERVATIONS RELEASED.
+    ReservationsReleased,
+    /// REGISTRATIONS PREEMPTED.
+    RegistrationsPreempted,
     /// REPORTED LUNS DATA HAS CHANGED.
     LunsChanged,
     /// INQUIRY DATA HAS CHANGED.
@@ -30,11 +36,14 @@ pub enum Attention {
 }
 
 impl Attention {
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 11] = [
         Self::PowerOn,
         Self::DeviceReset,
         Self::NexusLoss,
         Self::CommandsCleared,
+        Self::ReservationsPreempted,
+        Self::ReservationsReleased,
+        Self::RegistrationsPreempted,
         Self::LunsChanged,
         Self::InquiryChanged,
         Self::CapacityChanged,
@@ -51,6 +60,9 @@ impl Attention {
                 Self::DeviceReset => AdditionalSense::DEVICE_RESET,
                 Self::NexusLoss => AdditionalSense::NEXUS_LOSS,
                 Self::CommandsCleared => AdditionalSense::COMMANDS_CLEARED,
+                Self::ReservationsPreempted => AdditionalSense::RESERVATIONS_PREEMPTED,
+                Self::ReservationsReleased => AdditionalSense::RESERVATIONS_RELEASED,
+                Self::RegistrationsPreempted => AdditionalSense::REGISTRATIONS_PREEMPTED,
                 Self::LunsChanged => AdditionalSense::REPORTED_LUNS_CHANGED,
                 Self::InquiryChanged => AdditionalSense::INQUIRY_CHANGED,
                 Self::CapacityChanged => AdditionalSense::CAPACITY_CHANGED,
@@ -83,7 +95,7 @@ impl AttentionScope {
 
 /// The pending conditions of one nexus.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(crate) struct Attentions(u8);
+pub(crate) struct Attentions(u16);
 
 impl Attentions {
     /// Establishes a condition. A power on or reset says everything that the

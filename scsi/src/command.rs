@@ -25,7 +25,7 @@
 use crate::access::DataAccess;
 use crate::lu::LogicalUnit;
 use crate::nexus::NexusId;
-use crate::plan::{Context, Machine, Next, Plan, Refusal, Transfer};
+use crate::plan::{Context, Machine, Next, Plan, Reason, Refusal, Transfer};
 use crate::sense::{AdditionalSense, Sense, SenseKey};
 use crate::step::{
     BackendError, BlockOp, DataIn, Expected, Residual, Response, Status, Step, StepResult,
@@ -94,7 +94,10 @@ impl Command {
             Err(refusal) => {
                 command.transfer = refusal.transfer;
                 command.received = refusal.transfer.data_out > 0;
-                command.fail(lu, &refusal.sense)
+                match refusal.reason {
+                    Reason::Sense(sense) => command.fail(lu, &sense),
+                    Reason::Conflict => command.conflict(),
+                }
             }
         };
         (command, step)
@@ -163,6 +166,7 @@ impl Command {
                 Step::Block(op)
             }
             Next::Answer(data_in) => Step::Respond(self.answer(data_in)),
+            Next::Conflict => self.conflict(),
         }
     }
 
@@ -188,6 +192,10 @@ impl Command {
             residual_in: Residual::between(wanted, expected.data_in),
             residual_out: Residual::between(self.transfer.data_out, expected.data_out),
         }
+    }
+
+    fn conflict(&mut self) -> Step {
+        Step::Respond(self.abandon(Status::ReservationConflict))
     }
 
     fn fail(&mut self, lu: &LogicalUnit, sense: &Sense) -> Step {

@@ -73,6 +73,9 @@ pub struct Limits {
     pub max_unmap_descriptors: u32,
     /// MAXIMUM WRITE SAME LENGTH in blocks.
     pub max_write_same_blocks: u32,
+    /// MAXIMUM COMPARE AND WRITE LENGTH in blocks, at least 1; less where two of
+    /// them do not fit a transfer.
+    pub max_compare_write_blocks: u8,
     /// Scratch a VERIFY or WRITE SAME works through at a time, in bytes; a
     /// multiple of 4096.
     pub segment: u32,
@@ -86,6 +89,7 @@ impl Default for Limits {
             max_unmap_blocks: 1 << 20,
             max_unmap_descriptors: 256,
             max_write_same_blocks: 1 << 20,
+            max_compare_write_blocks: u8::MAX,
             segment: 256 << 10,
         }
     }
@@ -165,6 +169,11 @@ impl Config {
             return Err(ConfigError::Limit("max_unmap_descriptors"));
         }
         limit(limits.max_write_same_blocks, 1, "max_write_same_blocks")?;
+        limit(
+            limits.max_compare_write_blocks.into(),
+            1,
+            "max_compare_write_blocks",
+        )?;
         limit(limits.segment, 4096, "segment")?;
         if limits.max_transfer.checked_add(limits.segment).is_none() {
             return Err(ConfigError::Limit("max_transfer"));

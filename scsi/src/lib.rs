@@ -33,10 +33,12 @@
 //! | [`vpd`] | vital product data and identifiers |
 //! | [`srp`] | information units of the SCSI RDMA protocol |
 //! | [`iscsi`] | PDUs, text keys and login of iSCSI |
+//! | [`iser`] | headers and private data of iSCSI over RDMA |
 //!
 //! Behind these, one module per command family plans commands from CDBs:
-//! `inquiry`, `capacity`, `mode`, `mode_select`, `report`, `rw`, `verify`,
-//! `provisioning` and `unit`.
+//! `inquiry`, `capacity`, `mode`, `mode_select`, `report`, `rw`, `atomic`,
+//! `verify`, `provisioning`, `reserve` and `unit`; `reservation` is what the last
+//! but one changes.
 //!
 //! # Invariants
 //!
@@ -52,8 +54,8 @@
 //!
 //! # Not implemented
 //!
-//! Reservations, asymmetric access commands, third-party copy, COMPARE AND
-//! WRITE, protection information, auto contingent allegiance, removable media,
+//! Asymmetric access commands, third-party copy,
+//! protection information, auto contingent allegiance, removable media,
 //! power conditions other than active, saved mode pages. The commands are
 //! refused as SPC-4 tells.
 //!
@@ -65,6 +67,7 @@
 #![forbid(unsafe_code)]
 
 pub mod access;
+mod atomic;
 pub mod attention;
 mod capacity;
 mod cdb;
@@ -73,6 +76,7 @@ pub mod config;
 pub mod device;
 mod inquiry;
 pub mod iscsi;
+pub mod iser;
 pub mod lu;
 pub mod lun;
 mod mode;
@@ -82,6 +86,8 @@ pub mod opcode;
 mod plan;
 mod provisioning;
 mod report;
+mod reservation;
+mod reserve;
 mod rw;
 pub mod sense;
 pub mod srp;

@@ -11,7 +11,7 @@
 //! change and its unit attentions are one event.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bitflags::bitflags;
@@ -22,7 +22,8 @@ use crate::command::Command;
 use crate::config::{Config, ConfigError};
 use crate::nexus::{Nexus, NexusId};
 use crate::opcode::{self, Gates};
-use crate::plan::{PlanResult, Planner};
+use crate::plan::{PlanResult, Planner, Refusal};
+use crate::reservation::{Refused, Reservations, Told};
 use crate::sense::{AdditionalSense, Sense, SenseFormat, SenseKey};
 use crate::step::{Request, Step, TaskAttribute};
 use crate::unit;
@@ -53,6 +54,9 @@ pub struct LogicalUnit {
     flags: AtomicU8,
     hints: [AtomicU64; HINT_WORDS],
     nexuses: Mutex<HashMap<NexusId, Known>>,
+    reservations: Mutex<Reservations>,
+    /// Whether reservations may restrict somebody.
+    restricted: AtomicBool,
 }
 
 /// What is kept per nexus.
@@ -76,6 +80,8 @@ impl LogicalUnit {
             flags: AtomicU8::new(flags.bits()),
             hints: [const { AtomicU64::new(0) }; HINT_WORDS],
             nexuses: Mutex::new(HashMap::new()),
+            reservations: Mutex::default(),
+            restricted: AtomicBool::new(false),
             config,
         })
     }
@@ -132,6 +138,7 @@ impl LogicalUnit {
 
     /// Forgets a nexus and what was pending for it (I_T nexus loss).
     pub fn remove_nexus(&self, id: NexusId) {
+        self.release_unit(id);
         let mut nexuses = self.lock();
         nexuses.remove(&id);
         self.rebuild_hint(&nexuses, id);
@@ -152,6 +159,7 @@ impl LogicalUnit {
     /// parameters return to their defaults and every nexus is told. Aborting
     /// the tasks is the task set's part.
     pub fn reset(&self) {
+        self.update_reservations(Reservations::reset);
         let mut nexuses = self.lock();
         let stopped = self.flags() & Flags::STOPPED;
         self.store_flags(initial_flags(&self.config) | stopped);
@@ -178,6 +186,9 @@ impl LogicalUnit {
             return Err(attention.sense().into());
         }
         let entry = opcode::find(request.cdb)?;
+        if self.restricted.load(Ordering::Acquire) && self.conflicts(request.nexus, entry.gates) {
+            return Err(Refusal::conflict());
+        }
         if entry.gates.contains(Gates::THIN) && !self.config.is_thin() {
             return Err(entry.unsupported().into());
         }
@@ -190,6 +201,69 @@ impl LogicalUnit {
             self.check_writable()?;
         }
         (entry.plan)(&Planner { lu: self, request }, &cdb)
+    }
+
+    /// Whether somebody else's reservation forbids a command of these gates.
+    fn conflicts(&self, id: NexusId, gates: Gates) -> bool {
+        let nexus = self.nexus(id);
+        self.with_reservations(|all| all.conflicts(id, nexus.as_ref(), gates))
+    }
+
+    pub(crate) fn with_reservations<T>(&self, look: impl FnOnce(&Reservations) -> T) -> T {
+        look(&self.lock_reservations())
+    }
+
+    fn update_reservations<T>(&self, change: impl FnOnce(&mut Reservations) -> T) -> T {
+        let mut all = self.lock_reservations();
+        let result = change(&mut all);
+        self.restricted.store(all.restricts(), Ordering::Release);
+        result
+    }
+
+    /// Carries out a PERSISTENT RESERVE OUT, and tells those whom it concerns.
+    pub(crate) fn change_reservations(
+        &self,
+        change: impl FnOnce(&mut Reservations) -> Result<Told, Refused>,
+    ) -> Result<(), Refused> {
+        let told = self.update_reservations(change)?;
+        let mut nexuses = self.lock();
+        let parts = [
+            (
+                Attention::ReservationsPreempted,
+                &told.reservations_preempted,
+            ),
+            (Attention::ReservationsReleased, &told.reservations_released),
+            (
+                Attention::RegistrationsPreempted,
+                &told.registrations_preempted,
+            ),
+        ];
+        for (attention, concerned) in parts {
+            let meant = nexuses
+                .iter_mut()
+                .filter(|(_, known)| concerned.iter().any(|ports| ports.is_of(&known.nexus)));
+            for (&id, known) in meant {
+                known.pending.raise(attention);
+                self.set_hint(id);
+            }
+        }
+        Ok(())
+    }
+
+    /// RESERVE. `false` where it conflicts.
+    pub(crate) fn reserve_unit(&self, id: NexusId) -> bool {
+        self.update_reservations(|all| all.reserve_unit(id))
+    }
+
+    /// RELEASE, or the end of a nexus.
+    pub(crate) fn release_unit(&self, id: NexusId) {
+        self.update_reservations(|all| all.release_unit(id));
+    }
+
+    fn lock_reservations(&self) -> MutexGuard<'_, Reservations> {
+        self.reservations
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     fn check_writable(&self) -> Result<(), Sense> {

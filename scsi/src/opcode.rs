@@ -15,7 +15,10 @@ use bitflags::bitflags;
 
 use crate::plan::PlanFn;
 use crate::sense::{AdditionalSense, Sense};
-use crate::{capacity, inquiry, mode, mode_select, provisioning, report, rw, unit, verify};
+use crate::task::Concurrency;
+use crate::{
+    atomic, capacity, inquiry, mode, mode_select, provisioning, report, reserve, rw, unit, verify,
+};
 
 /// INQUIRY.
 pub(crate) const INQUIRY: u8 = 0x12;
@@ -41,7 +44,7 @@ pub enum Direction {
 bitflags! {
     /// What must hold before a command may run.
     #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-    pub(crate) struct Gates: u8 {
+    pub(crate) struct Gates: u16 {
         /// Runs although a unit attention is pending.
         const UNDER_ATTENTION = 1 << 0;
         /// The unit must be started.
@@ -50,6 +53,14 @@ bitflags! {
         const WRITES = 1 << 2;
         /// Exists on thin provisioned units only.
         const THIN = 1 << 3;
+        /// No other command of the unit may run beside it.
+        const EXCLUSIVE = 1 << 4;
+        /// Runs although another nexus has the unit by RESERVE.
+        const UNDER_RESERVATION = 1 << 5;
+        /// Forbidden to others where somebody has exclusive access.
+        const READS = 1 << 6;
+        /// As [`Self::WRITES`], where it is about reservations.
+        const CHANGES = 1 << 7;
     }
 }
 
@@ -73,7 +84,7 @@ pub struct Opcode {
 }
 
 /// Every command, in ascending order of opcodes and service actions.
-pub static TABLE: [Opcode; 33] = [
+pub static TABLE: [Opcode; 54] = [
     Opcode {
         opcode: 0x00,
         service_action: None,
@@ -101,7 +112,7 @@ pub static TABLE: [Opcode; 33] = [
         usage: &[0x08, 0x1f, 0xff, 0xff, 0xff, 0x00],
         direction: Direction::In,
         timeout: 30,
-        gates: Gates::READY,
+        gates: Gates::READY.union(Gates::READS),
         plan: rw::plan_read,
     },
     Opcode {
@@ -131,8 +142,28 @@ pub static TABLE: [Opcode; 33] = [
         usage: &[0x15, 0x10, 0x00, 0x00, 0xff, 0x00],
         direction: Direction::Out,
         timeout: 30,
-        gates: Gates::empty(),
+        gates: Gates::CHANGES,
         plan: mode_select::plan_mode_select_6,
+    },
+    Opcode {
+        opcode: 0x16,
+        service_action: None,
+        name: "RESERVE (6)",
+        usage: &[0x16, 0x00, 0x00, 0x00, 0x00, 0x00],
+        direction: Direction::None,
+        timeout: 30,
+        gates: Gates::EXCLUSIVE,
+        plan: reserve::plan_reserve,
+    },
+    Opcode {
+        opcode: 0x17,
+        service_action: None,
+        name: "RELEASE (6)",
+        usage: &[0x17, 0x00, 0x00, 0x00, 0x00, 0x00],
+        direction: Direction::None,
+        timeout: 30,
+        gates: Gates::UNDER_RESERVATION,
+        plan: reserve::plan_release,
     },
     Opcode {
         opcode: 0x1a,
@@ -141,7 +172,7 @@ pub static TABLE: [Opcode; 33] = [
         usage: &[0x1a, 0x08, 0xff, 0xff, 0xff, 0x00],
         direction: Direction::In,
         timeout: 30,
-        gates: Gates::empty(),
+        gates: Gates::READS,
         plan: mode::plan_mode_sense_6,
     },
     Opcode {
@@ -151,7 +182,7 @@ pub static TABLE: [Opcode; 33] = [
         usage: &[0x1b, 0x01, 0x00, 0x00, 0xf5, 0x00],
         direction: Direction::None,
         timeout: 60,
-        gates: Gates::empty(),
+        gates: Gates::CHANGES,
         plan: unit::plan_start_stop_unit,
     },
     Opcode {
@@ -171,7 +202,7 @@ pub static TABLE: [Opcode; 33] = [
         usage: &[0x28, 0x1a, 0xff, 0xff, 0xff, 0xff, 0x00, 0xff, 0xff, 0x00],
         direction: Direction::In,
         timeout: 30,
-        gates: Gates::READY,
+        gates: Gates::READY.union(Gates::READS),
         plan: rw::plan_read,
     },
     Opcode {
@@ -201,8 +232,18 @@ pub static TABLE: [Opcode; 33] = [
         usage: &[0x2f, 0x16, 0xff, 0xff, 0xff, 0xff, 0x00, 0xff, 0xff, 0x00],
         direction: Direction::Out,
         timeout: 30,
-        gates: Gates::READY,
+        gates: Gates::READY.union(Gates::READS),
         plan: verify::plan_verify,
+    },
+    Opcode {
+        opcode: 0x34,
+        service_action: None,
+        name: "PRE-FETCH (10)",
+        usage: &[0x34, 0x02, 0xff, 0xff, 0xff, 0xff, 0x1f, 0xff, 0xff, 0x00],
+        direction: Direction::None,
+        timeout: 30,
+        gates: Gates::READY.union(Gates::READS),
+        plan: unit::plan_prefetch,
     },
     Opcode {
         opcode: 0x35,
@@ -211,8 +252,18 @@ pub static TABLE: [Opcode; 33] = [
         usage: &[0x35, 0x06, 0xff, 0xff, 0xff, 0xff, 0x00, 0xff, 0xff, 0x00],
         direction: Direction::None,
         timeout: 60,
-        gates: Gates::READY,
+        gates: Gates::READY.union(Gates::CHANGES),
         plan: unit::plan_synchronize_cache,
+    },
+    Opcode {
+        opcode: 0x37,
+        service_action: None,
+        name: "READ DEFECT DATA (10)",
+        usage: &[0x37, 0x00, 0x1f, 0x00, 0x00, 0x00, 0x00, 0xff, 0xff, 0x00],
+        direction: Direction::In,
+        timeout: 30,
+        gates: Gates::READY.union(Gates::READS),
+        plan: report::plan_defects_10,
     },
     Opcode {
         opcode: 0x41,
@@ -241,8 +292,28 @@ pub static TABLE: [Opcode; 33] = [
         usage: &[0x55, 0x10, 0x00, 0x00, 0x00, 0x00, 0x00, 0xff, 0xff, 0x00],
         direction: Direction::Out,
         timeout: 30,
-        gates: Gates::empty(),
+        gates: Gates::CHANGES,
         plan: mode_select::plan_mode_select_10,
+    },
+    Opcode {
+        opcode: 0x56,
+        service_action: None,
+        name: "RESERVE (10)",
+        usage: &[0x56, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00],
+        direction: Direction::None,
+        timeout: 30,
+        gates: Gates::EXCLUSIVE,
+        plan: reserve::plan_reserve,
+    },
+    Opcode {
+        opcode: 0x57,
+        service_action: None,
+        name: "RELEASE (10)",
+        usage: &[0x57, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00],
+        direction: Direction::None,
+        timeout: 30,
+        gates: Gates::UNDER_RESERVATION,
+        plan: reserve::plan_release,
     },
     Opcode {
         opcode: 0x5a,
@@ -251,8 +322,118 @@ pub static TABLE: [Opcode; 33] = [
         usage: &[0x5a, 0x18, 0xff, 0xff, 0x00, 0x00, 0x00, 0xff, 0xff, 0x00],
         direction: Direction::In,
         timeout: 30,
-        gates: Gates::empty(),
+        gates: Gates::READS,
         plan: mode::plan_mode_sense_10,
+    },
+    Opcode {
+        opcode: 0x5e,
+        service_action: Some(0x00),
+        name: "PERSISTENT RESERVE IN, READ KEYS",
+        usage: &[0x5e, 0x1f, 0x00, 0x00, 0x00, 0x00, 0x00, 0xff, 0xff, 0x00],
+        direction: Direction::In,
+        timeout: 30,
+        gates: Gates::empty(),
+        plan: reserve::plan_reserve_in,
+    },
+    Opcode {
+        opcode: 0x5e,
+        service_action: Some(0x01),
+        name: "PERSISTENT RESERVE IN, READ RESERVATION",
+        usage: &[0x5e, 0x1f, 0x00, 0x00, 0x00, 0x00, 0x00, 0xff, 0xff, 0x00],
+        direction: Direction::In,
+        timeout: 30,
+        gates: Gates::empty(),
+        plan: reserve::plan_reserve_in,
+    },
+    Opcode {
+        opcode: 0x5e,
+        service_action: Some(0x02),
+        name: "PERSISTENT RESERVE IN, REPORT CAPABILITIES",
+        usage: &[0x5e, 0x1f, 0x00, 0x00, 0x00, 0x00, 0x00, 0xff, 0xff, 0x00],
+        direction: Direction::In,
+        timeout: 30,
+        gates: Gates::empty(),
+        plan: reserve::plan_reserve_in,
+    },
+    Opcode {
+        opcode: 0x5e,
+        service_action: Some(0x03),
+        name: "PERSISTENT RESERVE IN, READ FULL STATUS",
+        usage: &[0x5e, 0x1f, 0x00, 0x00, 0x00, 0x00, 0x00, 0xff, 0xff, 0x00],
+        direction: Direction::In,
+        timeout: 30,
+        gates: Gates::empty(),
+        plan: reserve::plan_reserve_in,
+    },
+    Opcode {
+        opcode: 0x5f,
+        service_action: Some(0x00),
+        name: "PERSISTENT RESERVE OUT, REGISTER",
+        usage: &[0x5f, 0x1f, 0xff, 0x00, 0x00, 0xff, 0xff, 0xff, 0xff, 0x00],
+        direction: Direction::Out,
+        timeout: 30,
+        gates: Gates::EXCLUSIVE,
+        plan: reserve::plan_reserve_out,
+    },
+    Opcode {
+        opcode: 0x5f,
+        service_action: Some(0x01),
+        name: "PERSISTENT RESERVE OUT, RESERVE",
+        usage: &[0x5f, 0x1f, 0xff, 0x00, 0x00, 0xff, 0xff, 0xff, 0xff, 0x00],
+        direction: Direction::Out,
+        timeout: 30,
+        gates: Gates::EXCLUSIVE,
+        plan: reserve::plan_reserve_out,
+    },
+    Opcode {
+        opcode: 0x5f,
+        service_action: Some(0x02),
+        name: "PERSISTENT RESERVE OUT, RELEASE",
+        usage: &[0x5f, 0x1f, 0xff, 0x00, 0x00, 0xff, 0xff, 0xff, 0xff, 0x00],
+        direction: Direction::Out,
+        timeout: 30,
+        gates: Gates::EXCLUSIVE,
+        plan: reserve::plan_reserve_out,
+    },
+    Opcode {
+        opcode: 0x5f,
+        service_action: Some(0x03),
+        name: "PERSISTENT RESERVE OUT, CLEAR",
+        usage: &[0x5f, 0x1f, 0xff, 0x00, 0x00, 0xff, 0xff, 0xff, 0xff, 0x00],
+        direction: Direction::Out,
+        timeout: 30,
+        gates: Gates::EXCLUSIVE,
+        plan: reserve::plan_reserve_out,
+    },
+    Opcode {
+        opcode: 0x5f,
+        service_action: Some(0x04),
+        name: "PERSISTENT RESERVE OUT, PREEMPT",
+        usage: &[0x5f, 0x1f, 0xff, 0x00, 0x00, 0xff, 0xff, 0xff, 0xff, 0x00],
+        direction: Direction::Out,
+        timeout: 30,
+        gates: Gates::EXCLUSIVE,
+        plan: reserve::plan_reserve_out,
+    },
+    Opcode {
+        opcode: 0x5f,
+        service_action: Some(0x05),
+        name: "PERSISTENT RESERVE OUT, PREEMPT AND ABORT",
+        usage: &[0x5f, 0x1f, 0xff, 0x00, 0x00, 0xff, 0xff, 0xff, 0xff, 0x00],
+        direction: Direction::Out,
+        timeout: 30,
+        gates: Gates::EXCLUSIVE,
+        plan: reserve::plan_reserve_out,
+    },
+    Opcode {
+        opcode: 0x5f,
+        service_action: Some(0x06),
+        name: "PERSISTENT RESERVE OUT, REGISTER AND IGNORE EXISTING KEY",
+        usage: &[0x5f, 0x1f, 0xff, 0x00, 0x00, 0xff, 0xff, 0xff, 0xff, 0x00],
+        direction: Direction::Out,
+        timeout: 30,
+        gates: Gates::EXCLUSIVE,
+        plan: reserve::plan_reserve_out,
     },
     Opcode {
         opcode: 0x88,
@@ -264,8 +445,21 @@ pub static TABLE: [Opcode; 33] = [
         ],
         direction: Direction::In,
         timeout: 30,
-        gates: Gates::READY,
+        gates: Gates::READY.union(Gates::READS),
         plan: rw::plan_read,
+    },
+    Opcode {
+        opcode: 0x89,
+        service_action: None,
+        name: "COMPARE AND WRITE",
+        usage: &[
+            0x89, 0x18, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x00, 0x00, 0x00, 0xff,
+            0x00, 0x00,
+        ],
+        direction: Direction::Out,
+        timeout: 60,
+        gates: Gates::READY.union(Gates::WRITES).union(Gates::EXCLUSIVE),
+        plan: atomic::plan_compare_and_write,
     },
     Opcode {
         opcode: 0x8a,
@@ -279,6 +473,19 @@ pub static TABLE: [Opcode; 33] = [
         timeout: 30,
         gates: Gates::READY.union(Gates::WRITES),
         plan: rw::plan_write,
+    },
+    Opcode {
+        opcode: 0x8b,
+        service_action: None,
+        name: "ORWRITE (16)",
+        usage: &[
+            0x8b, 0x18, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff,
+            0x00, 0x00,
+        ],
+        direction: Direction::Out,
+        timeout: 60,
+        gates: Gates::READY.union(Gates::WRITES).union(Gates::EXCLUSIVE),
+        plan: atomic::plan_or_write,
     },
     Opcode {
         opcode: 0x8e,
@@ -303,8 +510,21 @@ pub static TABLE: [Opcode; 33] = [
         ],
         direction: Direction::Out,
         timeout: 30,
-        gates: Gates::READY,
+        gates: Gates::READY.union(Gates::READS),
         plan: verify::plan_verify,
+    },
+    Opcode {
+        opcode: 0x90,
+        service_action: None,
+        name: "PRE-FETCH (16)",
+        usage: &[
+            0x90, 0x02, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff,
+            0x1f, 0x00,
+        ],
+        direction: Direction::None,
+        timeout: 30,
+        gates: Gates::READY.union(Gates::READS),
+        plan: unit::plan_prefetch,
     },
     Opcode {
         opcode: 0x91,
@@ -316,7 +536,7 @@ pub static TABLE: [Opcode; 33] = [
         ],
         direction: Direction::None,
         timeout: 60,
-        gates: Gates::READY,
+        gates: Gates::READY.union(Gates::CHANGES),
         plan: unit::plan_synchronize_cache,
     },
     Opcode {
@@ -355,7 +575,7 @@ pub static TABLE: [Opcode; 33] = [
         ],
         direction: Direction::In,
         timeout: 30,
-        gates: Gates::READY.union(Gates::THIN),
+        gates: Gates::READY.union(Gates::THIN).union(Gates::READS),
         plan: provisioning::plan_get_lba_status,
     },
     Opcode {
@@ -403,7 +623,7 @@ pub static TABLE: [Opcode; 33] = [
         ],
         direction: Direction::In,
         timeout: 30,
-        gates: Gates::READY,
+        gates: Gates::READY.union(Gates::READS),
         plan: rw::plan_read,
     },
     Opcode {
@@ -439,8 +659,20 @@ pub static TABLE: [Opcode; 33] = [
         ],
         direction: Direction::Out,
         timeout: 30,
-        gates: Gates::READY,
+        gates: Gates::READY.union(Gates::READS),
         plan: verify::plan_verify,
+    },
+    Opcode {
+        opcode: 0xb7,
+        service_action: None,
+        name: "READ DEFECT DATA (12)",
+        usage: &[
+            0xb7, 0x1f, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x00, 0x00,
+        ],
+        direction: Direction::In,
+        timeout: 30,
+        gates: Gates::READY.union(Gates::READS),
+        plan: report::plan_defects_12,
     },
 ];
 
@@ -509,6 +741,16 @@ impl Opcode {
     #[must_use]
     pub fn of(cdb: &[u8]) -> Option<&'static Self> {
         find(cdb).ok()
+    }
+
+    /// How the command gets along with others, for the task set; shared for an
+    /// unknown command.
+    #[must_use]
+    pub fn concurrency_of(cdb: &[u8]) -> Concurrency {
+        match find(cdb) {
+            Ok(entry) if entry.gates.contains(Gates::EXCLUSIVE) => Concurrency::Exclusive,
+            _ => Concurrency::Shared,
+        }
     }
 
     /// The command's direction, for a transport that must know before the

@@ -6,11 +6,13 @@
 //! first step, and the [`Machine`] that decides the following ones.
 
 use crate::access::DataAccess;
+use crate::atomic::{CompareWrite, OrWrite};
 use crate::cdb::{Cdb, Extent};
 use crate::lu::LogicalUnit;
 use crate::mode_select::ModeSelect;
 use crate::nexus::NexusId;
 use crate::provisioning::{LbaStatus, Unmap, WriteSame};
+use crate::reserve::ReserveOut;
 use crate::rw::{Read, Write};
 use crate::sense::{AdditionalSense, Sense};
 use crate::step::{BlockOp, DataIn, Request, StepResult};
@@ -24,10 +26,19 @@ pub(crate) struct Transfer {
     pub(crate) data_out: u32,
 }
 
+/// Why a command is refused.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Reason {
+    /// CHECK CONDITION with this.
+    Sense(Sense),
+    /// RESERVATION CONFLICT.
+    Conflict,
+}
+
 /// A command that is refused before its first step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Refusal {
-    pub(crate) sense: Sense,
+    pub(crate) reason: Reason,
     /// What it wanted to move, for residuals.
     pub(crate) transfer: Transfer,
 }
@@ -35,7 +46,17 @@ pub(crate) struct Refusal {
 impl From<Sense> for Refusal {
     fn from(sense: Sense) -> Self {
         Self {
-            sense,
+            reason: Reason::Sense(sense),
+            transfer: Transfer::default(),
+        }
+    }
+}
+
+impl Refusal {
+    /// Another nexus has reserved the unit.
+    pub(crate) fn conflict() -> Self {
+        Self {
+            reason: Reason::Conflict,
             transfer: Transfer::default(),
         }
     }
@@ -47,6 +68,8 @@ pub(crate) enum Next {
     Receive(u32),
     Block(BlockOp),
     Answer(DataIn),
+    /// RESERVATION CONFLICT.
+    Conflict,
 }
 
 /// A legal command, ready to run.
@@ -95,10 +118,13 @@ pub(crate) enum Machine {
     Read(Read),
     Write(Write),
     Verify(Verify),
+    CompareWrite(CompareWrite),
+    OrWrite(OrWrite),
     WriteSame(WriteSame),
     Unmap(Unmap),
     LbaStatus(LbaStatus),
     ModeSelect(ModeSelect),
+    ReserveOut(ReserveOut),
     Flush(Flush),
 }
 
@@ -121,10 +147,13 @@ impl Machine {
             Self::Read(machine) => Ok(machine.advance()),
             Self::Write(machine) => machine.advance(context),
             Self::Verify(machine) => machine.advance(context),
+            Self::CompareWrite(machine) => machine.advance(context),
+            Self::OrWrite(machine) => machine.advance(context),
             Self::WriteSame(machine) => machine.advance(context),
             Self::Unmap(machine) => machine.advance(context),
             Self::LbaStatus(machine) => machine.advance(context, result),
             Self::ModeSelect(machine) => machine.advance(context),
+            Self::ReserveOut(machine) => machine.advance(context),
             Self::Flush(machine) => Ok(machine.advance(context)),
         }
     }
@@ -186,7 +215,9 @@ impl Planner<'_> {
     /// The Data-Out buffer does not fit what the CDB says.
     pub(crate) fn short_data_out(wanted: u32) -> Refusal {
         Refusal {
-            sense: Sense::illegal(AdditionalSense::INVALID_FIELD_IN_INFORMATION_UNIT),
+            reason: Reason::Sense(Sense::illegal(
+                AdditionalSense::INVALID_FIELD_IN_INFORMATION_UNIT,
+            )),
             transfer: Transfer {
                 data_in: 0,
                 data_out: wanted,

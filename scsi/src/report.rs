@@ -1,5 +1,6 @@
 //! REPORT SUPPORTED OPERATION CODES and REPORT SUPPORTED TASK MANAGEMENT
-//! FUNCTIONS (SPC-4 6.35, 6.36), read from the opcode table.
+//! FUNCTIONS (SPC-4 6.35, 6.36), read from the opcode table; READ DEFECT DATA
+//! (SBC-3 5.17, 5.18).
 
 use crate::cdb::Cdb;
 use crate::config::Config;
@@ -107,4 +108,22 @@ pub(crate) fn plan_task_functions(_planner: &Planner<'_>, cdb: &Cdb) -> PlanResu
         data.resize(16, 0);
     }
     Ok(Plan::data(data, cdb.be32(6)))
+}
+
+/// READ DEFECT DATA (10): there are no defects to tell of.
+pub(crate) fn plan_defects_10(_planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
+    // The lists asked for are valid, in the format asked for, and empty.
+    let lists = cdb.byte(2);
+    Ok(Plan::data(vec![0, lists, 0, 0], cdb.be16(7).into()))
+}
+
+/// READ DEFECT DATA (12).
+pub(crate) fn plan_defects_12(_planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
+    let lists = cdb.byte(1);
+    let index = cdb.be32(2);
+    if index > 0 {
+        // Nothing lies behind an empty list.
+        return Err(Sense::cdb_field(2, None).into());
+    }
+    Ok(Plan::data(vec![0, lists, 0, 0, 0, 0, 0, 0], cdb.be32(6)))
 }

@@ -63,6 +63,8 @@ impl Read {
 pub(crate) struct Write {
     offset: u64,
     len: u32,
+    /// Where the data are in the command's buffer.
+    buffer_offset: u32,
     fua: bool,
     stage: WriteStage,
 }
@@ -136,6 +138,7 @@ fn plan(planner: &Planner<'_>, cdb: &Cdb, fua: bool, compare: Option<Compare>) -
         machine: Machine::Write(Write {
             offset,
             len,
+            buffer_offset: 0,
             fua: fua || !planner.lu.is_write_cache_enabled(),
             stage: WriteStage::Receiving(verify),
         }),
@@ -143,6 +146,18 @@ fn plan(planner: &Planner<'_>, cdb: &Cdb, fua: bool, compare: Option<Compare>) -
 }
 
 impl Write {
+    /// The write half of a command whose data are in its buffer already; the
+    /// first `advance` begins it.
+    pub(crate) fn from_buffer(offset: u64, len: u32, buffer_offset: u32, fua: bool) -> Self {
+        Self {
+            offset,
+            len,
+            buffer_offset,
+            fua,
+            stage: WriteStage::Receiving(None),
+        }
+    }
+
     pub(crate) fn advance(&mut self, context: &mut Context<'_>) -> Result<Next, Sense> {
         match &mut self.stage {
             WriteStage::Receiving(verify) => {
@@ -150,7 +165,7 @@ impl Write {
                 Ok(Next::Block(BlockOp::Write {
                     offset: self.offset,
                     len: self.len,
-                    buffer_offset: 0,
+                    buffer_offset: self.buffer_offset,
                     fua: self.fua,
                 }))
             }

@@ -16,7 +16,9 @@
 //!
 //! Queueing follows QUEUE ALGORITHM MODIFIER 1 (unrestricted reordering) of
 //! our Control mode page: SIMPLE commands start at once unless a HEAD OF QUEUE
-//! or an older ORDERED command is in the set. The set is as large as it was
+//! or an older ORDERED command is in the set. An [exclusive](Concurrency) command,
+//! whatever its attribute, runs alone: that is what makes reading and writing in
+//! one command atomic. The set is as large as it was
 //! made and never grows; finding a task by tag and starting a SIMPLE one among
 //! SIMPLE ones take constant time.
 
@@ -29,6 +31,16 @@ use crate::step::TaskAttribute;
 /// Task Tag); unique per nexus.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct TaskTag(pub u64);
+
+/// How a command gets along with others of its unit.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum Concurrency {
+    /// It may run beside others.
+    #[default]
+    Shared,
+    /// It runs alone.
+    Exclusive,
+}
 
 /// A task in a [`TaskSet`]; never valid for another task of the same set.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -133,9 +145,25 @@ struct Task {
     nexus: NexusId,
     tag: TaskTag,
     attribute: TaskAttribute,
+    concurrency: Concurrency,
     state: TaskState,
     /// Position in the order of arrival.
     age: u64,
+}
+
+impl Task {
+    fn is_exclusive(&self) -> bool {
+        self.concurrency == Concurrency::Exclusive
+    }
+
+    /// Whether others may have to wait for it, or it for them.
+    fn is_restricting(&self) -> bool {
+        self.is_exclusive()
+            || matches!(
+                self.attribute,
+                TaskAttribute::Ordered | TaskAttribute::HeadOfQueue
+            )
+    }
 }
 
 /// The tasks of a logical unit.
@@ -145,7 +173,7 @@ pub struct TaskSet {
     free: Vec<u32>,
     by_tag: HashMap<(NexusId, TaskTag), u32>,
     next_age: u64,
-    /// Tasks in the set that are not SIMPLE.
+    /// Tasks in the set that are not SIMPLE and shared.
     restricting: usize,
     dormant: usize,
 }
@@ -188,6 +216,7 @@ impl TaskSet {
         nexus: NexusId,
         tag: TaskTag,
         attribute: TaskAttribute,
+        concurrency: Concurrency,
     ) -> Result<TaskKey, RegisterError> {
         if let Some(old) = self.find(nexus, tag) {
             return Err(RegisterError::Overlapped(old));
@@ -195,15 +224,17 @@ impl TaskSet {
         let slot = self.free.pop().ok_or(RegisterError::Full)?;
         let age = self.next_age;
         self.next_age += 1;
-        self.slots[slot as usize] = Some(Task {
+        let task = Task {
             nexus,
             tag,
             attribute,
+            concurrency,
             state: TaskState::Dormant,
             age,
-        });
+        };
+        self.slots[slot as usize] = Some(task);
         self.by_tag.insert((nexus, tag), slot);
-        self.restricting += usize::from(is_restricting(attribute));
+        self.restricting += usize::from(task.is_restricting());
         self.dormant += 1;
         Ok(TaskKey { slot, age })
     }
@@ -221,6 +252,9 @@ impl TaskSet {
     /// - HEAD OF QUEUE: at once.
     /// - SIMPLE: when no HEAD OF QUEUE and no older ORDERED task is in the set.
     /// - ORDERED: when no HEAD OF QUEUE and no older task is in the set.
+    /// - Exclusive: as ORDERED, and so it is to others; one that is HEAD OF
+    ///   QUEUE waits for what runs already.
+    /// - HEAD OF QUEUE beside a running exclusive one: after it.
     #[must_use]
     pub fn can_start(&self, key: TaskKey) -> bool {
         self.task(key)
@@ -228,19 +262,23 @@ impl TaskSet {
     }
 
     fn is_unblocked(&self, task: &Task) -> bool {
+        if self.restricting == 0 {
+            return true;
+        }
         if task.attribute == TaskAttribute::HeadOfQueue {
-            return true;
+            return !self.tasks().any(|(_, other)| {
+                other.state != TaskState::Dormant && (other.is_exclusive() || task.is_exclusive())
+            });
         }
-        let ordered = task.attribute == TaskAttribute::Ordered;
-        if !ordered && self.restricting == 0 {
-            return true;
-        }
+        let ordered = task.attribute == TaskAttribute::Ordered || task.is_exclusive();
         !self.tasks().any(|(_, other)| {
             let older = other.age < task.age;
             match other.attribute {
                 TaskAttribute::HeadOfQueue => true,
                 TaskAttribute::Ordered => older,
-                TaskAttribute::Simple | TaskAttribute::Aca => older && ordered,
+                TaskAttribute::Simple | TaskAttribute::Aca => {
+                    older && (ordered || other.is_exclusive())
+                }
             }
         })
     }
@@ -289,7 +327,7 @@ impl TaskSet {
         self.slots[key.slot as usize] = None;
         self.free.push(key.slot);
         self.by_tag.remove(&(task.nexus, task.tag));
-        self.restricting -= usize::from(is_restricting(task.attribute));
+        self.restricting -= usize::from(task.is_restricting());
         self.dormant -= usize::from(task.state == TaskState::Dormant);
         true
     }
@@ -387,13 +425,6 @@ impl TaskSet {
     }
 }
 
-fn is_restricting(attribute: TaskAttribute) -> bool {
-    matches!(
-        attribute,
-        TaskAttribute::Ordered | TaskAttribute::HeadOfQueue
-    )
-}
-
 fn presence(is_there: bool) -> TmfResponse {
     if is_there {
         TmfResponse::Succeeded
@@ -412,7 +443,8 @@ mod tests {
     const B: NexusId = NexusId(2);
 
     fn add(set: &mut TaskSet, nexus: NexusId, tag: u64, attribute: TaskAttribute) -> TaskKey {
-        set.register(nexus, TaskTag(tag), attribute).unwrap()
+        set.register(nexus, TaskTag(tag), attribute, Concurrency::Shared)
+            .unwrap()
     }
 
     #[test]
@@ -448,13 +480,40 @@ mod tests {
     }
 
     #[test]
+    fn exclusive_runs_alone_whatever_its_attribute() {
+        let mut set = TaskSet::new(8);
+        let exclusive = |set: &mut TaskSet, tag, attribute| {
+            set.register(A, TaskTag(tag), attribute, Concurrency::Exclusive)
+                .unwrap()
+        };
+        let first = add(&mut set, A, 1, Simple);
+        assert!(set.try_start(first));
+        let head = exclusive(&mut set, 2, HeadOfQueue);
+        assert!(!set.try_start(head), "something runs");
+        let simple = exclusive(&mut set, 3, Simple);
+        let newer = add(&mut set, B, 4, Simple);
+        set.remove(first);
+        assert_eq!(set.poll_start(), Some(head));
+        assert_eq!(set.poll_start(), None);
+        set.remove(head);
+        assert_eq!(set.poll_start(), Some(simple));
+        let late = add(&mut set, B, 5, HeadOfQueue);
+        assert!(!set.try_start(late), "even the head waits for it");
+        assert!(!set.try_start(newer));
+        set.remove(simple);
+        assert_eq!(set.poll_start(), Some(late));
+        set.remove(late);
+        assert_eq!(set.poll_start(), Some(newer));
+    }
+
+    #[test]
     fn overlapped_tags_and_a_full_set_are_refused() {
         let mut set = TaskSet::new(2);
         let key = add(&mut set, A, 1, Simple);
-        let again = set.register(A, TaskTag(1), Simple);
+        let again = set.register(A, TaskTag(1), Simple, Concurrency::Shared);
         assert_eq!(again, Err(RegisterError::Overlapped(key)));
         add(&mut set, B, 1, Simple);
-        let third = set.register(A, TaskTag(2), Simple);
+        let third = set.register(A, TaskTag(2), Simple, Concurrency::Shared);
         assert_eq!(third, Err(RegisterError::Full));
         assert!(set.remove(key));
         assert!(!set.remove(key));
@@ -572,15 +631,16 @@ mod tests {
         /// reading of the rules.
         #[test]
         fn shortcuts_agree_with_the_rules(
-            script in proptest::collection::vec((0..8_u8, 0..2_u32, 0..6_u64, 0..3_u8), 1..80),
+            script in proptest::collection::vec((0..8_u8, 0..2_u32, 0..6_u64, 0..6_u8), 1..80),
         ) {
             let mut set = TaskSet::new(10);
             for (what, nexus, tag, kind) in script {
                 let (nexus, tag) = (NexusId(nexus), TaskTag(tag));
-                let attribute = [Simple, Ordered, HeadOfQueue][usize::from(kind)];
+                let attribute = [Simple, Ordered, HeadOfQueue][usize::from(kind % 3)];
+                let concurrency = [Concurrency::Shared, Concurrency::Exclusive][usize::from(kind / 3)];
                 let key = set.find(nexus, tag);
                 match what {
-                    0..=2 => { let _ = set.register(nexus, tag, attribute); }
+                    0..=2 => { let _ = set.register(nexus, tag, attribute, concurrency); }
                     3 => { let _ = set.manage(nexus, TaskManagement::AbortTask(tag)); }
                     4 => { let _ = key.map(|key| set.try_start(key)); }
                     5 => { let _ = set.poll_start(); }
@@ -591,15 +651,20 @@ mod tests {
                 let count = |wanted: &dyn Fn(&Task) -> bool| tasks.iter().filter(|t| wanted(t)).count();
                 prop_assert_eq!(set.len(), tasks.len());
                 prop_assert_eq!(set.dormant, count(&|t| t.state == TaskState::Dormant));
-                prop_assert_eq!(set.restricting, count(&|t| t.attribute != Simple));
+                prop_assert_eq!(set.restricting, count(&|t| t.attribute != Simple || t.is_exclusive()));
                 for task in &tasks {
                     let key = set.find(task.nexus, task.tag).unwrap();
                     let head = count(&|t| t.attribute == HeadOfQueue) > 0;
-                    let older_ordered = count(&|t| t.attribute == Ordered && t.age < task.age) > 0;
+                    let older_ordered = count(&|t| {
+                        (t.attribute == Ordered || t.is_exclusive()) && t.age < task.age
+                    }) > 0;
+                    let runs = |t: &Task| t.state != TaskState::Dormant;
                     let older = count(&|t| t.age < task.age) > 0;
                     let free = match task.attribute {
-                        HeadOfQueue => true,
+                        HeadOfQueue if task.is_exclusive() => count(&runs) == 0,
+                        HeadOfQueue => count(&|t| runs(t) && t.is_exclusive()) == 0,
                         Ordered => !head && !older,
+                        _ if task.is_exclusive() => !head && !older,
                         _ => !head && !older_ordered,
                     };
                     prop_assert_eq!(set.can_start(key), free && task.state == TaskState::Dormant);

@@ -1,5 +1,5 @@
 //! Commands about the unit itself: TEST UNIT READY, REQUEST SENSE, START STOP
-//! UNIT, SYNCHRONIZE CACHE and REPORT LUNS.
+//! UNIT, SYNCHRONIZE CACHE, PRE-FETCH and REPORT LUNS.
 
 use crate::cdb::Cdb;
 use crate::device;
@@ -99,6 +99,13 @@ pub(crate) fn plan_synchronize_cache(planner: &Planner<'_>, cdb: &Cdb) -> PlanRe
         return Ok(Plan::good());
     }
     Ok(Flush::Cache.plan(offset, len))
+}
+
+/// PRE-FETCH (10) and (16) (SBC-3 5.8). GOOD says that not everything fitted the
+/// cache: the cache is the backend's, which reads ahead as it sees fit.
+pub(crate) fn plan_prefetch(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
+    planner.byte_range(cdb.extent())?;
+    Ok(Plan::good())
 }
 
 /// REPORT LUNS (SPC-4 6.33). It also clears the unit attention that told the

@@ -37,6 +37,8 @@ pub(crate) struct Verify {
     block: u32,
     /// Whether Data-Out is still on its way.
     receiving: bool,
+    /// Whether the stable medium is looked at, or whatever a READ would give.
+    stable: bool,
 }
 
 /// VERIFY (10), (12) and (16).
@@ -85,7 +87,7 @@ pub(crate) fn plan_verify(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
     let scratch = planner.segment(len);
     let mut verify = Verify::new(offset, len, compare, received, scratch, block);
     let first = if received > 0 {
-        verify.receiving = true;
+        verify = verify.after_receive();
         Next::Receive(received)
     } else {
         verify.begin()
@@ -118,7 +120,20 @@ impl Verify {
             scratch_len,
             block,
             receiving: false,
+            stable: true,
         }
+    }
+
+    /// The same while Data-Out is still on its way.
+    pub(crate) fn after_receive(mut self) -> Self {
+        self.receiving = true;
+        self
+    }
+
+    /// The same against what a READ would give.
+    pub(crate) fn of_cache(mut self) -> Self {
+        self.stable = false;
+        self
     }
 
     fn piece(&self) -> u32 {
@@ -133,7 +148,7 @@ impl Verify {
             offset: self.start + self.done,
             len: self.piece(),
             buffer_offset: self.scratch_offset,
-            fua: self.done == 0,
+            fua: self.stable && self.done == 0,
         })
     }
 

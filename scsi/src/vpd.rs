@@ -2,6 +2,7 @@
 //!
 //! Pages 00h, 80h, 83h, 86h, B0h, B1h and B2h.
 
+use crate::atomic::max_compare_write;
 use crate::config::{Config, Provisioning};
 use crate::nexus::{Nexus, PortName};
 use crate::sense::SENSE_MAX;
@@ -167,6 +168,7 @@ fn block_limits(config: &Config) -> Vec<u8> {
     let limits = &config.limits;
     let mut page = vec![0; 60];
     page[0] = 0x01; // WSNZ: WRITE SAME must name a number of blocks.
+    page[1] = max_compare_write(config);
     // OPTIMAL TRANSFER LENGTH GRANULARITY: a physical block.
     page[2..4].copy_from_slice(&(1_u16 << config.physical_exponent).to_be_bytes());
     page[4..8].copy_from_slice(&(limits.max_transfer / block).to_be_bytes());

@@ -13,13 +13,18 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand, ValueEnum};
+use hyper::Method;
 use miette::{LabeledSpan, MietteDiagnostic, NamedSource, Report};
+use riser_transport::host::Host;
 use riser_transport::rdma_core::DeviceSummary;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use serde_json::json;
 use tracing_subscriber::EnvFilter;
 
 use crate::config::{Access, Config, ConfigError, HostId, Log, LogFormat, Protocol};
-use crate::interfaces::{interfaces, rdma_devices};
+use crate::control::client::{self, ClientError};
+use crate::control::{report, socket};
 
 /// The exit code of a failure at run time.
 const FAILURE: u8 = 1;
@@ -56,12 +61,33 @@ enum Command {
         #[arg(long, short, value_enum, default_value_t)]
         output: Output,
     },
+    /// Show the connections of a running daemon: who, where, and what the login agreed on.
+    Sessions(Ask),
+    /// Show what a running daemon serves.
+    Targets(Ask),
+    /// Show how a running daemon is.
+    Status(Ask),
+    /// Let a running daemon read its configuration again, and wait until it is applied.
+    Reload(Ask),
+    /// Let a running daemon measure its backends again: after a file or device has grown.
+    Rescan(Ask),
     /// List the addresses and RDMA devices a portal can use.
     Devices {
         /// How to print them.
         #[arg(long, short, value_enum, default_value_t)]
         output: Output,
     },
+}
+
+/// A question to a running daemon.
+#[derive(Debug, clap::Args)]
+struct Ask {
+    /// The daemon's admin socket. Root's default is /run/riserd/admin.sock.
+    #[arg(long, value_name = "PATH", env = "RISERD_SOCKET")]
+    socket: Option<PathBuf>,
+    /// How to print the answer.
+    #[arg(long, short, value_enum, default_value_t)]
+    output: Output,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
@@ -125,11 +151,34 @@ fn dispatch(
             let config = load(&file)?;
             print(out, &describe(&config, output))
         }
+        Command::Sessions(ask) => asked(out, &ask, Method::GET, "/v1/sessions", report::sessions),
+        Command::Targets(ask) => asked(out, &ask, Method::GET, "/v1/targets", report::targets),
+        Command::Status(ask) => asked(out, &ask, Method::GET, "/v1/status", report::status),
+        Command::Reload(ask) => asked(out, &ask, Method::POST, "/v1/reload", report::targets),
+        Command::Rescan(ask) => asked(out, &ask, Method::POST, "/v1/rescan", report::targets),
         Command::Devices { output } => {
             let text = devices(output).map_err(Failure::run_time)?;
             print(out, &text)
         }
     }
+}
+
+/// Asks a running daemon, and prints its answer.
+fn asked<T: Serialize + DeserializeOwned>(
+    out: &mut dyn Write,
+    ask: &Ask,
+    method: Method,
+    path: &str,
+    describe: impl Fn(&T) -> String,
+) -> Result<(), Failure> {
+    let socket = ask.socket.clone().or_else(socket::default_path);
+    let socket = socket.ok_or_else(|| Failure::run_time(ClientError::Nowhere))?;
+    let answer: T = client::call(&socket, method, path).map_err(Failure::run_time)?;
+    let text = match ask.output {
+        Output::Text => describe(&answer),
+        Output::Json => serde_json::to_string(&answer).map_err(Failure::run_time)?,
+    };
+    print(out, &text)
 }
 
 /// Sends the log to standard error. The environment's `RUST_LOG` comes before the file's filter.
@@ -220,7 +269,9 @@ fn describe_text(config: &Config, host: &HostId) -> String {
         lines.push(format!("target {}", target.name));
         for portal in &target.portals {
             lines.push(match (portal.protocol, &target.iqn) {
-                (Protocol::Iscsi, Some(iqn)) => format!("  iscsi {} {iqn}", portal.listen),
+                (Protocol::Iscsi | Protocol::Iser, Some(iqn)) => {
+                    format!("  {} {} {iqn}", portal.protocol, portal.listen)
+                }
                 _ => {
                     let guid = portal.ioc_guid(host, &target.name);
                     format!("  srp {} ioc_guid {guid}", portal.listen)
@@ -258,8 +309,8 @@ fn describe_json(config: &Config, host: &HostId) -> String {
                 .portals
                 .iter()
                 .map(|p| match (p.protocol, &t.iqn) {
-                    (Protocol::Iscsi, Some(iqn)) => json!({
-                        "protocol": "iscsi",
+                    (Protocol::Iscsi | Protocol::Iser, Some(iqn)) => json!({
+                        "protocol": p.protocol.to_string(),
                         "listen": p.listen.to_string(),
                         "iqn": iqn.as_str(),
                     }),
@@ -297,53 +348,24 @@ fn describe_json(config: &Config, host: &HostId) -> String {
 }
 
 fn devices(output: Output) -> io::Result<String> {
-    let (interfaces, rdma) = (interfaces()?, rdma_devices());
-    let usable = riser_transport::rdma_core::devices().map_err(|error| error.to_string());
-    if output == Output::Json {
-        let list: Vec<_> = interfaces
-            .iter()
-            .map(|i| {
-                json!({
-                    "interface": i.name,
-                    "address": i.address.to_string(),
-                    "mtu": i.mtu,
-                    "path_mtu": i.path_mtu(),
-                })
-            })
-            .collect();
-        return Ok(
-            json!({ "roce": list, "rdma": rdma, "rdma_core": rdma_core_json(&usable) }).to_string(),
-        );
+    let host = Host::look()?;
+    if output != Output::Json {
+        return Ok(host.to_string());
     }
-    let mut lines = vec!["roce, the software NIC, can listen on:".to_owned()];
-    for i in &interfaces {
-        let mtu = match i.path_mtu() {
-            Some(mtu) => format!("path MTU up to {mtu}"),
-            None => "path MTU unknown".to_owned(),
-        };
-        lines.push(format!(
-            "  {:<39} {:<15} {mtu}",
-            i.address.to_string(),
-            i.name
-        ));
-    }
-    lines.push(match rdma.is_empty() {
-        true => "RDMA devices of the kernel: none".to_owned(),
-        false => format!("RDMA devices of the kernel: {}", rdma.join(", ")),
-    });
-    lines.extend(match &usable {
-        Err(why) => vec![format!("rdma_core: no devices, because {why}")],
-        Ok(devices) if devices.is_empty() => vec!["rdma_core: no devices".to_owned()],
-        Ok(devices) => devices
-            .iter()
-            .map(|d| {
-                let addrs: Vec<_> = d.addrs.iter().map(ToString::to_string).collect();
-                let state = if d.active { "" } else { ", not active" };
-                format!("rdma_core: {} at {}{state}", d.name, addrs.join(", "))
+    let list: Vec<_> = host
+        .interfaces
+        .iter()
+        .map(|i| {
+            json!({
+                "interface": i.name,
+                "address": i.address.to_string(),
+                "mtu": i.mtu,
+                "path_mtu": i.path_mtu(),
             })
-            .collect(),
-    });
-    Ok(lines.join("\n"))
+        })
+        .collect();
+    let rdma_core = rdma_core_json(&host.rdma_core);
+    Ok(json!({ "roce": list, "rdma": host.kernel, "rdma_core": rdma_core }).to_string())
 }
 
 fn rdma_core_json(usable: &Result<Vec<DeviceSummary>, String>) -> serde_json::Value {

@@ -3,6 +3,8 @@
 //! # Modules
 //! - [`backend`]: where the bytes of a logical unit live: files, devices, memory.
 //! - [`config`]: the YAML configuration, checked before anything is opened.
+//! - [`control`]: signals, the admin API, and the daemon's life between them.
+//! - [`execution`]: a SCSI command under way, the same for every transport.
 //! - [`iscsi`]: the iSCSI target's connections, as machines that do no I/O.
 //! - [`srp`]: the SRP target channel, as a machine that does no I/O.
 //! - [`server`]: from a configuration to running workers, and the shutdown.
@@ -10,12 +12,12 @@
 //! - [`pool`]: the data buffers of a worker.
 //! - [`log`]: rate limits for what a peer can make us log.
 //! - [`cli`]: the command line of `riserd`, and its exit codes.
-//! - [`interfaces`]: what this host has to listen on.
 
 pub mod backend;
 pub mod cli;
 pub mod config;
-pub mod interfaces;
+pub mod control;
+pub mod execution;
 pub mod iscsi;
 pub mod log;
 pub mod pool;

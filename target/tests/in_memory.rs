@@ -503,3 +503,49 @@ fn an_initiator_that_vanishes_leaves_nothing() {
     let snapshot = drain(&mut world);
     assert_eq!(snapshot.pool_free, snapshot.pool_size);
 }
+
+/// Twice, with transfers under way: sessions end, nothing stays behind, and the portals come back with
+/// the device.
+#[test]
+fn a_device_that_is_unplugged_comes_back() {
+    let mut world = World::new(FaultConfig::default(), "");
+    for round in 0..2u8 {
+        let mut mini = world.log_in(1 + round);
+        let len = 512 << 10;
+        for tag in 0..8 {
+            let desc = mini.desc(0, len);
+            let cdb = cdb10(
+                if tag % 2 == 0 { 0x28 } else { 0x2a },
+                0,
+                (len / 512) as u16,
+            );
+            let (none, data) = (DataBuffer::None, DataBuffer::Direct(desc));
+            let (out, into) = if tag % 2 == 0 {
+                (none, data)
+            } else {
+                (data, none)
+            };
+            mini.send_cmd(tag, 0, &cdb, out, into);
+        }
+        for _ in 0..20 {
+            world.pump(&mut mini.dev);
+        }
+        world.fabric.unplug(SERVER);
+        drop(mini);
+        let snapshot = drain(&mut world);
+        assert_eq!(snapshot.sessions, []);
+        assert_eq!(snapshot.pool_free, snapshot.pool_size);
+        assert_eq!(world.shared.registry.sessions(), 0);
+        // While it is away nobody answers; then it is found.
+        world.fabric.plug(SERVER);
+        let mut idle = world.client(50);
+        for _ in 0..2_000 {
+            world.pump(&mut idle);
+        }
+    }
+    let mut mini = world.log_in(9);
+    let data = pattern(4096, 3);
+    mini.data.write(0, &data);
+    assert_eq!(mini.write(8, 8, 0, &mut |d| world.pump(d)).status, 0);
+    mini.disconnect(&mut |d| world.pump(d));
+}

@@ -1,150 +1,37 @@
 //! A server with an iSCSI portal, and an initiator of our own login machine on a socket.
 
-use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
-use std::time::Duration;
+mod tcp;
 
-use riser_scsi::iscsi::frame::{self, Digests, Framer};
-use riser_scsi::iscsi::keys::{Key, Offer};
-use riser_scsi::iscsi::login::{InitiatorConfig, InitiatorLogin, LoginError, LoginStep};
-use riser_scsi::iscsi::name::IscsiName;
-use riser_scsi::iscsi::pdu::{FromTarget, LoginStatus, ScsiCommand, TaskAttr};
-use riser_scsi::iscsi::{Cid, CmdSn, Isid, Itt, Numbers, StatSn, Tsih, chap};
+use std::io::{ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use riser_scsi::iscsi::frame;
+use riser_scsi::iscsi::login::LoginError;
+use riser_scsi::iscsi::pdu::{
+    FromTarget, LoginStatus, LogoutReason, LogoutRequest, LogoutStatus, NopOut,
+};
+use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
+use riser_target::backend::{Fault, FaultOn, Faults};
 use riser_target::config::Config;
 use riser_target::server::Server;
+use tcp::Client;
 
-/// A connection of an initiator.
-struct Client {
-    socket: TcpStream,
-    framer: Framer,
-    buffer: Vec<u8>,
-    digests: Digests,
-    cmd_sn: u32,
-}
-
-impl Client {
-    fn login(port: u16, target: &str, isid: u8, secret: Option<&str>) -> Result<Self, LoginError> {
-        let socket = TcpStream::connect(("127.0.0.1", port)).unwrap();
-        socket
-            .set_read_timeout(Some(Duration::from_secs(20)))
-            .unwrap();
-        let mut client = Self {
-            socket,
-            framer: Framer::new(1 << 20),
-            buffer: Vec::new(),
-            digests: Digests::default(),
-            cmd_sn: 1,
-        };
-        let config = InitiatorConfig {
-            name: IscsiName::new("iqn.2026-01.org.example:client").unwrap(),
-            target: Some(IscsiName::new(target).unwrap()),
-            isid: Isid([0x80, 0, 0, 0, 0, isid]),
-            tsih: Tsih(0),
-            cid: Cid(0),
-            cmd_sn: CmdSn(1),
-            credentials: secret.map(|secret| chap::Credentials {
-                name: "alice".into(),
-                secret: secret.into(),
-            }),
-            target_credentials: None,
-            offer: Offer::default()
-                .with_list(Key::HeaderDigest, 2)
-                .with_list(Key::DataDigest, 2),
-            keys: vec![Key::HeaderDigest, Key::DataDigest],
-        };
-        let mut login = InitiatorLogin::new(config, [9; 33]);
-        loop {
-            if let Some((request, text)) = login.poll_request() {
-                client.send(request.header(), &text);
-            }
-            let (pdu, _, data) = client.receive().expect("an answer");
-            let FromTarget::LoginResponse(response) = pdu else {
-                panic!("{pdu:?}");
-            };
-            match login.handle_response(&response, &data)? {
-                LoginStep::Send => {}
-                LoginStep::FullFeature { connection, .. } => {
-                    client.digests = connection.digests;
-                    client.framer.set(1 << 20, connection.digests);
-                    return Ok(client);
-                }
-                LoginStep::Redirect { .. } => panic!("nowhere to go"),
-            }
-        }
-    }
-
-    fn send(&mut self, bhs: [u8; 48], data: &[u8]) {
-        let mut bytes = Vec::new();
-        frame::put(bhs, &[], data, self.digests, &mut bytes);
-        self.socket.write_all(&bytes).unwrap();
-    }
-
-    /// The next PDU; `None` at the end of the connection.
-    fn receive(&mut self) -> Option<(FromTarget, Numbers, Vec<u8>)> {
-        loop {
-            let (used, frame) = self.framer.next(&self.buffer).unwrap();
-            let got = frame.map(|frame| {
-                assert!(frame.is_intact);
-                let (pdu, numbers) = FromTarget::parse(&frame).unwrap();
-                (pdu, numbers, frame.data.to_vec())
-            });
-            self.buffer.drain(..used);
-            if got.is_some() {
-                return got;
-            }
-            let mut bytes = [0; 4096];
-            match self.socket.read(&mut bytes) {
-                Ok(n) if n > 0 => self.buffer.extend_from_slice(&bytes[..n]),
-                _ => return None,
-            }
-        }
-    }
-
-    /// A command; its status and data. A unit attention is passed over.
-    fn command(&mut self, cdb: &[u8], writes: bool, len: u32, data: &[u8]) -> (u8, Vec<u8>) {
-        let mut whole = [0; 16];
-        whole[..cdb.len()].copy_from_slice(cdb);
-        let command = ScsiCommand {
-            immediate: false,
-            is_final: true,
-            reads: !writes && len > 0,
-            writes,
-            attribute: TaskAttr::Simple,
-            lun: [0; 8],
-            itt: Itt(self.cmd_sn),
-            expected_length: len,
-            cmd_sn: CmdSn(self.cmd_sn),
-            exp_stat_sn: StatSn(0),
-            cdb: whole.into_iter().collect(),
-            bidi_read_length: None,
-        };
-        self.cmd_sn += 1;
-        self.send(command.header(), data);
-        let mut read = Vec::new();
-        loop {
-            let (pdu, _, data) = self.receive().expect("an answer");
-            match pdu {
-                FromTarget::DataIn(pdu) => {
-                    read.extend(data);
-                    if let Some(with) = pdu.status {
-                        return (with.status, read);
-                    }
-                }
-                FromTarget::ScsiResponse(response) => return (response.status, read),
-                other => panic!("{other:?}"),
-            }
-        }
-    }
+fn free_port() -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap().port()
 }
 
 fn start() -> (Server, u16) {
-    let port = TcpListener::bind("127.0.0.1:0")
-        .unwrap()
-        .local_addr()
-        .unwrap()
-        .port();
-    let text = format!(
-        "backends: {{ ram: {{ kind: ram, size: 1MiB }} }}\n\
+    let port = free_port();
+    let config = Config::parse(&text(port), "test.yaml").unwrap();
+    (Server::start(&config).unwrap(), port)
+}
+
+fn text(port: u16) -> String {
+    format!(
+        "backends: {{ ram: {{ kind: ram, size: 1MiB }}, more: {{ kind: ram, size: 1MiB }} }}\n\
          targets:\n\
          - name: open\n\
          \x20 iqn: iqn.2026-01.org.example:open\n\
@@ -157,9 +44,7 @@ fn start() -> (Server, u16) {
          \x20 access: [{{ iqn: 'iqn.2026-01.org.example:client' }}]\n\
          \x20 chap: {{ users: [{{ name: alice, secret: twelve-bytes-or-more }}] }}\n\
          workers: {{ count: 2 }}\n"
-    );
-    let config = Config::parse(&text, "test.yaml").unwrap();
-    (Server::start(&config).unwrap(), port)
+    )
 }
 
 #[test]
@@ -176,7 +61,7 @@ fn what_is_written_in_one_session_is_read_in_another() {
     assert_eq!(reader.command(&[0; 6], false, 0, &[]).0, 2, "power on");
     let read = [0x28, 0, 0, 0, 0, 1, 0, 0, 1, 0];
     assert_eq!(reader.command(&read, false, 512, &[]), (0, vec![5; 512]));
-    assert_eq!(server.sessions(), 0, "none of SRP");
+    assert_eq!(server.sessions(), 2);
     let sessions: usize = server
         .snapshot()
         .iter()
@@ -218,5 +103,291 @@ fn a_second_login_takes_the_session_over() {
         assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 0);
     }
     drop((other, second));
+    server.shutdown().unwrap();
+}
+
+#[test]
+fn a_portal_sends_initiators_elsewhere() {
+    for permanent in [false, true] {
+        let port = free_port();
+        let listen = format!("listen: '127.0.0.1:{port}'");
+        let redirect =
+            format!("{listen}, redirect: {{ to: '192.0.2.20:3262', permanent: {permanent} }}");
+        let text = text(port).replacen(&listen, &redirect, 1);
+        let server = Server::start(&Config::parse(&text, "test.yaml").unwrap()).unwrap();
+        let sent = Client::redirected(port, "iqn.2026-01.org.example:open");
+        assert_eq!(sent, ("192.0.2.20:3262".to_owned(), permanent));
+        // The other target at this portal is here.
+        let chap = "iqn.2026-01.org.example:chap";
+        Client::login(port, chap, 1, Some("twelve-bytes-or-more")).unwrap();
+        server.shutdown().unwrap();
+    }
+}
+
+/// Two connections make one session: commands are carried out in the order of their numbers,
+/// whichever connection brings them, and answered where they came from.
+#[test]
+fn two_connections_share_a_session() {
+    let (server, port) = start();
+    let open = "iqn.2026-01.org.example:open";
+    let mut first = Client::login(port, open, 1, None).unwrap();
+    assert_eq!(first.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    let tsih = first.tsih.0;
+    // The kernel deals connections out among the workers; some of these share none.
+    for round in 1..9_u8 {
+        let mut second = Client::join(port, open, 1, (tsih, 1), None).unwrap();
+        let full = Client::join(port, open, 1, (tsih, 2), None);
+        assert!(matches!(
+            full.err(),
+            Some(LoginError::Refused(LoginStatus::TOO_MANY_CONNECTIONS))
+        ));
+        let write = [0x2a, 0, 0, 0, 0, 1, 0, 0, 1, 0];
+        let read = [0x28, 0, 0, 0, 0, 1, 0, 0, 1, 0];
+        let next = first.cmd_sn;
+        second.cmd_sn = next + 1;
+        second.send_command(&read, false, 512, &[]);
+        second.send_command(&write, true, 512, &[round + 100; 512]);
+        first.command(&write, true, 512, &[round; 512]);
+        assert_eq!(second.answer(), (0, vec![round; 512]));
+        assert_eq!(second.answer().0, 0);
+        first.cmd_sn = next + 3;
+        assert_eq!(
+            first.command(&read, false, 512, &[]),
+            (0, vec![round + 100; 512])
+        );
+        // The same connection once more: the old one goes.
+        let again = Client::join(port, open, 1, (tsih, 1), None).unwrap();
+        assert!(second.receive().is_none());
+        let logout = LogoutRequest {
+            immediate: true,
+            reason: LogoutReason::CloseConnection,
+            itt: Itt(0x1000),
+            cid: Cid(1),
+            cmd_sn: CmdSn(first.cmd_sn),
+            exp_stat_sn: StatSn(0),
+        };
+        let mut again = again;
+        again.send(logout.header(), &[]);
+        let (answer, ..) = again.receive().expect("an answer");
+        assert!(
+            matches!(answer, FromTarget::LogoutResponse(r) if r.status == LogoutStatus::Closed)
+        );
+        assert!(again.receive().is_none());
+    }
+    let stranger = Client::join(port, open, 2, (tsih, 1), None);
+    assert!(matches!(
+        stranger.err(),
+        Some(LoginError::Refused(LoginStatus::NO_SUCH_SESSION))
+    ));
+    // A connection that is lost takes the session with it.
+    let second = Client::join(port, open, 1, (tsih, 1), None).unwrap();
+    drop(second);
+    assert!(first.receive().is_none());
+    server.shutdown().unwrap();
+}
+
+/// Units that come and go reach a session that is logged in.
+#[test]
+fn a_session_follows_the_configuration() {
+    let (mut server, port) = start();
+    let open = "iqn.2026-01.org.example:open";
+    let mut client = Client::login(port, open, 1, None).unwrap();
+    assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 0);
+    let luns = [0xa0, 0, 0, 0, 0, 0, 0, 0, 0, 64, 0, 0];
+    assert_eq!(client.command(&luns, false, 64, &[]).1.len(), 16);
+    let more = text(port).replacen("luns: { 0: ram }", "luns: { 0: ram, 3: more }", 1);
+    server
+        .change(Config::parse(&more, "test.yaml").unwrap())
+        .unwrap();
+    assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "luns changed");
+    assert_eq!(client.command(&luns, false, 64, &[]).1.len(), 24);
+    assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 0);
+    server
+        .change(Config::parse(&text(port), "test.yaml").unwrap())
+        .unwrap();
+    assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "luns changed");
+    assert_eq!(client.command(&luns, false, 64, &[]).1.len(), 16);
+    // Whoever may not log in any more is sent away.
+    let closed = text(port).replacen("access: open", "access: []", 1);
+    server
+        .change(Config::parse(&closed, "test.yaml").unwrap())
+        .unwrap();
+    assert!(client.receive().is_none());
+    server.shutdown().unwrap();
+}
+
+/// How many connections a server holds.
+fn held(peers: &mut Vec<TcpStream>) -> usize {
+    peers.retain_mut(|peer| {
+        peer.set_nonblocking(true).unwrap();
+        let mut byte = [0];
+        // The end of the connection reads as nothing, or as a reset.
+        matches!(peer.read(&mut byte), Err(e) if e.kind() == ErrorKind::WouldBlock)
+    });
+    peers.len()
+}
+
+/// A peer that opens thousands of connections, and says nothing, or the start of a login, gets a
+/// bounded number; sessions that are there go on, and others can log in from elsewhere.
+#[test]
+fn connections_that_do_not_log_in_are_bounded_and_harm_nobody() {
+    let port = free_port();
+    let text = format!("{}limits: {{ max_sessions: 8 }}\n", text(port));
+    let server = Server::start(&Config::parse(&text, "test.yaml").unwrap()).unwrap();
+    let open = "iqn.2026-01.org.example:open";
+    let mut client = Client::login(port, open, 1, None).unwrap();
+    assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    let read = [0x28, 0, 0, 0, 0, 1, 0, 0, 1, 0];
+    let mut peers = Vec::new();
+    for number in 0..5000_u32 {
+        let mut peer = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        if number.is_multiple_of(2) {
+            // It may have been closed already.
+            let _ = peer.write_all(&[0x43, 0x87, 0, 0, 0, 0, 1, 0]);
+        }
+        peers.push(peer);
+        if number.is_multiple_of(250) {
+            assert_eq!(client.command(&read, false, 512, &[]).0, 0);
+            held(&mut peers);
+        }
+    }
+    // Two workers, for each of them twice the sessions and 64, of which half may be strangers.
+    let started = Instant::now();
+    while held(&mut peers) > 2 * 40 {
+        assert!(
+            started.elapsed() < Duration::from_secs(10),
+            "{} held",
+            peers.len()
+        );
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(client.command(&read, false, 512, &[]).0, 0);
+    let elsewhere = SocketAddr::from(([127, 0, 0, 2], 0));
+    let to = SocketAddr::from(([127, 0, 0, 1], port));
+    let mut other = Client::attempt_from(elsewhere, to, open, 2, (0, 0), None)
+        .unwrap()
+        .0;
+    assert_eq!(other.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    server.shutdown().unwrap();
+}
+
+/// A session that floods pings and reads no answer stops only itself.
+#[test]
+fn a_flood_of_pings_stops_only_its_own_session() {
+    let (server, port) = start();
+    let open = "iqn.2026-01.org.example:open";
+    let mut client = Client::login(port, open, 1, None).unwrap();
+    assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    let mut floods: Vec<_> = (2..6)
+        .map(|isid| Client::login(port, open, isid, None).unwrap())
+        .collect();
+    let mut sent = [0_usize; 4];
+    let ping = NopOut {
+        immediate: true,
+        lun: [0; 8],
+        itt: Itt(1),
+        ttt: Ttt::NONE,
+        cmd_sn: CmdSn(1),
+        exp_stat_sn: StatSn(0),
+    };
+    let mut bytes = Vec::new();
+    frame::put(
+        ping.header(),
+        &[],
+        &[7; 4096],
+        floods[0].digests,
+        &mut bytes,
+    );
+    for flood in &floods {
+        flood.socket.set_nonblocking(true).unwrap();
+    }
+    let started = Instant::now();
+    let read = [0x28, 0, 0, 0, 0, 1, 0, 0, 1, 0];
+    let mut progress = 0;
+    while started.elapsed() < Duration::from_secs(3) {
+        for (flood, sent) in floods.iter_mut().zip(&mut sent) {
+            for _ in 0..64 {
+                let at = *sent % bytes.len();
+                match flood.socket.write(&bytes[at..]) {
+                    Ok(n) => *sent += n,
+                    Err(_) => break,
+                }
+            }
+        }
+        assert_eq!(client.command(&read, false, 512, &[]).0, 0);
+        progress += 1;
+    }
+    assert!(progress > 10, "{progress} commands");
+    // What was taken in is what sockets hold on both sides, and our queue: far from all there was.
+    assert!(
+        sent.iter().all(|sent| *sent < 64 << 20),
+        "{sent:?} bytes taken"
+    );
+    drop(floods);
+    assert_eq!(client.command(&read, false, 512, &[]).0, 0);
+    drop(client);
+    server.shutdown().unwrap();
+}
+
+/// A configuration whose backend `ram` holds back one write for a while.
+fn slow(text: &str, faults: &Arc<Faults>) -> Config {
+    let mut config = Config::parse(text, "test.yaml").unwrap();
+    let mut backends = config.backends.iter_mut();
+    let ram = backends.find(|backend| backend.name == "ram").unwrap();
+    ram.spec.faults = Some(Arc::clone(faults));
+    config
+}
+
+fn one_slow_write() -> Arc<Faults> {
+    Arc::new(Faults::new(vec![Fault {
+        on: FaultOn::Write,
+        offset: 0,
+        len: u64::MAX,
+        times: Some(1),
+        delay: Duration::from_millis(700),
+        error: None,
+    }]))
+}
+
+const WRITE: [u8; 10] = [0x2a, 0, 0, 0, 0, 1, 0, 0, 1, 0];
+const READ: [u8; 10] = [0x28, 0, 0, 0, 0, 1, 0, 0, 1, 0];
+
+/// What a session had under way cannot reach the medium after what the one writes that has taken its
+/// place.
+#[test]
+fn a_session_that_is_taken_over_leaves_nothing_behind() {
+    let port = free_port();
+    let faults = one_slow_write();
+    let server = Server::start(&slow(&text(port), &faults)).unwrap();
+    let open = "iqn.2026-01.org.example:open";
+    let mut first = Client::login(port, open, 1, None).unwrap();
+    assert_eq!(first.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    first.send_command(&WRITE, true, 512, &[1; 512]);
+    std::thread::sleep(Duration::from_millis(100));
+    let mut second = Client::login(port, open, 1, None).unwrap();
+    assert_eq!(second.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    assert_eq!(second.command(&WRITE, true, 512, &[2; 512]).0, 0);
+    std::thread::sleep(Duration::from_millis(1000));
+    assert_eq!(second.command(&READ, false, 512, &[]), (0, vec![2; 512]));
+    assert!(first.receive().is_none());
+    server.shutdown().unwrap();
+}
+
+/// A unit that is taken away answers what it had begun, and nothing else.
+#[test]
+fn a_unit_that_is_taken_away_ends_its_commands() {
+    let port = free_port();
+    let faults = one_slow_write();
+    let mut server = Server::start(&slow(&text(port), &faults)).unwrap();
+    let open = "iqn.2026-01.org.example:open";
+    let mut client = Client::login(port, open, 1, None).unwrap();
+    assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    client.send_command(&WRITE, true, 512, &[1; 512]);
+    std::thread::sleep(Duration::from_millis(100));
+    let without = text(port).replacen("luns: { 0: ram }", "luns: { 3: more }", 1);
+    server.change(slow(&without, &faults)).unwrap();
+    assert_eq!(client.answer().0, 0, "the write goes on");
+    assert_eq!(client.command(&READ, false, 512, &[]).0, 2, "no such unit");
     server.shutdown().unwrap();
 }

@@ -48,7 +48,7 @@ fn a_disk_over_udp_and_a_clean_end() {
     assert_eq!(server.sessions(), 1);
     let snapshot = &server.snapshot()[0];
     assert_eq!(snapshot.sessions.len(), 1);
-    assert!(snapshot.sessions[0].memory.total() < 2 << 20);
+    assert!(snapshot.sessions[0].params.memory().total() < 2 << 20);
     let shutdown = std::thread::spawn(move || server.shutdown());
     assert_eq!(mini.next(&mut real), Said::Logout(0));
     mini.wait_closed(&mut real);
@@ -89,7 +89,7 @@ fn sessions_spread_over_workers() {
 /// Two sessions at different workers.
 fn pair(server: &Server, net: u8) -> (Mini<Roce>, Mini<Roce>) {
     let worker_of = |host: u8| {
-        let initiator = InitiatorPortId([host; 16]).to_string();
+        let initiator = InitiatorPortId([host; 16]);
         let all = server.snapshot();
         let mut sessions = all.iter().flat_map(|s| &s.sessions);
         sessions

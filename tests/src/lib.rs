@@ -8,4 +8,5 @@
 //!
 //! This library is what the tests of whole programs share: [`programs`].
 
+pub mod dissect;
 pub mod programs;

@@ -90,6 +90,14 @@ impl Pair {
     /// Serves `backend`, the text of a backend of riserd's configuration, at 127.0.`network`.1.
     #[must_use]
     pub fn new(network: u8, backend: &str) -> Self {
+        let portals = format!("[{{ protocol: srp, listen: 127.0.{network}.1 }}]");
+        Self::with_target(network, backend, &format!("portals: {portals}"))
+    }
+
+    /// Serves `backend` to everybody on the target that these lines of riserd's configuration
+    /// describe, with its portals, beside its name and its one logical unit.
+    #[must_use]
+    pub fn with_target(network: u8, backend: &str, target: &str) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let programs = folder();
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -99,8 +107,8 @@ impl Pair {
         let backend = backend.replace("DIR", dir.to_str().unwrap());
         let text = format!(
             "backends:\n  disk: {backend}\n\
-             targets:\n  - name: t\n    portals: [{{ protocol: srp, listen: 127.0.{network}.1 }}]\n    \
-             luns: {{ 0: disk }}\n    access: open\n"
+             targets:\n  - name: t\n    {}\n    luns: {{ 0: disk }}\n    access: open\n",
+            target.replace('\n', "\n    ")
         );
         fs::write(dir.join("riserd.yaml"), text).unwrap();
         let mut pair = Self {
@@ -158,6 +166,8 @@ impl Pair {
             .env_remove("RISER_LOG")
             .env_remove("RISER_INJECT")
             .env_remove("RISER_PROVIDER")
+            .env_remove("RISER_CHAP_PASSWORD")
+            .env_remove("RISER_CHAP_TARGET_PASSWORD")
             .stdin(Stdio::null());
         command
     }

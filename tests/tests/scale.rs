@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 
 use riser_initiator::block::task::block_on;
 use riser_initiator::engine::Client;
+use riser_initiator::iscsi::url::IscsiUrl;
+use riser_initiator::lun::Lun;
 use riser_initiator::srp::url::SrpUrl;
 use riser_target::config::Config;
 use riser_target::server::Server;
@@ -102,7 +104,7 @@ fn sixty_four_sessions_write_and_read_at_once() {
     let memory = snapshots
         .iter()
         .flat_map(|s| &s.sessions)
-        .map(|s| s.memory.total())
+        .map(|s| s.params.memory().total())
         .max()
         .unwrap();
     println!(
@@ -114,6 +116,99 @@ fn sixty_four_sessions_write_and_read_at_once() {
     for thread in threads {
         thread.join().unwrap();
     }
+    wait_for("the sessions to end", || server.sessions() == 0);
+    server.shutdown().unwrap();
+}
+
+/// Sessions over TCP, and as many over iSER.
+const ISCSI_SESSIONS: u64 = 128;
+/// Commands under way at once in each of them.
+const DEPTH: u64 = 32;
+const BLOCK: u64 = 4096;
+const IQN: &str = "iqn.2026-01.com.example:scale";
+
+#[test]
+fn many_iscsi_and_iser_sessions_keep_many_commands_under_way_at_once() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let text = format!(
+        "identity: scale\nbackends: {{ ram: {{ kind: ram, size: {}MiB }} }}\n\
+         targets:\n  - name: scale\n    iqn: {IQN}\n    portals:\n      \
+         - {{ protocol: iscsi, listen: 127.0.0.85 }}\n      \
+         - {{ protocol: iser, listen: 127.0.0.85 }}\n    \
+         luns: {{ 0: ram }}\n    access: open\nworkers: {{ count: 2 }}\n\
+         limits: {{ max_sessions: 512, sessions_per_address: 512, queue_depth: {DEPTH} }}\n",
+        (2 * ISCSI_SESSIONS * DEPTH * BLOCK) >> 20
+    );
+    let server = Server::start(&Config::parse(&text, "scale.yaml").unwrap()).unwrap();
+    // An engine has so many completion queues.
+    let clients = [86, 87].map(|host| {
+        Client::builder()
+            .pool((ISCSI_SESSIONS * DEPTH * BLOCK) as usize)
+            .open(format!("127.0.0.{host}").parse().unwrap())
+            .unwrap()
+    });
+    let luns: Vec<_> = (0..2 * ISCSI_SESSIONS)
+        .map(|n| {
+            let scheme = ["iscsi", "iser"][(n % 2) as usize];
+            let url: IscsiUrl =
+                format!("{scheme}://127.0.0.85/{IQN}/0?initiator=iqn.2026-01.com.example:host{n}")
+                    .parse()
+                    .unwrap();
+            let client = &clients[(n / ISCSI_SESSIONS) as usize];
+            block_on(block_on(client.connect(&url)).unwrap().lun(0)).unwrap()
+        })
+        .collect();
+    for round in 0..4 {
+        let at = |n: u64, i: u64| (n * DEPTH + i) * BLOCK;
+        let writes: Vec<_> = (0..DEPTH)
+            .flat_map(|i| (0..).zip(&luns).map(move |(n, lun)| (n, i, lun)))
+            .map(|(n, i, lun)| {
+                let buffer = block_on(lun.buffers().take(BLOCK as usize));
+                let data = pattern(n << 8 | i, round, BLOCK as usize);
+                buffer.slice().write(0, &data);
+                let io = lun.write_io(at(n, i), buffer, false).unwrap();
+                lun.session().submit(io)
+            })
+            .collect();
+        for write in writes {
+            Lun::judge(block_on(write)).unwrap();
+        }
+        let reads: Vec<_> = (0..DEPTH)
+            .flat_map(|i| (0..).zip(&luns).map(move |(n, lun)| (n, i, lun)))
+            .map(|(n, i, lun)| {
+                let buffer = block_on(lun.buffers().take(BLOCK as usize));
+                let io = lun.read_io(at(n, i), buffer).unwrap();
+                (n, i, lun.session().submit(io))
+            })
+            .collect();
+        for (n, i, read) in reads {
+            let found = Lun::judge(block_on(read)).unwrap().slice().to_vec();
+            assert!(
+                found == pattern(n << 8 | i, round, BLOCK as usize),
+                "session {n}, command {i}, round {round}"
+            );
+        }
+    }
+    assert_eq!(server.sessions(), 2 * ISCSI_SESSIONS as usize);
+    let sessions: Vec<_> = server
+        .snapshot()
+        .into_iter()
+        .flat_map(|s| s.iscsi_sessions)
+        .collect();
+    for (name, iser) in [("TCP", false), ("iSER", true)] {
+        let memory = sessions
+            .iter()
+            .filter(|s| s.is_rdma == iser)
+            .map(|s| s.memory);
+        assert_eq!(memory.clone().count() as u64, ISCSI_SESSIONS, "{name}");
+        let memory = memory.max().unwrap();
+        println!(
+            "figure: memory of one session over {name} with a queue depth of {DEPTH}: {} KiB",
+            memory >> 10
+        );
+        assert!(memory < 4 << 20, "{memory} bytes for a session over {name}");
+    }
+    drop(luns);
     wait_for("the sessions to end", || server.sessions() == 0);
     server.shutdown().unwrap();
 }

@@ -14,7 +14,8 @@ use riser_initiator::lun::Lun;
 use riser_initiator::srp::url::SrpUrl;
 use riser_target::config::Config;
 use riser_target::server::Server;
-use riser_tests::programs::{missing, skip, tool};
+use riser_tests::dissect::dissect;
+use riser_tests::programs::{missing, skip};
 use riser_transport::roce::{Roce, RoceConfig};
 
 fn buffer(lun: &Lun, len: usize) -> Buffer {
@@ -65,47 +66,12 @@ fn tshark_understands_a_whole_session() {
     }
     let capture = std::env::temp_dir().join(format!("riser-session-{}.pcap", std::process::id()));
     session(&capture);
-    let fields = [
-        "frame.number",
-        "frame.protocols",
-        "_ws.col.Info",
-        "_ws.malformed",
-        "_ws.expert.severity",
-        "_ws.expert.message",
-        "infiniband.bth.opcode",
-        "infiniband.mad.attributeid",
-        "_ws.col.Protocol",
-    ];
-    let mut args = vec!["-r".to_owned(), capture.display().to_string()];
-    args.extend(["-T", "fields", "-E", "separator=;"].map(str::to_owned));
-    args.extend(
-        fields
-            .iter()
-            .flat_map(|f| ["-e".to_owned(), (*f).to_owned()]),
-    );
     // Dissectors that guess at payloads see in ours what is not there.
-    for guess in ["rpcordma", "smb_direct", "nvme-rdma", "iser"] {
-        args.extend(["--disable-protocol".to_owned(), guess.to_owned()]);
-    }
-    let text = tool("tshark", &args);
+    let guesses = ["rpcordma", "smb_direct", "nvme-rdma", "iser"];
+    let rows = dissect(&capture, &guesses);
     std::fs::remove_file(&capture).unwrap();
-    let (mut opcodes, mut infos) = (BTreeSet::new(), BTreeSet::new());
-    for line in text.lines() {
-        let columns: Vec<&str> = line.split(';').collect();
-        let [_, protocols, info, malformed, severities, _, opcode, ..] = columns[..] else {
-            panic!("{line}");
-        };
-        assert!(protocols.contains("infiniband"), "not dissected: {line}");
-        assert_eq!(malformed, "", "malformed: {line}");
-        // Expert severities: 0x200000 is a chat, 0x400000 a note, beyond that something is wrong.
-        let severe = severities
-            .split(',')
-            .filter_map(|n| n.parse::<u32>().ok())
-            .any(|n| n > 0x40_0000);
-        assert!(!severe, "{line}");
-        opcodes.insert(opcode.to_owned());
-        infos.insert(info.to_owned());
-    }
+    let opcodes: BTreeSet<_> = rows.iter().map(|row| row.opcode.as_str()).collect();
+    let infos: BTreeSet<_> = rows.iter().map(|row| row.info.as_str()).collect();
     let seen = |word: &str| infos.iter().any(|i| i.contains(word));
     for word in [
         "ConnectRequest",
@@ -120,7 +86,7 @@ fn tshark_understands_a_whole_session() {
     // SEND only, WRITE first, middle, last, READ request, READ responses, acknowledgement, datagram.
     for opcode in [4, 6, 7, 8, 12, 13, 14, 15, 17, 100] {
         assert!(
-            opcodes.contains(&opcode.to_string()),
+            opcodes.contains(opcode.to_string().as_str()),
             "no opcode {opcode} in {opcodes:?}"
         );
     }

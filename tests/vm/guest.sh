@@ -3,21 +3,28 @@
 # own, and leaves its output and exit status in N.out and N.status. `stop` in place of N.sh ends it.
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C
 mkdir -p /dev/shm /dev/pts /run /var/tmp /tmp
+ln -sf /proc/self/fd /dev/fd
 mount -t tmpfs -o size=60% shm /dev/shm
 mount -t devpts devpts /dev/pts
 mount -t tmpfs run /run
-mount -t configfs configfs /sys/kernel/config 2>/dev/null
 ip link set lo up
 version=$(uname -r)
 rm -rf "/lib/modules/$version"
 mkdir -p /lib/modules
 ln -s "$(cat /vm/modules)" "/lib/modules/$version"
+modprobe configfs
+mount -t configfs configfs /sys/kernel/config
 mkdir -p /etc/target/pr /var/target/pr
 for n in $(seq 1 100000); do
     until [ -e "/vm/$n.sh" ] || [ -e /vm/stop ]; do sleep 0.1; done
     [ -e /vm/stop ] && break
     setsid bash "/vm/$n.sh" >"/vm/$n.out" 2>&1 </dev/null
-    echo $? >"/vm/$n.status.new"
+    status=$?
+    # A capture that a case has not ended is complete only when it has been.
+    pkill -x tcpdump && while pgrep -x tcpdump >/dev/null; do sleep 0.1; done
+    mkdir -p /vm/keep
+    dmesg --read-clear >/vm/keep/dmesg.log
+    echo $status >"/vm/$n.status.new"
     mv "/vm/$n.status.new" "/vm/$n.status"
 done
 sync

@@ -22,6 +22,23 @@ wait_for() {
     done
 }
 
+# The code blocks of a section of the README, with the rig's addresses: readme SECTION LANGUAGE
+readme() {
+    awk -v head="## $1" -v fence="\`\`\`$2" '
+        /^## / { on = $0 == head; next }
+        on && $0 == fence { code = 1; next }
+        /^```/ { code = 0 }
+        on && code' "$RISER_ROOT/README.md" |
+        sed 's/192\.0\.2\.10/10.99.0.2/g; s/192\.0\.2\.20/10.99.0.1/g; s/eth0/v0/g'
+}
+
+# Runs a block as a person would, who does not type faster than a line in a second.
+typed() {
+    sed '/\\$/!s/$/\nsleep 1/' >/tmp/typed.sh
+    cat /tmp/typed.sh
+    . /tmp/typed.sh
+}
+
 # An rdma_rxe device on one end of a veth pair; the other end lies in network namespace `peer`,
 # where the software NIC runs. Addresses: rxe 10.99.0.1 and fd99::1, peer 10.99.0.2 and fd99::2.
 two_hosts() {
@@ -40,6 +57,7 @@ two_hosts() {
         ip addr add fd99::1/64 dev v0 nodad
         ip -n peer addr add fd99::2/64 dev v1 nodad
     fi
+    capture
     rdma link add rxe0 type rxe netdev v0
     wait_for 20 gid_is_there
 }
@@ -50,6 +68,7 @@ gid_is_there() {
 
 # Undoes `two_hosts`.
 one_host() {
+    end_capture
     rdma link delete rxe0 2>/dev/null || true
     ip netns delete peer 2>/dev/null || true
     ip link delete v0 2>/dev/null || true
@@ -60,14 +79,22 @@ on_peer() {
     ip netns exec peer "$@"
 }
 
-# Captures what passes the veth pair into the case's folder.
+# Captures what passes the veth pair into the case's folder: the first bytes of the first packets.
+# CAPTURED says what and how much, where it is not RoCE.
 capture() {
-    tcpdump -i v0 -s 160 -U -w "$KEEP/packets.pcap" udp port 4791 2>/dev/null &
+    [ -z "${CAPTURE:-}" ] || return 0
+    local file=$KEEP/packets.pcap n=1
+    while [ -e "$file" ]; do file=$KEEP/packets-$((++n)).pcap; done
+    tcpdump -i v0 -w "$file" ${CAPTURED:--s 400 -c 100000 udp port 4791} 2>/dev/null &
     CAPTURE=$!
+    wait_for 60 test -e "$file"
 }
 
 end_capture() {
-    [ -n "${CAPTURE:-}" ] && kill "$CAPTURE" 2>/dev/null && wait "$CAPTURE" 2>/dev/null || true
+    [ -n "${CAPTURE:-}" ] || return 0
+    kill "$CAPTURE" 2>/dev/null || true
+    wait "$CAPTURE" 2>/dev/null || true
+    CAPTURE=
 }
 
 # Starts riserd in namespace `peer` with the configuration on standard input, and waits until it has
@@ -200,6 +227,32 @@ on_devices() {
     (cd /tmp && RISER_SUITE="$a $b" "$RISER_TESTS/devices" "$@")
 }
 
+# Runs commands side by side; all must succeed.
+at_once() {
+    local pids=() command pid
+    rm -f /tmp/rping-*
+    for command in "$@"; do
+        ($command) &
+        pids+=($!)
+    done
+    for pid in "${pids[@]}"; do
+        wait "$pid" || fail "one of these did not succeed: $*"
+    done
+}
+
+# Waits for the end of a process of this shell, which must come by itself and without an error, or
+# with an error as well: ended PID [any]
+ended() {
+    wait_for 120 is_over "$1"
+    local status=0
+    wait "$1" || status=$?
+    [ "${2:-}" = any ] && [ $status -le 3 ] || [ $status = 0 ] || fail "process $1 ended with $status"
+}
+
+is_over() {
+    ! kill -0 "$1" 2>/dev/null || grep -q '^State:.Z' "/proc/$1/status"
+}
+
 # Fails if anything but the kernel's own queue pair 1 is left on the RDMA device.
 nothing_left() {
     local left
@@ -215,7 +268,6 @@ srp_rig() {
     shift 2
     two_hosts
     trap srp_clean EXIT
-    capture
     serve_disks "$size" "$count" "limits: { max_transfer: 8MiB, buffer_pool_mib: 64 }"
     load_srp "$@"
 }
@@ -288,7 +340,6 @@ multipath_end() {
 blktests_rig() {
     two_hosts
     trap blktests_clean EXIT
-    capture
     serve_disks 64 3 "limits: { max_transfer: 8MiB, buffer_pool_mib: 64 }"
     load_srp indirect_sg_entries=2048 fast_io_fail_tmo=2 reconnect_delay=6 dev_loss_tmo=60 "$@"
     srp_login ${PARAMS:-}
@@ -344,10 +395,15 @@ dummy_host() {
     ip link set d0 mtu 4200
     ip addr add 10.99.0.1/24 dev d0
     ip addr add 10.99.0.2/24 dev d0
+    ip addr add fd99::1/64 dev d0 nodad
+    ip addr add fd99::2/64 dev d0 nodad
     ip link set d0 up
     rdma link add rxe0 type rxe netdev d0
     wait_for 20 gid_is_there
     wait_for 20 grep -q '0a63:0002' /sys/class/infiniband/rxe0/ports/1/gids/*
+    wait_for 20 grep -q 'fd99:.*:0002$' /sys/class/infiniband/rxe0/ports/1/gids/*
+    # The connection manager knows the addresses a moment later.
+    sleep 1
 }
 
 # riserd on the host's RDMA device, and ib_srp with the module parameters given.

@@ -9,8 +9,10 @@
 //! - [`loopback`]: the same device over a deterministic wire in memory.
 //! - [`rw`]: plans transfers as chains of READs or WRITEs.
 //! - [`mr_pool`]: recycles fast-registered regions.
+//! - [`host`]: what a host offers, for people.
 
 pub mod cm;
+pub mod host;
 pub mod loopback;
 pub mod mr_pool;
 pub mod rc;

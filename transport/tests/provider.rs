@@ -203,6 +203,22 @@ mod only {
     }
 
     #[test]
+    fn an_event_that_no_descriptor_tells_of_is_due() {
+        let (here, there) = addresses();
+        let mut nic = Roce::open(&RoceConfig::new(here)).unwrap();
+        nic.progress(Instant::now());
+        assert_eq!(nic.deadline(), None);
+        let id = nic.create_id(PortSpace::Tcp).unwrap();
+        let dst = SocketAddr::new(there, 7);
+        nic.resolve_addr(id, None, dst, Duration::from_secs(1))
+            .unwrap();
+        assert!(nic.deadline().is_some_and(|at| at <= Instant::now()));
+        let event = nic.poll_cm_event().unwrap();
+        assert_eq!((event.id, event.kind), (id, CmEventKind::AddrResolved));
+        assert_eq!(nic.deadline(), None);
+    }
+
+    #[test]
     fn a_worker_that_does_not_exist_is_refused() {
         for (index, bits) in [(1, 0), (4, 2), (0, 9)] {
             let error = Roce::open(&RoceConfig {

@@ -3,6 +3,8 @@
 //! - `cargo xtask demo`: the main job, end to end, on this machine ([`demo`]).
 //! - `cargo xtask test`: everything that must hold ([`mod@test`]).
 //! - `cargo xtask interop`: the kernel as our peer ([`interop`]).
+//! - `cargo xtask conformance`: libiscsi's suite against our iSCSI target, beside `tgt`
+//!   ([`conformance`]).
 //! - `cargo xtask bench`: our target beside its peers, in one run ([`mod@bench`]).
 //!
 //! Each installs the Debian packages that it needs if it may ([`packages`]), and otherwise prints
@@ -15,6 +17,7 @@
 )]
 
 mod bench;
+mod conformance;
 mod daemon;
 mod demo;
 mod interop;
@@ -48,6 +51,8 @@ enum Command {
     Test(test::Options),
     /// Run the cases in which a stock Linux kernel is the peer, in QEMU.
     Interop(interop::Options),
+    /// Run libiscsi's conformance suite against our iSCSI target, and beside it against tgt.
+    Conformance(conformance::Options),
     /// Measure `riser bench` beside fio on the same file and qemu-nbd.
     Bench(bench::Options),
 }
@@ -66,6 +71,7 @@ fn main() -> ExitCode {
         Command::Demo(options) => demo::run(&options),
         Command::Test(options) => test::run(&options),
         Command::Interop(options) => interop::run(&options),
+        Command::Conformance(options) => conformance::run(&options),
         Command::Bench(options) => bench::run(&options),
     };
     match result {

@@ -40,16 +40,10 @@ pub(crate) fn ensure<'a>(needs: &[&'a Need]) -> Vec<&'a Need> {
     if wanted.is_empty() {
         return wanted;
     }
-    if sh::is_root() && sh::which("apt-get").is_some() {
-        let mut packages: Vec<_> = wanted.iter().map(|n| n.package).collect();
-        packages.sort_unstable();
-        packages.dedup();
-        println!("installing Debian packages: {}", packages.join(" "));
-        apt(&["update", "-qq"]);
-        let mut args = vec!["install", "-y", "-qq", "--no-install-recommends"];
-        args.extend(&packages);
-        apt(&args);
-    }
+    let mut packages: Vec<_> = wanted.iter().map(|n| n.package).collect();
+    packages.sort_unstable();
+    packages.dedup();
+    install(&packages);
     let still = missing(needs);
     for n in &still {
         println!(
@@ -58,6 +52,18 @@ pub(crate) fn ensure<'a>(needs: &[&'a Need]) -> Vec<&'a Need> {
         );
     }
     still
+}
+
+/// Installs packages, if we may.
+pub(crate) fn install(packages: &[&str]) {
+    if !sh::is_root() || sh::which("apt-get").is_none() {
+        return;
+    }
+    println!("installing Debian packages: {}", packages.join(" "));
+    apt(&["update", "-qq"]);
+    let mut args = vec!["install", "-y", "-qq", "--no-install-recommends"];
+    args.extend(packages);
+    apt(&args);
 }
 
 fn apt(args: &[&str]) {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::interop::{self, Ended};
 use crate::packages::{Need, ensure, need};
-use crate::{Failure, demo, sh};
+use crate::{Failure, conformance, demo, sh};
 
 /// What the tests use beyond Rust.
 pub(crate) const NEEDS: &[Need] = &[
@@ -26,6 +26,7 @@ pub(crate) const NEEDS: &[Need] = &[
         "nbdcopy and nbdinfo as judges of the NBD export",
     ),
     need("fio", "fio", "fio with its nbd engine"),
+    need("tgtd", "tgt", "the iSCSI initiator against another target"),
     need("fusermount3", "fuse3", "FUSE exports without root"),
     need("mkfs.ext4", "e2fsprogs", "file systems on attached LUNs"),
     need("losetup", "mount", "loop devices over FUSE exports"),
@@ -124,6 +125,10 @@ const STEPS: &[Step] = &[
     Step {
         name: "demo",
         run: demo_step,
+    },
+    Step {
+        name: "iSCSI conformance",
+        run: conformance_step,
     },
     Step {
         name: "interop with the kernel",
@@ -305,6 +310,18 @@ fn note_skip(name: &str, why: &str) {
 fn demo_step() -> Outcome {
     match demo::run(&demo::Options::for_test()) {
         Ok(()) => Outcome::Passed(Counts::default()),
+        Err(e) => Outcome::Failed(Counts::default(), e.to_string()),
+    }
+}
+
+/// libiscsi's whole suite, against us alone.
+fn conformance_step() -> Outcome {
+    match conformance::run_all(&conformance::Options::for_test()) {
+        Ok(conformance::Ended::Passed(passed)) => Outcome::Passed(Counts { passed, failed: 0 }),
+        Ok(conformance::Ended::Unavailable(why)) => Outcome::Skipped(why),
+        Ok(conformance::Ended::Failed((passed, failed), why)) => {
+            Outcome::Failed(Counts { passed, failed }, why)
+        }
         Err(e) => Outcome::Failed(Counts::default(), e.to_string()),
     }
 }

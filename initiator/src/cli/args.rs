@@ -22,6 +22,10 @@ Exit status:
 
 Addresses:
   srp://HOST[:PORT]/LUN[?KEY=VALUE[&...]]  a logical unit of an SRP target
+  iscsi://[USER[%PASSWORD]@]HOST[:PORT]/TARGET/LUN[?KEY=VALUE[&...]]
+                                           a logical unit of an iSCSI target; passwords are better
+                                           in RISER_CHAP_PASSWORD or in a file (password_file=)
+  iser://...                               the same, over RDMA
   KEY=VALUE,...,dest=HOST:PORT             the same as written for the kernel's ib_srp; LUN 0
   mem:SIZE[,BLOCK]                         a disk in the memory of this process, to try exports with
 
@@ -146,8 +150,9 @@ pub struct Link {
         env = "RISER_PROVIDER"
     )]
     pub provider: ProviderChoice,
-    /// Local address of the software NIC or RDMA device [default: for the software NIC and a target
-    /// on loopback a free loopback address, otherwise the address that the route to the target has]
+    /// Local address of the software NIC or RDMA device, or of TCP connections [default: for the
+    /// software NIC and a target on loopback a free loopback address, otherwise the address that the
+    /// route to the target has]
     #[arg(long, value_name = "IP")]
     pub addr: Option<IpAddr>,
     /// Channels of the session, for targets that allow several
@@ -216,6 +221,8 @@ impl Inject {
 /// What to do.
 #[derive(Debug, Subcommand)]
 pub enum Verb {
+    /// List the addresses and RDMA devices that a target can be reached with
+    Devices,
     /// List the logical units of a target
     Discover(DiscoverArgs),
     /// List the attachments of this host

@@ -1,18 +1,21 @@
-//! `riser discover`: the SRP ports of an address, and the logical units behind them.
+//! `riser discover`: the SRP ports or iSCSI targets of an address, and their logical units.
 
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
 use super::args::{DiscoverArgs, Global};
-use super::disk::{login_failed, login_once, lun_failed, start_engine};
+use super::disk::{login_failed, login_once, lun_failed, start_engine, with_link};
 use super::exit::{CliError, Exit};
 use super::{output, units};
 use crate::block::task;
 use crate::engine::{Client, EngineError, Session};
+use crate::iscsi::url::IscsiUrl;
 use crate::lun::LunError;
+use crate::session::ConnectError;
 use crate::srp::discovery::DiscoveryError;
 use crate::srp::url::SrpUrl;
+use crate::url::TargetUrl;
 
 /// A target port.
 #[derive(Serialize)]
@@ -20,10 +23,16 @@ struct Port {
     url: String,
     /// What it calls itself, if it was asked.
     name: Option<String>,
+    /// Addresses and portal groups of an iSCSI target.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    portals: Vec<String>,
     luns: Vec<Unit>,
     /// Why there are none: it does not let us in, for example.
     error: Option<String>,
 }
+
+/// A target port to log in to, with its name and portals.
+type Named = (TargetUrl, String, Vec<String>);
 
 /// A logical unit.
 #[derive(Serialize)]
@@ -43,40 +52,74 @@ pub(super) fn run(args: &DiscoverArgs, global: &Global) -> Result<(), CliError> 
     let url = args.url.target()?;
     let client = start_engine(url, &args.link, global.timeout)?;
     let patience = Instant::now() + global.timeout;
-    let mut url = url.clone();
-    url.channels = args.link.channels.or(url.channels);
-    let named = if url.id_ext.is_none() && url.ioc_guid.is_none() {
-        ask(&client, &url, global.timeout / 2)?
-    } else {
-        Vec::new()
+    let url = with_link(url, &args.link);
+    let named = match &url {
+        TargetUrl::Srp(srp) if srp.id_ext.is_none() && srp.ioc_guid.is_none() => {
+            ask(&client, srp, global.timeout / 2)?
+        }
+        TargetUrl::Srp(_) => Vec::new(),
+        TargetUrl::Iscsi(iscsi) if iscsi.target.is_some() => Vec::new(),
+        TargetUrl::Iscsi(iscsi) => return portals(&client, iscsi, global),
     };
     let ports = if named.is_empty() {
-        let session =
-            login_once(&client, &url, patience).map_err(|error| login_failed(&url, error))?;
+        let session = login_once(&client, &url, global.timeout, patience)
+            .map_err(|error| login_failed(&url, error))?;
         let port = describe(&session.with_timeout(global.timeout), None);
         vec![port.map_err(|e| lun_failed(format!("cannot list the logical units of {url}"), e))?]
     } else {
-        let mut ports = Vec::new();
-        for (url, name) in named {
-            let described = login_once(&client, &url, Instant::now() + global.timeout)
-                .map_err(|e| e.to_string())
-                .and_then(|session| {
-                    describe(&session.with_timeout(global.timeout), Some(name.clone()))
-                        .map_err(|e| e.to_string())
-                });
-            ports.push(described.unwrap_or_else(|error| Port {
-                url: url.to_string(),
-                name: Some(name),
-                luns: Vec::new(),
-                error: Some(error),
-            }));
-        }
-        ports
+        list(&client, named, global)
     };
+    print(&ports, global)
+}
+
+/// The targets of an iSCSI portal.
+fn portals(client: &Client, url: &IscsiUrl, global: &Global) -> Result<(), CliError> {
+    let found = task::block_on(client.timeout(global.timeout, client.discover_targets(url)));
+    let timed_out = || EngineError::Login(ConnectError::TimedOut.into());
+    let found = found
+        .unwrap_or_else(|_| Err(timed_out()))
+        .map_err(|error| login_failed(&url.into(), error))?;
+    let targets = found.into_iter().map(|target| {
+        let addresses = target.addresses.iter().map(ToString::to_string).collect();
+        let mut url = url.clone();
+        url.target = Some(target.name.clone());
+        (TargetUrl::Iscsi(url), target.name.to_string(), addresses)
+    });
+    print(&list(client, targets.collect(), global), global)
+}
+
+/// Logs in to each of the named targets and lists its logical units.
+fn list(client: &Client, named: Vec<Named>, global: &Global) -> Vec<Port> {
+    let mut ports = Vec::new();
+    for (url, name, portals) in named {
+        let until = Instant::now() + global.timeout;
+        let described = login_once(client, &url, global.timeout, until)
+            .map_err(|e| e.to_string())
+            .and_then(|session| {
+                describe(&session.with_timeout(global.timeout), Some(name.clone()))
+                    .map_err(|e| e.to_string())
+            });
+        let mut port = described.unwrap_or_else(|error| Port {
+            url: url.to_string(),
+            name: Some(name),
+            portals: Vec::new(),
+            luns: Vec::new(),
+            error: Some(error),
+        });
+        port.portals = portals;
+        ports.push(port);
+    }
+    ports
+}
+
+fn print(ports: &[Port], global: &Global) -> Result<(), CliError> {
     output::result(&ports, global, |out| {
-        for port in &ports {
+        for port in ports {
             let name = port.name.as_deref().unwrap_or("target");
             writeln!(out, "{name}  {}", port.url)?;
+            for portal in &port.portals {
+                writeln!(out, "  portal {portal}")?;
+            }
             if let Some(error) = &port.error {
                 writeln!(out, "  {error}")?;
             }
@@ -91,7 +134,7 @@ pub(super) fn run(args: &DiscoverArgs, global: &Global) -> Result<(), CliError> 
 }
 
 /// The ports that an address offers, with their names; none where it cannot be asked.
-fn ask(client: &Client, url: &SrpUrl, limit: Duration) -> Result<Vec<(SrpUrl, String)>, CliError> {
+fn ask(client: &Client, url: &SrpUrl, limit: Duration) -> Result<Vec<Named>, CliError> {
     let found = match task::block_on(client.timeout(limit, client.discover(url))) {
         Ok(Ok(found)) => found,
         // Not every target can be asked.
@@ -100,7 +143,7 @@ fn ask(client: &Client, url: &SrpUrl, limit: Duration) -> Result<Vec<(SrpUrl, St
             return Ok(Vec::new());
         }
         Ok(Err(EngineError::Discovery(DiscoveryError::Unsupported))) => {
-            return Err(login_failed(url, EngineError::Unnamed));
+            return Err(login_failed(&url.into(), EngineError::Unnamed));
         }
         Ok(Err(error)) => {
             return Err(CliError::new(Exit::Refused, format!("cannot ask {url}")).because(error));
@@ -112,7 +155,7 @@ fn ask(client: &Client, url: &SrpUrl, limit: Duration) -> Result<Vec<(SrpUrl, St
         url.port = port.port().unwrap_or(url.port);
         (url.id_ext, url.ioc_guid) = (Some(port.id_ext), Some(port.ioc_guid));
         url.lun = None;
-        (url, port.name)
+        (TargetUrl::Srp(url), port.name, Vec::new())
     });
     Ok(named.collect())
 }
@@ -126,8 +169,10 @@ fn describe(session: &Session, name: Option<String>) -> Result<Port, LunError> {
             Err(LunError::NotADisk(_)) => None,
             Err(e) => return Err(e),
         };
-        let mut url = session.url().clone();
-        url.lun = u16::try_from(id.number()).ok();
+        let url = session
+            .url()
+            .clone()
+            .with_lun(u16::try_from(id.number()).ok());
         let disk = disk.as_ref();
         luns.push(Unit {
             lun: id.number(),
@@ -140,12 +185,12 @@ fn describe(session: &Session, name: Option<String>) -> Result<Port, LunError> {
             read_only: disk.map(|d| d.caching.write_protected),
         });
     }
-    let mut url = session.url().clone();
-    url.lun = None;
+    let url = session.url().clone().with_lun(None);
     task::block_on(session.close());
     Ok(Port {
         url: url.to_string(),
         name,
+        portals: Vec::new(),
         luns,
         error: None,
     })

@@ -3,17 +3,20 @@
 use std::fmt;
 use std::fs::File;
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::ops::Range;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
+use riser_scsi::iscsi::login::LoginError as IscsiLogin;
+use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_scsi::srp::LoginRejReason;
 use riser_transport::rdma_core::RdmaCoreDevice;
 use riser_transport::roce::fault::FaultConfig;
 use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
+use riser_transport::verbs::CmError;
 
 use super::args::{Inject, Link, ProviderChoice};
 use super::exit::{CliError, Exit};
@@ -24,16 +27,17 @@ use crate::block::{
 };
 use crate::engine::{Client, EngineError, Session};
 use crate::lun::{Lun, LunError};
+use crate::request::RequestError;
+use crate::session::{ConnectError, Down, Timing};
 use crate::srp::channel::LoginError;
-use crate::srp::request::RequestError;
-use crate::srp::session::{ConnectError, Down, Timing};
-use crate::srp::url::{Host, SrpUrl, UrlError};
+use crate::url::{TargetUrl, UrlError};
 
 /// UDP port of RoCEv2, which a software NIC needs on its address.
 const ROCE_PORT: u16 = 4791;
 
-/// How long one attempt to connect and log in may take. A target that is away for a moment is found
-/// again by the next attempt, not by waiting for the first.
+/// How long the first attempt to connect and log in may take. A target that is away for a moment is
+/// found again by the next attempt, not by waiting for the first; but each is given twice the time of
+/// the one before it, so that one that is slow is found too.
 const ATTEMPT: Duration = Duration::from_secs(3);
 
 /// Where a disk is.
@@ -46,8 +50,8 @@ pub enum Address {
         /// Size of a block in bytes.
         block_size: u32,
     },
-    /// A logical unit of an SRP target.
-    Srp(Box<SrpUrl>),
+    /// A logical unit of a target.
+    Target(Box<TargetUrl>),
 }
 
 impl FromStr for Address {
@@ -59,7 +63,7 @@ impl FromStr for Address {
                 .as_deref()
                 .unwrap_or(text)
                 .parse()
-                .map(|url| Self::Srp(Box::new(url)))
+                .map(|url| Self::Target(Box::new(url)))
                 .map_err(|e: UrlError| e.to_string());
         };
         let (capacity, block_size) = memory.split_once(',').unwrap_or((memory, "512"));
@@ -104,7 +108,7 @@ impl fmt::Display for Address {
                 capacity,
                 block_size,
             } => write!(f, "mem:{capacity},{block_size}"),
-            Self::Srp(url) => url.fmt(f),
+            Self::Target(url) => url.fmt(f),
         }
     }
 }
@@ -115,7 +119,7 @@ impl Address {
     pub fn lun(&self) -> u32 {
         match self {
             Self::Memory { .. } => 0,
-            Self::Srp(url) => url.lun.unwrap_or(0).into(),
+            Self::Target(url) => url.lun().unwrap_or(0).into(),
         }
     }
 
@@ -123,9 +127,9 @@ impl Address {
     ///
     /// # Errors
     /// It is not one.
-    pub fn target(&self) -> Result<&SrpUrl, CliError> {
+    pub fn target(&self) -> Result<&TargetUrl, CliError> {
         match self {
-            Self::Srp(url) => Ok(url),
+            Self::Target(url) => Ok(url),
             Self::Memory { .. } => Err(CliError::new(
                 Exit::Usage,
                 format!("{self} is not the address of a target"),
@@ -157,7 +161,7 @@ impl From<Inject> for RoceFaults {
 ///
 /// # Errors
 /// No local address, no connection, or no login.
-pub fn connect(url: &SrpUrl, link: &Link, timeout: Duration) -> Result<Session, CliError> {
+pub fn connect(url: &TargetUrl, link: &Link, timeout: Duration) -> Result<Session, CliError> {
     let client = start_engine(url, link, timeout)?;
     login(&client, url, link, timeout)
 }
@@ -166,49 +170,75 @@ pub fn connect(url: &SrpUrl, link: &Link, timeout: Duration) -> Result<Session, 
 /// does not answer. An address without a target port is completed first.
 pub(super) fn login(
     client: &Client,
-    url: &SrpUrl,
+    url: &TargetUrl,
     link: &Link,
     timeout: Duration,
 ) -> Result<Session, CliError> {
-    let mut url = url.clone();
-    url.channels = link.channels.or(url.channels);
-    let patience = Instant::now() + timeout;
+    let url = with_link(url, link);
+    let until = Instant::now() + timeout;
+    let mut patience = ATTEMPT;
     loop {
-        // Asking may take half of what is left, or a target that cannot be asked is never tried.
-        let left = patience.saturating_duration_since(Instant::now());
-        let found = match task::block_on(client.timeout(left / 2, client.find_port(&url))) {
-            Ok(found) => found.map_err(|e| login_failed(&url, e))?,
-            Err(_) => url.clone(),
+        let found = match &url {
+            TargetUrl::Srp(srp) => {
+                // Asking may take half of what is left, or a target that cannot be asked is never
+                // tried.
+                let left = until.saturating_duration_since(Instant::now());
+                match task::block_on(client.timeout(left / 2, client.find_port(srp))) {
+                    Ok(found) => TargetUrl::Srp(found.map_err(|e| login_failed(&url, e))?),
+                    Err(_) => url.clone(),
+                }
+            }
+            TargetUrl::Iscsi(_) => url.clone(),
         };
-        match login_once(client, &found, patience) {
+        match login_once(client, &found, patience, until) {
             Ok(session) => return Ok(session.with_timeout(timeout)),
             Err(EngineError::Login(Down::Connect(
-                ConnectError::TimedOut | ConnectError::Unreachable,
-            ))) if Instant::now() < patience => {}
+                ConnectError::TimedOut
+                | ConnectError::Unreachable
+                | ConnectError::Address(CmError::Timeout),
+            ))) if Instant::now() < until => patience *= 2,
             Err(error) => return Err(login_failed(&url, error)),
         }
     }
 }
 
+/// The address with what the options say of the connection: channels for SRP, the local address for
+/// TCP, which has no device to be opened at it.
+pub(super) fn with_link(url: &TargetUrl, link: &Link) -> TargetUrl {
+    let mut url = url.clone();
+    match &mut url {
+        TargetUrl::Srp(url) => url.channels = link.channels.or(url.channels),
+        TargetUrl::Iscsi(url) if !url.is_iser() => url.src = link.addr.or(url.src),
+        TargetUrl::Iscsi(_) => {}
+    }
+    url
+}
+
 /// One login at an address that names its target port, or that nothing more is known about.
 pub(super) fn login_once(
     client: &Client,
-    url: &SrpUrl,
+    url: &TargetUrl,
+    patience: Duration,
     until: Instant,
 ) -> Result<Session, EngineError> {
     let left = until.saturating_duration_since(Instant::now());
-    task::block_on(client.timeout(left, client.login(url)))
+    task::block_on(client.timeout(left, client.login(url, patience)))
         .unwrap_or(Err(EngineError::Login(ConnectError::TimedOut.into())))
 }
 
-pub(super) fn login_failed(url: &SrpUrl, error: EngineError) -> CliError {
+pub(super) fn login_failed(url: &TargetUrl, error: EngineError) -> CliError {
     let exit = match &error {
-        EngineError::Login(Down::Connect(ConnectError::TimedOut)) => Exit::Timeout,
+        EngineError::Login(Down::Connect(
+            ConnectError::TimedOut | ConnectError::Address(CmError::Timeout),
+        )) => Exit::Timeout,
         EngineError::Login(Down::Connect(ConnectError::Local(_))) | EngineError::Gone => {
             Exit::Failure
         }
         EngineError::Device(_) => Exit::Failure,
-        EngineError::Unnamed | EngineError::Ambiguous => Exit::Usage,
+        EngineError::Unnamed
+        | EngineError::Ambiguous
+        | EngineError::NoTarget
+        | EngineError::Secret(_) => Exit::Usage,
         _ => Exit::Refused,
     };
     let help = match &error {
@@ -216,6 +246,14 @@ pub(super) fn login_failed(url: &SrpUrl, error: EngineError) -> CliError {
             "for example srp://HOST/LUN?id_ext=HEX&ioc_guid=HEX; the target's administrator knows \
              them, and `riser discover` on the software NIC finds them out"
         }
+        EngineError::NoTarget => "for example iscsi://HOST/iqn.2026-01.com.example:disk/0",
+        EngineError::Secret(_) => "a password may be in the address, a file or the environment",
+        EngineError::Login(Down::Connect(ConnectError::IscsiLogin(IscsiLogin::Refused(
+            LoginStatus::AUTHENTICATION_FAILURE,
+        )))) => "name and password must be those that the target has for this initiator",
+        EngineError::Login(Down::Connect(ConnectError::IscsiLogin(
+            IscsiLogin::TargetNotProved,
+        ))) => "its name and password must be those of target_user",
         EngineError::Login(Down::Connect(ConnectError::Login(LoginError::Rejected(
             LoginRejReason::ChannelLimitReached,
         )))) => {
@@ -230,7 +268,7 @@ pub(super) fn login_failed(url: &SrpUrl, error: EngineError) -> CliError {
 
 /// Starts an engine on the address that was asked for, or on a fitting one.
 pub(super) fn start_engine(
-    url: &SrpUrl,
+    url: &TargetUrl,
     link: &Link,
     timeout: Duration,
 ) -> Result<Client, CliError> {
@@ -239,8 +277,17 @@ pub(super) fn start_engine(
         ..Timing::default()
     };
     let builder = Client::builder().timing(timing);
+    if !url.needs_device() {
+        if link.inject.is_some() {
+            let what = "--inject makes the software NIC's wire bad, and TCP does not use it";
+            return Err(CliError::new(Exit::Usage, what));
+        }
+        return builder
+            .without_device()
+            .map_err(|error| CliError::new(Exit::Failure, "cannot start").because(error));
+    }
     if link.provider != ProviderChoice::Roce {
-        let addr = match link.addr.or(url.src) {
+        let addr = match link.addr.or(url.src()) {
             Some(addr) => addr,
             None => route_source(resolve(url)?)?,
         };
@@ -270,7 +317,7 @@ pub(super) fn start_engine(
             .build(move || Roce::open(&config))
             .map_err(|error| no_device(addr, error))
     };
-    if let Some(addr) = link.addr.or(url.src) {
+    if let Some(addr) = link.addr.or(url.src()) {
         return start(addr);
     }
     let target = resolve(url)?;
@@ -319,16 +366,11 @@ fn no_rdma_device(addr: IpAddr, error: EngineError) -> CliError {
     .help("`rdma link` shows the devices of this host; --provider roce needs none")
 }
 
-fn resolve(url: &SrpUrl) -> Result<SocketAddr, CliError> {
-    match &url.host {
-        Host::Ip(ip) => Ok(SocketAddr::new(*ip, url.port)),
-        Host::Name(name) => (name.as_str(), url.port)
-            .to_socket_addrs()
-            .and_then(|mut found| found.next().ok_or_else(|| io::ErrorKind::NotFound.into()))
-            .map_err(|e| {
-                CliError::new(Exit::Refused, format!("host {name} has no address")).because(e)
-            }),
-    }
+fn resolve(url: &TargetUrl) -> Result<SocketAddr, CliError> {
+    url.resolve().map_err(|e| {
+        let what = format!("host {} has no address", url.host());
+        CliError::new(Exit::Refused, what).because(e)
+    })
 }
 
 /// The local address of the route to a target.
@@ -400,7 +442,7 @@ impl Disk {
                     .and_then(MemoryDevice::with_thread)
                     .map_err(|e| CliError::io(format!("cannot make {address}"), e))?,
             ),
-            Address::Srp(url) => {
+            Address::Target(url) => {
                 let session = connect(url, link, access.login)?;
                 let lun = task::block_on(session.lun(address.lun()))
                     .map_err(|e| lun_failed(format!("cannot use {url}"), e))?;
@@ -511,6 +553,19 @@ mod tests {
     use super::*;
 
     #[test]
+    fn nobody_there_is_a_timeout_whoever_finds_out() {
+        let url: TargetUrl = "srp://192.0.2.1/0".parse().unwrap();
+        let exit = |error: ConnectError| {
+            let error = login_failed(&url, EngineError::Login(error.into()));
+            error.exit
+        };
+        assert_eq!(exit(ConnectError::TimedOut), Exit::Timeout);
+        // The kernel's connection manager looks for the address itself.
+        assert_eq!(exit(ConnectError::Address(CmError::Timeout)), Exit::Timeout);
+        assert_eq!(exit(ConnectError::Unreachable), Exit::Refused);
+    }
+
+    #[test]
     fn addresses() {
         assert_eq!(
             "mem:64M,4K".parse(),
@@ -536,6 +591,22 @@ mod tests {
             "/dev/sda",
         ] {
             assert!(bad.parse::<Address>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn options_of_the_connection_go_into_the_address() {
+        let link = Link {
+            addr: Some("127.0.0.9".parse().unwrap()),
+            channels: Some(3),
+            ..Link::default()
+        };
+        for (url, want) in [
+            ("srp://127.0.0.1/0", "srp://127.0.0.1/0?channels=3"),
+            ("iscsi://127.0.0.1/", "iscsi://127.0.0.1/?src=127.0.0.9"),
+            ("iser://127.0.0.1/", "iser://127.0.0.1/"),
+        ] {
+            assert_eq!(with_link(&url.parse().unwrap(), &link).to_string(), want);
         }
     }
 

@@ -13,8 +13,8 @@ use crate::block::task;
 use crate::engine::{IoData, ScsiIo, Session};
 use crate::inquiry::{Fields, page, page_name, standard, supported_pages};
 use crate::lun::LunError;
+use crate::request::{GOOD, RequestError};
 use crate::scsi::{Command, INQUIRY_LEN};
-use crate::srp::request::{GOOD, RequestError};
 
 #[derive(Serialize)]
 struct Page {

@@ -12,6 +12,7 @@ mod attach;
 mod bench;
 mod copy;
 mod detach;
+mod devices;
 mod discover;
 pub mod disk;
 mod docs;
@@ -61,10 +62,17 @@ pub fn main() -> ExitCode {
 fn run(verb: Verb, global: &Global) -> Result<(), CliError> {
     match verb {
         Verb::Discover(args) => discover::run(&args, global),
+        Verb::Devices => devices::run(global),
         Verb::List => list::run(global),
-        Verb::Attach(args) => attach::run(&args, global),
+        Verb::Attach(mut args) => {
+            serve::take_secrets(&args.serve, &mut args.url)?;
+            attach::run(&args, global)
+        }
         Verb::Detach(args) => detach::run(&args, global),
-        Verb::Mount(args) => mount::run(&args, global),
+        Verb::Mount(mut args) => {
+            serve::take_secrets(&args.serve, &mut args.url)?;
+            mount::run(&args, global)
+        }
         Verb::Inquiry(args) => inquiry::run(&args, global),
         Verb::Read(args) => copy::read(&args, global),
         Verb::Write(args) => copy::write(&args, global),

@@ -27,6 +27,7 @@ use super::serve::{self, Event};
 use super::state::{Export, StateDir};
 use crate::block::{BlockDevice, ByteDevice};
 use crate::fuse::{Caching, FuseMount, FuseOptions, UnmountError};
+use crate::iscsi::url::SECRET_ENV;
 
 /// How long the kernel may take to let go of the file when the loop device is free.
 const LET_GO: Duration = Duration::from_secs(30);
@@ -188,7 +189,11 @@ pub(super) fn unmount(dir: &Path, lazy: bool) -> Result<(), CliError> {
 
 /// Runs a tool of the system, and gives what it printed.
 fn run_tool(name: &str, args: &[&OsStr]) -> Result<String, CliError> {
-    let output = Command::new(name)
+    let mut command = Command::new(name);
+    for secret in SECRET_ENV {
+        command.env_remove(secret);
+    }
+    let output = command
         .args(args)
         .env("LC_ALL", "C")
         .stdin(Stdio::null())

@@ -1,13 +1,14 @@
 //! Serving an attachment: in the foreground, or by a process in the background.
 //!
 //! The background process is this program again, with the same arguments and `--foreground
-//! --supervised LOG`, in a session of its own. It prints one line of JSON when the attachment is
+//! --supervised LOG`, in a session of its own. Passwords are not among the arguments: they come on
+//! its standard input. It prints one line of JSON when the attachment is
 //! usable, or why it is not; whoever started it waits for that line. What ends an attachment is a
 //! signal (`SIGTERM`, `SIGINT`, `SIGHUP`), or that somebody unmounts it.
 
 use std::ffi::OsString;
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::mpsc;
@@ -25,6 +26,8 @@ use super::output;
 use super::state::{Attachment, Export, Registration, StateDir, process_start};
 use super::units;
 use crate::block::BlockDevice;
+use crate::iscsi::url::{SECRET_ENV, Secrets};
+use crate::url::TargetUrl;
 
 /// How long one operation of an export may take at least, reconnections included: a kernel that
 /// gets an error gives up the file system, so patience is cheaper.
@@ -201,15 +204,28 @@ fn in_background(args: &ServeArgs, global: &Global) -> Result<Attachment, CliErr
     let to_log = File::create(&log)
         .map_err(|e| CliError::io(format!("cannot create {}", log.display()), e))?;
     let mut command = Command::new(std::env::current_exe().map_err(failed)?);
+    let (arguments, secrets) = arguments(&log);
+    let stdin = if secrets.is_empty() {
+        Stdio::null()
+    } else {
+        Stdio::piped()
+    };
+    for name in SECRET_ENV {
+        command.env_remove(name);
+    }
     command
-        .args(arguments(&log))
-        .stdin(Stdio::null())
+        .args(arguments)
+        .stdin(stdin)
         .stdout(Stdio::piped())
         .stderr(to_log);
     if global.log.is_none() && global.verbose == 0 && !global.quiet {
         command.env("RISER_LOG", "info");
     }
     let mut child = command.spawn().map_err(failed)?;
+    if let Some(mut stdin) = child.stdin.take() {
+        let text = serde_json::to_vec(&secrets).expect("strings serialize");
+        stdin.write_all(&text).map_err(failed)?;
+    }
     let stdout = child.stdout.take().expect("it is piped");
     let (sender, told) = mpsc::channel();
     thread::Builder::new()
@@ -259,14 +275,45 @@ fn in_background(args: &ServeArgs, global: &Global) -> Result<Attachment, CliErr
     }
 }
 
-/// This process's arguments, and those that make the other one serve.
-fn arguments(log: &Path) -> Vec<OsString> {
+/// This process's arguments without passwords, those that make the other one serve, and the
+/// passwords.
+fn arguments(log: &Path) -> (Vec<OsString>, Secrets) {
     let mut args: Vec<OsString> = std::env::args_os().skip(1).collect();
+    let mut secrets = Secrets::default();
+    for arg in &mut args {
+        let url = arg.to_str().map(str::parse);
+        if let Some(Ok(TargetUrl::Iscsi(mut url))) = url {
+            secrets = url.take_secrets();
+            *arg = url.to_string().into();
+        }
+    }
     // What comes after `--` is no option.
     let at = args.iter().position(|a| a == "--").unwrap_or(args.len());
     let own = ["--foreground".into(), "--supervised".into(), log.into()];
     args.splice(at..at, own);
-    args
+    (args, secrets)
+}
+
+/// Takes the passwords that the process which started this one has for it.
+pub(super) fn take_secrets(args: &ServeArgs, address: &mut Address) -> Result<(), CliError> {
+    let Address::Target(url) = address else {
+        return Ok(());
+    };
+    let TargetUrl::Iscsi(url) = &mut **url else {
+        return Ok(());
+    };
+    if args.supervised.is_none() {
+        return Ok(());
+    }
+    let mut text = Vec::new();
+    io::stdin()
+        .read_to_end(&mut text)
+        .map_err(|e| CliError::io("cannot read the passwords", e))?;
+    if !text.is_empty() {
+        let secrets = serde_json::from_slice(&text);
+        url.put_secrets(secrets.map_err(|e| CliError::io("cannot read the passwords", e.into()))?);
+    }
+    Ok(())
 }
 
 /// How an attachment uses its disk.

@@ -10,10 +10,11 @@ use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::verbs::{PKey, Provider};
 
 use super::driver::{Driver, DriverConfig, Message};
+use super::no_device::NoDevice;
 use super::park::Mailbox;
 use super::pool::BufferPool;
 use super::{Client, EngineError};
-use crate::srp::session::Timing;
+use crate::session::Timing;
 
 /// How to make a [`Client`].
 #[derive(Clone, Debug)]
@@ -93,6 +94,14 @@ impl ClientBuilder {
         self.build(move || Roce::open(&RoceConfig::new(addr)))
     }
 
+    /// Starts the engine without an RDMA device, for sessions on TCP.
+    ///
+    /// # Errors
+    /// As [`Self::build`].
+    pub fn without_device(self) -> Result<Client, EngineError> {
+        self.build(|| Ok(NoDevice::new()))
+    }
+
     /// Starts the engine on a device that `open` makes on the engine's thread.
     ///
     /// # Errors
@@ -154,6 +163,8 @@ pub(super) struct Device {
     pub(super) name: String,
     pub(super) guid: u64,
     pub(super) region_segments: u32,
+    /// Whether a receive tells which key the peer has invalidated.
+    pub(super) tells_invalidation: bool,
     pub(super) pkeys: Vec<PKey>,
 }
 
@@ -169,6 +180,7 @@ impl Device {
             } else {
                 1
             },
+            tells_invalidation: attr.tells_invalidation,
             pkeys: (0..entries)
                 .filter_map(|i| provider.query_pkey(1, i).ok())
                 .collect(),

@@ -2,27 +2,33 @@
 
 use std::future::Future;
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use riser_scsi::iscsi::name::Found;
 use riser_scsi::srp::{MultiChannelAction, PortIdParts};
 
 use super::builder::{ClientBuilder, Shared};
 use super::conn::ConnConfig;
-use super::driver::{Message, Open, SessionGuard, Target};
+use super::driver::{IserOpen, Message, Open, Protocol, SessionGuard, SrpOpen, Target, TcpOpen};
+use super::iser::IserConfig;
 use super::oneshot::{Sender, oneshot};
 use super::pool::BufferPool;
 use super::session::{Session, SessionHandle};
 use super::status::SessionStatus;
 use super::timer::Timeout;
 use super::{DEFAULT_TIMEOUT, EngineError};
+use crate::iscsi;
+use crate::iscsi::url::IscsiUrl;
+#[cfg(doc)]
+use crate::request::RequestError;
+use crate::session::{Down, Timing};
 use crate::srp::channel::ChannelConfig;
 use crate::srp::discovery::{DiscoveryError, FoundPort, plan_port};
-use crate::srp::session::{Down, SessionConfig};
-use crate::srp::url::{Host, SrpUrl};
-#[cfg(doc)]
-use crate::srp::{request::RequestError, session::Timing};
+use crate::srp::session::SessionConfig;
+use crate::srp::url::SrpUrl;
+use crate::url::TargetUrl;
 
 /// An engine. Clones share it; when the last clone, session and logical unit is gone, it closes its
 /// sessions and ends.
@@ -67,7 +73,7 @@ impl Client {
     /// # Errors
     /// [`EngineError::Discovery`] where nobody answers, or the device cannot ask.
     pub async fn discover(&self, url: &SrpUrl) -> Result<Vec<FoundPort>, EngineError> {
-        let ip = resolve(url)?.dst.ip();
+        let ip = resolve(&url.into())?.dst.ip();
         let (reply, answer) = oneshot();
         let message = Message::Discover {
             ip,
@@ -113,42 +119,89 @@ impl Client {
         Ok(url)
     }
 
-    /// Logs in to a target. A host name is looked up on the calling thread. Where the address names
-    /// no target port, the target is asked which it has; [`Session::url`] names it then.
+    /// Logs in to a target. A host name is looked up on the calling thread. Where an SRP address
+    /// names no target port, the target is asked which it has; [`Session::url`] names it then.
     ///
     /// # Errors
     /// [`EngineError`]; the login is tried once, for as long as [`Timing::login`] says.
-    pub async fn connect(&self, url: &SrpUrl) -> Result<Session, EngineError> {
-        let url = self.find_port(url).await?;
-        self.login(&url).await
+    pub async fn connect(&self, url: impl Into<TargetUrl>) -> Result<Session, EngineError> {
+        let patience = self.0.config.timing.login;
+        match url.into() {
+            TargetUrl::Srp(url) => {
+                let url = self.find_port(&url).await?;
+                self.login(&url, patience).await
+            }
+            url @ TargetUrl::Iscsi(_) => self.login(url, patience).await,
+        }
     }
 
-    /// Logs in to a target without asking it anything before.
+    /// Logs in to a target without asking it anything before, for as long as `patience` says.
     ///
     /// # Errors
     /// As [`Self::connect`].
-    pub async fn login(&self, url: &SrpUrl) -> Result<Session, EngineError> {
-        if let Some(pkey) = url.pkey.filter(|p| !self.0.device.has_pkey(*p)) {
-            return Err(EngineError::NoPartition(pkey));
-        }
-        let target = resolve(url)?;
+    pub async fn login(
+        &self,
+        url: impl Into<TargetUrl>,
+        patience: Duration,
+    ) -> Result<Session, EngineError> {
+        let url = url.into();
+        let protocol = match &url {
+            TargetUrl::Srp(url) => self.plan_srp(url, patience)?,
+            TargetUrl::Iscsi(url) if url.target.is_none() => return Err(EngineError::NoTarget),
+            TargetUrl::Iscsi(url) => self.plan_iscsi(url, patience, None)?,
+        };
         let status = Arc::new(SessionStatus::default());
-        let (reply, answer) = oneshot();
-        let open = self.plan_open(url, target, status.clone(), reply);
-        self.0
-            .mailbox
-            .send(Message::Open(Box::new(open)))
-            .map_err(|_| EngineError::Gone)?;
-        let guard = answer.await.ok_or(EngineError::Gone)??;
+        let guard = self.open(&url, protocol, status.clone()).await?;
         Ok(Session {
             handle: Arc::new(SessionHandle {
                 guard,
                 client: self.clone(),
                 status,
-                url: url.clone(),
+                url,
             }),
             timeout: DEFAULT_TIMEOUT,
         })
+    }
+
+    /// Asks an iSCSI portal which targets it offers (SendTargets). A target in the address does not
+    /// matter.
+    ///
+    /// # Errors
+    /// As [`Self::connect`].
+    pub async fn discover_targets(&self, url: &IscsiUrl) -> Result<Vec<Found>, EngineError> {
+        let mut url = url.clone();
+        url.target = None;
+        let (sender, found) = oneshot();
+        let protocol = self.plan_iscsi(&url, self.0.config.timing.login, Some(sender))?;
+        let url = TargetUrl::Iscsi(url);
+        let status = Arc::new(SessionStatus::default());
+        let _guard = self.open(&url, protocol, status.clone()).await?;
+        match found.await {
+            Some(found) => Ok(found),
+            // It was live, and ended without an answer.
+            None => Err(status.last_down().unwrap_or(Down::ConnectionLost).into()),
+        }
+    }
+
+    async fn open(
+        &self,
+        url: &TargetUrl,
+        protocol: Protocol,
+        status: Arc<SessionStatus>,
+    ) -> Result<SessionGuard, EngineError> {
+        let target = resolve(url)?;
+        let (reply, answer) = oneshot();
+        let open = Open {
+            target,
+            protocol,
+            status,
+            reply,
+        };
+        self.0
+            .mailbox
+            .send(Message::Open(Box::new(open)))
+            .map_err(|_| EngineError::Gone)?;
+        Ok(answer.await.ok_or(EngineError::Gone)??)
     }
 
     /// Waits for a future, but not longer than `limit`. The engine keeps the time, so any executor
@@ -161,13 +214,10 @@ impl Client {
         Timeout::new(future, receiver)
     }
 
-    fn plan_open(
-        &self,
-        url: &SrpUrl,
-        target: Target,
-        status: Arc<SessionStatus>,
-        reply: Sender<Result<SessionGuard, Down>>,
-    ) -> Open {
+    fn plan_srp(&self, url: &SrpUrl, patience: Duration) -> Result<Protocol, EngineError> {
+        if let Some(pkey) = url.pkey.filter(|p| !self.0.device.has_pkey(*p)) {
+            return Err(EngineError::NoPartition(pkey));
+        }
         let config = &self.0.config;
         let queue_size = url.queue_size.unwrap_or(config.queue_size);
         let inline_descriptors = url.cmd_sg_entries.unwrap_or(12);
@@ -196,13 +246,15 @@ impl Client {
             multi_channel: MultiChannelAction::Single,
         };
         let region_segments = config.region_segments.min(self.0.device.region_segments);
-        Open {
-            target,
+        Ok(Protocol::Srp(Box::new(SrpOpen {
             config: SessionConfig {
                 channels: url.channels.unwrap_or(1),
                 channel,
                 max_requests: config.max_requests.max(queue_size.into()),
-                timing: config.timing,
+                timing: Timing {
+                    login: patience,
+                    ..config.timing
+                },
                 max_attempts: 32,
             },
             conn: ConnConfig {
@@ -212,28 +264,57 @@ impl Client {
                 region_segments: region_segments.max(1),
             },
             pool_wide: url.register_always == Some(false),
-            status,
-            reply,
+        })))
+    }
+
+    fn plan_iscsi(
+        &self,
+        url: &IscsiUrl,
+        patience: Duration,
+        found: Option<Sender<Vec<Found>>>,
+    ) -> Result<Protocol, EngineError> {
+        let config = &self.0.config;
+        let limits = iscsi::Limits {
+            queue_size: config.queue_size,
+            max_requests: config.max_requests,
+            timing: Timing {
+                login: patience,
+                ..config.timing
+            },
+        };
+        // One for each session: a second login with the first one's would end that.
+        let isid = iscsi::isid(RandomState::new().build_hasher().finish());
+        let segments = config.region_segments.min(self.0.device.region_segments);
+        let config = iscsi::plan_session(url, isid, limits)?;
+        if !url.is_iser() {
+            return Ok(Protocol::Tcp(Box::new(TcpOpen { config, found })));
         }
+        let conn = IserConfig {
+            queue_size: config.queue_size,
+            region_segments: segments.max(1),
+            discovery: url.target.is_none(),
+            remote_invalidate: self.0.device.tells_invalidation,
+        };
+        Ok(Protocol::Iser(Box::new(IserOpen {
+            config,
+            conn,
+            found,
+        })))
     }
 }
 
 /// The addresses that a URL means.
-fn resolve(url: &SrpUrl) -> Result<Target, EngineError> {
-    let dst = match &url.host {
-        Host::Ip(ip) => SocketAddr::new(*ip, url.port),
-        Host::Name(name) => {
-            let none = || EngineError::NoAddress(name.clone());
-            let fits = |a: &SocketAddr| url.src.is_none_or(|s| s.is_ipv4() == a.is_ipv4());
-            let mut found = (name.as_str(), url.port)
-                .to_socket_addrs()
-                .map_err(|_| none())?;
-            found.find(fits).ok_or_else(none)?
-        }
+fn resolve(url: &TargetUrl) -> Result<Target, EngineError> {
+    let dst = url
+        .resolve()
+        .map_err(|_| EngineError::NoAddress(url.host().to_string()))?;
+    let service_id = match url {
+        TargetUrl::Srp(url) => url.service_id,
+        TargetUrl::Iscsi(_) => None,
     };
     Ok(Target {
         dst,
-        src: url.src.map(|ip| SocketAddr::new(ip, 0)),
-        service_id: url.service_id,
+        src: url.src().map(|ip| SocketAddr::new(ip, 0)),
+        service_id,
     })
 }

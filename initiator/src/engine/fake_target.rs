@@ -56,6 +56,7 @@ pub(crate) struct Knobs {
     pub(crate) aborts: AtomicU32,
     pub(crate) logins: AtomicU32,
     pub(crate) logouts: AtomicU32,
+    pub(crate) refused: AtomicU32,
     pub(crate) indirect: AtomicU32,
     pub(crate) external: AtomicU32,
     pub(crate) immediate: AtomicU32,
@@ -339,6 +340,7 @@ impl Target {
     fn log_in(&mut self, id: CmId, private_data: &[u8]) {
         let login = LoginReq::parse_rdma(private_data).unwrap();
         if self.knobs.refuse.load(Ordering::SeqCst) {
+            self.knobs.refused.fetch_add(1, Ordering::SeqCst);
             let mut rej = [0; 32];
             LoginRej {
                 reason: LoginRejReason::InsufficientResources,

@@ -8,8 +8,8 @@ use riser_scsi::srp::TaskAttr;
 
 use super::oneshot::Sender;
 use crate::block::Buffer;
+use crate::request::{RequestResult, Retry};
 use crate::scsi::Command;
-use crate::srp::request::{RequestResult, Retry};
 
 /// The memory of a command's data. Its length must be that of the command's data.
 #[derive(Debug, Default)]

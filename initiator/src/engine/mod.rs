@@ -4,10 +4,10 @@
 //! ```text
 //!  any thread, any executor          engine thread
 //!  ------------------------          -------------
-//!  Client::connect, Session::submit ──mailbox──▶ Driver ── srp::session machines
+//!  Client::connect, Session::submit ──mailbox──▶ Driver ── srp::session, iscsi::session machines
 //!  IoFuture ◀──────────── oneshot ───────────────  │
 //!  Workload (runs here, without a wake-up) ───────▶ │
-//!                                                Provider (verbs, connection manager)
+//!                                                Provider (verbs, connection manager), TCP sockets
 //! ```
 //!
 //! - [`Client`]: starts and stops the thread, makes sessions, owns the buffer pool.
@@ -27,11 +27,14 @@ mod client;
 mod conn;
 mod driver;
 mod io;
+mod iser;
+mod no_device;
 mod oneshot;
 mod park;
 mod pool;
 mod session;
 mod status;
+mod tcp;
 mod timer;
 
 use std::time::Duration;
@@ -44,8 +47,9 @@ pub use session::{IoFuture, Session};
 pub use status::{LinkState, SessionStatus};
 pub use timer::{Elapsed, Timeout};
 
+use crate::iscsi::url::SecretError;
+use crate::session::Down;
 use crate::srp::discovery::DiscoveryError;
-use crate::srp::session::Down;
 
 /// How long a call of a session may take unless told otherwise.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -73,6 +77,12 @@ pub enum EngineError {
         "this device cannot ask a target for its ports; name one with id_ext and ioc_guid in the address"
     )]
     Unnamed,
+    /// The address does not name the iSCSI target.
+    #[error("address names no target; `riser discover` lists those that there are")]
+    NoTarget,
+    /// The passwords for the address are not to be had.
+    #[error(transparent)]
+    Secret(#[from] SecretError),
     /// Nothing could be found out about the address.
     #[error(transparent)]
     Discovery(#[from] DiscoveryError),

@@ -1,14 +1,15 @@
 //! Where the engine sleeps, and how others wake it.
 
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::poll_fds::wait_readable;
+pub(crate) use crate::poll_fds::Waited;
+use crate::poll_fds::wait;
 
 /// Longest sleep: waking once in an hour costs nothing and keeps sums of times small.
 const LONGEST: Duration = Duration::from_secs(3600);
@@ -80,18 +81,18 @@ impl<T> Mailbox<T> {
         std::mem::take(&mut inner.messages)
     }
 
-    /// Sleeps until a message comes, a descriptor is readable or the time is over. It may also wake
+    /// Sleeps until a message comes, a descriptor is ready or the time is over. It may also wake
     /// for no reason.
-    pub(crate) fn park(&self, fds: &[RawFd], timeout: Option<Duration>) {
+    pub(crate) fn park(&self, fds: &[Waited], timeout: Option<Duration>) {
         self.parked.store(true, Ordering::SeqCst);
         if !self.inner().messages.is_empty() {
             self.parked.store(false, Ordering::SeqCst);
             return;
         }
         let mut all = Vec::with_capacity(fds.len() + 1);
-        all.push(self.bell.as_raw_fd());
+        all.push(Waited::reading(self.bell.as_raw_fd()));
         all.extend_from_slice(fds);
-        wait_readable(&all, timeout.map(|t| t.min(LONGEST)));
+        wait(&all, timeout.map(|t| t.min(LONGEST)));
         self.parked.store(false, Ordering::SeqCst);
         let mut count = [0; 8];
         let _ = rustix::io::read(&self.bell, &mut count);

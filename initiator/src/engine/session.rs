@@ -13,14 +13,14 @@ use super::status::SessionStatus;
 use super::timer::Elapsed;
 use super::{Client, EngineError};
 use crate::block::Buffer;
-use crate::srp::request::RequestError;
-use crate::srp::url::SrpUrl;
+use crate::request::RequestError;
+use crate::url::TargetUrl;
 
 pub(super) struct SessionHandle {
     pub(super) guard: SessionGuard,
     pub(super) client: Client,
     pub(super) status: Arc<SessionStatus>,
-    pub(super) url: SrpUrl,
+    pub(super) url: TargetUrl,
 }
 
 /// A session with a target. Clones share it; the last one to go logs out.
@@ -48,7 +48,7 @@ impl Session {
 
     /// The address that the session was made with.
     #[must_use]
-    pub fn url(&self) -> &SrpUrl {
+    pub fn url(&self) -> &TargetUrl {
         &self.handle.url
     }
 

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use crate::srp::session::{Down, SessionEvent};
+use crate::session::{Down, SessionEvent};
 
 /// Whether a session works.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

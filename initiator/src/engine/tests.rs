@@ -11,11 +11,12 @@ use riser_transport::roce::{Roce, RoceConfig};
 use super::*;
 use crate::block::task::block_on;
 use crate::lun::{Lun, LunError};
+use crate::request::RequestError;
+use crate::request::{Cdb, DataLen};
 use crate::scsi::Command;
-use crate::srp::channel::{Cdb, DataLen};
-use crate::srp::request::RequestError;
-use crate::srp::session::Timing;
+use crate::session::Timing;
 use crate::srp::url::SrpUrl;
+use crate::url::TargetUrl;
 
 const BLOCKS: usize = 4096;
 
@@ -31,6 +32,7 @@ fn timing() -> Timing {
         attempt: Duration::from_millis(700),
         tsk_mgmt: Duration::from_millis(700),
         login: Duration::from_secs(20),
+        login_max: Duration::from_secs(20),
         backoff_min: Duration::from_millis(20),
         backoff_max: Duration::from_millis(200),
         busy: Duration::from_millis(1),
@@ -256,6 +258,28 @@ fn broken_connections_are_made_again_and_commands_repeated() {
     assert_eq!(end.result.unwrap_err(), RequestError::ConnectionLost);
 }
 
+/// A refusal is the last that is heard of the connection manager, so nothing but the engine's own
+/// clock drives the next attempt. A Linux target refuses for as long as its port is switched off.
+#[test]
+fn a_target_that_refuses_for_a_while_is_asked_again() {
+    let rig = rig(33, "");
+    let lun = block_on(rig.session.lun(0)).unwrap();
+    let started = Instant::now();
+    rig.target.knobs.refuse.store(true, Ordering::SeqCst);
+    rig.target.knobs.disconnect.store(true, Ordering::SeqCst);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while rig.target.knobs.refused.load(Ordering::SeqCst) < 4 {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            rig.target.knobs.refuse.store(false, Ordering::SeqCst);
+        });
+        put(&lun, 0, &pattern(1, 8192));
+    });
+    assert_eq!(get(&lun, 0, 8192), pattern(1, 8192));
+    assert!(started.elapsed() < timing().login, "an attempt was stuck");
+}
+
 /// The target keeps the key of an answered command and writes with it: the key is dead.
 #[test]
 fn memory_is_out_of_reach_once_a_command_is_done() {
@@ -479,8 +503,10 @@ fn a_bare_address_is_completed() {
         (Some(5555), "fake")
     );
     let session = block_on(client.connect(&url)).unwrap();
-    assert_eq!(session.url().ioc_guid, Some(0x51));
-    assert_eq!(session.url().id_ext, Some(0x52));
+    let TargetUrl::Srp(named) = session.url() else {
+        panic!("{}", session.url());
+    };
+    assert_eq!((named.id_ext, named.ioc_guid), (Some(0x52), Some(0x51)));
     let nobody: SrpUrl = "srp://127.0.29.9/".parse().unwrap();
     let error = block_on(client.discover(&nobody)).unwrap_err();
     assert!(error.to_string().contains("nobody"), "{error}");

@@ -4,7 +4,7 @@ use riser_scsi::sense::{AdditionalSense, Sense, SenseKey};
 
 use crate::block::BlockError;
 use crate::engine::{Elapsed, IoData, IoEnd};
-use crate::srp::request::{Answer, GOOD, RequestError};
+use crate::request::{Answer, GOOD, RequestError};
 
 /// SCSI status RESERVATION CONFLICT.
 const RESERVATION_CONFLICT: u8 = 0x18;

@@ -9,12 +9,12 @@ use super::error::judge;
 use super::{Lun, LunError, LunShared, MAX_TRANSFER};
 use crate::block::Geometry;
 use crate::engine::{IoData, ScsiIo, Session};
+use crate::request::DataLen;
+use crate::request::RequestError;
 use crate::scsi::{
     BlockLimits, CachingPage, Capacity, Command, Identity, Inquiry, Provisioning, parse_luns,
     vpd_body,
 };
-use crate::srp::channel::DataLen;
-use crate::srp::request::RequestError;
 
 /// What a logical unit is.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -26,9 +26,9 @@ use self::error::{judge, judge_whole};
 pub use self::info::LunInfo;
 use crate::block::{BlockDevice, BlockError, Buffer, Extent, ExtentKind, Geometry, ZeroOptions};
 use crate::engine::{BufferPool, IoData, IoEnd, IoFuture, ScsiIo, Session};
+use crate::request::{Cdb, DataLen};
+use crate::request::{RequestError, Retry};
 use crate::scsi::{BlockRange, Command, parse_lba_status, unmap_list};
-use crate::srp::channel::{Cdb, DataLen};
-use crate::srp::request::{RequestError, Retry};
 
 /// Largest transfer of one command, whatever the target would take.
 const MAX_TRANSFER: u32 = 4 << 20;

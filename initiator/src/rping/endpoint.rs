@@ -36,7 +36,10 @@ pub(super) struct Endpoint<'a> {
     qp: Option<QpId>,
     messages: Vec<RdmaInfo>,
     sent: Option<WcOpcode>,
+    /// The peer has left, as a completion or an event told.
     gone: bool,
+    /// The event that ends the connection has come; it comes once.
+    ended: bool,
     completions: Vec<Completion>,
 }
 
@@ -92,6 +95,7 @@ impl<'a> Endpoint<'a> {
             messages: Vec::new(),
             sent: None,
             gone: false,
+            ended: false,
             completions: Vec::new(),
         })
     }
@@ -323,9 +327,11 @@ impl<'a> Endpoint<'a> {
                     | CmEventKind::RouteError(e)
                     | CmEventKind::ConnectError(e) => return Err(cm(step)(e)),
                     CmEventKind::Unreachable => return Err(RpingError::Timeout(step)),
-                    CmEventKind::Disconnected => self.gone = true,
-                    _ => {}
+                    kind => self.note_end(&kind),
                 }
+            }
+            if self.ended {
+                return Err(RpingError::Disconnected(0));
             }
             self.wait(step, limit)?;
         }
@@ -335,12 +341,7 @@ impl<'a> Endpoint<'a> {
     fn turn(&mut self, step: &'static str, limit: Option<Instant>) -> Result<(), RpingError> {
         self.provider.progress(Instant::now());
         while let Some(event) = self.provider.poll_cm_event() {
-            if matches!(
-                event.kind,
-                CmEventKind::Disconnected | CmEventKind::DeviceRemoval
-            ) {
-                self.gone = true;
-            }
+            self.note_end(&event.kind);
         }
         if self.reap(step)? == 0 && !self.gone {
             let waiting = self
@@ -397,6 +398,8 @@ impl<'a> Endpoint<'a> {
 
     /// Sleeps until a descriptor of the device is readable, its deadline, or the limit.
     fn wait(&mut self, step: &'static str, limit: Option<Instant>) -> Result<(), RpingError> {
+        // What goes wrong shows in completions and connection events.
+        while self.provider.poll_async_event().is_some() {}
         if self.provider.progress(Instant::now()) > 0 {
             return Ok(());
         }
@@ -411,11 +414,20 @@ impl<'a> Endpoint<'a> {
         Ok(())
     }
 
-    /// Says good-bye and waits a moment for the peer's.
+    fn note_end(&mut self, kind: &CmEventKind) {
+        if matches!(kind, CmEventKind::Disconnected | CmEventKind::DeviceRemoval) {
+            self.gone = true;
+            self.ended = true;
+        }
+    }
+
+    /// Says good-bye and waits for the peer's, unless that has come already.
     pub(super) fn disconnect(&mut self) {
         let Some(id) = self.id else { return };
         let _ = self.provider.disconnect(id);
-        let _ = self.wait_event("disconnect", |k| *k == CmEventKind::Disconnected);
+        if !self.ended {
+            let _ = self.wait_event("disconnect", |k| *k == CmEventKind::Disconnected);
+        }
     }
 }
 
@@ -439,6 +451,8 @@ fn conn_param() -> ConnParam {
     ConnParam {
         responder_resources: 1,
         initiator_depth: 1,
+        // `rdma_rxe` takes 7 for "without end", and would never notice that its peer is gone.
+        retry_count: 6,
         ..Default::default()
     }
 }

@@ -245,6 +245,10 @@ pub fn server(
 
 #[cfg(test)]
 mod tests {
+    use std::net::IpAddr;
+
+    use riser_transport::roce::{Roce, RoceConfig};
+
     use super::*;
 
     #[test]
@@ -260,6 +264,31 @@ mod tests {
             }
         );
         assert_eq!(info.emit(), bytes);
+    }
+
+    /// A step may take an hour, so a side that waited for something that does not come would show.
+    #[test]
+    fn a_server_ends_when_its_client_has_left() {
+        let open = |n: u8| {
+            let config = RoceConfig::new(IpAddr::from([127, 91, 0, n]));
+            Roce::open(&config).unwrap()
+        };
+        let (mut here, mut there) = (open(1), open(2));
+        let options = |count| Options {
+            count,
+            size: 4096,
+            timeout: Duration::from_secs(3600),
+        };
+        let (tell, told) = std::sync::mpsc::channel();
+        let served = std::thread::spawn(move || {
+            let listen = SocketAddr::from(([127, 91, 0, 1], DEFAULT_PORT));
+            let ready = |at| tell.send(at).unwrap();
+            server(&mut here, listen, &options(0), ready).unwrap().pings
+        });
+        let at = told.recv().unwrap();
+        let report = client(&mut there, at, &options(20)).unwrap();
+        assert_eq!((report.pings, report.bytes), (20, 20 * 4096));
+        assert_eq!(served.join().unwrap(), 20);
     }
 
     #[test]

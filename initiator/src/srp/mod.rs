@@ -4,7 +4,6 @@
 //! - [`channel`]: one channel: login, request limit, tags, information units.
 //! - [`discovery`]: finding the ports of an address.
 //! - [`session`]: channels and requests: distribution, timeouts, task management, reconnection.
-//! - [`request`]: requests, their ends, and what may be done twice.
 //! - [`descriptor`]: memory descriptors and where they go.
 
 #![forbid(unsafe_code)]
@@ -12,6 +11,5 @@
 pub mod channel;
 pub mod descriptor;
 pub mod discovery;
-pub mod request;
 pub mod session;
 pub mod url;

@@ -13,10 +13,13 @@
 //! Every error names the part of the address it is about.
 
 use std::fmt;
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::IpAddr;
 use std::str::FromStr;
 
 use riser_scsi::srp::{InitiatorPortId, PortIdParts, TargetPortId};
+
+use crate::url::{Authority, Part, decimal, split_query};
+pub use crate::url::{Host, UrlError};
 
 /// RDMA/CM port where SRP targets listen unless told otherwise.
 pub const DEFAULT_PORT: u16 = 5555;
@@ -60,61 +63,6 @@ pub struct SrpUrl {
     pub register_always: Option<bool>,
     /// `src`: local address to connect from.
     pub src: Option<IpAddr>,
-}
-
-/// The target's address, or a name for it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Host {
-    /// A literal address.
-    Ip(IpAddr),
-    /// A host name: letters, digits, dots, hyphens and underscores.
-    Name(String),
-}
-
-impl fmt::Display for Host {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Ip(IpAddr::V4(ip)) => write!(f, "{ip}"),
-            Self::Ip(IpAddr::V6(ip)) => write!(f, "[{ip}]"),
-            Self::Name(name) => f.write_str(name),
-        }
-    }
-}
-
-/// Why a string is no SRP address.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum UrlError {
-    /// The scheme is missing or another one.
-    #[error("address must begin with `srp://`")]
-    Scheme,
-    /// The host is missing or malformed.
-    #[error("host `{0}` is neither an address nor a name")]
-    Host(String),
-    /// The port is no number from 1 to 65535.
-    #[error("port `{0}` is not a number from 1 to 65535")]
-    Port(String),
-    /// The path is no logical unit number.
-    #[error("logical unit `{0}` is not a number from 0 to 16383")]
-    Lun(String),
-    /// A key does not exist.
-    #[error("unknown key `{0}`")]
-    UnknownKey(String),
-    /// A key occurs twice.
-    #[error("key `{0}` occurs twice")]
-    Repeated(String),
-    /// A key has no value.
-    #[error("key `{0}` has no value")]
-    NoValue(String),
-    /// A value is not what its key takes.
-    #[error("value `{value}` of key `{key}` is not {expected}")]
-    Value {
-        /// The key.
-        key: &'static str,
-        /// The value given.
-        value: String,
-        /// What it takes.
-        expected: &'static str,
-    },
 }
 
 impl SrpUrl {
@@ -211,143 +159,16 @@ const KEYS: [&str; 14] = [
     "src",
 ];
 
-/// One `key=value`.
-struct Part<'a> {
-    key: &'static str,
-    value: &'a str,
-}
-
-impl Part<'_> {
-    fn once<T>(
-        &self,
-        field: &mut Option<T>,
-        parse: impl FnOnce(&Self) -> Result<T, UrlError>,
-    ) -> Result<(), UrlError> {
-        if field.is_some() {
-            return Err(UrlError::Repeated(self.key.to_owned()));
-        }
-        *field = Some(parse(self)?);
-        Ok(())
-    }
-
-    fn bad(&self, expected: &'static str) -> UrlError {
-        UrlError::Value {
-            key: self.key,
-            value: self.value.to_owned(),
-            expected,
-        }
-    }
-
-    fn hex64(&self) -> Result<u64, UrlError> {
-        self.hex(16, "a hexadecimal number of at most 16 digits")
-    }
-
-    fn hex16(&self) -> Result<u16, UrlError> {
-        let value = self.hex(4, "a hexadecimal number of at most 4 digits")?;
-        Ok(u16::try_from(value).expect("at most four digits"))
-    }
-
-    fn hex(&self, digits: usize, expected: &'static str) -> Result<u64, UrlError> {
-        let text = self.value.strip_prefix("0x").unwrap_or(self.value);
-        let legal =
-            (1..=digits).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_hexdigit());
-        if !legal {
-            return Err(self.bad(expected));
-        }
-        u64::from_str_radix(text, 16).map_err(|_| self.bad(expected))
-    }
-
-    fn number<T>(
-        &self,
-        range: std::ops::RangeInclusive<u32>,
-        expected: &'static str,
-    ) -> Result<T, UrlError>
-    where
-        T: TryFrom<u32>,
-    {
-        decimal(self.value)
-            .filter(|n| range.contains(n))
-            .and_then(|n| T::try_from(n).ok())
-            .ok_or_else(|| self.bad(expected))
-    }
-
-    fn flag(&self) -> Result<bool, UrlError> {
-        match self.value {
-            "1" | "yes" | "on" => Ok(true),
-            "0" | "no" | "off" => Ok(false),
-            _ => Err(self.bad("`1` or `0`")),
-        }
-    }
-
-    fn ip(&self) -> Result<IpAddr, UrlError> {
-        let text = self.value.trim_start_matches('[').trim_end_matches(']');
-        text.parse().map_err(|_| self.bad("an IP address"))
-    }
-}
-
-/// Digits only: no sign, no spaces.
-fn decimal(text: &str) -> Option<u32> {
-    text.bytes()
-        .all(|b| b.is_ascii_digit())
-        .then(|| text.parse().ok())?
-}
-
-fn parse_host(text: &str) -> Result<Host, UrlError> {
-    let bad = || UrlError::Host(text.to_owned());
-    if let Some(inner) = text.strip_prefix('[') {
-        let inner = inner.strip_suffix(']').ok_or_else(bad)?;
-        let ip: Ipv6Addr = inner.parse().map_err(|_| bad())?;
-        return Ok(Host::Ip(ip.into()));
-    }
-    if let Ok(ip) = text.parse::<std::net::Ipv4Addr>() {
-        return Ok(Host::Ip(ip.into()));
-    }
-    let legal = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'-' | b'_');
-    // A name whose last label is all digits would be a mistyped IPv4 address.
-    let numeric = text
-        .rsplit('.')
-        .next()
-        .is_some_and(|l| l.bytes().all(|b| b.is_ascii_digit()));
-    if text.is_empty() || text.len() > 253 || numeric || !text.bytes().all(legal) {
-        return Err(bad());
-    }
-    Ok(Host::Name(text.to_owned()))
-}
-
-/// Splits `host[:port]`; a colon within brackets belongs to the address.
-fn split_port(authority: &str) -> (&str, Option<&str>) {
-    let after_bracket = match authority.rfind(']') {
-        Some(at) => at,
-        None if authority.starts_with('[') => return (authority, None),
-        None => 0,
-    };
-    match authority[after_bracket..].rfind(':') {
-        Some(at) => {
-            let at = after_bracket + at;
-            (&authority[..at], Some(&authority[at + 1..]))
-        }
-        None => (authority, None),
-    }
-}
-
 impl FromStr for SrpUrl {
     type Err = UrlError;
 
     fn from_str(text: &str) -> Result<Self, UrlError> {
         let rest = text.strip_prefix("srp://").ok_or(UrlError::Scheme)?;
-        let (rest, query) = match rest.split_once('?') {
-            Some((rest, query)) => (rest, Some(query)),
-            None => (rest, None),
-        };
+        let (rest, query) = split_query(rest);
         let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
-        let (host, port) = split_port(authority);
-        let mut url = Self::new(parse_host(host)?);
-        if let Some(port) = port {
-            url.port = decimal(port)
-                .and_then(|p| u16::try_from(p).ok())
-                .filter(|p| *p != 0)
-                .ok_or_else(|| UrlError::Port(port.to_owned()))?;
-        }
+        let authority: Authority = authority.parse()?;
+        let mut url = Self::new(authority.host);
+        url.port = authority.port.unwrap_or(DEFAULT_PORT);
         if !path.is_empty() {
             let lun = decimal(path)
                 .and_then(|l| u16::try_from(l).ok())
@@ -355,12 +176,9 @@ impl FromStr for SrpUrl {
                 .ok_or_else(|| UrlError::Lun(path.to_owned()))?;
             url.lun = Some(lun);
         }
-        for part in query.into_iter().flat_map(|q| q.split('&')) {
-            match part.split_once('=') {
-                Some((key, value)) if !value.is_empty() => url.set(key, value)?,
-                Some((key, _)) => return Err(UrlError::NoValue(key.to_owned())),
-                None => return Err(UrlError::NoValue(part.to_owned())),
-            }
+        for pair in query {
+            let (key, value) = pair?;
+            url.set(key, value)?;
         }
         Ok(url)
     }
@@ -457,7 +275,10 @@ mod tests {
     #[test]
     fn errors_name_the_part() {
         for (text, message) in [
-            ("http://x", "address must begin with `srp://`"),
+            (
+                "http://x",
+                "address must begin with `srp://`, `iscsi://` or `iser://`",
+            ),
             ("srp://", "host `` is neither an address nor a name"),
             (
                 "srp://1.2.3",

@@ -174,6 +174,19 @@ impl Key {
         TABLE.iter().find(|row| row.name == name).map(|row| row.key)
     }
 
+    /// Whether it means something on connections of iSER only (RFC 7145 6.4 to 6.10).
+    #[must_use]
+    pub fn is_for_rdma(self) -> bool {
+        matches!(
+            self,
+            Self::TargetRecvDataSegmentLength
+                | Self::InitiatorRecvDataSegmentLength
+                | Self::MaxOutstandingUnexpectedPdus
+                | Self::TaggedBufferForSolicitedDataOnly
+                | Self::IserHelloRequired
+        )
+    }
+
     /// Its row.
     #[must_use]
     pub fn row(self) -> &'static Row {
@@ -390,6 +403,12 @@ impl Negotiation {
         &self.offer
     }
 
+    /// Whether we are on a connection of iSER, and so offer it.
+    #[must_use]
+    pub fn is_rdma(&self) -> bool {
+        self.offer.values.is(Key::RdmaExtensions)
+    }
+
     /// Whether the peer has sent a key.
     #[must_use]
     pub fn has_seen(&self, key: Key) -> bool {
@@ -427,7 +446,9 @@ impl Negotiation {
         };
         let row = key.row();
         self.admit(row, place)?;
-        if place.discovery && !row.in_discovery {
+        let is_irrelevant =
+            (place.discovery && !row.in_discovery) || (key.is_for_rdma() && !self.is_rdma());
+        if is_irrelevant {
             text::put(out, row.name, "Irrelevant");
             return bounded(Some(key), out);
         }

@@ -4,12 +4,14 @@
 //! out its steps on a byte array with a scattered data buffer, and checks on
 //! the way what every step must obey.
 
+mod atomic;
 mod identity;
 mod linux;
 mod medium;
 mod modes;
 mod properties;
 mod reporting;
+mod reserve;
 mod state;
 
 use crate::access::{DataAccess, copy_in, copy_out};

@@ -41,6 +41,8 @@ enum Action {
     Verify,
     VerifyWrong,
     WriteSame { unmap: bool, zero: bool },
+    CompareAndWrite,
+    OrWrite,
     Unmap,
     Flush,
 }
@@ -53,6 +55,8 @@ fn any_action() -> impl Strategy<Value = Action> {
         Just(Action::Verify),
         Just(Action::VerifyWrong),
         (any::<bool>(), any::<bool>()).prop_map(|(unmap, zero)| Action::WriteSame { unmap, zero }),
+        Just(Action::CompareAndWrite),
+        Just(Action::OrWrite),
         Just(Action::Unmap),
         Just(Action::Flush),
     ]
@@ -139,6 +143,25 @@ impl Reference {
                 }
                 outcome.good();
                 self.0[from..to].copy_from_slice(&pattern.repeat(blocks as usize));
+            }
+            Action::CompareAndWrite => {
+                let most = rig.send(&[0x12, 1, 0xb0, 0, 64, 0]).good().data[5];
+                let cdb = sized([0x89; 3], 2, fill & 0x18, at, blocks);
+                let data = [&self.0[from..to], &fresh].concat();
+                let outcome = rig.send_out(&cdb, &data);
+                if blocks > u32::from(most) {
+                    assert_eq!(outcome.check(), (5, 0x24, 0));
+                    return;
+                }
+                outcome.good();
+                self.0[from..to].copy_from_slice(&fresh);
+            }
+            Action::OrWrite => {
+                let cdb = sized([0x8b; 3], 2, fill & 0x18, at, blocks);
+                rig.send_out(&cdb, &fresh).good();
+                for (byte, bits) in self.0[from..to].iter_mut().zip(&fresh) {
+                    *byte |= bits;
+                }
             }
             Action::Unmap => {
                 let mut list = vec![0, 22, 0, 16, 0, 0, 0, 0];

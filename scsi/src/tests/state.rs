@@ -136,8 +136,8 @@ fn a_stopped_unit_is_not_ready() {
 #[test]
 fn commands_that_do_not_exist() {
     let mut rig = Rig::new();
-    // PREVENT ALLOW, RESERVE (6), PERSISTENT RESERVE IN, COMPARE AND WRITE.
-    for opcode in [0x1e, 0x16, 0x5e, 0x89] {
+    // PREVENT ALLOW, SEND DIAGNOSTIC, LOG SENSE, WRITE ATOMIC.
+    for opcode in [0x1e, 0x1d, 0x4d, 0x9c] {
         let mut cdb = [0; 16];
         cdb[0] = opcode;
         assert_eq!(rig.send(&cdb).check(), (5, 0x20, 0));

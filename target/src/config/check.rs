@@ -4,12 +4,12 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::RangeInclusive;
 use std::path::{Component, Path, PathBuf};
 
-use riser_scsi::iscsi::name::IscsiName;
+use riser_scsi::iscsi::name::{IscsiName, TargetAddress};
 
 use super::error::{ConfigError, nearest};
 use super::model::{
-    Access, Backend, Chap, ChapUser, Config, Limits, LinkFaults, Log, LogFormat, Lun, Names,
-    Portal, Protocol, Provider, Rule, Secret, Target, Transport, Workers,
+    Access, AdminSocket, Backend, Chap, ChapUser, Config, Limits, LinkFaults, Log, LogFormat, Lun,
+    Names, Portal, Protocol, Provider, Redirect, Rule, Secret, Target, Transport, Workers,
 };
 use super::raw;
 use super::value::Percent;
@@ -89,6 +89,7 @@ pub(super) fn check(root: raw::Root) -> Checked<Config> {
         transport: transport(root.transport)?,
         log: log(root.log)?,
         discovery_chap: chap("discovery_chap", root.discovery_chap)?,
+        admin: admin(root.admin)?,
         notes,
     })
 }
@@ -349,11 +350,27 @@ fn target(
         let protocol = match p.protocol {
             raw::Protocol::Srp => Protocol::Srp,
             raw::Protocol::Iscsi => Protocol::Iscsi,
+            raw::Protocol::Iser => Protocol::Iser,
         };
         let listen = p.listen.value.address(match protocol {
             Protocol::Srp => 5555,
             Protocol::Iscsi => riser_scsi::iscsi::name::PORT,
+            Protocol::Iser => riser_scsi::iser::DEFAULT_PORT,
         });
+        // Both are ports of the RDMA CM.
+        let rival = match protocol {
+            Protocol::Srp => Some(Protocol::Iser),
+            Protocol::Iser => Some(Protocol::Srp),
+            Protocol::Iscsi => None,
+        };
+        let rival = rival.and_then(|rival| portals.get(&(rival, listen)));
+        if let Some(other) = rival {
+            return Err(Mistake::new(
+                p.listen.at,
+                format!("{path}.portals[{i}].listen"),
+                format!("{listen} is already an RDMA portal of target `{other}`"),
+            ));
+        }
         // An iSCSI login names its target, so several can share a portal.
         let other = portals.insert((protocol, listen), name.clone());
         if let Some(other) = other.filter(|o| protocol == Protocol::Srp || *o == name) {
@@ -370,11 +387,16 @@ fn target(
             set_ioc_guid: p.ioc_guid,
             set_id_ext: p.id_ext,
             pkey: p.pkey.map_or(0xffff, |k| k.0),
+            redirect: redirect(
+                &format!("{path}.portals[{i}].redirect"),
+                protocol,
+                p.redirect,
+            )?,
         });
     }
     let luns = luns(&path, t.luns.0, backends)?;
     let access = access(&path, t.access, &luns)?;
-    let has_iscsi = listens.iter().any(|p| p.protocol == Protocol::Iscsi);
+    let has_iscsi = listens.iter().any(|p| p.protocol.is_iscsi());
     let iqn = iqn(&path, &name, t.name.at, t.iqn, has_iscsi)?;
     let chap = chap(&format!("{path}.chap"), t.chap)?;
     Ok(Target {
@@ -385,6 +407,33 @@ fn target(
         iqn,
         chap,
     })
+}
+
+/// Where a portal sends those who log in.
+fn redirect(
+    path: &str,
+    protocol: Protocol,
+    raw: Option<Located<raw::Redirect>>,
+) -> Checked<Option<Redirect>> {
+    let Some(raw) = raw else {
+        return Ok(None);
+    };
+    if protocol != Protocol::Iscsi {
+        let message = "only iSCSI initiators can be sent elsewhere";
+        return Err(Mistake::new(raw.at, path, message));
+    }
+    let to = TargetAddress::parse(&raw.value.to).ok_or_else(|| {
+        Mistake::new(
+            raw.at,
+            format!("{path}.to"),
+            "an address or host name, and a port if it is not 3260",
+        )
+        .hint("redirect: { to: \"192.0.2.20:3260\" }")
+    })?;
+    Ok(Some(Redirect {
+        to,
+        permanent: raw.value.permanent,
+    }))
 }
 
 /// The iSCSI name of a target: `iqn`, else its own name if that is one.
@@ -399,7 +448,7 @@ fn iqn(
         Some(iqn) => iscsi_name(&format!("{path}.iqn"), &iqn).map(Some),
         None if !has_iscsi => Ok(None),
         None => IscsiName::new(name).map(Some).map_err(|_| {
-            let message = "a target with an iSCSI portal needs `iqn`";
+            let message = "a target with an iSCSI or iSER portal needs `iqn`";
             Mistake::new(at, path, message).hint("iqn: iqn.2026-01.com.example:disk1")
         }),
     }
@@ -691,4 +740,18 @@ fn log(raw: raw::Log) -> Checked<Log> {
             Some(raw::LogFormat::Json) => LogFormat::Json,
         },
     })
+}
+
+fn admin(raw: raw::Admin) -> Checked<AdminSocket> {
+    let Some(socket) = raw.socket else {
+        return Ok(AdminSocket::Default);
+    };
+    match socket.value.as_str() {
+        "none" => Ok(AdminSocket::Off),
+        path if Path::new(path).is_absolute() => Ok(AdminSocket::At(path.into())),
+        path => {
+            let message = format!("`{path}` is neither an absolute path nor `none`");
+            Err(Mistake::new(socket.at, "admin.socket", message))
+        }
+    }
 }

@@ -29,8 +29,8 @@ mod yaml;
 pub use error::ConfigError;
 pub use identity::HostId;
 pub use model::{
-    Access, Backend, Chap, ChapUser, Config, Limits, LinkFaults, Log, LogFormat, Lun, Names,
-    Portal, Protocol, Provider, Rule, Secret, Target, Transport, Workers,
+    Access, AdminSocket, Backend, Chap, ChapUser, Config, Limits, LinkFaults, Log, LogFormat, Lun,
+    Names, Portal, Protocol, Provider, Redirect, Rule, Secret, Target, Transport, Workers,
 };
 pub use value::{Guid, InitiatorId, Net, Percent};
 

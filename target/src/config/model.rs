@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use riser_scsi::config as scsi;
 use riser_scsi::iscsi::chap::Credentials;
-use riser_scsi::iscsi::name::IscsiName;
+use riser_scsi::iscsi::name::{IscsiName, TargetAddress};
 use riser_scsi::vpd::Naa;
 
 use super::error::ConfigError;
@@ -36,6 +36,8 @@ pub struct Config {
     pub log: Log,
     /// How initiators prove who they are before they discover targets; `None` lets everybody.
     pub discovery_chap: Option<Chap>,
+    /// Where the admin API is.
+    pub admin: AdminSocket,
     /// Oddities that are not errors, for people: an unused backend, a target nobody may use.
     pub notes: Vec<String>,
 }
@@ -324,6 +326,32 @@ pub enum Protocol {
     Srp,
     /// iSCSI on TCP.
     Iscsi,
+    /// iSCSI on RDMA.
+    Iser,
+}
+
+impl Protocol {
+    /// Whether initiators name targets and are named by iSCSI names.
+    #[must_use]
+    pub fn is_iscsi(self) -> bool {
+        matches!(self, Self::Iscsi | Self::Iser)
+    }
+
+    /// Whether it listens on an RDMA device.
+    #[must_use]
+    pub fn is_rdma(self) -> bool {
+        matches!(self, Self::Srp | Self::Iser)
+    }
+}
+
+impl fmt::Display for Protocol {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Srp => "srp",
+            Self::Iscsi => "iscsi",
+            Self::Iser => "iser",
+        })
+    }
 }
 
 /// Where a target listens. Identifiers that the file leaves out are derived by
@@ -342,6 +370,17 @@ pub struct Portal {
     pub set_id_ext: Option<Guid>,
     /// Partition key; 0xffff is full membership in the default partition.
     pub pkey: u16,
+    /// Where iSCSI initiators that log in to the target here are sent instead.
+    pub redirect: Option<Redirect>,
+}
+
+/// Another address of a target.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Redirect {
+    /// Where it is.
+    pub to: TargetAddress,
+    /// Whether initiators should remember it.
+    pub permanent: bool,
 }
 
 impl Portal {
@@ -459,6 +498,18 @@ pub struct LinkFaults {
     pub reorder_window: u32,
     /// Where chance starts, so that a run can be repeated.
     pub seed: u64,
+}
+
+/// Where the admin API is.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum AdminSocket {
+    /// Where tools look for it, if that place is free.
+    #[default]
+    Default,
+    /// At this path, or the daemon does not start.
+    At(PathBuf),
+    /// Nowhere.
+    Off,
 }
 
 /// The log.

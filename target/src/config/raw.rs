@@ -25,6 +25,14 @@ pub(super) struct Root {
     #[serde(default)]
     pub(super) log: Log,
     pub(super) discovery_chap: Option<Located<Chap>>,
+    #[serde(default)]
+    pub(super) admin: Admin,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Admin {
+    pub(super) socket: Option<Located<String>>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
@@ -106,6 +114,7 @@ impl fmt::Debug for ChapUser {
 pub(super) enum Protocol {
     Srp,
     Iscsi,
+    Iser,
 }
 
 #[derive(Debug, Deserialize)]
@@ -117,6 +126,15 @@ pub(super) struct Portal {
     pub(super) ioc_guid: Option<Guid>,
     pub(super) id_ext: Option<Guid>,
     pub(super) pkey: Option<PKey>,
+    pub(super) redirect: Option<Located<Redirect>>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Redirect {
+    pub(super) to: String,
+    #[serde(default)]
+    pub(super) permanent: bool,
 }
 
 /// `name`, or `{ backend: name, read_only: true }`.

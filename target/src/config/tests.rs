@@ -185,7 +185,7 @@ fn mistakes_are_named_with_their_place() {
         ),
         (
             "a: 1\na: 2".into(),
-            "1:1: a: unknown key `a` (the keys here are identity, backends, targets, workers, limits, transport, log, discovery_chap)",
+            "1:1: a: unknown key `a` (the keys here are identity, backends, targets, workers, limits, transport, log, discovery_chap, admin)",
         ),
         (
             "identity: x\nidentity: y".into(),
@@ -331,7 +331,7 @@ fn mistakes_are_named_with_their_place() {
         ),
         (
             "targets: [{ name: t, portals: [{ protocol: nfs, listen: ::1 }] }]".into(),
-            "1:44: targets[0].portals[0].protocol: `nfs` is not one of srp, iscsi",
+            "1:44: targets[0].portals[0].protocol: `nfs` is not one of srp, iscsi, iser",
         ),
         (
             "targets: [{ name: t, portals: [{ protocol: srp, listen: 0.0.0.0 }] }]".into(),

@@ -21,9 +21,9 @@ use riser_scsi::iscsi::login::{
 };
 use riser_scsi::iscsi::name::{Found, IscsiName};
 use riser_scsi::iscsi::pdu::{
-    self, AsyncEvent, AsyncMessage, FromInitiator, FromTarget, LoginRequest, LoginStatus,
-    LogoutReason, LogoutRequest, LogoutResponse, LogoutStatus, NopIn, NopOut, PduError, Reject,
-    RejectReason,
+    self, AsyncEvent, AsyncMessage, FromInitiator, FromTarget, LoginRequest, LoginResponse,
+    LoginStatus, LogoutReason, LogoutRequest, LogoutResponse, LogoutStatus, NopIn, NopOut,
+    PduError, Reject, RejectReason,
 };
 use riser_scsi::iscsi::{Cid, CmdSn, Itt, Numbers, StatSn, Tsih, Ttt};
 use riser_scsi::nexus::NexusId;
@@ -31,21 +31,17 @@ use riser_scsi::step::{BlockOp, StepResult};
 
 use super::command::End;
 use super::datamover::{Control, Datamover};
+use super::order::Waiting;
 use super::task::{Task, TaskIdx, TaskState};
-use super::tcp::{Batch, Tcp};
 use super::text::TextState;
+use super::window::{Member, WINDOWS, Window};
 use crate::log::RateLimit;
-use crate::pool::Pool;
+use crate::pool::{Buffer, Pool};
 use crate::srp::{LunMap, SendIdx, TaskRef, UnitIdx};
 use crate::warn_limited;
 
 /// PDUs and transfers that may wait to be sent before nothing more is read.
 pub const MAX_QUEUED: usize = 512;
-
-/// Contexts for commands, in windows: one that runs, one whose answers are being sent, and one whose
-/// answers wait behind those. An answer opens the window before it is sent, and the initiator learns
-/// of that no earlier than it arrives, so there are never more.
-const WINDOWS: u16 = 3;
 
 /// Contexts beyond the command window, for immediate commands and functions.
 const IMMEDIATE_TASKS: u16 = 16;
@@ -70,11 +66,12 @@ pub trait Gate {
     /// The refusal.
     fn admit(&mut self, identity: &Identity) -> Result<Terms, Refusal>;
 
-    /// Enters a session.
+    /// Enters a session whose first command will have the number `first`, or a connection into its
+    /// session.
     ///
     /// # Errors
     /// The status that refuses it.
-    fn join(&mut self, joined: &Joined) -> Result<Admitted, LoginStatus>;
+    fn join(&mut self, joined: &Joined, first: CmdSn) -> Result<Admitted, LoginStatus>;
 
     /// Fills with random bytes that nobody can foresee.
     fn random(&mut self, out: &mut [u8]);
@@ -90,6 +87,13 @@ pub struct Admitted {
     pub tsih: Tsih,
     /// The I_T nexus and its units; none of a discovery session.
     pub nexus: Option<(NexusId, Arc<LunMap>)>,
+    /// What the session's first login agreed on.
+    pub params: SessionParams,
+    /// Its command numbers.
+    pub window: Arc<Window>,
+    /// Whether it takes the place of others, which must let go of the devices first:
+    /// [`Channel::handle_others_gone`] tells of that.
+    pub waits: bool,
 }
 
 /// What the channel works with for the length of a call.
@@ -127,22 +131,37 @@ pub enum Action {
     },
     /// Tell a function that a task it waited for is gone.
     TaskGone(TaskRef),
+    /// Tell a connection of the session that it may have the command that is next.
+    TakeTurn(Member),
+    /// End other connections of the session, then call [`Channel::handle_others_gone`].
+    EndOthers(Others),
     /// Close the connection; then call [`Channel::handle_disconnected`].
     Disconnect,
     /// The channel holds nothing any more.
     Release,
 }
 
+/// Which other connections of a session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Others {
+    /// All.
+    All,
+    /// The one with this number; there may be none.
+    One(Cid),
+}
+
 /// How far a connection has come.
 ///
 /// ```text
-///  Login ──→ FullFeature ──→ LoggingOut ──→ Closing ──→ Closed
-///    └───────────┴──── error ───────────────────┘
+///  Login ──→ (Joining) ──→ FullFeature ──→ LoggingOut ──→ Closing ──→ Closed
+///    └───────────┴─────────────┴──── error ───────────────────┘
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
     /// Negotiates.
     Login,
+    /// Has logged in, and waits for those whose place it takes to let go of the devices.
+    Joining,
     /// Works.
     FullFeature,
     /// Lets commands end, then answers the logout.
@@ -190,6 +209,15 @@ impl std::ops::AddAssign for Counters {
     }
 }
 
+impl std::ops::Add for Counters {
+    type Output = Self;
+
+    fn add(mut self, other: Self) -> Self {
+        self += other;
+        self
+    }
+}
+
 /// What a channel is made of.
 #[derive(Clone, Copy, Debug)]
 pub struct ChannelConfig {
@@ -207,8 +235,10 @@ pub(super) struct Session {
     pub(super) identity: Identity,
     pub(super) tsih: Tsih,
     pub(super) params: SessionParams,
+    connection: ConnectionParams,
     pub(super) nexus: NexusId,
     pub(super) luns: Arc<LunMap>,
+    pub(super) window: Arc<Window>,
 }
 
 /// What is known of a session, for people.
@@ -220,10 +250,16 @@ pub struct SessionInfo {
     pub tsih: Tsih,
     /// Its nexus.
     pub nexus: NexusId,
+    /// Where the connection is in its life.
+    pub phase: Phase,
     /// What was agreed on.
     pub params: SessionParams,
+    /// What was agreed on for the connection.
+    pub connection: ConnectionParams,
     /// Requests under way.
     pub in_flight: usize,
+    /// Logical units that it sees.
+    pub luns: usize,
 }
 
 /// One connection with one initiator.
@@ -241,7 +277,16 @@ pub struct Channel<D> {
     counted: u16,
     /// Tasks that took one and are answered, but whose answer is not yet sent.
     lingering: u16,
-    exp_cmd_sn: CmdSn,
+    /// The number that the login says comes first.
+    first_cmd_sn: CmdSn,
+    /// Requests whose turn has not come.
+    pub(super) waiting: Vec<Waiting>,
+    /// The answer to the login, while it waits for others to go.
+    entering: Option<Box<Entering>>,
+    /// Others of the session are on their way out, and the logout waits for them.
+    awaits_others: bool,
+    /// The initiator has said goodbye, and was answered.
+    logged_out: bool,
     /// Contexts that wait for pool memory, oldest first; each once.
     pub(super) pool_waiters: VecDeque<TaskIdx>,
     pub(super) text: TextState,
@@ -258,9 +303,19 @@ pub struct Channel<D> {
     pub(super) complaints: RateLimit,
 }
 
+/// A login that has succeeded, before its last answer is sent.
+#[derive(Debug)]
+struct Entering {
+    response: LoginResponse,
+    text: Vec<u8>,
+    session: SessionParams,
+    connection: ConnectionParams,
+}
+
 /// Gives the login what the channel's gate says, and keeps what was entered.
 struct Keeper<'a> {
     gate: &'a mut dyn Gate,
+    first: CmdSn,
     admitted: Option<Admitted>,
 }
 
@@ -270,7 +325,7 @@ impl Gatekeeper for Keeper<'_> {
     }
 
     fn join(&mut self, joined: &Joined) -> Result<Tsih, LoginStatus> {
-        let admitted = self.gate.join(joined)?;
+        let admitted = self.gate.join(joined, self.first)?;
         let tsih = admitted.tsih;
         self.admitted = Some(admitted);
         Ok(tsih)
@@ -281,11 +336,37 @@ impl Gatekeeper for Keeper<'_> {
     }
 }
 
+impl ChannelConfig {
+    /// Contexts of commands and functions.
+    #[must_use]
+    pub fn contexts(&self) -> u16 {
+        WINDOWS * self.commands + IMMEDIATE_TASKS
+    }
+
+    /// What the contexts occupy, in bytes.
+    #[must_use]
+    pub fn memory(&self) -> usize {
+        usize::from(self.contexts()) * (size_of::<Task>() + size_of::<TaskIdx>())
+    }
+}
+
+/// The contexts' buffers, for the datamover.
+#[derive(Clone, Copy)]
+pub(super) struct Held<'a>(&'a [Task]);
+
+impl<'a> Held<'a> {
+    /// The buffer of a task that has data under way.
+    pub(super) fn buffer(&self, task: TaskIdx) -> &'a Buffer {
+        let buffer = self.0[usize::from(task.0)].exec.buffer.as_ref();
+        buffer.expect("data lie in a buffer")
+    }
+}
+
 impl<D: Datamover> Channel<D> {
     /// A channel that waits for a login.
     #[must_use]
     pub fn new(config: ChannelConfig, mover: D, now: Instant) -> Self {
-        let tasks = WINDOWS * config.commands + IMMEDIATE_TASKS;
+        let tasks = config.contexts();
         Self {
             phase: Phase::Login,
             login: TargetLogin::new(),
@@ -296,7 +377,11 @@ impl<D: Datamover> Channel<D> {
             idle: (0..tasks).rev().map(TaskIdx).collect(),
             counted: 0,
             lingering: 0,
-            exp_cmd_sn: CmdSn(0),
+            first_cmd_sn: CmdSn(0),
+            waiting: Vec::new(),
+            entering: None,
+            awaits_others: false,
+            logged_out: false,
             pool_waiters: VecDeque::new(),
             text: TextState::default(),
             cid: Cid(0),
@@ -346,8 +431,11 @@ impl<D: Datamover> Channel<D> {
             identity: session.identity.clone(),
             tsih: session.tsih,
             nexus: session.nexus,
+            phase: self.phase,
             params: session.params,
+            connection: session.connection,
             in_flight: self.in_flight(),
+            luns: session.luns.luns().len(),
         })
     }
 
@@ -394,7 +482,7 @@ impl<D: Datamover> Channel<D> {
         task: TaskIdx,
         range: std::ops::Range<u32>,
     ) -> impl Iterator<Item = riser_memory::MemSlice> + '_ {
-        let buffer = self.tasks[usize::from(task.0)].buffer.as_ref();
+        let buffer = self.tasks[usize::from(task.0)].exec.buffer.as_ref();
         buffer
             .into_iter()
             .flat_map(move |b| b.slices(range.clone()))
@@ -403,6 +491,17 @@ impl<D: Datamover> Channel<D> {
     /// What a login has just agreed on for the connection, once.
     pub fn take_new_params(&mut self) -> Option<ConnectionParams> {
         self.new_params.take()
+    }
+
+    /// The datamover.
+    pub(super) fn mover(&self) -> &D {
+        &self.mover
+    }
+
+    /// What waits to be sent, in PDUs and transfers.
+    #[must_use]
+    pub fn queued(&self) -> usize {
+        self.mover.queued()
     }
 
     pub(super) fn mover_mut(&mut self) -> &mut D {
@@ -421,7 +520,22 @@ impl<D: Datamover> Channel<D> {
                 warn_limited!(self.complaints, cx.now, "something else than a login");
                 self.drop_connection();
             }
-            Ok(pdu) => self.on_pdu(cx, frame, pdu),
+            Ok(pdu) if !frame.is_intact && !matches!(pdu, FromInitiator::DataOut(_)) => {
+                self.reject(cx, frame, RejectReason::DataDigestError, &"data digest");
+                if !self.mover.recovers() {
+                    // There is no other way to bring the PDU again.
+                    self.close(cx.now);
+                }
+            }
+            Ok(pdu) => {
+                if self.mover.recovers() {
+                    let exp = StatSn(u32::from_be_bytes(
+                        *frame.bhs[28..].first_chunk().expect("a header is 48 bytes"),
+                    ));
+                    self.on_acknowledged(cx, Some(exp));
+                }
+                self.on_pdu(cx, frame, pdu);
+            }
             Err(error) => {
                 let reason = match error {
                     PduError::Opcode(_) => RejectReason::CommandNotSupported,
@@ -528,20 +642,20 @@ impl<D: Datamover> Channel<D> {
     fn on_login(&mut self, cx: &mut Cx<'_>, request: &LoginRequest, data: &[u8]) {
         let mut keeper = Keeper {
             gate: &mut *cx.gate,
+            first: request.cmd_sn,
             admitted: None,
         };
         let answer = self.login.handle(request, data, &mut keeper);
-        self.exp_cmd_sn = request.cmd_sn;
+        self.first_cmd_sn = request.cmd_sn;
         self.cid = request.cid;
         let status = answer.response.status;
-        self.send(
-            FromTarget::LoginResponse(answer.response),
-            answer.text,
-            true,
-        );
+        let send = |channel: &mut Self, text| {
+            channel.send(FromTarget::LoginResponse(answer.response), text, true);
+        };
         match answer.outcome {
-            Outcome::Continue => {}
+            Outcome::Continue => send(self, answer.text),
             Outcome::Failed => {
+                send(self, answer.text);
                 warn_limited!(self.complaints, cx.now, %status, "login refused");
                 self.close(cx.now);
             }
@@ -551,46 +665,97 @@ impl<D: Datamover> Channel<D> {
                     // A discovery session has no nexus, and runs no command.
                     (NexusId(0), Arc::new(LunMap::default()))
                 });
-                self.mover.enable(&joined.session, &joined.connection);
-                self.new_params = Some(joined.connection);
                 self.session = Some(Session {
                     identity: joined.identity,
                     tsih: admitted.tsih,
-                    params: joined.session,
+                    params: admitted.params,
+                    connection: joined.connection,
                     nexus,
                     luns,
+                    window: admitted.window,
                 });
-                self.phase = Phase::FullFeature;
-                self.phase_deadline = None;
+                self.entering = Some(Box::new(Entering {
+                    response: answer.response,
+                    text: answer.text,
+                    session: admitted.params,
+                    connection: joined.connection,
+                }));
+                self.phase = Phase::Joining;
+                if !admitted.waits {
+                    self.enter_full_feature();
+                }
             }
         }
     }
 
-    fn on_pdu(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, pdu: FromInitiator) {
-        if !frame.is_intact && !matches!(pdu, FromInitiator::DataOut(_)) {
-            // At recovery level zero there is no other way to bring the PDU again.
-            self.reject(cx, frame, RejectReason::DataDigestError, &"data digest");
-            return self.close(cx.now);
+    /// Sends the login's last answer.
+    fn enter_full_feature(&mut self) {
+        let entering = self.entering.take().expect("a login has succeeded");
+        let response = FromTarget::LoginResponse(entering.response);
+        self.send(response, entering.text, true);
+        self.mover.enable(&entering.session, &entering.connection);
+        self.new_params = Some(entering.connection);
+        self.phase = Phase::FullFeature;
+        self.phase_deadline = None;
+    }
+
+    /// The others that this connection waits for hold nothing any more.
+    pub fn handle_others_gone(&mut self, cx: &mut Cx<'_>) {
+        self.awaits_others = false;
+        if self.phase == Phase::Joining {
+            self.last_input = cx.now;
+            self.enter_full_feature();
         }
+        self.settle(cx);
+    }
+
+    /// The initiator may use other units from now on. Commands under way go on.
+    pub fn handle_luns(&mut self, luns: Arc<LunMap>) {
+        if let Some(session) = &mut self.session {
+            session.luns = luns;
+        }
+    }
+
+    /// Whether the initiator said goodbye before the connection went.
+    #[must_use]
+    pub fn has_logged_out(&self) -> bool {
+        self.logged_out
+    }
+
+    /// The connection's number in its session.
+    #[must_use]
+    pub fn cid(&self) -> Cid {
+        self.cid
+    }
+
+    pub(super) fn member(&self) -> Member {
+        Member {
+            worker: self.config.worker,
+            channel: self.config.serial,
+        }
+    }
+
+    /// The session's command numbers.
+    pub(super) fn window(&self) -> Arc<Window> {
+        let session = self.session.as_ref().expect("full-feature phase");
+        Arc::clone(&session.window)
+    }
+
+    /// Carries out a PDU whose turn it is.
+    pub(super) fn carry_out_pdu(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, pdu: FromInitiator) {
         let is_discovery = self.session.as_ref().is_none_or(|s| s.params.discovery);
         match pdu {
-            FromInitiator::TextRequest(request) => {
-                if self.admit(request.cmd_sn, request.immediate) {
-                    self.on_text(cx, frame, &request);
-                }
-            }
-            FromInitiator::LogoutRequest(request) => {
-                if self.admit(request.cmd_sn, request.immediate) {
-                    self.on_logout(cx, &request);
-                }
-            }
+            FromInitiator::TextRequest(request) => self.on_text(cx, frame, &request),
+            FromInitiator::LogoutRequest(request) => self.on_logout(cx, &request),
             FromInitiator::NopOut(nop) => self.on_nop(cx, frame, &nop),
             FromInitiator::DataOut(data) => self.on_data_out(cx, frame, &data),
             FromInitiator::LoginRequest(_) => {
                 self.reject(cx, frame, RejectReason::ProtocolError, &"a second login");
             }
-            FromInitiator::Snack(_) => {
-                self.reject(cx, frame, RejectReason::SnackReject, &"SNACK");
+            FromInitiator::Snack(snack) => {
+                if let Err(reason) = self.mover.resend(&snack) {
+                    self.reject(cx, frame, reason, &"SNACK");
+                }
             }
             FromInitiator::ScsiCommand(_) | FromInitiator::TmfRequest(_) if is_discovery => {
                 self.reject(cx, frame, RejectReason::ProtocolError, &"discovery session");
@@ -603,19 +768,6 @@ impl<D: Datamover> Channel<D> {
             FromInitiator::ScsiCommand(command) => self.on_command(cx, frame, command),
             FromInitiator::TmfRequest(request) => self.on_tmf(cx, frame, &request),
         }
-    }
-
-    /// Whether a request is the next one, or immediate. Others are passed over in silence
-    /// (RFC 7143 4.2.2.1).
-    pub(super) fn admit(&mut self, cmd_sn: CmdSn, immediate: bool) -> bool {
-        if immediate {
-            return true;
-        }
-        let is_next = cmd_sn == self.exp_cmd_sn && self.room() > 0;
-        if is_next {
-            self.exp_cmd_sn = self.exp_cmd_sn.next();
-        }
-        is_next
     }
 
     /// Takes a request into an idle context; `None` if there are too many immediate ones.
@@ -633,7 +785,10 @@ impl<D: Datamover> Channel<D> {
             .idle
             .pop()
             .expect("a context for each place of the window");
-        self.counted += u16::from(!immediate);
+        if !immediate {
+            self.counted += 1;
+            self.window().take_place();
+        }
         let task = &mut self.tasks[usize::from(idx.0)];
         debug_assert_eq!(task.state, TaskState::Idle);
         task.generation = task.generation.wrapping_add(1);
@@ -646,9 +801,14 @@ impl<D: Datamover> Channel<D> {
     /// Gives a context back.
     pub(super) fn give_back(&mut self, idx: TaskIdx) {
         let task = &mut self.tasks[usize::from(idx.0)];
-        self.counted -= u16::from(std::mem::take(&mut task.counted));
-        self.lingering -= u16::from(std::mem::take(&mut task.lingers));
+        let counted = std::mem::take(&mut task.counted);
+        let lingers = std::mem::take(&mut task.lingers);
         task.state = TaskState::Idle;
+        self.counted -= u16::from(counted);
+        self.lingering -= u16::from(lingers);
+        if counted || lingers {
+            self.window().on_gone(lingers);
+        }
         self.idle.push(idx);
     }
 
@@ -657,15 +817,20 @@ impl<D: Datamover> Channel<D> {
         let task = &mut self.tasks[usize::from(idx.0)];
         task.state = TaskState::Sent;
         task.lingers = std::mem::take(&mut task.counted);
-        self.counted -= u16::from(task.lingers);
-        self.lingering += u16::from(task.lingers);
+        if task.lingers {
+            self.counted -= 1;
+            self.lingering += 1;
+            self.window().on_answered();
+        }
         self.counters.answered += 1;
     }
 
-    /// Places of the command window that are free.
-    fn room(&self) -> u16 {
-        let contexts = WINDOWS * self.config.commands - self.counted - self.lingering;
-        contexts.min(self.config.commands - self.counted)
+    /// The state of the request with this tag, if there is one.
+    #[must_use]
+    pub fn task_state(&self, itt: Itt) -> Option<TaskState> {
+        let mut tasks = self.tasks.iter();
+        let found = tasks.find(|task| task.itt == itt && task.state != TaskState::Idle);
+        found.map(|task| task.state)
     }
 
     /// A request with this tag that has not been answered.
@@ -703,6 +868,12 @@ impl<D: Datamover> Channel<D> {
         self.send(FromTarget::Reject(Reject { reason }), header, true);
     }
 
+    fn on_acknowledged(&mut self, cx: &mut Cx<'_>, exp: Option<StatSn>) {
+        for task in self.mover.acknowledge(exp) {
+            self.finish(cx.pool, task, End::Answered);
+        }
+    }
+
     fn on_nop(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, nop: &NopOut) {
         if nop.itt == Itt::NONE && !nop.immediate {
             return self.reject(
@@ -712,7 +883,7 @@ impl<D: Datamover> Channel<D> {
                 &"no tag, not immediate",
             );
         }
-        if !self.admit(nop.cmd_sn, nop.immediate) || nop.itt == Itt::NONE {
+        if nop.itt == Itt::NONE {
             return;
         }
         let limit = self.mover.max_send_segment() as usize;
@@ -737,19 +908,41 @@ impl<D: Datamover> Channel<D> {
     }
 
     fn on_logout(&mut self, cx: &mut Cx<'_>, request: &LogoutRequest) {
-        let status = match request.reason {
-            LogoutReason::CloseSession => LogoutStatus::Closed,
-            LogoutReason::CloseConnection if request.cid == self.cid => LogoutStatus::Closed,
-            LogoutReason::CloseConnection => LogoutStatus::CidNotFound,
-            LogoutReason::RemoveConnection => LogoutStatus::RecoveryNotSupported,
-        };
-        if status != LogoutStatus::Closed {
-            return self.answer_logout(request.itt, status);
+        match request.reason {
+            LogoutReason::RemoveConnection => {
+                return self.answer_logout(request.itt, LogoutStatus::RecoveryNotSupported);
+            }
+            LogoutReason::CloseConnection if request.cid != self.cid => {
+                return self.on_logout_of_other(request);
+            }
+            LogoutReason::CloseSession if self.window().is_unordered() => {
+                self.awaits_others = true;
+                self.actions.push_back(Action::EndOthers(Others::All));
+            }
+            LogoutReason::CloseSession | LogoutReason::CloseConnection => {}
         }
+        // Whoever leaves misses no answer.
+        self.on_acknowledged(cx, None);
         self.phase = Phase::LoggingOut(request.itt);
         self.phase_deadline = Some(cx.now + CLOSE_TIMEOUT);
         // Commands that wait for something the initiator may never send end here.
         self.abort_waiting(cx);
+    }
+
+    /// Another connection of the session is to be closed. Its answer does not wait for that: what
+    /// the connection had to say, it cannot say any more.
+    fn on_logout_of_other(&mut self, request: &LogoutRequest) {
+        let has_others = self.window().is_unordered();
+        if has_others {
+            self.actions
+                .push_back(Action::EndOthers(Others::One(request.cid)));
+        }
+        let status = if has_others {
+            LogoutStatus::Closed
+        } else {
+            LogoutStatus::CidNotFound
+        };
+        self.answer_logout(request.itt, status);
     }
 
     fn answer_logout(&mut self, itt: Itt, status: LogoutStatus) {
@@ -776,6 +969,10 @@ impl<D: Datamover> Channel<D> {
         if self.phase != Phase::Closed {
             self.phase = Phase::Closed;
             self.phase_deadline = None;
+            self.waiting.clear();
+            if let Some(session) = &self.session {
+                session.window.forget(self.member());
+            }
             if self.is_connected {
                 self.actions.push_back(Action::Disconnect);
             }
@@ -785,7 +982,8 @@ impl<D: Datamover> Channel<D> {
     /// What every input ends with.
     pub(super) fn settle(&mut self, cx: &mut Cx<'_>) {
         match self.phase {
-            Phase::LoggingOut(itt) if self.in_flight() == 0 => {
+            Phase::LoggingOut(itt) if self.in_flight() == 0 && !self.awaits_others => {
+                self.logged_out = true;
                 self.answer_logout(itt, LogoutStatus::Closed);
                 self.close(cx.now);
             }
@@ -805,16 +1003,17 @@ impl<D: Datamover> Channel<D> {
     }
 
     fn numbers(&self) -> Numbers {
-        let room = self.room();
+        let (exp_cmd_sn, max_cmd_sn) = match &self.session {
+            Some(session) => session.window.bounds(),
+            None => {
+                let more = u32::from(self.config.commands).wrapping_sub(1);
+                (self.first_cmd_sn, self.first_cmd_sn.plus(more))
+            }
+        };
         Numbers {
             stat_sn: StatSn(0),
-            exp_cmd_sn: self.exp_cmd_sn,
-            max_cmd_sn: CmdSn(
-                self.exp_cmd_sn
-                    .0
-                    .wrapping_add(u32::from(room))
-                    .wrapping_sub(1),
-            ),
+            exp_cmd_sn,
+            max_cmd_sn,
         }
     }
 
@@ -827,22 +1026,29 @@ impl<D: Datamover> Channel<D> {
             generation: self.tasks[usize::from(idx.0)].generation,
         }
     }
-}
 
-impl Channel<Tcp> {
-    /// What to send next; see [`TcpChannel::poll_batch`](super::TcpChannel::poll_batch).
-    pub(super) fn poll_batch(&mut self, batch: &mut Batch) -> bool {
+    /// Lets the datamover put something on its way; whether it did.
+    pub(super) fn poll_mover(
+        &mut self,
+        poll: impl FnOnce(&mut D, Numbers, Held<'_>) -> bool,
+    ) -> bool {
         if self.phase == Phase::Closed {
             return false;
         }
         let numbers = self.numbers();
-        let tasks = &self.tasks;
-        let buffer = |idx: TaskIdx| {
-            let task = &tasks[usize::from(idx.0)];
-            task.buffer.as_ref().expect("data lie in a buffer")
-        };
-        let has_batch = self.mover.poll_batch(numbers, buffer, batch);
-        self.is_flushed &= !has_batch;
-        has_batch
+        let is_posted = poll(&mut self.mover, numbers, Held(&self.tasks));
+        self.is_flushed &= !is_posted;
+        is_posted
+    }
+
+    /// Ends everything at once: no device and no socket holds anything any more.
+    pub fn abandon(&mut self, pool: &mut Pool) {
+        self.phase = Phase::Closed;
+        for idx in (0..self.tasks.len() as u16).map(TaskIdx) {
+            if self.tasks[usize::from(idx.0)].state != TaskState::Idle {
+                self.finish(pool, idx, End::TornDown);
+            }
+        }
+        self.actions.clear();
     }
 }

@@ -1,9 +1,6 @@
 //! The way of a SCSI command: taken in, its task ordered, its data brought, its steps carried out,
 //! answered.
 
-use riser_scsi::access::NoData;
-use riser_scsi::command::Command;
-use riser_scsi::device::respond_absent;
 use riser_scsi::iscsi::Itt;
 use riser_scsi::iscsi::Ttt;
 use riser_scsi::iscsi::frame::Frame;
@@ -11,14 +8,14 @@ use riser_scsi::iscsi::pdu::{
     DataOut, FromTarget, RejectReason, ScsiCommand, ScsiResponse, TaskAttr,
 };
 use riser_scsi::step::{
-    BackendError, DataIn, Expected, Request, Residual, Response, Status, Step, StepResult,
-    TaskAttribute,
+    BackendError, Expected, Residual, Response, Status, Step, StepResult, TaskAttribute,
 };
 
 use super::channel::{Action, Channel, Cx};
 use super::datamover::{Control, Datamover, GetData, PutData, Taken};
 use super::task::{Incoming, TaskIdx, TaskState};
 use super::tcp::good;
+use crate::execution::Entry;
 use crate::pool::Pool;
 use crate::srp::TaskRef;
 
@@ -35,9 +32,6 @@ pub(super) enum End {
 
 impl<D: Datamover> Channel<D> {
     pub(super) fn on_command(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, command: ScsiCommand) {
-        if !self.admit(command.cmd_sn, command.immediate) {
-            return;
-        }
         if let Err((reason, why)) = self.check_command(&command, frame.data.len()) {
             return self.reject(cx, frame, reason, &why);
         }
@@ -50,22 +44,23 @@ impl<D: Datamover> Channel<D> {
                 &"immediate commands",
             );
         };
+        self.mover.begin(idx);
         self.counters.commands += 1;
         self.counters.bytes_out += frame.data.len() as u64;
         let session = self.session.as_ref().expect("full-feature phase");
-        let unit = session.luns.find(command.lun);
+        let unit = session.luns.addressed(command.lun);
         let first_burst = session.params.first_burst.min(command.expected_length);
         let bidirectional = command.reads && command.writes;
         let task = &mut self.tasks[usize::from(idx.0)];
         task.lun = command.lun;
-        task.unit = unit;
-        task.attribute = match command.attribute {
+        task.exec.unit = unit;
+        task.exec.attribute = match command.attribute {
             TaskAttr::Untagged | TaskAttr::Simple => TaskAttribute::Simple,
             TaskAttr::Ordered => TaskAttribute::Ordered,
             TaskAttr::HeadOfQueue => TaskAttribute::HeadOfQueue,
             TaskAttr::Aca => TaskAttribute::Aca,
         };
-        task.expected = Expected {
+        task.exec.expected = Expected {
             data_out: if command.writes {
                 command.expected_length
             } else {
@@ -77,7 +72,7 @@ impl<D: Datamover> Channel<D> {
                 (true, true) => command.bidi_read_length.unwrap_or(0),
             },
         };
-        task.cdb = command.cdb;
+        task.exec.cdb = command.cdb;
         task.incoming = Incoming {
             got: frame.data.len() as u32,
             // Where the immediate data are all that may come unsolicited, nothing follows whatever
@@ -86,6 +81,7 @@ impl<D: Datamover> Channel<D> {
             staged: frame.data.to_vec(),
             ..Incoming::default()
         };
+        self.window().enter_tag(command.itt, self.task_ref(idx));
         self.enter_task_set(cx, idx);
     }
 
@@ -98,7 +94,7 @@ impl<D: Datamover> Channel<D> {
         if command.itt == Itt::NONE {
             return Err((RejectReason::InvalidPduField, "the reserved tag"));
         }
-        if self.find(command.itt).is_some() {
+        if self.find(command.itt).is_some() || self.window().tagged(command.itt).is_some() {
             return Err((RejectReason::TaskInProgress, "the tag is in use"));
         }
         let may = command.expected_length.min(params.first_burst) as usize;
@@ -114,48 +110,19 @@ impl<D: Datamover> Channel<D> {
     fn enter_task_set(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         let name = self.task_ref(idx);
         let session = self.session.as_ref().expect("full-feature phase");
-        let task = &mut self.tasks[usize::from(idx.0)];
-        let Some(place) = task.unit else {
-            return self.start(cx, idx);
-        };
-        match session
-            .luns
-            .unit(place)
-            .register(session.nexus, task.attribute, name)
-        {
-            Ok((key, started)) => {
-                task.key = Some(key);
-                if started {
-                    self.start(cx, idx);
-                }
-            }
-            Err(_) => self.answer_status(cx, idx, Status::TaskSetFull),
+        let exec = &mut self.tasks[usize::from(idx.0)].exec;
+        match exec.register(session.nexus, name) {
+            Entry::Now => self.start(cx, idx),
+            Entry::Later => {}
+            Entry::Full => self.answer_status(cx, idx, Status::TaskSetFull),
         }
     }
 
     /// The task may run.
     pub(super) fn start(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         let session = self.session.as_ref().expect("full-feature phase");
-        let task = &mut self.tasks[usize::from(idx.0)];
-        let request = Request {
-            nexus: session.nexus,
-            cdb: &task.cdb,
-            expected: task.expected,
-            attribute: task.attribute,
-            luns: session.luns.luns(),
-        };
-        let step = match task.unit {
-            Some(place) => {
-                let (command, step) = session.luns.unit(place).lu.start(&request);
-                task.command = Some(command);
-                step
-            }
-            None => Step::Respond(respond_absent(&request)),
-        };
-        let needs = task.command.as_ref().map_or(0, Command::buffer_len);
-        if needs as usize > cx.pool.max_buffer() {
-            return self.answer_status(cx, idx, Status::Busy);
-        }
+        let exec = &mut self.tasks[usize::from(idx.0)].exec;
+        let step = exec.start(session.nexus, session.luns.luns(), cx.pool);
         self.run(cx, idx, step);
     }
 
@@ -164,14 +131,14 @@ impl<D: Datamover> Channel<D> {
         match step {
             Step::Respond(response) => self.respond(cx, idx, response),
             Step::ReceiveData { .. } | Step::Block(_) if !self.has_buffer(cx.pool, idx) => {
-                self.tasks[usize::from(idx.0)].step = Some(step);
+                self.tasks[usize::from(idx.0)].exec.step = Some(step);
                 self.await_pool(idx);
             }
             Step::ReceiveData { len } => {
                 let task = &mut self.tasks[usize::from(idx.0)];
                 let staged = std::mem::take(&mut task.incoming.staged);
                 let useful = &staged[..staged.len().min(len as usize)];
-                if let Some(buffer) = &task.buffer
+                if let Some(buffer) = &task.exec.buffer
                     && !useful.is_empty()
                 {
                     buffer.write(0, useful);
@@ -180,13 +147,16 @@ impl<D: Datamover> Channel<D> {
                 self.check_received(cx, idx);
             }
             Step::Block(op) => {
-                let session = self.session.as_ref().expect("full-feature phase");
                 let task = &mut self.tasks[usize::from(idx.0)];
-                let place = task.unit.expect("block operations have a unit");
+                let unit = task
+                    .exec
+                    .unit
+                    .as_ref()
+                    .expect("block operations have a unit");
                 task.state = TaskState::Block;
                 self.actions.push_back(Action::SubmitBlock {
                     task: idx,
-                    unit: session.luns.unit(place).index,
+                    unit: unit.index,
                     op,
                 });
             }
@@ -195,13 +165,7 @@ impl<D: Datamover> Channel<D> {
 
     /// Makes sure of the command's data buffer.
     fn has_buffer(&mut self, pool: &mut Pool, idx: TaskIdx) -> bool {
-        let task = &mut self.tasks[usize::from(idx.0)];
-        let len = task.command.as_ref().map_or(0, Command::buffer_len);
-        if task.buffer.is_none() && len > 0 {
-            task.buffer = pool.take(len);
-            return task.buffer.is_some();
-        }
-        true
+        self.tasks[usize::from(idx.0)].exec.has_buffer(pool)
     }
 
     fn await_pool(&mut self, idx: TaskIdx) {
@@ -212,7 +176,7 @@ impl<D: Datamover> Channel<D> {
 
     /// Tries again what waited for pool memory.
     pub(super) fn resume(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
-        let step = self.tasks[usize::from(idx.0)].step.take();
+        let step = self.tasks[usize::from(idx.0)].exec.step.take();
         self.run(cx, idx, step.expect("a step waits"));
     }
 
@@ -260,7 +224,7 @@ impl<D: Datamover> Channel<D> {
                 complete,
             } => {
                 self.counters.bytes_out += frame.data.len() as u64;
-                let buffer = &self.tasks[usize::from(task.0)].buffer;
+                let buffer = &self.tasks[usize::from(task.0)].exec.buffer;
                 if let Some(buffer) = buffer {
                     buffer.write(offset, frame.data);
                 }
@@ -268,6 +232,7 @@ impl<D: Datamover> Channel<D> {
                     self.advance(cx, task, StepResult::Done);
                 }
             }
+            Taken::Again(task) => self.tasks[usize::from(task.0)].r2ts += 1,
             Taken::Failed(task) => {
                 let failed = StepResult::Failed(BackendError::Transfer);
                 self.advance(cx, task, failed);
@@ -286,16 +251,19 @@ impl<D: Datamover> Channel<D> {
             return self.reject(cx, frame, RejectReason::ProtocolError, &"unexpected data");
         }
         let len = frame.data.len() as u32;
-        let limit = first_burst.min(task.expected.data_out);
+        let limit = first_burst.min(task.exec.expected.data_out);
         let fits = incoming
             .got
             .checked_add(len)
             .is_some_and(|got| got <= limit);
         let in_order = pdu.data_sn == incoming.next_sn && pdu.offset == incoming.got;
-        incoming.faulty |= !fits || !in_order || !frame.is_intact;
-        if !incoming.faulty {
+        // What is missing is asked for when no more comes by itself.
+        let is_lost = !frame.is_intact || (fits && pdu.data_sn > incoming.next_sn);
+        incoming.lost |= is_lost && self.mover.recovers();
+        incoming.faulty |= !incoming.lost && (!fits || !in_order || !frame.is_intact);
+        if !incoming.faulty && !incoming.lost {
             self.counters.bytes_out += u64::from(len);
-            match (incoming.wanted, &task.buffer) {
+            match (incoming.wanted, &task.exec.buffer) {
                 (Some(wanted), Some(buffer)) => {
                     let useful = wanted.saturating_sub(incoming.got).min(len);
                     buffer.write(pdu.offset.min(wanted), &frame.data[..useful as usize]);
@@ -322,15 +290,7 @@ impl<D: Datamover> Channel<D> {
 
     /// Tells the command how its last step ended.
     fn advance(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, result: StepResult) {
-        let session = self.session.as_ref().expect("full-feature phase");
-        let task = &mut self.tasks[usize::from(idx.0)];
-        let place = task.unit.expect("commands have a unit");
-        let lu = &session.luns.unit(place).lu;
-        let command = task.command.as_mut().expect("a command runs");
-        let step = match &mut task.buffer {
-            Some(buffer) => command.advance(lu, result, buffer),
-            None => command.advance(lu, result, &mut NoData),
-        };
+        let step = self.tasks[usize::from(idx.0)].exec.advance(result);
         self.run(cx, idx, step);
     }
 
@@ -341,7 +301,7 @@ impl<D: Datamover> Channel<D> {
             TaskState::Block,
             "an operation runs for {idx:?}"
         );
-        if task.aborted {
+        if task.exec.aborted {
             return self.finish(cx.pool, idx, End::Aborted);
         }
         self.advance(cx, idx, result);
@@ -349,8 +309,8 @@ impl<D: Datamover> Channel<D> {
 
     /// Answers with a status alone.
     fn answer_status(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, status: Status) {
-        let expected = self.tasks[usize::from(idx.0)].expected;
-        self.respond(cx, idx, Response::status_only(status, expected));
+        let response = self.tasks[usize::from(idx.0)].exec.status_only(status);
+        self.respond(cx, idx, response);
     }
 
     fn respond(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, response: Response) {
@@ -362,35 +322,24 @@ impl<D: Datamover> Channel<D> {
             task.state = TaskState::AwaitUnsolicited;
             return;
         }
-        let len = response.data_in.len().min(task.expected.data_in);
-        if let DataIn::Inline(bytes) = &response.data_in
-            && len > 0
-        {
-            if task.buffer.as_ref().is_none_or(|b| b.len() < len) {
-                if let Some(short) = task.buffer.take() {
-                    cx.pool.release(short);
-                }
-                task.buffer = cx.pool.take(len);
-            }
-            let Some(buffer) = &task.buffer else {
-                task.step = Some(Step::Respond(response));
-                return self.await_pool(idx);
-            };
-            buffer.write(0, &bytes[..len as usize]);
-        }
+        let Some(len) = task.exec.gather(cx.pool, &response) else {
+            task.exec.step = Some(Step::Respond(response));
+            return self.await_pool(idx);
+        };
         self.send_response(idx, &response, len);
     }
 
     /// Hands data and status to the datamover; the task ends when they are sent.
     fn send_response(&mut self, idx: TaskIdx, response: &Response, len: u32) {
+        self.forget_tag(idx);
         self.mark_sent(idx);
         self.counters.bytes_in += u64::from(len);
         let task = &mut self.tasks[usize::from(idx.0)];
-        let (residual, bidi_residual) = residuals(task.expected, response);
+        let (residual, bidi_residual) = residuals(task.exec.expected, response);
         let is_plain = response.status == Status::Good
             && response.sense.is_empty()
             && bidi_residual == Residual::None
-            && task.expected.data_out == 0;
+            && task.exec.expected.data_out == 0;
         let mut exp_data_sn = task.r2ts;
         if len > 0 {
             let status = (is_plain && self.mover.carries_status()).then(|| good(residual));
@@ -421,38 +370,36 @@ impl<D: Datamover> Channel<D> {
         });
     }
 
+    /// Other connections of the session cannot name the task any more.
+    fn forget_tag(&self, idx: TaskIdx) {
+        if let Some(session) = &self.session {
+            let itt = self.tasks[usize::from(idx.0)].itt;
+            session.window.remove_tag(itt, self.task_ref(idx));
+        }
+    }
+
     /// Takes the task out of the unit's set; those it held back may start.
     fn leave_task_set(&mut self, idx: TaskIdx) {
-        let task = &mut self.tasks[usize::from(idx.0)];
-        if let (Some(key), Some(place), Some(session)) = (task.key.take(), task.unit, &self.session)
-        {
-            let started = session.luns.unit(place).remove(key);
-            self.actions
-                .extend(started.into_iter().map(Action::StartTask));
-        }
+        let started = self.tasks[usize::from(idx.0)].exec.leave();
+        self.actions
+            .extend(started.into_iter().map(Action::StartTask));
     }
 
     /// Ends a request: gives everything back, tells who waits for it.
     pub(super) fn finish(&mut self, pool: &mut Pool, idx: TaskIdx, end: End) {
         self.leave_task_set(idx);
+        self.forget_tag(idx);
         let task = &mut self.tasks[usize::from(idx.0)];
         match end {
             End::Answered => {}
             End::Aborted => self.counters.aborted += 1,
             End::TornDown => self.counters.torn_down += 1,
         }
-        if let Some(buffer) = task.buffer.take() {
-            pool.release(buffer);
-        }
+        let watchers = task.exec.finish(pool);
         task.incoming = Incoming::default();
-        task.command = None;
-        task.step = None;
         task.response = None;
         task.mgmt = None;
-        task.unit = None;
         task.r2ts = 0;
-        task.aborted = false;
-        let watchers = std::mem::take(&mut task.watchers);
         self.actions
             .extend(watchers.into_iter().map(Action::TaskGone));
         self.give_back(idx);
@@ -466,24 +413,54 @@ impl<D: Datamover> Channel<D> {
             self.actions.extend(watcher.map(Action::TaskGone));
             return;
         }
-        task.watchers.extend(watcher);
-        if task.state != TaskState::Block {
-            self.stop_waiting(idx);
-            self.finish(pool, idx, End::Aborted);
-        } else if !std::mem::replace(&mut task.aborted, true) {
-            self.actions.push_back(Action::AbortBlock(idx));
+        task.exec.watchers.extend(watcher);
+        self.cut_short(pool, idx, End::Aborted);
+    }
+
+    /// Ends a request that is not answered, at once or as soon as no device uses its buffer.
+    fn cut_short(&mut self, pool: &mut Pool, idx: TaskIdx, end: End) {
+        let task = &mut self.tasks[usize::from(idx.0)];
+        if task.exec.aborted {
+            return;
+        }
+        let lingers = match task.state {
+            TaskState::AwaitBuffer => {
+                self.pool_waiters.retain(|&w| w != idx);
+                false
+            }
+            TaskState::Receive => self.mover.forget(idx),
+            TaskState::Block => {
+                self.actions.push_back(Action::AbortBlock(idx));
+                true
+            }
+            _ => false,
+        };
+        if lingers {
+            task.exec.aborted = true;
+        } else {
+            self.finish(pool, idx, end);
         }
     }
 
-    /// Takes a task out of whatever it waits in.
-    fn stop_waiting(&mut self, idx: TaskIdx) {
-        match self.tasks[usize::from(idx.0)].state {
-            TaskState::AwaitBuffer => self.pool_waiters.retain(|&w| w != idx),
-            TaskState::Receive => {
-                self.mover.forget(idx);
-            }
-            _ => {}
+    /// The datamover has no data of a task under way any more: all that it was asked for have come,
+    /// or they will not.
+    ///
+    /// # Panics
+    /// If it was not asked for any.
+    pub fn handle_arrived(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, ok: bool) {
+        let task = &self.tasks[usize::from(idx.0)];
+        assert_eq!(task.state, TaskState::Receive, "data come for {idx:?}");
+        if task.exec.aborted {
+            self.finish(cx.pool, idx, End::Aborted);
+        } else if ok {
+            let wanted = task.incoming.wanted.unwrap_or(0);
+            self.counters.bytes_out += u64::from(wanted - task.incoming.got);
+            self.advance(cx, idx, StepResult::Done);
+        } else {
+            let failed = StepResult::Failed(BackendError::Transfer);
+            self.advance(cx, idx, failed);
         }
+        self.settle(cx);
     }
 
     /// Aborts what waits for the initiator, who is logging out.
@@ -503,15 +480,7 @@ impl<D: Datamover> Channel<D> {
             match task.state {
                 TaskState::Idle => {}
                 TaskState::Sent if is_sending => {}
-                TaskState::Block => {
-                    if !std::mem::replace(&mut task.aborted, true) {
-                        self.actions.push_back(Action::AbortBlock(idx));
-                    }
-                }
-                _ => {
-                    self.stop_waiting(idx);
-                    self.finish(pool, idx, End::TornDown);
-                }
+                _ => self.cut_short(pool, idx, End::TornDown),
             }
         }
     }

@@ -6,12 +6,12 @@
 //! | Put_Data | [`Datamover::put_data`] |
 //! | Get_Data | [`Datamover::get_data`] |
 //! | Control_Notify | [`Channel::handle_frame`](super::Channel::handle_frame) |
-//! | Data_Completion_Notify | [`Channel::handle_done`](super::Channel::handle_done), [`Datamover::take_solicited`] |
+//! | Data_Completion_Notify | [`Channel::handle_done`](super::Channel::handle_done), [`Datamover::take_solicited`], [`Channel::handle_arrived`](super::Channel::handle_arrived) |
 //! | Connection_Terminate_Notify | [`Channel::handle_disconnected`](super::Channel::handle_disconnected) |
 
-use riser_scsi::iscsi::Itt;
 use riser_scsi::iscsi::login::{ConnectionParams, SessionParams};
-use riser_scsi::iscsi::pdu::{DataInStatus, DataOut, FromTarget};
+use riser_scsi::iscsi::pdu::{DataInStatus, DataOut, FromTarget, RejectReason, Snack};
+use riser_scsi::iscsi::{Itt, StatSn};
 use riser_scsi::srp::WireLun;
 
 use super::task::TaskIdx;
@@ -71,6 +71,8 @@ pub enum Taken {
         /// Whether all that was asked for is here.
         complete: bool,
     },
+    /// Some of the data are missing, and were asked for once more.
+    Again(TaskIdx),
     /// The transfer has failed.
     Failed(TaskIdx),
 }
@@ -86,11 +88,15 @@ pub trait Datamover {
     /// Longest data segment of a control-type PDU, in bytes.
     fn max_send_segment(&self) -> u32;
 
+    /// The command that is being looked at was taken in as this task.
+    fn begin(&mut self, task: TaskIdx);
+
     /// Sends a PDU after everything before it.
     fn send_control(&mut self, control: Control);
 
     /// Moves data to the initiator, after everything before it. The number of Data-In PDUs that it
-    /// takes, where there are such.
+    /// takes, where there are such. Unless the status goes with the data, the next PDU sent is the
+    /// task's answer.
     fn put_data(&mut self, put: PutData) -> u32;
 
     /// Whether a good status can go with the data.
@@ -102,8 +108,30 @@ pub trait Datamover {
     /// Looks at data that came as a PDU in answer to [`Datamover::get_data`].
     fn take_solicited(&mut self, pdu: &DataOut, len: u32, is_intact: bool) -> Taken;
 
-    /// Forgets what a task has under way, as far as it is not on its way already. Whether it is.
+    /// Forgets what a task has under way, as far as it is not on its way already. Whether it is:
+    /// then [`Channel::handle_arrived`](super::Channel::handle_arrived) says when it is over.
     fn forget(&mut self, task: TaskIdx) -> bool;
+
+    /// The initiator has every status before `exp`; or it leaves, and wants none any more. The tasks
+    /// that end with that; they were kept to be sent once more.
+    fn acknowledge(&mut self, exp: Option<StatSn>) -> Vec<TaskIdx> {
+        let _ = exp;
+        Vec::new()
+    }
+
+    /// Sends something once more.
+    ///
+    /// # Errors
+    /// Why not.
+    fn resend(&mut self, snack: &Snack) -> Result<(), RejectReason> {
+        let _ = snack;
+        Err(RejectReason::SnackReject)
+    }
+
+    /// Whether what is lost within the connection is brought again: error recovery level 1.
+    fn recovers(&self) -> bool {
+        false
+    }
 
     /// What waits to be sent, in PDUs and transfers.
     fn queued(&self) -> usize;

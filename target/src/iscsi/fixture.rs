@@ -19,7 +19,7 @@ use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::step::{BackendError, BlockOp, StepResult};
 use riser_scsi::vpd::Naa;
 
-use super::{Action, Admitted, Batch, ChannelConfig, Cx, Gate, TaskIdx, TcpChannel};
+use super::{Action, Admitted, Batch, ChannelConfig, Cx, Gate, TaskIdx, TcpChannel, Window};
 use crate::pool::Pool;
 use crate::srp::{LunMap, Unit, UnitIdx};
 
@@ -34,6 +34,20 @@ pub(super) struct FakeGate {
     pub(super) offer: Offer,
     pub(super) targets: usize,
     pub(super) joined: usize,
+    /// Whether a login takes somebody's place.
+    pub(super) waits: bool,
+}
+
+impl FakeGate {
+    pub(super) fn new(offer: Offer) -> Self {
+        Self {
+            unit: unit(),
+            offer,
+            targets: 1,
+            joined: 0,
+            waits: false,
+        }
+    }
 }
 
 impl Gate for FakeGate {
@@ -45,12 +59,19 @@ impl Gate for FakeGate {
         })
     }
 
-    fn join(&mut self, joined: &Joined) -> Result<Admitted, LoginStatus> {
+    fn join(&mut self, joined: &Joined, first: CmdSn) -> Result<Admitted, LoginStatus> {
         self.joined += 1;
         let luns = LunMap::new([(LunId::ZERO, Arc::clone(&self.unit))]);
         Ok(Admitted {
             tsih: Tsih(1),
             nexus: (!joined.session.discovery).then(|| (NexusId(7), Arc::new(luns))),
+            params: joined.session,
+            window: Arc::new(Window::new(
+                WINDOW,
+                first,
+                joined.session.max_connections > 1 || joined.session.error_recovery_level > 0,
+            )),
+            waits: self.waits,
         })
     }
 
@@ -85,6 +106,8 @@ pub(super) struct Rig {
     pub(super) digests: Digests,
     pub(super) cmd_sn: u32,
     pub(super) stalled: bool,
+    /// What other connections of the session are concerned by.
+    pub(super) elsewhere: Vec<Action>,
 }
 
 fn unit() -> Arc<Unit> {
@@ -129,18 +152,15 @@ impl Rig {
         let offer = Offer::default()
             .with(Key::MaxRecvDataSegmentLength, 65536)
             .with(Key::InitialR2T, 0)
+            .with(Key::MaxConnections, 4)
+            .with(Key::ErrorRecoveryLevel, 1)
             .with(Key::MaxOutstandingR2T, 2)
             .with_list(Key::HeaderDigest, 3)
             .with_list(Key::DataDigest, 3);
         Self {
             now,
             pool: Pool::new(4 << 20).unwrap(),
-            gate: FakeGate {
-                unit: unit(),
-                offer,
-                targets: 1,
-                joined: 0,
-            },
+            gate: FakeGate::new(offer),
             channel: TcpChannel::new(config, now),
             disk: vec![0; DISK],
             blocks: Vec::new(),
@@ -151,6 +171,7 @@ impl Rig {
             digests: Digests::default(),
             cmd_sn: 1,
             stalled: false,
+            elsewhere: Vec::new(),
         }
     }
 
@@ -176,6 +197,11 @@ impl Rig {
     }
 
     pub(super) fn login(&mut self, text: &str) -> Vec<Received> {
+        let bytes = self.login_bytes(text.as_bytes());
+        self.with(|ch, cx| ch.handle_bytes(cx, &bytes))
+    }
+
+    pub(super) fn login_bytes(&self, text: &[u8]) -> Vec<u8> {
         let request = LoginRequest {
             flags: LoginFlags {
                 current: Stage::Operational,
@@ -191,7 +217,7 @@ impl Rig {
             cmd_sn: CmdSn(self.cmd_sn),
             exp_stat_sn: StatSn(0),
         };
-        self.send(&FromInitiator::LoginRequest(request), text.as_bytes())
+        self.bytes_of(&FromInitiator::LoginRequest(request), text)
     }
 
     /// Gives the channel an input, carries out what it wants, and returns what it sent.
@@ -266,6 +292,7 @@ impl Rig {
                 self.disconnected = true;
                 self.step(|ch, cx| ch.channel_mut().handle_disconnected(cx));
             }
+            Action::TakeTurn(_) | Action::EndOthers(_) => self.elsewhere.push(action),
             Action::Release => self.released = true,
         }
     }

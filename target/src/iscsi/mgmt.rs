@@ -4,6 +4,8 @@
 //! the unit's task set names them, their channels are told ([`Action::AbortTask`]) and report back
 //! ([`Action::TaskGone`]). The function is answered when the last task is gone.
 
+use std::sync::Arc;
+
 use riser_scsi::attention::{Attention, AttentionScope};
 use riser_scsi::iscsi::Itt;
 use riser_scsi::iscsi::frame::Frame;
@@ -16,24 +18,21 @@ use riser_scsi::task::TaskManagement;
 use super::channel::{Action, Channel, Cx};
 use super::datamover::{Control, Datamover};
 use super::task::{TaskIdx, TaskState};
-use crate::srp::TaskRef;
+use crate::srp::{TaskRef, Unit};
 
 /// A task-management function under way.
 #[derive(Debug, Default)]
 pub(super) struct Mgmt {
-    /// Units that are reset when the tasks are gone, by their places in the session's map.
-    resets: Vec<usize>,
+    /// Units that are reset when the tasks are gone.
+    resets: Vec<Arc<Unit>>,
     /// Nexuses that lost tasks, and the unit.
-    cleared: Vec<(usize, NexusId)>,
+    cleared: Vec<(Arc<Unit>, NexusId)>,
     /// Tasks not yet gone.
     waiting: u32,
 }
 
 impl<D: Datamover> Channel<D> {
     pub(super) fn on_tmf(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, request: &TmfRequest) {
-        if !self.admit(request.cmd_sn, request.immediate) {
-            return;
-        }
         if request.itt == Itt::NONE || self.find(request.itt).is_some() {
             return self.reject(
                 cx,
@@ -62,19 +61,21 @@ impl<D: Datamover> Channel<D> {
         request: &TmfRequest,
     ) -> Option<TmfStatus> {
         let session = self.session.as_ref().expect("full-feature phase");
-        let unit = session.luns.find(request.lun);
-        let places = 0..session.luns.luns().len();
+        let unit = session.luns.addressed(request.lun);
         let whole_target = match request.function {
-            TmfFunction::TargetWarmReset => Some(TaskManagement::LogicalUnitReset),
+            TmfFunction::TargetWarmReset | TmfFunction::TargetColdReset => {
+                Some(TaskManagement::LogicalUnitReset)
+            }
             TmfFunction::NexusReset => Some(TaskManagement::NexusReset),
             TmfFunction::TaskReassign => return Some(TmfStatus::ReassignmentNotSupported),
-            TmfFunction::TargetColdReset | TmfFunction::Other(_) => {
-                return Some(TmfStatus::NotSupported);
-            }
+            TmfFunction::Other(_) => return Some(TmfStatus::NotSupported),
             _ => None,
         };
         if let Some(function) = whole_target {
-            places.for_each(|place| self.manage(idx, place, function));
+            let units: Vec<_> = session.luns.iter().map(|(_, u)| Arc::clone(u)).collect();
+            units
+                .iter()
+                .for_each(|unit| self.manage(idx, unit, function));
             return None;
         }
         let Some(unit) = unit else {
@@ -82,8 +83,8 @@ impl<D: Datamover> Channel<D> {
         };
         let function = match request.function {
             TmfFunction::AbortTask => {
-                let Some(task) = self.find_command(request.referenced, unit) else {
-                    return Some(TmfStatus::TaskDoesNotExist);
+                let Some(task) = self.find_command(request.referenced, &unit) else {
+                    return self.abort_elsewhere(idx, request);
                 };
                 self.mgmt_mut(idx).waiting += 1;
                 let watcher = self.task_ref(idx);
@@ -91,12 +92,13 @@ impl<D: Datamover> Channel<D> {
                 return None;
             }
             TmfFunction::QueryTask => {
-                let found = self.find_command(request.referenced, unit);
-                return Some(presence(found.is_some()));
+                let found = self.find_command(request.referenced, &unit);
+                let elsewhere = self.window().tagged(request.referenced);
+                return Some(presence(found.is_some() || elsewhere.is_some()));
             }
             TmfFunction::QueryTaskSet => {
                 let mut tasks = self.tasks.iter();
-                let any = tasks.any(|task| task.unit == Some(unit) && task.is_command());
+                let any = tasks.any(|task| task.exec.is_of(&unit) && task.is_command());
                 return Some(presence(any));
             }
             TmfFunction::QueryAsyncEvent => return Some(TmfStatus::Complete),
@@ -106,27 +108,48 @@ impl<D: Datamover> Channel<D> {
             // There is never an auto contingent allegiance.
             _ => return Some(TmfStatus::NotSupported),
         };
-        self.manage(idx, unit, function);
+        self.manage(idx, &unit, function);
         None
     }
 
-    fn find_command(&self, itt: Itt, unit: usize) -> Option<TaskIdx> {
-        self.find(itt).filter(|idx| {
-            let task = &self.tasks[usize::from(idx.0)];
-            task.unit == Some(unit) && task.is_command()
+    /// ABORT TASK of a command that is none of this connection: it may be one of another, or on its
+    /// way still.
+    fn abort_elsewhere(&mut self, idx: TaskIdx, request: &TmfRequest) -> Option<TmfStatus> {
+        let window = self.window();
+        if let Some(task) = window.tagged(request.referenced) {
+            self.mgmt_mut(idx).waiting += 1;
+            let watcher = self.task_ref(idx);
+            self.actions.push_back(Action::AbortTask { task, watcher });
+            return None;
+        }
+        Some(if window.forgo(request.ref_cmd_sn, request.cmd_sn) {
+            TmfStatus::Complete
+        } else {
+            TmfStatus::TaskDoesNotExist
         })
     }
 
-    fn manage(&mut self, idx: TaskIdx, place: usize, function: TaskManagement) {
+    fn find_command(&self, itt: Itt, unit: &Arc<Unit>) -> Option<TaskIdx> {
+        self.find(itt).filter(|idx| {
+            let task = &self.tasks[usize::from(idx.0)];
+            task.exec.is_of(unit) && task.is_command()
+        })
+    }
+
+    fn manage(&mut self, idx: TaskIdx, unit: &Arc<Unit>, function: TaskManagement) {
         let session = self.session.as_ref().expect("full-feature phase");
-        let managed = session.luns.unit(place).manage(session.nexus, function);
+        let managed = unit.manage(session.nexus, function);
         let watcher = self.task_ref(idx);
         let mgmt = self.mgmt_mut(idx);
         mgmt.waiting += managed.aborted.len() as u32;
-        mgmt.cleared
-            .extend(managed.cleared.into_iter().map(|nexus| (place, nexus)));
+        mgmt.cleared.extend(
+            managed
+                .cleared
+                .into_iter()
+                .map(|nexus| (Arc::clone(unit), nexus)),
+        );
         if function == TaskManagement::LogicalUnitReset {
-            mgmt.resets.push(place);
+            mgmt.resets.push(Arc::clone(unit));
         }
         let aborts = managed
             .aborted
@@ -148,13 +171,12 @@ impl<D: Datamover> Channel<D> {
         }
         let resets = std::mem::take(&mut mgmt.resets);
         let cleared = std::mem::take(&mut mgmt.cleared);
-        let luns = &self.session.as_ref().expect("full-feature phase").luns;
-        for place in resets {
-            luns.unit(place).lu.reset();
+        for unit in resets {
+            unit.lu.reset();
         }
-        for (place, nexus) in cleared {
+        for (unit, nexus) in cleared {
             let scope = AttentionScope::One(nexus);
-            luns.unit(place).lu.raise(Attention::CommandsCleared, scope);
+            unit.lu.raise(Attention::CommandsCleared, scope);
         }
         self.answer_tmf(idx, TmfStatus::Complete);
     }

@@ -1,6 +1,6 @@
 //! The iSCSI target: connections as machines that do no I/O.
 //!
-//! A [`Channel`] is one connection with its session (RFC 7143), over a [`Datamover`] (RFC 5047) that
+//! A [`Channel`] is one connection of a session (RFC 7143), over a [`Datamover`] (RFC 5047) that
 //! knows how data travel. Over TCP a [`TcpChannel`] puts the framing around both: it takes bytes and
 //! gives batches of bytes to send. What the channel wants done otherwise it says with [`Action`]s.
 //!
@@ -13,8 +13,11 @@
 //! # Modules
 //! - `channel`: [`Channel`]: login, numbering, what is not a command.
 //! - `command`: the way of a SCSI command; `task`: its context ([`TaskState`]).
+//! - `window`: the command numbers that a session's connections share; `order`: requests whose turn
+//!   has not come.
+//! - `recovery`: what is kept to be sent once more.
 //! - `mgmt`: task management and aborts. `text`: text requests.
-//! - `datamover`: what a channel asks of the layer below. `tcp`: that layer on TCP.
+//! - `datamover`: what a channel asks of the layer below. `tcp`: that layer on TCP. [`iser`]: on RDMA.
 //!
 //! # Invariants
 //! - Nothing but login is looked at before full-feature phase.
@@ -24,18 +27,23 @@
 //!   (beyond it nothing more is read), unsolicited data without a buffer by FirstBurstLength each.
 //!
 //! # Not implemented
-//! Several connections per session, and error recovery levels 1 and 2: both are negotiated away.
-//! Target cold reset is answered as not supported.
+//! Error recovery level 2, which is negotiated away: a session ends with the first of its connections
+//! that is lost. At level 1, data are not sent once more in PDUs of another size (R-Data SNACK).
+//! Target cold reset resets the units as the warm one does; the sessions stay.
 
 #![forbid(unsafe_code)]
 
 mod channel;
 mod command;
 mod datamover;
+pub mod iser;
 mod mgmt;
+mod order;
+mod recovery;
 mod task;
 mod tcp;
 mod text;
+mod window;
 
 #[cfg(test)]
 mod fixture;
@@ -43,8 +51,10 @@ mod fixture;
 mod tests;
 
 pub use channel::{
-    Action, Admitted, Channel, ChannelConfig, Counters, Cx, Gate, MAX_QUEUED, Phase, SessionInfo,
+    Action, Admitted, Channel, ChannelConfig, Counters, Cx, Gate, MAX_QUEUED, Others, Phase,
+    SessionInfo,
 };
 pub use datamover::{Control, Datamover, GetData, PutData, Taken};
 pub use task::{TaskIdx, TaskState};
 pub use tcp::{Batch, Chunk, Tcp, TcpChannel};
+pub use window::{Member, Window};

@@ -1,17 +1,12 @@
 //! The contexts of a channel: one per command or function under way.
 
-use riser_scsi::command::Command;
 use riser_scsi::iscsi::Itt;
 use riser_scsi::iscsi::pdu::MAX_CDB;
 use riser_scsi::srp::WireLun;
-use riser_scsi::step::{Expected, Response, Step, TaskAttribute};
-use riser_scsi::task::TaskKey;
-
-use arrayvec::ArrayVec;
+use riser_scsi::step::Response;
 
 use super::mgmt::Mgmt;
-use crate::pool::Buffer;
-use crate::srp::TaskRef;
+use crate::execution::Execution;
 
 /// Number of a context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -57,6 +52,8 @@ pub(super) struct Incoming {
     pub(super) next_sn: u32,
     /// Something was wrong with them.
     pub(super) faulty: bool,
+    /// Some of them were lost, and whatever follows those is passed over.
+    pub(super) lost: bool,
     /// What came before there was a buffer; at most FirstBurstLength.
     pub(super) staged: Vec<u8>,
     /// What the command wants in all, once it has said so.
@@ -77,26 +74,12 @@ pub(super) struct Task {
     /// Whether it took one, and is answered.
     pub(super) lingers: bool,
     pub(super) lun: WireLun,
-    /// The unit's place in the session's map.
-    pub(super) unit: Option<usize>,
-    pub(super) attribute: TaskAttribute,
-    pub(super) cdb: ArrayVec<u8, MAX_CDB>,
-    pub(super) expected: Expected,
+    pub(super) exec: Execution<MAX_CDB>,
     pub(super) incoming: Incoming,
-    pub(super) command: Option<Command>,
-    /// The step that waits for a buffer.
-    pub(super) step: Option<Step>,
-    pub(super) buffer: Option<Buffer>,
     /// The answer, while it waits for unsolicited data.
     pub(super) response: Option<Response>,
     /// R2T PDUs that it had.
     pub(super) r2ts: u32,
-    /// Its key in the unit's task set, while it is there.
-    pub(super) key: Option<TaskKey>,
-    /// Ended by task management; lingers until the devices let go.
-    pub(super) aborted: bool,
-    /// Functions that wait until it is gone.
-    pub(super) watchers: Vec<TaskRef>,
     pub(super) mgmt: Option<Mgmt>,
 }
 
@@ -109,19 +92,10 @@ impl Task {
             counted: false,
             lingers: false,
             lun: [0; 8],
-            unit: None,
-            attribute: TaskAttribute::Simple,
-            cdb: ArrayVec::new(),
-            expected: Expected::default(),
+            exec: Execution::new(),
             incoming: Incoming::default(),
-            command: None,
-            step: None,
-            buffer: None,
             response: None,
             r2ts: 0,
-            key: None,
-            aborted: false,
-            watchers: Vec::new(),
             mgmt: None,
         }
     }

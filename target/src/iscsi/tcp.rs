@@ -9,11 +9,15 @@ use riser_memory::MemSlice;
 use riser_scsi::access::DataAccess;
 use riser_scsi::iscsi::frame::{self, DataDigest, Digests, Framer, padding};
 use riser_scsi::iscsi::login::{ConnectionParams, SessionParams};
-use riser_scsi::iscsi::pdu::{DataIn, DataInStatus, DataOut, FromTarget, R2t};
+use riser_scsi::iscsi::pdu::{
+    DataIn, DataInStatus, DataOut, FromTarget, R2t, RejectReason, Snack, SnackKind,
+};
 use riser_scsi::iscsi::{Itt, Numbers, StatSn, Ttt};
+use riser_scsi::srp::WireLun;
 
-use super::channel::{Channel, ChannelConfig, Cx};
+use super::channel::{Channel, ChannelConfig, Cx, Held, Phase};
 use super::datamover::{Control, Datamover, GetData, PutData, Taken};
+use super::recovery::{Again, Recovery};
 use super::task::TaskIdx;
 use crate::pool::Buffer;
 
@@ -89,6 +93,8 @@ enum Item {
     Data(Outgoing),
     /// From here on with these digests: the answer to the login goes without.
     Digests(Digests),
+    /// Something that was sent before.
+    Again(Again),
 }
 
 /// Data on their way to the initiator.
@@ -105,13 +111,34 @@ struct Open {
     ttt: Ttt,
     task: TaskIdx,
     itt: Itt,
+    lun: WireLun,
+    r2t_sn: u32,
     offset: u32,
     len: u32,
     got: u32,
     next_sn: u32,
 }
 
-/// What is still to be asked for.
+impl Open {
+    /// The R2T that asks for it.
+    fn request(&self) -> Item {
+        Item::Control(Control {
+            pdu: FromTarget::R2t(R2t {
+                lun: self.lun,
+                itt: self.itt,
+                ttt: self.ttt,
+                r2t_sn: self.r2t_sn,
+                offset: self.offset,
+                len: self.len,
+            }),
+            data: Vec::new(),
+            counts: false,
+            ends: None,
+        })
+    }
+}
+
+/// What is still to be asked for of a task; it stays until everything has come.
 #[derive(Debug)]
 struct Wanted {
     get: GetData,
@@ -135,6 +162,7 @@ pub struct Tcp {
     /// Tasks that end with that batch.
     ends: Vec<TaskIdx>,
     is_sending: bool,
+    recovery: Recovery,
 }
 
 impl Tcp {
@@ -152,6 +180,7 @@ impl Tcp {
             in_batch: Vec::new(),
             ends: Vec::new(),
             is_sending: false,
+            recovery: Recovery::default(),
         }
     }
 
@@ -163,41 +192,108 @@ impl Tcp {
         let mut open = self.open.iter().filter(|o| o.task == task).count();
         while open < self.max_outstanding_r2t && self.wanted[at].get.len > 0 {
             let wanted = &mut self.wanted[at];
-            let len = wanted.get.len.min(self.max_burst);
-            // Never the reserved value.
-            self.next_ttt = (self.next_ttt + 1) & 0x7fff_ffff;
-            let ttt = Ttt(self.next_ttt);
-            let r2t = R2t {
-                lun: wanted.get.lun,
-                itt: wanted.get.itt,
-                ttt,
-                r2t_sn: wanted.r2t_sn,
-                offset: wanted.get.offset,
-                len,
+            let part = GetData {
+                len: wanted.get.len.min(self.max_burst),
+                ..wanted.get
             };
-            self.open.push(Open {
-                ttt,
-                task,
-                itt: wanted.get.itt,
-                offset: wanted.get.offset,
-                len,
-                got: 0,
-                next_sn: 0,
-            });
-            wanted.r2t_sn += 1;
-            wanted.get.offset += len;
-            wanted.get.len -= len;
+            wanted.get.offset += part.len;
+            wanted.get.len -= part.len;
             open += 1;
-            self.queue.push_back(Item::Control(Control {
-                pdu: FromTarget::R2t(r2t),
-                data: Vec::new(),
-                counts: false,
-                ends: None,
-            }));
+            self.send_r2t(at, part);
         }
-        if self.wanted[at].get.len == 0 {
-            self.wanted.swap_remove(at);
+    }
+
+    /// Asks for a part of what the task at a place of the list wants.
+    fn send_r2t(&mut self, at: usize, part: GetData) {
+        // Never the reserved value.
+        self.next_ttt = (self.next_ttt + 1) & 0x7fff_ffff;
+        let r2t_sn = self.wanted[at].r2t_sn;
+        self.wanted[at].r2t_sn += 1;
+        let open = Open {
+            ttt: Ttt(self.next_ttt),
+            task: part.task,
+            itt: part.itt,
+            lun: part.lun,
+            r2t_sn,
+            offset: part.offset,
+            len: part.len,
+            got: 0,
+            next_sn: 0,
+        };
+        self.queue.push_back(open.request());
+        self.open.push(open);
+    }
+
+    /// A PDU of what was asked for is missing: asks for the rest once more.
+    fn ask_again(&mut self, at: usize) -> Taken {
+        let open = self.open.swap_remove(at);
+        let wanted = self.wanted.iter().position(|w| w.get.task == open.task);
+        let part = GetData {
+            task: open.task,
+            itt: open.itt,
+            lun: open.lun,
+            offset: open.offset + open.got,
+            len: open.len - open.got,
+        };
+        self.send_r2t(wanted.expect("what is open is wanted"), part);
+        Taken::Again(open.task)
+    }
+
+    /// Bytes of the next PDU of data.
+    fn piece(&self, item: &Outgoing) -> u32 {
+        let in_burst = self.max_burst - item.sent % self.max_burst;
+        let left = item.put.len - item.sent;
+        left.min(in_burst).min(self.max_send_segment)
+    }
+
+    /// Writes the next PDU of those that are sent once more; whether it was the last.
+    fn put_again(
+        &self,
+        again: &mut Again,
+        mut numbers: Numbers,
+        held: Held<'_>,
+        batch: &mut Batch,
+    ) -> bool {
+        let (put, from, until, stat_sn) = match again {
+            Again::Control(control, stat_sn) => {
+                numbers.stat_sn = *stat_sn;
+                self.put_control(control, numbers, batch);
+                return true;
+            }
+            Again::Data {
+                put,
+                from,
+                until,
+                stat_sn,
+            } => (put, from, until, *stat_sn),
+        };
+        let mut item = Outgoing {
+            put: *put,
+            sent: 0,
+            data_sn: 0,
+        };
+        if let Some(stat_sn) = stat_sn {
+            numbers.stat_sn = stat_sn;
+        } else {
+            item.put.status = None;
         }
+        // Up to the first one wanted; the last one of all where that is none.
+        let mut len = self.piece(&item);
+        while item.data_sn < *from && item.sent + len < put.len {
+            item.sent += len;
+            item.data_sn += 1;
+            len = self.piece(&item);
+        }
+        let is_last = self.put_data_in(&mut item, numbers, held.buffer(put.task), batch);
+        *from = item.data_sn;
+        is_last || *from >= *until
+    }
+
+    fn put_control(&self, control: &Control, numbers: Numbers, batch: &mut Batch) {
+        let start = batch.heads.len();
+        let header = control.pdu.header(numbers);
+        frame::put(header, &[], &control.data, self.digests, &mut batch.heads);
+        batch.push_head(start);
     }
 
     /// Writes the next PDU of data; whether it was the last.
@@ -210,9 +306,8 @@ impl Tcp {
     ) -> bool {
         let put = item.put;
         let in_burst = self.max_burst - item.sent % self.max_burst;
-        let left = put.len - item.sent;
-        let len = left.min(in_burst).min(self.max_send_segment);
-        let is_last = len == left;
+        let len = self.piece(item);
+        let is_last = len == put.len - item.sent;
         let pdu = DataIn {
             is_final: is_last || len == in_burst,
             acknowledge: false,
@@ -259,10 +354,10 @@ impl Tcp {
     }
 
     /// Fills a batch; `false` when there is nothing to send, or a batch is still being sent.
-    pub(super) fn poll_batch<'a>(
+    pub(super) fn poll_batch(
         &mut self,
         mut numbers: Numbers,
-        buffer: impl Fn(TaskIdx) -> &'a Buffer,
+        held: Held<'_>,
         batch: &mut Batch,
     ) -> bool {
         if self.is_sending {
@@ -275,13 +370,22 @@ impl Tcp {
             numbers.stat_sn = self.stat_sn;
             match item {
                 Item::Control(control) => {
-                    let start = batch.heads.len();
-                    let header = control.pdu.header(numbers);
-                    frame::put(header, &[], &control.data, self.digests, &mut batch.heads);
-                    batch.push_head(start);
-                    self.ends.extend(control.ends);
+                    self.put_control(&control, numbers, batch);
+                    let is_kept =
+                        control.counts && self.recovery.keep_control(&control, self.stat_sn);
+                    if !is_kept {
+                        self.ends.extend(control.ends);
+                    }
                     if control.counts {
                         self.stat_sn = self.stat_sn.next();
+                    }
+                }
+                Item::Again(mut again) => {
+                    if let Again::Data { put, .. } = &again {
+                        self.in_batch.push(put.task);
+                    }
+                    if !self.put_again(&mut again, numbers, held, batch) {
+                        self.queue.push_front(Item::Again(again));
                     }
                 }
                 Item::Digests(digests) => self.digests = digests,
@@ -290,11 +394,13 @@ impl Tcp {
                     if self.in_batch.last() != Some(&task) {
                         self.in_batch.push(task);
                     }
-                    if !self.put_data_in(&mut item, numbers, buffer(task), batch) {
+                    if !self.put_data_in(&mut item, numbers, held.buffer(task), batch) {
                         self.queue.push_front(Item::Data(item));
                     } else if item.put.status.is_some() {
+                        if !self.recovery.keep_data(item.put, self.stat_sn) {
+                            self.ends.push(task);
+                        }
                         self.stat_sn = self.stat_sn.next();
-                        self.ends.push(task);
                     }
                 }
             }
@@ -317,6 +423,9 @@ impl Datamover for Tcp {
         self.max_burst = session.max_burst;
         self.max_outstanding_r2t = usize::from(session.max_outstanding_r2t);
         self.queue.push_back(Item::Digests(connection.digests));
+        if session.error_recovery_level > 0 {
+            self.recovery.turn_on();
+        }
     }
 
     fn set_max_send_segment(&mut self, bytes: u32) {
@@ -327,11 +436,14 @@ impl Datamover for Tcp {
         self.max_send_segment
     }
 
+    fn begin(&mut self, _: TaskIdx) {}
+
     fn send_control(&mut self, control: Control) {
         self.queue.push_back(Item::Control(control));
     }
 
     fn put_data(&mut self, put: PutData) -> u32 {
+        self.recovery.on_data(put);
         self.queue.push_back(Item::Data(Outgoing {
             put,
             sent: 0,
@@ -364,6 +476,10 @@ impl Datamover for Tcp {
         let fits = open.got.checked_add(len).is_some_and(|got| got <= open.len);
         let in_order = pdu.data_sn == open.next_sn && pdu.offset == open.offset + open.got;
         let ends = fits && open.got + len == open.len;
+        let is_lost = !is_intact || (fits && pdu.data_sn > open.next_sn);
+        if is_lost && self.recovery.is_on() {
+            return self.ask_again(at);
+        }
         if !is_intact || !fits || !in_order || ends != pdu.is_final {
             self.forget(task);
             return Taken::Failed(task);
@@ -375,18 +491,66 @@ impl Datamover for Tcp {
             self.open.swap_remove(at);
             self.solicit(task);
         }
+        let complete = ends && !self.open.iter().any(|open| open.task == task);
+        if complete {
+            self.wanted.retain(|wanted| wanted.get.task != task);
+        }
         Taken::Data {
             task,
             offset,
-            complete: ends && !self.open.iter().any(|open| open.task == task),
+            complete,
         }
+    }
+
+    fn acknowledge(&mut self, exp: Option<StatSn>) -> Vec<TaskIdx> {
+        let mut ended = self.recovery.acknowledge(exp);
+        if ended.is_empty() {
+            return ended;
+        }
+        self.queue
+            .retain(|item| !matches!(item, Item::Again(Again::Data { put, .. }) if ended.contains(&put.task)));
+        // The buffer of one whose data are being sent once more is in use until they are sent.
+        ended.retain(|task| {
+            let is_busy = self.is_sending && self.in_batch.contains(task);
+            if is_busy {
+                self.ends.push(*task);
+            }
+            !is_busy
+        });
+        ended
+    }
+
+    fn resend(&mut self, snack: &Snack) -> Result<(), RejectReason> {
+        let asked = |open: &&Open| {
+            let steps = open.r2t_sn.checked_sub(snack.begin);
+            open.itt == snack.itt && steps.is_some_and(|n| snack.run == 0 || n < snack.run)
+        };
+        let r2ts: Vec<Item> = match snack.kind {
+            SnackKind::DataOrR2t if self.recovery.is_on() => {
+                self.open.iter().filter(asked).map(Open::request).collect()
+            }
+            _ => Vec::new(),
+        };
+        if !r2ts.is_empty() {
+            self.queue.extend(r2ts);
+            return Ok(());
+        }
+        let again = self.recovery.find(snack)?;
+        self.queue.extend(again.into_iter().map(Item::Again));
+        Ok(())
+    }
+
+    fn recovers(&self) -> bool {
+        self.recovery.is_on()
     }
 
     fn forget(&mut self, task: TaskIdx) -> bool {
         let open = &mut self.open;
         self.queue.retain(|item| match item {
-            Item::Digests(_) => true,
-            Item::Data(data) => data.put.task != task,
+            Item::Digests(_) | Item::Again(Again::Control(..)) => true,
+            Item::Data(Outgoing { put, .. }) | Item::Again(Again::Data { put, .. }) => {
+                put.task != task
+            }
             Item::Control(control) => {
                 let asks = open
                     .iter()
@@ -396,11 +560,12 @@ impl Datamover for Tcp {
         });
         open.retain(|open| open.task != task);
         self.wanted.retain(|wanted| wanted.get.task != task);
+        self.recovery.forget(task);
         self.in_batch.contains(&task)
     }
 
     fn queued(&self) -> usize {
-        self.queue.len()
+        self.queue.len() + self.recovery.others()
     }
 }
 
@@ -447,15 +612,31 @@ impl TcpChannel {
                 Ok((_, None)) => return,
                 Err(error) => return self.channel.handle_broken(cx, error),
             }
-            if let Some(params) = self.channel.take_new_params() {
-                self.framer.set(params.max_recv_segment, params.digests);
-            }
+            self.follow_params();
         }
+        if !bytes.is_empty() && self.channel.phase() == Phase::Joining {
+            // Whoever logs in says nothing before the answer; what it says could not be understood.
+            self.channel
+                .handle_broken(cx, "data before the login is answered");
+        }
+    }
+
+    fn follow_params(&mut self) {
+        if let Some(params) = self.channel.take_new_params() {
+            self.framer.set(params.max_recv_segment, params.digests);
+        }
+    }
+
+    /// As [`Channel::handle_others_gone`].
+    pub fn handle_others_gone(&mut self, cx: &mut Cx<'_>) {
+        self.channel.handle_others_gone(cx);
+        self.follow_params();
     }
 
     /// What to send next; `false` when there is nothing, or the last batch is not yet sent.
     pub fn poll_batch(&mut self, batch: &mut Batch) -> bool {
-        self.channel.poll_batch(batch)
+        self.channel
+            .poll_mover(|mover, numbers, held| mover.poll_batch(numbers, held, batch))
     }
 
     /// The batch was sent, or failed to be.

@@ -72,14 +72,29 @@ fn iscsi(target: &config::Target) -> Result<Option<IscsiDef>, ServerError> {
     let Some(name) = &target.iqn else {
         return Ok(None);
     };
-    let portals = target.portals.iter().enumerate();
+    // An address is one port for initiators, whatever carries the session: it has one portal group.
+    let group = |listen| {
+        let mut all = target.portals.iter();
+        let place = all.position(|p| p.protocol.is_iscsi() && p.listen == listen);
+        place.expect("the portal itself") as u16 + 1
+    };
+    let portals = |protocol| {
+        let all = target
+            .portals
+            .iter()
+            .filter(move |p| p.protocol == protocol);
+        all.map(|p| (p.listen, group(p.listen))).collect()
+    };
     Ok(Some(IscsiDef {
         name: name.clone(),
-        portals: portals
-            .filter(|(_, portal)| portal.protocol == Protocol::Iscsi)
-            .map(|(i, portal)| (portal.listen, i as u16 + 1))
-            .collect(),
+        portals: portals(Protocol::Iscsi),
+        iser: portals(Protocol::Iser),
         auth: auth(target.chap.as_ref())?,
+        redirects: target
+            .portals
+            .iter()
+            .filter_map(|portal| Some((portal.listen, portal.redirect.clone()?)))
+            .collect(),
     }))
 }
 
@@ -223,7 +238,7 @@ fn portal_def(host: &HostId, target: &Target, place: usize, portal: &Portal) -> 
 pub(super) fn devices(config: &Config, workers: usize) -> Result<Vec<Vec<Nic>>, ServerError> {
     let mut addresses: Vec<IpAddr> = Vec::new();
     let portals = config.targets.iter().flat_map(|t| &t.portals);
-    for portal in portals.filter(|p| p.protocol == Protocol::Srp) {
+    for portal in portals.filter(|p| p.protocol.is_rdma()) {
         let ip = portal.listen.ip();
         if !addresses.contains(&ip) {
             addresses.push(ip);

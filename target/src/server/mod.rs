@@ -1,7 +1,7 @@
 //! The server: from a [`Config`] to running workers, and back to nothing.
 //!
-//! [`run`] is what `riserd run` does: start, tell the service manager, wait for a signal, shut down.
-//! [`Server`] is the same as a value, for programs and tests that have one in their process.
+//! [`Server`] is a value, for programs and tests that have one in their process as well as for the
+//! daemon, whose [control plane](crate::control) has one.
 //!
 //! # Start
 //! Backends are opened and locked, logical units and targets made, devices opened (for each address
@@ -15,14 +15,14 @@
 //! ```
 //!
 //! # Changes
-//! [`Server::change`] applies another configuration: see [`reload`]. [`run`] does so at SIGHUP.
+//! [`Server::change`] applies another configuration: see [`reload`].
 
 mod build;
 pub mod reload;
-mod signal;
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
@@ -30,7 +30,8 @@ use std::time::{Duration, Instant};
 
 use riser_reactor::{MailSender, Ring, RingConfig, RingError, mailbox};
 use riser_scsi::attention::Attention;
-use sd_notify::NotifyState;
+use rustix::thread::{CpuSet, sched_setaffinity};
+use tokio::sync::Notify;
 
 use crate::backend::OpenError;
 use crate::config::Config;
@@ -100,6 +101,14 @@ pub enum ServerError {
     /// Something took longer than it may.
     #[error("{0} did not end in time")]
     Timeout(&'static str),
+    /// The admin API cannot be where the configuration wants it.
+    #[error("cannot listen at {}: {source}", path.display())]
+    Admin {
+        /// The socket.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
     /// Signals cannot be waited for.
     #[error("cannot wait for signals: {0}")]
     Signal(#[source] io::Error),
@@ -118,6 +127,8 @@ pub struct Server {
     gone: usize,
     /// What the first of them said.
     failed: Option<ServerError>,
+    /// Told when a worker fails.
+    failure: Arc<Notify>,
 }
 
 /// Opens backends and makes units and targets, without devices and workers: for programs that bring
@@ -160,6 +171,7 @@ impl Server {
             reports,
             gone: 0,
             failed: None,
+            failure: Arc::default(),
         };
         let started = server.start_workers(config, devices, &reports_tx);
         drop(reports_tx);
@@ -187,6 +199,7 @@ impl Server {
                 shared: Arc::clone(&self.shared),
                 devices,
                 reports: reports.clone(),
+                failure: Arc::clone(&self.failure),
             };
             let thread = std::thread::Builder::new()
                 .name(format!("riser-worker-{index}"))
@@ -241,16 +254,21 @@ impl Server {
     pub fn addresses(&self) -> Vec<SocketAddr> {
         let catalog = self.shared.registry.catalog();
         let targets = &catalog.targets;
-        let srp = targets.iter().flat_map(|t| &t.portals).map(|p| p.listen);
         let iscsi = targets.iter().filter_map(|t| t.iscsi.as_ref());
         let iscsi = iscsi.flat_map(|t| &t.portals).map(|(listen, _)| *listen);
-        srp.chain(iscsi).collect()
+        catalog.rdma_portals().chain(iscsi).collect()
     }
 
     /// Sessions and what they are served.
     #[must_use]
     pub fn shared(&self) -> &Shared {
         &self.shared
+    }
+
+    /// Notified when a worker fails: time to shut down.
+    #[must_use]
+    pub fn failure(&self) -> Arc<Notify> {
+        Arc::clone(&self.failure)
     }
 
     /// I_T nexuses at present.
@@ -338,6 +356,7 @@ impl Server {
     /// # Errors
     /// [`ServerError`] for a worker that failed and for data that could not be made durable.
     pub fn shutdown(mut self) -> Result<(), ServerError> {
+        self.poll_reports();
         self.shared.registry.stop();
         let until = Instant::now() + PATIENCE;
         for sender in &self.senders {
@@ -430,11 +449,13 @@ struct ThreadParts {
     shared: Arc<Shared>,
     devices: Vec<build::Nic>,
     reports: Sender<Report>,
+    failure: Arc<Notify>,
 }
 
 impl ThreadParts {
     fn run(self, mail: &Sender<MailSender<Mail>>, setup: &Receiver<Setup>) {
         let (index, reports) = (self.index, self.reports.clone());
+        let failure = Arc::clone(&self.failure);
         let work = std::panic::AssertUnwindSafe(|| self.work(mail, setup));
         let outcome = std::panic::catch_unwind(work)
             .unwrap_or_else(|_| Err("panicked; this is a bug".into()));
@@ -445,13 +466,13 @@ impl ThreadParts {
         let failed = message.is_some();
         let _ = reports.send(Report::Ended(index, message));
         if failed {
-            signal::wake();
+            failure.notify_one();
         }
     }
 
     fn work(self, mail: &Sender<MailSender<Mail>>, setup: &Receiver<Setup>) -> Result<(), String> {
         if let Some(cpu) = self.cpu
-            && let Err(error) = signal::pin(cpu)
+            && let Err(error) = pin(cpu)
         {
             tracing::warn!(cpu, %error, "a worker is not pinned");
         }
@@ -482,67 +503,12 @@ impl ThreadParts {
     }
 }
 
-/// Serves a configuration until SIGTERM or SIGINT. At SIGHUP it takes what `reread` gives, as far as
-/// [`Server::change`] allows.
-///
-/// # Errors
-/// [`ServerError`]: it could not start, a worker failed, or data could not be made durable.
-pub fn run(
-    config: &Config,
-    reread: impl Fn() -> Result<Config, String>,
-) -> Result<(), ServerError> {
-    let signals = signal::Signals::block().map_err(ServerError::Signal)?;
-    let mut server = Server::start(config)?;
-    let catalog = server.shared.registry.catalog();
-    for (target, portal) in catalog
-        .targets
-        .iter()
-        .flat_map(|t| t.portals.iter().map(move |p| (t, p)))
-    {
-        tracing::info!(
-            target = %target.config.name, listen = %portal.listen,
-            port = %portal.target_port(), luns = target.units.len(), "serving"
-        );
+/// Ties the calling thread to a processor.
+fn pin(cpu: usize) -> io::Result<()> {
+    if cpu >= CpuSet::MAX_CPU {
+        return Err(io::ErrorKind::InvalidInput.into());
     }
-    for (target, iscsi) in catalog
-        .targets
-        .iter()
-        .filter_map(|t| Some((t, t.iscsi.as_ref()?)))
-    {
-        for (listen, _) in &iscsi.portals {
-            tracing::info!(
-                target = %target.config.name, %listen, iqn = %iscsi.name,
-                luns = target.units.len(), "serving"
-            );
-        }
-    }
-    notify(&[NotifyState::Ready]);
-    drop(catalog);
-    let signal = loop {
-        match signals.wait().map_err(ServerError::Signal)? {
-            signal::Signal::Reload => server.reread(&reread),
-            signal::Signal::End(name) => break name,
-        }
-    };
-    notify(&[NotifyState::Stopping]);
-    server.poll_reports();
-    tracing::info!(signal, sessions = server.sessions(), "shutting down");
-    for snapshot in server.snapshot() {
-        for session in snapshot.sessions {
-            tracing::info!(
-                initiator = %session.initiator, peer = %session.peer, state = ?session.state,
-                in_flight = session.in_flight, memory = session.memory.total(), "session"
-            );
-        }
-    }
-    server.shutdown()?;
-    tracing::info!("ended");
-    Ok(())
-}
-
-/// Tells the service manager, if there is one.
-fn notify(state: &[NotifyState<'_>]) {
-    if let Err(error) = sd_notify::notify(state) {
-        tracing::debug!(%error, "the service manager was not told");
-    }
+    let mut set = CpuSet::new();
+    set.set(cpu);
+    Ok(sched_setaffinity(None, &set)?)
 }

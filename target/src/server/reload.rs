@@ -6,18 +6,16 @@
 //!
 //! Initiators whose units are others than before get the unit attention REPORTED LUNS DATA HAS
 //! CHANGED. A unit that was taken away takes no new commands; those under way end as if nothing had
-//! happened, and its backend closes after the last one. iSCSI sessions see the change when they log
-//! in again. Initiators that may not log in any more are
+//! happened, and its backend closes after the last one. Initiators that may not log in any more are
 //! logged out.
 
 use std::sync::Arc;
 
 use riser_scsi::srp::TLogoutReason;
 
-use super::{Server, ServerError, notify};
+use super::{Server, ServerError};
 use crate::config::Config;
 use crate::worker::mail::Mail;
-use sd_notify::NotifyState;
 
 /// Why a configuration was not applied. The old one stays.
 #[derive(Debug, thiserror::Error)]
@@ -41,6 +39,7 @@ pub fn check(old: &Config, new: &Config) -> Result<(), ChangeError> {
         ("limits", old.limits == new.limits),
         ("transport", old.transport == new.transport),
         ("log", old.log == new.log),
+        ("admin", old.admin == new.admin),
         ("discovery_chap", old.discovery_chap == new.discovery_chap),
         (
             "the number of targets",
@@ -87,7 +86,9 @@ impl Server {
         let catalog = Arc::new(builder.catalog(&config)?);
         self.builder = builder;
         self.config = config;
-        for channel in self.shared.registry.change(catalog) {
+        let ended = self.shared.registry.change(Arc::clone(&catalog));
+        let of_iscsi = self.shared.iscsi.sessions.change(&catalog);
+        for channel in ended.into_iter().chain(of_iscsi) {
             if let Some(sender) = self.senders.get(usize::from(channel.worker)) {
                 let _ = sender.send_blocking(Mail::Terminate {
                     serial: channel.serial,
@@ -102,22 +103,5 @@ impl Server {
         // A mailbox keeps its order: a worker that answers this has applied the change.
         let _ = self.snapshot();
         Ok(())
-    }
-
-    /// Reads the configuration again and applies it; says in the log what came of it.
-    pub(super) fn reread(&mut self, reread: &impl Fn() -> Result<Config, String>) {
-        notify(&[NotifyState::Reloading]);
-        let changed = reread().and_then(|config| self.change(config).map_err(|e| e.to_string()));
-        match changed {
-            Ok(()) => {
-                let catalog = self.shared.registry.catalog();
-                for target in &catalog.targets {
-                    let luns = target.units.len();
-                    tracing::info!(target = %target.config.name, luns, "configuration applied");
-                }
-            }
-            Err(error) => tracing::error!(%error, "configuration not applied"),
-        }
-        notify(&[NotifyState::Ready]);
     }
 }

@@ -263,7 +263,7 @@ impl Channel {
         ioctx: SendIdx,
         range: std::ops::Range<u32>,
     ) -> impl Iterator<Item = MemSlice> + '_ {
-        let buffer = self.ioctx[usize::from(ioctx.0)].buffer.as_ref();
+        let buffer = self.ioctx[usize::from(ioctx.0)].exec.buffer.as_ref();
         buffer
             .into_iter()
             .flat_map(move |b| b.slices(range.clone()))

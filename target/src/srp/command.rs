@@ -2,17 +2,15 @@
 //! out, answered.
 
 use riser_memory::Memory;
-use riser_scsi::access::NoData;
-use riser_scsi::command::Command;
-use riser_scsi::device::respond_absent;
 use riser_scsi::srp::{Cmd, DataBuffer, RspCode, Tag, TaskAttr};
-use riser_scsi::step::{Expected, Request, Status, Step, StepResult, TaskAttribute};
+use riser_scsi::step::{Expected, Status, Step, StepResult, TaskAttribute};
 
 use super::action::Action;
 use super::channel::{ChState, Channel, Cx};
 use super::ioctx::{CDB_LEN, CommandToken, Immediate, IoctxState, RecvIdx, SendIdx, Then};
 use super::table::{Table, TableError, Taken};
 use super::transfer::{Direction, Transfer};
+use crate::execution::Entry;
 use crate::pool::Pool;
 use crate::warn_limited;
 
@@ -40,10 +38,10 @@ impl Channel {
         io.generation = io.generation.wrapping_add(1);
         io.state = state;
         io.tag = tag;
-        io.unit = None;
+        io.exec.unit = None;
         io.notify_success = false;
         io.notify_failure = false;
-        io.expected = Expected::default();
+        io.exec.expected = Expected::default();
         io.token = Some(CommandToken::taken_in());
         idx
     }
@@ -54,22 +52,22 @@ impl Channel {
         let unit = self.config.luns.addressed(cmd.lun);
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.lun = cmd.lun;
-        io.unit = unit;
-        io.attribute = match cmd.task_attr {
+        io.exec.unit = unit;
+        io.exec.attribute = match cmd.task_attr {
             TaskAttr::Simple => TaskAttribute::Simple,
             TaskAttr::HeadOfQueue => TaskAttribute::HeadOfQueue,
             TaskAttr::Ordered => TaskAttribute::Ordered,
             TaskAttr::Aca => TaskAttribute::Aca,
         };
-        io.cdb.clear();
-        io.cdb.extend(
+        io.exec.cdb.clear();
+        io.exec.cdb.extend(
             cmd.cdb
                 .iter()
                 .chain(cmd.additional_cdb)
                 .copied()
                 .take(CDB_LEN),
         );
-        io.expected = Expected {
+        io.exec.expected = Expected {
             data_out: cmd.data_out.data_len(),
             data_in: cmd.data_in.data_len(),
         };
@@ -128,19 +126,10 @@ impl Channel {
     fn enter_task_set(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
         let task = self.task_ref(idx);
         let io = &mut self.ioctx[usize::from(idx.0)];
-        let Some(unit) = &io.unit else {
-            return self.prepare(cx, idx);
-        };
-        match unit.register(self.config.nexus, io.attribute, task) {
-            Ok((key, started)) => {
-                io.task = Some(key);
-                if started {
-                    self.prepare(cx, idx);
-                } else {
-                    io.state = IoctxState::AwaitTask;
-                }
-            }
-            Err(_) => self.answer_status(cx, idx, Status::TaskSetFull),
+        match io.exec.register(self.config.nexus, task) {
+            Entry::Now => self.prepare(cx, idx),
+            Entry::Later => io.state = IoctxState::AwaitTask,
+            Entry::Full => self.answer_status(cx, idx, Status::TaskSetFull),
         }
     }
 
@@ -193,25 +182,8 @@ impl Channel {
 
     fn start(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
         let io = &mut self.ioctx[usize::from(idx.0)];
-        let request = Request {
-            nexus: self.config.nexus,
-            cdb: &io.cdb,
-            expected: io.expected,
-            attribute: io.attribute,
-            luns: self.config.luns.luns(),
-        };
-        let step = match &io.unit {
-            Some(unit) => {
-                let (command, step) = unit.lu.start(&request);
-                io.command = Some(command);
-                step
-            }
-            None => Step::Respond(respond_absent(&request)),
-        };
-        let needs = io.command.as_ref().map_or(0, Command::buffer_len);
-        if needs as usize > cx.pool.max_buffer() {
-            return self.answer_status(cx, idx, Status::Busy);
-        }
+        let luns = self.config.luns.luns();
+        let step = io.exec.start(self.config.nexus, luns, cx.pool);
         self.run(cx, idx, step);
     }
 
@@ -221,7 +193,7 @@ impl Channel {
             step = match step {
                 Step::Respond(response) => return self.respond(cx, idx, response),
                 Step::ReceiveData { .. } | Step::Block(_) if !self.has_buffer(cx.pool, idx) => {
-                    self.ioctx[usize::from(idx.0)].step = Some(step);
+                    self.ioctx[usize::from(idx.0)].exec.step = Some(step);
                     return self.await_pool(idx, IoctxState::AwaitBuffer);
                 }
                 Step::ReceiveData { len } => {
@@ -239,7 +211,7 @@ impl Channel {
                 }
                 Step::Block(op) => {
                     let io = &mut self.ioctx[usize::from(idx.0)];
-                    let unit = io.unit.as_ref().expect("block operations have a unit");
+                    let unit = io.exec.unit.as_ref().expect("block operations have a unit");
                     let unit = unit.index;
                     io.state = IoctxState::DataIn;
                     self.blocks_in_flight += 1;
@@ -256,13 +228,7 @@ impl Channel {
 
     /// Makes sure of the command's data buffer.
     fn has_buffer(&mut self, pool: &mut Pool, idx: SendIdx) -> bool {
-        let io = &mut self.ioctx[usize::from(idx.0)];
-        let len = io.command.as_ref().map_or(0, Command::buffer_len);
-        if io.buffer.is_none() && len > 0 {
-            io.buffer = pool.take(len);
-            return io.buffer.is_some();
-        }
-        true
+        self.ioctx[usize::from(idx.0)].exec.has_buffer(pool)
     }
 
     /// Moves immediate data from the receive ring to the buffer, and frees its receive context.
@@ -272,7 +238,7 @@ impl Channel {
         let io = &self.ioctx[usize::from(idx.0)];
         let (ring, start) = self.receive_memory(immediate.recv);
         let mut from = start + immediate.offset as usize;
-        if let Some(buffer) = &io.buffer {
+        if let Some(buffer) = &io.exec.buffer {
             let memory = buffer.memory();
             for range in buffer.ranges(0..len.min(immediate.len)) {
                 Memory::copy(ring, from, memory, range.start, range.len());
@@ -284,13 +250,7 @@ impl Channel {
 
     /// Tells the command how its last step ended.
     pub(super) fn advance(&mut self, idx: SendIdx, result: StepResult) -> Step {
-        let io = &mut self.ioctx[usize::from(idx.0)];
-        let lu = &io.unit.as_ref().expect("commands have a unit").lu;
-        let command = io.command.as_mut().expect("a command runs");
-        match &mut io.buffer {
-            Some(buffer) => command.advance(lu, result, buffer),
-            None => command.advance(lu, result, &mut NoData),
-        }
+        self.ioctx[usize::from(idx.0)].exec.advance(result)
     }
 
     /// Waits for pool memory, behind the others.
@@ -306,7 +266,7 @@ impl Channel {
         match io.state {
             IoctxState::AwaitTable => self.prepare(cx, idx),
             IoctxState::AwaitBuffer => {
-                let step = io.step.take().expect("a step waits");
+                let step = io.exec.step.take().expect("a step waits");
                 self.run(cx, idx, step);
             }
             other => unreachable!("{other:?} does not wait for the pool"),
@@ -323,7 +283,7 @@ impl Channel {
 
     /// Ends a command that was aborted, or whose channel is going, now that no device uses it.
     pub(super) fn ends_early(&mut self, cx: &mut Cx<'_>, idx: SendIdx) -> bool {
-        if self.ioctx[usize::from(idx.0)].aborted {
+        if self.ioctx[usize::from(idx.0)].exec.aborted {
             self.finish(cx.pool, idx, End::Aborted);
             return true;
         }
@@ -336,12 +296,9 @@ impl Channel {
 
     /// Takes the task out of the unit's set; those it held back may start.
     pub(super) fn leave_task_set(&mut self, idx: SendIdx) {
-        let io = &mut self.ioctx[usize::from(idx.0)];
-        if let (Some(key), Some(unit)) = (io.task.take(), &io.unit) {
-            let started = unit.remove(key);
-            self.actions
-                .extend(started.into_iter().map(Action::StartTask));
-        }
+        let started = self.ioctx[usize::from(idx.0)].exec.leave();
+        self.actions
+            .extend(started.into_iter().map(Action::StartTask));
     }
 
     /// Ends a request: gives everything back, tells who waits for it.
@@ -367,21 +324,16 @@ impl Channel {
         }
         io.table_out.release(pool);
         io.table_in.release(pool);
-        let fetch = io.fetch.take().map(|(_, buffer)| buffer);
-        for buffer in fetch.into_iter().chain(io.buffer.take()) {
+        if let Some((_, buffer)) = io.fetch.take() {
             pool.release(buffer);
         }
-        io.unit = None;
-        io.command = None;
-        io.step = None;
+        let watchers = io.exec.finish(pool);
         io.transfer = None;
         io.response = None;
         io.code = None;
         io.mgmt = None;
-        io.aborted = false;
         io.state = IoctxState::Done;
         let immediate = io.immediate.take();
-        let watchers = std::mem::take(&mut io.watchers);
         self.actions
             .extend(watchers.into_iter().map(Action::TaskGone));
         if let Some(immediate) = immediate {

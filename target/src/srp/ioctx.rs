@@ -1,17 +1,12 @@
 //! The contexts of a channel: one per command that it may have under way.
 
-use std::sync::Arc;
-
-use arrayvec::ArrayVec;
-use riser_scsi::command::Command;
 use riser_scsi::srp::{RspCode, Tag, WireLun};
-use riser_scsi::step::{Expected, Response, Step, TaskAttribute};
-use riser_scsi::task::TaskKey;
+use riser_scsi::step::Response;
 
 use super::mgmt::Mgmt;
 use super::table::Table;
 use super::transfer::{Direction, Transfer};
-use super::unit::{TaskRef, Unit};
+use crate::execution::Execution;
 use crate::pool::Buffer;
 
 /// Bytes of a CDB that are kept; no command of ours is longer.
@@ -137,14 +132,8 @@ pub struct SendIoctx {
     pub tag: Tag,
     /// The addressed unit.
     pub lun: WireLun,
-    /// The unit itself, if there is such a one; a command keeps it, whatever becomes of the map.
-    pub unit: Option<Arc<Unit>>,
-    /// Task attribute.
-    pub attribute: TaskAttribute,
-    /// The CDB.
-    pub cdb: ArrayVec<u8, CDB_LEN>,
-    /// Lengths of the initiator's buffers.
-    pub expected: Expected,
+    /// The command.
+    pub exec: Execution<CDB_LEN>,
     /// Notify the initiator of success.
     pub notify_success: bool,
     /// Notify the initiator of failure.
@@ -157,12 +146,6 @@ pub struct SendIoctx {
     pub table_in: Table,
     /// The external table being read: where it lies, and the buffer it goes to.
     pub fetch: Option<(Table, Buffer)>,
-    /// The command of the logical unit.
-    pub command: Option<Command>,
-    /// The step that waits for a resource.
-    pub step: Option<Step>,
-    /// Its data.
-    pub buffer: Option<Buffer>,
     /// The transfer under way.
     pub transfer: Option<Transfer>,
     /// RSP_CODE of the answer, for one with response data.
@@ -171,12 +154,6 @@ pub struct SendIoctx {
     pub response: Option<Response>,
     /// Work requests of the chain that is posted.
     pub wrs: u32,
-    /// Its key in the unit's task set, while it is there.
-    pub task: Option<TaskKey>,
-    /// Task management has ended it; it lingers until the devices let go.
-    pub aborted: bool,
-    /// Task-management functions that wait until it is gone.
-    pub watchers: Vec<TaskRef>,
     /// The function, in a context of a task-management request.
     pub mgmt: Option<Mgmt>,
     /// The request itself.
@@ -192,26 +169,17 @@ impl SendIoctx {
             generation: 0,
             tag: Tag(0),
             lun: [0; 8],
-            unit: None,
-            attribute: TaskAttribute::Simple,
-            cdb: ArrayVec::new(),
-            expected: Expected::default(),
+            exec: Execution::new(),
             notify_success: false,
             notify_failure: false,
             immediate: None,
             table_out: Table::Empty,
             table_in: Table::Empty,
             fetch: None,
-            command: None,
-            step: None,
-            buffer: None,
             transfer: None,
             code: None,
             response: None,
             wrs: 0,
-            task: None,
-            aborted: false,
-            watchers: Vec::new(),
             mgmt: None,
             token: None,
         }
@@ -253,7 +221,7 @@ impl SendIoctx {
         };
         (
             table,
-            self.buffer.as_ref().expect("a transfer has a buffer"),
+            self.exec.buffer.as_ref().expect("a transfer has a buffer"),
         )
     }
 }

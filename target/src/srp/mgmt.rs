@@ -87,8 +87,7 @@ impl Channel {
         let watcher = self.task_ref(idx);
         for other in (0..self.config.params.req_lim as u16).map(SendIdx) {
             let io = &self.ioctx[usize::from(other.0)];
-            let named = io.tag == request.task_tag
-                && io.unit.as_ref().is_some_and(|u| Arc::ptr_eq(u, unit));
+            let named = io.tag == request.task_tag && io.exec.is_of(unit);
             if named && other != idx && io.is_command() {
                 self.mgmt_mut(idx).waiting += 1;
                 self.abort(cx, other, watcher);
@@ -154,21 +153,21 @@ impl Channel {
     /// Ends a command without an answer, at once or as soon as no device uses its buffers.
     fn abort(&mut self, cx: &mut Cx<'_>, idx: SendIdx, watcher: TaskRef) {
         let io = &mut self.ioctx[usize::from(idx.0)];
-        io.watchers.push(watcher);
-        if io.aborted {
+        io.exec.watchers.push(watcher);
+        if io.exec.aborted {
             return;
         }
         match io.state {
             IoctxState::FetchTable | IoctxState::NeedData | IoctxState::WriteData => {
-                io.aborted = true;
+                io.exec.aborted = true;
             }
             IoctxState::DataIn => {
-                io.aborted = true;
+                io.exec.aborted = true;
                 self.actions.push_back(Action::AbortBlock(idx));
             }
             IoctxState::CmdRspSent => {
                 // Its answer is on its way before ours: the task is gone for the initiator.
-                io.watchers.pop();
+                io.exec.watchers.pop();
                 self.actions.push_back(Action::TaskGone(watcher));
             }
             _ => {

@@ -1,7 +1,7 @@
 //! Chains: RDMA requests and answers, planned, posted when there is credit, completed.
 
 use riser_scsi::srp::{Residual, Rsp, RspCode};
-use riser_scsi::step::{self, BackendError, DataIn, Response, Status, Step, StepResult};
+use riser_scsi::step::{self, BackendError, Response, Status, Step, StepResult};
 
 use super::action::{Action, SendIu};
 use super::channel::{Channel, Cx};
@@ -15,22 +15,10 @@ impl Channel {
     pub(super) fn respond(&mut self, cx: &mut Cx<'_>, idx: SendIdx, response: Response) {
         self.leave_task_set(idx);
         let io = &mut self.ioctx[usize::from(idx.0)];
-        let len = response.data_in.len().min(io.expected.data_in);
-        if let DataIn::Inline(bytes) = &response.data_in
-            && len > 0
-        {
-            if io.buffer.as_ref().is_none_or(|b| b.len() < len) {
-                if let Some(short) = io.buffer.take() {
-                    cx.pool.release(short);
-                }
-                io.buffer = cx.pool.take(len);
-            }
-            let Some(buffer) = &io.buffer else {
-                io.step = Some(Step::Respond(response));
-                return self.await_pool(idx, IoctxState::AwaitBuffer);
-            };
-            buffer.write(0, &bytes[..len as usize]);
-        }
+        let Some(len) = io.exec.gather(cx.pool, &response) else {
+            io.exec.step = Some(Step::Respond(response));
+            return self.await_pool(idx, IoctxState::AwaitBuffer);
+        };
         if len > 0 {
             io.transfer = Some(Transfer::new(Direction::ToInitiator, len));
             self.counters.bytes_in += u64::from(len);
@@ -41,8 +29,8 @@ impl Channel {
 
     /// Answers with a status alone.
     pub(super) fn answer_status(&mut self, cx: &mut Cx<'_>, idx: SendIdx, status: Status) {
-        let expected = self.ioctx[usize::from(idx.0)].expected;
-        self.respond(cx, idx, Response::status_only(status, expected));
+        let response = self.ioctx[usize::from(idx.0)].exec.status_only(status);
+        self.respond(cx, idx, response);
     }
 
     /// Answers with response data: the request never became a task, or was none.

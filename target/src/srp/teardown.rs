@@ -203,7 +203,7 @@ impl Channel {
                 IoctxState::Done => {}
                 IoctxState::DataIn => {
                     let io = &self.ioctx[usize::from(idx.0)];
-                    if !io.aborted {
+                    if !io.exec.aborted {
                         self.actions.push_back(Action::AbortBlock(idx));
                     }
                 }

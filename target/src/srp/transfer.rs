@@ -59,6 +59,7 @@ pub struct PortionLimits {
 pub struct Transfer {
     /// Which way.
     pub direction: Direction,
+    /// Where it ends in the buffer.
     len: u32,
     done: Position,
     planned: Position,
@@ -69,11 +70,21 @@ impl Transfer {
     /// A transfer of the first `len` bytes.
     #[must_use]
     pub fn new(direction: Direction, len: u32) -> Self {
+        Self::of_range(direction, 0..len)
+    }
+
+    /// A transfer of these bytes of the buffer; the descriptors begin with the first of them.
+    #[must_use]
+    pub fn of_range(direction: Direction, range: Range<u32>) -> Self {
+        let start = Position {
+            bytes: range.start,
+            ..Position::default()
+        };
         Self {
             direction,
-            len,
-            done: Position::default(),
-            planned: Position::default(),
+            len: range.end,
+            done: start,
+            planned: start,
             wrs: 0,
         }
     }

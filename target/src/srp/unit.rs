@@ -7,7 +7,9 @@ use riser_scsi::lun::{LunAddress, LunId};
 use riser_scsi::nexus::NexusId;
 use riser_scsi::srp::WireLun;
 use riser_scsi::step::TaskAttribute;
-use riser_scsi::task::{RegisterError, TaskKey, TaskManagement, TaskSet, TaskTag, TmfResponse};
+use riser_scsi::task::{
+    Concurrency, RegisterError, TaskKey, TaskManagement, TaskSet, TaskTag, TmfResponse,
+};
 
 use super::ioctx::SendIdx;
 
@@ -96,10 +98,13 @@ impl Unit {
         &self,
         nexus: NexusId,
         attribute: TaskAttribute,
+        concurrency: Concurrency,
         task: TaskRef,
     ) -> Result<(TaskKey, bool), RegisterError> {
         let mut tasks = self.lock();
-        let key = tasks.set.register(nexus, task.tag(), attribute)?;
+        let key = tasks
+            .set
+            .register(nexus, task.tag(), attribute, concurrency)?;
         tasks.refs[key.slot()] = Some(task);
         let started = tasks.set.try_start(key);
         Ok((key, started))

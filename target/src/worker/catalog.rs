@@ -54,6 +54,8 @@ impl Worker {
         for (slot, luns) in changed {
             self.with_channel(slot, |ch, cx| ch.handle_luns(cx, luns));
         }
+        self.follow_iscsi_luns();
+        self.follow_iser_luns();
     }
 
     /// Detaches backends that are served no more and that no task needs.

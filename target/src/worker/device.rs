@@ -1,12 +1,13 @@
-//! What a worker needs of a network device besides the verbs.
+//! What a worker needs of a network device besides the verbs, and its devices as they come and go.
 
 use std::net::{IpAddr, SocketAddr};
-use std::time::Instant;
+use std::ops::{Index, IndexMut};
+use std::time::{Duration, Instant};
 
 use riser_transport::loopback::Endpoint;
 use riser_transport::rdma_core::{RdmaCoreDevice, has_device};
 use riser_transport::roce::{Misdirected, Roce};
-use riser_transport::verbs::Provider;
+use riser_transport::verbs::{Provider, VerbsError};
 
 /// A provider that a worker drives. Where several workers share one address, packets may reach the
 /// wrong one; it hands them on.
@@ -29,11 +30,14 @@ pub trait Device: Provider {
         false
     }
 
-    /// Opens it once more at its address; `None` where it is not there.
-    fn reopen(&self, _addr: IpAddr) -> Option<Box<dyn Device>> {
+    /// How to open it once more, where it can come back.
+    fn reopen(&self) -> Option<Reopen> {
         None
     }
 }
+
+/// Opens a device that was taken away; `None` where it is not there.
+pub type Reopen = Box<dyn Fn() -> Option<Box<dyn Device>>>;
 
 impl Device for Roce {
     fn poll_misdirected(&mut self) -> Option<Misdirected> {
@@ -45,7 +49,19 @@ impl Device for Roce {
     }
 }
 
-impl Device for Endpoint {}
+impl Device for Endpoint {
+    fn is_gone(&self) -> bool {
+        Endpoint::is_gone(self)
+    }
+
+    fn reopen(&self) -> Option<Reopen> {
+        let (fabric, addr) = (self.fabric().clone(), self.addr());
+        Some(Box::new(move || {
+            let is_there = !fabric.is_unplugged(addr);
+            is_there.then(|| Box::new(fabric.endpoint(addr)) as Box<dyn Device>)
+        }))
+    }
+}
 
 impl Device for RdmaCoreDevice {
     fn has_services(&self) -> bool {
@@ -56,12 +72,179 @@ impl Device for RdmaCoreDevice {
         RdmaCoreDevice::is_gone(self)
     }
 
-    fn reopen(&self, addr: IpAddr) -> Option<Box<dyn Device>> {
-        if !has_device(addr) {
-            return None;
+    fn reopen(&self) -> Option<Reopen> {
+        let addr = self.addr();
+        Some(Box::new(move || {
+            if !has_device(addr) {
+                return None;
+            }
+            let opened = Self::open(addr).inspect_err(
+                |error| tracing::debug!(%addr, %error, "the device is not usable yet"),
+            );
+            Some(Box::new(opened.ok()?))
+        }))
+    }
+}
+
+/// How often a device that was taken away is looked for.
+const RETRY: Duration = Duration::from_millis(500);
+
+/// A worker's devices, by number. Indexing is for what is known to be there, such as the device of a
+/// session; it panics where the device is closed.
+pub(super) struct Devices(Vec<Place>);
+
+struct Place {
+    addr: IpAddr,
+    state: State,
+}
+
+/// What has become of a device.
+///
+/// ```text
+/// Open → Open, but gone → Closed → Open
+/// ```
+enum State {
+    /// It is there.
+    Open {
+        device: Box<dyn Device>,
+        /// Or was taken away, and sessions still hold objects of it.
+        is_gone: bool,
+    },
+    /// Nothing holds it any more.
+    Closed {
+        /// How it is opened.
+        reopen: Option<Reopen>,
+        /// When to look for it.
+        look_at: Instant,
+    },
+}
+
+impl Devices {
+    /// All of them open.
+    ///
+    /// # Errors
+    /// A device does not tell its address.
+    pub(super) fn new(devices: Vec<Box<dyn Device>>) -> Result<Self, VerbsError> {
+        let place = |device: Box<dyn Device>| {
+            let addr = device.query_port(1)?.addr;
+            let is_gone = false;
+            let state = State::Open { device, is_gone };
+            Ok(Place { addr, state })
+        };
+        devices
+            .into_iter()
+            .map(place)
+            .collect::<Result<_, _>>()
+            .map(Self)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    pub(super) fn addr(&self, device: usize) -> IpAddr {
+        self.0[device].addr
+    }
+
+    pub(super) fn has_addr(&self, addr: IpAddr) -> bool {
+        self.0.iter().any(|p| p.addr == addr)
+    }
+
+    /// A device, unless it is closed.
+    pub(super) fn get_mut(&mut self, device: usize) -> Option<&mut (dyn Device + 'static)> {
+        match &mut self.0.get_mut(device)?.state {
+            State::Open { device, .. } => Some(device.as_mut()),
+            State::Closed { .. } => None,
         }
-        let opened = Self::open(addr)
-            .inspect_err(|error| tracing::debug!(%addr, %error, "the device is not usable yet"));
-        Some(Box::new(opened.ok()?))
+    }
+
+    /// Whether a device works.
+    pub(super) fn is_open(&self, device: usize) -> bool {
+        matches!(self.0[device].state, State::Open { is_gone: false, .. })
+    }
+
+    /// Whether a device was taken away and is not closed yet.
+    pub(super) fn is_gone(&self, device: usize) -> bool {
+        matches!(self.0[device].state, State::Open { is_gone: true, .. })
+    }
+
+    /// Those that work.
+    pub(super) fn open_mut(&mut self) -> impl Iterator<Item = &mut Box<dyn Device>> {
+        self.0.iter_mut().filter_map(|p| match &mut p.state {
+            State::Open { device, is_gone } => (!*is_gone).then_some(device),
+            State::Closed { .. } => None,
+        })
+    }
+
+    /// When one of them wants to be driven or looked for.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        let due = |p: &Place| match &p.state {
+            State::Open { is_gone: true, .. } => None,
+            State::Open { device, .. } => device.deadline(),
+            State::Closed { reopen, look_at } => reopen.as_ref().map(|_| *look_at),
+        };
+        self.0.iter().filter_map(due).min()
+    }
+
+    /// Whether a device has been taken away; answers so once.
+    pub(super) fn note_gone(&mut self, device: usize) -> bool {
+        match &mut self.0[device].state {
+            State::Open { device, is_gone } => {
+                let before = std::mem::replace(is_gone, *is_gone || device.is_gone());
+                *is_gone && !before
+            }
+            State::Closed { .. } => false,
+        }
+    }
+
+    /// Closes a device that nothing holds.
+    pub(super) fn close(&mut self, device: usize, now: Instant) {
+        let state = &mut self.0[device].state;
+        if let State::Open { device, .. } = state {
+            let reopen = device.reopen();
+            let look_at = now + RETRY;
+            *state = State::Closed { reopen, look_at };
+        }
+    }
+
+    /// Looks for a device that is closed, where that is due; whether it is back.
+    pub(super) fn look_for(&mut self, device: usize, now: Instant) -> bool {
+        let state = &mut self.0[device].state;
+        let State::Closed { reopen, look_at } = state else {
+            return false;
+        };
+        if *look_at > now {
+            return false;
+        }
+        *look_at = now + RETRY;
+        let Some(device) = reopen.as_ref().and_then(|reopen| reopen()) else {
+            return false;
+        };
+        let is_gone = false;
+        *state = State::Open { device, is_gone };
+        true
+    }
+
+    /// Closes all of them for good.
+    pub(super) fn clear(&mut self) {
+        self.0.clear();
+    }
+}
+
+impl Index<usize> for Devices {
+    type Output = dyn Device;
+
+    fn index(&self, device: usize) -> &Self::Output {
+        match &self.0[device].state {
+            State::Open { device, .. } => device.as_ref(),
+            State::Closed { .. } => panic!("nothing uses a device that is closed"),
+        }
+    }
+}
+
+impl IndexMut<usize> for Devices {
+    fn index_mut(&mut self, device: usize) -> &mut Self::Output {
+        self.get_mut(device)
+            .expect("nothing uses a device that is closed")
     }
 }

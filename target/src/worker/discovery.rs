@@ -302,7 +302,7 @@ fn source_gid(grh: &[u8]) -> Gid {
 impl Worker {
     /// Sets discovery up on a device; without it the device works, but is not found.
     pub(super) fn start_discovery(&mut self, device: usize) -> Option<DiscoveryAgent> {
-        let dev = &mut *self.devices[device];
+        let dev = &mut self.devices[device];
         let ip = dev.query_port(1).ok()?.addr;
         let unit = IoUnit::new(
             &self.catalog.targets,

@@ -7,12 +7,14 @@
 
 use std::cmp::Reverse;
 
+use riser_memory::MemSlice;
 use riser_scsi::step::{BlockOp, StepResult};
 use riser_transport::verbs::{AsyncEvent, CmEventKind, Completion, CqId, Notify, QpId, VerbsError};
 
 use super::exec::{Owner, Work};
 use super::mail::Mail;
-use super::{CQ_BATCH, Flushing, GRACE, Phase, Report, Worker, WorkerError};
+use super::{CQ_BATCH, Endpoint, Flushing, GRACE, Phase, Report, Worker, WorkerError};
+use crate::iscsi::iser::IserChannel;
 use crate::srp::{Channel, RecvIdx};
 use crate::warn_limited;
 
@@ -24,6 +26,9 @@ impl Worker {
     pub(super) fn poll_devices(&mut self) -> usize {
         let mut work = 0;
         for device in 0..self.devices.len() {
+            if !self.devices.is_open(device) {
+                continue;
+            }
             work += self.devices[device].progress(self.now);
             while let Some(packet) = self.devices[device].poll_misdirected() {
                 let mail = Mail::Forwarded {
@@ -60,8 +65,17 @@ impl Worker {
                 },
                 _,
             ) => self.on_connect_request(device, cm, listener, peer, &param),
-            (CmEventKind::Established { .. }, Some(key)) => {
-                self.with_channel(key, Channel::handle_established);
+            (CmEventKind::Established { .. }, Some(place)) => self.on_established(place),
+            (
+                CmEventKind::Disconnected
+                | CmEventKind::ConnectError(_)
+                | CmEventKind::Unreachable
+                | CmEventKind::Rejected { .. }
+                | CmEventKind::DeviceRemoval,
+                Some(Endpoint::Srp(key)),
+            ) => {
+                self.sessions[key].is_closed = true;
+                self.with_channel(key, Channel::handle_disconnected);
             }
             (
                 CmEventKind::Disconnected
@@ -69,11 +83,8 @@ impl Worker {
                 | CmEventKind::Unreachable
                 | CmEventKind::Rejected { .. }
                 | CmEventKind::DeviceRemoval,
-                Some(key),
-            ) => {
-                self.sessions[key].is_closed = true;
-                self.with_channel(key, Channel::handle_disconnected);
-            }
+                Some(Endpoint::Iser(key)),
+            ) => self.on_iser_closed(key),
             (CmEventKind::Disconnected | CmEventKind::TimewaitExit, None) => {
                 self.end_lingering(Some((device, cm)));
             }
@@ -85,24 +96,27 @@ impl Worker {
         match event {
             AsyncEvent::CqError(cq) => {
                 tracing::error!("a completion queue overran");
-                if let Some(key) = self.by_cq.get(&(device, cq)).copied() {
-                    self.with_channel(key, Channel::handle_disconnected);
+                if let Some(place) = self.by_cq.get(&(device, cq)).copied() {
+                    self.on_failed(place);
                 }
             }
             AsyncEvent::QpFatal(qp)
             | AsyncEvent::QpReqError(qp)
             | AsyncEvent::QpAccessError(qp) => {
-                if let Some(key) = self.session_of_qp(device, qp) {
+                if let Some(place) = self.endpoint_of_qp(device, qp) {
                     warn_limited!(
-                        self.complaints, self.now,
-                        peer = %self.sessions[key].peer, ?event, "the connection failed"
+                        self.complaints,
+                        self.now,
+                        ?place,
+                        ?event,
+                        "the connection failed"
                     );
-                    self.with_channel(key, Channel::handle_disconnected);
+                    self.on_failed(place);
                 }
             }
             AsyncEvent::CommEstablished(qp) => {
-                if let Some(key) = self.session_of_qp(device, qp) {
-                    self.with_channel(key, Channel::handle_established);
+                if let Some(place) = self.endpoint_of_qp(device, qp) {
+                    self.on_established(place);
                 }
             }
             event => tracing::debug!(?event, "device event"),
@@ -111,24 +125,45 @@ impl Worker {
     }
 
     /// Rare events name the queue pair; looking for it is no loss.
-    fn session_of_qp(&self, device: usize, qp: QpId) -> Option<usize> {
+    fn endpoint_of_qp(&self, device: usize, qp: QpId) -> Option<Endpoint> {
+        let iser = || self.isers.with_qp(device, qp).map(Endpoint::Iser);
         self.sessions
             .iter()
             .find(|(_, s)| s.device == device && s.hardware.qp == qp)
-            .map(|(key, _)| key)
+            .map(|(key, _)| Endpoint::Srp(key))
+            .or_else(iser)
     }
 
-    fn on_cq_event(&mut self, device: usize, cq: CqId) {
-        if let Some(key) = self.by_cq.get(&(device, cq)).copied() {
-            self.make_ready(key);
-        } else if let Some(agent) = &mut self.discovery[device] {
-            agent.poll(&mut *self.devices[device], cq);
+    fn on_established(&mut self, place: Endpoint) {
+        match place {
+            Endpoint::Srp(key) => self.with_channel(key, Channel::handle_established),
+            Endpoint::Iser(key) => self.with_iser(key, IserChannel::handle_established),
         }
     }
 
-    fn make_ready(&mut self, key: usize) {
-        if !std::mem::replace(&mut self.sessions[key].is_ready, true) {
-            self.ready.push_back(key);
+    /// A connection is of no more use.
+    fn on_failed(&mut self, place: Endpoint) {
+        match place {
+            Endpoint::Srp(key) => self.with_channel(key, Channel::handle_disconnected),
+            Endpoint::Iser(key) => self.with_iser(key, IserChannel::handle_disconnected),
+        }
+    }
+
+    fn on_cq_event(&mut self, device: usize, cq: CqId) {
+        if let Some(place) = self.by_cq.get(&(device, cq)).copied() {
+            self.make_ready(place);
+        } else if let Some(agent) = &mut self.discovery[device] {
+            agent.poll(&mut self.devices[device], cq);
+        }
+    }
+
+    fn make_ready(&mut self, place: Endpoint) {
+        let is_new = match place {
+            Endpoint::Srp(key) => !std::mem::replace(&mut self.sessions[key].is_ready, true),
+            Endpoint::Iser(key) => self.isers.mark_ready(key),
+        };
+        if is_new {
+            self.ready.push_back(place);
         }
     }
 
@@ -136,32 +171,51 @@ impl Worker {
     pub(super) fn poll_ready(&mut self) -> usize {
         let mut work = 0;
         for _ in 0..self.ready.len() {
-            let Some(key) = self.ready.pop_front() else {
+            let Some(place) = self.ready.pop_front() else {
                 break;
             };
-            work += self.poll_session(key);
+            work += self.poll_endpoint(place);
         }
         work
     }
 
-    fn poll_session(&mut self, key: usize) -> usize {
-        let session = &mut self.sessions[key];
-        session.is_ready = false;
-        if self.devices[session.device].is_gone() {
+    /// Device, completion queue and number of a connection, which is no longer marked as ready.
+    fn take_ready(&mut self, place: Endpoint) -> Option<(usize, CqId, u32)> {
+        match place {
+            Endpoint::Srp(key) => {
+                let session = self.sessions.get_mut(key)?;
+                session.is_ready = false;
+                let serial = session.channel.config().serial;
+                Some((session.device, session.hardware.cq, serial))
+            }
+            Endpoint::Iser(key) => self.isers.take_ready(key),
+        }
+    }
+
+    fn poll_endpoint(&mut self, place: Endpoint) -> usize {
+        let Some((device, cq, serial)) = self.take_ready(place) else {
+            return 0;
+        };
+        if self.devices[device].is_gone() {
             return 0;
         }
-        let (device, cq) = (session.device, session.hardware.cq);
-        let serial = session.channel.config().serial;
         let mut completions = std::mem::take(&mut self.completions);
         completions.clear();
         let polled = self.devices[device].poll_cq(cq, CQ_BATCH, &mut completions);
         for completion in &completions {
-            self.on_completion(key, completion);
+            match place {
+                Endpoint::Srp(key) => self.on_completion(key, completion),
+                Endpoint::Iser(key) => self.on_iser_completion(key, completion),
+            }
             self.drain_dirty();
         }
         self.completions = completions;
-        // The session may be gone by now, and its place another's.
-        if self.by_serial.get(&serial) != Some(&key) {
+        // The connection may be gone by now, and its place another's.
+        let is_same = match place {
+            Endpoint::Srp(key) => self.by_serial.get(&serial) == Some(&key),
+            Endpoint::Iser(key) => self.isers.is_same(key, serial),
+        };
+        if !is_same {
             return 1;
         }
         match polled {
@@ -171,12 +225,12 @@ impl Worker {
                         .req_notify_cq(cq, Notify::Next)
                         .unwrap_or(false);
                 if more {
-                    self.make_ready(key);
+                    self.make_ready(place);
                 }
                 n
             }
             Err(VerbsError::CqOverrun) => {
-                self.with_channel(key, Channel::handle_disconnected);
+                self.on_failed(place);
                 self.drain_dirty();
                 1
             }
@@ -206,6 +260,9 @@ impl Worker {
             Work::Drain => {
                 self.with_channel(key, Channel::handle_drained);
             }
+            Work::IserRecv(_) | Work::IserPost(_) => {
+                unreachable!("an SRP channel posts nothing of iSER's")
+            }
         }
     }
 
@@ -214,15 +271,25 @@ impl Worker {
             return;
         };
         let slot = session.channel.receive_slot(recv);
-        let len = len.min(slot.len());
+        self.with_received(&slot, len, |worker, bytes| {
+            worker.with_channel(key, |ch, cx| ch.handle_recv(cx, recv, bytes));
+        });
+    }
+
+    /// Looks at the `len` bytes that a completed receive has left in its slot. `input` hands them to
+    /// the channel that owns the slot, and must not post the receive again.
+    pub(super) fn with_received(
+        &mut self,
+        slot: &MemSlice,
+        len: usize,
+        input: impl FnOnce(&mut Self, &[u8]),
+    ) {
         let (memory, offset) = (slot.memory().clone(), slot.offset());
-        let input = |bytes: &[u8]| {
-            self.with_channel(key, |ch, cx| ch.handle_recv(cx, recv, bytes));
-        };
+        let len = len.min(slot.len());
         // SAFETY: the receive has completed, so the device writes there no more, and it is posted
         // again only by an action, which is carried out after this call. The channel itself only
         // reads its receive ring.
-        unsafe { memory.with_bytes(offset, len, input) };
+        unsafe { memory.with_bytes(offset, len, |bytes| input(self, bytes)) };
     }
 
     /// Takes what the ring has finished, and the block operations that this ends.
@@ -271,7 +338,7 @@ impl Worker {
     pub(super) fn handle_mail(&mut self, mail: Mail) {
         if let Some(serial) = mail.addressee()
             && !self.by_serial.contains_key(&serial)
-            && self.handle_iscsi_mail(serial, &mail)
+            && (self.handle_iscsi_mail(serial, &mail) || self.handle_iser_mail(serial, &mail))
         {
             return;
         }
@@ -302,6 +369,8 @@ impl Worker {
                     self.with_channel(key, |ch, cx| ch.handle_terminate(cx, reason));
                 }
             }
+            // Of a connection that is gone.
+            Mail::OthersGone { .. } | Mail::TakeTurn { .. } => {}
             Mail::Event { unit, attention } => {
                 let keys: Vec<usize> = self.sessions.iter().map(|(k, _)| k).collect();
                 for key in keys {
@@ -332,6 +401,7 @@ impl Worker {
                 self.with_channel(key, Channel::handle_timeout);
             } else {
                 self.on_iscsi_timer(serial);
+                self.on_iser_timer(serial);
             }
             self.drain_dirty();
         }
@@ -372,11 +442,13 @@ impl Worker {
                 self.with_channel(key, Channel::handle_disconnected);
             }
             self.end_iscsi();
+            self.end_iser();
             self.drain_dirty();
         }
         // Goodbyes get their answers while there is time.
         let parting = !self.lingering.is_empty() && self.now < until;
-        if self.sessions.is_empty() && self.iscsi.is_empty() && !parting {
+        let is_empty = self.sessions.is_empty() && self.iscsi.is_empty() && self.isers.is_empty();
+        if is_empty && !parting {
             self.phase = Phase::Quiet;
             let _ = self.reports.send(Report::Quiet(self.index));
         }

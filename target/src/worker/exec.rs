@@ -5,19 +5,15 @@ use std::cmp::Reverse;
 use arrayvec::ArrayVec;
 use riser_scsi::attention::Attention;
 use riser_scsi::step::{BackendError, StepResult};
-use riser_transport::rw::{Direction as RwDirection, LocalSegment, RemoteSegment, RwLimits};
-use riser_transport::verbs::{
-    QpAttr, QpState, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WrId,
-};
+use riser_transport::verbs::{SendFlags, SendOp, WrId};
 
 use super::mail::Mail;
+use super::queue::{ChainPost, ChainSend, Gather, RECV_BATCH, Receive};
 use super::{Stalled, Worker};
 use crate::iscsi::TaskIdx;
+use crate::iscsi::iser::{ChainIdx, RxIdx};
 use crate::srp::transfer::Direction;
 use crate::srp::{Action, Channel, RecvIdx, SendIdx, SendIu, TaskRef, UnitIdx};
-
-/// Receives posted in one call.
-const RECV_BATCH: usize = 32;
 
 /// What a work request of ours was, in the top byte of its identifier; the context is in the rest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,6 +28,10 @@ pub(super) enum Work {
     Drain,
     /// A probe.
     Probe,
+    /// A receive of an iSER connection.
+    IserRecv(RxIdx),
+    /// The last request of a chain of an iSER connection.
+    IserPost(ChainIdx),
 }
 
 impl Work {
@@ -44,6 +44,8 @@ impl Work {
             Self::Inner => 3 << Self::KIND,
             Self::Drain => 4 << Self::KIND,
             Self::Probe => 5 << Self::KIND,
+            Self::IserRecv(idx) => 6 << Self::KIND | u64::from(idx.0),
+            Self::IserPost(idx) => 7 << Self::KIND | u64::from(idx.0),
         })
     }
 
@@ -56,6 +58,8 @@ impl Work {
             3 => Self::Inner,
             4 => Self::Drain,
             5 => Self::Probe,
+            6 => Self::IserRecv(RxIdx(id.0 as u16)),
+            7 => Self::IserPost(ChainIdx(id.0 as u16)),
             other => panic!("no work request of ours has kind {other}"),
         }
     }
@@ -68,26 +72,31 @@ pub(super) enum Owner {
     Srp(usize, SendIdx),
     /// An iSCSI connection's.
     Iscsi(usize, TaskIdx),
+    /// An iSER connection's.
+    Iser(usize, TaskIdx),
 }
 
 impl Owner {
     const ISCSI: u64 = 1 << 62;
+    const ISER: u64 = 1 << 61;
 
     /// The driver's name for the operation.
     fn user(self) -> u64 {
         match self {
             Self::Srp(key, ioctx) => (key as u64) << 16 | u64::from(ioctx.0),
             Self::Iscsi(key, task) => Self::ISCSI | (key as u64) << 16 | u64::from(task.0),
+            Self::Iser(key, task) => Self::ISER | (key as u64) << 16 | u64::from(task.0),
         }
     }
 
     /// Whose such a name is.
     pub(super) fn of(user: u64) -> Self {
-        let key = ((user & !Self::ISCSI) >> 16) as usize;
-        if user & Self::ISCSI == 0 {
-            Self::Srp(key, SendIdx(user as u16))
-        } else {
-            Self::Iscsi(key, TaskIdx(user as u16))
+        let key = ((user & !(Self::ISCSI | Self::ISER)) >> 16) as usize;
+        let context = user as u16;
+        match user & (Self::ISCSI | Self::ISER) {
+            0 => Self::Srp(key, SendIdx(context)),
+            Self::ISCSI => Self::Iscsi(key, TaskIdx(context)),
+            _ => Self::Iser(key, TaskIdx(context)),
         }
     }
 }
@@ -100,6 +109,8 @@ impl Worker {
                 self.drain_actions(key);
             } else if let Some(key) = self.iscsi.dirty.pop_front() {
                 self.pump_iscsi(key);
+            } else if let Some(key) = self.isers.dirty.pop_front() {
+                self.pump_iser(key);
             } else {
                 break;
             }
@@ -140,7 +151,8 @@ impl Worker {
                     let _ = dev.notify_established(session.cm);
                 }
                 Action::Probe => {
-                    if !self.post_empty_write(key, Work::Probe) {
+                    let (device, qp) = (session.device, session.hardware.qp);
+                    if !self.post_empty_write(device, qp, Work::Probe) {
                         self.with_channel(key, |ch, cx| ch.handle_probed(cx, false));
                     }
                 }
@@ -166,112 +178,56 @@ impl Worker {
     }
 
     fn post_receives(&mut self, key: usize, receives: &mut ArrayVec<RecvIdx, RECV_BATCH>) {
-        let Some(session) = self.sessions.get_mut(key) else {
+        let Some(session) = self.sessions.get(key) else {
             return;
         };
-        let lkey = session.hardware.receive_key;
-        let sges: ArrayVec<[Sge; 1], RECV_BATCH> = receives
+        let slots: ArrayVec<Receive, RECV_BATCH> = receives
             .iter()
-            .map(|recv| {
-                let slot = session.channel.receive_slot(*recv);
-                [Sge {
-                    addr: slot.addr(),
-                    length: slot.len() as u32,
-                    lkey,
-                }]
-            })
+            .map(|recv| (Work::Recv(*recv).id(), session.channel.receive_slot(*recv)))
             .collect();
-        let wrs: ArrayVec<RecvWr<'_>, RECV_BATCH> = receives
-            .iter()
-            .zip(&sges)
-            .map(|(recv, sge)| RecvWr {
-                wr_id: Work::Recv(*recv).id(),
-                sges: sge,
-            })
-            .collect();
-        if wrs.is_empty() {
-            return;
+        let (device, hardware) = (session.device, &session.hardware);
+        let (qp, lkey) = (hardware.qp, hardware.receive_key);
+        let taken = self.post_recvs(device, qp, lkey, &slots);
+        for recv in receives.drain(..).skip(taken) {
+            self.with_channel(key, |ch, cx| ch.handle_recv_flushed(cx, recv));
         }
-        let posted = self.devices[session.device].post_recv(session.hardware.qp, &wrs);
-        if let Err(error) = posted {
-            tracing::warn!(%error, "a receive was not taken");
-            let failed: ArrayVec<RecvIdx, RECV_BATCH> =
-                receives[error.index..].iter().copied().collect();
-            receives.clear();
-            for recv in failed {
-                self.with_channel(key, |ch, cx| ch.handle_recv_flushed(cx, recv));
-            }
-        }
-        receives.clear();
     }
 
     /// Posts a chain: RDMA requests and a message, in one go.
     fn post(&mut self, key: usize, ioctx: SendIdx, rdma: Option<Direction>, send: Option<SendIu>) {
-        let session = &mut self.sessions[key];
-        let (lkey, pool) = (session.hardware.pool_key, self.pool.memory());
-        self.rw_local.clear();
-        self.rw_remote.clear();
+        let session = &self.sessions[key];
+        let mut gather = Gather {
+            local: &mut self.rw_local,
+            remote: &mut self.rw_remote,
+            pool: self.pool.memory(),
+            lkey: session.hardware.pool_key,
+        };
+        gather.clear();
         if rdma.is_some() {
-            let (local, remote) = (&mut self.rw_local, &mut self.rw_remote);
-            session.channel.each_wr(ioctx, |wr| {
-                let len: usize = wr.local.iter().map(ExactSizeIterator::len).sum();
-                remote.push(RemoteSegment {
-                    addr: wr.remote.addr,
-                    rkey: wr.remote.rkey,
-                    len: len as u32,
-                });
-                local.extend(wr.local.into_iter().map(|range| LocalSegment {
-                    slice: pool.slice(range).expect("buffers lie in the pool"),
-                    lkey,
-                }));
-            });
+            session.channel.each_wr(ioctx, |wr| gather.take(&wr));
         }
-        let config = session.channel.config();
-        let limits = RwLimits {
-            max_sge: config.max_sge as u32,
-            max_message: u32::MAX,
-            max_wrs: config.params.send_queue,
+        let slot = session.channel.send_slot(ioctx);
+        let send = send.map(|iu| ChainSend {
+            bytes: slot
+                .slice(0..iu.len as usize)
+                .expect("the message lies in its slot"),
+            lkey: session.hardware.send_key,
+            op: SendOp::Send,
+            flags: if iu.solicited {
+                SendFlags::SOLICITED
+            } else {
+                SendFlags::empty()
+            },
+        });
+        let chain = ChainPost {
+            device: session.device,
+            qp: session.hardware.qp,
+            direction: rdma.unwrap_or(Direction::ToInitiator),
+            max_sge: session.channel.config().max_sge,
+            id: Work::Post(ioctx).id(),
+            send,
         };
-        let direction = match rdma {
-            Some(Direction::FromInitiator) => RwDirection::Read,
-            Some(Direction::ToInitiator) | None => RwDirection::Write,
-        };
-        let planned = self
-            .rw
-            .plan(direction, &self.rw_local, 0, &self.rw_remote, limits);
-        let id = Work::Post(ioctx).id();
-        let outcome = match planned {
-            Err(error) => {
-                tracing::debug!(%error, "a descriptor names no memory");
-                Err(())
-            }
-            Ok(_) => {
-                let slot = session.channel.send_slot(ioctx);
-                let sges = [Sge {
-                    addr: slot.addr(),
-                    length: send.map_or(0, |iu| iu.len),
-                    lkey: session.hardware.send_key,
-                }];
-                let then = send.map(|iu| {
-                    let mut flags = SendFlags::SIGNALED;
-                    flags.set(SendFlags::SOLICITED, iu.solicited);
-                    SendWr {
-                        wr_id: id,
-                        op: SendOp::Send,
-                        sges: &sges,
-                        flags,
-                        ud: None,
-                    }
-                });
-                let dev = &mut *self.devices[session.device];
-                self.rw
-                    .post(dev, session.hardware.qp, id, Work::Inner.id(), then)
-                    .map_err(|error| tracing::warn!(%error, "a chain was not taken"))
-            }
-        };
-        // The pool outlives every queue pair, so nothing needs to be held for its sake.
-        self.rw.release();
-        if outcome.is_err() {
+        if !self.post_chain(&chain) {
             self.with_channel(key, |ch, cx| ch.handle_post_done(cx, ioctx, false));
         }
     }
@@ -293,6 +249,7 @@ impl Worker {
                 true
             }),
             Owner::Iscsi(key, task) => self.iscsi_slices(key, task, &mut slices),
+            Owner::Iser(key, task) => self.iser_slices(key, task, &mut slices),
         };
         let taken = !is_there
             || self
@@ -331,6 +288,7 @@ impl Worker {
                 self.with_channel(key, |ch, cx| ch.handle_block_done(cx, ioctx, result));
             }
             Owner::Iscsi(key, task) => self.on_iscsi_block(key, task, result),
+            Owner::Iser(key, task) => self.on_iser_block(key, task, result),
         }
     }
 
@@ -358,37 +316,9 @@ impl Worker {
     fn disconnect(&mut self, key: usize) {
         let session = &self.sessions[key];
         let (device, cm, qp) = (session.device, session.cm, session.hardware.qp);
-        let dev = &mut self.devices[device];
-        // Before the connection was tried, or after it is over, the CM has nothing to do.
-        let _ = dev.disconnect(cm);
-        let error = QpAttr {
-            state: Some(QpState::Error),
-            ..QpAttr::default()
-        };
-        // Already in error, as a rule.
-        let _ = dev.modify_qp(qp, &error);
-        if !self.post_empty_write(key, Work::Drain) {
+        if !self.cut(device, cm, qp) {
             self.with_channel(key, Channel::handle_drained);
         }
-    }
-
-    /// Posts a signaled write of no bytes; whether it was taken.
-    fn post_empty_write(&mut self, key: usize, work: Work) -> bool {
-        let session = &self.sessions[key];
-        let wr = SendWr {
-            wr_id: work.id(),
-            op: SendOp::Write(RemoteAddr {
-                addr: 0,
-                rkey: RKey(0),
-            }),
-            sges: &[],
-            flags: SendFlags::SIGNALED,
-            ud: None,
-        };
-        self.devices[session.device]
-            .post_send(session.hardware.qp, &[wr])
-            .inspect_err(|error| tracing::warn!(%error, ?work, "a write was not taken"))
-            .is_ok()
     }
 
     /// Sets a channel's timer, if it is earlier than the one that is set.

@@ -45,6 +45,16 @@ pub enum Mail {
         /// Why.
         reason: TLogoutReason,
     },
+    /// The connections that an iSCSI channel waits for hold nothing any more.
+    OthersGone {
+        /// Its number at this worker.
+        serial: u32,
+    },
+    /// An iSCSI channel may have its session's next command.
+    TakeTurn {
+        /// Its number at this worker.
+        serial: u32,
+    },
     /// Something happened to a unit.
     Event {
         /// The unit.
@@ -75,23 +85,40 @@ impl Mail {
             Self::StartTask(task) | Self::AbortTask { task, .. } | Self::TaskGone(task) => {
                 Some(task.channel)
             }
-            Self::Terminate { serial, .. } => Some(*serial),
+            Self::Terminate { serial, .. }
+            | Self::OthersGone { serial }
+            | Self::TakeTurn { serial } => Some(*serial),
             _ => None,
         }
     }
 }
 
+/// A session of iSCSI, over TCP or RDMA.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IscsiSession {
+    /// Where the initiator is.
+    pub peer: SocketAddr,
+    /// Whether RDMA carries it.
+    pub is_rdma: bool,
+    /// What its connection occupies, in bytes.
+    pub memory: usize,
+    /// The session.
+    pub info: crate::iscsi::SessionInfo,
+}
+
 /// What a worker has done, and its sessions.
 #[derive(Clone, Debug, Default)]
 pub struct Snapshot {
+    /// The worker's number.
+    pub worker: u16,
     /// Sums over all channels, those that are gone included.
     pub counters: Counters,
     /// Channels at present.
     pub sessions: Vec<SessionInfo>,
     /// Sums over all iSCSI channels.
     pub iscsi: crate::iscsi::Counters,
-    /// iSCSI sessions at present, each with its peer.
-    pub iscsi_sessions: Vec<(SocketAddr, crate::iscsi::SessionInfo)>,
+    /// Sessions of iSCSI and iSER at present.
+    pub iscsi_sessions: Vec<IscsiSession>,
     /// Logins accepted.
     pub logins: u64,
     /// Logins refused.

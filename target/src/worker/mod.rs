@@ -17,11 +17,12 @@
 //!
 //! # Modules
 //! - `catalog`: follows what is served.
-//! - `device`: [`Device`], a provider as a worker drives it.
+//! - `device`: [`Device`], a provider as a worker drives it, and those that a worker has.
 //! - `session`: logins, and what a channel holds besides its machine.
 //! - `exec`: carries out what channels ask for.
 //! - `events`: completions, connection events and mail into channels.
-//! - `iscsi`: iSCSI's sockets and connections.
+//! - `queue`: posts on queue pairs what channels ask for.
+//! - `iscsi`: iSCSI's sockets and connections. `iser`: connections of iSCSI over RDMA.
 //! - `discovery`: answers device-management MADs.
 //! - `registry`, `target`: sessions and targets, shared by all workers.
 //! - `mail`: messages between workers.
@@ -38,8 +39,10 @@ mod discovery;
 mod events;
 mod exec;
 pub mod iscsi;
+mod iser;
 pub mod mail;
 mod park;
+mod queue;
 pub mod registry;
 mod removal;
 mod session;
@@ -48,7 +51,7 @@ pub mod target;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, HashSet, VecDeque};
 use std::io;
-use std::net::IpAddr;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
@@ -65,10 +68,11 @@ use crate::log::RateLimit;
 use crate::pool::Pool;
 use crate::srp::{Counters, Cx};
 
-pub use device::Device;
+pub use device::{Device, Reopen};
 pub use session::SessionInfo;
 
 use catalog::Leaving;
+use device::Devices;
 use discovery::DiscoveryAgent;
 use mail::{Mail, Outbox, Snapshot};
 use registry::Registry;
@@ -156,7 +160,7 @@ pub enum WorkerError {
     #[error("cannot listen on {portal}: {source}")]
     ListenTcp {
         /// The portal.
-        portal: std::net::SocketAddr,
+        portal: SocketAddr,
         /// Why.
         source: io::Error,
     },
@@ -167,9 +171,23 @@ pub enum WorkerError {
 
 /// What a listener listens for.
 #[derive(Clone, Copy, Debug)]
-struct Listener {
-    /// Whether requests carry the RDMA CM's address header.
-    rdma_cm: bool,
+enum Listener {
+    /// Logins of SRP.
+    Srp {
+        /// Whether requests carry the RDMA CM's address header.
+        rdma_cm: bool,
+    },
+    /// Connections of iSER, on the portal at this address.
+    Iser(SocketAddr),
+}
+
+/// Whose a connection is: its place among those of its protocol.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Endpoint {
+    /// An SRP channel's.
+    Srp(usize),
+    /// An iSER connection's.
+    Iser(usize),
 }
 
 /// A block operation that the driver had no room for.
@@ -195,11 +213,7 @@ enum Phase {
 pub struct Worker {
     index: u16,
     shared: Arc<Shared>,
-    devices: Vec<Box<dyn Device>>,
-    /// Their addresses.
-    addrs: Vec<IpAddr>,
-    /// When to look for those that were taken away.
-    returns: Vec<Option<Instant>>,
+    devices: Devices,
     ring: Ring,
     driver: Driver,
     /// What is served, as this worker has last seen it.
@@ -215,14 +229,14 @@ pub struct Worker {
     listeners: HashMap<(usize, CmId), Listener>,
     discovery: Vec<Option<DiscoveryAgent>>,
     sessions: Slab<Session>,
-    by_cm: HashMap<(usize, CmId), usize>,
-    by_cq: HashMap<(usize, CqId), usize>,
+    by_cm: HashMap<(usize, CmId), Endpoint>,
+    by_cq: HashMap<(usize, CqId), Endpoint>,
     by_serial: HashMap<u32, usize>,
     next_serial: u32,
     /// Sessions whose channel may have actions; bounded by the sessions, with few repeats.
     dirty: VecDeque<usize>,
-    /// Sessions whose completion queue may have completions; each once.
-    ready: VecDeque<usize>,
+    /// Connections whose completion queue may have completions; each once.
+    ready: VecDeque<Endpoint>,
     /// Sessions with commands that wait for pool memory; each once.
     pool_waiters: VecDeque<usize>,
     /// Free bytes of the pool when the first of them was last tried.
@@ -241,6 +255,8 @@ pub struct Worker {
     phase: Phase,
     /// iSCSI's connections.
     iscsi: iscsi::Iscsi,
+    /// iSER's connections.
+    isers: iser::Isers,
     /// Free bytes of the pool when they last tried.
     iscsi_pool_seen: usize,
     flushing: Option<Flushing>,
@@ -277,14 +293,10 @@ impl Worker {
             outbox,
             reports,
         } = config;
-        let addrs = devices
-            .iter()
-            .map(|d| d.query_port(1).map(|port| port.addr))
-            .collect::<Result<_, _>>()
-            .map_err(|source| WorkerError::Listen {
-                portal: "a device".into(),
-                source: source.into(),
-            })?;
+        let devices = Devices::new(devices).map_err(|source| WorkerError::Listen {
+            portal: "a device".into(),
+            source: source.into(),
+        })?;
         let pool = Pool::new(pool).map_err(WorkerError::Memory)?;
         if let Err(error) = ring.register_memory(pool.memory()) {
             tracing::warn!(%error, "data buffers are not registered with io_uring; it works, more slowly");
@@ -303,9 +315,7 @@ impl Worker {
         let mut worker = Self {
             index,
             shared,
-            discovery: devices.iter().map(|_| None).collect(),
-            returns: devices.iter().map(|_| None).collect(),
-            addrs,
+            discovery: (0..devices.len()).map(|_| None).collect(),
             devices,
             ring,
             driver,
@@ -338,6 +348,7 @@ impl Worker {
             spinner: Spinner::new(SPIN),
             phase: Phase::Serving,
             iscsi: iscsi::Iscsi::default(),
+            isers: iser::Isers::default(),
             iscsi_pool_seen: 0,
             flushing: None,
             exiting: false,
@@ -357,10 +368,10 @@ impl Worker {
     /// Listens on every portal.
     fn listen_all(&mut self) -> Result<(), WorkerError> {
         let catalog = Arc::clone(&self.catalog);
-        for portal in catalog.targets.iter().flat_map(|t| &t.portals) {
+        for listen in catalog.rdma_portals() {
             // Devices that cannot be shared are the first worker's.
-            if self.index == 0 && !self.addrs.contains(&portal.listen.ip()) {
-                return Err(WorkerError::NoDevice(portal.listen.to_string()));
+            if self.index == 0 && !self.devices.has_addr(listen.ip()) {
+                return Err(WorkerError::NoDevice(listen.to_string()));
             }
         }
         for device in 0..self.devices.len() {
@@ -375,7 +386,7 @@ impl Worker {
         // Targets may share a portal, and are then told apart by their port identifiers.
         let mut done = HashSet::new();
         let catalog = Arc::clone(&self.catalog);
-        let addr = self.addrs[device];
+        let addr = self.devices.addr(device);
         let has_services = self.devices[device].has_services();
         let portals = catalog.targets.iter().flat_map(|t| &t.portals);
         for portal in portals.filter(|p| p.listen.ip() == addr) {
@@ -402,9 +413,11 @@ impl Worker {
                     dev.bind_addr(id, portal.listen).map_err(error)?;
                 }
                 dev.listen(id, BACKLOG).map_err(error)?;
-                self.listeners.insert((device, id), Listener { rdma_cm });
+                self.listeners
+                    .insert((device, id), Listener::Srp { rdma_cm });
             }
         }
+        self.listen_iser(device)?;
         // MADs that are not the CM's come to the first worker.
         if self.index == 0 && has_services {
             self.discovery[device] = self.start_discovery(device);
@@ -443,7 +456,7 @@ impl Worker {
         self.poll_phase();
         // What this round asked for goes out now rather than in the next one.
         if work > 0 {
-            for device in &mut self.devices {
+            for device in self.devices.open_mut() {
                 work += device.progress(now);
             }
         }
@@ -470,20 +483,17 @@ impl Worker {
     /// When something is due without anything happening.
     fn deadline(&self) -> Option<Instant> {
         let timer = self.timers.peek().map(|Reverse((at, _))| *at);
-        let devices = self.devices.iter().filter_map(|d| d.deadline()).min();
         let lingering = self.lingering.iter().map(|(_, _, at)| *at).min();
         let phase = match self.phase {
             Phase::Stopping(until) => Some(until + GRACE),
             Phase::Serving | Phase::Quiet => None,
         };
         let leaving = (!self.leaving.is_empty()).then(|| self.now + LEAVING);
-        let returns = self.returns.iter().flatten().min().copied();
         [
-            returns,
             self.accept_deadline(),
             timer,
             leaving,
-            devices,
+            self.devices.deadline(),
             lingering,
             phase,
             self.driver.poll_deadline(),
@@ -499,14 +509,15 @@ impl Worker {
             counters += session.channel.counters();
         }
         Snapshot {
+            worker: self.index,
             counters,
             sessions: self
                 .sessions
                 .iter()
                 .map(|(_, s)| s.info(self.index))
                 .collect(),
-            iscsi: self.iscsi.counters(),
-            iscsi_sessions: self.iscsi.sessions().collect(),
+            iscsi: self.iscsi.counters() + self.isers.counters(),
+            iscsi_sessions: self.iscsi.sessions().chain(self.isers.sessions()).collect(),
             logins: self.logins,
             rejects: self.rejects,
             pool_size: self.pool.size(),
@@ -524,5 +535,6 @@ impl Drop for Worker {
         for (_, session) in &mut self.sessions {
             session.channel.abandon(&mut self.pool);
         }
+        self.abandon_isers();
     }
 }

@@ -15,6 +15,10 @@ use super::{Worker, WorkerError};
 /// The top byte of the tokens of watched descriptors; the driver has another.
 const WATCH: u64 = 2 << 56;
 
+fn watch_token(device: usize) -> Token {
+    Token(WATCH | device as u64)
+}
+
 impl Worker {
     /// Watches the descriptors of all devices.
     pub(super) fn watch_devices(&mut self) -> Result<(), WorkerError> {
@@ -31,23 +35,33 @@ impl Worker {
                 .try_clone_to_owned()
                 .map_err(|e| WorkerError::Ring(RingError::Enter(e)))?;
             let handle = Handle::new(Arc::new(fd));
-            let token = Token(WATCH | device as u64);
             self.ring
-                .submit_poll(&handle, libc::POLLIN, token)
+                .submit_poll(&handle, libc::POLLIN, watch_token(device))
                 .map_err(|e| WorkerError::Ring(RingError::Enter(std::io::Error::other(e))))?;
         }
         Ok(())
     }
 
-    /// Whether a completion says that a device has something; watches it again where that ended.
+    /// Watches a device no more. Whoever holds a descriptor of an RDMA device keeps the kernel from
+    /// taking it away.
+    pub(super) fn unwatch(&mut self, device: usize) {
+        if let Err(error) = self.ring.cancel(watch_token(device)) {
+            tracing::warn!(%error, "a device's descriptors stay open");
+        }
+    }
+
+    /// A completion may say that a device has something, which the next round looks for in any case;
+    /// watches it again where that ended.
     pub(super) fn on_watch(
         &mut self,
         completion: &riser_reactor::Completion,
     ) -> Result<(), WorkerError> {
-        if completion.token.0 & (0xff << 56) == WATCH && !completion.more {
+        let is_end = !completion.more && completion.result != -libc::ECANCELED;
+        if completion.token.0 & (0xff << 56) == WATCH && is_end {
             let device = (completion.token.0 & 0xffff) as usize;
             // The descriptors of a device that is gone are always readable.
-            if !self.devices[device].is_gone() {
+            if self.devices.is_open(device) {
+                self.unwatch(device);
                 self.watch(device)?;
             }
         }

@@ -153,7 +153,7 @@ impl Registry {
     /// Sessions at present.
     #[must_use]
     pub fn sessions(&self) -> usize {
-        self.lock().nexuses.len()
+        self.lock().addresses.values().sum::<u32>() as usize
     }
 
     /// Decides on a login and enters its channel.

@@ -1,26 +1,22 @@
 //! Devices that are taken away, and that come back.
 //!
 //! ```text
-//! serves → gone: its sessions end without a word, its listeners are forgotten
-//!   → the last session has let go of its buffers → looked for every [`RETRY`] → opened, listens
+//! open → gone: its sessions end without a word, its listeners are forgotten
+//!   → the last session has let go of its buffers → closed, which the kernel may be waiting for
+//!   → looked for now and then → open: listens
 //! ```
 
-use std::time::Duration;
-
-use super::Worker;
+use super::{Phase, Worker};
 use crate::srp::Channel;
-
-/// How often a device that was taken away is looked for.
-const RETRY: Duration = Duration::from_millis(500);
 
 impl Worker {
     /// Ends what was on a device that has just gone.
     pub(super) fn check_removed(&mut self, device: usize) {
-        if self.returns[device].is_some() || !self.devices[device].is_gone() {
+        if !self.devices.note_gone(device) {
             return;
         }
-        tracing::warn!(addr = %self.addrs[device], "the RDMA device is gone");
-        self.returns[device] = Some(self.now);
+        tracing::warn!(addr = %self.devices.addr(device), "the RDMA device is gone");
+        self.unwatch(device);
         self.listeners.retain(|(d, _), _| *d != device);
         self.lingering.retain(|(d, _, _)| *d != device);
         self.discovery[device] = None;
@@ -33,39 +29,34 @@ impl Worker {
             self.sessions[key].is_closed = true;
             self.with_channel(key, Channel::handle_device_gone);
         }
+        self.remove_isers(device);
         self.drain_dirty();
     }
 
-    /// Looks for devices that were taken away.
+    /// Closes devices that nothing holds any more, and looks for those that may be back.
     pub(super) fn poll_returns(&mut self) {
         for device in 0..self.devices.len() {
-            let due = self.returns[device].is_some_and(|at| at <= self.now);
             // Sessions whose block operations still run hold objects of the old device.
-            let held = self.sessions.iter().any(|(_, s)| s.device == device);
-            if !due {
-                continue;
-            }
-            self.returns[device] = Some(self.now + RETRY);
-            if held || self.phase != super::Phase::Serving {
-                continue;
-            }
-            if let Some(opened) = self.devices[device].reopen(self.addrs[device]) {
-                self.devices[device] = opened;
+            let is_held =
+                || self.sessions.iter().any(|(_, s)| s.device == device) || self.isers.uses(device);
+            if self.devices.is_gone(device) && !is_held() {
+                self.devices.close(device, self.now);
+            } else if self.phase == Phase::Serving && self.devices.look_for(device, self.now) {
                 self.come_back(device);
             }
         }
     }
 
     fn come_back(&mut self, device: usize) {
-        let listens = self.listen_on(device).and_then(|()| self.watch(device));
-        match listens {
-            Ok(()) => {
-                self.returns[device] = None;
-                tracing::info!(addr = %self.addrs[device], "the RDMA device is back");
-            }
+        let addr = self.devices.addr(device);
+        match self.listen_on(device).and_then(|()| self.watch(device)) {
+            Ok(()) => tracing::info!(%addr, "the RDMA device is back"),
             Err(error) => {
+                self.unwatch(device);
                 self.listeners.retain(|(d, _), _| *d != device);
-                tracing::warn!(addr = %self.addrs[device], %error, "the RDMA device is not usable");
+                self.discovery[device] = None;
+                self.devices.close(device, self.now);
+                tracing::warn!(%addr, %error, "the RDMA device is not usable");
             }
         }
     }

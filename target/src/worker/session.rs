@@ -4,7 +4,9 @@ use std::net::SocketAddr;
 use std::time::Instant;
 
 use riser_memory::Memory;
-use riser_scsi::srp::{BufferFormats, LoginRej, LoginRejReason, LoginReq, Tag};
+use riser_scsi::srp::{
+    BufferFormats, InitiatorPortId, LoginRej, LoginRejReason, LoginReq, Tag, TargetPortId,
+};
 use riser_transport::verbs::{
     Access, CmError, CmId, ConnParam, CqId, LKey, MrId, Notify, PdId, QpCap, QpId, QpInitAttr,
     QpType,
@@ -12,16 +14,16 @@ use riser_transport::verbs::{
 
 use super::mail::Mail;
 use super::registry::{ChannelRef, Entered, NexusKey};
-use super::{LINGER, Phase, Worker};
+use super::{Endpoint, LINGER, Listener, Phase, Worker};
 use crate::srp::transfer::MAX_SGE;
-use crate::srp::{ChState, Channel, ChannelConfig, SessionMemory};
+use crate::srp::{ChState, Channel, ChannelConfig, ChannelParams, SessionMemory};
 use crate::warn_limited;
 
 /// Incoming READs and atomics that we allow: initiators have no business reading our memory.
-const RESPONDER_RESOURCES: u8 = 1;
+pub(super) const RESPONDER_RESOURCES: u8 = 1;
 
 /// Outgoing READs at once, if the initiator allows so many.
-const INITIATOR_DEPTH: u8 = 16;
+pub(super) const INITIATOR_DEPTH: u8 = 16;
 
 /// A channel with its connection.
 #[derive(Debug)]
@@ -54,6 +56,17 @@ pub(super) struct Hardware {
     pub(super) pool_key: LKey,
 }
 
+/// Sizes of a queue pair.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Queues {
+    /// Work requests of the receive queue.
+    pub(super) receives: u32,
+    /// Work requests of the send queue.
+    pub(super) sends: u32,
+    /// Scatter-gather entries of a send request.
+    pub(super) max_sge: usize,
+}
+
 /// A session's channel, for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SessionInfo {
@@ -64,17 +77,17 @@ pub struct SessionInfo {
     /// The I_T nexus.
     pub nexus: u32,
     /// The initiator port.
-    pub initiator: String,
+    pub initiator: InitiatorPortId,
     /// The target port.
-    pub target: String,
+    pub target: TargetPortId,
     /// Where the initiator is.
     pub peer: SocketAddr,
     /// State.
     pub state: ChState,
     /// Requests under way.
     pub in_flight: usize,
-    /// What it occupies.
-    pub memory: SessionMemory,
+    /// What was agreed on.
+    pub params: ChannelParams,
     /// Logical units that it sees.
     pub luns: usize,
 }
@@ -86,12 +99,12 @@ impl Session {
             worker,
             serial: config.serial,
             nexus: config.nexus.0,
-            initiator: self.key.initiator.to_string(),
-            target: self.key.target.to_string(),
+            initiator: self.key.initiator,
+            target: self.key.target,
             peer: self.peer,
             state: self.channel.state(),
             in_flight: self.channel.in_flight(),
-            memory: config.params.memory(),
+            params: config.params,
             luns: config.luns.luns().len(),
         }
     }
@@ -99,7 +112,7 @@ impl Session {
 
 /// What making a channel can fail with.
 #[derive(Debug, thiserror::Error)]
-enum SetupError {
+pub(super) enum SetupError {
     #[error(transparent)]
     Cm(#[from] CmError),
     #[error("no memory: {0}")]
@@ -113,7 +126,7 @@ impl From<riser_transport::verbs::VerbsError> for SetupError {
 }
 
 impl Worker {
-    /// A peer asks for a connection: its login is in the private data.
+    /// A peer asks for a connection: of SRP, with its login in the private data, or of iSER.
     pub(super) fn on_connect_request(
         &mut self,
         device: usize,
@@ -122,13 +135,16 @@ impl Worker {
         peer: SocketAddr,
         param: &ConnParam,
     ) {
-        let Some(listener) = self.listeners.get(&(device, listener)).copied() else {
-            return self.refuse(device, cm, Tag(0), LoginRejReason::UnableToEstablishChannel);
-        };
-        let parsed = if listener.rdma_cm {
-            LoginReq::parse_rdma(&param.private_data)
-        } else {
-            LoginReq::parse(&param.private_data)
+        let parsed = match self.listeners.get(&(device, listener)).copied() {
+            Some(Listener::Iser(listen)) => {
+                return self.on_iser_request(device, cm, listen, peer, param);
+            }
+            Some(Listener::Srp { rdma_cm: true }) => LoginReq::parse_rdma(&param.private_data),
+            Some(Listener::Srp { rdma_cm: false }) => LoginReq::parse(&param.private_data),
+            None => {
+                let reason = LoginRejReason::UnableToEstablishChannel;
+                return self.refuse(device, cm, Tag(0), reason);
+            }
         };
         let req = match parsed {
             Ok(req) => req,
@@ -225,7 +241,12 @@ impl Worker {
         let send_ring = Memory::new(memory.send_ring)?.whole();
         let max_sge = (self.devices[device].device_attr().max_sge as usize).min(MAX_SGE);
         let rings = [&receive_ring, &send_ring];
-        let hardware = self.make_hardware(device, cm, &params, rings, max_sge)?;
+        let queues = Queues {
+            receives: params.receives(),
+            sends: params.send_queue,
+            max_sge,
+        };
+        let hardware = self.make_hardware(device, cm, queues, rings)?;
         let channel = Channel::new(
             ChannelConfig {
                 params,
@@ -252,8 +273,8 @@ impl Worker {
             waits_for_pool: false,
             is_closed: false,
         });
-        self.by_cm.insert((device, cm), slot);
-        self.by_cq.insert((device, cq), slot);
+        self.by_cm.insert((device, cm), Endpoint::Srp(slot));
+        self.by_cq.insert((device, cq), Endpoint::Srp(slot));
         self.by_serial.insert(serial, slot);
         // The receives must be there before the peer may send.
         self.drain_actions(slot);
@@ -283,13 +304,12 @@ impl Worker {
     }
 
     /// A protection domain of the session's own, its memory keys, its queues.
-    fn make_hardware(
+    pub(super) fn make_hardware(
         &mut self,
         device: usize,
         cm: CmId,
-        params: &crate::srp::ChannelParams,
+        queues: Queues,
         rings: [&riser_memory::MemSlice; 2],
-        max_sge: usize,
     ) -> Result<Hardware, SetupError> {
         let dev = &mut self.devices[device];
         let pd = dev.alloc_pd()?;
@@ -302,7 +322,7 @@ impl Worker {
                 mrs.push(mr.id);
                 *key = mr.lkey;
             }
-            let entries = params.receives() + params.send_queue;
+            let entries = queues.receives + queues.sends;
             let cq = dev.create_cq(entries)?;
             let init = QpInitAttr {
                 pd,
@@ -311,9 +331,9 @@ impl Worker {
                 srq: None,
                 qp_type: QpType::Rc,
                 cap: QpCap {
-                    max_send_wr: params.send_queue,
-                    max_recv_wr: params.receives(),
-                    max_send_sge: max_sge as u32,
+                    max_send_wr: queues.sends,
+                    max_recv_wr: queues.receives,
+                    max_send_sge: queues.max_sge as u32,
                     max_recv_sge: 1,
                     max_inline: 0,
                 },
@@ -351,7 +371,7 @@ impl Worker {
 
     /// Destroys what a channel had at its device. Everything was created by us and is used by nobody
     /// else, so a refusal is a bug; it costs a log line and a leak, not the daemon.
-    fn destroy_hardware(&mut self, device: usize, hardware: &Hardware) {
+    pub(super) fn destroy_hardware(&mut self, device: usize, hardware: &Hardware) {
         let dev = &mut self.devices[device];
         let mut results = vec![dev.destroy_qp(hardware.qp), dev.destroy_cq(hardware.cq)];
         results.extend(hardware.mrs.iter().map(|mr| dev.dereg_mr(*mr)));
@@ -377,7 +397,7 @@ impl Worker {
     pub(super) fn release(&mut self, slot: usize) {
         let session = self.sessions.remove(slot);
         self.forget(&session);
-        self.ready.retain(|&k| k != slot);
+        self.ready.retain(|&k| k != Endpoint::Srp(slot));
         self.pool_waiters.retain(|&k| k != slot);
         self.destroy_hardware(session.device, &session.hardware);
         let serial = session.channel.config().serial;
@@ -406,8 +426,8 @@ impl Worker {
         let devices = &mut self.devices;
         self.lingering.retain(|&(device, cm, at)| {
             let over = at <= now || closed == Some((device, cm));
-            if over {
-                let _ = devices[device].destroy_id(cm);
+            if over && let Some(dev) = devices.get_mut(device) {
+                let _ = dev.destroy_id(cm);
             }
             !over
         });
@@ -427,6 +447,7 @@ impl Worker {
             self.with_channel(key, |ch, cx| ch.handle_shutdown(cx, until));
         }
         self.begin_iscsi_shutdown(until);
+        self.begin_iser_shutdown(until);
         self.drain_dirty();
     }
 }

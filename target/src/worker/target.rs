@@ -34,6 +34,24 @@ impl Catalog {
         self.targets.iter().find(|t| t.has_port(port))
     }
 
+    /// The target with an iSCSI name.
+    #[must_use]
+    pub fn target_named(&self, name: &IscsiName) -> Option<&TargetDef> {
+        let named = |t: &&TargetDef| t.iscsi.as_ref().is_some_and(|i| i.name == *name);
+        self.targets.iter().find(named)
+    }
+
+    /// Where targets listen on RDMA devices.
+    pub fn rdma_portals(&self) -> impl Iterator<Item = SocketAddr> + '_ {
+        let srp = self.targets.iter().flat_map(|t| &t.portals);
+        let srp = srp.map(|portal| portal.listen);
+        let iscsi = self.targets.iter().filter_map(|t| t.iscsi.as_ref());
+        let iser = iscsi
+            .flat_map(|iscsi| &iscsi.iser)
+            .map(|(listen, _)| *listen);
+        srp.chain(iser)
+    }
+
     /// The units on a backend, each once for each of its numbers.
     pub fn units_on(&self, store: usize) -> impl Iterator<Item = &Arc<Unit>> {
         self.targets
@@ -91,8 +109,24 @@ pub struct IscsiDef {
     /// Where it listens, and the relative target port identifier there, which is the portal group
     /// tag as well.
     pub portals: Vec<(SocketAddr, u16)>,
+    /// Where it listens for iSER, on RDMA CM ports; likewise.
+    pub iser: Vec<(SocketAddr, u16)>,
     /// How initiators prove who they are.
     pub auth: Auth,
+    /// Portals that send initiators elsewhere.
+    pub redirects: Vec<(SocketAddr, config::Redirect)>,
+}
+
+impl IscsiDef {
+    /// The addresses of all portals, each once, with its portal group. Initiators choose the
+    /// transport themselves.
+    pub fn addresses(&self) -> impl Iterator<Item = (SocketAddr, u16)> + '_ {
+        let is_new = |portal: &&(SocketAddr, u16)| !self.portals.contains(portal);
+        self.portals
+            .iter()
+            .chain(self.iser.iter().filter(is_new))
+            .copied()
+    }
 }
 
 impl TargetDef {

@@ -3,7 +3,6 @@
 #: limit: 400
 two_hosts
 trap srp_clean EXIT
-capture
 ip -n peer addr add 10.99.0.3/24 dev v1
 serve <<Y
 backends:

@@ -4,7 +4,6 @@
 two_hosts
 trap kernel_target_clean EXIT
 kernel_target
-capture
 for provider in roce rdma_core; do
     said=$(riser_on $provider discover "$(lun 0)")
     echo "$said"

@@ -1,6 +1,7 @@
 #: group: srpt
 #: about: NBD attachments of disks of ib_srpt: an image in and out, compared; verified I/O
 #: limit: 420
+#: short: yes
 two_hosts
 trap 'riser_on roce detach 0 --force || true; kernel_target_clean' EXIT
 kernel_target

@@ -1,10 +1,54 @@
 #: group: transport
-#: about: a network that goes in the middle of transfers and comes back
-#: limit: 600
-#: short: no
+#: about: peers that disappear in the middle of transfers: the network, the device, the process
+#: limit: 900
 two_hosts
 trap one_host EXIT
 export RISER_CUT="ip link set v0 down" RISER_HEAL="ip link set v0 up; sleep 1"
-on_devices rdma_core:10.99.0.1 roce:10.99.0.2@peer stress::the_peer_vanishes
-on_devices roce:10.99.0.2@peer rdma_core:10.99.0.1 stress::the_peer_vanishes
+for test in the_peer_vanishes the_peer_closes; do
+    on_devices rdma_core:10.99.0.1 roce:10.99.0.2@peer stress::$test
+    on_devices roce:10.99.0.2@peer rdma_core:10.99.0.1 stress::$test
+done
+
+# A process is killed within a ping; the other notices, at the latest when nothing has come for the
+# time that it was given (who only waits for the peer's requests has nothing that could fail earlier),
+# and a new pair works.
+killed() { # who: server or client, then the prefix of the server's and the client's command
+    local who=$1 server=$2 client=$3 at survivor doomed
+    at=10.99.0.2
+    [ "$server" = roce ] || at=10.99.0.1
+    rping_on "$server" server --size 8M --timeout 60s
+    local s=$PID
+    sleep 1
+    rping_on "$client" client $at --count 0 --size 8M --timeout 60s
+    local c=$PID
+    sleep 5
+    doomed=$s survivor=$c
+    [ "$who" = server ] || doomed=$c survivor=$s
+    kill -0 $doomed && kill -0 $survivor || fail "they do not ping"
+    kill -KILL $doomed
+    SECONDS=0
+    # Whether it counts as an error that the peer has left depends on what was under way.
+    ended $survivor any
+    echo "$who on $server/$client killed: noticed after $SECONDS s"
+    rping_on "$server" server
+    s=$PID
+    sleep 1
+    rping_on "$client" client $at --count 10
+    ended $PID
+    ended $s
+}
+rping_on() { # provider, arguments; sets PID
+    local provider=$1 role=$2
+    shift 2
+    if [ "$provider" = roce ]; then
+        ip netns exec peer "$RISER_BIN/riser" rping "$role" "$@" --addr 10.99.0.2 &
+    else
+        "$RISER_BIN/riser" rping "$role" "$@" --addr 10.99.0.1 --provider rdma_core &
+    fi
+    PID=$!
+}
+for who in server client; do
+    killed $who roce rdma_core
+    killed $who rdma_core roce
+done
 nothing_left

@@ -16,7 +16,7 @@
 //!
 //! Bound: [`QUEUE`] packets wait for an address; what comes beyond is lost, as in a socket buffer.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::fd::RawFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -75,6 +75,10 @@ struct Wire {
     now: Instant,
     injector: FaultInjector<(SocketAddr, SocketAddr)>,
     queues: HashMap<IpAddr, Queue>,
+    /// Which device is at an address, by the order of their making.
+    plugged: HashMap<IpAddr, u64>,
+    /// Addresses whose device was taken away.
+    unplugged: HashSet<IpAddr>,
     sequence: u64,
     endpoints: u64,
     trace: u64,
@@ -129,6 +133,8 @@ impl Fabric {
             now: start,
             injector: FaultInjector::new(faults),
             queues: HashMap::new(),
+            plugged: HashMap::new(),
+            unplugged: HashSet::new(),
             sequence: 0,
             endpoints: 0,
             trace: 0xcbf2_9ce4_8422_2325,
@@ -151,6 +157,8 @@ impl Fabric {
         let before = wire.queues.insert(addr, Queue::new());
         assert!(before.is_none(), "an address has one device");
         wire.endpoints += 1;
+        let number = wire.endpoints;
+        wire.plugged.insert(addr, number);
         let mut seed = [0; 32];
         seed[..8].copy_from_slice(&wire.config.seed.to_le_bytes());
         seed[8..16].copy_from_slice(&wire.endpoints.to_le_bytes());
@@ -166,8 +174,29 @@ impl Fabric {
         Endpoint {
             nic,
             fabric: self.clone(),
+            number,
             batch: TxBatch::new(1),
         }
+    }
+
+    /// Takes the device at an address away, with what is on the way to it: it is gone
+    /// ([`Endpoint::is_gone`]) and stays so, and there is none until [`Fabric::plug`].
+    pub fn unplug(&self, addr: IpAddr) {
+        let mut wire = self.wire();
+        wire.plugged.remove(&addr);
+        wire.queues.remove(&addr);
+        wire.unplugged.insert(addr);
+    }
+
+    /// Lets an address have a new device.
+    pub fn plug(&self, addr: IpAddr) {
+        self.wire().unplugged.remove(&addr);
+    }
+
+    /// Whether the device at an address was taken away, and not brought back.
+    #[must_use]
+    pub fn is_unplugged(&self, addr: IpAddr) -> bool {
+        self.wire().unplugged.contains(&addr)
     }
 
     /// The present.
@@ -263,6 +292,8 @@ impl Fabric {
 pub struct Endpoint {
     nic: Nic,
     fabric: Fabric,
+    /// Which device of the fabric it is.
+    number: u64,
     batch: TxBatch,
 }
 
@@ -283,6 +314,12 @@ impl Endpoint {
     #[must_use]
     pub fn fabric(&self) -> &Fabric {
         &self.fabric
+    }
+
+    /// Whether it was taken off the wire. It does nothing any more.
+    #[must_use]
+    pub fn is_gone(&self) -> bool {
+        self.fabric.wire().plugged.get(&self.addr()) != Some(&self.number)
     }
 
     /// What the device has counted.
@@ -308,14 +345,21 @@ impl Endpoint {
 
 impl Drop for Endpoint {
     fn drop(&mut self) {
-        let addr = self.addr();
-        self.fabric.wire().queues.remove(&addr);
+        if !self.is_gone() {
+            let addr = self.addr();
+            let mut wire = self.fabric.wire();
+            wire.queues.remove(&addr);
+            wire.plugged.remove(&addr);
+        }
     }
 }
 
 impl Provider for Endpoint {
     fn progress(&mut self, now: Instant) -> usize {
         self.fabric.advance_to(now);
+        if self.is_gone() {
+            return 0;
+        }
         let (local, addr) = (self.nic.local_addr(), self.addr());
         let mut did = 0;
         while let Some((src, packet)) = self.fabric.take(now, addr) {

@@ -95,6 +95,11 @@ impl RdmaCoreDevice {
     fn on_event(&mut self, event: &rdma_cm_event) -> Option<CmEvent> {
         // SAFETY: reliable connections carry the connection parameters, and the event is alive.
         let param = || unsafe { convert::conn_param_of(&event.param.conn) };
+        if event.event == RDMA_CM_EVENT_DEVICE_REMOVAL && !self.gone {
+            // Our own probe hears of it even where the user has no identifier.
+            self.gone = true;
+            self.async_events.push_back(AsyncEvent::DeviceFatal);
+        }
         let id = if event.event == RDMA_CM_EVENT_CONNECT_REQUEST {
             self.enter(event.id).ok()?
         } else {
@@ -122,10 +127,7 @@ impl RdmaCoreDevice {
             },
             RDMA_CM_EVENT_ESTABLISHED => CmEventKind::Established { param: param() },
             RDMA_CM_EVENT_DISCONNECTED => CmEventKind::Disconnected,
-            RDMA_CM_EVENT_DEVICE_REMOVAL => {
-                self.gone = true;
-                CmEventKind::DeviceRemoval
-            }
+            RDMA_CM_EVENT_DEVICE_REMOVAL => CmEventKind::DeviceRemoval,
             RDMA_CM_EVENT_TIMEWAIT_EXIT => CmEventKind::TimewaitExit,
             _ => return None,
         };

@@ -11,6 +11,7 @@ use riser_rdma_core_sys::ops;
 
 use super::convert::{self, checked, last_os_error};
 use super::objects::{Cq, Pd, Qp, RdmaCoreDevice, Region, Srq, Window, pack, unpack};
+use super::shared::{Object, Occurrence};
 use crate::verbs::*;
 
 /// The vendor of `rdma_rxe`, which keeps from user space which key a receive invalidated.
@@ -160,66 +161,77 @@ impl RdmaCoreDevice {
         }
     }
 
-    /// Takes in everything that the asynchronous event descriptor has.
-    fn reap_async_events(&mut self) -> usize {
-        let mut count = 0;
+    /// Tells everybody at the context what its asynchronous event descriptor has.
+    fn read_async_events(&mut self) {
         loop {
             let mut event = ibv_async_event::default();
             // SAFETY: the context is open and its descriptor does not block.
             if unsafe { (self.core.verbs.ibv_get_async_event)(self.context, &raw mut event) } != 0 {
-                return count;
+                return;
             }
-            count += 1;
-            let ours = self.async_event(&event);
-            // SAFETY: the event was just taken.
-            unsafe { (self.core.verbs.ibv_ack_async_event)(&raw mut event) };
-            if let Some(ours) = ours
+            // SAFETY: the event was just taken, and is acknowledged only then.
+            unsafe {
+                self.seat.tell(Occurrence::of(&event));
+                (self.core.verbs.ibv_ack_async_event)(&raw mut event);
+            }
+        }
+    }
+
+    /// Takes in what this device, or another of this process, has read of asynchronous events.
+    fn reap_async_events(&mut self) -> usize {
+        let mut occurrences = std::mem::take(&mut self.occurrences);
+        self.seat.take_all(&mut occurrences);
+        let count = occurrences.len();
+        for occurrence in occurrences.drain(..) {
+            if let Some(ours) = self.async_event(occurrence)
                 && !self.async_events.contains(&ours)
             {
                 self.async_events.push_back(ours);
             }
         }
+        self.occurrences = occurrences;
+        count
     }
 
-    fn async_event(&mut self, event: &ibv_async_event) -> Option<AsyncEvent> {
-        // SAFETY: the kind of event says which member of the union it carries, and an event holds
-        // its object alive until it is acknowledged.
-        let qp = |d: &Self| unsafe { d.qpns.get(&(*event.element.qp).qp_num).copied() };
-        // SAFETY: as above.
-        let port = || unsafe { event.element.port_num as u8 };
-        match event.event_type {
-            IBV_EVENT_CQ_ERR => {
-                // SAFETY: as above; our completion queues carry their handle as context.
-                let id = CqId(unpack(unsafe { (*event.element.cq).cq_context } as u64));
-                // SAFETY: as above.
-                let theirs = unsafe { event.element.cq };
-                // Another device of this process may share the context.
-                let cq = self.cqs.get_mut(id).ok().filter(|cq| cq.ptr == theirs)?;
-                cq.overrun = true;
+    /// Our form of what happened, if it happened to us.
+    fn async_event(&mut self, occurrence: Occurrence) -> Option<AsyncEvent> {
+        let event = occurrence.event;
+        match occurrence.to {
+            Object::Queue { at, context } if event == IBV_EVENT_CQ_ERR => {
+                let id = CqId(unpack(context));
+                let cq = self.cqs.get_mut(id).ok()?;
+                (cq.ptr as usize == at).then(|| cq.overrun = true)?;
                 Some(AsyncEvent::CqError(id))
             }
-            IBV_EVENT_QP_FATAL => qp(self).map(AsyncEvent::QpFatal),
-            IBV_EVENT_QP_REQ_ERR => qp(self).map(AsyncEvent::QpReqError),
-            IBV_EVENT_QP_ACCESS_ERR => qp(self).map(AsyncEvent::QpAccessError),
-            IBV_EVENT_COMM_EST => qp(self).map(AsyncEvent::CommEstablished),
-            IBV_EVENT_SQ_DRAINED => qp(self).map(AsyncEvent::SqDrained),
-            IBV_EVENT_QP_LAST_WQE_REACHED => qp(self).map(AsyncEvent::QpLastWqeReached),
-            IBV_EVENT_SRQ_LIMIT_REACHED => {
-                // SAFETY: as above; our shared queues carry their handle as context.
-                let id = SrqId(unpack(unsafe { (*event.element.srq).srq_context } as u64));
-                // SAFETY: as above.
-                let theirs = unsafe { event.element.srq };
-                self.srqs.get(id).ok().filter(|srq| srq.ptr == theirs)?;
-                Some(AsyncEvent::SrqLimitReached(id))
+            Object::Queue { at, context } => {
+                let id = SrqId(unpack(context));
+                let srq = self.srqs.get(id).ok()?;
+                let is_limit = event == IBV_EVENT_SRQ_LIMIT_REACHED && srq.ptr as usize == at;
+                is_limit.then_some(AsyncEvent::SrqLimitReached(id))
             }
-            IBV_EVENT_PORT_ACTIVE => Some(AsyncEvent::PortActive(port())),
-            IBV_EVENT_PORT_ERR => Some(AsyncEvent::PortError(port())),
-            IBV_EVENT_GID_CHANGE => Some(AsyncEvent::GidChange(port())),
-            IBV_EVENT_DEVICE_FATAL => {
+            Object::Qp(number) => {
+                let qp = *self.qpns.get(&number)?;
+                Some(match event {
+                    IBV_EVENT_QP_FATAL => AsyncEvent::QpFatal(qp),
+                    IBV_EVENT_QP_REQ_ERR => AsyncEvent::QpReqError(qp),
+                    IBV_EVENT_QP_ACCESS_ERR => AsyncEvent::QpAccessError(qp),
+                    IBV_EVENT_COMM_EST => AsyncEvent::CommEstablished(qp),
+                    IBV_EVENT_SQ_DRAINED => AsyncEvent::SqDrained(qp),
+                    IBV_EVENT_QP_LAST_WQE_REACHED => AsyncEvent::QpLastWqeReached(qp),
+                    _ => return None,
+                })
+            }
+            Object::Port(port) => Some(match event {
+                IBV_EVENT_PORT_ACTIVE => AsyncEvent::PortActive(port),
+                IBV_EVENT_PORT_ERR => AsyncEvent::PortError(port),
+                IBV_EVENT_GID_CHANGE => AsyncEvent::GidChange(port),
+                _ => return None,
+            }),
+            Object::Device if event == IBV_EVENT_DEVICE_FATAL => {
                 self.gone = true;
                 Some(AsyncEvent::DeviceFatal)
             }
-            _ => None,
+            Object::Device => None,
         }
     }
 
@@ -245,13 +257,49 @@ impl RdmaCoreDevice {
     }
 }
 
+impl RdmaCoreDevice {
+    /// Whether there are completion events, connection events, asynchronous events: one system call
+    /// where reading each would be three.
+    fn readable(&self) -> [bool; 3] {
+        // SAFETY: all three objects are open as long as the device is.
+        let fds = unsafe {
+            [
+                (*self.comp).fd,
+                (*self.channel).fd,
+                (*self.context).async_fd,
+            ]
+        };
+        let mut polled = fds.map(|fd| libc::pollfd {
+            fd,
+            events: libc::POLLIN,
+            revents: 0,
+        });
+        // SAFETY: three structures, which the call fills; it does not wait.
+        let n = unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, 0) };
+        polled.map(|p| n > 0 && p.revents != 0)
+    }
+}
+
 impl Provider for RdmaCoreDevice {
     fn progress(&mut self, _now: Instant) -> usize {
-        self.reap_cq_events() + self.reap_async_events() + self.reap_cm_events()
+        let [completions, connections, events] = self.readable();
+        if events {
+            self.read_async_events();
+        }
+        let mut count = self.reap_async_events();
+        if completions {
+            count += self.reap_cq_events();
+        }
+        if connections {
+            count += self.reap_cm_events();
+        }
+        count
     }
 
     fn deadline(&self) -> Option<Instant> {
-        None
+        let is_waiting =
+            !self.cm_events.is_empty() || !self.async_events.is_empty() || !self.fired.is_empty();
+        is_waiting.then(Instant::now)
     }
 
     fn event_fds(&self) -> Vec<RawFd> {
@@ -261,6 +309,7 @@ impl Provider for RdmaCoreDevice {
                 (*self.comp).fd,
                 (*self.channel).fd,
                 (*self.context).async_fd,
+                self.seat.wake_fd(),
             ]
         }
     }

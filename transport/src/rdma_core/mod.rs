@@ -17,8 +17,9 @@
 //!   wait for an answer.
 //! - The GID of our side is the one of the address that the device was opened at, whatever
 //!   [`AhAttr::sgid_index`](crate::verbs::AhAttr::sgid_index) says.
-//! - All devices that a process opens at one RDMA device share its asynchronous events: whoever reads
-//!   one keeps it, so a process opens each RDMA device once, or looks at its objects' states too.
+//! - A device that was unplugged must be closed by its user: `rdma_rxe` waits for that. So it does for
+//!   an RDMA device whose users in this process have all closed it *before* it is unplugged, since
+//!   librdmacm keeps it open; only the end of the process helps there.
 //!
 //! # What `rdma_rxe` does otherwise
 //! Nothing here hides it; whoever must know asks the attributes or expects either.
@@ -30,6 +31,7 @@
 //!   operation" error for the receiver.
 //! - A peer's violation of a key raises no asynchronous event, and an overrun completion queue does not
 //!   end its queue pairs.
+//! - It takes 7 retries after a timeout for "without end".
 //! - After a drain of the send queue, work goes on only when something more is posted.
 //! - The depths of READs and atomics are powers of two, and queues are deeper than asked for.
 //!
@@ -39,6 +41,7 @@
 //! | `device` | the verbs that make and destroy objects |
 //! | `work` | post, poll and arm |
 //! | `cm` | connections |
+//! | `shared` | what devices of one process at one RDMA device share |
 //! | `convert` | types, one into the other |
 //!
 //! # Invariants
@@ -56,6 +59,7 @@ mod cm;
 mod convert;
 mod device;
 mod objects;
+mod shared;
 mod work;
 
 use std::ffi::CStr;

@@ -10,6 +10,7 @@ use riser_rdma_core_sys::RdmaCore;
 use riser_rdma_core_sys::bindings::*;
 
 use super::convert::{SockAddr, checked_cm, last_os_error, mtu};
+use super::shared::{self, Occurrence, Seat};
 use super::{OpenError, convert};
 use crate::roce::table::Table;
 use crate::verbs::{
@@ -164,8 +165,12 @@ pub struct RdmaCoreDevice {
     pub(super) context: *mut ibv_context,
     pub(super) channel: *mut rdma_event_channel,
     pub(super) comp: *mut ibv_comp_channel,
-    /// Holds the context open: librdmacm closes a device that no identifier uses.
+    /// Holds the context: librdmacm may close a device that no identifier uses.
     probe: *mut rdma_cm_id,
+    /// Its place among the devices of this process at this context.
+    pub(super) seat: Seat,
+    /// Room for what the seat was told.
+    pub(super) occurrences: Vec<Occurrence>,
     pub(super) attr: DeviceAttr,
     pub(super) addr: IpAddr,
     pub(super) port: u8,
@@ -222,6 +227,20 @@ impl RdmaCoreDevice {
                 return Err(OpenError::NoDevice { addr, source });
             }
         };
+        let seat = match Seat::take(context as usize) {
+            Ok(seat) => seat,
+            Err(error) => {
+                // SAFETY: both were made above, and nothing else was.
+                unsafe {
+                    (core.cm.rdma_destroy_id)(probe);
+                    (core.cm.rdma_destroy_event_channel)(channel);
+                }
+                return Err(OpenError::Call {
+                    call: "eventfd",
+                    source: VerbsError::Os(error.raw_os_error().unwrap_or(0)),
+                });
+            }
+        };
         // SAFETY: the context is open as long as the probe exists.
         let comp = unsafe { (core.verbs.ibv_create_comp_channel)(context) };
         let mut device = Self {
@@ -230,6 +249,8 @@ impl RdmaCoreDevice {
             channel,
             comp,
             probe,
+            seat,
+            occurrences: Vec::new(),
             attr: DeviceAttr::default(),
             addr,
             port,
@@ -267,6 +288,12 @@ impl RdmaCoreDevice {
             })?;
         }
         Ok(device)
+    }
+
+    /// The address that it was opened at.
+    #[must_use]
+    pub fn addr(&self) -> IpAddr {
+        self.addr
     }
 
     /// Whether the device has gone away; everything on it fails from now on.
@@ -324,7 +351,8 @@ impl RdmaCoreDevice {
 }
 
 impl Drop for RdmaCoreDevice {
-    /// Tears everything down, users before what they use.
+    /// Tears everything down, users before what they use. A device that was taken away is let go of:
+    /// the kernel waits for that.
     fn drop(&mut self) {
         let (verbs, cm) = (self.core.verbs, self.core.cm);
         // SAFETY: every pointer in the tables is alive, is freed here once, and nothing can use it
@@ -363,6 +391,10 @@ impl Drop for RdmaCoreDevice {
             }
             if !self.comp.is_null() {
                 (verbs.ibv_destroy_comp_channel)(self.comp);
+            }
+            // Before the probe goes, since without it the library may free the context.
+            if self.gone {
+                self.seat.leave(|| shared::let_go(self.context));
             }
             (cm.rdma_destroy_id)(self.probe);
             (cm.rdma_destroy_event_channel)(self.channel);

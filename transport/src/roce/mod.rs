@@ -10,7 +10,9 @@
 //! use riser_transport::roce::{Roce, RoceConfig};
 //! use riser_transport::verbs::{CmEventKind, ConnParam, PortSpace, Provider, RdmaCm, Verbs};
 //! # use riser_transport::verbs::QpInitAttr;
-//! # fn init(nic: &mut Roce) -> QpInitAttr { unimplemented!() }
+//! # fn connect(
+//! #     init: impl FnOnce(&mut Roce) -> QpInitAttr,
+//! # ) -> Result<(), Box<dyn std::error::Error>> {
 //!
 //! let mut nic = Roce::open(&RoceConfig::new("127.0.0.2".parse()?))?;
 //! let id = nic.create_id(PortSpace::Tcp)?;
@@ -28,7 +30,8 @@
 //!         _ => {} // nothing yet: sleep on nic.event_fds() until nic.deadline()
 //!     }
 //! }
-//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! # Ok(())
+//! # }
 //! ```
 //!
 //! RoCEv2 is neither encrypted nor authenticated: whoever can send packets with a peer's address can

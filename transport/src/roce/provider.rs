@@ -371,6 +371,9 @@ impl Provider for Roce {
     }
 
     fn deadline(&self) -> Option<Instant> {
+        if self.nic.has_events() {
+            return Some(self.nic.now());
+        }
         // While the socket takes nothing, its readiness says when to go on, not ours.
         let nic = if self.driver.is_blocked() {
             self.nic.timer_deadline()

@@ -34,12 +34,17 @@ pub(crate) trait World {
         self.provider(end).device_attr().provider == "rdma_core"
     }
 
-    /// Drives the devices until `done` answers something, for at most a minute of their time.
+    /// How long anything may take, of the devices' time.
+    fn patience(&self) -> Duration {
+        Duration::from_secs(60)
+    }
+
+    /// Drives the devices until `done` answers something, while patience lasts.
     fn until<T>(&mut self, what: &str, mut done: impl FnMut(&mut Self) -> Option<T>) -> T
     where
         Self: Sized,
     {
-        let end = self.now() + Duration::from_secs(60);
+        let end = self.now() + self.patience();
         loop {
             if let Some(t) = done(self) {
                 return t;

@@ -118,4 +118,9 @@ impl World for Devices {
     fn now(&self) -> Instant {
         Instant::now()
     }
+
+    /// The kernel runs on an emulated machine, over a network that may lose every tenth packet.
+    fn patience(&self) -> Duration {
+        Duration::from_secs(300)
+    }
 }

@@ -4,8 +4,11 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use riser_transport::rdma_core::has_device;
-use riser_transport::verbs::{AsyncEvent, CmEventKind, SendOp, WcOpcode, WcStatus, WrId};
+use riser_transport::rdma_core::{RdmaCoreDevice, has_device};
+use riser_transport::verbs::{
+    AsyncEvent, CmEventKind, ConnParam, Provider as _, QpAttr, QpState, SendOp, Verbs as _,
+    WcOpcode, WcStatus, WrId,
+};
 
 use crate::Test;
 use crate::suite::world::{End, REGION, Side, Wants, World, connect_on, connected, pattern};
@@ -17,6 +20,7 @@ pub(crate) const TESTS: &[Test] = &[
     ("stress::the_peer_vanishes", the_peer_vanishes),
     ("stress::the_peer_closes", the_peer_closes),
     ("stress::the_device_is_unplugged", the_device_is_unplugged),
+    ("stress::events_reach_their_owner", events_reach_their_owner),
 ];
 
 /// How long a connection may take to notice that its peer is gone: seven retries of the ACK timeout
@@ -145,6 +149,11 @@ fn busy(w: &mut Devices) -> (Side, Side) {
     const LENGTH: usize = 64 << 20;
     let wants = Wants {
         region: LENGTH,
+        param: ConnParam {
+            // With 7, rdma_rxe never gives up.
+            retry_count: 6,
+            ..ConnParam::default()
+        },
         ..Wants::default()
     };
     let (a, b) = connect_on(w, 5000, &wants, &wants);
@@ -254,4 +263,26 @@ fn the_device_is_unplugged(mut w: Devices) {
     }
     let (a, b) = connected(w);
     one_of_each(w, &a, &b, 100_000);
+}
+
+/// A second device of this process at the first one's RDMA device reads what is meant for the first.
+fn events_reach_their_owner(mut w: Devices) {
+    let w = &mut w;
+    let mut other = RdmaCoreDevice::open(w.addr(End::A)).expect("a second device");
+    let (a, b) = connected(w);
+    let drain = QpAttr {
+        state: Some(QpState::Sqd),
+        ..QpAttr::default()
+    };
+    w.provider(End::A).modify_qp(a.qp, &drain).unwrap();
+    let until = Instant::now() + Duration::from_millis(300);
+    while Instant::now() < until {
+        other.progress(Instant::now());
+    }
+    assert_eq!(other.poll_async_event(), None);
+    assert_eq!(a.event(w), AsyncEvent::SqDrained(a.qp));
+    drop(other);
+    // The first still has its device.
+    b.send(w, 1, SendOp::Write(a.remote(0)), 0, 100_000);
+    done(w, &b, WcOpcode::Write);
 }

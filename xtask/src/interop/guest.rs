@@ -11,6 +11,9 @@ use crate::{Failure, root, sh};
 /// How long a boot may take; a loaded machine needs several times the usual 15 seconds.
 const BOOT: Duration = Duration::from_secs(240);
 
+/// Modules that must be there before the host's file system is.
+const MODULES: [&str; 4] = ["virtio_pci", "9pnet_virtio", "9p", "overlay"];
+
 /// How a guest is made.
 #[derive(Clone, Copy)]
 pub(crate) struct Shape {
@@ -50,14 +53,14 @@ impl Guest {
         let share = folder.join("share");
         let _ = fs::remove_dir_all(&share);
         fs::create_dir_all(&share)?;
-        for name in ["guest.sh", "lib.sh"] {
+        for name in ["guest.sh", "iscsi.sh", "lib.sh", "lio.sh"] {
             fs::copy(root().join("tests/vm").join(name), share.join(name))?;
         }
         fs::write(
             share.join("modules"),
             kernel.modules().display().to_string(),
         )?;
-        let initrd = initramfs::build(kernel, folder)?;
+        let initrd = initramfs::build(kernel, folder, &root().join("tests/vm/init.sh"), &MODULES)?;
         let console = File::create(folder.join("console.log"))?;
         let virtfs = |path: &Path, tag: &str, more: &str| {
             format!(

@@ -5,22 +5,25 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use super::kernel::Kernel;
-use crate::{Failure, root, sh};
+use crate::{Failure, sh};
 
-/// Modules that must be there before the host's file system is.
-const MODULES: [&str; 4] = ["virtio_pci", "9pnet_virtio", "9p", "overlay"];
-
-/// Builds the archive in `folder` and answers its path.
-pub(crate) fn build(kernel: &Kernel, folder: &Path) -> Result<PathBuf, Failure> {
+/// Builds the archive in `folder` and answers its path. The guest's first program is `init`; it
+/// finds the modules and those that they need in `/modules`, and their order in `/modules/order`.
+pub(crate) fn build(
+    kernel: &Kernel,
+    folder: &Path,
+    init: &Path,
+    modules: &[&str],
+) -> Result<PathBuf, Failure> {
     let tree = folder.join("initramfs");
     let _ = fs::remove_dir_all(&tree);
     fs::create_dir_all(tree.join("bin"))?;
     fs::create_dir_all(tree.join("modules"))?;
     fs::copy("/bin/busybox", tree.join("bin/busybox"))?;
-    fs::copy(root().join("tests/vm/init.sh"), tree.join("init"))?;
+    fs::copy(init, tree.join("init"))?;
     fs::set_permissions(tree.join("init"), fs::Permissions::from_mode(0o755))?;
     let mut order: Vec<String> = Vec::new();
-    for module in MODULES {
+    for module in modules {
         for path in dependencies(kernel, module)? {
             let name = path
                 .file_name()

@@ -1,20 +1,23 @@
 //! `cargo xtask interop`: a stock Debian kernel as the peer, in QEMU.
 //!
 //! A case is a script in `tests/vm/cases`. Its head says, in lines that start with `#:`, which group
-//! it belongs to, how long it may take and whether it is short. All cases of a group share one boot
-//! and run in the order of their names; each starts from and returns to a clean state, with the
-//! functions of `tests/vm/lib.sh`.
+//! it belongs to, how long it may take, whether it is short and whether it must run alone. Cases of
+//! a group may share a boot, so each starts from and returns to a clean state, with the functions of
+//! `tests/vm/lib.sh`. Of each the output, the daemon's log and a capture of its packets are kept,
+//! and the capture is judged ([`judge`]).
 
+pub(crate) mod case;
 pub(crate) mod guest;
 pub(crate) mod initramfs;
+pub(crate) mod judge;
 pub(crate) mod kernel;
+pub(crate) mod runner;
 
-use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use guest::{Guest, Shape};
+use runner::{Programs, Rig, Row};
 
 use crate::packages::{Need, ensure, need};
 use crate::{Failure, demo, root, sh};
@@ -43,9 +46,17 @@ const NEEDS: &[Need] = &[
     ),
     need("multipath", "multipath-tools", "dm-multipath in the guest"),
     need("tcpdump", "tcpdump", "captures of the cases"),
+    need("tshark", "tshark", "judging the captures of the cases"),
 ];
 
+/// Memory that a guest and what runs beside it may need, in MiB.
+const MEMORY_PER_GUEST: u64 = 7168;
+
 /// Options of `cargo xtask interop`.
+///
+/// Of each case the output, the log of riserd and a capture are kept. A capture has the first 400
+/// bytes of the first 100,000 packets between the two hosts; packets that an RDMA device sends to
+/// itself do not pass there. tshark judges every capture: a malformed packet fails its case.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// Run only the cases whose group or name contains one of these words.
@@ -56,6 +67,9 @@ pub(crate) struct Options {
     /// Only the short ones.
     #[arg(long)]
     short: bool,
+    /// Guests that run at once; one per two cores and one more unless said otherwise.
+    #[arg(long)]
+    jobs: Option<usize>,
     /// A folder with `riserd` and `riser`, instead of building them.
     #[arg(long)]
     programs: Option<PathBuf>,
@@ -71,28 +85,29 @@ impl Options {
             cases: Vec::new(),
             list: false,
             short: true,
+            jobs: None,
             programs: None,
             logs: ".build/interop".into(),
         }
     }
+
+    /// How many guests to run at once: more than one per two cores, because cases often wait, and
+    /// no more than the memory is enough for.
+    fn jobs(&self) -> usize {
+        self.jobs.unwrap_or_else(|| {
+            let cores = std::thread::available_parallelism().map_or(1, usize::from);
+            let memory = available_memory().map_or(1, |mib| mib / MEMORY_PER_GUEST);
+            (cores / 2 + 1).min(memory as usize)
+        })
+    }
 }
 
-/// One case: a script and what its head says.
-struct Case {
-    name: String,
-    group: String,
-    about: String,
-    limit: Duration,
-    short: bool,
-    text: String,
-}
-
-/// What was built for the cases; empty where no case asks for it.
-struct Programs {
-    /// The folder of `riserd` and `riser`.
-    programs: PathBuf,
-    /// The folder of the test programs, under their plain names.
-    tests: PathBuf,
+/// Memory that could be had now, in MiB.
+fn available_memory() -> Option<u64> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find(|l| l.starts_with("MemAvailable:"))?;
+    let kib: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
+    Some(kib >> 10)
 }
 
 /// Why nothing could be run at all, as opposed to a case that failed.
@@ -116,7 +131,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
 
 /// Runs the cases; tells a rig that is not to be had from a case that fails.
 pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
-    let cases = load(options)?;
+    let cases = case::load(&options.cases, options.short)?;
     if options.list {
         for c in &cases {
             println!("{:<10} {:<28} {}", c.group, c.name, c.about);
@@ -140,7 +155,7 @@ pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
         PathBuf::new()
     };
     let is_served = cases.iter().any(|c| {
-        ["$RISER_BIN", "serve"]
+        ["$RISER_BIN", "riser_on", "serve", "_rig"]
             .iter()
             .any(|word| c.text.contains(word))
     });
@@ -153,42 +168,54 @@ pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
         None => PathBuf::new(),
     };
     let programs = Programs { programs, tests };
-    let mut groups: BTreeMap<&str, Vec<&Case>> = BTreeMap::new();
-    for case in &cases {
-        groups.entry(&case.group).or_default().push(case);
-    }
     let logs = root().join(&options.logs);
-    let (mut rows, mut passed, mut failed) = (Vec::new(), 0, 0);
-    for (group, cases) in groups {
-        for (case, took, result) in run_group(&kernel, &logs.join(group), &programs, &cases) {
-            let how = match &result {
-                Ok(()) => {
-                    passed += 1;
-                    "ok"
-                }
-                Err(e) => {
-                    failed += 1;
-                    println!("{group}/{}: {e}", case.name);
-                    "FAILED"
-                }
-            };
-            rows.push(format!(
-                "{how:<7} {group:<10} {:<28} {:>7.1} s",
-                case.name,
-                took.as_secs_f64()
-            ));
-        }
-    }
-    println!("\n{}", rows.join("\n"));
+    let rig = Rig {
+        kernel: &kernel,
+        programs: &programs,
+        logs: &logs,
+    };
+    let started = Instant::now();
+    let jobs = options.jobs().max(1);
+    let rows = rig.run(&cases, jobs);
+    let table = table(&rows);
+    let failed = rows.iter().filter(|r| r.result.is_err()).count() as u64;
+    let passed = rows.len() as u64 - failed;
     println!(
-        "\ninterop cases: {passed} passed, {failed} failed; logs in {}",
+        "\n{table}\n\ninterop cases: {passed} passed, {failed} failed in {:.0} s with {jobs} \
+         guest(s) at once; logs in {}",
+        started.elapsed().as_secs_f64(),
         options.logs.display()
     );
     if failed == 0 {
         Ok(Ended::Passed(passed))
     } else {
-        Ok(Ended::Failed((passed, failed), rows.join("\n")))
+        Ok(Ended::Failed((passed, failed), table))
     }
+}
+
+/// Why the failed ones failed, and a line for each case: how it went, its time, that of its boot; below
+/// it what it measured.
+fn table(rows: &[Row<'_>]) -> String {
+    let reasons = rows.iter().filter_map(|r| {
+        let why = r.result.as_ref().err()?;
+        Some(format!("{}/{}: {why}\n", r.case.group, r.case.name))
+    });
+    let seconds = |d: Duration| format!("{:.1} s", d.as_secs_f64());
+    let lines = rows.iter().map(|r| {
+        let how = if r.result.is_ok() { "ok" } else { "FAILED" };
+        let boot = r
+            .boot
+            .map_or_else(String::new, |b| format!("boot {}", seconds(b)));
+        let (group, name) = (&r.case.group, &r.case.name);
+        let row = format!(
+            "{how:<7} {group:<10} {name:<34} {:>8}  {boot}",
+            seconds(r.took)
+        );
+        let figures = r.result.iter().flatten();
+        let figures: String = figures.map(|f| format!("\n        {f}")).collect();
+        row + &figures
+    });
+    reasons.chain(lines).collect::<Vec<_>>().join("\n")
 }
 
 /// Builds the transport's tests that cases run, and answers a folder with links to them.
@@ -216,138 +243,4 @@ fn build_tests() -> Result<PathBuf, Failure> {
     let _ = fs::remove_file(&link);
     std::os::unix::fs::symlink(program, &link)?;
     Ok(folder)
-}
-
-type Row<'a> = (&'a Case, Duration, Result<(), Failure>);
-
-/// Runs the cases of a group on one boot; a case that leaves the guest unusable costs a new boot.
-fn run_group<'a>(
-    kernel: &kernel::Kernel,
-    folder: &Path,
-    programs: &Programs,
-    cases: &[&'a Case],
-) -> Vec<Row<'a>> {
-    let mut rows: Vec<Row<'a>> = Vec::new();
-    let mut guest: Option<Guest> = None;
-    for case in cases {
-        let started = Instant::now();
-        let result = run_case(kernel, folder, programs, case, &mut guest);
-        println!(
-            "{} {}/{} ({:.0} s)",
-            if result.is_ok() { "ok    " } else { "FAILED" },
-            case.group,
-            case.name,
-            started.elapsed().as_secs_f64()
-        );
-        rows.push((case, started.elapsed(), result));
-    }
-    rows
-}
-
-fn run_case(
-    kernel: &kernel::Kernel,
-    folder: &Path,
-    programs: &Programs,
-    case: &Case,
-    guest: &mut Option<Guest>,
-) -> Result<(), Failure> {
-    fs::create_dir_all(folder)?;
-    let vm = match guest.take() {
-        Some(vm) => guest.insert(vm),
-        None => guest.insert(Guest::boot(kernel, folder, Shape::default())?),
-    };
-    let script = format!(
-        "export RISER_BIN='{}' RISER_TESTS='{}' CASE='{}'\n. /vm/lib.sh\n{}",
-        programs.programs.display(),
-        programs.tests.display(),
-        case.name,
-        case.text
-    );
-    let ran = vm.run(&script, case.limit);
-    let saved = folder.join(&case.name);
-    fs::create_dir_all(&saved)?;
-    keep(vm.share(), &saved)?;
-    match ran {
-        Ok(ran) => {
-            fs::write(saved.join("output.log"), &ran.output)?;
-            if ran.status == 0 {
-                return Ok(());
-            }
-            // What a failed case leaves behind must not fail the next one.
-            *guest = None;
-            let lines: Vec<_> = ran.output.lines().collect();
-            let tail = lines[lines.len().saturating_sub(30)..].join("\n");
-            Err(format!("exit status {}\n{tail}", ran.status).into())
-        }
-        Err(e) => {
-            *guest = None;
-            Err(e)
-        }
-    }
-}
-
-/// Moves what a case left in `/vm/keep` to the folder of its logs.
-fn keep(share: &Path, saved: &Path) -> Result<(), Failure> {
-    let from = share.join("keep");
-    if from.is_dir() {
-        for entry in fs::read_dir(&from)? {
-            let entry = entry?;
-            fs::copy(entry.path(), saved.join(entry.file_name()))?;
-        }
-        fs::remove_dir_all(&from)?;
-    }
-    Ok(())
-}
-
-/// Reads the cases that the options name, in the order of their names.
-fn load(options: &Options) -> Result<Vec<Case>, Failure> {
-    let mut cases = Vec::new();
-    for entry in fs::read_dir(root().join("tests/vm/cases"))? {
-        let script = entry?.path();
-        if script.extension().is_some_and(|e| e == "sh") {
-            cases.push(head(&script)?);
-        }
-    }
-    cases.sort_by(|a, b| (&a.group, &a.name).cmp(&(&b.group, &b.name)));
-    let wanted = |c: &Case| {
-        (!options.short || c.short)
-            && (options.cases.is_empty()
-                || options
-                    .cases
-                    .iter()
-                    .any(|w| c.name.contains(w.as_str()) || c.group == *w))
-    };
-    cases.retain(wanted);
-    if cases.is_empty() {
-        Err("no case of that name; --list names them".into())
-    } else {
-        Ok(cases)
-    }
-}
-
-/// Reads the `#:` lines of a case.
-fn head(script: &Path) -> Result<Case, Failure> {
-    let text = fs::read_to_string(script)?;
-    let field = |name: &str| {
-        text.lines()
-            .find_map(|l| {
-                l.strip_prefix("#: ")?
-                    .strip_prefix(name)?
-                    .strip_prefix(": ")
-            })
-            .map(str::trim)
-    };
-    let missing = |name: &str| format!("{}: no line '#: {name}: …'", script.display());
-    Ok(Case {
-        name: script
-            .file_stem()
-            .unwrap_or_default()
-            .to_string_lossy()
-            .into_owned(),
-        group: field("group").ok_or_else(|| missing("group"))?.to_owned(),
-        about: field("about").ok_or_else(|| missing("about"))?.to_owned(),
-        limit: Duration::from_secs(field("limit").ok_or_else(|| missing("limit"))?.parse()?),
-        short: field("short") == Some("yes"),
-        text: text.clone(),
-    })
 }

@@ -25,7 +25,7 @@ use riser_transport::verbs::{
     SendOp, SendWr, Sge, VerbsError, WrId,
 };
 
-use crate::srp::request::RequestId;
+use crate::request::RequestId;
 use crate::srp::session::{ChannelIndex, Session};
 
 /// Length of a receive, in bytes: the longest information unit that we take. An SRP_RSP with the
@@ -325,13 +325,15 @@ impl Conn {
         let Some(mut rings) = self.rings.take() else {
             return;
         };
-        let _ = provider.destroy_qp(rings.qp);
+        // Regions that are memory windows refer to the queue pair that they were bound on, and Linux
+        // waits with its end until they are gone.
         for attempt in self.attempts.iter_mut().filter_map(Option::take) {
             for region in attempt.regions {
                 let _ = provider.dereg_mr(region.id());
             }
         }
         rings.regions.destroy(provider);
+        let _ = provider.destroy_qp(rings.qp);
         let _ = provider.dereg_mr(rings.mr.id);
         if let Some((_, mr)) = rings.tables {
             let _ = provider.dereg_mr(mr.id);

@@ -7,7 +7,8 @@ use riser_transport::verbs::{Access, Provider, SendFlags, SendOp, SendWr, Sge};
 use zerocopy::IntoBytes;
 
 use super::{Attempt, Conn, MAX_REGIONS, MAX_SEND_SGE, Scratch, Start, StartArgs, Work};
-use crate::srp::channel::{CommandData, DataLen};
+use crate::request::DataLen;
+use crate::srp::channel::CommandData;
 use crate::srp::descriptor::{Placement, Segment, plan_descriptors, plan_placement};
 
 impl Conn {

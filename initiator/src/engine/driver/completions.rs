@@ -4,28 +4,19 @@ use std::time::Instant;
 
 use riser_transport::verbs::{AsyncEvent, Completion, CqId, Provider};
 
-use super::{BATCH, Driver};
+use super::link::{Link, srp};
+use super::{BATCH, Driver, MAX_RDMA};
 use crate::engine::conn::{RECV_LEN, Work};
 use crate::srp::session::ChannelIndex;
 
 impl<P: Provider> Driver<P> {
     pub(super) fn poll_completions(&mut self, now: Instant) -> bool {
         let mut worked = false;
-        let queues: arrayvec::ArrayVec<(usize, CqId), 64> = self
-            .sessions
-            .iter()
-            .take(64)
-            .map(|(index, session)| (index, session.cq))
-            .collect();
-        if queues.len() == self.sessions.len() {
-            for (index, cq) in queues {
-                worked |= self.poll_session(index, cq, now);
-            }
-        } else {
-            let queues: Vec<_> = self.sessions.iter().map(|(i, s)| (i, s.cq)).collect();
-            for (index, cq) in queues {
-                worked |= self.poll_session(index, cq, now);
-            }
+        let all = self.sessions.iter();
+        let queues = all.filter_map(|(index, s)| s.link.cq().map(|cq| (index, cq)));
+        let mut queues = queues.collect::<arrayvec::ArrayVec<(usize, CqId), MAX_RDMA>>();
+        for (index, cq) in queues.drain(..) {
+            worked |= self.poll_session(index, cq, now);
         }
         worked
     }
@@ -48,16 +39,17 @@ impl<P: Provider> Driver<P> {
     }
 
     pub(super) fn break_session(&mut self, index: usize, now: Instant) {
-        self.sessions[index]
-            .machine
-            .handle_channel_error(ChannelIndex(0), now);
-        self.drain(index, now);
+        self.break_channel(index, 0, now);
     }
 
     pub(super) fn break_channel(&mut self, index: usize, channel: u8, now: Instant) {
-        self.sessions[index]
-            .machine
-            .handle_channel_error(ChannelIndex(channel), now);
+        match &mut self.sessions[index].link {
+            Link::Srp(link) => link
+                .machine
+                .handle_channel_error(ChannelIndex(channel), now),
+            Link::Iser(link) => link.machine.handle_broken(now),
+            Link::Tcp(link) => link.machine.handle_broken(now),
+        }
         self.drain(index, now);
     }
 
@@ -71,6 +63,10 @@ impl<P: Provider> Driver<P> {
             return;
         };
         debug_assert_eq!(owner, index);
+        if let Link::Iser(_) = self.sessions[index].link {
+            self.handle_iser_completion(index, completion, now);
+            return;
+        }
         let Some(work) = Work::of(completion.wr_id) else {
             return;
         };
@@ -81,7 +77,9 @@ impl<P: Provider> Driver<P> {
         match work {
             Work::Recv(slot) => self.handle_recv(index, channel, slot, completion.byte_len, now),
             Work::Command(slot) | Work::Invalidate(slot) => {
-                let Some(conn) = self.sessions[index].conns[usize::from(channel)].as_mut() else {
+                let Some(conn) =
+                    srp(&mut self.sessions, index).conns[usize::from(channel)].as_mut()
+                else {
                     return;
                 };
                 let back = match work {
@@ -89,14 +87,18 @@ impl<P: Provider> Driver<P> {
                     _ => conn.on_invalidated(&mut self.provider, slot),
                 };
                 if let Some(request) = back {
-                    self.sessions[index].machine.handle_retired(request, now);
+                    srp(&mut self.sessions, index)
+                        .machine
+                        .handle_retired(request, now);
                     self.feed_starved(index, channel, now);
                     self.drain(index, now);
                 }
             }
             Work::Register(_) => {}
             Work::Answer(slot) => {
-                if let Some(conn) = self.sessions[index].conns[usize::from(channel)].as_mut() {
+                if let Some(conn) =
+                    srp(&mut self.sessions, index).conns[usize::from(channel)].as_mut()
+                {
                     conn.on_short_sent(work);
                     if !conn.post_recv(&mut self.provider, slot) {
                         self.break_channel(index, channel, now);
@@ -104,7 +106,9 @@ impl<P: Provider> Driver<P> {
                 }
             }
             Work::TskMgmt(_) => {
-                if let Some(conn) = self.sessions[index].conns[usize::from(channel)].as_mut() {
+                if let Some(conn) =
+                    srp(&mut self.sessions, index).conns[usize::from(channel)].as_mut()
+                {
                     conn.on_short_sent(work);
                 }
             }
@@ -120,7 +124,7 @@ impl<P: Provider> Driver<P> {
         completion: &Completion,
         now: Instant,
     ) {
-        let closing = self.sessions[index].conns[usize::from(channel)]
+        let closing = srp(&mut self.sessions, index).conns[usize::from(channel)]
             .as_ref()
             .is_some_and(|c| c.logout_until.is_some());
         if closing || work == Work::Logout {
@@ -141,7 +145,7 @@ impl<P: Provider> Driver<P> {
     ) {
         let mut iu = [0; RECV_LEN];
         let len = (len as usize).min(RECV_LEN);
-        let session = &mut self.sessions[index];
+        let session = srp(&mut self.sessions, index);
         let Some(conn) = &session.conns[usize::from(channel)] else {
             return;
         };
@@ -151,8 +155,9 @@ impl<P: Provider> Driver<P> {
         session.machine.handle_iu(channel, &iu[..len], now);
         self.drain(index, now);
         // Unless an answer took it over, the receive is posted again at once.
-        if let Some((channel, slot)) = self.sessions[index].receiving.take()
-            && let Some(conn) = self.sessions[index].conns[usize::from(channel.0)].as_mut()
+        if let Some((channel, slot)) = srp(&mut self.sessions, index).receiving.take()
+            && let Some(conn) =
+                srp(&mut self.sessions, index).conns[usize::from(channel.0)].as_mut()
             && !conn.post_recv(&mut self.provider, slot)
         {
             self.break_channel(index, channel.0, now);
@@ -169,13 +174,14 @@ impl<P: Provider> Driver<P> {
                 }
             }
             AsyncEvent::CqError(cq) => {
-                let found = self.sessions.iter().find(|(_, s)| s.cq == cq);
+                let found = self.sessions.iter().find(|(_, s)| s.link.cq() == Some(cq));
                 if let Some((index, _)) = found {
                     self.break_session(index, now);
                 }
             }
             AsyncEvent::DeviceFatal => {
-                let all: Vec<usize> = self.sessions.iter().map(|(i, _)| i).collect();
+                let rdma = self.sessions.iter().filter(|(_, s)| s.link.cq().is_some());
+                let all: Vec<usize> = rdma.map(|(i, _)| i).collect();
                 for index in all {
                     self.break_session(index, now);
                 }

@@ -5,9 +5,11 @@ use std::time::{Duration, Instant};
 use riser_scsi::srp::LOGIN_REQ_LEN;
 use riser_transport::verbs::{CmEvent, CmEventKind, ConnParam, PortSpace, Provider};
 
+use super::link::{Link, srp};
 use super::{DISCONNECT_PATIENCE, Driver};
 use crate::engine::conn::Conn;
-use crate::srp::session::{ChannelIndex, ConnectError};
+use crate::session::ConnectError;
+use crate::srp::session::ChannelIndex;
 
 impl<P: Provider> Driver<P> {
     pub(super) fn handle_cm_event(&mut self, event: CmEvent, now: Instant) {
@@ -22,6 +24,10 @@ impl<P: Provider> Driver<P> {
             }
             return;
         };
+        if let Link::Iser(_) = self.sessions[index].link {
+            self.handle_iser_cm_event(index, event, now);
+            return;
+        }
         let channel = ChannelIndex(channel);
         let timeout = Duration::from_secs(2);
         match event.kind {
@@ -45,19 +51,24 @@ impl<P: Provider> Driver<P> {
                 private_data,
             } => {
                 self.release(index, channel, false, now);
-                self.sessions[index]
-                    .machine
-                    .handle_rejected(channel, reason, &private_data, now);
+                srp(&mut self.sessions, index).machine.handle_rejected(
+                    channel,
+                    reason,
+                    &private_data,
+                    now,
+                );
                 self.drain(index, now);
             }
             CmEventKind::Established { param } => {
-                self.sessions[index]
-                    .machine
-                    .handle_connected(channel, &param.private_data, now);
+                srp(&mut self.sessions, index).machine.handle_connected(
+                    channel,
+                    &param.private_data,
+                    now,
+                );
                 self.drain(index, now);
             }
             CmEventKind::Disconnected | CmEventKind::DeviceRemoval => {
-                let conn = self.sessions[index].conns[usize::from(channel.0)].as_ref();
+                let conn = srp(&mut self.sessions, index).conns[usize::from(channel.0)].as_ref();
                 if conn.is_some_and(|c| c.logout_until.is_some()) {
                     self.tear_down(index, channel, now);
                 } else {
@@ -70,7 +81,7 @@ impl<P: Provider> Driver<P> {
 
     /// Begins to find the path for a channel.
     pub(super) fn resolve(&mut self, index: usize, channel: ChannelIndex, now: Instant) {
-        let session = &mut self.sessions[index];
+        let session = srp(&mut self.sessions, index);
         let target = session.target;
         let space = match target.service_id {
             Some(service_id) => PortSpace::Ib {
@@ -95,21 +106,19 @@ impl<P: Provider> Driver<P> {
             .resolve_addr(id, target.src, target.dst, timeout)
         {
             self.release(index, channel, false, now);
-            self.sessions[index].machine.handle_connect_failed(
-                channel,
-                ConnectError::Address(e),
-                now,
-            );
+            srp(&mut self.sessions, index)
+                .machine
+                .handle_connect_failed(channel, ConnectError::Address(e), now);
         }
     }
 
     /// The path is found: makes the queue pair and sends the request with the login in it.
     pub(super) fn connect(&mut self, index: usize, channel: ChannelIndex, now: Instant) {
-        let session = &mut self.sessions[index];
+        let session = srp(&mut self.sessions, index);
         let Some(conn) = session.conns[usize::from(channel.0)].as_mut() else {
             return;
         };
-        let made = conn.set_up(&mut self.provider, session.pd, session.cq);
+        let made = conn.set_up(&mut self.provider, session.rdma.pd, session.rdma.cq);
         if let Some(qp) = conn.qp() {
             self.qps.insert(qp, (index, channel.0));
         }
@@ -142,7 +151,7 @@ impl<P: Provider> Driver<P> {
         now: Instant,
     ) {
         self.release(index, channel, false, now);
-        self.sessions[index]
+        srp(&mut self.sessions, index)
             .machine
             .handle_connect_failed(channel, error, now);
         self.drain(index, now);
@@ -157,7 +166,7 @@ impl<P: Provider> Driver<P> {
         linger: bool,
         now: Instant,
     ) {
-        let conn = self.sessions[index].conns[usize::from(channel.0)].take();
+        let conn = srp(&mut self.sessions, index).conns[usize::from(channel.0)].take();
         let Some(mut conn) = conn else {
             return;
         };
@@ -177,7 +186,7 @@ impl<P: Provider> Driver<P> {
     /// Tears a channel down now and tells the session.
     pub(super) fn tear_down(&mut self, index: usize, channel: ChannelIndex, now: Instant) {
         self.release(index, channel, true, now);
-        self.sessions[index]
+        srp(&mut self.sessions, index)
             .machine
             .handle_channel_gone(channel, now);
         self.drain(index, now);

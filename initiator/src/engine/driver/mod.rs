@@ -7,32 +7,35 @@
 
 mod completions;
 mod discovery;
+mod iser;
+mod link;
 mod links;
 mod outputs;
+mod tcp;
 mod workloads;
 
 use std::collections::HashMap;
-use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use riser_memory::MemSlice;
 use riser_reactor::{Next, Spinner};
-use riser_transport::verbs::{
-    Access, CmId, Completion, CqId, Notify, PdId, Provider, QpId, VerbsError,
-};
+use riser_transport::verbs::{CmId, Completion, Notify, Provider, QpId, VerbsError};
 use slab::Slab;
 
 use self::discovery::Agent;
 pub(super) use self::discovery::Found;
-use crate::engine::conn::{Conn, ConnConfig, DataKeys, Scratch};
+pub(super) use self::link::{IserOpen, Protocol, SrpOpen, TcpOpen};
+use self::link::{Link, SrpLink};
+use crate::engine::conn::Scratch;
 use crate::engine::io::{Done, Io, IoEnd, ScsiIo, Workload};
 use crate::engine::oneshot::Sender;
-use crate::engine::park::Mailbox;
+use crate::engine::park::{Mailbox, Waited};
 use crate::engine::status::SessionStatus;
 use crate::engine::timer::Timers;
-use crate::srp::request::{RequestError, RequestId, RequestSpec};
-use crate::srp::session::{ChannelIndex, ConnectError, Down, Session, SessionConfig, SubmitError};
+use crate::request::{RequestError, RequestId, RequestSpec};
+use crate::session::{ConnectError, Down, SubmitError};
+use crate::srp::session::ChannelIndex;
 
 /// How long a logout may take before the connection is closed without it.
 const LOGOUT_PATIENCE: Duration = Duration::from_millis(500);
@@ -40,6 +43,8 @@ const LOGOUT_PATIENCE: Duration = Duration::from_millis(500);
 const DISCONNECT_PATIENCE: Duration = Duration::from_secs(1);
 /// Completions taken from a queue at once.
 const BATCH: usize = 64;
+/// Sessions on RDMA at most.
+const MAX_RDMA: usize = 64;
 
 /// Names a session of the engine; never used again for another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -60,10 +65,7 @@ pub(super) struct Target {
 /// A session to make.
 pub(super) struct Open {
     pub(super) target: Target,
-    pub(super) config: SessionConfig,
-    pub(super) conn: ConnConfig,
-    /// Whether commands use the pool's own remote key.
-    pub(super) pool_wide: bool,
+    pub(super) protocol: Protocol,
     pub(super) status: Arc<SessionStatus>,
     /// Told when the session is live, or why it never will be.
     pub(super) reply: Reply,
@@ -109,13 +111,7 @@ pub(super) struct DriverConfig {
 
 struct Running {
     serial: u64,
-    machine: Session,
-    target: Target,
-    conn_config: ConnConfig,
-    pd: PdId,
-    cq: CqId,
-    keys: DataKeys,
-    conns: Vec<Option<Conn>>,
+    link: Link,
     /// By request.
     ios: Vec<Option<Io>>,
     /// Commands beyond what the machine takes.
@@ -124,8 +120,6 @@ struct Running {
     status: Arc<SessionStatus>,
     reply: Option<Reply>,
     closers: Vec<Sender<()>>,
-    /// The receive whose information unit is being handled and whether it may be posted again.
-    receiving: Option<(ChannelIndex, u16)>,
     closed: bool,
 }
 
@@ -145,6 +139,8 @@ pub(super) struct Driver<P: Provider> {
     timers: Timers,
     agent: Option<Agent>,
     scratch: Scratch,
+    /// The iSER message that is being looked at.
+    message: Vec<u8>,
     completions: Vec<Completion>,
     /// Ends of workload commands: session, workload, token, end.
     finished: Vec<(usize, usize, u64, IoEnd)>,
@@ -171,6 +167,7 @@ impl<P: Provider> Driver<P> {
             timers: Timers::default(),
             agent: None,
             scratch: Scratch::default(),
+            message: Vec::new(),
             completions: Vec::with_capacity(BATCH),
             finished: Vec::new(),
             shutdown: false,
@@ -192,7 +189,9 @@ impl<P: Provider> Driver<P> {
                 Next::Poll => std::hint::spin_loop(),
                 Next::Park(timeout) => {
                     if !self.arm() {
-                        let fds: Vec<RawFd> = self.provider.event_fds();
+                        let fds = self.provider.event_fds();
+                        let mut fds: Vec<Waited> = fds.into_iter().map(Waited::reading).collect();
+                        fds.extend(self.sessions.iter().filter_map(|(_, s)| s.link.waited()));
                         self.mailbox.park(&fds, timeout);
                     }
                 }
@@ -217,9 +216,11 @@ impl<P: Provider> Driver<P> {
         for message in inbox.drain(..) {
             self.handle_message(message, now);
         }
+        worked |= self.run_tcp(now);
         worked |= self.run_workloads(now);
         worked |= self.run_discovery(now);
-        self.handle_timeouts(now);
+        // What a timeout starts may have results already, of which no descriptor will tell.
+        worked |= self.handle_timeouts(now);
         self.reap();
         worked
     }
@@ -227,8 +228,8 @@ impl<P: Provider> Driver<P> {
     /// When a round is due at the latest.
     fn deadline(&self) -> Option<Instant> {
         let machines = self.sessions.iter().flat_map(|(_, s)| {
-            let logouts = s.conns.iter().flatten().filter_map(|c| c.logout_until);
-            s.machine.next_deadline().into_iter().chain(logouts)
+            let logouts = s.link.logouts().map(|(_, until)| until);
+            s.link.next_deadline().into_iter().chain(logouts)
         });
         let leaving = self.leaving.iter().map(|(_, until)| *until);
         machines
@@ -243,10 +244,10 @@ impl<P: Provider> Driver<P> {
     fn arm(&mut self) -> bool {
         let mut waiting = self.arm_discovery();
         for (_, session) in &self.sessions {
-            waiting |= self
-                .provider
-                .req_notify_cq(session.cq, Notify::Next)
-                .unwrap_or(false);
+            if let Some(cq) = session.link.cq() {
+                let armed = self.provider.req_notify_cq(cq, Notify::Next);
+                waiting |= armed.unwrap_or(false);
+            }
         }
         while self.provider.poll_cq_event().is_some() {}
         waiting
@@ -267,7 +268,7 @@ impl<P: Provider> Driver<P> {
             Message::Close(key, reply) => {
                 if let Some(index) = self.find(key) {
                     self.sessions[index].closers.extend(reply);
-                    self.sessions[index].machine.close(now);
+                    self.sessions[index].link.close(now);
                     self.drain(index, now);
                 }
             }
@@ -281,7 +282,7 @@ impl<P: Provider> Driver<P> {
                 self.shutdown = true;
                 let all: Vec<usize> = self.sessions.iter().map(|(index, _)| index).collect();
                 for index in all {
-                    self.sessions[index].machine.close(now);
+                    self.sessions[index].link.close(now);
                     self.drain(index, now);
                 }
             }
@@ -304,8 +305,8 @@ impl<P: Provider> Driver<P> {
     }
 
     fn open(&mut self, open: Open, now: Instant) {
-        let (pd, cq, keys) = match self.allocate(&open) {
-            Ok(made) => made,
+        let link = match self.make_link(open.target, open.protocol, now) {
+            Ok(link) => link,
             Err(e) => {
                 open.reply.send(Err(ConnectError::Local(e).into()));
                 return;
@@ -313,64 +314,54 @@ impl<P: Provider> Driver<P> {
         };
         let serial = self.next_serial;
         self.next_serial += 1;
-        let channels = open.config.channels.into();
         let index = self.sessions.insert(Running {
             serial,
-            machine: Session::new(open.config, now),
-            target: open.target,
-            conn_config: open.conn,
-            pd,
-            cq,
-            keys,
-            conns: (0..channels).map(|_| None).collect(),
+            link,
             ios: Vec::new(),
             overflow: std::collections::VecDeque::new(),
             workloads: Slab::new(),
             status: open.status,
             reply: Some(open.reply),
             closers: Vec::new(),
-            receiving: None,
             closed: false,
         });
         if self.shutdown {
-            self.sessions[index].machine.close(now);
+            self.sessions[index].link.close(now);
         }
         self.drain(index, now);
     }
 
-    /// A protection domain, a completion queue and the pool's registration for a session.
-    fn allocate(&mut self, open: &Open) -> Result<(PdId, CqId, DataKeys), VerbsError> {
-        let pd = self.provider.alloc_pd()?;
-        // One spare, so that a correct device cannot fill the queue.
-        let entries = open.conn.completions() * u32::from(open.config.channels) + 1;
-        let cq = match self.provider.create_cq(entries) {
-            Ok(cq) => cq,
-            Err(e) => {
-                let _ = self.provider.dealloc_pd(pd);
-                return Err(e);
-            }
-        };
-        let remote = Access::REMOTE_READ | Access::REMOTE_WRITE;
-        let access = if open.pool_wide {
-            Access::LOCAL_WRITE | remote
-        } else {
-            Access::LOCAL_WRITE
-        };
-        match self.provider.reg_mr(pd, &self.pool, access) {
-            Ok(pool) => {
-                let pool_wide = open.pool_wide;
-                Ok((pd, cq, DataKeys { pool, pool_wide }))
-            }
-            Err(e) => {
-                let _ = self.provider.destroy_cq(cq);
-                let _ = self.provider.dealloc_pd(pd);
-                Err(e)
-            }
+    fn make_link(
+        &mut self,
+        target: Target,
+        protocol: Protocol,
+        now: Instant,
+    ) -> Result<Link, VerbsError> {
+        let rdma = self.sessions.iter().filter(|(_, s)| s.link.cq().is_some());
+        if rdma.count() >= MAX_RDMA && !matches!(protocol, Protocol::Tcp(_)) {
+            return Err(VerbsError::InsufficientResources("sessions of one engine"));
         }
+        Ok(match protocol {
+            Protocol::Srp(open) => {
+                let link = SrpLink::new(&mut self.provider, &self.pool, target, &open, now)?;
+                Link::Srp(Box::new(link))
+            }
+            Protocol::Iser(open) => {
+                let provider = &mut self.provider;
+                let link = iser::IserLink::new(provider, &self.pool, target, *open, now)?;
+                Link::Iser(Box::new(link))
+            }
+            Protocol::Tcp(open) => Link::Tcp(Box::new(tcp::TcpLink::new(target, *open, now))),
+        })
     }
 
     fn submit(&mut self, index: usize, io: Io, now: Instant) {
         let session = &mut self.sessions[index];
+        if !session.link.takes(io.io.data.buffers().len()) {
+            let why = "buffer is in too many pieces";
+            self.deliver(index, io, Err(RequestError::NotStarted(why)));
+            return;
+        }
         let spec = RequestSpec {
             lun: io.io.lun.encode(),
             attr: io.io.attr,
@@ -384,7 +375,7 @@ impl<P: Provider> Driver<P> {
             session.overflow.push_back(io);
             return;
         }
-        match session.machine.submit(spec, now) {
+        match session.link.submit(spec, now) {
             Ok(RequestId(id)) => {
                 let id = id as usize;
                 if id >= session.ios.len() {
@@ -399,7 +390,7 @@ impl<P: Provider> Driver<P> {
     }
 
     /// Tells whoever waits for a command how it ended.
-    fn deliver(&mut self, index: usize, io: Io, result: crate::srp::request::RequestResult) {
+    fn deliver(&mut self, index: usize, io: Io, result: crate::request::RequestResult) {
         let end = IoEnd {
             result,
             data: io.io.data,
@@ -412,25 +403,23 @@ impl<P: Provider> Driver<P> {
         }
     }
 
-    fn handle_timeouts(&mut self, now: Instant) {
+    /// Does what is due; whether there was anything.
+    fn handle_timeouts(&mut self, now: Instant) -> bool {
         self.timers.fire(now);
         let mut due: Vec<(usize, Option<u8>)> = Vec::new();
         for (index, session) in &self.sessions {
-            if session.machine.next_deadline().is_some_and(|t| t <= now) {
+            if session.link.next_deadline().is_some_and(|t| t <= now) {
                 due.push((index, None));
             }
-            for (channel, conn) in session.conns.iter().enumerate() {
-                let until = conn.as_ref().and_then(|c| c.logout_until);
-                if until.is_some_and(|t| t <= now) {
-                    due.push((index, Some(channel as u8)));
-                }
-            }
+            let logouts = session.link.logouts().filter(|(_, until)| *until <= now);
+            due.extend(logouts.map(|(channel, _)| (index, Some(channel))));
         }
+        let worked = !due.is_empty();
         for (index, channel) in due {
             match channel {
                 Some(channel) => self.tear_down(index, ChannelIndex(channel), now),
                 None => {
-                    self.sessions[index].machine.handle_timeout(now);
+                    self.sessions[index].link.handle_timeout(now);
                     self.drain(index, now);
                 }
             }
@@ -444,6 +433,7 @@ impl<P: Provider> Driver<P> {
                 at += 1;
             }
         }
+        worked
     }
 
     /// Frees sessions that are over.
@@ -456,10 +446,7 @@ impl<P: Provider> Driver<P> {
             .collect();
         for index in over {
             let session = self.sessions.remove(index);
-            debug_assert!(session.conns.iter().all(Option::is_none));
-            let _ = self.provider.dereg_mr(session.keys.pool.id);
-            let _ = self.provider.destroy_cq(session.cq);
-            let _ = self.provider.dealloc_pd(session.pd);
+            session.link.release(&mut self.provider);
             for closer in session.closers {
                 closer.send(());
             }

@@ -4,15 +4,25 @@ use std::time::Instant;
 
 use riser_transport::verbs::Provider;
 
+use super::link::{Link, srp};
 use super::{Driver, LOGOUT_PATIENCE, SessionGuard, SessionKey};
 use crate::engine::conn::{Start, StartArgs};
-use crate::srp::request::RequestId;
-use crate::srp::session::{ChannelIndex, Output, SessionEvent};
+use crate::request::{RequestId, RequestResult};
+use crate::session::SessionEvent;
+use crate::srp::session::{ChannelIndex, Output};
 
 impl<P: Provider> Driver<P> {
     /// Carries out a session's outputs until there are none.
     pub(super) fn drain(&mut self, index: usize, now: Instant) {
-        while let Some(output) = self.sessions[index].machine.poll_output() {
+        match self.sessions[index].link {
+            Link::Srp(_) => self.drain_srp(index, now),
+            Link::Tcp(_) => self.drain_tcp(index, now),
+            Link::Iser(_) => self.drain_iser(index, now),
+        }
+    }
+
+    fn drain_srp(&mut self, index: usize, now: Instant) {
+        while let Some(output) = srp(&mut self.sessions, index).machine.poll_output() {
             match output {
                 Output::Connect(channel) => self.resolve(index, channel, now),
                 Output::Start {
@@ -24,26 +34,34 @@ impl<P: Provider> Driver<P> {
                     self.retire(index, channel, request, now);
                 }
                 Output::SendTskMgmt(channel, iu) => {
-                    let conn = self.sessions[index].conns[usize::from(channel.0)].as_mut();
+                    let session = srp(&mut self.sessions, index);
+                    let conn = session.conns[usize::from(channel.0)].as_mut();
                     if !conn.is_some_and(|c| c.post_tsk_mgmt(&mut self.provider, &iu)) {
-                        self.sessions[index]
-                            .machine
-                            .handle_channel_error(channel, now);
+                        session.machine.handle_channel_error(channel, now);
                     }
                 }
                 Output::Answer(channel, iu) => self.answer(index, channel, &iu, now),
                 Output::Disconnect(channel, logout) => {
                     self.begin_tear_down(index, channel, logout.as_ref().map(|l| &l[..]), now);
                 }
-                Output::Complete(request, result) => {
-                    let io = self.sessions[index].ios[request.0 as usize].take();
-                    let io = io.expect("every request has its command");
-                    self.deliver(index, io, result);
-                    self.refill(index, now);
-                }
+                Output::Complete(request, result) => self.complete(index, request, result, now),
                 Output::Event(event) => self.handle_event(index, event, now),
             }
         }
+    }
+
+    /// A request is over.
+    pub(super) fn complete(
+        &mut self,
+        index: usize,
+        request: RequestId,
+        result: RequestResult,
+        now: Instant,
+    ) {
+        let io = self.sessions[index].ios[request.0 as usize].take();
+        let io = io.expect("every request has its command");
+        self.deliver(index, io, result);
+        self.refill(index, now);
     }
 
     /// Submits commands that had no room before.
@@ -66,7 +84,7 @@ impl<P: Provider> Driver<P> {
         immediate: bool,
         now: Instant,
     ) {
-        let session = &mut self.sessions[index];
+        let session = srp(&mut self.sessions, index);
         let Some(conn) = session.conns[usize::from(channel.0)].as_mut() else {
             return;
         };
@@ -77,7 +95,8 @@ impl<P: Provider> Driver<P> {
         let outcome = self.try_start(index, channel, request, immediate);
         self.settle_start(index, channel, request, outcome, now);
         if outcome == Start::Starved
-            && let Some(conn) = self.sessions[index].conns[usize::from(channel.0)].as_mut()
+            && let Some(conn) =
+                srp(&mut self.sessions, index).conns[usize::from(channel.0)].as_mut()
         {
             conn.starved.push_back((request, immediate));
         }
@@ -90,8 +109,11 @@ impl<P: Provider> Driver<P> {
         request: RequestId,
         immediate: bool,
     ) -> Start {
-        let session = &mut self.sessions[index];
-        let io = session.ios.get(request.0 as usize).and_then(Option::as_ref);
+        let running = &mut self.sessions[index];
+        let io = running.ios.get(request.0 as usize).and_then(Option::as_ref);
+        let Link::Srp(session) = &mut running.link else {
+            return Start::Dropped;
+        };
         let (Some(io), Some(conn)) = (io, session.conns[usize::from(channel.0)].as_mut()) else {
             return Start::Dropped;
         };
@@ -114,7 +136,7 @@ impl<P: Provider> Driver<P> {
         outcome: Start,
         now: Instant,
     ) {
-        let machine = &mut self.sessions[index].machine;
+        let machine = &mut srp(&mut self.sessions, index).machine;
         match outcome {
             Start::Sent | Start::Starved | Start::Dropped => {}
             Start::Impossible(why) => machine.handle_start_failed(request, why, now),
@@ -127,7 +149,7 @@ impl<P: Provider> Driver<P> {
         let at = usize::from(channel);
         let channel = ChannelIndex(channel);
         loop {
-            let conn = self.sessions[index].conns[at].as_ref();
+            let conn = srp(&mut self.sessions, index).conns[at].as_ref();
             let Some(&(request, immediate)) = conn.and_then(|c| c.starved.front()) else {
                 return;
             };
@@ -135,7 +157,7 @@ impl<P: Provider> Driver<P> {
             if outcome == Start::Starved {
                 return;
             }
-            if let Some(conn) = self.sessions[index].conns[at].as_mut() {
+            if let Some(conn) = srp(&mut self.sessions, index).conns[at].as_mut() {
                 conn.starved.pop_front();
             }
             self.settle_start(index, channel, request, outcome, now);
@@ -149,7 +171,7 @@ impl<P: Provider> Driver<P> {
         request: RequestId,
         now: Instant,
     ) {
-        let session = &mut self.sessions[index];
+        let session = srp(&mut self.sessions, index);
         // Without a connection, its end tells the session.
         let Some(conn) = session.conns[usize::from(channel.0)].as_mut() else {
             return;
@@ -165,7 +187,7 @@ impl<P: Provider> Driver<P> {
     }
 
     pub(super) fn answer(&mut self, index: usize, channel: ChannelIndex, iu: &[u8], now: Instant) {
-        let session = &mut self.sessions[index];
+        let session = srp(&mut self.sessions, index);
         let (Some((from, slot)), Some(conn)) = (
             session.receiving.take(),
             session.conns[usize::from(channel.0)].as_mut(),
@@ -185,7 +207,7 @@ impl<P: Provider> Driver<P> {
         logout: Option<&[u8]>,
         now: Instant,
     ) {
-        let session = &mut self.sessions[index];
+        let session = srp(&mut self.sessions, index);
         if let Some(iu) = logout
             && let Some(conn) = session.conns[usize::from(channel.0)].as_mut()
             && conn.post_logout(&mut self.provider, iu)
@@ -194,7 +216,7 @@ impl<P: Provider> Driver<P> {
             return;
         }
         self.release(index, channel, true, now);
-        self.sessions[index]
+        srp(&mut self.sessions, index)
             .machine
             .handle_channel_gone(channel, now);
     }
@@ -224,7 +246,7 @@ impl<P: Provider> Driver<P> {
                 }
             }
             SessionEvent::Reconnecting(why) => {
-                tracing::warn!(target = %session.target.dst, "reconnecting: {why}");
+                tracing::warn!(target = %session.link.target().dst, "reconnecting: {why}");
             }
             SessionEvent::UnitEvent { .. } => {}
         }

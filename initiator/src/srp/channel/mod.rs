@@ -21,10 +21,11 @@ use riser_scsi::srp::{
 };
 
 pub use self::types::{
-    Agreed, Cdb, ChannelConfig, ChannelFault, ChannelState, CommandData, CommandIu, DataLen,
-    Immediate, LoginError, MAX_CDB, Received,
+    Agreed, ChannelConfig, ChannelFault, ChannelState, CommandData, CommandIu, Immediate,
+    LoginError, Received,
 };
 use super::descriptor::DescriptorLimits;
+use crate::request::{DataLen, MAX_CDB};
 
 /// Where immediate data begins: behind the fixed part, sixteen more bytes of CDB, and the length.
 const IMMEDIATE_OFFSET: u16 = 48 + 16 + 4;

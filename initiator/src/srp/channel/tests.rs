@@ -5,6 +5,7 @@ use riser_scsi::srp::{
 };
 
 use super::*;
+use crate::request::Cdb;
 
 fn config() -> ChannelConfig {
     ChannelConfig {

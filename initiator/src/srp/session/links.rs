@@ -6,11 +6,11 @@ use riser_scsi::srp::LoginReq;
 
 use super::types::{Link, Member};
 use super::{ChannelIndex, ConnectError, Down, Output, Session, SessionEvent, SessionState};
-use crate::srp::request::{AttemptEnd, RequestError, RequestState};
+use crate::request::RequestError;
 
 impl Session {
     pub(super) fn connect(&mut self, channel: u8, now: Instant) {
-        let until = now + self.config.timing.login;
+        let until = now + self.patience;
         let fresh = Member::new(&self.config, channel);
         let member = &mut self.members[usize::from(channel)];
         *member = fresh;
@@ -51,6 +51,7 @@ impl Session {
             self.state = SessionState::Live;
             self.ever_live = true;
             self.backoff = self.config.timing.backoff_min;
+            self.patience = self.config.timing.login;
             self.outputs.push_back(Output::Event(SessionEvent::Live));
             for extra in 1..self.config.channels {
                 self.connect(extra, now);
@@ -112,26 +113,7 @@ impl Session {
         member.channel.handle_disconnected();
         member.tmf = None;
         member.aborts.clear();
-        let here = channel.0;
-        let mut ended: Vec<(u64, u32, AttemptEnd)> = self
-            .requests
-            .iter()
-            .filter_map(|(index, request)| {
-                let end = match &request.state {
-                    RequestState::Started { channel, .. }
-                    | RequestState::Aborting { channel, .. }
-                        if *channel == here =>
-                    {
-                        AttemptEnd::Lost
-                    }
-                    RequestState::Retiring { channel, end } if *channel == here => end.clone(),
-                    _ => return None,
-                };
-                Some((request.seq, index as u32, end))
-            })
-            .collect();
-        ended.sort_by_key(|(seq, ..)| *seq);
-        for (_, index, end) in ended {
+        for (index, end) in self.requests.of_channel(channel.0) {
             self.settle(index, end, now);
         }
         self.on_member_down(now);
@@ -149,9 +131,7 @@ impl Session {
         }
         if last || !self.ever_live {
             self.state = SessionState::Closed;
-            let left: Vec<u32> = self.requests.iter().map(|(i, _)| i as u32).collect();
-            self.queue.clear();
-            for index in left {
+            for index in self.requests.all() {
                 self.complete(index, Err(RequestError::Closed));
             }
             self.timer = None;

@@ -40,18 +40,16 @@ mod types;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use riser_scsi::srp::RspCode;
-use slab::Slab;
+use riser_scsi::srp::{Residual, Rsp, RspCode, Tag};
 
-pub use self::types::{
-    ChannelIndex, ConnectError, Down, Output, SessionConfig, SessionEvent, SessionState,
-    SubmitError, Timing,
-};
+pub use self::types::{ChannelIndex, Output, SessionConfig};
 use self::types::{Link, Member};
 use super::channel::{Agreed, Received};
-use super::request::{Answer, AttemptEnd, Request};
 #[cfg(doc)]
-use super::request::{Effect, RequestError};
+use crate::request::Effect;
+use crate::request::table::{AttemptEnd, Limits, Requests};
+use crate::request::{Answer, DataLen, RequestError};
+use crate::session::{ConnectError, Down, SessionEvent, SessionState, SubmitError};
 
 /// One session. See the module's documentation.
 #[derive(Debug)]
@@ -60,13 +58,10 @@ pub struct Session {
     state: SessionState,
     ever_live: bool,
     backoff: Duration,
+    /// How long the next attempt to log in may take.
+    patience: Duration,
     members: Vec<Member>,
-    requests: Slab<Request>,
-    /// Requests in state Queued, in order of submission. Bound: `max_requests`.
-    queue: VecDeque<u32>,
-    next_seq: u64,
-    /// Requests with an attempt lost to a broken connection; while there are any, order matters.
-    replays: usize,
+    requests: Requests<Tag>,
     outputs: VecDeque<Output>,
     /// Not after the earliest deadline of anything.
     timer: Option<Instant>,
@@ -79,19 +74,21 @@ impl Session {
     /// If the configuration has no channel or no room for a request.
     #[must_use]
     pub fn new(config: SessionConfig, now: Instant) -> Self {
-        assert!(config.channels > 0 && config.max_requests > 0 && config.max_attempts > 0);
+        assert!(config.channels > 0);
         let mut session = Self {
             config,
             state: SessionState::LoggingIn,
             ever_live: false,
             backoff: config.timing.backoff_min,
+            patience: config.timing.login,
             members: (0..config.channels)
                 .map(|i| Member::new(&config, i))
                 .collect(),
-            requests: Slab::with_capacity(config.max_requests),
-            queue: VecDeque::with_capacity(config.max_requests),
-            next_seq: 0,
-            replays: 0,
+            requests: Requests::new(Limits {
+                requests: config.max_requests,
+                attempts: config.max_attempts,
+                busy: config.timing.busy,
+            }),
             outputs: VecDeque::new(),
             timer: None,
         };
@@ -153,10 +150,10 @@ impl Session {
         };
         match received {
             Received::Response { owner, rsp } => {
-                let len = self.request(owner).spec.len;
+                let len = self.requests.at(owner).spec.len;
                 let end = match rsp.response {
-                    None | Some(RspCode::Complete) => AttemptEnd::Answered(Answer::new(&rsp, len)),
-                    Some(code) => AttemptEnd::Refused(code),
+                    None | Some(RspCode::Complete) => AttemptEnd::Answered(answer_of(&rsp, len)),
+                    Some(code) => AttemptEnd::Refused(RequestError::Refused(code)),
                 };
                 self.end_attempt(owner, channel.0, end);
             }
@@ -172,6 +169,27 @@ impl Session {
             Received::Stale => {}
         }
         self.pump(now);
+    }
+}
+
+/// What a response says of a command with data of this length.
+fn answer_of(rsp: &Rsp<'_>, len: DataLen) -> Answer {
+    let (residual, len) = match len {
+        DataLen::None => (Residual::None, 0),
+        DataLen::In(len) => (rsp.data_in, len),
+        DataLen::Out(len) => (rsp.data_out, len),
+    };
+    Answer {
+        status: rsp.status,
+        sense: rsp.sense.map(Box::from),
+        transferred: match residual {
+            Residual::Under(residual) => len.saturating_sub(residual),
+            _ => len,
+        },
+        overflow: match residual {
+            Residual::Over(residual) => residual,
+            _ => 0,
+        },
     }
 }
 

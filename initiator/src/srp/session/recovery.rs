@@ -6,7 +6,8 @@ use riser_scsi::srp::{RspCode, Tag, TskMgmtFunction, WireLun};
 
 use super::types::{Link, TskMgmtKind};
 use super::{ChannelIndex, ConnectError, Down, Output, Session, SessionState};
-use crate::srp::request::{AttemptEnd, RequestError, RequestState};
+use crate::request::RequestError;
+use crate::request::table::{AttemptEnd, Late, RequestState};
 
 impl Session {
     /// Does what is due.
@@ -44,6 +45,8 @@ impl Session {
             let channel = ChannelIndex(index as u8);
             self.outputs.push_back(Output::Disconnect(channel, None));
             if index == 0 {
+                let timing = &self.config.timing;
+                self.patience = (self.patience * 2).min(timing.login_max);
                 self.tear_down(ConnectError::TimedOut.into(), false);
             }
         }
@@ -63,57 +66,30 @@ impl Session {
     }
 
     pub(super) fn expire_requests(&mut self, now: Instant) {
-        let mut late = Vec::new();
-        for index in 0..self.requests.capacity() as u32 {
-            let Some(request) = self.requests.get(index as usize) else {
-                continue;
-            };
-            let at = match request.state {
-                RequestState::Queued => request.spec.deadline,
-                RequestState::Backoff { until } => until.min(request.spec.deadline),
-                RequestState::Started { until, .. } => until.min(request.spec.deadline),
-                RequestState::Aborting { .. } | RequestState::Retiring { .. } => continue,
-            };
-            if at <= now {
-                late.push((request.seq, index));
-            } else {
-                self.arm(at);
-            }
+        let (late, next) = self.requests.plan_late(now);
+        if let Some(next) = next {
+            self.arm(next);
         }
-        late.sort_unstable();
-        for (seq, index) in late {
-            self.expire_request(index, seq, now);
+        for late in late {
+            self.expire_request(late, now);
         }
     }
 
-    pub(super) fn expire_request(&mut self, index: u32, seq: u64, now: Instant) {
-        let request = self.request(index);
+    pub(super) fn expire_request(&mut self, late: Late, now: Instant) {
+        let request = self.requests.at(late.index);
         let overdue = request.spec.deadline <= now;
         match request.state {
-            RequestState::Queued => {
-                self.queue.retain(|&i| i != index);
-                self.complete(index, Err(RequestError::TimedOut));
-            }
+            RequestState::Queued => self.complete(late.index, Err(RequestError::TimedOut)),
             RequestState::Backoff { .. } if overdue => {
-                self.complete(index, Err(RequestError::TimedOut));
+                self.complete(late.index, Err(RequestError::TimedOut));
             }
-            RequestState::Backoff { .. } => self.enqueue(index),
-            RequestState::Started { channel, tag, .. } => {
-                self.request_mut(index).state = RequestState::Aborting { channel, tag };
-                let member = &mut self.members[usize::from(channel)];
-                member.aborts.push_back((index, seq));
+            RequestState::Backoff { .. } => drop(self.requests.enqueue(late.index)),
+            RequestState::Started { channel, .. } => {
+                self.requests.begin_abort(late.index);
+                self.members[usize::from(channel)].aborts.push_back(late);
                 self.pump_tsk_mgmt(channel, now);
             }
             RequestState::Aborting { .. } | RequestState::Retiring { .. } => {}
-        }
-    }
-
-    /// The tag of a request that still waits for its abort on a channel.
-    pub(super) fn aborting(&self, index: u32, seq: u64) -> Option<Tag> {
-        let request = self.requests.get(index as usize)?;
-        match request.state {
-            RequestState::Aborting { tag, .. } if request.seq == seq => Some(tag),
-            _ => None,
         }
     }
 
@@ -124,12 +100,12 @@ impl Session {
         }
         while self.members[usize::from(channel)].tmf.is_none() {
             let next = self.members[usize::from(channel)].aborts.pop_front();
-            let Some((index, seq)) = next else {
+            let Some(late) = next else {
                 return;
             };
-            if let Some(tag) = self.aborting(index, seq) {
-                let lun = self.request(index).spec.lun;
-                let kind = TskMgmtKind::Abort(index, seq);
+            if let Some(tag) = self.requests.aborting(late) {
+                let lun = self.requests.at(late.index).spec.lun;
+                let kind = TskMgmtKind::Abort(late);
                 self.send_tsk_mgmt(channel, lun, kind, Some(tag), now);
             }
         }
@@ -168,14 +144,14 @@ impl Session {
         };
         let done = code == Some(RspCode::Complete);
         match kind {
-            TskMgmtKind::Abort(index, seq) => {
+            TskMgmtKind::Abort(late) => {
                 // The answer may have come while the abort was under way.
-                if let Some(tag) = self.aborting(index, seq) {
+                if let Some(tag) = self.requests.aborting(late) {
                     if done {
                         self.members[usize::from(channel)].channel.give_up(tag);
-                        self.end_attempt(index, channel, AttemptEnd::Aborted);
+                        self.end_attempt(late.index, channel, AttemptEnd::Aborted);
                     } else {
-                        let lun = self.request(index).spec.lun;
+                        let lun = self.requests.at(late.index).spec.lun;
                         let kind = TskMgmtKind::LunReset(lun);
                         self.send_tsk_mgmt(channel, lun, kind, None, now);
                     }
@@ -189,17 +165,7 @@ impl Session {
 
     /// A logical unit was reset: none of its commands will be answered.
     pub(super) fn end_lun(&mut self, lun: WireLun) {
-        let mut ended = Vec::new();
-        for (index, request) in &self.requests {
-            if let RequestState::Started { channel, tag, .. }
-            | RequestState::Aborting { channel, tag } = request.state
-                && request.spec.lun == lun
-            {
-                ended.push((request.seq, index as u32, channel, tag));
-            }
-        }
-        ended.sort_unstable();
-        for (_, index, channel, tag) in ended {
+        for (index, channel, tag) in self.requests.outstanding(Some(lun)) {
             self.members[usize::from(channel)].channel.give_up(tag);
             self.end_attempt(index, channel, AttemptEnd::Aborted);
         }

@@ -4,13 +4,11 @@ use std::time::Instant;
 
 use super::types::Link;
 use super::{ChannelIndex, Output, Session, SessionState, SubmitError};
+use crate::request::table::{AttemptEnd, Request, Settled};
+use crate::request::{DataLen, RequestError, RequestId, RequestResult, RequestSpec};
 #[cfg(doc)]
 use crate::srp::channel::InitiatorChannel;
-use crate::srp::channel::{CommandData, CommandIu, DataLen};
-use crate::srp::request::{
-    AttemptEnd, Request, RequestError, RequestId, RequestResult, RequestSpec, RequestState, Retry,
-    Verdict, plan_verdict,
-};
+use crate::srp::channel::{CommandData, CommandIu};
 
 impl Session {
     /// Takes a request.
@@ -21,22 +19,10 @@ impl Session {
         if self.is_ending() {
             return Err(SubmitError::Closed);
         }
-        if self.requests.len() >= self.config.max_requests {
-            return Err(SubmitError::Full);
-        }
-        let seq = self.next_seq;
-        self.next_seq += 1;
-        let index = self.requests.insert(Request {
-            spec,
-            seq,
-            attempts: 0,
-            replayed: false,
-            state: RequestState::Queued,
-        }) as u32;
-        self.queue.push_back(index);
+        let id = self.requests.insert(spec).ok_or(SubmitError::Full)?;
         self.arm(spec.deadline);
         self.pump(now);
-        Ok(RequestId(index))
+        Ok(id)
     }
 
     pub(super) fn is_ending(&self) -> bool {
@@ -46,33 +32,18 @@ impl Session {
         )
     }
 
-    pub(super) fn request(&self, index: u32) -> &Request {
-        &self.requests[index as usize]
-    }
-
-    pub(super) fn request_mut(&mut self, index: u32) -> &mut Request {
-        &mut self.requests[index as usize]
-    }
-
     /// The request that has been submitted.
     ///
     /// # Panics
     /// If there is none of that id.
     #[must_use]
     pub fn spec(&self, request: RequestId) -> &RequestSpec {
-        &self.request(request.0).spec
+        &self.requests.at(request.0).spec
     }
 
     /// Starts what can be started.
     pub(super) fn pump(&mut self, now: Instant) {
-        while let Some(&index) = self.queue.front() {
-            let Some(channel) = self.pick_channel() else {
-                return;
-            };
-            if self.replays > 0 && self.must_wait(index) {
-                return;
-            }
-            self.queue.pop_front();
+        while let (Some(index), Some(channel)) = (self.requests.next(), self.pick_channel()) {
             self.start(index, channel, now);
         }
     }
@@ -88,21 +59,9 @@ impl Session {
         Some(index as u8)
     }
 
-    /// Whether an earlier request with an overlapping effect is outstanding.
-    pub(super) fn must_wait(&self, index: u32) -> bool {
-        let request = self.request(index);
-        let effect = request.spec.effect;
-        self.requests.iter().any(|(_, other)| {
-            other.seq < request.seq
-                && other.spec.lun == request.spec.lun
-                && other.state != RequestState::Queued
-                && effect.conflicts(other.spec.effect)
-        })
-    }
-
     pub(super) fn start(&mut self, index: u32, channel: u8, now: Instant) {
         let until = now + self.config.timing.attempt;
-        let len = self.request(index).spec.len;
+        let len = self.requests.at(index).spec.len;
         let member = &mut self.members[usize::from(channel)];
         let tag = member
             .channel
@@ -112,13 +71,7 @@ impl Session {
             (DataLen::Out(len), Some(immediate)) => len > 0 && len <= immediate.max_len,
             _ => false,
         };
-        let request = self.request_mut(index);
-        request.attempts = request.attempts.saturating_add(1);
-        request.state = RequestState::Started {
-            channel,
-            tag,
-            until,
-        };
+        self.requests.start(channel, tag, until);
         self.arm(until);
         self.outputs.push_back(Output::Start {
             request: RequestId(index),
@@ -138,12 +91,8 @@ impl Session {
         data: CommandData<'_>,
         out: &mut [u8],
     ) -> Option<usize> {
-        let request = self.requests.get(request.0 as usize)?;
-        let (RequestState::Started { channel, tag, .. } | RequestState::Aborting { channel, tag }) =
-            request.state
-        else {
-            return None;
-        };
+        let request = self.requests.find(request.0)?;
+        let (channel, tag) = request.place()?;
         let command = CommandIu {
             lun: request.spec.lun,
             attr: request.spec.attr,
@@ -157,11 +106,8 @@ impl Session {
 
     /// A request cannot be started, for good; nothing of it was sent.
     pub fn handle_start_failed(&mut self, request: RequestId, why: &'static str, now: Instant) {
-        let state = self.requests.get(request.0 as usize).map(|r| &r.state);
-        if let Some(
-            &(RequestState::Started { channel, tag, .. } | RequestState::Aborting { channel, tag }),
-        ) = state
-        {
+        let place = self.requests.find(request.0).and_then(Request::place);
+        if let Some((channel, tag)) = place {
             self.members[usize::from(channel)].channel.cancel(tag);
             self.complete(request.0, Err(RequestError::NotStarted(why)));
             self.pump(now);
@@ -170,11 +116,7 @@ impl Session {
 
     /// The target can no longer reach the memory of a request's last attempt.
     pub fn handle_retired(&mut self, request: RequestId, now: Instant) {
-        let Some(found) = self.requests.get_mut(request.0 as usize) else {
-            return;
-        };
-        if let RequestState::Retiring { end, .. } = &found.state {
-            let end = end.clone();
+        if let Some(end) = self.requests.retiring(request.0) {
             self.settle(request.0, end, now);
             self.pump(now);
         }
@@ -182,7 +124,7 @@ impl Session {
 
     /// Ends an attempt: its memory is to be taken back.
     pub(super) fn end_attempt(&mut self, index: u32, channel: u8, end: AttemptEnd) {
-        self.request_mut(index).state = RequestState::Retiring { channel, end };
+        self.requests.end_attempt(index, channel, end);
         self.outputs.push_back(Output::Retire {
             request: RequestId(index),
             channel: ChannelIndex(channel),
@@ -191,71 +133,15 @@ impl Session {
 
     /// Decides what becomes of a request whose attempt is over.
     pub(super) fn settle(&mut self, index: u32, end: AttemptEnd, now: Instant) {
-        let max_attempts = self.config.max_attempts;
-        let ending = self.is_ending();
-        let request = self.request_mut(index);
-        let in_time = now < request.spec.deadline;
-        let may_repeat = request.attempts < max_attempts && in_time && !ending;
-        match end {
-            AttemptEnd::Answered(answer) => {
-                let verdict = match request.spec.retry {
-                    Retry::Standard if may_repeat => plan_verdict(&answer),
-                    _ => Verdict::Report,
-                };
-                match verdict {
-                    Verdict::Report => self.complete(index, Ok(answer)),
-                    Verdict::Again => self.enqueue(index),
-                    Verdict::Later => self.back_off(index, now),
-                }
-            }
-            AttemptEnd::Refused(code) => self.complete(index, Err(RequestError::Refused(code))),
-            AttemptEnd::Aborted => {
-                if may_repeat && request.spec.effect.is_replayable() {
-                    self.enqueue(index);
-                } else {
-                    self.complete(index, Err(RequestError::TimedOut));
-                }
-            }
-            AttemptEnd::Lost if ending => self.complete(index, Err(RequestError::Closed)),
-            AttemptEnd::Lost if !in_time => self.complete(index, Err(RequestError::TimedOut)),
-            AttemptEnd::Lost => {
-                if may_repeat && request.spec.effect.is_replayable() {
-                    if !request.replayed {
-                        request.replayed = true;
-                        self.replays += 1;
-                    }
-                    self.enqueue(index);
-                } else {
-                    self.complete(index, Err(RequestError::ConnectionLost));
-                }
-            }
+        match self.requests.settle(index, end, self.is_ending(), now) {
+            Settled::Over(result) => self.complete(index, result),
+            Settled::Queued => {}
+            Settled::Later(until) => self.arm(until),
         }
-    }
-
-    /// Queues a request again, in the order of submission.
-    pub(super) fn enqueue(&mut self, index: u32) {
-        self.request_mut(index).state = RequestState::Queued;
-        let seq = self.request(index).seq;
-        let at = self
-            .queue
-            .partition_point(|&other| self.request(other).seq < seq);
-        self.queue.insert(at, index);
-    }
-
-    pub(super) fn back_off(&mut self, index: u32, now: Instant) {
-        let busy = self.config.timing.busy;
-        let request = self.request_mut(index);
-        let doublings = u32::from(request.attempts.saturating_sub(1)).min(7);
-        let until = (now + busy * (1 << doublings)).min(request.spec.deadline);
-        request.state = RequestState::Backoff { until };
-        self.arm(until);
     }
 
     pub(super) fn complete(&mut self, index: u32, result: RequestResult) {
-        let request = self.requests.remove(index as usize);
-        if request.replayed {
-            self.replays -= 1;
-        }
+        self.requests.remove(index);
         self.outputs
             .push_back(Output::Complete(RequestId(index), result));
     }

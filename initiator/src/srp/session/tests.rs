@@ -2,10 +2,11 @@ use proptest::prelude::*;
 use riser_scsi::srp::{InitiatorPortId, LoginReq, MultiChannelAction, TargetPortId, TaskAttr};
 
 use super::*;
-use crate::srp::channel::{Cdb, ChannelConfig, CommandData, DataLen, LoginError};
-use crate::srp::request::{
-    BUSY, Effect, RequestError, RequestId, RequestResult, RequestSpec, Retry,
+use crate::request::{
+    BUSY, Cdb, DataLen, Effect, RequestError, RequestId, RequestResult, RequestSpec, Retry,
 };
+use crate::session::Timing;
+use crate::srp::channel::{ChannelConfig, CommandData, LoginError};
 
 const MS: Duration = Duration::from_millis(1);
 const SEC: Duration = Duration::from_secs(1);
@@ -38,6 +39,7 @@ fn config(channels: u8) -> SessionConfig {
             attempt: 10 * SEC,
             tsk_mgmt: SEC,
             login: 5 * SEC,
+            login_max: 15 * SEC,
             backoff_min: 100 * MS,
             backoff_max: 400 * MS,
             busy: 5 * MS,
@@ -528,6 +530,33 @@ fn reconnecting_waits_longer_each_time() {
             .handle_connect_failed(CH0, ConnectError::Unreachable, rig.now);
         rig.reconnecting(ConnectError::Unreachable.into());
     }
+}
+
+#[test]
+fn a_target_that_is_slow_to_answer_is_given_more_time() {
+    let mut rig = Rig::live(1);
+    rig.session.handle_channel_error(CH0, rig.now);
+    rig.gone(CH0);
+    rig.reconnecting(Down::ConnectionLost);
+    for patience in [5, 10, 15, 15] {
+        rig.advance(400 * MS);
+        assert_eq!(rig.next(), Output::Connect(CH0));
+        rig.session.begin_login(CH0);
+        rig.advance(patience * SEC - MS);
+        rig.idle();
+        rig.advance(MS);
+        rig.gone(CH0);
+        rig.reconnecting(ConnectError::TimedOut.into());
+    }
+    rig.reconnect();
+    // Once it has answered, the next login starts over.
+    rig.session.handle_channel_error(CH0, rig.now);
+    rig.gone(CH0);
+    rig.reconnecting(Down::ConnectionLost);
+    rig.advance(100 * MS);
+    assert_eq!(rig.next(), Output::Connect(CH0));
+    rig.advance(5 * SEC);
+    rig.gone(CH0);
 }
 
 #[test]

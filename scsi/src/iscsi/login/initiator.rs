@@ -37,7 +37,7 @@ pub struct InitiatorConfig {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum LoginError {
     /// The target refused it.
-    #[error("the target refused the login with status {0}")]
+    #[error("the target refused the login: {why} (status {0})", why = .0.meaning())]
     Refused(LoginStatus),
     /// The target did not prove who it is.
     #[error("the target failed to authenticate itself")]
@@ -86,8 +86,12 @@ pub struct InitiatorLogin {
     stage: Stage,
     wants: Option<Stage>,
     keys: Negotiation,
+    /// Digests that it takes for CHAP, the best first.
+    algorithms: Vec<Algorithm>,
     challenge: Challenge,
     challenged: bool,
+    /// The target asks for no proof.
+    is_unasked: bool,
     proved: bool,
     next: Option<Vec<u8>>,
     collector: Collector,
@@ -105,13 +109,19 @@ impl InitiatorLogin {
         match &config.target {
             Some(target) => {
                 text::put(&mut first, "TargetName", target.as_str());
-                text::put(&mut first, "SessionType", "Normal");
+                // A connection that joins a session has its type.
+                if config.tsih == Tsih(0) {
+                    text::put(&mut first, "SessionType", "Normal");
+                }
             }
             None => text::put(&mut first, "SessionType", "Discovery"),
         }
-        let (method, wants) = match config.credentials {
-            Some(_) => ("CHAP", None),
-            None => ("None", Some(Stage::Operational)),
+        // Who asks no proof of the target loses nothing by going without where it asks for none, as
+        // portals do in discovery that want proof in normal sessions.
+        let (method, wants) = match (&config.credentials, &config.target_credentials) {
+            (Some(_), Some(_)) => ("CHAP", None),
+            (Some(_), None) => ("CHAP,None", None),
+            (None, _) => ("None", Some(Stage::Operational)),
         };
         text::put(&mut first, "AuthMethod", method);
         Self {
@@ -119,17 +129,27 @@ impl InitiatorLogin {
             stage: Stage::Security,
             wants,
             keys,
+            algorithms: ALGORITHMS.to_vec(),
             challenge: Challenge {
                 algorithm: Algorithm::Md5,
                 id,
                 bytes,
             },
             challenged: false,
+            is_unasked: false,
             proved: false,
             next: Some(first),
             collector: Collector::default(),
             rounds: 0,
         }
+    }
+
+    /// The same, with no other digests for CHAP than these, the best first. Some targets know others
+    /// by the numbers of the newer ones.
+    #[must_use]
+    pub fn with_algorithms(mut self, algorithms: Vec<Algorithm>) -> Self {
+        self.algorithms = algorithms;
+        self
     }
 
     /// The next request and its text, once.
@@ -217,17 +237,16 @@ impl InitiatorLogin {
         };
         let mut out = Vec::new();
         if let Some(method) = value("AuthMethod") {
-            let wanted = if self.config.credentials.is_some() {
-                "CHAP"
-            } else {
-                "None"
-            };
-            if method != wanted {
-                return Err(LoginError::Method);
-            }
-            if method == "CHAP" {
-                let numbers = ALGORITHMS.map(|a| (a as u8).to_string());
-                text::put(&mut out, "CHAP_A", &numbers.join(","));
+            match method {
+                "CHAP" if self.config.credentials.is_some() => {
+                    let numbers = self.algorithms.iter().map(|a| (*a as u8).to_string());
+                    text::put(&mut out, "CHAP_A", &numbers.collect::<Vec<_>>().join(","));
+                }
+                "None" if self.config.target_credentials.is_none() => {
+                    self.is_unasked = true;
+                    self.wants = Some(Stage::Operational);
+                }
+                _ => return Err(LoginError::Method),
             }
         }
         let Some(own) = &self.config.credentials else {
@@ -238,6 +257,7 @@ impl InitiatorLogin {
                 return Err(LoginError::Protocol("a second challenge"));
             }
             let algorithm = value("CHAP_A").and_then(Algorithm::of);
+            let algorithm = algorithm.filter(|a| self.algorithms.contains(a));
             let id = value("CHAP_I").and_then(chap::parse_id);
             let (Some(algorithm), Some(id), Some(bytes)) = (algorithm, id, chap::decode(challenge))
             else {
@@ -268,7 +288,7 @@ impl InitiatorLogin {
 
     fn enter(&mut self, next: Stage, tsih: Tsih) -> Result<LoginStep, LoginError> {
         if self.stage == Stage::Security {
-            if self.config.credentials.is_some() && !self.challenged {
+            if self.config.credentials.is_some() && !self.challenged && !self.is_unasked {
                 return Err(LoginError::TargetNotProved);
             }
             if self.config.target_credentials.is_some() && !self.proved {
@@ -276,17 +296,19 @@ impl InitiatorLogin {
             }
         }
         self.stage = next;
+        let discovery = self.config.target.is_none();
         if next == Stage::FullFeature {
             return Ok(LoginStep::FullFeature {
                 tsih,
-                session: session_params(&self.keys, self.config.target.is_none()),
-                connection: connection_params(&self.keys),
+                session: session_params(&self.keys, discovery),
+                connection: connection_params(&self.keys, Sender::Initiator, discovery),
             });
         }
         self.wants = Some(Stage::FullFeature);
         let mut out = Vec::new();
-        self.keys.say(Key::MaxRecvDataSegmentLength, &mut out);
-        let discovery = self.config.target.is_none();
+        if discovery || !self.keys.is_rdma() {
+            self.keys.say(Key::MaxRecvDataSegmentLength, &mut out);
+        }
         for key in &self.config.keys {
             if !discovery || key.row().in_discovery {
                 self.keys.say(*key, &mut out);

@@ -26,7 +26,7 @@ pub use target::{
 };
 
 use super::frame::Digests;
-use super::keys::{Key, Negotiation};
+use super::keys::{Key, Negotiation, Sender};
 
 /// Rounds of a login at most: an honest one takes five.
 pub const MAX_ROUNDS: u32 = 32;
@@ -60,6 +60,11 @@ pub struct SessionParams {
     pub data_sequence_in_order: bool,
     /// Whether the connection is one of iSER.
     pub rdma_extensions: bool,
+    /// What the initiator said of the buffer that it advertises for a write (RFC 7145 6.9): whether
+    /// it begins with the first solicited byte, rather than with the first byte of all.
+    pub tagged_solicited_only: Option<bool>,
+    /// Whether the initiator begins full-feature phase with a Hello (RFC 7145 6.10).
+    pub hello_required: bool,
     /// iSCSIProtocolLevel: from 2 on, RFC 7144 applies.
     pub protocol_level: u8,
 }
@@ -73,6 +78,8 @@ pub struct ConnectionParams {
     pub max_send_segment: u32,
     /// Longest data segment that we take, in bytes.
     pub max_recv_segment: u32,
+    /// Unexpected PDUs that the peer takes at once (RFC 7145 6.7); zero where it sets no limit.
+    pub max_unexpected_pdus: u32,
 }
 
 fn session_params(keys: &Negotiation, discovery: bool) -> SessionParams {
@@ -92,14 +99,36 @@ fn session_params(keys: &Negotiation, discovery: bool) -> SessionParams {
         data_pdu_in_order: agreed.is(Key::DataPduInOrder),
         data_sequence_in_order: agreed.is(Key::DataSequenceInOrder),
         rdma_extensions: agreed.is(Key::RdmaExtensions),
+        tagged_solicited_only: keys
+            .has_seen(Key::TaggedBufferForSolicitedDataOnly)
+            .then(|| keys.peer().is(Key::TaggedBufferForSolicitedDataOnly)),
+        hello_required: keys.peer().is(Key::IserHelloRequired),
         protocol_level: agreed.of(Key::IscsiProtocolLevel) as u8,
     }
 }
 
-fn connection_params(keys: &Negotiation) -> ConnectionParams {
+/// What was agreed on for the connection, as `side` sees it.
+///
+/// Over RDMA the lengths of data segments are negotiated for each direction, and
+/// MaxRecvDataSegmentLength means nothing (RFC 7145 6.2). A discovery session has no such keys.
+fn connection_params(keys: &Negotiation, side: Sender, discovery: bool) -> ConnectionParams {
+    let (max_send_segment, max_recv_segment) = if keys.is_rdma() && !discovery {
+        let to_initiator = keys.agreed().of(Key::InitiatorRecvDataSegmentLength);
+        let to_target = keys.agreed().of(Key::TargetRecvDataSegmentLength);
+        match side {
+            Sender::Initiator => (to_target, to_initiator),
+            _ => (to_initiator, to_target),
+        }
+    } else {
+        (
+            keys.peer().of(Key::MaxRecvDataSegmentLength),
+            keys.offer().values.of(Key::MaxRecvDataSegmentLength),
+        )
+    };
     ConnectionParams {
         digests: keys.digests(),
-        max_send_segment: keys.peer().of(Key::MaxRecvDataSegmentLength),
-        max_recv_segment: keys.offer().values.of(Key::MaxRecvDataSegmentLength),
+        max_send_segment,
+        max_recv_segment,
+        max_unexpected_pdus: keys.peer().of(Key::MaxOutstandingUnexpectedPdus),
     }
 }

@@ -254,8 +254,7 @@ impl TargetLogin {
         if self.stage == Stage::Security {
             self.authenticate(&chap, gate, &mut answer.text)?;
         } else {
-            self.keys
-                .say(Key::MaxRecvDataSegmentLength, &mut answer.text);
+            self.declare(&mut answer.text);
         }
         match request.flags.transit {
             Some(next) if self.may_leave() => self.leave(next, gate, answer),
@@ -362,6 +361,21 @@ impl TargetLogin {
         Ok(chap)
     }
 
+    /// Says what we take ourselves.
+    fn declare(&mut self, out: &mut Vec<u8>) {
+        let discovery = self.identity.as_ref().is_some_and(|id| id.discovery);
+        if discovery || !self.keys.is_rdma() {
+            return self.keys.say(Key::MaxRecvDataSegmentLength, out);
+        }
+        // Linux fails a login in which it meets a key that it does not know: who has not used these
+        // keys is not told them.
+        for key in [Key::MaxOutstandingUnexpectedPdus, Key::MaxAhsLength] {
+            if self.keys.has_seen(key) {
+                self.keys.say(key, out);
+            }
+        }
+    }
+
     fn authenticate(
         &mut self,
         keys: &ChapKeys<'_>,
@@ -463,7 +477,7 @@ impl TargetLogin {
         let identity = self.identity.clone().expect("identified before");
         let joined = Joined {
             session: session_params(&self.keys, identity.discovery),
-            connection: connection_params(&self.keys),
+            connection: connection_params(&self.keys, Sender::Target, identity.discovery),
             chap_name: match &self.chap {
                 Chap::Proved(name) => Some(name.clone()),
                 _ => None,

@@ -430,6 +430,30 @@ impl LoginStatus {
     const fn new(class: u8, detail: u8) -> Self {
         Self { class, detail }
     }
+
+    /// What it means, for people.
+    #[must_use]
+    pub fn meaning(self) -> &'static str {
+        match self {
+            Self::SUCCESS => "success",
+            Self::MOVED_TEMPORARILY | Self::MOVED_PERMANENTLY => "the target has moved",
+            Self::AUTHENTICATION_FAILURE => "authentication failed",
+            Self::AUTHORIZATION_FAILURE => "this initiator may not use the target",
+            Self::NOT_FOUND => "there is no such target",
+            Self::TARGET_REMOVED => "the target was removed",
+            Self::UNSUPPORTED_VERSION => "no common version",
+            Self::TOO_MANY_CONNECTIONS => "too many connections",
+            Self::MISSING_PARAMETER => "a key is missing",
+            Self::CANNOT_INCLUDE => "the connection cannot join the session",
+            Self::SESSION_TYPE => "the type of session is not supported",
+            Self::NO_SUCH_SESSION => "there is no such session",
+            Self::INVALID_DURING_LOGIN => "not a login request",
+            Self::SERVICE_UNAVAILABLE => "the target does not work now",
+            Self::OUT_OF_RESOURCES => "the target lacks resources",
+            Self { class: 2, .. } => "the initiator is at fault",
+            _ => "the target is at fault",
+        }
+    }
 }
 
 impl std::fmt::Display for LoginStatus {

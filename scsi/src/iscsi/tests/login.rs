@@ -213,9 +213,9 @@ fn stages_cannot_be_skipped() {
     assert!(gate.joined.is_empty());
 }
 
-/// CVE 2026-63887: small keys in, long answers out.
+/// CVE-2026-63887: 8 KiB of keys in, 32 KiB of NotUnderstood out.
 #[test]
-fn unknown_keys_cannot_make_the_answer_long() {
+fn cve_2026_63887_unknown_keys_cannot_make_the_answer_long() {
     let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
     let many: String = (0..2000).map(|i| format!("k{i}=\0")).collect();
     let answer = step(
@@ -376,9 +376,9 @@ fn chap_takes_the_right_secret_only() {
     assert_eq!(answer.response.status, LoginStatus::AUTHENTICATION_FAILURE);
 }
 
-/// CVE 2024-45751: challenges come from the random source, anew each time.
+/// CVE-2024-45751: the same CHAP challenges in every run.
 #[test]
-fn no_two_challenges_are_alike() {
+fn cve_2024_45751_no_two_challenges_are_alike() {
     let mut gate = Gate::new(chap_auth());
     let one = challenged(&mut gate, "7");
     let other = challenged(&mut gate, "7");
@@ -435,6 +435,44 @@ fn run(config: InitiatorConfig, gate: &mut Gate) -> Result<LoginStep, LoginError
             end => return Ok(end),
         }
     }
+}
+
+#[test]
+fn an_initiator_with_a_secret_goes_where_none_is_asked_for() {
+    let mut gate = Gate::new(Auth::None);
+    let mut config = InitiatorConfig {
+        credentials: Some(credentials("alice", "alice has a secret")),
+        ..config()
+    };
+    let end = run(config.clone(), &mut gate);
+    assert!(matches!(end, Ok(LoginStep::FullFeature { .. })), "{end:?}");
+    // But not where it asks the target for proof.
+    config.target_credentials = Some(credentials("target", "the target has one"));
+    let end = run(config, &mut gate);
+    assert!(matches!(end, Err(LoginError::Refused(_))), "{end:?}");
+}
+
+#[test]
+fn a_digest_that_was_not_offered_is_not_taken() {
+    let mut gate = Gate::new(chap_auth());
+    let config = InitiatorConfig {
+        credentials: Some(credentials("alice", "alice has a secret")),
+        ..config()
+    };
+    let login = InitiatorLogin::new(config, [1; 33]);
+    let mut login = login.with_algorithms(vec![Algorithm::Md5]);
+    let mut target = TargetLogin::new();
+    let (request, text) = login.poll_request().unwrap();
+    let answer = target.handle(&request, &text, &mut gate);
+    let step = login.handle_response(&answer.response, &answer.text);
+    assert_eq!(step, Ok(LoginStep::Send));
+    let (request, text) = login.poll_request().unwrap();
+    assert_eq!(text, b"CHAP_A=5\0");
+    let answer = target.handle(&request, &text, &mut gate);
+    assert_eq!(value(&answer, "CHAP_A"), Some("5"));
+    let other = b"CHAP_A=7\0CHAP_I=1\0CHAP_C=0x0102\0";
+    let end = login.handle_response(&answer.response, other);
+    assert!(matches!(end, Err(LoginError::Protocol(_))), "{end:?}");
 }
 
 #[test]
@@ -510,4 +548,86 @@ proptest! {
         }
         prop_assert!(gate.joined.is_empty());
     }
+}
+
+fn iser_offer() -> Offer {
+    Offer::default()
+        .with(Key::RdmaExtensions, 1)
+        .with(Key::InitialR2T, 0)
+}
+
+/// The lengths of data segments are agreed on for each direction, and each side sees them its way.
+#[test]
+fn both_logins_agree_over_rdma() {
+    let mut gate = Gate::new(Auth::None);
+    gate.offer = iser_offer()
+        .with(Key::TargetRecvDataSegmentLength, 16384)
+        .with(Key::InitiatorRecvDataSegmentLength, 65536)
+        .with(Key::MaxOutstandingUnexpectedPdus, 32);
+    let mut target = TargetLogin::new();
+    let config = InitiatorConfig {
+        name: IscsiName::new("iqn.2026-01.a:i").unwrap(),
+        target: Some(IscsiName::new("iqn.2026-01.a:t").unwrap()),
+        isid: Isid([0x80, 1, 2, 3, 4, 5]),
+        tsih: Tsih(0),
+        cid: Cid(1),
+        cmd_sn: CmdSn(1),
+        credentials: None,
+        target_credentials: None,
+        offer: iser_offer()
+            .with(Key::TargetRecvDataSegmentLength, 8192)
+            .with(Key::InitiatorRecvDataSegmentLength, 4096)
+            .with(Key::TaggedBufferForSolicitedDataOnly, 1)
+            .with(Key::MaxOutstandingUnexpectedPdus, 7),
+        keys: vec![
+            Key::RdmaExtensions,
+            Key::InitialR2T,
+            Key::TargetRecvDataSegmentLength,
+            Key::InitiatorRecvDataSegmentLength,
+            Key::TaggedBufferForSolicitedDataOnly,
+            Key::MaxOutstandingUnexpectedPdus,
+        ],
+    };
+    let mut initiator = InitiatorLogin::new(config, [7; chap::CHALLENGE_LEN + 1]);
+    let ours = loop {
+        let (request, text) = initiator.poll_request().unwrap();
+        let answer = target.handle(&request, &text, &mut gate);
+        match initiator.handle_response(&answer.response, &answer.text) {
+            Ok(LoginStep::Send) => {}
+            Ok(LoginStep::FullFeature {
+                session,
+                connection,
+                ..
+            }) => break (session, connection),
+            other => panic!("{other:?}"),
+        }
+    };
+    let theirs = &gate.joined[0];
+    assert!(ours.0.rdma_extensions && theirs.session.rdma_extensions);
+    assert_eq!(theirs.session.tagged_solicited_only, Some(true));
+    let segments =
+        |of: &crate::iscsi::login::ConnectionParams| (of.max_send_segment, of.max_recv_segment);
+    assert_eq!(segments(&ours.1), (8192, 4096));
+    assert_eq!(segments(&theirs.connection), (4096, 8192));
+    assert_eq!(ours.1.max_unexpected_pdus, 32);
+    assert_eq!(theirs.connection.max_unexpected_pdus, 7);
+}
+
+#[test]
+fn keys_of_rdma_mean_nothing_on_tcp() {
+    let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
+    let text = format!(
+        "{NAMES}RDMAExtensions=Yes\0InitiatorRecvDataSegmentLength=4096\0iSERHelloRequired=Yes\0"
+    );
+    let answer = step(&mut login, &mut gate, Operational, Some(FullFeature), &text);
+    assert_eq!(value(&answer, "RDMAExtensions"), Some("No"));
+    for key in ["InitiatorRecvDataSegmentLength", "iSERHelloRequired"] {
+        assert_eq!(value(&answer, key), Some("Irrelevant"), "{key}");
+    }
+    assert_eq!(value(&answer, "MaxRecvDataSegmentLength"), Some("65536"));
+    let Outcome::FullFeature(joined) = answer.outcome else {
+        panic!("{answer:?}");
+    };
+    assert!(!joined.session.rdma_extensions && !joined.session.hello_required);
+    assert_eq!(joined.connection.max_recv_segment, 65536);
 }

@@ -68,9 +68,10 @@ fn additional_headers_carry_long_cdbs_and_read_lengths() {
     }
 }
 
-/// CVE 2026-53176, 2026-90413 and 2026-90414, 2021-28361: lengths that promise more, or nothing.
+/// CVE-2026-53176, CVE-2026-90413, CVE-2026-90414, CVE-2021-28361: lengths that promise more than
+/// there is, or nothing at all.
 #[test]
-fn a_declared_length_is_never_believed() {
+fn cve_2026_53176_90413_90414_and_2021_28361_a_declared_length_is_not_believed() {
     let mut framer = Framer::new(8192);
     let mut long = WRITE;
     long[5..8].copy_from_slice(&[0xff, 0xff, 0xff]);
@@ -129,9 +130,9 @@ fn digests_are_crc32c_and_are_checked() {
     assert_eq!(read(&bad_header), Err(FrameError::HeaderDigest));
 }
 
-/// CVE 2026-74556, 2026-74557: lengths of sense data come from the target.
+/// CVE-2026-74556, CVE-2026-74557: lengths of sense data come from the target.
 #[test]
-fn sense_data_end_with_what_was_received() {
+fn cve_2026_74556_and_74557_sense_data_end_with_what_was_received() {
     assert_eq!(ScsiResponse::sense_of(&[]), Ok(&[][..]));
     assert_eq!(ScsiResponse::sense_of(&[0]), Ok(&[][..]));
     assert_eq!(
@@ -141,9 +142,9 @@ fn sense_data_end_with_what_was_received() {
     assert!(ScsiResponse::sense_of(&[0xff, 0xff, 1]).is_err());
 }
 
-/// CVE 2013-2850: an over-long key.
+/// CVE-2013-2850: an over-long key.
 #[test]
-fn keys_are_short_and_values_have_no_control_characters() {
+fn cve_2013_2850_keys_are_short_and_values_have_no_control_characters() {
     let long = [&[b'A'; 64][..], b"=1"].concat();
     let first = |text: &[u8]| {
         text::pairs(text)
@@ -171,9 +172,9 @@ fn collected_text_is_bounded() {
     assert!(collector.is_empty());
 }
 
-/// CVE 2026-18724 to 2026-18728: control characters and paths in names.
+/// CVE-2026-18724 to CVE-2026-18728: names with control characters, or what would be a path.
 #[test]
-fn names_from_discovery_are_checked() {
+fn cve_2026_18724_to_18728_names_from_discovery_are_checked() {
     for good in [
         "iqn.2026-01.org.example:disk.1",
         "eui.02004567A425678D",
@@ -222,9 +223,9 @@ fn addresses_read_in_every_form() {
     }
 }
 
-/// CVE 2018-14633, 2026-63886: CHAP values in hexadecimal and base64 that overflow.
+/// CVE-2018-14633, CVE-2026-63886: hexadecimal and base64 values longer than what takes them.
 #[test]
-fn binary_values_never_pass_their_buffer() {
+fn cve_2018_14633_and_2026_63886_binary_values_never_pass_their_buffer() {
     let mut small = [0; 4];
     assert_eq!(chap::decode_into("0x01020304", &mut small), Some(4));
     assert_eq!(small, [1, 2, 3, 4]);

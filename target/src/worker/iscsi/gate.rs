@@ -1,7 +1,10 @@
 //! Who may log in, and what they may see.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 
+use riser_scsi::iscsi::CmdSn;
+use riser_scsi::iscsi::frame::MAX_AHS;
 use riser_scsi::iscsi::keys::{Key, Offer};
 use riser_scsi::iscsi::login::{Identity, Joined, Refusal, Terms};
 use riser_scsi::iscsi::name::{Found, IscsiName, TargetAddress};
@@ -11,8 +14,9 @@ use riser_scsi::nexus::{Nexus, PortName, TargetPort};
 use super::super::Shared;
 use super::super::registry::ChannelRef;
 use super::super::target::{Catalog, IscsiDef, TargetDef};
-use super::sessions::{Entered, SessionKey};
-use crate::iscsi::{Admitted, Gate};
+use super::sessions::{Entered, Session, SessionKey};
+use crate::iscsi::iser::IserParams;
+use crate::iscsi::{Admitted, Gate, Window};
 
 /// Longest data segment that we take, in bytes.
 const MAX_RECV_SEGMENT: u32 = 256 << 10;
@@ -26,31 +30,75 @@ const FIRST_BURST: u32 = 64 << 10;
 /// R2Ts of a command at once.
 const MAX_OUTSTANDING_R2T: u32 = 8;
 
-/// Decides about the logins of one connection.
-pub(super) struct WorkerGate<'a> {
-    pub(super) shared: &'a Shared,
-    pub(super) catalog: &'a Catalog,
-    /// The portal.
-    pub(super) listen: SocketAddr,
-    pub(super) peer: SocketAddr,
-    pub(super) channel: ChannelRef,
-    pub(super) entered: &'a mut Option<Entered>,
-    /// Channels whose session has been taken over.
-    pub(super) terminate: &'a mut Vec<ChannelRef>,
+/// Connections of a session over TCP.
+const MAX_CONNECTIONS: u32 = 8;
+
+/// What carries a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::worker) enum Transport {
+    /// A TCP connection.
+    Tcp,
+    /// An RDMA connection.
+    Iser,
 }
 
-/// What we agree on.
+/// Decides about the logins of one connection.
+pub(in crate::worker) struct WorkerGate<'a> {
+    pub(in crate::worker) shared: &'a Shared,
+    pub(in crate::worker) catalog: &'a Catalog,
+    pub(in crate::worker) transport: Transport,
+    /// The portal.
+    pub(in crate::worker) listen: SocketAddr,
+    pub(in crate::worker) peer: SocketAddr,
+    pub(in crate::worker) channel: ChannelRef,
+    pub(in crate::worker) entered: &'a mut Option<Entered>,
+    /// Channels whose place has been taken.
+    pub(in crate::worker) terminate: &'a mut Vec<ChannelRef>,
+}
+
+/// What we agree on, over either.
 fn offer() -> Offer {
     Offer::default()
-        .with(Key::MaxRecvDataSegmentLength, MAX_RECV_SEGMENT)
         .with(Key::MaxBurstLength, MAX_BURST)
-        .with(Key::FirstBurstLength, FIRST_BURST)
         .with(Key::MaxOutstandingR2T, MAX_OUTSTANDING_R2T)
         .with(Key::InitialR2T, 0)
         .with(Key::DefaultTime2Wait, 0)
         .with(Key::DefaultTime2Retain, 0)
-        .with_list(Key::HeaderDigest, 0b11)
-        .with_list(Key::DataDigest, 0b11)
+}
+
+impl Transport {
+    /// What we agree on over it.
+    fn offer(self, commands: u16) -> Offer {
+        match self {
+            Self::Tcp => offer()
+                .with(Key::MaxConnections, MAX_CONNECTIONS)
+                .with(Key::ErrorRecoveryLevel, 1)
+                .with(Key::MaxRecvDataSegmentLength, MAX_RECV_SEGMENT)
+                .with(Key::FirstBurstLength, FIRST_BURST)
+                .with_list(Key::HeaderDigest, 0b11)
+                .with_list(Key::DataDigest, 0b11),
+            Self::Iser => {
+                let params = IserParams::new(commands);
+                offer()
+                    .with(Key::RdmaExtensions, 1)
+                    // In discovery sessions, where the others have no meaning.
+                    .with(Key::MaxRecvDataSegmentLength, params.recv_segment)
+                    .with(Key::TargetRecvDataSegmentLength, params.recv_segment)
+                    .with(Key::InitiatorRecvDataSegmentLength, MAX_RECV_SEGMENT)
+                    .with(Key::FirstBurstLength, params.first_burst)
+                    .with(Key::MaxOutstandingUnexpectedPdus, params.unexpected())
+                    .with(Key::MaxAhsLength, MAX_AHS as u32)
+            }
+        }
+    }
+
+    /// The portals that a target has on it.
+    fn portals(self, iscsi: &IscsiDef) -> &[(SocketAddr, u16)] {
+        match self {
+            Self::Tcp => &iscsi.portals,
+            Self::Iser => &iscsi.iser,
+        }
+    }
 }
 
 impl<'a> WorkerGate<'a> {
@@ -58,14 +106,55 @@ impl<'a> WorkerGate<'a> {
         self.peer.ip().to_canonical()
     }
 
+    fn offer(&self) -> Offer {
+        self.transport.offer(self.shared.iscsi.commands)
+    }
+
     /// The target that listens here under a name, its portal group, and its place.
     fn target(&self, name: &IscsiName) -> Option<(usize, &'a TargetDef, u16)> {
         let mut targets = self.catalog.targets.iter().enumerate();
         targets.find_map(|(place, target)| {
             let iscsi = target.iscsi.as_ref().filter(|iscsi| iscsi.name == *name)?;
-            let mut portals = iscsi.portals.iter();
+            let mut portals = self.transport.portals(iscsi).iter();
             let (_, group) = portals.find(|(listen, _)| *listen == self.listen)?;
             Some((place, target, *group))
+        })
+    }
+}
+
+impl WorkerGate<'_> {
+    /// A session of its own, within the bounds on sessions.
+    fn new_session(
+        &self,
+        joined: &Joined,
+        key: SessionKey,
+        first: CmdSn,
+    ) -> Result<Session, LoginStatus> {
+        let identity = &joined.identity;
+        let address = self.address();
+        let name = identity.target.as_ref().filter(|_| !identity.discovery);
+        let found = name.and_then(|name| self.target(name));
+        let allowed = found
+            .as_ref()
+            .and_then(|(_, target, _)| target.luns_of_name(&identity.initiator, address));
+        let ports = found
+            .filter(|_| allowed.is_some())
+            .map(|(_, target, group)| {
+                let iscsi = target.iscsi.as_ref().expect("found by its name");
+                ports(identity, iscsi, group)
+            });
+        let nexus = self.shared.registry.open_nexus(address);
+        let commands = self.shared.iscsi.commands;
+        let params = &joined.session;
+        let unordered = params.max_connections > 1 || params.error_recovery_level > 0;
+        Ok(Session {
+            key,
+            nexus: nexus.ok_or(LoginStatus::OUT_OF_RESOURCES)?,
+            address,
+            ports,
+            luns: allowed.unwrap_or_default(),
+            params: joined.session,
+            window: Arc::new(Window::new(commands, first, unordered)),
         })
     }
 }
@@ -75,7 +164,7 @@ impl Gate for WorkerGate<'_> {
         let refuse = |status| Err(Refusal::Status(status));
         let Some(name) = identity.target.as_ref().filter(|_| !identity.discovery) else {
             return Ok(Terms {
-                offer: offer(),
+                offer: self.offer(),
                 auth: self.shared.iscsi.discovery.clone(),
                 portal_group: 1,
             });
@@ -89,59 +178,76 @@ impl Gate for WorkerGate<'_> {
         {
             return refuse(LoginStatus::AUTHORIZATION_FAILURE);
         }
-        if identity.tsih.0 != 0 {
-            let key = SessionKey::of(identity, place);
-            let known = self.shared.iscsi.sessions.is_known(&key, identity.tsih);
-            return refuse(if known {
-                LoginStatus::TOO_MANY_CONNECTIONS
-            } else {
-                LoginStatus::NO_SUCH_SESSION
+        let iscsi = target.iscsi.as_ref().expect("found by its name");
+        let mut redirects = iscsi.redirects.iter();
+        if let Some((_, redirect)) = redirects.find(|(listen, _)| *listen == self.listen) {
+            return Err(Refusal::Redirect {
+                to: redirect.to.clone(),
+                permanent: redirect.permanent,
             });
         }
-        let iscsi = target.iscsi.as_ref().expect("found by its name");
+        if identity.tsih.0 != 0 {
+            let key = SessionKey::of(identity, place);
+            // One of iSER has one connection, and what one agrees on means nothing to the other.
+            if self.transport == Transport::Iser {
+                return refuse(LoginStatus::TOO_MANY_CONNECTIONS);
+            }
+            let sessions = &self.shared.iscsi.sessions;
+            sessions
+                .check_join(&key, identity.tsih, identity.cid)
+                .map_err(Refusal::Status)?;
+        }
         Ok(Terms {
-            offer: offer(),
+            offer: self.offer(),
             auth: iscsi.auth.clone(),
             portal_group: group,
         })
     }
 
-    fn join(&mut self, joined: &Joined) -> Result<Admitted, LoginStatus> {
+    fn join(&mut self, joined: &Joined, first: CmdSn) -> Result<Admitted, LoginStatus> {
         let identity = &joined.identity;
         let sessions = &self.shared.iscsi.sessions;
-        let address = self.address();
-        let nexus = self.shared.registry.open_nexus(address);
-        let nexus = nexus.ok_or(LoginStatus::OUT_OF_RESOURCES)?;
         let name = identity.target.as_ref().filter(|_| !identity.discovery);
         let found = name.and_then(|name| self.target(name));
-        let luns = found
-            .as_ref()
-            .and_then(|(_, target, _)| target.luns_of_name(&identity.initiator, address));
-        let entered = Entered {
-            // A discovery session concerns no target; its own channel tells it apart.
-            key: SessionKey::of(identity, found.as_ref().map_or(usize::MAX, |found| found.0)),
-            channel: self.channel,
-            nexus,
-            address,
-            luns: luns.clone(),
-        };
-        let (tsih, taken_over) = sessions.enter(&entered);
-        self.terminate.extend(taken_over);
-        if let (Some(luns), Some((_, target, group))) = (&luns, found) {
-            let iscsi = target.iscsi.as_ref().expect("found by its name");
-            for (_, unit) in luns.iter() {
-                unit.lu.add_nexus(nexus, ports(identity, iscsi, group));
+        // A discovery session concerns no target.
+        let place = found.as_ref().map_or(usize::MAX, |found| found.0);
+        let key = SessionKey::of(identity, place);
+        let (tsih, session, taken) = if identity.tsih.0 == 0 {
+            let session = self.new_session(joined, key, first)?;
+            let entered = sessions.enter(session.clone(), identity.cid, self.channel);
+            let Some((tsih, taken)) = entered else {
+                self.shared.registry.close_nexus(session.address);
+                return Err(LoginStatus::OUT_OF_RESOURCES);
+            };
+            if let Some(ports) = &session.ports {
+                for (_, unit) in session.luns.iter() {
+                    unit.lu.add_nexus(session.nexus, ports.clone());
+                }
             }
-        }
+            (tsih, session, taken)
+        } else {
+            let tsih = identity.tsih;
+            let (session, taken) = sessions.join(&key, tsih, identity.cid, self.channel)?;
+            (tsih, session, taken)
+        };
         tracing::info!(
             peer = %self.peer, initiator = %identity.initiator, isid = %identity.isid,
-            target = name.map_or("discovery", |name| name.as_str()), nexus = nexus.0, tsih = tsih.0,
-            "logged in"
+            target = name.map_or("discovery", |name| name.as_str()), nexus = session.nexus.0,
+            tsih = tsih.0, cid = identity.cid.0, "logged in"
         );
-        *self.entered = Some(entered);
+        *self.entered = Some(Entered {
+            initiator: identity.initiator.clone(),
+            tsih,
+            nexus: session.nexus,
+        });
+        let waits = !taken.is_empty();
+        self.terminate.extend(taken);
         Ok(Admitted {
             tsih,
-            nexus: luns.map(|luns| (nexus, luns)),
+            nexus: session.ports.map(|_| (session.nexus, session.luns)),
+            params: session.params,
+            window: session.window,
+            waits,
         })
     }
 
@@ -160,9 +266,8 @@ impl Gate for WorkerGate<'_> {
                 .then(|| Found {
                     name: iscsi.name.clone(),
                     addresses: iscsi
-                        .portals
-                        .iter()
-                        .map(|(listen, group)| TargetAddress::new(*listen, *group))
+                        .addresses()
+                        .map(|(listen, group)| TargetAddress::new(listen, group))
                         .collect(),
                 })
         });

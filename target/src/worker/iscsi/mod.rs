@@ -11,26 +11,29 @@
 //!
 //! # Bounds
 //! Connections of a worker are bounded by twice the sessions and some for logins; further ones are
-//! closed at once. A connection's memory is its receive buffer, its channel, and a batch of headers.
+//! closed at once, as are those beyond half of that from one address that have not logged in. A
+//! connection's memory is its receive buffer, its channel, and a batch of headers.
 
-mod gate;
-mod sessions;
+pub(super) mod gate;
+pub(super) mod sessions;
 mod socket;
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Instant;
 
 use riser_scsi::iscsi::login::Auth;
+use riser_scsi::srp::TLogoutReason;
 use riser_scsi::step::StepResult;
 use slab::Slab;
 
 use super::exec::Owner;
-use super::mail::Mail;
+use super::mail::{IscsiSession, Mail};
 use super::registry::ChannelRef;
 use super::{Stalled, Worker};
-use crate::iscsi::{Action, Counters, Cx, Phase, SessionInfo, TaskIdx, TcpChannel};
-use gate::WorkerGate;
+use crate::iscsi::{Action, Counters, Cx, Member, Others, Phase, TaskIdx, TcpChannel};
+use gate::{Transport, WorkerGate};
 use sessions::Entered;
 use socket::{Connection, Listener};
 
@@ -85,10 +88,15 @@ impl Iscsi {
     }
 
     /// The sessions at present.
-    pub(super) fn sessions(&self) -> impl Iterator<Item = (SocketAddr, SessionInfo)> + '_ {
+    pub(super) fn sessions(&self) -> impl Iterator<Item = IscsiSession> + '_ {
         self.conns.iter().filter_map(|(_, conn)| {
-            let info = conn.channel.channel().session_info()?;
-            Some((conn.peer, info))
+            let channel = conn.channel.channel();
+            Some(IscsiSession {
+                peer: conn.peer,
+                is_rdma: false,
+                memory: conn.connection.memory() + channel.config().memory(),
+                info: channel.session_info()?,
+            })
         })
     }
 
@@ -108,6 +116,7 @@ impl Worker {
         let mut gate = WorkerGate {
             shared: &self.shared,
             catalog: &self.catalog,
+            transport: Transport::Tcp,
             listen: conn.listen,
             peer: conn.peer,
             channel: ChannelRef {
@@ -124,10 +133,49 @@ impl Worker {
         };
         input(&mut conn.channel, &mut cx);
         self.iscsi.dirty.push_back(key);
-        for other in terminate {
-            let reason = riser_scsi::srp::TLogoutReason::MultiChannelAction;
-            let serial = other.serial;
-            self.post_mail(other.worker, Mail::Terminate { serial, reason });
+        self.terminate_all(terminate);
+    }
+
+    /// Ends connections, of whichever worker.
+    pub(super) fn terminate_all(&mut self, channels: Vec<ChannelRef>) {
+        for channel in channels {
+            let reason = TLogoutReason::MultiChannelAction;
+            let serial = channel.serial;
+            self.post_mail(channel.worker, Mail::Terminate { serial, reason });
+        }
+    }
+
+    /// Tells a connection that it may have its session's next command.
+    pub(super) fn tell_turn(&mut self, member: Member) {
+        let serial = member.channel;
+        self.post_mail(member.worker, Mail::TakeTurn { serial });
+    }
+
+    /// Ends other connections of a connection's session; it is told when they are gone.
+    pub(super) fn end_others(&mut self, entered: Option<&Entered>, serial: u32, others: Others) {
+        let channel = self.channel_ref(serial);
+        let sessions = &self.shared.iscsi.sessions;
+        let ending = entered.map_or_else(Vec::new, |entered| {
+            sessions.end_others(entered.tsih, channel, others)
+        });
+        if ending.is_empty() {
+            self.post_mail(self.index, Mail::OthersGone { serial });
+        }
+        self.terminate_all(ending);
+    }
+
+    /// Gives connections the units that their sessions may use now.
+    pub(super) fn follow_iscsi_luns(&mut self) {
+        // Once more, for sessions that have been entered by the old catalog meanwhile.
+        let catalog = Arc::clone(&self.catalog);
+        let ended = self.shared.iscsi.sessions.change(&catalog);
+        self.terminate_all(ended);
+        let sessions = &self.shared.iscsi.sessions;
+        for (_, conn) in &mut self.iscsi.conns {
+            let luns = conn.entered.as_ref().and_then(|e| sessions.luns(e.tsih));
+            if let Some(luns) = luns {
+                conn.channel.channel_mut().handle_luns(luns);
+            }
         }
     }
 
@@ -149,6 +197,11 @@ impl Worker {
                     self.tell(task, Mail::AbortTask { task, watcher });
                 }
                 Action::TaskGone(watcher) => self.tell(watcher, Mail::TaskGone(watcher)),
+                Action::TakeTurn(member) => self.tell_turn(member),
+                Action::EndOthers(others) => {
+                    let (entered, serial) = (conn.entered.clone(), conn.serial);
+                    self.end_others(entered.as_ref(), serial, others);
+                }
                 Action::Disconnect => self.shut_down_socket(key),
                 Action::Release => return self.release_iscsi(key),
             }
@@ -177,12 +230,39 @@ impl Worker {
         let conn = self.iscsi.conns.remove(key);
         self.iscsi.past += conn.channel.channel().counters();
         if let Some(entered) = &conn.entered {
-            self.shared.iscsi.sessions.leave(entered);
-            self.shared.registry.close_nexus(entered.address);
-            tracing::info!(
-                peer = %conn.peer, initiator = %entered.key.initiator,
-                nexus = entered.nexus.0, "logged out"
-            );
+            let logged_out = conn.channel.channel().has_logged_out();
+            self.leave_iscsi(entered, conn.serial, logged_out, conn.peer);
+        }
+    }
+
+    /// A connection of a session is gone.
+    pub(super) fn leave_iscsi(
+        &mut self,
+        entered: &Entered,
+        serial: u32,
+        logged_out: bool,
+        peer: SocketAddr,
+    ) {
+        let channel = self.channel_ref(serial);
+        let sessions = &self.shared.iscsi.sessions;
+        let left = sessions.leave(entered.tsih, channel, logged_out);
+        if let Some(address) = left.ended {
+            self.shared.registry.close_nexus(address);
+        }
+        tracing::info!(
+            %peer, initiator = %entered.initiator, nexus = entered.nexus.0, "logged out"
+        );
+        for waiting in left.notify {
+            let serial = waiting.serial;
+            self.post_mail(waiting.worker, Mail::OthersGone { serial });
+        }
+        self.terminate_all(left.terminate);
+    }
+
+    fn channel_ref(&self, serial: u32) -> ChannelRef {
+        ChannelRef {
+            worker: self.index,
+            serial,
         }
     }
 
@@ -212,8 +292,12 @@ impl Worker {
             return false;
         };
         self.with_iscsi(key, |ch, cx| {
+            if let Mail::OthersGone { .. } = mail {
+                return ch.handle_others_gone(cx);
+            }
             let channel = ch.channel_mut();
             match *mail {
+                Mail::TakeTurn { .. } => channel.handle_turn(cx),
                 Mail::StartTask(task) => channel.handle_task_start(cx, task),
                 Mail::AbortTask { task, watcher } => channel.handle_abort(cx, task, watcher),
                 Mail::TaskGone(watcher) => channel.handle_task_gone(cx, watcher),
@@ -247,9 +331,10 @@ impl Worker {
         for &key in &waiting {
             self.with_iscsi(key, |ch, cx| ch.channel_mut().handle_pool(cx));
         }
+        let work = waiting.len() + self.retry_iser_pool();
         self.drain_dirty();
         self.iscsi_pool_seen = self.pool.free();
-        waiting.len()
+        work
     }
 
     /// Stops listening, and asks initiators to log out.

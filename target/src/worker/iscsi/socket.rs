@@ -17,7 +17,7 @@ use socket2::{Domain, Protocol, SockRef, Socket, Type};
 
 use super::super::{Worker, WorkerError};
 use super::Conn;
-use crate::iscsi::{Batch, ChannelConfig, Chunk, TcpChannel};
+use crate::iscsi::{Batch, ChannelConfig, Chunk, Phase, TcpChannel};
 use crate::warn_limited;
 
 /// The top byte of our tokens; the kind of operation is in the next one.
@@ -82,6 +82,11 @@ impl Connection {
             is_shut: false,
             is_gone: false,
         })
+    }
+
+    /// What it occupies, in bytes.
+    pub(super) fn memory(&self) -> usize {
+        self.receive.len() + self.heads.len()
     }
 
     /// What is left of the batch after `sent` bytes.
@@ -198,6 +203,13 @@ impl Worker {
         socket.set_tcp_nodelay(true)?;
         let peer = socket.peer_addr()?.as_socket();
         let peer = peer.ok_or_else(|| io::Error::other("no peer"))?;
+        // Whoever does not log in may not keep others from doing so.
+        let strangers = self.iscsi.conns.iter().filter(|(_, conn)| {
+            conn.peer.ip() == peer.ip() && conn.channel.channel().phase() == Phase::Login
+        });
+        if strangers.count() >= most / 2 {
+            return Err(io::Error::other("too many logins from one address"));
+        }
         let serial = self.next_serial;
         self.next_serial = serial.checked_add(1).expect("four billion connections");
         let config = ChannelConfig {

@@ -69,6 +69,12 @@ impl Nic {
         self.async_events.pop_front()
     }
 
+    /// Whether an event of the device or of its connection manager waits to be taken.
+    #[must_use]
+    pub fn has_events(&self) -> bool {
+        !self.async_events.is_empty() || self.has_cm_events()
+    }
+
     pub fn alloc_pd(&mut self) -> Result<PdId, VerbsError> {
         self.pds.insert(Pd::default())
     }

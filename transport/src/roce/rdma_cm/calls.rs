@@ -253,4 +253,9 @@ impl Nic {
     pub fn poll_cm_event(&mut self) -> Option<CmEvent> {
         self.cm.events.pop_front()
     }
+
+    /// Whether an event waits to be taken.
+    pub(in crate::roce) fn has_cm_events(&self) -> bool {
+        !self.cm.events.is_empty()
+    }
 }

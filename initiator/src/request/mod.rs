@@ -1,11 +1,19 @@
-//! What a session carries out: requests, their ends, and what may be done twice.
+//! What a session of any protocol carries out: requests, their ends, and what may be done twice.
+//!
+//! `table` holds a session's requests, and decides what becomes of one whose attempt is over.
+
+#![forbid(unsafe_code)]
+
+mod command;
+pub(crate) mod table;
 
 use std::time::Instant;
 
+use riser_scsi::iscsi::pdu::RejectReason;
 use riser_scsi::sense::{AdditionalSense, Sense, SenseKey};
-use riser_scsi::srp::{Residual, Rsp, RspCode, Tag, TaskAttr, WireLun};
+use riser_scsi::srp::{RspCode, TaskAttr, WireLun};
 
-use super::channel::{Cdb, DataLen};
+pub use self::command::{Cdb, DataLen, MAX_CDB};
 
 /// SCSI status GOOD (SAM-5 clause 5.3).
 pub const GOOD: u8 = 0x00;
@@ -100,26 +108,6 @@ pub struct Answer {
 }
 
 impl Answer {
-    pub(super) fn new(rsp: &Rsp<'_>, len: DataLen) -> Self {
-        let (residual, len) = match len {
-            DataLen::None => (Residual::None, 0),
-            DataLen::In(len) => (rsp.data_in, len),
-            DataLen::Out(len) => (rsp.data_out, len),
-        };
-        Self {
-            status: rsp.status,
-            sense: rsp.sense.map(Box::from),
-            transferred: match residual {
-                Residual::Under(residual) => len.saturating_sub(residual),
-                _ => len,
-            },
-            overflow: match residual {
-                Residual::Over(residual) => residual,
-                _ => 0,
-            },
-        }
-    }
-
     /// The meaning of the sense data, where there is any.
     #[must_use]
     pub fn sense(&self) -> Option<Sense> {
@@ -139,6 +127,12 @@ pub enum RequestError {
     /// The target found the request itself at fault.
     #[error("target refused the request (response code {0:?})")]
     Refused(RspCode),
+    /// The target rejected the PDU that carried the request.
+    #[error("target rejected the request ({0:?})")]
+    Rejected(RejectReason),
+    /// The target could not carry the request out; the value is iSCSI's response code.
+    #[error("target failed (response {0:#04x})")]
+    TargetFailure(u8),
     /// The session is closed, or was meanwhile.
     #[error("session is closed")]
     Closed,
@@ -154,61 +148,9 @@ pub type RequestResult = Result<Answer, RequestError>;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(pub u32);
 
-/// How one attempt at a request ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum AttemptEnd {
-    /// The target answered.
-    Answered(Answer),
-    /// The target refused the request as such.
-    Refused(RspCode),
-    /// Task management ended it.
-    Aborted,
-    /// The connection broke.
-    Lost,
-}
-
-/// Where a request is.
-///
-/// ```text
-///            ┌──────────── Backoff ←──────────┐
-///            ↓                                │ patience asked for
-/// submit → Queued → Started ──────────→ Retiring → completed
-///            ↑         └→ Aborting ────────↑  │
-///            └────────────────────────────────┘ again, at once
-/// ```
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum RequestState {
-    /// Waits for a channel with room.
-    Queued,
-    /// Sent; the answer is awaited until the given time.
-    Started {
-        channel: u8,
-        tag: Tag,
-        until: Instant,
-    },
-    /// Took too long; task management is to end it.
-    Aborting { channel: u8, tag: Tag },
-    /// The attempt is over; its memory is being taken back from the target.
-    Retiring { channel: u8, end: AttemptEnd },
-    /// Waits before it is queued again.
-    Backoff { until: Instant },
-}
-
-#[derive(Clone, Debug)]
-pub(super) struct Request {
-    pub(super) spec: RequestSpec,
-    /// Order of submission; also tells a request from a later one in the same place.
-    pub(super) seq: u64,
-    /// Attempts begun.
-    pub(super) attempts: u8,
-    /// An attempt was lost with its connection.
-    pub(super) replayed: bool,
-    pub(super) state: RequestState,
-}
-
 /// What to do after an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
+pub(crate) enum Verdict {
     /// Tell the caller.
     Report,
     /// Send it again at once.
@@ -219,7 +161,7 @@ pub(super) enum Verdict {
 
 /// Decides whether an answer asks for patience. In every case named here the target did not carry
 /// the command out.
-pub(super) fn plan_verdict(answer: &Answer) -> Verdict {
+pub(crate) fn plan_verdict(answer: &Answer) -> Verdict {
     match answer.status {
         BUSY | TASK_SET_FULL => Verdict::Later,
         TASK_ABORTED => Verdict::Again,

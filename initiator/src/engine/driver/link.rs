@@ -1,0 +1,256 @@
+//! What a session runs on: its protocol's machine, and what that machine drives.
+//!
+//! The engine knows little of a protocol: it submits requests, asks for deadlines, carries out
+//! outputs (`drain`) and closes. What the outputs are is between a machine and the file that drives
+//! it: `outputs`, `links` and `completions` for SRP, `tcp` and `iser` for iSCSI.
+
+use std::time::Instant;
+
+use riser_memory::MemSlice;
+use riser_transport::verbs::{Access, CqId, Mr, PdId, Provider, VerbsError};
+use slab::Slab;
+
+use super::iser::IserLink;
+use super::tcp::TcpLink;
+use super::{Running, Target};
+use crate::engine::conn::{Conn, ConnConfig, DataKeys};
+use crate::engine::iser::{IserConfig, MAX_PIECES};
+use crate::engine::oneshot::Sender;
+use crate::engine::park::Waited;
+use crate::iscsi;
+use crate::request::{RequestId, RequestSpec};
+use crate::session::SubmitError;
+use crate::srp::session::{ChannelIndex, Session, SessionConfig};
+
+/// The protocol of a session to make.
+pub(in crate::engine) enum Protocol {
+    Srp(Box<SrpOpen>),
+    Tcp(Box<TcpOpen>),
+    Iser(Box<IserOpen>),
+}
+
+pub(in crate::engine) struct SrpOpen {
+    pub(in crate::engine) config: SessionConfig,
+    pub(in crate::engine) conn: ConnConfig,
+    /// Whether commands use the pool's own remote key.
+    pub(in crate::engine) pool_wide: bool,
+}
+
+pub(in crate::engine) struct TcpOpen {
+    pub(in crate::engine) config: iscsi::session::SessionConfig,
+    /// Told of the targets that a discovery session finds.
+    pub(in crate::engine) found: Option<Sender<Vec<riser_scsi::iscsi::name::Found>>>,
+}
+
+pub(in crate::engine) struct IserOpen {
+    pub(in crate::engine) config: iscsi::session::SessionConfig,
+    pub(in crate::engine) conn: IserConfig,
+    /// As of [`TcpOpen`].
+    pub(in crate::engine) found: Option<Sender<Vec<riser_scsi::iscsi::name::Found>>>,
+}
+
+/// What a session on RDMA has of the device.
+pub(super) struct Rdma {
+    pub(super) pd: PdId,
+    pub(super) cq: CqId,
+    /// The registration of the pool of data buffers.
+    pub(super) pool: Mr,
+}
+
+impl Rdma {
+    /// Makes a protection domain, a completion queue and the pool's registration.
+    pub(super) fn new<P: Provider>(
+        provider: &mut P,
+        pool: &MemSlice,
+        completions: u32,
+        is_remote: bool,
+    ) -> Result<Self, VerbsError> {
+        let pd = provider.alloc_pd()?;
+        // One spare, so that a correct device cannot fill the queue.
+        let cq = match provider.create_cq(completions + 1) {
+            Ok(cq) => cq,
+            Err(e) => {
+                let _ = provider.dealloc_pd(pd);
+                return Err(e);
+            }
+        };
+        let access = match is_remote {
+            true => Access::LOCAL_WRITE | Access::REMOTE_READ | Access::REMOTE_WRITE,
+            false => Access::LOCAL_WRITE,
+        };
+        match provider.reg_mr(pd, pool, access) {
+            Ok(pool) => Ok(Self { pd, cq, pool }),
+            Err(e) => {
+                let _ = provider.destroy_cq(cq);
+                let _ = provider.dealloc_pd(pd);
+                Err(e)
+            }
+        }
+    }
+
+    fn release<P: Provider>(&self, provider: &mut P) {
+        let _ = provider.dereg_mr(self.pool.id);
+        let _ = provider.destroy_cq(self.cq);
+        let _ = provider.dealloc_pd(self.pd);
+    }
+}
+
+/// A session of SRP.
+pub(super) struct SrpLink {
+    pub(super) machine: Session,
+    pub(super) target: Target,
+    pub(super) conn_config: ConnConfig,
+    pub(super) rdma: Rdma,
+    pub(super) keys: DataKeys,
+    pub(super) conns: Vec<Option<Conn>>,
+    /// The receive whose information unit is being handled and whether it may be posted again.
+    pub(super) receiving: Option<(ChannelIndex, u16)>,
+}
+
+impl SrpLink {
+    pub(super) fn new<P: Provider>(
+        provider: &mut P,
+        pool: &MemSlice,
+        target: Target,
+        open: &SrpOpen,
+        now: Instant,
+    ) -> Result<Self, VerbsError> {
+        let completions = open.conn.completions() * u32::from(open.config.channels);
+        let rdma = Rdma::new(provider, pool, completions, open.pool_wide)?;
+        let pool = rdma.pool;
+        let pool_wide = open.pool_wide;
+        Ok(Self {
+            machine: Session::new(open.config, now),
+            target,
+            conn_config: open.conn,
+            rdma,
+            keys: DataKeys { pool, pool_wide },
+            conns: (0..open.config.channels).map(|_| None).collect(),
+            receiving: None,
+        })
+    }
+}
+
+/// See the module's documentation.
+pub(super) enum Link {
+    Srp(Box<SrpLink>),
+    Tcp(Box<TcpLink>),
+    Iser(Box<IserLink>),
+}
+
+impl Link {
+    pub(super) fn submit(
+        &mut self,
+        spec: RequestSpec,
+        now: Instant,
+    ) -> Result<RequestId, SubmitError> {
+        match self {
+            Self::Srp(link) => link.machine.submit(spec, now),
+            Self::Tcp(link) => link.machine.submit(spec, now),
+            Self::Iser(link) => link.machine.submit(spec, now),
+        }
+    }
+
+    pub(super) fn close(&mut self, now: Instant) {
+        match self {
+            Self::Srp(link) => link.machine.close(now),
+            Self::Tcp(link) => link.machine.close(now),
+            Self::Iser(link) => link.machine.close(now),
+        }
+    }
+
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        match self {
+            Self::Srp(link) => link.machine.next_deadline(),
+            Self::Tcp(link) => link.machine.next_deadline(),
+            Self::Iser(link) => link.machine.next_deadline(),
+        }
+    }
+
+    pub(super) fn handle_timeout(&mut self, now: Instant) {
+        match self {
+            Self::Srp(link) => link.machine.handle_timeout(now),
+            Self::Tcp(link) => link.machine.handle_timeout(now),
+            Self::Iser(link) => link.machine.handle_timeout(now),
+        }
+    }
+
+    /// Whether a command's memory may have that many pieces. A command of iSER has one key for all
+    /// of it, and a number that is lost if it cannot be sent.
+    pub(super) fn takes(&self, pieces: usize) -> bool {
+        match self {
+            Self::Srp(_) | Self::Tcp(_) => true,
+            Self::Iser(link) => pieces <= MAX_PIECES.min(link.config.region_segments as usize),
+        }
+    }
+
+    /// Where the session's target is.
+    pub(super) fn target(&self) -> &Target {
+        match self {
+            Self::Srp(link) => &link.target,
+            Self::Tcp(link) => &link.target,
+            Self::Iser(link) => &link.target,
+        }
+    }
+
+    /// Channels whose logout is on its way, and how long that may take.
+    pub(super) fn logouts(&self) -> impl Iterator<Item = (u8, Instant)> {
+        let conns = match self {
+            Self::Srp(link) => &link.conns[..],
+            Self::Tcp(_) | Self::Iser(_) => &[],
+        };
+        let channels = conns.iter().enumerate();
+        channels.filter_map(|(channel, conn)| {
+            let until = conn.as_ref()?.logout_until?;
+            Some((channel as u8, until))
+        })
+    }
+
+    /// The completion queue, of sessions on RDMA.
+    pub(super) fn cq(&self) -> Option<CqId> {
+        match self {
+            Self::Srp(link) => Some(link.rdma.cq),
+            Self::Iser(link) => Some(link.rdma.cq),
+            Self::Tcp(_) => None,
+        }
+    }
+
+    /// The descriptor to wait for, of sessions on TCP.
+    pub(super) fn waited(&self) -> Option<Waited> {
+        match self {
+            Self::Srp(_) | Self::Iser(_) => None,
+            Self::Tcp(link) => link.waited(),
+        }
+    }
+
+    /// Gives back what the device holds for a session that is over.
+    pub(super) fn release<P: Provider>(self, provider: &mut P) {
+        match self {
+            Self::Srp(link) => {
+                debug_assert!(link.conns.iter().all(Option::is_none));
+                link.rdma.release(provider);
+            }
+            Self::Iser(link) => {
+                debug_assert!(link.conn.is_none());
+                link.rdma.release(provider);
+            }
+            Self::Tcp(_) => {}
+        }
+    }
+}
+
+/// The session of that index, which is one of SRP: its queue pairs and identifiers said so.
+pub(super) fn srp(sessions: &mut Slab<Running>, index: usize) -> &mut SrpLink {
+    match &mut sessions[index].link {
+        Link::Srp(link) => link,
+        Link::Tcp(_) | Link::Iser(_) => unreachable!("a session of SRP"),
+    }
+}
+
+/// The session of that index, which is one of iSER, as [`srp`].
+pub(super) fn iser(sessions: &mut Slab<Running>, index: usize) -> &mut IserLink {
+    match &mut sessions[index].link {
+        Link::Iser(link) => link,
+        Link::Srp(_) | Link::Tcp(_) => unreachable!("a session of iSER"),
+    }
+}

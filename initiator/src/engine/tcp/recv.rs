@@ -1,0 +1,402 @@
+//! The stream that arrives: PDUs, and data into the buffers of their commands.
+
+use riser_memory::MemSlice;
+use riser_scsi::iscsi::BHS_LEN;
+use riser_scsi::iscsi::frame::{DataDigest, Digests, Frame, FrameError, Framer, digest, padding};
+
+use super::{cut, read_parts};
+use crate::iscsi::session::{Fault, Placement};
+use crate::request::RequestId;
+
+/// Length of the receive buffer, in bytes.
+pub(super) const BUFFER: usize = 32 << 10;
+
+/// Data segments during login (RFC 7143 13.12: the default).
+const LOGIN_SEGMENT: u32 = 8192;
+
+const DATA_IN: u8 = 0x25;
+
+/// What has arrived.
+#[derive(Debug)]
+pub(in crate::engine) enum Item<'a> {
+    /// A whole PDU without a command's data.
+    Pdu(Frame<'a>),
+    /// A Data-In whose data are in place.
+    Data {
+        /// Its header.
+        bhs: [u8; BHS_LEN],
+        /// Bytes of its data.
+        len: u32,
+        /// Whether the data digest matched, where there is one.
+        is_intact: bool,
+    },
+}
+
+/// A Data-In whose header has come.
+#[derive(Debug)]
+struct Arriving {
+    bhs: [u8; BHS_LEN],
+    len: u32,
+    /// Bytes of the data still to come.
+    left: usize,
+    /// Nobody wants the data any more.
+    is_discarded: bool,
+    digest: Option<DataDigest>,
+}
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub(in crate::engine) struct Incoming {
+    framer: Framer,
+    limit: u32,
+    digests: Digests,
+    buffer: Box<[u8]>,
+    /// What of the buffer has not been looked at.
+    start: usize,
+    end: usize,
+    arriving: Option<Arriving>,
+    /// Where the rest of the arriving data goes.
+    direct: Vec<MemSlice>,
+}
+
+impl Incoming {
+    pub(super) fn new() -> Self {
+        Self {
+            framer: Framer::new(LOGIN_SEGMENT),
+            limit: LOGIN_SEGMENT,
+            digests: Digests::default(),
+            buffer: vec![0; BUFFER].into(),
+            start: 0,
+            end: 0,
+            arriving: None,
+            direct: Vec::new(),
+        }
+    }
+
+    /// The login is over.
+    pub(in crate::engine) fn set(&mut self, limit: u32, digests: Digests) {
+        self.framer.set(limit, digests);
+        (self.limit, self.digests) = (limit, digests);
+    }
+
+    /// Where the next bytes go, before [`Self::room`].
+    pub(super) fn direct(&self) -> &[MemSlice] {
+        // Bytes in the buffer come first.
+        if self.start == self.end {
+            &self.direct
+        } else {
+            &[]
+        }
+    }
+
+    /// Where the bytes after those go. There is always room.
+    pub(super) fn room(&mut self) -> &mut [u8] {
+        if self.start == self.end {
+            (self.start, self.end) = (0, 0);
+        } else if self.end == BUFFER {
+            self.buffer.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+        }
+        &mut self.buffer[self.end..]
+    }
+
+    /// `len` bytes have come to where they should.
+    pub(super) fn advance(&mut self, len: usize) {
+        let mut rest = len;
+        if self.start == self.end {
+            let direct = self.direct.iter().map(MemSlice::len).sum::<usize>();
+            let placed = rest.min(direct);
+            self.place(placed);
+            rest -= placed;
+        }
+        self.end += rest;
+    }
+
+    /// `len` bytes of the arriving data are in place.
+    fn place(&mut self, mut len: usize) {
+        let Some(arriving) = &mut self.arriving else {
+            return;
+        };
+        arriving.left -= len;
+        let mut done = 0;
+        for slice in &mut self.direct {
+            if len == 0 {
+                break;
+            }
+            let here = len.min(slice.len());
+            if let Some(digest) = &mut arriving.digest {
+                let placed = slice.slice(0..here).expect("within the slice");
+                read_parts(&placed, |part| digest.update(part));
+            }
+            len -= here;
+            if here == slice.len() {
+                done += 1;
+            } else {
+                *slice = slice.slice(here..slice.len()).expect("within the slice");
+            }
+        }
+        self.direct.drain(..done);
+    }
+
+    /// The next thing that has arrived whole. `place` says where the data of a Data-In go, and gives
+    /// the buffers of a request.
+    ///
+    /// # Errors
+    /// [`Fault`]: the stream is of no more use.
+    pub(in crate::engine) fn next<'b>(
+        &mut self,
+        place: impl Fn(&[u8; BHS_LEN], u32) -> Result<Placement, Fault>,
+        buffers: impl Fn(RequestId) -> &'b [crate::block::Buffer],
+    ) -> Result<Option<Item<'_>>, Fault> {
+        if self.arriving.is_none() && self.framer.held() == 0 {
+            self.begin_data(place, buffers)?;
+        }
+        if self.arriving.is_some() {
+            return Ok(self.take_data());
+        }
+        if self.start == self.end || self.is_data_in() {
+            return Ok(None);
+        }
+        let input = &self.buffer[self.start..self.end];
+        let (used, frame) = self.framer.next(input)?;
+        self.start += used;
+        Ok(frame.map(Item::Pdu))
+    }
+
+    /// Whether a Data-In is next; one byte tells.
+    fn is_data_in(&self) -> bool {
+        self.framer.held() == 0
+            && self.start < self.end
+            && self.buffer[self.start] & 0x3f == DATA_IN
+            && self.buffer[self.start..self.end]
+                .get(5..8)
+                .is_none_or(|len| len != [0; 3])
+    }
+
+    /// Looks at the header of a Data-In with data, if that is next and whole.
+    fn begin_data<'b>(
+        &mut self,
+        place: impl Fn(&[u8; BHS_LEN], u32) -> Result<Placement, Fault>,
+        buffers: impl Fn(RequestId) -> &'b [crate::block::Buffer],
+    ) -> Result<(), Fault> {
+        let header_len = BHS_LEN + if self.digests.header { 4 } else { 0 };
+        let input = &self.buffer[self.start..self.end];
+        if !self.is_data_in() || input.len() < header_len {
+            return Ok(());
+        }
+        let bhs: [u8; BHS_LEN] = *input.first_chunk().expect("long enough");
+        if self.digests.header && digest(&[&bhs]) != input[BHS_LEN..header_len] {
+            return Err(FrameError::HeaderDigest.into());
+        }
+        if bhs[4] != 0 {
+            return Err(FrameError::TotalAhsLength(usize::from(bhs[4]) * 4).into());
+        }
+        let len = u32::from_be_bytes([0, bhs[5], bhs[6], bhs[7]]);
+        if len > self.limit {
+            let limit = self.limit;
+            return Err(FrameError::DataSegmentLength { len, limit }.into());
+        }
+        let placement = place(&bhs, len)?;
+        self.direct.clear();
+        if let Placement::Into(request, offset) = placement {
+            let slices = buffers(request).iter().map(crate::block::Buffer::slice);
+            cut(slices, offset as usize, len as usize, |slice| {
+                self.direct.push(slice);
+            });
+        }
+        self.start += header_len;
+        self.arriving = Some(Arriving {
+            bhs,
+            len,
+            left: len as usize,
+            is_discarded: placement == Placement::Discard,
+            digest: self.digests.data.then(DataDigest::new),
+        });
+        Ok(())
+    }
+
+    /// Takes what the buffer has of the arriving data and of what follows them.
+    fn take_data(&mut self) -> Option<Item<'static>> {
+        let arriving = self.arriving.as_mut()?;
+        let here = arriving.left.min(self.end - self.start);
+        if here > 0 {
+            let bytes = &self.buffer[self.start..self.start + here];
+            self.start += here;
+            if arriving.is_discarded {
+                if let Some(digest) = &mut arriving.digest {
+                    digest.update(bytes);
+                }
+                arriving.left -= here;
+            } else {
+                let mut at = 0;
+                for slice in &self.direct {
+                    let part = &bytes[at..(at + slice.len()).min(here)];
+                    slice.write(0, part);
+                    at += part.len();
+                }
+                self.place(here);
+            }
+        }
+        let arriving = self.arriving.as_mut()?;
+        let pad = padding(arriving.len as usize);
+        let tail = pad + if arriving.digest.is_some() { 4 } else { 0 };
+        if arriving.left > 0 || self.end - self.start < tail {
+            return None;
+        }
+        let tail = &self.buffer[self.start..self.start + tail];
+        self.start += tail.len();
+        let mut arriving = self.arriving.take()?;
+        let is_intact = match arriving.digest.take() {
+            None => true,
+            Some(mut digest) => {
+                digest.update(&tail[..pad]);
+                digest.finish() == tail[pad..]
+            }
+        };
+        Some(Item::Data {
+            bhs: arriving.bhs,
+            len: arriving.len,
+            is_intact,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use riser_scsi::iscsi::frame;
+
+    use super::*;
+    use crate::block::Buffer;
+    use crate::engine::pool::BufferPool;
+
+    const LEN: usize = 70_001;
+
+    /// What a socket does: fills what it is given, in order.
+    fn feed(incoming: &mut Incoming, bytes: &[u8]) {
+        let mut rest = bytes;
+        for slice in incoming.direct().to_vec() {
+            let (here, later) = rest.split_at(rest.len().min(slice.len()));
+            slice.write(0, here);
+            rest = later;
+        }
+        let room = incoming.room();
+        let here = rest.len().min(room.len());
+        room[..here].copy_from_slice(&rest[..here]);
+        incoming.advance(bytes.len() - (rest.len() - here));
+        assert_eq!(here, rest.len(), "more than there was room for");
+    }
+
+    /// The most that a socket may give at once.
+    fn space(incoming: &mut Incoming) -> usize {
+        let direct: usize = incoming.direct().iter().map(MemSlice::len).sum();
+        direct + incoming.room().len()
+    }
+
+    fn data_in(offset: u32, data: &[u8], digests: Digests, out: &mut Vec<u8>) {
+        let mut bhs = [0; BHS_LEN];
+        bhs[0] = DATA_IN;
+        bhs[40..44].copy_from_slice(&offset.to_be_bytes());
+        frame::put(bhs, &[], data, digests, out);
+    }
+
+    fn pattern(len: usize) -> Vec<u8> {
+        (0..len).map(|i| (i * 7 + i / 251) as u8).collect()
+    }
+
+    /// A ping, all of a command's data in three PDUs, and a ping; fed in pieces of these sizes.
+    fn run(sizes: &[usize], digests: Digests, damage: Option<usize>) -> (Vec<String>, Vec<u8>) {
+        let pool = BufferPool::new(1 << 20).unwrap();
+        let buffers: Vec<Buffer> = [1, 4097, 30_000, LEN - 34_098]
+            .iter()
+            .map(|len| pool.try_take(*len).unwrap())
+            .collect();
+        let data = pattern(LEN);
+        let mut stream = Vec::new();
+        let mut ping = [0; BHS_LEN];
+        ping[0] = 0x20;
+        frame::put(ping, &[], b"hello", digests, &mut stream);
+        for range in [0..5, 5..40_000, 40_000..LEN] {
+            data_in(range.start as u32, &data[range], digests, &mut stream);
+        }
+        if let Some(at) = damage {
+            let at = stream.len() - 100 - at;
+            stream[at] ^= 1;
+        }
+        frame::put(ping, &[], b"", digests, &mut stream);
+        let mut incoming = Incoming::new();
+        incoming.set(1 << 20, digests);
+        let mut seen = Vec::new();
+        let mut at = 0;
+        let mut sizes = sizes.iter().cycle();
+        while at < stream.len() {
+            let len = *sizes.next().expect("cycles");
+            let len = len.min(space(&mut incoming)).min(stream.len() - at);
+            feed(&mut incoming, &stream[at..at + len]);
+            at += len;
+            let place = |bhs: &[u8; BHS_LEN], _| {
+                let offset = u32::from_be_bytes(bhs[40..44].try_into().expect("four bytes"));
+                Ok(Placement::Into(RequestId(0), offset))
+            };
+            while let Some(item) = incoming.next(place, |_| &buffers).expect("a legal stream") {
+                seen.push(match item {
+                    Item::Pdu(frame) => format!("{:02x} {:?}", frame.bhs[0], frame.data),
+                    Item::Data { len, is_intact, .. } => format!("{len} {is_intact}"),
+                });
+            }
+        }
+        let placed = buffers.iter().flat_map(|b| b.slice().to_vec()).collect();
+        (seen, placed)
+    }
+
+    #[test]
+    fn damaged_data_are_told() {
+        let digests = Digests {
+            header: true,
+            data: true,
+        };
+        let (seen, placed) = run(&[1 << 20], digests, Some(0));
+        assert_eq!(seen[3], "30001 false");
+        assert_ne!(placed, pattern(LEN));
+    }
+
+    #[test]
+    fn a_header_of_a_stranger_is_refused() {
+        let none = |_: &[u8; BHS_LEN], _| Err(Fault::DataRange);
+        let mut stream = Vec::new();
+        data_in(0, &[0; 4], Digests::default(), &mut stream);
+        let mut incoming = Incoming::new();
+        feed(&mut incoming, &stream);
+        assert!(incoming.next(none, |_| &[]).is_err());
+        for (at, byte, wanted) in [(4, 1, "headers"), (5, 1, "data segment")] {
+            let mut bad = stream.clone();
+            bad[at] = byte;
+            let mut incoming = Incoming::new();
+            feed(&mut incoming, &bad);
+            let fault = incoming.next(none, |_| &[]).unwrap_err();
+            assert!(fault.to_string().contains(wanted), "{fault}");
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn a_stream_is_the_same_however_it_is_split(
+            sizes in proptest::collection::vec(1usize..50_000, 1..8),
+            header in any::<bool>(),
+            data in any::<bool>(),
+        ) {
+            let (seen, placed) = run(&sizes, Digests { header, data }, None);
+            let want = [
+                "20 [104, 101, 108, 108, 111]",
+                "5 true",
+                "39995 true",
+                "30001 true",
+                "20 []",
+            ];
+            prop_assert_eq!(seen, want);
+            prop_assert!(placed == pattern(LEN));
+        }
+    }
+}

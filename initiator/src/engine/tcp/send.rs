@@ -1,0 +1,279 @@
+//! The stream that leaves: PDUs in order, made when there is room for them.
+//!
+//! What is to be sent waits as items: a command and a sequence of data are one item each, however
+//! long. A batch of whole PDUs is made of them when the one before has left; its headers are bytes
+//! of their own, its data are named where they lie.
+//!
+//! Bound of the queue: for each command one item, and as many sequences as R2Ts may be open; the
+//! session's control PDUs.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use riser_memory::MemSlice;
+use riser_scsi::iscsi::frame::{self, DataDigest, Digests, padding};
+use riser_scsi::iscsi::pdu::DataOut;
+
+use super::{cut, read_parts};
+use crate::block::Buffer;
+use crate::engine::io::Io;
+use crate::iscsi::session::{ControlPdu, DataOrder, Session};
+use crate::request::RequestId;
+
+/// A batch takes no further PDU once it has this many bytes.
+const BATCH_BYTES: usize = 256 << 10;
+
+/// A batch takes no further PDU once it has this many pieces; one more PDU adds a few.
+const BATCH_CHUNKS: usize = 48;
+
+/// Something to send.
+#[derive(Debug)]
+pub(in crate::engine) enum Item {
+    /// A PDU without a command's data.
+    Control(ControlPdu),
+    /// A command, and its unsolicited data.
+    Command(RequestId),
+    /// A sequence of data.
+    Data(DataOrder),
+    /// From here on with these digests and data segments up to that many bytes.
+    Params(Digests, u32),
+}
+
+/// A piece of a batch.
+#[derive(Debug)]
+pub(super) enum Chunk {
+    /// These bytes of the heads.
+    Head(Range<usize>),
+    /// A command's data.
+    Data(MemSlice),
+}
+
+/// A sequence of which some is sent.
+#[derive(Debug)]
+struct Sequence {
+    order: DataOrder,
+    sent: u32,
+    data_sn: u32,
+}
+
+/// What PDUs are made of.
+pub(in crate::engine) struct Source<'a> {
+    pub(in crate::engine) session: &'a Session,
+    pub(in crate::engine) ios: &'a [Option<Io>],
+}
+
+impl<'a> Source<'a> {
+    fn buffers(&self, request: RequestId) -> &'a [Buffer] {
+        let io = self.ios.get(request.0 as usize).and_then(Option::as_ref);
+        io.map_or(&[], |io| io.io.data.buffers())
+    }
+}
+
+/// See the module's documentation.
+#[derive(Debug, Default)]
+pub(in crate::engine) struct Outgoing {
+    queue: VecDeque<Item>,
+    /// The sequence that is being sent.
+    sequence: Option<Sequence>,
+    digests: Digests,
+    max_segment: u32,
+    heads: Vec<u8>,
+    chunks: Vec<Chunk>,
+    len: usize,
+    sent: usize,
+    /// Items of a request that wait or are in the batch, by request.
+    pending: Vec<u16>,
+    /// Requests whose items end with the batch.
+    ending: Vec<RequestId>,
+    /// Sequences that end with the batch.
+    ended: Vec<DataOrder>,
+    /// Sequences that have been sent.
+    done: Vec<DataOrder>,
+}
+
+impl Outgoing {
+    /// Queues something to send.
+    pub(in crate::engine) fn push(&mut self, item: Item) {
+        match &item {
+            Item::Command(request) | Item::Data(DataOrder { request, .. }) => {
+                let at = request.0 as usize;
+                if at >= self.pending.len() {
+                    self.pending.resize(at + 1, 0);
+                }
+                self.pending[at] += 1;
+            }
+            Item::Control(_) | Item::Params(..) => {}
+        }
+        self.queue.push_back(item);
+    }
+
+    /// Whether something of a request's memory waits to be sent.
+    pub(in crate::engine) fn is_pending(&self, request: RequestId) -> bool {
+        self.pending.get(request.0 as usize).is_some_and(|n| *n > 0)
+    }
+
+    /// A sequence that has left.
+    pub(in crate::engine) fn poll_done(&mut self) -> Option<DataOrder> {
+        self.done.pop()
+    }
+
+    /// Whether there is something to send.
+    pub(super) fn has_work(&self) -> bool {
+        self.sent < self.len || self.sequence.is_some() || !self.queue.is_empty()
+    }
+
+    pub(super) fn heads(&self) -> &[u8] {
+        &self.heads
+    }
+
+    pub(super) fn chunks(&self) -> &[Chunk] {
+        &self.chunks
+    }
+
+    /// Bytes of the batch that have left.
+    pub(super) fn sent(&self) -> usize {
+        self.sent
+    }
+
+    /// `len` bytes more have left.
+    pub(super) fn advance(&mut self, len: usize) {
+        self.sent += len;
+        if self.sent < self.len {
+            return;
+        }
+        self.heads.clear();
+        self.chunks.clear();
+        (self.len, self.sent) = (0, 0);
+        for request in self.ending.drain(..) {
+            self.pending[request.0 as usize] -= 1;
+        }
+        self.done.append(&mut self.ended);
+    }
+
+    /// Makes a batch if none is on its way; whether there is something to send.
+    pub(super) fn fill(&mut self, source: &Source<'_>) -> bool {
+        if self.sent < self.len {
+            return true;
+        }
+        while self.len < BATCH_BYTES && self.chunks.len() < BATCH_CHUNKS {
+            if self.sequence.is_some() {
+                self.put_data(source);
+                continue;
+            }
+            match self.queue.pop_front() {
+                None => break,
+                Some(Item::Params(digests, max_segment)) => {
+                    (self.digests, self.max_segment) = (digests, max_segment);
+                }
+                Some(Item::Control(pdu)) => {
+                    let start = self.heads.len();
+                    frame::put(pdu.bhs, &[], &pdu.data, self.digests, &mut self.heads);
+                    self.push_head(start);
+                }
+                Some(Item::Command(request)) => self.put_command(request, source),
+                Some(Item::Data(order)) => {
+                    self.sequence = Some(Sequence {
+                        order,
+                        sent: 0,
+                        data_sn: 0,
+                    });
+                }
+            }
+        }
+        self.len > 0
+    }
+
+    fn put_command(&mut self, request: RequestId, source: &Source<'_>) {
+        let Some(command) = source.session.emit_command(request) else {
+            self.pending[request.0 as usize] -= 1;
+            return;
+        };
+        let start = self.heads.len();
+        let len = command.immediate;
+        frame::put_header(
+            command.bhs,
+            &command.ahs,
+            len,
+            self.digests,
+            &mut self.heads,
+        );
+        self.push_head(start);
+        self.put_segment(request, 0, len, source);
+        match command.unsolicited {
+            Some(order) => {
+                self.sequence = Some(Sequence {
+                    order,
+                    sent: 0,
+                    data_sn: 0,
+                });
+            }
+            None => self.ending.push(request),
+        }
+    }
+
+    /// The next PDU of the sequence.
+    fn put_data(&mut self, source: &Source<'_>) {
+        let Some(sequence) = &mut self.sequence else {
+            return;
+        };
+        let order = sequence.order;
+        let offset = order.offset + sequence.sent;
+        let len = (order.len - sequence.sent).min(self.max_segment);
+        let is_final = sequence.sent + len == order.len;
+        let pdu = DataOut {
+            is_final,
+            lun: order.lun,
+            itt: order.itt,
+            ttt: order.ttt,
+            exp_stat_sn: source.session.exp_stat_sn(),
+            data_sn: sequence.data_sn,
+            offset,
+        };
+        sequence.sent += len;
+        sequence.data_sn += 1;
+        let start = self.heads.len();
+        frame::put_header(pdu.header(), &[], len, self.digests, &mut self.heads);
+        self.push_head(start);
+        self.put_segment(order.request, offset, len, source);
+        if is_final {
+            self.sequence = None;
+            self.ending.push(order.request);
+            self.ended.push(order);
+        }
+    }
+
+    /// A data segment with its padding and digest.
+    fn put_segment(&mut self, request: RequestId, offset: u32, len: u32, source: &Source<'_>) {
+        if len == 0 {
+            return;
+        }
+        let mut digest = self.digests.data.then(DataDigest::new);
+        let slices = source.buffers(request).iter().map(Buffer::slice);
+        cut(slices, offset as usize, len as usize, |slice| {
+            if let Some(digest) = &mut digest {
+                read_parts(&slice, |part| digest.update(part));
+            }
+            self.len += slice.len();
+            self.chunks.push(Chunk::Data(slice));
+        });
+        let start = self.heads.len();
+        let pad = &[0; 3][..padding(len as usize)];
+        self.heads.extend_from_slice(pad);
+        if let Some(mut digest) = digest {
+            digest.update(pad);
+            self.heads.extend(digest.finish());
+        }
+        self.push_head(start);
+    }
+
+    /// Appends what was written to the heads from `start` on.
+    fn push_head(&mut self, start: usize) {
+        let end = self.heads.len();
+        self.len += end - start;
+        match self.chunks.last_mut() {
+            _ if start == end => {}
+            Some(Chunk::Head(last)) if last.end == start => last.end = end,
+            _ => self.chunks.push(Chunk::Head(start..end)),
+        }
+    }
+}

@@ -1,0 +1,337 @@
+//! The connection: made, lost, made again, closed; and the login on it.
+
+use std::time::Instant;
+
+use riser_scsi::iscsi::chap::CHALLENGE_LEN;
+use riser_scsi::iscsi::login::{
+    ConnectionParams, InitiatorConfig, InitiatorLogin, LoginError, LoginStep, SessionParams,
+};
+use riser_scsi::iscsi::pdu::{
+    LoginResponse, LogoutReason, LogoutRequest, TextRequest, TextResponse,
+};
+use riser_scsi::iscsi::text::{self, Collector};
+use riser_scsi::iscsi::{Cid, CmdSn, Numbers, StatSn, Tsih, Ttt};
+
+use super::types::{Link, Slot};
+use super::{
+    ControlPdu, Fault, LOGOUT_PATIENCE, LOGOUT_TAG, MAX_REDIRECTIONS, Output, Session, TEXT_TAG,
+};
+use crate::session::{ConnectError, Down, SessionEvent, SessionState};
+
+impl Session {
+    pub(super) fn connect(&mut self, now: Instant) {
+        let until = now + self.patience;
+        self.login = None;
+        self.params = None;
+        self.slots.fill(Slot::default());
+        self.free = (0..self.config.queue_size).rev().collect();
+        self.cmd_sn = CmdSn(1);
+        self.max_cmd_sn = CmdSn(1);
+        self.exp_stat_sn = StatSn(0);
+        self.tmf = None;
+        self.aborts.clear();
+        self.pinged = None;
+        self.targets = Collector::default();
+        self.link = Link::Connecting(until);
+        self.arm(until);
+        self.outputs.push_back(Output::Connect(self.moved.clone()));
+    }
+
+    /// The connection is made. `random` must be such that nobody can foresee it.
+    pub fn handle_connected(&mut self, random: [u8; CHALLENGE_LEN + 1], now: Instant) {
+        let Link::Connecting(until) = self.link else {
+            return;
+        };
+        let config = &self.config;
+        let login = InitiatorLogin::new(
+            InitiatorConfig {
+                name: config.name.clone(),
+                target: config.target.clone(),
+                isid: config.isid,
+                tsih: Tsih(0),
+                cid: Cid(0),
+                cmd_sn: self.cmd_sn,
+                credentials: config.credentials.clone(),
+                target_credentials: config.target_credentials.clone(),
+                offer: config.offer,
+                keys: config.keys.clone(),
+            },
+            random,
+        );
+        let login = login.with_algorithms(config.algorithms.clone());
+        self.login = Some(Box::new(login));
+        self.link = Link::LoggingIn(until);
+        self.last_heard = now;
+        self.send_login();
+    }
+
+    fn send_login(&mut self) {
+        let next = self.login.as_mut().and_then(|login| login.poll_request());
+        if let Some((mut request, data)) = next {
+            request.exp_stat_sn = self.exp_stat_sn;
+            let bhs = request.header();
+            self.outputs
+                .push_back(Output::Send(ControlPdu { bhs, data }));
+        }
+    }
+
+    pub(super) fn on_login_response(
+        &mut self,
+        response: &LoginResponse,
+        data: &[u8],
+        numbers: Numbers,
+        now: Instant,
+    ) {
+        let Some(login) = self.login.as_mut() else {
+            return;
+        };
+        match login.handle_response(response, data) {
+            Ok(LoginStep::Send) => {
+                self.exp_stat_sn = numbers.stat_sn.next();
+                self.send_login();
+            }
+            Ok(LoginStep::FullFeature {
+                session,
+                connection,
+                ..
+            }) => {
+                self.exp_stat_sn = numbers.stat_sn.next();
+                self.max_cmd_sn = numbers.max_cmd_sn;
+                self.on_full_feature(session, connection, now);
+            }
+            Ok(LoginStep::Redirect { to, .. }) => {
+                self.moves += 1;
+                if self.moves > MAX_REDIRECTIONS {
+                    self.fail_login(ConnectError::Redirected);
+                    return;
+                }
+                self.moved = Some(to);
+                self.link = Link::Closing;
+                self.outputs.push_back(Output::Disconnect);
+            }
+            Err(error) => self.fail_login(ConnectError::IscsiLogin(error)),
+        }
+    }
+
+    fn fail_login(&mut self, error: ConnectError) {
+        // The next attempt goes where the first one went.
+        self.moved = None;
+        self.tear_down(error.into(), false);
+    }
+
+    fn on_full_feature(
+        &mut self,
+        session: SessionParams,
+        connection: ConnectionParams,
+        now: Instant,
+    ) {
+        let wanted = self.config.digests;
+        let agreed = connection.digests;
+        if (wanted.header && !agreed.header) || (wanted.data && !agreed.data) {
+            let error = LoginError::Protocol("a digest that was asked for is refused");
+            self.fail_login(ConnectError::IscsiLogin(error));
+            return;
+        }
+        self.login = None;
+        self.moves = 0;
+        self.params = Some((session, connection));
+        self.link = Link::Up;
+        self.outputs.push_back(Output::FullFeature(connection));
+        self.last_heard = now;
+        self.arm(now + self.config.ping);
+        self.state = SessionState::Live;
+        self.ever_live = true;
+        self.backoff = self.config.timing.backoff_min;
+        self.patience = self.config.timing.login;
+        self.outputs.push_back(Output::Event(SessionEvent::Live));
+        if self.is_discovery() {
+            let mut wish = Vec::new();
+            text::put(&mut wish, "SendTargets", "All");
+            self.send_text(Ttt::NONE, wish);
+        } else {
+            self.pump(now);
+        }
+    }
+
+    fn send_text(&mut self, ttt: Ttt, data: Vec<u8>) {
+        let request = TextRequest {
+            immediate: true,
+            is_final: true,
+            continues: false,
+            lun: [0; 8],
+            itt: TEXT_TAG,
+            ttt,
+            cmd_sn: self.cmd_sn,
+            exp_stat_sn: self.exp_stat_sn,
+        };
+        let bhs = request.header();
+        self.outputs
+            .push_back(Output::Send(ControlPdu { bhs, data }));
+    }
+
+    /// A part of the answer to SendTargets.
+    pub(super) fn on_text(
+        &mut self,
+        response: &TextResponse,
+        data: &[u8],
+        now: Instant,
+    ) -> Result<(), Fault> {
+        if !self.is_discovery() || response.itt != TEXT_TAG {
+            return Err(Fault::Unexpected("a text response"));
+        }
+        // A target with more to say either marks text that goes on, or keeps the exchange open.
+        let more = response.continues || !response.is_final;
+        match self.targets.take(data, more)? {
+            None => self.send_text(response.ttt, Vec::new()),
+            Some(text) => {
+                let (found, refused) = riser_scsi::iscsi::name::parse_targets(&text)?;
+                if refused > 0 {
+                    tracing::warn!("{refused} names or addresses of targets are not legal");
+                }
+                self.outputs.push_back(Output::Found(found));
+                self.close(now);
+            }
+        }
+        Ok(())
+    }
+
+    /// The connection could not be made. The owner has released what it held.
+    pub fn handle_connect_failed(&mut self, error: ConnectError, now: Instant) {
+        if !matches!(self.link, Link::Connecting(_)) {
+            return;
+        }
+        self.link = Link::Down;
+        self.moved = None;
+        if self.state == SessionState::LoggingIn {
+            self.state = SessionState::TearingDown {
+                why: error.into(),
+                last: !self.ever_live,
+            };
+        }
+        self.on_down(now);
+    }
+
+    /// The connection broke, or the peer closed it.
+    pub fn handle_broken(&mut self, now: Instant) {
+        match self.link {
+            Link::LoggingOut(_) => self.disconnect(),
+            Link::Connecting(_) | Link::LoggingIn(_) | Link::Up => {
+                self.moved = None;
+                self.tear_down(Down::ConnectionLost, false);
+            }
+            Link::Down | Link::Closing => {}
+        }
+        self.pump(now);
+    }
+
+    /// The target broke the protocol.
+    pub fn handle_fault(&mut self, fault: Fault) {
+        if self.link.is_open() {
+            self.tear_down(fault.into(), false);
+        }
+    }
+
+    /// The connection is gone: nothing can arrive any more, and nothing uses a request's memory.
+    pub fn handle_gone(&mut self, now: Instant) {
+        self.link = Link::Down;
+        self.params = None;
+        self.tmf = None;
+        self.aborts.clear();
+        self.pinged = None;
+        for (index, end) in self.requests.of_channel(0) {
+            self.settle(index, end, now);
+        }
+        if self.state == SessionState::LoggingIn {
+            // The target has moved.
+            self.connect(now);
+            return;
+        }
+        self.on_down(now);
+    }
+
+    /// Goes on with a tear-down once the connection is gone.
+    pub(super) fn on_down(&mut self, now: Instant) {
+        let SessionState::TearingDown { why, last } = self.state else {
+            return;
+        };
+        if self.link != Link::Down {
+            return;
+        }
+        if last || !self.ever_live {
+            self.state = SessionState::Closed;
+            self.complete_all();
+            self.timer = None;
+            self.outputs
+                .push_back(Output::Event(SessionEvent::Closed(why)));
+            return;
+        }
+        let until = now + self.backoff;
+        self.backoff = (self.backoff * 2).min(self.config.timing.backoff_max);
+        self.state = SessionState::Backoff { until };
+        self.arm(until);
+        self.outputs
+            .push_back(Output::Event(SessionEvent::Reconnecting(why)));
+    }
+
+    /// Begins to close the connection.
+    pub(super) fn tear_down(&mut self, why: Down, last: bool) {
+        match &mut self.state {
+            SessionState::Closed => return,
+            SessionState::TearingDown { last: l, .. } => *l |= last,
+            state => *state = SessionState::TearingDown { why, last },
+        }
+        self.disconnect();
+    }
+
+    fn disconnect(&mut self) {
+        if !matches!(self.link, Link::Down | Link::Closing) {
+            self.link = Link::Closing;
+            self.outputs.push_back(Output::Disconnect);
+        }
+    }
+
+    /// Logs out, and then closes the connection.
+    pub(super) fn log_out(&mut self, why: Down, last: bool, now: Instant) {
+        if self.link != Link::Up {
+            self.tear_down(why, last);
+            return;
+        }
+        self.state = SessionState::TearingDown { why, last };
+        let until = now + LOGOUT_PATIENCE;
+        self.link = Link::LoggingOut(until);
+        self.arm(until);
+        let request = LogoutRequest {
+            immediate: true,
+            reason: LogoutReason::CloseSession,
+            itt: LOGOUT_TAG,
+            cid: Cid(0),
+            cmd_sn: self.cmd_sn,
+            exp_stat_sn: self.exp_stat_sn,
+        };
+        let bhs = request.header();
+        let data = Vec::new();
+        self.outputs
+            .push_back(Output::Send(ControlPdu { bhs, data }));
+    }
+
+    pub(super) fn on_logged_out(&mut self) {
+        if matches!(self.link, Link::LoggingOut(_)) {
+            self.disconnect();
+        }
+    }
+
+    /// Ends the session: logs out, disconnects, and completes every request with
+    /// [`RequestError::Closed`](crate::request::RequestError::Closed).
+    pub fn close(&mut self, now: Instant) {
+        match self.link {
+            Link::Up => self.log_out(Down::Closed, true, now),
+            Link::LoggingOut(_) => {
+                if let SessionState::TearingDown { last, .. } = &mut self.state {
+                    *last = true;
+                }
+            }
+            _ => self.tear_down(Down::Closed, true),
+        }
+        self.on_down(now);
+    }
+}

@@ -1,0 +1,208 @@
+//! A session: an initiator port, a target, one connection, and the requests on it.
+//!
+//! [`Session`] is a machine with no I/O in it. Its owner tells it what happened (`handle_*`), asks it
+//! what to do ([`Session::poll_output`]) and when to wake it ([`Session::next_deadline`]). The same
+//! machine serves TCP and iSER: who moves a command's data is the owner's affair. On TCP it is told
+//! of every PDU; on iSER data move by themselves, and there are neither Data-In nor R2T.
+//!
+//! # Memory
+//! A request is never reported while its memory is in use. When an attempt is over the session says
+//! [`Output::Retire`]; the owner answers [`Session::handle_retired`] when nothing of the memory waits
+//! to be sent and the target cannot reach it. A connection that is gone ends all use at once.
+//!
+//! # Time
+//! An attempt that is not answered in time is aborted: ABORT TASK, then LOGICAL UNIT RESET, then
+//! TARGET WARM RESET, then a new connection, each when the one before it fails or is not answered
+//! either. A target that says nothing for a while is pinged; one that does not answer is left.
+//!
+//! # Replay
+//! Error recovery level 0: whatever goes wrong on the connection ends it, and the session logs in
+//! again with the same ISID and no TSIH. That reinstates the session (RFC 7143 6.3.5): the target
+//! ends the tasks of the old one before it answers the login. So the requests for which it makes no
+//! difference to be carried out twice are sent again, in the order of their submission and none while
+//! an earlier one with an overlapping effect is outstanding, exactly as on SRP; see
+//! [`crate::srp::session`]. Others end with [`RequestError::ConnectionLost`](crate::request::RequestError::ConnectionLost).
+//!
+//! # Discovery
+//! A session without a target asks for all targets (SendTargets=All), tells them
+//! ([`Output::Found`]) and logs out.
+//!
+//! # Not implemented
+//! Several connections in a session; error recovery levels 1 and 2; bidirectional commands.
+
+mod links;
+mod receive;
+mod recovery;
+mod tasks;
+mod types;
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use riser_scsi::iscsi::login::{ConnectionParams, InitiatorLogin, SessionParams};
+use riser_scsi::iscsi::name::TargetAddress;
+use riser_scsi::iscsi::text::Collector;
+use riser_scsi::iscsi::{CmdSn, Itt, StatSn};
+
+pub use self::types::{CommandPdu, ControlPdu, DataOrder, Fault, Output, Placement, SessionConfig};
+use self::types::{Link, Slot, TmfKind};
+use crate::request::RequestId;
+use crate::request::RequestSpec;
+use crate::request::table::{Late, Limits, Requests};
+use crate::session::{SessionState, SubmitError};
+
+/// Longest wait for the answer to a logout.
+const LOGOUT_PATIENCE: Duration = Duration::from_millis(500);
+
+/// Redirections followed in a row.
+const MAX_REDIRECTIONS: u8 = 4;
+
+/// Tags of what is not a command; commands have smaller low halves.
+const TMF_TAG: u32 = 0xfff1;
+const PING_TAG: Itt = Itt(0xfff2);
+const LOGOUT_TAG: Itt = Itt(0xfff3);
+const TEXT_TAG: Itt = Itt(0xfff4);
+
+/// One session. See the module's documentation.
+#[derive(Debug)]
+pub struct Session {
+    config: SessionConfig,
+    state: SessionState,
+    ever_live: bool,
+    backoff: Duration,
+    /// How long the next attempt to log in may take.
+    patience: Duration,
+    link: Link,
+    login: Option<Box<InitiatorLogin>>,
+    params: Option<(SessionParams, ConnectionParams)>,
+    /// Where the target has moved to, and how often in a row it did.
+    moved: Option<TargetAddress>,
+    moves: u8,
+    requests: Requests<Itt>,
+    slots: Vec<Slot>,
+    free: Vec<u16>,
+    cmd_sn: CmdSn,
+    max_cmd_sn: CmdSn,
+    exp_stat_sn: StatSn,
+    tmf: Option<(TmfKind, Itt, Instant)>,
+    tmf_serial: u16,
+    /// Requests that wait for their ABORT TASK. Bound: the queue size.
+    aborts: VecDeque<Late>,
+    last_heard: Instant,
+    /// A ping is unanswered, until then.
+    pinged: Option<Instant>,
+    targets: Collector,
+    outputs: VecDeque<Output>,
+    /// Not after the earliest deadline of anything.
+    timer: Option<Instant>,
+}
+
+impl Session {
+    /// A session that begins to connect at once.
+    ///
+    /// # Panics
+    /// If the configuration has no room for a command or a request.
+    #[must_use]
+    pub fn new(config: SessionConfig, now: Instant) -> Self {
+        assert!((1..=4096).contains(&config.queue_size));
+        let mut session = Self {
+            state: SessionState::LoggingIn,
+            ever_live: false,
+            backoff: config.timing.backoff_min,
+            patience: config.timing.login,
+            link: Link::Down,
+            login: None,
+            params: None,
+            moved: None,
+            moves: 0,
+            requests: Requests::new(Limits {
+                requests: config.max_requests,
+                attempts: config.max_attempts,
+                busy: config.timing.busy,
+            }),
+            slots: vec![Slot::default(); config.queue_size.into()],
+            free: (0..config.queue_size).rev().collect(),
+            cmd_sn: CmdSn(1),
+            max_cmd_sn: CmdSn(1),
+            exp_stat_sn: StatSn(0),
+            tmf: None,
+            tmf_serial: 0,
+            aborts: VecDeque::new(),
+            last_heard: now,
+            pinged: None,
+            targets: Collector::default(),
+            outputs: VecDeque::new(),
+            timer: None,
+            config,
+        };
+        session.connect(now);
+        session
+    }
+
+    /// Where the session is in its life.
+    #[must_use]
+    pub fn state(&self) -> SessionState {
+        self.state
+    }
+
+    /// Requests taken and not yet completed.
+    #[must_use]
+    pub fn requests(&self) -> usize {
+        self.requests.len()
+    }
+
+    /// What the login agreed on; `None` without a connection in full-feature phase.
+    #[must_use]
+    pub fn params(&self) -> Option<&(SessionParams, ConnectionParams)> {
+        self.params.as_ref()
+    }
+
+    /// The next status that is expected, for headers that acknowledge those before it.
+    #[must_use]
+    pub fn exp_stat_sn(&self) -> StatSn {
+        self.exp_stat_sn
+    }
+
+    /// The next thing to do.
+    pub fn poll_output(&mut self) -> Option<Output> {
+        self.outputs.pop_front()
+    }
+
+    /// When [`Self::handle_timeout`] should be called, at the latest.
+    #[must_use]
+    pub fn next_deadline(&self) -> Option<Instant> {
+        self.timer
+    }
+
+    fn arm(&mut self, at: Instant) {
+        self.timer = Some(self.timer.map_or(at, |t| t.min(at)));
+    }
+
+    fn is_discovery(&self) -> bool {
+        self.config.target.is_none()
+    }
+
+    /// Takes a request.
+    ///
+    /// # Errors
+    /// [`SubmitError`]; nothing was taken.
+    pub fn submit(&mut self, spec: RequestSpec, now: Instant) -> Result<RequestId, SubmitError> {
+        if self.is_ending() || self.is_discovery() {
+            return Err(SubmitError::Closed);
+        }
+        let id = self.requests.insert(spec).ok_or(SubmitError::Full)?;
+        self.arm(spec.deadline);
+        self.pump(now);
+        Ok(id)
+    }
+
+    fn is_ending(&self) -> bool {
+        matches!(
+            self.state,
+            SessionState::Closed | SessionState::TearingDown { last: true, .. }
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests;

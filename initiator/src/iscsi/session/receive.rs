@@ -1,0 +1,339 @@
+//! What arrives.
+
+use std::time::Instant;
+
+use riser_scsi::iscsi::frame::Frame;
+use riser_scsi::iscsi::pdu::{
+    AsyncEvent, AsyncMessage, DataIn, FromTarget, NopIn, R2t, Reject, ScsiResponse,
+};
+use riser_scsi::iscsi::{BHS_LEN, Itt, Numbers, Ttt};
+use riser_scsi::step::Residual;
+
+use super::types::Link;
+use super::{DataOrder, Fault, LOGOUT_TAG, Output, PING_TAG, Placement, Session};
+use crate::request::table::AttemptEnd;
+use crate::request::{Answer, DataLen, GOOD, RequestError, RequestId};
+use crate::session::{Down, SessionEvent};
+
+/// Longest ping that is answered with its data, in bytes.
+const MAX_ECHO: usize = 8192;
+
+/// What the status of a command says besides its sense data.
+struct Ended {
+    status: u8,
+    residual: Residual,
+}
+
+impl Session {
+    /// Takes a PDU that is no Data-In with data.
+    pub fn handle_pdu(&mut self, frame: &Frame<'_>, now: Instant) {
+        if !self.link.is_open() {
+            return;
+        }
+        self.last_heard = now;
+        if let Err(fault) = self.take_pdu(frame, now) {
+            self.handle_fault(fault);
+        }
+        self.pump(now);
+    }
+
+    fn take_pdu(&mut self, frame: &Frame<'_>, now: Instant) -> Result<(), Fault> {
+        if !frame.is_intact {
+            return Err(Fault::DataDigest);
+        }
+        let (pdu, numbers) = FromTarget::parse(frame)?;
+        if let FromTarget::LoginResponse(response) = &pdu {
+            if !matches!(self.link, Link::LoggingIn(_)) {
+                return Err(Fault::Unexpected("a login response"));
+            }
+            self.on_login_response(response, frame.data, numbers, now);
+            return Ok(());
+        }
+        if matches!(self.link, Link::LoggingIn(_)) {
+            return Err(Fault::Unexpected("no login response"));
+        }
+        self.take_numbers(&pdu, numbers);
+        match pdu {
+            FromTarget::NopIn(nop) => self.on_nop(&nop, frame.data),
+            FromTarget::ScsiResponse(response) => self.on_response(&response, frame.data)?,
+            FromTarget::TmfResponse(response) => {
+                if self.tmf.is_some_and(|(_, itt, _)| itt == response.itt) {
+                    self.on_tmf_end(Some(response.status), now);
+                }
+            }
+            FromTarget::TextResponse(response) => self.on_text(&response, frame.data, now)?,
+            FromTarget::DataIn(data) => self.on_data_in(&data, 0)?,
+            FromTarget::LogoutResponse(response) if response.itt == LOGOUT_TAG => {
+                self.on_logged_out();
+            }
+            FromTarget::R2t(r2t) => self.on_r2t(&r2t)?,
+            FromTarget::AsyncMessage(message) => self.on_async(&message, frame.data, now)?,
+            FromTarget::Reject(reject) => self.on_reject(reject, frame.data, now)?,
+            FromTarget::LoginResponse(_) | FromTarget::LogoutResponse(_) => {
+                return Err(Fault::Unexpected("an answer to no question"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes the window and, of PDUs that have one, the status number.
+    fn take_numbers(&mut self, pdu: &FromTarget, numbers: Numbers) {
+        let has_window = !numbers
+            .max_cmd_sn
+            .is_before(numbers.exp_cmd_sn.plus(u32::MAX));
+        if has_window && self.max_cmd_sn.is_before(numbers.max_cmd_sn) {
+            self.max_cmd_sn = numbers.max_cmd_sn;
+        }
+        let has_status = match pdu {
+            FromTarget::DataIn(data) => data.status.is_some(),
+            // An unasked NOP-In and an R2T tell the next number without using it.
+            FromTarget::NopIn(nop) => nop.itt != Itt::NONE,
+            FromTarget::R2t(_) => false,
+            _ => true,
+        };
+        if has_status && !numbers.stat_sn.is_before(self.exp_stat_sn) {
+            self.exp_stat_sn = numbers.stat_sn.next();
+        }
+    }
+
+    /// Where the data of a Data-In go, of which only the header has come.
+    ///
+    /// # Errors
+    /// [`Fault`]: the connection is to be closed; [`Self::handle_fault`] does so.
+    pub fn place_data(&self, bhs: &[u8; BHS_LEN], len: u32) -> Result<Placement, Fault> {
+        if !matches!(self.link, Link::Up | Link::LoggingOut(_)) {
+            return Err(Fault::Unexpected("Data-In"));
+        }
+        let data = parse_data_in(bhs)?.0;
+        let Some(task) = self.task(data.itt) else {
+            return if self.is_stale(data.itt) {
+                Ok(Placement::Discard)
+            } else {
+                Err(Fault::UnknownTask(data.itt))
+            };
+        };
+        let DataLen::In(room) = task.len else {
+            return Err(Fault::DataRange);
+        };
+        if data.data_sn != task.data_sn || data.offset != task.received {
+            return Err(Fault::DataOrder);
+        }
+        match data.offset.checked_add(len) {
+            Some(end) if end <= room => Ok(Placement::Into(RequestId(task.request), data.offset)),
+            _ => Err(Fault::DataRange),
+        }
+    }
+
+    /// The data of a Data-In are where [`Self::place_data`] wanted them.
+    pub fn handle_data_in(&mut self, bhs: &[u8; BHS_LEN], len: u32, is_intact: bool, now: Instant) {
+        if !matches!(self.link, Link::Up | Link::LoggingOut(_)) {
+            return;
+        }
+        self.last_heard = now;
+        let taken = match parse_data_in(bhs) {
+            Ok(_) if !is_intact => Err(Fault::DataDigest),
+            Ok((data, numbers)) => {
+                self.take_numbers(&FromTarget::DataIn(data), numbers);
+                self.on_data_in(&data, len)
+            }
+            Err(fault) => Err(fault),
+        };
+        if let Err(fault) = taken {
+            self.handle_fault(fault);
+        }
+        self.pump(now);
+    }
+
+    fn on_data_in(&mut self, data: &DataIn, len: u32) -> Result<(), Fault> {
+        let Some(task) = self.task_mut(data.itt) else {
+            return if self.is_stale(data.itt) {
+                Ok(())
+            } else {
+                Err(Fault::UnknownTask(data.itt))
+            };
+        };
+        task.data_sn = task.data_sn.wrapping_add(1);
+        task.received = task.received.saturating_add(len);
+        match data.status {
+            None => Ok(()),
+            Some(with) => {
+                let ended = Ended {
+                    status: with.status,
+                    residual: with.residual,
+                };
+                self.end_task(data.itt, &ended, &[])
+            }
+        }
+    }
+
+    fn on_response(&mut self, response: &ScsiResponse, data: &[u8]) -> Result<(), Fault> {
+        let Some(task) = self.task(response.itt) else {
+            return if self.is_stale(response.itt) {
+                Ok(())
+            } else {
+                Err(Fault::UnknownTask(response.itt))
+            };
+        };
+        let request = task.request;
+        if response.response != 0 {
+            let error = RequestError::TargetFailure(response.response);
+            self.end_attempt(request, response.itt, AttemptEnd::Refused(error));
+            return Ok(());
+        }
+        let sense = ScsiResponse::sense_of(data)?;
+        let ended = Ended {
+            status: response.status,
+            residual: response.residual,
+        };
+        self.end_task(response.itt, &ended, sense)
+    }
+
+    /// A command was answered.
+    fn end_task(&mut self, itt: Itt, ended: &Ended, sense: &[u8]) -> Result<(), Fault> {
+        let task = *self.task(itt).expect("the caller has looked");
+        let len = match task.len {
+            DataLen::None => 0,
+            DataLen::In(len) | DataLen::Out(len) => len,
+        };
+        let (transferred, overflow) = match ended.residual {
+            Residual::None => (len, 0),
+            Residual::Overflow(more) => (len, more),
+            Residual::Underflow(residual) => {
+                let moved = len.checked_sub(residual);
+                (moved.ok_or(Fault::Residual { residual, len })?, 0)
+            }
+        };
+        // On iSER nobody but the target knows how much it wrote.
+        let transferred = match task.len {
+            DataLen::In(_) if !self.is_rdma() => transferred.min(task.received),
+            _ => transferred,
+        };
+        let answer = Answer {
+            status: ended.status,
+            sense: (!sense.is_empty() && ended.status != GOOD).then(|| Box::from(sense)),
+            transferred,
+            overflow,
+        };
+        self.end_attempt(task.request, itt, AttemptEnd::Answered(answer));
+        Ok(())
+    }
+
+    fn is_rdma(&self) -> bool {
+        self.params
+            .as_ref()
+            .is_some_and(|(session, _)| session.rdma_extensions)
+    }
+
+    fn on_r2t(&mut self, r2t: &R2t) -> Result<(), Fault> {
+        let Some((session, _)) = self.params else {
+            return Err(Fault::Unexpected("an R2T"));
+        };
+        let Some(task) = self.task_mut(r2t.itt) else {
+            return if self.is_stale(r2t.itt) {
+                Ok(())
+            } else {
+                Err(Fault::UnknownTask(r2t.itt))
+            };
+        };
+        let DataLen::Out(room) = task.len else {
+            return Err(Fault::R2t);
+        };
+        let end = r2t.offset.checked_add(r2t.len).filter(|end| *end <= room);
+        let is_legal = r2t.ttt != Ttt::NONE
+            && r2t.len > 0
+            && r2t.len <= session.max_burst
+            && r2t.offset == task.solicited
+            && task.open_r2t < session.max_outstanding_r2t;
+        let (Some(end), true) = (end, is_legal) else {
+            return Err(Fault::R2t);
+        };
+        task.solicited = end;
+        task.open_r2t += 1;
+        let request = RequestId(task.request);
+        let order = DataOrder {
+            request,
+            itt: r2t.itt,
+            ttt: r2t.ttt,
+            lun: self.requests.at(request.0).spec.lun,
+            offset: r2t.offset,
+            len: r2t.len,
+        };
+        self.outputs.push_back(Output::SendData(order));
+        Ok(())
+    }
+
+    fn on_nop(&mut self, nop: &NopIn, data: &[u8]) {
+        if nop.itt == PING_TAG {
+            self.pinged = None;
+        }
+        if nop.ttt != Ttt::NONE && self.link == Link::Up {
+            let limit = match &self.params {
+                Some((_, connection)) => connection.max_send_segment as usize,
+                None => 0,
+            };
+            let echo = &data[..data.len().min(limit).min(MAX_ECHO)];
+            self.send_nop(Itt::NONE, nop.ttt, nop.lun, echo.to_vec());
+        }
+    }
+
+    fn on_async(&mut self, message: &AsyncMessage, data: &[u8], now: Instant) -> Result<(), Fault> {
+        match message.event {
+            AsyncEvent::Scsi => {
+                let sense = Box::from(ScsiResponse::sense_of(data)?);
+                let lun = message.lun;
+                self.outputs
+                    .push_back(Output::Event(SessionEvent::UnitEvent { lun, sense }));
+            }
+            // A target that wants to negotiate again gets a new login, which is one.
+            AsyncEvent::LogoutRequested | AsyncEvent::Negotiate => {
+                self.log_out(Down::LogoutRequested, false, now);
+            }
+            // Which tasks had been answered before only a new session knows for sure.
+            AsyncEvent::ConnectionDropped
+            | AsyncEvent::SessionDropped
+            | AsyncEvent::TasksTerminated => self.tear_down(Down::LogoutRequested, false),
+        }
+        Ok(())
+    }
+
+    fn on_reject(&mut self, reject: Reject, data: &[u8], now: Instant) -> Result<(), Fault> {
+        let reason = reject.reason;
+        let Some(bhs) = data.first_chunk::<BHS_LEN>() else {
+            return Err(Fault::Rejected(reason));
+        };
+        let itt = Itt(u32::from_be_bytes([bhs[16], bhs[17], bhs[18], bhs[19]]));
+        match bhs[0] & 0x3f {
+            0x00 if itt == PING_TAG || itt == Itt::NONE => {
+                // It is there, whatever it thinks of pings.
+                self.pinged = None;
+                Ok(())
+            }
+            0x01 => {
+                if let Some(task) = self.task(itt) {
+                    let request = task.request;
+                    let error = RequestError::Rejected(reason);
+                    self.end_attempt(request, itt, AttemptEnd::Refused(error));
+                }
+                Ok(())
+            }
+            0x02 if self.tmf.is_some_and(|(_, tag, _)| tag == itt) => {
+                self.on_tmf_end(None, now);
+                Ok(())
+            }
+            _ => Err(Fault::Rejected(reason)),
+        }
+    }
+}
+
+fn parse_data_in(bhs: &[u8; BHS_LEN]) -> Result<(DataIn, Numbers), Fault> {
+    let frame = Frame {
+        bhs,
+        ahs: &[],
+        data: &[],
+        is_intact: true,
+    };
+    match FromTarget::parse(&frame)? {
+        (FromTarget::DataIn(data), numbers) => Ok((data, numbers)),
+        _ => Err(Fault::Unexpected("no Data-In")),
+    }
+}

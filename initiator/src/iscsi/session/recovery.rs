@@ -1,0 +1,199 @@
+//! Time: what is late is aborted, reset, or left; who is silent is pinged.
+
+use std::time::Instant;
+
+use riser_scsi::iscsi::pdu::{NopOut, TmfFunction, TmfRequest, TmfStatus};
+use riser_scsi::iscsi::{CmdSn, Itt, Ttt};
+
+use super::types::{Link, TmfKind};
+use super::{ControlPdu, Output, PING_TAG, Session, TMF_TAG};
+use crate::request::RequestError;
+use crate::request::table::{AttemptEnd, Late, RequestState};
+use crate::session::{ConnectError, Down, SessionState};
+
+impl Session {
+    /// Does what is due.
+    pub fn handle_timeout(&mut self, now: Instant) {
+        if self.timer.is_none_or(|t| t > now) {
+            return;
+        }
+        self.timer = None;
+        if let SessionState::Backoff { until } = self.state {
+            if until <= now {
+                self.state = SessionState::LoggingIn;
+                self.connect(now);
+            } else {
+                self.arm(until);
+            }
+        }
+        self.expire_link(now);
+        self.expire_ping(now);
+        self.expire_tmf(now);
+        self.expire_requests(now);
+        self.pump(now);
+    }
+
+    fn expire_link(&mut self, now: Instant) {
+        match self.link {
+            Link::Connecting(until) | Link::LoggingIn(until) if until <= now => {
+                self.moved = None;
+                self.patience = (self.patience * 2).min(self.config.timing.login_max);
+                self.tear_down(ConnectError::TimedOut.into(), false);
+            }
+            Link::LoggingOut(until) if until <= now => self.on_logged_out(),
+            Link::Connecting(until) | Link::LoggingIn(until) | Link::LoggingOut(until) => {
+                self.arm(until);
+            }
+            Link::Down | Link::Up | Link::Closing => {}
+        }
+    }
+
+    fn expire_ping(&mut self, now: Instant) {
+        if self.link != Link::Up {
+            return;
+        }
+        let due = self.last_heard + self.config.ping;
+        match self.pinged {
+            Some(until) if until <= now => self.tear_down(Down::Unresponsive, false),
+            Some(until) => self.arm(until),
+            None if due <= now => {
+                let until = now + self.config.ping;
+                self.pinged = Some(until);
+                self.arm(until);
+                self.send_nop(PING_TAG, Ttt::NONE, [0; 8], Vec::new());
+            }
+            None => self.arm(due),
+        }
+    }
+
+    pub(super) fn send_nop(&mut self, itt: Itt, ttt: Ttt, lun: [u8; 8], data: Vec<u8>) {
+        let nop = NopOut {
+            immediate: true,
+            lun,
+            itt,
+            ttt,
+            cmd_sn: self.cmd_sn,
+            exp_stat_sn: self.exp_stat_sn,
+        };
+        let bhs = nop.header();
+        self.outputs
+            .push_back(Output::Send(ControlPdu { bhs, data }));
+    }
+
+    fn expire_tmf(&mut self, now: Instant) {
+        match self.tmf {
+            Some((.., until)) if until <= now => self.on_tmf_end(None, now),
+            Some((.., until)) => self.arm(until),
+            None => {}
+        }
+    }
+
+    fn expire_requests(&mut self, now: Instant) {
+        let (late, next) = self.requests.plan_late(now);
+        if let Some(next) = next {
+            self.arm(next);
+        }
+        for late in late {
+            self.expire_request(late, now);
+        }
+    }
+
+    fn expire_request(&mut self, late: Late, now: Instant) {
+        let request = self.requests.at(late.index);
+        let overdue = request.spec.deadline <= now;
+        match request.state {
+            RequestState::Queued => self.complete(late.index, Err(RequestError::TimedOut)),
+            RequestState::Backoff { .. } if overdue => {
+                self.complete(late.index, Err(RequestError::TimedOut));
+            }
+            RequestState::Backoff { .. } => drop(self.requests.enqueue(late.index)),
+            RequestState::Started { .. } => {
+                self.requests.begin_abort(late.index);
+                self.aborts.push_back(late);
+                self.pump_tmf(now);
+            }
+            RequestState::Aborting { .. } | RequestState::Retiring { .. } => {}
+        }
+    }
+
+    /// Sends the next ABORT TASK, if there is one and nothing is under way.
+    fn pump_tmf(&mut self, now: Instant) {
+        while self.link == Link::Up && self.tmf.is_none() {
+            let Some(late) = self.aborts.pop_front() else {
+                return;
+            };
+            if self.requests.aborting(late).is_some() {
+                self.send_tmf(TmfKind::Abort(late), now);
+            }
+        }
+    }
+
+    fn send_tmf(&mut self, kind: TmfKind, now: Instant) {
+        let until = now + self.config.timing.tsk_mgmt;
+        let (function, lun, referenced) = match kind {
+            TmfKind::Abort(late) => {
+                let lun = self.requests.at(late.index).spec.lun;
+                (TmfFunction::AbortTask, lun, self.requests.aborting(late))
+            }
+            TmfKind::LunReset(lun) => (TmfFunction::LogicalUnitReset, lun, None),
+            TmfKind::TargetReset => (TmfFunction::TargetWarmReset, [0; 8], None),
+        };
+        let ref_cmd_sn = referenced
+            .and_then(|itt| self.task(itt))
+            .map_or(CmdSn(0), |task| task.cmd_sn);
+        self.tmf_serial = (self.tmf_serial + 1) & 0x7fff;
+        let itt = Itt(u32::from(self.tmf_serial) << 16 | TMF_TAG);
+        self.tmf = Some((kind, itt, until));
+        self.arm(until);
+        let request = TmfRequest {
+            immediate: true,
+            function,
+            lun,
+            itt,
+            referenced: referenced.unwrap_or(Itt::NONE),
+            cmd_sn: self.cmd_sn,
+            exp_stat_sn: self.exp_stat_sn,
+            ref_cmd_sn,
+            exp_data_sn: 0,
+        };
+        let bhs = request.header();
+        let data = Vec::new();
+        self.outputs
+            .push_back(Output::Send(ControlPdu { bhs, data }));
+    }
+
+    /// A task-management request was answered, or not in time (`None`).
+    pub(super) fn on_tmf_end(&mut self, status: Option<TmfStatus>, now: Instant) {
+        let Some((kind, ..)) = self.tmf.take() else {
+            return;
+        };
+        let done = status == Some(TmfStatus::Complete);
+        match kind {
+            TmfKind::Abort(late) => {
+                // The answer may have come while the abort was under way.
+                if let Some(itt) = self.requests.aborting(late) {
+                    // A task that the target does not have is over: its answer would have come
+                    // before this one.
+                    if done || status == Some(TmfStatus::TaskDoesNotExist) {
+                        self.end_attempt(late.index, itt, AttemptEnd::Aborted);
+                    } else {
+                        let lun = self.requests.at(late.index).spec.lun;
+                        self.send_tmf(TmfKind::LunReset(lun), now);
+                    }
+                }
+            }
+            TmfKind::LunReset(lun) if done => self.end_tasks(Some(lun)),
+            TmfKind::LunReset(_) => self.send_tmf(TmfKind::TargetReset, now),
+            TmfKind::TargetReset if done => self.end_tasks(None),
+            TmfKind::TargetReset => self.tear_down(Down::Unresponsive, false),
+        }
+        self.pump_tmf(now);
+    }
+
+    /// A reset: none of these commands will be answered.
+    fn end_tasks(&mut self, lun: Option<[u8; 8]>) {
+        for (index, _, itt) in self.requests.outstanding(lun) {
+            self.end_attempt(index, itt, AttemptEnd::Aborted);
+        }
+    }
+}

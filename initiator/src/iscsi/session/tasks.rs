@@ -1,0 +1,197 @@
+//! Commands: numbered, written, ended.
+
+use std::time::Instant;
+
+use riser_scsi::iscsi::pdu::{ScsiCommand, TaskAttr as IscsiAttr};
+use riser_scsi::iscsi::{Itt, Ttt};
+use riser_scsi::srp::TaskAttr;
+
+use super::types::{Link, Task};
+use super::{CommandPdu, DataOrder, Output, Session};
+use crate::request::table::{AttemptEnd, Settled};
+use crate::request::{DataLen, RequestError, RequestId, RequestResult};
+
+impl Session {
+    /// Starts what can be started.
+    pub(super) fn pump(&mut self, now: Instant) {
+        while self.link == Link::Up && !self.max_cmd_sn.is_before(self.cmd_sn) {
+            let (Some(index), Some(&slot)) = (self.requests.next(), self.free.last()) else {
+                return;
+            };
+            self.free.pop();
+            self.start(index, slot, now);
+        }
+    }
+
+    fn start(&mut self, index: u32, slot: u16, now: Instant) {
+        let until = now + self.config.timing.attempt;
+        let len = self.requests.at(index).spec.len;
+        let place = &mut self.slots[usize::from(slot)];
+        // Half of the numbers, so that no tag is the reserved one.
+        place.generation = (place.generation + 1) & 0x7fff;
+        let itt = Itt(u32::from(place.generation) << 16 | u32::from(slot));
+        place.task = Some(Task {
+            request: index,
+            len,
+            cmd_sn: self.cmd_sn,
+            received: 0,
+            data_sn: 0,
+            solicited: 0,
+            open_r2t: 0,
+        });
+        if let DataLen::Out(len) = len {
+            let (immediate, unsolicited) = self.plan_unsolicited(len);
+            let task = self.slots[usize::from(slot)].task.as_mut();
+            task.expect("just made").solicited = immediate + unsolicited;
+        }
+        self.cmd_sn = self.cmd_sn.next();
+        self.requests.start(0, itt, until);
+        self.arm(until);
+        self.outputs.push_back(Output::Start(RequestId(index)));
+    }
+
+    /// How much of a write's data goes with the command, and how much after it, unasked for.
+    fn plan_unsolicited(&self, len: u32) -> (u32, u32) {
+        let Some((session, connection)) = &self.params else {
+            return (0, 0);
+        };
+        let first = len.min(session.first_burst);
+        let immediate = match session.immediate_data {
+            true => first.min(connection.max_send_segment),
+            false => 0,
+        };
+        let after = if session.initial_r2t {
+            0
+        } else {
+            first - immediate
+        };
+        (immediate, after)
+    }
+
+    /// Writes the command of a started request; `None` where its attempt has been given up
+    /// meanwhile, which happens on a connection that is being closed only.
+    #[must_use]
+    pub fn emit_command(&self, request: RequestId) -> Option<CommandPdu> {
+        let started = self.requests.find(request.0)?;
+        let (_, itt) = started.place()?;
+        let spec = &started.spec;
+        let task = self.task(itt)?;
+        let (expected_length, immediate, after) = match spec.len {
+            DataLen::None => (0, 0, 0),
+            DataLen::In(len) => (len, 0, 0),
+            DataLen::Out(len) => {
+                let (immediate, after) = self.plan_unsolicited(len);
+                (len, immediate, after)
+            }
+        };
+        let mut cdb = spec
+            .cdb
+            .as_bytes()
+            .iter()
+            .copied()
+            .collect::<arrayvec::ArrayVec<u8, 260>>();
+        while cdb.len() < 16 {
+            cdb.push(0);
+        }
+        let command = ScsiCommand {
+            immediate: false,
+            is_final: after == 0,
+            reads: matches!(spec.len, DataLen::In(_)),
+            writes: matches!(spec.len, DataLen::Out(_)),
+            attribute: match spec.attr {
+                TaskAttr::Simple => IscsiAttr::Simple,
+                TaskAttr::HeadOfQueue => IscsiAttr::HeadOfQueue,
+                TaskAttr::Ordered => IscsiAttr::Ordered,
+                TaskAttr::Aca => IscsiAttr::Aca,
+            },
+            lun: spec.lun,
+            itt,
+            expected_length,
+            cmd_sn: task.cmd_sn,
+            exp_stat_sn: self.exp_stat_sn,
+            cdb,
+            bidi_read_length: None,
+        };
+        let unsolicited = (after > 0).then_some(DataOrder {
+            request,
+            itt,
+            ttt: Ttt::NONE,
+            lun: spec.lun,
+            offset: immediate,
+            len: after,
+        });
+        Some(CommandPdu {
+            bhs: command.header(),
+            ahs: command.ahs(),
+            immediate,
+            unsolicited,
+        })
+    }
+
+    /// A task that is outstanding.
+    pub(super) fn task(&self, itt: Itt) -> Option<&Task> {
+        let slot = self.slots.get((itt.0 & 0xffff) as usize)?;
+        let task = slot.task.as_ref()?;
+        (u32::from(slot.generation) == itt.0 >> 16).then_some(task)
+    }
+
+    pub(super) fn task_mut(&mut self, itt: Itt) -> Option<&mut Task> {
+        let slot = self.slots.get_mut((itt.0 & 0xffff) as usize)?;
+        let task = slot.task.as_mut()?;
+        (u32::from(slot.generation) == itt.0 >> 16).then_some(task)
+    }
+
+    /// Whether a tag may be that of a task which was given up.
+    pub(super) fn is_stale(&self, itt: Itt) -> bool {
+        itt.0 >> 31 == 0 && ((itt.0 & 0xffff) as usize) < self.slots.len()
+    }
+
+    /// The data of an order have been sent.
+    pub fn handle_data_sent(&mut self, order: &DataOrder) {
+        if order.ttt != Ttt::NONE
+            && let Some(task) = self.task_mut(order.itt)
+        {
+            task.open_r2t = task.open_r2t.saturating_sub(1);
+        }
+    }
+
+    /// Nothing uses the memory of a request's last attempt any more.
+    pub fn handle_retired(&mut self, request: RequestId, now: Instant) {
+        if let Some(end) = self.requests.retiring(request.0) {
+            self.settle(request.0, end, now);
+            self.pump(now);
+        }
+    }
+
+    /// Ends an attempt: its task is over, and its memory is to be taken back.
+    pub(super) fn end_attempt(&mut self, index: u32, itt: Itt, end: AttemptEnd) {
+        let slot = (itt.0 & 0xffff) as u16;
+        if self.slots[usize::from(slot)].task.take().is_some() {
+            self.free.push(slot);
+        }
+        self.requests.end_attempt(index, 0, end);
+        self.outputs.push_back(Output::Retire(RequestId(index)));
+    }
+
+    /// Decides what becomes of a request whose attempt is over.
+    pub(super) fn settle(&mut self, index: u32, end: AttemptEnd, now: Instant) {
+        match self.requests.settle(index, end, self.is_ending(), now) {
+            Settled::Over(result) => self.complete(index, result),
+            Settled::Queued => {}
+            Settled::Later(until) => self.arm(until),
+        }
+    }
+
+    pub(super) fn complete(&mut self, index: u32, result: RequestResult) {
+        self.requests.remove(index);
+        self.outputs
+            .push_back(Output::Complete(RequestId(index), result));
+    }
+
+    /// Ends everything there is.
+    pub(super) fn complete_all(&mut self) {
+        for index in self.requests.all() {
+            self.complete(index, Err(RequestError::Closed));
+        }
+    }
+}

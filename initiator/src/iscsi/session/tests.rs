@@ -1,0 +1,758 @@
+use std::collections::{HashMap, HashSet};
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+
+use riser_scsi::iscsi::frame::{Digests, Frame};
+use riser_scsi::iscsi::keys::{Key, Offer};
+use riser_scsi::iscsi::name::IscsiName;
+use riser_scsi::iscsi::{BHS_LEN, Isid};
+use riser_scsi::srp::TaskAttr;
+
+use super::*;
+use crate::request::{Answer, Cdb, DataLen, Effect, RequestError, RequestResult, Retry};
+use crate::session::{ConnectError, Down, SessionEvent, Timing};
+
+const MS: Duration = Duration::from_millis(1);
+const SEC: Duration = Duration::from_secs(1);
+
+/// A session, and a target that the test plays by hand.
+struct Rig {
+    session: Session,
+    now: Instant,
+    stat_sn: u32,
+    exp_cmd_sn: u32,
+    window: u32,
+}
+
+fn config() -> SessionConfig {
+    SessionConfig {
+        name: IscsiName::new("iqn.2026-01.a:i").unwrap(),
+        target: Some(IscsiName::new("iqn.2026-01.a:t").unwrap()),
+        isid: Isid([0x80, 1, 2, 3, 4, 5]),
+        credentials: None,
+        target_credentials: None,
+        algorithms: Vec::new(),
+        offer: Offer::default()
+            .with(Key::InitialR2T, 0)
+            .with(Key::FirstBurstLength, 1024)
+            .with(Key::MaxBurstLength, 4096),
+        keys: vec![Key::InitialR2T, Key::FirstBurstLength, Key::MaxBurstLength],
+        digests: Digests::default(),
+        queue_size: 4,
+        max_requests: 16,
+        max_attempts: 4,
+        timing: Timing {
+            attempt: 10 * SEC,
+            tsk_mgmt: SEC,
+            login: 5 * SEC,
+            login_max: 15 * SEC,
+            backoff_min: 100 * MS,
+            backoff_max: 400 * MS,
+            busy: 5 * MS,
+        },
+        ping: 3 * SEC,
+    }
+}
+
+/// A header of a target: opcode, flags, tag, the rest zero.
+fn bhs(opcode: u8, flags: u8, itt: u32) -> [u8; BHS_LEN] {
+    let mut bhs = [0; BHS_LEN];
+    (bhs[0], bhs[1]) = (opcode, flags);
+    bhs[16..20].copy_from_slice(&itt.to_be_bytes());
+    bhs[20..24].copy_from_slice(&[0xff; 4]);
+    bhs
+}
+
+fn word(bhs: &[u8; BHS_LEN], at: usize) -> u32 {
+    u32::from_be_bytes(bhs[at..at + 4].try_into().unwrap())
+}
+
+fn put(bhs: &mut [u8; BHS_LEN], at: usize, value: u32) {
+    bhs[at..at + 4].copy_from_slice(&value.to_be_bytes());
+}
+
+fn out(len: u32, start: u64) -> (DataLen, Effect) {
+    let end = start + 8;
+    (DataLen::Out(len), Effect::Blocks { start, end })
+}
+
+impl Rig {
+    fn connecting(config: SessionConfig) -> Self {
+        let now = Instant::now();
+        let mut session = Session::new(config, now);
+        assert_eq!(session.poll_output(), Some(Output::Connect(None)));
+        Self {
+            session,
+            now,
+            stat_sn: 100,
+            exp_cmd_sn: 1,
+            window: 64,
+        }
+    }
+
+    fn live() -> Self {
+        let mut rig = Self::connecting(config());
+        rig.log_in();
+        rig
+    }
+
+    fn log_in(&mut self) {
+        (self.stat_sn, self.exp_cmd_sn) = (100, 1);
+        self.session.handle_connected([7; 33], self.now);
+        let first = self.sent();
+        assert_eq!(
+            (first.bhs[0], first.bhs[1]),
+            (0x43, 0x81),
+            "security, to operational"
+        );
+        assert_eq!(first.bhs[8..14], [0x80, 1, 2, 3, 4, 5]);
+        self.login_response(0x81, b"AuthMethod=None\0");
+        let second = self.sent();
+        assert_eq!(second.bhs[1], 0x87, "operational, to full feature");
+        self.login_response(
+            0x87,
+            b"InitialR2T=No\0FirstBurstLength=1024\0MaxBurstLength=4096\0",
+        );
+        assert!(matches!(self.next(), Output::FullFeature(_)));
+        assert_eq!(self.next(), Output::Event(SessionEvent::Live));
+    }
+
+    fn login_response(&mut self, flags: u8, text: &[u8]) {
+        let mut pdu = bhs(0x23, flags, 0);
+        pdu[8..14].copy_from_slice(&[0x80, 1, 2, 3, 4, 5]);
+        pdu[20..24].fill(0);
+        self.receive(pdu, text);
+    }
+
+    /// Sends a PDU with the next status number.
+    fn receive(&mut self, mut pdu: [u8; BHS_LEN], data: &[u8]) {
+        put(&mut pdu, 24, self.stat_sn);
+        put(&mut pdu, 28, self.exp_cmd_sn);
+        put(&mut pdu, 32, self.exp_cmd_sn + self.window - 1);
+        let has_status = !matches!(pdu[0] & 0x3f, 0x25 | 0x31) || pdu[1] & 1 != 0;
+        if has_status && pdu[16..20] != [0xff; 4] {
+            self.stat_sn += 1;
+        }
+        let frame = Frame {
+            bhs: &pdu,
+            ahs: &[],
+            data,
+            is_intact: true,
+        };
+        self.session.handle_pdu(&frame, self.now);
+    }
+
+    fn next(&mut self) -> Output {
+        self.session.poll_output().expect("an output")
+    }
+
+    fn idle(&mut self) {
+        assert_eq!(self.session.poll_output(), None);
+    }
+
+    fn sent(&mut self) -> ControlPdu {
+        match self.next() {
+            Output::Send(pdu) => pdu,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn submit(&mut self, (len, effect): (DataLen, Effect)) -> RequestId {
+        let spec = RequestSpec {
+            lun: [0, 3, 0, 0, 0, 0, 0, 0],
+            attr: TaskAttr::Simple,
+            cdb: Cdb::new(&[0x88; 16]).unwrap(),
+            len,
+            deadline: self.now + 60 * SEC,
+            retry: Retry::Standard,
+            effect,
+        };
+        self.session.submit(spec, self.now).unwrap()
+    }
+
+    /// The next output is a start; the command as sent.
+    fn started(&mut self) -> (RequestId, CommandPdu) {
+        let request = match self.next() {
+            Output::Start(request) => request,
+            other => panic!("{other:?}"),
+        };
+        self.exp_cmd_sn += 1;
+        (request, self.session.emit_command(request).unwrap())
+    }
+
+    fn answer(&mut self, itt: u32, status: u8) {
+        let mut pdu = bhs(0x21, 0x80, itt);
+        pdu[3] = status;
+        self.receive(pdu, &[]);
+    }
+
+    fn completed(&mut self, id: RequestId) -> RequestResult {
+        match self.next() {
+            Output::Complete(got, result) => {
+                assert_eq!(got, id);
+                result
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn retired(&mut self, id: RequestId) {
+        assert_eq!(self.next(), Output::Retire(id));
+        self.session.handle_retired(id, self.now);
+    }
+
+    fn advance(&mut self, span: Duration) {
+        self.now += span;
+        self.session.handle_timeout(self.now);
+    }
+
+    fn gone(&mut self) {
+        assert_eq!(self.next(), Output::Disconnect);
+        self.session.handle_gone(self.now);
+    }
+
+    fn reconnecting(&mut self, why: Down) {
+        assert_eq!(self.next(), Output::Event(SessionEvent::Reconnecting(why)));
+        self.advance(SEC);
+        assert_eq!(self.next(), Output::Connect(None));
+    }
+}
+
+const READ: (DataLen, Effect) = (DataLen::In(1024), Effect::None);
+
+#[test]
+fn a_write_goes_with_its_burst_and_then_what_is_asked_for() {
+    let mut rig = Rig::live();
+    let id = rig.submit(out(4096, 0));
+    let (request, command) = rig.started();
+    assert_eq!(request, id);
+    // Immediate data of one segment at most, then the first burst; then an R2T.
+    assert_eq!(
+        (command.bhs[0], command.bhs[1]),
+        (0x01, 0xa1),
+        "write, simple, final"
+    );
+    assert_eq!((word(&command.bhs, 20), word(&command.bhs, 24)), (4096, 1));
+    assert_eq!((command.immediate, command.unsolicited), (1024, None));
+    let itt = word(&command.bhs, 16);
+    let mut r2t = bhs(0x31, 0x80, itt);
+    put(&mut r2t, 20, 9);
+    put(&mut r2t, 40, 1024);
+    put(&mut r2t, 44, 3072);
+    rig.receive(r2t, &[]);
+    let Output::SendData(order) = rig.next() else {
+        panic!("no data");
+    };
+    assert_eq!((order.offset, order.len, order.ttt.0), (1024, 3072, 9));
+    rig.session.handle_data_sent(&order);
+    rig.answer(itt, 0);
+    rig.retired(id);
+    let answer = rig.completed(id).unwrap();
+    assert_eq!((answer.status, answer.transferred), (0, 4096));
+}
+
+#[test]
+fn an_r2t_for_what_was_sent_ends_the_connection() {
+    let mut rig = Rig::live();
+    rig.submit(out(4096, 0));
+    let (_, command) = rig.started();
+    let mut r2t = bhs(0x31, 0x80, word(&command.bhs, 16));
+    put(&mut r2t, 20, 9);
+    put(&mut r2t, 44, 4096);
+    rig.receive(r2t, &[]);
+    rig.gone();
+    rig.reconnecting(Down::IscsiFault(Fault::R2t));
+}
+
+#[test]
+fn data_arrive_in_order_and_the_last_may_carry_the_status() {
+    let mut rig = Rig::live();
+    let id = rig.submit(READ);
+    let (_, command) = rig.started();
+    let itt = word(&command.bhs, 16);
+    let mut first = bhs(0x25, 0, itt);
+    put(&mut first, 32, rig.exp_cmd_sn + 10);
+    assert_eq!(
+        rig.session.place_data(&first, 512),
+        Ok(Placement::Into(id, 0))
+    );
+    rig.session.handle_data_in(&first, 512, true, rig.now);
+    let mut last = bhs(0x25, 0x83, itt);
+    put(&mut last, 24, 102);
+    put(&mut last, 36, 1);
+    put(&mut last, 40, 512);
+    put(&mut last, 44, 12);
+    assert_eq!(rig.session.place_data(&last, 513), Err(Fault::DataRange));
+    let mut again = last;
+    put(&mut again, 36, 0);
+    assert_eq!(rig.session.place_data(&again, 500), Err(Fault::DataOrder));
+    assert_eq!(
+        rig.session.place_data(&last, 500),
+        Ok(Placement::Into(id, 512))
+    );
+    rig.session.handle_data_in(&last, 500, true, rig.now);
+    rig.retired(id);
+    let want = Answer {
+        status: 0,
+        sense: None,
+        transferred: 1012,
+        overflow: 0,
+    };
+    assert_eq!(rig.completed(id), Ok(want));
+    assert_eq!(rig.session.exp_stat_sn().0, 103);
+    // What still comes for it goes nowhere.
+    assert_eq!(rig.session.place_data(&last, 500), Ok(Placement::Discard));
+    let strange = bhs(0x25, 0, 0x0001_0009);
+    assert!(matches!(
+        rig.session.place_data(&strange, 4),
+        Err(Fault::UnknownTask(_))
+    ));
+}
+
+#[test]
+fn less_data_than_the_status_says_are_not_taken_for_all() {
+    let mut rig = Rig::live();
+    let id = rig.submit(READ);
+    let (_, command) = rig.started();
+    rig.answer(word(&command.bhs, 16), 0);
+    rig.retired(id);
+    assert_eq!(rig.completed(id).unwrap().transferred, 0);
+}
+
+#[test]
+fn the_window_holds_commands_back() {
+    let mut rig = Rig::connecting(config());
+    rig.window = 1;
+    rig.log_in();
+    let a = rig.submit(READ);
+    let b = rig.submit(READ);
+    let (first, command) = rig.started();
+    assert_eq!(first, a);
+    rig.idle();
+    rig.answer(word(&command.bhs, 16), 0);
+    assert_eq!(rig.next(), Output::Retire(a));
+    let (second, command) = rig.started();
+    assert_eq!((second, word(&command.bhs, 24)), (b, 2));
+}
+
+#[test]
+fn sense_is_kept_and_a_busy_target_is_asked_again() {
+    let mut rig = Rig::live();
+    let id = rig.submit(READ);
+    let (_, command) = rig.started();
+    rig.answer(word(&command.bhs, 16), 0x08);
+    rig.retired(id);
+    rig.idle();
+    rig.advance(10 * MS);
+    let (_, command) = rig.started();
+    let mut pdu = bhs(0x21, 0x82, word(&command.bhs, 16));
+    pdu[3] = 2;
+    put(&mut pdu, 44, 1024);
+    let mut data = vec![0, 18];
+    data.extend([0x70, 0, 3, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0x11, 0, 0, 0, 0, 0]);
+    rig.receive(pdu, &data);
+    rig.retired(id);
+    let answer = rig.completed(id).unwrap();
+    assert_eq!((answer.status, answer.transferred), (2, 0));
+    assert_eq!(answer.sense.unwrap().len(), 18);
+}
+
+#[test]
+fn pings_are_answered_and_a_silent_target_is_left() {
+    let mut rig = Rig::live();
+    let mut nop = bhs(0x20, 0x80, 0xffff_ffff);
+    put(&mut nop, 20, 77);
+    rig.receive(nop, b"echo");
+    let pong = rig.sent();
+    assert_eq!((pong.bhs[0], word(&pong.bhs, 20)), (0x40, 77));
+    assert_eq!(pong.data, b"echo");
+    rig.advance(3 * SEC);
+    let ping = rig.sent();
+    assert_eq!((ping.bhs[0], word(&ping.bhs, 20)), (0x40, 0xffff_ffff));
+    rig.receive(bhs(0x20, 0x80, word(&ping.bhs, 16)), &[]);
+    rig.advance(2 * SEC);
+    rig.idle();
+    rig.advance(SEC);
+    rig.sent();
+    rig.advance(3 * SEC);
+    rig.gone();
+    rig.reconnecting(Down::Unresponsive);
+}
+
+#[test]
+fn a_late_command_is_aborted_then_its_unit_then_the_target_reset() {
+    let mut config = config();
+    config.ping = 1000 * SEC;
+    let mut rig = Rig::connecting(config);
+    rig.log_in();
+    let id = rig.submit((DataLen::None, Effect::Other));
+    let (_, command) = rig.started();
+    rig.advance(10 * SEC);
+    let abort = rig.sent();
+    assert_eq!((abort.bhs[0], abort.bhs[1]), (0x42, 0x81));
+    assert_eq!(word(&abort.bhs, 20), word(&command.bhs, 16));
+    assert_eq!(word(&abort.bhs, 32), word(&command.bhs, 24), "RefCmdSN");
+    rig.advance(SEC);
+    let reset = rig.sent();
+    assert_eq!((reset.bhs[1], &reset.bhs[8..10]), (0x85, &[0, 3][..]));
+    let mut refused = bhs(0x22, 0x80, word(&reset.bhs, 16));
+    refused[2] = 5;
+    rig.receive(refused, &[]);
+    let reset = rig.sent();
+    assert_eq!(reset.bhs[1], 0x86);
+    rig.receive(bhs(0x22, 0x80, word(&reset.bhs, 16)), &[]);
+    rig.retired(id);
+    assert_eq!(rig.completed(id), Err(RequestError::TimedOut));
+}
+
+#[test]
+fn what_may_be_repeated_is_sent_again_after_a_break() {
+    let mut rig = Rig::live();
+    let write = rig.submit(out(512, 0));
+    let other = rig.submit((DataLen::None, Effect::Other));
+    let over = rig.submit(out(512, 4));
+    for _ in 0..3 {
+        rig.started();
+    }
+    rig.session.handle_broken(rig.now);
+    rig.gone();
+    assert_eq!(rig.completed(other), Err(RequestError::ConnectionLost));
+    rig.reconnecting(Down::ConnectionLost);
+    rig.log_in();
+    // The second write overlaps the first, and waits for it.
+    let (request, command) = rig.started();
+    assert_eq!(request, write);
+    assert_eq!(word(&command.bhs, 24), 1, "a new session counts anew");
+    rig.idle();
+    rig.answer(word(&command.bhs, 16), 0);
+    rig.retired(write);
+    rig.completed(write).unwrap();
+    let (request, _) = rig.started();
+    assert_eq!(request, over);
+}
+
+#[test]
+fn a_refusal_at_the_first_login_is_the_end() {
+    let mut rig = Rig::connecting(config());
+    rig.session.handle_connected([7; 33], rig.now);
+    rig.sent();
+    let mut refusal = bhs(0x23, 0, 0);
+    (refusal[36], refusal[37]) = (2, 1);
+    rig.receive(refusal, &[]);
+    rig.gone();
+    let Output::Event(SessionEvent::Closed(Down::Connect(ConnectError::IscsiLogin(why)))) =
+        rig.next()
+    else {
+        panic!("not closed");
+    };
+    assert!(why.to_string().contains("0201h"), "{why}");
+}
+
+#[test]
+fn a_target_that_has_moved_is_followed_but_not_for_ever() {
+    let mut rig = Rig::connecting(config());
+    for turn in 0..5 {
+        rig.session.handle_connected([7; 33], rig.now);
+        rig.sent();
+        let mut moved = bhs(0x23, 0, 0);
+        (moved[36], moved[37]) = (1, 1);
+        rig.receive(moved, b"TargetAddress=10.0.0.9:3261,1\0");
+        rig.gone();
+        match rig.next() {
+            Output::Connect(Some(to)) if turn < 4 => assert_eq!(to.host, "10.0.0.9"),
+            Output::Event(SessionEvent::Closed(why)) if turn == 4 => {
+                assert_eq!(why, Down::Connect(ConnectError::Redirected));
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[test]
+fn closing_logs_out_and_completes_everything() {
+    let mut rig = Rig::live();
+    let id = rig.submit(out(512, 0));
+    rig.started();
+    rig.session.close(rig.now);
+    let logout = rig.sent();
+    assert_eq!((logout.bhs[0], logout.bhs[1]), (0x46, 0x80));
+    rig.receive(bhs(0x26, 0x80, word(&logout.bhs, 16)), &[]);
+    rig.gone();
+    assert_eq!(rig.completed(id), Err(RequestError::Closed));
+    assert_eq!(
+        rig.next(),
+        Output::Event(SessionEvent::Closed(Down::Closed))
+    );
+    rig.session.close(rig.now);
+    rig.idle();
+}
+
+#[test]
+fn a_target_that_wants_us_out_gets_a_logout_and_a_new_login() {
+    let mut rig = Rig::live();
+    let mut message = bhs(0x32, 0x80, 0xffff_ffff);
+    message[36] = 1;
+    rig.receive(message, &[]);
+    let logout = rig.sent();
+    rig.receive(bhs(0x26, 0x80, word(&logout.bhs, 16)), &[]);
+    rig.gone();
+    rig.reconnecting(Down::LogoutRequested);
+}
+
+#[test]
+fn a_rejected_command_ends_alone() {
+    let mut rig = Rig::live();
+    let id = rig.submit(READ);
+    let (_, command) = rig.started();
+    let mut reject = bhs(0x3f, 0x80, 0xffff_ffff);
+    reject[2] = 9;
+    rig.receive(reject, &command.bhs);
+    rig.retired(id);
+    let error = rig.completed(id).unwrap_err();
+    assert!(matches!(error, RequestError::Rejected(_)), "{error}");
+    rig.idle();
+    rig.receive(reject, b"short");
+    rig.gone();
+}
+
+#[test]
+fn a_discovery_session_tells_what_there_is() {
+    let mut config = config();
+    config.target = None;
+    let mut rig = Rig::connecting(config);
+    rig.log_in();
+    let wish = rig.sent();
+    assert_eq!(
+        (wish.bhs[0], &wish.data[..]),
+        (0x44, &b"SendTargets=All\0"[..])
+    );
+    let itt = word(&wish.bhs, 16);
+    let mut part = bhs(0x24, 0x40, itt);
+    put(&mut part, 20, 5);
+    rig.receive(part, b"TargetName=iqn.2026-01.a:x\0TargetAddr");
+    let more = rig.sent();
+    assert_eq!((word(&more.bhs, 20), more.data.len()), (5, 0));
+    rig.receive(bhs(0x24, 0x80, itt), b"ess=10.0.0.1:3260,1\0");
+    let Output::Found(found) = rig.next() else {
+        panic!("nothing found");
+    };
+    assert_eq!(found[0].name.as_str(), "iqn.2026-01.a:x");
+    assert_eq!(found[0].addresses[0].to_string(), "10.0.0.1:3260,1");
+    assert_eq!(rig.sent().bhs[0], 0x46, "logout");
+}
+
+#[derive(Clone, Debug)]
+enum Action {
+    Submit(u8),
+    Answer(u8, u8),
+    AskForData(u8),
+    Retire(u8),
+    Advance(u16),
+    Garbage(u8, Vec<u8>),
+    Break,
+    Connect(bool),
+    AnswerTmf(u8),
+    Pong,
+    Close,
+}
+
+fn action() -> impl Strategy<Value = Action> {
+    prop_oneof![
+        6 => (0u8..4).prop_map(Action::Submit),
+        6 => (any::<u8>(), 0u8..4).prop_map(|(i, s)| Action::Answer(i, s)),
+        2 => any::<u8>().prop_map(Action::AskForData),
+        6 => any::<u8>().prop_map(Action::Retire),
+        2 => (0u16..8000).prop_map(Action::Advance),
+        1 => (any::<u8>(), proptest::collection::vec(any::<u8>(), 0..60))
+            .prop_map(|(opcode, bytes)| Action::Garbage(opcode, bytes)),
+        1 => Just(Action::Break),
+        4 => prop::bool::weighted(0.8).prop_map(Action::Connect),
+        2 => any::<u8>().prop_map(Action::AnswerTmf),
+        2 => Just(Action::Pong),
+    ]
+}
+
+/// What the owner of a session and its target know.
+struct Model {
+    rig: Rig,
+    /// Taken and not completed.
+    open: HashSet<RequestId>,
+    /// Started and not retired, with their tags.
+    exposed: HashMap<RequestId, u32>,
+    retiring: Vec<RequestId>,
+    tmfs: Vec<u32>,
+    pings: Vec<u32>,
+    connecting: bool,
+}
+
+impl Model {
+    fn new() -> Self {
+        let now = Instant::now();
+        let mut model = Self {
+            rig: Rig {
+                session: Session::new(config(), now),
+                now,
+                stat_sn: 100,
+                exp_cmd_sn: 1,
+                window: 64,
+            },
+            open: HashSet::new(),
+            exposed: HashMap::new(),
+            retiring: Vec::new(),
+            tmfs: Vec::new(),
+            pings: Vec::new(),
+            connecting: false,
+        };
+        model.drain();
+        model
+    }
+
+    fn pick(&self, which: u8) -> Option<(RequestId, u32)> {
+        let mut all: Vec<_> = self.exposed.iter().map(|(id, itt)| (*id, *itt)).collect();
+        all.retain(|(id, _)| !self.retiring.contains(id));
+        all.sort_unstable();
+        (!all.is_empty()).then(|| all[usize::from(which) % all.len()])
+    }
+
+    fn act(&mut self, action: Action) {
+        match action {
+            Action::Submit(kind) => {
+                let kinds = [
+                    READ,
+                    (DataLen::None, Effect::Other),
+                    out(4096, 0),
+                    out(512, 4),
+                ];
+                let spec = RequestSpec {
+                    lun: [0; 8],
+                    attr: TaskAttr::Simple,
+                    cdb: Cdb::new(&[0; 6]).unwrap(),
+                    len: kinds[usize::from(kind)].0,
+                    deadline: self.rig.now + 30 * SEC,
+                    retry: Retry::Standard,
+                    effect: kinds[usize::from(kind)].1,
+                };
+                if let Ok(id) = self.rig.session.submit(spec, self.rig.now) {
+                    assert!(self.open.insert(id));
+                }
+            }
+            Action::Answer(which, status) => {
+                if let Some((_, itt)) = self.pick(which) {
+                    self.rig.answer(itt, [0, 2, 8, 0x28][usize::from(status)]);
+                }
+            }
+            Action::AskForData(which) => {
+                if let Some((_, itt)) = self.pick(which) {
+                    let mut r2t = bhs(0x31, 0x80, itt);
+                    put(&mut r2t, 20, 5);
+                    put(&mut r2t, 40, 1024);
+                    put(&mut r2t, 44, 1024);
+                    self.rig.receive(r2t, &[]);
+                }
+            }
+            Action::Retire(which) if !self.retiring.is_empty() => {
+                let at = usize::from(which) % self.retiring.len();
+                let id = self.retiring.remove(at);
+                self.exposed.remove(&id);
+                self.rig.session.handle_retired(id, self.rig.now);
+            }
+            Action::Advance(ms) => self.rig.advance(u32::from(ms) * MS),
+            Action::Garbage(opcode, bytes) => {
+                let mut pdu = [0; BHS_LEN];
+                let len = bytes.len().min(BHS_LEN);
+                pdu[..len].copy_from_slice(&bytes[..len]);
+                pdu[0] = opcode;
+                let frame = Frame {
+                    bhs: &pdu,
+                    ahs: &[],
+                    data: &bytes[len..],
+                    is_intact: true,
+                };
+                let _ = self.rig.session.place_data(&pdu, 100);
+                self.rig.session.handle_pdu(&frame, self.rig.now);
+            }
+            Action::Break => self.rig.session.handle_broken(self.rig.now),
+            Action::Connect(true) if self.connecting => {
+                self.connecting = false;
+                self.rig.log_in();
+            }
+            Action::Connect(false) if self.connecting => {
+                self.connecting = false;
+                let error = ConnectError::Unreachable;
+                self.rig.session.handle_connect_failed(error, self.rig.now);
+            }
+            Action::AnswerTmf(status) if !self.tmfs.is_empty() => {
+                let mut pdu = bhs(0x22, 0x80, self.tmfs.remove(0));
+                pdu[2] = status % 7;
+                self.rig.receive(pdu, &[]);
+            }
+            Action::Pong if !self.pings.is_empty() => {
+                let itt = self.pings.remove(0);
+                self.rig.receive(bhs(0x20, 0x80, itt), &[]);
+            }
+            Action::Close => self.rig.session.close(self.rig.now),
+            _ => {}
+        }
+        self.drain();
+    }
+
+    fn drain(&mut self) {
+        while let Some(output) = self.rig.session.poll_output() {
+            match output {
+                Output::Connect(_) => self.connecting = true,
+                Output::Send(pdu) => match pdu.bhs[0] & 0x3f {
+                    0x02 => self.tmfs.push(word(&pdu.bhs, 16)),
+                    0x00 if word(&pdu.bhs, 16) != 0xffff_ffff => {
+                        self.pings.push(word(&pdu.bhs, 16));
+                    }
+                    _ => {}
+                },
+                Output::Start(id) => {
+                    assert!(self.open.contains(&id));
+                    let command = self.rig.session.emit_command(id);
+                    if let Some(command) = command {
+                        self.rig.exp_cmd_sn += 1;
+                        let itt = word(&command.bhs, 16);
+                        let before = self.exposed.insert(id, itt);
+                        assert!(before.is_none(), "memory is exposed once");
+                    }
+                }
+                Output::SendData(order) => {
+                    assert!(self.exposed.contains_key(&order.request));
+                    self.rig.session.handle_data_sent(&order);
+                }
+                Output::Retire(id) => self.retiring.push(id),
+                Output::Disconnect => {
+                    self.connecting = false;
+                    self.exposed.clear();
+                    self.retiring.clear();
+                    self.tmfs.clear();
+                    self.pings.clear();
+                    self.rig.session.handle_gone(self.rig.now);
+                }
+                Output::Complete(id, _) => {
+                    assert!(self.open.remove(&id), "completed once");
+                    assert!(!self.exposed.contains_key(&id), "memory is back");
+                }
+                Output::FullFeature(_) | Output::Found(_) | Output::Event(_) => {}
+            }
+        }
+    }
+}
+
+proptest! {
+    /// Whatever happens, every request taken is completed exactly once, and never while its memory
+    /// is in use.
+    #[test]
+    fn every_request_ends_once(actions in proptest::collection::vec(action(), 1..200)) {
+        let mut model = Model::new();
+        for action in actions {
+            model.act(action);
+        }
+        model.act(Action::Close);
+        model.act(Action::Advance(1000));
+        prop_assert!(model.open.is_empty(), "{} left", model.open.len());
+        prop_assert_eq!(model.rig.session.state(), SessionState::Closed);
+    }
+}

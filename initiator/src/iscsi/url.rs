@@ -1,0 +1,539 @@
+//! `iscsi://` and `iser://` addresses, in the form that libiscsi gave them.
+//!
+//! ```text
+//! iscsi://[user[%password]@]host[:port]/[target[/lun]][?key=value[&key=value…]]
+//! ```
+//!
+//! The host is an IPv4 address, an IPv6 address in brackets, or a name to be resolved by the caller.
+//! Without a port it is 3260. See [`IscsiUrl`]'s fields for the keys.
+//!
+//! # Passwords
+//! A password in the address is seen by whoever lists processes. It may be in a file
+//! (`password_file`) or in the environment ([`PASSWORD_ENV`], [`TARGET_PASSWORD_ENV`]) instead;
+//! [`IscsiUrl::credentials`] looks there in this order. Display and Debug show none.
+
+use std::fmt;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use riser_scsi::iscsi::chap::{Algorithm, Credentials};
+use riser_scsi::iscsi::name::{IscsiName, PORT};
+use serde::{Deserialize, Serialize};
+
+use crate::srp::url::MAX_LUN;
+use crate::url::{Authority, Host, Part, UrlError, decimal, split_query};
+
+/// Environment variable with the password of the initiator.
+pub const PASSWORD_ENV: &str = "RISER_CHAP_PASSWORD";
+
+/// Environment variable with the password that the target has to know.
+pub const TARGET_PASSWORD_ENV: &str = "RISER_CHAP_TARGET_PASSWORD";
+
+/// Environment variables that hold secrets, not to be handed to other programs.
+pub const SECRET_ENV: [&str; 2] = [PASSWORD_ENV, TARGET_PASSWORD_ENV];
+
+/// What carries the PDUs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Carrier {
+    /// TCP.
+    #[default]
+    Tcp,
+    /// RDMA, with the iSCSI extensions for it (RFC 7145).
+    Iser,
+}
+
+/// A password. Neither Debug nor Display of anything shows it; serialization does, and is for
+/// [`Secrets`] only.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Secret(String);
+
+impl Secret {
+    /// Keeps a password.
+    #[must_use]
+    pub fn new(text: impl Into<String>) -> Self {
+        Self(text.into())
+    }
+
+    /// The password.
+    #[must_use]
+    pub fn reveal(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret")
+    }
+}
+
+/// The passwords of an address, to be handed to a process by a channel of its own.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct Secrets {
+    password: Option<Secret>,
+    target_password: Option<Secret>,
+}
+
+impl Secrets {
+    /// Whether there is none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.password.is_none() && self.target_password.is_none()
+    }
+}
+
+/// A name for CHAP, and where its password is.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct User {
+    /// CHAP_N.
+    pub name: Option<String>,
+    /// The password itself.
+    pub password: Option<Secret>,
+    /// A file whose first line is the password.
+    pub file: Option<PathBuf>,
+}
+
+/// Why there are no credentials where there should be.
+#[derive(Debug, thiserror::Error)]
+pub enum SecretError {
+    /// The file cannot be read.
+    #[error("cannot read the password file {}: {source}", path.display())]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A user without a password.
+    #[error("there is no password for user `{user}`; give it in {env} or in a file")]
+    Missing {
+        /// The user.
+        user: String,
+        /// The environment variable that could hold it.
+        env: &'static str,
+    },
+    /// The target has to prove itself to an initiator that does not.
+    #[error(
+        "a target user is given, but no user: the target proves itself only to who does so too"
+    )]
+    OneSided,
+}
+
+impl User {
+    fn credentials(&self, env: &'static str) -> Result<Option<Credentials>, SecretError> {
+        let Some(name) = &self.name else {
+            return Ok(None);
+        };
+        let secret = match (&self.password, &self.file) {
+            (Some(password), _) => password.0.clone(),
+            (None, Some(path)) => first_line(path)?,
+            (None, None) => std::env::var(env).map_err(|_| SecretError::Missing {
+                user: name.clone(),
+                env,
+            })?,
+        };
+        Ok(Some(Credentials {
+            name: name.clone(),
+            secret: secret.into_bytes(),
+        }))
+    }
+}
+
+fn first_line(path: &Path) -> Result<String, SecretError> {
+    let text = std::fs::read_to_string(path).map_err(|source| SecretError::File {
+        path: path.to_owned(),
+        source,
+    })?;
+    Ok(text.lines().next().unwrap_or_default().to_owned())
+}
+
+/// Where an iSCSI target is and how to log in to it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IscsiUrl {
+    /// What carries the PDUs: the scheme says.
+    pub carrier: Carrier,
+    /// Address or name of the portal.
+    pub host: Host,
+    /// Its port.
+    pub port: u16,
+    /// Name of the target, if the address has one.
+    pub target: Option<IscsiName>,
+    /// Logical unit, if the address names one.
+    pub lun: Option<u16>,
+    /// `user` and `password` before the host, `password_file`: who logs in.
+    pub user: User,
+    /// `target_user`, `target_password`, `target_password_file`: who the target has to be.
+    pub target_user: User,
+    /// `chap`: digests for CHAP, comma-separated, the best first: `md5`, `sha1`, `sha256`, `sha3-256`.
+    pub chap: Option<Vec<Algorithm>>,
+    /// `initiator`: name to log in under.
+    pub initiator: Option<IscsiName>,
+    /// `header_digest`: `crc32c` insists on it, `none` refuses it.
+    pub header_digest: Option<bool>,
+    /// `data_digest`, as `header_digest`.
+    pub data_digest: Option<bool>,
+    /// `immediate_data`: whether commands may carry data.
+    pub immediate_data: Option<bool>,
+    /// `initial_r2t`: whether all other data wait to be asked for.
+    pub initial_r2t: Option<bool>,
+    /// `first_burst`: unsolicited data of a command at most, in bytes.
+    pub first_burst: Option<u32>,
+    /// `max_burst`: longest sequence of data PDUs, in bytes.
+    pub max_burst: Option<u32>,
+    /// `max_recv`: longest data segment to take, in bytes.
+    pub max_recv: Option<u32>,
+    /// `queue_size`: commands outstanding, 1 to 4096.
+    pub queue_size: Option<u16>,
+    /// `src`: local address to connect from.
+    pub src: Option<IpAddr>,
+}
+
+const KEYS: [&str; 15] = [
+    "password_file",
+    "target_user",
+    "target_password",
+    "target_password_file",
+    "chap",
+    "initiator",
+    "header_digest",
+    "data_digest",
+    "immediate_data",
+    "initial_r2t",
+    "first_burst",
+    "max_burst",
+    "max_recv",
+    "queue_size",
+    "src",
+];
+
+const LENGTH: &str = "a number from 512 to 16777215";
+
+impl IscsiUrl {
+    /// An address with no keys set.
+    #[must_use]
+    pub fn new(carrier: Carrier, host: Host) -> Self {
+        Self {
+            carrier,
+            host,
+            port: PORT,
+            target: None,
+            lun: None,
+            user: User::default(),
+            target_user: User::default(),
+            chap: None,
+            initiator: None,
+            header_digest: None,
+            data_digest: None,
+            immediate_data: None,
+            initial_r2t: None,
+            first_burst: None,
+            max_burst: None,
+            max_recv: None,
+            queue_size: None,
+            src: None,
+        }
+    }
+
+    /// Whether RDMA carries the PDUs.
+    #[must_use]
+    pub fn is_iser(&self) -> bool {
+        self.carrier == Carrier::Iser
+    }
+
+    /// Who logs in, and who the target has to be, with their passwords from wherever they are.
+    ///
+    /// # Errors
+    /// [`SecretError`].
+    pub fn credentials(&self) -> Result<(Option<Credentials>, Option<Credentials>), SecretError> {
+        let own = self.user.credentials(PASSWORD_ENV)?;
+        let target = self.target_user.credentials(TARGET_PASSWORD_ENV)?;
+        if own.is_none() && target.is_some() {
+            return Err(SecretError::OneSided);
+        }
+        Ok((own, target))
+    }
+
+    /// Takes the passwords out of the address and out of the environment, so that the address can
+    /// be shown to other processes; those in files stay there.
+    pub fn take_secrets(&mut self) -> Secrets {
+        let take = |user: &mut User, env: &str| {
+            let wanted = user.name.is_some() && user.file.is_none();
+            let given = user.password.take();
+            given.or_else(|| std::env::var(env).ok().filter(|_| wanted).map(Secret))
+        };
+        Secrets {
+            password: take(&mut self.user, PASSWORD_ENV),
+            target_password: take(&mut self.target_user, TARGET_PASSWORD_ENV),
+        }
+    }
+
+    /// Puts passwords back.
+    pub fn put_secrets(&mut self, secrets: Secrets) {
+        if secrets.password.is_some() {
+            self.user.password = secrets.password;
+        }
+        if secrets.target_password.is_some() {
+            self.target_user.password = secrets.target_password;
+        }
+    }
+
+    fn set(&mut self, key: &str, value: &str) -> Result<(), UrlError> {
+        let key = KEYS
+            .into_iter()
+            .find(|k| *k == key)
+            .ok_or_else(|| UrlError::UnknownKey(key.to_owned()))?;
+        let part = Part { key, value };
+        let path = |p: &Part<'_>| Ok(PathBuf::from(p.value));
+        let length = |p: &Part<'_>| p.number(512..=(1 << 24) - 1, LENGTH);
+        match key {
+            "password_file" => part.once(&mut self.user.file, path),
+            "target_user" => part.once(&mut self.target_user.name, |p| Ok(p.value.to_owned())),
+            "target_password" => {
+                part.once(&mut self.target_user.password, |p| Ok(Secret::new(p.value)))
+            }
+            "target_password_file" => part.once(&mut self.target_user.file, path),
+            "chap" => part.once(&mut self.chap, algorithms),
+            "initiator" => part.once(&mut self.initiator, |p| name(p.value)),
+            "header_digest" => part.once(&mut self.header_digest, digest),
+            "data_digest" => part.once(&mut self.data_digest, digest),
+            "immediate_data" => part.once(&mut self.immediate_data, Part::flag),
+            "initial_r2t" => part.once(&mut self.initial_r2t, Part::flag),
+            "first_burst" => part.once(&mut self.first_burst, length),
+            "max_burst" => part.once(&mut self.max_burst, length),
+            "max_recv" => part.once(&mut self.max_recv, length),
+            "queue_size" => part.once(&mut self.queue_size, |p| {
+                p.number(1..=4096, "a number from 1 to 4096")
+            }),
+            "src" => part.once(&mut self.src, Part::ip),
+            _ => unreachable!("every key of the table has an arm"),
+        }
+    }
+}
+
+fn name(text: &str) -> Result<IscsiName, UrlError> {
+    IscsiName::new(text).map_err(|why| UrlError::Target {
+        name: text.to_owned(),
+        why,
+    })
+}
+
+const ALGORITHM_NAMES: [(&str, Algorithm); 4] = [
+    ("md5", Algorithm::Md5),
+    ("sha1", Algorithm::Sha1),
+    ("sha256", Algorithm::Sha256),
+    ("sha3-256", Algorithm::Sha3_256),
+];
+
+fn algorithms(part: &Part<'_>) -> Result<Vec<Algorithm>, UrlError> {
+    let one = |name: &str| {
+        let known = ALGORITHM_NAMES.iter().find(|(known, _)| *known == name);
+        known.map(|(_, algorithm)| *algorithm)
+    };
+    let all: Option<Vec<_>> = part.value.split(',').map(one).collect();
+    all.ok_or_else(|| part.bad("a list of `md5`, `sha1`, `sha256`, `sha3-256`"))
+}
+
+fn algorithm_names(algorithms: &[Algorithm]) -> String {
+    let name = |algorithm| {
+        let known = ALGORITHM_NAMES
+            .iter()
+            .find(|(_, known)| *known == algorithm);
+        known.map_or("", |(name, _)| *name)
+    };
+    let names: Vec<_> = algorithms.iter().map(|a| name(*a)).collect();
+    names.join(",")
+}
+
+fn digest(part: &Part<'_>) -> Result<bool, UrlError> {
+    match part.value.to_ascii_lowercase().as_str() {
+        "crc32c" => Ok(true),
+        "none" => Ok(false),
+        _ => Err(part.bad("`crc32c` or `none`")),
+    }
+}
+
+impl FromStr for IscsiUrl {
+    type Err = UrlError;
+
+    fn from_str(text: &str) -> Result<Self, UrlError> {
+        let (carrier, rest) = match text.split_once("://") {
+            Some(("iscsi", rest)) => (Carrier::Tcp, rest),
+            Some(("iser", rest)) => (Carrier::Iser, rest),
+            _ => return Err(UrlError::Scheme),
+        };
+        let (rest, query) = split_query(rest);
+        let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
+        // A password may have the character that ends it.
+        let (user, authority) = match authority.rsplit_once('@') {
+            Some((user, authority)) => (Some(user), authority),
+            None => (None, authority),
+        };
+        let authority: Authority = authority.parse()?;
+        let mut url = Self::new(carrier, authority.host);
+        url.port = authority.port.unwrap_or(PORT);
+        if let Some(user) = user {
+            let (name, password) = match user.split_once('%') {
+                Some((name, password)) => (name, Some(password)),
+                None => (user, None),
+            };
+            if name.is_empty() {
+                return Err(UrlError::NoUser);
+            }
+            url.user.name = Some(name.to_owned());
+            url.user.password = password.map(Secret::new);
+        }
+        let (target, lun) = match path.split_once('/') {
+            Some((target, lun)) => (target, Some(lun).filter(|l| !l.is_empty())),
+            None => (path, None),
+        };
+        if !target.is_empty() {
+            url.target = Some(name(target)?);
+        }
+        if let Some(lun) = lun {
+            let number = decimal(lun)
+                .and_then(|l| u16::try_from(l).ok())
+                .filter(|l| *l <= MAX_LUN && url.target.is_some());
+            url.lun = Some(number.ok_or_else(|| UrlError::Lun(lun.to_owned()))?);
+        }
+        for pair in query {
+            let (key, value) = pair?;
+            url.set(key, value)?;
+        }
+        Ok(url)
+    }
+}
+
+/// Without passwords.
+impl fmt::Display for IscsiUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.carrier {
+            Carrier::Tcp => "iscsi://",
+            Carrier::Iser => "iser://",
+        })?;
+        if let Some(user) = &self.user.name {
+            write!(f, "{user}@")?;
+        }
+        self.host.fmt(f)?;
+        if self.port != PORT {
+            write!(f, ":{}", self.port)?;
+        }
+        f.write_str("/")?;
+        if let Some(target) = &self.target {
+            target.fmt(f)?;
+            if let Some(lun) = self.lun {
+                write!(f, "/{lun}")?;
+            }
+        }
+        let digest = |on: Option<bool>| on.map(|on| if on { "crc32c" } else { "none" }.to_owned());
+        let flag = |on: Option<bool>| on.map(|on| u8::from(on).to_string());
+        let file = |user: &User| user.file.as_ref().map(|p| p.display().to_string());
+        let keys = [
+            ("password_file", file(&self.user)),
+            ("target_user", self.target_user.name.clone()),
+            ("target_password_file", file(&self.target_user)),
+            ("chap", self.chap.as_deref().map(algorithm_names)),
+            (
+                "initiator",
+                self.initiator.as_ref().map(ToString::to_string),
+            ),
+            ("header_digest", digest(self.header_digest)),
+            ("data_digest", digest(self.data_digest)),
+            ("immediate_data", flag(self.immediate_data)),
+            ("initial_r2t", flag(self.initial_r2t)),
+            ("first_burst", self.first_burst.map(|n| n.to_string())),
+            ("max_burst", self.max_burst.map(|n| n.to_string())),
+            ("max_recv", self.max_recv.map(|n| n.to_string())),
+            ("queue_size", self.queue_size.map(|n| n.to_string())),
+            ("src", self.src.map(|ip| ip.to_string())),
+        ];
+        let mut separator = '?';
+        for (key, value) in keys {
+            if let Some(value) = value {
+                write!(f, "{separator}{key}={value}")?;
+                separator = '&';
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<IscsiUrl, UrlError> {
+        text.parse()
+    }
+
+    #[test]
+    fn an_address_as_libiscsi_writes_it() {
+        let url = parse("iscsi://me%se@cret@[::1]:3261/iqn.2026-01.com.example:disk/3").unwrap();
+        assert_eq!(url.host, Host::Ip("::1".parse().unwrap()));
+        assert_eq!((url.port, url.lun), (3261, Some(3)));
+        assert_eq!(
+            url.target.as_ref().unwrap().as_str(),
+            "iqn.2026-01.com.example:disk"
+        );
+        let (own, target) = url.credentials().unwrap();
+        assert_eq!(own.unwrap().secret, b"se@cret");
+        assert!(target.is_none());
+        let shown = url.to_string();
+        assert_eq!(
+            shown,
+            "iscsi://me@[::1]:3261/iqn.2026-01.com.example:disk/3"
+        );
+        assert!(!format!("{url:?}").contains("se@cret"));
+    }
+
+    #[test]
+    fn a_portal_alone_and_every_key() {
+        let url = parse("iser://host").unwrap();
+        assert!(url.is_iser() && url.target.is_none() && url.port == 3260);
+        let text = "iscsi://u@h/iqn.2026-01.a:b?password_file=/p&target_user=t\
+                    &target_password_file=/q&chap=sha1,md5&initiator=iqn.2026-01.a:i&header_digest=crc32c\
+                    &data_digest=none&immediate_data=0&initial_r2t=1&first_burst=4096\
+                    &max_burst=8192&max_recv=65536&queue_size=7&src=127.0.0.2";
+        let url = parse(text).unwrap();
+        assert_eq!(
+            (url.header_digest, url.data_digest),
+            (Some(true), Some(false))
+        );
+        assert_eq!(parse(&url.to_string()), Ok(url));
+    }
+
+    #[test]
+    fn errors_name_the_part() {
+        for (text, part) in [
+            ("nvme://h", "iscsi://"),
+            ("iscsi://%pw@h", "no user"),
+            ("iscsi://h/disk", "disk"),
+            ("iscsi://h/iqn.2026-01.a:b/x", "`x`"),
+            ("iscsi://h//1", "`1`"),
+            ("iscsi://h:0/", "`0`"),
+            ("iscsi://h/?header_digest=md5", "header_digest"),
+            ("iscsi://h/?chap=md5,md4", "chap"),
+            ("iscsi://h/?max_burst=5", "max_burst"),
+            ("iscsi://h/?what=1", "what"),
+            ("iscsi://h/?src=1.2.3.4&src=1.2.3.4", "twice"),
+        ] {
+            let error = parse(text).unwrap_err().to_string();
+            assert!(error.contains(part), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_password_comes_from_a_file_or_not_at_all() {
+        let path = std::env::temp_dir().join(format!("riser-secret-{}", std::process::id()));
+        std::fs::write(&path, "from the file\nrest\n").unwrap();
+        let text = format!("iscsi://u@h/?password_file={}", path.display());
+        let (own, _) = parse(&text).unwrap().credentials().unwrap();
+        assert_eq!(own.unwrap().secret, b"from the file");
+        std::fs::remove_file(&path).unwrap();
+        let gone = parse(&text).unwrap().credentials().unwrap_err();
+        assert!(gone.to_string().contains("cannot read"), "{gone}");
+        let mutual = parse("iscsi://h/?target_user=t&target_password=p").unwrap();
+        assert!(matches!(mutual.credentials(), Err(SecretError::OneSided)));
+    }
+}

@@ -1,0 +1,65 @@
+//! A command's descriptor block, and the direction and length of its data.
+
+/// Length of a command descriptor block, in bytes, that [`Cdb`] holds at most.
+pub const MAX_CDB: usize = 32;
+
+/// A command descriptor block of up to [`MAX_CDB`] bytes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Cdb {
+    bytes: [u8; MAX_CDB],
+    len: u8,
+}
+
+impl Cdb {
+    /// A copy of `bytes`, or `None` for none or too many.
+    #[must_use]
+    pub fn new(bytes: &[u8]) -> Option<Self> {
+        let mut cdb = Self {
+            bytes: [0; MAX_CDB],
+            len: u8::try_from(bytes.len()).ok().filter(|l| *l > 0)?,
+        };
+        cdb.bytes.get_mut(..bytes.len())?.copy_from_slice(bytes);
+        Some(cdb)
+    }
+
+    /// The bytes.
+    #[must_use]
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.bytes[..usize::from(self.len)]
+    }
+
+    /// Byte 0.
+    #[must_use]
+    pub fn opcode(&self) -> u8 {
+        self.bytes[0]
+    }
+
+    /// The sixteen bytes that SRP_CMD always carries.
+    pub(crate) fn fixed(&self) -> [u8; 16] {
+        self.bytes[..16].try_into().expect("sixteen of thirty-two")
+    }
+
+    /// The rest, in whole words.
+    pub(crate) fn additional(&self) -> &[u8] {
+        let len = usize::from(self.len).max(16).next_multiple_of(4);
+        &self.bytes[16..len]
+    }
+}
+
+impl std::fmt::Debug for Cdb {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Cdb({:02x?})", self.as_bytes())
+    }
+}
+
+/// Which way a command's data goes, and how much, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DataLen {
+    /// No data.
+    #[default]
+    None,
+    /// From the target.
+    In(u32),
+    /// To the target.
+    Out(u32),
+}

@@ -1,0 +1,369 @@
+//! A session's requests: taken, queued, started, ended, repeated.
+//!
+//! [`Requests`] decides; the session around it knows channels and tells its owner. `T` is what names
+//! a started request to the target: a tag.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use riser_scsi::srp::WireLun;
+use slab::Slab;
+
+use super::{
+    Answer, RequestError, RequestId, RequestResult, RequestSpec, Retry, Verdict, plan_verdict,
+};
+
+/// How one attempt at a request ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum AttemptEnd {
+    /// The target answered.
+    Answered(Answer),
+    /// The target refused the request as such.
+    Refused(RequestError),
+    /// Task management ended it.
+    Aborted,
+    /// The connection broke.
+    Lost,
+}
+
+/// Where a request is.
+///
+/// ```text
+///            ┌──────────── Backoff ←──────────┐
+///            ↓                                │ patience asked for
+/// submit → Queued → Started ──────────→ Retiring → completed
+///            ↑         └→ Aborting ────────↑  │
+///            └────────────────────────────────┘ again, at once
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum RequestState<T> {
+    /// Waits for a channel with room.
+    Queued,
+    /// Sent; the answer is awaited until the given time.
+    Started { channel: u8, tag: T, until: Instant },
+    /// Took too long; task management is to end it.
+    Aborting { channel: u8, tag: T },
+    /// The attempt is over; its memory is being taken back from the target.
+    Retiring { channel: u8, end: AttemptEnd },
+    /// Waits before it is queued again.
+    Backoff { until: Instant },
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Request<T> {
+    pub(crate) spec: RequestSpec,
+    /// Order of submission; also tells a request from a later one in the same place.
+    pub(crate) seq: u64,
+    /// Attempts begun.
+    pub(crate) attempts: u8,
+    /// An attempt was lost with its connection.
+    pub(crate) replayed: bool,
+    pub(crate) state: RequestState<T>,
+}
+
+impl<T: Copy> Request<T> {
+    /// Channel and tag while the target has the request.
+    pub(crate) fn place(&self) -> Option<(u8, T)> {
+        match self.state {
+            RequestState::Started { channel, tag, .. }
+            | RequestState::Aborting { channel, tag } => Some((channel, tag)),
+            _ => None,
+        }
+    }
+}
+
+/// What became of a request whose attempt is over.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Settled {
+    /// It is over; it is to be completed with this.
+    Over(RequestResult),
+    /// It waits in the queue again.
+    Queued,
+    /// It waits until then.
+    Later(Instant),
+}
+
+/// What bounds a session's requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Limits {
+    /// Requests taken and not completed.
+    pub(crate) requests: usize,
+    /// Attempts at one request.
+    pub(crate) attempts: u8,
+    /// Wait before a command is repeated that the target was too busy for; doubles with every
+    /// attempt.
+    pub(crate) busy: Duration,
+}
+
+/// A request that is late, to be treated in the order of submission.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Late {
+    pub(crate) seq: u64,
+    pub(crate) index: u32,
+}
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub(crate) struct Requests<T> {
+    limits: Limits,
+    slab: Slab<Request<T>>,
+    /// Requests in state Queued, in order of submission. Bound: `limits.requests`.
+    queue: VecDeque<u32>,
+    next_seq: u64,
+    /// Requests with an attempt lost to a broken connection; while there are any, order matters.
+    replays: usize,
+}
+
+impl<T: Copy + PartialEq> Requests<T> {
+    /// # Panics
+    /// If there is no room for a request, or none may be tried.
+    pub(crate) fn new(limits: Limits) -> Self {
+        assert!(limits.requests > 0 && limits.attempts > 0);
+        Self {
+            limits,
+            slab: Slab::with_capacity(limits.requests),
+            queue: VecDeque::with_capacity(limits.requests),
+            next_seq: 0,
+            replays: 0,
+        }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.slab.len()
+    }
+
+    pub(crate) fn find(&self, index: u32) -> Option<&Request<T>> {
+        self.slab.get(index as usize)
+    }
+
+    pub(crate) fn at(&self, index: u32) -> &Request<T> {
+        &self.slab[index as usize]
+    }
+
+    /// Takes a request into the queue; `None` where there is no room.
+    pub(crate) fn insert(&mut self, spec: RequestSpec) -> Option<RequestId> {
+        if self.slab.len() >= self.limits.requests {
+            return None;
+        }
+        let seq = self.next_seq;
+        self.next_seq += 1;
+        let index = self.slab.insert(Request {
+            spec,
+            seq,
+            attempts: 0,
+            replayed: false,
+            state: RequestState::Queued,
+        }) as u32;
+        self.queue.push_back(index);
+        Some(RequestId(index))
+    }
+
+    /// The request to start next, unless it has to wait for another.
+    pub(crate) fn next(&self) -> Option<u32> {
+        let index = *self.queue.front()?;
+        (self.replays == 0 || !self.must_wait(index)).then_some(index)
+    }
+
+    /// Whether an earlier request with an overlapping effect is outstanding.
+    fn must_wait(&self, index: u32) -> bool {
+        let request = self.at(index);
+        let effect = request.spec.effect;
+        self.slab.iter().any(|(_, other)| {
+            other.seq < request.seq
+                && other.spec.lun == request.spec.lun
+                && other.state != RequestState::Queued
+                && effect.conflicts(other.spec.effect)
+        })
+    }
+
+    /// The request at the queue's front is being sent.
+    pub(crate) fn start(&mut self, channel: u8, tag: T, until: Instant) {
+        let index = self.queue.pop_front().expect("a request to start");
+        let request = &mut self.slab[index as usize];
+        request.attempts = request.attempts.saturating_add(1);
+        request.state = RequestState::Started {
+            channel,
+            tag,
+            until,
+        };
+    }
+
+    /// A started request is to be ended by task management; its tag.
+    pub(crate) fn begin_abort(&mut self, index: u32) -> Option<(u8, T)> {
+        let request = &mut self.slab[index as usize];
+        let RequestState::Started { channel, tag, .. } = request.state else {
+            return None;
+        };
+        request.state = RequestState::Aborting { channel, tag };
+        Some((channel, tag))
+    }
+
+    /// The tag of a request that still waits for its abort.
+    pub(crate) fn aborting(&self, Late { seq, index }: Late) -> Option<T> {
+        let request = self.find(index)?;
+        match request.state {
+            RequestState::Aborting { tag, .. } if request.seq == seq => Some(tag),
+            _ => None,
+        }
+    }
+
+    /// An attempt is over; its memory is being taken back.
+    pub(crate) fn end_attempt(&mut self, index: u32, channel: u8, end: AttemptEnd) {
+        self.slab[index as usize].state = RequestState::Retiring { channel, end };
+    }
+
+    /// How the attempt ended whose memory is being taken back.
+    pub(crate) fn retiring(&self, index: u32) -> Option<AttemptEnd> {
+        match &self.find(index)?.state {
+            RequestState::Retiring { end, .. } => Some(end.clone()),
+            _ => None,
+        }
+    }
+
+    /// Decides what becomes of a request whose attempt is over; `ending` says that the session is.
+    pub(crate) fn settle(
+        &mut self,
+        index: u32,
+        end: AttemptEnd,
+        ending: bool,
+        now: Instant,
+    ) -> Settled {
+        let request = &mut self.slab[index as usize];
+        let in_time = now < request.spec.deadline;
+        let may_repeat = request.attempts < self.limits.attempts && in_time && !ending;
+        let may_replay = may_repeat && request.spec.effect.is_replayable();
+        match end {
+            AttemptEnd::Answered(answer) => {
+                let verdict = match request.spec.retry {
+                    Retry::Standard if may_repeat => plan_verdict(&answer),
+                    _ => Verdict::Report,
+                };
+                match verdict {
+                    Verdict::Report => Settled::Over(Ok(answer)),
+                    Verdict::Again => self.enqueue(index),
+                    Verdict::Later => self.back_off(index, now),
+                }
+            }
+            AttemptEnd::Refused(error) => Settled::Over(Err(error)),
+            AttemptEnd::Aborted if may_replay => self.enqueue(index),
+            AttemptEnd::Aborted => Settled::Over(Err(RequestError::TimedOut)),
+            AttemptEnd::Lost if ending => Settled::Over(Err(RequestError::Closed)),
+            AttemptEnd::Lost if !in_time => Settled::Over(Err(RequestError::TimedOut)),
+            AttemptEnd::Lost if may_replay => {
+                if !request.replayed {
+                    request.replayed = true;
+                    self.replays += 1;
+                }
+                self.enqueue(index)
+            }
+            AttemptEnd::Lost => Settled::Over(Err(RequestError::ConnectionLost)),
+        }
+    }
+
+    /// Queues a request again, in the order of submission.
+    pub(crate) fn enqueue(&mut self, index: u32) -> Settled {
+        self.slab[index as usize].state = RequestState::Queued;
+        let seq = self.at(index).seq;
+        let at = self
+            .queue
+            .partition_point(|&other| self.at(other).seq < seq);
+        self.queue.insert(at, index);
+        Settled::Queued
+    }
+
+    fn back_off(&mut self, index: u32, now: Instant) -> Settled {
+        let request = &mut self.slab[index as usize];
+        let doublings = u32::from(request.attempts.saturating_sub(1)).min(7);
+        let until = (now + self.limits.busy * (1 << doublings)).min(request.spec.deadline);
+        request.state = RequestState::Backoff { until };
+        Settled::Later(until)
+    }
+
+    /// Lets a request go that is over.
+    pub(crate) fn remove(&mut self, index: u32) {
+        let request = self.slab.remove(index as usize);
+        if request.state == RequestState::Queued {
+            self.queue.retain(|&i| i != index);
+        }
+        if request.replayed {
+            self.replays -= 1;
+        }
+    }
+
+    /// Requests whose time has come, in the order of submission, and when the next one's comes.
+    pub(crate) fn plan_late(&self, now: Instant) -> (Vec<Late>, Option<Instant>) {
+        let mut late = Vec::new();
+        let mut next: Option<Instant> = None;
+        for (index, request) in &self.slab {
+            let at = match request.state {
+                RequestState::Queued => request.spec.deadline,
+                RequestState::Backoff { until } | RequestState::Started { until, .. } => {
+                    until.min(request.spec.deadline)
+                }
+                RequestState::Aborting { .. } | RequestState::Retiring { .. } => continue,
+            };
+            if at <= now {
+                let seq = request.seq;
+                late.push(Late {
+                    seq,
+                    index: index as u32,
+                });
+            } else {
+                next = Some(next.map_or(at, |n| n.min(at)));
+            }
+        }
+        late.sort_unstable();
+        (late, next)
+    }
+
+    /// Requests that a channel had when it went, and how their attempts ended, in the order of
+    /// submission.
+    pub(crate) fn of_channel(&self, here: u8) -> Vec<(u32, AttemptEnd)> {
+        let mut ended: Vec<(u64, u32, AttemptEnd)> = self
+            .slab
+            .iter()
+            .filter_map(|(index, request)| {
+                let end = match &request.state {
+                    RequestState::Started { channel, .. }
+                    | RequestState::Aborting { channel, .. }
+                        if *channel == here =>
+                    {
+                        AttemptEnd::Lost
+                    }
+                    RequestState::Retiring { channel, end } if *channel == here => end.clone(),
+                    _ => return None,
+                };
+                Some((request.seq, index as u32, end))
+            })
+            .collect();
+        ended.sort_by_key(|(seq, ..)| *seq);
+        ended
+            .into_iter()
+            .map(|(_, index, end)| (index, end))
+            .collect()
+    }
+
+    /// Requests that the target has, of one logical unit or of all, in the order of submission, with
+    /// their channels and tags.
+    pub(crate) fn outstanding(&self, lun: Option<WireLun>) -> Vec<(u32, u8, T)> {
+        let mut found: Vec<(u64, u32, u8, T)> = self
+            .slab
+            .iter()
+            .filter(|(_, request)| lun.is_none_or(|lun| request.spec.lun == lun))
+            .filter_map(|(index, request)| {
+                let (channel, tag) = request.place()?;
+                Some((request.seq, index as u32, channel, tag))
+            })
+            .collect();
+        found.sort_unstable_by_key(|(seq, ..)| *seq);
+        found
+            .into_iter()
+            .map(|(_, index, channel, tag)| (index, channel, tag))
+            .collect()
+    }
+
+    /// Every request.
+    pub(crate) fn all(&self) -> Vec<u32> {
+        self.slab.iter().map(|(index, _)| index as u32).collect()
+    }
+}

@@ -1,0 +1,361 @@
+//! Addresses of targets: what the schemes have in common, and [`TargetUrl`], any of them.
+//!
+//! Every error names the part of the address it is about, and never a password.
+
+#![forbid(unsafe_code)]
+
+use std::fmt;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr, ToSocketAddrs};
+use std::str::FromStr;
+
+use riser_scsi::iscsi::name::NameError;
+
+use crate::iscsi::url::IscsiUrl;
+use crate::srp::url::SrpUrl;
+
+/// Where a target is, whatever protocol it speaks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum TargetUrl {
+    /// `srp://`.
+    Srp(SrpUrl),
+    /// `iscsi://` and `iser://`.
+    Iscsi(IscsiUrl),
+}
+
+impl TargetUrl {
+    /// The logical unit, if the address names one.
+    #[must_use]
+    pub fn lun(&self) -> Option<u16> {
+        match self {
+            Self::Srp(url) => url.lun,
+            Self::Iscsi(url) => url.lun,
+        }
+    }
+
+    /// The same target with another logical unit, or none.
+    #[must_use]
+    pub fn with_lun(mut self, lun: Option<u16>) -> Self {
+        match &mut self {
+            Self::Srp(url) => url.lun = lun,
+            Self::Iscsi(url) => url.lun = lun,
+        }
+        self
+    }
+
+    /// The local address to connect from, if the address names one.
+    #[must_use]
+    pub fn src(&self) -> Option<IpAddr> {
+        match self {
+            Self::Srp(url) => url.src,
+            Self::Iscsi(url) => url.src,
+        }
+    }
+
+    /// Whether an RDMA device is needed to reach it.
+    #[must_use]
+    pub fn needs_device(&self) -> bool {
+        match self {
+            Self::Srp(_) => true,
+            Self::Iscsi(url) => url.is_iser(),
+        }
+    }
+
+    /// Address or name of the target's host.
+    #[must_use]
+    pub fn host(&self) -> &Host {
+        self.authority().0
+    }
+
+    fn authority(&self) -> (&Host, u16) {
+        match self {
+            Self::Srp(url) => (&url.host, url.port),
+            Self::Iscsi(url) => (&url.host, url.port),
+        }
+    }
+
+    /// The address that it means; a name is looked up, on this thread.
+    ///
+    /// # Errors
+    /// The name has no address, or none of the family of [`Self::src`].
+    pub fn resolve(&self) -> std::io::Result<SocketAddr> {
+        let (host, port) = self.authority();
+        match host {
+            Host::Ip(ip) => Ok(SocketAddr::new(*ip, port)),
+            Host::Name(name) => {
+                let fits = |a: &SocketAddr| self.src().is_none_or(|s| s.is_ipv4() == a.is_ipv4());
+                let mut found = (name.as_str(), port).to_socket_addrs()?;
+                found
+                    .find(fits)
+                    .ok_or_else(|| std::io::ErrorKind::NotFound.into())
+            }
+        }
+    }
+}
+
+impl From<&SrpUrl> for TargetUrl {
+    fn from(url: &SrpUrl) -> Self {
+        Self::Srp(url.clone())
+    }
+}
+
+impl From<&IscsiUrl> for TargetUrl {
+    fn from(url: &IscsiUrl) -> Self {
+        Self::Iscsi(url.clone())
+    }
+}
+
+impl From<&TargetUrl> for TargetUrl {
+    fn from(url: &TargetUrl) -> Self {
+        url.clone()
+    }
+}
+
+impl FromStr for TargetUrl {
+    type Err = UrlError;
+
+    fn from_str(text: &str) -> Result<Self, UrlError> {
+        match text.split_once("://") {
+            Some(("srp", _)) => text.parse().map(Self::Srp),
+            Some(("iscsi" | "iser", _)) => text.parse().map(Self::Iscsi),
+            _ => Err(UrlError::Scheme),
+        }
+    }
+}
+
+/// Without passwords.
+impl fmt::Display for TargetUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Srp(url) => url.fmt(f),
+            Self::Iscsi(url) => url.fmt(f),
+        }
+    }
+}
+
+/// The target's address, or a name for it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Host {
+    /// A literal address.
+    Ip(IpAddr),
+    /// A host name: letters, digits, dots, hyphens and underscores.
+    Name(String),
+}
+
+impl fmt::Display for Host {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Ip(IpAddr::V4(ip)) => write!(f, "{ip}"),
+            Self::Ip(IpAddr::V6(ip)) => write!(f, "[{ip}]"),
+            Self::Name(name) => f.write_str(name),
+        }
+    }
+}
+
+/// Why a string is no address.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum UrlError {
+    /// The scheme is missing or another one.
+    #[error("address must begin with `srp://`, `iscsi://` or `iser://`")]
+    Scheme,
+    /// The host is missing or malformed.
+    #[error("host `{0}` is neither an address nor a name")]
+    Host(String),
+    /// The port is no number from 1 to 65535.
+    #[error("port `{0}` is not a number from 1 to 65535")]
+    Port(String),
+    /// The path is no logical unit number.
+    #[error("logical unit `{0}` is not a number from 0 to 16383")]
+    Lun(String),
+    /// What follows the host is no iSCSI name.
+    #[error("target `{name}`: {why}")]
+    Target {
+        /// As given.
+        name: String,
+        /// What is wrong with it.
+        why: NameError,
+    },
+    /// A password without a user.
+    #[error("a password is given, but no user")]
+    NoUser,
+    /// A key does not exist.
+    #[error("unknown key `{0}`")]
+    UnknownKey(String),
+    /// A key occurs twice.
+    #[error("key `{0}` occurs twice")]
+    Repeated(String),
+    /// A key has no value.
+    #[error("key `{0}` has no value")]
+    NoValue(String),
+    /// A value is not what its key takes.
+    #[error("value `{value}` of key `{key}` is not {expected}")]
+    Value {
+        /// The key.
+        key: &'static str,
+        /// The value given.
+        value: String,
+        /// What it takes.
+        expected: &'static str,
+    },
+}
+
+/// `host[:port]`; a colon within brackets belongs to the address.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Authority {
+    pub(crate) host: Host,
+    pub(crate) port: Option<u16>,
+}
+
+impl FromStr for Authority {
+    type Err = UrlError;
+
+    fn from_str(text: &str) -> Result<Self, UrlError> {
+        let (host, port) = split_port(text);
+        let number = |port: &str| {
+            decimal(port)
+                .and_then(|p| u16::try_from(p).ok())
+                .filter(|p| *p != 0)
+                .ok_or_else(|| UrlError::Port(port.to_owned()))
+        };
+        Ok(Self {
+            host: parse_host(host)?,
+            port: port.map(number).transpose()?,
+        })
+    }
+}
+
+/// What a query has: keys with their values, in order.
+pub(crate) type Pair<'a> = Result<(&'a str, &'a str), UrlError>;
+
+/// Splits `rest[?key=value[&key=value…]]`.
+pub(crate) fn split_query(text: &str) -> (&str, impl Iterator<Item = Pair<'_>>) {
+    let (rest, query) = match text.split_once('?') {
+        Some((rest, query)) => (rest, Some(query)),
+        None => (text, None),
+    };
+    let pairs = query.into_iter().flat_map(|q| q.split('&'));
+    let pairs = pairs.map(|part| match part.split_once('=') {
+        Some((key, value)) if !value.is_empty() => Ok((key, value)),
+        Some((key, _)) => Err(UrlError::NoValue(key.to_owned())),
+        None => Err(UrlError::NoValue(part.to_owned())),
+    });
+    (rest, pairs)
+}
+
+/// One `key=value`.
+pub(crate) struct Part<'a> {
+    pub(crate) key: &'static str,
+    pub(crate) value: &'a str,
+}
+
+impl Part<'_> {
+    pub(crate) fn once<T>(
+        &self,
+        field: &mut Option<T>,
+        parse: impl FnOnce(&Self) -> Result<T, UrlError>,
+    ) -> Result<(), UrlError> {
+        if field.is_some() {
+            return Err(UrlError::Repeated(self.key.to_owned()));
+        }
+        *field = Some(parse(self)?);
+        Ok(())
+    }
+
+    pub(crate) fn bad(&self, expected: &'static str) -> UrlError {
+        UrlError::Value {
+            key: self.key,
+            value: self.value.to_owned(),
+            expected,
+        }
+    }
+
+    pub(crate) fn hex64(&self) -> Result<u64, UrlError> {
+        self.hex(16, "a hexadecimal number of at most 16 digits")
+    }
+
+    pub(crate) fn hex16(&self) -> Result<u16, UrlError> {
+        let value = self.hex(4, "a hexadecimal number of at most 4 digits")?;
+        Ok(u16::try_from(value).expect("at most four digits"))
+    }
+
+    fn hex(&self, digits: usize, expected: &'static str) -> Result<u64, UrlError> {
+        let text = self.value.strip_prefix("0x").unwrap_or(self.value);
+        let legal =
+            (1..=digits).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_hexdigit());
+        if !legal {
+            return Err(self.bad(expected));
+        }
+        u64::from_str_radix(text, 16).map_err(|_| self.bad(expected))
+    }
+
+    pub(crate) fn number<T>(
+        &self,
+        range: std::ops::RangeInclusive<u32>,
+        expected: &'static str,
+    ) -> Result<T, UrlError>
+    where
+        T: TryFrom<u32>,
+    {
+        decimal(self.value)
+            .filter(|n| range.contains(n))
+            .and_then(|n| T::try_from(n).ok())
+            .ok_or_else(|| self.bad(expected))
+    }
+
+    pub(crate) fn flag(&self) -> Result<bool, UrlError> {
+        match self.value {
+            "1" | "yes" | "on" => Ok(true),
+            "0" | "no" | "off" => Ok(false),
+            _ => Err(self.bad("`1` or `0`")),
+        }
+    }
+
+    pub(crate) fn ip(&self) -> Result<IpAddr, UrlError> {
+        let text = self.value.trim_start_matches('[').trim_end_matches(']');
+        text.parse().map_err(|_| self.bad("an IP address"))
+    }
+}
+
+/// Digits only: no sign, no spaces.
+pub(crate) fn decimal(text: &str) -> Option<u32> {
+    text.bytes()
+        .all(|b| b.is_ascii_digit())
+        .then(|| text.parse().ok())?
+}
+
+fn parse_host(text: &str) -> Result<Host, UrlError> {
+    let bad = || UrlError::Host(text.to_owned());
+    if let Some(inner) = text.strip_prefix('[') {
+        let inner = inner.strip_suffix(']').ok_or_else(bad)?;
+        let ip: Ipv6Addr = inner.parse().map_err(|_| bad())?;
+        return Ok(Host::Ip(ip.into()));
+    }
+    if let Ok(ip) = text.parse::<std::net::Ipv4Addr>() {
+        return Ok(Host::Ip(ip.into()));
+    }
+    let legal = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'-' | b'_');
+    // A name whose last label is all digits would be a mistyped IPv4 address.
+    let numeric = text
+        .rsplit('.')
+        .next()
+        .is_some_and(|l| l.bytes().all(|b| b.is_ascii_digit()));
+    if text.is_empty() || text.len() > 253 || numeric || !text.bytes().all(legal) {
+        return Err(bad());
+    }
+    Ok(Host::Name(text.to_owned()))
+}
+
+/// Splits `host[:port]`; a colon within brackets belongs to the address.
+fn split_port(authority: &str) -> (&str, Option<&str>) {
+    let after_bracket = match authority.rfind(']') {
+        Some(at) => at,
+        None if authority.starts_with('[') => return (authority, None),
+        None => 0,
+    };
+    match authority[after_bracket..].rfind(':') {
+        Some(at) => {
+            let at = after_bracket + at;
+            (&authority[..at], Some(&authority[at + 1..]))
+        }
+        None => (authority, None),
+    }
+}

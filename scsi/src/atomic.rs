@@ -1,0 +1,177 @@
+//! COMPARE AND WRITE (SBC-3 5.2) and ORWRITE (16) (5.15): commands that read, decide, and write.
+//!
+//! What they read must still be true when they write. Neither takes a lock for
+//! that: the opcode table marks them exclusive, and the task set runs an
+//! exclusive command alone on its unit (see [`task`](crate::task)).
+
+use crate::access::or_into;
+use crate::cdb::Cdb;
+use crate::config::Config;
+use crate::plan::{Context, Machine, Next, Plan, PlanResult, Planner, Transfer};
+use crate::rw::Write;
+use crate::sense::Sense;
+use crate::step::BlockOp;
+use crate::verify::{Compare, Verify};
+
+const FUA: u8 = 3;
+
+/// Where COMPARE AND WRITE has its NUMBER OF LOGICAL BLOCKS.
+const BLOCKS_BYTE: u16 = 13;
+
+/// MAXIMUM COMPARE AND WRITE LENGTH in blocks: what the configuration says, as
+/// far as both halves of the data fit one transfer.
+pub(crate) fn max_compare_write(config: &Config) -> u8 {
+    let fit = config.limits.max_transfer / (2 * config.block_size.bytes());
+    config
+        .limits
+        .max_compare_write_blocks
+        .min(u8::try_from(fit).unwrap_or(u8::MAX))
+}
+
+/// A COMPARE AND WRITE. The buffer holds what is expected, what is to be
+/// written instead, and scratch for the medium, in this order.
+#[derive(Debug)]
+pub(crate) struct CompareWrite {
+    /// The comparison, until it has succeeded.
+    verify: Option<Verify>,
+    write: Write,
+}
+
+/// COMPARE AND WRITE.
+pub(crate) fn plan_compare_and_write(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
+    let (offset, len) = planner.byte_range(cdb.extent())?;
+    let blocks = cdb.byte(BLOCKS_BYTE.into());
+    // Data for no blocks: an initiator means more blocks than the field can say.
+    let is_empty = blocks == 0 && planner.request.expected.data_out > 0;
+    if blocks > max_compare_write(planner.lu.config()) || is_empty {
+        return Err(Sense::cdb_field(BLOCKS_BYTE, None).into());
+    }
+    if blocks == 0 {
+        return Ok(Plan::good());
+    }
+    let len = u32::try_from(len).expect("no more than 255 blocks");
+    let received = 2 * len;
+    // Half a comparison compares nothing: there must be exactly as much.
+    if planner.request.expected.data_out != received {
+        return Err(Planner::short_data_out(received));
+    }
+    let scratch = planner.segment(len.into());
+    let verify = Verify::new(
+        offset,
+        len.into(),
+        Compare::Buffer,
+        received,
+        scratch,
+        planner.block(),
+    );
+    let fua = cdb.bit(1, FUA) || !planner.lu.is_write_cache_enabled();
+    Ok(Plan {
+        transfer: Transfer {
+            data_in: 0,
+            data_out: received,
+        },
+        buffer_len: received + scratch,
+        first: Next::Receive(received),
+        machine: Machine::CompareWrite(CompareWrite {
+            verify: Some(verify.after_receive().of_cache()),
+            write: Write::from_buffer(offset, len, len, fua),
+        }),
+    })
+}
+
+impl CompareWrite {
+    pub(crate) fn advance(&mut self, context: &mut Context<'_>) -> Result<Next, Sense> {
+        if let Some(verify) = &mut self.verify {
+            match verify.advance(context)? {
+                Next::Answer(_) => self.verify = None,
+                next => return Ok(next),
+            }
+        }
+        self.write.advance(context)
+    }
+}
+
+/// An ORWRITE. The buffer holds the data, and scratch for the medium behind
+/// them.
+#[derive(Debug)]
+pub(crate) struct OrWrite {
+    offset: u64,
+    len: u32,
+    scratch_len: u32,
+    /// Bytes that have the medium's bits in them.
+    done: u32,
+    stage: OrStage,
+    write: Write,
+}
+
+/// ```text
+/// Receiving -> Reading (segment after segment) -> Writing -> (answer)
+/// ```
+#[derive(Debug)]
+enum OrStage {
+    /// Data-Out is on its way.
+    Receiving,
+    /// A segment of the medium is being read.
+    Reading,
+    /// The result is being written.
+    Writing,
+}
+
+/// ORWRITE (16).
+pub(crate) fn plan_or_write(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
+    let (offset, wanted) = planner.transfer_range(cdb.extent())?;
+    let len = planner.data_out(wanted)?;
+    let transfer = Transfer {
+        data_in: 0,
+        data_out: wanted,
+    };
+    if len == 0 {
+        return Ok(Plan {
+            transfer,
+            ..Plan::good()
+        });
+    }
+    let scratch = planner.segment(len.into());
+    let fua = cdb.bit(1, FUA) || !planner.lu.is_write_cache_enabled();
+    Ok(Plan {
+        transfer,
+        buffer_len: len + scratch,
+        first: Next::Receive(len),
+        machine: Machine::OrWrite(OrWrite {
+            offset,
+            len,
+            scratch_len: scratch,
+            done: 0,
+            stage: OrStage::Receiving,
+            write: Write::from_buffer(offset, len, 0, fua),
+        }),
+    })
+}
+
+impl OrWrite {
+    fn piece(&self) -> u32 {
+        (self.len - self.done).min(self.scratch_len)
+    }
+
+    pub(crate) fn advance(&mut self, context: &mut Context<'_>) -> Result<Next, Sense> {
+        match self.stage {
+            OrStage::Receiving => self.stage = OrStage::Reading,
+            OrStage::Reading => {
+                let piece = self.piece();
+                or_into(context.data, self.done, self.len, piece);
+                self.done += piece;
+            }
+            OrStage::Writing => return self.write.advance(context),
+        }
+        if self.done == self.len {
+            self.stage = OrStage::Writing;
+            return self.write.advance(context);
+        }
+        Ok(Next::Block(BlockOp::Read {
+            offset: self.offset + u64::from(self.done),
+            len: self.piece(),
+            buffer_offset: self.len,
+            fua: false,
+        }))
+    }
+}

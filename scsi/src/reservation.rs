@@ -1,0 +1,389 @@
+//! Reservations of a logical unit: persistent ones (SPC-4 5.13) and the older ones of RESERVE and
+//! RELEASE (SPC-2 5.5).
+//!
+//! Both belong to I_T nexuses. A registration outlives its nexus: who logs in again by the same
+//! ports is registered still, so it is kept by the names of the ports. A reservation by RESERVE ends
+//! with its nexus.
+//!
+//! A unit that nobody has reserved costs a command one look at an atomic.
+//!
+//! # Invariants
+//! - A reservation that is not one of all registrants has a holder who is registered.
+//! - One of all registrants ends with the last registration.
+//!
+//! # Not implemented
+//! Persistence through power loss (APTPL), SPEC_I_PT, ALL_TG_PT and REGISTER AND MOVE; they are
+//! refused as REPORT CAPABILITIES tells. At most [`MAX_REGISTRANTS`] nexuses can be registered.
+
+use std::sync::Arc;
+
+use crate::nexus::{Nexus, NexusId, PortName};
+use crate::opcode::Gates;
+
+/// Registrations of a unit at most: their list must fit one READ KEYS and READ FULL STATUS.
+pub(crate) const MAX_REGISTRANTS: usize = 256;
+
+/// TYPE of a persistent reservation (SPC-4 table 40).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+pub(crate) enum Kind {
+    WriteExclusive = 1,
+    ExclusiveAccess = 3,
+    WriteExclusiveRegistrantsOnly = 5,
+    ExclusiveAccessRegistrantsOnly = 6,
+    WriteExclusiveAllRegistrants = 7,
+    ExclusiveAccessAllRegistrants = 8,
+}
+
+impl Kind {
+    pub(crate) fn of(code: u8) -> Option<Self> {
+        [
+            Self::WriteExclusive,
+            Self::ExclusiveAccess,
+            Self::WriteExclusiveRegistrantsOnly,
+            Self::ExclusiveAccessRegistrantsOnly,
+            Self::WriteExclusiveAllRegistrants,
+            Self::ExclusiveAccessAllRegistrants,
+        ]
+        .into_iter()
+        .find(|kind| *kind as u8 == code)
+    }
+
+    /// Whether every registrant holds the reservation.
+    pub(crate) fn is_of_all(self) -> bool {
+        matches!(
+            self,
+            Self::WriteExclusiveAllRegistrants | Self::ExclusiveAccessAllRegistrants
+        )
+    }
+
+    /// Whether registrants may do what the holder may.
+    fn favours_registrants(self) -> bool {
+        !matches!(self, Self::WriteExclusive | Self::ExclusiveAccess)
+    }
+
+    /// Whether others may not even read.
+    fn forbids_reads(self) -> bool {
+        matches!(
+            self,
+            Self::ExclusiveAccess
+                | Self::ExclusiveAccessRegistrantsOnly
+                | Self::ExclusiveAccessAllRegistrants
+        )
+    }
+}
+
+/// Who is registered: the ports of an I_T nexus.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Ports {
+    pub(crate) initiator: PortName,
+    pub(crate) target: PortName,
+    /// RELATIVE TARGET PORT IDENTIFIER.
+    pub(crate) relative_id: u16,
+}
+
+impl Ports {
+    pub(crate) fn of(nexus: &Nexus) -> Self {
+        Self {
+            initiator: nexus.initiator.clone(),
+            target: nexus.target.name.clone(),
+            relative_id: nexus.target.relative_id,
+        }
+    }
+
+    pub(crate) fn is_of(&self, nexus: &Nexus) -> bool {
+        self.initiator == nexus.initiator && self.target == nexus.target.name
+    }
+}
+
+/// A registration.
+#[derive(Clone, Debug)]
+pub(crate) struct Registrant {
+    pub(crate) ports: Ports,
+    pub(crate) key: u64,
+}
+
+/// A persistent reservation.
+#[derive(Clone, Debug)]
+pub(crate) struct Held {
+    pub(crate) kind: Kind,
+    /// Who made it; of one of all registrants, everybody registered holds it.
+    maker: Ports,
+}
+
+/// Why a PERSISTENT RESERVE OUT does nothing.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Refused {
+    /// RESERVATION CONFLICT status.
+    Conflict,
+    /// INVALID RELEASE OF PERSISTENT RESERVATION.
+    InvalidRelease,
+    /// The service action key may not be zero here.
+    ZeroKey,
+    /// INSUFFICIENT REGISTRATION RESOURCES.
+    NoRoom,
+}
+
+/// Whom a change concerns, with the unit attention it means for them.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Told {
+    /// RESERVATIONS PREEMPTED.
+    pub(crate) reservations_preempted: Vec<Ports>,
+    /// RESERVATIONS RELEASED.
+    pub(crate) reservations_released: Vec<Ports>,
+    /// REGISTRATIONS PREEMPTED.
+    pub(crate) registrations_preempted: Vec<Ports>,
+}
+
+/// The keys of a PERSISTENT RESERVE OUT.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Keys {
+    /// RESERVATION KEY.
+    pub(crate) own: u64,
+    /// SERVICE ACTION RESERVATION KEY.
+    pub(crate) action: u64,
+}
+
+/// All reservations and registrations of a unit.
+#[derive(Debug, Default)]
+pub(crate) struct Reservations {
+    pub(crate) registrants: Vec<Registrant>,
+    pub(crate) held: Option<Held>,
+    /// PRGENERATION.
+    pub(crate) generation: u32,
+    /// Who has it by RESERVE.
+    reserved: Option<NexusId>,
+}
+
+type Outcome = Result<Told, Refused>;
+
+impl Reservations {
+    /// Whether some command of somebody may conflict.
+    pub(crate) fn restricts(&self) -> bool {
+        self.held.is_some() || self.reserved.is_some()
+    }
+
+    /// Whether a nexus may not send a command of these gates now.
+    pub(crate) fn conflicts(&self, id: NexusId, nexus: Option<&Arc<Nexus>>, gates: Gates) -> bool {
+        if self.reserved.is_some_and(|holder| holder != id) {
+            return !gates.intersects(Gates::UNDER_ATTENTION | Gates::UNDER_RESERVATION);
+        }
+        let Some(held) = &self.held else {
+            return false;
+        };
+        let registered = nexus.and_then(|nexus| self.registrant(nexus)).is_some();
+        let holds = registered && nexus.is_some_and(|nexus| held.maker.is_of(nexus));
+        if holds || (registered && held.kind.favours_registrants()) {
+            return false;
+        }
+        let forbidden = if held.kind.forbids_reads() {
+            Gates::CHANGES | Gates::WRITES | Gates::READS
+        } else {
+            Gates::CHANGES | Gates::WRITES
+        };
+        gates.intersects(forbidden)
+    }
+
+    fn registrant(&self, nexus: &Nexus) -> Option<usize> {
+        let mut all = self.registrants.iter();
+        all.position(|registrant| registrant.ports.is_of(nexus))
+    }
+
+    /// RESERVE. `false` where it conflicts.
+    pub(crate) fn reserve_unit(&mut self, id: NexusId) -> bool {
+        let free = self.reserved.is_none_or(|holder| holder == id) && self.registrants.is_empty();
+        if free {
+            self.reserved = Some(id);
+        }
+        free
+    }
+
+    /// RELEASE, or the end of a nexus: of what others have, nothing changes.
+    pub(crate) fn release_unit(&mut self, id: NexusId) {
+        self.reserved = self.reserved.filter(|holder| *holder != id);
+    }
+
+    /// A reset of the unit ends what RESERVE has made.
+    pub(crate) fn reset(&mut self) {
+        self.reserved = None;
+    }
+
+    /// Whether a nexus holds the persistent reservation.
+    pub(crate) fn is_holder(&self, ports: &Ports) -> bool {
+        self.held.as_ref().is_some_and(|held| {
+            let registered = self.registrants.iter().any(|r| r.ports == *ports);
+            registered && (held.kind.is_of_all() || held.maker == *ports)
+        })
+    }
+
+    /// The key that READ RESERVATION tells.
+    pub(crate) fn held_key(&self) -> u64 {
+        match &self.held {
+            Some(held) if !held.kind.is_of_all() => self
+                .registrants
+                .iter()
+                .find(|r| r.ports == held.maker)
+                .map_or(0, |r| r.key),
+            _ => 0,
+        }
+    }
+
+    /// The registration of a nexus that has proved to know its key.
+    fn proved(&self, nexus: &Nexus, key: u64) -> Result<usize, Refused> {
+        self.registrant(nexus)
+            .filter(|at| self.registrants[*at].key == key)
+            .ok_or(Refused::Conflict)
+    }
+
+    /// REGISTER, and with `ignore` REGISTER AND IGNORE EXISTING KEY.
+    pub(crate) fn register(&mut self, nexus: &Nexus, keys: Keys, ignore: bool) -> Outcome {
+        let at = self.registrant(nexus);
+        let known = at.map_or(0, |at| self.registrants[at].key);
+        if !ignore && known != keys.own {
+            return Err(Refused::Conflict);
+        }
+        match (at, keys.action) {
+            (None, 0) => return Ok(Told::default()),
+            (None, key) => {
+                if self.registrants.len() == MAX_REGISTRANTS {
+                    return Err(Refused::NoRoom);
+                }
+                self.registrants.push(Registrant {
+                    ports: Ports::of(nexus),
+                    key,
+                });
+            }
+            (Some(at), 0) => {
+                self.generation = self.generation.wrapping_add(1);
+                return Ok(self.unregister(at));
+            }
+            (Some(at), key) => self.registrants[at].key = key,
+        }
+        self.generation = self.generation.wrapping_add(1);
+        Ok(Told::default())
+    }
+
+    /// Takes a registration away, and the reservation with it where it was the holder's.
+    fn unregister(&mut self, at: usize) -> Told {
+        let gone = self.registrants.remove(at);
+        let mut told = Told::default();
+        let Some(held) = &self.held else {
+            return told;
+        };
+        let ends = if held.kind.is_of_all() {
+            self.registrants.is_empty()
+        } else {
+            held.maker == gone.ports
+        };
+        if ends {
+            if held.kind.favours_registrants() {
+                told.reservations_released = self.others(None);
+            }
+            self.held = None;
+        }
+        told
+    }
+
+    /// Everybody registered but one.
+    fn others(&self, but: Option<&Ports>) -> Vec<Ports> {
+        let all = self.registrants.iter().map(|r| &r.ports);
+        all.filter(|ports| Some(*ports) != but).cloned().collect()
+    }
+
+    /// RESERVE.
+    pub(crate) fn reserve(&mut self, nexus: &Nexus, keys: Keys, kind: Kind) -> Outcome {
+        self.proved(nexus, keys.own)?;
+        let ports = Ports::of(nexus);
+        match &self.held {
+            None => {
+                self.held = Some(Held { kind, maker: ports });
+                Ok(Told::default())
+            }
+            Some(held) if held.kind == kind && self.is_holder(&ports) => Ok(Told::default()),
+            Some(_) => Err(Refused::Conflict),
+        }
+    }
+
+    /// RELEASE.
+    pub(crate) fn release(&mut self, nexus: &Nexus, keys: Keys, kind: Option<Kind>) -> Outcome {
+        self.proved(nexus, keys.own)?;
+        let ports = Ports::of(nexus);
+        let Some(held) = self.held.as_ref().filter(|_| self.is_holder(&ports)) else {
+            return Ok(Told::default());
+        };
+        if kind != Some(held.kind) {
+            return Err(Refused::InvalidRelease);
+        }
+        let mut told = Told::default();
+        if held.kind.favours_registrants() {
+            told.reservations_released = self.others(Some(&ports));
+        }
+        self.held = None;
+        Ok(told)
+    }
+
+    /// CLEAR.
+    pub(crate) fn clear(&mut self, nexus: &Nexus, keys: Keys) -> Outcome {
+        self.proved(nexus, keys.own)?;
+        let told = Told {
+            reservations_preempted: self.others(Some(&Ports::of(nexus))),
+            ..Told::default()
+        };
+        self.held = None;
+        self.registrants.clear();
+        self.generation = self.generation.wrapping_add(1);
+        Ok(told)
+    }
+
+    /// PREEMPT, and PREEMPT AND ABORT.
+    pub(crate) fn preempt(&mut self, nexus: &Nexus, keys: Keys, kind: Kind) -> Outcome {
+        self.proved(nexus, keys.own)?;
+        let own = Ports::of(nexus);
+        let all = self.held.as_ref().is_some_and(|held| held.kind.is_of_all());
+        let takes = match &self.held {
+            None => false,
+            Some(_) if all => keys.action == 0,
+            Some(_) => keys.action == self.held_key(),
+        };
+        if keys.action == 0 && !all {
+            return Err(Refused::ZeroKey);
+        }
+        let meant = |r: &Registrant| {
+            // Who takes the reservation stays registered.
+            let spared = takes && r.ports == own;
+            !spared && (r.key == keys.action || (takes && all))
+        };
+        let (gone, left): (Vec<_>, Vec<_>) = self.registrants.drain(..).partition(meant);
+        self.registrants = left;
+        if gone.is_empty() && !takes {
+            return Err(Refused::Conflict);
+        }
+        self.generation = self.generation.wrapping_add(1);
+        let mut told = Told {
+            registrations_preempted: gone
+                .into_iter()
+                .map(|r| r.ports)
+                .filter(|ports| *ports != own)
+                .collect(),
+            ..Told::default()
+        };
+        if takes {
+            let old = self.held.replace(Held {
+                kind,
+                maker: own.clone(),
+            });
+            if old.is_some_and(|old| old.kind != kind && old.kind.favours_registrants()) {
+                told.reservations_released = self.others(Some(&own));
+            }
+        } else if self.registrants.is_empty() {
+            // The last registrant of all has preempted itself.
+            self.held = None;
+        } else if let Some(held) = &self.held
+            && !held.kind.is_of_all()
+            && !self.registrants.iter().any(|r| r.ports == held.maker)
+        {
+            self.held = None;
+        }
+        Ok(told)
+    }
+}

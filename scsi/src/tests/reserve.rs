@@ -1,0 +1,262 @@
+//! Reservations, as two nexuses see them.
+
+use super::{A, B, Outcome, Rig, srp_nexus};
+use crate::nexus::NexusId;
+use crate::step::Status;
+
+const REGISTER: u8 = 0;
+const RESERVE: u8 = 1;
+const RELEASE: u8 = 2;
+const CLEAR: u8 = 3;
+const PREEMPT: u8 = 4;
+const PREEMPT_AND_ABORT: u8 = 5;
+const IGNORE: u8 = 6;
+
+const PREEMPTED: (u8, u8, u8) = (6, 0x2a, 0x03);
+const RELEASED: (u8, u8, u8) = (6, 0x2a, 0x04);
+const UNREGISTERED: (u8, u8, u8) = (6, 0x2a, 0x05);
+const INVALID_RELEASE: (u8, u8, u8) = (5, 0x26, 0x04);
+
+const READ: [u8; 10] = [0x28, 0, 0, 0, 0, 0, 0, 0, 1, 0];
+const WRITE: [u8; 10] = [0x2a, 0, 0, 0, 0, 0, 0, 0, 1, 0];
+const READY: [u8; 6] = [0; 6];
+
+fn out(rig: &mut Rig, who: NexusId, action: u8, kind: u8, own: u64, key: u64) -> Outcome {
+    let cdb = [0x5f, action, kind, 0, 0, 0, 0, 0, 24, 0];
+    let mut list = [0; 24];
+    list[..8].copy_from_slice(&own.to_be_bytes());
+    list[8..16].copy_from_slice(&key.to_be_bytes());
+    rig.run(who, &cdb, &list, 0)
+}
+
+#[track_caller]
+fn conflict(outcome: &Outcome) {
+    assert_eq!(outcome.response.status, Status::ReservationConflict);
+    assert!(outcome.ops.is_empty());
+}
+
+fn keys(rig: &mut Rig) -> (u32, Vec<u64>) {
+    let data = rig.send(&[0x5e, 0, 0, 0, 0, 0, 0, 2, 0, 0]).good().data;
+    let number = |at: usize| u32::from_be_bytes(data[at..at + 4].try_into().unwrap());
+    assert_eq!(number(4) as usize, data.len() - 8);
+    let keys = data[8..].chunks(8);
+    let keys = keys.map(|key| u64::from_be_bytes(key.try_into().unwrap()));
+    (number(0), keys.collect())
+}
+
+/// Key and type of the reservation.
+fn reservation(rig: &mut Rig) -> Option<(u64, u8)> {
+    let data = rig.send(&[0x5e, 1, 0, 0, 0, 0, 0, 2, 0, 0]).good().data;
+    (data.len() > 8).then(|| {
+        assert_eq!(data.len(), 24);
+        let key = u64::from_be_bytes(data[8..16].try_into().unwrap());
+        (key, data[21])
+    })
+}
+
+/// Whether a nexus may read, and write.
+fn access(rig: &mut Rig, who: NexusId) -> (bool, bool) {
+    let read = rig.run(who, &READ, &[], 512).response.status;
+    let write = rig.run(who, &WRITE, &[0; 512], 0).response.status;
+    (read == Status::Good, write == Status::Good)
+}
+
+fn registered() -> Rig {
+    let mut rig = Rig::new();
+    out(&mut rig, A, REGISTER, 0, 0, 0xa).good();
+    out(&mut rig, B, REGISTER, 0, 0, 0xb).good();
+    rig
+}
+
+/// What registered and unregistered others may do, by type (SPC-4 table 40).
+#[test]
+fn types_give_others_their_rights() {
+    let types = [
+        (1, (true, false), (true, false)),
+        (3, (false, false), (false, false)),
+        (5, (true, true), (true, false)),
+        (6, (true, true), (false, false)),
+        (7, (true, true), (true, false)),
+        (8, (true, true), (false, false)),
+    ];
+    for (kind, others, strangers) in types {
+        let mut rig = registered();
+        out(&mut rig, A, RESERVE, kind, 0xa, 0).good();
+        assert_eq!(access(&mut rig, A), (true, true), "type {kind}");
+        assert_eq!(access(&mut rig, B), others, "type {kind}");
+        rig.run(B, &READY, &[], 0).good();
+        rig.run(B, &[0x12, 0, 0, 0, 36, 0], &[], 36).good();
+        let key = if kind < 7 { 0xa } else { 0 };
+        assert_eq!(reservation(&mut rig), Some((key, kind)));
+        out(&mut rig, B, REGISTER, 0, 0xb, 0).good();
+        assert_eq!(access(&mut rig, B), strangers, "type {kind}");
+        out(&mut rig, A, RESERVE, kind, 0xa, 0).good();
+        out(&mut rig, A, RELEASE, kind, 0xa, 0).good();
+        assert_eq!(reservation(&mut rig), None);
+        assert_eq!(access(&mut rig, B), (true, true));
+    }
+}
+
+#[test]
+fn registrations_need_their_keys() {
+    let mut rig = Rig::new();
+    conflict(&out(&mut rig, A, REGISTER, 0, 1, 2));
+    conflict(&out(&mut rig, A, RESERVE, 1, 0, 0));
+    out(&mut rig, A, REGISTER, 0, 0, 0).good();
+    assert_eq!(keys(&mut rig), (0, vec![]));
+    out(&mut rig, A, REGISTER, 0, 0, 5).good();
+    conflict(&out(&mut rig, A, REGISTER, 0, 4, 6));
+    out(&mut rig, A, REGISTER, 0, 5, 6).good();
+    assert_eq!(keys(&mut rig), (2, vec![6]));
+    out(&mut rig, A, IGNORE, 0, 99, 7).good();
+    assert_eq!(keys(&mut rig), (3, vec![7]));
+    conflict(&out(&mut rig, A, RESERVE, 1, 6, 0));
+    out(&mut rig, A, REGISTER, 0, 7, 0).good();
+    assert_eq!(keys(&mut rig), (4, vec![]));
+    // The length of a list is told whole however little there is room for.
+    out(&mut rig, A, REGISTER, 0, 0, 5).good();
+    let short = rig.send(&[0x5e, 0, 0, 0, 0, 0, 0, 0, 8, 0]).good();
+    assert_eq!(short.data[4..], [0, 0, 0, 8]);
+}
+
+#[test]
+fn a_registration_outlives_its_nexus() {
+    let mut rig = registered();
+    out(&mut rig, A, RESERVE, 3, 0xa, 0).good();
+    rig.lu.remove_nexus(A);
+    assert_eq!(access(&mut rig, B), (false, false));
+    let again = NexusId(9);
+    rig.lu.add_nexus(again, srp_nexus(0xaa));
+    rig.lu.take_attention(again);
+    assert_eq!(access(&mut rig, again), (true, true));
+    out(&mut rig, again, RELEASE, 3, 0xa, 0).good();
+}
+
+#[test]
+fn releases_tell_the_registrants() {
+    let mut rig = registered();
+    out(&mut rig, A, RESERVE, 5, 0xa, 0).good();
+    out(&mut rig, B, RELEASE, 5, 0xb, 0).good();
+    assert!(reservation(&mut rig).is_some(), "not the holder's");
+    let wrong = out(&mut rig, A, RELEASE, 6, 0xa, 0);
+    assert_eq!(wrong.check(), INVALID_RELEASE);
+    out(&mut rig, A, RELEASE, 5, 0xa, 0).good();
+    assert_eq!(rig.run(B, &READY, &[], 0).check(), RELEASED);
+    // So does the end of the holder's registration.
+    out(&mut rig, A, RESERVE, 6, 0xa, 0).good();
+    out(&mut rig, A, REGISTER, 0, 0xa, 0).good();
+    assert_eq!(reservation(&mut rig), None);
+    assert_eq!(rig.run(B, &READY, &[], 0).check(), RELEASED);
+    // One of all registrants stays with the last of them.
+    let mut rig = registered();
+    out(&mut rig, A, RESERVE, 8, 0xa, 0).good();
+    out(&mut rig, A, REGISTER, 0, 0xa, 0).good();
+    assert_eq!(reservation(&mut rig), Some((0, 8)));
+    assert_eq!(access(&mut rig, A), (false, false));
+    out(&mut rig, B, REGISTER, 0, 0xb, 0).good();
+    assert_eq!(reservation(&mut rig), None);
+}
+
+#[test]
+fn clear_and_preempt_take_registrations_away() {
+    let mut rig = registered();
+    out(&mut rig, A, RESERVE, 3, 0xa, 0).good();
+    out(&mut rig, B, CLEAR, 0, 0xb, 0).good();
+    assert_eq!(rig.run(A, &READY, &[], 0).check(), PREEMPTED);
+    assert_eq!(keys(&mut rig), (3, vec![]));
+    for action in [PREEMPT, PREEMPT_AND_ABORT] {
+        let mut rig = registered();
+        out(&mut rig, A, RESERVE, 3, 0xa, 0).good();
+        conflict(&out(&mut rig, B, RESERVE, 3, 0xb, 0));
+        conflict(&out(&mut rig, B, action, 1, 0xb, 0xc));
+        out(&mut rig, B, action, 1, 0xb, 0xa).good();
+        assert_eq!(rig.run(A, &READY, &[], 0).check(), UNREGISTERED);
+        assert_eq!(keys(&mut rig), (3, vec![0xb]));
+        assert_eq!(reservation(&mut rig), Some((0xb, 1)));
+        assert_eq!(access(&mut rig, A), (true, false));
+    }
+    // Without a reservation, only registrations go.
+    let mut rig = registered();
+    out(&mut rig, B, PREEMPT, 3, 0xb, 0xa).good();
+    assert_eq!(rig.run(A, &READY, &[], 0).check(), UNREGISTERED);
+    assert_eq!(reservation(&mut rig), None);
+    // A key of zero means the reservation of all registrants, and nothing else.
+    let mut rig = registered();
+    assert_eq!(out(&mut rig, B, PREEMPT, 3, 0xb, 0).check(), (5, 0x26, 0));
+    out(&mut rig, A, RESERVE, 7, 0xa, 0).good();
+    out(&mut rig, B, PREEMPT, 3, 0xb, 0).good();
+    assert_eq!(rig.run(A, &READY, &[], 0).check(), UNREGISTERED);
+    assert_eq!(reservation(&mut rig), Some((0xb, 3)));
+    assert_eq!(access(&mut rig, A), (false, false));
+}
+
+#[test]
+fn full_status_names_the_ports() {
+    let mut rig = registered();
+    out(&mut rig, B, RESERVE, 1, 0xb, 0).good();
+    let data = rig.send(&[0x5e, 3, 0, 0, 0, 0, 0, 2, 0, 0]).good().data;
+    assert_eq!(data.len(), 8 + 2 * 48);
+    let second = &data[56..];
+    assert_eq!(second[..8], 0xb_u64.to_be_bytes());
+    assert_eq!(second[12..14], [1, 1], "the holder, and the type");
+    assert_eq!(second[18..24], [0, 1, 0, 0, 0, 24]);
+    assert_eq!(second[24], 4, "SRP");
+    assert_eq!(second[32..48], [0xbb; 16]);
+    let caps = rig.send(&[0x5e, 2, 0, 0, 0, 0, 0, 0, 8, 0]).good().data;
+    assert_eq!(caps, [0, 8, 0, 0x80, 0xea, 0x01, 0, 0]);
+}
+
+#[test]
+fn what_is_not_offered_is_refused() {
+    let mut rig = registered();
+    for kind in [0, 2, 4, 9, 0x11] {
+        let outcome = out(&mut rig, A, RESERVE, kind, 0xa, 0);
+        assert_eq!(outcome.check(), (5, 0x24, 0), "type {kind:#x}");
+    }
+    assert_eq!(
+        rig.send(&[0x5e, 4, 0, 0, 0, 0, 0, 0, 8, 0]).check(),
+        (5, 0x24, 0)
+    );
+    assert_eq!(out(&mut rig, A, 7, 0, 0xa, 0).check(), (5, 0x24, 0));
+    let short = rig.send_out(&[0x5f, 0, 0, 0, 0, 0, 0, 0, 16, 0], &[0; 16]);
+    assert_eq!(short.check(), (5, 0x1a, 0));
+    for bit in [1, 4, 8] {
+        let mut list = [0; 24];
+        list[20] = bit;
+        let outcome = rig.send_out(&[0x5f, IGNORE, 0, 0, 0, 0, 0, 0, 24, 0], &list);
+        assert_eq!(outcome.check(), (5, 0x26, 0));
+    }
+}
+
+#[test]
+fn reserve_and_release_of_old() {
+    let reserve = [0x16, 0, 0, 0, 0, 0];
+    let release = [0x17, 0, 0, 0, 0, 0];
+    let sense = [0x1a, 0, 0x3f, 0, 255, 0];
+    let mut rig = Rig::new();
+    rig.send(&reserve).good();
+    rig.send(&reserve).good();
+    conflict(&rig.run(B, &reserve, &[], 0));
+    rig.run(B, &release, &[], 0).good();
+    conflict(&rig.run(B, &sense, &[], 255));
+    conflict(&rig.run(B, &READY, &[], 0));
+    conflict(&out(&mut rig, B, REGISTER, 0, 0, 1));
+    rig.run(B, &[0x12, 0, 0, 0, 36, 0], &[], 36).good();
+    rig.run(B, &[0x03, 0, 0, 0, 18, 0], &[], 18).good();
+    rig.send(&[0x57, 0, 0, 0, 0, 0, 0, 0, 0, 0]).good();
+    rig.run(B, &sense, &[], 255).good();
+    // It ends with the nexus, and with a reset.
+    rig.run(B, &reserve, &[], 0).good();
+    rig.lu.remove_nexus(B);
+    rig.send(&reserve).good();
+    rig.lu.reset();
+    rig.lu.add_nexus(B, srp_nexus(0xbb));
+    rig.lu.take_attention(A);
+    rig.lu.take_attention(B);
+    rig.run(B, &[0x56, 0, 0, 0, 0, 0, 0, 0, 0, 0], &[], 0)
+        .good();
+    rig.run(B, &release, &[], 0).good();
+    // The two kinds exclude each other.
+    out(&mut rig, A, REGISTER, 0, 0, 1).good();
+    conflict(&rig.run(B, &reserve, &[], 0));
+}

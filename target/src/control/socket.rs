@@ -1,0 +1,121 @@
+//! Where the admin API is: a Unix socket that only its owner may use (mode 0600).
+
+use std::io;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use tokio::net::UnixListener;
+
+/// Its file name in a directory of its own.
+const NAME: &str = "admin.sock";
+
+/// The place where a daemon serves, and a tool looks, if nobody says otherwise: in
+/// `$RUNTIME_DIRECTORY`, which a service manager sets; for root in `/run/riserd`; for others in
+/// `$XDG_RUNTIME_DIR/riserd`. `None` where there is none of these.
+#[must_use]
+pub fn default_path() -> Option<PathBuf> {
+    let set = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty());
+    if let Some(dirs) = set("RUNTIME_DIRECTORY") {
+        let first = std::env::split_paths(&dirs).next()?;
+        return Some(first.join(NAME));
+    }
+    if rustix::process::geteuid().is_root() {
+        return Some(Path::new("/run/riserd").join(NAME));
+    }
+    Some(
+        Path::new(&set("XDG_RUNTIME_DIR")?)
+            .join("riserd")
+            .join(NAME),
+    )
+}
+
+/// A socket that is removed when it is dropped.
+#[derive(Debug)]
+pub struct Bound(PathBuf);
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        // Gone already is as good.
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+/// Listens at a path, whose directory it makes if need be. A socket that nobody listens at any more
+/// is replaced.
+///
+/// # Errors
+/// `AddrInUse` if another daemon listens there or the path is no socket; whatever the file system
+/// says.
+pub fn bind(path: &Path) -> io::Result<(UnixListener, Bound)> {
+    if let Some(dir) = path.parent() {
+        std::fs::create_dir_all(dir)?;
+    }
+    match std::os::unix::net::UnixStream::connect(path) {
+        Ok(_) => return Err(in_use("another daemon listens there")),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+        // A socket of a daemon that is no more.
+        Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {
+            use std::os::unix::fs::FileTypeExt;
+            if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
+                return Err(in_use("there is a file of another kind"));
+            }
+        }
+        Err(e) => return Err(e),
+    }
+    // Nobody finds it under its name before its mode is right.
+    let mut hidden = path.as_os_str().to_owned();
+    hidden.push(format!(".{}", std::process::id()));
+    let _ = std::fs::remove_file(&hidden);
+    let listener = UnixListener::bind(&hidden)?;
+    let ready = std::fs::set_permissions(&hidden, std::fs::Permissions::from_mode(0o600))
+        .and_then(|()| std::fs::rename(&hidden, path));
+    if let Err(error) = ready {
+        let _ = std::fs::remove_file(&hidden);
+        return Err(error);
+    }
+    Ok((listener, Bound(path.to_owned())))
+}
+
+fn in_use(why: &'static str) -> io::Error {
+    io::Error::new(io::ErrorKind::AddrInUse, why)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn dir(name: &str) -> PathBuf {
+        let dir = std::env::temp_dir().join(format!("riserd-socket-{}-{name}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&dir);
+        dir
+    }
+
+    #[tokio::test]
+    async fn only_its_owner_may_use_it_and_it_goes_with_its_daemon() {
+        let dir = dir("mode");
+        let path = dir.join("deep").join(NAME);
+        let (listener, bound) = bind(&path).unwrap();
+        let mode = std::fs::metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+        let error = bind(&path).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+        drop((listener, bound));
+        assert!(!path.exists());
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_socket_left_behind_is_replaced_and_a_file_is_not() {
+        let dir = dir("stale");
+        let path = dir.join(NAME);
+        let (listener, bound) = bind(&path).unwrap();
+        drop(listener);
+        std::mem::forget(bound);
+        assert!(path.exists());
+        drop(bind(&path).unwrap());
+        std::fs::write(&path, "precious").unwrap();
+        assert!(bind(&path).is_err());
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "precious");
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
+}

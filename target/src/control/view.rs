@@ -1,0 +1,309 @@
+//! What the admin API says, as JSON: names in snake case, sizes in bytes, times in seconds.
+//!
+//! Fields may be added within a version; a reader skips those that it does not know.
+
+use std::collections::BTreeMap;
+
+use riser_scsi::iscsi::login::{ConnectionParams, SessionParams};
+use riser_scsi::lu::LogicalUnit;
+use serde::{Deserialize, Serialize};
+
+use crate::config::Protocol;
+use crate::iscsi::Phase;
+use crate::server::Server;
+use crate::srp::ChannelParams;
+use crate::worker::SessionInfo;
+use crate::worker::mail::{IscsiSession, Snapshot};
+use crate::worker::target::{Catalog, TargetDef};
+
+/// The daemon as a whole.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Status {
+    /// Its version.
+    pub version: String,
+    /// Its process.
+    pub pid: u32,
+    /// How long it has served, in seconds.
+    pub uptime: u64,
+    /// I_T nexuses at present.
+    pub sessions: usize,
+    /// Its workers that answered.
+    pub workers: Vec<WorkerView>,
+}
+
+/// A worker.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkerView {
+    /// Its number.
+    pub worker: u16,
+    /// Logins accepted since the start.
+    pub logins: u64,
+    /// Logins refused since the start.
+    pub rejects: u64,
+    /// Commands taken in since the start.
+    pub commands: u64,
+    /// Bytes of the data-buffer pool.
+    pub pool: usize,
+    /// Bytes of it that are free.
+    pub pool_free: usize,
+    /// The least that was ever free, in bytes.
+    pub pool_lowest: usize,
+    /// Times that it slept.
+    pub parks: u64,
+}
+
+/// One connection of a session: an SRP channel, or an iSCSI connection.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SessionView {
+    /// `srp`, `iser` or `iscsi`.
+    pub protocol: String,
+    /// The target's name in the configuration; empty in a discovery session.
+    pub target: String,
+    /// The initiator port: an SRP port identifier, or an iSCSI name with its ISID.
+    pub initiator: String,
+    /// Where the initiator is.
+    pub peer: String,
+    /// The worker that has it.
+    pub worker: u16,
+    /// The I_T nexus; connections of one session share it.
+    pub nexus: Option<u32>,
+    /// Where it is in its life.
+    pub state: String,
+    /// Requests under way.
+    pub in_flight: usize,
+    /// Logical units that it sees.
+    pub luns: usize,
+    /// What the connection occupies, in bytes.
+    pub memory: usize,
+    /// What the login agreed on, by the names of the protocol.
+    pub negotiated: BTreeMap<String, String>,
+}
+
+/// A target.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TargetView {
+    /// Its name in the configuration.
+    pub name: String,
+    /// Its iSCSI name, if it has one.
+    pub iqn: Option<String>,
+    /// Where it is served.
+    pub portals: Vec<PortalView>,
+    /// Its logical units, by number.
+    pub luns: BTreeMap<u16, LunView>,
+}
+
+/// Where a target is served.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PortalView {
+    /// `srp`, `iser` or `iscsi`.
+    pub protocol: String,
+    /// Its address and port.
+    pub listen: String,
+}
+
+/// A logical unit.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LunView {
+    /// Unit serial number.
+    pub serial: String,
+    /// Size in bytes.
+    pub size: u64,
+    /// Block size in bytes.
+    pub block_size: u32,
+    /// Whether it refuses writes.
+    pub read_only: bool,
+}
+
+/// The daemon at present.
+#[must_use]
+pub fn status(server: &Server, uptime: u64) -> Status {
+    let snapshots = server.snapshot();
+    Status {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        pid: std::process::id(),
+        uptime,
+        sessions: server.sessions(),
+        workers: snapshots.iter().map(worker).collect(),
+    }
+}
+
+fn worker(snapshot: &Snapshot) -> WorkerView {
+    WorkerView {
+        worker: snapshot.worker,
+        logins: snapshot.logins,
+        rejects: snapshot.rejects,
+        commands: snapshot.counters.commands + snapshot.iscsi.commands,
+        pool: snapshot.pool_size,
+        pool_free: snapshot.pool_free,
+        pool_lowest: snapshot.pool_lowest,
+        parks: snapshot.parks,
+    }
+}
+
+/// The sessions at present, ordered by target, initiator and nexus.
+#[must_use]
+pub fn sessions(server: &Server) -> Vec<SessionView> {
+    let catalog = server.shared().registry.catalog();
+    let mut views: Vec<SessionView> = server
+        .snapshot()
+        .iter()
+        .flat_map(|snapshot| {
+            let srp = snapshot.sessions.iter().map(|s| srp(s, &catalog));
+            let iscsi = snapshot.iscsi_sessions.iter();
+            srp.chain(iscsi.map(|s| iscsi_view(snapshot.worker, s, &catalog)))
+        })
+        .collect();
+    views.sort_by(|a, b| {
+        let key = |v: &SessionView| (v.target.clone(), v.initiator.clone(), v.nexus, v.worker);
+        key(a).cmp(&key(b))
+    });
+    views
+}
+
+fn srp(info: &SessionInfo, catalog: &Catalog) -> SessionView {
+    SessionView {
+        protocol: Protocol::Srp.to_string(),
+        target: catalog
+            .target_of(&info.target)
+            .map_or_else(String::new, |t| t.config.name.clone()),
+        initiator: info.initiator.to_string(),
+        peer: info.peer.to_string(),
+        worker: info.worker,
+        nexus: Some(info.nexus),
+        state: format!("{:?}", info.state).to_lowercase(),
+        in_flight: info.in_flight,
+        luns: info.luns,
+        memory: info.params.memory().total(),
+        negotiated: srp_terms(&info.params),
+    }
+}
+
+fn srp_terms(params: &ChannelParams) -> BTreeMap<String, String> {
+    let immediate = params.immediate.is_some();
+    named([
+        ("request_limit", params.req_lim.to_string()),
+        ("max_it_iu_len", params.max_it_iu_len.to_string()),
+        ("max_ti_iu_len", params.max_ti_iu_len.to_string()),
+        ("immediate_data", yes(immediate)),
+    ])
+}
+
+fn iscsi_view(worker: u16, session: &IscsiSession, catalog: &Catalog) -> SessionView {
+    let info = &session.info;
+    let protocol = if session.is_rdma {
+        Protocol::Iser
+    } else {
+        Protocol::Iscsi
+    };
+    let target = info.identity.target.as_ref();
+    let target = target.and_then(|name| catalog.target_named(name));
+    SessionView {
+        protocol: protocol.to_string(),
+        target: target.map_or_else(String::new, |t| t.config.name.clone()),
+        initiator: format!("{},{}", info.identity.initiator, info.identity.isid),
+        peer: session.peer.to_string(),
+        worker,
+        nexus: (!info.params.discovery).then_some(info.nexus.0),
+        state: phase(info.phase).to_owned(),
+        in_flight: info.in_flight,
+        luns: info.luns,
+        memory: session.memory,
+        negotiated: iscsi_terms(&info.params, &info.connection),
+    }
+}
+
+fn phase(phase: Phase) -> &'static str {
+    match phase {
+        Phase::Login | Phase::Joining => "login",
+        Phase::FullFeature => "live",
+        Phase::LoggingOut(_) => "logging out",
+        Phase::Closing => "closing",
+        Phase::Closed => "closed",
+    }
+}
+
+/// The keys of RFC 7143 chapter 13 with their values.
+fn iscsi_terms(session: &SessionParams, connection: &ConnectionParams) -> BTreeMap<String, String> {
+    let digest = |on: bool| if on { "CRC32C" } else { "None" }.to_owned();
+    named([
+        (
+            "SessionType",
+            if session.discovery {
+                "Discovery"
+            } else {
+                "Normal"
+            }
+            .to_owned(),
+        ),
+        ("MaxConnections", session.max_connections.to_string()),
+        ("InitialR2T", yes(session.initial_r2t)),
+        ("ImmediateData", yes(session.immediate_data)),
+        ("MaxBurstLength", session.max_burst.to_string()),
+        ("FirstBurstLength", session.first_burst.to_string()),
+        ("MaxOutstandingR2T", session.max_outstanding_r2t.to_string()),
+        ("DefaultTime2Wait", session.time2wait.to_string()),
+        ("DefaultTime2Retain", session.time2retain.to_string()),
+        (
+            "ErrorRecoveryLevel",
+            session.error_recovery_level.to_string(),
+        ),
+        ("DataPDUInOrder", yes(session.data_pdu_in_order)),
+        ("DataSequenceInOrder", yes(session.data_sequence_in_order)),
+        ("RDMAExtensions", yes(session.rdma_extensions)),
+        ("iSCSIProtocolLevel", session.protocol_level.to_string()),
+        ("HeaderDigest", digest(connection.digests.header)),
+        ("DataDigest", digest(connection.digests.data)),
+        (
+            "MaxRecvDataSegmentLength (initiator)",
+            connection.max_send_segment.to_string(),
+        ),
+        (
+            "MaxRecvDataSegmentLength (target)",
+            connection.max_recv_segment.to_string(),
+        ),
+    ])
+}
+
+fn yes(on: bool) -> String {
+    if on { "Yes" } else { "No" }.to_owned()
+}
+
+fn named<const N: usize>(terms: [(&str, String); N]) -> BTreeMap<String, String> {
+    terms.map(|(name, value)| (name.to_owned(), value)).into()
+}
+
+/// What is served at present.
+#[must_use]
+pub fn targets(server: &Server) -> Vec<TargetView> {
+    let catalog = server.shared().registry.catalog();
+    let view = |t: &TargetDef| TargetView {
+        name: t.config.name.clone(),
+        iqn: t.config.iqn.as_ref().map(ToString::to_string),
+        portals: t
+            .config
+            .portals
+            .iter()
+            .map(|p| PortalView {
+                protocol: p.protocol.to_string(),
+                listen: p.listen.to_string(),
+            })
+            .collect(),
+        luns: t
+            .units
+            .iter()
+            .map(|(number, unit)| (*number, lun(&unit.lu)))
+            .collect(),
+    };
+    catalog.targets.iter().map(view).collect()
+}
+
+fn lun(lu: &LogicalUnit) -> LunView {
+    let config = lu.config();
+    let block_size = config.block_size.bytes();
+    LunView {
+        serial: config.identity.serial.clone(),
+        size: lu.capacity_bytes(),
+        block_size,
+        read_only: config.read_only,
+    }
+}

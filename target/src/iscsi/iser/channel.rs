@@ -1,0 +1,443 @@
+//! The connection: its receives, its state, its end.
+//!
+//! # Calling order
+//! 1. [`IserChannel::new`] before the connection is accepted; its first actions post the receives.
+//! 2. Inputs, in any order: [`IserChannel::handle_established`], [`IserChannel::handle_recv`],
+//!    [`IserChannel::handle_recv_flushed`], [`IserChannel::handle_post_done`],
+//!    [`IserChannel::handle_disconnected`], [`IserChannel::handle_drained`], and through
+//!    [`IserChannel::input`] everything that a [`Channel`] takes.
+//! 3. After every input, [`IserChannel::poll_action`] until it has none, then
+//!    [`IserChannel::poll_post`] until it has none.
+//! 4. After [`IserAction::Release`] it holds nothing, and may be dropped.
+
+use std::collections::VecDeque;
+use std::fmt::Display;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use riser_memory::MemSlice;
+use riser_scsi::iser::Message;
+
+use super::mover::{ChainIdx, Iser, Post};
+use super::{IserParams, RxIdx};
+use crate::iscsi::{Action, Channel, Cx, MAX_QUEUED, Phase};
+use crate::pool::Pool;
+use crate::srp::LunMap;
+
+/// How long an initiator that has been told the last there is to tell may take to disconnect. One
+/// that is cut off just then reports an error, Linux at least.
+const PARTING: Duration = Duration::from_secs(1);
+
+/// State of a connection. The names are those of isert's `iser_conn_state`.
+///
+/// ```text
+///  Init ──established──→ Up ──login PDU──→ Bound ──login done──→ FullFeature
+///    └────────────────────┴───── error, logout, disconnect ─────────┘
+///                                      v
+///                                 Terminating ──everything is back──→ Down
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ConnState {
+    /// Accepted, not yet known to be established; what arrives is kept.
+    Init,
+    /// Established; nothing has come yet.
+    Up,
+    /// A login is under way.
+    Bound,
+    /// The login is over.
+    FullFeature,
+    /// The queue pair is in error and flushes; the last devices let go.
+    Terminating,
+    /// Holds nothing any more.
+    Down,
+}
+
+/// What the worker is to do for a connection.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum IserAction {
+    /// What the channel asks for; neither [`Action::Disconnect`] nor [`Action::Release`].
+    Channel(Action),
+    /// Post this receive.
+    PostRecv(RxIdx),
+    /// Tell the CM that a message came before the one that establishes the connection.
+    NotifyEstablished,
+    /// Disconnect, which takes the queue pair to the error state, then post the drain marker: a
+    /// signaled zero-length write. When it completes, call [`IserChannel::handle_drained`].
+    Disconnect,
+    /// The connection is [`ConnState::Down`]: destroy its queue pair, free its rings.
+    Release,
+}
+
+/// What a connection is made of.
+#[derive(Debug)]
+pub struct IserConfig {
+    /// Its limits.
+    pub params: IserParams,
+    /// The worker's number.
+    pub worker: u16,
+    /// The connection's number at that worker, never used twice.
+    pub serial: u32,
+    /// Receive ring: as long as [`IserParams::memory`] says.
+    pub receive_ring: MemSlice,
+    /// Send ring: the same.
+    pub send_ring: MemSlice,
+}
+
+/// Whether a Hello is due (RFC 7145 6.10).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Hello {
+    /// None is allowed.
+    None,
+    /// The next message has to be one.
+    Due,
+}
+
+/// A channel on an RDMA connection.
+#[derive(Debug)]
+pub struct IserChannel {
+    channel: Channel<Iser>,
+    params: IserParams,
+    receive_ring: MemSlice,
+    state: ConnState,
+    posted_receives: u32,
+    /// Messages that came before the connection was known to be there; each in a receive of its own.
+    deferred: VecDeque<(RxIdx, u32)>,
+    /// Receives that are not posted while too much waits to be sent; each once.
+    held_back: VecDeque<RxIdx>,
+    /// Longest data segment taken, in bytes.
+    recv_segment: u32,
+    hello: Hello,
+    notified: bool,
+    drained: bool,
+    /// The channel holds nothing any more.
+    let_go: bool,
+    /// Everything is said; until then the initiator may disconnect by itself.
+    parting: Option<Instant>,
+    actions: VecDeque<IserAction>,
+}
+
+impl IserChannel {
+    /// A connection that waits to be established.
+    ///
+    /// # Panics
+    /// If the rings are shorter than the parameters say.
+    #[must_use]
+    pub fn new(config: IserConfig, now: Instant) -> Self {
+        let params = config.params;
+        assert!(config.receive_ring.len() >= params.memory().receive_ring);
+        let channel_config = params.channel_config(config.worker, config.serial);
+        let tasks = channel_config.contexts();
+        let mover = Iser::new(params, config.send_ring, usize::from(tasks));
+        let mut this = Self {
+            channel: Channel::new(channel_config, mover, now),
+            receive_ring: config.receive_ring,
+            state: ConnState::Init,
+            posted_receives: 0,
+            deferred: VecDeque::new(),
+            held_back: VecDeque::new(),
+            recv_segment: params.recv_segment,
+            hello: Hello::None,
+            notified: false,
+            drained: false,
+            let_go: false,
+            parting: None,
+            actions: VecDeque::new(),
+            params,
+        };
+        for i in 0..params.receives() as u16 {
+            this.post_recv(RxIdx(i));
+        }
+        this
+    }
+
+    /// The channel.
+    #[must_use]
+    pub fn channel(&self) -> &Channel<Iser> {
+        &self.channel
+    }
+
+    /// What was fixed when it was made.
+    #[must_use]
+    pub fn params(&self) -> &IserParams {
+        &self.params
+    }
+
+    /// Its state.
+    #[must_use]
+    pub fn state(&self) -> ConnState {
+        self.state
+    }
+
+    /// Receives that are posted.
+    #[must_use]
+    pub fn posted_receives(&self) -> u32 {
+        self.posted_receives
+    }
+
+    /// Chains that are posted.
+    #[must_use]
+    pub fn outstanding(&self) -> usize {
+        self.channel.mover().outstanding()
+    }
+
+    /// When [`Channel::handle_timeout`] wants to be called, as an [`IserChannel::input`].
+    #[must_use]
+    pub fn deadline(&self) -> Option<Instant> {
+        self.channel
+            .deadline()
+            .into_iter()
+            .chain(self.parting)
+            .min()
+    }
+
+    /// What to do next, in order.
+    pub fn poll_action(&mut self) -> Option<IserAction> {
+        self.actions.pop_front()
+    }
+
+    /// The next chain to post; `false` when there is none for the moment.
+    pub fn poll_post(&mut self, post: &mut Post) -> bool {
+        self.channel
+            .poll_mover(|mover, numbers, held| mover.poll_post(numbers, held, post))
+    }
+
+    /// Where a receive descriptor lies.
+    #[must_use]
+    pub fn receive_slot(&self, rx: RxIdx) -> MemSlice {
+        let at = usize::from(rx.0) * self.params.receive_stride();
+        self.receive_ring
+            .slice(at..at + self.params.receive_len())
+            .expect("descriptors lie in their ring")
+    }
+
+    /// The connection is established.
+    pub fn handle_established(&mut self, cx: &mut Cx<'_>) {
+        if self.state == ConnState::Init {
+            self.state = ConnState::Up;
+            while let Some((rx, len)) = self.deferred.pop_front() {
+                let mut bytes = vec![0; len as usize];
+                self.receive_slot(rx).read(0, &mut bytes);
+                self.take_message(cx, &bytes);
+                self.recycle(rx);
+            }
+        }
+        self.settle(cx);
+    }
+
+    /// A message arrived in this receive descriptor: `bytes` are what was received there.
+    pub fn handle_recv(&mut self, cx: &mut Cx<'_>, rx: RxIdx, bytes: &[u8]) {
+        self.posted_receives -= 1;
+        match self.state {
+            ConnState::Init => {
+                self.deferred.push_back((rx, bytes.len() as u32));
+                if !std::mem::replace(&mut self.notified, true) {
+                    self.actions.push_back(IserAction::NotifyEstablished);
+                }
+            }
+            ConnState::Up | ConnState::Bound | ConnState::FullFeature => {
+                self.take_message(cx, bytes);
+                self.recycle(rx);
+            }
+            ConnState::Terminating | ConnState::Down => {}
+        }
+        self.settle(cx);
+    }
+
+    /// A receive ended without a message: the queue pair is in error.
+    pub fn handle_recv_flushed(&mut self, cx: &mut Cx<'_>, _rx: RxIdx) {
+        self.posted_receives -= 1;
+        self.terminate(cx);
+        self.settle(cx);
+    }
+
+    /// A chain has completed, or failed.
+    ///
+    /// # Panics
+    /// If it was not posted.
+    pub fn handle_post_done(&mut self, cx: &mut Cx<'_>, chain: ChainIdx, ok: bool) {
+        self.end_chain(cx, chain, ok);
+        if !ok {
+            self.terminate(cx);
+        }
+        self.settle(cx);
+    }
+
+    /// The connection ended, by the peer or by an error.
+    pub fn handle_disconnected(&mut self, cx: &mut Cx<'_>) {
+        self.terminate(cx);
+        self.settle(cx);
+    }
+
+    /// As [`Channel::handle_terminate`].
+    pub fn handle_terminate(&mut self, cx: &mut Cx<'_>) {
+        self.channel.handle_terminate(cx);
+        // Also one whose initiator might disconnect by itself: somebody waits for its end.
+        self.terminate(cx);
+        self.settle(cx);
+    }
+
+    /// The drain marker completed: nothing posted before it is left.
+    pub fn handle_drained(&mut self, cx: &mut Cx<'_>) {
+        self.drained = true;
+        self.settle(cx);
+    }
+
+    /// The device is gone: whatever was posted there will neither happen nor complete.
+    pub fn handle_device_gone(&mut self, cx: &mut Cx<'_>) {
+        self.terminate(cx);
+        let chains: Vec<_> = self.channel.mover().under_way().collect();
+        for chain in chains {
+            self.end_chain(cx, chain, false);
+        }
+        self.posted_receives = 0;
+        self.drained = true;
+        self.settle(cx);
+    }
+
+    /// Gives the channel an input that is no completion.
+    pub fn input(&mut self, cx: &mut Cx<'_>, f: impl FnOnce(&mut Channel<Iser>, &mut Cx<'_>)) {
+        f(&mut self.channel, cx);
+        self.settle(cx);
+    }
+
+    /// As [`Channel::handle_others_gone`].
+    pub fn handle_others_gone(&mut self, cx: &mut Cx<'_>) {
+        self.channel.handle_others_gone(cx);
+        self.note_login();
+        self.settle(cx);
+    }
+
+    /// As [`Channel::handle_luns`].
+    pub fn handle_luns(&mut self, luns: Arc<LunMap>) {
+        self.channel.handle_luns(luns);
+    }
+
+    /// Ends everything at once, for a worker that goes without a farewell. Its devices are gone
+    /// already, so nothing touches a buffer any more.
+    pub fn abandon(&mut self, pool: &mut Pool) {
+        self.state = ConnState::Down;
+        self.actions.clear();
+        self.channel.abandon(pool);
+    }
+
+    fn end_chain(&mut self, cx: &mut Cx<'_>, chain: ChainIdx, ok: bool) {
+        let ended = self.channel.mover_mut().complete(chain);
+        if let Some(task) = ended.arrived {
+            self.channel.handle_arrived(cx, task, ok);
+        }
+        if let Some(task) = ended.answered {
+            self.channel.handle_done(cx, task);
+        }
+        if self.outstanding() == 0 {
+            let was_closing = ok && self.channel.phase() == Phase::Closing;
+            self.channel.handle_flushed(cx, ok);
+            if was_closing && self.channel.phase() == Phase::Closed {
+                self.parting = Some(cx.now + PARTING);
+            }
+        }
+    }
+
+    fn take_message(&mut self, cx: &mut Cx<'_>, bytes: &[u8]) {
+        if !self.channel.is_receiving() {
+            return;
+        }
+        let hello = std::mem::replace(&mut self.hello, Hello::None);
+        match Message::parse(bytes) {
+            Ok(Message::Control { buffers, frame }) if hello == Hello::None => {
+                if frame.data.len() > self.recv_segment as usize {
+                    return self.broken(cx, "a data segment beyond what was agreed on");
+                }
+                self.channel.mover_mut().set_arriving(buffers);
+                self.channel.handle_frame(cx, &frame);
+                self.channel.mover_mut().set_arriving(Default::default());
+                self.note_login();
+            }
+            Ok(Message::Hello(message)) if hello == Hello::Due => {
+                let reply = message.answer(self.params.reads);
+                self.channel.mover_mut().send_hello(reply);
+                if reply.rejected {
+                    self.channel.close(cx.now);
+                }
+            }
+            Ok(_) => self.broken(cx, "a message that does not belong here"),
+            Err(error) => self.broken(cx, error),
+        }
+    }
+
+    fn broken(&mut self, cx: &mut Cx<'_>, error: impl Display) {
+        self.channel.handle_broken(cx, error);
+    }
+
+    /// Follows the login.
+    fn note_login(&mut self) {
+        if let Some(params) = self.channel.take_new_params() {
+            self.state = ConnState::FullFeature;
+            self.recv_segment = self.recv_segment.min(params.max_recv_segment);
+            if self.channel.mover().is_hello_required() {
+                self.hello = Hello::Due;
+            }
+        } else if self.state == ConnState::Up {
+            self.state = ConnState::Bound;
+        }
+    }
+
+    /// Begins the end, once: nothing more is received, what is posted flushes, what nobody holds ends
+    /// now. Commands that wait for unsolicited data go with the others.
+    fn terminate(&mut self, cx: &mut Cx<'_>) {
+        if matches!(self.state, ConnState::Terminating | ConnState::Down) {
+            return;
+        }
+        self.state = ConnState::Terminating;
+        self.parting = None;
+        self.deferred.clear();
+        self.held_back.clear();
+        self.actions.push_back(IserAction::Disconnect);
+        self.channel.handle_disconnected(cx);
+    }
+
+    /// What every input ends with.
+    fn settle(&mut self, cx: &mut Cx<'_>) {
+        if let Some(fault) = self.channel.mover_mut().take_fault() {
+            self.channel.handle_broken(cx, fault);
+        }
+        if self.parting.is_some_and(|until| until <= cx.now) {
+            self.terminate(cx);
+        }
+        while let Some(action) = self.channel.poll_action() {
+            match action {
+                Action::Disconnect if self.parting.is_some() => {}
+                Action::Disconnect => self.terminate(cx),
+                Action::Release => self.let_go = true,
+                other => self.actions.push_back(IserAction::Channel(other)),
+            }
+        }
+        while self.channel.queued() < MAX_QUEUED
+            && let Some(rx) = self.held_back.pop_front()
+        {
+            self.post_recv(rx);
+        }
+        let is_over = self.state == ConnState::Terminating
+            && self.let_go
+            && self.drained
+            && self.posted_receives == 0;
+        if is_over {
+            self.state = ConnState::Down;
+            self.actions.push_back(IserAction::Release);
+        }
+    }
+
+    /// Posts a receive again, unless too much waits to be sent: a peer that asks for more than it
+    /// takes is not listened to meanwhile.
+    fn recycle(&mut self, rx: RxIdx) {
+        match self.state {
+            ConnState::Terminating | ConnState::Down => {}
+            _ if self.channel.queued() < MAX_QUEUED => self.post_recv(rx),
+            _ => self.held_back.push_back(rx),
+        }
+    }
+
+    fn post_recv(&mut self, rx: RxIdx) {
+        self.posted_receives += 1;
+        self.actions.push_back(IserAction::PostRecv(rx));
+    }
+}

@@ -1,0 +1,610 @@
+//! A fake worker around one connection: the pool, a disk, a gate, a device that moves bytes, and an
+//! initiator with buffers.
+
+use std::collections::{HashMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use riser_memory::Memory;
+use riser_scsi::iscsi::keys::{Key, Offer};
+use riser_scsi::iscsi::pdu::{
+    DataOut, FromInitiator, FromTarget, LoginFlags, LoginRequest, LoginStatus, LogoutReason,
+    LogoutRequest, NopOut, ScsiCommand, Stage, TaskAttr, TmfFunction, TmfRequest,
+};
+use riser_scsi::iscsi::{Cid, CmdSn, Isid, Itt, Numbers, StatSn, Tsih, Ttt};
+use riser_scsi::iser::{
+    Buffers, Header, Hello, HelloReply, Message, RemoteBuffer, Stag, put_control,
+};
+use riser_scsi::step::{BackendError, BlockOp, StepResult};
+
+use super::{ChainIdx, ConnState, IserAction, IserChannel, IserConfig, IserParams, Post, RxIdx};
+use crate::iscsi::fixture::{DISK, FakeGate};
+use crate::iscsi::{Action, Channel, Cx, TaskIdx};
+use crate::pool::Pool;
+use crate::srp::transfer::Direction;
+
+/// Commands of the window.
+pub(super) const WINDOW: u16 = 4;
+
+/// Where the initiator's buffers begin, as its device counts.
+pub(super) const BASE: u64 = 0xff2e_c96a_1f4e_d000;
+
+/// What the initiator received.
+#[derive(Debug)]
+pub(super) enum Got {
+    Pdu {
+        pdu: FromTarget,
+        numbers: Numbers,
+        data: Vec<u8>,
+        invalidated: Option<u32>,
+    },
+    Hello(HelloReply),
+}
+
+/// A chain that the device has not carried out.
+#[derive(Debug)]
+struct Chain {
+    idx: ChainIdx,
+    direction: Direction,
+    /// Remote key, remote address, local ranges.
+    wrs: Vec<(u32, u64, Vec<std::ops::Range<usize>>)>,
+    send: Option<(Vec<u8>, Option<u32>)>,
+}
+
+pub(super) struct Rig {
+    pub(super) now: Instant,
+    pub(super) pool: Pool,
+    pub(super) gate: FakeGate,
+    pub(super) conn: IserChannel,
+    pub(super) disk: Vec<u8>,
+    /// Block operations that have not ended.
+    pub(super) blocks: Vec<(TaskIdx, BlockOp)>,
+    /// Whether block operations end by themselves.
+    pub(super) prompt: bool,
+    /// Whether the device rests.
+    pub(super) stalled: bool,
+    chains: VecDeque<Chain>,
+    receives: VecDeque<RxIdx>,
+    /// The initiator's buffers, by key; each begins at [`BASE`].
+    pub(super) memory: HashMap<u32, Vec<u8>>,
+    /// The most work requests that were ever posted at once.
+    pub(super) most_posted: usize,
+    pub(super) in_error: bool,
+    pub(super) released: bool,
+    pub(super) notified: bool,
+    pub(super) cmd_sn: u32,
+}
+
+pub(super) fn offer() -> Offer {
+    Offer::default()
+        .with(Key::RdmaExtensions, 1)
+        .with(Key::InitialR2T, 0)
+        .with(Key::TargetRecvDataSegmentLength, 8192)
+        .with(Key::InitiatorRecvDataSegmentLength, 65536)
+        .with(Key::FirstBurstLength, 16384)
+        .with(Key::MaxBurstLength, 1 << 20)
+}
+
+pub(super) fn params() -> IserParams {
+    IserParams {
+        first_burst: 16384,
+        send_queue: 33,
+        max_sge: 2,
+        remote_invalidate: true,
+        ..IserParams::new(WINDOW)
+    }
+}
+
+impl Rig {
+    /// An accepted connection that is not yet established.
+    pub(super) fn accepted(params: IserParams) -> Self {
+        let now = Instant::now();
+        let memory = params.memory();
+        let conn = IserChannel::new(
+            IserConfig {
+                params,
+                worker: 0,
+                serial: 1,
+                receive_ring: Memory::new(memory.receive_ring).unwrap().whole(),
+                send_ring: Memory::new(memory.send_ring).unwrap().whole(),
+            },
+            now,
+        );
+        let mut rig = Self {
+            now,
+            pool: Pool::new(4 << 20).unwrap(),
+            gate: FakeGate::new(offer()),
+            conn,
+            disk: vec![0; DISK],
+            blocks: Vec::new(),
+            prompt: true,
+            stalled: false,
+            chains: VecDeque::new(),
+            receives: VecDeque::new(),
+            memory: HashMap::new(),
+            most_posted: 0,
+            in_error: false,
+            released: false,
+            notified: false,
+            cmd_sn: 1,
+        };
+        assert!(rig.settle().is_empty());
+        rig
+    }
+
+    /// A connection on which nothing has come.
+    pub(super) fn up() -> Self {
+        let mut rig = Self::accepted(params());
+        rig.with(IserChannel::handle_established);
+        rig
+    }
+
+    /// A connection in full-feature phase, its unit attention taken.
+    pub(super) fn logged_in(keys: &str) -> Self {
+        let mut rig = Self::up();
+        let got = rig.login(&format!("InitialR2T=No\0{keys}"));
+        assert!(matches!(
+            &got[..],
+            [Got::Pdu { pdu: FromTarget::LoginResponse(r), .. }] if r.status == LoginStatus::SUCCESS
+        ));
+        assert_eq!(rig.conn.state(), ConnState::FullFeature);
+        if !keys.contains("iSERHelloRequired=Yes") {
+            rig.command(100, &[0; 6], None, 0, &[], true);
+        }
+        rig
+    }
+
+    pub(super) fn login(&mut self, keys: &str) -> Vec<Got> {
+        let text = format!(
+            "InitiatorName=iqn.2026-01.a:i\0TargetName=iqn.2026-01.a:t0\0RDMAExtensions=Yes\0\
+             InitiatorRecvDataSegmentLength=262144\0TargetRecvDataSegmentLength=8192\0{keys}"
+        );
+        let request = LoginRequest {
+            flags: LoginFlags {
+                current: Stage::Operational,
+                transit: Some(Stage::FullFeature),
+                continues: false,
+            },
+            version_max: 0,
+            version_min: 0,
+            isid: Isid([0; 6]),
+            tsih: Tsih(0),
+            itt: Itt(0),
+            cid: Cid(0),
+            cmd_sn: CmdSn(self.cmd_sn),
+            exp_stat_sn: StatSn(0),
+        };
+        self.send(&FromInitiator::LoginRequest(request), text.as_bytes())
+    }
+
+    /// Gives the connection an input, carries out what it wants; what it sent.
+    pub(super) fn with(&mut self, input: impl FnOnce(&mut IserChannel, &mut Cx<'_>)) -> Vec<Got> {
+        self.step(input);
+        self.settle()
+    }
+
+    fn step(&mut self, input: impl FnOnce(&mut IserChannel, &mut Cx<'_>)) {
+        let mut cx = Cx {
+            now: self.now,
+            pool: &mut self.pool,
+            gate: &mut self.gate,
+        };
+        input(&mut self.conn, &mut cx);
+    }
+
+    pub(super) fn settle(&mut self) -> Vec<Got> {
+        let mut got = Vec::new();
+        let mut post = Post::default();
+        loop {
+            if let Some(action) = self.conn.poll_action() {
+                self.carry_out(action);
+            } else if self.conn.poll_post(&mut post) {
+                self.take_post(&post);
+            } else if self.prompt && !self.blocks.is_empty() {
+                self.finish_block(0);
+            } else if !self.stalled && !self.chains.is_empty() {
+                got.extend(self.finish_chain());
+            } else {
+                return got;
+            }
+        }
+    }
+
+    fn take_post(&mut self, post: &Post) {
+        let wrs: Vec<_> = post
+            .wrs
+            .iter()
+            .map(|wr| (wr.remote.rkey.0, wr.remote.addr, wr.local.to_vec()))
+            .collect();
+        assert!(
+            wrs.iter()
+                .all(|(_, _, local)| local.len() <= self.conn.params().max_sge)
+        );
+        let send = post
+            .send
+            .as_ref()
+            .map(|send| (send.bytes.to_vec(), send.invalidate.map(|stag| stag.0)));
+        assert!(!wrs.is_empty() || send.is_some(), "a chain does something");
+        self.chains.push_back(Chain {
+            idx: post.chain,
+            direction: post.direction,
+            wrs,
+            send,
+        });
+        let posted = self
+            .chains
+            .iter()
+            .map(|c| c.wrs.len() + usize::from(c.send.is_some()));
+        self.most_posted = self.most_posted.max(posted.sum());
+        assert!(self.most_posted <= self.conn.params().credits() as usize);
+    }
+
+    /// Carries out the oldest chain; what the initiator receives by it.
+    pub(super) fn finish_chain(&mut self) -> Option<Got> {
+        let chain = self.chains.pop_front()?;
+        if self.in_error {
+            self.step(|conn, cx| conn.handle_post_done(cx, chain.idx, false));
+            return None;
+        }
+        let pool = self.pool.memory().whole();
+        for (key, addr, local) in chain.wrs {
+            let buffer = self.memory.get_mut(&key).expect("a key of the initiator's");
+            let mut at = (addr - BASE) as usize;
+            for range in local {
+                let slice = pool.slice(range).unwrap();
+                let remote = &mut buffer[at..at + slice.len()];
+                match chain.direction {
+                    Direction::FromInitiator => slice.write(0, remote),
+                    Direction::ToInitiator => slice.read(0, remote),
+                }
+                at += slice.len();
+            }
+        }
+        let got = chain.send.map(|(bytes, invalidated)| {
+            if let Some(key) = invalidated {
+                assert!(self.memory.contains_key(&key), "a key of the initiator's");
+            }
+            match Message::parse(&bytes).unwrap() {
+                Message::Control { buffers, frame } => {
+                    assert_eq!(buffers, Buffers::default());
+                    let (pdu, numbers) = FromTarget::parse(&frame).unwrap();
+                    Got::Pdu {
+                        pdu,
+                        numbers,
+                        data: frame.data.to_vec(),
+                        invalidated,
+                    }
+                }
+                Message::HelloReply(reply) => Got::Hello(reply),
+                Message::Hello(_) => panic!("a target does not say hello"),
+            }
+        });
+        self.step(|conn, cx| conn.handle_post_done(cx, chain.idx, true));
+        got
+    }
+
+    fn carry_out(&mut self, action: IserAction) {
+        let action = match action {
+            IserAction::PostRecv(rx) => return self.receives.push_back(rx),
+            IserAction::NotifyEstablished => return self.notified = true,
+            IserAction::Disconnect => {
+                assert!(!self.in_error, "once");
+                self.in_error = true;
+                return;
+            }
+            IserAction::Release => return self.released = true,
+            IserAction::Channel(action) => action,
+        };
+        match action {
+            Action::SubmitBlock { task, op, .. } => self.blocks.push((task, op)),
+            Action::AbortBlock(task) => {
+                let at = self.blocks.iter().position(|(t, _)| *t == task).unwrap();
+                self.blocks.remove(at);
+                let result = StepResult::Failed(BackendError::Aborted);
+                self.step(|conn, cx| {
+                    conn.input(cx, |ch, cx| ch.handle_block_done(cx, task, result));
+                });
+            }
+            Action::StartTask(name) => {
+                self.step(|conn, cx| conn.input(cx, |ch, cx| ch.handle_task_start(cx, name)));
+            }
+            Action::AbortTask { task, watcher } => {
+                self.step(|conn, cx| conn.input(cx, |ch, cx| ch.handle_abort(cx, task, watcher)));
+            }
+            Action::TaskGone(name) => {
+                self.step(|conn, cx| conn.input(cx, |ch, cx| ch.handle_task_gone(cx, name)));
+            }
+            other => panic!("{other:?} is the connection's own affair"),
+        }
+    }
+
+    /// Ends a block operation as a disk would.
+    pub(super) fn finish_block(&mut self, at: usize) {
+        let (task, op) = self.blocks.remove(at);
+        let slices: Vec<_> = self
+            .conn
+            .channel()
+            .block_slices(task, 0..u32::MAX)
+            .collect();
+        let mut done = 0;
+        match op {
+            BlockOp::Read { offset, len, .. } => {
+                for slice in slices {
+                    let n = slice.len().min(len as usize - done);
+                    let from = offset as usize + done;
+                    slice.write(0, &self.disk[from..from + n]);
+                    done += n;
+                }
+            }
+            BlockOp::Write { offset, len, .. } => {
+                for slice in slices {
+                    let n = slice.len().min(len as usize - done);
+                    let to = offset as usize + done;
+                    slice.read(0, &mut self.disk[to..to + n]);
+                    done += n;
+                }
+            }
+            _ => {}
+        }
+        self.step(|conn, cx| {
+            conn.input(cx, |ch, cx| {
+                ch.handle_block_done(cx, task, StepResult::Done);
+            });
+        });
+    }
+
+    /// Sends bytes as one message. The target has a receive for it, always.
+    pub(super) fn send_bytes(&mut self, bytes: &[u8]) -> Vec<Got> {
+        let rx = self.receives.pop_front().expect("a posted receive");
+        let slot = self.conn.receive_slot(rx);
+        assert!(bytes.len() <= slot.len(), "a message fits its receive");
+        slot.write(0, bytes);
+        self.with(|conn, cx| conn.handle_recv(cx, rx, bytes))
+    }
+
+    pub(super) fn send_with(
+        &mut self,
+        buffers: Buffers,
+        pdu: &FromInitiator,
+        data: &[u8],
+    ) -> Vec<Got> {
+        let mut bytes = Vec::new();
+        put_control(buffers, pdu.header(), &pdu.ahs(), data, &mut bytes);
+        self.send_bytes(&bytes)
+    }
+
+    pub(super) fn send(&mut self, pdu: &FromInitiator, data: &[u8]) -> Vec<Got> {
+        self.send_with(Buffers::default(), pdu, data)
+    }
+
+    pub(super) fn hello(&mut self, hello: Hello) -> Vec<Got> {
+        self.send_bytes(&Header::Hello(hello).bytes())
+    }
+
+    /// A command, whose buffer has the tag as its key.
+    pub(super) fn scsi(&mut self, tag: u32, cdb: &[u8], writes: bool, len: u32) -> ScsiCommand {
+        let mut whole = [0; 16];
+        whole[..cdb.len()].copy_from_slice(cdb);
+        let command = ScsiCommand {
+            immediate: false,
+            is_final: true,
+            reads: !writes && len > 0,
+            writes,
+            attribute: TaskAttr::Simple,
+            lun: [0; 8],
+            itt: Itt(tag),
+            expected_length: len,
+            cmd_sn: CmdSn(self.cmd_sn),
+            exp_stat_sn: StatSn(0),
+            cdb: whole.into_iter().collect(),
+            bidi_read_length: None,
+        };
+        self.cmd_sn = self.cmd_sn.wrapping_add(1);
+        command
+    }
+
+    /// Sends a command with immediate data. `writes` says which way it moves `len` bytes, if any.
+    pub(super) fn command(
+        &mut self,
+        tag: u32,
+        cdb: &[u8],
+        writes: Option<bool>,
+        len: u32,
+        data: &[u8],
+        is_final: bool,
+    ) -> Vec<Got> {
+        let mut command = self.scsi(tag, cdb, writes == Some(true), len);
+        command.is_final = is_final;
+        let buffer = self.memory.contains_key(&tag).then_some(RemoteBuffer {
+            stag: Stag(tag),
+            base: BASE,
+        });
+        let buffers = match writes {
+            Some(true) => Buffers {
+                write: buffer,
+                read: None,
+            },
+            Some(false) => Buffers {
+                write: None,
+                read: buffer,
+            },
+            None => Buffers::default(),
+        };
+        self.send_with(buffers, &FromInitiator::ScsiCommand(command), data)
+    }
+
+    pub(super) fn read(&mut self, tag: u32, lba: u8, blocks: u16) -> Vec<Got> {
+        let [high, low] = blocks.to_be_bytes();
+        let len = u32::from(blocks) * 512;
+        self.memory.insert(tag, vec![0xee; len as usize]);
+        let cdb = [0x28, 0, 0, 0, 0, lba, 0, high, low, 0];
+        self.command(tag, &cdb, Some(false), len, &[], true)
+    }
+
+    /// A write of `data`: the first `immediate` bytes go with the command, and the last bytes from
+    /// `solicited` on are advertised.
+    pub(super) fn write(
+        &mut self,
+        tag: u32,
+        data: &[u8],
+        immediate: usize,
+        solicited: usize,
+    ) -> Vec<Got> {
+        let [high, low] = ((data.len() / 512) as u16).to_be_bytes();
+        if solicited < data.len() {
+            self.memory.insert(tag, data[solicited..].to_vec());
+        }
+        let cdb = [0x2a, 0, 0, 0, 0, 0, 0, high, low, 0];
+        let is_final = solicited <= immediate;
+        let len = data.len() as u32;
+        self.command(tag, &cdb, Some(true), len, &data[..immediate], is_final)
+    }
+
+    pub(super) fn data_out(
+        &mut self,
+        tag: u32,
+        sn: u32,
+        offset: u32,
+        data: &[u8],
+        is_final: bool,
+    ) -> Vec<Got> {
+        let pdu = DataOut {
+            is_final,
+            lun: [0; 8],
+            itt: Itt(tag),
+            ttt: Ttt::NONE,
+            exp_stat_sn: StatSn(0),
+            data_sn: sn,
+            offset,
+        };
+        self.send(&FromInitiator::DataOut(pdu), data)
+    }
+
+    pub(super) fn tmf(&mut self, tag: u32, function: TmfFunction, referenced: u32) -> Vec<Got> {
+        let request = TmfRequest {
+            immediate: true,
+            function,
+            lun: [0; 8],
+            itt: Itt(tag),
+            referenced: Itt(referenced),
+            cmd_sn: CmdSn(self.cmd_sn),
+            exp_stat_sn: StatSn(0),
+            ref_cmd_sn: CmdSn(0),
+            exp_data_sn: 0,
+        };
+        self.send(&FromInitiator::TmfRequest(request), &[])
+    }
+
+    pub(super) fn nop(&mut self, tag: u32, data: &[u8]) -> Vec<Got> {
+        let nop = NopOut {
+            immediate: true,
+            lun: [0; 8],
+            itt: Itt(tag),
+            ttt: Ttt::NONE,
+            cmd_sn: CmdSn(self.cmd_sn),
+            exp_stat_sn: StatSn(0),
+        };
+        self.send(&FromInitiator::NopOut(nop), data)
+    }
+
+    pub(super) fn logout(&mut self, tag: u32) -> Vec<Got> {
+        let request = LogoutRequest {
+            immediate: true,
+            reason: LogoutReason::CloseSession,
+            itt: Itt(tag),
+            cid: Cid(0),
+            cmd_sn: CmdSn(self.cmd_sn),
+            exp_stat_sn: StatSn(0),
+        };
+        self.send(&FromInitiator::LogoutRequest(request), &[])
+    }
+
+    /// Lets time pass.
+    pub(super) fn wait(&mut self, time: Duration) -> Vec<Got> {
+        self.now += time;
+        self.with(|conn, cx| conn.input(cx, Channel::handle_timeout))
+    }
+
+    /// A receive that is taken from the queue.
+    pub(super) fn take_receive(&mut self) -> RxIdx {
+        self.receives.pop_front().expect("a posted receive")
+    }
+
+    /// The oldest chain fails.
+    pub(super) fn fail_chain(&mut self) -> Vec<Got> {
+        let chain = self.chains.pop_front().expect("a chain is posted");
+        self.with(|conn, cx| conn.handle_post_done(cx, chain.idx, false))
+    }
+
+    /// Receives that are posted.
+    pub(super) fn receives(&self) -> usize {
+        self.receives.len()
+    }
+
+    /// Flushes what is posted on a queue pair in error: chains, receives, the drain marker.
+    pub(super) fn flush(&mut self) {
+        assert!(self.in_error);
+        while self.finish_chain().is_some() || !self.chains.is_empty() {}
+        while let Some(rx) = self.receives.pop_front() {
+            self.step(|conn, cx| conn.handle_recv_flushed(cx, rx));
+        }
+        self.with(IserChannel::handle_drained);
+    }
+
+    /// Sees the connection end after its queue pair went into error, and that nothing is left.
+    pub(super) fn check_gone(mut self) {
+        assert!(self.in_error, "it disconnects");
+        assert_eq!(self.conn.state(), ConnState::Terminating);
+        assert!(!self.released, "not before everything is back");
+        self.stalled = false;
+        self.flush();
+        while !self.blocks.is_empty() {
+            self.finish_block(0);
+        }
+        self.settle();
+        assert!(self.released);
+        assert_eq!(self.conn.state(), ConnState::Down);
+        assert_eq!(self.pool.free(), self.pool.size());
+        assert_eq!(self.gate.unit.tasks(), 0);
+        assert_eq!(self.conn.channel().in_flight(), 0);
+        assert_eq!(
+            (self.conn.outstanding(), self.conn.posted_receives()),
+            (0, 0)
+        );
+    }
+
+    /// Everything is said: sees that the initiator has a moment to disconnect, and what happens when
+    /// it does not.
+    pub(super) fn check_parting(mut self) {
+        assert!(!self.in_error && !self.released);
+        let until = self.conn.deadline().expect("patience ends");
+        assert!(until <= self.now + Duration::from_secs(1));
+        self.wait(until - self.now);
+        self.check_gone();
+    }
+
+    /// The peer is gone; sees that nothing is left.
+    pub(super) fn end(mut self) {
+        self.with(IserChannel::handle_disconnected);
+        self.check_gone();
+    }
+}
+
+/// The one PDU that was received.
+pub(super) fn only(got: &[Got]) -> (&FromTarget, &[u8], Option<u32>) {
+    match got {
+        [
+            Got::Pdu {
+                pdu,
+                data,
+                invalidated,
+                ..
+            },
+        ] => (pdu, data, *invalidated),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Whether the one PDU that was received is a good answer to a command.
+pub(super) fn is_good(got: &[Got], tag: u32) -> bool {
+    matches!(only(got).0, FromTarget::ScsiResponse(r) if r.itt == Itt(tag) && r.status == 0)
+}

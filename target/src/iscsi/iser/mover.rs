@@ -1,0 +1,480 @@
+//! The datamover on RDMA: control-type PDUs as SENDs, data to the initiator as RDMA WRITEs in front
+//! of the answer, data from it as RDMA READs.
+//!
+//! Everything that is to be posted waits in one queue, in order; the front waits for send-queue credit
+//! and a transmit descriptor. A transfer that is longer than the queue allows goes in portions.
+
+use std::collections::VecDeque;
+
+use riser_memory::MemSlice;
+use riser_scsi::iscsi::frame::padding;
+use riser_scsi::iscsi::login::{ConnectionParams, SessionParams};
+use riser_scsi::iscsi::pdu::DataOut;
+use riser_scsi::iscsi::{Numbers, StatSn};
+use riser_scsi::iser::{
+    Buffers, HEADER_LEN, HEADERS_LEN, Header, HelloReply, RemoteBuffer, Stag, put_control,
+};
+use riser_scsi::srp::MemDesc;
+
+use super::IserParams;
+use super::ring::{LARGE_SEGMENT, TxIdx, TxRing};
+use crate::iscsi::channel::Held;
+use crate::iscsi::datamover::{Control, Datamover, GetData, PutData, Taken};
+use crate::iscsi::task::TaskIdx;
+use crate::srp::table::Table;
+use crate::srp::transfer::{Direction, PortionLimits, RdmaWr, Transfer};
+
+/// Longest data segment sent in full-feature phase of a normal session, in bytes. Linux and libiscsi
+/// declare more than their descriptors hold, which is this.
+const RESPONSE_SEGMENT: u32 = 128;
+
+/// Number of a chain of work requests under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ChainIdx(pub u16);
+
+/// A message to send.
+#[derive(Clone, Debug)]
+pub struct SendMessage {
+    /// Its bytes, in the send ring.
+    pub bytes: MemSlice,
+    /// The initiator's key that it invalidates.
+    pub invalidate: Option<Stag>,
+}
+
+/// One chain to post: RDMA requests, then a message if there is one. Its last request is signaled;
+/// when it completes, or fails, call [`IserChannel::handle_post_done`](super::IserChannel::handle_post_done).
+#[derive(Debug)]
+pub struct Post {
+    /// Its number.
+    pub chain: ChainIdx,
+    /// Which way the RDMA requests go.
+    pub direction: Direction,
+    /// The RDMA requests, in order.
+    pub wrs: Vec<RdmaWr>,
+    /// The message.
+    pub send: Option<SendMessage>,
+}
+
+impl Default for Post {
+    fn default() -> Self {
+        Self {
+            chain: ChainIdx(0),
+            direction: Direction::ToInitiator,
+            wrs: Vec::new(),
+            send: None,
+        }
+    }
+}
+
+/// What an item of the queue ends with.
+#[derive(Debug)]
+enum Then {
+    /// A PDU.
+    Send(Control),
+    /// The answer to a Hello.
+    Hello(HelloReply),
+    /// Nothing: the data have come.
+    Arrive,
+}
+
+impl Then {
+    /// Length of the message, in bytes.
+    fn message_len(&self) -> Option<usize> {
+        match self {
+            Self::Send(control) => {
+                let data = control.data.len();
+                Some(HEADERS_LEN + data + padding(data))
+            }
+            Self::Hello(_) => Some(HEADER_LEN),
+            Self::Arrive => None,
+        }
+    }
+}
+
+/// Something to post.
+#[derive(Debug)]
+struct Item {
+    /// The transfer of a task's data, and the initiator's side of it.
+    transfer: Option<(TaskIdx, Transfer, Table)>,
+    then: Then,
+}
+
+/// A chain that is posted.
+#[derive(Debug)]
+struct Chain {
+    wrs: u32,
+    /// Whose buffer it touches.
+    task: Option<TaskIdx>,
+    direction: Direction,
+    /// Whether the transfer ends with it.
+    is_last: bool,
+    tx: Option<TxIdx>,
+    /// Whose end its message is.
+    ends: Option<TaskIdx>,
+}
+
+/// What the datamover knows of a task.
+#[derive(Clone, Copy, Debug, Default)]
+struct Known {
+    /// What came with its command.
+    buffers: Buffers,
+    /// Chains under way that touch its buffer.
+    chains: u16,
+    /// Nobody waits for its data any more.
+    is_forgotten: bool,
+}
+
+/// What the end of a chain means to the channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Ended {
+    /// The task whose answer is sent.
+    pub(super) answered: Option<TaskIdx>,
+    /// The task whose data have come, or will not, and whose buffer is free.
+    pub(super) arrived: Option<TaskIdx>,
+}
+
+/// The datamover on RDMA.
+#[derive(Debug)]
+pub struct Iser {
+    params: IserParams,
+    ring: TxRing,
+    queue: VecDeque<Item>,
+    /// Data that wait for the answer that they go with.
+    put: Option<(PutData, RemoteBuffer)>,
+    known: Vec<Known>,
+    chains: Vec<Option<Chain>>,
+    free_chains: Vec<ChainIdx>,
+    /// Work requests that the send queue still takes.
+    credits: u32,
+    max_send_segment: u32,
+    /// Whether a write's buffer begins with the first byte of all, not the first solicited one.
+    whole_buffers: bool,
+    hello_required: bool,
+    stat_sn: StatSn,
+    /// What came with the PDU that is being looked at.
+    arriving: Buffers,
+    /// What the peer has done wrong.
+    fault: Option<&'static str>,
+    scratch: Vec<u8>,
+}
+
+impl Iser {
+    /// A datamover with this send ring.
+    ///
+    /// # Panics
+    /// If the ring is too short, or the send queue.
+    pub(super) fn new(params: IserParams, send_ring: MemSlice, tasks: usize) -> Self {
+        assert!(
+            params.credits() >= 2,
+            "a send queue for a transfer and an answer"
+        );
+        let chains = params.credits() as u16;
+        Self {
+            ring: TxRing::new(send_ring, params.sends() as u16),
+            queue: VecDeque::new(),
+            put: None,
+            known: vec![Known::default(); tasks],
+            chains: (0..chains).map(|_| None).collect(),
+            free_chains: (0..chains).rev().map(ChainIdx).collect(),
+            credits: params.credits(),
+            max_send_segment: LARGE_SEGMENT,
+            whole_buffers: false,
+            hello_required: false,
+            stat_sn: StatSn(1),
+            arriving: Buffers::default(),
+            fault: None,
+            scratch: Vec::with_capacity(super::ring::LARGE),
+            params,
+        }
+    }
+
+    /// The buffers of the PDU that is looked at next.
+    pub(super) fn set_arriving(&mut self, buffers: Buffers) {
+        self.arriving = buffers;
+    }
+
+    /// What the peer has done wrong since this was last asked.
+    pub(super) fn take_fault(&mut self) -> Option<&'static str> {
+        self.fault.take()
+    }
+
+    /// Whether full-feature phase begins with a Hello.
+    pub(super) fn is_hello_required(&self) -> bool {
+        self.hello_required
+    }
+
+    /// Answers a Hello.
+    pub(super) fn send_hello(&mut self, reply: HelloReply) {
+        self.queue.push_back(Item {
+            transfer: None,
+            then: Then::Hello(reply),
+        });
+    }
+
+    /// Chains under way.
+    pub(super) fn outstanding(&self) -> usize {
+        self.chains.len() - self.free_chains.len()
+    }
+
+    /// Numbers of the chains under way.
+    pub(super) fn under_way(&self) -> impl Iterator<Item = ChainIdx> + '_ {
+        let chains = self.chains.iter().enumerate();
+        chains
+            .filter(|(_, chain)| chain.is_some())
+            .map(|(i, _)| ChainIdx(i as u16))
+    }
+
+    /// The next chain; `false` when there is nothing to post, or no room to post it.
+    pub(super) fn poll_post(&mut self, numbers: Numbers, held: Held<'_>, post: &mut Post) -> bool {
+        post.wrs.clear();
+        post.send = None;
+        let Some(mut item) = self.queue.pop_front() else {
+            return false;
+        };
+        let posted = self.post_item(&mut item, numbers, held, post);
+        if posted != Some(true) {
+            self.queue.push_front(item);
+        }
+        posted.is_some()
+    }
+
+    /// Posts what there is room for of an item: whether that was the rest of it, if anything.
+    fn post_item(
+        &mut self,
+        item: &mut Item,
+        numbers: Numbers,
+        held: Held<'_>,
+        post: &mut Post,
+    ) -> Option<bool> {
+        let len = item.then.message_len();
+        let reserve = u32::from(len.is_some());
+        if self.credits < reserve + u32::from(item.transfer.is_some()) {
+            return None;
+        }
+        let tx = match len {
+            Some(len) => Some((self.ring.take(len)?, len)),
+            None => None,
+        };
+        let mut chain = Chain {
+            wrs: 0,
+            task: None,
+            direction: Direction::ToInitiator,
+            is_last: true,
+            tx: None,
+            ends: None,
+        };
+        if let Some((task, transfer, table)) = &mut item.transfer {
+            let limits = self.portion(reserve);
+            let buffer = held.buffer(*task);
+            chain.wrs = transfer.plan(table, buffer, limits);
+            transfer.each(table, buffer, limits, |wr| post.wrs.push(wr));
+            chain.task = Some(*task);
+            chain.direction = transfer.direction;
+            chain.is_last = transfer.is_last();
+            transfer.portion_done();
+            self.known[usize::from(task.0)].chains += 1;
+        }
+        if let Some((tx, len)) = tx {
+            if chain.is_last {
+                post.send = Some(self.write_message(&item.then, numbers, (tx, len), &mut chain));
+            } else {
+                self.ring.put(tx);
+            }
+        }
+        let is_last = chain.is_last;
+        self.credits -= chain.wrs;
+        let idx = self.free_chains.pop().expect("a chain takes credit");
+        post.chain = idx;
+        post.direction = chain.direction;
+        self.chains[usize::from(idx.0)] = Some(chain);
+        Some(is_last)
+    }
+
+    /// Bounds of the next portion, with `reserve` work requests left for the message. Half the queue
+    /// at most, so that a long transfer and a short one go side by side.
+    fn portion(&self, reserve: u32) -> PortionLimits {
+        let half = (self.params.credits() / 2).max(1);
+        PortionLimits {
+            wrs: half.min(self.credits - reserve),
+            sges: self.params.max_sge,
+        }
+    }
+
+    /// Writes a message into its slot.
+    fn write_message(
+        &mut self,
+        then: &Then,
+        mut numbers: Numbers,
+        (tx, len): (TxIdx, usize),
+        chain: &mut Chain,
+    ) -> SendMessage {
+        chain.wrs += 1;
+        chain.tx = Some(tx);
+        let mut invalidate = None;
+        self.scratch.clear();
+        match then {
+            Then::Send(control) => {
+                numbers.stat_sn = self.stat_sn;
+                let header = control.pdu.header(numbers);
+                let none = Buffers::default();
+                put_control(none, header, &[], &control.data, &mut self.scratch);
+                if control.counts {
+                    self.stat_sn = self.stat_sn.next();
+                }
+                chain.ends = control.ends;
+                invalidate = control.ends.and_then(|task| self.advertised(task));
+            }
+            Then::Hello(reply) => {
+                let header = Header::HelloReply(*reply).bytes();
+                self.scratch.extend_from_slice(&header);
+            }
+            Then::Arrive => unreachable!("it has no message"),
+        }
+        assert_eq!(self.scratch.len(), len, "a message is as long as planned");
+        let bytes = self.ring.slot(tx, len);
+        bytes.write(0, &self.scratch);
+        SendMessage { bytes, invalidate }
+    }
+
+    /// The key that a task's answer invalidates, where that was agreed on.
+    fn advertised(&self, task: TaskIdx) -> Option<Stag> {
+        let buffers = self.known[usize::from(task.0)].buffers;
+        let buffer = buffers.read.or(buffers.write);
+        buffer
+            .filter(|_| self.params.remote_invalidate)
+            .map(|buffer| buffer.stag)
+    }
+
+    /// A chain has completed, or failed.
+    ///
+    /// # Panics
+    /// If it is not under way.
+    pub(super) fn complete(&mut self, idx: ChainIdx) -> Ended {
+        let chain = self.chains[usize::from(idx.0)]
+            .take()
+            .expect("the chain was posted");
+        self.free_chains.push(idx);
+        self.credits += chain.wrs;
+        if let Some(tx) = chain.tx {
+            self.ring.put(tx);
+        }
+        let mut arrived = None;
+        if let Some(task) = chain.task {
+            let known = &mut self.known[usize::from(task.0)];
+            known.chains -= 1;
+            if chain.direction == Direction::FromInitiator {
+                let is_over = if known.is_forgotten {
+                    known.chains == 0
+                } else {
+                    chain.is_last
+                };
+                arrived = is_over.then_some(task);
+            }
+        }
+        Ended {
+            answered: chain.ends,
+            arrived,
+        }
+    }
+}
+
+/// One descriptor that names `len` bytes.
+fn table(buffer: RemoteBuffer, len: u32) -> Table {
+    let desc = MemDesc::new(buffer.base, buffer.stag.0, len);
+    Table::Inline([desc].into_iter().collect())
+}
+
+impl Datamover for Iser {
+    fn enable(&mut self, session: &SessionParams, connection: &ConnectionParams) {
+        let limit = if session.discovery {
+            LARGE_SEGMENT
+        } else {
+            RESPONSE_SEGMENT
+        };
+        self.max_send_segment = connection.max_send_segment.min(limit);
+        // Linux says nothing, and its buffers begin with the first solicited byte.
+        self.whole_buffers = session.tagged_solicited_only == Some(false);
+        self.hello_required = session.hello_required;
+    }
+
+    /// The key means nothing over RDMA (RFC 7145 6.2).
+    fn set_max_send_segment(&mut self, _: u32) {}
+
+    fn max_send_segment(&self) -> u32 {
+        self.max_send_segment
+    }
+
+    fn begin(&mut self, task: TaskIdx) {
+        let known = &mut self.known[usize::from(task.0)];
+        debug_assert_eq!(
+            known.chains, 0,
+            "nothing touches the buffer of an idle task"
+        );
+        *known = Known {
+            buffers: std::mem::take(&mut self.arriving),
+            ..Known::default()
+        };
+    }
+
+    fn send_control(&mut self, control: Control) {
+        let put = self.put.take();
+        let transfer = put.map(|(put, buffer)| {
+            assert_eq!(control.ends, Some(put.task), "an answer follows its data");
+            let transfer = Transfer::new(Direction::ToInitiator, put.len);
+            (put.task, transfer, table(buffer, put.len))
+        });
+        self.queue.push_back(Item {
+            transfer,
+            then: Then::Send(control),
+        });
+    }
+
+    fn put_data(&mut self, put: PutData) -> u32 {
+        match self.known[usize::from(put.task.0)].buffers.read {
+            Some(buffer) => self.put = Some((put, buffer)),
+            None => self.fault = Some("a read that names no buffer"),
+        }
+        0
+    }
+
+    fn carries_status(&self) -> bool {
+        false
+    }
+
+    fn get_data(&mut self, get: GetData) -> u32 {
+        let Some(mut buffer) = self.known[usize::from(get.task.0)].buffers.write else {
+            self.fault = Some("a write that names no buffer");
+            return 0;
+        };
+        if self.whole_buffers {
+            buffer.base = buffer.base.wrapping_add(u64::from(get.offset));
+        }
+        let range = get.offset..get.offset + get.len;
+        let transfer = Transfer::of_range(Direction::FromInitiator, range);
+        self.queue.push_back(Item {
+            transfer: Some((get.task, transfer, table(buffer, get.len))),
+            then: Then::Arrive,
+        });
+        0
+    }
+
+    /// There are no R2Ts, so nothing comes in answer to one.
+    fn take_solicited(&mut self, _: &DataOut, _: u32, _: bool) -> Taken {
+        self.fault = Some("data that answer an R2T");
+        Taken::Stale
+    }
+
+    fn forget(&mut self, task: TaskIdx) -> bool {
+        self.queue.retain(|item| {
+            let is_its = item.transfer.as_ref().is_some_and(|(t, ..)| *t == task);
+            !(is_its && matches!(item.then, Then::Arrive))
+        });
+        let known = &mut self.known[usize::from(task.0)];
+        known.is_forgotten = known.chains > 0;
+        known.is_forgotten
+    }
+
+    fn queued(&self) -> usize {
+        self.queue.len()
+    }
+}

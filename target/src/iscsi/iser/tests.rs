@@ -1,0 +1,678 @@
+//! Connections by script: login, data both ways, flow control, every way to the end.
+
+use std::time::Duration;
+
+use riser_scsi::iscsi::pdu::{FromInitiator, FromTarget, LoginStatus, TmfFunction, TmfStatus};
+use riser_scsi::iscsi::{Itt, StatSn};
+use riser_scsi::iser::{Buffers, Hello, RemoteBuffer, Stag};
+
+use super::fixture::{BASE, Got, Rig, WINDOW, is_good, offer, only, params};
+use super::{ConnState, IserChannel, IserParams};
+use crate::iscsi::{MAX_QUEUED, Phase, TaskState};
+
+fn pattern(len: usize) -> Vec<u8> {
+    (0..len).map(|i| (i * 7 + i / 251) as u8).collect()
+}
+
+#[test]
+fn a_login_goes_over_messages_and_agrees_on_segments() {
+    let mut rig = Rig::up();
+    assert_eq!(rig.conn.state(), ConnState::Up);
+    let got = rig.login("InitialR2T=No\0");
+    let (FromTarget::LoginResponse(response), text, None) = only(&got) else {
+        panic!("{got:?}");
+    };
+    assert_eq!(response.status, LoginStatus::SUCCESS);
+    let text = String::from_utf8(text.to_vec()).unwrap();
+    for pair in [
+        "RDMAExtensions=Yes\0",
+        "InitiatorRecvDataSegmentLength=65536\0",
+        "TargetRecvDataSegmentLength=8192\0",
+    ] {
+        assert!(text.contains(pair), "{text:?}");
+    }
+    assert_eq!(rig.conn.state(), ConnState::FullFeature);
+    let info = rig.conn.channel().session_info().unwrap();
+    assert!(info.params.rdma_extensions);
+    rig.end();
+}
+
+#[test]
+fn what_comes_before_the_connection_is_established_is_kept() {
+    let mut rig = Rig::accepted(params());
+    assert!(rig.login("").is_empty());
+    assert!(rig.notified);
+    assert_eq!(rig.conn.state(), ConnState::Init);
+    let got = rig.with(IserChannel::handle_established);
+    assert!(matches!(only(&got).0, FromTarget::LoginResponse(_)));
+    assert_eq!(rig.receives(), params().receives() as usize);
+    rig.end();
+}
+
+#[test]
+fn a_read_is_written_before_its_answer_which_invalidates_the_key() {
+    let mut rig = Rig::logged_in("");
+    rig.disk = pattern(rig.disk.len());
+    let got = rig.read(7, 3, 16);
+    assert!(is_good(&got, 7));
+    assert_eq!(only(&got).2, Some(7));
+    assert_eq!(rig.memory[&7], rig.disk[3 * 512..19 * 512]);
+    rig.end();
+}
+
+#[test]
+fn keys_are_left_alone_unless_that_was_agreed_on() {
+    let mut rig = Rig::accepted(IserParams {
+        remote_invalidate: false,
+        ..params()
+    });
+    rig.with(IserChannel::handle_established);
+    rig.login("");
+    let got = rig.command(1, &[0; 6], None, 0, &[], true);
+    assert_eq!(only(&got).2, None);
+    let got = rig.read(7, 0, 1);
+    assert!(is_good(&got, 7));
+    assert_eq!(only(&got).2, None);
+    rig.end();
+}
+
+/// Immediate data, unsolicited data and solicited data, at any alignment, in every mixture.
+#[test]
+fn data_of_a_write_come_every_way() {
+    let data = pattern(40 * 512);
+    let cases = [
+        // All by READ; all with the command; part with the command.
+        (0, 0),
+        (8192, 8192),
+        (1, 1),
+        (513, 513),
+        (8191, 8191),
+        // With unsolicited data in between.
+        (0, 8192),
+        (3, 1000),
+        (8192, 16384),
+        (511, 15_001),
+        (0, 16384),
+    ];
+    for (immediate, solicited) in cases {
+        let mut rig = Rig::logged_in("");
+        let mut got = rig.write(9, &data, immediate, solicited);
+        let (mut at, mut sn) = (immediate, 0);
+        while at < solicited {
+            assert!(got.is_empty(), "{immediate} {solicited}");
+            let end = (at + 8192).min(solicited);
+            let is_final = end == solicited;
+            got = rig.data_out(9, sn, at as u32, &data[at..end], is_final);
+            (at, sn) = (end, sn + 1);
+        }
+        assert!(is_good(&got, 9), "{immediate} {solicited} {got:?}");
+        assert_eq!(rig.disk[..data.len()], data, "{immediate} {solicited}");
+        let invalidated = (solicited < data.len()).then_some(9);
+        assert_eq!(only(&got).2, invalidated);
+        assert_eq!(rig.conn.channel().counters().bytes_out, data.len() as u64);
+        rig.end();
+    }
+}
+
+/// A write whose data all came with it advertises nothing, and none is missed.
+#[test]
+fn a_short_write_needs_no_buffer() {
+    let mut rig = Rig::logged_in("");
+    let data = pattern(1024);
+    let got = rig.write(9, &data, 1024, 1024);
+    assert!(is_good(&got, 9));
+    assert_eq!(rig.disk[..1024], data);
+    rig.end();
+}
+
+/// An initiator that says so advertises the whole of a write's data, and READs skip what came.
+#[test]
+fn a_buffer_may_hold_all_data_of_a_write() {
+    let data = pattern(32 * 512);
+    for (key, whole) in [
+        ("TaggedBufferForSolicitedDataOnly=No\0", true),
+        ("TaggedBufferForSolicitedDataOnly=Yes\0", false),
+    ] {
+        let mut rig = Rig::logged_in(key);
+        let advertised = if whole { &data[..] } else { &data[700..] };
+        rig.memory.insert(9, advertised.to_vec());
+        let cdb = [0x2a, 0, 0, 0, 0, 0, 0, 0, 32, 0];
+        let got = rig.command(9, &cdb, Some(true), 32 * 512, &data[..700], true);
+        assert!(is_good(&got, 9));
+        assert_eq!(rig.disk[..data.len()], data);
+        rig.end();
+    }
+}
+
+/// Transfers longer than the send queue go in portions, and never post more than it holds.
+#[test]
+fn long_transfers_go_in_portions() {
+    let mut rig = Rig::accepted(IserParams {
+        send_queue: 5,
+        max_sge: 1,
+        ..params()
+    });
+    rig.with(IserChannel::handle_established);
+    rig.login("");
+    rig.command(100, &[0; 6], None, 0, &[], true);
+    // Of a pool of which every other page is in use, a buffer is one page after another.
+    let mut held: Vec<_> = std::iter::from_fn(|| rig.pool.take(4096)).collect();
+    for at in (0..held.len()).rev().step_by(2) {
+        let buffer = held.swap_remove(at);
+        rig.pool.release(buffer);
+    }
+    let data = pattern(128 * 512);
+    let got = rig.write(9, &data, 0, 0);
+    assert!(is_good(&got, 9), "{got:?}");
+    assert_eq!(rig.disk[..data.len()], data);
+    let got = rig.read(10, 0, 128);
+    assert!(is_good(&got, 10), "{got:?}");
+    assert_eq!(rig.memory[&10], data);
+    assert!((2..=4).contains(&rig.most_posted), "{}", rig.most_posted);
+    held.into_iter().for_each(|buffer| rig.pool.release(buffer));
+    rig.end();
+}
+
+#[test]
+fn answers_leave_in_the_order_of_their_numbers() {
+    let mut rig = Rig::logged_in("");
+    rig.prompt = false;
+    rig.stalled = true;
+    for tag in 1..=u32::from(WINDOW) {
+        rig.read(tag, tag as u8, 64);
+    }
+    // The disk is done in another order.
+    for at in [2, 0, 1, 0] {
+        rig.finish_block(at);
+    }
+    rig.stalled = false;
+    let got = rig.settle();
+    let numbers: Vec<_> = got
+        .iter()
+        .map(|got| match got {
+            Got::Pdu {
+                pdu: FromTarget::ScsiResponse(r),
+                numbers,
+                ..
+            } => (r.itt, numbers.stat_sn),
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    let tags: Vec<_> = numbers.iter().map(|(itt, _)| itt.0).collect();
+    assert_eq!(tags, [3, 1, 4, 2]);
+    let first = numbers[0].1;
+    for (i, (_, stat_sn)) in numbers.iter().enumerate() {
+        assert_eq!(*stat_sn, StatSn(first.0 + i as u32));
+    }
+    rig.end();
+}
+
+#[test]
+fn sense_data_come_with_the_answer() {
+    let mut rig = Rig::logged_in("");
+    rig.memory.insert(5, vec![0; 512]);
+    let cdb = [0x28, 0, 0xff, 0xff, 0xff, 0, 0, 0, 1, 0];
+    let got = rig.command(5, &cdb, Some(false), 512, &[], true);
+    let (FromTarget::ScsiResponse(response), data, invalidated) = only(&got) else {
+        panic!("{got:?}");
+    };
+    assert_eq!((response.status, invalidated), (2, Some(5)));
+    assert_eq!((data[2] & 0x7f, data[4] & 0xf), (0x70, 5));
+    assert!(data.len() <= 128, "it fits what an initiator has for it");
+    rig.end();
+}
+
+#[test]
+fn a_ping_is_answered_and_what_it_carries_is_cut() {
+    let mut rig = Rig::logged_in("");
+    let data = pattern(300);
+    let got = rig.nop(3, &data);
+    let (FromTarget::NopIn(nop), echoed, None) = only(&got) else {
+        panic!("{got:?}");
+    };
+    assert_eq!((nop.itt, echoed), (Itt(3), &data[..128]));
+    let got = rig.wait(Duration::from_secs(15));
+    assert!(matches!(only(&got).0, FromTarget::NopIn(n) if n.itt == Itt::NONE));
+    assert!(rig.wait(Duration::from_secs(10)).is_empty());
+    rig.check_gone();
+}
+
+/// However many messages a well-behaved initiator sends at once, each finds a receive.
+#[test]
+fn there_is_a_receive_for_every_message_that_may_come() {
+    let params = params();
+    let mut rig = Rig::logged_in("");
+    let all = params.receives() as usize;
+    assert_eq!(rig.receives(), all);
+    rig.prompt = false;
+    rig.stalled = true;
+    let data = pattern(16384);
+    for tag in 1..=u32::from(WINDOW) {
+        rig.write(tag, &data, 0, 16384);
+        rig.data_out(tag, 0, 0, &data[..8192], false);
+        rig.data_out(tag, 1, 8192, &data[8192..], true);
+        assert_eq!(rig.receives(), all, "a receive is posted again at once");
+    }
+    assert_eq!(rig.blocks.len(), usize::from(WINDOW));
+    rig.end();
+}
+
+/// A peer that floods is not listened to while its answers wait: memory stays bounded.
+#[test]
+fn a_flood_of_pings_is_held_back() {
+    let mut rig = Rig::logged_in("");
+    rig.stalled = true;
+    let all = rig.receives();
+    let mut sent = 0;
+    while rig.receives() > 0 {
+        rig.nop(sent, &[]);
+        sent += 1;
+        assert!(rig.conn.channel().queued() <= MAX_QUEUED + all);
+        assert!((sent as usize) < MAX_QUEUED + 2 * all);
+    }
+    rig.stalled = false;
+    let got = rig.settle();
+    assert_eq!(got.len(), sent as usize);
+    assert_eq!(rig.receives(), all);
+    rig.end();
+}
+
+#[test]
+fn an_abort_waits_for_data_under_way() {
+    let mut rig = Rig::logged_in("");
+    rig.stalled = true;
+    let data = pattern(64 * 512);
+    rig.write(9, &data, 0, 0);
+    let free = rig.pool.free();
+    assert!(rig.tmf(20, TmfFunction::AbortTask, 9).is_empty());
+    assert_eq!(rig.pool.free(), free, "the device writes to the buffer");
+    rig.stalled = false;
+    let got = rig.settle();
+    let (FromTarget::TmfResponse(response), ..) = only(&got) else {
+        panic!("{got:?}");
+    };
+    assert_eq!(response.status, TmfStatus::Complete);
+    assert_eq!(rig.pool.free(), rig.pool.size());
+    assert_eq!(rig.conn.channel().counters().aborted, 1);
+    rig.end();
+}
+
+#[test]
+fn an_abort_takes_back_what_is_not_posted() {
+    let mut rig = Rig::accepted(IserParams {
+        send_queue: 3,
+        ..params()
+    });
+    rig.with(IserChannel::handle_established);
+    rig.login("");
+    rig.command(100, &[0; 6], None, 0, &[], true);
+    rig.stalled = true;
+    let data = pattern(4096);
+    for tag in 1..=3 {
+        rig.write(tag, &data, 0, 0);
+    }
+    // Two READs fill the queue; the third waits, and is gone at once.
+    let free = rig.pool.free();
+    rig.tmf(20, TmfFunction::AbortTask, 3);
+    assert!(rig.pool.free() > free);
+    rig.stalled = false;
+    let got = rig.settle();
+    assert_eq!(
+        got.len(),
+        3,
+        "two answers, and that of the function: {got:?}"
+    );
+    rig.end();
+}
+
+#[test]
+fn a_hello_is_answered_where_it_was_announced() {
+    let mut rig = Rig::logged_in("iSERHelloRequired=Yes\0");
+    let got = rig.hello(Hello {
+        max_version: 10,
+        min_version: 1,
+        ird: 4,
+    });
+    let [Got::Hello(reply)] = &got[..] else {
+        panic!("{got:?}");
+    };
+    assert_eq!(
+        (reply.rejected, reply.ord, reply.current_version),
+        (false, 4, 10)
+    );
+    assert!(!rig.command(1, &[0; 6], None, 0, &[], true).is_empty());
+    // A second one is an error.
+    rig.hello(Hello {
+        max_version: 10,
+        min_version: 1,
+        ird: 4,
+    });
+    rig.check_gone();
+}
+
+#[test]
+fn a_hello_that_is_due_comes_first() {
+    let mut rig = Rig::logged_in("iSERHelloRequired=Yes\0");
+    assert!(rig.nop(1, &[]).is_empty());
+    rig.check_gone();
+    let mut rig = Rig::logged_in("iSERHelloRequired=Yes\0");
+    let got = rig.hello(Hello {
+        max_version: 15,
+        min_version: 11,
+        ird: 4,
+    });
+    assert!(matches!(&got[..], [Got::Hello(reply)] if reply.rejected));
+    rig.check_parting();
+}
+
+#[test]
+fn a_logout_is_answered_then_the_connection_ends() {
+    let mut rig = Rig::logged_in("");
+    let got = rig.logout(8);
+    assert!(matches!(only(&got).0, FromTarget::LogoutResponse(_)));
+    rig.check_parting();
+}
+
+/// An initiator that disconnects after its logout is not cut off before.
+#[test]
+fn who_has_logged_out_may_disconnect() {
+    let mut rig = Rig::logged_in("");
+    rig.logout(8);
+    assert!(!rig.in_error);
+    // What else it says is passed over.
+    assert!(rig.nop(9, &[]).is_empty());
+    rig.end();
+    // Another login that waits for its place does not wait for that.
+    let mut rig = Rig::logged_in("");
+    rig.logout(8);
+    rig.with(IserChannel::handle_terminate);
+    rig.check_gone();
+}
+
+#[test]
+fn a_refused_login_is_answered_then_the_connection_ends() {
+    let mut rig = Rig::up();
+    let got = rig.login("MaxConnections=1\0MaxConnections=1\0");
+    let (FromTarget::LoginResponse(response), ..) = only(&got) else {
+        panic!("{got:?}");
+    };
+    assert_ne!(response.status, LoginStatus::SUCCESS);
+    rig.check_parting();
+}
+
+/// The end comes in every state of the connection, and more than once.
+#[test]
+fn the_connection_terminates_in_every_state() {
+    let in_login = || {
+        let mut rig = Rig::up();
+        // A login whose text goes on.
+        let mut bhs = [0; 48];
+        bhs[..2].copy_from_slice(&[0x43, 0x44]);
+        bhs[5..8].copy_from_slice(&[0, 0, 4]);
+        let mut bytes = vec![0x10; 1];
+        bytes.resize(28, 0);
+        bytes.extend_from_slice(&bhs);
+        bytes.extend_from_slice(b"Init");
+        rig.send_bytes(&bytes);
+        rig
+    };
+    let states: [(fn() -> Rig, ConnState); 4] = [
+        (|| Rig::accepted(params()), ConnState::Init),
+        (Rig::up, ConnState::Up),
+        (in_login, ConnState::Bound),
+        (|| Rig::logged_in(""), ConnState::FullFeature),
+    ];
+    for (make, state) in states {
+        // The peer disconnects.
+        let mut rig = make();
+        assert_eq!(rig.conn.state(), state);
+        rig.with(IserChannel::handle_disconnected);
+        rig.with(IserChannel::handle_disconnected);
+        rig.check_gone();
+        // An administrator, or another login, ends it.
+        let mut rig = make();
+        rig.with(IserChannel::handle_terminate);
+        rig.check_gone();
+        // The queue pair fails: a receive comes back without a message.
+        let mut rig = make();
+        let rx = rig.take_receive();
+        rig.with(|conn, cx| conn.handle_recv_flushed(cx, rx));
+        rig.check_gone();
+        // It is shut down, and nobody logs out.
+        let mut rig = make();
+        let until = rig.now + Duration::from_secs(2);
+        rig.with(|conn, cx| conn.input(cx, |ch, cx| ch.handle_shutdown(cx, until)));
+        rig.wait(Duration::from_secs(2));
+        rig.check_gone();
+        // The device goes, with everything that was posted.
+        let mut rig = make();
+        rig.with(IserChannel::handle_device_gone);
+        assert!(rig.released);
+        assert_eq!(rig.conn.state(), ConnState::Down);
+        // Nobody logs in.
+        if state != ConnState::FullFeature {
+            let mut rig = make();
+            rig.wait(Duration::from_secs(15));
+            rig.check_gone();
+        }
+    }
+}
+
+/// The connection ends while a command stands in each of its states; its buffer goes back when the
+/// device has let go, not before.
+#[test]
+fn commands_in_every_state_end_with_their_connection() {
+    let data = pattern(64 * 512);
+    let cases: [(&str, TaskState); 5] = [
+        ("buffer", TaskState::AwaitBuffer),
+        ("unsolicited", TaskState::Receive),
+        ("read", TaskState::Receive),
+        ("block", TaskState::Block),
+        ("answer", TaskState::Sent),
+    ];
+    for (what, state) in cases {
+        for abort_first in [false, true] {
+            let mut rig = Rig::logged_in("");
+            let mut hog = None;
+            rig.stalled = true;
+            rig.prompt = false;
+            match what {
+                "buffer" => {
+                    hog = rig.pool.take(4 << 20);
+                    rig.write(9, &data, 0, 0);
+                }
+                // Commands that wait for unsolicited data: `isert_put_unsol_pending_cmds`.
+                "unsolicited" => drop(rig.write(9, &data, 0, 8192)),
+                "read" => drop(rig.write(9, &data, 0, 0)),
+                "block" => drop(rig.read(9, 0, 64)),
+                _ => {
+                    rig.read(9, 0, 64);
+                    rig.finish_block(0);
+                    rig.settle();
+                }
+            }
+            assert_eq!(rig.conn.channel().task_state(Itt(9)), Some(state), "{what}");
+            if abort_first {
+                rig.tmf(20, TmfFunction::AbortTask, 9);
+            }
+            rig.with(IserChannel::handle_disconnected);
+            if let Some(hog) = hog {
+                rig.pool.release(hog);
+            }
+            if what == "read" || what == "answer" {
+                assert_ne!(rig.pool.free(), rig.pool.size(), "{what} is under way");
+            }
+            rig.check_gone();
+        }
+    }
+}
+
+/// A chain fails: the command's data are lost, and the connection with them.
+#[test]
+fn a_failed_chain_ends_the_connection() {
+    for write in [false, true] {
+        let mut rig = Rig::logged_in("");
+        rig.stalled = true;
+        if write {
+            rig.write(9, &pattern(8192), 0, 0);
+        } else {
+            rig.read(9, 0, 8);
+        }
+        rig.fail_chain();
+        rig.check_gone();
+    }
+}
+
+/// Posted again after another: the drain marker and the receives may come back in any order.
+#[test]
+fn the_last_of_all_completions_releases() {
+    let mut rig = Rig::logged_in("");
+    rig.with(IserChannel::handle_disconnected);
+    rig.with(IserChannel::handle_drained);
+    assert!(!rig.released);
+    while rig.receives() > 0 {
+        assert!(!rig.released);
+        let rx = rig.take_receive();
+        rig.with(|conn, cx| conn.handle_recv_flushed(cx, rx));
+    }
+    assert!(rig.released);
+}
+
+/// CVE 2026-53176: a login PDU shorter than its 76 bytes of headers.
+#[test]
+fn a_login_shorter_than_its_headers_ends_the_connection() {
+    for len in [0, 1, 27, 28, 75] {
+        let mut rig = Rig::up();
+        let mut bytes = vec![0; len];
+        if let Some(first) = bytes.first_mut() {
+            *first = 0x10;
+        }
+        assert!(rig.send_bytes(&bytes).is_empty(), "{len}");
+        rig.check_gone();
+    }
+}
+
+/// CVE 2026-90413, 2026-90414: a DataSegmentLength larger than what was received, in login and after.
+#[test]
+fn a_data_segment_longer_than_its_message_ends_the_connection() {
+    for mut rig in [Rig::up(), Rig::logged_in("")] {
+        let mut bytes = vec![0x10; 1];
+        bytes.resize(28, 0);
+        let mut bhs = [0; 48];
+        bhs[0] = if rig.conn.state() == ConnState::Up {
+            0x43
+        } else {
+            0x01
+        };
+        bhs[1] = 0x87;
+        bhs[5..8].copy_from_slice(&[0, 0x20, 0]);
+        bytes.extend_from_slice(&bhs);
+        bytes.extend_from_slice(&[0; 100]);
+        assert!(rig.send_bytes(&bytes).is_empty());
+        rig.check_gone();
+    }
+}
+
+/// A data segment longer than TargetRecvDataSegmentLength, though the receive would hold it.
+#[test]
+fn a_data_segment_beyond_what_was_agreed_on_ends_the_connection() {
+    let mut rig = Rig::up();
+    rig.login("");
+    rig.end();
+    let mut rig = Rig::up();
+    rig.gate.offer = offer().with(
+        riser_scsi::iscsi::keys::Key::TargetRecvDataSegmentLength,
+        512,
+    );
+    rig.login("InitialR2T=No\0");
+    assert_eq!(rig.conn.state(), ConnState::FullFeature);
+    rig.write(1, &pattern(1024), 513, 1024);
+    rig.check_gone();
+}
+
+/// CVE 2026-90293: a command before the session is there.
+#[test]
+fn a_command_before_the_login_ends_the_connection() {
+    let mut rig = Rig::up();
+    assert!(rig.command(1, &[0; 6], None, 0, &[], true).is_empty());
+    assert_eq!(rig.gate.joined, 0);
+    assert_eq!(rig.conn.channel().counters().commands, 0);
+    rig.check_gone();
+}
+
+/// SCST 93: INQUIRY without a length, to a unit that is not there.
+#[test]
+fn an_inquiry_of_no_length_to_no_unit_is_answered() {
+    let mut rig = Rig::logged_in("");
+    let mut command = rig.scsi(4, &[0x12, 0, 0, 0, 0, 0], false, 0);
+    command.lun = [0, 9, 0, 0, 0, 0, 0, 0];
+    let got = rig.send(&FromInitiator::ScsiCommand(command), &[]);
+    assert!(is_good(&got, 4));
+    rig.end();
+}
+
+#[test]
+fn a_command_that_names_no_buffer_for_its_data_ends_the_connection() {
+    let mut rig = Rig::logged_in("");
+    let cdb = [0x28, 0, 0, 0, 0, 0, 0, 0, 1, 0];
+    rig.command(5, &cdb, Some(false), 512, &[], true);
+    rig.check_gone();
+    let mut rig = Rig::logged_in("");
+    let cdb = [0x2a, 0, 0, 0, 0, 0, 0, 0, 1, 0];
+    rig.command(5, &cdb, Some(true), 512, &[], true);
+    rig.check_gone();
+}
+
+/// Data that pretend to answer an R2T: over RDMA there is none.
+#[test]
+fn data_for_no_r2t_end_the_connection() {
+    let mut rig = Rig::logged_in("");
+    let pdu = riser_scsi::iscsi::pdu::DataOut {
+        is_final: true,
+        lun: [0; 8],
+        itt: Itt(9),
+        ttt: riser_scsi::iscsi::Ttt(5),
+        exp_stat_sn: StatSn(0),
+        data_sn: 0,
+        offset: 0,
+    };
+    rig.send(&FromInitiator::DataOut(pdu), &[0; 512]);
+    rig.check_gone();
+}
+
+/// A buffer of a command that was refused is not taken for another's.
+#[test]
+fn buffers_belong_to_the_command_they_came_with() {
+    let mut rig = Rig::logged_in("");
+    rig.memory.insert(1, vec![0; 512]);
+    // Out of order: passed over in silence.
+    let mut command = rig.scsi(1, &[0x28, 0, 0, 0, 0, 0, 0, 0, 1, 0], false, 512);
+    command.cmd_sn.0 += 7;
+    let buffers = Buffers {
+        write: None,
+        read: Some(RemoteBuffer {
+            stag: Stag(1),
+            base: BASE,
+        }),
+    };
+    assert!(
+        rig.send_with(buffers, &FromInitiator::ScsiCommand(command), &[])
+            .is_empty()
+    );
+    rig.cmd_sn -= 1;
+    let cdb = [0x28, 0, 0, 0, 0, 0, 0, 0, 1, 0];
+    rig.command(2, &cdb, Some(false), 512, &[], true);
+    assert_eq!(rig.conn.channel().phase(), Phase::Closed);
+    assert_eq!(rig.memory[&1], [0; 512]);
+    rig.check_gone();
+}
+
+#[test]
+fn memory_is_fixed_and_said() {
+    let params = IserParams::new(128);
+    assert_eq!(params.receives(), 2 * 128 + 32);
+    let memory = params.memory();
+    assert_eq!(memory.receive_ring, 288 * 8640);
+    assert_eq!(memory.send_ring, 144 * 256 + 2 * 8320);
+    assert!(memory.total() < 3 << 20, "{memory:?}");
+}

@@ -1,0 +1,161 @@
+//! A live connection driven by actions: whatever an initiator, a disk and a device do in any order,
+//! nothing panics, memory stays bounded, and in the end nothing is left.
+
+use proptest::prelude::*;
+use riser_scsi::iscsi::Itt;
+use riser_scsi::iscsi::pdu::TmfFunction;
+use riser_scsi::iser::{Buffers, Header, RemoteBuffer, Stag};
+
+use super::IserChannel;
+use super::fixture::{BASE, Rig, WINDOW};
+use crate::iscsi::MAX_QUEUED;
+
+#[derive(Clone, Debug)]
+enum Step {
+    /// Reads: tag, blocks.
+    Read(u8, u8),
+    /// Writes: tag, blocks, immediate bytes, unsolicited bytes after them.
+    Write(u8, u8, u16, u16),
+    /// Sends unsolicited data: tag, number, offset, length, whether they are the last.
+    DataOut(u8, u8, u16, u16, bool),
+    /// Aborts a tag, or all.
+    Abort(u8, bool),
+    Nop(u8),
+    /// Ends a block operation.
+    Block(u8),
+    /// Ends the oldest chain.
+    Chain,
+    /// Lets the device run, or rest.
+    Stall(bool),
+    /// Any bytes after a header with any buffers.
+    Bytes(Option<u32>, Vec<u8>),
+    /// Any bytes at all.
+    Noise(Vec<u8>),
+    /// Time passes, in seconds.
+    Wait(u8),
+    Logout,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let tag = || 0u8..6;
+    prop_oneof![
+        16 => (tag(), 1u8..130).prop_map(|(t, b)| Step::Read(t, b)),
+        24 => (tag(), 1u8..130, 0u16..9000, 0u16..17000).prop_map(|(t, b, i, u)| Step::Write(t, b, i, u)),
+        16 => (tag(), 0u8..3, 0u16..17000, 0u16..8193, any::<bool>())
+            .prop_map(|(t, s, o, l, f)| Step::DataOut(t, s, o, l, f)),
+        6 => (tag(), any::<bool>()).prop_map(|(t, all)| Step::Abort(t, all)),
+        4 => tag().prop_map(Step::Nop),
+        24 => any::<u8>().prop_map(Step::Block),
+        24 => Just(Step::Chain),
+        8 => any::<bool>().prop_map(Step::Stall),
+        1 => (any::<Option<u32>>(), proptest::collection::vec(any::<u8>(), 48..200))
+            .prop_map(|(b, v)| Step::Bytes(b, v)),
+        1 => proptest::collection::vec(any::<u8>(), 0..120).prop_map(Step::Noise),
+        1 => (0u8..20).prop_map(Step::Wait),
+        1 => Just(Step::Logout),
+    ]
+}
+
+fn take(rig: &mut Rig, step: Step) {
+    if rig.receives() == 0 && !matches!(step, Step::Block(_) | Step::Chain | Step::Stall(_)) {
+        return;
+    }
+    if let Step::Read(tag, _) | Step::Write(tag, ..) = step {
+        // A tag names one command at a time, and the window is respected; what happens otherwise is
+        // the business of scripts.
+        let channel = rig.conn.channel();
+        let is_used = channel.task_state(Itt(tag.into())).is_some();
+        if is_used || channel.in_flight() >= usize::from(WINDOW) {
+            return;
+        }
+    }
+    let data = vec![0x5a; 130 * 512];
+    match step {
+        Step::Read(tag, blocks) => {
+            rig.read(tag.into(), 0, blocks.into());
+        }
+        Step::Write(tag, blocks, immediate, unsolicited) => {
+            let data = &data[..usize::from(blocks) * 512];
+            let immediate = usize::from(immediate).min(8192).min(data.len());
+            let solicited = (immediate + usize::from(unsolicited)).min(data.len());
+            rig.write(tag.into(), data, immediate, solicited);
+        }
+        Step::DataOut(tag, sn, offset, len, is_final) => {
+            let data = &data[..usize::from(len)];
+            rig.data_out(tag.into(), sn.into(), offset.into(), data, is_final);
+        }
+        Step::Abort(tag, all) => {
+            let function = if all {
+                TmfFunction::LogicalUnitReset
+            } else {
+                TmfFunction::AbortTask
+            };
+            rig.tmf(200 + u32::from(tag), function, tag.into());
+        }
+        Step::Nop(tag) => {
+            rig.nop(300 + u32::from(tag), &[1, 2, 3]);
+        }
+        Step::Block(at) if !rig.blocks.is_empty() => {
+            rig.finish_block(usize::from(at) % rig.blocks.len());
+            rig.settle();
+        }
+        Step::Chain => {
+            rig.finish_chain();
+            rig.settle();
+        }
+        Step::Stall(stalled) => {
+            rig.stalled = stalled;
+            rig.settle();
+        }
+        Step::Bytes(stag, bytes) => {
+            // Only keys that exist: a device would refuse others.
+            let buffer = stag.map(|_| RemoteBuffer {
+                stag: Stag(0xffff),
+                base: BASE,
+            });
+            let header = Header::Control(Buffers {
+                write: buffer,
+                read: buffer,
+            });
+            let mut message = header.bytes().to_vec();
+            message.extend_from_slice(&bytes);
+            rig.memory.insert(0xffff, vec![0; 1 << 20]);
+            rig.send_bytes(&message);
+        }
+        Step::Noise(bytes) => {
+            rig.send_bytes(&bytes);
+        }
+        Step::Wait(seconds) => {
+            rig.wait(std::time::Duration::from_secs(seconds.into()));
+        }
+        Step::Logout => {
+            rig.logout(400);
+        }
+        Step::Block(_) => {}
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 192, ..ProptestConfig::default() })]
+
+    #[test]
+    fn whatever_happens_everything_comes_back(
+        steps in proptest::collection::vec(step(), 1..80),
+        prompt in any::<bool>(),
+    ) {
+        let mut rig = Rig::logged_in("");
+        rig.prompt = prompt;
+        for step in steps {
+            if rig.in_error {
+                break;
+            }
+            take(&mut rig, step);
+            let queued = rig.conn.channel().queued();
+            prop_assert!(queued <= MAX_QUEUED + 64, "{queued}");
+        }
+        if !rig.in_error {
+            rig.with(IserChannel::handle_disconnected);
+        }
+        rig.check_gone();
+    }
+}

@@ -1,0 +1,165 @@
+//! Requests in the order of their numbers: which is carried out at once, which is kept for later.
+
+use riser_scsi::iscsi::frame::Frame;
+use riser_scsi::iscsi::pdu::FromInitiator;
+use riser_scsi::iscsi::{BHS_LEN, CmdSn, Itt};
+
+use super::channel::{Action, Channel, Cx};
+use super::datamover::Datamover;
+use super::window::Admission;
+
+/// A PDU that waits.
+#[derive(Debug)]
+struct Kept {
+    bhs: [u8; BHS_LEN],
+    ahs: Vec<u8>,
+    data: Vec<u8>,
+}
+
+impl Kept {
+    fn of(frame: &Frame<'_>) -> Self {
+        Self {
+            bhs: *frame.bhs,
+            ahs: frame.ahs.to_vec(),
+            data: frame.data.to_vec(),
+        }
+    }
+
+    fn frame(&self) -> Frame<'_> {
+        Frame {
+            bhs: &self.bhs,
+            ahs: &self.ahs,
+            data: &self.data,
+            is_intact: true,
+        }
+    }
+}
+
+/// A request whose turn has not come, and the unsolicited data that followed it.
+#[derive(Debug)]
+pub(super) struct Waiting {
+    sn: CmdSn,
+    immediate: bool,
+    itt: Itt,
+    request: Kept,
+    data: Vec<Kept>,
+}
+
+/// The number of a request, and whether it is immediate; `None` of PDUs that have none.
+fn number_of(pdu: &FromInitiator) -> Option<(CmdSn, bool, Itt)> {
+    match pdu {
+        FromInitiator::ScsiCommand(p) => Some((p.cmd_sn, p.immediate, p.itt)),
+        FromInitiator::TmfRequest(p) => Some((p.cmd_sn, p.immediate, p.itt)),
+        FromInitiator::TextRequest(p) => Some((p.cmd_sn, p.immediate, p.itt)),
+        FromInitiator::LogoutRequest(p) => Some((p.cmd_sn, p.immediate, p.itt)),
+        FromInitiator::NopOut(p) => Some((p.cmd_sn, p.immediate, p.itt)),
+        FromInitiator::LoginRequest(_) | FromInitiator::DataOut(_) | FromInitiator::Snack(_) => {
+            None
+        }
+    }
+}
+
+impl<D: Datamover> Channel<D> {
+    /// A PDU of full-feature phase, with its digests checked: carried out now, later, or never.
+    pub(super) fn on_pdu(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, pdu: FromInitiator) {
+        let Some((sn, immediate, itt)) = number_of(&pdu) else {
+            if !self.keep_data(frame, &pdu) {
+                self.carry_out_pdu(cx, frame, pdu);
+            }
+            return;
+        };
+        let me = self.member();
+        let window = self.window();
+        let admission = match (&pdu, immediate) {
+            (FromInitiator::TmfRequest(_), true) => window.admit_function(sn, me),
+            (_, true) => Admission::Now,
+            (_, false) => window.admit(sn, me),
+        };
+        match admission {
+            Admission::Now => self.carry_out_pdu(cx, frame, pdu),
+            Admission::Later => self.waiting.push(Waiting {
+                sn,
+                immediate,
+                itt,
+                request: Kept::of(frame),
+                data: Vec::new(),
+            }),
+            Admission::Never => {}
+        }
+        self.take_turns(cx);
+    }
+
+    /// Keeps unsolicited data with the command that they belong to, if that waits. Data beyond what
+    /// may come unsolicited are dropped, and missed when the command's turn has come.
+    fn keep_data(&mut self, frame: &Frame<'_>, pdu: &FromInitiator) -> bool {
+        let FromInitiator::DataOut(out) = pdu else {
+            return false;
+        };
+        let of_it = |waiting: &&mut Waiting| waiting.itt == out.itt && !waiting.immediate;
+        let Some(waiting) = self.waiting.iter_mut().find(of_it) else {
+            return false;
+        };
+        let limit = self.session.as_ref().map_or(0, |s| s.params.first_burst) as usize;
+        let kept: usize = waiting
+            .data
+            .iter()
+            .map(|kept| kept.data.len().max(512))
+            .sum();
+        if frame.is_intact && kept + frame.data.len() <= limit {
+            waiting.data.push(Kept::of(frame));
+        }
+        true
+    }
+
+    /// Carries out what is next, or tells the connection that keeps it.
+    fn take_turns(&mut self, cx: &mut Cx<'_>) {
+        let me = self.member();
+        while let Some(whose) = self.session.as_ref().and_then(|s| s.window.next_up()) {
+            if whose != me {
+                self.actions.push_back(Action::TakeTurn(whose));
+                return;
+            }
+            if !self.take_turn(cx) {
+                return;
+            }
+        }
+    }
+
+    /// Carries out the request of this connection that is next; whether there was one.
+    fn take_turn(&mut self, cx: &mut Cx<'_>) -> bool {
+        let me = self.member();
+        let window = self.window();
+        let due = |waiting: &Waiting| {
+            if waiting.immediate {
+                window.is_due(waiting.sn, me)
+            } else {
+                window.admit(waiting.sn, me) == Admission::Now
+            }
+        };
+        // Functions first: they go before the command whose number they carry.
+        let functions = (0..self.waiting.len()).filter(|at| self.waiting[*at].immediate);
+        let exp = window.bounds().0;
+        let commands = (0..self.waiting.len())
+            .filter(|at| !self.waiting[*at].immediate && self.waiting[*at].sn == exp);
+        let Some(at) = functions.chain(commands).find(|at| due(&self.waiting[*at])) else {
+            return false;
+        };
+        let waiting = self.waiting.swap_remove(at);
+        for kept in std::iter::once(&waiting.request).chain(&waiting.data) {
+            let frame = kept.frame();
+            // It was parsed when it came.
+            if let Ok(pdu) = FromInitiator::parse(&frame) {
+                self.carry_out_pdu(cx, &frame, pdu);
+            }
+        }
+        true
+    }
+
+    /// Another connection of the session says that this one may have what is next.
+    pub fn handle_turn(&mut self, cx: &mut Cx<'_>) {
+        if self.is_receiving() && self.session.is_some() {
+            self.take_turns(cx);
+        }
+        self.settle(cx);
+    }
+}

@@ -1,0 +1,197 @@
+//! What a connection keeps, to send it once more when the initiator asks: error recovery level 1
+//! (RFC 7143 7.2.1, 7.6, 11.16).
+//!
+//! A status PDU is kept from when it is sent until ExpStatSN acknowledges it; so is the task whose
+//! end it is, with its data. A SNACK names statuses by their numbers, and Data-In PDUs by the numbers
+//! that they had; these follow from how the data are cut, so nothing else is kept of them.
+//!
+//! # Bounds
+//! What ends tasks is bounded by their contexts. Other PDUs count as if they waited to be sent, so a
+//! peer that never acknowledges is not read from any more, and is dropped when a ping stays
+//! unanswered.
+
+use std::collections::VecDeque;
+
+use riser_scsi::iscsi::pdu::{RejectReason, Snack, SnackKind};
+use riser_scsi::iscsi::{Itt, StatSn};
+
+use super::datamover::{Control, PutData};
+use super::task::TaskIdx;
+
+/// A status PDU that was sent.
+#[derive(Clone, Debug)]
+enum Status {
+    Control(Control),
+    /// With the last of these data.
+    Data(PutData),
+}
+
+#[derive(Clone, Debug)]
+struct Kept {
+    stat_sn: StatSn,
+    status: Status,
+}
+
+impl Kept {
+    fn ends(&self) -> Option<TaskIdx> {
+        match &self.status {
+            Status::Control(control) => control.ends,
+            Status::Data(put) => Some(put.task),
+        }
+    }
+}
+
+/// Something to send once more.
+#[derive(Clone, Debug)]
+pub(super) enum Again {
+    /// This PDU with its old number.
+    Control(Control, StatSn),
+    /// Data-In PDUs with these numbers; the last one of all with its status, if that was sent.
+    Data {
+        put: PutData,
+        from: u32,
+        until: u32,
+        stat_sn: Option<StatSn>,
+    },
+}
+
+/// What is kept of a connection.
+#[derive(Debug, Default)]
+pub(super) struct Recovery {
+    is_on: bool,
+    kept: VecDeque<Kept>,
+    /// Kept PDUs that end no task.
+    others: usize,
+    /// Data of tasks whose answer is not acknowledged.
+    data: Vec<PutData>,
+}
+
+impl Recovery {
+    /// From here on statuses are kept.
+    pub(super) fn turn_on(&mut self) {
+        self.is_on = true;
+    }
+
+    /// Whether statuses are kept.
+    pub(super) fn is_on(&self) -> bool {
+        self.is_on
+    }
+
+    /// Kept PDUs that end no task.
+    pub(super) fn others(&self) -> usize {
+        self.others
+    }
+
+    /// Data begin to be sent.
+    pub(super) fn on_data(&mut self, put: PutData) {
+        if self.is_on {
+            self.data.push(put);
+        }
+    }
+
+    /// A status PDU is sent; whether it is kept, and its task with it.
+    pub(super) fn keep_control(&mut self, control: &Control, stat_sn: StatSn) -> bool {
+        if self.is_on {
+            self.others += usize::from(control.ends.is_none());
+            self.kept.push_back(Kept {
+                stat_sn,
+                status: Status::Control(control.clone()),
+            });
+        }
+        self.is_on
+    }
+
+    /// As [`Recovery::keep_control`], of a status that went with data.
+    pub(super) fn keep_data(&mut self, put: PutData, stat_sn: StatSn) -> bool {
+        if self.is_on {
+            self.kept.push_back(Kept {
+                stat_sn,
+                status: Status::Data(put),
+            });
+        }
+        self.is_on
+    }
+
+    /// The initiator has every status before this one, or `None`: it leaves, and nothing is kept any
+    /// more. The tasks that end with that.
+    pub(super) fn acknowledge(&mut self, exp: Option<StatSn>) -> Vec<TaskIdx> {
+        self.is_on &= exp.is_some();
+        let mut ended = Vec::new();
+        while let Some(kept) = self.kept.front()
+            && exp.is_none_or(|exp| kept.stat_sn.is_before(exp))
+        {
+            match kept.ends() {
+                Some(task) => ended.push(task),
+                None => self.others -= 1,
+            }
+            self.kept.pop_front();
+        }
+        self.data.retain(|put| !ended.contains(&put.task));
+        ended
+    }
+
+    /// A task is no more.
+    pub(super) fn forget(&mut self, task: TaskIdx) {
+        self.data.retain(|put| put.task != task);
+    }
+
+    /// What a SNACK asks for.
+    pub(super) fn find(&self, snack: &Snack) -> Result<Vec<Again>, RejectReason> {
+        match snack.kind {
+            _ if !self.is_on => Err(RejectReason::SnackReject),
+            SnackKind::Status => self.find_status(StatSn(snack.begin), snack.run),
+            SnackKind::DataOrR2t => self.find_data(snack.itt, snack.begin, snack.run),
+            // We never ask for an acknowledgment of data.
+            SnackKind::DataAck => Err(RejectReason::InvalidDataAck),
+            SnackKind::RData => Err(RejectReason::SnackReject),
+        }
+    }
+
+    fn find_status(&self, begin: StatSn, run: u32) -> Result<Vec<Again>, RejectReason> {
+        let first = self.kept.front().ok_or(RejectReason::SnackReject)?.stat_sn;
+        if begin.is_before(first) {
+            // They were acknowledged.
+            return Err(RejectReason::SnackReject);
+        }
+        let wanted = self.kept.iter().filter(|kept| {
+            let steps = kept.stat_sn.since(begin);
+            !kept.stat_sn.is_before(begin) && (run == 0 || steps < run)
+        });
+        let again: Vec<_> = wanted.map(again_of).collect();
+        if again.is_empty() {
+            return Err(RejectReason::SnackReject);
+        }
+        Ok(again)
+    }
+
+    fn find_data(&self, itt: Itt, from: u32, run: u32) -> Result<Vec<Again>, RejectReason> {
+        let mut data = self.data.iter();
+        let put = data.find(|put| put.itt == itt);
+        let put = *put.ok_or(RejectReason::SnackReject)?;
+        let with_it =
+            |kept: &&Kept| matches!(kept.status, Status::Data(_)) && kept.ends() == Some(put.task);
+        Ok(vec![Again::Data {
+            put,
+            from,
+            until: if run == 0 {
+                u32::MAX
+            } else {
+                from.saturating_add(run)
+            },
+            stat_sn: self.kept.iter().find(with_it).map(|kept| kept.stat_sn),
+        }])
+    }
+}
+
+fn again_of(kept: &Kept) -> Again {
+    match &kept.status {
+        Status::Control(control) => Again::Control(control.clone(), kept.stat_sn),
+        Status::Data(put) => Again::Data {
+            put: *put,
+            // Cut to the last one by whoever knows how many there are.
+            from: u32::MAX,
+            until: u32::MAX,
+            stat_sn: Some(kept.stat_sn),
+        },
+    }
+}

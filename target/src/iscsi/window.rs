@@ -1,0 +1,410 @@
+//! A session's command numbers (RFC 7143 4.2.2.1), which all its connections share.
+//!
+//! Commands of one session may come on several connections, on several workers. They are carried out
+//! in the order of their numbers: the connection that has the next one takes it; one that has a later
+//! one keeps it and enters that here, and is told when its turn has come.
+//!
+//! ```text
+//!                  next number → Now
+//!   admit(number) ─┤ later, inside the window → Later: kept by its connection, entered here
+//!                  └ anything else → Never: passed over in silence
+//!   next_up() → the connection that keeps what is next
+//! ```
+//!
+//! A session of one connection over a lossless stream never enters anything: a number that is not
+//! the next one is an old one then.
+//!
+//! # Bounds
+//! What is entered is bounded by the command window and [`MAX_AHEAD`]; tags by the contexts of the
+//! session's connections.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use riser_scsi::iscsi::{CmdSn, Itt};
+
+use crate::srp::TaskRef;
+
+/// Windows of contexts per connection: one for commands that run, one for those whose answers are
+/// being sent, and one for those whose answers wait behind these. An answer opens the window before
+/// it is sent, and the initiator learns of that no earlier than it arrives, so there are never more.
+pub(super) const WINDOWS: u16 = 3;
+
+/// Immediate functions that wait for earlier commands, and numbers that were given up.
+const MAX_AHEAD: usize = 64;
+
+/// A connection of a session: its worker, and its number there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Member {
+    /// The worker.
+    pub worker: u16,
+    /// The channel's number.
+    pub channel: u32,
+}
+
+/// What to do with a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Admission {
+    /// Carry it out.
+    Now,
+    /// Keep it until its turn has come.
+    Later,
+    /// Pass it over.
+    Never,
+}
+
+/// A number that came before its turn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Ahead {
+    sn: CmdSn,
+    /// Who keeps the request; nobody where the initiator has given it up.
+    whose: Option<Member>,
+    /// An immediate request, which takes no number: it waits for those before it.
+    immediate: bool,
+}
+
+/// The numbers of a session.
+#[derive(Debug)]
+pub struct Window {
+    commands: u16,
+    /// Whether numbers may come out of order at all.
+    unordered: bool,
+    numbering: Mutex<Numbering>,
+}
+
+#[derive(Debug)]
+struct Numbering {
+    exp: CmdSn,
+    /// Requests that take a place of the window.
+    counted: u16,
+    /// Requests that took one and are answered, but whose answer is not yet sent.
+    lingering: u16,
+    ahead: Vec<Ahead>,
+    /// Commands under way by their tags, where other connections may name them.
+    tags: HashMap<Itt, TaskRef>,
+}
+
+impl Window {
+    /// Of a session of `commands` at once, whose first one has the number `first`. With `unordered`,
+    /// numbers may come out of order: the session may have several connections, or lose PDUs.
+    #[must_use]
+    pub fn new(commands: u16, first: CmdSn, unordered: bool) -> Self {
+        Self {
+            commands,
+            unordered,
+            numbering: Mutex::new(Numbering {
+                exp: first,
+                counted: 0,
+                lingering: 0,
+                ahead: Vec::new(),
+                tags: HashMap::new(),
+            }),
+        }
+    }
+
+    /// Whether numbers may come out of order.
+    pub(super) fn is_unordered(&self) -> bool {
+        self.unordered
+    }
+
+    /// ExpCmdSN and MaxCmdSN.
+    pub(super) fn bounds(&self) -> (CmdSn, CmdSn) {
+        let numbering = self.lock();
+        let room = self.room(&numbering);
+        let max = numbering.exp.0.wrapping_add(u32::from(room));
+        (numbering.exp, CmdSn(max.wrapping_sub(1)))
+    }
+
+    /// Places that are free.
+    fn room(&self, numbering: &Numbering) -> u16 {
+        let contexts = WINDOWS * self.commands - numbering.counted - numbering.lingering;
+        contexts.min(self.commands - numbering.counted)
+    }
+
+    /// Looks at a request that takes a number.
+    pub(super) fn admit(&self, sn: CmdSn, who: Member) -> Admission {
+        let mut numbering = self.lock();
+        let room = u32::from(self.room(&numbering));
+        let steps = sn.since(numbering.exp);
+        if steps >= room {
+            return Admission::Never;
+        }
+        if steps == 0 {
+            numbering.exp = sn.next();
+            numbering
+                .ahead
+                .retain(|ahead| ahead.immediate || ahead.sn != sn);
+            return Admission::Now;
+        }
+        let is_known = |ahead: &Ahead| ahead.sn == sn && !ahead.immediate;
+        if !self.unordered || numbering.ahead.iter().any(is_known) {
+            return Admission::Never;
+        }
+        numbering.enter(Ahead {
+            sn,
+            whose: Some(who),
+            immediate: false,
+        })
+    }
+
+    /// Looks at an immediate function: it concerns the commands before its number, so these must
+    /// have come.
+    pub(super) fn admit_function(&self, sn: CmdSn, who: Member) -> Admission {
+        let mut numbering = self.lock();
+        let steps = sn.since(numbering.exp);
+        if !self.unordered || steps == 0 || steps > u32::from(self.room(&numbering)) {
+            return Admission::Now;
+        }
+        numbering.enter(Ahead {
+            sn,
+            whose: Some(who),
+            immediate: true,
+        })
+    }
+
+    /// The connection that keeps what is to be carried out next.
+    pub(super) fn next_up(&self) -> Option<Member> {
+        if !self.unordered {
+            return None;
+        }
+        let mut numbering = self.lock();
+        loop {
+            let exp = numbering.exp;
+            let is_due =
+                |ahead: &Ahead| ahead.sn == exp || (ahead.immediate && ahead.sn.is_before(exp));
+            // A function goes before the command that has the number it carries.
+            let due = numbering.ahead.iter().filter(|ahead| is_due(ahead));
+            let first = *due.max_by_key(|ahead| ahead.immediate)?;
+            if first.whose.is_some() {
+                return first.whose;
+            }
+            numbering.ahead.retain(|ahead| *ahead != first);
+            numbering.exp = exp.next();
+        }
+    }
+
+    /// Whether a kept immediate request may be carried out; it is entered no longer then.
+    pub(super) fn is_due(&self, sn: CmdSn, who: Member) -> bool {
+        let mut numbering = self.lock();
+        if numbering.exp.is_before(sn) {
+            return false;
+        }
+        numbering
+            .ahead
+            .retain(|a| !(a.immediate && a.sn == sn && a.whose == Some(who)));
+        true
+    }
+
+    /// The initiator gives a command up that has not come: its number counts as received, if it is
+    /// inside the window and before `before` (RFC 7143 11.6.1).
+    pub(super) fn forgo(&self, sn: CmdSn, before: CmdSn) -> bool {
+        let mut numbering = self.lock();
+        let room = u32::from(self.room(&numbering));
+        let inside = sn.since(numbering.exp) < room && sn.is_before(before);
+        let is_known = |ahead: &Ahead| ahead.sn == sn && !ahead.immediate;
+        if !self.unordered || !inside || numbering.ahead.iter().any(is_known) {
+            return false;
+        }
+        numbering.enter(Ahead {
+            sn,
+            whose: None,
+            immediate: false,
+        }) == Admission::Later
+    }
+
+    /// A connection is gone, and what it kept with it.
+    pub(super) fn forget(&self, who: Member) {
+        if self.unordered {
+            self.lock().ahead.retain(|a| a.whose != Some(who));
+        }
+    }
+
+    /// A request takes a place.
+    pub(super) fn take_place(&self) {
+        self.lock().counted += 1;
+    }
+
+    /// It is answered: its place is free, its context not yet.
+    pub(super) fn on_answered(&self) {
+        let mut numbering = self.lock();
+        numbering.counted -= 1;
+        numbering.lingering += 1;
+    }
+
+    /// Its context is free: that of a request that was answered, or was not.
+    pub(super) fn on_gone(&self, was_answered: bool) {
+        let mut numbering = self.lock();
+        if was_answered {
+            numbering.lingering -= 1;
+        } else {
+            numbering.counted -= 1;
+        }
+    }
+
+    /// Enters a command's tag.
+    pub(super) fn enter_tag(&self, itt: Itt, task: TaskRef) {
+        if self.unordered {
+            self.lock().tags.insert(itt, task);
+        }
+    }
+
+    /// The command with a tag, on whichever connection.
+    pub(super) fn tagged(&self, itt: Itt) -> Option<TaskRef> {
+        if !self.unordered {
+            return None;
+        }
+        self.lock().tags.get(&itt).copied()
+    }
+
+    /// A command is over.
+    pub(super) fn remove_tag(&self, itt: Itt, task: TaskRef) {
+        if self.unordered {
+            let mut numbering = self.lock();
+            if numbering.tags.get(&itt) == Some(&task) {
+                numbering.tags.remove(&itt);
+            }
+        }
+    }
+
+    /// A panic elsewhere cannot have left the numbers half changed, so poison is ignored.
+    fn lock(&self) -> MutexGuard<'_, Numbering> {
+        self.numbering
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Numbering {
+    fn enter(&mut self, ahead: Ahead) -> Admission {
+        let others = self
+            .ahead
+            .iter()
+            .filter(|a| a.immediate || a.whose.is_none());
+        let is_bounded = !ahead.immediate && ahead.whose.is_some();
+        if !is_bounded && others.count() >= MAX_AHEAD {
+            return Admission::Never;
+        }
+        self.ahead.push(ahead);
+        Admission::Later
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const A: Member = Member {
+        worker: 0,
+        channel: 1,
+    };
+    const B: Member = Member {
+        worker: 1,
+        channel: 1,
+    };
+
+    #[test]
+    fn commands_take_their_turn() {
+        let window = Window::new(8, CmdSn(10), true);
+        assert_eq!(window.admit(CmdSn(12), B), Admission::Later);
+        assert_eq!(window.admit(CmdSn(12), A), Admission::Never, "sent twice");
+        assert_eq!(window.admit(CmdSn(11), A), Admission::Later);
+        assert_eq!(window.next_up(), None);
+        assert_eq!(window.admit(CmdSn(10), B), Admission::Now);
+        assert_eq!(window.next_up(), Some(A));
+        assert_eq!(window.admit(CmdSn(11), A), Admission::Now);
+        assert_eq!(window.next_up(), Some(B));
+        assert_eq!(window.admit(CmdSn(12), B), Admission::Now);
+        assert_eq!(window.next_up(), None);
+        assert_eq!(window.bounds(), (CmdSn(13), CmdSn(20)));
+        assert_eq!(window.admit(CmdSn(21), A), Admission::Never, "outside");
+        assert_eq!(window.admit(CmdSn(12), A), Admission::Never, "an old one");
+    }
+
+    #[test]
+    fn the_window_closes_and_opens_across_the_wrap() {
+        let window = Window::new(2, CmdSn(u32::MAX), false);
+        for sn in [u32::MAX, 0] {
+            assert_eq!(window.admit(CmdSn(sn), A), Admission::Now);
+            window.take_place();
+        }
+        assert_eq!(window.bounds(), (CmdSn(1), CmdSn(0)), "closed");
+        assert_eq!(window.admit(CmdSn(1), A), Admission::Never);
+        window.on_answered();
+        assert_eq!(window.bounds(), (CmdSn(1), CmdSn(1)));
+        assert_eq!(window.admit(CmdSn(2), A), Admission::Never, "in order only");
+        window.on_gone(true);
+        window.on_gone(false);
+        assert_eq!(window.bounds(), (CmdSn(1), CmdSn(2)));
+    }
+
+    #[test]
+    fn a_function_waits_for_the_commands_before_it() {
+        let window = Window::new(8, CmdSn(1), true);
+        assert_eq!(window.admit_function(CmdSn(1), A), Admission::Now);
+        assert_eq!(window.admit_function(CmdSn(2), A), Admission::Later);
+        assert!(!window.is_due(CmdSn(2), A));
+        assert_eq!(window.admit(CmdSn(1), B), Admission::Now);
+        assert_eq!(window.next_up(), Some(A));
+        assert!(window.is_due(CmdSn(2), A));
+        assert_eq!(window.next_up(), None);
+    }
+
+    #[test]
+    fn a_command_that_is_given_up_counts_as_received() {
+        let window = Window::new(8, CmdSn(1), true);
+        assert_eq!(window.admit(CmdSn(2), B), Admission::Later);
+        assert!(!window.forgo(CmdSn(2), CmdSn(3)), "it has come");
+        assert!(!window.forgo(CmdSn(3), CmdSn(3)), "not before the function");
+        assert!(window.forgo(CmdSn(1), CmdSn(3)));
+        assert_eq!(window.next_up(), Some(B));
+        window.forget(B);
+        assert_eq!(window.next_up(), None);
+        assert_eq!(window.bounds().0, CmdSn(2));
+    }
+
+    proptest! {
+        /// However two connections bring the commands of a session, they are carried out once each
+        /// and in order.
+        #[test]
+        fn every_command_has_its_turn(
+            keys in proptest::collection::vec((any::<u16>(), any::<bool>()), 1..40),
+            first: u32,
+        ) {
+            let window = Window::new(40, CmdSn(first), true);
+            let sn = |at: usize| CmdSn(first).plus(at as u32);
+            let mut order: Vec<usize> = (0..keys.len()).collect();
+            order.sort_by_key(|at| keys[*at].0);
+            let member = |at: usize| if keys[at].1 { A } else { B };
+            let (mut kept, mut done) = (Vec::new(), Vec::new());
+            for at in order {
+                match window.admit(sn(at), member(at)) {
+                    Admission::Now => done.push(at),
+                    Admission::Later => kept.push(at),
+                    Admission::Never => prop_assert!(false, "{at} is inside the window"),
+                }
+                prop_assert_eq!(window.admit(sn(at), A), Admission::Never, "sent twice");
+                while let Some(whose) = window.next_up() {
+                    let (exp, _) = window.bounds();
+                    let next = kept.iter().position(|at| sn(*at) == exp);
+                    let at = kept.swap_remove(next.expect("somebody keeps it"));
+                    prop_assert_eq!(whose, member(at));
+                    prop_assert_eq!(window.admit(sn(at), whose), Admission::Now);
+                    done.push(at);
+                }
+            }
+            prop_assert!(kept.is_empty());
+            prop_assert_eq!(done, (0..keys.len()).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn what_waits_is_bounded() {
+        let window = Window::new(200, CmdSn(0), true);
+        let later = (1..200)
+            .filter(|sn| window.admit_function(CmdSn(*sn), A) == Admission::Later)
+            .count();
+        assert_eq!(later, MAX_AHEAD);
+    }
+}

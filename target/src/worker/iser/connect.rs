@@ -1,0 +1,198 @@
+//! Requests for connections, what a connection has at its device, and the end of both.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use riser_memory::Memory;
+use riser_scsi::iser::CmHeader;
+use riser_transport::verbs::{CmId, ConnParam, PortSpace};
+
+use super::Conn;
+use crate::iscsi::iser::{IserChannel, IserConfig, IserParams};
+use crate::srp::transfer::MAX_SGE;
+use crate::warn_limited;
+use crate::worker::session::{INITIATOR_DEPTH, Queues, RESPONDER_RESOURCES, SetupError};
+use crate::worker::{BACKLOG, Endpoint, LINGER, Listener, Phase, Worker, WorkerError};
+
+/// What we offer: an answer may invalidate a key. Buffers have addresses.
+const OFFER: CmHeader = CmHeader {
+    zero_based: false,
+    remote_invalidate: true,
+};
+
+/// Connections from one address that have not logged in. Each has its rings already, so a peer that
+/// only connects must not get many.
+const LOGINS_PER_ADDRESS: usize = 16;
+
+impl Worker {
+    /// Listens on a device's iSER portals.
+    pub(in crate::worker) fn listen_iser(&mut self, device: usize) -> Result<(), WorkerError> {
+        let catalog = Arc::clone(&self.catalog);
+        let addr = self.devices.addr(device);
+        let targets = catalog.targets.iter().filter_map(|t| t.iscsi.as_ref());
+        let portals = targets.flat_map(|iscsi| &iscsi.iser);
+        for (listen, _) in portals.filter(|(listen, _)| listen.ip() == addr) {
+            // Targets may share a portal: the login names the one it wants.
+            let known = |(place, listener): (&(usize, CmId), &Listener)| {
+                place.0 == device && matches!(listener, Listener::Iser(at) if at == listen)
+            };
+            if self.listeners.iter().any(known) {
+                continue;
+            }
+            let error = |source| WorkerError::Listen {
+                portal: listen.to_string(),
+                source,
+            };
+            let dev = &mut self.devices[device];
+            let id = dev.create_id(PortSpace::Tcp).map_err(error)?;
+            dev.bind_addr(id, *listen).map_err(error)?;
+            dev.listen(id, BACKLOG).map_err(error)?;
+            self.listeners.insert((device, id), Listener::Iser(*listen));
+        }
+        Ok(())
+    }
+
+    /// A peer asks for a connection on the portal at `listen`.
+    pub(in crate::worker) fn on_iser_request(
+        &mut self,
+        device: usize,
+        cm: CmId,
+        listen: SocketAddr,
+        peer: SocketAddr,
+        param: &ConnParam,
+    ) {
+        let most = 2 * self.shared.registry.max_sessions() as usize + 64;
+        let address = peer.ip().to_canonical();
+        let logging_in =
+            self.isers.conns.iter().filter(|(_, conn)| {
+                conn.entered.is_none() && conn.peer.ip().to_canonical() == address
+            });
+        let has_room = self.isers.conns.len() < most && logging_in.count() < LOGINS_PER_ADDRESS;
+        let accepted = if self.phase == Phase::Serving && has_room {
+            self.accept_iser(device, cm, listen, peer, param)
+                .map_err(|error| error.to_string())
+        } else {
+            Err("too many connections".to_owned())
+        };
+        if let Err(error) = accepted {
+            warn_limited!(self.complaints, self.now, %peer, %error, "connection refused");
+            self.rejects += 1;
+            let dev = &mut self.devices[device];
+            // The peer may have given up meanwhile; then there is nobody to tell.
+            let _ = dev.reject(cm, &[]);
+            let _ = dev.destroy_id(cm);
+        }
+    }
+
+    /// Makes the channel and accepts the connection.
+    fn accept_iser(
+        &mut self,
+        device: usize,
+        cm: CmId,
+        listen: SocketAddr,
+        peer: SocketAddr,
+        param: &ConnParam,
+    ) -> Result<(), SetupError> {
+        let agreed = OFFER.and(CmHeader::parse(&param.private_data));
+        let reads = INITIATOR_DEPTH.min(param.initiator_depth);
+        let attr = self.devices[device].device_attr();
+        let params = IserParams {
+            max_sge: (attr.max_sge as usize).min(MAX_SGE),
+            reads: reads.into(),
+            remote_invalidate: agreed.remote_invalidate,
+            ..IserParams::new(self.shared.iscsi.commands)
+        };
+        let memory = params.memory();
+        let receive_ring = Memory::new(memory.receive_ring)?.whole();
+        let send_ring = Memory::new(memory.send_ring)?.whole();
+        let queues = Queues {
+            receives: params.receives(),
+            sends: params.send_queue,
+            max_sge: params.max_sge,
+        };
+        let hardware = self.make_hardware(device, cm, queues, [&receive_ring, &send_ring])?;
+        let serial = self.next_serial;
+        self.next_serial = serial.checked_add(1).expect("four billion connections");
+        let config = IserConfig {
+            params,
+            worker: self.index,
+            serial,
+            receive_ring,
+            send_ring,
+        };
+        let cq = hardware.cq;
+        let key = self.isers.conns.insert(Conn {
+            channel: IserChannel::new(config, self.now),
+            serial,
+            device,
+            cm,
+            hardware,
+            listen,
+            peer,
+            entered: None,
+            armed: None,
+            waits_for_pool: false,
+            is_ready: false,
+            is_closed: false,
+        });
+        self.by_cm.insert((device, cm), Endpoint::Iser(key));
+        self.by_cq.insert((device, cq), Endpoint::Iser(key));
+        // The receives must be there before the peer may send.
+        self.pump_iser(key);
+        let answer = ConnParam {
+            private_data: agreed.bytes().to_vec(),
+            responder_resources: RESPONDER_RESOURCES.min(param.responder_resources),
+            initiator_depth: reads,
+            flow_control: true,
+            retry_count: 7,
+            rnr_retry_count: 7,
+            srq: false,
+        };
+        if let Err(error) = self.devices[device].accept(cm, &answer) {
+            let mut conn = self.isers.conns.remove(key);
+            conn.channel.abandon(&mut self.pool);
+            self.forget_iser(key, &conn);
+            self.destroy_hardware(device, &conn.hardware);
+            return Err(error.into());
+        }
+        tracing::debug!(
+            %peer, channel = serial, memory = memory.total(),
+            invalidate = agreed.remote_invalidate, "connection accepted"
+        );
+        Ok(())
+    }
+
+    /// Takes a connection out of the worker's tables.
+    fn forget_iser(&mut self, key: usize, conn: &Conn) {
+        self.by_cm.remove(&(conn.device, conn.cm));
+        self.by_cq.remove(&(conn.device, conn.hardware.cq));
+        self.ready.retain(|&place| place != Endpoint::Iser(key));
+    }
+
+    /// The channel holds nothing any more.
+    pub(super) fn release_iser(&mut self, key: usize) {
+        let conn = self.isers.conns.remove(key);
+        self.forget_iser(key, &conn);
+        self.destroy_hardware(conn.device, &conn.hardware);
+        self.isers.past += conn.channel.channel().counters();
+        if conn.is_closed {
+            // It is over on both sides; whether the identifier still exists does not matter.
+            let _ = self.devices[conn.device].destroy_id(conn.cm);
+        } else {
+            self.lingering
+                .push((conn.device, conn.cm, self.now + LINGER));
+        }
+        if let Some(entered) = &conn.entered {
+            let logged_out = conn.channel.channel().has_logged_out();
+            self.leave_iscsi(entered, conn.serial, logged_out, conn.peer);
+        }
+    }
+
+    /// The CM says that a connection is over.
+    pub(in crate::worker) fn on_iser_closed(&mut self, key: usize) {
+        if let Some(conn) = self.isers.conns.get_mut(key) {
+            conn.is_closed = true;
+        }
+        self.with_iser(key, IserChannel::handle_disconnected);
+    }
+}

@@ -1,0 +1,201 @@
+//! The daemon's program with its admin socket: what its own verbs, and plain HTTP, get to see.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+const RISERD: &str = env!("CARGO_BIN_EXE_riserd");
+
+/// A running daemon in a directory of its own.
+struct Daemon {
+    process: Child,
+    dir: PathBuf,
+}
+
+impl Daemon {
+    fn start(name: &str, address: &str) -> Self {
+        let dir = std::env::temp_dir().join(format!("riserd-admin-{}-{name}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let daemon = Self {
+            process: Command::new("true").spawn().unwrap(),
+            dir,
+        };
+        daemon.configure(address, "{ 0: a }");
+        let mut daemon = daemon;
+        daemon.process.wait().unwrap();
+        daemon.process = Command::new(RISERD)
+            .args(["run", "--config"])
+            .arg(daemon.dir.join("riserd.yaml"))
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let until = Instant::now() + Duration::from_secs(20);
+        while !daemon.socket().exists() {
+            assert!(Instant::now() < until, "the daemon does not come up");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        daemon
+    }
+
+    fn configure(&self, address: &str, luns: &str) {
+        let text = format!(
+            "backends:\n  a: {{ kind: ram, size: 1MiB }}\n  b: {{ kind: ram, size: 2MiB }}\n\
+             targets:\n  - name: demo\n    iqn: iqn.2026-01.com.example:demo\n    portals:\n      \
+             - {{ protocol: srp, listen: \"{address}\" }}\n      \
+             - {{ protocol: iscsi, listen: \"{address}:3290\" }}\n    \
+             luns: {luns}\n    access: open\n\
+             admin: {{ socket: {} }}\nworkers: {{ count: 1 }}\n",
+            self.socket().display()
+        );
+        std::fs::write(self.dir.join("riserd.yaml"), text).unwrap();
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.dir.join("admin.sock")
+    }
+
+    fn ask(&self, args: &[&str]) -> Output {
+        ask(&self.socket(), args)
+    }
+
+    fn json(&self, verb: &str) -> serde_json::Value {
+        let output = self.ask(&[verb, "-o", "json"]);
+        assert!(output.status.success(), "{output:?}");
+        serde_json::from_slice(&output.stdout).unwrap()
+    }
+
+    fn http(&self, request: &str) -> String {
+        let mut stream = UnixStream::connect(self.socket()).unwrap();
+        write!(
+            stream,
+            "{request} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        )
+        .unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    }
+}
+
+fn ask(socket: &Path, args: &[&str]) -> Output {
+    let mut command = Command::new(RISERD);
+    command.args(args).arg("--socket").arg(socket);
+    command.output().unwrap()
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+        let _ = std::fs::remove_dir_all(&self.dir);
+    }
+}
+
+#[test]
+fn a_daemon_tells_what_it_serves_and_applies_its_file_again() {
+    let daemon = Daemon::start("serves", "127.81.0.1");
+    let status = daemon.json("status");
+    assert_eq!(status["pid"], daemon.process.id());
+    assert_eq!(status["workers"].as_array().unwrap().len(), 1);
+    assert_eq!(daemon.json("sessions"), serde_json::json!([]));
+    let targets = daemon.json("targets");
+    assert_eq!(targets[0]["iqn"], "iqn.2026-01.com.example:demo");
+    assert_eq!(targets[0]["portals"][1]["protocol"], "iscsi");
+    assert_eq!(targets[0]["luns"]["0"]["size"], 1 << 20);
+    assert!(targets[0]["luns"].get("1").is_none());
+
+    daemon.configure("127.81.0.1", "{ 0: a, 1: b }");
+    assert_eq!(daemon.json("reload")[0]["luns"]["1"]["size"], 2 << 20);
+    daemon.configure("127.81.0.9", "{ 0: a, 1: b }");
+    let refused = daemon.ask(&["reload"]);
+    assert_eq!(refused.status.code(), Some(1));
+    let said = String::from_utf8(refused.stderr).unwrap();
+    assert!(
+        said.contains("takes a restart; nothing was applied"),
+        "{said}"
+    );
+    let text = String::from_utf8(daemon.ask(&["targets"]).stdout).unwrap();
+    assert!(text.contains("  srp 127.81.0.1:5555"), "{text}");
+}
+
+#[test]
+fn a_session_is_listed_with_what_its_login_agreed_on() {
+    let daemon = Daemon::start("session", "127.81.0.2");
+    // The leading login request of a discovery session, up to operational negotiation.
+    let keys = "InitiatorName=iqn.2026-01.com.example:me\0SessionType=Discovery\0\
+                MaxRecvDataSegmentLength=16384\0";
+    let mut pdu = vec![0u8; 48];
+    pdu[0] = 0x43;
+    pdu[1] = 0x87;
+    pdu[7] = keys.len() as u8;
+    pdu[8] = 0x80;
+    pdu.extend(keys.as_bytes());
+    pdu.resize(pdu.len().next_multiple_of(4), 0);
+    let mut stream = std::net::TcpStream::connect("127.81.0.2:3290").unwrap();
+    stream.write_all(&pdu).unwrap();
+    let mut bhs = [0; 48];
+    stream.read_exact(&mut bhs).unwrap();
+    assert_eq!(
+        (bhs[0], bhs[1] & 0x80, bhs[36]),
+        (0x23, 0x80, 0),
+        "the login succeeds"
+    );
+
+    let sessions = daemon.json("sessions");
+    assert_eq!(sessions[0]["protocol"], "iscsi");
+    assert_eq!(sessions[0]["state"], "live");
+    let terms = &sessions[0]["negotiated"];
+    assert_eq!(terms["SessionType"], "Discovery");
+    assert_eq!(terms["MaxRecvDataSegmentLength (initiator)"], "16384");
+    assert_eq!(terms["HeaderDigest"], "None");
+}
+
+#[test]
+fn plain_http_gets_json_and_clear_errors() {
+    let daemon = Daemon::start("http", "127.81.0.3");
+    assert!(daemon.http("GET /v1/sessions").ends_with("\r\n\r\n[]"));
+    let missing = daemon.http("GET /v2/sessions");
+    assert!(missing.starts_with("HTTP/1.1 404 "), "{missing}");
+    assert!(
+        missing.ends_with(r#"{"error":"there is no such path"}"#),
+        "{missing}"
+    );
+    assert!(
+        daemon
+            .http("DELETE /v1/sessions")
+            .starts_with("HTTP/1.1 405 ")
+    );
+    // A peer that stalls keeps nobody else waiting.
+    let _stalled = UnixStream::connect(daemon.socket()).unwrap();
+    assert!(daemon.http("GET /v1/status").starts_with("HTTP/1.1 200 "));
+}
+
+#[test]
+fn without_a_daemon_the_error_says_where_it_was_looked_for() {
+    let output = ask(Path::new("/nonexistent/admin.sock"), &["sessions"]);
+    assert_eq!(output.status.code(), Some(1));
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        said.contains("no riserd answers at /nonexistent/admin.sock"),
+        "{said}"
+    );
+}
+
+#[test]
+fn a_second_daemon_does_not_take_the_socket() {
+    let daemon = Daemon::start("second", "127.81.0.4");
+    let text = std::fs::read_to_string(daemon.dir.join("riserd.yaml")).unwrap();
+    let other = daemon.dir.join("other.yaml");
+    std::fs::write(&other, text.replace("127.81.0.4", "127.81.0.5")).unwrap();
+    let output = Command::new(RISERD)
+        .args(["run", "--config"])
+        .arg(&other)
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.contains("another daemon listens there"), "{said}");
+    assert_eq!(daemon.json("status")["pid"], daemon.process.id());
+}

@@ -1,0 +1,355 @@
+//! iSER end to end: a worker and a raw initiator over the wire in memory, then a whole server that
+//! serves one disk over iSER, iSCSI and SRP at once.
+
+mod iser_client;
+mod mini;
+mod tcp;
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use iser_client::{Client, Pump, cdb10};
+use mini::{Mini, login_req, real};
+use riser_reactor::{MailSender, Ring, RingConfig, mailbox};
+use riser_scsi::iscsi::keys::Key;
+use riser_scsi::iscsi::login::LoginError;
+use riser_scsi::iscsi::name::parse_targets;
+use riser_scsi::iscsi::pdu::LoginStatus;
+use riser_target::config::Config;
+use riser_target::server::{Server, build_shared};
+use riser_target::worker::mail::{MAILBOX, Mail, Outbox, Snapshot};
+use riser_target::worker::{Shared, Worker, WorkerConfig};
+use riser_transport::loopback::{Endpoint, Fabric, FabricConfig};
+use riser_transport::roce::fault::FaultConfig;
+use riser_transport::roce::{Roce, RoceConfig};
+use riser_transport::verbs::Provider;
+
+const SERVER: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1));
+const IQN: &str = "iqn.2026-01.org.example:disk";
+
+fn config(addr: IpAddr, portals: &str, rest: &str) -> Config {
+    let text = format!(
+        "backends: {{ d: {{ kind: ram, size: 16MiB }} }}\n\
+         targets:\n\
+         - name: t\n\
+         \x20 iqn: {IQN}\n\
+         \x20 portals: [{{ protocol: iser, listen: '{addr}' }}{portals}]\n\
+         \x20 luns: {{ 0: d }}\n\
+         \x20 access: open\n{rest}"
+    );
+    Config::parse(&text, "test.yaml").unwrap()
+}
+
+/// The world: a wire, and a worker at one end.
+struct World {
+    fabric: Fabric,
+    worker: Worker,
+    shared: Arc<Shared>,
+    mail: MailSender<Mail>,
+}
+
+impl World {
+    fn new(faults: FaultConfig, rest: &str) -> Self {
+        let fabric = Fabric::new(FabricConfig {
+            faults,
+            ..FabricConfig::default()
+        });
+        let shared = Arc::new(build_shared(&config(SERVER, "", rest)).unwrap());
+        let ring = Ring::new(RingConfig::default()).unwrap();
+        let (mail, inbox) = mailbox(MAILBOX, ring.waker());
+        let (reports, _) = channel();
+        let worker = Worker::new(WorkerConfig {
+            index: 0,
+            pool: 16 << 20,
+            shared: Arc::clone(&shared),
+            devices: vec![Box::new(fabric.endpoint(SERVER))],
+            ring,
+            mailbox: inbox,
+            outbox: Outbox::new(vec![mail.clone()]),
+            reports,
+        })
+        .unwrap();
+        Self {
+            fabric,
+            worker,
+            shared,
+            mail,
+        }
+    }
+
+    fn client(&self, n: u8) -> Endpoint {
+        self.fabric
+            .endpoint(IpAddr::V4(Ipv4Addr::new(10, 0, 0, 100 + n)))
+    }
+
+    /// One step of everything.
+    fn pump(&mut self, dev: &mut Endpoint) {
+        let now = self.fabric.now();
+        dev.progress(now);
+        self.worker.step(now).unwrap();
+        dev.progress(now);
+        let next = [self.fabric.next_arrival(), dev.deadline()]
+            .into_iter()
+            .flatten()
+            .min();
+        let (least, most) = (
+            now + Duration::from_micros(10),
+            now + Duration::from_millis(1),
+        );
+        let next = next.map_or(most, |t| t.clamp(least, most));
+        self.fabric.advance_to(next);
+    }
+
+    fn connect(&mut self, n: u8) -> Client<Endpoint> {
+        let dev = self.client(n);
+        Client::connect(dev, SocketAddr::new(SERVER, 3260), true, &mut |d| {
+            self.pump(d);
+        })
+        .unwrap()
+    }
+
+    fn log_in(&mut self, n: u8, keys: &[(Key, u32)]) -> Client<Endpoint> {
+        let mut client = self.connect(n);
+        client
+            .login(Some(IQN), n, keys, &mut |d| self.pump(d))
+            .unwrap();
+        client.settle(&mut |d| self.pump(d));
+        client
+    }
+
+    /// Lets time pass until the worker has no connection.
+    fn drain(&mut self) -> Snapshot {
+        let mut idle = self.client(99);
+        for _ in 0..20_000 {
+            self.pump(&mut idle);
+        }
+        let (tx, rx) = channel();
+        self.mail.send(Mail::Snapshot(tx)).unwrap();
+        self.pump(&mut idle);
+        rx.try_recv().unwrap()
+    }
+
+    fn is_empty(&mut self) {
+        let snapshot = self.drain();
+        assert_eq!(snapshot.iscsi_sessions.len(), 0);
+        assert_eq!(snapshot.pool_free, snapshot.pool_size);
+        let units = &self.shared.registry.catalog().targets[0].units;
+        assert_eq!(units[0].1.tasks(), 0);
+    }
+}
+
+fn pattern(len: usize, seed: u8) -> Vec<u8> {
+    (0..len).map(|i| (i % 251) as u8 ^ seed).collect()
+}
+
+/// Writes and reads back in several sizes, with as much of the data in each way as given.
+fn round_trips<P: Provider>(client: &mut Client<P>, unsolicited: bool, pump: Pump<'_, P>) {
+    for (lba, blocks, immediate) in [
+        (0, 1u16, 512),
+        (3, 1, 0),
+        (8, 8, 777),
+        (64, 16, 8192),
+        (100, 256, 8191),
+        (1000, 2048, 0),
+    ] {
+        let len = usize::from(blocks) * 512;
+        let data = pattern(len, lba as u8);
+        let first_burst = if unsolicited { 8192 } else { 0 };
+        let status = client.write(lba, &data, immediate, first_burst, pump);
+        assert_eq!(status, 0, "write of {len} bytes");
+        assert!(client.read(lba, blocks, pump) == (0, data), "{len} bytes");
+    }
+}
+
+#[test]
+fn what_is_written_is_read_back() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let keys = [(Key::InitialR2T, 0), (Key::FirstBurstLength, 65536)];
+    let mut client = world.log_in(1, &keys);
+    let session = client.session.as_ref().unwrap();
+    assert!(session.rdma_extensions && session.immediate_data && !session.initial_r2t);
+    assert_eq!(session.first_burst, 8192);
+    round_trips(&mut client, false, &mut |d| world.pump(d));
+    round_trips(&mut client, true, &mut |d| world.pump(d));
+    assert!(client.invalidated > 0, "answers invalidate keys");
+    client.logout(&mut |d| world.pump(d));
+    client.disconnect(&mut |d| world.pump(d));
+    world.is_empty();
+}
+
+#[test]
+fn a_lossy_wire_changes_nothing() {
+    let faults = FaultConfig {
+        seed: 7,
+        loss: 20_000,
+        duplication: 10_000,
+        reorder: 10_000,
+        ..FaultConfig::default()
+    };
+    let mut world = World::new(faults, "");
+    let mut client = world.log_in(1, &[(Key::InitialR2T, 0)]);
+    round_trips(&mut client, true, &mut |d| world.pump(d));
+    client.disconnect(&mut |d| world.pump(d));
+    world.is_empty();
+}
+
+/// An initiator whose device takes no invalidation, and that sends no data of its own accord.
+#[test]
+fn the_plainest_initiator_is_served() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let dev = world.client(1);
+    let to = SocketAddr::new(SERVER, 3260);
+    let mut client = Client::connect(dev, to, false, &mut |d| world.pump(d)).unwrap();
+    assert!(!client.answer.remote_invalidate && !client.answer.zero_based);
+    let keys = [(Key::InitialR2T, 1), (Key::ImmediateData, 0)];
+    client
+        .login(Some(IQN), 1, &keys, &mut |d| world.pump(d))
+        .unwrap();
+    client.settle(&mut |d| world.pump(d));
+    let data = pattern(65536, 1);
+    assert_eq!(client.write(0, &data, 0, 0, &mut |d| world.pump(d)), 0);
+    assert!(client.read(0, 128, &mut |d| world.pump(d)) == (0, data));
+    assert_eq!(client.invalidated, 0);
+    client.disconnect(&mut |d| world.pump(d));
+    world.is_empty();
+}
+
+#[test]
+fn discovery_names_the_portals() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let mut client = world.connect(1);
+    client.login(None, 1, &[], &mut |d| world.pump(d)).unwrap();
+    let text = client.send_targets(&mut |d| world.pump(d));
+    let (found, refused) = parse_targets(&text).unwrap();
+    assert_eq!((found.len(), refused), (1, 0));
+    assert_eq!(found[0].name.as_str(), IQN);
+    let addresses: Vec<_> = found[0].addresses.iter().map(ToString::to_string).collect();
+    assert_eq!(addresses, ["10.0.0.1:3260,1"]);
+    client.disconnect(&mut |d| world.pump(d));
+    world.is_empty();
+}
+
+#[test]
+fn strangers_and_unknown_targets_are_refused() {
+    let mut world = World::new(
+        FaultConfig::default(),
+        "- name: closed\n  iqn: iqn.2026-01.org.example:closed\n  \
+         portals: [{ protocol: iser, listen: 10.0.0.1 }]\n  luns: { 0: d }\n  \
+         access: [{ iqn: 'iqn.2026-01.org.example:other' }]\n",
+    );
+    for (target, status) in [
+        ("iqn.2026-01.org.example:none", LoginStatus::NOT_FOUND),
+        (
+            "iqn.2026-01.org.example:closed",
+            LoginStatus::AUTHORIZATION_FAILURE,
+        ),
+    ] {
+        let mut client = world.connect(1);
+        let refused = client.login(Some(target), 1, &[], &mut |d| world.pump(d));
+        assert_eq!(refused, Err(LoginError::Refused(status)));
+        client.wait_closed(&mut |d| world.pump(d));
+        client.disconnect(&mut |d| world.pump(d));
+    }
+    world.is_empty();
+}
+
+/// The same initiator port takes its session over; the old connection is cut.
+#[test]
+fn a_second_login_takes_the_session_over() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let mut first = world.log_in(1, &[]);
+    let mut second = world.connect(2);
+    second
+        .login(Some(IQN), 1, &[], &mut |d| world.pump(d))
+        .unwrap();
+    first.wait_closed(&mut |d| world.pump(d));
+    second.settle(&mut |d| world.pump(d));
+    second.disconnect(&mut |d| world.pump(d));
+    first.disconnect(&mut |d| world.pump(d));
+    world.is_empty();
+}
+
+/// A peer that only connects gets few connections, and those end; others are served meanwhile.
+#[test]
+fn connections_that_do_not_log_in_are_few() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let to = SocketAddr::new(SERVER, 3260);
+    let mut dev = world.client(1);
+    for n in 0.. {
+        let (client, error) = Client::try_connect(dev, to, true, &mut |d| world.pump(d));
+        dev = client.leave_open();
+        if let Some(error) = error {
+            assert_eq!(n, 16);
+            assert!(error.contains("Rejected"), "{error}");
+            break;
+        }
+    }
+    let mut other = world.log_in(2, &[]);
+    round_trips(&mut other, false, &mut |d| world.pump(d));
+    other.disconnect(&mut |d| world.pump(d));
+    world.is_empty();
+}
+
+/// A peer that vanishes in the middle of its commands leaves nothing behind.
+#[test]
+fn a_peer_that_goes_without_a_word_leaves_nothing() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let mut client = world.log_in(1, &[(Key::InitialR2T, 0)]);
+    let data = pattern(1 << 20, 9);
+    for tag in 0..8 {
+        client.send_write(500 + tag, tag * 16, &data[..8192], 0, 0);
+    }
+    // One that waits for data that never come.
+    client.send_write(600, 0, &data[..8192], 512, 4096);
+    client.disconnect(&mut |d| world.pump(d));
+    world.is_empty();
+}
+
+/// One disk over three protocols at once: each reads what the others have written.
+#[test]
+fn one_target_serves_every_protocol_at_once() {
+    let at = |host| IpAddr::V4(Ipv4Addr::new(127, 78, 1, host));
+    let portals = format!(
+        ", {{ protocol: iscsi, listen: '{0}' }}, {{ protocol: srp, listen: '{0}' }}",
+        at(1)
+    );
+    let server = Server::start(&config(at(1), &portals, "workers: { count: 2 }\n")).unwrap();
+    let to = |port| SocketAddr::new(at(1), port);
+    assert_eq!(server.addresses(), [to(5555), to(3260), to(3260)]);
+    let dev = Roce::open(&RoceConfig::new(at(2))).unwrap();
+    let mut iser = Client::connect(dev, to(3260), true, &mut real).unwrap();
+    iser.login(Some(IQN), 1, &[], &mut real).unwrap();
+    iser.settle(&mut real);
+    let dev = Roce::open(&RoceConfig::new(at(3))).unwrap();
+    let port = server.shared().registry.catalog().targets[0].portals[0].target_port();
+    let mut srp = Mini::connect(dev, to(5555), &login_req(1, port), &mut real)
+        .map_err(|(_, e)| e)
+        .unwrap();
+    srp.settle(&mut real);
+    let mut tcp = tcp::Client::login_at(to(3260), IQN, 2, None).unwrap();
+    assert_eq!(tcp.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+
+    round_trips(&mut iser, false, &mut real);
+    let data = pattern(4096, 0x77);
+    assert_eq!(iser.write(0, &data, 0, 0, &mut real), 0);
+    assert_eq!(srp.read(0, 8, 0, &mut real).status, 0);
+    assert_eq!(srp.data.slice(0..4096).unwrap().to_vec(), data);
+    let read = cdb10(0x28, 0, 8);
+    assert_eq!(tcp.command(&read, false, 4096, &[]), (0, data));
+    let write = cdb10(0x2a, 0, 8);
+    assert_eq!(tcp.command(&write, true, 4096, &pattern(4096, 1)).0, 0);
+    assert!(iser.read(0, 8, &mut real) == (0, pattern(4096, 1)));
+    let sessions: usize = server
+        .snapshot()
+        .iter()
+        .map(|s| s.iscsi_sessions.len())
+        .sum();
+    assert_eq!(sessions, 2);
+    drop(tcp);
+    iser.logout(&mut real);
+    iser.disconnect(&mut real);
+    srp.disconnect(&mut real);
+    server.shutdown().unwrap();
+}

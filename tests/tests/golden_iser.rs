@@ -1,0 +1,265 @@
+//! iSER against bytes that nobody here made: a capture of `ib_iser` talking to LIO. No literal here
+//! uses our constants.
+
+use std::collections::HashMap;
+
+use riser_scsi::iscsi::frame::Frame;
+use riser_scsi::iscsi::keys::{Key, Offer};
+use riser_scsi::iscsi::login::{
+    Auth, Gatekeeper, Identity, Joined, Outcome, Refusal, TargetLogin, Terms,
+};
+use riser_scsi::iscsi::pdu::{FromInitiator, FromTarget, LoginStatus};
+use riser_scsi::iscsi::{CmdSn, Numbers, StatSn, Tsih};
+use riser_scsi::iser::{Buffers, CmHeader, Header, Message, put_control};
+
+const CAPTURE: &[u8] = include_bytes!("../data/golden_iser.pcap");
+
+/// Host part of the initiator's address.
+const INITIATOR: u8 = 2;
+
+/// A RoCEv2 packet of the capture: sender, base transport header, and what follows up to the ICRC.
+struct Packet<'a> {
+    source: u8,
+    opcode: u8,
+    destination_qp: u32,
+    rest: &'a [u8],
+}
+
+/// Walks a little-endian pcap file of Ethernet frames and yields its RoCEv2 packets over IPv4.
+fn packets() -> impl Iterator<Item = Packet<'static>> {
+    assert_eq!(CAPTURE[..4], [0xd4, 0xc3, 0xb2, 0xa1]);
+    let mut at = 24;
+    std::iter::from_fn(move || {
+        let header = CAPTURE.get(at..at + 16)?;
+        let len = u32::from_le_bytes(header[8..12].try_into().unwrap()) as usize;
+        let frame = &CAPTURE[at + 16..at + 16 + len];
+        at += 16 + len;
+        Some(frame)
+    })
+    .map(|frame| {
+        let ip = &frame[14..];
+        let udp = &ip[usize::from(ip[0] & 0x0f) * 4..];
+        let len = usize::from(u16::from_be_bytes([udp[4], udp[5]]));
+        let bth = &udp[8..len];
+        let pad = usize::from(bth[1] >> 4 & 3);
+        Packet {
+            source: ip[15],
+            opcode: bth[0],
+            destination_qp: u32::from_be_bytes([0, bth[5], bth[6], bth[7]]),
+            rest: &bth[12..bth.len() - 4 - pad],
+        }
+    })
+}
+
+/// A message that a SEND carried.
+struct Sent {
+    source: u8,
+    /// The key that it invalidated.
+    invalidated: Option<u32>,
+    bytes: Vec<u8>,
+}
+
+/// The messages that SENDs carried, put together from their packets.
+fn sends() -> Vec<Sent> {
+    let mut partial = HashMap::<_, Vec<u8>>::new();
+    let mut whole = Vec::new();
+    for packet in packets() {
+        let key = (packet.source, packet.destination_qp);
+        let (invalidated, bytes) = match packet.opcode {
+            0x00 => {
+                partial.insert(key, packet.rest.to_vec());
+                continue;
+            }
+            0x01 => {
+                let so_far = partial.get_mut(&key).unwrap();
+                so_far.extend_from_slice(packet.rest);
+                continue;
+            }
+            0x02 => {
+                let mut bytes = partial.remove(&key).unwrap();
+                bytes.extend_from_slice(packet.rest);
+                (None, bytes)
+            }
+            0x04 => (None, packet.rest.to_vec()),
+            0x17 => {
+                let (rkey, rest) = packet.rest.split_at(4);
+                let rkey = u32::from_be_bytes(rkey.try_into().unwrap());
+                (Some(rkey), rest.to_vec())
+            }
+            _ => continue,
+        };
+        whole.push(Sent {
+            source: packet.source,
+            invalidated,
+            bytes,
+        });
+    }
+    assert!(partial.is_empty());
+    whole
+}
+
+fn control(bytes: &[u8]) -> (Buffers, Frame<'_>) {
+    match Message::parse(bytes) {
+        Ok(Message::Control { buffers, frame }) => (buffers, frame),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn private_data_of_both_kernels_read_and_write_back() {
+    let mut seen = Vec::new();
+    for packet in packets().filter(|p| p.opcode == 0x64) {
+        let mad = &packet.rest[8..];
+        // Private data of a REQ begin at byte 140 of the message, after 36 bytes of the RDMA CM's.
+        let private = match u16::from_be_bytes([mad[16], mad[17]]) {
+            0x10 => &mad[24 + 140 + 36..],
+            0x13 => &mad[24 + 36..],
+            _ => continue,
+        };
+        let header = CmHeader::parse(private);
+        assert_eq!(header.bytes(), private[..4]);
+        seen.push((header.zero_based, header.remote_invalidate));
+    }
+    assert_eq!(seen, [(false, true), (false, true)]);
+}
+
+#[test]
+fn every_message_of_the_capture_reads_and_writes_back() {
+    let (mut from_initiator, mut from_target) = (0, 0);
+    for sent in sends() {
+        let (buffers, frame) = control(&sent.bytes);
+        assert_eq!(Header::Control(buffers).bytes(), sent.bytes[..28]);
+        let bhs = if sent.source == INITIATOR {
+            from_initiator += 1;
+            let pdu = FromInitiator::parse(&frame).unwrap();
+            assert_eq!(pdu.ahs(), frame.ahs);
+            pdu.header()
+        } else {
+            from_target += 1;
+            let (pdu, numbers): (FromTarget, Numbers) = FromTarget::parse(&frame).unwrap();
+            pdu.header(numbers)
+        };
+        let mut out = Vec::new();
+        put_control(buffers, bhs, frame.ahs, frame.data, &mut out);
+        assert_eq!(out, sent.bytes, "{:x?}", frame.bhs);
+    }
+    assert_eq!((from_initiator, from_target), (42, 42));
+}
+
+/// Every key that an answer invalidates is one that the command of the same tag advertised.
+#[test]
+fn answers_invalidate_what_commands_advertised() {
+    let mut advertised = HashMap::new();
+    let mut invalidated = 0;
+    for sent in sends() {
+        let (buffers, frame) = control(&sent.bytes);
+        let tag = frame.bhs[16..20].to_vec();
+        if sent.source == INITIATOR {
+            let buffer = buffers.read.or(buffers.write);
+            advertised.insert(tag, buffer.map(|b| b.stag.0));
+        } else {
+            assert_eq!(advertised[&tag], sent.invalidated);
+            invalidated += usize::from(sent.invalidated.is_some());
+        }
+    }
+    assert!(invalidated > 30, "{invalidated}");
+}
+
+/// The buffer that a write advertises begins behind the data that came with it.
+#[test]
+fn a_write_advertises_what_is_still_to_come() {
+    let mut commands = HashMap::new();
+    for sent in sends().into_iter().filter(|s| s.source == INITIATOR) {
+        let (buffers, frame) = control(&sent.bytes);
+        if let (Some(write), Ok(FromInitiator::ScsiCommand(command))) =
+            (buffers.write, FromInitiator::parse(&frame))
+        {
+            let missing = command.expected_length - frame.data.len() as u32;
+            commands.insert(write.stag.0, (write.base, missing));
+        }
+    }
+    let mut read = HashMap::<_, u32>::new();
+    for packet in packets().filter(|p| p.opcode == 0x0c) {
+        let va = u64::from_be_bytes(packet.rest[..8].try_into().unwrap());
+        let rkey = u32::from_be_bytes(packet.rest[8..12].try_into().unwrap());
+        let len = u32::from_be_bytes(packet.rest[12..16].try_into().unwrap());
+        let so_far = read.entry(rkey).or_default();
+        assert_eq!(va, commands[&rkey].0 + u64::from(*so_far));
+        *so_far += len;
+    }
+    let expected = commands
+        .iter()
+        .map(|(rkey, (_, missing))| (*rkey, *missing));
+    assert_eq!(read, expected.collect());
+    assert!(!read.is_empty());
+}
+
+struct Gate;
+
+impl Gatekeeper for Gate {
+    fn admit(&mut self, identity: &Identity) -> Result<Terms, Refusal> {
+        assert_eq!(
+            identity.target.as_ref().unwrap().as_str(),
+            "iqn.2026-01.x:ram"
+        );
+        Ok(Terms {
+            offer: Offer::default()
+                .with(Key::RdmaExtensions, 1)
+                .with(Key::TargetRecvDataSegmentLength, 65536)
+                .with(Key::InitiatorRecvDataSegmentLength, 4096)
+                .with(Key::InitialR2T, 0),
+            auth: Auth::None,
+            portal_group: 7,
+        })
+    }
+
+    fn join(&mut self, _: &Joined) -> Result<Tsih, LoginStatus> {
+        Ok(Tsih(1))
+    }
+
+    fn random(&mut self, _: &mut [u8]) {}
+}
+
+/// Our login takes what the kernel offers, and answers each key that wants an answer.
+#[test]
+fn the_login_of_a_kernel_is_taken() {
+    let sent = sends();
+    let (_, frame) = control(&sent[0].bytes);
+    let Ok(FromInitiator::LoginRequest(request)) = FromInitiator::parse(&frame) else {
+        panic!("the first message is a login");
+    };
+    let answer = TargetLogin::new().handle(&request, frame.data, &mut Gate);
+    let Outcome::FullFeature(joined) = answer.outcome else {
+        panic!("{answer:?}");
+    };
+    assert!(joined.session.rdma_extensions);
+    assert!(!joined.session.initial_r2t && joined.session.immediate_data);
+    assert_eq!(joined.session.tagged_solicited_only, None);
+    assert!(!joined.session.hello_required);
+    assert_eq!(joined.connection.max_send_segment, 4096);
+    assert_eq!(joined.connection.max_recv_segment, 8192);
+    let text = String::from_utf8(answer.text).unwrap();
+    let pairs: Vec<&str> = text.split_terminator('\0').collect();
+    for pair in [
+        "TargetPortalGroupTag=7",
+        "RDMAExtensions=Yes",
+        "InitiatorRecvDataSegmentLength=4096",
+        "TargetRecvDataSegmentLength=8192",
+        "InitialR2T=No",
+    ] {
+        assert!(pairs.contains(&pair), "{pair} in {pairs:?}");
+    }
+    let unasked = [
+        "MaxRecv",
+        "MaxOutstandingUnexpected",
+        "MaxAHS",
+        "NotUnderstood",
+    ];
+    assert!(!unasked.iter().any(|key| text.contains(key)), "{pairs:?}");
+    let header = FromTarget::LoginResponse(answer.response).header(Numbers {
+        stat_sn: StatSn(1),
+        exp_cmd_sn: CmdSn(1),
+        max_cmd_sn: CmdSn(1),
+    });
+    assert_eq!(header[..2], sent[1].bytes[28..30]);
+}

@@ -1,0 +1,6 @@
+#: group: iscsi
+#: about: dm-multipath over two portals with iscsi_tcp, one of them cut and mended
+#: limit: 400
+TRANSPORT=tcp
+. /vm/iscsi.sh
+two_paths_one_cut

@@ -1,0 +1,49 @@
+#: group: srp
+#: about: riserd on rdma_core while its RDMA device is taken away under load and comes back, twice
+#: limit: 300
+# Two portals, so that two devices of riserd lie on the one that goes.
+core_config() {
+    cat <<Y
+backends:
+  disk0: { kind: file, path: $IMAGES/disk0.img, size: 64MiB, create: true, serial: RIG-0 }
+targets:
+  - name: rig
+    portals:
+      - { protocol: srp, listen: 10.99.0.2, ioc_guid: 0x$GUID }
+      - { protocol: srp, listen: 10.99.0.1, ioc_guid: 0x$GUID }
+    luns: { 0: disk0 }
+    access: open
+limits: { max_transfer: 8MiB, buffer_pool_mib: 64 }
+transport: { provider: rdma_core }
+Y
+}
+said() {
+    [ "$(grep -c "$1" "$KEEP/riserd.log")" = "$2" ]
+}
+core_rig
+for round in 1 2; do
+    srp_login ch_count=2
+    fio --name=load --filename="$DISK" --size=32m --rw=randwrite --bs=16k --direct=1 \
+        --ioengine=libaio --iodepth=8 --time_based --runtime=6 --allow_file_create=0 \
+        --output="$KEEP/fio-$round.txt" &
+    load=$!
+    sleep 1
+    timeout 60 rdma link delete rxe0 || fail "the kernel waits for riserd"
+    # It meets errors, of course.
+    wait $load || true
+    wait_for 10 said 'the RDMA device is gone' $((2 * round))
+    wait_for 60 no_hosts
+    kill -0 "$RISERD" || fail "riserd has ended"
+    sleep 2
+    rdma link add rxe0 type rxe netdev d0
+    wait_for 20 gid_is_there
+    wait_for 30 said 'the RDMA device is back' $((2 * round))
+    wait_for 20 test -e /sys/class/infiniband_srp/srp-rxe0-1/add_target
+done
+for dest in 10.99.0.2 10.99.0.1; do
+    wait_for 30 srp_add $dest:5555 "$GUID" ch_count=1
+    wait_for 60 find_disk 0
+    verify "$DISK" 2m --bs=16k
+    srp_logout
+done
+stop_serving

@@ -1,0 +1,65 @@
+#: group: srp
+#: about: riserd on rdma_core beside the kernel's ib_srpt: one initiator, one RDMA device, one file
+#: limit: 600
+#: alone: yes
+ulimit -l unlimited
+dummy_host
+trap ratio_clean EXIT
+ratio_clean() {
+    (srp_logout) || true
+    kernel_target_clean
+    core_clean
+}
+kernel_target
+head -c 96M /dev/urandom >"$IMAGES/srpt.img"
+cat >/tmp/riserd.yaml <<Y
+backends:
+  disk0: { kind: file, path: $IMAGES/srpt.img, serial: RIG-0 }
+targets:
+  - name: rig
+    portals: [{ protocol: srp, listen: "10.99.0.2:5556", ioc_guid: 0x$GUID }]
+    luns: { 0: disk0 }
+    access: open
+transport: { provider: rdma_core }
+Y
+core_serve
+load_srp
+wait_for 30 srp_add 10.99.0.2:5556 "$GUID" ch_count=2
+wait_for 30 srp_add 10.99.0.1:5555 "$G" ch_count=2
+
+# The disk of a vendor that has the file.
+disk_of() {
+    local d
+    for d in /sys/class/scsi_device/*:0/device/block/*; do
+        [ "$(cat "$d/device/vendor" 2>/dev/null)" = "$1" ] && echo "/dev/$(basename "$d")" && return
+    done
+    return 1
+}
+wait_for 60 disk_of "RISER   "
+wait_for 60 disk_of "LIO-ORG "
+
+measure() { # name, disk
+    local options=(--filename="$2" --size=96m --direct=1 --ioengine=libaio --time_based --output-format=json)
+    fio --name=random --rw=randread --bs=4k --iodepth=16 --runtime=8 --ramp_time=2 "${options[@]}" >"$KEEP/$1-random.json"
+    fio --name=sequential --rw=read --bs=128k --iodepth=8 --runtime=8 --ramp_time=2 "${options[@]}" >"$KEEP/$1-sequential.json"
+}
+# In turns, since the machine's speed may drift.
+for round in 1 2 3; do
+    measure riserd-$round "$(disk_of "RISER   ")"
+    measure kernel-$round "$(disk_of "LIO-ORG ")"
+done
+srp_logout
+stop_serving
+python3 - "$KEEP" <<'P'
+import json, sys
+def mean(who, what, key):
+    total = 0
+    for n in (1, 2, 3):
+        with open(f"{sys.argv[1]}/{who}-{n}-{what}.json") as f:
+            text = f.read()
+        total += json.loads(text[text.index("{"):])["jobs"][0]["read"][key]
+    return total / 3
+for what, key, unit in (("4 KiB random reads at depth 16", "iops", "IOPS"), ("128 KiB sequential reads", "bw", "KiB/s")):
+    ours, theirs = mean("riserd", what.split()[2], key), mean("kernel", what.split()[2], key)
+    print(f"figure: {what}: riserd on rdma_core {ours:.0f} {unit}, ib_srpt {theirs:.0f} {unit}, ratio {ours / theirs:.2f}")
+P

@@ -1,0 +1,39 @@
+#: group: srpt
+#: about: ib_srpt is switched off and on, its link is cut and mended, its device goes and comes, under verified load
+#: limit: 420
+two_hosts
+trap kernel_target_clean EXIT
+kernel_target
+# Verified writes in the background, which must not see anything.
+load() {
+    riser_on "$1" bench "$(lun 0)&channels=2" --rw randwrite --bs 16K --depth 8 --size 32M --total "$2" \
+        --warm-up 0 --verify --timeout 90s &
+    LOAD=$!
+    sleep 2
+    kill -0 $LOAD || fail "the load ended too early"
+}
+for provider in roce rdma_core; do
+    echo "--- $provider: service off and on"
+    load $provider 32M
+    for round in 1 2; do
+        echo 0 >"$SRPT/enable"
+        sleep 1
+        echo 1 >"$SRPT/enable"
+        sleep 2
+    done
+    wait $LOAD
+done
+echo "--- roce: link down and up"
+load roce 32M
+ip -n peer link set v1 down
+sleep 4
+ip -n peer link set v1 up
+wait $LOAD
+echo "--- roce: the target's device goes and comes back"
+load roce 32M
+rdma link delete rxe0
+sleep 1
+rdma link add rxe0 type rxe netdev v0
+wait_for 20 gid_is_there
+kernel_port_again
+wait $LOAD

@@ -1,0 +1,360 @@
+# Functions for the cases with the kernel's iSCSI initiator (open-iscsi), over TCP or iSER. A case
+# sets TRANSPORT to tcp or iser, then reads this.
+IQN=iqn.2026-01.com.example:rig
+HOST=iqn.2026-01.com.example:host
+PORTAL=10.99.0.2:3260
+case $TRANSPORT in
+# A stream cannot be followed through segments that were cut short.
+tcp) PROTOCOL=iscsi MODULE=iscsi_tcp IFACE=default CAPTURED="-s 0 -c 10000 tcp port 3260" ;;
+iser) PROTOCOL=iser MODULE=ib_iser IFACE=iser ;;
+esac
+
+# Two hosts, one disk of so many MiB, the kernel's initiator. What follows are lines of the target's
+# configuration.
+iscsi_rig() {
+    local size=$1
+    shift
+    two_hosts
+    trap iscsi_clean EXIT
+    iscsi_serve "$size" "10.99.0.2" "$@"
+    start_iscsid
+}
+
+# riserd on the host's own RDMA device, with the kernel's initiator beside it. What follows are lines of
+# its configuration.
+iscsi_core_rig() {
+    ulimit -l unlimited
+    dummy_host
+    trap iscsi_core_clean EXIT
+    iscsi_config 64 10.99.0.2 "transport: { provider: rdma_core }" "$@"
+    core_serve
+    start_iscsid
+}
+
+iscsi_core_clean() {
+    iscsi_clean
+    ip link delete d0
+}
+
+# riserd with portals at these addresses: iscsi_serve SIZE_MIB "ADDRESS …" [line …]
+iscsi_serve() {
+    iscsi_config "$@"
+    iscsi_serve_again
+}
+
+iscsi_config() {
+    local size=$1 addresses=$2 address
+    shift 2
+    {
+        echo "backends:"
+        echo "  disk0: { kind: file, path: $IMAGES/disk0.img, size: ${size}MiB, create: true, serial: RIG-0 }"
+        echo "targets:"
+        echo "  - name: rig"
+        echo "    iqn: $IQN"
+        echo "    portals:"
+        for address in $addresses; do echo "      - { protocol: $PROTOCOL, listen: $address }"; done
+        # Discovery is over TCP whatever carries the sessions.
+        [ $PROTOCOL = iscsi ] || echo "      - { protocol: iscsi, listen: 10.99.0.2 }"
+        echo "    luns: { 0: disk0 }"
+        echo "    access: open"
+        for line in "$@"; do echo "$line"; done
+    } >/tmp/riserd.yaml
+}
+
+iscsi_serve_again() {
+    ip netns exec peer "$RISER_BIN/riserd" run --config /tmp/riserd.yaml >>"$KEEP/riserd.log" 2>&1 &
+    RISERD=$!
+    wait_for 30 iscsi_is_up
+}
+
+iscsi_is_up() {
+    kill -0 "$RISERD" && [ -n "$(on_peer ss -Htlnp 'sport = :3260')" ]
+}
+
+start_iscsid() {
+    modprobe -a sd_mod $MODULE
+    mkdir -p /run/lock/iscsi /etc/iscsi
+    echo "InitiatorName=$HOST" >/etc/iscsi/initiatorname.iscsi
+    rm -rf /etc/iscsi/nodes /etc/iscsi/send_targets
+    # At its end it signals its whole process group.
+    setsid iscsid -f >>"$KEEP/iscsid.log" 2>&1 &
+    ISCSID=$!
+    wait_for 20 iscsid_answers
+}
+
+# Whether the daemon answers; without a session that is exit status 21.
+iscsid_answers() {
+    local status=0
+    iscsiadm -m session || status=$?
+    [ $status = 0 ] || [ $status = 21 ]
+}
+
+# A record of the target at a portal: iscsi_node [PORTAL]
+iscsi_node() {
+    iscsiadm -m node -T $IQN -p "${1:-$PORTAL}" -o new -I $IFACE >/dev/null
+}
+
+# Sets values of the record: iscsi_set NAME VALUE …
+iscsi_set() {
+    while [ $# -gt 0 ]; do
+        iscsiadm -m node -T $IQN -o update -n "$1" -v "$2"
+        shift 2
+    done
+}
+
+# Logs in with the record, to one portal or to all. Sets DISK.
+iscsi_login() {
+    iscsiadm -m node -T $IQN ${1:+-p $1} -I $IFACE -l
+    wait_for 60 find_disk 0
+    find_disk 0
+}
+
+iscsi_logout() {
+    iscsiadm -m node -T $IQN -u
+    wait_for 30 no_disk
+}
+
+no_disk() {
+    ! find_disk 0
+}
+
+# A login that must fail with this exit status of iscsiadm: 24 if riserd refuses, 19 if the kernel
+# does.
+iscsi_refused() {
+    local want=$1 status=0
+    iscsiadm -m node -T $IQN -I $IFACE -l || status=$?
+    [ $status = "$want" ] || fail "iscsiadm ended with $status, not $want"
+}
+
+# A field of what riserd says about its only connection: agreed FIELD
+agreed() {
+    on_peer "$RISER_BIN/riserd" sessions -o json |
+        python3 -c 'import json,sys; s=json.load(sys.stdin); print(s[0]["negotiated"][sys.argv[1]])' "$1"
+}
+
+# Number of connections that riserd has.
+connections() {
+    on_peer "$RISER_BIN/riserd" sessions -o json | python3 -c 'import json,sys; print(len(json.load(sys.stdin)))'
+}
+
+no_connections() {
+    [ "$(connections)" = 0 ]
+}
+
+# Whether every session of the kernel is logged in.
+iscsi_connected() {
+    local s
+    for s in /sys/class/iscsi_session/*/state; do
+        [ "$(cat "$s")" = LOGGED_IN ] || return 1
+    done
+}
+
+iscsi_clean() {
+    set +e
+    end_capture
+    iscsiadm -m node -u >/dev/null 2>&1
+    if [ -n "${ISCSID:-}" ]; then
+        kill "$ISCSID"
+        wait "$ISCSID"
+    fi
+    modprobe -r $MODULE
+    if [ -n "${RISERD:-}" ]; then
+        kill -KILL "$RISERD" 2>/dev/null
+        wait "$RISERD" 2>/dev/null
+    fi
+    rm -rf "$IMAGES"/disk*.img /etc/iscsi/nodes /etc/iscsi/send_targets
+    one_host
+}
+
+# --- what the cases of both transports do ---
+
+discover_and_login() {
+    iscsi_rig 64
+    iscsiadm -m discovery -t sendtargets -p $PORTAL | tee /tmp/found
+    grep -q "^10.99.0.2:3260,[0-9]* $IQN$" /tmp/found || fail "the target is not found"
+    # Discovery has left records of its own.
+    iscsiadm -m node -o delete
+    iscsi_node
+    iscsi_login
+    [ "$(blockdev --getsize64 "$DISK")" = $((64 << 20)) ] || fail "wrong size"
+    [[ $(cat "/sys/block/${DISK#/dev/}/device/vendor") == RISER* ]] || fail "wrong vendor"
+    grep -q RIG-0 "/sys/block/${DISK#/dev/}/device/vpd_pg80" || fail "wrong serial number"
+    [ "$(connections)" = 1 ] || fail "riserd does not list the session"
+    verify "$DISK" 4m --bs=4k
+    iscsi_logout
+    wait_for 10 no_connections
+    stop_serving
+}
+
+chap_both_ways() {
+    mkdir -p /tmp/secrets
+    echo -n "twelve bytes and more" >/tmp/secrets/host
+    iscsi_rig 32 \
+        "    chap:" \
+        "      users: [{ name: host, secret_file: /tmp/secrets/host }]" \
+        "      mutual: { name: rig, secret: another-secret-of-ours }"
+    iscsi_node
+    echo "--- no secret"
+    iscsi_refused 24
+    echo "--- a wrong secret"
+    iscsi_set node.session.auth.authmethod CHAP node.session.auth.username host \
+        node.session.auth.password "not the right secret"
+    iscsi_refused 24
+    echo "--- one way"
+    iscsi_set node.session.auth.password "twelve bytes and more"
+    iscsi_login
+    verify "$DISK" 1m --bs=4k
+    iscsi_logout
+    echo "--- both ways, and riserd proves itself wrongly"
+    iscsi_set node.session.auth.username_in rig node.session.auth.password_in "not what riserd knows"
+    iscsi_refused 19
+    echo "--- both ways"
+    iscsi_set node.session.auth.password_in another-secret-of-ours
+    for algorithm in MD5 SHA1 SHA256 SHA3-256; do
+        iscsi_set node.session.auth.chap_algs $algorithm
+        iscsi_login
+        verify "$DISK" 1m --bs=4k
+        iscsi_logout
+    done
+    stop_serving
+}
+
+# Verified I/O with every combination of what decides how data travel. Digests are of TCP only.
+every_negotiation() {
+    local digests=None digest r2t immediate burst
+    [ $TRANSPORT = tcp ] && digests="None CRC32C"
+    iscsi_rig 32 "limits: { max_transfer: 8MiB }"
+    iscsi_node
+    for digest in $digests; do
+        for r2t in Yes No; do
+            for immediate in Yes No; do
+                for burst in 8192 65536 1048576; do
+                    iscsi_set node.conn[0].iscsi.HeaderDigest $digest \
+                        node.conn[0].iscsi.DataDigest $digest \
+                        node.session.iscsi.InitialR2T $r2t \
+                        node.session.iscsi.ImmediateData $immediate \
+                        node.session.iscsi.MaxBurstLength $burst \
+                        node.session.iscsi.FirstBurstLength $((burst < 65536 ? burst : 65536))
+                    iscsi_login
+                    for pair in "HeaderDigest $digest" "InitialR2T $r2t" "ImmediateData $immediate" \
+                        "MaxBurstLength $burst"; do
+                        set -- $pair
+                        [ "$(agreed "$1")" = "$2" ] || fail "$1 is $(agreed "$1"), not $2"
+                    done
+                    verify "$DISK" 2m --bsrange=512-256k --iodepth=8
+                    iscsi_logout
+                done
+            done
+        done
+    done
+    stop_serving
+}
+
+io_of_every_size() {
+    iscsi_rig 64 "limits: { max_transfer: 8MiB, buffer_pool_mib: 64 }"
+    iscsi_node
+    iscsi_login
+    for bs in 512 4k 60k 1m 4m; do
+        size=$([ "$bs" = 512 ] && echo 512k || { [ "$bs" = 4k ] && echo 4m || echo 24m; })
+        verify "$DISK" "$size" --bs="$bs" --iodepth=8
+    done
+    verify "$DISK" 16m --bsrange=512-256k --iodepth=8
+    iscsi_logout
+    stop_serving
+}
+
+file_system() {
+    modprobe ext4
+    iscsi_rig 256
+    iscsi_node
+    iscsi_login
+    mkfs.ext4 -q -F "$DISK"
+    mkdir -p /tmp/mnt
+    mount "$DISK" /tmp/mnt
+    cp -a /usr/share/perl/5* /tmp/mnt/ 2>/dev/null || cp -a /usr/lib/python3 /tmp/mnt/
+    (cd /tmp/mnt && find . -type f -print0 | sort -z | xargs -0 sha256sum) >/tmp/sums
+    umount /tmp/mnt
+    iscsi_logout
+    iscsi_login
+    fsck.ext4 -fn "$DISK"
+    mount "$DISK" /tmp/mnt
+    (cd /tmp/mnt && sha256sum --quiet -c /tmp/sums)
+    [ "$(wc -l </tmp/sums)" -gt 100 ] || fail "hardly a file was copied"
+    umount /tmp/mnt
+    iscsi_logout
+    stop_serving
+}
+
+# The target ended in good order, and killed, while writes run: nothing is lost.
+target_restarts() {
+    iscsi_rig 64
+    iscsi_node
+    iscsi_set node.session.timeo.replacement_timeout 120
+    iscsi_login
+    load "$DISK" 20
+    sleep 4
+    stop_serving
+    sleep 1
+    iscsi_serve_again
+    wait_for 60 iscsi_connected
+    sleep 3
+    kill_serving
+    sleep 1
+    iscsi_serve_again
+    wait_for 60 iscsi_connected
+    loaded
+    iscsi_logout
+    stop_serving
+}
+
+# The link is cut: the kernel notices by its NOPs, and comes back.
+link_is_cut() {
+    iscsi_rig 64
+    iscsi_node
+    iscsi_set node.session.timeo.replacement_timeout 120 \
+        node.conn[0].timeo.noop_out_interval 2 node.conn[0].timeo.noop_out_timeout 2
+    iscsi_login
+    load "$DISK" 20
+    sleep 3
+    ip -n peer link set v1 down
+    not_connected() { ! iscsi_connected; }
+    wait_for 60 not_connected
+    sleep 1
+    ip -n peer link set v1 up
+    wait_for 90 iscsi_connected
+    loaded
+    iscsi_logout
+    stop_serving
+}
+
+# Two portals, one of them cut and mended while writes run.
+two_paths_one_cut() {
+    two_hosts
+    trap iscsi_clean EXIT
+    ip -n peer addr add 10.99.0.3/24 dev v1
+    iscsi_serve 64 "10.99.0.2 10.99.0.3"
+    start_iscsid
+    iscsi_node
+    iscsi_node 10.99.0.3:3260
+    iscsi_set node.session.timeo.replacement_timeout 4 \
+        node.conn[0].timeo.noop_out_interval 2 node.conn[0].timeo.noop_out_timeout 2
+    iscsi_login
+    two_paths() { [ "$(multipath_table rq | grep -o 'service-time 0 2')" ]; }
+    wait_for 30 two_paths
+    multipath_over bio
+    load /dev/mapper/paths 20
+    sleep 3
+    ip -n peer addr del 10.99.0.3/24 dev v1
+    one_path() { dmsetup status paths | grep -q ' F '; }
+    wait_for 60 one_path
+    sleep 2
+    ip -n peer addr add 10.99.0.3/24 dev v1
+    wait_for 90 iscsi_connected
+    for d in /sys/class/scsi_device/*:0/device/block/*/dev; do
+        dmsetup message paths 0 reinstate_path "$(cat "$d")"
+    done
+    loaded
+    multipath_end
+    iscsi_logout
+    stop_serving
+}

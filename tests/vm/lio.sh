@@ -1,0 +1,131 @@
+# Functions for the cases with the kernel's iSCSI target (LIO), over TCP and iSER. A case sets SCHEME
+# to iscsi or iser, then reads this.
+LIO_IQN=iqn.2026-01.com.example:lio
+LIO=/sys/kernel/config/target/iscsi/$LIO_IQN/tpgt_1
+HOST_IQN=iqn.2026-01.com.example:riser
+
+# After `two_hosts`: the kernel's target at 10.99.0.1:3260. LUN 0 is a file of 96 MiB, LUN 1 memory
+# of 64 MiB. Sets TARGET to its address without the LUN.
+lio_target() {
+    local core=/sys/kernel/config/target/core lun
+    mkdir -p /etc/target/pr /var/target/pr
+    mountpoint -q /sys/kernel/config || mount -t configfs none /sys/kernel/config
+    modprobe -a target_core_mod target_core_file iscsi_target_mod
+    [ $SCHEME = iscsi ] || modprobe ib_isert
+    mkdir -p $core/fileio_0/f0 $core/rd_mcp_1/r0
+    truncate -s 96M "$IMAGES/lio.img"
+    echo "fd_dev_name=$IMAGES/lio.img,fd_dev_size=$((96 << 20)),fd_buffered_io=1" >$core/fileio_0/f0/control
+    echo "rd_pages=$((64 << 8))" >$core/rd_mcp_1/r0/control
+    echo RIG-F0 >$core/fileio_0/f0/wwn/vpd_unit_serial
+    echo 1 >$core/fileio_0/f0/enable
+    echo 1 >$core/rd_mcp_1/r0/enable
+    mkdir -p "$LIO/lun/lun_0" "$LIO/lun/lun_1" "$LIO/np/10.99.0.1:3260"
+    ln -s $core/fileio_0/f0 "$LIO/lun/lun_0/disk"
+    ln -s $core/rd_mcp_1/r0 "$LIO/lun/lun_1/disk"
+    [ $SCHEME = iscsi ] || echo 1 >"$LIO/np/10.99.0.1:3260/iser"
+    lio_attribute authentication 0
+    lio_attribute generate_node_acls 1
+    lio_attribute demo_mode_write_protect 0
+    lio_attribute cache_dynamic_acls 1
+    echo 1 >"$LIO/enable"
+    TARGET=$SCHEME://10.99.0.1/$LIO_IQN
+}
+
+lio_attribute() {
+    echo "$2" >"$LIO/attrib/$1"
+}
+
+# Address of a logical unit: lio_lun NUMBER [QUERY]
+lio_lun() {
+    echo "$TARGET/$1?initiator=$HOST_IQN${2:+&$2}"
+}
+
+lio_clean() {
+    set +e
+    end_capture
+    riser_on roce list
+    echo 0 >"$LIO/enable"
+    rm -f "$LIO"/acls/*/lun_*/disk "$LIO"/lun/lun_*/disk
+    rmdir "$LIO"/acls/*/lun_* "$LIO"/acls/* "$LIO"/lun/lun_* "$LIO"/np/* "$LIO" "$(dirname "$LIO")" 2>/dev/null
+    rmdir /sys/kernel/config/target/iscsi /sys/kernel/config/target/core/*/[fr]0 /sys/kernel/config/target/core/*_[01]
+    modprobe -r ib_isert iscsi_target_mod
+    rm -f "$IMAGES/lio.img"
+    one_host
+}
+
+lio_rig() {
+    two_hosts
+    trap lio_clean EXIT
+    lio_target
+}
+
+# The providers that make a difference: TCP needs none.
+lio_providers() {
+    [ $SCHEME = iscsi ] && echo roce || echo roce rdma_core
+}
+
+# --- what the cases of both transports do ---
+
+find_and_describe() {
+    local provider said lun
+    lio_rig
+    for provider in $(lio_providers); do
+        echo "--- $provider"
+        said=$(riser_on $provider discover "$SCHEME://10.99.0.1")
+        echo "$said"
+        [[ $said == *$LIO_IQN* ]] || fail "the target is not found"
+        said=$(riser_on $provider inquiry "$(lio_lun 0)")
+        echo "$said"
+        [[ $said == *RIG-F0* ]] || fail "wrong serial number"
+        dd if=/dev/urandom of=/tmp/in bs=1M count=3 status=none
+        for lun in 0 1; do
+            riser_on $provider write "$(lio_lun $lun)" /tmp/in --offset 5000
+            riser_on $provider read "$(lio_lun $lun)" --offset 5000 --length 3M >/tmp/out
+            cmp /tmp/in /tmp/out
+        done
+        refused $provider 5 "no such logical unit" read "$(lio_lun 9)"
+        refused $provider 3 'log in' read "$SCHEME://10.99.0.1/iqn.2026-01.com.example:nobody/0"
+    done
+}
+
+verified_io() {
+    local provider
+    lio_rig
+    for provider in $(lio_providers); do
+        lio_bench $provider 0 "" 512 1M
+        lio_bench $provider 1 "" 4K 8M
+        lio_bench $provider 1 "" 128K 24M
+        lio_bench $provider 0 "" 1M 48M
+        lio_bench $provider 1 "" 4M 48M
+        if [ $SCHEME = iscsi ]; then
+            lio_bench $provider 0 "header_digest=crc32c&data_digest=crc32c" 64K 16M
+        fi
+    done
+}
+
+lio_bench() {
+    local provider=$1 lun=$2 keys=$3 bs=$4
+    echo "--- $provider lun $lun $keys bs $bs"
+    riser_on "$provider" bench "$(lio_lun "$lun" "$keys")" --rw randrw --mix 40 --bs "$bs" --depth 16 \
+        --jobs 2 --total "$5" --size 48M --warm-up 0 --verify --timeout 60s
+}
+
+chap_of_lio() {
+    local acl=$LIO/acls/$HOST_IQN provider
+    lio_rig
+    mkdir -p "$acl/lun_0"
+    ln -s "$LIO/lun/lun_0" "$acl/lun_0/disk"
+    # The kernel keeps a line's end as part of the name.
+    echo -n host >"$acl/auth/userid"
+    echo -n "twelve bytes and more" >"$acl/auth/password"
+    lio_attribute authentication 1
+    for provider in $(lio_providers); do
+        echo "--- $provider"
+        refused $provider 3 'log in' read "$(lio_lun 0)"
+        export RISER_CHAP_PASSWORD="not the right secret"
+        refused $provider 3 'log in' read "$SCHEME://host@10.99.0.1/$LIO_IQN/0?initiator=$HOST_IQN"
+        export RISER_CHAP_PASSWORD="twelve bytes and more"
+        riser_on $provider read "$SCHEME://host@10.99.0.1/$LIO_IQN/0?initiator=$HOST_IQN" --length 512 >/dev/null
+        unset RISER_CHAP_PASSWORD
+    done
+}

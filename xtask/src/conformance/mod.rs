@@ -1,0 +1,463 @@
+//! `cargo xtask conformance`: libiscsi's test suite against our iSCSI target over TCP, and beside it
+//! the same against `tgt` on the same machine.
+//!
+//! The whole suite runs in one process of the client, with two paths to one LUN so that the tests of
+//! multipath run too. The LUN has physical blocks as long as its logical ones, as one test demands
+//! without saying so; those that want another LUN are tried on one. QEMU's own client compares images
+//! on a disk of ours, and boots a guest from one. A failed test, a client that dies or hangs, a daemon
+//! that complains, or one that keeps file descriptors when everybody has gone, makes the command fail;
+//! what happens to the peer does not.
+
+mod peer;
+mod qemu;
+mod suite;
+
+use std::fs::{self, File};
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::daemon::Daemon;
+use crate::packages::{Need, ensure, need};
+use crate::{Failure, demo, sh};
+use suite::{Run, Verdict};
+
+/// Options of `cargo xtask conformance`.
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    /// Run only our own target.
+    #[arg(long)]
+    no_peer: bool,
+    /// Only these tests, in the client's words: FAMILY, FAMILY.SUITE or FAMILY.SUITE.TEST.
+    #[arg(long)]
+    tests: Option<String>,
+    /// Minutes that the suite may take against one target.
+    #[arg(long, default_value_t = 15)]
+    minutes: u64,
+    /// Folder of programs that are built already.
+    #[arg(long)]
+    programs: Option<PathBuf>,
+    /// Keep what the client said of our target in this file.
+    #[arg(long)]
+    log: Option<PathBuf>,
+}
+
+impl Options {
+    /// As `cargo xtask test` runs it: our target alone.
+    pub(crate) fn for_test() -> Self {
+        Self {
+            no_peer: true,
+            tests: None,
+            minutes: 15,
+            programs: None,
+            log: None,
+        }
+    }
+}
+
+/// How it ended.
+pub(crate) enum Ended {
+    /// Tests and checks that passed; nothing failed.
+    Passed(u64),
+    /// Passed, failed, and what.
+    Failed((u64, u64), String),
+    /// The client is missing.
+    Unavailable(String),
+}
+
+const CLIENT: Need = need(
+    "iscsi-test-cu",
+    "libiscsi-bin",
+    "libiscsi's conformance suite",
+);
+
+/// The target's name.
+const IQN: &str = "iqn.2026-01.org.example:conformance";
+
+/// Bytes of a LUN. One of 32 MiB would be written at once by a test that does not ask how much a
+/// transfer may be.
+const SIZE: u64 = 24 << 20;
+
+/// LUNs for tests that are skipped on the first one, and with what words they say so: one has longer
+/// physical blocks, one is read-only.
+const OTHER_LUNS: [(u8, &str); 2] = [(1, "LBPPB < 2"), (2, "Logical unit is not write-protected")];
+
+/// Runs everything; fails if our target failed in anything.
+pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    match run_all(options)? {
+        Ended::Passed(_) => Ok(()),
+        Ended::Failed(_, why) => Err(why.into()),
+        Ended::Unavailable(why) => Err(why.into()),
+    }
+}
+
+/// Runs everything and says how it ended.
+pub(crate) fn run_all(options: &Options) -> Result<Ended, Failure> {
+    if let Some(n) = ensure(&[&CLIENT]).first() {
+        return Ok(Ended::Unavailable(format!("{} is missing", n.program)));
+    }
+    let programs = match &options.programs {
+        Some(folder) => folder.clone(),
+        None => demo::build()?,
+    };
+    let scratch = sh::Scratch::new("conformance")?;
+    let mut ours = ours(options, &programs, &scratch)?;
+    qemu_checks(&programs, &scratch, &mut ours);
+    let theirs = if options.no_peer {
+        None
+    } else {
+        peer::run(options, &scratch)
+    };
+    print_table(&ours.run, theirs.as_ref());
+    print_skips(&ours.run);
+    for test in &ours.run.tests {
+        if let Verdict::Failed(_) | Verdict::Unfinished = test.verdict {
+            ours.failures
+                .push(format!("{}.{}: {:?}", test.suite, test.name, test.verdict));
+        }
+    }
+    let counts = ours.run.counts();
+    let passed = u64::from(counts.passed) + ours.checks;
+    if ours.failures.is_empty() {
+        return Ok(Ended::Passed(passed));
+    }
+    let failed = ours.failures.len() as u64;
+    Ok(Ended::Failed((passed, failed), ours.failures.join("\n")))
+}
+
+/// QEMU as a client.
+fn qemu_checks(programs: &Path, scratch: &sh::Scratch, ours: &mut Ours) {
+    match qemu::run(programs, scratch) {
+        Ok(outcomes) => {
+            for (name, outcome) in outcomes {
+                ours.checks += tell(name, outcome.map(Some), &mut ours.failures);
+            }
+        }
+        Err(why) => println!("{:<22} skipped  {why}", "qemu"),
+    }
+}
+
+/// Prints what came of a check, `None` if its program is missing, and keeps a failure; how many
+/// checks held.
+fn tell(name: &str, outcome: Result<Option<String>, Failure>, failures: &mut Vec<String>) -> u64 {
+    match outcome {
+        Ok(Some(said)) => {
+            println!("{name:<22} ok       {said}");
+            return 1;
+        }
+        Ok(None) => println!("{name:<22} skipped  not in this version's package"),
+        Err(error) => {
+            println!("{name:<22} FAILED   {error}");
+            failures.push(format!("{name}: {error}"));
+        }
+    }
+    0
+}
+
+/// What came of our target.
+struct Ours {
+    run: Run,
+    /// Checks beside the suite that held.
+    checks: u64,
+    failures: Vec<String>,
+}
+
+fn ours(options: &Options, programs: &Path, scratch: &sh::Scratch) -> Result<Ours, Failure> {
+    let port = free_port()?;
+    let image = scratch.join("riser.img");
+    let config = scratch.join("riserd.yaml");
+    fs::write(&config, configuration(&image, port))?;
+    let log = scratch.join("riserd.log");
+    let daemon = Daemon::start(&programs.join("riserd"), &config, &log)?;
+    let portal = format!("iscsi://127.0.0.1:{port}");
+    let url = format!("{portal}/{IQN}/0");
+    let of_file = format!("{portal}/{IQN}/1");
+    let mut failures = Vec::new();
+    let mut checks = 0;
+    for check in CHECKS {
+        let outcome = check.run(&portal, &of_file, &image);
+        checks += tell(check.name, outcome, &mut failures);
+    }
+    // After one session has come and gone, everything that is made once is there.
+    let before = Usage::of(daemon.pid())?;
+    let tests = options.tests.as_deref().unwrap_or("ALL");
+    let (mut run, ended) = run_suite(options, tests, &url, scratch, "riser")?;
+    if let Some(keep) = &options.log {
+        fs::copy(scratch.join("riser.out"), keep)?;
+    }
+    failures.extend(ended.map(|how| format!("iscsi-test-cu {how}")));
+    if !run.is_complete {
+        failures.push("the suite did not come to its end".to_owned());
+    }
+    for (lun, lacking) in OTHER_LUNS {
+        let url = format!("{portal}/{IQN}/{lun}");
+        for test in run.skipped_for(lacking) {
+            let (again, ended) = run_suite(
+                options,
+                &format!("ALL.{test}"),
+                &url,
+                scratch,
+                "riser-again",
+            )?;
+            failures.extend(ended.map(|how| format!("iscsi-test-cu {how} in {test}")));
+            run.take(again);
+        }
+    }
+    let after = Usage::settled(daemon.pid(), &before)?;
+    println!(
+        "file descriptors: {} before the suite, {} after",
+        before.fds, after.fds
+    );
+    println!(
+        "resident memory: {} KiB before the suite, {} KiB after",
+        before.kib, after.kib
+    );
+    if after.fds > before.fds {
+        failures.push("riserd keeps file descriptors of sessions that are gone".to_owned());
+    }
+    if let Err(error) = daemon.stop() {
+        failures.push(error.to_string());
+    }
+    let said = fs::read_to_string(&log).unwrap_or_default();
+    let complaints = said
+        .lines()
+        .filter(|line| line.contains("panicked") || line.contains(" ERROR "));
+    failures.extend(complaints.map(|line| format!("riserd: {line}")));
+    Ok(Ours {
+        run,
+        checks,
+        failures,
+    })
+}
+
+fn configuration(image: &Path, port: u16) -> String {
+    format!(
+        "backends:\n  ram: {{ kind: ram, size: {SIZE} }}\n  \
+         disk: {{ kind: file, path: {}, size: {SIZE}, create: true }}\n\
+         targets:\n  - name: conformance\n    iqn: {IQN}\n    \
+         portals: [{{ protocol: iscsi, listen: \"127.0.0.1:{port}\" }}]\n    \
+         luns: {{ 0: ram, 1: disk, 2: {{ backend: disk, read_only: true }} }}\n    access: open\n",
+        image.display()
+    )
+}
+
+/// A port that nobody listens on at present.
+fn free_port() -> Result<u16, Failure> {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0")?;
+    Ok(listener.local_addr()?.port())
+}
+
+/// Runs the suite in one process; what it said, and how it ended if that was no proper end.
+fn run_suite(
+    options: &Options,
+    tests: &str,
+    url: &str,
+    scratch: &sh::Scratch,
+    name: &str,
+) -> Result<(Run, Option<String>), Failure> {
+    println!("iscsi-test-cu -t {tests} against {name}");
+    let path = scratch.join(&format!("{name}.out"));
+    let out = File::create(&path)?;
+    // Two paths to one LUN.
+    let mut command = sh::cmd("iscsi-test-cu", ["--dataloss", "-t", tests, url, url]);
+    let mut child = command
+        .stdin(Stdio::null())
+        .stderr(out.try_clone()?)
+        .stdout(out)
+        .spawn()?;
+    let started = Instant::now();
+    let patience = Duration::from_secs(60 * options.minutes);
+    let ended = loop {
+        if let Some(status) = child.try_wait()? {
+            // It exits with a failure if a test failed, which the tests tell better.
+            break status.signal().map(|n| format!("died of signal {n}"));
+        }
+        if started.elapsed() > patience {
+            let _ = child.kill();
+            let _ = child.wait();
+            break Some(format!("had not ended after {patience:?}"));
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    };
+    println!("{name}: {:.1} s", started.elapsed().as_secs_f64());
+    let said = String::from_utf8_lossy(&fs::read(&path)?).into_owned();
+    Ok((Run::parse(&said), ended))
+}
+
+/// What a process holds.
+struct Usage {
+    fds: usize,
+    kib: u64,
+}
+
+impl Usage {
+    fn of(pid: u32) -> Result<Self, Failure> {
+        let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+        let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        let kib = resident.and_then(|line| line.split_whitespace().next()?.parse().ok());
+        Ok(Self {
+            fds: fs::read_dir(format!("/proc/{pid}/fd"))?.count(),
+            kib: kib.unwrap_or(0),
+        })
+    }
+
+    /// Waits a little for what was there before: the last connections are still closing.
+    fn settled(pid: u32, before: &Self) -> Result<Self, Failure> {
+        let started = Instant::now();
+        loop {
+            let now = Self::of(pid)?;
+            if now.fds <= before.fds || started.elapsed() > Duration::from_secs(20) {
+                return Ok(now);
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+}
+
+/// A tool of libiscsi, and what it must say.
+struct Check {
+    name: &'static str,
+    program: &'static str,
+    args: fn(&str, &str) -> Vec<String>,
+    /// A line that tells of success, from the output.
+    judge: fn(&str, &Path) -> Option<String>,
+}
+
+impl Check {
+    /// What it said; `None` if there is no such program.
+    fn run(&self, portal: &str, url: &str, image: &Path) -> Result<Option<String>, Failure> {
+        if sh::which(self.program).is_none() {
+            return Ok(None);
+        }
+        let mut command = Command::new("timeout");
+        command.args(["60", self.program]);
+        command.args((self.args)(portal, url));
+        let said = sh::output(&mut command)?;
+        match (self.judge)(&said, image) {
+            Some(line) => Ok(Some(line)),
+            None => Err(format!("said: {}", said.trim()).into()),
+        }
+    }
+}
+
+fn line_with(said: &str, word: &str) -> Option<String> {
+    // Progress is written over itself.
+    let mut lines = said.split(['\n', '\r']);
+    lines
+        .find(|line| line.contains(word))
+        .map(|line| line.trim().to_owned())
+}
+
+const CHECKS: &[Check] = &[
+    Check {
+        name: "iscsi-ls",
+        program: "iscsi-ls",
+        args: |portal, _| vec![portal.to_owned()],
+        judge: |said, _| line_with(said, IQN),
+    },
+    Check {
+        name: "iscsi-ls --show-luns",
+        program: "iscsi-ls",
+        args: |portal, _| vec!["--show-luns".to_owned(), portal.to_owned()],
+        judge: |said, _| line_with(said, "Lun:0"),
+    },
+    Check {
+        name: "iscsi-inq",
+        program: "iscsi-inq",
+        args: |_, url| vec![url.to_owned()],
+        judge: |said, _| line_with(said, "RISER"),
+    },
+    Check {
+        name: "iscsi-inq --evpd",
+        program: "iscsi-inq",
+        args: |_, url| {
+            ["--evpd=1", "--pagecode=176", url]
+                .map(str::to_owned)
+                .to_vec()
+        },
+        judge: |said, _| line_with(said, "maximum compare and write"),
+    },
+    Check {
+        name: "iscsi-readcapacity16",
+        program: "iscsi-readcapacity16",
+        args: |_, url| vec![url.to_owned()],
+        judge: |said, _| line_with(said, &SIZE.to_string()),
+    },
+    Check {
+        name: "iscsi-swp on",
+        program: "iscsi-swp",
+        args: |_, url| vec!["--swp=on".to_owned(), url.to_owned()],
+        judge: |said, _| line_with(said, "Turning SWP ON"),
+    },
+    Check {
+        name: "iscsi-swp off",
+        program: "iscsi-swp",
+        args: |_, url| vec!["--swp=off".to_owned(), url.to_owned()],
+        // What it was before, too.
+        judge: |said, _| {
+            line_with(said, "SWP:1")?;
+            line_with(said, "Turning SWP OFF")
+        },
+    },
+    Check {
+        name: "iscsi-swp",
+        program: "iscsi-swp",
+        args: |_, url| vec![url.to_owned()],
+        judge: |said, _| line_with(said, "SWP:0"),
+    },
+    Check {
+        name: "iscsi-perf",
+        program: "iscsi-perf",
+        args: |_, url| ["-t", "2", "-r", url].map(str::to_owned).to_vec(),
+        judge: |said, _| line_with(said, "iops average"),
+    },
+    Check {
+        name: "iscsi-md5sum",
+        program: "iscsi-md5sum",
+        args: |_, url| vec![url.to_owned()],
+        judge: |said, image| {
+            let sum = sh::output(&mut sh::cmd("md5sum", [image])).ok()?;
+            line_with(said, sum.split_whitespace().next()?)
+        },
+    },
+];
+
+fn print_table(ours: &Run, theirs: Option<&Run>) {
+    let suites = theirs.map(Run::suites).unwrap_or_default();
+    let of_theirs = |name: &str| suites.iter().find(|(n, _)| *n == name).map(|(_, c)| *c);
+    let head = if theirs.is_some() {
+        "tgt: pass  fail  skip"
+    } else {
+        ""
+    };
+    println!(
+        "\n{:<28}{:>12}{:>6}{:>6}    {head}",
+        "suite", "riserd: pass", "fail", "skip"
+    );
+    let row = |name: &str, a: suite::Counts, b: Option<suite::Counts>| {
+        let beside = match b {
+            Some(b) => format!("{:>9}{:>6}{:>6}", b.passed, b.failed, b.skipped),
+            None => String::new(),
+        };
+        println!(
+            "{name:<28}{:>12}{:>6}{:>6}    {beside}",
+            a.passed, a.failed, a.skipped
+        );
+    };
+    for (name, counts) in ours.suites() {
+        row(name, counts, of_theirs(name));
+    }
+    row("all", ours.counts(), theirs.map(Run::counts));
+    if let Some(theirs) = theirs
+        && !theirs.is_complete
+    {
+        println!("(the client did not come to its end against tgt)");
+    }
+}
+
+fn print_skips(ours: &Run) {
+    for (reason, tests) in ours.skips() {
+        println!("skipped, {reason}: {}", tests.join(" "));
+    }
+}

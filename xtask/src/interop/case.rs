@@ -1,0 +1,102 @@
+//! The cases: scripts in `tests/vm/cases`, and what their heads say.
+
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use crate::{Failure, root};
+
+/// One case: a script and what its head says.
+pub(crate) struct Case {
+    /// Name of the script without its ending.
+    pub(crate) name: String,
+    /// Cases of a group may share a boot.
+    pub(crate) group: String,
+    /// What it shows, in a line.
+    pub(crate) about: String,
+    /// How long it may take, without the boot.
+    pub(crate) limit: Duration,
+    /// Whether it runs with the tests.
+    pub(crate) short: bool,
+    /// Whether it measures, so that no other guest may run beside it.
+    pub(crate) alone: bool,
+    /// The script.
+    pub(crate) text: String,
+}
+
+impl Case {
+    /// Reads the `#:` lines of a script.
+    fn read(script: &Path) -> Result<Self, Failure> {
+        let text = fs::read_to_string(script)?;
+        let name = script.file_stem().unwrap_or_default().to_string_lossy();
+        Self::parse(&name, text).map_err(|e| format!("{}: {e}", script.display()).into())
+    }
+
+    fn parse(name: &str, text: String) -> Result<Self, Failure> {
+        let field = |name: &str| {
+            text.lines()
+                .find_map(|l| {
+                    l.strip_prefix("#: ")?
+                        .strip_prefix(name)?
+                        .strip_prefix(": ")
+                })
+                .map(str::trim)
+        };
+        let needed = |name: &str| field(name).ok_or_else(|| format!("no line '#: {name}: …'"));
+        Ok(Self {
+            name: name.to_owned(),
+            group: needed("group")?.to_owned(),
+            about: needed("about")?.to_owned(),
+            limit: Duration::from_secs(needed("limit")?.parse()?),
+            short: field("short") == Some("yes"),
+            alone: field("alone") == Some("yes"),
+            text: text.clone(),
+        })
+    }
+
+    fn is_named_by(&self, words: &[String]) -> bool {
+        words.is_empty()
+            || words
+                .iter()
+                .any(|w| self.name.contains(w.as_str()) || self.group == *w)
+    }
+}
+
+/// Reads the cases that the words name (all, without words), in the order of group and name.
+pub(crate) fn load(words: &[String], short: bool) -> Result<Vec<Case>, Failure> {
+    let mut cases = Vec::new();
+    for entry in fs::read_dir(root().join("tests/vm/cases"))? {
+        let script = entry?.path();
+        if script.extension().is_some_and(|e| e == "sh") {
+            cases.push(Case::read(&script)?);
+        }
+    }
+    cases.sort_by(|a, b| (&a.group, &a.name).cmp(&(&b.group, &b.name)));
+    cases.retain(|c| (!short || c.short) && c.is_named_by(words));
+    if cases.is_empty() {
+        Err("no case of that name; --list names them".into())
+    } else {
+        Ok(cases)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_head_says_what_a_case_is() {
+        let text = "#: group: srp\n#: about: it works\n#: limit: 60\n#: alone: yes\ntrue\n";
+        let case = Case::parse("x", text.to_owned()).unwrap();
+        assert_eq!(
+            (case.group.as_str(), case.about.as_str()),
+            ("srp", "it works")
+        );
+        assert_eq!(case.limit, Duration::from_secs(60));
+        assert!(case.alone && !case.short);
+        assert!(case.is_named_by(&[]) && case.is_named_by(&["srp".to_owned()]));
+        assert!(!case.is_named_by(&["rping".to_owned()]));
+        let lacks = Case::parse("x", "#: group: srp\n#: limit: 60\n".to_owned());
+        assert!(lacks.is_err_and(|e| e.to_string().contains("about")));
+    }
+}

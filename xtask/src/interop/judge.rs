@@ -1,0 +1,158 @@
+//! Wireshark's dissectors as judges of the captures that the cases leave.
+//!
+//! A capture holds both directions, the kernel's packets and ours. It is cut to the first bytes of
+//! each packet, which the dissectors tell from a packet that lies about itself: the one is a short
+//! frame, the other is malformed.
+
+use std::fs;
+use std::path::Path;
+use std::process::Stdio;
+
+use crate::{Failure, sh};
+
+/// Packets that are objected to and shown, at most.
+const SHOWN: usize = 10;
+
+/// What is asked of each packet.
+const FIELDS: [&str; 7] = [
+    "frame.number",
+    "frame.cap_len",
+    "frame.len",
+    "_ws.malformed",
+    "_ws.expert.severity",
+    "_ws.expert.message",
+    "_ws.col.Info",
+];
+
+/// Dissectors that guess at the payload of any connection, and see in SCSI data what is not there.
+const GUESSING: [&str; 4] = ["rpcordma", "smb_direct", "nvme-rdma", "iser"];
+
+/// Data of which an initiator may ask for the beginning only: the dissector of SCSI reads on to the
+/// end that the data's own length gives.
+const PARTIAL: &str = "(Inquiry Response Data)";
+
+/// What the UDP dissector says of RoCE over IPv6 from the kernel, whose ICRC covers what the
+/// checksum would.
+const NO_CHECKSUM: &str = "Illegal checksum value (0)";
+
+/// Expert severity of errors; warnings are less.
+const ERROR: u32 = 0x80_0000;
+
+/// Judges every capture in a folder; a failure names what is wrong with the first packets of each.
+pub(crate) fn judge(folder: &Path) -> Result<(), Failure> {
+    let mut captures: Vec<_> = fs::read_dir(folder)?
+        .filter_map(Result::ok)
+        .map(|e| e.path())
+        .filter(|p| p.extension().is_some_and(|e| e == "pcap"))
+        .collect();
+    captures.sort();
+    let mut objections = Vec::new();
+    for capture in captures {
+        let name = capture.file_name().unwrap_or_default().to_string_lossy();
+        let wrong = wrong_packets(&capture)?;
+        for line in wrong.iter().take(SHOWN) {
+            objections.push(format!("{name}: packet {line}"));
+        }
+        if wrong.len() > SHOWN {
+            objections.push(format!("{name}: {} packets in all", wrong.len()));
+        }
+    }
+    if objections.is_empty() {
+        Ok(())
+    } else {
+        Err(format!("tshark objects to:\n{}", objections.join("\n")).into())
+    }
+}
+
+/// The packets of a capture that are wrong: number, summary and complaint of each.
+fn wrong_packets(capture: &Path) -> Result<Vec<String>, Failure> {
+    if fs::metadata(capture)?.len() == 0 {
+        return Ok(Vec::new());
+    }
+    let mut command = sh::cmd("tshark", ["-n", "-r"]);
+    command.arg(capture).args(["-T", "fields"]);
+    for field in FIELDS {
+        command.args(["-e", field]);
+    }
+    for name in GUESSING {
+        command.args(["--disable-protocol", name]);
+    }
+    let out = command.stdin(Stdio::null()).output()?;
+    // A guest that was ended in the middle leaves the last packet unfinished.
+    let complaint = String::from_utf8_lossy(&out.stderr);
+    if !out.status.success() && !complaint.contains("cut short") {
+        return Err(format!("tshark {}: {}", capture.display(), complaint.trim()).into());
+    }
+    Ok(String::from_utf8_lossy(&out.stdout)
+        .lines()
+        .filter_map(objection)
+        .collect())
+}
+
+/// What is wrong with a packet, from the line of its [`FIELDS`].
+fn objection(line: &str) -> Option<String> {
+    let columns: Vec<&str> = line.split('\t').collect();
+    let [number, captured, length, malformed, severity, message, info] = columns[..] else {
+        return Some(format!("not told: {line}"));
+    };
+    let is_error = message != NO_CHECKSUM
+        && severity
+            .split(',')
+            .filter_map(|s| s.parse::<u32>().ok())
+            .any(|s| s >= ERROR);
+    if info.starts_with("SCSI: Data In") && info.contains(PARTIAL) {
+        return None;
+    }
+    // The InfiniBand dissector says it in words where the length of a packet is not that of its
+    // headers; of a packet that is cut it always does.
+    let is_wrong_length = captured == length && info.contains("[Malformed Packet]");
+    (!malformed.is_empty() || is_error || is_wrong_length)
+        .then(|| format!("{number}: {info} {message}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A capture of one Ethernet frame with an IPv4 UDP packet of `udp` to RoCE's port.
+    fn capture_of(udp: &[u8]) -> Vec<u8> {
+        let mut frame = vec![2, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 2, 8, 0];
+        let total = (28 + udp.len()) as u16;
+        frame.extend([0x45, 0]);
+        frame.extend(total.to_be_bytes());
+        frame.extend([0, 0, 0x40, 0, 64, 17, 0, 0, 10, 99, 0, 2, 10, 99, 0, 1]);
+        frame.extend([0xc0, 0, 0x12, 0xb7]);
+        frame.extend((total - 20).to_be_bytes());
+        frame.extend([0, 0]);
+        frame.extend(udp);
+        let mut pcap = Vec::new();
+        for word in [0xa1b2_c3d4_u32, 0x0004_0002, 0, 0, 65535, 1, 0, 0] {
+            pcap.extend(word.to_le_bytes());
+        }
+        for _ in 0..2 {
+            pcap.extend((frame.len() as u32).to_le_bytes());
+        }
+        pcap.extend(frame);
+        pcap
+    }
+
+    #[test]
+    fn a_packet_that_ends_too_early_is_objected_to() {
+        if sh::which("tshark").is_none() {
+            println!("skipped: tshark is not installed");
+            return;
+        }
+        let scratch = sh::Scratch::new("judge").unwrap();
+        // An acknowledgement: BTH, AETH, ICRC.
+        let mut ack = vec![0x11, 0x40, 0xff, 0xff, 0, 0, 0, 5, 0, 0, 0, 9];
+        ack.extend([0x1f, 0, 0, 1]);
+        ack.extend([0; 4]);
+        fs::write(scratch.join("a.pcap"), capture_of(&ack)).unwrap();
+        fs::write(scratch.join("empty.pcap"), "").unwrap();
+        judge(scratch.path()).unwrap();
+        fs::write(scratch.join("b.pcap"), capture_of(&ack[..7])).unwrap();
+        let objection = judge(scratch.path()).unwrap_err().to_string();
+        assert!(objection.contains("b.pcap: packet 1"), "{objection}");
+        assert!(!objection.contains("a.pcap"), "{objection}");
+    }
+}

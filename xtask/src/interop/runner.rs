@@ -1,0 +1,187 @@
+//! Guests that take cases from a list, several at once.
+//!
+//! A guest runs cases of one group, and is exchanged for a new one when the group is another or when
+//! a case has failed. Cases that measure come last, with one guest only.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::case::Case;
+use super::guest::{Guest, Shape};
+use super::judge::judge;
+use super::kernel::Kernel;
+use crate::{Failure, root};
+
+/// What a line of a case's output begins with that belongs into the table.
+const FIGURE: &str = "figure: ";
+
+/// What was built for the cases; empty where no case asks for it.
+pub(crate) struct Programs {
+    /// The folder of `riserd` and `riser`.
+    pub(crate) programs: PathBuf,
+    /// The folder of the test programs, under their plain names.
+    pub(crate) tests: PathBuf,
+}
+
+/// How a case went.
+pub(crate) struct Row<'a> {
+    pub(crate) case: &'a Case,
+    /// How long the guest took to boot, if one was booted for this case.
+    pub(crate) boot: Option<Duration>,
+    /// How long the case itself took.
+    pub(crate) took: Duration,
+    /// What it measured, a line for each, or why it failed.
+    pub(crate) result: Result<Vec<String>, String>,
+}
+
+/// What the guests share.
+pub(crate) struct Rig<'a> {
+    /// What they boot.
+    pub(crate) kernel: &'a Kernel,
+    /// What they run.
+    pub(crate) programs: &'a Programs,
+    /// Where the logs go: a folder for each group, and one for each guest.
+    pub(crate) logs: &'a Path,
+}
+
+impl Rig<'_> {
+    /// Runs the cases with so many guests at once, and answers how each went, in their order.
+    pub(crate) fn run<'a>(&self, cases: &'a [Case], jobs: usize) -> Vec<Row<'a>> {
+        let (alone, together): (Vec<&Case>, Vec<&Case>) = cases.iter().partition(|c| c.alone);
+        let mut rows = self.run_some(together, jobs);
+        rows.extend(self.run_some(alone, 1));
+        rows.sort_by_key(|r| (&r.case.group, &r.case.name));
+        rows
+    }
+
+    fn run_some<'a>(&self, cases: Vec<&'a Case>, jobs: usize) -> Vec<Row<'a>> {
+        let guests = jobs.min(cases.len());
+        let waiting = Mutex::new(cases);
+        let rows = Mutex::new(Vec::new());
+        std::thread::scope(|scope| {
+            for number in 1..=guests {
+                let (waiting, rows) = (&waiting, &rows);
+                scope.spawn(move || self.serve(number, waiting, rows));
+            }
+        });
+        rows.into_inner().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// One guest after the other, until no case waits.
+    fn serve<'a>(&self, number: usize, waiting: &Mutex<Vec<&'a Case>>, rows: &Mutex<Vec<Row<'a>>>) {
+        let folder = self.logs.join(format!("guest-{number}"));
+        let mut slot: Option<Guest> = None;
+        let mut group = None;
+        loop {
+            let next = take_case(
+                &mut waiting.lock().unwrap_or_else(PoisonError::into_inner),
+                group,
+            );
+            let Some(case) = next else { return };
+            if group != Some(case.group.as_str()) {
+                slot = None;
+                group = Some(&case.group);
+            }
+            let row = self.run_case(case, &folder, &mut slot);
+            println!(
+                "{} {}/{} ({:.0} s)",
+                if row.result.is_ok() {
+                    "ok    "
+                } else {
+                    "FAILED"
+                },
+                case.group,
+                case.name,
+                row.took.as_secs_f64()
+            );
+            rows.lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .push(row);
+        }
+    }
+
+    fn run_case<'a>(&self, case: &'a Case, folder: &Path, slot: &mut Option<Guest>) -> Row<'a> {
+        let started = Instant::now();
+        let boot = slot.is_none().then(|| {
+            Guest::boot(self.kernel, folder, Shape::default()).map(|guest| *slot = Some(guest))
+        });
+        let booted = started.elapsed();
+        let row = |result: Result<Vec<String>, Failure>| Row {
+            case,
+            boot: boot.is_some().then_some(booted),
+            took: started.elapsed() - booted,
+            result: result.map_err(|e| e.to_string()),
+        };
+        let Some(guest) = slot else {
+            let why = boot.and_then(Result::err);
+            return Row {
+                case,
+                boot: Some(booted),
+                took: Duration::ZERO,
+                result: Err(why.map_or_else(String::new, |e| format!("no guest: {e}"))),
+            };
+        };
+        let result = self.run_in(guest, case, folder);
+        if result.is_err() {
+            // What a failed case leaves behind must not fail the next one.
+            *slot = None;
+        }
+        row(result)
+    }
+
+    fn run_in(
+        &self,
+        guest: &mut Guest,
+        case: &Case,
+        folder: &Path,
+    ) -> Result<Vec<String>, Failure> {
+        let script = format!(
+            "export RISER_ROOT='{}' RISER_BIN='{}' RISER_TESTS='{}' CASE='{}'\n. /vm/lib.sh\n{}",
+            root().display(),
+            self.programs.programs.display(),
+            self.programs.tests.display(),
+            case.name,
+            case.text
+        );
+        let ran = guest.run(&script, case.limit);
+        let saved = self.logs.join(&case.group).join(&case.name);
+        let _ = fs::remove_dir_all(&saved);
+        fs::create_dir_all(&saved)?;
+        keep(guest.share(), &saved)?;
+        fs::copy(folder.join("console.log"), saved.join("console.log"))?;
+        let ran = ran?;
+        fs::write(saved.join("output.log"), &ran.output)?;
+        if ran.status != 0 {
+            let lines: Vec<_> = ran.output.lines().collect();
+            let tail = lines[lines.len().saturating_sub(30)..].join("\n");
+            return Err(format!("exit status {}\n{tail}", ran.status).into());
+        }
+        judge(&saved)?;
+        let figures = ran.output.lines().filter_map(|l| l.strip_prefix(FIGURE));
+        Ok(figures.map(str::to_owned).collect())
+    }
+}
+
+/// Takes the next case: one of the group if there is one.
+fn take_case<'a>(waiting: &mut Vec<&'a Case>, group: Option<&str>) -> Option<&'a Case> {
+    let same = waiting
+        .iter()
+        .position(|c| group == Some(c.group.as_str()))
+        .unwrap_or(0);
+    (!waiting.is_empty()).then(|| waiting.remove(same))
+}
+
+/// Moves what a case left in `/vm/keep` to the folder of its logs.
+fn keep(share: &Path, saved: &Path) -> Result<(), Failure> {
+    let from = share.join("keep");
+    if from.is_dir() {
+        for entry in fs::read_dir(&from)? {
+            let entry = entry?;
+            fs::copy(entry.path(), saved.join(entry.file_name()))?;
+        }
+        fs::remove_dir_all(&from)?;
+    }
+    Ok(())
+}

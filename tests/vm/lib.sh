@@ -192,9 +192,10 @@ srp_logout() {
     wait_for 30 no_hosts
 }
 
-# Whether the last host of ib_srp has gone: only those have this attribute.
+# Whether the last host of ib_srp has gone, with its disks flushed. The driver's own attributes of a
+# host go first of all, before the disks do, so they do not tell.
 no_hosts() {
-    ! ls /sys/class/scsi_host/host*/ch_count >/dev/null 2>&1
+    ! grep -qs ib_srp /sys/class/scsi_host/host*/proc_name
 }
 
 # Leaves nothing behind: what every SRP case does at its end.

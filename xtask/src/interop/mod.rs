@@ -45,6 +45,11 @@ const NEEDS: &[Need] = &[
         "ib_iser and iscsi_tcp in the guest",
     ),
     need("multipath", "multipath-tools", "dm-multipath in the guest"),
+    need("mkfs.ext4", "e2fsprogs", "file systems in the guest"),
+    need("qemu-img", "qemu-utils", "a judge of riser's NBD export"),
+    need("nbdcopy", "libnbd-bin", "a judge of riser's NBD export"),
+    need("fusermount3", "fuse3", "riser's FUSE export in the guest"),
+    need("python3", "python3", "a raw client in the guest"),
     need("tcpdump", "tcpdump", "captures of the cases"),
     need("tshark", "tshark", "judging the captures of the cases"),
 ];

@@ -539,6 +539,12 @@ riser_on() {
     esac
 }
 
+# Verified reads and writes by riser: verified_bench PROVIDER URL BLOCK_SIZE TOTAL SIZE
+verified_bench() {
+    riser_on "$1" bench "$2" --rw randrw --mix 40 --bs "$3" --depth 16 --jobs 2 --total "$4" \
+        --size "$5" --warm-up 0 --verify --timeout 60s
+}
+
 # Runs riser and checks exit status and words: refused PROVIDER STATUS WORDS ARGUMENT …
 refused() {
     local provider=$1 status=$2 words=$3 got=0 text

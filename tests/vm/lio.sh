@@ -106,8 +106,7 @@ verified_io() {
 lio_bench() {
     local provider=$1 lun=$2 keys=$3 bs=$4
     echo "--- $provider lun $lun $keys bs $bs"
-    riser_on "$provider" bench "$(lio_lun "$lun" "$keys")" --rw randrw --mix 40 --bs "$bs" --depth 16 \
-        --jobs 2 --total "$5" --size 48M --warm-up 0 --verify --timeout 60s
+    verified_bench "$provider" "$(lio_lun "$lun" "$keys")" "$bs" "$5" 48M
 }
 
 chap_of_lio() {

@@ -5,6 +5,10 @@ use super::{HEADER_LEN, IserError};
 use crate::iscsi::BHS_LEN;
 use crate::iscsi::frame::{self, Digests, Frame, MAX_AHS};
 
+/// The bits of a PDU's first byte that are its opcode, and the opcode of a SCSI command.
+const OPCODE: u8 = 0x3f;
+const SCSI_COMMAND: u8 = 0x01;
+
 /// A message as received.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Message<'a> {
@@ -31,7 +35,7 @@ impl<'a> Message<'a> {
         match header {
             Header::Control(buffers) => Ok(Self::Control {
                 buffers,
-                frame: pdu(rest)?,
+                frame: pdu(buffers, rest)?,
             }),
             Header::Hello(hello) => Ok(Self::Hello(hello)),
             Header::HelloReply(reply) => Ok(Self::HelloReply(reply)),
@@ -40,7 +44,11 @@ impl<'a> Message<'a> {
 }
 
 /// Reads the PDU that fills the rest of a message.
-fn pdu(bytes: &[u8]) -> Result<Frame<'_>, IserError> {
+///
+/// libiscsi announces immediate data where they were agreed on, but leaves all data in the buffer that it
+/// advertises. So a SCSI command with such a buffer may end where its announced data would begin: it
+/// has none then.
+fn pdu(buffers: Buffers, bytes: &[u8]) -> Result<Frame<'_>, IserError> {
     let have = bytes.len() + HEADER_LEN;
     let truncated = |field, need| IserError::Truncated {
         field,
@@ -59,6 +67,9 @@ fn pdu(bytes: &[u8]) -> Result<Frame<'_>, IserError> {
         "the additional header segments",
         BHS_LEN + ahs_len,
     ))?;
+    let is_command = bhs[0] & OPCODE == SCSI_COMMAND;
+    let is_tagged = is_command && buffers.write.is_some() && rest.is_empty();
+    let data_len = if is_tagged { 0 } else { data_len };
     let (data, pad) = rest
         .split_at_checked(data_len)
         .ok_or(truncated("the data segment", BHS_LEN + ahs_len + data_len))?;

@@ -140,6 +140,32 @@ fn a_message_shorter_than_its_headers_is_refused() {
     assert!(Message::parse(&whole).is_ok());
 }
 
+/// A command may announce data that stay in its buffer, but not bring a part of them, nor may another
+/// PDU, nor a command without a buffer.
+#[test]
+fn announced_data_may_stay_in_the_buffer_of_a_command() {
+    let write = |opcode, follows| {
+        let mut bytes = message(0, 512, follows);
+        bytes[..28].copy_from_slice(&WRITE_64K);
+        bytes[28] = opcode;
+        bytes
+    };
+    let bytes = write(0x41, 0);
+    let Ok(Message::Control { frame, .. }) = Message::parse(&bytes) else {
+        panic!("a command that leaves its data in its buffer");
+    };
+    assert!(frame.data.is_empty());
+    for bytes in [
+        write(0x01, 1),
+        write(0x01, 511),
+        write(0x00, 0),
+        message(0, 512, 0),
+    ] {
+        let error = Message::parse(&bytes).unwrap_err();
+        assert!(matches!(error, IserError::Truncated { .. }), "{error:?}");
+    }
+}
+
 /// CVE 2026-90413, 2026-90414: a DataSegmentLength beyond what was received.
 #[test]
 fn a_data_segment_ends_with_what_was_received() {

@@ -53,7 +53,14 @@ impl Guest {
         let share = folder.join("share");
         let _ = fs::remove_dir_all(&share);
         fs::create_dir_all(&share)?;
-        for name in ["guest.sh", "iscsi.sh", "lib.sh", "lio.sh"] {
+        for name in [
+            "guest.sh",
+            "iscsi.sh",
+            "lib.sh",
+            "libiscsi.sh",
+            "lio.sh",
+            "tgt.sh",
+        ] {
             fs::copy(root().join("tests/vm").join(name), share.join(name))?;
         }
         fs::write(

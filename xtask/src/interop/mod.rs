@@ -31,6 +31,12 @@ const NEEDS: &[Need] = &[
     need("cpio", "cpio", "the guest's initramfs"),
     need("xz", "xz-utils", "the guest's modules"),
     need("rping", "rdmacm-utils", "rping as a peer"),
+    // A file of it, as it has no program.
+    need(
+        "/etc/libibverbs.d/rxe.driver",
+        "ibverbs-providers",
+        "rdma_rxe for programs in the guest",
+    ),
     need("rdma", "iproute2", "rdma_rxe in the guest"),
     need(
         "ibv_devinfo",
@@ -44,6 +50,12 @@ const NEEDS: &[Need] = &[
         "open-iscsi",
         "ib_iser and iscsi_tcp in the guest",
     ),
+    need(
+        "iscsi-test-cu",
+        "libiscsi-bin",
+        "libiscsi's suite over iSER",
+    ),
+    need("tgtd", "tgt", "tgt's iSER target"),
     need("multipath", "multipath-tools", "dm-multipath in the guest"),
     need("mkfs.ext4", "e2fsprogs", "file systems in the guest"),
     need("qemu-img", "qemu-utils", "a judge of riser's NBD export"),

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use riser_scsi::iscsi::pdu::{FromInitiator, FromTarget, LoginStatus, TmfFunction, TmfStatus};
 use riser_scsi::iscsi::{Itt, StatSn};
-use riser_scsi::iser::{Buffers, Hello, RemoteBuffer, Stag};
+use riser_scsi::iser::{Buffers, HEADERS_LEN, Hello, RemoteBuffer, Stag, put_control};
 
 use super::fixture::{BASE, Got, Rig, WINDOW, is_good, offer, only, params};
 use super::{ConnState, IserChannel, IserParams};
@@ -122,6 +122,28 @@ fn a_short_write_needs_no_buffer() {
     let got = rig.write(9, &data, 1024, 1024);
     assert!(is_good(&got, 9));
     assert_eq!(rig.disk[..1024], data);
+    rig.end();
+}
+
+/// libiscsi announces immediate data and leaves them in its buffer: they are read like the others.
+#[test]
+fn data_that_are_announced_and_stay_behind_are_read() {
+    let data = pattern(4 * 512);
+    let mut rig = Rig::logged_in("ImmediateData=Yes\0");
+    rig.memory.insert(9, data.clone());
+    let cdb = [0x2a, 0, 0, 0, 0, 0, 0, 0, 4, 0];
+    let command = FromInitiator::ScsiCommand(rig.scsi(9, &cdb, true, 4 * 512));
+    let write = Some(RemoteBuffer {
+        stag: Stag(9),
+        base: BASE,
+    });
+    let buffers = Buffers { write, read: None };
+    let mut bytes = Vec::new();
+    put_control(buffers, command.header(), &[], &data, &mut bytes);
+    bytes.truncate(HEADERS_LEN);
+    let got = rig.send_bytes(&bytes);
+    assert!(is_good(&got, 9), "{got:?}");
+    assert_eq!(rig.disk[..data.len()], data);
     rig.end();
 }
 

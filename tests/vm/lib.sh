@@ -247,7 +247,7 @@ ended() {
     wait_for 120 is_over "$1"
     local status=0
     wait "$1" || status=$?
-    [ "${2:-}" = any ] && [ $status -le 3 ] || [ $status = 0 ] || fail "process $1 ended with $status"
+    [ "${2:-}" = any ] && [ $status -le 4 ] || [ $status = 0 ] || fail "process $1 ended with $status"
 }
 
 is_over() {

@@ -35,6 +35,10 @@ const PARTIAL: &str = "(Inquiry Response Data)";
 /// checksum would.
 const NO_CHECKSUM: &str = "Illegal checksum value (0)";
 
+/// What is wrong inside a payload that the InfiniBand dissector takes for an Ethernet frame: any that it
+/// knows no protocol for and whose third and fourth byte are zero.
+const GUESSED_FRAME: &str = "[Malformed Packet: Ethertype]";
+
 /// Expert severity of errors; warnings are less.
 const ERROR: u32 = 0x80_0000;
 
@@ -100,7 +104,8 @@ fn objection(line: &str) -> Option<String> {
             .split(',')
             .filter_map(|s| s.parse::<u32>().ok())
             .any(|s| s >= ERROR);
-    if info.starts_with("SCSI: Data In") && info.contains(PARTIAL) {
+    let is_partial = info.starts_with("SCSI: Data In") && info.contains(PARTIAL);
+    if is_partial || malformed.contains(GUESSED_FRAME) {
         return None;
     }
     // The InfiniBand dissector says it in words where the length of a packet is not that of its
@@ -148,6 +153,11 @@ mod tests {
         ack.extend([0x1f, 0, 0, 1]);
         ack.extend([0; 4]);
         fs::write(scratch.join("a.pcap"), capture_of(&ack)).unwrap();
+        // A SEND whose data could be a frame of Ethernet's loop-back protocol.
+        let mut send = vec![0x04, 0x40, 0xff, 0xff, 0, 0, 0, 5, 0, 0, 0, 9];
+        send.extend([0x90, 0, 0, 0]);
+        send.extend([0; 4]);
+        fs::write(scratch.join("guess.pcap"), capture_of(&send)).unwrap();
         fs::write(scratch.join("empty.pcap"), "").unwrap();
         judge(scratch.path()).unwrap();
         fs::write(scratch.join("b.pcap"), capture_of(&ack[..7])).unwrap();

@@ -11,7 +11,8 @@
 //! ```
 //!
 //! # Modules
-//! - `channel`: [`Channel`]: login, numbering, what is not a command.
+//! - `channel`: [`Channel`]: its state and its inputs. `login`, `full_feature`, `logout`: what it does in
+//!   each phase of its life. `report`: what it tells of itself.
 //! - `command`: the way of a SCSI command; `task`: its context ([`TaskState`]).
 //! - `window`: the command numbers that a session's connections share; `order`: requests whose turn
 //!   has not come.
@@ -36,10 +37,14 @@
 mod channel;
 mod command;
 mod datamover;
+mod full_feature;
 pub mod iser;
+mod login;
+mod logout;
 mod mgmt;
 mod order;
 mod recovery;
+mod report;
 mod task;
 mod tcp;
 mod text;
@@ -50,11 +55,9 @@ mod fixture;
 #[cfg(test)]
 mod tests;
 
-pub use channel::{
-    Action, Admitted, Channel, ChannelConfig, Counters, Cx, Gate, MAX_QUEUED, Others, Phase,
-    SessionInfo,
-};
+pub use channel::{Action, Admitted, Channel, ChannelConfig, Cx, Gate, MAX_QUEUED, Others, Phase};
 pub use datamover::{Control, Datamover, GetData, PutData, Taken};
+pub use report::{Counters, SessionInfo};
 pub use task::{TaskIdx, TaskState};
 pub use tcp::{Batch, Chunk, Tcp, TcpChannel};
 pub use window::{Member, Window};

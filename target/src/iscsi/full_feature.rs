@@ -1,0 +1,224 @@
+//! Full-feature phase: PDUs are looked at and carried out, requests get contexts, and what is no command is
+//! answered.
+
+use std::fmt::Display;
+use std::time::Instant;
+
+use riser_scsi::iscsi::frame::Frame;
+use riser_scsi::iscsi::pdu::{
+    self, FromInitiator, FromTarget, NopIn, NopOut, PduError, Reject, RejectReason,
+};
+use riser_scsi::iscsi::{Itt, StatSn, Ttt};
+
+use super::channel::{Channel, Cx, IMMEDIATE_TASKS, Phase};
+use super::command::End;
+use super::datamover::{Control, Datamover};
+use super::task::{TaskIdx, TaskState};
+use crate::warn_limited;
+
+impl<D: Datamover> Channel<D> {
+    /// A PDU arrived.
+    pub fn handle_frame(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>) {
+        self.last_input = cx.now;
+        self.ping = None;
+        match FromInitiator::parse(frame) {
+            Ok(FromInitiator::LoginRequest(request)) if self.phase == Phase::Login => {
+                self.on_login(cx, &request, frame.data);
+            }
+            _ if self.phase == Phase::Login => {
+                warn_limited!(self.complaints, cx.now, "something else than a login");
+                self.drop_connection();
+            }
+            Ok(pdu) if !frame.is_intact && !matches!(pdu, FromInitiator::DataOut(_)) => {
+                self.reject(cx, frame, RejectReason::DataDigestError, &"data digest");
+                if !self.mover.recovers() {
+                    // There is no other way to bring the PDU again.
+                    self.close(cx.now);
+                }
+            }
+            Ok(pdu) => {
+                if self.mover.recovers() {
+                    let exp = StatSn(u32::from_be_bytes(
+                        *frame.bhs[28..].first_chunk().expect("a header is 48 bytes"),
+                    ));
+                    self.on_acknowledged(cx, Some(exp));
+                }
+                self.on_pdu(cx, frame, pdu);
+            }
+            Err(error) => {
+                let reason = match error {
+                    PduError::Opcode(_) => RejectReason::CommandNotSupported,
+                    _ => RejectReason::InvalidPduField,
+                };
+                self.reject(cx, frame, reason, &error);
+            }
+        }
+        self.settle(cx);
+    }
+
+    /// Carries out a PDU whose turn it is.
+    pub(super) fn carry_out_pdu(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, pdu: FromInitiator) {
+        let is_discovery = self.session.as_ref().is_none_or(|s| s.params.discovery);
+        match pdu {
+            FromInitiator::TextRequest(request) => self.on_text(cx, frame, &request),
+            FromInitiator::LogoutRequest(request) => self.on_logout(cx, &request),
+            FromInitiator::NopOut(nop) => self.on_nop(cx, frame, &nop),
+            FromInitiator::DataOut(data) => self.on_data_out(cx, frame, &data),
+            FromInitiator::LoginRequest(_) => {
+                self.reject(cx, frame, RejectReason::ProtocolError, &"a second login");
+            }
+            FromInitiator::Snack(snack) => {
+                if let Err(reason) = self.mover.resend(&snack) {
+                    self.reject(cx, frame, reason, &"SNACK");
+                }
+            }
+            FromInitiator::ScsiCommand(_) | FromInitiator::TmfRequest(_) if is_discovery => {
+                self.reject(cx, frame, RejectReason::ProtocolError, &"discovery session");
+            }
+            FromInitiator::ScsiCommand(_) | FromInitiator::TmfRequest(_)
+                if self.phase != Phase::FullFeature =>
+            {
+                self.reject(cx, frame, RejectReason::WaitingForLogout, &"logout");
+            }
+            FromInitiator::ScsiCommand(command) => self.on_command(cx, frame, command),
+            FromInitiator::TmfRequest(request) => self.on_tmf(cx, frame, &request),
+        }
+    }
+
+    /// Takes a request into an idle context; `None` if there are too many immediate ones.
+    pub(super) fn take_in(
+        &mut self,
+        itt: Itt,
+        immediate: bool,
+        state: TaskState,
+    ) -> Option<TaskIdx> {
+        let others = self.in_flight() - usize::from(self.counted + self.lingering);
+        if immediate && others >= usize::from(IMMEDIATE_TASKS) {
+            return None;
+        }
+        let idx = self
+            .idle
+            .pop()
+            .expect("a context for each place of the window");
+        if !immediate {
+            self.counted += 1;
+            self.window().take_place();
+        }
+        let task = &mut self.tasks[usize::from(idx.0)];
+        debug_assert_eq!(task.state, TaskState::Idle);
+        task.generation = task.generation.wrapping_add(1);
+        task.state = state;
+        task.itt = itt;
+        task.counted = !immediate;
+        Some(idx)
+    }
+
+    /// Gives a context back.
+    pub(super) fn give_back(&mut self, idx: TaskIdx) {
+        let task = &mut self.tasks[usize::from(idx.0)];
+        let counted = std::mem::take(&mut task.counted);
+        let lingers = std::mem::take(&mut task.lingers);
+        task.state = TaskState::Idle;
+        self.counted -= u16::from(counted);
+        self.lingering -= u16::from(lingers);
+        if counted || lingers {
+            self.window().on_gone(lingers);
+        }
+        self.idle.push(idx);
+    }
+
+    /// The answer goes to the datamover: the window has a place again.
+    pub(super) fn mark_sent(&mut self, idx: TaskIdx) {
+        let task = &mut self.tasks[usize::from(idx.0)];
+        task.state = TaskState::Sent;
+        task.lingers = std::mem::take(&mut task.counted);
+        if task.lingers {
+            self.counted -= 1;
+            self.lingering += 1;
+            self.window().on_answered();
+        }
+        self.counters.answered += 1;
+    }
+
+    /// The state of the request with this tag, if there is one.
+    #[must_use]
+    pub fn task_state(&self, itt: Itt) -> Option<TaskState> {
+        let mut tasks = self.tasks.iter();
+        let found = tasks.find(|task| task.itt == itt && task.state != TaskState::Idle);
+        found.map(|task| task.state)
+    }
+
+    /// A request with this tag that has not been answered.
+    pub(super) fn find(&self, itt: Itt) -> Option<TaskIdx> {
+        let unanswered = |state| !matches!(state, TaskState::Idle | TaskState::Sent);
+        let at = self
+            .tasks
+            .iter()
+            .position(|task| task.itt == itt && unanswered(task.state))?;
+        Some(TaskIdx(at as u16))
+    }
+
+    pub(super) fn send(&mut self, pdu: FromTarget, data: Vec<u8>, counts: bool) {
+        self.mover.send_control(Control {
+            pdu,
+            data,
+            counts,
+            ends: None,
+        });
+    }
+
+    pub(super) fn reject(
+        &mut self,
+        cx: &Cx<'_>,
+        frame: &Frame<'_>,
+        reason: RejectReason,
+        why: &dyn Display,
+    ) {
+        self.counters.rejected += 1;
+        warn_limited!(
+            self.complaints, cx.now,
+            opcode = pdu::opcode(frame), ?reason, %why, "PDU rejected"
+        );
+        let header = frame.bhs.to_vec();
+        self.send(FromTarget::Reject(Reject { reason }), header, true);
+    }
+
+    pub(super) fn on_acknowledged(&mut self, cx: &mut Cx<'_>, exp: Option<StatSn>) {
+        for task in self.mover.acknowledge(exp) {
+            self.finish(cx.pool, task, End::Answered);
+        }
+    }
+
+    fn on_nop(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, nop: &NopOut) {
+        if nop.itt == Itt::NONE && !nop.immediate {
+            return self.reject(
+                cx,
+                frame,
+                RejectReason::ProtocolError,
+                &"no tag, not immediate",
+            );
+        }
+        if nop.itt == Itt::NONE {
+            return;
+        }
+        let limit = self.mover.max_send_segment() as usize;
+        let data = frame.data[..frame.data.len().min(limit)].to_vec();
+        let answer = NopIn {
+            lun: nop.lun,
+            itt: nop.itt,
+            ttt: Ttt::NONE,
+        };
+        self.send(FromTarget::NopIn(answer), data, true);
+    }
+
+    pub(super) fn send_ping(&mut self, now: Instant) {
+        self.ping = Some(now);
+        self.next_ping = (self.next_ping + 1) & 0x7fff_ffff;
+        let ping = NopIn {
+            lun: [0; 8],
+            itt: Itt::NONE,
+            ttt: Ttt(self.next_ping),
+        };
+        self.send(FromTarget::NopIn(ping), Vec::new(), false);
+    }
+}

@@ -1,0 +1,120 @@
+//! The login on a channel: what the gate decides, and the way into full-feature phase.
+
+use std::sync::Arc;
+
+use riser_scsi::iscsi::login::{
+    ConnectionParams, Gatekeeper, Identity, Joined, Outcome, Refusal, SessionParams, Terms,
+};
+use riser_scsi::iscsi::pdu::{FromTarget, LoginRequest, LoginResponse, LoginStatus};
+use riser_scsi::iscsi::{CmdSn, Tsih};
+use riser_scsi::nexus::NexusId;
+
+use super::channel::{Admitted, Channel, Cx, Gate, Phase, Session};
+use super::datamover::Datamover;
+use crate::srp::LunMap;
+use crate::warn_limited;
+
+/// A login that has succeeded, before its last answer is sent.
+#[derive(Debug)]
+pub(super) struct Entering {
+    response: LoginResponse,
+    text: Vec<u8>,
+    session: SessionParams,
+    connection: ConnectionParams,
+}
+
+/// Gives the login what the channel's gate says, and keeps what was entered.
+struct Keeper<'a> {
+    gate: &'a mut dyn Gate,
+    first: CmdSn,
+    admitted: Option<Admitted>,
+}
+
+impl Gatekeeper for Keeper<'_> {
+    fn admit(&mut self, identity: &Identity) -> Result<Terms, Refusal> {
+        self.gate.admit(identity)
+    }
+
+    fn join(&mut self, joined: &Joined) -> Result<Tsih, LoginStatus> {
+        let admitted = self.gate.join(joined, self.first)?;
+        let tsih = admitted.tsih;
+        self.admitted = Some(admitted);
+        Ok(tsih)
+    }
+
+    fn random(&mut self, out: &mut [u8]) {
+        self.gate.random(out);
+    }
+}
+
+impl<D: Datamover> Channel<D> {
+    pub(super) fn on_login(&mut self, cx: &mut Cx<'_>, request: &LoginRequest, data: &[u8]) {
+        let mut keeper = Keeper {
+            gate: &mut *cx.gate,
+            first: request.cmd_sn,
+            admitted: None,
+        };
+        let answer = self.login.handle(request, data, &mut keeper);
+        self.first_cmd_sn = request.cmd_sn;
+        self.cid = request.cid;
+        let status = answer.response.status;
+        let send = |channel: &mut Self, text| {
+            channel.send(FromTarget::LoginResponse(answer.response), text, true);
+        };
+        match answer.outcome {
+            Outcome::Continue => send(self, answer.text),
+            Outcome::Failed => {
+                send(self, answer.text);
+                warn_limited!(self.complaints, cx.now, %status, "login refused");
+                self.close(cx.now);
+            }
+            Outcome::FullFeature(joined) => {
+                let admitted = keeper.admitted.expect("joined before");
+                let (nexus, luns) = admitted.nexus.unwrap_or_else(|| {
+                    // A discovery session has no nexus, and runs no command.
+                    (NexusId(0), Arc::new(LunMap::default()))
+                });
+                self.session = Some(Session {
+                    identity: joined.identity,
+                    tsih: admitted.tsih,
+                    params: admitted.params,
+                    connection: joined.connection,
+                    nexus,
+                    luns,
+                    window: admitted.window,
+                });
+                self.entering = Some(Box::new(Entering {
+                    response: answer.response,
+                    text: answer.text,
+                    session: admitted.params,
+                    connection: joined.connection,
+                }));
+                self.phase = Phase::Joining;
+                if !admitted.waits {
+                    self.enter_full_feature();
+                }
+            }
+        }
+    }
+
+    /// Sends the login's last answer.
+    fn enter_full_feature(&mut self) {
+        let entering = self.entering.take().expect("a login has succeeded");
+        let response = FromTarget::LoginResponse(entering.response);
+        self.send(response, entering.text, true);
+        self.mover.enable(&entering.session, &entering.connection);
+        self.new_params = Some(entering.connection);
+        self.phase = Phase::FullFeature;
+        self.phase_deadline = None;
+    }
+
+    /// The others that this connection waits for hold nothing any more.
+    pub fn handle_others_gone(&mut self, cx: &mut Cx<'_>) {
+        self.awaits_others = false;
+        if self.phase == Phase::Joining {
+            self.last_input = cx.now;
+            self.enter_full_feature();
+        }
+        self.settle(cx);
+    }
+}

@@ -1,0 +1,151 @@
+//! The end of a connection: logout, shutdown, loss.
+
+use std::time::{Duration, Instant};
+
+use riser_scsi::iscsi::Itt;
+use riser_scsi::iscsi::pdu::{
+    AsyncEvent, AsyncMessage, FromTarget, LogoutReason, LogoutRequest, LogoutResponse, LogoutStatus,
+};
+
+use super::channel::{Action, Channel, Cx, Others, Phase};
+use super::command::End;
+use super::datamover::Datamover;
+use super::task::{TaskIdx, TaskState};
+use crate::pool::Pool;
+
+/// How long a logout's answer, or a farewell, may take to be sent.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
+
+impl<D: Datamover> Channel<D> {
+    /// Another login takes the session's place, or the target goes: the connection is cut.
+    pub fn handle_terminate(&mut self, cx: &mut Cx<'_>) {
+        self.drop_connection();
+        self.settle(cx);
+    }
+
+    /// The target goes: the initiator is asked to log out, and the connection cut at `until`.
+    pub fn handle_shutdown(&mut self, cx: &mut Cx<'_>, until: Instant) {
+        if self.phase == Phase::FullFeature {
+            let seconds = until.saturating_duration_since(cx.now).as_secs();
+            self.send(
+                FromTarget::AsyncMessage(AsyncMessage {
+                    event: AsyncEvent::LogoutRequested,
+                    lun: [0; 8],
+                    parameters: [0, 0, u16::try_from(seconds).unwrap_or(u16::MAX)],
+                }),
+                Vec::new(),
+                true,
+            );
+            self.phase_deadline = Some(until);
+        } else {
+            self.drop_connection();
+        }
+        self.settle(cx);
+    }
+
+    pub(super) fn on_logout(&mut self, cx: &mut Cx<'_>, request: &LogoutRequest) {
+        match request.reason {
+            LogoutReason::RemoveConnection => {
+                return self.answer_logout(request.itt, LogoutStatus::RecoveryNotSupported);
+            }
+            LogoutReason::CloseConnection if request.cid != self.cid => {
+                return self.on_logout_of_other(request);
+            }
+            LogoutReason::CloseSession if self.window().is_unordered() => {
+                self.awaits_others = true;
+                self.actions.push_back(Action::EndOthers(Others::All));
+            }
+            LogoutReason::CloseSession | LogoutReason::CloseConnection => {}
+        }
+        // Whoever leaves misses no answer.
+        self.on_acknowledged(cx, None);
+        self.phase = Phase::LoggingOut(request.itt);
+        self.phase_deadline = Some(cx.now + CLOSE_TIMEOUT);
+        // Commands that wait for something the initiator may never send end here.
+        self.abort_waiting(cx);
+    }
+
+    /// Another connection of the session is to be closed. Its answer does not wait for that: what
+    /// the connection had to say, it cannot say any more.
+    fn on_logout_of_other(&mut self, request: &LogoutRequest) {
+        let has_others = self.window().is_unordered();
+        if has_others {
+            self.actions
+                .push_back(Action::EndOthers(Others::One(request.cid)));
+        }
+        let status = if has_others {
+            LogoutStatus::Closed
+        } else {
+            LogoutStatus::CidNotFound
+        };
+        self.answer_logout(request.itt, status);
+    }
+
+    fn answer_logout(&mut self, itt: Itt, status: LogoutStatus) {
+        let params = self.session.as_ref().map(|s| s.params);
+        let answer = LogoutResponse {
+            itt,
+            status,
+            time2wait: params.map_or(0, |p| p.time2wait),
+            time2retain: params.map_or(0, |p| p.time2retain),
+        };
+        self.send(FromTarget::LogoutResponse(answer), Vec::new(), true);
+    }
+
+    /// Takes nothing more, and closes when everything is sent.
+    pub(super) fn close(&mut self, now: Instant) {
+        if self.is_receiving() {
+            self.phase = Phase::Closing;
+            self.phase_deadline = Some(now + CLOSE_TIMEOUT);
+        }
+    }
+
+    /// Closes without sending anything more.
+    pub(super) fn drop_connection(&mut self) {
+        if self.phase != Phase::Closed {
+            self.phase = Phase::Closed;
+            self.phase_deadline = None;
+            self.waiting.clear();
+            if let Some(session) = &self.session {
+                session.window.forget(self.member());
+            }
+            if self.is_connected {
+                self.actions.push_back(Action::Disconnect);
+            }
+        }
+    }
+
+    /// What every input ends with.
+    pub(super) fn settle(&mut self, cx: &mut Cx<'_>) {
+        match self.phase {
+            Phase::LoggingOut(itt) if self.in_flight() == 0 && !self.awaits_others => {
+                self.logged_out = true;
+                self.answer_logout(itt, LogoutStatus::Closed);
+                self.close(cx.now);
+            }
+            Phase::Closing if self.mover.queued() == 0 && self.is_flushed => {
+                self.drop_connection();
+            }
+            Phase::Closed => self.tear_down(cx.pool, !self.is_flushed),
+            _ => {}
+        }
+        let is_over = self.phase == Phase::Closed
+            && !self.is_connected
+            && self.is_flushed
+            && self.in_flight() == 0;
+        if is_over && !std::mem::replace(&mut self.released, true) {
+            self.actions.push_back(Action::Release);
+        }
+    }
+
+    /// Ends everything at once: no device and no socket holds anything any more.
+    pub fn abandon(&mut self, pool: &mut Pool) {
+        self.phase = Phase::Closed;
+        for idx in (0..self.tasks.len() as u16).map(TaskIdx) {
+            if self.tasks[usize::from(idx.0)].state != TaskState::Idle {
+                self.finish(pool, idx, End::TornDown);
+            }
+        }
+        self.actions.clear();
+    }
+}

@@ -1,0 +1,93 @@
+//! What a channel tells of itself, for people.
+
+use riser_scsi::iscsi::Tsih;
+use riser_scsi::iscsi::login::{ConnectionParams, Identity, SessionParams};
+use riser_scsi::nexus::NexusId;
+
+use super::channel::{Channel, Phase};
+use super::datamover::Datamover;
+
+/// What a channel has done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Commands taken in.
+    pub commands: u64,
+    /// Functions taken in.
+    pub task_management: u64,
+    /// Requests answered.
+    pub answered: u64,
+    /// Commands ended by task management.
+    pub aborted: u64,
+    /// Requests that ended with the channel.
+    pub torn_down: u64,
+    /// Bytes sent to the initiator.
+    pub bytes_in: u64,
+    /// Bytes taken from the initiator.
+    pub bytes_out: u64,
+    /// PDUs rejected.
+    pub rejected: u64,
+    /// Times a command waited for a buffer.
+    pub buffer_waits: u64,
+}
+
+impl std::ops::AddAssign for Counters {
+    fn add_assign(&mut self, other: Self) {
+        self.commands += other.commands;
+        self.task_management += other.task_management;
+        self.answered += other.answered;
+        self.aborted += other.aborted;
+        self.torn_down += other.torn_down;
+        self.bytes_in += other.bytes_in;
+        self.bytes_out += other.bytes_out;
+        self.rejected += other.rejected;
+        self.buffer_waits += other.buffer_waits;
+    }
+}
+
+impl std::ops::Add for Counters {
+    type Output = Self;
+
+    fn add(mut self, other: Self) -> Self {
+        self += other;
+        self
+    }
+}
+
+/// What is known of a session, for people.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SessionInfo {
+    /// Who.
+    pub identity: Identity,
+    /// Its handle.
+    pub tsih: Tsih,
+    /// Its nexus.
+    pub nexus: NexusId,
+    /// Where the connection is in its life.
+    pub phase: Phase,
+    /// What was agreed on.
+    pub params: SessionParams,
+    /// What was agreed on for the connection.
+    pub connection: ConnectionParams,
+    /// Requests under way.
+    pub in_flight: usize,
+    /// Logical units that it sees.
+    pub luns: usize,
+}
+
+impl<D: Datamover> Channel<D> {
+    /// Its session, for people.
+    #[must_use]
+    pub fn session_info(&self) -> Option<SessionInfo> {
+        let session = self.session.as_ref()?;
+        Some(SessionInfo {
+            identity: session.identity.clone(),
+            tsih: session.tsih,
+            nexus: session.nexus,
+            phase: self.phase,
+            params: session.params,
+            connection: session.connection,
+            in_flight: self.in_flight(),
+            luns: session.luns.luns().len(),
+        })
+    }
+}

@@ -222,8 +222,19 @@ fn phase(phase: Phase) -> &'static str {
     }
 }
 
-/// The keys of RFC 7143 chapter 13 with their values.
+/// The keys of RFC 7143 chapter 13, and of RFC 7145 chapter 6, with their values.
 fn iscsi_terms(session: &SessionParams, connection: &ConnectionParams) -> BTreeMap<String, String> {
+    let (to_initiator, to_target) = if session.rdma_extensions && !session.discovery {
+        (
+            "InitiatorRecvDataSegmentLength",
+            "TargetRecvDataSegmentLength",
+        )
+    } else {
+        (
+            "MaxRecvDataSegmentLength (initiator)",
+            "MaxRecvDataSegmentLength (target)",
+        )
+    };
     let digest = |on: bool| if on { "CRC32C" } else { "None" }.to_owned();
     named([
         (
@@ -253,14 +264,8 @@ fn iscsi_terms(session: &SessionParams, connection: &ConnectionParams) -> BTreeM
         ("iSCSIProtocolLevel", session.protocol_level.to_string()),
         ("HeaderDigest", digest(connection.digests.header)),
         ("DataDigest", digest(connection.digests.data)),
-        (
-            "MaxRecvDataSegmentLength (initiator)",
-            connection.max_send_segment.to_string(),
-        ),
-        (
-            "MaxRecvDataSegmentLength (target)",
-            connection.max_recv_segment.to_string(),
-        ),
+        (to_initiator, connection.max_send_segment.to_string()),
+        (to_target, connection.max_recv_segment.to_string()),
     ])
 }
 

@@ -175,6 +175,13 @@ impl<const CDB: usize> Execution<CDB> {
         Response::status_only(status, self.expected)
     }
 
+    /// Has another name in the task set, where it is there: another channel carries it on.
+    pub fn rename(&self, name: TaskRef) {
+        if let (Some(key), Some(unit)) = (self.key, &self.unit) {
+            unit.rename(key, name);
+        }
+    }
+
     /// Leaves the task set: tasks that may start now.
     #[must_use]
     pub fn leave(&mut self) -> Vec<TaskRef> {

@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 use riser_scsi::iscsi::frame;
 use riser_scsi::iscsi::login::LoginError;
 use riser_scsi::iscsi::pdu::{
-    FromTarget, LoginStatus, LogoutReason, LogoutRequest, LogoutStatus, NopOut,
+    DataOut, FromTarget, LoginStatus, LogoutReason, LogoutRequest, LogoutStatus, NopOut,
+    TmfFunction, TmfRequest, TmfStatus,
 };
 use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
 use riser_target::backend::{Fault, FaultOn, Faults};
@@ -390,4 +391,116 @@ fn a_unit_that_is_taken_away_ends_its_commands() {
     assert_eq!(client.answer().0, 0, "the write goes on");
     assert_eq!(client.command(&READ, false, 512, &[]).0, 2, "no such unit");
     server.shutdown().unwrap();
+}
+
+/// The next PDU that is no asynchronous message.
+fn next(client: &mut Client) -> FromTarget {
+    loop {
+        match client.receive().expect("a PDU").0 {
+            FromTarget::AsyncMessage(_) => {}
+            pdu => return pdu,
+        }
+    }
+}
+
+fn reassign(client: &mut Client, tag: u32) -> TmfStatus {
+    let request = TmfRequest {
+        immediate: true,
+        function: TmfFunction::TaskReassign,
+        lun: [0; 8],
+        itt: Itt(0x2000),
+        referenced: Itt(tag),
+        cmd_sn: CmdSn(client.cmd_sn),
+        exp_stat_sn: StatSn(0),
+        ref_cmd_sn: CmdSn(0),
+        exp_data_sn: 0,
+    };
+    client.send(request.header(), &[]);
+    match next(client) {
+        FromTarget::TmfResponse(response) => response.status,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Connection recovery: a connection is cut with reads and writes under way, which go on to their
+/// end on another one; first one that is there, which logs the lost one out, then one that takes its
+/// place.
+#[test]
+fn commands_outlive_their_connection() {
+    let port = free_port();
+    let open = "iqn.2026-01.org.example:open";
+    let cdb = |opcode: u8, lba: u8, blocks: u8| [opcode, 0, 0, 0, 0, lba, 0, 0, blocks, 0];
+    // The kernel deals connections out among the workers; some of these share none.
+    for round in 1..7_u8 {
+        let faults = one_slow_write();
+        let server = Server::start(&slow(&text(port), &faults)).unwrap();
+        let mut first = Client::recoverable(port, open, 1, (0, 0));
+        assert_eq!(first.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+        let tsih = first.tsih.0;
+        let is_there = round.is_multiple_of(2);
+        let second = is_there.then(|| Client::recoverable(port, open, 1, (tsih, 1)));
+        let tag = first.cmd_sn;
+        // The disk takes its time with one write; a read is answered, but not acknowledged; another
+        // write waits for data that have been asked for.
+        first.send_command(&cdb(0x2a, 1, 1), true, 512, &[round; 512]);
+        first.send_command(&cdb(0x28, 8, 8), false, 4096, &[]);
+        first.send_command(&cdb(0x2a, 16, 4), true, 2048, &[]);
+        std::thread::sleep(Duration::from_millis(100));
+        let next_cmd_sn = first.cmd_sn;
+        drop(first);
+        let mut second = match second {
+            Some(mut second) => {
+                let logout = LogoutRequest {
+                    immediate: true,
+                    reason: LogoutReason::RemoveConnection,
+                    itt: Itt(0x1000),
+                    cid: Cid(0),
+                    cmd_sn: CmdSn(next_cmd_sn),
+                    exp_stat_sn: StatSn(0),
+                };
+                second.send(logout.header(), &[]);
+                let answer = next(&mut second);
+                assert!(matches!(
+                    answer,
+                    FromTarget::LogoutResponse(r)
+                        if r.status == LogoutStatus::Closed && r.time2retain == 20
+                ));
+                second
+            }
+            None => Client::recoverable(port, open, 1, (tsih, 0)),
+        };
+        second.cmd_sn = next_cmd_sn;
+        assert_eq!(reassign(&mut second, tag + 1), TmfStatus::Complete);
+        assert_eq!(second.answer(), (0, vec![0; 4096]));
+        assert_eq!(reassign(&mut second, tag + 2), TmfStatus::Complete);
+        let FromTarget::R2t(r2t) = next(&mut second) else {
+            panic!("an R2T");
+        };
+        assert_eq!((r2t.offset, r2t.len), (0, 2048));
+        let data = DataOut {
+            is_final: true,
+            lun: [0; 8],
+            itt: Itt(tag + 2),
+            ttt: r2t.ttt,
+            exp_stat_sn: StatSn(0),
+            data_sn: 0,
+            offset: 0,
+        };
+        second.send(data.header(), &[round + 100; 2048]);
+        assert_eq!(second.answer().0, 0);
+        assert_eq!(reassign(&mut second, tag), TmfStatus::Complete);
+        assert_eq!(second.answer().0, 0);
+        assert_eq!(reassign(&mut second, tag + 77), TmfStatus::TaskDoesNotExist);
+        let read = second.command(&cdb(0x28, 16, 4), false, 2048, &[]);
+        assert_eq!(read, (0, vec![round + 100; 2048]));
+        let read = second.command(&cdb(0x28, 1, 1), false, 512, &[]);
+        assert_eq!(read, (0, vec![round; 512]));
+        // The session ends for a new one, and with it all that is kept.
+        let mut third = Client::recoverable(port, open, 1, (0, 0));
+        assert!(second.receive().is_none());
+        assert_eq!(third.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+        assert_eq!(server.sessions(), 1);
+        drop(third);
+        server.shutdown().unwrap();
+    }
 }

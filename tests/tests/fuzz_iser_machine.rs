@@ -13,7 +13,7 @@ use riser_scsi::iscsi::keys::{Key, Offer};
 use riser_scsi::iscsi::login::{Auth, Identity, Joined, Refusal, Terms};
 use riser_scsi::iscsi::name::{Found, IscsiName};
 use riser_scsi::iscsi::pdu::LoginStatus;
-use riser_scsi::iscsi::{CmdSn, Tsih};
+use riser_scsi::iscsi::{Cid, CmdSn, Tsih};
 use riser_scsi::iser::{Buffers, Header, RemoteBuffer, Stag};
 use riser_scsi::lu::LogicalUnit;
 use riser_scsi::lun::LunId;
@@ -52,6 +52,10 @@ impl Gate for Open {
             window: Arc::new(Window::new(WINDOW, first, false)),
             waits: false,
         })
+    }
+
+    fn detach(&mut self, _: Cid) -> bool {
+        false
     }
 
     fn random(&mut self, out: &mut [u8]) {

@@ -218,6 +218,8 @@ fn phase(phase: Phase) -> &'static str {
         Phase::FullFeature => "live",
         Phase::LoggingOut(_) => "logging out",
         Phase::Closing => "closing",
+        Phase::CleanupWait => "lost",
+        Phase::Retaining => "recovering",
         Phase::Closed => "closed",
     }
 }

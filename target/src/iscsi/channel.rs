@@ -23,6 +23,7 @@ use riser_scsi::iscsi::{Cid, CmdSn, Itt, Numbers, StatSn, Tsih};
 use riser_scsi::nexus::NexusId;
 use riser_scsi::step::{BlockOp, StepResult};
 
+use super::allegiance::{Allegiance, TakeOver};
 use super::command::End;
 use super::datamover::Datamover;
 use super::login::Entering;
@@ -65,6 +66,10 @@ pub trait Gate {
     /// # Errors
     /// The status that refuses it.
     fn join(&mut self, joined: &Joined, first: CmdSn) -> Result<Admitted, LoginStatus>;
+
+    /// Another connection of the session is logged out for recovery; whether there is such a one.
+    /// When others may have its commands, [`Channel::handle_others_gone`] tells of that.
+    fn detach(&mut self, cid: Cid) -> bool;
 
     /// Fills with random bytes that nobody can foresee.
     fn random(&mut self, out: &mut [u8]);
@@ -128,6 +133,15 @@ pub enum Action {
     TakeTurn(Member),
     /// End other connections of the session, then call [`Channel::handle_others_gone`].
     EndOthers(Others),
+    /// The connection is lost, and what it had under way is kept: another connection of the session is
+    /// to be told, by [`Channel::handle_lost`].
+    Lost,
+    /// Other connections may have what this one had under way: whoever has logged it out is to be told.
+    Detached,
+    /// Tell a command's channel to hand it over: [`Channel::handle_take_over`].
+    TakeOver(TakeOver),
+    /// Deliver what [`Channel::take_parcel`] gives: [`Channel::handle_parcel`].
+    HandOver,
     /// Close the connection; then call [`Channel::handle_disconnected`].
     Disconnect,
     /// The channel holds nothing any more.
@@ -149,6 +163,15 @@ pub enum Others {
 ///  Login ──→ (Joining) ──→ FullFeature ──→ LoggingOut ──→ Closing ──→ Closed
 ///    └───────────┴─────────────┴──── error ───────────────────┘
 /// ```
+///
+/// At error recovery level 2 a connection that is lost in full-feature phase does not end at once
+/// (RFC 7143 8.2):
+///
+/// ```text
+///  FullFeature ──lost──→ CleanupWait ──logged out for recovery──→ Retaining ──→ Closed
+///    │                        └─────────── time is over ────────────────────────┘
+///    └── logs itself out for recovery ──→ Closing ──→ Retaining
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
     /// Negotiates.
@@ -161,6 +184,10 @@ pub enum Phase {
     LoggingOut(Itt),
     /// Sends what is still to be sent, then closes.
     Closing,
+    /// The connection is lost, and its commands wait until it is logged out.
+    CleanupWait,
+    /// It is logged out, and its commands wait for another connection to take them over.
+    Retaining,
     /// The connection is gone; devices let go.
     Closed,
 }
@@ -203,6 +230,9 @@ pub struct Channel<D> {
     pub(super) counted: u16,
     /// Tasks that took one and are answered, but whose answer is not yet sent.
     pub(super) lingering: u16,
+    /// Tasks that are to come from another connection, which took one there.
+    pub(super) expected: u16,
+    pub(super) allegiance: Allegiance,
     /// The number that the login says comes first.
     pub(super) first_cmd_sn: CmdSn,
     /// Requests whose turn has not come.
@@ -270,6 +300,8 @@ impl<D: Datamover> Channel<D> {
             idle: (0..tasks).rev().map(TaskIdx).collect(),
             counted: 0,
             lingering: 0,
+            expected: 0,
+            allegiance: Allegiance::default(),
             first_cmd_sn: CmdSn(0),
             waiting: Vec::new(),
             entering: None,
@@ -388,7 +420,7 @@ impl<D: Datamover> Channel<D> {
     /// The stream cannot be followed further.
     pub fn handle_broken(&mut self, cx: &mut Cx<'_>, error: impl Display) {
         warn_limited!(self.complaints, cx.now, %error, "the connection is broken");
-        self.drop_connection();
+        self.lose_connection(cx.now);
         self.settle(cx);
     }
 
@@ -401,7 +433,7 @@ impl<D: Datamover> Channel<D> {
     pub fn handle_flushed(&mut self, cx: &mut Cx<'_>, ok: bool) {
         self.is_flushed = true;
         if !ok {
-            self.drop_connection();
+            self.lose_connection(cx.now);
         }
         self.settle(cx);
     }
@@ -431,12 +463,12 @@ impl<D: Datamover> Channel<D> {
     pub fn handle_timeout(&mut self, cx: &mut Cx<'_>) {
         if self.phase_deadline.is_some_and(|at| at <= cx.now) {
             self.phase_deadline = None;
-            self.drop_connection();
+            self.on_time_over(cx);
         }
         if self.phase == Phase::FullFeature && self.deadline().is_some_and(|at| at <= cx.now) {
             if self.ping.is_some() {
                 warn_limited!(self.complaints, cx.now, "the initiator does not answer");
-                self.drop_connection();
+                self.lose_connection(cx.now);
             } else {
                 self.send_ping(cx.now);
             }
@@ -447,7 +479,7 @@ impl<D: Datamover> Channel<D> {
     /// The connection is gone: nothing is sent or received any more.
     pub fn handle_disconnected(&mut self, cx: &mut Cx<'_>) {
         self.is_connected = false;
-        self.drop_connection();
+        self.lose_connection(cx.now);
         self.settle(cx);
     }
 
@@ -513,7 +545,10 @@ impl<D: Datamover> Channel<D> {
         &mut self,
         poll: impl FnOnce(&mut D, Numbers, Held<'_>) -> bool,
     ) -> bool {
-        if self.phase == Phase::Closed {
+        if matches!(
+            self.phase,
+            Phase::CleanupWait | Phase::Retaining | Phase::Closed
+        ) {
             return false;
         }
         let numbers = self.numbers();

@@ -8,11 +8,11 @@ use riser_scsi::iscsi::pdu::{
     DataOut, FromTarget, RejectReason, ScsiCommand, ScsiResponse, TaskAttr,
 };
 use riser_scsi::step::{
-    BackendError, Expected, Residual, Response, Status, Step, StepResult, TaskAttribute,
+    BackendError, DataIn, Expected, Residual, Response, Status, Step, StepResult, TaskAttribute,
 };
 
 use super::channel::{Action, Channel, Cx};
-use super::datamover::{Control, Datamover, GetData, PutData, Taken};
+use super::datamover::{Control, Datamover, GetData, PutData, Start, Taken};
 use super::task::{Incoming, TaskIdx, TaskState};
 use super::tcp::good;
 use crate::execution::Entry;
@@ -81,7 +81,8 @@ impl<D: Datamover> Channel<D> {
             staged: frame.data.to_vec(),
             ..Incoming::default()
         };
-        self.window().enter_tag(command.itt, self.task_ref(idx));
+        self.window()
+            .enter_tag(command.itt, self.task_ref(idx), command.immediate);
         self.enter_task_set(cx, idx);
     }
 
@@ -127,7 +128,7 @@ impl<D: Datamover> Channel<D> {
     }
 
     /// Carries out steps until one takes time.
-    fn run(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, step: Step) {
+    pub(super) fn run(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, step: Step) {
         match step {
             Step::Respond(response) => self.respond(cx, idx, response),
             Step::ReceiveData { .. } | Step::Block(_) if !self.has_buffer(cx.pool, idx) => {
@@ -196,11 +197,15 @@ impl<D: Datamover> Channel<D> {
         if incoming.got >= wanted {
             return self.advance(cx, idx, StepResult::Done);
         }
+        if self.allegiance.is_silent() {
+            return;
+        }
         incoming.solicited = true;
         let get = GetData {
             task: idx,
             itt: task.itt,
             lun: task.lun,
+            r2t_sn: task.r2ts,
             offset: incoming.got,
             len: wanted - incoming.got,
         };
@@ -313,7 +318,7 @@ impl<D: Datamover> Channel<D> {
         self.respond(cx, idx, response);
     }
 
-    fn respond(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, response: Response) {
+    pub(super) fn respond(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, response: Response) {
         self.leave_task_set(idx);
         let task = &mut self.tasks[usize::from(idx.0)];
         if task.incoming.open {
@@ -326,30 +331,39 @@ impl<D: Datamover> Channel<D> {
             task.exec.step = Some(Step::Respond(response));
             return self.await_pool(idx);
         };
-        self.send_response(idx, &response, len);
+        self.send_response(idx, response, len);
     }
 
     /// Hands data and status to the datamover; the task ends when they are sent.
-    fn send_response(&mut self, idx: TaskIdx, response: &Response, len: u32) {
-        self.forget_tag(idx);
+    fn send_response(&mut self, idx: TaskIdx, response: Response, len: u32) {
+        let itt = self.tasks[usize::from(idx.0)].itt;
+        self.window().answer_tag(itt, self.task_ref(idx));
         self.mark_sent(idx);
-        self.counters.bytes_in += u64::from(len);
         let task = &mut self.tasks[usize::from(idx.0)];
+        let response = task.response.insert(response);
+        // The bytes are in the buffer.
+        response.data_in = DataIn::Buffer { len };
+        if self.allegiance.is_silent() {
+            return;
+        }
+        self.counters.bytes_in += u64::from(len);
         let (residual, bidi_residual) = residuals(task.exec.expected, response);
         let is_plain = response.status == Status::Good
             && response.sense.is_empty()
             && bidi_residual == Residual::None
             && task.exec.expected.data_out == 0;
-        let mut exp_data_sn = task.r2ts;
-        if len > 0 {
+        let mut exp_data_sn = task.r2ts + task.data_start.data_sn;
+        if len > task.data_start.offset {
             let status = (is_plain && self.mover.carries_status()).then(|| good(residual));
             let put = PutData {
                 task: idx,
                 itt: task.itt,
+                r2ts: task.r2ts,
+                start: task.data_start,
                 len,
                 status,
             };
-            exp_data_sn += self.mover.put_data(put);
+            exp_data_sn = task.r2ts + self.mover.put_data(put);
             if status.is_some() {
                 return;
             }
@@ -361,6 +375,7 @@ impl<D: Datamover> Channel<D> {
             residual,
             bidi_residual,
             exp_data_sn,
+            snack_tag: 0,
         };
         self.mover.send_control(Control {
             pdu: FromTarget::ScsiResponse(pdu),
@@ -379,7 +394,7 @@ impl<D: Datamover> Channel<D> {
     }
 
     /// Takes the task out of the unit's set; those it held back may start.
-    fn leave_task_set(&mut self, idx: TaskIdx) {
+    pub(super) fn leave_task_set(&mut self, idx: TaskIdx) {
         let started = self.tasks[usize::from(idx.0)].exec.leave();
         self.actions
             .extend(started.into_iter().map(Action::StartTask));
@@ -389,6 +404,7 @@ impl<D: Datamover> Channel<D> {
     pub(super) fn finish(&mut self, pool: &mut Pool, idx: TaskIdx, end: End) {
         self.leave_task_set(idx);
         self.forget_tag(idx);
+        self.disinherit(idx);
         let task = &mut self.tasks[usize::from(idx.0)];
         match end {
             End::Answered => {}
@@ -400,6 +416,7 @@ impl<D: Datamover> Channel<D> {
         task.response = None;
         task.mgmt = None;
         task.r2ts = 0;
+        task.data_start = Start::default();
         self.actions
             .extend(watchers.into_iter().map(Action::TaskGone));
         self.give_back(idx);
@@ -418,7 +435,7 @@ impl<D: Datamover> Channel<D> {
     }
 
     /// Ends a request that is not answered, at once or as soon as no device uses its buffer.
-    fn cut_short(&mut self, pool: &mut Pool, idx: TaskIdx, end: End) {
+    pub(super) fn cut_short(&mut self, pool: &mut Pool, idx: TaskIdx, end: End) {
         let task = &mut self.tasks[usize::from(idx.0)];
         if task.exec.aborted {
             return;
@@ -429,6 +446,7 @@ impl<D: Datamover> Channel<D> {
                 false
             }
             TaskState::Receive => self.mover.forget(idx),
+            TaskState::Expected => true,
             TaskState::Block => {
                 self.actions.push_back(Action::AbortBlock(idx));
                 true
@@ -485,7 +503,7 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    fn all(&self) -> impl Iterator<Item = TaskIdx> + use<D> {
+    pub(super) fn all(&self) -> impl Iterator<Item = TaskIdx> + use<D> {
         (0..self.tasks.len() as u16).map(TaskIdx)
     }
 }

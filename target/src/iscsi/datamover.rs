@@ -29,6 +29,25 @@ pub struct Control {
     pub ends: Option<TaskIdx>,
 }
 
+/// Where a sequence of Data-In PDUs begins: later than with the first byte where the initiator has
+/// acknowledged some of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Start {
+    /// Number of the first PDU.
+    pub data_sn: u32,
+    /// Where in the command's data.
+    pub offset: u32,
+}
+
+/// How far the data of a write have come.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Progress {
+    /// Bytes from the first one on, without a gap.
+    pub got: u32,
+    /// R2T PDUs so far.
+    pub r2ts: u32,
+}
+
 /// Data for the initiator: the start of a task's buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PutData {
@@ -36,7 +55,11 @@ pub struct PutData {
     pub task: TaskIdx,
     /// Its tag.
     pub itt: Itt,
-    /// Bytes, at least one.
+    /// R2T PDUs that it had.
+    pub r2ts: u32,
+    /// Where to begin.
+    pub start: Start,
+    /// Where they end, in bytes; at least one after the beginning.
     pub len: u32,
     /// The answer, if the last PDU is to carry it and so end the task.
     pub status: Option<DataInStatus>,
@@ -51,6 +74,8 @@ pub struct GetData {
     pub itt: Itt,
     /// Its logical unit.
     pub lun: WireLun,
+    /// Number of the first R2T.
+    pub r2t_sn: u32,
     /// Where in the command's data.
     pub offset: u32,
     /// Bytes, at least one.
@@ -94,15 +119,16 @@ pub trait Datamover {
     /// Sends a PDU after everything before it.
     fn send_control(&mut self, control: Control);
 
-    /// Moves data to the initiator, after everything before it. The number of Data-In PDUs that it
-    /// takes, where there are such. Unless the status goes with the data, the next PDU sent is the
+    /// Moves data to the initiator, after everything before it. The number of Data-In PDUs that the
+    /// command has with that, where there are such. Unless the status goes with the data, the next PDU sent is the
     /// task's answer.
     fn put_data(&mut self, put: PutData) -> u32;
 
     /// Whether a good status can go with the data.
     fn carries_status(&self) -> bool;
 
-    /// Asks the initiator for data. The number of R2T PDUs that it takes, where there are such.
+    /// Asks the initiator for data. The number of R2T PDUs that the command has with that, where
+    /// there are such.
     fn get_data(&mut self, get: GetData) -> u32;
 
     /// Looks at data that came as a PDU in answer to [`Datamover::get_data`].
@@ -132,6 +158,21 @@ pub trait Datamover {
     fn recovers(&self) -> bool {
         false
     }
+
+    /// How far the data have come that a task has asked for.
+    fn progress(&self, task: TaskIdx) -> Progress {
+        let _ = task;
+        Progress::default()
+    }
+
+    /// Where the PDU with a number begins, of data of `len` bytes; `None` if they are fewer.
+    fn start_of(&self, start: Start, len: u32, data_sn: u32) -> Option<Start> {
+        let _ = (start, len, data_sn);
+        None
+    }
+
+    /// Sends nothing of what waits to be sent, and keeps nothing to be sent once more.
+    fn clear(&mut self) {}
 
     /// What waits to be sent, in PDUs and transfers.
     fn queued(&self) -> usize;

@@ -19,9 +19,11 @@ use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::step::{BackendError, BlockOp, StepResult};
 use riser_scsi::vpd::Naa;
 
-use super::{Action, Admitted, Batch, ChannelConfig, Cx, Gate, TaskIdx, TcpChannel, Window};
+use super::{
+    Action, Admitted, Batch, ChannelConfig, Cx, Gate, Parcel, TaskIdx, TcpChannel, Window,
+};
 use crate::pool::Pool;
-use crate::srp::{LunMap, Unit, UnitIdx};
+use crate::srp::{LunMap, TaskRef, Unit, UnitIdx};
 
 pub(super) const DISK: usize = 1 << 20;
 pub(super) const WINDOW: u16 = 8;
@@ -36,6 +38,10 @@ pub(super) struct FakeGate {
     pub(super) joined: usize,
     /// Whether a login takes somebody's place.
     pub(super) waits: bool,
+    /// The session that logins join, if they do.
+    pub(super) window: Option<Arc<Window>>,
+    /// Connections of the session that may be detached.
+    pub(super) others: Vec<Cid>,
 }
 
 impl FakeGate {
@@ -46,6 +52,8 @@ impl FakeGate {
             targets: 1,
             joined: 0,
             waits: false,
+            window: None,
+            others: Vec::new(),
         }
     }
 }
@@ -66,13 +74,16 @@ impl Gate for FakeGate {
             tsih: Tsih(1),
             nexus: (!joined.session.discovery).then(|| (NexusId(7), Arc::new(luns))),
             params: joined.session,
-            window: Arc::new(Window::new(
-                WINDOW,
-                first,
-                joined.session.max_connections > 1 || joined.session.error_recovery_level > 0,
-            )),
+            window: self
+                .window
+                .get_or_insert_with(|| Arc::new(Window::of(&joined.session, WINDOW, first)))
+                .clone(),
             waits: self.waits,
         })
+    }
+
+    fn detach(&mut self, cid: Cid) -> bool {
+        self.others.contains(&cid)
     }
 
     fn random(&mut self, out: &mut [u8]) {
@@ -108,6 +119,8 @@ pub(super) struct Rig {
     pub(super) stalled: bool,
     /// What other connections of the session are concerned by.
     pub(super) elsewhere: Vec<Action>,
+    /// Commands on their way to other connections.
+    pub(super) parcels: Vec<(TaskRef, Option<Box<Parcel>>)>,
 }
 
 fn unit() -> Arc<Unit> {
@@ -143,17 +156,22 @@ fn unit() -> Arc<Unit> {
 impl Rig {
     /// A connection on which nothing has come.
     pub(super) fn new() -> Self {
+        Self::numbered(1)
+    }
+
+    /// As [`Rig::new`], with a number of the channel.
+    pub(super) fn numbered(serial: u32) -> Self {
         let now = Instant::now();
         let config = ChannelConfig {
             worker: 0,
-            serial: 1,
+            serial,
             commands: WINDOW,
         };
         let offer = Offer::default()
             .with(Key::MaxRecvDataSegmentLength, 65536)
             .with(Key::InitialR2T, 0)
             .with(Key::MaxConnections, 4)
-            .with(Key::ErrorRecoveryLevel, 1)
+            .with(Key::ErrorRecoveryLevel, 2)
             .with(Key::MaxOutstandingR2T, 2)
             .with_list(Key::HeaderDigest, 3)
             .with_list(Key::DataDigest, 3);
@@ -172,28 +190,45 @@ impl Rig {
             cmd_sn: 1,
             stalled: false,
             elsewhere: Vec::new(),
+            parcels: Vec::new(),
         }
     }
 
     /// A connection in full-feature phase, its unit attention taken.
     pub(super) fn logged_in(keys: &str) -> Self {
         let mut rig = Self::new();
+        rig.log_in(keys);
+        rig.command(100, &[0; 6], false, 0, &[], true);
+        rig
+    }
+
+    /// Another connection of the session of `other`.
+    pub(super) fn joined(other: &Self, serial: u32, keys: &str) -> Self {
+        let mut rig = Self::numbered(serial);
+        rig.now = other.now;
+        rig.disk.clone_from(&other.disk);
+        rig.gate.unit = Arc::clone(&other.gate.unit);
+        rig.gate.window.clone_from(&other.gate.window);
+        rig.log_in(keys);
+        rig.cmd_sn = other.cmd_sn;
+        rig
+    }
+
+    fn log_in(&mut self, keys: &str) {
         let text = format!(
             "InitiatorName=iqn.2026-01.a:i\0TargetName=iqn.2026-01.a:t0\0InitialR2T=No\0{keys}"
         );
-        let answers = rig.login(&text);
+        let answers = self.login(&text);
         assert!(matches!(
             answers[0].0,
             FromTarget::LoginResponse(r) if r.status == LoginStatus::SUCCESS
         ));
         let digest = |key: &str| keys.contains(&format!("{key}=CRC32C"));
-        rig.digests = Digests {
+        self.digests = Digests {
             header: digest("HeaderDigest"),
             data: digest("DataDigest"),
         };
-        rig.framer.set(1 << 20, rig.digests);
-        rig.command(100, &[0; 6], false, 0, &[], true);
-        rig
+        self.framer.set(1 << 20, self.digests);
     }
 
     pub(super) fn login(&mut self, text: &str) -> Vec<Received> {
@@ -271,7 +306,19 @@ impl Rig {
     }
 
     fn carry_out(&mut self, action: Action) {
+        let own = self.channel.channel().config().serial;
         match action {
+            Action::StartTask(name)
+            | Action::AbortTask { task: name, .. }
+            | Action::TaskGone(name)
+                if name.channel != own =>
+            {
+                self.elsewhere.push(action);
+            }
+            Action::HandOver => {
+                let parcel = self.channel.channel_mut().take_parcel();
+                self.parcels.push(parcel);
+            }
             Action::SubmitBlock { task, op, .. } => self.blocks.push((task, op)),
             Action::AbortBlock(task) => {
                 let at = self.blocks.iter().position(|(t, _)| *t == task).unwrap();
@@ -292,7 +339,11 @@ impl Rig {
                 self.disconnected = true;
                 self.step(|ch, cx| ch.channel_mut().handle_disconnected(cx));
             }
-            Action::TakeTurn(_) | Action::EndOthers(_) => self.elsewhere.push(action),
+            Action::TakeTurn(_)
+            | Action::EndOthers(_)
+            | Action::Lost
+            | Action::Detached
+            | Action::TakeOver(_) => self.elsewhere.push(action),
             Action::Release => self.released = true,
         }
     }

@@ -92,7 +92,24 @@ impl<D: Datamover> Channel<D> {
         immediate: bool,
         state: TaskState,
     ) -> Option<TaskIdx> {
-        let others = self.in_flight() - usize::from(self.counted + self.lingering);
+        let idx = self.take_context(itt, immediate, state)?;
+        if !immediate {
+            self.counted += 1;
+            self.window().take_place();
+        }
+        self.tasks[usize::from(idx.0)].counted = !immediate;
+        Some(idx)
+    }
+
+    /// Takes an idle context; `None` if there are too many without a place of the window.
+    pub(super) fn take_context(
+        &mut self,
+        itt: Itt,
+        immediate: bool,
+        state: TaskState,
+    ) -> Option<TaskIdx> {
+        let places = self.counted + self.lingering + self.expected;
+        let others = self.in_flight() - usize::from(places);
         if immediate && others >= usize::from(IMMEDIATE_TASKS) {
             return None;
         }
@@ -100,16 +117,11 @@ impl<D: Datamover> Channel<D> {
             .idle
             .pop()
             .expect("a context for each place of the window");
-        if !immediate {
-            self.counted += 1;
-            self.window().take_place();
-        }
         let task = &mut self.tasks[usize::from(idx.0)];
         debug_assert_eq!(task.state, TaskState::Idle);
         task.generation = task.generation.wrapping_add(1);
         task.state = state;
         task.itt = itt;
-        task.counted = !immediate;
         Some(idx)
     }
 
@@ -118,6 +130,7 @@ impl<D: Datamover> Channel<D> {
         let task = &mut self.tasks[usize::from(idx.0)];
         let counted = std::mem::take(&mut task.counted);
         let lingers = std::mem::take(&mut task.lingers);
+        self.expected -= u16::from(std::mem::take(&mut task.expected));
         task.state = TaskState::Idle;
         self.counted -= u16::from(counted);
         self.lingering -= u16::from(lingers);
@@ -131,8 +144,8 @@ impl<D: Datamover> Channel<D> {
     pub(super) fn mark_sent(&mut self, idx: TaskIdx) {
         let task = &mut self.tasks[usize::from(idx.0)];
         task.state = TaskState::Sent;
-        task.lingers = std::mem::take(&mut task.counted);
-        if task.lingers {
+        if std::mem::take(&mut task.counted) {
+            task.lingers = true;
             self.counted -= 1;
             self.lingering += 1;
             self.window().on_answered();

@@ -111,6 +111,7 @@ impl<D: Datamover> Channel<D> {
     /// The others that this connection waits for hold nothing any more.
     pub fn handle_others_gone(&mut self, cx: &mut Cx<'_>) {
         self.awaits_others = false;
+        self.answer_recovery_logouts();
         if self.phase == Phase::Joining {
             self.last_input = cx.now;
             self.enter_full_feature();

@@ -45,9 +45,7 @@ impl<D: Datamover> Channel<D> {
 
     pub(super) fn on_logout(&mut self, cx: &mut Cx<'_>, request: &LogoutRequest) {
         match request.reason {
-            LogoutReason::RemoveConnection => {
-                return self.answer_logout(request.itt, LogoutStatus::RecoveryNotSupported);
-            }
+            LogoutReason::RemoveConnection => return self.on_logout_for_recovery(cx, request),
             LogoutReason::CloseConnection if request.cid != self.cid => {
                 return self.on_logout_of_other(request);
             }
@@ -81,7 +79,7 @@ impl<D: Datamover> Channel<D> {
         self.answer_logout(request.itt, status);
     }
 
-    fn answer_logout(&mut self, itt: Itt, status: LogoutStatus) {
+    pub(super) fn answer_logout(&mut self, itt: Itt, status: LogoutStatus) {
         let params = self.session.as_ref().map(|s| s.params);
         let answer = LogoutResponse {
             itt,
@@ -100,18 +98,24 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Closes without sending anything more.
+    /// Closes without sending anything more, and keeps nothing.
     pub(super) fn drop_connection(&mut self) {
         if self.phase != Phase::Closed {
-            self.phase = Phase::Closed;
             self.phase_deadline = None;
-            self.waiting.clear();
-            if let Some(session) = &self.session {
-                session.window.forget(self.member());
-            }
-            if self.is_connected {
-                self.actions.push_back(Action::Disconnect);
-            }
+            self.leave_for(Phase::Closed);
+        }
+    }
+
+    /// Closes the connection. Requests that it kept until their turn are discarded.
+    pub(super) fn leave_for(&mut self, phase: Phase) {
+        let is_closing = !matches!(self.phase, Phase::CleanupWait | Phase::Retaining);
+        self.phase = phase;
+        self.waiting.clear();
+        if let Some(session) = &self.session {
+            session.window.forget(self.member());
+        }
+        if is_closing && self.is_connected {
+            self.actions.push_back(Action::Disconnect);
         }
     }
 
@@ -124,10 +128,13 @@ impl<D: Datamover> Channel<D> {
                 self.close(cx.now);
             }
             Phase::Closing if self.mover.queued() == 0 && self.is_flushed => {
-                self.drop_connection();
+                self.lose_connection(cx.now);
             }
-            Phase::Closed => self.tear_down(cx.pool, !self.is_flushed),
+            Phase::CleanupWait | Phase::Retaining => self.retain(cx),
             _ => {}
+        }
+        if self.phase == Phase::Closed {
+            self.tear_down(cx.pool, !self.is_flushed);
         }
         let is_over = self.phase == Phase::Closed
             && !self.is_connected

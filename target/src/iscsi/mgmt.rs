@@ -47,6 +47,9 @@ impl<D: Datamover> Channel<D> {
         };
         self.counters.task_management += 1;
         self.tasks[usize::from(idx.0)].mgmt = Some(Mgmt::default());
+        if request.function == TmfFunction::TaskReassign {
+            return self.on_task_reassign(idx, request);
+        }
         match self.carry_out(cx, idx, request) {
             Some(status) => self.answer_tmf(idx, status),
             None => self.check_mgmt(idx),
@@ -67,7 +70,6 @@ impl<D: Datamover> Channel<D> {
                 Some(TaskManagement::LogicalUnitReset)
             }
             TmfFunction::NexusReset => Some(TaskManagement::NexusReset),
-            TmfFunction::TaskReassign => return Some(TmfStatus::ReassignmentNotSupported),
             TmfFunction::Other(_) => return Some(TmfStatus::NotSupported),
             _ => None,
         };
@@ -181,7 +183,7 @@ impl<D: Datamover> Channel<D> {
         self.answer_tmf(idx, TmfStatus::Complete);
     }
 
-    fn answer_tmf(&mut self, idx: TaskIdx, status: TmfStatus) {
+    pub(super) fn answer_tmf(&mut self, idx: TaskIdx, status: TmfStatus) {
         self.mark_sent(idx);
         let task = &self.tasks[usize::from(idx.0)];
         self.mover.send_control(Control {
@@ -208,7 +210,9 @@ impl<D: Datamover> Channel<D> {
     /// Task management, here or on another channel, ends a task of this one.
     pub fn handle_abort(&mut self, cx: &mut Cx<'_>, name: TaskRef, watcher: TaskRef) {
         let idx = TaskIdx(name.ioctx.0);
-        if self.tasks[usize::from(idx.0)].generation == name.generation {
+        if let Some(task) = self.allegiance.moved(name) {
+            self.actions.push_back(Action::AbortTask { task, watcher });
+        } else if self.tasks[usize::from(idx.0)].generation == name.generation {
             self.abort(cx.pool, idx, Some(watcher));
         } else {
             self.actions.push_back(Action::TaskGone(watcher));

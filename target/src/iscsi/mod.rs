@@ -16,7 +16,8 @@
 //! - `command`: the way of a SCSI command; `task`: its context ([`TaskState`]).
 //! - `window`: the command numbers that a session's connections share; `order`: requests whose turn
 //!   has not come.
-//! - `recovery`: what is kept to be sent once more.
+//! - `recovery`: what is kept to be sent once more. `allegiance`: commands that go from a connection that
+//!   is lost to another one.
 //! - `mgmt`: task management and aborts. `text`: text requests.
 //! - `datamover`: what a channel asks of the layer below. `tcp`: that layer on TCP. [`iser`]: on RDMA.
 //!
@@ -28,12 +29,11 @@
 //!   (beyond it nothing more is read), unsolicited data without a buffer by FirstBurstLength each.
 //!
 //! # Not implemented
-//! Error recovery level 2, which is negotiated away: a session ends with the first of its connections
-//! that is lost. At level 1, data are not sent once more in PDUs of another size (R-Data SNACK).
 //! Target cold reset resets the units as the warm one does; the sessions stay.
 
 #![forbid(unsafe_code)]
 
+mod allegiance;
 mod channel;
 mod command;
 mod datamover;
@@ -54,7 +54,10 @@ mod window;
 mod fixture;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tests_allegiance;
 
+pub use allegiance::{Parcel, TakeOver};
 pub use channel::{Action, Admitted, Channel, ChannelConfig, Cx, Gate, MAX_QUEUED, Others, Phase};
 pub use datamover::{Control, Datamover, GetData, PutData, Taken};
 pub use report::{Counters, SessionInfo};

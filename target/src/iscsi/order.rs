@@ -1,7 +1,7 @@
 //! Requests in the order of their numbers: which is carried out at once, which is kept for later.
 
 use riser_scsi::iscsi::frame::Frame;
-use riser_scsi::iscsi::pdu::FromInitiator;
+use riser_scsi::iscsi::pdu::{FromInitiator, TmfFunction};
 use riser_scsi::iscsi::{BHS_LEN, CmdSn, Itt};
 
 use super::channel::{Action, Channel, Cx};
@@ -71,7 +71,12 @@ impl<D: Datamover> Channel<D> {
         let me = self.member();
         let window = self.window();
         let admission = match (&pdu, immediate) {
-            (FromInitiator::TmfRequest(_), true) => window.admit_function(sn, me),
+            // What is reassigned has come, and numbers may be missing with the connection that is lost.
+            (FromInitiator::TmfRequest(request), true)
+                if request.function != TmfFunction::TaskReassign =>
+            {
+                window.admit_function(sn, me)
+            }
             (_, true) => Admission::Now,
             (_, false) => window.admit(sn, me),
         };

@@ -3,7 +3,8 @@
 //!
 //! A status PDU is kept from when it is sent until ExpStatSN acknowledges it; so is the task whose
 //! end it is, with its data. A SNACK names statuses by their numbers, and Data-In PDUs by the numbers
-//! that they had; these follow from how the data are cut, so nothing else is kept of them.
+//! that they had; these follow from how the data are cut, so nothing else is kept of them. Where
+//! MaxRecvDataSegmentLength has changed since, an R-Data SNACK asks for all the data, cut anew.
 //!
 //! # Bounds
 //! What ends tasks is bounded by their contexts. Other PDUs count as if they waited to be sent, so a
@@ -13,7 +14,7 @@
 use std::collections::VecDeque;
 
 use riser_scsi::iscsi::pdu::{RejectReason, Snack, SnackKind};
-use riser_scsi::iscsi::{Itt, StatSn};
+use riser_scsi::iscsi::{Itt, NO_TAG, StatSn};
 
 use super::datamover::{Control, PutData};
 use super::task::TaskIdx;
@@ -143,8 +144,42 @@ impl Recovery {
             SnackKind::DataOrR2t => self.find_data(snack.itt, snack.begin, snack.run),
             // We never ask for an acknowledgment of data.
             SnackKind::DataAck => Err(RejectReason::InvalidDataAck),
-            SnackKind::RData => Err(RejectReason::SnackReject),
+            SnackKind::RData => unreachable!("asked for by its own function"),
         }
+    }
+
+    /// The data that an R-Data SNACK asks for: all that are not acknowledged (RFC 7143 11.16.3). Their
+    /// status does not go with them any more.
+    pub(super) fn find_all_data(&mut self, snack: &Snack) -> Result<PutData, RejectReason> {
+        let is_legal = snack.begin == 0 && snack.run == 0 && ![0, NO_TAG].contains(&snack.ttt.0);
+        let mut data = self.data.iter_mut();
+        let put = data.find(|put| put.itt == snack.itt && is_legal);
+        let put = put.ok_or(RejectReason::SnackReject)?;
+        Ok(std::mem::replace(
+            put,
+            PutData {
+                status: None,
+                ..*put
+            },
+        ))
+    }
+
+    /// The response of a task is another one from now on, with the number that it had, if it was sent.
+    pub(super) fn replace(&mut self, task: TaskIdx, control: &Control) -> Option<StatSn> {
+        let kept = self
+            .kept
+            .iter_mut()
+            .find(|kept| kept.ends() == Some(task))?;
+        kept.status = Status::Control(control.clone());
+        Some(kept.stat_sn)
+    }
+
+    /// The response of a task that was sent without data.
+    pub(super) fn response_of(&self, task: TaskIdx) -> Option<Control> {
+        self.kept.iter().find_map(|kept| match &kept.status {
+            Status::Control(control) if control.ends == Some(task) => Some(control.clone()),
+            _ => None,
+        })
     }
 
     fn find_status(&self, begin: StatSn, run: u32) -> Result<Vec<Again>, RejectReason> {

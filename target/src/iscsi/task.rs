@@ -5,6 +5,7 @@ use riser_scsi::iscsi::pdu::MAX_CDB;
 use riser_scsi::srp::WireLun;
 use riser_scsi::step::Response;
 
+use super::datamover::Start;
 use super::mgmt::Mgmt;
 use crate::execution::Execution;
 
@@ -19,7 +20,8 @@ pub struct TaskIdx(pub u16);
 ///    │   (each only where it is needed)│          │
 ///    │                                 v          v
 ///    │                           AwaitUnsolicited ──→ Sent → Idle
-///    └──→ Mgmt ─────────────────────────────────────→ Sent
+///    ├──→ Mgmt ─────────────────────────────────────→ Sent
+///    └──→ Expected ──→ AwaitBuffer, Receive, Sent: where the other connection has left it
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TaskState {
@@ -39,6 +41,8 @@ pub enum TaskState {
     Mgmt,
     /// The answer was handed to the datamover.
     Sent,
+    /// A command that another connection had under way, which is to hand it over.
+    Expected,
 }
 
 /// Data that come from the initiator.
@@ -73,11 +77,15 @@ pub(super) struct Task {
     pub(super) counted: bool,
     /// Whether it took one, and is answered.
     pub(super) lingers: bool,
+    /// Whether it took one on another connection, which it is to come from.
+    pub(super) expected: bool,
     pub(super) lun: WireLun,
     pub(super) exec: Execution<MAX_CDB>,
     pub(super) incoming: Incoming,
-    /// The answer, while it waits for unsolicited data.
+    /// The answer, while it waits for unsolicited data, and once it is sent.
     pub(super) response: Option<Response>,
+    /// Where its data begin for the initiator.
+    pub(super) data_start: Start,
     /// R2T PDUs that it had.
     pub(super) r2ts: u32,
     pub(super) mgmt: Option<Mgmt>,
@@ -91,10 +99,12 @@ impl Task {
             itt: Itt::NONE,
             counted: false,
             lingers: false,
+            expected: false,
             lun: [0; 8],
             exec: Execution::new(),
             incoming: Incoming::default(),
             response: None,
+            data_start: Start::default(),
             r2ts: 0,
             mgmt: None,
         }

@@ -10,13 +10,14 @@ use riser_scsi::access::DataAccess;
 use riser_scsi::iscsi::frame::{self, DataDigest, Digests, Framer, padding};
 use riser_scsi::iscsi::login::{ConnectionParams, SessionParams};
 use riser_scsi::iscsi::pdu::{
-    DataIn, DataInStatus, DataOut, FromTarget, R2t, RejectReason, Snack, SnackKind,
+    DataIn, DataInStatus, DataOut, FromTarget, R2t, RejectReason, ScsiResponse, Snack, SnackKind,
 };
 use riser_scsi::iscsi::{Itt, Numbers, StatSn, Ttt};
 use riser_scsi::srp::WireLun;
+use riser_scsi::step::Residual;
 
 use super::channel::{Channel, ChannelConfig, Cx, Held, Phase};
-use super::datamover::{Control, Datamover, GetData, PutData, Taken};
+use super::datamover::{Control, Datamover, GetData, Progress, PutData, Start, Taken};
 use super::recovery::{Again, Recovery};
 use super::task::TaskIdx;
 use crate::pool::Buffer;
@@ -101,8 +102,20 @@ enum Item {
 #[derive(Debug)]
 struct Outgoing {
     put: PutData,
+    /// Where in the command's data the next PDU begins.
     sent: u32,
     data_sn: u32,
+}
+
+impl Outgoing {
+    /// From the beginning.
+    fn new(put: PutData) -> Self {
+        Self {
+            put,
+            sent: put.start.offset,
+            data_sn: put.start.data_sn,
+        }
+    }
 }
 
 /// An R2T that is not fully answered.
@@ -232,11 +245,20 @@ impl Tcp {
             task: open.task,
             itt: open.itt,
             lun: open.lun,
+            r2t_sn: 0,
             offset: open.offset + open.got,
             len: open.len - open.got,
         };
         self.send_r2t(wanted.expect("what is open is wanted"), part);
         Taken::Again(open.task)
+    }
+
+    /// PDUs of the data between two offsets.
+    fn pieces(&self, from: u32, to: u32) -> u32 {
+        let of = |bytes: u32| bytes.div_ceil(self.max_send_segment);
+        let first = (self.max_burst - from % self.max_burst).min(to - from);
+        let rest = to - from - first;
+        of(first) + rest / self.max_burst * of(self.max_burst) + of(rest % self.max_burst)
     }
 
     /// Bytes of the next PDU of data.
@@ -267,11 +289,7 @@ impl Tcp {
                 stat_sn,
             } => (put, from, until, *stat_sn),
         };
-        let mut item = Outgoing {
-            put: *put,
-            sent: 0,
-            data_sn: 0,
-        };
+        let mut item = Outgoing::new(*put);
         if let Some(stat_sn) = stat_sn {
             numbers.stat_sn = stat_sn;
         } else {
@@ -287,6 +305,41 @@ impl Tcp {
         let is_last = self.put_data_in(&mut item, numbers, held.buffer(put.task), batch);
         *from = item.data_sn;
         is_last || *from >= *until
+    }
+
+    /// Sends all data of a task once more, in PDUs of the present size, then its answer with the tag of
+    /// the SNACK that asks for that.
+    fn resend_cut_anew(&mut self, snack: &Snack) -> Result<(), RejectReason> {
+        let put = self.recovery.find_all_data(snack)?;
+        let task = put.task;
+        let mut response = self.recovery.response_of(task);
+        self.queue.retain_mut(|item| match item {
+            Item::Data(Outgoing { put, .. }) | Item::Again(Again::Data { put, .. }) => {
+                put.task != task
+            }
+            Item::Control(control) if control.ends == Some(task) => {
+                response = Some(control.clone());
+                false
+            }
+            _ => true,
+        });
+        let exp_data_sn = put.r2ts + put.start.data_sn + self.pieces(put.start.offset, put.len);
+        let mut control = response.unwrap_or_else(|| with_data(&put));
+        if let FromTarget::ScsiResponse(response) = &mut control.pdu {
+            response.exp_data_sn = exp_data_sn;
+            response.snack_tag = snack.ttt.0;
+        }
+        let put = PutData {
+            status: None,
+            ..put
+        };
+        self.queue.push_back(Item::Data(Outgoing::new(put)));
+        self.queue
+            .push_back(match self.recovery.replace(task, &control) {
+                Some(stat_sn) => Item::Again(Again::Control(control, stat_sn)),
+                None => Item::Control(control),
+            });
+        Ok(())
     }
 
     fn put_control(&self, control: &Control, numbers: Numbers, batch: &mut Batch) {
@@ -444,13 +497,8 @@ impl Datamover for Tcp {
 
     fn put_data(&mut self, put: PutData) -> u32 {
         self.recovery.on_data(put);
-        self.queue.push_back(Item::Data(Outgoing {
-            put,
-            sent: 0,
-            data_sn: 0,
-        }));
-        let (full, rest) = (put.len / self.max_burst, put.len % self.max_burst);
-        full * self.max_burst.div_ceil(self.max_send_segment) + rest.div_ceil(self.max_send_segment)
+        self.queue.push_back(Item::Data(Outgoing::new(put)));
+        put.start.data_sn + self.pieces(put.start.offset, put.len)
     }
 
     fn carries_status(&self) -> bool {
@@ -458,9 +506,10 @@ impl Datamover for Tcp {
     }
 
     fn get_data(&mut self, get: GetData) -> u32 {
-        self.wanted.push(Wanted { get, r2t_sn: 0 });
+        let r2t_sn = get.r2t_sn;
+        self.wanted.push(Wanted { get, r2t_sn });
         self.solicit(get.task);
-        get.len.div_ceil(self.max_burst)
+        r2t_sn + get.len.div_ceil(self.max_burst)
     }
 
     fn take_solicited(&mut self, pdu: &DataOut, len: u32, is_intact: bool) -> Taken {
@@ -525,6 +574,9 @@ impl Datamover for Tcp {
             let steps = open.r2t_sn.checked_sub(snack.begin);
             open.itt == snack.itt && steps.is_some_and(|n| snack.run == 0 || n < snack.run)
         };
+        if snack.kind == SnackKind::RData && self.recovery.is_on() {
+            return self.resend_cut_anew(snack);
+        }
         let r2ts: Vec<Item> = match snack.kind {
             SnackKind::DataOrR2t if self.recovery.is_on() => {
                 self.open.iter().filter(asked).map(Open::request).collect()
@@ -564,8 +616,57 @@ impl Datamover for Tcp {
         self.in_batch.contains(&task)
     }
 
+    fn progress(&self, task: TaskIdx) -> Progress {
+        let wanted = self.wanted.iter().find(|wanted| wanted.get.task == task);
+        let wanted = wanted.expect("the task has asked for data");
+        let open = self.open.iter().filter(|open| open.task == task);
+        Progress {
+            got: open
+                .map(|open| open.offset + open.got)
+                .fold(wanted.get.offset, u32::min),
+            r2ts: wanted.r2t_sn,
+        }
+    }
+
+    fn start_of(&self, start: Start, len: u32, data_sn: u32) -> Option<Start> {
+        let mut at = start;
+        while at.data_sn < data_sn && at.offset < len {
+            let in_burst = self.max_burst - at.offset % self.max_burst;
+            at.offset += (len - at.offset).min(in_burst).min(self.max_send_segment);
+            at.data_sn += 1;
+        }
+        (at.data_sn == data_sn).then_some(at)
+    }
+
+    fn clear(&mut self) {
+        self.queue.retain(|item| matches!(item, Item::Digests(_)));
+        self.recovery = Recovery::default();
+    }
+
     fn queued(&self) -> usize {
         self.queue.len() + self.recovery.others()
+    }
+}
+
+/// The answer that went, or was to go, with the last of the data.
+fn with_data(put: &PutData) -> Control {
+    let status = put
+        .status
+        .expect("data have an answer of their own or with them");
+    let pdu = ScsiResponse {
+        itt: put.itt,
+        response: 0,
+        status: status.status,
+        residual: status.residual,
+        bidi_residual: Residual::None,
+        exp_data_sn: 0,
+        snack_tag: 0,
+    };
+    Control {
+        pdu: FromTarget::ScsiResponse(pdu),
+        data: Vec::new(),
+        counts: true,
+        ends: Some(put.task),
     }
 }
 
@@ -656,7 +757,7 @@ impl TcpChannel {
 }
 
 /// The status that may go with data: a good one.
-pub(super) fn good(residual: riser_scsi::step::Residual) -> DataInStatus {
+pub(super) fn good(residual: Residual) -> DataInStatus {
     DataInStatus {
         status: 0,
         residual,

@@ -15,7 +15,7 @@ use super::fixture::{Received, Rig, WINDOW};
 use super::{Action, MAX_QUEUED, Others, Phase, TcpChannel};
 
 /// Status and sense key of the response in what was received.
-fn status(received: &[Received]) -> (u8, Option<u8>) {
+pub(super) fn status(received: &[Received]) -> (u8, Option<u8>) {
     received
         .iter()
         .find_map(|(pdu, _, data)| match pdu {
@@ -35,7 +35,7 @@ fn rejected(received: &[Received]) -> RejectReason {
     }
 }
 
-fn tmf_status(received: &[Received]) -> TmfStatus {
+pub(super) fn tmf_status(received: &[Received]) -> TmfStatus {
     let found = received.iter().find_map(|(pdu, ..)| match pdu {
         FromTarget::TmfResponse(response) => Some(response.status),
         _ => None,
@@ -432,7 +432,7 @@ fn snack(kind: SnackKind, tag: u32, begin: u32, run: u32) -> FromInitiator {
 }
 
 /// Numbers of the Data-In PDUs in what was received, and that of the status with the last of them.
-fn data_in(received: &[Received]) -> (Vec<u32>, Option<u32>) {
+pub(super) fn data_in(received: &[Received]) -> (Vec<u32>, Option<u32>) {
     let mut status = None;
     let sns = received.iter().map(|(pdu, numbers, data)| match pdu {
         FromTarget::DataIn(pdu) => {
@@ -500,6 +500,79 @@ fn what_was_sent_is_sent_once_more() {
     rig.end();
 }
 
+/// RFC 7143 11.16.3: after a change of MaxRecvDataSegmentLength the data are sent once more in PDUs of
+/// another size, and their answer with the tag of the SNACK.
+#[test]
+fn data_are_cut_anew_where_the_pdu_size_has_changed() {
+    let rdata = |tag, ttt, begin| {
+        FromInitiator::Snack(Snack {
+            kind: SnackKind::RData,
+            lun: [0; 8],
+            itt: Itt(tag),
+            ttt: Ttt(ttt),
+            exp_stat_sn: StatSn(0),
+            begin,
+            run: 0,
+        })
+    };
+    for was_sent in [true, false] {
+        let mut rig = Rig::logged_in(
+            "MaxRecvDataSegmentLength=2048\0MaxBurstLength=4096\0ErrorRecoveryLevel=1\0",
+        );
+        for (at, block) in rig.disk.chunks_mut(512).enumerate() {
+            block.fill((at as u8).wrapping_add(1));
+        }
+        rig.stalled = !was_sent;
+        let first = rig.read(1, 0, 5);
+        assert_eq!(first.len(), if was_sent { 2 } else { 0 });
+        let text = TextRequest {
+            immediate: true,
+            is_final: true,
+            continues: false,
+            lun: [0; 8],
+            itt: Itt(7),
+            ttt: Ttt::NONE,
+            cmd_sn: CmdSn(rig.cmd_sn),
+            exp_stat_sn: StatSn(0),
+        };
+        let text = FromInitiator::TextRequest(text);
+        rig.send(&text, b"MaxRecvDataSegmentLength=512\0");
+        rig.stalled = false;
+        let mut received = rig.send(&rdata(1, 77, 0), &[]);
+        received.retain(|(pdu, ..)| !matches!(pdu, FromTarget::TextResponse(_)));
+        let (answer, numbers, _) = received.pop().expect("an answer");
+        assert_eq!(data_in(&received), (vec![0, 1, 2, 3, 4], None));
+        let FromTarget::ScsiResponse(response) = answer else {
+            panic!("{answer:?}");
+        };
+        assert_eq!((response.status, response.exp_data_sn), (0, 5));
+        assert_eq!(response.snack_tag, 77);
+        if was_sent {
+            assert_eq!(numbers.stat_sn, first[1].1.stat_sn, "the same number");
+        }
+        let again = rig.send(&snack(SnackKind::DataOrR2t, 1, 2, 1), &[]);
+        assert_eq!(data_in(&again), (vec![2], None));
+        let sn = numbers.stat_sn.0;
+        let again = rig.send(&snack(SnackKind::Status, u32::MAX, sn, 1), &[]);
+        assert_eq!(again[0].0, answer, "the last one");
+        for illegal in [
+            rdata(1, 0, 0),
+            rdata(1, u32::MAX, 0),
+            rdata(1, 5, 1),
+            rdata(2, 5, 0),
+        ] {
+            let refused = rig.send(&illegal, &[]);
+            assert_eq!(rejected(&refused), RejectReason::SnackReject);
+        }
+        let once_more = rig.send(&rdata(1, 78, 0), &[]);
+        assert!(matches!(
+            once_more.last().unwrap().0,
+            FromTarget::ScsiResponse(r) if r.snack_tag == 78
+        ));
+        rig.end();
+    }
+}
+
 /// Sends data with a wrong digest.
 fn spoilt(
     rig: &mut Rig,
@@ -523,7 +596,7 @@ fn spoilt(
     rig.with(|ch, cx| ch.handle_bytes(cx, &bytes))
 }
 
-fn r2t(received: &[Received]) -> R2t {
+pub(super) fn r2t(received: &[Received]) -> R2t {
     let found = received.iter().find_map(|(pdu, ..)| match pdu {
         FromTarget::R2t(r2t) => Some(*r2t),
         _ => None,

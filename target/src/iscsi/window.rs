@@ -14,6 +14,9 @@
 //! A session of one connection over a lossless stream never enters anything: a number that is not
 //! the next one is an old one then.
 //!
+//! Commands are named by their tags here too, where another connection may name them: to abort one,
+//! or to take it over from a connection that is lost ([`Tag`]).
+//!
 //! # Bounds
 //! What is entered is bounded by the command window and [`MAX_AHEAD`]; tags by the contexts of the
 //! session's connections.
@@ -21,6 +24,7 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use riser_scsi::iscsi::login::SessionParams;
 use riser_scsi::iscsi::{CmdSn, Itt};
 
 use crate::srp::TaskRef;
@@ -63,12 +67,28 @@ struct Ahead {
     immediate: bool,
 }
 
+/// A command, by its tag.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Tag {
+    /// Its context, on the connection that it is allegiant to.
+    pub(super) task: TaskRef,
+    /// Its answer was sent, though perhaps not received.
+    pub(super) answered: bool,
+    /// Its connection has been logged out for recovery: another one may have it.
+    pub(super) is_free: bool,
+    /// It takes no place of the window.
+    pub(super) immediate: bool,
+}
+
 /// The numbers of a session.
 #[derive(Debug)]
 pub struct Window {
     commands: u16,
     /// Whether numbers may come out of order at all.
     unordered: bool,
+    /// Whether commands outlive their connection: answered ones are known until they are
+    /// acknowledged, then.
+    reassigns: bool,
     numbering: Mutex<Numbering>,
 }
 
@@ -81,7 +101,7 @@ struct Numbering {
     lingering: u16,
     ahead: Vec<Ahead>,
     /// Commands under way by their tags, where other connections may name them.
-    tags: HashMap<Itt, TaskRef>,
+    tags: HashMap<Itt, Tag>,
 }
 
 impl Window {
@@ -92,6 +112,7 @@ impl Window {
         Self {
             commands,
             unordered,
+            reassigns: false,
             numbering: Mutex::new(Numbering {
                 exp: first,
                 counted: 0,
@@ -99,6 +120,16 @@ impl Window {
                 ahead: Vec::new(),
                 tags: HashMap::new(),
             }),
+        }
+    }
+
+    /// Of a session of `commands` at once that has agreed on these.
+    #[must_use]
+    pub fn of(params: &SessionParams, commands: u16, first: CmdSn) -> Self {
+        let level = params.error_recovery_level;
+        Self {
+            reassigns: level > 1,
+            ..Self::new(commands, first, params.max_connections > 1 || level > 0)
         }
     }
 
@@ -241,29 +272,73 @@ impl Window {
         }
     }
 
-    /// Enters a command's tag.
-    pub(super) fn enter_tag(&self, itt: Itt, task: TaskRef) {
+    /// Enters a command's tag. An answered command with the same tag is known no more: who uses the
+    /// tag again has its answer.
+    pub(super) fn enter_tag(&self, itt: Itt, task: TaskRef, immediate: bool) {
         if self.unordered {
-            self.lock().tags.insert(itt, task);
+            let tag = Tag {
+                task,
+                answered: false,
+                is_free: false,
+                immediate,
+            };
+            self.lock().tags.insert(itt, tag);
         }
     }
 
-    /// The command with a tag, on whichever connection.
+    /// The unanswered command with a tag, on whichever connection.
     pub(super) fn tagged(&self, itt: Itt) -> Option<TaskRef> {
+        let tag = self.tag(itt)?;
+        (!tag.answered).then_some(tag.task)
+    }
+
+    /// The command with a tag, on whichever connection.
+    pub(super) fn tag(&self, itt: Itt) -> Option<Tag> {
         if !self.unordered {
             return None;
         }
         self.lock().tags.get(&itt).copied()
     }
 
+    /// A command is answered.
+    pub(super) fn answer_tag(&self, itt: Itt, task: TaskRef) {
+        if !self.reassigns {
+            return self.remove_tag(itt, task);
+        }
+        let mut numbering = self.lock();
+        if let Some(tag) = numbering.tags.get_mut(&itt).filter(|tag| tag.task == task) {
+            tag.answered = true;
+        }
+    }
+
     /// A command is over.
     pub(super) fn remove_tag(&self, itt: Itt, task: TaskRef) {
         if self.unordered {
             let mut numbering = self.lock();
-            if numbering.tags.get(&itt) == Some(&task) {
+            if numbering.tags.get(&itt).is_some_and(|tag| tag.task == task) {
                 numbering.tags.remove(&itt);
             }
         }
+    }
+
+    /// A connection is logged out for recovery: other connections may have its commands.
+    pub(super) fn free_tags(&self, of: Member) {
+        let mut numbering = self.lock();
+        let tags = numbering.tags.values_mut();
+        tags.filter(|tag| (tag.task.worker, tag.task.channel) == (of.worker, of.channel))
+            .for_each(|tag| tag.is_free = true);
+    }
+
+    /// A command that is free becomes that of another connection, in the context `to`; whether it
+    /// still was free, and that of `from`.
+    pub(super) fn claim_tag(&self, itt: Itt, from: TaskRef, to: TaskRef) -> bool {
+        let mut numbering = self.lock();
+        let tag = numbering.tags.get_mut(&itt);
+        let Some(tag) = tag.filter(|tag| tag.is_free && tag.task == from) else {
+            return false;
+        };
+        (tag.task, tag.is_free) = (to, false);
+        true
     }
 
     /// A panic elsewhere cannot have left the numbers half changed, so poison is ignored.

@@ -124,6 +124,16 @@ impl Unit {
             .collect()
     }
 
+    /// A task has another name from now on.
+    ///
+    /// # Panics
+    /// If it is not in the set.
+    pub fn rename(&self, key: TaskKey, name: TaskRef) {
+        let mut tasks = self.lock();
+        let known = tasks.refs[key.slot()].as_mut();
+        *known.expect("the task is in its set") = name;
+    }
+
     /// Carries out a task-management function on the set.
     pub fn manage(&self, nexus: NexusId, function: TaskManagement) -> Managed {
         let mut tasks = self.lock();

@@ -14,6 +14,7 @@ use riser_transport::verbs::{AsyncEvent, CmEventKind, Completion, CqId, Notify, 
 use super::exec::{Owner, Work};
 use super::mail::Mail;
 use super::{CQ_BATCH, Endpoint, Flushing, GRACE, Phase, Report, Worker, WorkerError};
+use crate::iscsi::TakeOver;
 use crate::iscsi::iser::IserChannel;
 use crate::srp::{Channel, RecvIdx};
 use crate::warn_limited;
@@ -335,10 +336,10 @@ impl Worker {
         work
     }
 
-    pub(super) fn handle_mail(&mut self, mail: Mail) {
+    pub(super) fn handle_mail(&mut self, mut mail: Mail) {
         if let Some(serial) = mail.addressee()
             && !self.by_serial.contains_key(&serial)
-            && (self.handle_iscsi_mail(serial, &mail) || self.handle_iser_mail(serial, &mail))
+            && (self.handle_iscsi_mail(serial, &mut mail) || self.handle_iser_mail(serial, &mail))
         {
             return;
         }
@@ -370,7 +371,14 @@ impl Worker {
                 }
             }
             // Of a connection that is gone.
-            Mail::OthersGone { .. } | Mail::TakeTurn { .. } => {}
+            Mail::OthersGone { .. }
+            | Mail::TakeTurn { .. }
+            | Mail::Detach { .. }
+            | Mail::Lost { .. }
+            | Mail::Parcel { .. } => {}
+            Mail::TakeOver(TakeOver { to, .. }) => {
+                self.post_mail(to.worker, Mail::Parcel { to, parcel: None });
+            }
             Mail::Event { unit, attention } => {
                 let keys: Vec<usize> = self.sessions.iter().map(|(k, _)| k).collect();
                 for key in keys {

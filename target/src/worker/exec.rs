@@ -344,6 +344,7 @@ impl Worker {
                 self.pool_seen = self.pool.free();
             }
             self.pool_waiters.push_back(key);
+            self.relieve_pool();
         }
     }
 }

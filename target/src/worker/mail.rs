@@ -7,9 +7,11 @@ use std::time::Instant;
 
 use riser_reactor::{MailSender, SendError};
 use riser_scsi::attention::Attention;
+use riser_scsi::iscsi::Cid;
 use riser_scsi::srp::TLogoutReason;
 
 use super::session::SessionInfo;
+use crate::iscsi::{Parcel, TakeOver};
 use crate::srp::{Counters, TaskRef, UnitIdx};
 
 /// Messages that a worker's mailbox holds.
@@ -50,6 +52,27 @@ pub enum Mail {
         /// Its number at this worker.
         serial: u32,
     },
+    /// An iSCSI channel was logged out for recovery.
+    Detach {
+        /// Its number at this worker.
+        serial: u32,
+    },
+    /// Another connection of an iSCSI channel's session is lost.
+    Lost {
+        /// The channel's number at this worker.
+        serial: u32,
+        /// The connection that is lost.
+        cid: Cid,
+    },
+    /// A command of an iSCSI channel of this worker goes to another one.
+    TakeOver(TakeOver),
+    /// A command that an iSCSI channel of this worker takes over, or nothing where it has ended.
+    Parcel {
+        /// The context that waits for it.
+        to: TaskRef,
+        /// The command.
+        parcel: Option<Box<Parcel>>,
+    },
     /// An iSCSI channel may have its session's next command.
     TakeTurn {
         /// Its number at this worker.
@@ -85,8 +108,12 @@ impl Mail {
             Self::StartTask(task) | Self::AbortTask { task, .. } | Self::TaskGone(task) => {
                 Some(task.channel)
             }
+            Self::TakeOver(take_over) => Some(take_over.task.channel),
+            Self::Parcel { to, .. } => Some(to.channel),
             Self::Terminate { serial, .. }
             | Self::OthersGone { serial }
+            | Self::Detach { serial }
+            | Self::Lost { serial, .. }
             | Self::TakeTurn { serial } => Some(*serial),
             _ => None,
         }

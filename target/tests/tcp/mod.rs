@@ -84,8 +84,27 @@ impl Client {
         to: SocketAddr,
         target: &str,
         isid: u8,
-        (tsih, cid): (u16, u16),
+        numbers: (u16, u16),
         secret: Option<&str>,
+    ) -> Result<(Self, Option<(String, bool)>), LoginError> {
+        Self::attempt_at_level(here, to, (target, secret), isid, numbers, 0)
+    }
+
+    /// A connection at error recovery level 2, for a new session or an existing one.
+    pub(crate) fn recoverable(port: u16, target: &str, isid: u8, numbers: (u16, u16)) -> Self {
+        let here = SocketAddr::from(([127, 0, 0, 1], 0));
+        let to = SocketAddr::from(([127, 0, 0, 1], port));
+        let attempt = Self::attempt_at_level(here, to, (target, None), isid, numbers, 2);
+        attempt.unwrap().0
+    }
+
+    fn attempt_at_level(
+        here: SocketAddr,
+        to: SocketAddr,
+        (target, secret): (&str, Option<&str>),
+        isid: u8,
+        (tsih, cid): (u16, u16),
+        level: u32,
     ) -> Result<(Self, Option<(String, bool)>), LoginError> {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
         socket.bind(&here.into()).unwrap();
@@ -116,10 +135,16 @@ impl Client {
             target_credentials: None,
             offer: Offer::default()
                 .with(Key::MaxConnections, 2)
+                .with(Key::ErrorRecoveryLevel, level)
                 .with_list(Key::HeaderDigest, 2)
                 .with_list(Key::DataDigest, 2),
             keys: if tsih == 0 {
-                vec![Key::MaxConnections, Key::HeaderDigest, Key::DataDigest]
+                vec![
+                    Key::MaxConnections,
+                    Key::ErrorRecoveryLevel,
+                    Key::HeaderDigest,
+                    Key::DataDigest,
+                ]
             } else {
                 vec![Key::HeaderDigest, Key::DataDigest]
             },

@@ -66,6 +66,8 @@ pub struct ScsiResponse {
     pub bidi_residual: Residual,
     /// Data-In and R2T PDUs that the command had.
     pub exp_data_sn: u32,
+    /// That of the R-Data SNACK that it follows; zero where there was none.
+    pub snack_tag: u32,
 }
 
 impl ScsiResponse {
@@ -112,6 +114,7 @@ impl ScsiResponse {
             exp_cmd_sn: numbers.exp_cmd_sn.0.into(),
             max_cmd_sn: numbers.max_cmd_sn.0.into(),
             exp_data_sn: self.exp_data_sn.into(),
+            snack_tag: self.snack_tag.into(),
             bidi_residual: bidi_residual.into(),
             residual: residual.into(),
             ..RawScsiResponse::default()
@@ -133,6 +136,7 @@ impl ScsiResponse {
                 raw.bidi_residual.get(),
             )?,
             exp_data_sn: raw.exp_data_sn.get(),
+            snack_tag: raw.snack_tag.get(),
         })
     }
 }

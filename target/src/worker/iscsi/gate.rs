@@ -3,18 +3,18 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use riser_scsi::iscsi::CmdSn;
 use riser_scsi::iscsi::frame::MAX_AHS;
 use riser_scsi::iscsi::keys::{Key, Offer};
 use riser_scsi::iscsi::login::{Identity, Joined, Refusal, Terms};
 use riser_scsi::iscsi::name::{Found, IscsiName, TargetAddress};
 use riser_scsi::iscsi::pdu::LoginStatus;
+use riser_scsi::iscsi::{Cid, CmdSn};
 use riser_scsi::nexus::{Nexus, PortName, TargetPort};
 
 use super::super::Shared;
 use super::super::registry::ChannelRef;
 use super::super::target::{Catalog, IscsiDef, TargetDef};
-use super::sessions::{Entered, Session, SessionKey};
+use super::sessions::{Ending, Entered, Session, SessionKey};
 use crate::iscsi::iser::IserParams;
 use crate::iscsi::{Admitted, Gate, Window};
 
@@ -29,6 +29,9 @@ const FIRST_BURST: u32 = 64 << 10;
 
 /// R2Ts of a command at once.
 const MAX_OUTSTANDING_R2T: u32 = 8;
+
+/// Seconds that the commands of a connection are kept that is lost, at error recovery level 2.
+const TIME2RETAIN: u32 = 20;
 
 /// Connections of a session over TCP.
 const MAX_CONNECTIONS: u32 = 8;
@@ -52,8 +55,8 @@ pub(in crate::worker) struct WorkerGate<'a> {
     pub(in crate::worker) peer: SocketAddr,
     pub(in crate::worker) channel: ChannelRef,
     pub(in crate::worker) entered: &'a mut Option<Entered>,
-    /// Channels whose place has been taken.
-    pub(in crate::worker) terminate: &'a mut Vec<ChannelRef>,
+    /// Channels whose place has been taken, or that were logged out.
+    pub(in crate::worker) ending: &'a mut Vec<(ChannelRef, Ending)>,
 }
 
 /// What we agree on, over either.
@@ -63,7 +66,7 @@ fn offer() -> Offer {
         .with(Key::MaxOutstandingR2T, MAX_OUTSTANDING_R2T)
         .with(Key::InitialR2T, 0)
         .with(Key::DefaultTime2Wait, 0)
-        .with(Key::DefaultTime2Retain, 0)
+        .with(Key::DefaultTime2Retain, TIME2RETAIN)
 }
 
 impl Transport {
@@ -72,7 +75,7 @@ impl Transport {
         match self {
             Self::Tcp => offer()
                 .with(Key::MaxConnections, MAX_CONNECTIONS)
-                .with(Key::ErrorRecoveryLevel, 1)
+                .with(Key::ErrorRecoveryLevel, 2)
                 .with(Key::MaxRecvDataSegmentLength, MAX_RECV_SEGMENT)
                 .with(Key::FirstBurstLength, FIRST_BURST)
                 .with_list(Key::HeaderDigest, 0b11)
@@ -145,8 +148,6 @@ impl WorkerGate<'_> {
             });
         let nexus = self.shared.registry.open_nexus(address);
         let commands = self.shared.iscsi.commands;
-        let params = &joined.session;
-        let unordered = params.max_connections > 1 || params.error_recovery_level > 0;
         Ok(Session {
             key,
             nexus: nexus.ok_or(LoginStatus::OUT_OF_RESOURCES)?,
@@ -154,7 +155,7 @@ impl WorkerGate<'_> {
             ports,
             luns: allowed.unwrap_or_default(),
             params: joined.session,
-            window: Arc::new(Window::new(commands, first, unordered)),
+            window: Arc::new(Window::of(&joined.session, commands, first)),
         })
     }
 }
@@ -212,7 +213,7 @@ impl Gate for WorkerGate<'_> {
         // A discovery session concerns no target.
         let place = found.as_ref().map_or(usize::MAX, |found| found.0);
         let key = SessionKey::of(identity, place);
-        let (tsih, session, taken) = if identity.tsih.0 == 0 {
+        let (tsih, session, taken, how) = if identity.tsih.0 == 0 {
             let session = self.new_session(joined, key, first)?;
             let entered = sessions.enter(session.clone(), identity.cid, self.channel);
             let Some((tsih, taken)) = entered else {
@@ -224,11 +225,12 @@ impl Gate for WorkerGate<'_> {
                     unit.lu.add_nexus(session.nexus, ports.clone());
                 }
             }
-            (tsih, session, taken)
+            (tsih, session, taken, Ending::Terminate)
         } else {
             let tsih = identity.tsih;
             let (session, taken) = sessions.join(&key, tsih, identity.cid, self.channel)?;
-            (tsih, session, taken)
+            let how = Ending::of_reinstatement(&session.params);
+            (tsih, session, taken, how)
         };
         tracing::info!(
             peer = %self.peer, initiator = %identity.initiator, isid = %identity.isid,
@@ -241,7 +243,7 @@ impl Gate for WorkerGate<'_> {
             nexus: session.nexus,
         });
         let waits = !taken.is_empty();
-        self.terminate.extend(taken);
+        self.ending.extend(taken.into_iter().map(|old| (old, how)));
         Ok(Admitted {
             tsih,
             nexus: session.ports.map(|_| (session.nexus, session.luns)),
@@ -249,6 +251,18 @@ impl Gate for WorkerGate<'_> {
             window: session.window,
             waits,
         })
+    }
+
+    fn detach(&mut self, cid: Cid) -> bool {
+        let sessions = &self.shared.iscsi.sessions;
+        let entered = self.entered.as_ref();
+        let found = entered.map_or_else(Vec::new, |entered| {
+            sessions.detach(entered.tsih, self.channel, cid)
+        });
+        let is_there = !found.is_empty();
+        let found = found.into_iter().map(|old| (old, Ending::Detach));
+        self.ending.extend(found);
+        is_there
     }
 
     fn random(&mut self, out: &mut [u8]) {

@@ -34,7 +34,7 @@ use super::registry::ChannelRef;
 use super::{Stalled, Worker};
 use crate::iscsi::{Action, Counters, Cx, Member, Others, Phase, TaskIdx, TcpChannel};
 use gate::{Transport, WorkerGate};
-use sessions::Entered;
+use sessions::{Ending, Entered};
 use socket::{Connection, Listener};
 
 pub use sessions::IscsiSessions;
@@ -112,7 +112,7 @@ impl Worker {
         let Some(conn) = self.iscsi.conns.get_mut(key) else {
             return;
         };
-        let mut terminate = Vec::new();
+        let mut ending = Vec::new();
         let mut gate = WorkerGate {
             shared: &self.shared,
             catalog: &self.catalog,
@@ -124,7 +124,7 @@ impl Worker {
                 serial: conn.serial,
             },
             entered: &mut conn.entered,
-            terminate: &mut terminate,
+            ending: &mut ending,
         };
         let mut cx = Cx {
             now: self.now,
@@ -133,15 +133,80 @@ impl Worker {
         };
         input(&mut conn.channel, &mut cx);
         self.iscsi.dirty.push_back(key);
-        self.terminate_all(terminate);
+        self.end_all(ending);
     }
 
     /// Ends connections, of whichever worker.
-    pub(super) fn terminate_all(&mut self, channels: Vec<ChannelRef>) {
-        for channel in channels {
-            let reason = TLogoutReason::MultiChannelAction;
+    pub(super) fn end_all(&mut self, channels: Vec<(ChannelRef, Ending)>) {
+        for (channel, how) in channels {
             let serial = channel.serial;
-            self.post_mail(channel.worker, Mail::Terminate { serial, reason });
+            let mail = match how {
+                Ending::Terminate => Mail::Terminate {
+                    serial,
+                    reason: TLogoutReason::MultiChannelAction,
+                },
+                Ending::Detach => Mail::Detach { serial },
+            };
+            self.post_mail(channel.worker, mail);
+        }
+    }
+
+    /// Ends connections for good, of whichever worker.
+    pub(super) fn terminate_all(&mut self, channels: Vec<ChannelRef>) {
+        let all = channels.into_iter().map(|c| (c, Ending::Terminate));
+        self.end_all(all.collect());
+    }
+
+    /// A connection is lost, and its commands are kept.
+    fn lose_iscsi(&mut self, key: usize) {
+        let conn = &self.iscsi.conns[key];
+        let (Some(entered), cid) = (&conn.entered, conn.channel.channel().cid()) else {
+            return;
+        };
+        let channel = self.channel_ref(conn.serial);
+        let lost = self.shared.iscsi.sessions.lose(entered.tsih, channel);
+        tracing::info!(
+            peer = %conn.peer, initiator = %entered.initiator, cid = cid.0, "connection lost"
+        );
+        if let Some(other) = lost.tell {
+            let serial = other.serial;
+            self.post_mail(other.worker, Mail::Lost { serial, cid });
+        }
+        self.terminate_all(lost.terminate);
+    }
+
+    /// Other connections may have the commands of one that is lost.
+    fn detach_iscsi(&mut self, key: usize) {
+        let conn = &self.iscsi.conns[key];
+        let Some(entered) = &conn.entered else {
+            return;
+        };
+        let channel = self.channel_ref(conn.serial);
+        let detached = self.shared.iscsi.sessions.detached(entered.tsih, channel);
+        self.notify_waiting(detached.notify);
+        self.terminate_all(detached.terminate);
+    }
+
+    /// Connections wait for nobody any more.
+    fn notify_waiting(&mut self, waiting: Vec<ChannelRef>) {
+        for waiting in waiting {
+            let serial = waiting.serial;
+            self.post_mail(waiting.worker, Mail::OthersGone { serial });
+        }
+    }
+
+    /// Somebody waits for pool memory: connections that are lost keep none.
+    pub(super) fn relieve_pool(&mut self) {
+        let is_lost = |conn: &Conn| {
+            matches!(
+                conn.channel.channel().phase(),
+                Phase::CleanupWait | Phase::Retaining
+            )
+        };
+        let conns = self.iscsi.conns.iter().filter(|(_, conn)| is_lost(conn));
+        let lost: Vec<usize> = conns.map(|(key, _)| key).collect();
+        for key in lost {
+            self.with_iscsi(key, |ch, cx| ch.channel_mut().handle_pressure(cx));
         }
     }
 
@@ -202,6 +267,15 @@ impl Worker {
                     let (entered, serial) = (conn.entered.clone(), conn.serial);
                     self.end_others(entered.as_ref(), serial, others);
                 }
+                Action::Lost => self.lose_iscsi(key),
+                Action::Detached => self.detach_iscsi(key),
+                Action::TakeOver(take_over) => {
+                    self.tell(take_over.task, Mail::TakeOver(take_over));
+                }
+                Action::HandOver => {
+                    let (to, parcel) = conn.channel.channel_mut().take_parcel();
+                    self.tell(to, Mail::Parcel { to, parcel });
+                }
                 Action::Disconnect => self.shut_down_socket(key),
                 Action::Release => return self.release_iscsi(key),
             }
@@ -222,7 +296,10 @@ impl Worker {
             conn.armed = Some(at);
             self.timers.push(std::cmp::Reverse((at, conn.serial)));
         }
-        conn.waits_for_pool = channel.waits_for_pool();
+        let has_waited = std::mem::replace(&mut conn.waits_for_pool, channel.waits_for_pool());
+        if conn.waits_for_pool && !has_waited {
+            self.relieve_pool();
+        }
     }
 
     /// The channel holds nothing any more.
@@ -252,10 +329,7 @@ impl Worker {
         tracing::info!(
             %peer, initiator = %entered.initiator, nexus = entered.nexus.0, "logged out"
         );
-        for waiting in left.notify {
-            let serial = waiting.serial;
-            self.post_mail(waiting.worker, Mail::OthersGone { serial });
-        }
+        self.notify_waiting(left.notify);
         self.terminate_all(left.terminate);
     }
 
@@ -287,7 +361,7 @@ impl Worker {
     }
 
     /// Mail about a channel that is no SRP channel; whether there is an iSCSI channel for it.
-    pub(super) fn handle_iscsi_mail(&mut self, serial: u32, mail: &Mail) -> bool {
+    pub(super) fn handle_iscsi_mail(&mut self, serial: u32, mail: &mut Mail) -> bool {
         let Some(key) = self.iscsi.by_serial(serial) else {
             return false;
         };
@@ -296,8 +370,14 @@ impl Worker {
                 return ch.handle_others_gone(cx);
             }
             let channel = ch.channel_mut();
+            if let Mail::Parcel { to, parcel } = mail {
+                return channel.handle_parcel(cx, *to, parcel.take());
+            }
             match *mail {
                 Mail::TakeTurn { .. } => channel.handle_turn(cx),
+                Mail::Detach { .. } => channel.handle_detach(cx),
+                Mail::Lost { cid, .. } => channel.handle_lost(cx, cid),
+                Mail::TakeOver(take_over) => channel.handle_take_over(cx, take_over),
                 Mail::StartTask(task) => channel.handle_task_start(cx, task),
                 Mail::AbortTask { task, watcher } => channel.handle_abort(cx, task, watcher),
                 Mail::TaskGone(watcher) => channel.handle_task_gone(cx, watcher),

@@ -1,7 +1,8 @@
 //! The iSCSI sessions of all workers; touched at login, logout and changes of the configuration only.
 //!
 //! A session may have several connections, on any workers: they share its numbers
-//! ([`Window`]). It ends with the last of them. One that is taken over stays here until the devices
+//! ([`Window`]). It ends with the first of them that is lost; at error recovery level 2 with the last of
+//! them, those that are kept for what they had under way included. One that is taken over stays here until the devices
 //! have let go of its commands; whoever takes its place waits for that.
 
 use std::collections::HashMap;
@@ -19,6 +20,9 @@ use super::super::registry::ChannelRef;
 use super::super::target::Catalog;
 use crate::iscsi::{Others, Window};
 use crate::srp::LunMap;
+
+/// Connections of a session that are lost, and kept for what they had under way.
+const MAX_KEPT: usize = 8;
 
 /// What makes a session: the initiator port and the target. An initiator may have several to one
 /// target, with an ISID each.
@@ -60,10 +64,75 @@ pub(in crate::worker) struct Session {
     pub(in crate::worker) window: Arc<Window>,
 }
 
+/// How a connection is ended by others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::worker) enum Ending {
+    /// With all that it has under way.
+    Terminate,
+    /// So that others may have that.
+    Detach,
+}
+
+impl Ending {
+    /// Of a connection whose place is taken by a login (RFC 7143 6.3.4).
+    pub(super) fn of_reinstatement(params: &SessionParams) -> Self {
+        if params.error_recovery_level > 1 {
+            Self::Detach
+        } else {
+            Self::Terminate
+        }
+    }
+}
+
+/// How much of a connection is left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Link {
+    /// All, as far as we know.
+    Up,
+    /// It is lost, and not logged out.
+    Lost,
+    /// It is logged out, and what it had under way is kept.
+    Detached,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Connection {
+    cid: Cid,
+    channel: ChannelRef,
+    link: Link,
+}
+
+impl Connection {
+    fn new(cid: Cid, channel: ChannelRef) -> Self {
+        let link = Link::Up;
+        Self { cid, channel, link }
+    }
+}
+
 #[derive(Debug)]
 struct Entry {
     session: Session,
-    connections: Vec<(Cid, ChannelRef)>,
+    connections: Vec<Connection>,
+}
+
+impl Entry {
+    fn set_link(&mut self, channel: ChannelRef, link: Link) {
+        let mut connections = self.connections.iter_mut();
+        if let Some(connection) = connections.find(|c| c.channel == channel) {
+            connection.link = link;
+        }
+    }
+
+    fn channels(&self) -> impl Iterator<Item = ChannelRef> + '_ {
+        self.connections.iter().map(|c| c.channel)
+    }
+
+    /// Connections that are no more than kept, beyond the bound: the oldest ones.
+    fn surplus(&self) -> Vec<ChannelRef> {
+        let kept = self.connections.iter().filter(|c| c.link != Link::Up);
+        let surplus = kept.clone().count().saturating_sub(MAX_KEPT);
+        kept.take(surplus).map(|c| c.channel).collect()
+    }
 }
 
 /// Somebody waits until a connection is gone.
@@ -92,6 +161,15 @@ pub(super) struct Left {
     pub(super) ended: Option<IpAddr>,
 }
 
+/// What follows from the loss of a connection whose commands are kept.
+#[derive(Debug, Default)]
+pub(super) struct Lost {
+    /// Tells the initiator.
+    pub(super) tell: Option<ChannelRef>,
+    /// Kept no longer.
+    pub(super) terminate: Vec<ChannelRef>,
+}
+
 /// The sessions of all workers. There are no more than the registry of nexuses lets in.
 #[derive(Debug, Default)]
 pub struct IscsiSessions(Mutex<Table>);
@@ -106,8 +184,16 @@ impl IscsiSessions {
     ) -> Result<(), LoginStatus> {
         let table = self.lock();
         let entry = table.entry_of(key, tsih)?;
-        let others = entry.connections.iter().filter(|(c, _)| *c != cid).count();
-        if others < usize::from(entry.session.params.max_connections) {
+        let is_other = |c: &&Connection| c.cid != cid && c.link == Link::Up;
+        let others = entry.connections.iter().filter(is_other).count();
+        let params = &entry.session.params;
+        // At level 2 there may be a second one in any case, to log the first one out (RFC 7143 6.3.4).
+        let least = if params.error_recovery_level > 1 {
+            2
+        } else {
+            1
+        };
+        if others < usize::from(params.max_connections).max(least) {
             Ok(())
         } else {
             Err(LoginStatus::TOO_MANY_CONNECTIONS)
@@ -126,11 +212,9 @@ impl IscsiSessions {
         let tsih = table.free_handle()?;
         let old = table.current.insert(session.key.clone(), tsih);
         let old = old.and_then(|tsih| table.entries.get(&tsih));
-        let old: Vec<_> = old.map_or_else(Vec::new, |old| {
-            old.connections.iter().map(|(_, c)| *c).collect()
-        });
+        let old: Vec<_> = old.map_or_else(Vec::new, |old| old.channels().collect());
         table.wait_for(&old, channel);
-        let connections = vec![(cid, channel)];
+        let connections = vec![Connection::new(cid, channel)];
         table.entries.insert(
             tsih,
             Entry {
@@ -153,9 +237,10 @@ impl IscsiSessions {
         let mut table = self.lock();
         table.entry_of(key, tsih)?;
         let entry = table.entries.get_mut(&tsih).expect("just found");
-        let same = |(c, _): &&(Cid, ChannelRef)| *c == cid;
-        let old: Vec<_> = entry.connections.iter().filter(same).map(|c| c.1).collect();
-        entry.connections.push((cid, channel));
+        let same = |c: &&Connection| c.cid == cid && c.link != Link::Detached;
+        let old = entry.connections.iter().filter(same);
+        let old: Vec<_> = old.map(|c| c.channel).collect();
+        entry.connections.push(Connection::new(cid, channel));
         let session = entry.session.clone();
         table.wait_for(&old, channel);
         Ok((session, old))
@@ -172,17 +257,57 @@ impl IscsiSessions {
         let Some(entry) = table.entries.get(&tsih) else {
             return Vec::new();
         };
-        let meant = |(cid, c): &&(Cid, ChannelRef)| {
-            *c != channel && (others == Others::All || others == Others::One(*cid))
+        let meant = |c: &&Connection| {
+            c.channel != channel && (others == Others::All || others == Others::One(c.cid))
         };
-        let ending: Vec<_> = entry
-            .connections
-            .iter()
-            .filter(meant)
-            .map(|c| c.1)
-            .collect();
+        let ending = entry.connections.iter().filter(meant);
+        let ending: Vec<_> = ending.map(|c| c.channel).collect();
         table.wait_for(&ending, channel);
         ending
+    }
+
+    /// Connections of a session with a number, which are to be detached; `channel` waits for that.
+    pub(super) fn detach(&self, tsih: Tsih, channel: ChannelRef, cid: Cid) -> Vec<ChannelRef> {
+        let mut table = self.lock();
+        let Some(entry) = table.entries.get(&tsih) else {
+            return Vec::new();
+        };
+        let meant =
+            |c: &&Connection| c.channel != channel && c.cid == cid && c.link != Link::Detached;
+        let found = entry.connections.iter().filter(meant);
+        let found: Vec<_> = found.map(|c| c.channel).collect();
+        table.wait_for(&found, channel);
+        found
+    }
+
+    /// A connection is lost, and what it had under way is kept.
+    pub(super) fn lose(&self, tsih: Tsih, channel: ChannelRef) -> Lost {
+        let mut table = self.lock();
+        let Some(entry) = table.entries.get_mut(&tsih) else {
+            return Lost::default();
+        };
+        entry.set_link(channel, Link::Lost);
+        let mut up = entry.connections.iter().filter(|c| c.link == Link::Up);
+        Lost {
+            tell: up.next().map(|c| c.channel),
+            terminate: entry.surplus(),
+        }
+    }
+
+    /// Others may have what a connection had under way.
+    pub(super) fn detached(&self, tsih: Tsih, channel: ChannelRef) -> Left {
+        let mut table = self.lock();
+        let notify = table.end_waits(channel);
+        let entry = table.entries.get_mut(&tsih);
+        let terminate = entry.map_or_else(Vec::new, |entry| {
+            entry.set_link(channel, Link::Detached);
+            entry.surplus()
+        });
+        Left {
+            notify,
+            terminate,
+            ended: None,
+        }
     }
 
     /// A connection is gone, and nothing of it is left.
@@ -196,11 +321,11 @@ impl IscsiSessions {
         let Some(entry) = table.entries.get_mut(&tsih) else {
             return left;
         };
-        entry.connections.retain(|(_, c)| *c != channel);
+        entry.connections.retain(|c| c.channel != channel);
         if !entry.connections.is_empty() {
-            if !logged_out && !was_expected {
-                left.terminate
-                    .extend(entry.connections.iter().map(|(_, c)| *c));
+            let survives = entry.session.params.error_recovery_level > 1;
+            if !logged_out && !was_expected && !survives {
+                left.terminate.extend(entry.channels());
             }
             return left;
         }
@@ -235,7 +360,7 @@ impl IscsiSessions {
             let target = catalog.targets.get(key.target);
             let luns = target.and_then(|t| t.luns_of_name(&key.initiator, address));
             if luns.is_none() {
-                terminate.extend(entry.connections.iter().map(|(_, c)| *c));
+                terminate.extend(entry.channels());
             }
             let luns = luns.unwrap_or_default();
             if entry.session.luns.is_same(&luns) {

@@ -141,7 +141,7 @@ impl Worker {
         let Some(conn) = self.isers.conns.get_mut(key) else {
             return;
         };
-        let mut terminate = Vec::new();
+        let mut ending = Vec::new();
         let mut gate = WorkerGate {
             shared: &self.shared,
             catalog: &self.catalog,
@@ -153,7 +153,7 @@ impl Worker {
                 serial: conn.serial,
             },
             entered: &mut conn.entered,
-            terminate: &mut terminate,
+            ending: &mut ending,
         };
         let mut cx = Cx {
             now: self.now,
@@ -162,7 +162,7 @@ impl Worker {
         };
         input(&mut conn.channel, &mut cx);
         self.isers.dirty.push_back(key);
-        self.terminate_all(terminate);
+        self.end_all(ending);
     }
 
     /// Carries out what a connection asks for, and posts what it has to post.
@@ -223,6 +223,9 @@ impl Worker {
             }
             Action::Disconnect | Action::Release => {
                 unreachable!("the connection keeps these for itself")
+            }
+            Action::Lost | Action::Detached | Action::TakeOver(_) | Action::HandOver => {
+                unreachable!("error recovery level 0")
             }
         }
     }
@@ -324,7 +327,10 @@ impl Worker {
             conn.armed = Some(at);
             self.timers.push(std::cmp::Reverse((at, conn.serial)));
         }
-        conn.waits_for_pool = channel.waits_for_pool();
+        let has_waited = std::mem::replace(&mut conn.waits_for_pool, channel.waits_for_pool());
+        if conn.waits_for_pool && !has_waited {
+            self.relieve_pool();
+        }
     }
 
     /// The data buffer of a task, for the driver; whether the connection is there.

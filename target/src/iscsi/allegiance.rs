@@ -1,0 +1,484 @@
+//! Commands that go from a connection that is lost to another one of its session: error recovery
+//! level 2 (RFC 7143 7.2.2, 7.5, 11.5, 11.14).
+//!
+//! A connection that is lost stays as a channel without a socket. What it had under way goes on there as
+//! far as it can without the initiator: until it wants data, or is answered. Once the connection is
+//! logged out for recovery, by a LOGOUT or by a login that takes its place, TASK REASSIGN on another
+//! connection claims a command by its tag, and the lost one hands it over:
+//!
+//! ```text
+//!   TASK REASSIGN ──→ claim_tag ──→ TakeOver ──→ lost connection: wants data, or is answered?
+//!                                                       │ yes, or as soon as it is
+//!   data, R2Ts, answer  ←── handle_parcel  ←── Parcel ←─┘
+//! ```
+//!
+//! A parcel has the bytes of the data: the connections may belong to workers with a pool each.
+//!
+//! # Bounds
+//! Nothing is kept beyond Time2Wait and Time2Retain, nor when others wait for the pool memory that it
+//! occupies. What is kept takes its places of the command window, so a session has no more contexts
+//! in use than without recovery. What was handed over is known by its old name for [`LINGER`] more, for
+//! mail that is on its way.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use riser_scsi::iscsi::pdu::{
+    AsyncEvent, AsyncMessage, FromTarget, LogoutRequest, LogoutStatus, MAX_CDB, TmfRequest,
+    TmfStatus,
+};
+use riser_scsi::iscsi::{Cid, Itt};
+use riser_scsi::srp::WireLun;
+use riser_scsi::step::{DataIn, Response, Step};
+
+use super::channel::{Action, Channel, Cx, Phase};
+use super::command::End;
+use super::datamover::{Datamover, Progress, Start};
+use super::task::{Incoming, TaskIdx, TaskState};
+use crate::execution::Execution;
+use crate::pool::{Buffer, Pool};
+use crate::srp::TaskRef;
+
+/// How long a channel that has handed everything over still knows where to.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// Logouts of other connections that wait at once.
+const MAX_LOGOUTS: usize = 16;
+
+/// One connection is to take a command over from another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TakeOver {
+    /// The command.
+    pub task: TaskRef,
+    /// The context that waits for it.
+    pub to: TaskRef,
+    /// What the initiator has: Data-In and R2T PDUs before this one.
+    pub exp_data_sn: u32,
+}
+
+/// A command on its way to another connection.
+#[derive(Debug)]
+pub struct Parcel {
+    exec: Execution<MAX_CDB>,
+    lun: WireLun,
+    counted: bool,
+    lingers: bool,
+    r2ts: u32,
+    rest: Rest,
+}
+
+/// Where a command stands.
+#[derive(Debug)]
+enum Rest {
+    /// It is answered, with data that the initiator has up to here.
+    Answered(Response, Start),
+    /// It wants so many bytes, and these have come.
+    Wants { len: u32, received: Vec<u8> },
+}
+
+/// What a channel knows of commands that come and go.
+#[derive(Debug, Default)]
+pub(super) struct Allegiance {
+    /// Nothing is said to the initiator any more.
+    silent: bool,
+    /// The connection is logged out for recovery.
+    detached: bool,
+    /// It has logged itself out, so perhaps the session has no other.
+    by_itself: bool,
+    /// Logouts of other connections, to be answered when these are detached.
+    logouts: Vec<Itt>,
+    /// Commands that others have claimed.
+    heirs: Vec<TakeOver>,
+    /// Old and new names of commands that were handed over.
+    moved: Vec<(TaskRef, TaskRef)>,
+    parcels: VecDeque<(TaskRef, Option<Box<Parcel>>)>,
+}
+
+impl Allegiance {
+    /// Whether nothing is said to the initiator any more.
+    pub(super) fn is_silent(&self) -> bool {
+        self.silent
+    }
+
+    /// The present name of a command that was handed over.
+    pub(super) fn moved(&self, name: TaskRef) -> Option<TaskRef> {
+        let found = self.moved.iter().find(|(old, _)| *old == name);
+        found.map(|(_, new)| *new)
+    }
+
+    fn is_claimed(&self, task: TaskRef) -> bool {
+        self.heirs.iter().any(|heir| heir.task == task)
+    }
+}
+
+impl<D: Datamover> Channel<D> {
+    /// Error recovery level of the session; zero before there is one.
+    fn recovery_level(&self) -> u8 {
+        let session = self.session.as_ref().filter(|s| !s.params.discovery);
+        session.map_or(0, |s| s.params.error_recovery_level)
+    }
+
+    /// How long commands outlive their connection.
+    fn retention(&self) -> Option<Duration> {
+        let params = self.session.as_ref()?.params;
+        let seconds = u64::from(params.time2wait) + u64::from(params.time2retain);
+        let retains = self.recovery_level() > 1 && params.time2retain > 0;
+        retains.then(|| Duration::from_secs(seconds))
+    }
+
+    /// The connection is of no more use. At level 2 its commands are kept.
+    pub(super) fn lose_connection(&mut self, now: Instant) {
+        let retains = match self.phase {
+            Phase::CleanupWait | Phase::Retaining | Phase::Closed => return,
+            Phase::FullFeature => true,
+            Phase::Closing => self.allegiance.detached,
+            Phase::Login | Phase::Joining | Phase::LoggingOut(_) => false,
+        };
+        let Some(retention) = self.retention().filter(|_| retains) else {
+            return self.drop_connection();
+        };
+        self.allegiance.silent = true;
+        self.leave_for(Phase::CleanupWait);
+        self.phase_deadline = Some(now + retention);
+        if !self.allegiance.detached {
+            self.actions.push_back(Action::Lost);
+        }
+    }
+
+    /// Another connection has logged this one out for recovery, or takes its place.
+    pub fn handle_detach(&mut self, cx: &mut Cx<'_>) {
+        let can = match self.phase {
+            Phase::FullFeature | Phase::CleanupWait | Phase::Retaining => {
+                self.retention().is_some()
+            }
+            Phase::Closing => self.allegiance.detached,
+            _ => false,
+        };
+        if !can {
+            self.drop_connection();
+        } else if self.phase == Phase::Retaining {
+            self.actions.push_back(Action::Detached);
+        } else {
+            self.allegiance.detached = true;
+            self.lose_connection(cx.now);
+        }
+        self.settle(cx);
+    }
+
+    /// Another connection of the session is lost: the initiator is told (RFC 7143 11.9.1).
+    pub fn handle_lost(&mut self, cx: &mut Cx<'_>, cid: Cid) {
+        if let (Phase::FullFeature, Some(session)) = (self.phase, &self.session) {
+            let params = session.params;
+            let message = AsyncMessage {
+                event: AsyncEvent::ConnectionDropped,
+                lun: [0; 8],
+                parameters: [cid.0, params.time2wait, params.time2retain],
+            };
+            self.send(FromTarget::AsyncMessage(message), Vec::new(), true);
+        }
+        self.settle(cx);
+    }
+
+    /// LOGOUT that removes a connection for recovery.
+    pub(super) fn on_logout_for_recovery(&mut self, cx: &mut Cx<'_>, request: &LogoutRequest) {
+        let itt = request.itt;
+        if self.recovery_level() < 2 {
+            return self.answer_logout(itt, LogoutStatus::RecoveryNotSupported);
+        }
+        if request.cid == self.cid {
+            // Nothing but the answer is sent any more.
+            self.mover.clear();
+            self.allegiance.silent = true;
+            self.allegiance.detached = true;
+            self.allegiance.by_itself = true;
+            self.answer_logout(itt, LogoutStatus::Closed);
+            return self.close(cx.now);
+        }
+        if self.allegiance.logouts.len() >= MAX_LOGOUTS {
+            self.answer_logout(itt, LogoutStatus::CleanupFailed);
+        } else if cx.gate.detach(request.cid) {
+            self.allegiance.logouts.push(itt);
+        } else {
+            self.answer_logout(itt, LogoutStatus::CidNotFound);
+        }
+    }
+
+    /// The connections that were logged out for recovery are detached.
+    pub(super) fn answer_recovery_logouts(&mut self) {
+        for itt in std::mem::take(&mut self.allegiance.logouts) {
+            self.answer_logout(itt, LogoutStatus::Closed);
+        }
+    }
+
+    /// The time of the phase is over.
+    pub(super) fn on_time_over(&mut self, cx: &mut Cx<'_>) {
+        match self.phase {
+            Phase::CleanupWait | Phase::Retaining => {
+                self.allegiance.by_itself = false;
+                self.give_up(cx.pool, |_| true);
+                // What was claimed is still handed over.
+                if self.allegiance.heirs.is_empty() {
+                    self.drop_connection();
+                }
+            }
+            Phase::Closing => self.lose_connection(cx.now),
+            _ => self.drop_connection(),
+        }
+    }
+
+    /// Others wait for pool memory: what is kept here, and occupies some, is given up.
+    pub fn handle_pressure(&mut self, cx: &mut Cx<'_>) {
+        if matches!(self.phase, Phase::CleanupWait | Phase::Retaining) && self.is_quiet() {
+            self.give_up(cx.pool, |has_buffer| has_buffer);
+        }
+        self.settle(cx);
+    }
+
+    /// Nothing is on its way from or to the initiator any more.
+    fn is_quiet(&self) -> bool {
+        !self.is_connected && self.is_flushed
+    }
+
+    /// Ends what waits here for nothing but another connection and was not claimed, if it is `meant`,
+    /// which is told whether it has a buffer.
+    fn give_up(&mut self, pool: &mut Pool, meant: impl Fn(bool) -> bool) {
+        for idx in self.all() {
+            let is_meant = meant(self.tasks[usize::from(idx.0)].exec.buffer.is_some());
+            if is_meant && self.is_at_rest(idx) && !self.allegiance.is_claimed(self.task_ref(idx)) {
+                self.cut_short(pool, idx, End::TornDown);
+            }
+        }
+    }
+
+    /// Whether a command has come as far as it can without the initiator.
+    fn is_at_rest(&self, idx: TaskIdx) -> bool {
+        let task = &self.tasks[usize::from(idx.0)];
+        matches!(
+            task.state,
+            TaskState::Receive | TaskState::AwaitUnsolicited | TaskState::Sent
+        )
+    }
+
+    /// What every input ends with while the connection is lost.
+    pub(super) fn retain(&mut self, cx: &mut Cx<'_>) {
+        if !self.is_quiet() {
+            return;
+        }
+        for idx in self.all() {
+            let task = &self.tasks[usize::from(idx.0)];
+            let is_function = task.state == TaskState::Sent && task.response.is_none();
+            // Functions are not reassigned.
+            if is_function || task.state == TaskState::Mgmt {
+                self.finish(cx.pool, idx, End::TornDown);
+            }
+        }
+        if self.phase == Phase::CleanupWait && self.allegiance.detached {
+            self.phase = Phase::Retaining;
+            self.phase_deadline = self.retention().map(|time| cx.now + time);
+            self.window().free_tags(self.member());
+            self.actions.push_back(Action::Detached);
+        }
+        let heirs = std::mem::take(&mut self.allegiance.heirs);
+        for heir in heirs {
+            if self.is_at_rest(TaskIdx(heir.task.ioctx.0)) {
+                self.hand_over(cx.pool, heir);
+            } else {
+                self.allegiance.heirs.push(heir);
+            }
+        }
+        if self.phase == Phase::Retaining && self.in_flight() == 0 && !self.allegiance.by_itself {
+            if self.allegiance.moved.is_empty() {
+                self.drop_connection();
+            } else {
+                let at = cx.now + LINGER;
+                self.phase_deadline = Some(self.phase_deadline.map_or(at, |old| old.min(at)));
+            }
+        }
+    }
+
+    /// TASK REASSIGN. The answer goes before everything that follows from it.
+    pub(super) fn on_task_reassign(&mut self, idx: TaskIdx, request: &TmfRequest) {
+        match self.claim(request) {
+            Ok(take_over) => {
+                self.answer_tmf(idx, TmfStatus::Complete);
+                self.actions.push_back(Action::TakeOver(take_over));
+            }
+            Err(status) => self.answer_tmf(idx, status),
+        }
+    }
+
+    fn claim(&mut self, request: &TmfRequest) -> Result<TakeOver, TmfStatus> {
+        if self.recovery_level() < 2 {
+            return Err(TmfStatus::ReassignmentNotSupported);
+        }
+        let window = self.window();
+        let tag = window.tag(request.referenced);
+        let tag = tag.ok_or(TmfStatus::TaskDoesNotExist)?;
+        if !tag.is_free {
+            return Err(TmfStatus::TaskStillAllegiant);
+        }
+        let idx = self.take_context(request.referenced, tag.immediate, TaskState::Expected);
+        let idx = idx.ok_or(TmfStatus::Rejected)?;
+        let to = self.task_ref(idx);
+        if !window.claim_tag(request.referenced, tag.task, to) {
+            self.give_back(idx);
+            return Err(TmfStatus::TaskStillAllegiant);
+        }
+        self.tasks[usize::from(idx.0)].expected = !tag.immediate;
+        self.expected += u16::from(!tag.immediate);
+        Ok(TakeOver {
+            task: tag.task,
+            to,
+            exp_data_sn: request.exp_data_sn,
+        })
+    }
+
+    /// Another connection takes a command of this one over.
+    pub fn handle_take_over(&mut self, cx: &mut Cx<'_>, take_over: TakeOver) {
+        let idx = TaskIdx(take_over.task.ioctx.0);
+        let is_idle = self.tasks[usize::from(idx.0)].state == TaskState::Idle;
+        if is_idle || self.task_ref(idx) != take_over.task {
+            self.deliver(take_over.to, None);
+        } else {
+            self.allegiance.heirs.push(take_over);
+        }
+        self.settle(cx);
+    }
+
+    /// A task is over: who was to take it over gets nothing.
+    pub(super) fn disinherit(&mut self, idx: TaskIdx) {
+        let name = self.task_ref(idx);
+        let mut heirs = self.allegiance.heirs.iter();
+        if let Some(at) = heirs.position(|heir| heir.task == name) {
+            let heir = self.allegiance.heirs.swap_remove(at);
+            self.deliver(heir.to, None);
+        }
+    }
+
+    fn deliver(&mut self, to: TaskRef, parcel: Option<Box<Parcel>>) {
+        self.allegiance.parcels.push_back((to, parcel));
+        self.actions.push_back(Action::HandOver);
+    }
+
+    /// A command for another connection, or nothing where it has ended: one for each
+    /// [`Action::HandOver`].
+    ///
+    /// # Panics
+    /// If there is none.
+    pub fn take_parcel(&mut self) -> (TaskRef, Option<Box<Parcel>>) {
+        let parcel = self.allegiance.parcels.pop_front();
+        parcel.expect("an action for each parcel")
+    }
+
+    fn hand_over(&mut self, pool: &mut Pool, heir: TakeOver) {
+        let idx = TaskIdx(heir.task.ioctx.0);
+        let task = &mut self.tasks[usize::from(idx.0)];
+        let mut exec = std::mem::take(&mut task.exec);
+        let incoming = std::mem::take(&mut task.incoming);
+        let exp = heir.exp_data_sn;
+        let mut r2ts = std::mem::take(&mut task.r2ts);
+        let start = std::mem::take(&mut task.data_start);
+        let rest = if let Some(mut response) = task.response.take() {
+            let len = response.data_in.len().min(exec.expected.data_in);
+            if let DataIn::Buffer { .. } = response.data_in {
+                response.data_in = DataIn::Inline(bytes_of(exec.buffer.as_ref(), len));
+            }
+            // Zero says that nothing is new; what it cannot be is passed over.
+            let acknowledged = self.mover.start_of(start, len, exp).filter(|_| exp > 0);
+            Rest::Answered(response, acknowledged.unwrap_or(start))
+        } else {
+            let progress = if incoming.solicited {
+                self.mover.progress(idx)
+            } else {
+                let got = incoming.got;
+                Progress { got, r2ts }
+            };
+            self.mover.forget(idx);
+            r2ts = if exp <= progress.r2ts {
+                exp
+            } else {
+                progress.r2ts
+            };
+            let len = incoming.wanted.expect("the command waits for data");
+            let received = bytes_of(exec.buffer.as_ref(), progress.got.min(len));
+            Rest::Wants { len, received }
+        };
+        if let Some(buffer) = exec.buffer.take() {
+            pool.release(buffer);
+        }
+        exec.rename(heir.to);
+        let (counted, lingers) = (
+            std::mem::take(&mut task.counted),
+            std::mem::take(&mut task.lingers),
+        );
+        let parcel = Parcel {
+            exec,
+            lun: task.lun,
+            counted,
+            lingers,
+            r2ts,
+            rest,
+        };
+        self.counted -= u16::from(counted);
+        self.lingering -= u16::from(lingers);
+        self.give_back(idx);
+        self.allegiance.moved.push((heir.task, heir.to));
+        self.deliver(heir.to, Some(Box::new(parcel)));
+    }
+
+    /// A command comes from another connection, or has ended there.
+    ///
+    /// # Panics
+    /// If none is expected.
+    pub fn handle_parcel(&mut self, cx: &mut Cx<'_>, to: TaskRef, parcel: Option<Box<Parcel>>) {
+        let idx = TaskIdx(to.ioctx.0);
+        assert_eq!(
+            self.task_ref(idx),
+            to,
+            "a context waits until its task comes"
+        );
+        let task = &mut self.tasks[usize::from(idx.0)];
+        assert_eq!(task.state, TaskState::Expected, "a task comes once");
+        self.expected -= u16::from(std::mem::take(&mut task.expected));
+        match parcel {
+            Some(parcel) => self.unpack(cx, idx, *parcel),
+            None => self.finish(cx.pool, idx, End::Aborted),
+        }
+        self.settle(cx);
+    }
+
+    fn unpack(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, parcel: Parcel) {
+        let task = &mut self.tasks[usize::from(idx.0)];
+        let before = std::mem::replace(&mut task.exec, parcel.exec);
+        task.exec.watchers.extend(before.watchers);
+        task.lun = parcel.lun;
+        task.counted = parcel.counted;
+        task.lingers = parcel.lingers;
+        task.r2ts = parcel.r2ts;
+        self.counted += u16::from(parcel.counted);
+        self.lingering += u16::from(parcel.lingers);
+        if before.aborted {
+            return self.finish(cx.pool, idx, End::Aborted);
+        }
+        match parcel.rest {
+            Rest::Answered(response, start) => {
+                task.data_start = start;
+                self.respond(cx, idx, response);
+            }
+            Rest::Wants { len, received } => {
+                task.incoming = Incoming {
+                    got: received.len() as u32,
+                    staged: received,
+                    ..Incoming::default()
+                };
+                self.run(cx, idx, Step::ReceiveData { len });
+            }
+        }
+    }
+}
+
+/// The first bytes of a command's data.
+fn bytes_of(buffer: Option<&Buffer>, len: u32) -> Vec<u8> {
+    let slices = buffer.into_iter().flat_map(|buffer| buffer.slices(0..len));
+    slices.flat_map(|slice| slice.to_vec()).collect()
+}

@@ -1,0 +1,710 @@
+//! Connection recovery: two connections of a session, of which the first is lost.
+
+use std::time::Duration;
+
+use proptest::prelude::*;
+use riser_scsi::iscsi::pdu::{
+    AsyncEvent, FromInitiator, FromTarget, LogoutReason, LogoutRequest, LogoutResponse,
+    LogoutStatus, R2t, TmfFunction, TmfRequest, TmfStatus,
+};
+use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
+
+use super::fixture::{Received, Rig};
+use super::tests::{data_in, r2t, status, tmf_status};
+use super::{Action, Phase};
+
+const LEVEL_2: &str = "ErrorRecoveryLevel=2\0MaxConnections=4\0MaxRecvDataSegmentLength=512\0MaxBurstLength=1024\0\
+     FirstBurstLength=1024\0MaxOutstandingR2T=2\0";
+
+/// DefaultTime2Wait and DefaultTime2Retain, which nobody has named.
+const RETENTION: Duration = Duration::from_secs(22);
+
+struct Duo {
+    first: Rig,
+    second: Rig,
+}
+
+fn logout(reason: LogoutReason, cid: u16) -> FromInitiator {
+    FromInitiator::LogoutRequest(LogoutRequest {
+        immediate: true,
+        reason,
+        itt: Itt(9),
+        cid: Cid(cid),
+        cmd_sn: CmdSn(0),
+        exp_stat_sn: StatSn(0),
+    })
+}
+
+fn logout_response(received: &[Received]) -> LogoutResponse {
+    match received {
+        [(FromTarget::LogoutResponse(response), ..)] => *response,
+        other => panic!("{other:?}"),
+    }
+}
+
+impl Duo {
+    fn new() -> Self {
+        Self::with_keys(LEVEL_2)
+    }
+
+    fn with_keys(keys: &str) -> Self {
+        let mut first = Rig::logged_in(keys);
+        for (at, block) in first.disk.chunks_mut(512).enumerate() {
+            block.fill((at as u8).wrapping_add(1));
+        }
+        let second = Rig::joined(&first, 2, keys);
+        Self { first, second }
+    }
+
+    /// The first connection is lost, and logged out for recovery.
+    fn cut(&mut self) {
+        self.lose();
+        self.detach();
+    }
+
+    fn lose(&mut self) {
+        self.first
+            .with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
+        assert_eq!(self.first.channel.channel().phase(), Phase::CleanupWait);
+        assert!(self.first.elsewhere.contains(&Action::Lost));
+    }
+
+    fn detach(&mut self) {
+        self.first.with(|ch, cx| ch.channel_mut().handle_detach(cx));
+        assert!(self.first.elsewhere.contains(&Action::Detached));
+    }
+
+    /// Lets the connections hear of each other; what the second one sends.
+    fn route(&mut self) -> Vec<Received> {
+        let mut received = Vec::new();
+        loop {
+            let mut actions = std::mem::take(&mut self.first.elsewhere);
+            actions.append(&mut self.second.elsewhere);
+            let mut parcels = std::mem::take(&mut self.first.parcels);
+            parcels.append(&mut self.second.parcels);
+            if actions.is_empty() && parcels.is_empty() {
+                return received;
+            }
+            for (to, parcel) in parcels {
+                let rig = self.rig(to.channel);
+                let sent = rig.with(|ch, cx| ch.channel_mut().handle_parcel(cx, to, parcel));
+                received.extend(sent);
+            }
+            for action in actions {
+                received.extend(self.tell(action));
+            }
+        }
+    }
+
+    fn rig(&mut self, channel: u32) -> &mut Rig {
+        if channel == 1 {
+            &mut self.first
+        } else {
+            &mut self.second
+        }
+    }
+
+    fn tell(&mut self, action: Action) -> Vec<Received> {
+        match action {
+            Action::TakeOver(take_over) => self.rig(take_over.task.channel).with(|ch, cx| {
+                ch.channel_mut().handle_take_over(cx, take_over);
+            }),
+            Action::AbortTask { task, watcher } => self.rig(task.channel).with(|ch, cx| {
+                ch.channel_mut().handle_abort(cx, task, watcher);
+            }),
+            Action::TaskGone(name) => self.rig(name.channel).with(|ch, cx| {
+                ch.channel_mut().handle_task_gone(cx, name);
+            }),
+            Action::StartTask(name) => self.rig(name.channel).with(|ch, cx| {
+                ch.channel_mut().handle_task_start(cx, name);
+            }),
+            _ => Vec::new(),
+        }
+    }
+
+    fn reassign(&mut self, tag: u32, exp_data_sn: u32) -> Vec<Received> {
+        let request = TmfRequest {
+            immediate: true,
+            function: TmfFunction::TaskReassign,
+            lun: [0; 8],
+            itt: Itt(900),
+            referenced: Itt(tag),
+            cmd_sn: CmdSn(self.second.cmd_sn),
+            exp_stat_sn: StatSn(0),
+            ref_cmd_sn: CmdSn(0),
+            exp_data_sn,
+        };
+        let mut received = self.second.send(&FromInitiator::TmfRequest(request), &[]);
+        received.extend(self.route());
+        received
+    }
+
+    /// As [`Duo::reassign`], of a command that is there: what follows the answer.
+    fn reassigned(&mut self, tag: u32, exp_data_sn: u32) -> Vec<Received> {
+        let mut received = self.reassign(tag, exp_data_sn);
+        let answer = received.remove(0);
+        assert_eq!(tmf_status(&[answer]), TmfStatus::Complete);
+        received
+    }
+
+    fn refusal(&mut self, tag: u32) -> TmfStatus {
+        let received = self.reassign(tag, 0);
+        assert_eq!(received.len(), 1);
+        tmf_status(&received)
+    }
+
+    fn end(mut self) {
+        self.first
+            .with(|ch, cx| ch.channel_mut().handle_terminate(cx));
+        self.first.finish_all_blocks();
+        self.route();
+        self.second
+            .with(|ch, cx| ch.channel_mut().handle_terminate(cx));
+        self.second.finish_all_blocks();
+        self.route();
+        for rig in [&mut self.first, &mut self.second] {
+            rig.with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
+            assert!(rig.released);
+            assert_eq!(rig.pool.free(), rig.pool.size());
+            assert_eq!(rig.gate.unit.tasks(), 0);
+        }
+        let window = self.second.gate.window.take().unwrap();
+        let (exp, max) = window.bounds();
+        assert_eq!(max.since(exp), u32::from(super::fixture::WINDOW) - 1);
+    }
+}
+
+/// RFC 7143 7.2.2: data and status that were not acknowledged are sent once more, after the answer to
+/// the function.
+#[test]
+fn a_read_is_sent_again_on_the_new_connection() {
+    for (exp, expected) in [
+        (0, vec![0, 1, 2, 3, 4]),
+        (3, vec![3, 4]),
+        // More than there are is passed over (RFC 7143 11.5.6).
+        (6, vec![0, 1, 2, 3, 4]),
+    ] {
+        let mut duo = Duo::new();
+        duo.first.read(1, 0, 5);
+        duo.cut();
+        let received = duo.reassigned(1, exp);
+        let (sns, status_sn) = data_in(&received);
+        assert_eq!(sns, expected);
+        assert!(status_sn.is_some());
+        let left = duo.first.channel.channel().in_flight();
+        assert_eq!(left, 1, "what was before it");
+        duo.end();
+    }
+    // All data are acknowledged: the status alone is sent.
+    let mut duo = Duo::new();
+    duo.first.read(1, 0, 5);
+    duo.cut();
+    let received = duo.reassigned(1, 5);
+    let FromTarget::ScsiResponse(response) = received[0].0 else {
+        panic!("{received:?}");
+    };
+    assert_eq!((received.len(), response.exp_data_sn), (1, 5));
+    duo.end();
+}
+
+/// RFC 7143 7.2.2: a connection that takes other PDUs gets such, from the byte on that comes next.
+#[test]
+fn a_read_goes_on_with_another_pdu_size() {
+    let mut duo = Duo::new();
+    duo.first.read(1, 0, 5);
+    duo.cut();
+    let keys = LEVEL_2.replace("SegmentLength=512", "SegmentLength=4096");
+    duo.second = Rig::joined(&duo.first, 2, &keys);
+    let received = duo.reassigned(1, 3);
+    let FromTarget::DataIn(pdu) = received[0].0 else {
+        panic!("{received:?}");
+    };
+    assert_eq!((pdu.data_sn, pdu.offset), (3, 1536));
+    assert_eq!(received[0].2, [4; 512], "up to the end of the burst");
+    assert_eq!(received[1].2, [5; 512]);
+    assert_eq!(status(&received).0, 0);
+    duo.end();
+}
+
+/// RFC 7143 7.2.2: R2Ts are made anew for what is missing, numbered from what the initiator expects.
+#[test]
+fn a_write_goes_on_with_what_is_missing() {
+    let data: Vec<u8> = (0..4096).map(|i| (i % 251) as u8).collect();
+    for (exp, first_sn) in [(2, 2), (1, 1), (0, 0), (9, 2)] {
+        let mut duo = Duo::new();
+        let asked = duo.first.write(1, 8, &data[..512], true);
+        let asked: Vec<R2t> = asked
+            .iter()
+            .map(|one| r2t(std::slice::from_ref(one)))
+            .collect();
+        assert_eq!(asked.len(), 2);
+        // Half of the first is there; all of the second is there, behind a gap.
+        let part = |from: u32, len: u32| &data[from as usize..(from + len) as usize];
+        let (a, b) = (asked[0], asked[1]);
+        duo.first
+            .data_out(1, a.ttt, 0, a.offset, part(a.offset, 512), false);
+        duo.first
+            .data_out(1, b.ttt, 0, b.offset, part(b.offset, 512), false);
+        duo.cut();
+        let mut received = duo.reassigned(1, exp);
+        let mut sns = Vec::new();
+        loop {
+            let asked: Vec<R2t> = received
+                .iter()
+                .filter_map(|(pdu, ..)| match pdu {
+                    FromTarget::R2t(r2t) => Some(*r2t),
+                    _ => None,
+                })
+                .collect();
+            if asked.is_empty() {
+                break;
+            }
+            received.clear();
+            for r2t in asked {
+                if sns.is_empty() {
+                    assert_eq!(r2t.offset, 1024, "after what came without a gap");
+                }
+                sns.push(r2t.r2t_sn);
+                let data = part(r2t.offset, r2t.len);
+                received.extend(duo.second.data_out(1, r2t.ttt, 0, r2t.offset, data, true));
+            }
+        }
+        assert_eq!(sns, [first_sn, first_sn + 1, first_sn + 2]);
+        let FromTarget::ScsiResponse(response) = received[0].0 else {
+            panic!("{received:?}");
+        };
+        assert_eq!((response.status, response.exp_data_sn), (0, first_sn + 3));
+        assert_eq!(duo.second.disk[..4096], data);
+        duo.end();
+    }
+}
+
+/// Unsolicited data that did not come are asked for.
+#[test]
+fn a_write_asks_for_unsolicited_data_that_are_lost() {
+    let mut duo = Duo::new();
+    assert!(duo.first.write(1, 2, &[7; 512], false).is_empty());
+    duo.cut();
+    let asked = r2t(&duo.reassigned(1, 0));
+    assert_eq!((asked.r2t_sn, asked.offset, asked.len), (0, 512, 512));
+    let received = duo.second.data_out(1, asked.ttt, 0, 512, &[8; 512], true);
+    assert_eq!(status(&received).0, 0);
+    assert_eq!(duo.second.disk[..512], [7; 512]);
+    assert_eq!(duo.second.disk[512..1024], [8; 512]);
+    duo.end();
+}
+
+/// A sense is not lost with its connection, and is not made twice.
+#[test]
+fn a_status_without_data_is_sent_again() {
+    let mut duo = Duo::new();
+    let before = duo.first.command(1, &[0xff; 6], false, 0, &[], true);
+    duo.cut();
+    let again = duo.reassigned(1, 0);
+    assert_eq!((&before[0].0, &before[0].2), (&again[0].0, &again[0].2));
+    duo.end();
+}
+
+/// What the devices still work on goes on, and is handed over at its end.
+#[test]
+fn a_command_that_runs_is_handed_over_at_its_end() {
+    let mut duo = Duo::new();
+    duo.first.prompt = false;
+    duo.first.read(1, 0, 2);
+    duo.first.write(2, 1, &[9; 512], true);
+    duo.cut();
+    assert!(duo.reassigned(1, 0).is_empty());
+    assert!(duo.reassigned(2, 0).is_empty());
+    assert!(duo.first.finish_all_blocks().is_empty(), "nobody is there");
+    let received = duo.route();
+    assert_eq!(received.len(), 3);
+    let (sns, _) = data_in(&received[..2]);
+    assert_eq!(sns, [0, 1]);
+    assert_eq!(status(&received[2..]).0, 0);
+    assert_eq!(duo.first.disk[..512], [9; 512]);
+    duo.end();
+}
+
+/// RFC 7143 11.6.1.
+#[test]
+fn refusals_say_why() {
+    let mut duo = Duo::new();
+    duo.first.prompt = false;
+    duo.first.read(1, 0, 1);
+    duo.first.write(2, 4, &[], true);
+    assert_eq!(duo.refusal(77), TmfStatus::TaskDoesNotExist);
+    assert_eq!(duo.refusal(1), TmfStatus::TaskStillAllegiant, "alive");
+    duo.lose();
+    assert_eq!(duo.refusal(1), TmfStatus::TaskStillAllegiant, "no logout");
+    duo.detach();
+    assert_eq!(r2t(&duo.reassigned(2, 0)).len, 1024);
+    assert_eq!(duo.refusal(2), TmfStatus::TaskStillAllegiant, "it is ours");
+    duo.reassigned(1, 0);
+    assert_eq!(duo.refusal(1), TmfStatus::TaskStillAllegiant, "on its way");
+    duo.end();
+    let mut duo = Duo::with_keys("ErrorRecoveryLevel=1\0MaxConnections=4\0");
+    duo.first.write(2, 4, &[], true);
+    assert_eq!(duo.refusal(2), TmfStatus::ReassignmentNotSupported);
+    duo.end();
+}
+
+/// RFC 7143 7.5: what nobody takes over ends when its time is over.
+#[test]
+fn commands_end_with_the_time_that_they_are_kept() {
+    // Without a logout from the loss on, after one from that on.
+    for logs_out in [false, true] {
+        let mut duo = Duo::new();
+        duo.first.write(1, 4, &[], true);
+        duo.first.read(2, 0, 1);
+        duo.lose();
+        if logs_out {
+            duo.first.wait(Duration::from_secs(10));
+            duo.detach();
+        }
+        duo.first.wait(RETENTION - Duration::from_secs(1));
+        assert!(!duo.first.released);
+        duo.first.wait(Duration::from_secs(1));
+        assert!(duo.first.released);
+        assert_eq!(duo.refusal(1), TmfStatus::TaskDoesNotExist);
+        assert_eq!(duo.refusal(2), TmfStatus::TaskDoesNotExist);
+        duo.end();
+    }
+    // What was claimed in time is handed over.
+    let mut duo = Duo::new();
+    duo.first.prompt = false;
+    duo.first.read(1, 0, 1);
+    duo.cut();
+    assert!(duo.reassigned(1, 0).is_empty());
+    duo.first.wait(RETENTION);
+    duo.first.finish_all_blocks();
+    assert_eq!(data_in(&duo.route()).0, [0]);
+    duo.first.wait(Duration::from_secs(1));
+    assert!(duo.first.released);
+    duo.end();
+}
+
+/// DefaultTime2Retain=0 keeps nothing.
+#[test]
+fn nothing_is_kept_where_that_was_agreed_on() {
+    let mut rig = Rig::logged_in("ErrorRecoveryLevel=2\0DefaultTime2Retain=0\0");
+    rig.write(1, 4, &[], true);
+    rig.with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
+    assert!(rig.released);
+    rig.end();
+}
+
+/// What is kept holds up nobody who waits for pool memory.
+#[test]
+fn kept_commands_give_way_to_those_that_wait_for_memory() {
+    let mut duo = Duo::new();
+    duo.first.read(1, 0, 4);
+    duo.first.write(2, 4, &[], true);
+    duo.first.command(3, &[0; 6], false, 0, &[], true);
+    duo.cut();
+    assert!(duo.first.pool.free() < duo.first.pool.size());
+    duo.first
+        .with(|ch, cx| ch.channel_mut().handle_pressure(cx));
+    assert_eq!(duo.first.pool.free(), duo.first.pool.size());
+    assert_eq!(duo.refusal(1), TmfStatus::TaskDoesNotExist);
+    assert_eq!(duo.refusal(2), TmfStatus::TaskDoesNotExist);
+    // What occupies none stays.
+    assert_eq!(status(&duo.reassigned(3, 0)).0, 0);
+    duo.end();
+}
+
+/// A function finds a command wherever it is: kept, on its way, or arrived.
+#[test]
+fn functions_reach_commands_that_move() {
+    let abort = |duo: &mut Duo, tag| {
+        let mut received = duo.second.tmf(50, TmfFunction::AbortTask, tag);
+        received.extend(duo.route());
+        received
+    };
+    let mut duo = Duo::new();
+    duo.first.write(1, 4, &[], true);
+    duo.cut();
+    assert_eq!(tmf_status(&abort(&mut duo, 1)), TmfStatus::Complete);
+    assert_eq!(duo.refusal(1), TmfStatus::TaskDoesNotExist);
+    // On its way: the answer waits for it.
+    duo.first.prompt = false;
+    duo.end();
+    let mut duo = Duo::new();
+    duo.first.prompt = false;
+    duo.first.read(1, 0, 1);
+    duo.cut();
+    duo.reassigned(1, 0);
+    assert!(abort(&mut duo, 1).is_empty(), "the device has it still");
+    duo.first.finish_all_blocks();
+    assert_eq!(tmf_status(&duo.route()), TmfStatus::Complete);
+    duo.end();
+    // By its old name, which somebody has learnt before it moved.
+    let mut duo = Duo::new();
+    duo.first.write(1, 4, &[], true);
+    duo.cut();
+    let stale = duo.second.gate.window.as_ref().unwrap().tagged(Itt(1));
+    duo.reassigned(1, 0);
+    let watcher = stale.unwrap();
+    let task = stale.unwrap();
+    duo.first
+        .with(|ch, cx| ch.channel_mut().handle_abort(cx, task, watcher));
+    assert!(matches!(
+        duo.first.elsewhere[..],
+        [Action::AbortTask { task, .. }] if task.channel == 2
+    ));
+    duo.end();
+    // By its unit.
+    let mut duo = Duo::new();
+    duo.first.write(1, 4, &[], true);
+    duo.cut();
+    duo.reassigned(1, 0);
+    let mut received = duo.second.tmf(50, TmfFunction::LogicalUnitReset, 0);
+    received.extend(duo.route());
+    assert_eq!(tmf_status(&received), TmfStatus::Complete);
+    assert_eq!(duo.second.gate.unit.tasks(), 0);
+    duo.end();
+}
+
+/// A connection that has taken commands over may be lost in its turn.
+#[test]
+fn a_command_may_move_twice() {
+    let mut duo = Duo::new();
+    duo.first.read(1, 0, 5);
+    duo.first.write(2, 4, &[3; 512], true);
+    duo.cut();
+    duo.reassigned(1, 2);
+    duo.reassigned(2, 1);
+    let Duo { first, second } = duo;
+    let mut third = Rig::joined(&second, 1, LEVEL_2);
+    third.cmd_sn = second.cmd_sn;
+    let mut duo = Duo {
+        first: second,
+        second: third,
+    };
+    // Numbers of channels name them: the second one is told what is said to it by hand.
+    duo.first
+        .with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
+    duo.first.with(|ch, cx| ch.channel_mut().handle_detach(cx));
+    std::mem::swap(&mut duo.first, &mut duo.second);
+    let request = |duo: &Duo, tag, exp_data_sn| TmfRequest {
+        immediate: true,
+        function: TmfFunction::TaskReassign,
+        lun: [0; 8],
+        itt: Itt(900),
+        referenced: Itt(tag),
+        cmd_sn: CmdSn(duo.first.cmd_sn),
+        exp_stat_sn: StatSn(0),
+        ref_cmd_sn: CmdSn(0),
+        exp_data_sn,
+    };
+    let reassign = FromInitiator::TmfRequest(request(&duo, 1, 0));
+    duo.first.send(&reassign, &[]);
+    let received = duo.route();
+    assert_eq!(data_in(&received).0, [2, 3, 4], "zero: nothing is new");
+    let reassign = FromInitiator::TmfRequest(request(&duo, 2, 1));
+    duo.first.send(&reassign, &[]);
+    let asked = r2t(&duo.route());
+    assert_eq!((asked.r2t_sn, asked.offset), (1, 512));
+    duo.end();
+    drop(first);
+}
+
+/// RFC 7143 11.14, 11.15.
+#[test]
+fn a_logout_for_recovery_is_answered_when_others_may_have_the_commands() {
+    let mut duo = Duo::new();
+    duo.second.gate.others = vec![Cid(1)];
+    let unknown = duo
+        .second
+        .send(&logout(LogoutReason::RemoveConnection, 5), &[]);
+    assert_eq!(logout_response(&unknown).status, LogoutStatus::CidNotFound);
+    let request = logout(LogoutReason::RemoveConnection, 1);
+    assert!(duo.second.send(&request, &[]).is_empty());
+    duo.cut();
+    let received = duo.second.with(super::TcpChannel::handle_others_gone);
+    let answer = logout_response(&received);
+    assert_eq!(answer.status, LogoutStatus::Closed);
+    assert_eq!((answer.time2wait, answer.time2retain), (2, 20));
+    duo.end();
+    // Below level 2 there is no such thing.
+    let mut rig = Rig::logged_in("ErrorRecoveryLevel=1\0");
+    let received = rig.send(&logout(LogoutReason::RemoveConnection, 0), &[]);
+    let refused = logout_response(&received).status;
+    assert_eq!(refused, LogoutStatus::RecoveryNotSupported);
+    rig.end();
+}
+
+/// RFC 7143 11.14: a connection that logs itself out for recovery says nothing more.
+#[test]
+fn a_connection_may_log_itself_out_for_recovery() {
+    let mut duo = Duo::new();
+    duo.first.prompt = false;
+    duo.first.read(1, 0, 1);
+    let asked = r2t(&duo.first.write(2, 4, &[], true));
+    let request = logout(LogoutReason::RemoveConnection, 0);
+    let received = duo.first.send(&request, &[]);
+    assert_eq!(logout_response(&received).status, LogoutStatus::Closed);
+    assert!(duo.first.disconnected);
+    assert!(duo.first.elsewhere.contains(&Action::Detached));
+    assert!(!duo.first.elsewhere.contains(&Action::Lost));
+    assert!(duo.first.finish_all_blocks().is_empty());
+    assert_eq!(data_in(&duo.reassigned(1, 0)).0, [0]);
+    let again = r2t(&duo.reassigned(2, 1));
+    assert_eq!((again.offset, again.len), (asked.offset, asked.len));
+    // The session may have no other connection, so it waits for one.
+    assert!(!duo.first.released);
+    duo.first.wait(RETENTION);
+    assert!(duo.first.released);
+    duo.end();
+}
+
+/// RFC 7143 11.9.1.
+#[test]
+fn the_initiator_is_told_of_a_connection_that_is_lost() {
+    let mut duo = Duo::new();
+    duo.lose();
+    let received = duo
+        .second
+        .with(|ch, cx| ch.channel_mut().handle_lost(cx, Cid(7)));
+    assert!(matches!(
+        received[0].0,
+        FromTarget::AsyncMessage(m)
+            if m.event == AsyncEvent::ConnectionDropped && m.parameters == [7, 2, 20]
+    ));
+    duo.end();
+}
+
+/// Who uses a tag again has the answer of the command that had it.
+#[test]
+fn a_tag_that_is_used_again_names_the_new_command() {
+    let mut duo = Duo::new();
+    duo.first.read(1, 0, 1);
+    duo.second.cmd_sn = duo.first.cmd_sn;
+    duo.cut();
+    assert_eq!(status(&duo.second.read(1, 0, 1)).0, 0);
+    assert_eq!(duo.refusal(1), TmfStatus::TaskStillAllegiant);
+    duo.end();
+}
+
+/// What two connections and an initiator of chance do.
+#[derive(Clone, Debug)]
+enum Act {
+    Read(bool, u8, u8),
+    Write(bool, u8, u8, u16),
+    Data(bool, u8, u8, u16),
+    Abort(u8),
+    Reset,
+    Reassign(u8, u8),
+    Block(bool, u8),
+    Lose,
+    Detach,
+    Pressure,
+    Hear,
+    Wait(u8),
+}
+
+fn act() -> impl Strategy<Value = Act> {
+    let tag = 1..7_u8;
+    prop_oneof![
+        4 => (any::<bool>(), tag.clone(), 0..9_u8).prop_map(|(s, t, n)| Act::Read(s, t, n)),
+        4 => (any::<bool>(), tag.clone(), 0..9_u8, 0..1024_u16)
+            .prop_map(|(s, t, n, d)| Act::Write(s, t, n, d)),
+        4 => (any::<bool>(), tag.clone(), 1..9_u8, 0..1024_u16)
+            .prop_map(|(s, t, ttt, d)| Act::Data(s, t, ttt, d)),
+        1 => tag.clone().prop_map(Act::Abort),
+        1 => Just(Act::Reset),
+        8 => (tag, 0..6_u8).prop_map(|(t, exp)| Act::Reassign(t, exp)),
+        6 => (any::<bool>(), any::<u8>()).prop_map(|(s, at)| Act::Block(s, at)),
+        2 => Just(Act::Lose),
+        2 => Just(Act::Detach),
+        1 => Just(Act::Pressure),
+        6 => Just(Act::Hear),
+        1 => (0..12_u8).prop_map(Act::Wait),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    /// However a connection is lost, and whatever is reassigned when: nothing panics, nothing is
+    /// carried on twice, and in the end everything is given back.
+    #[test]
+    fn nothing_is_lost_on_the_way(acts in proptest::collection::vec(act(), 1..60)) {
+        let mut duo = Duo::new();
+        duo.first.prompt = false;
+        duo.second.prompt = false;
+        for act in acts {
+            // Numbers go through the session, whichever connection brings them.
+            let (exp, _) = duo.second.gate.window.as_ref().unwrap().bounds();
+            duo.first.cmd_sn = exp.0;
+            duo.second.cmd_sn = exp.0;
+            match act {
+                Act::Read(second, tag, blocks) => {
+                    duo.rig(1 + u32::from(second)).read(u32::from(tag), 0, blocks);
+                }
+                Act::Write(second, tag, blocks, len) => {
+                    let data = vec![1; usize::from(len)];
+                    duo.rig(1 + u32::from(second)).write(u32::from(tag), blocks, &data, true);
+                }
+                Act::Data(second, tag, ttt, len) => {
+                    let data = vec![2; usize::from(len)];
+                    let rig = duo.rig(1 + u32::from(second));
+                    rig.data_out(u32::from(tag), Ttt(u32::from(ttt)), 0, 0, &data, false);
+                }
+                Act::Abort(tag) => {
+                    duo.second.tmf(50, TmfFunction::AbortTask, u32::from(tag));
+                }
+                Act::Reset => {
+                    duo.second.tmf(51, TmfFunction::LogicalUnitReset, 0);
+                }
+                Act::Reassign(tag, exp) => {
+                    let request = TmfRequest {
+                        immediate: true,
+                        function: TmfFunction::TaskReassign,
+                        lun: [0; 8],
+                        itt: Itt(900),
+                        referenced: Itt(u32::from(tag)),
+                        cmd_sn: exp_cmd(&duo),
+                        exp_stat_sn: StatSn(0),
+                        ref_cmd_sn: CmdSn(0),
+                        exp_data_sn: u32::from(exp),
+                    };
+                    duo.second.send(&FromInitiator::TmfRequest(request), &[]);
+                }
+                Act::Block(second, at) => {
+                    let rig = duo.rig(1 + u32::from(second));
+                    if !rig.blocks.is_empty() {
+                        let at = usize::from(at) % rig.blocks.len();
+                        rig.finish_block(at);
+                        rig.with(|_, _| {});
+                    }
+                }
+                Act::Lose => {
+                    duo.first.with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
+                }
+                Act::Detach => {
+                    duo.first.with(|ch, cx| ch.channel_mut().handle_detach(cx));
+                }
+                Act::Pressure => {
+                    duo.first.with(|ch, cx| ch.channel_mut().handle_pressure(cx));
+                }
+                Act::Hear => {
+                    duo.route();
+                }
+                Act::Wait(seconds) => {
+                    let time = Duration::from_secs(u64::from(seconds));
+                    duo.first.wait(time);
+                    duo.second.with(|ch, cx| ch.channel_mut().handle_pool(cx));
+                }
+            }
+            for rig in [&duo.first, &duo.second] {
+                let contexts = usize::from(rig.channel.channel().config().contexts());
+                prop_assert!(rig.channel.channel().in_flight() <= contexts);
+            }
+        }
+        duo.end();
+    }
+}
+
+fn exp_cmd(duo: &Duo) -> CmdSn {
+    CmdSn(duo.second.cmd_sn)
+}

@@ -538,4 +538,53 @@ mod tests {
         assert_eq!(left.notify, [channel(1)]);
         assert!(sessions.leave(tsih, channel(1), true).ended.is_some());
     }
+
+    /// A session at error recovery level 2, of one connection at most.
+    fn recoverable() -> Session {
+        let mut session = session(1);
+        session.params.error_recovery_level = 2;
+        session.params.max_connections = 1;
+        session
+    }
+
+    #[test]
+    fn a_session_of_level_2_survives_a_connection_that_is_lost() {
+        let sessions = IscsiSessions::default();
+        let key = session(1).key;
+        let (tsih, _) = sessions.enter(recoverable(), Cid(0), channel(1)).unwrap();
+        // Another one may come in any case, to log it out (RFC 7143 6.3.4); not a third.
+        sessions.join(&key, tsih, Cid(1), channel(2)).unwrap();
+        let third = sessions.check_join(&key, tsih, Cid(2));
+        assert_eq!(third, Err(LoginStatus::TOO_MANY_CONNECTIONS));
+        let lost = sessions.lose(tsih, channel(1));
+        assert_eq!((lost.tell, lost.terminate), (Some(channel(2)), Vec::new()));
+        assert!(sessions.detach(tsih, channel(2), Cid(7)).is_empty());
+        assert_eq!(sessions.detach(tsih, channel(2), Cid(0)), [channel(1)]);
+        assert_eq!(sessions.detached(tsih, channel(1)).notify, [channel(2)]);
+        let twice = sessions.detach(tsih, channel(2), Cid(0));
+        assert!(twice.is_empty(), "it is logged out already");
+        let left = sessions.leave(tsih, channel(1), false);
+        assert!(left.terminate.is_empty() && left.ended.is_none());
+        assert!(sessions.leave(tsih, channel(2), true).ended.is_some());
+    }
+
+    #[test]
+    fn connections_that_are_kept_are_bounded_and_end_with_their_session() {
+        let sessions = IscsiSessions::default();
+        let key = session(1).key;
+        let (tsih, _) = sessions.enter(recoverable(), Cid(0), channel(0)).unwrap();
+        let most = MAX_KEPT as u32;
+        for serial in 1..=most {
+            let (session, old) = sessions.join(&key, tsih, Cid(0), channel(serial)).unwrap();
+            assert_eq!(old, [channel(serial - 1)]);
+            assert_eq!(Ending::of_reinstatement(&session.params), Ending::Detach);
+            let left = sessions.detached(tsih, channel(serial - 1));
+            assert_eq!(left.notify, [channel(serial)]);
+            assert!(left.terminate.is_empty());
+        }
+        let lost = sessions.lose(tsih, channel(most));
+        assert_eq!((lost.tell, lost.terminate), (None, vec![channel(0)]));
+        let (_, old) = sessions.enter(recoverable(), Cid(0), channel(50)).unwrap();
+        assert_eq!(old.len(), MAX_KEPT + 1);
+    }
 }

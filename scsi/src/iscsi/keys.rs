@@ -502,10 +502,11 @@ impl Negotiation {
             return Ok(None);
         };
         let row = key.row();
-        self.admit(row, place)?;
+        // Linux says so of declarations, too, which it does not know and only we may send.
         if matches!(value, "Irrelevant" | "NotUnderstood" | "Reject") {
             return Ok(Some(key));
         }
+        self.admit(row, place)?;
         let offered = self.sent & 1 << key as u32 != 0;
         let ours = self.offer.values.of(key);
         let fault = KeyError::Result(key);

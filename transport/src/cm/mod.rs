@@ -30,8 +30,8 @@
 //!
 //! REQ, REP, LAP, DREQ and SIDR_REQ are repeated until they are answered, at
 //! the interval and as often as the messages themselves say (clamped by
-//! [`CmConfig`]); an MRA buys time once. Answers (MRA, REP, RTU, REJ, DREP, APR)
-//! are kept and sent again when the question is. Messages that are illegal in
+//! [`CmConfig`]), a DREQ sooner at first; an MRA buys time once. Answers (MRA,
+//! REP, RTU, REJ, DREP, APR) are kept and sent again when the question is. Messages that are illegal in
 //! the state of their connection, that come from another address than the
 //! peer's, or that name another id of the peer's, change nothing.
 //!

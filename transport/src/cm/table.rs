@@ -13,6 +13,10 @@ use crate::wire::cm_msg::{
 };
 use crate::wire::mad::{Mad, TransactionId};
 
+/// How soon a DREQ is repeated first; then twice as long, up to the connection's interval. Nobody needs
+/// long to answer one, and Linux answers a repeated one only until its short timewait is over.
+pub(super) const DREQ_INTERVAL: Duration = Duration::from_millis(250);
+
 /// One service id, or a range of them.
 #[derive(Debug)]
 pub(super) struct Listener {
@@ -222,7 +226,10 @@ impl Cm {
     ) {
         let mad = message.emit(transaction);
         let conn = self.known(id);
-        let interval = conn.interval;
+        let interval = match message {
+            CmMessage::Dreq(_) => conn.interval.min(DREQ_INTERVAL),
+            _ => conn.interval,
+        };
         conn.pending = Some(Box::new(Pending {
             mad,
             retries_left: conn.max_retries,

@@ -28,7 +28,7 @@ impl Cm {
             self.tell(id, IbCmEventKind::TimewaitExit);
             return self.free(id);
         }
-        let peer = conn.peer;
+        let (peer, longest) = (conn.peer, conn.interval);
         let pending = conn
             .pending
             .as_deref_mut()
@@ -37,6 +37,7 @@ impl Cm {
             return self.give_up(now, id);
         }
         pending.retries_left -= 1;
+        pending.interval = (pending.interval * 2).min(longest);
         let (mad, interval) = (pending.mad, pending.interval);
         self.counters.retries += 1;
         self.send(peer, mad);

@@ -128,7 +128,7 @@ impl Responder {
         let psn = pkt.bth.psn();
         if psn.is_before(self.expected) {
             ctx.counters.duplicates += 1;
-            self.on_duplicate(pkt, ctx.link.mtu.bytes() as u32);
+            self.on_duplicate(ctx, pkt);
             return Ok(());
         }
         if psn != self.expected {
@@ -169,16 +169,21 @@ impl Responder {
             self.nak = Some((self.expected, AethSyndrome::RnrNak(self.rnr_timer)));
             return Ok(());
         }
-        self.unacked += 1;
-        if pkt.bth.is_ack_requested() || self.unacked >= ctx.cfg.ack_every {
-            self.ack = Some(self.expected);
-            self.unacked = 0;
-        }
         self.expected = self.expected.next();
         if pkt.op.position.is_end() {
             self.msn = self.msn.next();
         }
+        self.count(ctx, pkt);
         Ok(())
+    }
+
+    /// Acknowledges all that has been taken in, if the packet asks for that or enough have not.
+    fn count(&mut self, ctx: &Ctx<'_>, pkt: &Packet<'_>) {
+        self.unacked += 1;
+        if pkt.bth.is_ack_requested() || self.unacked >= ctx.cfg.ack_every {
+            self.ack = Some(self.expected.prev());
+            self.unacked = 0;
+        }
     }
 
     /// A packet of a SEND; false if there is no receive for it.

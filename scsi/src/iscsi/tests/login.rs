@@ -613,6 +613,27 @@ fn both_logins_agree_over_rdma() {
     assert_eq!(theirs.connection.max_unexpected_pdus, 7);
 }
 
+/// Linux does not know two keys of RFC 7145, and says so.
+#[test]
+fn keys_that_a_target_does_not_understand_are_done_without() {
+    let keys = [
+        Key::TaggedBufferForSolicitedDataOnly,
+        Key::MaxOutstandingUnexpectedPdus,
+    ];
+    let config = InitiatorConfig {
+        offer: iser_offer().with(Key::TaggedBufferForSolicitedDataOnly, 1),
+        keys: keys.to_vec(),
+        ..config()
+    };
+    let (mut target, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
+    let mut initiator = InitiatorLogin::new(config, [7; chap::CHALLENGE_LEN + 1]);
+    let (request, _) = initiator.poll_request().unwrap();
+    let answer = target.handle(&request, NAMES.as_bytes(), &mut gate);
+    let text = keys.map(|key| format!("{}=NotUnderstood\0", key.row().name));
+    let step = initiator.handle_response(&answer.response, text.concat().as_bytes());
+    assert!(step.is_ok(), "{step:?}");
+}
+
 #[test]
 fn keys_of_rdma_mean_nothing_on_tcp() {
     let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));

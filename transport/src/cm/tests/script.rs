@@ -514,6 +514,25 @@ fn a_lost_drep_is_repeated_and_a_forgotten_dreq_is_answered() {
 }
 
 #[test]
+fn a_dreq_is_repeated_sooner_than_other_messages() {
+    let mut pair = Pair::new();
+    let ids = pair.established();
+    pair.a.known(ids.a).interval = Duration::from_millis(1500);
+    pair.a
+        .send_dreq(pair.now, ids.a, PrivateData::default())
+        .unwrap();
+    for wait in [250, 500, 1000] {
+        only(&mut pair.a);
+        let wait = Duration::from_millis(wait);
+        assert_eq!(pair.a.poll_timeout(), Some(pair.now + wait));
+        pair.pass(wait);
+    }
+    only(&mut pair.a);
+    let longest = Duration::from_millis(1500);
+    assert_eq!(pair.a.poll_timeout(), Some(pair.now + longest));
+}
+
+#[test]
 fn a_dreq_without_answer_ends_the_connection_all_the_same() {
     let mut pair = Pair::new();
     let ids = pair.established();

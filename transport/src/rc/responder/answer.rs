@@ -112,14 +112,18 @@ impl Responder {
 
     /// A packet that was taken in before: SENDs and WRITEs are acknowledged again, READs and atomics
     /// answered again if their resource is still there (IBTA 9.7.5.1.4, 9.7.5.1.5).
-    pub(super) fn on_duplicate(&mut self, pkt: &Packet<'_>, mtu: u32) {
+    ///
+    /// The acknowledgement covers all that has been taken in, so it waits until it is asked for, as for
+    /// new packets: `rdma_rxe` loses a request that is acknowledged while it is being repeated.
+    pub(super) fn on_duplicate(&mut self, ctx: &Ctx<'_>, pkt: &Packet<'_>) {
         let psn = pkt.bth.psn();
+        let mtu = ctx.link.mtu.bytes() as u32;
         let found = self
             .resources
             .iter_mut()
             .find(|r| psn.is_within(r.first, r.packets));
         match (pkt.op.operation, found) {
-            (Operation::Send | Operation::Write, _) => self.ack = Some(self.expected.prev()),
+            (Operation::Send | Operation::Write, _) => self.count(ctx, pkt),
             (_, None) => {}
             (operation, Some(resource)) => {
                 let start = resource.first.distance_to(psn);

@@ -498,6 +498,33 @@ fn a_repeated_send_is_acknowledged_and_not_delivered() {
     assert_eq!(rig.qp.counters().duplicates, 1000);
 }
 
+/// `rdma_rxe` loses a request for good that is acknowledged before all of it is repeated.
+#[test]
+fn a_repeated_message_is_acknowledged_when_it_asks() {
+    let mut rig = Rig::new();
+    rig.post_recv(1, 600);
+    let opcodes = [0x00, 0x01, 0x02];
+    let repeat = |rig: &mut Rig, at: u32| {
+        let (last, payload) = (at == 2, bytes(if at == 2 { 88 } else { 256 }));
+        rig.feed(&packet(
+            opcodes[at as usize],
+            RQ_PSN + at,
+            last,
+            &[],
+            &payload,
+        ));
+        rig.sent()
+    };
+    for round in 0..2 {
+        assert!(repeat(&mut rig, 0).is_empty(), "round {round}");
+        assert!(repeat(&mut rig, 1).is_empty(), "round {round}");
+        assert_eq!(repeat(&mut rig, 2).len(), 1, "round {round}");
+    }
+    // Some that never ask are acknowledged at last, as new ones are.
+    let sent: Vec<_> = (0..8).map(|_| repeat(&mut rig, 0).len()).collect();
+    assert_eq!(sent, [0, 0, 0, 0, 0, 0, 0, 1]);
+}
+
 #[test]
 fn a_repeated_read_is_read_again_in_part() {
     let mut rig = Rig::new();

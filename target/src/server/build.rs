@@ -72,21 +72,20 @@ fn iscsi(target: &config::Target) -> Result<Option<IscsiDef>, ServerError> {
     let Some(name) = &target.iqn else {
         return Ok(None);
     };
-    // An address is one port for initiators, whatever carries the session: it has one portal group.
-    let group = |listen| {
-        let mut all = target.portals.iter();
-        let place = all.position(|p| p.protocol.is_iscsi() && p.listen == listen);
-        place.expect("the portal itself") as u16 + 1
-    };
+    // All portals lead to the same sessions, whatever carries them: they are one portal group, and so
+    // one port for initiators. Relative port identifiers are unique among all portals of the target.
+    let first = target.portals.iter().position(|p| p.protocol.is_iscsi());
+    let group = first.expect("only a target with such portals has a name") as u16 + 1;
     let portals = |protocol| {
         let all = target
             .portals
             .iter()
             .filter(move |p| p.protocol == protocol);
-        all.map(|p| (p.listen, group(p.listen))).collect()
+        all.map(|p| p.listen).collect()
     };
     Ok(Some(IscsiDef {
         name: name.clone(),
+        group,
         portals: portals(Protocol::Iscsi),
         iser: portals(Protocol::Iser),
         auth: auth(target.chap.as_ref())?,

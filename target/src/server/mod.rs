@@ -255,7 +255,7 @@ impl Server {
         let catalog = self.shared.registry.catalog();
         let targets = &catalog.targets;
         let iscsi = targets.iter().filter_map(|t| t.iscsi.as_ref());
-        let iscsi = iscsi.flat_map(|t| &t.portals).map(|(listen, _)| *listen);
+        let iscsi = iscsi.flat_map(|t| &t.portals).copied();
         catalog.rdma_portals().chain(iscsi).collect()
     }
 

@@ -46,9 +46,7 @@ impl Catalog {
         let srp = self.targets.iter().flat_map(|t| &t.portals);
         let srp = srp.map(|portal| portal.listen);
         let iscsi = self.targets.iter().filter_map(|t| t.iscsi.as_ref());
-        let iser = iscsi
-            .flat_map(|iscsi| &iscsi.iser)
-            .map(|(listen, _)| *listen);
+        let iser = iscsi.flat_map(|iscsi| &iscsi.iser).copied();
         srp.chain(iser)
     }
 
@@ -106,11 +104,12 @@ pub struct TargetDef {
 pub struct IscsiDef {
     /// Its name.
     pub name: IscsiName,
-    /// Where it listens, and the relative target port identifier there, which is the portal group
-    /// tag as well.
-    pub portals: Vec<(SocketAddr, u16)>,
-    /// Where it listens for iSER, on RDMA CM ports; likewise.
-    pub iser: Vec<(SocketAddr, u16)>,
+    /// The tag of its one portal group, and the relative target port identifier.
+    pub group: u16,
+    /// Where it listens.
+    pub portals: Vec<SocketAddr>,
+    /// Where it listens for iSER, on RDMA CM ports.
+    pub iser: Vec<SocketAddr>,
     /// How initiators prove who they are.
     pub auth: Auth,
     /// Portals that send initiators elsewhere.
@@ -118,10 +117,9 @@ pub struct IscsiDef {
 }
 
 impl IscsiDef {
-    /// The addresses of all portals, each once, with its portal group. Initiators choose the
-    /// transport themselves.
-    pub fn addresses(&self) -> impl Iterator<Item = (SocketAddr, u16)> + '_ {
-        let is_new = |portal: &&(SocketAddr, u16)| !self.portals.contains(portal);
+    /// The addresses of all portals, each once. Initiators choose the transport themselves.
+    pub fn addresses(&self) -> impl Iterator<Item = SocketAddr> + '_ {
+        let is_new = |portal: &&SocketAddr| !self.portals.contains(portal);
         self.portals
             .iter()
             .chain(self.iser.iter().filter(is_new))

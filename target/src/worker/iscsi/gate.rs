@@ -96,7 +96,7 @@ impl Transport {
     }
 
     /// The portals that a target has on it.
-    fn portals(self, iscsi: &IscsiDef) -> &[(SocketAddr, u16)] {
+    fn portals(self, iscsi: &IscsiDef) -> &[SocketAddr] {
         match self {
             Self::Tcp => &iscsi.portals,
             Self::Iser => &iscsi.iser,
@@ -118,9 +118,9 @@ impl<'a> WorkerGate<'a> {
         let mut targets = self.catalog.targets.iter().enumerate();
         targets.find_map(|(place, target)| {
             let iscsi = target.iscsi.as_ref().filter(|iscsi| iscsi.name == *name)?;
-            let mut portals = self.transport.portals(iscsi).iter();
-            let (_, group) = portals.find(|(listen, _)| *listen == self.listen)?;
-            Some((place, target, *group))
+            let portals = self.transport.portals(iscsi);
+            let is_here = portals.contains(&self.listen);
+            is_here.then_some((place, target, iscsi.group))
         })
     }
 }
@@ -281,7 +281,7 @@ impl Gate for WorkerGate<'_> {
                     name: iscsi.name.clone(),
                     addresses: iscsi
                         .addresses()
-                        .map(|(listen, group)| TargetAddress::new(listen, group))
+                        .map(|listen| TargetAddress::new(listen, iscsi.group))
                         .collect(),
                 })
         });

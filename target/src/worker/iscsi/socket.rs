@@ -113,7 +113,7 @@ impl Worker {
     pub(in crate::worker) fn listen_iscsi(&mut self) -> Result<(), WorkerError> {
         let catalog = Arc::clone(&self.catalog);
         let targets = catalog.targets.iter().filter_map(|t| t.iscsi.as_ref());
-        for (address, _) in targets.flat_map(|t| &t.portals) {
+        for address in targets.flat_map(|t| &t.portals) {
             if self.iscsi.listeners.iter().any(|l| l.address == *address) {
                 continue;
             }

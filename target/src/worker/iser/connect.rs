@@ -31,7 +31,7 @@ impl Worker {
         let addr = self.devices.addr(device);
         let targets = catalog.targets.iter().filter_map(|t| t.iscsi.as_ref());
         let portals = targets.flat_map(|iscsi| &iscsi.iser);
-        for (listen, _) in portals.filter(|(listen, _)| listen.ip() == addr) {
+        for listen in portals.filter(|listen| listen.ip() == addr) {
             // Targets may share a portal: the login names the one it wants.
             let known = |(place, listener): (&(usize, CmId), &Listener)| {
                 place.0 == device && matches!(listener, Listener::Iser(at) if at == listen)

@@ -5,7 +5,7 @@
 //! - [`scsi`]: commands and what their answers say. [`inquiry`]: INQUIRY data for people.
 //! - [`rping`]: the first thing to run on a new network.
 //! - [`srp`], [`iscsi`]: the protocols' logic, with no I/O in it. [`session`], [`request`]: what they
-//!   have in common. [`url`]: addresses.
+//!   have in common. [`paths`]: several of them to one unit. [`url`]: addresses.
 //! - [`block`]: what every export needs of a disk. [`nbd`], [`fuse`]: the exports.
 //! - [`mod@bench`]: the benchmark. [`cli`]: the command line.
 
@@ -18,6 +18,7 @@ pub mod inquiry;
 pub mod iscsi;
 pub mod lun;
 pub mod nbd;
+pub mod paths;
 pub mod poll_fds;
 pub mod request;
 pub mod rping;

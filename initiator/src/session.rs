@@ -91,6 +91,16 @@ pub enum Down {
     /// It was closed from this side.
     #[error("closed")]
     Closed,
+    /// The path leads to another logical unit than those before it.
+    #[error("the portal leads to another logical unit")]
+    OtherUnit,
+    /// The logical unit does not say who it is, or is not there, so that nobody can tell whether two
+    /// paths lead to the same one.
+    #[error("the logical unit does not say which one it is, or is not there")]
+    NoIdentity,
+    /// The logical unit did not answer when it was asked who it is.
+    #[error("the logical unit does not answer")]
+    UnitSilent,
 }
 
 /// Why a connection could not be made.

@@ -60,6 +60,58 @@ impl TargetUrl {
         }
     }
 
+    /// Portals of the target besides the first.
+    #[must_use]
+    pub fn portals(&self) -> &[Portal] {
+        match self {
+            Self::Srp(url) => &url.portals,
+            Self::Iscsi(url) => &url.portals,
+        }
+    }
+
+    /// Whether all the portals are to be used that there are, not only those in the address.
+    #[must_use]
+    pub fn wants_all(&self) -> bool {
+        match self {
+            Self::Srp(_) => false,
+            Self::Iscsi(url) => url.all_paths,
+        }
+    }
+
+    /// Whether it is one that several paths lead to.
+    #[must_use]
+    pub fn is_multipath(&self) -> bool {
+        self.wants_all() || !self.portals().is_empty()
+    }
+
+    /// The same target by its first portal alone.
+    #[must_use]
+    pub fn first(&self) -> Self {
+        let (host, port) = self.authority();
+        self.by(Portal {
+            host: host.clone(),
+            port,
+        })
+    }
+
+    /// The same target by one portal alone.
+    #[must_use]
+    pub fn by(&self, portal: Portal) -> Self {
+        let mut url = self.clone();
+        match &mut url {
+            Self::Srp(url) => {
+                (url.host, url.port) = (portal.host, portal.port);
+                url.portals.clear();
+            }
+            Self::Iscsi(url) => {
+                (url.host, url.port) = (portal.host, portal.port);
+                url.portals.clear();
+                url.all_paths = false;
+            }
+        }
+        url
+    }
+
     /// Address or name of the target's host.
     #[must_use]
     pub fn host(&self) -> &Host {
@@ -78,15 +130,22 @@ impl TargetUrl {
     /// # Errors
     /// The name has no address, or none of the family of [`Self::src`].
     pub fn resolve(&self) -> std::io::Result<SocketAddr> {
+        let found = self.resolve_all()?.into_iter().next();
+        found.ok_or_else(|| std::io::ErrorKind::NotFound.into())
+    }
+
+    /// All the addresses that the first portal means, as [`Self::resolve`]; there may be none.
+    ///
+    /// # Errors
+    /// The name cannot be looked up.
+    pub fn resolve_all(&self) -> std::io::Result<Vec<SocketAddr>> {
         let (host, port) = self.authority();
         match host {
-            Host::Ip(ip) => Ok(SocketAddr::new(*ip, port)),
+            Host::Ip(ip) => Ok(vec![SocketAddr::new(*ip, port)]),
             Host::Name(name) => {
                 let fits = |a: &SocketAddr| self.src().is_none_or(|s| s.is_ipv4() == a.is_ipv4());
-                let mut found = (name.as_str(), port).to_socket_addrs()?;
-                found
-                    .find(fits)
-                    .ok_or_else(|| std::io::ErrorKind::NotFound.into())
+                let found = (name.as_str(), port).to_socket_addrs()?;
+                Ok(found.filter(fits).collect())
             }
         }
     }
@@ -151,6 +210,46 @@ impl fmt::Display for Host {
     }
 }
 
+/// Where a target listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Portal {
+    /// Its host.
+    pub host: Host,
+    /// Its port.
+    pub port: u16,
+}
+
+impl fmt::Display for Portal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.host, self.port)
+    }
+}
+
+impl From<SocketAddr> for Portal {
+    fn from(addr: SocketAddr) -> Self {
+        Self {
+            host: Host::Ip(addr.ip()),
+            port: addr.port(),
+        }
+    }
+}
+
+/// Portals that one address may name at most.
+pub const MAX_PORTALS: usize = 16;
+
+/// Whether the portals of an address can be worked with: `first`, and those besides.
+pub(crate) fn check_portals(first: &Portal, others: &[Portal]) -> Result<(), UrlError> {
+    if others.len() >= MAX_PORTALS {
+        return Err(UrlError::TooManyPortals);
+    }
+    for (at, portal) in others.iter().enumerate() {
+        if portal == first || others[..at].contains(portal) {
+            return Err(UrlError::SamePortal(portal.to_string()));
+        }
+    }
+    Ok(())
+}
+
 /// Why a string is no address.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UrlError {
@@ -183,6 +282,12 @@ pub enum UrlError {
     /// A key occurs twice.
     #[error("key `{0}` occurs twice")]
     Repeated(String),
+    /// A portal is named twice.
+    #[error("portal `{0}` is named twice; every path needs one of its own")]
+    SamePortal(String),
+    /// More portals than [`MAX_PORTALS`].
+    #[error("more than {MAX_PORTALS} portals")]
+    TooManyPortals,
     /// A key has no value.
     #[error("key `{0}` has no value")]
     NoValue(String),
@@ -307,6 +412,18 @@ impl Part<'_> {
             "0" | "no" | "off" => Ok(false),
             _ => Err(self.bad("`1` or `0`")),
         }
+    }
+
+    /// A further portal, with the port that it has unless it is given.
+    pub(crate) fn portal(&self, port: u16) -> Result<Portal, UrlError> {
+        let authority: Authority = self
+            .value
+            .parse()
+            .map_err(|_| self.bad("HOST or HOST:PORT, with an IPv6 address in brackets"))?;
+        Ok(Portal {
+            host: authority.host,
+            port: authority.port.unwrap_or(port),
+        })
     }
 
     pub(crate) fn ip(&self) -> Result<IpAddr, UrlError> {

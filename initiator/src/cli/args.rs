@@ -26,6 +26,9 @@ Addresses:
                                            a logical unit of an iSCSI target; passwords are better
                                            in RISER_CHAP_PASSWORD or in a file (password_file=)
   iser://...                               the same, over RDMA
+  ...&portal=HOST[:PORT]&portal=...        further portals of the target: all are used at once, and
+                                           one that is lost is done without until it is back
+  ...&paths=all                            every portal that an iSCSI target tells
   KEY=VALUE,...,dest=HOST:PORT             the same as written for the kernel's ib_srp; LUN 0
   mem:SIZE[,BLOCK]                         a disk in the memory of this process, to try exports with
 

@@ -52,7 +52,8 @@ pub(super) fn run(args: &DiscoverArgs, global: &Global) -> Result<(), CliError> 
     let url = args.url.target()?;
     let client = start_engine(url, &args.link, global.timeout)?;
     let patience = Instant::now() + global.timeout;
-    let url = with_link(url, &args.link);
+    // What a target has it tells at its first portal.
+    let url = with_link(&url.first(), &args.link);
     let named = match &url {
         TargetUrl::Srp(srp) if srp.id_ext.is_none() && srp.ioc_guid.is_none() => {
             ask(&client, srp, global.timeout / 2)?

@@ -25,7 +25,7 @@ use super::units;
 use crate::block::{
     BlockDevice, BlockError, Buffer, Extent, Geometry, MemoryDevice, ZeroOptions, task,
 };
-use crate::engine::{Client, EngineError, Session};
+use crate::engine::{Client, EngineError, Session, SessionStatus};
 use crate::lun::{Lun, LunError};
 use crate::request::RequestError;
 use crate::session::{ConnectError, Down, Timing};
@@ -236,6 +236,7 @@ pub(super) fn login_failed(url: &TargetUrl, error: EngineError) -> CliError {
         }
         EngineError::Device(_) => Exit::Failure,
         EngineError::Unnamed
+        | EngineError::SamePortal(_)
         | EngineError::Ambiguous
         | EngineError::NoTarget
         | EngineError::Secret(_) => Exit::Usage,
@@ -247,6 +248,10 @@ pub(super) fn login_failed(url: &TargetUrl, error: EngineError) -> CliError {
              them, and `riser discover` on the software NIC finds them out"
         }
         EngineError::NoTarget => "for example iscsi://HOST/iqn.2026-01.com.example:disk/0",
+        EngineError::Login(Down::OtherUnit | Down::NoIdentity) => {
+            "all portals of an address must lead to one logical unit, which tells its serial number \
+             or a designator; `riser inquiry` with one portal shows them"
+        }
         EngineError::Secret(_) => "a password may be in the address, a file or the environment",
         EngineError::Login(Down::Connect(ConnectError::IscsiLogin(IscsiLogin::Refused(
             LoginStatus::AUTHENTICATION_FAILURE,
@@ -466,6 +471,15 @@ impl Disk {
                 let inquiry = &lun.info().inquiry;
                 format!("{} {}", inquiry.vendor.trim(), inquiry.product.trim())
             }
+        }
+    }
+
+    /// What there is to know of its session, if it has one.
+    #[must_use]
+    pub fn watch(&self) -> Option<Arc<SessionStatus>> {
+        match &self.kind {
+            Kind::Memory(_) => None,
+            Kind::Lun(lun) => Some(lun.session().watch()),
         }
     }
 

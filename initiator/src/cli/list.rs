@@ -6,6 +6,8 @@ use super::args::Global;
 use super::exit::CliError;
 use super::state::{Attachment, Export, StateDir};
 use super::{output, units};
+use crate::engine::PathReport;
+use crate::paths::PathState;
 
 pub(super) fn run(global: &Global) -> Result<(), CliError> {
     let attachments = StateDir::open()
@@ -35,9 +37,30 @@ pub(super) fn run(global: &Global) -> Result<(), CliError> {
                 a.export.path().display(),
                 a.url
             )?;
+            for path in &a.paths {
+                writeln!(out, "       {}", show_path(path))?;
+            }
         }
         Ok(())
     })
+}
+
+fn show_path(path: &PathReport) -> String {
+    let state = match path.state {
+        PathState::Connecting => "connecting",
+        PathState::Live => "live",
+        PathState::Standby => "standby",
+        PathState::Lost => "lost",
+        PathState::OtherUnit => "leads to another logical unit",
+    };
+    let mut line = format!("path {}: {state}", path.portal);
+    if path.losses > 0 {
+        line += &format!(", lost {} time(s)", path.losses);
+    }
+    match (&path.why, path.state) {
+        (Some(why), PathState::Lost) => line + ": " + why,
+        _ => line,
+    }
 }
 
 fn kind(attachment: &Attachment) -> &'static str {

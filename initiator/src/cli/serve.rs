@@ -11,7 +11,7 @@ use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -23,9 +23,10 @@ use super::args::{Global, ServeArgs};
 use super::disk::{Access, Address, Disk};
 use super::exit::{Cause, CliError, Exit};
 use super::output;
-use super::state::{Attachment, Export, Registration, StateDir, process_start};
+use super::state::{Attachment, Export, PathsEntry, Registration, StateDir, process_start};
 use super::units;
 use crate::block::BlockDevice;
+use crate::engine::SessionStatus;
 use crate::iscsi::url::{SECRET_ENV, Secrets};
 use crate::url::TargetUrl;
 
@@ -147,10 +148,14 @@ impl Ready<'_> {
             block_size: geometry.block_size,
             read_only: geometry.read_only,
             log: self.args.supervised.clone(),
+            paths: disk.watch().map_or_else(Vec::new, |status| status.paths()),
         };
         let registration = StateDir::open()
             .and_then(|dir| dir.register(attachment))
             .map_err(|e| CliError::io("cannot write down the attachment", e))?;
+        if let Some(status) = disk.watch() {
+            watch_paths(status, registration.paths())?;
+        }
         let attachment = registration.attachment();
         tracing::info!(id = attachment.id, url = attachment.url, "attached");
         if self.args.supervised.is_some() {
@@ -163,6 +168,29 @@ impl Ready<'_> {
         self.told = true;
         Ok(registration)
     }
+}
+
+/// Keeps what the list of attachments says of a disk's paths up to date, where there are several.
+fn watch_paths(status: Arc<SessionStatus>, mut entry: PathsEntry) -> Result<(), CliError> {
+    if status.paths().is_empty() {
+        return Ok(());
+    }
+    let watch = move || {
+        let mut known = Vec::new();
+        while let Some(paths) = status.wait_for_paths(&known) {
+            known.clone_from(&paths);
+            match entry.update(paths) {
+                Ok(true) => {}
+                Ok(false) => return,
+                Err(error) => tracing::warn!(%error, "cannot write down the paths"),
+            }
+        }
+    };
+    thread::Builder::new()
+        .name("paths".into())
+        .spawn(watch)
+        .map(drop)
+        .map_err(|e| CliError::io("cannot watch the paths", e))
 }
 
 fn print(attachment: &Attachment, global: &Global) -> Result<(), CliError> {

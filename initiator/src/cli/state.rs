@@ -11,9 +11,12 @@ use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::mount::UnmountFlags;
 use serde::{Deserialize, Serialize};
+
+use crate::engine::PathReport;
 
 /// How an attachment shows on this host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -88,6 +91,9 @@ pub struct Attachment {
     pub read_only: bool,
     /// Where the process logs, if not to its terminal.
     pub log: Option<PathBuf>,
+    /// The paths to the logical unit, where there are several.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub paths: Vec<PathReport>,
 }
 
 impl Attachment {
@@ -170,7 +176,14 @@ impl StateDir {
             let linked = fs::hard_link(&temporary, &path);
             fs::remove_file(&temporary)?;
             match linked {
-                Ok(()) => return Ok(Registration { attachment, path }),
+                Ok(()) => {
+                    let entry = Arc::new(Entry {
+                        path,
+                        temporary,
+                        is_gone: Mutex::new(false),
+                    });
+                    return Ok(Registration { attachment, entry });
+                }
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
                 Err(e) => return Err(e),
             }
@@ -258,7 +271,48 @@ fn unmount_dead(path: &Path) {
 #[derive(Debug)]
 pub struct Registration {
     attachment: Attachment,
+    entry: Arc<Entry>,
+}
+
+#[derive(Debug)]
+struct Entry {
     path: PathBuf,
+    temporary: PathBuf,
+    /// Held while the file is written, so that none is written after it was removed.
+    is_gone: Mutex<bool>,
+}
+
+/// Keeps the paths of a written-down attachment up to date, as long as it is there.
+#[derive(Debug)]
+pub struct PathsEntry {
+    attachment: Attachment,
+    entry: Arc<Entry>,
+}
+
+impl PathsEntry {
+    /// Writes down how the paths are now; whether the attachment is still there.
+    ///
+    /// # Errors
+    /// The directory cannot be written.
+    pub fn update(&mut self, paths: Vec<PathReport>) -> io::Result<bool> {
+        let is_gone = self.entry.lock();
+        if *is_gone {
+            return Ok(false);
+        }
+        self.attachment.paths = paths;
+        fs::write(
+            &self.entry.temporary,
+            serde_json::to_vec_pretty(&self.attachment)?,
+        )?;
+        fs::rename(&self.entry.temporary, &self.entry.path)?;
+        Ok(true)
+    }
+}
+
+impl Entry {
+    fn lock(&self) -> MutexGuard<'_, bool> {
+        self.is_gone.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl Registration {
@@ -267,11 +321,21 @@ impl Registration {
     pub fn attachment(&self) -> &Attachment {
         &self.attachment
     }
+
+    /// For whoever watches the paths.
+    #[must_use]
+    pub fn paths(&self) -> PathsEntry {
+        PathsEntry {
+            attachment: self.attachment.clone(),
+            entry: self.entry.clone(),
+        }
+    }
 }
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        let _ = fs::remove_file(&self.path);
+        *self.entry.lock() = true;
+        let _ = fs::remove_file(&self.entry.path);
     }
 }
 
@@ -299,7 +363,27 @@ mod tests {
             block_size: 512,
             read_only: false,
             log: None,
+            paths: Vec::new(),
         }
+    }
+
+    #[test]
+    fn paths_are_kept_up_to_date_until_the_attachment_is_gone() {
+        let dir = dir("paths");
+        let registration = dir.register(attachment(&dir.path().join("a"))).unwrap();
+        let mut entry = registration.paths();
+        let paths = vec![PathReport {
+            portal: "10.0.0.1:3260".into(),
+            state: crate::paths::PathState::Lost,
+            losses: 1,
+            why: Some("connection lost".into()),
+        }];
+        assert!(entry.update(paths.clone()).unwrap());
+        assert_eq!(dir.list().unwrap()[0].paths, paths);
+        drop(registration);
+        assert!(!entry.update(Vec::new()).unwrap());
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+        fs::remove_dir_all(dir.path()).unwrap();
     }
 
     #[test]
@@ -336,7 +420,7 @@ mod tests {
         fs::write(dir.path().join("x.json"), b"{").unwrap();
         assert_eq!(dir.list().unwrap(), []);
         assert!(!socket.exists());
-        assert!(!registration.path.exists());
+        assert!(!registration.entry.path.exists());
         drop(registration);
         fs::remove_dir_all(dir.path()).unwrap();
     }

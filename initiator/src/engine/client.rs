@@ -11,7 +11,9 @@ use riser_scsi::srp::{MultiChannelAction, PortIdParts};
 
 use super::builder::{ClientBuilder, Shared};
 use super::conn::ConnConfig;
-use super::driver::{IserOpen, Message, Open, Protocol, SessionGuard, SrpOpen, Target, TcpOpen};
+use super::driver::{
+    IserOpen, Message, Open, Protocol, SessionGuard, SrpOpen, Target, TcpOpen, User,
+};
 use super::iser::IserConfig;
 use super::oneshot::{Sender, oneshot};
 use super::pool::BufferPool;
@@ -120,7 +122,9 @@ impl Client {
     }
 
     /// Logs in to a target. A host name is looked up on the calling thread. Where an SRP address
-    /// names no target port, the target is asked which it has; [`Session::url`] names it then.
+    /// names no target port, the target is asked which it has; [`Session::url`] names it then. An
+    /// address with several portals gives a session that uses all of them for its logical unit; see
+    /// [`crate::paths`].
     ///
     /// # Errors
     /// [`EngineError`]; the login is tried once, for as long as [`Timing::login`] says.
@@ -145,6 +149,9 @@ impl Client {
         patience: Duration,
     ) -> Result<Session, EngineError> {
         let url = url.into();
+        if url.is_multipath() {
+            return self.login_paths(url, patience).await;
+        }
         let protocol = match &url {
             TargetUrl::Srp(url) => self.plan_srp(url, patience)?,
             TargetUrl::Iscsi(url) if url.target.is_none() => return Err(EngineError::NoTarget),
@@ -171,6 +178,7 @@ impl Client {
     pub async fn discover_targets(&self, url: &IscsiUrl) -> Result<Vec<Found>, EngineError> {
         let mut url = url.clone();
         url.target = None;
+        url.portals.clear();
         let (sender, found) = oneshot();
         let protocol = self.plan_iscsi(&url, self.0.config.timing.login, Some(sender))?;
         let url = TargetUrl::Iscsi(url);
@@ -183,7 +191,7 @@ impl Client {
         }
     }
 
-    async fn open(
+    pub(super) async fn open(
         &self,
         url: &TargetUrl,
         protocol: Protocol,
@@ -195,7 +203,7 @@ impl Client {
             target,
             protocol,
             status,
-            reply,
+            user: User::Caller(reply),
         };
         self.0
             .mailbox
@@ -214,7 +222,11 @@ impl Client {
         Timeout::new(future, receiver)
     }
 
-    fn plan_srp(&self, url: &SrpUrl, patience: Duration) -> Result<Protocol, EngineError> {
+    pub(super) fn plan_srp(
+        &self,
+        url: &SrpUrl,
+        patience: Duration,
+    ) -> Result<Protocol, EngineError> {
         if let Some(pkey) = url.pkey.filter(|p| !self.0.device.has_pkey(*p)) {
             return Err(EngineError::NoPartition(pkey));
         }
@@ -256,6 +268,7 @@ impl Client {
                     ..config.timing
                 },
                 max_attempts: 32,
+                reconnect: true,
             },
             conn: ConnConfig {
                 queue_size,
@@ -267,7 +280,7 @@ impl Client {
         })))
     }
 
-    fn plan_iscsi(
+    pub(super) fn plan_iscsi(
         &self,
         url: &IscsiUrl,
         patience: Duration,
@@ -304,7 +317,7 @@ impl Client {
 }
 
 /// The addresses that a URL means.
-fn resolve(url: &TargetUrl) -> Result<Target, EngineError> {
+pub(super) fn resolve(url: &TargetUrl) -> Result<Target, EngineError> {
     let dst = url
         .resolve()
         .map_err(|_| EngineError::NoAddress(url.host().to_string()))?;

@@ -6,9 +6,11 @@ use riser_memory::MemSlice;
 use riser_scsi::lun::LunId;
 use riser_scsi::srp::TaskAttr;
 
+use super::driver::SessionKey;
 use super::oneshot::Sender;
 use crate::block::Buffer;
-use crate::request::{RequestResult, Retry};
+use crate::paths::PathIndex;
+use crate::request::{RequestId, RequestResult, Retry};
 use crate::scsi::Command;
 
 /// The memory of a command's data. Its length must be that of the command's data.
@@ -110,6 +112,13 @@ pub(super) enum Done {
     Future(Sender<IoEnd>),
     /// A workload on the engine's thread, with its own token.
     Workload { workload: usize, token: u64 },
+    /// The paths that the command came from.
+    Path {
+        paths: SessionKey,
+        request: RequestId,
+    },
+    /// The paths that ask the unit who it is.
+    Check { paths: SessionKey, path: PathIndex },
 }
 
 /// A command in the engine.

@@ -31,6 +31,7 @@ mod iser;
 mod no_device;
 mod oneshot;
 mod park;
+mod paths;
 mod pool;
 mod session;
 mod status;
@@ -44,7 +45,7 @@ pub use client::Client;
 pub use io::{IoData, IoEnd, ScsiIo, WorkQueue, Workload};
 pub use pool::{BufferPool, TakeBuffer};
 pub use session::{IoFuture, Session};
-pub use status::{LinkState, SessionStatus};
+pub use status::{LinkState, PathReport, SessionStatus};
 pub use timer::{Elapsed, Timeout};
 
 use crate::iscsi::url::SecretError;
@@ -77,6 +78,9 @@ pub enum EngineError {
         "this device cannot ask a target for its ports; name one with id_ext and ioc_guid in the address"
     )]
     Unnamed,
+    /// Two portals of an address are the same.
+    #[error("{0} is named twice; every path needs a portal of its own")]
+    SamePortal(std::net::SocketAddr),
     /// The address does not name the iSCSI target.
     #[error("address names no target; `riser discover` lists those that there are")]
     NoTarget,

@@ -83,6 +83,12 @@ impl Session {
         &self.handle.status
     }
 
+    /// As [`Self::status`], for whoever goes on watching when the session is gone.
+    #[must_use]
+    pub fn watch(&self) -> Arc<SessionStatus> {
+        self.handle.status.clone()
+    }
+
     /// Sends a command. The engine holds its buffers until it has ended, whether or not the future
     /// is still there.
     pub fn submit(&self, io: ScsiIo) -> IoFuture {

@@ -154,6 +154,7 @@ pub fn plan_session(
         queue_size,
         max_requests: limits.max_requests.max(queue_size.into()),
         max_attempts: 32,
+        reconnect: true,
         timing: limits.timing,
         ping: PING,
     })

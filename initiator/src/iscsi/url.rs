@@ -22,7 +22,7 @@ use riser_scsi::iscsi::name::{IscsiName, PORT};
 use serde::{Deserialize, Serialize};
 
 use crate::srp::url::MAX_LUN;
-use crate::url::{Authority, Host, Part, UrlError, decimal, split_query};
+use crate::url::{Authority, Host, Part, Portal, UrlError, check_portals, decimal, split_query};
 
 /// Environment variable with the password of the initiator.
 pub const PASSWORD_ENV: &str = "RISER_CHAP_PASSWORD";
@@ -188,9 +188,14 @@ pub struct IscsiUrl {
     pub queue_size: Option<u16>,
     /// `src`: local address to connect from.
     pub src: Option<IpAddr>,
+    /// `portal`, as often as there are any: further portals that lead to the same target.
+    pub portals: Vec<Portal>,
+    /// `paths=all`: every address of the host's name is a portal, and every one that the target
+    /// tells.
+    pub all_paths: bool,
 }
 
-const KEYS: [&str; 15] = [
+const KEYS: [&str; 17] = [
     "password_file",
     "target_user",
     "target_password",
@@ -206,6 +211,8 @@ const KEYS: [&str; 15] = [
     "max_recv",
     "queue_size",
     "src",
+    "portal",
+    "paths",
 ];
 
 const LENGTH: &str = "a number from 512 to 16777215";
@@ -233,6 +240,8 @@ impl IscsiUrl {
             max_recv: None,
             queue_size: None,
             src: None,
+            portals: Vec::new(),
+            all_paths: false,
         }
     }
 
@@ -307,6 +316,15 @@ impl IscsiUrl {
                 p.number(1..=4096, "a number from 1 to 4096")
             }),
             "src" => part.once(&mut self.src, Part::ip),
+            "portal" => {
+                self.portals.push(part.portal(PORT)?);
+                Ok(())
+            }
+            "paths" if value == "all" => {
+                self.all_paths = true;
+                Ok(())
+            }
+            "paths" => Err(part.bad("`all`")),
             _ => unreachable!("every key of the table has an arm"),
         }
     }
@@ -401,6 +419,11 @@ impl FromStr for IscsiUrl {
             let (key, value) = pair?;
             url.set(key, value)?;
         }
+        let first = Portal {
+            host: url.host.clone(),
+            port: url.port,
+        };
+        check_portals(&first, &url.portals)?;
         Ok(url)
     }
 }
@@ -447,9 +470,11 @@ impl fmt::Display for IscsiUrl {
             ("max_recv", self.max_recv.map(|n| n.to_string())),
             ("queue_size", self.queue_size.map(|n| n.to_string())),
             ("src", self.src.map(|ip| ip.to_string())),
+            ("paths", self.all_paths.then(|| "all".to_owned())),
         ];
+        let portals = self.portals.iter().map(|p| ("portal", Some(p.to_string())));
         let mut separator = '?';
-        for (key, value) in keys {
+        for (key, value) in keys.into_iter().chain(portals) {
             if let Some(value) = value {
                 write!(f, "{separator}{key}={value}")?;
                 separator = '&';
@@ -504,8 +529,36 @@ mod tests {
     }
 
     #[test]
+    fn further_portals_are_read_and_written() {
+        let text =
+            "iser://10.0.0.1/iqn.2026-01.a:d/0?portal=10.0.0.2&portal=[fd00::2]:3261&paths=all";
+        let url = parse(text).unwrap();
+        let portals: Vec<_> = url.portals.iter().map(ToString::to_string).collect();
+        assert_eq!(portals, ["10.0.0.2:3260", "[fd00::2]:3261"]);
+        assert!(url.all_paths);
+        assert_eq!(parse(&url.to_string()), Ok(url));
+        let url: crate::url::TargetUrl = text.parse().unwrap();
+        assert!(url.is_multipath());
+        assert_eq!(url.first().to_string(), "iser://10.0.0.1/iqn.2026-01.a:d/0");
+        let last = url.by(url.portals()[1].clone());
+        assert_eq!(last.to_string(), "iser://[fd00::2]:3261/iqn.2026-01.a:d/0");
+    }
+
+    #[test]
     fn errors_name_the_part() {
         for (text, part) in [
+            (
+                "iscsi://h/?portal=1:2:3",
+                "`1:2:3` of key `portal` is not HOST",
+            ),
+            ("iscsi://h/?portal=x:0", "`x:0` of key `portal` is not HOST"),
+            ("iscsi://h/?portal=", "key `portal` has no value"),
+            ("iscsi://h/?portal=h:3260", "portal `h:3260` is named twice"),
+            (
+                "iscsi://h/?portal=i&portal=i",
+                "portal `i:3260` is named twice",
+            ),
+            ("iscsi://h/?paths=2", "`2` of key `paths` is not `all`"),
             ("nvme://h", "iscsi://"),
             ("iscsi://%pw@h", "no user"),
             ("iscsi://h/disk", "disk"),

@@ -18,7 +18,7 @@ use std::str::FromStr;
 
 use riser_scsi::srp::{InitiatorPortId, PortIdParts, TargetPortId};
 
-use crate::url::{Authority, Part, decimal, split_query};
+use crate::url::{Authority, Part, Portal, check_portals, decimal, split_query};
 pub use crate::url::{Host, UrlError};
 
 /// RDMA/CM port where SRP targets listen unless told otherwise.
@@ -63,6 +63,8 @@ pub struct SrpUrl {
     pub register_always: Option<bool>,
     /// `src`: local address to connect from.
     pub src: Option<IpAddr>,
+    /// `portal`, as often as there are any: further addresses of the same target port.
+    pub portals: Vec<Portal>,
 }
 
 impl SrpUrl {
@@ -86,6 +88,7 @@ impl SrpUrl {
             immediate: None,
             register_always: None,
             src: None,
+            portals: Vec::new(),
         }
     }
 
@@ -137,12 +140,16 @@ impl SrpUrl {
             "immediate" => part.once(&mut self.immediate, Part::flag),
             "register_always" => part.once(&mut self.register_always, Part::flag),
             "src" => part.once(&mut self.src, Part::ip),
+            "portal" => {
+                self.portals.push(part.portal(DEFAULT_PORT)?);
+                Ok(())
+            }
             _ => unreachable!("every key of the table has an arm"),
         }
     }
 }
 
-const KEYS: [&str; 14] = [
+const KEYS: [&str; 15] = [
     "id_ext",
     "ioc_guid",
     "service_id",
@@ -157,6 +164,7 @@ const KEYS: [&str; 14] = [
     "immediate",
     "register_always",
     "src",
+    "portal",
 ];
 
 impl FromStr for SrpUrl {
@@ -180,6 +188,11 @@ impl FromStr for SrpUrl {
             let (key, value) = pair?;
             url.set(key, value)?;
         }
+        let first = Portal {
+            host: url.host.clone(),
+            port: url.port,
+        };
+        check_portals(&first, &url.portals)?;
         Ok(url)
     }
 }
@@ -211,8 +224,9 @@ impl fmt::Display for SrpUrl {
             ("register_always", flag(self.register_always)),
             ("src", self.src.map(|v| v.to_string())),
         ];
+        let portals = self.portals.iter().map(|p| ("portal", Some(p.to_string())));
         let mut separator = '?';
-        for (key, value) in keys {
+        for (key, value) in keys.into_iter().chain(portals) {
             if let Some(value) = value {
                 write!(f, "{separator}{key}={value}")?;
                 separator = '&';

@@ -46,7 +46,7 @@ pub(crate) fn start(config: &Config) -> Server {
     }
 }
 
-fn builder() -> ClientBuilder {
+pub(crate) fn builder() -> ClientBuilder {
     let timing = Timing {
         login: Duration::from_secs(3),
         ..Timing::default()

@@ -49,6 +49,7 @@ impl<P: Provider> Driver<P> {
                 .handle_channel_error(ChannelIndex(channel), now),
             Link::Iser(link) => link.machine.handle_broken(now),
             Link::Tcp(link) => link.machine.handle_broken(now),
+            Link::Paths(_) => {}
         }
         self.drain(index, now);
     }

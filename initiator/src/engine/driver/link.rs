@@ -2,15 +2,17 @@
 //!
 //! The engine knows little of a protocol: it submits requests, asks for deadlines, carries out
 //! outputs (`drain`) and closes. What the outputs are is between a machine and the file that drives
-//! it: `outputs`, `links` and `completions` for SRP, `tcp` and `iser` for iSCSI.
+//! it: `outputs`, `links` and `completions` for SRP, `tcp` and `iser` for iSCSI, `paths` for several
+//! sessions that lead to one unit.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use riser_memory::MemSlice;
 use riser_transport::verbs::{Access, CqId, Mr, PdId, Provider, VerbsError};
 use slab::Slab;
 
 use super::iser::IserLink;
+use super::paths::{PathsLink, PathsOpen};
 use super::tcp::TcpLink;
 use super::{Running, Target};
 use crate::engine::conn::{Conn, ConnConfig, DataKeys};
@@ -18,6 +20,7 @@ use crate::engine::iser::{IserConfig, MAX_PIECES};
 use crate::engine::oneshot::Sender;
 use crate::engine::park::Waited;
 use crate::iscsi;
+use crate::paths::PortTag;
 use crate::request::{RequestId, RequestSpec};
 use crate::session::SubmitError;
 use crate::srp::session::{ChannelIndex, Session, SessionConfig};
@@ -27,6 +30,50 @@ pub(in crate::engine) enum Protocol {
     Srp(Box<SrpOpen>),
     Tcp(Box<TcpOpen>),
     Iser(Box<IserOpen>),
+    /// Several sessions of the others.
+    Paths(Box<PathsOpen>),
+}
+
+impl Protocol {
+    /// The same again, for a session that does not reconnect, with that time for its login.
+    pub(super) fn once(&self, patience: Duration) -> Self {
+        match self {
+            Self::Srp(open) => {
+                let SrpOpen {
+                    mut config,
+                    conn,
+                    pool_wide,
+                } = **open;
+                config.reconnect = false;
+                config.timing.login = patience;
+                Self::Srp(Box::new(SrpOpen {
+                    config,
+                    conn,
+                    pool_wide,
+                }))
+            }
+            Self::Tcp(open) => Self::Tcp(Box::new(TcpOpen {
+                config: iscsi_once(&open.config, patience),
+                found: None,
+            })),
+            Self::Iser(open) => Self::Iser(Box::new(IserOpen {
+                config: iscsi_once(&open.config, patience),
+                conn: open.conn,
+                found: None,
+            })),
+            Self::Paths(_) => unreachable!("paths are sessions of their own"),
+        }
+    }
+}
+
+fn iscsi_once(
+    config: &iscsi::session::SessionConfig,
+    patience: Duration,
+) -> iscsi::session::SessionConfig {
+    let mut config = config.clone();
+    config.reconnect = false;
+    config.timing.login = patience;
+    config
 }
 
 pub(in crate::engine) struct SrpOpen {
@@ -136,6 +183,7 @@ pub(super) enum Link {
     Srp(Box<SrpLink>),
     Tcp(Box<TcpLink>),
     Iser(Box<IserLink>),
+    Paths(Box<PathsLink>),
 }
 
 impl Link {
@@ -148,6 +196,7 @@ impl Link {
             Self::Srp(link) => link.machine.submit(spec, now),
             Self::Tcp(link) => link.machine.submit(spec, now),
             Self::Iser(link) => link.machine.submit(spec, now),
+            Self::Paths(link) => link.machine.submit(spec),
         }
     }
 
@@ -156,6 +205,7 @@ impl Link {
             Self::Srp(link) => link.machine.close(now),
             Self::Tcp(link) => link.machine.close(now),
             Self::Iser(link) => link.machine.close(now),
+            Self::Paths(link) => link.machine.close(),
         }
     }
 
@@ -164,6 +214,7 @@ impl Link {
             Self::Srp(link) => link.machine.next_deadline(),
             Self::Tcp(link) => link.machine.next_deadline(),
             Self::Iser(link) => link.machine.next_deadline(),
+            Self::Paths(link) => link.machine.next_deadline(),
         }
     }
 
@@ -172,6 +223,7 @@ impl Link {
             Self::Srp(link) => link.machine.handle_timeout(now),
             Self::Tcp(link) => link.machine.handle_timeout(now),
             Self::Iser(link) => link.machine.handle_timeout(now),
+            Self::Paths(link) => link.machine.handle_timeout(now),
         }
     }
 
@@ -179,7 +231,8 @@ impl Link {
     /// of it, and a number that is lost if it cannot be sent.
     pub(super) fn takes(&self, pieces: usize) -> bool {
         match self {
-            Self::Srp(_) | Self::Tcp(_) => true,
+            // Whichever path it takes will see.
+            Self::Srp(_) | Self::Tcp(_) | Self::Paths(_) => true,
             Self::Iser(link) => pieces <= MAX_PIECES.min(link.config.region_segments as usize),
         }
     }
@@ -190,6 +243,17 @@ impl Link {
             Self::Srp(link) => &link.target,
             Self::Tcp(link) => &link.target,
             Self::Iser(link) => &link.target,
+            Self::Paths(link) => link.target(),
+        }
+    }
+
+    /// What a session that is logged in is with.
+    pub(super) fn port(&self) -> Option<PortTag> {
+        match self {
+            Self::Srp(link) => link.machine.target_port().map(PortTag::Port),
+            Self::Tcp(link) => link.machine.portal_group().map(PortTag::Group),
+            Self::Iser(link) => link.machine.portal_group().map(PortTag::Group),
+            Self::Paths(_) => None,
         }
     }
 
@@ -197,7 +261,7 @@ impl Link {
     pub(super) fn logouts(&self) -> impl Iterator<Item = (u8, Instant)> {
         let conns = match self {
             Self::Srp(link) => &link.conns[..],
-            Self::Tcp(_) | Self::Iser(_) => &[],
+            Self::Tcp(_) | Self::Iser(_) | Self::Paths(_) => &[],
         };
         let channels = conns.iter().enumerate();
         channels.filter_map(|(channel, conn)| {
@@ -211,14 +275,14 @@ impl Link {
         match self {
             Self::Srp(link) => Some(link.rdma.cq),
             Self::Iser(link) => Some(link.rdma.cq),
-            Self::Tcp(_) => None,
+            Self::Tcp(_) | Self::Paths(_) => None,
         }
     }
 
     /// The descriptor to wait for, of sessions on TCP.
     pub(super) fn waited(&self) -> Option<Waited> {
         match self {
-            Self::Srp(_) | Self::Iser(_) => None,
+            Self::Srp(_) | Self::Iser(_) | Self::Paths(_) => None,
             Self::Tcp(link) => link.waited(),
         }
     }
@@ -234,7 +298,7 @@ impl Link {
                 debug_assert!(link.conn.is_none());
                 link.rdma.release(provider);
             }
-            Self::Tcp(_) => {}
+            Self::Tcp(_) | Self::Paths(_) => {}
         }
     }
 }
@@ -243,7 +307,7 @@ impl Link {
 pub(super) fn srp(sessions: &mut Slab<Running>, index: usize) -> &mut SrpLink {
     match &mut sessions[index].link {
         Link::Srp(link) => link,
-        Link::Tcp(_) | Link::Iser(_) => unreachable!("a session of SRP"),
+        Link::Tcp(_) | Link::Iser(_) | Link::Paths(_) => unreachable!("a session of SRP"),
     }
 }
 
@@ -251,6 +315,6 @@ pub(super) fn srp(sessions: &mut Slab<Running>, index: usize) -> &mut SrpLink {
 pub(super) fn iser(sessions: &mut Slab<Running>, index: usize) -> &mut IserLink {
     match &mut sessions[index].link {
         Link::Iser(link) => link,
-        Link::Srp(_) | Link::Tcp(_) => unreachable!("a session of iSER"),
+        Link::Srp(_) | Link::Tcp(_) | Link::Paths(_) => unreachable!("a session of iSER"),
     }
 }

@@ -11,10 +11,11 @@ mod iser;
 mod link;
 mod links;
 mod outputs;
+mod paths;
 mod tcp;
 mod workloads;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -27,13 +28,16 @@ use self::discovery::Agent;
 pub(super) use self::discovery::Found;
 pub(super) use self::link::{IserOpen, Protocol, SrpOpen, TcpOpen};
 use self::link::{Link, SrpLink};
+pub(super) use self::paths::{CHECK_LEN, PathPlan, PathsOpen};
+use self::paths::{Input, PathsLink};
 use crate::engine::conn::Scratch;
 use crate::engine::io::{Done, Io, IoEnd, ScsiIo, Workload};
 use crate::engine::oneshot::Sender;
 use crate::engine::park::{Mailbox, Waited};
 use crate::engine::status::SessionStatus;
 use crate::engine::timer::Timers;
-use crate::request::{RequestError, RequestId, RequestSpec};
+use crate::paths::PathIndex;
+use crate::request::{RequestError, RequestId, RequestResult, RequestSpec};
 use crate::session::{ConnectError, Down, SubmitError};
 use crate::srp::session::ChannelIndex;
 
@@ -67,8 +71,15 @@ pub(super) struct Open {
     pub(super) target: Target,
     pub(super) protocol: Protocol,
     pub(super) status: Arc<SessionStatus>,
-    /// Told when the session is live, or why it never will be.
-    pub(super) reply: Reply,
+    pub(super) user: User,
+}
+
+/// Whom a session is for.
+pub(super) enum User {
+    /// Told when it is live, or why it never will be.
+    Caller(Reply),
+    /// Other sessions, which it is a path of.
+    Paths(SessionKey, PathIndex),
 }
 
 /// Closes its session when it is dropped, even if nobody received it.
@@ -115,10 +126,12 @@ struct Running {
     /// By request.
     ios: Vec<Option<Io>>,
     /// Commands beyond what the machine takes.
-    overflow: std::collections::VecDeque<Io>,
+    overflow: VecDeque<Io>,
     workloads: Slab<(Box<dyn Workload>, usize)>,
     status: Arc<SessionStatus>,
     reply: Option<Reply>,
+    /// The paths that it is one of.
+    paths: Option<(SessionKey, PathIndex)>,
     closers: Vec<Sender<()>>,
     closed: bool,
 }
@@ -144,6 +157,8 @@ pub(super) struct Driver<P: Provider> {
     completions: Vec<Completion>,
     /// Ends of workload commands: session, workload, token, end.
     finished: Vec<(usize, usize, u64, IoEnd)>,
+    /// What happened to sessions that are paths.
+    inputs: VecDeque<Input>,
     shutdown: bool,
 }
 
@@ -170,6 +185,7 @@ impl<P: Provider> Driver<P> {
             message: Vec::new(),
             completions: Vec::with_capacity(BATCH),
             finished: Vec::new(),
+            inputs: VecDeque::new(),
             shutdown: false,
         }
     }
@@ -221,6 +237,7 @@ impl<P: Provider> Driver<P> {
         worked |= self.run_discovery(now);
         // What a timeout starts may have results already, of which no descriptor will tell.
         worked |= self.handle_timeouts(now);
+        worked |= self.run_paths(now);
         self.reap();
         worked
     }
@@ -255,7 +272,9 @@ impl<P: Provider> Driver<P> {
 
     fn handle_message(&mut self, message: Message, now: Instant) {
         match message {
-            Message::Open(open) => self.open(*open, now),
+            Message::Open(open) => {
+                self.open(*open, now);
+            }
             Message::Submit(key, io) => match self.find(key) {
                 Some(index) => self.submit(index, *io, now),
                 None => self.refuse(*io),
@@ -304,13 +323,24 @@ impl<P: Provider> Driver<P> {
         }
     }
 
-    fn open(&mut self, open: Open, now: Instant) {
+    /// Makes a session; `None` where there is no room, which its user has been told.
+    fn open(&mut self, open: Open, now: Instant) -> Option<SessionKey> {
         let link = match self.make_link(open.target, open.protocol, now) {
             Ok(link) => link,
             Err(e) => {
-                open.reply.send(Err(ConnectError::Local(e).into()));
-                return;
+                let why = ConnectError::Local(e).into();
+                match open.user {
+                    User::Caller(reply) => reply.send(Err(why)),
+                    User::Paths(paths, path) => {
+                        self.inputs.push_back(Input::Closed(paths, path, why));
+                    }
+                }
+                return None;
             }
+        };
+        let (reply, paths) = match open.user {
+            User::Caller(reply) => (Some(reply), None),
+            User::Paths(paths, path) => (None, Some((paths, path))),
         };
         let serial = self.next_serial;
         self.next_serial += 1;
@@ -318,10 +348,11 @@ impl<P: Provider> Driver<P> {
             serial,
             link,
             ios: Vec::new(),
-            overflow: std::collections::VecDeque::new(),
+            overflow: VecDeque::new(),
             workloads: Slab::new(),
             status: open.status,
-            reply: Some(open.reply),
+            reply,
+            paths,
             closers: Vec::new(),
             closed: false,
         });
@@ -329,6 +360,7 @@ impl<P: Provider> Driver<P> {
             self.sessions[index].link.close(now);
         }
         self.drain(index, now);
+        Some(SessionKey { index, serial })
     }
 
     fn make_link(
@@ -338,7 +370,8 @@ impl<P: Provider> Driver<P> {
         now: Instant,
     ) -> Result<Link, VerbsError> {
         let rdma = self.sessions.iter().filter(|(_, s)| s.link.cq().is_some());
-        if rdma.count() >= MAX_RDMA && !matches!(protocol, Protocol::Tcp(_)) {
+        let needs_device = matches!(protocol, Protocol::Srp(_) | Protocol::Iser(_));
+        if rdma.count() >= MAX_RDMA && needs_device {
             return Err(VerbsError::InsufficientResources("sessions of one engine"));
         }
         Ok(match protocol {
@@ -352,6 +385,7 @@ impl<P: Provider> Driver<P> {
                 Link::Iser(Box::new(link))
             }
             Protocol::Tcp(open) => Link::Tcp(Box::new(tcp::TcpLink::new(target, *open, now))),
+            Protocol::Paths(open) => Link::Paths(Box::new(PathsLink::new(*open))),
         })
     }
 
@@ -390,7 +424,12 @@ impl<P: Provider> Driver<P> {
     }
 
     /// Tells whoever waits for a command how it ended.
-    fn deliver(&mut self, index: usize, io: Io, result: crate::request::RequestResult) {
+    fn deliver(&mut self, index: usize, io: Io, result: RequestResult) {
+        if let Done::Path { paths, request } = io.done {
+            self.inputs
+                .push_back(Input::Ended(paths, request, Box::new(io), result));
+            return;
+        }
         let end = IoEnd {
             result,
             data: io.io.data,
@@ -400,6 +439,8 @@ impl<P: Provider> Driver<P> {
             Done::Workload { workload, token } => {
                 self.finished.push((index, workload, token, end));
             }
+            Done::Check { paths, path } => self.inputs.push_back(Input::Told(paths, path, end)),
+            Done::Path { .. } => unreachable!("given back as it is"),
         }
     }
 

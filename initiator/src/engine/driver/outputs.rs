@@ -5,6 +5,7 @@ use std::time::Instant;
 use riser_transport::verbs::Provider;
 
 use super::link::{Link, srp};
+use super::paths::Input;
 use super::{Driver, LOGOUT_PATIENCE, SessionGuard, SessionKey};
 use crate::engine::conn::{Start, StartArgs};
 use crate::request::{RequestId, RequestResult};
@@ -18,6 +19,7 @@ impl<P: Provider> Driver<P> {
             Link::Srp(_) => self.drain_srp(index, now),
             Link::Tcp(_) => self.drain_tcp(index, now),
             Link::Iser(_) => self.drain_iser(index, now),
+            Link::Paths(_) => self.drain_paths(index, now),
         }
     }
 
@@ -224,6 +226,18 @@ impl<P: Provider> Driver<P> {
     pub(super) fn handle_event(&mut self, index: usize, event: SessionEvent, now: Instant) {
         let session = &mut self.sessions[index];
         session.status.on_event(&event);
+        if let Some((paths, path)) = session.paths {
+            match &event {
+                SessionEvent::Live => {
+                    let port = session.link.port();
+                    self.inputs.push_back(Input::Live(paths, path, port));
+                }
+                SessionEvent::Closed(why) => {
+                    self.inputs.push_back(Input::Closed(paths, path, *why));
+                }
+                SessionEvent::Reconnecting(_) | SessionEvent::UnitEvent { .. } => {}
+            }
+        }
         match event {
             SessionEvent::Live => {
                 let key = SessionKey {

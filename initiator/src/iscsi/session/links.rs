@@ -93,8 +93,10 @@ impl Session {
             Ok(LoginStep::FullFeature {
                 session,
                 connection,
+                portal_group,
                 ..
             }) => {
+                self.portal_group = portal_group;
                 self.exp_stat_sn = numbers.stat_sn.next();
                 self.max_cmd_sn = numbers.max_cmd_sn;
                 self.on_full_feature(session, connection, now);
@@ -275,6 +277,7 @@ impl Session {
 
     /// Begins to close the connection.
     pub(super) fn tear_down(&mut self, why: Down, last: bool) {
+        let last = last || !self.config.reconnect;
         match &mut self.state {
             SessionState::Closed => return,
             SessionState::TearingDown { last: l, .. } => *l |= last,
@@ -296,6 +299,7 @@ impl Session {
             self.tear_down(why, last);
             return;
         }
+        let last = last || !self.config.reconnect;
         self.state = SessionState::TearingDown { why, last };
         let until = now + LOGOUT_PATIENCE;
         self.link = Link::LoggingOut(until);

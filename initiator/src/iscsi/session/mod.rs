@@ -75,6 +75,7 @@ pub struct Session {
     link: Link,
     login: Option<Box<InitiatorLogin>>,
     params: Option<(SessionParams, ConnectionParams)>,
+    portal_group: Option<u16>,
     /// Where the target has moved to, and how often in a row it did.
     moved: Option<TargetAddress>,
     moves: u8,
@@ -113,6 +114,7 @@ impl Session {
             link: Link::Down,
             login: None,
             params: None,
+            portal_group: None,
             moved: None,
             moves: 0,
             requests: Requests::new(Limits {
@@ -155,6 +157,12 @@ impl Session {
     #[must_use]
     pub fn params(&self) -> Option<&(SessionParams, ConnectionParams)> {
         self.params.as_ref()
+    }
+
+    /// The portal group of the last login, if the target told it.
+    #[must_use]
+    pub fn portal_group(&self) -> Option<u16> {
+        self.portal_group
     }
 
     /// The next status that is expected, for headers that acknowledge those before it.

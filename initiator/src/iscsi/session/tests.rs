@@ -42,6 +42,7 @@ fn config() -> SessionConfig {
         queue_size: 4,
         max_requests: 16,
         max_attempts: 4,
+        reconnect: true,
         timing: Timing {
             attempt: 10 * SEC,
             tsk_mgmt: SEC,
@@ -158,8 +159,8 @@ impl Rig {
         }
     }
 
-    fn submit(&mut self, (len, effect): (DataLen, Effect)) -> RequestId {
-        let spec = RequestSpec {
+    fn spec(&self, (len, effect): (DataLen, Effect)) -> RequestSpec {
+        RequestSpec {
             lun: [0, 3, 0, 0, 0, 0, 0, 0],
             attr: TaskAttr::Simple,
             cdb: Cdb::new(&[0x88; 16]).unwrap(),
@@ -167,7 +168,11 @@ impl Rig {
             deadline: self.now + 60 * SEC,
             retry: Retry::Standard,
             effect,
-        };
+        }
+    }
+
+    fn submit(&mut self, what: (DataLen, Effect)) -> RequestId {
+        let spec = self.spec(what);
         self.session.submit(spec, self.now).unwrap()
     }
 
@@ -430,6 +435,29 @@ fn what_may_be_repeated_is_sent_again_after_a_break() {
     rig.completed(write).unwrap();
     let (request, _) = rig.started();
     assert_eq!(request, over);
+}
+
+#[test]
+fn a_session_that_does_not_reconnect_gives_its_requests_back() {
+    let mut rig = Rig::connecting(SessionConfig {
+        reconnect: false,
+        ..config()
+    });
+    rig.log_in();
+    let write = rig.submit(out(512, 0));
+    let read = rig.submit(READ);
+    rig.started();
+    rig.started();
+    rig.session.handle_broken(rig.now);
+    let late = rig.session.submit(rig.spec(READ), rig.now);
+    assert_eq!(late, Err(SubmitError::Closed));
+    rig.gone();
+    assert_eq!(rig.completed(write), Err(RequestError::Closed));
+    assert_eq!(rig.completed(read), Err(RequestError::Closed));
+    let closed = SessionEvent::Closed(Down::ConnectionLost);
+    assert_eq!(rig.next(), Output::Event(closed));
+    rig.idle();
+    assert_eq!(rig.session.next_deadline(), None);
 }
 
 #[test]

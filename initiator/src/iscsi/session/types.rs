@@ -46,6 +46,10 @@ pub struct SessionConfig {
     pub max_requests: usize,
     /// Attempts at one request at most.
     pub max_attempts: u8,
+    /// Whether a connection that broke is made again. Without, the session ends with its connection,
+    /// and its requests with [`RequestError::Closed`](crate::request::RequestError::Closed): its user
+    /// decides what becomes of them.
+    pub reconnect: bool,
     /// Times.
     pub timing: Timing,
     /// After this span without a PDU the target is asked whether it is there, and it has as long

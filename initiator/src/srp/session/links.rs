@@ -149,6 +149,7 @@ impl Session {
 
     /// Begins to close every channel.
     pub(super) fn tear_down(&mut self, why: Down, last: bool) {
+        let last = last || !self.config.reconnect;
         match &mut self.state {
             SessionState::Closed => return,
             SessionState::TearingDown { last: l, .. } => *l |= last,

@@ -40,7 +40,7 @@ mod types;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use riser_scsi::srp::{Residual, Rsp, RspCode, Tag};
+use riser_scsi::srp::{Residual, Rsp, RspCode, Tag, TargetPortId};
 
 pub use self::types::{ChannelIndex, Output, SessionConfig};
 use self::types::{Link, Member};
@@ -118,6 +118,12 @@ impl Session {
     #[must_use]
     pub fn agreed(&self, channel: ChannelIndex) -> Option<&Agreed> {
         self.members[usize::from(channel.0)].channel.agreed()
+    }
+
+    /// The target port that it is with; `None` where nobody has told which that is.
+    #[must_use]
+    pub fn target_port(&self) -> Option<TargetPortId> {
+        Some(self.config.channel.target_port).filter(|port| port.0 != [0; 16])
     }
 
     /// The next thing to do.

@@ -45,6 +45,7 @@ fn config(channels: u8) -> SessionConfig {
             busy: 5 * MS,
         },
         max_attempts: 4,
+        reconnect: true,
     }
 }
 
@@ -501,6 +502,24 @@ fn a_broken_connection_replays_what_is_safe_in_order() {
     assert!(rig.completed(first).is_ok());
     assert_eq!(rig.started().0, overlapping, "after the one it overlaps");
     assert_eq!(rig.started().0, apart);
+}
+
+#[test]
+fn a_session_that_does_not_reconnect_gives_its_requests_back() {
+    let mut rig = Rig::connecting(1);
+    rig.session.config.reconnect = false;
+    rig.log_in(CH0);
+    assert_eq!(rig.next(), Output::Event(SessionEvent::Live));
+    let sent = rig.submit(write(0, 8));
+    rig.started();
+    rig.session.handle_channel_error(CH0, rig.now);
+    assert!(matches!(rig.next(), Output::Disconnect(CH0, _)));
+    rig.session.handle_channel_gone(CH0, rig.now);
+    assert_eq!(rig.completed(sent), Err(RequestError::Closed));
+    let closed = SessionEvent::Closed(Down::ConnectionLost);
+    assert_eq!(rig.next(), Output::Event(closed));
+    rig.idle();
+    assert_eq!(rig.session.next_deadline(), None);
 }
 
 #[test]

@@ -25,6 +25,10 @@ pub struct SessionConfig {
     pub timing: Timing,
     /// Attempts at one request at most.
     pub max_attempts: u8,
+    /// Whether a connection that broke is made again. Without, the session ends with its connection,
+    /// and its requests with [`RequestError::Closed`](crate::request::RequestError::Closed): its user
+    /// decides what becomes of them.
+    pub reconnect: bool,
 }
 
 /// A channel's place in its session.

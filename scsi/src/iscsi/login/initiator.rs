@@ -65,6 +65,8 @@ pub enum LoginStep {
     FullFeature {
         /// The session.
         tsih: Tsih,
+        /// The portal group that the session is with, if the target told it (RFC 7143 13.9).
+        portal_group: Option<u16>,
         /// What was agreed on for it.
         session: SessionParams,
         /// What was agreed on for the connection.
@@ -298,8 +300,10 @@ impl InitiatorLogin {
         self.stage = next;
         let discovery = self.config.target.is_none();
         if next == Stage::FullFeature {
+            let told = self.keys.has_seen(Key::TargetPortalGroupTag);
             return Ok(LoginStep::FullFeature {
                 tsih,
+                portal_group: told.then(|| self.keys.peer().of(Key::TargetPortalGroupTag) as u16),
                 session: session_params(&self.keys, discovery),
                 connection: connection_params(&self.keys, Sender::Initiator, discovery),
             });

@@ -480,13 +480,14 @@ fn both_sides_agree() {
     let mut gate = Gate::new(Auth::None);
     let Ok(LoginStep::FullFeature {
         tsih,
+        portal_group,
         session,
         connection,
     }) = run(config(), &mut gate)
     else {
         panic!("logged in");
     };
-    assert_eq!(tsih, Tsih(77));
+    assert_eq!((tsih, portal_group), (Tsih(77), Some(1)));
     assert_eq!(session, gate.joined[0].session);
     assert_eq!(connection.digests, gate.joined[0].connection.digests);
     assert_eq!(connection.max_send_segment, 65536);

@@ -1,0 +1,148 @@
+//! Sessions by several portals at once.
+
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::sync::Arc;
+use std::time::Duration;
+
+use riser_scsi::lun::LunId;
+
+use super::client::resolve;
+use super::driver::{CHECK_LEN, PathPlan, PathsOpen, Protocol};
+use super::session::{Session, SessionHandle};
+use super::status::SessionStatus;
+use super::{Client, DEFAULT_TIMEOUT, EngineError};
+use crate::iscsi::url::IscsiUrl;
+use crate::paths::PathsConfig;
+use crate::session::Timing;
+use crate::url::{Host, MAX_PORTALS, Portal, TargetUrl};
+
+/// How often a unit that offers asymmetric access is asked about it, and a path that it refused.
+const RECHECK: Duration = Duration::from_secs(5);
+
+impl Client {
+    /// Logs in by every portal of an address: a session that works as long as one of them does.
+    pub(super) async fn login_paths(
+        &self,
+        url: TargetUrl,
+        patience: Duration,
+    ) -> Result<Session, EngineError> {
+        let number = u32::from(url.lun().unwrap_or(0));
+        let lun = LunId::new(number).expect("an address has no other numbers");
+        let portals = self.find_portals(&url).await?;
+        let mut paths: Vec<PathPlan> = Vec::new();
+        let random = RandomState::new().build_hasher().finish();
+        for (at, portal) in (0u64..).zip(&portals) {
+            let target = resolve(portal)?;
+            if paths.iter().any(|p| p.target.dst == target.dst) {
+                return Err(EngineError::SamePortal(target.dst));
+            }
+            let protocol = match portal {
+                // Each path has an initiator port of its own.
+                TargetUrl::Srp(url) => {
+                    let mut url = url.clone();
+                    let first = url.initiator_ext.unwrap_or(random);
+                    url.initiator_ext = Some(first.wrapping_add(at));
+                    self.plan_srp(&url, patience)?
+                }
+                TargetUrl::Iscsi(url) if url.target.is_none() => return Err(EngineError::NoTarget),
+                TargetUrl::Iscsi(url) => self.plan_iscsi(url, patience, None)?,
+            };
+            paths.push(PathPlan {
+                target,
+                protocol,
+                buffer: self.buffers().take(CHECK_LEN).await,
+            });
+        }
+        let config = &self.0.config;
+        let open = PathsOpen {
+            config: PathsConfig {
+                paths: paths.len() as u8,
+                max_requests: config.max_requests,
+                timing: Timing {
+                    login: patience,
+                    ..config.timing
+                },
+                recheck: RECHECK,
+            },
+            lun,
+            paths,
+        };
+        let status = Arc::new(SessionStatus::default());
+        let names = open.paths.iter().map(|p| p.target.dst.to_string());
+        status.set_portals(names);
+        let protocol = Protocol::Paths(Box::new(open));
+        let guard = self.open(&url, protocol, status.clone()).await?;
+        Ok(Session {
+            handle: Arc::new(SessionHandle {
+                guard,
+                client: self.clone(),
+                status,
+                url,
+            }),
+            timeout: DEFAULT_TIMEOUT,
+        })
+    }
+
+    /// The address once for each portal: those that it names, or all that there are.
+    async fn find_portals(&self, url: &TargetUrl) -> Result<Vec<TargetUrl>, EngineError> {
+        let first = url.first();
+        let mut portals = match url.wants_all() {
+            true => first
+                .resolve_all()
+                .map_err(|_| EngineError::NoAddress(url.host().to_string()))?
+                .into_iter()
+                .map(Portal::from)
+                .collect(),
+            false => Vec::new(),
+        };
+        if let TargetUrl::Iscsi(iscsi) = &first
+            && url.wants_all()
+        {
+            let told = self.ask_for_portals(iscsi).await?;
+            let fits = |p: &Portal| match (&p.host, url.src()) {
+                (Host::Ip(ip), Some(src)) => ip.is_ipv4() == src.is_ipv4(),
+                _ => true,
+            };
+            for portal in told.into_iter().filter(fits) {
+                if !portals.contains(&portal) {
+                    portals.push(portal);
+                }
+            }
+        }
+        for portal in url.portals() {
+            if !portals.contains(portal) {
+                portals.push(portal.clone());
+            }
+        }
+        if portals.len() > MAX_PORTALS {
+            tracing::warn!(
+                "of {} portals the first {MAX_PORTALS} are used",
+                portals.len()
+            );
+            portals.truncate(MAX_PORTALS);
+        }
+        let mut all: Vec<_> = portals.into_iter().map(|p| first.by(p)).collect();
+        if !url.wants_all() {
+            all.insert(0, first);
+        }
+        Ok(all)
+    }
+
+    /// The portals of a target, as it tells them (SendTargets).
+    async fn ask_for_portals(&self, url: &IscsiUrl) -> Result<Vec<Portal>, EngineError> {
+        let found = self.discover_targets(url).await?;
+        let ours = found
+            .into_iter()
+            .filter(|t| Some(&t.name) == url.target.as_ref());
+        let portal = |address: riser_scsi::iscsi::name::TargetAddress| {
+            let bare = address.host.trim_start_matches('[').trim_end_matches(']');
+            let host = match bare.parse() {
+                Ok(ip) => Host::Ip(ip),
+                Err(_) => Host::Name(address.host.clone()),
+            };
+            let port = address.port;
+            Portal { host, port }
+        };
+        Ok(ours.flat_map(|t| t.addresses).map(portal).collect())
+    }
+}

@@ -1,0 +1,104 @@
+//! Asymmetric logical unit access (SPC-4 clause 5.15): which paths a unit wants to be used.
+
+use std::ops::RangeInclusive;
+
+/// How a unit may be used on a path; the best first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Access {
+    /// As well as on any.
+    Optimized,
+    /// Worse than on others.
+    NonOptimized,
+    /// Not now: standby, unavailable, offline, or changing.
+    None,
+}
+
+impl Access {
+    /// Of an ASYMMETRIC ACCESS STATE (SPC-4 table 312).
+    #[must_use]
+    pub fn of(state: u8) -> Self {
+        const NON_OPTIMIZED: u8 = 0x1;
+        const LBA_DEPENDENT: u8 = 0x4;
+        match state & 0x0f {
+            0x0 => Self::Optimized,
+            NON_OPTIMIZED | LBA_DEPENDENT => Self::NonOptimized,
+            _ => Self::None,
+        }
+    }
+}
+
+/// Whether a unit tells its access states: TPGS of standard INQUIRY data (SPC-4 clause 6.6.2).
+#[must_use]
+pub fn is_offered(inquiry: &[u8]) -> bool {
+    inquiry.get(5).is_some_and(|b| b & 0x30 != 0)
+}
+
+/// The target port group that a path leads through: the designator of that type in the body of the
+/// device identification page (SPC-4 clause 7.8.6.9).
+#[must_use]
+pub fn own_group(designators: &[u8]) -> Option<u16> {
+    const TARGET_PORT: u8 = 0x10;
+    const GROUP: u8 = 0x5;
+    let mut rest = designators;
+    while let [_, kind, _, len, tail @ ..] = rest {
+        let id = tail.get(..usize::from(*len))?;
+        rest = &tail[usize::from(*len)..];
+        if kind & 0x3f == TARGET_PORT | GROUP {
+            return be16(id, 2..=3);
+        }
+    }
+    None
+}
+
+/// The access of a group by REPORT TARGET PORT GROUPS data (SPC-4 clause 6.37), in the form that is
+/// not extended.
+#[must_use]
+pub fn of_group(data: &[u8], group: u16) -> Option<Access> {
+    let declared = u32::from_be_bytes(data.get(..4)?.try_into().ok()?) as usize;
+    let body = data.get(4..)?;
+    let mut rest = &body[..declared.min(body.len())];
+    while let [state, _, _, _, _, _, _, ports, tail @ ..] = rest {
+        if be16(rest, 2..=3)? == group {
+            return Some(Access::of(*state));
+        }
+        rest = tail.get(4 * usize::from(*ports)..)?;
+    }
+    None
+}
+
+fn be16(data: &[u8], at: RangeInclusive<usize>) -> Option<u16> {
+    Some(u16::from_be_bytes(data.get(at)?.try_into().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_finds_its_group_and_the_groups_state() {
+        // A NAA designator of the unit, a relative target port, a target port group: 2.
+        let page = [
+            &[0x01, 0x03, 0, 8, 0x60, 1, 2, 3, 4, 5, 6, 7][..],
+            &[0x51, 0x94, 0, 4, 0, 0, 0, 1],
+            &[0x51, 0x95, 0, 4, 0, 0, 0, 2],
+        ]
+        .concat();
+        assert_eq!(own_group(&page), Some(2));
+        assert_eq!(own_group(&page[..20]), None);
+        // Group 1, active/optimized, two ports; group 2, standby, one port; group 3, non-optimized.
+        let groups = [
+            &[0, 0, 0, 40][..],
+            &[0x80, 0x8f, 0, 1, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0, 2],
+            &[0x02, 0x8f, 0, 2, 0, 0, 0, 1, 0, 0, 0, 3],
+            &[0x01, 0x8f, 0, 3, 0, 0, 0, 1, 0, 0, 0, 4],
+        ]
+        .concat();
+        assert_eq!(of_group(&groups, 1), Some(Access::Optimized));
+        assert_eq!(of_group(&groups, 2), Some(Access::None));
+        assert_eq!(of_group(&groups, 3), Some(Access::NonOptimized));
+        assert_eq!(of_group(&groups, 4), None);
+        for len in 0..groups.len() {
+            let _ = of_group(&groups[..len], 9);
+        }
+    }
+}

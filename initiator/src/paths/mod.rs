@@ -1,0 +1,339 @@
+//! Several paths to one logical unit: which of them a command takes, and what becomes of the commands
+//! of a path that is lost.
+//!
+//! [`Paths`] is a machine with no I/O in it, like the sessions below it, whatever their protocol. A
+//! path is a portal and a session through it, with an initiator port of its own. The owner makes and
+//! closes the sessions as it is told ([`Output`]), and tells what becomes of them and of the commands
+//! on them (`handle_*`). Sessions below do not reconnect by themselves: one whose connection breaks is
+//! over, and gives its requests back.
+//!
+//! ```text
+//!           ┌──────────────── lost, refused, another unit ─────────────┐
+//!           ↓                                                          │
+//! Idle → Opening (own portal) ──→ Checking (who is the unit?) ──→ Live ┘
+//!   ↑  → Opening (another's)  ──→ Closing (what was there is fenced off)
+//!   └──────────────────────────────────┘
+//! ```
+//!
+//! # Choice
+//! A command goes to the path with the fewest outstanding commands among those whose access to the
+//! unit is the best there is (ALUA, where the unit offers it), in turn where several are equal.
+//!
+//! # A stale write must not land
+//! The commands of a lost path may still be on their way: in a network, in a socket of the target, in
+//! its queue for the disk. A write that is repeated elsewhere, or a later one to the same blocks, could
+//! be overwritten by the old copy long after it was acknowledged. So:
+//! - **Fence before replay.** What writes and was outstanding on a lost path starts again, on
+//!   whichever path, only after the path's initiator port has logged in anew at the same target port
+//!   (the same portal group, for iSCSI). That takes the place of the old session: the target answers
+//!   such a login when the old session's commands have ended (RFC 7143 6.3.5; SRP MULTI-CHANNEL ACTION
+//!   0), and what arrives on the old connection later belongs to nobody. Any portal of the group will
+//!   do for that login, so another path's, which is live, is tried at once; the session has done its
+//!   work with its login and is closed. Where the portals are of different groups nothing is proved by
+//!   a login at another one, and the writes wait for their own portal.
+//! - **A write that was given up is not forgotten.** A request that ends without an answer while its
+//!   path is not fenced (its time is over, or it may not be repeated) leaves its effect behind, and
+//!   nothing that conflicts with it starts before the fence.
+//! - **Nothing that conflicts is outstanding twice.** A request whose effect overlaps with that of an
+//!   earlier one waits for the end of that, whichever path it is on. So there is no order among paths
+//!   to keep, and a request that is replayed cannot undo a later one.
+//!
+//! Reads change nothing, so they start again at once on another path. What may not be carried out twice
+//! ends with [`RequestError::ConnectionLost`], as on a single session.
+//!
+//! A target that says of itself that it has ended the old session is believed, as it is by a session
+//! that reconnects; a portal that comes back in another group is taken for a target that was set up
+//! anew, without what it had before.
+//!
+//! # One unit
+//! Before a path is used, each time it is made, the unit behind it is asked who it is; all paths must
+//! tell the same, and something ([`Found`]). A portal that leads elsewhere ends the whole while it is
+//! being opened; later it is out of use, and is asked again from time to time.
+//!
+//! # Not here
+//! Persistent reservations: they belong to a path's initiator port, and nothing copies them.
+
+#![forbid(unsafe_code)]
+
+pub mod access;
+mod links;
+mod types;
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use riser_scsi::sense::{AdditionalSense, Sense, SenseKey};
+use slab::Slab;
+
+pub use self::access::Access;
+pub use self::types::{Found, Output, PathIndex, PathState, PathView, PathsConfig, PortTag};
+use self::types::{Path, Place, Request};
+use crate::request::{
+    Answer, CHECK_CONDITION, Effect, RequestError, RequestId, RequestResult, RequestSpec, Retry,
+};
+use crate::scsi::Identity;
+use crate::session::{Down, SubmitError};
+
+/// The paths to a logical unit. See the module's documentation.
+#[derive(Debug)]
+pub struct Paths {
+    config: PathsConfig,
+    paths: Vec<Path>,
+    /// Who the unit is, once a path has told.
+    unit: Option<Identity>,
+    requests: Slab<Request>,
+    /// Requests that are on no path, in order of submission. Bound: `config.max_requests`.
+    waiting: VecDeque<u32>,
+    next_seq: u64,
+    /// The path that the last request took.
+    last: usize,
+    /// What was last told of the whole; `None` until every path has been tried once.
+    is_live: Option<bool>,
+    /// It is being closed, for this reason.
+    ending: Option<Down>,
+    is_over: bool,
+    outputs: VecDeque<Output>,
+    /// Not after the earliest deadline of anything.
+    timer: Option<Instant>,
+}
+
+impl Paths {
+    /// Paths that are all being opened.
+    ///
+    /// # Panics
+    /// If there is no path, or no room for a request.
+    #[must_use]
+    pub fn new(config: PathsConfig) -> Self {
+        assert!(config.paths > 0 && config.max_requests > 0);
+        let mut paths = Self {
+            paths: (0..config.paths).map(|_| Path::new(&config)).collect(),
+            unit: None,
+            requests: Slab::with_capacity(config.max_requests),
+            waiting: VecDeque::new(),
+            next_seq: 0,
+            last: 0,
+            is_live: None,
+            ending: None,
+            is_over: false,
+            outputs: VecDeque::new(),
+            timer: None,
+            config,
+        };
+        for index in 0..paths.paths.len() {
+            paths.open(index);
+        }
+        paths
+    }
+
+    /// The next thing to do.
+    pub fn poll_output(&mut self) -> Option<Output> {
+        self.outputs.pop_front()
+    }
+
+    /// When [`Self::handle_timeout`] should be called, at the latest.
+    #[must_use]
+    pub fn next_deadline(&self) -> Option<Instant> {
+        self.timer
+    }
+
+    /// How each path is.
+    pub fn views(&self) -> impl Iterator<Item = PathView> + '_ {
+        self.paths.iter().map(Path::view)
+    }
+
+    fn arm(&mut self, at: Instant) {
+        self.timer = Some(self.timer.map_or(at, |t| t.min(at)));
+    }
+
+    /// Takes a request.
+    ///
+    /// # Errors
+    /// [`SubmitError`]; nothing was taken.
+    pub fn submit(&mut self, spec: RequestSpec) -> Result<RequestId, SubmitError> {
+        if self.ending.is_some() || self.is_over {
+            return Err(SubmitError::Closed);
+        }
+        if self.requests.len() >= self.config.max_requests {
+            return Err(SubmitError::Full);
+        }
+        let seq = self.next_seq;
+        self.next_seq += 1;
+        let index = self.requests.insert(Request {
+            spec,
+            seq,
+            place: Place::Waiting,
+            behind: None,
+        }) as u32;
+        self.waiting.push_back(index);
+        self.pump();
+        if self.requests[index as usize].place == Place::Waiting {
+            self.arm(spec.deadline);
+        }
+        Ok(RequestId(index))
+    }
+
+    /// Starts what can be started.
+    fn pump(&mut self) {
+        let mut at = 0;
+        while at < self.waiting.len() {
+            let Some(path) = self.choose() else {
+                return;
+            };
+            let index = self.waiting[at];
+            if self.must_wait(index) {
+                at += 1;
+                continue;
+            }
+            self.waiting.remove(at);
+            self.last = path;
+            self.paths[path].outstanding += 1;
+            let path = PathIndex(path as u8);
+            let request = &mut self.requests[index as usize];
+            request.place = Place::On(path);
+            request.behind = None;
+            let request = RequestId(index);
+            self.outputs.push_back(Output::Start { request, path });
+        }
+    }
+
+    /// The path for the next request: the best access, then the shortest queue, then whose turn it is.
+    fn choose(&self) -> Option<usize> {
+        let count = self.paths.len();
+        let in_turn = (1..=count).map(|i| (self.last + i) % count);
+        in_turn
+            .filter(|&i| self.paths[i].is_usable())
+            .min_by_key(|&i| (self.paths[i].access, self.paths[i].outstanding))
+    }
+
+    /// Whether something has to end before a request may start: an earlier request with which its
+    /// order matters, or what may still be on its way from a lost path.
+    fn must_wait(&self, index: u32) -> bool {
+        let request = &self.requests[index as usize];
+        let RequestSpec { lun, effect, .. } = request.spec;
+        if effect == Effect::None {
+            return false;
+        }
+        let fenced = |path: PathIndex| !self.paths[usize::from(path.0)].unfenced;
+        let meets = |(l, e): &(_, Effect)| *l == lun && effect.conflicts(*e);
+        !request.behind.is_none_or(fenced)
+            || self.paths.iter().any(|p| p.ghosts.iter().any(meets))
+            || self.requests.iter().any(|(_, other)| {
+                other.seq < request.seq && meets(&(other.spec.lun, other.spec.effect))
+            })
+    }
+
+    /// A path's session has ended a request.
+    pub fn handle_ended(&mut self, request: RequestId, result: RequestResult, now: Instant) {
+        let index = request.0;
+        let Some(Request {
+            place: Place::On(path),
+            ..
+        }) = self.requests.get(index as usize)
+        else {
+            return;
+        };
+        let path = usize::from(path.0);
+        self.paths[path].outstanding -= 1;
+        match result {
+            Err(RequestError::Closed) if self.ending.is_none() => self.on_lost(index, path, now),
+            Ok(answer) if self.is_refused(index, &answer) => {
+                self.on_refused(path, now);
+                self.wait_again(index);
+            }
+            result => self.complete(index, result),
+        }
+        self.pump();
+    }
+
+    /// Whether the unit refused a command because of the path it came by, without carrying it out.
+    fn is_refused(&self, index: u32, answer: &Answer) -> bool {
+        let is_ours = self.requests[index as usize].spec.retry == Retry::Standard;
+        let refused = matches!(
+            answer.sense(),
+            Some(Sense {
+                key: SenseKey::NotReady,
+                additional: AdditionalSense {
+                    code: 0x04,
+                    qualifier: 0x0a..=0x0c,
+                },
+                ..
+            })
+        );
+        is_ours && refused && answer.status == CHECK_CONDITION && self.ending.is_none()
+    }
+
+    /// A request's path was lost, and nobody knows whether it was carried out, or will be.
+    fn on_lost(&mut self, index: u32, path: usize, now: Instant) {
+        self.lose(path);
+        let request = &mut self.requests[index as usize];
+        if request.spec.effect != Effect::None {
+            request.behind = Some(PathIndex(path as u8));
+        }
+        if !request.spec.effect.is_replayable() {
+            self.give_up(index, RequestError::ConnectionLost);
+        } else if request.spec.deadline <= now {
+            self.give_up(index, RequestError::TimedOut);
+        } else {
+            self.wait_again(index);
+        }
+    }
+
+    /// Puts a request back among those that wait, in the order of submission.
+    fn wait_again(&mut self, index: u32) {
+        let request = &mut self.requests[index as usize];
+        request.place = Place::Waiting;
+        let (seq, deadline) = (request.seq, request.spec.deadline);
+        let requests = &self.requests;
+        let at = self
+            .waiting
+            .partition_point(|&other| requests[other as usize].seq < seq);
+        self.waiting.insert(at, index);
+        self.arm(deadline);
+    }
+
+    /// Ends a request without an answer. What it would change may happen until its path is fenced.
+    fn give_up(&mut self, index: u32, error: RequestError) {
+        let request = &self.requests[index as usize];
+        let ghost = (request.spec.lun, request.spec.effect);
+        if let Some(path) = request.behind {
+            let path = &mut self.paths[usize::from(path.0)];
+            if path.unfenced {
+                path.ghosts.push(ghost);
+            }
+        }
+        self.complete(index, Err(error));
+    }
+
+    fn complete(&mut self, index: u32, result: RequestResult) {
+        self.requests.remove(index as usize);
+        self.outputs
+            .push_back(Output::Complete(RequestId(index), result));
+    }
+
+    /// Does what is due.
+    pub fn handle_timeout(&mut self, now: Instant) {
+        if self.timer.is_none_or(|t| t > now) {
+            return;
+        }
+        self.timer = None;
+        for index in 0..self.paths.len() {
+            self.expire_path(index, now);
+        }
+        let mut at = 0;
+        while at < self.waiting.len() {
+            let index = self.waiting[at];
+            let deadline = self.requests[index as usize].spec.deadline;
+            if deadline <= now {
+                self.waiting.remove(at);
+                self.give_up(index, RequestError::TimedOut);
+            } else {
+                self.arm(deadline);
+                at += 1;
+            }
+        }
+        self.pump();
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,633 @@
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use riser_scsi::srp::TaskAttr;
+
+use super::*;
+use crate::request::{Cdb, DataLen, GOOD};
+use crate::session::{ConnectError, SessionEvent, Timing};
+
+const A: PathIndex = PathIndex(0);
+const B: PathIndex = PathIndex(1);
+const GROUP: Option<PortTag> = Some(PortTag::Group(1));
+
+fn ms(n: u64) -> Duration {
+    Duration::from_millis(n)
+}
+
+fn write(start: u64, end: u64) -> Effect {
+    Effect::Blocks { start, end }
+}
+
+fn unit(name: &str) -> Identity {
+    Identity {
+        naa: Some(name.into()),
+        ..Identity::default()
+    }
+}
+
+fn found(access: Option<Access>) -> Found {
+    Found {
+        identity: unit("one"),
+        access,
+    }
+}
+
+fn good() -> RequestResult {
+    Ok(Answer {
+        status: GOOD,
+        sense: None,
+        transferred: 0,
+        overflow: 0,
+    })
+}
+
+/// A machine, the time, and what it asked for.
+struct Rig {
+    paths: Paths,
+    now: Instant,
+    seen: Vec<Output>,
+}
+
+impl Rig {
+    fn new(count: u8) -> Self {
+        let config = PathsConfig {
+            paths: count,
+            max_requests: 8,
+            timing: Timing::default(),
+            recheck: ms(5000),
+        };
+        let mut rig = Self {
+            paths: Paths::new(config),
+            now: Instant::now(),
+            seen: Vec::new(),
+        };
+        rig.take();
+        for path in 0..count {
+            assert!(rig.seen.contains(&open(PathIndex(path), PathIndex(path))));
+        }
+        rig
+    }
+
+    /// Two live paths to one group.
+    fn live() -> Self {
+        let mut rig = Self::new(2);
+        rig.come(A, None);
+        assert!(!rig.saw(&Output::Event(SessionEvent::Live)), "B is awaited");
+        rig.come(B, None);
+        assert!(rig.saw(&Output::Event(SessionEvent::Live)));
+        rig
+    }
+
+    /// A path logs in, and leads to the unit.
+    fn come(&mut self, path: PathIndex, access: Option<Access>) {
+        self.paths.handle_live(path, GROUP);
+        self.take();
+        assert!(self.saw(&Output::Check(path)));
+        self.check(path, Ok(found(access)));
+    }
+
+    fn check(&mut self, path: PathIndex, found: Result<Found, Down>) {
+        self.paths.handle_checked(path, found, self.now);
+        self.take();
+    }
+
+    fn take(&mut self) {
+        self.seen.clear();
+        while let Some(output) = self.paths.poll_output() {
+            self.seen.push(output);
+        }
+    }
+
+    fn saw(&self, output: &Output) -> bool {
+        self.seen.contains(output)
+    }
+
+    fn wait(&mut self, span: Duration) {
+        self.now += span;
+        self.paths.handle_timeout(self.now);
+        self.take();
+    }
+
+    fn submit(&mut self, effect: Effect) -> RequestId {
+        let spec = RequestSpec {
+            lun: [0; 8],
+            attr: TaskAttr::Simple,
+            cdb: Cdb::new(&[0; 6]).unwrap(),
+            len: DataLen::None,
+            deadline: self.now + ms(60_000),
+            retry: Retry::Standard,
+            effect,
+        };
+        let request = self.paths.submit(spec).unwrap();
+        self.take();
+        request
+    }
+
+    fn end(&mut self, request: RequestId, result: RequestResult) {
+        self.paths.handle_ended(request, result, self.now);
+        self.take();
+    }
+
+    fn answer(&mut self, request: RequestId) {
+        self.end(request, good());
+        assert!(self.saw(&Output::Complete(request, good())));
+    }
+
+    /// A path's session ends with these requests.
+    fn lose(&mut self, path: PathIndex, requests: &[RequestId]) {
+        let mut seen = Vec::new();
+        for request in requests {
+            self.end(*request, Err(RequestError::Closed));
+            seen.append(&mut self.seen);
+        }
+        self.close(path, Down::ConnectionLost);
+        self.seen.splice(0..0, seen);
+    }
+
+    fn close(&mut self, path: PathIndex, why: Down) {
+        self.paths.handle_closed(path, why, self.now);
+        self.take();
+    }
+
+    fn started(&self) -> Vec<(RequestId, PathIndex)> {
+        let start = |output: &Output| match output {
+            Output::Start { request, path } => Some((*request, *path)),
+            _ => None,
+        };
+        self.seen.iter().filter_map(start).collect()
+    }
+
+    fn states(&self) -> Vec<PathState> {
+        self.paths.views().map(|view| view.state).collect()
+    }
+}
+
+fn open(path: PathIndex, through: PathIndex) -> Output {
+    Output::Open {
+        path,
+        through,
+        patience: Timing::default().login,
+    }
+}
+
+#[test]
+fn requests_spread_over_the_paths_by_what_is_outstanding() {
+    let mut rig = Rig::live();
+    let first = rig.submit(Effect::None);
+    assert_eq!(rig.started(), [(first, B)]);
+    let second = rig.submit(Effect::None);
+    assert_eq!(rig.started(), [(second, A)]);
+    rig.answer(first);
+    let third = rig.submit(Effect::None);
+    assert_eq!(rig.started(), [(third, B)]);
+    rig.answer(second);
+    rig.answer(third);
+    assert_eq!(rig.states(), [PathState::Live; 2]);
+}
+
+#[test]
+fn a_lost_read_goes_on_at_once_and_a_lost_write_after_the_fence() {
+    let mut rig = Rig::live();
+    let read = rig.submit(Effect::None);
+    let write_a = rig.submit(write(0, 8));
+    let read_b = rig.submit(Effect::None);
+    assert_eq!(rig.started(), [(read_b, B)]);
+    rig.answer(read);
+    let read_a = rig.submit(Effect::None);
+    rig.answer(read_b);
+    let lost: Vec<_> = [write_a, read_a].into();
+    rig.lose(A, &lost[..1]);
+    assert_eq!(rig.started(), []);
+    assert!(rig.saw(&open(A, B)), "{:?}", rig.seen);
+    // What does not meet it is not held up.
+    let elsewhere = rig.submit(write(8, 16));
+    assert_eq!(rig.started(), [(elsewhere, B)]);
+    let over = rig.submit(write(7, 9));
+    assert_eq!(rig.started(), []);
+    rig.paths.handle_live(A, GROUP);
+    rig.take();
+    assert_eq!(rig.started(), [(write_a, B)]);
+    assert!(rig.saw(&Output::Close(A)));
+    // It overlaps with both.
+    rig.answer(write_a);
+    assert_eq!(rig.started(), []);
+    rig.answer(elsewhere);
+    assert_eq!(rig.started(), [(over, B)]);
+    // The path comes back at its own portal.
+    rig.close(A, Down::Closed);
+    assert_eq!(rig.states(), [PathState::Lost, PathState::Live]);
+    rig.wait(ms(200));
+    assert!(rig.saw(&open(A, A)));
+    rig.come(A, None);
+    assert_eq!(rig.states(), [PathState::Live; 2]);
+    assert_eq!(rig.paths.views().next().unwrap().losses, 1);
+}
+
+#[test]
+fn a_lost_read_starts_on_another_path_before_any_login() {
+    let mut rig = Rig::live();
+    let on_b = rig.submit(Effect::None);
+    let on_a = rig.submit(Effect::None);
+    assert_eq!(rig.started(), [(on_a, A)]);
+    rig.lose(A, &[on_a]);
+    assert_eq!(rig.started(), [(on_a, B)]);
+    // There is nothing to fence: the next attempt is at the own portal.
+    assert!(!rig.saw(&open(A, B)));
+    rig.answer(on_a);
+    rig.answer(on_b);
+}
+
+#[test]
+fn a_login_in_another_group_proves_nothing() {
+    let mut rig = Rig::new(2);
+    rig.come(A, None);
+    rig.paths.handle_live(B, Some(PortTag::Group(2)));
+    rig.check(B, Ok(found(None)));
+    rig.submit(Effect::None);
+    let lost = rig.submit(write(0, 8));
+    assert_eq!(rig.started(), [(lost, A)]);
+    rig.lose(A, &[lost]);
+    assert!(!rig.saw(&open(A, B)));
+    rig.wait(ms(100));
+    assert!(rig.saw(&open(A, A)));
+    // Nor does a login whose unit is not known to be the same.
+    rig.paths.handle_live(A, GROUP);
+    rig.take();
+    assert_eq!(rig.started(), []);
+    rig.check(A, Ok(found(None)));
+    assert_eq!(rig.started(), [(lost, A)]);
+}
+
+#[test]
+fn a_fence_in_a_group_that_has_changed_is_none() {
+    let mut rig = Rig::live();
+    rig.submit(Effect::None);
+    let lost = rig.submit(write(0, 8));
+    rig.lose(A, &[lost]);
+    assert!(rig.saw(&open(A, B)));
+    rig.paths.handle_live(A, Some(PortTag::Group(7)));
+    rig.take();
+    assert!(rig.saw(&Output::Close(A)));
+    assert_eq!(rig.started(), []);
+    rig.close(A, Down::Closed);
+    // The own portal is next, then the other's again.
+    rig.wait(ms(100));
+    assert!(rig.saw(&open(A, A)));
+    rig.close(A, ConnectError::Unreachable.into());
+    assert!(rig.saw(&open(A, B)));
+    rig.paths.handle_live(A, GROUP);
+    rig.take();
+    assert_eq!(rig.started(), [(lost, B)]);
+}
+
+#[test]
+fn a_write_that_was_given_up_holds_back_what_it_could_spoil() {
+    let mut rig = Rig::new(2);
+    rig.come(A, None);
+    rig.paths.handle_live(B, Some(PortTag::Group(2)));
+    rig.check(B, Ok(found(None)));
+    rig.submit(Effect::None);
+    let stale = rig.submit(write(0, 8));
+    rig.lose(A, &[stale]);
+    rig.wait(ms(60_000));
+    let timed_out = Err(RequestError::TimedOut);
+    assert!(rig.saw(&Output::Complete(stale, timed_out)));
+    let newer = rig.submit(write(4, 5));
+    let raw = rig.submit(Effect::Other);
+    assert_eq!(rig.started(), [], "the stale copy may still land");
+    let elsewhere = rig.submit(write(8, 9));
+    assert_eq!(
+        rig.started(),
+        [],
+        "an earlier command of unknown effect waits"
+    );
+    assert!(rig.saw(&open(A, A)) || rig.paths.next_deadline().is_some());
+    rig.paths.handle_live(A, GROUP);
+    rig.take();
+    rig.check(A, Ok(found(None)));
+    assert_eq!(rig.started(), [(newer, A)]);
+    rig.answer(newer);
+    assert_eq!(rig.started().len(), 1);
+    rig.answer(raw);
+    assert_eq!(rig.started().len(), 1);
+    rig.answer(elsewhere);
+}
+
+#[test]
+fn what_may_not_be_repeated_fails_and_holds_back_every_write() {
+    let mut rig = Rig::live();
+    rig.submit(Effect::None);
+    let other = rig.submit(Effect::Other);
+    assert_eq!(rig.started(), [(other, A)]);
+    rig.lose(A, &[other]);
+    let lost = Err(RequestError::ConnectionLost);
+    assert!(rig.saw(&Output::Complete(other, lost)));
+    assert!(rig.saw(&open(A, B)), "it is fenced nevertheless");
+    let newer = rig.submit(write(0, 1));
+    let read = rig.submit(Effect::None);
+    assert_eq!(rig.started(), [(read, B)]);
+    rig.paths.handle_live(A, GROUP);
+    rig.take();
+    assert_eq!(rig.started(), [(newer, B)]);
+}
+
+#[test]
+fn conflicting_writes_are_never_outstanding_together() {
+    let mut rig = Rig::live();
+    let first = rig.submit(write(0, 8));
+    let second = rig.submit(write(4, 12));
+    let third = rig.submit(write(8, 16));
+    assert_eq!(rig.started(), []);
+    let apart = rig.submit(write(100, 101));
+    assert_eq!(rig.started().len(), 1);
+    rig.answer(first);
+    assert_eq!(rig.started().len(), 1);
+    rig.answer(second);
+    assert_eq!(rig.started().len(), 1);
+    rig.answer(third);
+    rig.answer(apart);
+}
+
+#[test]
+fn with_no_path_left_requests_wait_and_a_path_that_is_back_fences_the_other() {
+    let mut rig = Rig::live();
+    let on_b = rig.submit(write(0, 8));
+    let on_a = rig.submit(write(8, 16));
+    rig.lose(A, &[on_a]);
+    assert!(rig.saw(&open(A, B)));
+    rig.lose(B, &[on_b]);
+    let down = SessionEvent::Reconnecting(Down::ConnectionLost);
+    assert!(rig.saw(&Output::Event(down)));
+    rig.close(A, Down::ConnectionLost);
+    let waiting = rig.submit(Effect::None);
+    assert_eq!(rig.started(), []);
+    rig.wait(ms(100));
+    assert!(rig.saw(&open(A, A)) && rig.saw(&open(B, B)));
+    // B answers; A is silent, and its attempt is cut short.
+    rig.paths.handle_live(B, GROUP);
+    rig.take();
+    rig.check(B, Ok(found(None)));
+    assert!(rig.saw(&Output::Event(SessionEvent::Live)));
+    assert!(rig.saw(&Output::Close(A)));
+    assert_eq!(rig.started(), [(on_b, B), (waiting, B)]);
+    rig.close(A, Down::Closed);
+    assert!(rig.saw(&open(A, B)));
+    rig.paths.handle_live(A, GROUP);
+    rig.take();
+    assert_eq!(rig.started(), [(on_a, B)]);
+}
+
+#[test]
+fn a_portal_of_another_unit_ends_the_opening() {
+    let mut rig = Rig::new(2);
+    rig.come(A, None);
+    rig.paths.handle_live(B, GROUP);
+    let other = Found {
+        identity: unit("two"),
+        access: None,
+    };
+    rig.check(B, Ok(other));
+    assert!(rig.saw(&Output::Close(A)) && rig.saw(&Output::Close(B)));
+    rig.close(A, Down::Closed);
+    rig.close(B, Down::Closed);
+    let closed = SessionEvent::Closed(Down::OtherUnit);
+    assert!(rig.saw(&Output::Event(closed)));
+}
+
+#[test]
+fn a_unit_without_a_name_has_no_paths() {
+    let mut rig = Rig::new(2);
+    rig.paths.handle_live(A, GROUP);
+    let nobody = Found {
+        identity: Identity::default(),
+        access: None,
+    };
+    rig.check(A, Ok(nobody));
+    rig.close(A, Down::Closed);
+    rig.close(B, Down::Closed);
+    let closed = SessionEvent::Closed(Down::NoIdentity);
+    assert!(rig.saw(&Output::Event(closed)));
+}
+
+#[test]
+fn a_path_that_leads_elsewhere_later_is_out_of_use_and_tried_again() {
+    let mut rig = Rig::live();
+    rig.lose(A, &[]);
+    rig.wait(ms(100));
+    assert!(rig.saw(&open(A, A)));
+    rig.paths.handle_live(A, GROUP);
+    let other = Found {
+        identity: unit("two"),
+        access: None,
+    };
+    rig.check(A, Ok(other));
+    assert!(rig.saw(&Output::Close(A)));
+    rig.close(A, Down::Closed);
+    assert_eq!(rig.states(), [PathState::OtherUnit, PathState::Live]);
+    for _ in 0..4 {
+        let request = rig.submit(Effect::None);
+        assert_eq!(rig.started(), [(request, B)]);
+    }
+    rig.wait(ms(5000));
+    assert!(rig.saw(&open(A, A)));
+    rig.come(A, None);
+    assert_eq!(rig.states(), [PathState::Live; 2]);
+}
+
+#[test]
+fn opening_waits_for_every_path_once_and_fails_only_with_all() {
+    let mut rig = Rig::new(2);
+    let refused: Down = ConnectError::Unreachable.into();
+    rig.close(A, refused);
+    rig.come(B, None);
+    assert!(rig.saw(&Output::Event(SessionEvent::Live)));
+    assert_eq!(rig.states(), [PathState::Lost, PathState::Live]);
+    let mut rig = Rig::new(2);
+    rig.close(A, refused);
+    rig.close(B, Down::ConnectionLost);
+    assert!(rig.saw(&Output::Event(SessionEvent::Closed(refused))));
+}
+
+#[test]
+fn a_login_that_was_too_slow_gets_twice_the_time() {
+    let mut rig = Rig::live();
+    rig.lose(A, &[]);
+    rig.wait(ms(100));
+    rig.close(A, ConnectError::TimedOut.into());
+    rig.wait(ms(200));
+    let patience = 2 * Timing::default().login;
+    let (path, through) = (A, A);
+    assert!(rig.saw(&Output::Open {
+        path,
+        through,
+        patience
+    }));
+}
+
+#[test]
+fn the_unit_says_which_paths_it_wants() {
+    let mut rig = Rig::new(3);
+    let c = PathIndex(2);
+    rig.come(A, Some(Access::None));
+    rig.come(B, Some(Access::NonOptimized));
+    rig.come(c, Some(Access::Optimized));
+    let standby = PathState::Standby;
+    assert_eq!(rig.states(), [standby, PathState::Live, PathState::Live]);
+    let requests: Vec<_> = (0..3).map(|_| rig.submit(Effect::None)).collect();
+    assert_eq!(rig.paths.paths[2].outstanding, 3);
+    // It changes its mind, and says so by refusing.
+    let mut sense = [0; 18];
+    (sense[0], sense[2], sense[7], sense[12], sense[13]) = (0x70, 0x02, 10, 0x04, 0x0b);
+    let refusal = Answer {
+        status: CHECK_CONDITION,
+        sense: Some(sense.into()),
+        transferred: 0,
+        overflow: 0,
+    };
+    rig.end(requests[0], Ok(refusal));
+    assert_eq!(rig.started(), [(requests[0], B)]);
+    rig.wait(ms(0));
+    assert!(rig.saw(&Output::Check(A)) && rig.saw(&Output::Check(B)));
+    rig.check(A, Ok(found(Some(Access::Optimized))));
+    let next = rig.submit(Effect::None);
+    assert_eq!(rig.started(), [(next, A)]);
+    rig.wait(ms(5000));
+    assert!(rig.saw(&Output::Check(c)));
+}
+
+#[test]
+fn closing_ends_sessions_first_and_every_request_once() {
+    let mut rig = Rig::live();
+    let on_b = rig.submit(write(0, 8));
+    let waits = rig.submit(write(0, 8));
+    rig.paths.close();
+    rig.take();
+    assert!(rig.saw(&Output::Close(A)) && rig.saw(&Output::Close(B)));
+    rig.close(A, Down::Closed);
+    let closed = || Err(RequestError::Closed);
+    rig.end(on_b, closed());
+    assert!(rig.saw(&Output::Complete(on_b, closed())));
+    rig.close(B, Down::Closed);
+    assert!(rig.saw(&Output::Complete(waits, closed())));
+    let over = SessionEvent::Closed(Down::Closed);
+    assert!(rig.saw(&Output::Event(over)));
+    assert_eq!(rig.paths.next_deadline(), None);
+}
+
+/// A target with a disk of one-block writes, sessions that are cut at random, and copies of commands
+/// that land as late as the target lets them: until their session's place is taken.
+#[test]
+fn whatever_is_lost_the_disk_ends_with_what_was_acknowledged_last() {
+    for seed in 1..400u64 {
+        simulate(seed);
+    }
+}
+
+/// A write that a target has, of a session: request, block, value.
+type Held = (RequestId, u64, u64);
+
+fn simulate(seed: u64) {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut random = move |n: u64| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state % n
+    };
+    let mut rig = Rig::live();
+    // What each path's initiator port has at the target, in a session or left behind by one.
+    let mut held: [Vec<Held>; 2] = Default::default();
+    let mut is_up = [true; 2];
+    let mut opening: [Option<PathIndex>; 2] = [None; 2];
+    let mut disk: BTreeMap<u64, u64> = BTreeMap::new();
+    let mut acked: BTreeMap<u64, u64> = BTreeMap::new();
+    let mut writes: BTreeMap<RequestId, (u64, u64)> = BTreeMap::new();
+    let mut value = 0;
+    for step in 0..300 {
+        let mut todo = std::mem::take(&mut rig.seen);
+        while !todo.is_empty() {
+            for output in std::mem::take(&mut todo) {
+                match output {
+                    Output::Start { request, path } => {
+                        let (block, value) = writes[&request];
+                        held[usize::from(path.0)].push((request, block, value));
+                    }
+                    Output::Open { path, through, .. } => {
+                        opening[usize::from(path.0)] = Some(through);
+                    }
+                    Output::Close(path) => {
+                        opening[usize::from(path.0)] = None;
+                        rig.close(path, Down::Closed);
+                        todo.append(&mut rig.seen);
+                    }
+                    Output::Check(path) => {
+                        is_up[usize::from(path.0)] = true;
+                        rig.check(path, Ok(found(None)));
+                        todo.append(&mut rig.seen);
+                    }
+                    Output::Complete(request, result) => {
+                        assert_eq!(result, good(), "seed {seed}");
+                        let (block, value) = writes.remove(&request).unwrap();
+                        acked.insert(block, value);
+                    }
+                    Output::Changed | Output::Event(_) => {}
+                }
+            }
+        }
+        let at = random(2) as usize;
+        let path = PathIndex(at as u8);
+        match random(8) {
+            0..=2 if step < 200 && writes.len() < 8 => {
+                let block = random(3);
+                // What a block holds is only known if nobody else writes it meanwhile.
+                if writes.values().all(|(b, _)| *b != block) {
+                    value += 1;
+                    let next = rig.paths.requests.vacant_key() as u32;
+                    writes.insert(RequestId(next), (block, value));
+                    rig.submit(write(block, block + 1));
+                }
+            }
+            3 | 4 if !held[at].is_empty() => {
+                let place = random(held[at].len() as u64) as usize;
+                let (request, block, value) = held[at].swap_remove(place);
+                disk.insert(block, value);
+                if is_up[at] && random(4) > 0 {
+                    rig.end(request, good());
+                } else if is_up[at] {
+                    // The answer is lost, with the connection.
+                    held[at].push((request, block, value));
+                }
+            }
+            5 if is_up[at] && step < 250 => {
+                is_up[at] = false;
+                let lost: Vec<_> = held[at].iter().map(|(r, ..)| *r).collect();
+                rig.lose(path, &lost);
+            }
+            _ => match opening[at] {
+                Some(through) if random(3) > 0 || step >= 250 => {
+                    opening[at] = None;
+                    // The target ends what the port had before it answers.
+                    held[at].clear();
+                    if usize::from(through.0) == at || is_up[usize::from(through.0)] {
+                        rig.paths.handle_live(path, GROUP);
+                        rig.take();
+                    } else {
+                        rig.close(path, ConnectError::Unreachable.into());
+                    }
+                }
+                Some(_) if random(3) == 0 => {
+                    opening[at] = None;
+                    rig.close(path, ConnectError::Unreachable.into());
+                }
+                _ => rig.wait(ms(50)),
+            },
+        }
+        // What was acknowledged is there, unless it is being written.
+        for (block, value) in &acked {
+            if writes.values().all(|(b, _)| b != block) {
+                assert_eq!(disk.get(block), Some(value), "seed {seed}, step {step}");
+            }
+        }
+    }
+}

@@ -1,0 +1,213 @@
+//! What paths are made with, what they ask for, and what they tell.
+
+use std::time::{Duration, Instant};
+
+use riser_scsi::srp::{TargetPortId, WireLun};
+use serde::{Deserialize, Serialize};
+
+use super::Access;
+#[cfg(doc)]
+use super::Paths;
+use crate::request::{Effect, RequestId, RequestResult, RequestSpec};
+use crate::scsi::Identity;
+use crate::session::{Down, SessionEvent, Timing};
+
+/// What paths are made with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PathsConfig {
+    /// How many there are.
+    pub paths: u8,
+    /// Requests taken and not yet completed at most.
+    pub max_requests: usize,
+    /// Times: of logins and of the waits between them.
+    pub timing: Timing,
+    /// How often a unit that offers asymmetric access is asked about it.
+    pub recheck: Duration,
+}
+
+/// A path's place among all.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PathIndex(pub u8);
+
+/// What a session is with. Two sessions of one initiator port with the same are never there at once:
+/// the later takes the place of the earlier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PortTag {
+    /// A portal group of the target, for iSCSI.
+    Group(u16),
+    /// A target port, for SRP.
+    Port(TargetPortId),
+}
+
+/// What a unit tells of itself on a path.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// Who it is.
+    pub identity: Identity,
+    /// How it may be used there; `None` where the unit makes no difference among paths.
+    pub access: Option<Access>,
+}
+
+/// How a path is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PathState {
+    /// It has not been usable yet.
+    Connecting,
+    /// In use.
+    Live,
+    /// It works, but the unit wants to be used by another.
+    Standby,
+    /// It cannot be used; it is tried again and again.
+    Lost,
+    /// It leads to another logical unit.
+    OtherUnit,
+}
+
+/// How a path is, with what people want to know besides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PathView {
+    /// How it is.
+    pub state: PathState,
+    /// How often it was lost after it had been live.
+    pub losses: u64,
+    /// Why it is not live, or was not the last time.
+    pub why: Option<Down>,
+}
+
+/// What the owner is to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Output {
+    /// Make a session of the path's own initiator port, at the portal of the path `through`, in the
+    /// given time; then [`Paths::handle_live`] or [`Paths::handle_closed`].
+    Open {
+        /// Whose initiator port.
+        path: PathIndex,
+        /// Whose portal.
+        through: PathIndex,
+        /// How long the login may take.
+        patience: Duration,
+    },
+    /// Ask the unit who it is and how it may be used on the path, then [`Paths::handle_checked`].
+    Check(PathIndex),
+    /// Close the path's session; it will be told by [`Paths::handle_closed`].
+    Close(PathIndex),
+    /// Hand the request to the path's session, then [`Paths::handle_ended`].
+    Start {
+        /// The request.
+        request: RequestId,
+        /// By which path.
+        path: PathIndex,
+    },
+    /// The request is over.
+    Complete(RequestId, RequestResult),
+    /// Another [`Paths::views`] than before.
+    Changed,
+    /// Something that the user of the paths may want to know.
+    Event(SessionEvent),
+}
+
+/// Where a path is in its life; see the diagram of the module.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// No session, until then.
+    Idle { until: Instant },
+    /// A session is being made through the portal of that path.
+    Opening { through: usize },
+    /// Logged in; the unit is being asked who it is.
+    Checking,
+    /// The unit is the right one.
+    Live,
+    /// The session is over or being closed; its end is awaited.
+    Closing,
+    /// For good.
+    Over,
+}
+
+#[derive(Debug)]
+pub(super) struct Path {
+    pub(super) stage: Stage,
+    /// What the last session through the own portal was with.
+    pub(super) port: Option<PortTag>,
+    pub(super) access: Access,
+    /// Requests handed to the session.
+    pub(super) outstanding: u32,
+    /// Commands of a lost session may still be carried out.
+    pub(super) unfenced: bool,
+    /// What those of them change that are no requests any more. Bound: the requests that were
+    /// outstanding when the path was lost.
+    pub(super) ghosts: Vec<(WireLun, Effect)>,
+    pub(super) backoff: Duration,
+    /// How long the next login may take.
+    pub(super) patience: Duration,
+    /// The next attempt goes to the own portal, whatever there is to fence.
+    pub(super) own_next: bool,
+    /// It has been live, or an attempt has failed.
+    pub(super) is_decided: bool,
+    /// When the unit is asked about its access again.
+    pub(super) recheck: Option<Instant>,
+    pub(super) is_foreign: bool,
+    pub(super) was_live: bool,
+    pub(super) losses: u64,
+    pub(super) why: Option<Down>,
+}
+
+impl Path {
+    pub(super) fn new(config: &PathsConfig) -> Self {
+        Self {
+            stage: Stage::Closing,
+            port: None,
+            access: Access::Optimized,
+            outstanding: 0,
+            unfenced: false,
+            ghosts: Vec::new(),
+            backoff: config.timing.backoff_min,
+            patience: config.timing.login,
+            own_next: false,
+            is_decided: false,
+            recheck: None,
+            is_foreign: false,
+            was_live: false,
+            losses: 0,
+            why: None,
+        }
+    }
+
+    pub(super) fn is_usable(&self) -> bool {
+        self.stage == Stage::Live && self.access != Access::None
+    }
+
+    pub(super) fn view(&self) -> PathView {
+        let state = match self.stage {
+            Stage::Live if self.access == Access::None => PathState::Standby,
+            Stage::Live => PathState::Live,
+            _ if self.is_foreign => PathState::OtherUnit,
+            _ if self.was_live || self.is_decided => PathState::Lost,
+            _ => PathState::Connecting,
+        };
+        PathView {
+            state,
+            losses: self.losses,
+            why: self.why,
+        }
+    }
+}
+
+/// Where a request is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Place {
+    /// On no path.
+    Waiting,
+    /// With the session of that path.
+    On(PathIndex),
+}
+
+#[derive(Debug)]
+pub(super) struct Request {
+    pub(super) spec: RequestSpec,
+    /// Order of submission.
+    pub(super) seq: u64,
+    pub(super) place: Place,
+    /// It was lost with that path, which must be fenced before it may start again.
+    pub(super) behind: Option<PathIndex>,
+}

@@ -1,0 +1,399 @@
+//! Several paths to one logical unit: portals that are taken away under load, and a network that
+//! delivers old writes late.
+
+#![allow(missing_docs, reason = "a test")]
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use iscsi_rig::{IQN, buffer_of, builder, get, pattern, put, start};
+use riser_initiator::block::task::block_on;
+use riser_initiator::engine::{Client, EngineError, LinkState, Session};
+use riser_initiator::lun::Lun;
+use riser_initiator::paths::PathState;
+use riser_initiator::session::Down;
+use riser_initiator::url::TargetUrl;
+use riser_target::config::Config;
+use riser_target::server::Server;
+use riser_tests::programs::Pair;
+
+mod iscsi_rig;
+
+/// How long anything may take that happens by itself.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A server of a file at 127.0.`number`.1 and 127.0.`number`.3, and a client.
+struct Rig {
+    client: Client,
+    server: Option<Server>,
+    scheme: &'static str,
+    number: u8,
+    disk: String,
+}
+
+impl Rig {
+    fn new(scheme: &'static str, number: u8) -> Self {
+        let client = match scheme {
+            "iscsi" => builder().without_device(),
+            _ => builder().open(format!("127.0.{number}.2").parse().unwrap()),
+        };
+        let disk =
+            std::env::temp_dir().join(format!("riser-paths-{}-{number}", std::process::id()));
+        let mut rig = Self {
+            client: client.unwrap(),
+            server: None,
+            scheme,
+            number,
+            disk: disk.to_str().unwrap().to_owned(),
+        };
+        rig.serve(&[1, 3]);
+        rig
+    }
+
+    /// Serves at these addresses, and no longer at others.
+    fn serve(&mut self, hosts: &[u8]) {
+        if let Some(server) = self.server.take() {
+            server.shutdown().unwrap();
+        }
+        let (scheme, number) = (self.scheme, self.number);
+        let portal = |host| format!("{{ protocol: {scheme}, listen: 127.0.{number}.{host} }}");
+        let portals: Vec<_> = hosts.iter().map(portal).collect();
+        let iqn = match scheme {
+            "srp" => String::new(),
+            _ => format!("iqn: {IQN}\n    "),
+        };
+        let text = format!(
+            "identity: test\n\
+             backends:\n  disk: {{ kind: file, path: {}, size: 32MiB, create: true }}\n\
+             targets:\n  - name: t\n    {iqn}portals: [{}]\n    luns: {{ 0: disk }}\n    access: open\n",
+            self.disk,
+            portals.join(", ")
+        );
+        let config = Config::parse(&text, "test.yaml").unwrap_or_else(|e| panic!("{e}"));
+        self.server = Some(start(&config));
+    }
+
+    fn url(&self, host: u8, keys: &str) -> TargetUrl {
+        let target = match self.scheme {
+            "srp" => "0".to_owned(),
+            _ => format!("{IQN}/0"),
+        };
+        let url = format!(
+            "{}://127.0.{}.{host}/{target}?{keys}",
+            self.scheme, self.number
+        );
+        url.parse().unwrap()
+    }
+
+    fn connect(&self, host: u8, other: u8) -> Session {
+        let keys = format!("portal=127.0.{}.{other}", self.number);
+        let session = block_on(self.client.connect(self.url(host, &keys)));
+        session.unwrap_or_else(|e| panic!("{keys}: {e}"))
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        self.client.shutdown();
+        if let Some(server) = self.server.take() {
+            server.shutdown().unwrap();
+        }
+        let _ = std::fs::remove_file(&self.disk);
+    }
+}
+
+fn states(session: &Session) -> Vec<PathState> {
+    session.status().paths().iter().map(|p| p.state).collect()
+}
+
+fn wait_for(session: &Session, wanted: &[PathState]) {
+    let until = Instant::now() + PATIENCE;
+    while states(session) != wanted {
+        assert!(Instant::now() < until, "{:?}", session.status().paths());
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Writes pieces at once all over the disk and compares what is there, until it is told to stop; how
+/// often it did.
+fn verify(lun: &Lun, is_over: &AtomicBool) -> u64 {
+    const PIECE: usize = 16 << 10;
+    let mut round = 0;
+    while !is_over.load(Ordering::Relaxed) {
+        let write = |i: u64| {
+            let data = buffer_of(lun, &pattern(round << 8 | i, PIECE));
+            let io = lun.write_io((i * 7 % 64) << 16, data, false).unwrap();
+            lun.session().submit(io)
+        };
+        let writes: Vec<_> = (0..16).map(write).collect();
+        for write in writes {
+            Lun::judge(block_on(write)).unwrap();
+        }
+        for i in 0..16 {
+            let there = get(lun, (i * 7 % 64) << 16, PIECE);
+            assert!(
+                there == pattern(round << 8 | i, PIECE),
+                "round {round}, piece {i}"
+            );
+        }
+        block_on(lun.flush()).unwrap();
+        round += 1;
+    }
+    round
+}
+
+/// Portals go and come back, in turn, under verified writes.
+fn portals_come_and_go(scheme: &'static str, number: u8) {
+    let mut rig = Rig::new(scheme, number);
+    let session = rig.connect(1, 3);
+    assert_eq!(states(&session), [PathState::Live; 2]);
+    let lun = block_on(session.lun(0)).unwrap();
+    let is_over = Arc::new(AtomicBool::new(false));
+    let work = thread::spawn({
+        let (lun, is_over) = (lun.clone(), is_over.clone());
+        move || verify(&lun, &is_over)
+    });
+    for hosts in [&[1][..], &[3], &[1, 3], &[3], &[1, 3]] {
+        thread::sleep(Duration::from_millis(200));
+        rig.serve(hosts);
+        let state = |host| match hosts.contains(&host) {
+            true => PathState::Live,
+            false => PathState::Lost,
+        };
+        wait_for(&session, &[state(1), state(3)]);
+        assert!(!work.is_finished(), "an error");
+    }
+    is_over.store(true, Ordering::Relaxed);
+    assert!(work.join().unwrap() > 0);
+    assert_eq!(session.status().link(), LinkState::Live);
+    block_on(session.close());
+    drop((lun, session));
+    assert_eq!(rig.client.buffers().free(), 32 << 20);
+}
+
+#[test]
+fn portals_come_and_go_on_tcp() {
+    portals_come_and_go("iscsi", 101);
+}
+
+#[test]
+fn portals_come_and_go_on_iser() {
+    portals_come_and_go("iser", 102);
+}
+
+#[test]
+fn portals_come_and_go_on_srp() {
+    portals_come_and_go("srp", 103);
+}
+
+/// What stands between a client and a portal: it forwards, or keeps what the client sends.
+struct Proxy {
+    is_holding: Arc<AtomicBool>,
+    is_cut: Arc<AtomicBool>,
+    /// Both sides of each connection.
+    links: Arc<Mutex<Vec<(TcpStream, TcpStream)>>>,
+}
+
+impl Proxy {
+    fn new(from: SocketAddr, to: SocketAddr) -> Self {
+        let proxy = Self {
+            is_holding: Arc::default(),
+            is_cut: Arc::default(),
+            links: Arc::default(),
+        };
+        let listener = TcpListener::bind(from).unwrap();
+        let (is_holding, is_cut) = (proxy.is_holding.clone(), proxy.is_cut.clone());
+        let links = proxy.links.clone();
+        thread::spawn(move || {
+            for client in listener.incoming() {
+                let (Ok(client), Ok(server)) = (client, TcpStream::connect(to)) else {
+                    continue;
+                };
+                if is_cut.load(Ordering::SeqCst) {
+                    continue;
+                }
+                let (client_2, server_2) =
+                    (client.try_clone().unwrap(), server.try_clone().unwrap());
+                links
+                    .lock()
+                    .unwrap()
+                    .push((client.try_clone().unwrap(), server.try_clone().unwrap()));
+                thread::spawn({
+                    let is_holding = is_holding.clone();
+                    move || forward(&client, &server, &is_holding)
+                });
+                thread::spawn(move || forward(&server_2, &client_2, &AtomicBool::new(false)));
+            }
+        });
+        proxy
+    }
+
+    /// The client's connections are lost, the target's are not; none is made anew.
+    fn cut(&self) {
+        self.is_cut.store(true, Ordering::SeqCst);
+        for (client, _) in &*self.links.lock().unwrap() {
+            let _ = client.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+/// Copies until the end. The target's side stays open when the client's ends, as it does where the
+/// network between them is cut.
+fn forward(mut from: &TcpStream, mut to: &TcpStream, is_holding: &AtomicBool) {
+    let mut bytes = vec![0; 64 << 10];
+    loop {
+        let len = match from.read(&mut bytes) {
+            Ok(0) => return,
+            Ok(len) => len,
+            Err(e) if e.kind() == ErrorKind::Interrupted => continue,
+            Err(_) => return,
+        };
+        while is_holding.load(Ordering::SeqCst) {
+            thread::sleep(Duration::from_millis(2));
+        }
+        if to.write_all(&bytes[..len]).is_err() {
+            return;
+        }
+    }
+}
+
+#[test]
+fn a_write_that_the_network_delivers_late_does_not_undo_a_newer_one() {
+    let rig = Rig::new("iscsi", 104);
+    let at = |host: u8| SocketAddr::from(([127, 0, 104, host], 3260));
+    let proxy = Proxy::new(at(4), at(3));
+    let session = rig.connect(1, 4);
+    let lun = block_on(session.lun(0)).unwrap();
+    for round in 0..3u64 {
+        wait_for(&session, &[PathState::Live; 2]);
+        proxy.is_holding.store(true, Ordering::SeqCst);
+        let write = |i: u64| {
+            let data = buffer_of(&lun, &pattern(round << 8 | i, 4096));
+            let io = lun.write_io(i << 16, data, false).unwrap();
+            lun.session().submit(io)
+        };
+        // Half of them are held.
+        let writes: Vec<_> = (0..8).map(write).collect();
+        thread::sleep(Duration::from_millis(100));
+        proxy.cut();
+        for write in writes {
+            Lun::judge(block_on(write)).unwrap();
+        }
+        assert_eq!(states(&session), [PathState::Live, PathState::Lost]);
+        let newer: Vec<_> = (0..8)
+            .map(|i| pattern(1000 + (round << 8 | i), 4096))
+            .collect();
+        for (i, data) in (0u64..).zip(&newer) {
+            put(&lun, i << 16, data);
+        }
+        // What was held arrives now.
+        proxy.is_holding.store(false, Ordering::SeqCst);
+        thread::sleep(Duration::from_millis(300));
+        for (i, data) in (0u64..).zip(&newer) {
+            assert!(
+                get(&lun, i << 16, 4096) == *data,
+                "round {round}, piece {i}"
+            );
+        }
+        proxy.is_cut.store(false, Ordering::SeqCst);
+    }
+    wait_for(&session, &[PathState::Live; 2]);
+    assert!(session.status().paths()[1].losses >= 3);
+}
+
+#[test]
+fn portals_of_different_disks_are_never_mixed() {
+    let one = Rig::new("iscsi", 105);
+    let two = Rig::new("iscsi", 106);
+    let url: TargetUrl = format!("iscsi://127.0.105.1/{IQN}/0?portal=127.0.106.1")
+        .parse()
+        .unwrap();
+    // Both call themselves alike, but for the disk.
+    let error = block_on(one.client.connect(url)).unwrap_err();
+    assert!(
+        matches!(error, EngineError::Login(Down::OtherUnit)),
+        "{error}"
+    );
+    drop(two);
+    let same: TargetUrl = format!("iscsi://127.0.105.1/{IQN}/0?portal=127.0.105.1:3261")
+        .parse()
+        .unwrap();
+    let session = block_on(one.client.connect(same)).unwrap();
+    assert_eq!(states(&session), [PathState::Live, PathState::Lost]);
+}
+
+#[test]
+fn all_portals_that_a_target_tells_are_used() {
+    let rig = Rig::new("iscsi", 107);
+    let session = block_on(rig.client.connect(rig.url(3, "paths=all"))).unwrap();
+    let mut portals: Vec<_> = session.status().paths().into_iter().collect();
+    portals.sort_by(|a, b| a.portal.cmp(&b.portal));
+    let names: Vec<_> = portals.iter().map(|p| p.portal.as_str()).collect();
+    assert_eq!(names, ["127.0.107.1:3260", "127.0.107.3:3260"]);
+    assert_eq!(states(&session), [PathState::Live; 2]);
+    let lun = block_on(session.lun(0)).unwrap();
+    put(&lun, 0, &pattern(1, 65536));
+    assert!(get(&lun, 0, 65536) == pattern(1, 65536));
+}
+
+#[test]
+fn an_attachment_shows_its_paths() {
+    let portals = |hosts: &[u8]| {
+        let all = hosts.iter();
+        let all = all.map(|h| format!("{{ protocol: iscsi, listen: 127.0.108.{h} }}"));
+        format!("portals: [{}]", all.collect::<Vec<_>>().join(", "))
+    };
+    let backend = "{ kind: file, path: DIR/disk.img, size: 8MiB, create: true }";
+    let target = format!("iqn: {IQN}\n{}", portals(&[1, 3]));
+    let mut pair = Pair::with_target(108, backend, &target);
+    let socket = pair.path("nbd");
+    let url = format!("iscsi://127.0.108.1/{IQN}/0?portal=127.0.108.3");
+    let until = Instant::now() + PATIENCE;
+    while TcpStream::connect(("127.0.108.3", 3260)).is_err() {
+        assert!(Instant::now() < until, "riserd does not listen");
+        thread::sleep(Duration::from_millis(50));
+    }
+    pair.riser(&["attach", &url, "--nbd", &socket]);
+    let list = |pair: &Pair| {
+        let text = pair.riser(&["-o", "json", "list"]);
+        let all: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let paths = all[0]["paths"].as_array().unwrap().clone();
+        let show = |p: &serde_json::Value| format!("{} {}", p["portal"], p["state"]);
+        paths.iter().map(show).collect::<Vec<_>>()
+    };
+    let first = r#""127.0.108.1:3260" "live""#;
+    assert_eq!(list(&pair), [first, r#""127.0.108.3:3260" "live""#]);
+    let config = pair.path("riserd.yaml");
+    let text = std::fs::read_to_string(&config).unwrap();
+    let text = text.replace(&portals(&[1, 3]), &portals(&[1]));
+    std::fs::write(&config, text).unwrap();
+    pair.kill();
+    pair.serve();
+    let until = Instant::now() + PATIENCE;
+    while list(&pair) != [first, r#""127.0.108.3:3260" "lost""#] {
+        assert!(Instant::now() < until, "{:?}", list(&pair));
+        thread::sleep(Duration::from_millis(50));
+    }
+    let human = pair.riser(&["list"]);
+    assert!(
+        human.contains("path 127.0.108.1:3260: live, lost 1 time(s)"),
+        "{human}"
+    );
+    assert!(
+        human.contains("path 127.0.108.3:3260: lost, lost 1 time(s): "),
+        "{human}"
+    );
+    pair.riser(&["detach", &socket]);
+    let bad = format!("iscsi://127.0.108.1/{IQN}/0?portal=127.0.108.3:0");
+    let output = pair.command(&["inquiry", &bad]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        said.contains("value `127.0.108.3:0` of key `portal`"),
+        "{said}"
+    );
+}

@@ -1,8 +1,8 @@
 #: group: lio
 #: about: libiscsi's suite over iSER into the kernel's target, to compare
-#: limit: 2400
+#: limit: 1200
 SCHEME=iser
 . /vm/lio.sh
 . /vm/libiscsi.sh
 lio_rig
-libiscsi_suite "$TARGET/0"
+LIMIT=10 libiscsi_suite "$TARGET/0"

@@ -4,7 +4,13 @@
 TRANSPORT=iser
 . /vm/iscsi.sh
 . /vm/libiscsi.sh
-iscsi_rig 24
+two_hosts
+trap iscsi_clean EXIT
+iscsi_config 24 10.99.0.2
+# One test takes it for granted that physical blocks are as long as logical ones, as they are in memory.
+sed -i 's/kind: file, path: [^,]*, size: 24MiB, create: true/kind: ram, size: 24MiB/' /tmp/riserd.yaml
+grep -q 'kind: ram' /tmp/riserd.yaml
+iscsi_serve_again
 # Reservations of a client that died would be in the way of the next.
 client_died() {
     kill_serving

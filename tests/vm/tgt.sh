@@ -1,22 +1,22 @@
 # Functions for the cases with tgt's iSER target on the kernel's RDMA device.
 TGT_IQN=iqn.2026-01.com.example:tgt
 
-# Two hosts, and tgt at 10.99.0.1:3260 with a file of 24 MiB as LUN 1, for initiators of these names
-# and libiscsi's. Over iSER it lets in whom both lists have, that of addresses and that of names.
+# Two hosts, and tgt at 10.99.0.1:3260 with a file of 24 MiB as LUN 1, for libiscsi. Over iSER it lets
+# in whom both lists have, that of addresses and that of names.
 tgt_rig() {
     local name
     two_hosts
     trap tgt_clean EXIT
     ulimit -l unlimited
+    truncate -s 24M "$IMAGES/tgt.img"
     tgtd -f --iser pool_sz_mb=128 >>"$KEEP/tgtd.log" 2>&1 &
     TGTD=$!
     wait_for 20 tgt_do target --op show
-    truncate -s 24M "$IMAGES/tgt.img"
     tgt_do target --op new --tid 1 -T $TGT_IQN
     tgt_do logicalunit --op new --tid 1 --lun 1 -b "$IMAGES/tgt.img"
     tgt_do logicalunit --op update --tid 1 --lun 1 --params thin_provisioning=1
     tgt_do target --op bind --tid 1 -I ALL
-    for name in "$@" iqn.2007-10.com.github:sahlberg:libiscsi:iscsi-test{,-2}; do
+    for name in iqn.2007-10.com.github:sahlberg:libiscsi:iscsi-test{,-2}; do
         tgt_do target --op bind --tid 1 -Q "$name"
     done
 }

@@ -34,8 +34,8 @@ use with_kernel::{Devices, stress};
 
 type Test = (&'static str, fn(Devices));
 
-/// No test takes longer, even where a kernel is emulated.
-const LIMIT: Duration = Duration::from_secs(400);
+/// No test takes longer, even where a kernel is emulated and its network loses every tenth packet.
+const LIMIT: Duration = Duration::from_secs(900);
 
 /// What `suite_names` is given to make the table of the suite.
 #[macro_export]

@@ -1,6 +1,6 @@
 #: group: transport
 #: about: every operation at 1 % and 10 % loss on both ends of the network
-#: limit: 1500
+#: limit: 2400
 #: short: no
 two_hosts
 trap one_host EXIT

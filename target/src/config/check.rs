@@ -69,14 +69,15 @@ pub(super) fn check(root: raw::Root) -> Checked<Config> {
         ));
     }
     let backends = backends(root.backends.0)?;
-    if root.targets.is_empty() {
+    // Whoever writes an empty list means it; whoever writes none has forgotten it.
+    let Some(raw_targets) = root.targets else {
         return Err(Mistake::new(At::default(), "targets", "there is no target")
             .hint("`targets:` lists what is served, and where"));
-    }
+    };
     let mut names = HashMap::new();
     let mut portals = HashMap::new();
     let mut targets = Vec::new();
-    for (i, t) in root.targets.into_iter().enumerate() {
+    for (i, t) in raw_targets.into_iter().enumerate() {
         targets.push(target(i, t.value, &backends, &mut names, &mut portals)?);
     }
     note_oddities(&backends, &targets, &mut notes);

@@ -24,7 +24,7 @@ pub struct Config {
     pub identity: Option<String>,
     /// Backends, in the order of the file. Names are distinct.
     pub backends: Vec<Backend>,
-    /// Targets, in the order of the file, at least one. Names are distinct.
+    /// Targets, in the order of the file. Names are distinct.
     pub targets: Vec<Target>,
     /// Worker threads.
     pub workers: Workers,

@@ -14,8 +14,7 @@ pub(super) struct Root {
     pub(super) identity: Option<Located<String>>,
     #[serde(default)]
     pub(super) backends: Entries<String, Located<Backend>>,
-    #[serde(default)]
-    pub(super) targets: Vec<Located<Target>>,
+    pub(super) targets: Option<Vec<Located<Target>>>,
     #[serde(default)]
     pub(super) workers: Workers,
     #[serde(default)]

@@ -174,6 +174,13 @@ pub struct Net {
 }
 
 impl Net {
+    /// The address, where it is but one.
+    #[must_use]
+    pub fn single(&self) -> Option<IpAddr> {
+        let all = if self.address.is_ipv4() { 32 } else { 128 };
+        (self.prefix == all).then_some(self.address)
+    }
+
     /// Whether the address lies within; an IPv4 address in its IPv6 form counts as itself.
     #[must_use]
     pub fn contains(&self, address: IpAddr) -> bool {

@@ -1,0 +1,114 @@
+//! From a tree to a document.
+
+use serde_json::{Map, Value, json};
+
+use super::access::{Login, chap, login};
+use super::backend::{self, backend_name};
+use super::{Rest, Unsaid, notes, target};
+use crate::rules::{Fabric, Kind, core, tpgs};
+use crate::tree::{NodeId, Tree};
+use crate::world::World;
+
+/// A tree as a configuration.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Exported {
+    /// The configuration.
+    pub document: Value,
+    /// What was set in the tree and has no effect.
+    pub notes: Vec<String>,
+}
+
+/// Makes a configuration of a tree and of what the tree does not show.
+///
+/// # Errors
+/// [`Unsaid`]: the tree says something that `riserd` cannot do.
+pub fn export(tree: &Tree, rest: &Rest, world: &dyn World) -> Result<Exported, Unsaid> {
+    let mut document = rest.base.clone();
+    let mut backends = rest.backends.clone();
+    for (device, plugin) in core::devices(tree) {
+        if !core::is_configured(tree, device) {
+            continue;
+        }
+        let name = backend_name(tree, device);
+        let doc = backend::backend(tree, device, plugin, world)?;
+        if !is_name(&name) || backends.insert(name, Value::Object(doc)).is_some() {
+            return Err(Unsaid {
+                path: tree.path(device),
+                reason: "a name that cannot be a backend's, or is one already".to_owned(),
+            });
+        }
+    }
+    let mut targets = rest.targets.clone();
+    for (fabric, dir) in fabrics(tree) {
+        targets.extend(targets_of(tree, dir, fabric, world)?);
+    }
+    document.insert("backends".to_owned(), Value::Object(backends));
+    document.insert("targets".to_owned(), Value::Array(targets));
+    let discovery = discovery(tree, rest);
+    match discovery {
+        Some(chap) => document.insert("discovery_chap".to_owned(), chap),
+        None => document.remove("discovery_chap"),
+    };
+    Ok(Exported {
+        document: Value::Object(document),
+        notes: notes::notes(tree),
+    })
+}
+
+fn is_name(name: &str) -> bool {
+    (1..=64).contains(&name.len())
+        && name
+            .bytes()
+            .all(|b| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.' | b':'))
+}
+
+/// The fabrics that are there.
+pub(super) fn fabrics(tree: &Tree) -> Vec<(Fabric, NodeId)> {
+    let target = tree.find("target").expect("it is always there");
+    let dirs = tree.subdirs(target);
+    dirs.filter_map(|(_, id)| match tree.dir(id).kind {
+        Kind::Fabric(fabric) => Some((fabric, id)),
+        _ => None,
+    })
+    .collect()
+}
+
+fn targets_of(
+    tree: &Tree,
+    dir: NodeId,
+    fabric: Fabric,
+    world: &dyn World,
+) -> Result<Vec<Value>, Unsaid> {
+    let mut served: Vec<(&str, Map<String, Value>)> = Vec::new();
+    for (wwn, _, tpg) in tpgs(tree, dir) {
+        let Some(doc) = target::target(tree, tpg, fabric, world)? else {
+            continue;
+        };
+        if served.iter().any(|(other, _)| *other == wwn) {
+            return Err(Unsaid {
+                path: tree.path(tpg),
+                reason: "a second portal group of one target is enabled".to_owned(),
+            });
+        }
+        served.push((wwn, doc));
+    }
+    Ok(served
+        .into_iter()
+        .map(|(_, doc)| Value::Object(doc))
+        .collect())
+}
+
+/// How initiators prove who they are before they discover targets. If they must and nobody can,
+/// nobody does.
+pub(super) fn discovery(tree: &Tree, rest: &Rest) -> Option<Value> {
+    let auth = tree.find("target/iscsi/discovery_auth");
+    let auth = auth.filter(|auth| tree.value(*auth, "enforce_discovery_auth") == "1");
+    let Some(auth) = auth else {
+        return rest.discovery.clone();
+    };
+    let nobody = || Login {
+        user: ("nobody".to_owned(), rest.nobody.clone()),
+        mutual: None,
+    };
+    Some(json!(chap(&login(tree, auth).unwrap_or_else(nobody))))
+}

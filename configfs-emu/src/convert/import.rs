@@ -1,0 +1,306 @@
+//! From a document to a tree.
+//!
+//! Each backend and target is put into a copy of the tree. It stays there if the tree then means the
+//! same; otherwise it is kept aside as it is.
+
+use riser_target::config::{Config, HostId};
+use rustix::io::Errno;
+use serde_json::{Map, Value};
+
+use super::show::{Show, show_discovery, show_target};
+use super::{Rest, backend, export, origin};
+use crate::rules::core::{PAGE, option};
+use crate::rules::{Fabric, Plugin};
+use crate::tree::{NodeId, Shell, Tree};
+use crate::world::{Medium, World};
+
+/// A configuration as a tree.
+#[derive(Clone, Debug)]
+pub struct Imported {
+    /// The tree.
+    pub tree: Tree,
+    /// What the tree does not show.
+    pub rest: Rest,
+    /// Backends and targets that are not shown, and why.
+    pub hidden: Vec<String>,
+}
+
+/// Shows a configuration as a tree, as far as LIO can say it. `nobody` is a secret that nobody knows.
+#[must_use]
+pub fn import(document: &Value, nobody: String, world: &dyn World) -> Imported {
+    let mut base = document.as_object().cloned().unwrap_or_default();
+    let backends = base.remove("backends");
+    let targets = base.remove("targets");
+    let discovery = base.remove("discovery_chap");
+    let mut hidden = Vec::new();
+    let config = Config::parse(&document.to_string(), "running");
+    let config = config.map_err(|mistake| hidden.push(mistake.to_string()));
+    let mut importer = Importer {
+        tree: Tree::new(),
+        rest: Rest {
+            base,
+            nobody,
+            ..Rest::default()
+        },
+        hidden,
+        config: config.ok(),
+        world,
+    };
+    let backends = backends.and_then(|b| b.as_object().cloned());
+    for (name, doc) in backends.unwrap_or_default() {
+        importer.backend(&name, &doc);
+    }
+    for doc in targets
+        .and_then(|t| t.as_array().cloned())
+        .unwrap_or_default()
+    {
+        importer.target(&doc);
+    }
+    importer.discovery(discovery);
+    Imported {
+        tree: importer.tree,
+        rest: importer.rest,
+        hidden: importer.hidden,
+    }
+}
+
+struct Importer<'a> {
+    tree: Tree,
+    rest: Rest,
+    hidden: Vec<String>,
+    config: Option<Config>,
+    world: &'a dyn World,
+}
+
+/// The directory of a backend's device, and whether its name says it.
+fn place(tree: &Tree, name: &str, plugin: Plugin) -> (String, String, bool) {
+    if let Some((host, device)) = name.split_once(':')
+        && Plugin::of_host(host) == Some(plugin)
+        && tree.find(&format!("target/core/{host}")).is_none()
+    {
+        return (host.to_owned(), device.to_owned(), true);
+    }
+    let core = tree.find("target/core").expect("it is always there");
+    let is_taken = |index: &u32| {
+        let end = format!("_{index}");
+        tree.subdirs(core).any(|(host, _)| host.ends_with(&end))
+    };
+    let index = (0..).find(|i| !is_taken(i)).expect("there are few hosts");
+    (format!("{}_{index}", plugin.name()), name.to_owned(), false)
+}
+
+impl Importer<'_> {
+    fn backend(&mut self, name: &str, doc: &Value) {
+        let shown = doc.as_object().ok_or_else(|| "no mapping".to_owned());
+        let shown = shown.and_then(|doc| self.show_backend(name, doc));
+        match shown {
+            Ok(tree) => self.tree = tree,
+            Err(why) => {
+                self.hidden.push(format!("backend {name}: {why}"));
+                self.rest.backends.insert(name.to_owned(), doc.clone());
+            }
+        }
+    }
+
+    fn show_backend(&self, name: &str, doc: &Map<String, Value>) -> Result<Tree, String> {
+        let text = |key: &str| doc.get(key).and_then(Value::as_str).unwrap_or_default();
+        let backends = self.config.iter().flat_map(|c| &c.backends);
+        let known = backends.into_iter().find(|b| b.name == name);
+        let known = known.ok_or("the configuration has a mistake")?;
+        let (plugin, control) = match &known.spec.source {
+            riser_target::backend::Source::File { size, .. } => {
+                let size = match (size, self.world.medium(text("path"))) {
+                    (Some(size), _) => *size,
+                    (None, Medium::File { size }) => size,
+                    _ => return Err("its size is not known".to_owned()),
+                };
+                let path = text("path");
+                let control = format!("{}={path},{}={size}", option::FILE, option::SIZE);
+                (Plugin::Fileio, control)
+            }
+            riser_target::backend::Source::Device { .. } => {
+                let read_only = u8::from(known.spec.read_only);
+                let path = text("path");
+                (
+                    Plugin::Iblock,
+                    format!("udev_path={path},readonly={read_only}"),
+                )
+            }
+            riser_target::backend::Source::Ram { size }
+            | riser_target::backend::Source::Null { size } => {
+                if size % PAGE != 0 {
+                    return Err("its size is not one in pages".to_owned());
+                }
+                let null = u8::from(text("kind") == "null");
+                let control = format!("rd_pages={},rd_nullio={null}", size / PAGE);
+                (Plugin::RamDisk, control)
+            }
+        };
+        if control.matches(',').count() != 1 {
+            return Err("its path has a comma".to_owned());
+        }
+        let mut tree = self.tree.clone();
+        let (host, device, is_named) = place(&tree, name, plugin);
+        let path = format!("core/{host}/{device}");
+        let errno = |errno: Errno| format!("{errno} at {path}");
+        let mut shell = Shell {
+            tree: &mut tree,
+            world: self.world,
+        };
+        shell.mkdir(&format!("core/{host}")).map_err(errno)?;
+        let id = shell.mkdir(&path).map_err(errno)?;
+        shell
+            .write(&format!("{path}/control"), &control)
+            .map_err(errno)?;
+        let udev_path = text("path");
+        if !udev_path.is_empty() {
+            let file = format!("{path}/udev_path");
+            shell.write(&file, udev_path).map_err(errno)?;
+        }
+        shell.write(&format!("{path}/enable"), "1").map_err(errno)?;
+        if !is_named {
+            tree.set(id, origin::NAME, name);
+        }
+        self.fill(&mut tree, id, known);
+        let seen = backend::plain(&tree, id, plugin, self.world).map_err(|u| u.reason)?;
+        tree.set(id, origin::SEEN, Value::Object(seen).to_string());
+        tree.set(id, origin::ORIGINAL, Value::Object(doc.clone()).to_string());
+        Ok(tree)
+    }
+
+    /// Sets a device's attributes and names to what the daemon makes of them.
+    fn fill(&self, tree: &mut Tree, device: NodeId, known: &riser_target::config::Backend) {
+        let bit = |on: bool| if on { "1" } else { "0" };
+        let attrib = tree.child(device, "attrib").expect("it comes with it");
+        let wwn = tree.child(device, "wwn").expect("it comes with it");
+        tree.set(attrib, "block_size", known.spec.block_size.to_string());
+        tree.set(attrib, "emulate_write_cache", bit(known.spec.write_cache));
+        tree.set(attrib, "emulate_tpu", bit(known.thin));
+        if let Some(rotational) = known.rotational {
+            tree.set(attrib, "is_nonrot", bit(!rotational));
+        }
+        let host = self.config.as_ref().map(HostId::of);
+        let identity = known.identity(&host.unwrap_or_else(|| HostId::new("")));
+        tree.set(wwn, "vendor_id", identity.vendor);
+        tree.set(wwn, "product_id", identity.product);
+        tree.set(wwn, "revision", identity.revision);
+        tree.set(wwn, "vpd_unit_serial", identity.serial);
+    }
+
+    fn target(&mut self, doc: &Value) {
+        let name = doc["name"].as_str().unwrap_or_default().to_owned();
+        let targets = self.config.iter().flat_map(|c| &c.targets);
+        let known = targets.into_iter().find(|t| t.name == name);
+        let shown = match known {
+            Some(known) => {
+                let show = Show {
+                    world: self.world,
+                    config: self.config.as_ref().expect("the target is its"),
+                    target: known,
+                };
+                show_target(&self.tree, &show).and_then(|(mut tree, fabric, tpg)| {
+                    self.seal(&mut tree, fabric, tpg, doc)?;
+                    Ok(tree)
+                })
+            }
+            None => Err("the configuration has a mistake".to_owned()),
+        };
+        match shown {
+            Ok(tree) => self.tree = tree,
+            Err(why) => {
+                self.hidden.push(format!("target {name}: {why}"));
+                self.rest.targets.push(doc.clone());
+            }
+        }
+    }
+
+    /// Checks that the tree says of a target what the document says, and keeps both.
+    fn seal(
+        &self,
+        tree: &mut Tree,
+        fabric: Fabric,
+        tpg: NodeId,
+        doc: &Value,
+    ) -> Result<(), String> {
+        let name = doc["name"].as_str().unwrap_or_default();
+        if super::target_name(tree, tpg) != name {
+            tree.set(tpg, origin::NAME, name);
+        }
+        let seen = super::target::plain(tree, tpg, fabric, self.world).map_err(|u| u.reason)?;
+        let seen = Value::Object(seen.ok_or("the tree does not serve it")?);
+        if self.meaning(doc) != self.meaning(&seen) {
+            return Err("LIO cannot say who sees what of it, or where it is".to_owned());
+        }
+        tree.set(tpg, origin::SEEN, seen.to_string());
+        tree.set(tpg, origin::ORIGINAL, doc.to_string());
+        Ok(())
+    }
+
+    /// What a target of this document is to initiators; `None` if it is nothing.
+    fn meaning(&self, target: &Value) -> Option<String> {
+        let named = self.config.iter().flat_map(|c| &c.backends);
+        let named = named.map(|b| {
+            (
+                b.name.clone(),
+                serde_json::json!({"kind": "null", "size": 4096}),
+            )
+        });
+        let document = serde_json::json!({
+            "backends": Map::from_iter(named),
+            "targets": [target],
+        });
+        let config = Config::parse(&document.to_string(), "target").ok()?;
+        let target = &config.targets[0];
+        let mut portals: Vec<String> = target
+            .portals
+            .iter()
+            .map(|p| format!("{} {}", p.protocol, p.listen))
+            .collect();
+        portals.sort();
+        let access = match &target.access {
+            riser_target::config::Access::Open => "open".to_owned(),
+            riser_target::config::Access::Rules(rules) => {
+                let all: std::collections::BTreeSet<u16> = target.luns.keys().copied().collect();
+                let mut rules: Vec<String> = rules
+                    .iter()
+                    .map(|rule| {
+                        let mut rule = rule.clone();
+                        // To name all is to name none.
+                        rule.luns = rule.luns.filter(|luns| *luns != all);
+                        format!("{rule:?}")
+                    })
+                    .collect();
+                rules.sort();
+                rules.join("\n")
+            }
+        };
+        // The secrets are compared as they are written; both documents have them inline.
+        let chap = target.chap.as_ref().map(|chap| {
+            let user = |u: &riser_target::config::ChapUser| {
+                let secret = u.credentials().map(|c| c.secret).ok();
+                format!("{} {secret:?}", u.name)
+            };
+            let users: Vec<String> = chap.users.iter().map(user).collect();
+            (users, chap.mutual.as_ref().map(user))
+        });
+        Some(format!(
+            "{portals:?} {:?} {access} {:?} {chap:?}",
+            target.luns, target.iqn
+        ))
+    }
+
+    fn discovery(&mut self, doc: Option<Value>) {
+        let Some(doc) = doc else {
+            return;
+        };
+        let mut tree = self.tree.clone();
+        let shown = show_discovery(&mut tree, self.world, &doc);
+        if shown.is_ok() && export::discovery(&tree, &self.rest).as_ref() == Some(&doc) {
+            self.tree = tree;
+        } else {
+            self.hidden
+                .push("discovery_chap: LIO has one user".to_owned());
+            self.rest.discovery = Some(doc);
+        }
+    }
+}

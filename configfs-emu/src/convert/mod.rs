@@ -1,0 +1,100 @@
+//! Between the tree and the configuration of `riserd`.
+//!
+//! A configuration is a document here: the JSON of the YAML that `riserd` reads. `export` makes one of a
+//! tree, `import` a tree of one.
+//!
+//! # What becomes of what
+//! | LIO | `riserd` |
+//! | --- | --- |
+//! | an enabled device | a backend, named `HOST:NAME` |
+//! | an enabled portal group with portals | a target, named by its IQN or SRP port |
+//! | `np/A:P`, with `iser` | a portal of iSCSI at A:P, and one of iSER |
+//! | the unspecified address | a portal at each of the host's addresses |
+//! | an SRP port | a portal at each of its addresses |
+//! | an entry in `acls` with its mapped LUNs | an access rule with its LUNs, by the numbers mapped to |
+//! | `generate_node_acls` | access for everybody |
+//! | a name and secret of an entry, or of the portal group for everybody | the target's CHAP |
+//!
+//! # What one side says and the other cannot
+//! What LIO allows and `riserd` cannot do is refused with its reason ([`Unsaid`]) if it would change who
+//! sees what, and is a note otherwise. What `riserd` has and the tree cannot show is kept ([`Rest`]) and
+//! goes back with every export; a target is shown only if what the tree says of it means the same.
+
+mod access;
+mod backend;
+mod export;
+mod import;
+mod naa;
+mod notes;
+mod show;
+mod target;
+
+use serde_json::{Map, Value};
+
+pub use self::backend::backend_name;
+pub use self::export::{Exported, export};
+pub use self::import::{Imported, import};
+pub use self::target::target_name;
+
+/// Why a tree is no configuration.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{path}: {reason}")]
+pub struct Unsaid {
+    /// The directory that it is about.
+    pub path: String,
+    /// What cannot be said.
+    pub reason: String,
+}
+
+/// What the tree does not show of a configuration.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Rest {
+    /// Everything but backends, targets and the CHAP of discovery.
+    pub base: Map<String, Value>,
+    /// Backends that are not shown.
+    pub backends: Map<String, Value>,
+    /// Targets that are not shown.
+    pub targets: Vec<Value>,
+    /// The CHAP of discovery, if the tree cannot show it.
+    pub discovery: Option<Value>,
+    /// A secret that nobody knows, for a lock without a key.
+    pub nobody: String,
+}
+
+/// What a directory keeps of the configuration that it came from.
+pub(crate) mod origin {
+    /// The name that the daemon knows it by.
+    pub(crate) const NAME: &str = ".name";
+    /// Its part of the document, as it was.
+    pub(crate) const ORIGINAL: &str = ".original";
+    /// What the directory said when it was new.
+    pub(crate) const SEEN: &str = ".seen";
+    /// A portal that is served on RDMA only.
+    pub(crate) const NO_TCP: &str = ".no_tcp";
+}
+
+/// What was there, with what has changed since it was seen.
+fn merge(
+    original: Option<&str>,
+    seen: Option<&str>,
+    now: Map<String, Value>,
+) -> Map<String, Value> {
+    let read = |text: Option<&str>| -> Option<Map<String, Value>> {
+        text.and_then(|text| serde_json::from_str(text).ok())
+    };
+    let (Some(mut merged), Some(seen)) = (read(original), read(seen)) else {
+        return now;
+    };
+    for key in seen.keys().filter(|key| !now.contains_key(*key)) {
+        merged.remove(key);
+    }
+    for (key, value) in now {
+        if seen.get(&key) != Some(&value) {
+            merged.insert(key, value);
+        }
+    }
+    merged
+}
+
+#[cfg(test)]
+mod tests;

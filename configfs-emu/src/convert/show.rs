@@ -1,0 +1,241 @@
+//! Putting a target into a tree, with the operations that a user would use.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::{IpAddr, SocketAddr};
+
+use riser_target::config::{
+    Access, Chap, ChapUser, Config, InitiatorId, Net, Protocol, Rule, Secret, Target,
+};
+use rustix::io::Errno;
+use serde_json::Value;
+
+use super::{backend_name, origin};
+use crate::rules::{Fabric, core};
+use crate::tree::{NodeId, Shell, Tree};
+use crate::world::World;
+
+/// What is shown, and of what.
+pub(super) struct Show<'a> {
+    pub(super) world: &'a dyn World,
+    pub(super) config: &'a Config,
+    pub(super) target: &'a Target,
+}
+
+/// A copy of a tree with a target in it, and its portal group there.
+pub(super) fn show_target(tree: &Tree, show: &Show<'_>) -> Result<(Tree, Fabric, NodeId), String> {
+    let mut tree = tree.clone();
+    let portals = &show.target.portals;
+    let is_iscsi = portals.iter().all(|p| p.protocol.is_iscsi());
+    let (fabric, path) = match (is_iscsi, portals.as_slice(), &show.target.iqn) {
+        (true, _, Some(iqn)) => (Fabric::Iscsi, format!("iscsi/{iqn}/tpgt_1")),
+        (false, [portal], _) => {
+            let gid = match portal.listen.ip() {
+                IpAddr::V4(ip) => ip.to_ipv6_mapped(),
+                IpAddr::V6(ip) => ip,
+            };
+            let port = format!("srpt/0x{:032x}", gid.to_bits());
+            (Fabric::Srpt, format!("{port}/tpgt_1"))
+        }
+        _ => return Err("it is served by SRP at several places, or by iSCSI as well".to_owned()),
+    };
+    let mut hand = Hand {
+        shell: Shell {
+            tree: &mut tree,
+            world: show.world,
+        },
+        path,
+    };
+    let errno = |errno: Errno| format!("{errno} in the tree");
+    hand.fill(fabric, show).map_err(errno)?;
+    let tpg = format!("target/{}", hand.path);
+    let tpg = tree.find(&tpg).expect("it was made");
+    Ok((tree, fabric, tpg))
+}
+
+/// Shows the CHAP of discovery.
+pub(super) fn show_discovery(tree: &mut Tree, world: &dyn World, doc: &Value) -> Result<(), Errno> {
+    let mut hand = Hand {
+        shell: Shell { tree, world },
+        path: "iscsi/discovery_auth".to_owned(),
+    };
+    hand.ensure("iscsi")?;
+    for (user, names) in [
+        (&doc["users"][0], ["userid", "password"]),
+        (&doc["mutual"], ["userid_mutual", "password_mutual"]),
+    ] {
+        for (name, key) in names.into_iter().zip(["name", "secret"]) {
+            if let Some(value) = user[key].as_str() {
+                hand.write(name, value)?;
+            }
+        }
+    }
+    hand.write("enforce_discovery_auth", "1")
+}
+
+/// A shell in a portal group.
+struct Hand<'a> {
+    shell: Shell<'a>,
+    path: String,
+}
+
+impl Hand<'_> {
+    fn ensure(&mut self, path: &str) -> Result<(), Errno> {
+        match self.shell.mkdir(path) {
+            Ok(_) | Err(Errno::EXIST) => Ok(()),
+            Err(errno) => Err(errno),
+        }
+    }
+
+    fn mkdir(&mut self, path: &str) -> Result<NodeId, Errno> {
+        let path = format!("{}/{path}", self.path);
+        self.shell.mkdir(&path)
+    }
+
+    fn write(&mut self, path: &str, text: &str) -> Result<(), Errno> {
+        let path = format!("{}/{path}", self.path);
+        self.shell.write(&path, text)
+    }
+
+    fn link(&mut self, path: &str, target: NodeId) -> Result<(), Errno> {
+        let target = format!("/{}", self.shell.tree.path(target));
+        let path = format!("{}/{path}/shown", self.path);
+        self.shell.link(&path, &target)
+    }
+
+    fn fill(&mut self, fabric: Fabric, show: &Show<'_>) -> Result<(), Errno> {
+        let target = show.target;
+        self.ensure(fabric.name())?;
+        let (wwn, _) = self.path.rsplit_once('/').expect("it ends in a group");
+        self.shell.mkdir(wwn)?;
+        self.shell.mkdir(&self.path)?;
+        match fabric {
+            Fabric::Iscsi => self.portals(target)?,
+            Fabric::Srpt => {
+                let port = target.portals[0].listen.port().to_string();
+                self.shell
+                    .write("srpt/discovery_auth/rdma_cm_port", &port)?;
+            }
+        }
+        let mut luns = BTreeMap::new();
+        for (number, lun) in &target.luns {
+            let name = &show.config.backend(lun).name;
+            let mut devices = core::devices(self.shell.tree).into_iter();
+            let device = devices.find(|(id, _)| backend_name(self.shell.tree, *id) == *name);
+            let (device, _) = device.ok_or(Errno::NODEV)?;
+            let id = self.mkdir(&format!("lun/lun_{number}"))?;
+            self.link(&format!("lun/lun_{number}"), device)?;
+            luns.insert(*number, (id, lun.read_only));
+        }
+        if fabric == Fabric::Iscsi {
+            let wanted = u8::from(target.chap.is_some()).to_string();
+            self.write("attrib/authentication", &wanted)?;
+        }
+        match &target.access {
+            Access::Open => self.open(target, &luns)?,
+            Access::Rules(rules) => {
+                for rule in rules {
+                    self.rule(rule, target, &luns)?;
+                }
+            }
+        }
+        self.write("enable", "1")
+    }
+
+    fn portals(&mut self, target: &Target) -> Result<(), Errno> {
+        let listens: BTreeSet<SocketAddr> = target.portals.iter().map(|p| p.listen).collect();
+        for listen in listens {
+            let id = self.mkdir(&format!("np/{listen}"))?;
+            let speaks = |protocol| {
+                let mut all = target.portals.iter();
+                all.any(|p| p.listen == listen && p.protocol == protocol)
+            };
+            if speaks(Protocol::Iser) {
+                self.write(&format!("np/{listen}/iser"), "1")?;
+            }
+            if !speaks(Protocol::Iscsi) {
+                self.shell.tree.set(id, origin::NO_TCP, "1");
+            }
+        }
+        Ok(())
+    }
+
+    /// Access for everybody, who sees all that there is.
+    fn open(&mut self, target: &Target, luns: &BTreeMap<u16, (NodeId, bool)>) -> Result<(), Errno> {
+        self.write("attrib/generate_node_acls", "1")?;
+        let read_only = luns.values().any(|(_, read_only)| *read_only);
+        self.write(
+            "attrib/demo_mode_write_protect",
+            &u8::from(read_only).to_string(),
+        )?;
+        self.login("auth", target.chap.as_ref())
+    }
+
+    fn rule(
+        &mut self,
+        rule: &Rule,
+        target: &Target,
+        luns: &BTreeMap<u16, (NodeId, bool)>,
+    ) -> Result<(), Errno> {
+        let name = match (&rule.iqn, &rule.initiator, &rule.address) {
+            (Some(iqn), None, None) => iqn.to_string(),
+            (None, Some(InitiatorId::Port(id)), None) => {
+                format!("0x{:032x}", u128::from_be_bytes(*id))
+            }
+            (None, Some(InitiatorId::Guid(guid)), None) => {
+                let digits = format!("{:016x}", guid.0);
+                let parts = [0, 4, 8, 12].map(|at| &digits[at..at + 4]);
+                parts.join(":")
+            }
+            (None, None, Some(net)) => single(net).ok_or(Errno::INVAL)?.to_string(),
+            _ => return Err(Errno::INVAL),
+        };
+        let acl = format!("acls/{name}");
+        self.mkdir(&acl)?;
+        for (number, (lun, read_only)) in luns {
+            if rule
+                .luns
+                .as_ref()
+                .is_some_and(|seen| !seen.contains(number))
+            {
+                continue;
+            }
+            let mapped = format!("{acl}/lun_{number}");
+            self.mkdir(&mapped)?;
+            self.link(&mapped, *lun)?;
+            let protect = u8::from(*read_only).to_string();
+            self.write(&format!("{mapped}/write_protect"), &protect)?;
+        }
+        if rule.iqn.is_some() {
+            self.login(&format!("{acl}/auth"), target.chap.as_ref())?;
+        }
+        Ok(())
+    }
+
+    fn login(&mut self, auth: &str, chap: Option<&Chap>) -> Result<(), Errno> {
+        let Some(chap) = chap else {
+            return Ok(());
+        };
+        let [user] = chap.users.as_slice() else {
+            return Err(Errno::INVAL);
+        };
+        self.user(auth, user, ["userid", "password"])?;
+        match &chap.mutual {
+            Some(mutual) => self.user(auth, mutual, ["userid_mutual", "password_mutual"]),
+            None => Ok(()),
+        }
+    }
+
+    /// A name and a secret, which must not be in a file: the tree would show it.
+    fn user(&mut self, auth: &str, user: &ChapUser, files: [&str; 2]) -> Result<(), Errno> {
+        let Secret::Inline(secret) = &user.secret else {
+            return Err(Errno::INVAL);
+        };
+        self.write(&format!("{auth}/{}", files[0]), &user.name)?;
+        self.write(&format!("{auth}/{}", files[1]), secret)
+    }
+}
+
+/// The address that a network of one has.
+fn single(net: &Net) -> Option<IpAddr> {
+    net.single()
+}

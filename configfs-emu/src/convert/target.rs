@@ -1,0 +1,150 @@
+//! Portal groups as targets.
+
+use std::net::{IpAddr, SocketAddr};
+
+use serde_json::{Map, Value, json};
+
+use super::access::access;
+use super::{Unsaid, merge, origin};
+use crate::rules::{Fabric, Kind, portal_address};
+use crate::tree::{NodeId, Tree};
+use crate::world::World;
+
+/// The port at which SRP is served if the tree does not say.
+pub(super) const SRP_PORT: u16 = 5555;
+
+/// The longest name of a target.
+const MAX_NAME: usize = 64;
+
+/// The name of a portal group's target.
+#[must_use]
+pub fn target_name(tree: &Tree, tpg: NodeId) -> String {
+    if let Some(name) = tree.hidden(tpg, origin::NAME) {
+        return name.to_owned();
+    }
+    let wwn = &tree.dir(tree.parent(tpg)).name;
+    let is_good = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.' | b':');
+    if wwn.len() <= MAX_NAME && wwn.bytes().all(is_good) {
+        return wwn.clone();
+    }
+    // The end tells names of one authority apart; a sum tells them apart for certain.
+    let good: String = wwn.chars().filter(|c| is_good(*c as u8)).collect();
+    let sum = wwn.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |sum, byte| {
+        (sum ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    });
+    let end = &good[good.len().saturating_sub(MAX_NAME - 17)..];
+    format!("{end}-{sum:016x}")
+}
+
+/// A portal group as a target of the document; `None` if it is not served.
+pub(super) fn target(
+    tree: &Tree,
+    tpg: NodeId,
+    fabric: Fabric,
+    world: &dyn World,
+) -> Result<Option<Map<String, Value>>, Unsaid> {
+    let Some(now) = plain(tree, tpg, fabric, world)? else {
+        return Ok(None);
+    };
+    let hidden = |name| tree.hidden(tpg, name);
+    Ok(Some(merge(
+        hidden(origin::ORIGINAL),
+        hidden(origin::SEEN),
+        now,
+    )))
+}
+
+/// A portal group as its directory says it.
+pub(super) fn plain(
+    tree: &Tree,
+    tpg: NodeId,
+    fabric: Fabric,
+    world: &dyn World,
+) -> Result<Option<Map<String, Value>>, Unsaid> {
+    if tree.value(tpg, "enable") != "1" {
+        return Ok(None);
+    }
+    let portals = match fabric {
+        Fabric::Iscsi => iscsi_portals(tree, tpg, world),
+        Fabric::Srpt => srp_portals(tree, tpg, world),
+    };
+    if portals.is_empty() {
+        return Ok(None);
+    }
+    let access = access(tree, tpg, fabric).map_err(|reason| Unsaid {
+        path: tree.path(tpg),
+        reason,
+    })?;
+    let mut doc = Map::new();
+    doc.insert("name".to_owned(), json!(target_name(tree, tpg)));
+    if fabric == Fabric::Iscsi {
+        let iqn = &tree.dir(tree.parent(tpg)).name;
+        doc.insert("iqn".to_owned(), json!(iqn));
+    }
+    doc.insert("portals".to_owned(), Value::Array(portals));
+    doc.insert("luns".to_owned(), Value::Object(access.luns));
+    doc.insert("access".to_owned(), access.access);
+    if let Some(chap) = access.chap {
+        doc.insert("chap".to_owned(), chap);
+    }
+    Ok(Some(doc))
+}
+
+fn portal(protocol: &str, listen: SocketAddr) -> Value {
+    json!({ "protocol": protocol, "listen": listen.to_string() })
+}
+
+/// The portals in `np`. The unspecified address is every address of the host; where that is already
+/// a portal, it is not one twice.
+fn iscsi_portals(tree: &Tree, tpg: NodeId, world: &dyn World) -> Vec<Value> {
+    let np = tree.child(tpg, "np").expect("it comes with it");
+    let mut portals = Vec::new();
+    for (name, id) in tree.subdirs(np) {
+        let address = portal_address(name).expect("checked by mkdir");
+        for listen in addresses(address, world) {
+            let on_rdma = tree.value(id, "iser") == "1";
+            if !(on_rdma && tree.hidden(id, origin::NO_TCP).is_some()) {
+                portals.push(portal("iscsi", listen));
+            }
+            if on_rdma {
+                portals.push(portal("iser", listen));
+            }
+        }
+    }
+    let mut seen = Vec::new();
+    portals.retain(|portal| {
+        let is_new = !seen.contains(portal);
+        seen.push(portal.clone());
+        is_new
+    });
+    portals
+}
+
+/// The addresses behind one: itself, or all of the host. The unspecified address of IPv6 is that of
+/// IPv4 as well.
+fn addresses(address: SocketAddr, world: &dyn World) -> Vec<SocketAddr> {
+    if !address.ip().is_unspecified() {
+        return vec![address];
+    }
+    let own = world.addresses().into_iter();
+    let own = own.filter(|ip| address.is_ipv6() || ip.is_ipv4());
+    own.map(|ip| SocketAddr::new(ip, address.port())).collect()
+}
+
+fn srp_portals(tree: &Tree, tpg: NodeId, world: &dyn World) -> Vec<Value> {
+    let port = srp_port(tree, tpg);
+    let name = &tree.dir(tree.parent(tpg)).name;
+    let addresses: Vec<IpAddr> = world.port_addresses(name);
+    let listens = addresses.into_iter().map(|ip| SocketAddr::new(ip, port));
+    listens.map(|listen| portal("srp", listen)).collect()
+}
+
+fn srp_port(tree: &Tree, tpg: NodeId) -> u16 {
+    let fabric = tree.above(tpg, |dir| matches!(dir.kind, Kind::Fabric(_)));
+    let discovery = fabric.and_then(|fabric| tree.child(fabric, "discovery_auth"));
+    let port = tree.value(discovery.expect("it comes with it"), "rdma_cm_port");
+    match port.parse() {
+        Ok(0) | Err(_) => SRP_PORT,
+        Ok(port) => port,
+    }
+}

@@ -1,0 +1,422 @@
+//! FUSE's requests, as operations of the tree.
+
+use std::collections::HashMap;
+use std::ffi::OsStr;
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use fuser::{
+    BsdFileFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation,
+    INodeNo, IoctlFlags, LockOwner, OpenAccMode, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate,
+    ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyOpen, ReplyStatfs,
+    ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
+};
+use rustix::io::Errno as Number;
+
+use crate::engine::Engine;
+use crate::tree::{EntryKind, Ino, MAX_WRITE, NodeId};
+
+/// The kernel asks anew each time: much of what is read changes by itself.
+const TTL: Duration = Duration::ZERO;
+
+/// The file system.
+pub(super) struct TreeFs {
+    engine: Arc<Mutex<Engine>>,
+    /// What open files have read. A file says the same until it is closed or written.
+    open: Mutex<Open>,
+    started: SystemTime,
+}
+
+#[derive(Default)]
+struct Open {
+    next: u64,
+    content: HashMap<u64, Option<Vec<u8>>>,
+}
+
+impl TreeFs {
+    pub(super) fn new(engine: Arc<Mutex<Engine>>) -> Self {
+        Self {
+            engine,
+            open: Mutex::default(),
+            started: SystemTime::now(),
+        }
+    }
+
+    fn engine(&self) -> MutexGuard<'_, Engine> {
+        // An operation changes a copy, so a panic leaves the tree whole.
+        self.engine.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn open_files(&self) -> MutexGuard<'_, Open> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn attr(&self, engine: &Engine, ino: Ino) -> Result<FileAttr, Number> {
+        let meta = engine.tree().meta(ino)?;
+        Ok(FileAttr {
+            ino: number(ino),
+            size: meta.size,
+            blocks: 0,
+            atime: self.started,
+            mtime: self.started,
+            ctime: self.started,
+            crtime: self.started,
+            kind: file_type(meta.kind),
+            perm: meta.mode,
+            nlink: meta.nlink,
+            uid: rustix::process::geteuid().as_raw(),
+            gid: rustix::process::getegid().as_raw(),
+            rdev: 0,
+            blksize: 4096,
+            flags: 0,
+        })
+    }
+
+    /// Answers with an inode.
+    fn entry(&self, engine: &Engine, ino: Result<Ino, Number>, reply: ReplyEntry) {
+        match ino.and_then(|ino| self.attr(engine, ino)) {
+            Ok(attr) => reply.entry(&TTL, &attr, Generation(0)),
+            Err(errno) => reply.error(error(errno)),
+        }
+    }
+}
+
+fn error(errno: Number) -> Errno {
+    Errno::from_i32(errno.raw_os_error())
+}
+
+/// FUSE's root is 1, which is no inode of the tree.
+fn inode(number: INodeNo) -> Ino {
+    match number {
+        INodeNo::ROOT => NodeId::ROOT.ino(),
+        INodeNo(ino) => Ino(ino),
+    }
+}
+
+fn number(ino: Ino) -> INodeNo {
+    match ino == NodeId::ROOT.ino() {
+        true => INodeNo::ROOT,
+        false => INodeNo(ino.0),
+    }
+}
+
+fn file_type(kind: EntryKind) -> FileType {
+    match kind {
+        EntryKind::Dir => FileType::Directory,
+        EntryKind::File => FileType::RegularFile,
+        EntryKind::Link => FileType::Symlink,
+    }
+}
+
+fn text(name: &OsStr) -> Result<&str, Number> {
+    name.to_str().ok_or(Number::INVAL)
+}
+
+fn done(result: Result<(), Number>, reply: ReplyEmpty) {
+    match result {
+        Ok(()) => reply.ok(),
+        Err(errno) => reply.error(error(errno)),
+    }
+}
+
+impl Filesystem for TreeFs {
+    fn lookup(&self, _req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let engine = self.engine();
+        let found = name.to_str().ok_or(Number::NOENT);
+        let found = found.and_then(|name| engine.tree().lookup(inode(parent), name));
+        self.entry(&engine, found, reply);
+    }
+
+    fn getattr(&self, _req: &Request, ino: INodeNo, _fh: Option<FileHandle>, reply: ReplyAttr) {
+        match self.attr(&self.engine(), inode(ino)) {
+            Ok(attr) => reply.attr(&TTL, &attr),
+            Err(errno) => reply.error(error(errno)),
+        }
+    }
+
+    fn setattr(
+        &self,
+        _req: &Request,
+        ino: INodeNo,
+        _mode: Option<u32>,
+        _uid: Option<u32>,
+        _gid: Option<u32>,
+        _size: Option<u64>,
+        _atime: Option<TimeOrNow>,
+        _mtime: Option<TimeOrNow>,
+        _ctime: Option<SystemTime>,
+        fh: Option<FileHandle>,
+        _crtime: Option<SystemTime>,
+        _chgtime: Option<SystemTime>,
+        _bkuptime: Option<SystemTime>,
+        _flags: Option<BsdFileFlags>,
+        reply: ReplyAttr,
+    ) {
+        // What a shell's `>` truncates has no content that could go. Owners and modes stay.
+        self.getattr(_req, ino, fh, reply);
+    }
+
+    fn readlink(&self, _req: &Request, ino: INodeNo, reply: ReplyData) {
+        match self.engine().tree().read_link(inode(ino)) {
+            Ok(target) => reply.data(target.as_bytes()),
+            Err(errno) => reply.error(error(errno)),
+        }
+    }
+
+    fn mknod(
+        &self,
+        _req: &Request,
+        _parent: INodeNo,
+        _name: &OsStr,
+        _mode: u32,
+        _umask: u32,
+        _rdev: u32,
+        reply: ReplyEntry,
+    ) {
+        reply.error(Errno::EPERM);
+    }
+
+    fn create(
+        &self,
+        _req: &Request,
+        _parent: INodeNo,
+        _name: &OsStr,
+        _mode: u32,
+        _umask: u32,
+        _flags: i32,
+        reply: ReplyCreate,
+    ) {
+        // Files come with their directories.
+        reply.error(Errno::EACCES);
+    }
+
+    fn mkdir(
+        &self,
+        _req: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        _mode: u32,
+        _umask: u32,
+        reply: ReplyEntry,
+    ) {
+        let mut engine = self.engine();
+        let made = text(name).and_then(|name| {
+            engine.change(|tree, world| tree.make_dir(inode(parent), name, world))
+        });
+        self.entry(&engine, made, reply);
+    }
+
+    fn unlink(&self, _req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let removed = text(name).and_then(|name| {
+            let mut engine = self.engine();
+            engine.change(|tree, _| tree.unlink(inode(parent), name))
+        });
+        done(removed, reply);
+    }
+
+    fn rmdir(&self, _req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let removed = text(name).and_then(|name| {
+            let mut engine = self.engine();
+            engine.change(|tree, _| tree.remove_dir(inode(parent), name))
+        });
+        done(removed, reply);
+    }
+
+    fn symlink(
+        &self,
+        _req: &Request,
+        parent: INodeNo,
+        link_name: &OsStr,
+        target: &Path,
+        reply: ReplyEntry,
+    ) {
+        let mut engine = self.engine();
+        let made = text(link_name).and_then(|name| {
+            let target = text(target.as_os_str())?;
+            engine.change(|tree, _| tree.link(inode(parent), name, target))
+        });
+        self.entry(&engine, made, reply);
+    }
+
+    fn rename(
+        &self,
+        _req: &Request,
+        _parent: INodeNo,
+        _name: &OsStr,
+        _newparent: INodeNo,
+        _newname: &OsStr,
+        _flags: RenameFlags,
+        reply: ReplyEmpty,
+    ) {
+        reply.error(Errno::EPERM);
+    }
+
+    fn open(&self, _req: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+        let (reads, writes) = match flags.acc_mode() {
+            OpenAccMode::O_RDONLY => (true, false),
+            OpenAccMode::O_WRONLY => (false, true),
+            OpenAccMode::O_RDWR => (true, true),
+        };
+        if let Err(errno) = self.engine().tree().open(inode(ino), reads, writes) {
+            return reply.error(error(errno));
+        }
+        let mut open = self.open_files();
+        let handle = open.next;
+        open.next += 1;
+        open.content.insert(handle, None);
+        reply.opened(FileHandle(handle), FopenFlags::FOPEN_DIRECT_IO);
+    }
+
+    fn read(
+        &self,
+        _req: &Request,
+        ino: INodeNo,
+        fh: FileHandle,
+        offset: u64,
+        size: u32,
+        _flags: OpenFlags,
+        _lock_owner: Option<LockOwner>,
+        reply: ReplyData,
+    ) {
+        let known = self.open_files().content.get(&fh.0).cloned().flatten();
+        let content = match known {
+            Some(content) => Ok(content),
+            None => self
+                .engine()
+                .look(|tree, world| tree.read(inode(ino), world))
+                .map(String::into_bytes),
+        };
+        match content {
+            Ok(content) => {
+                let end = content.len();
+                let from = usize::try_from(offset).unwrap_or(end).min(end);
+                let to = from.saturating_add(size as usize).min(end);
+                reply.data(&content[from..to]);
+                self.open_files().content.insert(fh.0, Some(content));
+            }
+            Err(errno) => reply.error(error(errno)),
+        }
+    }
+
+    fn write(
+        &self,
+        _req: &Request,
+        ino: INodeNo,
+        fh: FileHandle,
+        _offset: u64,
+        data: &[u8],
+        _write_flags: WriteFlags,
+        _flags: OpenFlags,
+        _lock_owner: Option<LockOwner>,
+        reply: ReplyWrite,
+    ) {
+        let mut engine = self.engine();
+        let data = &data[..data.len().min(MAX_WRITE)];
+        match engine.change(|tree, world| tree.write(inode(ino), data, world)) {
+            Ok(written) => {
+                reply.written(written as u32);
+                self.open_files().content.insert(fh.0, None);
+            }
+            Err(errno) => reply.error(error(errno)),
+        }
+    }
+
+    fn flush(
+        &self,
+        _req: &Request,
+        _ino: INodeNo,
+        _fh: FileHandle,
+        _lock_owner: LockOwner,
+        reply: ReplyEmpty,
+    ) {
+        // A write has had its effect when it returns.
+        reply.ok();
+    }
+
+    fn fsync(
+        &self,
+        _req: &Request,
+        _ino: INodeNo,
+        _fh: FileHandle,
+        _datasync: bool,
+        reply: ReplyEmpty,
+    ) {
+        reply.ok();
+    }
+
+    fn release(
+        &self,
+        _req: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        _flags: OpenFlags,
+        _lock_owner: Option<LockOwner>,
+        _flush: bool,
+        reply: ReplyEmpty,
+    ) {
+        self.open_files().content.remove(&fh.0);
+        reply.ok();
+    }
+
+    fn readdir(
+        &self,
+        _req: &Request,
+        ino: INodeNo,
+        _fh: FileHandle,
+        offset: u64,
+        mut reply: ReplyDirectory,
+    ) {
+        let engine = self.engine();
+        let ino = inode(ino);
+        let entries = engine.tree().read_dir(ino);
+        let (entries, parent) = match (entries, engine.tree().parent_of(ino)) {
+            (Ok(entries), Ok(parent)) => (entries, parent),
+            (Err(errno), _) | (_, Err(errno)) => return reply.error(error(errno)),
+        };
+        let dots = [(".", ino), ("..", parent)].map(|(n, i)| (n, i, EntryKind::Dir));
+        let named = entries.iter().map(|e| (e.name.as_str(), e.ino, e.kind));
+        let all = dots.into_iter().chain(named).enumerate();
+        for (i, (name, ino, kind)) in all.skip(offset as usize) {
+            if reply.add(number(ino), i as u64 + 1, file_type(kind), name) {
+                break;
+            }
+        }
+        reply.ok();
+    }
+
+    fn ioctl(
+        &self,
+        _req: &Request,
+        _ino: INodeNo,
+        _fh: FileHandle,
+        _flags: IoctlFlags,
+        _cmd: u32,
+        _in_data: &[u8],
+        _out_size: u32,
+        reply: ReplyIoctl,
+    ) {
+        // Libraries ask whether a file is a terminal.
+        reply.error(Errno::ENOTTY);
+    }
+
+    fn statfs(&self, _req: &Request, _ino: INodeNo, reply: ReplyStatfs) {
+        reply.statfs(0, 0, 0, 0, 0, 4096, 255, 4096);
+    }
+
+    fn getxattr(
+        &self,
+        _req: &Request,
+        _ino: INodeNo,
+        _name: &OsStr,
+        _size: u32,
+        reply: ReplyXattr,
+    ) {
+        // The kernel does not ask again.
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn listxattr(&self, _req: &Request, _ino: INodeNo, _size: u32, reply: ReplyXattr) {
+        reply.error(Errno::ENOSYS);
+    }
+}

@@ -1,0 +1,162 @@
+//! [`World`] as it is: the host's files, devices and addresses, and the daemon's sessions.
+
+use std::fs;
+use std::net::{IpAddr, Ipv6Addr};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::Path;
+
+use riser_transport::host::{Interface, interfaces};
+
+use crate::rules::port_guid;
+use crate::world::{BlockDevice, Medium, Session, World};
+
+/// This host, and the sessions of the daemon on it.
+pub struct Host {
+    sessions: Box<dyn Fn() -> Vec<Session> + Send>,
+}
+
+impl std::fmt::Debug for Host {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Host").finish_non_exhaustive()
+    }
+}
+
+impl Host {
+    /// This host; `sessions` asks the daemon.
+    #[must_use]
+    pub fn new(sessions: impl Fn() -> Vec<Session> + Send + 'static) -> Self {
+        Self {
+            sessions: Box::new(sessions),
+        }
+    }
+}
+
+impl World for Host {
+    fn medium(&self, path: &str) -> Medium {
+        let path = Path::new(path);
+        let Ok(found) = fs::metadata(path) else {
+            let parent = path.parent();
+            return match parent.is_some_and(Path::is_dir) {
+                true => Medium::Vacant,
+                false => Medium::None,
+            };
+        };
+        let kind = found.file_type();
+        if kind.is_file() {
+            Medium::File { size: found.len() }
+        } else if kind.is_dir() {
+            Medium::Directory
+        } else if kind.is_block_device() {
+            block_device(found.rdev()).map_or(Medium::None, Medium::Device)
+        } else {
+            Medium::None
+        }
+    }
+
+    fn addresses(&self) -> Vec<IpAddr> {
+        own_interfaces().into_iter().map(|i| i.address).collect()
+    }
+
+    fn port_addresses(&self, port: &str) -> Vec<IpAddr> {
+        let Some(gid) = gid(port) else {
+            return Vec::new();
+        };
+        let interfaces = own_interfaces();
+        let address = gid.to_ipv4_mapped().map_or(IpAddr::V6(gid), IpAddr::V4);
+        if interfaces.iter().any(|i| i.address == address) {
+            return vec![address];
+        }
+        // A link-local GID is that of an interface, whose other addresses are served.
+        let name = interface_of(gid);
+        let of_it = interfaces
+            .into_iter()
+            .filter(|i| Some(&i.name) == name.as_ref());
+        of_it.map(|i| i.address).collect()
+    }
+
+    fn sessions(&self) -> Vec<Session> {
+        (self.sessions)()
+    }
+}
+
+fn own_interfaces() -> Vec<Interface> {
+    interfaces().unwrap_or_else(|error| {
+        tracing::warn!(%error, "cannot list this host's addresses");
+        Vec::new()
+    })
+}
+
+/// The GID of an SRP target port: `0x` and 32 digits, or the GUID of a link-local one.
+fn gid(port: &str) -> Option<Ipv6Addr> {
+    if let Some(guid) = port_guid(port) {
+        let prefix = 0xfe80_u128 << 112;
+        return Some(Ipv6Addr::from_bits(prefix | u128::from(guid)));
+    }
+    let digits = port.strip_prefix("0x").filter(|d| d.len() == 32)?;
+    u128::from_str_radix(digits, 16)
+        .ok()
+        .map(Ipv6Addr::from_bits)
+}
+
+/// The interface that has an address of IPv6.
+fn interface_of(address: Ipv6Addr) -> Option<String> {
+    let digits = format!("{:032x}", address.to_bits());
+    let list = fs::read_to_string("/proc/net/if_inet6").ok()?;
+    let mut lines = list
+        .lines()
+        .map(|l| l.split_whitespace().collect::<Vec<_>>());
+    let line = lines.find(|words| words.first() == Some(&digits.as_str()))?;
+    line.last().map(|name| (*name).to_owned())
+}
+
+fn block_device(number: u64) -> Option<BlockDevice> {
+    let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
+    let dir = fs::canonicalize(format!("/sys/dev/block/{major}:{minor}")).ok()?;
+    let read = |path: &Path| -> Option<u64> { fs::read_to_string(path).ok()?.trim().parse().ok() };
+    // A partition has its disk's queue.
+    let queue = [dir.join("queue"), dir.parent()?.join("queue")];
+    let block_size = queue
+        .iter()
+        .find_map(|q| read(&q.join("logical_block_size")))?;
+    Some(BlockDevice {
+        size: read(&dir.join("size"))? * 512,
+        block_size: block_size as u32,
+        name: dir.file_name()?.to_string_lossy().into_owned(),
+        major,
+        minor,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_are_what_they_are() {
+        let host = Host::new(Vec::new);
+        assert_eq!(host.medium("/"), Medium::Directory);
+        assert_eq!(host.medium("/nonexistent-file"), Medium::Vacant);
+        assert_eq!(host.medium("/nonexistent/file"), Medium::None);
+        assert_eq!(host.medium("/dev/null"), Medium::None);
+        let file = std::env::temp_dir().join(format!("configfs-medium-{}", std::process::id()));
+        fs::write(&file, b"four").unwrap();
+        let found = host.medium(file.to_str().unwrap());
+        fs::remove_file(&file).unwrap();
+        assert_eq!(found, Medium::File { size: 4 });
+    }
+
+    #[test]
+    fn a_gid_names_its_address() {
+        let host = Host::new(Vec::new);
+        let loopback: IpAddr = "127.0.0.1".parse().unwrap();
+        assert!(host.addresses().contains(&loopback));
+        let gid = "0x00000000000000000000ffff7f000001";
+        assert_eq!(host.port_addresses(gid), [loopback]);
+        assert!(host.port_addresses("0002:c903:00a1:b2c3").is_empty());
+        assert!(host.port_addresses("nonsense").is_empty());
+        assert_eq!(
+            super::gid("0002:c903:00a1:b2c3"),
+            Some("fe80::2:c903:a1:b2c3".parse().unwrap())
+        );
+    }
+}

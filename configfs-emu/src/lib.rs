@@ -1,0 +1,40 @@
+//! LIO's configfs tree, emulated, so that `targetcli`, `rtslib` and scripts drive `riserd`.
+//!
+//! They configure the kernel's SCSI target through a file system: directories are backstores, targets
+//! and initiators, files are their attributes, and links say what is served where. This crate has the
+//! same tree over `riserd`. The program is `riserd-configfs`.
+//!
+//! # Modules
+//! - [`tree`]: directories, files and links, with configfs's rules. [`rules`]: LIO's rules: what can be
+//!   made where, what a write means, what a file says, and with which error number something is refused.
+//! - [`world`]: what the tree must know of the host and of sessions, as a trait. [`host`]: it as it is.
+//! - [`convert`]: from a tree to a configuration of `riserd`, and back.
+//! - [`engine`]: a change of the tree takes effect in a daemon, or does not happen.
+//! - [`daemon`]: a running `riserd`. [`fuse`]: the tree, mounted.
+//! - [`number`]: numbers as the kernel reads them.
+//!
+//! # I/O model
+//! `tree`, `rules`, `convert` and `engine` do none: what they need is behind the traits
+//! [`world::World`] and [`engine::Daemon`].
+//!
+//! # Invariants
+//! - An operation that fails changes nothing, neither in the tree nor in the daemon.
+//! - A configuration comes back from the tree as it went in, but for what was changed there.
+//! - Nobody gets to see more than LIO would show: what cannot be said is refused.
+//!
+//! # Not implemented
+//! SCSI pass-through and user-space backstores; the states of port groups (they are kept and have no
+//! effect); the counters below `statistics`, whose directories are empty; registrations that
+//! `res_aptpl_metadata` would restore, since `riserd` keeps its own.
+
+pub mod convert;
+pub mod daemon;
+pub mod engine;
+pub mod fuse;
+pub mod host;
+pub mod number;
+pub mod rules;
+#[cfg(test)]
+mod testing;
+pub mod tree;
+pub mod world;

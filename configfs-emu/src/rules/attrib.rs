@@ -1,0 +1,271 @@
+//! A device's attributes, names and reservations.
+
+use rustix::io::Errno;
+
+use super::{Attr, Kind, Plugin, Read, Show, Store, Write, core};
+use crate::number;
+use crate::tree::{NodeId, Tree};
+
+const ANY: std::ops::RangeInclusive<u32> = 0..=u32::MAX;
+
+/// `attrib/` of a device.
+pub(super) const ATTRIB: &[Attr] = &[
+    Attr::locked("emulate_model_alias", "0", Store::With(store_model_alias)),
+    Attr::rw("emulate_dpo", "1", Store::Ignored),
+    Attr::rw("emulate_fua_write", "1", Store::Bool),
+    Attr::rw("emulate_fua_read", "1", Store::Ignored),
+    Attr::rw("emulate_write_cache", "0", Store::With(store_write_cache)),
+    Attr::locked("emulate_ua_intlck_ctrl", "0", Store::Number(0..=2)),
+    Attr::locked("emulate_tas", "1", Store::Bool),
+    Attr::rw("emulate_tpu", "0", Store::With(store_unmap)),
+    Attr::rw("emulate_tpws", "0", Store::With(store_unmap)),
+    Attr::rw("emulate_caw", "1", Store::Bool),
+    Attr::rw("emulate_3pc", "1", Store::Bool),
+    Attr::rw("emulate_pr", "1", Store::Bool),
+    Attr::rw("emulate_rsoc", "1", Store::Bool),
+    Attr::rw("emulate_rest_reord", "0", Store::With(store_zero)),
+    Attr::rw("pi_prot_type", "0", Store::With(store_protection)),
+    Attr::fixed("hw_pi_prot_type", "0"),
+    Attr::rw("pi_prot_format", "0", Store::With(store_zero)),
+    // Without a type of protection, wishing for its check changes nothing.
+    Attr::rw("pi_prot_verify", "0", Store::With(check_truth)),
+    Attr::rw("enforce_pr_isids", "1", Store::Bool),
+    Attr::rw("is_nonrot", "0", Store::Bool),
+    Attr::locked("force_pr_aptpl", "0", Store::Bool),
+    Attr::fixed("hw_block_size", "0"),
+    Attr::locked("block_size", "512", Store::With(store_block_size)),
+    Attr::fixed("hw_max_sectors", "0"),
+    Attr::locked("optimal_sectors", "0", Store::With(store_optimal)),
+    Attr::fixed("hw_queue_depth", "0"),
+    Attr::locked("queue_depth", "0", Store::With(store_queue_depth)),
+    Attr::rw("max_unmap_lba_count", "0", Store::Number(ANY)),
+    Attr::rw("max_unmap_block_desc_count", "0", Store::Number(ANY)),
+    Attr::rw("unmap_granularity", "0", Store::Number(ANY)),
+    Attr::rw("unmap_granularity_alignment", "0", Store::Number(ANY)),
+    Attr::locked("unmap_zeroes_data", "0", Store::With(store_unmap)),
+    Attr::rw("max_write_same_len", "0", Store::Number(ANY)),
+    Attr::rw("alua_support", "1", Store::With(store_fixed_one)),
+    Attr::rw("pgr_support", "1", Store::With(store_fixed_one)),
+    Attr::rw("submit_type", "0", Store::Number(0..=2)),
+];
+
+/// `wwn/` of a device.
+pub(super) const WWN: &[Attr] = &[
+    Attr::locked("vendor_id", "LIO-ORG", Store::With(store_inquiry)),
+    Attr::locked("product_id", "", Store::With(store_inquiry)),
+    Attr::locked("revision", "4.0", Store::With(store_inquiry)),
+    Attr::locked("company_id", "0x001405", Store::With(store_company)),
+    Attr::locked("vpd_unit_serial", "", Store::Text(254, Errno::OVERFLOW))
+        .shown(Show::With(show_serial)),
+    Attr::ro("vpd_protocol_identifier", Show::LineIfAny),
+    Attr::ro("vpd_assoc_logical_unit", Show::LineIfAny),
+    Attr::ro("vpd_assoc_target_port", Show::LineIfAny),
+    Attr::ro("vpd_assoc_scsi_target_device", Show::LineIfAny),
+];
+
+/// `pr/` of a device.
+pub(super) const PR: &[Attr] = &[
+    Attr::ro("res_holder", Show::With(show_no_holder)),
+    Attr::ro("res_pr_all_tgt_pts", Show::With(show_no_holder)),
+    Attr::fixed("res_pr_generation", "0x00000000"),
+    Attr::ro("res_pr_holder_tg_port", Show::With(show_no_holder)),
+    Attr::fixed("res_pr_registered_i_pts", "SPC-3 PR Registrations:\nNone"),
+    Attr::ro("res_pr_type", Show::With(show_no_holder)),
+    Attr::ro("res_type", Show::With(show_reservations)),
+    Attr::ro("res_aptpl_active", Show::With(show_aptpl)),
+    Attr::locked("res_aptpl_metadata", "", Store::With(store_aptpl))
+        .shown(Show::With(show_aptpl_ready)),
+];
+
+/// Gives a new device its product name and what its plugin has always.
+pub(super) fn on_device_made(tree: &mut Tree, device: NodeId) {
+    let Kind::Device(plugin) = tree.dir(device).kind else {
+        return;
+    };
+    let wwn = tree.child(device, "wwn").expect("it comes with a device");
+    tree.set(wwn, "product_id", plugin.product());
+}
+
+fn store_model_alias(write: &mut Write<'_>) -> Result<(), Errno> {
+    let is_alias = number::boolean(write.text)?;
+    let device = core::device_of(write.tree, write.dir);
+    let Kind::Device(plugin) = write.tree.dir(device).kind else {
+        return Err(Errno::INVAL);
+    };
+    let name: String = if is_alias {
+        // One character less than INQUIRY data hold, as LIO has always done.
+        write.tree.dir(device).name.chars().take(15).collect()
+    } else {
+        plugin.product().to_owned()
+    };
+    let wwn = write.tree.child(device, "wwn").expect("it comes with it");
+    write.tree.set(wwn, "product_id", name);
+    write.keep(if is_alias { "1" } else { "0" });
+    Ok(())
+}
+
+fn plugin_of(write: &Write<'_>) -> Option<Plugin> {
+    match write.tree.dir(write.dir).kind {
+        Kind::Attrib(plugin) => Some(plugin),
+        _ => None,
+    }
+}
+
+fn store_write_cache(write: &mut Write<'_>) -> Result<(), Errno> {
+    let on = number::boolean(write.text)?;
+    // A block device has a cache or has none.
+    if on && plugin_of(write) == Some(Plugin::Iblock) {
+        return Err(Errno::INVAL);
+    }
+    write.keep(if on { "1" } else { "0" });
+    Ok(())
+}
+
+fn store_unmap(write: &mut Write<'_>) -> Result<(), Errno> {
+    let on = number::boolean(write.text)?;
+    let device = core::device_of(write.tree, write.dir);
+    if on && plugin_of(write) == Some(Plugin::RamDisk) {
+        return Err(Errno::NOSYS);
+    }
+    if on && !core::is_configured(write.tree, device) {
+        return Err(Errno::NODEV);
+    }
+    write.keep(if on { "1" } else { "0" });
+    Ok(())
+}
+
+/// What is not implemented can only be off.
+fn store_zero(write: &mut Write<'_>) -> Result<(), Errno> {
+    match number::boolean(write.text)? {
+        false => Ok(()),
+        true => Err(Errno::NOSYS),
+    }
+}
+
+fn check_truth(write: &mut Write<'_>) -> Result<(), Errno> {
+    number::boolean(write.text).map(|_| ())
+}
+
+/// What backstores of the target core have always.
+fn store_fixed_one(write: &mut Write<'_>) -> Result<(), Errno> {
+    match number::boolean(write.text)? {
+        true => Ok(()),
+        false => Err(Errno::NOSYS),
+    }
+}
+
+fn store_protection(write: &mut Write<'_>) -> Result<(), Errno> {
+    match number::within(write.text, &(0..=3))? {
+        0 => Ok(()),
+        _ => Err(Errno::NOSYS),
+    }
+}
+
+fn store_block_size(write: &mut Write<'_>) -> Result<(), Errno> {
+    let size = number::within(write.text, &ANY)?;
+    if !matches!(size, 512 | 1024 | 2048 | 4096) {
+        return Err(Errno::INVAL);
+    }
+    write.keep(size.to_string());
+    Ok(())
+}
+
+fn store_optimal(write: &mut Write<'_>) -> Result<(), Errno> {
+    let most = stored(write, "hw_max_sectors");
+    let value = number::within(write.text, &(0..=most))?;
+    write.keep(value.to_string());
+    Ok(())
+}
+
+fn store_queue_depth(write: &mut Write<'_>) -> Result<(), Errno> {
+    let most = stored(write, "hw_queue_depth");
+    let value = number::within(write.text, &ANY)?;
+    if value == 0 || value > most {
+        return Err(Errno::INVAL);
+    }
+    write.keep(value.to_string());
+    Ok(())
+}
+
+fn stored(write: &Write<'_>, name: &'static str) -> u32 {
+    let value = write.tree.value(write.dir, name);
+    value.parse().expect("only numbers are kept")
+}
+
+fn store_inquiry(write: &mut Write<'_>) -> Result<(), Errno> {
+    let most = match write.attr.name {
+        "vendor_id" => 8,
+        "product_id" => 16,
+        _ => 4,
+    };
+    // LIO copies one byte more than fits, for a line end, before it looks at the text.
+    if write.text.len() > most + 1 || write.text.trim().len() > most {
+        return Err(Errno::OVERFLOW);
+    }
+    let text = write.text.trim();
+    if !text.bytes().all(|b| (0x20..0x7f).contains(&b)) {
+        return Err(Errno::INVAL);
+    }
+    write.keep(text);
+    Ok(())
+}
+
+fn store_company(write: &mut Write<'_>) -> Result<(), Errno> {
+    let id = number::within(write.text, &ANY)?;
+    if id > 0xff_ffff {
+        return Err(Errno::OVERFLOW);
+    }
+    write.keep(format!("{id:#08x}"));
+    Ok(())
+}
+
+fn show_serial(read: &Read<'_>) -> Result<String, Errno> {
+    let serial = read.tree.value(read.dir, "vpd_unit_serial");
+    Ok(format!("T10 VPD Unit Serial Number: {serial}\n"))
+}
+
+fn reservations(read: &Read<'_>) -> bool {
+    let device = core::device_of(read.tree, read.dir);
+    let attrib = read.tree.child(device, "attrib");
+    read.tree
+        .value(attrib.expect("it comes with it"), "emulate_pr")
+        == "1"
+}
+
+fn show_no_holder(read: &Read<'_>) -> Result<String, Errno> {
+    let is_off = read.attr.name == "res_holder" && !reservations(read);
+    Ok(match is_off {
+        true => "SPC_RESERVATIONS_DISABLED\n",
+        false => "No SPC-3 Reservation holder\n",
+    }
+    .to_owned())
+}
+
+fn show_reservations(read: &Read<'_>) -> Result<String, Errno> {
+    Ok(match reservations(read) {
+        true => "SPC3_PERSISTENT_RESERVATIONS\n",
+        false => "SPC_RESERVATIONS_DISABLED\n",
+    }
+    .to_owned())
+}
+
+fn show_aptpl(read: &Read<'_>) -> Result<String, Errno> {
+    Ok(match reservations(read) {
+        true => "APTPL Bit Status: Disabled\n",
+        false => "",
+    }
+    .to_owned())
+}
+
+fn show_aptpl_ready(read: &Read<'_>) -> Result<String, Errno> {
+    Ok(match reservations(read) {
+        true => "Ready to process PR APTPL metadata..\n",
+        false => "",
+    }
+    .to_owned())
+}
+
+/// Registrations that outlived a restart are kept by the daemon itself, so none is taken here.
+fn store_aptpl(_write: &mut Write<'_>) -> Result<(), Errno> {
+    Err(Errno::OPNOTSUPP)
+}

@@ -1,0 +1,372 @@
+//! Backstores: hosts and the devices on them.
+
+use rustix::io::Errno;
+
+use super::{Access, Attr, Kind, Plugin, Read, Show, Store, Write, alua, line};
+use crate::number;
+use crate::tree::{NodeId, Tree};
+use crate::world::{BlockDevice, Medium, World};
+
+/// The version of the target core that we say we are.
+const VERSION: &str = "v5.0";
+
+/// A page of a RAM disk, in bytes.
+pub const PAGE: u64 = 4096;
+
+/// `target/`.
+pub(super) const TARGET: &[Attr] = &[
+    Attr::ro("version", Show::With(show_version)),
+    Attr::rw("dbroot", "/var/target", Store::With(store_dbroot)),
+];
+
+/// `core/PLUGIN_N/`.
+pub(super) const HOST: &[Attr] = &[
+    Attr::ro("hba_info", Show::With(show_host)),
+    // Only SCSI pass-through has modes.
+    Attr::rw("hba_mode", "0", Store::With(|_| Err(Errno::INVAL))),
+];
+
+/// `core/PLUGIN_N/NAME/`.
+pub(super) const DEVICE: &[Attr] = &[
+    Attr::ro("info", Show::With(show_info)),
+    Attr {
+        name: "control",
+        access: Access::WriteOnly,
+        initial: "",
+        show: Show::Line,
+        store: Store::With(store_control),
+        is_locked: false,
+    },
+    Attr::rw("alias", "", Store::With(store_path)).shown(Show::LineIfAny),
+    Attr::rw("udev_path", "", Store::With(store_path)).shown(Show::LineIfAny),
+    Attr::rw("enable", "0", Store::With(store_enable)),
+    Attr::rw(
+        "alua_lu_gp",
+        "default_lu_gp",
+        Store::With(alua::store_lu_group_of),
+    )
+    .shown(Show::With(alua::show_lu_group_of)),
+    Attr::rw("lba_map", "", Store::With(alua::store_lba_map)).shown(Show::LineIfAny),
+];
+
+/// What came through `control`, by the names that it has there.
+pub mod option {
+    /// A file, or a device as a file.
+    pub const FILE: &str = "fd_dev_name";
+    /// Its size in bytes.
+    pub const SIZE: &str = "fd_dev_size";
+    /// Whether its writes are cached.
+    pub const BUFFERED: &str = "fd_buffered_io";
+    /// Whether it is used asynchronously.
+    pub const ASYNC: &str = "fd_async_io";
+    /// A block device.
+    pub const DEVICE: &str = "udev_path=";
+    /// Whether the device is only read.
+    pub const READ_ONLY: &str = "readonly";
+    /// The size of a RAM disk, in pages.
+    pub const PAGES: &str = "rd_pages";
+    /// Whether a RAM disk keeps nothing.
+    pub const NULL: &str = "rd_nullio";
+    /// Whether a RAM disk is no disk.
+    pub const DUMMY: &str = "rd_dummy";
+}
+
+/// The device that a directory below it belongs to.
+pub fn device_of(tree: &Tree, id: NodeId) -> NodeId {
+    let device = tree.above(id, |dir| matches!(dir.kind, Kind::Device(_)));
+    device.expect("only directories of devices ask")
+}
+
+/// Whether a device is a LUN of something.
+pub fn is_exported(tree: &Tree, id: NodeId) -> bool {
+    tree.dir(device_of(tree, id)).is_linked()
+}
+
+/// Whether a device was enabled.
+pub fn is_configured(tree: &Tree, device: NodeId) -> bool {
+    tree.value(device, "enable") == "1"
+}
+
+/// All devices, with their plugins.
+pub fn devices(tree: &Tree) -> Vec<(NodeId, Plugin)> {
+    let core = tree.find("target/core").expect("it is always there");
+    let hosts = tree.subdirs(core);
+    let devices = hosts.filter_map(|(_, host)| match tree.dir(host).kind {
+        Kind::Host(plugin) => Some(tree.subdirs(host).map(move |(_, id)| (id, plugin))),
+        _ => None,
+    });
+    devices.flatten().collect()
+}
+
+fn show_version(_read: &Read<'_>) -> Result<String, Errno> {
+    Ok(format!(
+        "Target Engine Core ConfigFS Infrastructure {VERSION} on Linux/{} on riser-{}\n",
+        std::env::consts::ARCH,
+        env!("CARGO_PKG_VERSION")
+    ))
+}
+
+fn store_dbroot(write: &mut Write<'_>) -> Result<(), Errno> {
+    let path = line(write.text);
+    let is_usable = devices(write.tree).is_empty()
+        && path.len() < 256
+        && write.world.medium(path) == Medium::Directory;
+    if !is_usable {
+        return Err(Errno::INVAL);
+    }
+    write.keep(path);
+    Ok(())
+}
+
+fn host_index(tree: &Tree, host: NodeId) -> &str {
+    let name = &tree.dir(host).name;
+    name.rsplit_once('_').map_or("0", |(_, index)| index)
+}
+
+fn show_host(read: &Read<'_>) -> Result<String, Errno> {
+    let Kind::Host(plugin) = read.tree.dir(read.dir).kind else {
+        return Err(Errno::INVAL);
+    };
+    Ok(format!(
+        "HBA Index: {} plugin: {} version: {VERSION}\n",
+        host_index(read.tree, read.dir),
+        plugin.name()
+    ))
+}
+
+fn store_path(write: &mut Write<'_>) -> Result<(), Errno> {
+    if write.text.is_empty() || write.text.len() > 511 {
+        return Err(Errno::INVAL);
+    }
+    write.keep(line(write.text));
+    Ok(())
+}
+
+/// `key=value`, separated by commas or line ends. What is not known is passed over.
+fn store_control(write: &mut Write<'_>) -> Result<(), Errno> {
+    let Kind::Device(plugin) = write.tree.dir(write.dir).kind else {
+        return Err(Errno::INVAL);
+    };
+    let one = |text: &str| (text == "1").then_some("1").ok_or(Errno::INVAL);
+    for part in write.text.split([',', '\n']) {
+        let Some((key, value)) = part.split_once('=') else {
+            continue;
+        };
+        let (name, value): (&'static str, String) = match (plugin, key) {
+            (_, "fd_dev_name" | "udev_path") if value.is_empty() || value.len() > 511 => {
+                return Err(Errno::INVAL);
+            }
+            (Plugin::Fileio, "fd_dev_name") => (option::FILE, value.to_owned()),
+            (Plugin::Fileio, "fd_dev_size") => {
+                let size = number::unsigned(value, u64::MAX)?;
+                (option::SIZE, size.to_string())
+            }
+            (Plugin::Fileio, "fd_buffered_io") => (option::BUFFERED, one(value)?.to_owned()),
+            (Plugin::Fileio, "fd_async_io") => (option::ASYNC, one(value)?.to_owned()),
+            (Plugin::Iblock, "udev_path") => {
+                if is_configured(write.tree, write.dir) {
+                    return Err(Errno::EXIST);
+                }
+                (option::DEVICE, value.to_owned())
+            }
+            (Plugin::Iblock, "readonly") => {
+                let flag = number::unsigned(value, u64::MAX)?;
+                (option::READ_ONLY, u8::from(flag != 0).to_string())
+            }
+            (Plugin::RamDisk, "rd_pages") => {
+                let pages = number::unsigned(value, u64::from(u32::MAX))?;
+                (option::PAGES, pages.to_string())
+            }
+            (Plugin::RamDisk, "rd_nullio") if value == "1" => (option::NULL, "1".to_owned()),
+            (Plugin::RamDisk, "rd_dummy") if value == "1" => (option::DUMMY, "1".to_owned()),
+            _ => continue,
+        };
+        write.tree.set(write.dir, name, value);
+    }
+    Ok(())
+}
+
+/// What a device turns out to be when it is enabled.
+struct Found {
+    block_size: u32,
+    max_sectors: u32,
+    queue_depth: u32,
+    is_nonrot: bool,
+    unmap: Option<(u32, u32)>,
+    write_same: u32,
+}
+
+/// The most that a command on a file transfers, in bytes.
+const FILE_MAX: u32 = 8 << 20;
+
+fn store_enable(write: &mut Write<'_>) -> Result<(), Errno> {
+    if !write.text.contains('1') {
+        return Err(Errno::INVAL);
+    }
+    if is_configured(write.tree, write.dir) {
+        return Err(Errno::EXIST);
+    }
+    let Kind::Device(plugin) = write.tree.dir(write.dir).kind else {
+        return Err(Errno::INVAL);
+    };
+    let found = match plugin {
+        Plugin::Fileio => find_file(write)?,
+        Plugin::Iblock => find_block(write)?,
+        Plugin::RamDisk => find_ram(write)?,
+    };
+    let (tree, id) = (&mut *write.tree, write.dir);
+    let attrib = tree.child(id, "attrib").expect("it comes with a device");
+    let mut set = |name: &'static str, value: u32| tree.set(attrib, name, value.to_string());
+    set("hw_block_size", found.block_size);
+    set("block_size", found.block_size);
+    set("hw_max_sectors", found.max_sectors);
+    set("optimal_sectors", found.max_sectors);
+    set("hw_queue_depth", found.queue_depth);
+    set("queue_depth", found.queue_depth);
+    set("max_write_same_len", found.write_same);
+    if found.is_nonrot {
+        set("is_nonrot", 1);
+    }
+    if let Some((lbas, descriptors)) = found.unmap {
+        set("max_unmap_lba_count", lbas);
+        set("max_unmap_block_desc_count", descriptors);
+        set("unmap_granularity", 1);
+    }
+    if tree.hidden(id, option::BUFFERED).is_some() {
+        tree.set(attrib, "emulate_write_cache", "1");
+    }
+    tree.set(id, "enable", "1");
+    Ok(())
+}
+
+/// What a path should be and is not.
+fn not_found(medium: &Medium) -> Errno {
+    match medium {
+        Medium::Directory => Errno::ISDIR,
+        Medium::File { .. } => Errno::NOTBLK,
+        _ => Errno::NOENT,
+    }
+}
+
+fn find_file(write: &Write<'_>) -> Result<Found, Errno> {
+    let path = write.tree.hidden(write.dir, option::FILE);
+    let medium = write.world.medium(path.ok_or(Errno::INVAL)?);
+    let (block_size, is_nonrot) = match medium {
+        Medium::Device(device) => (device.block_size, true),
+        Medium::File { .. } | Medium::Vacant => {
+            let size = write.tree.hidden(write.dir, option::SIZE);
+            let size = size.ok_or(Errno::INVAL)?;
+            if size == "0" {
+                return Err(Errno::INVAL);
+            }
+            (512, false)
+        }
+        medium => return Err(not_found(&medium)),
+    };
+    Ok(Found {
+        block_size,
+        max_sectors: FILE_MAX / block_size.max(1),
+        queue_depth: 128,
+        is_nonrot,
+        unmap: Some((8192, 1)),
+        write_same: 4096,
+    })
+}
+
+fn find_block(write: &Write<'_>) -> Result<Found, Errno> {
+    let path = write.tree.hidden(write.dir, option::DEVICE);
+    let device = match write.world.medium(path.ok_or(Errno::INVAL)?) {
+        Medium::Device(device) => device,
+        medium => return Err(not_found(&medium)),
+    };
+    Ok(Found {
+        block_size: device.block_size,
+        max_sectors: 1024,
+        queue_depth: 128,
+        is_nonrot: true,
+        unmap: None,
+        write_same: 65_535,
+    })
+}
+
+fn find_ram(write: &Write<'_>) -> Result<Found, Errno> {
+    match write.tree.hidden(write.dir, option::PAGES) {
+        None | Some("0") => Err(Errno::INVAL),
+        Some(_) => Ok(Found {
+            block_size: 512,
+            max_sectors: u32::MAX,
+            queue_depth: 32,
+            is_nonrot: true,
+            unmap: None,
+            write_same: 65_535,
+        }),
+    }
+}
+
+fn show_info(read: &Read<'_>) -> Result<String, Errno> {
+    let (tree, id) = (read.tree, read.dir);
+    let Kind::Device(plugin) = tree.dir(id).kind else {
+        return Err(Errno::INVAL);
+    };
+    let attrib = tree.child(id, "attrib").expect("it comes with a device");
+    let status = if tree.dir(id).is_linked() {
+        "ACTIVATED"
+    } else {
+        "DEACTIVATED"
+    };
+    let state = format!(
+        "Status: {status}  Max Queue Depth: {}  SectorSize: {}  HwMaxSectors: {}\n",
+        tree.value(attrib, "queue_depth"),
+        tree.value(attrib, "block_size"),
+        tree.value(attrib, "hw_max_sectors"),
+    );
+    let hidden = |name| tree.hidden(id, name);
+    let flag = |name| u8::from(hidden(name) == Some("1"));
+    let host = host_index(tree, tree.parent(id));
+    Ok(state
+        + &match plugin {
+            Plugin::Fileio => format!(
+                "        TCM FILEIO ID: {host}        File: {}  Size: {}  Mode: {} Async: {}\n",
+                hidden(option::FILE).unwrap_or_default(),
+                hidden(option::SIZE).unwrap_or("0"),
+                if flag(option::BUFFERED) == 1 {
+                    "Buffered-WCE"
+                } else {
+                    "O_DSYNC"
+                },
+                flag(option::ASYNC),
+            ),
+            Plugin::Iblock => info_of_block(tree, id, read.world),
+            Plugin::RamDisk => format!(
+                "TCM RamDisk ID: {host}  RamDisk Makeup: rd_mcp\n        PAGES/PAGE_SIZE: {}*{PAGE}  \
+                 SG_table_count: 1  nullio: {} dummy: {}\n",
+                hidden(option::PAGES).unwrap_or("0"),
+                flag(option::NULL),
+                flag(option::DUMMY),
+            ),
+        })
+}
+
+fn info_of_block(tree: &Tree, id: NodeId, world: &dyn World) -> String {
+    let path = tree.hidden(id, option::DEVICE);
+    let medium = path.filter(|_| is_configured(tree, id));
+    let medium = medium.map(|path| world.medium(path));
+    let mut text = String::new();
+    let device: Option<BlockDevice> = match medium {
+        Some(Medium::Device(device)) => Some(device),
+        _ => None,
+    };
+    if let Some(device) = &device {
+        text += &format!("iBlock device: {}", device.name);
+    }
+    if let Some(path) = path {
+        text += &format!("  UDEV PATH: {path}");
+    }
+    let read_only = tree.hidden(id, option::READ_ONLY).unwrap_or("0");
+    text += &format!("  readonly: {read_only}\n        ");
+    text += &match device {
+        Some(d) => format!("Major: {} Minor: {}  CLAIMED: IBLOCK\n", d.major, d.minor),
+        None => "Major: 0 Minor: 0\n".to_owned(),
+    };
+    text
+}

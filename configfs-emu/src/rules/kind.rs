@@ -1,0 +1,347 @@
+//! The directories of LIO: what is in them, what can be made in them, what they link to.
+
+use std::net::SocketAddr;
+
+use rustix::io::Errno;
+
+use super::{Attr, alua, attrib, core, iscsi, param, session, srpt};
+use crate::number;
+use crate::tree::{NodeId, Tree};
+use crate::world::World;
+
+/// The longest iSCSI name that LIO takes, in bytes.
+const MAX_NAME: usize = 223;
+
+/// What backs a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Plugin {
+    /// A file, or a block device as a file.
+    Fileio,
+    /// A block device.
+    Iblock,
+    /// Memory, or nothing.
+    RamDisk,
+}
+
+impl Plugin {
+    /// All that there are.
+    pub const ALL: [Self; 3] = [Self::Fileio, Self::Iblock, Self::RamDisk];
+
+    /// Its name in the names of hosts.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Fileio => "fileio",
+            Self::Iblock => "iblock",
+            Self::RamDisk => "rd_mcp",
+        }
+    }
+
+    /// Its product name in INQUIRY data.
+    #[must_use]
+    pub fn product(self) -> &'static str {
+        match self {
+            Self::Fileio => "FILEIO",
+            Self::Iblock => "IBLOCK",
+            Self::RamDisk => "RAMDISK-MCP",
+        }
+    }
+
+    /// A host's plugin, by its name: `fileio_0`.
+    #[must_use]
+    pub fn of_host(name: &str) -> Option<Self> {
+        let (plugin, index) = name.rsplit_once('_')?;
+        number::unsigned(index, u64::from(u32::MAX)).ok()?;
+        Self::ALL.into_iter().find(|p| p.name() == plugin)
+    }
+}
+
+/// What a target port speaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Fabric {
+    /// iSCSI, on TCP or RDMA.
+    Iscsi,
+    /// SRP.
+    Srpt,
+}
+
+impl Fabric {
+    /// The name of its directory.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Iscsi => "iscsi",
+            Self::Srpt => "srpt",
+        }
+    }
+}
+
+/// What a directory is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(
+    missing_docs,
+    reason = "each is the directory whose path stands beside it in `groups`"
+)]
+pub enum Kind {
+    Root,
+    Target,
+    Core,
+    Alua,
+    LuGroups,
+    LuGroup,
+    Host(Plugin),
+    Device(Plugin),
+    Attrib(Plugin),
+    Wwn(Plugin),
+    Pr,
+    PortGroups,
+    PortGroup,
+    Statistics,
+    /// A directory with nothing in it, in which nothing can be made.
+    Empty,
+    Fabric(Fabric),
+    Discovery(Fabric),
+    /// `iscsi/IQN`, `srpt/PORT`.
+    Wwpn(Fabric),
+    WwpnParam,
+    FabricStatistics,
+    Tpg(Fabric),
+    TpgAttrib(Fabric),
+    TpgAuth(Fabric),
+    TpgParam(Fabric),
+    Portals(Fabric),
+    Portal,
+    Luns,
+    Lun,
+    Acls(Fabric),
+    Acl(Fabric),
+    NodeAttrib(Fabric),
+    NodeAuth(Fabric),
+    NodeParam(Fabric),
+    NodeStatistics,
+    MappedLun,
+}
+
+impl Kind {
+    /// The files in it.
+    #[must_use]
+    pub fn attrs(self) -> &'static [Attr] {
+        use Fabric::{Iscsi, Srpt};
+        match self {
+            Self::Target => core::TARGET,
+            Self::LuGroup => alua::LU_GROUP,
+            Self::Host(_) => core::HOST,
+            Self::Device(_) => core::DEVICE,
+            Self::Attrib(_) => attrib::ATTRIB,
+            Self::Wwn(_) => attrib::WWN,
+            Self::Pr => attrib::PR,
+            Self::PortGroup => alua::PORT_GROUP,
+            Self::Fabric(Iscsi) => iscsi::FABRIC,
+            Self::Fabric(Srpt) => srpt::FABRIC,
+            Self::Discovery(Iscsi) => iscsi::DISCOVERY,
+            Self::Discovery(Srpt) => srpt::DISCOVERY,
+            Self::WwpnParam => iscsi::WWPN_PARAM,
+            Self::Tpg(Iscsi) => iscsi::TPG,
+            Self::Tpg(Srpt) => srpt::TPG,
+            Self::TpgAttrib(Iscsi) => iscsi::TPG_ATTRIB,
+            Self::TpgAttrib(Srpt) => srpt::TPG_ATTRIB,
+            Self::TpgAuth(Iscsi) | Self::NodeAuth(Iscsi) => iscsi::AUTH,
+            Self::TpgParam(Iscsi) => param::TPG_PARAM,
+            Self::Portal => iscsi::PORTAL,
+            Self::Lun => alua::LUN,
+            Self::Acl(Iscsi) => iscsi::ACL,
+            Self::NodeAttrib(Iscsi) => iscsi::NODE_ATTRIB,
+            Self::NodeParam(Iscsi) => session::NODE_PARAM,
+            Self::MappedLun => iscsi::MAPPED_LUN,
+            _ => &[],
+        }
+    }
+
+    /// The directories that come with it.
+    #[must_use]
+    pub fn groups(self) -> &'static [(&'static str, Self)] {
+        use Fabric::{Iscsi, Srpt};
+        use Plugin::{Fileio, Iblock, RamDisk};
+        macro_rules! device {
+            ($plugin:expr) => {
+                &[
+                    ("action", Self::Empty),
+                    ("alua", Self::PortGroups),
+                    ("attrib", Self::Attrib($plugin)),
+                    ("pr", Self::Pr),
+                    ("statistics", Self::Statistics),
+                    ("wwn", Self::Wwn($plugin)),
+                ]
+            };
+        }
+        macro_rules! tpg {
+            ($fabric:expr) => {
+                &[
+                    ("acls", Self::Acls($fabric)),
+                    ("attrib", Self::TpgAttrib($fabric)),
+                    ("auth", Self::TpgAuth($fabric)),
+                    ("lun", Self::Luns),
+                    ("np", Self::Portals($fabric)),
+                    ("param", Self::TpgParam($fabric)),
+                ]
+            };
+        }
+        macro_rules! acl {
+            ($fabric:expr) => {
+                &[
+                    ("attrib", Self::NodeAttrib($fabric)),
+                    ("auth", Self::NodeAuth($fabric)),
+                    ("fabric_statistics", Self::NodeStatistics),
+                    ("param", Self::NodeParam($fabric)),
+                ]
+            };
+        }
+        match self {
+            Self::Root => &[("target", Self::Target)],
+            Self::Target => &[("core", Self::Core)],
+            Self::Core => &[("alua", Self::Alua)],
+            Self::Alua => &[("lu_gps", Self::LuGroups)],
+            Self::LuGroups => &[("default_lu_gp", Self::LuGroup)],
+            Self::Device(Fileio) => device!(Fileio),
+            Self::Device(Iblock) => device!(Iblock),
+            Self::Device(RamDisk) => device!(RamDisk),
+            Self::PortGroups => &[("default_tg_pt_gp", Self::PortGroup)],
+            Self::Fabric(Iscsi) => &[("discovery_auth", Self::Discovery(Iscsi))],
+            Self::Fabric(Srpt) => &[("discovery_auth", Self::Discovery(Srpt))],
+            Self::Wwpn(_) => &[
+                ("fabric_statistics", Self::FabricStatistics),
+                ("param", Self::WwpnParam),
+            ],
+            Self::Tpg(Iscsi) => tpg!(Iscsi),
+            Self::Tpg(Srpt) => tpg!(Srpt),
+            Self::Acl(Iscsi) => acl!(Iscsi),
+            Self::Acl(Srpt) => acl!(Srpt),
+            Self::Lun | Self::MappedLun => &[("statistics", Self::Statistics)],
+            _ => &[],
+        }
+    }
+
+    /// What becomes of `mkdir`.
+    pub(crate) fn make(
+        self,
+        tree: &Tree,
+        id: NodeId,
+        name: &str,
+        world: &dyn World,
+    ) -> Result<Self, Errno> {
+        let valid = |is_valid: bool, kind: Self| is_valid.then_some(kind).ok_or(Errno::INVAL);
+        match self {
+            Self::Target => match name {
+                "iscsi" => Ok(Self::Fabric(Fabric::Iscsi)),
+                "srpt" => Ok(Self::Fabric(Fabric::Srpt)),
+                _ => Err(Errno::INVAL),
+            },
+            Self::Core => Plugin::of_host(name).map(Self::Host).ok_or(Errno::INVAL),
+            Self::Host(plugin) => Ok(Self::Device(plugin)),
+            Self::LuGroups => Ok(Self::LuGroup),
+            Self::PortGroups => Ok(Self::PortGroup),
+            Self::Statistics | Self::Portals(Fabric::Srpt) => Err(Errno::NOSYS),
+            Self::Fabric(Fabric::Iscsi) => valid(name.len() <= MAX_NAME, Self::Wwpn(Fabric::Iscsi)),
+            Self::Fabric(Fabric::Srpt) => valid(
+                !world.port_addresses(name).is_empty(),
+                Self::Wwpn(Fabric::Srpt),
+            ),
+            Self::Wwpn(Fabric::Iscsi) => {
+                let tag = name.strip_prefix("tpgt_");
+                let tag = tag.map(|tag| number::unsigned(tag, u64::from(u16::MAX)));
+                valid(matches!(tag, Some(Ok(_))), Self::Tpg(Fabric::Iscsi))
+            }
+            Self::Wwpn(Fabric::Srpt) => Ok(Self::Tpg(Fabric::Srpt)),
+            Self::Luns => lun_number(name).map(|_| Self::Lun),
+            Self::Portals(Fabric::Iscsi) => {
+                let address = portal_address(name).ok_or(Errno::INVAL)?;
+                let target = tree.parent(tree.parent(id));
+                let rivals = tree.subdirs(target);
+                let rivals = rivals.filter_map(|(_, tpg)| tree.child(tpg, "np"));
+                let mut rivals = rivals.flat_map(|np| tree.subdirs(np));
+                let is_taken = rivals.any(|(name, _)| portal_address(name) == Some(address));
+                valid(!is_taken, Self::Portal)
+            }
+            Self::Acls(Fabric::Iscsi) => valid(name.len() <= MAX_NAME, Self::Acl(Fabric::Iscsi)),
+            Self::Acls(Fabric::Srpt) => valid(
+                srpt::Initiator::parse(name).is_some(),
+                Self::Acl(Fabric::Srpt),
+            ),
+            Self::Acl(_) => lun_number(name).map(|_| Self::MappedLun),
+            _ => Err(Errno::PERM),
+        }
+    }
+
+    /// Sets what a new directory begins with beside its table.
+    pub(crate) fn on_made(self, tree: &mut Tree, id: NodeId) {
+        match self {
+            Self::Device(_) => attrib::on_device_made(tree, id),
+            Self::Acl(Fabric::Iscsi) => iscsi::on_acl_made(tree, id),
+            _ => {}
+        }
+    }
+
+    /// Whether links can be made in it.
+    pub(crate) fn takes_links(self) -> bool {
+        matches!(self, Self::Lun | Self::MappedLun)
+    }
+
+    /// Whether it takes a link to this directory.
+    pub(crate) fn allow_link(self, tree: &Tree, id: NodeId, target: NodeId) -> Result<(), Errno> {
+        match self {
+            Self::Lun => {
+                if !matches!(tree.dir(target).kind, Kind::Device(_)) {
+                    return Err(Errno::FAULT);
+                }
+                if !core::is_configured(tree, target) {
+                    return Err(Errno::NODEV);
+                }
+                if tree.links(id).next().is_some() {
+                    return Err(Errno::EXIST);
+                }
+                Ok(())
+            }
+            Self::MappedLun => {
+                if tree.dir(target).kind != Self::Lun {
+                    return Err(Errno::FAULT);
+                }
+                let tpg = |id| tree.above(id, |dir| matches!(dir.kind, Self::Tpg(_)));
+                let is_served = tree.links(target).next().is_some();
+                let is_free = tree.links(id).next().is_none();
+                let is_ours = tpg(id) == tpg(target);
+                (is_served && is_free && is_ours)
+                    .then_some(())
+                    .ok_or(Errno::INVAL)
+            }
+            _ => Err(Errno::PERM),
+        }
+    }
+
+    /// Sets what a link brings with it.
+    pub(crate) fn on_linked(self, tree: &mut Tree, id: NodeId, target: NodeId) {
+        match self {
+            Self::Lun => alua::on_lun_linked(tree, id),
+            Self::MappedLun => iscsi::on_lun_mapped(tree, id, target),
+            _ => {}
+        }
+    }
+
+    /// Forgets what a link brought with it.
+    pub(crate) fn on_unlinked(self, tree: &mut Tree, id: NodeId) {
+        if matches!(self, Self::Lun | Self::MappedLun) {
+            tree.dir_mut(id).clear_values();
+        }
+    }
+}
+
+/// The number in `lun_N`.
+pub(crate) fn lun_number(name: &str) -> Result<u64, Errno> {
+    let digits = name.strip_prefix("lun_").ok_or(Errno::INVAL)?;
+    number::unsigned(digits, u64::MAX)
+}
+
+/// The address in a portal's name: `192.0.2.1:3260`, `[2001:db8::1]:3260`.
+pub(crate) fn portal_address(name: &str) -> Option<SocketAddr> {
+    // LIO takes the unspecified address of IPv6 as `[::0]`, which the standard library reads too.
+    name.parse().ok()
+}

@@ -1,0 +1,88 @@
+//! The keys that a portal group negotiates (RFC 7143 chapter 13), with their legal values.
+
+use rustix::io::Errno;
+
+use super::{Attr, Store, Write, line};
+
+/// What a key's value may be.
+#[derive(Clone, Copy)]
+enum Legal {
+    /// `Yes` or `No`.
+    Boolean,
+    /// A number from and to.
+    Number(u32, u32),
+    /// Several of these words, separated by commas.
+    Words(&'static [&'static str]),
+    /// Text of up to 255 bytes.
+    Text,
+    /// `Reject`, a number, or a range of numbers.
+    Interval,
+}
+
+/// `param/` of a portal group.
+pub(super) const TPG_PARAM: &[Attr] = &[
+    key("AuthMethod", "CHAP"),
+    key("HeaderDigest", "CRC32C,None"),
+    key("DataDigest", "CRC32C,None"),
+    key("MaxConnections", "1"),
+    key("TargetAlias", "LIO Target"),
+    key("InitialR2T", "Yes"),
+    key("ImmediateData", "Yes"),
+    key("MaxRecvDataSegmentLength", "8192"),
+    key("MaxXmitDataSegmentLength", "262144"),
+    key("MaxBurstLength", "262144"),
+    key("FirstBurstLength", "65536"),
+    key("DefaultTime2Wait", "2"),
+    key("DefaultTime2Retain", "20"),
+    key("MaxOutstandingR2T", "1"),
+    key("DataPDUInOrder", "Yes"),
+    key("DataSequenceInOrder", "Yes"),
+    key("ErrorRecoveryLevel", "0"),
+    key("IFMarker", "No"),
+    key("OFMarker", "No"),
+    key("IFMarkInt", "Reject"),
+    key("OFMarkInt", "Reject"),
+];
+
+const fn key(name: &'static str, initial: &'static str) -> Attr {
+    Attr::rw(name, initial, Store::With(store))
+}
+
+fn legal(name: &str) -> Legal {
+    match name {
+        "AuthMethod" => Legal::Words(&["CHAP", "None"]),
+        "HeaderDigest" | "DataDigest" => Legal::Words(&["CRC32C", "None"]),
+        "TargetAlias" => Legal::Text,
+        "MaxConnections" | "MaxOutstandingR2T" => Legal::Number(1, 65_535),
+        "MaxRecvDataSegmentLength"
+        | "MaxXmitDataSegmentLength"
+        | "MaxBurstLength"
+        | "FirstBurstLength" => Legal::Number(512, 16_777_215),
+        "DefaultTime2Wait" | "DefaultTime2Retain" => Legal::Number(0, 3600),
+        "ErrorRecoveryLevel" => Legal::Number(0, 2),
+        "IFMarkInt" | "OFMarkInt" => Legal::Interval,
+        _ => Legal::Boolean,
+    }
+}
+
+fn store(write: &mut Write<'_>) -> Result<(), Errno> {
+    let text = line(write.text);
+    let number = |text: &str, from: u32, to: u32| {
+        text.parse::<u32>().is_ok_and(|n| (from..=to).contains(&n))
+    };
+    let is_legal = match legal(write.attr.name) {
+        Legal::Boolean => matches!(text, "Yes" | "No"),
+        Legal::Number(from, to) => number(text, from, to),
+        Legal::Words(words) => text.split(',').all(|word| words.contains(&word)),
+        Legal::Text => !text.is_empty() && text.len() < 256,
+        Legal::Interval => {
+            let (from, to) = text.split_once('~').unwrap_or((text, text));
+            text == "Reject" || (number(from, 1, 65_535) && number(to, 1, 65_535))
+        }
+    };
+    if !is_legal {
+        return Err(Errno::INVAL);
+    }
+    write.keep(text);
+    Ok(())
+}

@@ -1,0 +1,109 @@
+//! What an initiator's files say while it is logged in.
+
+use std::collections::BTreeSet;
+
+use rustix::io::Errno;
+
+use super::{Attr, Kind, Read, Show};
+use crate::convert;
+use crate::tree::{NodeId, Tree};
+use crate::world::Session;
+
+/// `acls/IQN/param/`: what the login agreed on.
+pub(super) const NODE_PARAM: &[Attr] = &[
+    Attr::ro("MaxConnections", Show::With(show_term)),
+    Attr::ro("InitialR2T", Show::With(show_term)),
+    Attr::ro("ImmediateData", Show::With(show_term)),
+    Attr::ro("MaxBurstLength", Show::With(show_term)),
+    Attr::ro("FirstBurstLength", Show::With(show_term)),
+    Attr::ro("DefaultTime2Wait", Show::With(show_term)),
+    Attr::ro("DefaultTime2Retain", Show::With(show_term)),
+    Attr::ro("MaxOutstandingR2T", Show::With(show_term)),
+    Attr::ro("DataPDUInOrder", Show::With(show_term)),
+    Attr::ro("DataSequenceInOrder", Show::With(show_term)),
+    Attr::ro("ErrorRecoveryLevel", Show::With(show_term)),
+];
+
+/// The sessions of a portal group.
+fn sessions(read: &Read<'_>) -> (NodeId, Vec<Session>) {
+    let tpg = read
+        .tree
+        .above(read.dir, |dir| matches!(dir.kind, Kind::Tpg(_)));
+    let tpg = tpg.expect("only directories of portal groups ask");
+    let name = convert::target_name(read.tree, tpg);
+    let mut sessions = read.world.sessions();
+    sessions.retain(|session| session.target == name);
+    (tpg, sessions)
+}
+
+/// The session of the initiator that a directory is about.
+fn session_of(read: &Read<'_>) -> Option<Session> {
+    let acl = read
+        .tree
+        .above(read.dir, |dir| matches!(dir.kind, Kind::Acl(_)));
+    let initiator = &read.tree.dir(acl.expect("only its directories ask")).name;
+    let (_, sessions) = sessions(read);
+    sessions.into_iter().find(|s| s.initiator == *initiator)
+}
+
+/// Initiators that are logged in without an entry of their own, a line each.
+pub(super) fn show_dynamic(read: &Read<'_>) -> Result<String, Errno> {
+    let (tpg, sessions) = sessions(read);
+    let known = names(read.tree, tpg);
+    let unknown = sessions.into_iter().map(|s| s.initiator);
+    let unknown: BTreeSet<String> = unknown.filter(|name| !known.contains(name)).collect();
+    Ok(unknown.into_iter().map(|name| name + "\n").collect())
+}
+
+fn names(tree: &Tree, tpg: NodeId) -> BTreeSet<String> {
+    let acls = tree.child(tpg, "acls").expect("it comes with it");
+    tree.subdirs(acls)
+        .map(|(name, _)| name.to_owned())
+        .collect()
+}
+
+fn show_term(read: &Read<'_>) -> Result<String, Errno> {
+    let Some(session) = session_of(read) else {
+        return Ok("No Active iSCSI Session\n".to_owned());
+    };
+    // Truth values are numbers here.
+    let value = session.terms.get(read.attr.name).map(String::as_str);
+    Ok(match value {
+        Some("Yes") => "1\n".to_owned(),
+        Some("No") => "0\n".to_owned(),
+        Some(value) => format!("{value}\n"),
+        None => String::new(),
+    })
+}
+
+/// An initiator's session and its connections. Sequence numbers are not known here and are zero.
+pub(super) fn show_info(read: &Read<'_>) -> Result<String, Errno> {
+    let name = &read.tree.dir(read.dir).name;
+    let Some(session) = session_of(read) else {
+        return Ok(format!(
+            "No active iSCSI Session for Initiator Endpoint: {name}\n"
+        ));
+    };
+    let (session_state, connection_state) = if session.is_live {
+        ("LOGGED_IN", "LOGGED_IN")
+    } else {
+        ("ACTIVE", "IN_LOGIN")
+    };
+    let zero = "0x00000000";
+    let mut text = format!(
+        "InitiatorName: {}\nInitiatorAlias: \nLIO Session ID: {}   ISID: 0x{}  TSIH: {}  SessionType: \
+         Normal\nSession State: TARG_SESS_STATE_{session_state}\n",
+        session.initiator, session.id, session.isid, session.id
+    );
+    text += "---------------------[iSCSI Session Values]-----------------------\n";
+    text += "  CmdSN/WR  :  CmdSN/WC  :  ExpCmdSN  :  MaxCmdSN  :     ITT    :     TTT\n";
+    text += &format!(" {zero}   {zero}   {zero}   {zero}   {zero}   {zero}\n");
+    text += "----------------------[iSCSI Connections]-------------------------\n";
+    for (cid, address) in session.addresses.iter().enumerate() {
+        text += &format!(
+            "CID: {cid}  Connection State: TARG_CONN_STATE_{connection_state}\n   Address {address} \
+             TCP  StatSN: {zero}\n"
+        );
+    }
+    Ok(text)
+}

@@ -1,0 +1,137 @@
+//! What a tree is made of.
+
+use std::collections::BTreeMap;
+
+use crate::rules::Kind;
+
+/// A directory or a link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct NodeId(pub(super) u64);
+
+impl NodeId {
+    /// The directory in which `target` is.
+    pub const ROOT: Self = Self(1);
+
+    /// The inode of the directory or link itself.
+    #[must_use]
+    pub fn ino(self) -> Ino {
+        Ino(self.0 << 8)
+    }
+}
+
+/// An inode number: a node's, or that of an attribute of a directory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Ino(pub u64);
+
+impl Ino {
+    /// The node that it belongs to.
+    #[must_use]
+    pub fn node(self) -> NodeId {
+        NodeId(self.0 >> 8)
+    }
+
+    /// Which attribute of the directory it is; `None` is the node itself.
+    #[must_use]
+    pub fn attr(self) -> Option<usize> {
+        ((self.0 & 0xff) as usize).checked_sub(1)
+    }
+
+    /// An attribute of a directory by its place in the table.
+    #[must_use]
+    pub fn of_attr(dir: NodeId, index: usize) -> Self {
+        // A table is much shorter than 255.
+        Self(dir.ino().0 | (index as u64 + 1))
+    }
+}
+
+#[derive(Clone, Debug)]
+pub(super) enum Node {
+    Dir(Dir),
+    Link(Link),
+}
+
+/// A directory.
+#[derive(Clone, Debug)]
+pub struct Dir {
+    /// The directory above; the root is above itself.
+    pub parent: NodeId,
+    /// Its name.
+    pub name: String,
+    /// What it is.
+    pub kind: Kind,
+    /// It came with the directory above and goes with it.
+    pub is_default: bool,
+    /// Directories and links in it.
+    pub(super) children: BTreeMap<String, NodeId>,
+    /// Values that differ from the table's.
+    pub(super) values: BTreeMap<&'static str, String>,
+    /// How many links lead here.
+    pub(super) links: usize,
+}
+
+impl Dir {
+    pub(super) fn new(parent: NodeId, name: String, kind: Kind, is_default: bool) -> Self {
+        Self {
+            parent,
+            name,
+            kind,
+            is_default,
+            children: BTreeMap::new(),
+            values: BTreeMap::new(),
+            links: 0,
+        }
+    }
+
+    /// Puts every file back to what it began with.
+    pub(crate) fn clear_values(&mut self) {
+        self.values.clear();
+    }
+
+    /// Whether a link leads here: a device that a LUN serves, a LUN that is mapped.
+    #[must_use]
+    pub fn is_linked(&self) -> bool {
+        self.links > 0
+    }
+}
+
+/// A symbolic link.
+#[derive(Clone, Debug)]
+pub(super) struct Link {
+    pub(super) parent: NodeId,
+    pub(super) target: NodeId,
+}
+
+/// What an inode is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EntryKind {
+    /// A directory.
+    Dir,
+    /// An attribute.
+    File,
+    /// A symbolic link.
+    Link,
+}
+
+/// What `stat` says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Meta {
+    /// What it is.
+    pub kind: EntryKind,
+    /// Permission bits.
+    pub mode: u16,
+    /// Size in bytes, as configfs states it.
+    pub size: u64,
+    /// Links: for a directory two and its subdirectories.
+    pub nlink: u32,
+}
+
+/// A line of a directory listing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// Its name.
+    pub name: String,
+    /// Its inode.
+    pub ino: Ino,
+    /// What it is.
+    pub kind: EntryKind,
+}

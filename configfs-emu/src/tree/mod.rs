@@ -1,0 +1,226 @@
+//! The tree: directories with their attribute files and links, and configfs's rules for them.
+//!
+//! Configfs decides what every file system decides (what exists, what is empty), and asks the owner of
+//! a directory the rest: which names can be made in it, which links it takes, what a write means. The
+//! owner's answers are in [`crate::rules`].
+//!
+//! Attribute files have no storage of their own: a directory's [`Kind`] has a table of them, and the
+//! directory keeps the values that differ from the table's. A whole tree is cheap to clone, since
+//! clones share directories until one of them changes; this is how a change is tried and taken back.
+
+mod dir;
+mod ops;
+mod shell;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use rustix::io::Errno;
+
+pub use self::dir::{Dir, Entry, EntryKind, Ino, Meta, NodeId};
+use self::dir::{Link, Node};
+pub(crate) use self::shell::Shell;
+use crate::rules::Kind;
+
+/// The most bytes that a write hands to an attribute: a page without its last byte.
+pub const MAX_WRITE: usize = 4095;
+
+/// The tree.
+#[derive(Clone, Debug)]
+pub struct Tree {
+    nodes: BTreeMap<NodeId, Arc<Node>>,
+    next: u64,
+}
+
+impl Default for Tree {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Tree {
+    /// The tree of a kernel that has just loaded `target_core_mod`.
+    #[must_use]
+    pub fn new() -> Self {
+        let mut tree = Self {
+            nodes: BTreeMap::new(),
+            next: NodeId::ROOT.0 + 1,
+        };
+        let root = Dir::new(NodeId::ROOT, String::new(), Kind::Root, true);
+        tree.nodes.insert(NodeId::ROOT, Arc::new(Node::Dir(root)));
+        tree.add_groups(NodeId::ROOT);
+        tree
+    }
+
+    /// A directory that exists.
+    ///
+    /// # Panics
+    /// It does not exist: ids are given out by the tree and are used while it does not change.
+    #[must_use]
+    pub fn dir(&self, id: NodeId) -> &Dir {
+        self.try_dir(id).expect("a directory of this tree")
+    }
+
+    fn try_dir(&self, id: NodeId) -> Option<&Dir> {
+        match self.nodes.get(&id).map(AsRef::as_ref) {
+            Some(Node::Dir(dir)) => Some(dir),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn dir_mut(&mut self, id: NodeId) -> &mut Dir {
+        match self.nodes.get_mut(&id).map(Arc::make_mut) {
+            Some(Node::Dir(dir)) => dir,
+            _ => panic!("a directory of this tree"),
+        }
+    }
+
+    /// The directory above.
+    #[must_use]
+    pub fn parent(&self, id: NodeId) -> NodeId {
+        self.dir(id).parent
+    }
+
+    /// The directories in a directory, with their names.
+    pub fn subdirs(&self, id: NodeId) -> impl Iterator<Item = (&str, NodeId)> {
+        let children = self.dir(id).children.iter();
+        children
+            .filter(|(_, child)| matches!(self.nodes[child].as_ref(), Node::Dir(_)))
+            .map(|(name, child)| (name.as_str(), *child))
+    }
+
+    /// The directories that the links in a directory lead to, with the links' names.
+    pub fn links(&self, id: NodeId) -> impl Iterator<Item = (&str, NodeId)> {
+        let children = self.dir(id).children.iter();
+        children.filter_map(|(name, child)| match self.nodes[child].as_ref() {
+            Node::Link(link) => Some((name.as_str(), link.target)),
+            Node::Dir(_) => None,
+        })
+    }
+
+    /// The directory of this name in a directory.
+    #[must_use]
+    pub fn child(&self, id: NodeId, name: &str) -> Option<NodeId> {
+        let child = *self.dir(id).children.get(name)?;
+        self.try_dir(child).map(|_| child)
+    }
+
+    /// The directory at a path below the root, without a leading slash.
+    #[must_use]
+    pub fn find(&self, path: &str) -> Option<NodeId> {
+        let mut names = path.split('/').filter(|name| !name.is_empty());
+        names.try_fold(NodeId::ROOT, |at, name| self.child(at, name))
+    }
+
+    /// The nearest directory from here up of which this is true.
+    #[must_use]
+    pub fn above(&self, id: NodeId, is_it: impl Fn(&Dir) -> bool) -> Option<NodeId> {
+        let mut at = id;
+        loop {
+            if is_it(self.dir(at)) {
+                return Some(at);
+            }
+            if at == NodeId::ROOT {
+                return None;
+            }
+            at = self.parent(at);
+        }
+    }
+
+    /// Where a directory is, from the root on, without a leading slash.
+    #[must_use]
+    pub fn path(&self, id: NodeId) -> String {
+        let mut names = Vec::new();
+        let mut at = id;
+        while at != NodeId::ROOT {
+            names.push(self.dir(at).name.as_str());
+            at = self.parent(at);
+        }
+        names.reverse();
+        names.join("/")
+    }
+
+    /// An attribute's value as it is stored: what was written last, or what it began with.
+    ///
+    /// # Panics
+    /// The directory has no such attribute.
+    #[must_use]
+    pub fn value(&self, id: NodeId, name: &'static str) -> &str {
+        let dir = self.dir(id);
+        dir.values.get(name).map_or_else(
+            || {
+                let attr = dir.kind.attrs().iter().find(|a| a.name == name);
+                attr.expect("an attribute of this directory").initial
+            },
+            String::as_str,
+        )
+    }
+
+    /// A value that is no file of its own, such as one that came through `control`.
+    #[must_use]
+    pub fn hidden(&self, id: NodeId, name: &'static str) -> Option<&str> {
+        self.dir(id).values.get(name).map(String::as_str)
+    }
+
+    /// Keeps a value.
+    pub(crate) fn set(&mut self, id: NodeId, name: &'static str, value: impl Into<String>) {
+        self.dir_mut(id).values.insert(name, value.into());
+    }
+
+    fn insert(&mut self, node: Node) -> NodeId {
+        let id = NodeId(self.next);
+        self.next += 1;
+        self.nodes.insert(id, Arc::new(node));
+        id
+    }
+
+    /// Makes a directory with the groups that come with it.
+    fn add_dir(&mut self, parent: NodeId, name: &str, kind: Kind, is_default: bool) -> NodeId {
+        let dir = Dir::new(parent, name.to_owned(), kind, is_default);
+        let id = self.insert(Node::Dir(dir));
+        self.dir_mut(parent).children.insert(name.to_owned(), id);
+        self.add_groups(id);
+        id
+    }
+
+    fn add_groups(&mut self, id: NodeId) {
+        for (name, kind) in self.dir(id).kind.groups() {
+            self.add_dir(id, name, *kind, true);
+        }
+    }
+
+    fn add_link(&mut self, parent: NodeId, name: &str, target: NodeId) -> NodeId {
+        let id = self.insert(Node::Link(Link { parent, target }));
+        self.dir_mut(parent).children.insert(name.to_owned(), id);
+        self.dir_mut(target).links += 1;
+        id
+    }
+
+    /// Removes a directory with everything in it.
+    fn drop_dir(&mut self, id: NodeId) {
+        let children: Vec<NodeId> = self.dir(id).children.values().copied().collect();
+        for child in children {
+            self.drop_dir(child);
+        }
+        let (parent, name) = (self.parent(id), self.dir(id).name.clone());
+        self.dir_mut(parent).children.remove(&name);
+        self.nodes.remove(&id);
+    }
+
+    /// What a directory's removal would hit: itself and, below its default groups, whatever is there.
+    fn check_empty(&self, id: NodeId) -> Result<(), Errno> {
+        if self.dir(id).links > 0 {
+            return Err(Errno::BUSY);
+        }
+        for child in self.dir(id).children.values() {
+            match self.try_dir(*child) {
+                Some(dir) if dir.is_default => self.check_empty(*child)?,
+                _ => return Err(Errno::NOTEMPTY),
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,71 @@
+//! What the tree must know of the world around it, behind a trait, so that the tree does no I/O.
+
+use std::net::IpAddr;
+
+/// What is at a path.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Medium {
+    /// Nothing, in a directory that exists: a file could be made there.
+    Vacant,
+    /// A file.
+    File {
+        /// Its size in bytes.
+        size: u64,
+    },
+    /// A block device.
+    Device(BlockDevice),
+    /// A directory.
+    Directory,
+    /// Something else, or nothing in a directory that does not exist either.
+    None,
+}
+
+/// A block device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BlockDevice {
+    /// Its size in bytes.
+    pub size: u64,
+    /// Its logical block size in bytes.
+    pub block_size: u32,
+    /// The kernel's name for it.
+    pub name: String,
+    /// Device number, major part.
+    pub major: u32,
+    /// Device number, minor part.
+    pub minor: u32,
+}
+
+/// A session of an initiator, as the daemon tells.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub struct Session {
+    /// The target's name in the daemon's configuration.
+    pub target: String,
+    /// The initiator's name without its ISID.
+    pub initiator: String,
+    /// Its ISID, 12 hexadecimal digits, where it has one.
+    pub isid: String,
+    /// A number that tells it from others.
+    pub id: u32,
+    /// Where the initiator is, for each of its connections.
+    pub addresses: Vec<String>,
+    /// Whether it has logged in.
+    pub is_live: bool,
+    /// What the login agreed on.
+    pub terms: std::collections::BTreeMap<String, String>,
+}
+
+/// The world around the tree.
+pub trait World {
+    /// What is at a path of the host.
+    fn medium(&self, path: &str) -> Medium;
+
+    /// The addresses of the host, link-local ones excepted.
+    fn addresses(&self) -> Vec<IpAddr>;
+
+    /// The addresses at which an SRP target port can be reached, by its GUID
+    /// (`0002:c903:00a1:b2c3`) or GID (`0x` and 32 digits). None if the host has no such port.
+    fn port_addresses(&self, port: &str) -> Vec<IpAddr>;
+
+    /// The sessions at present.
+    fn sessions(&self) -> Vec<Session>;
+}

@@ -1,0 +1,155 @@
+//! A tree mounted over a daemon in memory, and a mount namespace in which it is the kernel's.
+
+#![allow(clippy::print_stderr, reason = "a test says what it skips")]
+
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::{Arc, Mutex};
+
+use riser_configfs_emu::engine::{ApplyError, Daemon, Engine};
+use riser_configfs_emu::fuse::Mount;
+use riser_configfs_emu::host::Host;
+use serde_json::{Value, json};
+
+/// Says that a test did not run here, and why, where the test command counts it.
+pub(crate) fn skip(test: &str, why: &str) {
+    eprintln!("SKIP: {test}: {why}");
+    if let Some(log) = std::env::var_os("RISER_SKIP_LOG") {
+        let mut log = fs::File::options()
+            .create(true)
+            .append(true)
+            .open(log)
+            .unwrap();
+        writeln!(log, "{test}: {why}").unwrap();
+    }
+}
+
+/// What a daemon was told, in order.
+pub(crate) type Told = Arc<Mutex<Vec<Value>>>;
+
+/// A daemon that takes everything and remembers it.
+struct Memory(Told);
+
+impl Daemon for Memory {
+    fn apply(&mut self, document: &Value) -> Result<(), ApplyError> {
+        self.0.lock().unwrap().push(document.clone());
+        Ok(())
+    }
+}
+
+/// A mounted tree with a folder of its own.
+pub(crate) struct Rig {
+    pub(crate) told: Told,
+    pub(crate) folder: PathBuf,
+    mount: Option<Mount>,
+}
+
+impl Rig {
+    /// Mounts an empty tree; `None`, and a line for people, where that is not possible.
+    pub(crate) fn new(test: &str) -> Option<Self> {
+        let rtslib = Command::new("/usr/bin/python3")
+            .args(["-c", "import rtslib_fb"])
+            .status();
+        let namespace = Command::new("unshare").args(["-m", "true"]).status();
+        let is_possible = fs::File::open("/dev/fuse").is_ok()
+            && Path::new("/usr/bin/targetcli").exists()
+            && Path::new("/usr/bin/dbus-run-session").exists()
+            && [rtslib, namespace]
+                .into_iter()
+                .all(|s| s.is_ok_and(|s| s.success()));
+        if !is_possible {
+            skip(
+                test,
+                "it takes root, FUSE, dbus, python3-rtslib-fb and targetcli-fb",
+            );
+            return None;
+        }
+        let folder = std::env::temp_dir().join(format!("riser-{test}-{}", std::process::id()));
+        let _ = fs::remove_dir_all(&folder);
+        fs::create_dir_all(folder.join("config")).unwrap();
+        fs::create_dir_all(folder.join("etc/backup")).unwrap();
+        let told = Told::default();
+        let engine = Engine::new(
+            &json!({ "backends": {}, "targets": [] }),
+            "nobody-knows-this-secret".to_owned(),
+            Box::new(Host::new(Vec::new)),
+            Box::new(Memory(told.clone())),
+        );
+        let engine = Arc::new(Mutex::new(engine));
+        let mount = Mount::new(engine, &folder.join("config")).unwrap();
+        Some(Self {
+            told,
+            folder,
+            mount: Some(mount),
+        })
+    }
+
+    /// Runs a shell command where the tree is at `/sys/kernel/config`, `modprobe` does nothing, and what
+    /// would be saved on this host is saved in the folder.
+    pub(crate) fn run(&self, command: &str) -> Output {
+        let setup = format!(
+            "set -e; export DBUS_SYSTEM_BUS_ADDRESS=$DBUS_SESSION_BUS_ADDRESS; mount -t tmpfs none \
+             /sys/kernel; mkdir /sys/kernel/config; mount --bind \
+             {0}/config /sys/kernel/config; mount --bind /bin/true /usr/sbin/modprobe; mount --bind \
+             {0}/etc /etc/rtslib-fb-target; mount -t tmpfs none /run; export HOME={0} FOLDER={0}; \
+             export PATH=/usr/sbin:/usr/bin:/sbin:/bin; {command}",
+            self.folder.display()
+        );
+        Command::new("unshare")
+            .args([
+                "-m",
+                "--propagation",
+                "private",
+                "dbus-run-session",
+                "--",
+                "sh",
+                "-c",
+            ])
+            .arg(&setup)
+            .current_dir(env!("CARGO_MANIFEST_DIR"))
+            .output()
+            .unwrap()
+    }
+
+    /// As [`Rig::run`], of a command that must succeed; gives what it printed.
+    pub(crate) fn must(&self, command: &str) -> String {
+        let output = self.run(command);
+        let out = String::from_utf8_lossy(&output.stdout).into_owned();
+        let err = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{command}\n{out}\n{err}");
+        out
+    }
+
+    /// The configuration that the daemon was given last.
+    pub(crate) fn last(&self) -> Value {
+        self.told
+            .lock()
+            .unwrap()
+            .last()
+            .cloned()
+            .unwrap_or_default()
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        if let Some(mount) = self.mount.take() {
+            let _ = mount.unmount();
+        }
+        let _ = fs::remove_dir_all(&self.folder);
+    }
+}
+
+/// What a configuration means, or why it means nothing.
+pub(crate) fn parse(document: &Value) -> Result<riser_target::config::Config, String> {
+    riser_target::config::Config::parse(&document.to_string(), "told").map_err(|e| e.to_string())
+}
+
+/// The path of a script beside this file.
+pub(crate) fn script(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/rig")
+        .join(name)
+}

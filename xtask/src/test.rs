@@ -31,6 +31,14 @@ pub(crate) const NEEDS: &[Need] = &[
     need("mkfs.ext4", "e2fsprogs", "file systems on attached LUNs"),
     need("losetup", "mount", "loop devices over FUSE exports"),
     need("ip", "iproute2", "network namespaces"),
+    need("targetcli", "targetcli-fb", "targetcli on LIO's tree"),
+    need("dbus-run-session", "dbus-daemon", "targetcli on LIO's tree"),
+    // A file of it, as it has no program.
+    need(
+        "/usr/lib/python3/dist-packages/rtslib_fb/__init__.py",
+        "python3-rtslib-fb",
+        "rtslib on LIO's tree",
+    ),
 ];
 
 /// Options of `cargo xtask test`.

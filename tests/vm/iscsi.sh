@@ -1,5 +1,6 @@
 # Functions for the cases with the kernel's iSCSI initiator (open-iscsi), over TCP or iSER. A case
-# sets TRANSPORT to tcp or iser, then reads this.
+# sets TRANSPORT to tcp or iser, and CORE to yes for riserd on the host's own RDMA device, then reads
+# this.
 IQN=iqn.2026-01.com.example:rig
 HOST=iqn.2026-01.com.example:host
 PORTAL=10.99.0.2:3260
@@ -9,31 +10,26 @@ tcp) PROTOCOL=iscsi MODULE=iscsi_tcp IFACE=default CAPTURED="-s 0 -c 10000 tcp p
 iser) PROTOCOL=iser MODULE=ib_iser IFACE=iser ;;
 esac
 
-# Two hosts, one disk of so many MiB, the kernel's initiator. What follows are lines of the target's
-# configuration.
+# Two hosts, or one where riserd shares the kernel's device; one disk of so many MiB, the kernel's
+# initiator. What follows are lines of the target's configuration.
 iscsi_rig() {
     local size=$1
     shift
-    two_hosts
+    if [ -n "${CORE:-}" ]; then
+        ulimit -l unlimited
+        dummy_host
+        set -- "$@" "transport: { provider: rdma_core }"
+    else
+        two_hosts
+    fi
     trap iscsi_clean EXIT
     iscsi_serve "$size" "10.99.0.2" "$@"
     start_iscsid
 }
 
-# riserd on the host's own RDMA device, with the kernel's initiator beside it. What follows are lines of
-# its configuration.
-iscsi_core_rig() {
-    ulimit -l unlimited
-    dummy_host
-    trap iscsi_core_clean EXIT
-    iscsi_config 64 10.99.0.2 "transport: { provider: rdma_core }" "$@"
-    core_serve
-    start_iscsid
-}
-
-iscsi_core_clean() {
-    iscsi_clean
-    ip link delete d0
+# Runs a command where riserd is.
+beside_riserd() {
+    if [ -n "${CORE:-}" ]; then "$@"; else on_peer "$@"; fi
 }
 
 # riserd with portals at these addresses: iscsi_serve SIZE_MIB "ADDRESS …" [line …]
@@ -62,6 +58,10 @@ iscsi_config() {
 }
 
 iscsi_serve_again() {
+    if [ -n "${CORE:-}" ]; then
+        core_serve
+        return
+    fi
     ip netns exec peer "$RISER_BIN/riserd" run --config /tmp/riserd.yaml >>"$KEEP/riserd.log" 2>&1 &
     RISERD=$!
     wait_for 30 iscsi_is_up
@@ -128,13 +128,13 @@ iscsi_refused() {
 
 # A field of what riserd says about its only connection: agreed FIELD
 agreed() {
-    on_peer "$RISER_BIN/riserd" sessions -o json |
+    beside_riserd "$RISER_BIN/riserd" sessions -o json |
         python3 -c 'import json,sys; s=json.load(sys.stdin); print(s[0]["negotiated"][sys.argv[1]])' "$1"
 }
 
 # Number of connections that riserd has.
 connections() {
-    on_peer "$RISER_BIN/riserd" sessions -o json | python3 -c 'import json,sys; print(len(json.load(sys.stdin)))'
+    beside_riserd "$RISER_BIN/riserd" sessions -o json | python3 -c 'import json,sys; print(len(json.load(sys.stdin)))'
 }
 
 no_connections() {
@@ -164,6 +164,7 @@ iscsi_clean() {
     fi
     rm -rf "$IMAGES"/disk*.img /etc/iscsi/nodes /etc/iscsi/send_targets
     one_host
+    [ -z "${CORE:-}" ] || ip link delete d0
 }
 
 # --- what the cases of both transports do ---

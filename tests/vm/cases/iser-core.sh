@@ -1,9 +1,9 @@
 #: group: iser
 #: about: riserd on rdma_core: ib_iser logs in twice, verified I/O from 512 B to 4 MiB
 #: limit: 400
-TRANSPORT=iser
+TRANSPORT=iser CORE=yes
 . /vm/iscsi.sh
-iscsi_core_rig "limits: { max_transfer: 8MiB, buffer_pool_mib: 64 }"
+iscsi_rig 64 "limits: { max_transfer: 8MiB, buffer_pool_mib: 64 }"
 iscsi_node
 for bs in 4k 1m; do
     iscsi_login

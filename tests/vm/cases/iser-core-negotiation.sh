@@ -1,0 +1,6 @@
+#: group: iser
+#: about: riserd on rdma_core: verified I/O with every InitialR2T, ImmediateData and MaxBurstLength
+#: limit: 600
+TRANSPORT=iser CORE=yes
+. /vm/iscsi.sh
+every_negotiation

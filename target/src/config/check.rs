@@ -8,7 +8,7 @@ use riser_scsi::iscsi::name::{IscsiName, TargetAddress};
 
 use super::error::{ConfigError, nearest};
 use super::model::{
-    Access, AdminSocket, Backend, Chap, ChapUser, Config, Limits, LinkFaults, Log, LogFormat, Lun,
+    Access, Backend, Chap, ChapUser, Config, Limits, LinkFaults, Location, Log, LogFormat, Lun,
     Names, Portal, Protocol, Provider, Redirect, Rule, Secret, Target, Transport, Workers,
 };
 use super::raw;
@@ -90,7 +90,8 @@ pub(super) fn check(root: raw::Root) -> Checked<Config> {
         transport: transport(root.transport)?,
         log: log(root.log)?,
         discovery_chap: chap("discovery_chap", root.discovery_chap)?,
-        admin: admin(root.admin)?,
+        admin: location(root.admin.socket, "admin.socket")?,
+        state: location(root.state.directory, "state.directory")?,
         notes,
     })
 }
@@ -490,12 +491,37 @@ fn chap_user(path: &str, raw: Located<raw::ChapUser>) -> Checked<ChapUser> {
     if user.name.is_empty() || user.name.len() > 255 || user.name.chars().any(char::is_control) {
         return Err(wrong("a CHAP name has 1 to 255 characters"));
     }
-    let secret = match (user.secret, user.secret_file) {
-        (Some(secret), None) if (12..=255).contains(&secret.len()) => Secret::Inline(secret),
-        (Some(_), None) => return Err(wrong("a secret has 12 to 255 bytes")),
-        (None, Some(file)) if !file.is_empty() => Secret::File(file.into()),
-        _ => return Err(wrong("give either `secret` or `secret_file`")),
+    let credential = user.secret_credential.map(Secret::Credential);
+    let mut given = [
+        user.secret.map(Secret::Inline),
+        user.secret_file.map(|file| Secret::File(file.into())),
+        user.secret_env.map(Secret::Env),
+        credential,
+    ]
+    .into_iter()
+    .flatten();
+    let (Some(secret), None) = (given.next(), given.next()) else {
+        let ways = "`secret`, `secret_file`, `secret_env` or `secret_credential`";
+        return Err(wrong(&format!("give one of {ways}")));
     };
+    let is_env = |name: &str| !name.is_empty() && !name.contains(['=', '\0']);
+    // As systemd names them: one part of a path.
+    let is_file = |name: &str| is_env(name) && !name.contains('/') && name != "." && name != "..";
+    match &secret {
+        Secret::Inline(secret) if !(12..=255).contains(&secret.len()) => {
+            return Err(wrong("a secret has 12 to 255 bytes"));
+        }
+        Secret::File(file) if file.as_os_str().is_empty() => {
+            return Err(wrong("`secret_file` is a path"));
+        }
+        Secret::Env(name) if !is_env(name) => {
+            return Err(wrong("`secret_env` names a variable of the environment"));
+        }
+        Secret::Credential(name) if !is_file(name) => {
+            return Err(wrong("`secret_credential` is a name without `/`"));
+        }
+        _ => {}
+    }
     Ok(ChapUser {
         name: user.name,
         secret,
@@ -743,16 +769,16 @@ fn log(raw: raw::Log) -> Checked<Log> {
     })
 }
 
-fn admin(raw: raw::Admin) -> Checked<AdminSocket> {
-    let Some(socket) = raw.socket else {
-        return Ok(AdminSocket::Default);
+fn location(raw: Option<Located<String>>, key: &str) -> Checked<Location> {
+    let Some(place) = raw else {
+        return Ok(Location::Default);
     };
-    match socket.value.as_str() {
-        "none" => Ok(AdminSocket::Off),
-        path if Path::new(path).is_absolute() => Ok(AdminSocket::At(path.into())),
+    match place.value.as_str() {
+        "none" => Ok(Location::Off),
+        path if Path::new(path).is_absolute() => Ok(Location::At(path.into())),
         path => {
             let message = format!("`{path}` is neither an absolute path nor `none`");
-            Err(Mistake::new(socket.at, "admin.socket", message))
+            Err(Mistake::new(place.at, key, message))
         }
     }
 }

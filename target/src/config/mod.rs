@@ -8,6 +8,8 @@
 //! - `model`: [`Config`] and its parts, as the rest of the daemon sees them.
 //! - `raw`: the schema as it is written, before anything is compared with anything.
 //! - `check`: from `raw` to `model`: ranges, references, duplicates.
+//! - `write`, `tree`: back to a file's words. `diff`: what two configurations differ in.
+//! - `schema`: its JSON Schema, for editors.
 //! - `value`: scalars with a meaning: sizes, GUIDs, addresses, percentages.
 //! - `yaml`: the one place that knows the YAML library.
 //! - `identity`: [`HostId`] and the names derived from it.
@@ -19,20 +21,29 @@
 //! - Names derived by default depend on nothing that changes between restarts.
 
 mod check;
+mod diff;
 mod error;
 mod identity;
 mod model;
 mod raw;
+mod schema;
+mod tree;
 mod value;
+mod write;
 mod yaml;
 
+pub use diff::{Difference, diff};
 pub use error::ConfigError;
 pub use identity::HostId;
 pub use model::{
-    Access, AdminSocket, Backend, Chap, ChapUser, Config, Limits, LinkFaults, Log, LogFormat, Lun,
+    Access, Backend, Chap, ChapUser, Config, Limits, LinkFaults, Location, Log, LogFormat, Lun,
     Names, Portal, Protocol, Provider, Redirect, Rule, Secret, Target, Transport, Workers,
 };
+pub use schema::schema;
+pub use tree::Tree;
 pub use value::{Guid, InitiatorId, Net, Percent};
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tests_write;

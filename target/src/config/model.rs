@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use riser_scsi::config as scsi;
 use riser_scsi::iscsi::chap::Credentials;
@@ -18,7 +18,7 @@ use super::{check, raw, yaml};
 use crate::backend::{Geometry, Spec};
 
 /// A whole configuration. Every reference in it resolves.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Config {
     /// What names derived by default are derived from, where the file says; see [`HostId::of`].
     pub identity: Option<String>,
@@ -37,7 +37,9 @@ pub struct Config {
     /// How initiators prove who they are before they discover targets; `None` lets everybody.
     pub discovery_chap: Option<Chap>,
     /// Where the admin API is.
-    pub admin: AdminSocket,
+    pub admin: Location,
+    /// The directory in which applied configurations are kept.
+    pub state: Location,
     /// Oddities that are not errors, for people: an unused backend, a target nobody may use.
     pub notes: Vec<String>,
 }
@@ -152,7 +154,7 @@ impl Backend {
 }
 
 /// A target: portals, logical units, and who may use them.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Target {
     /// Its name.
     pub name: String,
@@ -202,23 +204,30 @@ pub enum Secret {
     Inline(String),
     /// In a file of its own, whose trailing line end does not count.
     File(PathBuf),
+    /// In a variable of the daemon's environment.
+    Env(String),
+    /// In a credential that the service manager hands over: a file of this name in
+    /// `$CREDENTIALS_DIRECTORY`.
+    Credential(String),
 }
 
 impl ChapUser {
-    /// The name and the secret, read if it is in a file.
+    /// The name and the secret, read from where it is.
     ///
     /// # Errors
-    /// The file cannot be read, or is empty.
+    /// It is not there, cannot be read, or is empty.
     pub fn credentials(&self) -> io::Result<Credentials> {
         let secret = match &self.secret {
             Secret::Inline(secret) => secret.clone().into_bytes(),
-            Secret::File(path) => {
-                let mut bytes = std::fs::read(path)?;
-                while bytes.last().is_some_and(|b| matches!(b, b'\n' | b'\r')) {
-                    bytes.pop();
-                }
-                bytes
-            }
+            Secret::File(path) => read_line(path)?,
+            Secret::Env(name) => match std::env::var_os(name) {
+                Some(value) => value.into_encoded_bytes(),
+                None => return Err(missing(format!("${name} is not set"))),
+            },
+            Secret::Credential(name) => match std::env::var_os("CREDENTIALS_DIRECTORY") {
+                Some(dir) => read_line(&Path::new(&dir).join(name))?,
+                None => return Err(missing("$CREDENTIALS_DIRECTORY is not set".into())),
+            },
         };
         if secret.is_empty() {
             return Err(io::Error::new(
@@ -231,6 +240,20 @@ impl ChapUser {
             secret,
         })
     }
+}
+
+/// The bytes of a file up to its trailing line ends.
+fn read_line(path: &Path) -> io::Result<Vec<u8>> {
+    let named = |e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
+    let mut bytes = std::fs::read(path).map_err(named)?;
+    while bytes.last().is_some_and(|b| matches!(b, b'\n' | b'\r')) {
+        bytes.pop();
+    }
+    Ok(bytes)
+}
+
+fn missing(message: String) -> io::Error {
+    io::Error::new(io::ErrorKind::NotFound, message)
 }
 
 impl Target {
@@ -500,15 +523,15 @@ pub struct LinkFaults {
     pub seed: u64,
 }
 
-/// Where the admin API is.
+/// Where something of the daemon's own is.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub enum AdminSocket {
-    /// Where tools look for it, if that place is free.
+pub enum Location {
+    /// Where it usually is, if that place can be had.
     #[default]
     Default,
     /// At this path, or the daemon does not start.
     At(PathBuf),
-    /// Nowhere.
+    /// Nowhere: the daemon does without.
     Off,
 }
 

@@ -2,39 +2,61 @@
 
 use std::fmt;
 
+use schemars::JsonSchema;
 use serde::de::value::MapAccessDeserializer;
 use serde::{Deserialize, Deserializer, de};
 
 use super::value::{Count, Guid, InitiatorId, Listen, NaaText, Net, OnOff, PKey, Percent, Size};
 use super::yaml::{Entries, Located};
 
-#[derive(Debug, Deserialize)]
+/// A configuration of riserd.
+#[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Root {
+    /// What serial numbers, world-wide names and GUIDs that are not set derive from; by default the machine's id.
     pub(super) identity: Option<Located<String>>,
+    /// Where the bytes of disks are, by names of your own.
     #[serde(default)]
     pub(super) backends: Entries<String, Located<Backend>>,
+    /// What is served, and where.
     pub(super) targets: Option<Vec<Located<Target>>>,
+    /// Worker threads.
     #[serde(default)]
     pub(super) workers: Workers,
+    /// Bounds on sessions and memory.
     #[serde(default)]
     pub(super) limits: Limits,
+    /// The network.
     #[serde(default)]
     pub(super) transport: Transport,
+    /// What is logged, and how.
     #[serde(default)]
     pub(super) log: Log,
+    /// What discovery sessions over iSCSI must prove. By default nothing.
     pub(super) discovery_chap: Option<Located<Chap>>,
+    /// The admin API.
     #[serde(default)]
     pub(super) admin: Admin,
+    /// Where applied configurations are kept.
+    #[serde(default)]
+    pub(super) state: State,
 }
 
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Admin {
+    /// The admin socket, or `none`. Root's default is /run/riserd/admin.sock.
     pub(super) socket: Option<Located<String>>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct State {
+    /// The directory, or `none`. Root's default is /var/lib/riserd.
+    pub(super) directory: Option<Located<String>>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Kind {
     File,
@@ -43,7 +65,7 @@ pub(super) enum Kind {
     Null,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Direct {
     Auto,
@@ -51,52 +73,82 @@ pub(super) enum Direct {
     Off,
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Backend {
+    /// What it is made of.
     pub(super) kind: Kind,
+    /// The file or block device.
     pub(super) path: Option<Located<String>>,
+    /// Its size; by default the size that the file has.
     pub(super) size: Option<Located<Size>>,
+    /// Create the file, or extend it to `size`, sparsely.
     pub(super) create: Option<Located<bool>>,
+    /// 512 or 4096 bytes; 512 by default.
     pub(super) block_size: Option<Located<u64>>,
+    /// Whether to bypass the page cache; by default where that works.
     pub(super) direct: Option<Located<Direct>>,
+    /// `off` makes every write durable before it completes.
     pub(super) write_cache: Option<OnOff>,
+    /// Refuse writes.
     pub(super) read_only: Option<bool>,
+    /// Offer UNMAP, as far as the backend can; on by default.
     pub(super) thin: Option<bool>,
+    /// Whether the medium turns; by default what the device says.
     pub(super) rotational: Option<bool>,
+    /// Unit serial number; by default derived.
     pub(super) serial: Option<Located<String>>,
+    /// World-wide name: 16 digits that begin with 3, or 32 that begin with 6; by default derived.
     pub(super) naa: Option<Located<NaaText>>,
+    /// T10 vendor identification.
     pub(super) vendor: Option<Located<String>>,
+    /// Product identification.
     pub(super) product: Option<Located<String>>,
+    /// Product revision level.
     pub(super) revision: Option<Located<String>>,
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Target {
+    /// A name of your own.
     pub(super) name: Located<String>,
+    /// Where it listens; at least one.
     pub(super) portals: Located<Vec<Portal>>,
+    /// Its disks, by logical unit number.
     #[serde(default)]
     pub(super) luns: Entries<u16, Located<Lun>>,
+    /// Who may use it; nobody by default.
     #[serde(default)]
     pub(super) access: Access,
+    /// Its iSCSI name, which iSCSI and iSER portals need.
     pub(super) iqn: Option<Located<String>>,
+    /// What iSCSI initiators must prove. By default nothing.
     pub(super) chap: Option<Located<Chap>>,
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Chap {
+    /// Names and secrets that are accepted.
     pub(super) users: Vec<Located<ChapUser>>,
+    /// What the target proves to initiators that ask.
     pub(super) mutual: Option<Located<ChapUser>>,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct ChapUser {
+    /// The CHAP name.
     pub(super) name: String,
+    /// The secret itself, 12 to 255 bytes.
     pub(super) secret: Option<String>,
+    /// A file that holds the secret.
     pub(super) secret_file: Option<String>,
+    /// A variable of the daemon's environment that holds the secret.
+    pub(super) secret_env: Option<String>,
+    /// The name of a systemd credential that holds the secret.
+    pub(super) secret_credential: Option<String>,
 }
 
 /// Without the secret.
@@ -108,7 +160,7 @@ impl fmt::Debug for ChapUser {
     }
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Protocol {
     Srp,
@@ -116,22 +168,31 @@ pub(super) enum Protocol {
     Iser,
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Portal {
+    /// The protocol spoken.
     pub(super) protocol: Protocol,
+    /// An address of this host, and a port if it is not the usual one: 5555 for SRP, 3260 for iSCSI and iSER.
     pub(super) listen: Located<Listen>,
+    /// By default the `ioc_guid`.
     pub(super) service_guid: Option<Guid>,
+    /// I/O controller GUID; by default derived.
     pub(super) ioc_guid: Option<Guid>,
+    /// Identifier extension; by default the `ioc_guid`.
     pub(super) id_ext: Option<Guid>,
+    /// Partition key.
     pub(super) pkey: Option<PKey>,
+    /// Where iSCSI initiators that log in here are sent instead.
     pub(super) redirect: Option<Located<Redirect>>,
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Redirect {
+    /// An address or host name, and a port if it is not 3260.
     pub(super) to: String,
+    /// Whether initiators should remember it.
     #[serde(default)]
     pub(super) permanent: bool,
 }
@@ -143,10 +204,12 @@ pub(super) struct Lun {
     pub(super) read_only: bool,
 }
 
-#[derive(Deserialize)]
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-struct LunMapping {
+pub(super) struct LunMapping {
+    /// The name of a backend.
     backend: String,
+    /// Refuse writes through this number.
     #[serde(default)]
     read_only: bool,
 }
@@ -195,12 +258,16 @@ impl Default for Access {
     }
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Rule {
+    /// An SRP initiator: its GUID, or its whole port identifier.
     pub(super) initiator: Option<InitiatorId>,
+    /// An iSCSI initiator's name.
     pub(super) iqn: Option<Located<String>>,
+    /// An address, or a network such as 192.0.2.0/24.
     pub(super) address: Option<Net>,
+    /// The numbers it may use; by default all.
     pub(super) luns: Option<Vec<Located<u64>>>,
 }
 
@@ -235,26 +302,35 @@ impl<'de> Deserialize<'de> for Access {
     }
 }
 
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Workers {
+    /// How many, or `auto`: one per core, or per CPU listed.
     pub(super) count: Option<Located<Count>>,
+    /// The CPUs to pin them to; by default none.
     pub(super) cpus: Option<Located<Vec<Located<u64>>>>,
 }
 
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Limits {
+    /// Sessions at once.
     pub(super) max_sessions: Option<Located<u64>>,
+    /// Sessions at once from one address.
     pub(super) sessions_per_address: Option<Located<u64>>,
+    /// Channels of one SRP session.
     pub(super) channels_per_session: Option<Located<u64>>,
+    /// Commands at once on one channel or session.
     pub(super) queue_depth: Option<Located<u64>>,
+    /// Longest information unit of SRP, in bytes.
     pub(super) max_iu_size: Option<Located<u64>>,
+    /// Longest transfer of one command.
     pub(super) max_transfer: Option<Located<Size>>,
+    /// Data buffers of each worker, in MiB.
     pub(super) buffer_pool_mib: Option<Located<u64>>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Provider {
     Roce,
@@ -262,35 +338,46 @@ pub(super) enum Provider {
     Auto,
 }
 
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Transport {
+    /// The software NIC, the host's RDMA devices, or these where there are some.
     pub(super) provider: Option<Provider>,
+    /// Largest path MTU, or `auto`.
     pub(super) mtu: Option<Located<Count>>,
+    /// Faults of the link on purpose, for tests.
     pub(super) faults: Option<Faults>,
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Faults {
+    /// Packets lost.
     pub(super) loss: Option<Percent>,
+    /// Packets sent twice.
     pub(super) duplicate: Option<Percent>,
+    /// Packets held back behind later ones.
     pub(super) reorder: Option<Percent>,
+    /// Packets with a bit flipped.
     pub(super) corrupt: Option<Percent>,
+    /// How many later packets may pass one held back.
     pub(super) reorder_window: Option<Located<u64>>,
+    /// Where chance starts.
     pub(super) seed: Option<u64>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum LogFormat {
     Text,
     Json,
 }
 
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Log {
+    /// A level such as `info`, or `info,riser_target=debug`.
     pub(super) filter: Option<Located<String>>,
+    /// Lines for people, or JSON.
     pub(super) format: Option<LogFormat>,
 }

@@ -145,6 +145,15 @@ impl InitiatorId {
     }
 }
 
+impl fmt::Display for InitiatorId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Port(id) => write!(f, "{:#034x}", u128::from_be_bytes(*id)),
+            Self::Guid(guid) => guid.fmt(f),
+        }
+    }
+}
+
 impl FromStr for InitiatorId {
     type Err = String;
 
@@ -202,6 +211,12 @@ impl Net {
     }
 }
 
+impl fmt::Display for Net {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.address, self.prefix)
+    }
+}
+
 impl FromStr for Net {
     type Err = String;
 
@@ -232,6 +247,12 @@ impl Percent {
     #[must_use]
     pub fn probability(self) -> f64 {
         self.0 / 100.0
+    }
+}
+
+impl fmt::Display for Percent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}%", self.0)
     }
 }
 

@@ -29,7 +29,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 
 use self::api::{Ask, Failure, Request};
-use crate::config::{AdminSocket, Config};
+use crate::config::{Config, Location};
 use crate::server::{Server, ServerError};
 
 /// Requests that wait at most.
@@ -69,13 +69,13 @@ pub fn run(
 /// Opens the admin API where the configuration wants it. A default place that cannot be had is no
 /// reason not to serve.
 fn admin(
-    wanted: &AdminSocket,
+    wanted: &Location,
     requests: mpsc::Sender<Request>,
 ) -> Result<Option<socket::Bound>, ServerError> {
     let (path, is_default) = match wanted {
-        AdminSocket::Off => return Ok(None),
-        AdminSocket::At(path) => (path.clone(), false),
-        AdminSocket::Default => match socket::default_path() {
+        Location::Off => return Ok(None),
+        Location::At(path) => (path.clone(), false),
+        Location::Default => match socket::default_path() {
             Some(path) => (path, true),
             None => return Ok(None),
         },

@@ -1,0 +1,101 @@
+//! The JSON Schema of a configuration file, for editors: what `raw` takes, key by key. Ranges and
+//! references are `check`'s affair, and not in it.
+
+use std::borrow::Cow;
+
+use schemars::generate::SchemaSettings;
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
+
+use super::raw;
+use super::value::{Count, Guid, InitiatorId, Listen, NaaText, Net, OnOff, PKey, Percent, Size};
+use super::yaml::{Entries, Located};
+
+/// The schema of a configuration file, as JSON (draft 7).
+#[must_use]
+pub fn schema() -> serde_json::Value {
+    let generator = SchemaSettings::draft07().into_generator();
+    generator.into_root_schema_for::<raw::Root>().to_value()
+}
+
+impl<T: JsonSchema> JsonSchema for Located<T> {
+    fn schema_name() -> Cow<'static, str> {
+        T::schema_name()
+    }
+
+    fn inline_schema() -> bool {
+        T::inline_schema()
+    }
+
+    fn json_schema(generator: &mut SchemaGenerator) -> Schema {
+        T::json_schema(generator)
+    }
+}
+
+impl<K, V: JsonSchema> JsonSchema for Entries<K, V> {
+    fn schema_name() -> Cow<'static, str> {
+        format!("{}_by_name", V::schema_name()).into()
+    }
+
+    fn inline_schema() -> bool {
+        true
+    }
+
+    fn json_schema(generator: &mut SchemaGenerator) -> Schema {
+        let value = generator.subschema_for::<V>();
+        json_schema!({ "type": "object", "additionalProperties": value })
+    }
+}
+
+impl JsonSchema for raw::Lun {
+    fn schema_name() -> Cow<'static, str> {
+        "Lun".into()
+    }
+
+    fn json_schema(generator: &mut SchemaGenerator) -> Schema {
+        let mapping = generator.subschema_for::<raw::LunMapping>();
+        json_schema!({ "anyOf": [{ "type": "string" }, mapping] })
+    }
+}
+
+impl JsonSchema for raw::Access {
+    fn schema_name() -> Cow<'static, str> {
+        "Access".into()
+    }
+
+    fn json_schema(generator: &mut SchemaGenerator) -> Schema {
+        let rule = generator.subschema_for::<raw::Rule>();
+        json_schema!({ "anyOf": [{ "const": "open" }, { "type": "array", "items": rule }] })
+    }
+}
+
+/// Scalars that YAML readers take for text or numbers, or for a choice of theirs.
+macro_rules! scalars {
+    ($($name:ident: $schema:tt,)*) => {$(
+        impl JsonSchema for $name {
+            fn schema_name() -> Cow<'static, str> {
+                stringify!($name).into()
+            }
+
+            fn inline_schema() -> bool {
+                true
+            }
+
+            fn json_schema(_: &mut SchemaGenerator) -> Schema {
+                json_schema!($schema)
+            }
+        }
+    )*};
+}
+
+scalars! {
+    Size: { "type": ["string", "integer"], "examples": ["512KiB", "1GiB"] },
+    OnOff: { "enum": ["on", "off", "true", "false", true, false] },
+    Guid: { "type": ["string", "integer"], "examples": ["0x0200c0ffee000001"] },
+    InitiatorId: { "type": ["string", "number"], "examples": ["0002:c903:00a1:b2c3"] },
+    Net: { "type": "string", "examples": ["192.0.2.1", "2001:db8::/64"] },
+    Percent: { "type": ["string", "number"], "examples": ["0.5%"] },
+    Listen: { "type": "string", "examples": ["192.0.2.1", "192.0.2.1:5555", "[2001:db8::1]:5555"] },
+    PKey: { "type": ["string", "integer"], "examples": ["0xffff"] },
+    Count: { "anyOf": [{ "const": "auto" }, { "type": "integer", "minimum": 0 }] },
+    NaaText: { "type": ["string", "number"], "examples": ["3123456789abcdef"] },
+}

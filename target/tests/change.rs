@@ -180,18 +180,18 @@ fn what_cannot_change_is_refused_whole() {
     let image = Image::new("refused");
     let old = text(4, &image, "{ 0: d }", "access: open");
     let mut more = text(4, &image, "{ 0: d, 1: e }", "access: open");
-    more.limits.queue_depth /= 2;
+    more.limits.buffer_pool /= 2;
     let refused = |new: &Config| match check(&old, new) {
-        Err(ChangeError::NeedsRestart(what)) => what,
+        Err(ChangeError::NeedsRestart(what) | ChangeError::InUse(what)) => what,
         other => panic!("{other:?}"),
     };
-    assert_eq!(refused(&more), "limits");
+    assert_eq!(refused(&more), "limits.buffer_pool_mib");
     let mut other = old.clone();
-    other.targets[0].portals[0].listen.set_port(5556);
-    assert_eq!(refused(&other), "a name, secret or portal of target t");
+    other.workers.count = Some(1);
+    assert_eq!(refused(&other), "workers");
     let mut other = old.clone();
     other.backends[0].thin = !other.backends[0].thin;
-    assert_eq!(refused(&other), "backend d, which is in use,");
+    assert_eq!(refused(&other), "d");
     let mut other = old.clone();
     other.backends[1].thin = !other.backends[1].thin;
     assert!(check(&old, &other).is_ok(), "nobody uses it");

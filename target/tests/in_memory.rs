@@ -47,6 +47,7 @@ impl World {
             pool: 16 << 20,
             shared: Arc::clone(&shared),
             devices: vec![Box::new(fabric.endpoint(SERVER))],
+            sockets: Vec::new(),
             ring,
             mailbox: inbox,
             outbox: Outbox::new(vec![mail.clone()]),

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use riser_scsi::iscsi::frame;
 use riser_scsi::iscsi::login::LoginError;
 use riser_scsi::iscsi::pdu::{
-    DataOut, FromTarget, LoginStatus, LogoutReason, LogoutRequest, LogoutStatus, NopOut,
-    TmfFunction, TmfRequest, TmfStatus,
+    AsyncEvent, DataOut, FromTarget, LoginStatus, LogoutReason, LogoutRequest, LogoutStatus,
+    NopOut, TmfFunction, TmfRequest, TmfStatus,
 };
 use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
 use riser_target::backend::{Fault, FaultOn, Faults};
@@ -214,6 +214,10 @@ fn a_session_follows_the_configuration() {
     server
         .change(Config::parse(&closed, "test.yaml").unwrap())
         .unwrap();
+    let (FromTarget::AsyncMessage(message), ..) = client.receive().unwrap() else {
+        panic!("a request to log out");
+    };
+    assert_eq!(message.event, AsyncEvent::LogoutRequested);
     assert!(client.receive().is_none());
     server.shutdown().unwrap();
 }

@@ -5,8 +5,8 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use riser_memory::Memory;
@@ -146,6 +146,14 @@ pub enum OpenError {
         /// Size asked for in bytes.
         wanted: u64,
     },
+    /// A backend that is served would become smaller.
+    #[error("it has {from} bytes and nothing shrinks one to {to}")]
+    Shrinks {
+        /// Capacity in bytes.
+        from: u64,
+        /// Capacity asked for in bytes.
+        to: u64,
+    },
     /// There is not one whole block.
     #[error("a backend of {size} bytes holds no block of {block_size} bytes")]
     Empty {
@@ -191,6 +199,30 @@ pub struct Store {
     pub(super) faults: Option<Arc<Faults>>,
     geometry: Geometry,
     capacity: AtomicU64,
+    made: Mutex<Option<Made>>,
+}
+
+/// What opening or growing a backend has changed on disk.
+#[derive(Debug)]
+struct Made {
+    path: PathBuf,
+    /// Its length before; `None` if it was not there.
+    before: Option<u64>,
+}
+
+impl Made {
+    fn undo(&self) {
+        let undone = match self.before {
+            None => std::fs::remove_file(&self.path),
+            Some(len) => OpenOptions::new()
+                .write(true)
+                .open(&self.path)
+                .and_then(|file| file.set_len(len)),
+        };
+        if let Err(error) = undone {
+            tracing::warn!(path = %self.path.display(), %error, "a file keeps its new size");
+        }
+    }
 }
 
 impl Store {
@@ -202,9 +234,26 @@ impl Store {
         if !matches!(spec.block_size, 512 | 4096) {
             return Err(OpenError::BlockSize(spec.block_size));
         }
+        let mut made = None;
+        let opened = Self::open_medium(spec, &mut made);
+        let (medium, geometry) = opened.inspect_err(|_| {
+            if let Some(made) = &made {
+                made.undo();
+            }
+        })?;
+        Ok(Arc::new(Self {
+            medium,
+            faults: spec.faults.clone(),
+            capacity: AtomicU64::new(geometry.capacity),
+            geometry,
+            made: Mutex::new(made),
+        }))
+    }
+
+    fn open_medium(spec: &Spec, made: &mut Option<Made>) -> Opened {
         let (medium, mut geometry) = match &spec.source {
             Source::File { path, size, create } => {
-                let file = open_file(spec, path, *size, *create)?;
+                let file = open_file(spec, path, *size, *create, made)?;
                 measure_file(spec, path, file)?
             }
             Source::Device { path } => open_device(spec, path)?,
@@ -231,12 +280,7 @@ impl Store {
                 block_size: spec.block_size,
             });
         }
-        Ok(Arc::new(Self {
-            medium,
-            faults: spec.faults.clone(),
-            capacity: AtomicU64::new(geometry.capacity),
-            geometry,
-        }))
+        Ok((medium, geometry))
     }
 
     /// What a logical unit must know; the capacity is the present one.
@@ -252,6 +296,75 @@ impl Store {
     #[must_use]
     pub fn capacity(&self) -> u64 {
         self.capacity.load(Ordering::Acquire)
+    }
+
+    /// Makes room for the size that a backend is to have, and gives the capacity that it would have
+    /// then; [`Store::set_capacity`] makes it so. `None` where that is the present one.
+    ///
+    /// # Errors
+    /// [`OpenError`]: it would shrink, or its file does not have the size and may not be extended.
+    pub fn grow(&self, spec: &Spec) -> Result<Option<u64>, OpenError> {
+        let from = self.capacity();
+        let to = match (&self.medium, &spec.source) {
+            (Medium::File { fd, device, .. }, Source::File { path, size, create }) => {
+                let error = |action| io_error(path, action);
+                let file = File::from(fd.try_clone().map_err(error("examine it"))?);
+                let actual = file.metadata().map_err(error("examine it"))?.len();
+                match *size {
+                    Some(wanted) if wanted > actual && *create && !device && !spec.read_only => {
+                        extend(&file, path, wanted)?;
+                        self.note_made(path, actual);
+                        wanted
+                    }
+                    Some(wanted) if wanted != actual => {
+                        return Err(OpenError::Size {
+                            path: path.clone(),
+                            actual,
+                            wanted,
+                        });
+                    }
+                    _ => actual,
+                }
+            }
+            (_, Source::Ram { size } | Source::Null { size }) => *size,
+            _ => from,
+        };
+        let to = to - to % u64::from(self.geometry.block_size);
+        if to < from {
+            return Err(OpenError::Shrinks { from, to });
+        }
+        Ok((to > from).then_some(to))
+    }
+
+    /// The capacity is another one from now on, in bytes.
+    pub fn set_capacity(&self, bytes: u64) {
+        self.capacity.store(bytes, Ordering::Release);
+    }
+
+    fn note_made(&self, path: &Path, before: u64) {
+        let mut made = self.made();
+        made.get_or_insert(Made {
+            path: path.to_owned(),
+            before: Some(before),
+        });
+    }
+
+    /// What opening or growing has changed on disk is meant to stay.
+    pub fn keep(&self) {
+        *self.made() = None;
+    }
+
+    /// Takes back what opening or growing has changed on disk, before anything was served from it:
+    /// removes a file that was created, and cuts one that was extended.
+    pub fn undo(&self) {
+        if let Some(made) = self.made().take() {
+            made.undo();
+        }
+    }
+
+    /// It is set or taken as a whole, so poison is ignored.
+    fn made(&self) -> std::sync::MutexGuard<'_, Option<Made>> {
+        self.made.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Measures the backend again, for an administrator's rescan or a timer, and says what changed.
@@ -322,23 +435,46 @@ fn lock(file: &File, spec: &Spec, path: &Path) -> Result<(), OpenError> {
     Ok(())
 }
 
-fn open_file(spec: &Spec, path: &Path, size: Option<u64>, create: bool) -> Result<File, OpenError> {
+fn extend(file: &File, path: &Path, len: u64) -> Result<(), OpenError> {
+    file.set_len(len)
+        .and_then(|()| file.sync_all())
+        .map_err(io_error(path, "extend it"))
+}
+
+/// Opens, or creates, a file; what that changes on disk is told in `made`.
+fn open_file(
+    spec: &Spec,
+    path: &Path,
+    size: Option<u64>,
+    create: bool,
+    made: &mut Option<Made>,
+) -> Result<File, OpenError> {
     let writable = !spec.read_only;
-    let file = OpenOptions::new()
+    let mut options = OpenOptions::new();
+    options
         .read(true)
         .write(writable)
-        .create(create && writable)
         // A FIFO by mistake must not hang the daemon.
-        .custom_flags(libc::O_NONBLOCK)
-        .open(path)
-        .map_err(io_error(
-            path,
-            if writable {
-                "open it for writing"
-            } else {
-                "open it"
-            },
-        ))?;
+        .custom_flags(libc::O_NONBLOCK);
+    let mut opened = options.open(path);
+    let is_missing = |e: &io::Error| e.kind() == io::ErrorKind::NotFound;
+    if create && writable && opened.as_ref().is_err_and(is_missing) {
+        opened = options.create_new(true).open(path);
+        if opened.is_ok() {
+            *made = Some(Made {
+                path: path.to_owned(),
+                before: None,
+            });
+        }
+    }
+    let file = opened.map_err(io_error(
+        path,
+        if writable {
+            "open it for writing"
+        } else {
+            "open it"
+        },
+    ))?;
     let metadata = file.metadata().map_err(io_error(path, "examine it"))?;
     if !metadata.is_file() {
         return Err(OpenError::Kind {
@@ -350,9 +486,11 @@ fn open_file(spec: &Spec, path: &Path, size: Option<u64>, create: bool) -> Resul
     let actual = metadata.len();
     match size {
         Some(wanted) if wanted > actual && create && writable => {
-            file.set_len(wanted)
-                .and_then(|()| file.sync_all())
-                .map_err(io_error(path, "extend it"))?;
+            extend(&file, path, wanted)?;
+            made.get_or_insert_with(|| Made {
+                path: path.to_owned(),
+                before: Some(actual),
+            });
             let parent = path.parent().filter(|p| !p.as_os_str().is_empty());
             File::open(parent.unwrap_or(Path::new(".")))
                 .and_then(|dir| dir.sync_all())

@@ -133,6 +133,12 @@ impl Window {
         }
     }
 
+    /// Commands at once.
+    #[must_use]
+    pub fn commands(&self) -> u16 {
+        self.commands
+    }
+
     /// Whether numbers may come out of order.
     pub(super) fn is_unordered(&self) -> bool {
         self.unordered

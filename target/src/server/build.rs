@@ -1,25 +1,16 @@
 //! From a configuration to what workers share.
 
 use std::collections::BTreeMap;
-use std::net::IpAddr;
+use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
 
 use riser_scsi::iscsi::login::Auth;
 use riser_scsi::lu::LogicalUnit;
-use riser_transport::rdma_core::{self, RdmaCoreDevice};
-use riser_transport::roce::fault::FaultConfig;
-use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
-use riser_transport::verbs::{Mtu, Verbs};
 
 use super::ServerError;
 use crate::backend::Store;
-use crate::config::{
-    self, Backend, Config, HostId, LinkFaults, Lun, Portal, Protocol, Provider, Target,
-};
+use crate::config::{self, Backend, Config, HostId, Lun, Portal, Protocol, Target};
 use crate::srp::{LoginLimits, Unit, UnitIdx};
-use crate::worker::Device;
-use crate::worker::iscsi::{IscsiSessions, IscsiShared};
 use crate::worker::registry::SessionLimits;
 use crate::worker::target::{Catalog, IscsiDef, PortalDef, TargetDef};
 
@@ -58,24 +49,14 @@ pub(super) fn session_limits(config: &Config) -> SessionLimits {
     }
 }
 
-/// What iSCSI needs of all targets together.
-pub(super) fn iscsi_shared(config: &Config) -> Result<IscsiShared, ServerError> {
-    Ok(IscsiShared {
-        sessions: IscsiSessions::default(),
-        discovery: auth(config.discovery_chap.as_ref())?,
-        commands: config.limits.queue_depth.min(1024) as u16,
-    })
-}
-
 /// What a target is for iSCSI initiators.
-fn iscsi(target: &config::Target) -> Result<Option<IscsiDef>, ServerError> {
-    let Some(name) = &target.iqn else {
-        return Ok(None);
-    };
+fn iscsi(target: &config::Target, ids: &PortIds) -> Result<Option<IscsiDef>, ServerError> {
     // All portals lead to the same sessions, whatever carries them: they are one portal group, and so
     // one port for initiators. Relative port identifiers are unique among all portals of the target.
-    let first = target.portals.iter().position(|p| p.protocol.is_iscsi());
-    let group = first.expect("only a target with such portals has a name") as u16 + 1;
+    // A target may have a name and no such portal.
+    let (Some(name), Some(&group)) = (&target.iqn, ids.get(&Port::Iscsi)) else {
+        return Ok(None);
+    };
     let portals = |protocol| {
         let all = target
             .portals
@@ -124,6 +105,28 @@ pub(super) struct Builder {
     units: BTreeMap<(String, bool), Arc<Unit>>,
     opened: Vec<Option<Arc<Store>>>,
     unit_stores: Vec<usize>,
+    ports: BTreeMap<String, PortIds>,
+}
+
+/// RELATIVE TARGET PORT IDENTIFIERs of a target's ports.
+type PortIds = BTreeMap<Port, u16>;
+
+/// A port of a target.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Port {
+    /// A portal of SRP.
+    Srp(SocketAddr),
+    /// All portals of iSCSI and iSER, whose portal group has the port's number.
+    Iscsi,
+}
+
+/// The port that a portal belongs to.
+fn port_of(portal: &Portal) -> Port {
+    if portal.protocol.is_iscsi() {
+        Port::Iscsi
+    } else {
+        Port::Srp(portal.listen)
+    }
 }
 
 impl Builder {
@@ -133,9 +136,10 @@ impl Builder {
         let host = HostId::of(config);
         let mut targets = Vec::new();
         for target in &config.targets {
-            let portals = target.portals.iter().enumerate();
-            let portals = portals.filter(|(_, portal)| portal.protocol == Protocol::Srp);
-            let portals = portals.map(|(i, portal)| portal_def(&host, target, i, portal));
+            let ids = self.port_ids(target);
+            let portals = target.portals.iter();
+            let portals = portals.filter(|portal| portal.protocol == Protocol::Srp);
+            let portals = portals.map(|portal| portal_def(&host, target, portal, &ids));
             let mut members = Vec::new();
             for (number, lun) in &target.luns {
                 members.push((*number, self.unit(config, &host, *lun)?));
@@ -144,18 +148,41 @@ impl Builder {
                 config: target.clone(),
                 portals: portals.collect(),
                 units: members,
-                iscsi: iscsi(target)?,
+                iscsi: iscsi(target, &ids)?,
             });
         }
         self.forget_others(&targets);
         Ok(Catalog {
+            limits: session_limits(config),
+            commands: config.limits.queue_depth.min(1024) as u16,
+            discovery: auth(config.discovery_chap.as_ref())?,
             targets,
             unit_stores: self.unit_stores.clone(),
             stores: self.opened.clone(),
         })
     }
 
+    /// The numbers of a target's ports: those that they had, else their places in the file where these
+    /// are free.
+    fn port_ids(&mut self, target: &Target) -> PortIds {
+        let known = self.ports.entry(target.name.clone()).or_default();
+        let ports = || target.portals.iter().map(port_of);
+        known.retain(|port, _| ports().any(|p| p == *port));
+        for (place, port) in ports().enumerate() {
+            if known.contains_key(&port) {
+                continue;
+            }
+            let taken: Vec<u16> = known.values().copied().collect();
+            let mut ids = std::iter::once(place as u16 + 1).chain(1..=u16::MAX);
+            let id = ids.find(|id| !taken.contains(id));
+            known.insert(port, id.expect("a target has fewer portals"));
+        }
+        known.clone()
+    }
+
     fn forget_others(&mut self, targets: &[TargetDef]) {
+        let is_there = |name: &str| targets.iter().any(|t| t.config.name == name);
+        self.ports.retain(|name, _| is_there(name));
         let served = |unit: &Arc<Unit>| {
             let mut all = targets.iter().flat_map(|t| &t.units);
             all.any(|(_, u)| Arc::ptr_eq(u, unit))
@@ -172,6 +199,23 @@ impl Builder {
                 *store = None;
             }
         }
+    }
+
+    /// The backends that the other one does not have.
+    pub(super) fn stores_beyond<'a>(
+        &'a self,
+        other: &'a Self,
+    ) -> impl Iterator<Item = &'a Arc<Store>> {
+        let places = self.opened.iter().enumerate();
+        places.filter_map(|(place, store)| {
+            let is_known = other.opened.get(place).is_some_and(Option::is_some);
+            store.as_ref().filter(|_| !is_known)
+        })
+    }
+
+    /// The place of an open backend.
+    pub(super) fn place_of(&self, name: &str) -> Option<usize> {
+        self.stores.get(name).copied()
     }
 
     fn unit(&mut self, config: &Config, host: &HostId, lun: Lun) -> Result<Arc<Unit>, ServerError> {
@@ -220,95 +264,12 @@ impl Builder {
     }
 }
 
-fn portal_def(host: &HostId, target: &Target, place: usize, portal: &Portal) -> PortalDef {
+fn portal_def(host: &HostId, target: &Target, portal: &Portal, ids: &PortIds) -> PortalDef {
     PortalDef {
         listen: portal.listen,
         id_ext: portal.id_ext(host, &target.name).0,
         ioc_guid: portal.ioc_guid(host, &target.name).0,
         service_id: portal.service_guid(host, &target.name).0,
-        relative_id: place as u16 + 1,
-    }
-}
-
-/// Opens the devices: by worker, one for each address that a portal has.
-///
-/// An RDMA device of the host is the first worker's alone. It comes after the software NICs, whose
-/// places are the same for all workers.
-pub(super) fn devices(config: &Config, workers: usize) -> Result<Vec<Vec<Nic>>, ServerError> {
-    let mut addresses: Vec<IpAddr> = Vec::new();
-    let portals = config.targets.iter().flat_map(|t| &t.portals);
-    for portal in portals.filter(|p| p.protocol.is_rdma()) {
-        let ip = portal.listen.ip();
-        if !addresses.contains(&ip) {
-            addresses.push(ip);
-        }
-    }
-    let on_host = |addr: &IpAddr| match config.transport.provider {
-        Provider::Roce => false,
-        Provider::RdmaCore => true,
-        Provider::Auto => rdma_core::has_device(*addr),
-    };
-    let (on_host, ours): (Vec<IpAddr>, Vec<IpAddr>) = addresses.into_iter().partition(on_host);
-    let mut devices: Vec<Vec<Nic>> = (0..workers).map(|_| Vec::new()).collect();
-    for addr in ours {
-        // In the workers' order: the sockets of one port are numbered as they are bound.
-        for (index, own) in devices.iter_mut().enumerate() {
-            let roce = RoceConfig {
-                mtu: config.transport.mtu.and_then(mtu),
-                worker_index: index as u32,
-                worker_bits: workers.ilog2() as u8,
-                faults: RoceFaults {
-                    transmit: config.transport.faults.map(|f| faults(f, index as u64)),
-                    receive: None,
-                },
-                ..RoceConfig::new(addr)
-            };
-            let device =
-                Roce::open(&roce).map_err(|source| ServerError::Device { addr, source })?;
-            own.push(Nic::Roce(device));
-        }
-    }
-    for addr in on_host {
-        let device = RdmaCoreDevice::open(addr)?;
-        tracing::info!(%addr, device = %device.device_attr().name, "serves on an RDMA device");
-        devices[0].push(Nic::RdmaCore(device));
-    }
-    Ok(devices)
-}
-
-/// A device on its way to its worker's thread.
-pub(super) enum Nic {
-    /// The software NIC's.
-    Roce(Roce),
-    /// The host's.
-    RdmaCore(RdmaCoreDevice),
-}
-
-impl Nic {
-    /// As the worker knows it.
-    pub(super) fn into_device(self) -> Box<dyn Device> {
-        match self {
-            Self::Roce(device) => Box::new(device),
-            Self::RdmaCore(device) => Box::new(device),
-        }
-    }
-}
-
-fn mtu(bytes: u16) -> Option<Mtu> {
-    Mtu::ALL
-        .into_iter()
-        .find(|m| m.bytes() == usize::from(bytes))
-}
-
-fn faults(link: LinkFaults, worker: u64) -> FaultConfig {
-    let parts = |p: crate::config::Percent| (p.probability() * 1e6).round() as u32;
-    FaultConfig {
-        seed: link.seed.wrapping_add(worker),
-        loss: parts(link.loss),
-        duplication: parts(link.duplicate),
-        corruption: parts(link.corrupt),
-        reorder: parts(link.reorder),
-        reorder_depth: link.reorder_window,
-        reorder_time: Duration::from_millis(1),
+        relative_id: ids[&port_of(portal)],
     }
 }

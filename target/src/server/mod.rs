@@ -15,8 +15,10 @@
 //! ```
 //!
 //! # Changes
-//! [`Server::change`] applies another configuration: see [`reload`].
+//! [`Server::change`] applies another configuration: see [`reload`]. The start is a change from
+//! nothing, and acquires what it takes with the same code.
 
+mod acquire;
 mod build;
 pub mod reload;
 
@@ -35,13 +37,14 @@ use tokio::sync::Notify;
 
 use crate::backend::OpenError;
 use crate::config::Config;
+use crate::worker::iscsi::IscsiSessions;
 use crate::worker::mail::{MAILBOX, Mail, Outbox, Snapshot};
+use crate::worker::places::Places;
 use crate::worker::registry::Registry;
 use crate::worker::target::Catalog;
 use crate::worker::{Report, Shared, Worker, WorkerConfig};
 
-/// How long commands under way get at a shutdown.
-pub const PATIENCE: Duration = Duration::from_secs(5);
+pub use crate::worker::PATIENCE;
 
 /// How long the last block operations, and the flush, get after that.
 const LAST_IO: Duration = Duration::from_secs(60);
@@ -84,6 +87,17 @@ pub enum ServerError {
     /// An RDMA device of the host cannot be opened.
     #[error(transparent)]
     RdmaCore(#[from] riser_transport::rdma_core::OpenError),
+    /// A device at an address that was served before does not close.
+    #[error("the device at {0} is still being closed; try again")]
+    Closing(IpAddr),
+    /// A TCP portal cannot be listened on.
+    #[error("cannot listen on {portal}: {source}")]
+    Listen {
+        /// The portal.
+        portal: SocketAddr,
+        /// Why.
+        source: io::Error,
+    },
     /// A thread cannot be started.
     #[error("cannot start a worker: {0}")]
     Thread(#[source] io::Error),
@@ -109,6 +123,9 @@ pub enum ServerError {
         /// Why.
         source: io::Error,
     },
+    /// Applied configurations cannot be kept or read.
+    #[error("the state directory: {0}")]
+    State(#[source] io::Error),
     /// Signals cannot be waited for.
     #[error("cannot wait for signals: {0}")]
     Signal(#[source] io::Error),
@@ -143,9 +160,17 @@ pub fn build_shared(config: &Config) -> Result<Shared, ServerError> {
 fn shared(config: &Config) -> Result<(Shared, build::Builder), ServerError> {
     let mut builder = build::Builder::default();
     let catalog = builder.catalog(config)?;
-    let registry = Registry::new(build::session_limits(config), catalog);
-    let iscsi = build::iscsi_shared(config)?;
-    Ok((Shared { registry, iscsi }, builder))
+    catalog
+        .stores
+        .iter()
+        .flatten()
+        .for_each(|store| store.keep());
+    let shared = Shared {
+        registry: Registry::new(catalog),
+        iscsi: IscsiSessions::default(),
+        places: Places::default(),
+    };
+    Ok((shared, builder))
 }
 
 /// What a worker's thread gets from the server once all mailboxes exist.
@@ -160,7 +185,9 @@ impl Server {
         let (shared, builder) = shared(config)?;
         let shared = Arc::new(shared);
         let workers = build::workers(config);
-        let devices = build::devices(config, workers)?;
+        let catalog = shared.registry.catalog();
+        let acquired = acquire::acquire(config, &shared, &catalog, None, workers)?;
+        let parts = acquired.keep();
         let (reports_tx, reports) = channel();
         let mut server = Self {
             config: config.clone(),
@@ -173,7 +200,7 @@ impl Server {
             failed: None,
             failure: Arc::default(),
         };
-        let started = server.start_workers(config, devices, &reports_tx);
+        let started = server.start_workers(config, parts, &reports_tx);
         drop(reports_tx);
         if let Err(error) = started {
             server.abandon();
@@ -185,11 +212,11 @@ impl Server {
     fn start_workers(
         &mut self,
         config: &Config,
-        devices: Vec<Vec<build::Nic>>,
+        parts: Vec<acquire::Part>,
         reports: &Sender<Report>,
     ) -> Result<(), ServerError> {
         let mut setups = Vec::new();
-        for (index, devices) in devices.into_iter().enumerate() {
+        for (index, part) in parts.into_iter().enumerate() {
             let (setup_tx, setup_rx) = channel::<Setup>();
             let (mail_tx, mail_rx) = channel();
             let parts = ThreadParts {
@@ -197,7 +224,7 @@ impl Server {
                 cpu: build::cpu(config, index),
                 pool: config.limits.buffer_pool,
                 shared: Arc::clone(&self.shared),
-                devices,
+                part,
                 reports: reports.clone(),
                 failure: Arc::clone(&self.failure),
             };
@@ -447,7 +474,7 @@ struct ThreadParts {
     cpu: Option<usize>,
     pool: usize,
     shared: Arc<Shared>,
-    devices: Vec<build::Nic>,
+    part: acquire::Part,
     reports: Sender<Report>,
     failure: Arc<Notify>,
 }
@@ -486,12 +513,14 @@ impl ThreadParts {
         let Ok(senders) = setup.recv() else {
             return Ok(());
         };
-        let devices = self.devices.into_iter();
+        // The first devices have the first places.
+        let devices = self.part.devices.into_iter();
         let mut worker = Worker::new(WorkerConfig {
             index: self.index,
             pool: self.pool,
             shared: self.shared,
-            devices: devices.map(build::Nic::into_device).collect(),
+            devices: devices.map(|(_, device)| device.into_device()).collect(),
+            sockets: self.part.sockets,
             ring,
             mailbox,
             outbox: Outbox::new(senders),

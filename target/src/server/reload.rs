@@ -1,21 +1,42 @@
 //! Another configuration for a running server.
 //!
-//! What may change: logical units of targets, the backends they are on, and who may use them. What
-//! may not: everything that sessions, workers and devices were made with. A configuration that
-//! changes something else is refused whole, so that the file and the server never agree in part.
+//! Everything may change but what workers, devices that stay and the daemon itself were made with:
+//! identity, workers, transport, log, admin socket, state, the buffer pool and the longest transfer.
+//! A configuration that changes one of these is refused whole and says which, as is one that makes
+//! another disk of a backend under the feet of those who use it; a backend may grow.
 //!
-//! Initiators whose units are others than before get the unit attention REPORTED LUNS DATA HAS
-//! CHANGED. A unit that was taken away takes no new commands; those under way end as if nothing had
-//! happened, and its backend closes after the last one. Initiators that may not log in any more are
-//! logged out.
+//! # In one step
+//! ```text
+//! prepare: check → files opened, locked, extended; secrets read → devices opened, sockets bound
+//!   → every worker listens where it must, unseen
+//!   any failure: all of it is let go of, and nothing has changed
+//! commit: the catalog is exchanged, sessions are told → workers take over what they hold
+//!   cannot fail
+//! ```
+//!
+//! # What sessions see
+//! Those that it does not concern: nothing. Initiators whose units are others than before get the unit
+//! attention REPORTED LUNS DATA HAS CHANGED, those of a unit that has grown CAPACITY DATA HAS CHANGED.
+//! A unit that was taken away takes no new commands; those under way end as if nothing had happened,
+//! and its backend closes after the last one. Initiators whose target or portal is gone, or that may
+//! not log in any more, are logged out in the way of their protocol, for which they get
+//! [`PATIENCE`]. Limits hold for sessions that log in from now on; the number of
+//! commands that a unit takes from all of them together stays what it was when the unit was made.
 
 use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
 
-use riser_scsi::srp::TLogoutReason;
-
-use super::{Server, ServerError};
-use crate::config::Config;
+use super::acquire::{self, Acquired};
+use super::{PATIENCE, Server, ServerError, build};
+use crate::backend::{Source, Spec, Store};
+use crate::config::{Backend, Config};
 use crate::worker::mail::Mail;
+use crate::worker::stage::Stage;
+use crate::worker::target::Catalog;
+
+/// How long a worker may take to acquire what a change takes.
+const STAGING: Duration = Duration::from_secs(10);
 
 /// Why a configuration was not applied. The old one stays.
 #[derive(Debug, thiserror::Error)]
@@ -23,56 +44,97 @@ pub enum ChangeError {
     /// Something changed that cannot while the server runs.
     #[error("{0} changed, which takes a restart; nothing was applied")]
     NeedsRestart(String),
-    /// A new backend or unit cannot be made.
+    /// A backend that is a LUN became another one.
+    #[error(
+        "backend {0} changed while it is a LUN: take its LUNs away first, and add them again; \
+         nothing was applied"
+    )]
+    InUse(String),
+    /// Something that it needs cannot be had.
     #[error("{0}; nothing was applied")]
     Server(#[from] ServerError),
+    /// A worker cannot serve it.
+    #[error("worker {worker}: {message}; nothing was applied")]
+    Worker {
+        /// Its number.
+        worker: usize,
+        /// What it said.
+        message: String,
+    },
 }
 
 /// Whether one configuration can follow another while the server runs.
 ///
 /// # Errors
-/// [`ChangeError::NeedsRestart`] names the first thing that cannot change.
+/// [`ChangeError::NeedsRestart`] or [`ChangeError::InUse`] names the first thing that cannot change.
 pub fn check(old: &Config, new: &Config) -> Result<(), ChangeError> {
+    let (was, is) = (&old.limits, &new.limits);
     let parts = [
         ("identity", old.identity == new.identity),
         ("workers", old.workers == new.workers),
-        ("limits", old.limits == new.limits),
+        ("limits.buffer_pool_mib", was.buffer_pool == is.buffer_pool),
+        ("limits.max_transfer", was.max_transfer == is.max_transfer),
         ("transport", old.transport == new.transport),
         ("log", old.log == new.log),
         ("admin", old.admin == new.admin),
-        ("discovery_chap", old.discovery_chap == new.discovery_chap),
-        (
-            "the number of targets",
-            old.targets.len() == new.targets.len(),
-        ),
+        ("state", old.state == new.state),
     ];
     let mut changed = parts.iter().filter(|(_, same)| !same);
     if let Some((name, _)) = changed.next() {
         return Err(ChangeError::NeedsRestart((*name).to_owned()));
     }
-    for (old, new) in old.targets.iter().zip(&new.targets) {
-        let names = old.name == new.name && old.iqn == new.iqn && old.chap == new.chap;
-        if !names || old.portals != new.portals {
-            let what = format!("a name, secret or portal of target {}", old.name);
-            return Err(ChangeError::NeedsRestart(what));
-        }
-    }
     let served = |config: &Config, name: &str| {
         let mut luns = config.targets.iter().flat_map(|t| t.luns.values());
         luns.any(|lun| config.backend(lun).name == name)
     };
-    for backend in &old.backends {
-        let same = new.backends.iter().find(|b| b.name == backend.name);
-        if let Some(same) = same
-            && same != backend
-            && served(old, &backend.name)
-            && served(new, &backend.name)
-        {
-            let what = format!("backend {}, which is in use,", backend.name);
-            return Err(ChangeError::NeedsRestart(what));
+    for (old_backend, new_backend) in backends_of_both(old, new) {
+        let name = &old_backend.name;
+        let is_other = size_aside(old_backend) != size_aside(new_backend);
+        if is_other && served(old, name) && served(new, name) {
+            return Err(ChangeError::InUse(name.clone()));
         }
     }
     Ok(())
+}
+
+fn backends_of_both<'a>(
+    old: &'a Config,
+    new: &'a Config,
+) -> impl Iterator<Item = (&'a Backend, &'a Backend)> {
+    let pair = |backend: &'a Backend| {
+        let same = new.backends.iter().find(|b| b.name == backend.name);
+        Some((backend, same?))
+    };
+    old.backends.iter().filter_map(pair)
+}
+
+/// A backend without what may change while it is in use: its size, and whether its file may be
+/// created or extended.
+fn size_aside(backend: &Backend) -> Backend {
+    let mut backend = backend.clone();
+    match &mut backend.spec.source {
+        Source::File { size, create, .. } => (*size, *create) = (None, false),
+        Source::Ram { size } | Source::Null { size } => *size = 0,
+        Source::Device { .. } => {}
+    }
+    backend
+}
+
+/// A change that has everything it takes.
+struct Prepared {
+    config: Config,
+    builder: build::Builder,
+    catalog: Arc<Catalog>,
+    acquired: Acquired,
+    grown: Vec<Grown>,
+}
+
+/// A backend with room for more.
+struct Grown {
+    place: usize,
+    store: Arc<Store>,
+    /// Its capacity from the commit on, in bytes.
+    to: u64,
 }
 
 impl Server {
@@ -81,19 +143,187 @@ impl Server {
     /// # Errors
     /// [`ChangeError`]; everything is as it was then.
     pub fn change(&mut self, config: Config) -> Result<(), ChangeError> {
+        self.change_if(config, || Ok(()))
+    }
+
+    /// As [`Server::change`], but asks `agree` once everything is there that the change takes, and
+    /// before anything of it can be seen.
+    ///
+    /// # Errors
+    /// Those of [`Server::change`] and of `agree`; everything is as it was then.
+    pub fn change_if<E: From<ChangeError>>(
+        &mut self,
+        config: Config,
+        agree: impl FnOnce() -> Result<(), E>,
+    ) -> Result<(), E> {
         check(&self.config, &config)?;
+        let prepared = self.prepare(config)?;
+        if let Err(error) = agree() {
+            self.withdraw(prepared);
+            return Err(error);
+        }
+        self.commit(prepared);
+        Ok(())
+    }
+
+    /// What is served, and how.
+    #[must_use]
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Acquires all that a configuration takes.
+    fn prepare(&self, config: Config) -> Result<Prepared, ChangeError> {
         let mut builder = self.builder.clone();
-        let catalog = Arc::new(builder.catalog(&config)?);
+        let mut grown = Vec::new();
+        let built = builder
+            .catalog(&config)
+            .and_then(|catalog| self.grow(&config, &builder, &mut grown).map(|()| catalog))
+            .and_then(|catalog| {
+                let old = self.shared.registry.catalog();
+                let workers = self.senders.len();
+                let acquired =
+                    acquire::acquire(&config, &self.shared, &catalog, Some(&old), workers)?;
+                Ok((Arc::new(catalog), acquired))
+            });
+        let (catalog, mut acquired) = match built {
+            Ok(built) => built,
+            Err(error) => {
+                self.undo_backends(&builder, &grown);
+                return Err(error.into());
+            }
+        };
+        let staged = self.stage(&catalog, &mut acquired);
+        let prepared = Prepared {
+            config,
+            builder,
+            catalog,
+            acquired,
+            grown,
+        };
+        match staged {
+            Ok(()) => Ok(prepared),
+            Err(error) => {
+                self.withdraw(prepared);
+                Err(error)
+            }
+        }
+    }
+
+    /// Makes room in backends that are to be larger.
+    fn grow(
+        &self,
+        config: &Config,
+        builder: &build::Builder,
+        grown: &mut Vec<Grown>,
+    ) -> Result<(), ServerError> {
+        let catalog = self.shared.registry.catalog();
+        for (old, new) in backends_of_both(&self.config, config) {
+            // One that is served no more, or was not, is opened afresh.
+            let places = (
+                self.builder.place_of(&old.name),
+                builder.place_of(&new.name),
+            );
+            let (Some(place), Some(same)) = places else {
+                continue;
+            };
+            if place != same || !may_resize(&old.spec, &new.spec) {
+                continue;
+            }
+            let Some(store) = &catalog.stores[place] else {
+                continue;
+            };
+            let to = store
+                .grow(&new.spec)
+                .map_err(|source| ServerError::Backend {
+                    name: new.name.clone(),
+                    source,
+                })?;
+            if let Some(to) = to {
+                let store = Arc::clone(store);
+                grown.push(Grown { place, store, to });
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets every worker acquire its part.
+    fn stage(&self, catalog: &Arc<Catalog>, acquired: &mut Acquired) -> Result<(), ChangeError> {
+        let parts = acquired.take_parts();
+        let gone = |worker| ChangeError::Worker {
+            worker,
+            message: "it does not answer".into(),
+        };
+        let mut asked = Vec::new();
+        for (worker, (part, sender)) in parts.into_iter().zip(&self.senders).enumerate() {
+            let stage = Stage {
+                catalog: Arc::clone(catalog),
+                devices: part.devices,
+                sockets: part.sockets,
+            };
+            let (reply, answer) = channel();
+            let sent = sender.send_blocking(Mail::Stage(Box::new(stage), reply));
+            sent.map_err(|_| gone(worker))?;
+            asked.push(answer);
+        }
+        let until = Instant::now() + STAGING;
+        for (worker, answer) in asked.into_iter().enumerate() {
+            let left = until.saturating_duration_since(Instant::now());
+            let answer = answer.recv_timeout(left).map_err(|_| gone(worker))?;
+            answer.map_err(|message| ChangeError::Worker { worker, message })?;
+        }
+        Ok(())
+    }
+
+    /// Takes back what opening backends has done to files.
+    fn undo_backends(&self, builder: &build::Builder, grown: &[Grown]) {
+        for store in builder.stores_beyond(&self.builder) {
+            store.undo();
+        }
+        for grown in grown {
+            grown.store.undo();
+        }
+    }
+
+    /// Lets go of all that was acquired.
+    fn withdraw(&self, prepared: Prepared) {
+        for sender in &self.senders {
+            // A worker that is gone holds nothing.
+            let _ = sender.send_blocking(Mail::Unstage);
+        }
+        // A mailbox keeps its order: a worker that answers this has let go.
+        let _ = self.snapshot();
+        self.undo_backends(&prepared.builder, &prepared.grown);
+    }
+
+    /// Serves what was prepared.
+    fn commit(&mut self, prepared: Prepared) {
+        let Prepared {
+            config,
+            builder,
+            catalog,
+            acquired,
+            grown,
+        } = prepared;
+        builder
+            .stores_beyond(&self.builder)
+            .chain(grown.iter().map(|g| &g.store))
+            .for_each(|store| store.keep());
         self.builder = builder;
         self.config = config;
+        let _ = acquired.keep();
+        let wanted = |addr| catalog.rdma_portals().any(|portal| portal.ip() == addr);
         let ended = self.shared.registry.change(Arc::clone(&catalog));
-        let of_iscsi = self.shared.iscsi.sessions.change(&catalog);
+        let of_iscsi = self.shared.iscsi.change(&catalog);
+        for grown in &grown {
+            grown.store.set_capacity(grown.to);
+            self.on_resized(&catalog, grown.place, grown.to);
+        }
+        let until = Instant::now() + PATIENCE;
         for channel in ended.into_iter().chain(of_iscsi) {
             if let Some(sender) = self.senders.get(usize::from(channel.worker)) {
-                let _ = sender.send_blocking(Mail::Terminate {
-                    serial: channel.serial,
-                    reason: TLogoutReason::NoReason,
-                });
+                let serial = channel.serial;
+                let _ = sender.send_blocking(Mail::LogOut { serial, until });
             }
         }
         for sender in &self.senders {
@@ -102,6 +332,11 @@ impl Server {
         }
         // A mailbox keeps its order: a worker that answers this has applied the change.
         let _ = self.snapshot();
-        Ok(())
+        self.shared.places.want(wanted);
     }
+}
+
+/// Whether a backend's size is to be looked at: where the file's words about it are others now.
+fn may_resize(old: &Spec, new: &Spec) -> bool {
+    old.source != new.source
 }

@@ -1,7 +1,5 @@
-//! Follows what is served: attaches backends, hands sessions their new units, lets backends go.
-//!
-//! SRP sessions see other units at once. iSCSI sessions keep those that they logged in with until
-//! they end.
+//! Follows what is served: attaches backends, opens and closes portals, hands sessions their new
+//! units, lets backends go.
 
 use std::sync::{Arc, Weak};
 
@@ -42,6 +40,7 @@ impl Worker {
                 _ => {}
             }
         }
+        self.follow_portals();
         let changed: Vec<_> = self
             .sessions
             .iter()
@@ -54,8 +53,9 @@ impl Worker {
         for (slot, luns) in changed {
             self.with_channel(slot, |ch, cx| ch.handle_luns(cx, luns));
         }
-        self.follow_iscsi_luns();
-        self.follow_iser_luns();
+        self.log_out_unserved();
+        self.follow_iscsi();
+        self.follow_iser();
     }
 
     /// Detaches backends that are served no more and that no task needs.

@@ -86,10 +86,38 @@ impl Device for RdmaCoreDevice {
     }
 }
 
+/// A device on its way to its worker's thread.
+pub enum Opened {
+    /// The software NIC's.
+    Roce(Box<Roce>),
+    /// The host's.
+    RdmaCore(Box<RdmaCoreDevice>),
+}
+
+impl std::fmt::Debug for Opened {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Roce(_) => "Roce",
+            Self::RdmaCore(_) => "RdmaCore",
+        })
+    }
+}
+
+impl Opened {
+    /// As the worker knows it.
+    #[must_use]
+    pub fn into_device(self) -> Box<dyn Device> {
+        match self {
+            Self::Roce(device) => device,
+            Self::RdmaCore(device) => device,
+        }
+    }
+}
+
 /// How often a device that was taken away is looked for.
 const RETRY: Duration = Duration::from_millis(500);
 
-/// A worker's devices, by number. Indexing is for what is known to be there, such as the device of a
+/// A worker's devices, by number: their places, which are the same for all workers. Indexing is for what is known to be there, such as the device of a
 /// session; it panics where the device is closed.
 pub(super) struct Devices(Vec<Place>);
 
@@ -98,12 +126,31 @@ struct Place {
     state: State,
 }
 
+impl Place {
+    fn open(device: Box<dyn Device>) -> Result<Self, VerbsError> {
+        let addr = device.query_port(1)?.addr;
+        let is_gone = false;
+        let state = State::Open { device, is_gone };
+        Ok(Self { addr, state })
+    }
+
+    fn vacant() -> Self {
+        Self {
+            addr: IpAddr::from([0, 0, 0, 0]),
+            state: State::Vacant,
+        }
+    }
+}
+
 /// What has become of a device.
 ///
 /// ```text
-/// Open → Open, but gone → Closed → Open
+/// Vacant → Open → Open, but gone → Closed → Open
+///             └→ Vacant ←─────────────┘
 /// ```
 enum State {
+    /// There is none: another worker's is at this place, or nobody's.
+    Vacant,
     /// It is there.
     Open {
         device: Box<dyn Device>,
@@ -125,17 +172,25 @@ impl Devices {
     /// # Errors
     /// A device does not tell its address.
     pub(super) fn new(devices: Vec<Box<dyn Device>>) -> Result<Self, VerbsError> {
-        let place = |device: Box<dyn Device>| {
-            let addr = device.query_port(1)?.addr;
-            let is_gone = false;
-            let state = State::Open { device, is_gone };
-            Ok(Place { addr, state })
-        };
-        devices
-            .into_iter()
-            .map(place)
-            .collect::<Result<_, _>>()
-            .map(Self)
+        let places = devices.into_iter().map(Place::open);
+        places.collect::<Result<_, _>>().map(Self)
+    }
+
+    /// Puts a device at a vacant place.
+    ///
+    /// # Errors
+    /// It does not tell its address.
+    pub(super) fn put(&mut self, place: usize, device: Box<dyn Device>) -> Result<(), VerbsError> {
+        while self.0.len() <= place {
+            self.0.push(Place::vacant());
+        }
+        self.0[place] = Place::open(device)?;
+        Ok(())
+    }
+
+    /// Closes a device for good.
+    pub(super) fn remove(&mut self, place: usize) {
+        self.0[place] = Place::vacant();
     }
 
     pub(super) fn len(&self) -> usize {
@@ -147,15 +202,21 @@ impl Devices {
     }
 
     pub(super) fn has_addr(&self, addr: IpAddr) -> bool {
-        self.0.iter().any(|p| p.addr == addr)
+        let is_there = |p: &Place| p.addr == addr && !matches!(p.state, State::Vacant);
+        self.0.iter().any(is_there)
     }
 
     /// A device, unless it is closed.
     pub(super) fn get_mut(&mut self, device: usize) -> Option<&mut (dyn Device + 'static)> {
         match &mut self.0.get_mut(device)?.state {
             State::Open { device, .. } => Some(device.as_mut()),
-            State::Closed { .. } => None,
+            State::Closed { .. } | State::Vacant => None,
         }
+    }
+
+    /// Whether there is a device at a place, be it closed.
+    pub(super) fn is_there(&self, place: usize) -> bool {
+        !matches!(self.0[place].state, State::Vacant)
     }
 
     /// Whether a device works.
@@ -172,14 +233,14 @@ impl Devices {
     pub(super) fn open_mut(&mut self) -> impl Iterator<Item = &mut Box<dyn Device>> {
         self.0.iter_mut().filter_map(|p| match &mut p.state {
             State::Open { device, is_gone } => (!*is_gone).then_some(device),
-            State::Closed { .. } => None,
+            State::Closed { .. } | State::Vacant => None,
         })
     }
 
     /// When one of them wants to be driven or looked for.
     pub(super) fn deadline(&self) -> Option<Instant> {
         let due = |p: &Place| match &p.state {
-            State::Open { is_gone: true, .. } => None,
+            State::Open { is_gone: true, .. } | State::Vacant => None,
             State::Open { device, .. } => device.deadline(),
             State::Closed { reopen, look_at } => reopen.as_ref().map(|_| *look_at),
         };
@@ -193,7 +254,7 @@ impl Devices {
                 let before = std::mem::replace(is_gone, *is_gone || device.is_gone());
                 *is_gone && !before
             }
-            State::Closed { .. } => false,
+            State::Closed { .. } | State::Vacant => false,
         }
     }
 
@@ -237,7 +298,7 @@ impl Index<usize> for Devices {
     fn index(&self, device: usize) -> &Self::Output {
         match &self.0[device].state {
             State::Open { device, .. } => device.as_ref(),
-            State::Closed { .. } => panic!("nothing uses a device that is closed"),
+            State::Closed { .. } | State::Vacant => panic!("nothing uses a device that is closed"),
         }
     }
 }

@@ -300,15 +300,22 @@ fn source_gid(grh: &[u8]) -> Gid {
 }
 
 impl Worker {
+    /// Answers from now on with what is served now.
+    pub(super) fn follow_discovery(&mut self) {
+        let limits = self.catalog.limits.login;
+        for device in 0..self.devices.len() {
+            let addr = self.devices.addr(device);
+            if let Some(agent) = &mut self.discovery[device] {
+                agent.unit = IoUnit::new(&self.catalog.targets, addr, limits);
+            }
+        }
+    }
+
     /// Sets discovery up on a device; without it the device works, but is not found.
     pub(super) fn start_discovery(&mut self, device: usize) -> Option<DiscoveryAgent> {
         let dev = &mut self.devices[device];
         let ip = dev.query_port(1).ok()?.addr;
-        let unit = IoUnit::new(
-            &self.catalog.targets,
-            ip,
-            self.shared.registry.login_limits(),
-        );
+        let unit = IoUnit::new(&self.catalog.targets, ip, self.catalog.limits.login);
         DiscoveryAgent::start(dev, unit)
             .inspect_err(|error| tracing::warn!(%error, %ip, "targets cannot be discovered"))
             .ok()

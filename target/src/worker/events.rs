@@ -370,6 +370,11 @@ impl Worker {
                     self.with_channel(key, |ch, cx| ch.handle_terminate(cx, reason));
                 }
             }
+            Mail::LogOut { serial, until } => {
+                if let Some(key) = self.by_serial.get(&serial).copied() {
+                    self.log_out(key, until);
+                }
+            }
             // Of a connection that is gone.
             Mail::OthersGone { .. }
             | Mail::TakeTurn { .. }
@@ -385,6 +390,11 @@ impl Worker {
                     self.with_channel(key, |ch, cx| ch.handle_event(cx, unit, attention));
                 }
             }
+            Mail::Stage(stage, reply) => {
+                // Whoever asked may have given up, and lets go of it then.
+                let _ = reply.send(self.stage(*stage).map_err(|e| e.to_string()));
+            }
+            Mail::Unstage => self.unstage(),
             Mail::Changed => self.follow_catalog(),
             Mail::Shutdown { until } => self.begin_shutdown(until),
             Mail::Flush => self.begin_flush(),

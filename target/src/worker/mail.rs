@@ -11,6 +11,7 @@ use riser_scsi::iscsi::Cid;
 use riser_scsi::srp::TLogoutReason;
 
 use super::session::SessionInfo;
+use super::stage::Stage;
 use crate::iscsi::{Parcel, TakeOver};
 use crate::srp::{Counters, TaskRef, UnitIdx};
 
@@ -78,6 +79,13 @@ pub enum Mail {
         /// Its number at this worker.
         serial: u32,
     },
+    /// Ask the initiator of a channel to log out; end it at `until`.
+    LogOut {
+        /// Its number at this worker.
+        serial: u32,
+        /// When patience ends.
+        until: Instant,
+    },
     /// Something happened to a unit.
     Event {
         /// The unit.
@@ -85,6 +93,10 @@ pub enum Mail {
         /// What.
         attention: Attention,
     },
+    /// Acquire what serving another catalog takes, and say whether that was possible.
+    Stage(Box<Stage>, Sender<Result<(), String>>),
+    /// What was staged is not to be: let go of it.
+    Unstage,
     /// The registry has another catalog.
     Changed,
     /// Accept nobody any more; let sessions finish until then, and log them out.
@@ -111,6 +123,7 @@ impl Mail {
             Self::TakeOver(take_over) => Some(take_over.task.channel),
             Self::Parcel { to, .. } => Some(to.channel),
             Self::Terminate { serial, .. }
+            | Self::LogOut { serial, .. }
             | Self::OthersGone { serial }
             | Self::Detach { serial }
             | Self::Lost { serial, .. }

@@ -27,7 +27,8 @@
 //! - `registry`, `target`: sessions and targets, shared by all workers.
 //! - `mail`: messages between workers.
 //! - `park`: where a worker sleeps.
-//! - `removal`: devices that are taken away.
+//! - `removal`: devices that are taken away. `places`: devices that no portal needs any more.
+//! - `stage`: what the next catalog takes is acquired before it is served.
 //!
 //! # Bounds
 //! A completion queue gives at most [`CQ_BATCH`] completions per round, so one peer cannot keep the
@@ -42,16 +43,17 @@ pub mod iscsi;
 mod iser;
 pub mod mail;
 mod park;
+pub mod places;
 mod queue;
 pub mod registry;
 mod removal;
 mod session;
+pub mod stage;
 pub mod target;
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap, HashSet, VecDeque};
+use std::collections::{BinaryHeap, HashMap, VecDeque};
 use std::io;
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
@@ -60,7 +62,7 @@ use riser_memory::MemSlice;
 use riser_reactor::{MailReceiver, Ring, RingError, Spinner};
 use riser_scsi::step::BlockOp;
 use riser_transport::rw::{LocalSegment, RemoteSegment, RwContext};
-use riser_transport::verbs::{CmError, CmId, Completion, CqId, PortSpace};
+use riser_transport::verbs::{CmError, CmId, Completion, CqId};
 use slab::Slab;
 
 use crate::backend::{Driver, DriverConfig, StoreId};
@@ -68,16 +70,19 @@ use crate::log::RateLimit;
 use crate::pool::Pool;
 use crate::srp::{Counters, Cx};
 
-pub use device::{Device, Reopen};
+pub use device::{Device, Opened, Reopen};
 pub use session::SessionInfo;
 
 use catalog::Leaving;
 use device::Devices;
 use discovery::DiscoveryAgent;
+use iscsi::{IscsiSessions, TcpListener};
 use mail::{Mail, Outbox, Snapshot};
+use places::Places;
 use registry::Registry;
 use session::Session;
-use target::Catalog;
+use stage::Staged;
+use target::{Catalog, Entrance, Serves};
 
 /// Completions taken from one queue in a round.
 pub const CQ_BATCH: usize = 32;
@@ -91,7 +96,11 @@ const SPIN: Duration = Duration::from_micros(50);
 /// How long a connection's identifier outlives its channel, for the goodbye to be answered.
 const LINGER: Duration = Duration::from_secs(5);
 
-/// How often a backend that is served no more is looked at.
+/// How long sessions get to finish and log out when what they use is no longer served, or the server
+/// goes.
+pub const PATIENCE: Duration = Duration::from_secs(5);
+
+/// How often backends that are served no more, and devices without portals, are looked at.
 const LEAVING: Duration = Duration::from_millis(50);
 
 /// Sessions get this long after a shutdown's patience has ended, then their connections are cut.
@@ -102,8 +111,10 @@ const GRACE: Duration = Duration::from_secs(2);
 pub struct Shared {
     /// Sessions, and what is served to them.
     pub registry: Registry,
-    /// What iSCSI needs besides.
-    pub iscsi: iscsi::IscsiShared,
+    /// Sessions of iSCSI.
+    pub iscsi: IscsiSessions,
+    /// Which devices are open.
+    pub places: Places,
 }
 
 /// What a worker tells the server.
@@ -127,8 +138,10 @@ pub struct WorkerConfig {
     pub pool: usize,
     /// What all share.
     pub shared: Arc<Shared>,
-    /// Its devices, each with its address.
+    /// Its devices, by place.
     pub devices: Vec<Box<dyn Device>>,
+    /// Sockets of the TCP portals.
+    pub sockets: Vec<TcpListener>,
     /// Its ring.
     pub ring: Ring,
     /// Its mailbox.
@@ -156,29 +169,18 @@ pub enum WorkerError {
         /// Why.
         source: CmError,
     },
-    /// A TCP portal cannot be listened on.
-    #[error("cannot listen on {portal}: {source}")]
-    ListenTcp {
-        /// The portal.
-        portal: SocketAddr,
-        /// Why.
-        source: io::Error,
-    },
     /// No device has the portal's address.
     #[error("no device has the address of {0}")]
     NoDevice(String),
 }
 
-/// What a listener listens for.
+/// A listener of a device.
 #[derive(Clone, Copy, Debug)]
-enum Listener {
-    /// Logins of SRP.
-    Srp {
-        /// Whether requests carry the RDMA CM's address header.
-        rdma_cm: bool,
-    },
-    /// Connections of iSER, on the portal at this address.
-    Iser(SocketAddr),
+struct Listener {
+    /// Where it listens.
+    entrance: Entrance,
+    /// For what.
+    serves: Serves,
 }
 
 /// Whose a connection is: its place among those of its protocol.
@@ -228,6 +230,10 @@ pub struct Worker {
     reports: Sender<Report>,
     listeners: HashMap<(usize, CmId), Listener>,
     discovery: Vec<Option<DiscoveryAgent>>,
+    /// What was acquired for the next catalog.
+    staged: Option<Staged>,
+    /// Devices without portals.
+    unwanted: Vec<usize>,
     sessions: Slab<Session>,
     by_cm: HashMap<(usize, CmId), Endpoint>,
     by_cq: HashMap<(usize, CqId), Endpoint>,
@@ -288,6 +294,7 @@ impl Worker {
             pool,
             shared,
             devices,
+            sockets,
             mut ring,
             mailbox,
             outbox,
@@ -328,6 +335,8 @@ impl Worker {
             outbox,
             reports,
             listeners: HashMap::new(),
+            staged: None,
+            unwanted: Vec::new(),
             sessions: Slab::new(),
             by_cm: HashMap::new(),
             by_cq: HashMap::new(),
@@ -359,70 +368,13 @@ impl Worker {
             complaints: RateLimit::default(),
             now: Instant::now(),
         };
-        worker.listen_all()?;
-        worker.listen_iscsi()?;
-        worker.watch_devices()?;
+        let catalog = Arc::clone(&worker.catalog);
+        worker.check_devices(&catalog)?;
+        for device in 0..worker.devices.len() {
+            worker.serve_on(device)?;
+        }
+        worker.add_sockets(sockets);
         Ok(worker)
-    }
-
-    /// Listens on every portal.
-    fn listen_all(&mut self) -> Result<(), WorkerError> {
-        let catalog = Arc::clone(&self.catalog);
-        for listen in catalog.rdma_portals() {
-            // Devices that cannot be shared are the first worker's.
-            if self.index == 0 && !self.devices.has_addr(listen.ip()) {
-                return Err(WorkerError::NoDevice(listen.to_string()));
-            }
-        }
-        for device in 0..self.devices.len() {
-            self.listen_on(device)?;
-        }
-        Ok(())
-    }
-
-    /// Listens on the portals of a device: on their RDMA CM ports, and on their InfiniBand service
-    /// ids where it has such.
-    fn listen_on(&mut self, device: usize) -> Result<(), WorkerError> {
-        // Targets may share a portal, and are then told apart by their port identifiers.
-        let mut done = HashSet::new();
-        let catalog = Arc::clone(&self.catalog);
-        let addr = self.devices.addr(device);
-        let has_services = self.devices[device].has_services();
-        let portals = catalog.targets.iter().flat_map(|t| &t.portals);
-        for portal in portals.filter(|p| p.listen.ip() == addr) {
-            let error = |source| WorkerError::Listen {
-                portal: portal.listen.to_string(),
-                source,
-            };
-            let service = PortSpace::Ib {
-                service_id: portal.service_id,
-                mask: u64::MAX,
-            };
-            let spaces = [
-                (PortSpace::Tcp, u64::from(portal.listen.port())),
-                (service, portal.service_id),
-            ];
-            for (space, number) in spaces {
-                let rdma_cm = space == PortSpace::Tcp;
-                if !(rdma_cm || has_services) || !done.insert((rdma_cm, number)) {
-                    continue;
-                }
-                let dev = &mut self.devices[device];
-                let id = dev.create_id(space).map_err(error)?;
-                if rdma_cm {
-                    dev.bind_addr(id, portal.listen).map_err(error)?;
-                }
-                dev.listen(id, BACKLOG).map_err(error)?;
-                self.listeners
-                    .insert((device, id), Listener::Srp { rdma_cm });
-            }
-        }
-        self.listen_iser(device)?;
-        // MADs that are not the CM's come to the first worker.
-        if self.index == 0 && has_services {
-            self.discovery[device] = self.start_discovery(device);
-        }
-        Ok(())
     }
 
     /// Serves until told to leave.
@@ -453,6 +405,7 @@ impl Worker {
         self.poll_accepts();
         self.poll_leaving();
         self.poll_returns();
+        self.poll_unwanted();
         self.poll_phase();
         // What this round asked for goes out now rather than in the next one.
         if work > 0 {
@@ -488,7 +441,8 @@ impl Worker {
             Phase::Stopping(until) => Some(until + GRACE),
             Phase::Serving | Phase::Quiet => None,
         };
-        let leaving = (!self.leaving.is_empty()).then(|| self.now + LEAVING);
+        let leaves = !self.leaving.is_empty() || !self.unwanted.is_empty();
+        let leaving = leaves.then(|| self.now + LEAVING);
         [
             self.accept_deadline(),
             timer,

@@ -20,14 +20,7 @@ fn watch_token(device: usize) -> Token {
 }
 
 impl Worker {
-    /// Watches the descriptors of all devices.
-    pub(super) fn watch_devices(&mut self) -> Result<(), WorkerError> {
-        for device in 0..self.devices.len() {
-            self.watch(device)?;
-        }
-        Ok(())
-    }
-
+    /// Watches the descriptors of a device.
     pub(super) fn watch(&mut self, device: usize) -> Result<(), WorkerError> {
         for fd in self.devices[device].event_fds() {
             // SAFETY: the device is alive and keeps its descriptors open as long as it lives.

@@ -73,7 +73,6 @@ impl Table {
 /// All sessions of a server.
 #[derive(Debug)]
 pub struct Registry {
-    limits: SessionLimits,
     table: Mutex<Table>,
 }
 
@@ -91,9 +90,8 @@ pub struct Entered {
 impl Registry {
     /// No session yet.
     #[must_use]
-    pub fn new(limits: SessionLimits, catalog: Catalog) -> Self {
+    pub fn new(catalog: Catalog) -> Self {
         Self {
-            limits,
             table: Mutex::new(Table {
                 nexuses: HashMap::new(),
                 addresses: HashMap::new(),
@@ -102,18 +100,6 @@ impl Registry {
                 catalog: Arc::new(catalog),
             }),
         }
-    }
-
-    /// Limits of a login.
-    #[must_use]
-    pub fn login_limits(&self) -> LoginLimits {
-        self.limits.login
-    }
-
-    /// I_T nexuses at once.
-    #[must_use]
-    pub fn max_sessions(&self) -> u32 {
-        self.limits.sessions
     }
 
     /// What is served at present.
@@ -129,20 +115,20 @@ impl Registry {
     }
 
     /// Serves something else from now on: nexuses whose units are others now are told so. Returns
-    /// the channels to terminate, those of initiators that may not log in any more.
+    /// the channels to log out, those of initiators that may not log in any more.
     pub fn change(&self, catalog: Arc<Catalog>) -> Vec<ChannelRef> {
         let mut table = self.lock();
-        let mut terminate = Vec::new();
+        let mut ended = Vec::new();
         for (key, entry) in &mut table.nexuses {
             let target = catalog.target_of(&key.target);
             let luns = target.and_then(|t| t.luns_of(&key.initiator, entry.address));
             if luns.is_none() {
-                terminate.extend(&entry.channels);
+                ended.extend(&entry.channels);
             }
             entry.change(*key, target, luns.unwrap_or_default());
         }
         table.catalog = catalog;
-        terminate
+        ended
     }
 
     /// Refuses every login from now on.
@@ -188,11 +174,11 @@ impl Registry {
         let view = LoginView {
             channels,
             exhausted: channels == 0
-                && (table.nexuses.len() as u32 >= self.limits.sessions
-                    || from_there >= self.limits.per_address),
+                && (table.nexuses.len() as u32 >= catalog.limits.sessions
+                    || from_there >= catalog.limits.per_address),
             stopping: table.stopping,
         };
-        let mut outcome = plan_login(req, &self.limits.login, &admission, view)?;
+        let mut outcome = plan_login(req, &catalog.limits.login, &admission, view)?;
         if let Some(entry) = table.nexuses.get_mut(&key) {
             let terminate = if outcome.terminates_others {
                 entry.channels.clone()
@@ -235,8 +221,8 @@ impl Registry {
         let mut table = self.lock();
         let from_there = table.addresses.get(&address).copied().unwrap_or(0);
         let total: u32 = table.addresses.values().sum();
-        if table.stopping || total >= self.limits.sessions || from_there >= self.limits.per_address
-        {
+        let limits = table.catalog.limits;
+        if table.stopping || total >= limits.sessions || from_there >= limits.per_address {
             return None;
         }
         let id = NexusId(table.next_id);

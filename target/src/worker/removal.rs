@@ -5,6 +5,9 @@
 //!   → the last session has let go of its buffers → closed, which the kernel may be waiting for
 //!   → looked for now and then → open: listens
 //! ```
+//!
+//! A device whose last portal the configuration has taken away is closed by all workers together,
+//! once none of them has a session on it any more: see [`Places`](super::places::Places).
 
 use super::{Phase, Worker};
 use crate::srp::Channel;
@@ -47,14 +50,38 @@ impl Worker {
         }
     }
 
+    /// Closes devices without portals that nothing holds any more.
+    pub(super) fn poll_unwanted(&mut self) {
+        let mut place = 0;
+        while place < self.unwanted.len() {
+            let device = self.unwanted[place];
+            let is_held = self.sessions.iter().any(|(_, s)| s.device == device)
+                || self.isers.uses(device)
+                || self.lingering.iter().any(|(d, _, _)| *d == device);
+            if !is_held && self.shared.places.is_over(device, self.index) {
+                tracing::info!(addr = %self.devices.addr(device), "no portal is left; closed");
+                self.close_device(device);
+                self.unwanted.swap_remove(place);
+                self.shared.places.closed(device);
+            } else {
+                place += 1;
+            }
+        }
+    }
+
+    /// Closes a device for good.
+    pub(super) fn close_device(&mut self, device: usize) {
+        self.unwatch(device);
+        self.listeners.retain(|(d, _), _| *d != device);
+        self.discovery[device] = None;
+        self.devices.remove(device);
+    }
+
     fn come_back(&mut self, device: usize) {
         let addr = self.devices.addr(device);
-        match self.listen_on(device).and_then(|()| self.watch(device)) {
+        match self.serve_on(device) {
             Ok(()) => tracing::info!(%addr, "the RDMA device is back"),
             Err(error) => {
-                self.unwatch(device);
-                self.listeners.retain(|(d, _), _| *d != device);
-                self.discovery[device] = None;
                 self.devices.close(device, self.now);
                 tracing::warn!(%addr, %error, "the RDMA device is not usable");
             }

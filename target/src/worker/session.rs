@@ -14,7 +14,8 @@ use riser_transport::verbs::{
 
 use super::mail::Mail;
 use super::registry::{ChannelRef, Entered, NexusKey};
-use super::{Endpoint, LINGER, Listener, Phase, Worker};
+use super::target::{Entrance, Serves};
+use super::{Endpoint, LINGER, PATIENCE, Phase, Worker};
 use crate::srp::transfer::MAX_SGE;
 use crate::srp::{ChState, Channel, ChannelConfig, ChannelParams, SessionMemory};
 use crate::warn_limited;
@@ -42,6 +43,12 @@ pub(super) struct Session {
     pub(super) waits_for_pool: bool,
     /// The CM has said that the connection is over.
     pub(super) is_closed: bool,
+    /// How it came in.
+    pub(super) entrance: Entrance,
+    /// Its target had a portal there then.
+    pub(super) is_at_home: bool,
+    /// The initiator is being logged out.
+    pub(super) is_leaving: bool,
 }
 
 /// What a channel has at its device.
@@ -135,16 +142,17 @@ impl Worker {
         peer: SocketAddr,
         param: &ConnParam,
     ) {
-        let parsed = match self.listeners.get(&(device, listener)).copied() {
-            Some(Listener::Iser(listen)) => {
+        let Some(listener) = self.listeners.get(&(device, listener)).copied() else {
+            let reason = LoginRejReason::UnableToEstablishChannel;
+            return self.refuse(device, cm, Tag(0), reason);
+        };
+        let entrance = listener.entrance;
+        let parsed = match (listener.serves, entrance) {
+            (Serves::Iser(listen), _) => {
                 return self.on_iser_request(device, cm, listen, peer, param);
             }
-            Some(Listener::Srp { rdma_cm: true }) => LoginReq::parse_rdma(&param.private_data),
-            Some(Listener::Srp { rdma_cm: false }) => LoginReq::parse(&param.private_data),
-            None => {
-                let reason = LoginRejReason::UnableToEstablishChannel;
-                return self.refuse(device, cm, Tag(0), reason);
-            }
+            (Serves::Srp, Entrance::Port(_)) => LoginReq::parse_rdma(&param.private_data),
+            (Serves::Srp, Entrance::Service(_)) => LoginReq::parse(&param.private_data),
         };
         let req = match parsed {
             Ok(req) => req,
@@ -188,8 +196,9 @@ impl Worker {
         // The login may have met units that this worker has not heard of yet.
         self.follow_catalog();
         let nexus = entered.nexus;
-        match self.accept(device, cm, serial, peer, key, entered, param) {
+        match self.accept(device, cm, serial, peer, key, entered, param, entrance) {
             Ok(memory) => {
+                self.log_out_unserved();
                 self.logins += 1;
                 tracing::info!(
                     %peer, initiator = %key.initiator, target = %key.target,
@@ -234,6 +243,7 @@ impl Worker {
         key: NexusKey,
         entered: Entered,
         param: &ConnParam,
+        entrance: Entrance,
     ) -> Result<SessionMemory, SetupError> {
         let params = entered.outcome.params;
         let memory = params.memory();
@@ -261,6 +271,8 @@ impl Worker {
             self.now,
         );
         let (qp, cq) = (hardware.qp, hardware.cq);
+        let addr = self.devices.addr(device);
+        let is_at_home = self.catalog.has_entrance(&key.target, addr, entrance);
         let slot = self.sessions.insert(Session {
             channel,
             key,
@@ -272,6 +284,9 @@ impl Worker {
             is_ready: false,
             waits_for_pool: false,
             is_closed: false,
+            entrance,
+            is_at_home,
+            is_leaving: false,
         });
         self.by_cm.insert((device, cm), Endpoint::Srp(slot));
         self.by_cq.insert((device, cq), Endpoint::Srp(slot));
@@ -433,6 +448,36 @@ impl Worker {
         });
     }
 
+    /// Brings a session to an end: commands under way finish until then.
+    pub(super) fn log_out(&mut self, key: usize, until: Instant) {
+        let Some(session) = self.sessions.get_mut(key) else {
+            return;
+        };
+        if !std::mem::replace(&mut session.is_leaving, true) {
+            self.with_channel(key, |ch, cx| ch.handle_shutdown(cx, until));
+        }
+    }
+
+    /// Brings those sessions to an end whose way in is gone, or is another target's now.
+    pub(super) fn log_out_unserved(&mut self) {
+        let until = self.now + PATIENCE;
+        let is_unserved = |s: &Session| {
+            let mut listeners = self.listeners.iter();
+            let is_open = listeners.any(|((d, _), l)| *d == s.device && l.entrance == s.entrance);
+            let addr = self.devices.addr(s.device);
+            let is_home = || self.catalog.has_entrance(&s.key.target, addr, s.entrance);
+            self.devices.is_open(s.device) && (!is_open || s.is_at_home && !is_home())
+        };
+        let sessions = self.sessions.iter();
+        let ended: Vec<usize> = sessions
+            .filter(|(_, s)| is_unserved(s))
+            .map(|(key, _)| key)
+            .collect();
+        for key in ended {
+            self.log_out(key, until);
+        }
+    }
+
     /// Stops listening, and asks all sessions to come to an end.
     pub(super) fn begin_shutdown(&mut self, until: Instant) {
         if self.phase != Phase::Serving {
@@ -444,7 +489,7 @@ impl Worker {
         }
         let keys: Vec<usize> = self.sessions.iter().map(|(k, _)| k).collect();
         for key in keys {
-            self.with_channel(key, |ch, cx| ch.handle_shutdown(cx, until));
+            self.log_out(key, until);
         }
         self.begin_iscsi_shutdown(until);
         self.begin_iser_shutdown(until);

@@ -12,13 +12,20 @@ use riser_scsi::iscsi::name::IscsiName;
 use riser_scsi::lun::LunId;
 use riser_scsi::srp::{InitiatorPortId, PortIdParts, TargetPortId};
 
+use super::registry::SessionLimits;
 use crate::backend::Store;
 use crate::config;
 use crate::srp::{LunMap, Unit};
 
 /// What is served.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Catalog {
+    /// Bounds on sessions that log in from now on.
+    pub limits: SessionLimits,
+    /// Commands of an iSCSI session at once, likewise.
+    pub commands: u16,
+    /// How initiators prove who they are before they discover targets.
+    pub discovery: Auth,
     /// Targets.
     pub targets: Vec<TargetDef>,
     /// The backend of each unit, by the unit's number: an index into `stores`.
@@ -41,6 +48,45 @@ impl Catalog {
         self.targets.iter().find(named)
     }
 
+    /// Whether a target port is served at an address, by one of the device's ways in.
+    #[must_use]
+    pub fn has_entrance(&self, port: &TargetPortId, addr: IpAddr, entrance: Entrance) -> bool {
+        let mut portals = self.targets.iter().flat_map(|t| &t.portals);
+        portals.any(|p| {
+            let is_same = match entrance {
+                Entrance::Port(port) => p.listen.port() == port,
+                Entrance::Service(id) => p.service_id == id,
+            };
+            p.listen.ip() == addr && is_same && p.target_port() == *port
+        })
+    }
+
+    /// What a device is to listen for.
+    #[must_use]
+    pub fn entrances(&self, addr: IpAddr, has_services: bool) -> BTreeMap<Entrance, Serves> {
+        let mut entrances = BTreeMap::new();
+        // Targets may share a portal: a login names the one it wants.
+        let srp = self.targets.iter().flat_map(|t| &t.portals);
+        for portal in srp.filter(|p| p.listen.ip() == addr) {
+            entrances.insert(Entrance::Port(portal.listen.port()), Serves::Srp);
+            if has_services {
+                entrances.insert(Entrance::Service(portal.service_id), Serves::Srp);
+            }
+        }
+        let iscsi = self.targets.iter().filter_map(|t| t.iscsi.as_ref());
+        let iser = iscsi.flat_map(|iscsi| &iscsi.iser);
+        for listen in iser.filter(|listen| listen.ip() == addr) {
+            entrances.insert(Entrance::Port(listen.port()), Serves::Iser(*listen));
+        }
+        entrances
+    }
+
+    /// Where targets listen on TCP; an address may be there more than once.
+    pub fn tcp_portals(&self) -> impl Iterator<Item = SocketAddr> + '_ {
+        let iscsi = self.targets.iter().filter_map(|t| t.iscsi.as_ref());
+        iscsi.flat_map(|iscsi| &iscsi.portals).copied()
+    }
+
     /// Where targets listen on RDMA devices.
     pub fn rdma_portals(&self) -> impl Iterator<Item = SocketAddr> + '_ {
         let srp = self.targets.iter().flat_map(|t| &t.portals);
@@ -58,6 +104,24 @@ impl Catalog {
             .map(|(_, unit)| unit)
             .filter(move |unit| self.unit_stores[unit.index.0 as usize] == store)
     }
+}
+
+/// A way into a device that one listener can have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Entrance {
+    /// A port of the RDMA CM.
+    Port(u16),
+    /// A bare InfiniBand service id.
+    Service(u64),
+}
+
+/// What is served at an entrance.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Serves {
+    /// Logins of SRP.
+    Srp,
+    /// Connections of iSER, on the portal at this address.
+    Iser(SocketAddr),
 }
 
 /// A portal of a target.

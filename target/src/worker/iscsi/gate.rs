@@ -54,6 +54,8 @@ pub(in crate::worker) struct WorkerGate<'a> {
     pub(in crate::worker) listen: SocketAddr,
     pub(in crate::worker) peer: SocketAddr,
     pub(in crate::worker) channel: ChannelRef,
+    /// Commands that the channel can hold, which were fixed when it was made.
+    pub(in crate::worker) commands: u16,
     pub(in crate::worker) entered: &'a mut Option<Entered>,
     /// Channels whose place has been taken, or that were logged out.
     pub(in crate::worker) ending: &'a mut Vec<(ChannelRef, Ending)>,
@@ -104,24 +106,35 @@ impl Transport {
     }
 }
 
+/// Whether a connection's portal is one of its target's; in a discovery session and before the login,
+/// of any target's.
+pub(in crate::worker) fn is_served(
+    catalog: &Catalog,
+    transport: Transport,
+    listen: SocketAddr,
+    entered: Option<&Entered>,
+) -> bool {
+    let name = entered.and_then(|entered| entered.target.as_ref());
+    let targets = catalog.targets.iter().filter_map(|t| t.iscsi.as_ref());
+    let mut meant = targets.filter(|iscsi| name.is_none_or(|name| iscsi.name == *name));
+    meant.any(|iscsi| transport.portals(iscsi).contains(&listen))
+}
+
 impl<'a> WorkerGate<'a> {
     fn address(&self) -> std::net::IpAddr {
         self.peer.ip().to_canonical()
     }
 
     fn offer(&self) -> Offer {
-        self.transport.offer(self.shared.iscsi.commands)
+        self.transport.offer(self.commands)
     }
 
-    /// The target that listens here under a name, its portal group, and its place.
-    fn target(&self, name: &IscsiName) -> Option<(usize, &'a TargetDef, u16)> {
-        let mut targets = self.catalog.targets.iter().enumerate();
-        targets.find_map(|(place, target)| {
-            let iscsi = target.iscsi.as_ref().filter(|iscsi| iscsi.name == *name)?;
-            let portals = self.transport.portals(iscsi);
-            let is_here = portals.contains(&self.listen);
-            is_here.then_some((place, target, iscsi.group))
-        })
+    /// The target that listens here under a name, and its portal group.
+    fn target(&self, name: &IscsiName) -> Option<(&'a TargetDef, u16)> {
+        let target = self.catalog.target_named(name)?;
+        let iscsi = target.iscsi.as_ref()?;
+        let is_here = self.transport.portals(iscsi).contains(&self.listen);
+        is_here.then_some((target, iscsi.group))
     }
 }
 
@@ -139,15 +152,12 @@ impl WorkerGate<'_> {
         let found = name.and_then(|name| self.target(name));
         let allowed = found
             .as_ref()
-            .and_then(|(_, target, _)| target.luns_of_name(&identity.initiator, address));
-        let ports = found
-            .filter(|_| allowed.is_some())
-            .map(|(_, target, group)| {
-                let iscsi = target.iscsi.as_ref().expect("found by its name");
-                ports(identity, iscsi, group)
-            });
+            .and_then(|(target, _)| target.luns_of_name(&identity.initiator, address));
+        let ports = found.filter(|_| allowed.is_some()).map(|(target, group)| {
+            let iscsi = target.iscsi.as_ref().expect("found by its name");
+            ports(identity, iscsi, group)
+        });
         let nexus = self.shared.registry.open_nexus(address);
-        let commands = self.shared.iscsi.commands;
         Ok(Session {
             key,
             nexus: nexus.ok_or(LoginStatus::OUT_OF_RESOURCES)?,
@@ -155,7 +165,7 @@ impl WorkerGate<'_> {
             ports,
             luns: allowed.unwrap_or_default(),
             params: joined.session,
-            window: Arc::new(Window::of(&joined.session, commands, first)),
+            window: Arc::new(Window::of(&joined.session, self.commands, first)),
         })
     }
 }
@@ -166,11 +176,11 @@ impl Gate for WorkerGate<'_> {
         let Some(name) = identity.target.as_ref().filter(|_| !identity.discovery) else {
             return Ok(Terms {
                 offer: self.offer(),
-                auth: self.shared.iscsi.discovery.clone(),
+                auth: self.catalog.discovery.clone(),
                 portal_group: 1,
             });
         };
-        let Some((place, target, group)) = self.target(name) else {
+        let Some((target, group)) = self.target(name) else {
             return refuse(LoginStatus::NOT_FOUND);
         };
         if target
@@ -188,14 +198,14 @@ impl Gate for WorkerGate<'_> {
             });
         }
         if identity.tsih.0 != 0 {
-            let key = SessionKey::of(identity, place);
+            let key = SessionKey::of(identity);
             // One of iSER has one connection, and what one agrees on means nothing to the other.
             if self.transport == Transport::Iser {
                 return refuse(LoginStatus::TOO_MANY_CONNECTIONS);
             }
-            let sessions = &self.shared.iscsi.sessions;
+            let sessions = &self.shared.iscsi;
             sessions
-                .check_join(&key, identity.tsih, identity.cid)
+                .check_join(&key, identity.tsih, identity.cid, self.commands)
                 .map_err(Refusal::Status)?;
         }
         Ok(Terms {
@@ -207,12 +217,9 @@ impl Gate for WorkerGate<'_> {
 
     fn join(&mut self, joined: &Joined, first: CmdSn) -> Result<Admitted, LoginStatus> {
         let identity = &joined.identity;
-        let sessions = &self.shared.iscsi.sessions;
+        let sessions = &self.shared.iscsi;
         let name = identity.target.as_ref().filter(|_| !identity.discovery);
-        let found = name.and_then(|name| self.target(name));
-        // A discovery session concerns no target.
-        let place = found.as_ref().map_or(usize::MAX, |found| found.0);
-        let key = SessionKey::of(identity, place);
+        let key = SessionKey::of(identity);
         let (tsih, session, taken, how) = if identity.tsih.0 == 0 {
             let session = self.new_session(joined, key, first)?;
             let entered = sessions.enter(session.clone(), identity.cid, self.channel);
@@ -228,7 +235,8 @@ impl Gate for WorkerGate<'_> {
             (tsih, session, taken, Ending::Terminate)
         } else {
             let tsih = identity.tsih;
-            let (session, taken) = sessions.join(&key, tsih, identity.cid, self.channel)?;
+            let (session, taken) =
+                sessions.join(&key, tsih, identity.cid, self.channel, self.commands)?;
             let how = Ending::of_reinstatement(&session.params);
             (tsih, session, taken, how)
         };
@@ -239,6 +247,7 @@ impl Gate for WorkerGate<'_> {
         );
         *self.entered = Some(Entered {
             initiator: identity.initiator.clone(),
+            target: name.cloned(),
             tsih,
             nexus: session.nexus,
         });
@@ -254,7 +263,7 @@ impl Gate for WorkerGate<'_> {
     }
 
     fn detach(&mut self, cid: Cid) -> bool {
-        let sessions = &self.shared.iscsi.sessions;
+        let sessions = &self.shared.iscsi;
         let entered = self.entered.as_ref();
         let found = entered.map_or_else(Vec::new, |entered| {
             sessions.detach(entered.tsih, self.channel, cid)

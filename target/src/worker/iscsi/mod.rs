@@ -1,7 +1,7 @@
 //! iSCSI on a worker: its listening sockets, its connections, and what connects them to the ring.
 //!
-//! Every worker listens on every portal, and the kernel deals new connections out among them
-//! (`SO_REUSEPORT`). A connection has at most one receive and one send in the ring at a time. It is
+//! Every worker has a listening socket for every portal, which the server binds; the kernel deals new
+//! connections out among them (`SO_REUSEPORT`). A connection has at most one receive and one send in the ring at a time. It is
 //! closed in this order: the socket is shut down, both operations end, the channel lets go of its
 //! tasks, the socket is closed.
 //!
@@ -23,7 +23,6 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
-use riser_scsi::iscsi::login::Auth;
 use riser_scsi::srp::TLogoutReason;
 use riser_scsi::step::StepResult;
 use slab::Slab;
@@ -31,29 +30,19 @@ use slab::Slab;
 use super::exec::Owner;
 use super::mail::{IscsiSession, Mail};
 use super::registry::ChannelRef;
-use super::{Stalled, Worker};
+use super::{PATIENCE, Stalled, Worker};
 use crate::iscsi::{Action, Counters, Cx, Member, Others, Phase, TaskIdx, TcpChannel};
-use gate::{Transport, WorkerGate};
+use gate::{Transport, WorkerGate, is_served};
 use sessions::{Ending, Entered};
 use socket::{Connection, Listener};
 
 pub use sessions::IscsiSessions;
-
-/// What the workers share of iSCSI.
-#[derive(Debug)]
-pub struct IscsiShared {
-    /// Sessions.
-    pub sessions: IscsiSessions,
-    /// How initiators prove who they are before they discover targets.
-    pub discovery: Auth,
-    /// Commands of a session at once.
-    pub commands: u16,
-}
+pub use socket::TcpListener;
 
 /// What a worker has of iSCSI.
 #[derive(Debug, Default)]
 pub(super) struct Iscsi {
-    listeners: Vec<Listener>,
+    listeners: Slab<Listener>,
     conns: Slab<Conn>,
     /// Connections whose channel may want something.
     pub(super) dirty: VecDeque<usize>,
@@ -71,6 +60,8 @@ struct Conn {
     entered: Option<Entered>,
     armed: Option<Instant>,
     waits_for_pool: bool,
+    /// The initiator was asked to log out.
+    is_leaving: bool,
 }
 
 impl Iscsi {
@@ -123,6 +114,7 @@ impl Worker {
                 worker: self.index,
                 serial: conn.serial,
             },
+            commands: conn.channel.channel().config().commands,
             entered: &mut conn.entered,
             ending: &mut ending,
         };
@@ -164,7 +156,7 @@ impl Worker {
             return;
         };
         let channel = self.channel_ref(conn.serial);
-        let lost = self.shared.iscsi.sessions.lose(entered.tsih, channel);
+        let lost = self.shared.iscsi.lose(entered.tsih, channel);
         tracing::info!(
             peer = %conn.peer, initiator = %entered.initiator, cid = cid.0, "connection lost"
         );
@@ -182,7 +174,7 @@ impl Worker {
             return;
         };
         let channel = self.channel_ref(conn.serial);
-        let detached = self.shared.iscsi.sessions.detached(entered.tsih, channel);
+        let detached = self.shared.iscsi.detached(entered.tsih, channel);
         self.notify_waiting(detached.notify);
         self.terminate_all(detached.terminate);
     }
@@ -219,7 +211,7 @@ impl Worker {
     /// Ends other connections of a connection's session; it is told when they are gone.
     pub(super) fn end_others(&mut self, entered: Option<&Entered>, serial: u32, others: Others) {
         let channel = self.channel_ref(serial);
-        let sessions = &self.shared.iscsi.sessions;
+        let sessions = &self.shared.iscsi;
         let ending = entered.map_or_else(Vec::new, |entered| {
             sessions.end_others(entered.tsih, channel, others)
         });
@@ -229,18 +221,40 @@ impl Worker {
         self.terminate_all(ending);
     }
 
-    /// Gives connections the units that their sessions may use now.
-    pub(super) fn follow_iscsi_luns(&mut self) {
+    /// Gives connections the units that their sessions may use now, and asks those to log out whose
+    /// portal is gone.
+    pub(super) fn follow_iscsi(&mut self) {
         // Once more, for sessions that have been entered by the old catalog meanwhile.
         let catalog = Arc::clone(&self.catalog);
-        let ended = self.shared.iscsi.sessions.change(&catalog);
-        self.terminate_all(ended);
-        let sessions = &self.shared.iscsi.sessions;
-        for (_, conn) in &mut self.iscsi.conns {
+        let until = self.now + PATIENCE;
+        for channel in self.shared.iscsi.change(&catalog) {
+            let serial = channel.serial;
+            self.post_mail(channel.worker, Mail::LogOut { serial, until });
+        }
+        let sessions = &self.shared.iscsi;
+        let mut ended = Vec::new();
+        for (key, conn) in &mut self.iscsi.conns {
             let luns = conn.entered.as_ref().and_then(|e| sessions.luns(e.tsih));
             if let Some(luns) = luns {
                 conn.channel.channel_mut().handle_luns(luns);
             }
+            if !is_served(&catalog, Transport::Tcp, conn.listen, conn.entered.as_ref()) {
+                ended.push(key);
+            }
+        }
+        for key in ended {
+            self.log_out_iscsi(key, until);
+        }
+        self.drain_dirty();
+    }
+
+    /// Asks an initiator to log out, once; the connection is cut at `until`.
+    fn log_out_iscsi(&mut self, key: usize, until: Instant) {
+        let Some(conn) = self.iscsi.conns.get_mut(key) else {
+            return;
+        };
+        if !std::mem::replace(&mut conn.is_leaving, true) {
+            self.with_iscsi(key, |ch, cx| ch.channel_mut().handle_shutdown(cx, until));
         }
     }
 
@@ -321,7 +335,7 @@ impl Worker {
         peer: SocketAddr,
     ) {
         let channel = self.channel_ref(serial);
-        let sessions = &self.shared.iscsi.sessions;
+        let sessions = &self.shared.iscsi;
         let left = sessions.leave(entered.tsih, channel, logged_out);
         if let Some(address) = left.ended {
             self.shared.registry.close_nexus(address);
@@ -365,6 +379,10 @@ impl Worker {
         let Some(key) = self.iscsi.by_serial(serial) else {
             return false;
         };
+        if let Mail::LogOut { until, .. } = mail {
+            self.log_out_iscsi(key, *until);
+            return true;
+        }
         self.with_iscsi(key, |ch, cx| {
             if let Mail::OthersGone { .. } = mail {
                 return ch.handle_others_gone(cx);
@@ -419,9 +437,9 @@ impl Worker {
 
     /// Stops listening, and asks initiators to log out.
     pub(super) fn begin_iscsi_shutdown(&mut self, until: Instant) {
-        self.stop_listening();
+        self.stop_listening(|_| true);
         for key in self.iscsi_keys() {
-            self.with_iscsi(key, |ch, cx| ch.channel_mut().handle_shutdown(cx, until));
+            self.log_out_iscsi(key, until);
         }
     }
 

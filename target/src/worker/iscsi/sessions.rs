@@ -24,21 +24,22 @@ use crate::srp::LunMap;
 /// Connections of a session that are lost, and kept for what they had under way.
 const MAX_KEPT: usize = 8;
 
-/// What makes a session: the initiator port and the target. An initiator may have several to one
-/// target, with an ISID each.
+/// What makes a session: the initiator port and the target, `None` of a discovery session. An
+/// initiator may have several to one target, with an ISID each.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub(in crate::worker) struct SessionKey {
     pub(in crate::worker) initiator: IscsiName,
     isid: Isid,
-    target: usize,
+    target: Option<IscsiName>,
 }
 
 impl SessionKey {
-    pub(super) fn of(identity: &Identity, target: usize) -> Self {
+    pub(super) fn of(identity: &Identity) -> Self {
+        let target = identity.target.as_ref().filter(|_| !identity.discovery);
         Self {
             initiator: identity.initiator.clone(),
             isid: identity.isid,
-            target,
+            target: target.cloned(),
         }
     }
 }
@@ -47,6 +48,8 @@ impl SessionKey {
 #[derive(Clone, Debug)]
 pub(in crate::worker) struct Entered {
     pub(in crate::worker) initiator: IscsiName,
+    /// None in a discovery session.
+    pub(in crate::worker) target: Option<IscsiName>,
     pub(in crate::worker) tsih: Tsih,
     pub(in crate::worker) nexus: NexusId,
 }
@@ -175,15 +178,19 @@ pub(super) struct Lost {
 pub struct IscsiSessions(Mutex<Table>);
 
 impl IscsiSessions {
-    /// Whether a connection may join a session.
+    /// Whether a connection that can hold so many commands may join a session.
     pub(super) fn check_join(
         &self,
         key: &SessionKey,
         tsih: Tsih,
         cid: Cid,
+        commands: u16,
     ) -> Result<(), LoginStatus> {
         let table = self.lock();
         let entry = table.entry_of(key, tsih)?;
+        if entry.session.window.commands() > commands {
+            return Err(LoginStatus::OUT_OF_RESOURCES);
+        }
         let is_other = |c: &&Connection| c.cid != cid && c.link == Link::Up;
         let others = entry.connections.iter().filter(is_other).count();
         let params = &entry.session.params;
@@ -232,8 +239,9 @@ impl IscsiSessions {
         tsih: Tsih,
         cid: Cid,
         channel: ChannelRef,
+        commands: u16,
     ) -> Result<(Session, Vec<ChannelRef>), LoginStatus> {
-        self.check_join(key, tsih, cid)?;
+        self.check_join(key, tsih, cid, commands)?;
         let mut table = self.lock();
         table.entry_of(key, tsih)?;
         let entry = table.entries.get_mut(&tsih).expect("just found");
@@ -348,19 +356,20 @@ impl IscsiSessions {
     }
 
     /// Another catalog is served: sessions whose units are others now are told so. The connections
-    /// of initiators that may not log in any more.
+    /// to log out, those of initiators that may not log in any more.
     pub(crate) fn change(&self, catalog: &Catalog) -> Vec<ChannelRef> {
         let mut table = self.lock();
-        let mut terminate = Vec::new();
+        let mut ended = Vec::new();
         for entry in table.entries.values_mut() {
             let Some(ports) = &entry.session.ports else {
                 continue;
             };
             let (key, address) = (&entry.session.key, entry.session.address);
-            let target = catalog.targets.get(key.target);
+            let name = key.target.as_ref();
+            let target = name.and_then(|name| catalog.target_named(name));
             let luns = target.and_then(|t| t.luns_of_name(&key.initiator, address));
             if luns.is_none() {
-                terminate.extend(entry.channels());
+                ended.extend(entry.channels());
             }
             let luns = luns.unwrap_or_default();
             if entry.session.luns.is_same(&luns) {
@@ -379,7 +388,7 @@ impl IscsiSessions {
             }
             entry.session.luns = luns;
         }
-        terminate
+        ended
     }
 
     /// A panic elsewhere cannot have left the table half changed, so poison is ignored.
@@ -469,7 +478,7 @@ mod tests {
             key: SessionKey {
                 initiator: IscsiName::new("iqn.2026-01.a:i").unwrap(),
                 isid: Isid([isid; 6]),
-                target: 0,
+                target: None,
             },
             nexus: NexusId(1),
             address: IpAddr::from([127, 0, 0, 1]),
@@ -496,8 +505,8 @@ mod tests {
         assert_eq!(left.notify, [channel(3)]);
         assert!(left.terminate.is_empty());
         let key = session(1).key;
-        assert_eq!(sessions.check_join(&key, third, Cid(1)), Ok(()));
-        let stranger = sessions.check_join(&key, first, Cid(1));
+        assert_eq!(sessions.check_join(&key, third, Cid(1), 4), Ok(()));
+        let stranger = sessions.check_join(&key, first, Cid(1), 4);
         assert_eq!(stranger, Err(LoginStatus::NO_SUCH_SESSION));
     }
 
@@ -506,11 +515,13 @@ mod tests {
         let sessions = IscsiSessions::default();
         let key = session(1).key;
         let (tsih, _) = sessions.enter(session(1), Cid(0), channel(1)).unwrap();
-        let (_, old) = sessions.join(&key, tsih, Cid(1), channel(2)).unwrap();
+        let (_, old) = sessions.join(&key, tsih, Cid(1), channel(2), 4).unwrap();
         assert!(old.is_empty());
-        let third = sessions.join(&key, tsih, Cid(2), channel(3)).map(|_| ());
-        assert_eq!(third, Err(LoginStatus::TOO_MANY_CONNECTIONS));
-        let (_, old) = sessions.join(&key, tsih, Cid(1), channel(4)).unwrap();
+        let third = sessions.join(&key, tsih, Cid(2), channel(3), 4);
+        assert_eq!(third.unwrap_err(), LoginStatus::TOO_MANY_CONNECTIONS);
+        let small = sessions.join(&key, tsih, Cid(1), channel(3), 3);
+        assert_eq!(small.unwrap_err(), LoginStatus::OUT_OF_RESOURCES);
+        let (_, old) = sessions.join(&key, tsih, Cid(1), channel(4), 4).unwrap();
         assert_eq!(old, [channel(2)]);
         let left = sessions.leave(tsih, channel(2), false);
         assert_eq!(left.notify, [channel(4)]);
@@ -527,7 +538,7 @@ mod tests {
         let sessions = IscsiSessions::default();
         let key = session(1).key;
         let (tsih, _) = sessions.enter(session(1), Cid(0), channel(1)).unwrap();
-        sessions.join(&key, tsih, Cid(1), channel(2)).unwrap();
+        sessions.join(&key, tsih, Cid(1), channel(2), 4).unwrap();
         let one = sessions.end_others(tsih, channel(1), Others::One(Cid(7)));
         assert!(one.is_empty());
         assert_eq!(
@@ -553,8 +564,8 @@ mod tests {
         let key = session(1).key;
         let (tsih, _) = sessions.enter(recoverable(), Cid(0), channel(1)).unwrap();
         // Another one may come in any case, to log it out (RFC 7143 6.3.4); not a third.
-        sessions.join(&key, tsih, Cid(1), channel(2)).unwrap();
-        let third = sessions.check_join(&key, tsih, Cid(2));
+        sessions.join(&key, tsih, Cid(1), channel(2), 4).unwrap();
+        let third = sessions.check_join(&key, tsih, Cid(2), 4);
         assert_eq!(third, Err(LoginStatus::TOO_MANY_CONNECTIONS));
         let lost = sessions.lose(tsih, channel(1));
         assert_eq!((lost.tell, lost.terminate), (Some(channel(2)), Vec::new()));
@@ -575,7 +586,9 @@ mod tests {
         let (tsih, _) = sessions.enter(recoverable(), Cid(0), channel(0)).unwrap();
         let most = MAX_KEPT as u32;
         for serial in 1..=most {
-            let (session, old) = sessions.join(&key, tsih, Cid(0), channel(serial)).unwrap();
+            let (session, old) = sessions
+                .join(&key, tsih, Cid(0), channel(serial), 4)
+                .unwrap();
             assert_eq!(old, [channel(serial - 1)]);
             assert_eq!(Ending::of_reinstatement(&session.params), Ending::Detach);
             let left = sessions.detached(tsih, channel(serial - 1));

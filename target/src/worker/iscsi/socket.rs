@@ -15,7 +15,7 @@ use riser_memory::{MemSlice, Memory};
 use riser_reactor::{Completion, Handle, Receive, Token};
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 
-use super::super::{Worker, WorkerError};
+use super::super::Worker;
 use super::Conn;
 use crate::iscsi::{Batch, ChannelConfig, Chunk, Phase, TcpChannel};
 use crate::warn_limited;
@@ -50,6 +50,8 @@ pub(super) struct Listener {
     handle: Handle,
     address: SocketAddr,
     accepting: bool,
+    /// It goes once its accept has ended.
+    closing: bool,
     /// Not before.
     rests_until: Option<Instant>,
 }
@@ -109,42 +111,39 @@ impl Connection {
 }
 
 impl Worker {
-    /// Listens on every iSCSI portal.
-    pub(in crate::worker) fn listen_iscsi(&mut self) -> Result<(), WorkerError> {
-        let catalog = Arc::clone(&self.catalog);
-        let targets = catalog.targets.iter().filter_map(|t| t.iscsi.as_ref());
-        for address in targets.flat_map(|t| &t.portals) {
-            if self.iscsi.listeners.iter().any(|l| l.address == *address) {
-                continue;
-            }
-            let socket = listen(*address).map_err(|source| WorkerError::ListenTcp {
-                portal: *address,
-                source,
-            })?;
-            self.iscsi.listeners.push(Listener {
-                handle: Handle::new(Arc::new(socket.into())),
-                address: *address,
+    /// Accepts from sockets that listen already.
+    pub(in crate::worker) fn add_sockets(&mut self, sockets: Vec<TcpListener>) {
+        for socket in sockets {
+            self.iscsi.listeners.insert(Listener {
+                handle: Handle::new(Arc::new(socket.fd)),
+                address: socket.address,
                 accepting: false,
+                closing: false,
                 rests_until: None,
             });
         }
         self.poll_accepts();
-        Ok(())
     }
 
-    pub(super) fn stop_listening(&mut self) {
-        for place in 0..self.iscsi.listeners.len() {
-            // A connection that is accepted meanwhile is closed when its completion is dropped.
-            let _ = self.ring.cancel(token(Op::Accept, place));
-        }
-        self.iscsi.listeners.clear();
+    /// Accepts no more where nobody should listen.
+    pub(in crate::worker) fn stop_listening(&mut self, is_over: impl Fn(SocketAddr) -> bool) {
+        let ring = &mut self.ring;
+        self.iscsi.listeners.retain(|place, listener| {
+            if listener.closing || !is_over(listener.address) {
+                return true;
+            }
+            listener.closing = true;
+            // A connection that is accepted meanwhile is closed when its completion is taken.
+            let _ = ring.cancel(token(Op::Accept, place));
+            listener.accepting
+        });
     }
 
     /// Accepts again where that has ended.
     pub(in crate::worker) fn poll_accepts(&mut self) {
-        for (place, listener) in self.iscsi.listeners.iter_mut().enumerate() {
+        for (place, listener) in &mut self.iscsi.listeners {
             let rests = listener.rests_until.is_some_and(|until| until > self.now);
-            if listener.accepting || rests {
+            if listener.accepting || listener.closing || rests {
                 continue;
             }
             let submitted = self
@@ -157,8 +156,8 @@ impl Worker {
 
     /// When a listener has rested.
     pub(in crate::worker) fn accept_deadline(&self) -> Option<Instant> {
-        let resting = self.iscsi.listeners.iter().filter(|l| !l.accepting);
-        resting.filter_map(|l| l.rests_until).min()
+        let resting = self.iscsi.listeners.iter().filter(|(_, l)| !l.accepting);
+        resting.filter_map(|(_, l)| l.rests_until).min()
     }
 
     /// Takes a completion, if it is one of ours.
@@ -182,6 +181,10 @@ impl Worker {
             return;
         };
         listener.accepting = false;
+        if listener.closing {
+            self.iscsi.listeners.remove(place);
+            return;
+        }
         let listen = listener.address;
         match fd {
             None => listener.rests_until = Some(self.now + REST),
@@ -195,7 +198,7 @@ impl Worker {
     }
 
     fn open_connection(&mut self, fd: OwnedFd, listen: SocketAddr) -> io::Result<()> {
-        let most = 2 * self.shared.registry.max_sessions() as usize + 64;
+        let most = 2 * self.catalog.limits.sessions as usize + 64;
         if self.iscsi.conns.len() >= most {
             return Err(io::Error::other("too many connections"));
         }
@@ -215,7 +218,7 @@ impl Worker {
         let config = ChannelConfig {
             worker: self.index,
             serial,
-            commands: self.shared.iscsi.commands,
+            commands: self.catalog.commands,
         };
         let key = self.iscsi.conns.insert(Conn {
             channel: TcpChannel::new(config, self.now),
@@ -226,6 +229,7 @@ impl Worker {
             entered: None,
             armed: None,
             waits_for_pool: false,
+            is_leaving: false,
         });
         self.iscsi.dirty.push_back(key);
         Ok(())
@@ -353,7 +357,39 @@ impl Worker {
     }
 }
 
-fn listen(address: SocketAddr) -> io::Result<Socket> {
+/// A socket that listens for iSCSI, on its way to a worker.
+#[derive(Debug)]
+pub struct TcpListener {
+    address: SocketAddr,
+    fd: OwnedFd,
+}
+
+impl TcpListener {
+    /// Binds a socket; it takes no connections yet.
+    ///
+    /// # Errors
+    /// Those of `socket(2)` and `bind(2)`.
+    pub fn bind(address: SocketAddr) -> io::Result<Self> {
+        let fd = bind(address)?.into();
+        Ok(Self { address, fd })
+    }
+
+    /// Lets it take connections, which wait until a worker has it.
+    ///
+    /// # Errors
+    /// Those of `listen(2)`.
+    pub fn listen(&self) -> io::Result<()> {
+        SockRef::from(&self.fd).listen(BACKLOG)
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+fn bind(address: SocketAddr) -> io::Result<Socket> {
     let socket = Socket::new(
         Domain::for_address(address),
         Type::STREAM,
@@ -366,6 +402,5 @@ fn listen(address: SocketAddr) -> io::Result<Socket> {
         socket.set_only_v6(true)?;
     }
     socket.bind(&address.into())?;
-    socket.listen(BACKLOG)?;
     Ok(socket)
 }

@@ -1,18 +1,17 @@
 //! Requests for connections, what a connection has at its device, and the end of both.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 
 use riser_memory::Memory;
 use riser_scsi::iser::CmHeader;
-use riser_transport::verbs::{CmId, ConnParam, PortSpace};
+use riser_transport::verbs::{CmId, ConnParam};
 
 use super::Conn;
 use crate::iscsi::iser::{IserChannel, IserConfig, IserParams};
 use crate::srp::transfer::MAX_SGE;
 use crate::warn_limited;
 use crate::worker::session::{INITIATOR_DEPTH, Queues, RESPONDER_RESOURCES, SetupError};
-use crate::worker::{BACKLOG, Endpoint, LINGER, Listener, Phase, Worker, WorkerError};
+use crate::worker::{Endpoint, LINGER, Phase, Worker};
 
 /// What we offer: an answer may invalidate a key. Buffers have addresses.
 const OFFER: CmHeader = CmHeader {
@@ -25,33 +24,6 @@ const OFFER: CmHeader = CmHeader {
 const LOGINS_PER_ADDRESS: usize = 16;
 
 impl Worker {
-    /// Listens on a device's iSER portals.
-    pub(in crate::worker) fn listen_iser(&mut self, device: usize) -> Result<(), WorkerError> {
-        let catalog = Arc::clone(&self.catalog);
-        let addr = self.devices.addr(device);
-        let targets = catalog.targets.iter().filter_map(|t| t.iscsi.as_ref());
-        let portals = targets.flat_map(|iscsi| &iscsi.iser);
-        for listen in portals.filter(|listen| listen.ip() == addr) {
-            // Targets may share a portal: the login names the one it wants.
-            let known = |(place, listener): (&(usize, CmId), &Listener)| {
-                place.0 == device && matches!(listener, Listener::Iser(at) if at == listen)
-            };
-            if self.listeners.iter().any(known) {
-                continue;
-            }
-            let error = |source| WorkerError::Listen {
-                portal: listen.to_string(),
-                source,
-            };
-            let dev = &mut self.devices[device];
-            let id = dev.create_id(PortSpace::Tcp).map_err(error)?;
-            dev.bind_addr(id, *listen).map_err(error)?;
-            dev.listen(id, BACKLOG).map_err(error)?;
-            self.listeners.insert((device, id), Listener::Iser(*listen));
-        }
-        Ok(())
-    }
-
     /// A peer asks for a connection on the portal at `listen`.
     pub(in crate::worker) fn on_iser_request(
         &mut self,
@@ -61,7 +33,7 @@ impl Worker {
         peer: SocketAddr,
         param: &ConnParam,
     ) {
-        let most = 2 * self.shared.registry.max_sessions() as usize + 64;
+        let most = 2 * self.catalog.limits.sessions as usize + 64;
         let address = peer.ip().to_canonical();
         let logging_in =
             self.isers.conns.iter().filter(|(_, conn)| {
@@ -100,7 +72,7 @@ impl Worker {
             max_sge: (attr.max_sge as usize).min(MAX_SGE),
             reads: reads.into(),
             remote_invalidate: agreed.remote_invalidate,
-            ..IserParams::new(self.shared.iscsi.commands)
+            ..IserParams::new(self.catalog.commands)
         };
         let memory = params.memory();
         let receive_ring = Memory::new(memory.receive_ring)?.whole();
@@ -134,6 +106,7 @@ impl Worker {
             waits_for_pool: false,
             is_ready: false,
             is_closed: false,
+            is_leaving: false,
         });
         self.by_cm.insert((device, cm), Endpoint::Iser(key));
         self.by_cq.insert((device, cq), Endpoint::Iser(key));

@@ -12,6 +12,7 @@ mod connect;
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Instant;
 
 use riser_scsi::step::StepResult;
@@ -19,13 +20,13 @@ use riser_transport::verbs::{CmId, Completion, RKey, SendFlags, SendOp};
 use slab::Slab;
 
 use super::exec::{Owner, Work};
-use super::iscsi::gate::{Transport, WorkerGate};
+use super::iscsi::gate::{Transport, WorkerGate, is_served};
 use super::iscsi::sessions::Entered;
 use super::mail::{IscsiSession, Mail};
 use super::queue::{ChainPost, ChainSend, Gather, Receive};
 use super::registry::ChannelRef;
 use super::session::Hardware;
-use super::{Stalled, Worker};
+use super::{PATIENCE, Stalled, Worker};
 use crate::iscsi::iser::{ChainIdx, IserAction, IserChannel, Post, RxIdx};
 use crate::iscsi::{Action, Channel, Counters, Cx, Phase, TaskIdx};
 
@@ -57,6 +58,8 @@ struct Conn {
     is_ready: bool,
     /// The CM has said that the connection is over.
     is_closed: bool,
+    /// The initiator was asked to log out.
+    is_leaving: bool,
 }
 
 impl Isers {
@@ -152,6 +155,7 @@ impl Worker {
                 worker: self.index,
                 serial: conn.serial,
             },
+            commands: conn.channel.params().commands,
             entered: &mut conn.entered,
             ending: &mut ending,
         };
@@ -358,6 +362,10 @@ impl Worker {
         let Some(key) = self.isers.by_serial(serial) else {
             return false;
         };
+        if let Mail::LogOut { until, .. } = mail {
+            self.log_out_iser(key, *until);
+            return true;
+        }
         self.with_iser(key, |conn, cx| {
             match mail {
                 Mail::OthersGone { .. } => return conn.handle_others_gone(cx),
@@ -384,14 +392,38 @@ impl Worker {
         }
     }
 
-    /// Gives connections the units that their sessions may use now.
-    pub(super) fn follow_iser_luns(&mut self) {
-        let sessions = &self.shared.iscsi.sessions;
-        for (_, conn) in &mut self.isers.conns {
+    /// Gives connections the units that their sessions may use now, and asks those to log out whose
+    /// portal is gone.
+    pub(super) fn follow_iser(&mut self) {
+        let catalog = Arc::clone(&self.catalog);
+        let until = self.now + PATIENCE;
+        let sessions = &self.shared.iscsi;
+        let mut ended = Vec::new();
+        for (key, conn) in &mut self.isers.conns {
             let luns = conn.entered.as_ref().and_then(|e| sessions.luns(e.tsih));
             if let Some(luns) = luns {
                 conn.channel.handle_luns(luns);
             }
+            let entered = conn.entered.as_ref();
+            if !is_served(&catalog, Transport::Iser, conn.listen, entered) {
+                ended.push(key);
+            }
+        }
+        for key in ended {
+            self.log_out_iser(key, until);
+        }
+        self.drain_dirty();
+    }
+
+    /// Asks an initiator to log out, once; the connection is cut at `until`.
+    fn log_out_iser(&mut self, key: usize, until: Instant) {
+        let Some(conn) = self.isers.conns.get_mut(key) else {
+            return;
+        };
+        if !std::mem::replace(&mut conn.is_leaving, true) {
+            self.with_iser(key, |conn, cx| {
+                conn.input(cx, |ch, cx| ch.handle_shutdown(cx, until));
+            });
         }
     }
 
@@ -413,9 +445,7 @@ impl Worker {
     /// Asks initiators to log out.
     pub(super) fn begin_iser_shutdown(&mut self, until: Instant) {
         for key in self.isers.keys() {
-            self.with_iser(key, |conn, cx| {
-                conn.input(cx, |ch, cx| ch.handle_shutdown(cx, until));
-            });
+            self.log_out_iser(key, until);
         }
     }
 

@@ -7,7 +7,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use hyper::Method;
-use riser_target::control::client::{self, ClientError};
+use riser_target::control::client::{self, ClientError, Question};
 use riser_target::control::view::{SessionView, TargetView};
 use serde_json::Value;
 
@@ -48,13 +48,13 @@ impl Daemon for Riserd {
         let text = serde_json::to_vec_pretty(document).expect("it has text for keys");
         replace(&self.file, &text).map_err(io)?;
         let reloaded: Result<Vec<TargetView>, ClientError> =
-            client::call(&self.socket, Method::POST, "/v1/reload");
+            client::call(&self.socket, Question::new(Method::POST, "/v1/reload"));
         let Err(error) = reloaded else {
             return Ok(());
         };
         replace(&self.file, &before).map_err(io)?;
         Err(match error {
-            ClientError::Refused(why) => ApplyError::Refused(why),
+            ClientError::Refused(why) | ClientError::Mistake(why) => ApplyError::Refused(why),
             other => ApplyError::Unreachable(other.to_string()),
         })
     }
@@ -77,7 +77,7 @@ fn replace(file: &Path, text: &[u8]) -> io::Result<()> {
 #[must_use]
 pub fn sessions(socket: &Path) -> Vec<Session> {
     let views: Result<Vec<SessionView>, ClientError> =
-        client::call(socket, Method::GET, "/v1/sessions");
+        client::call(socket, Question::new(Method::GET, "/v1/sessions"));
     match views {
         Ok(views) => gather(views),
         Err(error) => {

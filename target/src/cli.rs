@@ -4,6 +4,7 @@
 //! - 0: it did what was asked.
 //! - 1: it failed at run time: a backend that cannot be opened, an address in use, no `io_uring`.
 //! - 2: it was asked for something wrong: bad usage, or a mistake in the configuration.
+//! - 3: `diff` found differences.
 //!
 //! The library's errors are plain values; only here do they become reports for people.
 
@@ -22,15 +23,19 @@ use serde::de::DeserializeOwned;
 use serde_json::json;
 use tracing_subscriber::EnvFilter;
 
-use crate::config::{Access, Config, ConfigError, HostId, Log, LogFormat, Protocol};
-use crate::control::client::{self, ClientError};
-use crate::control::{report, socket};
+use crate::config::{Access, Config, ConfigError, HostId, Log, LogFormat, Protocol, schema};
+use crate::control::client::{self, ClientError, Question};
+use crate::control::view::{Changes, HistoryView};
+use crate::control::{Source, report, socket, state};
 
 /// The exit code of a failure at run time.
 const FAILURE: u8 = 1;
 
 /// The exit code of bad usage and bad configuration.
 const MISTAKE: u8 = 2;
+
+/// The exit code of `diff` where there are differences.
+const DIFFERENT: u8 = 3;
 
 /// Serves files and block devices as SCSI disks over RDMA.
 #[derive(Debug, Parser)]
@@ -41,17 +46,21 @@ struct Cli {
 }
 
 const EXIT_CODES: &str = "Exit codes: 0 success, 1 failure at run time, 2 bad usage or a mistake \
-                          in the configuration.";
+                          in the configuration, 3 `diff` found differences.";
 
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Serve what a configuration file describes, until SIGTERM or SIGINT. SIGHUP reads the file again
-    /// and applies what changed in logical units and access. Logs to standard error;
-    /// the environment's RUST_LOG comes before the file's log filter.
+    /// and applies it. Logs to standard error; the environment's RUST_LOG comes before the file's log
+    /// filter.
     Run {
         /// The configuration file.
         #[arg(long, short, value_name = "FILE")]
         config: PathBuf,
+        /// Serve the configuration that was applied last, as the file's state directory has it, and
+        /// the file only if there is none.
+        #[arg(long)]
+        restore: bool,
     },
     /// Check a configuration file without opening anything.
     Check {
@@ -67,10 +76,46 @@ enum Command {
     Targets(Ask),
     /// Show how a running daemon is.
     Status(Ask),
-    /// Let a running daemon read its configuration again, and wait until it is applied.
+    /// Let a running daemon read its configuration file again, and wait until it is applied.
     Reload(Ask),
+    /// Let a running daemon serve what a configuration file describes, whole or not at all; show what
+    /// that changed.
+    Apply {
+        /// The configuration file.
+        file: PathBuf,
+        #[command(flatten)]
+        ask: Ask,
+    },
+    /// Show what `apply` would change.
+    Diff {
+        /// The configuration file.
+        file: PathBuf,
+        #[command(flatten)]
+        ask: Ask,
+    },
+    /// Write down the configuration of a running daemon, secrets included: YAML, or JSON, which is
+    /// YAML as well.
+    Save {
+        /// Where to; standard output by default.
+        file: Option<PathBuf>,
+        #[command(flatten)]
+        ask: Ask,
+    },
+    /// Let a running daemon serve again what it served before; show what that changed. It is a change
+    /// like any other, and can be rolled back.
+    Rollback {
+        /// How many configurations back.
+        #[arg(default_value_t = 1)]
+        back: usize,
+        #[command(flatten)]
+        ask: Ask,
+    },
+    /// List the configurations that a running daemon has had.
+    History(Ask),
     /// Let a running daemon measure its backends again: after a file or device has grown.
     Rescan(Ask),
+    /// Print the JSON Schema of configuration files, which editors check and complete them with.
+    Schema,
     /// List the addresses and RDMA devices a portal can use.
     Devices {
         /// How to print them.
@@ -102,14 +147,11 @@ enum Output {
 /// Whatever ends a run.
 pub type BoxError = Box<dyn Error + Send + Sync>;
 
-/// Parses the process's arguments and does what they say; `run` serves a configuration, and can read
-/// it again.
-pub fn main(
-    run: impl FnOnce(Config, &dyn Fn() -> Result<Config, String>) -> Result<(), BoxError>,
-) -> ExitCode {
+/// Parses the process's arguments and does what they say; `run` serves a configuration.
+pub fn main(run: impl FnOnce(Source<'_>) -> Result<(), BoxError>) -> ExitCode {
     let cli = Cli::parse();
     match dispatch(cli.command, run, &mut io::stdout().lock()) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => ExitCode::from(code),
         Err(failure) => {
             // Nobody to tell where standard error is closed.
             let _ = writeln!(io::stderr(), "{}", failure.text);
@@ -136,29 +178,82 @@ impl Failure {
 
 fn dispatch(
     command: Command,
-    run: impl FnOnce(Config, &dyn Fn() -> Result<Config, String>) -> Result<(), BoxError>,
+    run: impl FnOnce(Source<'_>) -> Result<(), BoxError>,
     out: &mut dyn Write,
-) -> Result<(), Failure> {
-    match command {
-        Command::Run { config } => {
+) -> Result<u8, Failure> {
+    let get = |path| Question::new(Method::GET, path);
+    let post = |path| Question::new(Method::POST, path);
+    let done = match command {
+        Command::Run { config, restore } => {
             let file = config;
             let config = load(&file)?;
             start_log(&config.log);
-            let reread = || load(&file).map_err(|failure| failure.text);
-            run(config, &reread).map_err(|e| Failure::run_time(chain(&*e)))
+            let reread = &|| load(&file).map_err(|failure| failure.text);
+            let source = Source {
+                config,
+                reread,
+                restore,
+            };
+            run(source).map_err(|e| Failure::run_time(chain(&*e)))
         }
         Command::Check { file, output } => {
             let config = load(&file)?;
             print(out, &describe(&config, output))
         }
-        Command::Sessions(ask) => asked(out, &ask, Method::GET, "/v1/sessions", report::sessions),
-        Command::Targets(ask) => asked(out, &ask, Method::GET, "/v1/targets", report::targets),
-        Command::Status(ask) => asked(out, &ask, Method::GET, "/v1/status", report::status),
-        Command::Reload(ask) => asked(out, &ask, Method::POST, "/v1/reload", report::targets),
-        Command::Rescan(ask) => asked(out, &ask, Method::POST, "/v1/rescan", report::targets),
+        Command::Sessions(ask) => asked(out, &ask, get("/v1/sessions"), report::sessions),
+        Command::Targets(ask) => asked(out, &ask, get("/v1/targets"), report::targets),
+        Command::Status(ask) => asked(out, &ask, get("/v1/status"), report::status),
+        Command::Reload(ask) => asked(out, &ask, post("/v1/reload"), report::targets),
+        Command::Rescan(ask) => asked(out, &ask, post("/v1/rescan"), report::targets),
+        Command::History(ask) => {
+            let describe = |entries: &Vec<HistoryView>| report::history(entries);
+            asked(out, &ask, get("/v1/history"), describe)
+        }
+        Command::Apply { file, ask } => {
+            let put = Question::new(Method::PUT, "/v1/config").with(checked(&file)?);
+            asked(out, &ask, put, report::changes)
+        }
+        Command::Rollback { back, ask } => {
+            let question = post("/v1/rollback").with(back.to_string());
+            asked(out, &ask, question, report::changes)
+        }
+        Command::Diff { file, ask } => {
+            let question = post("/v1/diff").with(checked(&file)?);
+            let answer: Changes = client::call(&ask.socket()?, question)?;
+            tell(out, ask.output, &answer, report::changes)?;
+            let is_same = answer.changes.is_empty();
+            return Ok(if is_same { 0 } else { DIFFERENT });
+        }
+        Command::Save { file, ask } => save(out, file.as_deref(), &ask),
+        Command::Schema => {
+            let schema = serde_json::to_string_pretty(&schema()).map_err(Failure::run_time)?;
+            print(out, &schema)
+        }
         Command::Devices { output } => {
             let text = devices(output).map_err(Failure::run_time)?;
             print(out, &text)
+        }
+    };
+    done.map(|()| 0)
+}
+
+impl Ask {
+    /// Where the daemon is.
+    fn socket(&self) -> Result<PathBuf, Failure> {
+        let socket = self.socket.clone().or_else(socket::default_path);
+        socket.ok_or_else(|| ClientError::Nowhere.into())
+    }
+}
+
+impl From<ClientError> for Failure {
+    fn from(error: ClientError) -> Self {
+        let code = match error {
+            ClientError::Mistake(_) => MISTAKE,
+            _ => FAILURE,
+        };
+        Self {
+            code,
+            ..Self::run_time(error)
         }
     }
 }
@@ -167,18 +262,43 @@ fn dispatch(
 fn asked<T: Serialize + DeserializeOwned>(
     out: &mut dyn Write,
     ask: &Ask,
-    method: Method,
-    path: &str,
+    question: Question,
     describe: impl Fn(&T) -> String,
 ) -> Result<(), Failure> {
-    let socket = ask.socket.clone().or_else(socket::default_path);
-    let socket = socket.ok_or_else(|| Failure::run_time(ClientError::Nowhere))?;
-    let answer: T = client::call(&socket, method, path).map_err(Failure::run_time)?;
-    let text = match ask.output {
-        Output::Text => describe(&answer),
-        Output::Json => serde_json::to_string(&answer).map_err(Failure::run_time)?,
+    let answer: T = client::call(&ask.socket()?, question)?;
+    tell(out, ask.output, &answer, describe)
+}
+
+fn tell<T: Serialize>(
+    out: &mut dyn Write,
+    output: Output,
+    answer: &T,
+    describe: impl Fn(&T) -> String,
+) -> Result<(), Failure> {
+    let text = match output {
+        Output::Text => describe(answer),
+        Output::Json => serde_json::to_string(answer).map_err(Failure::run_time)?,
     };
     print(out, &text)
+}
+
+/// Writes down a running daemon's configuration.
+fn save(out: &mut dyn Write, file: Option<&Path>, ask: &Ask) -> Result<(), Failure> {
+    let accept = match ask.output {
+        Output::Text => None,
+        Output::Json => Some("application/json"),
+    };
+    let question = Question {
+        accept,
+        ..Question::new(Method::GET, "/v1/config")
+    };
+    let text = client::fetch(&ask.socket()?, question)?;
+    match file {
+        // It may hold secrets.
+        Some(file) => state::replace(file, &text)
+            .map_err(|e| Failure::run_time(format!("{}: {e}", file.display()))),
+        None => print(out, String::from_utf8_lossy(&text).trim_end()),
+    }
 }
 
 /// Sends the log to standard error. The environment's `RUST_LOG` comes before the file's filter.
@@ -220,6 +340,15 @@ fn chain(error: &(dyn Error + 'static)) -> String {
 }
 
 fn load(path: &Path) -> Result<Config, Failure> {
+    read(path).map(|(config, _)| config)
+}
+
+/// The text of a configuration file without a mistake.
+fn checked(path: &Path) -> Result<String, Failure> {
+    read(path).map(|(_, text)| text)
+}
+
+fn read(path: &Path) -> Result<(Config, String), Failure> {
     let text = std::fs::read(path).map_err(|e| Failure {
         text: format!("riserd: {}: cannot read it: {e}", path.display()),
         code: MISTAKE,
@@ -232,10 +361,13 @@ fn load(path: &Path) -> Result<Config, Failure> {
         ),
         code: MISTAKE,
     })?;
-    Config::parse(&text, &path.display().to_string()).map_err(|e| Failure {
-        text: report(&e, text),
-        code: MISTAKE,
-    })
+    match Config::parse(&text, &path.display().to_string()) {
+        Ok(config) => Ok((config, text)),
+        Err(e) => Err(Failure {
+            text: report(&e, text),
+            code: MISTAKE,
+        }),
+    }
 }
 
 /// A mistake with the line it is in. The first line is the one that scripts and editors look for:
@@ -405,7 +537,7 @@ mod tests {
         let mut out = Vec::new();
         let result = dispatch(
             cli.command,
-            |config, _| match config.targets[0].name.as_str() {
+            |source| match source.config.targets[0].name.as_str() {
                 "demo" => Ok(()),
                 other => Err(format!("cannot serve {other}").into()),
             },
@@ -413,7 +545,7 @@ mod tests {
         );
         std::fs::remove_dir_all(&dir).unwrap();
         match result {
-            Ok(()) => (0, String::from_utf8(out).unwrap()),
+            Ok(code) => (code, String::from_utf8(out).unwrap()),
             Err(failure) => (failure.code, failure.text),
         }
     }

@@ -3,5 +3,5 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    riser_target::cli::main(|config, reread| Ok(riser_target::control::run(&config, reread)?))
+    riser_target::cli::main(|source| Ok(riser_target::control::run(source)?))
 }

@@ -25,9 +25,19 @@ impl Daemon {
         daemon.configure(address, "{ 0: a }");
         let mut daemon = daemon;
         daemon.process.wait().unwrap();
+        daemon.run(&[]);
+        daemon
+    }
+
+    /// Starts the program, and waits until it serves.
+    fn run(&mut self, more: &[&str]) {
+        let daemon = self;
+        let _ = std::fs::remove_file(daemon.socket());
         daemon.process = Command::new(RISERD)
             .args(["run", "--config"])
             .arg(daemon.dir.join("riserd.yaml"))
+            .args(more)
+            .env("CREDENTIALS_DIRECTORY", &daemon.dir)
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
@@ -36,7 +46,13 @@ impl Daemon {
             assert!(Instant::now() < until, "the daemon does not come up");
             std::thread::sleep(Duration::from_millis(20));
         }
-        daemon
+    }
+
+    /// Kills it at once, and starts it again.
+    fn restart(&mut self, more: &[&str]) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+        self.run(more);
     }
 
     fn configure(&self, address: &str, luns: &str) {
@@ -46,8 +62,9 @@ impl Daemon {
              - {{ protocol: srp, listen: \"{address}\" }}\n      \
              - {{ protocol: iscsi, listen: \"{address}:3290\" }}\n    \
              luns: {luns}\n    access: open\n\
-             admin: {{ socket: {} }}\nworkers: {{ count: 1 }}\n",
-            self.socket().display()
+             admin: {{ socket: {} }}\nstate: {{ directory: {} }}\nworkers: {{ count: 1 }}\n",
+            self.socket().display(),
+            self.dir.join("state").display()
         );
         std::fs::write(self.dir.join("riserd.yaml"), text).unwrap();
     }
@@ -108,7 +125,9 @@ fn a_daemon_tells_what_it_serves_and_applies_its_file_again() {
 
     daemon.configure("127.81.0.1", "{ 0: a, 1: b }");
     assert_eq!(daemon.json("reload")[0]["luns"]["1"]["size"], 2 << 20);
-    daemon.configure("127.81.0.9", "{ 0: a, 1: b }");
+    let file = daemon.dir.join("riserd.yaml");
+    let text = std::fs::read_to_string(&file).unwrap();
+    std::fs::write(&file, text.replace("count: 1", "count: 2")).unwrap();
     let refused = daemon.ask(&["reload"]);
     assert_eq!(refused.status.code(), Some(1));
     let said = String::from_utf8(refused.stderr).unwrap();
@@ -118,6 +137,103 @@ fn a_daemon_tells_what_it_serves_and_applies_its_file_again() {
     );
     let text = String::from_utf8(daemon.ask(&["targets"]).stdout).unwrap();
     assert!(text.contains("  srp 127.81.0.1:5555"), "{text}");
+}
+
+#[test]
+fn a_configuration_is_compared_applied_saved_and_taken_back() {
+    let mut daemon = Daemon::start("apply", "127.81.0.6");
+    let file = |daemon: &Daemon| daemon.dir.join("riserd.yaml").display().to_string();
+    let path = file(&daemon);
+    let same = daemon.ask(&["diff", &path]);
+    assert_eq!(same.status.code(), Some(0), "{same:?}");
+    daemon.configure("127.81.0.6", "{ 0: a, 1: b }");
+    let differs = daemon.ask(&["diff", &path]);
+    assert_eq!(differs.status.code(), Some(3), "{differs:?}");
+    let said = String::from_utf8(differs.stdout).unwrap();
+    assert_eq!(said, "+ targets[demo].luns.1: \"b\"\n");
+    assert!(
+        daemon.json("targets")[0]["luns"].get("1").is_none(),
+        "no effect"
+    );
+    let applied = daemon.ask(&["apply", &path, "-o", "json"]);
+    let applied: serde_json::Value = serde_json::from_slice(&applied.stdout).unwrap();
+    let expected = serde_json::json!({
+        "changes": [{ "path": "targets[demo].luns.1", "old": null, "new": "b" }]
+    });
+    assert_eq!(applied, expected);
+    assert_eq!(daemon.json("targets")[0]["luns"]["1"]["size"], 2 << 20);
+    // What is saved is the same.
+    let saved = daemon.dir.join("saved.yaml").display().to_string();
+    assert!(daemon.ask(&["save", &saved]).status.success());
+    assert_eq!(daemon.ask(&["diff", &saved]).status.code(), Some(0));
+    let mode = std::os::unix::fs::PermissionsExt::mode;
+    let metadata = std::fs::metadata(&saved).unwrap();
+    assert_eq!(mode(&metadata.permissions()) & 0o777, 0o600);
+    assert_eq!(daemon.json("save")["targets"][0]["luns"]["1"], "b");
+    let yaml = daemon.http("GET /v1/config");
+    assert!(yaml.contains("application/yaml"), "{yaml}");
+    assert!(
+        yaml.ends_with(&std::fs::read_to_string(&saved).unwrap()),
+        "{yaml}"
+    );
+    // A mistake is named, and is the asker's.
+    std::fs::write(&saved, "targets: [{}]").unwrap();
+    assert_eq!(daemon.ask(&["apply", &saved]).status.code(), Some(2));
+    // Back, and back again.
+    let back = daemon.ask(&["rollback"]);
+    let said = String::from_utf8(back.stdout).unwrap();
+    assert_eq!(said, "- targets[demo].luns.1: \"b\"\n");
+    let history = daemon.json("history");
+    let how: Vec<_> = history
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|e| &e["how"])
+        .collect();
+    assert_eq!(how, ["rollback 1", "apply", "start"]);
+    assert!(history[1]["who"].as_str().unwrap().starts_with("uid "));
+    assert!(daemon.ask(&["rollback", "1"]).status.success());
+    assert_eq!(daemon.ask(&["rollback", "9"]).status.code(), Some(1));
+    assert_eq!(daemon.json("targets")[0]["luns"]["1"]["size"], 2 << 20);
+    // A restart serves the file, unless it is to serve what was applied last.
+    daemon.configure("127.81.0.6", "{ 3: a }");
+    daemon.restart(&["--restore"]);
+    assert_eq!(daemon.json("targets")[0]["luns"]["1"]["size"], 2 << 20);
+    assert_eq!(daemon.json("history").as_array().unwrap().len(), 4);
+    daemon.restart(&[]);
+    assert_eq!(daemon.json("targets")[0]["luns"]["3"]["size"], 1 << 20);
+    assert_eq!(daemon.json("history").as_array().unwrap().len(), 5);
+}
+
+#[test]
+fn secrets_are_read_from_where_they_are() {
+    let mut daemon = Daemon::start("secrets", "127.81.0.7");
+    let file = daemon.dir.join("riserd.yaml");
+    let text = std::fs::read_to_string(&file).unwrap();
+    let with = |secret: &str| {
+        let chap = format!("discovery_chap: {{ users: [{{ name: me, {secret} }}] }}\n");
+        std::fs::write(&file, format!("{text}{chap}")).unwrap();
+    };
+    let path = file.display().to_string();
+    for (secret, why) in [
+        ("secret_env: RISERD_NO_SUCH", "$RISERD_NO_SUCH is not set"),
+        ("secret_credential: mine", "No such file"),
+    ] {
+        with(secret);
+        let refused = daemon.ask(&["apply", &path]);
+        assert_eq!(refused.status.code(), Some(1));
+        let said = String::from_utf8(refused.stderr).unwrap();
+        assert!(
+            said.contains(why) && said.contains("nothing was applied"),
+            "{said}"
+        );
+    }
+    std::fs::write(daemon.dir.join("mine"), "a secret of ours\n").unwrap();
+    assert!(daemon.ask(&["apply", &path]).status.success());
+    with("secret_env: PATH");
+    daemon.restart(&[]);
+    let saved = String::from_utf8(daemon.ask(&["save"]).stdout).unwrap();
+    assert!(saved.contains("secret_env: PATH"), "{saved}");
 }
 
 #[test]
@@ -188,7 +304,8 @@ fn a_second_daemon_does_not_take_the_socket() {
     let daemon = Daemon::start("second", "127.81.0.4");
     let text = std::fs::read_to_string(daemon.dir.join("riserd.yaml")).unwrap();
     let other = daemon.dir.join("other.yaml");
-    std::fs::write(&other, text.replace("127.81.0.4", "127.81.0.5")).unwrap();
+    let text = text.replace("127.81.0.4", "127.81.0.5");
+    std::fs::write(&other, text.replace("/state }", "/other }")).unwrap();
     let output = Command::new(RISERD)
         .args(["run", "--config"])
         .arg(&other)

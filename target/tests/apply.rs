@@ -171,6 +171,14 @@ fn a_portal_goes_and_the_sessions_on_the_other_one_stay() {
     server.shutdown().unwrap();
 }
 
+#[test]
+fn a_target_with_a_name_needs_no_iscsi_portal() {
+    let net = 6;
+    let server = Server::start(&config(net, "", &second(net, &[9], &[]), "")).unwrap();
+    srp(&server, "u", addr(net, 9), addr(net, 2)).unwrap();
+    server.shutdown().unwrap();
+}
+
 /// A file of this test's own, gone when the value is.
 struct Image(PathBuf);
 

@@ -5,10 +5,15 @@
 //! | `GET /v1/status` | [`Status`](super::view::Status) |
 //! | `GET /v1/sessions` | a list of [`SessionView`](super::view::SessionView) |
 //! | `GET /v1/targets` | a list of [`TargetView`](super::view::TargetView) |
+//! | `GET /v1/config` | the configuration as YAML that reads back equal, secrets included; as JSON for `Accept: application/json` |
+//! | `PUT /v1/config` | takes the YAML in the body as the configuration; [`Changes`](super::view::Changes) |
+//! | `POST /v1/diff` | what `PUT` would change, without doing it; likewise |
+//! | `POST /v1/rollback` | takes again the configuration N before, N in the body or 1; likewise |
+//! | `GET /v1/history` | a list of [`HistoryView`](super::view::HistoryView) |
 //! | `POST /v1/reload` | reads the configuration file again; the targets after it |
 //! | `POST /v1/rescan` | measures every backend again; the targets after it |
 //!
-//! An error is `{"error": TEXT}`: 404 for a path that is not here, 405 for a method, 409 for a
+//! An error is `{"error": TEXT}`: 400 for a mistake in a configuration, 404 for a path that is not here, 405 for a method, 409 for a
 //! configuration that was not applied, 500 for what failed, 503 while too much waits or the daemon
 //! ends.
 //!
@@ -18,15 +23,22 @@
 
 use axum::Json;
 use axum::Router;
-use axum::extract::State;
-use axum::http::StatusCode;
+use axum::extract::connect_info::Connected;
+use axum::extract::{ConnectInfo, DefaultBodyLimit, State};
+use axum::http::header::{ACCEPT, CONTENT_TYPE};
+use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodFilter, MethodRouter, on};
+use axum::serve::IncomingStream;
 use serde_json::{Value, json};
+use tokio::net::UnixListener;
 use tokio::sync::{mpsc, oneshot};
 
+/// The longest configuration that is taken, in bytes.
+const MAX_BODY: usize = 16 << 20;
+
 /// What is asked of the daemon.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Ask {
     /// How it is.
     Status,
@@ -34,15 +46,30 @@ pub enum Ask {
     Sessions,
     /// What is served.
     Targets,
-    /// To read its configuration again.
+    /// To read its configuration file again.
     Reload,
     /// To measure its backends again.
     Rescan,
+    /// What configuration it has.
+    Config,
+    /// As a file that reads back equal.
+    Yaml,
+    /// To take this text as its configuration.
+    Apply(String),
+    /// What taking this text would change.
+    Diff(String),
+    /// To take again the configuration so many before the present one.
+    Rollback(usize),
+    /// Which configurations it has had.
+    History,
 }
 
 /// Why a request was not fulfilled.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Failure {
+    /// The configuration has a mistake; nothing has changed.
+    #[error("{0}")]
+    Mistake(String),
     /// It is not possible as things are; nothing has changed.
     #[error("{0}")]
     Refused(String),
@@ -62,18 +89,45 @@ pub type Answer = Result<Value, Failure>;
 pub struct Request {
     /// What is asked.
     pub ask: Ask,
+    /// By whom.
+    pub who: String,
     /// Where the answer goes.
     pub reply: oneshot::Sender<Answer>,
 }
 
+/// Who is at the other end of the socket.
+#[derive(Clone, Debug)]
+pub struct Peer(String);
+
+impl Connected<IncomingStream<'_, UnixListener>> for Peer {
+    fn connect_info(stream: IncomingStream<'_, UnixListener>) -> Self {
+        Self(match stream.io().peer_cred() {
+            Ok(peer) => match peer.pid() {
+                Some(pid) => format!("uid {} (process {pid})", peer.uid()),
+                None => format!("uid {}", peer.uid()),
+            },
+            Err(_) => "the admin socket".to_owned(),
+        })
+    }
+}
+
+type Requests = mpsc::Sender<Request>;
+
 /// The routes. Requests go to `requests`.
-pub fn router(requests: mpsc::Sender<Request>) -> Router {
+pub fn router(requests: Requests) -> Router {
     Router::new()
-        .route("/v1/status", asking(MethodFilter::GET, Ask::Status))
-        .route("/v1/sessions", asking(MethodFilter::GET, Ask::Sessions))
-        .route("/v1/targets", asking(MethodFilter::GET, Ask::Targets))
-        .route("/v1/reload", asking(MethodFilter::POST, Ask::Reload))
-        .route("/v1/rescan", asking(MethodFilter::POST, Ask::Rescan))
+        .route("/v1/status", get(Ask::Status))
+        .route("/v1/sessions", get(Ask::Sessions))
+        .route("/v1/targets", get(Ask::Targets))
+        .route("/v1/history", get(Ask::History))
+        .route(
+            "/v1/config",
+            on(MethodFilter::GET, config).on(MethodFilter::PUT, apply),
+        )
+        .route("/v1/diff", on(MethodFilter::POST, diff))
+        .route("/v1/rollback", on(MethodFilter::POST, rollback))
+        .route("/v1/reload", post(Ask::Reload))
+        .route("/v1/rescan", post(Ask::Rescan))
         .fallback(async || error(StatusCode::NOT_FOUND, "there is no such path"))
         .method_not_allowed_fallback(async || {
             error(
@@ -81,31 +135,92 @@ pub fn router(requests: mpsc::Sender<Request>) -> Router {
                 "this path does not take this method",
             )
         })
+        .layer(DefaultBodyLimit::max(MAX_BODY))
         .with_state(requests)
 }
 
+fn get(ask: Ask) -> MethodRouter<Requests> {
+    asking(MethodFilter::GET, ask)
+}
+
+fn post(ask: Ask) -> MethodRouter<Requests> {
+    asking(MethodFilter::POST, ask)
+}
+
 /// A handler that asks this.
-fn asking(method: MethodFilter, ask: Ask) -> MethodRouter<mpsc::Sender<Request>> {
+fn asking(method: MethodFilter, ask: Ask) -> MethodRouter<Requests> {
     on(
         method,
-        async move |State(requests): State<mpsc::Sender<Request>>| match forward(&requests, ask)
-            .await
-        {
-            Ok(value) => Json(value).into_response(),
-            Err(failure) => error(status(&failure), &failure.to_string()),
+        async move |State(requests): State<Requests>, ConnectInfo(peer): ConnectInfo<Peer>| {
+            said(forward(&requests, ask, peer).await)
         },
     )
 }
 
-async fn forward(requests: &mpsc::Sender<Request>, ask: Ask) -> Answer {
+async fn config(
+    State(requests): State<Requests>,
+    ConnectInfo(peer): ConnectInfo<Peer>,
+    headers: HeaderMap,
+) -> Response {
+    let accept = headers.get(ACCEPT).and_then(|value| value.to_str().ok());
+    if accept.is_some_and(|accept| accept.contains("application/json")) {
+        return said(forward(&requests, Ask::Config, peer).await);
+    }
+    match forward(&requests, Ask::Yaml, peer).await {
+        Ok(Value::String(yaml)) => ([(CONTENT_TYPE, "application/yaml")], yaml).into_response(),
+        answer => said(answer),
+    }
+}
+
+async fn apply(
+    State(requests): State<Requests>,
+    ConnectInfo(peer): ConnectInfo<Peer>,
+    text: String,
+) -> Response {
+    said(forward(&requests, Ask::Apply(text), peer).await)
+}
+
+async fn diff(
+    State(requests): State<Requests>,
+    ConnectInfo(peer): ConnectInfo<Peer>,
+    text: String,
+) -> Response {
+    said(forward(&requests, Ask::Diff(text), peer).await)
+}
+
+async fn rollback(
+    State(requests): State<Requests>,
+    ConnectInfo(peer): ConnectInfo<Peer>,
+    text: String,
+) -> Response {
+    let back = match text.trim() {
+        "" => Ok(1),
+        number => number.parse(),
+    };
+    match back {
+        Ok(back) => said(forward(&requests, Ask::Rollback(back), peer).await),
+        Err(_) => error(StatusCode::BAD_REQUEST, "how many back is a number"),
+    }
+}
+
+async fn forward(requests: &Requests, ask: Ask, peer: Peer) -> Answer {
     let (reply, answer) = oneshot::channel();
-    let sent = requests.try_send(Request { ask, reply });
+    let who = peer.0;
+    let sent = requests.try_send(Request { ask, who, reply });
     sent.map_err(|_| Failure::Busy)?;
     answer.await.unwrap_or(Err(Failure::Busy))
 }
 
+fn said(answer: Answer) -> Response {
+    match answer {
+        Ok(value) => Json(value).into_response(),
+        Err(failure) => error(status(&failure), &failure.to_string()),
+    }
+}
+
 fn status(failure: &Failure) -> StatusCode {
     match failure {
+        Failure::Mistake(_) => StatusCode::BAD_REQUEST,
         Failure::Refused(_) => StatusCode::CONFLICT,
         Failure::Failed(_) => StatusCode::INTERNAL_SERVER_ERROR,
         Failure::Busy => StatusCode::SERVICE_UNAVAILABLE,

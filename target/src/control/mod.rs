@@ -14,12 +14,15 @@
 //! - [`run`]: what `riserd run` does: start, tell the service manager, serve, shut down.
 //! - [`api`]: the routes. [`view`]: what they say.
 //! - [`socket`]: where the API is, and who may use it.
+//! - [`history`]: the configurations that were applied. [`state`]: the directory where they are kept.
 //! - [`client`]: the other end, for `riserd sessions` and its like; [`report`]: its words for people.
 
 pub mod api;
 pub mod client;
+pub mod history;
 pub mod report;
 pub mod socket;
+pub mod state;
 pub mod view;
 
 use std::time::Instant;
@@ -29,21 +32,31 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 
 use self::api::{Ask, Failure, Request};
-use crate::config::{Config, Location};
+use self::history::{Entry, History};
+use self::view::Changes;
+use crate::config::{Config, Location, diff};
+use crate::server::reload::{self, ChangeError};
 use crate::server::{Server, ServerError};
 
 /// Requests that wait at most.
 pub const WAITING: usize = 16;
 
+/// Where a daemon's configuration comes from.
+pub struct Source<'a> {
+    /// What its file says.
+    pub config: Config,
+    /// Reads the file again.
+    pub reread: &'a dyn Fn() -> Result<Config, String>,
+    /// Whether the configuration that was applied last comes before the file's.
+    pub restore: bool,
+}
+
 /// Serves a configuration until SIGTERM or SIGINT. At SIGHUP, and when the admin API asks for it,
-/// takes what `reread` gives, as far as [`Server::change`] allows.
+/// takes another one, as far as [`Server::change`] allows.
 ///
 /// # Errors
 /// [`ServerError`]: it could not start, a worker failed, or data could not be made durable.
-pub fn run(
-    config: &Config,
-    reread: &dyn Fn() -> Result<Config, String>,
-) -> Result<(), ServerError> {
+pub fn run(source: Source<'_>) -> Result<(), ServerError> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
         .thread_name("riser-control")
@@ -52,18 +65,39 @@ pub fn run(
         .map_err(ServerError::Thread)?;
     runtime.block_on(async {
         let mut signals = Signals::new().map_err(ServerError::Signal)?;
-        let server = Server::start(config)?;
+        let mut history = History::open(&source.config.state).map_err(ServerError::State)?;
+        let config = match history.entries().first() {
+            Some(last) if source.restore => restored(&last.yaml)?,
+            _ => source.config,
+        };
+        let server = Server::start(&config)?;
+        let yaml = config.to_yaml();
+        if history
+            .entries()
+            .first()
+            .is_none_or(|last| last.yaml != yaml)
+        {
+            let entry = Entry::now("riserd", "start", yaml);
+            history.record(entry).map_err(ServerError::State)?;
+        }
         let (requests, queue) = mpsc::channel(WAITING);
         let admin = admin(&config.admin, requests)?;
         let control = Control {
             server,
-            reread,
+            reread: source.reread,
+            history,
             since: Instant::now(),
         };
         let result = control.serve(&mut signals, queue).await;
         drop(admin);
         result
     })
+}
+
+/// The configuration that was applied last.
+fn restored(yaml: &str) -> Result<Config, ServerError> {
+    let config = Config::parse(yaml, "the configuration applied last");
+    config.map_err(|e| ServerError::State(std::io::Error::other(e.to_string())))
 }
 
 /// Opens the admin API where the configuration wants it. A default place that cannot be had is no
@@ -83,7 +117,9 @@ fn admin(
     match socket::bind(&path) {
         Ok((listener, bound)) => {
             tracing::info!(socket = %path.display(), "admin API");
-            let service = axum::serve(listener, api::router(requests));
+            let router = api::router(requests);
+            let router = router.into_make_service_with_connect_info::<api::Peer>();
+            let service = axum::serve(listener, router);
             tokio::spawn(std::future::IntoFuture::into_future(service));
             Ok(Some(bound))
         }
@@ -117,7 +153,17 @@ impl Signals {
 struct Control<'a> {
     server: Server,
     reread: &'a dyn Fn() -> Result<Config, String>,
+    history: History,
     since: Instant,
+}
+
+/// Why a configuration was not applied.
+#[derive(Debug, thiserror::Error)]
+enum ApplyError {
+    #[error(transparent)]
+    Change(#[from] ChangeError),
+    #[error("it cannot be kept: {0}; nothing was applied")]
+    Keep(#[from] std::io::Error),
 }
 
 impl Control<'_> {
@@ -131,7 +177,7 @@ impl Control<'_> {
         notify(&[NotifyState::Ready]);
         let why = loop {
             tokio::select! {
-                _ = signals.hangup.recv() => { let _ = self.reload(); }
+                _ = signals.hangup.recv() => { let _ = self.reload("SIGHUP"); }
                 _ = signals.terminate.recv() => break "SIGTERM",
                 _ = signals.interrupt.recv() => break "SIGINT",
                 () = failure.notified() => break "a worker failed",
@@ -155,13 +201,21 @@ impl Control<'_> {
     }
 
     fn answer(&mut self, request: Request) {
+        let who = &request.who;
         let answer = match request.ask {
             Ask::Status => to_json(&view::status(&self.server, self.since.elapsed().as_secs())),
             Ask::Sessions => to_json(&view::sessions(&self.server)),
             Ask::Targets => to_json(&view::targets(&self.server)),
+            Ask::History => to_json(&view::history(self.history.entries())),
+            Ask::Config => to_json(&self.server.config().to_tree()),
+            Ask::Yaml => to_json(&self.server.config().to_yaml()),
+            Ask::Apply(text) => {
+                parse(&text).and_then(|config| to_json(&self.apply(config, who, "apply")?))
+            }
+            Ask::Diff(text) => parse(&text).and_then(|config| to_json(&self.changes(&config))),
+            Ask::Rollback(back) => self.roll_back(back, who).and_then(|done| to_json(&done)),
             Ask::Reload => self
-                .reload()
-                .map_err(Failure::Refused)
+                .reload(who)
                 .and_then(|()| to_json(&view::targets(&self.server))),
             Ask::Rescan => self
                 .server
@@ -173,22 +227,65 @@ impl Control<'_> {
         let _ = request.reply.send(answer);
     }
 
-    /// Reads the configuration again and applies it; says in the log what came of it.
-    fn reload(&mut self) -> Result<(), String> {
-        notify(&[NotifyState::Reloading]);
-        let changed = (self.reread)()
-            .and_then(|config| self.server.change(config).map_err(|e| e.to_string()));
-        match &changed {
-            Ok(()) => {
-                for target in view::targets(&self.server) {
-                    let luns = target.luns.len();
-                    tracing::info!(target = %target.name, luns, "configuration applied");
-                }
-            }
-            Err(error) => tracing::error!(%error, "configuration not applied"),
+    /// What another configuration would change.
+    fn changes(&self, config: &Config) -> Changes {
+        let refused = reload::check(self.server.config(), config);
+        Changes {
+            changes: diff(self.server.config(), config),
+            refused: refused.err().map(|error| error.to_string()),
         }
+    }
+
+    /// Applies a configuration and keeps it, or does neither; says in the log what came of it.
+    fn apply(&mut self, config: Config, who: &str, how: &str) -> Result<Changes, Failure> {
+        let changes = diff(self.server.config(), &config);
+        let history = &mut self.history;
+        // Files that it names may say something else now, so it is applied even if it is the same.
+        let entry = (!changes.is_empty()).then(|| Entry::now(who, how, config.to_yaml()));
+        let applied = self.server.change_if(config, || {
+            entry
+                .map_or(Ok(()), |entry| history.record(entry))
+                .map_err(ApplyError::Keep)
+        });
+        match applied {
+            Ok(()) => {
+                tracing::info!(who, how, changes = changes.len(), "configuration applied");
+                for change in &changes {
+                    tracing::info!(path = %change.path, old = %change.old, new = %change.new, "changed");
+                }
+                let refused = None;
+                Ok(Changes { changes, refused })
+            }
+            Err(error) => {
+                tracing::error!(who, how, %error, "configuration not applied");
+                Err(Failure::Refused(error.to_string()))
+            }
+        }
+    }
+
+    /// Applies the configuration so many before the present one.
+    fn roll_back(&mut self, back: usize, who: &str) -> Result<Changes, Failure> {
+        let Some(entry) = self.history.entries().get(back) else {
+            let kept = self.history.entries().len();
+            let text = format!("there is no configuration {back} before; {kept} are kept");
+            return Err(Failure::Refused(text));
+        };
+        let config = parse(&entry.yaml)?;
+        self.apply(config, who, &format!("rollback {back}"))
+    }
+
+    /// Reads the configuration file again and applies it.
+    fn reload(&mut self, who: &str) -> Result<(), Failure> {
+        notify(&[NotifyState::Reloading]);
+        let applied = match (self.reread)() {
+            Ok(config) => self.apply(config, who, "reload").map(|_| ()),
+            Err(error) => {
+                tracing::error!(%error, "configuration not applied");
+                Err(Failure::Refused(error))
+            }
+        };
         notify(&[NotifyState::Ready]);
-        changed
+        applied
     }
 
     fn shut_down(self, why: &str) -> Result<(), ServerError> {
@@ -203,6 +300,11 @@ impl Control<'_> {
         tracing::info!("ended");
         Ok(())
     }
+}
+
+/// Reads a configuration that came by the socket.
+fn parse(text: &str) -> Result<Config, Failure> {
+    Config::parse(text, "configuration").map_err(|error| Failure::Mistake(error.to_string()))
 }
 
 fn to_json(view: &impl serde::Serialize) -> api::Answer {

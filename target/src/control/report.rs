@@ -1,6 +1,8 @@
 //! What the admin API says, in lines for people.
 
-use super::view::{SessionView, Status, TargetView};
+use serde_json::Value;
+
+use super::view::{Changes, HistoryView, SessionView, Status, TargetView};
 
 /// Connections, a line each, and beneath it what was agreed on.
 #[must_use]
@@ -81,4 +83,67 @@ pub fn status(status: &Status) -> String {
         )
     }));
     lines.join("\n")
+}
+
+/// Differences, a line each.
+#[must_use]
+pub fn changes(changes: &Changes) -> String {
+    let mut lines: Vec<String> = changes
+        .changes
+        .iter()
+        .map(|change| match (&change.old, &change.new) {
+            (Value::Null, new) => format!("+ {}: {new}", change.path),
+            (old, Value::Null) => format!("- {}: {old}", change.path),
+            (old, new) => format!("~ {}: {old} -> {new}", change.path),
+        })
+        .collect();
+    if lines.is_empty() {
+        lines.push("no difference".to_owned());
+    }
+    if let Some(refused) = &changes.refused {
+        lines.push(format!("cannot be applied: {refused}"));
+    }
+    lines.join("\n")
+}
+
+/// Configurations that were applied, a line each.
+#[must_use]
+pub fn history(entries: &[HistoryView]) -> String {
+    let line = |entry: &HistoryView| {
+        let time = utc(entry.time);
+        format!("{:>3}  {time}  {}  by {}", entry.back, entry.how, entry.who)
+    };
+    entries.iter().map(line).collect::<Vec<_>>().join("\n")
+}
+
+/// A time in seconds since 1970 as people write it.
+fn utc(time: u64) -> String {
+    let (days, second) = (time / 86_400, time % 86_400);
+    // Eras of 400 years that begin on the first of March (H. Hinnant, "chrono-compatible low-level
+    // date algorithms").
+    let day = days + 719_468;
+    let (era, day) = (day / 146_097, day % 146_097);
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let date = day - (153 * month + 2) / 5 + 1;
+    let month = if month < 10 { month + 3 } else { month - 9 };
+    let year = era * 400 + year + u64::from(month <= 2);
+    let (hour, minute) = (second / 3600, second / 60 % 60);
+    format!(
+        "{year:04}-{month:02}-{date:02} {hour:02}:{minute:02}:{:02} UTC",
+        second % 60
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_as_in_the_calendar() {
+        assert_eq!(utc(0), "1970-01-01 00:00:00 UTC");
+        assert_eq!(utc(951_782_400), "2000-02-29 00:00:00 UTC");
+        assert_eq!(utc(1_767_225_599), "2025-12-31 23:59:59 UTC");
+    }
 }

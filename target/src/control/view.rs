@@ -8,7 +8,8 @@ use riser_scsi::iscsi::login::{ConnectionParams, SessionParams};
 use riser_scsi::lu::LogicalUnit;
 use serde::{Deserialize, Serialize};
 
-use crate::config::Protocol;
+use super::history::Entry;
+use crate::config::{Difference, Protocol};
 use crate::iscsi::Phase;
 use crate::server::Server;
 use crate::srp::ChannelParams;
@@ -112,6 +113,42 @@ pub struct LunView {
     pub block_size: u32,
     /// Whether it refuses writes.
     pub read_only: bool,
+}
+
+/// What another configuration changes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Changes {
+    /// Where it differs from the present one.
+    pub changes: Vec<Difference>,
+    /// Why it cannot follow while the daemon runs, if so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub refused: Option<String>,
+}
+
+/// A configuration that the daemon has had.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HistoryView {
+    /// How many before the present one, which is 0.
+    pub back: usize,
+    /// When it was applied, in seconds since 1970.
+    pub time: u64,
+    /// Who asked for it.
+    pub who: String,
+    /// How: `start`, `apply`, `reload`, `rollback 1`.
+    pub how: String,
+}
+
+/// The configurations that the daemon has had, the newest first.
+#[must_use]
+pub fn history(entries: &[Entry]) -> Vec<HistoryView> {
+    let entries = entries.iter().enumerate();
+    let view = |(back, entry): (usize, &Entry)| HistoryView {
+        back,
+        time: entry.time,
+        who: entry.who.clone(),
+        how: entry.how.clone(),
+    };
+    entries.map(view).collect()
 }
 
 /// The daemon at present.

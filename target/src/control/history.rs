@@ -1,0 +1,170 @@
+//! The configurations that were applied: the present one and some before it, kept in the state
+//! directory where there is one.
+
+use std::io;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+
+use super::state::{self, StateDir};
+use crate::config::Location;
+
+/// Configurations before the present one that are kept.
+pub const KEPT: usize = 10;
+
+/// The file in the state directory.
+const FILE: &str = "configurations.json";
+
+/// A configuration that was applied.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Entry {
+    /// When, in seconds since 1970.
+    pub time: u64,
+    /// Who asked for it.
+    pub who: String,
+    /// How: `start`, `apply`, `reload`, `rollback 1`.
+    pub how: String,
+    /// The configuration, secrets included.
+    pub yaml: String,
+}
+
+impl Entry {
+    /// One that is applied now.
+    #[must_use]
+    pub fn now(who: &str, how: &str, yaml: String) -> Self {
+        let time = SystemTime::now().duration_since(UNIX_EPOCH);
+        Self {
+            time: time.map_or(0, |time| time.as_secs()),
+            who: who.to_owned(),
+            how: how.to_owned(),
+            yaml,
+        }
+    }
+}
+
+/// What the file holds.
+#[derive(Debug, Serialize, Deserialize)]
+struct Kept {
+    version: u32,
+    /// The newest first.
+    configurations: Vec<Entry>,
+}
+
+/// The version of the file's form.
+const VERSION: u32 = 1;
+
+/// Applied configurations, the newest first.
+#[derive(Debug, Default)]
+pub struct History {
+    entries: Vec<Entry>,
+    dir: Option<StateDir>,
+}
+
+impl History {
+    /// What was kept at a location. A default location that cannot be had is no reason not to serve.
+    ///
+    /// # Errors
+    /// The location's directory cannot be had, or its file is not one of ours.
+    pub fn open(location: &Location) -> io::Result<Self> {
+        let (path, is_default) = match location {
+            Location::Off => return Ok(Self::default()),
+            Location::At(path) => (path.clone(), false),
+            Location::Default => match state::default_path() {
+                Some(path) => (path, true),
+                None => return Ok(Self::default()),
+            },
+        };
+        match StateDir::take(&path).and_then(Self::load) {
+            Ok(history) => Ok(history),
+            Err(error) if is_default => {
+                tracing::warn!(directory = %path.display(), %error, "applied configurations are not kept");
+                Ok(Self::default())
+            }
+            Err(error) => Err(io::Error::new(
+                error.kind(),
+                format!("{}: {error}", path.display()),
+            )),
+        }
+    }
+
+    fn load(dir: StateDir) -> io::Result<Self> {
+        let entries = match dir.read(FILE)? {
+            None => Vec::new(),
+            Some(bytes) => {
+                let kept: Kept = serde_json::from_slice(&bytes)
+                    .map_err(|e| io::Error::other(format!("{FILE}: {e}")))?;
+                if kept.version != VERSION {
+                    let text = format!("{FILE}: version {} is not known", kept.version);
+                    return Err(io::Error::other(text));
+                }
+                kept.configurations
+            }
+        };
+        let dir = Some(dir);
+        Ok(Self { entries, dir })
+    }
+
+    /// All that are kept, the newest first.
+    #[must_use]
+    pub fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    /// Enters a configuration as the newest one, durably where there is a directory.
+    ///
+    /// # Errors
+    /// It cannot be kept; it is not entered.
+    pub fn record(&mut self, entry: Entry) -> io::Result<()> {
+        let mut entries = vec![entry];
+        entries.extend(self.entries.iter().take(KEPT).cloned());
+        let mut kept = Kept {
+            version: VERSION,
+            configurations: entries,
+        };
+        if let Some(dir) = &self.dir {
+            let bytes = serde_json::to_vec_pretty(&kept)?;
+            dir.replace(FILE, &bytes)?;
+        }
+        self.entries = std::mem::take(&mut kept.configurations);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(n: usize) -> Entry {
+        Entry::now("me", "apply", format!("number {n}"))
+    }
+
+    #[test]
+    fn the_last_ones_are_kept_over_a_restart() {
+        let name = format!("riserd-history-{}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let _ = std::fs::remove_dir_all(&path);
+        let location = Location::At(path.clone());
+        let mut history = History::open(&location).unwrap();
+        assert!(history.entries().is_empty());
+        for n in 0..KEPT + 5 {
+            history.record(entry(n)).unwrap();
+        }
+        let before = history.entries().to_vec();
+        assert_eq!(before.len(), KEPT + 1);
+        assert_eq!(before[0].yaml, format!("number {}", KEPT + 4));
+        assert!(History::open(&location).is_err(), "one has it");
+        drop(history);
+        assert_eq!(History::open(&location).unwrap().entries(), before);
+        std::fs::write(path.join(FILE), "{").unwrap();
+        let error = History::open(&location).unwrap_err().to_string();
+        assert!(error.contains(FILE), "{error}");
+        std::fs::remove_dir_all(&path).unwrap();
+    }
+
+    #[test]
+    fn without_a_directory_it_is_kept_in_memory() {
+        let mut history = History::open(&Location::Off).unwrap();
+        history.record(entry(1)).unwrap();
+        assert_eq!(history.entries().len(), 1);
+    }
+}

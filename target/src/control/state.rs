@@ -1,0 +1,194 @@
+//! The state directory: files that are replaced whole, whatever happens meanwhile.
+//!
+//! ```text
+//! hidden file written → made durable → takes the name → the directory made durable
+//! ```
+//! Whoever is killed at any of these steps leaves the old file or the new one under the name, whole.
+//! The hidden file has one name, so what is left of it is overwritten by the next.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::FlockOperation;
+
+/// A directory of ours alone: no other daemon uses it as long as this value lives.
+#[derive(Debug)]
+pub struct StateDir {
+    path: PathBuf,
+    /// Holds the lock.
+    _lock: File,
+}
+
+/// The place that is used if nobody says otherwise: `$STATE_DIRECTORY`, which a service manager sets;
+/// for root `/var/lib/riserd`; none for others.
+#[must_use]
+pub fn default_path() -> Option<PathBuf> {
+    if let Some(dirs) = std::env::var_os("STATE_DIRECTORY").filter(|v| !v.is_empty()) {
+        return std::env::split_paths(&dirs).next();
+    }
+    let is_root = rustix::process::geteuid().is_root();
+    is_root.then(|| PathBuf::from("/var/lib/riserd"))
+}
+
+impl StateDir {
+    /// Takes a directory, which is made if need be.
+    ///
+    /// # Errors
+    /// `AddrInUse` if another daemon has it; whatever the file system says.
+    pub fn take(path: &Path) -> io::Result<Self> {
+        DirBuilder::new().recursive(true).mode(0o700).create(path)?;
+        let lock = File::open(path)?;
+        rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive).map_err(|error| {
+            if error == rustix::io::Errno::WOULDBLOCK {
+                io::Error::new(io::ErrorKind::AddrInUse, "another daemon uses it")
+            } else {
+                error.into()
+            }
+        })?;
+        Ok(Self {
+            path: path.to_owned(),
+            _lock: lock,
+        })
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The bytes of a file; `None` where there is none.
+    ///
+    /// # Errors
+    /// Whatever the file system says.
+    pub fn read(&self, name: &str) -> io::Result<Option<Vec<u8>>> {
+        match fs::read(self.path.join(name)) {
+            Ok(bytes) => Ok(Some(bytes)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Replaces a file.
+    ///
+    /// # Errors
+    /// Whatever the file system says; the file is the old one then, unless only the directory could
+    /// not be made durable.
+    pub fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
+        replace(&self.path.join(name), bytes)
+    }
+}
+
+/// Replaces a file, which only its owner may read.
+///
+/// # Errors
+/// As [`StateDir::replace`].
+pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    replace_by_steps(path, bytes, &mut |_| Ok(()))
+}
+
+/// How far a replacement has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Step {
+    Created,
+    HalfWritten,
+    Written,
+    Synced,
+    Renamed,
+}
+
+/// `at` is told of every step that is done; what it gives ends the replacement there.
+fn replace_by_steps(
+    path: &Path,
+    bytes: &[u8],
+    at: &mut dyn FnMut(Step) -> io::Result<()>,
+) -> io::Result<()> {
+    let parent = path.parent().filter(|p| !p.as_os_str().is_empty());
+    let parent = parent.unwrap_or(Path::new("."));
+    let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
+    let mut hidden = std::ffi::OsString::from(".");
+    hidden.push(name);
+    hidden.push(".new");
+    let hidden = parent.join(hidden);
+    // A mode is given to new files only.
+    match fs::remove_file(&hidden) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(&hidden)?;
+    at(Step::Created)?;
+    let (first, rest) = bytes.split_at(bytes.len() / 2);
+    file.write_all(first)?;
+    at(Step::HalfWritten)?;
+    file.write_all(rest)?;
+    at(Step::Written)?;
+    file.sync_all()?;
+    at(Step::Synced)?;
+    fs::rename(&hidden, path)?;
+    at(Step::Renamed)?;
+    File::open(parent)?.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    fn dir(name: &str) -> PathBuf {
+        let dir = std::env::temp_dir().join(format!("riserd-state-{}-{name}", std::process::id()));
+        let _ = fs::remove_dir_all(&dir);
+        dir
+    }
+
+    #[test]
+    fn a_kill_at_any_step_leaves_the_old_file_or_the_new_one() {
+        let path = dir("steps");
+        let state = StateDir::take(&path).unwrap();
+        let steps = [
+            Step::Created,
+            Step::HalfWritten,
+            Step::Written,
+            Step::Synced,
+            Step::Renamed,
+        ];
+        let killed = || io::Error::other("killed");
+        for step in steps {
+            state.replace("f", b"the old one").unwrap();
+            let mut at = |s| if s == step { Err(killed()) } else { Ok(()) };
+            let file = path.join("f");
+            replace_by_steps(&file, b"the new one, which is longer", &mut at).unwrap_err();
+            let expected: &[u8] = match step {
+                Step::Renamed => b"the new one, which is longer",
+                _ => b"the old one",
+            };
+            assert_eq!(state.read("f").unwrap().unwrap(), expected, "{step:?}");
+            // What the killed one has left is in nobody's way.
+            state.replace("f", b"short").unwrap();
+            assert_eq!(state.read("f").unwrap().unwrap(), b"short");
+        }
+        let names: Vec<_> = fs::read_dir(&path).unwrap().collect();
+        assert_eq!(names.len(), 1);
+        let mode = |p: &Path| fs::metadata(p).unwrap().permissions().mode() & 0o777;
+        assert_eq!((mode(&path), mode(&path.join("f"))), (0o700, 0o600));
+        fs::remove_dir_all(&path).unwrap();
+    }
+
+    #[test]
+    fn one_daemon_has_a_directory() {
+        let path = dir("lock");
+        let state = StateDir::take(&path).unwrap();
+        let second = StateDir::take(&path).unwrap_err();
+        assert_eq!(second.kind(), io::ErrorKind::AddrInUse);
+        assert_eq!(state.read("nothing").unwrap(), None);
+        drop(state);
+        StateDir::take(&path).unwrap();
+        fs::remove_dir_all(&path).unwrap();
+    }
+}

@@ -131,6 +131,23 @@ const STEPS: &[Step] = &[
         },
     },
     Step {
+        name: "configuration changes during I/O",
+        run: || {
+            cargo_test(
+                &[
+                    "--release",
+                    "-p",
+                    "riser-tests",
+                    "--test",
+                    "apply",
+                    "--",
+                    "--nocapture",
+                ],
+                &[("RISER_CHANGES", "1000")],
+            )
+        },
+    },
+    Step {
         name: "demo",
         run: demo_step,
     },

@@ -1,4 +1,4 @@
-#: group: tgt
+#: group: libiscsi-tgt
 #: about: libiscsi's suite over iSER into tgt, to compare
 #: limit: 1200
 . /vm/tgt.sh

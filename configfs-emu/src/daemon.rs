@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::{self, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use hyper::Method;
 use riser_target::control::client::{self, ClientError, Question};
+use riser_target::control::state::replace;
 use riser_target::control::view::{SessionView, TargetView};
 use serde_json::Value;
 
@@ -58,19 +58,6 @@ impl Daemon for Riserd {
             other => ApplyError::Unreachable(other.to_string()),
         })
     }
-}
-
-/// Replaces a file's content at once. It may hold secrets.
-fn replace(file: &Path, text: &[u8]) -> io::Result<()> {
-    let mut name = file.as_os_str().to_owned();
-    name.push(".new");
-    let new = PathBuf::from(name);
-    let mut options = fs::File::options();
-    options.write(true).create(true).truncate(true).mode(0o600);
-    let mut written = options.open(&new)?;
-    written.write_all(text)?;
-    written.sync_all()?;
-    fs::rename(&new, file)
 }
 
 /// The sessions of the daemon at a socket; none if it does not answer.

@@ -331,6 +331,23 @@ impl FromStr for Authority {
 /// What a query has: keys with their values, in order.
 pub(crate) type Pair<'a> = Result<(&'a str, &'a str), UrlError>;
 
+/// Writes the parts of a query that are there, then the further portals.
+pub(crate) fn write_query<const N: usize>(
+    f: &mut fmt::Formatter<'_>,
+    parts: [(&str, Option<String>); N],
+    portals: &[Portal],
+) -> fmt::Result {
+    let portals = portals.iter().map(|p| ("portal", Some(p.to_string())));
+    let mut separator = '?';
+    for (key, value) in parts.into_iter().chain(portals) {
+        if let Some(value) = value {
+            write!(f, "{separator}{key}={value}")?;
+            separator = '&';
+        }
+    }
+    Ok(())
+}
+
 /// Splits `rest[?key=value[&key=value…]]`.
 pub(crate) fn split_query(text: &str) -> (&str, impl Iterator<Item = Pair<'_>>) {
     let (rest, query) = match text.split_once('?') {

@@ -22,7 +22,9 @@ use riser_scsi::iscsi::name::{IscsiName, PORT};
 use serde::{Deserialize, Serialize};
 
 use crate::srp::url::MAX_LUN;
-use crate::url::{Authority, Host, Part, Portal, UrlError, check_portals, decimal, split_query};
+use crate::url::{
+    Authority, Host, Part, Portal, UrlError, check_portals, decimal, split_query, write_query,
+};
 
 /// Environment variable with the password of the initiator.
 pub const PASSWORD_ENV: &str = "RISER_CHAP_PASSWORD";
@@ -472,15 +474,7 @@ impl fmt::Display for IscsiUrl {
             ("src", self.src.map(|ip| ip.to_string())),
             ("paths", self.all_paths.then(|| "all".to_owned())),
         ];
-        let portals = self.portals.iter().map(|p| ("portal", Some(p.to_string())));
-        let mut separator = '?';
-        for (key, value) in keys.into_iter().chain(portals) {
-            if let Some(value) = value {
-                write!(f, "{separator}{key}={value}")?;
-                separator = '&';
-            }
-        }
-        Ok(())
+        write_query(f, keys, &self.portals)
     }
 }
 

@@ -18,7 +18,7 @@ use std::str::FromStr;
 
 use riser_scsi::srp::{InitiatorPortId, PortIdParts, TargetPortId};
 
-use crate::url::{Authority, Part, Portal, check_portals, decimal, split_query};
+use crate::url::{Authority, Part, Portal, check_portals, decimal, split_query, write_query};
 pub use crate::url::{Host, UrlError};
 
 /// RDMA/CM port where SRP targets listen unless told otherwise.
@@ -224,15 +224,7 @@ impl fmt::Display for SrpUrl {
             ("register_always", flag(self.register_always)),
             ("src", self.src.map(|v| v.to_string())),
         ];
-        let portals = self.portals.iter().map(|p| ("portal", Some(p.to_string())));
-        let mut separator = '?';
-        for (key, value) in keys.into_iter().chain(portals) {
-            if let Some(value) = value {
-                write!(f, "{separator}{key}={value}")?;
-                separator = '&';
-            }
-        }
-        Ok(())
+        write_query(f, keys, &self.portals)
     }
 }
 

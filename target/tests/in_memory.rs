@@ -1,95 +1,32 @@
 //! A worker and an initiator over the wire in memory, under a virtual clock.
 
 mod mini;
+mod world;
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::sync::Arc;
+use std::net::SocketAddr;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use mini::{Mini, Refused, Said, cdb10, config, login_req};
-use riser_reactor::{MailSender, Ring, RingConfig, mailbox};
 use riser_scsi::srp::{
     DataBuffer, IndirectTable, LoginRejReason, MultiChannelAction, MultiChannelResult,
     TargetPortId, TskMgmtFunction,
 };
 use riser_target::config::Config;
-use riser_target::server::build_shared;
-use riser_target::worker::mail::{MAILBOX, Mail, Outbox};
-use riser_target::worker::{Report, Shared, Worker, WorkerConfig};
-use riser_transport::loopback::{Endpoint, Fabric, FabricConfig};
+use riser_target::worker::Report;
+use riser_target::worker::mail::Mail;
+use riser_transport::loopback::Endpoint;
 use riser_transport::roce::fault::FaultConfig;
-
-const SERVER: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1));
-
-/// The world: a wire, and a worker at one end.
-struct World {
-    fabric: Fabric,
-    worker: Worker,
-    shared: Arc<Shared>,
-    mail: MailSender<Mail>,
-    reports: std::sync::mpsc::Receiver<Report>,
-}
+use world::{SERVER, World};
 
 impl World {
     fn new(faults: FaultConfig, rest: &str) -> Self {
-        let fabric = Fabric::new(FabricConfig {
-            faults,
-            ..FabricConfig::default()
-        });
         let text = config(SERVER, 1, rest);
-        let shared = Arc::new(build_shared(&Config::parse(&text, "test.yaml").unwrap()).unwrap());
-        let ring = Ring::new(RingConfig::default()).unwrap();
-        let (mail, inbox) = mailbox(MAILBOX, ring.waker());
-        let (reports_tx, reports) = channel();
-        let worker = Worker::new(WorkerConfig {
-            index: 0,
-            pool: 16 << 20,
-            shared: Arc::clone(&shared),
-            devices: vec![Box::new(fabric.endpoint(SERVER))],
-            sockets: Vec::new(),
-            ring,
-            mailbox: inbox,
-            outbox: Outbox::new(vec![mail.clone()]),
-            reports: reports_tx,
-        })
-        .unwrap();
-        Self {
-            fabric,
-            worker,
-            shared,
-            mail,
-            reports,
-        }
+        Self::serving(faults, &Config::parse(&text, "test.yaml").unwrap())
     }
 
     fn target(&self) -> TargetPortId {
         self.shared.registry.catalog().targets[0].portals[0].target_port()
-    }
-
-    fn client(&self, n: u8) -> Endpoint {
-        self.fabric
-            .endpoint(IpAddr::V4(Ipv4Addr::new(10, 0, 0, 100 + n)))
-    }
-
-    /// One step of everything.
-    fn pump(&mut self, dev: &mut Endpoint) {
-        use riser_transport::verbs::Provider;
-        let now = self.fabric.now();
-        dev.progress(now);
-        self.worker.step(now).unwrap();
-        dev.progress(now);
-        let next = [self.fabric.next_arrival(), dev.deadline()]
-            .into_iter()
-            .flatten()
-            .min();
-        // What waits for a device that nobody drives at the moment must not stop the clock.
-        let (least, most) = (
-            now + Duration::from_micros(10),
-            now + Duration::from_millis(1),
-        );
-        let next = next.map_or(most, |t| t.clamp(least, most));
-        self.fabric.advance_to(next);
     }
 
     fn log_in(&mut self, n: u8) -> Mini<Endpoint> {

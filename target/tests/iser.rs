@@ -4,29 +4,26 @@
 mod iser_client;
 mod mini;
 mod tcp;
+mod world;
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::sync::Arc;
 use std::sync::mpsc::channel;
-use std::time::Duration;
 
 use iser_client::{Client, Pump, cdb10};
 use mini::{Mini, login_req, real};
-use riser_reactor::{MailSender, Ring, RingConfig, mailbox};
 use riser_scsi::iscsi::keys::Key;
 use riser_scsi::iscsi::login::LoginError;
 use riser_scsi::iscsi::name::parse_targets;
 use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_target::config::Config;
-use riser_target::server::{Server, build_shared};
-use riser_target::worker::mail::{MAILBOX, Mail, Outbox, Snapshot};
-use riser_target::worker::{Shared, Worker, WorkerConfig};
-use riser_transport::loopback::{Endpoint, Fabric, FabricConfig};
+use riser_target::server::Server;
+use riser_target::worker::mail::{Mail, Snapshot};
+use riser_transport::loopback::Endpoint;
 use riser_transport::roce::fault::FaultConfig;
 use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::verbs::Provider;
+use world::{SERVER, World};
 
-const SERVER: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1));
 const IQN: &str = "iqn.2026-01.org.example:disk";
 
 fn config(addr: IpAddr, portals: &str, rest: &str) -> Config {
@@ -42,65 +39,9 @@ fn config(addr: IpAddr, portals: &str, rest: &str) -> Config {
     Config::parse(&text, "test.yaml").unwrap()
 }
 
-/// The world: a wire, and a worker at one end.
-struct World {
-    fabric: Fabric,
-    worker: Worker,
-    shared: Arc<Shared>,
-    mail: MailSender<Mail>,
-}
-
 impl World {
     fn new(faults: FaultConfig, rest: &str) -> Self {
-        let fabric = Fabric::new(FabricConfig {
-            faults,
-            ..FabricConfig::default()
-        });
-        let shared = Arc::new(build_shared(&config(SERVER, "", rest)).unwrap());
-        let ring = Ring::new(RingConfig::default()).unwrap();
-        let (mail, inbox) = mailbox(MAILBOX, ring.waker());
-        let (reports, _) = channel();
-        let worker = Worker::new(WorkerConfig {
-            index: 0,
-            pool: 16 << 20,
-            shared: Arc::clone(&shared),
-            devices: vec![Box::new(fabric.endpoint(SERVER))],
-            sockets: Vec::new(),
-            ring,
-            mailbox: inbox,
-            outbox: Outbox::new(vec![mail.clone()]),
-            reports,
-        })
-        .unwrap();
-        Self {
-            fabric,
-            worker,
-            shared,
-            mail,
-        }
-    }
-
-    fn client(&self, n: u8) -> Endpoint {
-        self.fabric
-            .endpoint(IpAddr::V4(Ipv4Addr::new(10, 0, 0, 100 + n)))
-    }
-
-    /// One step of everything.
-    fn pump(&mut self, dev: &mut Endpoint) {
-        let now = self.fabric.now();
-        dev.progress(now);
-        self.worker.step(now).unwrap();
-        dev.progress(now);
-        let next = [self.fabric.next_arrival(), dev.deadline()]
-            .into_iter()
-            .flatten()
-            .min();
-        let (least, most) = (
-            now + Duration::from_micros(10),
-            now + Duration::from_millis(1),
-        );
-        let next = next.map_or(most, |t| t.clamp(least, most));
-        self.fabric.advance_to(next);
+        Self::serving(faults, &config(SERVER, "", rest))
     }
 
     fn connect(&mut self, n: u8) -> Client<Endpoint> {

@@ -1,0 +1,87 @@
+//! A worker at one end of a wire in memory, under a virtual clock.
+
+#![allow(dead_code, reason = "each test uses a part of it")]
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+use riser_reactor::{MailSender, Ring, RingConfig, mailbox};
+use riser_target::config::Config;
+use riser_target::server::build_shared;
+use riser_target::worker::mail::{MAILBOX, Mail, Outbox};
+use riser_target::worker::{Report, Shared, Worker, WorkerConfig};
+use riser_transport::loopback::{Endpoint, Fabric, FabricConfig};
+use riser_transport::roce::fault::FaultConfig;
+use riser_transport::verbs::Provider;
+
+/// Where the worker is.
+pub(crate) const SERVER: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1));
+
+/// The world: a wire, and a worker at one end.
+pub(crate) struct World {
+    pub(crate) fabric: Fabric,
+    pub(crate) worker: Worker,
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) mail: MailSender<Mail>,
+    pub(crate) reports: Receiver<Report>,
+}
+
+impl World {
+    /// A wire with these faults, and a worker that serves a configuration at [`SERVER`].
+    pub(crate) fn serving(faults: FaultConfig, config: &Config) -> Self {
+        let fabric = Fabric::new(FabricConfig {
+            faults,
+            ..FabricConfig::default()
+        });
+        let shared = Arc::new(build_shared(config).unwrap());
+        let ring = Ring::new(RingConfig::default()).unwrap();
+        let (mail, inbox) = mailbox(MAILBOX, ring.waker());
+        let (reports_tx, reports) = channel();
+        let worker = Worker::new(WorkerConfig {
+            index: 0,
+            pool: 16 << 20,
+            shared: Arc::clone(&shared),
+            devices: vec![Box::new(fabric.endpoint(SERVER))],
+            sockets: Vec::new(),
+            ring,
+            mailbox: inbox,
+            outbox: Outbox::new(vec![mail.clone()]),
+            reports: reports_tx,
+        })
+        .unwrap();
+        Self {
+            fabric,
+            worker,
+            shared,
+            mail,
+            reports,
+        }
+    }
+
+    /// An initiator's device.
+    pub(crate) fn client(&self, n: u8) -> Endpoint {
+        self.fabric
+            .endpoint(IpAddr::V4(Ipv4Addr::new(10, 0, 0, 100 + n)))
+    }
+
+    /// One step of everything.
+    pub(crate) fn pump(&mut self, dev: &mut Endpoint) {
+        let now = self.fabric.now();
+        dev.progress(now);
+        self.worker.step(now).unwrap();
+        dev.progress(now);
+        let next = [self.fabric.next_arrival(), dev.deadline()]
+            .into_iter()
+            .flatten()
+            .min();
+        // What waits for a device that nobody drives at the moment must not stop the clock.
+        let (least, most) = (
+            now + Duration::from_micros(10),
+            now + Duration::from_millis(1),
+        );
+        let next = next.map_or(most, |t| t.clamp(least, most));
+        self.fabric.advance_to(next);
+    }
+}

@@ -342,7 +342,7 @@ fn running() -> Value {
             },
             {
                 "name": "srp",
-                "portals": [{ "protocol": "srp", "listen": "127.0.0.1", "pkey": "0x8001" }],
+                "portals": [{ "protocol": "srp", "listen": "127.0.0.1", "id_ext": "0x0200c0ffee000009" }],
                 "luns": { "1": "mem" },
                 "access": [{ "initiator": "0002c90300a1b2c3" }, { "address": "10.0.0.7" }],
             },

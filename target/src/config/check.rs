@@ -388,7 +388,6 @@ fn target(
             set_service_guid: p.service_guid,
             set_ioc_guid: p.ioc_guid,
             set_id_ext: p.id_ext,
-            pkey: p.pkey.map_or(0xffff, |k| k.0),
             redirect: redirect(
                 &format!("{path}.portals[{i}].redirect"),
                 protocol,

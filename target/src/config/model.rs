@@ -391,8 +391,6 @@ pub struct Portal {
     pub set_ioc_guid: Option<Guid>,
     /// The file's identifier extension.
     pub set_id_ext: Option<Guid>,
-    /// Partition key; 0xffff is full membership in the default partition.
-    pub pkey: u16,
     /// Where iSCSI initiators that log in to the target here are sent instead.
     pub redirect: Option<Redirect>,
 }

@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::de::value::MapAccessDeserializer;
 use serde::{Deserialize, Deserializer, de};
 
-use super::value::{Count, Guid, InitiatorId, Listen, NaaText, Net, OnOff, PKey, Percent, Size};
+use super::value::{Count, Guid, InitiatorId, Listen, NaaText, Net, OnOff, Percent, Size};
 use super::yaml::{Entries, Located};
 
 /// A configuration of riserd.
@@ -181,8 +181,6 @@ pub(super) struct Portal {
     pub(super) ioc_guid: Option<Guid>,
     /// Identifier extension; by default the `ioc_guid`.
     pub(super) id_ext: Option<Guid>,
-    /// Partition key.
-    pub(super) pkey: Option<PKey>,
     /// Where iSCSI initiators that log in here are sent instead.
     pub(super) redirect: Option<Located<Redirect>>,
 }

@@ -7,7 +7,7 @@ use schemars::generate::SchemaSettings;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 
 use super::raw;
-use super::value::{Count, Guid, InitiatorId, Listen, NaaText, Net, OnOff, PKey, Percent, Size};
+use super::value::{Count, Guid, InitiatorId, Listen, NaaText, Net, OnOff, Percent, Size};
 use super::yaml::{Entries, Located};
 
 /// The schema of a configuration file, as JSON (draft 7).
@@ -95,7 +95,6 @@ scalars! {
     Net: { "type": "string", "examples": ["192.0.2.1", "2001:db8::/64"] },
     Percent: { "type": ["string", "number"], "examples": ["0.5%"] },
     Listen: { "type": "string", "examples": ["192.0.2.1", "192.0.2.1:5555", "[2001:db8::1]:5555"] },
-    PKey: { "type": ["string", "integer"], "examples": ["0xffff"] },
     Count: { "anyOf": [{ "const": "auto" }, { "type": "integer", "minimum": 0 }] },
     NaaText: { "type": ["string", "number"], "examples": ["3123456789abcdef"] },
 }

@@ -56,7 +56,6 @@ fn the_minimal_example_means_what_it_says() {
     assert_eq!((spec.block_size, spec.direct), (512, Direct::Auto));
     let t = &c.targets[0];
     assert_eq!(t.portals[0].listen, "127.0.0.1:5555".parse().unwrap());
-    assert_eq!(t.portals[0].pkey, 0xffff);
     assert_eq!(t.access, Access::Open);
     assert_eq!(c.backend(&t.luns[&0]).name, "disk0");
     assert_eq!(c.limits, Limits::default());

@@ -118,9 +118,6 @@ fn portals(chance: &mut Chance, target: usize) -> (String, bool) {
                 let _ = write!(portal, ", {key}: 0x0200c0ffee00000{}", chance.below(9));
             }
         }
-        if chance.below(4) == 0 {
-            portal.push_str(", pkey: 0x8001");
-        }
         if protocol == "iscsi" && chance.is() {
             let _ = write!(
                 portal,

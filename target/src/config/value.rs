@@ -26,7 +26,6 @@ from_text!(
     Net,
     Percent,
     Listen,
-    PKey,
     Count,
     NaaText
 );
@@ -307,26 +306,6 @@ impl FromStr for Listen {
             ));
         }
         Ok(Self { ip, port })
-    }
-}
-
-/// A partition key, decimal or `0x…`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct PKey(pub(super) u16);
-
-impl FromStr for PKey {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let value = match text.strip_prefix("0x") {
-            Some(hex) => u16::from_str_radix(hex, 16).ok(),
-            None => text.parse().ok(),
-        };
-        // IBTA 10.9.2: the low 15 bits of a valid key are not all zero.
-        value
-            .filter(|v| v & 0x7fff != 0)
-            .map(Self)
-            .ok_or_else(|| format!("`{text}` is no partition key; write 0x0001 to 0xffff"))
     }
 }
 

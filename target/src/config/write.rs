@@ -191,8 +191,6 @@ fn portal(portal: &Portal) -> Tree {
     map.shown("ioc_guid", portal.set_ioc_guid);
     map.shown("service_guid", portal.set_service_guid);
     map.shown("id_ext", portal.set_id_ext);
-    let pkey = (portal.pkey != 0xffff).then(|| format!("{:#06x}", portal.pkey));
-    map.shown("pkey", pkey);
     map.set("redirect", portal.redirect.as_ref().map(redirect));
     map.tree()
 }

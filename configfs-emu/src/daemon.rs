@@ -1,62 +1,71 @@
-//! A running `riserd`: its configuration file, which is written, and its admin socket, which is told.
+//! A running `riserd`, at its admin socket.
 
 use std::collections::BTreeMap;
-use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 
 use hyper::Method;
 use riser_target::control::client::{self, ClientError, Question};
-use riser_target::control::state::replace;
-use riser_target::control::view::{SessionView, TargetView};
+use riser_target::control::view::{Changes, SessionView};
+use rustix::io::Errno;
 use serde_json::Value;
 
 use crate::engine::{ApplyError, Daemon};
 use crate::world::Session;
 
-/// A daemon that was started with a configuration file.
-///
-/// A change is written to the file, where the next start finds it, and the daemon reads the file again.
-/// If it says no, the file is put back.
+/// A daemon at its admin socket. Its configuration is read and replaced there; where it is kept is the
+/// daemon's affair.
 #[derive(Debug)]
 pub struct Riserd {
-    file: PathBuf,
     socket: PathBuf,
+    /// Of the configuration that was read last.
+    revision: Option<String>,
 }
 
 impl Riserd {
-    /// The daemon at a socket, which was started with a file.
+    /// The daemon at a socket.
     #[must_use]
-    pub fn new(file: PathBuf, socket: PathBuf) -> Self {
-        Self { file, socket }
+    pub fn new(socket: PathBuf) -> Self {
+        Self {
+            socket,
+            revision: None,
+        }
     }
+}
 
-    /// What the file says.
-    ///
-    /// # Errors
-    /// It cannot be read, or is no YAML.
-    pub fn document(&self) -> io::Result<Value> {
-        let text = fs::read_to_string(&self.file)?;
-        serde_saphyr::from_str(&text).map_err(io::Error::other)
+impl From<ClientError> for ApplyError {
+    fn from(error: ClientError) -> Self {
+        match error {
+            ClientError::Mistake(why) => Self::Refused { why, errno: None },
+            ClientError::Refused { why, errno } => Self::Refused {
+                why,
+                errno: errno.map(Errno::from_raw_os_error),
+            },
+            ClientError::Outdated(_) => Self::Outdated,
+            other => Self::Unreachable(other.to_string()),
+        }
     }
 }
 
 impl Daemon for Riserd {
-    fn apply(&mut self, document: &Value) -> Result<(), ApplyError> {
-        let io = |e: io::Error| ApplyError::Refused(format!("{}: {e}", self.file.display()));
-        let before = fs::read(&self.file).map_err(io)?;
-        let text = serde_json::to_vec_pretty(document).expect("it has text for keys");
-        replace(&self.file, &text).map_err(io)?;
-        let reloaded: Result<Vec<TargetView>, ClientError> =
-            client::call(&self.socket, Question::new(Method::POST, "/v1/reload"));
-        let Err(error) = reloaded else {
-            return Ok(());
+    fn document(&mut self) -> Result<Value, ApplyError> {
+        let question = Question {
+            accept: Some("application/json"),
+            ..Question::new(Method::GET, "/v1/config")
         };
-        replace(&self.file, &before).map_err(io)?;
-        Err(match error {
-            ClientError::Refused(why) | ClientError::Mistake(why) => ApplyError::Refused(why),
-            other => ApplyError::Unreachable(other.to_string()),
-        })
+        let said = client::fetch(&self.socket, question)?;
+        let document = serde_json::from_slice(&said.body);
+        let document = document.map_err(|e| ApplyError::Unreachable(e.to_string()))?;
+        self.revision = said.revision;
+        Ok(document)
+    }
+
+    fn apply(&mut self, document: &Value) -> Result<(), ApplyError> {
+        let question = Question {
+            replaces: self.revision.clone(),
+            ..Question::new(Method::PUT, "/v1/config").with(document.to_string())
+        };
+        let _: Changes = client::call(&self.socket, question)?;
+        Ok(())
     }
 }
 

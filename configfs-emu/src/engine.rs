@@ -8,31 +8,63 @@
 //!
 //! The daemon hears of a change only if the configuration changes with it. So nothing reaches it while a
 //! portal group is put together that is not enabled yet.
+//!
+//! Others configure the daemon as well. A change is made in place of the configuration that the tree
+//! shows, or not at all; if the daemon has another one meanwhile, the tree is brought up to date first
+//! ([`Engine::refresh`]), and the change is tried on that.
 
 use std::collections::BTreeSet;
 
-use riser_target::config::Config;
+use riser_target::config::{Config, diff};
 use rustix::io::Errno;
 use serde_json::Value;
 
-use crate::convert::{self, Rest};
+use crate::convert::{self, Imported, Rest};
 use crate::tree::Tree;
 use crate::world::World;
+
+/// How often a change is tried while others change the configuration.
+const TRIES: usize = 5;
 
 /// Why a daemon did not take a configuration. It still has the one before.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ApplyError {
     /// It is not possible, now or ever.
-    #[error("{0}")]
-    Refused(String),
+    #[error("{why}")]
+    Refused {
+        /// Why.
+        why: String,
+        /// What the operating system said, where it did.
+        errno: Option<Errno>,
+    },
+    /// Its configuration is not the one that [`Daemon::document`] gave last.
+    #[error("the configuration has changed meanwhile")]
+    Outdated,
     /// It did not answer.
     #[error("{0}")]
     Unreachable(String),
 }
 
+impl ApplyError {
+    fn errno(&self) -> Errno {
+        match self {
+            Self::Refused { errno, .. } => errno.unwrap_or(Errno::INVAL),
+            Self::Outdated => Errno::BUSY,
+            Self::Unreachable(_) => Errno::IO,
+        }
+    }
+}
+
 /// The daemon that serves what the tree says.
 pub trait Daemon: Send {
-    /// Makes this its configuration. When it returns, the daemon serves so.
+    /// Its configuration, in its own words.
+    ///
+    /// # Errors
+    /// [`ApplyError::Unreachable`].
+    fn document(&mut self) -> Result<Value, ApplyError>;
+
+    /// Makes this its configuration in the place of the one that [`Daemon::document`] gave last. When
+    /// it returns, the daemon serves so.
     ///
     /// # Errors
     /// [`ApplyError`]; the daemon serves as before.
@@ -45,8 +77,13 @@ pub struct Engine {
     rest: Rest,
     world: Box<dyn World + Send>,
     daemon: Box<dyn Daemon>,
+    /// The configuration as the tree says it.
     applied: Value,
+    /// The same as the daemon says it.
+    known: Value,
     notes: BTreeSet<String>,
+    /// The daemon did not answer when it was asked last.
+    is_lost: bool,
 }
 
 impl std::fmt::Debug for Engine {
@@ -56,27 +93,29 @@ impl std::fmt::Debug for Engine {
 }
 
 impl Engine {
-    /// Shows what a daemon serves, which is `document`. What cannot be shown is named in the log and
-    /// stays as it is.
-    #[must_use]
+    /// Shows what a daemon serves. What cannot be shown is named in the log and stays as it is.
+    ///
+    /// # Errors
+    /// The daemon does not answer.
     pub fn new(
-        document: &Value,
         nobody: String,
         world: Box<dyn World + Send>,
-        daemon: Box<dyn Daemon>,
-    ) -> Self {
-        let imported = convert::import(document, nobody, &*world);
-        for hidden in &imported.hidden {
-            tracing::warn!("not shown: {hidden}");
-        }
-        Self {
-            tree: imported.tree,
-            rest: imported.rest,
+        mut daemon: Box<dyn Daemon>,
+    ) -> Result<Self, ApplyError> {
+        let document = daemon.document()?;
+        let imported = convert::import(&document, nobody, &*world);
+        let mut engine = Self {
+            tree: Tree::new(),
+            rest: Rest::default(),
             world,
             daemon,
-            applied: document.clone(),
+            applied: Value::Null,
+            known: Value::Null,
             notes: BTreeSet::new(),
-        }
+            is_lost: false,
+        };
+        engine.show(imported, document);
+        Ok(engine)
     }
 
     /// The tree.
@@ -96,23 +135,59 @@ impl Engine {
         look(&self.tree, &*self.world)
     }
 
+    /// Brings the tree up to date with what the daemon has been told by others. While it does not
+    /// answer, the tree stays as it is.
+    pub fn refresh(&mut self) {
+        match self.daemon.document() {
+            Ok(document) => {
+                self.is_lost = false;
+                self.take(document);
+            }
+            Err(error) if self.is_lost => tracing::debug!(%error, "riserd is not there"),
+            Err(error) => {
+                self.is_lost = true;
+                tracing::warn!(%error, "riserd is not there; the tree is what it was");
+            }
+        }
+    }
+
     /// Changes the tree, and the daemon with it.
     ///
     /// # Errors
-    /// What `change` says; `EINVAL` for what the daemon cannot do, `EIO` if it does not answer. The
-    /// reason is in the log, and everything is as it was.
+    /// What `change` says; what the operating system said to the daemon, `EINVAL` for what the daemon
+    /// cannot do, `EIO` if it does not answer. The reason is in the log, and everything is as it was.
     pub fn change<T>(
         &mut self,
-        change: impl FnOnce(&mut Tree, &dyn World) -> Result<T, Errno>,
+        change: impl Fn(&mut Tree, &dyn World) -> Result<T, Errno>,
     ) -> Result<T, Errno> {
+        for _ in 1..TRIES {
+            match self.try_change(&change) {
+                Ok(Err(ApplyError::Outdated)) => self.refresh(),
+                Ok(done) => return done.map_err(|error| error.errno()),
+                Err(errno) => return Err(errno),
+            }
+        }
+        let last = self.try_change(&change)?;
+        last.map_err(|error| error.errno())
+    }
+
+    /// A change; the outer error is the tree's, the inner one the daemon's.
+    fn try_change<T>(
+        &mut self,
+        change: impl Fn(&mut Tree, &dyn World) -> Result<T, Errno>,
+    ) -> Result<Result<T, ApplyError>, Errno> {
         let mut tree = self.tree.clone();
         let result = change(&mut tree, &*self.world)?;
         let exported = convert::export(&tree, &self.rest, &*self.world).map_err(|unsaid| {
             tracing::warn!("refused: {unsaid}");
             Errno::INVAL
         })?;
-        if exported.document != self.applied {
-            self.apply(&exported.document)?;
+        let is_other = exported.document != self.applied;
+        if is_other {
+            if let Err(error) = self.apply(&exported.document) {
+                tracing::warn!("refused: {error}");
+                return Ok(Err(error));
+            }
             self.applied = exported.document;
         }
         let notes: BTreeSet<String> = exported.notes.into_iter().collect();
@@ -121,21 +196,61 @@ impl Engine {
         }
         self.notes = notes;
         self.tree = tree;
-        Ok(result)
+        if is_other {
+            // It says it in its own words from now on.
+            self.refresh();
+        }
+        Ok(Ok(result))
     }
 
-    fn apply(&mut self, document: &Value) -> Result<(), Errno> {
+    fn apply(&mut self, document: &Value) -> Result<(), ApplyError> {
         // A mistake that can be seen from here is no reason to disturb the daemon.
-        if let Err(error) = Config::parse(&document.to_string(), "configfs") {
-            tracing::warn!("refused: {}: {}", error.path, error.message);
-            return Err(Errno::INVAL);
-        }
-        self.daemon.apply(document).map_err(|error| {
-            tracing::warn!("refused by riserd: {error}");
-            match error {
-                ApplyError::Refused(_) => Errno::INVAL,
-                ApplyError::Unreachable(_) => Errno::IO,
+        Config::parse(&document.to_string(), "configfs").map_err(|mistake| {
+            ApplyError::Refused {
+                why: mistake.to_string(),
+                errno: None,
             }
-        })
+        })?;
+        self.daemon.apply(document)
+    }
+
+    /// Shows the daemon's configuration, unless it is what the tree says already.
+    fn take(&mut self, document: Value) {
+        if document == self.known {
+            return;
+        }
+        if is_same(&document, &self.applied) {
+            self.known = document;
+            return;
+        }
+        let shown = convert::update(
+            self.tree.clone(),
+            self.rest.clone(),
+            [&self.known, &document],
+            &*self.world,
+        );
+        self.show(shown, document);
+    }
+
+    fn show(&mut self, imported: Imported, document: Value) {
+        for hidden in &imported.hidden {
+            tracing::warn!("not shown: {hidden}");
+        }
+        self.tree = imported.tree;
+        self.rest = imported.rest;
+        self.applied = document.clone();
+        self.known = document;
     }
 }
+
+/// Whether two documents mean the same.
+fn is_same(one: &Value, other: &Value) -> bool {
+    let parse = |document: &Value| Config::parse(&document.to_string(), "configfs");
+    match (parse(one), parse(other)) {
+        (Ok(one), Ok(other)) => diff(&one, &other).is_empty(),
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -9,8 +9,8 @@
 //!   made where, what a write means, what a file says, and with which error number something is refused.
 //! - [`world`]: what the tree must know of the host and of sessions, as a trait. [`host`]: it as it is.
 //! - [`convert`]: from a tree to a configuration of `riserd`, and back.
-//! - [`engine`]: a change of the tree takes effect in a daemon, or does not happen.
-//! - [`daemon`]: a running `riserd`. [`fuse`]: the tree, mounted.
+//! - [`engine`]: a change of the tree takes effect in a daemon, or does not happen; what others change is
+//!   shown. [`daemon`]: a running `riserd`, at its admin socket. [`fuse`]: the tree, mounted.
 //! - [`number`]: numbers as the kernel reads them.
 //!
 //! # I/O model
@@ -21,6 +21,10 @@
 //! - An operation that fails changes nothing, neither in the tree nor in the daemon.
 //! - A configuration comes back from the tree as it went in, but for what was changed there.
 //! - Nobody gets to see more than LIO would show: what cannot be said is refused.
+//! - A change is made in place of the configuration that the tree shows: it never undoes what others did.
+//! - Nothing is kept here: the daemon keeps its configuration, and a tree that is mounted anew shows that.
+//!   What it has no words for (portal groups that are not enabled, settings without effect) is then gone,
+//!   as it is in the kernel after a reboot.
 //!
 //! # Not implemented
 //! SCSI pass-through and user-space backstores; the states of port groups (they are kept and have no

@@ -17,9 +17,6 @@ use tracing_subscriber::EnvFilter;
 #[derive(Debug, Parser)]
 #[command(name = "riserd-configfs", version)]
 struct Cli {
-    /// The configuration file that riserd was started with. Changes are written to it.
-    #[arg(long, short, value_name = "FILE")]
-    config: PathBuf,
     /// The daemon's admin socket. Root's default is /run/riserd/admin.sock.
     #[arg(long, value_name = "PATH", env = "RISERD_SOCKET")]
     socket: Option<PathBuf>,
@@ -45,13 +42,12 @@ fn main() -> ExitCode {
 fn run(cli: Cli) -> Result<(), Box<dyn std::error::Error>> {
     let socket = cli.socket.or_else(socket::default_path);
     let socket = socket.ok_or("no default admin socket for this user; name one with --socket")?;
-    let riserd = Riserd::new(cli.config, socket.clone());
-    let document = riserd.document()?;
+    let riserd = Riserd::new(socket.clone());
     let mut secret = [0; 16];
     getrandom::fill(&mut secret)?;
     let secret = secret.iter().map(|b| format!("{b:02x}")).collect();
     let host = Host::new(move || daemon::sessions(&socket));
-    let engine = Engine::new(&document, secret, Box::new(host), Box::new(riserd));
+    let engine = Engine::new(secret, Box::new(host), Box::new(riserd))?;
     let mount = Mount::new(Arc::new(Mutex::new(engine)), &cli.mountpoint)?;
     tracing::info!(mountpoint = %cli.mountpoint.display(), "mounted");
     mount.wait()?;

@@ -47,6 +47,24 @@ impl World for Fake {
     }
 }
 
+/// Runs a line of a shell: `mkdir PATH`, `rmdir PATH`, `rm PATH`, `ln PATH TARGET`, `echo PATH TEXT`.
+pub(crate) fn run_line(tree: &mut Tree, world: &dyn World, line: &str) -> Result<(), Errno> {
+    let mut words = line.splitn(3, ' ');
+    let (verb, path) = (words.next().unwrap(), words.next().unwrap());
+    let text = words.next().unwrap_or_default().replace("\\n", "\n");
+    let mut shell = Shell { tree, world };
+    match verb {
+        "mkdir" => shell.mkdir(path).map(|_| ()),
+        "rmdir" => shell.rmdir(path),
+        "rm" => shell.rm(path),
+        "ln" => shell.link(path, &text),
+        "echo" => shell.write(path, &format!("{text}\n")),
+        // Without a line end, as programs write.
+        "put" => shell.write(path, &text),
+        _ => panic!("{verb}"),
+    }
+}
+
 /// A tree with its world.
 #[derive(Debug, Default)]
 pub(crate) struct Fixture {
@@ -65,7 +83,7 @@ impl Fixture {
         }
     }
 
-    /// Runs lines of a shell: `mkdir PATH`, `rmdir PATH`, `rm PATH`, `ln PATH TARGET`, `echo PATH TEXT`.
+    /// Runs lines of a shell.
     pub(crate) fn run(&mut self, script: &str) {
         for line in script.lines().map(str::trim).filter(|l| !l.is_empty()) {
             assert_eq!(self.try_line(line), Ok(()), "{line}");
@@ -73,20 +91,7 @@ impl Fixture {
     }
 
     pub(crate) fn try_line(&mut self, line: &str) -> Result<(), Errno> {
-        let mut words = line.splitn(3, ' ');
-        let (verb, path) = (words.next().unwrap(), words.next().unwrap());
-        let text = words.next().unwrap_or_default().replace("\\n", "\n");
-        let mut shell = self.shell();
-        match verb {
-            "mkdir" => shell.mkdir(path).map(|_| ()),
-            "rmdir" => shell.rmdir(path),
-            "rm" => shell.rm(path),
-            "ln" => shell.link(path, &text),
-            "echo" => shell.write(path, &format!("{text}\n")),
-            // Without a line end, as programs write.
-            "put" => shell.write(path, &text),
-            _ => panic!("{verb}"),
-        }
+        run_line(&mut self.tree, &self.world, line)
     }
 
     pub(crate) fn read(&mut self, path: &str) -> Result<String, Errno> {
@@ -96,8 +101,15 @@ impl Fixture {
     /// A file as LUN 0 of a target that is served to one initiator.
     pub(crate) fn served() -> Self {
         let mut fixture = Self::default();
-        fixture.run(&format!(
-            "mkdir core/fileio_0
+        fixture.run(&served());
+        fixture
+    }
+}
+
+/// The lines that make [`Fixture::served`].
+pub(crate) fn served() -> String {
+    format!(
+        "mkdir core/fileio_0
              mkdir core/fileio_0/disk
              put core/fileio_0/disk/control fd_dev_name=/srv/disk,fd_dev_size=1048576
              echo core/fileio_0/disk/wwn/vpd_unit_serial 5a0e1b2c-0000-4000-8000-0123456789ab
@@ -113,7 +125,5 @@ impl Fixture {
              mkdir {TPG}/acls/iqn.2026-01.example:client/lun_0
              ln {TPG}/acls/iqn.2026-01.example:client/lun_0/b ../../../lun/lun_0
              echo {TPG}/enable 1"
-        ));
-        fixture
-    }
+    )
 }

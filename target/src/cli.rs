@@ -292,7 +292,7 @@ fn save(out: &mut dyn Write, file: Option<&Path>, ask: &Ask) -> Result<(), Failu
         accept,
         ..Question::new(Method::GET, "/v1/config")
     };
-    let text = client::fetch(&ask.socket()?, question)?;
+    let text = client::fetch(&ask.socket()?, question)?.body;
     match file {
         // It may hold secrets.
         Some(file) => state::replace(file, &text)

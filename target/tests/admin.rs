@@ -289,6 +289,49 @@ fn plain_http_gets_json_and_clear_errors() {
 }
 
 #[test]
+fn a_configuration_is_replaced_only_if_it_is_the_one_that_was_read() {
+    let daemon = Daemon::start("revision", "127.81.0.8");
+    let read = || {
+        let answer = daemon.http("GET /v1/config");
+        let (head, yaml) = answer.split_once("\r\n\r\n").unwrap();
+        let tag = head.lines().find_map(|line| line.strip_prefix("etag: "));
+        (tag.unwrap().to_owned(), yaml.to_owned())
+    };
+    let put = |tag: &str, yaml: &str| {
+        let length = yaml.len();
+        let mut stream = UnixStream::connect(daemon.socket()).unwrap();
+        let head =
+            format!("Host: x\r\nConnection: close\r\nIf-Match: {tag}\r\nContent-Length: {length}");
+        write!(stream, "PUT /v1/config HTTP/1.1\r\n{head}\r\n\r\n{yaml}").unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    };
+    let (first, yaml) = read();
+    let grown = yaml.replace("0: a", "1: a");
+    assert_ne!(grown, yaml);
+    assert!(put(&first, &grown).starts_with("HTTP/1.1 200 "));
+    let (second, now) = read();
+    assert_eq!((second != first, now.as_str()), (true, grown.as_str()));
+    let refused = put(&first, &yaml);
+    assert!(refused.starts_with("HTTP/1.1 412 "), "{refused}");
+    assert_eq!(read(), (second, grown.clone()));
+    assert!(put("*", &yaml).starts_with("HTTP/1.1 200 "));
+    // The same content has the same revision.
+    assert_eq!(read(), (first.clone(), yaml.clone()));
+    // What the operating system says is passed on.
+    let taken = std::net::TcpListener::bind("127.81.0.8:3291").unwrap();
+    let refused = put(&first, &yaml.replace(":3290", ":3291"));
+    drop(taken);
+    assert!(refused.starts_with("HTTP/1.1 409 "), "{refused}");
+    assert!(refused.contains("\"errno\":98"), "{refused}");
+    let other = yaml.replace("a:\n    kind: ram", "a:\n    thin: false\n    kind: ram");
+    assert_ne!(other, yaml);
+    let busy = put(&first, &other);
+    assert!(busy.contains("\"errno\":16"), "{busy}");
+}
+
+#[test]
 fn without_a_daemon_the_error_says_where_it_was_looked_for() {
     let output = ask(Path::new("/nonexistent/admin.sock"), &["sessions"]);
     assert_eq!(output.status.code(), Some(1));

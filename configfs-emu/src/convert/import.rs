@@ -3,14 +3,16 @@
 //! Each backend and target is put into a copy of the tree. It stays there if the tree then means the
 //! same; otherwise it is kept aside as it is.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use riser_target::config::{Config, HostId};
 use rustix::io::Errno;
 use serde_json::{Map, Value};
 
 use super::show::{Show, show_discovery, show_target};
-use super::{Rest, backend, export, origin};
-use crate::rules::core::{PAGE, option};
-use crate::rules::{Fabric, Plugin};
+use super::{Rest, backend, backend_name, export, origin};
+use crate::rules::core::{self, PAGE, option};
+use crate::rules::{Fabric, Plugin, tpgs};
 use crate::tree::{NodeId, Shell, Tree};
 use crate::world::{Medium, World};
 
@@ -28,40 +30,109 @@ pub struct Imported {
 /// Shows a configuration as a tree, as far as LIO can say it. `nobody` is a secret that nobody knows.
 #[must_use]
 pub fn import(document: &Value, nobody: String, world: &dyn World) -> Imported {
-    let mut base = document.as_object().cloned().unwrap_or_default();
-    let backends = base.remove("backends");
-    let targets = base.remove("targets");
-    let discovery = base.remove("discovery_chap");
+    let rest = Rest {
+        nobody,
+        ..Rest::default()
+    };
+    update(Tree::new(), rest, [&Value::Null, document], world)
+}
+
+/// Brings a tree up to date that showed the first configuration and is to show the second; both are in
+/// the daemon's own words. What is the same in both, or in neither, stays as it is.
+#[must_use]
+pub fn update(tree: Tree, mut rest: Rest, [old, new]: [&Value; 2], world: &dyn World) -> Imported {
+    let change = Change::between(old, new);
     let mut hidden = Vec::new();
-    let config = Config::parse(&document.to_string(), "running");
+    let config = Config::parse(&new.to_string(), "running");
     let config = config.map_err(|mistake| hidden.push(mistake.to_string()));
+    rest.base = new.as_object().cloned().unwrap_or_default();
+    for part in ["backends", "targets", "discovery_chap"] {
+        rest.base.remove(part);
+    }
+    let is_changed = |name: &str| change.backends.contains(name);
+    rest.backends = rest
+        .backends
+        .into_iter()
+        .filter(|(name, _)| !is_changed(name))
+        .collect();
+    rest.targets
+        .retain(|doc| !change.targets.contains(name_of(doc)));
     let mut importer = Importer {
-        tree: Tree::new(),
-        rest: Rest {
-            base,
-            nobody,
-            ..Rest::default()
-        },
+        tree,
+        rest,
         hidden,
         config: config.ok(),
         world,
     };
-    let backends = backends.and_then(|b| b.as_object().cloned());
-    for (name, doc) in backends.unwrap_or_default() {
-        importer.backend(&name, &doc);
+    importer.clear(&change);
+    for (name, doc) in new["backends"].as_object().into_iter().flatten() {
+        if change.backends.contains(name) {
+            importer.backend(name, doc);
+        }
     }
-    for doc in targets
-        .and_then(|t| t.as_array().cloned())
-        .unwrap_or_default()
-    {
-        importer.target(&doc);
+    for doc in new["targets"].as_array().into_iter().flatten() {
+        if change.targets.contains(name_of(doc)) {
+            importer.target(doc);
+        }
     }
-    importer.discovery(discovery);
+    if change.discovery {
+        importer.discovery(new.get("discovery_chap").cloned());
+    }
     Imported {
         tree: importer.tree,
         rest: importer.rest,
         hidden: importer.hidden,
     }
+}
+
+fn name_of(target: &Value) -> &str {
+    target["name"].as_str().unwrap_or_default()
+}
+
+/// What differs between two configurations: names of those that are there in one of them only, or
+/// differently.
+#[derive(Debug)]
+struct Change {
+    backends: BTreeSet<String>,
+    targets: BTreeSet<String>,
+    discovery: bool,
+}
+
+impl Change {
+    fn between(old: &Value, new: &Value) -> Self {
+        let backends = |document: &Value| -> BTreeMap<String, Value> {
+            let all = document["backends"].as_object().into_iter().flatten();
+            all.map(|(name, doc)| (name.clone(), doc.clone())).collect()
+        };
+        let targets = |document: &Value| -> BTreeMap<String, Value> {
+            let all = document["targets"].as_array().into_iter().flatten();
+            all.map(|doc| (name_of(doc).to_owned(), doc.clone()))
+                .collect()
+        };
+        let backends = differing(&backends(old), &backends(new));
+        let mut changed = differing(&targets(old), &targets(new));
+        // What a target says of a backend that is another one now is not what it said before.
+        for doc in new["targets"].as_array().into_iter().flatten() {
+            let luns = doc["luns"].as_object().into_iter().flatten();
+            let mut used = luns.filter_map(|(_, lun)| lun.as_str().or(lun["backend"].as_str()));
+            if used.any(|name| backends.contains(name)) {
+                changed.insert(name_of(doc).to_owned());
+            }
+        }
+        Self {
+            backends,
+            targets: changed,
+            discovery: old.get("discovery_chap") != new.get("discovery_chap"),
+        }
+    }
+}
+
+fn differing(old: &BTreeMap<String, Value>, new: &BTreeMap<String, Value>) -> BTreeSet<String> {
+    let names = old.keys().chain(new.keys());
+    names
+        .filter(|name| old.get(*name) != new.get(*name))
+        .cloned()
+        .collect()
 }
 
 struct Importer<'a> {
@@ -90,6 +161,41 @@ fn place(tree: &Tree, name: &str, plugin: Plugin) -> (String, String, bool) {
 }
 
 impl Importer<'_> {
+    /// Takes out of the tree what has changed.
+    fn clear(&mut self, change: &Change) {
+        let tree = &mut self.tree;
+        for (_, fabric) in export::fabrics(tree) {
+            let tpgs: Vec<_> = tpgs(tree, fabric)
+                .into_iter()
+                .map(|(_, _, id)| id)
+                .collect();
+            let is_shown = |tpg: &NodeId| {
+                tree.value(*tpg, "enable") == "1"
+                    && change.targets.contains(&super::target_name(tree, *tpg))
+            };
+            let changed: Vec<_> = tpgs.into_iter().filter(is_shown).collect();
+            for tpg in changed {
+                let wwn = tree.parent(tpg);
+                tree.prune(tpg);
+                tree.prune_if_empty(wwn);
+            }
+        }
+        for (device, _) in core::devices(tree) {
+            let is_shown = core::is_configured(tree, device);
+            if is_shown && change.backends.contains(&backend_name(tree, device)) {
+                let host = tree.parent(device);
+                tree.prune(device);
+                tree.prune_if_empty(host);
+            }
+        }
+        if change.discovery {
+            self.rest.discovery = None;
+            if let Some(auth) = tree.find("target/iscsi/discovery_auth") {
+                tree.dir_mut(auth).clear_values();
+            }
+        }
+    }
+
     fn backend(&mut self, name: &str, doc: &Value) {
         let shown = doc.as_object().ok_or_else(|| "no mapping".to_owned());
         let shown = shown.and_then(|doc| self.show_backend(name, doc));
@@ -188,7 +294,7 @@ impl Importer<'_> {
     }
 
     fn target(&mut self, doc: &Value) {
-        let name = doc["name"].as_str().unwrap_or_default().to_owned();
+        let name = name_of(doc).to_owned();
         let targets = self.config.iter().flat_map(|c| &c.targets);
         let known = targets.into_iter().find(|t| t.name == name);
         let shown = match known {
@@ -222,7 +328,7 @@ impl Importer<'_> {
         tpg: NodeId,
         doc: &Value,
     ) -> Result<(), String> {
-        let name = doc["name"].as_str().unwrap_or_default();
+        let name = name_of(doc);
         if super::target_name(tree, tpg) != name {
             tree.set(tpg, origin::NAME, name);
         }
@@ -260,7 +366,7 @@ impl Importer<'_> {
         let access = match &target.access {
             riser_target::config::Access::Open => "open".to_owned(),
             riser_target::config::Access::Rules(rules) => {
-                let all: std::collections::BTreeSet<u16> = target.luns.keys().copied().collect();
+                let all: BTreeSet<u16> = target.luns.keys().copied().collect();
                 let mut rules: Vec<String> = rules
                     .iter()
                     .map(|rule| {

@@ -33,7 +33,7 @@ use serde_json::{Map, Value};
 
 pub use self::backend::backend_name;
 pub use self::export::{Exported, export};
-pub use self::import::{Imported, import};
+pub use self::import::{Imported, import, update};
 pub use self::target::target_name;
 
 /// Why a tree is no configuration.

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use fuser::{
     BsdFileFlags, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation,
@@ -20,12 +20,17 @@ use crate::tree::{EntryKind, Ino, MAX_WRITE, NodeId};
 /// The kernel asks anew each time: much of what is read changes by itself.
 const TTL: Duration = Duration::ZERO;
 
+/// How old what others have changed may be when it is read.
+const FRESH: Duration = Duration::from_millis(100);
+
 /// The file system.
 pub(super) struct TreeFs {
     engine: Arc<Mutex<Engine>>,
     /// What open files have read. A file says the same until it is closed or written.
     open: Mutex<Open>,
     started: SystemTime,
+    /// When the daemon was last asked whether others have changed something.
+    asked: Mutex<Option<Instant>>,
 }
 
 #[derive(Default)]
@@ -40,12 +45,24 @@ impl TreeFs {
             engine,
             open: Mutex::default(),
             started: SystemTime::now(),
+            asked: Mutex::default(),
         }
     }
 
     fn engine(&self) -> MutexGuard<'_, Engine> {
         // An operation changes a copy, so a panic leaves the tree whole.
         self.engine.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The tree as the daemon has it, for those who begin to read.
+    fn fresh(&self) -> MutexGuard<'_, Engine> {
+        let mut engine = self.engine();
+        let mut asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        if asked.is_none_or(|asked| asked.elapsed() >= FRESH) {
+            engine.refresh();
+            *asked = Some(Instant::now());
+        }
+        engine
     }
 
     fn open_files(&self) -> MutexGuard<'_, Open> {
@@ -122,7 +139,7 @@ fn done(result: Result<(), Number>, reply: ReplyEmpty) {
 
 impl Filesystem for TreeFs {
     fn lookup(&self, _req: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        let engine = self.engine();
+        let engine = self.fresh();
         let found = name.to_str().ok_or(Number::NOENT);
         let found = found.and_then(|name| engine.tree().lookup(inode(parent), name));
         self.entry(&engine, found, reply);
@@ -367,7 +384,7 @@ impl Filesystem for TreeFs {
         offset: u64,
         mut reply: ReplyDirectory,
     ) {
-        let engine = self.engine();
+        let engine = self.fresh();
         let ino = inode(ino);
         let entries = engine.tree().read_dir(ino);
         let (entries, parent) = match (entries, engine.tree().parent_of(ino)) {

@@ -207,6 +207,55 @@ impl Tree {
         self.nodes.remove(&id);
     }
 
+    /// Removes a directory with everything in it, and whatever links to it.
+    pub(crate) fn prune(&mut self, id: NodeId) {
+        let is_below = |tree: &Self, node: NodeId| {
+            let mut at = node;
+            while at != NodeId::ROOT && at != id {
+                at = tree.parent(at);
+            }
+            at == id
+        };
+        let links = self
+            .nodes
+            .iter()
+            .filter_map(|(link, node)| match node.as_ref() {
+                Node::Link(Link { parent, target }) => Some((*link, *parent, *target)),
+                Node::Dir(_) => None,
+            });
+        let links: Vec<_> = links.collect();
+        for (link, parent, target) in links {
+            // One that was pruned may have taken others along.
+            if !self.nodes.contains_key(&link) {
+                continue;
+            }
+            match (is_below(self, parent), is_below(self, target)) {
+                (true, _) => self.drop_link(link),
+                (false, true) => self.prune(parent),
+                (false, false) => {}
+            }
+        }
+        self.drop_dir(id);
+    }
+
+    /// Removes a directory in which there is nothing but what came with it.
+    pub(crate) fn prune_if_empty(&mut self, id: NodeId) {
+        if self.check_empty(id).is_ok() {
+            self.drop_dir(id);
+        }
+    }
+
+    fn drop_link(&mut self, id: NodeId) {
+        let Some(Node::Link(Link { parent, target })) = self.nodes.remove(&id).as_deref().cloned()
+        else {
+            panic!("a link of this tree");
+        };
+        self.dir_mut(parent)
+            .children
+            .retain(|_, child| *child != id);
+        self.dir_mut(target).links -= 1;
+    }
+
     /// What a directory's removal would hit: itself and, below its default groups, whatever is there.
     fn check_empty(&self, id: NodeId) -> Result<(), Errno> {
         if self.dir(id).links > 0 {

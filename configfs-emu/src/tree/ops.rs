@@ -149,13 +149,11 @@ impl Tree {
         if ino.attr().is_some() {
             return Err(Errno::PERM);
         }
-        let (dir, target) = match self.node(ino.node())? {
+        let dir = match self.node(ino.node())? {
             Node::Dir(_) => return Err(Errno::ISDIR),
-            Node::Link(link) => (link.parent, link.target),
+            Node::Link(link) => link.parent,
         };
-        self.dir_mut(dir).children.remove(name);
-        self.dir_mut(target).links -= 1;
-        self.nodes.remove(&ino.node());
+        self.drop_link(ino.node());
         self.dir(dir).kind.on_unlinked(self, dir);
         Ok(())
     }

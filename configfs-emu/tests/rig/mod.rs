@@ -33,10 +33,21 @@ pub(crate) type Told = Arc<Mutex<Vec<Value>>>;
 struct Memory(Told);
 
 impl Daemon for Memory {
+    fn document(&mut self) -> Result<Value, ApplyError> {
+        Ok(last(&self.0))
+    }
+
     fn apply(&mut self, document: &Value) -> Result<(), ApplyError> {
         self.0.lock().unwrap().push(document.clone());
         Ok(())
     }
+}
+
+/// What was told last; an empty configuration before that.
+fn last(told: &Told) -> Value {
+    let told = told.lock().unwrap();
+    let empty = || json!({ "backends": {}, "targets": [] });
+    told.last().cloned().unwrap_or_else(empty)
 }
 
 /// A mounted tree with a folder of its own.
@@ -72,11 +83,11 @@ impl Rig {
         fs::create_dir_all(folder.join("etc/backup")).unwrap();
         let told = Told::default();
         let engine = Engine::new(
-            &json!({ "backends": {}, "targets": [] }),
             "nobody-knows-this-secret".to_owned(),
             Box::new(Host::new(Vec::new)),
             Box::new(Memory(told.clone())),
-        );
+        )
+        .unwrap();
         let engine = Arc::new(Mutex::new(engine));
         let mount = Mount::new(engine, &folder.join("config")).unwrap();
         Some(Self {
@@ -124,12 +135,7 @@ impl Rig {
 
     /// The configuration that the daemon was given last.
     pub(crate) fn last(&self) -> Value {
-        self.told
-            .lock()
-            .unwrap()
-            .last()
-            .cloned()
-            .unwrap_or_default()
+        last(&self.told)
     }
 }
 

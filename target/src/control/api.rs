@@ -5,17 +5,18 @@
 //! | `GET /v1/status` | [`Status`](super::view::Status) |
 //! | `GET /v1/sessions` | a list of [`SessionView`](super::view::SessionView) |
 //! | `GET /v1/targets` | a list of [`TargetView`](super::view::TargetView) |
-//! | `GET /v1/config` | the configuration as YAML that reads back equal, secrets included; as JSON for `Accept: application/json` |
-//! | `PUT /v1/config` | takes the YAML in the body as the configuration; [`Changes`](super::view::Changes) |
+//! | `GET /v1/config` | the configuration as YAML that reads back equal, secrets included; as JSON for `Accept: application/json`; `ETag` is its revision |
+//! | `PUT /v1/config` | takes the YAML in the body as the configuration, with `If-Match` only in place of that revision; [`Changes`](super::view::Changes) |
 //! | `POST /v1/diff` | what `PUT` would change, without doing it; likewise |
 //! | `POST /v1/rollback` | takes again the configuration N before, N in the body or 1; likewise |
 //! | `GET /v1/history` | a list of [`HistoryView`](super::view::HistoryView) |
 //! | `POST /v1/reload` | reads the configuration file again; the targets after it |
 //! | `POST /v1/rescan` | measures every backend again; the targets after it |
 //!
-//! An error is `{"error": TEXT}`: 400 for a mistake in a configuration, 404 for a path that is not here, 405 for a method, 409 for a
-//! configuration that was not applied, 500 for what failed, 503 while too much waits or the daemon
-//! ends.
+//! An error is `{"error": TEXT}`: 400 for a mistake in a configuration, 404 for a path that is not here,
+//! 405 for a method, 409 for a configuration that was not applied, 412 for one in place of another
+//! revision than the present one, 500 for what failed, 503 while too much waits or the daemon ends.
+//! Where the operating system said no, `"errno"` is its number.
 //!
 //! ```text
 //! curl --unix-socket /run/riserd/admin.sock http://riserd/v1/sessions
@@ -25,11 +26,12 @@ use axum::Json;
 use axum::Router;
 use axum::extract::connect_info::Connected;
 use axum::extract::{ConnectInfo, DefaultBodyLimit, State};
-use axum::http::header::{ACCEPT, CONTENT_TYPE};
-use axum::http::{HeaderMap, StatusCode};
+use axum::http::header::{ACCEPT, CONTENT_TYPE, ETAG, IF_MATCH};
+use axum::http::{HeaderMap, HeaderName, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodFilter, MethodRouter, on};
 use axum::serve::IncomingStream;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tokio::net::UnixListener;
 use tokio::sync::{mpsc, oneshot};
@@ -50,18 +52,32 @@ pub enum Ask {
     Reload,
     /// To measure its backends again.
     Rescan,
-    /// What configuration it has.
+    /// What configuration it has: [`Kept`].
     Config,
-    /// As a file that reads back equal.
-    Yaml,
-    /// To take this text as its configuration.
-    Apply(String),
+    /// To take a text as its configuration.
+    Apply {
+        /// The text.
+        text: String,
+        /// The revision in whose place; any where absent.
+        replaces: Option<String>,
+    },
     /// What taking this text would change.
     Diff(String),
     /// To take again the configuration so many before the present one.
     Rollback(usize),
     /// Which configurations it has had.
     History,
+}
+
+/// A configuration in both forms.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Kept {
+    /// Names its content.
+    pub revision: String,
+    /// As a file that reads back equal.
+    pub yaml: String,
+    /// The same as JSON.
+    pub json: Value,
 }
 
 /// Why a request was not fulfilled.
@@ -71,8 +87,16 @@ pub enum Failure {
     #[error("{0}")]
     Mistake(String),
     /// It is not possible as things are; nothing has changed.
-    #[error("{0}")]
-    Refused(String),
+    #[error("{why}")]
+    Refused {
+        /// Why.
+        why: String,
+        /// What the operating system said, where it did.
+        errno: Option<i32>,
+    },
+    /// The configuration is not the revision that was to be replaced; nothing has changed.
+    #[error("the configuration has changed meanwhile")]
+    Outdated,
     /// It went wrong.
     #[error("{0}")]
     Failed(String),
@@ -162,22 +186,37 @@ async fn config(
     ConnectInfo(peer): ConnectInfo<Peer>,
     headers: HeaderMap,
 ) -> Response {
-    let accept = headers.get(ACCEPT).and_then(|value| value.to_str().ok());
-    if accept.is_some_and(|accept| accept.contains("application/json")) {
-        return said(forward(&requests, Ask::Config, peer).await);
+    let answer = forward(&requests, Ask::Config, peer).await;
+    let kept: Kept = match answer.map(serde_json::from_value) {
+        Ok(Ok(kept)) => kept,
+        Ok(Err(garbled)) => return said(Err(Failure::Failed(garbled.to_string()))),
+        Err(failure) => return said(Err(failure)),
+    };
+    let revision = [(ETAG, format!("\"{}\"", kept.revision))];
+    match text_of(&headers, &ACCEPT) {
+        Some(accept) if accept.contains("application/json") => {
+            (revision, Json(kept.json)).into_response()
+        }
+        _ => {
+            let form = [(CONTENT_TYPE, "application/yaml")];
+            (revision, form, kept.yaml).into_response()
+        }
     }
-    match forward(&requests, Ask::Yaml, peer).await {
-        Ok(Value::String(yaml)) => ([(CONTENT_TYPE, "application/yaml")], yaml).into_response(),
-        answer => said(answer),
-    }
+}
+
+fn text_of<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
+    headers.get(name)?.to_str().ok()
 }
 
 async fn apply(
     State(requests): State<Requests>,
     ConnectInfo(peer): ConnectInfo<Peer>,
+    headers: HeaderMap,
     text: String,
 ) -> Response {
-    said(forward(&requests, Ask::Apply(text), peer).await)
+    let replaces = text_of(&headers, &IF_MATCH).filter(|tag| *tag != "*");
+    let replaces = replaces.map(|tag| tag.trim_matches('"').to_owned());
+    said(forward(&requests, Ask::Apply { text, replaces }, peer).await)
 }
 
 async fn diff(
@@ -214,14 +253,24 @@ async fn forward(requests: &Requests, ask: Ask, peer: Peer) -> Answer {
 fn said(answer: Answer) -> Response {
     match answer {
         Ok(value) => Json(value).into_response(),
-        Err(failure) => error(status(&failure), &failure.to_string()),
+        Err(failure) => {
+            let mut body = json!({ "error": failure.to_string() });
+            if let Failure::Refused {
+                errno: Some(errno), ..
+            } = failure
+            {
+                body["errno"] = json!(errno);
+            }
+            (status(&failure), Json(body)).into_response()
+        }
     }
 }
 
 fn status(failure: &Failure) -> StatusCode {
     match failure {
         Failure::Mistake(_) => StatusCode::BAD_REQUEST,
-        Failure::Refused(_) => StatusCode::CONFLICT,
+        Failure::Refused { .. } => StatusCode::CONFLICT,
+        Failure::Outdated => StatusCode::PRECONDITION_FAILED,
         Failure::Failed(_) => StatusCode::INTERNAL_SERVER_ERROR,
         Failure::Busy => StatusCode::SERVICE_UNAVAILABLE,
     }

@@ -38,8 +38,16 @@ pub enum ClientError {
     #[error("{0}")]
     Mistake(String),
     /// The daemon said no.
+    #[error("{why}")]
+    Refused {
+        /// Why.
+        why: String,
+        /// What the operating system said to it, where it did.
+        errno: Option<i32>,
+    },
+    /// The daemon's configuration is not the revision that was to be replaced.
     #[error("{0}")]
-    Refused(String),
+    Outdated(String),
     /// Not an answer of this API.
     #[error("not an answer of riserd's admin API: {0}")]
     Garbled(String),
@@ -56,6 +64,17 @@ pub struct Question {
     pub body: String,
     /// The form of the answer; `None` for what the daemon prefers.
     pub accept: Option<&'static str>,
+    /// The revision of the configuration that is to be replaced; `None` for any.
+    pub replaces: Option<String>,
+}
+
+/// What a daemon says.
+#[derive(Clone, Debug)]
+pub struct Said {
+    /// The body.
+    pub body: Bytes,
+    /// The revision of the configuration that it is, if it is one.
+    pub revision: Option<String>,
 }
 
 impl Question {
@@ -67,6 +86,7 @@ impl Question {
             path,
             body: String::new(),
             accept: None,
+            replaces: None,
         }
     }
 
@@ -82,15 +102,15 @@ impl Question {
 /// # Errors
 /// [`ClientError`].
 pub fn call<T: DeserializeOwned>(socket: &Path, question: Question) -> Result<T, ClientError> {
-    let body = fetch(socket, question)?;
-    serde_json::from_slice(&body).map_err(|e| ClientError::Garbled(e.to_string()))
+    let said = fetch(socket, question)?;
+    serde_json::from_slice(&said.body).map_err(|e| ClientError::Garbled(e.to_string()))
 }
 
 /// As [`call`], for an answer of any form.
 ///
 /// # Errors
 /// [`ClientError`].
-pub fn fetch(socket: &Path, question: Question) -> Result<Bytes, ClientError> {
+pub fn fetch(socket: &Path, question: Question) -> Result<Said, ClientError> {
     let unreachable = |source| ClientError::Unreachable {
         path: socket.to_owned(),
         source,
@@ -102,26 +122,27 @@ pub fn fetch(socket: &Path, question: Question) -> Result<Bytes, ClientError> {
     runtime.block_on(async {
         let stream = UnixStream::connect(socket).await.map_err(unreachable)?;
         let exchange = tokio::time::timeout(PATIENCE, exchange(stream, question));
-        let (status, body) = exchange.await.map_err(|_| ClientError::Timeout)??;
+        let (status, said) = exchange.await.map_err(|_| ClientError::Timeout)??;
         if status == StatusCode::OK {
-            return Ok(body);
+            return Ok(said);
         }
-        let said: Option<serde_json::Value> = serde_json::from_slice(&body).ok();
-        let text = said.as_ref().and_then(|v| v["error"].as_str());
-        Err(text.map_or_else(
-            || ClientError::Garbled(status.to_string()),
-            |text| match status {
-                StatusCode::BAD_REQUEST => ClientError::Mistake(text.to_owned()),
-                _ => ClientError::Refused(text.to_owned()),
-            },
-        ))
+        let error: serde_json::Value = serde_json::from_slice(&said.body).unwrap_or_default();
+        let Some(text) = error["error"].as_str().map(str::to_owned) else {
+            return Err(ClientError::Garbled(status.to_string()));
+        };
+        let errno = error["errno"].as_i64().and_then(|n| n.try_into().ok());
+        Err(match status {
+            StatusCode::BAD_REQUEST => ClientError::Mistake(text),
+            StatusCode::PRECONDITION_FAILED => ClientError::Outdated(text),
+            _ => ClientError::Refused { why: text, errno },
+        })
     })
 }
 
 async fn exchange(
     stream: UnixStream,
     question: Question,
-) -> Result<(StatusCode, Bytes), ClientError> {
+) -> Result<(StatusCode, Said), ClientError> {
     let garbled = |e: hyper::Error| ClientError::Garbled(e.to_string());
     let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
         .await
@@ -134,14 +155,21 @@ async fn exchange(
     if let Some(accept) = question.accept {
         request = request.header(hyper::header::ACCEPT, accept);
     }
+    if let Some(revision) = question.replaces {
+        request = request.header(hyper::header::IF_MATCH, format!("\"{revision}\""));
+    }
     let request = request
         .body(Full::new(Bytes::from(question.body)))
         .map_err(|e| ClientError::Garbled(e.to_string()))?;
     let response = sender.send_request(request).await.map_err(garbled)?;
     let status = response.status();
+    let revision = response.headers().get(hyper::header::ETAG);
+    let revision = revision.and_then(|tag| tag.to_str().ok());
+    let revision = revision.map(|tag| tag.trim_matches('"').to_owned());
     let body = Limited::new(response.into_body(), MAX_ANSWER)
         .collect()
         .await;
     let body = body.map_err(|e| ClientError::Garbled(e.to_string()))?;
-    Ok((status, body.to_bytes()))
+    let body = body.to_bytes();
+    Ok((status, Said { body, revision }))
 }

@@ -25,15 +25,17 @@ pub mod socket;
 pub mod state;
 pub mod view;
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::Instant;
 
 use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 
-use self::api::{Ask, Failure, Request};
+use self::api::{Ask, Failure, Kept, Request};
 use self::history::{Entry, History};
 use self::view::Changes;
+use crate::backend::OpenError;
 use crate::config::{Config, Location, diff};
 use crate::server::reload::{self, ChangeError};
 use crate::server::{Server, ServerError};
@@ -163,7 +165,7 @@ enum ApplyError {
     #[error(transparent)]
     Change(#[from] ChangeError),
     #[error("it cannot be kept: {0}; nothing was applied")]
-    Keep(#[from] std::io::Error),
+    Keep(#[source] std::io::Error),
 }
 
 impl Control<'_> {
@@ -207,11 +209,11 @@ impl Control<'_> {
             Ask::Sessions => to_json(&view::sessions(&self.server)),
             Ask::Targets => to_json(&view::targets(&self.server)),
             Ask::History => to_json(&view::history(self.history.entries())),
-            Ask::Config => to_json(&self.server.config().to_tree()),
-            Ask::Yaml => to_json(&self.server.config().to_yaml()),
-            Ask::Apply(text) => {
-                parse(&text).and_then(|config| to_json(&self.apply(config, who, "apply")?))
-            }
+            Ask::Config => self.kept().and_then(|kept| to_json(&kept)),
+            Ask::Apply { text, replaces } => self
+                .check_revision(replaces.as_deref())
+                .and_then(|()| parse(&text))
+                .and_then(|config| to_json(&self.apply(config, who, "apply")?)),
             Ask::Diff(text) => parse(&text).and_then(|config| to_json(&self.changes(&config))),
             Ask::Rollback(back) => self.roll_back(back, who).and_then(|done| to_json(&done)),
             Ask::Reload => self
@@ -225,6 +227,27 @@ impl Control<'_> {
         };
         // Whoever asked may have gone.
         let _ = request.reply.send(answer);
+    }
+
+    /// The configuration.
+    fn kept(&self) -> Result<Kept, Failure> {
+        let config = self.server.config();
+        let yaml = config.to_yaml();
+        Ok(Kept {
+            revision: revision(&yaml),
+            json: to_json(&config.to_tree())?,
+            yaml,
+        })
+    }
+
+    /// Whether this is the configuration's revision.
+    fn check_revision(&self, wanted: Option<&str>) -> Result<(), Failure> {
+        match wanted {
+            Some(wanted) if wanted != revision(&self.server.config().to_yaml()) => {
+                Err(Failure::Outdated)
+            }
+            _ => Ok(()),
+        }
     }
 
     /// What another configuration would change.
@@ -258,7 +281,8 @@ impl Control<'_> {
             }
             Err(error) => {
                 tracing::error!(who, how, %error, "configuration not applied");
-                Err(Failure::Refused(error.to_string()))
+                let (why, errno) = (error.to_string(), errno(&error));
+                Err(Failure::Refused { why, errno })
             }
         }
     }
@@ -267,8 +291,8 @@ impl Control<'_> {
     fn roll_back(&mut self, back: usize, who: &str) -> Result<Changes, Failure> {
         let Some(entry) = self.history.entries().get(back) else {
             let kept = self.history.entries().len();
-            let text = format!("there is no configuration {back} before; {kept} are kept");
-            return Err(Failure::Refused(text));
+            let why = format!("there is no configuration {back} before; {kept} are kept");
+            return Err(Failure::Refused { why, errno: None });
         };
         let config = parse(&entry.yaml)?;
         self.apply(config, who, &format!("rollback {back}"))
@@ -281,7 +305,8 @@ impl Control<'_> {
             Ok(config) => self.apply(config, who, "reload").map(|_| ()),
             Err(error) => {
                 tracing::error!(%error, "configuration not applied");
-                Err(Failure::Refused(error))
+                let (why, errno) = (error, None);
+                Err(Failure::Refused { why, errno })
             }
         };
         notify(&[NotifyState::Ready]);
@@ -305,6 +330,32 @@ impl Control<'_> {
 /// Reads a configuration that came by the socket.
 fn parse(text: &str) -> Result<Config, Failure> {
     Config::parse(text, "configuration").map_err(|error| Failure::Mistake(error.to_string()))
+}
+
+/// A name for a configuration's content.
+fn revision(yaml: &str) -> String {
+    let mut hasher = DefaultHasher::new();
+    yaml.hash(&mut hasher);
+    format!("{:016x}", hasher.finish())
+}
+
+/// What the operating system said where it is the cause of an error.
+fn errno(error: &ApplyError) -> Option<i32> {
+    if let ApplyError::Change(ChangeError::InUse(_)) = error {
+        return Some(rustix::io::Errno::BUSY.raw_os_error());
+    }
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = cause {
+        if let Some(OpenError::Locked { .. }) = error.downcast_ref() {
+            return Some(rustix::io::Errno::BUSY.raw_os_error());
+        }
+        let io = error.downcast_ref::<std::io::Error>();
+        if let Some(errno) = io.and_then(std::io::Error::raw_os_error) {
+            return Some(errno);
+        }
+        cause = error.source();
+    }
+    None
 }
 
 fn to_json(view: &impl serde::Serialize) -> api::Answer {

@@ -44,6 +44,21 @@ fn text(port: u16) -> String {
          \x20 luns: {{ 0: ram }}\n\
          \x20 access: [{{ iqn: 'iqn.2026-01.org.example:client' }}]\n\
          \x20 chap: {{ users: [{{ name: alice, secret: twelve-bytes-or-more }}] }}\n\
+         - name: iqn.2026-01.org.example:each\n\
+         \x20 portals: [{{ protocol: iscsi, listen: '127.0.0.1:{port}' }}]\n\
+         \x20 luns: {{ 0: ram }}\n\
+         \x20 access:\n\
+         \x20   - iqn: iqn.2026-01.org.example:client\n\
+         \x20     chap: {{ users: [{{ name: alice, secret: a-secret-of-her-own }}] }}\n\
+         \x20   - address: 127.0.0.1\n\
+         \x20 chap: {{ users: [{{ name: alice, secret: twelve-bytes-or-more }}] }}\n\
+         - name: iqn.2026-01.org.example:other\n\
+         \x20 portals: [{{ protocol: iscsi, listen: '127.0.0.1:{port}' }}]\n\
+         \x20 luns: {{ 0: ram }}\n\
+         \x20 access:\n\
+         \x20   - iqn: iqn.2026-01.org.example:another\n\
+         \x20     chap: {{ users: [{{ name: alice, secret: a-secret-of-her-own }}] }}\n\
+         \x20   - address: 127.0.0.1\n\
          workers: {{ count: 2 }}\n"
     )
 }
@@ -86,6 +101,24 @@ fn a_wrong_secret_and_an_unknown_target_are_refused() {
     assert_eq!(refused(chap, None), failed);
     let unknown = "iqn.2026-01.org.example:none";
     assert_eq!(refused(unknown, None), LoginStatus::NOT_FOUND);
+    server.shutdown().unwrap();
+}
+
+#[test]
+fn a_rule_has_secrets_in_the_place_of_the_targets() {
+    let (server, port) = start();
+    let each = "iqn.2026-01.org.example:each";
+    for wrong in [Some("twelve-bytes-or-more"), None] {
+        match Client::login(port, each, 1, wrong) {
+            Err(LoginError::Refused(status)) => {
+                assert_eq!(status, LoginStatus::AUTHENTICATION_FAILURE);
+            }
+            other => panic!("refused, not {}", other.is_ok()),
+        }
+    }
+    Client::login(port, each, 1, Some("a-secret-of-her-own")).unwrap();
+    // Whom another rule is about is asked for what the target says: nothing.
+    Client::login(port, "iqn.2026-01.org.example:other", 1, None).unwrap();
     server.shutdown().unwrap();
 }
 

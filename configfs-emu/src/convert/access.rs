@@ -91,18 +91,15 @@ pub(super) fn access(tree: &Tree, tpg: NodeId, fabric: Fabric) -> Result<AccessD
             });
         }
     }
-    let logins: Vec<&Option<Login>> = views.iter().map(|v| &v.login).collect();
-    if logins.windows(2).any(|pair| pair[0] != pair[1]) {
-        return Err(
-            "initiators with different CHAP names or secrets; a target of riserd has one set"
-                .to_owned(),
-        );
-    }
-    let chap = logins.first().and_then(|l| l.as_ref()).map(chap);
+    // What all have in common is the target's, else each rule has its own.
+    let mut logins = views.iter().map(|v| &v.login);
+    let first = logins.next().cloned().flatten();
+    let common = first.filter(|first| logins.all(|login| login.as_ref() == Some(first)));
+    let is_common = common.is_some();
     let luns = numbers(&views)?;
     let access = match (only_everybody, views.is_empty()) {
         (true, false) => json!("open"),
-        _ => Value::Array(rules(views, luns.keys().copied().collect())),
+        _ => Value::Array(rules(views, luns.keys().copied().collect(), is_common)),
     };
     let line = |(number, unit): (&u64, &Unit)| {
         let value = match unit.read_only {
@@ -114,7 +111,7 @@ pub(super) fn access(tree: &Tree, tpg: NodeId, fabric: Fabric) -> Result<AccessD
     Ok(AccessDoc {
         luns: luns.iter().map(line).collect(),
         access,
-        chap,
+        chap: common.as_ref().map(chap),
     })
 }
 
@@ -225,13 +222,16 @@ fn describe(unit: &Unit) -> String {
     format!("{}{mode}", unit.backend)
 }
 
-fn rules(views: Vec<View>, all: BTreeSet<u64>) -> Vec<Value> {
+fn rules(views: Vec<View>, all: BTreeSet<u64>, is_common: bool) -> Vec<Value> {
     let mut rules = Vec::new();
     for view in views {
         let seen: BTreeSet<u64> = view.units.into_keys().collect();
         for mut who in view.who {
             if seen != all {
                 who.insert("luns".to_owned(), json!(seen));
+            }
+            if let Some(login) = view.login.as_ref().filter(|_| !is_common) {
+                who.insert("chap".to_owned(), chap(login));
             }
             rules.push(Value::Object(who));
         }

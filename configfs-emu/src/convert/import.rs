@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use riser_target::config::{Config, HostId};
+use riser_target::config::{Access, Chap, ChapUser, Config, HostId};
 use rustix::io::Errno;
 use serde_json::{Map, Value};
 
@@ -364,8 +364,8 @@ impl Importer<'_> {
             .collect();
         portals.sort();
         let access = match &target.access {
-            riser_target::config::Access::Open => "open".to_owned(),
-            riser_target::config::Access::Rules(rules) => {
+            Access::Open => format!("open {:?}", secrets(target.chap.as_ref())),
+            Access::Rules(rules) => {
                 let all: BTreeSet<u16> = target.luns.keys().copied().collect();
                 let mut rules: Vec<String> = rules
                     .iter()
@@ -373,26 +373,16 @@ impl Importer<'_> {
                         let mut rule = rule.clone();
                         // To name all is to name none.
                         rule.luns = rule.luns.filter(|luns| *luns != all);
-                        format!("{rule:?}")
+                        let chap = rule.chap.take().or_else(|| target.chap.clone());
+                        format!("{rule:?} {:?}", secrets(chap.as_ref()))
                     })
                     .collect();
                 rules.sort();
                 rules.join("\n")
             }
         };
-        // The secrets are compared as they are written; both documents have them inline.
-        let chap = target.chap.as_ref().map(|chap| {
-            let user = |u: &riser_target::config::ChapUser| {
-                let secret = u.credentials().map(|c| c.secret).ok();
-                format!("{} {secret:?}", u.name)
-            };
-            let users: Vec<String> = chap.users.iter().map(user).collect();
-            (users, chap.mutual.as_ref().map(user))
-        });
-        Some(format!(
-            "{portals:?} {:?} {access} {:?} {chap:?}",
-            target.luns, target.iqn
-        ))
+        let what = (&target.luns, &target.iqn);
+        Some(format!("{portals:?} {what:?} {access}"))
     }
 
     fn discovery(&mut self, doc: Option<Value>) {
@@ -409,4 +399,13 @@ impl Importer<'_> {
             self.rest.discovery = Some(doc);
         }
     }
+}
+
+/// Names with secrets: of initiators, and our own. Secrets are compared as they are written; both
+/// documents have them inline.
+fn secrets(chap: Option<&Chap>) -> Option<Vec<String>> {
+    let chap = chap?;
+    let user = |u: &ChapUser| format!("{} {:?}", u.name, u.credentials().map(|c| c.secret).ok());
+    let mutual = chap.mutual.iter().map(|own| format!("we: {}", user(own)));
+    Some(chap.users.iter().map(user).chain(mutual).collect())
 }

@@ -13,7 +13,7 @@
 //! | an SRP port | a portal at each of its addresses |
 //! | an entry in `acls` with its mapped LUNs | an access rule with its LUNs, by the numbers mapped to |
 //! | `generate_node_acls` | access for everybody |
-//! | a name and secret of an entry, or of the portal group for everybody | the target's CHAP |
+//! | a name and secret of an entry, or of the portal group for everybody | CHAP: the target's if all have the same, else the rule's |
 //!
 //! # What one side says and the other cannot
 //! What LIO allows and `riserd` cannot do is refused with its reason ([`Unsaid`]) if it would change who

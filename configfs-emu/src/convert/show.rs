@@ -127,7 +127,7 @@ impl Hand<'_> {
             luns.insert(*number, (id, lun.read_only));
         }
         if fabric == Fabric::Iscsi {
-            let wanted = u8::from(target.chap.is_some()).to_string();
+            let wanted = u8::from(all_authenticate(target)).to_string();
             self.write("attrib/authentication", &wanted)?;
         }
         match &target.access {
@@ -206,7 +206,11 @@ impl Hand<'_> {
             self.write(&format!("{mapped}/write_protect"), &protect)?;
         }
         if rule.iqn.is_some() {
-            self.login(&format!("{acl}/auth"), target.chap.as_ref())?;
+            let chap = rule.chap.as_ref().or(target.chap.as_ref());
+            if chap.is_some() && !all_authenticate(target) {
+                self.write(&format!("{acl}/attrib/authentication"), "1")?;
+            }
+            self.login(&format!("{acl}/auth"), chap)?;
         }
         Ok(())
     }
@@ -233,6 +237,15 @@ impl Hand<'_> {
         self.write(&format!("{auth}/{}", files[0]), &user.name)?;
         self.write(&format!("{auth}/{}", files[1]), secret)
     }
+}
+
+/// Whether everybody must prove who he is.
+fn all_authenticate(target: &Target) -> bool {
+    let by_rule = match &target.access {
+        Access::Open => false,
+        Access::Rules(rules) => !rules.is_empty() && rules.iter().all(|rule| rule.chap.is_some()),
+    };
+    target.chap.is_some() || by_rule
 }
 
 /// The address that a network of one has.

@@ -196,15 +196,31 @@ fn secrets_are_the_targets() {
     let second = format!("{TPG}/acls/iqn.2026-01.example:second");
     fixture.run(&format!("mkdir {second}\nput {second}/auth/userid other"));
     fixture.run(&format!("put {second}/auth/password other-secret-of-his"));
-    assert!(
-        fixture
-            .export()
-            .unwrap_err()
-            .contains("different CHAP names or secrets")
-    );
+    // Then each has his own.
+    let each = json!([
+        {
+            "iqn": "iqn.2026-01.example:client",
+            "chap": {
+                "users": [{ "name": "client", "secret": "a-secret-of-some-length" }],
+                "mutual": { "name": "target", "secret": "another-of-some-length" },
+            },
+        },
+        {
+            "iqn": "iqn.2026-01.example:second",
+            "luns": [],
+            "chap": { "users": [{ "name": "other", "secret": "other-secret-of-his" }] },
+        },
+    ]);
+    assert_eq!(fixture.target()["access"], each);
+    assert!(fixture.target().get("chap").is_none());
     // Who need not prove who he is is different, too.
     fixture.run(&format!("echo {second}/attrib/authentication 0"));
-    assert!(fixture.export().is_err());
+    let access = fixture.target()["access"].clone();
+    assert_eq!(access[0], each[0]);
+    assert_eq!(
+        access[1],
+        json!({ "iqn": "iqn.2026-01.example:second", "luns": [] })
+    );
 }
 
 #[test]
@@ -333,6 +349,17 @@ fn running() -> Value {
                     { "iqn": "iqn.2026-01.example:a", "luns": [3] },
                 ],
                 "chap": { "users": [{ "name": "u", "secret": "a secret of some length" }] },
+            },
+            {
+                "name": "first-each",
+                "iqn": "iqn.2026-01.example:first-each",
+                "portals": [{ "protocol": "iscsi", "listen": "127.0.0.1:3264" }],
+                "luns": { "0": "disk0" },
+                "access": [
+                    { "iqn": "iqn.2026-01.example:a",
+                      "chap": { "users": [{ "name": "a", "secret": "the secret of a" }] } },
+                    { "iqn": "iqn.2026-01.example:b" },
+                ],
             },
             {
                 "name": "iqn.2026-01.example:open",

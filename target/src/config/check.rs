@@ -587,6 +587,11 @@ fn access(path: &str, raw: raw::Access, luns: &BTreeMap<u16, Lun>) -> Checked<Ac
                 })
                 .collect::<Checked<BTreeSet<u16>>>()
         });
+        let place_of_chap = format!("{place}.chap");
+        if let (Some(chap), Some(_)) = (&rule.chap, &rule.initiator) {
+            let message = "an SRP initiator has nothing to prove who it is with";
+            return Err(Mistake::new(chap.at, place_of_chap, message));
+        }
         out.push(Rule {
             initiator: rule.initiator,
             iqn: match &rule.iqn {
@@ -595,6 +600,7 @@ fn access(path: &str, raw: raw::Access, luns: &BTreeMap<u16, Lun>) -> Checked<Ac
             },
             address: rule.address,
             luns: mask.transpose()?,
+            chap: chap(&place_of_chap, rule.chap)?,
         });
     }
     Ok(Access::Rules(out))

@@ -166,7 +166,8 @@ pub struct Target {
     pub access: Access,
     /// Its iSCSI name, where it has iSCSI portals.
     pub iqn: Option<IscsiName>,
-    /// How iSCSI initiators prove who they are; `None` lets everybody to whom `access` is open.
+    /// How iSCSI initiators prove who they are whose rule does not say it; `None` lets everybody to
+    /// whom `access` is open.
     pub chap: Option<Chap>,
 }
 
@@ -274,6 +275,18 @@ impl Target {
         self.luns_by(|rule| rule.is_match_by_name(initiator, address))
     }
 
+    /// The number of the rule that decides about an iSCSI initiator, if one does.
+    #[must_use]
+    pub fn rule_of(&self, initiator: &IscsiName, address: IpAddr) -> Option<usize> {
+        match &self.access {
+            Access::Open => None,
+            Access::Rules(rules) => {
+                let is_match = |rule: &Rule| rule.is_match_by_name(initiator, address);
+                rules.iter().position(is_match)
+            }
+        }
+    }
+
     fn luns_by(&self, is_match: impl Fn(&Rule) -> bool) -> Option<BTreeMap<u16, Lun>> {
         match &self.access {
             Access::Open => Some(self.luns.clone()),
@@ -318,6 +331,8 @@ pub struct Rule {
     pub address: Option<Net>,
     /// The numbers of the units it may use; all where absent.
     pub luns: Option<BTreeSet<u16>>,
+    /// How it proves who it is over iSCSI; as the target says where absent.
+    pub chap: Option<Chap>,
 }
 
 impl Rule {

@@ -267,6 +267,8 @@ pub(super) struct Rule {
     pub(super) address: Option<Net>,
     /// The numbers it may use; by default all.
     pub(super) luns: Option<Vec<Located<u64>>>,
+    /// What it must prove over iSCSI, in the place of the target's `chap`.
+    pub(super) chap: Option<Located<Chap>>,
 }
 
 impl<'de> Deserialize<'de> for Access {

@@ -167,12 +167,17 @@ fn target(chance: &mut Chance, n: usize, backends: &[String]) -> String {
                 if chance.is() {
                     continue;
                 }
+                let is_srp = rule.starts_with("initiator");
+                let own = match !is_srp && chance.is() {
+                    true => format!(", chap: {}", chap(chance)),
+                    false => String::new(),
+                };
                 let mask: Vec<_> = numbers.iter().map(|(n, _)| n.to_string()).collect();
                 let mask = match chance.is() {
                     true => format!(", luns: [{}]", mask.join(", ")),
                     false => String::new(),
                 };
-                let _ = writeln!(text, "      - {{ {rule}{mask} }}");
+                let _ = writeln!(text, "      - {{ {rule}{mask}{own} }}");
             }
             text.push_str("      - { address: 127.0.0.1 }\n");
         }

@@ -223,6 +223,7 @@ fn rule(rule: &Rule) -> Tree {
         "luns",
         luns.map(|luns| Tree::List(luns.iter().map(|l| Tree::Number((*l).into())).collect())),
     );
+    map.set("chap", rule.chap.as_ref().map(chap));
     map.tree()
 }
 

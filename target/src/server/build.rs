@@ -70,12 +70,23 @@ fn iscsi(target: &config::Target, ids: &PortIds) -> Result<Option<IscsiDef>, Ser
         portals: portals(Protocol::Iscsi),
         iser: portals(Protocol::Iser),
         auth: auth(target.chap.as_ref())?,
+        rule_auths: rule_auths(&target.access)?,
         redirects: target
             .portals
             .iter()
             .filter_map(|portal| Some((portal.listen, portal.redirect.clone()?)))
             .collect(),
     }))
+}
+
+/// What access rules ask for in the place of the target.
+fn rule_auths(access: &config::Access) -> Result<BTreeMap<usize, Auth>, ServerError> {
+    let config::Access::Rules(rules) = access else {
+        return Ok(BTreeMap::new());
+    };
+    let rules = rules.iter().enumerate();
+    let own = rules.filter_map(|(n, rule)| Some((n, rule.chap.as_ref()?)));
+    own.map(|(n, chap)| Ok((n, auth(Some(chap))?))).collect()
 }
 
 /// Reads the secrets.

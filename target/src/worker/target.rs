@@ -174,8 +174,10 @@ pub struct IscsiDef {
     pub portals: Vec<SocketAddr>,
     /// Where it listens for iSER, on RDMA CM ports.
     pub iser: Vec<SocketAddr>,
-    /// How initiators prove who they are.
+    /// How initiators prove who they are whose rule does not say it.
     pub auth: Auth,
+    /// How others do, by the numbers of their rules.
+    pub rule_auths: BTreeMap<usize, Auth>,
     /// Portals that send initiators elsewhere.
     pub redirects: Vec<(SocketAddr, config::Redirect)>,
 }
@@ -204,6 +206,15 @@ impl TargetDef {
     pub fn luns_of_name(&self, initiator: &IscsiName, address: IpAddr) -> Option<Arc<LunMap>> {
         let allowed = self.config.allowed_luns_of(initiator, address)?;
         Some(self.map_of(&allowed))
+    }
+
+    /// How an iSCSI initiator at an address proves who it is; `None` if the target is none of iSCSI.
+    #[must_use]
+    pub fn auth_of_name(&self, initiator: &IscsiName, address: IpAddr) -> Option<&Auth> {
+        let iscsi = self.iscsi.as_ref()?;
+        let rule = self.config.rule_of(initiator, address);
+        let own = rule.and_then(|rule| iscsi.rule_auths.get(&rule));
+        Some(own.unwrap_or(&iscsi.auth))
     }
 
     fn map_of(&self, allowed: &BTreeMap<u16, config::Lun>) -> Arc<LunMap> {

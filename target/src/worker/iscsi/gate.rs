@@ -183,13 +183,13 @@ impl Gate for WorkerGate<'_> {
         let Some((target, group)) = self.target(name) else {
             return refuse(LoginStatus::NOT_FOUND);
         };
-        if target
-            .luns_of_name(&identity.initiator, self.address())
-            .is_none()
-        {
+        let (initiator, address) = (&identity.initiator, self.address());
+        if target.luns_of_name(initiator, address).is_none() {
             return refuse(LoginStatus::AUTHORIZATION_FAILURE);
         }
         let iscsi = target.iscsi.as_ref().expect("found by its name");
+        let auth = target.auth_of_name(initiator, address);
+        let auth = auth.expect("found by its name").clone();
         let mut redirects = iscsi.redirects.iter();
         if let Some((_, redirect)) = redirects.find(|(listen, _)| *listen == self.listen) {
             return Err(Refusal::Redirect {
@@ -210,7 +210,7 @@ impl Gate for WorkerGate<'_> {
         }
         Ok(Terms {
             offer: self.offer(),
-            auth: iscsi.auth.clone(),
+            auth,
             portal_group: group,
         })
     }

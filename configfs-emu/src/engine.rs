@@ -238,7 +238,13 @@ impl Engine {
         }
         self.tree = imported.tree;
         self.rest = imported.rest;
-        self.applied = document.clone();
+        // What the tree says in words of its own is no reason to tell the daemon.
+        let said = convert::export(&self.tree, &self.rest, &*self.world);
+        let said = said.ok().map(|exported| exported.document);
+        self.applied = match said {
+            Some(said) if is_same(&said, &document) => said,
+            _ => document.clone(),
+        };
         self.known = document;
     }
 }

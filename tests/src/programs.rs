@@ -26,7 +26,9 @@ pub fn folder() -> PathBuf {
     BUILT.call_once(|| {
         let mut cargo = Command::new(env!("CARGO"));
         cargo.args(["build", "-q", "--bins"]);
-        cargo.args(["-p", "riser-target", "-p", "riser-initiator"]);
+        for package in ["riser-target", "riser-initiator", "riser-configfs-emu"] {
+            cargo.args(["-p", package]);
+        }
         if folder.ends_with("release") {
             cargo.arg("--release");
         }

@@ -100,25 +100,12 @@ impl Rig {
     /// Runs a shell command where the tree is at `/sys/kernel/config`, `modprobe` does nothing, and what
     /// would be saved on this host is saved in the folder.
     pub(crate) fn run(&self, command: &str) -> Output {
-        let setup = format!(
-            "set -e; export DBUS_SYSTEM_BUS_ADDRESS=$DBUS_SESSION_BUS_ADDRESS; mount -t tmpfs none \
-             /sys/kernel; mkdir /sys/kernel/config; mount --bind \
-             {0}/config /sys/kernel/config; mount --bind /bin/true /usr/sbin/modprobe; mount --bind \
-             {0}/etc /etc/rtslib-fb-target; mount -t tmpfs none /run; export HOME={0} FOLDER={0}; \
-             export PATH=/usr/sbin:/usr/bin:/sbin:/bin; {command}",
-            self.folder.display()
-        );
         Command::new("unshare")
-            .args([
-                "-m",
-                "--propagation",
-                "private",
-                "dbus-run-session",
-                "--",
-                "sh",
-                "-c",
-            ])
-            .arg(&setup)
+            .args(["-m", "--propagation", "private", "dbus-run-session", "--"])
+            .arg("sh")
+            .arg(script("namespace.sh"))
+            .arg(&self.folder)
+            .arg(command)
             .current_dir(env!("CARGO_MANIFEST_DIR"))
             .output()
             .unwrap()

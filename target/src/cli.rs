@@ -13,7 +13,8 @@ use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand, ValueEnum};
+use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
+use clap_complete::Shell;
 use hyper::Method;
 use miette::{LabeledSpan, MietteDiagnostic, NamedSource, Report};
 use riser_transport::host::Host;
@@ -116,6 +117,17 @@ enum Command {
     Rescan(Ask),
     /// Print the JSON Schema of configuration files, which editors check and complete them with.
     Schema,
+    /// Print the completion script of a shell.
+    Completions {
+        /// The shell.
+        shell: Shell,
+    },
+    /// Print the manual page, or write all of them.
+    Man {
+        /// Write a page for each verb into this directory.
+        #[arg(long, value_name = "DIR")]
+        dir: Option<PathBuf>,
+    },
     /// List the addresses and RDMA devices a portal can use.
     Devices {
         /// How to print them.
@@ -229,6 +241,19 @@ fn dispatch(
             let schema = serde_json::to_string_pretty(&schema()).map_err(Failure::run_time)?;
             print(out, &schema)
         }
+        Command::Completions { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "riserd", &mut script);
+            write(out, &script)
+        }
+        Command::Man { dir: Some(dir) } => clap_mangen::generate_to(Cli::command(), &dir)
+            .map_err(|e| Failure::run_time(format!("{}: {e}", dir.display()))),
+        Command::Man { dir: None } => {
+            let mut page = Vec::new();
+            let rendered = clap_mangen::Man::new(Cli::command()).render(&mut page);
+            rendered.map_err(Failure::run_time)?;
+            write(out, &page)
+        }
         Command::Devices { output } => {
             let text = devices(output).map_err(Failure::run_time)?;
             print(out, &text)
@@ -318,7 +343,11 @@ fn start_log(log: &Log) {
 }
 
 fn print(out: &mut dyn Write, text: &str) -> Result<(), Failure> {
-    match writeln!(out, "{text}") {
+    write(out, format!("{text}\n").as_bytes())
+}
+
+fn write(out: &mut dyn Write, bytes: &[u8]) -> Result<(), Failure> {
+    match out.write_all(bytes) {
         // Somebody's `head` has seen enough.
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         other => other.map_err(Failure::run_time),

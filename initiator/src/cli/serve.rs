@@ -15,6 +15,7 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use sd_notify::NotifyState;
 use serde::{Deserialize, Serialize};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -164,6 +165,9 @@ impl Ready<'_> {
             let _ = std::env::set_current_dir("/");
         } else {
             print(attachment, self.global)?;
+            if let Err(error) = sd_notify::notify(&[NotifyState::Ready]) {
+                tracing::debug!(%error, "the service manager was not told");
+            }
         }
         self.told = true;
         Ok(registration)

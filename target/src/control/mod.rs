@@ -15,6 +15,7 @@
 //! - [`api`]: the routes. [`view`]: what they say.
 //! - [`socket`]: where the API is, and who may use it.
 //! - [`history`]: the configurations that were applied. [`state`]: the directory where they are kept.
+//! - `watchdog`: tells the service manager that all workers get round.
 //! - [`client`]: the other end, for `riserd sessions` and its like; [`report`]: its words for people.
 
 pub mod api;
@@ -24,17 +25,20 @@ pub mod report;
 pub mod socket;
 pub mod state;
 pub mod view;
+mod watchdog;
 
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use sd_notify::NotifyState;
+use tokio::net::UnixListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 
 use self::api::{Ask, Failure, Kept, Request};
 use self::history::{Entry, History};
 use self::view::Changes;
+use self::watchdog::Watchdog;
 use crate::backend::OpenError;
 use crate::config::{Config, Location, diff};
 use crate::server::reload::{self, ChangeError};
@@ -42,6 +46,9 @@ use crate::server::{Server, ServerError};
 
 /// Requests that wait at most.
 pub const WAITING: usize = 16;
+
+/// How long a daemon that was killed before may take to be gone altogether.
+const PREDECESSOR: Duration = Duration::from_secs(5);
 
 /// Where a daemon's configuration comes from.
 pub struct Source<'a> {
@@ -72,7 +79,7 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             Some(last) if source.restore => restored(&last.yaml)?,
             _ => source.config,
         };
-        let server = Server::start(&config)?;
+        let server = start(|| Server::start(&config))?;
         let yaml = config.to_yaml();
         if history
             .entries()
@@ -96,6 +103,24 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
     })
 }
 
+/// Starts, and waits for a predecessor to let go of what it had.
+fn start<S>(mut attempt: impl FnMut() -> Result<S, ServerError>) -> Result<S, ServerError> {
+    let until = Instant::now() + PREDECESSOR;
+    let mut told = false;
+    loop {
+        match attempt() {
+            Err(error) if error.is_in_use() && Instant::now() < until => {
+                if !told {
+                    tracing::info!(%error, "waiting");
+                    told = true;
+                }
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            end => return end,
+        }
+    }
+}
+
 /// The configuration that was applied last.
 fn restored(yaml: &str) -> Result<Config, ServerError> {
     let config = Config::parse(yaml, "the configuration applied last");
@@ -110,19 +135,24 @@ fn admin(
 ) -> Result<Option<socket::Bound>, ServerError> {
     let (path, is_default) = match wanted {
         Location::Off => return Ok(None),
-        Location::At(path) => (path.clone(), false),
-        Location::Default => match socket::default_path() {
-            Some(path) => (path, true),
-            None => return Ok(None),
-        },
+        Location::At(path) => (Some(path.clone()), false),
+        Location::Default => (socket::default_path(), true),
+    };
+    let inherited = socket::inherited().map_err(ServerError::Inherited)?;
+    if let Some((listener, at)) = inherited
+        && (is_default || at == path)
+    {
+        tracing::info!(socket = ?at, "admin API, on the service manager's socket");
+        serve(listener, requests);
+        return Ok(None);
+    }
+    let Some(path) = path else {
+        return Ok(None);
     };
     match socket::bind(&path) {
         Ok((listener, bound)) => {
             tracing::info!(socket = %path.display(), "admin API");
-            let router = api::router(requests);
-            let router = router.into_make_service_with_connect_info::<api::Peer>();
-            let service = axum::serve(listener, router);
-            tokio::spawn(std::future::IntoFuture::into_future(service));
+            serve(listener, requests);
             Ok(Some(bound))
         }
         Err(error) if is_default => {
@@ -131,6 +161,14 @@ fn admin(
         }
         Err(source) => Err(ServerError::Admin { path, source }),
     }
+}
+
+/// Answers what comes by the admin socket from now on.
+fn serve(listener: UnixListener, requests: mpsc::Sender<Request>) {
+    let router = api::router(requests);
+    let router = router.into_make_service_with_connect_info::<api::Peer>();
+    let service = axum::serve(listener, router);
+    tokio::spawn(std::future::IntoFuture::into_future(service));
 }
 
 /// The signals that the daemon looks at.
@@ -177,8 +215,14 @@ impl Control<'_> {
         self.announce();
         let failure = self.server.failure();
         notify(&[NotifyState::Ready]);
+        let mut watchdog = Watchdog::of_environment();
         let why = loop {
             tokio::select! {
+                () = watchdog.due() => {
+                    if watchdog.check(&self.server) {
+                        notify(&[NotifyState::Watchdog]);
+                    }
+                }
                 _ = signals.hangup.recv() => { let _ = self.reload("SIGHUP"); }
                 _ = signals.terminate.recv() => break "SIGTERM",
                 _ = signals.interrupt.recv() => break "SIGINT",
@@ -366,5 +410,35 @@ fn to_json(view: &impl serde::Serialize) -> api::Answer {
 fn notify(state: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(state) {
         tracing::debug!(%error, "the service manager was not told");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn locked() -> ServerError {
+        ServerError::Backend {
+            name: "disk".into(),
+            source: OpenError::Locked {
+                path: "disk.img".into(),
+            },
+        }
+    }
+
+    #[test]
+    fn a_start_waits_for_what_is_in_use_and_for_nothing_else() {
+        let mut attempts = 0;
+        let started = start(|| {
+            attempts += 1;
+            if attempts < 3 { Err(locked()) } else { Ok(()) }
+        });
+        assert!(started.is_ok() && attempts == 3);
+        let mut attempts = 0;
+        let refused = start(|| {
+            attempts += 1;
+            Err::<(), _>(ServerError::Flush("no".into()))
+        });
+        assert!(refused.is_err() && attempts == 1);
     }
 }

@@ -1,9 +1,11 @@
-//! Where the admin API is: a Unix socket that only its owner may use (mode 0600).
+//! Where the admin API is: a Unix socket that only its owner may use (mode 0600), or one that the service
+//! manager has made.
 
 use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
+use listenfd::ListenFd;
 use tokio::net::UnixListener;
 
 /// Its file name in a directory of its own.
@@ -38,6 +40,20 @@ impl Drop for Bound {
         // Gone already is as good.
         let _ = std::fs::remove_file(&self.0);
     }
+}
+
+/// The socket that a service manager listens at for us, if it does, and where it is: the first that it
+/// has handed over. It stays over restarts, and who may use it is the manager's to say.
+///
+/// # Errors
+/// What was handed over is no listening Unix socket.
+pub fn inherited() -> io::Result<Option<(UnixListener, Option<PathBuf>)>> {
+    let Some(listener) = ListenFd::from_env().take_unix_listener(0)? else {
+        return Ok(None);
+    };
+    listener.set_nonblocking(true)?;
+    let path = listener.local_addr()?.as_pathname().map(Path::to_owned);
+    Ok(Some((UnixListener::from_std(listener)?, path)))
 }
 
 /// Listens at a path, whose directory it makes if need be. A socket that nobody listens at any more

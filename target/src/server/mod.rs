@@ -123,12 +123,30 @@ pub enum ServerError {
         /// Why.
         source: io::Error,
     },
+    /// The socket that the service manager has handed over for the admin API is none.
+    #[error("the service manager's socket for the admin API: {0}")]
+    Inherited(#[source] io::Error),
     /// Applied configurations cannot be kept or read.
     #[error("the state directory: {0}")]
     State(#[source] io::Error),
     /// Signals cannot be waited for.
     #[error("cannot wait for signals: {0}")]
     Signal(#[source] io::Error),
+}
+
+impl ServerError {
+    /// Whether something is in use that may be free in a moment: a file's lock, or an address. A daemon
+    /// that was killed has both until the kernel has finished its I/O, which is after its process is gone.
+    #[must_use]
+    pub fn is_in_use(&self) -> bool {
+        match self {
+            Self::Backend { source, .. } => matches!(source, OpenError::Locked { .. }),
+            Self::Device { source, .. } | Self::Listen { source, .. } => {
+                source.kind() == io::ErrorKind::AddrInUse
+            }
+            _ => false,
+        }
+    }
 }
 
 /// A running server.
@@ -324,6 +342,18 @@ impl Server {
                     .ok()
             })
             .collect()
+    }
+
+    /// Asks every worker to answer when it gets round to it. A worker whose mailbox is full is not
+    /// asked, and its receiver finds nobody at the other end.
+    #[must_use]
+    pub fn ping(&self) -> Vec<Receiver<()>> {
+        let ask = |sender: &MailSender<Mail>| {
+            let (tx, rx) = channel();
+            let _ = sender.send(Mail::Ping(tx));
+            rx
+        };
+        self.senders.iter().map(ask).collect()
     }
 
     /// Measures all backends again; initiators are told of units whose capacity changed.

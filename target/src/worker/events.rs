@@ -403,6 +403,9 @@ impl Worker {
                 // Whoever asked may have given up.
                 let _ = reply.send(self.snapshot());
             }
+            Mail::Ping(reply) => {
+                let _ = reply.send(());
+            }
         }
     }
 

@@ -110,6 +110,8 @@ pub enum Mail {
     Exit,
     /// Say what the worker has done, and for whom.
     Snapshot(Sender<Snapshot>),
+    /// Say that the worker gets round.
+    Ping(Sender<()>),
 }
 
 impl Mail {

@@ -5,6 +5,7 @@
 //! - `cargo xtask interop`: the kernel as our peer ([`interop`]).
 //! - `cargo xtask conformance`: libiscsi's suite against our iSCSI target, beside `tgt`
 //!   ([`conformance`]).
+//! - `cargo xtask package`: the Debian package, and a system that gets it ([`package`]).
 //! - `cargo xtask bench`: our target beside its peers, in one run ([`mod@bench`]).
 //!
 //! Each installs the Debian packages that it needs if it may ([`packages`]), and otherwise prints
@@ -21,6 +22,7 @@ mod conformance;
 mod daemon;
 mod demo;
 mod interop;
+mod package;
 mod packages;
 mod sh;
 mod test;
@@ -53,6 +55,8 @@ enum Command {
     Interop(interop::Options),
     /// Run libiscsi's conformance suite against our iSCSI target, and beside it against tgt.
     Conformance(conformance::Options),
+    /// Build the Debian package, and install, upgrade, remove and purge it in a Debian root of its own.
+    Package(package::Options),
     /// Measure `riser bench` beside fio on the same file and qemu-nbd.
     Bench(bench::Options),
 }
@@ -72,6 +76,7 @@ fn main() -> ExitCode {
         Command::Test(options) => test::run(&options),
         Command::Interop(options) => interop::run(&options),
         Command::Conformance(options) => conformance::run(&options),
+        Command::Package(options) => package::run(&options),
         Command::Bench(options) => bench::run(&options),
     };
     match result {

@@ -1,0 +1,155 @@
+#!/bin/bash
+# What happens to a Debian system when Riser is installed, used, upgraded, removed and purged. It runs
+# as a service in a root made for it, whose init is systemd; /test has old.deb and new.deb.
+set -euo pipefail
+
+fail() {
+    echo "FAILED: $*"
+    journalctl --no-pager -n 60 -u 'riser*' || true
+    exit 1
+}
+
+wait_for() {
+    local seconds=$1
+    shift
+    local end=$((SECONDS + seconds))
+    until "$@" >/dev/null 2>&1; do
+        [ $SECONDS -lt $end ] || fail "waited $seconds s for: $*"
+        sleep 0.1
+    done
+}
+
+trap 'fail "line $LINENO: $BASH_COMMAND"' ERR
+
+version() { dpkg-query -W -f '${Version}' riser; }
+restarts() { systemctl show -P NRestarts riserd; }
+main_pid() { systemctl show -P MainPID riserd; }
+mode() { stat -c '%a %U:%G' "$1"; }
+
+# What was written by `written` is still there, through the attachment.
+written() {
+    dd if=/dev/urandom of=/tmp/pattern bs=1M count=8 status=none
+    dd if=/tmp/pattern of=/mnt/lun0 bs=1M conv=notrunc,fsync status=none
+}
+is_there() {
+    cmp -n $((8 << 20)) /tmp/pattern /mnt/lun0 || fail "other data than were written"
+}
+
+echo "--- installed"
+dpkg -i /test/old.deb
+OLD=$(version)
+systemctl is-active riserd.service riserd.socket
+riserd status
+id riser
+[ "$(mode /etc/riser/riserd.yaml)" = "640 root:riser" ] || fail "mode $(mode /etc/riser/riserd.yaml)"
+[ "$(mode /etc/riser/credentials)" = "700 root:root" ] || fail "mode $(mode /etc/riser/credentials)"
+[ "$(mode /run/riserd/admin.sock)" = "660 riser:riser" ] || fail "mode $(mode /run/riserd/admin.sock)"
+[ "$(ps -o user= -p "$(main_pid)")" = riser ] || fail "riserd is not user riser"
+for page in riserd riserd-apply riser riser-attach; do
+    zgrep -q "$page" /usr/share/man/man1/$page.1.gz || fail "no manual page $page"
+done
+bash -n /usr/share/bash-completion/completions/riserd
+bash -n /usr/share/bash-completion/completions/riser
+grep -q '"targets"' /usr/share/riser/riserd.schema.json
+for example in /usr/share/doc/riser/examples/*.yaml; do riserd check "$example" >/dev/null; done
+
+echo "--- configured"
+printf 'a secret of the test' >/etc/riser/credentials/host
+cat >/etc/riser/riserd.yaml <<'Y'
+backends:
+  disk0: { kind: file, path: /var/lib/riser/disk0.img, size: 64MiB, create: true }
+targets:
+  - name: disks
+    iqn: iqn.2026-01.com.example:disks
+    portals:
+      - { protocol: srp, listen: 127.0.0.1 }
+      - { protocol: iscsi, listen: 127.0.0.1 }
+    luns: { 0: disk0 }
+    access: open
+    chap: { users: [{ name: host, secret_credential: riser_host }] }
+Y
+# A credential is read when the service starts.
+systemctl restart riserd
+riserd targets
+riserd sessions -o json | grep -q '^\[\]'
+
+echo "--- a mistake is refused, and harms nothing"
+pid=$(main_pid)
+sed -i 's/access: open/acces: open/' /etc/riser/riserd.yaml
+! systemctl reload riserd || fail "the mistake was taken"
+sed -i 's/acces: open/access: open/' /etc/riser/riserd.yaml
+systemctl reload riserd
+[ "$(main_pid)" = "$pid" ] || fail "it was started anew"
+
+echo "--- attached by a unit of its own"
+cat >/etc/riser/attachments/disk0 <<'Y'
+URL=iscsi://host@127.0.0.1/iqn.2026-01.com.example:disks/0
+EXPORT=--fuse /mnt
+RISER_CHAP_PASSWORD=a secret of the test
+Y
+systemctl enable --now riser@disk0
+riser list
+written
+is_there
+
+echo "--- restarted under it"
+systemctl restart riserd
+is_there
+written
+is_there
+
+echo "--- hung: the watchdog starts it anew"
+mkdir -p /run/systemd/system/riserd.service.d
+printf '[Service]\nWatchdogSec=3\n' >/run/systemd/system/riserd.service.d/test.conf
+systemctl daemon-reload
+systemctl restart riserd
+before=$(restarts)
+kill -STOP "$(main_pid)"
+restarted() { [ "$(restarts)" -gt "$before" ] && systemctl is-active riserd; }
+wait_for 30 restarted
+# And not without need.
+sleep 8
+[ "$(restarts)" = $((before + 1)) ] || fail "the watchdog bites a daemon that is well"
+is_there
+
+echo "--- in the sandbox"
+systemd-analyze security --no-pager riserd | tail -n 1
+
+echo "--- as nobody, without a capability, as in a container"
+cat >/tmp/nobody.yaml <<'Y'
+backends: { disk0: { kind: ram, size: 1MiB } }
+targets:
+  - { name: disk, portals: [{ protocol: srp, listen: 127.0.0.3 }], luns: { 0: disk0 }, access: open }
+Y
+mkdir -p -m 777 /tmp/nobody
+as_nobody=(setpriv --reuid 65534 --regid 65534 --clear-groups --no-new-privs --bounding-set -all
+    env XDG_RUNTIME_DIR=/tmp/nobody)
+"${as_nobody[@]}" riserd run --config /tmp/nobody.yaml &
+NOBODY=$!
+wait_for 10 "${as_nobody[@]}" riserd status
+"${as_nobody[@]}" riser inquiry srp://127.0.0.3/0 --addr 127.0.0.4 >/dev/null
+kill "$NOBODY"
+wait "$NOBODY"
+
+echo "--- upgraded"
+dpkg -i /test/new.deb
+[ "$(version)" != "$OLD" ] || fail "the version is still $OLD"
+systemctl is-active riserd.service riserd.socket riser@disk0
+grep -q disks /etc/riser/riserd.yaml || fail "the configuration is gone"
+is_there
+written
+is_there
+
+echo "--- removed"
+systemctl stop riser@disk0
+dpkg -r riser
+! systemctl is-active riserd.service || fail "it still runs"
+[ ! -e /usr/bin/riserd ] && [ -e /etc/riser/riserd.yaml ] || fail "not what removal leaves"
+cmp -n $((8 << 20)) /tmp/pattern /var/lib/riser/disk0.img
+
+echo "--- purged"
+dpkg -P riser
+[ ! -e /etc/riser ] && [ ! -e /var/lib/riserd ] || fail "something is left: $(ls -R /etc/riser /var/lib/riserd)"
+# Not the disks.
+cmp -n $((8 << 20)) /tmp/pattern /var/lib/riser/disk0.img
+echo "--- all is well"

@@ -1,0 +1,253 @@
+//! `cargo xtask package`: the Debian package, and what happens to a system that gets it.
+//!
+//! The package is built twice, the second time with a later version. Both go into a Debian root that is
+//! made for it, where systemd runs as init in a container with a network of its own; there
+//! `tests/package/install.sh` installs, uses, upgrades, removes and purges them.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use crate::packages::{Need, ensure, need};
+use crate::sh::{self, cmd};
+use crate::{Failure, root};
+
+const NEEDS: &[Need] = &[
+    need("dpkg-shlibdeps", "dpkg-dev", "building the package"),
+    need("mmdebstrap", "mmdebstrap", "a Debian root to install it in"),
+    need(
+        "systemd-nspawn",
+        "systemd-container",
+        "systemd in that root",
+    ),
+];
+
+/// The programs, and whether they write manual pages and completions.
+const PROGRAMS: &[(&str, &str, bool)] = &[
+    ("riser-target", "riserd", true),
+    ("riser-initiator", "riser", true),
+    ("riser-configfs-emu", "riserd-configfs", false),
+];
+
+/// What the package needs of Debian, so that it can be installed without a network.
+const INCLUDE: &str = "--include=systemd,systemd-sysv,dbus,fuse3,procps";
+
+/// Options of `cargo xtask package`.
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    /// Build the package only.
+    #[arg(long)]
+    no_test: bool,
+}
+
+pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    let missing = ensure(&NEEDS.iter().collect::<Vec<_>>());
+    let lacks = |program: &str| missing.iter().any(|n| n.program == program);
+    if lacks("dpkg-shlibdeps") {
+        return Err("the package cannot be built here".into());
+    }
+    let out = root().join(".build/package");
+    fs::create_dir_all(&out)?;
+    build()?;
+    let cargo_deb = cargo_deb()?;
+    let version = env!("CARGO_PKG_VERSION");
+    let deb = package(&cargo_deb, &out, version)?;
+    println!("built {}", deb.display());
+    println!(
+        "{}",
+        sh::output(&mut cmd("dpkg-deb", ["--info".as_ref(), deb.as_os_str()]))?
+    );
+    if options.no_test {
+        return Ok(());
+    }
+    if !sh::is_root() || lacks("mmdebstrap") || lacks("systemd-nspawn") {
+        println!("skipped: its installation, which takes root, mmdebstrap and systemd-nspawn");
+        return Ok(());
+    }
+    let later = package(&cargo_deb, &out, &format!("{version}+later"))?;
+    test(&out, &deb, &later)
+}
+
+/// The programs, and what they write of themselves.
+fn build() -> Result<(), Failure> {
+    let mut args = vec!["build", "--release", "--locked"];
+    for (package, _, _) in PROGRAMS {
+        args.extend(["-p", package]);
+    }
+    sh::run(&mut sh::cargo(args))?;
+    let release = root().join(".build/release");
+    let texts = release.join("package");
+    let _ = fs::remove_dir_all(&texts);
+    let man = texts.join("man");
+    fs::create_dir_all(&man)?;
+    for (_, program, documents) in PROGRAMS {
+        if !documents {
+            continue;
+        }
+        let exe = release.join(program);
+        sh::run(cmd(&exe, ["man", "--dir"]).arg(&man))?;
+        for (shell, file) in [
+            ("bash", (*program).to_owned()),
+            ("zsh", format!("_{program}")),
+            ("fish", format!("{program}.fish")),
+        ] {
+            let dir = texts.join("completions").join(shell);
+            fs::create_dir_all(&dir)?;
+            let script = sh::output(&mut cmd(&exe, ["completions", shell]))?;
+            fs::write(dir.join(file), script)?;
+        }
+    }
+    let pages = fs::read_dir(&man)?
+        .map(|entry| Ok(entry?.path()))
+        .collect::<Result<Vec<_>, Failure>>()?;
+    sh::run(cmd("gzip", ["-9n"]).args(pages))?;
+    let schema = sh::output(&mut cmd(release.join("riserd"), ["schema"]))?;
+    fs::write(texts.join("riserd.schema.json"), schema)?;
+    Ok(())
+}
+
+/// cargo-deb, built once if it is not there.
+fn cargo_deb() -> Result<PathBuf, Failure> {
+    let own = root().join(".build/tools");
+    let built = own.join("bin/cargo-deb");
+    if built.is_file() {
+        return Ok(built);
+    }
+    if let Some(installed) = sh::which("cargo-deb") {
+        return Ok(installed);
+    }
+    println!("building cargo-deb");
+    sh::run(sh::cargo(["install", "-q", "cargo-deb", "--locked", "--root"]).arg(&own))?;
+    Ok(built)
+}
+
+/// A package with a version.
+fn package(cargo_deb: &Path, out: &Path, version: &str) -> Result<PathBuf, Failure> {
+    let deb = out.join(format!("riser_{version}.deb"));
+    let mut command = cmd(
+        cargo_deb,
+        [
+            "-p",
+            "riser-target",
+            "--no-build",
+            "--strip",
+            "--deb-version",
+        ],
+    );
+    command.arg(version).arg("--output").arg(&deb);
+    sh::run(command.current_dir(root()))?;
+    Ok(deb)
+}
+
+/// Installs in a root of its own; see the script.
+fn test(out: &Path, deb: &Path, later: &Path) -> Result<(), Failure> {
+    let tar = out.join("debian.tar");
+    if !tar.is_file() {
+        println!("making a Debian root");
+        debian(&tar)?;
+    }
+    let dir = out.join("root");
+    let _ = fs::remove_dir_all(&dir);
+    fs::create_dir_all(dir.join("test"))?;
+    sh::run(cmd("tar", ["-xpf"]).arg(&tar).arg("-C").arg(&dir))?;
+    fs::copy(deb, dir.join("test/old.deb"))?;
+    fs::copy(later, dir.join("test/new.deb"))?;
+    fs::copy(
+        root().join("tests/package/install.sh"),
+        dir.join("test/install.sh"),
+    )?;
+    // The last that the container's init does is to end with the script's status.
+    let unit = dir.join("etc/systemd/system/test.service");
+    fs::write(
+        unit,
+        "[Unit]\nAfter=multi-user.target\nSuccessAction=exit\nFailureAction=exit\n\
+         [Service]\nType=oneshot\nExecStart=/bin/bash /test/install.sh\n\
+         StandardOutput=file:/test/log\nStandardError=file:/test/log\n",
+    )?;
+    let wants = dir.join("etc/systemd/system/multi-user.target.wants");
+    fs::create_dir_all(&wants)?;
+    std::os::unix::fs::symlink(
+        "/etc/systemd/system/test.service",
+        wants.join("test.service"),
+    )?;
+    let mut container = cmd(
+        "systemd-nspawn",
+        [
+            "--quiet",
+            "--boot",
+            "--register=no",
+            "--keep-unit",
+            "--private-network",
+            "--bind=/dev/fuse",
+            "--directory",
+        ],
+    );
+    let status = container
+        .arg(&dir)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status()?;
+    let log = fs::read_to_string(dir.join("test/log")).unwrap_or_default();
+    println!("{log}");
+    if status.success() && log.ends_with("--- all is well\n") {
+        let _ = fs::remove_dir_all(&dir);
+        Ok(())
+    } else {
+        Err(format!("the installation ended with {status}").into())
+    }
+}
+
+/// A Debian root of the release that this machine runs, from the archive that it uses.
+fn debian(tar: &Path) -> Result<(), Failure> {
+    let release = fs::read_to_string("/etc/os-release")?;
+    let suite = release
+        .lines()
+        .find_map(|l| l.strip_prefix("VERSION_CODENAME="))
+        .ok_or("/etc/os-release names no suite")?;
+    let half = tar.with_extension("half");
+    let mut command = cmd(
+        "mmdebstrap",
+        ["--quiet", "--variant=minbase", "--format=tar", INCLUDE],
+    );
+    // How the archive is reached, and nothing that needs programs which the root lacks.
+    for option in acquire_options()? {
+        command.arg(format!("--aptopt={option}"));
+    }
+    command.arg(suite).arg(&half).args(sources()?);
+    sh::run(&mut command)?;
+    Ok(fs::rename(half, tar)?)
+}
+
+fn acquire_options() -> Result<Vec<String>, Failure> {
+    let dump = sh::output(&mut cmd("apt-config", ["dump"]))?;
+    let wanted = [
+        "Acquire::Check-",
+        "Acquire::http::Proxy",
+        "Acquire::https::Proxy",
+    ];
+    let is_wanted = |line: &&str| wanted.iter().any(|w| line.starts_with(w));
+    Ok(dump.lines().filter(is_wanted).map(str::to_owned).collect())
+}
+
+/// Where apt finds packages here.
+fn sources() -> Result<Vec<PathBuf>, Failure> {
+    let mut sources = Vec::new();
+    let single = PathBuf::from("/etc/apt/sources.list");
+    if fs::metadata(&single).is_ok_and(|m| m.len() > 0) {
+        sources.push(single);
+    }
+    if let Ok(entries) = fs::read_dir("/etc/apt/sources.list.d") {
+        for entry in entries {
+            let path = entry?.path();
+            if path
+                .extension()
+                .is_some_and(|e| e == "list" || e == "sources")
+            {
+                sources.push(path);
+            }
+        }
+    }
+    sources.sort();
+    Ok(sources)
+}

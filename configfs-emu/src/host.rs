@@ -79,6 +79,56 @@ impl World for Host {
     }
 }
 
+/// As [`Host`], for a configuration that may be another host's: what is not here is taken for what its
+/// path says, and an SRP port for the address that its name says.
+#[derive(Debug)]
+pub struct Elsewhere(Host);
+
+impl Default for Elsewhere {
+    fn default() -> Self {
+        Self(Host::new(Vec::new))
+    }
+}
+
+impl World for Elsewhere {
+    fn medium(&self, path: &str) -> Medium {
+        match self.0.medium(path) {
+            Medium::None | Medium::Vacant if is_device(path) => Medium::Device(BlockDevice {
+                size: 0,
+                block_size: 512,
+                name: path.trim_start_matches("/dev/").to_owned(),
+                major: 0,
+                minor: 0,
+            }),
+            Medium::None => Medium::Vacant,
+            known => known,
+        }
+    }
+
+    fn addresses(&self) -> Vec<IpAddr> {
+        self.0.addresses()
+    }
+
+    fn port_addresses(&self, port: &str) -> Vec<IpAddr> {
+        let here = self.0.port_addresses(port);
+        if !here.is_empty() {
+            return here;
+        }
+        let gid = gid(port).filter(|gid| !gid.is_unicast_link_local());
+        let address = gid.map(|gid| gid.to_ipv4_mapped().map_or(IpAddr::V6(gid), IpAddr::V4));
+        address.into_iter().collect()
+    }
+
+    fn sessions(&self) -> Vec<Session> {
+        Vec::new()
+    }
+}
+
+/// Whether a path is one of devices; files in memory are there as well.
+fn is_device(path: &str) -> bool {
+    path.starts_with("/dev/") && !path.starts_with("/dev/shm/")
+}
+
 fn own_interfaces() -> Vec<Interface> {
     interfaces().unwrap_or_else(|error| {
         tracing::warn!(%error, "cannot list this host's addresses");
@@ -143,6 +193,20 @@ mod tests {
         let found = host.medium(file.to_str().unwrap());
         fs::remove_file(&file).unwrap();
         assert_eq!(found, Medium::File { size: 4 });
+    }
+
+    #[test]
+    fn another_host_has_what_its_configuration_says() {
+        let there = Elsewhere::default();
+        assert_eq!(there.medium("/nonexistent/file"), Medium::Vacant);
+        assert!(matches!(
+            there.medium("/dev/nonexistent"),
+            Medium::Device(_)
+        ));
+        let port = "0x00000000000000000000ffffc0000201";
+        let address: IpAddr = "192.0.2.1".parse().unwrap();
+        assert_eq!(there.port_addresses(port), [address]);
+        assert!(there.port_addresses("0002:c903:00a1:b2c3").is_empty());
     }
 
     #[test]

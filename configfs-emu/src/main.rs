@@ -1,39 +1,83 @@
-//! `riserd-configfs`: a running `riserd` as LIO's configfs tree.
+//! `riserd-configfs`: a running `riserd` as LIO's configfs tree, and its configuration as LIO's file.
 
-use std::io::IsTerminal;
-use std::path::PathBuf;
+use std::fs;
+use std::io::{self, IsTerminal, Write};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 
-use clap::Parser;
+use clap::{Parser, Subcommand};
+use riser_configfs_emu::convert;
 use riser_configfs_emu::daemon::{self, Riserd};
-use riser_configfs_emu::engine::Engine;
+use riser_configfs_emu::engine::{Daemon, Engine};
 use riser_configfs_emu::fuse::Mount;
-use riser_configfs_emu::host::Host;
+use riser_configfs_emu::host::{Elsewhere, Host};
+use riser_configfs_emu::saved;
+use riser_target::config::Config;
 use riser_target::control::socket;
 use tracing_subscriber::EnvFilter;
+
+/// The exit code where something has no words on the other side.
+const INCOMPLETE: u8 = 3;
 
 /// Shows a running riserd as LIO's configfs tree, for targetcli, rtslib and scripts, until it is
 /// unmounted. Says on standard error what is not shown, refused, or without effect.
 #[derive(Debug, Parser)]
 #[command(name = "riserd-configfs", version)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 struct Cli {
     /// The daemon's admin socket. Root's default is /run/riserd/admin.sock.
     #[arg(long, value_name = "PATH", env = "RISERD_SOCKET")]
     socket: Option<PathBuf>,
     /// A directory, such as /sys/kernel/config.
-    mountpoint: PathBuf,
+    #[arg(required = true)]
+    mountpoint: Option<PathBuf>,
+    #[command(subcommand)]
+    verb: Option<Verb>,
 }
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Print what a file of targetcli's saveconfig says as a configuration of riserd. What cannot be
+    /// said is left out and named on standard error; the exit code is 3 then.
+    Import {
+        /// The file, such as /etc/target/saveconfig.json.
+        file: PathBuf,
+    },
+    /// Print a configuration of riserd as targetcli's saveconfig writes it, for targetctl restore. What
+    /// cannot be said is left out and named on standard error; the exit code is 3 then.
+    Export {
+        /// A configuration file; by default what the running riserd serves.
+        file: Option<PathBuf>,
+        /// The daemon's admin socket. Root's default is /run/riserd/admin.sock.
+        #[arg(long, value_name = "PATH", env = "RISERD_SOCKET")]
+        socket: Option<PathBuf>,
+    },
+}
+
+type Failure = Box<dyn std::error::Error>;
 
 fn main() -> ExitCode {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
     tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
+        .with_writer(io::stderr)
+        .with_ansi(io::stderr().is_terminal())
         .init();
-    match run(Cli::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
+    let cli = Cli::parse();
+    let done = match cli.verb {
+        None => mount(cli.socket, cli.mountpoint).map(|()| Vec::new()),
+        Some(Verb::Import { file }) => import(&file),
+        Some(Verb::Export { file, socket }) => export(file, socket),
+    };
+    match done {
+        Ok(lost) if lost.is_empty() => ExitCode::SUCCESS,
+        Ok(lost) => {
+            for what in lost {
+                tracing::warn!("not converted: {what}");
+            }
+            ExitCode::from(INCOMPLETE)
+        }
         Err(error) => {
             tracing::error!("{error}");
             ExitCode::FAILURE
@@ -41,17 +85,59 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(cli: Cli) -> Result<(), Box<dyn std::error::Error>> {
-    let socket = cli.socket.or_else(socket::default_path);
+fn riserd(socket: Option<PathBuf>) -> Result<(PathBuf, Riserd), Failure> {
+    let socket = socket.or_else(socket::default_path);
     let socket = socket.ok_or("no default admin socket for this user; name one with --socket")?;
-    let riserd = Riserd::new(socket.clone());
+    Ok((socket.clone(), Riserd::new(socket)))
+}
+
+/// A secret that nobody knows.
+fn secret() -> Result<String, Failure> {
     let mut secret = [0; 16];
     getrandom::fill(&mut secret)?;
-    let secret = secret.iter().map(|b| format!("{b:02x}")).collect();
+    Ok(secret.iter().map(|b| format!("{b:02x}")).collect())
+}
+
+fn mount(socket: Option<PathBuf>, mountpoint: Option<PathBuf>) -> Result<(), Failure> {
+    let mountpoint = mountpoint.ok_or("no directory")?;
+    let (socket, riserd) = riserd(socket)?;
     let host = Host::new(move || daemon::sessions(&socket));
-    let engine = Engine::new(secret, Box::new(host), Box::new(riserd))?;
-    let mount = Mount::new(Arc::new(Mutex::new(engine)), &cli.mountpoint)?;
-    tracing::info!(mountpoint = %cli.mountpoint.display(), "mounted");
+    let engine = Engine::new(secret()?, Box::new(host), Box::new(riserd))?;
+    let mount = Mount::new(Arc::new(Mutex::new(engine)), &mountpoint)?;
+    tracing::info!(mountpoint = %mountpoint.display(), "mounted");
     mount.wait()?;
     Ok(())
+}
+
+fn print(text: &str) -> Result<(), Failure> {
+    Ok(writeln!(io::stdout().lock(), "{}", text.trim_end())?)
+}
+
+fn read(file: &Path) -> Result<String, Failure> {
+    Ok(fs::read_to_string(file).map_err(|e| format!("{}: {e}", file.display()))?)
+}
+
+fn import(file: &Path) -> Result<Vec<String>, Failure> {
+    let document = serde_json::from_str(&read(file)?);
+    let document = document.map_err(|e| format!("{}: {e}", file.display()))?;
+    let world = Elsewhere::default();
+    let restored = saved::restore(&document, &world);
+    let (config, lost) = saved::configuration(restored, &secret()?, &world);
+    print(&config.to_yaml())?;
+    Ok(lost)
+}
+
+fn export(file: Option<PathBuf>, socket: Option<PathBuf>) -> Result<Vec<String>, Failure> {
+    let document = match file {
+        Some(file) => {
+            let config = Config::parse(&read(&file)?, &file.display().to_string())?;
+            serde_json::to_value(config.to_tree())?
+        }
+        None => riserd(socket)?.1.document()?,
+    };
+    let world = Elsewhere::default();
+    let imported = convert::import(&document, secret()?, &world);
+    let saved = saved::save(&imported.tree, &world);
+    print(&serde_json::to_string_pretty(&saved.document)?)?;
+    Ok(imported.hidden.into_iter().chain(saved.unsaid).collect())
 }

@@ -310,6 +310,8 @@ fn targetcli_configures_a_running_daemon() {
     assert!(said.contains("[mutual auth, Mapped LUNs: 2]"), "{said}");
     all_are_used(&rig, 2);
 
+    files_are_converted(&rig);
+
     rig.must("targetcli clearconfig confirm=True");
     assert_eq!(rig.config()["targets"], serde_json::json!([]));
     assert!(rig.config().get("backends").is_none());
@@ -325,6 +327,40 @@ fn targetcli_configures_a_running_daemon() {
     all_are_used(&rig, 4);
     rig.must("targetctl clear");
     assert_eq!(rig.config()["targets"], serde_json::json!([]));
+}
+
+/// What rtslib has saved is what the daemon serves, and what the daemon serves is restored by rtslib.
+fn files_are_converted(rig: &Rig) {
+    let convert = |args: &[&str]| {
+        let mut convert = rig.inside(&rig.programs.join("riserd-configfs"));
+        convert
+            .args(args)
+            .env("RISERD_SOCKET", rig.dir.join("admin.sock"));
+        succeeded(&mut convert)
+    };
+    let saved = rig.dir.join("etc/saveconfig.json");
+    let yaml = convert(&["import", saved.to_str().unwrap()]);
+    let file = rig.dir.join("imported.yaml");
+    fs::write(&file, yaml).unwrap();
+    let mut diff = Command::new(rig.programs.join("riserd"));
+    diff.args(["diff", "-o", "json"]).arg(&file);
+    diff.arg("--socket").arg(rig.dir.join("admin.sock"));
+    let diff = diff.output().unwrap();
+    let diff: serde_json::Value = serde_json::from_slice(&diff.stdout).unwrap();
+    let paths: Vec<&str> = diff["changes"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|change| change["path"].as_str().unwrap())
+        .collect();
+    // What the file has no words for.
+    assert_eq!(paths, ["workers", "limits", "admin", "state"]);
+
+    let exported = rig.dir.join("exported.json");
+    fs::write(&exported, convert(&["export"])).unwrap();
+    let before = rig.config();
+    rig.must("targetctl clear && targetctl restore $FOLDER/exported.json");
+    assert_eq!(rig.config(), before);
 }
 
 fn secrets_are_each_ones_own(rig: &Rig) {

@@ -49,6 +49,11 @@ pub(super) fn plain(
     let mut doc = Map::new();
     let mut put = |key: &str, value: Value| doc.insert(key.to_owned(), value);
     let size = |text: Option<&str>| text.and_then(|t| t.parse::<u64>().ok()).unwrap_or(0);
+    // A block device has a cache or has none.
+    if plugin != Plugin::Iblock {
+        let cached = tree.value(attrib, "emulate_write_cache") == "1";
+        put("write_cache", json!(if cached { "on" } else { "off" }));
+    }
     match plugin {
         Plugin::Fileio => {
             let path = hidden(option::FILE).unwrap_or_default();
@@ -60,8 +65,6 @@ pub(super) fn plain(
                 put("size", json!(size(hidden(option::SIZE)).to_string()));
                 put("create", json!(true));
             }
-            let cached = tree.value(attrib, "emulate_write_cache") == "1";
-            put("write_cache", json!(if cached { "on" } else { "off" }));
         }
         Plugin::Iblock => {
             put("kind", json!("device"));

@@ -63,7 +63,7 @@ fn is_name(name: &str) -> bool {
 }
 
 /// The fabrics that are there.
-pub(super) fn fabrics(tree: &Tree) -> Vec<(Fabric, NodeId)> {
+pub(crate) fn fabrics(tree: &Tree) -> Vec<(Fabric, NodeId)> {
     let target = tree.find("target").expect("it is always there");
     let dirs = tree.subdirs(target);
     dirs.filter_map(|(_, id)| match tree.dir(id).kind {

@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 use super::show::{Show, show_discovery, show_target};
 use super::{Rest, backend, backend_name, export, origin};
 use crate::rules::core::{self, PAGE, option};
-use crate::rules::{Fabric, Plugin, tpgs};
+use crate::rules::{Fabric, Kind, Plugin, tpgs};
 use crate::tree::{NodeId, Shell, Tree};
 use crate::world::{Medium, World};
 
@@ -280,13 +280,18 @@ impl Importer<'_> {
         let attrib = tree.child(device, "attrib").expect("it comes with it");
         let wwn = tree.child(device, "wwn").expect("it comes with it");
         tree.set(attrib, "block_size", known.spec.block_size.to_string());
-        tree.set(attrib, "emulate_write_cache", bit(known.spec.write_cache));
+        if tree.dir(device).kind != Kind::Device(Plugin::Iblock) {
+            tree.set(attrib, "emulate_write_cache", bit(known.spec.write_cache));
+        }
         tree.set(attrib, "emulate_tpu", bit(known.thin));
         if let Some(rotational) = known.rotational {
             tree.set(attrib, "is_nonrot", bit(!rotational));
         }
         let host = self.config.as_ref().map(HostId::of);
         let identity = known.identity(&host.unwrap_or_else(|| HostId::new("")));
+        let is_alias =
+            identity.product == tree.dir(device).name.chars().take(15).collect::<String>();
+        tree.set(attrib, "emulate_model_alias", bit(is_alias));
         tree.set(wwn, "vendor_id", identity.vendor);
         tree.set(wwn, "product_id", identity.product);
         tree.set(wwn, "revision", identity.revision);

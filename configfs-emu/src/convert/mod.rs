@@ -32,6 +32,7 @@ mod target;
 use serde_json::{Map, Value};
 
 pub use self::backend::backend_name;
+pub(crate) use self::export::fabrics;
 pub use self::export::{Exported, export};
 pub use self::import::{Imported, import, update};
 pub use self::target::target_name;

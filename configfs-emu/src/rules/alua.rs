@@ -200,6 +200,17 @@ fn store_state(write: &mut Write<'_>) -> Result<(), Errno> {
     Ok(())
 }
 
+/// Numbers stand for these words where such a file is written; for those of other files, for none.
+pub(crate) fn alua_words(file: &str) -> &'static [&'static str] {
+    match file {
+        "alua_access_status" => &STATUSES,
+        "alua_access_type" => &TYPES,
+        _ => &[],
+    }
+}
+
+const TYPES: [&str; 4] = ["None", "Implicit", "Explicit", "Implicit and Explicit"];
+
 const STATUSES: [&str; 3] = [
     "None",
     "Altered by Explicit STPG",
@@ -214,9 +225,8 @@ fn store_status(write: &mut Write<'_>) -> Result<(), Errno> {
 }
 
 fn store_type(write: &mut Write<'_>) -> Result<(), Errno> {
-    let types = ["None", "Implicit", "Explicit", "Implicit and Explicit"];
     let kind = number::unsigned(write.text, u64::MAX)? as usize;
-    write.keep(*types.get(kind).ok_or(Errno::INVAL)?);
+    write.keep(*TYPES.get(kind).ok_or(Errno::INVAL)?);
     Ok(())
 }
 

@@ -8,6 +8,9 @@ use crate::tree::{NodeId, Tree};
 
 const ANY: std::ops::RangeInclusive<u32> = 0..=u32::MAX;
 
+/// The company that LIO's identifiers are of.
+pub(crate) const COMPANY: &str = "0x001405";
+
 /// `attrib/` of a device.
 pub(super) const ATTRIB: &[Attr] = &[
     Attr::locked("emulate_model_alias", "0", Store::With(store_model_alias)),
@@ -54,7 +57,7 @@ pub(super) const WWN: &[Attr] = &[
     Attr::locked("vendor_id", "LIO-ORG", Store::With(store_inquiry)),
     Attr::locked("product_id", "", Store::With(store_inquiry)),
     Attr::locked("revision", "4.0", Store::With(store_inquiry)),
-    Attr::locked("company_id", "0x001405", Store::With(store_company)),
+    Attr::locked("company_id", COMPANY, Store::With(store_company)),
     Attr::locked("vpd_unit_serial", "", Store::Text(254, Errno::OVERFLOW))
         .shown(Show::With(show_serial)),
     Attr::ro("vpd_protocol_identifier", Show::LineIfAny),

@@ -20,7 +20,8 @@ use std::ops::RangeInclusive;
 
 use rustix::io::Errno;
 
-pub(crate) use self::alua::tpgs;
+pub(crate) use self::alua::{alua_words, tpgs};
+pub(crate) use self::attrib::COMPANY;
 pub use self::kind::{Fabric, Kind, Plugin};
 pub(crate) use self::kind::{lun_number, portal_address};
 pub(crate) use self::srpt::{Initiator, guid as port_guid};

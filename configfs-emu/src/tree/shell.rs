@@ -49,17 +49,17 @@ impl Shell<'_> {
             .write(file, text.as_bytes(), self.world)
             .map(|_| ())
     }
-}
 
-#[cfg(test)]
-impl Shell<'_> {
     /// `cat`, with the checks of opening the file.
     pub(crate) fn read(&self, path: &str) -> Result<String, Errno> {
         let file = self.at(path)?;
         self.tree.open(file, true, false)?;
         self.tree.read(file, self.world)
     }
+}
 
+#[cfg(test)]
+impl Shell<'_> {
     /// `rmdir`.
     pub(crate) fn rmdir(&mut self, path: &str) -> Result<(), Errno> {
         let (dir, name) = self.place(path)?;

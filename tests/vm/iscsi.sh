@@ -15,52 +15,16 @@ esac
 iscsi_rig() {
     local size=$1
     shift
-    iscsi_hosts
-    iscsi_serve "$size" "10.99.0.2" "$@"
-    start_iscsid
-}
-
-iscsi_hosts() {
-    trap iscsi_clean EXIT
     if [ -n "${CORE:-}" ]; then
         ulimit -l unlimited
         dummy_host
+        set -- "$@" "transport: { provider: rdma_core }"
     else
         two_hosts
     fi
-}
-
-# Takes the link away, or gives it back: link_is down|up. An interface that has no other end takes
-# its routes with it.
-link_is() {
-    if [ -n "${CORE:-}" ]; then ip link set d0 "$1"; else ip -n peer link set v1 "$1"; fi
-}
-
-# A second way to riserd, by address $SECOND: at another RDMA device, or at the same.
-second_way() {
-    if [ -n "${CORE:-}" ]; then
-        SECOND=10.98.0.2
-        ip link add d1 type dummy
-        ip link set d1 mtu 4200 up
-        ip addr add 10.98.0.1/24 dev d1
-        ip addr add $SECOND/24 dev d1
-        rdma link add rxe1 type rxe netdev d1
-        wait_for 20 grep -q '0a62:0002' /sys/class/infiniband/rxe1/ports/1/gids/*
-        sleep 1
-    else
-        SECOND=10.99.0.3
-        second_way_is up
-    fi
-}
-
-second_way_is() {
-    if [ -n "${CORE:-}" ]; then
-        ip link set d1 "$1"
-    elif [ "$1" = up ]; then
-        ip -n peer addr add $SECOND/24 dev v1
-    else
-        ip -n peer addr del $SECOND/24 dev v1
-    fi
+    trap iscsi_clean EXIT
+    iscsi_serve "$size" "10.99.0.2" "$@"
+    start_iscsid
 }
 
 # Runs a command where riserd is.
@@ -90,7 +54,6 @@ iscsi_config() {
         echo "    luns: { 0: disk0 }"
         echo "    access: open"
         for line in "$@"; do echo "$line"; done
-        [ -z "${CORE:-}" ] || echo "transport: { provider: rdma_core }"
     } >/tmp/riserd.yaml
 }
 
@@ -201,11 +164,7 @@ iscsi_clean() {
     fi
     rm -rf "$IMAGES"/disk*.img /etc/iscsi/nodes /etc/iscsi/send_targets
     one_host
-    if [ -n "${CORE:-}" ]; then
-        rdma link delete rxe1 2>/dev/null
-        ip link delete d1 2>/dev/null
-        ip link delete d0
-    fi
+    [ -z "${CORE:-}" ] || ip link delete d0
 }
 
 # --- what the cases of both transports do ---
@@ -358,11 +317,11 @@ link_is_cut() {
     iscsi_login
     load "$DISK" 20
     sleep 3
-    link_is down
+    ip -n peer link set v1 down
     not_connected() { ! iscsi_connected; }
     wait_for 60 not_connected
     sleep 1
-    link_is up
+    ip -n peer link set v1 up
     wait_for 90 iscsi_connected
     loaded
     iscsi_logout
@@ -371,12 +330,13 @@ link_is_cut() {
 
 # Two portals, one of them cut and mended while writes run.
 two_paths_one_cut() {
-    iscsi_hosts
-    second_way
-    iscsi_serve 64 "10.99.0.2 $SECOND"
+    two_hosts
+    trap iscsi_clean EXIT
+    ip -n peer addr add 10.99.0.3/24 dev v1
+    iscsi_serve 64 "10.99.0.2 10.99.0.3"
     start_iscsid
     iscsi_node
-    iscsi_node $SECOND:3260
+    iscsi_node 10.99.0.3:3260
     iscsi_set node.session.timeo.replacement_timeout 4 \
         node.conn[0].timeo.noop_out_interval 2 node.conn[0].timeo.noop_out_timeout 2
     iscsi_login
@@ -385,11 +345,11 @@ two_paths_one_cut() {
     multipath_over bio
     load /dev/mapper/paths 20
     sleep 3
-    second_way_is down
+    ip -n peer addr del 10.99.0.3/24 dev v1
     one_path() { dmsetup status paths | grep -q ' F '; }
     wait_for 60 one_path
     sleep 2
-    second_way_is up
+    ip -n peer addr add 10.99.0.3/24 dev v1
     wait_for 90 iscsi_connected
     for d in /sys/class/scsi_device/*:0/device/block/*/dev; do
         dmsetup message paths 0 reinstate_path "$(cat "$d")"

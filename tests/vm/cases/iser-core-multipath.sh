@@ -1,6 +1,0 @@
-#: group: iser
-#: about: riserd on rdma_core: dm-multipath over portals at two RDMA devices with ib_iser, one of them cut and mended
-#: limit: 400
-TRANSPORT=iser CORE=yes
-. /vm/iscsi.sh
-two_paths_one_cut

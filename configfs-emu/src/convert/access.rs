@@ -15,6 +15,9 @@ use crate::tree::{NodeId, Tree};
 /// The highest number that a unit can have.
 const MAX_LUN: u64 = 16_383;
 
+/// The networks of everybody.
+pub(super) const ANY: [&str; 2] = ["0.0.0.0/0", "::/0"];
+
 /// A unit under its number.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Unit {
@@ -79,7 +82,7 @@ pub(super) fn access(tree: &Tree, tpg: NodeId, fabric: Fabric) -> Result<AccessD
     let is_open = fabric == Fabric::Iscsi && attrib("generate_node_acls");
     let only_everybody = is_open && tree.subdirs(group("acls")).next().is_none();
     if is_open {
-        let everybody = ["0.0.0.0/0", "::/0"].map(|net| rule("address", net));
+        let everybody = ANY.map(|net| rule("address", net));
         let login = login(tree, group("auth"));
         let units = tpg_units(tree, tpg, attrib("demo_mode_write_protect"))?;
         // Whoever must prove who he is and cannot is not let in.

@@ -9,6 +9,7 @@ use riser_target::config::{
 use rustix::io::Errno;
 use serde_json::Value;
 
+use super::access::ANY;
 use super::{backend_name, origin};
 use crate::rules::{Fabric, core};
 use crate::tree::{NodeId, Shell, Tree};
@@ -131,10 +132,14 @@ impl Hand<'_> {
             self.write("attrib/authentication", &wanted)?;
         }
         match &target.access {
-            Access::Open => self.open(target, &luns)?,
+            Access::Open => self.open(target.chap.as_ref(), &luns)?,
             Access::Rules(rules) => {
-                for rule in rules {
+                let (known, others) = everybody(rules);
+                for rule in known {
                     self.rule(rule, target, &luns)?;
+                }
+                if let Some(rule) = others {
+                    self.open(rule.chap.as_ref().or(target.chap.as_ref()), &luns)?;
                 }
             }
         }
@@ -160,14 +165,18 @@ impl Hand<'_> {
     }
 
     /// Access for everybody, who sees all that there is.
-    fn open(&mut self, target: &Target, luns: &BTreeMap<u16, (NodeId, bool)>) -> Result<(), Errno> {
+    fn open(
+        &mut self,
+        chap: Option<&Chap>,
+        luns: &BTreeMap<u16, (NodeId, bool)>,
+    ) -> Result<(), Errno> {
         self.write("attrib/generate_node_acls", "1")?;
         let read_only = luns.values().any(|(_, read_only)| *read_only);
         self.write(
             "attrib/demo_mode_write_protect",
             &u8::from(read_only).to_string(),
         )?;
-        self.login("auth", target.chap.as_ref())
+        self.login("auth", chap)
     }
 
     fn rule(
@@ -236,6 +245,26 @@ impl Hand<'_> {
         };
         self.write(&format!("{auth}/{}", files[0]), &user.name)?;
         self.write(&format!("{auth}/{}", files[1]), secret)
+    }
+}
+
+/// Rules about some, and the rule about everybody else if they end with one: LIO's own are two, for all
+/// addresses of either kind.
+fn everybody(rules: &[Rule]) -> (&[Rule], Option<&Rule>) {
+    let net = |rule: &Rule| match (&rule.iqn, &rule.initiator, &rule.address) {
+        (None, None, Some(net)) => net.to_string(),
+        _ => String::new(),
+    };
+    match rules {
+        [known @ .., v4, v6]
+            if net(v4) == ANY[0]
+                && net(v6) == ANY[1]
+                && v4.luns == v6.luns
+                && v4.chap == v6.chap =>
+        {
+            (known, Some(v4))
+        }
+        _ => (rules, None),
     }
 }
 

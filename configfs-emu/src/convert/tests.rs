@@ -362,6 +362,18 @@ fn running() -> Value {
                 ],
             },
             {
+                "name": "most",
+                "iqn": "iqn.2026-01.example:most",
+                "portals": [{ "protocol": "iscsi", "listen": "127.0.0.1:3265" }],
+                "luns": { "0": "disk0", "1": "mem" },
+                "access": [
+                    { "iqn": "iqn.2026-01.example:a", "luns": [1] },
+                    { "address": "0.0.0.0/0" },
+                    { "address": "::/0" },
+                ],
+                "chap": { "users": [{ "name": "u", "secret": "a secret of some length" }] },
+            },
+            {
                 "name": "iqn.2026-01.example:open",
                 "portals": [{ "protocol": "iscsi", "listen": "127.0.0.1:3262" }],
                 "luns": { "0": "sdz" },

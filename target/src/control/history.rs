@@ -1,5 +1,8 @@
 //! The configurations that were applied: the present one and some before it, kept in the state
 //! directory where there is one.
+//!
+//! What one process applies step by step, such as a session of `targetcli`, is one change: its last step
+//! takes the place of those before it.
 
 use std::io;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -11,6 +14,9 @@ use crate::config::Location;
 
 /// Configurations before the present one that are kept.
 pub const KEPT: usize = 10;
+
+/// Seconds between two steps of one change at most.
+const STEP: u64 = 60;
 
 /// The file in the state directory.
 const FILE: &str = "configurations.json";
@@ -39,6 +45,15 @@ impl Entry {
             how: how.to_owned(),
             yaml,
         }
+    }
+}
+
+impl Entry {
+    /// Whether it is a further step of the change that another one was a step of.
+    fn continues(&self, before: &Self) -> bool {
+        let is_step = |entry: &Self| entry.how == "apply";
+        let is_soon = self.time.saturating_sub(before.time) <= STEP;
+        is_step(self) && is_step(before) && self.who == before.who && is_soon
     }
 }
 
@@ -115,8 +130,10 @@ impl History {
     /// # Errors
     /// It cannot be kept; it is not entered.
     pub fn record(&mut self, entry: Entry) -> io::Result<()> {
+        let last = self.entries.first();
+        let replaced = usize::from(last.is_some_and(|last| entry.continues(last)));
         let mut entries = vec![entry];
-        entries.extend(self.entries.iter().take(KEPT).cloned());
+        entries.extend(self.entries.iter().skip(replaced).take(KEPT).cloned());
         let mut kept = Kept {
             version: VERSION,
             configurations: entries,
@@ -135,7 +152,7 @@ mod tests {
     use super::*;
 
     fn entry(n: usize) -> Entry {
-        Entry::now("me", "apply", format!("number {n}"))
+        Entry::now(&format!("process {n}"), "apply", format!("number {n}"))
     }
 
     #[test]
@@ -159,6 +176,46 @@ mod tests {
         let error = History::open(&location).unwrap_err().to_string();
         assert!(error.contains(FILE), "{error}");
         std::fs::remove_dir_all(&path).unwrap();
+    }
+
+    #[test]
+    fn the_steps_of_one_process_are_one_change() {
+        let mut history = History::open(&Location::Off).unwrap();
+        for (time, who, how) in [
+            (0, "riserd", "start"),
+            (100, "me", "apply"),
+            (100 + STEP, "me", "apply"),
+            (100 + 2 * STEP, "me", "apply"),
+            (100 + 2 * STEP, "you", "apply"),
+            (101 + 2 * STEP, "me", "apply"),
+            (102 + 3 * STEP, "me", "apply"),
+            (102 + 3 * STEP, "me", "rollback 1"),
+            (102 + 3 * STEP, "me", "apply"),
+        ] {
+            let entry = Entry {
+                time,
+                ..Entry::now(who, how, format!("{time}"))
+            };
+            history.record(entry).unwrap();
+        }
+        let kept: Vec<_> = history
+            .entries()
+            .iter()
+            .rev()
+            .map(|e| (e.time, e.who.as_str()))
+            .collect();
+        assert_eq!(
+            kept,
+            [
+                (0, "riserd"),
+                (100 + 2 * STEP, "me"),
+                (100 + 2 * STEP, "you"),
+                (101 + 2 * STEP, "me"),
+                (102 + 3 * STEP, "me"),
+                (102 + 3 * STEP, "me"),
+                (102 + 3 * STEP, "me"),
+            ]
+        );
     }
 
     #[test]

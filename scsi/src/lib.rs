@@ -25,6 +25,7 @@
 //! | [`command`] | a command in flight and its state diagram |
 //! | [`step`] | the words between command, transport and backend |
 //! | [`opcode`] | the table that drives parsing and reporting |
+//! | [`kind`] | kinds of commands, for counters |
 //! | [`config`] | what a unit is made of |
 //! | [`nexus`], [`lun`], [`device`] | who asks, and for what |
 //! | [`sense`], [`attention`] | errors and unit attentions |
@@ -77,6 +78,7 @@ pub mod device;
 mod inquiry;
 pub mod iscsi;
 pub mod iser;
+pub mod kind;
 pub mod lu;
 pub mod lun;
 mod mode;

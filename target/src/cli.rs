@@ -12,6 +12,7 @@ use std::error::Error;
 use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
@@ -26,6 +27,7 @@ use tracing_subscriber::EnvFilter;
 
 use crate::config::{Access, Config, ConfigError, HostId, Log, LogFormat, Protocol, schema};
 use crate::control::client::{self, ClientError, Question};
+use crate::control::top::{self, Top, TopError};
 use crate::control::view::{Changes, HistoryView};
 use crate::control::{Source, report, socket, state};
 
@@ -115,6 +117,18 @@ enum Command {
     History(Ask),
     /// Let a running daemon measure its backends again: after a file or device has grown.
     Rescan(Ask),
+    /// Show what a running daemon does, again and again: commands, bytes and times by logical unit and
+    /// session. JSON has a document for each interval.
+    Top {
+        /// Seconds from one look to the next.
+        #[arg(long, short, value_name = "SECONDS", default_value_t = 1.0, value_parser = interval)]
+        interval: f64,
+        /// Show one interval and end.
+        #[arg(long)]
+        once: bool,
+        #[command(flatten)]
+        ask: Ask,
+    },
     /// Print the JSON Schema of configuration files, which editors check and complete them with.
     Schema,
     /// Print the completion script of a shell.
@@ -237,6 +251,11 @@ fn dispatch(
             return Ok(if is_same { 0 } else { DIFFERENT });
         }
         Command::Save { file, ask } => save(out, file.as_deref(), &ask),
+        Command::Top {
+            interval,
+            once,
+            ask,
+        } => show_top(out, interval, once, &ask),
         Command::Schema => {
             let schema = serde_json::to_string_pretty(&schema()).map_err(Failure::run_time)?;
             print(out, &schema)
@@ -305,6 +324,35 @@ fn tell<T: Serialize>(
         Output::Json => serde_json::to_string(answer).map_err(Failure::run_time)?,
     };
     print(out, &text)
+}
+
+/// Reads a time between two looks.
+fn interval(text: &str) -> Result<f64, String> {
+    let seconds: f64 = text.parse().map_err(|_| "not a number".to_owned())?;
+    if (0.1..=3600.0).contains(&seconds) {
+        Ok(seconds)
+    } else {
+        Err("from 0.1 to 3600 seconds".to_owned())
+    }
+}
+
+/// Shows what a running daemon does.
+fn show_top(out: &mut dyn Write, interval: f64, once: bool, ask: &Ask) -> Result<(), Failure> {
+    let stdout = io::stdout();
+    let size = rustix::termios::tcgetwinsize(&stdout).ok();
+    let size = size.filter(|_| stdout.is_terminal());
+    let top = Top {
+        every: Duration::from_secs_f64(interval),
+        once,
+        json: matches!(ask.output, Output::Json),
+        terminal: size.map(|size| (size.ws_col.into(), size.ws_row.into())),
+    };
+    match top::run(&ask.socket()?, &top, out) {
+        Err(TopError::Client(error)) => Err(error.into()),
+        // Somebody's `head` has seen enough.
+        Err(TopError::Output(e)) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        other => other.map_err(Failure::run_time),
+    }
 }
 
 /// Writes down a running daemon's configuration.

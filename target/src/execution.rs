@@ -12,11 +12,13 @@
 //! travel, credit, the answer's form. Nothing here sends or posts.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use arrayvec::ArrayVec;
 use riser_scsi::access::NoData;
 use riser_scsi::command::Command;
 use riser_scsi::device::respond_absent;
+use riser_scsi::kind::Kind;
 use riser_scsi::lun::LunId;
 use riser_scsi::nexus::NexusId;
 use riser_scsi::opcode::Opcode;
@@ -27,6 +29,7 @@ use riser_scsi::task::TaskKey;
 
 use crate::pool::{Buffer, Pool};
 use crate::srp::{TaskRef, Unit};
+use crate::stats::{Account, Course, Stage};
 
 /// Whether a command may start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,6 +61,8 @@ pub struct Execution<const CDB: usize> {
     pub aborted: bool,
     /// Task-management functions that wait until it is gone.
     pub watchers: Vec<TaskRef>,
+    /// How long it has been where.
+    pub course: Course,
     /// The command of the logical unit.
     command: Option<Command>,
     /// Its key in the unit's task set, while it is there.
@@ -77,6 +82,7 @@ impl<const CDB: usize> Execution<CDB> {
             buffer: None,
             aborted: false,
             watchers: Vec::new(),
+            course: Course::default(),
             command: None,
             key: None,
         }
@@ -88,8 +94,18 @@ impl<const CDB: usize> Execution<CDB> {
         self.unit.as_ref().is_some_and(|own| Arc::ptr_eq(own, unit))
     }
 
+    /// Takes in a command for a unit, which goes to an account, or for none.
+    pub fn take_in(&mut self, addressed: Option<(Arc<Unit>, Arc<Account>)>, now: Instant) {
+        self.unit = addressed.map(|(unit, account)| {
+            self.course.begin(account, now);
+            unit
+        });
+    }
+
     /// Enters the unit's task set under a name. A command for no unit starts at once.
-    pub fn register(&mut self, nexus: NexusId, name: TaskRef) -> Entry {
+    pub fn register(&mut self, nexus: NexusId, name: TaskRef, now: Instant) -> Entry {
+        self.course.classify(Kind::of(&self.cdb));
+        self.course.enter(Stage::Scsi, now);
         let Some(unit) = &self.unit else {
             return Entry::Now;
         };
@@ -104,7 +120,8 @@ impl<const CDB: usize> Execution<CDB> {
     }
 
     /// Starts the command: its first step. BUSY where no buffer of the pool can ever hold its data.
-    pub fn start(&mut self, nexus: NexusId, luns: &[LunId], pool: &Pool) -> Step {
+    pub fn start(&mut self, nexus: NexusId, luns: &[LunId], pool: &Pool, now: Instant) -> Step {
+        self.course.enter(Stage::Scsi, now);
         let request = Request {
             nexus,
             cdb: &self.cdb,
@@ -130,7 +147,8 @@ impl<const CDB: usize> Execution<CDB> {
     ///
     /// # Panics
     /// If no command runs.
-    pub fn advance(&mut self, result: StepResult) -> Step {
+    pub fn advance(&mut self, result: StepResult, now: Instant) -> Step {
+        self.course.enter(Stage::Scsi, now);
         let lu = &self.unit.as_ref().expect("commands have a unit").lu;
         let command = self.command.as_mut().expect("a command runs");
         match &mut self.buffer {
@@ -154,7 +172,7 @@ impl<const CDB: usize> Execution<CDB> {
 
     /// Brings the data of a response into the buffer, where they are not there yet: how many bytes
     /// there are for the initiator. `None` without room in the pool.
-    pub fn gather(&mut self, pool: &mut Pool, response: &Response) -> Option<u32> {
+    pub fn gather(&mut self, pool: &mut Pool, response: &Response, now: Instant) -> Option<u32> {
         let len = response.data_in.len().min(self.expected.data_in);
         if let DataIn::Inline(bytes) = &response.data_in
             && len > 0
@@ -167,6 +185,7 @@ impl<const CDB: usize> Execution<CDB> {
             }
             self.buffer.as_ref()?.write(0, &bytes[..len as usize]);
         }
+        self.course.answer(response, len, now);
         Some(len)
     }
 
@@ -198,6 +217,7 @@ impl<const CDB: usize> Execution<CDB> {
         if let Some(buffer) = self.buffer.take() {
             pool.release(buffer);
         }
+        self.course.abandon();
         self.unit = None;
         self.command = None;
         self.step = None;

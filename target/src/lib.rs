@@ -10,6 +10,7 @@
 //! - [`server`]: from a configuration to running workers, and the shutdown.
 //! - [`worker`]: one thread with its devices, its ring and its channels.
 //! - [`pool`]: the data buffers of a worker.
+//! - [`stats`]: what commands are counted by, and how long they take.
 //! - [`log`]: rate limits for what a peer can make us log.
 //! - [`cli`]: the command line of `riserd`, and its exit codes.
 
@@ -23,4 +24,5 @@ pub mod log;
 pub mod pool;
 pub mod server;
 pub mod srp;
+pub mod stats;
 pub mod worker;

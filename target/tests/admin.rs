@@ -1,114 +1,13 @@
 //! The daemon's program with its admin socket: what its own verbs, and plain HTTP, get to see.
 
+mod daemon;
+
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::path::Path;
+use std::process::Command;
 
-const RISERD: &str = env!("CARGO_BIN_EXE_riserd");
-
-/// A running daemon in a directory of its own.
-struct Daemon {
-    process: Child,
-    dir: PathBuf,
-}
-
-impl Daemon {
-    fn start(name: &str, address: &str) -> Self {
-        let dir = std::env::temp_dir().join(format!("riserd-admin-{}-{name}", std::process::id()));
-        std::fs::create_dir_all(&dir).unwrap();
-        let daemon = Self {
-            process: Command::new("true").spawn().unwrap(),
-            dir,
-        };
-        daemon.configure(address, "{ 0: a }");
-        let mut daemon = daemon;
-        daemon.process.wait().unwrap();
-        daemon.run(&[]);
-        daemon
-    }
-
-    /// Starts the program, and waits until it serves.
-    fn run(&mut self, more: &[&str]) {
-        let daemon = self;
-        let _ = std::fs::remove_file(daemon.socket());
-        daemon.process = Command::new(RISERD)
-            .args(["run", "--config"])
-            .arg(daemon.dir.join("riserd.yaml"))
-            .args(more)
-            .env("CREDENTIALS_DIRECTORY", &daemon.dir)
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        let until = Instant::now() + Duration::from_secs(20);
-        while !daemon.socket().exists() {
-            assert!(Instant::now() < until, "the daemon does not come up");
-            std::thread::sleep(Duration::from_millis(20));
-        }
-    }
-
-    /// Kills it at once, and starts it again.
-    fn restart(&mut self, more: &[&str]) {
-        self.process.kill().unwrap();
-        self.process.wait().unwrap();
-        self.run(more);
-    }
-
-    fn configure(&self, address: &str, luns: &str) {
-        let text = format!(
-            "backends:\n  a: {{ kind: ram, size: 1MiB }}\n  b: {{ kind: ram, size: 2MiB }}\n\
-             targets:\n  - name: demo\n    iqn: iqn.2026-01.com.example:demo\n    portals:\n      \
-             - {{ protocol: srp, listen: \"{address}\" }}\n      \
-             - {{ protocol: iscsi, listen: \"{address}:3290\" }}\n    \
-             luns: {luns}\n    access: open\n\
-             admin: {{ socket: {} }}\nstate: {{ directory: {} }}\nworkers: {{ count: 1 }}\n",
-            self.socket().display(),
-            self.dir.join("state").display()
-        );
-        std::fs::write(self.dir.join("riserd.yaml"), text).unwrap();
-    }
-
-    fn socket(&self) -> PathBuf {
-        self.dir.join("admin.sock")
-    }
-
-    fn ask(&self, args: &[&str]) -> Output {
-        ask(&self.socket(), args)
-    }
-
-    fn json(&self, verb: &str) -> serde_json::Value {
-        let output = self.ask(&[verb, "-o", "json"]);
-        assert!(output.status.success(), "{output:?}");
-        serde_json::from_slice(&output.stdout).unwrap()
-    }
-
-    fn http(&self, request: &str) -> String {
-        let mut stream = UnixStream::connect(self.socket()).unwrap();
-        write!(
-            stream,
-            "{request} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-        )
-        .unwrap();
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).unwrap();
-        answer
-    }
-}
-
-fn ask(socket: &Path, args: &[&str]) -> Output {
-    let mut command = Command::new(RISERD);
-    command.args(args).arg("--socket").arg(socket);
-    command.output().unwrap()
-}
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-        let _ = std::fs::remove_dir_all(&self.dir);
-    }
-}
+use daemon::{Daemon, RISERD, ask};
 
 #[test]
 fn a_daemon_tells_what_it_serves_and_applies_its_file_again() {

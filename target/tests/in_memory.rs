@@ -8,6 +8,7 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use mini::{Mini, Refused, Said, cdb10, config, login_req};
+use riser_scsi::kind::Kind;
 use riser_scsi::srp::{
     DataBuffer, IndirectTable, LoginRejReason, MultiChannelAction, MultiChannelResult,
     TargetPortId, TskMgmtFunction,
@@ -420,7 +421,7 @@ fn coming_and_going_leaves_nothing() {
         dev = mini.disconnect(&mut |d| world.pump(d));
     }
     let snapshot = drain(&mut world);
-    assert_eq!(snapshot.logins, 300);
+    assert_eq!(snapshot.logins.total(), 300);
     assert_eq!(snapshot.sessions, []);
     assert_eq!(snapshot.pool_free, snapshot.pool_size);
     assert_eq!(world.shared.registry.sessions(), 0);
@@ -486,4 +487,54 @@ fn a_device_that_is_unplugged_comes_back() {
     mini.data.write(0, &data);
     assert_eq!(mini.write(8, 8, 0, &mut |d| world.pump(d)).status, 0);
     mini.disconnect(&mut |d| world.pump(d));
+}
+
+#[test]
+fn commands_are_counted_by_unit_session_and_kind() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let mut mini = world.log_in(1);
+    let count = |world: &World, kind| {
+        let catalog = world.shared.registry.catalog();
+        let counts = catalog.targets[0].stats[0].class(kind);
+        (counts.total.count(), counts.bytes)
+    };
+    for _ in 0..3 {
+        let answer = mini.write(0, 8, 0, &mut |d| world.pump(d));
+        assert_eq!(answer.status, 0);
+    }
+    let answer = mini.read(0, 1, 0, &mut |d| world.pump(d));
+    assert_eq!(answer.status, 0);
+    assert_eq!(count(&world, Kind::Write), (3, 3 * 4096));
+    assert_eq!(count(&world, Kind::Read), (1, 512));
+    // Beyond the end: ILLEGAL REQUEST.
+    let answer = mini.read(0x7fff_ffff, 1, 0, &mut |d| world.pump(d));
+    assert_eq!(answer.status, 2);
+    mini.send_tmf(9, TskMgmtFunction::LogicalUnitReset, 0);
+    let answer = mini.answer(&mut |d| world.pump(d));
+    assert_eq!(answer.code, Some(0));
+    let (tx, rx) = channel();
+    world.mail.send(Mail::Snapshot(tx)).unwrap();
+    world.pump(&mut mini.dev);
+    let snapshot = rx.try_recv().unwrap();
+    let [entry] = &snapshot.accounts[..] else {
+        panic!("one session has used one unit");
+    };
+    let (account, stats) = (&entry.account, entry.account.lun());
+    assert_eq!(
+        (stats.target(), stats.lun(), stats.queue_depth()),
+        ("t", 0, 0)
+    );
+    assert_eq!(account.class(Kind::Write).commands, 3);
+    let faults: Vec<_> = account.faults().iter().collect();
+    assert!(
+        faults
+            .iter()
+            .any(|(f, n)| (f.class, f.status, f.sense_key, *n) == (Kind::Read, 2, Some(5), 1)),
+        "{faults:?}"
+    );
+    let functions: Vec<_> = snapshot.functions[0].1.iter().collect();
+    assert_eq!(functions, [(("logical_unit_reset", "complete"), 1)]);
+    mini.disconnect(&mut |d| world.pump(d));
+    assert_eq!(drain(&mut world).accounts.len(), 0);
+    assert_eq!(count(&world, Kind::Write).0, 3, "what a session did stays");
 }

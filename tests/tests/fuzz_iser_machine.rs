@@ -26,6 +26,7 @@ use riser_target::iscsi::iser::{
 use riser_target::iscsi::{Action, Admitted, Channel, Cx, Gate, MAX_QUEUED, TaskIdx, Window};
 use riser_target::pool::Pool;
 use riser_target::srp::{LunMap, Unit, UnitIdx};
+use riser_target::stats::LunStats;
 
 const WINDOW: u16 = 4;
 const NEXUS: NexusId = NexusId(3);
@@ -44,7 +45,8 @@ impl Gate for Open {
     }
 
     fn join(&mut self, joined: &Joined, first: CmdSn) -> Result<Admitted, LoginStatus> {
-        let luns = LunMap::new([(LunId::ZERO, Arc::clone(&self.0))]);
+        let stats = Arc::new(LunStats::new("t", 0));
+        let luns = LunMap::new([(LunId::ZERO, Arc::clone(&self.0), stats)]);
         Ok(Admitted {
             tsih: Tsih(1),
             nexus: (!joined.session.discovery).then(|| (NEXUS, Arc::new(luns))),
@@ -53,6 +55,8 @@ impl Gate for Open {
             waits: false,
         })
     }
+
+    fn refused(&mut self, _: LoginStatus) {}
 
     fn detach(&mut self, _: Cid) -> bool {
         false

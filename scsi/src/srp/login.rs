@@ -329,6 +329,23 @@ impl LoginRejReason {
     }
 }
 
+impl LoginRejReason {
+    /// Its name, for counters.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::UnableToEstablishChannel => "unable_to_establish_channel",
+            Self::InsufficientResources => "insufficient_resources",
+            Self::ReqItIuLengthTooLarge => "req_it_iu_length_too_large",
+            Self::UnableToAssociateChannel => "unable_to_associate_channel",
+            Self::UnsupportedDescriptorFormat => "unsupported_descriptor_format",
+            Self::MultiChannelUnsupported => "multi_channel_unsupported",
+            Self::ChannelLimitReached => "channel_limit_reached",
+            Self::Other(_) => "other",
+        }
+    }
+}
+
 impl From<u32> for LoginRejReason {
     fn from(code: u32) -> Self {
         match code {

@@ -1,6 +1,7 @@
 //! From `raw` to `model`: ranges, references, duplicates, defaults.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 use std::path::{Component, Path, PathBuf};
 
@@ -9,7 +10,7 @@ use riser_scsi::iscsi::name::{IscsiName, TargetAddress};
 use super::error::{ConfigError, nearest};
 use super::model::{
     Access, Backend, Chap, ChapUser, Config, Limits, LinkFaults, Location, Log, LogFormat, Lun,
-    Names, Portal, Protocol, Provider, Redirect, Rule, Secret, Target, Transport, Workers,
+    Metrics, Names, Portal, Protocol, Provider, Redirect, Rule, Secret, Target, Transport, Workers,
 };
 use super::raw;
 use super::value::Percent;
@@ -92,6 +93,7 @@ pub(super) fn check(root: raw::Root) -> Checked<Config> {
         discovery_chap: chap("discovery_chap", root.discovery_chap)?,
         admin: location(root.admin.socket, "admin.socket")?,
         state: location(root.state.directory, "state.directory")?,
+        metrics: metrics(root.metrics)?,
         notes,
     })
 }
@@ -772,6 +774,29 @@ fn log(raw: raw::Log) -> Checked<Log> {
             Some(raw::LogFormat::Json) => LogFormat::Json,
         },
     })
+}
+
+fn metrics(raw: raw::Metrics) -> Checked<Option<Metrics>> {
+    let Some(listen) = raw.listen else {
+        return Ok(None);
+    };
+    let mistake = |message| Err(Mistake::new(listen.at, "metrics.listen", message));
+    let text = &listen.value;
+    let address = match text.parse::<SocketAddr>() {
+        Ok(address) if address.port() != 0 => address,
+        _ => {
+            return mistake(format!(
+                "`{text}` is no address with a port, such as 127.0.0.1:9909"
+            ));
+        }
+    };
+    let remote = raw.remote;
+    if !address.ip().is_loopback() && !remote {
+        let message = format!("other hosts reach {address}, and nobody is asked for a password");
+        return mistake(message).map_err(|m| m.hint("`remote: true` beside it, if that is meant"));
+    }
+    let listen = address;
+    Ok(Some(Metrics { listen, remote }))
 }
 
 fn location(raw: Option<Located<String>>, key: &str) -> Checked<Location> {

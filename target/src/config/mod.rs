@@ -37,7 +37,7 @@ pub use error::ConfigError;
 pub use identity::HostId;
 pub use model::{
     Access, Backend, Chap, ChapUser, Config, Limits, LinkFaults, Location, Log, LogFormat, Lun,
-    Names, Portal, Protocol, Provider, Redirect, Rule, Secret, Target, Transport, Workers,
+    Metrics, Names, Portal, Protocol, Provider, Redirect, Rule, Secret, Target, Transport, Workers,
 };
 pub use schema::schema;
 pub use tree::Tree;

@@ -40,6 +40,8 @@ pub struct Config {
     pub admin: Location,
     /// The directory in which applied configurations are kept.
     pub state: Location,
+    /// Where metrics and the status page are on TCP; `None`: on the admin socket only.
+    pub metrics: Option<Metrics>,
     /// Oddities that are not errors, for people: an unused backend, a target nobody may use.
     pub notes: Vec<String>,
 }
@@ -461,6 +463,15 @@ impl Workers {
             (None, cpus) => cpus,
         }
     }
+}
+
+/// Where metrics and the status page are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Metrics {
+    /// Address and TCP port.
+    pub listen: SocketAddr,
+    /// The file says that other hosts may reach it.
+    pub remote: bool,
 }
 
 /// Limits. Each is a number that is fixed when the thing it bounds is created.

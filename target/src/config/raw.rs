@@ -40,6 +40,9 @@ pub(super) struct Root {
     /// Where applied configurations are kept.
     #[serde(default)]
     pub(super) state: State,
+    /// Metrics and the status page.
+    #[serde(default)]
+    pub(super) metrics: Metrics,
 }
 
 #[derive(Debug, Default, Deserialize, JsonSchema)]
@@ -47,6 +50,16 @@ pub(super) struct Root {
 pub(super) struct Admin {
     /// The admin socket, or `none`. Root's default is /run/riserd/admin.sock.
     pub(super) socket: Option<Located<String>>,
+}
+
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Metrics {
+    /// A TCP address and port such as 127.0.0.1:9909; by default they are on the admin socket only.
+    pub(super) listen: Option<Located<String>>,
+    /// Whether other hosts may reach it: whoever does sees names, addresses and numbers.
+    #[serde(default)]
+    pub(super) remote: bool,
 }
 
 #[derive(Debug, Default, Deserialize, JsonSchema)]

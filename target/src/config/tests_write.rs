@@ -208,6 +208,8 @@ fn any_config(seed: u64) -> String {
         "transport: { provider: auto, mtu: 1024 }",
         "transport: { provider: rdma_core, faults: { loss: 0.1%, duplicate: 12.5, seed: 0 } }",
         "admin: { socket: none }",
+        "metrics: { listen: '127.0.0.1:9909' }",
+        "metrics: { listen: '[::]:9909', remote: true }",
         "state: { directory: \"/var/lib/some where\" }",
         "log: { filter: \"info,riser_target=debug\", format: json }",
     ];

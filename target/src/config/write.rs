@@ -7,7 +7,7 @@ use riser_scsi::vpd::Naa;
 
 use super::model::{
     Access, Backend, Chap, ChapUser, Config, Limits, LinkFaults, Location, Log, LogFormat, Lun,
-    Portal, Provider, Redirect, Rule, Secret, Target, Transport, Workers,
+    Metrics, Portal, Provider, Redirect, Rule, Secret, Target, Transport, Workers,
 };
 use super::tree::Tree;
 use crate::backend::{Direct, Source};
@@ -31,6 +31,7 @@ impl Config {
         map.some("transport", transport(&self.transport));
         map.some("admin", location("socket", &self.admin));
         map.some("state", location("directory", &self.state));
+        map.set("metrics", self.metrics.as_ref().map(metrics));
         map.some("log", log(&self.log));
         map.tree()
     }
@@ -314,6 +315,13 @@ fn faults(faults: &LinkFaults) -> Tree {
     map.shown("corrupt", Some(faults.corrupt));
     map.put("reorder_window", Tree::Number(faults.reorder_window.into()));
     map.put("seed", Tree::Number(faults.seed));
+    map.tree()
+}
+
+fn metrics(metrics: &Metrics) -> Tree {
+    let mut map = Map::default();
+    map.shown("listen", Some(metrics.listen));
+    map.flag("remote", metrics.remote, false);
     map.tree()
 }
 

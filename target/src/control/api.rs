@@ -12,6 +12,8 @@
 //! | `GET /v1/history` | a list of [`HistoryView`](super::view::HistoryView) |
 //! | `POST /v1/reload` | reads the configuration file again; the targets after it |
 //! | `POST /v1/rescan` | measures every backend again; the targets after it |
+//! | `GET /v1/live` | [`Live`](super::live::Live) |
+//! | `GET /metrics`, `/healthz`, `/readyz`, `/` | see [`http`] |
 //!
 //! An error is `{"error": TEXT}`: 400 for a mistake in a configuration, 404 for a path that is not here,
 //! 405 for a method, 409 for a configuration that was not applied, 412 for one in place of another
@@ -35,6 +37,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tokio::net::UnixListener;
 use tokio::sync::{mpsc, oneshot};
+
+use super::http;
 
 /// The longest configuration that is taken, in bytes.
 const MAX_BODY: usize = 16 << 20;
@@ -67,6 +71,14 @@ pub enum Ask {
     Rollback(usize),
     /// Which configurations it has had.
     History,
+    /// What it has counted, for Prometheus.
+    Metrics,
+    /// What it has counted, for people.
+    Live,
+    /// Whether it works.
+    Health,
+    /// Whether it serves all that it should.
+    Ready,
 }
 
 /// A configuration in both forms.
@@ -123,6 +135,13 @@ pub struct Request {
 #[derive(Clone, Debug)]
 pub struct Peer(String);
 
+impl Peer {
+    /// Somebody who may only look.
+    pub(super) fn of_http() -> Self {
+        Self("http".to_owned())
+    }
+}
+
 impl Connected<IncomingStream<'_, UnixListener>> for Peer {
     fn connect_info(stream: IncomingStream<'_, UnixListener>) -> Self {
         Self(match stream.io().peer_cred() {
@@ -135,7 +154,8 @@ impl Connected<IncomingStream<'_, UnixListener>> for Peer {
     }
 }
 
-type Requests = mpsc::Sender<Request>;
+/// Where requests go.
+pub type Requests = mpsc::Sender<Request>;
 
 /// The routes. Requests go to `requests`.
 pub fn router(requests: Requests) -> Router {
@@ -152,6 +172,7 @@ pub fn router(requests: Requests) -> Router {
         .route("/v1/rollback", on(MethodFilter::POST, rollback))
         .route("/v1/reload", post(Ask::Reload))
         .route("/v1/rescan", post(Ask::Rescan))
+        .merge(http::router())
         .fallback(async || error(StatusCode::NOT_FOUND, "there is no such path"))
         .method_not_allowed_fallback(async || {
             error(
@@ -242,7 +263,7 @@ async fn rollback(
     }
 }
 
-async fn forward(requests: &Requests, ask: Ask, peer: Peer) -> Answer {
+pub(super) async fn forward(requests: &Requests, ask: Ask, peer: Peer) -> Answer {
     let (reply, answer) = oneshot::channel();
     let who = peer.0;
     let sent = requests.try_send(Request { ask, who, reply });
@@ -250,7 +271,7 @@ async fn forward(requests: &Requests, ask: Ask, peer: Peer) -> Answer {
     answer.await.unwrap_or(Err(Failure::Busy))
 }
 
-fn said(answer: Answer) -> Response {
+pub(super) fn said(answer: Answer) -> Response {
     match answer {
         Ok(value) => Json(value).into_response(),
         Err(failure) => {
@@ -276,6 +297,6 @@ fn status(failure: &Failure) -> StatusCode {
     }
 }
 
-fn error(status: StatusCode, text: &str) -> Response {
+pub(super) fn error(status: StatusCode, text: &str) -> Response {
     (status, Json(json!({ "error": text }))).into_response()
 }

@@ -13,6 +13,8 @@
 //! # Modules
 //! - [`run`]: what `riserd run` does: start, tell the service manager, serve, shut down.
 //! - [`api`]: the routes. [`view`]: what they say.
+//! - [`http`]: those that may be had on a TCP address too: [`metrics`], [`health`], the status page,
+//!   which shows what [`live`] says; [`top`] shows its [`rates`] in a terminal.
 //! - [`socket`]: where the API is, and who may use it.
 //! - [`history`]: the configurations that were applied. [`state`]: the directory where they are kept.
 //! - `watchdog`: tells the service manager that all workers get round.
@@ -20,10 +22,16 @@
 
 pub mod api;
 pub mod client;
+pub mod health;
 pub mod history;
+pub mod http;
+pub mod live;
+pub mod metrics;
+pub mod rates;
 pub mod report;
 pub mod socket;
 pub mod state;
+pub mod top;
 pub mod view;
 mod watchdog;
 
@@ -37,6 +45,7 @@ use tokio::sync::mpsc;
 
 use self::api::{Ask, Failure, Kept, Request};
 use self::history::{Entry, History};
+use self::http::Listening;
 use self::view::Changes;
 use self::watchdog::Watchdog;
 use crate::backend::OpenError;
@@ -90,12 +99,15 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             history.record(entry).map_err(ServerError::State)?;
         }
         let (requests, queue) = mpsc::channel(WAITING);
-        let admin = admin(&config.admin, requests)?;
+        let metrics = start(|| open_metrics(&config, &requests))?;
+        let admin = admin(&config.admin, requests.clone())?;
         let control = Control {
             server,
             reread: source.reread,
             history,
             since: Instant::now(),
+            requests,
+            metrics,
         };
         let result = control.serve(&mut signals, queue).await;
         drop(admin);
@@ -119,6 +131,20 @@ fn start<S>(mut attempt: impl FnMut() -> Result<S, ServerError>) -> Result<S, Se
             end => return end,
         }
     }
+}
+
+/// Listens for those who want metrics, if the configuration says so.
+fn open_metrics(
+    config: &Config,
+    requests: &mpsc::Sender<Request>,
+) -> Result<Option<Listening>, ServerError> {
+    let Some(wanted) = &config.metrics else {
+        return Ok(None);
+    };
+    let addr = wanted.listen;
+    let opened = Listening::open(addr, requests.clone());
+    let opened = opened.map_err(|source| ServerError::Metrics { addr, source });
+    opened.map(Some)
 }
 
 /// The configuration that was applied last.
@@ -195,6 +221,8 @@ struct Control<'a> {
     reread: &'a dyn Fn() -> Result<Config, String>,
     history: History,
     since: Instant,
+    requests: mpsc::Sender<Request>,
+    metrics: Option<Listening>,
 }
 
 /// Why a configuration was not applied.
@@ -202,6 +230,8 @@ struct Control<'a> {
 enum ApplyError {
     #[error(transparent)]
     Change(#[from] ChangeError),
+    #[error("{0}; nothing was applied")]
+    Metrics(#[source] ServerError),
     #[error("it cannot be kept: {0}; nothing was applied")]
     Keep(#[source] std::io::Error),
 }
@@ -253,6 +283,15 @@ impl Control<'_> {
             Ask::Sessions => to_json(&view::sessions(&self.server)),
             Ask::Targets => to_json(&view::targets(&self.server)),
             Ask::History => to_json(&view::history(self.history.entries())),
+            Ask::Metrics => match metrics::text(&self.server, self.since.elapsed()) {
+                Ok(text) => to_json(&text),
+                Err(error) => Err(Failure::Failed(error.to_string())),
+            },
+            Ask::Live => to_json(&live::live(&self.server, self.since.elapsed())),
+            Ask::Health => Ok(serde_json::Value::Null),
+            Ask::Ready => health::ready(&self.server, &self.server.snapshot())
+                .map(|()| serde_json::Value::Null)
+                .map_err(|why| Failure::Refused { why, errno: None }),
             Ask::Config => self.kept().and_then(|kept| to_json(&kept)),
             Ask::Apply { text, replaces } => self
                 .check_revision(replaces.as_deref())
@@ -306,16 +345,32 @@ impl Control<'_> {
     /// Applies a configuration and keeps it, or does neither; says in the log what came of it.
     fn apply(&mut self, config: Config, who: &str, how: &str) -> Result<Changes, Failure> {
         let changes = diff(self.server.config(), &config);
+        let stays = |listening: &Listening| {
+            let wanted = config.metrics.as_ref();
+            wanted.is_some_and(|wanted| wanted.listen == listening.addr())
+        };
+        let keeps_metrics = self.metrics.as_ref().is_some_and(stays);
+        let opened = if keeps_metrics {
+            Ok(None)
+        } else {
+            open_metrics(&config, &self.requests).map_err(ApplyError::Metrics)
+        };
         let history = &mut self.history;
         // Files that it names may say something else now, so it is applied even if it is the same.
         let entry = (!changes.is_empty()).then(|| Entry::now(who, how, config.to_yaml()));
-        let applied = self.server.change_if(config, || {
-            entry
-                .map_or(Ok(()), |entry| history.record(entry))
-                .map_err(ApplyError::Keep)
+        let applied = opened.and_then(|metrics| {
+            self.server.change_if(config, || {
+                entry
+                    .map_or(Ok(()), |entry| history.record(entry))
+                    .map_err(ApplyError::Keep)
+            })?;
+            Ok(metrics)
         });
         match applied {
-            Ok(()) => {
+            Ok(metrics) => {
+                if !keeps_metrics {
+                    self.metrics = metrics;
+                }
                 tracing::info!(who, how, changes = changes.len(), "configuration applied");
                 for change in &changes {
                     tracing::info!(path = %change.path, old = %change.old, new = %change.new, "changed");

@@ -167,8 +167,8 @@ pub fn status(server: &Server, uptime: u64) -> Status {
 fn worker(snapshot: &Snapshot) -> WorkerView {
     WorkerView {
         worker: snapshot.worker,
-        logins: snapshot.logins,
-        rejects: snapshot.rejects,
+        logins: snapshot.logins.total(),
+        rejects: snapshot.rejects.total(),
         commands: snapshot.counters.commands + snapshot.iscsi.commands,
         pool: snapshot.pool_size,
         pool_free: snapshot.pool_free,
@@ -181,13 +181,17 @@ fn worker(snapshot: &Snapshot) -> WorkerView {
 #[must_use]
 pub fn sessions(server: &Server) -> Vec<SessionView> {
     let catalog = server.shared().registry.catalog();
-    let mut views: Vec<SessionView> = server
-        .snapshot()
+    sessions_of(&server.snapshot(), &catalog)
+}
+
+/// Likewise, of what workers have told.
+pub(super) fn sessions_of(snapshots: &[Snapshot], catalog: &Catalog) -> Vec<SessionView> {
+    let mut views: Vec<SessionView> = snapshots
         .iter()
         .flat_map(|snapshot| {
-            let srp = snapshot.sessions.iter().map(|s| srp(s, &catalog));
+            let srp = snapshot.sessions.iter().map(|s| srp(s, catalog));
             let iscsi = snapshot.iscsi_sessions.iter();
-            srp.chain(iscsi.map(|s| iscsi_view(snapshot.worker, s, &catalog)))
+            srp.chain(iscsi.map(|s| iscsi_view(snapshot.worker, s, catalog)))
         })
         .collect();
     views.sort_by(|a, b| {

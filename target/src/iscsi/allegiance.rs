@@ -407,6 +407,7 @@ impl<D: Datamover> Channel<D> {
             pool.release(buffer);
         }
         exec.rename(heir.to);
+        exec.course.leave();
         let (counted, lingers) = (
             std::mem::take(&mut task.counted),
             std::mem::take(&mut task.lingers),
@@ -451,6 +452,12 @@ impl<D: Datamover> Channel<D> {
         let task = &mut self.tasks[usize::from(idx.0)];
         let before = std::mem::replace(&mut task.exec, parcel.exec);
         task.exec.watchers.extend(before.watchers);
+        let addressed = self.session.as_ref().and_then(|session| {
+            let worker = self.config.worker;
+            self.accounts.addressed(&session.luns, parcel.lun, worker)
+        });
+        let account = addressed.map(|(_, account)| account);
+        task.exec.course.join(account);
         task.lun = parcel.lun;
         task.counted = parcel.counted;
         task.lingers = parcel.lingers;

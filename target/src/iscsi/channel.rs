@@ -24,7 +24,6 @@ use riser_scsi::nexus::NexusId;
 use riser_scsi::step::{BlockOp, StepResult};
 
 use super::allegiance::{Allegiance, TakeOver};
-use super::command::End;
 use super::datamover::Datamover;
 use super::login::Entering;
 use super::order::Waiting;
@@ -35,6 +34,7 @@ use super::window::{Member, WINDOWS, Window};
 use crate::log::RateLimit;
 use crate::pool::{Buffer, Pool};
 use crate::srp::{LunMap, SendIdx, TaskRef, UnitIdx};
+use crate::stats::{Accounts, Functions};
 use crate::warn_limited;
 
 /// PDUs and transfers that may wait to be sent before nothing more is read.
@@ -66,6 +66,9 @@ pub trait Gate {
     /// # Errors
     /// The status that refuses it.
     fn join(&mut self, joined: &Joined, first: CmdSn) -> Result<Admitted, LoginStatus>;
+
+    /// A login has failed, with this status.
+    fn refused(&mut self, status: LoginStatus);
 
     /// Another connection of the session is logged out for recovery; whether there is such a one.
     /// When others may have its commands, [`Channel::handle_others_gone`] tells of that.
@@ -256,6 +259,10 @@ pub struct Channel<D> {
     pub(super) released: bool,
     pub(super) actions: VecDeque<Action>,
     pub(super) counters: Counters,
+    /// Functions answered, and how.
+    pub(super) functions: Functions,
+    /// Where commands are counted, by unit.
+    pub(super) accounts: Accounts,
     pub(super) complaints: RateLimit,
 }
 
@@ -319,6 +326,8 @@ impl<D: Datamover> Channel<D> {
             released: false,
             actions: VecDeque::new(),
             counters: Counters::default(),
+            functions: Functions::default(),
+            accounts: Accounts::default(),
             complaints: RateLimit::default(),
             config,
         }
@@ -340,6 +349,18 @@ impl<D: Datamover> Channel<D> {
     #[must_use]
     pub fn counters(&self) -> Counters {
         self.counters
+    }
+
+    /// Task-management functions that it has answered, and how.
+    #[must_use]
+    pub fn functions(&self) -> &Functions {
+        &self.functions
+    }
+
+    /// What it has done at each unit.
+    #[must_use]
+    pub fn accounts(&self) -> &Accounts {
+        &self.accounts
     }
 
     /// Requests under way.
@@ -426,7 +447,7 @@ impl<D: Datamover> Channel<D> {
 
     /// What was handed to the datamover with this task as its end is on its way.
     pub fn handle_done(&mut self, cx: &mut Cx<'_>, task: TaskIdx) {
-        self.finish(cx.pool, task, End::Answered);
+        self.finish_answered(cx, task);
     }
 
     /// What was being sent is sent, or will never be.
@@ -486,6 +507,7 @@ impl<D: Datamover> Channel<D> {
     /// The initiator may use other units from now on. Commands under way go on.
     pub fn handle_luns(&mut self, luns: Arc<LunMap>) {
         if let Some(session) = &mut self.session {
+            self.accounts.follow(&luns);
             session.luns = luns;
         }
     }

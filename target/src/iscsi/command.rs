@@ -18,6 +18,7 @@ use super::tcp::good;
 use crate::execution::Entry;
 use crate::pool::Pool;
 use crate::srp::TaskRef;
+use crate::stats::Stage;
 
 /// How a request ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,12 +49,13 @@ impl<D: Datamover> Channel<D> {
         self.counters.commands += 1;
         self.counters.bytes_out += frame.data.len() as u64;
         let session = self.session.as_ref().expect("full-feature phase");
-        let unit = session.luns.addressed(command.lun);
+        let worker = self.config.worker;
+        let addressed = self.accounts.addressed(&session.luns, command.lun, worker);
         let first_burst = session.params.first_burst.min(command.expected_length);
         let bidirectional = command.reads && command.writes;
         let task = &mut self.tasks[usize::from(idx.0)];
         task.lun = command.lun;
-        task.exec.unit = unit;
+        task.exec.take_in(addressed, cx.now);
         task.exec.attribute = match command.attribute {
             TaskAttr::Untagged | TaskAttr::Simple => TaskAttribute::Simple,
             TaskAttr::Ordered => TaskAttribute::Ordered,
@@ -112,7 +114,7 @@ impl<D: Datamover> Channel<D> {
         let name = self.task_ref(idx);
         let session = self.session.as_ref().expect("full-feature phase");
         let exec = &mut self.tasks[usize::from(idx.0)].exec;
-        match exec.register(session.nexus, name) {
+        match exec.register(session.nexus, name, cx.now) {
             Entry::Now => self.start(cx, idx),
             Entry::Later => {}
             Entry::Full => self.answer_status(cx, idx, Status::TaskSetFull),
@@ -123,7 +125,7 @@ impl<D: Datamover> Channel<D> {
     pub(super) fn start(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         let session = self.session.as_ref().expect("full-feature phase");
         let exec = &mut self.tasks[usize::from(idx.0)].exec;
-        let step = exec.start(session.nexus, session.luns.luns(), cx.pool);
+        let step = exec.start(session.nexus, session.luns.luns(), cx.pool, cx.now);
         self.run(cx, idx, step);
     }
 
@@ -137,6 +139,8 @@ impl<D: Datamover> Channel<D> {
             }
             Step::ReceiveData { len } => {
                 let task = &mut self.tasks[usize::from(idx.0)];
+                task.exec.course.enter(Stage::FabricIn, cx.now);
+                task.exec.course.carry(len);
                 let staged = std::mem::take(&mut task.incoming.staged);
                 let useful = &staged[..staged.len().min(len as usize)];
                 if let Some(buffer) = &task.exec.buffer
@@ -154,10 +158,12 @@ impl<D: Datamover> Channel<D> {
                     .unit
                     .as_ref()
                     .expect("block operations have a unit");
+                let unit = unit.index;
+                task.exec.course.enter(Stage::Backend, cx.now);
                 task.state = TaskState::Block;
                 self.actions.push_back(Action::SubmitBlock {
                     task: idx,
-                    unit: unit.index,
+                    unit,
                     op,
                 });
             }
@@ -295,7 +301,8 @@ impl<D: Datamover> Channel<D> {
 
     /// Tells the command how its last step ended.
     fn advance(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, result: StepResult) {
-        let step = self.tasks[usize::from(idx.0)].exec.advance(result);
+        let exec = &mut self.tasks[usize::from(idx.0)].exec;
+        let step = exec.advance(result, cx.now);
         self.run(cx, idx, step);
     }
 
@@ -327,7 +334,7 @@ impl<D: Datamover> Channel<D> {
             task.state = TaskState::AwaitUnsolicited;
             return;
         }
-        let Some(len) = task.exec.gather(cx.pool, &response) else {
+        let Some(len) = task.exec.gather(cx.pool, &response, cx.now) else {
             task.exec.step = Some(Step::Respond(response));
             return self.await_pool(idx);
         };
@@ -398,6 +405,21 @@ impl<D: Datamover> Channel<D> {
         let started = self.tasks[usize::from(idx.0)].exec.leave();
         self.actions
             .extend(started.into_iter().map(Action::StartTask));
+    }
+
+    /// The answer to a command has gone, and the command is kept until that is acknowledged.
+    pub(super) fn note_answered(&mut self, cx: &Cx<'_>, idx: TaskIdx) {
+        let task = &mut self.tasks[usize::from(idx.0)];
+        // It may have been acknowledged before we heard that it was sent.
+        if task.state == TaskState::Sent {
+            task.exec.course.arrive(cx.now);
+        }
+    }
+
+    /// The answer to a request has gone.
+    pub(super) fn finish_answered(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
+        self.tasks[usize::from(idx.0)].exec.course.arrive(cx.now);
+        self.finish(cx.pool, idx, End::Answered);
     }
 
     /// Ends a request: gives everything back, tells who waits for it.

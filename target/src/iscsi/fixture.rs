@@ -24,6 +24,7 @@ use super::{
 };
 use crate::pool::Pool;
 use crate::srp::{LunMap, TaskRef, Unit, UnitIdx};
+use crate::stats::LunStats;
 
 pub(super) const DISK: usize = 1 << 20;
 pub(super) const WINDOW: u16 = 8;
@@ -33,6 +34,10 @@ pub(super) type Received = (FromTarget, Numbers, Vec<u8>);
 
 pub(super) struct FakeGate {
     pub(super) unit: Arc<Unit>,
+    /// What is counted of it.
+    pub(super) stats: Arc<LunStats>,
+    /// Logins that failed.
+    pub(super) refused: Vec<LoginStatus>,
     pub(super) offer: Offer,
     pub(super) targets: usize,
     pub(super) joined: usize,
@@ -48,6 +53,8 @@ impl FakeGate {
     pub(super) fn new(offer: Offer) -> Self {
         Self {
             unit: unit(),
+            stats: Arc::new(LunStats::new("t", 0)),
+            refused: Vec::new(),
             offer,
             targets: 1,
             joined: 0,
@@ -69,7 +76,8 @@ impl Gate for FakeGate {
 
     fn join(&mut self, joined: &Joined, first: CmdSn) -> Result<Admitted, LoginStatus> {
         self.joined += 1;
-        let luns = LunMap::new([(LunId::ZERO, Arc::clone(&self.unit))]);
+        let stats = Arc::clone(&self.stats);
+        let luns = LunMap::new([(LunId::ZERO, Arc::clone(&self.unit), stats)]);
         Ok(Admitted {
             tsih: Tsih(1),
             nexus: (!joined.session.discovery).then(|| (NexusId(7), Arc::new(luns))),
@@ -80,6 +88,10 @@ impl Gate for FakeGate {
                 .clone(),
             waits: self.waits,
         })
+    }
+
+    fn refused(&mut self, status: LoginStatus) {
+        self.refused.push(status);
     }
 
     fn detach(&mut self, cid: Cid) -> bool {

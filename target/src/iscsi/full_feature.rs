@@ -11,7 +11,6 @@ use riser_scsi::iscsi::pdu::{
 use riser_scsi::iscsi::{Itt, StatSn, Ttt};
 
 use super::channel::{Channel, Cx, IMMEDIATE_TASKS, Phase};
-use super::command::End;
 use super::datamover::{Control, Datamover};
 use super::task::{TaskIdx, TaskState};
 use crate::warn_limited;
@@ -198,7 +197,7 @@ impl<D: Datamover> Channel<D> {
 
     pub(super) fn on_acknowledged(&mut self, cx: &mut Cx<'_>, exp: Option<StatSn>) {
         for task in self.mover.acknowledge(exp) {
-            self.finish(cx.pool, task, End::Answered);
+            self.finish_answered(cx, task);
         }
     }
 

@@ -21,14 +21,27 @@ use super::task::{TaskIdx, TaskState};
 use crate::srp::{TaskRef, Unit};
 
 /// A task-management function under way.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Mgmt {
+    /// What it is.
+    function: TmfFunction,
     /// Units that are reset when the tasks are gone.
     resets: Vec<Arc<Unit>>,
     /// Nexuses that lost tasks, and the unit.
     cleared: Vec<(Arc<Unit>, NexusId)>,
     /// Tasks not yet gone.
     waiting: u32,
+}
+
+impl Mgmt {
+    fn new(function: TmfFunction) -> Self {
+        Self {
+            function,
+            resets: Vec::new(),
+            cleared: Vec::new(),
+            waiting: 0,
+        }
+    }
 }
 
 impl<D: Datamover> Channel<D> {
@@ -46,7 +59,7 @@ impl<D: Datamover> Channel<D> {
             return self.reject(cx, frame, RejectReason::TooManyImmediate, &"functions");
         };
         self.counters.task_management += 1;
-        self.tasks[usize::from(idx.0)].mgmt = Some(Mgmt::default());
+        self.tasks[usize::from(idx.0)].mgmt = Some(Mgmt::new(request.function));
         if request.function == TmfFunction::TaskReassign {
             return self.on_task_reassign(idx, request);
         }
@@ -184,6 +197,8 @@ impl<D: Datamover> Channel<D> {
     }
 
     pub(super) fn answer_tmf(&mut self, idx: TaskIdx, status: TmfStatus) {
+        let function = self.mgmt_mut(idx).function;
+        self.functions.count((name_of(function), answer_of(status)));
         self.mark_sent(idx);
         let task = &self.tasks[usize::from(idx.0)];
         self.mover.send_control(Control {
@@ -240,5 +255,39 @@ fn presence(is_there: bool) -> TmfStatus {
         TmfStatus::Succeeded
     } else {
         TmfStatus::Complete
+    }
+}
+
+/// A function, as a label.
+fn name_of(function: TmfFunction) -> &'static str {
+    match function {
+        TmfFunction::AbortTask => "abort_task",
+        TmfFunction::AbortTaskSet => "abort_task_set",
+        TmfFunction::ClearAca => "clear_aca",
+        TmfFunction::ClearTaskSet => "clear_task_set",
+        TmfFunction::LogicalUnitReset => "logical_unit_reset",
+        TmfFunction::TargetWarmReset => "target_warm_reset",
+        TmfFunction::TargetColdReset => "target_cold_reset",
+        TmfFunction::TaskReassign => "task_reassign",
+        TmfFunction::QueryTask => "query_task",
+        TmfFunction::QueryTaskSet => "query_task_set",
+        TmfFunction::NexusReset => "nexus_reset",
+        TmfFunction::QueryAsyncEvent => "query_async_event",
+        TmfFunction::Other(_) => "unknown",
+    }
+}
+
+/// The answer to one, as a label.
+fn answer_of(status: TmfStatus) -> &'static str {
+    match status {
+        TmfStatus::Complete => "complete",
+        TmfStatus::Succeeded => "succeeded",
+        TmfStatus::TaskDoesNotExist => "no_such_task",
+        TmfStatus::LunDoesNotExist => "no_such_lun",
+        TmfStatus::TaskStillAllegiant => "still_allegiant",
+        TmfStatus::ReassignmentNotSupported => "reassignment_not_supported",
+        TmfStatus::NotSupported => "not_supported",
+        TmfStatus::AuthorizationFailed => "not_authorized",
+        TmfStatus::Rejected => "rejected",
     }
 }

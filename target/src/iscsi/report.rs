@@ -72,9 +72,18 @@ pub struct SessionInfo {
     pub in_flight: usize,
     /// Logical units that it sees.
     pub luns: usize,
+    /// Commands that it may have under way.
+    pub commands: u16,
 }
 
 impl<D: Datamover> Channel<D> {
+    /// The initiator port: its name with the ISID.
+    #[must_use]
+    pub fn initiator(&self) -> Option<String> {
+        let identity = &self.session.as_ref()?.identity;
+        Some(format!("{},{}", identity.initiator, identity.isid))
+    }
+
     /// Its session, for people.
     #[must_use]
     pub fn session_info(&self) -> Option<SessionInfo> {
@@ -88,6 +97,7 @@ impl<D: Datamover> Channel<D> {
             connection: session.connection,
             in_flight: self.in_flight(),
             luns: session.luns.luns().len(),
+            commands: self.config.commands,
         })
     }
 }

@@ -174,6 +174,8 @@ pub struct Tcp {
     in_batch: Vec<TaskIdx>,
     /// Tasks that end with that batch.
     ends: Vec<TaskIdx>,
+    /// Tasks whose answer is in the batch, and which are kept until it is acknowledged.
+    answered: Vec<TaskIdx>,
     is_sending: bool,
     recovery: Recovery,
 }
@@ -192,6 +194,7 @@ impl Tcp {
             next_ttt: 0,
             in_batch: Vec::new(),
             ends: Vec::new(),
+            answered: Vec::new(),
             is_sending: false,
             recovery: Recovery::default(),
         }
@@ -426,7 +429,9 @@ impl Tcp {
                     self.put_control(&control, numbers, batch);
                     let is_kept =
                         control.counts && self.recovery.keep_control(&control, self.stat_sn);
-                    if !is_kept {
+                    if is_kept {
+                        self.answered.extend(control.ends);
+                    } else {
                         self.ends.extend(control.ends);
                     }
                     if control.counts {
@@ -450,7 +455,9 @@ impl Tcp {
                     if !self.put_data_in(&mut item, numbers, held.buffer(task), batch) {
                         self.queue.push_front(Item::Data(item));
                     } else if item.put.status.is_some() {
-                        if !self.recovery.keep_data(item.put, self.stat_sn) {
+                        if self.recovery.keep_data(item.put, self.stat_sn) {
+                            self.answered.push(task);
+                        } else {
                             self.ends.push(task);
                         }
                         self.stat_sn = self.stat_sn.next();
@@ -467,6 +474,11 @@ impl Tcp {
         self.is_sending = false;
         self.in_batch.clear();
         std::mem::take(&mut self.ends)
+    }
+
+    /// Tasks whose answers went with the batch that was sent, and which are kept.
+    pub(super) fn take_answered(&mut self) -> Vec<TaskIdx> {
+        std::mem::take(&mut self.answered)
     }
 }
 
@@ -743,6 +755,9 @@ impl TcpChannel {
     /// The batch was sent, or failed to be.
     pub fn handle_sent(&mut self, cx: &mut Cx<'_>, ok: bool) {
         let ended = self.channel.mover_mut().on_sent();
+        for task in self.channel.mover_mut().take_answered() {
+            self.channel.note_answered(cx, task);
+        }
         for task in ended {
             self.channel.handle_done(cx, task);
         }

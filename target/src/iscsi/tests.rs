@@ -9,6 +9,7 @@ use riser_scsi::iscsi::pdu::{
     TmfRequest, TmfStatus,
 };
 use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
+use riser_scsi::kind::Kind;
 use riser_scsi::step::Residual;
 
 use super::fixture::{Received, Rig, WINDOW};
@@ -1043,6 +1044,19 @@ proptest! {
             }
             prop_assert!(rig.channel.channel().in_flight() <= 3 * usize::from(WINDOW) + 16);
         }
+        rig.end();
+    }
+}
+
+/// What a command's times are about ends with its answer, be that kept for an initiator that is silent.
+#[test]
+fn a_command_is_counted_when_its_answer_is_sent() {
+    for keys in ["", "ErrorRecoveryLevel=1\0"] {
+        let mut rig = Rig::logged_in(keys);
+        rig.read(1, 0, 1);
+        let counts = rig.gate.stats.class(Kind::Read);
+        assert_eq!((counts.total.count(), counts.bytes), (1, 512), "{keys:?}");
+        assert_eq!(rig.gate.stats.queue_depth(), 0);
         rig.end();
     }
 }

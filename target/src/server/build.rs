@@ -11,6 +11,7 @@ use super::ServerError;
 use crate::backend::Store;
 use crate::config::{self, Backend, Config, HostId, Lun, Portal, Protocol, Target};
 use crate::srp::{LoginLimits, Unit, UnitIdx};
+use crate::stats::{LunStats, MAX_WORKERS};
 use crate::worker::registry::SessionLimits;
 use crate::worker::target::{Catalog, IscsiDef, PortalDef, TargetDef};
 
@@ -20,7 +21,7 @@ const MAX_TASKS: u32 = 1 << 16;
 /// Number of workers: a power of two, since queue-pair numbers name their worker in low bits.
 pub(super) fn workers(config: &Config) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let wanted = config.workers.number(cores).clamp(1, 64);
+    let wanted = config.workers.number(cores).clamp(1, MAX_WORKERS);
     let number = 1 << wanted.ilog2();
     if number != wanted {
         tracing::info!(wanted, number, "the number of workers is a power of two");
@@ -117,6 +118,7 @@ pub(super) struct Builder {
     opened: Vec<Option<Arc<Store>>>,
     unit_stores: Vec<usize>,
     ports: BTreeMap<String, PortIds>,
+    stats: BTreeMap<(String, u16), Arc<LunStats>>,
 }
 
 /// RELATIVE TARGET PORT IDENTIFIERs of a target's ports.
@@ -151,14 +153,16 @@ impl Builder {
             let portals = target.portals.iter();
             let portals = portals.filter(|portal| portal.protocol == Protocol::Srp);
             let portals = portals.map(|portal| portal_def(&host, target, portal, &ids));
-            let mut members = Vec::new();
+            let (mut members, mut stats) = (Vec::new(), Vec::new());
             for (number, lun) in &target.luns {
                 members.push((*number, self.unit(config, &host, *lun)?));
+                stats.push(self.stats(&target.name, *number));
             }
             targets.push(TargetDef {
                 config: target.clone(),
                 portals: portals.collect(),
                 units: members,
+                stats,
                 iscsi: iscsi(target, &ids)?,
             });
         }
@@ -194,6 +198,11 @@ impl Builder {
     fn forget_others(&mut self, targets: &[TargetDef]) {
         let is_there = |name: &str| targets.iter().any(|t| t.config.name == name);
         self.ports.retain(|name, _| is_there(name));
+        let has = |name: &str, lun: u16| {
+            let mut same = targets.iter().filter(|t| t.config.name == name);
+            same.any(|t| t.config.luns.contains_key(&lun))
+        };
+        self.stats.retain(|(name, lun), _| has(name, *lun));
         let served = |unit: &Arc<Unit>| {
             let mut all = targets.iter().flat_map(|t| &t.units);
             all.any(|(_, u)| Arc::ptr_eq(u, unit))
@@ -253,6 +262,13 @@ impl Builder {
         self.unit_stores.push(place);
         self.units.insert(key, Arc::clone(&unit));
         Ok(unit)
+    }
+
+    /// What is counted of a target's unit, which goes on where it was.
+    fn stats(&mut self, target: &str, lun: u16) -> Arc<LunStats> {
+        let key = (target.to_owned(), lun);
+        let new = || Arc::new(LunStats::new(target, lun));
+        Arc::clone(self.stats.entry(key).or_insert_with(new))
     }
 
     fn store(&mut self, backend: &Backend) -> Result<usize, ServerError> {

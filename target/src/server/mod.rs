@@ -115,6 +115,14 @@ pub enum ServerError {
     /// Something took longer than it may.
     #[error("{0} did not end in time")]
     Timeout(&'static str),
+    /// Metrics cannot be where the configuration wants them.
+    #[error("cannot listen for metrics at {addr}: {source}")]
+    Metrics {
+        /// The address.
+        addr: SocketAddr,
+        /// Why.
+        source: io::Error,
+    },
     /// The admin API cannot be where the configuration wants it.
     #[error("cannot listen at {}: {source}", path.display())]
     Admin {
@@ -141,9 +149,9 @@ impl ServerError {
     pub fn is_in_use(&self) -> bool {
         match self {
             Self::Backend { source, .. } => matches!(source, OpenError::Locked { .. }),
-            Self::Device { source, .. } | Self::Listen { source, .. } => {
-                source.kind() == io::ErrorKind::AddrInUse
-            }
+            Self::Device { source, .. }
+            | Self::Listen { source, .. }
+            | Self::Metrics { source, .. } => source.kind() == io::ErrorKind::AddrInUse,
             _ => false,
         }
     }
@@ -314,6 +322,12 @@ impl Server {
     #[must_use]
     pub fn failure(&self) -> Arc<Notify> {
         Arc::clone(&self.failure)
+    }
+
+    /// Workers that there should be.
+    #[must_use]
+    pub fn workers(&self) -> usize {
+        self.senders.len()
     }
 
     /// I_T nexuses at present.

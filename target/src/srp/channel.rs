@@ -28,6 +28,7 @@ use super::transfer::{PortionLimits, RdmaWr};
 use super::unit::{LunMap, TaskRef};
 use crate::log::RateLimit;
 use crate::pool::Pool;
+use crate::stats::{Accounts, Functions};
 use crate::warn_limited;
 
 /// How long a connection may take from our accept to its establishment.
@@ -127,6 +128,10 @@ pub struct Channel {
     probing: bool,
     pub(super) actions: VecDeque<Action>,
     pub(super) counters: Counters,
+    /// Functions answered, and how.
+    pub(super) functions: Functions,
+    /// Where commands are counted, by unit.
+    pub(super) accounts: Accounts,
     pub(super) complaints: RateLimit,
 }
 
@@ -163,6 +168,8 @@ impl Channel {
             probing: false,
             actions: VecDeque::with_capacity(2 * receives as usize),
             counters: Counters::default(),
+            functions: Functions::default(),
+            accounts: Accounts::default(),
             complaints: RateLimit::default(),
             config,
         };
@@ -194,6 +201,18 @@ impl Channel {
     #[must_use]
     pub fn counters(&self) -> Counters {
         self.counters
+    }
+
+    /// Task-management functions that it has answered, and how.
+    #[must_use]
+    pub fn functions(&self) -> &Functions {
+        &self.functions
+    }
+
+    /// What it has done at each unit.
+    #[must_use]
+    pub fn accounts(&self) -> &Accounts {
+        &self.accounts
     }
 
     /// Its request limit.

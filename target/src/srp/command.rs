@@ -12,6 +12,7 @@ use super::table::{Table, TableError, Taken};
 use super::transfer::{Direction, Transfer};
 use crate::execution::Entry;
 use crate::pool::Pool;
+use crate::stats::Stage;
 use crate::warn_limited;
 
 /// How a request ends.
@@ -49,10 +50,11 @@ impl Channel {
     pub(super) fn on_cmd(&mut self, cx: &mut Cx<'_>, recv: RecvIdx, cmd: &Cmd<'_>) {
         self.counters.commands += 1;
         let idx = self.take_in(cmd.tag, IoctxState::New);
-        let unit = self.config.luns.addressed(cmd.lun);
+        let (luns, worker) = (&self.config.luns, self.config.worker);
+        let addressed = self.accounts.addressed(luns, cmd.lun, worker);
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.lun = cmd.lun;
-        io.exec.unit = unit;
+        io.exec.take_in(addressed, cx.now);
         io.exec.attribute = match cmd.task_attr {
             TaskAttr::Simple => TaskAttribute::Simple,
             TaskAttr::HeadOfQueue => TaskAttribute::HeadOfQueue,
@@ -126,7 +128,7 @@ impl Channel {
     fn enter_task_set(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
         let task = self.task_ref(idx);
         let io = &mut self.ioctx[usize::from(idx.0)];
-        match io.exec.register(self.config.nexus, task) {
+        match io.exec.register(self.config.nexus, task, cx.now) {
             Entry::Now => self.prepare(cx, idx),
             Entry::Later => io.state = IoctxState::AwaitTask,
             Entry::Full => self.answer_status(cx, idx, Status::TaskSetFull),
@@ -149,6 +151,7 @@ impl Channel {
             return self.await_pool(idx, IoctxState::AwaitTable);
         };
         let source = Table::Inline([remote].into_iter().collect());
+        io.exec.course.enter(Stage::FabricIn, cx.now);
         io.fetch = Some((source, buffer));
         io.transfer = Some(Transfer::new(Direction::FromInitiator, remote.data_len()));
         self.try_post(idx, Then::FetchTable);
@@ -183,7 +186,7 @@ impl Channel {
     fn start(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
         let io = &mut self.ioctx[usize::from(idx.0)];
         let luns = self.config.luns.luns();
-        let step = io.exec.start(self.config.nexus, luns, cx.pool);
+        let step = io.exec.start(self.config.nexus, luns, cx.pool, cx.now);
         self.run(cx, idx, step);
     }
 
@@ -198,13 +201,15 @@ impl Channel {
                 }
                 Step::ReceiveData { len } => {
                     self.counters.bytes_out += u64::from(len);
-                    if self.ioctx[usize::from(idx.0)].immediate.is_some() {
+                    let io = &mut self.ioctx[usize::from(idx.0)];
+                    io.exec.course.enter(Stage::FabricIn, cx.now);
+                    io.exec.course.carry(len);
+                    if io.immediate.is_some() {
                         self.take_immediate(idx, len);
-                        self.advance(idx, StepResult::Done)
+                        self.advance(cx, idx, StepResult::Done)
                     } else if len == 0 {
-                        self.advance(idx, StepResult::Done)
+                        self.advance(cx, idx, StepResult::Done)
                     } else {
-                        let io = &mut self.ioctx[usize::from(idx.0)];
                         io.transfer = Some(Transfer::new(Direction::FromInitiator, len));
                         return self.try_post(idx, Then::NeedData);
                     }
@@ -213,6 +218,7 @@ impl Channel {
                     let io = &mut self.ioctx[usize::from(idx.0)];
                     let unit = io.exec.unit.as_ref().expect("block operations have a unit");
                     let unit = unit.index;
+                    io.exec.course.enter(Stage::Backend, cx.now);
                     io.state = IoctxState::DataIn;
                     self.blocks_in_flight += 1;
                     self.actions.push_back(Action::SubmitBlock {
@@ -249,8 +255,9 @@ impl Channel {
     }
 
     /// Tells the command how its last step ended.
-    pub(super) fn advance(&mut self, idx: SendIdx, result: StepResult) -> Step {
-        self.ioctx[usize::from(idx.0)].exec.advance(result)
+    pub(super) fn advance(&mut self, cx: &Cx<'_>, idx: SendIdx, result: StepResult) -> Step {
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        io.exec.advance(result, cx.now)
     }
 
     /// Waits for pool memory, behind the others.
@@ -277,7 +284,7 @@ impl Channel {
         if self.ends_early(cx, idx) {
             return;
         }
-        let step = self.advance(idx, result);
+        let step = self.advance(cx, idx, result);
         self.run(cx, idx, step);
     }
 

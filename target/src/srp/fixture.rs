@@ -24,6 +24,7 @@ use super::login::{ChannelParams, MAX_TI_IU};
 use super::transfer::{Direction, RdmaWr};
 use super::unit::{LunMap, Unit, UnitIdx};
 use crate::pool::Pool;
+use crate::stats::LunStats;
 
 pub(super) const DISK: usize = 1 << 20;
 
@@ -56,6 +57,8 @@ pub(super) struct Rig {
     pub(super) now: Instant,
     pub(super) pool: Pool,
     pub(super) units: Vec<Arc<Unit>>,
+    /// What is counted of them.
+    pub(super) stats: Vec<Arc<LunStats>>,
     pub(super) disks: Vec<Vec<u8>>,
     /// The initiator's registered memory, by key; addresses count from 0.
     pub(super) remote: HashMap<u32, Vec<u8>>,
@@ -113,6 +116,7 @@ impl Rig {
             now: Instant::now(),
             pool: Pool::new(4 << 20).unwrap(),
             units,
+            stats: (0..2).map(|i| Arc::new(LunStats::new("t", i))).collect(),
             disks: vec![vec![0; DISK]; 2],
             remote: HashMap::new(),
             channels: Vec::new(),
@@ -155,7 +159,10 @@ impl Rig {
             }
         }
         let memory = |len| Memory::new(len).unwrap().whole();
-        let map = (0..2).map(|i| (LunId::new(i).unwrap(), self.units[i as usize].clone()));
+        let map = (0..2).map(|i| {
+            let (unit, stats) = (&self.units[i as usize], &self.stats[i as usize]);
+            (LunId::new(i).unwrap(), unit.clone(), stats.clone())
+        });
         let config = ChannelConfig {
             worker: 0,
             serial: chan as u32,

@@ -22,6 +22,8 @@ use super::unit::{TaskRef, Unit};
 /// A task-management function under way.
 #[derive(Debug)]
 pub struct Mgmt {
+    /// What it is.
+    function: TskMgmtFunction,
     /// The unit.
     unit: Arc<Unit>,
     /// Whether the unit is reset when the tasks are gone.
@@ -40,9 +42,11 @@ impl Channel {
         io.notify_success = request.notify_success;
         io.notify_failure = request.notify_failure;
         let Some(unit) = self.config.luns.addressed(request.lun) else {
-            return self.answer_code(cx, idx, RspCode::RequestFieldsInvalid);
+            let code = RspCode::RequestFieldsInvalid;
+            return self.answer_function(cx, idx, request.function, code);
         };
         self.ioctx[usize::from(idx.0)].mgmt = Some(Mgmt {
+            function: request.function,
             unit: Arc::clone(&unit),
             resets: request.function == TskMgmtFunction::LogicalUnitReset,
             cleared: Vec::new(),
@@ -58,12 +62,14 @@ impl Channel {
             TskMgmtFunction::LogicalUnitReset => TaskManagement::LogicalUnitReset,
             TskMgmtFunction::ClearAca => TaskManagement::ClearAca,
             TskMgmtFunction::Other(_) => {
-                return self.answer_code(cx, idx, RspCode::TskMgmtNotSupported);
+                let code = RspCode::TskMgmtNotSupported;
+                return self.answer_function(cx, idx, request.function, code);
             }
         };
         let managed = unit.manage(self.config.nexus, function);
         if managed.response == TmfResponse::Rejected {
-            return self.answer_code(cx, idx, RspCode::TskMgmtNotSupported);
+            let code = RspCode::TskMgmtNotSupported;
+            return self.answer_function(cx, idx, request.function, code);
         }
         let watcher = self.task_ref(idx);
         let mgmt = self.mgmt_mut(idx);
@@ -102,6 +108,7 @@ impl Channel {
             return;
         }
         let (unit, resets) = (Arc::clone(&mgmt.unit), mgmt.resets);
+        let function = mgmt.function;
         let cleared = std::mem::take(&mut mgmt.cleared);
         let lu = &unit.lu;
         if resets {
@@ -114,7 +121,19 @@ impl Channel {
         for nexus in cleared {
             lu.raise(Attention::CommandsCleared, AttentionScope::One(nexus));
         }
-        self.answer_code(cx, idx, RspCode::Complete);
+        self.answer_function(cx, idx, function, RspCode::Complete);
+    }
+
+    /// Answers a function.
+    fn answer_function(
+        &mut self,
+        cx: &mut Cx<'_>,
+        idx: SendIdx,
+        function: TskMgmtFunction,
+        code: RspCode,
+    ) {
+        self.functions.count((name_of(function), answer_of(code)));
+        self.answer_code(cx, idx, code);
     }
 
     /// A task of this channel may start: those that held it back are gone.
@@ -186,5 +205,27 @@ impl Channel {
             }
             _ => {}
         }
+    }
+}
+
+/// A function, as a label.
+fn name_of(function: TskMgmtFunction) -> &'static str {
+    match function {
+        TskMgmtFunction::AbortTask => "abort_task",
+        TskMgmtFunction::AbortTaskSet => "abort_task_set",
+        TskMgmtFunction::ClearTaskSet => "clear_task_set",
+        TskMgmtFunction::LogicalUnitReset => "logical_unit_reset",
+        TskMgmtFunction::ClearAca => "clear_aca",
+        TskMgmtFunction::Other(_) => "unknown",
+    }
+}
+
+/// The answer to one, as a label.
+fn answer_of(code: RspCode) -> &'static str {
+    match code {
+        RspCode::Complete => "complete",
+        RspCode::TskMgmtNotSupported => "not_supported",
+        RspCode::RequestFieldsInvalid => "no_such_lun",
+        _ => "failed",
     }
 }

@@ -15,7 +15,7 @@ impl Channel {
     pub(super) fn respond(&mut self, cx: &mut Cx<'_>, idx: SendIdx, response: Response) {
         self.leave_task_set(idx);
         let io = &mut self.ioctx[usize::from(idx.0)];
-        let Some(len) = io.exec.gather(cx.pool, &response) else {
+        let Some(len) = io.exec.gather(cx.pool, &response, cx.now) else {
             io.exec.step = Some(Step::Respond(response));
             return self.await_pool(idx, IoctxState::AwaitBuffer);
         };
@@ -151,6 +151,7 @@ impl Channel {
     pub(super) fn on_chain_done(&mut self, cx: &mut Cx<'_>, idx: SendIdx, ok: bool) {
         let io = &mut self.ioctx[usize::from(idx.0)];
         if matches!(io.state, IoctxState::CmdRspSent | IoctxState::MgmtRspSent) {
+            io.exec.course.arrive(cx.now);
             return self.finish(cx.pool, idx, End::Answered);
         }
         if self.ends_early(cx, idx) {
@@ -173,7 +174,7 @@ impl Channel {
                 } else {
                     StepResult::Failed(BackendError::Transfer)
                 };
-                let step = self.advance(idx, result);
+                let step = self.advance(cx, idx, result);
                 self.run(cx, idx, step);
             }
             other => unreachable!("no chain is posted in {other:?}"),

@@ -127,6 +127,7 @@ impl Channel {
     /// The initiator sees other units from now on. Commands under way keep theirs to their end. The
     /// unit attention is the nexus's affair; those who want events are told at once.
     pub fn handle_luns(&mut self, cx: &mut Cx<'_>, luns: Arc<LunMap>) {
+        self.accounts.follow(&luns);
         self.config.luns = luns;
         let first = self.config.luns.iter().next().map(|(_, unit)| unit.index);
         match first {

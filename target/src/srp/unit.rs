@@ -12,6 +12,7 @@ use riser_scsi::task::{
 };
 
 use super::ioctx::SendIdx;
+use crate::stats::LunStats;
 
 /// Number of a logical unit within the server: the same for every worker, portal and initiator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -165,17 +166,23 @@ impl Unit {
 pub struct LunMap {
     luns: Vec<LunId>,
     units: Vec<Arc<Unit>>,
+    stats: Vec<Arc<LunStats>>,
 }
 
 impl LunMap {
     /// A map of these, in ascending order of their numbers. Of two with one number the first counts.
     #[must_use]
-    pub fn new(entries: impl IntoIterator<Item = (LunId, Arc<Unit>)>) -> Self {
+    pub fn new(entries: impl IntoIterator<Item = (LunId, Arc<Unit>, Arc<LunStats>)>) -> Self {
         let mut entries: Vec<_> = entries.into_iter().collect();
-        entries.sort_by_key(|(lun, _)| *lun);
-        entries.dedup_by_key(|(lun, _)| *lun);
-        let (luns, units) = entries.into_iter().unzip();
-        Self { luns, units }
+        entries.sort_by_key(|(lun, ..)| *lun);
+        entries.dedup_by_key(|(lun, ..)| *lun);
+        let mut map = Self::default();
+        for (lun, unit, stats) in entries {
+            map.luns.push(lun);
+            map.units.push(unit);
+            map.stats.push(stats);
+        }
+        map
     }
 
     /// The numbers, for REPORT LUNS.
@@ -200,6 +207,15 @@ impl LunMap {
     #[must_use]
     pub fn unit(&self, place: usize) -> &Arc<Unit> {
         &self.units[place]
+    }
+
+    /// Where the commands to the unit at a place of the map are counted.
+    ///
+    /// # Panics
+    /// If there is no such place.
+    #[must_use]
+    pub fn stats(&self, place: usize) -> &Arc<LunStats> {
+        &self.stats[place]
     }
 
     /// An addressed unit.

@@ -4,8 +4,12 @@ use std::net::{IpAddr, SocketAddr};
 use std::ops::{Index, IndexMut};
 use std::time::{Duration, Instant};
 
+use riser_transport::cm::CmCounters;
 use riser_transport::loopback::Endpoint;
+use riser_transport::rc::RcCounters;
 use riser_transport::rdma_core::{RdmaCoreDevice, has_device};
+use riser_transport::roce::driver::DriverCounters;
+use riser_transport::roce::nic::{NicCounters, NicUsage};
 use riser_transport::roce::{Misdirected, Roce};
 use riser_transport::verbs::{Provider, VerbsError};
 
@@ -30,6 +34,11 @@ pub trait Device: Provider {
         false
     }
 
+    /// What it has counted, if it is one of our own.
+    fn nic(&self) -> Option<NicInfo> {
+        None
+    }
+
     /// How to open it once more, where it can come back.
     fn reopen(&self) -> Option<Reopen> {
         None
@@ -39,7 +48,43 @@ pub trait Device: Provider {
 /// Opens a device that was taken away; `None` where it is not there.
 pub type Reopen = Box<dyn Fn() -> Option<Box<dyn Device>>>;
 
+/// What a software NIC has counted at one worker, and what it holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NicInfo {
+    /// Packets.
+    pub nic: NicCounters,
+    /// Connections.
+    pub rc: RcCounters,
+    /// The connection manager.
+    pub cm: CmCounters,
+    /// The socket.
+    pub socket: DriverCounters,
+    /// Objects.
+    pub usage: NicUsage,
+}
+
+/// A device, for people.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceInfo {
+    /// Its address.
+    pub addr: IpAddr,
+    /// Whether it works.
+    pub is_open: bool,
+    /// What it has counted, if it is one of our own.
+    pub nic: Option<NicInfo>,
+}
+
 impl Device for Roce {
+    fn nic(&self) -> Option<NicInfo> {
+        Some(NicInfo {
+            nic: *self.counters(),
+            rc: self.rc_counters(),
+            cm: self.cm_counters(),
+            socket: self.driver_counters(),
+            usage: self.usage(),
+        })
+    }
+
     fn poll_misdirected(&mut self) -> Option<Misdirected> {
         Roce::poll_misdirected(self)
     }
@@ -235,6 +280,20 @@ impl Devices {
             State::Open { device, is_gone } => (!*is_gone).then_some(device),
             State::Closed { .. } | State::Vacant => None,
         })
+    }
+
+    /// All that are there, for people.
+    pub(super) fn info(&self) -> Vec<DeviceInfo> {
+        let info = |place: &Place| {
+            let (is_open, nic) = match &place.state {
+                State::Vacant => return None,
+                State::Open { device, is_gone } => (!is_gone, device.nic()),
+                State::Closed { .. } => (false, None),
+            };
+            let addr = place.addr;
+            Some(DeviceInfo { addr, is_open, nic })
+        };
+        self.0.iter().filter_map(info).collect()
     }
 
     /// When one of them wants to be driven or looked for.

@@ -2,18 +2,22 @@
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::mpsc::Sender;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use riser_reactor::{MailSender, SendError};
 use riser_scsi::attention::Attention;
 use riser_scsi::iscsi::Cid;
 use riser_scsi::srp::TLogoutReason;
 
+use super::device::DeviceInfo;
 use super::session::SessionInfo;
 use super::stage::Stage;
+use crate::config::Protocol;
 use crate::iscsi::{Parcel, TakeOver};
 use crate::srp::{Counters, TaskRef, UnitIdx};
+use crate::stats::{Account, Functions, Tally};
 
 /// Messages that a worker's mailbox holds.
 pub const MAILBOX: usize = 4096;
@@ -148,6 +152,17 @@ pub struct IscsiSession {
     pub info: crate::iscsi::SessionInfo,
 }
 
+/// What a session has done at a unit.
+#[derive(Clone, Debug)]
+pub struct SessionAccount {
+    /// Its protocol.
+    pub protocol: Protocol,
+    /// The initiator port.
+    pub initiator: String,
+    /// What it has done.
+    pub account: Arc<Account>,
+}
+
 /// What a worker has done, and its sessions.
 #[derive(Clone, Debug, Default)]
 pub struct Snapshot {
@@ -161,10 +176,24 @@ pub struct Snapshot {
     pub iscsi: crate::iscsi::Counters,
     /// Sessions of iSCSI and iSER at present.
     pub iscsi_sessions: Vec<IscsiSession>,
+    /// What the sessions have done at each unit.
+    pub accounts: Vec<SessionAccount>,
+    /// Task-management functions that were answered, and how.
+    pub functions: Vec<(Protocol, Functions)>,
     /// Logins accepted.
-    pub logins: u64,
-    /// Logins refused.
-    pub rejects: u64,
+    pub logins: Tally<Protocol>,
+    /// Logins refused, and why.
+    pub rejects: Tally<(Protocol, &'static str)>,
+    /// Its devices.
+    pub devices: Vec<DeviceInfo>,
+    /// Where it listens with RDMA.
+    pub rdma_listeners: Vec<SocketAddr>,
+    /// Where it listens with TCP.
+    pub tcp_listeners: Vec<SocketAddr>,
+    /// How long it has had something to do.
+    pub busy: Duration,
+    /// How long it has run.
+    pub ran: Duration,
     /// Size of the data-buffer pool, in bytes.
     pub pool_size: usize,
     /// Bytes of it that are free.

@@ -28,6 +28,7 @@
 //! - `mail`: messages between workers.
 //! - `park`: where a worker sleeps.
 //! - `removal`: devices that are taken away. `places`: devices that no portal needs any more.
+//! - `snapshot`: what a worker tells of itself.
 //! - `stage`: what the next catalog takes is acquired before it is served.
 //!
 //! # Bounds
@@ -48,6 +49,7 @@ mod queue;
 pub mod registry;
 mod removal;
 mod session;
+mod snapshot;
 pub mod stage;
 pub mod target;
 
@@ -66,18 +68,20 @@ use riser_transport::verbs::{CmError, CmId, Completion, CqId};
 use slab::Slab;
 
 use crate::backend::{Driver, DriverConfig, StoreId};
+use crate::config::Protocol;
 use crate::log::RateLimit;
 use crate::pool::Pool;
 use crate::srp::{Counters, Cx};
+use crate::stats::{Functions, Tally};
 
-pub use device::{Device, Opened, Reopen};
+pub use device::{Device, DeviceInfo, NicInfo, Opened, Reopen};
 pub use session::SessionInfo;
 
 use catalog::Leaving;
 use device::Devices;
 use discovery::DiscoveryAgent;
 use iscsi::{IscsiSessions, TcpListener};
-use mail::{Mail, Outbox, Snapshot};
+use mail::{Mail, Outbox};
 use places::Places;
 use registry::Registry;
 use session::Session;
@@ -269,9 +273,15 @@ pub struct Worker {
     exiting: bool,
     /// Counters of channels that are gone.
     past: Counters,
-    logins: u64,
-    rejects: u64,
+    /// Functions of SRP channels that are gone.
+    past_functions: Functions,
+    logins: Tally<Protocol>,
+    rejects: Tally<(Protocol, &'static str)>,
     parks: u64,
+    /// When it began.
+    began: Instant,
+    /// How long its rounds have taken that had something to do.
+    busy: Duration,
     complaints: RateLimit,
     now: Instant,
 }
@@ -362,9 +372,12 @@ impl Worker {
             flushing: None,
             exiting: false,
             past: Counters::default(),
-            logins: 0,
-            rejects: 0,
+            past_functions: Functions::default(),
+            logins: Tally::default(),
+            rejects: Tally::default(),
             parks: 0,
+            began: Instant::now(),
+            busy: Duration::ZERO,
             complaints: RateLimit::default(),
             now: Instant::now(),
         };
@@ -382,9 +395,15 @@ impl Worker {
     /// # Errors
     /// [`WorkerError::Ring`]: the ring is of no further use, and the worker neither.
     pub fn run(&mut self) -> Result<(), WorkerError> {
+        let mut now = Instant::now();
         while !self.exiting {
-            let worked = self.step(Instant::now())?;
+            let worked = self.step(now)?;
             self.park(worked)?;
+            let next = Instant::now();
+            if worked > 0 {
+                self.busy += next.saturating_duration_since(now);
+            }
+            now = next;
         }
         Ok(())
     }
@@ -455,30 +474,6 @@ impl Worker {
         .into_iter()
         .flatten()
         .min()
-    }
-
-    fn snapshot(&self) -> Snapshot {
-        let mut counters = self.past;
-        for (_, session) in &self.sessions {
-            counters += session.channel.counters();
-        }
-        Snapshot {
-            worker: self.index,
-            counters,
-            sessions: self
-                .sessions
-                .iter()
-                .map(|(_, s)| s.info(self.index))
-                .collect(),
-            iscsi: self.iscsi.counters() + self.isers.counters(),
-            iscsi_sessions: self.iscsi.sessions().chain(self.isers.sessions()).collect(),
-            logins: self.logins,
-            rejects: self.rejects,
-            pool_size: self.pool.size(),
-            pool_free: self.pool.free(),
-            pool_lowest: self.pool.lowest_free(),
-            parks: self.parks,
-        }
     }
 }
 

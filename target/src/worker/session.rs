@@ -16,6 +16,7 @@ use super::mail::Mail;
 use super::registry::{ChannelRef, Entered, NexusKey};
 use super::target::{Entrance, Serves};
 use super::{Endpoint, LINGER, PATIENCE, Phase, Worker};
+use crate::config::Protocol;
 use crate::srp::transfer::MAX_SGE;
 use crate::srp::{ChState, Channel, ChannelConfig, ChannelParams, SessionMemory};
 use crate::warn_limited;
@@ -199,7 +200,7 @@ impl Worker {
         match self.accept(device, cm, serial, peer, key, entered, param, entrance) {
             Ok(memory) => {
                 self.log_out_unserved();
-                self.logins += 1;
+                self.logins.count(Protocol::Srp);
                 tracing::info!(
                     %peer, initiator = %key.initiator, target = %key.target,
                     nexus = nexus.0, channel = serial, worker = self.index,
@@ -215,7 +216,7 @@ impl Worker {
     }
 
     fn refuse(&mut self, device: usize, cm: CmId, tag: Tag, reason: LoginRejReason) {
-        self.rejects += 1;
+        self.rejects.count((Protocol::Srp, reason.name()));
         let rej = LoginRej {
             reason,
             tag,
@@ -422,6 +423,7 @@ impl Worker {
         };
         self.shared.registry.logout(session.key, channel);
         self.past += session.channel.counters();
+        self.past_functions.merge(session.channel.functions());
         if session.is_closed {
             // It is over on both sides; whether the identifier still exists does not matter.
             let _ = self.devices[session.device].destroy_id(session.cm);

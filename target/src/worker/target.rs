@@ -16,6 +16,7 @@ use super::registry::SessionLimits;
 use crate::backend::Store;
 use crate::config;
 use crate::srp::{LunMap, Unit};
+use crate::stats::LunStats;
 
 /// What is served.
 #[derive(Debug)]
@@ -159,6 +160,8 @@ pub struct TargetDef {
     pub portals: Vec<PortalDef>,
     /// Its units, by number.
     pub units: Vec<(u16, Arc<Unit>)>,
+    /// What is counted of each of them.
+    pub stats: Vec<Arc<LunStats>>,
     /// What it is for iSCSI initiators, if it has iSCSI portals.
     pub iscsi: Option<IscsiDef>,
 }
@@ -218,12 +221,12 @@ impl TargetDef {
     }
 
     fn map_of(&self, allowed: &BTreeMap<u16, config::Lun>) -> Arc<LunMap> {
-        let seen = self
-            .units
-            .iter()
-            .filter(|(number, _)| allowed.contains_key(number))
-            .filter_map(|(number, unit)| Some((LunId::new(u32::from(*number))?, Arc::clone(unit))));
-        Arc::new(LunMap::new(seen))
+        let seen = self.units.iter().zip(&self.stats);
+        let seen = seen.filter(|((number, _), _)| allowed.contains_key(number));
+        Arc::new(LunMap::new(seen.filter_map(|((number, unit), stats)| {
+            let lun = LunId::new(u32::from(*number))?;
+            Some((lun, Arc::clone(unit), Arc::clone(stats)))
+        })))
     }
 
     /// Whether a target port is one of this target.

@@ -15,7 +15,7 @@ use super::delegate::delegate_to_nic;
 use super::driver::{Driver, DriverConfig, DriverCounters, SendOutcome};
 use super::fault::{FaultConfig, FaultCounters, FaultInjector};
 use super::netif::interface_mtu;
-use super::nic::{Nic, NicConfig, NicCounters, NicLimits, QpCounters};
+use super::nic::{Nic, NicConfig, NicCounters, NicLimits, NicUsage, QpCounters};
 use super::pcap::PcapWriter;
 use super::steer::steer;
 use crate::cm::{CmCounters, MAX_WORKER_BITS};
@@ -206,6 +206,12 @@ impl Roce {
     #[must_use]
     pub fn counters(&self) -> &NicCounters {
         self.nic.counters()
+    }
+
+    /// What exists of the device.
+    #[must_use]
+    pub fn usage(&self) -> NicUsage {
+        self.nic.usage()
     }
 
     /// What all connections have counted together, those that are gone included.

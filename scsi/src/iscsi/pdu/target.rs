@@ -435,6 +435,32 @@ impl LoginStatus {
         Self { class, detail }
     }
 
+    /// Its name, for counters.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::SUCCESS => "success",
+            Self::MOVED_TEMPORARILY => "moved_temporarily",
+            Self::MOVED_PERMANENTLY => "moved_permanently",
+            Self::INITIATOR_ERROR => "initiator_error",
+            Self::AUTHENTICATION_FAILURE => "authentication_failure",
+            Self::AUTHORIZATION_FAILURE => "authorization_failure",
+            Self::NOT_FOUND => "not_found",
+            Self::TARGET_REMOVED => "target_removed",
+            Self::UNSUPPORTED_VERSION => "unsupported_version",
+            Self::TOO_MANY_CONNECTIONS => "too_many_connections",
+            Self::MISSING_PARAMETER => "missing_parameter",
+            Self::CANNOT_INCLUDE => "cannot_include",
+            Self::SESSION_TYPE => "session_type",
+            Self::NO_SUCH_SESSION => "no_such_session",
+            Self::INVALID_DURING_LOGIN => "invalid_during_login",
+            Self::TARGET_ERROR => "target_error",
+            Self::SERVICE_UNAVAILABLE => "service_unavailable",
+            Self::OUT_OF_RESOURCES => "out_of_resources",
+            _ => "other",
+        }
+    }
+
     /// What it means, for people.
     #[must_use]
     pub fn meaning(self) -> &'static str {

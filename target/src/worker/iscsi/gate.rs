@@ -15,8 +15,10 @@ use super::super::Shared;
 use super::super::registry::ChannelRef;
 use super::super::target::{Catalog, IscsiDef, TargetDef};
 use super::sessions::{Ending, Entered, Session, SessionKey};
+use crate::config::Protocol;
 use crate::iscsi::iser::IserParams;
 use crate::iscsi::{Admitted, Gate, Window};
+use crate::stats::Tally;
 
 /// Longest data segment that we take, in bytes.
 const MAX_RECV_SEGMENT: u32 = 256 << 10;
@@ -59,6 +61,10 @@ pub(in crate::worker) struct WorkerGate<'a> {
     pub(in crate::worker) entered: &'a mut Option<Entered>,
     /// Channels whose place has been taken, or that were logged out.
     pub(in crate::worker) ending: &'a mut Vec<(ChannelRef, Ending)>,
+    /// Logins that succeeded.
+    pub(in crate::worker) logins: &'a mut Tally<Protocol>,
+    /// Logins that failed.
+    pub(in crate::worker) rejects: &'a mut Tally<(Protocol, &'static str)>,
 }
 
 /// What we agree on, over either.
@@ -94,6 +100,14 @@ impl Transport {
                     .with(Key::MaxOutstandingUnexpectedPdus, params.unexpected())
                     .with(Key::MaxAhsLength, MAX_AHS as u32)
             }
+        }
+    }
+
+    /// The protocol.
+    fn protocol(self) -> Protocol {
+        match self {
+            Self::Tcp => Protocol::Iscsi,
+            Self::Iser => Protocol::Iser,
         }
     }
 
@@ -251,6 +265,7 @@ impl Gate for WorkerGate<'_> {
             tsih,
             nexus: session.nexus,
         });
+        self.logins.count(self.transport.protocol());
         let waits = !taken.is_empty();
         self.ending.extend(taken.into_iter().map(|old| (old, how)));
         Ok(Admitted {
@@ -260,6 +275,11 @@ impl Gate for WorkerGate<'_> {
             window: session.window,
             waits,
         })
+    }
+
+    fn refused(&mut self, status: LoginStatus) {
+        let protocol = self.transport.protocol();
+        self.rejects.count((protocol, status.name()));
     }
 
     fn detach(&mut self, cid: Cid) -> bool {

@@ -28,10 +28,13 @@ use riser_scsi::step::StepResult;
 use slab::Slab;
 
 use super::exec::Owner;
-use super::mail::{IscsiSession, Mail};
+use super::mail::{IscsiSession, Mail, SessionAccount};
 use super::registry::ChannelRef;
+use super::snapshot::accounts;
 use super::{PATIENCE, Stalled, Worker};
+use crate::config::Protocol;
 use crate::iscsi::{Action, Counters, Cx, Member, Others, Phase, TaskIdx, TcpChannel};
+use crate::stats::Functions;
 use gate::{Transport, WorkerGate, is_served};
 use sessions::{Ending, Entered};
 use socket::{Connection, Listener};
@@ -47,6 +50,7 @@ pub(super) struct Iscsi {
     /// Connections whose channel may want something.
     pub(super) dirty: VecDeque<usize>,
     past: Counters,
+    past_functions: Functions,
 }
 
 /// A connection and its channel.
@@ -75,6 +79,29 @@ impl Iscsi {
         self.conns.iter().fold(self.past, |mut sum, (_, conn)| {
             sum += conn.channel.channel().counters();
             sum
+        })
+    }
+
+    /// Where it listens.
+    pub(super) fn listening(&self) -> impl Iterator<Item = SocketAddr> + '_ {
+        self.listeners.iter().filter_map(|(_, l)| l.address())
+    }
+
+    /// Functions of all channels, those that are gone included.
+    pub(super) fn functions(&self) -> Functions {
+        let mut sum = self.past_functions.clone();
+        for (_, conn) in &self.conns {
+            sum.merge(conn.channel.channel().functions());
+        }
+        sum
+    }
+
+    /// What the sessions have done at each unit.
+    pub(super) fn accounts(&self) -> impl Iterator<Item = SessionAccount> + '_ {
+        self.conns.iter().flat_map(|(_, conn)| {
+            let channel = conn.channel.channel();
+            let initiator = channel.initiator().unwrap_or_default();
+            accounts(Protocol::Iscsi, initiator, channel.accounts())
         })
     }
 
@@ -117,6 +144,8 @@ impl Worker {
             commands: conn.channel.channel().config().commands,
             entered: &mut conn.entered,
             ending: &mut ending,
+            logins: &mut self.logins,
+            rejects: &mut self.rejects,
         };
         let mut cx = Cx {
             now: self.now,
@@ -320,6 +349,8 @@ impl Worker {
     fn release_iscsi(&mut self, key: usize) {
         let conn = self.iscsi.conns.remove(key);
         self.iscsi.past += conn.channel.channel().counters();
+        let functions = conn.channel.channel().functions();
+        self.iscsi.past_functions.merge(functions);
         if let Some(entered) = &conn.entered {
             let logged_out = conn.channel.channel().has_logged_out();
             self.leave_iscsi(entered, conn.serial, logged_out, conn.peer);

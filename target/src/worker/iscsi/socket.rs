@@ -56,6 +56,13 @@ pub(super) struct Listener {
     rests_until: Option<Instant>,
 }
 
+impl Listener {
+    /// Where it listens, unless it is on its way out.
+    pub(super) fn address(&self) -> Option<SocketAddr> {
+        (!self.closing).then_some(self.address)
+    }
+}
+
 /// A connection's socket and what it has in the ring.
 #[derive(Debug)]
 pub(super) struct Connection {

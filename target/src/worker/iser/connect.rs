@@ -7,6 +7,7 @@ use riser_scsi::iser::CmHeader;
 use riser_transport::verbs::{CmId, ConnParam};
 
 use super::Conn;
+use crate::config::Protocol;
 use crate::iscsi::iser::{IserChannel, IserConfig, IserParams};
 use crate::srp::transfer::MAX_SGE;
 use crate::warn_limited;
@@ -48,7 +49,7 @@ impl Worker {
         };
         if let Err(error) = accepted {
             warn_limited!(self.complaints, self.now, %peer, %error, "connection refused");
-            self.rejects += 1;
+            self.rejects.count((Protocol::Iser, "out_of_resources"));
             let dev = &mut self.devices[device];
             // The peer may have given up meanwhile; then there is nobody to tell.
             let _ = dev.reject(cm, &[]);
@@ -148,6 +149,8 @@ impl Worker {
         self.forget_iser(key, &conn);
         self.destroy_hardware(conn.device, &conn.hardware);
         self.isers.past += conn.channel.channel().counters();
+        let functions = conn.channel.channel().functions();
+        self.isers.past_functions.merge(functions);
         if conn.is_closed {
             // It is over on both sides; whether the identifier still exists does not matter.
             let _ = self.devices[conn.device].destroy_id(conn.cm);

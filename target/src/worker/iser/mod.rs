@@ -22,13 +22,16 @@ use slab::Slab;
 use super::exec::{Owner, Work};
 use super::iscsi::gate::{Transport, WorkerGate, is_served};
 use super::iscsi::sessions::Entered;
-use super::mail::{IscsiSession, Mail};
+use super::mail::{IscsiSession, Mail, SessionAccount};
 use super::queue::{ChainPost, ChainSend, Gather, Receive};
 use super::registry::ChannelRef;
 use super::session::Hardware;
+use super::snapshot::accounts;
 use super::{PATIENCE, Stalled, Worker};
+use crate::config::Protocol;
 use crate::iscsi::iser::{ChainIdx, IserAction, IserChannel, Post, RxIdx};
 use crate::iscsi::{Action, Channel, Counters, Cx, Phase, TaskIdx};
+use crate::stats::Functions;
 
 /// What a worker has of iSER.
 #[derive(Debug, Default)]
@@ -37,6 +40,7 @@ pub(super) struct Isers {
     /// Connections whose channel may want something.
     pub(super) dirty: VecDeque<usize>,
     past: Counters,
+    past_functions: Functions,
     post: Post,
     receives: Vec<Receive>,
 }
@@ -73,6 +77,24 @@ impl Isers {
         self.conns.iter().fold(self.past, |mut sum, (_, conn)| {
             sum += conn.channel.channel().counters();
             sum
+        })
+    }
+
+    /// Functions of all channels, those that are gone included.
+    pub(super) fn functions(&self) -> Functions {
+        let mut sum = self.past_functions.clone();
+        for (_, conn) in &self.conns {
+            sum.merge(conn.channel.channel().functions());
+        }
+        sum
+    }
+
+    /// What the sessions have done at each unit.
+    pub(super) fn accounts(&self) -> impl Iterator<Item = SessionAccount> + '_ {
+        self.conns.iter().flat_map(|(_, conn)| {
+            let channel = conn.channel.channel();
+            let initiator = channel.initiator().unwrap_or_default();
+            accounts(Protocol::Iser, initiator, channel.accounts())
         })
     }
 
@@ -149,6 +171,8 @@ impl Worker {
             shared: &self.shared,
             catalog: &self.catalog,
             transport: Transport::Iser,
+            logins: &mut self.logins,
+            rejects: &mut self.rejects,
             listen: conn.listen,
             peer: conn.peer,
             channel: ChannelRef {

@@ -173,6 +173,19 @@ pub struct NicCounters {
     pub refused_qps: u64,
 }
 
+/// What exists of a device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NicUsage {
+    /// Queue pairs.
+    pub qps: usize,
+    /// Completion queues.
+    pub cqs: usize,
+    /// Memory regions, those for fast registration included.
+    pub mrs: usize,
+    /// Protection domains.
+    pub pds: usize,
+}
+
 /// What a queue pair has counted since it was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct QpCounters {

@@ -63,7 +63,7 @@ use crate::verbs::{
 };
 use crate::wire::{IcrcFlow, IcrcVerifier, ROCE_PORT};
 
-pub use config::{NicConfig, NicCounters, NicLimits, QpCounters, device_guid};
+pub use config::{NicConfig, NicCounters, NicLimits, NicUsage, QpCounters, device_guid};
 use qpn::{QpnAllocator, QpnMap};
 pub(in crate::roce) use tx::emit;
 
@@ -247,6 +247,17 @@ impl Nic {
     #[must_use]
     pub fn cm_counters(&self) -> crate::cm::CmCounters {
         self.cm.counters()
+    }
+
+    /// What exists of it.
+    #[must_use]
+    pub fn usage(&self) -> NicUsage {
+        NicUsage {
+            qps: self.qps.len(),
+            cqs: self.cqs.len(),
+            mrs: self.mrs.len(),
+            pds: self.pds.len(),
+        }
     }
 
     /// Queue pairs that exist.

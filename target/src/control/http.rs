@@ -1,0 +1,112 @@
+//! What may be looked at over HTTP: metrics, health, and the status page. All of it is on the admin
+//! socket as well; on a TCP address only if the configuration says so.
+
+use std::io;
+use std::net::SocketAddr;
+
+use axum::Router;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::http::header::{CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{MethodFilter, on};
+use serde_json::Value;
+use tokio::sync::oneshot;
+
+use super::api::{Answer, Ask, Failure, Peer, Requests, error, forward, said};
+use super::metrics;
+
+/// The status page: one file that needs no other.
+const PAGE: &str = include_str!("page.html");
+
+/// The page has everything in it, and asks nobody but us.
+const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; \
+                      connect-src 'self'; base-uri 'none'; form-action 'none'; \
+                      frame-ancestors 'none'";
+
+/// The routes.
+pub fn router() -> Router<Requests> {
+    Router::new()
+        .route("/", on(MethodFilter::GET, page))
+        .route("/metrics", on(MethodFilter::GET, scrape))
+        .route("/healthz", on(MethodFilter::GET, healthz))
+        .route("/readyz", on(MethodFilter::GET, readyz))
+        .route("/v1/live", on(MethodFilter::GET, live))
+}
+
+async fn ask(requests: &Requests, ask: Ask) -> Answer {
+    forward(requests, ask, Peer::of_http()).await
+}
+
+async fn page() -> Response {
+    let headers = [
+        (CONTENT_TYPE, "text/html; charset=utf-8"),
+        (CONTENT_SECURITY_POLICY, POLICY),
+        (CACHE_CONTROL, "no-store"),
+    ];
+    (headers, PAGE).into_response()
+}
+
+async fn live(State(requests): State<Requests>) -> Response {
+    said(ask(&requests, Ask::Live).await)
+}
+
+async fn scrape(State(requests): State<Requests>) -> Response {
+    match ask(&requests, Ask::Metrics).await {
+        Ok(Value::String(text)) => ([(CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response(),
+        answer => said(answer),
+    }
+}
+
+/// The control plane answers, so no worker has failed: the daemon would be ending.
+async fn healthz(State(requests): State<Requests>) -> Response {
+    word(ask(&requests, Ask::Health).await)
+}
+
+async fn readyz(State(requests): State<Requests>) -> Response {
+    word(ask(&requests, Ask::Ready).await)
+}
+
+fn word(answer: Answer) -> Response {
+    match answer {
+        Ok(_) => "ok\n".into_response(),
+        Err(Failure::Refused { why, .. }) => {
+            (StatusCode::SERVICE_UNAVAILABLE, why + "\n").into_response()
+        }
+        Err(failure) => error(StatusCode::SERVICE_UNAVAILABLE, &failure.to_string()),
+    }
+}
+
+/// A listener; it ends when it is dropped.
+#[derive(Debug)]
+pub struct Listening {
+    addr: SocketAddr,
+    _end: oneshot::Sender<()>,
+}
+
+impl Listening {
+    /// Listens at an address. Must be called on the control plane's runtime.
+    ///
+    /// # Errors
+    /// Those of `bind(2)`.
+    pub fn open(addr: SocketAddr, requests: Requests) -> io::Result<Self> {
+        let listener = std::net::TcpListener::bind(addr)?;
+        listener.set_nonblocking(true)?;
+        let listener = tokio::net::TcpListener::from_std(listener)?;
+        let router = router().with_state(requests);
+        let (end, ended) = oneshot::channel::<()>();
+        let service = axum::serve(listener, router).with_graceful_shutdown(async {
+            // Nothing is ever sent: the other end goes.
+            let _ = ended.await;
+        });
+        tokio::spawn(std::future::IntoFuture::into_future(service));
+        tracing::info!(%addr, "metrics and status page");
+        Ok(Self { addr, _end: end })
+    }
+
+    /// Where.
+    #[must_use]
+    pub fn addr(&self) -> SocketAddr {
+        self.addr
+    }
+}

@@ -1,0 +1,291 @@
+//! What the commands to a logical unit of a target have done and how long they took.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use riser_scsi::kind::Kind;
+use riser_scsi::srp::WireLun;
+
+use super::course::Done;
+use super::histogram::{Counter, Histogram, Times};
+use super::{CLASSES, Stage, Tally};
+use crate::srp::{LunMap, Unit};
+
+/// Workers that there can be.
+pub const MAX_WORKERS: usize = 64;
+
+/// Bytes that a unit takes at a worker that has served it.
+pub const WORKER_BYTES: usize = size_of::<WorkerStats>();
+
+/// How a command failed: its status and, with CHECK CONDITION, the sense key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fault {
+    /// What kind of command.
+    pub class: Kind,
+    /// SCSI status.
+    pub status: u8,
+    /// Sense key.
+    pub sense_key: Option<u8>,
+}
+
+/// Failed commands, by how they failed.
+#[derive(Debug, Default)]
+pub struct Faults(Mutex<Tally<Fault>>);
+
+impl Faults {
+    fn count(&self, fault: Fault) {
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .count(fault);
+    }
+
+    /// Those that there were.
+    #[must_use]
+    pub fn tally(&self) -> Tally<Fault> {
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+}
+
+/// Commands of one kind at one worker.
+#[derive(Debug, Default)]
+struct ClassStats {
+    /// Of commands that stayed there for any time.
+    stages: [Histogram; Stage::ALL.len()],
+    total: Histogram,
+    bytes: Counter,
+}
+
+/// All commands at one worker.
+#[derive(Debug, Default)]
+struct WorkerStats {
+    classes: [ClassStats; CLASSES.len()],
+    begun: Counter,
+    ended: Counter,
+}
+
+/// What commands of one kind have done at all workers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ClassCounts {
+    /// By stage.
+    pub stages: [Times; Stage::ALL.len()],
+    /// From the command to the end of its answer.
+    pub total: Times,
+    /// Data both ways.
+    pub bytes: u64,
+}
+
+/// A logical unit of a target. Commands that were aborted or torn down are in `queue_depth` while they
+/// last, and nowhere else.
+#[derive(Debug)]
+pub struct LunStats {
+    target: String,
+    lun: u16,
+    workers: Box<[OnceLock<Arc<WorkerStats>>]>,
+    faults: Faults,
+}
+
+impl LunStats {
+    /// Nothing was done yet.
+    #[must_use]
+    pub fn new(target: &str, lun: u16) -> Self {
+        Self {
+            target: target.to_owned(),
+            lun,
+            workers: (0..MAX_WORKERS).map(|_| OnceLock::new()).collect(),
+            faults: Faults::default(),
+        }
+    }
+
+    /// The target's name.
+    #[must_use]
+    pub fn target(&self) -> &str {
+        &self.target
+    }
+
+    /// Its number there.
+    #[must_use]
+    pub fn lun(&self) -> u16 {
+        self.lun
+    }
+
+    /// Failed commands.
+    #[must_use]
+    pub fn faults(&self) -> Tally<Fault> {
+        self.faults.tally()
+    }
+
+    fn served(&self) -> impl Iterator<Item = &WorkerStats> {
+        self.workers.iter().filter_map(|w| Some(&**w.get()?))
+    }
+
+    /// What commands of a kind have done.
+    #[must_use]
+    pub fn class(&self, class: Kind) -> ClassCounts {
+        let mut counts = ClassCounts::default();
+        for worker in self.served() {
+            let stats = &worker.classes[class as usize];
+            for (times, stage) in counts.stages.iter_mut().zip(&stats.stages) {
+                stage.add_to(times);
+            }
+            stats.total.add_to(&mut counts.total);
+            counts.bytes += stats.bytes.get();
+        }
+        for times in &mut counts.stages {
+            let instant = counts.total.count().saturating_sub(times.count());
+            times.buckets[0] += instant;
+        }
+        counts
+    }
+
+    /// Commands under way.
+    #[must_use]
+    pub fn queue_depth(&self) -> u64 {
+        // A command may end at another worker than it began at.
+        let sum =
+            |of: fn(&WorkerStats) -> u64| self.served().fold(0u64, |n, w| n.wrapping_add(of(w)));
+        let ended = sum(|w| w.ended.get());
+        let begun = sum(|w| w.begun.get());
+        begun.saturating_sub(ended)
+    }
+
+    /// Bytes that it takes.
+    #[must_use]
+    pub fn memory(&self) -> usize {
+        size_of::<Self>() + size_of_val(&*self.workers) + self.served().count() * WORKER_BYTES
+    }
+
+    /// What a worker counts.
+    ///
+    /// # Panics
+    /// If there cannot be such a worker.
+    fn worker(&self, worker: u16) -> Arc<WorkerStats> {
+        Arc::clone(self.workers[usize::from(worker)].get_or_init(Arc::default))
+    }
+}
+
+/// What one session has done at a logical unit: at one worker, as the session's connection is.
+#[derive(Debug)]
+pub struct Account {
+    lun: Arc<LunStats>,
+    stats: Arc<WorkerStats>,
+    commands: [Counter; CLASSES.len()],
+    bytes: [Counter; CLASSES.len()],
+    faults: Faults,
+}
+
+/// What one session has done with commands of one kind.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AccountView {
+    /// Commands answered.
+    pub commands: u64,
+    /// Data both ways.
+    pub bytes: u64,
+}
+
+impl Account {
+    /// Nothing was done yet.
+    #[must_use]
+    pub fn new(lun: Arc<LunStats>, worker: u16) -> Self {
+        Self {
+            stats: lun.worker(worker),
+            lun,
+            commands: Default::default(),
+            bytes: Default::default(),
+            faults: Faults::default(),
+        }
+    }
+
+    /// The unit.
+    #[must_use]
+    pub fn lun(&self) -> &Arc<LunStats> {
+        &self.lun
+    }
+
+    /// What commands of a kind have done.
+    #[must_use]
+    pub fn class(&self, class: Kind) -> AccountView {
+        AccountView {
+            commands: self.commands[class as usize].get(),
+            bytes: self.bytes[class as usize].get(),
+        }
+    }
+
+    /// Failed commands.
+    #[must_use]
+    pub fn faults(&self) -> Tally<Fault> {
+        self.faults.tally()
+    }
+
+    /// A command has begun.
+    pub(super) fn begin(&self) {
+        self.stats.begun.add(1);
+    }
+
+    /// A command has ended; `done` if it was answered.
+    pub(super) fn end(&self, done: Option<&Done>) {
+        self.stats.ended.add(1);
+        let Some(done) = done else {
+            return;
+        };
+        let class = done.class as usize;
+        let of_class = &self.stats.classes[class];
+        for (histogram, nanos) in of_class.stages.iter().zip(done.spent) {
+            // What took no time is counted by the total alone.
+            if nanos > 0 {
+                histogram.record(nanos);
+            }
+        }
+        of_class.total.record(done.spent.iter().sum());
+        of_class.bytes.add(done.bytes);
+        self.commands[class].add(1);
+        self.bytes[class].add(done.bytes);
+        if let Some(fault) = done.fault {
+            self.faults.count(fault);
+            self.lun.faults.count(fault);
+        }
+    }
+}
+
+/// The accounts of a session, by the places of its units in the session's map.
+#[derive(Debug, Default)]
+pub struct Accounts(Vec<Option<Arc<Account>>>);
+
+impl Accounts {
+    /// The unit that a command addresses, and the account that it goes to.
+    pub fn addressed(
+        &mut self,
+        luns: &LunMap,
+        lun: WireLun,
+        worker: u16,
+    ) -> Option<(Arc<Unit>, Arc<Account>)> {
+        let place = luns.find(lun)?;
+        let unit = Arc::clone(luns.unit(place));
+        if let Some(Some(account)) = self.0.get(place) {
+            return Some((unit, Arc::clone(account)));
+        }
+        if self.0.len() <= place {
+            self.0.resize(luns.luns().len(), None);
+        }
+        let account = Arc::new(Account::new(Arc::clone(luns.stats(place)), worker));
+        self.0[place] = Some(Arc::clone(&account));
+        Some((unit, account))
+    }
+
+    /// The session uses other units from now on.
+    pub fn follow(&mut self, luns: &LunMap) {
+        let old = self.0.drain(..).flatten();
+        let mut old: HashMap<_, _> = old.map(|a| (Arc::as_ptr(&a.lun), a)).collect();
+        let places = 0..luns.luns().len();
+        self.0
+            .extend(places.map(|place| old.remove(&Arc::as_ptr(luns.stats(place)))));
+    }
+
+    /// Those that there are.
+    pub fn iter(&self) -> impl Iterator<Item = &Arc<Account>> {
+        self.0.iter().flatten()
+    }
+}

@@ -1,0 +1,201 @@
+//! What is counted while commands run, at a cost that can be left on.
+//!
+//! # Modules
+//! - `histogram`: how long something took, in buckets of powers of two.
+//! - `lun`: [`LunStats`], of a logical unit of a target; [`Account`], of one session's part of it.
+//! - `course`: [`Course`], the way of one command through its stages.
+//! - `tally`: [`Tally`], what happens rarely, by kind.
+//!
+//! # Who writes
+//! A number is written by one worker and read by whoever wants to know, so an addition is a load and a
+//! store and no locked instruction. What several workers count is kept apart and added up by the
+//! reader.
+//!
+//! # Clock
+//! None is read: a stage begins and ends at the time that the worker's round began with. So stages are
+//! as exact as rounds are short, and those that begin and end in one round take no time.
+//!
+//! # Bounds
+//! A logical unit of a target takes [`lun::WORKER_BYTES`] at each worker that has served it, a session
+//! an [`Account`] for each unit that it has used; both are made with the first command and never with
+//! a later one.
+
+mod course;
+mod histogram;
+mod lun;
+mod tally;
+
+use riser_scsi::kind::Kind;
+
+pub use course::Course;
+pub use histogram::{BUCKETS, Counter, Histogram, Times, bound};
+pub use lun::{
+    Account, AccountView, Accounts, ClassCounts, Fault, Faults, LunStats, MAX_WORKERS, WORKER_BYTES,
+};
+pub use tally::{Functions, Tally};
+
+/// Kinds of commands that are told apart.
+pub const CLASSES: [Kind; 6] = [
+    Kind::Read,
+    Kind::Write,
+    Kind::Flush,
+    Kind::Unmap,
+    Kind::Compare,
+    Kind::Other,
+];
+
+/// The name of a kind of commands, as a label.
+#[must_use]
+pub fn class_name(class: Kind) -> &'static str {
+    match class {
+        Kind::Read => "read",
+        Kind::Write => "write",
+        Kind::Flush => "flush",
+        Kind::Unmap => "unmap",
+        Kind::Compare => "compare",
+        Kind::Other => "other",
+    }
+}
+
+/// Where a command spends its time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// Descriptors and data come from the initiator.
+    FabricIn,
+    /// The logical unit works, or the command waits for other tasks or for a buffer.
+    Scsi,
+    /// A block operation runs.
+    Backend,
+    /// Data and answer are on their way, until the network has them.
+    FabricOut,
+}
+
+impl Stage {
+    /// All of them, in the order of a command's way.
+    pub const ALL: [Self; 4] = [Self::FabricIn, Self::Scsi, Self::Backend, Self::FabricOut];
+
+    /// Its name, as a label.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::FabricIn => "fabric_in",
+            Self::Scsi => "scsi",
+            Self::Backend => "backend",
+            Self::FabricOut => "fabric_out",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::time::{Duration, Instant};
+
+    use riser_scsi::sense::SenseData;
+    use riser_scsi::step::{DataIn, Residual, Response, Status};
+
+    use super::*;
+
+    fn response(status: Status, sense: &[u8]) -> Response {
+        Response {
+            status,
+            sense: sense.iter().copied().collect::<SenseData>(),
+            data_in: DataIn::None,
+            residual_in: Residual::None,
+            residual_out: Residual::None,
+        }
+    }
+
+    fn account() -> Arc<Account> {
+        let stats = Arc::new(LunStats::new("demo", 3));
+        Arc::new(Account::new(stats, 0))
+    }
+
+    #[test]
+    fn a_command_is_counted_once_with_the_time_of_each_stage() {
+        let (account, mut course) = (account(), Course::default());
+        let start = Instant::now();
+        let at = |us| start + Duration::from_micros(us);
+        course.begin(Arc::clone(&account), at(0));
+        course.classify(Kind::Write);
+        course.enter(Stage::Scsi, at(0));
+        course.enter(Stage::FabricIn, at(0));
+        course.carry(4096);
+        course.enter(Stage::Scsi, at(30));
+        course.enter(Stage::Backend, at(30));
+        assert_eq!(account.lun().queue_depth(), 1);
+        course.enter(Stage::Scsi, at(130));
+        let answer = response(Status::Good, &[]);
+        course.answer(&answer, 0, at(130));
+        course.answer(&answer, 0, at(131));
+        course.arrive(at(140));
+        course.abandon();
+        let stats = account.lun();
+        let counts = stats.class(Kind::Write);
+        assert_eq!((counts.total.count(), counts.total.nanos), (1, 140_000));
+        let nanos = counts.stages.map(|times| times.nanos);
+        assert_eq!(nanos, [30_000, 0, 100_000, 10_000]);
+        assert!(counts.stages.iter().all(|times| times.count() == 1));
+        assert_eq!((counts.bytes, stats.queue_depth()), (4096, 0));
+        let view = account.class(Kind::Write);
+        assert_eq!((view.commands, view.bytes), (1, 4096));
+        assert_eq!(account.faults().total(), 0);
+    }
+
+    #[test]
+    fn a_command_without_an_answer_is_not_counted() {
+        let (account, mut course) = (account(), Course::default());
+        course.begin(Arc::clone(&account), Instant::now());
+        course.abandon();
+        assert_eq!(account.lun().class(Kind::Read), ClassCounts::default());
+        assert_eq!(account.lun().queue_depth(), 0);
+    }
+
+    #[test]
+    fn failures_are_told_by_status_and_sense_key_in_either_format() {
+        let (account, mut course) = (account(), Course::default());
+        let sense: [&[u8]; 2] = [&[0x70, 0, 0x05], &[0x72, 0x05]];
+        for (status, sense) in [
+            (Status::CheckCondition, sense[0]),
+            (Status::CheckCondition, sense[1]),
+            (Status::Busy, &[]),
+        ] {
+            course.begin(Arc::clone(&account), Instant::now());
+            course.classify(Kind::Read);
+            course.answer(&response(status, sense), 0, Instant::now());
+            course.arrive(Instant::now());
+        }
+        let fault = |status, sense_key| Fault {
+            class: Kind::Read,
+            status,
+            sense_key,
+        };
+        for tally in [account.faults(), account.lun().faults()] {
+            let faults: Vec<_> = tally.iter().collect();
+            assert_eq!(faults, [(fault(2, Some(5)), 2), (fault(8, None), 1)]);
+        }
+    }
+
+    #[test]
+    fn a_command_that_another_connection_carries_on_ends_there() {
+        let (one, other, mut course) = (account(), account(), Course::default());
+        let now = Instant::now();
+        course.begin(Arc::clone(&one), now);
+        course.answer(&response(Status::Good, &[]), 512, now);
+        course.leave();
+        course.join(Some(Arc::clone(&other)));
+        assert_eq!(other.lun().queue_depth(), 1);
+        course.answer(&response(Status::Good, &[]), 512, now);
+        course.arrive(now);
+        assert_eq!(one.class(Kind::Read).commands, 0);
+        assert_eq!(other.class(Kind::Read).commands, 1);
+        assert_eq!(other.class(Kind::Read).bytes, 512);
+        assert_eq!((one.lun().queue_depth(), other.lun().queue_depth()), (0, 0));
+        // Its answer was lost, and is said once more elsewhere.
+        course.leave();
+        course.join(Some(Arc::clone(&one)));
+        course.arrive(now);
+        assert_eq!(one.class(Kind::Read).commands, 0);
+        assert_eq!(one.lun().queue_depth(), 0);
+    }
+}

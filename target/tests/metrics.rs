@@ -1,0 +1,118 @@
+//! What the daemon tells of itself: metrics, health, the status page, `riserd top`.
+
+mod daemon;
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::process::Command;
+
+use daemon::{Daemon, RISERD};
+
+const LISTEN: &str = "127.81.1.1:9909";
+
+/// What a TCP address answers; nothing where nobody listens.
+fn get(address: &str, path: &str) -> Option<String> {
+    let mut stream = TcpStream::connect(address).ok()?;
+    write!(
+        stream,
+        "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    )
+    .unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    Some(answer)
+}
+
+fn add(daemon: &Daemon, line: &str) {
+    let file = daemon.dir.join("riserd.yaml");
+    let text = std::fs::read_to_string(&file).unwrap();
+    std::fs::write(&file, format!("{text}{line}\n")).unwrap();
+}
+
+#[test]
+fn metrics_and_health_are_on_the_admin_socket_and_on_tcp_where_that_is_wanted() {
+    let daemon = Daemon::start("metrics", "127.81.1.1");
+    assert!(daemon.http("GET /healthz").ends_with("\r\n\r\nok\n"));
+    assert!(daemon.http("GET /readyz").ends_with("\r\n\r\nok\n"));
+    let metrics = daemon.http("GET /metrics");
+    assert!(metrics.contains("content-type: text/plain; version=0.0.4"));
+    for line in [
+        "# HELP riser_lun_size_bytes Size of a logical unit, in bytes.\n",
+        "# TYPE riser_logins_total counter\n",
+        "riser_lun_size_bytes{target=\"demo\",lun=\"0\"} 1048576\n",
+        "riser_lun_queue_depth{target=\"demo\",lun=\"0\"} 0\n",
+        "riser_logins_total{protocol=\"srp\"} 0\n",
+        "riser_device_icrc_errors_total{device=\"127.81.1.1\",worker=\"0\"} 0\n",
+        "riser_ready 1\n",
+    ] {
+        assert!(metrics.contains(line), "{line}{metrics}");
+    }
+    // By default nobody listens on TCP; a running daemon begins to, and ends.
+    assert_eq!(get(LISTEN, "/metrics"), None);
+    let file = daemon.dir.join("riserd.yaml");
+    let without = std::fs::read_to_string(&file).unwrap();
+    add(&daemon, &format!("metrics: {{ listen: \"{LISTEN}\" }}"));
+    assert!(daemon.ask(&["reload"]).status.success());
+    assert!(get(LISTEN, "/metrics").unwrap().contains("riser_ready 1"));
+    assert!(get(LISTEN, "/readyz").unwrap().ends_with("ok\n"));
+    let page = get(LISTEN, "/").unwrap();
+    assert!(
+        page.contains("content-security-policy: default-src 'none'"),
+        "{page}"
+    );
+    // Who comes by TCP may look and do nothing else.
+    for path in ["/v1/config", "/v1/status", "/v1/history"] {
+        assert!(
+            get(LISTEN, path).unwrap().starts_with("HTTP/1.1 404 "),
+            "{path}"
+        );
+    }
+    assert!(daemon.ask(&["reload"]).status.success(), "once more");
+    assert!(get(LISTEN, "/healthz").is_some());
+    std::fs::write(&file, without).unwrap();
+    assert!(daemon.ask(&["reload"]).status.success());
+    assert_eq!(get(LISTEN, "/healthz"), None);
+}
+
+#[test]
+fn an_address_for_metrics_that_cannot_be_had_changes_nothing() {
+    let daemon = Daemon::start("taken", "127.81.1.2");
+    let taken = std::net::TcpListener::bind("127.81.1.2:0").unwrap();
+    let address = taken.local_addr().unwrap();
+    add(&daemon, &format!("metrics: {{ listen: \"{address}\" }}"));
+    let refused = daemon.ask(&["reload"]);
+    assert_eq!(refused.status.code(), Some(1));
+    let said = String::from_utf8(refused.stderr).unwrap();
+    assert!(said.contains("cannot listen for metrics at"), "{said}");
+    assert!(said.contains("nothing was applied"), "{said}");
+    assert!(daemon.json("save").get("metrics").is_none());
+}
+
+#[test]
+fn other_hosts_get_metrics_only_if_that_is_said() {
+    let daemon = Daemon::start("remote", "127.81.1.3");
+    add(&daemon, "metrics: { listen: \"0.0.0.0:9910\" }");
+    let checked = Command::new(RISERD)
+        .arg("check")
+        .arg(daemon.dir.join("riserd.yaml"))
+        .output()
+        .unwrap();
+    assert_eq!(checked.status.code(), Some(2));
+    let said = String::from_utf8(checked.stderr).unwrap();
+    assert!(said.contains("other hosts reach 0.0.0.0:9910"), "{said}");
+    assert!(said.contains("remote: true"), "{said}");
+}
+
+#[test]
+fn top_shows_units_for_people_and_programs() {
+    let daemon = Daemon::start("top", "127.81.1.4");
+    let once = ["top", "--once", "--interval", "0.1"];
+    let text = String::from_utf8(daemon.ask(&once).stdout).unwrap();
+    assert!(text.contains("demo"), "{text}");
+    assert!(!text.contains('\x1b'), "{text}");
+    let output = daemon.ask(&[&once[..], &["-o", "json"]].concat());
+    let rates: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(rates["luns"][0]["target"], "demo");
+    assert_eq!(rates["total"]["commands"], 0.0);
+    assert_eq!(rates["missing"], serde_json::Value::Null);
+}

@@ -6,7 +6,10 @@
 //! `tests/vm/` holds the cases in which a stock Linux kernel is the peer; `cargo xtask interop` runs
 //! them.
 //!
-//! This library is what the tests of whole programs share: [`programs`].
+//! This library is what the tests of whole programs share: [`programs`], those of what the daemon tells
+//! of itself ([`metered`]), and those that look at pages ([`browser`]).
 
+pub mod browser;
 pub mod dissect;
+pub mod metered;
 pub mod programs;

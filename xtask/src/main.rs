@@ -7,6 +7,7 @@
 //!   ([`conformance`]).
 //! - `cargo xtask package`: the Debian package, and a system that gets it ([`package`]).
 //! - `cargo xtask bench`: our target beside its peers, in one run ([`mod@bench`]).
+//! - `cargo xtask screenshots`: pictures of the status page under load ([`screenshots`]).
 //!
 //! Each installs the Debian packages that it needs if it may ([`packages`]), and otherwise prints
 //! which are missing and what is skipped for it.
@@ -24,6 +25,7 @@ mod demo;
 mod interop;
 mod package;
 mod packages;
+mod screenshots;
 mod sh;
 mod test;
 mod tree;
@@ -59,6 +61,8 @@ enum Command {
     Package(package::Options),
     /// Measure `riser bench` beside fio on the same file and qemu-nbd.
     Bench(bench::Options),
+    /// Take a picture of the status page under load, into deploy/.
+    Screenshots,
 }
 
 /// Why a command of ours stopped: one line for a person.
@@ -78,6 +82,7 @@ fn main() -> ExitCode {
         Command::Conformance(options) => conformance::run(&options),
         Command::Package(options) => package::run(&options),
         Command::Bench(options) => bench::run(&options),
+        Command::Screenshots => screenshots::run(),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -31,6 +31,17 @@ pub(crate) const NEEDS: &[Need] = &[
     need("mkfs.ext4", "e2fsprogs", "file systems on attached LUNs"),
     need("losetup", "mount", "loop devices over FUSE exports"),
     need("ip", "iproute2", "network namespaces"),
+    need(
+        "promtool",
+        "prometheus",
+        "metrics and alert rules before Prometheus",
+    ),
+    need(
+        "prometheus",
+        "prometheus",
+        "the dashboard before Prometheus",
+    ),
+    need("chromium", "chromium", "the status page in a browser"),
     need("targetcli", "targetcli-fb", "targetcli on LIO's tree"),
     need("dbus-run-session", "dbus-daemon", "targetcli on LIO's tree"),
     // A file of it, as it has no program.

@@ -1,0 +1,179 @@
+//! What `riserd` tells of itself, before Prometheus: its metrics, our alert rules, and every expression of
+//! our dashboard while the daemon has work.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use riser_tests::metered::{Metered, Running, get, load, wait_for};
+use riser_tests::programs::{missing, skip, succeeded};
+use serde_json::Value;
+
+const PROMETHEUS: &str = "127.0.109.1:9990";
+const RULES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/prometheus/");
+const DASHBOARD: &str = include_str!("../../deploy/grafana/riserd.json");
+
+/// Logs in to an iSCSI target; the connection, and the status of its login.
+fn log_in(host: &str, target: &str) -> (TcpStream, u8) {
+    let keys = format!(
+        "InitiatorName=iqn.2026-01.com.example:me\0SessionType=Normal\0TargetName={target}\0"
+    );
+    let mut pdu = vec![0u8; 48];
+    // A login request that goes on to full-feature phase, from operational negotiation.
+    (pdu[0], pdu[1], pdu[7], pdu[8]) = (0x43, 0x87, keys.len() as u8, 0x80);
+    pdu.extend(keys.as_bytes());
+    pdu.resize(pdu.len().next_multiple_of(4), 0);
+    let mut stream = TcpStream::connect((host, 3260)).unwrap();
+    stream.write_all(&pdu).unwrap();
+    let answer = receive(&mut stream);
+    (stream, answer[36])
+}
+
+fn receive(stream: &mut TcpStream) -> [u8; 48] {
+    let mut bhs = [0; 48];
+    stream.read_exact(&mut bhs).unwrap();
+    let len = usize::from(bhs[6]) << 8 | usize::from(bhs[7]);
+    let mut data = vec![0; len.next_multiple_of(4)];
+    stream.read_exact(&mut data).unwrap();
+    bhs
+}
+
+/// What happens rarely, once: a login that fails, a function of task management.
+fn rare_events(served: &Metered) {
+    let (_, status) = log_in(&served.host, "iqn.2026-01.com.example:nobody");
+    assert_eq!(status, 2, "there is no such target");
+    let (mut stream, status) = log_in(&served.host, &served.iqn);
+    assert_eq!(status, 0);
+    let mut pdu = [0u8; 48];
+    // LOGICAL UNIT RESET, immediate.
+    (pdu[0], pdu[1], pdu[19]) = (0x42, 0x85, 9);
+    pdu[20..24].fill(0xff);
+    stream.write_all(&pdu).unwrap();
+    let answer = receive(&mut stream);
+    assert_eq!(
+        (answer[0], answer[2]),
+        (0x22, 0),
+        "the function is complete"
+    );
+}
+
+/// Percent-encodes a query.
+fn encoded(text: &str) -> String {
+    let byte = |b: u8| match b {
+        b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' => char::from(b).to_string(),
+        _ => format!("%{b:02X}"),
+    };
+    text.bytes().map(byte).collect()
+}
+
+fn query(expression: &str) -> Vec<Value> {
+    let path = format!("/api/v1/query?query={}", encoded(expression));
+    let answer = get(PROMETHEUS, &path).unwrap_or_else(|| panic!("refused: {expression}"));
+    let answer: Value = serde_json::from_str(&answer).unwrap();
+    answer["data"]["result"].as_array().unwrap().clone()
+}
+
+/// The expressions of all panels, with their titles.
+fn expressions() -> Vec<(String, String)> {
+    let dashboard: Value = serde_json::from_str(DASHBOARD).unwrap();
+    let mut all = Vec::new();
+    for panel in dashboard["panels"].as_array().unwrap() {
+        for target in panel["targets"].as_array().into_iter().flatten() {
+            let expression = target["expr"].as_str().unwrap();
+            let expression = expression
+                .replace("$__rate_interval", "15s")
+                .replace("$target", ".*");
+            let title = panel["title"].as_str().unwrap().to_owned();
+            all.push((title, expression));
+        }
+    }
+    assert!(all.len() > 20);
+    all
+}
+
+#[test]
+fn rules_do_what_their_tests_say() {
+    let name = "rules_do_what_their_tests_say";
+    if let Some(tool) = missing(&["promtool"]) {
+        return skip(name, &format!("no {tool}"));
+    }
+    for args in [
+        &["check", "rules", "riserd.rules.yml"][..],
+        &["check", "config", "prometheus.yml"],
+        &["test", "rules", "riserd.test.yml"],
+    ] {
+        succeeded(Command::new("promtool").args(args).current_dir(RULES));
+    }
+}
+
+#[test]
+fn every_panel_of_the_dashboard_shows_something_under_load() {
+    let name = "every_panel_of_the_dashboard_shows_something_under_load";
+    if let Some(tool) = missing(&["prometheus", "promtool"]) {
+        return skip(name, &format!("no {tool}"));
+    }
+    let served = Metered::serve(109);
+    let (pair, riserd) = (&served.pair, &served.metrics);
+    let config = format!(
+        "global: {{ scrape_interval: 1s, evaluation_interval: 1s }}\n\
+         rule_files: [\"{RULES}riserd.rules.yml\"]\n\
+         scrape_configs:\n  - job_name: riserd\n    static_configs: [{{ targets: [\"{riserd}\"] }}]\n"
+    );
+    fs::write(pair.path("prometheus.yml"), config).unwrap();
+    let log = fs::File::create(pair.path("prometheus.log")).unwrap();
+    let _prometheus = Running(
+        Command::new("prometheus")
+            .arg(format!("--config.file={}", pair.path("prometheus.yml")))
+            .arg(format!("--storage.tsdb.path={}", pair.path("tsdb")))
+            .arg(format!("--web.listen-address={PROMETHEUS}"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .unwrap(),
+    );
+    wait_for("Prometheus", || get(PROMETHEUS, "/-/ready"));
+    wait_for("scrape", || query("up == 1").pop());
+    let _load = load(pair, 60);
+    rare_events(&served);
+    // A rate takes two looks at a series that is there.
+    wait_for("rates", || {
+        query("rate(riser_commands_total{op=\"write\"}[15s]) > 0").pop()
+    });
+    let mut empty = expressions();
+    let until = Instant::now() + Duration::from_secs(20);
+    while !empty.is_empty() && Instant::now() < until {
+        empty.retain(|(_, expression)| query(expression).is_empty());
+        thread::sleep(Duration::from_millis(200));
+    }
+    assert!(empty.is_empty(), "nothing to show: {empty:#?}");
+
+    let metrics = get(riserd, "/metrics").unwrap();
+    let mut check = Command::new("promtool")
+        .args(["check", "metrics"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    check
+        .stdin
+        .take()
+        .unwrap()
+        .write_all(metrics.as_bytes())
+        .unwrap();
+    let checked = check.wait_with_output().unwrap();
+    assert!(checked.status.success(), "{checked:?}");
+
+    let rules = get(PROMETHEUS, "/api/v1/rules").unwrap();
+    let rules: Value = serde_json::from_str(&rules).unwrap();
+    let rules = rules["data"]["groups"][0]["rules"].as_array().unwrap();
+    assert_eq!(rules.len(), 13);
+    for rule in rules {
+        assert_eq!(rule["health"], "ok", "{rule}");
+        assert_eq!(rule["state"], "inactive", "{rule}");
+    }
+}

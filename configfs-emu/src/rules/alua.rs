@@ -68,8 +68,7 @@ const DEFAULT_PORT_GROUP: &str = "default_tg_pt_gp";
 fn id_of(tree: &Tree, group: NodeId) -> Option<u32> {
     let dir = tree.dir(group);
     match (dir.is_default, dir.kind) {
-        (true, Kind::LuGroup) => Some(0),
-        (true, _) => Some(1),
+        (true, _) => Some(0),
         (false, Kind::LuGroup) => tree.value(group, "lu_gp_id").parse().ok(),
         (false, _) => tree.value(group, "tg_pt_gp_id").parse().ok(),
     }
@@ -174,7 +173,8 @@ fn store_state(write: &mut Write<'_>) -> Result<(), Errno> {
     if !core::is_configured(write.tree, core::device_of(write.tree, write.dir)) {
         return Err(Errno::NODEV);
     }
-    let state = number::unsigned(write.text, u64::MAX)?;
+    // The kernel keeps the lower half of a longer number.
+    let state = number::unsigned(write.text, u64::MAX)? as u32;
     let access = write.tree.value(write.dir, "alua_access_type");
     let supported = match state {
         0 => "alua_support_active_optimized",
@@ -219,7 +219,7 @@ const STATUSES: [&str; 3] = [
 
 fn store_status(write: &mut Write<'_>) -> Result<(), Errno> {
     check_id(write)?;
-    let status = number::unsigned(write.text, u64::MAX)? as usize;
+    let status = number::unsigned(write.text, u64::MAX)? as u32 as usize;
     write.keep(*STATUSES.get(status).ok_or(Errno::INVAL)?);
     Ok(())
 }

@@ -29,7 +29,7 @@ pub(super) const ATTRIB: &[Attr] = &[
     Attr::rw("emulate_rest_reord", "0", Store::With(store_zero)),
     Attr::rw("pi_prot_type", "0", Store::With(store_protection)),
     Attr::fixed("hw_pi_prot_type", "0"),
-    Attr::rw("pi_prot_format", "0", Store::With(store_zero)),
+    Attr::rw("pi_prot_format", "0", Store::With(store_format)),
     // Without a type of protection, wishing for its check changes nothing.
     Attr::rw("pi_prot_verify", "0", Store::With(check_truth)),
     Attr::rw("enforce_pr_isids", "1", Store::Bool),
@@ -49,14 +49,14 @@ pub(super) const ATTRIB: &[Attr] = &[
     Attr::rw("max_write_same_len", "0", Store::Number(ANY)),
     Attr::rw("alua_support", "1", Store::With(store_fixed_one)),
     Attr::rw("pgr_support", "1", Store::With(store_fixed_one)),
-    Attr::rw("submit_type", "0", Store::Number(0..=2)),
+    Attr::rw("submit_type", "0", Store::With(store_submit_type)),
 ];
 
 /// `wwn/` of a device.
 pub(super) const WWN: &[Attr] = &[
-    Attr::locked("vendor_id", "LIO-ORG", Store::With(store_inquiry)),
-    Attr::locked("product_id", "", Store::With(store_inquiry)),
-    Attr::locked("revision", "4.0", Store::With(store_inquiry)),
+    Attr::rw("vendor_id", "LIO-ORG", Store::With(store_inquiry)),
+    Attr::rw("product_id", "", Store::With(store_inquiry)),
+    Attr::rw("revision", "4.0", Store::With(store_inquiry)),
     Attr::locked("company_id", COMPANY, Store::With(store_company)),
     Attr::locked("vpd_unit_serial", "", Store::Text(254, Errno::OVERFLOW))
         .shown(Show::With(show_serial)),
@@ -159,9 +159,30 @@ fn store_fixed_one(write: &mut Write<'_>) -> Result<(), Errno> {
 
 fn store_protection(write: &mut Write<'_>) -> Result<(), Errno> {
     match number::within(write.text, &(0..=3))? {
+        2 => Err(Errno::NOSYS),
+        _ if core::is_exported(write.tree, write.dir) => Err(Errno::INVAL),
         0 => Ok(()),
         _ => Err(Errno::NOSYS),
     }
+}
+
+/// Only a file could be formatted, and not while it is exported.
+fn store_format(write: &mut Write<'_>) -> Result<(), Errno> {
+    let is_file = plugin_of(write) == Some(Plugin::Fileio);
+    match number::boolean(write.text)? {
+        false => Ok(()),
+        true if is_file && core::is_exported(write.tree, write.dir) => Err(Errno::INVAL),
+        true => Err(Errno::NOSYS),
+    }
+}
+
+fn store_submit_type(write: &mut Write<'_>) -> Result<(), Errno> {
+    let value = number::unsigned(write.text, u64::from(u8::MAX))?;
+    if value > 2 {
+        return Err(Errno::INVAL);
+    }
+    write.keep(value.to_string());
+    Ok(())
 }
 
 fn store_block_size(write: &mut Write<'_>) -> Result<(), Errno> {
@@ -181,7 +202,7 @@ fn store_optimal(write: &mut Write<'_>) -> Result<(), Errno> {
 }
 
 fn store_queue_depth(write: &mut Write<'_>) -> Result<(), Errno> {
-    let most = stored(write, "hw_queue_depth");
+    let most = stored(write, "hw_queue_depth").max(stored(write, "queue_depth"));
     let value = number::within(write.text, &ANY)?;
     if value == 0 || value > most {
         return Err(Errno::INVAL);
@@ -204,6 +225,9 @@ fn store_inquiry(write: &mut Write<'_>) -> Result<(), Errno> {
     // LIO copies one byte more than fits, for a line end, before it looks at the text.
     if write.text.len() > most + 1 || write.text.trim().len() > most {
         return Err(Errno::OVERFLOW);
+    }
+    if core::is_exported(write.tree, write.dir) {
+        return Err(Errno::INVAL);
     }
     let text = write.text.trim();
     if !text.bytes().all(|b| (0x20..0x7f).contains(&b)) {

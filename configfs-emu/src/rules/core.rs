@@ -190,7 +190,7 @@ fn store_control(write: &mut Write<'_>) -> Result<(), Errno> {
 struct Found {
     block_size: u32,
     max_sectors: u32,
-    queue_depth: u32,
+    hw_queue_depth: u32,
     is_nonrot: bool,
     unmap: Option<(u32, u32)>,
     write_same: u32,
@@ -198,6 +198,9 @@ struct Found {
 
 /// The most that a command on a file transfers, in bytes.
 const FILE_MAX: u32 = 8 << 20;
+
+/// Commands at once on a device that is new.
+const QUEUE_DEPTH: u32 = 128;
 
 fn store_enable(write: &mut Write<'_>) -> Result<(), Errno> {
     if !write.text.contains('1') {
@@ -221,8 +224,8 @@ fn store_enable(write: &mut Write<'_>) -> Result<(), Errno> {
     set("block_size", found.block_size);
     set("hw_max_sectors", found.max_sectors);
     set("optimal_sectors", found.max_sectors);
-    set("hw_queue_depth", found.queue_depth);
-    set("queue_depth", found.queue_depth);
+    set("hw_queue_depth", found.hw_queue_depth);
+    set("queue_depth", QUEUE_DEPTH);
     set("max_write_same_len", found.write_same);
     if found.is_nonrot {
         set("is_nonrot", 1);
@@ -266,7 +269,7 @@ fn find_file(write: &Write<'_>) -> Result<Found, Errno> {
     Ok(Found {
         block_size,
         max_sectors: FILE_MAX / block_size.max(1),
-        queue_depth: 128,
+        hw_queue_depth: 128,
         is_nonrot,
         unmap: Some((8192, 1)),
         write_same: 4096,
@@ -282,7 +285,7 @@ fn find_block(write: &Write<'_>) -> Result<Found, Errno> {
     Ok(Found {
         block_size: device.block_size,
         max_sectors: 1024,
-        queue_depth: 128,
+        hw_queue_depth: 128,
         is_nonrot: true,
         unmap: None,
         write_same: 65_535,
@@ -294,11 +297,12 @@ fn find_ram(write: &Write<'_>) -> Result<Found, Errno> {
         None | Some("0") => Err(Errno::INVAL),
         Some(_) => Ok(Found {
             block_size: 512,
-            max_sectors: u32::MAX,
-            queue_depth: 32,
+            // As many as there are, in whole pages.
+            max_sectors: !7,
+            hw_queue_depth: 32,
             is_nonrot: true,
             unmap: None,
-            write_same: 65_535,
+            write_same: 0,
         }),
     }
 }

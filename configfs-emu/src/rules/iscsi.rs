@@ -58,7 +58,6 @@ pub(super) const TPG: &[Attr] = &[
 pub(super) const TPG_ATTRIB: &[Attr] = &[
     Attr::rw("authentication", "1", Store::With(store_authentication)),
     Attr::rw("login_timeout", "15", Store::Number(5..=30)),
-    Attr::rw("netif_timeout", "2", Store::Number(2..=15)),
     Attr::rw("generate_node_acls", "0", Store::With(store_generate)),
     Attr::rw("default_cmdsn_depth", "64", Store::Number(1..=512)),
     Attr::rw("cache_dynamic_acls", "0", Store::With(store_cache)),

@@ -2,7 +2,7 @@
 
 use rustix::io::Errno;
 
-use super::{Attr, Store, Write, line};
+use super::{Attr, Store, Write};
 
 /// What a key's value may be.
 #[derive(Clone, Copy)]
@@ -66,7 +66,7 @@ fn legal(name: &str) -> Legal {
 }
 
 fn store(write: &mut Write<'_>) -> Result<(), Errno> {
-    let text = line(write.text);
+    let text = write.text.trim();
     let number = |text: &str, from: u32, to: u32| {
         text.parse::<u32>().is_ok_and(|n| (from..=to).contains(&n))
     };

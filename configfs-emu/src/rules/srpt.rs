@@ -11,7 +11,7 @@ use crate::number;
 pub(super) const FABRIC: &[Attr] = &[Attr::ro("version", Show::Line)];
 
 /// `srpt/discovery_auth/`.
-pub(super) const DISCOVERY: &[Attr] = &[Attr::rw("rdma_cm_port", "0", Store::Number(0..=0xffff))];
+pub(super) const DISCOVERY: &[Attr] = &[Attr::rw("rdma_cm_port", "0", Store::With(store_port))];
 
 /// `srpt/PORT/NAME/`.
 pub(super) const TPG: &[Attr] = &[iscsi::ENABLE, iscsi::RTPI];
@@ -27,6 +27,12 @@ pub(super) const TPG_ATTRIB: &[Attr] = &[
     Attr::rw("srp_sq_size", "4096", Store::Number(16..=65_535)),
     Attr::rw("use_srq", "0", Store::With(store_srq)),
 ];
+
+fn store_port(write: &mut Write<'_>) -> Result<(), Errno> {
+    let port = number::unsigned(write.text, u64::from(u16::MAX))?;
+    write.keep(port.to_string());
+    Ok(())
+}
 
 fn store_srq(write: &mut Write<'_>) -> Result<(), Errno> {
     let value = number::within(write.text, &(0..=1))?;

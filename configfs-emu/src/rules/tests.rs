@@ -252,7 +252,7 @@ fn files_say_what_rtslib_looks_for() {
     assert_eq!(says("core/fileio_0/disk/alias"), "");
     assert_eq!(
         says(&format!("{TPG}/lun/lun_0/alua_tg_pt_gp")),
-        "TG Port Alias: default_tg_pt_gp\nTG Port Group ID: 1\nTG Port Primary Access State: \
+        "TG Port Alias: default_tg_pt_gp\nTG Port Group ID: 0\nTG Port Primary Access State: \
          Active/Optimized\nTG Port Primary Access Status: None\nTG Port Secondary Access State: \
          None\nTG Port Secondary Access Status: None\n"
     );
@@ -486,14 +486,10 @@ fn groups_of_ports_have_numbers_and_states() {
         fixture.try_line(&format!("echo {group}/alua_access_state 1")),
         INVAL
     );
-    assert_eq!(
-        fixture.try_line(&format!("echo {group}/tg_pt_gp_id 1")),
-        INVAL
-    );
     fixture.run(&format!("echo {group}/tg_pt_gp_id 0"));
     assert_eq!(
         fixture.read(&format!("{group}/tg_pt_gp_id")).unwrap(),
-        "2\n"
+        "1\n"
     );
     assert_eq!(
         fixture.try_line(&format!("echo {group}/tg_pt_gp_id 3")),
@@ -526,7 +522,7 @@ fn groups_of_ports_have_numbers_and_states() {
         .read(&format!("{TPG}/lun/lun_0/alua_tg_pt_gp"))
         .unwrap();
     assert!(
-        told.starts_with("TG Port Alias: ap1\nTG Port Group ID: 2\n"),
+        told.starts_with("TG Port Alias: ap1\nTG Port Group ID: 1\n"),
         "{told}"
     );
     // A group that goes leaves its LUNs to the default one.
@@ -551,7 +547,10 @@ fn srp_ports_have_their_limits() {
         &setup,
         &[
             ("echo srpt/discovery_auth/rdma_cm_port 5555", OK),
-            ("echo srpt/discovery_auth/rdma_cm_port 65536", INVAL),
+            (
+                "echo srpt/discovery_auth/rdma_cm_port 65536",
+                Err(Errno::RANGE),
+            ),
             (
                 "echo srpt/0002:c903:00a1:b2c3/p/attrib/srp_max_rdma_size 65535",
                 INVAL,

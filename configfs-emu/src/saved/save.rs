@@ -146,7 +146,7 @@ impl Saver<'_> {
             let own = self.tree.value(id, "tg_pt_gp_id");
             let mut group = json!({
                 "name": name,
-                "tg_pt_gp_id": if is_default { json!(1) } else { number(own) },
+                "tg_pt_gp_id": if is_default { json!(0) } else { number(own) },
             });
             let kind = self.tree.dir(id).kind;
             for attr in kind.attrs().iter().filter(|a| PORT_GROUP.contains(&a.name)) {

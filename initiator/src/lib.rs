@@ -6,7 +6,7 @@
 //! - [`rping`]: the first thing to run on a new network.
 //! - [`srp`], [`iscsi`]: the protocols' logic, with no I/O in it. [`session`], [`request`]: what they
 //!   have in common. [`paths`]: several of them to one unit. [`url`]: addresses.
-//! - [`block`]: what every export needs of a disk. [`nbd`], [`fuse`]: the exports.
+//! - [`block`]: what every export needs of a disk. [`nbd`], [`fuse`], [`ublk`]: the exports.
 //! - [`mod@bench`]: the benchmark. [`cli`]: the command line.
 
 pub mod bench;
@@ -25,4 +25,5 @@ pub mod rping;
 pub mod scsi;
 pub mod session;
 pub mod srp;
+pub mod ublk;
 pub mod url;

@@ -113,6 +113,7 @@ impl Demo {
     fn riser(&self, args: &[&str]) -> Result<String, Failure> {
         let mut command = sh::cmd(self.programs.join("riser"), args);
         command.env("XDG_RUNTIME_DIR", self.scratch.path());
+        command.env("RISER_STATE_DIR", self.scratch.join("riser"));
         sh::output(&mut command)
     }
 

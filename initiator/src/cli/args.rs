@@ -165,6 +165,9 @@ pub struct Link {
     /// corruption and reorder, each in percent of the packets sent, and seed
     #[arg(long, value_name = "FAULTS", env = "RISER_INJECT", value_parser = Inject::parse)]
     pub inject: Option<Inject>,
+    /// What the initiator port follows from, if it is to be that of an earlier process.
+    #[arg(skip)]
+    pub port: Option<u64>,
 }
 
 /// Faults of the software NIC's wire. Rates are percent of the packets sent.
@@ -230,7 +233,8 @@ pub enum Verb {
     Discover(DiscoverArgs),
     /// List the attachments of this host
     List,
-    /// Make a logical unit a file (FUSE) or a network block device (NBD) of this host
+    /// Make a logical unit a file (FUSE), a network block device (NBD) or a block device (ublk) of this
+    /// host
     Attach(AttachArgs),
     /// Undo an attachment
     Detach(DetachArgs),
@@ -247,6 +251,12 @@ pub enum Verb {
     /// Ping a host over RDMA, or answer such pings: the first thing to run on a new network
     #[command(subcommand)]
     Rping(Rping),
+    /// Print what udev names an attached block device by
+    #[command(hide = true)]
+    Udev {
+        /// The device
+        device: PathBuf,
+    },
     /// Print the completion script of a shell
     Completions {
         /// The shell
@@ -284,7 +294,7 @@ pub struct DiscoverArgs {
 
 /// `riser attach`.
 #[derive(Clone, Debug, clap::Args)]
-#[command(group = ArgGroup::new("export").required(true).args(["fuse", "nbd"]))]
+#[command(group = ArgGroup::new("export").required(true).args(["fuse", "nbd", "ublk"]))]
 pub struct AttachArgs {
     /// Address of the logical unit
     #[arg(value_name = "URL")]
@@ -295,6 +305,17 @@ pub struct AttachArgs {
     /// As an NBD export on a Unix socket
     #[arg(long, value_name = "SOCKET")]
     pub nbd: Option<PathBuf>,
+    /// As the block device /dev/ublkbN, or one with a free number; needs root and the driver ublk_drv.
+    /// A device N that a killed riser has left is taken over, if it was of the same address
+    #[arg(
+        long,
+        value_name = "N",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "any",
+        value_parser = UblkNumber::parse
+    )]
+    pub ublk: Option<UblkNumber>,
     /// Options of what serves an attachment.
     #[command(flatten)]
     pub serve: ServeArgs,
@@ -310,6 +331,20 @@ pub struct AttachArgs {
     /// How it is reached.
     #[command(flatten)]
     pub link: Link,
+}
+
+/// The number of a block device: one, or any that is free.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UblkNumber(pub Option<u32>);
+
+impl UblkNumber {
+    fn parse(text: &str) -> Result<Self, String> {
+        if text == "any" {
+            return Ok(Self(None));
+        }
+        let number = text.parse().map_err(|_| format!("`{text}` is no number"))?;
+        Ok(Self(Some(number)))
+    }
 }
 
 /// Options of what serves an attachment.
@@ -355,7 +390,7 @@ pub struct MountArgs {
 /// `riser detach`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct DetachArgs {
-    /// Id, directory, file or socket of the attachment
+    /// Id, directory, file, socket or device of the attachment
     #[arg(value_name = "ID|PATH")]
     pub what: String,
     /// Detach it even if it is in use; whoever uses it gets errors

@@ -6,6 +6,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use super::args::{AttachArgs, Global};
+use super::blockdev;
 use super::disk::Disk;
 use super::exit::{CliError, Exit};
 use super::serve::{self, Event, Ready};
@@ -20,14 +21,21 @@ const GRACE: Duration = Duration::from_secs(5);
 pub(super) fn run(args: &AttachArgs, global: &Global) -> Result<(), CliError> {
     serve::run(&args.serve, global, |events, sender, ready| {
         let access = serve::access(global, args.read_only);
-        let disk = Arc::new(Disk::open(&args.url, &args.link, access)?);
-        let device = Arc::new(ByteDevice::new(disk.clone()));
-        let result = match (&args.fuse, &args.nbd) {
-            (Some(path), _) => serve_fuse(args, path, &device, events, sender, ready),
-            (None, Some(socket)) => serve_nbd(args, socket, &device, events, ready),
-            (None, None) => Err(CliError::new(
+        let mut link = args.link.clone();
+        let place = match args.ublk {
+            Some(number) => Some(blockdev::Place::find(number, &args.url)?),
+            None => None,
+        };
+        link.port = place.as_ref().map(blockdev::Place::port);
+        let disk = Arc::new(Disk::open(&args.url, &link, access)?);
+        let bytes = || Arc::new(ByteDevice::new(disk.clone()));
+        let result = match (place, &args.fuse, &args.nbd) {
+            (Some(place), ..) => blockdev::serve(place, &args.url, &disk, events, ready),
+            (None, Some(path), _) => serve_fuse(args, path, &bytes(), events, sender, ready),
+            (None, None, Some(socket)) => serve_nbd(args, socket, &bytes(), events, ready),
+            (None, None, None) => Err(CliError::new(
                 Exit::Usage,
-                "neither --fuse nor --nbd is given",
+                "none of --fuse, --nbd and --ublk is given",
             )),
         };
         disk.close();

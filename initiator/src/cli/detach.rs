@@ -8,7 +8,7 @@ use super::args::{DetachArgs, Global};
 use super::exit::{CliError, Exit};
 use super::state::{Attachment, Export, StateDir};
 use super::{mount, output};
-use crate::fuse;
+use crate::{fuse, ublk};
 
 /// How long a process that is ended by force may take to end properly.
 const MERCY: Duration = Duration::from_secs(8);
@@ -28,7 +28,15 @@ pub(super) fn run(args: &DetachArgs, global: &Global) -> Result<(), CliError> {
         // Unmounting it ends the process that serves it, unless somebody uses the file.
         Export::Fuse { path, .. } if !args.force => fuse::unmount(path, false)?,
         Export::Mount { path, .. } => mount::unmount(path, args.force)?,
-        Export::Fuse { .. } | Export::Nbd { .. } => signal(&attachment, Signal::TERM)?,
+        Export::Ublk { device, .. } if !args.force && ublk::is_in_use(device) => {
+            let what = format!("{} is in use", device.display());
+            return Err(CliError::new(Exit::Busy, what).help("--force takes it away all the same"));
+        }
+        Export::Ublk { number, device, .. } if !attachment.is_alive() => ublk::remove(*number)
+            .map_err(|e| CliError::io(format!("cannot take {} away", device.display()), e))?,
+        Export::Fuse { .. } | Export::Nbd { .. } | Export::Ublk { .. } => {
+            signal(&attachment, Signal::TERM)?;
+        }
     }
     let patience = Instant::now() + global.timeout;
     let mut mercy = args.force.then(|| Instant::now() + MERCY);

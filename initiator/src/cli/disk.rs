@@ -26,7 +26,7 @@ use crate::block::{
     BlockDevice, BlockError, Buffer, Extent, Geometry, MemoryDevice, ZeroOptions, task,
 };
 use crate::engine::{Client, EngineError, Session, SessionStatus};
-use crate::lun::{Lun, LunError};
+use crate::lun::{Lun, LunError, LunInfo};
 use crate::request::RequestError;
 use crate::session::{ConnectError, Down, Timing};
 use crate::srp::channel::LoginError;
@@ -281,7 +281,10 @@ pub(super) fn start_engine(
         login: timeout.min(ATTEMPT),
         ..Timing::default()
     };
-    let builder = Client::builder().timing(timing);
+    let mut builder = Client::builder().timing(timing);
+    if let Some(port) = link.port {
+        builder = builder.port(port);
+    }
     if !url.needs_device() {
         if link.inject.is_some() {
             let what = "--inject makes the software NIC's wire bad, and TCP does not use it";
@@ -471,6 +474,15 @@ impl Disk {
                 let inquiry = &lun.info().inquiry;
                 format!("{} {}", inquiry.vendor.trim(), inquiry.product.trim())
             }
+        }
+    }
+
+    /// What it says that it is, if it is a logical unit.
+    #[must_use]
+    pub fn info(&self) -> Option<&LunInfo> {
+        match &self.kind {
+            Kind::Memory(_) => None,
+            Kind::Lun(lun) => Some(lun.info()),
         }
     }
 

@@ -32,7 +32,7 @@ pub(super) fn run(global: &Global) -> Result<(), CliError> {
                 a.id,
                 kind(a),
                 units::show_size(a.capacity),
-                a.pid,
+                process(a),
                 since(now.saturating_sub(a.since)),
                 a.export.path().display(),
                 a.url
@@ -63,10 +63,20 @@ fn show_path(path: &PathReport) -> String {
     }
 }
 
+/// The process that serves it; or that none does, and it waits for one.
+fn process(attachment: &Attachment) -> String {
+    if attachment.is_alive() {
+        attachment.pid.to_string()
+    } else {
+        "waits".to_owned()
+    }
+}
+
 fn kind(attachment: &Attachment) -> &'static str {
     match attachment.export {
         Export::Fuse { .. } => "fuse",
         Export::Nbd { .. } => "nbd",
+        Export::Ublk { .. } => "ublk",
         Export::Mount { .. } => "mount",
     }
 }

@@ -10,6 +10,7 @@
 pub mod args;
 mod attach;
 mod bench;
+mod blockdev;
 mod copy;
 mod detach;
 mod devices;
@@ -24,6 +25,7 @@ mod output;
 mod rping;
 mod serve;
 pub mod state;
+mod udev;
 mod units;
 
 use std::process::ExitCode;
@@ -79,6 +81,7 @@ fn run(verb: Verb, global: &Global) -> Result<(), CliError> {
         Verb::Bench(args) => bench::run(&args, global),
         Verb::Rping(args) => rping::run(&args, global),
         Verb::Completions { shell } => docs::completions(shell),
+        Verb::Udev { device } => udev::run(&device),
         Verb::Man { dir } => docs::man(dir.as_deref()),
     }
 }

@@ -202,6 +202,7 @@ fn print(attachment: &Attachment, global: &Global) -> Result<(), CliError> {
         let usable = match &attachment.export {
             Export::Fuse { file, .. } => file.display().to_string(),
             Export::Nbd { uri, .. } => uri.clone(),
+            Export::Ublk { device, .. } => device.display().to_string(),
             Export::Mount { path, .. } => path.display().to_string(),
         };
         writeln!(

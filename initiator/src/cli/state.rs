@@ -1,11 +1,13 @@
 //! The attachments of this host: a small directory with a JSON file for each.
 //!
-//! It is `$RISER_STATE_DIR`, or `riser` in `$XDG_RUNTIME_DIR`, or `/run/riser`. A file is written by
+//! It is `$RISER_STATE_DIR`; or `/run/riser` for root, whose services and logins see the same; or `riser`
+//! in `$XDG_RUNTIME_DIR`. A file is written by
 //! the process that serves the attachment, when it is usable, and removed by it at its end. A file
 //! whose process is gone is stale: whoever lists the directory removes it, and what the process
 //! could not undo. A process is known by its id and the time it was started, so that another one
 //! with the same id is not taken for it.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
@@ -36,6 +38,17 @@ pub enum Export {
         /// Its URI, for clients.
         uri: String,
     },
+    /// A block device.
+    Ublk {
+        /// Its number.
+        number: u32,
+        /// Its file.
+        device: PathBuf,
+        /// What its initiator port follows from, which a process that takes it over must have too.
+        port: u64,
+        /// What udev names it by.
+        properties: BTreeMap<String, String>,
+    },
     /// A mounted file system.
     Mount {
         /// Where it is mounted.
@@ -54,6 +67,7 @@ impl Export {
         match self {
             Self::Fuse { path, .. } | Self::Mount { path, .. } => path,
             Self::Nbd { socket, .. } => socket,
+            Self::Ublk { device, .. } => device,
         }
     }
 
@@ -61,6 +75,7 @@ impl Export {
         match self {
             Self::Fuse { path: own, file } => own == path || file == path,
             Self::Nbd { socket, .. } => socket == path,
+            Self::Ublk { device, .. } => device == path,
             Self::Mount {
                 path: own, device, ..
             } => own == path || device == path,
@@ -97,6 +112,12 @@ pub struct Attachment {
 }
 
 impl Attachment {
+    /// Whether it outlives its process: a block device, in which requests wait for another one.
+    #[must_use]
+    pub fn waits(&self) -> bool {
+        matches!(&self.export, Export::Ublk { device, .. } if device.exists())
+    }
+
     /// Whether the process that serves it is alive.
     #[must_use]
     pub fn is_alive(&self) -> bool {
@@ -128,12 +149,15 @@ impl StateDir {
     /// # Errors
     /// It cannot be made.
     pub fn open() -> io::Result<Self> {
+        let is_root = rustix::process::geteuid().is_root();
         let path = match (
             std::env::var_os("RISER_STATE_DIR"),
             std::env::var_os("XDG_RUNTIME_DIR"),
         ) {
             (Some(own), _) if !own.is_empty() => PathBuf::from(own),
-            (_, Some(runtime)) if !runtime.is_empty() => Path::new(&runtime).join("riser"),
+            (_, Some(runtime)) if !is_root && !runtime.is_empty() => {
+                Path::new(&runtime).join("riser")
+            }
             _ => PathBuf::from("/run/riser"),
         };
         Self::at(path)
@@ -191,7 +215,8 @@ impl StateDir {
         Err(io::ErrorKind::QuotaExceeded.into())
     }
 
-    /// All attachments that are alive, by id. Stale ones are removed on the way.
+    /// All attachments that are alive, or wait for a process that takes them over, by id. Stale ones
+    /// are removed on the way.
     ///
     /// # Errors
     /// The directory cannot be read.
@@ -210,7 +235,7 @@ impl StateDir {
                 tracing::debug!(path = %path.display(), "not an attachment");
                 continue;
             };
-            if attachment.is_alive() {
+            if attachment.is_alive() || attachment.waits() {
                 found.push(attachment);
             } else {
                 tracing::info!(
@@ -224,6 +249,14 @@ impl StateDir {
         }
         found.sort_by_key(|a| (a.id.len(), a.id.clone()));
         Ok(found)
+    }
+
+    /// Strikes out an attachment that another process has taken over.
+    ///
+    /// # Errors
+    /// The directory cannot be written.
+    pub fn forget(&self, id: &str) -> io::Result<()> {
+        fs::remove_file(self.file(id))
     }
 
     /// The attachment with that id or path.
@@ -253,6 +286,8 @@ fn clean_up(export: &Export) {
                 let _ = fs::remove_file(socket);
             }
         }
+        // It is gone, or it would not be stale.
+        Export::Ublk { .. } => {}
     }
 }
 

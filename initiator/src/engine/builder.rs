@@ -26,6 +26,7 @@ pub struct ClientBuilder {
     pub(super) max_immediate: u32,
     pub(super) region_segments: u32,
     pub(super) max_requests: usize,
+    pub(super) port: Option<u64>,
 }
 
 impl Default for ClientBuilder {
@@ -38,6 +39,7 @@ impl Default for ClientBuilder {
             max_immediate: 8192,
             region_segments: 64,
             max_requests: 1024,
+            port: None,
         }
     }
 }
@@ -83,6 +85,15 @@ impl ClientBuilder {
     #[must_use]
     pub fn region_segments(mut self, segments: u32) -> Self {
         self.region_segments = segments.max(1);
+        self
+    }
+
+    /// What the identifiers of its initiator ports follow from, for a client of one disk. Two such
+    /// clients with the same are one initiator in two lives: the later login ends the earlier session.
+    /// Default: random, and another one for each session.
+    #[must_use]
+    pub fn port(mut self, seed: u64) -> Self {
+        self.port = Some(seed);
         self
     }
 
@@ -135,7 +146,8 @@ impl ClientBuilder {
             Ok(Err(e)) => return Err(e.into()),
             Err(_) => return Err(EngineError::Gone),
         };
-        let extension = RandomState::new().build_hasher().finish();
+        let random = RandomState::new().build_hasher().finish();
+        let extension = self.port.unwrap_or(random);
         Ok(Client(Arc::new(Shared {
             mailbox,
             pool,

@@ -155,7 +155,7 @@ impl Client {
         let protocol = match &url {
             TargetUrl::Srp(url) => self.plan_srp(url, patience)?,
             TargetUrl::Iscsi(url) if url.target.is_none() => return Err(EngineError::NoTarget),
-            TargetUrl::Iscsi(url) => self.plan_iscsi(url, patience, None)?,
+            TargetUrl::Iscsi(url) => self.plan_iscsi(url, patience, 0, None)?,
         };
         let status = Arc::new(SessionStatus::default());
         let guard = self.open(&url, protocol, status.clone()).await?;
@@ -180,7 +180,7 @@ impl Client {
         url.target = None;
         url.portals.clear();
         let (sender, found) = oneshot();
-        let protocol = self.plan_iscsi(&url, self.0.config.timing.login, Some(sender))?;
+        let protocol = self.plan_iscsi(&url, self.0.config.timing.login, 0, Some(sender))?;
         let url = TargetUrl::Iscsi(url);
         let status = Arc::new(SessionStatus::default());
         let _guard = self.open(&url, protocol, status.clone()).await?;
@@ -280,10 +280,21 @@ impl Client {
         })))
     }
 
+    /// What the initiator port of a path follows from. Each session has its own: a second login with
+    /// the first one's would end that.
+    pub(super) fn session_port(&self, path: u64) -> u64 {
+        match self.0.config.port {
+            // An iSCSI session identifier is made of the first 40 bits.
+            Some(seed) => seed.wrapping_add(path << 24),
+            None => RandomState::new().build_hasher().finish(),
+        }
+    }
+
     pub(super) fn plan_iscsi(
         &self,
         url: &IscsiUrl,
         patience: Duration,
+        path: u64,
         found: Option<Sender<Vec<Found>>>,
     ) -> Result<Protocol, EngineError> {
         let config = &self.0.config;
@@ -295,8 +306,7 @@ impl Client {
                 ..config.timing
             },
         };
-        // One for each session: a second login with the first one's would end that.
-        let isid = iscsi::isid(RandomState::new().build_hasher().finish());
+        let isid = iscsi::isid(self.session_port(path));
         let segments = config.region_segments.min(self.0.device.region_segments);
         let config = iscsi::plan_session(url, isid, limits)?;
         if !url.is_iser() {

@@ -1,6 +1,5 @@
 //! Sessions by several portals at once.
 
-use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -30,7 +29,6 @@ impl Client {
         let lun = LunId::new(number).expect("an address has no other numbers");
         let portals = self.find_portals(&url).await?;
         let mut paths: Vec<PathPlan> = Vec::new();
-        let random = RandomState::new().build_hasher().finish();
         for (at, portal) in (0u64..).zip(&portals) {
             let target = resolve(portal)?;
             if paths.iter().any(|p| p.target.dst == target.dst) {
@@ -40,12 +38,13 @@ impl Client {
                 // Each path has an initiator port of its own.
                 TargetUrl::Srp(url) => {
                     let mut url = url.clone();
-                    let first = url.initiator_ext.unwrap_or(random);
-                    url.initiator_ext = Some(first.wrapping_add(at));
+                    let own = self.session_port(at);
+                    let named = url.initiator_ext.map(|first| first.wrapping_add(at));
+                    url.initiator_ext = Some(named.unwrap_or(own));
                     self.plan_srp(&url, patience)?
                 }
                 TargetUrl::Iscsi(url) if url.target.is_none() => return Err(EngineError::NoTarget),
-                TargetUrl::Iscsi(url) => self.plan_iscsi(url, patience, None)?,
+                TargetUrl::Iscsi(url) => self.plan_iscsi(url, patience, at, None)?,
             };
             paths.push(PathPlan {
                 target,

@@ -62,6 +62,7 @@ const NEEDS: &[Need] = &[
     need("nbdcopy", "libnbd-bin", "a judge of riser's NBD export"),
     need("fusermount3", "fuse3", "riser's FUSE export in the guest"),
     need("python3", "python3", "a raw client in the guest"),
+    need("udevadm", "udev", "udev's rules in the guest"),
     need("tcpdump", "tcpdump", "captures of the cases"),
     need("tshark", "tshark", "judging the captures of the cases"),
 ];

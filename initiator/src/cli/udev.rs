@@ -1,0 +1,105 @@
+//! `riser udev`: what udev's rules name an attached block device by, as they would name the kernel's own
+//! SCSI disk.
+//!
+//! The rule is `deploy/udev/60-riser.rules`. It asks when the device appears, which may be before it is
+//! written down, and again when it is.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{self, Write};
+use std::path::Path;
+
+use super::disk::{Address, Disk};
+use super::exit::CliError;
+use super::state::{Export, StateDir};
+use crate::url::TargetUrl;
+
+/// Prints the properties of a device, a line each; none for a device that is not attached.
+pub(super) fn run(device: &Path) -> Result<(), CliError> {
+    let attachments = StateDir::open()
+        .and_then(|dir| dir.list())
+        .map_err(|e| CliError::io("cannot read the list of attachments", e))?;
+    let mut out = io::stdout().lock();
+    for attachment in attachments {
+        if let Export::Ublk {
+            device: theirs,
+            properties,
+            ..
+        } = attachment.export
+            && theirs == device
+        {
+            for (name, value) in properties {
+                writeln!(out, "{name}={value}")
+                    .map_err(|e| CliError::io("cannot write to standard output", e))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Tells udev that there is something to ask for. Without udev nobody listens.
+pub(super) fn announce(number: u32) {
+    let _ = fs::write(format!("/sys/class/block/ublkb{number}/uevent"), "change");
+}
+
+/// The properties of a disk, named as udev's own rules name them.
+pub(super) fn properties(url: &Address, disk: &Disk) -> BTreeMap<String, String> {
+    let mut found = BTreeMap::new();
+    let mut set = |name: &str, value: String| {
+        found.insert(name.to_owned(), clean(&value));
+    };
+    if let Some(info) = disk.info() {
+        let (vendor, model) = (info.inquiry.vendor.trim(), info.inquiry.product.trim());
+        set("ID_BUS", "scsi".into());
+        set("ID_VENDOR", vendor.into());
+        set("ID_MODEL", model.into());
+        set("ID_REVISION", info.inquiry.revision.trim().into());
+        if let Some(serial) = &info.identity.serial {
+            set("ID_SCSI_SERIAL", serial.clone());
+            set("ID_SERIAL", format!("S{vendor}_{model}_{serial}"));
+        }
+        if let Some(naa) = &info.identity.naa {
+            // As scsi_id: the type of the designator, then the designator.
+            set("ID_SERIAL", format!("3{naa}"));
+            set("ID_WWN", format!("0x{naa}"));
+        }
+    }
+    if let Address::Target(url) = url
+        && let Some(path) = path(url)
+    {
+        set("ID_PATH", path);
+    }
+    found
+}
+
+/// The way to a disk, as `/dev/disk/by-path` has those of the kernel.
+fn path(url: &TargetUrl) -> Option<String> {
+    let lun = url.lun()?;
+    match url {
+        TargetUrl::Iscsi(url) => {
+            let (host, port) = (&url.host, url.port);
+            let target = url.target.as_ref()?;
+            Some(format!("ip-{host}:{port}-iscsi-{target}-lun-{lun}"))
+        }
+        TargetUrl::Srp(url) => Some(format!("ip-{}:{}-srp-lun-{lun}", url.host, url.port)),
+    }
+}
+
+/// What a name in `/dev` may consist of; anything else becomes an underscore.
+fn clean(text: &str) -> String {
+    let is_fine = |c: char| c.is_ascii_alphanumeric() || "#+-.:=@_".contains(c);
+    text.chars()
+        .map(|c| if is_fine(c) { c } else { '_' })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_hold_nothing_that_udev_would_not_take() {
+        assert_eq!(clean("VIRTUAL DISK/1\n"), "VIRTUAL_DISK_1_");
+        assert_eq!(clean("iqn.2026-01.a:b"), "iqn.2026-01.a:b");
+    }
+}

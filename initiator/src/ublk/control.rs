@@ -1,0 +1,152 @@
+//! Commands of a device's life.
+
+#![allow(unsafe_code, reason = "shows the kernel memory by its address")]
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+
+use io_uring::{IoUring, cqueue, opcode, squeue, types};
+use zerocopy::IntoBytes;
+
+use super::sys::{ControlCmd, ControlOp, DevInfo, Params, feature};
+
+/// The number that lets the driver choose one.
+const ANY: u32 = u32::MAX;
+
+/// No queue: a command is for the whole device.
+const NO_QUEUE: u16 = u16::MAX;
+
+/// What every device of ours can.
+const FEATURES: u64 = feature::USER_RECOVERY
+    | feature::USER_RECOVERY_REISSUE
+    | feature::CMD_IOCTL_ENCODE
+    | feature::USER_COPY;
+
+/// The driver.
+pub(super) struct Control {
+    ring: IoUring<squeue::Entry128, cqueue::Entry>,
+    file: File,
+}
+
+impl std::fmt::Debug for Control {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Control").finish_non_exhaustive()
+    }
+}
+
+impl Control {
+    pub(super) fn open() -> io::Result<Self> {
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open("/dev/ublk-control")?;
+        let ring = IoUring::builder().build(4)?;
+        Ok(Self { ring, file })
+    }
+
+    /// Adds a device that is not there for others yet.
+    pub(super) fn add(
+        &mut self,
+        number: Option<u32>,
+        depth: u16,
+        largest: u32,
+    ) -> io::Result<DevInfo> {
+        let id = number.unwrap_or(ANY);
+        let mut info = DevInfo {
+            nr_hw_queues: 1.into(),
+            queue_depth: depth.into(),
+            max_io_buf_bytes: largest.into(),
+            dev_id: id.into(),
+            flags: FEATURES.into(),
+            ..DevInfo::default()
+        };
+        self.call(ControlOp::Add, id, 0, Some(info.as_mut_bytes()))?;
+        let lacks = FEATURES & !info.flags.get();
+        if lacks != 0 {
+            let _ = self.delete(info.dev_id.get());
+            let text = format!("the kernel's ublk driver lacks features {lacks:#x}");
+            return Err(io::Error::new(io::ErrorKind::Unsupported, text));
+        }
+        Ok(info)
+    }
+
+    pub(super) fn set_params(&mut self, id: u32, params: &Params) -> io::Result<()> {
+        let mut params = *params;
+        self.call(ControlOp::SetParams, id, 0, Some(params.as_mut_bytes()))
+    }
+
+    /// Shows the device to others; returns when its queue has fetched all there is to fetch.
+    pub(super) fn start(&mut self, id: u32) -> io::Result<()> {
+        self.call(ControlOp::Start, id, u64::from(std::process::id()), None)
+    }
+
+    pub(super) fn stop(&mut self, id: u32) -> io::Result<()> {
+        self.call(ControlOp::Stop, id, 0, None)
+    }
+
+    pub(super) fn delete(&mut self, id: u32) -> io::Result<()> {
+        self.call(ControlOp::Delete, id, 0, None)
+    }
+
+    pub(super) fn info(&mut self, id: u32) -> io::Result<DevInfo> {
+        let mut info = DevInfo::default();
+        self.call(ControlOp::GetInfo, id, 0, Some(info.as_mut_bytes()))?;
+        Ok(info)
+    }
+
+    /// Returns when the dead server has let go of the device.
+    pub(super) fn start_recovery(&mut self, id: u32) -> io::Result<()> {
+        self.call(ControlOp::StartRecovery, id, 0, None)
+    }
+
+    /// Returns when the new server's queue has fetched all there is to fetch.
+    pub(super) fn end_recovery(&mut self, id: u32) -> io::Result<()> {
+        let pid = u64::from(std::process::id());
+        self.call(ControlOp::EndRecovery, id, pid, None)
+    }
+
+    /// Gives a command and waits for its end. The buffer is read or written by the driver.
+    fn call(
+        &mut self,
+        op: ControlOp,
+        id: u32,
+        data: u64,
+        buffer: Option<&mut [u8]>,
+    ) -> io::Result<()> {
+        let (addr, len) = buffer.map_or((0, 0), |b| (b.as_mut_ptr() as u64, b.len()));
+        let command = ControlCmd {
+            dev_id: id.into(),
+            queue_id: NO_QUEUE.into(),
+            len: (len as u16).into(),
+            addr: addr.into(),
+            data: data.into(),
+            ..ControlCmd::default()
+        };
+        let mut bytes = [0; 80];
+        bytes[..size_of::<ControlCmd>()].copy_from_slice(command.as_bytes());
+        let entry = opcode::UringCmd80::new(types::Fd(self.file.as_raw_fd()), op as u32)
+            .cmd(bytes)
+            .build();
+        // SAFETY: the command's argument is copied into the entry; the buffer that it names is borrowed
+        // until this function returns, which is after the command's end.
+        unsafe { self.ring.submission().push(&entry) }.map_err(io::Error::other)?;
+        loop {
+            match self.ring.submit_and_wait(1) {
+                Ok(_) => {}
+                // The command goes on, and the buffer must stay.
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => {
+                    tracing::error!(%error, ?op, "io_uring does not take or end a command");
+                    std::process::abort();
+                }
+            }
+            if let Some(end) = self.ring.completion().next() {
+                return match end.result() {
+                    error @ ..0 => Err(io::Error::from_raw_os_error(-error)),
+                    _ => Ok(()),
+                };
+            }
+        }
+    }
+}

@@ -1,0 +1,322 @@
+//! What the kernel's `ublk_drv` and its servers exchange: the structures of `linux/ublk_cmd.h`, in the
+//! host's byte order.
+
+use zerocopy::byteorder::native_endian::{I32, U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+use crate::block::Geometry;
+
+/// Bytes of the unit that sizes and offsets are told in.
+pub(super) const SECTOR: u64 = 512;
+
+/// Where the requests' descriptions are in the device's file, for `mmap`.
+pub(super) const DESCS_OFFSET: i64 = 0;
+
+/// Where the requests' data are in the device's file: for tag `t` from `DATA_OFFSET + (t << TAG_SHIFT)`
+/// on.
+pub(super) const DATA_OFFSET: u64 = 0x8000_0000;
+
+/// See [`DATA_OFFSET`].
+pub(super) const TAG_SHIFT: u32 = 25;
+
+/// The result of a fetch that will get nothing any more.
+pub(super) const ABORT: i32 = -libc::ENODEV;
+
+const fn ioctl(direction: u32, number: u32, size: usize) -> u32 {
+    (direction << 30) | ((size as u32) << 16) | ((b'u' as u32) << 8) | number
+}
+
+const READ: u32 = 2;
+const READ_WRITE: u32 = 3;
+
+/// A command to `/dev/ublk-control`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub(super) enum ControlOp {
+    GetInfo = ioctl(READ, 0x02, size_of::<ControlCmd>()),
+    Add = ioctl(READ_WRITE, 0x04, size_of::<ControlCmd>()),
+    Delete = ioctl(READ_WRITE, 0x05, size_of::<ControlCmd>()),
+    Start = ioctl(READ_WRITE, 0x06, size_of::<ControlCmd>()),
+    Stop = ioctl(READ_WRITE, 0x07, size_of::<ControlCmd>()),
+    SetParams = ioctl(READ_WRITE, 0x08, size_of::<ControlCmd>()),
+    StartRecovery = ioctl(READ_WRITE, 0x10, size_of::<ControlCmd>()),
+    EndRecovery = ioctl(READ_WRITE, 0x11, size_of::<ControlCmd>()),
+}
+
+/// A command to `/dev/ublkcN`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub(super) enum IoOp {
+    Fetch = ioctl(READ_WRITE, 0x20, size_of::<IoCmd>()),
+    CommitAndFetch = ioctl(READ_WRITE, 0x21, size_of::<IoCmd>()),
+}
+
+/// Features of a device.
+pub(super) mod feature {
+    /// The device outlives its server.
+    pub(crate) const USER_RECOVERY: u64 = 1 << 3;
+    /// What a dead server had is given to the next.
+    pub(crate) const USER_RECOVERY_REISSUE: u64 = 1 << 4;
+    /// Commands are numbered as ioctls are.
+    pub(crate) const CMD_IOCTL_ENCODE: u64 = 1 << 6;
+    /// The server copies data by `pread` and `pwrite`.
+    pub(crate) const USER_COPY: u64 = 1 << 7;
+}
+
+/// Argument of a command to `/dev/ublk-control`: `struct ublksrv_ctrl_cmd`.
+#[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub(super) struct ControlCmd {
+    pub(super) dev_id: U32,
+    pub(super) queue_id: U16,
+    pub(super) len: U16,
+    pub(super) addr: U64,
+    pub(super) data: U64,
+    pub(super) dev_path_len: U16,
+    pub(super) pad: U16,
+    pub(super) reserved: U32,
+}
+
+/// What a device is: `struct ublksrv_ctrl_dev_info`.
+#[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub(super) struct DevInfo {
+    pub(super) nr_hw_queues: U16,
+    pub(super) queue_depth: U16,
+    pub(super) state: U16,
+    pub(super) pad0: U16,
+    pub(super) max_io_buf_bytes: U32,
+    pub(super) dev_id: U32,
+    pub(super) ublksrv_pid: I32,
+    pub(super) pad1: U32,
+    pub(super) flags: U64,
+    pub(super) ublksrv_flags: U64,
+    pub(super) owner_uid: U32,
+    pub(super) owner_gid: U32,
+    pub(super) reserved1: U64,
+    pub(super) reserved2: U64,
+}
+
+/// How a device is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum State {
+    Dead,
+    Live,
+    /// Its server has died, and requests wait.
+    Quiesced,
+    /// Its server has died, and requests fail.
+    FailIo,
+}
+
+impl DevInfo {
+    /// How the device is; `None` for a state of a later kernel.
+    pub(super) fn state(&self) -> Option<State> {
+        match self.state.get() {
+            0 => Some(State::Dead),
+            1 => Some(State::Live),
+            2 => Some(State::Quiesced),
+            3 => Some(State::FailIo),
+            _ => None,
+        }
+    }
+}
+
+/// Argument of a command to `/dev/ublkcN`: `struct ublksrv_io_cmd`.
+#[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub(super) struct IoCmd {
+    pub(super) q_id: U16,
+    pub(super) tag: U16,
+    pub(super) result: I32,
+    pub(super) addr: U64,
+}
+
+/// A request: `struct ublksrv_io_desc`.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
+)]
+#[repr(C)]
+pub(super) struct IoDesc {
+    pub(super) op_flags: U32,
+    pub(super) sectors: U32,
+    pub(super) start_sector: U64,
+    pub(super) addr: U64,
+}
+
+/// What a request asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Op {
+    Read,
+    Write,
+    Flush,
+    Discard,
+    WriteZeroes,
+}
+
+impl IoDesc {
+    /// What it asks for; `None` for what was never offered.
+    pub(super) fn op(&self) -> Option<Op> {
+        match self.op_flags.get() & 0xff {
+            0 => Some(Op::Read),
+            1 => Some(Op::Write),
+            2 => Some(Op::Flush),
+            3 => Some(Op::Discard),
+            5 => Some(Op::WriteZeroes),
+            _ => None,
+        }
+    }
+
+    /// Whether it is done only when it is on stable storage.
+    pub(super) fn fua(&self) -> bool {
+        self.op_flags.get() & (1 << 13) != 0
+    }
+
+    /// Whether zeroes must not be holes.
+    pub(super) fn no_unmap(&self) -> bool {
+        self.op_flags.get() & (1 << 15) != 0
+    }
+
+    /// Its first byte on the disk; that of a flush means nothing.
+    pub(super) fn offset(&self) -> u64 {
+        self.start_sector.get().saturating_mul(SECTOR)
+    }
+
+    /// Its length in bytes.
+    pub(super) fn len(&self) -> u64 {
+        u64::from(self.sectors.get()) * SECTOR
+    }
+}
+
+/// What a device can: `struct ublk_params`, as far as we tell it.
+#[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub(super) struct Params {
+    len: U32,
+    types: U32,
+    attrs: U32,
+    logical_shift: u8,
+    physical_shift: u8,
+    io_opt_shift: u8,
+    io_min_shift: u8,
+    max_sectors: U32,
+    chunk_sectors: U32,
+    dev_sectors: U64,
+    virt_boundary_mask: U64,
+    discard_alignment: U32,
+    discard_granularity: U32,
+    max_discard_sectors: U32,
+    max_write_zeroes_sectors: U32,
+    max_discard_segments: U16,
+    reserved: U16,
+}
+
+const TYPE_BASIC: u32 = 1 << 0;
+const TYPE_DISCARD: u32 = 1 << 1;
+const ATTR_READ_ONLY: u32 = 1 << 0;
+const ATTR_VOLATILE_CACHE: u32 = 1 << 2;
+const ATTR_FUA: u32 = 1 << 3;
+
+impl Params {
+    /// Those of a disk, whose requests have at most `largest` bytes.
+    pub(super) fn of(geometry: &Geometry, largest: u32) -> Self {
+        let shift = |bytes: u32| bytes.ilog2() as u8;
+        // The largest that is a whole number of blocks and fits the field.
+        let sectors = |bytes: u64| {
+            let blocks = bytes.min(u64::from(u32::MAX) * SECTOR) / u64::from(geometry.block_size);
+            (blocks * u64::from(geometry.block_size) / SECTOR) as u32
+        };
+        let logical = shift(geometry.block_size);
+        // A page at most, which the driver wants, and no less than a block.
+        let physical = shift(
+            geometry
+                .physical_block_size
+                .clamp(geometry.block_size, 4096),
+        );
+        let mut attrs = 0;
+        if geometry.read_only {
+            attrs |= ATTR_READ_ONLY;
+        }
+        if geometry.volatile_cache {
+            attrs |= ATTR_VOLATILE_CACHE | ATTR_FUA;
+        }
+        let discards = sectors(geometry.max_discard);
+        let zeroes = sectors(geometry.max_write_zeroes);
+        let can_discard = !geometry.read_only && (discards > 0 || zeroes > 0);
+        let mut params = Self {
+            len: (size_of::<Self>() as u32).into(),
+            types: TYPE_BASIC.into(),
+            attrs: attrs.into(),
+            logical_shift: logical,
+            physical_shift: physical,
+            io_opt_shift: physical,
+            io_min_shift: physical,
+            max_sectors: sectors(geometry.max_transfer.min(largest).into()).into(),
+            dev_sectors: (geometry.capacity / SECTOR).into(),
+            ..Self::default()
+        };
+        if can_discard {
+            params.types = (TYPE_BASIC | TYPE_DISCARD).into();
+            params.discard_granularity = geometry.block_size.into();
+            params.max_discard_sectors = discards.into();
+            params.max_write_zeroes_sectors = zeroes.into();
+            params.max_discard_segments = 1.into();
+        }
+        params
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::block::{BlockDevice, MemoryDevice};
+
+    #[test]
+    fn structures_and_commands_are_those_of_the_kernel() {
+        assert_eq!(size_of::<ControlCmd>(), 32);
+        assert_eq!(size_of::<DevInfo>(), 64);
+        assert_eq!(size_of::<IoCmd>(), 16);
+        assert_eq!(size_of::<IoDesc>(), 24);
+        assert_eq!(size_of::<Params>(), 8 + 32 + 20);
+        assert_eq!(ControlOp::GetInfo as u32, 0x8020_7502);
+        assert_eq!(ControlOp::Add as u32, 0xc020_7504);
+        assert_eq!(IoOp::CommitAndFetch as u32, 0xc010_7521);
+    }
+
+    #[test]
+    fn a_disk_is_told_within_what_the_driver_takes() {
+        let disk = MemoryDevice::new(1 << 30, 4096).unwrap();
+        let params = Params::of(disk.geometry(), 256 << 10);
+        assert_eq!(params.len.get(), 60);
+        assert_eq!((params.logical_shift, params.physical_shift), (12, 12));
+        assert_eq!(params.max_sectors.get(), 512);
+        assert_eq!(params.dev_sectors.get(), (1 << 30) / 512);
+        assert_eq!(params.types.get(), 3);
+        assert_eq!(params.max_discard_sectors.get(), (1 << 30) / 512);
+        let fixed = disk.with_geometry(|g| {
+            g.read_only = true;
+            g.max_discard = u64::MAX;
+            g.physical_block_size = 1 << 20;
+        });
+        let params = Params::of(fixed.geometry(), 256 << 10);
+        assert_eq!((params.types.get(), params.attrs.get() & 1), (1, 1));
+        assert_eq!(params.physical_shift, 12);
+    }
+
+    #[test]
+    fn a_request_says_what_it_wants() {
+        let desc = IoDesc {
+            op_flags: (5 | 1 << 13 | 1 << 15).into(),
+            sectors: 8.into(),
+            start_sector: (1 << 40).into(),
+            addr: 0.into(),
+        };
+        assert_eq!(desc.op(), Some(Op::WriteZeroes));
+        assert!(desc.fua() && desc.no_unmap());
+        assert_eq!((desc.offset(), desc.len()), (1 << 49, 4096));
+        let unknown = IoDesc {
+            op_flags: 4.into(),
+            ..desc
+        };
+        assert_eq!(unknown.op(), None);
+    }
+}

@@ -33,7 +33,7 @@ done
 grep -q 'LUN assignments on this target have changed' <(dmesg) || fail "the initiator was not told"
 sed 's/max_transfer: 8MiB/max_transfer: 4MiB/' /tmp/one.yaml >/tmp/riserd.yaml
 kill -HUP "$RISERD"
-refused() { grep -q 'not applied.*limits changed' "$KEEP/riserd.log"; }
+refused() { grep -q 'not applied.*limits.max_transfer changed' "$KEEP/riserd.log"; }
 wait_for 10 refused
 DISK=$first
 loaded

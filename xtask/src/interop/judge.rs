@@ -39,6 +39,9 @@ const NO_CHECKSUM: &str = "Illegal checksum value (0)";
 /// knows no protocol for and whose third and fourth byte are zero.
 const GUESSED_FRAME: &str = "[Malformed Packet: Ethertype]";
 
+/// The same of a payload that is taken for a frame with a VLAN tag, as SRP_CRED_REQ is.
+const GUESSED_LENGTH: &str = "Length field value goes past the end of the payload";
+
 /// Expert severity of errors; warnings are less.
 const ERROR: u32 = 0x80_0000;
 
@@ -105,7 +108,7 @@ fn objection(line: &str) -> Option<String> {
             .filter_map(|s| s.parse::<u32>().ok())
             .any(|s| s >= ERROR);
     let is_partial = info.starts_with("SCSI: Data In") && info.contains(PARTIAL);
-    if is_partial || malformed.contains(GUESSED_FRAME) {
+    if is_partial || malformed.contains(GUESSED_FRAME) || message == GUESSED_LENGTH {
         return None;
     }
     // The InfiniBand dissector says it in words where the length of a packet is not that of its
@@ -158,6 +161,11 @@ mod tests {
         send.extend([0x90, 0, 0, 0]);
         send.extend([0; 4]);
         fs::write(scratch.join("guess.pcap"), capture_of(&send)).unwrap();
+        // An SRP_CRED_REQ, which could be a frame with a VLAN tag and a length.
+        let mut credit = vec![0x04, 0x40, 0xff, 0xff, 0, 0, 0, 5, 0, 0, 0, 9];
+        credit.extend([0x81, 0, 0, 0, 0, 0, 0, 16, 0, 0, 0, 0, 0, 0, 0, 1]);
+        credit.extend([0; 4]);
+        fs::write(scratch.join("tag.pcap"), capture_of(&credit)).unwrap();
         fs::write(scratch.join("empty.pcap"), "").unwrap();
         judge(scratch.path()).unwrap();
         fs::write(scratch.join("b.pcap"), capture_of(&ack[..7])).unwrap();

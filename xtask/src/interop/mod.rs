@@ -74,7 +74,8 @@ const MEMORY_PER_GUEST: u64 = 7168;
 ///
 /// Of each case the output, the log of riserd and a capture are kept. A capture has the first 400
 /// bytes of the first 100,000 packets between the two hosts; packets that an RDMA device sends to
-/// itself do not pass there. tshark judges every capture: a malformed packet fails its case.
+/// itself do not pass there. tshark judges every capture: a malformed packet fails its case. A case that
+/// fails is tried once more; if it passes then, the table says so.
 #[derive(clap::Args)]
 pub(crate) struct Options {
     /// Run only the cases whose group or name contains one of these words.

@@ -108,7 +108,11 @@ fn every_failure_has_its_status_and_says_what_and_where() {
     let cases: &[(&[&str], i32, &str)] = &[
         (&[], 2, "Usage: riser"),
         (&["frobnicate"], 2, "unrecognized subcommand 'frobnicate'"),
-        (&["attach", "mem:1M"], 2, "<--fuse <PATH>|--nbd <SOCKET>>"),
+        (
+            &["attach", "mem:1M"],
+            2,
+            "<--fuse <PATH>|--nbd <SOCKET>|--ublk[=<N>]>",
+        ),
         (
             &["attach", "mem:1M", "--fuse", "a", "--nbd", "b"],
             2,

@@ -49,9 +49,9 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let out = root().join(".build/package");
     fs::create_dir_all(&out)?;
     build()?;
-    let cargo_deb = cargo_deb()?;
+    sh::have_subcommand("deb")?;
     let version = env!("CARGO_PKG_VERSION");
-    let deb = package(&cargo_deb, &out, version)?;
+    let deb = package(&out, version)?;
     println!("built {}", deb.display());
     println!(
         "{}",
@@ -64,7 +64,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         println!("skipped: its installation, which takes root, mmdebstrap and systemd-nspawn");
         return Ok(());
     }
-    let later = package(&cargo_deb, &out, &format!("{version}+later"))?;
+    let later = package(&out, &format!("{version}+later"))?;
     test(&out, &deb, &later)
 }
 
@@ -106,36 +106,12 @@ fn build() -> Result<(), Failure> {
     Ok(())
 }
 
-/// cargo-deb, built once if it is not there.
-fn cargo_deb() -> Result<PathBuf, Failure> {
-    let own = root().join(".build/tools");
-    let built = own.join("bin/cargo-deb");
-    if built.is_file() {
-        return Ok(built);
-    }
-    if let Some(installed) = sh::which("cargo-deb") {
-        return Ok(installed);
-    }
-    println!("building cargo-deb");
-    sh::run(sh::cargo(["install", "-q", "cargo-deb", "--locked", "--root"]).arg(&own))?;
-    Ok(built)
-}
-
 /// A package with a version.
-fn package(cargo_deb: &Path, out: &Path, version: &str) -> Result<PathBuf, Failure> {
+fn package(out: &Path, version: &str) -> Result<PathBuf, Failure> {
     let deb = out.join(format!("riser_{version}.deb"));
-    let mut command = cmd(
-        cargo_deb,
-        [
-            "-p",
-            "riser-target",
-            "--no-build",
-            "--strip",
-            "--deb-version",
-        ],
-    );
-    command.arg(version).arg("--output").arg(&deb);
-    sh::run(command.current_dir(root()))?;
+    let mut command = sh::cargo(["deb", "-p", "riser-target", "--no-build", "--strip"]);
+    command.args(["--deb-version", version, "--output"]);
+    sh::run(command.arg(&deb))?;
     Ok(deb)
 }
 

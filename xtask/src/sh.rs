@@ -59,6 +59,16 @@ pub(crate) fn cargo<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Comma
     c
 }
 
+/// Sees to it that Cargo has a subcommand: `cargo-NAME`, which is built once if it is not there.
+pub(crate) fn have_subcommand(name: &str) -> Result<(), Failure> {
+    if output(&mut cargo([name, "--version"])).is_ok() {
+        return Ok(());
+    }
+    let program = format!("cargo-{name}");
+    println!("installing {program}");
+    output(&mut cargo(["install", "-q", &program, "--locked"])).map(drop)
+}
+
 /// Where a program is, by `PATH` and the administrator's folders.
 pub(crate) fn which(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();

@@ -304,11 +304,8 @@ fn doc() -> Outcome {
 
 /// Licences, bans and sources always; advisories where their database can be fetched.
 fn deny() -> Outcome {
-    if sh::output(&mut sh::cargo(["deny", "--version"])).is_err() {
-        println!("installing cargo-deny");
-        if let Err(e) = sh::output(&mut sh::cargo(["install", "-q", "cargo-deny", "--locked"])) {
-            return Outcome::Skipped(format!("cargo-deny cannot be installed: {e}"));
-        }
+    if let Err(e) = sh::have_subcommand("deny") {
+        return Outcome::Skipped(format!("cargo-deny cannot be installed: {e}"));
     }
     let outcome = check(sh::cargo([
         "deny", "-L", "error", "check", "bans", "licenses", "sources",

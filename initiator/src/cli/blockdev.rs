@@ -15,7 +15,7 @@ use super::exit::{CliError, Exit};
 use super::serve::{Event, Ready};
 use super::state::{Attachment, Export, StateDir};
 use super::udev;
-use crate::block::task;
+use crate::block::{BlockDevice, task};
 use crate::ublk::{self, UblkDevice};
 
 /// How long whoever has the device open may go on.
@@ -51,10 +51,9 @@ impl Place {
         };
         let device = ublk::path(number);
         let shown = device.display();
-        let known = StateDir::open()
-            .and_then(|dir| dir.list())
+        let ours = StateDir::open()
+            .and_then(|dir| dir.find(&device.to_string_lossy()))
             .map_err(|e| CliError::io("cannot read the list of attachments", e))?;
-        let ours = known.into_iter().find(|a| a.export.path() == device);
         let refused = |what: String| {
             Err(CliError::new(Exit::Busy, what).help("`riser detach` takes it away"))
         };
@@ -130,8 +129,7 @@ pub(super) fn serve(
     let failed = |e| CliError::io(format!("cannot take {} away", path.display()), e);
     device.stop().map_err(failed)?;
     drop(registration);
-    task::block_on(crate::block::BlockDevice::flush(&**disk))
-        .map_err(|e| CliError::block("cannot flush the disk", e))
+    task::block_on(disk.flush()).map_err(|e| CliError::block("cannot flush the disk", e))
 }
 
 fn cannot_start(error: io::Error) -> CliError {

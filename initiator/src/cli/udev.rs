@@ -16,23 +16,16 @@ use crate::url::TargetUrl;
 
 /// Prints the properties of a device, a line each; none for a device that is not attached.
 pub(super) fn run(device: &Path) -> Result<(), CliError> {
-    let attachments = StateDir::open()
-        .and_then(|dir| dir.list())
+    let found = StateDir::open()
+        .and_then(|dir| dir.find(&device.to_string_lossy()))
         .map_err(|e| CliError::io("cannot read the list of attachments", e))?;
+    let Some(Export::Ublk { properties, .. }) = found.map(|attachment| attachment.export) else {
+        return Ok(());
+    };
     let mut out = io::stdout().lock();
-    for attachment in attachments {
-        if let Export::Ublk {
-            device: theirs,
-            properties,
-            ..
-        } = attachment.export
-            && theirs == device
-        {
-            for (name, value) in properties {
-                writeln!(out, "{name}={value}")
-                    .map_err(|e| CliError::io("cannot write to standard output", e))?;
-            }
-        }
+    for (name, value) in properties {
+        writeln!(out, "{name}={value}")
+            .map_err(|e| CliError::io("cannot write to standard output", e))?;
     }
     Ok(())
 }

@@ -340,16 +340,8 @@ impl Server {
     /// left out.
     #[must_use]
     pub fn snapshot(&self) -> Vec<Snapshot> {
-        let asked: Vec<_> = self
-            .senders
-            .iter()
-            .filter_map(|sender| {
-                let (tx, rx) = channel();
-                sender.send(Mail::Snapshot(tx)).ok().map(|()| rx)
-            })
-            .collect();
         let until = Instant::now() + Duration::from_secs(1);
-        asked
+        self.ask(Mail::Snapshot)
             .into_iter()
             .filter_map(|rx| {
                 rx.recv_timeout(until.saturating_duration_since(Instant::now()))
@@ -362,9 +354,13 @@ impl Server {
     /// asked, and its receiver finds nobody at the other end.
     #[must_use]
     pub fn ping(&self) -> Vec<Receiver<()>> {
+        self.ask(Mail::Ping)
+    }
+
+    fn ask<T>(&self, mail: impl Fn(Sender<T>) -> Mail) -> Vec<Receiver<T>> {
         let ask = |sender: &MailSender<Mail>| {
             let (tx, rx) = channel();
-            let _ = sender.send(Mail::Ping(tx));
+            let _ = sender.send(mail(tx));
             rx
         };
         self.senders.iter().map(ask).collect()

@@ -42,6 +42,9 @@ const GUESSED_FRAME: &str = "[Malformed Packet: Ethertype]";
 /// The same of a payload that is taken for a frame with a VLAN tag, as SRP_CRED_REQ is.
 const GUESSED_LENGTH: &str = "Length field value goes past the end of the payload";
 
+/// What is said of a TCP segment that was sent again with other bounds, as after a link was cut.
+const SENT_AGAIN: &str = "New fragment overlaps old data (retransmission?)";
+
 /// Expert severity of errors; warnings are less.
 const ERROR: u32 = 0x80_0000;
 
@@ -108,7 +111,10 @@ fn objection(line: &str) -> Option<String> {
             .filter_map(|s| s.parse::<u32>().ok())
             .any(|s| s >= ERROR);
     let is_partial = info.starts_with("SCSI: Data In") && info.contains(PARTIAL);
-    if is_partial || malformed.contains(GUESSED_FRAME) || message == GUESSED_LENGTH {
+    let is_no_fault = [GUESSED_FRAME, SENT_AGAIN]
+        .iter()
+        .any(|words| malformed.contains(words));
+    if is_partial || is_no_fault || message == GUESSED_LENGTH {
         return None;
     }
     // The InfiniBand dissector says it in words where the length of a packet is not that of its
@@ -142,6 +148,16 @@ mod tests {
         }
         pcap.extend(frame);
         pcap
+    }
+
+    #[test]
+    fn a_segment_that_was_sent_again_is_no_fault() {
+        let line = |malformed: &str| {
+            format!("7\t118\t118\t{malformed},_ws.malformed\t6291456,8388608\tof its order\tTCP")
+        };
+        let again = line(&format!("[Reassembly error, protocol TCP: {SENT_AGAIN}]"));
+        assert_eq!(objection(&again), None);
+        assert!(objection(&line("[Malformed Packet: iSCSI]")).is_some());
     }
 
     #[test]

@@ -3,6 +3,7 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::time::Duration;
 
 use axum::Router;
 use axum::extract::State;
@@ -14,10 +15,17 @@ use serde_json::Value;
 use tokio::sync::oneshot;
 
 use super::api::{Answer, Ask, Failure, Peer, Requests, error, forward, said};
+use super::bounded::Bounded;
 use super::metrics;
 
 /// The status page: one file that needs no other.
 const PAGE: &str = include_str!("page.html");
+
+/// Connections at an address at once, at most.
+const CONNECTIONS: usize = 64;
+
+/// How long one of them may be silent: longer than Prometheus is between two scrapes, as a rule.
+const IDLE: Duration = Duration::from_secs(60);
 
 /// The page has everything in it, and asks nobody but us.
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; \
@@ -95,10 +103,11 @@ impl Listening {
         let listener = tokio::net::TcpListener::from_std(listener)?;
         let router = router().with_state(requests);
         let (end, ended) = oneshot::channel::<()>();
-        let service = axum::serve(listener, router).with_graceful_shutdown(async {
-            // Nothing is ever sent: the other end goes.
-            let _ = ended.await;
-        });
+        let service = axum::serve(Bounded::new(listener, CONNECTIONS, IDLE), router)
+            .with_graceful_shutdown(async {
+                // Nothing is ever sent: the other end goes.
+                let _ = ended.await;
+            });
         tokio::spawn(std::future::IntoFuture::into_future(service));
         tracing::info!(%addr, "metrics and status page");
         Ok(Self { addr, _end: end })

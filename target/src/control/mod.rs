@@ -21,6 +21,7 @@
 //! - [`client`]: the other end, for `riserd sessions` and its like; [`report`]: its words for people.
 
 pub mod api;
+mod bounded;
 pub mod client;
 pub mod health;
 pub mod history;

@@ -373,7 +373,42 @@ fn completions_and_manual_pages() {
     let dir = home.path("man");
     std::fs::create_dir(&dir).unwrap();
     home.ok(&["man", "--dir", &dir]);
-    for page in ["riser.1", "riser-attach.1", "riser-bench.1"] {
+    for page in [
+        "riser.1",
+        "riser-attach.1",
+        "riser-bench.1",
+        "riser-target.1",
+    ] {
         assert!(Path::new(&dir).join(page).exists(), "no {page}");
     }
+}
+
+#[test]
+fn target_becomes_the_daemon_s_program() {
+    let home = Home::new();
+    let riser = home.path("riser");
+    let own = env!("CARGO_BIN_EXE_riser");
+    if std::fs::hard_link(own, &riser).is_err() {
+        std::fs::copy(own, &riser).unwrap();
+    }
+    let run = |args: &[&str]| {
+        let mut command = Command::new(&riser);
+        command.arg("target").args(args).env("PATH", "/nonexistent");
+        command.output().unwrap()
+    };
+    let missing = run(&["ls"]);
+    assert_eq!(missing.status.code(), Some(5), "{missing:?}");
+    let said = String::from_utf8(missing.stderr).unwrap();
+    assert!(said.contains("there is no riserd"), "{said}");
+    // What lies beside it gets the arguments as they are, and its exit status is the answer.
+    let riserd = home.path("riserd");
+    std::fs::write(&riserd, "#!/bin/sh\nprintf '%s\\n' \"$@\"\nexit 3\n").unwrap();
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(&riserd, mode).unwrap();
+    let done = run(&["set", "/limits", "max_sessions=9", "-o", "json", "--help"]);
+    assert_eq!(done.status.code(), Some(3), "{done:?}");
+    let said = String::from_utf8(done.stdout).unwrap();
+    assert_eq!(said, "set\n/limits\nmax_sessions=9\n-o\njson\n--help\n");
+    assert_eq!(run(&["--help"]).stdout, b"--help\n");
+    assert!(home.ok(&["completions", "bash"]).contains("rollback"));
 }

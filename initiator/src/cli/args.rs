@@ -1,5 +1,6 @@
 //! Verbs and options.
 
+use std::ffi::OsString;
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -8,6 +9,7 @@ use clap::{ArgGroup, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 
 use super::disk::Address;
+use super::target::VerbParser;
 use super::units;
 
 const EXIT_STATUS: &str = "\
@@ -251,6 +253,19 @@ pub enum Verb {
     /// Ping a host over RDMA, or answer such pings: the first thing to run on a new network
     #[command(subcommand)]
     Rping(Rping),
+    /// Ask or change the target daemon of this host: runs `riserd` with these arguments
+    #[command(disable_help_flag = true)]
+    Target {
+        /// A verb of riserd and what it takes; `--help` tells them all
+        #[arg(
+            required = true,
+            value_name = "ARG",
+            value_parser = VerbParser,
+            trailing_var_arg = true,
+            allow_hyphen_values = true
+        )]
+        args: Vec<OsString>,
+    },
     /// Print what udev names an attached block device by
     #[command(hide = true)]
     Udev {

@@ -25,6 +25,7 @@ mod output;
 mod rping;
 mod serve;
 pub mod state;
+mod target;
 mod udev;
 mod units;
 
@@ -81,6 +82,7 @@ fn run(verb: Verb, global: &Global) -> Result<(), CliError> {
         Verb::Bench(args) => bench::run(&args, global),
         Verb::Rping(args) => rping::run(&args, global),
         Verb::Completions { shell } => docs::completions(shell),
+        Verb::Target { args } => target::run(&args),
         Verb::Udev { device } => udev::run(&device),
         Verb::Man { dir } => docs::man(dir.as_deref()),
     }

@@ -66,7 +66,7 @@ fn parts<'a>(path: &str, tree: &'a Tree) -> Option<Parts<'a>> {
             Some(entries.iter().map(part).collect())
         }
         Tree::List(items) if items.iter().all(|item| matches!(item, Tree::Map(_))) => {
-            let names: Option<Vec<String>> = items.iter().map(name_of).collect();
+            let names: Option<Vec<String>> = items.iter().map(|item| name_of(item, ' ')).collect();
             // Two of one name are told apart by their numbers.
             let names = names.filter(|names| {
                 let mut all = names.iter().enumerate();
@@ -83,8 +83,8 @@ fn parts<'a>(path: &str, tree: &'a Tree) -> Option<Parts<'a>> {
     }
 }
 
-/// What an item of a list is known by.
-fn name_of(item: &Tree) -> Option<String> {
+/// What an item of a list is known by: its name, or protocol and address with something between.
+pub(super) fn name_of(item: &Tree, joint: char) -> Option<String> {
     let Tree::Map(entries) = item else {
         return None;
     };
@@ -94,7 +94,7 @@ fn name_of(item: &Tree) -> Option<String> {
             _ => None,
         })
     };
-    let portal = || Some(format!("{} {}", text("protocol")?, text("listen")?));
+    let portal = || Some(format!("{}{joint}{}", text("protocol")?, text("listen")?));
     text("name").map(str::to_owned).or_else(portal)
 }
 

@@ -9,7 +9,8 @@
 //! - `raw`: the schema as it is written, before anything is compared with anything.
 //! - `check`: from `raw` to `model`: ranges, references, duplicates.
 //! - `write`, `tree`: back to a file's words. `diff`: what two configurations differ in.
-//! - `schema`: its JSON Schema, for editors.
+//! - `schema`: its JSON Schema, for editors. `shape`: the same, as a question about one place.
+//! - `edit`: [`Document`]: objects of a configuration, by their [`Place`] (`place`).
 //! - `value`: scalars with a meaning: sizes, GUIDs, addresses, percentages.
 //! - `yaml`: the one place that knows the YAML library.
 //! - `identity`: [`HostId`] and the names derived from it.
@@ -22,24 +23,30 @@
 
 mod check;
 mod diff;
+mod edit;
 mod error;
 mod identity;
 mod model;
+mod place;
 mod raw;
 mod schema;
+mod shape;
 mod tree;
 mod value;
 mod write;
 mod yaml;
 
 pub use diff::{Difference, diff};
+pub use edit::{Document, EditError, Found};
 pub use error::ConfigError;
 pub use identity::HostId;
 pub use model::{
     Access, Backend, Chap, ChapUser, Config, Limits, LinkFaults, Location, Log, LogFormat, Lun,
     Metrics, Names, Portal, Protocol, Provider, Redirect, Rule, Secret, Target, Transport, Workers,
 };
+pub use place::Place;
 pub use schema::schema;
+pub use shape::{Kind, Scalar, Shape};
 pub use tree::Tree;
 pub use value::{Guid, InitiatorId, Net, Percent};
 

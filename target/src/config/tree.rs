@@ -58,6 +58,25 @@ impl Tree {
     }
 }
 
+impl From<&serde_json::Value> for Tree {
+    fn from(value: &serde_json::Value) -> Self {
+        use serde_json::Value;
+        match value {
+            Value::Bool(value) => Self::Bool(*value),
+            Value::String(text) => Self::Text(text.clone()),
+            Value::Array(items) => Self::List(items.iter().map(Self::from).collect()),
+            Value::Object(entries) => {
+                let entry = |(key, value): (&String, &Value)| (key.clone(), Self::from(value));
+                Self::Map(entries.iter().map(entry).collect())
+            }
+            other => match other.as_u64() {
+                Some(number) => Self::Number(number),
+                None => Self::Text(other.to_string()),
+            },
+        }
+    }
+}
+
 fn put_map(entries: &[(String, Tree)], indent: usize, out: &mut String) {
     for (n, (key, value)) in entries.iter().enumerate() {
         // The first entry of a list's item stands after its dash.

@@ -18,7 +18,8 @@
 //! - [`socket`]: where the API is, and who may use it.
 //! - [`history`]: the configurations that were applied. [`state`]: the directory where they are kept.
 //! - `watchdog`: tells the service manager that all workers get round.
-//! - [`client`]: the other end, for `riserd sessions` and its like; [`report`]: its words for people.
+//! - [`client`]: the other end, for `riserd sessions` and its like; [`report`]: its words for people;
+//!   [`objects`]: the configuration's objects with what the daemon says about them.
 
 pub mod api;
 mod bounded;
@@ -28,6 +29,7 @@ pub mod history;
 pub mod http;
 pub mod live;
 pub mod metrics;
+pub mod objects;
 pub mod rates;
 pub mod report;
 pub mod socket;

@@ -18,13 +18,22 @@ pub(crate) struct Daemon {
 
 impl Daemon {
     pub(crate) fn start(name: &str, address: &str) -> Self {
+        Self::start_as(name, |daemon| daemon.configure(address, "{ 0: a }"))
+    }
+
+    /// A daemon that serves nothing yet.
+    pub(crate) fn start_empty(name: &str) -> Self {
+        Self::start_as(name, |daemon| daemon.write("targets: []\n"))
+    }
+
+    fn start_as(name: &str, configure: impl FnOnce(&Self)) -> Self {
         let dir = std::env::temp_dir().join(format!("riserd-admin-{}-{name}", std::process::id()));
         std::fs::create_dir_all(&dir).unwrap();
         let daemon = Self {
             process: Command::new("true").spawn().unwrap(),
             dir,
         };
-        daemon.configure(address, "{ 0: a }");
+        configure(&daemon);
         let mut daemon = daemon;
         daemon.process.wait().unwrap();
         daemon.run(&[]);
@@ -63,8 +72,15 @@ impl Daemon {
              targets:\n  - name: demo\n    iqn: iqn.2026-01.com.example:demo\n    portals:\n      \
              - {{ protocol: srp, listen: \"{address}\" }}\n      \
              - {{ protocol: iscsi, listen: \"{address}:3290\" }}\n    \
-             luns: {luns}\n    access: open\n\
-             admin: {{ socket: {} }}\nstate: {{ directory: {} }}\nworkers: {{ count: 1 }}\n",
+             luns: {luns}\n    access: open\n"
+        );
+        self.write(&text);
+    }
+
+    /// Writes a configuration, with what all of them have.
+    pub(crate) fn write(&self, text: &str) {
+        let text = format!(
+            "{text}admin: {{ socket: {} }}\nstate: {{ directory: {} }}\nworkers: {{ count: 1 }}\n",
             self.socket().display(),
             self.dir.join("state").display()
         );

@@ -7,29 +7,33 @@
 //! - 3: `diff` found differences.
 //!
 //! The library's errors are plain values; only here do they become reports for people.
+//!
+//! # Modules
+//! - `ask`: questions to a running daemon. `verbs`: those that show and change its objects by path.
+//! - `check`: configuration files. `devices`: what a portal can use. `log`: where the log goes.
+
+mod ask;
+mod check;
+mod devices;
+mod log;
+mod verbs;
 
 use std::error::Error;
-use std::io::{self, IsTerminal, Write};
-use std::path::{Path, PathBuf};
+use std::io::{self, Write};
+use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Duration;
 
-use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
+use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 use hyper::Method;
-use miette::{LabeledSpan, MietteDiagnostic, NamedSource, Report};
-use riser_transport::host::Host;
-use riser_transport::rdma_core::DeviceSummary;
-use serde::Serialize;
-use serde::de::DeserializeOwned;
-use serde_json::json;
-use tracing_subscriber::EnvFilter;
 
-use crate::config::{Access, Config, ConfigError, HostId, Log, LogFormat, Protocol, schema};
-use crate::control::client::{self, ClientError, Question};
-use crate::control::top::{self, Top, TopError};
+use self::ask::{Ask, Output, asked, interval, tell};
+use self::check::{checked, describe, load};
+use self::verbs::Verb;
+use crate::config::schema;
+use crate::control::client::{self, Question};
 use crate::control::view::{Changes, HistoryView};
-use crate::control::{Source, report, socket, state};
+use crate::control::{Source, report};
 
 /// The exit code of a failure at run time.
 const FAILURE: u8 = 1;
@@ -129,6 +133,8 @@ enum Command {
         #[command(flatten)]
         ask: Ask,
     },
+    #[command(flatten)]
+    Verb(Verb),
     /// Print the JSON Schema of configuration files, which editors check and complete them with.
     Schema,
     /// Print the completion script of a shell.
@@ -148,26 +154,6 @@ enum Command {
         #[arg(long, short, value_enum, default_value_t)]
         output: Output,
     },
-}
-
-/// A question to a running daemon.
-#[derive(Debug, clap::Args)]
-struct Ask {
-    /// The daemon's admin socket. Root's default is /run/riserd/admin.sock.
-    #[arg(long, value_name = "PATH", env = "RISERD_SOCKET")]
-    socket: Option<PathBuf>,
-    /// How to print the answer.
-    #[arg(long, short, value_enum, default_value_t)]
-    output: Output,
-}
-
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
-enum Output {
-    /// Lines for people.
-    #[default]
-    Text,
-    /// One JSON document.
-    Json,
 }
 
 /// Whatever ends a run.
@@ -213,7 +199,7 @@ fn dispatch(
         Command::Run { config, restore } => {
             let file = config;
             let config = load(&file)?;
-            start_log(&config.log);
+            log::start(&config.log);
             let reread = &|| load(&file).map_err(|failure| failure.text);
             let source = Source {
                 config,
@@ -250,12 +236,13 @@ fn dispatch(
             let is_same = answer.changes.is_empty();
             return Ok(if is_same { 0 } else { DIFFERENT });
         }
-        Command::Save { file, ask } => save(out, file.as_deref(), &ask),
+        Command::Save { file, ask } => ask::save(out, file.as_deref(), &ask),
         Command::Top {
             interval,
             once,
             ask,
-        } => show_top(out, interval, once, &ask),
+        } => ask::show_top(out, interval, once, &ask),
+        Command::Verb(verb) => verbs::run(out, verb),
         Command::Schema => {
             let schema = serde_json::to_string_pretty(&schema()).map_err(Failure::run_time)?;
             print(out, &schema)
@@ -274,120 +261,11 @@ fn dispatch(
             write(out, &page)
         }
         Command::Devices { output } => {
-            let text = devices(output).map_err(Failure::run_time)?;
+            let text = devices::devices(output).map_err(Failure::run_time)?;
             print(out, &text)
         }
     };
     done.map(|()| 0)
-}
-
-impl Ask {
-    /// Where the daemon is.
-    fn socket(&self) -> Result<PathBuf, Failure> {
-        let socket = self.socket.clone().or_else(socket::default_path);
-        socket.ok_or_else(|| ClientError::Nowhere.into())
-    }
-}
-
-impl From<ClientError> for Failure {
-    fn from(error: ClientError) -> Self {
-        let code = match error {
-            ClientError::Mistake(_) => MISTAKE,
-            _ => FAILURE,
-        };
-        Self {
-            code,
-            ..Self::run_time(error)
-        }
-    }
-}
-
-/// Asks a running daemon, and prints its answer.
-fn asked<T: Serialize + DeserializeOwned>(
-    out: &mut dyn Write,
-    ask: &Ask,
-    question: Question,
-    describe: impl Fn(&T) -> String,
-) -> Result<(), Failure> {
-    let answer: T = client::call(&ask.socket()?, question)?;
-    tell(out, ask.output, &answer, describe)
-}
-
-fn tell<T: Serialize>(
-    out: &mut dyn Write,
-    output: Output,
-    answer: &T,
-    describe: impl Fn(&T) -> String,
-) -> Result<(), Failure> {
-    let text = match output {
-        Output::Text => describe(answer),
-        Output::Json => serde_json::to_string(answer).map_err(Failure::run_time)?,
-    };
-    print(out, &text)
-}
-
-/// Reads a time between two looks.
-fn interval(text: &str) -> Result<f64, String> {
-    let seconds: f64 = text.parse().map_err(|_| "not a number".to_owned())?;
-    if (0.1..=3600.0).contains(&seconds) {
-        Ok(seconds)
-    } else {
-        Err("from 0.1 to 3600 seconds".to_owned())
-    }
-}
-
-/// Shows what a running daemon does.
-fn show_top(out: &mut dyn Write, interval: f64, once: bool, ask: &Ask) -> Result<(), Failure> {
-    let stdout = io::stdout();
-    let size = rustix::termios::tcgetwinsize(&stdout).ok();
-    let size = size.filter(|_| stdout.is_terminal());
-    let top = Top {
-        every: Duration::from_secs_f64(interval),
-        once,
-        json: matches!(ask.output, Output::Json),
-        terminal: size.map(|size| (size.ws_col.into(), size.ws_row.into())),
-    };
-    match top::run(&ask.socket()?, &top, out) {
-        Err(TopError::Client(error)) => Err(error.into()),
-        // Somebody's `head` has seen enough.
-        Err(TopError::Output(e)) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-        other => other.map_err(Failure::run_time),
-    }
-}
-
-/// Writes down a running daemon's configuration.
-fn save(out: &mut dyn Write, file: Option<&Path>, ask: &Ask) -> Result<(), Failure> {
-    let accept = match ask.output {
-        Output::Text => None,
-        Output::Json => Some("application/json"),
-    };
-    let question = Question {
-        accept,
-        ..Question::new(Method::GET, "/v1/config")
-    };
-    let text = client::fetch(&ask.socket()?, question)?.body;
-    match file {
-        // It may hold secrets.
-        Some(file) => state::replace(file, &text)
-            .map_err(|e| Failure::run_time(format!("{}: {e}", file.display()))),
-        None => print(out, String::from_utf8_lossy(&text).trim_end()),
-    }
-}
-
-/// Sends the log to standard error. The environment's `RUST_LOG` comes before the file's filter.
-fn start_log(log: &Log) {
-    let filter = EnvFilter::try_from_default_env()
-        .or_else(|_| EnvFilter::try_new(&log.filter))
-        .expect("checked with the configuration");
-    let subscriber = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(io::stderr)
-        .with_ansi(io::stderr().is_terminal());
-    // A process that already has a subscriber, such as a test, keeps it.
-    let _ = match log.format {
-        LogFormat::Text => subscriber.try_init(),
-        LogFormat::Json => subscriber.json().try_init(),
-    };
 }
 
 fn print(out: &mut dyn Write, text: &str) -> Result<(), Failure> {
@@ -416,185 +294,12 @@ fn chain(error: &(dyn Error + 'static)) -> String {
     text
 }
 
-fn load(path: &Path) -> Result<Config, Failure> {
-    read(path).map(|(config, _)| config)
-}
-
-/// The text of a configuration file without a mistake.
-fn checked(path: &Path) -> Result<String, Failure> {
-    read(path).map(|(_, text)| text)
-}
-
-fn read(path: &Path) -> Result<(Config, String), Failure> {
-    let text = std::fs::read(path).map_err(|e| Failure {
-        text: format!("riserd: {}: cannot read it: {e}", path.display()),
-        code: MISTAKE,
-    })?;
-    let text = String::from_utf8(text).map_err(|e| Failure {
-        text: format!(
-            "riserd: {}: not UTF-8 from byte {} on",
-            path.display(),
-            e.utf8_error().valid_up_to()
-        ),
-        code: MISTAKE,
-    })?;
-    match Config::parse(&text, &path.display().to_string()) {
-        Ok(config) => Ok((config, text)),
-        Err(e) => Err(Failure {
-            text: report(&e, text),
-            code: MISTAKE,
-        }),
-    }
-}
-
-/// A mistake with the line it is in. The first line is the one that scripts and editors look for:
-/// `file:line:column: message`.
-fn report(error: &ConfigError, text: String) -> String {
-    let offset = error.offset_in(&text);
-    let mut diagnostic =
-        MietteDiagnostic::new(&error.message).with_label(LabeledSpan::at_offset(offset, "here"));
-    if let Some(hint) = &error.hint {
-        diagnostic = diagnostic.with_help(hint.clone());
-    }
-    let report = Report::new(diagnostic).with_source_code(NamedSource::new(&error.file, text));
-    format!("{error}\n{report:?}")
-}
-
-fn describe(config: &Config, output: Output) -> String {
-    let host = HostId::of(config);
-    match output {
-        Output::Json => describe_json(config, &host),
-        Output::Text => describe_text(config, &host),
-    }
-}
-
-fn describe_text(config: &Config, host: &HostId) -> String {
-    let mut lines = vec![format!(
-        "valid: {} backend(s), {} target(s)",
-        config.backends.len(),
-        config.targets.len()
-    )];
-    for target in &config.targets {
-        lines.push(format!("target {}", target.name));
-        for portal in &target.portals {
-            lines.push(match (portal.protocol, &target.iqn) {
-                (Protocol::Iscsi | Protocol::Iser, Some(iqn)) => {
-                    format!("  {} {} {iqn}", portal.protocol, portal.listen)
-                }
-                _ => {
-                    let guid = portal.ioc_guid(host, &target.name);
-                    format!("  srp {} ioc_guid {guid}", portal.listen)
-                }
-            });
-        }
-        for (number, lun) in &target.luns {
-            let backend = config.backend(lun);
-            let serial = backend.identity(host).serial;
-            let mode = if lun.read_only || backend.spec.read_only {
-                ", read-only"
-            } else {
-                ""
-            };
-            lines.push(format!(
-                "  lun {number}: {}, serial {serial}{mode}",
-                backend.name
-            ));
-        }
-        lines.push(match &target.access {
-            Access::Open => "  access: open to everybody".to_owned(),
-            Access::Rules(rules) => format!("  access: {} rule(s)", rules.len()),
-        });
-    }
-    lines.extend(config.notes.iter().map(|n| format!("note: {n}")));
-    lines.join("\n")
-}
-
-fn describe_json(config: &Config, host: &HostId) -> String {
-    let targets: Vec<_> = config
-        .targets
-        .iter()
-        .map(|t| {
-            let portals: Vec<_> = t
-                .portals
-                .iter()
-                .map(|p| match (p.protocol, &t.iqn) {
-                    (Protocol::Iscsi | Protocol::Iser, Some(iqn)) => json!({
-                        "protocol": p.protocol.to_string(),
-                        "listen": p.listen.to_string(),
-                        "iqn": iqn.as_str(),
-                    }),
-                    _ => json!({
-                        "protocol": "srp",
-                        "listen": p.listen.to_string(),
-                        "ioc_guid": p.ioc_guid(host, &t.name).to_string(),
-                        "id_ext": p.id_ext(host, &t.name).to_string(),
-                        "service_guid": p.service_guid(host, &t.name).to_string(),
-                    }),
-                })
-                .collect();
-            let luns: Vec<_> = t
-                .luns
-                .iter()
-                .map(|(number, lun)| {
-                    let backend = config.backend(lun);
-                    json!({
-                        "lun": number,
-                        "backend": backend.name,
-                        "serial": backend.identity(host).serial,
-                        "read_only": lun.read_only || backend.spec.read_only,
-                    })
-                })
-                .collect();
-            json!({
-                "name": t.name,
-                "portals": portals,
-                "luns": luns,
-                "open": t.access == Access::Open,
-            })
-        })
-        .collect();
-    json!({ "valid": true, "targets": targets, "notes": config.notes }).to_string()
-}
-
-fn devices(output: Output) -> io::Result<String> {
-    let host = Host::look()?;
-    if output != Output::Json {
-        return Ok(host.to_string());
-    }
-    let list: Vec<_> = host
-        .interfaces
-        .iter()
-        .map(|i| {
-            json!({
-                "interface": i.name,
-                "address": i.address.to_string(),
-                "mtu": i.mtu,
-                "path_mtu": i.path_mtu(),
-            })
-        })
-        .collect();
-    let rdma_core = rdma_core_json(&host.rdma_core);
-    Ok(json!({ "roce": list, "rdma": host.kernel, "rdma_core": rdma_core }).to_string())
-}
-
-fn rdma_core_json(usable: &Result<Vec<DeviceSummary>, String>) -> serde_json::Value {
-    match usable {
-        Err(why) => json!({ "devices": [], "unavailable": why }),
-        Ok(devices) => {
-            let devices = devices
-                .iter()
-                .map(|d| json!({ "name": d.name, "active": d.active, "addresses": d.addrs }));
-            json!({ "devices": devices.collect::<Vec<_>>() })
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use clap::CommandFactory;
 
-    const MINIMAL: &str = include_str!("../../deploy/examples/minimal.yaml");
+    const MINIMAL: &str = include_str!("../../../deploy/examples/minimal.yaml");
 
     /// Runs a command line on a configuration of this text; the exit code and what was printed.
     fn riserd(text: &str, args: &[&str]) -> (u8, String) {

@@ -1,0 +1,249 @@
+//! The verbs that show and change the objects of a running daemon's configuration by their paths.
+//!
+//! A change is made in the configuration that was read, which the daemon takes whole in its place, or not
+//! at all. If somebody else has changed it meanwhile, it is made again in what it is now, unless it names
+//! an object by its number in a list, which may be another one by then.
+
+use std::io::Write;
+use std::path::Path;
+
+use clap::Subcommand;
+use hyper::Method;
+use serde_json::Value;
+
+use super::ask::{Ask, Output, tell};
+use super::{Failure, MISTAKE, print};
+use crate::config::{Config, Document, EditError, Place, Tree};
+use crate::control::client::{self, ClientError, Question};
+use crate::control::objects::{self, Facts};
+use crate::control::report;
+use crate::control::view::Changes;
+
+/// Attempts at a change that others come before.
+const ATTEMPTS: usize = 16;
+
+const PATHS: &str = "\
+Paths are those of the configuration file: /backends/disk0, /targets/demo/luns/0, \
+/targets/demo/portals/iscsi:192.0.2.10:3260, /targets/demo/chap/users/host, /limits. Items of lists \
+stand by their names or by their numbers from 0.";
+
+const KEYS: &str = "\
+A key is one of the object's, such as size=1GiB, or a path to one beneath it, such as \
+portals/0/listen=192.0.2.10. Lists of values are separated by commas. A secret on the command line is \
+seen by whoever lists processes; name a file instead (secret_file).";
+
+#[derive(Debug, Subcommand)]
+pub(super) enum Verb {
+    /// Show the objects of a running daemon as a tree: its configuration, and how they are.
+    #[command(after_help = PATHS)]
+    Ls {
+        /// Where to begin.
+        #[arg(default_value = "/")]
+        path: Place,
+        /// How many levels to show.
+        #[arg(long, short, value_name = "N")]
+        depth: Option<usize>,
+        #[command(flatten)]
+        ask: Ask,
+    },
+    /// Show what an object or a key of a running daemon's configuration is set to.
+    #[command(after_help = PATHS)]
+    Get {
+        /// The object or key.
+        path: Place,
+        #[command(flatten)]
+        ask: Ask,
+    },
+    /// Show an object of a running daemon in full: what is set, what could be, and how it is.
+    #[command(after_help = PATHS)]
+    Info {
+        /// The object.
+        #[arg(default_value = "/")]
+        path: Place,
+        #[command(flatten)]
+        ask: Ask,
+    },
+    /// Set keys of an object of a running daemon.
+    #[command(after_help = KEYS)]
+    Set {
+        /// The object.
+        path: Place,
+        /// Keys and their values.
+        #[arg(required = true, value_name = "KEY=VALUE", value_parser = pair)]
+        keys: Vec<(String, String)>,
+        #[command(flatten)]
+        change: Change,
+    },
+    /// Make an object of a running daemon: a backend, a target, a portal, a logical unit, a rule.
+    #[command(after_help = KEYS)]
+    Create {
+        /// The object; a list, such as /targets/demo/access, means a further item at its end.
+        path: Place,
+        /// Keys and their values.
+        #[arg(value_name = "KEY=VALUE", value_parser = pair)]
+        keys: Vec<(String, String)>,
+        #[command(flatten)]
+        change: Change,
+    },
+    /// Take an object of a running daemon away, or what a key is set to.
+    #[command(after_help = PATHS)]
+    Delete {
+        /// The object or key.
+        path: Place,
+        #[command(flatten)]
+        change: Change,
+    },
+}
+
+/// A change to a running daemon.
+#[derive(Debug, clap::Args)]
+pub(super) struct Change {
+    /// Show what would change, and change nothing.
+    #[arg(long)]
+    dry_run: bool,
+    #[command(flatten)]
+    ask: Ask,
+}
+
+/// Does what a verb says.
+pub(super) fn run(out: &mut dyn Write, verb: Verb) -> Result<(), Failure> {
+    match verb {
+        Verb::Ls { path, depth, ask } => {
+            let facts = facts(&ask)?;
+            let document = Document::new(&facts.config);
+            let (place, found) = document.find(&path)?;
+            let depth = depth.unwrap_or(usize::MAX);
+            let node = objects::list(&facts, &place, found, depth);
+            tell(out, ask.output, &node, objects::tree_text)
+        }
+        Verb::Get { path, ask } => {
+            let document = Document::new(&configuration(&ask)?.0);
+            let found = document.at(&path)?;
+            let Some(tree) = found.tree else {
+                return unset(out, &ask, &path, found.shape.is_structured());
+            };
+            let last = path.segments().last().map_or("", String::as_str);
+            tell(out, ask.output, &tree.clone().masked(last), text_of)
+        }
+        Verb::Info { path, ask } => {
+            let facts = facts(&ask)?;
+            let document = Document::new(&facts.config);
+            let (place, found) = document.find(&path)?;
+            let info = objects::info(&facts, &place, found);
+            tell(out, ask.output, &info, objects::info_text)
+        }
+        Verb::Set { path, keys, change } => change.apply(out, |d| d.set(&path, &keys)),
+        Verb::Create { path, keys, change } => change.apply(out, |d| d.create(&path, &keys)),
+        Verb::Delete { path, change } => change.apply(out, |d| d.delete(&path)),
+    }
+}
+
+/// Reads `KEY=VALUE`.
+fn pair(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((key, value)) if !key.is_empty() => Ok((key.to_owned(), value.to_owned())),
+        _ => Err("write KEY=VALUE".to_owned()),
+    }
+}
+
+/// What `get` says where nothing is set.
+fn unset(out: &mut dyn Write, ask: &Ask, path: &Place, is_object: bool) -> Result<(), Failure> {
+    match ask.output {
+        Output::Json => print(out, &Value::Null.to_string()),
+        Output::Text if is_object => print(out, "{}"),
+        Output::Text => Err(Failure::run_time(format!("{path}: it is not set"))),
+    }
+}
+
+/// A value for people.
+fn text_of(tree: &Tree) -> String {
+    match tree {
+        Tree::Text(text) => text.clone(),
+        other => other.to_yaml().trim_end().to_owned(),
+    }
+}
+
+/// The daemon's configuration, and its revision.
+fn configuration(ask: &Ask) -> Result<(Config, Option<String>), Failure> {
+    let said = client::fetch(&ask.socket()?, Question::new(Method::GET, "/v1/config"))?;
+    let yaml = String::from_utf8_lossy(&said.body);
+    // Only a daemon of another version says what is not understood here.
+    let config = Config::parse(&yaml, "the daemon's configuration").map_err(Failure::run_time)?;
+    Ok((config, said.revision))
+}
+
+/// What the daemon is configured to, and how it goes.
+fn facts(ask: &Ask) -> Result<Facts, Failure> {
+    let socket = ask.socket()?;
+    let get = |path| Question::new(Method::GET, path);
+    Ok(Facts {
+        config: configuration(ask)?.0,
+        status: client::call(&socket, get("/v1/status"))?,
+        targets: client::call(&socket, get("/v1/targets"))?,
+        sessions: client::call(&socket, get("/v1/sessions"))?,
+        live: client::call(&socket, get("/v1/live"))?,
+    })
+}
+
+impl Change {
+    /// Makes a change, and shows what it changed.
+    fn apply(
+        &self,
+        out: &mut dyn Write,
+        edit: impl Fn(&mut Document) -> Result<(), EditError>,
+    ) -> Result<(), Failure> {
+        let socket = self.ask.socket()?;
+        for _ in 0..ATTEMPTS {
+            let (config, revision) = configuration(&self.ask)?;
+            let mut document = Document::new(&config);
+            edit(&mut document)?;
+            let by_number = document.is_by_number();
+            let (_, yaml) = document.finish()?;
+            match self.send(&socket, yaml, revision) {
+                Err(ClientError::Outdated(_)) if !by_number => {}
+                Err(ClientError::Outdated(why)) => {
+                    let text = format!("{why}; a number may be another object's now");
+                    return Err(Failure::run_time(text));
+                }
+                Err(other) => return Err(other.into()),
+                Ok(changes) => {
+                    tell(out, self.ask.output, &changes, report::changes)?;
+                    return match changes.refused {
+                        Some(why) => Err(Failure::run_time(why)),
+                        None => Ok(()),
+                    };
+                }
+            }
+        }
+        Err(Failure::run_time(
+            "others change the configuration all the time",
+        ))
+    }
+
+    /// Asks for a configuration, or what it would change.
+    fn send(
+        &self,
+        socket: &Path,
+        yaml: String,
+        revision: Option<String>,
+    ) -> Result<Changes, ClientError> {
+        let question = if self.dry_run {
+            Question::new(Method::POST, "/v1/diff")
+        } else {
+            Question {
+                replaces: revision,
+                ..Question::new(Method::PUT, "/v1/config")
+            }
+        };
+        client::call(socket, question.with(yaml))
+    }
+}
+
+impl From<EditError> for Failure {
+    fn from(error: EditError) -> Self {
+        Self {
+            text: format!("riserd: {error}"),
+            code: MISTAKE,
+        }
+    }
+}

@@ -1,0 +1,936 @@
+//! [`Document`]: the objects of a configuration by their places, to be looked at and changed.
+//!
+//! What may stand where is the schema's to say ([`Shape`]), so no key is named here. What a change makes
+//! of the configuration as a whole is checked as a file is, by [`Document::finish`].
+
+use std::fmt;
+
+use serde_json::Value;
+
+use super::diff::name_of;
+use super::error::nearest;
+use super::shape::{Kind, Scalar, Shape};
+use super::{Config, ConfigError, Place, Tree, schema};
+
+/// A configuration as objects in objects.
+#[derive(Debug)]
+pub struct Document {
+    tree: Tree,
+    schema: Value,
+    by_number: bool,
+}
+
+/// What stands at a place.
+#[derive(Clone, Copy, Debug)]
+pub struct Found<'a> {
+    /// What is set; nothing where the default holds.
+    pub tree: Option<&'a Tree>,
+    /// What may be.
+    pub shape: Shape<'a>,
+}
+
+/// Why a configuration cannot be looked at or changed so.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EditError {
+    /// Where.
+    pub place: Place,
+    /// What is wrong.
+    pub message: String,
+    /// What to do about it, where that is not plain.
+    pub hint: Option<String>,
+}
+
+impl EditError {
+    fn new(place: &Place, message: impl Into<String>) -> Self {
+        Self {
+            place: place.clone(),
+            message: message.into(),
+            hint: None,
+        }
+    }
+
+    fn hint(self, hint: Option<String>) -> Self {
+        Self { hint, ..self }
+    }
+}
+
+impl std::error::Error for EditError {}
+
+impl fmt::Display for EditError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.place, self.message)?;
+        match &self.hint {
+            Some(hint) => write!(f, " ({hint})"),
+            None => Ok(()),
+        }
+    }
+}
+
+type Edited<T> = Result<T, EditError>;
+
+impl Document {
+    /// A configuration's objects.
+    #[must_use]
+    pub fn new(config: &Config) -> Self {
+        let schema = schema();
+        let tree = in_full(config.to_tree(), Shape::root(&schema));
+        Self {
+            tree,
+            schema,
+            by_number: false,
+        }
+    }
+
+    /// Whether a change went to an item by its number in a list: in another configuration that may be
+    /// another item.
+    #[must_use]
+    pub fn is_by_number(&self) -> bool {
+        self.by_number
+    }
+
+    /// What stands at a place.
+    ///
+    /// # Errors
+    /// Nothing does, and nothing may.
+    pub fn at(&self, place: &Place) -> Edited<Found<'_>> {
+        self.find(place).map(|(_, found)| found)
+    }
+
+    /// What stands at a place, and the place with the names of items where it has their numbers.
+    ///
+    /// # Errors
+    /// As [`Document::at`].
+    pub fn find(&self, place: &Place) -> Edited<(Place, Found<'_>)> {
+        let shape = Shape::root(&self.schema);
+        let tree = Some(&self.tree);
+        let mut found = Found { tree, shape };
+        let mut here = Place::default();
+        for segment in place.segments() {
+            let inner = found.inner(segment).map(|inner| (segment.clone(), inner));
+            let inner = inner.or_else(|| item(found, segment));
+            let (name, inner) =
+                inner.ok_or_else(|| lost(&here, found.tree, found.shape, segment))?;
+            here = here.join(&name);
+            found = inner;
+        }
+        Ok((here, found))
+    }
+
+    /// Sets keys of an object that is there. A key may be a path to something beneath that is there.
+    ///
+    /// # Errors
+    /// There is no such object or key, or a value is of another kind.
+    pub fn set(&mut self, place: &Place, pairs: &[(String, String)]) -> Edited<()> {
+        if !self.at(place)?.shape.is_structured() {
+            return Err(EditError::new(place, "this is a key, which has no keys"));
+        }
+        self.assign(place, pairs, false)
+    }
+
+    /// Makes an object with these keys. A list's own place means a further item at its end; the number
+    /// of an item without a name is where the new one goes.
+    ///
+    /// # Errors
+    /// It is there already, there is nothing to make it in, or a key or value is wrong.
+    pub fn create(&mut self, place: &Place, pairs: &[(String, String)]) -> Edited<()> {
+        let Some((above, _)) = place.split_last() else {
+            return Err(EditError::new(place, "it is there already"));
+        };
+        let found = self.at(place);
+        if let Ok(found) = found
+            && let Kind::List(_) = found.shape.kind()
+        {
+            let count = items(found.tree).len();
+            return self.create(&place.join(&count.to_string()), pairs);
+        }
+        let above = self.at(&above)?;
+        let has_order = matches!(above.shape.kind(), Kind::List(item) if !has_names(item));
+        match found {
+            Ok(found) if !found.shape.is_structured() => {
+                let hint = Some("`set` sets it".to_owned());
+                return Err(EditError::new(place, "this is a key").hint(hint));
+            }
+            Ok(found) if found.tree.is_some() && !has_order => {
+                return Err(EditError::new(place, "it is there already"));
+            }
+            _ => {}
+        }
+        if has_order {
+            self.insert(place)?;
+        }
+        self.assign(place, pairs, true)
+    }
+
+    /// Takes away an object, or what a key is set to.
+    ///
+    /// # Errors
+    /// It is not there.
+    pub fn delete(&mut self, place: &Place) -> Edited<()> {
+        let Some((above, last)) = place.split_last() else {
+            return Err(EditError::new(
+                place,
+                "a configuration cannot be without it",
+            ));
+        };
+        if self.at(place)?.tree.is_none() {
+            return Err(EditError::new(place, "it is not set"));
+        }
+        let (tree, _) = self.reach(&above, false)?;
+        match tree {
+            Tree::Map(entries) => entries.retain(|(key, _)| key != last),
+            Tree::List(items) => {
+                let found = find(items, last);
+                if let Some((n, by_number)) = found {
+                    items.remove(n);
+                    self.by_number |= by_number;
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// What has become of it, and the file that says so.
+    ///
+    /// # Errors
+    /// It is no configuration any more.
+    pub fn finish(self) -> Edited<(Config, String)> {
+        let yaml = self.tree.to_yaml();
+        match Config::parse(&yaml, "configuration") {
+            Ok(config) => Ok((config, yaml)),
+            Err(error) => Err(self.placed(error)),
+        }
+    }
+
+    fn assign(&mut self, place: &Place, pairs: &[(String, String)], make: bool) -> Edited<()> {
+        self.reach(place, make)?;
+        for (key, text) in pairs {
+            let beneath: Place = key.parse().map_err(|e: String| EditError::new(place, e))?;
+            let mut at = place.clone();
+            for segment in beneath.segments() {
+                at = at.join(segment);
+            }
+            let (slot, shape) = self.reach(&at, make)?;
+            *slot = value(&at, shape, text)?;
+        }
+        Ok(())
+    }
+
+    /// The value at a place, which is made where the schema's keys lead there; `make` makes items of
+    /// lists and mappings too.
+    fn reach(&mut self, place: &Place, make: bool) -> Edited<(&mut Tree, Shape<'_>)> {
+        let mut shape = Shape::root(&self.schema);
+        let mut tree = &mut self.tree;
+        let mut here = Place::default();
+        for segment in place.segments() {
+            let inner = match shape.kind() {
+                Kind::Object(_) => shape.key(segment),
+                Kind::Map(inner) | Kind::List(inner) => Some(inner),
+                _ => None,
+            };
+            let Some(inner) = inner else {
+                return Err(lost(&here, Some(&*tree), shape, segment));
+            };
+            tree = match shape.kind() {
+                Kind::List(_) => {
+                    let items = as_list(tree);
+                    let n = match find(items, segment) {
+                        Some((n, by_number)) => {
+                            self.by_number |= by_number;
+                            n
+                        }
+                        None if make => push(items, inner, segment)
+                            .map_err(|message| EditError::new(&here.join(segment), message))?,
+                        None => return Err(missing(&here, segment, &names(items))),
+                    };
+                    &mut items[n]
+                }
+                kind => {
+                    let entries = as_map(tree);
+                    let n = match entries.iter().position(|(key, _)| key == segment) {
+                        Some(n) => n,
+                        None if make || matches!(kind, Kind::Object(_)) => {
+                            entries.push((segment.clone(), Tree::Map(Vec::new())));
+                            entries.len() - 1
+                        }
+                        None => {
+                            let keys: Vec<_> = entries.iter().map(|(key, _)| key.clone()).collect();
+                            return Err(missing(&here, segment, &keys));
+                        }
+                    };
+                    &mut entries[n].1
+                }
+            };
+            here = here.join(segment);
+            shape = inner;
+        }
+        Ok((tree, shape))
+    }
+
+    /// Makes room for an item of a list without names.
+    fn insert(&mut self, place: &Place) -> Edited<()> {
+        let Some((above, last)) = place.split_last() else {
+            return Ok(());
+        };
+        let (list, _) = self.reach(&above, true)?;
+        let items = as_list(list);
+        let count = items.len();
+        match last.parse() {
+            Ok(n) if n <= count => items.insert(n, Tree::Map(Vec::new())),
+            _ => {
+                let message = format!("a number from 0 to {count} is where it can go");
+                return Err(EditError::new(place, message));
+            }
+        }
+        self.by_number = true;
+        Ok(())
+    }
+
+    /// A mistake with its place.
+    fn placed(&self, error: ConfigError) -> EditError {
+        let mut place = Place::default();
+        let mut tree = Some(&self.tree);
+        let mut rest = error.path.as_str();
+        while !rest.is_empty() {
+            let (segment, inner, after) = match tree {
+                Some(Tree::List(items)) if rest.starts_with('[') => {
+                    let (number, after) = rest[1..].split_once(']').unwrap_or((&rest[1..], ""));
+                    let n = number.parse().unwrap_or(usize::MAX);
+                    let name = names(items).into_iter().nth(n);
+                    (
+                        name.unwrap_or_else(|| number.to_owned()),
+                        items.get(n),
+                        after,
+                    )
+                }
+                Some(Tree::Map(entries)) => key_of(entries, rest.trim_start_matches('.')),
+                _ => (rest.to_owned(), None, ""),
+            };
+            place = place.join(&segment);
+            (tree, rest) = (inner, after);
+        }
+        EditError {
+            place,
+            message: error.message,
+            hint: error.hint,
+        }
+    }
+}
+
+impl<'a> Found<'a> {
+    /// What stands at a key of an object or at a name of a mapping.
+    fn inner(self, segment: &str) -> Option<Self> {
+        let set = match self.tree {
+            Some(Tree::Map(entries)) => {
+                let mut entries = entries.iter();
+                entries.find(|(key, _)| key == segment).map(|(_, v)| v)
+            }
+            _ => None,
+        };
+        let shape = match self.shape.kind() {
+            Kind::Object(_) => self.shape.key(segment)?,
+            Kind::Map(inner) => {
+                set?;
+                inner
+            }
+            _ => return None,
+        };
+        Some(Self { tree: set, shape })
+    }
+
+    /// The objects beneath, by their names: those that are there in their order, and those lists and
+    /// objects whose keys have defaults.
+    #[must_use]
+    pub fn children(self) -> Vec<(String, Found<'a>)> {
+        let mut children: Vec<(String, Found<'a>)> = match self.tree {
+            Some(Tree::Map(entries)) => {
+                let found = |(key, _): &'a (String, Tree)| Some((key.clone(), self.inner(key)?));
+                entries.iter().filter_map(found).collect()
+            }
+            Some(Tree::List(items)) => match self.shape.kind() {
+                Kind::List(shape) => {
+                    let found = |tree: &'a Tree| Found {
+                        tree: Some(tree),
+                        shape,
+                    };
+                    names(items)
+                        .into_iter()
+                        .zip(items.iter().map(found))
+                        .collect()
+                }
+                _ => Vec::new(),
+            },
+            _ => Vec::new(),
+        };
+        children.retain(|(_, found)| found.shape.is_structured());
+        if let Kind::Object(keys) = self.shape.kind() {
+            for key in keys.keys() {
+                let has = children.iter().any(|(name, _)| name == key);
+                match self.inner(key) {
+                    Some(found) if !has && found.is_implied() => {
+                        children.push((key.clone(), found));
+                    }
+                    _ => {}
+                }
+            }
+        }
+        children
+    }
+
+    /// Whether it is there even if nothing is set.
+    fn is_implied(self) -> bool {
+        self.shape.is_structured() && !self.shape.is_optional()
+    }
+
+    /// The keys of an object that are not set, and what they are.
+    #[must_use]
+    pub fn unset(self) -> Vec<(String, &'a str)> {
+        let Kind::Object(keys) = self.shape.kind() else {
+            return Vec::new();
+        };
+        let found = |key: &'a String| {
+            let inner = self.inner(key)?;
+            let is_unset = inner.tree.is_none();
+            let description = inner.shape.description().unwrap_or_default();
+            is_unset.then(|| (key.clone(), description))
+        };
+        keys.keys().filter_map(found).collect()
+    }
+}
+
+/// An item of a list by its name or number, and its name.
+fn item<'a>(list: Found<'a>, segment: &str) -> Option<(String, Found<'a>)> {
+    let Kind::List(shape) = list.shape.kind() else {
+        return None;
+    };
+    let items = items(list.tree);
+    let (n, _) = find(items, segment)?;
+    let tree = Some(&items[n]);
+    Some((names(items).swap_remove(n), Found { tree, shape }))
+}
+
+fn items(tree: Option<&Tree>) -> &[Tree] {
+    match tree {
+        Some(Tree::List(items)) => items,
+        _ => &[],
+    }
+}
+
+/// What the items of a list are called: their names if all have one that can stand in a path and no two
+/// are alike, else their numbers.
+fn names(items: &[Tree]) -> Vec<String> {
+    let named: Option<Vec<String>> = items.iter().map(|item| name_of(item, ':')).collect();
+    let is_good = |names: &Vec<String>| {
+        let mut all = names.iter().enumerate();
+        all.all(|(n, name)| !name.contains('/') && !names[..n].contains(name))
+    };
+    let numbers = || (0..items.len()).map(|n| n.to_string()).collect();
+    named.filter(is_good).unwrap_or_else(numbers)
+}
+
+/// The number of an item, and whether only that was said. A portal may go without its port.
+fn find(items: &[Tree], segment: &str) -> Option<(usize, bool)> {
+    let names = names(items);
+    let is_meant = |name: &String| {
+        let port = name
+            .strip_prefix(segment)
+            .and_then(|rest| rest.strip_prefix(':'));
+        let port = port.map(str::parse::<u16>);
+        name == segment || matches!(port, Some(Ok(_)))
+    };
+    if let Some(n) = names.iter().position(is_meant) {
+        return Some((n, names[n].parse::<usize>().is_ok()));
+    }
+    let n: usize = segment.parse().ok()?;
+    (n < items.len()).then_some((n, true))
+}
+
+/// Whether the items of a list have names.
+fn has_names(item: Shape<'_>) -> bool {
+    item.key("name").is_some() || item.key("listen").is_some()
+}
+
+/// Puts a further item of this name or number at the end of a list; its number.
+fn push(items: &mut Vec<Tree>, item: Shape<'_>, segment: &str) -> Result<usize, String> {
+    let count = items.len();
+    let text = |key: &str, text: &str| (key.to_owned(), Tree::Text(text.to_owned()));
+    let entries = if segment.parse::<usize>() == Ok(count) {
+        Vec::new()
+    } else if item.key("name").is_some() {
+        vec![text("name", segment)]
+    } else if item.key("listen").is_some()
+        && let Some((protocol, listen)) = segment.split_once(':')
+    {
+        vec![text("protocol", protocol), text("listen", listen)]
+    } else {
+        return Err(format!("a further one has the number {count}"));
+    };
+    items.push(Tree::Map(entries));
+    Ok(count)
+}
+
+fn as_map(tree: &mut Tree) -> &mut Vec<(String, Tree)> {
+    if !matches!(tree, Tree::Map(_)) {
+        *tree = Tree::Map(Vec::new());
+    }
+    match tree {
+        Tree::Map(entries) => entries,
+        _ => unreachable!("made one above"),
+    }
+}
+
+fn as_list(tree: &mut Tree) -> &mut Vec<Tree> {
+    if !matches!(tree, Tree::List(_)) {
+        *tree = Tree::List(Vec::new());
+    }
+    match tree {
+        Tree::List(items) => items,
+        _ => unreachable!("made one above"),
+    }
+}
+
+/// A value as it is written on a command line.
+fn value(place: &Place, shape: Shape<'_>, text: &str) -> Edited<Tree> {
+    let wrong = |expected: &str| {
+        Err(EditError::new(
+            place,
+            format!("expected {expected}, not `{text}`"),
+        ))
+    };
+    let scalar = |scalar: Scalar, text: &str| match scalar {
+        Scalar::Bool => text.parse().map(Tree::Bool).map_err(|_| "true or false"),
+        Scalar::Number => {
+            let number = text.parse().map(Tree::Number);
+            number.map_err(|_| "a whole number that is not negative")
+        }
+        Scalar::Text => Ok(Tree::Text(text.to_owned())),
+    };
+    match shape.kind() {
+        Kind::Scalar(kind) => scalar(kind, text).or_else(wrong),
+        Kind::Values(kind) => {
+            let words = text
+                .split(',')
+                .map(str::trim)
+                .filter(|word| !word.is_empty());
+            let values: Result<Vec<_>, _> = words.map(|word| scalar(kind, word)).collect();
+            values.map(Tree::List).or_else(wrong)
+        }
+        Kind::Object(keys) if shape.short_for().is_none() => {
+            let keys: Vec<_> = keys.keys().map(String::as_str).collect();
+            let hint = Some(format!("its keys are {}", keys.join(", ")));
+            Err(EditError::new(place, "this is an object").hint(hint))
+        }
+        Kind::Map(_) => Err(EditError::new(place, "this holds objects, which have keys")),
+        // A word that stands for an object, or for a list: what it means is checked as a whole.
+        Kind::Object(_) | Kind::List(_) => Ok(in_full(Tree::Text(text.to_owned()), shape)),
+    }
+}
+
+/// Objects in the place of scalars that stand for them.
+fn in_full(tree: Tree, shape: Shape<'_>) -> Tree {
+    match (tree, shape.kind()) {
+        (Tree::Map(entries), kind) => {
+            let full = entries.into_iter().map(|(key, value)| {
+                let inner = match kind {
+                    Kind::Map(inner) => Some(inner),
+                    _ => shape.key(&key),
+                };
+                let value = match inner {
+                    Some(inner) => in_full(value, inner),
+                    None => value,
+                };
+                (key, value)
+            });
+            Tree::Map(full.collect())
+        }
+        (Tree::List(items), Kind::List(inner)) => {
+            Tree::List(items.into_iter().map(|item| in_full(item, inner)).collect())
+        }
+        (Tree::Text(text), Kind::Object(_)) => match shape.short_for() {
+            Some(key) => Tree::Map(vec![(key.to_owned(), Tree::Text(text))]),
+            None => Tree::Text(text),
+        },
+        (tree, _) => tree,
+    }
+}
+
+/// The key that a path of an error begins with, what stands there, and the path from there.
+fn key_of<'t, 'p>(
+    entries: &'t [(String, Tree)],
+    path: &'p str,
+) -> (String, Option<&'t Tree>, &'p str) {
+    let ends = |rest: &str| rest.is_empty() || rest.starts_with(['.', '[']);
+    let leads = |key: &str| path.strip_prefix(key).filter(|rest| ends(rest));
+    let keys = entries.iter().filter(|(key, _)| leads(key).is_some());
+    // A name may have a dot in it.
+    match keys.max_by_key(|(key, _)| key.len()) {
+        Some((key, value)) => (key.clone(), Some(value), leads(key).unwrap_or_default()),
+        None => (path.to_owned(), None, ""),
+    }
+}
+
+/// What to say where a path does not lead anywhere.
+fn lost(here: &Place, tree: Option<&Tree>, shape: Shape<'_>, segment: &str) -> EditError {
+    match shape.kind() {
+        Kind::Object(keys) => {
+            let keys: Vec<&str> = keys.keys().map(String::as_str).collect();
+            let hint = match nearest(segment, keys.iter().copied()) {
+                Some(near) => format!("did you mean `{near}`?"),
+                None => format!("the keys here are {}", keys.join(", ")),
+            };
+            EditError::new(here, format!("unknown key `{segment}`")).hint(Some(hint))
+        }
+        Kind::Map(_) => {
+            let keys: Vec<String> = match tree {
+                Some(Tree::Map(entries)) => entries.iter().map(|(key, _)| key.clone()).collect(),
+                _ => Vec::new(),
+            };
+            missing(here, segment, &keys)
+        }
+        Kind::List(_) => missing(here, segment, &names(items(tree))),
+        Kind::Values(_) | Kind::Scalar(_) => EditError::new(
+            here,
+            format!("this is a value; there is no `{segment}` beneath it"),
+        ),
+    }
+}
+
+/// Names that are told at most.
+const TOLD: usize = 16;
+
+fn missing(here: &Place, segment: &str, there: &[String]) -> EditError {
+    let hint = match nearest(segment, there.iter().map(String::as_str)) {
+        Some(near) => Some(format!("did you mean `{near}`?")),
+        None if there.is_empty() || there.len() > TOLD => None,
+        None => Some(format!("there is {}", there.join(", "))),
+    };
+    EditError::new(here, format!("there is no `{segment}`")).hint(hint)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = "\
+backends: { a: { kind: ram, size: 1MiB }, b.c: { kind: ram, size: 2MiB, serial: B } }
+targets:
+  - name: t
+    iqn: iqn.2026-01.a:t
+    portals:
+      - { protocol: iscsi, listen: 127.0.0.1 }
+      - { protocol: srp, listen: \"[::1]:5555\" }
+    luns: { 0: a }
+    chap: { users: [{ name: me/2, secret: twelve bytes or so }] }
+    access: open
+";
+
+    fn document() -> Document {
+        Document::new(&Config::parse(TEXT, "test.yaml").unwrap())
+    }
+
+    fn pairs(pairs: &[&str]) -> Vec<(String, String)> {
+        let pair = |pair: &&str| {
+            let (key, value) = pair.split_once('=').unwrap();
+            (key.to_owned(), value.to_owned())
+        };
+        pairs.iter().map(pair).collect()
+    }
+
+    fn place(text: &str) -> Place {
+        text.parse().unwrap()
+    }
+
+    /// What a change makes of it, as differences in words, or why not.
+    fn changed(edit: impl FnOnce(&mut Document) -> Edited<()>) -> Result<Vec<String>, String> {
+        let mut document = document();
+        let after = edit(&mut document).and_then(|()| document.finish());
+        let (after, yaml) = after.map_err(|error| error.to_string())?;
+        assert_eq!(Config::parse(&yaml, "again.yaml").unwrap(), after);
+        let before = Config::parse(TEXT, "test.yaml").unwrap();
+        let changes = crate::config::diff(&before, &after).into_iter();
+        Ok(changes
+            .map(|d| format!("{} {} {}", d.path, d.old, d.new))
+            .collect())
+    }
+
+    #[test]
+    fn keys_are_set_by_their_kinds() {
+        let set = |at: &str, keys: &[&str]| changed(|d| d.set(&place(at), &pairs(keys)));
+        for (at, keys, expected) in [
+            (
+                "/limits",
+                "max_sessions=9",
+                "limits null {\"max_sessions\":9}",
+            ),
+            ("/backends/a", "serial=12", "backends.a.serial null \"12\""),
+            (
+                "/backends/b.c",
+                "thin=false",
+                "backends.b.c.thin null false",
+            ),
+            (
+                "/targets/t/luns/0",
+                "backend=b.c",
+                "targets[t].luns.0 \"a\" \"b.c\"",
+            ),
+            (
+                "/targets/0",
+                "luns/0=b.c",
+                "targets[t].luns.0 \"a\" \"b.c\"",
+            ),
+            (
+                "/targets/t/portals/srp:[::1]",
+                "ioc_guid=0x0200c0ffee000001",
+                "targets[t].portals[srp [::1]:5555].ioc_guid null \"0x0200c0ffee000001\"",
+            ),
+            ("/workers", "cpus=0, 1", "workers null {\"cpus\":[0,1]}"),
+            (
+                "/targets/t/chap/users/0",
+                "secret=another twelve bytes",
+                "targets[t].chap.users[me/2].secret \"(secret)\" \"(secret)\"",
+            ),
+        ] {
+            assert_eq!(
+                set(at, &[keys]),
+                Ok(vec![expected.to_owned()]),
+                "{at} {keys}"
+            );
+        }
+        for (at, keys, expected) in [
+            (
+                "/limits",
+                "max_sesions=9",
+                "/limits: unknown key `max_sesions` (did you mean `max_sessions`?)",
+            ),
+            (
+                "/limits",
+                "max_sessions=many",
+                "/limits/max_sessions: expected a whole number that is not negative, not `many`",
+            ),
+            (
+                "/limits",
+                "max_sessions=0",
+                "/limits/max_sessions: must be from 1 to 65536, not 0",
+            ),
+            (
+                "/targets/u",
+                "iqn=x",
+                "/targets: there is no `u` (there is t)",
+            ),
+            (
+                "/targets/t",
+                "luns/7=a",
+                "/targets/t/luns: there is no `7` (there is 0)",
+            ),
+            (
+                "/targets/t",
+                "luns/0=x",
+                "/targets/t/luns/0: there is no backend `x`",
+            ),
+            (
+                "/targets/t",
+                "chap=yes",
+                "/targets/t/chap: this is an object (its keys are mutual, users)",
+            ),
+            (
+                "/targets/t",
+                "access=closed",
+                "/targets/t/access: expected `open`, or a list of rules, not string \"closed\"",
+            ),
+            (
+                "/backends/b.c",
+                "kind=tape",
+                "/backends/b.c/kind: `tape` is not one of file, device, ram, null",
+            ),
+            (
+                "/backends/a/size",
+                "x=1",
+                "/backends/a/size: this is a key, which has no keys",
+            ),
+            (
+                "/backends/a",
+                "thin=yes",
+                "/backends/a/thin: expected true or false, not `yes`",
+            ),
+        ] {
+            assert_eq!(set(at, &[keys]), Err(expected.to_owned()), "{at} {keys}");
+        }
+    }
+
+    #[test]
+    fn objects_come_and_go_by_their_names() {
+        let create = |at: &str, keys: &[&str]| changed(|d| d.create(&place(at), &pairs(keys)));
+        let one = |text: &str| Ok(vec![text.to_owned()]);
+        assert_eq!(
+            create("/backends/d", &["kind=null", "size=1GiB"]),
+            one("backends.d null {\"kind\":\"null\",\"size\":\"1GiB\"}")
+        );
+        assert_eq!(
+            create("/targets/t/luns/3", &["backend=b.c", "read_only=true"]),
+            one("targets[t].luns.3 null {\"backend\":\"b.c\",\"read_only\":true}")
+        );
+        let portal = "targets[t].portals[iser 127.0.0.1:3260] null \
+                      {\"listen\":\"127.0.0.1:3260\",\"protocol\":\"iser\"}";
+        assert_eq!(
+            create("/targets/t/portals/iser:127.0.0.1", &[]),
+            one(portal)
+        );
+        let keys = ["protocol=iser", "listen=127.0.0.1"];
+        assert_eq!(create("/targets/t/portals", &keys), one(portal));
+        assert_eq!(create("/targets/t/portals/2", &keys), one(portal));
+        let keys = [
+            "portals/srp:127.0.0.9/ioc_guid=0x0200c0ffee000001",
+            "luns/1=a",
+            "access=open",
+        ];
+        assert_eq!(create("/targets/u", &keys).unwrap().len(), 1);
+        assert_eq!(
+            create("/targets/t/access/0", &["iqn=iqn.2026-01.a:me", "luns=0"]),
+            one("targets[t].access \"open\" [{\"iqn\":\"iqn.2026-01.a:me\",\"luns\":[0]}]")
+        );
+        let keys = ["secret=our own twelve bytes", "name=us"];
+        assert_eq!(create("/targets/t/chap/mutual", &keys).unwrap().len(), 1);
+        for (at, keys, expected) in [
+            (
+                "/backends/a",
+                "kind=ram",
+                "/backends/a: it is there already",
+            ),
+            (
+                "/targets/t/luns/4",
+                "read_only=true",
+                "/targets/t/luns/4: the key `backend` is missing",
+            ),
+            (
+                "/targets/v/luns/4",
+                "backend=a",
+                "/targets: there is no `v` (there is t)",
+            ),
+            (
+                "/targets/t/portals/5",
+                "protocol=srp",
+                "/targets/t/portals/5: a further one has the number 2",
+            ),
+            (
+                "/targets/t/access/1",
+                "iqn=x",
+                "/targets/t/access/1: a number from 0 to 0 is where it can go",
+            ),
+            (
+                "/targets/t/iqn",
+                "x=y",
+                "/targets/t/iqn: this is a key (`set` sets it)",
+            ),
+            (
+                "/targets/v",
+                "access=open",
+                "/targets/v: the key `portals` is missing",
+            ),
+        ] {
+            assert_eq!(create(at, &[keys]), Err(expected.to_owned()), "{at} {keys}");
+        }
+        let delete = |at: &str| changed(|d| d.delete(&place(at)));
+        assert_eq!(
+            delete("/targets/t/luns/0"),
+            one("targets[t].luns {\"0\":\"a\"} null")
+        );
+        assert_eq!(
+            delete("/targets/t/portals/srp:[::1]:5555").unwrap().len(),
+            1
+        );
+        assert_eq!(
+            delete("/backends/b.c/serial"),
+            one("backends.b.c.serial \"B\" null")
+        );
+        assert_eq!(
+            delete("/targets/t/access"),
+            one("targets[t].access \"open\" null")
+        );
+        assert_eq!(delete("/targets/t").unwrap().len(), 1);
+        for (at, expected) in [
+            ("/", "/: a configuration cannot be without it"),
+            ("/limits", "/limits: it is not set"),
+            (
+                "/backends/z",
+                "/backends: there is no `z` (there is a, b.c)",
+            ),
+            ("/backends/a", "/targets/t/luns/0: there is no backend `a`"),
+            (
+                "/backends/a/serial/x",
+                "/backends/a/serial: this is a value; there is no `x` beneath it",
+            ),
+        ] {
+            assert_eq!(delete(at), Err(expected.to_owned()), "{at}");
+        }
+    }
+
+    #[test]
+    fn rules_keep_the_order_that_they_are_given() {
+        let mut document = document();
+        for (at, name) in [
+            ("access/0", "b"),
+            ("access/0", "a"),
+            ("access", "d"),
+            ("access/2", "c"),
+        ] {
+            let keys = pairs(&[&format!("iqn=iqn.2026-01.a:{name}")]);
+            document
+                .create(&place(&format!("/targets/t/{at}")), &keys)
+                .unwrap();
+        }
+        assert!(document.is_by_number());
+        document.delete(&place("/targets/t/access/1")).unwrap();
+        let found = document.at(&place("/targets/t/access")).unwrap();
+        let names: Vec<_> = found.children().into_iter().map(|(name, _)| name).collect();
+        assert_eq!(names, ["0", "1", "2"]);
+        let iqn = |n: usize| {
+            let place = place(&format!("/targets/t/access/{n}/iqn"));
+            document.at(&place).unwrap().tree.cloned()
+        };
+        let text = |name: &str| Some(Tree::Text(format!("iqn.2026-01.a:{name}")));
+        assert_eq!((iqn(0), iqn(1), iqn(2)), (text("a"), text("c"), text("d")));
+    }
+
+    #[test]
+    fn a_name_is_no_number() {
+        let mut document = document();
+        document
+            .set(&place("/targets/t"), &pairs(&["iqn=iqn.2026-01.a:u"]))
+            .unwrap();
+        assert!(!document.is_by_number());
+        document
+            .set(&place("/targets/0"), &pairs(&["iqn=iqn.2026-01.a:t"]))
+            .unwrap();
+        assert!(document.is_by_number());
+    }
+
+    #[test]
+    fn what_is_not_set_is_told() {
+        let document = document();
+        let target = document.at(&place("/targets/t")).unwrap();
+        let children: Vec<_> = target
+            .children()
+            .into_iter()
+            .map(|(name, _)| name)
+            .collect();
+        assert_eq!(children, ["portals", "luns", "chap", "access"]);
+        assert!(target.unset().is_empty());
+        let users = document.at(&place("/targets/t/chap/users")).unwrap();
+        // A slash in its name leaves but its number.
+        assert_eq!(users.children()[0].0, "0");
+        let backend = document.at(&place("/backends/a")).unwrap();
+        let unset = backend.unset();
+        assert!(
+            unset
+                .iter()
+                .any(|(key, what)| key == "serial" && what.contains("serial number"))
+        );
+        assert!(!unset.iter().any(|(key, _)| key == "kind"));
+        let top = document.at(&Place::default()).unwrap().children();
+        assert!(
+            top.iter()
+                .any(|(name, found)| name == "limits" && found.tree.is_none())
+        );
+        assert!(!top.iter().any(|(name, _)| name == "discovery_chap"));
+    }
+}

@@ -1,0 +1,359 @@
+//! A running daemon's objects by their paths: `ls`, `get`, `info`, `set`, `create` and `delete`.
+
+#![allow(missing_docs, reason = "a test")]
+
+mod daemon;
+mod tcp;
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::process::Output;
+
+use daemon::{Daemon, ask};
+use serde_json::{Value, json};
+use tcp::Client;
+
+const IQN: &str = "iqn.2026-01.com.example:demo";
+
+/// What a verb that succeeds says.
+fn ok(daemon: &Daemon, args: &[&str]) -> String {
+    let output = daemon.ask(args);
+    assert!(output.status.success(), "{args:?}: {output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Likewise, as JSON.
+fn document(daemon: &Daemon, args: &[&str]) -> Value {
+    serde_json::from_str(&ok(daemon, &[args, &["-o", "json"]].concat())).unwrap()
+}
+
+/// The exit code of a verb that fails, and why it does.
+fn fails(output: &Output) -> (i32, String) {
+    assert!(!output.status.success(), "{output:?}");
+    let said = String::from_utf8(output.stderr.clone()).unwrap();
+    (output.status.code().unwrap(), said.trim_end().to_owned())
+}
+
+/// Makes a target with a disk of 1 MiB at an address, from nothing.
+fn build(daemon: &Daemon, address: &str) {
+    ok(
+        daemon,
+        &["create", "/backends/disk0", "kind=ram", "size=1MiB"],
+    );
+    let iqn = format!("iqn={IQN}");
+    let listen = format!("portals/0/listen={address}");
+    let create = [
+        "create",
+        "/targets/demo",
+        &iqn,
+        "portals/0/protocol=iscsi",
+        &listen,
+    ];
+    ok(daemon, &create);
+    ok(daemon, &["create", "/targets/demo/luns/0", "backend=disk0"]);
+    ok(daemon, &["set", "/targets/demo", "access=open"]);
+}
+
+#[test]
+fn a_target_is_built_from_nothing_used_changed_and_taken_away() {
+    let daemon = Daemon::start_empty("verbs");
+    assert_eq!(document(&daemon, &["get", "/targets"]), json!([]));
+    build(&daemon, "127.82.0.1");
+    let to = "127.82.0.1:3260".parse().unwrap();
+    let mut client = Client::login_at(to, IQN, 1, None).unwrap();
+    assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    let capacity = [&[0x25][..], &[0; 9]].concat();
+    let (status, data) = client.command(&capacity, false, 8, &[]);
+    assert_eq!((status, &data[..4]), (0, &2047u32.to_be_bytes()[..]));
+
+    let tree = ok(&daemon, &["ls"]);
+    for line in [
+        "o- / .",
+        "  | o- disk0 .",
+        "[kind=ram size=1MiB, 1 LUN]",
+        "  | o- demo .",
+        "[iqn.2026-01.com.example:demo, 1 connection]",
+        "  |   | o- iscsi:127.82.0.1:3260 .",
+        "  |   | o- 0 .",
+        "[backend=disk0, 1048576 bytes]",
+        "[open to everybody]",
+        "  o- limits .",
+        "[defaults]",
+    ] {
+        assert!(tree.contains(line), "no `{line}` in\n{tree}");
+    }
+    let node = document(&daemon, &["ls", "/targets", "--depth", "1"]);
+    assert_eq!(node["children"][0]["path"], "/targets/demo");
+    assert_eq!(node["children"][0]["children"], json!([]));
+
+    let info = document(&daemon, &["info", "/targets/demo/luns/0"]);
+    assert_eq!(info["config"], json!({ "backend": "disk0" }));
+    assert_eq!(info["live"]["size"], 1 << 20);
+    assert!(info["live"]["commands"].as_u64().unwrap() >= 2, "{info}");
+    let info = document(&daemon, &["info", "/backends/disk0"]);
+    assert_eq!(info["live"]["used_by"][0]["target"], "demo");
+    let info = document(&daemon, &["info", "/targets/0"]);
+    assert_eq!(info["path"], "/targets/demo");
+    assert_eq!(info["live"]["connections"][0]["protocol"], "iscsi");
+    let text = ok(&daemon, &["info", "/backends/disk0"]);
+    assert!(text.contains("\nset:\n  kind: ram\n"), "{text}");
+    assert!(text.contains("  serial: Unit serial number"), "{text}");
+    let info = document(&daemon, &["info"]);
+    assert_eq!(info["live"]["pid"], daemon.process.id());
+
+    // What would change is shown, and nothing has.
+    let grow = ["set", "/backends/disk0", "size=2MiB"];
+    let shown = ok(&daemon, &[&grow[..], &["--dry-run"]].concat());
+    assert_eq!(shown, "~ backends.disk0.size: \"1MiB\" -> \"2MiB\"\n");
+    assert_eq!(ok(&daemon, &["get", "/backends/disk0/size"]), "1MiB\n");
+    assert_eq!(ok(&daemon, &grow), shown);
+    assert_eq!(ok(&daemon, &["get", "/backends/disk0/size"]), "2MiB\n");
+    assert_eq!(
+        client.command(&[0; 6], false, 0, &[]).0,
+        2,
+        "capacity has changed"
+    );
+    let (_, data) = client.command(&capacity, false, 8, &[]);
+    assert_eq!(&data[..4], 4095u32.to_be_bytes());
+
+    let changes = document(&daemon, &["delete", "/targets/demo"]);
+    assert_eq!(changes["changes"][0]["path"], "targets[demo]");
+    ok(&daemon, &["delete", "/backends/disk0"]);
+    assert_eq!(document(&daemon, &["get", "/targets"]), json!([]));
+    // Every one of them is a configuration that can be had again.
+    ok(&daemon, &["rollback", "2"]);
+    assert_eq!(
+        ok(&daemon, &["get", "/targets/demo/iqn"]),
+        format!("{IQN}\n")
+    );
+}
+
+#[test]
+fn what_is_refused_is_named_and_changes_nothing() {
+    let daemon = Daemon::start_empty("refusals");
+    build(&daemon, "127.82.0.2");
+    let before = ok(&daemon, &["save"]);
+    let history = document(&daemon, &["history"]);
+    for (args, code, why) in [
+        (
+            &["set", "/backends/disk0", "sise=2MiB"][..],
+            2,
+            "/backends/disk0: unknown key `sise` (did you mean `size`?)",
+        ),
+        (
+            &["set", "/backends/disk0", "thin=perhaps"],
+            2,
+            "/backends/disk0/thin: expected true or false, not `perhaps`",
+        ),
+        (
+            &["set", "/limits", "max_sessions=-1"],
+            2,
+            "/limits/max_sessions: expected a whole number that is not negative, not `-1`",
+        ),
+        (
+            &["set", "/targets/demo/luns/0", "backend=disk1"],
+            2,
+            "/targets/demo/luns/0: there is no backend `disk1` (did you mean `disk0`?)",
+        ),
+        (
+            &["create", "/targets/demo/luns/1", "backend=disk1"],
+            2,
+            "/targets/demo/luns/1: there is no backend `disk1` (did you mean `disk0`?)",
+        ),
+        (
+            &["create", "/targets/other", "access=open"],
+            2,
+            "/targets/other: the key `portals` is missing",
+        ),
+        (
+            &["create", "/targets/demo", "access=open"],
+            2,
+            "/targets/demo: it is there already",
+        ),
+        (&["create", "/shelves/a"], 2, "/: unknown key `shelves`"),
+        (
+            &["delete", "/backends/disk0"],
+            2,
+            "/targets/demo/luns/0: there is no backend `disk0`",
+        ),
+        (
+            &["delete", "/backends/disk7"],
+            2,
+            "/backends: there is no `disk7` (did you mean `disk0`?)",
+        ),
+        (
+            &["delete", "/targets/demo/portals/iscsi:127.82.0.2"],
+            2,
+            "/targets/demo/portals: a target listens somewhere",
+        ),
+        (
+            &["get", "/targets/demo/nothing"],
+            2,
+            "/targets/demo: unknown key `nothing`",
+        ),
+        (
+            &["get", "/backends/disk0/serial"],
+            1,
+            "/backends/disk0/serial: it is not set",
+        ),
+        (
+            &["ls", "/targets/none"],
+            2,
+            "/targets: there is no `none` (there is demo)",
+        ),
+        // What only the daemon knows.
+        (
+            &["create", "/targets/demo/portals/iscsi:192.0.2.77"],
+            1,
+            "nothing was applied",
+        ),
+        (&["set", "/workers", "count=2"], 1, "takes a restart"),
+        (
+            &["set", "/workers", "count=2", "--dry-run"],
+            1,
+            "takes a restart",
+        ),
+    ] {
+        let (found, said) = fails(&daemon.ask(args));
+        assert_eq!(found, code, "{args:?}: {said}");
+        assert!(said.contains(why), "{args:?}: {said}");
+    }
+    assert_eq!(ok(&daemon, &["save"]), before);
+    assert_eq!(document(&daemon, &["history"]), history);
+    assert_eq!(daemon.ask(&["set", "/limits"]).status.code(), Some(2));
+    assert_eq!(
+        daemon
+            .ask(&["set", "/limits", "max_sessions"])
+            .status
+            .code(),
+        Some(2)
+    );
+}
+
+#[test]
+fn secrets_are_set_and_never_shown() {
+    let daemon = Daemon::start_empty("masked");
+    build(&daemon, "127.82.0.3");
+    let secret = "not to be shown at all";
+    let own = "this one neither, please";
+    let keys = [&format!("secret={secret}"), &format!("secret={own}")];
+    let said = [
+        ok(
+            &daemon,
+            &["create", "/targets/demo/chap/users/host", keys[0]],
+        ),
+        ok(
+            &daemon,
+            &["create", "/targets/demo/chap/mutual", "name=us", keys[1]],
+        ),
+        ok(&daemon, &["ls"]),
+        ok(&daemon, &["ls", "-o", "json"]),
+        ok(&daemon, &["get", "/"]),
+        ok(&daemon, &["get", "/", "-o", "json"]),
+        ok(&daemon, &["get", "/targets/demo/chap/users/host/secret"]),
+        ok(&daemon, &["info", "/targets/demo/chap/mutual"]),
+        ok(&daemon, &["info", "/targets/demo", "-o", "json"]),
+        fails(&daemon.ask(&["set", "/targets/demo/chap/users/host", "secret=short"])).1,
+    ];
+    for said in &said {
+        assert!(!said.contains(secret) && !said.contains(own), "{said}");
+    }
+    assert!(said[2].contains("[1 user, mutual]"), "{}", said[2]);
+    assert!(said[4].contains("secret: \"(secret)\""), "{}", said[4]);
+    assert_eq!(said[6], "(secret)\n");
+    assert!(
+        said[9].contains("12 to 255 bytes") && !said[9].contains("short"),
+        "{}",
+        said[9]
+    );
+    // It is what an initiator must know, whatever else is changed.
+    ok(
+        &daemon,
+        &["create", "/backends/disk1", "kind=ram", "size=1MiB"],
+    );
+    let to = "127.82.0.3:3260".parse().unwrap();
+    assert!(Client::login_at(to, IQN, 1, Some("another secret of twelve")).is_err());
+    assert!(ok(&daemon, &["save"]).contains(secret));
+}
+
+/// Passes connections on to a daemon, one after the other, and calls `before` with the number of each.
+fn between(daemon: &Daemon, connections: usize, before: impl Fn(usize) + Send + 'static) {
+    let listener = UnixListener::bind(daemon.dir.join("between.sock")).unwrap();
+    let behind = daemon.socket();
+    std::thread::spawn(move || {
+        for n in 0..connections {
+            let (mut front, _) = listener.accept().unwrap();
+            before(n);
+            let mut back = UnixStream::connect(&behind).unwrap();
+            let mut front_in = front.try_clone().unwrap();
+            let mut back_out = back.try_clone().unwrap();
+            let up = std::thread::spawn(move || {
+                let _ = std::io::copy(&mut front_in, &mut back_out);
+                let _ = back_out.shutdown(Shutdown::Write);
+            });
+            let mut bytes = [0; 65536];
+            while let Ok(n @ 1..) = back.read(&mut bytes) {
+                if front.write_all(&bytes[..n]).is_err() {
+                    break;
+                }
+            }
+            let _ = front.shutdown(Shutdown::Both);
+            let _ = back.shutdown(Shutdown::Both);
+            up.join().unwrap();
+        }
+    });
+}
+
+#[test]
+fn whoever_comes_in_between_loses_nothing() {
+    let daemon = Daemon::start_empty("between");
+    build(&daemon, "127.82.0.4");
+    let keys = ["address=127.0.0.1", "address=127.0.0.2"];
+    ok(&daemon, &["create", "/targets/demo/access", keys[0]]);
+    ok(&daemon, &["create", "/targets/demo/access", keys[1]]);
+    let socket = daemon.socket();
+    // Between the look at the configuration and the change of it somebody else changes it.
+    between(&daemon, 6, move |n| {
+        let name = format!("/backends/other{n}");
+        if n == 1 || n == 5 {
+            let output = ask(&socket, &["create", &name, "kind=ram", "size=1MiB"]);
+            assert!(output.status.success(), "{output:?}");
+        }
+    });
+    let front = daemon.dir.join("between.sock");
+    let made = ask(
+        &front,
+        &["create", "/backends/mine", "kind=ram", "size=1MiB"],
+    );
+    assert!(made.status.success(), "{made:?}");
+    let backends = document(&daemon, &["get", "/backends"]);
+    assert!(
+        backends["mine"].is_object() && backends["other1"].is_object(),
+        "{backends}"
+    );
+    // The number of a rule may be another rule's by then.
+    let (code, said) = fails(&ask(&front, &["delete", "/targets/demo/access/0"]));
+    assert_eq!(code, 1);
+    assert!(said.contains("has changed meanwhile"), "{said}");
+    let rules = document(&daemon, &["get", "/targets/demo/access"]);
+    assert_eq!(rules.as_array().unwrap().len(), 2);
+}
+
+#[test]
+fn many_at_once_all_get_what_they_asked_for() {
+    let daemon = Daemon::start_empty("many");
+    let made: Vec<_> = (0..8)
+        .map(|n| {
+            let socket = daemon.socket();
+            let name = format!("/backends/disk{n}");
+            std::thread::spawn(move || ask(&socket, &["create", &name, "kind=ram", "size=1MiB"]))
+        })
+        .collect();
+    for made in made {
+        let output = made.join().unwrap();
+        assert!(output.status.success(), "{output:?}");
+    }
+    let backends = document(&daemon, &["get", "/backends"]);
+    assert_eq!(backends.as_object().unwrap().len(), 8);
+}

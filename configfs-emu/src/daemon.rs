@@ -123,6 +123,7 @@ mod tests {
             nexus,
             state: "live".to_owned(),
             in_flight: 0,
+            digest_errors: 0,
             luns: 1,
             memory: 0,
             negotiated: BTreeMap::new(),

@@ -26,7 +26,7 @@ use riser_target::iscsi::iser::{
 use riser_target::iscsi::{Action, Admitted, Channel, Cx, Gate, MAX_QUEUED, TaskIdx, Window};
 use riser_target::pool::Pool;
 use riser_target::srp::{LunMap, Unit, UnitIdx};
-use riser_target::stats::LunStats;
+use riser_target::stats::{LunStats, SessionEvent};
 
 const WINDOW: u16 = 4;
 const NEXUS: NexusId = NexusId(3);
@@ -56,7 +56,9 @@ impl Gate for Open {
         })
     }
 
-    fn refused(&mut self, _: LoginStatus) {}
+    fn refused(&mut self, _: LoginStatus, _: Option<&Identity>) {}
+
+    fn count(&mut self, _: SessionEvent) {}
 
     fn detach(&mut self, _: Cid) -> bool {
         false

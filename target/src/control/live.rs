@@ -1,14 +1,16 @@
 //! What the status page and `riserd top` show: sums since the start, of which two tell a rate.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
 use super::{health, view};
 use crate::server::Server;
-use crate::stats::{BUCKETS, CLASSES, LunStats, Times, bound, class_name};
+use crate::stats::{BUCKETS, CLASSES, LunStats, Share, Times, bound, class_name};
 use crate::worker::mail::Snapshot;
+use crate::worker::target::TargetDef;
 
 /// The daemon at a moment.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -25,6 +27,9 @@ pub struct Live {
     pub bounds: Vec<f64>,
     /// Workers.
     pub workers: Vec<LiveWorker>,
+    /// Targets, as initiators of iSCSI come and leave.
+    #[serde(default)]
+    pub targets: Vec<LiveTarget>,
     /// Logical units, by target.
     pub luns: Vec<LiveLun>,
     /// Connections of initiators.
@@ -48,6 +53,46 @@ pub struct LiveWorker {
     pub pool_free: usize,
 }
 
+/// A target.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct LiveTarget {
+    /// Its name.
+    pub target: String,
+    /// Logins of iSCSI that were accepted.
+    pub logins: u64,
+    /// Those that were refused, by the answer.
+    pub refused: BTreeMap<String, u64>,
+    /// The last one of them.
+    pub last_refused: Option<LiveRefused>,
+    /// What has happened to sessions: `logout`, `partial_logout`, `digest_error`, `timeout`,
+    /// `format_error`.
+    pub events: BTreeMap<String, u64>,
+    /// The last one that was an error.
+    pub last_error: Option<LiveError>,
+}
+
+/// A login that was refused.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct LiveRefused {
+    /// With what answer.
+    pub answer: String,
+    /// Whose.
+    pub initiator: String,
+    /// From where.
+    pub address: String,
+    /// How long ago, in seconds.
+    pub ago: f64,
+}
+
+/// An error in a session.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct LiveError {
+    /// What.
+    pub event: String,
+    /// Whose session.
+    pub initiator: String,
+}
+
 /// A logical unit of a target.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LiveLun {
@@ -65,6 +110,29 @@ pub struct LiveLun {
     pub errors: u64,
     /// Commands, by kind; those that there were.
     pub ops: BTreeMap<String, LiveOp>,
+    /// Commands, by the initiator's name, sessions that are over included.
+    #[serde(default)]
+    pub initiators: BTreeMap<String, LiveShare>,
+    /// Resets of the unit, whichever target they came by.
+    #[serde(default)]
+    pub resets: u64,
+    /// Tasks that an initiator asked to be aborted, likewise.
+    #[serde(default)]
+    pub aborts: u64,
+    /// Those that were not there.
+    #[serde(default)]
+    pub vain_aborts: u64,
+}
+
+/// What an initiator has done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LiveShare {
+    /// Commands answered.
+    pub commands: u64,
+    /// Data to it, in bytes.
+    pub read: u64,
+    /// Data from it, in bytes.
+    pub written: u64,
 }
 
 /// Commands of one kind.
@@ -97,10 +165,19 @@ pub struct LiveSession {
     pub state: String,
     /// Requests under way.
     pub in_flight: usize,
-    /// Commands answered to the initiator port at this worker.
+    /// Commands answered to the initiator port by the target at this worker.
     pub commands: u64,
     /// Their data both ways, in bytes.
     pub bytes: u64,
+    /// Data to the initiator, in bytes.
+    #[serde(default)]
+    pub read: u64,
+    /// Data from the initiator, in bytes.
+    #[serde(default)]
+    pub written: u64,
+    /// PDUs of iSCSI whose digest was wrong.
+    #[serde(default)]
+    pub digest_errors: u64,
 }
 
 /// Packets of our software NICs.
@@ -128,7 +205,8 @@ pub fn live(server: &Server, uptime: Duration) -> Live {
         missing: health::ready(server, &snapshots).err(),
         bounds: (0..BUCKETS).filter_map(bound).map(seconds).collect(),
         workers: snapshots.iter().map(worker).collect(),
-        luns: luns(server),
+        targets: targets(server),
+        luns: luns(server, &snapshots),
         sessions: sessions(server, &snapshots),
         network: network(&snapshots),
     }
@@ -148,11 +226,42 @@ fn worker(snapshot: &Snapshot) -> LiveWorker {
     }
 }
 
-fn luns(server: &Server) -> Vec<LiveLun> {
+fn targets(server: &Server) -> Vec<LiveTarget> {
+    let catalog = server.shared().registry.catalog();
+    let live = |target: &TargetDef| {
+        let counts = target.counts.counts();
+        let events = counts.events.iter();
+        let refused = counts.refused.iter();
+        LiveTarget {
+            target: target.config.name.clone(),
+            logins: counts.logins,
+            refused: refused
+                .map(|(status, n)| (status.name().to_owned(), n))
+                .collect(),
+            last_refused: counts.last_refused.map(|refused| LiveRefused {
+                answer: refused.status.name().to_owned(),
+                initiator: refused.initiator,
+                address: refused.address.to_string(),
+                ago: refused.at.elapsed().as_secs_f64(),
+            }),
+            events: events
+                .map(|(event, n)| (event.name().to_owned(), n))
+                .collect(),
+            last_error: counts.last_error.map(|(event, initiator)| LiveError {
+                event: event.name().to_owned(),
+                initiator,
+            }),
+        }
+    };
+    catalog.targets.iter().map(live).collect()
+}
+
+fn luns(server: &Server, snapshots: &[Snapshot]) -> Vec<LiveLun> {
     let catalog = server.shared().registry.catalog();
     let mut luns = Vec::new();
     for target in &catalog.targets {
         for ((number, unit), stats) in target.units.iter().zip(&target.stats) {
+            let management = unit.management();
             luns.push(LiveLun {
                 target: target.config.name.clone(),
                 lun: *number,
@@ -161,10 +270,36 @@ fn luns(server: &Server) -> Vec<LiveLun> {
                 queue_depth: stats.queue_depth(),
                 errors: stats.faults().total(),
                 ops: ops(stats),
+                initiators: initiators(stats, snapshots),
+                resets: management.resets,
+                aborts: management.aborts,
+                vain_aborts: management.vain_aborts,
             });
         }
     }
     luns
+}
+
+/// What initiators have done at a unit, now and before.
+fn initiators(stats: &Arc<LunStats>, snapshots: &[Snapshot]) -> BTreeMap<String, LiveShare> {
+    let mut shares = stats.kept();
+    for entry in snapshots.iter().flat_map(|snapshot| &snapshot.accounts) {
+        if Arc::ptr_eq(entry.account.lun(), stats) {
+            // Of a port of iSCSI the name without the session's identifier.
+            let name = entry.initiator.split(',').next().unwrap_or_default();
+            *shares.entry(name.to_owned()).or_default() += entry.account.share();
+        }
+    }
+    let live = |(name, share): (String, Share)| (name, live_share(share));
+    shares.into_iter().map(live).collect()
+}
+
+fn live_share(share: Share) -> LiveShare {
+    LiveShare {
+        commands: share.commands,
+        read: share.read,
+        written: share.written,
+    }
 }
 
 fn ops(stats: &LunStats) -> BTreeMap<String, LiveOp> {
@@ -182,20 +317,20 @@ fn ops(stats: &LunStats) -> BTreeMap<String, LiveOp> {
 
 fn sessions(server: &Server, snapshots: &[Snapshot]) -> Vec<LiveSession> {
     let catalog = server.shared().registry.catalog();
-    let mut done: BTreeMap<(u16, &str), (u64, u64)> = BTreeMap::new();
+    let mut done: BTreeMap<(u16, &str, &str), Share> = BTreeMap::new();
     for snapshot in snapshots {
         for entry in &snapshot.accounts {
-            let sum = done.entry((snapshot.worker, &entry.initiator)).or_default();
-            for class in CLASSES {
-                let view = entry.account.class(class);
-                sum.0 += view.commands;
-                sum.1 += view.bytes;
-            }
+            let key = (
+                snapshot.worker,
+                &*entry.initiator,
+                entry.account.lun().target(),
+            );
+            *done.entry(key).or_default() += entry.account.share();
         }
     }
     let live = |view: view::SessionView| {
-        let (commands, bytes) = done
-            .get(&(view.worker, &*view.initiator))
+        let share = done
+            .get(&(view.worker, &*view.initiator, &*view.target))
             .copied()
             .unwrap_or_default();
         LiveSession {
@@ -206,8 +341,11 @@ fn sessions(server: &Server, snapshots: &[Snapshot]) -> Vec<LiveSession> {
             worker: view.worker,
             state: view.state,
             in_flight: view.in_flight,
-            commands,
-            bytes,
+            digest_errors: view.digest_errors,
+            commands: share.commands,
+            bytes: share.read + share.written,
+            read: share.read,
+            written: share.written,
         }
     };
     let views = view::sessions_of(snapshots, &catalog);

@@ -72,6 +72,9 @@ pub struct SessionView {
     pub state: String,
     /// Requests under way.
     pub in_flight: usize,
+    /// PDUs of iSCSI whose digest was wrong.
+    #[serde(default)]
+    pub digest_errors: u64,
     /// Logical units that it sees.
     pub luns: usize,
     /// What the connection occupies, in bytes.
@@ -213,6 +216,7 @@ fn srp(info: &SessionInfo, catalog: &Catalog) -> SessionView {
         nexus: Some(info.nexus),
         state: format!("{:?}", info.state).to_lowercase(),
         in_flight: info.in_flight,
+        digest_errors: 0,
         luns: info.luns,
         memory: info.params.memory().total(),
         negotiated: srp_terms(&info.params),
@@ -247,6 +251,7 @@ fn iscsi_view(worker: u16, session: &IscsiSession, catalog: &Catalog) -> Session
         nexus: (!info.params.discovery).then_some(info.nexus.0),
         state: phase(info.phase).to_owned(),
         in_flight: info.in_flight,
+        digest_errors: info.digest_errors,
         luns: info.luns,
         memory: session.memory,
         negotiated: iscsi_terms(&info.params, &info.connection),

@@ -34,7 +34,7 @@ use super::window::{Member, WINDOWS, Window};
 use crate::log::RateLimit;
 use crate::pool::{Buffer, Pool};
 use crate::srp::{LunMap, SendIdx, TaskRef, UnitIdx};
-use crate::stats::{Accounts, Functions};
+use crate::stats::{Accounts, Functions, SessionEvent};
 use crate::warn_limited;
 
 /// PDUs and transfers that may wait to be sent before nothing more is read.
@@ -67,8 +67,11 @@ pub trait Gate {
     /// The status that refuses it.
     fn join(&mut self, joined: &Joined, first: CmdSn) -> Result<Admitted, LoginStatus>;
 
-    /// A login has failed, with this status.
-    fn refused(&mut self, status: LoginStatus);
+    /// A login has failed, with this status. Whose it was, if it came so far.
+    fn refused(&mut self, status: LoginStatus, identity: Option<&Identity>);
+
+    /// Something has happened that the session's target counts.
+    fn count(&mut self, event: SessionEvent);
 
     /// Another connection of the session is logged out for recovery; whether there is such a one.
     /// When others may have its commands, [`Channel::handle_others_gone`] tells of that.
@@ -438,8 +441,9 @@ impl<D: Datamover> Channel<D> {
         &mut self.mover
     }
 
-    /// The stream cannot be followed further.
-    pub fn handle_broken(&mut self, cx: &mut Cx<'_>, error: impl Display) {
+    /// The stream cannot be followed further; this counts as `event`.
+    pub fn handle_broken(&mut self, cx: &mut Cx<'_>, event: SessionEvent, error: impl Display) {
+        cx.gate.count(event);
         warn_limited!(self.complaints, cx.now, %error, "the connection is broken");
         self.lose_connection(cx.now);
         self.settle(cx);
@@ -488,6 +492,7 @@ impl<D: Datamover> Channel<D> {
         }
         if self.phase == Phase::FullFeature && self.deadline().is_some_and(|at| at <= cx.now) {
             if self.ping.is_some() {
+                cx.gate.count(SessionEvent::TimedOut);
                 warn_limited!(self.complaints, cx.now, "the initiator does not answer");
                 self.lose_connection(cx.now);
             } else {

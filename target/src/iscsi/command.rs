@@ -220,6 +220,7 @@ impl<D: Datamover> Channel<D> {
 
     pub(super) fn on_data_out(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, pdu: &DataOut) {
         if !frame.is_intact {
+            self.on_digest_error(cx);
             self.reject(cx, frame, RejectReason::DataDigestError, &"data digest");
         }
         if pdu.ttt == Ttt::NONE {

@@ -24,7 +24,7 @@ use super::{
 };
 use crate::pool::Pool;
 use crate::srp::{LunMap, TaskRef, Unit, UnitIdx};
-use crate::stats::LunStats;
+use crate::stats::{LunStats, SessionEvent};
 
 pub(super) const DISK: usize = 1 << 20;
 pub(super) const WINDOW: u16 = 8;
@@ -38,6 +38,8 @@ pub(super) struct FakeGate {
     pub(super) stats: Arc<LunStats>,
     /// Logins that failed.
     pub(super) refused: Vec<LoginStatus>,
+    /// What the target would count.
+    pub(super) events: Vec<SessionEvent>,
     pub(super) offer: Offer,
     pub(super) targets: usize,
     pub(super) joined: usize,
@@ -55,6 +57,7 @@ impl FakeGate {
             unit: unit(),
             stats: Arc::new(LunStats::new("t", 0)),
             refused: Vec::new(),
+            events: Vec::new(),
             offer,
             targets: 1,
             joined: 0,
@@ -90,8 +93,12 @@ impl Gate for FakeGate {
         })
     }
 
-    fn refused(&mut self, status: LoginStatus) {
+    fn refused(&mut self, status: LoginStatus, _: Option<&Identity>) {
         self.refused.push(status);
+    }
+
+    fn count(&mut self, event: SessionEvent) {
+        self.events.push(event);
     }
 
     fn detach(&mut self, cid: Cid) -> bool {

@@ -13,6 +13,7 @@ use riser_scsi::iscsi::{Itt, StatSn, Ttt};
 use super::channel::{Channel, Cx, IMMEDIATE_TASKS, Phase};
 use super::datamover::{Control, Datamover};
 use super::task::{TaskIdx, TaskState};
+use crate::stats::SessionEvent;
 use crate::warn_limited;
 
 impl<D: Datamover> Channel<D> {
@@ -29,6 +30,7 @@ impl<D: Datamover> Channel<D> {
                 self.drop_connection();
             }
             Ok(pdu) if !frame.is_intact && !matches!(pdu, FromInitiator::DataOut(_)) => {
+                self.on_digest_error(cx);
                 self.reject(cx, frame, RejectReason::DataDigestError, &"data digest");
                 if !self.mover.recovers() {
                     // There is no other way to bring the PDU again.
@@ -45,6 +47,7 @@ impl<D: Datamover> Channel<D> {
                 self.on_pdu(cx, frame, pdu);
             }
             Err(error) => {
+                cx.gate.count(SessionEvent::FormatError);
                 let reason = match error {
                     PduError::Opcode(_) => RejectReason::CommandNotSupported,
                     _ => RejectReason::InvalidPduField,
@@ -193,6 +196,12 @@ impl<D: Datamover> Channel<D> {
         );
         let header = frame.bhs.to_vec();
         self.send(FromTarget::Reject(Reject { reason }), header, true);
+    }
+
+    /// What a PDU carries is not what was sent.
+    pub(super) fn on_digest_error(&mut self, cx: &mut Cx<'_>) {
+        self.counters.digest_errors += 1;
+        cx.gate.count(SessionEvent::DigestError);
     }
 
     pub(super) fn on_acknowledged(&mut self, cx: &mut Cx<'_>, exp: Option<StatSn>) {

@@ -66,7 +66,7 @@ impl<D: Datamover> Channel<D> {
             Outcome::Failed => {
                 send(self, answer.text);
                 warn_limited!(self.complaints, cx.now, %status, "login refused");
-                cx.gate.refused(status);
+                cx.gate.refused(status, self.login.identity());
                 self.close(cx.now);
             }
             Outcome::FullFeature(joined) => {

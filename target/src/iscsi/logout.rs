@@ -12,6 +12,7 @@ use super::command::End;
 use super::datamover::Datamover;
 use super::task::{TaskIdx, TaskState};
 use crate::pool::Pool;
+use crate::stats::SessionEvent;
 
 /// How long a logout's answer, or a farewell, may take to be sent.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -44,6 +45,10 @@ impl<D: Datamover> Channel<D> {
     }
 
     pub(super) fn on_logout(&mut self, cx: &mut Cx<'_>, request: &LogoutRequest) {
+        cx.gate.count(match request.reason {
+            LogoutReason::CloseSession => SessionEvent::LoggedOut,
+            _ => SessionEvent::LoggedOutInPart,
+        });
         match request.reason {
             LogoutReason::RemoveConnection => return self.on_logout_for_recovery(cx, request),
             LogoutReason::CloseConnection if request.cid != self.cid => {

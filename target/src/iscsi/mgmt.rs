@@ -99,8 +99,11 @@ impl<D: Datamover> Channel<D> {
         let function = match request.function {
             TmfFunction::AbortTask => {
                 let Some(task) = self.find_command(request.referenced, &unit) else {
-                    return self.abort_elsewhere(idx, request);
+                    let answer = self.abort_elsewhere(idx, request);
+                    unit.count_abort(answer.is_none());
+                    return answer;
                 };
+                unit.count_abort(true);
                 self.mgmt_mut(idx).waiting += 1;
                 let watcher = self.task_ref(idx);
                 self.abort(cx.pool, task, Some(watcher));
@@ -187,7 +190,7 @@ impl<D: Datamover> Channel<D> {
         let resets = std::mem::take(&mut mgmt.resets);
         let cleared = std::mem::take(&mut mgmt.cleared);
         for unit in resets {
-            unit.lu.reset();
+            unit.reset();
         }
         for (unit, nexus) in cleared {
             let scope = AttentionScope::One(nexus);

@@ -26,6 +26,8 @@ pub struct Counters {
     pub bytes_out: u64,
     /// PDUs rejected.
     pub rejected: u64,
+    /// PDUs whose digest was wrong.
+    pub digest_errors: u64,
     /// Times a command waited for a buffer.
     pub buffer_waits: u64,
 }
@@ -40,6 +42,7 @@ impl std::ops::AddAssign for Counters {
         self.bytes_in += other.bytes_in;
         self.bytes_out += other.bytes_out;
         self.rejected += other.rejected;
+        self.digest_errors += other.digest_errors;
         self.buffer_waits += other.buffer_waits;
     }
 }
@@ -74,6 +77,8 @@ pub struct SessionInfo {
     pub luns: usize,
     /// Commands that it may have under way.
     pub commands: u16,
+    /// PDUs of the connection whose digest was wrong.
+    pub digest_errors: u64,
 }
 
 impl<D: Datamover> Channel<D> {
@@ -98,6 +103,7 @@ impl<D: Datamover> Channel<D> {
             in_flight: self.in_flight(),
             luns: session.luns.luns().len(),
             commands: self.config.commands,
+            digest_errors: self.counters.digest_errors,
         })
     }
 }

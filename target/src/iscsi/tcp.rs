@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use riser_memory::MemSlice;
 use riser_scsi::access::DataAccess;
-use riser_scsi::iscsi::frame::{self, DataDigest, Digests, Framer, padding};
+use riser_scsi::iscsi::frame::{self, DataDigest, Digests, FrameError, Framer, padding};
 use riser_scsi::iscsi::login::{ConnectionParams, SessionParams};
 use riser_scsi::iscsi::pdu::{
     DataIn, DataInStatus, DataOut, FromTarget, R2t, RejectReason, ScsiResponse, Snack, SnackKind,
@@ -21,6 +21,7 @@ use super::datamover::{Control, Datamover, GetData, Progress, PutData, Start, Ta
 use super::recovery::{Again, Recovery};
 use super::task::TaskIdx;
 use crate::pool::Buffer;
+use crate::stats::SessionEvent;
 
 /// A batch takes no further PDU once it has this many bytes.
 const BATCH_BYTES: usize = 512 << 10;
@@ -723,14 +724,21 @@ impl TcpChannel {
                     bytes = &bytes[used..];
                 }
                 Ok((_, None)) => return,
-                Err(error) => return self.channel.handle_broken(cx, error),
+                Err(error) => {
+                    let event = match error {
+                        FrameError::HeaderDigest => SessionEvent::DigestError,
+                        _ => SessionEvent::FormatError,
+                    };
+                    return self.channel.handle_broken(cx, event, error);
+                }
             }
             self.follow_params();
         }
         if !bytes.is_empty() && self.channel.phase() == Phase::Joining {
             // Whoever logs in says nothing before the answer; what it says could not be understood.
+            let event = SessionEvent::FormatError;
             self.channel
-                .handle_broken(cx, "data before the login is answered");
+                .handle_broken(cx, event, "data before the login is answered");
         }
     }
 

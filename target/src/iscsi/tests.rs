@@ -14,6 +14,7 @@ use riser_scsi::step::Residual;
 
 use super::fixture::{Received, Rig, WINDOW};
 use super::{Action, MAX_QUEUED, Others, Phase, TcpChannel};
+use crate::stats::SessionEvent;
 
 /// Status and sense key of the response in what was received.
 pub(super) fn status(received: &[Received]) -> (u8, Option<u8>) {
@@ -250,6 +251,7 @@ fn digests_protect_both_ways() {
     bytes[20] ^= 1;
     rig.with(|ch, cx| ch.handle_bytes(cx, &bytes));
     assert!(rig.disconnected);
+    assert_eq!(rig.gate.events, [SessionEvent::DigestError; 2]);
     rig.end();
 }
 
@@ -812,6 +814,7 @@ fn a_silent_initiator_is_asked_and_then_dropped() {
     assert_eq!(rig.wait(Duration::from_secs(15)).len(), 1);
     rig.wait(Duration::from_secs(10));
     assert!(rig.disconnected);
+    assert_eq!(rig.gate.events, [SessionEvent::TimedOut]);
     rig.end();
 }
 
@@ -922,6 +925,8 @@ fn a_logout_waits_for_what_can_end_and_closes() {
     assert_eq!(received.len(), 2, "the read's answer, then the logout's");
     assert_eq!(answer(&received), LogoutStatus::Closed);
     assert!(rig.disconnected);
+    let in_part = SessionEvent::LoggedOutInPart;
+    assert_eq!(rig.gate.events, [in_part, in_part, SessionEvent::LoggedOut]);
     rig.end();
 }
 

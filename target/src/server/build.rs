@@ -11,7 +11,7 @@ use super::ServerError;
 use crate::backend::Store;
 use crate::config::{self, Backend, Config, HostId, Lun, Portal, Protocol, Target};
 use crate::srp::{LoginLimits, Unit, UnitIdx};
-use crate::stats::{LunStats, MAX_WORKERS};
+use crate::stats::{LunStats, MAX_WORKERS, TargetStats};
 use crate::worker::registry::SessionLimits;
 use crate::worker::target::{Catalog, IscsiDef, PortalDef, TargetDef};
 
@@ -119,6 +119,7 @@ pub(super) struct Builder {
     unit_stores: Vec<usize>,
     ports: BTreeMap<String, PortIds>,
     stats: BTreeMap<(String, u16), Arc<LunStats>>,
+    counts: BTreeMap<String, Arc<TargetStats>>,
 }
 
 /// RELATIVE TARGET PORT IDENTIFIERs of a target's ports.
@@ -163,6 +164,7 @@ impl Builder {
                 portals: portals.collect(),
                 units: members,
                 stats,
+                counts: Arc::clone(self.counts.entry(target.name.clone()).or_default()),
                 iscsi: iscsi(target, &ids)?,
             });
         }
@@ -198,6 +200,7 @@ impl Builder {
     fn forget_others(&mut self, targets: &[TargetDef]) {
         let is_there = |name: &str| targets.iter().any(|t| t.config.name == name);
         self.ports.retain(|name, _| is_there(name));
+        self.counts.retain(|name, _| is_there(name));
         let has = |name: &str, lun: u16| {
             let mut same = targets.iter().filter(|t| t.config.name == name);
             same.any(|t| t.config.luns.contains_key(&lun))

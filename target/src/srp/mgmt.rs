@@ -55,6 +55,7 @@ impl Channel {
         let function = match request.function {
             TskMgmtFunction::AbortTask => {
                 self.abort_tagged(cx, idx, request, &unit);
+                unit.count_abort(self.mgmt_mut(idx).waiting > 0);
                 return self.check_mgmt(cx, idx);
             }
             TskMgmtFunction::AbortTaskSet => TaskManagement::AbortTaskSet,
@@ -110,16 +111,16 @@ impl Channel {
         let (unit, resets) = (Arc::clone(&mgmt.unit), mgmt.resets);
         let function = mgmt.function;
         let cleared = std::mem::take(&mut mgmt.cleared);
-        let lu = &unit.lu;
         if resets {
-            lu.reset();
+            unit.reset();
             self.actions.push_back(Action::Event {
                 unit: unit.index,
                 attention: Attention::DeviceReset,
             });
         }
         for nexus in cleared {
-            lu.raise(Attention::CommandsCleared, AttentionScope::One(nexus));
+            let scope = AttentionScope::One(nexus);
+            unit.lu.raise(Attention::CommandsCleared, scope);
         }
         self.answer_function(cx, idx, function, RspCode::Complete);
     }

@@ -57,4 +57,4 @@ pub use ioctx::{IoctxState, RecvIdx, SendIdx};
 pub use login::{
     Admission, ChannelParams, LoginLimits, LoginOutcome, LoginView, SessionMemory, plan_login,
 };
-pub use unit::{LunMap, TaskRef, Unit, UnitIdx};
+pub use unit::{LunMap, Management, TaskRef, Unit, UnitIdx};

@@ -1,5 +1,6 @@
 //! What a channel knows of logical units, and how it names a task to other channels.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use riser_scsi::lu::LogicalUnit;
@@ -51,6 +52,9 @@ pub struct Unit {
     /// The unit itself.
     pub lu: Arc<LogicalUnit>,
     tasks: Mutex<Tasks>,
+    resets: AtomicU64,
+    aborts: AtomicU64,
+    vain_aborts: AtomicU64,
 }
 
 /// The task set, and who each task is.
@@ -58,6 +62,17 @@ pub struct Unit {
 struct Tasks {
     set: TaskSet,
     refs: Vec<Option<TaskRef>>,
+}
+
+/// Task management that a unit has seen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Management {
+    /// Resets of the unit.
+    pub resets: u64,
+    /// ABORT TASK of a task that was there.
+    pub aborts: u64,
+    /// ABORT TASK of a task that was not there, or not any more.
+    pub vain_aborts: u64,
 }
 
 /// What a task-management function concerns.
@@ -82,6 +97,36 @@ impl Unit {
                 set: TaskSet::new(capacity),
                 refs: vec![None; capacity as usize],
             }),
+            resets: AtomicU64::new(0),
+            aborts: AtomicU64::new(0),
+            vain_aborts: AtomicU64::new(0),
+        }
+    }
+
+    /// Resets the unit, when the tasks of its set are gone.
+    pub fn reset(&self) {
+        self.resets.fetch_add(1, Ordering::Relaxed);
+        self.lu.reset();
+    }
+
+    /// An initiator has asked for a task to be aborted, which was there or not.
+    pub fn count_abort(&self, is_there: bool) {
+        let count = if is_there {
+            &self.aborts
+        } else {
+            &self.vain_aborts
+        };
+        count.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Task management so far.
+    #[must_use]
+    pub fn management(&self) -> Management {
+        let count = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        Management {
+            resets: count(&self.resets),
+            aborts: count(&self.aborts),
+            vain_aborts: count(&self.vain_aborts),
         }
     }
 

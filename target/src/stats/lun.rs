@@ -1,7 +1,7 @@
 //! What the commands to a logical unit of a target have done and how long they took.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use riser_scsi::kind::Kind;
 use riser_scsi::srp::WireLun;
@@ -16,6 +16,9 @@ pub const MAX_WORKERS: usize = 64;
 
 /// Bytes that a unit takes at a worker that has served it.
 pub const WORKER_BYTES: usize = size_of::<WorkerStats>();
+
+/// Initiators whose sessions are over and whose names a unit keeps.
+pub const MAX_INITIATORS: usize = 256;
 
 /// How a command failed: its status and, with CHECK CONDITION, the sense key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,6 +89,7 @@ pub struct LunStats {
     lun: u16,
     workers: Box<[OnceLock<Arc<WorkerStats>>]>,
     faults: Faults,
+    kept: Mutex<BTreeMap<String, Share>>,
 }
 
 impl LunStats {
@@ -97,6 +101,7 @@ impl LunStats {
             lun,
             workers: (0..MAX_WORKERS).map(|_| OnceLock::new()).collect(),
             faults: Faults::default(),
+            kept: Mutex::default(),
         }
     }
 
@@ -152,10 +157,36 @@ impl LunStats {
         begun.saturating_sub(ended)
     }
 
+    /// A session is over: what it has done stays with its initiator's name, unless there are too many.
+    pub fn keep(&self, initiator: &str, share: Share) {
+        let mut kept = self.lock_kept();
+        if let Some(sum) = kept.get_mut(initiator) {
+            *sum += share;
+        } else if kept.len() < MAX_INITIATORS {
+            kept.insert(initiator.to_owned(), share);
+        }
+    }
+
+    /// What initiators have done in sessions that are over.
+    #[must_use]
+    pub fn kept(&self) -> BTreeMap<String, Share> {
+        self.lock_kept().clone()
+    }
+
+    fn lock_kept(&self) -> MutexGuard<'_, BTreeMap<String, Share>> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Bytes that it takes.
     #[must_use]
     pub fn memory(&self) -> usize {
-        size_of::<Self>() + size_of_val(&*self.workers) + self.served().count() * WORKER_BYTES
+        let kept = self.lock_kept();
+        let names = kept.keys().map(|name| name.len() + size_of::<String>());
+        size_of::<Self>()
+            + size_of_val(&*self.workers)
+            + self.served().count() * WORKER_BYTES
+            + names.sum::<usize>()
+            + kept.len() * size_of::<Share>()
     }
 
     /// What a worker counts.
@@ -186,6 +217,25 @@ pub struct AccountView {
     pub bytes: u64,
 }
 
+/// What an initiator has done at a unit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Share {
+    /// Commands answered.
+    pub commands: u64,
+    /// Data to the initiator, in bytes.
+    pub read: u64,
+    /// Data from the initiator, in bytes.
+    pub written: u64,
+}
+
+impl std::ops::AddAssign for Share {
+    fn add_assign(&mut self, other: Self) {
+        self.commands += other.commands;
+        self.read += other.read;
+        self.written += other.written;
+    }
+}
+
 impl Account {
     /// Nothing was done yet.
     #[must_use]
@@ -212,6 +262,21 @@ impl Account {
             commands: self.commands[class as usize].get(),
             bytes: self.bytes[class as usize].get(),
         }
+    }
+
+    /// What was done in all. Which way data went is told by the kind of command.
+    #[must_use]
+    pub fn share(&self) -> Share {
+        let mut share = Share::default();
+        for class in CLASSES {
+            let view = self.class(class);
+            share.commands += view.commands;
+            match class {
+                Kind::Write | Kind::Unmap | Kind::Compare => share.written += view.bytes,
+                Kind::Read | Kind::Flush | Kind::Other => share.read += view.bytes,
+            }
+        }
+        share
     }
 
     /// Failed commands.
@@ -282,6 +347,13 @@ impl Accounts {
         let places = 0..luns.luns().len();
         self.0
             .extend(places.map(|place| old.remove(&Arc::as_ptr(luns.stats(place)))));
+    }
+
+    /// The session is over: units keep what it has done.
+    pub fn keep(&self, initiator: &str) {
+        for account in self.iter() {
+            account.lun().keep(initiator, account.share());
+        }
     }
 
     /// Those that there are.

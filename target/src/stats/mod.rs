@@ -5,6 +5,7 @@
 //! - `lun`: [`LunStats`], of a logical unit of a target; [`Account`], of one session's part of it.
 //! - `course`: [`Course`], the way of one command through its stages.
 //! - `tally`: [`Tally`], what happens rarely, by kind.
+//! - `target`: [`TargetStats`], how initiators of iSCSI come to a target and leave it.
 //!
 //! # Who writes
 //! A number is written by one worker and read by whoever wants to know, so an addition is a load and a
@@ -18,21 +19,24 @@
 //! # Bounds
 //! A logical unit of a target takes [`lun::WORKER_BYTES`] at each worker that has served it, a session
 //! an [`Account`] for each unit that it has used; both are made with the first command and never with
-//! a later one.
+//! a later one. A unit keeps the names of [`lun::MAX_INITIATORS`] whose sessions are over.
 
 mod course;
 mod histogram;
 mod lun;
 mod tally;
+mod target;
 
 use riser_scsi::kind::Kind;
 
 pub use course::Course;
 pub use histogram::{BUCKETS, Counter, Histogram, Times, bound};
 pub use lun::{
-    Account, AccountView, Accounts, ClassCounts, Fault, Faults, LunStats, MAX_WORKERS, WORKER_BYTES,
+    Account, AccountView, Accounts, ClassCounts, Fault, Faults, LunStats, MAX_INITIATORS,
+    MAX_WORKERS, Share, WORKER_BYTES,
 };
 pub use tally::{Functions, Tally};
+pub use target::{Refused, SessionEvent, TargetCounts, TargetStats};
 
 /// Kinds of commands that are told apart.
 pub const CLASSES: [Kind; 6] = [
@@ -140,6 +144,59 @@ mod tests {
         let view = account.class(Kind::Write);
         assert_eq!((view.commands, view.bytes), (1, 4096));
         assert_eq!(account.faults().total(), 0);
+    }
+
+    #[test]
+    fn what_an_initiator_has_done_outlives_its_session() {
+        let (account, mut course) = (account(), Course::default());
+        for (kind, bytes) in [(Kind::Read, 512), (Kind::Write, 4096), (Kind::Other, 36)] {
+            course.begin(Arc::clone(&account), Instant::now());
+            course.classify(kind);
+            course.carry(bytes);
+            course.answer(&response(Status::Good, &[]), 0, Instant::now());
+            course.arrive(Instant::now());
+        }
+        let share = Share {
+            commands: 3,
+            read: 548,
+            written: 4096,
+        };
+        assert_eq!(account.share(), share);
+        let unit = account.lun();
+        unit.keep("one", share);
+        unit.keep("one", share);
+        assert_eq!(unit.kept()["one"].commands, 6);
+        for n in 0..2 * MAX_INITIATORS {
+            unit.keep(&n.to_string(), share);
+        }
+        assert_eq!(unit.kept().len(), MAX_INITIATORS);
+        unit.keep("one", share);
+        assert_eq!(unit.kept()["one"].written, 3 * 4096);
+    }
+
+    #[test]
+    fn a_target_remembers_the_last_of_what_went_wrong() {
+        use std::net::{IpAddr, Ipv4Addr};
+
+        use riser_scsi::iscsi::pdu::LoginStatus;
+
+        let stats = TargetStats::default();
+        let refused = |status, initiator: &str| Refused {
+            status,
+            initiator: initiator.to_owned(),
+            address: IpAddr::V4(Ipv4Addr::LOCALHOST),
+            at: Instant::now(),
+        };
+        stats.count_login();
+        stats.count_refused(refused(LoginStatus::AUTHENTICATION_FAILURE, "one"));
+        stats.count_refused(refused(LoginStatus::AUTHORIZATION_FAILURE, "two"));
+        stats.count_event(SessionEvent::FormatError, "one");
+        stats.count_event(SessionEvent::LoggedOut, "two");
+        let counts = stats.counts();
+        assert_eq!((counts.logins, counts.refused.total()), (1, 2));
+        assert_eq!(counts.last_refused.unwrap().initiator, "two");
+        let last = (SessionEvent::FormatError, "one".to_owned());
+        assert_eq!((counts.events.total(), counts.last_error), (2, Some(last)));
     }
 
     #[test]

@@ -424,6 +424,8 @@ impl Worker {
         self.shared.registry.logout(session.key, channel);
         self.past += session.channel.counters();
         self.past_functions.merge(session.channel.functions());
+        let initiator = session.key.initiator.to_string();
+        session.channel.accounts().keep(&initiator);
         if session.is_closed {
             // It is over on both sides; whether the identifier still exists does not matter.
             let _ = self.devices[session.device].destroy_id(session.cm);

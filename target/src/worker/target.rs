@@ -16,7 +16,7 @@ use super::registry::SessionLimits;
 use crate::backend::Store;
 use crate::config;
 use crate::srp::{LunMap, Unit};
-use crate::stats::LunStats;
+use crate::stats::{LunStats, TargetStats};
 
 /// What is served.
 #[derive(Debug)]
@@ -162,6 +162,8 @@ pub struct TargetDef {
     pub units: Vec<(u16, Arc<Unit>)>,
     /// What is counted of each of them.
     pub stats: Vec<Arc<LunStats>>,
+    /// How initiators come and leave.
+    pub counts: Arc<TargetStats>,
     /// What it is for iSCSI initiators, if it has iSCSI portals.
     pub iscsi: Option<IscsiDef>,
 }

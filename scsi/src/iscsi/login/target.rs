@@ -316,7 +316,8 @@ impl TargetLogin {
             tsih: request.tsih,
             cid: request.cid,
         };
-        let terms = gate.admit(&identity)?;
+        let identity = self.identity.insert(identity);
+        let terms = gate.admit(identity)?;
         if self.stage == Stage::Operational && terms.auth != Auth::None {
             return Err(fault(LoginStatus::AUTHENTICATION_FAILURE));
         }
@@ -326,7 +327,6 @@ impl TargetLogin {
             self.keys.say(Key::TargetPortalGroupTag, out);
         }
         self.auth = terms.auth;
-        self.identity = Some(identity);
         Ok(())
     }
 

@@ -23,6 +23,7 @@ use super::{IserParams, RxIdx};
 use crate::iscsi::{Action, Channel, Cx, MAX_QUEUED, Phase};
 use crate::pool::Pool;
 use crate::srp::LunMap;
+use crate::stats::SessionEvent;
 
 /// How long an initiator that has been told the last there is to tell may take to disconnect. One
 /// that is cut off just then reports an error, Linux at least.
@@ -365,7 +366,8 @@ impl IserChannel {
     }
 
     fn broken(&mut self, cx: &mut Cx<'_>, error: impl Display) {
-        self.channel.handle_broken(cx, error);
+        self.channel
+            .handle_broken(cx, SessionEvent::FormatError, error);
     }
 
     /// Follows the login.
@@ -398,7 +400,8 @@ impl IserChannel {
     /// What every input ends with.
     fn settle(&mut self, cx: &mut Cx<'_>) {
         if let Some(fault) = self.channel.mover_mut().take_fault() {
-            self.channel.handle_broken(cx, fault);
+            self.channel
+                .handle_broken(cx, SessionEvent::FormatError, fault);
         }
         if self.parting.is_some_and(|until| until <= cx.now) {
             self.terminate(cx);

@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Instant;
 
 use riser_scsi::iscsi::frame::MAX_AHS;
 use riser_scsi::iscsi::keys::{Key, Offer};
@@ -18,7 +19,7 @@ use super::sessions::{Ending, Entered, Session, SessionKey};
 use crate::config::Protocol;
 use crate::iscsi::iser::IserParams;
 use crate::iscsi::{Admitted, Gate, Window};
-use crate::stats::Tally;
+use crate::stats::{Refused, SessionEvent, Tally};
 
 /// Longest data segment that we take, in bytes.
 const MAX_RECV_SEGMENT: u32 = 256 << 10;
@@ -51,6 +52,7 @@ pub(in crate::worker) enum Transport {
 pub(in crate::worker) struct WorkerGate<'a> {
     pub(in crate::worker) shared: &'a Shared,
     pub(in crate::worker) catalog: &'a Catalog,
+    pub(in crate::worker) now: Instant,
     pub(in crate::worker) transport: Transport,
     /// The portal.
     pub(in crate::worker) listen: SocketAddr,
@@ -266,6 +268,9 @@ impl Gate for WorkerGate<'_> {
             nexus: session.nexus,
         });
         self.logins.count(self.transport.protocol());
+        if let Some(target) = name.and_then(|name| self.catalog.target_named(name)) {
+            target.counts.count_login();
+        }
         let waits = !taken.is_empty();
         self.ending.extend(taken.into_iter().map(|old| (old, how)));
         Ok(Admitted {
@@ -277,9 +282,32 @@ impl Gate for WorkerGate<'_> {
         })
     }
 
-    fn refused(&mut self, status: LoginStatus) {
+    fn refused(&mut self, status: LoginStatus, identity: Option<&Identity>) {
         let protocol = self.transport.protocol();
         self.rejects.count((protocol, status.name()));
+        let Some(identity) = identity.filter(|identity| !identity.discovery) else {
+            return;
+        };
+        let name = identity.target.as_ref();
+        if let Some(target) = name.and_then(|name| self.catalog.target_named(name)) {
+            target.counts.count_refused(Refused {
+                status,
+                initiator: identity.initiator.to_string(),
+                address: self.address(),
+                at: self.now,
+            });
+        }
+    }
+
+    fn count(&mut self, event: SessionEvent) {
+        let Some(entered) = self.entered.as_ref() else {
+            return;
+        };
+        let name = entered.target.as_ref();
+        if let Some(target) = name.and_then(|name| self.catalog.target_named(name)) {
+            let initiator = entered.initiator.as_str();
+            target.counts.count_event(event, initiator);
+        }
     }
 
     fn detach(&mut self, cid: Cid) -> bool {

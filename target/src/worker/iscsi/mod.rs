@@ -134,6 +134,7 @@ impl Worker {
         let mut gate = WorkerGate {
             shared: &self.shared,
             catalog: &self.catalog,
+            now: self.now,
             transport: Transport::Tcp,
             listen: conn.listen,
             peer: conn.peer,
@@ -352,7 +353,9 @@ impl Worker {
         let functions = conn.channel.channel().functions();
         self.iscsi.past_functions.merge(functions);
         if let Some(entered) = &conn.entered {
-            let logged_out = conn.channel.channel().has_logged_out();
+            let channel = conn.channel.channel();
+            channel.accounts().keep(entered.initiator.as_str());
+            let logged_out = channel.has_logged_out();
             self.leave_iscsi(entered, conn.serial, logged_out, conn.peer);
         }
     }

@@ -159,7 +159,9 @@ impl Worker {
                 .push((conn.device, conn.cm, self.now + LINGER));
         }
         if let Some(entered) = &conn.entered {
-            let logged_out = conn.channel.channel().has_logged_out();
+            let channel = conn.channel.channel();
+            channel.accounts().keep(entered.initiator.as_str());
+            let logged_out = channel.has_logged_out();
             self.leave_iscsi(entered, conn.serial, logged_out, conn.peer);
         }
     }

@@ -170,6 +170,7 @@ impl Worker {
         let mut gate = WorkerGate {
             shared: &self.shared,
             catalog: &self.catalog,
+            now: self.now,
             transport: Transport::Iser,
             logins: &mut self.logins,
             rejects: &mut self.rejects,

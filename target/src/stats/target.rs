@@ -1,0 +1,108 @@
+//! How initiators of iSCSI come to a target and leave it.
+
+use std::net::IpAddr;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use riser_scsi::iscsi::pdu::LoginStatus;
+
+use super::Tally;
+
+/// What happens to a session and is counted at its target.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SessionEvent {
+    /// It was logged out.
+    LoggedOut,
+    /// A connection of it was logged out, to end or to be recovered.
+    LoggedOutInPart,
+    /// A PDU had a wrong digest.
+    DigestError,
+    /// The initiator was silent for too long.
+    TimedOut,
+    /// A PDU was not legal.
+    FormatError,
+}
+
+impl SessionEvent {
+    /// Its name, as a label.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::LoggedOut => "logout",
+            Self::LoggedOutInPart => "partial_logout",
+            Self::DigestError => "digest_error",
+            Self::TimedOut => "timeout",
+            Self::FormatError => "format_error",
+        }
+    }
+
+    fn is_error(self) -> bool {
+        !matches!(self, Self::LoggedOut | Self::LoggedOutInPart)
+    }
+}
+
+/// A login that was refused.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refused {
+    /// With what answer.
+    pub status: LoginStatus,
+    /// Whose.
+    pub initiator: String,
+    /// From where.
+    pub address: IpAddr,
+    /// When.
+    pub at: Instant,
+}
+
+/// What was counted at a target.
+#[derive(Clone, Debug, Default)]
+pub struct TargetCounts {
+    /// Logins accepted.
+    pub logins: u64,
+    /// Logins refused, by the answer.
+    pub refused: Tally<LoginStatus>,
+    /// The last one of them.
+    pub last_refused: Option<Refused>,
+    /// What has happened to sessions.
+    pub events: Tally<SessionEvent>,
+    /// The last one that was an error, and to whom it happened.
+    pub last_error: Option<(SessionEvent, String)>,
+}
+
+/// Counts of a target, which all workers share: nothing of this happens often.
+#[derive(Debug, Default)]
+pub struct TargetStats(Mutex<TargetCounts>);
+
+impl TargetStats {
+    fn lock(&self) -> MutexGuard<'_, TargetCounts> {
+        // No count is half done, so poison is ignored.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A login was accepted.
+    pub fn count_login(&self) {
+        self.lock().logins += 1;
+    }
+
+    /// A login was refused.
+    pub fn count_refused(&self, refused: Refused) {
+        let mut counts = self.lock();
+        counts.refused.count(refused.status);
+        counts.last_refused = Some(refused);
+    }
+
+    /// Something has happened to an initiator's session.
+    pub fn count_event(&self, event: SessionEvent, initiator: &str) {
+        let mut counts = self.lock();
+        counts.events.count(event);
+        if event.is_error() {
+            counts.last_error = Some((event, initiator.to_owned()));
+        }
+    }
+
+    /// What was counted.
+    #[must_use]
+    pub fn counts(&self) -> TargetCounts {
+        self.lock().clone()
+    }
+}

@@ -1,15 +1,18 @@
 //! A running `riserd`, at its admin socket.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use hyper::Method;
 use riser_target::control::client::{self, ClientError, Question};
+use riser_target::control::live::Live;
 use riser_target::control::view::{Changes, SessionView};
 use rustix::io::Errno;
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use crate::engine::{ApplyError, Daemon};
+use crate::host::Told;
 use crate::world::Session;
 
 /// A daemon at its admin socket. Its configuration is read and replaced there; where it is kept is the
@@ -69,17 +72,26 @@ impl Daemon for Riserd {
     }
 }
 
-/// The sessions of the daemon at a socket; none if it does not answer.
-#[must_use]
-pub fn sessions(socket: &Path) -> Vec<Session> {
-    let views: Result<Vec<SessionView>, ClientError> =
-        client::call(socket, Question::new(Method::GET, "/v1/sessions"));
-    match views {
-        Ok(views) => gather(views),
-        Err(error) => {
-            tracing::warn!(%error, "sessions are not known");
-            Vec::new()
-        }
+/// A daemon at its admin socket, asked for what changes by itself. What it does not tell is not there.
+#[derive(Debug)]
+pub struct Asked(pub PathBuf);
+
+impl Asked {
+    fn ask<T: DeserializeOwned + Default>(&self, path: &'static str) -> T {
+        client::call(&self.0, Question::new(Method::GET, path)).unwrap_or_else(|error| {
+            tracing::warn!(%error, path, "riserd does not tell");
+            T::default()
+        })
+    }
+}
+
+impl Told for Asked {
+    fn sessions(&self) -> Vec<Session> {
+        gather(self.ask("/v1/sessions"))
+    }
+
+    fn live(&self) -> Live {
+        self.ask("/v1/live")
     }
 }
 

@@ -4,15 +4,37 @@ use std::fs;
 use std::net::{IpAddr, Ipv6Addr};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
+use std::time::Duration;
 
+use riser_target::control::live::Live;
 use riser_transport::host::{Interface, interfaces};
 
 use crate::rules::port_guid;
 use crate::world::{BlockDevice, Medium, Session, World};
 
-/// This host, and the sessions of the daemon on it.
+/// What a daemon tells.
+pub trait Told: Send {
+    /// Its sessions.
+    fn sessions(&self) -> Vec<Session>;
+
+    /// What it has counted.
+    fn live(&self) -> Live;
+}
+
+/// Of a host without a daemon.
+impl Told for () {
+    fn sessions(&self) -> Vec<Session> {
+        Vec::new()
+    }
+
+    fn live(&self) -> Live {
+        Live::default()
+    }
+}
+
+/// This host, and what the daemon on it tells.
 pub struct Host {
-    sessions: Box<dyn Fn() -> Vec<Session> + Send>,
+    told: Box<dyn Told>,
 }
 
 impl std::fmt::Debug for Host {
@@ -22,11 +44,11 @@ impl std::fmt::Debug for Host {
 }
 
 impl Host {
-    /// This host; `sessions` asks the daemon.
+    /// This host.
     #[must_use]
-    pub fn new(sessions: impl Fn() -> Vec<Session> + Send + 'static) -> Self {
+    pub fn new(told: impl Told + 'static) -> Self {
         Self {
-            sessions: Box::new(sessions),
+            told: Box::new(told),
         }
     }
 }
@@ -75,7 +97,21 @@ impl World for Host {
     }
 
     fn sessions(&self) -> Vec<Session> {
-        (self.sessions)()
+        self.told.sessions()
+    }
+
+    fn live(&self) -> Live {
+        self.told.live()
+    }
+
+    fn uptime(&self) -> Duration {
+        let text = fs::read_to_string("/proc/uptime").unwrap_or_default();
+        let seconds = text.split(' ').next().and_then(|word| word.parse().ok());
+        seconds.map_or(Duration::ZERO, Duration::from_secs_f64)
+    }
+
+    fn cpus(&self) -> u32 {
+        std::thread::available_parallelism().map_or(1, |n| n.get() as u32)
     }
 }
 
@@ -86,7 +122,7 @@ pub struct Elsewhere(Host);
 
 impl Default for Elsewhere {
     fn default() -> Self {
-        Self(Host::new(Vec::new))
+        Self(Host::new(()))
     }
 }
 
@@ -121,6 +157,18 @@ impl World for Elsewhere {
 
     fn sessions(&self) -> Vec<Session> {
         Vec::new()
+    }
+
+    fn live(&self) -> Live {
+        Live::default()
+    }
+
+    fn uptime(&self) -> Duration {
+        self.0.uptime()
+    }
+
+    fn cpus(&self) -> u32 {
+        self.0.cpus()
     }
 }
 
@@ -183,7 +231,7 @@ mod tests {
 
     #[test]
     fn paths_are_what_they_are() {
-        let host = Host::new(Vec::new);
+        let host = Host::new(());
         assert_eq!(host.medium("/"), Medium::Directory);
         assert_eq!(host.medium("/nonexistent-file"), Medium::Vacant);
         assert_eq!(host.medium("/nonexistent/file"), Medium::None);
@@ -211,7 +259,7 @@ mod tests {
 
     #[test]
     fn a_gid_names_its_address() {
-        let host = Host::new(Vec::new);
+        let host = Host::new(());
         let loopback: IpAddr = "127.0.0.1".parse().unwrap();
         assert!(host.addresses().contains(&loopback));
         let gid = "0x00000000000000000000ffff7f000001";

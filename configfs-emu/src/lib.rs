@@ -29,9 +29,12 @@
 //!   as it is in the kernel after a reboot.
 //!
 //! # Not implemented
-//! SCSI pass-through and user-space backstores; the states of port groups (they are kept and have no
-//! effect); the counters below `statistics`, whose directories are empty; registrations that
-//! `res_aptpl_metadata` would restore, since `riserd` keeps its own.
+//! - SCSI pass-through and user-space backstores.
+//! - The states of port groups: they are kept and have no effect.
+//! - Sequence numbers in an initiator's `info`, which are zero.
+//! - Persistent reservations in `pr`, and registrations that `res_aptpl_metadata` would restore:
+//!   `riserd` keeps its own.
+//! - The tag of a portal group other than 1, after the tree was mounted anew.
 
 pub mod convert;
 pub mod daemon;

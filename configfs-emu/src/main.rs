@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use clap::{Parser, Subcommand};
 use riser_configfs_emu::convert;
-use riser_configfs_emu::daemon::{self, Riserd};
+use riser_configfs_emu::daemon::{Asked, Riserd};
 use riser_configfs_emu::engine::{Daemon, Engine};
 use riser_configfs_emu::fuse::Mount;
 use riser_configfs_emu::host::{Elsewhere, Host};
@@ -101,7 +101,7 @@ fn secret() -> Result<String, Failure> {
 fn mount(socket: Option<PathBuf>, mountpoint: Option<PathBuf>) -> Result<(), Failure> {
     let mountpoint = mountpoint.ok_or("no directory")?;
     let (socket, riserd) = riserd(socket)?;
-    let host = Host::new(move || daemon::sessions(&socket));
+    let host = Host::new(Asked(socket));
     let engine = Engine::new(secret()?, Box::new(host), Box::new(riserd))?;
     let mount = Mount::new(Arc::new(Mutex::new(engine)), &mountpoint)?;
     tracing::info!(mountpoint = %mountpoint.display(), "mounted");

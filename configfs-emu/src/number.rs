@@ -50,6 +50,19 @@ pub fn signed(text: &str) -> Result<i32, Errno> {
     }
 }
 
+/// The number that a text begins with, or 0, in the lower 32 bits that the kernel keeps.
+#[must_use]
+pub fn leading(text: &str) -> u32 {
+    let hex = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X"));
+    let (text, radix) = match hex {
+        Some(hex) if hex.starts_with(|c: char| c.is_ascii_hexdigit()) => (hex, 16),
+        _ if text.starts_with('0') => (text, 8),
+        _ => (text, 10),
+    };
+    let digits = text.chars().map_while(|c| c.to_digit(radix));
+    digits.fold(0, |n: u32, digit| n.wrapping_mul(radix).wrapping_add(digit))
+}
+
 /// A number of 32 bits within a range.
 ///
 /// # Errors
@@ -109,5 +122,17 @@ mod tests {
         assert_eq!(signed("-2147483648"), Ok(i32::MIN));
         assert_eq!(signed("2147483648"), Err(Errno::RANGE));
         assert_eq!(within("5", &(1..=4)), Err(Errno::INVAL));
+        for (text, value) in [
+            ("42", 42),
+            ("42 and more", 42),
+            ("0x10", 16),
+            ("0x", 0),
+            ("010", 8),
+            ("-1", 0),
+            ("Yes", 0),
+            ("4294967297", 1),
+        ] {
+            assert_eq!(leading(text), value, "{text}");
+        }
     }
 }

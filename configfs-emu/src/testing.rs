@@ -1,7 +1,9 @@
 //! A world in memory, and trees in it, for tests.
 
 use std::net::IpAddr;
+use std::time::Duration;
 
+use riser_target::control::live::Live;
 use rustix::io::Errno;
 
 use crate::tree::{Shell, Tree};
@@ -11,6 +13,7 @@ use crate::world::{BlockDevice, Medium, Session, World};
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Fake {
     pub(crate) sessions: Vec<Session>,
+    pub(crate) live: Live,
 }
 
 impl World for Fake {
@@ -44,6 +47,18 @@ impl World for Fake {
 
     fn sessions(&self) -> Vec<Session> {
         self.sessions.clone()
+    }
+
+    fn live(&self) -> Live {
+        self.live.clone()
+    }
+
+    fn uptime(&self) -> Duration {
+        Duration::from_millis(12_340)
+    }
+
+    fn cpus(&self) -> u32 {
+        2
     }
 }
 

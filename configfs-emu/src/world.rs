@@ -1,6 +1,9 @@
 //! What the tree must know of the world around it, behind a trait, so that the tree does no I/O.
 
 use std::net::IpAddr;
+use std::time::Duration;
+
+use riser_target::control::live::Live;
 
 /// What is at a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,4 +71,13 @@ pub trait World {
 
     /// The sessions at present.
     fn sessions(&self) -> Vec<Session>;
+
+    /// What the daemon has counted so far.
+    fn live(&self) -> Live;
+
+    /// How long the host has run.
+    fn uptime(&self) -> Duration;
+
+    /// How many CPUs the host has.
+    fn cpus(&self) -> u32;
 }

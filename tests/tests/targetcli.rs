@@ -296,6 +296,7 @@ fn targetcli_configures_a_running_daemon() {
         }
     };
     all_are_used(&rig, 1);
+    commands_are_counted(&rig);
     secrets_are_each_ones_own(&rig);
     sessions_are_shown(&rig);
     what_is_refused_changes_nothing(&rig);
@@ -327,6 +328,28 @@ fn targetcli_configures_a_running_daemon() {
     all_are_used(&rig, 4);
     rig.must("targetctl clear");
     assert_eq!(rig.config()["targets"], serde_json::json!([]));
+}
+
+/// After everybody has logged in twice.
+fn commands_are_counted(rig: &Rig) {
+    let said = rig.must(&format!(
+        "cd /sys/kernel/config/target
+         cat core/fileio_0/img/statistics/scsi_lu/num_cmds core/rd_mcp_1/ram/statistics/scsi_lu/num_cmds
+         cd iscsi/{TARGET}
+         cat tpgt_1/lun/lun_1/statistics/scsi_tgt_port/in_cmds
+         cat tpgt_1/acls/{ALICE}/lun_0/statistics/scsi_auth_intr/num_cmds
+         cat fabric_statistics/iscsi_login_stats/accepts
+         cat fabric_statistics/iscsi_logout_stats/normal_logouts"
+    ));
+    let counts: Vec<u64> = said.lines().map(|line| line.parse().unwrap()).collect();
+    let [file, memory, port, alice, logins, logouts] = counts[..] else {
+        panic!("{said}");
+    };
+    // SRP uses the memory as well.
+    assert!(file > 0 && port > 0 && memory > port, "{said}");
+    // Nobody else uses the file.
+    assert_eq!(alice, file, "{said}");
+    assert_eq!((logins, logouts), (6, 6), "{said}");
 }
 
 /// What rtslib has saved is what the daemon serves, and what the daemon serves is restored by rtslib.

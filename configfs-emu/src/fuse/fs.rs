@@ -251,7 +251,7 @@ impl Filesystem for TreeFs {
         let mut engine = self.engine();
         let made = text(link_name).and_then(|name| {
             let target = text(target.as_os_str())?;
-            engine.change(|tree, _| tree.link(inode(parent), name, target))
+            engine.change(|tree, world| tree.link(inode(parent), name, target, world))
         });
         self.entry(&engine, made, reply);
     }

@@ -44,11 +44,11 @@ pub(super) const PORT_GROUP: &[Attr] = &[
         "1",
         Store::With(store_support),
     ),
-    Attr::rw("alua_write_metadata", "0", Store::Number(0..=1)),
-    Attr::rw("nonop_delay_msecs", "100", Store::Number(0..=10_000)),
-    Attr::rw("trans_delay_msecs", "0", Store::Number(0..=30_000)),
-    Attr::rw("implicit_trans_secs", "0", Store::Number(0..=255)),
-    Attr::rw("preferred", "0", Store::Number(0..=1)),
+    Attr::rw("alua_write_metadata", "0", Store::Long(0..=1)),
+    Attr::rw("nonop_delay_msecs", "100", Store::Long(0..=10_000)),
+    Attr::rw("trans_delay_msecs", "0", Store::Long(0..=30_000)),
+    Attr::rw("implicit_trans_secs", "0", Store::Long(0..=255)),
+    Attr::rw("preferred", "0", Store::Long(0..=1)),
     Attr::rw("tg_pt_gp_id", "", Store::With(store_id)).shown(Show::With(show_id)),
     Attr::ro("members", Show::With(show_port_members)),
 ];
@@ -60,6 +60,9 @@ pub(super) const LUN: &[Attr] = &[
     Attr::rw("alua_tg_pt_status", "0", Store::With(store_lun_status)).shown(Show::With(show_lun)),
     Attr::rw("alua_tg_pt_write_md", "0", Store::With(store_lun_bit)).shown(Show::With(show_lun)),
 ];
+
+/// The longest name of a group, in bytes.
+const MAX_NAME: usize = 256;
 
 /// The group that every LUN is in until it is moved.
 const DEFAULT_PORT_GROUP: &str = "default_tg_pt_gp";
@@ -123,6 +126,9 @@ pub(super) fn show_lu_group_of(read: &Read<'_>) -> Result<String, Errno> {
 }
 
 pub(super) fn store_lu_group_of(write: &mut Write<'_>) -> Result<(), Errno> {
+    if write.text.len() > MAX_NAME {
+        return Err(Errno::INVAL);
+    }
     let name = write.text.trim();
     if name == "NULL" {
         write.keep("");
@@ -324,6 +330,9 @@ fn device_of_lun(write: &Write<'_>) -> Result<NodeId, Errno> {
 
 fn store_group_of(write: &mut Write<'_>) -> Result<(), Errno> {
     let device = device_of_lun(write)?;
+    if write.text.len() > MAX_NAME {
+        return Err(Errno::INVAL);
+    }
     let name = write.text.trim().to_owned();
     if name == "NULL" {
         write.keep(DEFAULT_PORT_GROUP);
@@ -343,14 +352,14 @@ fn show_lun(read: &Read<'_>) -> Result<String, Errno> {
 
 fn store_lun_bit(write: &mut Write<'_>) -> Result<(), Errno> {
     device_of_lun(write)?;
-    let value = number::within(write.text, &(0..=1))?;
+    let value = number::within(write.text, &(0..=1)).map_err(|_| Errno::INVAL)?;
     write.keep(value.to_string());
     Ok(())
 }
 
 fn store_lun_status(write: &mut Write<'_>) -> Result<(), Errno> {
     device_of_lun(write)?;
-    let value = number::within(write.text, &(0..=2))?;
+    let value = number::within(write.text, &(0..=2)).map_err(|_| Errno::INVAL)?;
     write.keep(value.to_string());
     Ok(())
 }

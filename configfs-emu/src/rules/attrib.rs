@@ -36,11 +36,11 @@ pub(super) const ATTRIB: &[Attr] = &[
     Attr::rw("is_nonrot", "0", Store::Bool),
     Attr::locked("force_pr_aptpl", "0", Store::Bool),
     Attr::fixed("hw_block_size", "0"),
-    Attr::locked("block_size", "512", Store::With(store_block_size)),
+    Attr::rw("block_size", "512", Store::With(store_block_size)),
     Attr::fixed("hw_max_sectors", "0"),
-    Attr::locked("optimal_sectors", "0", Store::With(store_optimal)),
+    Attr::rw("optimal_sectors", "0", Store::With(store_optimal)),
     Attr::fixed("hw_queue_depth", "0"),
-    Attr::locked("queue_depth", "0", Store::With(store_queue_depth)),
+    Attr::rw("queue_depth", "0", Store::With(store_queue_depth)),
     Attr::rw("max_unmap_lba_count", "0", Store::Number(ANY)),
     Attr::rw("max_unmap_block_desc_count", "0", Store::Number(ANY)),
     Attr::rw("unmap_granularity", "0", Store::Number(ANY)),
@@ -57,7 +57,7 @@ pub(super) const WWN: &[Attr] = &[
     Attr::rw("vendor_id", "LIO-ORG", Store::With(store_inquiry)),
     Attr::rw("product_id", "", Store::With(store_inquiry)),
     Attr::rw("revision", "4.0", Store::With(store_inquiry)),
-    Attr::locked("company_id", COMPANY, Store::With(store_company)),
+    Attr::rw("company_id", COMPANY, Store::With(store_company)),
     Attr::locked("vpd_unit_serial", "", Store::Text(254, Errno::OVERFLOW))
         .shown(Show::With(show_serial)),
     Attr::ro("vpd_protocol_identifier", Show::LineIfAny),
@@ -185,8 +185,17 @@ fn store_submit_type(write: &mut Write<'_>) -> Result<(), Errno> {
     Ok(())
 }
 
+/// What is checked after the value has been read, unlike for what [`Attr::locked`] makes.
+fn check_unlocked(write: &Write<'_>) -> Result<(), Errno> {
+    match core::is_exported(write.tree, write.dir) {
+        true => Err(Errno::INVAL),
+        false => Ok(()),
+    }
+}
+
 fn store_block_size(write: &mut Write<'_>) -> Result<(), Errno> {
     let size = number::within(write.text, &ANY)?;
+    check_unlocked(write)?;
     if !matches!(size, 512 | 1024 | 2048 | 4096) {
         return Err(Errno::INVAL);
     }
@@ -196,7 +205,11 @@ fn store_block_size(write: &mut Write<'_>) -> Result<(), Errno> {
 
 fn store_optimal(write: &mut Write<'_>) -> Result<(), Errno> {
     let most = stored(write, "hw_max_sectors");
-    let value = number::within(write.text, &(0..=most))?;
+    let value = number::within(write.text, &ANY)?;
+    check_unlocked(write)?;
+    if value > most {
+        return Err(Errno::INVAL);
+    }
     write.keep(value.to_string());
     Ok(())
 }
@@ -204,6 +217,7 @@ fn store_optimal(write: &mut Write<'_>) -> Result<(), Errno> {
 fn store_queue_depth(write: &mut Write<'_>) -> Result<(), Errno> {
     let most = stored(write, "hw_queue_depth").max(stored(write, "queue_depth"));
     let value = number::within(write.text, &ANY)?;
+    check_unlocked(write)?;
     if value == 0 || value > most {
         return Err(Errno::INVAL);
     }
@@ -226,9 +240,7 @@ fn store_inquiry(write: &mut Write<'_>) -> Result<(), Errno> {
     if write.text.len() > most + 1 || write.text.trim().len() > most {
         return Err(Errno::OVERFLOW);
     }
-    if core::is_exported(write.tree, write.dir) {
-        return Err(Errno::INVAL);
-    }
+    check_unlocked(write)?;
     let text = write.text.trim();
     if !text.bytes().all(|b| (0x20..0x7f).contains(&b)) {
         return Err(Errno::INVAL);
@@ -239,6 +251,7 @@ fn store_inquiry(write: &mut Write<'_>) -> Result<(), Errno> {
 
 fn store_company(write: &mut Write<'_>) -> Result<(), Errno> {
     let id = number::within(write.text, &ANY)?;
+    check_unlocked(write)?;
     if id > 0xff_ffff {
         return Err(Errno::OVERFLOW);
     }

@@ -2,7 +2,7 @@
 
 use rustix::io::Errno;
 
-use super::{Access, Attr, Kind, Plugin, Read, Show, Store, Write, alua, line};
+use super::{Access, Attr, Kind, Plugin, Read, Show, Store, Write, alua, line, statistics};
 use crate::number;
 use crate::tree::{NodeId, Tree};
 use crate::world::{BlockDevice, Medium, World};
@@ -12,6 +12,9 @@ const VERSION: &str = "v5.0";
 
 /// A page of a RAM disk, in bytes.
 pub const PAGE: u64 = 4096;
+
+/// Pages that one of LIO's tables names.
+const PAGES_PER_TABLE: u64 = 2048;
 
 /// `target/`.
 pub(super) const TARGET: &[Attr] = &[
@@ -129,7 +132,7 @@ fn show_host(read: &Read<'_>) -> Result<String, Errno> {
     };
     Ok(format!(
         "HBA Index: {} plugin: {} version: {VERSION}\n",
-        host_index(read.tree, read.dir),
+        statistics::index(read.tree, read.dir),
         plugin.name()
     ))
 }
@@ -190,7 +193,6 @@ fn store_control(write: &mut Write<'_>) -> Result<(), Errno> {
 struct Found {
     block_size: u32,
     max_sectors: u32,
-    hw_queue_depth: u32,
     is_nonrot: bool,
     unmap: Option<(u32, u32)>,
     write_same: u32,
@@ -199,7 +201,7 @@ struct Found {
 /// The most that a command on a file transfers, in bytes.
 const FILE_MAX: u32 = 8 << 20;
 
-/// Commands at once on a device that is new.
+/// Commands at once on a device.
 const QUEUE_DEPTH: u32 = 128;
 
 fn store_enable(write: &mut Write<'_>) -> Result<(), Errno> {
@@ -224,7 +226,7 @@ fn store_enable(write: &mut Write<'_>) -> Result<(), Errno> {
     set("block_size", found.block_size);
     set("hw_max_sectors", found.max_sectors);
     set("optimal_sectors", found.max_sectors);
-    set("hw_queue_depth", found.hw_queue_depth);
+    set("hw_queue_depth", QUEUE_DEPTH);
     set("queue_depth", QUEUE_DEPTH);
     set("max_write_same_len", found.write_same);
     if found.is_nonrot {
@@ -239,6 +241,7 @@ fn store_enable(write: &mut Write<'_>) -> Result<(), Errno> {
         tree.set(attrib, "emulate_write_cache", "1");
     }
     tree.set(id, "enable", "1");
+    statistics::note_time(tree, id, write.world);
     Ok(())
 }
 
@@ -269,7 +272,6 @@ fn find_file(write: &Write<'_>) -> Result<Found, Errno> {
     Ok(Found {
         block_size,
         max_sectors: FILE_MAX / block_size.max(1),
-        hw_queue_depth: 128,
         is_nonrot,
         unmap: Some((8192, 1)),
         write_same: 4096,
@@ -285,7 +287,6 @@ fn find_block(write: &Write<'_>) -> Result<Found, Errno> {
     Ok(Found {
         block_size: device.block_size,
         max_sectors: 1024,
-        hw_queue_depth: 128,
         is_nonrot: true,
         unmap: None,
         write_same: 65_535,
@@ -299,7 +300,6 @@ fn find_ram(write: &Write<'_>) -> Result<Found, Errno> {
             block_size: 512,
             // As many as there are, in whole pages.
             max_sectors: !7,
-            hw_queue_depth: 32,
             is_nonrot: true,
             unmap: None,
             write_same: 0,
@@ -318,9 +318,9 @@ fn show_info(read: &Read<'_>) -> Result<String, Errno> {
     } else {
         "DEACTIVATED"
     };
+    // LIO shows a depth that it does not keep any more.
     let state = format!(
-        "Status: {status}  Max Queue Depth: {}  SectorSize: {}  HwMaxSectors: {}\n",
-        tree.value(attrib, "queue_depth"),
+        "Status: {status}  Max Queue Depth: 0  SectorSize: {}  HwMaxSectors: {}\n",
         tree.value(attrib, "block_size"),
         tree.value(attrib, "hw_max_sectors"),
     );
@@ -341,13 +341,19 @@ fn show_info(read: &Read<'_>) -> Result<String, Errno> {
                 flag(option::ASYNC),
             ),
             Plugin::Iblock => info_of_block(tree, id, read.world),
-            Plugin::RamDisk => format!(
-                "TCM RamDisk ID: {host}  RamDisk Makeup: rd_mcp\n        PAGES/PAGE_SIZE: {}*{PAGE}  \
-                 SG_table_count: 1  nullio: {} dummy: {}\n",
-                hidden(option::PAGES).unwrap_or("0"),
-                flag(option::NULL),
-                flag(option::DUMMY),
-            ),
+            Plugin::RamDisk => {
+                let pages = hidden(option::PAGES).unwrap_or("0");
+                let tables = match flag(option::NULL) {
+                    1 => 0,
+                    _ => pages.parse().unwrap_or(0) / PAGES_PER_TABLE + 1,
+                };
+                format!(
+                    "        TCM RamDisk ID: 0  RamDisk Makeup: rd_mcp\n        PAGES/PAGE_SIZE: \
+                     {pages}*{PAGE}  SG_table_count: {tables}  nullio: {} dummy: {}\n",
+                    flag(option::NULL),
+                    flag(option::DUMMY),
+                )
+            }
         })
 }
 

@@ -11,7 +11,7 @@ const BIT: std::ops::RangeInclusive<u32> = 0..=1;
 /// `iscsi/`.
 pub(super) const FABRIC: &[Attr] = &[
     Attr::fixed("lio_version", "Datera Inc. iSCSI Target v4.1.0"),
-    Attr::rw("cpus_allowed_list", "", Store::With(store_cpus)),
+    Attr::rw("cpus_allowed_list", "", Store::With(store_cpus)).shown(Show::With(show_cpus)),
 ];
 
 /// `iscsi/discovery_auth/`.
@@ -24,8 +24,17 @@ pub(super) const DISCOVERY: &[Attr] = &[
     Attr::rw("enforce_discovery_auth", "0", Store::With(store_enforce)),
 ];
 
-/// `auth/` of a portal group or an initiator.
-pub(super) const AUTH: &[Attr] = &[
+/// `auth/` of a portal group, where what is too long is cut.
+pub(super) const TPG_AUTH: &[Attr] = &[
+    Attr::rw("userid", "", Store::With(store_cut)),
+    Attr::rw("password", "", Store::With(store_cut)),
+    Attr::ro("authenticate_target", Show::With(show_mutual)),
+    Attr::rw("userid_mutual", "", Store::With(store_cut)),
+    Attr::rw("password_mutual", "", Store::With(store_cut)),
+];
+
+/// `auth/` of an initiator.
+pub(super) const NODE_AUTH: &[Attr] = &[
     auth("userid"),
     auth("password"),
     Attr::ro("authenticate_target", Show::With(show_mutual)),
@@ -101,9 +110,12 @@ pub(super) const NODE_ATTRIB: &[Attr] = &[
 pub(super) const MAPPED_LUN: &[Attr] =
     &[Attr::rw("write_protect", "", Store::With(store_protect)).shown(Show::LineIfAny)];
 
-/// A name or secret: 255 bytes, and `NULL` for none.
+/// The longest name or secret, in bytes.
+const MAX_AUTH: usize = 255;
+
+/// A name or secret; `NULL` is none.
 const fn auth(name: &'static str) -> Attr {
-    Attr::rw(name, "", Store::Text(256, Errno::INVAL))
+    Attr::rw(name, "", Store::Text(MAX_AUTH + 1, Errno::INVAL))
 }
 
 /// Whether there is something that the target proves itself with.
@@ -114,6 +126,24 @@ fn show_mutual(read: &Read<'_>) -> Result<String, Errno> {
     };
     let mutual = is_set("userid_mutual") && is_set("password_mutual");
     Ok(format!("{}\n", u8::from(mutual)))
+}
+
+/// A name or secret of a portal group.
+fn store_cut(write: &mut Write<'_>) -> Result<(), Errno> {
+    let text = line(write.text);
+    let end = text.floor_char_boundary(MAX_AUTH);
+    write.keep(&text[..end]);
+    Ok(())
+}
+
+/// All CPUs, until somebody chooses.
+fn show_cpus(read: &Read<'_>) -> Result<String, Errno> {
+    let chosen = read.tree.value(read.dir, "cpus_allowed_list");
+    Ok(match (chosen, read.world.cpus()) {
+        ("", 0 | 1) => "0\n".to_owned(),
+        ("", cpus) => format!("0-{}\n", cpus - 1),
+        (chosen, _) => format!("{chosen}\n"),
+    })
 }
 
 fn store_cpus(write: &mut Write<'_>) -> Result<(), Errno> {
@@ -137,7 +167,8 @@ fn store_enforce(write: &mut Write<'_>) -> Result<(), Errno> {
 
 fn store_affinity(write: &mut Write<'_>) -> Result<(), Errno> {
     let value = number::signed(write.text).map_err(|_| Errno::INVAL)?;
-    if value < -2 {
+    // -1 is the CPU that the command came by, -2 whichever runs.
+    if value < -2 || i64::from(value) >= i64::from(write.world.cpus()) {
         return Err(Errno::INVAL);
     }
     write.keep(value.to_string());
@@ -257,7 +288,8 @@ fn show_tag(read: &Read<'_>) -> Result<String, Errno> {
 }
 
 fn store_tag(write: &mut Write<'_>) -> Result<(), Errno> {
-    let tag = line(write.text);
+    // A line's end is kept, and none is added.
+    let tag = write.text;
     if tag.len() >= 64 {
         return Err(Errno::INVAL);
     }

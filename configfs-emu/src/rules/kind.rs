@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 
 use rustix::io::Errno;
 
-use super::{Attr, alua, attrib, core, iscsi, param, session, srpt};
+use super::{Attr, alua, attrib, core, iscsi, iscsi_statistics, param, session, srpt, statistics};
 use crate::number;
 use crate::tree::{NodeId, Tree};
 use crate::world::World;
@@ -96,7 +96,17 @@ pub enum Kind {
     Pr,
     PortGroups,
     PortGroup,
-    Statistics,
+    DeviceStatistics,
+    ScsiDev,
+    ScsiTgtDev,
+    ScsiLu,
+    LunStatistics,
+    ScsiPort,
+    ScsiTgtPort,
+    ScsiTransport,
+    MappedStatistics,
+    ScsiAuthIntr,
+    ScsiAttIntrPort,
     /// A directory with nothing in it, in which nothing can be made.
     Empty,
     Fabric(Fabric),
@@ -104,7 +114,12 @@ pub enum Kind {
     /// `iscsi/IQN`, `srpt/PORT`.
     Wwpn(Fabric),
     WwpnParam,
-    FabricStatistics,
+    WwpnStatistics,
+    IscsiInstance,
+    IscsiSessErr,
+    IscsiTgtAttr,
+    IscsiLoginStats,
+    IscsiLogoutStats,
     Tpg(Fabric),
     TpgAttrib(Fabric),
     TpgAuth(Fabric),
@@ -119,6 +134,7 @@ pub enum Kind {
     NodeAuth(Fabric),
     NodeParam(Fabric),
     NodeStatistics,
+    IscsiSessStats,
     MappedLun,
 }
 
@@ -145,7 +161,8 @@ impl Kind {
             Self::Tpg(Srpt) => srpt::TPG,
             Self::TpgAttrib(Iscsi) => iscsi::TPG_ATTRIB,
             Self::TpgAttrib(Srpt) => srpt::TPG_ATTRIB,
-            Self::TpgAuth(Iscsi) | Self::NodeAuth(Iscsi) => iscsi::AUTH,
+            Self::TpgAuth(Iscsi) => iscsi::TPG_AUTH,
+            Self::NodeAuth(Iscsi) => iscsi::NODE_AUTH,
             Self::TpgParam(Iscsi) => param::TPG_PARAM,
             Self::Portal => iscsi::PORTAL,
             Self::Lun => alua::LUN,
@@ -153,6 +170,20 @@ impl Kind {
             Self::NodeAttrib(Iscsi) => iscsi::NODE_ATTRIB,
             Self::NodeParam(Iscsi) => session::NODE_PARAM,
             Self::MappedLun => iscsi::MAPPED_LUN,
+            Self::ScsiDev => statistics::SCSI_DEV,
+            Self::ScsiTgtDev => statistics::SCSI_TGT_DEV,
+            Self::ScsiLu => statistics::SCSI_LU,
+            Self::ScsiPort => statistics::SCSI_PORT,
+            Self::ScsiTgtPort => statistics::SCSI_TGT_PORT,
+            Self::ScsiTransport => statistics::SCSI_TRANSPORT,
+            Self::ScsiAuthIntr => statistics::SCSI_AUTH_INTR,
+            Self::ScsiAttIntrPort => statistics::SCSI_ATT_INTR_PORT,
+            Self::IscsiInstance => iscsi_statistics::INSTANCE,
+            Self::IscsiSessErr => iscsi_statistics::SESS_ERR,
+            Self::IscsiTgtAttr => iscsi_statistics::TGT_ATTR,
+            Self::IscsiLoginStats => iscsi_statistics::LOGIN_STATS,
+            Self::IscsiLogoutStats => iscsi_statistics::LOGOUT_STATS,
+            Self::IscsiSessStats => iscsi_statistics::SESS_STATS,
             _ => &[],
         }
     }
@@ -169,7 +200,7 @@ impl Kind {
                     ("alua", Self::PortGroups),
                     ("attrib", Self::Attrib($plugin)),
                     ("pr", Self::Pr),
-                    ("statistics", Self::Statistics),
+                    ("statistics", Self::DeviceStatistics),
                     ("wwn", Self::Wwn($plugin)),
                 ]
             };
@@ -187,11 +218,11 @@ impl Kind {
             };
         }
         macro_rules! acl {
-            ($fabric:expr) => {
+            ($fabric:expr, $statistics:expr) => {
                 &[
                     ("attrib", Self::NodeAttrib($fabric)),
                     ("auth", Self::NodeAuth($fabric)),
-                    ("fabric_statistics", Self::NodeStatistics),
+                    ("fabric_statistics", $statistics),
                     ("param", Self::NodeParam($fabric)),
                 ]
             };
@@ -208,15 +239,42 @@ impl Kind {
             Self::PortGroups => &[("default_tg_pt_gp", Self::PortGroup)],
             Self::Fabric(Iscsi) => &[("discovery_auth", Self::Discovery(Iscsi))],
             Self::Fabric(Srpt) => &[("discovery_auth", Self::Discovery(Srpt))],
-            Self::Wwpn(_) => &[
-                ("fabric_statistics", Self::FabricStatistics),
+            Self::Wwpn(Iscsi) => &[
+                ("fabric_statistics", Self::WwpnStatistics),
                 ("param", Self::WwpnParam),
+            ],
+            Self::Wwpn(Srpt) => &[
+                ("fabric_statistics", Self::Empty),
+                ("param", Self::WwpnParam),
+            ],
+            Self::WwpnStatistics => &[
+                ("iscsi_instance", Self::IscsiInstance),
+                ("iscsi_login_stats", Self::IscsiLoginStats),
+                ("iscsi_logout_stats", Self::IscsiLogoutStats),
+                ("iscsi_sess_err", Self::IscsiSessErr),
+                ("iscsi_tgt_attr", Self::IscsiTgtAttr),
             ],
             Self::Tpg(Iscsi) => tpg!(Iscsi),
             Self::Tpg(Srpt) => tpg!(Srpt),
-            Self::Acl(Iscsi) => acl!(Iscsi),
-            Self::Acl(Srpt) => acl!(Srpt),
-            Self::Lun | Self::MappedLun => &[("statistics", Self::Statistics)],
+            Self::Acl(Iscsi) => acl!(Iscsi, Self::NodeStatistics),
+            Self::Acl(Srpt) => acl!(Srpt, Self::Empty),
+            Self::NodeStatistics => &[("iscsi_sess_stats", Self::IscsiSessStats)],
+            Self::DeviceStatistics => &[
+                ("scsi_dev", Self::ScsiDev),
+                ("scsi_lu", Self::ScsiLu),
+                ("scsi_tgt_dev", Self::ScsiTgtDev),
+            ],
+            Self::Lun => &[("statistics", Self::LunStatistics)],
+            Self::LunStatistics => &[
+                ("scsi_port", Self::ScsiPort),
+                ("scsi_tgt_port", Self::ScsiTgtPort),
+                ("scsi_transport", Self::ScsiTransport),
+            ],
+            Self::MappedLun => &[("statistics", Self::MappedStatistics)],
+            Self::MappedStatistics => &[
+                ("scsi_att_intr_port", Self::ScsiAttIntrPort),
+                ("scsi_auth_intr", Self::ScsiAuthIntr),
+            ],
             _ => &[],
         }
     }
@@ -240,7 +298,10 @@ impl Kind {
             Self::Host(plugin) => Ok(Self::Device(plugin)),
             Self::LuGroups => Ok(Self::LuGroup),
             Self::PortGroups => Ok(Self::PortGroup),
-            Self::Statistics | Self::Portals(Fabric::Srpt) => Err(Errno::NOSYS),
+            Self::DeviceStatistics
+            | Self::LunStatistics
+            | Self::MappedStatistics
+            | Self::Portals(Fabric::Srpt) => Err(Errno::NOSYS),
             Self::Fabric(Fabric::Iscsi) => valid(name.len() <= MAX_NAME, Self::Wwpn(Fabric::Iscsi)),
             Self::Fabric(Fabric::Srpt) => valid(
                 !world.port_addresses(name).is_empty(),
@@ -274,6 +335,7 @@ impl Kind {
 
     /// Sets what a new directory begins with beside its table.
     pub(crate) fn on_made(self, tree: &mut Tree, id: NodeId) {
+        statistics::on_made(tree, id);
         match self {
             Self::Device(_) => attrib::on_device_made(tree, id),
             Self::Acl(Fabric::Iscsi) => iscsi::on_acl_made(tree, id),
@@ -318,10 +380,13 @@ impl Kind {
     }
 
     /// Sets what a link brings with it.
-    pub(crate) fn on_linked(self, tree: &mut Tree, id: NodeId, target: NodeId) {
+    pub(crate) fn on_linked(self, tree: &mut Tree, id: NodeId, target: NodeId, world: &dyn World) {
         match self {
             Self::Lun => alua::on_lun_linked(tree, id),
-            Self::MappedLun => iscsi::on_lun_mapped(tree, id, target),
+            Self::MappedLun => {
+                iscsi::on_lun_mapped(tree, id, target);
+                statistics::note_time(tree, id, world);
+            }
             _ => {}
         }
     }

@@ -6,15 +6,18 @@
 //! - `iscsi`: targets, portals, initiators. `param`: the keys that iSCSI negotiates.
 //! - `srpt`: target ports of SRP.
 //! - `session`: what an initiator's files say while it is logged in.
+//! - `statistics`: what is counted of units and ports. `iscsi_statistics`: of targets and sessions.
 
 mod alua;
 mod attrib;
 pub mod core;
 mod iscsi;
+mod iscsi_statistics;
 mod kind;
 mod param;
 mod session;
 mod srpt;
+mod statistics;
 
 use std::ops::RangeInclusive;
 
@@ -74,6 +77,8 @@ pub(crate) enum Store {
     Bool,
     /// A number in a range, kept in decimal.
     Number(RangeInclusive<u32>),
+    /// Likewise, where LIO reads 64 bits: what is longer than 32 is only out of range.
+    Long(RangeInclusive<u32>),
     /// Text of fewer bytes than this, without its line end; else this error.
     Text(usize, Errno),
     /// What this does.
@@ -170,6 +175,7 @@ impl Attr {
                 Store::Ignored => Store::Ignored,
                 Store::Bool => Store::Bool,
                 Store::Number(ref range) => Store::Number(*range.start()..=*range.end()),
+                Store::Long(ref range) => Store::Long(*range.start()..=*range.end()),
                 Store::Text(max, errno) => Store::Text(max, errno),
                 Store::With(with) => Store::With(with),
             },
@@ -212,8 +218,12 @@ impl Attr {
                 write.keep(if value { "1" } else { "0" });
                 Ok(())
             }
-            Store::Number(range) => {
-                let value = number::within(write.text, range)?;
+            Store::Number(range) | Store::Long(range) => {
+                let is_long = matches!(self.store, Store::Long(_));
+                let value = match number::within(write.text, range) {
+                    Err(Errno::RANGE) if is_long => return Err(Errno::INVAL),
+                    value => value?,
+                };
                 check()?;
                 write.keep(value.to_string());
                 Ok(())

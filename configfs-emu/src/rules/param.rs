@@ -3,20 +3,22 @@
 use rustix::io::Errno;
 
 use super::{Attr, Store, Write};
+use crate::number;
+
+/// A value is shorter than this, in bytes.
+const MAX_TEXT: usize = 256;
 
 /// What a key's value may be.
 #[derive(Clone, Copy)]
 enum Legal {
     /// `Yes` or `No`.
     Boolean,
-    /// A number from and to.
+    /// A number from and to. What it begins with counts, as in the kernel: text is 0.
     Number(u32, u32),
     /// Several of these words, separated by commas.
     Words(&'static [&'static str]),
     /// Text of up to 255 bytes.
     Text,
-    /// `Reject`, a number, or a range of numbers.
-    Interval,
 }
 
 /// `param/` of a portal group.
@@ -52,7 +54,8 @@ fn legal(name: &str) -> Legal {
     match name {
         "AuthMethod" => Legal::Words(&["CHAP", "None"]),
         "HeaderDigest" | "DataDigest" => Legal::Words(&["CRC32C", "None"]),
-        "TargetAlias" => Legal::Text,
+        // Nobody negotiates markers, so nobody looks at their intervals.
+        "TargetAlias" | "IFMarkInt" | "OFMarkInt" => Legal::Text,
         "MaxConnections" | "MaxOutstandingR2T" => Legal::Number(1, 65_535),
         "MaxRecvDataSegmentLength"
         | "MaxXmitDataSegmentLength"
@@ -60,25 +63,19 @@ fn legal(name: &str) -> Legal {
         | "FirstBurstLength" => Legal::Number(512, 16_777_215),
         "DefaultTime2Wait" | "DefaultTime2Retain" => Legal::Number(0, 3600),
         "ErrorRecoveryLevel" => Legal::Number(0, 2),
-        "IFMarkInt" | "OFMarkInt" => Legal::Interval,
         _ => Legal::Boolean,
     }
 }
 
 fn store(write: &mut Write<'_>) -> Result<(), Errno> {
     let text = write.text.trim();
-    let number = |text: &str, from: u32, to: u32| {
-        text.parse::<u32>().is_ok_and(|n| (from..=to).contains(&n))
-    };
     let is_legal = match legal(write.attr.name) {
         Legal::Boolean => matches!(text, "Yes" | "No"),
-        Legal::Number(from, to) => number(text, from, to),
-        Legal::Words(words) => text.split(',').all(|word| words.contains(&word)),
-        Legal::Text => !text.is_empty() && text.len() < 256,
-        Legal::Interval => {
-            let (from, to) = text.split_once('~').unwrap_or((text, text));
-            text == "Reject" || (number(from, 1, 65_535) && number(to, 1, 65_535))
+        Legal::Number(from, to) => {
+            text.len() < MAX_TEXT && (from..=to).contains(&number::leading(text))
         }
+        Legal::Words(words) => text.split(',').all(|word| words.contains(&word)),
+        Legal::Text => !text.is_empty() && text.len() < MAX_TEXT,
     };
     if !is_legal {
         return Err(Errno::INVAL);

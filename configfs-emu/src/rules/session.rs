@@ -1,10 +1,11 @@
 //! What an initiator's files say while it is logged in.
 
 use std::collections::BTreeSet;
+use std::net::SocketAddr;
 
 use rustix::io::Errno;
 
-use super::{Attr, Kind, Read, Show};
+use super::{Attr, Initiator, Kind, Read, Show};
 use crate::convert;
 use crate::tree::{NodeId, Tree};
 use crate::world::Session;
@@ -37,13 +38,38 @@ fn sessions(read: &Read<'_>) -> (NodeId, Vec<Session>) {
 }
 
 /// The session of the initiator that a directory is about.
-fn session_of(read: &Read<'_>) -> Option<Session> {
+pub(super) fn session_of(read: &Read<'_>) -> Option<Session> {
     let acl = read
         .tree
         .above(read.dir, |dir| matches!(dir.kind, Kind::Acl(_)));
-    let initiator = &read.tree.dir(acl.expect("only its directories ask")).name;
+    let entry = &read.tree.dir(acl.expect("only its directories ask")).name;
     let (_, sessions) = sessions(read);
-    sessions.into_iter().find(|s| s.initiator == *initiator)
+    let is_it = |s: &Session| is_named(entry, &s.initiator, std::slice::from_ref(s));
+    sessions.into_iter().find(is_it)
+}
+
+/// Whether an entry means an initiator, as the daemon calls it. Of what is named by its address, sessions
+/// tell.
+pub(super) fn is_named(entry: &str, initiator: &str, sessions: &[Session]) -> bool {
+    let port = || {
+        let (extension, guid) = initiator.split_once(':')?;
+        let half = |digits| u64::from_str_radix(digits, 16).ok();
+        Some((half(extension)?, half(guid)?))
+    };
+    entry == initiator
+        || match Initiator::parse(entry) {
+            Some(Initiator::Port(id)) => port() == Some(((id >> 64) as u64, id as u64)),
+            Some(Initiator::Guid(id)) => port().is_some_and(|(_, guid)| guid == id),
+            Some(Initiator::Address(address)) => {
+                let of_it = sessions.iter().filter(|s| s.initiator == initiator);
+                let mut peers = of_it.flat_map(|s| &s.addresses);
+                peers.any(|peer| {
+                    let peer = peer.parse::<SocketAddr>();
+                    peer.is_ok_and(|peer| peer.ip().to_canonical() == address)
+                })
+            }
+            None => false,
+        }
 }
 
 /// Initiators that are logged in without an entry of their own, a line each.

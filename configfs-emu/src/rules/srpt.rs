@@ -18,25 +18,15 @@ pub(super) const TPG: &[Attr] = &[iscsi::ENABLE, iscsi::RTPI];
 
 /// `srpt/PORT/NAME/attrib/`.
 pub(super) const TPG_ATTRIB: &[Attr] = &[
-    Attr::rw(
-        "srp_max_rdma_size",
-        "65536",
-        Store::Number(65_536..=1 << 24),
-    ),
-    Attr::rw("srp_max_rsp_size", "256", Store::Number(112..=1024)),
-    Attr::rw("srp_sq_size", "4096", Store::Number(16..=65_535)),
-    Attr::rw("use_srq", "0", Store::With(store_srq)),
+    Attr::rw("srp_max_rdma_size", "65536", Store::Long(65_536..=1 << 24)),
+    Attr::rw("srp_max_rsp_size", "256", Store::Long(112..=1024)),
+    Attr::rw("srp_sq_size", "4096", Store::Long(16..=65_535)),
+    Attr::rw("use_srq", "0", Store::Long(0..=1)),
 ];
 
 fn store_port(write: &mut Write<'_>) -> Result<(), Errno> {
     let port = number::unsigned(write.text, u64::from(u16::MAX))?;
     write.keep(port.to_string());
-    Ok(())
-}
-
-fn store_srq(write: &mut Write<'_>) -> Result<(), Errno> {
-    let value = number::within(write.text, &(0..=1))?;
-    write.keep(value.to_string());
     Ok(())
 }
 

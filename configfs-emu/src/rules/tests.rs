@@ -1,3 +1,8 @@
+use std::collections::BTreeMap;
+
+use riser_target::control::live::{
+    LiveError, LiveLun, LiveOp, LiveRefused, LiveSession, LiveShare, LiveTarget,
+};
 use rustix::io::Errno;
 
 use super::*;
@@ -237,12 +242,12 @@ fn files_say_what_rtslib_looks_for() {
     let mut says = |path: &str| fixture.read(path).unwrap();
     assert_eq!(
         says("core/fileio_0/disk/info"),
-        "Status: ACTIVATED  Max Queue Depth: 128  SectorSize: 512  HwMaxSectors: 16384\n        TCM \
+        "Status: ACTIVATED  Max Queue Depth: 0  SectorSize: 512  HwMaxSectors: 16384\n        TCM \
          FILEIO ID: 0        File: /srv/disk  Size: 1048576  Mode: O_DSYNC Async: 0\n"
     );
     assert_eq!(
         says("core/fileio_0/hba_info"),
-        "HBA Index: 0 plugin: fileio version: v5.0\n"
+        "HBA Index: 1 plugin: fileio version: v5.0\n"
     );
     assert_eq!(
         says("core/fileio_0/disk/wwn/vpd_unit_serial"),
@@ -282,7 +287,7 @@ fn files_say_what_rtslib_looks_for() {
     );
     let ram = fixture.read("core/rd_mcp_3/r/info").unwrap();
     assert!(
-        ram.contains("PAGES/PAGE_SIZE: 2048*4096  SG_table_count: 1  nullio: 0"),
+        ram.contains("PAGES/PAGE_SIZE: 2048*4096  SG_table_count: 2  nullio: 0"),
         "{ram}"
     );
     let block = fixture.read("core/iblock_4/b/info").unwrap();
@@ -641,9 +646,232 @@ fn tables_are_sound() {
             if attr.access != Access::WriteOnly {
                 let file = crate::tree::Ino::of_attr(id, i);
                 let said = fixture.tree.read(file, &fixture.world);
-                assert!(said.is_ok(), "{}/{}", fixture.tree.path(id), attr.name);
+                let path = format!("{}/{}", fixture.tree.path(id), attr.name);
+                let is_of_session = path.contains("/scsi_att_intr_port/");
+                assert!(said.is_ok() || is_of_session, "{path}");
             }
         }
         dirs.extend(fixture.tree.subdirs(id).map(|(_, child)| child));
+    }
+}
+
+/// A unit of a target that was used by the initiator of [`Fixture::served`].
+fn used(target: &str, lun: u16) -> LiveLun {
+    let op = |commands, bytes| LiveOp {
+        commands,
+        bytes,
+        ..LiveOp::default()
+    };
+    let share = LiveShare {
+        commands: 5,
+        read: 4 << 20,
+        written: 2 << 20,
+    };
+    LiveLun {
+        target: target.to_owned(),
+        lun,
+        ops: BTreeMap::from([
+            ("read".to_owned(), op(4, 5 << 20)),
+            ("write".to_owned(), op(3, (3 << 20) - 1)),
+        ]),
+        initiators: BTreeMap::from([
+            ("iqn.2026-01.example:client".to_owned(), share),
+            ("iqn.2026-01.example:second".to_owned(), share),
+        ]),
+        resets: 2,
+        aborts: 3,
+        ..LiveLun::default()
+    }
+}
+
+#[test]
+fn statistics_of_units_and_ports_are_the_daemons() {
+    let mut fixture = Fixture::served();
+    let lu = "core/fileio_0/disk/statistics/scsi_lu";
+    assert_eq!(fixture.read(&format!("{lu}/num_cmds")), Ok("0\n".into()));
+    let name = "iqn.2026-01.example:disk";
+    fixture.world.live.luns = vec![used(name, 0), used(name, 1), used("other", 0)];
+    let port = format!("{TPG}/lun/lun_0/statistics");
+    let mapped = format!("{TPG}/acls/iqn.2026-01.example:client/lun_0/statistics");
+    for (path, expected) in [
+        (format!("{lu}/inst"), "2"),
+        (format!("{lu}/num_cmds"), "7"),
+        (format!("{lu}/read_mbytes"), "5"),
+        (format!("{lu}/write_mbytes"), "2"),
+        (format!("{lu}/resets"), "2"),
+        (format!("{lu}/creation_time"), "1234"),
+        (
+            format!("{lu}/lu_name"),
+            "5a0e1b2c-0000-4000-8000-0123456789ab",
+        ),
+        (format!("{lu}/vend"), "LIO-ORG "),
+        (format!("{lu}/prod"), "FILEIO          "),
+        (format!("{port}/scsi_tgt_port/in_cmds"), "7"),
+        (format!("{port}/scsi_tgt_port/read_mbytes"), "5"),
+        (format!("{port}/scsi_tgt_port/name"), "iSCSIPort#1"),
+        (
+            format!("{port}/scsi_tgt_port/port_index"),
+            "iqn.2026-01.example:disk+t+1",
+        ),
+        (format!("{port}/scsi_port/role"), "Device1"),
+        (
+            format!("{port}/scsi_transport/dev_name"),
+            "iqn.2026-01.example:disk+5a0e1b2c-0000-4000-8000-0123456789ab",
+        ),
+        (
+            "core/fileio_0/disk/statistics/scsi_dev/ports".to_owned(),
+            "1",
+        ),
+        (
+            "core/fileio_0/disk/statistics/scsi_tgt_dev/aborts_complete".to_owned(),
+            "3",
+        ),
+        (
+            format!("{mapped}/scsi_auth_intr/intr_name"),
+            "iqn.2026-01.example:client",
+        ),
+        (format!("{mapped}/scsi_auth_intr/num_cmds"), "5"),
+        (format!("{mapped}/scsi_auth_intr/write_mbytes"), "2"),
+        (format!("{mapped}/scsi_auth_intr/creation_time"), "1234"),
+    ] {
+        assert_eq!(fixture.read(&path), Ok(format!("{expected}\n")), "{path}");
+    }
+    let ident = format!("{mapped}/scsi_att_intr_port/port_ident");
+    assert_eq!(fixture.read(&ident), Err(Errno::NODEV));
+    fixture.world.sessions = vec![Session {
+        target: name.to_owned(),
+        initiator: "iqn.2026-01.example:client".to_owned(),
+        isid: "00023d000001".to_owned(),
+        id: 3,
+        ..Session::default()
+    }];
+    let told = "iqn.2026-01.example:client+i+00023d000001\n";
+    assert_eq!(fixture.read(&ident), Ok(told.into()));
+    // A LUN that somebody sees under another number is the same LUN.
+    fixture.run(&format!(
+        "mkdir {TPG}/acls/iqn.2026-01.example:second
+         mkdir {TPG}/acls/iqn.2026-01.example:second/lun_1
+         ln {TPG}/acls/iqn.2026-01.example:second/lun_1/x ../../../lun/lun_0"
+    ));
+    let commands = format!("{port}/scsi_tgt_port/in_cmds");
+    assert_eq!(fixture.read(&commands), Ok("14\n".into()));
+    // Without a LUN there is nothing to count.
+    fixture.run(&format!("rm {TPG}/acls/iqn.2026-01.example:second/lun_1/x"));
+    let other =
+        format!("{TPG}/acls/iqn.2026-01.example:second/lun_1/statistics/scsi_auth_intr/num_cmds");
+    assert_eq!(fixture.read(&other), Err(Errno::NODEV));
+}
+
+#[test]
+fn statistics_of_targets_and_sessions_are_the_daemons() {
+    let mut fixture = Fixture::served();
+    let target = "iscsi/iqn.2026-01.example:disk/fabric_statistics";
+    let session =
+        format!("{TPG}/acls/iqn.2026-01.example:client/fabric_statistics/iscsi_sess_stats");
+    let says = |fixture: &mut Fixture, lines: &[(String, &str)]| {
+        for (path, expected) in lines {
+            assert_eq!(fixture.read(path).as_deref(), Ok(*expected), "{path}");
+        }
+    };
+    says(
+        &mut fixture,
+        &[
+            (format!("{target}/iscsi_instance/portals"), "1\n"),
+            (format!("{target}/iscsi_instance/fail_rem_name"), "None\n"),
+            (
+                format!("{target}/iscsi_tgt_attr/fail_intr_addr"),
+                "(einval)\n",
+            ),
+            (format!("{target}/iscsi_tgt_attr/last_fail_time"), "0\n"),
+            (format!("{session}/inst"), "0\n"),
+            (format!("{session}/cmd_pdus"), ""),
+        ],
+    );
+    let name = "iqn.2026-01.example:disk";
+    let counts = |names: &[(&str, u64)]| {
+        let counts = names.iter().map(|(name, n)| ((*name).to_owned(), *n));
+        counts.collect::<BTreeMap<_, _>>()
+    };
+    fixture.world.live.targets = vec![LiveTarget {
+        target: name.to_owned(),
+        logins: 9,
+        refused: counts(&[
+            ("authentication_failure", 2),
+            ("moved_permanently", 1),
+            ("out_of_resources", 4),
+        ]),
+        last_refused: Some(LiveRefused {
+            answer: "authentication_failure".to_owned(),
+            initiator: "iqn.2026-01.example:mallory".to_owned(),
+            address: "10.0.0.9".to_owned(),
+            ago: 2.0,
+        }),
+        events: counts(&[("logout", 6), ("partial_logout", 1), ("timeout", 5)]),
+        last_error: Some(LiveError {
+            event: "timeout".to_owned(),
+            initiator: "iqn.2026-01.example:client".to_owned(),
+        }),
+    }];
+    fixture.world.sessions = vec![Session {
+        target: name.to_owned(),
+        initiator: "iqn.2026-01.example:client".to_owned(),
+        id: 7,
+        ..Session::default()
+    }];
+    let connection = LiveSession {
+        target: name.to_owned(),
+        initiator: "iqn.2026-01.example:client,0x00023d000001".to_owned(),
+        commands: 10,
+        in_flight: 1,
+        read: 4096,
+        written: 512,
+        ..LiveSession::default()
+    };
+    fixture.world.live.sessions = vec![connection.clone(), connection];
+    says(
+        &mut fixture,
+        &[
+            (format!("{target}/iscsi_instance/sessions"), "1\n"),
+            (format!("{target}/iscsi_instance/fail_sess"), "5\n"),
+            (format!("{target}/iscsi_instance/fail_type"), "2\n"),
+            (format!("{target}/iscsi_sess_err/cxn_errors"), "5\n"),
+            (format!("{target}/iscsi_tgt_attr/login_fails"), "7\n"),
+            (format!("{target}/iscsi_tgt_attr/last_fail_type"), "5\n"),
+            (format!("{target}/iscsi_tgt_attr/last_fail_time"), "1034\n"),
+            (format!("{target}/iscsi_login_stats/accepts"), "9\n"),
+            (format!("{target}/iscsi_login_stats/redirects"), "1\n"),
+            (format!("{target}/iscsi_login_stats/other_fails"), "4\n"),
+            (format!("{target}/iscsi_logout_stats/normal_logouts"), "6\n"),
+            (format!("{session}/indx"), "7\n"),
+            (format!("{session}/cmd_pdus"), "22\n"),
+            (format!("{session}/rsp_pdus"), "20\n"),
+            (format!("{session}/txdata_octs"), "8192\n"),
+        ],
+    );
+}
+
+#[test]
+fn initiators_of_srp_are_found_by_each_of_their_names() {
+    let initiator = "0000000000000001:0002c90300a1b2c3";
+    let session = Session {
+        initiator: initiator.to_owned(),
+        addresses: vec!["10.0.0.2:49152".to_owned()],
+        ..Session::default()
+    };
+    let sessions = [session];
+    for (entry, is_it) in [
+        ("0x00000000000000010002c90300a1b2c3", true),
+        ("00000000000000010002c90300a1b2c3", true),
+        ("00000000000000020002c90300a1b2c3", false),
+        ("0002:c903:00a1:b2c3", true),
+        ("0002:c903:00a1:b2c4", false),
+        ("10.0.0.2", true),
+        ("10.0.0.3", false),
+    ] {
+        assert_eq!(
+            session::is_named(entry, initiator, &sessions),
+            is_it,
+            "{entry}"
+        );
     }
 }

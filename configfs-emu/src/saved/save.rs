@@ -285,7 +285,7 @@ impl Saver<'_> {
             entry["attributes"] = Value::Object(attributes);
         }
         if fabric == Fabric::Iscsi {
-            let tag = self.tree.value(acl, "tag");
+            let tag = self.tree.value(acl, "tag").trim_end();
             if !tag.is_empty() {
                 entry["tag"] = json!(tag);
             }

@@ -87,6 +87,12 @@ impl Dir {
         self.values.clear();
     }
 
+    /// How many links lead here.
+    #[must_use]
+    pub fn link_count(&self) -> usize {
+        self.links
+    }
+
     /// Whether a link leads here: a device that a LUN serves, a LUN that is mapped.
     #[must_use]
     pub fn is_linked(&self) -> bool {

@@ -124,7 +124,13 @@ impl Tree {
     /// # Errors
     /// `EEXIST`; `ENOENT` for a target that does not exist; `EPERM` for one outside of the tree, and
     /// where no link can be made; what the directory's owner says.
-    pub fn link(&mut self, parent: Ino, name: &str, target: &str) -> Result<Ino, Errno> {
+    pub fn link(
+        &mut self,
+        parent: Ino,
+        name: &str,
+        target: &str,
+        world: &dyn World,
+    ) -> Result<Ino, Errno> {
         let id = self.as_dir(parent)?;
         if self.lookup(parent, name).is_ok() {
             return Err(Errno::EXIST);
@@ -136,7 +142,7 @@ impl Tree {
         let target = self.resolve(id, target)?;
         kind.allow_link(self, id, target)?;
         let made = self.add_link(id, name, target);
-        kind.on_linked(self, id, target);
+        kind.on_linked(self, id, target, world);
         Ok(made.ino())
     }
 

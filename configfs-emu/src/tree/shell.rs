@@ -38,7 +38,7 @@ impl Shell<'_> {
     /// `ln -s`, with the target's path as it is written.
     pub(crate) fn link(&mut self, path: &str, target: &str) -> Result<(), Errno> {
         let (dir, name) = self.place(path)?;
-        self.tree.link(dir, name, target).map(|_| ())
+        self.tree.link(dir, name, target, self.world).map(|_| ())
     }
 
     /// `echo`, with the checks of opening the file.

@@ -84,7 +84,7 @@ impl Rig {
         let told = Told::default();
         let engine = Engine::new(
             "nobody-knows-this-secret".to_owned(),
-            Box::new(Host::new(Vec::new)),
+            Box::new(Host::new(())),
             Box::new(Memory(told.clone())),
         )
         .unwrap();

@@ -1,0 +1,244 @@
+//! What is counted of iSCSI's targets and sessions, below `fabric_statistics`, as iSCSI's MIB (RFC 4544)
+//! has it.
+
+use std::collections::BTreeSet;
+
+use riser_target::control::live::LiveTarget;
+use rustix::io::Errno;
+
+use super::statistics::{files, hundredths, index, line};
+use super::{Attr, Kind, Read, Show, session};
+use crate::convert;
+use crate::tree::{NodeId, Tree};
+
+/// `iscsi/IQN/fabric_statistics/iscsi_instance/`.
+pub(super) const INSTANCE: &[Attr] = files!(show_instance;
+    "inst" "min_ver" "max_ver" "portals" "nodes" "sessions" "fail_sess" "fail_type" "fail_rem_name"
+    "disc_time" "description" "vendor" "version");
+
+/// `iscsi/IQN/fabric_statistics/iscsi_sess_err/`.
+pub(super) const SESS_ERR: &[Attr] =
+    files!(show_errors; "inst" "digest_errors" "cxn_errors" "format_errors");
+
+/// `iscsi/IQN/fabric_statistics/iscsi_tgt_attr/`.
+pub(super) const TGT_ATTR: &[Attr] = files!(show_target;
+    "inst" "indx" "login_fails" "last_fail_time" "last_fail_type" "fail_intr_name"
+    "fail_intr_addr_type" "fail_intr_addr");
+
+/// `iscsi/IQN/fabric_statistics/iscsi_login_stats/`.
+pub(super) const LOGIN_STATS: &[Attr] = files!(show_logins;
+    "inst" "indx" "accepts" "other_fails" "redirects" "authorize_fails" "authenticate_fails"
+    "negotiate_fails");
+
+/// `iscsi/IQN/fabric_statistics/iscsi_logout_stats/`.
+pub(super) const LOGOUT_STATS: &[Attr] =
+    files!(show_logouts; "inst" "indx" "normal_logouts" "abnormal_logouts");
+
+/// `acls/IQN/fabric_statistics/iscsi_sess_stats/`.
+pub(super) const SESS_STATS: &[Attr] = files!(show_session;
+    "inst" "node" "indx" "cmd_pdus" "rsp_pdus" "txdata_octs" "rxdata_octs" "conn_digest_errors"
+    "conn_timeout_errors");
+
+/// Why a login failed, as far as it is told apart.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Failure {
+    Other = 2,
+    Redirect = 3,
+    Authorize = 4,
+    Authenticate = 5,
+    Negotiate = 6,
+}
+
+impl Failure {
+    /// Of a login with this answer.
+    fn of(answer: &str) -> Self {
+        match answer {
+            "moved_temporarily" | "moved_permanently" => Self::Redirect,
+            "authorization_failure" => Self::Authorize,
+            "authentication_failure" => Self::Authenticate,
+            "initiator_error" => Self::Negotiate,
+            _ => Self::Other,
+        }
+    }
+}
+
+/// The target that a directory of statistics is about.
+fn target(read: &Read<'_>) -> Result<NodeId, Errno> {
+    let is_it = |kind| matches!(kind, Kind::Wwpn(_));
+    let target = read.tree.above(read.dir, |dir| is_it(dir.kind));
+    target.ok_or(Errno::NODEV)
+}
+
+fn tpgs(tree: &Tree, target: NodeId) -> impl Iterator<Item = NodeId> + '_ {
+    let all = tree.subdirs(target).map(|(_, id)| id);
+    all.filter(move |id| matches!(tree.dir(*id).kind, Kind::Tpg(_)))
+}
+
+/// The names that a target has in the daemon's configuration.
+fn names(tree: &Tree, target: NodeId) -> BTreeSet<String> {
+    tpgs(tree, target)
+        .map(|tpg| convert::target_name(tree, tpg))
+        .collect()
+}
+
+/// What the daemon has counted of a target.
+fn counted(read: &Read<'_>, target: NodeId) -> LiveTarget {
+    let names = names(read.tree, target);
+    let mut all = read.world.live().targets.into_iter();
+    all.find(|counted| names.contains(&counted.target))
+        .unwrap_or_default()
+}
+
+fn events(counted: &LiveTarget, names: &[&str]) -> u64 {
+    let count = |name: &&str| counted.events.get(*name).copied();
+    names.iter().filter_map(count).sum()
+}
+
+fn failures(counted: &LiveTarget, of: impl Fn(Failure) -> bool) -> u64 {
+    let refused = counted.refused.iter();
+    let refused = refused.filter(|(answer, _)| of(Failure::of(answer)));
+    refused.map(|(_, n)| n).sum()
+}
+
+fn show_instance(read: &Read<'_>) -> Result<String, Errno> {
+    let tree = read.tree;
+    let target = target(read)?;
+    match read.attr.name {
+        "inst" => line(index(tree, target)),
+        "portals" => {
+            let portals = tpgs(tree, target).filter_map(|tpg| tree.child(tpg, "np"));
+            let portals = portals.flat_map(|np| tree.subdirs(np).map(|(_, portal)| portal));
+            // On RDMA it is one more.
+            line(
+                portals
+                    .map(|id| 1 + u32::from(tree.value(id, "iser") == "1"))
+                    .sum::<u32>(),
+            )
+        }
+        "nodes" => line(1),
+        "sessions" => {
+            let names = names(tree, target);
+            let sessions = read.world.sessions().into_iter();
+            line(sessions.filter(|s| names.contains(&s.target)).count())
+        }
+        "fail_sess" => line(events(
+            &counted(read, target),
+            &["digest_error", "timeout", "format_error"],
+        )),
+        "fail_type" => {
+            let last = counted(read, target).last_error;
+            line(match last.map(|error| error.event).as_deref() {
+                Some("digest_error") => 1,
+                Some("timeout") => 2,
+                Some("format_error") => 3,
+                _ => 0,
+            })
+        }
+        "fail_rem_name" => {
+            let last = counted(read, target).last_error;
+            line(last.map_or_else(|| "None".to_owned(), |error| error.initiator))
+        }
+        "description" => line("Storage Engine Target"),
+        "vendor" => line("Datera, Inc. iSCSI-Target"),
+        "version" => line("v4.1.0"),
+        // Versions of the protocol, and when counting was interrupted.
+        _ => line(0),
+    }
+}
+
+fn show_errors(read: &Read<'_>) -> Result<String, Errno> {
+    let target = target(read)?;
+    let event = match read.attr.name {
+        "inst" => return line(index(read.tree, target)),
+        "digest_errors" => "digest_error",
+        "cxn_errors" => "timeout",
+        _ => "format_error",
+    };
+    line(events(&counted(read, target), &[event]))
+}
+
+fn show_target(read: &Read<'_>) -> Result<String, Errno> {
+    let target = target(read)?;
+    match read.attr.name {
+        "inst" => return line(index(read.tree, target)),
+        "indx" => return line(1),
+        _ => {}
+    }
+    let counted = counted(read, target);
+    if read.attr.name == "login_fails" {
+        return line(failures(&counted, |_| true));
+    }
+    let last = counted.last_refused;
+    match read.attr.name {
+        "last_fail_time" => line(last.map_or_else(
+            || "0".to_owned(),
+            |last| hundredths(read.world.uptime().as_secs_f64() - last.ago),
+        )),
+        "last_fail_type" => line(last.map_or(0, |last| Failure::of(&last.answer) as u8)),
+        "fail_intr_name" => line(last.map_or_else(|| "None".to_owned(), |last| last.initiator)),
+        "fail_intr_addr_type" => line(match last {
+            Some(last) if last.address.contains(':') => "ipv6",
+            _ => "ipv4",
+        }),
+        // So the kernel prints an address that is none.
+        _ => line(last.map_or_else(|| "(einval)".to_owned(), |last| last.address)),
+    }
+}
+
+fn show_logins(read: &Read<'_>) -> Result<String, Errno> {
+    let target = target(read)?;
+    let wanted = match read.attr.name {
+        "inst" => return line(index(read.tree, target)),
+        "indx" => return line(1),
+        "accepts" => return line(counted(read, target).logins),
+        "redirects" => Failure::Redirect,
+        "authorize_fails" => Failure::Authorize,
+        "authenticate_fails" => Failure::Authenticate,
+        "negotiate_fails" => Failure::Negotiate,
+        _ => Failure::Other,
+    };
+    line(failures(&counted(read, target), |failure| {
+        failure == wanted
+    }))
+}
+
+fn show_logouts(read: &Read<'_>) -> Result<String, Errno> {
+    let target = target(read)?;
+    match read.attr.name {
+        "inst" => line(index(read.tree, target)),
+        "indx" => line(1),
+        "normal_logouts" => line(events(&counted(read, target), &["logout"])),
+        _ => line(events(&counted(read, target), &["partial_logout"])),
+    }
+}
+
+fn show_session(read: &Read<'_>) -> Result<String, Errno> {
+    if read.attr.name == "inst" {
+        return line(index(read.tree, target(read)?));
+    }
+    let Some(session) = session::session_of(read) else {
+        return Ok(String::new());
+    };
+    match read.attr.name {
+        "node" => return line(1),
+        "indx" => return line(session.id),
+        _ => {}
+    }
+    let mut connections = read.world.live().sessions;
+    connections.retain(|connection| {
+        let name = connection.initiator.split(',').next();
+        connection.target == session.target && name == Some(session.initiator.as_str())
+    });
+    let connections = connections.iter();
+    line(match read.attr.name {
+        "cmd_pdus" => connections
+            .map(|c| c.commands + c.in_flight as u64)
+            .sum::<u64>(),
+        "rsp_pdus" => connections.map(|c| c.commands).sum(),
+        "txdata_octs" => connections.map(|c| c.read).sum(),
+        "rxdata_octs" => connections.map(|c| c.written).sum(),
+        "conn_digest_errors" => connections.map(|c| c.digest_errors).sum(),
+        // A connection whose time is over leaves its session.
+        _ => 0u64,
+    })
+}

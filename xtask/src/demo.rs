@@ -333,7 +333,7 @@ impl Demo {
     }
 }
 
-/// Builds `riserd` and `riser` in release mode; answers their folder.
+/// Builds `riserd`, `riser` and `riserd-configfs` in release mode; answers their folder.
 pub(crate) fn build() -> Result<PathBuf, Failure> {
     sh::run(&mut sh::cargo([
         "build",
@@ -343,6 +343,8 @@ pub(crate) fn build() -> Result<PathBuf, Failure> {
         "riserd",
         "--bin",
         "riser",
+        "--bin",
+        "riserd-configfs",
     ]))?;
     Ok(root().join(".build/release"))
 }

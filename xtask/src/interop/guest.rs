@@ -59,6 +59,7 @@ impl Guest {
             "lib.sh",
             "libiscsi.sh",
             "lio.sh",
+            "targetcli.sh",
             "tgt.sh",
         ] {
             fs::copy(root().join("tests/vm").join(name), share.join(name))?;

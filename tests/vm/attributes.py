@@ -1,0 +1,146 @@
+"""Reads and writes every file of LIO's tree, and compares what two trees answer.
+
+attributes.py ask ROOT NAME=WORD … -- DIRECTORY …
+    Prints a line for each answer: path, what was done, what came of it. Each WORD stands as NAME.
+attributes.py compare LIO RISERD ALLOWED
+    Prints what differs. ALLOWED has lines "PATTERN -- reason"; a pattern is looked for in the path with
+    what was done. What no pattern is found in, and a pattern that is not found anywhere, is a failure.
+"""
+
+import errno
+import os
+import re
+import stat
+import sys
+
+# What is tried on every file that can be written.
+VALUES = ["0\n", "1\n", "2", "3", "-1", "0x10", "1 ", "512", "1024", "4096", "70000", "4294967296",
+          "Yes", "No", "off", "CRC32C", "None", "NULL", "a word of some length", "x" * 300]
+
+# What configures more than itself, or means something else on another host. Of a device that was in no
+# group of units for a moment, Linux 6.12 does not survive a change of its access state.
+UNTRIED = {"dbroot", "cpus_allowed_list", "control", "udev_path", "lba_map", "alua_lu_gp"}
+
+# What puts a file back that does not take what it shows.
+DEFAULTS = {"alua_tg_pt_gp": "default_tg_pt_gp"}
+
+
+def attempt(act):
+    try:
+        return act()
+    except OSError as error:
+        return errno.errorcode.get(error.errno, str(error.errno))
+
+
+def read(path):
+    def act():
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            return repr(os.read(fd, 65536).decode(errors="replace"))
+        finally:
+            os.close(fd)
+    return attempt(act)
+
+
+def write(path, value):
+    def act():
+        fd = os.open(path, os.O_WRONLY)
+        try:
+            count = os.write(fd, value.encode())
+        finally:
+            os.close(fd)
+        return "ok" if count == len(value) else f"{count} bytes"
+    return attempt(act)
+
+
+def ask(root, words, directories):
+    def say(path, done, answer):
+        line = f"{os.path.relpath(path, root)}\t{done}\t{answer}"
+        for name, word in words:
+            line = line.replace(word, name)
+        print(line, flush=True)
+
+    files = []
+    for directory in directories:
+        for folder, folders, names in os.walk(os.path.join(root, directory)):
+            folders.sort()
+            # What links are called is up to rtslib.
+            links = [name for name in folders + names if os.path.islink(os.path.join(folder, name))]
+            entries = sorted(set(folders + names) - set(links)) + ["(link)"] * len(links)
+            say(folder, "list", " ".join(entries))
+            for name in sorted(names):
+                path = os.path.join(folder, name)
+                if not os.path.islink(path):
+                    files.append(path)
+    for path in files:
+        name = enter(path)
+        say(path, "mode", oct(stat.S_IMODE(os.stat(name).st_mode)))
+        say(path, "read", read(name))
+    for path in files:
+        name = enter(path)
+        if not os.stat(name).st_mode & stat.S_IWUSR or name in UNTRIED:
+            continue
+        before = read(name)
+        for value in VALUES:
+            shown = value if len(value) < 40 else f"{value[:4]}… {len(value)}"
+            answer = write(name, value)
+            say(path, f"write {shown!r}", f"{answer}, then {read(name)}")
+        value = before[1:-1].encode().decode("unicode_escape") if before[0] in "'\"" else ""
+        value = DEFAULTS.get(name, value)
+        write(name, value or "NULL")
+
+
+def enter(path):
+    """Goes where a file is, as every part of a path is a question to the file system; the file's name."""
+    folder, name = os.path.split(path)
+    os.chdir(folder)
+    return name
+
+
+def answers(file):
+    found = {}
+    with open(file) as lines:
+        for line in lines:
+            path, done, answer = line.rstrip("\n").split("\t", 2)
+            found[f"{path} {done}"] = answer
+    return found
+
+
+def compare(lio, riserd, allowed):
+    patterns = []
+    with open(allowed) as lines:
+        for line in lines:
+            if line.strip() and not line.startswith("#"):
+                pattern, reason = line.rstrip("\n").split(" -- ", 1)
+                patterns.append([re.compile(pattern), reason, 0])
+    lio, riserd = answers(lio), answers(riserd)
+    unlisted = 0
+    for key in sorted(set(lio) | set(riserd)):
+        one, other = lio.get(key, "nothing"), riserd.get(key, "nothing")
+        if one == other:
+            continue
+        known = next((entry for entry in patterns if entry[0].search(key)), None)
+        if known:
+            known[2] += 1
+        else:
+            unlisted += 1
+            print(f"DIFFERS {key}\n    LIO    {one}\n    riserd {other}")
+    for pattern, reason, count in patterns:
+        print(f"{count:5} {pattern.pattern}: {reason}")
+    idle = [pattern.pattern for pattern, _, count in patterns if not count]
+    for pattern in idle:
+        print(f"NOTHING DIFFERS LIKE {pattern}")
+    print(f"figure: {len(lio)} answers of LIO, {len(riserd)} of riserd; "
+          f"{unlisted} differ for no reason that is listed")
+    return 1 if unlisted or idle else 0
+
+
+def main():
+    if sys.argv[1] == "compare":
+        sys.exit(compare(*sys.argv[2:]))
+    end = sys.argv.index("--")
+    words = [word.split("=", 1) for word in sys.argv[3:end]]
+    ask(sys.argv[2], words, sys.argv[end + 1:])
+
+
+main()

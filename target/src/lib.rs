@@ -1,6 +1,7 @@
 //! The parts of `riserd`, the target daemon.
 //!
 //! # Modules
+//! - [`audit`]: who logged in and out, and who changed the configuration, for the log.
 //! - [`backend`]: where the bytes of a logical unit live: files, devices, memory.
 //! - [`config`]: the YAML configuration, checked before anything is opened.
 //! - [`control`]: signals, the admin API, and the daemon's life between them.
@@ -14,6 +15,7 @@
 //! - [`log`]: rate limits for what a peer can make us log.
 //! - [`cli`]: the command line of `riserd`, and its exit codes.
 
+pub mod audit;
 pub mod backend;
 pub mod cli;
 pub mod config;

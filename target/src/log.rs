@@ -5,28 +5,54 @@
 
 use std::time::{Duration, Instant};
 
-/// Lines that go through at once.
+/// Lines that go through at once, unless said otherwise.
 const BURST: u32 = 10;
 
-/// After the burst, one line per interval.
+/// After the burst, one line per interval, unless said otherwise.
 const INTERVAL: Duration = Duration::from_secs(1);
 
 /// A limit for one kind of message of one source.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct RateLimit {
+    burst: u32,
+    interval: Duration,
     left: Option<(u32, Instant)>,
     suppressed: u64,
 }
 
+impl Default for RateLimit {
+    fn default() -> Self {
+        Self::new(BURST, INTERVAL)
+    }
+}
+
 impl RateLimit {
+    /// Lets so many lines through at once, then one per interval.
+    #[must_use]
+    pub fn new(burst: u32, interval: Duration) -> Self {
+        Self {
+            burst,
+            interval,
+            left: None,
+            suppressed: 0,
+        }
+    }
+
+    /// When a line may be logged that says how many were held back; `None` if none were.
+    #[must_use]
+    pub fn due(&self) -> Option<Instant> {
+        let (_, since) = self.left.filter(|_| self.suppressed > 0)?;
+        Some(since + self.interval)
+    }
+
     /// Whether a line may be logged at `now`; if so, how many were held back since the last.
     pub fn admit(&mut self, now: Instant) -> Option<u64> {
-        let (tokens, since) = self.left.get_or_insert((BURST, now));
-        let earned = now.saturating_duration_since(*since).as_nanos() / INTERVAL.as_nanos();
+        let (tokens, since) = self.left.get_or_insert((self.burst, now));
+        let earned = now.saturating_duration_since(*since).as_nanos() / self.interval.as_nanos();
         if earned > 0 {
             *tokens = tokens
                 .saturating_add(u32::try_from(earned).unwrap_or(u32::MAX))
-                .min(BURST);
+                .min(self.burst);
             *since = now;
         }
         if *tokens == 0 {
@@ -61,6 +87,7 @@ mod tests {
         assert_eq!(limit.admit(t + Duration::from_millis(999)), None);
         assert_eq!(limit.admit(t + Duration::from_secs(1)), Some(991));
         assert_eq!(limit.admit(t + Duration::from_secs(1)), None);
+        assert_eq!(limit.due(), Some(t + Duration::from_secs(2)));
         let later = t + Duration::from_secs(3600);
         let passed = (0..1000).filter(|_| limit.admit(later).is_some()).count();
         assert_eq!(passed, 10, "silence earns a burst again, not more");

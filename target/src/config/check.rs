@@ -773,6 +773,7 @@ fn log(raw: raw::Log) -> Checked<Log> {
             None | Some(raw::LogFormat::Text) => LogFormat::Text,
             Some(raw::LogFormat::Json) => LogFormat::Json,
         },
+        audit: raw.audit.is_none_or(|audit| audit.0),
     })
 }
 

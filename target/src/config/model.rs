@@ -566,6 +566,8 @@ pub struct Log {
     pub filter: String,
     /// In which form.
     pub format: LogFormat,
+    /// Whether the [audit log](crate::audit) is part of it.
+    pub audit: bool,
 }
 
 /// The form of the log.

@@ -393,4 +393,6 @@ pub(super) struct Log {
     pub(super) filter: Option<Located<String>>,
     /// Lines for people, or JSON.
     pub(super) format: Option<LogFormat>,
+    /// Whether logins, denials and changes are logged whatever the filter says; on by default.
+    pub(super) audit: Option<OnOff>,
 }

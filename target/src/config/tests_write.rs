@@ -212,6 +212,7 @@ fn any_config(seed: u64) -> String {
         "metrics: { listen: '[::]:9909', remote: true }",
         "state: { directory: \"/var/lib/some where\" }",
         "log: { filter: \"info,riser_target=debug\", format: json }",
+        "log: { audit: off }",
     ];
     let mut seen: Vec<&str> = Vec::new();
     for line in rest {

@@ -340,5 +340,6 @@ fn log(log: &Log) -> Tree {
     let filter = Some(log.filter.as_str()).filter(|filter| *filter != "info");
     map.text("filter", filter);
     map.text("format", (log.format == LogFormat::Json).then_some("json"));
+    map.text("audit", (!log.audit).then_some("off"));
     map.tree()
 }

@@ -51,6 +51,7 @@ use self::history::{Entry, History};
 use self::http::Listening;
 use self::view::Changes;
 use self::watchdog::Watchdog;
+use crate::audit::{self, Asked};
 use crate::backend::OpenError;
 use crate::config::{Config, Location, diff};
 use crate::server::reload::{self, ChangeError};
@@ -104,6 +105,11 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
         let (requests, queue) = mpsc::channel(WAITING);
         let metrics = start(|| open_metrics(&config, &requests))?;
         let admin = admin(&config.admin, requests.clone())?;
+        let asked = Asked {
+            who: "riserd",
+            how: "start",
+        };
+        audit::changed(asked, &revision(&config.to_yaml()), &[]);
         let control = Control {
             server,
             reread: source.reread,
@@ -296,10 +302,14 @@ impl Control<'_> {
                 .map(|()| serde_json::Value::Null)
                 .map_err(|why| Failure::Refused { why, errno: None }),
             Ask::Config => self.kept().and_then(|kept| to_json(&kept)),
-            Ask::Apply { text, replaces } => self
-                .check_revision(replaces.as_deref())
-                .and_then(|()| parse(&text))
-                .and_then(|config| to_json(&self.apply(config, who, "apply")?)),
+            Ask::Apply { text, replaces } => {
+                let how = "apply";
+                let config = self
+                    .check_revision(replaces.as_deref())
+                    .and_then(|()| parse(&text))
+                    .inspect_err(|failure| self.reject(Asked { who, how }, failure));
+                config.and_then(|config| to_json(&self.apply(config, Asked { who, how })?))
+            }
             Ask::Diff(text) => parse(&text).and_then(|config| to_json(&self.changes(&config))),
             Ask::Rollback(back) => self.roll_back(back, who).and_then(|done| to_json(&done)),
             Ask::Reload => self
@@ -346,7 +356,8 @@ impl Control<'_> {
     }
 
     /// Applies a configuration and keeps it, or does neither; says in the log what came of it.
-    fn apply(&mut self, config: Config, who: &str, how: &str) -> Result<Changes, Failure> {
+    fn apply(&mut self, config: Config, asked: Asked<'_>) -> Result<Changes, Failure> {
+        let Asked { who, how } = asked;
         let changes = diff(self.server.config(), &config);
         let stays = |listening: &Listening| {
             let wanted = config.metrics.as_ref();
@@ -374,7 +385,8 @@ impl Control<'_> {
                 if !keeps_metrics {
                     self.metrics = metrics;
                 }
-                tracing::info!(who, how, changes = changes.len(), "configuration applied");
+                let revision = revision(&self.server.config().to_yaml());
+                audit::changed(asked, &revision, &changes);
                 for change in &changes {
                     tracing::info!(path = %change.path, old = %change.old, new = %change.new, "changed");
                 }
@@ -382,7 +394,7 @@ impl Control<'_> {
                 Ok(Changes { changes, refused })
             }
             Err(error) => {
-                tracing::error!(who, how, %error, "configuration not applied");
+                self.reject(asked, &error);
                 let (why, errno) = (error.to_string(), errno(&error));
                 Err(Failure::Refused { why, errno })
             }
@@ -391,28 +403,38 @@ impl Control<'_> {
 
     /// Applies the configuration so many before the present one.
     fn roll_back(&mut self, back: usize, who: &str) -> Result<Changes, Failure> {
+        let how = format!("rollback {back}");
         let Some(entry) = self.history.entries().get(back) else {
             let kept = self.history.entries().len();
             let why = format!("there is no configuration {back} before; {kept} are kept");
+            self.reject(Asked { who, how: &how }, &why);
             return Err(Failure::Refused { why, errno: None });
         };
         let config = parse(&entry.yaml)?;
-        self.apply(config, who, &format!("rollback {back}"))
+        self.apply(config, Asked { who, how: &how })
     }
 
     /// Reads the configuration file again and applies it.
     fn reload(&mut self, who: &str) -> Result<(), Failure> {
+        let how = "reload";
+        let asked = Asked { who, how };
         notify(&[NotifyState::Reloading]);
         let applied = match (self.reread)() {
-            Ok(config) => self.apply(config, who, "reload").map(|_| ()),
+            Ok(config) => self.apply(config, asked).map(|_| ()),
             Err(error) => {
-                tracing::error!(%error, "configuration not applied");
+                self.reject(asked, &error);
                 let (why, errno) = (error, None);
                 Err(Failure::Refused { why, errno })
             }
         };
         notify(&[NotifyState::Ready]);
         applied
+    }
+
+    /// Says in the audit log that a configuration is not served.
+    fn reject(&self, asked: Asked<'_>, reason: &dyn std::fmt::Display) {
+        let stays = revision(&self.server.config().to_yaml());
+        audit::rejected(asked, &stays, reason);
     }
 
     fn shut_down(self, why: &str) -> Result<(), ServerError> {

@@ -35,6 +35,7 @@ use super::channel::{Action, Channel, Cx, Phase};
 use super::command::End;
 use super::datamover::{Datamover, Progress, Start};
 use super::task::{Incoming, TaskIdx, TaskState};
+use crate::audit::Parting;
 use crate::execution::Execution;
 use crate::pool::{Buffer, Pool};
 use crate::srp::TaskRef;
@@ -134,6 +135,7 @@ impl<D: Datamover> Channel<D> {
             Phase::Closing => self.allegiance.detached,
             Phase::Login | Phase::Joining | Phase::LoggingOut(_) => false,
         };
+        self.ended.get_or_insert(Parting::Lost);
         let Some(retention) = self.retention().filter(|_| retains) else {
             return self.drop_connection();
         };
@@ -147,6 +149,7 @@ impl<D: Datamover> Channel<D> {
 
     /// Another connection has logged this one out for recovery, or takes its place.
     pub fn handle_detach(&mut self, cx: &mut Cx<'_>) {
+        self.ended.get_or_insert(Parting::Terminated);
         let can = match self.phase {
             Phase::FullFeature | Phase::CleanupWait | Phase::Retaining => {
                 self.retention().is_some()

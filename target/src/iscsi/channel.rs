@@ -31,6 +31,7 @@ use super::report::Counters;
 use super::task::{Task, TaskIdx};
 use super::text::TextState;
 use super::window::{Member, WINDOWS, Window};
+use crate::audit::Parting;
 use crate::log::RateLimit;
 use crate::pool::{Buffer, Pool};
 use crate::srp::{LunMap, SendIdx, TaskRef, UnitIdx};
@@ -249,6 +250,8 @@ pub struct Channel<D> {
     pub(super) awaits_others: bool,
     /// The initiator has said goodbye, and was answered.
     pub(super) logged_out: bool,
+    /// Why the connection came to its end, once it has.
+    pub(super) ended: Option<Parting>,
     /// Contexts that wait for pool memory, oldest first; each once.
     pub(super) pool_waiters: VecDeque<TaskIdx>,
     pub(super) text: TextState,
@@ -317,6 +320,7 @@ impl<D: Datamover> Channel<D> {
             entering: None,
             awaits_others: false,
             logged_out: false,
+            ended: None,
             pool_waiters: VecDeque::new(),
             text: TextState::default(),
             cid: Cid(0),
@@ -445,6 +449,7 @@ impl<D: Datamover> Channel<D> {
     pub fn handle_broken(&mut self, cx: &mut Cx<'_>, event: SessionEvent, error: impl Display) {
         cx.gate.count(event);
         warn_limited!(self.complaints, cx.now, %error, "the connection is broken");
+        self.ended.get_or_insert(Parting::Protocol);
         self.lose_connection(cx.now);
         self.settle(cx);
     }
@@ -494,6 +499,7 @@ impl<D: Datamover> Channel<D> {
             if self.ping.is_some() {
                 cx.gate.count(SessionEvent::TimedOut);
                 warn_limited!(self.complaints, cx.now, "the initiator does not answer");
+                self.ended.get_or_insert(Parting::Silent);
                 self.lose_connection(cx.now);
             } else {
                 self.send_ping(cx.now);
@@ -507,6 +513,17 @@ impl<D: Datamover> Channel<D> {
         self.is_connected = false;
         self.lose_connection(cx.now);
         self.settle(cx);
+    }
+
+    /// The initiator has closed the connection; [`Channel::handle_disconnected`] follows.
+    pub fn note_closed(&mut self) {
+        self.ended.get_or_insert(Parting::Closed);
+    }
+
+    /// Why the connection came to its end.
+    #[must_use]
+    pub fn end(&self) -> Parting {
+        self.ended.unwrap_or(Parting::Lost)
     }
 
     /// The initiator may use other units from now on. Commands under way go on.

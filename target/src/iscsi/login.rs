@@ -12,7 +12,6 @@ use riser_scsi::nexus::NexusId;
 use super::channel::{Admitted, Channel, Cx, Gate, Phase, Session};
 use super::datamover::Datamover;
 use crate::srp::LunMap;
-use crate::warn_limited;
 
 /// A login that has succeeded, before its last answer is sent.
 #[derive(Debug)]
@@ -65,7 +64,6 @@ impl<D: Datamover> Channel<D> {
             Outcome::Continue => send(self, answer.text),
             Outcome::Failed => {
                 send(self, answer.text);
-                warn_limited!(self.complaints, cx.now, %status, "login refused");
                 cx.gate.refused(status, self.login.identity());
                 self.close(cx.now);
             }

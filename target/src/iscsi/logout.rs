@@ -11,6 +11,7 @@ use super::channel::{Action, Channel, Cx, Others, Phase};
 use super::command::End;
 use super::datamover::Datamover;
 use super::task::{TaskIdx, TaskState};
+use crate::audit::Parting;
 use crate::pool::Pool;
 use crate::stats::SessionEvent;
 
@@ -20,12 +21,14 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 impl<D: Datamover> Channel<D> {
     /// Another login takes the session's place, or the target goes: the connection is cut.
     pub fn handle_terminate(&mut self, cx: &mut Cx<'_>) {
+        self.ended.get_or_insert(Parting::Terminated);
         self.drop_connection();
         self.settle(cx);
     }
 
     /// The target goes: the initiator is asked to log out, and the connection cut at `until`.
     pub fn handle_shutdown(&mut self, cx: &mut Cx<'_>, until: Instant) {
+        self.ended.get_or_insert(Parting::Shutdown);
         if self.phase == Phase::FullFeature {
             let seconds = until.saturating_duration_since(cx.now).as_secs();
             self.send(
@@ -60,6 +63,7 @@ impl<D: Datamover> Channel<D> {
             }
             LogoutReason::CloseSession | LogoutReason::CloseConnection => {}
         }
+        self.ended.get_or_insert(Parting::Logout);
         // Whoever leaves misses no answer.
         self.on_acknowledged(cx, None);
         self.phase = Phase::LoggingOut(request.itt);

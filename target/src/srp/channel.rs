@@ -26,6 +26,7 @@ use super::login::{ChannelParams, OWN_MESSAGES};
 use super::teardown::Own;
 use super::transfer::{PortionLimits, RdmaWr};
 use super::unit::{LunMap, TaskRef};
+use crate::audit::Parting;
 use crate::log::RateLimit;
 use crate::pool::Pool;
 use crate::stats::{Accounts, Functions};
@@ -130,6 +131,8 @@ pub struct Channel {
     pub(super) counters: Counters,
     /// Functions answered, and how.
     pub(super) functions: Functions,
+    /// Why it came to its end, once it has.
+    pub(super) ended: Option<Parting>,
     /// Where commands are counted, by unit.
     pub(super) accounts: Accounts,
     pub(super) complaints: RateLimit,
@@ -169,6 +172,7 @@ impl Channel {
             actions: VecDeque::with_capacity(2 * receives as usize),
             counters: Counters::default(),
             functions: Functions::default(),
+            ended: None,
             accounts: Accounts::default(),
             complaints: RateLimit::default(),
             config,
@@ -213,6 +217,17 @@ impl Channel {
     #[must_use]
     pub fn accounts(&self) -> &Accounts {
         &self.accounts
+    }
+
+    /// The initiator has closed the connection; [`Channel::handle_disconnected`] follows.
+    pub fn note_closed(&mut self) {
+        self.ended.get_or_insert(Parting::Closed);
+    }
+
+    /// Why it came to its end.
+    #[must_use]
+    pub fn end(&self) -> Parting {
+        self.ended.unwrap_or(Parting::Lost)
     }
 
     /// Its request limit.

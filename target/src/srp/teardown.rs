@@ -18,6 +18,7 @@ use super::command::End;
 use super::ioctx::{IoctxState, SendIdx};
 use super::login::MAX_TI_IU;
 use super::unit::{LunMap, UnitIdx};
+use crate::audit::Parting;
 use crate::pool::Pool;
 
 /// How long a T_LOGOUT may take to be sent before the connection ends without it.
@@ -77,6 +78,7 @@ impl Channel {
     /// The target is shutting down: commands under way may finish until `until`, then the initiator
     /// is logged out.
     pub fn handle_shutdown(&mut self, cx: &mut Cx<'_>, until: Instant) {
+        self.ended.get_or_insert(Parting::Shutdown);
         match self.state {
             ChState::Live => {
                 self.own.stopping = Some(until);
@@ -90,6 +92,7 @@ impl Channel {
 
     /// Something else ends the channel: a new login of the same nexus, or an administrator.
     pub fn handle_terminate(&mut self, cx: &mut Cx<'_>, reason: TLogoutReason) {
+        self.ended.get_or_insert(Parting::Terminated);
         self.logout(cx, reason);
         self.settle_round(cx);
     }
@@ -152,6 +155,7 @@ impl Channel {
 
     /// Logs the initiator out, then disconnects.
     pub(super) fn logout(&mut self, cx: &mut Cx<'_>, reason: TLogoutReason) {
+        self.ended.get_or_insert(Parting::Protocol);
         match self.state {
             ChState::Live => {
                 self.state = ChState::Disconnecting;
@@ -169,6 +173,7 @@ impl Channel {
     }
 
     pub(super) fn on_i_logout(&mut self, cx: &mut Cx<'_>) {
+        self.ended.get_or_insert(Parting::Logout);
         self.disconnect(cx);
     }
 
@@ -183,6 +188,7 @@ impl Channel {
     }
 
     pub(super) fn on_queue_pair_error(&mut self, cx: &mut Cx<'_>) {
+        self.ended.get_or_insert(Parting::Lost);
         if !matches!(self.state, ChState::Draining | ChState::Disconnected) {
             self.disconnect(cx);
         }

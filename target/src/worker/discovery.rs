@@ -1,6 +1,8 @@
 //! Answers device-management MADs, so that initiators find targets on networks without a subnet
 //! manager: one slot for each I/O controller, one service for each of its portals.
 
+use std::net::IpAddr;
+
 use riser_memory::{MemSlice, Memory};
 use riser_transport::verbs::{
     Access, AhAttr, CmError, CqId, Gid, LKey, Notify, QKey, QpAttr, QpCap, QpId, QpInitAttr,
@@ -224,7 +226,14 @@ impl DiscoveryAgent {
     }
 
     /// Takes what arrived, and answers it.
-    pub(super) fn poll(&mut self, dev: &mut dyn Device, cq: CqId) {
+    ///
+    /// `tell` is told of whoever asks which controllers there are, and how many there are.
+    pub(super) fn poll(
+        &mut self,
+        dev: &mut dyn Device,
+        cq: CqId,
+        tell: &mut dyn FnMut(IpAddr, usize),
+    ) {
         if cq != self.cq {
             return;
         }
@@ -236,7 +245,13 @@ impl DiscoveryAgent {
                 let slot = completion.wr_id.0 as usize;
                 let answered = completion.opcode.is_recv()
                     && completion.status.is_ok()
-                    && self.answer(dev, slot, completion.byte_len as usize, completion.src_qp);
+                    && self.answer(
+                        dev,
+                        slot,
+                        completion.byte_len as usize,
+                        completion.src_qp,
+                        tell,
+                    );
                 if !answered {
                     // A send is over, or nothing is to be sent: the slot takes the next request.
                     self.post_recv(dev, slot);
@@ -250,7 +265,14 @@ impl DiscoveryAgent {
     }
 
     /// Sends the answer to a request; `false` if there is none.
-    fn answer(&self, dev: &mut dyn Device, slot: usize, len: usize, src_qp: u32) -> bool {
+    fn answer(
+        &self,
+        dev: &mut dyn Device,
+        slot: usize,
+        len: usize,
+        src_qp: u32,
+        tell: &mut dyn FnMut(IpAddr, usize),
+    ) -> bool {
         let mut bytes = [0; RECV_LEN];
         self.memory.read(slot * RECV_LEN, &mut bytes);
         let Some(mad) = bytes.get(GRH..len.clamp(GRH, RECV_LEN)) else {
@@ -259,10 +281,14 @@ impl DiscoveryAgent {
         let Some(reply) = self.unit.answer(mad) else {
             return false;
         };
+        let source = source_gid(&bytes[..GRH]);
+        if is_first_question(mad) {
+            tell(source.ip(), self.unit.controllers.len());
+        }
         let at = SEND_BASE + slot * MAD_LEN;
         self.memory.write(at, &reply);
         let attr = AhAttr {
-            dgid: source_gid(&bytes[..GRH]),
+            dgid: source,
             sgid_index: 0,
             hop_limit: 64,
             traffic_class: 0,
@@ -287,6 +313,13 @@ impl DiscoveryAgent {
         let _ = dev.destroy_ah(ah);
         sent
     }
+}
+
+/// Whether a request is the one that a search for targets begins with.
+fn is_first_question(mad: &[u8]) -> bool {
+    DmHeader::parse(mad).is_ok_and(|(request, _)| {
+        request.method == Method::Get && request.attribute == Attribute::IoUnitInfo
+    })
 }
 
 /// Who sent a datagram: the source of the IPv6 header, or of the IPv4 header in its last 20 bytes.

@@ -6,6 +6,7 @@
 )]
 
 use std::cmp::Reverse;
+use std::net::IpAddr;
 
 use riser_memory::MemSlice;
 use riser_scsi::step::{BlockOp, StepResult};
@@ -14,6 +15,8 @@ use riser_transport::verbs::{AsyncEvent, CmEventKind, Completion, CqId, Notify, 
 use super::exec::{Owner, Work};
 use super::mail::Mail;
 use super::{CQ_BATCH, Endpoint, Flushing, GRACE, Phase, Report, Worker, WorkerError};
+use crate::audit::Who;
+use crate::config::Protocol;
 use crate::iscsi::TakeOver;
 use crate::iscsi::iser::IserChannel;
 use crate::srp::{Channel, RecvIdx};
@@ -57,7 +60,7 @@ impl Worker {
 
     fn on_cm_event(&mut self, device: usize, cm: riser_transport::verbs::CmId, kind: CmEventKind) {
         let key = self.by_cm.get(&(device, cm)).copied();
-        match (kind, key) {
+        match (&kind, key) {
             (
                 CmEventKind::ConnectRequest {
                     listener,
@@ -65,7 +68,7 @@ impl Worker {
                     param,
                 },
                 _,
-            ) => self.on_connect_request(device, cm, listener, peer, &param),
+            ) => self.on_connect_request(device, cm, *listener, *peer, param),
             (CmEventKind::Established { .. }, Some(place)) => self.on_established(place),
             (
                 CmEventKind::Disconnected
@@ -75,7 +78,11 @@ impl Worker {
                 | CmEventKind::DeviceRemoval,
                 Some(Endpoint::Srp(key)),
             ) => {
-                self.sessions[key].is_closed = true;
+                let session = &mut self.sessions[key];
+                session.is_closed = true;
+                if matches!(kind, CmEventKind::Disconnected) {
+                    session.channel.note_closed();
+                }
                 self.with_channel(key, Channel::handle_disconnected);
             }
             (
@@ -85,7 +92,7 @@ impl Worker {
                 | CmEventKind::Rejected { .. }
                 | CmEventKind::DeviceRemoval,
                 Some(Endpoint::Iser(key)),
-            ) => self.on_iser_closed(key),
+            ) => self.on_iser_closed(key, matches!(kind, CmEventKind::Disconnected)),
             (CmEventKind::Disconnected | CmEventKind::TimewaitExit, None) => {
                 self.end_lingering(Some((device, cm)));
             }
@@ -154,7 +161,20 @@ impl Worker {
         if let Some(place) = self.by_cq.get(&(device, cq)).copied() {
             self.make_ready(place);
         } else if let Some(agent) = &mut self.discovery[device] {
-            agent.poll(&mut self.devices[device], cq);
+            let portal = self.devices.addr(device);
+            let (audit, now) = (&mut self.audit, self.now);
+            let mut tell = |peer: IpAddr, found| {
+                let who = Who {
+                    protocol: Protocol::Srp,
+                    peer: peer.to_string(),
+                    portal: portal.to_string(),
+                    initiator: None,
+                    target: None,
+                    nexus: None,
+                };
+                audit.discovery(now, &who, found);
+            };
+            agent.poll(&mut self.devices[device], cq, &mut tell);
         }
     }
 

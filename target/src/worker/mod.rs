@@ -67,6 +67,7 @@ use riser_transport::rw::{LocalSegment, RemoteSegment, RwContext};
 use riser_transport::verbs::{CmError, CmId, Completion, CqId};
 use slab::Slab;
 
+use crate::audit::Audit;
 use crate::backend::{Driver, DriverConfig, StoreId};
 use crate::config::Protocol;
 use crate::log::RateLimit;
@@ -283,6 +284,7 @@ pub struct Worker {
     /// How long its rounds have taken that had something to do.
     busy: Duration,
     complaints: RateLimit,
+    audit: Audit,
     now: Instant,
 }
 
@@ -379,6 +381,7 @@ impl Worker {
             began: Instant::now(),
             busy: Duration::ZERO,
             complaints: RateLimit::default(),
+            audit: Audit::default(),
             now: Instant::now(),
         };
         let catalog = Arc::clone(&worker.catalog);
@@ -405,6 +408,7 @@ impl Worker {
             }
             now = next;
         }
+        self.audit.finish(now);
         Ok(())
     }
 
@@ -426,6 +430,7 @@ impl Worker {
         self.poll_returns();
         self.poll_unwanted();
         self.poll_phase();
+        self.audit.poll(now);
         // What this round asked for goes out now rather than in the next one.
         if work > 0 {
             for device in self.devices.open_mut() {
@@ -470,6 +475,7 @@ impl Worker {
             lingering,
             phase,
             self.driver.poll_deadline(),
+            self.audit.deadline(),
         ]
         .into_iter()
         .flatten()

@@ -1,5 +1,6 @@
 //! Logins, and what a channel holds besides its machine.
 
+use std::fmt::Display;
 use std::net::SocketAddr;
 use std::time::Instant;
 
@@ -16,10 +17,10 @@ use super::mail::Mail;
 use super::registry::{ChannelRef, Entered, NexusKey};
 use super::target::{Entrance, Serves};
 use super::{Endpoint, LINGER, PATIENCE, Phase, Worker};
+use crate::audit::Who;
 use crate::config::Protocol;
 use crate::srp::transfer::MAX_SGE;
 use crate::srp::{ChState, Channel, ChannelConfig, ChannelParams, SessionMemory};
-use crate::warn_limited;
 
 /// Incoming READs and atomics that we allow: initiators have no business reading our memory.
 pub(super) const RESPONDER_RESOURCES: u8 = 1;
@@ -144,8 +145,10 @@ impl Worker {
         param: &ConnParam,
     ) {
         let Some(listener) = self.listeners.get(&(device, listener)).copied() else {
+            // It is being closed.
+            let who = self.who_srp(device, None, peer, None);
             let reason = LoginRejReason::UnableToEstablishChannel;
-            return self.refuse(device, cm, Tag(0), reason);
+            return self.refuse(device, cm, Tag(0), reason, &who, None);
         };
         let entrance = listener.entrance;
         let parsed = match (listener.serves, entrance) {
@@ -158,8 +161,9 @@ impl Worker {
         let req = match parsed {
             Ok(req) => req,
             Err(error) => {
-                warn_limited!(self.complaints, self.now, %peer, %error, "malformed login");
-                return self.refuse(device, cm, Tag(0), LoginRejReason::UnableToEstablishChannel);
+                let who = self.who_srp(device, Some(entrance), peer, None);
+                let reason = LoginRejReason::UnableToEstablishChannel;
+                return self.refuse(device, cm, Tag(0), reason, &who, Some(&error));
             }
         };
         let serial = self.next_serial;
@@ -172,20 +176,16 @@ impl Worker {
             serial,
         };
         let shared = std::sync::Arc::clone(&self.shared);
-        let entered = match shared.registry.login(&req, peer, channel) {
-            Ok(entered) => entered,
-            Err(reason) => {
-                warn_limited!(
-                    self.complaints, self.now,
-                    %peer, initiator = %req.initiator_port, target = %req.target_port, %reason,
-                    "login refused"
-                );
-                return self.refuse(device, cm, req.tag, reason);
-            }
-        };
         let key = NexusKey {
             initiator: req.initiator_port,
             target: req.target_port,
+        };
+        let mut who = self.who_srp(device, Some(entrance), peer, Some(&key));
+        let entered = match shared.registry.login(&req, peer, channel) {
+            Ok(entered) => entered,
+            Err(reason) => {
+                return self.refuse(device, cm, req.tag, reason, &who, None);
+            }
         };
         for other in &entered.terminate {
             let mail = Mail::Terminate {
@@ -201,21 +201,59 @@ impl Worker {
             Ok(memory) => {
                 self.log_out_unserved();
                 self.logins.count(Protocol::Srp);
-                tracing::info!(
-                    %peer, initiator = %key.initiator, target = %key.target,
-                    nexus = nexus.0, channel = serial, worker = self.index,
-                    memory = memory.total(), "logged in"
+                who.nexus = Some(nexus.0);
+                // It may have met a target that was not known here before.
+                who.target = self.who_srp(device, None, peer, Some(&key)).target;
+                self.audit.login(self.now, &who);
+                tracing::debug!(
+                    %peer, nexus = nexus.0, channel = serial, worker = self.index,
+                    memory = memory.total(), "channel made"
                 );
             }
             Err(error) => {
                 shared.registry.logout(key, channel);
-                warn_limited!(self.complaints, self.now, %peer, %error, "cannot make a channel");
-                self.refuse(device, cm, req.tag, LoginRejReason::InsufficientResources);
+                let reason = LoginRejReason::InsufficientResources;
+                self.refuse(device, cm, req.tag, reason, &who, Some(&error));
             }
         }
     }
 
-    fn refuse(&mut self, device: usize, cm: CmId, tag: Tag, reason: LoginRejReason) {
+    /// Who is at the other end of a connection, for the audit log.
+    fn who_srp(
+        &self,
+        device: usize,
+        entrance: Option<Entrance>,
+        peer: SocketAddr,
+        key: Option<&NexusKey>,
+    ) -> Who {
+        let addr = self.devices.addr(device);
+        let target = key.map(|key| match self.catalog.target_of(&key.target) {
+            Some(target) => target.config.name.clone(),
+            None => key.target.to_string(),
+        });
+        Who {
+            protocol: Protocol::Srp,
+            peer: peer.to_string(),
+            portal: match entrance {
+                Some(Entrance::Port(port)) => SocketAddr::new(addr, port).to_string(),
+                _ => addr.to_string(),
+            },
+            initiator: key.map(|key| key.initiator.to_string()),
+            target,
+            nexus: None,
+        }
+    }
+
+    fn refuse(
+        &mut self,
+        device: usize,
+        cm: CmId,
+        tag: Tag,
+        reason: LoginRejReason,
+        who: &Who,
+        detail: Option<&dyn Display>,
+    ) {
+        self.audit.denied(self.now, who, reason.name(), detail);
         self.rejects.count((Protocol::Srp, reason.name()));
         let rej = LoginRej {
             reason,
@@ -433,10 +471,12 @@ impl Worker {
             self.lingering
                 .push((session.device, session.cm, self.now + LINGER));
         }
-        tracing::info!(
-            peer = %session.peer, initiator = %session.key.initiator,
-            nexus = session.channel.nexus().0, channel = serial, "logged out"
-        );
+        let (device, entrance) = (session.device, Some(session.entrance));
+        let who = Who {
+            nexus: Some(session.channel.nexus().0),
+            ..self.who_srp(device, entrance, session.peer, Some(&session.key))
+        };
+        self.audit.end(self.now, &who, session.channel.end());
     }
 
     /// Ends identifiers whose goodbye was answered, or was not in time.

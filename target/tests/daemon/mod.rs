@@ -26,6 +26,14 @@ impl Daemon {
         Self::start_as(name, |daemon| daemon.write("targets: []\n"))
     }
 
+    /// A daemon of this configuration, whose log is kept.
+    pub(crate) fn start_logging(name: &str, text: &str) -> Self {
+        Self::start_as(name, |daemon| {
+            daemon.write(text);
+            std::fs::write(daemon.log(), "").unwrap();
+        })
+    }
+
     fn start_as(name: &str, configure: impl FnOnce(&Self)) -> Self {
         let dir = std::env::temp_dir().join(format!("riserd-admin-{}-{name}", std::process::id()));
         std::fs::create_dir_all(&dir).unwrap();
@@ -49,7 +57,8 @@ impl Daemon {
             .arg(daemon.dir.join("riserd.yaml"))
             .args(more)
             .env("CREDENTIALS_DIRECTORY", &daemon.dir)
-            .stderr(Stdio::null())
+            .env_remove("RUST_LOG")
+            .stderr(daemon.stderr())
             .spawn()
             .unwrap();
         let until = Instant::now() + Duration::from_secs(20);
@@ -85,6 +94,16 @@ impl Daemon {
             self.dir.join("state").display()
         );
         std::fs::write(self.dir.join("riserd.yaml"), text).unwrap();
+    }
+
+    /// Where its log is, if it is kept.
+    pub(crate) fn log(&self) -> PathBuf {
+        self.dir.join("riserd.log")
+    }
+
+    fn stderr(&self) -> Stdio {
+        let file = std::fs::OpenOptions::new().append(true).open(self.log());
+        file.map_or_else(|_| Stdio::null(), Stdio::from)
     }
 
     pub(crate) fn socket(&self) -> PathBuf {

@@ -157,6 +157,11 @@ impl IserChannel {
         &self.channel
     }
 
+    /// The initiator has closed the connection.
+    pub fn note_closed(&mut self) {
+        self.channel.note_closed();
+    }
+
     /// What was fixed when it was made.
     #[must_use]
     pub fn params(&self) -> &IserParams {

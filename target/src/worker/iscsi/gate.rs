@@ -9,13 +9,14 @@ use riser_scsi::iscsi::keys::{Key, Offer};
 use riser_scsi::iscsi::login::{Identity, Joined, Refusal, Terms};
 use riser_scsi::iscsi::name::{Found, IscsiName, TargetAddress};
 use riser_scsi::iscsi::pdu::LoginStatus;
-use riser_scsi::iscsi::{Cid, CmdSn};
+use riser_scsi::iscsi::{Cid, CmdSn, Isid};
 use riser_scsi::nexus::{Nexus, PortName, TargetPort};
 
 use super::super::Shared;
 use super::super::registry::ChannelRef;
 use super::super::target::{Catalog, IscsiDef, TargetDef};
 use super::sessions::{Ending, Entered, Session, SessionKey};
+use crate::audit::{Audit, Who};
 use crate::config::Protocol;
 use crate::iscsi::iser::IserParams;
 use crate::iscsi::{Admitted, Gate, Window};
@@ -65,6 +66,8 @@ pub(in crate::worker) struct WorkerGate<'a> {
     pub(in crate::worker) ending: &'a mut Vec<(ChannelRef, Ending)>,
     /// Logins that succeeded.
     pub(in crate::worker) logins: &'a mut Tally<Protocol>,
+    /// The audit log.
+    pub(in crate::worker) audit: &'a mut Audit,
     /// Logins that failed.
     pub(in crate::worker) rejects: &'a mut Tally<(Protocol, &'static str)>,
 }
@@ -143,6 +146,14 @@ impl<'a> WorkerGate<'a> {
 
     fn offer(&self) -> Offer {
         self.transport.offer(self.commands)
+    }
+
+    fn place(&self) -> Connected {
+        Connected {
+            transport: self.transport,
+            listen: self.listen,
+            peer: self.peer,
+        }
     }
 
     /// The target that listens here under a name, and its portal group.
@@ -256,17 +267,16 @@ impl Gate for WorkerGate<'_> {
             let how = Ending::of_reinstatement(&session.params);
             (tsih, session, taken, how)
         };
-        tracing::info!(
-            peer = %self.peer, initiator = %identity.initiator, isid = %identity.isid,
-            target = name.map_or("discovery", |name| name.as_str()), nexus = session.nexus.0,
-            tsih = tsih.0, cid = identity.cid.0, "logged in"
-        );
-        *self.entered = Some(Entered {
+        let entered = Entered {
             initiator: identity.initiator.clone(),
+            isid: identity.isid,
             target: name.cloned(),
             tsih,
             nexus: session.nexus,
-        });
+        };
+        let who = self.place().who(self.catalog, &entered);
+        self.audit.login(self.now, &who);
+        *self.entered = Some(entered);
         self.logins.count(self.transport.protocol());
         if let Some(target) = name.and_then(|name| self.catalog.target_named(name)) {
             target.counts.count_login();
@@ -283,6 +293,13 @@ impl Gate for WorkerGate<'_> {
     }
 
     fn refused(&mut self, status: LoginStatus, identity: Option<&Identity>) {
+        let mut who = self.place().nobody();
+        if let Some(identity) = identity {
+            let name = identity.target.as_ref().filter(|_| !identity.discovery);
+            who.initiator = Some(port_name(&identity.initiator, identity.isid));
+            who.target = name.map(|name| target_name(self.catalog, name));
+        }
+        self.audit.denied(self.now, &who, status.name(), None);
         let protocol = self.transport.protocol();
         self.rejects.count((protocol, status.name()));
         let Some(identity) = identity.filter(|identity| !identity.discovery) else {
@@ -342,7 +359,60 @@ impl Gate for WorkerGate<'_> {
                         .collect(),
                 })
         });
-        visible.collect()
+        let visible: Vec<Found> = visible.collect();
+        let place = self.place();
+        let who = match self.entered.as_ref() {
+            Some(entered) => place.who(self.catalog, entered),
+            None => place.nobody(),
+        };
+        self.audit.discovery(self.now, &who, visible.len());
+        visible
+    }
+}
+
+/// Where a connection is, for the audit log.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::worker) struct Connected {
+    pub(in crate::worker) transport: Transport,
+    pub(in crate::worker) listen: SocketAddr,
+    pub(in crate::worker) peer: SocketAddr,
+}
+
+impl Connected {
+    /// Somebody there who has not logged in.
+    pub(in crate::worker) fn nobody(self) -> Who {
+        Who {
+            protocol: self.transport.protocol(),
+            peer: self.peer.to_string(),
+            portal: self.listen.to_string(),
+            initiator: None,
+            target: None,
+            nexus: None,
+        }
+    }
+
+    /// Somebody there who has.
+    pub(in crate::worker) fn who(self, catalog: &Catalog, entered: &Entered) -> Who {
+        let target = entered.target.as_ref();
+        Who {
+            initiator: Some(port_name(&entered.initiator, entered.isid)),
+            target: target.map(|name| target_name(catalog, name)),
+            nexus: target.map(|_| entered.nexus.0),
+            ..self.nobody()
+        }
+    }
+}
+
+/// An initiator port as `riserd sessions` has it.
+fn port_name(initiator: &IscsiName, isid: Isid) -> String {
+    format!("{initiator},{isid}")
+}
+
+/// A target's name in the configuration, or what an initiator calls it.
+fn target_name(catalog: &Catalog, name: &IscsiName) -> String {
+    match catalog.target_named(name) {
+        Some(target) => target.config.name.clone(),
+        None => name.to_string(),
     }
 }
 

@@ -32,10 +32,11 @@ use super::mail::{IscsiSession, Mail, SessionAccount};
 use super::registry::ChannelRef;
 use super::snapshot::accounts;
 use super::{PATIENCE, Stalled, Worker};
+use crate::audit::Parting;
 use crate::config::Protocol;
 use crate::iscsi::{Action, Counters, Cx, Member, Others, Phase, TaskIdx, TcpChannel};
 use crate::stats::Functions;
-use gate::{Transport, WorkerGate, is_served};
+use gate::{Connected, Transport, WorkerGate, is_served};
 use sessions::{Ending, Entered};
 use socket::{Connection, Listener};
 
@@ -145,6 +146,7 @@ impl Worker {
             commands: conn.channel.channel().config().commands,
             entered: &mut conn.entered,
             ending: &mut ending,
+            audit: &mut self.audit,
             logins: &mut self.logins,
             rejects: &mut self.rejects,
         };
@@ -356,7 +358,13 @@ impl Worker {
             let channel = conn.channel.channel();
             channel.accounts().keep(entered.initiator.as_str());
             let logged_out = channel.has_logged_out();
-            self.leave_iscsi(entered, conn.serial, logged_out, conn.peer);
+            let place = Connected {
+                transport: Transport::Tcp,
+                listen: conn.listen,
+                peer: conn.peer,
+            };
+            let why = channel.end();
+            self.leave_iscsi(entered, conn.serial, logged_out, place, why);
         }
     }
 
@@ -366,7 +374,8 @@ impl Worker {
         entered: &Entered,
         serial: u32,
         logged_out: bool,
-        peer: SocketAddr,
+        place: Connected,
+        why: Parting,
     ) {
         let channel = self.channel_ref(serial);
         let sessions = &self.shared.iscsi;
@@ -374,9 +383,8 @@ impl Worker {
         if let Some(address) = left.ended {
             self.shared.registry.close_nexus(address);
         }
-        tracing::info!(
-            %peer, initiator = %entered.initiator, nexus = entered.nexus.0, "logged out"
-        );
+        let who = place.who(&self.catalog, entered);
+        self.audit.end(self.now, &who, why);
         self.notify_waiting(left.notify);
         self.terminate_all(left.terminate);
     }

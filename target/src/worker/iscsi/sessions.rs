@@ -48,6 +48,7 @@ impl SessionKey {
 #[derive(Clone, Debug)]
 pub(in crate::worker) struct Entered {
     pub(in crate::worker) initiator: IscsiName,
+    pub(in crate::worker) isid: Isid,
     /// None in a discovery session.
     pub(in crate::worker) target: Option<IscsiName>,
     pub(in crate::worker) tsih: Tsih,

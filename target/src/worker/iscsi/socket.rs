@@ -17,8 +17,8 @@ use socket2::{Domain, Protocol, SockRef, Socket, Type};
 
 use super::super::Worker;
 use super::Conn;
+use super::gate::{Connected, Transport};
 use crate::iscsi::{Batch, ChannelConfig, Chunk, Phase, TcpChannel};
-use crate::warn_limited;
 
 /// The top byte of our tokens; the kind of operation is in the next one.
 const ISCSI: u64 = 3 << 56;
@@ -196,8 +196,18 @@ impl Worker {
         match fd {
             None => listener.rests_until = Some(self.now + REST),
             Some(fd) => {
-                if let Err(error) = self.open_connection(fd, listen) {
-                    warn_limited!(self.complaints, self.now, %error, "connection refused");
+                let peer = SockRef::from(&fd).peer_addr().ok();
+                let refused = self.open_connection(fd, listen).err();
+                // Whoever is gone already is told nothing, and not told of.
+                if let (Some(error), Some(peer)) = (refused, peer.and_then(|p| p.as_socket())) {
+                    let who = Connected {
+                        transport: Transport::Tcp,
+                        listen,
+                        peer,
+                    }
+                    .nobody();
+                    let reason = "out_of_resources";
+                    self.audit.denied(self.now, &who, reason, Some(&error));
                 }
             }
         }
@@ -269,6 +279,9 @@ impl Worker {
         };
         conn.connection.receiving = false;
         let Some(len) = usize::try_from(result).ok().filter(|len| *len > 0) else {
+            if result == 0 {
+                conn.channel.channel_mut().note_closed();
+            }
             return self.shut_down_socket(key);
         };
         let memory = conn.connection.receive.clone();

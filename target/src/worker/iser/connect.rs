@@ -10,7 +10,7 @@ use super::Conn;
 use crate::config::Protocol;
 use crate::iscsi::iser::{IserChannel, IserConfig, IserParams};
 use crate::srp::transfer::MAX_SGE;
-use crate::warn_limited;
+use crate::worker::iscsi::gate::{Connected, Transport};
 use crate::worker::session::{INITIATOR_DEPTH, Queues, RESPONDER_RESOURCES, SetupError};
 use crate::worker::{Endpoint, LINGER, Phase, Worker};
 
@@ -48,7 +48,15 @@ impl Worker {
             Err("too many connections".to_owned())
         };
         if let Err(error) = accepted {
-            warn_limited!(self.complaints, self.now, %peer, %error, "connection refused");
+            let transport = Transport::Iser;
+            let place = Connected {
+                transport,
+                listen,
+                peer,
+            };
+            let who = place.nobody();
+            self.audit
+                .denied(self.now, &who, "out_of_resources", Some(&error));
             self.rejects.count((Protocol::Iser, "out_of_resources"));
             let dev = &mut self.devices[device];
             // The peer may have given up meanwhile; then there is nobody to tell.
@@ -162,14 +170,23 @@ impl Worker {
             let channel = conn.channel.channel();
             channel.accounts().keep(entered.initiator.as_str());
             let logged_out = channel.has_logged_out();
-            self.leave_iscsi(entered, conn.serial, logged_out, conn.peer);
+            let place = Connected {
+                transport: Transport::Iser,
+                listen: conn.listen,
+                peer: conn.peer,
+            };
+            let why = channel.end();
+            self.leave_iscsi(entered, conn.serial, logged_out, place, why);
         }
     }
 
-    /// The CM says that a connection is over.
-    pub(in crate::worker) fn on_iser_closed(&mut self, key: usize) {
+    /// The CM says that a connection is over; `by_peer` if the initiator has ended it.
+    pub(in crate::worker) fn on_iser_closed(&mut self, key: usize, by_peer: bool) {
         if let Some(conn) = self.isers.conns.get_mut(key) {
             conn.is_closed = true;
+            if by_peer {
+                conn.channel.note_closed();
+            }
         }
         self.with_iser(key, IserChannel::handle_disconnected);
     }

@@ -172,6 +172,7 @@ impl Worker {
             catalog: &self.catalog,
             now: self.now,
             transport: Transport::Iser,
+            audit: &mut self.audit,
             logins: &mut self.logins,
             rejects: &mut self.rejects,
             listen: conn.listen,

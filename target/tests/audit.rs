@@ -1,0 +1,274 @@
+//! The audit log of a running daemon: every kind of event, once, over real connections of every protocol.
+
+#![allow(missing_docs, reason = "a test")]
+
+mod daemon;
+mod gsi;
+mod iser_client;
+mod mini;
+mod tcp;
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::time::{Duration, Instant};
+
+use daemon::Daemon;
+use gsi::Gsi;
+use mini::{Mini, login_req, real};
+use riser_scsi::srp::TargetPortId;
+use riser_transport::roce::{Roce, RoceConfig};
+use riser_transport::wire::dm::{Attribute, Method, Status};
+use serde_json::Value;
+use tcp::Client;
+
+const IQN: &str = "iqn.2026-01.com.example:demo";
+
+/// The target port that the portals' GUID makes.
+fn port() -> TargetPortId {
+    let guid = 0x0200_c0ff_ee00_0001_u64.to_be_bytes();
+    TargetPortId([guid, guid].concat().try_into().unwrap())
+}
+
+fn host(n: u8) -> IpAddr {
+    IpAddr::V4(Ipv4Addr::new(127, 83, 0, n))
+}
+
+/// A daemon that serves a disk over all protocols at an address, and logs nothing but what it must.
+fn daemon(name: &str, n: u8, access: &str) -> Daemon {
+    let address = host(n);
+    let text = format!(
+        "backends: {{ a: {{ kind: ram, size: 1MiB }} }}\n\
+         targets:\n  - name: demo\n    iqn: {IQN}\n    portals:\n      \
+         - {{ protocol: srp, listen: {address}, ioc_guid: 0x0200c0ffee000001 }}\n      \
+         - {{ protocol: iser, listen: {address} }}\n      \
+         - {{ protocol: iscsi, listen: {address} }}\n    \
+         luns: {{ 0: a }}\n    access: {access}\n\
+         log: {{ filter: error, format: json }}\n"
+    );
+    Daemon::start_logging(name, &text)
+}
+
+/// The audit lines so far.
+fn lines(daemon: &Daemon) -> Vec<Value> {
+    let log = std::fs::read_to_string(daemon.log()).unwrap();
+    // The last one may be on its way.
+    let lines = log
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    lines
+        .filter(|line| line["target"] == "riserd::audit")
+        .map(|line| line["fields"].clone())
+        .collect()
+}
+
+/// Waits until there are so many lines of an event, and gives them.
+fn wait_for(daemon: &Daemon, event: &str, count: usize) -> Vec<Value> {
+    let until = Instant::now() + Duration::from_secs(60);
+    loop {
+        let mut found = lines(daemon);
+        found.retain(|line| line["event"] == event);
+        if found.len() >= count {
+            assert_eq!(found.len(), count, "{found:?}");
+            return found;
+        }
+        assert!(
+            Instant::now() < until,
+            "no {count} of {event} in {:?}",
+            lines(daemon)
+        );
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// What every line about an initiator says.
+fn check(line: &Value, protocol: &str, portal: &str, target: Option<&str>) {
+    assert_eq!(line["protocol"], protocol, "{line}");
+    assert_eq!(line["portal"], portal, "{line}");
+    assert_eq!(line.get("target").and_then(Value::as_str), target, "{line}");
+    assert!(line["peer"].as_str().unwrap().starts_with("127."), "{line}");
+}
+
+#[test]
+fn iscsi_logins_their_ends_and_denials_are_told_once() {
+    let daemon = daemon("audit-iscsi", 1, "open");
+    let to = SocketAddr::new(host(1), 3260);
+    let portal = to.to_string();
+    let mut client = Client::login_at(to, IQN, 1, None).unwrap();
+    client.command(&[0; 6], false, 0, &[]);
+    let login = &wait_for(&daemon, "login", 1)[0];
+    check(login, "iscsi", &portal, Some("demo"));
+    let initiator = login["initiator"].as_str().unwrap().to_owned();
+    assert!(
+        initiator.starts_with("iqn.") && initiator.contains(','),
+        "{initiator}"
+    );
+    let nexus = login["nexus"].as_u64().unwrap();
+    drop(client);
+    let end = &wait_for(&daemon, "end", 1)[0];
+    check(end, "iscsi", &portal, Some("demo"));
+    assert_eq!(
+        (end["reason"].as_str(), end["nexus"].as_u64()),
+        (Some("closed"), Some(nexus))
+    );
+    assert_eq!(end["initiator"], initiator.as_str());
+    // A new login takes the old one's place.
+    let _first = Client::login_at(to, IQN, 2, None).unwrap();
+    let _second = Client::login_at(to, IQN, 2, None).unwrap();
+    wait_for(&daemon, "login", 3);
+    assert_eq!(wait_for(&daemon, "end", 2)[1]["reason"], "terminated");
+
+    assert!(Client::login_at(to, "iqn.2026-01.com.example:none", 1, None).is_err());
+    let denied = &wait_for(&daemon, "denied", 1)[0];
+    check(
+        denied,
+        "iscsi",
+        &portal,
+        Some("iqn.2026-01.com.example:none"),
+    );
+    assert_eq!(denied["reason"], "not_found");
+    assert!(denied["initiator"].is_string(), "{denied}");
+}
+
+#[test]
+fn iser_logins_discovery_and_logouts_are_told_once() {
+    let daemon = daemon("audit-iser", 2, "open");
+    let to = SocketAddr::new(host(2), 3260);
+    let portal = to.to_string();
+    let dev = Roce::open(&RoceConfig::new(host(102))).unwrap();
+    let mut client = iser_client::Client::connect(dev, to, true, &mut real).unwrap();
+    client.login(None, 1, &[], &mut real).unwrap();
+    client.send_targets(&mut real);
+    let login = &wait_for(&daemon, "login", 1)[0];
+    check(login, "iser", &portal, None);
+    let discovery = &wait_for(&daemon, "discovery", 1)[0];
+    check(discovery, "iser", &portal, None);
+    assert_eq!(discovery["found"], 1);
+    client.logout(&mut real);
+    let end = &wait_for(&daemon, "end", 1)[0];
+    check(end, "iser", &portal, None);
+    assert_eq!(end["reason"], "logout");
+    client.disconnect(&mut real);
+}
+
+#[test]
+fn srp_logins_their_ends_and_denials_are_told_once() {
+    let daemon = daemon("audit-srp", 3, "[{ address: 127.83.0.103 }]");
+    let to = SocketAddr::new(host(3), 5555);
+    let portal = to.to_string();
+    let dev = Roce::open(&RoceConfig::new(host(103))).unwrap();
+    let mini = Mini::connect(dev, to, &login_req(7, port()), &mut real);
+    let mut mini = mini.map_err(|(_, why)| why).unwrap();
+    mini.settle(&mut real);
+    let login = &wait_for(&daemon, "login", 1)[0];
+    check(login, "srp", &portal, Some("demo"));
+    let dev = mini.disconnect(&mut real);
+    let end = &wait_for(&daemon, "end", 1)[0];
+    check(end, "srp", &portal, Some("demo"));
+    assert_eq!(
+        (&end["reason"], &end["nexus"]),
+        (&"closed".into(), &login["nexus"])
+    );
+    drop(dev);
+
+    let stranger = Roce::open(&RoceConfig::new(host(104))).unwrap();
+    assert!(Mini::connect(stranger, to, &login_req(8, port()), &mut real).is_err());
+    let denied = &wait_for(&daemon, "denied", 1)[0];
+    check(denied, "srp", &portal, Some("demo"));
+    assert!(denied["reason"].is_string(), "{denied}");
+    // Who asks an address for its targets begins with this.
+    let mut gsi = Gsi::open(host(105));
+    let (status, _) = gsi.ask(host(3), Method::Get, Attribute::IoUnitInfo);
+    assert_eq!(status, Status::Success);
+    let discovery = &wait_for(&daemon, "discovery", 1)[0];
+    check(discovery, "srp", "127.83.0.3", None);
+    assert_eq!(
+        (&discovery["peer"], &discovery["found"]),
+        (&"127.83.0.105".into(), &1.into())
+    );
+    // Changes of the configuration: who, how, and which it is now.
+    assert_eq!(wait_for(&daemon, "config_changed", 1)[0]["how"], "start");
+    let set = ["set", "/limits", "max_sessions=9"];
+    assert!(daemon.ask(&set).status.success());
+    let changed = &wait_for(&daemon, "config_changed", 2)[1];
+    assert!(
+        changed["who"].as_str().unwrap().starts_with("uid "),
+        "{changed}"
+    );
+    assert_eq!(
+        (&changed["how"], &changed["paths"]),
+        (&"apply".into(), &"limits".into())
+    );
+    assert!(daemon.ask(&["rollback"]).status.success());
+    let back = &wait_for(&daemon, "config_rolled_back", 1)[0];
+    let first = &wait_for(&daemon, "config_changed", 2)[0]["revision"];
+    assert_eq!(
+        (&back["how"], &back["revision"]),
+        (&"rollback 1".into(), first)
+    );
+    assert!(!daemon.ask(&["set", "/workers", "count=2"]).status.success());
+    let rejected = &wait_for(&daemon, "config_rejected", 1)[0];
+    assert_eq!(&rejected["revision"], first);
+    assert!(
+        rejected["reason"]
+            .as_str()
+            .unwrap()
+            .contains("takes a restart"),
+        "{rejected}"
+    );
+}
+
+#[test]
+fn a_flood_of_denials_is_bounded_and_counted() {
+    const ATTEMPTS: usize = 300;
+    let daemon = daemon("audit-flood", 5, "open");
+    let to = SocketAddr::new(host(5), 3260);
+    let began = Instant::now();
+    for _ in 0..ATTEMPTS {
+        assert!(Client::login_at(to, "iqn.2026-01.com.example:none", 1, None).is_err());
+    }
+    // A burst, and a line a second.
+    let told = |lines: &[Value]| {
+        let denied = lines
+            .iter()
+            .filter(|line| line["event"] == "denied")
+            .count();
+        let held = lines
+            .iter()
+            .filter(|line| line["of"].is_null() || line["of"] == "denied");
+        denied
+            + held
+                .filter_map(|line| line["suppressed"].as_u64())
+                .sum::<u64>() as usize
+    };
+    let until = Instant::now() + Duration::from_secs(60);
+    while told(&lines(&daemon)) < ATTEMPTS {
+        assert!(Instant::now() < until, "{:?}", lines(&daemon));
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let all = lines(&daemon);
+    assert_eq!(told(&all), ATTEMPTS, "each is told or counted");
+    let seconds = began.elapsed().as_secs() as usize;
+    let about = all
+        .iter()
+        .filter(|line| line["event"] == "denied" || line["event"] == "suppressed");
+    assert!(about.count() <= 10 + seconds + 1, "{all:?}");
+    // Whoever may log in is told all the same.
+    let _client = Client::login_at(to, IQN, 1, None).unwrap();
+    wait_for(&daemon, "login", 1);
+}
+
+#[test]
+fn it_can_be_left_out() {
+    let daemon = Daemon::start_logging(
+        "audit-off",
+        "targets: []\nlog: { audit: off, format: json }\n",
+    );
+    assert!(
+        daemon
+            .ask(&["set", "/limits", "max_sessions=9"])
+            .status
+            .success()
+    );
+    assert_eq!(lines(&daemon), Vec::<Value>::new());
+    let log = std::fs::read_to_string(daemon.log()).unwrap();
+    assert!(log.contains("\"changed\""), "{log}");
+}

@@ -10,7 +10,7 @@
 //! - `check`: from `raw` to `model`: ranges, references, duplicates.
 //! - `write`, `tree`: back to a file's words. `diff`: what two configurations differ in.
 //! - `schema`: its JSON Schema, for editors. `shape`: the same, as a question about one place.
-//! - `edit`: [`Document`]: objects of a configuration, by their [`Place`] (`place`).
+//! - `edit`: [`Document`]: objects of a configuration, by their [`Place`] (`place`, `items`).
 //! - `value`: scalars with a meaning: sizes, GUIDs, addresses, percentages.
 //! - `yaml`: the one place that knows the YAML library.
 //! - `identity`: [`HostId`] and the names derived from it.
@@ -26,6 +26,7 @@ mod diff;
 mod edit;
 mod error;
 mod identity;
+mod items;
 mod model;
 mod place;
 mod raw;
@@ -52,5 +53,7 @@ pub use value::{Guid, InitiatorId, Net, Percent};
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tests_edit;
 #[cfg(test)]
 mod tests_write;

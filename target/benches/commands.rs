@@ -1,29 +1,44 @@
-//! Reads of 4 KiB over the wire in memory, one after another, for counting what they cost a worker.
+//! What `cargo xtask instructions` runs under callgrind.
 //!
 //! ```text
-//! cargo bench -p riser-target --bench commands --no-run
-//! valgrind --tool=callgrind --collect-atstart=no --toggle-collect='*Worker*step*' PROGRAM 500
+//! commands reads N      reads of 4 KiB, one after another, over the wire in memory
+//! commands counting N   what is done to count as many, and nothing else
 //! ```
 //!
-//! The instructions are the same in every run; the difference between 500 reads and 1500 belongs to the
-//! reads alone. The wire in memory is among them.
+//! The instructions are the same in every run; the difference between two numbers belongs to that many
+//! commands alone. In the first, only [`Worker::step`](riser_target::worker::Worker::step) is looked at.
 
 #[path = "../tests/mini/mod.rs"]
 mod mini;
 #[path = "../tests/world/mod.rs"]
 mod world;
 
+use std::hint::black_box;
 use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use mini::{Mini, config, login_req};
+use riser_scsi::kind::Kind;
+use riser_scsi::step::{DataIn, Residual, Response, Status};
 use riser_target::config::Config;
+use riser_target::stats::{Account, Course, LunStats, Stage};
 use riser_transport::roce::fault::FaultConfig;
 use world::{SERVER, World};
 
 fn main() {
-    let reads: u32 = std::env::args()
-        .find_map(|arg| arg.parse().ok())
-        .unwrap_or(1000);
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let mut words = args.iter().filter(|arg| !arg.starts_with('-'));
+    let subject = words.next().map_or("reads", String::as_str);
+    let commands = words.next().map_or(1000, |n| n.parse().expect("a number"));
+    match subject {
+        "reads" => reads(commands),
+        "counting" => counting(commands),
+        other => panic!("neither reads nor counting: {other}"),
+    }
+}
+
+fn reads(commands: u32) {
     let text = config(SERVER, 1, "");
     let config = Config::parse(&text, "bench.yaml").unwrap();
     let mut world = World::serving(FaultConfig::default(), &config);
@@ -35,8 +50,44 @@ fn main() {
         .map_err(|(_, e)| e)
         .unwrap();
     mini.settle(&mut |d| world.pump(d));
-    for n in 0..reads {
+    for n in 0..commands {
         let answer = mini.read(n % 256 * 8, 8, 0, &mut |d| world.pump(d));
         assert_eq!(answer.status, 0);
     }
+}
+
+fn counting(commands: u32) {
+    let account = Arc::new(Account::new(Arc::new(LunStats::new("bench", 0)), 0));
+    let answer = Response {
+        status: Status::Good,
+        sense: [].into_iter().collect(),
+        data_in: DataIn::None,
+        residual_in: Residual::None,
+        residual_out: Residual::None,
+    };
+    let mut course = Course::default();
+    let mut now = Instant::now();
+    for _ in 0..commands {
+        count_one(&mut course, &account, &answer, now);
+        now += Duration::from_millis(1);
+    }
+    assert_eq!(account.class(Kind::Read).commands, u64::from(commands));
+}
+
+/// Counts a read, by the calls that [`Execution`](riser_target::execution::Execution) and a channel make
+/// while it runs.
+#[inline(never)]
+fn count_one(course: &mut Course, account: &Arc<Account>, answer: &Response, now: Instant) {
+    const CDB: [u8; 10] = [0x28, 0, 0, 0, 0, 0, 0, 0, 8, 0];
+    let read = now + Duration::from_micros(50);
+    let gone = now + Duration::from_micros(80);
+    course.begin(Arc::clone(black_box(account)), now);
+    course.classify(Kind::of(black_box(&CDB)));
+    for stage in [Stage::Scsi, Stage::Scsi, Stage::Backend] {
+        course.enter(black_box(stage), now);
+    }
+    course.enter(black_box(Stage::Scsi), read);
+    course.answer(black_box(answer), black_box(4096), read);
+    course.arrive(gone);
+    course.abandon();
 }

@@ -7,6 +7,7 @@
 //!   ([`conformance`]).
 //! - `cargo xtask package`: the Debian package, and a system that gets it ([`package`]).
 //! - `cargo xtask bench`: our target beside its peers, in one run ([`mod@bench`]).
+//! - `cargo xtask instructions`: what a read costs, and what counting it adds ([`instructions`]).
 //! - `cargo xtask screenshots`: pictures of the status page under load ([`screenshots`]).
 //!
 //! Each installs the Debian packages that it needs if it may ([`packages`]), and otherwise prints
@@ -22,6 +23,7 @@ mod bench;
 mod conformance;
 mod daemon;
 mod demo;
+mod instructions;
 mod interop;
 mod package;
 mod packages;
@@ -61,6 +63,8 @@ enum Command {
     Package(package::Options),
     /// Measure `riser bench` beside fio on the same file and qemu-nbd.
     Bench(bench::Options),
+    /// Count the instructions of a 4 KiB read, and those of counting it.
+    Instructions,
     /// Take a picture of the status page under load, into deploy/.
     Screenshots,
 }
@@ -82,6 +86,7 @@ fn main() -> ExitCode {
         Command::Conformance(options) => conformance::run(&options),
         Command::Package(options) => package::run(&options),
         Command::Bench(options) => bench::run(&options),
+        Command::Instructions => instructions::run(),
         Command::Screenshots => screenshots::run(),
     };
     match result {

@@ -69,6 +69,18 @@ pub(crate) fn have_subcommand(name: &str) -> Result<(), Failure> {
     output(&mut cargo(["install", "-q", &program, "--locked"])).map(drop)
 }
 
+/// Builds a test or a benchmark, by these arguments of Cargo, and answers its program.
+pub(crate) fn built(args: &[&str], name: &str) -> Result<PathBuf, Failure> {
+    let args = args.iter().chain(&["--no-run", "--message-format=json"]);
+    let text = output(&mut cargo(args))?;
+    let program = text
+        .lines()
+        .filter_map(|l| serde_json::from_str::<serde_json::Value>(l).ok())
+        .filter(|m| m["target"]["name"] == name)
+        .find_map(|m| m["executable"].as_str().map(PathBuf::from));
+    program.ok_or_else(|| format!("cargo names no program {name}").into())
+}
+
 /// Where a program is, by `PATH` and the administrator's folders.
 pub(crate) fn which(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();

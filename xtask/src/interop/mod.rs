@@ -240,22 +240,8 @@ fn table(rows: &[Row<'_>]) -> String {
 /// Builds the transport's tests that cases run, and answers a folder with links to them.
 fn build_tests() -> Result<PathBuf, Failure> {
     const TEST: &str = "devices";
-    let text = sh::output(&mut sh::cargo([
-        "test",
-        "-q",
-        "-p",
-        "riser-transport",
-        "--test",
-        TEST,
-        "--no-run",
-        "--message-format=json",
-    ]))?;
-    let program = text
-        .lines()
-        .filter_map(|l| serde_json::from_str::<serde_json::Value>(l).ok())
-        .filter(|m| m["target"]["name"] == TEST)
-        .find_map(|m| m["executable"].as_str().map(PathBuf::from))
-        .ok_or("cargo names no test program")?;
+    let args = ["test", "-q", "-p", "riser-transport", "--test", TEST];
+    let program = sh::built(&args, TEST)?;
     let folder = root().join(".build/interop-tests");
     fs::create_dir_all(&folder)?;
     let link = folder.join(TEST);

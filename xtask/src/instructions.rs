@@ -1,0 +1,89 @@
+//! `cargo xtask instructions`: what a read costs the target, and what counting it adds, in instructions.
+//!
+//! Instructions are the same in every run, on a busy machine as on an idle one.
+
+use std::path::Path;
+
+use crate::packages::{Need, ensure, need};
+use crate::{Failure, sh};
+
+const NEEDS: &[Need] = &[need("valgrind", "valgrind", "counting instructions")];
+
+/// What is run: the subject, the function that is looked at, and two numbers of commands.
+const READS: (&str, &str, [u64; 2]) = ("reads", "*Worker*step*", [500, 1500]);
+const COUNTING: (&str, &str, [u64; 2]) = ("counting", "*commands*count_one*", [1000, 11_000]);
+
+/// Measures and prints both, and their ratio.
+pub(crate) fn run() -> Result<(), Failure> {
+    if !ensure(&NEEDS.iter().collect::<Vec<_>>()).is_empty() {
+        return Err("there is no valgrind".into());
+    }
+    let args = ["bench", "-q", "-p", "riser-target", "--bench", "commands"];
+    let program = sh::built(&args, "commands")?;
+    let read = each(&program, READS)?;
+    let counting = each(&program, COUNTING)?;
+    println!(
+        "a read of 4 KiB over SRP on `roce`, backend in memory: {read:.0} instructions of the worker"
+    );
+    println!(
+        "counting it, with its times by stage: {counting:.0} instructions, {:.2} %",
+        100.0 * counting / read
+    );
+    Ok(())
+}
+
+/// Instructions for each command: of many, less those of few.
+fn each(
+    program: &Path,
+    (subject, function, [few, many]): (&str, &str, [u64; 2]),
+) -> Result<f64, Failure> {
+    let few_cost = collected(program, subject, function, few)?;
+    let many_cost = collected(program, subject, function, many)?;
+    let cost = many_cost.checked_sub(few_cost);
+    let cost = cost.ok_or("more commands cost less")?;
+    if few_cost == 0 {
+        return Err(format!("{function} is not in {}", program.display()).into());
+    }
+    Ok(cost as f64 / (many - few) as f64)
+}
+
+/// Instructions of a function, with what it calls, while a program runs so many commands; without those of
+/// the wire in memory, which asks both its ends all the time whether they have something to send.
+fn collected(program: &Path, subject: &str, function: &str, n: u64) -> Result<u64, Failure> {
+    let scratch = sh::Scratch::new("instructions")?;
+    let file = scratch.join("callgrind.out");
+    let options = [
+        "--tool=callgrind".to_owned(),
+        "--collect-atstart=no".to_owned(),
+        format!("--callgrind-out-file={}", file.display()),
+        format!("--toggle-collect={function}"),
+    ];
+    let mut command = sh::cmd("valgrind", &options);
+    command.arg(program).args([subject, &n.to_string()]);
+    sh::output(&mut command)?;
+    let mut annotate = sh::cmd("callgrind_annotate", ["--auto=no", "--threshold=100"]);
+    let table = sh::output(annotate.arg(&file))?;
+    Ok(table.lines().filter_map(own).sum())
+}
+
+/// The instructions in a line of the table, if it is of a function that counts.
+fn own(line: &str) -> Option<u64> {
+    let (number, rest) = line.trim_start().split_once(" (")?;
+    let (_, function) = rest.split_once("%)  ")?;
+    let counts = function.contains(':') && !function.contains("riser_transport::loopback::");
+    counts.then(|| number.replace(',', "").parse().ok())?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_of_the_table_are_told_apart() {
+        assert_eq!(own("169,169,210 (100.0%)  PROGRAM TOTALS"), None);
+        assert_eq!(own("  1,234 ( 0.10%)  src/a.rs:a::b [/x]"), Some(1234));
+        let wire = "9 ( 0.10%)  src/option.rs:<riser_transport::loopback::Endpoint as P>::progress";
+        assert_eq!(own(wire), None);
+        assert_eq!(own("Ir                   file:function"), None);
+    }
+}

@@ -22,7 +22,7 @@ use mini::{Mini, config, login_req};
 use riser_scsi::kind::Kind;
 use riser_scsi::step::{DataIn, Residual, Response, Status};
 use riser_target::config::Config;
-use riser_target::stats::{Account, Course, LunStats, Stage};
+use riser_target::stats::{Account, Course, LunStats, Stage, Subject};
 use riser_transport::roce::fault::FaultConfig;
 use world::{SERVER, World};
 
@@ -81,7 +81,12 @@ fn count_one(course: &mut Course, account: &Arc<Account>, answer: &Response, now
     const CDB: [u8; 10] = [0x28, 0, 0, 0, 0, 0, 0, 0, 8, 0];
     let read = now + Duration::from_micros(50);
     let gone = now + Duration::from_micros(80);
-    course.begin(Arc::clone(black_box(account)), now);
+    let subject = || Subject {
+        tag: 1,
+        nexus: 1,
+        cdb: CDB.into_iter().collect(),
+    };
+    course.begin(Arc::clone(black_box(account)), subject, now);
     course.classify(Kind::of(black_box(&CDB)));
     for stage in [Stage::Scsi, Stage::Scsi, Stage::Backend] {
         course.enter(black_box(stage), now);

@@ -29,7 +29,7 @@ use riser_scsi::task::TaskKey;
 
 use crate::pool::{Buffer, Pool};
 use crate::srp::{TaskRef, Unit};
-use crate::stats::{Account, Course, Stage};
+use crate::stats::{Account, CDB_TRACED, Course, Stage, Subject};
 
 /// Whether a command may start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,10 +94,23 @@ impl<const CDB: usize> Execution<CDB> {
         self.unit.as_ref().is_some_and(|own| Arc::ptr_eq(own, unit))
     }
 
-    /// Takes in a command for a unit, which goes to an account, or for none.
-    pub fn take_in(&mut self, addressed: Option<(Arc<Unit>, Arc<Account>)>, now: Instant) {
+    /// Takes in a command for a unit, which goes to an account, or for none. Its CDB is known, and so are
+    /// its nexus and its tag there.
+    pub fn take_in(
+        &mut self,
+        addressed: Option<(Arc<Unit>, Arc<Account>)>,
+        nexus: NexusId,
+        tag: u64,
+        now: Instant,
+    ) {
         self.unit = addressed.map(|(unit, account)| {
-            self.course.begin(account, now);
+            let cdb = &self.cdb;
+            let subject = || Subject {
+                tag,
+                nexus: nexus.0,
+                cdb: cdb.iter().copied().take(CDB_TRACED).collect(),
+            };
+            self.course.begin(account, subject, now);
             unit
         });
     }

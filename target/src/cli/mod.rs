@@ -10,12 +10,14 @@
 //!
 //! # Modules
 //! - `ask`: questions to a running daemon. `verbs`: those that show and change its objects by path.
+//!   `trace`: its commands.
 //! - `check`: configuration files. `devices`: what a portal can use. `log`: where the log goes.
 
 mod ask;
 mod check;
 mod devices;
 mod log;
+mod trace;
 mod verbs;
 
 use std::error::Error;
@@ -29,6 +31,7 @@ use hyper::Method;
 
 use self::ask::{Ask, Output, asked, interval, tell};
 use self::check::{checked, describe, load};
+use self::trace::Trace;
 use self::verbs::Verb;
 use crate::config::schema;
 use crate::control::client::{self, Question};
@@ -133,6 +136,9 @@ enum Command {
         #[command(flatten)]
         ask: Ask,
     },
+    /// Show single commands on their way through a running daemon: which, whose, and when each reached
+    /// which stage.
+    Trace(Trace),
     #[command(flatten)]
     Verb(Verb),
     /// Print the JSON Schema of configuration files, which editors check and complete them with.
@@ -242,6 +248,7 @@ fn dispatch(
             once,
             ask,
         } => ask::show_top(out, interval, once, &ask),
+        Command::Trace(wanted) => trace::run(out, &wanted),
         Command::Verb(verb) => verbs::run(out, verb),
         Command::Schema => {
             let schema = serde_json::to_string_pretty(&schema()).map_err(Failure::run_time)?;

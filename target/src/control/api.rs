@@ -12,6 +12,7 @@
 //! | `GET /v1/history` | a list of [`HistoryView`](super::view::HistoryView) |
 //! | `POST /v1/reload` | reads the configuration file again; the targets after it |
 //! | `POST /v1/rescan` | measures every backend again; the targets after it |
+//! | `POST /v1/trace` | looks for the commands that the body wants ([`Wanted`]) until there are enough or time is over; [`Traced`](super::trace::Traced) |
 //! | `GET /v1/live` | [`Live`](super::live::Live) |
 //! | `GET /metrics`, `/healthz`, `/readyz`, `/` | see [`http`] |
 //!
@@ -39,12 +40,13 @@ use tokio::net::UnixListener;
 use tokio::sync::{mpsc, oneshot};
 
 use super::http;
+use super::trace::{EVERY, Wanted};
 
 /// The longest configuration that is taken, in bytes.
 const MAX_BODY: usize = 16 << 20;
 
 /// What is asked of the daemon.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Ask {
     /// How it is.
     Status,
@@ -71,6 +73,12 @@ pub enum Ask {
     Rollback(usize),
     /// Which configurations it has had.
     History,
+    /// To look for commands.
+    Trace(Wanted),
+    /// Whether enough were found.
+    TraceLook,
+    /// To look no more: [`Traced`](super::trace::Traced).
+    TraceEnd,
     /// What it has counted, for Prometheus.
     Metrics,
     /// What it has counted, for people.
@@ -170,6 +178,7 @@ pub fn router(requests: Requests) -> Router {
         )
         .route("/v1/diff", on(MethodFilter::POST, diff))
         .route("/v1/rollback", on(MethodFilter::POST, rollback))
+        .route("/v1/trace", on(MethodFilter::POST, trace))
         .route("/v1/reload", post(Ask::Reload))
         .route("/v1/rescan", post(Ask::Rescan))
         .merge(http::router())
@@ -260,6 +269,56 @@ async fn rollback(
     match back {
         Ok(back) => said(forward(&requests, Ask::Rollback(back), peer).await),
         Err(_) => error(StatusCode::BAD_REQUEST, "how many back is a number"),
+    }
+}
+
+/// Looks for commands. Whoever goes away meanwhile ends it.
+async fn trace(
+    State(requests): State<Requests>,
+    ConnectInfo(peer): ConnectInfo<Peer>,
+    text: String,
+) -> Response {
+    let text = if text.trim().is_empty() { "{}" } else { &text };
+    let wanted: Wanted = match serde_json::from_str(text) {
+        Ok(wanted) => wanted,
+        Err(mistake) => return error(StatusCode::BAD_REQUEST, &mistake.to_string()),
+    };
+    let patience = wanted.check().map(|()| wanted.patience());
+    if let Err(failure) = forward(&requests, Ask::Trace(wanted), peer.clone()).await {
+        return said(Err(failure));
+    }
+    let until = tokio::time::Instant::now() + patience.unwrap_or_default();
+    let ending = EndTrace(Some(requests.clone()));
+    while tokio::time::Instant::now() < until {
+        tokio::time::sleep_until(until.min(tokio::time::Instant::now() + EVERY)).await;
+        // One that the daemon has no time for is made up for by the next.
+        let looked = forward(&requests, Ask::TraceLook, peer.clone()).await;
+        if looked.is_ok_and(|enough| enough == Value::Bool(true)) {
+            break;
+        }
+    }
+    ending.defuse();
+    said(forward(&requests, Ask::TraceEnd, peer).await)
+}
+
+/// Ends a search for commands that nobody waits for any more.
+struct EndTrace(Option<Requests>);
+
+impl EndTrace {
+    /// It is ended otherwise.
+    fn defuse(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for EndTrace {
+    fn drop(&mut self) {
+        if let Some(requests) = self.0.take() {
+            let (reply, _) = oneshot::channel();
+            let (ask, who) = (Ask::TraceEnd, String::new());
+            // A daemon that is too busy for this finds out that it was forgotten.
+            let _ = requests.try_send(Request { ask, who, reply });
+        }
     }
 }
 

@@ -11,8 +11,8 @@ use hyper_util::rt::TokioIo;
 use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
 
-/// How long a daemon may take for an answer.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// How long a daemon may take for an answer that it has at once.
+pub const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The longest answer that is read, in bytes.
 const MAX_ANSWER: usize = 64 << 20;
@@ -32,7 +32,7 @@ pub enum ClientError {
         source: io::Error,
     },
     /// It took too long.
-    #[error("riserd did not answer within {} s", PATIENCE.as_secs())]
+    #[error("riserd did not answer in time")]
     Timeout,
     /// The daemon found a mistake in what it was sent.
     #[error("{0}")]
@@ -66,6 +66,8 @@ pub struct Question {
     pub accept: Option<&'static str>,
     /// The revision of the configuration that is to be replaced; `None` for any.
     pub replaces: Option<String>,
+    /// How long the daemon may take for an answer.
+    pub patience: Duration,
 }
 
 /// What a daemon says.
@@ -87,6 +89,7 @@ impl Question {
             body: String::new(),
             accept: None,
             replaces: None,
+            patience: PATIENCE,
         }
     }
 
@@ -121,7 +124,7 @@ pub fn fetch(socket: &Path, question: Question) -> Result<Said, ClientError> {
         .map_err(unreachable)?;
     runtime.block_on(async {
         let stream = UnixStream::connect(socket).await.map_err(unreachable)?;
-        let exchange = tokio::time::timeout(PATIENCE, exchange(stream, question));
+        let exchange = tokio::time::timeout(question.patience, exchange(stream, question));
         let (status, said) = exchange.await.map_err(|_| ClientError::Timeout)??;
         if status == StatusCode::OK {
             return Ok(said);

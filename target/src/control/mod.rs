@@ -15,6 +15,7 @@
 //! - [`api`]: the routes. [`view`]: what they say.
 //! - [`http`]: those that may be had on a TCP address too: [`metrics`], [`health`], the status page,
 //!   which shows what [`live`] says; [`top`] shows its [`rates`] in a terminal.
+//! - [`trace`]: the ways of single commands.
 //! - [`socket`]: where the API is, and who may use it.
 //! - [`history`]: the configurations that were applied. [`state`]: the directory where they are kept.
 //! - `watchdog`: tells the service manager that all workers get round.
@@ -35,6 +36,7 @@ pub mod report;
 pub mod socket;
 pub mod state;
 pub mod top;
+pub mod trace;
 pub mod view;
 mod watchdog;
 
@@ -49,6 +51,7 @@ use tokio::sync::mpsc;
 use self::api::{Ask, Failure, Kept, Request};
 use self::history::{Entry, History};
 use self::http::Listening;
+use self::trace::{Search, Wanted};
 use self::view::Changes;
 use self::watchdog::Watchdog;
 use crate::audit::{self, Asked};
@@ -117,6 +120,7 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             since: Instant::now(),
             requests,
             metrics,
+            search: None,
         };
         let result = control.serve(&mut signals, queue).await;
         drop(admin);
@@ -232,6 +236,8 @@ struct Control<'a> {
     since: Instant,
     requests: mpsc::Sender<Request>,
     metrics: Option<Listening>,
+    /// Commands that somebody looks at.
+    search: Option<Search>,
 }
 
 /// Why a configuration was not applied.
@@ -315,6 +321,19 @@ impl Control<'_> {
             Ask::Reload => self
                 .reload(who)
                 .and_then(|()| to_json(&view::targets(&self.server))),
+            Ask::Trace(wanted) => self.trace(wanted).map(|()| serde_json::Value::Null),
+            Ask::TraceLook => match &mut self.search {
+                Some(search) => to_json(&search.look(&self.server)),
+                None => to_json(&true),
+            },
+            Ask::TraceEnd => {
+                let search = self.search.take();
+                to_json(
+                    &search
+                        .map(|search| search.end(&self.server))
+                        .unwrap_or_default(),
+                )
+            }
             Ask::Rescan => self
                 .server
                 .rescan()
@@ -323,6 +342,20 @@ impl Control<'_> {
         };
         // Whoever asked may have gone.
         let _ = request.reply.send(answer);
+    }
+
+    /// Begins to look for commands.
+    fn trace(&mut self, wanted: Wanted) -> Result<(), Failure> {
+        wanted.check().map_err(Failure::Mistake)?;
+        if self.search.as_ref().is_some_and(|s| !s.is_forgotten()) {
+            let why = "somebody else traces commands at present".to_owned();
+            return Err(Failure::Refused { why, errno: None });
+        }
+        // The old one must have let go of the units.
+        self.search = None;
+        let refused = |why| Failure::Refused { why, errno: None };
+        self.search = Some(Search::begin(&self.server, wanted).map_err(refused)?);
+        Ok(())
     }
 
     /// The configuration.

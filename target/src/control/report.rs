@@ -2,6 +2,7 @@
 
 use serde_json::Value;
 
+use super::trace::Traced;
 use super::view::{Changes, HistoryView, SessionView, Status, TargetView};
 
 /// Connections, a line each, and beneath it what was agreed on.
@@ -102,6 +103,44 @@ pub fn changes(changes: &Changes) -> String {
     }
     if let Some(refused) = &changes.refused {
         lines.push(format!("cannot be applied: {refused}"));
+    }
+    lines.join("\n")
+}
+
+/// Commands, a line each, and beneath it when they reached which stage.
+#[must_use]
+pub fn traced(traced: &Traced) -> String {
+    let mut lines = Vec::new();
+    for command in &traced.commands {
+        let name = command.name.clone();
+        let name = name.unwrap_or_else(|| format!("opcode {:#04x}", command.opcode));
+        let blocks = match (command.lba, command.blocks) {
+            (Some(lba), Some(blocks)) => format!(" lba {lba} blocks {blocks}"),
+            _ => String::new(),
+        };
+        let micros = |seconds: f64| seconds * 1e6;
+        lines.push(format!(
+            "{}  {}/{}  nexus {} {}  tag {:#x}  {name}{blocks}: {} bytes, status {:#04x}, {:.1} us",
+            utc(command.time as u64),
+            command.target,
+            command.lun,
+            command.nexus,
+            command.initiator.as_deref().unwrap_or("(gone)"),
+            command.tag,
+            command.bytes,
+            command.status,
+            micros(command.seconds)
+        ));
+        let steps = command.steps.iter();
+        let steps = steps.map(|step| format!("{} +{:.1}", step.stage, micros(step.at)));
+        let steps = steps.collect::<Vec<_>>().join(", ");
+        lines.push(format!("    {steps}, done +{:.1}", micros(command.seconds)));
+    }
+    if traced.missed > 0 {
+        lines.push(format!("{} more came too fast to be kept", traced.missed));
+    }
+    if lines.is_empty() {
+        lines.push("no such command".to_owned());
     }
     lines.join("\n")
 }

@@ -49,13 +49,12 @@ impl<D: Datamover> Channel<D> {
         self.counters.commands += 1;
         self.counters.bytes_out += frame.data.len() as u64;
         let session = self.session.as_ref().expect("full-feature phase");
-        let worker = self.config.worker;
+        let (worker, nexus) = (self.config.worker, session.nexus);
         let addressed = self.accounts.addressed(&session.luns, command.lun, worker);
         let first_burst = session.params.first_burst.min(command.expected_length);
         let bidirectional = command.reads && command.writes;
         let task = &mut self.tasks[usize::from(idx.0)];
         task.lun = command.lun;
-        task.exec.take_in(addressed, cx.now);
         task.exec.attribute = match command.attribute {
             TaskAttr::Untagged | TaskAttr::Simple => TaskAttribute::Simple,
             TaskAttr::Ordered => TaskAttribute::Ordered,
@@ -75,6 +74,8 @@ impl<D: Datamover> Channel<D> {
             },
         };
         task.exec.cdb = command.cdb;
+        task.exec
+            .take_in(addressed, nexus, command.itt.0.into(), cx.now);
         task.incoming = Incoming {
             got: frame.data.len() as u32,
             // Where the immediate data are all that may come unsolicited, nothing follows whatever

@@ -54,7 +54,6 @@ impl Channel {
         let addressed = self.accounts.addressed(luns, cmd.lun, worker);
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.lun = cmd.lun;
-        io.exec.take_in(addressed, cx.now);
         io.exec.attribute = match cmd.task_attr {
             TaskAttr::Simple => TaskAttribute::Simple,
             TaskAttr::HeadOfQueue => TaskAttribute::HeadOfQueue,
@@ -69,6 +68,8 @@ impl Channel {
                 .copied()
                 .take(CDB_LEN),
         );
+        let nexus = self.config.nexus;
+        io.exec.take_in(addressed, nexus, cmd.tag.0, cx.now);
         io.exec.expected = Expected {
             data_out: cmd.data_out.data_len(),
             data_in: cmd.data_in.data_len(),

@@ -7,6 +7,7 @@ use riser_scsi::kind::Kind;
 use riser_scsi::step::{Response, Status};
 
 use super::lun::{Account, Fault};
+use super::trace::{Subject, Trace};
 use super::{CLASSES, Stage};
 
 /// A command that was answered, for its account.
@@ -24,7 +25,10 @@ pub(super) struct Done {
 pub struct Course {
     account: Option<Arc<Account>>,
     stage: Stage,
+    /// When its present stage began; `None` for one that is traced, whose trace knows.
     since: Option<Instant>,
+    /// Of the command that was last traced.
+    trace: Option<Box<Trace>>,
     answered: bool,
     /// It is in an account.
     counted: bool,
@@ -37,6 +41,7 @@ impl Default for Course {
             account: None,
             stage: Stage::FabricIn,
             since: None,
+            trace: None,
             answered: false,
             counted: false,
             done: Done {
@@ -51,16 +56,35 @@ impl Default for Course {
 
 impl Course {
     /// A command has come.
-    pub fn begin(&mut self, account: Arc<Account>, now: Instant) {
+    pub fn begin(
+        &mut self,
+        account: Arc<Account>,
+        subject: impl FnOnce() -> Subject,
+        now: Instant,
+    ) {
         account.begin();
-        self.account = Some(account);
         self.stage = Stage::FabricIn;
         self.since = Some(now);
+        if account.is_traced() {
+            self.trace(&account, subject(), now);
+        }
+        self.account = Some(account);
         self.answered = false;
         self.counted = false;
         self.done.spent = [0; Stage::ALL.len()];
         self.done.bytes = 0;
         self.done.fault = None;
+    }
+
+    /// Somebody looks at commands to the unit.
+    #[cold]
+    fn trace(&mut self, account: &Account, subject: Subject, now: Instant) {
+        let (lun, tracer) = (account.lun(), account.tracer());
+        let place = (lun.target(), lun.lun());
+        self.trace = tracer.and_then(|tracer| Trace::begin(tracer, place, subject, now));
+        if self.trace.is_some() {
+            self.since = None;
+        }
     }
 
     /// What kind of command it is.
@@ -102,10 +126,35 @@ impl Course {
     }
 
     fn lengthen(&mut self, now: Instant) {
-        if let Some(since) = self.since.replace(now) {
-            let passed = now.saturating_duration_since(since);
-            let nanos = passed.as_secs() * 1_000_000_000 + u64::from(passed.subsec_nanos());
-            self.done.spent[self.stage as usize] += nanos;
+        match self.since {
+            Some(since) => {
+                self.since = Some(now);
+                self.spend(since, now);
+            }
+            None if self.account.is_some() => self.step(now),
+            None => {}
+        }
+    }
+
+    fn spend(&mut self, since: Instant, now: Instant) {
+        let passed = now.saturating_duration_since(since);
+        let nanos = passed.as_secs() * 1_000_000_000 + u64::from(passed.subsec_nanos());
+        self.done.spent[self.stage as usize] += nanos;
+    }
+
+    /// A command that is traced leaves its stage.
+    #[cold]
+    fn step(&mut self, now: Instant) {
+        let Some(trace) = &mut self.trace else {
+            return;
+        };
+        let since = trace.leave(self.stage, now);
+        self.spend(since, now);
+        // It leaves the last one when its answer has gone.
+        if self.answered
+            && let Some(trace) = self.trace.take()
+        {
+            trace.finish(&self.done, now);
         }
     }
 

@@ -1,6 +1,7 @@
 //! What the commands to a logical unit of a target have done and how long they took.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use riser_scsi::kind::Kind;
@@ -8,7 +9,7 @@ use riser_scsi::srp::WireLun;
 
 use super::course::Done;
 use super::histogram::{Counter, Histogram, Times};
-use super::{CLASSES, Stage, Tally};
+use super::{CLASSES, Stage, Tally, Tracer};
 use crate::srp::{LunMap, Unit};
 
 /// Workers that there can be.
@@ -90,6 +91,9 @@ pub struct LunStats {
     workers: Box<[OnceLock<Arc<WorkerStats>>]>,
     faults: Faults,
     kept: Mutex<BTreeMap<String, Share>>,
+    /// Whether there is a tracer.
+    is_traced: AtomicBool,
+    tracer: Mutex<Option<Arc<Tracer>>>,
 }
 
 impl LunStats {
@@ -102,7 +106,16 @@ impl LunStats {
             workers: (0..MAX_WORKERS).map(|_| OnceLock::new()).collect(),
             faults: Faults::default(),
             kept: Mutex::default(),
+            is_traced: AtomicBool::new(false),
+            tracer: Mutex::new(None),
         }
+    }
+
+    /// Looks at commands that begin from now on, or at none.
+    pub fn trace(&self, tracer: Option<Arc<Tracer>>) {
+        let mut own = self.tracer.lock().unwrap_or_else(PoisonError::into_inner);
+        self.is_traced.store(tracer.is_some(), Ordering::Relaxed);
+        *own = tracer;
     }
 
     /// The target's name.
@@ -283,6 +296,18 @@ impl Account {
     #[must_use]
     pub fn faults(&self) -> Tally<Fault> {
         self.faults.tally()
+    }
+
+    /// Whether somebody looks at commands to the unit.
+    #[inline]
+    pub(super) fn is_traced(&self) -> bool {
+        self.lun.is_traced.load(Ordering::Relaxed)
+    }
+
+    /// Who does.
+    pub(super) fn tracer(&self) -> Option<Arc<Tracer>> {
+        let tracer = self.lun.tracer.lock();
+        tracer.unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// A command has begun.

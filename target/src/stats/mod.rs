@@ -4,6 +4,7 @@
 //! - `histogram`: how long something took, in buckets of powers of two.
 //! - `lun`: [`LunStats`], of a logical unit of a target; [`Account`], of one session's part of it.
 //! - `course`: [`Course`], the way of one command through its stages.
+//! - `trace`: [`Tracer`], the ways of single commands, on request.
 //! - `tally`: [`Tally`], what happens rarely, by kind.
 //! - `target`: [`TargetStats`], how initiators of iSCSI come to a target and leave it.
 //!
@@ -26,6 +27,7 @@ mod histogram;
 mod lun;
 mod tally;
 mod target;
+mod trace;
 
 use riser_scsi::kind::Kind;
 
@@ -37,6 +39,7 @@ pub use lun::{
 };
 pub use tally::{Functions, Tally};
 pub use target::{Refused, SessionEvent, TargetCounts, TargetStats};
+pub use trace::{CDB_TRACED, Record, Subject, Tracer};
 
 /// Kinds of commands that are told apart.
 pub const CLASSES: [Kind; 6] = [
@@ -110,6 +113,14 @@ mod tests {
         }
     }
 
+    fn subject() -> Subject {
+        Subject {
+            tag: 7,
+            nexus: 1,
+            cdb: [0x2a, 0, 0, 0, 0, 9, 0, 0, 8, 0].into_iter().collect(),
+        }
+    }
+
     fn account() -> Arc<Account> {
         let stats = Arc::new(LunStats::new("demo", 3));
         Arc::new(Account::new(stats, 0))
@@ -120,7 +131,7 @@ mod tests {
         let (account, mut course) = (account(), Course::default());
         let start = Instant::now();
         let at = |us| start + Duration::from_micros(us);
-        course.begin(Arc::clone(&account), at(0));
+        course.begin(Arc::clone(&account), subject, at(0));
         course.classify(Kind::Write);
         course.enter(Stage::Scsi, at(0));
         course.enter(Stage::FabricIn, at(0));
@@ -150,7 +161,7 @@ mod tests {
     fn what_an_initiator_has_done_outlives_its_session() {
         let (account, mut course) = (account(), Course::default());
         for (kind, bytes) in [(Kind::Read, 512), (Kind::Write, 4096), (Kind::Other, 36)] {
-            course.begin(Arc::clone(&account), Instant::now());
+            course.begin(Arc::clone(&account), subject, Instant::now());
             course.classify(kind);
             course.carry(bytes);
             course.answer(&response(Status::Good, &[]), 0, Instant::now());
@@ -202,7 +213,7 @@ mod tests {
     #[test]
     fn a_command_without_an_answer_is_not_counted() {
         let (account, mut course) = (account(), Course::default());
-        course.begin(Arc::clone(&account), Instant::now());
+        course.begin(Arc::clone(&account), subject, Instant::now());
         course.abandon();
         assert_eq!(account.lun().class(Kind::Read), ClassCounts::default());
         assert_eq!(account.lun().queue_depth(), 0);
@@ -217,7 +228,7 @@ mod tests {
             (Status::CheckCondition, sense[1]),
             (Status::Busy, &[]),
         ] {
-            course.begin(Arc::clone(&account), Instant::now());
+            course.begin(Arc::clone(&account), subject, Instant::now());
             course.classify(Kind::Read);
             course.answer(&response(status, sense), 0, Instant::now());
             course.arrive(Instant::now());
@@ -237,7 +248,7 @@ mod tests {
     fn a_command_that_another_connection_carries_on_ends_there() {
         let (one, other, mut course) = (account(), account(), Course::default());
         let now = Instant::now();
-        course.begin(Arc::clone(&one), now);
+        course.begin(Arc::clone(&one), subject, now);
         course.answer(&response(Status::Good, &[]), 512, now);
         course.leave();
         course.join(Some(Arc::clone(&other)));
@@ -254,5 +265,60 @@ mod tests {
         course.arrive(now);
         assert_eq!(one.class(Kind::Read).commands, 0);
         assert_eq!(one.lun().queue_depth(), 0);
+    }
+
+    #[test]
+    fn a_traced_command_tells_when_it_reached_each_stage_and_is_counted_the_same() {
+        let (account, mut course) = (account(), Course::default());
+        let start = Instant::now();
+        let at = |us| start + Duration::from_micros(us);
+        let tracer = Arc::new(Tracer::new(Some(7), Duration::from_micros(100), 1));
+        let run = |course: &mut Course, end: u64| {
+            course.begin(Arc::clone(&account), subject, at(0));
+            course.classify(Kind::Write);
+            course.enter(Stage::Scsi, at(0));
+            course.enter(Stage::Backend, at(30));
+            course.enter(Stage::Scsi, at(40));
+            course.answer(&response(Status::Good, &[]), 512, at(40));
+            course.arrive(at(end));
+            course.abandon();
+        };
+        run(&mut course, 200);
+        account.lun().trace(Some(Arc::clone(&tracer)));
+        run(&mut course, 50);
+        assert_eq!(tracer.take(), [], "too fast");
+        // One that is not answered is not told, and leaves nothing behind.
+        course.begin(Arc::clone(&account), subject, at(0));
+        course.enter(Stage::Scsi, at(10));
+        course.abandon();
+        run(&mut course, 200);
+        run(&mut course, 300);
+        assert_eq!(tracer.missed(), 1);
+        let records = tracer.take();
+        assert_eq!(records.len(), 1);
+        let micros = |(stage, at): &(Stage, Duration)| (*stage, at.as_micros());
+        let steps: Vec<_> = records[0].steps.iter().map(micros).collect();
+        let expected = [
+            (Stage::FabricIn, 0),
+            (Stage::Scsi, 0),
+            (Stage::Backend, 30),
+            (Stage::Scsi, 40),
+            (Stage::FabricOut, 40),
+        ];
+        assert_eq!(steps, expected);
+        assert_eq!((records[0].took.as_micros(), records[0].bytes), (200, 512));
+        assert_eq!((records[0].target.as_str(), records[0].lun), ("demo", 3));
+        account.lun().trace(None);
+        run(&mut course, 200);
+        assert_eq!(tracer.take(), []);
+        let counts = account.lun().class(Kind::Write);
+        assert_eq!((counts.total.count(), counts.total.nanos), (5, 950_000));
+        let backend = counts.stages[Stage::Backend as usize];
+        assert_eq!(backend.nanos, 50_000);
+        // Another tag is another command.
+        let other = Arc::new(Tracer::new(Some(8), Duration::ZERO, 1));
+        account.lun().trace(Some(Arc::clone(&other)));
+        run(&mut course, 200);
+        assert_eq!((other.take(), other.missed()), (Vec::new(), 0));
     }
 }

@@ -1,0 +1,160 @@
+//! The ways of single commands, on request.
+//!
+//! [`Tracer`] says which commands; a logical unit that has one ([`LunStats::trace`]) gives every command
+//! that begins there a [`Trace`], which its [`Course`](super::Course) fills in. Without one a command
+//! costs one look at a flag.
+//!
+//! What is kept is bounded by the tracer: [`Tracer::take`] empties it, and what does not fit meanwhile is
+//! counted.
+//!
+//! [`LunStats::trace`]: super::LunStats::trace
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use arrayvec::ArrayVec;
+
+use super::Stage;
+use super::course::Done;
+
+/// Stages of a command that are told; a write that comes in many parts goes to and fro.
+const STEPS: usize = 64;
+
+/// Bytes of a CDB that are kept: all that the opcodes with a logical block address have.
+pub const CDB_TRACED: usize = 16;
+
+/// A command, as its initiator named it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Subject {
+    /// The tag of the transport.
+    pub tag: u64,
+    /// The I_T nexus.
+    pub nexus: u32,
+    /// The CDB, or its first bytes.
+    pub cdb: ArrayVec<u8, CDB_TRACED>,
+}
+
+/// A command that was answered.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Record {
+    /// The target's name.
+    pub target: String,
+    /// The logical unit's number there.
+    pub lun: u16,
+    /// The command.
+    pub subject: Subject,
+    /// When it came.
+    pub begun: Instant,
+    /// The stages that it was in, and how long after it came it reached each.
+    pub steps: ArrayVec<(Stage, Duration), STEPS>,
+    /// How long it took in all.
+    pub took: Duration,
+    /// Data both ways, in bytes.
+    pub bytes: u64,
+    /// SCSI status.
+    pub status: u8,
+}
+
+/// Which commands are looked at, and those that were found.
+#[derive(Debug)]
+pub struct Tracer {
+    tag: Option<u64>,
+    slower_than: Duration,
+    most: usize,
+    records: Mutex<Vec<Record>>,
+    missed: AtomicU64,
+}
+
+impl Tracer {
+    /// Looks at commands of this tag, or of any, that take at least so long; keeps so many.
+    #[must_use]
+    pub fn new(tag: Option<u64>, slower_than: Duration, most: usize) -> Self {
+        Self {
+            tag,
+            slower_than,
+            most,
+            records: Mutex::new(Vec::new()),
+            missed: AtomicU64::new(0),
+        }
+    }
+
+    /// Those that were found since it was last asked.
+    #[must_use]
+    pub fn take(&self) -> Vec<Record> {
+        std::mem::take(&mut *self.records.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// How many did not fit.
+    #[must_use]
+    pub fn missed(&self) -> u64 {
+        self.missed.load(Ordering::Relaxed)
+    }
+
+    fn keep(&self, record: Record) {
+        let mut records = self.records.lock().unwrap_or_else(PoisonError::into_inner);
+        if records.len() < self.most {
+            records.push(record);
+        } else {
+            self.missed.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+/// The way of one command so far.
+#[derive(Debug)]
+pub(super) struct Trace {
+    tracer: Arc<Tracer>,
+    record: Record,
+    /// When it reached the stage that it is in.
+    at: Instant,
+}
+
+impl Trace {
+    /// A command has come to a unit that is looked at; `None` if it is not the one.
+    pub(super) fn begin(
+        tracer: Arc<Tracer>,
+        (target, lun): (&str, u16),
+        subject: Subject,
+        now: Instant,
+    ) -> Option<Box<Self>> {
+        if tracer.tag.is_some_and(|tag| tag != subject.tag) {
+            return None;
+        }
+        Some(Box::new(Self {
+            tracer,
+            record: Record {
+                target: target.to_owned(),
+                lun,
+                subject,
+                begun: now,
+                steps: ArrayVec::new(),
+                took: Duration::ZERO,
+                bytes: 0,
+                status: 0,
+            },
+            at: now,
+        }))
+    }
+
+    /// It leaves a stage; when it had reached it.
+    pub(super) fn leave(&mut self, stage: Stage, now: Instant) -> Instant {
+        let since = std::mem::replace(&mut self.at, now);
+        let reached = since.saturating_duration_since(self.record.begun);
+        // The last steps of a command of very many are not told.
+        let _ = self.record.steps.try_push((stage, reached));
+        since
+    }
+
+    /// Its answer has gone.
+    pub(super) fn finish(mut self: Box<Self>, done: &Done, now: Instant) {
+        let took = now.saturating_duration_since(self.record.begun);
+        if took < self.tracer.slower_than {
+            return;
+        }
+        self.record.took = took;
+        self.record.bytes = done.bytes;
+        self.record.status = done.fault.map_or(0, |fault| fault.status);
+        self.tracer.keep(self.record);
+    }
+}

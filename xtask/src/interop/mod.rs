@@ -63,6 +63,8 @@ const NEEDS: &[Need] = &[
     need("fusermount3", "fuse3", "riser's FUSE export in the guest"),
     need("python3", "python3", "a raw client in the guest"),
     need("udevadm", "udev", "udev's rules in the guest"),
+    need("targetcli", "targetcli-fb", "targetcli in the guest"),
+    need("dbus-run-session", "dbus-daemon", "targetcli in the guest"),
     need("tcpdump", "tcpdump", "captures of the cases"),
     need("tshark", "tshark", "judging the captures of the cases"),
 ];

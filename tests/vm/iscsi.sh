@@ -1,6 +1,5 @@
 # Functions for the cases with the kernel's iSCSI initiator (open-iscsi), over TCP or iSER. A case
-# sets TRANSPORT to tcp or iser, and CORE to yes for riserd on the host's own RDMA device, then reads
-# this.
+# sets TRANSPORT to tcp or iser, and CORE to yes for riserd on rdma_core, then reads this.
 IQN=iqn.2026-01.com.example:rig
 HOST=iqn.2026-01.com.example:host
 PORTAL=10.99.0.2:3260
@@ -10,65 +9,38 @@ tcp) PROTOCOL=iscsi MODULE=iscsi_tcp IFACE=default CAPTURED="-s 0 -c 10000 tcp p
 iser) PROTOCOL=iser MODULE=ib_iser IFACE=iser ;;
 esac
 
-# Two hosts, or one where riserd shares the kernel's device; one disk of so many MiB, the kernel's
-# initiator. What follows are lines of the target's configuration.
+# Two hosts, one disk of so many MiB, the kernel's initiator. What follows are lines of the target's
+# configuration.
 iscsi_rig() {
     local size=$1
     shift
-    if [ -n "${CORE:-}" ]; then
-        ulimit -l unlimited
-        dummy_host
-        set -- "$@" "transport: { provider: rdma_core }"
-    else
-        two_hosts
-    fi
+    two_hosts
     trap iscsi_clean EXIT
     iscsi_serve "$size" "10.99.0.2" "$@"
     start_iscsid
 }
 
-# Runs a command where riserd is.
-beside_riserd() {
-    if [ -n "${CORE:-}" ]; then "$@"; else on_peer "$@"; fi
-}
-
 # riserd with portals at these addresses: iscsi_serve SIZE_MIB "ADDRESS …" [line …]
 iscsi_serve() {
-    iscsi_config "$@"
-    iscsi_serve_again
+    iscsi_config "$@" >/tmp/disks.yaml
+    serve </tmp/disks.yaml
 }
 
 iscsi_config() {
     local size=$1 addresses=$2 address
     shift 2
-    {
-        echo "backends:"
-        echo "  disk0: { kind: file, path: $IMAGES/disk0.img, size: ${size}MiB, create: true, serial: RIG-0 }"
-        echo "targets:"
-        echo "  - name: rig"
-        echo "    iqn: $IQN"
-        echo "    portals:"
-        for address in $addresses; do echo "      - { protocol: $PROTOCOL, listen: $address }"; done
-        # Discovery is over TCP whatever carries the sessions.
-        [ $PROTOCOL = iscsi ] || echo "      - { protocol: iscsi, listen: 10.99.0.2 }"
-        echo "    luns: { 0: disk0 }"
-        echo "    access: open"
-        for line in "$@"; do echo "$line"; done
-    } >/tmp/riserd.yaml
-}
-
-iscsi_serve_again() {
-    if [ -n "${CORE:-}" ]; then
-        core_serve
-        return
-    fi
-    ip netns exec peer "$RISER_BIN/riserd" run --config /tmp/riserd.yaml >>"$KEEP/riserd.log" 2>&1 &
-    RISERD=$!
-    wait_for 30 iscsi_is_up
-}
-
-iscsi_is_up() {
-    kill -0 "$RISERD" && [ -n "$(on_peer ss -Htlnp 'sport = :3260')" ]
+    echo "backends:"
+    echo "  disk0: { kind: file, path: $IMAGES/disk0.img, size: ${size}MiB, create: true, serial: RIG-0 }"
+    echo "targets:"
+    echo "  - name: rig"
+    echo "    iqn: $IQN"
+    echo "    portals:"
+    for address in $addresses; do echo "      - { protocol: $PROTOCOL, listen: $address }"; done
+    # Discovery is over TCP whatever carries the sessions.
+    [ $PROTOCOL = iscsi ] || echo "      - { protocol: iscsi, listen: 10.99.0.2 }"
+    echo "    luns: { 0: disk0 }"
+    echo "    access: open"
+    for line in "$@"; do echo "$line"; done
 }
 
 start_iscsid() {
@@ -92,7 +64,6 @@ iscsid_answers() {
 # A record of the target at a portal: iscsi_node [PORTAL]
 iscsi_node() {
     iscsiadm -m node -T $IQN -p "${1:-$PORTAL}" -o new -I $IFACE >/dev/null
-    [ -z "${CORE:-}" ] || iscsi_set node.session.initial_login_retry_max 1
 }
 
 # Sets values of the record: iscsi_set NAME VALUE …
@@ -105,16 +76,7 @@ iscsi_set() {
 
 # Logs in with the record, to one portal or to all. Sets DISK.
 iscsi_login() {
-    local left=3
-    until iscsiadm -m node -T $IQN ${1:+-p $1} -I $IFACE -l; do
-        # With riserd on the same RDMA device an answer may overtake the acknowledgement of what it
-        # answers; then ib_iser finds its only login task in use, for as long as the session lives.
-        left=$((left - 1))
-        [ -n "${CORE:-}" ] && [ $left -gt 0 ] && dmesg | grep -q 'Login/Text in progress' ||
-            fail "the login failed"
-        dmesg --clear
-        echo "figure: the kernel's login task was in use; another session is made"
-    done
+    iscsiadm -m node -T $IQN ${1:+-p $1} -I $IFACE -l
     wait_for 60 find_disk 0
     find_disk 0
 }
@@ -138,13 +100,13 @@ iscsi_refused() {
 
 # A field of what riserd says about its only connection: agreed FIELD
 agreed() {
-    beside_riserd "$RISER_BIN/riserd" sessions -o json |
+    on_peer "$RISER_BIN/riserd" sessions -o json |
         python3 -c 'import json,sys; s=json.load(sys.stdin); print(s[0]["negotiated"][sys.argv[1]])' "$1"
 }
 
 # Number of connections that riserd has.
 connections() {
-    beside_riserd "$RISER_BIN/riserd" sessions -o json | python3 -c 'import json,sys; print(len(json.load(sys.stdin)))'
+    on_peer "$RISER_BIN/riserd" sessions -o json | python3 -c 'import json,sys; print(len(json.load(sys.stdin)))'
 }
 
 no_connections() {
@@ -174,7 +136,6 @@ iscsi_clean() {
     fi
     rm -rf "$IMAGES"/disk*.img /etc/iscsi/nodes /etc/iscsi/send_targets
     one_host
-    [ -z "${CORE:-}" ] || ip link delete d0
 }
 
 # --- what the cases of both transports do ---
@@ -306,12 +267,12 @@ target_restarts() {
     sleep 4
     stop_serving
     sleep 1
-    iscsi_serve_again
+    serve_again
     wait_for 60 iscsi_connected
     sleep 3
     kill_serving
     sleep 1
-    iscsi_serve_again
+    serve_again
     wait_for 60 iscsi_connected
     loaded
     iscsi_logout
@@ -327,11 +288,11 @@ link_is_cut() {
     iscsi_login
     load "$DISK" 20
     sleep 3
-    ip -n peer link set v1 down
+    far_link down
     not_connected() { ! iscsi_connected; }
     wait_for 60 not_connected
     sleep 1
-    ip -n peer link set v1 up
+    far_link up
     wait_for 90 iscsi_connected
     loaded
     iscsi_logout
@@ -342,7 +303,7 @@ link_is_cut() {
 two_paths_one_cut() {
     two_hosts
     trap iscsi_clean EXIT
-    ip -n peer addr add 10.99.0.3/24 dev v1
+    on_peer ip addr add 10.99.0.3/24 dev v1
     iscsi_serve 64 "10.99.0.2 10.99.0.3"
     start_iscsid
     iscsi_node
@@ -355,11 +316,11 @@ two_paths_one_cut() {
     multipath_over bio
     load /dev/mapper/paths 20
     sleep 3
-    ip -n peer addr del 10.99.0.3/24 dev v1
+    on_peer ip addr del 10.99.0.3/24 dev v1
     one_path() { dmsetup status paths | grep -q ' F '; }
     wait_for 60 one_path
     sleep 2
-    ip -n peer addr add 10.99.0.3/24 dev v1
+    on_peer ip addr add 10.99.0.3/24 dev v1
     wait_for 90 iscsi_connected
     for d in /sys/class/scsi_device/*:0/device/block/*/dev; do
         dmsetup message paths 0 reinstate_path "$(cat "$d")"

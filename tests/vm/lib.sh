@@ -39,44 +39,106 @@ typed() {
     . /tmp/typed.sh
 }
 
-# An rdma_rxe device on one end of a veth pair; the other end lies in network namespace `peer`,
-# where the software NIC runs. Addresses: rxe 10.99.0.1 and fd99::1, peer 10.99.0.2 and fd99::2.
+# Where riserd runs: words before a command, none where that is here.
+PEER=()
+
+# Runs a command where riserd runs.
+on_peer() {
+    "${PEER[@]}" "$@"
+}
+
+# Two hosts, an rdma_rxe device on one end of a veth pair. The other end lies in network namespace
+# `peer`, where the software NIC runs. With CORE=yes it lies here and has a device of its own, rxe1,
+# for riserd on rdma_core, since rdma_rxe serves the first namespace only; a switch is between them.
+# Addresses: 10.99.0.1 and fd99::1 on v0, 10.99.0.2 and fd99::2 on v1, the far end.
 two_hosts() {
     local mtu=${1:-4500}
     modprobe -a veth rdma_rxe rdma_ucm ib_umad ib_uverbs
-    ip netns add peer
-    ip link add v0 type veth peer name v1
-    ip link set v1 netns peer
+    if [ -n "${CORE:-}" ]; then
+        switch "$mtu"
+    else
+        ip netns add peer
+        PEER=(ip netns exec peer)
+        ip link add v0 type veth peer name v1
+        ip link set v1 netns peer
+        on_peer ip link set lo up
+    fi
     ip link set v0 mtu "$mtu" up
-    ip -n peer link set v1 mtu "$mtu" up
-    ip -n peer link set lo up
+    on_peer ip link set v1 mtu "$mtu" up
     ip addr add 10.99.0.1/24 dev v0
-    ip -n peer addr add 10.99.0.2/24 dev v1
+    on_peer ip addr add 10.99.0.2/24 dev v1
     # IPv6 needs links that carry 1280 bytes.
     if [ "$mtu" -ge 1280 ]; then
         ip addr add fd99::1/64 dev v0 nodad
-        ip -n peer addr add fd99::2/64 dev v1 nodad
+        on_peer ip addr add fd99::2/64 dev v1 nodad
     fi
     capture
     rdma link add rxe0 type rxe netdev v0
-    wait_for 20 gid_is_there
+    wait_for 20 gid_is_there rxe0 10.99.0.1
+    if [ -n "${CORE:-}" ]; then
+        ulimit -l unlimited
+        over_the_wire
+        rdma link add rxe1 type rxe netdev v1
+        wait_for 20 gid_is_there rxe1 10.99.0.2
+        # The connection manager knows the addresses a moment later.
+        sleep 1
+    fi
 }
 
+# v0 and v1 on a switch in a namespace of its own.
+switch() {
+    local n
+    modprobe bridge
+    ip netns add switch
+    ip -n switch link add name sw0 type bridge
+    for n in 0 1; do
+        ip link add v$n type veth peer name p$n
+        ip link set p$n netns switch
+        ip -n switch link set p$n mtu "$1" master sw0 up
+    done
+    ip -n switch link set sw0 up
+}
+
+# Lets what goes between the two ends' addresses pass the wire, though all of them are this host's.
+over_the_wire() {
+    echo 1 >/proc/sys/net/ipv4/conf/all/accept_local
+    ip rule add pref 10 iif lo lookup 100
+    ip rule add pref 20 lookup local
+    ip rule delete pref 0
+    ip route add 10.99.0.2/31 dev v0 src 10.99.0.1 table 100
+    ip route add 10.99.0.1 dev v1 src 10.99.0.2 table 100
+}
+
+# Cuts the far end off, or mends it: far_link down|up. With rdma_rxe there that happens behind the switch:
+# a device that cannot send a MAD, because its own link is down, loses its queue pair 1 for ever.
+far_link() {
+    case ${CORE:-}$1 in
+    yesdown) ip -n switch link set p1 nomaster ;;
+    yesup) ip -n switch link set p1 master sw0 ;;
+    *) on_peer ip link set v1 "$1" ;;
+    esac
+}
+
+# Whether a device has an IPv4 address's GID: gid_is_there DEVICE ADDRESS
 gid_is_there() {
-    grep -q '0a63:0001' /sys/class/infiniband/rxe0/ports/1/gids/* 2>/dev/null
+    local hex
+    hex=$(printf '%02x%02x:%02x%02x' ${2//./ })
+    grep -q "ffff:$hex" "/sys/class/infiniband/$1/ports/1/gids/"* 2>/dev/null
 }
 
 # Undoes `two_hosts`.
 one_host() {
     end_capture
     rdma link delete rxe0 2>/dev/null || true
+    if [ -n "${CORE:-}" ]; then
+        rdma link delete rxe1 2>/dev/null || true
+        ip rule add pref 0 lookup local
+        ip rule delete pref 20
+        ip rule delete pref 10
+    fi
     ip netns delete peer 2>/dev/null || true
+    ip netns delete switch 2>/dev/null || true
     ip link delete v0 2>/dev/null || true
-}
-
-# Runs a command where the software NIC lives.
-on_peer() {
-    ip netns exec peer "$@"
 }
 
 # Captures what passes the veth pair into the case's folder: the first bytes of the first packets.
@@ -97,22 +159,25 @@ end_capture() {
     CAPTURE=
 }
 
-# Starts riserd in namespace `peer` with the configuration on standard input, and waits until it has
-# opened its device. Its log is kept.
+# Starts riserd with the configuration on standard input, and waits until it serves. Its log is kept.
 serve() {
     cat >/tmp/riserd.yaml
+    [ -z "${CORE:-}" ] || echo "transport: { provider: rdma_core }" >>/tmp/riserd.yaml
     serve_again
 }
 
 # Starts riserd once more with the same configuration.
 serve_again() {
-    ip netns exec peer "$RISER_BIN/riserd" run --config /tmp/riserd.yaml >>"$KEEP/riserd.log" 2>&1 &
+    local before
+    before=$(grep -c ' serving ' "$KEEP/riserd.log" 2>/dev/null || true)
+    "${PEER[@]}" "$RISER_BIN/riserd" run --config /tmp/riserd.yaml >>"$KEEP/riserd.log" 2>&1 &
     RISERD=$!
-    wait_for 30 riserd_is_up
+    wait_for 30 riserd_is_up "${before:-0}"
 }
 
+# Whether it has said once more than so many times that it serves.
 riserd_is_up() {
-    kill -0 "$RISERD" && [ -n "$(on_peer ss -Hulnp 'sport = :4791')" ]
+    kill -0 "$RISERD" && [ "$(grep -c ' serving ' "$KEEP/riserd.log")" -gt "$1" ]
 }
 
 # Ends riserd as systemd would; it must end by itself and without an error.
@@ -389,8 +454,10 @@ large_transfers() {
     verify /dev/mapper/paths 32m --bs="$bs" --iodepth=4 "$@"
 }
 
-# One host: rdma_rxe on a dummy interface with addresses 10.99.0.1 and, for riserd, 10.99.0.2.
+# One host: rdma_rxe on a dummy interface with addresses 10.99.0.1 and, for riserd on the same device,
+# 10.99.0.2.
 dummy_host() {
+    ulimit -l unlimited
     modprobe -a dummy rdma_rxe rdma_ucm ib_umad ib_uverbs
     ip link add d0 type dummy
     ip link set d0 mtu 4200
@@ -400,50 +467,14 @@ dummy_host() {
     ip addr add fd99::2/64 dev d0 nodad
     ip link set d0 up
     rdma link add rxe0 type rxe netdev d0
-    wait_for 20 gid_is_there
-    wait_for 20 grep -q '0a63:0002' /sys/class/infiniband/rxe0/ports/1/gids/*
+    wait_for 20 gid_is_there rxe0 10.99.0.1
+    wait_for 20 gid_is_there rxe0 10.99.0.2
     wait_for 20 grep -q 'fd99:.*:0002$' /sys/class/infiniband/rxe0/ports/1/gids/*
     # The connection manager knows the addresses a moment later.
     sleep 1
 }
 
-# riserd on the host's RDMA device, and ib_srp with the module parameters given.
-core_rig() {
-    ulimit -l unlimited
-    dummy_host
-    trap core_clean EXIT
-    core_config >/tmp/riserd.yaml
-    core_serve
-    load_srp "$@"
-}
-
-core_config() {
-    cat <<Y
-backends:
-  disk0: { kind: file, path: $IMAGES/disk0.img, size: 64MiB, create: true, serial: RIG-0 }
-targets:
-  - name: rig
-    portals: [{ protocol: srp, listen: 10.99.0.2, ioc_guid: 0x$GUID }]
-    luns: { 0: disk0 }
-    access: open
-limits: { max_transfer: 8MiB, buffer_pool_mib: 64 }
-transport: { provider: rdma_core }
-Y
-}
-
-core_serve() {
-    local before
-    before=$(grep -c ' serving ' "$KEEP/riserd.log" 2>/dev/null || true)
-    "$RISER_BIN/riserd" run --config /tmp/riserd.yaml >>"$KEEP/riserd.log" 2>&1 &
-    RISERD=$!
-    wait_for 30 core_is_up "${before:-0}"
-}
-
-core_is_up() {
-    kill -0 "$RISERD" && [ "$(grep -c ' serving ' "$KEEP/riserd.log")" -gt "$1" ]
-}
-
-core_clean() {
+dummy_clean() {
     srp_clean
     ip link delete d0 2>/dev/null || true
 }

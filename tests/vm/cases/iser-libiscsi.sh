@@ -6,15 +6,15 @@ TRANSPORT=iser
 . /vm/libiscsi.sh
 two_hosts
 trap iscsi_clean EXIT
-iscsi_config 24 10.99.0.2
 # One test takes it for granted that physical blocks are as long as logical ones, as they are in memory.
-sed -i 's/kind: file, path: [^,]*, size: 24MiB, create: true/kind: ram, size: 24MiB/' /tmp/riserd.yaml
-grep -q 'kind: ram' /tmp/riserd.yaml
-iscsi_serve_again
+iscsi_config 24 10.99.0.2 |
+    sed 's/kind: file, path: [^,]*, size: 24MiB, create: true/kind: ram, size: 24MiB/' >/tmp/ram.yaml
+grep -q 'kind: ram' /tmp/ram.yaml
+serve </tmp/ram.yaml
 # Reservations of a client that died would be in the way of the next.
 client_died() {
     kill_serving
-    iscsi_serve_again
+    serve_again
 }
 libiscsi_suite "iser://$PORTAL/$IQN/0"
 stop_serving

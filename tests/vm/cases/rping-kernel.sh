@@ -4,8 +4,8 @@
 two_hosts
 trap one_host EXIT
 # A second address of each kind, so that the four runs can go on at once.
-ip -n peer addr add 10.99.0.3/24 dev v1
-ip -n peer addr add fd99::3/64 dev v1 nodad
+on_peer ip addr add 10.99.0.3/24 dev v1
+on_peer ip addr add fd99::3/64 dev v1 nodad
 
 # Ours as the client of rdma-core's rping.
 as_client() { # server address, our address, size, count

@@ -4,8 +4,8 @@
 two_hosts
 trap one_host EXIT
 # A second address of each kind, so that the four runs can go on at once.
-ip -n peer addr add 10.99.0.3/24 dev v1
-ip -n peer addr add fd99::3/64 dev v1 nodad
+on_peer ip addr add 10.99.0.3/24 dev v1
+on_peer ip addr add fd99::3/64 dev v1 nodad
 
 core_client() { # address on rdma_core, on the software NIC, size, count
     ip netns exec peer "$RISER_BIN/riser" -v rping server --addr "$2" --size 1M 2>"/tmp/rping-$2" &

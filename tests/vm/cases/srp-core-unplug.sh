@@ -1,9 +1,10 @@
 #: group: srp
 #: about: riserd on rdma_core while its RDMA device is taken away under load and comes back, twice
 #: limit: 300
+dummy_host
+trap dummy_clean EXIT
 # Two portals, so that two devices of riserd lie on the one that goes.
-core_config() {
-    cat <<Y
+serve <<Y
 backends:
   disk0: { kind: file, path: $IMAGES/disk0.img, size: 64MiB, create: true, serial: RIG-0 }
 targets:
@@ -16,11 +17,10 @@ targets:
 limits: { max_transfer: 8MiB, buffer_pool_mib: 64 }
 transport: { provider: rdma_core }
 Y
-}
+load_srp
 said() {
     [ "$(grep -c "$1" "$KEEP/riserd.log")" = "$2" ]
 }
-core_rig
 for round in 1 2; do
     srp_login ch_count=2
     fio --name=load --filename="$DISK" --size=32m --rw=randwrite --bs=16k --direct=1 \
@@ -36,7 +36,7 @@ for round in 1 2; do
     kill -0 "$RISERD" || fail "riserd has ended"
     sleep 2
     rdma link add rxe0 type rxe netdev d0
-    wait_for 20 gid_is_there
+    wait_for 20 gid_is_there rxe0 10.99.0.1
     wait_for 30 said 'the RDMA device is back' $((2 * round))
     wait_for 20 test -e /sys/class/infiniband_srp/srp-rxe0-1/add_target
 done

@@ -8,9 +8,9 @@ srp_port reconnect_delay 1
 load "$DISK" 15
 for seconds in 1 20; do
     sleep 3
-    ip -n peer link set v1 down
+    far_link down
     sleep $seconds
-    ip -n peer link set v1 up
+    far_link up
     sleep 1
     wait_for 60 srp_connected
 done

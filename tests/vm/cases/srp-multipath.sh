@@ -3,7 +3,7 @@
 #: limit: 500
 two_hosts
 trap srp_clean EXIT
-ip -n peer addr add 10.99.0.3/24 dev v1
+on_peer ip addr add 10.99.0.3/24 dev v1
 serve <<Y
 backends:
   disk0: { kind: file, path: $IMAGES/disk0.img, size: 64MiB, create: true, serial: RIG-0 }
@@ -27,11 +27,11 @@ multipath_over bio
 for d in /sys/class/scsi_device/*:0/device/timeout; do echo 5 >"$d"; done
 load /dev/mapper/paths 20
 sleep 3
-ip -n peer addr del 10.99.0.3/24 dev v1
+on_peer ip addr del 10.99.0.3/24 dev v1
 one_path() { dmsetup status paths | grep -q ' F '; }
 wait_for 180 one_path
 sleep 2
-ip -n peer addr add 10.99.0.3/24 dev v1
+on_peer ip addr add 10.99.0.3/24 dev v1
 wait_for 120 srp_connected
 for d in /sys/class/scsi_device/*:0/device; do
     # The last step takes a disk offline.

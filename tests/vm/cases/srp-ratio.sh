@@ -2,17 +2,16 @@
 #: about: riserd on rdma_core beside the kernel's ib_srpt: one initiator, one RDMA device, one file
 #: limit: 600
 #: alone: yes
-ulimit -l unlimited
 dummy_host
 trap ratio_clean EXIT
 ratio_clean() {
     (srp_logout) || true
     kernel_target_clean
-    core_clean
+    dummy_clean
 }
 kernel_target
 head -c 96M /dev/urandom >"$IMAGES/srpt.img"
-cat >/tmp/riserd.yaml <<Y
+serve <<Y
 backends:
   disk0: { kind: file, path: $IMAGES/srpt.img, serial: RIG-0 }
 targets:
@@ -22,7 +21,6 @@ targets:
     access: open
 transport: { provider: rdma_core }
 Y
-core_serve
 load_srp
 wait_for 30 srp_add 10.99.0.2:5556 "$GUID" ch_count=2
 wait_for 30 srp_add 10.99.0.1:5555 "$G" ch_count=2

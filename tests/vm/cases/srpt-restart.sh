@@ -25,15 +25,15 @@ for provider in roce rdma_core; do
 done
 echo "--- roce: link down and up"
 load roce 32M
-ip -n peer link set v1 down
+far_link down
 sleep 4
-ip -n peer link set v1 up
+far_link up
 wait $LOAD
 echo "--- roce: the target's device goes and comes back"
 load roce 32M
 rdma link delete rxe0
 sleep 1
 rdma link add rxe0 type rxe netdev v0
-wait_for 20 gid_is_there
+wait_for 20 gid_is_there rxe0 10.99.0.1
 kernel_port_again
 wait $LOAD

@@ -1,0 +1,5 @@
+#: group: srp
+#: about: riserd on rdma_core: sg_reset of device, bus and host while writes run
+#: limit: 300
+CORE=yes
+. "$RISER_ROOT/tests/vm/cases/srp-reset.sh"

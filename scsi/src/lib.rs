@@ -27,6 +27,7 @@
 //! | [`opcode`] | the table that drives parsing and reporting |
 //! | [`kind`] | kinds of commands, for counters |
 //! | [`config`] | what a unit is made of |
+//! | [`legacy`] | what a unit leaves to the one that takes its place |
 //! | [`nexus`], [`lun`], [`device`] | who asks, and for what |
 //! | [`sense`], [`attention`] | errors and unit attentions |
 //! | [`access`] | how a command sees its data buffer |
@@ -79,6 +80,7 @@ mod inquiry;
 pub mod iscsi;
 pub mod iser;
 pub mod kind;
+pub mod legacy;
 pub mod lu;
 pub mod lun;
 mod mode;

@@ -213,7 +213,7 @@ impl LogicalUnit {
         look(&self.lock_reservations())
     }
 
-    fn update_reservations<T>(&self, change: impl FnOnce(&mut Reservations) -> T) -> T {
+    pub(crate) fn update_reservations<T>(&self, change: impl FnOnce(&mut Reservations) -> T) -> T {
         let mut all = self.lock_reservations();
         let result = change(&mut all);
         self.restricted.store(all.restricts(), Ordering::Release);
@@ -309,6 +309,12 @@ impl LogicalUnit {
 
     fn store_flags(&self, flags: Flags) {
         self.flags.store(flags.bits(), Ordering::Release);
+    }
+
+    /// Takes over the flags of the unit before.
+    pub(crate) fn restore_flags(&self, flags: Flags) {
+        let _guard = self.lock();
+        self.store_flags(flags);
     }
 
     pub(crate) fn set_stopped(&self, stopped: bool) {

@@ -3,6 +3,8 @@
 //! Every entry point of a logical unit takes a [`NexusId`], because unit
 //! attentions, and whatever else SAM-5 ties to an I_T nexus, belong to one.
 
+use serde::{Deserialize, Serialize};
+
 /// A number the target hands out for one I_T nexus (SAM-5 4.7).
 ///
 /// It must not be reused while any logical unit still knows the old nexus.
@@ -10,7 +12,7 @@
 pub struct NexusId(pub u32);
 
 /// The name of a SCSI port in the form its transport defines.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum PortName {
     /// An SRP port identifier: 16 bytes, identifier extension then GUID
     /// (SRP r16a 4.4, SPC-4 7.6.4 TransportID format for SRP).

@@ -17,6 +17,8 @@
 
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 use crate::nexus::{Nexus, NexusId, PortName};
 use crate::opcode::Gates;
 
@@ -24,7 +26,7 @@ use crate::opcode::Gates;
 pub(crate) const MAX_REGISTRANTS: usize = 256;
 
 /// TYPE of a persistent reservation (SPC-4 table 40).
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[repr(u8)]
 pub(crate) enum Kind {
     WriteExclusive = 1,
@@ -74,7 +76,7 @@ impl Kind {
 }
 
 /// Who is registered: the ports of an I_T nexus.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct Ports {
     pub(crate) initiator: PortName,
     pub(crate) target: PortName,
@@ -97,14 +99,14 @@ impl Ports {
 }
 
 /// A registration.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Registrant {
     pub(crate) ports: Ports,
     pub(crate) key: u64,
 }
 
 /// A persistent reservation.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Held {
     pub(crate) kind: Kind,
     /// Who made it; of one of all registrants, everybody registered holds it.
@@ -145,13 +147,14 @@ pub(crate) struct Keys {
 }
 
 /// All reservations and registrations of a unit.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Reservations {
     pub(crate) registrants: Vec<Registrant>,
     pub(crate) held: Option<Held>,
     /// PRGENERATION.
     pub(crate) generation: u32,
-    /// Who has it by RESERVE.
+    /// Who has it by RESERVE, which ends with the nexus.
+    #[serde(skip)]
     reserved: Option<NexusId>,
 }
 
@@ -161,6 +164,14 @@ impl Reservations {
     /// Whether some command of somebody may conflict.
     pub(crate) fn restricts(&self) -> bool {
         self.held.is_some() || self.reserved.is_some()
+    }
+
+    /// What does not end with the nexuses.
+    pub(crate) fn lasting(&self) -> Self {
+        Self {
+            reserved: None,
+            ..self.clone()
+        }
     }
 
     /// Whether a nexus may not send a command of these gates now.

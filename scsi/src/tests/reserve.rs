@@ -1,7 +1,10 @@
 //! Reservations, as two nexuses see them.
 
 use super::{A, B, Outcome, Rig, srp_nexus};
+use crate::legacy::UnitLegacy;
+use crate::lu::Flags;
 use crate::nexus::NexusId;
+use crate::sense::SenseFormat;
 use crate::step::Status;
 
 const REGISTER: u8 = 0;
@@ -259,4 +262,41 @@ fn reserve_and_release_of_old() {
     // The two kinds exclude each other.
     out(&mut rig, A, REGISTER, 0, 0, 1).good();
     conflict(&rig.run(B, &reserve, &[], 0));
+}
+
+/// What the unit would leave, as it travels.
+fn left_by(rig: &Rig) -> UnitLegacy {
+    let written = serde_json::to_string(&rig.lu.legacy()).unwrap();
+    serde_json::from_str(&written).unwrap()
+}
+
+#[test]
+fn the_unit_in_its_place_keeps_what_belongs_to_ports() {
+    let mut rig = registered();
+    out(&mut rig, B, RESERVE, 5, 0xb, 0).good();
+    rig.lu
+        .change_mode(Flags::WRITE_CACHE | Flags::D_SENSE, Flags::D_SENSE, A);
+    let mut next = Rig::new();
+    next.lu.inherit(&left_by(&rig));
+    assert_eq!(keys(&mut next), (2, vec![0xa, 0xb]));
+    assert_eq!(reservation(&mut next), Some((0xb, 5)));
+    assert!(!next.lu.is_write_cache_enabled());
+    assert_eq!(next.lu.sense_format(), SenseFormat::Descriptor);
+    let stranger = NexusId(3);
+    next.lu.add_nexus(stranger, srp_nexus(0xcc));
+    next.lu.take_attention(stranger);
+    assert_eq!(access(&mut next, stranger), (true, false));
+    assert_eq!(access(&mut next, A), (true, true));
+    out(&mut next, B, RELEASE, 5, 0xb, 0).good();
+    assert_eq!(next.run(A, &READY, &[], 0).check(), RELEASED);
+    assert_eq!(reservation(&mut next), None);
+}
+
+#[test]
+fn a_reservation_that_ends_with_its_nexus_is_not_left_to_anybody() {
+    let rig = Rig::new();
+    assert!(rig.lu.reserve_unit(A));
+    let mut next = Rig::new();
+    next.lu.inherit(&left_by(&rig));
+    assert_eq!(access(&mut next, B), (true, true));
 }

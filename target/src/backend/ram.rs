@@ -1,6 +1,9 @@
 //! The sparse memory of a RAM disk.
 
 use std::collections::HashMap;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use riser_memory::MemSlice;
@@ -14,10 +17,13 @@ const SHARDS: u64 = 64;
 
 type Shard = HashMap<u64, Box<[u8]>>;
 
+/// Bytes of a chunk in a file: its number, little-endian, and its content.
+const RECORD: u64 = 8 + CHUNK;
+
 /// Chunks by number; an absent one reads as zeroes. Bounded by the disk's size, since the caller
 /// never reaches beyond it.
 #[derive(Debug)]
-pub(super) struct Ram {
+pub struct Ram {
     shards: Box<[RwLock<Shard>]>,
 }
 
@@ -49,13 +55,15 @@ fn parts(offset: u64, len: u64) -> impl Iterator<Item = Part> {
     })
 }
 
-impl Ram {
-    pub(super) fn new() -> Self {
+impl Default for Ram {
+    fn default() -> Self {
         Self {
             shards: (0..SHARDS).map(|_| RwLock::default()).collect(),
         }
     }
+}
 
+impl Ram {
     fn read_shard(&self, chunk: u64) -> RwLockReadGuard<'_, Shard> {
         // Bytes stay bytes after a panic elsewhere.
         self.shards[(chunk % SHARDS) as usize]
@@ -147,6 +155,54 @@ impl Ram {
         (allocation, extent)
     }
 
+    /// Moves everything to an empty file, chunk by chunk, so that no more than one is in both.
+    ///
+    /// # Errors
+    /// The file has no room; everything is in one of the two, and [`Ram::take_back`] brings it together.
+    pub fn give_away(&self, file: &File) -> io::Result<()> {
+        let mut end = 0;
+        for shard in &self.shards {
+            let mut shard = shard.write().unwrap_or_else(PoisonError::into_inner);
+            let mut chunks = std::mem::take(&mut *shard).into_iter();
+            while let Some((number, bytes)) = chunks.next() {
+                let put = file
+                    .write_all_at(&number.to_le_bytes(), end)
+                    .and_then(|()| file.write_all_at(&bytes, end + 8));
+                if let Err(error) = put {
+                    shard.insert(number, bytes);
+                    shard.extend(chunks);
+                    // What there is of it is no whole record.
+                    file.set_len(end)?;
+                    return Err(error);
+                }
+                end += RECORD;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes everything out of a file again, chunk by chunk.
+    ///
+    /// # Errors
+    /// `InvalidData` if it is no such file; what reading says.
+    pub fn take_back(&self, file: &File) -> io::Result<()> {
+        let mut end = file.metadata()?.len();
+        if !end.is_multiple_of(RECORD) {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        while end > 0 {
+            end -= RECORD;
+            let mut number = [0; 8];
+            file.read_exact_at(&mut number, end)?;
+            let number = u64::from_le_bytes(number);
+            let mut bytes = vec![0; CHUNK as usize].into_boxed_slice();
+            file.read_exact_at(&mut bytes, end + 8)?;
+            self.write_shard(number).insert(number, bytes);
+            file.set_len(end)?;
+        }
+        Ok(())
+    }
+
     /// Chunks that hold memory.
     #[cfg(test)]
     pub(super) fn chunks(&self) -> usize {
@@ -170,7 +226,7 @@ mod tests {
 
     #[test]
     fn memory_comes_with_writes_and_goes_with_discards() {
-        let ram = Ram::new();
+        let ram = Ram::default();
         let m = Memory::new(4096).unwrap();
         m.fill(0, 4096, 7);
         ram.write(1 << 40, &[m.whole()]);
@@ -189,5 +245,48 @@ mod tests {
         assert_eq!(ram.chunks(), 0);
         ram.zero(0, 512);
         assert_eq!(ram.status(0, 512), (Allocation::Mapped, 512));
+    }
+
+    fn memfd() -> File {
+        let fd = rustix::fs::memfd_create("ram", rustix::fs::MemfdFlags::CLOEXEC);
+        File::from(fd.unwrap())
+    }
+
+    #[test]
+    fn what_goes_to_a_file_comes_back_from_it() {
+        let ram = Ram::default();
+        let block = Memory::new(4096).unwrap();
+        for chunk in 0..200u64 {
+            block.fill(0, 4096, chunk as u8);
+            ram.write(chunk * 3 * CHUNK + 4096, &[block.whole()]);
+        }
+        let file = memfd();
+        ram.give_away(&file).unwrap();
+        assert_eq!(
+            (ram.chunks(), file.metadata().unwrap().len()),
+            (0, 200 * RECORD)
+        );
+        let next = Ram::default();
+        next.take_back(&file).unwrap();
+        assert_eq!((next.chunks(), file.metadata().unwrap().len()), (200, 0));
+        for chunk in 0..200u64 {
+            next.read(chunk * 3 * CHUNK + 4096, &[block.whole()]);
+            assert!(block.whole().to_vec().iter().all(|&b| b == chunk as u8));
+        }
+        file.set_len(5).unwrap();
+        assert!(next.take_back(&file).is_err());
+    }
+
+    #[test]
+    fn a_file_without_room_loses_nothing() {
+        let ram = Ram::default();
+        let block = Memory::new(4096).unwrap();
+        for chunk in 0..200u64 {
+            block.fill(0, 4096, chunk as u8);
+            ram.write(chunk * CHUNK, &[block.whole()]);
+        }
+        let full = File::options().write(true).open("/dev/full").unwrap();
+        assert!(ram.give_away(&full).is_err());
+        assert_eq!(ram.chunks(), 200);
     }
 }

@@ -116,6 +116,12 @@ pub enum OpenError {
         /// Why it failed.
         source: io::Error,
     },
+    /// The path leads to something else than what is open.
+    #[error("{}: is not what is served any more; another file has taken its place", path.display())]
+    Moved {
+        /// The backend.
+        path: PathBuf,
+    },
     /// The path is something else.
     #[error("{}: is not a {expected}", path.display())]
     Kind {
@@ -186,7 +192,7 @@ pub(super) enum Medium {
         device: bool,
     },
     /// In memory.
-    Ram(Ram),
+    Ram(Arc<Ram>),
     /// Not at all.
     Null,
 }
@@ -231,11 +237,19 @@ impl Store {
     /// # Errors
     /// As named in [`OpenError`]; every message says which backend.
     pub fn open(spec: &Spec) -> Result<Arc<Self>, OpenError> {
+        Self::open_with(spec, Arc::default())
+    }
+
+    /// As [`Store::open`], with what a RAM disk has in it.
+    ///
+    /// # Errors
+    /// Those of [`Store::open`].
+    pub fn open_with(spec: &Spec, ram: Arc<Ram>) -> Result<Arc<Self>, OpenError> {
         if !matches!(spec.block_size, 512 | 4096) {
             return Err(OpenError::BlockSize(spec.block_size));
         }
         let mut made = None;
-        let opened = Self::open_medium(spec, &mut made);
+        let opened = Self::open_medium(spec, ram, &mut made);
         let (medium, geometry) = opened.inspect_err(|_| {
             if let Some(made) = &made {
                 made.undo();
@@ -250,7 +264,7 @@ impl Store {
         }))
     }
 
-    fn open_medium(spec: &Spec, made: &mut Option<Made>) -> Opened {
+    fn open_medium(spec: &Spec, ram: Arc<Ram>, made: &mut Option<Made>) -> Opened {
         let (medium, mut geometry) = match &spec.source {
             Source::File { path, size, create } => {
                 let file = open_file(spec, path, *size, *create, made)?;
@@ -258,7 +272,7 @@ impl Store {
             }
             Source::Device { path } => open_device(spec, path)?,
             Source::Ram { size } => (
-                Medium::Ram(Ram::new()),
+                Medium::Ram(ram),
                 Geometry {
                     unmap_granularity: Some(ram::CHUNK as u32),
                     ..plain(spec, *size)
@@ -289,6 +303,51 @@ impl Store {
         Geometry {
             capacity: self.capacity(),
             ..self.geometry
+        }
+    }
+
+    /// What is in it, if it is a RAM disk.
+    #[must_use]
+    pub fn ram(&self) -> Option<Arc<Ram>> {
+        match &self.medium {
+            Medium::Ram(ram) => Some(Arc::clone(ram)),
+            Medium::File { .. } | Medium::Null => None,
+        }
+    }
+
+    /// Whether it would be opened again as it is: a file that was moved or replaced under us, or that
+    /// has another length than the configuration says, would not.
+    ///
+    /// # Errors
+    /// [`OpenError`]: why not.
+    pub fn check_reopen(&self, spec: &Spec) -> Result<(), OpenError> {
+        let (Medium::File { fd, device, .. }, Source::File { path, .. } | Source::Device { path }) =
+            (&self.medium, &spec.source)
+        else {
+            return Ok(());
+        };
+        let file = File::from(fd.try_clone().map_err(io_error(path, "examine it"))?);
+        let open = file.metadata().map_err(io_error(path, "examine it"))?;
+        let there = std::fs::metadata(path).map_err(io_error(path, "find it again"))?;
+        let is_same = if *device {
+            there.file_type().is_block_device() && there.rdev() == open.rdev()
+        } else {
+            (there.dev(), there.ino()) == (open.dev(), open.ino())
+        };
+        if !is_same {
+            return Err(OpenError::Moved { path: path.clone() });
+        }
+        match spec.source {
+            Source::File {
+                size: Some(wanted),
+                create,
+                ..
+            } if wanted < open.len() || (wanted > open.len() && !create) => Err(OpenError::Size {
+                path: path.clone(),
+                actual: open.len(),
+                wanted,
+            }),
+            _ => Ok(()),
         }
     }
 

@@ -512,6 +512,45 @@ fn a_file_is_served_once() {
 }
 
 #[test]
+fn what_would_not_be_found_again_is_told() {
+    let dir = Dir::new(&std::env::temp_dir(), "reopen");
+    let path = dir.file("lun");
+    let with = |size, create| {
+        spec(Source::File {
+            path: path.clone(),
+            size: Some(size),
+            create,
+        })
+    };
+    let (small, large) = (with(4096, true), with(8192, true));
+    let store = Store::open(&small).unwrap();
+    store.check_reopen(&small).unwrap();
+    // It would be extended by a start, and never cut.
+    store.check_reopen(&large).unwrap();
+    assert!(matches!(
+        store.check_reopen(&with(8192, false)),
+        Err(OpenError::Size { .. })
+    ));
+    File::options()
+        .write(true)
+        .open(&path)
+        .and_then(|file| file.set_len(8192))
+        .unwrap();
+    assert!(matches!(
+        store.check_reopen(&small),
+        Err(OpenError::Size { .. })
+    ));
+    std::fs::rename(&path, dir.file("elsewhere")).unwrap();
+    assert!(matches!(
+        store.check_reopen(&large),
+        Err(OpenError::Io { .. })
+    ));
+    File::create(&path).unwrap();
+    let error = store.check_reopen(&large).unwrap_err();
+    assert!(matches!(error, OpenError::Moved { .. }), "{error}");
+}
+
+#[test]
 fn what_cannot_be_opened_says_why() {
     let dir = Dir::new(&std::env::temp_dir(), "open");
     let path = dir.file("lun");

@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use super::{FAILURE, Failure, MISTAKE, print};
 use crate::control::client::{self, ClientError, Question};
 use crate::control::top::{self, Top, TopError};
-use crate::control::{socket, state};
+use crate::control::{report, socket, state};
 
 /// A question to a running daemon.
 #[derive(Debug, clap::Args)]
@@ -130,4 +130,26 @@ pub(super) fn save(out: &mut dyn Write, file: Option<&Path>, ask: &Ask) -> Resul
             .map_err(|e| Failure::run_time(format!("{}: {e}", file.display()))),
         None => print(out, String::from_utf8_lossy(&text).trim_end()),
     }
+}
+
+/// Lets a running daemon hand over to a program.
+pub(super) fn upgrade(
+    out: &mut dyn Write,
+    binary: Option<&Path>,
+    ask: &Ask,
+) -> Result<(), Failure> {
+    let binary = binary.map(whole).transpose()?;
+    let done = client::upgrade(&ask.socket()?, binary.as_deref())?;
+    tell(out, ask.output, &done, report::upgraded)
+}
+
+/// A path that means the same to everybody.
+fn whole(path: &Path) -> Result<String, Failure> {
+    let failure = |why: &dyn std::fmt::Display| Failure {
+        text: format!("riserd: {}: {why}", path.display()),
+        code: MISTAKE,
+    };
+    let whole = std::path::absolute(path).map_err(|e| failure(&e))?;
+    let text = whole.into_os_string().into_string();
+    text.map_err(|_| failure(&"not UTF-8"))
 }

@@ -9,6 +9,7 @@ use serde_json::json;
 use super::ask::Output;
 use super::{Failure, MISTAKE};
 use crate::config::{Access, Config, ConfigError, HostId, Protocol};
+use crate::control::upgrade;
 
 pub(super) fn load(path: &Path) -> Result<Config, Failure> {
     read(path).map(|(config, _)| config)
@@ -147,5 +148,12 @@ fn describe_json(config: &Config, host: &HostId) -> String {
             })
         })
         .collect();
-    json!({ "valid": true, "targets": targets, "notes": config.notes }).to_string()
+    json!({
+        "valid": true,
+        "version": env!("CARGO_PKG_VERSION"),
+        "takes_over": [upgrade::VERSION],
+        "targets": targets,
+        "notes": config.notes,
+    })
+    .to_string()
 }

@@ -35,6 +35,7 @@ use self::trace::Trace;
 use self::verbs::Verb;
 use crate::config::schema;
 use crate::control::client::{self, Question};
+use crate::control::upgrade::Inheritance;
 use crate::control::view::{Changes, HistoryView};
 use crate::control::{Source, report};
 
@@ -117,6 +118,17 @@ enum Command {
         /// How many configurations back.
         #[arg(default_value_t = 1)]
         back: usize,
+        #[command(flatten)]
+        ask: Ask,
+    },
+    /// Let a running daemon hand over to another program, after an update as a rule: its process,
+    /// connections that wait, reservations and RAM disks stay, and initiators log in again. A program
+    /// that does not take the running configuration is refused, and nothing has changed.
+    Upgrade {
+        /// The program; by default the one that is now where the daemon's own was when it began. Root
+        /// and the daemon's own user may name one.
+        #[arg(long, value_name = "PATH")]
+        binary: Option<PathBuf>,
         #[command(flatten)]
         ask: Ask,
     },
@@ -203,14 +215,25 @@ fn dispatch(
     let post = |path| Question::new(Method::POST, path);
     let done = match command {
         Command::Run { config, restore } => {
+            let inheritance = Inheritance::take();
             let file = config;
-            let config = load(&file)?;
+            let config = match inheritance.config() {
+                Some(config) => config.clone(),
+                None => load(&file)?,
+            };
             log::start(&config.log);
+            if let Some(why) = inheritance.broken() {
+                tracing::error!(
+                    why,
+                    "what the program before has left is of no use; starting afresh"
+                );
+            }
             let reread = &|| load(&file).map_err(|failure| failure.text);
             let source = Source {
                 config,
                 reread,
                 restore,
+                inheritance,
             };
             run(source).map_err(|e| Failure::run_time(chain(&*e)))
         }
@@ -235,6 +258,7 @@ fn dispatch(
             let question = post("/v1/rollback").with(back.to_string());
             asked(out, &ask, question, report::changes)
         }
+        Command::Upgrade { binary, ask } => ask::upgrade(out, binary.as_deref(), &ask),
         Command::Diff { file, ask } => {
             let question = post("/v1/diff").with(checked(&file)?);
             let answer: Changes = client::call(&ask.socket()?, question)?;

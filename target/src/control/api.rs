@@ -10,6 +10,7 @@
 //! | `POST /v1/diff` | what `PUT` would change, without doing it; likewise |
 //! | `POST /v1/rollback` | takes again the configuration N before, N in the body or 1; likewise |
 //! | `GET /v1/history` | a list of [`HistoryView`](super::view::HistoryView) |
+//! | `POST /v1/upgrade` | hands over to another program, whose path is in the body, or to the one at this one's place: see [`upgrade`](super::upgrade); [`Upgrade`](super::upgrade::Upgrade), as it begins |
 //! | `POST /v1/reload` | reads the configuration file again; the targets after it |
 //! | `POST /v1/rescan` | measures every backend again; the targets after it |
 //! | `POST /v1/trace` | looks for the commands that the body wants ([`Wanted`]) until there are enough or time is over; [`Traced`](super::trace::Traced) |
@@ -24,6 +25,8 @@
 //! ```text
 //! curl --unix-socket /run/riserd/admin.sock http://riserd/v1/sessions
 //! ```
+
+use std::path::PathBuf;
 
 use axum::Json;
 use axum::Router;
@@ -58,6 +61,8 @@ pub enum Ask {
     Reload,
     /// To measure its backends again.
     Rescan,
+    /// To hand over to a program, by default to the one at its own place.
+    Upgrade(Option<PathBuf>),
     /// What configuration it has: [`Kept`].
     Config,
     /// To take a text as its configuration.
@@ -141,24 +146,45 @@ pub struct Request {
 
 /// Who is at the other end of the socket.
 #[derive(Clone, Debug)]
-pub struct Peer(String);
+pub struct Peer {
+    name: String,
+    /// As which user it runs.
+    uid: Option<u32>,
+}
 
 impl Peer {
     /// Somebody who may only look.
     pub(super) fn of_http() -> Self {
-        Self("http".to_owned())
+        Self {
+            name: "http".to_owned(),
+            uid: None,
+        }
+    }
+
+    /// Whether it may let the daemon run any program: root, and whoever could run it as this user
+    /// anyhow. Others who may use the socket may change what is served, and no more.
+    fn may_name_programs(&self) -> bool {
+        let own = rustix::process::geteuid().as_raw();
+        self.uid.is_some_and(|uid| uid == 0 || uid == own)
     }
 }
 
 impl Connected<IncomingStream<'_, UnixListener>> for Peer {
     fn connect_info(stream: IncomingStream<'_, UnixListener>) -> Self {
-        Self(match stream.io().peer_cred() {
-            Ok(peer) => match peer.pid() {
-                Some(pid) => format!("uid {} (process {pid})", peer.uid()),
-                None => format!("uid {}", peer.uid()),
+        let Ok(peer) = stream.io().peer_cred() else {
+            return Self {
+                name: "the admin socket".to_owned(),
+                uid: None,
+            };
+        };
+        let uid = peer.uid();
+        Self {
+            name: match peer.pid() {
+                Some(pid) => format!("uid {uid} (process {pid})"),
+                None => format!("uid {uid}"),
             },
-            Err(_) => "the admin socket".to_owned(),
-        })
+            uid: Some(uid),
+        }
     }
 }
 
@@ -179,6 +205,7 @@ pub fn router(requests: Requests) -> Router {
         .route("/v1/diff", on(MethodFilter::POST, diff))
         .route("/v1/rollback", on(MethodFilter::POST, rollback))
         .route("/v1/trace", on(MethodFilter::POST, trace))
+        .route("/v1/upgrade", on(MethodFilter::POST, upgrade))
         .route("/v1/reload", post(Ask::Reload))
         .route("/v1/rescan", post(Ask::Rescan))
         .merge(http::router())
@@ -322,9 +349,22 @@ impl Drop for EndTrace {
     }
 }
 
+async fn upgrade(
+    State(requests): State<Requests>,
+    ConnectInfo(peer): ConnectInfo<Peer>,
+    path: String,
+) -> Response {
+    let program = Some(PathBuf::from(path)).filter(|path| !path.as_os_str().is_empty());
+    if program.is_some() && !peer.may_name_programs() {
+        let why = "only root and the daemon's own user may name a program".to_owned();
+        return said(Err(Failure::Refused { why, errno: None }));
+    }
+    said(forward(&requests, Ask::Upgrade(program), peer).await)
+}
+
 pub(super) async fn forward(requests: &Requests, ask: Ask, peer: Peer) -> Answer {
     let (reply, answer) = oneshot::channel();
-    let who = peer.0;
+    let who = peer.name;
     let sent = requests.try_send(Request { ask, who, reply });
     sent.map_err(|_| Failure::Busy)?;
     answer.await.unwrap_or(Err(Failure::Busy))

@@ -2,17 +2,27 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use axum::body::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::{Method, Request, StatusCode};
 use hyper_util::rt::TokioIo;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use tokio::net::UnixStream;
+
+use super::upgrade::Upgrade;
+use super::view::Status;
 
 /// How long a daemon may take for an answer that it has at once.
 pub const PATIENCE: Duration = Duration::from_secs(30);
+
+/// How long an upgrade may take: a shutdown that waits for all it may wait for, and a start.
+const UPGRADE: Duration = Duration::from_secs(150);
+
+/// How often a daemon is asked whether it is upgraded.
+const LOOK: Duration = Duration::from_millis(50);
 
 /// The longest answer that is read, in bytes.
 const MAX_ANSWER: usize = 64 << 20;
@@ -48,6 +58,9 @@ pub enum ClientError {
     /// The daemon's configuration is not the revision that was to be replaced.
     #[error("{0}")]
     Outdated(String),
+    /// No program has taken over.
+    #[error("{0}")]
+    NotUpgraded(String),
     /// Not an answer of this API.
     #[error("not an answer of riserd's admin API: {0}")]
     Garbled(String),
@@ -107,6 +120,45 @@ impl Question {
 pub fn call<T: DeserializeOwned>(socket: &Path, question: Question) -> Result<T, ClientError> {
     let said = fetch(socket, question)?;
     serde_json::from_slice(&said.body).map_err(|e| ClientError::Garbled(e.to_string()))
+}
+
+/// An upgrade that is done.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Upgraded {
+    /// The upgrade.
+    #[serde(flatten)]
+    pub upgrade: Upgrade,
+    /// The daemon's process.
+    pub pid: u32,
+}
+
+/// Lets the daemon at a socket hand over to a program, by default to the one at its own place, and
+/// waits until that serves.
+///
+/// # Errors
+/// [`ClientError`]: refused; or it was begun and this daemon serves on, or none does.
+pub fn upgrade(socket: &Path, program: Option<&str>) -> Result<Upgraded, ClientError> {
+    let question = Question::new(Method::POST, "/v1/upgrade");
+    let question = question.with(program.unwrap_or_default().to_owned());
+    let upgrade: Upgrade = call(socket, question)?;
+    let until = Instant::now() + UPGRADE;
+    loop {
+        // A daemon that has begun answers nobody, so whoever answers is the one or the other.
+        let status = call::<Status>(socket, Question::new(Method::GET, "/v1/status"));
+        match status {
+            Ok(status) if status.tenure.upgrades == upgrade.upgrades => {
+                let pid = status.pid;
+                return Ok(Upgraded { upgrade, pid });
+            }
+            Ok(status) => {
+                let error = status.tenure.upgrade_error;
+                let why = error.unwrap_or_else(|| "the daemon was started anew".to_owned());
+                return Err(ClientError::NotUpgraded(why));
+            }
+            Err(error) if Instant::now() > until => return Err(error),
+            Err(_) => std::thread::sleep(LOOK),
+        }
+    }
 }
 
 /// As [`call`], for an answer of any form.

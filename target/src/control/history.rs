@@ -28,7 +28,7 @@ pub struct Entry {
     pub time: u64,
     /// Who asked for it.
     pub who: String,
-    /// How: `start`, `apply`, `reload`, `rollback 1`.
+    /// How: `start`, `upgrade`, `apply`, `reload`, `rollback 1`.
     pub how: String,
     /// The configuration, secrets included.
     pub yaml: String,
@@ -117,6 +117,13 @@ impl History {
         };
         let dir = Some(dir);
         Ok(Self { entries, dir })
+    }
+
+    /// Goes on with what the program before had, where nothing is kept in a directory.
+    pub fn adopt(&mut self, entries: Vec<Entry>) {
+        if self.dir.is_none() {
+            self.entries = entries;
+        }
     }
 
     /// All that are kept, the newest first.

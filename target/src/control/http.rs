@@ -2,7 +2,7 @@
 //! socket as well; on a TCP address only if the configuration says so.
 
 use std::io;
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpListener};
 use std::time::Duration;
 
 use axum::Router;
@@ -12,11 +12,11 @@ use axum::http::header::{CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodFilter, on};
 use serde_json::Value;
-use tokio::sync::oneshot;
 
 use super::api::{Answer, Ask, Failure, Peer, Requests, error, forward, said};
 use super::bounded::Bounded;
 use super::metrics;
+use super::serving::Serving;
 
 /// The status page: one file that needs no other.
 const PAGE: &str = include_str!("page.html");
@@ -89,7 +89,8 @@ fn word(answer: Answer) -> Response {
 #[derive(Debug)]
 pub struct Listening {
     addr: SocketAddr,
-    _end: oneshot::Sender<()>,
+    listener: TcpListener,
+    serving: Serving,
 }
 
 impl Listening {
@@ -98,19 +99,33 @@ impl Listening {
     /// # Errors
     /// Those of `bind(2)`.
     pub fn open(addr: SocketAddr, requests: Requests) -> io::Result<Self> {
-        let listener = std::net::TcpListener::bind(addr)?;
+        Self::on(TcpListener::bind(addr)?, requests)
+    }
+
+    /// Answers at a socket that listens. Must be called on the control plane's runtime.
+    ///
+    /// # Errors
+    /// It cannot be waited for.
+    pub fn on(listener: TcpListener, requests: Requests) -> io::Result<Self> {
+        let addr = listener.local_addr()?;
         listener.set_nonblocking(true)?;
-        let listener = tokio::net::TcpListener::from_std(listener)?;
+        let socket = tokio::net::TcpListener::from_std(listener.try_clone()?)?;
         let router = router().with_state(requests);
-        let (end, ended) = oneshot::channel::<()>();
-        let service = axum::serve(Bounded::new(listener, CONNECTIONS, IDLE), router)
-            .with_graceful_shutdown(async {
-                // Nothing is ever sent: the other end goes.
-                let _ = ended.await;
-            });
-        tokio::spawn(std::future::IntoFuture::into_future(service));
+        let bounded = Bounded::new(socket, CONNECTIONS, IDLE);
+        let serving =
+            Serving::spawn(|end| axum::serve(bounded, router).with_graceful_shutdown(end));
         tracing::info!(%addr, "metrics and status page");
-        Ok(Self { addr, _end: end })
+        Ok(Self {
+            addr,
+            listener,
+            serving,
+        })
+    }
+
+    /// Ends it but not the socket: who connects waits.
+    pub async fn end(self) -> TcpListener {
+        self.serving.end().await;
+        self.listener
     }
 
     /// Where.

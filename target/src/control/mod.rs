@@ -18,6 +18,8 @@
 //! - [`trace`]: the ways of single commands.
 //! - [`socket`]: where the API is, and who may use it.
 //! - [`history`]: the configurations that were applied. [`state`]: the directory where they are kept.
+//! - [`upgrade`]: another program takes over.
+//! - `open`: what is opened at the start. `serving`: servers of HTTP that come to an end.
 //! - `watchdog`: tells the service manager that all workers get round.
 //! - [`client`]: the other end, for `riserd sessions` and its like; [`report`]: its words for people;
 //!   [`objects`]: the configuration's objects with what the daemon says about them.
@@ -31,40 +33,44 @@ pub mod http;
 pub mod live;
 pub mod metrics;
 pub mod objects;
+mod open;
 pub mod rates;
 pub mod report;
+mod serving;
 pub mod socket;
 pub mod state;
 pub mod top;
 pub mod trace;
+pub mod upgrade;
 pub mod view;
 mod watchdog;
 
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::time::{Duration, Instant};
+use std::path::PathBuf;
+use std::time::Instant;
 
 use sd_notify::NotifyState;
-use tokio::net::UnixListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 
 use self::api::{Ask, Failure, Kept, Request};
 use self::history::{Entry, History};
 use self::http::Listening;
+use self::open::{admin, open_metrics, restored, start};
+use self::socket::Admin;
 use self::trace::{Search, Wanted};
+use self::upgrade::{Handed, Handing, Inheritance, Tenure};
 use self::view::Changes;
 use self::watchdog::Watchdog;
 use crate::audit::{self, Asked};
 use crate::backend::OpenError;
-use crate::config::{Config, Location, diff};
+use crate::config::{Config, diff};
+use crate::server::legacy::Legacy;
 use crate::server::reload::{self, ChangeError};
 use crate::server::{Server, ServerError};
 
 /// Requests that wait at most.
 pub const WAITING: usize = 16;
-
-/// How long a daemon that was killed before may take to be gone altogether.
-const PREDECESSOR: Duration = Duration::from_secs(5);
 
 /// Where a daemon's configuration comes from.
 pub struct Source<'a> {
@@ -74,10 +80,12 @@ pub struct Source<'a> {
     pub reread: &'a dyn Fn() -> Result<Config, String>,
     /// Whether the configuration that was applied last comes before the file's.
     pub restore: bool,
+    /// What was left to this process. A configuration among it comes before all others.
+    pub inheritance: Inheritance,
 }
 
-/// Serves a configuration until SIGTERM or SIGINT. At SIGHUP, and when the admin API asks for it,
-/// takes another one, as far as [`Server::change`] allows.
+/// Serves a configuration until SIGTERM or SIGINT, or until another program takes over. At SIGHUP, and
+/// when the admin API asks for it, takes another one, as far as [`Server::change`] allows.
 ///
 /// # Errors
 /// [`ServerError`]: it could not start, a worker failed, or data could not be made durable.
@@ -88,30 +96,46 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
         .enable_all()
         .build()
         .map_err(ServerError::Thread)?;
+    let Inheritance {
+        past,
+        legacy,
+        admin: listener,
+        ..
+    } = source.inheritance;
+    let program = upgrade::own_program().map_err(ServerError::Program)?;
     runtime.block_on(async {
         let mut signals = Signals::new().map_err(ServerError::Signal)?;
         let mut history = History::open(&source.config.state).map_err(ServerError::State)?;
+        let (tenure, how) = match past {
+            Some(past) => {
+                history.adopt(past.history);
+                (past.tenure, "upgrade")
+            }
+            None => (Tenure::default(), "start"),
+        };
         let config = match history.entries().first() {
-            Some(last) if source.restore => restored(&last.yaml)?,
+            Some(last) if source.restore && tenure.upgrades == 0 => restored(&last.yaml)?,
             _ => source.config,
         };
-        let server = start(|| Server::start(&config))?;
+        let server = start(|| Server::start_after(&config, &legacy))?;
         let yaml = config.to_yaml();
         if history
             .entries()
             .first()
             .is_none_or(|last| last.yaml != yaml)
         {
-            let entry = Entry::now("riserd", "start", yaml);
+            let entry = Entry::now("riserd", how, yaml);
             history.record(entry).map_err(ServerError::State)?;
         }
         let (requests, queue) = mpsc::channel(WAITING);
-        let metrics = start(|| open_metrics(&config, &requests))?;
-        let admin = admin(&config.admin, requests.clone())?;
-        let asked = Asked {
-            who: "riserd",
-            how: "start",
-        };
+        let metrics = start(|| open_metrics(&config, &legacy, &requests))?;
+        let admin = admin(&config.admin, listener, requests.clone())?;
+        // Sockets that nobody has adopted would keep those waiting who connect to them.
+        drop(legacy);
+        if let Some(from) = &tenure.upgraded_from {
+            tracing::info!(%from, to = env!("CARGO_PKG_VERSION"), "took over");
+        }
+        let asked = Asked { who: "riserd", how };
         audit::changed(asked, &revision(&config.to_yaml()), &[]);
         let control = Control {
             server,
@@ -121,99 +145,25 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             requests,
             metrics,
             search: None,
+            admin,
+            program,
+            tenure,
+            handing: None,
         };
-        let result = control.serve(&mut signals, queue).await;
-        drop(admin);
-        result
+        control.serve(&mut signals, queue).await
     })
-}
-
-/// Starts, and waits for a predecessor to let go of what it had.
-fn start<S>(mut attempt: impl FnMut() -> Result<S, ServerError>) -> Result<S, ServerError> {
-    let until = Instant::now() + PREDECESSOR;
-    let mut told = false;
-    loop {
-        match attempt() {
-            Err(error) if error.is_in_use() && Instant::now() < until => {
-                if !told {
-                    tracing::info!(%error, "waiting");
-                    told = true;
-                }
-                std::thread::sleep(Duration::from_millis(20));
-            }
-            end => return end,
-        }
-    }
-}
-
-/// Listens for those who want metrics, if the configuration says so.
-fn open_metrics(
-    config: &Config,
-    requests: &mpsc::Sender<Request>,
-) -> Result<Option<Listening>, ServerError> {
-    let Some(wanted) = &config.metrics else {
-        return Ok(None);
-    };
-    let addr = wanted.listen;
-    let opened = Listening::open(addr, requests.clone());
-    let opened = opened.map_err(|source| ServerError::Metrics { addr, source });
-    opened.map(Some)
-}
-
-/// The configuration that was applied last.
-fn restored(yaml: &str) -> Result<Config, ServerError> {
-    let config = Config::parse(yaml, "the configuration applied last");
-    config.map_err(|e| ServerError::State(std::io::Error::other(e.to_string())))
-}
-
-/// Opens the admin API where the configuration wants it. A default place that cannot be had is no
-/// reason not to serve.
-fn admin(
-    wanted: &Location,
-    requests: mpsc::Sender<Request>,
-) -> Result<Option<socket::Bound>, ServerError> {
-    let (path, is_default) = match wanted {
-        Location::Off => return Ok(None),
-        Location::At(path) => (Some(path.clone()), false),
-        Location::Default => (socket::default_path(), true),
-    };
-    let inherited = socket::inherited().map_err(ServerError::Inherited)?;
-    if let Some((listener, at)) = inherited
-        && (is_default || at == path)
-    {
-        tracing::info!(socket = ?at, "admin API, on the service manager's socket");
-        serve(listener, requests);
-        return Ok(None);
-    }
-    let Some(path) = path else {
-        return Ok(None);
-    };
-    match socket::bind(&path) {
-        Ok((listener, bound)) => {
-            tracing::info!(socket = %path.display(), "admin API");
-            serve(listener, requests);
-            Ok(Some(bound))
-        }
-        Err(error) if is_default => {
-            tracing::warn!(socket = %path.display(), %error, "no admin API");
-            Ok(None)
-        }
-        Err(source) => Err(ServerError::Admin { path, source }),
-    }
-}
-
-/// Answers what comes by the admin socket from now on.
-fn serve(listener: UnixListener, requests: mpsc::Sender<Request>) {
-    let router = api::router(requests);
-    let router = router.into_make_service_with_connect_info::<api::Peer>();
-    let service = axum::serve(listener, router);
-    tokio::spawn(std::future::IntoFuture::into_future(service));
 }
 
 /// The signals that the daemon looks at.
 #[derive(Debug)]
 struct Signals {
     hangup: Signal,
+    end: EndSignals,
+}
+
+/// Those that end it.
+#[derive(Debug)]
+struct EndSignals {
     terminate: Signal,
     interrupt: Signal,
 }
@@ -222,9 +172,21 @@ impl Signals {
     fn new() -> std::io::Result<Self> {
         Ok(Self {
             hangup: signal(SignalKind::hangup())?,
-            terminate: signal(SignalKind::terminate())?,
-            interrupt: signal(SignalKind::interrupt())?,
+            end: EndSignals {
+                terminate: signal(SignalKind::terminate())?,
+                interrupt: signal(SignalKind::interrupt())?,
+            },
         })
+    }
+}
+
+impl EndSignals {
+    /// Returns which of them has come, once one has.
+    async fn next(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.interrupt.recv() => "SIGINT",
+        }
     }
 }
 
@@ -238,6 +200,20 @@ struct Control<'a> {
     metrics: Option<Listening>,
     /// Commands that somebody looks at.
     search: Option<Search>,
+    admin: Option<Admin>,
+    /// Where this program was when it began.
+    program: PathBuf,
+    tenure: Tenure,
+    /// An upgrade that is to be done next.
+    handing: Option<Handing>,
+}
+
+/// Why the daemon does no longer what it did.
+enum Turn {
+    /// It is to end.
+    End(&'static str),
+    /// Another program takes over.
+    HandOver(Handing),
 }
 
 /// Why a configuration was not applied.
@@ -257,11 +233,38 @@ impl Control<'_> {
         signals: &mut Signals,
         mut queue: mpsc::Receiver<Request>,
     ) -> Result<(), ServerError> {
-        self.announce();
+        loop {
+            self.announce();
+            notify(&[NotifyState::Ready]);
+            match self.attend(signals, &mut queue).await {
+                Turn::End(why) => {
+                    notify(&[NotifyState::Stopping]);
+                    return self.shut_down(why);
+                }
+                Turn::HandOver(handing) => {
+                    notify_reloading();
+                    self.tell_sessions();
+                    match self
+                        .hand_over(handing, &mut signals.end, &mut queue)
+                        .await?
+                    {
+                        Handed::Back(same) => self = same,
+                        Handed::Ended => {
+                            notify(&[NotifyState::Stopping]);
+                            tracing::info!("ended");
+                            return Ok(());
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Does what it is told to, one thing after another.
+    async fn attend(&mut self, signals: &mut Signals, queue: &mut mpsc::Receiver<Request>) -> Turn {
         let failure = self.server.failure();
-        notify(&[NotifyState::Ready]);
         let mut watchdog = Watchdog::of_environment();
-        let why = loop {
+        loop {
             tokio::select! {
                 () = watchdog.due() => {
                     if watchdog.check(&self.server) {
@@ -269,14 +272,14 @@ impl Control<'_> {
                     }
                 }
                 _ = signals.hangup.recv() => { let _ = self.reload("SIGHUP"); }
-                _ = signals.terminate.recv() => break "SIGTERM",
-                _ = signals.interrupt.recv() => break "SIGINT",
-                () = failure.notified() => break "a worker failed",
+                why = signals.end.next() => return Turn::End(why),
+                () = failure.notified() => return Turn::End("a worker failed"),
                 Some(request) = queue.recv() => self.answer(request),
             }
-        };
-        notify(&[NotifyState::Stopping]);
-        self.shut_down(why)
+            if let Some(handing) = self.handing.take() {
+                return Turn::HandOver(handing);
+            }
+        }
     }
 
     /// Says what is served.
@@ -294,7 +297,10 @@ impl Control<'_> {
     fn answer(&mut self, request: Request) {
         let who = &request.who;
         let answer = match request.ask {
-            Ask::Status => to_json(&view::status(&self.server, self.since.elapsed().as_secs())),
+            Ask::Status => {
+                let uptime = self.since.elapsed().as_secs();
+                to_json(&view::status(&self.server, uptime, &self.tenure))
+            }
             Ask::Sessions => to_json(&view::sessions(&self.server)),
             Ask::Targets => to_json(&view::targets(&self.server)),
             Ask::History => to_json(&view::history(self.history.entries())),
@@ -333,6 +339,13 @@ impl Control<'_> {
                         .map(|search| search.end(&self.server))
                         .unwrap_or_default(),
                 )
+            }
+            Ask::Upgrade(program) => {
+                self.prepare_upgrade(program, who)
+                    .and_then(|(upgrade, handing)| {
+                        self.handing = Some(handing);
+                        to_json(&upgrade)
+                    })
             }
             Ask::Rescan => self
                 .server
@@ -400,7 +413,8 @@ impl Control<'_> {
         let opened = if keeps_metrics {
             Ok(None)
         } else {
-            open_metrics(&config, &self.requests).map_err(ApplyError::Metrics)
+            let none = Legacy::default();
+            open_metrics(&config, &none, &self.requests).map_err(ApplyError::Metrics)
         };
         let history = &mut self.history;
         // Files that it names may say something else now, so it is applied even if it is the same.
@@ -451,7 +465,7 @@ impl Control<'_> {
     fn reload(&mut self, who: &str) -> Result<(), Failure> {
         let how = "reload";
         let asked = Asked { who, how };
-        notify(&[NotifyState::Reloading]);
+        notify_reloading();
         let applied = match (self.reread)() {
             Ok(config) => self.apply(config, asked).map(|_| ()),
             Err(error) => {
@@ -471,16 +485,22 @@ impl Control<'_> {
     }
 
     fn shut_down(self, why: &str) -> Result<(), ServerError> {
-        tracing::info!(why, sessions = self.server.sessions(), "shutting down");
+        tracing::info!(why, "shutting down");
+        self.tell_sessions();
+        self.server.shutdown()?;
+        tracing::info!("ended");
+        Ok(())
+    }
+
+    /// Says whose sessions end.
+    fn tell_sessions(&self) {
+        tracing::info!(sessions = self.server.sessions(), "sessions end");
         for session in view::sessions(&self.server) {
             tracing::info!(
                 initiator = %session.initiator, peer = %session.peer, state = %session.state,
                 in_flight = session.in_flight, "session"
             );
         }
-        self.server.shutdown()?;
-        tracing::info!("ended");
-        Ok(())
     }
 }
 
@@ -519,39 +539,17 @@ fn to_json(view: &impl serde::Serialize) -> api::Answer {
     serde_json::to_value(view).map_err(|e| Failure::Failed(e.to_string()))
 }
 
+/// Tells the service manager that the daemon is busy with itself, until it is ready again.
+fn notify_reloading() {
+    match NotifyState::monotonic_usec_now() {
+        Ok(now) => notify(&[NotifyState::Reloading, now]),
+        Err(error) => tracing::debug!(%error, "the service manager was not told"),
+    }
+}
+
 /// Tells the service manager, if there is one.
 fn notify(state: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(state) {
         tracing::debug!(%error, "the service manager was not told");
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn locked() -> ServerError {
-        ServerError::Backend {
-            name: "disk".into(),
-            source: OpenError::Locked {
-                path: "disk.img".into(),
-            },
-        }
-    }
-
-    #[test]
-    fn a_start_waits_for_what_is_in_use_and_for_nothing_else() {
-        let mut attempts = 0;
-        let started = start(|| {
-            attempts += 1;
-            if attempts < 3 { Err(locked()) } else { Ok(()) }
-        });
-        assert!(started.is_ok() && attempts == 3);
-        let mut attempts = 0;
-        let refused = start(|| {
-            attempts += 1;
-            Err::<(), _>(ServerError::Flush("no".into()))
-        });
-        assert!(refused.is_err() && attempts == 1);
     }
 }

@@ -2,6 +2,7 @@
 
 use serde_json::Value;
 
+use super::client::Upgraded;
 use super::trace::Traced;
 use super::view::{Changes, HistoryView, SessionView, Status, TargetView};
 
@@ -71,6 +72,16 @@ pub fn status(status: &Status) -> String {
         "riserd {} (process {}), up {} s, {} session(s)",
         status.version, status.pid, status.uptime, status.sessions
     )];
+    let tenure = &status.tenure;
+    if let Some(from) = &tenure.upgraded_from {
+        lines.push(format!(
+            "upgraded from riserd {from}, {} time(s) in all",
+            tenure.upgrades
+        ));
+    }
+    if let Some(error) = &tenure.upgrade_error {
+        lines.push(format!("the last upgrade failed: {error}"));
+    }
     lines.extend(status.workers.iter().map(|w| {
         format!(
             "worker {}: {} commands, {} logins, {} refused, buffers {} of {} KiB free (least {})",
@@ -84,6 +95,19 @@ pub fn status(status: &Status) -> String {
         )
     }));
     lines.join("\n")
+}
+
+/// An upgrade that is done.
+#[must_use]
+pub fn upgraded(upgraded: &Upgraded) -> String {
+    let upgrade = &upgraded.upgrade;
+    format!(
+        "riserd {} ({}, process {}) has taken over from riserd {}",
+        upgrade.to,
+        upgrade.program.display(),
+        upgraded.pid,
+        upgrade.from
+    )
 }
 
 /// Differences, a line each.

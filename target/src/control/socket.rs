@@ -3,10 +3,13 @@
 
 use std::io;
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
 use listenfd::ListenFd;
-use tokio::net::UnixListener;
+
+use super::api::{self, Requests};
+use super::serving::Serving;
 
 /// Its file name in a directory of its own.
 const NAME: &str = "admin.sock";
@@ -42,18 +45,76 @@ impl Drop for Bound {
     }
 }
 
-/// The socket that a service manager listens at for us, if it does, and where it is: the first that it
-/// has handed over. It stays over restarts, and who may use it is the manager's to say.
+/// A server at the admin socket. Once it is dropped it answers nobody any more.
+#[derive(Debug)]
+pub struct Admin {
+    listener: UnixListener,
+    bound: Option<Bound>,
+    serving: Serving,
+}
+
+impl Admin {
+    /// Answers what comes by a socket, which goes with this if it is ours.
+    ///
+    /// # Errors
+    /// It cannot be waited for.
+    pub fn open(
+        listener: UnixListener,
+        bound: Option<Bound>,
+        requests: Requests,
+    ) -> io::Result<Self> {
+        listener.set_nonblocking(true)?;
+        let socket = tokio::net::UnixListener::from_std(listener.try_clone()?)?;
+        let router = api::router(requests);
+        let router = router.into_make_service_with_connect_info::<api::Peer>();
+        let serving = Serving::spawn(|end| axum::serve(socket, router).with_graceful_shutdown(end));
+        Ok(Self {
+            listener,
+            bound,
+            serving,
+        })
+    }
+
+    /// Ends it but not the socket: who connects waits.
+    pub async fn end(self) -> (UnixListener, Option<Bound>) {
+        self.serving.end().await;
+        (self.listener, self.bound)
+    }
+}
+
+/// The socket that a service manager listens at for us, if it does: the first that it has handed over.
+/// It stays over restarts, and who may use it is the manager's to say.
 ///
 /// # Errors
 /// What was handed over is no listening Unix socket.
-pub fn inherited() -> io::Result<Option<(UnixListener, Option<PathBuf>)>> {
-    let Some(listener) = ListenFd::from_env().take_unix_listener(0)? else {
-        return Ok(None);
-    };
-    listener.set_nonblocking(true)?;
-    let path = listener.local_addr()?.as_pathname().map(Path::to_owned);
-    Ok(Some((UnixListener::from_std(listener)?, path)))
+pub fn inherited() -> io::Result<Option<UnixListener>> {
+    ListenFd::from_env().take_unix_listener(0)
+}
+
+/// Where a socket is that this process did not bind.
+#[derive(Debug)]
+pub enum Place {
+    /// Where it should be, by the program that was in this process before: it is ours to remove.
+    Ours(Bound),
+    /// Where it should be, by somebody else.
+    Given,
+    /// Somewhere else.
+    Elsewhere,
+}
+
+impl Place {
+    /// Where a socket is that should be at a path.
+    ///
+    /// # Errors
+    /// It has no address.
+    pub fn of(listener: &UnixListener, path: Option<&Path>) -> io::Result<Self> {
+        let at = listener.local_addr()?;
+        Ok(match (at.as_pathname(), path) {
+            (Some(at), Some(path)) if at == path => Self::Given,
+            (Some(at), Some(path)) if at == hidden(path) => Self::Ours(Bound(path.to_owned())),
+            _ => Self::Elsewhere,
+        })
+    }
 }
 
 /// Listens at a path, whose directory it makes if need be. A socket that nobody listens at any more
@@ -78,9 +139,7 @@ pub fn bind(path: &Path) -> io::Result<(UnixListener, Bound)> {
         }
         Err(e) => return Err(e),
     }
-    // Nobody finds it under its name before its mode is right.
-    let mut hidden = path.as_os_str().to_owned();
-    hidden.push(format!(".{}", std::process::id()));
+    let hidden = hidden(path);
     let _ = std::fs::remove_file(&hidden);
     let listener = UnixListener::bind(&hidden)?;
     let ready = std::fs::set_permissions(&hidden, std::fs::Permissions::from_mode(0o600))
@@ -90,6 +149,13 @@ pub fn bind(path: &Path) -> io::Result<(UnixListener, Bound)> {
         return Err(error);
     }
     Ok((listener, Bound(path.to_owned())))
+}
+
+/// Where a socket is bound: nobody finds it under its name before its mode is right.
+fn hidden(path: &Path) -> PathBuf {
+    let mut hidden = path.as_os_str().to_owned();
+    hidden.push(format!(".{}", std::process::id()));
+    hidden.into()
 }
 
 fn in_use(why: &'static str) -> io::Error {
@@ -106,8 +172,8 @@ mod tests {
         dir
     }
 
-    #[tokio::test]
-    async fn only_its_owner_may_use_it_and_it_goes_with_its_daemon() {
+    #[test]
+    fn only_its_owner_may_use_it_and_it_goes_with_its_daemon() {
         let dir = dir("mode");
         let path = dir.join("deep").join(NAME);
         let (listener, bound) = bind(&path).unwrap();
@@ -120,8 +186,8 @@ mod tests {
         std::fs::remove_dir_all(&dir).unwrap();
     }
 
-    #[tokio::test]
-    async fn a_socket_left_behind_is_replaced_and_a_file_is_not() {
+    #[test]
+    fn a_socket_left_behind_is_replaced_and_a_file_is_not() {
         let dir = dir("stale");
         let path = dir.join(NAME);
         let (listener, bound) = bind(&path).unwrap();

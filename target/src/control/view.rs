@@ -9,6 +9,7 @@ use riser_scsi::lu::LogicalUnit;
 use serde::{Deserialize, Serialize};
 
 use super::history::Entry;
+use super::upgrade::Tenure;
 use crate::config::{Difference, Protocol};
 use crate::iscsi::Phase;
 use crate::server::Server;
@@ -30,6 +31,9 @@ pub struct Status {
     pub sessions: usize,
     /// Its workers that answered.
     pub workers: Vec<WorkerView>,
+    /// What was in its process before it.
+    #[serde(flatten)]
+    pub tenure: Tenure,
 }
 
 /// A worker.
@@ -137,7 +141,7 @@ pub struct HistoryView {
     pub time: u64,
     /// Who asked for it.
     pub who: String,
-    /// How: `start`, `apply`, `reload`, `rollback 1`.
+    /// How: `start`, `upgrade`, `apply`, `reload`, `rollback 1`.
     pub how: String,
 }
 
@@ -156,7 +160,7 @@ pub fn history(entries: &[Entry]) -> Vec<HistoryView> {
 
 /// The daemon at present.
 #[must_use]
-pub fn status(server: &Server, uptime: u64) -> Status {
+pub fn status(server: &Server, uptime: u64, tenure: &Tenure) -> Status {
     let snapshots = server.snapshot();
     Status {
         version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -164,6 +168,7 @@ pub fn status(server: &Server, uptime: u64) -> Status {
         uptime,
         sessions: server.sessions(),
         workers: snapshots.iter().map(worker).collect(),
+        tenure: tenure.clone(),
     }
 }
 

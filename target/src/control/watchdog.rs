@@ -46,10 +46,15 @@ impl Watchdog {
         self.check_with(|| server.ping())
     }
 
-    fn check_with(&mut self, ping: impl FnOnce() -> Vec<Receiver<()>>) -> bool {
+    /// Nobody can be asked now; it is not due before its time has passed once more.
+    pub(super) fn skip(&mut self) {
         if let Some(every) = self.every {
             self.next = Instant::now() + every;
         }
+    }
+
+    fn check_with(&mut self, ping: impl FnOnce() -> Vec<Receiver<()>>) -> bool {
+        self.skip();
         let mut was_full = false;
         self.asked.retain(|answer| match answer.try_recv() {
             Ok(()) => false,
@@ -103,6 +108,15 @@ mod tests {
     #[tokio::test]
     async fn without_a_manager_it_is_never_due() {
         let watchdog = Watchdog::new(None);
+        let wait = tokio::time::timeout(Duration::from_millis(20), watchdog.due());
+        assert!(wait.await.is_err());
+    }
+
+    #[tokio::test]
+    async fn one_that_was_skipped_is_due_later() {
+        let mut watchdog = Watchdog::new(Some(Duration::from_secs(60)));
+        watchdog.due().await;
+        watchdog.skip();
         let wait = tokio::time::timeout(Duration::from_millis(20), watchdog.due());
         assert!(wait.await.is_err());
     }

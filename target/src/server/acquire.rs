@@ -10,6 +10,7 @@ use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
 use riser_transport::verbs::{Mtu, Verbs};
 
 use super::ServerError;
+use super::legacy::Legacy;
 use crate::config::{Config, LinkFaults, Percent, Provider};
 use crate::worker::iscsi::TcpListener;
 use crate::worker::places::Place;
@@ -68,7 +69,7 @@ impl Drop for Acquired {
     }
 }
 
-/// Opens what a catalog takes and the one before it did not.
+/// Opens what a catalog takes and the one before it did not; sockets that were left to us are open.
 ///
 /// # Errors
 /// [`ServerError`]; nothing is open then.
@@ -77,6 +78,7 @@ pub(super) fn acquire(
     shared: &Arc<Shared>,
     catalog: &Catalog,
     old: Option<&Catalog>,
+    legacy: &Legacy,
     workers: usize,
 ) -> Result<Acquired, ServerError> {
     let mut acquired = Acquired {
@@ -86,7 +88,7 @@ pub(super) fn acquire(
     };
     devices(config, catalog, &mut acquired)?;
     let known: Vec<_> = old.map_or_else(Vec::new, |old| old.tcp_portals().collect());
-    sockets(catalog, &known, &mut acquired)?;
+    sockets(catalog, &known, legacy, &mut acquired)?;
     Ok(acquired)
 }
 
@@ -146,6 +148,7 @@ fn devices(config: &Config, catalog: &Catalog, acquired: &mut Acquired) -> Resul
 fn sockets(
     catalog: &Catalog,
     known: &[SocketAddr],
+    legacy: &Legacy,
     acquired: &mut Acquired,
 ) -> Result<(), ServerError> {
     let mut done = known.to_vec();
@@ -154,8 +157,12 @@ fn sockets(
             continue;
         }
         done.push(portal);
-        for part in &mut acquired.parts {
-            let socket = TcpListener::bind(portal);
+        for (n, part) in acquired.parts.iter_mut().enumerate() {
+            let socket = match legacy.socket(portal, n) {
+                Ok(Some(socket)) => Ok(socket),
+                Ok(None) => TcpListener::bind(portal),
+                Err(error) => Err(error),
+            };
             let socket = socket.map_err(|source| ServerError::Listen { portal, source })?;
             part.sockets.push(socket);
         }

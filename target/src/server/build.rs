@@ -6,9 +6,11 @@ use std::sync::Arc;
 
 use riser_scsi::iscsi::login::Auth;
 use riser_scsi::lu::LogicalUnit;
+use serde::{Deserialize, Serialize};
 
 use super::ServerError;
-use crate::backend::Store;
+use super::legacy::Legacy;
+use crate::backend::{OpenError, Ram, Spec, Store};
 use crate::config::{self, Backend, Config, HostId, Lun, Portal, Protocol, Target};
 use crate::srp::{LoginLimits, Unit, UnitIdx};
 use crate::stats::{LunStats, MAX_WORKERS, TargetStats};
@@ -120,14 +122,16 @@ pub(super) struct Builder {
     ports: BTreeMap<String, PortIds>,
     stats: BTreeMap<(String, u16), Arc<LunStats>>,
     counts: BTreeMap<String, Arc<TargetStats>>,
+    /// What is in RAM disks that were not opened yet.
+    rams: BTreeMap<String, Arc<Ram>>,
 }
 
 /// RELATIVE TARGET PORT IDENTIFIERs of a target's ports.
-type PortIds = BTreeMap<Port, u16>;
+pub(super) type PortIds = BTreeMap<Port, u16>;
 
 /// A port of a target.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Port {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub(super) enum Port {
     /// A portal of SRP.
     Srp(SocketAddr),
     /// All portals of iSCSI and iSER, whose portal group has the port's number.
@@ -143,7 +147,74 @@ fn port_of(portal: &Portal) -> Port {
     }
 }
 
+/// A backend cannot be opened, or would not be.
+fn closed(name: &str) -> impl FnOnce(OpenError) -> ServerError {
+    let name = name.to_owned();
+    move |source| ServerError::Backend { name, source }
+}
+
 impl Builder {
+    /// One that has made nothing yet, and goes on where another one has ended.
+    pub(super) fn after(legacy: &Legacy) -> Self {
+        Self {
+            ports: legacy.ports.clone(),
+            rams: legacy.rams.clone(),
+            ..Self::default()
+        }
+    }
+
+    /// The first catalog was made: gives its units what is left to them.
+    pub(super) fn settle(&mut self, legacy: &Legacy) {
+        for (key, state) in &legacy.units {
+            if let Some(unit) = self.units.get(key) {
+                unit.lu.inherit(state);
+            }
+        }
+        self.rams.clear();
+    }
+
+    /// The numbers of ports, by target.
+    pub(super) fn ports(&self) -> &BTreeMap<String, PortIds> {
+        &self.ports
+    }
+
+    /// The units that are served.
+    pub(super) fn units(&self) -> &BTreeMap<(String, bool), Arc<Unit>> {
+        &self.units
+    }
+
+    /// The backends that are open, by name.
+    fn open(&self) -> impl Iterator<Item = (&String, &Arc<Store>)> {
+        let stores = self.stores.iter();
+        stores.filter_map(|(name, place)| Some((name, self.opened[*place].as_ref()?)))
+    }
+
+    /// What is in the RAM disks that are open.
+    pub(super) fn open_rams(&self) -> BTreeMap<String, Arc<Ram>> {
+        self.open()
+            .filter_map(|(name, store)| Some((name.clone(), store.ram()?)))
+            .collect()
+    }
+
+    /// Whether everything could be opened once more.
+    pub(super) fn check_successor(&self, config: &Config) -> Result<(), ServerError> {
+        auth(config.discovery_chap.as_ref())?;
+        for target in &config.targets {
+            auth(target.chap.as_ref())?;
+            rule_auths(&target.access)?;
+        }
+        let spec_of = |name: &str| -> Option<&Spec> {
+            let mut backends = config.backends.iter();
+            backends.find(|b| b.name == name).map(|b| &b.spec)
+        };
+        for (name, store) in self.open() {
+            if let Some(spec) = spec_of(name) {
+                store.check_reopen(spec).map_err(closed(name))?;
+            }
+        }
+        Ok(())
+    }
+
     /// Opens backends, makes units and targets. Backends that the configuration does not serve are
     /// left out, and close when the last of their requests has ended.
     pub(super) fn catalog(&mut self, config: &Config) -> Result<Catalog, ServerError> {
@@ -278,10 +349,8 @@ impl Builder {
         if let Some(place) = self.stores.get(&backend.name) {
             return Ok(*place);
         }
-        let store = Store::open(&backend.spec).map_err(|source| ServerError::Backend {
-            name: backend.name.clone(),
-            source,
-        })?;
+        let ram = self.rams.remove(&backend.name).unwrap_or_default();
+        let store = Store::open_with(&backend.spec, ram).map_err(closed(&backend.name))?;
         let geometry = store.geometry();
         tracing::info!(
             backend = %backend.name, bytes = geometry.capacity, block = geometry.block_size,

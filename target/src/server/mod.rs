@@ -17,9 +17,14 @@
 //! # Changes
 //! [`Server::change`] applies another configuration: see [`reload`]. The start is a change from
 //! nothing, and acquires what it takes with the same code.
+//!
+//! # Successors
+//! [`Server::bequeath`] shuts down and gives what a restart would lose, and [`Server::start_after`]
+//! starts with it: see [`legacy`].
 
 mod acquire;
 mod build;
+pub mod legacy;
 pub mod reload;
 
 use std::io;
@@ -43,6 +48,7 @@ use crate::worker::places::Places;
 use crate::worker::registry::Registry;
 use crate::worker::target::Catalog;
 use crate::worker::{Report, Shared, Worker, WorkerConfig};
+use legacy::Legacy;
 
 pub use crate::worker::PATIENCE;
 
@@ -98,6 +104,9 @@ pub enum ServerError {
         /// Why.
         source: io::Error,
     },
+    /// A listening socket cannot be handed on.
+    #[error("cannot duplicate a listening socket: {0}")]
+    Duplicate(#[source] io::Error),
     /// A thread cannot be started.
     #[error("cannot start a worker: {0}")]
     Thread(#[source] io::Error),
@@ -137,6 +146,12 @@ pub enum ServerError {
     /// Applied configurations cannot be kept or read.
     #[error("the state directory: {0}")]
     State(#[source] io::Error),
+    /// Nobody knows where this program is.
+    #[error("cannot find this program: {0}")]
+    Program(#[source] io::Error),
+    /// Another program could not take over, and neither can this one.
+    #[error("what was to be handed over cannot be taken back: {0}")]
+    TakeBack(#[source] io::Error),
     /// Signals cannot be waited for.
     #[error("cannot wait for signals: {0}")]
     Signal(#[source] io::Error),
@@ -180,12 +195,13 @@ pub struct Server {
 /// # Errors
 /// [`ServerError`].
 pub fn build_shared(config: &Config) -> Result<Shared, ServerError> {
-    shared(config).map(|(shared, _)| shared)
+    shared(config, &Legacy::default()).map(|(shared, _)| shared)
 }
 
-fn shared(config: &Config) -> Result<(Shared, build::Builder), ServerError> {
-    let mut builder = build::Builder::default();
+fn shared(config: &Config, legacy: &Legacy) -> Result<(Shared, build::Builder), ServerError> {
+    let mut builder = build::Builder::after(legacy);
     let catalog = builder.catalog(config)?;
+    builder.settle(legacy);
     catalog
         .stores
         .iter()
@@ -208,11 +224,19 @@ impl Server {
     /// # Errors
     /// [`ServerError`]; nothing runs then.
     pub fn start(config: &Config) -> Result<Self, ServerError> {
-        let (shared, builder) = shared(config)?;
+        Self::start_after(config, &Legacy::default())
+    }
+
+    /// As [`Server::start`], in the place of a server that has left something.
+    ///
+    /// # Errors
+    /// [`ServerError`]; nothing runs then, and it may be tried again.
+    pub fn start_after(config: &Config, legacy: &Legacy) -> Result<Self, ServerError> {
+        let (shared, builder) = shared(config, legacy)?;
         let shared = Arc::new(shared);
         let workers = build::workers(config);
         let catalog = shared.registry.catalog();
-        let acquired = acquire::acquire(config, &shared, &catalog, None, workers)?;
+        let acquired = acquire::acquire(config, &shared, &catalog, None, legacy, workers)?;
         let parts = acquired.keep();
         let (reports_tx, reports) = channel();
         let mut server = Self {

@@ -28,6 +28,7 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use super::acquire::{self, Acquired};
+use super::legacy::Legacy;
 use super::{PATIENCE, Server, ServerError, build};
 use crate::backend::{Source, Spec, Store};
 use crate::config::{Backend, Config};
@@ -182,8 +183,9 @@ impl Server {
             .and_then(|catalog| {
                 let old = self.shared.registry.catalog();
                 let workers = self.senders.len();
+                let (shared, none) = (&self.shared, Legacy::default());
                 let acquired =
-                    acquire::acquire(&config, &self.shared, &catalog, Some(&old), workers)?;
+                    acquire::acquire(&config, shared, &catalog, Some(&old), &none, workers)?;
                 Ok((Arc::new(catalog), acquired))
             });
         let (catalog, mut acquired) = match built {

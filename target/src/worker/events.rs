@@ -426,6 +426,9 @@ impl Worker {
             Mail::Ping(reply) => {
                 let _ = reply.send(());
             }
+            Mail::Listeners(reply) => {
+                let _ = reply.send(self.iscsi.duplicate_listeners());
+            }
         }
     }
 

@@ -12,6 +12,7 @@ use riser_scsi::iscsi::Cid;
 use riser_scsi::srp::TLogoutReason;
 
 use super::device::DeviceInfo;
+use super::iscsi::TcpListener;
 use super::session::SessionInfo;
 use super::stage::Stage;
 use crate::config::Protocol;
@@ -116,6 +117,8 @@ pub enum Mail {
     Snapshot(Sender<Snapshot>),
     /// Say that the worker gets round.
     Ping(Sender<()>),
+    /// Give duplicates of the sockets that listen for iSCSI.
+    Listeners(Sender<std::io::Result<Vec<TcpListener>>>),
 }
 
 impl Mail {

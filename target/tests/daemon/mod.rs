@@ -50,17 +50,23 @@ impl Daemon {
 
     /// Starts the program, and waits until it serves.
     pub(crate) fn run(&mut self, more: &[&str]) {
+        let mut command = Command::new(RISERD);
+        command
+            .args(["run", "--config"])
+            .arg(self.dir.join("riserd.yaml"))
+            .args(more)
+            .stderr(self.stderr());
+        self.spawn(command);
+    }
+
+    /// Starts it with this command, likewise.
+    pub(crate) fn spawn(&mut self, mut command: Command) {
         let daemon = self;
         let _ = std::fs::remove_file(daemon.socket());
-        daemon.process = Command::new(RISERD)
-            .args(["run", "--config"])
-            .arg(daemon.dir.join("riserd.yaml"))
-            .args(more)
+        command
             .env("CREDENTIALS_DIRECTORY", &daemon.dir)
-            .env_remove("RUST_LOG")
-            .stderr(daemon.stderr())
-            .spawn()
-            .unwrap();
+            .env_remove("RUST_LOG");
+        daemon.process = command.spawn().unwrap();
         let until = Instant::now() + Duration::from_secs(20);
         while !daemon.socket().exists() {
             assert!(Instant::now() < until, "the daemon does not come up");
@@ -70,9 +76,13 @@ impl Daemon {
 
     /// Kills it at once, and starts it again.
     pub(crate) fn restart(&mut self, more: &[&str]) {
+        self.kill();
+        self.run(more);
+    }
+
+    pub(crate) fn kill(&mut self) {
         self.process.kill().unwrap();
         self.process.wait().unwrap();
-        self.run(more);
     }
 
     pub(crate) fn configure(&self, address: &str, luns: &str) {

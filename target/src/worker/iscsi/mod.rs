@@ -19,6 +19,7 @@ pub(super) mod sessions;
 mod socket;
 
 use std::collections::VecDeque;
+use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
@@ -86,6 +87,12 @@ impl Iscsi {
     /// Where it listens.
     pub(super) fn listening(&self) -> impl Iterator<Item = SocketAddr> + '_ {
         self.listeners.iter().filter_map(|(_, l)| l.address())
+    }
+
+    /// The sockets that listen, once more.
+    pub(super) fn duplicate_listeners(&self) -> io::Result<Vec<TcpListener>> {
+        let all = self.listeners.iter().map(|(_, l)| l.duplicate());
+        all.filter_map(Result::transpose).collect()
     }
 
     /// Functions of all channels, those that are gone included.

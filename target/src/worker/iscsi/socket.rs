@@ -7,7 +7,7 @@
 
 use std::io;
 use std::net::{Shutdown, SocketAddr};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -60,6 +60,15 @@ impl Listener {
     /// Where it listens, unless it is on its way out.
     pub(super) fn address(&self) -> Option<SocketAddr> {
         (!self.closing).then_some(self.address)
+    }
+
+    /// The same socket once more, likewise.
+    pub(super) fn duplicate(&self) -> io::Result<Option<TcpListener>> {
+        let Some(address) = self.address() else {
+            return Ok(None);
+        };
+        let fd = self.handle.fd().try_clone()?;
+        Ok(Some(TcpListener { address, fd }))
     }
 }
 
@@ -377,7 +386,7 @@ impl Worker {
     }
 }
 
-/// A socket that listens for iSCSI, on its way to a worker.
+/// A socket that listens, on its way to a worker or to the next program.
 #[derive(Debug)]
 pub struct TcpListener {
     address: SocketAddr,
@@ -402,10 +411,43 @@ impl TcpListener {
         SockRef::from(&self.fd).listen(BACKLOG)
     }
 
+    /// A socket that listens already, wherever it does.
+    ///
+    /// # Errors
+    /// It is no socket of TCP.
+    pub fn adopt(fd: OwnedFd) -> io::Result<Self> {
+        let address = SockRef::from(&fd).local_addr()?.as_socket();
+        let address = address.ok_or(io::ErrorKind::InvalidInput)?;
+        Ok(Self { address, fd })
+    }
+
+    /// The same socket once more.
+    ///
+    /// # Errors
+    /// Those of `fcntl(2)`.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        Ok(Self {
+            address: self.address,
+            fd: self.fd.try_clone()?,
+        })
+    }
+
     /// Where it is.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
+    }
+}
+
+impl AsFd for TcpListener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl From<TcpListener> for OwnedFd {
+    fn from(listener: TcpListener) -> Self {
+        listener.fd
     }
 }
 

@@ -1,0 +1,55 @@
+//! What a unit leaves to the one that takes its place, when another program goes on serving the disk.
+//!
+//! The nexuses end with the old program, and whoever logs in again meets POWER ON. But registrations
+//! and persistent reservations belong to the names of ports, which stay; and whoever has switched a
+//! write cache off or protected a unit counts on it, and is not asked again.
+
+use serde::{Deserialize, Serialize};
+
+use crate::lu::{Flags, LogicalUnit};
+use crate::reservation::Reservations;
+
+/// The state of a unit that outlives its nexuses.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct UnitLegacy {
+    modes: Modes,
+    reservations: Reservations,
+}
+
+/// What MODE SELECT and START STOP UNIT have made of the unit.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+struct Modes {
+    d_sense: bool,
+    software_write_protect: bool,
+    write_cache: bool,
+    stopped: bool,
+}
+
+impl LogicalUnit {
+    /// What the unit in its place is to take over.
+    #[must_use]
+    pub fn legacy(&self) -> UnitLegacy {
+        let flags = self.flags();
+        UnitLegacy {
+            modes: Modes {
+                d_sense: flags.contains(Flags::D_SENSE),
+                software_write_protect: flags.contains(Flags::SOFTWARE_WRITE_PROTECT),
+                write_cache: flags.contains(Flags::WRITE_CACHE),
+                stopped: flags.contains(Flags::STOPPED),
+            },
+            reservations: self.with_reservations(Reservations::lasting),
+        }
+    }
+
+    /// Takes over what the unit before has left, before there is any nexus.
+    pub fn inherit(&self, legacy: &UnitLegacy) {
+        let modes = legacy.modes;
+        let mut flags = Flags::empty();
+        flags.set(Flags::D_SENSE, modes.d_sense);
+        flags.set(Flags::SOFTWARE_WRITE_PROTECT, modes.software_write_protect);
+        flags.set(Flags::WRITE_CACHE, modes.write_cache);
+        flags.set(Flags::STOPPED, modes.stopped);
+        self.restore_flags(flags);
+        self.update_reservations(|all| *all = legacy.reservations.clone());
+    }
+}

@@ -1,0 +1,50 @@
+//! Servers of HTTP that end without cutting anybody short.
+
+use std::pin::Pin;
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+
+/// How long answers may take to reach those who asked, at the end.
+const GOODBYE: Duration = Duration::from_secs(1);
+
+/// Resolves when a server is to end.
+pub(super) type End = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+/// A server of HTTP. Once this is dropped it accepts nobody any more, and answers what it was asked.
+#[derive(Debug)]
+pub(super) struct Serving {
+    end: oneshot::Sender<()>,
+    task: JoinHandle<()>,
+}
+
+impl Serving {
+    /// Runs a server. Must be called on the control plane's runtime.
+    pub(super) fn spawn<S>(serve: impl FnOnce(End) -> S) -> Self
+    where
+        S: IntoFuture,
+        S::IntoFuture: Send + 'static,
+    {
+        let (end, ended) = oneshot::channel::<()>();
+        let ended: End = Box::pin(async {
+            // Nothing is ever sent: the other end goes.
+            let _ = ended.await;
+        });
+        let service = serve(ended).into_future();
+        let task = tokio::spawn(async {
+            service.await;
+        });
+        Self { end, task }
+    }
+
+    /// Ends it, and waits until everybody has their answer, or has had time for it.
+    pub(super) async fn end(self) {
+        let Self { end, mut task } = self;
+        drop(end);
+        if timeout(GOODBYE, &mut task).await.is_err() {
+            task.abort();
+        }
+    }
+}

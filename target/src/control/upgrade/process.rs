@@ -1,0 +1,180 @@
+//! One program in the place of another within a process, and the descriptors that stay open.
+//!
+//! They are told by the environment: `RISERD_HANDOVER=PID:WILL,FD,FD…`. The process is named so that
+//! nobody takes it for theirs who merely has inherited the environment.
+
+#![allow(
+    unsafe_code,
+    reason = "descriptors come as numbers, and the standard library's exec changes signals first"
+)]
+
+use std::env;
+use std::ffi::{CString, OsStr, OsString};
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+use rustix::io::{FdFlags, fcntl_setfd};
+
+/// The variable that tells of descriptors.
+const VARIABLE: &str = "RISERD_HANDOVER";
+
+/// Variables that are about descriptors of another program.
+const NOT_OURS: [&str; 5] = [
+    VARIABLE,
+    "LISTEN_PID",
+    "LISTEN_FDS",
+    "LISTEN_FDNAMES",
+    "LISTEN_FDS_FIRST_FD",
+];
+
+/// Descriptors that were left to this process.
+#[derive(Debug)]
+pub(super) struct Left {
+    /// Those that are open, the will first if it is.
+    pub(super) fds: Vec<OwnedFd>,
+    /// What is wrong with what the environment says of them.
+    pub(super) problem: Option<String>,
+}
+
+/// Takes the descriptors that the environment names to this process; `None` where it names none. To be
+/// called before the process opens anything, and only the first call finds something.
+pub(super) fn take_left() -> Option<Left> {
+    static TAKEN: AtomicBool = AtomicBool::new(false);
+    let value = env::var_os(VARIABLE)?;
+    let value = value.to_string_lossy();
+    let (pid, list) = value.split_once(':')?;
+    let is_ours = pid.parse() == Ok(std::process::id());
+    if !is_ours || TAKEN.swap(true, Ordering::AcqRel) {
+        return None;
+    }
+    let mut left = Left {
+        fds: Vec::new(),
+        problem: None,
+    };
+    let mut seen: Vec<RawFd> = Vec::new();
+    for number in list.split(',') {
+        let number = number.parse::<RawFd>().ok();
+        let new = number.filter(|fd| *fd > 2 && !seen.contains(fd));
+        match new.and_then(adopt) {
+            Some(fd) => {
+                seen.push(fd.as_raw_fd());
+                left.fds.push(fd);
+            }
+            None => left.problem = Some(format!("{VARIABLE} names what is not open: {list}")),
+        }
+    }
+    Some(left)
+}
+
+/// Owns a descriptor, if it is open.
+fn adopt(fd: RawFd) -> Option<OwnedFd> {
+    // SAFETY: the call takes and gives integers.
+    if unsafe { libc::fcntl(fd, libc::F_GETFD) } < 0 {
+        return None;
+    }
+    // SAFETY: it is open, it was left to this process, which has opened nothing itself yet, and it is
+    // taken once.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    fcntl_setfd(&fd, FdFlags::CLOEXEC).ok()?;
+    Some(fd)
+}
+
+/// An anonymous file with these bytes, which nobody can change.
+pub(super) fn sealed(bytes: &[u8]) -> io::Result<File> {
+    let fd = memfd_create(
+        "riserd-handover",
+        MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
+    )?;
+    let mut file = File::from(fd);
+    file.write_all(bytes)?;
+    let all = SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL;
+    fcntl_add_seals(&file, all)?;
+    Ok(file)
+}
+
+/// The environment for a program that is not told of descriptors.
+pub(super) fn environment() -> impl Iterator<Item = (OsString, OsString)> {
+    let ours = |name: &OsStr| !NOT_OURS.iter().any(|other| name == *other);
+    env::vars_os().filter(move |(name, _)| ours(name))
+}
+
+/// Where this program is: as it was called, if that is a whole path that leads to it, since a link may
+/// lead elsewhere later.
+pub(in crate::control) fn own_program() -> io::Result<PathBuf> {
+    let exe = env::current_exe()?.into_os_string().into_vec();
+    // What was replaced meanwhile is at the same place.
+    let exe = exe.strip_suffix(b" (deleted)").unwrap_or(&exe);
+    let exe = PathBuf::from(OsStr::from_bytes(exe));
+    let called = env::args_os().next().map(PathBuf::from);
+    let leads_here =
+        |path: &PathBuf| path.is_absolute() && path.canonicalize().is_ok_and(|path| path == exe);
+    Ok(called.filter(leads_here).unwrap_or(exe))
+}
+
+/// Runs a program in this process, with this program's arguments and these descriptors, the will
+/// first. Returns only if that was not possible, with nothing changed.
+pub(super) fn become_program(program: &Path, will: &File, fds: &[BorrowedFd<'_>]) -> io::Error {
+    let mut all = vec![will.as_fd()];
+    all.extend(fds);
+    let failed = match inherit_all(&all, FdFlags::empty()) {
+        Ok(()) => exec(program, &all),
+        Err(error) => error,
+    };
+    // They stay here.
+    let _ = inherit_all(&all, FdFlags::CLOEXEC);
+    failed
+}
+
+fn inherit_all(fds: &[BorrowedFd<'_>], flags: FdFlags) -> io::Result<()> {
+    for fd in fds {
+        fcntl_setfd(fd, flags)?;
+    }
+    Ok(())
+}
+
+fn exec(program: &Path, fds: &[BorrowedFd<'_>]) -> io::Error {
+    let numbers: Vec<_> = fds.iter().map(|fd| fd.as_raw_fd().to_string()).collect();
+    let told = format!("{VARIABLE}={}:{}", std::process::id(), numbers.join(","));
+    let args = std::iter::once(program.as_os_str().to_owned()).chain(env::args_os().skip(1));
+    let variables = environment().map(|(name, value)| {
+        let mut line = name;
+        line.push("=");
+        line.push(value);
+        line
+    });
+    let variables = variables.chain([OsString::from(told)]);
+    let lists = Strings::new(args).and_then(|args| Ok((args, Strings::new(variables)?)));
+    let (args, variables) = match lists {
+        Ok(lists) => lists,
+        Err(error) => return error,
+    };
+    // The path is the first argument.
+    // SAFETY: the strings end with a zero byte and the lists with a null pointer, and both live on; the
+    // call returns only if it has done nothing.
+    unsafe {
+        let (args, variables) = (args.pointers(), variables.pointers());
+        libc::execve(args[0], args.as_ptr(), variables.as_ptr());
+    }
+    io::Error::last_os_error()
+}
+
+/// Strings as C takes them.
+struct Strings(Vec<CString>);
+
+impl Strings {
+    fn new(strings: impl Iterator<Item = OsString>) -> io::Result<Self> {
+        let strings = strings.map(|s| CString::new(s.into_vec()));
+        Ok(Self(strings.collect::<Result<_, _>>()?))
+    }
+
+    /// Pointers to them, and a null pointer, as long as this lives.
+    fn pointers(&self) -> Vec<*const libc::c_char> {
+        let all = self.0.iter().map(|s| s.as_ptr());
+        all.chain([std::ptr::null()]).collect()
+    }
+}

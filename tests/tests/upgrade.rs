@@ -1,0 +1,276 @@
+//! The daemon's program is exchanged, and the daemon restarted, while initiators write and read over all
+//! three protocols: a real `riserd` in a process of its own, and real initiators on loopback.
+//!
+//! What an initiator has been told to be written is there in the end, and no command of it has failed.
+
+#![allow(missing_docs, reason = "a test")]
+#![allow(clippy::print_stdout, reason = "figures go to whoever runs the test")]
+
+use std::fs::{self, File};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use riser_initiator::block::task::block_on;
+use riser_initiator::engine::{Client, Session, SessionStatus};
+use riser_initiator::lun::Lun;
+use riser_initiator::url::TargetUrl;
+use riser_tests::programs::{folder, succeeded};
+use serde_json::Value;
+
+const IQN: &str = "iqn.2026-01.com.example:disk";
+
+/// Bytes that a load has for itself.
+const REGION: u64 = 1 << 20;
+
+/// How long anything may take that happens by itself: writes wait for a real disk, which others may use.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// A `riserd` with a disk in a file and one in memory, served by all protocols at 127.0.`number`.1.
+struct Daemon {
+    dir: PathBuf,
+    number: u8,
+    process: Option<Child>,
+}
+
+impl Daemon {
+    fn new(number: u8) -> Self {
+        let dir = std::env::temp_dir().join(format!("riser-up-{}-{number}", std::process::id()));
+        fs::create_dir(&dir).unwrap();
+        let (path, host) = (dir.display(), format!("127.0.{number}.1"));
+        let portals = ["srp", "iser", "iscsi"]
+            .map(|protocol| format!("{{ protocol: {protocol}, listen: {host} }}"));
+        let text = format!(
+            "identity: test\n\
+             backends:\n  file: {{ kind: file, path: {path}/disk.img, size: 16MiB, create: true }}\n  \
+             ram: {{ kind: ram, size: 16MiB }}\n\
+             targets:\n  - name: t\n    iqn: {IQN}\n    portals: [{}]\n    \
+             luns: {{ 0: file, 1: ram }}\n    access: open\n\
+             workers: {{ count: 2 }}\n\
+             admin: {{ socket: {path}/admin.sock }}\nstate: {{ directory: {path}/state }}\n",
+            portals.join(", ")
+        );
+        fs::write(dir.join("riserd.yaml"), text).unwrap();
+        let mut daemon = Self {
+            dir,
+            number,
+            process: None,
+        };
+        daemon.serve();
+        daemon
+    }
+
+    /// Starts it, and waits until it serves.
+    fn serve(&mut self) {
+        let log = self.dir.join("log");
+        let log = File::options().create(true).append(true).open(log).unwrap();
+        let process = Command::new(folder().join("riserd"))
+            .args(["run", "--config"])
+            .arg(self.dir.join("riserd.yaml"))
+            .stdin(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .unwrap();
+        self.process = Some(process);
+        let until = Instant::now() + PATIENCE;
+        while !self.dir.join("admin.sock").exists() {
+            assert!(Instant::now() < until, "the daemon does not come up");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    fn pid(&self) -> u32 {
+        self.process.as_ref().unwrap().id()
+    }
+
+    /// As `systemctl restart` does it.
+    fn restart(&mut self) {
+        let mut process = self.process.take().unwrap();
+        let pid = process.id().to_string();
+        succeeded(Command::new("kill").arg(pid));
+        assert!(process.wait().unwrap().success());
+        self.serve();
+    }
+
+    fn upgrade(&self) -> Value {
+        let mut command = Command::new(folder().join("riserd"));
+        command.args(["upgrade", "-o", "json", "--socket"]);
+        command.arg(self.dir.join("admin.sock"));
+        serde_json::from_str(&succeeded(&mut command)).unwrap()
+    }
+
+    fn url(&self, protocol: &str) -> TargetUrl {
+        let target = match protocol {
+            "srp" => "0".to_owned(),
+            _ => format!("{IQN}/0"),
+        };
+        let url = format!("{protocol}://127.0.{}.1/{target}", self.number);
+        url.parse().unwrap()
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        if let Some(mut process) = self.process.take() {
+            let _ = process.kill();
+            let _ = process.wait();
+        }
+        if std::thread::panicking() {
+            let log = fs::read_to_string(self.dir.join("log")).unwrap_or_default();
+            println!("riserd: {log}");
+        }
+        let _ = fs::remove_dir_all(&self.dir);
+    }
+}
+
+/// Sessions over all protocols, with a load for each disk on each of them.
+struct Load {
+    sessions: Vec<Session>,
+    stop: Arc<AtomicBool>,
+    threads: Vec<JoinHandle<()>>,
+    done: Vec<Arc<AtomicU64>>,
+}
+
+impl Load {
+    fn start(client: &Client, daemon: &Daemon, disks: &[u32]) -> Self {
+        let mut load = Self {
+            sessions: Vec::new(),
+            stop: Arc::default(),
+            threads: Vec::new(),
+            done: Vec::new(),
+        };
+        for (place, protocol) in ["srp", "iser", "iscsi"].into_iter().enumerate() {
+            let session = block_on(client.connect(daemon.url(protocol)));
+            let session = session.unwrap_or_else(|e| panic!("{protocol}: {e}"));
+            for disk in disks {
+                let lun = block_on(session.lun(*disk)).unwrap();
+                let (done, stop) = (Arc::<AtomicU64>::default(), Arc::clone(&load.stop));
+                load.done.push(Arc::clone(&done));
+                load.threads.push(std::thread::spawn(move || {
+                    work(&lun, place as u64, &stop, &done);
+                }));
+            }
+            load.sessions.push(session);
+        }
+        load
+    }
+
+    /// Waits until every load has done something.
+    fn goes_on(&self) {
+        let at = || self.done.iter().map(|done| done.load(Ordering::Relaxed));
+        let before: Vec<u64> = at().collect();
+        let until = Instant::now() + PATIENCE;
+        while at().zip(&before).any(|(now, before)| now < before + 3) {
+            assert!(self.threads.iter().all(|thread| !thread.is_finished()));
+            assert!(Instant::now() < until, "a load stands still");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Ends it, with a last look at all that was written; how often something was.
+    fn end(self) -> u64 {
+        self.stop.store(true, Ordering::Relaxed);
+        for thread in self.threads {
+            thread.join().unwrap();
+        }
+        self.done
+            .iter()
+            .map(|done| done.load(Ordering::Relaxed))
+            .sum()
+    }
+}
+
+/// Bytes that differ from round to round.
+fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state as u8
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+fn read(lun: &Lun, offset: u64, len: usize) -> Vec<u8> {
+    let buffer = block_on(lun.buffers().take(len));
+    block_on(lun.read(offset, buffer)).unwrap().slice().to_vec()
+}
+
+/// Writes and reads a region until it is told to stop, and reads all of it in the end.
+fn work(lun: &Lun, place: u64, stop: &AtomicBool, done: &AtomicU64) {
+    let start = place * REGION;
+    let mut written = read(lun, start, REGION as usize);
+    let mut round = 0u64;
+    while !stop.load(Ordering::Relaxed) {
+        let len = 4096 << (round % 4);
+        let at = (round % 32 * (32 << 10)) as usize;
+        let data = pattern(round << 8 | place, len);
+        let buffer = block_on(lun.buffers().take(len));
+        buffer.slice().write(0, &data);
+        block_on(lun.write(start + at as u64, buffer, false)).unwrap();
+        written[at..at + len].copy_from_slice(&data);
+        // Something older.
+        let other = (round * 7 % 32 * (32 << 10)) as usize;
+        let found = read(lun, start + other as u64, 4096);
+        assert!(found == written[other..other + 4096], "round {round}");
+        round += 1;
+        done.fetch_add(1, Ordering::Relaxed);
+    }
+    assert!(
+        read(lun, start, REGION as usize) == written,
+        "what was written is there"
+    );
+}
+
+fn client(number: u8) -> Client {
+    let address = format!("127.0.{number}.2").parse().unwrap();
+    Client::builder().pool(16 << 20).open(address).unwrap()
+}
+
+fn reconnects(load: &Load) -> Vec<u64> {
+    let status = load.sessions.iter().map(Session::status);
+    status.map(SessionStatus::reconnects).collect()
+}
+
+#[test]
+fn programs_take_over_under_load() {
+    let daemon = Daemon::new(113);
+    let pid = daemon.pid();
+    let client = client(113);
+    let load = Load::start(&client, &daemon, &[0, 1]);
+    for round in 1..=4u32 {
+        load.goes_on();
+        let began = Instant::now();
+        let done = daemon.upgrade();
+        println!("figure: upgrade {round} took {:?}", began.elapsed());
+        assert_eq!(
+            (&done["pid"], &done["upgrades"]),
+            (&pid.into(), &round.into())
+        );
+    }
+    load.goes_on();
+    let all = reconnects(&load);
+    assert!(all.iter().all(|n| *n >= 4), "{all:?}");
+    println!("figure: 4 upgrades during {} writes and reads", load.end());
+    client.shutdown();
+}
+
+#[test]
+fn restarts_are_survived_under_load() {
+    let mut daemon = Daemon::new(114);
+    let client = client(114);
+    let load = Load::start(&client, &daemon, &[0]);
+    for _ in 0..4 {
+        load.goes_on();
+        daemon.restart();
+    }
+    load.goes_on();
+    let all = reconnects(&load);
+    assert!(all.iter().all(|n| *n >= 4), "{all:?}");
+    println!("figure: 4 restarts during {} writes and reads", load.end());
+    client.shutdown();
+}

@@ -15,11 +15,12 @@ export LIBISCSI_CACHE_ALLOCATIONS=0
 # what a client has left behind that died in a test.
 libiscsi_suite() {
     local url=$1 test status how hung=0
+    cc -shared -fPIC -o /tmp/libiscsi-keeps.so "$RISER_ROOT/tests/vm/libiscsi.c"
     rm -f /tmp/suite-*
     touch /tmp/suite-{passed,failed,skipped,crashed}
     for test in $(iscsi-test-cu -l | grep -oE '^ALL\.[A-Za-z0-9]+\.[A-Za-z0-9]+' | sort -u | grep -E "${ONLY:-.}"); do
         status=0
-        timeout -k 1 ${LIMIT:-30} iscsi-test-cu -d -t "$test" "$url" >/tmp/said 2>&1 || status=$?
+        timeout -k 1 ${LIMIT:-30} env LD_PRELOAD=/tmp/libiscsi-keeps.so iscsi-test-cu -d -t "$test" "$url" >/tmp/said 2>&1 || status=$?
         how=$(libiscsi_verdict $status)
         echo "${test#ALL.}" >>/tmp/suite-"$how"
         echo "$how ${test#ALL.}"

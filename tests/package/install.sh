@@ -98,6 +98,17 @@ is_there
 written
 is_there
 
+echo "--- handed over under it, in the sandbox"
+pid=$(main_pid) before=$(restarts)
+riserd upgrade
+[ "$(main_pid)" = "$pid" ] && [ "$(restarts)" = "$before" ] || fail "it was started anew"
+systemctl is-active riserd.service riserd.socket
+riserd status | grep -q 'upgraded from'
+! riserd upgrade --binary /bin/false || fail "a program that is no riserd was taken"
+is_there
+written
+is_there
+
 echo "--- hung: the watchdog starts it anew"
 mkdir -p /run/systemd/system/riserd.service.d
 printf '[Service]\nWatchdogSec=3\n' >/run/systemd/system/riserd.service.d/test.conf

@@ -248,6 +248,8 @@ pub struct Channel<D> {
     pub(super) entering: Option<Box<Entering>>,
     /// Others of the session are on their way out, and the logout waits for them.
     pub(super) awaits_others: bool,
+    /// The session ends with the logout that is under way.
+    pub(super) ends_session: bool,
     /// The initiator has said goodbye, and was answered.
     pub(super) logged_out: bool,
     /// Why the connection came to its end, once it has.
@@ -319,6 +321,7 @@ impl<D: Datamover> Channel<D> {
             waiting: Vec::new(),
             entering: None,
             awaits_others: false,
+            ends_session: false,
             logged_out: false,
             ended: None,
             pool_waiters: VecDeque::new(),

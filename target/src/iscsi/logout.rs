@@ -63,6 +63,8 @@ impl<D: Datamover> Channel<D> {
             }
             LogoutReason::CloseSession | LogoutReason::CloseConnection => {}
         }
+        self.ends_session =
+            request.reason == LogoutReason::CloseSession || !self.window().is_unordered();
         self.ended.get_or_insert(Parting::Logout);
         // Whoever leaves misses no answer.
         self.on_acknowledged(cx, None);
@@ -99,6 +101,16 @@ impl<D: Datamover> Channel<D> {
         self.send(FromTarget::LogoutResponse(answer), Vec::new(), true);
     }
 
+    /// The units forget the session. Who is told of its end may count on that, however long the
+    /// connection takes to go.
+    fn lose_nexus(&self) {
+        if let Some(session) = &self.session {
+            for (_, unit) in session.luns.iter() {
+                unit.lu.remove_nexus(session.nexus);
+            }
+        }
+    }
+
     /// Takes nothing more, and closes when everything is sent.
     pub(super) fn close(&mut self, now: Instant) {
         if self.is_receiving() {
@@ -133,6 +145,9 @@ impl<D: Datamover> Channel<D> {
         match self.phase {
             Phase::LoggingOut(itt) if self.in_flight() == 0 && !self.awaits_others => {
                 self.logged_out = true;
+                if self.ends_session {
+                    self.lose_nexus();
+                }
                 self.answer_logout(itt, LogoutStatus::Closed);
                 self.close(cx.now);
             }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use riser_scsi::iscsi::pdu::{FromInitiator, FromTarget, LoginStatus, TmfFunction, TmfStatus};
 use riser_scsi::iscsi::{Itt, StatSn};
 use riser_scsi::iser::{Buffers, HEADERS_LEN, Hello, RemoteBuffer, Stag, put_control};
+use riser_scsi::nexus::NexusId;
 
 use super::fixture::{BASE, Got, Rig, WINDOW, is_good, offer, only, params};
 use super::{ConnState, IserChannel, IserParams};
@@ -392,6 +393,16 @@ fn a_logout_is_answered_then_the_connection_ends() {
     let mut rig = Rig::logged_in("");
     let got = rig.logout(8);
     assert!(matches!(only(&got).0, FromTarget::LogoutResponse(_)));
+    rig.check_parting();
+}
+
+/// The units have forgotten a session when its logout is answered, whether or not the initiator disconnects.
+#[test]
+fn a_logout_ends_the_nexus_before_the_connection() {
+    let mut rig = Rig::logged_in("");
+    assert!(rig.gate.unit.lu.nexus(NexusId(7)).is_some());
+    rig.logout(8);
+    assert!(rig.gate.unit.lu.nexus(NexusId(7)).is_none());
     rig.check_parting();
 }
 

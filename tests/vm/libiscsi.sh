@@ -1,9 +1,19 @@
 # libiscsi's suite over iSER, one process per test, because the client itself dies in some. A case
 # makes a target, then calls `libiscsi_suite URL`.
 
-# These fail over iSER with every target: there the client takes the length that it has asked for as
-# the length that came, and does not end a connection where the last test wants it to.
-CLIENT_FAILS="Inquiry.AllocLength Inquiry.BlockLimits ModeSense6.Residuals Reserve6.ITNexusLoss"
+# What fails over iSER with every target, for the client's own reasons:
+# - it takes the length that it has asked for as the length that came;
+CLIENT_FAILS="Inquiry.AllocLength Inquiry.BlockLimits ModeSense6.Residuals"
+# - it does not end a connection where a test wants one to be lost;
+CLIENT_FAILS+=" Reserve6.ITNexusLoss"
+# - it sends no command that transfers data and has no buffer;
+CLIENT_FAILS+=" iSCSIResiduals.Read10Invalid"
+for n in 10 12 16; do
+    CLIENT_FAILS+=" iSCSIResiduals.Read${n}Residuals iSCSIResiduals.Write${n}Residuals"
+    CLIENT_FAILS+=" iSCSIResiduals.WriteVerify${n}Residuals"
+done
+# - it takes an answer that does not come within a second, as these want it, for a broken connection.
+CLIENT_FAILS+=" iSCSIcmdsn.iSCSICmdSnTooHigh iSCSIcmdsn.iSCSICmdSnTooLow iSCSIdatasn.iSCSIDataSnInvalid"
 
 # Over iSER the client puts the data buffer of a command that has failed, however small, among its spare
 # PDU headers, and dies when it uses it as one. It does not if it keeps none.

@@ -270,6 +270,7 @@ fn fio_verifies_what_it_wrote() {
             "--verify=crc32c",
             "--verify_backlog=64",
             "--serialize_overlap=1",
+            "--verify_state_save=0",
             "--minimal",
         ],
     );

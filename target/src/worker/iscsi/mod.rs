@@ -33,9 +33,10 @@ use super::mail::{IscsiSession, Mail, SessionAccount};
 use super::registry::ChannelRef;
 use super::snapshot::accounts;
 use super::{PATIENCE, Stalled, Worker};
-use crate::audit::Parting;
 use crate::config::Protocol;
-use crate::iscsi::{Action, Counters, Cx, Member, Others, Phase, TaskIdx, TcpChannel};
+use crate::iscsi::{
+    Action, Channel, Counters, Cx, Datamover, Member, Others, Phase, TaskIdx, TcpChannel,
+};
 use crate::stats::Functions;
 use gate::{Connected, Transport, WorkerGate, is_served};
 use sessions::{Ending, Entered};
@@ -362,36 +363,32 @@ impl Worker {
         let functions = conn.channel.channel().functions();
         self.iscsi.past_functions.merge(functions);
         if let Some(entered) = &conn.entered {
-            let channel = conn.channel.channel();
-            channel.accounts().keep(entered.initiator.as_str());
-            let logged_out = channel.has_logged_out();
             let place = Connected {
                 transport: Transport::Tcp,
                 listen: conn.listen,
                 peer: conn.peer,
             };
-            let why = channel.end();
-            self.leave_iscsi(entered, conn.serial, logged_out, place, why);
+            self.leave_iscsi(conn.channel.channel(), entered, conn.serial, place);
         }
     }
 
     /// A connection of a session is gone.
-    pub(super) fn leave_iscsi(
+    pub(super) fn leave_iscsi<M: Datamover>(
         &mut self,
+        channel: &Channel<M>,
         entered: &Entered,
         serial: u32,
-        logged_out: bool,
         place: Connected,
-        why: Parting,
     ) {
-        let channel = self.channel_ref(serial);
+        channel.accounts().keep(entered.initiator.as_str());
         let sessions = &self.shared.iscsi;
-        let left = sessions.leave(entered.tsih, channel, logged_out);
+        let channel_ref = self.channel_ref(serial);
+        let left = sessions.leave(entered.tsih, channel_ref, channel.has_logged_out());
         if let Some(address) = left.ended {
             self.shared.registry.close_nexus(address);
         }
         let who = place.who(&self.catalog, entered);
-        self.audit.end(self.now, &who, why);
+        self.audit.end(self.now, &who, channel.end());
         self.notify_waiting(left.notify);
         self.terminate_all(left.terminate);
     }

@@ -167,16 +167,12 @@ impl Worker {
                 .push((conn.device, conn.cm, self.now + LINGER));
         }
         if let Some(entered) = &conn.entered {
-            let channel = conn.channel.channel();
-            channel.accounts().keep(entered.initiator.as_str());
-            let logged_out = channel.has_logged_out();
             let place = Connected {
                 transport: Transport::Iser,
                 listen: conn.listen,
                 peer: conn.peer,
             };
-            let why = channel.end();
-            self.leave_iscsi(entered, conn.serial, logged_out, place, why);
+            self.leave_iscsi(conn.channel.channel(), entered, conn.serial, place);
         }
     }
 

@@ -39,7 +39,7 @@
 //!
 //! Behind these, one module per command family plans commands from CDBs:
 //! `inquiry`, `capacity`, `mode`, `mode_select`, `report`, `rw`, `atomic`,
-//! `verify`, `provisioning`, `reserve` and `unit`; `reservation` is what the last
+//! `verify`, `provisioning`, `reserve` and `unit`; [`reservation`] is what the last
 //! but one changes.
 //!
 //! # Invariants
@@ -90,7 +90,7 @@ pub mod opcode;
 mod plan;
 mod provisioning;
 mod report;
-mod reservation;
+pub mod reservation;
 mod reserve;
 mod rw;
 pub mod sense;

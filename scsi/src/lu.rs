@@ -23,7 +23,7 @@ use crate::config::{Config, ConfigError};
 use crate::nexus::{Nexus, NexusId};
 use crate::opcode::{self, Gates};
 use crate::plan::{PlanResult, Planner, Refusal};
-use crate::reservation::{Refused, Reservations, Told};
+use crate::reservation::{Refused, Registrations, Reservations, Told};
 use crate::sense::{AdditionalSense, Sense, SenseFormat, SenseKey};
 use crate::step::{Request, Step, TaskAttribute};
 use crate::unit;
@@ -148,6 +148,12 @@ impl LogicalUnit {
     #[must_use]
     pub fn nexus(&self, id: NexusId) -> Option<Arc<Nexus>> {
         self.lock().get(&id).map(|known| Arc::clone(&known.nexus))
+    }
+
+    /// Who is registered with the unit, and who has reserved it.
+    #[must_use]
+    pub fn registrations(&self) -> Registrations {
+        self.with_reservations(Reservations::shown)
     }
 
     /// Establishes a unit attention condition.

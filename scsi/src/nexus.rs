@@ -3,6 +3,8 @@
 //! Every entry point of a logical unit takes a [`NexusId`], because unit
 //! attentions, and whatever else SAM-5 ties to an I_T nexus, belong to one.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 /// A number the target hands out for one I_T nexus (SAM-5 4.7).
@@ -29,6 +31,20 @@ impl PortName {
         match self {
             Self::Srp(_) => 4,
             Self::Iscsi(_) => 5,
+        }
+    }
+}
+
+/// An SRP port identifier as its two halves in hexadecimal, `<identifier extension>:<GUID>`; an iSCSI
+/// port name as it is.
+impl fmt::Display for PortName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Srp(id) => {
+                let id = u128::from_be_bytes(*id);
+                write!(f, "{:016x}:{:016x}", id >> 64, id as u64)
+            }
+            Self::Iscsi(name) => f.write_str(name),
         }
     }
 }

@@ -103,6 +103,9 @@ impl Ports {
 pub(crate) struct Registrant {
     pub(crate) ports: Ports,
     pub(crate) key: u64,
+    /// PRGENERATION before it got this key.
+    #[serde(default)]
+    generation: u32,
 }
 
 /// A persistent reservation.
@@ -158,6 +161,37 @@ pub(crate) struct Reservations {
     reserved: Option<NexusId>,
 }
 
+/// Who is registered with a unit and who has reserved it, to be shown.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Registrations {
+    /// PRGENERATION: how many changes of registrations there were, modulo 2^32.
+    pub generation: u32,
+    /// TYPE of the persistent reservation, if there is one (SPC-4 table 40).
+    pub kind: Option<u8>,
+    /// Who is registered, in the order in which they came.
+    pub registrants: Vec<Registration>,
+    /// Who has the unit by RESERVE.
+    pub reserved: Option<NexusId>,
+}
+
+/// A registration, to be shown.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Registration {
+    /// The initiator port.
+    pub initiator: PortName,
+    /// The target port.
+    pub target: PortName,
+    /// The target port's RELATIVE TARGET PORT IDENTIFIER.
+    pub relative_id: u16,
+    /// The reservation key.
+    pub key: u64,
+    /// PRGENERATION before it got this key.
+    pub generation: u32,
+    /// Whether the persistent reservation was made by it. Of one of all registrants, every other
+    /// registrant is a holder as well.
+    pub has_reserved: bool,
+}
+
 type Outcome = Result<Told, Refused>;
 
 impl Reservations {
@@ -171,6 +205,25 @@ impl Reservations {
         Self {
             reserved: None,
             ..self.clone()
+        }
+    }
+
+    /// All of it, to be shown.
+    pub(crate) fn shown(&self) -> Registrations {
+        let maker = self.held.as_ref().map(|held| &held.maker);
+        let shown = |registrant: &Registrant| Registration {
+            initiator: registrant.ports.initiator.clone(),
+            target: registrant.ports.target.clone(),
+            relative_id: registrant.ports.relative_id,
+            key: registrant.key,
+            generation: registrant.generation,
+            has_reserved: maker == Some(&registrant.ports),
+        };
+        Registrations {
+            generation: self.generation,
+            kind: self.held.as_ref().map(|held| held.kind as u8),
+            registrants: self.registrants.iter().map(shown).collect(),
+            reserved: self.reserved,
         }
     }
 
@@ -262,13 +315,17 @@ impl Reservations {
                 self.registrants.push(Registrant {
                     ports: Ports::of(nexus),
                     key,
+                    generation: self.generation,
                 });
             }
             (Some(at), 0) => {
                 self.generation = self.generation.wrapping_add(1);
                 return Ok(self.unregister(at));
             }
-            (Some(at), key) => self.registrants[at].key = key,
+            (Some(at), key) => {
+                let registrant = &mut self.registrants[at];
+                (registrant.key, registrant.generation) = (key, self.generation);
+            }
         }
         self.generation = self.generation.wrapping_add(1);
         Ok(Told::default())

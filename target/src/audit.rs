@@ -1,4 +1,5 @@
-//! The audit log: who logged in and out, whom we sent away, and who changed the configuration.
+//! The audit log: who logged in and out, whom we sent away, and who changed the configuration or the
+//! program.
 //!
 //! Every line is an event of the log under [`TARGET`], whatever the log's filter says, with fields of
 //! these names:
@@ -12,12 +13,15 @@
 //! | `config_changed` | a configuration is served | `who`, `how`, `revision`, `changes`, `paths` |
 //! | `config_rolled_back` | likewise, one that was served before | likewise |
 //! | `config_rejected` | a configuration is not served | `who`, `how`, `revision` that stays, `reason` |
+//! | `upgrade` | another program is about to take over | `who`, `program`, `from`, `to` |
+//! | `upgrade_rejected` | a program may not take over | `who`, `program`, `reason` |
 //! | `suppressed` | lines were held back | `of`, `suppressed` |
 //!
 //! No line has a secret. What peers can cause is bounded at each worker, by a burst and so many lines a
 //! second ([`Audit`]); how many were held back is told with the next line of the kind, or soon after.
 
 use std::fmt::Display;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use tracing::field::display;
@@ -221,5 +225,21 @@ pub fn rejected(asked: Asked<'_>, revision: &str, reason: &dyn Display) {
     tracing::warn!(
         target: TARGET, event = "config_rejected", who, how, revision, reason = %reason,
         "configuration not applied"
+    );
+}
+
+/// Another program is about to take over: from a version, to a version.
+pub fn upgrading(who: &str, program: &Path, from: &str, to: &str) {
+    let program = program.display();
+    tracing::info!(
+        target: TARGET, event = "upgrade", who, %program, from, to, "handing over"
+    );
+}
+
+/// A program may not take over, and this one stays.
+pub fn not_upgraded(who: &str, program: &Path, reason: &dyn Display) {
+    let program = program.display();
+    tracing::warn!(
+        target: TARGET, event = "upgrade_rejected", who, %program, reason = %reason, "not handed over"
     );
 }

@@ -214,6 +214,19 @@ fn srp_logins_their_ends_and_denials_are_told_once() {
             .contains("takes a restart"),
         "{rejected}"
     );
+    // Another program.
+    let refused = daemon.ask(&["upgrade", "--binary", "/bin/true"]);
+    assert!(!refused.status.success());
+    let rejected = &wait_for(&daemon, "upgrade_rejected", 1)[0];
+    assert_eq!(rejected["program"], "/bin/true", "{rejected}");
+    assert!(rejected["reason"].is_string(), "{rejected}");
+    assert!(daemon.ask(&["upgrade"]).status.success());
+    let upgrade = &wait_for(&daemon, "upgrade", 1)[0];
+    let version = env!("CARGO_PKG_VERSION");
+    assert_eq!(
+        (&upgrade["from"], &upgrade["to"]),
+        (&version.into(), &version.into())
+    );
 }
 
 #[test]

@@ -35,6 +35,19 @@ fn is_busy(daemon: &Daemon) -> bool {
         .contains("somebody else traces")
 }
 
+/// Starts a trace that is under way when it is returned.
+fn trace_under_way(daemon: &Daemon, args: &[&str]) -> Child {
+    loop {
+        let mut child = trace(daemon, args);
+        while child.try_wait().unwrap().is_none() {
+            if is_busy(daemon) {
+                return child;
+            }
+        }
+        // It met one of our own looks.
+    }
+}
+
 /// Reads blocks until the trace has what it wants.
 fn until_found(mut trace: Child, client: &mut Client, mut lba: impl FnMut() -> u32) -> String {
     while trace.try_wait().unwrap().is_none() {
@@ -101,9 +114,7 @@ fn commands_are_told_with_their_tags_and_stages() {
     // The one with a tag, in words.
     let tag = (client.cmd_sn + 5).to_string();
     let args = ["--tag", &tag, "--count", "1", "--for", "60s"];
-    let looking = trace(&daemon, &args);
-    while !is_busy(&daemon) {}
-    let text = until_found(looking, &mut client, || 78);
+    let text = until_found(trace_under_way(&daemon, &args), &mut client, || 78);
     assert!(
         text.contains("READ (10) lba 78 blocks 2: 1024 bytes"),
         "{text}"
@@ -132,10 +143,7 @@ fn commands_are_told_with_their_tags_and_stages() {
 #[test]
 fn one_looks_at_a_time_and_whoever_goes_makes_room() {
     let daemon = Daemon::start("traces", "127.81.0.21");
-    let mut first = trace(&daemon, &["--for", "60s"]);
-    while !is_busy(&daemon) {
-        assert!(first.try_wait().unwrap().is_none());
-    }
+    let mut first = trace_under_way(&daemon, &["--for", "60s"]);
     first.kill().unwrap();
     first.wait().unwrap();
     while is_busy(&daemon) {}

@@ -78,9 +78,12 @@ fn sixty_four_sessions_write_and_read_at_once() {
         .map(|n| {
             let (client, logged_in, done) = (client.clone(), logged_in.clone(), done.clone());
             std::thread::spawn(move || {
-                let session = block_on(client.connect(&url(addr, 0x100 + n))).unwrap();
-                let lun = block_on(session.lun(0)).unwrap();
+                let session = block_on(client.connect(&url(addr, 0x100 + n)));
+                let lun = session.map(|session| (block_on(session.lun(0)), session));
+                // Whoever has failed lets the others find out.
                 logged_in.wait();
+                let (lun, _session) = lun.unwrap();
+                let lun = lun.unwrap();
                 for round in 0..32 {
                     let len = 4096 << (round % 4);
                     let offset = n * REGION + round * (32 << 10);
@@ -117,6 +120,28 @@ fn sixty_four_sessions_write_and_read_at_once() {
         thread.join().unwrap();
     }
     wait_for("the sessions to end", || server.sessions() == 0);
+    server.shutdown().unwrap();
+}
+
+#[test]
+fn many_searches_at_once_find_what_there_is() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let (server, addr) = serve("127.0.0.83");
+    let client = Client::builder()
+        .pool(1 << 20)
+        .open("127.0.0.84".parse().unwrap())
+        .unwrap();
+    let bare: SrpUrl = format!("srp://{addr}/").parse().unwrap();
+    let searches: Vec<_> = (0..300)
+        .map(|_| {
+            let (client, bare) = (client.clone(), bare.clone());
+            std::thread::spawn(move || block_on(client.discover(&bare)))
+        })
+        .collect();
+    for search in searches {
+        let found = search.join().unwrap().unwrap();
+        assert!(found.iter().any(|f| f.port() == Some(addr.port())));
+    }
     server.shutdown().unwrap();
 }
 

@@ -57,6 +57,28 @@ ask_tree() {
         "core/alua core/fileio_0 core/rd_mcp_1 iscsi srpt"
 }
 
+# What a tree says of a disk that the host has reserved, in which its numbers of sessions and addresses
+# have other names: tell_reservations ADDRESS RUN FILE, where RUN is how a command meets the tree
+tell_reservations() {
+    local portal=$1:3260 files=$TREE/core/fileio_0/img/pr/res_*
+    IFACE=default
+    iscsi_node "$portal"
+    iscsi_set node.session.auth.authmethod CHAP node.session.auth.username host \
+        node.session.auth.password $SECRET
+    iscsi_login "$portal"
+    sg_persist --out --register --param-sark=0x5eed "$DISK"
+    sg_persist --out --reserve --param-rk=0x5eed --prout-type=5 "$DISK"
+    $2 "grep -H '' $files" >/tmp/reserved
+    sg_persist --out --clear --param-rk=0x5eed "$DISK"
+    sg_raw "$DISK" 16 00 00 00 00 00
+    $2 "grep -H '' $files" >>/tmp/reserved
+    sg_raw "$DISK" 17 00 00 00 00 00
+    iscsi_logout
+    iscsiadm -m node -T $IQN -o delete
+    sed -E "s/,i,0x[0-9a-f]{12}/,i,ISID/" /tmp/reserved >"$3"
+    grep -q "Initiator: $HOST,i,ISID" "$3" || fail "nobody has reserved the disk"
+}
+
 # The kernel's target: its answers go to lio.txt.
 ask_lio() {
     local port
@@ -66,6 +88,7 @@ ask_lio() {
     srp_session "$port" >/tmp/srp.py
     on_lio python3 /tmp/srp.py
     $(ask_tree 10.99.0.1 "$port") >"$KEEP/lio.txt"
+    tell_reservations 10.99.0.1 "sh -c" "$KEEP/lio-reserved.txt"
     on_lio targetcli clearconfig confirm=True
     rm "$IMAGES/cli.img"
 }
@@ -194,6 +217,8 @@ serve_by_targetcli() {
     local port=00000000000000000000ffff0a630002 differs=
     two_hosts
     trap targetcli_clean EXIT
+    modprobe ib_iser
+    start_iscsid
     ask_lio
     serve_tree
     cli_session 10.99.0.2 >/tmp/session
@@ -205,9 +230,9 @@ serve_by_targetcli() {
     cat /tmp/saved.yaml
     GUID=$(on_peer "$RISER_BIN/riserd" check -o json /tmp/saved.yaml |
         python3 -c 'import json,sys; print([p["ioc_guid"] for t in json.load(sys.stdin)["targets"] for p in t["portals"] if p["protocol"] == "srp"][0].removeprefix("0x"))')
-    modprobe ib_iser
-    start_iscsid
     load_srp
+    tell_reservations 10.99.0.2 on_riserd "$KEEP/riserd-reserved.txt"
+    diff "$KEEP/lio-reserved.txt" "$KEEP/riserd-reserved.txt" || differs=yes
     sessions_are_shown
     use_it
     commands_are_counted $port

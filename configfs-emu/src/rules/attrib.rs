@@ -1,4 +1,4 @@
-//! A device's attributes, names and reservations.
+//! A device's attributes and names.
 
 use rustix::io::Errno;
 
@@ -64,20 +64,6 @@ pub(super) const WWN: &[Attr] = &[
     Attr::ro("vpd_assoc_logical_unit", Show::LineIfAny),
     Attr::ro("vpd_assoc_target_port", Show::LineIfAny),
     Attr::ro("vpd_assoc_scsi_target_device", Show::LineIfAny),
-];
-
-/// `pr/` of a device.
-pub(super) const PR: &[Attr] = &[
-    Attr::ro("res_holder", Show::With(show_no_holder)),
-    Attr::ro("res_pr_all_tgt_pts", Show::With(show_no_holder)),
-    Attr::fixed("res_pr_generation", "0x00000000"),
-    Attr::ro("res_pr_holder_tg_port", Show::With(show_no_holder)),
-    Attr::fixed("res_pr_registered_i_pts", "SPC-3 PR Registrations:\nNone"),
-    Attr::ro("res_pr_type", Show::With(show_no_holder)),
-    Attr::ro("res_type", Show::With(show_reservations)),
-    Attr::ro("res_aptpl_active", Show::With(show_aptpl)),
-    Attr::locked("res_aptpl_metadata", "", Store::With(store_aptpl))
-        .shown(Show::With(show_aptpl_ready)),
 ];
 
 /// Gives a new device its product name and what its plugin has always.
@@ -262,50 +248,4 @@ fn store_company(write: &mut Write<'_>) -> Result<(), Errno> {
 fn show_serial(read: &Read<'_>) -> Result<String, Errno> {
     let serial = read.tree.value(read.dir, "vpd_unit_serial");
     Ok(format!("T10 VPD Unit Serial Number: {serial}\n"))
-}
-
-fn reservations(read: &Read<'_>) -> bool {
-    let device = core::device_of(read.tree, read.dir);
-    let attrib = read.tree.child(device, "attrib");
-    read.tree
-        .value(attrib.expect("it comes with it"), "emulate_pr")
-        == "1"
-}
-
-fn show_no_holder(read: &Read<'_>) -> Result<String, Errno> {
-    let is_off = read.attr.name == "res_holder" && !reservations(read);
-    Ok(match is_off {
-        true => "SPC_RESERVATIONS_DISABLED\n",
-        false => "No SPC-3 Reservation holder\n",
-    }
-    .to_owned())
-}
-
-fn show_reservations(read: &Read<'_>) -> Result<String, Errno> {
-    Ok(match reservations(read) {
-        true => "SPC3_PERSISTENT_RESERVATIONS\n",
-        false => "SPC_RESERVATIONS_DISABLED\n",
-    }
-    .to_owned())
-}
-
-fn show_aptpl(read: &Read<'_>) -> Result<String, Errno> {
-    Ok(match reservations(read) {
-        true => "APTPL Bit Status: Disabled\n",
-        false => "",
-    }
-    .to_owned())
-}
-
-fn show_aptpl_ready(read: &Read<'_>) -> Result<String, Errno> {
-    Ok(match reservations(read) {
-        true => "Ready to process PR APTPL metadata..\n",
-        false => "",
-    }
-    .to_owned())
-}
-
-/// Registrations that outlived a restart are kept by the daemon itself, so none is taken here.
-fn store_aptpl(_write: &mut Write<'_>) -> Result<(), Errno> {
-    Err(Errno::OPNOTSUPP)
 }

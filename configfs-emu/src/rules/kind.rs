@@ -4,7 +4,9 @@ use std::net::SocketAddr;
 
 use rustix::io::Errno;
 
-use super::{Attr, alua, attrib, core, iscsi, iscsi_statistics, param, session, srpt, statistics};
+use super::{
+    Attr, alua, attrib, core, iscsi, iscsi_statistics, param, pr, session, srpt, statistics,
+};
 use crate::number;
 use crate::tree::{NodeId, Tree};
 use crate::world::World;
@@ -150,7 +152,7 @@ impl Kind {
             Self::Device(_) => core::DEVICE,
             Self::Attrib(_) => attrib::ATTRIB,
             Self::Wwn(_) => attrib::WWN,
-            Self::Pr => attrib::PR,
+            Self::Pr => pr::PR,
             Self::PortGroup => alua::PORT_GROUP,
             Self::Fabric(Iscsi) => iscsi::FABRIC,
             Self::Fabric(Srpt) => srpt::FABRIC,

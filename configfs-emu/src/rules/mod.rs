@@ -1,7 +1,8 @@
 //! What LIO says about its directories: their attributes, what can be made in them, what they link to.
 //!
 //! - `kind`: [`Kind`], the directories, with their tables and their rules for making and linking.
-//! - `core`: backstores: hosts and devices. `attrib`: a device's attributes and names.
+//! - `core`: backstores: hosts and devices. `attrib`: a device's attributes and names. `pr`: who has
+//!   reserved it.
 //! - `alua`: groups of logical units and of target ports.
 //! - `iscsi`: targets, portals, initiators. `param`: the keys that iSCSI negotiates.
 //! - `srpt`: target ports of SRP.
@@ -15,6 +16,7 @@ mod iscsi;
 mod iscsi_statistics;
 mod kind;
 mod param;
+mod pr;
 mod session;
 mod srpt;
 mod statistics;

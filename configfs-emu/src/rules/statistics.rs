@@ -310,17 +310,17 @@ fn show_place(read: &Read<'_>, device: NodeId) -> Result<String, Errno> {
     }
 }
 
-fn group(tree: &Tree, dir: NodeId) -> Result<NodeId, Errno> {
+pub(super) fn group(tree: &Tree, dir: NodeId) -> Result<NodeId, Errno> {
     owner(tree, dir, |kind| matches!(kind, Kind::Tpg(_)))
 }
 
-fn tag(tree: &Tree, tpg: NodeId) -> &str {
+pub(super) fn tag(tree: &Tree, tpg: NodeId) -> &str {
     let tag = tree.dir(tpg).name.strip_prefix("tpgt_");
     tag.filter(|_| tree.dir(tpg).kind == Kind::Tpg(Fabric::Iscsi))
         .unwrap_or("1")
 }
 
-fn fabric(tree: &Tree, tpg: NodeId) -> &'static str {
+pub(super) fn fabric(tree: &Tree, tpg: NodeId) -> &'static str {
     match tree.dir(tpg).kind {
         Kind::Tpg(Fabric::Iscsi) => "iSCSI",
         _ => "srpt",
@@ -336,7 +336,7 @@ fn port_instance(tree: &Tree, tpg: NodeId) -> u32 {
 }
 
 /// The LUNs that a device is.
-fn luns_of(tree: &Tree, device: NodeId) -> Vec<NodeId> {
+pub(super) fn luns_of(tree: &Tree, device: NodeId) -> Vec<NodeId> {
     let luns = tpgs(tree).filter_map(|tpg| tree.child(tpg, "lun"));
     let luns = luns.flat_map(|luns| tree.subdirs(luns).map(|(_, lun)| lun));
     luns.filter(|lun| linked(tree, *lun) == Ok(device))
@@ -361,7 +361,7 @@ fn numbers(tree: &Tree, tpg: NodeId, lun: NodeId) -> Vec<u64> {
 }
 
 /// What the daemon has counted of LUNs of portal groups.
-fn counted(read: &Read<'_>, luns: &[NodeId]) -> Vec<LiveLun> {
+pub(super) fn counted(read: &Read<'_>, luns: &[NodeId]) -> Vec<LiveLun> {
     let tree = read.tree;
     let wanted = luns.iter().filter_map(|lun| {
         let tpg = group(tree, *lun).ok()?;

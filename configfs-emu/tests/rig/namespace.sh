@@ -1,12 +1,13 @@
 # Runs a command where LIO's tree in FOLDER/config is the kernel's, `modprobe` does nothing, and what
 # would be saved on this host is saved in FOLDER/etc: namespace.sh FOLDER COMMAND
 set -e
-export FOLDER=$1 HOME=$1 PATH=/usr/sbin:/usr/bin:/sbin:/bin
+export FOLDER=$1 HOME=$1 PATH=$1/bin:/usr/sbin:/usr/bin:/sbin:/bin
 export DBUS_SYSTEM_BUS_ADDRESS=$DBUS_SESSION_BUS_ADDRESS
 mount -t tmpfs none /sys/kernel
 mkdir /sys/kernel/config
 mount --bind "$FOLDER/config" /sys/kernel/config
-mount --bind /bin/true /usr/sbin/modprobe
+mkdir -p "$FOLDER/bin"
+ln -sf /bin/true "$FOLDER/bin/modprobe"
 mount --bind "$FOLDER/etc" /etc/rtslib-fb-target
 mount -t tmpfs none /run
 eval "$2"

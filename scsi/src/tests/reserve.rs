@@ -210,6 +210,26 @@ fn full_status_names_the_ports() {
 }
 
 #[test]
+fn registrations_and_holders_are_shown() {
+    let mut rig = registered();
+    assert_eq!(rig.lu.registrations().kind, None);
+    out(&mut rig, B, RESERVE, 7, 0xb, 0).good();
+    out(&mut rig, A, REGISTER, 0, 0xa, 0xaa).good();
+    let shown = rig.lu.registrations();
+    assert_eq!((shown.generation, shown.kind), (3, Some(7)));
+    let registrants = shown.registrants.iter();
+    let facts = registrants.map(|r| (r.initiator.to_string(), r.key, r.generation, r.has_reserved));
+    let port = |byte: &str| format!("{0}:{0}", byte.repeat(8));
+    assert_eq!(
+        facts.collect::<Vec<_>>(),
+        [(port("aa"), 0xaa, 2, false), (port("bb"), 0xb, 1, true)]
+    );
+    out(&mut rig, A, CLEAR, 0, 0xaa, 0).good();
+    rig.send(&[0x16, 0, 0, 0, 0, 0]).good();
+    assert_eq!(rig.lu.registrations().reserved, Some(A));
+}
+
+#[test]
 fn what_is_not_offered_is_refused() {
     let mut rig = registered();
     for kind in [0, 2, 4, 9, 0x11] {

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use riser_scsi::lu::LogicalUnit;
+use riser_scsi::reservation::Registration;
 use serde::{Deserialize, Serialize};
 
 use super::{health, view};
@@ -122,6 +124,42 @@ pub struct LiveLun {
     /// Those that were not there.
     #[serde(default)]
     pub vain_aborts: u64,
+    /// Who has reserved the unit, likewise.
+    #[serde(default)]
+    pub reservations: LiveReservations,
+}
+
+/// Registrations and reservations of a unit.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LiveReservations {
+    /// PRGENERATION.
+    pub generation: u32,
+    /// TYPE of the persistent reservation, if there is one (SPC-4 table 40).
+    #[serde(rename = "type", skip_serializing_if = "Option::is_none")]
+    pub kind: Option<u8>,
+    /// Who is registered, in the order in which they came.
+    pub registrants: Vec<LiveRegistrant>,
+    /// The initiator port that has the unit by RESERVE.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reserved: Option<String>,
+}
+
+/// A registration.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LiveRegistrant {
+    /// The initiator port: two halves of an identifier of SRP, or a port name of iSCSI.
+    pub initiator: String,
+    /// The target port, likewise.
+    pub target: String,
+    /// The target port's RELATIVE TARGET PORT IDENTIFIER.
+    pub relative_id: u16,
+    /// The reservation key, as `0x` and 16 digits.
+    pub key: String,
+    /// PRGENERATION before it got this key.
+    pub generation: u32,
+    /// Whether the persistent reservation was made by it. Of one of all registrants, every other
+    /// registrant is a holder as well.
+    pub has_reserved: bool,
 }
 
 /// What an initiator has done.
@@ -274,10 +312,30 @@ fn luns(server: &Server, snapshots: &[Snapshot]) -> Vec<LiveLun> {
                 resets: management.resets,
                 aborts: management.aborts,
                 vain_aborts: management.vain_aborts,
+                reservations: reservations(&unit.lu),
             });
         }
     }
     luns
+}
+
+fn reservations(lu: &LogicalUnit) -> LiveReservations {
+    let all = lu.registrations();
+    let registrant = |one: Registration| LiveRegistrant {
+        initiator: one.initiator.to_string(),
+        target: one.target.to_string(),
+        relative_id: one.relative_id,
+        key: format!("{:#018x}", one.key),
+        generation: one.generation,
+        has_reserved: one.has_reserved,
+    };
+    let holder = all.reserved.and_then(|holder| lu.nexus(holder));
+    LiveReservations {
+        generation: all.generation,
+        kind: all.kind,
+        registrants: all.registrants.into_iter().map(registrant).collect(),
+        reserved: holder.map(|nexus| nexus.initiator.to_string()),
+    }
 }
 
 /// What initiators have done at a unit, now and before.

@@ -4,7 +4,7 @@
 use serde::Serialize;
 use serde_json::{Value, json};
 
-use super::live::{Live, LiveLun};
+use super::live::{Live, LiveLun, LiveReservations};
 use super::view::{LunView, SessionView, Status, TargetView};
 use crate::config::{Access, Config, Found, HostId, Kind, Place, Protocol, Target, Tree};
 
@@ -227,6 +227,9 @@ impl Facts {
                 "errors": live.errors,
             });
             merge(&mut facts, counted);
+            if live.reservations != LiveReservations::default() {
+                merge(&mut facts, json!({ "reservations": live.reservations }));
+            }
         }
         facts
     }

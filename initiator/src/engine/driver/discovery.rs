@@ -14,7 +14,7 @@ use super::Driver;
 use crate::engine::oneshot::Sender;
 use crate::srp::discovery::{Discovery, DiscoveryError, FoundPort};
 
-/// Receives, and sends under way, at most.
+/// Receives, sends under way, and searches that ask at once, at most; other searches wait.
 const DEPTH: usize = 16;
 /// Route header before a received datagram.
 const GRH: usize = 40;
@@ -34,6 +34,9 @@ pub(super) struct Agent {
     memory: MemSlice,
     /// Next place for a question.
     turn: usize,
+    /// Sends whose completions have not been taken. The completion queue has room for so many, however
+    /// soon a send queue has room again.
+    sends: usize,
     searches: Vec<Search>,
 }
 
@@ -93,6 +96,7 @@ impl Agent {
             mr,
             memory,
             turn: 0,
+            sends: 0,
             searches: Vec::new(),
         };
         if let Err(e) = agent.ready(provider) {
@@ -158,6 +162,7 @@ impl Agent {
         let mut worked = !completions.is_empty();
         for completion in &completions {
             if !completion.opcode.is_recv() {
+                self.sends -= 1;
                 continue;
             }
             let slot = completion.wr_id.0 as usize;
@@ -172,7 +177,10 @@ impl Agent {
             }
             self.post_recv(provider, slot);
         }
-        for at in 0..self.searches.len() {
+        for at in 0..self.searches.len().min(DEPTH) {
+            if self.sends == DEPTH {
+                break;
+            }
             if let Some(mad) = self.searches[at].machine.poll_question(now) {
                 worked = true;
                 self.ask(provider, self.searches[at].gid, &mad);
@@ -182,6 +190,8 @@ impl Agent {
             let Some(found) = search.machine.poll_result() else {
                 return true;
             };
+            // Another one may ask.
+            worked = true;
             if let Some(reply) = search.reply.take() {
                 reply.send(found);
             }
@@ -216,7 +226,9 @@ impl Agent {
                 qkey: QKey::GSI,
             }),
         };
-        let _ = provider.post_send(self.qp, &[wr]);
+        if provider.post_send(self.qp, &[wr]).is_ok() {
+            self.sends += 1;
+        }
         let _ = provider.destroy_ah(ah);
     }
 }

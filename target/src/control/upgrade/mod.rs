@@ -52,6 +52,7 @@ use super::open::start;
 use super::socket::Admin;
 use super::watchdog::Watchdog;
 use super::{Control, EndSignals, NotifyState, notify};
+use crate::audit;
 use crate::config::Config;
 use crate::server::legacy::{Legacy, Packed, Written};
 use crate::server::{Server, ServerError};
@@ -241,7 +242,6 @@ impl<'a> Control<'a> {
                 let sockets = sockets.map_err(|error| error.to_string())?;
                 Ok(Handing { candidate, sockets })
             });
-        let program = program.display();
         match prepared {
             Ok(handing) => {
                 let upgrade = Upgrade {
@@ -250,12 +250,12 @@ impl<'a> Control<'a> {
                     to: handing.candidate.version.clone(),
                     upgrades: self.tenure.upgrades + 1,
                 };
-                tracing::info!(who, %program, version = %upgrade.to, "handing over");
+                audit::upgrading(who, &upgrade.program, &upgrade.from, &upgrade.to);
                 Ok((upgrade, handing))
             }
             Err(error) => {
-                tracing::error!(who, %program, %error, "not handed over");
-                let why = format!("{program}: {error}; nothing has changed");
+                audit::not_upgraded(who, &program, &error);
+                let why = format!("{}: {error}; nothing has changed", program.display());
                 Err(Failure::Refused { why, errno: None })
             }
         }

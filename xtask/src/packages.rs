@@ -36,15 +36,21 @@ pub(crate) fn ensure<'a>(needs: &[&'a Need]) -> Vec<&'a Need> {
             .filter(|n| sh::which(n.program).is_none())
             .collect()
     };
-    let wanted = missing(needs);
-    if wanted.is_empty() {
-        return wanted;
+    let mut still = missing(needs);
+    if still.is_empty() {
+        return still;
     }
-    let mut packages: Vec<_> = wanted.iter().map(|n| n.package).collect();
-    packages.sort_unstable();
-    packages.dedup();
-    install(&packages);
-    let still = missing(needs);
+    // What is installed may replace a newer version of what was there, and take away what came with that.
+    for _ in 0..2 {
+        let mut packages: Vec<_> = still.iter().map(|n| n.package).collect();
+        packages.sort_unstable();
+        packages.dedup();
+        install(&packages);
+        still = missing(needs);
+        if still.is_empty() {
+            break;
+        }
+    }
     for n in &still {
         println!(
             "missing: {} (Debian package {}): {}",

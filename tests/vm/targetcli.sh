@@ -88,7 +88,15 @@ ask_lio() {
     srp_session "$port" >/tmp/srp.py
     on_lio python3 /tmp/srp.py
     $(ask_tree 10.99.0.1 "$port") >"$KEEP/lio.txt"
+    clear_lio
+    # Not every question leaves things as they were. The kernel writes reservations down, or has none.
+    mkdir -p /etc/rtslib-fb-target/pr
+    cli_session 10.99.0.1 | on_lio targetcli
     tell_reservations 10.99.0.1 "sh -c" "$KEEP/lio-reserved.txt"
+    clear_lio
+}
+
+clear_lio() {
     on_lio targetcli clearconfig confirm=True
     rm "$IMAGES/cli.img"
 }
@@ -204,9 +212,9 @@ commands_are_counted() {
     counts "$by_host/write_mbytes" 5
     counts "$by_srp/num_cmds" 256
     counts "$by_srp/write_mbytes" 2
-    says "$of_target/iscsi_login_stats/accepts" 3
+    says "$of_target/iscsi_login_stats/accepts" 4
     says "$of_target/iscsi_login_stats/authenticate_fails" 1
-    says "$of_target/iscsi_logout_stats/normal_logouts" 3
+    says "$of_target/iscsi_logout_stats/normal_logouts" 4
     says "$of_target/iscsi_tgt_attr/login_fails" 1
     says "$of_target/iscsi_tgt_attr/fail_intr_name" "$HOST"
     says "$of_target/iscsi_tgt_attr/fail_intr_addr" 10.99.0.1

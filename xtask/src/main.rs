@@ -8,7 +8,7 @@
 //! - `cargo xtask package`: the Debian package, and a system that gets it ([`package`]).
 //! - `cargo xtask bench`: our target beside its peers, in one run ([`mod@bench`]).
 //! - `cargo xtask instructions`: what a read costs, and what counting it adds ([`instructions`]).
-//! - `cargo xtask screenshots`: pictures of the status page under load ([`screenshots`]).
+//! - `cargo xtask screenshots`: pictures of the status page and the dashboard under load ([`screenshots`]).
 //!
 //! Each installs the Debian packages that it needs if it may ([`packages`]), and otherwise prints
 //! which are missing and what is skipped for it.
@@ -65,7 +65,7 @@ enum Command {
     Bench(bench::Options),
     /// Count the instructions of a 4 KiB read, and those of counting it.
     Instructions,
-    /// Take a picture of the status page under load, into deploy/.
+    /// Take pictures of the status page and the dashboard under load, into deploy/.
     Screenshots,
 }
 

@@ -74,18 +74,19 @@ iscsi_set() {
     done
 }
 
-# One attempt to log in; the exit status of iscsiadm. On two RDMA devices of one kernel an answer may
-# overtake the acknowledgement of what it answers; ib_iser (6.12) then finds its only login task in use for
-# as long as the session lives. Nobody has been refused or let in by that, so another session is made.
+# One attempt to log in; the exit status of iscsiadm. rdma_rxe (6.12) handles answers and acknowledgements
+# side by side, so an answer may overtake the acknowledgement of what it answers; ib_iser then finds its
+# only login task in use for as long as the session lives. Nobody has been refused or let in by that, so
+# another session is made.
 iscsi_attempt() {
     local status left=3 before
-    [ -z "${CORE:-}" ] || iscsi_set node.session.initial_login_retry_max 1
+    [ $IFACE = default ] || iscsi_set node.session.initial_login_retry_max 1
     while :; do
         status=0
         before=$(logins_stuck)
         iscsiadm -m node -T $IQN ${1:+-p $1} -I $IFACE -l || status=$?
         left=$((left - 1))
-        if [ $status = 0 ] || [ -z "${CORE:-}" ] || [ $left = 0 ]; then return $status; fi
+        if [ $status = 0 ] || [ $IFACE = default ] || [ $left = 0 ]; then return $status; fi
         [ "$(logins_stuck)" -gt "$before" ] || return $status
         echo "figure: the kernel's login task was in use; another session is made"
     done

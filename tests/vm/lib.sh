@@ -147,7 +147,7 @@ capture() {
     [ -z "${CAPTURE:-}" ] || return 0
     local file=$KEEP/packets.pcap n=1
     while [ -e "$file" ]; do file=$KEEP/packets-$((++n)).pcap; done
-    tcpdump -i v0 -w "$file" ${CAPTURED:--s 400 -c 100000 udp port 4791} 2>/dev/null &
+    tcpdump -B 65536 -i v0 -w "$file" ${CAPTURED:--s 400 -c 100000 udp port 4791} 2>/dev/null &
     CAPTURE=$!
     wait_for 60 test -e "$file"
 }

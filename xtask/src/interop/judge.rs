@@ -110,7 +110,10 @@ fn objection(line: &str) -> Option<String> {
             .split(',')
             .filter_map(|s| s.parse::<u32>().ok())
             .any(|s| s >= ERROR);
-    let is_partial = info.starts_with("SCSI: Data In") && info.contains(PARTIAL);
+    // Several PDUs may be in one packet; reading ends with the one that is complained of.
+    let is_partial = info
+        .split_once(" [Malformed Packet]")
+        .is_some_and(|(read, _)| read.ends_with(PARTIAL));
     let is_no_fault = [GUESSED_FRAME, SENT_AGAIN]
         .iter()
         .any(|words| malformed.contains(words));
@@ -148,6 +151,20 @@ mod tests {
         }
         pcap.extend(frame);
         pcap
+    }
+
+    #[test]
+    fn data_that_only_begin_are_no_fault_and_others_are() {
+        let line = |info: &str| {
+            format!("7\t118\t118\t[Malformed Packet: SCSI]\t8388608\tMalformed Packet\t{info}")
+        };
+        let inquiry = "SCSI: Data In LUN: 0x01 (Inquiry Response Data)";
+        let end = "[Malformed Packet]";
+        assert_eq!(objection(&line(&format!("{inquiry} {end}"))), None);
+        let second = format!("SCSI: Response LUN: 0x00 (Test Unit Ready) (Good){inquiry} {end}");
+        assert_eq!(objection(&line(&second)), None);
+        let other = format!("{inquiry} SCSI: Data In LUN: 0x00 (Read(10) Response Data) {end}");
+        assert!(objection(&line(&other)).is_some());
     }
 
     #[test]

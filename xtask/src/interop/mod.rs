@@ -175,18 +175,12 @@ pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
     } else {
         PathBuf::new()
     };
-    let is_served = cases.iter().any(|c| {
-        ["$RISER_BIN", "riser_on", "serve", "_rig"]
-            .iter()
-            .any(|word| c.text.contains(word))
-    });
     let programs = match &options.programs {
         Some(folder) => fs::canonicalize(folder)?,
-        None if is_served => {
+        None => {
             println!("building riserd and riser");
             demo::build()?
         }
-        None => PathBuf::new(),
     };
     let programs = Programs { programs, tests };
     let logs = root().join(&options.logs);

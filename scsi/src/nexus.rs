@@ -7,6 +7,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::srp::InitiatorPortId;
+
 /// A number the target hands out for one I_T nexus (SAM-5 4.7).
 ///
 /// It must not be reused while any logical unit still knows the old nexus.
@@ -40,10 +42,8 @@ impl PortName {
 impl fmt::Display for PortName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Srp(id) => {
-                let id = u128::from_be_bytes(*id);
-                write!(f, "{:016x}:{:016x}", id >> 64, id as u64)
-            }
+            // Identifiers of both sides are written alike.
+            Self::Srp(id) => InitiatorPortId(*id).fmt(f),
             Self::Iscsi(name) => f.write_str(name),
         }
     }

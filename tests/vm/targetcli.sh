@@ -57,14 +57,19 @@ ask_tree() {
         "core/alua core/fileio_0 core/rd_mcp_1 iscsi srpt"
 }
 
-# What a tree says of a disk that the host has reserved, in which its numbers of sessions and addresses
-# have other names: tell_reservations ADDRESS RUN FILE, where RUN is how a command meets the tree
+# Puts the host's secret into the record of the target.
+know_secret() {
+    iscsi_set node.session.auth.authmethod CHAP node.session.auth.username host \
+        node.session.auth.password $SECRET
+}
+
+# What a tree says of a disk that the host has reserved, with ISID in place of the session's:
+# tell_reservations ADDRESS RUN FILE, where RUN is how a command meets the tree
 tell_reservations() {
     local portal=$1:3260 files=$TREE/core/fileio_0/img/pr/res_*
     IFACE=default
     iscsi_node "$portal"
-    iscsi_set node.session.auth.authmethod CHAP node.session.auth.username host \
-        node.session.auth.password $SECRET
+    know_secret
     iscsi_login "$portal"
     sg_persist --out --register --param-sark=0x5eed "$DISK"
     sg_persist --out --reserve --param-rk=0x5eed --prout-type=5 "$DISK"
@@ -139,8 +144,7 @@ use_it() {
     for iface in default iser; do
         IFACE=$iface
         iscsi_node
-        iscsi_set node.session.auth.authmethod CHAP node.session.auth.username host \
-            node.session.auth.password $SECRET
+        know_secret
         iscsi_login
         verify "$DISK" 2m --bs=16k
         iscsi_logout
@@ -176,8 +180,7 @@ sessions_are_shown() {
     IFACE=default
     iscsi_node
     iscsi_refused 24
-    iscsi_set node.session.auth.authmethod CHAP node.session.auth.username host \
-        node.session.auth.password $SECRET
+    know_secret
     iscsi_login
     verify "$DISK" 1m --bs=16k
     read_tree "$acl/info" "$acl/param/InitialR2T" "$acl/fabric_statistics/iscsi_sess_stats/*" \

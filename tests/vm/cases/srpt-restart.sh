@@ -4,19 +4,25 @@
 two_hosts
 trap kernel_target_clean EXIT
 kernel_target
-# Verified writes in the background, which must not see anything.
+# Verified writes in the background for ten seconds, which must not see anything.
 load() {
-    riser_on "$1" bench "$(lun 0)&channels=2" --rw randwrite --bs 16K --depth 8 --size 32M --total "$2" \
+    riser_on "$1" bench "$(lun 0)&channels=2" --rw randwrite --bs 16K --depth 8 --size 32M --runtime 10s \
         --warm-up 0 --verify --timeout 90s &
     LOAD=$!
     sleep 2
+}
+under_load() {
     kill -0 $LOAD || fail "the load ended too early"
+    "$@"
+}
+service_off() {
+    echo 0 >"$SRPT/enable"
 }
 for provider in roce rdma_core; do
     echo "--- $provider: service off and on"
-    load $provider 32M
+    load $provider
     for round in 1 2; do
-        echo 0 >"$SRPT/enable"
+        under_load service_off
         sleep 1
         echo 1 >"$SRPT/enable"
         sleep 2
@@ -24,14 +30,14 @@ for provider in roce rdma_core; do
     wait $LOAD
 done
 echo "--- roce: link down and up"
-load roce 32M
-far_link down
+load roce
+under_load far_link down
 sleep 4
 far_link up
 wait $LOAD
 echo "--- roce: the target's device goes and comes back"
-load roce 32M
-rdma link delete rxe0
+load roce
+under_load rdma link delete rxe0
 sleep 1
 rdma link add rxe0 type rxe netdev v0
 wait_for 20 gid_is_there rxe0 10.99.0.1

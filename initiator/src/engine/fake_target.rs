@@ -45,6 +45,8 @@ pub(crate) struct Knobs {
     pub(crate) garbage: AtomicBool,
     /// Logins are refused.
     pub(crate) refuse: AtomicBool,
+    /// Requests for further channels are answered late.
+    pub(crate) late: AtomicBool,
     /// Task management is not answered.
     pub(crate) deaf: AtomicBool,
     /// Every answer comes with a credit request before it.
@@ -57,6 +59,8 @@ pub(crate) struct Knobs {
     pub(crate) logins: AtomicU32,
     pub(crate) logouts: AtomicU32,
     pub(crate) refused: AtomicU32,
+    /// Connections that the initiator withdrew before or instead of completing them.
+    pub(crate) withdrawn: AtomicU32,
     pub(crate) indirect: AtomicU32,
     pub(crate) external: AtomicU32,
     pub(crate) immediate: AtomicU32,
@@ -224,6 +228,8 @@ struct Target {
     disk: Arc<Mutex<Vec<u8>>>,
     channels: HashMap<QpId, Channel>,
     ids: HashMap<CmId, QpId>,
+    /// Requests for a connection with their private data, and when each is answered.
+    waiting: Vec<(Instant, CmId, Vec<u8>)>,
     received: VecDeque<Completion>,
     sent: Vec<Completion>,
 }
@@ -265,6 +271,7 @@ impl FakeTarget {
                     disk,
                     channels: HashMap::new(),
                     ids: HashMap::new(),
+                    waiting: Vec::new(),
                     received: VecDeque::new(),
                     sent: Vec::new(),
                 };
@@ -305,11 +312,24 @@ impl Target {
         while let Some(event) = self.nic.poll_cm_event() {
             match event.kind {
                 CmEventKind::ConnectRequest { param, .. } => {
-                    self.log_in(event.id, &param.private_data);
+                    let is_late = !self.ids.is_empty() && self.knobs.late.load(Ordering::SeqCst);
+                    let patience = Duration::from_millis(if is_late { 50 } else { 0 });
+                    let due = Instant::now() + patience;
+                    self.waiting.push((due, event.id, param.private_data));
+                }
+                CmEventKind::Rejected { .. } => {
+                    count(&self.knobs.withdrawn);
+                    self.waiting.retain(|(_, id, _)| *id != event.id);
+                    self.forget(event.id);
                 }
                 CmEventKind::Disconnected => self.forget(event.id),
                 _ => {}
             }
+        }
+        let now = Instant::now();
+        while let Some(at) = self.waiting.iter().position(|(due, ..)| *due <= now) {
+            let (_, id, private_data) = self.waiting.remove(at);
+            self.log_in(id, &private_data);
         }
     }
 

@@ -480,6 +480,20 @@ fn a_login_that_nobody_waits_for_is_undone() {
 }
 
 #[test]
+fn a_channel_that_is_being_connected_is_connected_before_it_is_closed() {
+    let target = FakeTarget::start("127.0.30.1", 8);
+    target.knobs.late.store(true, Ordering::SeqCst);
+    let client = client(30);
+    let url: SrpUrl = format!("srp://{}/?ioc_guid=1&channels=4", target.addr)
+        .parse()
+        .unwrap();
+    let session = block_on(client.connect(&url)).unwrap();
+    block_on(session.close());
+    assert_eq!(target.knobs.logins.load(Ordering::SeqCst), 4);
+    assert_eq!(target.knobs.withdrawn.load(Ordering::SeqCst), 0);
+}
+
+#[test]
 fn waiting_for_memory_ends_too() {
     let rig = rig(28, "");
     let all = block_on(rig.client.buffers().take(8 << 20));

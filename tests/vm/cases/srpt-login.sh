@@ -18,6 +18,11 @@ for provider in roce rdma_core; do
         riser_on $provider read "$(lun $lun)&immediate=0" --offset 5000 --length 3M >/tmp/out
         cmp /tmp/in /tmp/out
     done
+    # A session that ends while its further channels are being connected: none may be left behind, as
+    # the kernel waits for every one of them where an initiator is no longer let in.
+    for round in {1..10}; do
+        riser_on $provider read "$(lun 0)&channels=8" --length 512 >/dev/null
+    done
     # As it is written for the kernel's ib_srp.
     riser_on $provider read "id_ext=$G,ioc_guid=$G,dest=10.99.0.1:5555,cmd_sg_entries=32" --length 512 >/dev/null
     refused $provider 5 "no such logical unit" read "$(lun 9)"

@@ -39,8 +39,13 @@ const NO_CHECKSUM: &str = "Illegal checksum value (0)";
 /// knows no protocol for and whose third and fourth byte are zero.
 const GUESSED_FRAME: &str = "[Malformed Packet: Ethertype]";
 
-/// The same of a payload that is taken for a frame with a VLAN tag, as SRP_CRED_REQ is.
+/// The same of a payload that is taken for a frame with a VLAN tag, as SRP_CRED_REQ is, whose credits
+/// are then the frame's length.
 const GUESSED_LENGTH: &str = "Length field value goes past the end of the payload";
+
+/// The same where the credits are few enough to be the length of what follows. No packet of the rig has
+/// such a header.
+const GUESSED_LLC: &str = "[Malformed Packet: LLC]";
 
 /// What is said of a TCP segment that was sent again with other bounds, as after a link was cut.
 const SENT_AGAIN: &str = "New fragment overlaps old data (retransmission?)";
@@ -114,7 +119,7 @@ fn objection(line: &str) -> Option<String> {
     let is_partial = info
         .split_once(" [Malformed Packet]")
         .is_some_and(|(read, _)| read.ends_with(PARTIAL));
-    let is_no_fault = [GUESSED_FRAME, SENT_AGAIN]
+    let is_no_fault = [GUESSED_FRAME, GUESSED_LLC, SENT_AGAIN]
         .iter()
         .any(|words| malformed.contains(words));
     if is_partial || is_no_fault || message == GUESSED_LENGTH {
@@ -194,11 +199,14 @@ mod tests {
         send.extend([0x90, 0, 0, 0]);
         send.extend([0; 4]);
         fs::write(scratch.join("guess.pcap"), capture_of(&send)).unwrap();
-        // An SRP_CRED_REQ, which could be a frame with a VLAN tag and a length.
-        let mut credit = vec![0x04, 0x40, 0xff, 0xff, 0, 0, 0, 5, 0, 0, 0, 9];
-        credit.extend([0x81, 0, 0, 0, 0, 0, 0, 16, 0, 0, 0, 0, 0, 0, 0, 1]);
-        credit.extend([0; 4]);
-        fs::write(scratch.join("tag.pcap"), capture_of(&credit)).unwrap();
+        // SRP_CRED_REQs, which could be frames with a VLAN tag and a length.
+        for credits in [3, 16] {
+            let mut request = vec![0x04, 0x40, 0xff, 0xff, 0, 0, 0, 5, 0, 0, 0, 9];
+            request.extend([0x81, 0, 0, 0, 0, 0, 0, credits, 0, 0, 0, 0, 0, 0, 0, 1]);
+            request.extend([0; 4]);
+            let capture = scratch.join(&format!("tag{credits}.pcap"));
+            fs::write(capture, capture_of(&request)).unwrap();
+        }
         fs::write(scratch.join("empty.pcap"), "").unwrap();
         judge(scratch.path()).unwrap();
         fs::write(scratch.join("b.pcap"), capture_of(&ack[..7])).unwrap();

@@ -179,8 +179,11 @@ pub(super) struct Conn {
     pub(super) starved: VecDeque<(RequestId, bool)>,
     entries: u32,
     tsk_mgmt_free: Vec<u16>,
-    /// A logout is on its way; the connection is closed when it has been sent, or then.
-    pub(super) logout_until: Option<Instant>,
+    /// The request for a connection is on its way, and the answer is not here.
+    pub(super) is_connecting: bool,
+    /// The connection is closed when what is on its way has ended, or then: a logout, or the connection
+    /// itself.
+    pub(super) closing_until: Option<Instant>,
 }
 
 /// Lists that are used again and again.
@@ -212,7 +215,8 @@ impl Conn {
             starved: VecDeque::new(),
             entries: config.send_entries(),
             tsk_mgmt_free: (0..TSK_MGMT_SLOTS as u16).collect(),
-            logout_until: None,
+            is_connecting: false,
+            closing_until: None,
         }
     }
 

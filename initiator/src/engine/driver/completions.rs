@@ -127,7 +127,7 @@ impl<P: Provider> Driver<P> {
     ) {
         let closing = srp(&mut self.sessions, index).conns[usize::from(channel)]
             .as_ref()
-            .is_some_and(|c| c.logout_until.is_some());
+            .is_some_and(|c| c.closing_until.is_some());
         if closing || work == Work::Logout {
             self.tear_down(index, ChannelIndex(channel), now);
             return;

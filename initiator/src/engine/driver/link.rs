@@ -257,15 +257,15 @@ impl Link {
         }
     }
 
-    /// Channels whose logout is on its way, and how long that may take.
-    pub(super) fn logouts(&self) -> impl Iterator<Item = (u8, Instant)> {
+    /// Channels that are closed when what is on its way has ended, and how long that may take.
+    pub(super) fn closings(&self) -> impl Iterator<Item = (u8, Instant)> {
         let conns = match self {
             Self::Srp(link) => &link.conns[..],
             Self::Tcp(_) | Self::Iser(_) | Self::Paths(_) => &[],
         };
         let channels = conns.iter().enumerate();
         channels.filter_map(|(channel, conn)| {
-            let until = conn.as_ref()?.logout_until?;
+            let until = conn.as_ref()?.closing_until?;
             Some((channel as u8, until))
         })
     }

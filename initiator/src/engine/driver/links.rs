@@ -29,6 +29,12 @@ impl<P: Provider> Driver<P> {
             return;
         }
         let channel = ChannelIndex(channel);
+        let conn = srp(&mut self.sessions, index).conns[usize::from(channel.0)].as_mut();
+        if conn.is_some_and(|c| c.closing_until.is_some()) {
+            // Whatever it was that was on its way, it has ended.
+            self.tear_down(index, channel, now);
+            return;
+        }
         let timeout = Duration::from_secs(2);
         match event.kind {
             CmEventKind::AddrResolved => {
@@ -60,20 +66,16 @@ impl<P: Provider> Driver<P> {
                 self.drain(index, now);
             }
             CmEventKind::Established { param } => {
-                srp(&mut self.sessions, index).machine.handle_connected(
-                    channel,
-                    &param.private_data,
-                    now,
-                );
+                let link = srp(&mut self.sessions, index);
+                if let Some(conn) = &mut link.conns[usize::from(channel.0)] {
+                    conn.is_connecting = false;
+                }
+                link.machine
+                    .handle_connected(channel, &param.private_data, now);
                 self.drain(index, now);
             }
             CmEventKind::Disconnected | CmEventKind::DeviceRemoval => {
-                let conn = srp(&mut self.sessions, index).conns[usize::from(channel.0)].as_ref();
-                if conn.is_some_and(|c| c.logout_until.is_some()) {
-                    self.tear_down(index, channel, now);
-                } else {
-                    self.break_channel(index, channel.0, now);
-                }
+                self.break_channel(index, channel.0, now);
             }
             CmEventKind::TimewaitExit | CmEventKind::ConnectRequest { .. } => {}
         }
@@ -138,6 +140,7 @@ impl<P: Provider> Driver<P> {
             private_data,
             ..ConnParam::default()
         };
+        conn.is_connecting = true;
         if let Err(e) = self.provider.connect(conn.id, &param) {
             self.fail_connect(index, channel, ConnectError::Cm(e), now);
         }

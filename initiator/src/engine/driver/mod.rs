@@ -41,8 +41,8 @@ use crate::request::{RequestError, RequestId, RequestResult, RequestSpec};
 use crate::session::{ConnectError, Down, SubmitError};
 use crate::srp::session::ChannelIndex;
 
-/// How long a logout may take before the connection is closed without it.
-const LOGOUT_PATIENCE: Duration = Duration::from_millis(500);
+/// How long a logout, or a connection that is still being made, may take before the end of both.
+const CLOSING_PATIENCE: Duration = Duration::from_millis(500);
 /// How long a disconnect may take before its identifier is destroyed anyway.
 const DISCONNECT_PATIENCE: Duration = Duration::from_secs(1);
 /// Completions taken from a queue at once.
@@ -245,8 +245,8 @@ impl<P: Provider> Driver<P> {
     /// When a round is due at the latest.
     fn deadline(&self) -> Option<Instant> {
         let machines = self.sessions.iter().flat_map(|(_, s)| {
-            let logouts = s.link.logouts().map(|(_, until)| until);
-            s.link.next_deadline().into_iter().chain(logouts)
+            let closings = s.link.closings().map(|(_, until)| until);
+            s.link.next_deadline().into_iter().chain(closings)
         });
         let leaving = self.leaving.iter().map(|(_, until)| *until);
         machines
@@ -452,8 +452,8 @@ impl<P: Provider> Driver<P> {
             if session.link.next_deadline().is_some_and(|t| t <= now) {
                 due.push((index, None));
             }
-            let logouts = session.link.logouts().filter(|(_, until)| *until <= now);
-            due.extend(logouts.map(|(channel, _)| (index, Some(channel))));
+            let closings = session.link.closings().filter(|(_, until)| *until <= now);
+            due.extend(closings.map(|(channel, _)| (index, Some(channel))));
         }
         let worked = !due.is_empty();
         for (index, channel) in due {

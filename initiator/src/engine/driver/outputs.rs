@@ -6,7 +6,7 @@ use riser_transport::verbs::Provider;
 
 use super::link::{Link, srp};
 use super::paths::Input;
-use super::{Driver, LOGOUT_PATIENCE, SessionGuard, SessionKey};
+use super::{CLOSING_PATIENCE, Driver, SessionGuard, SessionKey};
 use crate::engine::conn::{Start, StartArgs};
 use crate::request::{RequestId, RequestResult};
 use crate::session::SessionEvent;
@@ -202,6 +202,9 @@ impl<P: Provider> Driver<P> {
         }
     }
 
+    /// Closes a channel once its logout has been sent, or the answer to its request for a connection is
+    /// here: a peer that has answered a request and hears that it is withdrawn may keep what it has made
+    /// for it, as Linux's `ib_srpt` does until its port goes.
     pub(super) fn begin_tear_down(
         &mut self,
         index: usize,
@@ -210,11 +213,11 @@ impl<P: Provider> Driver<P> {
         now: Instant,
     ) {
         let session = srp(&mut self.sessions, index);
-        if let Some(iu) = logout
-            && let Some(conn) = session.conns[usize::from(channel.0)].as_mut()
-            && conn.post_logout(&mut self.provider, iu)
+        if let Some(conn) = session.conns[usize::from(channel.0)].as_mut()
+            && (conn.is_connecting
+                || logout.is_some_and(|iu| conn.post_logout(&mut self.provider, iu)))
         {
-            conn.logout_until = Some(now + LOGOUT_PATIENCE);
+            conn.closing_until = Some(now + CLOSING_PATIENCE);
             return;
         }
         self.release(index, channel, true, now);

@@ -19,11 +19,11 @@ CLIENT_FAILS+=" iSCSIdatasn.iSCSIDataSnInvalid"
 export LIBISCSI_CACHE_ALLOCATIONS=0
 
 # Runs every test with a time limit; a name per line goes to /tmp/suite-passed, -failed, -skipped and
-# -crashed, and a figure is printed. What failing tests said is kept. When five in a row have hung, the
-# rest is left out, which /tmp/suite-stopped tells. A case may define `client_died`, to do away with
-# what a client has left behind that died in a test.
+# -crashed, and a figure is printed. What failing tests said is kept. When five in a row have had no
+# answer, the rest is left out, which /tmp/suite-stopped tells. A case may define `client_died`, to do
+# away with what a client has left behind that died in a test.
 libiscsi_suite() {
-    local url=$1 test status how hung=0
+    local url=$1 test status how unanswered=0
     cc -shared -fPIC -o /tmp/libiscsi-keeps.so "$RISER_ROOT/tests/vm/libiscsi.c"
     rm -f /tmp/suite-*
     touch /tmp/suite-{passed,failed,skipped,crashed}
@@ -36,8 +36,12 @@ libiscsi_suite() {
         case $how in
         failed | crashed) { echo "=== $how $status $test"; tail -n 60 /tmp/said; } >>"$KEEP/suite.log" ;;
         esac
-        [ $status = 124 ] && hung=$((hung + 1)) || hung=0
-        if [ $hung = 5 ]; then
+        case $status in
+        # It hung until it was ended, or killed; it could not log in.
+        124 | 137 | 255) unanswered=$((unanswered + 1)) ;;
+        *) unanswered=0 ;;
+        esac
+        if [ $unanswered = 5 ]; then
             echo "figure: no answer any more, from ${test#ALL.} on"
             touch /tmp/suite-stopped
             break

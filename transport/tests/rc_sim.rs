@@ -3,8 +3,10 @@
 //! Every packet really is bytes with an ICRC. Of them 20 % are lost, 5 % doubled, 5 % corrupted (and
 //! then dropped for their ICRC) and a quarter overtaken by up to 64 others, in both directions. Both
 //! sides send every kind of request, of 0 bytes to 64 KiB, with every path MTU, over the wrap of the
-//! PSN, with their own receive queues and with shared ones. An oracle checks every byte, and that each
-//! completion comes exactly once and in order.
+//! PSN, with their own receive queues and with shared ones. Their sockets are full now and then, so that
+//! packets wait while acknowledgements come in, and whoever posted a request overwrites its buffer as
+//! soon as it is complete. An oracle checks every byte, that each completion comes exactly once and in
+//! order, and that every packet leaves with the bytes that its ICRC was made of.
 //!
 //! - `RISER_SIM_MESSAGES`: how many messages to send in all (in sessions of 1,000).
 //! - `RISER_SIM_SEED`: run the one session of this seed. A failure prints it.
@@ -20,6 +22,7 @@ use riser_memory::Memory;
 use riser_transport::rc::{
     Env, RcConfig, RcCounters, RcEvent, RcQp, RecvQueue, RtrParams, RtsParams, TxPacket,
 };
+use riser_transport::roce::batch::{Offered, SendOutcome, TxBatch};
 use riser_transport::roce::mr::MrTable;
 use riser_transport::verbs::{
     Access, AsyncEvent, Completion, Handle, LKey, Mr, Mtu, PdId, QpCap, QpId, QpState, RKey,
@@ -46,6 +49,8 @@ struct Wire {
     duplication: u64,
     corruption: u64,
     reordered: u64,
+    /// How often the socket is full when it is offered a packet.
+    full: u64,
 }
 
 const BAD: Wire = Wire {
@@ -53,6 +58,7 @@ const BAD: Wire = Wire {
     duplication: 5,
     corruption: 5,
     reordered: 25,
+    full: 5,
 };
 
 const PERFECT: Wire = Wire {
@@ -60,6 +66,7 @@ const PERFECT: Wire = Wire {
     duplication: 0,
     corruption: 0,
     reordered: 0,
+    full: 0,
 };
 
 const DEAD: Wire = Wire {
@@ -74,6 +81,8 @@ const RECV_STALL_TIME: u64 = 400_000;
 /// Time that a packet occupies the wire, and that it takes to the other end, in nanoseconds.
 const PACKET_TIME: u64 = 1000;
 const LATENCY: u64 = 5000;
+/// How long a full socket takes nothing, in nanoseconds.
+const FULL_TIME: u64 = 20_000;
 
 /// SplitMix64.
 struct Random(u64);
@@ -112,6 +121,7 @@ impl Random {
 struct Message {
     wr_id: u64,
     slot: usize,
+    len: usize,
     opcode: WcOpcode,
     is_signaled: bool,
     check: Check,
@@ -201,6 +211,9 @@ struct Side {
     flow_out: IcrcFlow,
     flow_in: IcrcFlow,
     wire_free: u64,
+    /// What the socket has not taken yet, and until when it takes nothing.
+    batch: TxBatch,
+    full_until: u64,
 }
 
 const PD: PdId = PdId(Handle::new(1, 1));
@@ -286,6 +299,8 @@ impl Side {
             flow_out: flow(me, 1 - me),
             flow_in: flow(1 - me, me),
             wire_free: 0,
+            batch: TxBatch::new(1),
+            full_until: 0,
         }
     }
 
@@ -450,7 +465,9 @@ impl Sim {
         };
         let arrival = self.heap.peek().map(|Reverse((at, ..))| *at);
         let stall = |s: &Side| (!s.late_recvs.is_empty()).then_some(s.stalled_until);
-        let waits = self.sides.iter().flat_map(|s| [deadline(s), stall(s)]);
+        let room = |s: &Side| (!s.batch.is_empty()).then_some(s.full_until);
+        let sides = self.sides.iter();
+        let waits = sides.flat_map(|s| [deadline(s), stall(s), room(s)]);
         let Some(next) = waits.chain([arrival]).flatten().min() else {
             assert!(self.sides.iter().all(|s| s.completed == self.quota));
             return;
@@ -484,34 +501,73 @@ impl Sim {
     }
 
     fn transmit(&mut self, me: usize) {
+        if self.sides[me].full_until > self.now || !self.flush(me) {
+            return;
+        }
+        self.gather(me);
+        self.flush(me);
+    }
+
+    /// Puts what a side has to send into its batch.
+    fn gather(&mut self, me: usize) {
         let now = self.instant();
-        loop {
-            let side = &mut self.sides[me];
-            let mut env = Env {
-                mrs: &mut side.mrs,
-                rq: &mut side.rq,
-                out: &mut side.out,
-            };
-            if !side.qp.poll_transmit(now, &mut env, &mut self.tx) {
-                return;
+        let side = &mut self.sides[me];
+        let mut env = Env {
+            mrs: &mut side.mrs,
+            rq: &mut side.rq,
+            out: &mut side.out,
+        };
+        while side.qp.poll_transmit(now, &mut env, &mut self.tx) {
+            let mut bytes = Vec::with_capacity(self.tx.len());
+            self.tx.copy_to(&mut bytes);
+            let icrc = side.flow_out.compute(&bytes, 0);
+            let dst = "127.0.0.1:4791".parse().expect("an address");
+            side.batch.begin(dst, Qpn::new(2), bytes.len() + 4);
+            side.batch.push_bytes(&self.tx.headers);
+            side.batch.push_bytes(&self.tx.inline);
+            for slice in self.tx.segments.drain(..) {
+                side.batch.push_memory(slice);
             }
-            side.wire_free = side.wire_free.max(self.now) + PACKET_TIME;
-            let leaves = side.wire_free;
-            if self.random.percent(self.wire.loss) {
-                continue;
-            }
-            let copies = if self.random.percent(self.wire.duplication) {
-                2
-            } else {
-                1
-            };
-            for _ in 0..copies {
-                self.fly(me, leaves);
-            }
+            side.batch.push_bytes(&[0; 3][..self.tx.pad()]);
+            side.batch.push_bytes(&icrc.to_le_bytes());
         }
     }
 
-    fn fly(&mut self, me: usize, leaves: u64) {
+    /// Sends a side's batch; false if the socket is full before its end.
+    fn flush(&mut self, me: usize) -> bool {
+        let mut batch = std::mem::take(&mut self.sides[me].batch);
+        let outcome = batch.drain(self.instant(), |batch, groups| {
+            if self.random.percent(self.wire.full) {
+                return Offered::Full;
+            }
+            for packet in batch.copy_packets(&groups[0]) {
+                self.send(me, &packet);
+            }
+            Offered::Taken(1)
+        });
+        self.sides[me].batch = batch;
+        if outcome == SendOutcome::Blocked {
+            self.sides[me].full_until = self.now + FULL_TIME;
+        }
+        outcome == SendOutcome::Done
+    }
+
+    fn send(&mut self, me: usize, packet: &[u8]) {
+        let side = &mut self.sides[me];
+        let is_whole = side.flow_out.check_exact(packet, 0).is_ok();
+        assert!(is_whole, "a packet changed before it was sent");
+        side.wire_free = side.wire_free.max(self.now) + PACKET_TIME;
+        let leaves = side.wire_free;
+        if self.random.percent(self.wire.loss) {
+            return;
+        }
+        let is_doubled = self.random.percent(self.wire.duplication);
+        for _ in 0..1 + u8::from(is_doubled) {
+            self.fly(me, leaves, packet);
+        }
+    }
+
+    fn fly(&mut self, me: usize, leaves: u64, packet: &[u8]) {
         let index = self.free_flights.pop().unwrap_or_else(|| {
             self.flights.push(Flight {
                 to: 0,
@@ -523,9 +579,7 @@ impl Sim {
         flight.to = 1 - me;
         let bytes = &mut flight.bytes;
         bytes.clear();
-        self.tx.copy_to(bytes);
-        let icrc = self.sides[me].flow_out.compute(bytes, 0);
-        bytes.extend_from_slice(&icrc.to_le_bytes());
+        bytes.extend_from_slice(packet);
         if self.random.percent(self.wire.corruption) {
             // A burst of up to 32 bits, which a CRC-32 always finds.
             let at = self.random.below(bytes.len() as u64 - 3) as usize;
@@ -718,6 +772,7 @@ impl Sim {
         let message = Message {
             wr_id,
             slot,
+            len,
             opcode: opcode_of(&op),
             is_signaled: flags.contains(SendFlags::SIGNALED),
             check,
@@ -804,6 +859,9 @@ impl Sim {
             }
             Check::Invalidated { region } => side.regions[region].2 = Region::Idle,
         }
+        // The buffer is used for something else at once.
+        let at = message.slot * STRIDE;
+        self.sides[me].local.fill(at, message.len, 0xaa);
     }
 
     fn on_recv_done(&mut self, me: usize, done: &Completion) {
@@ -992,6 +1050,10 @@ fn a_dead_wire_ends_every_request_once() {
         sim.wire = DEAD;
         for me in 0..2 {
             sim.post(me);
+            // Who waits for the send queue to drain would wait for a message that is not repeated.
+            if sim.sides[me].qp.state() == QpState::Sqd {
+                sim.sides[me].qp.resume();
+            }
         }
         while sim.sides.iter().any(|s| s.qp.poll_timeout().is_some()) {
             for me in 0..2 {

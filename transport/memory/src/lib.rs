@@ -2,10 +2,22 @@
 //!
 //! Everything that a NIC may read or write, everything that `io_uring` fills, and every pool from
 //! which command buffers are cut is a [`Memory`]: one page-aligned anonymous mapping, shared by
-//! reference count, zeroed at birth. No reference into it is ever handed out. Code reads and writes
-//! it by copying ([`Memory::read`], [`Memory::write`]) and hands devices its address, exactly as a
-//! driver treats device memory; so a peer that rewrites a buffer while it is being read can spoil
-//! bytes, but cannot break a Rust invariant.
+//! reference count, zeroed at birth. Code reads and writes it by copying ([`Memory::read`],
+//! [`Memory::write`]) and hands devices its address, exactly as a driver treats device memory; so a
+//! peer that rewrites a buffer while it is being read can spoil bytes, but cannot break a Rust
+//! invariant.
+//!
+//! # Who may access it at once
+//!
+//! Any number of threads and devices. The safe functions copy as if by relaxed atomic accesses to
+//! single bytes, so they may run at once on one range: bytes may be mixed of old and new, and that is
+//! all. Who needs order makes it elsewhere, as with any device: a completion is polled after the bytes
+//! it announces.
+//!
+//! No safe function gives a reference into a mapping, since others may write it as long as it exists.
+//! What must look at bytes as a slice either looks at copies ([`MemSlice::for_each_chunk`]) or
+//! promises that nobody writes them meanwhile ([`Memory::with_bytes`], unsafe). A pointer
+//! ([`Memory::ptr`]) is safe to make and unsafe to use, as any.
 //!
 //! - [`Memory`]: the mapping. Cloning shares it; the last clone unmaps it.
 //! - [`MemSlice`]: a checked range of a mapping that keeps the mapping alive. It is what queues of
@@ -18,11 +30,17 @@
     reason = "this crate is the one place that maps memory and copies to and from it"
 )]
 
+mod copy;
+
 use std::fmt;
 use std::io;
+use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
+
+/// Bytes that are copied at a time where code needs a slice of them.
+const CHUNK: usize = 4096;
 
 /// Size and alignment of a page, and the granularity of every [`Memory`], in bytes.
 pub const PAGE: usize = 4096;
@@ -35,7 +53,7 @@ struct Mapping {
 // SAFETY: a mapping is plain bytes. All access from this crate goes through raw-pointer copies that
 // create no references, so moving or sharing the owner between threads cannot alias a Rust object.
 unsafe impl Send for Mapping {}
-// SAFETY: as above; concurrent copies may tear, which the module documentation states.
+// SAFETY: as above; copies that run at once are made of atomic accesses.
 unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
@@ -127,7 +145,7 @@ impl Memory {
         self.check(offset, out.len());
         // SAFETY: the source range was checked; `out` is an exclusive Rust slice, so it cannot
         // overlap memory that is only reachable by raw pointer.
-        unsafe { ptr::copy_nonoverlapping(self.ptr(offset), out.as_mut_ptr(), out.len()) };
+        unsafe { copy::load(self.ptr(offset), out.as_mut_ptr(), out.len()) };
     }
 
     /// Copies `data` in, at `offset`.
@@ -137,7 +155,7 @@ impl Memory {
     pub fn write(&self, offset: usize, data: &[u8]) {
         self.check(offset, data.len());
         // SAFETY: as in `read`, with the roles exchanged.
-        unsafe { ptr::copy_nonoverlapping(data.as_ptr(), self.ptr(offset), data.len()) };
+        unsafe { copy::store(data.as_ptr(), self.ptr(offset), data.len()) };
     }
 
     /// Fills `len` bytes from `offset` on with `byte`.
@@ -147,7 +165,7 @@ impl Memory {
     pub fn fill(&self, offset: usize, len: usize, byte: u8) {
         self.check(offset, len);
         // SAFETY: the range was checked.
-        unsafe { ptr::write_bytes(self.ptr(offset), byte, len) };
+        unsafe { copy::fill(self.ptr(offset), byte, len) };
     }
 
     /// Copies `len` bytes from one mapping to another, or within one; overlap is allowed.
@@ -157,15 +175,37 @@ impl Memory {
     pub fn copy(src: &Memory, src_offset: usize, dst: &Memory, dst_offset: usize, len: usize) {
         src.check(src_offset, len);
         dst.check(dst_offset, len);
-        // SAFETY: both ranges were checked; `copy` allows overlap.
-        unsafe { ptr::copy(src.ptr(src_offset), dst.ptr(dst_offset), len) };
+        let (from, to) = (src.ptr(src_offset), dst.ptr(dst_offset));
+        let is_ahead = to.addr() > from.addr() && to.addr() - from.addr() < len;
+        if !is_ahead {
+            // SAFETY: both ranges were checked; the destination is outside of the source or before it.
+            unsafe { copy::copy(from, to, len) };
+            return;
+        }
+        // From the last to the first, in pieces that are wholly read before they are written.
+        let mut left = len;
+        while left > 0 {
+            let n = left.min(CHUNK);
+            left -= n;
+            src.with_copy(src_offset + left, n, |bytes| {
+                dst.write(dst_offset + left, bytes);
+            });
+        }
     }
 
-    /// Calls `f` with the bytes of a range, without a copy, for computing checksums and comparing.
-    ///
-    /// The caller promises what the module documentation says of a device: nobody writes the range
-    /// while `f` runs. Every provider of ours that writes into memory does so on the thread that
-    /// drives it, so code running on that thread keeps the promise by running there.
+    /// Calls `f` with a copy of at most [`CHUNK`] bytes.
+    fn with_copy<R>(&self, offset: usize, len: usize, f: impl FnOnce(&[u8]) -> R) -> R {
+        self.check(offset, len);
+        let mut copy = [MaybeUninit::<u8>::uninit(); CHUNK];
+        let room = &mut copy[..len];
+        // SAFETY: the source range was checked; the destination is a local array.
+        unsafe { copy::load(self.ptr(offset), room.as_mut_ptr().cast(), len) };
+        // SAFETY: all of `room` has just been written.
+        f(unsafe { &*(ptr::from_ref(room) as *const [u8]) })
+    }
+
+    /// Calls `f` with the bytes of a range, without a copy: for a range that its user owns at this
+    /// time, because no posted request names it.
     ///
     /// # Safety
     /// No thread and no device writes the range until `f` returns.
@@ -279,6 +319,17 @@ impl MemSlice {
         v
     }
 
+    /// Calls `f` with copies of the range's bytes, piece by piece and in order, for computing
+    /// checksums and comparing.
+    pub fn for_each_chunk(&self, mut f: impl FnMut(&[u8])) {
+        let mut done = 0;
+        while done < self.len {
+            let n = (self.len - done).min(CHUNK);
+            self.memory.with_copy(self.offset + done, n, &mut f);
+            done += n;
+        }
+    }
+
     /// A part of the range, or `None` where it is not within it.
     #[must_use]
     pub fn slice(&self, range: Range<usize>) -> Option<MemSlice> {
@@ -325,6 +376,45 @@ mod tests {
         let mut out = [0; 7];
         s.memory().read(100, &mut out);
         assert_eq!(&out, b"ririser");
+    }
+
+    #[test]
+    fn overlapping_ranges_are_copied_as_they_were() {
+        let len = 3 * CHUNK + 5;
+        for (from, to) in [(0, 1), (1, 0), (0, CHUNK), (7, 7), (CHUNK + 3, 0)] {
+            let m = Memory::new(8 * CHUNK).unwrap();
+            let bytes: Vec<u8> = (0..len).map(|i| (i * 7 + i / 256) as u8).collect();
+            m.write(from, &bytes);
+            Memory::copy(&m, from, &m, to, len);
+            assert_eq!(m.slice(to..to + len).unwrap().to_vec(), bytes);
+        }
+    }
+
+    #[test]
+    fn chunks_are_the_bytes_of_the_range_in_order() {
+        let m = Memory::new(4 * CHUNK).unwrap();
+        let bytes: Vec<u8> = (0..2 * CHUNK + 9).map(|i| (i / 3) as u8).collect();
+        m.write(5, &bytes);
+        let mut got = Vec::new();
+        let slice = m.slice(5..5 + bytes.len()).unwrap();
+        slice.for_each_chunk(|chunk| got.extend_from_slice(chunk));
+        assert_eq!(got, bytes);
+    }
+
+    #[test]
+    fn threads_may_copy_the_same_range_at_once() {
+        let m = Memory::new(PAGE).unwrap();
+        std::thread::scope(|scope| {
+            for byte in [1, 2] {
+                let m = m.clone();
+                scope.spawn(move || (0..1000).for_each(|_| m.write(3, &[byte; 100])));
+            }
+            let mut got = [0; 100];
+            for _ in 0..1000 {
+                m.read(3, &mut got);
+                assert!(got.iter().all(|b| *b <= 2));
+            }
+        });
     }
 
     #[test]

@@ -23,9 +23,6 @@ use crate::waker::Waker;
 /// User data of the ring's own cancellations, whose completions nobody awaits. No slot has it.
 const CANCEL: u64 = 1 << 63;
 
-/// The most operations a ring takes; the kernel's limit less the ring's own.
-const MAX_CAPACITY: u32 = 32_767;
-
 /// The kernel registers at most this much as one buffer.
 const MAX_BUFFER: usize = 1 << 30;
 
@@ -47,6 +44,11 @@ pub struct RingConfig {
     pub files: u32,
     /// Entries of the table of registered memory; a region takes one per GiB.
     pub memories: u32,
+}
+
+impl RingConfig {
+    /// The most operations that a ring takes: the kernel's limit less the ring's own.
+    pub const MAX_CAPACITY: u32 = 32_767;
 }
 
 impl Default for RingConfig {
@@ -144,11 +146,10 @@ impl Ring {
     /// [`RingError::Missing`] and [`RingError::Forbidden`] where the host denies `io_uring`; the
     /// other variants as named.
     pub fn new(config: RingConfig) -> Result<Self, RingError> {
-        if config.capacity == 0 || config.capacity > MAX_CAPACITY {
-            return Err(RingError::Capacity {
-                asked: config.capacity,
-                max: MAX_CAPACITY,
-            });
+        let max = RingConfig::MAX_CAPACITY;
+        if config.capacity == 0 || config.capacity > max {
+            let asked = config.capacity;
+            return Err(RingError::Capacity { asked, max });
         }
         // One slot more than the caller's, for the waker.
         let total = config.capacity + 1;

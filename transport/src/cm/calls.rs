@@ -109,6 +109,7 @@ impl Cm {
         conn.local_qpn = params.local_qpn;
         conn.req = None;
         conn.answer = Some(Box::new(rep.emit(transaction)));
+        self.note_rep(now, id);
         self.ask(now, id, transaction, &rep);
         Ok(())
     }
@@ -141,10 +142,11 @@ impl Cm {
     /// # Errors
     ///
     /// States other than `RepSent` and `MraRepRcvd`.
-    pub fn establish(&mut self, id: IbCmId) -> Result<(), IbCmError> {
+    pub fn establish(&mut self, now: Instant, id: IbCmId) -> Result<(), IbCmError> {
         self.in_state(id, &[CmState::RepSent, CmState::MraRepRcvd])?;
         self.answered(id);
         self.become_state(id, CmState::Established);
+        self.end_superseded(now, id);
         Ok(())
     }
 
@@ -221,7 +223,7 @@ impl Cm {
             .min(self.config.max_timewait);
         self.answer(id, transaction, &CmMessage::Rej(rej));
         self.enter_timewait_for(now, id, time);
-        self.known(id).is_orphan = true;
+        self.release(id);
         Ok(())
     }
 
@@ -321,7 +323,7 @@ impl Cm {
             state if state.is_connected() => self.send_dreq(now, id, PrivateData::default())?,
             _ => {}
         }
-        self.known(id).is_orphan = true;
+        self.release(id);
         Ok(())
     }
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::state::CmState;
 use crate::wire::cm_msg::{CaGuid, CmPath, CommId, ReqMsg, ServiceId};
-use crate::wire::ids::{Psn, Qpn};
+use crate::wire::ids::Qpn;
 use crate::wire::mad::{Mad, TransactionId};
 
 /// The address of a remote NIC: the IP source address of its packets.
@@ -28,21 +28,53 @@ impl IbCmId {
 
 /// What makes a repeated REQ a duplicate rather than a new one from a peer that
 /// chose the same communication id again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+///
+/// The adapter and its communication id come first, so that the requests with one id lie side by side.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct ReqIdentity {
-    transaction: TransactionId,
+    ca_guid: CaGuid,
+    comm_id: CommId,
+    transaction: u64,
     qpn: Qpn,
-    psn: Psn,
+    psn: u32,
 }
 
 impl ReqIdentity {
     pub(super) fn new(transaction: TransactionId, req: &ReqMsg) -> Self {
         Self {
-            transaction,
+            ca_guid: req.ca_guid,
+            comm_id: req.local_comm_id,
+            transaction: transaction.0,
             qpn: req.qpn,
-            psn: req.starting_psn,
+            psn: req.starting_psn.value(),
         }
     }
+
+    /// All requests of an adapter with a communication id.
+    pub(super) fn all_of(ca_guid: CaGuid, comm_id: CommId) -> std::ops::RangeInclusive<Self> {
+        let with = |transaction, qpn, psn| Self {
+            ca_guid,
+            comm_id,
+            transaction,
+            qpn,
+            psn,
+        };
+        with(0, Qpn::new(0), 0)..=with(u64::MAX, Qpn::new(0x00ff_ffff), u32::MAX)
+    }
+}
+
+/// What a connection occupies at the peer's adapter: at most one live connection has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Claim {
+    CommId(CommId),
+    Qpn(Qpn),
+}
+
+/// What limits half-open connections: the listener's backlog, and the peer's share of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Holder {
+    Listener(IbCmId),
+    Peer(IbCmId, PeerAddr),
 }
 
 /// A message that is sent again until it is answered.
@@ -51,6 +83,17 @@ pub(super) struct Pending {
     pub(super) mad: Mad,
     pub(super) retries_left: u8,
     pub(super) interval: Duration,
+}
+
+/// A REP that the peer has not confirmed.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Unconfirmed {
+    /// Its number among all REPs: their order.
+    pub(super) number: u64,
+    /// When it was sent first.
+    pub(super) sent: Instant,
+    /// When it must have been confirmed.
+    pub(super) until: Instant,
 }
 
 #[derive(Debug)]
@@ -79,6 +122,10 @@ pub(super) struct Conn {
     pub(super) interval: Duration,
     pub(super) max_retries: u8,
     pub(super) timewait: Duration,
+    /// Half open and accepted.
+    pub(super) unconfirmed: Option<Unconfirmed>,
+    /// It is or was connected, which its peer cannot do from an address that is not its own.
+    pub(super) is_proven: bool,
     /// The user has let go: no more events.
     pub(super) is_orphan: bool,
 }
@@ -108,8 +155,28 @@ impl Conn {
             interval: Duration::ZERO,
             max_retries: 0,
             timewait: Duration::ZERO,
+            unconfirmed: None,
+            is_proven: false,
             is_orphan: false,
         }
+    }
+
+    /// What it occupies at the peer's adapter, as far as that is known.
+    pub(super) fn claims(&self) -> impl Iterator<Item = (PeerAddr, CaGuid, Claim)> {
+        let (peer, guid) = (self.peer, self.remote_guid);
+        let claims = [
+            self.remote_id.map(Claim::CommId),
+            self.remote_qpn.map(Claim::Qpn),
+        ];
+        let known = claims.into_iter().flatten();
+        known.filter_map(move |claim| Some((peer, guid?, claim)))
+    }
+
+    /// Which limits a half-open connection counts towards.
+    pub(super) fn holders(&self) -> impl Iterator<Item = Holder> + use<> {
+        let peer = self.peer;
+        let of = move |id| [Holder::Peer(id, peer), Holder::Listener(id)];
+        self.listener.into_iter().flat_map(of)
     }
 
     /// The peer's id as messages to it carry it.

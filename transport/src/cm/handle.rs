@@ -8,8 +8,8 @@ use super::table::is_message;
 use super::{Cm, CmState, IbCmEventKind, IbCmId, PeerAddr};
 use crate::verbs::Mtu;
 use crate::wire::cm_msg::{
-    CmAttribute, CmMessage, CmMsgError, CommId, DreqMsg, MraMsg, MraOf, PairMsg, PrivateData,
-    RejMsg, RejOf, RejReason, RepMsg, ReqMsg, TransportType,
+    CaGuid, CmAttribute, CmMessage, CmMsgError, CommId, DreqMsg, MraMsg, MraOf, PairMsg,
+    PrivateData, RejMsg, RejOf, RejReason, RepMsg, ReqMsg, TransportType,
 };
 use crate::wire::ids::Qpn;
 use crate::wire::mad::TransactionId;
@@ -41,7 +41,7 @@ impl Cm {
             CmMessage::Mra(mra) => self.handle_mra(now, from, &mra),
             CmMessage::Rej(rej) => self.handle_rej(now, from, &rej),
             CmMessage::Rep(rep) => self.handle_rep(now, from, transaction, &rep),
-            CmMessage::Rtu(rtu) => self.handle_rtu(from, &rtu),
+            CmMessage::Rtu(rtu) => self.handle_rtu(now, from, &rtu),
             CmMessage::Dreq(dreq) => self.handle_dreq(now, from, transaction, &dreq),
             CmMessage::Drep(drep) => self.handle_drep(now, from, &drep),
             CmMessage::SidrReq(req) => self.handle_sidr_req(from, transaction, &req),
@@ -75,7 +75,7 @@ impl Cm {
     }
 
     /// The peer has forgotten this connection.
-    fn on_stale(&mut self, now: Instant, id: IbCmId) {
+    pub(super) fn on_stale(&mut self, now: Instant, id: IbCmId) {
         self.enter_timewait(now, id);
         self.tell(id, IbCmEventKind::StaleConnection);
     }
@@ -110,31 +110,21 @@ impl Cm {
                 reason,
             );
         };
-        let identity = ReqIdentity::new(transaction, req);
-        if let Some(&id) = self.by_remote.get(&(from, req.local_comm_id)) {
-            if self.conns[&id].identity == Some(identity) {
-                return self.on_duplicate_req(id);
-            }
-            if self.conns[&id].state.is_live() {
-                self.on_stale(now, id);
-                return refuse(self, RejReason::StaleConn);
-            }
-            // The peer uses an id again that we still remember.
-            self.forget_remote(id);
-        }
-        if let Some(&id) = self.by_qpn.get(&(from, req.qpn)) {
-            self.on_stale(now, id);
-            return refuse(self, RejReason::StaleConn);
-        }
+        // A connection that the peer's adapter may have forgotten ends when the new one is
+        // established, not here: this REQ may be anybody's.
         let path_mtu = match Self::judge_req(from, req) {
             Ok(path_mtu) => path_mtu,
             Err(reason) => return refuse(self, reason),
         };
+        let identity = ReqIdentity::new(transaction, req);
+        if let Some(&id) = self.by_req.get(&(from, identity)) {
+            return self.on_duplicate_req(id);
+        }
         let Some(listener) = self.listener_of(req.service_id) else {
             return refuse(self, RejReason::InvalidServiceId);
         };
         // A peer that is not answered asks again later, when there may be room.
-        if !self.has_room_for(listener, from) {
+        if !self.has_room_for(listener, from) && !self.displace(now, listener, from) {
             self.counters.dropped += 1;
             return;
         }
@@ -235,18 +225,6 @@ impl Cm {
         if is_special(rep.qpn) || rep.local_comm_id == CommId(0) {
             return self.illegal();
         }
-        let peer = self.conns[&id].peer;
-        // The peer answers our fresh id, so whatever else we believe about its
-        // id or queue pair is out of date.
-        let others = [
-            self.by_remote.get(&(peer, rep.local_comm_id)).copied(),
-            self.by_qpn.get(&(peer, rep.qpn)).copied(),
-        ];
-        for other in others.into_iter().flatten() {
-            if self.conns[&other].state.is_live() {
-                self.on_stale(now, other);
-            }
-        }
         self.answered(id);
         let conn = self.known(id);
         conn.remote_id = Some(rep.local_comm_id);
@@ -259,6 +237,7 @@ impl Cm {
             .expect("the active side keeps its REQ until the REP");
         self.learn_remote(id);
         self.become_state(id, CmState::RepRcvd);
+        self.end_superseded(now, id);
         let qp = QpPeer {
             dest_qpn: rep.qpn,
             sq_psn: rep.starting_psn,
@@ -281,7 +260,7 @@ impl Cm {
         );
     }
 
-    fn handle_rtu(&mut self, from: PeerAddr, rtu: &PairMsg) {
+    fn handle_rtu(&mut self, now: Instant, from: PeerAddr, rtu: &PairMsg) {
         let Some((id, state)) = self.addressed(from, rtu.remote_comm_id, rtu.local_comm_id) else {
             return;
         };
@@ -289,6 +268,7 @@ impl Cm {
             CmState::RepSent | CmState::MraRepRcvd => {
                 self.answered(id);
                 self.become_state(id, CmState::Established);
+                self.end_superseded(now, id);
                 self.tell(
                     id,
                     IbCmEventKind::RtuReceived {
@@ -322,8 +302,13 @@ impl Cm {
             .service_timeout
             .duration()
             .min(self.config.max_service_timeout);
-        let interval = self.conns[&id].interval;
-        self.arm(id, Some(now + service + interval));
+        let longest = self.config.max_half_open;
+        let conn = self.known(id);
+        let interval = conn.interval;
+        if let Some(rep) = &mut conn.unconfirmed {
+            rep.until = rep.sent + longest;
+        }
+        self.wait_until(id, now + service + interval);
         self.tell(
             id,
             IbCmEventKind::MraReceived {
@@ -334,18 +319,20 @@ impl Cm {
         );
     }
 
-    /// Whom a REJ is about. A sender that never had an answer does not know our
-    /// id and names itself.
+    /// The connection that a REJ is about. A sender that gave up before it had an
+    /// answer does not know our id and names itself (IBTA 12.6.7.2, reason 4).
     fn rejected(&mut self, from: PeerAddr, rej: &RejMsg) -> Option<(IbCmId, CmState)> {
         if rej.remote_comm_id != CommId(0) {
             return self.addressed(from, rej.remote_comm_id, rej.local_comm_id);
         }
-        let &id = self.by_remote.get(&(from, rej.local_comm_id))?;
-        let conn = &self.conns[&id];
-        let guid = conn.remote_guid.map(|guid| guid.0.to_be_bytes());
-        let names_itself =
-            rej.reason != RejReason::Timeout || guid.is_some_and(|g| rej.info.starts_with(&g));
-        (conn.state.is_half_open() && names_itself).then_some((id, conn.state))
+        let guid = rej.info.first_chunk().map(|guid| u64::from_be_bytes(*guid));
+        let guid = CaGuid(guid.filter(|_| rej.reason == RejReason::Timeout)?);
+        let all = ReqIdentity::all_of(guid, rej.local_comm_id);
+        let requests = self.by_req.range((from, *all.start())..=(from, *all.end()));
+        let mut half_open = requests
+            .map(|(_, id)| (*id, self.conns[id].state))
+            .filter(|(_, state)| state.is_half_open());
+        half_open.next()
     }
 
     fn handle_rej(&mut self, now: Instant, from: PeerAddr, rej: &RejMsg) {
@@ -404,8 +391,8 @@ impl Cm {
             return self.illegal();
         }
         match state {
-            CmState::RepSent | CmState::MraRepRcvd => self.on_dreq(id, transaction, dreq),
-            state if state.is_connected() => self.on_dreq(id, transaction, dreq),
+            CmState::RepSent | CmState::MraRepRcvd => self.on_dreq(now, id, transaction, dreq),
+            state if state.is_connected() => self.on_dreq(now, id, transaction, dreq),
             CmState::DreqSent => {
                 // Both sides end it at once.
                 self.answer(id, transaction, &drep);
@@ -431,9 +418,10 @@ impl Cm {
         }
     }
 
-    fn on_dreq(&mut self, id: IbCmId, transaction: TransactionId, dreq: &DreqMsg) {
+    fn on_dreq(&mut self, now: Instant, id: IbCmId, transaction: TransactionId, dreq: &DreqMsg) {
         self.answered(id);
         self.become_state(id, CmState::DreqRcvd);
+        self.end_superseded(now, id);
         self.known(id).transaction = transaction;
         assert!(
             !self.conns[&id].is_orphan,

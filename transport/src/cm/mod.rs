@@ -35,19 +35,46 @@
 //! the state of their connection, that come from another address than the
 //! peer's, or that name another id of the peer's, change nothing.
 //!
+//! # Requests of strangers
+//!
+//! Anybody can send a REQ in anybody's name, so a REQ alone ends nothing and
+//! keeps little:
+//!
+//! - It is judged first. What can be accepted is offered to the user even if it
+//!   names the communication id or the queue pair of a live connection with the
+//!   same adapter (address and CA GUID), as that of a host that has rebooted
+//!   does: `rdma_rxe` numbers queue pairs from 17 upwards every time. The
+//!   connection of before ends ([`IbCmEventKind::StaleConnection`]) when the new
+//!   one is established, because only the owner of the address can confirm our
+//!   REP, which names an id from a CSPRNG. IBTA 12.9.8.3.1 refuses the REQ
+//!   instead and ends the old connection at once; a peer that reconnects so is
+//!   connected sooner here, and one that was only impersonated stays connected.
+//! - The peer has [`CmConfig::max_half_open`] to confirm a REP, whatever its REQ
+//!   and its MRAs say, and a REP is repeated
+//!   [`CmConfig::max_unproven_retries`] times at most to an address that has no
+//!   connection with us.
+//! - A peer has a share of a listener's backlog
+//!   ([`CmConfig::max_half_open_per_peer`]), beyond which it may go as long as
+//!   as much is left to others. Where the backlog or the share is used up, the
+//!   REQ takes the place of the listener's oldest one, or the peer's, whose REP
+//!   has not been confirmed for [`CmConfig::half_open_grace`]. Without such a
+//!   one it is dropped, and a peer that means it repeats it.
+//! - No step looks at every connection.
+//!
 //! # Bounds
 //!
-//! Identifiers, half-open ones per peer address, half-open ones per listener
-//! (its backlog), outgoing MADs and events: all are fixed at creation. Beyond
-//! the first a request is refused for lack of resources, beyond the others it is
-//! dropped, and a peer that means it repeats it.
+//! Identifiers, half-open ones per listener (its backlog) and of those per peer
+//! address, outgoing MADs and events: all are fixed at creation. Beyond
+//! the first a request is refused for lack of resources, after the oldest
+//! refusal that was kept for repetition has been given up.
 //!
 //! # Workers
 //!
 //! Several `Cm`s can share one queue pair 1: the low bits of every local
-//! communication id are the worker's number, and [`worker_of`] tells which one a
-//! MAD belongs to. Requests are spread by the peer's id. A stale connection is
-//! found by queue pair only if both requests reach the same worker.
+//! communication id are the worker's number, and [`worker_of`] returns which one a
+//! MAD belongs to. Requests are spread by the peer's id, and so is the REJ by
+//! which a peer withdraws a request that was not answered. A stale connection is
+//! found only by the worker that gets the new request.
 //!
 //! # Not here
 //!
@@ -72,7 +99,7 @@ use std::time::{Duration, Instant};
 use chacha20::ChaCha12Rng;
 use chacha20::rand_core::SeedableRng;
 
-use conn::{Conn, Pending};
+use conn::{Claim, Conn, Holder, Pending, ReqIdentity};
 use table::Listener;
 
 pub use conn::{IbCmId, PeerAddr};
@@ -81,8 +108,7 @@ pub use event::{
 };
 pub use state::CmState;
 
-use crate::wire::cm_msg::{CaGuid, CmMessage, CommId, ReqMsg, ServiceId};
-use crate::wire::ids::Qpn;
+use crate::wire::cm_msg::{CaGuid, CommId, ReqMsg, ServiceId, receiver_id, routing_id};
 use crate::wire::mad::Mad;
 
 /// Limits and identity of one [`Cm`].
@@ -92,8 +118,17 @@ pub struct CmConfig {
     pub ca_guid: CaGuid,
     /// Identifiers, listeners and those in timewait included.
     pub max_ids: usize,
-    /// Requests of one peer address that are not connections yet.
+    /// Places of a listener's backlog that one peer address may have in any case, and that it must
+    /// leave to others when it has more: a host that connects many times at once may use the rest of
+    /// an empty backlog.
     pub max_half_open_per_peer: usize,
+    /// The longest time that a peer may take to confirm a REP, whatever its REQ says.
+    pub max_half_open: Duration,
+    /// How long a peer may take to confirm a REP before its place may go to a newer REQ.
+    pub half_open_grace: Duration,
+    /// How often a REP is repeated to an address that has no connection with us: it may be made up,
+    /// and its owner should not be flooded with answers.
+    pub max_unproven_retries: u8,
     /// Outgoing MADs that wait to be polled.
     pub max_outbox: usize,
     /// Events that wait to be polled, beyond which no request is taken.
@@ -117,7 +152,10 @@ impl CmConfig {
         Self {
             ca_guid,
             max_ids: 16 * 1024,
-            max_half_open_per_peer: 256,
+            max_half_open_per_peer: 64,
+            max_half_open: Duration::from_secs(8),
+            half_open_grace: Duration::from_millis(20),
+            max_unproven_retries: 3,
             max_outbox: 4096,
             max_events: 4096,
             min_interval: Duration::from_millis(10),
@@ -146,14 +184,15 @@ pub struct CmCounters {
     pub refused: u64,
     /// Requests and outgoing MADs lost to a full queue or limit.
     pub dropped: u64,
+    /// Half-open connections that gave their place to a newer request.
+    pub displaced: u64,
 }
 
-/// Which of `1 << worker_bits` workers a CM MAD belongs to; `None` if it is no
-/// CM message.
+/// Which of `1 << worker_bits` workers a MAD of the CM class belongs to; `None` if it is too short or
+/// of another class.
 #[must_use]
 pub fn worker_of(mad: &[u8], worker_bits: u32) -> Option<u32> {
-    let (_, message) = CmMessage::parse(mad).ok()?;
-    Some(message.routing_id().0 & worker_mask(worker_bits))
+    routing_id(mad).map(|id| id.0 & worker_mask(worker_bits))
 }
 
 /// The most bits of a communication id that a worker's number takes.
@@ -173,13 +212,23 @@ pub struct Cm {
     random: ChaCha12Rng,
     listeners: BTreeMap<IbCmId, Listener>,
     conns: BTreeMap<IbCmId, Conn>,
-    /// Connections by peer and its id.
-    by_remote: BTreeMap<(PeerAddr, CommId), IbCmId>,
-    /// Connections by peer and its queue pair; not those in timewait.
-    by_qpn: BTreeMap<(PeerAddr, Qpn), IbCmId>,
+    /// Passive connections by peer and request, those in timewait included.
+    by_req: BTreeMap<(PeerAddr, ReqIdentity), IbCmId>,
+    /// What connections occupy at their peers; not those in timewait. Requests of strangers may
+    /// claim the same as a connection that is alive.
+    claims: BTreeSet<(PeerAddr, CaGuid, Claim, IbCmId)>,
     /// Questions by peer and its request id.
     by_sidr: BTreeMap<(PeerAddr, CommId), IbCmId>,
-    half_open: BTreeMap<PeerAddr, usize>,
+    /// Half-open connections by listener and peer.
+    half_open: BTreeMap<(IbCmId, PeerAddr), usize>,
+    /// Half-open connections whose REP was sent, the oldest of each holder first.
+    unconfirmed: BTreeMap<(Holder, u64), IbCmId>,
+    /// REPs sent so far: their order.
+    reps: u64,
+    /// How many connections an address has that are or were connected.
+    proven: BTreeMap<PeerAddr, usize>,
+    /// Connections in timewait that their user has released, by the end of it.
+    finished: BTreeSet<(Instant, IbCmId)>,
     timers: BTreeSet<(Instant, IbCmId)>,
     outbox: VecDeque<(PeerAddr, Mad)>,
     events: VecDeque<IbCmEvent>,
@@ -194,8 +243,11 @@ impl Cm {
         + size_of::<Pending>()
         + size_of::<Mad>()
         + size_of::<ReqMsg>()
-        + 2 * size_of::<((PeerAddr, CommId), IbCmId)>()
-        + size_of::<(Instant, IbCmId)>();
+        + size_of::<((PeerAddr, ReqIdentity), IbCmId)>()
+        + 2 * size_of::<(PeerAddr, CaGuid, Claim, IbCmId)>()
+        + 2 * size_of::<((Holder, u64), IbCmId)>()
+        + 2 * size_of::<(PeerAddr, usize)>()
+        + 2 * size_of::<(Instant, IbCmId)>();
 
     /// A CM for worker `worker_index` of `1 << worker_bits`. Communication ids
     /// and transaction ids come from `seed`, which must be secret and fresh.
@@ -217,10 +269,14 @@ impl Cm {
             random: ChaCha12Rng::from_seed(seed),
             listeners: BTreeMap::new(),
             conns: BTreeMap::new(),
-            by_remote: BTreeMap::new(),
-            by_qpn: BTreeMap::new(),
+            by_req: BTreeMap::new(),
+            claims: BTreeSet::new(),
             by_sidr: BTreeMap::new(),
             half_open: BTreeMap::new(),
+            unconfirmed: BTreeMap::new(),
+            reps: 0,
+            proven: BTreeMap::new(),
+            finished: BTreeSet::new(),
             timers: BTreeSet::new(),
             outbox: VecDeque::new(),
             events: VecDeque::new(),
@@ -300,10 +356,31 @@ impl Cm {
             .map(|(id, _)| *id)
     }
 
+    /// Whether a MAD that came from `from` names a connection with that peer. A sender that names one
+    /// has seen a message of ours; requests, which anybody can make, name none.
+    #[must_use]
+    pub fn knows(&self, from: PeerAddr, mad: &[u8]) -> bool {
+        let conn = receiver_id(mad).and_then(|id| self.conns.get(&IbCmId(id)));
+        conn.is_some_and(|conn| conn.peer == from.to_canonical())
+    }
+
     fn has_room_for(&self, listener: IbCmId, from: PeerAddr) -> bool {
-        let listener = &self.listeners[&listener];
-        listener.half_open < listener.backlog
-            && self.half_open.get(&from).copied().unwrap_or(0) < self.config.max_half_open_per_peer
+        let holders = [Holder::Peer(listener, from), Holder::Listener(listener)];
+        !holders.into_iter().any(|holder| self.is_full(holder))
             && self.events.len() < self.config.max_events
+    }
+
+    fn is_full(&self, holder: Holder) -> bool {
+        let (Holder::Listener(id) | Holder::Peer(id, _)) = holder;
+        let listener = &self.listeners[&id];
+        let free = listener.backlog.saturating_sub(listener.half_open);
+        match holder {
+            Holder::Listener(_) => free == 0,
+            Holder::Peer(_, addr) => {
+                let count = self.half_open.get(&(id, addr)).copied().unwrap_or(0);
+                let share = self.config.max_half_open_per_peer;
+                count >= share && free <= share
+            }
+        }
     }
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use chacha20::rand_core::Rng;
 
-use super::conn::{Conn, Pending};
+use super::conn::{Conn, Holder, Pending, Unconfirmed};
 use super::{Cm, CmState, IbCmError, IbCmEvent, IbCmEventKind, IbCmId, PeerAddr};
 use crate::wire::cm_msg::{
     AdditionalInfo, CmAttribute, CmMessage, CmTimeout, CommId, PrivateData, RejMsg, RejOf,
@@ -68,13 +68,44 @@ impl Cm {
         if self.id_count() < self.config.max_ids {
             return Ok(());
         }
-        let finished = self
-            .conns
-            .iter()
-            .filter(|(_, c)| c.is_orphan && c.state == CmState::Timewait);
-        let oldest = finished.min_by_key(|(_, c)| c.deadline).map(|(id, _)| *id);
-        self.free(oldest.ok_or(IbCmError::TooManyIds)?);
+        let (_, oldest) = *self.finished.first().ok_or(IbCmError::TooManyIds)?;
+        self.free(oldest);
         Ok(())
+    }
+
+    /// Make room for one more half-open connection, at the cost of the oldest
+    /// one that its peer has left unconfirmed if need be.
+    pub(super) fn displace(&mut self, now: Instant, listener: IbCmId, from: PeerAddr) -> bool {
+        for holder in [Holder::Peer(listener, from), Holder::Listener(listener)] {
+            if !self.is_full(holder) {
+                continue;
+            }
+            let mut oldest = self.unconfirmed.range((holder, 0)..=(holder, u64::MAX));
+            let Some((_, &id)) = oldest.next() else {
+                return false;
+            };
+            let sent = self.conns[&id].unconfirmed.map(|rep| rep.sent);
+            if sent.is_none_or(|at| now < at + self.config.half_open_grace) {
+                return false;
+            }
+            self.counters.displaced += 1;
+            self.give_up(now, id);
+        }
+        self.has_room_for(listener, from)
+    }
+
+    /// The user has released the identifier.
+    pub(super) fn release(&mut self, id: IbCmId) {
+        self.known(id).is_orphan = true;
+        self.note_finished(id);
+    }
+
+    /// Remember an identifier that may go as soon as another is needed.
+    fn note_finished(&mut self, id: IbCmId) {
+        let conn = &self.conns[&id];
+        if let (true, CmState::Timewait, Some(at)) = (conn.is_orphan, conn.state, conn.deadline) {
+            self.finished.insert((at, id));
+        }
     }
 
     pub(super) fn insert(&mut self, id: IbCmId, conn: Conn) {
@@ -99,20 +130,18 @@ impl Cm {
     }
 
     fn count_half_open(&mut self, conn: &Conn, state: CmState, add: bool) {
-        if !state.is_half_open() {
+        let Some(listener) = conn.listener.filter(|_| state.is_half_open()) else {
             return;
-        }
-        let count = self.half_open.entry(conn.peer).or_insert(0);
-        *count = if add { *count + 1 } else { *count - 1 };
+        };
+        let by_one = |count: usize| if add { count + 1 } else { count - 1 };
+        let count = self.half_open.entry((listener, conn.peer)).or_insert(0);
+        *count = by_one(*count);
         if *count == 0 {
-            self.half_open.remove(&conn.peer);
+            self.half_open.remove(&(listener, conn.peer));
         }
-        if let Some(listener) = conn.listener.and_then(|id| self.listeners.get_mut(&id)) {
-            listener.half_open = if add {
-                listener.half_open + 1
-            } else {
-                listener.half_open.saturating_sub(1)
-            };
+        // It may be gone already.
+        if let Some(listener) = self.listeners.get_mut(&listener) {
+            listener.half_open = by_one(listener.half_open);
         }
     }
 
@@ -130,48 +159,95 @@ impl Cm {
         self.count_half_open(&conn, conn.state, false);
         self.count_half_open(&conn, next, true);
         conn.state = next;
+        if !next.is_half_open() {
+            self.forget_rep(&mut conn);
+        }
+        if next.is_connected() && !conn.is_proven {
+            conn.is_proven = true;
+            *self.proven.entry(conn.peer).or_insert(0) += 1;
+        }
         self.conns.insert(id, conn);
     }
 
     /// The identifier ends here.
     pub(super) fn free(&mut self, id: IbCmId) {
         self.arm(id, None);
-        self.forget_remote(id);
-        self.forget_qpn(id);
-        let conn = self
+        self.forget_claims(id);
+        let mut conn = self
             .conns
             .remove(&id)
             .expect("the identifier was just looked up");
         self.count_half_open(&conn, conn.state, false);
+        self.forget_rep(&mut conn);
+        if let Some(identity) = conn.identity {
+            self.by_req.remove(&(conn.peer, identity));
+        }
+        if conn.is_proven
+            && let Some(count) = self.proven.get_mut(&conn.peer)
+        {
+            *count -= 1;
+            if *count == 0 {
+                self.proven.remove(&conn.peer);
+            }
+        }
+    }
+
+    /// A REP is sent: from now on the peer is waited for, as long as it wants to
+    /// be asked, within limits.
+    pub(super) fn note_rep(&mut self, now: Instant, id: IbCmId) {
+        self.reps += 1;
+        let (number, longest) = (self.reps, self.config.max_half_open);
+        let conn = self.known(id);
+        let patience = conn.interval * (u32::from(conn.max_retries) + 1);
+        conn.unconfirmed = Some(Unconfirmed {
+            number,
+            sent: now,
+            until: now + patience.min(longest),
+        });
+        for holder in conn.holders() {
+            self.unconfirmed.insert((holder, number), id);
+        }
+    }
+
+    fn forget_rep(&mut self, conn: &mut Conn) {
+        if let Some(rep) = conn.unconfirmed.take() {
+            for holder in conn.holders() {
+                self.unconfirmed.remove(&(holder, rep.number));
+            }
+        }
     }
 
     /// Learn the peer's id and queue pair.
     pub(super) fn learn_remote(&mut self, id: IbCmId) {
         let conn = &self.conns[&id];
-        if let Some(remote_id) = conn.remote_id {
-            self.by_remote.insert((conn.peer, remote_id), id);
+        for (peer, guid, claim) in conn.claims() {
+            self.claims.insert((peer, guid, claim, id));
         }
-        if let Some(qpn) = conn.remote_qpn {
-            self.by_qpn.insert((conn.peer, qpn), id);
-        }
-    }
-
-    pub(super) fn forget_remote(&mut self, id: IbCmId) {
-        let conn = &self.conns[&id];
-        if let Some(remote_id) = conn.remote_id {
-            let key = (conn.peer, remote_id);
-            if self.by_remote.get(&key) == Some(&id) {
-                self.by_remote.remove(&key);
-            }
+        if let Some(identity) = conn.identity {
+            self.by_req.insert((conn.peer, identity), id);
         }
     }
 
-    fn forget_qpn(&mut self, id: IbCmId) {
-        let conn = &self.conns[&id];
-        if let Some(qpn) = conn.remote_qpn {
-            let key = (conn.peer, qpn);
-            if self.by_qpn.get(&key) == Some(&id) {
-                self.by_qpn.remove(&key);
+    fn forget_claims(&mut self, id: IbCmId) {
+        for (peer, guid, claim) in self.conns[&id].claims() {
+            self.claims.remove(&(peer, guid, claim, id));
+        }
+    }
+
+    /// The peer has proved that it made this connection. Others for which its
+    /// adapter had the same communication id or queue pair, it has forgotten. The
+    /// half-open ones among them may be newer: those end by themselves.
+    pub(super) fn end_superseded(&mut self, now: Instant, id: IbCmId) {
+        let mut stale = Vec::new();
+        for (peer, guid, claim) in self.conns[&id].claims() {
+            let with = |id| (peer, guid, claim, IbCmId(CommId(id)));
+            let claimants = self.claims.range(with(0)..=with(u32::MAX));
+            stale.extend(claimants.map(|(.., other)| *other));
+        }
+        for other in stale {
+            let state = self.conns[&other].state;
+            if other != id && state.is_live() && !state.is_half_open() {
+                self.on_stale(now, other);
             }
         }
     }
@@ -181,6 +257,7 @@ impl Cm {
         let before = std::mem::replace(&mut self.known(id).deadline, deadline);
         if let Some(before) = before {
             self.timers.remove(&(before, id));
+            self.finished.remove(&(before, id));
         }
         if let Some(deadline) = deadline {
             self.timers.insert((deadline, id));
@@ -225,19 +302,33 @@ impl Cm {
         message: &CmMessage,
     ) {
         let mad = message.emit(transaction);
+        let is_rep = matches!(message, CmMessage::Rep(_));
+        let most_retries = if is_rep && !self.proven.contains_key(&self.conns[&id].peer) {
+            self.config.max_unproven_retries
+        } else {
+            u8::MAX
+        };
+        let rep_interval = self.config.max_half_open / 4;
         let conn = self.known(id);
         let interval = match message {
             CmMessage::Dreq(_) => conn.interval.min(DREQ_INTERVAL),
+            CmMessage::Rep(_) => conn.interval.min(rep_interval),
             _ => conn.interval,
         };
         conn.pending = Some(Box::new(Pending {
             mad,
-            retries_left: conn.max_retries,
+            retries_left: conn.max_retries.min(most_retries),
             interval,
         }));
         let peer = conn.peer;
         self.send(peer, mad);
-        self.arm(id, Some(now + interval));
+        self.wait_until(id, now + interval);
+    }
+
+    /// Wait for the peer until `at`, but not beyond what a half-open connection has.
+    pub(super) fn wait_until(&mut self, id: IbCmId, at: Instant) {
+        let rep = self.conns[&id].unconfirmed;
+        self.arm(id, Some(rep.map_or(at, |rep| rep.until.min(at))));
     }
 
     /// The message under way was answered.
@@ -255,11 +346,12 @@ impl Cm {
     pub(super) fn enter_timewait_for(&mut self, now: Instant, id: IbCmId, time: Duration) {
         self.answered(id);
         self.become_state(id, CmState::Timewait);
-        // A new connection may use the peer's queue pair; its id stays known,
-        // for messages that are repeated.
-        self.forget_qpn(id);
+        // A new connection may use the peer's id and queue pair; the request
+        // stays known, for when it is repeated.
+        self.forget_claims(id);
         self.known(id).req = None;
         self.arm(id, Some(now + time));
+        self.note_finished(id);
     }
 
     /// Tell the user, unless the user has let go.

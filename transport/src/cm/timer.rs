@@ -29,23 +29,31 @@ impl Cm {
             return self.free(id);
         }
         let (peer, longest) = (conn.peer, conn.interval);
+        let until = conn.unconfirmed.map(|rep| rep.until);
         let pending = conn
             .pending
             .as_deref_mut()
             .expect("timers run for timewait and for pending messages");
-        if pending.retries_left == 0 {
+        if until.is_some_and(|until| until <= now) {
             return self.give_up(now, id);
+        }
+        if pending.retries_left == 0 {
+            // A REP that must not be repeated any more may still be confirmed.
+            return match until {
+                None => self.give_up(now, id),
+                until => self.arm(id, until),
+            };
         }
         pending.retries_left -= 1;
         pending.interval = (pending.interval * 2).min(longest);
         let (mad, interval) = (pending.mad, pending.interval);
         self.counters.retries += 1;
         self.send(peer, mad);
-        self.arm(id, Some(now + interval));
+        self.wait_until(id, now + interval);
     }
 
-    /// Nobody answered the message under way.
-    fn give_up(&mut self, now: Instant, id: IbCmId) {
+    /// The message under way was not answered.
+    pub(super) fn give_up(&mut self, now: Instant, id: IbCmId) {
         match self.conns[&id].state {
             CmState::ReqSent | CmState::MraReqRcvd => {
                 self.send_timeout_rej(id);

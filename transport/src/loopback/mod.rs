@@ -23,7 +23,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::rc::RcCounters;
-use crate::roce::batch::TxBatch;
+use crate::roce::batch::{Offered, SendOutcome, TxBatch};
 use crate::roce::delegate::delegate_to_nic;
 use crate::roce::fault::{FaultConfig, FaultCounters, FaultInjector};
 use crate::roce::nic::{Nic, NicConfig, NicCounters, NicLimits, QpCounters};
@@ -48,6 +48,9 @@ pub struct FabricConfig {
     pub mtu: Mtu,
     /// Most bytes that a queue pair has on the way.
     pub max_inflight_bytes: u32,
+    /// Packets that a device's socket takes before it is full, for the time that a packet takes to
+    /// arrive. The rest waits in the device's batch.
+    pub socket_room: usize,
     /// Limits of the devices.
     pub limits: NicLimits,
 }
@@ -60,6 +63,7 @@ impl Default for FabricConfig {
             faults: FaultConfig::default(),
             mtu: Mtu::Mtu4096,
             max_inflight_bytes: 128 * 1024,
+            socket_room: usize::MAX,
             limits: NicLimits::default(),
         }
     }
@@ -176,6 +180,7 @@ impl Fabric {
             fabric: self.clone(),
             number,
             batch: TxBatch::new(1),
+            full_until: None,
         }
     }
 
@@ -266,6 +271,13 @@ impl Fabric {
         wire.pump(now);
     }
 
+    /// Packets that a device's socket takes, and how long it is full then.
+    fn socket(&self) -> (usize, Duration) {
+        let config = self.wire().config;
+        let latency = config.latency.max(Duration::from_nanos(1));
+        (config.socket_room, latency)
+    }
+
     fn send(&self, now: Instant, src: SocketAddr, dst: SocketAddr, packet: Vec<u8>) {
         let mut wire = self.wire();
         wire.note(now, dst, &packet);
@@ -295,6 +307,8 @@ pub struct Endpoint {
     /// Which device of the fabric it is.
     number: u64,
     batch: TxBatch,
+    /// Until when its socket takes nothing.
+    full_until: Option<Instant>,
 }
 
 delegate_to_nic!(Endpoint, tick);
@@ -341,6 +355,32 @@ impl Endpoint {
     pub fn qp_counters(&self, qp: QpId) -> Result<QpCounters, VerbsError> {
         self.nic.qp_counters(qp)
     }
+
+    /// Sends what the socket takes; returns how many packets the device made for that.
+    fn transmit(&mut self, now: Instant) -> usize {
+        if self.full_until.is_some_and(|at| at > now) {
+            return 0;
+        }
+        let made = match self.batch.is_empty() {
+            true => self.nic.poll_transmit(now, &mut self.batch, TX_BUDGET),
+            false => 0,
+        };
+        let (fabric, local) = (&self.fabric, self.nic.local_addr());
+        let (mut room, latency) = fabric.socket();
+        let outcome = self.batch.drain(now, |batch, groups| {
+            let group = &groups[0];
+            if group.count > room {
+                return Offered::Full;
+            }
+            room -= group.count;
+            for packet in batch.copy_packets(group) {
+                fabric.send(now, local, group.dst, packet);
+            }
+            Offered::Taken(1)
+        });
+        self.full_until = (outcome == SendOutcome::Blocked).then(|| now + latency);
+        made
+    }
 }
 
 impl Drop for Endpoint {
@@ -360,26 +400,23 @@ impl Provider for Endpoint {
         if self.is_gone() {
             return 0;
         }
-        let (local, addr) = (self.nic.local_addr(), self.addr());
+        let addr = self.addr();
         let mut did = 0;
         while let Some((src, packet)) = self.fabric.take(now, addr) {
             self.nic.handle_datagram(now, src, packet.len(), &packet);
             did += 1;
         }
         did += self.nic.handle_timeouts(now);
-        did += self.nic.poll_transmit(now, &mut self.batch, TX_BUDGET);
-        for group in self.batch.groups() {
-            for packet in self.batch.copy_packets(group) {
-                self.fabric.send(now, local, group.dst, packet);
-            }
-        }
-        self.batch.clear();
-        did
+        did + self.transmit(now)
     }
 
     fn deadline(&self) -> Option<Instant> {
         let arrival = self.fabric.next_for(self.addr());
-        [self.nic.deadline(), arrival].into_iter().flatten().min()
+        let nic = match self.full_until {
+            Some(_) => self.nic.timer_deadline(),
+            None => self.nic.deadline(),
+        };
+        [nic, self.full_until, arrival].into_iter().flatten().min()
     }
 
     fn event_fds(&self) -> Vec<RawFd> {

@@ -236,7 +236,8 @@ impl TxPacket {
         out.resize(end, 0);
     }
 
-    fn clear(&mut self) {
+    /// Empties it, keeping the buffers.
+    pub(crate) fn clear(&mut self) {
         self.headers.clear();
         self.segments.clear();
         self.inline.clear();

@@ -77,7 +77,7 @@ pub struct RcQp {
     requester: Requester,
     responder: Responder,
     counters: RcCounters,
-    /// Whether `CommEstablished` still has to be raised.
+    /// No request of the peer's that follows the agreed sequence has come since RTR.
     awaits_first_packet: bool,
     /// Whether `SqDrained` still has to be raised.
     awaits_drain: bool,
@@ -191,10 +191,29 @@ impl RcQp {
     }
 
     /// Any state to ERROR: every request in both queues completes as flushed, sends first, each queue
-    /// in order. What a shared queue holds stays there.
+    /// in order. What a shared queue holds stays there. What the peer's requests have done is still
+    /// acknowledged, and a NAK that ended the connection is still sent; READs are not answered any
+    /// longer.
     pub fn to_error(&mut self, env: &mut Env<'_>) {
-        self.responder.silence();
+        self.responder.close();
         self.enter_error(env);
+    }
+
+    /// The next answer that is due although the queue pair ends now, written into `tx`; false if there
+    /// is none. It needs no memory. For a caller that cannot wait for [`RcQp::poll_transmit`].
+    pub fn poll_last_answer(&mut self, now: Instant, env: &mut Env<'_>, tx: &mut TxPacket) -> bool {
+        tx.clear();
+        self.responder.close();
+        if !self.responder.has_output() {
+            return false;
+        }
+        // Only a READ can fail.
+        let is_answer = self.responder.poll(&mut ctx!(self, now, env), tx);
+        let is_answer = is_answer.unwrap_or(false);
+        if is_answer {
+            self.note_sent(Stream::Responses, tx);
+        }
+        is_answer
     }
 
     /// Any state to RESET: everything is forgotten, nothing completes. The caller clears the queue
@@ -273,7 +292,9 @@ impl RcQp {
             self.counters.dropped += 1;
             return;
         }
-        if self.awaits_first_packet {
+        // Only a request that begins the agreed sequence shows that the peer is ready.
+        let is_next = pkt.op.is_request() && pkt.bth.psn() == self.responder.expected();
+        if self.awaits_first_packet && is_next {
             self.awaits_first_packet = false;
             if self.state == QpState::Rtr {
                 let event = AsyncEvent::CommEstablished(self.cfg.qp);
@@ -293,6 +314,12 @@ impl RcQp {
                 .handle_response(&mut ctx!(self, now, env), pkt);
             self.settle(result, env);
         }
+    }
+
+    /// Whether the peer has sent a request that follows the agreed sequence since RTR.
+    #[must_use]
+    pub fn has_received(&self) -> bool {
+        !self.awaits_first_packet
     }
 
     /// When [`RcQp::handle_timeout`] must be called next.
@@ -322,7 +349,7 @@ impl RcQp {
             let (responds, requests) = match self.state {
                 QpState::Rtr => (true, false),
                 QpState::Rts | QpState::Sqd => (true, true),
-                QpState::Error => (self.responder.has_failed(), false),
+                QpState::Error => (true, false),
                 _ => (false, false),
             };
             let responds = responds && self.responder.has_output();
@@ -398,6 +425,10 @@ impl RcQp {
 
     fn enter_error(&mut self, env: &mut Env<'_>) {
         let was_in_error = self.state == QpState::Error;
+        // A refusal leaves behind the answers of the requests before it.
+        if !self.responder.has_failed() {
+            self.responder.close();
+        }
         self.state = QpState::Error;
         self.awaits_drain = false;
         self.requester.flush(self.cfg.qp, env.out);

@@ -148,6 +148,12 @@ impl RecvQueue {
         Ok(())
     }
 
+    /// Bytes that the oldest receive holds, if there is one.
+    #[must_use]
+    pub fn next_length(&self) -> Option<u32> {
+        (self.len > 0).then(|| self.heads[self.first].length)
+    }
+
     /// Takes the oldest receive into `out`; false if there is none.
     ///
     /// # Panics

@@ -90,8 +90,8 @@ impl Responder {
         *self = Self::with_recv(recv);
     }
 
-    /// Drops every answer that waits.
-    pub(super) fn silence(&mut self) {
+    /// Drops every answer that waits, for a NAK that overtakes them.
+    fn silence(&mut self) {
         self.resources.clear();
         self.waiting = 0;
         self.ack = None;
@@ -110,6 +110,11 @@ impl Responder {
     pub(super) fn unbind(&mut self) -> Option<WrId> {
         self.inbound = Inbound::None;
         std::mem::take(&mut self.is_bound).then_some(self.recv.wr_id)
+    }
+
+    /// PSN of the next request packet.
+    pub(super) fn expected(&self) -> Psn {
+        self.expected
     }
 
     pub(super) fn has_failed(&self) -> bool {

@@ -85,10 +85,31 @@ impl RdmaCoreDevice {
             }
             count += 1;
             // SAFETY: the event was just taken and is alive until it is acknowledged.
-            let ours = self.on_event(unsafe { &*event });
+            let theirs = unsafe { &*event };
+            let ours = self.on_event(theirs);
+            let is_request = theirs.event == RDMA_CM_EVENT_CONNECT_REQUEST;
+            let refused = (is_request && ours.is_none()).then_some(theirs.id);
             // SAFETY: nothing of the event is used after this.
             unsafe { (self.core.cm.rdma_ack_cm_event)(event) };
             self.cm_events.extend(ours);
+            if let Some(request) = refused {
+                self.refuse(request);
+            }
+        }
+    }
+
+    /// Refuses a request that the user does not get, because there is no room for its identifier, or
+    /// its listener or its address is not known. Only once its event is acknowledged: the library waits
+    /// for that before it destroys an identifier.
+    fn refuse(&mut self, request: *mut rdma_cm_id) {
+        // SAFETY: the identifier came with a request, and nothing but our table refers to it.
+        unsafe { (self.core.cm.rdma_reject)(request, ptr::null(), 0) };
+        match self.by_id.get(&(request as usize)) {
+            Some(&id) => self.free_id(id),
+            None => {
+                // SAFETY: as above; it is not in the table either.
+                unsafe { (self.core.cm.rdma_destroy_id)(request) };
+            }
         }
     }
 
@@ -197,7 +218,10 @@ impl RdmaCm for RdmaCoreDevice {
         checked_cm(unsafe {
             (self.core.cm.rdma_create_id)(self.channel, &raw mut ptr, ptr::null_mut(), space)
         })?;
-        self.enter(ptr)
+        self.enter(ptr).inspect_err(|_| {
+            // SAFETY: the identifier was just made, and is in no table.
+            unsafe { (self.core.cm.rdma_destroy_id)(ptr) };
+        })
     }
 
     fn bind_addr(&mut self, id: CmId, addr: SocketAddr) -> Result<(), CmError> {

@@ -93,6 +93,7 @@ impl RdmaCoreDevice {
                 return Err(VerbsError::InvalidParameter(what));
             }
         }
+        self.qps.check_room()?;
         Ok(ibv_qp_init_attr {
             qp_context: ptr::null_mut(),
             send_cq: self.cqs.get(init.send_cq)?.ptr,
@@ -116,7 +117,8 @@ impl RdmaCoreDevice {
         })
     }
 
-    /// Enters a queue pair that the library made, and counts what it uses.
+    /// Enters a queue pair that the library made, and counts what it uses. That there is room, and what
+    /// it uses, was checked by [`Self::qp_init`].
     pub(super) fn adopt_qp(
         &mut self,
         ptr: *mut ibv_qp,
@@ -362,6 +364,7 @@ impl Verbs for RdmaCoreDevice {
     }
 
     fn alloc_pd(&mut self) -> Result<PdId, VerbsError> {
+        self.pds.check_room()?;
         // SAFETY: the context is open.
         let ptr = unsafe { (self.core.verbs.ibv_alloc_pd)(self.context) };
         if ptr.is_null() {
@@ -389,6 +392,7 @@ impl Verbs for RdmaCoreDevice {
             ));
         }
         let domain = self.pd_ptr(pd)?;
+        self.regions.check_room()?;
         let flags = (convert::access_flags(access) | IBV_ACCESS_MW_BIND) as i32;
         let zero_based = access.contains(Access::ZERO_BASED);
         let addr = if zero_based { 0 } else { range.addr() };
@@ -475,6 +479,7 @@ impl Verbs for RdmaCoreDevice {
         if max_segments == 0 || max_segments > self.attr.max_fast_reg_segments {
             return Err(VerbsError::InvalidParameter("number of segments"));
         }
+        self.regions.check_room()?;
         // SAFETY: the domain is alive.
         let ptr = unsafe { ops::ibv_alloc_mw(self.pd_ptr(pd)?, IBV_MW_TYPE_2) };
         if ptr.is_null() {
@@ -635,8 +640,12 @@ impl Verbs for RdmaCoreDevice {
         }
         self.srqs.get_mut(id)?.ptr = ptr;
         self.use_pd(pd);
-        if attr.limit > 0 {
-            self.modify_srq(id, None, Some(attr.limit))?;
+        if attr.limit > 0
+            && let Err(e) = self.modify_srq(id, None, Some(attr.limit))
+        {
+            // What the caller has no handle of must not stay.
+            let _ = self.destroy_srq(id);
+            return Err(e);
         }
         Ok(id)
     }
@@ -770,6 +779,7 @@ impl Verbs for RdmaCoreDevice {
     fn create_ah(&mut self, pd: PdId, attr: AhAttr) -> Result<AhId, VerbsError> {
         let mut theirs = convert::ah_attr(&attr);
         self.choose_gid(&mut theirs);
+        self.ahs.check_room()?;
         // SAFETY: the domain is alive.
         let ptr = unsafe { (self.core.verbs.ibv_create_ah)(self.pd_ptr(pd)?, &raw mut theirs) };
         if ptr.is_null() {

@@ -15,6 +15,9 @@ use crate::verbs::*;
 /// Completions taken from the library in one call.
 const BATCH: usize = 32;
 
+/// Names no queue pair: generations begin at 1.
+const GONE: QpId = QpId(Handle::new(0, 0));
+
 /// Room in which chains are built; it keeps its capacity from post to post.
 #[derive(Default)]
 pub(super) struct Scratch {
@@ -491,7 +494,8 @@ impl RdmaCoreDevice {
         Ok(peeked.len().min(max))
     }
 
-    /// Our form of a completion, or `None` where its request went with its queue pair.
+    /// Our form of a completion, or `None` where its request went with its queue pair, as those of its
+    /// own queues do.
     fn completion(&mut self, wc: &ibv_wc) -> Option<Completion> {
         let id = SlotId(unpack(wc.wr_id));
         let slot = self.slots.remove(id).ok()?;
@@ -516,7 +520,8 @@ impl RdmaCoreDevice {
                 {
                     srq.posted.swap_remove(at);
                 }
-                *self.qpns.get(&wc.qp_num)?
+                // A shared receive goes back to its owner although its queue pair is gone.
+                self.qpns.get(&wc.qp_num).copied().unwrap_or(GONE)
             }
         };
         let ok = wc.status == IBV_WC_SUCCESS;

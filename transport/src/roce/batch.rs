@@ -8,16 +8,28 @@
 //! place in its group is the IPv4 identification that the kernel will give it, so the ICRC can only
 //! be made once the place is known: [`TxBatch::begin`] answers it.
 //!
-//! Payload is referred to, never copied: a piece of memory keeps its mapping alive until the batch
+//! Payload is referred to, not copied: a piece of memory keeps its mapping alive until the batch
 //! is cleared. Headers, padding and ICRCs lie in one buffer whose neighbours are merged, so that a
 //! packet of one segment costs two vectors.
 //!
+//! # Whose memory a batch refers to
+//!
+//! That of requests that are not complete. A request may complete as soon as a packet is received or a
+//! verb is called, whatever of it is still in the batch: a peer can acknowledge a packet before it is
+//! sent, and a queue pair that ends flushes its requests. Its owner may then fill the buffer with
+//! another session's data. So between two calls of [`TxBatch::drain`] a batch refers to no memory at
+//! all: where the socket is full, the payload of what is left is copied into the batch. A socket with
+//! room costs no copy.
+//!
 //! Bounds: [`MAX_GROUP_SEGMENTS`] packets, [`MAX_GROUP_BYTES`] bytes and [`MAX_GROUP_PIECES`] pieces
-//! in a group; the device stops appending at the number of groups and bytes that it was asked for.
+//! in a group; [`MAX_UNSEGMENTED`] destinations remembered; the device stops appending at the number
+//! of groups and bytes that it was asked for, which also bounds the copy.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::ops::Range;
+use std::time::{Duration, Instant};
 
+use arrayvec::ArrayVec;
 use riser_memory::MemSlice;
 
 use crate::wire::Qpn;
@@ -30,6 +42,34 @@ pub const MAX_GROUP_BYTES: usize = 65_507;
 
 /// Most pieces of a group: `UIO_MAXIOV`, less what the largest packet can add.
 pub const MAX_GROUP_PIECES: usize = 1024 - 80;
+
+/// Most destinations that are remembered as unable to take segmented sends. While there are that
+/// many, no destination gets any.
+pub const MAX_UNSEGMENTED: usize = 64;
+
+/// How long a destination whose segmented send failed gets its packets one by one, before another
+/// attempt: routes and devices change, and a failed attempt costs a retransmission.
+pub const SEGMENT_RETRY: Duration = Duration::from_secs(60);
+
+/// What a socket did with the groups that it was offered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Offered {
+    /// It took this many, or dropped them for an error of their own. At least one.
+    Taken(usize),
+    /// It dropped the first, because the route to its destination cannot segment.
+    Unsegmentable,
+    /// It is full.
+    Full,
+}
+
+/// How far a batch got.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SendOutcome {
+    /// Everything was sent, or dropped for an error of its own.
+    Done,
+    /// The socket is full; the rest stays for the next call.
+    Blocked,
+}
 
 /// A piece of a packet.
 #[derive(Clone, Debug)]
@@ -55,7 +95,7 @@ pub struct Group {
     pub count: usize,
     /// Bytes in all.
     pub bytes: usize,
-    /// Whether a shorter packet closed it.
+    /// Whether it takes no other packet: a shorter one ended it, or its destination gets single ones.
     closed: bool,
 }
 
@@ -65,7 +105,11 @@ pub struct TxBatch {
     bytes: Vec<u8>,
     pieces: Vec<Piece>,
     groups: Vec<Group>,
+    /// Groups that the socket has taken.
+    taken: usize,
     max_segments: usize,
+    /// Destinations that cannot take segmented sends, and until when this is assumed; oldest first.
+    unsegmented: ArrayVec<(IpAddr, Instant), MAX_UNSEGMENTED>,
     total: usize,
     packets: usize,
 }
@@ -78,25 +122,75 @@ impl TxBatch {
             bytes: Vec::with_capacity(16 << 10),
             pieces: Vec::with_capacity(1024),
             groups: Vec::with_capacity(64),
+            taken: 0,
             max_segments: max_segments.clamp(1, MAX_GROUP_SEGMENTS),
+            unsegmented: ArrayVec::new(),
             total: 0,
             packets: 0,
         }
     }
 
-    /// Forgets everything, keeping the buffers.
+    /// Forgets all packets, keeping the buffers.
     pub fn clear(&mut self) {
         self.bytes.clear();
         self.pieces.clear();
         self.groups.clear();
+        self.taken = 0;
         self.total = 0;
         self.packets = 0;
     }
 
-    /// Changes how many packets a group may have. Only for an empty batch.
-    pub fn set_max_segments(&mut self, max_segments: usize) {
-        debug_assert!(self.is_empty());
-        self.max_segments = max_segments.clamp(1, MAX_GROUP_SEGMENTS);
+    /// Offers the groups that are left to a socket, in order, until it has all of them or is full.
+    /// `send` gets the batch and the groups that are left, at least one. A batch that is done is
+    /// cleared; one that is not refers to no memory any longer.
+    pub fn drain(
+        &mut self,
+        now: Instant,
+        mut send: impl FnMut(&Self, &[Group]) -> Offered,
+    ) -> SendOutcome {
+        self.unsegmented.retain(|(_, until)| *until > now);
+        while let Some(group) = self.groups.get(self.taken) {
+            let dst = group.dst.ip();
+            match send(self, &self.groups[self.taken..]) {
+                Offered::Taken(n) => self.taken += n,
+                Offered::Unsegmentable => {
+                    self.taken += 1;
+                    self.stop_segmenting(dst, now + SEGMENT_RETRY);
+                }
+                Offered::Full => {
+                    self.copy_payload();
+                    return SendOutcome::Blocked;
+                }
+            }
+        }
+        self.clear();
+        SendOutcome::Done
+    }
+
+    /// Copies the payload of what is left into the batch's own bytes.
+    fn copy_payload(&mut self) {
+        let Some(first) = self.groups.get(self.taken) else {
+            return;
+        };
+        for piece in &mut self.pieces[first.pieces.start..] {
+            if let Piece::Memory(slice) = piece {
+                let start = self.bytes.len();
+                self.bytes.resize(start + slice.len(), 0);
+                slice.read(0, &mut self.bytes[start..]);
+                *piece = Piece::Bytes(start..self.bytes.len());
+            }
+        }
+    }
+
+    fn stop_segmenting(&mut self, dst: IpAddr, until: Instant) {
+        if !self.sends_singly(dst) {
+            self.unsegmented.push((dst, until));
+        }
+    }
+
+    /// Whether packets to `dst` go one by one.
+    fn sends_singly(&self, dst: IpAddr) -> bool {
+        self.unsegmented.is_full() || self.unsegmented.iter().any(|(ip, _)| *ip == dst)
     }
 
     /// Whether there is nothing in it.
@@ -163,7 +257,7 @@ impl TxBatch {
             segment: len,
             count: 1,
             bytes: len,
-            closed: false,
+            closed: self.sends_singly(dst.ip()),
         });
         0
     }
@@ -288,5 +382,75 @@ mod tests {
         assert_eq!(b.pieces(&b.groups()[0]).len(), 5);
         let packets = b.copy_packets(&b.groups()[0]);
         assert_eq!(packets[1], [1, 2, b'e', b'f', b'g', b'h', 3, 4]);
+    }
+
+    #[test]
+    fn what_a_full_socket_leaves_is_sent_as_it_was_when_it_was_made() {
+        let now = Instant::now();
+        let m = Memory::new(4096).unwrap();
+        m.fill(0, 4096, b'A');
+        let mut b = TxBatch::new(64);
+        for dst in 1..=3 {
+            b.begin(addr(dst), Qpn::new(2), 9);
+            b.push_bytes(&[dst]);
+            b.push_memory(m.slice(0..8).unwrap());
+        }
+        let is_whole = |b: &TxBatch, g: &Group| b.copy_packets(g)[0][1..] == [b'A'; 8];
+        let mut room = 1;
+        let outcome = b.drain(now, |b, groups| {
+            if room == 0 {
+                return Offered::Full;
+            }
+            room -= 1;
+            assert!(is_whole(b, &groups[0]));
+            Offered::Taken(1)
+        });
+        assert_eq!(outcome, SendOutcome::Blocked);
+        m.fill(0, 4096, b'S');
+        let mut sent = 0;
+        let outcome = b.drain(now, |b, groups| {
+            assert!(groups.iter().all(|g| is_whole(b, g)));
+            sent += groups.len();
+            Offered::Taken(groups.len())
+        });
+        assert_eq!((outcome, sent), (SendOutcome::Done, 2));
+        assert!(b.is_empty());
+    }
+
+    /// How many groups two packets to `dst` make.
+    fn groups_of_two(b: &mut TxBatch, dst: u8, now: Instant) -> usize {
+        packet(b, dst, 8);
+        packet(b, dst, 8);
+        let groups = b.groups().len();
+        b.drain(now, |_, groups| Offered::Taken(groups.len()));
+        groups
+    }
+
+    #[test]
+    fn a_destination_that_cannot_segment_gets_single_packets_for_a_while() {
+        let mut now = Instant::now();
+        let mut b = TxBatch::new(64);
+        packet(&mut b, 1, 8);
+        packet(&mut b, 1, 8);
+        b.drain(now, |_, _| Offered::Unsegmentable);
+        assert_eq!(groups_of_two(&mut b, 1, now), 2);
+        assert_eq!(groups_of_two(&mut b, 2, now), 1, "another destination");
+        now += SEGMENT_RETRY;
+        groups_of_two(&mut b, 2, now);
+        assert_eq!(groups_of_two(&mut b, 1, now), 1, "another attempt");
+    }
+
+    #[test]
+    fn many_destinations_that_cannot_segment_take_bounded_memory() {
+        let now = Instant::now();
+        let mut b = TxBatch::new(64);
+        for dst in 1..=200 {
+            packet(&mut b, dst, 8);
+            b.drain(now, |_, _| Offered::Unsegmentable);
+        }
+        assert_eq!(b.unsegmented.len(), MAX_UNSEGMENTED);
+        assert_eq!(groups_of_two(&mut b, 201, now), 2, "nothing is segmented");
+        groups_of_two(&mut b, 201, now + SEGMENT_RETRY);
+        assert_eq!(groups_of_two(&mut b, 201, now + SEGMENT_RETRY), 1);
     }
 }

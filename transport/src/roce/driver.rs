@@ -1,8 +1,11 @@
 //! The UDP socket of a device: the only part of it that makes system calls.
 //!
 //! One non-blocking, unconnected socket bound to the device's address and port 4791. Unconnected,
-//! and with path MTU discovery on, because the kernel then sends a known IPv4 identification (0, or
-//! the segment's number within a segmented send), which the ICRC covers. Sends gather headers and
+//! and with fragmentation forbidden, because the kernel then sends a known IPv4 identification (0, or
+//! the segment's number within a segmented send), which the ICRC covers. Path MTUs that the kernel
+//! learned are ignored (`IP_PMTUDISC_PROBE`): the path MTU of a connection is fixed when it is made,
+//! and an ICMP message that lowers the kernel's can come from anybody, since both ports are known.
+//! What is longer than the interface carries is refused with `EMSGSIZE`. Sends gather headers and
 //! registered memory in place; consecutive packets leave as one segmented send where the kernel can
 //! do that, and several sends as one system call. Receives take whole trains of segments at once.
 //!
@@ -25,14 +28,15 @@ use std::mem::{size_of, zeroed};
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::ptr;
+use std::time::Instant;
 
 use socket2::{Domain, Protocol, Socket, Type};
 use tracing::{debug, info, warn};
 
-use super::batch::{MAX_GROUP_SEGMENTS, Piece, TxBatch};
+use super::batch::{Group, MAX_GROUP_SEGMENTS, Offered, Piece, SendOutcome, TxBatch};
 use super::sys::{
     UDP_GRO, UDP_NO_CHECK6_RX, UDP_SEGMENT, attach_selector, check, epoll_ctl, grow_buffer,
-    open_epoll, put_addr, read_addr, segment_size, set_option,
+    hop_limit, open_epoll, put_addr, read_addr, segment_size, set_hop_limit, set_option,
 };
 use crate::wire::ROCE_PORT;
 
@@ -42,8 +46,10 @@ const RX_SLOTS: usize = 8;
 const RX_BUFFER: usize = 1 << 16;
 /// Groups sent by one system call.
 const TX_GROUPS: usize = 16;
-/// Bytes of control messages per message: one 4-byte value, aligned.
-const CONTROL: usize = 32;
+/// Bytes of control messages per message: two 4-byte values, aligned.
+const CONTROL: usize = 64;
+/// Hop limit, or TTL, of what we send: as [`DriverConfig::on_link`] demands at the other end.
+pub const HOP_LIMIT: u8 = 255;
 
 /// How to open a socket.
 #[derive(Clone, Debug)]
@@ -57,15 +63,9 @@ pub struct DriverConfig {
     pub socket_buffer: usize,
     /// Whether to send packets one by one even where the kernel segments.
     pub no_segmentation: bool,
-}
-
-/// How far a send got.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SendOutcome {
-    /// Everything went out, or was dropped for an error of its own.
-    Done,
-    /// The socket is full; call again when the descriptor is readable.
-    Blocked,
+    /// Whether to drop packets that a router has forwarded: those whose hop limit is not
+    /// [`HOP_LIMIT`].
+    pub on_link: bool,
 }
 
 /// What the driver counted.
@@ -85,6 +85,8 @@ pub struct DriverCounters {
     pub blocked: u64,
     /// Datagrams longer than the receive buffer.
     pub truncated: u64,
+    /// Datagrams dropped because a router has forwarded them.
+    pub off_link: u64,
 }
 
 /// The socket of a device.
@@ -96,10 +98,10 @@ pub struct Driver {
     segments: usize,
     rcvbuf: usize,
     sndbuf: usize,
+    on_link: bool,
     counters: DriverCounters,
     rx: Box<[u8]>,
     iovecs: Vec<libc::iovec>,
-    next_group: usize,
 }
 
 impl std::fmt::Debug for Driver {
@@ -131,12 +133,12 @@ impl Driver {
         let fd = socket.as_raw_fd();
         if local.is_ipv6() {
             socket.set_only_v6(true)?;
-            // IP_PMTUDISC_DO has the same value for both families.
+            // The value is the same for both families.
             set_option(
                 fd,
                 libc::IPPROTO_IPV6,
                 libc::IPV6_MTU_DISCOVER,
-                libc::IP_PMTUDISC_DO,
+                libc::IP_PMTUDISC_PROBE,
             )?;
             set_option(fd, libc::IPPROTO_UDP, UDP_NO_CHECK6_RX, 1)?;
         } else {
@@ -144,9 +146,10 @@ impl Driver {
                 fd,
                 libc::IPPROTO_IP,
                 libc::IP_MTU_DISCOVER,
-                libc::IP_PMTUDISC_DO,
+                libc::IP_PMTUDISC_PROBE,
             )?;
         }
+        set_hop_limit(fd, local.is_ipv6(), HOP_LIMIT, config.on_link)?;
         let rcvbuf = grow_buffer(
             fd,
             libc::SO_RCVBUFFORCE,
@@ -181,10 +184,10 @@ impl Driver {
             segments: if gso { MAX_GROUP_SEGMENTS } else { 1 },
             rcvbuf,
             sndbuf,
+            on_link: config.on_link,
             counters: DriverCounters::default(),
             rx: vec![0; RX_SLOTS * RX_BUFFER].into_boxed_slice(),
             iovecs: Vec::with_capacity(4096),
-            next_group: 0,
         })
     }
 
@@ -230,57 +233,56 @@ impl Driver {
         self.wants_write
     }
 
-    /// Sends a batch, from where the last call on it stopped. A batch that is done is cleared.
-    pub fn send(&mut self, batch: &mut TxBatch) -> SendOutcome {
-        while self.next_group < batch.groups().len() {
-            match self.send_some(batch) {
-                Ok(sent) => self.next_group += sent,
+    /// Sends a batch, from where the last call on it stopped. Where the socket is full, the rest waits
+    /// in the batch, as bytes of its own, until the descriptor is readable.
+    pub fn send(&mut self, now: Instant, batch: &mut TxBatch) -> SendOutcome {
+        let outcome = batch.drain(now, |batch, groups| self.offer(batch, groups));
+        self.want_write(outcome == SendOutcome::Blocked);
+        outcome
+    }
+
+    fn offer(&mut self, batch: &TxBatch, groups: &[Group]) -> Offered {
+        loop {
+            match self.send_some(batch, groups) {
+                Ok(sent) => return Offered::Taken(sent),
                 Err(e) => match e.raw_os_error() {
                     Some(libc::EINTR) => {}
                     Some(libc::EAGAIN | libc::ENOBUFS) => {
                         self.counters.blocked += 1;
-                        self.want_write(true);
-                        return SendOutcome::Blocked;
+                        return Offered::Full;
                     }
-                    errno => self.drop_group(batch, errno),
+                    errno => return self.drop_group(&groups[0], errno),
                 },
             }
         }
-        self.next_group = 0;
-        batch.clear();
-        batch.set_max_segments(self.segments);
-        self.want_write(false);
-        SendOutcome::Done
     }
 
-    /// The kernel refused the next group for a reason that waiting does not mend.
-    fn drop_group(&mut self, batch: &TxBatch, errno: Option<i32>) {
-        let group = &batch.groups()[self.next_group];
-        self.next_group += 1;
+    /// The kernel refused a group for a reason that waiting does not mend.
+    fn drop_group(&mut self, group: &Group, errno: Option<i32>) -> Offered {
         match errno {
             Some(libc::EMSGSIZE) => {
                 self.counters.too_long += 1;
                 if self.counters.too_long.is_power_of_two() {
                     warn!(dst = %group.dst, packet = group.segment, dropped = self.counters.too_long,
-                        "the path does not carry packets of this length: lower the path MTU");
+                        "the interface does not carry packets of this length: lower the path MTU");
                 }
             }
             Some(libc::EIO | libc::EINVAL) if group.count > 1 => {
                 // The route's device cannot segment. What was lost is sent again one by one.
-                warn!(dst = %group.dst, "segmented sends do not work here, doing without");
-                self.segments = 1;
+                debug!(dst = %group.dst, errno, "a segmented send failed, sending packets one by one");
                 self.counters.send_errors += 1;
+                return Offered::Unsegmentable;
             }
             _ => {
                 self.counters.send_errors += 1;
                 debug!(dst = %group.dst, errno, "send failed");
             }
         }
+        Offered::Taken(1)
     }
 
-    /// Sends as many groups as one system call takes; answers how many went out.
-    fn send_some(&mut self, batch: &TxBatch) -> io::Result<usize> {
-        let groups = &batch.groups()[self.next_group..];
+    /// Sends as many groups as one system call takes; returns how many the socket took.
+    fn send_some(&mut self, batch: &TxBatch, groups: &[Group]) -> io::Result<usize> {
         let groups = &groups[..groups.len().min(TX_GROUPS)];
         // SAFETY: all-zero bytes are valid for these plain C structures.
         let mut names: [libc::sockaddr_storage; TX_GROUPS] = unsafe { zeroed() };
@@ -431,6 +433,10 @@ impl Driver {
             };
             if header.msg_flags & libc::MSG_TRUNC != 0 {
                 self.counters.truncated += 1;
+                continue;
+            }
+            if self.on_link && hop_limit(header) != Some(HOP_LIMIT.into()) {
+                self.counters.off_link += 1;
                 continue;
             }
             let segment = segment_size(header).unwrap_or(len);

@@ -6,13 +6,13 @@ use std::io::{self, BufWriter};
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::RawFd;
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use tracing::warn;
+use tracing::{info, warn};
 
-use super::batch::TxBatch;
+use super::batch::{SendOutcome, TxBatch};
 use super::delegate::delegate_to_nic;
-use super::driver::{Driver, DriverConfig, DriverCounters, SendOutcome};
+use super::driver::{Driver, DriverConfig, DriverCounters};
 use super::fault::{FaultConfig, FaultCounters, FaultInjector};
 use super::netif::interface_mtu;
 use super::nic::{Nic, NicConfig, NicCounters, NicLimits, NicUsage, QpCounters};
@@ -21,11 +21,14 @@ use super::steer::steer;
 use crate::cm::{CmCounters, MAX_WORKER_BITS};
 use crate::rc::RcCounters;
 use crate::verbs::{Mtu, Provider, QpId, VerbsError};
-use crate::wire::{IcrcFlow, Qpn, ROCE_PORT};
+use crate::wire::{IcrcFlow, Qpn, ROCE_PORT, is_link_local};
 
 /// Bytes of IP and UDP headers.
 const HEADERS_V4: usize = 28;
 const HEADERS_V6: usize = 48;
+
+/// How often the interface is asked what it carries.
+const MTU_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Trains taken in by one call of `progress`.
 const RX_LIMIT: usize = 32;
@@ -54,7 +57,11 @@ pub struct RoceFaults {
 pub struct RoceConfig {
     /// Its address: one of this host's.
     pub addr: IpAddr,
-    /// Path MTU; `None` takes what the address's interface carries.
+    /// Largest path MTU of new connections. `None` sets no limit beside what the address's interface
+    /// carries, which the device follows. A connection keeps the path MTU that it was made with: where
+    /// the interface carries less from then on, its long packets are dropped, it ends with
+    /// [`WcStatus::RetryExcErr`](crate::verbs::WcStatus::RetryExcErr), and the next one is made with
+    /// a smaller path MTU.
     pub mtu: Option<Mtu>,
     /// Which worker this is.
     pub worker_index: u32,
@@ -72,6 +79,10 @@ pub struct RoceConfig {
     pub capture: Option<PathBuf>,
     /// Whether to send packets one by one even where the kernel segments.
     pub no_segmentation: bool,
+    /// Whether to take only packets that no router has forwarded, which arrive with hop limit 255
+    /// (RFC 5082): nobody beyond a router can then send in a peer's name. Every peer must send with
+    /// that hop limit, as this provider does; Linux does where its route says so.
+    pub on_link: bool,
     /// From where all random numbers come; `None` asks the operating system.
     pub seed: Option<[u8; 32]>,
 }
@@ -91,6 +102,7 @@ impl RoceConfig {
             faults: RoceFaults::default(),
             capture: None,
             no_segmentation: false,
+            on_link: false,
             seed: None,
         }
     }
@@ -118,6 +130,9 @@ pub struct Roce {
     misdirected: VecDeque<Misdirected>,
     /// What came out of the bad wire.
     spoilt: TxBatch,
+    /// The configured limit of the path MTU, and when the interface's is looked up next.
+    mtu_limit: Option<Mtu>,
+    mtu_due: Instant,
 }
 
 impl std::fmt::Debug for Roce {
@@ -136,7 +151,8 @@ impl Roce {
     /// before any traffic; they may then move to their threads.
     ///
     /// # Errors
-    /// Those of the socket (`EADDRNOTAVAIL` for an address that is not ours, `EADDRINUSE` for one that
+    /// [`io::ErrorKind::Unsupported`] for an IPv6 link-local address, which needs an interface that
+    /// neither this configuration nor a GID names, and those of the socket (`EADDRNOTAVAIL` for an address that is not ours, `EADDRINUSE` for one that
     /// has a device already), of the capture file, and [`io::ErrorKind::InvalidInput`] for an interface
     /// that carries no RoCE packet or a worker that does not exist.
     pub fn open(config: &RoceConfig) -> io::Result<Self> {
@@ -147,6 +163,15 @@ impl Roce {
                 format!("no worker {} of {workers}", config.worker_index),
             ));
         }
+        if is_link_local(config.addr) {
+            return Err(io::Error::new(
+                io::ErrorKind::Unsupported,
+                format!(
+                    "{} is a link-local address: use a global or unique local one",
+                    config.addr
+                ),
+            ));
+        }
         let has_tx_faults = config.faults.transmit.is_some();
         let driver = Driver::open(&DriverConfig {
             addr: config.addr,
@@ -154,8 +179,11 @@ impl Roce {
             socket_buffer: config.socket_buffer,
             // A lost packet in the middle of a segmented send would change the numbers of the rest.
             no_segmentation: config.no_segmentation || has_tx_faults,
+            on_link: config.on_link,
         })?;
-        let mtu = path_mtu(config)?;
+        let limits = [carried_mtu(config.addr)?, config.mtu];
+        let mtu = limits.into_iter().flatten().min();
+        let mtu = mtu.unwrap_or(Mtu::Mtu1024);
         let mut seed = config.seed.unwrap_or_default();
         if config.seed.is_none() {
             getrandom::fill(&mut seed).map_err(io::Error::other)?;
@@ -163,7 +191,8 @@ impl Roce {
         let inflight = config.max_inflight_bytes.unwrap_or_else(|| {
             (driver.receive_buffer() / 4).clamp(INFLIGHT_MIN, INFLIGHT_MAX) as u32
         });
-        tracing::info!(addr = %config.addr, mtu = mtu.bytes(), inflight, "RoCE device");
+        info!(addr = %config.addr, mtu = mtu.bytes(), inflight, "RoCE device");
+        let now = Instant::now();
         let nic = Nic::new(
             NicConfig {
                 mtu,
@@ -173,7 +202,7 @@ impl Roce {
                 limits: config.limits,
                 ..NicConfig::new(config.addr, seed)
             },
-            Instant::now(),
+            now,
         );
         let capture = config
             .capture
@@ -189,11 +218,33 @@ impl Roce {
             rx_faults: config.faults.receive.map(FaultInjector::new),
             capture,
             misdirected: VecDeque::new(),
+            mtu_limit: config.mtu,
+            mtu_due: now + MTU_INTERVAL,
         })
     }
 
     fn tick(&mut self) {
         self.nic.set_now(Instant::now());
+    }
+
+    /// Takes over what the interface carries now. While it is unknown, because the interface is gone
+    /// or carries no RoCE packet, the device stays as it is.
+    fn follow_mtu(&mut self, now: Instant) {
+        self.mtu_due = now + MTU_INTERVAL;
+        let addr = self.nic.local_addr().ip();
+        let (before, carried) = (self.nic.config().mtu, carried_mtu(addr));
+        let Some(mtu) = carried.ok().flatten() else {
+            return;
+        };
+        let mtu = self.mtu_limit.map_or(mtu, |limit| limit.min(mtu));
+        self.nic.set_mtu(mtu);
+        let (mtu, before_bytes) = (mtu.bytes(), before.bytes());
+        if mtu < before_bytes {
+            warn!(%addr, mtu, before = before_bytes, "the interface carries less than before: \
+                connections with a larger path MTU will time out and have to be made again");
+        } else if mtu > before_bytes {
+            info!(%addr, mtu, before = before_bytes, "the interface carries more than before");
+        }
     }
 
     /// Its address and the port of RoCEv2.
@@ -329,7 +380,7 @@ impl Roce {
                 }
                 capture_sent(&mut self.capture, now, self.nic.local_addr(), &self.batch);
             }
-            if self.driver.send(&mut self.batch) == SendOutcome::Blocked {
+            if self.driver.send(now, &mut self.batch) == SendOutcome::Blocked {
                 break;
             }
         }
@@ -341,10 +392,11 @@ impl Roce {
         let Some(faults) = &mut self.tx_faults else {
             return 0;
         };
-        if !self.spoilt.is_empty() && self.driver.send(&mut self.spoilt) == SendOutcome::Blocked {
+        if !self.spoilt.is_empty()
+            && self.driver.send(now, &mut self.spoilt) == SendOutcome::Blocked
+        {
             return 0;
         }
-        self.batch.set_max_segments(1);
         let n = self.nic.poll_transmit(now, &mut self.batch, TX_BUDGET);
         for group in self.batch.groups() {
             for packet in self.batch.copy_packets(group) {
@@ -359,7 +411,7 @@ impl Roce {
         capture_sent(&mut self.capture, now, self.nic.local_addr(), &self.spoilt);
         if !self.spoilt.is_empty() {
             // What does not go out now goes out first the next time.
-            self.driver.send(&mut self.spoilt);
+            self.driver.send(now, &mut self.spoilt);
         }
         n
     }
@@ -368,6 +420,9 @@ impl Roce {
 impl Provider for Roce {
     fn progress(&mut self, now: Instant) -> usize {
         self.nic.set_now(now);
+        if now >= self.mtu_due {
+            self.follow_mtu(now);
+        }
         // Sending comes first: what the user posted in answer to the last call's completions leaves
         // together with the acknowledgements of that call, in one system call.
         let sent = self.transmit(now);
@@ -396,27 +451,20 @@ impl Provider for Roce {
     }
 }
 
-/// The path MTU that a configuration gives or the interface carries.
-fn path_mtu(config: &RoceConfig) -> io::Result<Mtu> {
-    if let Some(mtu) = config.mtu {
-        return Ok(mtu);
-    }
-    let Some(link) = interface_mtu(config.addr) else {
-        return Ok(Mtu::Mtu1024);
+/// The largest path MTU that the interface of `addr` carries; `None` where that is not known.
+fn carried_mtu(addr: IpAddr) -> io::Result<Option<Mtu>> {
+    let Some(link) = interface_mtu(addr) else {
+        return Ok(None);
     };
-    let headers = if config.addr.is_ipv4() {
+    let headers = if addr.is_ipv4() {
         HEADERS_V4
     } else {
         HEADERS_V6
     };
-    Mtu::for_udp_payload(link.saturating_sub(headers)).ok_or_else(|| {
-        io::Error::new(
-            io::ErrorKind::InvalidInput,
-            format!(
-                "the interface of {} carries packets of {link} bytes only",
-                config.addr
-            ),
-        )
+    let mtu = Mtu::for_udp_payload(link.saturating_sub(headers));
+    mtu.map(Some).ok_or_else(|| {
+        let text = format!("the interface of {addr} carries packets of {link} bytes only");
+        io::Error::new(io::ErrorKind::InvalidInput, text)
     })
 }
 

@@ -2,27 +2,23 @@
 //!
 //! All workers of a device share one UDP port. A queue pair's number carries its worker in the low
 //! bits, so the destination queue pair steers a packet. Queue pair 1 exists once for all of them:
-//! there a connection request goes by the sender's communication id, which spreads requests and
-//! brings a repeated one to the same worker, and every other CM message by the id of ours that it
-//! names, which carries the worker in its low bits as well. Other MADs belong to worker 0.
+//! there the connection manager says whose a message is ([`worker_of`]), by a communication id whose
+//! low bits carry the worker as well. Other MADs belong to worker 0.
 //!
-//! The same rule exists twice, as a function ([`steer`]) and as a classic BPF program for
-//! `SO_ATTACH_REUSEPORT_CBPF` ([`program`]); the tests run both over the same packets. Offsets count
-//! from the beginning of the UDP payload.
+//! The same rule exists as a function ([`steer`]) and as a classic BPF program for
+//! `SO_ATTACH_REUSEPORT_CBPF` ([`program`]); the tests run both over the same packets, and send each
+//! CM message to sockets that share a port. Offsets count from the beginning of the UDP payload.
+
+use crate::cm::worker_of;
+use crate::wire::cm_msg::{
+    CmAttribute, FIRST_ID_OFFSET, MAD_ATTRIBUTE_OFFSET, MAD_CLASS_OFFSET, SECOND_ID_OFFSET,
+};
+use crate::wire::mad::MadClass;
 
 /// BTH: the word with the destination queue pair in its low 24 bits.
 const BTH_DEST: usize = 4;
-/// Management class of a MAD, after BTH and DETH.
-const MAD_CLASS: usize = 12 + 8 + 1;
-/// Attribute id of a MAD.
-const MAD_ATTRIBUTE: usize = 12 + 8 + 16;
-/// Sender's communication id in every CM message.
-const LOCAL_COMM_ID: usize = 12 + 8 + 24;
-/// Receiver's communication id in every CM message but a request.
-const REMOTE_COMM_ID: usize = LOCAL_COMM_ID + 4;
-
-const CLASS_CM: u8 = 0x07;
-const ATTRIBUTE_REQ: u16 = 0x0010;
+/// A MAD, after BTH and DETH.
+const MAD: usize = 12 + 8;
 
 fn word(bytes: &[u8], at: usize) -> Option<u32> {
     let b = bytes.get(at..at.checked_add(4)?)?;
@@ -32,21 +28,15 @@ fn word(bytes: &[u8], at: usize) -> Option<u32> {
 /// The worker that a datagram belongs to, of `1 << worker_bits`; `None` if it is too short to say.
 #[must_use]
 pub fn steer(datagram: &[u8], worker_bits: u8) -> Option<u32> {
-    let mask = (1u32 << worker_bits) - 1;
     let qpn = word(datagram, BTH_DEST)? & 0x00ff_ffff;
     if qpn != 1 {
-        return Some(qpn & mask);
+        return Some(qpn & ((1 << worker_bits) - 1));
     }
-    if *datagram.get(MAD_CLASS)? != CLASS_CM {
+    let mad = datagram.get(MAD..)?;
+    if *mad.get(MAD_CLASS_OFFSET)? != MadClass::ComMgt as u8 {
         return Some(0);
     }
-    let attribute = word(datagram, MAD_ATTRIBUTE)? >> 16;
-    let at = if attribute == u32::from(ATTRIBUTE_REQ) {
-        LOCAL_COMM_ID
-    } else {
-        REMOTE_COMM_ID
-    };
-    Some(word(datagram, at)? & mask)
+    worker_of(mad, worker_bits.into())
 }
 
 /// One instruction of classic BPF: code, jump if true, jump if false, operand.
@@ -57,28 +47,32 @@ const LD_H_ABS: u16 = 0x28;
 const LD_B_ABS: u16 = 0x30;
 const AND_K: u16 = 0x54;
 const JEQ_K: u16 = 0x15;
-const JA: u16 = 0x05;
 const RET_A: u16 = 0x16;
 const RET_K: u16 = 0x06;
 
 /// The same rule as a program. A load beyond the packet ends it with 0, that is worker 0.
 #[must_use]
-pub fn program(worker_bits: u8) -> [Instruction; 15] {
+pub fn program(worker_bits: u8) -> [Instruction; 17] {
     let mask = (1u32 << worker_bits) - 1;
+    let [first, second, third] =
+        CmAttribute::NAMED_BY_FIRST_ID.map(|named| u32::from(named as u16));
     [
         (LD_W_ABS, 0, 0, BTH_DEST as u32),
         (AND_K, 0, 0, 0x00ff_ffff),
         (JEQ_K, 2, 0, 1),
         (AND_K, 0, 0, mask),
         (RET_A, 0, 0, 0),
-        (LD_B_ABS, 0, 0, MAD_CLASS as u32),
-        (JEQ_K, 1, 0, u32::from(CLASS_CM)),
+        (LD_B_ABS, 0, 0, (MAD + MAD_CLASS_OFFSET) as u32),
+        (JEQ_K, 1, 0, MadClass::ComMgt as u32),
         (RET_K, 0, 0, 0),
-        (LD_H_ABS, 0, 0, MAD_ATTRIBUTE as u32),
-        (JEQ_K, 2, 0, u32::from(ATTRIBUTE_REQ)),
-        (LD_W_ABS, 0, 0, REMOTE_COMM_ID as u32),
-        (JA, 0, 0, 1),
-        (LD_W_ABS, 0, 0, LOCAL_COMM_ID as u32),
+        (LD_H_ABS, 0, 0, (MAD + MAD_ATTRIBUTE_OFFSET) as u32),
+        (JEQ_K, 4, 0, first),
+        (JEQ_K, 3, 0, second),
+        (JEQ_K, 2, 0, third),
+        (LD_W_ABS, 0, 0, (MAD + SECOND_ID_OFFSET) as u32),
+        // An id of zero: the sender does not know ours.
+        (JEQ_K, 0, 1, 0),
+        (LD_W_ABS, 0, 0, (MAD + FIRST_ID_OFFSET) as u32),
         (AND_K, 0, 0, mask),
         (RET_A, 0, 0, 0),
     ]
@@ -106,7 +100,6 @@ mod tests {
                 LD_B_ABS => a = load(1)?,
                 AND_K => a &= k,
                 JEQ_K => pc += usize::from(if a == k { jt } else { jf }),
-                JA => pc += k as usize,
                 RET_A => return Some(a),
                 RET_K => return Some(k),
                 other => panic!("instruction {other:#x}"),
@@ -129,6 +122,7 @@ mod tests {
     #[test]
     fn requests_go_by_the_peers_id_and_answers_by_ours() {
         assert_eq!(steer(&mad(0x10, 0x1235, 0), 2), Some(1));
+        assert_eq!(steer(&mad(0x10, 0x1235, 2), 2), Some(1));
         assert_eq!(steer(&mad(0x13, 0x1235, 0x7777_0002), 2), Some(2));
         assert_eq!(steer(&mad(0x15, 0x1235, 0x7777_0003), 2), Some(3));
         let mut other_class = mad(0x13, 1, 3);
@@ -141,11 +135,71 @@ mod tests {
         assert_eq!(steer(&data[..7], 3), None);
     }
 
+    /// Every CM message with every combination of known and unknown ids, as a datagram.
+    fn cm_datagrams() -> Vec<Vec<u8>> {
+        let ids = [0, 0x1235, 0x7777_0002, 0xffff_ffff];
+        let mut datagrams = Vec::new();
+        for attribute in 0x10..=0x1a {
+            for first in ids {
+                datagrams.extend(ids.map(|second| mad(attribute, first, second)));
+            }
+        }
+        datagrams
+    }
+
+    #[test]
+    fn the_program_the_function_and_the_connection_manager_agree_on_every_message() {
+        for datagram in cm_datagrams() {
+            let worker = worker_of(&datagram[MAD..][..256], 2);
+            assert_eq!(steer(&datagram, 2), worker, "{:02x?}", &datagram[36..52]);
+            assert_eq!(run(&program(2), &datagram), worker);
+        }
+        // Withdrawn by somebody who had no answer; asked for a datagram service, and answered.
+        assert_eq!(steer(&mad(0x12, 0x1237, 0), 2), Some(3));
+        assert_eq!(steer(&mad(0x12, 0x1237, 0x7777_0002), 2), Some(2));
+        assert_eq!(steer(&mad(0x17, 0x1237, 0xffff_0000), 2), Some(3));
+        assert_eq!(steer(&mad(0x18, 0x1237, 0x0000_0002), 2), Some(3));
+    }
+
+    #[test]
+    fn sockets_that_share_a_port_get_what_their_workers_must() {
+        use std::net::UdpSocket;
+        use std::os::fd::AsRawFd;
+        use std::time::Duration;
+
+        use socket2::{Domain, Socket, Type};
+
+        let mut port = 0;
+        let sockets: Vec<UdpSocket> = (0..4)
+            .map(|_| {
+                let socket = Socket::new(Domain::IPV4, Type::DGRAM, None).unwrap();
+                socket.set_reuse_port(true).unwrap();
+                let addr = std::net::SocketAddr::from(([127, 0, 0, 1], port));
+                socket.bind(&addr.into()).unwrap();
+                crate::roce::sys::attach_selector(socket.as_raw_fd(), 2).unwrap();
+                let socket = UdpSocket::from(socket);
+                port = socket.local_addr().unwrap().port();
+                socket
+                    .set_read_timeout(Some(Duration::from_secs(10)))
+                    .unwrap();
+                socket
+            })
+            .collect();
+        let peer = UdpSocket::bind("127.0.0.1:0").unwrap();
+        for datagram in cm_datagrams() {
+            peer.send_to(&datagram, ("127.0.0.1", port)).unwrap();
+            let worker = steer(&datagram, 2).unwrap() as usize;
+            let mut got = [0; 512];
+            let len = sockets[worker].recv(&mut got).unwrap();
+            assert_eq!(got[..len], datagram);
+        }
+    }
+
     proptest! {
         #[test]
         fn program_and_function_agree(
             mut packet in proptest::collection::vec(any::<u8>(), 0..80),
-            gsi: bool, cm: bool, req: bool, bits in 0u8..6,
+            gsi: bool, cm: bool, attribute in 0u8..0x20, bits in 0u8..6,
         ) {
             if gsi && packet.len() > 8 {
                 packet[5..8].copy_from_slice(&[0, 0, 1]);
@@ -153,8 +207,8 @@ mod tests {
             if cm && packet.len() > 22 {
                 packet[21] = 7;
             }
-            if req && packet.len() > 40 {
-                packet[36..38].copy_from_slice(&[0, 0x10]);
+            if attribute >= 0x10 && packet.len() > 40 {
+                packet[36..38].copy_from_slice(&[0, attribute]);
             }
             prop_assert_eq!(run(&program(bits), &packet), steer(&packet, bits));
         }

@@ -63,17 +63,53 @@ pub(super) fn grow_buffer(fd: RawFd, force: i32, plain: i32, bytes: usize) -> us
     if r < 0 { 0 } else { got.max(0) as usize }
 }
 
-/// The segment length that the kernel tells of a train.
+/// Sets the hop limit of what is sent, and whether that of what is received is reported.
+pub(super) fn set_hop_limit(fd: RawFd, is_v6: bool, limit: u8, report: bool) -> io::Result<()> {
+    let (level, send, receive) = if is_v6 {
+        (
+            libc::IPPROTO_IPV6,
+            libc::IPV6_UNICAST_HOPS,
+            libc::IPV6_RECVHOPLIMIT,
+        )
+    } else {
+        (libc::IPPROTO_IP, libc::IP_TTL, libc::IP_RECVTTL)
+    };
+    set_option(fd, level, send, limit.into())?;
+    set_option(fd, level, receive, report.into())
+}
+
+/// The segment length of a train, in bytes; `None` for a single datagram.
 pub(super) fn segment_size(header: &libc::msghdr) -> Option<usize> {
+    let length = control_value(header, |level, kind| {
+        (level, kind) == (libc::IPPROTO_UDP, UDP_GRO)
+    });
+    length.and_then(|v| usize::try_from(v).ok())
+}
+
+/// The hop limit with which a datagram, or every one of a train, has arrived.
+pub(super) fn hop_limit(header: &libc::msghdr) -> Option<libc::c_int> {
+    control_value(header, |level, kind| {
+        let v4 = (libc::IPPROTO_IP, libc::IP_TTL);
+        let v6 = (libc::IPPROTO_IPV6, libc::IPV6_HOPLIMIT);
+        (level, kind) == v4 || (level, kind) == v6
+    })
+}
+
+/// The value of the first control message that is wanted. All of those that are asked for carry an
+/// integer.
+fn control_value(
+    header: &libc::msghdr,
+    is_wanted: impl Fn(libc::c_int, libc::c_int) -> bool,
+) -> Option<libc::c_int> {
     // SAFETY: the kernel filled in the control data and its length; the macros stay within it.
     let mut c = unsafe { libc::CMSG_FIRSTHDR(header) };
     while !c.is_null() {
         // SAFETY: not null, so within the control data.
         let (level, kind) = unsafe { ((*c).cmsg_level, (*c).cmsg_type) };
-        if level == libc::IPPROTO_UDP && kind == UDP_GRO {
-            // SAFETY: this message carries one integer.
+        if is_wanted(level, kind) {
+            // SAFETY: the kernel writes whole integers for these messages.
             let v = unsafe { ptr::read_unaligned(libc::CMSG_DATA(c).cast::<libc::c_int>()) };
-            return usize::try_from(v).ok();
+            return Some(v);
         }
         // SAFETY: as for the first.
         c = unsafe { libc::CMSG_NXTHDR(header, c) };

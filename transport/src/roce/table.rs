@@ -63,14 +63,24 @@ where
         self.len >= self.limit
     }
 
+    /// Finds out whether another object has room, for a caller that would have to take back what the
+    /// object stands for.
+    ///
+    /// # Errors
+    /// [`VerbsError::InsufficientResources`] at the limit.
+    pub fn check_room(&self) -> Result<(), VerbsError> {
+        if self.is_full() {
+            return Err(VerbsError::InsufficientResources(self.name));
+        }
+        Ok(())
+    }
+
     /// Puts an object in.
     ///
     /// # Errors
     /// [`VerbsError::InsufficientResources`] at the limit.
     pub fn insert(&mut self, value: T) -> Result<I, VerbsError> {
-        if self.is_full() {
-            return Err(VerbsError::InsufficientResources(self.name));
-        }
+        self.check_room()?;
         self.len += 1;
         // A slot is used again only when no untouched one is left, up to the limit.
         if (self.slots.len() as u32) < self.limit.min(64) || self.free.is_empty() {
@@ -172,7 +182,12 @@ mod tests {
     fn a_stale_id_names_nothing() {
         let mut t: Table<PdId, u32> = Table::new("thing", 2);
         let a = t.insert(1).unwrap();
+        assert_eq!(t.check_room(), Ok(()));
         let b = t.insert(2).unwrap();
+        assert_eq!(
+            t.check_room(),
+            Err(VerbsError::InsufficientResources("thing"))
+        );
         assert_eq!(t.insert(3), Err(VerbsError::InsufficientResources("thing")));
         assert_eq!(t.remove(a), Ok(1));
         let c = t.insert(3).unwrap();

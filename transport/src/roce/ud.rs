@@ -298,19 +298,17 @@ impl UdQp {
             self.dropped += 1;
             return;
         };
-        if deth.qkey() != self.qkey || packet.payload.len() > self.mtu || rq.is_empty() {
+        let total = GRH_LEN + packet.payload.len();
+        // IBTA 9.9.3, class D: a sender must not be able to stop a queue pair that others send to.
+        let fits = rq.next_length().is_some_and(|room| room as usize >= total);
+        if deth.qkey() != self.qkey || packet.payload.len() > self.mtu || !fits {
             self.dropped += 1;
             return;
         }
         let mut wqe = std::mem::replace(&mut self.wqe, RecvWqe::new(0));
         rq.pop(&mut wqe);
-        let total = GRH_LEN + packet.payload.len();
         let grh = route_header(src, dst, packet.payload.len());
-        let status = if (wqe.length as usize) < total {
-            WcStatus::LocLenErr
-        } else {
-            place(self.pd, mrs, wqe.sges(), &[&grh, packet.payload])
-        };
+        let status = place(self.pd, mrs, wqe.sges(), &[&grh, packet.payload]);
         let mut c = self.completion(wqe.wr_id, WcOpcode::Recv, status);
         self.wqe = wqe;
         if status.is_ok() {
@@ -547,5 +545,25 @@ mod tests {
             .collect();
         assert_eq!(statuses, [WcStatus::LocProtErr, WcStatus::WrFlushErr]);
         assert_eq!(b.qp.state(), QpState::Sqe);
+    }
+
+    #[test]
+    fn a_datagram_that_is_too_long_is_lost_and_nothing_else() {
+        let mut b = in_rts(Qpn::new(0x77));
+        let send = [sge(&b, 4096, 64)];
+        b.qp.post_send(&wr(&send, SendFlags::empty()), peer(), &b.mrs, &mut b.out)
+            .unwrap();
+        let bytes = transmit(&mut b).unwrap();
+        let short = [sge(&b, 0, GRH_LEN as u32 + 63)];
+        b.rq.post(&[RecvWr {
+            wr_id: WrId(8),
+            sges: &short,
+        }])
+        .unwrap();
+        let packet = Packet::parse(&bytes).unwrap();
+        let ip = "10.0.0.1".parse().unwrap();
+        b.qp.handle_packet(&packet, ip, ip, &b.mrs, &mut b.rq, &mut b.out);
+        assert_eq!(b.qp.state(), QpState::Rts);
+        assert_eq!((b.qp.dropped, b.rq.len(), b.out.len()), (1, 1, 0));
     }
 }

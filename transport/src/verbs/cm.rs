@@ -133,6 +133,9 @@ pub enum CmError {
     /// The address is not this device's.
     #[error("address not available on this device")]
     AddressNotAvailable,
+    /// An IPv6 link-local address, which names no host without an interface.
+    #[error("link-local addresses are not supported: use a global or unique local one")]
+    LinkLocal,
     /// The destination's family or scope cannot be reached from this device.
     #[error("destination cannot be reached from this device")]
     Unreachable,

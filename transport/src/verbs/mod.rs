@@ -27,6 +27,7 @@
 mod attr;
 mod cm;
 mod error;
+mod gsi;
 mod ids;
 mod wr;
 
@@ -38,6 +39,7 @@ use riser_memory::MemSlice;
 pub use attr::*;
 pub use cm::*;
 pub use error::*;
+pub use gsi::make_gsi_ready;
 pub use ids::*;
 pub use wr::*;
 

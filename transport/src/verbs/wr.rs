@@ -240,7 +240,8 @@ pub struct Completion {
     pub status: WcStatus,
     /// What it was.
     pub opcode: WcOpcode,
-    /// The queue pair it was posted to; for a shared receive queue, the one it was used by.
+    /// The queue pair it was posted to; for a shared receive queue, the one it was used by. It may have
+    /// been destroyed since, and then the handle names none.
     pub qp: QpId,
     /// Bytes received or read; includes the 40 bytes of route header on a datagram receive.
     pub byte_len: u32,

@@ -43,4 +43,11 @@ pub use opcode::{
     ExtHeader, MAX_HEADER_LEN, Opcode, OpcodeInfo, Operation, PayloadRule, Position, Service,
 };
 pub use packet::{ExtHeaders, HeaderBuf, Packet, PacketError, ROCE_PORT, emit_headers};
+/// Whether an address is an IPv6 link-local one. It names a host only together with an interface, for
+/// which neither a GID nor [`std::net::IpAddr`] has room, so RoCE here does without such addresses.
+#[must_use]
+pub fn is_link_local(addr: std::net::IpAddr) -> bool {
+    matches!(addr, std::net::IpAddr::V6(v6) if v6.is_unicast_link_local())
+}
+
 pub use peer_ids::{IcrcVerifier, IdPattern, PeerIds};

@@ -67,7 +67,7 @@ fn call(cm: &mut Cm, now: Instant, id: IbCmId, which: u8) {
         4 => cm.send_dreq(now, id, PrivateData::default()),
         5 => cm.send_drep(now, id, PrivateData::default()),
         6 => cm.destroy(now, id),
-        7 => cm.establish(id),
+        7 => cm.establish(now, id),
         8 => cm.send_lap(now, id, CmPath::default(), PrivateData::default()),
         9 => cm.send_apr(id, AprStatus::Success, info, PrivateData::default()),
         10 => cm.send_sidr_rep(
@@ -155,7 +155,7 @@ proptest! {
             cm.handle_timeout(now);
         }
         prop_assert_eq!(cm.id_count(), 0);
-        prop_assert!(cm.by_remote.is_empty() && cm.by_qpn.is_empty() && cm.by_sidr.is_empty());
+        prop_assert!(cm.by_req.is_empty() && cm.claims.is_empty() && cm.by_sidr.is_empty());
         prop_assert!(cm.half_open.is_empty() && cm.timers.is_empty());
     }
 }

@@ -4,6 +4,7 @@ mod hostile;
 mod lossy;
 mod script;
 mod sidr_lap;
+mod strangers;
 
 use std::net::Ipv4Addr;
 use std::time::{Duration, Instant};
@@ -11,10 +12,10 @@ use std::time::{Duration, Instant};
 use super::*;
 use crate::verbs::{Gid, Mtu, PKey};
 use crate::wire::cm_msg::{
-    AdditionalInfo, Bits, CmPath, CmTimeout, Failover, PrivateData, RejOf, RejReason, SidrStatus,
-    TransportType,
+    AdditionalInfo, Bits, CmMessage, CmPath, CmTimeout, Failover, PrivateData, RejOf, RejReason,
+    SidrStatus, TransportType,
 };
-use crate::wire::ids::Psn;
+use crate::wire::ids::{Psn, Qpn};
 use crate::wire::mad::TransactionId;
 
 const SERVICE: ServiceId = ServiceId(0x0106_0cbc);
@@ -152,7 +153,8 @@ impl Pair {
         for cm in [&mut self.a, &mut self.p] {
             assert_eq!(cm.poll_event(), None);
             assert_eq!(cm.poll_timeout(), None);
-            assert!(cm.by_remote.is_empty() && cm.by_qpn.is_empty() && cm.by_sidr.is_empty());
+            assert!(cm.by_req.is_empty() && cm.claims.is_empty() && cm.by_sidr.is_empty());
+            assert!(cm.unconfirmed.is_empty() && cm.proven.is_empty() && cm.finished.is_empty());
             assert!(cm.half_open.is_empty() && cm.listeners.values().all(|l| l.half_open == 0));
         }
     }

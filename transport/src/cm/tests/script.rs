@@ -405,11 +405,11 @@ fn data_before_the_rtu_establishes() {
     let mut pair = Pair::new();
     let ids = pair.rep_rcvd();
     pair.a.send_rtu(ids.a, PrivateData::default()).unwrap();
-    pair.p.establish(ids.p).unwrap();
+    pair.p.establish(pair.now, ids.p).unwrap();
     assert_eq!(pair.p.state(ids.p), CmState::Established);
     assert_eq!(pair.p.poll_timeout(), None);
     assert_eq!(
-        pair.p.establish(ids.p),
+        pair.p.establish(pair.now, ids.p),
         Err(IbCmError::State {
             state: CmState::Established
         })
@@ -549,8 +549,29 @@ fn a_dreq_without_answer_ends_the_connection_all_the_same() {
     );
 }
 
+/// A request of host 1 that names the same things as a connection of its former life, all the way
+/// until it is established; returns the new connection at the passive side.
+fn reconnect(pair: &mut Pair, old: Ids, mad: &Mad, reborn: &mut Cm) -> IbCmId {
+    pair.p.handle_mad(pair.now, addr(1), mad).unwrap();
+    let event = pair.p.poll_event().unwrap();
+    assert!(matches!(event.kind, IbCmEventKind::ReqReceived { .. }));
+    pair.p
+        .send_rep(pair.now, event.id, &rep_params(0x23))
+        .unwrap();
+    // Anybody could have come so far.
+    assert_eq!(pair.p.state(old.p), CmState::Established);
+    let (_, rep) = pair.p.poll_transmit().unwrap();
+    reborn.handle_mad(pair.now, addr(2), &rep).unwrap();
+    let id = reborn.poll_event().unwrap().id;
+    reborn.send_rtu(id, PrivateData::default()).unwrap();
+    let (_, rtu) = reborn.poll_transmit().unwrap();
+    pair.p.handle_mad(pair.now, addr(1), &rtu).unwrap();
+    assert_eq!(pair.p.state(event.id), CmState::Established);
+    event.id
+}
+
 #[test]
-fn a_peer_that_restarted_makes_the_old_connection_stale() {
+fn a_peer_that_restarted_reconnects_at_once_and_the_old_connection_is_stale() {
     let mut pair = Pair::new();
     let ids = pair.established();
     // The peer comes back with new ids but the same queue pair number.
@@ -559,27 +580,12 @@ fn a_peer_that_restarted_makes_the_old_connection_stale() {
         .send_req(pair.now, addr(2), &req_params(1, 2, ACTIVE_QPN))
         .unwrap();
     let (_, req) = reborn.poll_transmit().unwrap();
-    pair.p.handle_mad(pair.now, addr(1), &req).unwrap();
+    reconnect(&mut pair, ids, &req, &mut reborn);
     assert_eq!(
         (pair.p_event(), pair.p.state(ids.p)),
         (IbCmEventKind::StaleConnection, CmState::Timewait)
     );
-    let (_, CmMessage::Rej(rej), mad) = only(&mut pair.p) else {
-        panic!()
-    };
-    assert_eq!(rej.reason, RejReason::StaleConn);
-    reborn.handle_mad(pair.now, addr(2), &mad).unwrap();
-    assert!(matches!(
-        reborn.poll_event().unwrap().kind,
-        IbCmEventKind::RejReceived { .. }
-    ));
-    // Its next try succeeds, even while the old one is in timewait.
-    reborn
-        .send_req(pair.now, addr(2), &req_params(1, 2, ACTIVE_QPN))
-        .unwrap();
-    let (_, req) = reborn.poll_transmit().unwrap();
-    pair.p.handle_mad(pair.now, addr(1), &req).unwrap();
-    assert!(matches!(pair.p_event(), IbCmEventKind::ReqReceived { .. }));
+    assert!(matches!(pair.p_event(), IbCmEventKind::RtuReceived { .. }));
 }
 
 #[test]
@@ -588,37 +594,47 @@ fn the_same_id_from_a_peer_that_restarted_is_stale_too() {
     let ids = pair.established();
     // The same seed: the same communication id, another transaction and queue pair.
     let mut reborn = machine(1, 1);
-    reborn.new_transaction();
     let mut params = req_params(1, 2, 0x99);
     params.starting_psn = Psn::new(1);
     let id = reborn.send_req(pair.now, addr(2), &params).unwrap();
-    let (_, mad) = reborn.poll_transmit().unwrap();
-    let (_, CmMessage::Req(mut req)) = CmMessage::parse(&mad).unwrap() else {
-        panic!()
-    };
-    req.local_comm_id = ids.a.comm_id();
-    let _ = id;
-    pair.p
-        .handle_mad(
-            pair.now,
-            addr(1),
-            &CmMessage::Req(req).emit(TransactionId(5)),
-        )
-        .unwrap();
+    assert_eq!(id, ids.a);
+    let (_, req) = reborn.poll_transmit().unwrap();
+    reconnect(&mut pair, ids, &req, &mut reborn);
     assert_eq!(
         (pair.p_event(), pair.p.state(ids.p)),
         (IbCmEventKind::StaleConnection, CmState::Timewait)
     );
-    // And once it is in timewait, the id is free for a new connection.
-    pair.p.poll_transmit();
-    pair.p
-        .handle_mad(
-            pair.now,
-            addr(1),
-            &CmMessage::Req(req).emit(TransactionId(6)),
-        )
+}
+
+#[test]
+fn data_before_the_rtu_ends_what_the_peer_has_forgotten_as_well() {
+    let mut pair = Pair::new();
+    let ids = pair.established();
+    let mut reborn = machine(1, 77);
+    reborn
+        .send_req(pair.now, addr(2), &req_params(1, 2, ACTIVE_QPN))
         .unwrap();
-    assert!(matches!(pair.p_event(), IbCmEventKind::ReqReceived { .. }));
+    let (_, req) = reborn.poll_transmit().unwrap();
+    pair.p.handle_mad(pair.now, addr(1), &req).unwrap();
+    let id = pair.p.poll_event().unwrap().id;
+    pair.p.send_rep(pair.now, id, &rep_params(0x23)).unwrap();
+    pair.p.establish(pair.now, id).unwrap();
+    assert_eq!(pair.p_event(), IbCmEventKind::StaleConnection);
+    assert_eq!(pair.p.state(ids.p), CmState::Timewait);
+}
+
+#[test]
+fn another_adapter_at_the_same_address_leaves_connections_alone() {
+    let mut pair = Pair::new();
+    let ids = pair.established();
+    let mut other = Cm::new(CmConfig::new(CaGuid(0xbad)), 0, 0, [77; 32]);
+    other
+        .send_req(pair.now, addr(2), &req_params(1, 2, ACTIVE_QPN))
+        .unwrap();
+    let (_, req) = other.poll_transmit().unwrap();
+    reconnect(&mut pair, ids, &req, &mut other);
+    assert!(matches!(pair.p_event(), IbCmEventKind::RtuReceived { .. }));
+    assert_eq!(pair.p.state(ids.p), CmState::Established);
 }
 
 #[test]
@@ -741,7 +757,7 @@ fn limits_hold() {
     // Connected ones count no more.
     for id in [ids[0], fourth] {
         p.send_rep(now, id, &rep_params(1)).unwrap();
-        p.establish(id).unwrap();
+        p.establish(now, id).unwrap();
     }
     p.poll_transmit();
     p.poll_transmit();

@@ -118,9 +118,12 @@ impl Responder {
     pub(super) fn on_duplicate(&mut self, ctx: &Ctx<'_>, pkt: &Packet<'_>) {
         let psn = pkt.bth.psn();
         let mtu = ctx.link.mtu.bytes() as u32;
+        // The newest first: an older one with the same PSN is from an earlier turn of the PSN, and only
+        // READs and atomics push it out.
         let found = self
             .resources
             .iter_mut()
+            .rev()
             .find(|r| psn.is_within(r.first, r.packets));
         match (pkt.op.operation, found) {
             (Operation::Send | Operation::Write, _) => self.count(ctx, pkt),
@@ -140,6 +143,23 @@ impl Responder {
                     is_replay: true,
                 });
             }
+        }
+    }
+
+    /// The connection ends: what needs the owner's memory is dropped, and READs of the peer's with it.
+    /// What has been done stays answered, and a refusal keeps its NAK; otherwise the peer takes what
+    /// was delivered for lost, and does not learn why the connection ended.
+    pub(in crate::rc) fn close(&mut self) {
+        let is_atomic = |r: &Resource| matches!(r.kind, ResourceKind::Atomic { .. });
+        self.resources.retain(is_atomic);
+        let waiting = self.resources.iter().filter(|r| r.pending.is_some());
+        self.waiting = waiting.count();
+        if self.unacked > 0 {
+            self.ack = Some(self.expected.prev());
+            self.unacked = 0;
+        }
+        if !self.has_failed() {
+            self.nak = None;
         }
     }
 

@@ -742,3 +742,75 @@ fn requests_and_responses_take_turns() {
         "packets of one message come in a row: {runs:?}"
     );
 }
+
+/// Resources are forgotten only when newer READs and atomics need their place, so after a turn of the
+/// PSN an old one covers the PSNs of a new one.
+#[test]
+fn a_repeated_atomic_gets_its_own_answer() {
+    let mut rig = Rig::with(&Options {
+        reads: 4,
+        ..DEFAULT
+    });
+    let (addr, key) = (rig.mr.addr, rig.mr.rkey);
+    let number = |rig: &Rig, v: u64| rig.memory.write(0, &v.to_ne_bytes());
+    let original = |p: &[u8]| u64::from_be_bytes(p[16..24].try_into().unwrap());
+    let add = packet(0x14, RQ_PSN, true, &atomic_eth(addr, key, 1, 0), &[]);
+    number(&rig, 5);
+    rig.feed(&add);
+    assert_eq!(original(&rig.sent()[0]), 5);
+    // Everything else is WRITEs of no bytes, for one turn of the PSN.
+    let mut datagram = packet(0x0a, 0, false, &reth(0, RKey(0), 0), &[]);
+    datagram.extend_from_slice(&[0; 4]);
+    for n in 1..1u32 << 24 {
+        datagram[9..12].copy_from_slice(&RQ_PSN.wrapping_add(n).to_be_bytes()[1..]);
+        let parsed = Packet::parse(&datagram).unwrap();
+        let now = rig.now;
+        rig.run(|qp, env| qp.handle_packet(now, &parsed, env));
+    }
+    rig.sent();
+    number(&rig, 1000);
+    rig.feed(&add);
+    assert_eq!(original(&rig.sent()[0]), 1000);
+    // The answer was lost, and the request comes again.
+    rig.feed(&add);
+    assert_eq!(original(&rig.sent()[0]), 1000, "an answer of long ago");
+}
+
+#[test]
+fn a_delivered_send_is_acknowledged_although_the_receiver_closes() {
+    let mut rig = Rig::new();
+    rig.post_recv(1, 64);
+    rig.feed(&packet(0x04, RQ_PSN, true, &[], b"bye!"));
+    assert_eq!(receives(&mut rig).len(), 1);
+    rig.run(RcQp::to_error);
+    assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN)]);
+}
+
+#[test]
+fn a_refusal_is_sent_although_the_owner_closes() {
+    let mut rig = Rig::new();
+    rig.feed(&packet(0x0a, RQ_PSN, true, &reth(0, RKey(77), 4), b"evil"));
+    assert!(!rig.events().is_empty());
+    rig.run(RcQp::to_error);
+    let sent = rig.sent();
+    // NAK, remote access error (IBTA table 46).
+    assert_eq!(
+        (sent.len(), brief(&sent[0]), sent[0][12]),
+        (1, (0x11, RQ_PSN), 0x62)
+    );
+}
+
+/// The memory of a READ is the owner's again; the value of an atomic is the queue pair's.
+#[test]
+fn a_connection_that_closes_answers_atomics_and_no_reads() {
+    let mut rig = Rig::with(&Options {
+        reads: 4,
+        ..DEFAULT
+    });
+    let (addr, key) = (rig.mr.addr, rig.mr.rkey);
+    rig.feed(&packet(0x0c, RQ_PSN, true, &reth(addr, key, 8), &[]));
+    let add = atomic_eth(addr, key, 1, 0);
+    rig.feed(&packet(0x14, RQ_PSN + 1, true, &add, &[]));
+    rig.run(RcQp::to_error);
+    assert_eq!(rig.sent_brief(), [(0x12, RQ_PSN + 1)]);
+}

@@ -30,7 +30,9 @@
 //!
 //! # Bounds
 //! Every table has the limit of its [`NicLimits`]. The queues of events hold one entry for each object
-//! and kind. A peer address has at most [`NicLimits::max_qps_per_peer`] queue pairs.
+//! and kind. A peer address has at most [`NicLimits::max_qps_per_peer`] queue pairs. How a peer numbers
+//! its packets is remembered for [`PORTS_PER_QP`] ports for each of its queue pairs, so no peer makes
+//! another one's be forgotten, and strangers have none.
 //!
 //! Not implemented: unreliable connections, memory windows, multicast, several ports or partitions.
 
@@ -59,9 +61,9 @@ use crate::roce::srq::Srq;
 use crate::roce::table::Table;
 use crate::roce::ud::UdQp;
 use crate::verbs::{
-    AhAttr, AhId, AsyncEvent, CqId, DeviceAttr, PdId, QpAttr, QpId, QpState, QpType, SrqId,
+    AhAttr, AhId, AsyncEvent, CqId, DeviceAttr, Mtu, PdId, QpAttr, QpId, QpState, QpType, SrqId,
 };
-use crate::wire::{IcrcFlow, IcrcVerifier, ROCE_PORT};
+use crate::wire::{HeaderBuf, IcrcFlow, IcrcVerifier, ROCE_PORT};
 
 pub use config::{NicConfig, NicCounters, NicLimits, NicUsage, QpCounters, device_guid};
 use qpn::{QpnAllocator, QpnMap};
@@ -70,8 +72,12 @@ pub(in crate::roce) use tx::emit;
 /// Packets that a queue pair sends before the next one has its turn.
 pub const TURN: usize = 64;
 
-/// Peers whose identification patterns are remembered; beyond that all are learned anew.
-const MAX_VERIFIERS: usize = 4096;
+/// Answers of queue pairs that have ended which wait to be sent; what comes beyond is lost.
+const MAX_LAST_ANSWERS: usize = 1024;
+
+/// Source ports for each connected queue pair of a peer whose identification patterns are remembered.
+/// Linux uses one for a queue pair.
+const PORTS_PER_QP: usize = 4;
 
 #[derive(Debug, Default)]
 struct Pd {
@@ -112,6 +118,8 @@ struct Qp {
     recv_cq: CqId,
     attr: QpAttr,
     peer: Option<Peer>,
+    /// Its connection was accepted, and the peer has not used it yet.
+    awaits_first_packet: bool,
     /// Whether it waits for its turn to send.
     is_queued: bool,
     /// The earliest entry of the timer heap that is meant.
@@ -150,8 +158,13 @@ pub struct Nic {
     cq_events: VecDeque<CqId>,
     /// Queue pairs that may have something to send.
     ready: VecDeque<QpId>,
+    /// Headers of the last answers of queue pairs that have ended, and where they go.
+    last_answers: VecDeque<(Peer, HeaderBuf)>,
     timers: BinaryHeap<Reverse<(Instant, QpId)>>,
-    verifiers: HashMap<SocketAddr, IcrcVerifier>,
+    /// How connected peers number their packets, by address and source port.
+    verifiers: HashMap<(IpAddr, u16), IcrcVerifier>,
+    /// The ports of each peer among them, the oldest first.
+    verified_ports: HashMap<IpAddr, VecDeque<u16>>,
     counters: NicCounters,
     /// What the connections that are gone have counted.
     past: RcCounters,
@@ -201,8 +214,10 @@ impl Nic {
             async_events: VecDeque::new(),
             cq_events: VecDeque::new(),
             ready: VecDeque::new(),
+            last_answers: VecDeque::new(),
             timers: BinaryHeap::new(),
             verifiers: HashMap::new(),
+            verified_ports: HashMap::new(),
             counters: NicCounters::default(),
             past: RcCounters::default(),
             out: Vec::with_capacity(256),
@@ -216,6 +231,12 @@ impl Nic {
     #[must_use]
     pub fn config(&self) -> &NicConfig {
         &self.config
+    }
+
+    /// Changes the largest path MTU of new connections. Those that exist keep theirs, which a queue
+    /// pair cannot change while it is connected (IBTA 11.2.5.2).
+    pub fn set_mtu(&mut self, mtu: Mtu) {
+        self.config.mtu = mtu;
     }
 
     /// Its address and the port of RoCEv2.

@@ -88,6 +88,7 @@ impl Nic {
             recv_cq: init.recv_cq,
             attr: QpAttr::default(),
             peer: None,
+            awaits_first_packet: false,
             is_queued: false,
             armed: None,
             counters: QpCounters::default(),
@@ -190,6 +191,9 @@ impl Nic {
             *self.peers.entry(peer.addr.ip()).or_default() += 1;
             self.qps.get_mut(id)?.peer = Some(peer);
         }
+        if matches!(to, QpState::Error | QpState::Reset) {
+            self.keep_last_answers(id);
+        }
         if to == QpState::Reset {
             self.leave_peer(id);
         }
@@ -263,6 +267,7 @@ impl Nic {
             *n -= 1;
             if *n == 0 {
                 self.peers.remove(&ip);
+                self.forget_peer(ip);
             }
         }
     }
@@ -321,6 +326,7 @@ impl Nic {
 
     pub fn destroy_qp(&mut self, id: QpId) -> Result<(), VerbsError> {
         self.qps.get(id)?;
+        self.keep_last_answers(id);
         self.leave_peer(id);
         let qp = self.qps.remove(id)?;
         if let Machine::Rc(rc) = &qp.machine {

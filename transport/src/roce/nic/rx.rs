@@ -1,47 +1,73 @@
 //! What comes in: every packet is checked and handed to its queue pair.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::time::Instant;
 
 use super::qp::with_env;
-use super::{MAX_VERIFIERS, Machine, Nic};
+use super::{Machine, Nic, PORTS_PER_QP};
 use crate::rc::{Env, RcEvent};
-use crate::verbs::{AsyncEvent, CqId, PKey, QpId};
-use crate::wire::{GSI_QKEY, IcrcError, IcrcFlow, IcrcVerifier, Packet, Qpn, Service};
+use crate::verbs::{CqId, PKey, QpId};
+use crate::wire::cm_msg::MAD_CLASS_OFFSET;
+use crate::wire::mad::{Mad, MadClass};
+use crate::wire::{
+    GSI_QKEY, IcrcError, IcrcFlow, IcrcVerifier, Packet, Qpn, Service, is_link_local,
+};
 
 /// Identifications that segmented sends produce.
 const SEGMENT_IDS: u16 = 128;
-/// Offset of the management class in a MAD.
-const MAD_CLASS: usize = 1;
-/// Communication management.
-const CLASS_CM: u8 = 0x07;
 
 impl Nic {
     /// Takes in a datagram, or a train of them: `bytes` are packets of `segment` bytes, the last of
     /// which may be shorter.
     pub fn handle_datagram(&mut self, now: Instant, src: SocketAddr, segment: usize, bytes: &[u8]) {
         self.set_now(now);
-        let known = self.verifiers.get(&src).copied();
+        // Nothing can be sent to an address whose interface is not known.
+        if is_link_local(src.ip()) {
+            self.counters.rx_wrong_source += 1;
+            return;
+        }
+        let key = (src.ip(), src.port());
+        let known = self.verifiers.get(&key).copied();
         let Some(mut verifier) =
             known.or_else(|| IcrcFlow::new(src, self.local).map(IcrcVerifier::new))
         else {
             self.counters.rx_malformed += 1;
             return;
         };
-        let mut is_genuine = known.is_some();
+        let mut is_peer = known.is_some();
         for packet in bytes.chunks(segment.max(1)) {
-            is_genuine |= self.handle_packet(src, packet, &mut verifier);
+            is_peer |= self.handle_packet(src, packet, &mut verifier);
         }
-        // Only who sent something sound is remembered, so that noise does not fill the table.
-        if is_genuine {
-            if known.is_none() && self.verifiers.len() >= MAX_VERIFIERS {
-                self.verifiers.clear();
-            }
-            self.verifiers.insert(src, verifier);
+        // Only peers are remembered, so that neither noise nor strangers fill the table.
+        if is_peer {
+            self.remember(key, verifier);
         }
     }
 
-    /// Takes in one packet; answers whether it was genuine.
+    /// Remembers how a peer numbers its packets. One that uses more ports than it should forgets its
+    /// own oldest one.
+    fn remember(&mut self, key: (IpAddr, u16), verifier: IcrcVerifier) {
+        if self.verifiers.insert(key, verifier).is_some() {
+            return;
+        }
+        let (ip, port) = key;
+        let qps = self.peers.get(&ip).copied().unwrap_or(0);
+        let ports = self.verified_ports.entry(ip).or_default();
+        ports.push_back(port);
+        while ports.len() > qps as usize * PORTS_PER_QP {
+            let oldest = ports.pop_front().expect("more than none");
+            self.verifiers.remove(&(ip, oldest));
+        }
+    }
+
+    /// The last queue pair of a peer is gone.
+    pub(super) fn forget_peer(&mut self, ip: IpAddr) {
+        for port in self.verified_ports.remove(&ip).into_iter().flatten() {
+            self.verifiers.remove(&(ip, port));
+        }
+    }
+
+    /// Takes in one packet; returns whether it came from the peer of a connected queue pair.
     fn handle_packet(
         &mut self,
         src: SocketAddr,
@@ -61,7 +87,10 @@ impl Nic {
         }
         let qpn = packet.bth.dest_qpn();
         if qpn == Qpn::GSI {
-            return self.verify(bytes, verifier) && self.handle_gsi(src, &packet);
+            if self.verify(bytes, verifier) {
+                self.handle_gsi(src, &packet);
+            }
+            return false;
         }
         let Some(&id) = self.by_qpn.get(&qpn.value()) else {
             self.counters.rx_unknown_qp += 1;
@@ -75,15 +104,23 @@ impl Nic {
             return false;
         };
         with_env!(self, qp, env);
-        match &mut qp.machine {
-            Machine::Rc(rc) => rc.handle_packet(now, &packet, &mut env),
+        let (is_peer, is_up) = match &mut qp.machine {
+            Machine::Rc(rc) => {
+                rc.handle_packet(now, &packet, &mut env);
+                (true, qp.awaits_first_packet && rc.has_received())
+            }
             Machine::Ud(ud) => {
                 let dst = self.local.ip();
                 ud.handle_packet(&packet, src.ip(), dst, env.mrs, env.rq, env.out);
+                (false, false)
             }
-        }
+        };
+        qp.awaits_first_packet &= !is_up;
         self.settle(id);
-        true
+        if is_up {
+            self.on_first_packet(id);
+        }
+        is_peer
     }
 
     /// Whether a queue pair is of the packet's kind, and, if it has a peer, has this one.
@@ -122,21 +159,23 @@ impl Nic {
 
     /// A datagram for queue pair 1: connection management is the device's own business, everything
     /// else goes to the user's queue pair.
-    fn handle_gsi(&mut self, src: SocketAddr, packet: &Packet<'_>) -> bool {
-        let is_mad = packet.op.service == Service::Ud
-            && packet.payload.len() == crate::wire::mad::MAD_LEN
+    fn handle_gsi(&mut self, src: SocketAddr, packet: &Packet<'_>) {
+        let is_datagram = packet.op.service == Service::Ud
             && packet.ext.deth.is_some_and(|d| d.qkey() == GSI_QKEY);
-        if !is_mad {
+        let mad = <&Mad>::try_from(packet.payload).ok();
+        let Some(mad) = mad.filter(|_| is_datagram) else {
             self.counters.rx_malformed += 1;
-            return false;
-        }
-        if packet.payload[MAD_CLASS] == CLASS_CM {
-            self.handle_cm_mad(src, packet.payload);
-            return true;
+            return;
+        };
+        if mad[MAD_CLASS_OFFSET] == MadClass::ComMgt as u8 {
+            if !self.handle_cm_mad(src.ip(), mad) {
+                self.counters.rx_dropped_mads += 1;
+            }
+            return;
         }
         let Some(id) = self.gsi else {
             self.counters.rx_dropped_mads += 1;
-            return true;
+            return;
         };
         let dst = self.local.ip();
         if let Ok(qp) = self.qps.get_mut(id)
@@ -145,7 +184,6 @@ impl Nic {
             ud.handle_packet(packet, src.ip(), dst, &self.mrs, &mut qp.rq, &mut self.out);
         }
         self.settle(id);
-        true
     }
 
     /// After a queue pair did something: hands on what it told, and sees to its turn and its timer.
@@ -168,7 +206,7 @@ impl Nic {
                     RcEvent::Send(c) => (send_cq, c),
                     RcEvent::Recv(c) => (recv_cq, c),
                     RcEvent::Async(e) => {
-                        self.on_async(e);
+                        self.raise(e);
                         continue;
                     }
                 };
@@ -196,10 +234,10 @@ impl Nic {
         }
     }
 
-    fn on_async(&mut self, event: AsyncEvent) {
-        if let AsyncEvent::CommEstablished(qp) = event {
-            self.on_comm_established(qp);
+    /// Has the connection manager notified when the peer's first packet arrives.
+    pub(in crate::roce) fn await_first_packet(&mut self, id: QpId) {
+        if let Ok(qp) = self.qps.get_mut(id) {
+            qp.awaits_first_packet = true;
         }
-        self.raise(event);
     }
 }

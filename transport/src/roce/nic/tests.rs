@@ -7,10 +7,10 @@ use proptest::prelude::*;
 use riser_memory::Memory;
 
 use super::*;
-use crate::roce::batch::TxBatch;
+use crate::roce::batch::{Offered, SendOutcome, TxBatch};
 use crate::verbs::{
-    Access, AhAttr, Gid, Mtu, PortSpace, QKey, QpAttr, QpCap, QpInitAttr, QpState, QpType, RecvWr,
-    SendOp, SendWr, SrqAttr, VerbsError, WrId,
+    Access, AhAttr, Gid, Mtu, PortSpace, QKey, QpAttr, QpCap, QpInitAttr, QpState, QpType, RKey,
+    RecvWr, RemoteAddr, SendOp, SendWr, Sge, SrqAttr, UdDest, VerbsError, WrId,
 };
 use crate::wire::{
     Aeth, AethSyndrome, AtomicEth, Bth, Deth, ExtHeaders, GSI_QKEY, Ieth, ImmDt, Msn, OpcodeInfo,
@@ -57,6 +57,10 @@ fn to(state: QpState) -> QpAttr {
 
 /// A connected queue pair in RTS with the peer, expecting PSN 100 and sending from 200 on.
 fn connected(nic: &mut Nic) -> QpId {
+    connected_to(nic, peer().ip())
+}
+
+fn connected_to(nic: &mut Nic, peer: IpAddr) -> QpId {
     let init = init(nic, QpType::Rc);
     let qp = nic.create_qp(&init).unwrap();
     let steps = [
@@ -68,7 +72,7 @@ fn connected(nic: &mut Nic) -> QpId {
         },
         QpAttr {
             ah: Some(AhAttr {
-                dgid: Gid::from(peer().ip()),
+                dgid: Gid::from(peer),
                 sgid_index: 0,
                 hop_limit: 64,
                 traffic_class: 0,
@@ -114,6 +118,10 @@ fn receive(nic: &mut Nic, src: SocketAddr, bytes: &[u8]) {
 }
 
 fn write_only(nic: &Nic, qpn: u32, psn: u32) -> Vec<u8> {
+    write_from(nic, peer(), qpn, psn)
+}
+
+fn write_from(nic: &Nic, src: SocketAddr, qpn: u32, psn: u32) -> Vec<u8> {
     let bth = Bth::new(
         crate::wire::Opcode::RcWriteOnly,
         Qpn::new(qpn),
@@ -124,7 +132,7 @@ fn write_only(nic: &Nic, qpn: u32, psn: u32) -> Vec<u8> {
         reth: Some(Reth::new(0, 0, 0)),
         ..ExtHeaders::default()
     };
-    sealed(nic, peer(), &bth, &ext, &[])
+    sealed(nic, src, &bth, &ext, &[])
 }
 
 #[test]
@@ -431,4 +439,353 @@ proptest! {
         prop_assert_eq!(nic.qp_counters(qp).unwrap().rc.rx_packets, 0);
         prop_assert_eq!(nic.query_qp(qp).unwrap().state, Some(QpState::Rts));
     }
+}
+
+/// A REQ for port 4000 from a peer's own machine, with these first bytes of private data.
+fn req_mad(data: [u8; 92]) -> [u8; 256] {
+    use crate::cm::{Cm, CmConfig, ReqParams};
+    use crate::wire::cm_msg::{Bits, CaGuid, CmPath, CmTimeout, PrivateData, ServiceId};
+    let own = IpAddr::from([10, 0, 0, 1]);
+    let mut cm = Cm::new(CmConfig::new(CaGuid(9)), 0, 0, [3; 32]);
+    let params = ReqParams {
+        service_id: ServiceId(0x0106_0000 | 4000),
+        local_qpn: Qpn::new(0x99),
+        starting_psn: Psn::new(300),
+        primary: CmPath::roce(Gid::from(peer().ip()), Gid::from(own), CmTimeout::new(16)),
+        alternate: CmPath::default(),
+        path_mtu: Mtu::Mtu1024,
+        pkey: crate::verbs::PKey::DEFAULT,
+        responder_resources: 1,
+        initiator_depth: 1,
+        flow_control: true,
+        srq: false,
+        retry_count: Bits::truncate(7),
+        rnr_retry_count: Bits::truncate(7),
+        remote_cm_timeout: CmTimeout::new(31),
+        local_cm_timeout: CmTimeout::new(17),
+        max_cm_retries: Bits::truncate(15),
+        private_data: PrivateData(data),
+    };
+    cm.send_req(Instant::now(), own, &params).unwrap();
+    cm.poll_transmit().unwrap().1
+}
+
+fn gsi(nic: &Nic, mad: &[u8]) -> Vec<u8> {
+    let bth = Bth::new(crate::wire::Opcode::UdSendOnly, Qpn::GSI, Psn::new(0));
+    let ext = ExtHeaders {
+        deth: Some(Deth::new(GSI_QKEY, Qpn::GSI)),
+        ..ExtHeaders::default()
+    };
+    sealed(nic, peer(), &bth, &ext, mad)
+}
+
+/// A device that listens on port 4000.
+fn listening() -> Nic {
+    let mut nic = nic();
+    let id = nic.create_id(PortSpace::Tcp).unwrap();
+    nic.bind_addr(id, "10.0.0.1:4000".parse().unwrap()).unwrap();
+    nic.listen(id, 256).unwrap();
+    nic
+}
+
+/// Private data that begin with an address header of IPv4.
+fn with_addresses() -> [u8; 92] {
+    let mut data = [0; 92];
+    data[1] = 0x40;
+    data
+}
+
+#[test]
+fn the_first_packet_establishes_a_connection_whose_rtu_was_lost() {
+    let mut nic = listening();
+    let req = gsi(&nic, &req_mad(with_addresses()));
+    receive(&mut nic, peer(), &req);
+    let request = nic.poll_cm_event().expect("a request");
+    let attr = init(&mut nic, QpType::Rc);
+    let qp = nic.create_cm_qp(request.id, &attr).unwrap();
+    nic.accept(request.id, &crate::verbs::ConnParam::default())
+        .unwrap();
+    let rq_psn = nic.query_qp(qp).unwrap().rq_psn.unwrap();
+    let qpn = nic.qp_num(qp).unwrap();
+    // One that does not begin the agreed sequence may be anybody's.
+    let stray = write_only(&nic, qpn, rq_psn.wrapping_add(5) & 0x00ff_ffff);
+    receive(&mut nic, peer(), &stray);
+    assert_eq!(nic.poll_cm_event(), None);
+    let write = write_only(&nic, qpn, rq_psn);
+    receive(&mut nic, peer(), &write);
+    let event = nic.poll_cm_event().map(|event| event.kind);
+    assert!(
+        matches!(event, Some(crate::verbs::CmEventKind::Established { .. })),
+        "{event:?}"
+    );
+    assert_eq!(nic.poll_async_event(), None);
+}
+
+#[test]
+fn strangers_messages_take_turns_with_data() {
+    let mut nic = listening();
+    let template = req_mad(with_addresses());
+    let mut number = 0u32;
+    let mut request = |nic: &Nic| {
+        number += 1;
+        let mut mad = template;
+        mad[8..16].copy_from_slice(&u64::from(number).to_be_bytes());
+        mad[24..28].copy_from_slice(&(0x1000_0000 + number).to_be_bytes());
+        mad[56..59].copy_from_slice(&(0x10_0000 + number).to_be_bytes()[1..]);
+        gsi(nic, &mad)
+    };
+    let first = request(&nic);
+    receive(&mut nic, peer(), &first);
+    let id = nic.poll_cm_event().expect("a request").id;
+    for _ in 0..1000 {
+        let bytes = request(&nic);
+        receive(&mut nic, peer(), &bytes);
+    }
+    assert_eq!(nic.cm_counters().received, 16);
+    assert_eq!(nic.counters().rx_dropped_mads, 1001 - 16 - 512);
+    // The others have their turn in the next rounds.
+    for round in 1..=3 {
+        assert_eq!(nic.deadline(), Some(nic.now()));
+        assert_eq!(nic.timer_deadline(), Some(nic.now()));
+        nic.handle_timeouts(nic.now());
+        assert_eq!(nic.cm_counters().received, 16 * (1 + round));
+    }
+    // Who knows a connection need not wait.
+    let attr = init(&mut nic, QpType::Rc);
+    nic.create_cm_qp(id, &attr).unwrap();
+    nic.accept(id, &crate::verbs::ConnParam::default()).unwrap();
+    let mut batch = TxBatch::new(1);
+    let now = nic.now();
+    nic.poll_transmit(now, &mut batch, 1 << 20);
+    let groups = batch.groups().iter();
+    let sent: Vec<_> = groups.flat_map(|g| batch.copy_packets(g)).collect();
+    let rep = sent.iter().find(|p| p[37] == 0x13).expect("a REP");
+    let mut rtu = [0; 256];
+    rtu[..4].copy_from_slice(&[1, 7, 2, 3]);
+    rtu[17] = 0x14;
+    rtu[24..28].copy_from_slice(&rep[48..52]);
+    rtu[28..32].copy_from_slice(&rep[44..48]);
+    let bytes = gsi(&nic, &rtu);
+    receive(&mut nic, peer(), &bytes);
+    let is_up = std::iter::from_fn(|| nic.poll_cm_event())
+        .any(|e| matches!(e.kind, crate::verbs::CmEventKind::Established { .. }));
+    assert!(is_up);
+}
+
+/// Finds the socket full.
+fn block(nic: &Nic, batch: &mut TxBatch) {
+    let outcome = batch.drain(nic.now(), |_, _| Offered::Full);
+    assert_eq!(outcome, SendOutcome::Blocked);
+}
+
+/// The packets of `batch` as the socket takes them at last.
+fn sent_late(nic: &Nic, batch: &mut TxBatch) -> Vec<Vec<u8>> {
+    let mut packets = Vec::new();
+    batch.drain(nic.now(), |batch, groups| {
+        packets.extend(batch.copy_packets(&groups[0]));
+        Offered::Taken(1)
+    });
+    packets
+}
+
+fn holds(packet: &[u8], byte: u8) -> bool {
+    packet.windows(16).any(|w| w == [byte; 16])
+}
+
+/// A peer can acknowledge a packet that the socket has not taken yet. The request completes, and its
+/// owner uses the buffer for somebody else.
+#[test]
+fn a_request_that_is_complete_does_not_change_in_a_batch() {
+    let mut nic = nic();
+    let qp = connected(&mut nic);
+    let attr = nic.qps.get(qp).unwrap();
+    let (pd, cq) = (attr.pd, attr.send_cq);
+    let qpn = nic.qp_num(qp).unwrap();
+    let memory = Memory::new(4096).unwrap();
+    memory.fill(0, 1024, b'A');
+    let mr = nic
+        .reg_mr(pd, &memory.whole(), Access::LOCAL_WRITE)
+        .unwrap();
+    let sges = [Sge {
+        addr: mr.addr,
+        length: 1024,
+        lkey: mr.lkey,
+    }];
+    let to = RemoteAddr {
+        addr: 0,
+        rkey: RKey(1),
+    };
+    nic.post_send(qp, &[SendWr::new(1, SendOp::Write(to), &sges)])
+        .unwrap();
+    let mut batch = TxBatch::new(64);
+    let now = nic.now();
+    assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 18), 1);
+    let bth = Bth::new(
+        crate::wire::Opcode::RcAcknowledge,
+        Qpn::new(qpn),
+        Psn::new(200),
+    );
+    let ext = ExtHeaders {
+        aeth: Some(Aeth::new(AethSyndrome::from_wire(0x1f), Msn::new(1))),
+        ..ExtHeaders::default()
+    };
+    let ack = sealed(&nic, peer(), &bth, &ext, &[]);
+    block(&nic, &mut batch);
+    receive(&mut nic, peer(), &ack);
+    let mut out = Vec::new();
+    nic.poll_cq(cq, 9, &mut out).unwrap();
+    assert!(matches!(&out[..], [c] if c.status.is_ok()));
+    memory.fill(0, 1024, b'S');
+    let packets = sent_late(&nic, &mut batch);
+    assert!(holds(&packets[0], b'A') && !holds(&packets[0], b'S'));
+}
+
+/// A queue pair that ends gives its buffers back, and so does a region that is deregistered.
+#[test]
+fn what_a_peer_reads_does_not_change_in_a_batch() {
+    let mut nic = nic();
+    let qp = connected(&mut nic);
+    let pd = nic.qps.get(qp).unwrap().pd;
+    let qpn = nic.qp_num(qp).unwrap();
+    let memory = Memory::new(4096).unwrap();
+    memory.fill(0, 1024, b'A');
+    let mr = nic
+        .reg_mr(pd, &memory.whole(), Access::REMOTE_READ)
+        .unwrap();
+    let bth = Bth::new(
+        crate::wire::Opcode::RcReadRequest,
+        Qpn::new(qpn),
+        Psn::new(100),
+    );
+    let ext = ExtHeaders {
+        reth: Some(Reth::new(mr.addr, mr.rkey.0, 1024)),
+        ..ExtHeaders::default()
+    };
+    let read = sealed(&nic, peer(), &bth, &ext, &[]);
+    receive(&mut nic, peer(), &read);
+    let mut batch = TxBatch::new(64);
+    let now = nic.now();
+    assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 18), 1);
+    block(&nic, &mut batch);
+    nic.destroy_qp(qp).unwrap();
+    nic.dereg_mr(mr.id).unwrap();
+    memory.fill(0, 1024, b'S');
+    let packets = sent_late(&nic, &mut batch);
+    assert!(holds(&packets[0], b'A') && !holds(&packets[0], b'S'));
+}
+
+/// A datagram completes before it is sent.
+#[test]
+fn a_datagram_that_is_complete_does_not_change_in_a_batch() {
+    let mut nic = nic();
+    let attr = init(&mut nic, QpType::Ud);
+    let qp = nic.create_qp(&attr).unwrap();
+    let steps = [
+        QpAttr {
+            pkey_index: Some(0),
+            port: Some(1),
+            qkey: Some(QKey(0x11)),
+            ..to(QpState::Init)
+        },
+        to(QpState::Rtr),
+        QpAttr {
+            sq_psn: Some(0),
+            ..to(QpState::Rts)
+        },
+    ];
+    for step in steps {
+        nic.modify_qp(qp, &step).unwrap();
+    }
+    let memory = Memory::new(4096).unwrap();
+    memory.fill(0, 64, b'A');
+    let mr = nic
+        .reg_mr(attr.pd, &memory.whole(), Access::LOCAL_WRITE)
+        .unwrap();
+    let ah = AhAttr {
+        dgid: Gid::from(peer().ip()),
+        sgid_index: 0,
+        hop_limit: 64,
+        traffic_class: 0,
+        port: 1,
+    };
+    let ah = nic.create_ah(attr.pd, ah).unwrap();
+    let sges = [Sge {
+        addr: mr.addr,
+        length: 64,
+        lkey: mr.lkey,
+    }];
+    let wr = SendWr {
+        ud: Some(UdDest {
+            ah,
+            qpn: 9,
+            qkey: QKey(0x11),
+        }),
+        ..SendWr::new(1, SendOp::Send, &sges)
+    };
+    nic.post_send(qp, &[wr]).unwrap();
+    let mut batch = TxBatch::new(64);
+    let now = nic.now();
+    nic.poll_transmit(now, &mut batch, 1 << 18);
+    assert_eq!(nic.peek_cq(attr.send_cq, 9).unwrap(), 1);
+    block(&nic, &mut batch);
+    memory.fill(0, 64, b'S');
+    let packets = sent_late(&nic, &mut batch);
+    assert!(holds(&packets[0], b'A') && !holds(&packets[0], b'S'));
+}
+
+#[test]
+fn the_ports_of_one_host_do_not_make_the_numbering_of_others_be_forgotten() {
+    let mut nic = nic();
+    let qp = connected(&mut nic);
+    let qpn = nic.qp_num(qp).unwrap();
+    for psn in 100..164 {
+        let write = write_only(&nic, qpn, psn);
+        receive(&mut nic, peer(), &write);
+    }
+    let key = (peer().ip(), peer().port());
+    let learned = nic.verifiers[&key].pattern();
+    assert_eq!(learned, crate::wire::IdPattern::Segments);
+    // A stranger with sound messages, and a peer with a connection of its own.
+    let hostile: IpAddr = [10, 0, 0, 3].into();
+    let own = connected_to(&mut nic, hostile);
+    let own_qpn = nic.qp_num(own).unwrap();
+    for port in 1000..6000 {
+        let mad = [0; 256];
+        let bth = Bth::new(crate::wire::Opcode::UdSendOnly, Qpn::GSI, Psn::new(0));
+        let ext = ExtHeaders {
+            deth: Some(Deth::new(GSI_QKEY, Qpn::GSI)),
+            ..ExtHeaders::default()
+        };
+        let stranger = SocketAddr::new([10, 0, 0, 4].into(), port);
+        let bytes = sealed(&nic, stranger, &bth, &ext, &mad);
+        receive(&mut nic, stranger, &bytes);
+        let src = SocketAddr::new(hostile, port);
+        let bytes = write_from(&nic, src, own_qpn, 100);
+        receive(&mut nic, src, &bytes);
+    }
+    assert_eq!(nic.verifiers[&key].pattern(), learned);
+    assert_eq!(nic.verifiers.len(), 1 + PORTS_PER_QP);
+    nic.destroy_qp(own).unwrap();
+    assert_eq!(nic.verifiers.len(), 1);
+    assert_eq!(nic.verified_ports.len(), 1);
+}
+
+#[test]
+fn link_local_addresses_are_refused_with_a_reason() {
+    let own: IpAddr = "fd00::1".parse().unwrap();
+    let mut nic = Nic::new(NicConfig::new(own, [7; 32]), Instant::now());
+    let id = nic.create_id(PortSpace::Tcp).unwrap();
+    let peer: SocketAddr = "[fe80::2]:4791".parse().unwrap();
+    nic.resolve_addr(id, None, peer, Duration::ZERO).unwrap();
+    let event = nic.poll_cm_event().unwrap().kind;
+    let refused = crate::verbs::CmError::LinkLocal;
+    assert_eq!(event, crate::verbs::CmEventKind::AddrError(refused));
+    let bth = Bth::new(crate::wire::Opcode::UdSendOnly, Qpn::GSI, Psn::new(0));
+    let ext = ExtHeaders {
+        deth: Some(Deth::new(GSI_QKEY, Qpn::GSI)),
+        ..ExtHeaders::default()
+    };
+    let bytes = sealed(&nic, peer, &bth, &ext, &[0; 256]);
+    receive(&mut nic, peer, &bytes);
+    assert_eq!(nic.counters().rx_wrong_source, 1);
 }

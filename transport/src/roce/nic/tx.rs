@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::time::Instant;
 
 use super::qp::with_env;
-use super::{Machine, Nic, TURN};
+use super::{MAX_LAST_ANSWERS, Machine, Nic, TURN};
 use crate::rc::{Env, TxPacket};
 use crate::roce::batch::TxBatch;
 use crate::roce::gather::update_icrc;
@@ -18,6 +18,12 @@ impl Nic {
     pub fn poll_transmit(&mut self, now: Instant, batch: &mut TxBatch, budget: usize) -> usize {
         self.set_now(now);
         let before = (batch.packets(), batch.total_bytes());
+        // Before the message of the CM that ends the connection: the peer would not take them after it.
+        while let Some((peer, headers)) = self.last_answers.pop_front() {
+            self.tx.clear();
+            self.tx.headers = headers;
+            emit(batch, &peer.flow, peer.addr, &mut self.tx);
+        }
         self.transmit_mads(batch);
         while batch.total_bytes() < budget {
             let Some(id) = self.ready.pop_front() else {
@@ -81,6 +87,26 @@ impl Nic {
         true
     }
 
+    /// A queue pair ends: keeps what it still has to answer. An adapter would have answered at once;
+    /// here the owner may close a connection, or destroy its queue pair, in the round in which a packet
+    /// came in.
+    pub(super) fn keep_last_answers(&mut self, id: QpId) {
+        let now = self.now;
+        let Ok(qp) = self.qps.get_mut(id) else {
+            return;
+        };
+        let peer = qp.peer;
+        with_env!(self, qp, env);
+        let (Machine::Rc(rc), Some(peer)) = (&mut qp.machine, peer) else {
+            return;
+        };
+        while self.last_answers.len() < MAX_LAST_ANSWERS
+            && rc.poll_last_answer(now, &mut env, &mut self.tx)
+        {
+            self.last_answers.push_back((peer, self.tx.headers.clone()));
+        }
+    }
+
     /// Gives a queue pair a turn, and arms its timer.
     pub(super) fn schedule(&mut self, id: QpId) {
         let Ok(qp) = self.qps.get_mut(id) else {
@@ -113,7 +139,7 @@ impl Nic {
     /// Fires the timers that are due. Answers how many.
     pub fn handle_timeouts(&mut self, now: Instant) -> usize {
         self.set_now(now);
-        let mut fired = self.handle_cm_timeouts();
+        let mut fired = self.handle_waiting_mads() + self.handle_cm_timeouts();
         while let Some(&Reverse((at, id))) = self.timers.peek() {
             if at > now {
                 break;
@@ -144,7 +170,7 @@ impl Nic {
     /// When something is to be done though nothing comes in; the present if something is ready now.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
-        if !self.ready.is_empty() || self.has_mads() {
+        if self.has_output() {
             return Some(self.now);
         }
         self.timer_deadline()
@@ -160,7 +186,7 @@ impl Nic {
     /// Whether [`Nic::poll_transmit`] may have something now.
     #[must_use]
     pub fn has_output(&self) -> bool {
-        !self.ready.is_empty() || self.has_mads()
+        !self.ready.is_empty() || self.has_mads() || !self.last_answers.is_empty()
     }
 }
 

@@ -14,6 +14,7 @@ use crate::verbs::{
 };
 use crate::wire::cm_msg::ServiceId;
 use crate::wire::cma::RdmaPortSpace;
+use crate::wire::is_link_local;
 
 impl From<IbCmError> for CmError {
     fn from(e: IbCmError) -> Self {
@@ -125,7 +126,9 @@ impl Nic {
         }
         let is_bound = entry.local.is_some();
         let dst = SocketAddr::new(dst.ip().to_canonical(), dst.port());
-        let outcome = if dst.ip().is_ipv4() != own.is_ipv4()
+        let outcome = if is_link_local(dst.ip()) {
+            Err(CmError::LinkLocal)
+        } else if dst.ip().is_ipv4() != own.is_ipv4()
             || dst.ip().is_unspecified()
             || dst.ip().is_multicast()
         {

@@ -158,6 +158,7 @@ impl Nic {
         };
         let now = self.now();
         self.cm.cm.send_rep(now, ib, &params)?;
+        self.await_first_packet(qp);
         let entry = self.cm_id(id, "accept")?;
         entry.request = None;
         entry.state = IdState::Accepting;
@@ -246,7 +247,8 @@ impl Nic {
         let (IdState::Accepting, Some(ib)) = (entry.state, entry.ib) else {
             return Err(CmError::InvalidState("notify_established"));
         };
-        self.cm.cm.establish(ib)?;
+        let now = self.now();
+        self.cm.cm.establish(now, ib)?;
         self.on_established(id, ConnParam::default());
         self.pump_cm();
         Ok(())

@@ -3,7 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::time::Instant;
 
-use super::{Id, IdState};
+use super::{Id, IdState, MADS_PER_ROUND, MAX_WAITING_MADS};
 use crate::cm::{IbCmEvent, IbCmEventKind, IbCmId, QpPeer, SidrRepParams};
 use crate::rc::TxPacket;
 use crate::roce::batch::TxBatch;
@@ -13,7 +13,7 @@ use crate::verbs::{
 };
 use crate::wire::cm_msg::{AdditionalInfo, PrivateData, RejReason, ReqMsg, SidrStatus};
 use crate::wire::cma::CmaHeader;
-use crate::wire::mad::MAD_LEN;
+use crate::wire::mad::{MAD_LEN, Mad};
 use crate::wire::{
     Bth, Deth, ExtHeaders, GSI_QKEY, IcrcFlow, Opcode, Qpn, ROCE_PORT, emit_headers,
 };
@@ -23,17 +23,47 @@ impl Nic {
         self.cm.events.push_back(CmEvent { id, kind });
     }
 
-    /// Takes in a CM MAD from `src`.
-    pub(in crate::roce) fn handle_cm_mad(&mut self, src: SocketAddr, mad: &[u8]) {
+    /// Takes in a CM MAD from `from`, now or in a later round; false if it is lost.
+    pub(in crate::roce) fn handle_cm_mad(&mut self, from: IpAddr, mad: &Mad) -> bool {
+        if self.cm.takes_now(from, mad) {
+            self.take_mad(from, mad);
+            return true;
+        }
+        let fits = self.cm.waiting.len() < MAX_WAITING_MADS;
+        if fits {
+            self.cm.waiting.push_back((from, *mad));
+        }
+        fits
+    }
+
+    fn take_mad(&mut self, from: IpAddr, mad: &Mad) {
         let now = self.now();
-        if let Err(e) = self.cm.cm.handle_mad(now, src.ip(), mad) {
-            tracing::debug!(%src, %e, "a CM message that is none");
+        if let Err(e) = self.cm.cm.handle_mad(now, from, mad) {
+            tracing::debug!(%from, %e, "a CM message that is none");
         }
         self.pump_cm();
     }
 
+    /// Begins another round for the messages of strangers, with those that wait; answers how many
+    /// those were.
+    pub(in crate::roce) fn handle_waiting_mads(&mut self) -> usize {
+        self.cm.turns = MADS_PER_ROUND;
+        let mut taken = 0;
+        while self.cm.turns > 0
+            && let Some((from, mad)) = self.cm.waiting.pop_front()
+        {
+            self.cm.turns -= 1;
+            self.take_mad(from, &mad);
+            taken += 1;
+        }
+        taken
+    }
+
     /// When the CM has something to do.
     pub(in crate::roce) fn cm_deadline(&self) -> Option<Instant> {
+        if !self.cm.waiting.is_empty() {
+            return Some(self.now());
+        }
         self.cm.cm.poll_timeout()
     }
 
@@ -81,7 +111,7 @@ impl Nic {
     }
 
     /// The first packet of a connection has arrived; its RTU may not have.
-    pub(in crate::roce) fn on_comm_established(&mut self, qp: QpId) {
+    pub(in crate::roce) fn on_first_packet(&mut self, qp: QpId) {
         if let Some(&id) = self.cm.by_qp.get(&qp) {
             // Only a connection that waits for its RTU has something to learn.
             let _ = self.notify_established(id);

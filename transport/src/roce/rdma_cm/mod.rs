@@ -26,6 +26,11 @@
 //! Identifiers: [`NicLimits::max_cm_ids`](super::nic::NicLimits). An identifier has few events under
 //! way, and a listener no more requests than its backlog.
 //!
+//! Messages of strangers (all that name no connection of ours with their sender) take turns with data:
+//! [`MADS_PER_ROUND`] of them are handled in a round of the device, [`MAX_WAITING_MADS`] more wait for
+//! the next ones, and beyond that they are lost, which their senders must expect. So a flood of
+//! requests neither delays the packets of connections nor the messages of those being made.
+//!
 //! Not implemented: datagram services (SIDR requests are refused), multicast, path migration.
 
 mod calls;
@@ -33,7 +38,7 @@ mod connect;
 mod events;
 
 use std::collections::{HashMap, VecDeque};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use crate::cm::{Cm, CmConfig, IbCmId, QpPeer};
@@ -41,6 +46,7 @@ use crate::roce::table::Table;
 use crate::verbs::{CmEvent, CmId, ConnParam, PortSpace, QpId};
 use crate::wire::Psn;
 use crate::wire::cm_msg::CaGuid;
+use crate::wire::mad::Mad;
 
 /// Most bytes of private data in a request on a bare service id.
 const MAX_IB_PRIVATE_DATA: usize = 92;
@@ -49,6 +55,11 @@ const MAX_IB_PRIVATE_DATA: usize = 92;
 const FIRST_EPHEMERAL: u16 = 32_768;
 /// How many of them there are.
 const EPHEMERALS: u16 = 28_232;
+
+/// Messages of strangers that are handled in a round. The user may make a whole channel for each.
+const MADS_PER_ROUND: u32 = 16;
+/// Messages of strangers that wait for a later round.
+const MAX_WAITING_MADS: usize = 512;
 
 /// How far an identifier has come.
 ///
@@ -153,6 +164,10 @@ pub struct CmAgent {
     by_qp: HashMap<QpId, CmId>,
     ports: HashMap<(Ports, u16), CmId>,
     events: VecDeque<CmEvent>,
+    /// Messages of strangers that wait for a later round.
+    waiting: VecDeque<(IpAddr, Mad)>,
+    /// Messages of strangers that may still be handled in this round.
+    turns: u32,
     /// Whether the IB CM may have a MAD to send.
     may_send: bool,
     /// PSN of the next MAD.
@@ -165,8 +180,6 @@ impl CmAgent {
     pub fn new(guid: u64, max_ids: u32, worker: (u32, u8), seed: [u8; 32]) -> Self {
         let config = CmConfig {
             max_ids: max_ids as usize * 2,
-            // Two programs on one host, or a host with very many sessions, share one address.
-            max_half_open_per_peer: 1024,
             // Nobody waits long for a connection on a network that RoCE suits.
             max_timewait: Duration::from_secs(2),
             ..CmConfig::new(CaGuid(guid))
@@ -178,9 +191,21 @@ impl CmAgent {
             by_qp: HashMap::new(),
             ports: HashMap::new(),
             events: VecDeque::new(),
+            waiting: VecDeque::new(),
+            turns: MADS_PER_ROUND,
             may_send: false,
             psn: Psn::new(0),
         }
+    }
+
+    /// Whether a message may be handled in this round.
+    fn takes_now(&mut self, from: IpAddr, mad: &[u8]) -> bool {
+        if self.cm.knows(from, mad) {
+            return true;
+        }
+        let takes = self.turns > 0 && self.waiting.is_empty();
+        self.turns -= u32::from(takes);
+        takes
     }
 
     /// What the IB CM has counted.

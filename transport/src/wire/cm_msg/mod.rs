@@ -56,6 +56,67 @@ pub enum CmAttribute {
     Apr = 0x1a,
 }
 
+impl CmAttribute {
+    /// Messages that begin with a request id of SIDR or with the id of a requester, which is the only
+    /// id that both sides know.
+    pub const NAMED_BY_FIRST_ID: [Self; 3] = [Self::Req, Self::SidrReq, Self::SidrRep];
+}
+
+/// Offset of the management class in a MAD.
+pub const MAD_CLASS_OFFSET: usize = 1;
+/// Offset of the attribute id, 16 bits big-endian, in a MAD.
+pub const MAD_ATTRIBUTE_OFFSET: usize = 16;
+/// Offset of a CM message's first id in a MAD, 32 bits big-endian: the sender's communication id, or
+/// the request id of SIDR.
+pub const FIRST_ID_OFFSET: usize = 24;
+/// Offset of the receiver's communication id in a MAD, 32 bits big-endian, where the message has one.
+pub const SECOND_ID_OFFSET: usize = 28;
+
+/// A big-endian word of a MAD of the CM class.
+fn word(mad: &[u8], at: usize) -> Option<u32> {
+    let bytes = mad.get(at..at + 4)?;
+    Some(u32::from_be_bytes(bytes.try_into().ok()?))
+}
+
+/// The receiver's communication id in a CM message, zero if the sender does not know it, or `None`
+/// where the message has no such field. The error is for what is too short or of another management
+/// class; apart from that, the bytes need not be a valid message.
+fn second_id(mad: &[u8]) -> Result<Option<CommId>, CmMsgError> {
+    let short = || CmMsgError::Mad(MadError::Length { len: mad.len() });
+    let class = *mad.get(MAD_CLASS_OFFSET).ok_or_else(short)?;
+    if class != MadClass::ComMgt as u8 {
+        return Err(CmMsgError::Class { class });
+    }
+    let attribute = word(mad, MAD_ATTRIBUTE_OFFSET).ok_or_else(short)? >> 16;
+    let has_none = CmAttribute::NAMED_BY_FIRST_ID
+        .iter()
+        .any(|&named| attribute == u32::from(named as u16));
+    if has_none {
+        return Ok(None);
+    }
+    let id = word(mad, SECOND_ID_OFFSET).ok_or_else(short)?;
+    Ok(Some(CommId(id)))
+}
+
+/// The receiver's communication id that a CM message names, if it names one.
+#[must_use]
+pub fn receiver_id(mad: &[u8]) -> Option<CommId> {
+    second_id(mad).ok()?.filter(|&id| id != CommId(0))
+}
+
+/// The id by which the CM messages of one connection are spread over the workers that share a queue
+/// pair 1; `None` for what is too short or of another management class.
+///
+/// It is the id that the receiver chose ([`receiver_id`]), or else the first one: a REJ that withdraws
+/// an unanswered REQ must arrive where that REQ did.
+#[must_use]
+pub fn routing_id(mad: &[u8]) -> Option<CommId> {
+    match second_id(mad).ok()? {
+        Some(id) if id != CommId(0) => Some(id),
+        _ => word(mad, FIRST_ID_OFFSET).map(CommId),
+    }
+}
+
 /// Why a MAD is not a CM message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum CmMsgError {
@@ -177,27 +238,6 @@ impl CmMessage {
             Self::SidrRep(_) => CmAttribute::SidrRep,
             Self::Lap(_) => CmAttribute::Lap,
             Self::Apr(_) => CmAttribute::Apr,
-        }
-    }
-
-    /// The id by which the receiver knows the connection, or the sender where
-    /// the receiver cannot have one yet: what spreads messages over the workers
-    /// of a process.
-    #[must_use]
-    pub fn routing_id(&self) -> CommId {
-        match self {
-            Self::Req(m) => m.local_comm_id,
-            Self::Mra(m) => m.remote_comm_id,
-            // Who gives up unanswered does not know the receiver's id.
-            Self::Rej(m) if m.remote_comm_id == CommId(0) => m.local_comm_id,
-            Self::Rej(m) => m.remote_comm_id,
-            Self::Rep(m) => m.remote_comm_id,
-            Self::Rtu(m) | Self::Drep(m) => m.remote_comm_id,
-            Self::Dreq(m) => m.remote_comm_id,
-            Self::SidrReq(m) => m.request_id,
-            Self::SidrRep(m) => m.request_id,
-            Self::Lap(m) => m.remote_comm_id,
-            Self::Apr(m) => m.remote_comm_id,
         }
     }
 

@@ -1,0 +1,196 @@
+//! Two devices at the ends of a link of their own, and what a stranger on it can do to them.
+//!
+//! Each end is a thread in a network namespace of its own, which goes with the thread. It takes root;
+//! a test that cannot have it says so where the test command counts it.
+
+#![allow(
+    unsafe_code,
+    reason = "unshare(2) has no safe wrapper that knows which flags are harmless"
+)]
+
+mod strangers;
+
+use std::fs::File;
+use std::io::Write as _;
+use std::net::IpAddr;
+use std::process::Command;
+use std::sync::mpsc::{Sender, channel};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use riser_transport::roce::{Roce, RoceConfig};
+use riser_transport::verbs::Provider as _;
+use rustix::thread::{UnshareFlags, gettid, unshare_unsafe};
+
+use crate::suite::world::{End, World};
+
+/// Ends of the link, and a stranger's address at B's end.
+const V4: [&str; 3] = ["10.9.0.1", "10.9.0.2", "10.9.0.66"];
+const V6: [&str; 3] = ["fd09::1", "fd09::2", "fd09::66"];
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// A thread in a network namespace of its own.
+struct Network {
+    jobs: Option<Sender<Job>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Network {
+    fn new() -> Result<Self, String> {
+        let (jobs, waiting) = channel::<Job>();
+        let (answer, entered) = channel();
+        let thread = thread::spawn(move || {
+            // SAFETY: the flag concerns the network alone, of which a thread may have its own.
+            let result = unsafe { unshare_unsafe(UnshareFlags::NEWNET) };
+            let is_inside = result.is_ok();
+            let _ = answer.send(result);
+            while is_inside && let Ok(job) = waiting.recv() {
+                job();
+            }
+        });
+        let result = entered.recv().expect("the thread answers");
+        result.map_err(|e| format!("a network namespace: {e}"))?;
+        Ok(Self {
+            jobs: Some(jobs),
+            thread: Some(thread),
+        })
+    }
+
+    /// Runs `job` inside.
+    fn run<T: Send + 'static>(&self, job: impl FnOnce() -> T + Send + 'static) -> T {
+        let (answer, result) = channel();
+        let jobs = self.jobs.as_ref().expect("a running thread");
+        let job = Box::new(move || drop(answer.send(job())));
+        jobs.send(job).expect("a running thread");
+        result.recv().expect("the job did not panic")
+    }
+}
+
+impl Drop for Network {
+    fn drop(&mut self) {
+        drop(self.jobs.take());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// The devices of a test. Their addresses are those of [`V4`] or [`V6`].
+struct Link {
+    a: Roce,
+    b: Roce,
+    /// The namespace of B. That of A is the one that the test runs in.
+    at_b: Network,
+}
+
+impl World for Link {
+    type P = Roce;
+
+    fn provider(&mut self, end: End) -> &mut Roce {
+        match end {
+            End::A => &mut self.a,
+            End::B => &mut self.b,
+        }
+    }
+
+    fn addr(&self, end: End) -> IpAddr {
+        match end {
+            End::A => self.a.socket_addr().ip(),
+            End::B => self.b.socket_addr().ip(),
+        }
+    }
+
+    fn step(&mut self) {
+        let now = Instant::now();
+        if self.a.progress(now) + self.b.progress(now) == 0 {
+            thread::sleep(Duration::from_micros(100));
+        }
+    }
+
+    fn now(&self) -> Instant {
+        Instant::now()
+    }
+}
+
+/// Runs a command of words, in the namespace of the calling thread.
+fn sh(words: &str) -> Result<String, String> {
+    let mut words = words.split_whitespace();
+    let mut command = Command::new(words.next().expect("a command"));
+    let out = command.args(words).output();
+    let out = out.map_err(|e| format!("{command:?}: {e}"))?;
+    let error = String::from_utf8_lossy(&out.stderr).into_owned();
+    let text = String::from_utf8_lossy(&out.stdout).into_owned();
+    out.status.success().then_some(text).ok_or(error)
+}
+
+/// Makes the link: `v0` here, `v1` at the other end, with jumbo frames.
+fn lay(at_b: &Network) -> Result<(), String> {
+    let b = at_b.run(|| gettid().as_raw_nonzero().get());
+    sh(&format!(
+        "ip link add v0 mtu 9000 type veth peer name v1 mtu 9000 netns {b}"
+    ))?;
+    let up = |addresses: Vec<&str>, device: &str| {
+        sh("ip link set lo up")?;
+        for address in addresses {
+            let rest = if address.contains(':') {
+                "/64 nodad"
+            } else {
+                "/24"
+            };
+            sh(&format!("ip addr add {address}{rest} dev {device}"))?;
+        }
+        sh(&format!("ip link set {device} up"))
+    };
+    at_b.run(move || up(vec![V4[1], V4[2], V6[1], V6[2]], "v1"))?;
+    up(vec![V4[0], V6[0]], "v0")?;
+    Ok(())
+}
+
+/// Runs `body` with a device at each end of a link, at these addresses and changed by `change`.
+fn on_a_link(
+    test: &'static str,
+    [a, b, _]: [&'static str; 3],
+    change: fn(&mut RoceConfig),
+    body: impl FnOnce(&mut Link) + Send + 'static,
+) {
+    let at_a = Network::new();
+    let link = at_a.and_then(|at_a| {
+        let at_b = at_a.run(|| Network::new().and_then(|at_b| lay(&at_b).map(|()| at_b)))?;
+        Ok((at_a, at_b))
+    });
+    let (at_a, at_b) = match link {
+        Ok(link) => link,
+        Err(why) => return skip(test, &why),
+    };
+    let open = move |addr: &str| {
+        let mut config = RoceConfig::new(addr.parse().unwrap());
+        change(&mut config);
+        Roce::open(&config).expect("a device at an end of the link")
+    };
+    // The panic of a test that fails comes out here.
+    let result = at_a.run(move || {
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let far = at_b.run(move || open(b));
+            body(&mut Link {
+                a: open(a),
+                b: far,
+                at_b,
+            });
+        }))
+    });
+    if let Err(panic) = result {
+        std::panic::resume_unwind(panic);
+    }
+}
+
+/// Says that a test did not run here, and why, where the test command counts it.
+fn skip(test: &str, why: &str) {
+    let why = why.lines().next().unwrap_or("no reason given");
+    let line = format!("{test}: {why}\n");
+    let _ = std::io::stderr().write_all(line.as_bytes());
+    if let Some(log) = std::env::var_os("RISER_SKIP_LOG") {
+        let mut log = File::options().create(true).append(true).open(log).unwrap();
+        log.write_all(line.as_bytes()).unwrap();
+    }
+}

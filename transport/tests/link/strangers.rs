@@ -1,0 +1,240 @@
+//! What a stranger, a lying peer or the owner of the interface can do to others' connections.
+
+use std::io::Read;
+use std::net::{SocketAddr, UdpSocket};
+use std::time::Instant;
+
+use riser_transport::verbs::{Mtu, Provider as _, SendOp, Verbs as _, WcStatus};
+use riser_transport::wire::{
+    Aeth, AethSyndrome, Bth, ExtHeaders, IcrcFlow, Msn, Opcode, Psn, Qpn, emit_headers,
+};
+use socket2::{Domain, Protocol, Socket, Type};
+
+use super::{Link, V4, V6, on_a_link, sh};
+use crate::suite::world::{Side, Wants, World, connect_on, connected, pattern};
+
+/// A WRITE of 64 KiB arrives.
+fn write_arrives(w: &mut Link, a: &Side, b: &Side) {
+    let data = pattern(7, 64 << 10);
+    a.memory.write(0, &data);
+    b.memory.fill(0, data.len(), 0);
+    a.send(w, 1, SendOp::Write(b.remote(0)), 0, data.len());
+    assert_eq!(a.completion(w).status, WcStatus::Success);
+    assert!(b.bytes(0, data.len()) == data);
+}
+
+fn path_mtu(w: &mut Link, side: &Side) -> Mtu {
+    let attr = w.provider(side.end).query_qp(side.qp).unwrap();
+    attr.path_mtu.expect("a connected queue pair")
+}
+
+/// The checksum of RFC 1071.
+fn checksum(bytes: &[u8]) -> [u8; 2] {
+    let words = bytes
+        .chunks(2)
+        .map(|w| u32::from(w[0]) << 8 | u32::from(w[1]));
+    let mut sum: u32 = words.sum();
+    while sum > 0xffff {
+        sum = (sum & 0xffff) + (sum >> 16);
+    }
+    (!(sum as u16)).to_be_bytes()
+}
+
+/// "Fragmentation needed", for 600 bytes, about a packet of RoCEv2 from A to B: all that has to be
+/// known are the two addresses (RFC 1191).
+fn fragmentation_needed() {
+    let mut m = vec![3, 4, 0, 0, 0, 0, 2, 88];
+    m.extend([0x45, 0, 4, 64, 0, 0, 0x40, 0, 64, 17, 0, 0]);
+    m.extend([10, 9, 0, 1, 10, 9, 0, 2]);
+    m.extend([0x12, 0xb7, 0x12, 0xb7, 4, 44, 0, 0]);
+    let sum = checksum(&m);
+    m[2..4].copy_from_slice(&sum);
+    send_icmp(Protocol::ICMPV4, V4[2], V4[0], &m);
+}
+
+/// "Packet too big", for 1280 bytes (RFC 8201). The kernel makes the checksum.
+fn packet_too_big() {
+    let mut m = vec![2, 0, 0, 0, 0, 0, 5, 0];
+    m.extend([0x60, 0, 0, 0, 4, 44, 17, 64]);
+    for last in [1, 2] {
+        m.extend([0xfd, 9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, last]);
+    }
+    m.extend([0x12, 0xb7, 0x12, 0xb7, 4, 44, 0, 0]);
+    send_icmp(Protocol::ICMPV6, V6[2], V6[0], &m);
+}
+
+fn send_icmp(protocol: Protocol, from: &str, to: &str, message: &[u8]) {
+    let at = |ip: &str| SocketAddr::new(ip.parse().unwrap(), 0);
+    let socket = Socket::new(Domain::for_address(at(from)), Type::RAW, Some(protocol)).unwrap();
+    socket.bind(&at(from).into()).unwrap();
+    socket.send_to(message, &at(to).into()).unwrap();
+}
+
+/// A third host says that the path carries less. The kernel believes it, for ten minutes; that must
+/// not end connections that have a path MTU of their own.
+fn a_stranger_lowers_the_path_mtu(
+    test: &'static str,
+    addrs: [&'static str; 3],
+    lie: fn(),
+    learned: &'static str,
+) {
+    on_a_link(
+        test,
+        addrs,
+        |_| {},
+        move |w| {
+            let (a, b) = connected(w);
+            assert_eq!(path_mtu(w, &a), Mtu::Mtu4096);
+            write_arrives(w, &a, &b);
+            w.at_b.run(lie);
+            w.until("the kernel's belief", |_| {
+                let route = sh(&format!("ip route get {}", addrs[1])).unwrap();
+                route.contains(learned).then_some(())
+            });
+            write_arrives(w, &a, &b);
+            let (a, b) = connect_on(w, 5001, &Wants::default(), &Wants::default());
+            assert_eq!(path_mtu(w, &a), Mtu::Mtu4096);
+            write_arrives(w, &a, &b);
+            assert_eq!(w.a.driver_counters().too_long, 0);
+        },
+    );
+}
+
+#[test]
+fn an_icmp_message_does_not_stop_connections() {
+    a_stranger_lowers_the_path_mtu(
+        "an_icmp_message_does_not_stop_connections",
+        V4,
+        fragmentation_needed,
+        "mtu 600",
+    );
+}
+
+#[test]
+fn an_icmpv6_message_does_not_stop_connections() {
+    a_stranger_lowers_the_path_mtu(
+        "an_icmpv6_message_does_not_stop_connections",
+        V6,
+        packet_too_big,
+        "mtu 1280",
+    );
+}
+
+/// Connections that exist keep their path MTU: short messages still pass. New ones have one that the
+/// interface carries.
+#[test]
+fn new_connections_follow_the_interface() {
+    let test = "new_connections_follow_the_interface";
+    on_a_link(
+        test,
+        V4,
+        |_| {},
+        |w| {
+            let (old_a, old_b) = connected(w);
+            sh("ip link set v0 mtu 1500").unwrap();
+            w.until("the device sees it", |w| {
+                let port = w.a.query_port(1).unwrap();
+                (port.active_mtu == Mtu::Mtu1024).then_some(())
+            });
+            let (a, b) = connect_on(w, 5001, &Wants::default(), &Wants::default());
+            assert_eq!(
+                (path_mtu(w, &a), path_mtu(w, &b)),
+                (Mtu::Mtu1024, Mtu::Mtu1024)
+            );
+            write_arrives(w, &a, &b);
+            assert_eq!(path_mtu(w, &old_a), Mtu::Mtu4096);
+            old_a.send(w, 2, SendOp::Write(old_b.remote(0)), 0, 512);
+            assert_eq!(old_a.completion(w).status, WcStatus::Success);
+            sh("ip link set v0 mtu 9000").unwrap();
+            w.until("the device sees it", |w| {
+                let port = w.a.query_port(1).unwrap();
+                (port.active_mtu == Mtu::Mtu4096).then_some(())
+            });
+            write_arrives(w, &old_a, &old_b);
+        },
+    );
+}
+
+const MESSAGES: usize = 16;
+const LEN: usize = 40 << 10;
+const OTHERS: &[u8] = b"another session's bytes ";
+
+/// A peer acknowledges packets that it has not seen. Their requests complete, and the buffers are used
+/// for another session, whose bytes must not leave in what the full socket has not taken yet.
+#[test]
+fn a_buffer_that_is_used_again_does_not_leave_for_its_old_peer() {
+    let test = "a_buffer_that_is_used_again_does_not_leave_for_its_old_peer";
+    let unprivileged: fn(&mut _) = |config: &mut riser_transport::roce::RoceConfig| {
+        config.socket_buffer = 208 << 10;
+        config.max_inflight_bytes = Some(1 << 20);
+    };
+    on_a_link(test, V4, unprivileged, |w| {
+        if let Err(why) = sh("tc qdisc add dev v0 root tbf rate 10mbit burst 64kb latency 60s") {
+            return super::skip(test, &why);
+        }
+        let mut sniffer = w.at_b.run(|| {
+            let every_protocol = Protocol::from(i32::from(3u16.to_be()));
+            let socket = Socket::new(Domain::PACKET, Type::RAW, Some(every_protocol)).unwrap();
+            socket.set_nonblocking(true).unwrap();
+            socket.set_recv_buffer_size(1 << 20).unwrap();
+            socket
+        });
+        let forger = w.at_b.run(|| UdpSocket::bind((V4[1], 0)).unwrap());
+        let (a, b) = connected(w);
+        a.memory.fill(0, MESSAGES * LEN, b'A');
+        let first = w.a.query_qp(a.qp).unwrap().sq_psn.unwrap();
+        let packets = (LEN / Mtu::Mtu4096.bytes()) as u32;
+        for n in 0..MESSAGES {
+            a.send(w, n as u64, SendOp::Write(b.remote(0)), n * LEN, LEN);
+        }
+        // Only A is driven from here on; the peer is the forger.
+        let end = Instant::now() + w.patience();
+        let (mut done, mut seen, mut out) = (0, 0, Vec::new());
+        let mut frame = vec![0; 1 << 17];
+        while done < MESSAGES || seen < w.a.counters().tx_bytes {
+            assert!(Instant::now() < end, "{done} done, {seen} bytes seen");
+            w.a.progress(Instant::now());
+            let (to, qpn) = (w.a.socket_addr(), w.a.qp_num(a.qp).unwrap());
+            for n in done as u32..MESSAGES as u32 {
+                let last = Psn::new(first).add((n + 1) * packets - 1);
+                forge_ack(&forger, to, qpn, last);
+            }
+            w.a.poll_cq(a.cq, MESSAGES, &mut out).unwrap();
+            for c in out.drain(..) {
+                assert_eq!(c.status, WcStatus::Success);
+                done += 1;
+                let bytes = OTHERS.repeat(LEN.div_ceil(OTHERS.len()));
+                a.memory.write(c.wr_id.0 as usize * LEN, &bytes[..LEN]);
+            }
+            while let Ok(n) = sniffer.read(&mut frame) {
+                let leaks = frame[..n].windows(8).any(|w| w == &OTHERS[..8]);
+                assert!(!leaks, "another session's bytes were sent");
+                seen += udp_payload_from_a(&frame[..n]);
+            }
+        }
+        assert!(w.a.driver_counters().blocked > 0);
+    });
+}
+
+/// Bytes of UDP payload of a frame, or of several that the kernel keeps as one, that A sent.
+fn udp_payload_from_a(frame: &[u8]) -> u64 {
+    const HEADERS: usize = 14 + 20 + 8;
+    let is_ours = frame.len() > HEADERS && frame[23] == 17 && frame[26..30] == [10, 9, 0, 1];
+    if is_ours {
+        (frame.len() - HEADERS) as u64
+    } else {
+        0
+    }
+}
+
+fn forge_ack(from: &UdpSocket, to: SocketAddr, qpn: u32, psn: Psn) {
+    let bth = Bth::new(Opcode::RcAcknowledge, Qpn::new(qpn), psn);
+    let ext = ExtHeaders {
+        aeth: Some(Aeth::new(AethSyndrome::from_wire(0x1f), Msn::new(1))),
+        ..ExtHeaders::default()
+    };
+    let mut bytes = emit_headers(&bth, &ext).to_vec();
+    let flow = IcrcFlow::new(from.local_addr().unwrap(), to).unwrap();
+    bytes.extend_from_slice(&flow.compute(&bytes, 0).to_le_bytes());
+    from.send_to(&bytes, to).unwrap();
+}

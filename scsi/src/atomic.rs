@@ -1,8 +1,8 @@
 //! COMPARE AND WRITE (SBC-3 5.2) and ORWRITE (16) (5.15): commands that read, decide, and write.
 //!
 //! What they read must still be true when they write. Neither takes a lock for
-//! that: the opcode table marks them exclusive, and the task set runs an
-//! exclusive command alone on its unit (see [`task`](crate::task)).
+//! that: the opcode table marks them atomic, and the task set lets nothing else
+//! change their blocks while they run (see [`task`](crate::task)).
 
 use crate::access::or_into;
 use crate::cdb::Cdb;

@@ -63,6 +63,7 @@ impl Flight {
             | BlockOp::Flush { offset, .. }
             | BlockOp::Discard { offset, .. }
             | BlockOp::WriteZeroes { offset, .. } => Self::Writing(offset),
+            BlockOp::ChangeReservations(_) => Self::Other,
         }
     }
 }

@@ -110,12 +110,17 @@ pub struct Config {
     pub provisioning: Provisioning,
     /// Whether writes may stay in a volatile cache until flushed (WCE).
     pub write_cache: bool,
+    /// Whether START STOP UNIT stops the unit, for all initiators.
+    pub stoppable: bool,
     /// Whether the medium rotates; otherwise it is reported as solid state.
     pub rotational: bool,
     /// Names.
     pub identity: Identity,
     /// Limits.
     pub limits: Limits,
+    /// Names what data live in that are in the volatile cache: another one means that they may be
+    /// lost. Offered in page C0h.
+    pub cache_generation: Option<[u8; 16]>,
 }
 
 /// A configuration that no logical unit can be made of.

@@ -34,6 +34,7 @@ fn standard(identity: &Identity, nexus: Option<&Nexus>) -> [u8; STANDARD_LEN] {
     data[2] = 6; // VERSION: SPC-4.
     data[3] = 0x12; // HISUP, RESPONSE DATA FORMAT 2.
     data[4] = (STANDARD_LEN - 5) as u8;
+    data[6] = 0x10; // MULTIP: portals may be added at any time.
     data[7] = 0x02; // CMDQUE.
     vpd::ascii(&mut data[8..16], &identity.vendor);
     vpd::ascii(&mut data[16..32], &identity.product);

@@ -41,7 +41,11 @@ impl LogicalUnit {
         }
     }
 
-    /// Takes over what the unit before has left, before there is any nexus.
+    /// Takes over what the unit before has left, before there is any nexus. That is newer than what
+    /// the keeper had, and is saved in its place: the program before may have had another keeper, or
+    /// none. Where saving fails, which the keeper reports, the unit serves all the same.
+    ///
+    /// Blocks as long as the keeper does.
     pub fn inherit(&self, legacy: &UnitLegacy) {
         let modes = legacy.modes;
         let mut flags = Flags::empty();
@@ -50,6 +54,17 @@ impl LogicalUnit {
         flags.set(Flags::WRITE_CACHE, modes.write_cache);
         flags.set(Flags::STOPPED, modes.stopped);
         self.restore_flags(flags);
-        self.update_reservations(|all| *all = legacy.reservations.clone());
+        let can_persist = self.can_persist();
+        let (kept, left) = self.update_reservations(|all| {
+            let kept = all.saved();
+            *all = legacy.reservations.clone();
+            if !can_persist {
+                all.stop_persisting();
+            }
+            (kept, all.saved())
+        });
+        if kept != left {
+            self.save(left.as_ref());
+        }
     }
 }

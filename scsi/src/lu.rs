@@ -11,6 +11,7 @@
 //! change and its unit attentions are one event.
 
 use std::collections::HashMap;
+use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -21,11 +22,14 @@ use crate::cdb::Cdb;
 use crate::command::Command;
 use crate::config::{Config, ConfigError};
 use crate::nexus::{Nexus, NexusId};
-use crate::opcode::{self, Gates};
-use crate::plan::{PlanResult, Planner, Refusal};
-use crate::reservation::{Refused, Registrations, Reservations, Told};
+use crate::opcode::{self, Direction, Gates};
+use crate::plan::{Next, PlanResult, Planner, Refusal};
+use crate::reservation::{
+    Preempted, Refused, Registrations, ReservationChange, ReservationKeeper, Reservations,
+    SavedReservations, Told,
+};
 use crate::sense::{AdditionalSense, Sense, SenseFormat, SenseKey};
-use crate::step::{Request, Step, TaskAttribute};
+use crate::step::{DataOut, Request, Step, TaskAttribute};
 use crate::unit;
 
 bitflags! {
@@ -57,6 +61,10 @@ pub struct LogicalUnit {
     reservations: Mutex<Reservations>,
     /// Whether reservations may restrict somebody.
     restricted: AtomicBool,
+    /// Keeps reservations through power loss.
+    keeper: Option<Arc<dyn ReservationKeeper>>,
+    /// Held while a change of reservations is saved.
+    saving: Mutex<()>,
 }
 
 /// What is kept per nexus.
@@ -82,8 +90,23 @@ impl LogicalUnit {
             nexuses: Mutex::new(HashMap::new()),
             reservations: Mutex::default(),
             restricted: AtomicBool::new(false),
+            keeper: None,
+            saving: Mutex::new(()),
             config,
         })
+    }
+
+    /// The same unit with the reservations that `keeper` has of it, which also keeps those to come if
+    /// initiators ask for it. Without a keeper, APTPL is refused.
+    ///
+    /// # Errors
+    /// The keeper cannot tell who may use the unit.
+    pub fn with_keeper(mut self, keeper: Arc<dyn ReservationKeeper>) -> io::Result<Self> {
+        if let Some(saved) = keeper.load(&self.config.identity)? {
+            self.update_reservations(|all| *all = Reservations::restored(saved));
+        }
+        self.keeper = Some(keeper);
+        Ok(self)
     }
 
     /// The configuration it was made of. The capacity may have changed since.
@@ -123,8 +146,18 @@ impl LogicalUnit {
     /// Makes a nexus known. Its first command meets the POWER ON, RESET unit
     /// attention (SAM-5 5.14.1).
     pub fn add_nexus(&self, id: NexusId, nexus: Nexus) {
+        self.enter_nexus(id, nexus, Attention::PowerOn);
+    }
+
+    /// Makes a nexus known that takes the place of one between the same ports. Its first command
+    /// meets the I_T NEXUS LOSS unit attention (SAM-5 6.3.4).
+    pub fn add_nexus_after_loss(&self, id: NexusId, nexus: Nexus) {
+        self.enter_nexus(id, nexus, Attention::NexusLoss);
+    }
+
+    fn enter_nexus(&self, id: NexusId, nexus: Nexus, first: Attention) {
         let mut pending = Attentions::default();
-        pending.raise(Attention::PowerOn);
+        pending.raise(first);
         let mut nexuses = self.lock();
         nexuses.insert(
             id,
@@ -136,12 +169,16 @@ impl LogicalUnit {
         self.set_hint(id);
     }
 
-    /// Forgets a nexus and what was pending for it (I_T nexus loss).
+    /// Forgets a nexus and what was pending for it (I_T nexus loss). The last one starts a unit
+    /// that was stopped: whoever comes next has not stopped it.
     pub fn remove_nexus(&self, id: NexusId) {
         self.release_unit(id);
         let mut nexuses = self.lock();
         nexuses.remove(&id);
         self.rebuild_hint(&nexuses, id);
+        if nexuses.is_empty() {
+            self.store_flags(self.flags() - Flags::STOPPED);
+        }
     }
 
     /// The ports of a nexus that was added.
@@ -162,13 +199,12 @@ impl LogicalUnit {
     }
 
     /// What a LOGICAL UNIT RESET does to the unit itself (SAM-5 6.3.3): mode
-    /// parameters return to their defaults and every nexus is told. Aborting
-    /// the tasks is the task set's part.
+    /// parameters return to their defaults, a stopped unit starts, and every
+    /// nexus is notified. Aborting the tasks is the task set's part.
     pub fn reset(&self) {
         self.update_reservations(Reservations::reset);
         let mut nexuses = self.lock();
-        let stopped = self.flags() & Flags::STOPPED;
-        self.store_flags(initial_flags(&self.config) | stopped);
+        self.store_flags(initial_flags(&self.config));
         self.raise_locked(&mut nexuses, Attention::DeviceReset, AttentionScope::All);
     }
 
@@ -179,6 +215,31 @@ impl LogicalUnit {
     pub fn start(&self, request: &Request<'_>) -> (Command, Step) {
         let plan = self.plan(request);
         Command::begin(self, request.nexus, request.expected, plan)
+    }
+
+    /// The Data-Out that a command begins with, as far as its CDB says: whatever else stands
+    /// against the command is looked at when it starts. So its data can be brought before it takes
+    /// its place among others.
+    #[must_use]
+    pub fn data_out(&self, request: &Request<'_>) -> Option<DataOut> {
+        if request.expected.data_out == 0 {
+            return None;
+        }
+        let entry = opcode::find(request.cdb).ok()?;
+        if entry.direction != Direction::Out {
+            return None;
+        }
+        let cdb = Cdb::new(request.cdb, entry.usage.len()).ok()?;
+        cdb.check_usage(entry.usage).ok()?;
+        // Planning what takes data changes nothing yet.
+        let plan = (entry.plan)(&Planner { lu: self, request }, &cdb).ok()?;
+        match plan.first {
+            Next::Receive(len) if len > 0 => Some(DataOut {
+                len,
+                buffer_len: plan.buffer_len,
+            }),
+            _ => None,
+        }
     }
 
     fn plan(&self, request: &Request<'_>) -> PlanResult {
@@ -192,7 +253,9 @@ impl LogicalUnit {
             return Err(attention.sense().into());
         }
         let entry = opcode::find(request.cdb)?;
-        if self.restricted.load(Ordering::Acquire) && self.conflicts(request.nexus, entry.gates) {
+        if self.restricted.load(Ordering::Acquire)
+            && self.conflicts(request.nexus, entry.gates_of(request.cdb))
+        {
             return Err(Refusal::conflict());
         }
         if entry.gates.contains(Gates::THIN) && !self.config.is_thin() {
@@ -205,6 +268,9 @@ impl LogicalUnit {
         }
         if entry.gates.contains(Gates::WRITES) {
             self.check_writable()?;
+        }
+        if request.read_only && entry.gates.intersects(Gates::WRITES | Gates::SETTINGS) {
+            return Err(Sense::new(SenseKey::DataProtect, AdditionalSense::WRITE_PROTECTED).into());
         }
         (entry.plan)(&Planner { lu: self, request }, &cdb)
     }
@@ -226,12 +292,89 @@ impl LogicalUnit {
         result
     }
 
-    /// Carries out a PERSISTENT RESERVE OUT, and tells those whom it concerns.
+    /// Whether reservations can persist through power loss (PTPL_C).
+    pub(crate) fn can_persist(&self) -> bool {
+        self.keeper.is_some()
+    }
+
+    /// Carries out a PERSISTENT RESERVE OUT. `None` if the change has to be saved first or aborts
+    /// commands, which begins with [`LogicalUnit::save_reservations`].
     pub(crate) fn change_reservations(
         &self,
-        change: impl FnOnce(&mut Reservations) -> Result<Told, Refused>,
-    ) -> Result<(), Refused> {
-        let told = self.update_reservations(change)?;
+        change: &ReservationChange,
+    ) -> Option<Result<(), Refused>> {
+        let nexus = self.nexus(change.nexus);
+        let outcome = self.update_reservations(|all| {
+            if all.is_step(change) {
+                return None;
+            }
+            let nexus = nexus.ok_or(Refused::Conflict);
+            Some(nexus.and_then(|nexus| all.change(&nexus, change)))
+        })?;
+        Some(outcome.map(|told| self.notify(&told)))
+    }
+
+    /// Carries out a change of reservations that is a step of its own: saves it where it must persist
+    /// through power loss, lets it take effect when it is durable, and notifies those whom it concerns.
+    /// Changes are saved one after another. What was begun so takes effect although its command is
+    /// aborted meanwhile.
+    ///
+    /// Returns whose commands are to be aborted, which the caller does before the command is answered:
+    /// those in the task set now may have been let through before, and later ones are not.
+    ///
+    /// Blocks as long as the [`ReservationKeeper`] does.
+    ///
+    /// # Errors
+    /// [`Refused`]; nothing has changed.
+    pub fn save_reservations(
+        &self,
+        change: &ReservationChange,
+    ) -> Result<Option<Preempted>, Refused> {
+        let _turn = self.saving.lock().unwrap_or_else(PoisonError::into_inner);
+        let nexus = self.nexus(change.nexus).ok_or(Refused::Conflict)?;
+        let mut after = self.update_reservations(Reservations::begin_saving);
+        let before = after.saved();
+        let outcome = after.change(&nexus, change).and_then(|told| {
+            let is_new = after.saved() != before;
+            let saved = !is_new || self.keep(&before, &after);
+            saved.then_some(told).ok_or(Refused::NotSaved)
+        });
+        let saved = outcome.is_ok().then_some(after);
+        self.update_reservations(|all| all.end_saving(saved));
+        let told = outcome?;
+        self.notify(&told);
+        Ok(change.aborts().then_some(Preempted {
+            by: change.nexus,
+            ports: told.registrations_preempted,
+        }))
+    }
+
+    /// Whether a PREEMPT AND ABORT aborts the commands of a nexus. Those of sessions that have ended
+    /// are among them, since who was preempted may have logged out while a device held its commands.
+    #[must_use]
+    pub fn is_preempted(&self, preempted: &Preempted, id: NexusId) -> bool {
+        let is_meant = |nexus: Arc<Nexus>| preempted.ports.iter().any(|ports| ports.is_of(&nexus));
+        id != preempted.by && self.nexus(id).is_none_or(is_meant)
+    }
+
+    /// Saves a state in the place of another one; `false` if it could not.
+    fn keep(&self, before: &Option<SavedReservations>, after: &Reservations) -> bool {
+        let saved = self.save(after.saved().as_ref());
+        if !saved {
+            // The new state may be there all the same, and must not come back after a power loss.
+            self.save(before.as_ref());
+        }
+        saved
+    }
+
+    /// Makes the keeper keep a state; `false` if it could not.
+    pub(crate) fn save(&self, state: Option<&SavedReservations>) -> bool {
+        let keeper = self.keeper.as_ref();
+        keeper.is_some_and(|keeper| keeper.save(&self.config.identity, state).is_ok())
+    }
+
+    /// Raises the unit attentions of a change of reservations.
+    fn notify(&self, told: &Told) {
         let mut nexuses = self.lock();
         let parts = [
             (
@@ -253,7 +396,6 @@ impl LogicalUnit {
                 self.set_hint(id);
             }
         }
-        Ok(())
     }
 
     /// RESERVE. `false` where it conflicts.
@@ -447,6 +589,7 @@ mod tests {
                 expected,
                 attribute: TaskAttribute::Simple,
                 luns: &[],
+                read_only: false,
             });
             let mut buffer = vec![0; 512];
             let mut moved = 0;

@@ -108,8 +108,11 @@ fn long_descriptor(config: &Config, blocks: u64) -> [u8; 16] {
 }
 
 /// DEVICE-SPECIFIC PARAMETER of the mode parameter header: WP and DPOFUA.
-fn device_specific(lu: &LogicalUnit) -> u8 {
-    let protected = lu.config().read_only || lu.flags().contains(Flags::SOFTWARE_WRITE_PROTECT);
+fn device_specific(planner: &Planner<'_>) -> u8 {
+    let lu = planner.lu;
+    let protected = planner.request.read_only
+        || lu.config().read_only
+        || lu.flags().contains(Flags::SOFTWARE_WRITE_PROTECT);
     if protected { 0x90 } else { 0x10 }
 }
 
@@ -119,7 +122,7 @@ pub(crate) fn plan_mode_sense_6(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult 
     let config = planner.lu.config();
     let descriptor = short_descriptor(config, planner.lu.capacity_blocks());
     let descriptor = if cdb.bit(1, 3) { &[][..] } else { &descriptor };
-    let mut data = vec![0, 0, device_specific(planner.lu), descriptor.len() as u8];
+    let mut data = vec![0, 0, device_specific(planner), descriptor.len() as u8];
     data.extend_from_slice(descriptor);
     data.extend(pages);
     data[0] = (data.len() - 1) as u8;
@@ -141,7 +144,7 @@ pub(crate) fn plan_mode_sense_10(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult
         (false, true) => &long,
         (false, false) => &short,
     };
-    let mut data = vec![0, 0, 0, device_specific(planner.lu), long_lba.into(), 0, 0];
+    let mut data = vec![0, 0, 0, device_specific(planner), long_lba.into(), 0, 0];
     data.push(descriptor.len() as u8);
     data.extend_from_slice(descriptor);
     data.extend(pages);

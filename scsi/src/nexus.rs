@@ -13,7 +13,7 @@ use crate::srp::InitiatorPortId;
 ///
 /// It must not be reused while any logical unit still knows the old nexus.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
-pub struct NexusId(pub u32);
+pub struct NexusId(pub u64);
 
 /// The name of a SCSI port in the form its transport defines.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]

@@ -13,9 +13,10 @@
 
 use bitflags::bitflags;
 
+use crate::cdb::Cdb;
 use crate::plan::PlanFn;
 use crate::sense::{AdditionalSense, Sense};
-use crate::task::Concurrency;
+use crate::task::{Blocks, Footprint};
 use crate::{
     atomic, capacity, inquiry, mode, mode_select, provisioning, report, reserve, rw, unit, verify,
 };
@@ -24,8 +25,13 @@ use crate::{
 pub(crate) const INQUIRY: u8 = 0x12;
 /// REQUEST SENSE.
 pub(crate) const REQUEST_SENSE: u8 = 0x03;
+/// START STOP UNIT.
+pub(crate) const START_STOP_UNIT: u8 = 0x1b;
 /// REPORT LUNS.
 pub(crate) const REPORT_LUNS: u8 = 0xa0;
+
+/// UNMAP.
+const UNMAP: u8 = 0x42;
 
 /// Where the service action is in byte 1.
 pub(crate) const ACTION_MASK: u8 = 0x1f;
@@ -53,14 +59,18 @@ bitflags! {
         const WRITES = 1 << 2;
         /// Exists on thin provisioned units only.
         const THIN = 1 << 3;
-        /// No other command of the unit may run beside it.
-        const EXCLUSIVE = 1 << 4;
+        /// What it does depends on what it finds on the medium, which nothing else may change
+        /// meanwhile.
+        const ATOMIC = 1 << 4;
         /// Runs although another nexus has the unit by RESERVE.
         const UNDER_RESERVATION = 1 << 5;
         /// Forbidden to others where somebody has exclusive access.
         const READS = 1 << 6;
         /// As [`Self::WRITES`], where it is about reservations.
         const CHANGES = 1 << 7;
+        /// Changes how the unit works for every nexus. Refused by a number that is read-only, though
+        /// the medium need not be writable.
+        const SETTINGS = 1 << 8;
     }
 }
 
@@ -142,7 +152,7 @@ pub static TABLE: [Opcode; 54] = [
         usage: &[0x15, 0x10, 0x00, 0x00, 0xff, 0x00],
         direction: Direction::Out,
         timeout: 30,
-        gates: Gates::CHANGES,
+        gates: Gates::CHANGES.union(Gates::SETTINGS),
         plan: mode_select::plan_mode_select_6,
     },
     Opcode {
@@ -152,7 +162,7 @@ pub static TABLE: [Opcode; 54] = [
         usage: &[0x16, 0x00, 0x00, 0x00, 0x00, 0x00],
         direction: Direction::None,
         timeout: 30,
-        gates: Gates::EXCLUSIVE,
+        gates: Gates::empty(),
         plan: reserve::plan_reserve,
     },
     Opcode {
@@ -182,7 +192,7 @@ pub static TABLE: [Opcode; 54] = [
         usage: &[0x1b, 0x01, 0x00, 0x00, 0xf5, 0x00],
         direction: Direction::None,
         timeout: 60,
-        gates: Gates::CHANGES,
+        gates: Gates::CHANGES.union(Gates::SETTINGS),
         plan: unit::plan_start_stop_unit,
     },
     Opcode {
@@ -292,7 +302,7 @@ pub static TABLE: [Opcode; 54] = [
         usage: &[0x55, 0x10, 0x00, 0x00, 0x00, 0x00, 0x00, 0xff, 0xff, 0x00],
         direction: Direction::Out,
         timeout: 30,
-        gates: Gates::CHANGES,
+        gates: Gates::CHANGES.union(Gates::SETTINGS),
         plan: mode_select::plan_mode_select_10,
     },
     Opcode {
@@ -302,7 +312,7 @@ pub static TABLE: [Opcode; 54] = [
         usage: &[0x56, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00],
         direction: Direction::None,
         timeout: 30,
-        gates: Gates::EXCLUSIVE,
+        gates: Gates::empty(),
         plan: reserve::plan_reserve,
     },
     Opcode {
@@ -372,7 +382,7 @@ pub static TABLE: [Opcode; 54] = [
         usage: &[0x5f, 0x1f, 0xff, 0x00, 0x00, 0xff, 0xff, 0xff, 0xff, 0x00],
         direction: Direction::Out,
         timeout: 30,
-        gates: Gates::EXCLUSIVE,
+        gates: Gates::empty(),
         plan: reserve::plan_reserve_out,
     },
     Opcode {
@@ -382,7 +392,7 @@ pub static TABLE: [Opcode; 54] = [
         usage: &[0x5f, 0x1f, 0xff, 0x00, 0x00, 0xff, 0xff, 0xff, 0xff, 0x00],
         direction: Direction::Out,
         timeout: 30,
-        gates: Gates::EXCLUSIVE,
+        gates: Gates::empty(),
         plan: reserve::plan_reserve_out,
     },
     Opcode {
@@ -392,7 +402,7 @@ pub static TABLE: [Opcode; 54] = [
         usage: &[0x5f, 0x1f, 0xff, 0x00, 0x00, 0xff, 0xff, 0xff, 0xff, 0x00],
         direction: Direction::Out,
         timeout: 30,
-        gates: Gates::EXCLUSIVE,
+        gates: Gates::empty(),
         plan: reserve::plan_reserve_out,
     },
     Opcode {
@@ -402,7 +412,7 @@ pub static TABLE: [Opcode; 54] = [
         usage: &[0x5f, 0x1f, 0xff, 0x00, 0x00, 0xff, 0xff, 0xff, 0xff, 0x00],
         direction: Direction::Out,
         timeout: 30,
-        gates: Gates::EXCLUSIVE,
+        gates: Gates::empty(),
         plan: reserve::plan_reserve_out,
     },
     Opcode {
@@ -412,7 +422,7 @@ pub static TABLE: [Opcode; 54] = [
         usage: &[0x5f, 0x1f, 0xff, 0x00, 0x00, 0xff, 0xff, 0xff, 0xff, 0x00],
         direction: Direction::Out,
         timeout: 30,
-        gates: Gates::EXCLUSIVE,
+        gates: Gates::empty(),
         plan: reserve::plan_reserve_out,
     },
     Opcode {
@@ -422,7 +432,7 @@ pub static TABLE: [Opcode; 54] = [
         usage: &[0x5f, 0x1f, 0xff, 0x00, 0x00, 0xff, 0xff, 0xff, 0xff, 0x00],
         direction: Direction::Out,
         timeout: 30,
-        gates: Gates::EXCLUSIVE,
+        gates: Gates::empty(),
         plan: reserve::plan_reserve_out,
     },
     Opcode {
@@ -432,7 +442,7 @@ pub static TABLE: [Opcode; 54] = [
         usage: &[0x5f, 0x1f, 0xff, 0x00, 0x00, 0xff, 0xff, 0xff, 0xff, 0x00],
         direction: Direction::Out,
         timeout: 30,
-        gates: Gates::EXCLUSIVE,
+        gates: Gates::empty(),
         plan: reserve::plan_reserve_out,
     },
     Opcode {
@@ -458,7 +468,7 @@ pub static TABLE: [Opcode; 54] = [
         ],
         direction: Direction::Out,
         timeout: 60,
-        gates: Gates::READY.union(Gates::WRITES).union(Gates::EXCLUSIVE),
+        gates: Gates::READY.union(Gates::WRITES).union(Gates::ATOMIC),
         plan: atomic::plan_compare_and_write,
     },
     Opcode {
@@ -484,7 +494,7 @@ pub static TABLE: [Opcode; 54] = [
         ],
         direction: Direction::Out,
         timeout: 60,
-        gates: Gates::READY.union(Gates::WRITES).union(Gates::EXCLUSIVE),
+        gates: Gates::READY.union(Gates::WRITES).union(Gates::ATOMIC),
         plan: atomic::plan_or_write,
     },
     Opcode {
@@ -737,19 +747,48 @@ impl Opcode {
         }
     }
 
+    /// The gates of a CDB, as far as reservations look at them. Everyone may start a unit
+    /// (SPC-4 table 51).
+    pub(crate) fn gates_of(&self, cdb: &[u8]) -> Gates {
+        let starts = cdb.get(4).is_some_and(|byte| byte & 0xf1 == 0x01);
+        if self.opcode == START_STOP_UNIT && starts {
+            return self.gates - Gates::CHANGES;
+        }
+        self.gates
+    }
+
     /// The row of a CDB, for logs and counters; nothing for an unknown command.
     #[must_use]
     pub fn of(cdb: &[u8]) -> Option<&'static Self> {
         find(cdb).ok()
     }
 
-    /// How the command gets along with others, for the task set; shared for an
-    /// unknown command.
+    /// What a command changes on the medium, for the task set; nothing for an unknown one.
     #[must_use]
-    pub fn concurrency_of(cdb: &[u8]) -> Concurrency {
-        match find(cdb) {
-            Ok(entry) if entry.gates.contains(Gates::EXCLUSIVE) => Concurrency::Exclusive,
-            _ => Concurrency::Shared,
+    pub fn footprint_of(cdb: &[u8]) -> Footprint {
+        let Ok(entry) = find(cdb) else {
+            return Footprint::None;
+        };
+        let is_atomic = entry.gates.contains(Gates::ATOMIC);
+        let blocks = match entry.opcode {
+            // The blocks of an UNMAP are in its data.
+            UNMAP => Some(Blocks::ALL),
+            _ if entry.gates.contains(Gates::WRITES) => {
+                let cdb = Cdb::new(cdb, entry.usage.len());
+                cdb.ok().map(|cdb| {
+                    let extent = cdb.extent();
+                    Blocks {
+                        first: extent.lba,
+                        end: extent.lba.saturating_add(extent.blocks),
+                    }
+                })
+            }
+            _ => None,
+        };
+        match blocks {
+            Some(blocks) if is_atomic => Footprint::Atomic(blocks),
+            Some(blocks) => Footprint::Writes(blocks),
+            None => Footprint::None,
         }
     }
 

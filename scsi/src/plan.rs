@@ -153,7 +153,7 @@ impl Machine {
             Self::Unmap(machine) => machine.advance(context),
             Self::LbaStatus(machine) => machine.advance(context, result),
             Self::ModeSelect(machine) => machine.advance(context),
-            Self::ReserveOut(machine) => machine.advance(context),
+            Self::ReserveOut(machine) => machine.advance(context, result),
             Self::Flush(machine) => Ok(machine.advance(context)),
         }
     }

@@ -11,14 +11,24 @@
 //! - A reservation that is not one of all registrants has a holder who is registered.
 //! - One of all registrants ends with the last registration.
 //!
+//! # Persistence through power loss (SPC-4 5.13.5)
+//! The APTPL bit of the last registration that succeeded governs the whole unit. While it is one,
+//! every change is saved before it takes effect, by the [`ReservationKeeper`] that the unit was made
+//! with. A save blocks, so such a change is a step of its own
+//! ([`BlockOp::ChangeReservations`](crate::step::BlockOp::ChangeReservations)) that the target carries
+//! out away from its data path. A unit without a keeper refuses APTPL.
+//!
 //! # Not implemented
-//! Persistence through power loss (APTPL), SPEC_I_PT, ALL_TG_PT and REGISTER AND MOVE; they are
-//! refused as REPORT CAPABILITIES tells. At most [`MAX_REGISTRANTS`] nexuses can be registered.
+//! SPEC_I_PT, ALL_TG_PT and REGISTER AND MOVE; they are refused as REPORT CAPABILITIES tells. At most
+//! [`MAX_REGISTRANTS`] nexuses can be registered.
 
+use std::fmt;
+use std::io;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use crate::config::Identity;
 use crate::nexus::{Nexus, NexusId, PortName};
 use crate::opcode::Gates;
 
@@ -75,14 +85,23 @@ impl Kind {
     }
 }
 
-/// Who is registered: the ports of an I_T nexus.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+/// Who is registered: the ports of an I_T nexus. They are the same ports if their names are.
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Ports {
     pub(crate) initiator: PortName,
     pub(crate) target: PortName,
-    /// RELATIVE TARGET PORT IDENTIFIER.
+    /// RELATIVE TARGET PORT IDENTIFIER at the time of the registration. Another configuration may
+    /// give the port another one.
     pub(crate) relative_id: u16,
 }
+
+impl PartialEq for Ports {
+    fn eq(&self, other: &Self) -> bool {
+        self.initiator == other.initiator && self.target == other.target
+    }
+}
+
+impl Eq for Ports {}
 
 impl Ports {
     pub(crate) fn of(nexus: &Nexus) -> Self {
@@ -99,7 +118,7 @@ impl Ports {
 }
 
 /// A registration.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct Registrant {
     pub(crate) ports: Ports,
     pub(crate) key: u64,
@@ -109,7 +128,7 @@ pub(crate) struct Registrant {
 }
 
 /// A persistent reservation.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct Held {
     pub(crate) kind: Kind,
     /// Who made it; of one of all registrants, everybody registered holds it.
@@ -118,7 +137,7 @@ pub(crate) struct Held {
 
 /// Why a PERSISTENT RESERVE OUT does nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Refused {
+pub enum Refused {
     /// RESERVATION CONFLICT status.
     Conflict,
     /// INVALID RELEASE OF PERSISTENT RESERVATION.
@@ -127,6 +146,79 @@ pub(crate) enum Refused {
     ZeroKey,
     /// INSUFFICIENT REGISTRATION RESOURCES.
     NoRoom,
+    /// The change must persist through power loss and could not be saved.
+    NotSaved,
+}
+
+/// A service action of PERSISTENT RESERVE OUT (SPC-4 6.16.2).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Action {
+    /// REGISTER, and with `ignore` REGISTER AND IGNORE EXISTING KEY.
+    Register {
+        ignore: bool,
+        /// The APTPL bit.
+        persists: bool,
+    },
+    Reserve(Kind),
+    Release(Option<Kind>),
+    Clear,
+    /// PREEMPT, and with `aborts` PREEMPT AND ABORT.
+    Preempt {
+        kind: Kind,
+        aborts: bool,
+    },
+}
+
+/// A PERSISTENT RESERVE OUT with its parameters.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ReservationChange {
+    pub(crate) nexus: NexusId,
+    pub(crate) action: Action,
+    pub(crate) keys: Keys,
+}
+
+impl ReservationChange {
+    /// Whether it asks for persistence through power loss.
+    fn wants_persistence(&self) -> bool {
+        matches!(self.action, Action::Register { persists: true, .. })
+    }
+
+    /// Whether commands of others are to be aborted when it has taken effect.
+    pub(crate) fn aborts(&self) -> bool {
+        matches!(self.action, Action::Preempt { aborts: true, .. })
+    }
+}
+
+/// Registrations and the persistent reservation of a unit, as they outlive a power loss.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct SavedReservations {
+    registrants: Vec<Registrant>,
+    held: Option<Held>,
+}
+
+/// Keeps the reservations of logical units through power loss.
+pub trait ReservationKeeper: fmt::Debug + Send + Sync {
+    /// Returns what is kept of the unit with these names.
+    ///
+    /// # Errors
+    /// It cannot be read, so it is not known who may use the unit.
+    fn load(&self, unit: &Identity) -> io::Result<Option<SavedReservations>>;
+
+    /// Replaces what is kept of a unit; `None` removes it. What was passed is durable when this
+    /// returns. Blocks.
+    ///
+    /// # Errors
+    /// It could not be made durable; either state may be the one that is kept.
+    fn save(&self, unit: &Identity, state: Option<&SavedReservations>) -> io::Result<()>;
+}
+
+/// The nexuses whose commands a PREEMPT AND ABORT aborts (SPC-4 5.13.11.2.6).
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Preempted {
+    /// Who asked for it.
+    pub(crate) by: NexusId,
+    /// Who was registered.
+    pub(crate) ports: Vec<Ports>,
 }
 
 /// Whom a change concerns, with the unit attention it means for them.
@@ -156,6 +248,12 @@ pub(crate) struct Reservations {
     pub(crate) held: Option<Held>,
     /// PRGENERATION.
     pub(crate) generation: u32,
+    /// Persistence through power loss is activated (PTPL_A).
+    #[serde(default)]
+    persists: bool,
+    /// A change is being saved, which replaces registrations and reservation when it is.
+    #[serde(skip)]
+    saving: bool,
     /// Who has it by RESERVE, which ends with the nexus.
     #[serde(skip)]
     reserved: Option<NexusId>,
@@ -168,6 +266,8 @@ pub struct Registrations {
     pub generation: u32,
     /// TYPE of the persistent reservation, if there is one (SPC-4 table 40).
     pub kind: Option<u8>,
+    /// Whether they persist through power loss (PTPL_A).
+    pub persists: bool,
     /// Who is registered, in the order in which they came.
     pub registrants: Vec<Registration>,
     /// Who has the unit by RESERVE.
@@ -204,7 +304,81 @@ impl Reservations {
     pub(crate) fn lasting(&self) -> Self {
         Self {
             reserved: None,
+            saving: false,
             ..self.clone()
+        }
+    }
+
+    /// What was kept through a power loss. PRGENERATION begins at zero (SPC-4 6.15.2).
+    pub(crate) fn restored(saved: SavedReservations) -> Self {
+        let mut registrants = saved.registrants;
+        for registrant in &mut registrants {
+            registrant.generation = 0;
+        }
+        Self {
+            registrants,
+            held: saved.held,
+            persists: true,
+            ..Self::default()
+        }
+    }
+
+    /// What must be kept through a power loss; `None` where nothing must.
+    pub(crate) fn saved(&self) -> Option<SavedReservations> {
+        self.persists.then(|| SavedReservations {
+            registrants: self.registrants.clone(),
+            held: self.held.clone(),
+        })
+    }
+
+    /// Whether persistence through power loss is activated.
+    pub(crate) fn is_persistent(&self) -> bool {
+        self.persists
+    }
+
+    /// Nothing keeps it through a power loss any longer.
+    pub(crate) fn stop_persisting(&mut self) {
+        self.persists = false;
+    }
+
+    /// Whether a change is a step of its own: it has to be saved, to wait for one that is being saved,
+    /// or for commands that it aborts.
+    pub(crate) fn is_step(&self, change: &ReservationChange) -> bool {
+        self.persists || self.saving || change.wants_persistence() || change.aborts()
+    }
+
+    /// A copy to change and save. Until [`Reservations::end_saving`] no other change may begin.
+    pub(crate) fn begin_saving(&mut self) -> Self {
+        self.saving = true;
+        self.clone()
+    }
+
+    /// The end of what [`Reservations::begin_saving`] began: a state that was saved takes effect.
+    pub(crate) fn end_saving(&mut self, saved: Option<Self>) {
+        self.saving = false;
+        if let Some(saved) = saved {
+            *self = Self {
+                saving: false,
+                // RESERVE and RELEASE go on meanwhile.
+                reserved: self.reserved,
+                ..saved
+            };
+        }
+    }
+
+    /// Carries out a change that a nexus asks for.
+    pub(crate) fn change(&mut self, nexus: &Nexus, change: &ReservationChange) -> Outcome {
+        let keys = change.keys;
+        match change.action {
+            Action::Register { ignore, persists } => {
+                let told = self.register(nexus, keys, ignore)?;
+                self.persists = persists;
+                Ok(told)
+            }
+            Action::Reserve(kind) => self.reserve(nexus, keys, kind),
+            Action::Release(kind) => self.release(nexus, keys, kind),
+            Action::Clear => self.clear(nexus, keys),
+            Action::Preempt { kind, .. } => self.preempt(nexus, keys, kind),
         }
     }
 
@@ -222,6 +396,7 @@ impl Reservations {
         Registrations {
             generation: self.generation,
             kind: self.held.as_ref().map(|held| held.kind as u8),
+            persists: self.persists,
             registrants: self.registrants.iter().map(shown).collect(),
             reserved: self.reserved,
         }
@@ -255,11 +430,19 @@ impl Reservations {
 
     /// RESERVE. `false` where it conflicts.
     pub(crate) fn reserve_unit(&mut self, id: NexusId) -> bool {
-        let free = self.reserved.is_none_or(|holder| holder == id) && self.registrants.is_empty();
+        // What is being saved may be the first registration.
+        let free = self.reserved.is_none_or(|holder| holder == id)
+            && self.registrants.is_empty()
+            && !self.saving;
         if free {
             self.reserved = Some(id);
         }
         free
+    }
+
+    /// Whether RELEASE conflicts, as it does while anyone is registered (SPC-2 5.5.1).
+    pub(crate) fn forbids_release(&self) -> bool {
+        !self.registrants.is_empty()
     }
 
     /// RELEASE, or the end of a nexus: of what others have, nothing changes.
@@ -300,7 +483,7 @@ impl Reservations {
     }
 
     /// REGISTER, and with `ignore` REGISTER AND IGNORE EXISTING KEY.
-    pub(crate) fn register(&mut self, nexus: &Nexus, keys: Keys, ignore: bool) -> Outcome {
+    fn register(&mut self, nexus: &Nexus, keys: Keys, ignore: bool) -> Outcome {
         let at = self.registrant(nexus);
         let known = at.map_or(0, |at| self.registrants[at].key);
         if !ignore && known != keys.own {
@@ -359,7 +542,7 @@ impl Reservations {
     }
 
     /// RESERVE.
-    pub(crate) fn reserve(&mut self, nexus: &Nexus, keys: Keys, kind: Kind) -> Outcome {
+    fn reserve(&mut self, nexus: &Nexus, keys: Keys, kind: Kind) -> Outcome {
         self.proved(nexus, keys.own)?;
         let ports = Ports::of(nexus);
         match &self.held {
@@ -373,7 +556,7 @@ impl Reservations {
     }
 
     /// RELEASE.
-    pub(crate) fn release(&mut self, nexus: &Nexus, keys: Keys, kind: Option<Kind>) -> Outcome {
+    fn release(&mut self, nexus: &Nexus, keys: Keys, kind: Option<Kind>) -> Outcome {
         self.proved(nexus, keys.own)?;
         let ports = Ports::of(nexus);
         let Some(held) = self.held.as_ref().filter(|_| self.is_holder(&ports)) else {
@@ -391,7 +574,7 @@ impl Reservations {
     }
 
     /// CLEAR.
-    pub(crate) fn clear(&mut self, nexus: &Nexus, keys: Keys) -> Outcome {
+    fn clear(&mut self, nexus: &Nexus, keys: Keys) -> Outcome {
         self.proved(nexus, keys.own)?;
         let told = Told {
             reservations_preempted: self.others(Some(&Ports::of(nexus))),
@@ -404,7 +587,7 @@ impl Reservations {
     }
 
     /// PREEMPT, and PREEMPT AND ABORT.
-    pub(crate) fn preempt(&mut self, nexus: &Nexus, keys: Keys, kind: Kind) -> Outcome {
+    fn preempt(&mut self, nexus: &Nexus, keys: Keys, kind: Kind) -> Outcome {
         self.proved(nexus, keys.own)?;
         let own = Ports::of(nexus);
         let all = self.held.as_ref().is_some_and(|held| held.kind.is_of_all());
@@ -440,7 +623,8 @@ impl Reservations {
                 kind,
                 maker: own.clone(),
             });
-            if old.is_some_and(|old| old.kind != kind && old.kind.favours_registrants()) {
+            // A change of the type concerns all who stay registered, whatever the types.
+            if old.is_some_and(|old| old.kind != kind) {
                 told.reservations_released = self.others(Some(&own));
             }
         } else if self.registrants.is_empty() {

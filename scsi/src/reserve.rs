@@ -1,35 +1,36 @@
 //! PERSISTENT RESERVE IN and OUT (SPC-4 6.15, 6.16), RESERVE and RELEASE (SPC-2 7.21 to 7.23, 7.16
 //! to 7.18).
 //!
-//! What changes reservations runs alone on its unit (see [`task`](crate::task)). So PREEMPT AND
-//! ABORT finds no command of a preempted nexus that runs: those that were there have ended, those
-//! that come later conflict.
+//! What changes reservations waits for no other command. PREEMPT AND ABORT has the commands of the
+//! preempted nexuses aborted when it has taken effect, and is answered when they are gone.
 
 use crate::access::copy_out;
 use crate::cdb::Cdb;
 use crate::nexus::PortName;
 use crate::plan::{Context, Machine, Next, Plan, PlanResult, Planner, Refusal, Transfer};
-use crate::reservation::{Keys, Kind, Refused, Reservations};
-use crate::sense::{AdditionalSense, Sense};
-use crate::step::DataIn;
+use crate::reservation::{Action, Keys, Kind, Refused, ReservationChange, Reservations};
+use crate::sense::{AdditionalSense, Sense, SenseKey};
+use crate::step::{BlockOp, DataIn, StepResult};
 
 /// Length of the parameter list of PERSISTENT RESERVE OUT.
 const LIST: u32 = 24;
 
-/// A PERSISTENT RESERVE OUT that waits for its parameters.
+/// A PERSISTENT RESERVE OUT.
+///
+/// ```text
+/// parameters arrive -> (answer)
+///                  \-> the change is saved -> preempted commands are aborted -> (answer)
+/// ```
 #[derive(Debug)]
 pub(crate) struct ReserveOut {
+    /// The service action; a registration's APTPL bit comes with the parameters.
     action: Action,
 }
 
-#[derive(Clone, Copy, Debug)]
-enum Action {
-    Register { ignore: bool },
-    Reserve(Kind),
-    Release(Option<Kind>),
-    Clear,
-    Preempt(Kind),
-}
+/// Bits of byte 20 of the parameter list.
+const SPEC_I_PT: u8 = 3;
+const ALL_TG_PT: u8 = 2;
+const APTPL: u8 = 0;
 
 /// PERSISTENT RESERVE OUT.
 pub(crate) fn plan_reserve_out(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
@@ -42,12 +43,21 @@ pub(crate) fn plan_reserve_out(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
         kind.ok_or(Sense::cdb_field(2, Some(3)))
     };
     let action = match cdb.byte(1) & 0x1f {
-        0 => Action::Register { ignore: false },
+        0 => Action::Register {
+            ignore: false,
+            persists: false,
+        },
         1 => Action::Reserve(scoped()?),
         2 => Action::Release(kind.filter(|_| is_unit)),
         3 => Action::Clear,
-        4 | 5 => Action::Preempt(scoped()?),
-        _ => Action::Register { ignore: true },
+        action @ (4 | 5) => Action::Preempt {
+            kind: scoped()?,
+            aborts: action == 5,
+        },
+        _ => Action::Register {
+            ignore: true,
+            persists: false,
+        },
     };
     let len = cdb.be32(5);
     if len != LIST {
@@ -68,7 +78,23 @@ pub(crate) fn plan_reserve_out(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
 }
 
 impl ReserveOut {
-    pub(crate) fn advance(&mut self, context: &mut Context<'_>) -> Result<Next, Sense> {
+    pub(crate) fn advance(
+        &mut self,
+        context: &mut Context<'_>,
+        result: StepResult,
+    ) -> Result<Next, Sense> {
+        if let StepResult::Reservations(outcome) = result {
+            return self.answer(outcome);
+        }
+        let change = self.parse(context)?;
+        match context.lu.change_reservations(&change) {
+            Some(outcome) => self.answer(outcome),
+            None => Ok(Next::Block(BlockOp::ChangeReservations(change))),
+        }
+    }
+
+    /// The change that the parameters ask for.
+    fn parse(&mut self, context: &Context<'_>) -> Result<ReservationChange, Sense> {
         let mut list = [0; LIST as usize];
         copy_out(context.data, 0, &mut list);
         let be64 = |at: usize| {
@@ -76,35 +102,49 @@ impl ReserveOut {
             bytes.copy_from_slice(&list[at..at + 8]);
             u64::from_be_bytes(bytes)
         };
-        // SPEC_I_PT, ALL_TG_PT and APTPL: what REPORT CAPABILITIES says that we cannot.
-        for bit in [3_u8, 2, 0] {
-            if list[20] & 1 << bit != 0 {
-                return Err(Sense::parameter_field(20, Some(bit)));
-            }
+        let has = |bit: u8| list[20] & 1 << bit != 0;
+        if has(SPEC_I_PT) {
+            return Err(Sense::parameter_field(20, Some(SPEC_I_PT)));
         }
-        let keys = Keys {
-            own: be64(0),
-            action: be64(8),
-        };
-        let Some(nexus) = context.lu.nexus(context.nexus) else {
-            return Ok(Next::Conflict);
-        };
-        let action = self.action;
-        let change = |all: &mut Reservations| match action {
-            Action::Register { ignore } => all.register(&nexus, keys, ignore),
-            Action::Reserve(kind) => all.reserve(&nexus, keys, kind),
-            Action::Release(kind) => all.release(&nexus, keys, kind),
-            Action::Clear => all.clear(&nexus, keys),
-            Action::Preempt(kind) => all.preempt(&nexus, keys, kind),
-        };
-        match context.lu.change_reservations(change) {
+        // The other two mean nothing but in a registration.
+        if let Action::Register { persists, .. } = &mut self.action {
+            if has(ALL_TG_PT) {
+                return Err(Sense::parameter_field(20, Some(ALL_TG_PT)));
+            }
+            if has(APTPL) && !context.lu.can_persist() {
+                return Err(Sense::parameter_field(20, Some(APTPL)));
+            }
+            *persists = has(APTPL);
+        }
+        Ok(ReservationChange {
+            nexus: context.nexus,
+            action: self.action,
+            keys: Keys {
+                own: be64(0),
+                action: be64(8),
+            },
+        })
+    }
+
+    fn answer(&self, outcome: Result<(), Refused>) -> Result<Next, Sense> {
+        use AdditionalSense as Code;
+        match outcome {
             Ok(()) => Ok(Next::Answer(DataIn::None)),
             Err(Refused::Conflict) => Ok(Next::Conflict),
-            Err(Refused::InvalidRelease) => Err(Sense::illegal(AdditionalSense::INVALID_RELEASE)),
+            Err(Refused::InvalidRelease) => Err(Sense::illegal(Code::INVALID_RELEASE)),
             Err(Refused::ZeroKey) => Err(Sense::parameter_field(8, None)),
-            Err(Refused::NoRoom) => Err(Sense::illegal(
-                AdditionalSense::INSUFFICIENT_REGISTRATION_RESOURCES,
-            )),
+            Err(Refused::NoRoom) => Err(Sense::illegal(Code::INSUFFICIENT_REGISTRATION_RESOURCES)),
+            Err(Refused::NotSaved) => Err(match self.action {
+                Action::Register { .. } => {
+                    Sense::illegal(Code::INSUFFICIENT_REGISTRATION_RESOURCES)
+                }
+                Action::Reserve(_) | Action::Preempt { .. } => {
+                    Sense::illegal(Code::INSUFFICIENT_RESERVATION_RESOURCES)
+                }
+                Action::Release(_) | Action::Clear => {
+                    Sense::new(SenseKey::HardwareError, Code::INTERNAL_TARGET_FAILURE)
+                }
+            }),
         }
     }
 }
@@ -115,7 +155,7 @@ pub(crate) fn plan_reserve_in(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
     let data = planner.lu.with_reservations(|all| match action {
         0 => read_keys(all),
         1 => read_reservation(all),
-        2 => report_capabilities(),
+        2 => report_capabilities(planner.lu.can_persist(), all.is_persistent()),
         _ => read_full_status(all),
     });
     Ok(Plan::data(data, cdb.be16(7).into()))
@@ -143,9 +183,10 @@ fn read_reservation(all: &Reservations) -> Vec<u8> {
     listed(all, list)
 }
 
-fn report_capabilities() -> Vec<u8> {
-    // LENGTH; none of CRH, SIP_C, ATP_C, PTPL_C; TMV; every type of the mask.
-    vec![0, 8, 0, 0x80, 0xea, 0x01, 0, 0]
+fn report_capabilities(can_persist: bool, persists: bool) -> Vec<u8> {
+    // LENGTH; PTPL_C, and none of CRH, SIP_C, ATP_C; TMV and PTPL_A; every type of the mask.
+    let (capable, activated) = (u8::from(can_persist), u8::from(persists));
+    vec![0, 8, capable, 0x80 | activated, 0xea, 0x01, 0, 0]
 }
 
 fn read_full_status(all: &Reservations) -> Vec<u8> {
@@ -199,6 +240,9 @@ pub(crate) fn plan_reserve(planner: &Planner<'_>, _cdb: &Cdb) -> PlanResult {
 
 /// RELEASE (6) and (10).
 pub(crate) fn plan_release(planner: &Planner<'_>, _cdb: &Cdb) -> PlanResult {
+    if planner.lu.with_reservations(Reservations::forbids_release) {
+        return Err(Refusal::conflict());
+    }
     planner.lu.release_unit(planner.request.nexus);
     Ok(Plan::good())
 }

@@ -6,6 +6,7 @@
 
 use crate::lun::LunId;
 use crate::nexus::NexusId;
+use crate::reservation::{Refused, ReservationChange};
 use crate::sense::{Sense, SenseData, SenseFormat};
 
 /// Task attribute of a command (SAM-5 8.6).
@@ -45,6 +46,9 @@ pub struct Request<'a> {
     pub attribute: TaskAttribute,
     /// The logical units this nexus may see, for REPORT LUNS.
     pub luns: &'a [LunId],
+    /// The number by which the nexus addresses the unit may not be written to,
+    /// whatever the unit allows: WRITE PROTECTED.
+    pub read_only: bool,
 }
 
 /// What a command wants next.
@@ -60,6 +64,15 @@ pub enum Step {
     Block(BlockOp),
     /// Answer the initiator; the command is over.
     Respond(Response),
+}
+
+/// Data-Out that a command begins with, in bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct DataOut {
+    /// Data, at least one byte.
+    pub len: u32,
+    /// The whole buffer that the command needs.
+    pub buffer_len: u32,
 }
 
 /// An operation on the medium. Offsets and lengths are bytes, always multiples
@@ -96,7 +109,8 @@ pub enum BlockOp {
         /// How much; up to the whole capacity.
         len: u64,
     },
-    /// Deallocate; afterwards the range reads zeroes.
+    /// Deallocate; afterwards the range reads zeroes. Parts of it that are less than what the
+    /// backend can deallocate stay as they are.
     Discard {
         /// Where on the medium.
         offset: u64,
@@ -114,6 +128,11 @@ pub enum BlockOp {
         /// Complete only when the zeroes are on stable storage.
         fua: bool,
     },
+    /// Call [`LogicalUnit::save_reservations`] where it may block; the answer is
+    /// [`StepResult::Reservations`]. The medium has no part in it.
+    ///
+    /// [`LogicalUnit::save_reservations`]: crate::lu::LogicalUnit::save_reservations
+    ChangeReservations(ReservationChange),
     /// Tell the state of the extent at `offset`; the answer is
     /// [`StepResult::Status`].
     Status {
@@ -146,6 +165,8 @@ pub enum StepResult {
         /// Bytes from the offset that share it.
         len: u64,
     },
+    /// The answer to [`BlockOp::ChangeReservations`].
+    Reservations(Result<(), Refused>),
     /// It did not work.
     Failed(BackendError),
 }

@@ -2,11 +2,11 @@
 //! what task management does to them (SAM-5 chapters 7 and 8).
 //!
 //! ```text
-//!   register -> Dormant --try_start / poll_start--> Enabled
-//!                  |                                   |
-//!                  +-------- manage: aborted ----------+
-//!                  |                                   |
-//!                  +------------- remove --------------+
+//!   register -> Arriving -data_arrived-> (Held) -> Dormant -> (Blocked) -> Enabled
+//!                  |                       |          |           |           |
+//!                  +-----------------------+- manage: Aborted ----+-----------+
+//!                                                     |
+//!                                                   remove
 //! ```
 //!
 //! A [`TaskSet`] is pure bookkeeping. It never ends a task: task management
@@ -14,39 +14,106 @@
 //! them, and only then answers the function. TAS is zero, so an aborted task
 //! gets no status.
 //!
+//! # Order
+//!
 //! Queueing follows QUEUE ALGORITHM MODIFIER 1 (unrestricted reordering) of
 //! our Control mode page: SIMPLE commands start at once unless a HEAD OF QUEUE
-//! or an older ORDERED command is in the set. An [exclusive](Concurrency) command,
-//! whatever its attribute, runs alone: that is what makes reading and writing in
-//! one command atomic. The set is as large as it was
-//! made and never grows; finding a task by tag and starting a SIMPLE one among
-//! SIMPLE ones take constant time.
+//! or an older ORDERED command is in the set.
+//!
+//! A command whose Data-Out is still on its way can be named and aborted, but
+//! takes part in that order only against commands of its own nexus: those that
+//! came after it wait behind it (`Held`) where its attribute or theirs asks for
+//! that. To other nexuses it is as old as its data. So every initiator sees its
+//! own commands ordered by their arrival, and none can hold up another one by
+//! sending a command without its data.
+//!
+//! # Blocks
+//!
+//! A command that reads blocks, decides and writes them (a [`Footprint::Atomic`])
+//! runs when no older command changes any of these blocks, and newer ones that
+//! do wait for it (`Blocked`). Whatever touches other blocks goes on.
+//!
+//! # Bounds
+//!
+//! The set is as large as it was made and never grows. Registering, starting and
+//! removing a task take constant time, except that an atomic command looks at the
+//! commands under way that change the medium.
+
+mod list;
 
 use std::collections::HashMap;
 
 use crate::nexus::NexusId;
 use crate::step::TaskAttribute;
+use list::{Link, List, NIL};
 
-/// A command identifier as its transport carries it (SRP TAG, iSCSI Initiator
-/// Task Tag); unique per nexus.
+/// A command identifier, unique per nexus. Wide enough for a name that the caller
+/// makes up where the tags of a transport are unique within less than that.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
-pub struct TaskTag(pub u64);
+pub struct TaskTag(pub u128);
 
-/// How a command gets along with others of its unit.
+/// A run of logical blocks.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Blocks {
+    /// First block.
+    pub first: u64,
+    /// The block after the last one.
+    pub end: u64,
+}
+
+impl Blocks {
+    /// The whole medium, whatever its capacity.
+    pub const ALL: Self = Self {
+        first: 0,
+        end: u64::MAX,
+    };
+
+    fn overlaps(self, other: Self) -> bool {
+        self.first < other.end && other.first < self.end
+    }
+}
+
+/// What a command changes on the medium.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
-pub enum Concurrency {
-    /// It may run beside others.
+pub enum Footprint {
+    /// Nothing.
     #[default]
-    Shared,
-    /// It runs alone.
-    Exclusive,
+    None,
+    /// These blocks.
+    Writes(Blocks),
+    /// These blocks, by what it reads there: nothing else may change them meanwhile.
+    Atomic(Blocks),
+}
+
+impl Footprint {
+    fn blocks(self) -> Option<Blocks> {
+        match self {
+            Self::None => None,
+            Self::Writes(blocks) | Self::Atomic(blocks) => Some(blocks),
+        }
+    }
+
+    fn is_atomic(self) -> bool {
+        matches!(self, Self::Atomic(_))
+    }
+}
+
+/// A command that enters a [`TaskSet`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct NewTask {
+    /// Its task attribute.
+    pub attribute: TaskAttribute,
+    /// What it changes on the medium.
+    pub footprint: Footprint,
+    /// Whether its Data-Out is yet to come; [`TaskSet::data_arrived`] follows then.
+    pub awaits_data: bool,
 }
 
 /// A task in a [`TaskSet`]; never valid for another task of the same set.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct TaskKey {
     slot: u32,
-    age: u64,
+    id: u64,
 }
 
 impl TaskKey {
@@ -65,7 +132,7 @@ pub enum RegisterError {
     /// and all others of the nexus are to be aborted.
     #[error("the task tag is in use")]
     Overlapped(TaskKey),
-    /// The set is full: TASK SET FULL status.
+    /// The set is full, or the nexus has as many tasks as it may: TASK SET FULL status.
     #[error("the task set is full")]
     Full,
 }
@@ -132,38 +199,79 @@ impl TmfOutcome {
 /// Where a task is in its life.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum TaskState {
+    /// Its Data-Out is on its way.
+    Arriving,
+    /// Waits for older commands of its nexus whose data are on their way.
+    Held,
     /// Waits for tasks that must end first.
     Dormant,
+    /// Waits for older commands that change the same blocks.
+    Blocked,
     /// Runs.
     Enabled,
     /// Marked by task management; ends without status.
     Aborted,
 }
 
+/// Links of a task: commands of its nexus that are not in the order yet; later, ORDERED commands.
+const GATE: usize = 0;
+/// Links of a task: all in the order but HEAD OF QUEUE.
+const ORDER: usize = 1;
+/// Links of a task: what changes the medium.
+const MEDIUM: usize = 2;
+/// Links of a task: whatever it waits for; those of its nexus that hold others, before it is in the order.
+const QUEUE: usize = 3;
+
 #[derive(Clone, Copy, Debug)]
 struct Task {
     nexus: NexusId,
     tag: TaskTag,
     attribute: TaskAttribute,
-    concurrency: Concurrency,
+    footprint: Footprint,
     state: TaskState,
     /// Position in the order of arrival.
-    age: u64,
+    id: u64,
+    /// Position in the order in which tasks start, once it has one.
+    age: Option<u64>,
+    /// Position among those that the order has let start, once it did.
+    pass: Option<u64>,
+    /// Older commands in the way, which change the same blocks.
+    blockers: u32,
+    links: [Link; 4],
 }
 
 impl Task {
-    fn is_exclusive(&self) -> bool {
-        self.concurrency == Concurrency::Exclusive
+    fn is_head(&self) -> bool {
+        self.attribute == TaskAttribute::HeadOfQueue
     }
 
-    /// Whether others may have to wait for it, or it for them.
-    fn is_restricting(&self) -> bool {
-        self.is_exclusive()
-            || matches!(
-                self.attribute,
-                TaskAttribute::Ordered | TaskAttribute::HeadOfQueue
-            )
+    fn is_ordered(&self) -> bool {
+        self.attribute == TaskAttribute::Ordered
     }
+
+    /// Whether newer commands of its nexus wait until it is in the order.
+    fn holds(&self) -> bool {
+        self.is_head() || self.is_ordered()
+    }
+
+    fn conflicts(&self, other: &Self) -> bool {
+        (self.footprint.is_atomic() || other.footprint.is_atomic())
+            && self
+                .footprint
+                .blocks()
+                .zip(other.footprint.blocks())
+                .is_some_and(|(a, b)| a.overlaps(b))
+    }
+}
+
+/// The tasks of one nexus.
+#[derive(Clone, Copy, Debug, Default)]
+struct Own {
+    tasks: u32,
+    /// Those not in the order yet, oldest first.
+    arriving: List,
+    /// Those of them that hold newer ones.
+    holding: List,
 }
 
 /// The tasks of a logical unit.
@@ -172,25 +280,56 @@ pub struct TaskSet {
     slots: Vec<Option<Task>>,
     free: Vec<u32>,
     by_tag: HashMap<(NexusId, TaskTag), u32>,
+    nexuses: HashMap<NexusId, Own>,
+    /// Tasks of one nexus at most.
+    share: u32,
+    next_id: u64,
     next_age: u64,
-    /// Tasks in the set that are not SIMPLE and shared.
-    restricting: usize,
-    dormant: usize,
+    next_pass: u64,
+    /// HEAD OF QUEUE tasks in the order.
+    heads: u32,
+    /// All others in the order, by age.
+    order: List,
+    /// The ORDERED ones among them.
+    ordered: List,
+    /// Dormant tasks by age, those of HEAD OF QUEUE apart.
+    dormant: List,
+    dormant_heads: List,
+    /// What the order has let start and changes the medium, in that order.
+    writers: List,
+    atomics: List,
+    /// Blocked tasks whose blocks are free.
+    unblocked: List,
+    /// Looks at tasks so far: the work that the unit's lock is held for.
+    #[cfg(test)]
+    looks: std::cell::Cell<u64>,
 }
 
 impl TaskSet {
-    /// An empty set for at most `capacity` tasks.
+    /// An empty set for at most `capacity` tasks, `share` of them of one nexus.
     #[must_use]
-    pub fn new(capacity: u32) -> Self {
+    pub fn new(capacity: u32, share: u32) -> Self {
         Self {
             slots: vec![None; capacity as usize],
             free: (0..capacity).rev().collect(),
             // Twice as large as it gets: a table at most half full makes room
             // for itself without allocating.
             by_tag: HashMap::with_capacity(2 * capacity as usize),
+            nexuses: HashMap::new(),
+            share,
+            next_id: 0,
             next_age: 0,
-            restricting: 0,
-            dormant: 0,
+            next_pass: 0,
+            heads: 0,
+            order: List::default(),
+            ordered: List::default(),
+            dormant: List::default(),
+            dormant_heads: List::default(),
+            writers: List::default(),
+            atomics: List::default(),
+            unblocked: List::default(),
+            #[cfg(test)]
+            looks: std::cell::Cell::new(0),
         }
     }
 
@@ -206,108 +345,97 @@ impl TaskSet {
         self.len() == 0
     }
 
-    /// Takes in a command that has arrived. It is dormant until started.
+    /// Takes in a command that has arrived. It waits until started.
     ///
     /// # Errors
     ///
-    /// Its tag is in use by the same nexus, or the set is full.
+    /// Its tag is in use by the same nexus, or there is no room.
     pub fn register(
         &mut self,
         nexus: NexusId,
         tag: TaskTag,
-        attribute: TaskAttribute,
-        concurrency: Concurrency,
+        new: NewTask,
     ) -> Result<TaskKey, RegisterError> {
         if let Some(old) = self.find(nexus, tag) {
             return Err(RegisterError::Overlapped(old));
         }
+        let tasks = self.nexuses.get(&nexus).map_or(0, |own| own.tasks);
+        if tasks >= self.share {
+            return Err(RegisterError::Full);
+        }
         let slot = self.free.pop().ok_or(RegisterError::Full)?;
-        let age = self.next_age;
-        self.next_age += 1;
-        let task = Task {
+        let id = self.next_id;
+        self.next_id += 1;
+        self.slots[slot as usize] = Some(Task {
             nexus,
             tag,
-            attribute,
-            concurrency,
-            state: TaskState::Dormant,
-            age,
-        };
-        self.slots[slot as usize] = Some(task);
+            attribute: new.attribute,
+            footprint: new.footprint,
+            state: TaskState::Arriving,
+            id,
+            age: None,
+            pass: None,
+            blockers: 0,
+            links: [Link::default(); 4],
+        });
         self.by_tag.insert((nexus, tag), slot);
-        self.restricting += usize::from(task.is_restricting());
-        self.dormant += 1;
-        Ok(TaskKey { slot, age })
+        self.nexuses.entry(nexus).or_default().tasks += 1;
+        self.push_arriving(slot);
+        if !new.awaits_data {
+            self.settle(slot);
+        }
+        Ok(TaskKey { slot, id })
+    }
+
+    /// The Data-Out of a command has come. Tasks may start now: see
+    /// [`poll_start`](Self::poll_start).
+    pub fn data_arrived(&mut self, key: TaskKey) {
+        let is_arriving = |task: &Task| task.state == TaskState::Arriving;
+        if self.task(key).is_some_and(is_arriving) {
+            self.settle(key.slot);
+        }
     }
 
     /// The task of a nexus with a tag.
     #[must_use]
     pub fn find(&self, nexus: NexusId, tag: TaskTag) -> Option<TaskKey> {
         let slot = *self.by_tag.get(&(nexus, tag))?;
-        let age = self.slots[slot as usize]?.age;
-        Some(TaskKey { slot, age })
+        let id = self.slots[slot as usize]?.id;
+        Some(TaskKey { slot, id })
     }
 
-    /// Whether the ordering rules let a task start now.
+    /// Starts a task if it may start:
     ///
     /// - HEAD OF QUEUE: at once.
     /// - SIMPLE: when no HEAD OF QUEUE and no older ORDERED task is in the set.
     /// - ORDERED: when no HEAD OF QUEUE and no older task is in the set.
-    /// - Exclusive: as ORDERED, and so it is to others; one that is HEAD OF
-    ///   QUEUE waits for what runs already.
-    /// - HEAD OF QUEUE beside a running exclusive one: after it.
-    #[must_use]
-    pub fn can_start(&self, key: TaskKey) -> bool {
-        self.task(key)
-            .is_some_and(|task| task.state == TaskState::Dormant && self.is_unblocked(task))
-    }
-
-    fn is_unblocked(&self, task: &Task) -> bool {
-        if self.restricting == 0 {
-            return true;
-        }
-        if task.attribute == TaskAttribute::HeadOfQueue {
-            return !self.tasks().any(|(_, other)| {
-                other.state != TaskState::Dormant && (other.is_exclusive() || task.is_exclusive())
-            });
-        }
-        let ordered = task.attribute == TaskAttribute::Ordered || task.is_exclusive();
-        !self.tasks().any(|(_, other)| {
-            let older = other.age < task.age;
-            match other.attribute {
-                TaskAttribute::HeadOfQueue => true,
-                TaskAttribute::Ordered => older,
-                TaskAttribute::Simple | TaskAttribute::Aca => {
-                    older && (ordered || other.is_exclusive())
-                }
-            }
-        })
-    }
-
-    /// Starts a task if it may start.
+    /// - Any: when its data are here, and no older task conflicts with it about blocks.
     pub fn try_start(&mut self, key: TaskKey) -> bool {
-        let may = self.can_start(key);
-        if may {
-            self.enable(key.slot);
-        }
-        may
+        let may = self
+            .task(key)
+            .is_some_and(|task| task.state == TaskState::Dormant && self.is_due(task));
+        may && self.pass(key.slot)
     }
 
-    /// Starts the oldest dormant task that may start, if there is one. To be
-    /// asked again after every [`remove`](Self::remove) until it has none.
+    /// Starts a task that may start, if there is one. To be asked again after every
+    /// [`data_arrived`](Self::data_arrived) and [`remove`](Self::remove) until it has none.
     pub fn poll_start(&mut self) -> Option<TaskKey> {
-        if self.dormant == 0 {
-            return None;
+        if let Some(slot) = self.unblocked.first() {
+            self.unlink(QUEUE, slot, |set| &mut set.unblocked);
+            self.at_mut(slot).state = TaskState::Enabled;
+            return Some(self.key(slot));
         }
-        let (slot, task) = self
-            .tasks()
-            .filter(|(_, task)| task.state == TaskState::Dormant && self.is_unblocked(task))
-            .min_by_key(|(_, task)| task.age)?;
-        let key = TaskKey {
-            slot,
-            age: task.age,
-        };
-        self.enable(slot);
-        Some(key)
+        // The oldest one decides for all: what it waits for is in the way of the newer ones as
+        // well, or it is in their way itself.
+        while let Some(slot) = self.dormant_heads.first().or(self.dormant.first()) {
+            if !self.is_due(self.at(slot)) {
+                break;
+            }
+            if self.pass(slot) {
+                return Some(self.key(slot));
+            }
+        }
+        None
     }
 
     /// Whether task management has marked a task: its work is to be stopped
@@ -324,29 +452,48 @@ impl TaskSet {
         let Some(&task) = self.task(key) else {
             return false;
         };
-        self.slots[key.slot as usize] = None;
-        self.free.push(key.slot);
+        let slot = key.slot;
+        self.leave_queue(slot);
+        if task.age.is_none() {
+            self.leave_arriving(slot, false);
+        } else {
+            self.leave_order(slot);
+        }
+        if task.pass.is_some() {
+            self.leave_medium(slot);
+        }
+        self.slots[slot as usize] = None;
+        self.free.push(slot);
         self.by_tag.remove(&(task.nexus, task.tag));
-        self.restricting -= usize::from(task.is_restricting());
-        self.dormant -= usize::from(task.state == TaskState::Dormant);
+        let own = self.nexuses.get_mut(&task.nexus).expect("it has a task");
+        own.tasks -= 1;
+        if own.tasks == 0 {
+            self.nexuses.remove(&task.nexus);
+        }
         true
     }
 
-    /// Marks every task of a nexus, for overlapped commands and nexus loss.
-    pub fn abort_nexus(&mut self, nexus: NexusId) -> Vec<TaskKey> {
-        self.abort(|task| task.nexus == nexus)
+    /// Marks every task of some nexuses: those that a reservation was preempted of.
+    pub fn abort_nexuses(&mut self, matches: impl Fn(NexusId) -> bool) -> Vec<TaskKey> {
+        self.abort(|task| matches(task.nexus))
     }
 
     /// Carries out a task management function for a nexus.
     ///
-    /// After [`TaskManagement::LogicalUnitReset`] the caller also calls
+    /// With [`TaskManagement::LogicalUnitReset`] the caller also calls
     /// [`LogicalUnit::reset`](crate::lu::LogicalUnit::reset), whose unit
     /// attention covers what `cleared` would say.
     pub fn manage(&mut self, nexus: NexusId, function: TaskManagement) -> TmfOutcome {
         match function {
             TaskManagement::AbortTask(tag) => match self.find(nexus, tag) {
                 None => TmfOutcome::answer(TmfResponse::TaskDoesNotExist),
-                Some(_) => self.aborting(nexus, |task| task.nexus == nexus && task.tag == tag),
+                Some(key) => {
+                    self.mark(key.slot);
+                    TmfOutcome {
+                        aborted: vec![key],
+                        ..TmfOutcome::answer(TmfResponse::Complete)
+                    }
+                }
             },
             TaskManagement::AbortTaskSet | TaskManagement::NexusReset => {
                 self.aborting(nexus, |task| task.nexus == nexus)
@@ -361,7 +508,7 @@ impl TaskSet {
                 TmfOutcome::answer(presence(self.find(nexus, tag).is_some()))
             }
             TaskManagement::QueryTaskSet => {
-                TmfOutcome::answer(presence(self.tasks().any(|(_, task)| task.nexus == nexus)))
+                TmfOutcome::answer(presence(self.nexuses.contains_key(&nexus)))
             }
         }
     }
@@ -388,33 +535,256 @@ impl TaskSet {
         let mut keys: Vec<TaskKey> = self
             .tasks()
             .filter(|(_, task)| matches(task))
-            .map(|(slot, task)| TaskKey {
-                slot,
-                age: task.age,
-            })
+            .map(|(slot, task)| TaskKey { slot, id: task.id })
             .collect();
-        keys.sort_unstable_by_key(|key| key.age);
+        keys.sort_unstable_by_key(|key| key.id);
         for key in &keys {
-            if let Some(task) = &mut self.slots[key.slot as usize] {
-                self.dormant -= usize::from(task.state == TaskState::Dormant);
-                task.state = TaskState::Aborted;
-            }
+            self.mark(key.slot);
         }
         keys
     }
 
-    fn enable(&mut self, slot: u32) {
-        if let Some(task) = &mut self.slots[slot as usize] {
-            task.state = TaskState::Enabled;
-            self.dormant -= 1;
+    fn mark(&mut self, slot: u32) {
+        self.leave_queue(slot);
+        self.at_mut(slot).state = TaskState::Aborted;
+    }
+
+    /// Whether the order lets a dormant task start now.
+    fn is_due(&self, task: &Task) -> bool {
+        if task.is_head() {
+            return true;
         }
+        let Some(oldest) = self.heads.eq(&0).then(|| self.order.first()).flatten() else {
+            return false;
+        };
+        if task.is_ordered() {
+            return self.at(oldest).id == task.id;
+        }
+        let ordered = self.ordered.first();
+        ordered.is_none_or(|slot| self.at(slot).age > task.age)
+    }
+
+    /// A command whose data are here goes into the order, unless older ones of its nexus are to
+    /// come first. Those that it held follow.
+    fn settle(&mut self, slot: u32) {
+        let task = *self.at(slot);
+        let own = self.nexuses[&task.nexus];
+        let is_held = match task.attribute {
+            TaskAttribute::HeadOfQueue => false,
+            TaskAttribute::Ordered => own.arriving.first() != Some(slot),
+            TaskAttribute::Simple | TaskAttribute::Aca => own
+                .holding
+                .first()
+                .is_some_and(|older| self.at(older).id < task.id),
+        };
+        if is_held {
+            self.at_mut(slot).state = TaskState::Held;
+            return;
+        }
+        self.leave_arriving(slot, true);
+    }
+
+    fn push_arriving(&mut self, slot: u32) {
+        let nexus = self.at(slot).nexus;
+        let holds = self.at(slot).holds();
+        let own = self.nexuses.get_mut(&nexus).expect("it has a task");
+        own.arriving.push(&mut self.slots, GATE, slot);
+        if holds {
+            own.holding.push(&mut self.slots, QUEUE, slot);
+        }
+    }
+
+    /// A command waits for its data no longer: they are here and it goes into the order, or it is
+    /// going altogether. What it held follows.
+    fn leave_arriving(&mut self, slot: u32, enters: bool) {
+        let task = *self.at(slot);
+        let next = task.links[GATE].next;
+        let own = self.nexuses.get_mut(&task.nexus).expect("it has a task");
+        let was_first = own.arriving.first() == Some(slot);
+        own.arriving.remove(&mut self.slots, GATE, slot);
+        if task.holds() {
+            own.holding.remove(&mut self.slots, QUEUE, slot);
+        }
+        if enters {
+            self.enter(slot);
+        }
+        if task.holds() || was_first {
+            self.release_held(next, task.holds());
+        }
+    }
+
+    /// Lets held commands of a nexus into the order, from one on: as far as the next that holds
+    /// others, or only the first where `all` are not concerned.
+    fn release_held(&mut self, mut slot: u32, mut all: bool) {
+        while slot != NIL {
+            let task = *self.at(slot);
+            let is_first = task.links[GATE].prev == NIL;
+            let may = task.state == TaskState::Held && (!task.is_ordered() || is_first);
+            if may {
+                let own = self.nexuses.get_mut(&task.nexus).expect("it has a task");
+                own.arriving.remove(&mut self.slots, GATE, slot);
+                if task.holds() {
+                    own.holding.remove(&mut self.slots, QUEUE, slot);
+                }
+                self.enter(slot);
+                all |= task.holds();
+            } else if task.holds() || !all {
+                break;
+            }
+            slot = task.links[GATE].next;
+        }
+    }
+
+    /// Gives a task its place in the order.
+    fn enter(&mut self, slot: u32) {
+        let age = self.next_age;
+        self.next_age += 1;
+        let task = self.at_mut(slot);
+        task.age = Some(age);
+        task.state = TaskState::Dormant;
+        let (is_head, is_ordered) = (task.is_head(), task.is_ordered());
+        if is_head {
+            self.heads += 1;
+            self.dormant_heads.push(&mut self.slots, QUEUE, slot);
+            return;
+        }
+        self.order.push(&mut self.slots, ORDER, slot);
+        self.dormant.push(&mut self.slots, QUEUE, slot);
+        if is_ordered {
+            self.ordered.push(&mut self.slots, GATE, slot);
+        }
+    }
+
+    fn leave_order(&mut self, slot: u32) {
+        let task = *self.at(slot);
+        if task.is_head() {
+            self.heads -= 1;
+            return;
+        }
+        self.unlink(ORDER, slot, |set| &mut set.order);
+        if task.is_ordered() {
+            self.unlink(GATE, slot, |set| &mut set.ordered);
+        }
+    }
+
+    /// Takes a task out of the list of what it waits in.
+    fn leave_queue(&mut self, slot: u32) {
+        let task = *self.at(slot);
+        match task.state {
+            TaskState::Dormant if task.is_head() => {
+                self.unlink(QUEUE, slot, |set| &mut set.dormant_heads);
+            }
+            TaskState::Dormant => self.unlink(QUEUE, slot, |set| &mut set.dormant),
+            TaskState::Blocked if task.blockers == 0 => {
+                self.unlink(QUEUE, slot, |set| &mut set.unblocked);
+            }
+            _ => {}
+        }
+    }
+
+    /// The order lets a dormant task start: whether its blocks do, too.
+    fn pass(&mut self, slot: u32) -> bool {
+        self.leave_queue(slot);
+        let pass = self.next_pass;
+        self.next_pass += 1;
+        let task = *self.at(slot);
+        let mut blockers = 0;
+        if task.footprint != Footprint::None {
+            blockers = self.conflicts(&task, self.atomics);
+            if task.footprint.is_atomic() {
+                blockers += self.conflicts(&task, self.writers);
+                self.atomics.push(&mut self.slots, MEDIUM, slot);
+            } else {
+                self.writers.push(&mut self.slots, MEDIUM, slot);
+            }
+        }
+        let task = self.at_mut(slot);
+        task.pass = Some(pass);
+        task.blockers = blockers;
+        let may = blockers == 0;
+        task.state = if may {
+            TaskState::Enabled
+        } else {
+            TaskState::Blocked
+        };
+        may
+    }
+
+    /// Tasks of a list that are in the way of a task.
+    fn conflicts(&self, task: &Task, list: List) -> u32 {
+        let mut found = 0;
+        let mut at = list.first();
+        while let Some(slot) = at {
+            let other = self.at(slot);
+            found += u32::from(other.conflicts(task));
+            at = other.links[MEDIUM].next();
+        }
+        found
+    }
+
+    /// A task that changed the medium goes: those that it was in the way of may start.
+    fn leave_medium(&mut self, slot: u32) {
+        let task = *self.at(slot);
+        match task.footprint {
+            Footprint::None => return,
+            Footprint::Writes(_) => self.unlink(MEDIUM, slot, |set| &mut set.writers),
+            Footprint::Atomic(_) => {
+                self.unlink(MEDIUM, slot, |set| &mut set.atomics);
+                self.unblock(&task, self.writers);
+            }
+        }
+        self.unblock(&task, self.atomics);
+    }
+
+    fn unblock(&mut self, gone: &Task, list: List) {
+        // Newest first: nothing that passed before it has waited for it.
+        let mut at = list.last();
+        while let Some(slot) = at {
+            let other = *self.at(slot);
+            if other.pass < gone.pass {
+                break;
+            }
+            if other.conflicts(gone) {
+                let left = other.blockers - 1;
+                self.at_mut(slot).blockers = left;
+                if left == 0 && other.state == TaskState::Blocked {
+                    self.unblocked.push(&mut self.slots, QUEUE, slot);
+                }
+            }
+            at = other.links[MEDIUM].prev();
+        }
+    }
+
+    fn unlink(&mut self, link: usize, slot: u32, list: impl Fn(&mut Self) -> &mut List) {
+        let mut taken = *list(self);
+        taken.remove(&mut self.slots, link, slot);
+        *list(self) = taken;
+    }
+
+    fn key(&self, slot: u32) -> TaskKey {
+        let id = self.at(slot).id;
+        TaskKey { slot, id }
+    }
+
+    fn at(&self, slot: u32) -> &Task {
+        #[cfg(test)]
+        self.looks.set(self.looks.get() + 1);
+        self.slots[slot as usize]
+            .as_ref()
+            .expect("lists name tasks that are in the set")
+    }
+
+    fn at_mut(&mut self, slot: u32) -> &mut Task {
+        self.slots[slot as usize]
+            .as_mut()
+            .expect("lists name tasks that are in the set")
     }
 
     fn task(&self, key: TaskKey) -> Option<&Task> {
         self.slots
             .get(key.slot as usize)?
             .as_ref()
-            .filter(|task| task.age == key.age)
+            .filter(|task| task.id == key.id)
     }
 
     fn tasks(&self) -> impl Iterator<Item = (u32, &Task)> {
@@ -434,242 +804,4 @@ fn presence(is_there: bool) -> TmfResponse {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use TaskAttribute::{HeadOfQueue, Ordered, Simple};
-    use proptest::prelude::*;
-
-    const A: NexusId = NexusId(1);
-    const B: NexusId = NexusId(2);
-
-    fn add(set: &mut TaskSet, nexus: NexusId, tag: u64, attribute: TaskAttribute) -> TaskKey {
-        set.register(nexus, TaskTag(tag), attribute, Concurrency::Shared)
-            .unwrap()
-    }
-
-    #[test]
-    fn ordered_waits_for_older_and_holds_back_newer() {
-        let mut set = TaskSet::new(8);
-        let first = add(&mut set, A, 1, Simple);
-        assert!(set.try_start(first));
-        let ordered = add(&mut set, A, 2, Ordered);
-        let newer = add(&mut set, B, 1, Simple);
-        assert!(!set.try_start(ordered));
-        assert!(!set.try_start(newer));
-        assert_eq!(set.poll_start(), None);
-        assert!(set.remove(first));
-        assert_eq!(set.poll_start(), Some(ordered));
-        assert_eq!(set.poll_start(), None);
-        assert!(set.remove(ordered));
-        assert_eq!(set.poll_start(), Some(newer));
-        assert!(!set.can_start(newer), "it runs already");
-    }
-
-    #[test]
-    fn head_of_queue_starts_at_once_and_holds_back_the_rest() {
-        let mut set = TaskSet::new(8);
-        let ordered = add(&mut set, A, 1, Ordered);
-        assert!(set.try_start(ordered));
-        let simple = add(&mut set, A, 2, Simple);
-        let head = add(&mut set, A, 3, HeadOfQueue);
-        assert!(set.try_start(head));
-        set.remove(ordered);
-        assert_eq!(set.poll_start(), None);
-        set.remove(head);
-        assert_eq!(set.poll_start(), Some(simple));
-    }
-
-    #[test]
-    fn exclusive_runs_alone_whatever_its_attribute() {
-        let mut set = TaskSet::new(8);
-        let exclusive = |set: &mut TaskSet, tag, attribute| {
-            set.register(A, TaskTag(tag), attribute, Concurrency::Exclusive)
-                .unwrap()
-        };
-        let first = add(&mut set, A, 1, Simple);
-        assert!(set.try_start(first));
-        let head = exclusive(&mut set, 2, HeadOfQueue);
-        assert!(!set.try_start(head), "something runs");
-        let simple = exclusive(&mut set, 3, Simple);
-        let newer = add(&mut set, B, 4, Simple);
-        set.remove(first);
-        assert_eq!(set.poll_start(), Some(head));
-        assert_eq!(set.poll_start(), None);
-        set.remove(head);
-        assert_eq!(set.poll_start(), Some(simple));
-        let late = add(&mut set, B, 5, HeadOfQueue);
-        assert!(!set.try_start(late), "even the head waits for it");
-        assert!(!set.try_start(newer));
-        set.remove(simple);
-        assert_eq!(set.poll_start(), Some(late));
-        set.remove(late);
-        assert_eq!(set.poll_start(), Some(newer));
-    }
-
-    #[test]
-    fn overlapped_tags_and_a_full_set_are_refused() {
-        let mut set = TaskSet::new(2);
-        let key = add(&mut set, A, 1, Simple);
-        let again = set.register(A, TaskTag(1), Simple, Concurrency::Shared);
-        assert_eq!(again, Err(RegisterError::Overlapped(key)));
-        add(&mut set, B, 1, Simple);
-        let third = set.register(A, TaskTag(2), Simple, Concurrency::Shared);
-        assert_eq!(third, Err(RegisterError::Full));
-        assert!(set.remove(key));
-        assert!(!set.remove(key));
-        let reused = add(&mut set, A, 1, Simple);
-        assert_ne!(reused, key);
-        assert!(!set.remove(key), "the old key is not the new task");
-        assert!(set.remove(reused));
-    }
-
-    #[test]
-    fn a_nexus_that_lost_several_tasks_is_named_once() {
-        let mut set = TaskSet::new(8);
-        for tag in 1..4 {
-            add(&mut set, B, tag, Simple);
-        }
-        let outcome = set.manage(A, TaskManagement::ClearTaskSet);
-        assert_eq!(outcome.cleared, [B]);
-    }
-
-    #[test]
-    fn abort_functions_reach_the_right_tasks() {
-        let scene = || {
-            let mut set = TaskSet::new(8);
-            let keys = [(A, 1), (A, 2), (B, 1)].map(|(n, t)| add(&mut set, n, t, Simple));
-            (set, keys)
-        };
-        let cases = [
-            (TaskManagement::AbortTask(TaskTag(2)), vec![1], vec![]),
-            (TaskManagement::AbortTaskSet, vec![0, 1], vec![]),
-            (TaskManagement::NexusReset, vec![0, 1], vec![]),
-            (TaskManagement::ClearTaskSet, vec![0, 1, 2], vec![B]),
-            (TaskManagement::LogicalUnitReset, vec![0, 1, 2], vec![]),
-        ];
-        for (function, indices, cleared) in cases {
-            let (mut set, keys) = scene();
-            let aborted: Vec<_> = indices
-                .into_iter()
-                .map(|index: usize| keys[index])
-                .collect();
-            let outcome = set.manage(A, function);
-            let response = TmfResponse::Complete;
-            assert!(aborted.iter().all(|&key| set.is_aborted(key)));
-            assert_eq!(
-                outcome,
-                TmfOutcome {
-                    response,
-                    aborted,
-                    cleared
-                },
-                "{function:?}"
-            );
-        }
-    }
-
-    #[test]
-    fn functions_without_tasks_answer() {
-        let mut set = TaskSet::new(2);
-        add(&mut set, A, 1, Simple);
-        let cases = [
-            (
-                TaskManagement::AbortTask(TaskTag(9)),
-                TmfResponse::TaskDoesNotExist,
-            ),
-            (TaskManagement::ClearAca, TmfResponse::Rejected),
-            (
-                TaskManagement::QueryTask(TaskTag(1)),
-                TmfResponse::Succeeded,
-            ),
-            (TaskManagement::QueryTask(TaskTag(9)), TmfResponse::Complete),
-            (TaskManagement::QueryTaskSet, TmfResponse::Succeeded),
-        ];
-        for (function, response) in cases {
-            assert_eq!(set.manage(A, function).response, response, "{function:?}");
-        }
-        assert_eq!(
-            set.manage(B, TaskManagement::QueryTaskSet).response,
-            TmfResponse::Complete
-        );
-    }
-
-    proptest! {
-        /// Whatever the attributes and the order of completion, every task
-        /// starts, no ORDERED one overtakes, and the counters end at zero.
-        #[test]
-        fn every_task_starts_in_a_legal_order(
-            attributes in proptest::collection::vec(0..3_u8, 1..40),
-            picks in proptest::collection::vec(any::<prop::sample::Index>(), 40),
-        ) {
-            let mut set = TaskSet::new(64);
-            let mut running = Vec::new();
-            let mut gone = std::collections::HashSet::new();
-            let keys: Vec<_> = attributes.iter().enumerate().map(|(tag, kind)| {
-                let attribute = [Simple, Ordered, HeadOfQueue][usize::from(*kind)];
-                (add(&mut set, A, tag as u64, attribute), attribute)
-            }).collect();
-            for pick in &picks {
-                while let Some(key) = set.poll_start() {
-                    let index = keys.iter().position(|(k, _)| *k == key).unwrap();
-                    if keys[index].1 == Ordered {
-                        prop_assert!((0..index).all(|older| gone.contains(&older)));
-                    }
-                    running.push((index, key));
-                }
-                if running.is_empty() { break }
-                let (index, key) = running.swap_remove(pick.index(running.len()));
-                prop_assert!(set.remove(key));
-                gone.insert(index);
-            }
-            prop_assert!(set.is_empty());
-            prop_assert_eq!((set.restricting, set.dormant), (0, 0));
-            prop_assert!(set.by_tag.is_empty());
-        }
-
-        /// Whatever happens to the set, its shortcuts agree with a plain
-        /// reading of the rules.
-        #[test]
-        fn shortcuts_agree_with_the_rules(
-            script in proptest::collection::vec((0..8_u8, 0..2_u32, 0..6_u64, 0..6_u8), 1..80),
-        ) {
-            let mut set = TaskSet::new(10);
-            for (what, nexus, tag, kind) in script {
-                let (nexus, tag) = (NexusId(nexus), TaskTag(tag));
-                let attribute = [Simple, Ordered, HeadOfQueue][usize::from(kind % 3)];
-                let concurrency = [Concurrency::Shared, Concurrency::Exclusive][usize::from(kind / 3)];
-                let key = set.find(nexus, tag);
-                match what {
-                    0..=2 => { let _ = set.register(nexus, tag, attribute, concurrency); }
-                    3 => { let _ = set.manage(nexus, TaskManagement::AbortTask(tag)); }
-                    4 => { let _ = key.map(|key| set.try_start(key)); }
-                    5 => { let _ = set.poll_start(); }
-                    6 => { let _ = key.map(|key| set.remove(key)); }
-                    _ => { set.abort_nexus(nexus); }
-                }
-                let tasks: Vec<Task> = set.tasks().map(|(_, task)| *task).collect();
-                let count = |wanted: &dyn Fn(&Task) -> bool| tasks.iter().filter(|t| wanted(t)).count();
-                prop_assert_eq!(set.len(), tasks.len());
-                prop_assert_eq!(set.dormant, count(&|t| t.state == TaskState::Dormant));
-                prop_assert_eq!(set.restricting, count(&|t| t.attribute != Simple || t.is_exclusive()));
-                for task in &tasks {
-                    let key = set.find(task.nexus, task.tag).unwrap();
-                    let head = count(&|t| t.attribute == HeadOfQueue) > 0;
-                    let older_ordered = count(&|t| {
-                        (t.attribute == Ordered || t.is_exclusive()) && t.age < task.age
-                    }) > 0;
-                    let runs = |t: &Task| t.state != TaskState::Dormant;
-                    let older = count(&|t| t.age < task.age) > 0;
-                    let free = match task.attribute {
-                        HeadOfQueue if task.is_exclusive() => count(&runs) == 0,
-                        HeadOfQueue => count(&|t| runs(t) && t.is_exclusive()) == 0,
-                        Ordered => !head && !older,
-                        _ if task.is_exclusive() => !head && !older,
-                        _ => !head && !older_ordered,
-                    };
-                    prop_assert_eq!(set.can_start(key), free && task.state == TaskState::Dormant);
-                }
-            }
-        }
-    }
-}
+mod tests;

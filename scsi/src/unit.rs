@@ -66,6 +66,9 @@ pub(crate) fn plan_request_sense(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult
 
 /// START STOP UNIT (SBC-3 5.25). Only the active power condition exists, and
 /// the medium does not leave the drive.
+///
+/// An initiator that shuts down may stop its disks, and others may go on using
+/// the unit: unless the configuration says otherwise, a stop only flushes.
 pub(crate) fn plan_start_stop_unit(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
     let lu = planner.lu;
     match cdb.byte(4) >> 4 {
@@ -79,11 +82,13 @@ pub(crate) fn plan_start_stop_unit(planner: &Planner<'_>, cdb: &Cdb) -> PlanResu
         _ => return Err(Sense::cdb_field(4, Some(7)).into()),
     }
     let (start, no_flush) = (cdb.bit(4, 0), cdb.bit(4, 2));
+    let may_stop = lu.config().stoppable;
     if start || no_flush {
-        lu.set_stopped(!start);
+        lu.set_stopped(!start && may_stop);
         return Ok(Plan::good());
     }
-    Ok(Flush::Stop.plan(0, lu.capacity_bytes()))
+    let flush = if may_stop { Flush::Stop } else { Flush::Cache };
+    Ok(flush.plan(0, lu.capacity_bytes()))
 }
 
 /// SYNCHRONIZE CACHE (10) and (16). A number of zero blocks means the rest of

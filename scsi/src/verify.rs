@@ -43,27 +43,20 @@ pub(crate) struct Verify {
 
 /// VERIFY (10), (12) and (16).
 pub(crate) fn plan_verify(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
-    let extent = cdb.extent();
     let block = planner.block();
-    let (compare, offset, mut len, wanted) = match (cdb.byte(1) >> 1) & 0x3 {
-        0 => {
-            let (offset, len) = planner.byte_range(extent)?;
-            (Compare::Readable, offset, len, 0)
-        }
-        1 => {
-            let (offset, len) = planner.transfer_range(extent)?;
-            (Compare::Buffer, offset, u64::from(len), len)
-        }
-        3 => {
-            let (offset, len) = planner.byte_range(extent)?;
-            (
-                Compare::OneBlock,
-                offset,
-                len,
-                if len == 0 { 0 } else { block },
-            )
-        }
+    let compare = match (cdb.byte(1) >> 1) & 0x3 {
+        0 => Compare::Readable,
+        1 => Compare::Buffer,
+        3 => Compare::OneBlock,
         _ => return Err(Sense::cdb_field(1, Some(2)).into()),
+    };
+    // Also what moves no data keeps to the limit (SBC-3 6.5.3): others may wait for its end.
+    let (offset, range) = planner.transfer_range(cdb.extent())?;
+    let mut len = u64::from(range);
+    let wanted = match compare {
+        Compare::Readable => 0,
+        Compare::Buffer => range,
+        Compare::OneBlock => block.min(range),
     };
     let received = planner.data_out(wanted)?;
     if compare != Compare::Readable && received < wanted {

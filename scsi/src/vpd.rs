@@ -1,6 +1,8 @@
 //! Vital product data (SPC-4 7.8, SBC-3 6.6).
 //!
-//! Pages 00h, 80h, 83h, 86h, B0h, B1h and B2h.
+//! Pages 00h, 80h, 83h, 86h, B0h, B1h and B2h; and C0h, which is ours: `RISERGEN` and the 16 bytes of
+//! the volatile cache's generation, where there is one. An initiator that finds another generation
+//! after a new login knows that writes may be lost which it has not flushed.
 
 use crate::atomic::max_compare_write;
 use crate::config::{Config, Provisioning};
@@ -62,11 +64,16 @@ pub(crate) fn ascii(field: &mut [u8], text: &str) {
     field[take..].fill(b' ');
 }
 
+/// Our page, the cache's generation.
+const CACHE_GENERATION: u8 = 0xc0;
+/// What it begins with, since other vendors' pages of that code mean other things.
+const GENERATION_MARK: &[u8; 8] = b"RISERGEN";
+
 type Body = fn(&Config, Option<&Nexus>) -> Vec<u8>;
 
 /// Page codes in ascending order, and what fills the page after its header.
-static PAGES: [(u8, Body); 7] = [
-    (0x00, |_, _| page_codes()),
+static PAGES: [(u8, Body); 8] = [
+    (0x00, |config, _| page_codes(config)),
     (0x80, |config, _| {
         config.identity.serial.clone().into_bytes()
     }),
@@ -75,16 +82,28 @@ static PAGES: [(u8, Body); 7] = [
     (0xb0, |config, _| block_limits(config)),
     (0xb1, |config, _| block_device_characteristics(config)),
     (0xb2, |config, _| provisioning(config)),
+    (CACHE_GENERATION, |config, _| {
+        let generation = config.cache_generation.unwrap_or_default();
+        [&GENERATION_MARK[..], &generation].concat()
+    }),
 ];
 
+/// The pages that a unit has.
+fn pages(config: &Config) -> impl Iterator<Item = &'static (u8, Body)> {
+    let has_generation = config.cache_generation.is_some();
+    PAGES
+        .iter()
+        .filter(move |(code, _)| *code != CACHE_GENERATION || has_generation)
+}
+
 /// The codes of all pages.
-fn page_codes() -> Vec<u8> {
-    PAGES.iter().map(|(code, _)| *code).collect()
+fn page_codes(config: &Config) -> Vec<u8> {
+    pages(config).map(|(code, _)| *code).collect()
 }
 
 /// A whole VPD page, or nothing when there is no such page.
 pub(crate) fn page(code: u8, config: &Config, nexus: Option<&Nexus>) -> Option<Vec<u8>> {
-    let (_, body) = PAGES.iter().find(|(known, _)| *known == code)?;
+    let (_, body) = pages(config).find(|(known, _)| *known == code)?;
     let body = body(config, nexus);
     let mut page = vec![0, code];
     page.extend((body.len() as u16).to_be_bytes());
@@ -198,5 +217,23 @@ fn provisioning(config: &Config) -> Vec<u8> {
         vec![0, 0xe4, 0x02, 0]
     } else {
         vec![0, 0, 0, 0]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::BlockSize;
+
+    #[test]
+    fn a_unit_offers_the_generation_of_its_cache_where_it_has_one() {
+        let mut config = crate::tests::config(BlockSize::B512, 8);
+        assert_eq!(page(0xc0, &config, None), None);
+        config.cache_generation = Some([7; 16]);
+        let codes = page(0x00, &config, None).unwrap();
+        assert_eq!(codes.last(), Some(&0xc0));
+        let mut expected = b"\0\xc0\0\x18RISERGEN".to_vec();
+        expected.extend([7; 16]);
+        assert_eq!(page(0xc0, &config, None), Some(expected));
     }
 }

@@ -39,6 +39,17 @@ pub const ALGORITHMS: [Algorithm; 4] = [
 ];
 
 impl Algorithm {
+    /// Its name in configurations.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Md5 => "md5",
+            Self::Sha1 => "sha1",
+            Self::Sha256 => "sha256",
+            Self::Sha3_256 => "sha3-256",
+        }
+    }
+
     /// The one with a number.
     #[must_use]
     pub fn of(number: &str) -> Option<Self> {

@@ -4,7 +4,7 @@ use super::{A, Rig, config};
 use crate::config::BlockSize;
 use crate::opcode::Opcode;
 use crate::step::{BackendError, BlockOp, Residual};
-use crate::task::Concurrency;
+use crate::task::{Blocks, Footprint};
 
 const MISCOMPARE: (u8, u8, u8) = (0xe, 0x1d, 0);
 const INVALID_FIELD: (u8, u8, u8) = (5, 0x24, 0);
@@ -122,17 +122,22 @@ fn or_write_sets_bits() {
 }
 
 #[test]
-fn what_reads_and_writes_is_exclusive() {
+fn what_a_command_changes_is_in_its_cdb() {
+    let footprint = Opcode::footprint_of;
+    let blocks = |first, end| Blocks { first, end };
     assert_eq!(
-        Opcode::concurrency_of(&compare_and_write(0, 1)),
-        Concurrency::Exclusive
+        footprint(&compare_and_write(7, 2)),
+        Footprint::Atomic(blocks(7, 9))
     );
-    assert_eq!(
-        Opcode::concurrency_of(&or_write(0, 1)),
-        Concurrency::Exclusive
-    );
-    assert_eq!(Opcode::concurrency_of(&[0x2a]), Concurrency::Shared);
-    assert_eq!(Opcode::concurrency_of(&[]), Concurrency::Shared);
+    assert_eq!(footprint(&or_write(3, 1)), Footprint::Atomic(blocks(3, 4)));
+    let write = [0x2a, 0, 0, 0, 1, 0, 0, 0, 8, 0];
+    assert_eq!(footprint(&write), Footprint::Writes(blocks(256, 264)));
+    let unmap = [0x42, 0, 0, 0, 0, 0, 0, 0, 24, 0];
+    assert_eq!(footprint(&unmap), Footprint::Writes(Blocks::ALL));
+    let read = [0x28, 0, 0, 0, 1, 0, 0, 0, 8, 0];
+    for nothing in [&read[..], &[0x2a], &[], &[0x5f, 5], &[0x16]] {
+        assert_eq!(footprint(nothing), Footprint::None);
+    }
 }
 
 #[test]

@@ -13,7 +13,7 @@ fn standard_inquiry() {
     // INQUIRY, allocation length 255.
     let data = Rig::new().send(&[0x12, 0, 0, 0, 0xff, 0]).good().data;
     assert_eq!(data.len(), 96);
-    let head = [0x00, 0x00, 0x06, 0x12, 91, 0x00, 0x00, 0x02];
+    let head = [0x00, 0x00, 0x06, 0x12, 91, 0x00, 0x10, 0x02];
     assert_eq!(data[..8], head, "direct access, SPC-4, HISUP, CMDQUE");
     assert_eq!(&data[8..36], b"RISER   DISK            0001");
     // Version descriptors: SAM-5, SPC-4, SBC-3, SRP.
@@ -207,6 +207,7 @@ fn a_lun_with_nothing_behind_it() {
             expected,
             attribute,
             luns: &luns,
+            read_only: false,
         })
     };
     let inquiry = send(&[0x12, 0, 0, 0, 36, 0]);

@@ -240,6 +240,17 @@ fn verify_without_data_only_reads() {
 }
 
 #[test]
+fn a_verification_keeps_to_the_longest_transfer() {
+    let mut unit = config(BlockSize::B512, 1024);
+    unit.limits.max_transfer = 128 * 512;
+    for byte_check in [0, 1, 3] {
+        let mut rig = Rig::with(unit.clone());
+        let cdb = [0x2f, byte_check << 1, 0, 0, 0, 0, 0, 0, 129, 0];
+        assert_eq!(rig.send_out(&cdb, &[0; 129 * 512]).cdb_pointer(), (7, None));
+    }
+}
+
+#[test]
 fn verify_compares_one_block_with_many() {
     let mut rig = Rig::new();
     rig.disk[512..512 * 60].fill(0x77);
@@ -525,6 +536,31 @@ fn a_read_only_unit_refuses_every_write() {
 }
 
 #[test]
+fn a_read_only_number_of_a_writable_unit_changes_nothing() {
+    use crate::opcode::Gates;
+    let mut rig = Rig::with(config(BlockSize::B512, 8));
+    rig.read_only = true;
+    for entry in &crate::opcode::TABLE {
+        if !entry.gates.intersects(Gates::WRITES | Gates::SETTINGS) {
+            continue;
+        }
+        let mut cdb = vec![0; entry.usage.len()];
+        cdb[0] = entry.opcode;
+        let outcome = rig.send_out(&cdb, &[0; 512]);
+        assert_eq!(outcome.check(), (7, 0x27, 0), "{}", entry.name);
+    }
+    rig.send(&[0x28, 0, 0, 0, 0, 0, 0, 0, 1, 0]).good();
+    let header = rig.send(&[0x1a, 8, 0x08, 0, 4, 0]).good().data;
+    assert_eq!(header[2] & 0x80, 0x80, "WP");
+    // By another number the same unit is written to.
+    rig.read_only = false;
+    let write = [0x2a, 0, 0, 0, 0, 0, 0, 0, 1, 0];
+    rig.send_out(&write, &[0; 512]).good();
+    let header = rig.send(&[0x1a, 8, 0x08, 0, 4, 0]).good().data;
+    assert_eq!(header[2] & 0x80, 0);
+}
+
+#[test]
 fn six_byte_commands_have_no_fua() {
     use crate::step::{Expected, Request, Step, StepResult, TaskAttribute};
     let mut big = config(BlockSize::B512, 8);
@@ -543,6 +579,7 @@ fn six_byte_commands_have_no_fua() {
             expected,
             attribute: TaskAttribute::Simple,
             luns: &[],
+            read_only: false,
         });
         if matches!(step, Step::ReceiveData { .. }) {
             step = command.advance(&lu, StepResult::Done, &mut vec![0; 512]);
@@ -584,6 +621,7 @@ fn lba_status_rounds_what_a_backend_says_to_blocks() {
             },
             attribute: TaskAttribute::Simple,
             luns: &[],
+            read_only: false,
         });
         let asked = BlockOp::Status {
             offset: 51_200,

@@ -6,9 +6,11 @@
 
 mod atomic;
 mod identity;
+mod lengths;
 mod linux;
 mod medium;
 mod modes;
+mod persist;
 mod properties;
 mod reporting;
 mod reserve;
@@ -113,6 +115,8 @@ pub(crate) struct Rig {
     /// The next block operation fails with this.
     pub(crate) fail: Option<BackendError>,
     pub(crate) attribute: TaskAttribute,
+    /// Commands come by a number that is read-only.
+    pub(crate) read_only: bool,
 }
 
 pub(crate) fn config(block_size: BlockSize, blocks: u64) -> Config {
@@ -123,6 +127,7 @@ pub(crate) fn config(block_size: BlockSize, blocks: u64) -> Config {
         read_only: false,
         provisioning: Provisioning::Thin { granularity: 1 },
         write_cache: true,
+        stoppable: false,
         rotational: false,
         identity: Identity {
             vendor: "RISER".into(),
@@ -139,6 +144,7 @@ pub(crate) fn config(block_size: BlockSize, blocks: u64) -> Config {
             max_unmap_descriptors: 4,
             ..Limits::default()
         },
+        cache_generation: None,
     }
 }
 
@@ -184,6 +190,7 @@ impl Rig {
             luns: vec![LunId::ZERO],
             fail: None,
             attribute: TaskAttribute::Simple,
+            read_only: false,
         }
     }
 
@@ -215,6 +222,7 @@ impl Rig {
             expected,
             attribute,
             luns: &luns,
+            read_only: self.read_only,
         };
         let (mut command, mut step) = self.lu.start(&request);
         let limits = self.lu.config().limits;
@@ -281,6 +289,9 @@ impl Rig {
                 self.disk[blocks.start * size..blocks.end * size].fill(0);
                 let gives_back = !matches!(op, BlockOp::WriteZeroes { unmap: false, .. });
                 self.mapped[blocks].fill(!gives_back);
+            }
+            BlockOp::ChangeReservations(change) => {
+                return StepResult::Reservations(self.lu.save_reservations(&change).map(drop));
             }
             BlockOp::Status { offset, len } => {
                 let blocks = self.blocks(offset, len);

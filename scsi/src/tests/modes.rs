@@ -237,6 +237,7 @@ fn after_cache_off(cdb: &[u8], out: &[u8]) -> crate::step::Step {
         expected,
         attribute: TaskAttribute::Simple,
         luns: &[],
+        read_only: false,
     });
     let mut buffer = out.to_vec();
     assert!(matches!(step, Step::ReceiveData { .. }));

@@ -4,8 +4,9 @@ use super::{A, B, Outcome, Rig, srp_nexus};
 use crate::legacy::UnitLegacy;
 use crate::lu::Flags;
 use crate::nexus::NexusId;
+use crate::reservation::{Action, Keys, Kind, ReservationChange};
 use crate::sense::SenseFormat;
-use crate::step::Status;
+use crate::step::{BlockOp, Status};
 
 const REGISTER: u8 = 0;
 const RESERVE: u8 = 1;
@@ -35,7 +36,8 @@ fn out(rig: &mut Rig, who: NexusId, action: u8, kind: u8, own: u64, key: u64) ->
 #[track_caller]
 fn conflict(outcome: &Outcome) {
     assert_eq!(outcome.response.status, Status::ReservationConflict);
-    assert!(outcome.ops.is_empty());
+    let moves = |op: &BlockOp| !matches!(op, BlockOp::ChangeReservations(_));
+    assert!(!outcome.ops.iter().any(moves));
 }
 
 fn keys(rig: &mut Rig) -> (u32, Vec<u64>) {
@@ -251,6 +253,44 @@ fn what_is_not_offered_is_refused() {
     }
 }
 
+/// SPC-4 5.13.11.2.4: whoever stays registered is notified when PREEMPT changes the type, whichever
+/// types these are.
+#[test]
+fn a_preemption_that_changes_the_type_is_announced() {
+    for (old, new, notified) in [
+        (1, 3, true),
+        (3, 1, true),
+        (1, 5, true),
+        (5, 3, true),
+        (1, 1, false),
+    ] {
+        let mut rig = registered();
+        let third = NexusId(3);
+        rig.lu.add_nexus(third, srp_nexus(0xcc));
+        rig.lu.take_attention(third);
+        out(&mut rig, third, REGISTER, 0, 0, 0xc).good();
+        out(&mut rig, A, RESERVE, old, 0xa, 0).good();
+        out(&mut rig, B, PREEMPT, new, 0xb, 0xa).good();
+        let third = rig.run(third, &READY, &[], 0);
+        if notified {
+            assert_eq!(third.check(), RELEASED, "{old} becomes {new}");
+        } else {
+            third.good();
+        }
+    }
+}
+
+/// SPC-4 table 51.
+#[test]
+fn everyone_may_start_a_reserved_unit() {
+    let mut rig = registered();
+    out(&mut rig, A, RESERVE, 3, 0xa, 0).good();
+    rig.run(B, &[0x1b, 0, 0, 0, 0x01, 0], &[], 0).good();
+    for other in [0x00, 0x10, 0x11] {
+        conflict(&rig.run(B, &[0x1b, 0, 0, 0, other, 0], &[], 0));
+    }
+}
+
 #[test]
 fn reserve_and_release_of_old() {
     let reserve = [0x16, 0, 0, 0, 0, 0];
@@ -282,6 +322,8 @@ fn reserve_and_release_of_old() {
     // The two kinds exclude each other.
     out(&mut rig, A, REGISTER, 0, 0, 1).good();
     conflict(&rig.run(B, &reserve, &[], 0));
+    conflict(&rig.run(B, &release, &[], 0));
+    conflict(&rig.send(&release));
 }
 
 /// What the unit would leave, as it travels.
@@ -319,4 +361,32 @@ fn a_reservation_that_ends_with_its_nexus_is_not_left_to_anybody() {
     let mut next = Rig::new();
     next.lu.inherit(&left_by(&rig));
     assert_eq!(access(&mut next, B), (true, true));
+}
+
+/// What a PREEMPT AND ABORT aborts: commands of those whose registrations it took away, and of those
+/// who are gone and may have had one.
+#[test]
+fn preempt_and_abort_names_the_preempted() {
+    let mut rig = Rig::new();
+    let (c, gone) = (NexusId(3), NexusId(4));
+    rig.lu.add_nexus(c, srp_nexus(0xcc));
+    for (who, key) in [(A, 0xa), (B, 0xb), (c, 0xc)] {
+        rig.lu.take_attention(who);
+        out(&mut rig, who, IGNORE, 0, 0, key).good();
+    }
+    let preempt = |aborts| ReservationChange {
+        nexus: A,
+        action: Action::Preempt {
+            kind: Kind::WriteExclusiveRegistrantsOnly,
+            aborts,
+        },
+        keys: Keys {
+            own: 0xa,
+            action: if aborts { 0xb } else { 0xc },
+        },
+    };
+    let preempted = rig.lu.save_reservations(&preempt(true)).unwrap().unwrap();
+    let named = [A, B, c, gone].map(|id| rig.lu.is_preempted(&preempted, id));
+    assert_eq!(named, [false, true, false, true]);
+    assert_eq!(rig.lu.save_reservations(&preempt(false)), Ok(None));
 }

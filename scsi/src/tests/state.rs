@@ -94,8 +94,43 @@ fn a_changed_capacity_is_announced_and_used() {
 }
 
 #[test]
-fn a_stopped_unit_is_not_ready() {
+fn a_stop_takes_the_unit_from_nobody_unless_configured() {
     let mut rig = Rig::new();
+    let flush = BlockOp::Flush {
+        offset: 0,
+        len: 128 * 512,
+    };
+    assert_eq!(rig.send(&[0x1b, 0, 0, 0, 0x00, 0]).good().ops, [flush]);
+    assert!(rig.send(&[0x1b, 0, 0, 0, 0x04, 0]).good().ops.is_empty());
+    assert!(!rig.lu.is_stopped());
+    rig.run(B, &READY, &[], 0).good();
+}
+
+fn stoppable() -> Rig {
+    Rig::with(crate::config::Config {
+        stoppable: true,
+        ..config(BlockSize::B512, 128)
+    })
+}
+
+#[test]
+fn a_reset_or_the_last_logout_starts_a_stopped_unit() {
+    let mut rig = stoppable();
+    rig.send(&[0x1b, 0, 0, 0, 0x00, 0]).good();
+    assert_eq!(rig.run(B, &READY, &[], 0).check(), (2, 0x04, 2));
+    rig.lu.reset();
+    assert!(!rig.lu.is_stopped());
+    assert_eq!(rig.send(&READY).check(), (6, 0x29, 3));
+    rig.send(&[0x1b, 0, 0, 0, 0x00, 0]).good();
+    rig.lu.remove_nexus(A);
+    assert!(rig.lu.is_stopped(), "B is still there");
+    rig.lu.remove_nexus(B);
+    assert!(!rig.lu.is_stopped());
+}
+
+#[test]
+fn a_stopped_unit_is_not_ready() {
+    let mut rig = stoppable();
     // START STOP UNIT, START zero: flush, then stop.
     let ops = rig.send(&[0x1b, 0, 0, 0, 0x00, 0]).good().ops;
     assert_eq!(
@@ -106,9 +141,6 @@ fn a_stopped_unit_is_not_ready() {
         }]
     );
     assert!(rig.lu.is_stopped());
-    // A reset does not start it.
-    rig.lu.reset();
-    assert_eq!(rig.send(&READY).check(), (6, 0x29, 3));
     assert_eq!(rig.send(&READY).check(), (2, 0x04, 2));
     let read = [0x28, 0, 0, 0, 0, 0, 0, 0, 1, 0];
     assert_eq!(rig.send(&read).check(), (2, 0x04, 2));

@@ -39,6 +39,8 @@ pub enum Auth {
         accepted: Vec<Credentials>,
         /// With what we prove who we are, if asked.
         own: Option<Credentials>,
+        /// Algorithms that are taken (CHAP_A); the initiator's order decides.
+        algorithms: Vec<Algorithm>,
     },
 }
 
@@ -398,7 +400,11 @@ impl TargetLogin {
         }
         match (&self.chap, keys.algorithms, keys.response) {
             (Chap::Chosen, Some(offered), None) => {
-                let first = offered.split(',').find_map(Algorithm::of);
+                let Auth::Chap { algorithms, .. } = &self.auth else {
+                    return Err(failure());
+                };
+                let mut offered = offered.split(',').filter_map(Algorithm::of);
+                let first = offered.find(|algorithm| algorithms.contains(algorithm));
                 let challenge = new_challenge(first.ok_or_else(failure)?, gate);
                 text::put(out, "CHAP_A", &(challenge.algorithm as u8).to_string());
                 text::put(out, "CHAP_I", &challenge.id.to_string());
@@ -425,7 +431,7 @@ impl TargetLogin {
         out: &mut Vec<u8>,
     ) -> Result<String, Refusal> {
         let failure = || fault(LoginStatus::AUTHENTICATION_FAILURE);
-        let Auth::Chap { accepted, own } = &self.auth else {
+        let Auth::Chap { accepted, own, .. } = &self.auth else {
             return Err(failure());
         };
         let name = keys.name.ok_or_else(failure)?;

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 
-use crate::iscsi::chap::{self, Algorithm, Credentials};
+use crate::iscsi::chap::{self, ALGORITHMS, Algorithm, Credentials};
 use crate::iscsi::keys::{Key, Offer};
 use crate::iscsi::login::{
     Answer, Auth, Gatekeeper, Identity, InitiatorConfig, InitiatorLogin, Joined, LoginError,
@@ -67,6 +67,7 @@ fn chap_auth() -> Auth {
     Auth::Chap {
         accepted: vec![credentials("alice", "alice has a secret")],
         own: Some(credentials("target", "the target has one")),
+        algorithms: ALGORITHMS.to_vec(),
     }
 }
 
@@ -652,4 +653,37 @@ fn keys_of_rdma_mean_nothing_on_tcp() {
     };
     assert!(!joined.session.rdma_extensions && !joined.session.hello_required);
     assert_eq!(joined.connection.max_recv_segment, 65536);
+}
+
+/// The administrator says which algorithms are good enough, and the initiator which of these comes first.
+#[test]
+fn only_the_algorithms_that_are_taken_are_chosen() {
+    let strong = vec![Algorithm::Sha3_256, Algorithm::Sha256];
+    for (offered, chosen) in [("5,6,7,8", Some("7")), ("8,7", Some("8")), ("5,6", None)] {
+        let Auth::Chap { accepted, own, .. } = chap_auth() else {
+            unreachable!("it is CHAP");
+        };
+        let mut gate = Gate::new(Auth::Chap {
+            accepted,
+            own,
+            algorithms: strong.clone(),
+        });
+        let mut login = TargetLogin::new();
+        let hello = "InitiatorName=iqn.2026-01.a:i\0TargetName=iqn.2026-01.a:t\0AuthMethod=CHAP\0";
+        let first = request(Stage::Security, None);
+        let answer = login.handle(&first, hello.as_bytes(), &mut gate);
+        assert_eq!(answer.response.status, LoginStatus::SUCCESS);
+        let algorithms = format!("CHAP_A={offered}\0");
+        let answer = login.handle(&first, algorithms.as_bytes(), &mut gate);
+        match chosen {
+            Some(chosen) => {
+                let text = String::from_utf8(answer.text).unwrap();
+                assert!(text.contains(&format!("CHAP_A={chosen}\0")), "{text}");
+            }
+            None => {
+                let status = answer.response.status;
+                assert_eq!(status, LoginStatus::AUTHENTICATION_FAILURE);
+            }
+        }
+    }
 }

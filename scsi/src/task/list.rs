@@ -1,0 +1,93 @@
+//! Lists of tasks, linked through the tasks themselves: no list allocates, and taking a task out of
+//! the middle takes constant time.
+
+use super::Task;
+
+/// No task.
+pub(super) const NIL: u32 = u32::MAX;
+
+/// A task's neighbours in a list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Link {
+    pub(super) prev: u32,
+    pub(super) next: u32,
+}
+
+impl Default for Link {
+    fn default() -> Self {
+        Self {
+            prev: NIL,
+            next: NIL,
+        }
+    }
+}
+
+impl Link {
+    pub(super) fn prev(self) -> Option<u32> {
+        (self.prev != NIL).then_some(self.prev)
+    }
+
+    pub(super) fn next(self) -> Option<u32> {
+        (self.next != NIL).then_some(self.next)
+    }
+}
+
+/// The ends of a list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct List {
+    head: u32,
+    tail: u32,
+}
+
+impl Default for List {
+    fn default() -> Self {
+        Self {
+            head: NIL,
+            tail: NIL,
+        }
+    }
+}
+
+impl List {
+    pub(super) fn first(self) -> Option<u32> {
+        (self.head != NIL).then_some(self.head)
+    }
+
+    pub(super) fn last(self) -> Option<u32> {
+        (self.tail != NIL).then_some(self.tail)
+    }
+
+    /// Appends a task, by its link of this number.
+    pub(super) fn push(&mut self, tasks: &mut [Option<Task>], link: usize, slot: u32) {
+        *link_of(tasks, link, slot) = Link {
+            prev: self.tail,
+            next: NIL,
+        };
+        if self.tail == NIL {
+            self.head = slot;
+        } else {
+            link_of(tasks, link, self.tail).next = slot;
+        }
+        self.tail = slot;
+    }
+
+    /// Takes a task out that is in this list.
+    pub(super) fn remove(&mut self, tasks: &mut [Option<Task>], link: usize, slot: u32) {
+        let Link { prev, next } = std::mem::take(link_of(tasks, link, slot));
+        if prev == NIL {
+            self.head = next;
+        } else {
+            link_of(tasks, link, prev).next = next;
+        }
+        if next == NIL {
+            self.tail = prev;
+        } else {
+            link_of(tasks, link, next).prev = prev;
+        }
+    }
+}
+
+fn link_of(tasks: &mut [Option<Task>], link: usize, slot: u32) -> &mut Link {
+    let task = tasks[slot as usize].as_mut();
+    &mut task.expect("lists name tasks that are in the set").links[link]
+}

@@ -1,0 +1,408 @@
+use super::*;
+use TaskAttribute::{HeadOfQueue, Ordered, Simple};
+use proptest::prelude::*;
+
+const A: NexusId = NexusId(1);
+const B: NexusId = NexusId(2);
+
+fn of(attribute: TaskAttribute) -> NewTask {
+    NewTask {
+        attribute,
+        ..NewTask::default()
+    }
+}
+
+fn arriving(attribute: TaskAttribute) -> NewTask {
+    NewTask {
+        awaits_data: true,
+        ..of(attribute)
+    }
+}
+
+fn add(set: &mut TaskSet, nexus: NexusId, tag: u64, attribute: TaskAttribute) -> TaskKey {
+    set.register(nexus, TaskTag(tag.into()), of(attribute))
+        .unwrap()
+}
+
+#[test]
+fn ordered_waits_for_older_and_holds_back_newer() {
+    let mut set = TaskSet::new(8, 8);
+    let first = add(&mut set, A, 1, Simple);
+    assert!(set.try_start(first));
+    let ordered = add(&mut set, A, 2, Ordered);
+    let newer = add(&mut set, B, 1, Simple);
+    assert!(!set.try_start(ordered));
+    assert!(!set.try_start(newer));
+    assert_eq!(set.poll_start(), None);
+    assert!(set.remove(first));
+    assert_eq!(set.poll_start(), Some(ordered));
+    assert_eq!(set.poll_start(), None);
+    assert!(set.remove(ordered));
+    assert_eq!(set.poll_start(), Some(newer));
+    assert!(!set.try_start(newer), "it runs already");
+}
+
+#[test]
+fn head_of_queue_starts_at_once_and_holds_back_the_rest() {
+    let mut set = TaskSet::new(8, 8);
+    let ordered = add(&mut set, A, 1, Ordered);
+    assert!(set.try_start(ordered));
+    let simple = add(&mut set, A, 2, Simple);
+    let head = add(&mut set, A, 3, HeadOfQueue);
+    assert!(set.try_start(head));
+    set.remove(ordered);
+    assert_eq!(set.poll_start(), None);
+    set.remove(head);
+    assert_eq!(set.poll_start(), Some(simple));
+}
+
+fn touching(footprint: Footprint) -> NewTask {
+    NewTask {
+        footprint,
+        ..of(Simple)
+    }
+}
+
+fn blocks(first: u64, end: u64) -> Blocks {
+    Blocks { first, end }
+}
+
+#[test]
+fn an_atomic_command_keeps_others_from_its_blocks_only() {
+    let mut set = TaskSet::new(8, 8);
+    let add = |set: &mut TaskSet, tag, footprint| {
+        let key = set.register(A, TaskTag(tag), touching(footprint)).unwrap();
+        (key, set.try_start(key))
+    };
+    let (before, started) = add(&mut set, 1, Footprint::Writes(blocks(8, 16)));
+    assert!(started);
+    let (atomic, started) = add(&mut set, 2, Footprint::Atomic(blocks(10, 11)));
+    assert!(!started, "a write to its blocks is under way");
+    let (elsewhere, started) = add(&mut set, 3, Footprint::Writes(blocks(11, 12)));
+    assert!(started, "behind its blocks");
+    let (behind, started) = add(&mut set, 4, Footprint::Writes(Blocks::ALL));
+    assert!(!started, "it came after the atomic one");
+    let (reads, started) = add(&mut set, 5, Footprint::None);
+    assert!(started);
+    set.remove(before);
+    assert_eq!(set.poll_start(), Some(atomic));
+    assert_eq!(set.poll_start(), None);
+    let (second, started) = add(&mut set, 6, Footprint::Atomic(blocks(0, 11)));
+    assert!(!started, "two atomic ones, and a write before it");
+    set.remove(atomic);
+    assert_eq!(set.poll_start(), Some(behind));
+    assert_eq!(set.poll_start(), None);
+    set.remove(behind);
+    assert_eq!(set.poll_start(), Some(second));
+    for key in [elsewhere, reads, second] {
+        set.remove(key);
+    }
+    assert!(set.is_empty());
+}
+
+#[test]
+fn an_atomic_command_that_is_aborted_frees_its_blocks() {
+    let mut set = TaskSet::new(8, 8);
+    let atomic = touching(Footprint::Atomic(blocks(0, 1)));
+    let keys = [1, 2, 3].map(|tag| set.register(A, TaskTag(tag), atomic).unwrap());
+    assert_eq!(set.poll_start(), Some(keys[0]));
+    assert_eq!(set.poll_start(), None);
+    set.manage(A, TaskManagement::AbortTask(TaskTag(2)));
+    set.remove(keys[0]);
+    assert_eq!(set.poll_start(), None, "the aborted one may still be here");
+    set.remove(keys[1]);
+    assert_eq!(set.poll_start(), Some(keys[2]));
+}
+
+#[test]
+fn a_command_without_its_data_holds_up_its_own_nexus_only() {
+    let mut set = TaskSet::new(8, 8);
+    let ordered = set.register(A, TaskTag(1), arriving(Ordered)).unwrap();
+    assert!(!set.try_start(ordered));
+    let own = add(&mut set, A, 2, Simple);
+    assert!(!set.try_start(own), "an older ORDERED command of its nexus");
+    let other = add(&mut set, B, 1, Simple);
+    assert!(set.try_start(other));
+    set.data_arrived(ordered);
+    assert_eq!(set.poll_start(), None, "now the other's is older");
+    set.remove(other);
+    assert_eq!(set.poll_start(), Some(ordered));
+    assert_eq!(set.poll_start(), None);
+    set.remove(ordered);
+    assert_eq!(set.poll_start(), Some(own));
+}
+
+#[test]
+fn an_ordered_command_waits_for_the_data_of_older_ones_of_its_nexus() {
+    let mut set = TaskSet::new(8, 8);
+    let write = set.register(A, TaskTag(1), arriving(Simple)).unwrap();
+    let ordered = add(&mut set, A, 2, Ordered);
+    let late = set.register(A, TaskTag(3), arriving(Simple)).unwrap();
+    let newer = add(&mut set, A, 4, Simple);
+    let head = add(&mut set, A, 5, HeadOfQueue);
+    assert_eq!(set.poll_start(), Some(head));
+    set.remove(head);
+    assert_eq!(set.poll_start(), None);
+    set.data_arrived(write);
+    assert_eq!(set.poll_start(), Some(write));
+    assert_eq!(set.poll_start(), None);
+    set.remove(write);
+    assert_eq!(set.poll_start(), Some(ordered));
+    set.remove(ordered);
+    assert_eq!(set.poll_start(), Some(newer));
+    set.data_arrived(late);
+    assert_eq!(set.poll_start(), Some(late));
+}
+
+#[test]
+fn what_an_aborted_command_held_goes_on_without_it() {
+    let mut set = TaskSet::new(8, 8);
+    let write = set.register(A, TaskTag(1), arriving(Simple)).unwrap();
+    let ordered = set.register(A, TaskTag(2), arriving(Ordered)).unwrap();
+    let newer = add(&mut set, A, 3, Simple);
+    set.manage(A, TaskManagement::AbortTask(TaskTag(2)));
+    set.data_arrived(ordered);
+    assert_eq!(set.poll_start(), None);
+    set.remove(ordered);
+    assert_eq!(set.poll_start(), Some(newer));
+    set.remove(write);
+    set.remove(newer);
+    assert!(set.is_empty() && set.nexuses.is_empty());
+}
+
+#[test]
+fn one_nexus_cannot_fill_the_set() {
+    let mut set = TaskSet::new(8, 2);
+    let first = add(&mut set, A, 1, Simple);
+    add(&mut set, A, 2, Simple);
+    let third = set.register(A, TaskTag(3), of(Simple));
+    assert_eq!(third, Err(RegisterError::Full));
+    add(&mut set, B, 1, Simple);
+    set.remove(first);
+    add(&mut set, A, 3, Simple);
+}
+
+/// However many tasks run and wait, the start or the end of one looks at a few.
+#[test]
+fn each_event_looks_at_few_tasks() {
+    let mut set = TaskSet::new(32_768, 32_768);
+    let mut most = 0;
+    let mut watch = |set: &TaskSet| {
+        most = most.max(set.looks.replace(0));
+    };
+    let mut running = Vec::new();
+    for tag in 0..4096 {
+        let key = add(&mut set, A, tag, Simple);
+        assert!(set.try_start(key));
+        running.push(key);
+        watch(&set);
+    }
+    let ordered = add(&mut set, A, 1 << 32, Ordered);
+    assert!(!set.try_start(ordered));
+    for tag in 5000..9095 {
+        let key = add(&mut set, A, tag, Simple);
+        assert!(!set.try_start(key));
+        watch(&set);
+    }
+    for key in running {
+        set.remove(key);
+        watch(&set);
+        let is_last = set.len() == 4096;
+        assert_eq!(set.poll_start(), is_last.then_some(ordered));
+        watch(&set);
+    }
+    set.remove(ordered);
+    while set.poll_start().is_some() {
+        watch(&set);
+    }
+    assert!(most < 20, "one event has looked at {most} tasks");
+}
+
+#[test]
+fn overlapped_tags_and_a_full_set_are_refused() {
+    let mut set = TaskSet::new(2, 2);
+    let key = add(&mut set, A, 1, Simple);
+    let again = set.register(A, TaskTag(1), of(Simple));
+    assert_eq!(again, Err(RegisterError::Overlapped(key)));
+    add(&mut set, B, 1, Simple);
+    let third = set.register(A, TaskTag(2), of(Simple));
+    assert_eq!(third, Err(RegisterError::Full));
+    assert!(set.remove(key));
+    assert!(!set.remove(key));
+    let reused = add(&mut set, A, 1, Simple);
+    assert_ne!(reused, key);
+    assert!(!set.remove(key), "the old key is not the new task");
+    assert!(set.remove(reused));
+}
+
+#[test]
+fn a_nexus_that_lost_several_tasks_is_named_once() {
+    let mut set = TaskSet::new(8, 8);
+    for tag in 1..4 {
+        add(&mut set, B, tag, Simple);
+    }
+    let outcome = set.manage(A, TaskManagement::ClearTaskSet);
+    assert_eq!(outcome.cleared, [B]);
+}
+
+#[test]
+fn abort_functions_reach_the_right_tasks() {
+    let scene = || {
+        let mut set = TaskSet::new(8, 8);
+        let keys = [(A, 1), (A, 2), (B, 1)].map(|(n, t)| add(&mut set, n, t, Simple));
+        (set, keys)
+    };
+    let cases = [
+        (TaskManagement::AbortTask(TaskTag(2)), vec![1], vec![]),
+        (TaskManagement::AbortTaskSet, vec![0, 1], vec![]),
+        (TaskManagement::NexusReset, vec![0, 1], vec![]),
+        (TaskManagement::ClearTaskSet, vec![0, 1, 2], vec![B]),
+        (TaskManagement::LogicalUnitReset, vec![0, 1, 2], vec![]),
+    ];
+    for (function, indices, cleared) in cases {
+        let (mut set, keys) = scene();
+        let aborted: Vec<_> = indices
+            .into_iter()
+            .map(|index: usize| keys[index])
+            .collect();
+        let outcome = set.manage(A, function);
+        let response = TmfResponse::Complete;
+        assert!(aborted.iter().all(|&key| set.is_aborted(key)));
+        assert_eq!(
+            outcome,
+            TmfOutcome {
+                response,
+                aborted,
+                cleared
+            },
+            "{function:?}"
+        );
+    }
+}
+
+#[test]
+fn functions_without_tasks_answer() {
+    let mut set = TaskSet::new(2, 2);
+    add(&mut set, A, 1, Simple);
+    let cases = [
+        (
+            TaskManagement::AbortTask(TaskTag(9)),
+            TmfResponse::TaskDoesNotExist,
+        ),
+        (TaskManagement::ClearAca, TmfResponse::Rejected),
+        (
+            TaskManagement::QueryTask(TaskTag(1)),
+            TmfResponse::Succeeded,
+        ),
+        (TaskManagement::QueryTask(TaskTag(9)), TmfResponse::Complete),
+        (TaskManagement::QueryTaskSet, TmfResponse::Succeeded),
+    ];
+    for (function, response) in cases {
+        assert_eq!(set.manage(A, function).response, response, "{function:?}");
+    }
+    assert_eq!(
+        set.manage(B, TaskManagement::QueryTaskSet).response,
+        TmfResponse::Complete
+    );
+}
+
+proptest! {
+    /// Whatever the attributes and the order of completion, every task
+    /// starts, no ORDERED one overtakes, and the counters end at zero.
+    #[test]
+    fn every_task_starts_in_a_legal_order(
+        attributes in proptest::collection::vec(0..3_u8, 1..40),
+        picks in proptest::collection::vec(any::<prop::sample::Index>(), 40),
+    ) {
+        let mut set = TaskSet::new(64, 64);
+        let mut running = Vec::new();
+        let mut gone = std::collections::HashSet::new();
+        let keys: Vec<_> = attributes.iter().enumerate().map(|(tag, kind)| {
+            let attribute = [Simple, Ordered, HeadOfQueue][usize::from(*kind)];
+            (add(&mut set, A, tag as u64, attribute), attribute)
+        }).collect();
+        for pick in &picks {
+            while let Some(key) = set.poll_start() {
+                let index = keys.iter().position(|(k, _)| *k == key).unwrap();
+                if keys[index].1 == Ordered {
+                    prop_assert!((0..index).all(|older| gone.contains(&older)));
+                }
+                running.push((index, key));
+            }
+            if running.is_empty() { break }
+            let (index, key) = running.swap_remove(pick.index(running.len()));
+            prop_assert!(set.remove(key));
+            gone.insert(index);
+        }
+        prop_assert!(set.is_empty());
+        prop_assert!(set.by_tag.is_empty() && set.nexuses.is_empty());
+        prop_assert_eq!((set.heads, set.order, set.ordered), (0, List::default(), List::default()));
+    }
+
+    /// Whatever happens to the set, what it starts is what a plain reading of the rules starts.
+    #[test]
+    fn lists_agree_with_the_rules(
+        script in proptest::collection::vec((0..9_u8, 0..2_u64, 0..6_u64, 0..12_u8, 0..4_u64), 1..80),
+    ) {
+        let mut set = TaskSet::new(10, 7);
+        for (what, nexus, tag, kind, at) in script {
+            let (nexus, tag) = (NexusId(nexus), TaskTag(tag.into()));
+            let range = blocks(at, at + 2);
+            let new = NewTask {
+                attribute: [Simple, Ordered, HeadOfQueue][usize::from(kind % 3)],
+                footprint: [
+                    Footprint::None,
+                    Footprint::Writes(range),
+                    Footprint::Atomic(range),
+                ][usize::from(kind / 4)],
+                awaits_data: kind % 4 == 1,
+            };
+            let key = set.find(nexus, tag);
+            match what {
+                0..=2 => { let _ = set.register(nexus, tag, new); }
+                3 => { let _ = set.manage(nexus, TaskManagement::AbortTask(tag)); }
+                4 => { let _ = key.map(|key| set.data_arrived(key)); }
+                5 => { let _ = key.map(|key| set.try_start(key)); }
+                6 | 7 => { let _ = key.map(|key| set.remove(key)); }
+                _ => { set.abort_nexuses(|other| other == nexus); }
+            }
+            let mut tasks: Vec<Task> = set.tasks().map(|(_, task)| *task).collect();
+            tasks.sort_unstable_by_key(|task| task.id);
+            prop_assert_eq!(set.len(), tasks.len());
+            for task in &tasks {
+                let others = || tasks.iter().filter(|t| t.id != task.id);
+                if task.state == TaskState::Held {
+                    let own = || others().filter(|t| t.nexus == task.nexus && t.id < task.id && t.age.is_none());
+                    let is_held = if task.is_ordered() { own().count() > 0 } else { own().any(Task::holds) };
+                    prop_assert!(is_held && !task.is_head());
+                }
+                if task.state == TaskState::Dormant {
+                    let head = others().any(|t| t.is_head() && t.age.is_some());
+                    let older = || others().filter(|t| t.age.is_some() && t.age < task.age);
+                    let due = match task.attribute {
+                        HeadOfQueue => true,
+                        Ordered => !head && older().count() == 0,
+                        _ => !head && !older().any(Task::is_ordered),
+                    };
+                    prop_assert_eq!(set.is_due(task), due);
+                }
+                if task.pass.is_some() && task.state != TaskState::Aborted {
+                    let blockers = others()
+                        .filter(|t| t.pass.is_some() && t.pass < task.pass && t.conflicts(task))
+                        .count();
+                    prop_assert_eq!(task.blockers as usize, blockers);
+                    prop_assert!(blockers == 0 || task.state == TaskState::Blocked);
+                }
+            }
+            // Whatever can start is found.
+            if what % 3 == 0 {
+                while set.poll_start().is_some() {}
+                let stuck = set.tasks().find(|(_, t)| {
+                    (t.state == TaskState::Dormant && set.is_due(t))
+                        || (t.state == TaskState::Blocked && t.blockers == 0)
+                });
+                prop_assert!(stuck.is_none());
+            }
+        }
+    }
+}

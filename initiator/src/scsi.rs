@@ -412,6 +412,14 @@ impl Identity {
     }
 }
 
+/// The generation of a unit's volatile cache: the body of the vendor specific page C0h of `riserd`,
+/// which begins with a mark, since other vendors' pages of that number mean other things.
+#[must_use]
+pub fn cache_generation(body: &[u8]) -> Option<[u8; 16]> {
+    let generation = body.strip_prefix(b"RISERGEN")?;
+    generation.first_chunk().copied()
+}
+
 /// What MODE SENSE (6) tells of caching (SBC-3 clause 6.4.6) and of the medium.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CachingPage {

@@ -30,6 +30,10 @@ pub struct Timing {
     /// Wait before a command is repeated that the target was too busy for; doubles with every
     /// attempt.
     pub busy: Duration,
+    /// How long commands of a lost session may still be carried out, at a target that does not show when
+    /// they are over. The default is the time after which Linux's SRP initiator gives a lost port's
+    /// commands back for others to repeat (`fast_io_fail_tmo`).
+    pub settle: Duration,
 }
 
 impl Default for Timing {
@@ -42,6 +46,7 @@ impl Default for Timing {
             backoff_min: Duration::from_millis(100),
             backoff_max: Duration::from_secs(5),
             busy: Duration::from_millis(5),
+            settle: Duration::from_secs(15),
         }
     }
 }
@@ -91,9 +96,12 @@ pub enum Down {
     /// It was closed from this side.
     #[error("closed")]
     Closed,
-    /// The path leads to another logical unit than those before it.
+    /// Another logical unit is there than before, or than on the other paths.
     #[error("the portal leads to another logical unit")]
     OtherUnit,
+    /// The logical unit has less capacity than before.
+    #[error("the logical unit has become smaller")]
+    Shrunk,
     /// The logical unit does not say who it is, or is not there, so that nobody can tell whether two
     /// paths lead to the same one.
     #[error("the logical unit does not say which one it is, or is not there")]

@@ -270,16 +270,9 @@ fn what_a_killed_process_leaves_is_cleaned_up() {
     let home = Home::new();
     let socket = home.path("nbd");
     home.ok(&["attach", "mem:1M", "--nbd", &socket]);
-    let list: serde_json::Value = serde_json::from_str(&home.ok(&["list", "-o", "json"])).unwrap();
-    let pid = list[0]["pid"].as_i64().unwrap() as i32;
-    let pid = rustix::process::Pid::from_raw(pid).unwrap();
+    let pid = pid(&home);
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
-    while rustix::process::test_kill_process(pid).is_ok() {
-        // Nobody reaps it but init, which is quick.
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
-        if stat.is_ok_and(|s| s.contains(") Z ")) {
-            break;
-        }
+    while is_alive(pid) {
         std::thread::yield_now();
     }
     assert_eq!(home.ok(&["list"]), "nothing is attached\n");
@@ -328,6 +321,83 @@ fn a_fuse_attachment_is_a_file_until_somebody_unmounts_it() {
     riser_initiator::fuse::unmount(Path::new(&dir), true).unwrap();
     let output = child.wait_with_output().unwrap();
     assert!(output.status.success());
+}
+
+#[test]
+fn a_file_that_is_open_is_served_after_the_signal_to_end() {
+    use std::os::unix::fs::FileExt;
+
+    let home = Home::new();
+    let dir = home.path("mount");
+    std::fs::create_dir(&dir).unwrap();
+    let output = home.riser(&["attach", "mem:4M", "--fuse", &dir]);
+    if !output.status.success() {
+        return eprintln!("SKIP: cannot mount FUSE here");
+    }
+    let file = Path::new(&dir).join("lun0");
+    let open = std::fs::File::options()
+        .read(true)
+        .write(true)
+        .open(&file)
+        .unwrap();
+    let pid = pid(&home);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    // New users cannot find it.
+    while file.exists() {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    // What the one that has it open holds back may come later than any fixed time.
+    std::thread::sleep(std::time::Duration::from_secs(6));
+    open.write_all_at(b"late", 0).unwrap();
+    drop(open);
+    while is_alive(pid) {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn a_serving_process_does_not_wait_for_its_own_disk() {
+    let home = Home::new();
+    let socket = home.path("nbd");
+    home.ok(&["attach", "mem:1M", "--nbd", &socket]);
+    let proc = format!("/proc/{}", pid(&home).as_raw_nonzero());
+    let has = |sets: rustix::thread::CapabilitySets, one| sets.effective.contains(one);
+    let ours = rustix::thread::capabilities(None).unwrap();
+    if has(ours, rustix::thread::CapabilitySet::SYS_RESOURCE) {
+        for task in std::fs::read_dir(format!("{proc}/task")).unwrap() {
+            let stat = std::fs::read_to_string(task.unwrap().path().join("stat")).unwrap();
+            let flags = stat[stat.rfind(')').unwrap()..].split(' ').nth(7).unwrap();
+            // PF_MEMALLOC_NOIO: reclaim for this thread starts no I/O.
+            let flags: u32 = flags.parse().unwrap();
+            assert_ne!(flags & 0x0008_0000, 0, "{stat}");
+        }
+    } else {
+        eprintln!("SKIP: no right to be an I/O flusher");
+    }
+    if has(ours, rustix::thread::CapabilitySet::IPC_LOCK) {
+        let status = std::fs::read_to_string(format!("{proc}/status")).unwrap();
+        let locked = status
+            .lines()
+            .find(|line| line.starts_with("VmLck:"))
+            .unwrap();
+        assert!(!locked.contains(" 0 kB"), "{locked}");
+    } else {
+        eprintln!("SKIP: no right to lock memory");
+    }
+    home.ok(&["detach", &socket]);
+}
+
+/// The process that serves the only attachment.
+fn pid(home: &Home) -> rustix::process::Pid {
+    let list: serde_json::Value = serde_json::from_str(&home.ok(&["list", "-o", "json"])).unwrap();
+    let pid = list[0]["pid"].as_i64().unwrap() as i32;
+    rustix::process::Pid::from_raw(pid).unwrap()
+}
+
+/// Whether a process is there; one that waits to be reaped is not.
+fn is_alive(pid: rustix::process::Pid) -> bool {
+    std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()))
+        .is_ok_and(|stat| !stat.contains(") Z "))
 }
 
 #[test]

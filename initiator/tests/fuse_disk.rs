@@ -13,7 +13,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc;
 use std::time::Duration;
 
-use riser_initiator::block::{ByteDevice, Geometry, MemoryDevice};
+use riser_initiator::block::{
+    BlockDevice, BlockError, Buffer, ByteDevice, Extent, Geometry, MemoryDevice, ZeroOptions,
+};
 use riser_initiator::fuse::{Caching, FuseMount, FuseOptions, UnmountError};
 
 const SIZE: u64 = 192 << 20;
@@ -307,4 +309,113 @@ fn ext4_on_a_loop_device() {
     run("umount", &[root_path]).unwrap();
     drop(device);
     bed.end();
+}
+
+/// A disk in memory that counts the writes that must not be left in a volatile cache, and flushes.
+struct Counting {
+    disk: MemoryDevice,
+    stable: Arc<AtomicU32>,
+}
+
+impl BlockDevice for Counting {
+    fn geometry(&self) -> &Geometry {
+        self.disk.geometry()
+    }
+
+    fn try_buffer(&self, len: usize) -> Option<Buffer> {
+        self.disk.try_buffer(len)
+    }
+
+    fn buffer_bytes(&self) -> u64 {
+        self.disk.buffer_bytes()
+    }
+
+    fn wake_when_free(&self, waker: &std::task::Waker) {
+        self.disk.wake_when_free(waker);
+    }
+
+    async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer, BlockError> {
+        self.disk.read(offset, buffer).await
+    }
+
+    async fn write(&self, offset: u64, buffer: Buffer, fua: bool) -> Result<Buffer, BlockError> {
+        self.stable.fetch_add(fua.into(), Ordering::Relaxed);
+        self.disk.write(offset, buffer, fua).await
+    }
+
+    async fn flush(&self) -> Result<(), BlockError> {
+        self.stable.fetch_add(1, Ordering::Relaxed);
+        self.disk.flush().await
+    }
+
+    async fn discard(&self, range: std::ops::Range<u64>) -> Result<(), BlockError> {
+        self.disk.discard(range).await
+    }
+
+    async fn write_zeroes(
+        &self,
+        range: std::ops::Range<u64>,
+        options: ZeroOptions,
+    ) -> Result<(), BlockError> {
+        self.disk.write_zeroes(range, options).await
+    }
+
+    async fn status(&self, range: std::ops::Range<u64>) -> Result<Vec<Extent>, BlockError> {
+        self.disk.status(range).await
+    }
+}
+
+#[test]
+fn a_synchronous_write_is_on_the_medium_when_it_returns() {
+    use std::os::unix::fs::OpenOptionsExt;
+
+    for caching in [Caching::Direct, Caching::Kernel] {
+        for flag in [libc::O_DSYNC, libc::O_SYNC] {
+            if !Path::new("/dev/fuse").exists() {
+                eprintln!("SKIP: there is no /dev/fuse");
+                return;
+            }
+            let dir = std::env::temp_dir().join(format!(
+                "riser-fuse-sync-{}-{caching:?}-{flag}",
+                std::process::id()
+            ));
+            std::fs::create_dir(&dir).unwrap();
+            let stable = Arc::new(AtomicU32::new(0));
+            let disk = Counting {
+                disk: MemoryDevice::new(16 << 20, 512).unwrap(),
+                stable: stable.clone(),
+            };
+            let options = FuseOptions {
+                path: dir.clone(),
+                name: "lun0".into(),
+                source: "riser:test".into(),
+                caching,
+                allow_other: false,
+            };
+            let bytes = Arc::new(ByteDevice::new(Arc::new(disk)));
+            let mount = match FuseMount::new(bytes, options, || {}) {
+                Ok(mount) => mount,
+                Err(e) => {
+                    eprintln!("SKIP: cannot mount FUSE here: {e}");
+                    std::fs::remove_dir(&dir).unwrap();
+                    return;
+                }
+            };
+            let file = OpenOptions::new()
+                .write(true)
+                .custom_flags(flag)
+                .open(mount.file())
+                .unwrap();
+            file.write_all_at(&[7; 4096], 0).unwrap();
+            let seen = stable.load(Ordering::Relaxed);
+            drop(file);
+            mount.detach().unwrap();
+            mount.wait().unwrap();
+            std::fs::remove_dir(&dir).unwrap();
+            assert!(
+                seen > 0,
+                "{caching:?}, flag {flag:#o}: the write was left in the volatile cache"
+            );
+        }
+    }
 }

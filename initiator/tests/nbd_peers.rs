@@ -372,6 +372,32 @@ fn a_client_that_does_not_read_is_not_read() {
 }
 
 #[test]
+fn a_client_that_does_not_read_leaves_buffers_for_others() {
+    let bed = Bed::new(512, |_| {});
+    let mut greedy = plain_client(&bed);
+    let batch: Vec<u8> = (0..80).flat_map(|i| request(0, i, 0, 1 << 20)).collect();
+    greedy.write_all(&batch).unwrap();
+    let mut other = plain_client(&bed);
+    // It would wait for as long as the greedy one does.
+    other
+        .set_read_timeout(Some(std::time::Duration::from_secs(60)))
+        .unwrap();
+    let mut reply = vec![0; 16 + (1 << 20)];
+    for cookie in 0..64 {
+        other.write_all(&request(0, cookie, 0, 1 << 20)).unwrap();
+        other.read_exact(&mut reply).unwrap();
+        other.write_all(&request(1, cookie, 0, 1 << 20)).unwrap();
+        other.write_all(&reply[16..]).unwrap();
+        other.read_exact(&mut reply[..16]).unwrap();
+        assert_eq!(reply[4..8], [0; 4]);
+    }
+    // What was asked for comes all the same.
+    for _ in 0..80 {
+        greedy.read_exact(&mut reply).unwrap();
+    }
+}
+
+#[test]
 fn stopping_with_clients_in_flight_returns() {
     let mut bed = Bed::new(512, |_| {});
     let mut silent = UnixStream::connect(&bed.socket).unwrap();

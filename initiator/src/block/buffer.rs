@@ -54,12 +54,6 @@ impl Buffer {
         &self.slice
     }
 
-    /// The lease, for a device that gave it and wants its own buffer back.
-    #[must_use]
-    pub fn into_lease(self) -> Option<Box<dyn Any + Send + Sync>> {
-        self.lease
-    }
-
     /// Length in bytes.
     #[must_use]
     pub fn len(&self) -> usize {

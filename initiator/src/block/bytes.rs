@@ -6,7 +6,7 @@
 //! block are their own affair, as with any disk.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use riser_memory::Memory;
 
@@ -70,9 +70,36 @@ impl Span {
 pub struct ByteDevice<D> {
     device: Arc<D>,
     locks: RangeLocks,
-    // Slot i may be used by whoever holds i..i+1 of `edge_locks`.
+    // Slot i may be used by the holder of i..i+1 of `edge_locks`.
     edge_locks: RangeLocks,
-    edges: Vec<Mutex<Option<Buffer>>>,
+    edges: Vec<EdgeSlot>,
+}
+
+/// The place of a buffer that is kept for edge blocks.
+#[derive(Clone, Debug)]
+struct EdgeSlot(Arc<Mutex<Option<Buffer>>>);
+
+impl EdgeSlot {
+    /// The kept buffer. It comes back when what is returned is dropped, which a failed operation does
+    /// as well: the pool may have none to take its place.
+    fn take(&self) -> Option<Buffer> {
+        let kept = self.lock().take()?;
+        let slice = kept.slice().clone();
+        let lease = EdgeLease(self.clone(), Some(kept));
+        Some(Buffer::leased(slice, Box::new(lease)))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Buffer>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+struct EdgeLease(EdgeSlot, Option<Buffer>);
+
+impl Drop for EdgeLease {
+    fn drop(&mut self) {
+        *self.0.lock() = self.1.take();
+    }
 }
 
 impl<D: BlockDevice> ByteDevice<D> {
@@ -81,7 +108,7 @@ impl<D: BlockDevice> ByteDevice<D> {
     pub fn new(device: Arc<D>) -> Self {
         let block = device.geometry().block_size as usize;
         let edges = (0..EDGE_SLOTS)
-            .map(|_| Mutex::new(device.try_buffer(block)))
+            .map(|_| EdgeSlot(Arc::new(Mutex::new(device.try_buffer(block)))))
             .collect();
         Self {
             device,
@@ -324,18 +351,14 @@ impl<D: BlockDevice> ByteDevice<D> {
         let block = self.geometry().block_size;
         let slot = (start / u64::from(block)) % EDGE_SLOTS as u64;
         let _turn = self.edge_locks.exclusive(slot..slot + 1).await;
-        let slot = &self.edges[slot as usize];
-        let buffer = slot
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        let buffer = self.edges[slot as usize]
             .take()
             .or_else(|| self.device.try_buffer(block as usize))
             .ok_or_else(|| BlockError::Io("no buffer for a partial block".into()))?;
-        let mut buffer = self.device.read(start, buffer).await?;
+        let buffer = self.device.read(start, buffer).await?;
         if let Some(fua) = f(&buffer) {
-            buffer = self.device.write(start, buffer, fua).await?;
+            self.device.write(start, buffer, fua).await?;
         }
-        *slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(buffer);
         Ok(())
     }
 
@@ -405,6 +428,28 @@ mod tests {
             }
         });
         ByteDevice::new(Arc::new(device))
+    }
+
+    #[test]
+    fn a_partial_block_has_its_buffer_after_a_failure_too() {
+        let device = MemoryDevice::new(SIZE, 512)
+            .unwrap()
+            .with_geometry(|g| g.max_transfer = 32768)
+            .with_buffer_budget(32768);
+        let dev = ByteDevice::new(Arc::new(device));
+        // Block 0 cannot be read; block 4 uses the same buffer for its edges.
+        dev.device().spoil(0..512);
+        let part = |block: u64| {
+            let span = dev.first_piece(block * 512 + 8, 8);
+            (span, dev.try_buffer(&span).unwrap())
+        };
+        let (span, buffer) = part(0);
+        assert!(block_on(dev.write(span, buffer, false)).is_err());
+        let (span, buffer) = part(4);
+        // Others have all the rest of the pool.
+        let others: Vec<Buffer> = std::iter::from_fn(|| dev.device().try_buffer(512)).collect();
+        assert_eq!(block_on(dev.write(span, buffer, false)), Ok(()));
+        drop(others);
     }
 
     async fn write(dev: &ByteDevice<MemoryDevice>, mut offset: u64, mut data: &[u8]) {

@@ -277,6 +277,10 @@ impl BlockDevice for MemoryDevice {
         Some(Buffer::leased(buffer.slice().clone(), Box::new(lease)))
     }
 
+    fn buffer_bytes(&self) -> u64 {
+        self.buffer_budget
+    }
+
     fn wake_when_free(&self, waker: &Waker) {
         self.pool.waiters.register(waker);
     }

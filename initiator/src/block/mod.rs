@@ -106,6 +106,9 @@ pub trait BlockDevice: Send + Sync + 'static {
     /// one that is dropped may serve the next call.
     fn try_buffer(&self, len: usize) -> Option<Buffer>;
 
+    /// Bytes of all the buffers that may be out at once.
+    fn buffer_bytes(&self) -> u64;
+
     /// Wakes `waker` once, when a buffer may have become free. Whoever waits tries again after
     /// registering, since the last buffer may have come back in between.
     fn wake_when_free(&self, waker: &Waker);

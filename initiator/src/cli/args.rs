@@ -170,6 +170,9 @@ pub struct Link {
     /// What the initiator port follows from, if it is to be that of an earlier process.
     #[arg(skip)]
     pub port: Option<u64>,
+    /// That process did not end properly.
+    #[arg(skip)]
+    pub recovers: bool,
 }
 
 /// Faults of the software NIC's wire. Rates are percent of the packets sent.

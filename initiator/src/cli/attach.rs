@@ -9,6 +9,7 @@ use super::args::{AttachArgs, Global};
 use super::blockdev;
 use super::disk::Disk;
 use super::exit::{CliError, Exit};
+use super::port::ExportPort;
 use super::serve::{self, Event, Ready};
 use super::state::Export;
 use crate::block::{ByteDevice, task};
@@ -26,7 +27,15 @@ pub(super) fn run(args: &AttachArgs, global: &Global) -> Result<(), CliError> {
             Some(number) => Some(blockdev::Place::find(number, &args.url)?),
             None => None,
         };
-        link.port = place.as_ref().map(blockdev::Place::port);
+        // A block device keeps its port in the list of attachments.
+        let port = match (&place, args.fuse.as_ref().or(args.nbd.as_ref())) {
+            (None, Some(path)) => serve::export_port(path, &args.url)?,
+            _ => None,
+        };
+        let own = port.as_ref().map(ExportPort::port);
+        link.port = place.as_ref().map(blockdev::Place::port).or(own);
+        link.recovers = matches!(place, Some(blockdev::Place::Lost { .. }))
+            || port.as_ref().is_some_and(ExportPort::is_inherited);
         let disk = Arc::new(Disk::open(&args.url, &link, access)?);
         let bytes = || Arc::new(ByteDevice::new(disk.clone()));
         let result = match (place, &args.fuse, &args.nbd) {
@@ -39,6 +48,9 @@ pub(super) fn run(args: &AttachArgs, global: &Global) -> Result<(), CliError> {
             )),
         };
         disk.close();
+        if let Some(port) = port {
+            port.release();
+        }
         result
     })
 }
@@ -71,6 +83,12 @@ fn serve_fuse(
     // The sender outlives this function, so there is an event.
     if events.recv() == Ok(Event::Signal) {
         mount.detach()?;
+        if !mount.is_ended() {
+            tracing::warn!(
+                "the file is still open; it is served until it is closed, or another signal"
+            );
+            let _ = events.recv();
+        }
     }
     finish(mount, device)
 }

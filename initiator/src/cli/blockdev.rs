@@ -1,25 +1,28 @@
 //! `riser attach --ublk`: a logical unit as a block device of the host.
 //!
-//! A device whose process was killed stays, and what is sent to it waits. Whoever attaches the same
-//! address under the same number takes it over, as the same initiator: see [`ublk`].
+//! A device whose process was killed stays, and what is sent to it waits. Attaching the same address under
+//! the same number takes it over, as the same initiator, if the same disk is still there: see [`ublk`].
 
-use std::hash::{BuildHasher, Hasher, RandomState};
+use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::io;
+use std::path::Path;
 use std::sync::Arc;
-use std::sync::mpsc;
-use std::time::{Duration, Instant};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
 
 use super::args::UblkNumber;
 use super::disk::{Address, Disk};
 use super::exit::{CliError, Exit};
+use super::port;
 use super::serve::{Event, Ready};
 use super::state::{Attachment, Export, StateDir};
 use super::udev;
-use crate::block::{BlockDevice, task};
+use crate::block::{BlockDevice, Geometry, task};
 use crate::ublk::{self, UblkDevice};
 
-/// How long whoever has the device open may go on.
-const GRACE: Duration = Duration::from_secs(5);
+/// How often a device that has to go is looked at, whether it is in use.
+const LOOK: Duration = Duration::from_millis(50);
 
 /// Where a logical unit is to show.
 pub(super) enum Place {
@@ -33,9 +36,8 @@ pub(super) enum Place {
     Lost {
         number: u32,
         port: u64,
-        /// What that process had written it down as.
-        id: String,
-        pid: u32,
+        /// What that process had written down.
+        before: Box<Attachment>,
     },
 }
 
@@ -44,7 +46,7 @@ impl Place {
     pub(super) fn find(number: UblkNumber, url: &Address) -> Result<Self, CliError> {
         let new = Self::New {
             number: number.0,
-            port: RandomState::new().build_hasher().finish(),
+            port: port::random(),
         };
         let Some(number) = number.0.filter(|number| ublk::is_lost(*number)) else {
             return Ok(new);
@@ -59,19 +61,17 @@ impl Place {
         };
         match (ours, url) {
             (
-                Some(Attachment {
-                    id,
-                    pid,
-                    url: theirs,
-                    export: Export::Ublk { port, .. },
-                    ..
-                }),
+                Some(
+                    before @ Attachment {
+                        export: Export::Ublk { port, .. },
+                        ..
+                    },
+                ),
                 Address::Target(_),
-            ) if theirs == url.to_string() => Ok(Self::Lost {
+            ) if before.url == url.to_string() => Ok(Self::Lost {
                 number,
                 port,
-                id,
-                pid,
+                before: Box::new(before),
             }),
             (Some(attachment), Address::Target(_)) => {
                 refused(format!("{shown} waits for {}", attachment.url))
@@ -101,35 +101,94 @@ pub(super) fn serve(
     events: &mpsc::Receiver<Event>,
     ready: &mut Ready<'_>,
 ) -> Result<(), CliError> {
+    let properties = udev::properties(url, disk);
+    let before = match &place {
+        Place::New { .. } => None,
+        Place::Lost { before, .. } => {
+            check_same(before, disk.geometry(), &properties)?;
+            Some(&**before)
+        }
+    };
     let device = match &place {
-        Place::New { number, .. } => UblkDevice::start(disk.clone(), *number),
+        Place::New { number, .. } => UblkDevice::add(disk.clone(), *number),
         Place::Lost { number, .. } => UblkDevice::recover(disk.clone(), *number),
     };
-    let device = device.map_err(cannot_start)?;
+    let mut device = device.map_err(cannot_start)?;
     let path = ublk::path(device.id());
-    if let Place::Lost { id, pid, .. } = &place {
-        tracing::info!(device = %path.display(), "taken over from process {pid}");
-        // It is listed anew.
-        let _ = StateDir::open().and_then(|dir| dir.forget(id));
-    }
     let export = Export::Ublk {
         number: device.id(),
         device: path.clone(),
         port: place.port(),
-        properties: udev::properties(url, disk),
+        properties,
     };
-    let registration = ready.tell(url, disk, export)?;
+    // Before it can be used: a device that no list names could not be taken away again.
+    let registration = ready.list(url, disk, export, before.map(|before| before.id.as_str()))?;
+    device.start().map_err(cannot_start)?;
+    if let Some(Attachment { pid, .. }) = before {
+        tracing::info!(device = %path.display(), "taken over from process {pid}");
+    }
+    ready.announce(registration.attachment())?;
     udev::announce(device.id());
     // Only a signal ends it.
     let _ = events.recv();
-    let patience = Instant::now() + GRACE;
-    while ublk::is_in_use(&path) && Instant::now() < patience {
-        std::thread::sleep(Duration::from_millis(50));
-    }
+    wait_for_users(&path, events);
     let failed = |e| CliError::io(format!("cannot take {} away", path.display()), e);
     device.stop().map_err(failed)?;
     drop(registration);
     task::block_on(disk.flush()).map_err(|e| CliError::block("cannot flush the disk", e))
+}
+
+/// Waits until the device is not in use, or for another signal: what a mounted file system has not written
+/// yet would be lost.
+fn wait_for_users(path: &Path, events: &mpsc::Receiver<Event>) {
+    if ublk::is_in_use(path) {
+        let shown = path.display();
+        tracing::warn!("{shown} is in use; it goes when it is not, or at another signal");
+    }
+    while ublk::is_in_use(path) && events.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {}
+}
+
+/// Whether a disk is the one that a device was made of: the kernel gives a new server what was meant for
+/// the old disk.
+fn check_same(
+    before: &Attachment,
+    now: &Geometry,
+    properties: &BTreeMap<String, String>,
+) -> Result<(), CliError> {
+    let Export::Ublk {
+        device,
+        properties: old,
+        ..
+    } = &before.export
+    else {
+        return Ok(());
+    };
+    let differs = |what: &str, was: &dyn Display, is: &dyn Display| {
+        let text = format!(
+            "{} waits for another disk: its {what} was {was}, and that of {} is {is}",
+            device.display(),
+            before.url
+        );
+        Err(CliError::new(Exit::Refused, text).help("`riser detach` takes the device away"))
+    };
+    for name in ["ID_SERIAL", "ID_WWN", "ID_SCSI_SERIAL"] {
+        let (was, is) = (old.get(name), properties.get(name));
+        if was != is {
+            let shown = |value: Option<&String>| value.map_or("none", String::as_str).to_owned();
+            return differs(name, &shown(was), &shown(is));
+        }
+    }
+    if before.block_size != now.block_size {
+        return differs("block size", &before.block_size, &now.block_size);
+    }
+    // The device keeps its size; what a disk has grown by is not used.
+    if before.capacity > now.capacity {
+        return differs("size in bytes", &before.capacity, &now.capacity);
+    }
+    if !before.read_only && now.read_only {
+        return differs("access", &"read-write", &"read-only");
+    }
+    Ok(())
 }
 
 fn cannot_start(error: io::Error) -> CliError {
@@ -140,4 +199,63 @@ fn cannot_start(error: io::Error) -> CliError {
         _ => "does `dmesg` say why?",
     };
     CliError::io("cannot make a block device", error).help(help)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::block::MemoryDevice;
+
+    #[test]
+    fn a_device_waits_for_the_disk_that_it_was_made_of() {
+        let properties = |serial: &str| {
+            let pair = ("ID_SERIAL".to_owned(), serial.to_owned());
+            BTreeMap::from([pair, ("ID_PATH".to_owned(), serial.to_owned())])
+        };
+        let before = Attachment {
+            id: "0".into(),
+            url: "iscsi://host/iqn.2026-01.com.example:disk/0".into(),
+            pid: 1,
+            started: 1,
+            since: 0,
+            export: Export::Ublk {
+                number: 3,
+                device: "/dev/ublkb3".into(),
+                port: 1,
+                properties: properties("one"),
+            },
+            capacity: 64 << 20,
+            block_size: 512,
+            read_only: false,
+            log: None,
+            paths: Vec::new(),
+        };
+        let geometry = |capacity, block_size| {
+            let disk = MemoryDevice::new(capacity, block_size).unwrap();
+            disk.geometry().clone()
+        };
+        let check = |now: &Geometry, serial| check_same(&before, now, &properties(serial));
+        let same = geometry(64 << 20, 512);
+        assert!(check(&same, "one").is_ok());
+        assert!(check(&geometry(128 << 20, 512), "one").is_ok());
+        let mut read_only = same.clone();
+        read_only.read_only = true;
+        for (now, serial, what) in [
+            (
+                &same,
+                "another",
+                "its ID_SERIAL was one, and that of iscsi://",
+            ),
+            (
+                &geometry(32 << 20, 512),
+                "one",
+                "its size in bytes was 67108864",
+            ),
+            (&geometry(64 << 20, 4096), "one", "its block size was 512"),
+            (&read_only, "one", "its access was read-write"),
+        ] {
+            let refused = check(now, serial).unwrap_err();
+            assert!(refused.what.contains(what), "{}", refused.what);
+        }
+    }
 }

@@ -36,6 +36,10 @@ pub(super) fn run(args: &DetachArgs, global: &Global) -> Result<(), CliError> {
             .map_err(|e| CliError::io(format!("cannot take {} away", device.display()), e))?,
         Export::Fuse { .. } | Export::Nbd { .. } | Export::Ublk { .. } => {
             signal(&attachment, Signal::TERM)?;
+            if args.force {
+                // The second one ends the wait for those who use the disk.
+                signal(&attachment, Signal::INT)?;
+            }
         }
     }
     let patience = Instant::now() + global.timeout;

@@ -283,7 +283,7 @@ pub(super) fn start_engine(
     };
     let mut builder = Client::builder().timing(timing);
     if let Some(port) = link.port {
-        builder = builder.port(port);
+        builder = builder.port(port).recovers(link.recovers);
     }
     if !url.needs_device() {
         if link.inject.is_some() {
@@ -520,6 +520,10 @@ impl BlockDevice for Disk {
 
     fn try_buffer(&self, len: usize) -> Option<Buffer> {
         on_disk!(self, disk => disk.try_buffer(len))
+    }
+
+    fn buffer_bytes(&self) -> u64 {
+        on_disk!(self, disk => disk.buffer_bytes())
     }
 
     fn wake_when_free(&self, waker: &Waker) {

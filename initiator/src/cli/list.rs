@@ -58,7 +58,7 @@ fn show_path(path: &PathReport) -> String {
         line += &format!(", lost {} time(s)", path.losses);
     }
     match (&path.why, path.state) {
-        (Some(why), PathState::Lost) => line + ": " + why,
+        (Some(why), PathState::Lost | PathState::OtherUnit) => line + ": " + why,
         _ => line,
     }
 }

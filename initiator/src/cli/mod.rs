@@ -22,6 +22,8 @@ mod inquiry;
 mod list;
 mod mount;
 mod output;
+mod port;
+mod process;
 mod rping;
 mod serve;
 pub mod state;

@@ -23,11 +23,11 @@ use super::args::{Global, MountArgs};
 use super::attach;
 use super::disk::Disk;
 use super::exit::{CliError, Exit};
+use super::port::ExportPort;
 use super::serve::{self, Event};
 use super::state::{Export, StateDir};
 use crate::block::{BlockDevice, ByteDevice};
 use crate::fuse::{Caching, FuseMount, FuseOptions, UnmountError};
-use crate::iscsi::url::SECRET_ENV;
 
 /// How long the kernel may take to let go of the file when the loop device is free.
 const LET_GO: Duration = Duration::from_secs(30);
@@ -49,7 +49,11 @@ pub(super) fn run(args: &MountArgs, global: &Global) -> Result<(), CliError> {
             .canonicalize()
             .map_err(|e| CliError::io(format!("{} cannot be resolved", args.dir.display()), e))?;
         let access = serve::access(global, args.read_only);
-        let disk = Arc::new(Disk::open(&args.url, &args.link, access)?);
+        let port = serve::export_port(&dir, &args.url)?;
+        let mut link = args.link.clone();
+        link.port = port.as_ref().map(ExportPort::port);
+        link.recovers = port.as_ref().is_some_and(ExportPort::is_inherited);
+        let disk = Arc::new(Disk::open(&args.url, &link, access)?);
         let device = Arc::new(ByteDevice::new(disk.clone()));
         // The end of the FUSE mount is ours, not an event.
         let (ignored, _) = mpsc::channel();
@@ -58,18 +62,27 @@ pub(super) fn run(args: &MountArgs, global: &Global) -> Result<(), CliError> {
         let mounted = mount(args, &loop_device, &dir);
         // From here on the loop device goes with its last user: the file system, or nobody.
         let freed = run_tool("losetup", &["-d".as_ref(), loop_device.as_ref()]);
-        let result = mounted.and(freed).and_then(|_| {
-            watch(&dir, sender.clone())?;
+        let result = mounted.and_then(|_| {
             let export = Export::Mount {
                 path: dir.clone(),
                 device: loop_device,
                 fuse: below.path.clone(),
             };
-            let _registration = ready.tell(&args.url, &disk, export)?;
-            wait(&dir, events);
-            below.finish(&device)
+            let shown = freed
+                .and_then(|_| watch(&dir, sender.clone()))
+                .and_then(|()| ready.tell(&args.url, &disk, export));
+            match &shown {
+                Ok(_registration) => wait(&dir, events),
+                // No list names it, so it must not stay mounted.
+                Err(_) => unmount(&dir, false)?,
+            }
+            below.finish(&device)?;
+            shown.map(drop)
         });
         disk.close();
+        if let Some(port) = port {
+            port.release();
+        }
         result
     })
 }
@@ -189,11 +202,7 @@ pub(super) fn unmount(dir: &Path, lazy: bool) -> Result<(), CliError> {
 
 /// Runs a tool of the system, and gives what it printed.
 fn run_tool(name: &str, args: &[&OsStr]) -> Result<String, CliError> {
-    let mut command = Command::new(name);
-    for secret in SECRET_ENV {
-        command.env_remove(secret);
-    }
-    let output = command
+    let output = Command::new(name)
         .args(args)
         .env("LC_ALL", "C")
         .stdin(Stdio::null())

@@ -10,11 +10,12 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, mpsc};
 use std::thread;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use rustix::process::{Pid, Signal};
 use sd_notify::NotifyState;
 use serde::{Deserialize, Serialize};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -24,6 +25,8 @@ use super::args::{Global, ServeArgs};
 use super::disk::{Access, Address, Disk};
 use super::exit::{Cause, CliError, Exit};
 use super::output;
+use super::port::ExportPort;
+use super::process;
 use super::state::{Attachment, Export, PathsEntry, Registration, StateDir, process_start};
 use super::units;
 use crate::block::BlockDevice;
@@ -73,6 +76,7 @@ pub(super) fn run(
         let attachment = in_background(args, global)?;
         return print(&attachment, global);
     }
+    process::serve_without_reclaim();
     if args.supervised.is_some() {
         // It fails only for a process that leads a group already, which is as good.
         let _ = rustix::process::setsid();
@@ -128,12 +132,25 @@ pub(super) struct Ready<'a> {
 }
 
 impl Ready<'_> {
-    /// Writes the attachment into the list, and tells that it is usable.
+    /// Lists the attachment and reports that it is usable.
     pub(super) fn tell(
         &mut self,
         address: &Address,
         disk: &Disk,
         export: Export,
+    ) -> Result<Registration, CliError> {
+        let registration = self.list(address, disk, export, None)?;
+        self.announce(registration.attachment())?;
+        Ok(registration)
+    }
+
+    /// Writes the attachment into the list, in place of the one with the id `of`, if any.
+    pub(super) fn list(
+        &self,
+        address: &Address,
+        disk: &Disk,
+        export: Export,
+        of: Option<&str>,
     ) -> Result<Registration, CliError> {
         let pid = std::process::id();
         let geometry = disk.geometry();
@@ -152,12 +169,19 @@ impl Ready<'_> {
             paths: disk.watch().map_or_else(Vec::new, |status| status.paths()),
         };
         let registration = StateDir::open()
-            .and_then(|dir| dir.register(attachment))
+            .and_then(|dir| match of {
+                Some(id) => dir.replace(id, attachment),
+                None => dir.register(attachment),
+            })
             .map_err(|e| CliError::io("cannot write down the attachment", e))?;
         if let Some(status) = disk.watch() {
             watch_paths(status, registration.paths())?;
         }
-        let attachment = registration.attachment();
+        Ok(registration)
+    }
+
+    /// Reports that a listed attachment is usable.
+    pub(super) fn announce(&mut self, attachment: &Attachment) -> Result<(), CliError> {
         tracing::info!(id = attachment.id, url = attachment.url, "attached");
         if self.args.supervised.is_some() {
             tell(&Told::Attached(attachment.clone()))?;
@@ -170,15 +194,13 @@ impl Ready<'_> {
             }
         }
         self.told = true;
-        Ok(registration)
+        Ok(())
     }
 }
 
-/// Keeps what the list of attachments says of a disk's paths up to date, where there are several.
+/// Keeps what the list of attachments says of a disk's paths up to date, where there are several or the
+/// only one has come to lead to another unit.
 fn watch_paths(status: Arc<SessionStatus>, mut entry: PathsEntry) -> Result<(), CliError> {
-    if status.paths().is_empty() {
-        return Ok(());
-    }
     let watch = move || {
         let mut known = Vec::new();
         while let Some(paths) = status.wait_for_paths(&known) {
@@ -271,12 +293,7 @@ fn in_background(args: &ServeArgs, global: &Global) -> Result<Attachment, CliErr
         })
         .map_err(failed)?;
     let Ok(line) = told.recv_timeout(global.timeout + SLACK) else {
-        let _ = child.kill();
-        let _ = child.wait();
-        return Err(CliError::new(
-            Exit::Timeout,
-            "the attachment was not usable in time",
-        ));
+        return Err(give_up(&mut child, &log));
     };
     match serde_json::from_str(&line) {
         Ok(Told::Attached(attachment)) => Ok(attachment),
@@ -308,6 +325,26 @@ fn in_background(args: &ServeArgs, global: &Global) -> Result<Attachment, CliErr
     }
 }
 
+/// Asks a background process that is late to end. It is never killed: it may serve a disk that the
+/// kernel is mounting, and what it has made it takes away itself.
+fn give_up(child: &mut Child, log: &Path) -> CliError {
+    let pid = Pid::from_child(child);
+    // It may have ended by itself.
+    let _ = rustix::process::kill_process(pid, Signal::TERM);
+    let patience = Instant::now() + SLACK;
+    while matches!(child.try_wait(), Ok(None)) && Instant::now() < patience {
+        thread::sleep(Duration::from_millis(10));
+    }
+    let error = CliError::new(Exit::Timeout, "the attachment was not usable in time");
+    match child.try_wait() {
+        Ok(None) => error.help(format!(
+            "process {pid} ends when it has taken away what it made; its log is {}",
+            log.display()
+        )),
+        _ => error.help(format!("its log is {}", log.display())),
+    }
+}
+
 /// This process's arguments without passwords, those that make the other one serve, and the
 /// passwords.
 fn arguments(log: &Path) -> (Vec<OsString>, Secrets) {
@@ -327,7 +364,8 @@ fn arguments(log: &Path) -> (Vec<OsString>, Secrets) {
     (args, secrets)
 }
 
-/// Takes the passwords that the process which started this one has for it.
+/// Gives a serving process its passwords: those of the process that started it, or of its environment,
+/// which then has them no more.
 pub(super) fn take_secrets(args: &ServeArgs, address: &mut Address) -> Result<(), CliError> {
     let Address::Target(url) = address else {
         return Ok(());
@@ -335,7 +373,13 @@ pub(super) fn take_secrets(args: &ServeArgs, address: &mut Address) -> Result<()
     let TargetUrl::Iscsi(url) = &mut **url else {
         return Ok(());
     };
+    if !args.foreground {
+        return Ok(());
+    }
     if args.supervised.is_none() {
+        let secrets = url.take_secrets();
+        url.put_secrets(secrets);
+        process::forget_secrets();
         return Ok(());
     }
     let mut text = Vec::new();
@@ -347,6 +391,18 @@ pub(super) fn take_secrets(args: &ServeArgs, address: &mut Address) -> Result<()
         url.put_secrets(secrets.map_err(|e| CliError::io("cannot read the passwords", e.into()))?);
     }
     Ok(())
+}
+
+/// The initiator port of a disk that shows at `path`; none for a disk in memory.
+pub(super) fn export_port(path: &Path, address: &Address) -> Result<Option<ExportPort>, CliError> {
+    if matches!(address, Address::Memory { .. }) {
+        return Ok(None);
+    }
+    let path = absolute(path)?;
+    StateDir::open()
+        .and_then(|dir| ExportPort::take(&dir, &path, &address.to_string()))
+        .map(Some)
+        .map_err(|e| CliError::io("cannot write down the initiator port", e))
 }
 
 /// How an attachment uses its disk.
@@ -362,4 +418,30 @@ pub(super) fn access(global: &Global, read_only: bool) -> Access {
 pub(super) fn absolute(path: &Path) -> Result<PathBuf, CliError> {
     std::path::absolute(path)
         .map_err(|e| CliError::io(format!("{} cannot be resolved", path.display()), e))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_background_process_that_is_late_is_asked_and_not_killed() {
+        let path = std::env::temp_dir().join(format!("riser-late-{}", std::process::id()));
+        let script =
+            "trap 'echo taken away > \"$0\"; exit' TERM; echo ready; while :; do sleep 0.01; done";
+        let mut child = Command::new("sh")
+            .args(["-c", script])
+            .arg(&path)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut ready = String::new();
+        let mut stdout = BufReader::new(child.stdout.take().unwrap());
+        stdout.read_line(&mut ready).unwrap();
+        let error = give_up(&mut child, Path::new("/a/log"));
+        assert_eq!(error.exit, Exit::Timeout);
+        assert_eq!(error.help.as_deref(), Some("its log is /a/log"));
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "taken away\n");
+        std::fs::remove_file(path).unwrap();
+    }
 }

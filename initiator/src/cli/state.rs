@@ -15,10 +15,12 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use rustix::fs::FlockOperation;
 use rustix::mount::UnmountFlags;
 use serde::{Deserialize, Serialize};
 
 use crate::engine::PathReport;
+use crate::ublk;
 
 /// How an attachment shows on this host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -112,10 +114,14 @@ pub struct Attachment {
 }
 
 impl Attachment {
-    /// Whether it outlives its process: a block device, in which requests wait for another one.
+    /// Whether it outlives its process: a block device, in which requests wait for another process, or
+    /// which was added and never started.
     #[must_use]
     pub fn waits(&self) -> bool {
-        matches!(&self.export, Export::Ublk { device, .. } if device.exists())
+        match &self.export {
+            Export::Ublk { number, device, .. } => device.exists() || ublk::is_added(*number),
+            _ => false,
+        }
     }
 
     /// Whether the process that serves it is alive.
@@ -185,34 +191,47 @@ impl StateDir {
         self.0.join(format!("{id}.json"))
     }
 
+    /// Keeps other processes from changing the directory until the descriptor is closed. An id that was
+    /// looked up means the same attachment for as long.
+    pub(super) fn lock(&self) -> io::Result<fs::File> {
+        let dir = fs::File::open(&self.0)?;
+        rustix::fs::flock(&dir, FlockOperation::LockExclusive)?;
+        Ok(dir)
+    }
+
     /// Writes down an attachment under the first free id, which it gets.
     ///
     /// # Errors
     /// The directory cannot be written.
     pub fn register(&self, mut attachment: Attachment) -> io::Result<Registration> {
-        let temporary = self.0.join(format!(".{}.tmp", std::process::id()));
-        for n in 0..u32::MAX {
-            attachment.id = n.to_string();
-            let text = serde_json::to_vec_pretty(&attachment)?;
-            fs::write(&temporary, text)?;
-            let path = self.file(&attachment.id);
-            // A link appears at once and whole, or not at all if the name is taken.
-            let linked = fs::hard_link(&temporary, &path);
-            fs::remove_file(&temporary)?;
-            match linked {
-                Ok(()) => {
-                    let entry = Arc::new(Entry {
-                        path,
-                        temporary,
-                        is_gone: Mutex::new(false),
-                    });
-                    return Ok(Registration { attachment, entry });
-                }
-                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-                Err(e) => return Err(e),
-            }
-        }
-        Err(io::ErrorKind::QuotaExceeded.into())
+        let _lock = self.lock()?;
+        let id = (0..u32::MAX)
+            .map(|n| n.to_string())
+            .find(|id| !self.file(id).exists())
+            .ok_or(io::ErrorKind::QuotaExceeded)?;
+        attachment.id = id;
+        self.write(attachment)
+    }
+
+    /// Writes down an attachment in place of the one with that id, which this process has taken over.
+    ///
+    /// # Errors
+    /// The directory cannot be written.
+    pub fn replace(&self, id: &str, mut attachment: Attachment) -> io::Result<Registration> {
+        let _lock = self.lock()?;
+        attachment.id = id.to_owned();
+        self.write(attachment)
+    }
+
+    fn write(&self, attachment: Attachment) -> io::Result<Registration> {
+        let entry = Entry {
+            path: self.file(&attachment.id),
+            temporary: self.0.join(format!(".{}.tmp", std::process::id())),
+            is_gone: Mutex::new(false),
+        };
+        entry.write(&attachment)?;
+        let entry = Arc::new(entry);
+        Ok(Registration { attachment, entry })
     }
 
     /// All attachments that are alive, or wait for a process that takes them over, by id. Stale ones
@@ -221,6 +240,7 @@ impl StateDir {
     /// # Errors
     /// The directory cannot be read.
     pub fn list(&self) -> io::Result<Vec<Attachment>> {
+        let _lock = self.lock()?;
         let mut found = Vec::new();
         for entry in fs::read_dir(&self.0)? {
             let path = entry?.path();
@@ -249,14 +269,6 @@ impl StateDir {
         }
         found.sort_by_key(|a| (a.id.len(), a.id.clone()));
         Ok(found)
-    }
-
-    /// Strikes out an attachment that another process has taken over.
-    ///
-    /// # Errors
-    /// The directory cannot be written.
-    pub fn forget(&self, id: &str) -> io::Result<()> {
-        fs::remove_file(self.file(id))
     }
 
     /// The attachment with that id or path.
@@ -335,16 +347,18 @@ impl PathsEntry {
             return Ok(false);
         }
         self.attachment.paths = paths;
-        fs::write(
-            &self.entry.temporary,
-            serde_json::to_vec_pretty(&self.attachment)?,
-        )?;
-        fs::rename(&self.entry.temporary, &self.entry.path)?;
+        self.entry.write(&self.attachment)?;
         Ok(true)
     }
 }
 
 impl Entry {
+    /// Writes the file, which appears at once and whole.
+    fn write(&self, attachment: &Attachment) -> io::Result<()> {
+        fs::write(&self.temporary, serde_json::to_vec_pretty(attachment)?)?;
+        fs::rename(&self.temporary, &self.path)
+    }
+
     fn lock(&self) -> MutexGuard<'_, bool> {
         self.is_gone.lock().unwrap_or_else(PoisonError::into_inner)
     }

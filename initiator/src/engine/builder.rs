@@ -27,6 +27,7 @@ pub struct ClientBuilder {
     pub(super) region_segments: u32,
     pub(super) max_requests: usize,
     pub(super) port: Option<u64>,
+    pub(super) recovers: bool,
 }
 
 impl Default for ClientBuilder {
@@ -40,6 +41,7 @@ impl Default for ClientBuilder {
             region_segments: 64,
             max_requests: 1024,
             port: None,
+            recovers: false,
         }
     }
 }
@@ -94,6 +96,14 @@ impl ClientBuilder {
     #[must_use]
     pub fn port(mut self, seed: u64) -> Self {
         self.port = Some(seed);
+        self
+    }
+
+    /// Whether [`Self::port`] is that of an earlier life which ended without closing its sessions: its
+    /// commands may still be on their way on each path. Default: no.
+    #[must_use]
+    pub fn recovers(mut self, recovers: bool) -> Self {
+        self.recovers = recovers;
         self
     }
 

@@ -15,8 +15,8 @@ use riser_scsi::srp::{
 use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::verbs::{
     Access, AhAttr, CmEventKind, CmId, Completion, ConnParam, CqId, Gid, Mr, PdId, PortSpace,
-    Provider, QKey, QpAttr, QpCap, QpId, QpInitAttr, QpState, QpType, RKey, RdmaCm, RecvWr,
-    RemoteAddr, SendOp, SendWr, Sge, UdDest, Verbs,
+    Provider, QKey, QpCap, QpId, QpInitAttr, QpType, RKey, RdmaCm, RecvWr, RemoteAddr, SendOp,
+    SendWr, Sge, UdDest, Verbs, make_gsi_ready,
 };
 use riser_transport::wire::dm::{
     Attribute, DmHeader, IoUnitInfo, IocProfile, Method, ServiceEntry,
@@ -127,23 +127,7 @@ impl Gsi {
             sq_sig_all: true,
         };
         let qp = nic.create_qp(&init).unwrap();
-        let to = |state| QpAttr {
-            state: Some(state),
-            ..QpAttr::default()
-        };
-        let init = QpAttr {
-            pkey_index: Some(0),
-            port: Some(1),
-            qkey: Some(QKey::GSI),
-            ..to(QpState::Init)
-        };
-        nic.modify_qp(qp, &init).unwrap();
-        nic.modify_qp(qp, &to(QpState::Rtr)).unwrap();
-        let rts = QpAttr {
-            sq_psn: Some(0),
-            ..to(QpState::Rts)
-        };
-        nic.modify_qp(qp, &rts).unwrap();
+        make_gsi_ready(nic, qp).unwrap();
         let gsi = Self { qp, cq, memory, mr };
         gsi.post_recv(nic);
         gsi

@@ -119,6 +119,8 @@ pub(super) enum Done {
     },
     /// The paths that ask the unit who it is.
     Check { paths: SessionKey, path: PathIndex },
+    /// A session that asks a watched unit who it is, by its serial number.
+    Unit { session: SessionKey, unit: u64 },
 }
 
 /// A command in the engine.
@@ -126,6 +128,9 @@ pub(super) struct Io {
     pub(super) io: ScsiIo,
     pub(super) deadline: Instant,
     pub(super) done: Done,
+    /// Of a flush: what was acknowledged when it was submitted, as
+    /// [`WriteCache::begin_flush`](crate::unit::WriteCache::begin_flush) says.
+    pub(super) mark: u64,
 }
 
 /// Work that runs on the engine's own thread: no wake-up and no queue between a completion and the

@@ -30,7 +30,7 @@ use riser_transport::verbs::{
 };
 
 use crate::iscsi::ISER_RECV;
-use crate::iscsi::session::{CommandPdu, ControlPdu};
+use crate::iscsi::session::{CommandPdu, ControlPdu, MAX_CONTROLS};
 use crate::request::{DataLen, RequestId};
 
 /// Headers before a data segment, in bytes.
@@ -167,6 +167,10 @@ struct Rings {
 pub(super) struct IserConn {
     pub(super) id: CmId,
     config: IserConfig,
+    /// A request for a connection is under way.
+    pub(super) is_connecting: bool,
+    /// To be closed when the answer to that request is here, or by then at the latest.
+    pub(super) closing_until: Option<std::time::Instant>,
     /// What both sides agreed on in the private data.
     pub(super) agreed: CmHeader,
     rings: Option<Rings>,
@@ -175,7 +179,7 @@ pub(super) struct IserConn {
     slots: Vec<Option<u16>>,
     free: Vec<u16>,
     control_free: Vec<u16>,
-    /// Control PDUs that wait for a buffer.
+    /// Control PDUs that wait for a buffer. Bound: [`MAX_CONTROLS`].
     waiting: VecDeque<ControlPdu>,
     /// Commands that wait for a slot. Bound: the queue size.
     pub(super) starved: VecDeque<RequestId>,
@@ -187,6 +191,8 @@ impl IserConn {
         Self {
             id,
             config,
+            is_connecting: false,
+            closing_until: None,
             agreed: CmHeader::default(),
             rings: None,
             attempts: (0..config.queue_size).map(|_| None).collect(),
@@ -357,8 +363,12 @@ impl IserConn {
         provider.post_recv(rings.qp, &[wr]).is_ok()
     }
 
-    /// Sends a control PDU, or keeps it until there is a buffer; false if the connection is broken.
+    /// Sends a control PDU, or keeps it until there is a buffer; false if the connection is broken, or
+    /// too many are kept.
     pub(super) fn send_control<P: Provider>(&mut self, provider: &mut P, pdu: ControlPdu) -> bool {
+        if self.waiting.len() == MAX_CONTROLS {
+            return false;
+        }
         self.waiting.push_back(pdu);
         self.feed_controls(provider)
     }

@@ -64,6 +64,7 @@ impl Client {
                 recheck: RECHECK,
             },
             lun,
+            recovers: config.recovers,
             paths,
         };
         let status = Arc::new(SessionStatus::default());

@@ -2,11 +2,13 @@
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use super::driver::{Message, SessionGuard, new_io};
+use riser_scsi::lun::LunId;
+
+use super::driver::{CHECK_LEN, Message, SessionGuard, Watch, new_io};
 use super::io::{Done, IoData, IoEnd, ScsiIo, Workload};
 use super::oneshot::{Receiver, oneshot};
 use super::status::SessionStatus;
@@ -14,6 +16,7 @@ use super::timer::Elapsed;
 use super::{Client, EngineError};
 use crate::block::Buffer;
 use crate::request::RequestError;
+use crate::unit::Snapshot;
 use crate::url::TargetUrl;
 
 pub(super) struct SessionHandle {
@@ -98,6 +101,30 @@ impl Session {
         // A closed mailbox drops the message, and with it the sender.
         drop(self.handle.client.0.mailbox.send(message));
         IoFuture(receiver)
+    }
+
+    /// Has a unit watched while `owner` lives, which was `unit` when the session had reconnected so
+    /// often; see [`crate::unit`].
+    pub(crate) async fn watch_unit(
+        &self,
+        lun: LunId,
+        unit: Snapshot,
+        write_cache: bool,
+        reconnects: u64,
+        owner: Weak<()>,
+    ) -> Result<(), Elapsed> {
+        let watch = Watch {
+            lun,
+            unit,
+            write_cache,
+            reconnects,
+            owner,
+            buffer: self.buffer(CHECK_LEN).await?,
+        };
+        let message = Message::Watch(self.handle.guard.key, Box::new(watch));
+        // A closed mailbox has no sessions.
+        drop(self.handle.client.0.mailbox.send(message));
+        Ok(())
     }
 
     /// Runs a workload on the engine's thread.

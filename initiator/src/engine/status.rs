@@ -70,13 +70,15 @@ impl SessionStatus {
         *self.last.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How each path is; nothing for a session that is the only one.
+    /// How each path is; nothing for a session that is the only one, unless it leads to another unit
+    /// than before.
     #[must_use]
     pub fn paths(&self) -> Vec<PathReport> {
         self.lock_paths().clone()
     }
 
-    /// Waits until the paths are others than `known`, and gives them; `None` once all is over.
+    /// Waits until the paths are others than `known`, and gives them; `None` once all is over and the
+    /// last of them are known.
     #[must_use]
     pub fn wait_for_paths(&self, known: &[PathReport]) -> Option<Vec<PathReport>> {
         let is_same = |paths: &mut Vec<PathReport>| {
@@ -84,7 +86,7 @@ impl SessionStatus {
         };
         let paths = self.changed.wait_while(self.lock_paths(), is_same);
         let paths = paths.unwrap_or_else(PoisonError::into_inner);
-        (self.link() != LinkState::Closed).then(|| paths.clone())
+        (paths.as_slice() != known).then(|| paths.clone())
     }
 
     fn lock_paths(&self) -> MutexGuard<'_, Vec<PathReport>> {
@@ -99,6 +101,17 @@ impl SessionStatus {
             why: None,
         };
         *self.lock_paths() = portals.map(report).collect();
+    }
+
+    /// The only portal of a session leads to another unit than before.
+    pub(super) fn set_other_unit(&self, portal: String, why: String) {
+        *self.lock_paths() = vec![PathReport {
+            portal,
+            state: PathState::OtherUnit,
+            losses: 1,
+            why: Some(why),
+        }];
+        self.changed.notify_all();
     }
 
     pub(super) fn set_paths(&self, views: impl Iterator<Item = PathView>) {

@@ -36,6 +36,7 @@ fn timing() -> Timing {
         backoff_min: Duration::from_millis(20),
         backoff_max: Duration::from_millis(200),
         busy: Duration::from_millis(1),
+        settle: Duration::from_secs(15),
     }
 }
 
@@ -382,13 +383,14 @@ fn a_timeout_is_kept_while_the_target_is_away() {
 fn an_abandoned_wait_keeps_the_memory_until_the_end() {
     let rig = rig(19, "");
     let lun = block_on(rig.session.lun(0)).unwrap();
+    let free = rig.client.buffers().free();
     rig.target.knobs.swallow.store(1, Ordering::SeqCst);
     let buffer = block_on(lun.buffers().take(65536));
     let io = lun.write_io(0, buffer, false).unwrap();
     drop(rig.session.submit(io));
-    assert!(rig.client.buffers().free() < 8 << 20);
+    assert!(rig.client.buffers().free() < free);
     let until = Instant::now() + Duration::from_secs(30);
-    while rig.client.buffers().free() < 8 << 20 {
+    while rig.client.buffers().free() < free {
         assert!(Instant::now() < until, "memory never comes back");
         std::thread::sleep(Duration::from_millis(5));
     }
@@ -491,6 +493,73 @@ fn a_channel_that_is_being_connected_is_connected_before_it_is_closed() {
     block_on(session.close());
     assert_eq!(target.knobs.logins.load(Ordering::SeqCst), 4);
     assert_eq!(target.knobs.withdrawn.load(Ordering::SeqCst), 0);
+}
+
+#[test]
+fn an_iser_connection_that_is_being_made_is_made_before_it_is_closed() {
+    use riser_transport::verbs::{
+        CmEvent, CmEventKind, ConnParam, PortSpace, Provider, QpCap, QpInitAttr, QpType, RdmaCm,
+        Verbs,
+    };
+
+    let next = |nic: &mut Roce, within: Duration| -> Option<CmEvent> {
+        let until = Instant::now() + within;
+        while Instant::now() < until {
+            nic.progress(Instant::now());
+            if let Some(event) = nic.poll_cm_event() {
+                return Some(event);
+            }
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        None
+    };
+    let mut nic = Roce::open(&RoceConfig::new("127.0.31.1".parse().unwrap())).unwrap();
+    let listener = nic.create_id(PortSpace::Tcp).unwrap();
+    nic.bind_addr(listener, "127.0.31.1:3260".parse().unwrap())
+        .unwrap();
+    nic.listen(listener, 4).unwrap();
+    let client = client(31);
+    let url: crate::iscsi::url::IscsiUrl = "iser://127.0.31.1/iqn.2026-01.com.example:disk/0"
+        .parse()
+        .unwrap();
+    let wait = client.timeout(Duration::ZERO, client.connect(&url));
+    assert!(matches!(block_on(wait), Err(Elapsed)));
+    let request = next(&mut nic, Duration::from_secs(20)).expect("a request");
+    std::thread::scope(|scope| {
+        scope.spawn(|| client.shutdown());
+        // The target takes its time, and hears nothing meanwhile.
+        assert_eq!(next(&mut nic, Duration::from_millis(100)), None);
+        let pd = nic.alloc_pd().unwrap();
+        let cq = nic.create_cq(8).unwrap();
+        let init = QpInitAttr {
+            pd,
+            send_cq: cq,
+            recv_cq: cq,
+            srq: None,
+            qp_type: QpType::Rc,
+            cap: QpCap {
+                max_send_wr: 4,
+                max_recv_wr: 4,
+                max_send_sge: 1,
+                max_recv_sge: 1,
+                max_inline: 0,
+            },
+            sq_sig_all: false,
+        };
+        nic.create_cm_qp(request.id, &init).unwrap();
+        nic.accept(request.id, &ConnParam::default()).unwrap();
+        let kinds = [(); 2].map(|()| next(&mut nic, Duration::from_secs(20)).map(|e| e.kind));
+        assert!(
+            matches!(
+                kinds,
+                [
+                    Some(CmEventKind::Established { .. }),
+                    Some(CmEventKind::Disconnected)
+                ]
+            ),
+            "{kinds:?}"
+        );
+    });
 }
 
 #[test]

@@ -276,7 +276,7 @@ impl<D: BlockDevice> Filesystem for DiskFs<D> {
         offset: u64,
         data: &[u8],
         _write_flags: WriteFlags,
-        _flags: OpenFlags,
+        flags: OpenFlags,
         _lock_owner: Option<LockOwner>,
         reply: ReplyWrite,
     ) {
@@ -285,6 +285,9 @@ impl<D: BlockDevice> Filesystem for DiskFs<D> {
             return reply.error(Errno::ENOSPC);
         }
         let written = (range.end - range.start) as u32;
+        // With direct I/O the kernel sends no fsync after a write that is to be on the medium when it
+        // returns: the flags say it. O_SYNC includes O_DSYNC.
+        let fua = flags.0 & libc::O_DSYNC != 0;
         let mut taken = 0;
         let mut copy = Vec::new();
         let pieces: Vec<Piece> = self
@@ -304,7 +307,7 @@ impl<D: BlockDevice> Filesystem for DiskFs<D> {
             .collect();
         let device = self.device.clone();
         task::spawn(async move {
-            match write_pieces(&device, pieces, &copy).await {
+            match write_pieces(&device, pieces, &copy, fua).await {
                 Ok(()) => reply.written(written),
                 Err(error) => reply.error(errno(&error)),
             }

@@ -40,11 +40,13 @@ pub(super) fn send_all(reply: ReplyData, parts: &[(Buffer, Span)]) {
     reply.data(&data);
 }
 
-/// Writes all pieces side by side. Those without a buffer have their bytes in `copy`, in order.
+/// Writes all pieces side by side; with `fua` they are on the medium afterwards. Those without a
+/// buffer have their bytes in `copy`, in order.
 pub(super) async fn write_pieces<D: BlockDevice>(
     device: &ByteDevice<D>,
     pieces: Vec<Piece>,
     mut copy: &[u8],
+    fua: bool,
 ) -> Result<(), BlockError> {
     let writes = pieces.into_iter().map(|(span, buffer)| {
         let late = if buffer.is_none() {
@@ -63,7 +65,7 @@ pub(super) async fn write_pieces<D: BlockDevice>(
                     buffer
                 }
             };
-            device.write(span, buffer, false).await
+            device.write(span, buffer, fua).await
         }
     });
     task::join_all(writes).await.into_iter().collect()

@@ -12,9 +12,10 @@ use crate::engine::{IoData, ScsiIo, Session};
 use crate::request::DataLen;
 use crate::request::RequestError;
 use crate::scsi::{
-    BlockLimits, CachingPage, Capacity, Command, Identity, Inquiry, Provisioning, parse_luns,
-    vpd_body,
+    BlockLimits, CachingPage, Capacity, Command, Identity, Inquiry, Provisioning, cache_generation,
+    parse_luns, vpd_body,
 };
+use crate::unit::Snapshot;
 
 /// What a logical unit is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,6 +34,8 @@ pub struct LunInfo {
     pub provisioning: Provisioning,
     /// Caching and write protection.
     pub caching: CachingPage,
+    /// The generation of its volatile cache, where it offers one; see [`crate::unit`].
+    pub cache_generation: Option<[u8; 16]>,
 }
 
 impl LunInfo {
@@ -128,14 +131,31 @@ impl Session {
     /// [`LunError::NotADisk`] where there is none of that number; others as they come.
     pub async fn lun(&self, number: u32) -> Result<Lun, LunError> {
         let lun = LunId::new(number).ok_or(LunError::Number(number))?;
+        let reconnects = self.status().reconnects();
         let info = self.discover(lun).await?;
         let pool = self.client().buffers().memory().len();
+        let watch = Arc::new(());
+        let unit = Snapshot {
+            inquiry: Some(info.inquiry.clone()),
+            identity: info.identity.clone(),
+            capacity: Some(info.capacity),
+            cache: info.cache_generation,
+        };
+        self.watch_unit(
+            lun,
+            unit,
+            info.caching.write_cache,
+            reconnects,
+            Arc::downgrade(&watch),
+        )
+        .await?;
         Ok(Lun {
             session: self.clone(),
             shared: Arc::new(LunShared {
                 geometry: info.geometry(pool),
                 info,
                 writes_same: AtomicBool::new(true),
+                _watch: watch,
             }),
         })
     }
@@ -155,7 +175,7 @@ impl Session {
         let pages = self.vpd(lun, 0x00).await.unwrap_or_default();
         let pages = vpd_body(&pages, 0x00).unwrap_or(&[]).to_vec();
         let mut bodies = Vec::new();
-        for page in [0x80, 0x83, 0xb0, 0xb2] {
+        for page in [0x80, 0x83, 0xb0, 0xb2, 0xc0] {
             if pages.contains(&page) {
                 let data = self.vpd(lun, page).await?;
                 if let Some(body) = vpd_body(&data, page) {
@@ -189,6 +209,7 @@ impl Session {
             limits: BlockLimits::parse(body(0xb0).unwrap_or(&[])),
             provisioning: Provisioning::parse(body(0xb2).unwrap_or(&[])),
             caching,
+            cache_generation: body(0xc0).and_then(cache_generation),
         })
     }
 }

@@ -42,6 +42,8 @@ struct LunShared {
     geometry: Geometry,
     /// Whether WRITE SAME has not been refused so far.
     writes_same: AtomicBool,
+    /// The session sees to it that the unit stays the same as long as this lives.
+    _watch: Arc<()>,
 }
 
 /// A disk of a target. Clones share it.
@@ -173,8 +175,13 @@ impl Lun {
         self.session.submit(io)
     }
 
-    /// Splits a byte range into runs of blocks of at most `max` bytes.
-    fn runs(&self, range: &Range<u64>, max: u64) -> Result<Vec<BlockRange>, LunError> {
+    /// Splits a byte range into runs of blocks of at most `max` bytes. They are made one by one: a
+    /// target's limits may be so small that a list of them would be larger than memory.
+    fn runs(
+        &self,
+        range: &Range<u64>,
+        max: u64,
+    ) -> Result<impl Iterator<Item = BlockRange> + Send + use<>, LunError> {
         let block = u64::from(self.shared.geometry.block_size);
         let len = range
             .end
@@ -184,12 +191,7 @@ impl Lun {
         if !aligned || !self.shared.geometry.contains(range.start, len) {
             return Err(LunError::OutOfRange);
         }
-        let max = max.min(u64::from(u32::MAX) * block);
-        let step = (max - max % block).max(block);
-        (range.start..range.end)
-            .step_by(usize::try_from(step).unwrap_or(usize::MAX))
-            .map(|at| self.blocks(at, step.min(range.end - at)))
-            .collect()
+        Ok(split(range.start / block..range.end / block, max / block))
     }
 
     /// Tells the disk that nobody needs the range's contents any more.
@@ -274,7 +276,7 @@ impl Lun {
     /// # Errors
     /// [`LunError`].
     pub async fn status(&self, range: Range<u64>) -> Result<Vec<Extent>, LunError> {
-        if self.runs(&range, u64::MAX)?.is_empty() {
+        if self.runs(&range, u64::MAX)?.next().is_none() {
             return Err(LunError::OutOfRange);
         }
         let len = range.end - range.start;
@@ -319,6 +321,20 @@ impl Lun {
     }
 }
 
+/// Splits a range of block addresses into runs of at most `max` blocks.
+fn split(blocks: Range<u64>, max: u64) -> impl Iterator<Item = BlockRange> + Send {
+    let step = max.clamp(1, u32::MAX.into());
+    let mut lba = blocks.start;
+    std::iter::from_fn(move || {
+        let run = BlockRange {
+            lba,
+            blocks: step.min(blocks.end - lba) as u32,
+        };
+        lba += u64::from(run.blocks);
+        (run.blocks > 0).then_some(run)
+    })
+}
+
 impl BlockDevice for Lun {
     fn geometry(&self) -> &Geometry {
         &self.shared.geometry
@@ -326,6 +342,10 @@ impl BlockDevice for Lun {
 
     fn try_buffer(&self, len: usize) -> Option<Buffer> {
         self.buffers().try_take(len)
+    }
+
+    fn buffer_bytes(&self) -> u64 {
+        self.buffers().memory().len() as u64
     }
 
     fn wake_when_free(&self, waker: &Waker) {
@@ -362,5 +382,22 @@ impl BlockDevice for Lun {
 
     async fn status(&self, range: Range<u64>) -> Result<Vec<Extent>, BlockError> {
         Ok(Self::status(self, range).await?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_range_is_split_without_a_list_of_its_parts() {
+        let run = |lba, blocks| BlockRange { lba, blocks };
+        let parts: Vec<_> = split(10..20, 4).collect();
+        assert_eq!(parts, [run(10, 4), run(14, 4), run(18, 2)]);
+        // A target that takes one block at a time, and all blocks that an address can name.
+        let mut parts = split(0..u64::MAX, 1);
+        assert_eq!(parts.nth(2), Some(run(2, 1)));
+        assert_eq!(split(0..1 << 40, u64::MAX).next(), Some(run(0, u32::MAX)));
+        assert_eq!(split(7..7, 4).next(), None);
     }
 }

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::task::Waker;
 
 use super::Export;
+use super::budget::Share;
 use super::machine::{Event, Machine};
 use super::outgoing::{Piece, Shared, Ticket};
 use super::proto::{self, Cookie, Errno};
@@ -43,6 +44,8 @@ struct Receiving {
     offset: u64,
     /// Bytes of the write from `offset` on.
     left: u32,
+    /// What the next piece may take of the export's buffers.
+    share: Option<Share>,
     piece: Option<Filling>,
 }
 
@@ -50,6 +53,7 @@ struct Receiving {
 struct Filling {
     span: Span,
     buffer: Buffer,
+    share: Share,
     filled: usize,
 }
 
@@ -114,7 +118,7 @@ impl<D: BlockDevice> Connection<D> {
     fn could_go_on(&self) -> bool {
         // A missing buffer has its own waker, which counts as an event.
         self.receiving.is_none()
-            && self.shared.has_room()
+            && self.shared.has_room(&self.waker)
             && self.shared.backlog() <= Some(MAX_BACKLOG)
     }
 
@@ -125,6 +129,7 @@ impl<D: BlockDevice> Connection<D> {
                 self.shared.push(Piece {
                     head,
                     data: None,
+                    share: None,
                     ticket: None,
                 });
             }
@@ -145,7 +150,7 @@ impl<D: BlockDevice> Connection<D> {
                     None => continue,
                 }
             }
-            if !self.shared.has_room() {
+            if !self.shared.has_room(&self.waker) {
                 return Need::Room;
             }
             let input = &self.received[self.valid.clone()];
@@ -180,16 +185,26 @@ impl<D: BlockDevice> Connection<D> {
                 Some(piece) => piece,
                 empty => {
                     let span = self.device.first_piece(write.offset, write.left.into());
+                    let account = self.shared.account();
+                    let share = write
+                        .share
+                        .take()
+                        .or_else(|| account.take_or_wake(span.covering as u64, &self.waker));
+                    let Some(share) = share else {
+                        return Some(Need::Room);
+                    };
                     let buffer = self.device.try_buffer(&span).or_else(|| {
                         self.device.device().wake_when_free(&self.waker);
                         self.device.try_buffer(&span)
                     });
                     let Some(buffer) = buffer else {
+                        write.share = Some(share);
                         return Some(Need::Room);
                     };
                     empty.insert(Filling {
                         span,
                         buffer,
+                        share,
                         filled: 0,
                     })
                 }
@@ -205,12 +220,19 @@ impl<D: BlockDevice> Connection<D> {
             if piece.filled < piece.span.len {
                 return Some(Need::Bytes);
             }
-            let Filling { span, buffer, .. } = write.piece.take().expect("just filled");
+            let Filling {
+                span,
+                buffer,
+                share,
+                ..
+            } = write.piece.take().expect("just filled");
             write.offset += span.len as u64;
             write.left -= span.len as u32;
             let (device, answer, fua) = (self.device.clone(), write.answer.clone(), write.fua);
             task::spawn(async move {
-                answer.settle(device.write(span, buffer, fua).await);
+                let result = device.write(span, buffer, fua).await;
+                drop(share);
+                answer.settle(result);
             });
         }
     }
@@ -313,6 +335,7 @@ impl<D: BlockDevice> Connection<D> {
                     fua,
                     offset,
                     left: len,
+                    share: None,
                     piece: None,
                 });
             }
@@ -370,6 +393,7 @@ impl<D: BlockDevice> Connection<D> {
             shared.push(Piece {
                 head,
                 data: None,
+                share: None,
                 ticket: Some(ticket),
             });
         });

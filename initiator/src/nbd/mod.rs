@@ -19,6 +19,7 @@
 //! be followed any more. Requests in flight and bytes held per connection are bounded; a client
 //! that does not read its replies stops being read.
 
+mod budget;
 mod connection;
 mod handshake;
 mod machine;

@@ -6,7 +6,8 @@
 //!
 //! Bounds: [`MAX_IN_FLIGHT`] requests and [`MAX_BYTES`] (and one request) bytes per connection are
 //! between the moment a request is read and the moment its last reply is in the socket; beyond
-//! them the connection is not read.
+//! them the connection is not read. The device's buffers among them are shared with the export's
+//! other connections: see [`super::budget`].
 
 #![allow(
     unsafe_code,
@@ -20,10 +21,11 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::Wake;
+use std::task::{Wake, Waker};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags};
 
+use super::budget::{Account, Share};
 use crate::block::Buffer;
 
 /// Most requests of a connection in flight.
@@ -42,6 +44,9 @@ const MAX_IOV: usize = 64;
 pub(super) struct Piece {
     pub(super) head: Vec<u8>,
     pub(super) data: Option<(Buffer, Range<usize>)>,
+    /// The buffer's share of the export's buffers, where it is one of them.
+    #[expect(dead_code, reason = "held for its drop")]
+    pub(super) share: Option<Share>,
     /// Given back when the piece is sent.
     #[expect(dead_code, reason = "held for its drop")]
     pub(super) ticket: Option<Arc<Ticket>>,
@@ -77,6 +82,7 @@ pub(super) struct Shared {
     wants_tickets: AtomicBool,
     in_flight: AtomicU32,
     bytes: AtomicU64,
+    account: Arc<Account>,
 }
 
 /// The share of the connection's bounds that one request takes until its replies are sent.
@@ -102,7 +108,7 @@ impl Wake for Shared {
 }
 
 impl Shared {
-    pub(super) fn new(socket: UnixStream) -> io::Result<Self> {
+    pub(super) fn new(socket: UnixStream, account: Account) -> io::Result<Self> {
         socket.set_nonblocking(true)?;
         Ok(Self {
             socket,
@@ -113,6 +119,7 @@ impl Shared {
             wants_tickets: AtomicBool::new(false),
             in_flight: AtomicU32::new(0),
             bytes: AtomicU64::new(0),
+            account: Arc::new(account),
         })
     }
 
@@ -142,10 +149,16 @@ impl Shared {
         })
     }
 
-    /// Whether another request may be read.
-    pub(super) fn has_room(&self) -> bool {
+    /// Whether another request may be read; if not, `waker` or a ticket that comes back ends that.
+    pub(super) fn has_room(&self, waker: &Waker) -> bool {
         self.in_flight.load(Ordering::SeqCst) < MAX_IN_FLIGHT
             && self.bytes.load(Ordering::SeqCst) < MAX_BYTES
+            && self.account.has_room(waker)
+    }
+
+    /// What this connection holds of the export's buffers.
+    pub(super) fn account(&self) -> &Arc<Account> {
+        &self.account
     }
 
     /// Whether every request is answered and every answer sent.

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use riser_memory::Memory;
 
+use super::budget::Share;
 use super::outgoing::{Piece, Shared, Ticket};
 use super::proto::{self, Cookie, Errno};
 use crate::block::{BlockDevice, BlockError, Buffer, ByteDevice, Extent, ExtentKind, Span, task};
@@ -57,6 +58,7 @@ impl Drop for Answer {
         self.shared.push(Piece {
             head,
             data: None,
+            share: None,
             ticket: Some(self.ticket.clone()),
         });
     }
@@ -74,6 +76,7 @@ impl Drop for LastChunk {
         self.shared.push(Piece {
             head: proto::done_chunk(self.cookie),
             data: None,
+            share: None,
             ticket: Some(self.ticket.clone()),
         });
     }
@@ -114,9 +117,11 @@ pub(super) struct Reader<D> {
 impl<D: BlockDevice> Reader<D> {
     /// A read that one transfer does.
     pub(super) async fn read_whole(self, span: Span, offset: u64) {
-        let buffer = self.device.device().buffer(span.covering).await;
+        let (buffer, share) = self.buffer(&span).await;
         match self.device.read(span, buffer).await {
-            Ok(buffer) => self.reply(offset, buffer, span.head..span.head + span.len),
+            Ok(buffer) => {
+                self.reply(offset, buffer, span.head..span.head + span.len, Some(share));
+            }
             Err(error) => self.refuse(&error, offset),
         }
     }
@@ -130,7 +135,7 @@ impl<D: BlockDevice> Reader<D> {
         });
         while left > 0 {
             let span = self.device.first_piece(offset, left.into());
-            let buffer = self.device.device().buffer(span.covering).await;
+            let (buffer, share) = self.buffer(&span).await;
             let (last, device) = (last.clone(), self.device.clone());
             let cookie = self.cookie;
             task::spawn(async move {
@@ -138,11 +143,13 @@ impl<D: BlockDevice> Reader<D> {
                     Ok(buffer) => Piece {
                         head: proto::data_chunk(cookie, offset, span.len as u32, false),
                         data: Some((buffer, span.head..span.head + span.len)),
+                        share: Some(share),
                         ticket: None,
                     },
                     Err(error) => Piece {
                         head: proto::error_chunk(cookie, Errno::from(&error), Some(offset), false),
                         data: None,
+                        share: None,
                         ticket: None,
                     },
                 };
@@ -164,7 +171,7 @@ impl<D: BlockDevice> Reader<D> {
         while done < len as usize {
             let at = offset + done as u64;
             let span = self.device.first_piece(at, (len as usize - done) as u64);
-            let buffer = self.device.device().buffer(span.covering).await;
+            let (buffer, _share) = self.buffer(&span).await;
             match self.device.read(span, buffer).await {
                 Ok(buffer) => {
                     let (from, to) = (buffer.slice(), whole.slice());
@@ -180,10 +187,16 @@ impl<D: BlockDevice> Reader<D> {
             }
             done += span.len;
         }
-        self.reply(offset, whole, 0..len as usize);
+        self.reply(offset, whole, 0..len as usize, None);
     }
 
-    fn reply(self, offset: u64, buffer: Buffer, range: Range<usize>) {
+    /// A buffer of the device for a part of the reply, and its share of them.
+    async fn buffer(&self, span: &Span) -> (Buffer, Share) {
+        let share = self.shared.account().take(span.covering as u64).await;
+        (self.device.device().buffer(span.covering).await, share)
+    }
+
+    fn reply(self, offset: u64, buffer: Buffer, range: Range<usize>, share: Option<Share>) {
         let head = if self.structured {
             proto::data_chunk(self.cookie, offset, range.len() as u32, true)
         } else {
@@ -192,6 +205,7 @@ impl<D: BlockDevice> Reader<D> {
         self.shared.push(Piece {
             head,
             data: Some((buffer, range)),
+            share,
             ticket: Some(self.ticket),
         });
     }
@@ -207,6 +221,7 @@ impl<D: BlockDevice> Reader<D> {
         self.shared.push(Piece {
             head,
             data: None,
+            share: None,
             ticket: Some(self.ticket),
         });
     }

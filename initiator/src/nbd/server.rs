@@ -2,7 +2,7 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -10,11 +10,17 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags};
+use rustix::fs::Mode;
+use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::Export;
+use super::budget::{Account, Budget};
 use super::connection::Connection;
 use super::outgoing::Shared;
 use crate::block::{BlockDevice, ByteDevice, task};
+
+/// Clients that wait to be accepted.
+const BACKLOG: i32 = 128;
 
 /// Most clients at once. Further ones are turned away.
 const MAX_CONNECTIONS: usize = 64;
@@ -34,6 +40,7 @@ pub struct Server<D> {
     listener: UnixListener,
     path: PathBuf,
     device: Arc<ByteDevice<D>>,
+    budget: Arc<Budget>,
     export: Export,
 }
 
@@ -55,9 +62,7 @@ impl<D: BlockDevice> Server<D> {
             }
             std::fs::remove_file(path)?;
         }
-        let listener = UnixListener::bind(path)?;
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
-        listener.set_nonblocking(true)?;
+        let listener = listen(path)?;
         let geometry = device.geometry();
         let export = Export {
             name: name.to_owned(),
@@ -70,6 +75,7 @@ impl<D: BlockDevice> Server<D> {
         Ok(Self {
             listener,
             path: path.to_owned(),
+            budget: Arc::new(Budget::new(device.device().buffer_bytes())),
             device,
             export,
         })
@@ -138,7 +144,8 @@ impl<D: BlockDevice> Server<D> {
         }
         // The kernel gives what its limit allows.
         let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER);
-        let shared = Arc::new(Shared::new(socket)?);
+        let account = Account::new(self.budget.clone());
+        let shared = Arc::new(Shared::new(socket, account)?);
         let connection = Connection::new(shared.clone(), self.device.clone(), self.export.clone());
         let thread = thread::Builder::new()
             .name("nbd-client".into())
@@ -150,6 +157,17 @@ impl<D: BlockDevice> Server<D> {
         clients.push((Arc::downgrade(&shared), thread));
         Ok(())
     }
+}
+
+/// Listens on a socket that only its owner can connect to, from the moment it is there.
+fn listen(path: &Path) -> io::Result<UnixListener> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    // Linux gives the file the mode that the socket has when it is bound, less the umask.
+    rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    net::bind(&socket, &SocketAddrUnix::new(path)?)?;
+    net::listen(&socket, BACKLOG)?;
+    Ok(socket.into())
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -227,5 +245,22 @@ impl ServerHandle {
 impl Drop for ServerHandle {
     fn drop(&mut self) {
         self.shut_down();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn a_socket_is_its_owners_from_the_moment_it_is_there() {
+        let path = std::env::temp_dir().join(format!("riser-nbd-mode-{}", std::process::id()));
+        let listener = listen(&path).unwrap();
+        let mode = path.metadata().unwrap().permissions().mode();
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(mode & 0o777, 0o600);
+        drop(listener);
     }
 }

@@ -2,9 +2,11 @@
 
 use std::time::Instant;
 
-use super::types::{Path, Place, Stage};
+use riser_scsi::srp::WireLun;
+
+use super::types::{Path, Place, Proof, Stage};
 use super::{Access, Found, Output, PathIndex, Paths, PortTag};
-use crate::request::RequestError;
+use crate::request::{Effect, RequestError};
 use crate::scsi::Identity;
 use crate::session::{ConnectError, Down, SessionEvent};
 
@@ -34,10 +36,12 @@ impl Paths {
         let behind = Some(PathIndex(index as u8));
         let is_awaited = path.unfenced
             && (!path.ghosts.is_empty() || self.requests.iter().any(|(_, r)| r.behind == behind));
-        let port = path.port.filter(|_| is_awaited)?;
+        if !is_awaited {
+            return None;
+        }
         let is_fit = |i: &usize| {
             let other = &self.paths[*i];
-            *i != index && other.stage == Stage::Live && other.port == Some(port)
+            *i != index && other.stage == Stage::Live && path.is_proved(other.port, false)
         };
         (0..self.paths.len()).find(is_fit)
     }
@@ -46,7 +50,35 @@ impl Paths {
     fn on_fenced(&mut self, index: usize) {
         let path = &mut self.paths[index];
         path.unfenced = false;
+        path.settled_at = None;
         path.ghosts.clear();
+    }
+
+    /// A path has logged in by its own portal, and its unit is the same: the commands of a session that
+    /// was lost are over, or are given time to end.
+    fn fence_by_own_portal(&mut self, index: usize, now: Instant) {
+        let path = &mut self.paths[index];
+        if path.is_proved(path.port, true) {
+            self.on_fenced(index);
+        } else if path.unfenced {
+            let at = *path
+                .settled_at
+                .get_or_insert(now + self.config.timing.settle);
+            self.arm(at);
+        }
+    }
+
+    /// Takes a process's place that had the same initiator ports and ended without a word: any command
+    /// that changes the unit may have been outstanding on each of its paths.
+    pub fn recover(&mut self, lun: WireLun, now: Instant) {
+        let at = now + self.config.timing.settle;
+        for path in &mut self.paths {
+            path.unfenced = true;
+            path.proof = Proof::Own;
+            path.settled_at = Some(at);
+            path.ghosts.push((lun, Effect::Medium));
+        }
+        self.arm(at);
     }
 
     /// A path's session is logged in, with that target port.
@@ -61,7 +93,7 @@ impl Paths {
             self.outputs.push_back(Output::Check(path));
         } else {
             // Another group than the lost session's has not heard of that session.
-            if port.is_some() && port == self.paths[index].port {
+            if self.paths[index].is_proved(port, false) {
                 self.on_fenced(index);
             }
             self.close_path(index);
@@ -85,15 +117,19 @@ impl Paths {
             _ => return,
         };
         let found = found.and_then(|found| match &self.unit {
-            _ if found.identity == Identity::default() => Err(Down::NoIdentity),
-            Some(unit) if *unit != found.identity => Err(Down::OtherUnit),
-            _ => Ok(found),
+            _ if found.unit.identity == Identity::default() => Err(Down::NoIdentity),
+            Some(unit) => unit.compare(&found.unit).map(|()| found),
+            None => Ok(found),
         });
         match found {
             Ok(found) => {
-                self.unit.get_or_insert(found.identity);
-                // The unit is where it was, and so is who took the place of the old session.
-                self.on_fenced(index);
+                // Whoever offers the page is `riserd`, which keeps SRP's promise.
+                self.paths[index].is_trusted = found.unit.cache.is_some();
+                self.unit.get_or_insert(found.unit);
+                // A path that has been in use since is fenced by no later check.
+                if !is_live {
+                    self.fence_by_own_portal(index, now);
+                }
                 let path = &mut self.paths[index];
                 path.stage = Stage::Live;
                 path.is_foreign = false;
@@ -170,6 +206,24 @@ impl Paths {
         self.arm(now);
     }
 
+    /// A unit attention on a path says that the unit may be another one.
+    pub fn handle_attention(&mut self, path: PathIndex) {
+        let index = usize::from(path.0);
+        if matches!(self.paths[index].stage, Stage::Live | Stage::Checking) {
+            self.paths[index].recheck = None;
+            self.outputs.push_back(Output::Check(path));
+        }
+    }
+
+    /// The unit is no longer where a path leads. What else was sent there comes back, and the path is
+    /// made again, and checked.
+    pub(super) fn on_gone(&mut self, index: usize) {
+        if self.paths[index].stage == Stage::Live {
+            self.paths[index].why = Some(Down::NoIdentity);
+            self.close_path(index);
+        }
+    }
+
     /// A path that was in use is of no more use.
     pub(super) fn lose(&mut self, index: usize) {
         let path = &mut self.paths[index];
@@ -177,10 +231,29 @@ impl Paths {
             return;
         }
         path.stage = Stage::Closing;
+        path.proof = match path.proof {
+            // What was lost with another session is still out.
+            before if path.unfenced && before != Proof::At(path.port) => Proof::None,
+            _ => Proof::At(path.port),
+        };
         path.unfenced = true;
+        path.is_ending = true;
         path.losses += 1;
         path.recheck = None;
         self.tell();
+    }
+
+    /// A session that was in use is over. Where no login would show that its commands are, time has to.
+    fn plan_settling(&mut self, index: usize, now: Instant) {
+        let path = &mut self.paths[index];
+        let is_provable = path.is_trusted || matches!(path.port, Some(PortTag::Group(_)));
+        path.settled_at = match path.proof {
+            Proof::At(_) if is_provable => None,
+            _ => Some(now + self.config.timing.settle),
+        };
+        if let Some(at) = path.settled_at {
+            self.arm(at);
+        }
     }
 
     /// A path's session is over, and so are its requests.
@@ -200,6 +273,10 @@ impl Paths {
             self.finish();
             return;
         }
+        if std::mem::take(&mut path.is_ending) {
+            self.plan_settling(index, now);
+        }
+        let path = &mut self.paths[index];
         path.is_decided = true;
         if !path.own_next && self.fence(index).is_some() {
             self.open(index);
@@ -215,6 +292,11 @@ impl Paths {
     }
 
     pub(super) fn expire_path(&mut self, index: usize, now: Instant) {
+        match self.paths[index].settled_at {
+            Some(at) if at <= now => self.on_fenced(index),
+            Some(at) => self.arm(at),
+            None => {}
+        }
         match self.paths[index].stage {
             Stage::Idle { until } if until <= now => self.open(index),
             Stage::Idle { until } => self.arm(until),

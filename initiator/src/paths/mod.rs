@@ -27,10 +27,12 @@
 //!   whichever path, only after the path's initiator port has logged in anew at the same target port
 //!   (the same portal group, for iSCSI). That takes the place of the old session: the target answers
 //!   such a login when the old session's commands have ended (RFC 7143 6.3.5; SRP MULTI-CHANNEL ACTION
-//!   0), and what arrives on the old connection later belongs to nobody. Any portal of the group will
-//!   do for that login, so another path's, which is live, is tried at once; the session has done its
-//!   work with its login and is closed. Where the portals are of different groups nothing is proved by
-//!   a login at another one, and the writes wait for their own portal.
+//!   0), and what arrives on the old connection later belongs to no session. Any portal of an iSCSI
+//!   group will do for that login, so another path's, which is live, is tried at once; the session has
+//!   done its work with its login and is closed. Where the portals are of different groups, or the
+//!   paths are of SRP, nothing is proved by a login at another one, and the writes wait for their own
+//!   portal: a session of SRP may belong to one port of the target's device, whatever identifier the
+//!   ports report.
 //! - **A write that was given up is not forgotten.** A request that ends without an answer while its
 //!   path is not fenced (its time is over, or it may not be repeated) leaves its effect behind, and
 //!   nothing that conflicts with it starts before the fence.
@@ -41,13 +43,26 @@
 //! Reads change nothing, so they start again at once on another path. What may not be carried out twice
 //! ends with [`RequestError::ConnectionLost`], as on a single session.
 //!
-//! A target that says of itself that it has ended the old session is believed, as it is by a session
-//! that reconnects; a portal that comes back in another group is taken for a target that was set up
-//! anew, without what it had before.
+//! # Where no login proves anything
+//! iSCSI's targets are believed, as they are by a session that reconnects, and so is `riserd` on SRP, which
+//! is known by its page of the cache's generation ([`crate::unit`]). In three cases there is only time,
+//! [`Timing::settle`](crate::session::Timing::settle):
+//! - **Another target of SRP.** Linux's `ib_srpt` answers a login before the old session's commands have
+//!   ended. They are taken to be over that long after the end of the session.
+//! - **A portal that has come back in another group.** The old group has not heard of that login. The
+//!   time begins with it, since a target that says nothing at all may say more later.
+//! - **A process that takes the place of one that was killed** ([`Paths::recover`]). What that one had
+//!   outstanding is not known, so everything that changes the unit waits until each of its paths is
+//!   fenced by a login at its own portal; which target port the old session was with is not known
+//!   either. The time begins with the process, for paths that do not come back.
+//!
+//! A write that stays in a backend or in the network for longer can then land late. A path that is lost
+//! in any other way is waited for without end, and writes that conflict end when their time is over.
 //!
 //! # One unit
-//! Before a path is used, each time it is made, the unit behind it is asked who it is; all paths must
-//! tell the same, and something ([`Found`]). A portal that leads elsewhere ends the whole while it is
+//! Before a path is used, each time it is made, and after a unit attention that can mean another unit,
+//! the unit behind it is asked who it is; all paths must tell the same, and something ([`Found`],
+//! [`crate::unit`]). A path whose unit is gone is lost, and its commands go elsewhere. A portal that leads elsewhere ends the whole while it is
 //! being opened; later it is out of use, and is asked again from time to time.
 //!
 //! # Not here
@@ -71,8 +86,8 @@ use self::types::{Path, Place, Request};
 use crate::request::{
     Answer, CHECK_CONDITION, Effect, RequestError, RequestId, RequestResult, RequestSpec, Retry,
 };
-use crate::scsi::Identity;
 use crate::session::{Down, SubmitError};
+use crate::unit::Snapshot;
 
 /// The paths to a logical unit. See the module's documentation.
 #[derive(Debug)]
@@ -80,7 +95,7 @@ pub struct Paths {
     config: PathsConfig,
     paths: Vec<Path>,
     /// Who the unit is, once a path has told.
-    unit: Option<Identity>,
+    unit: Option<Snapshot>,
     requests: Slab<Request>,
     /// Requests that are on no path, in order of submission. Bound: `config.max_requests`.
     waiting: VecDeque<u32>,
@@ -240,6 +255,10 @@ impl Paths {
                 self.on_refused(path, now);
                 self.wait_again(index);
             }
+            Ok(answer) if self.is_gone(index, &answer) => {
+                self.on_gone(path);
+                self.wait_again(index);
+            }
             result => self.complete(index, result),
         }
         self.pump();
@@ -260,6 +279,21 @@ impl Paths {
             })
         );
         is_ours && refused && answer.status == CHECK_CONDITION && self.ending.is_none()
+    }
+
+    /// Whether a path no longer leads to the unit: LOGICAL UNIT NOT SUPPORTED. The command was not
+    /// carried out.
+    fn is_gone(&self, index: u32, answer: &Answer) -> bool {
+        let is_ours = self.requests[index as usize].spec.retry == Retry::Standard;
+        let is_missing = matches!(
+            answer.sense(),
+            Some(Sense {
+                key: SenseKey::IllegalRequest,
+                additional: AdditionalSense { code: 0x25, .. },
+                ..
+            })
+        );
+        is_ours && is_missing && answer.status == CHECK_CONDITION && self.ending.is_none()
     }
 
     /// A request's path was lost, and nobody knows whether it was carried out, or will be.

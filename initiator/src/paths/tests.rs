@@ -1,10 +1,11 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use riser_scsi::srp::TaskAttr;
+use riser_scsi::srp::{TargetPortId, TaskAttr};
 
 use super::*;
 use crate::request::{Cdb, DataLen, GOOD};
+use crate::scsi::{Identity, Inquiry};
 use crate::session::{ConnectError, SessionEvent, Timing};
 
 const A: PathIndex = PathIndex(0);
@@ -19,16 +20,20 @@ fn write(start: u64, end: u64) -> Effect {
     Effect::Blocks { start, end }
 }
 
-fn unit(name: &str) -> Identity {
-    Identity {
-        naa: Some(name.into()),
-        ..Identity::default()
+fn unit(name: &str) -> Snapshot {
+    Snapshot {
+        inquiry: Some(Inquiry::default()),
+        identity: Identity {
+            naa: Some(name.into()),
+            ..Identity::default()
+        },
+        ..Snapshot::default()
     }
 }
 
 fn found(access: Option<Access>) -> Found {
     Found {
-        identity: unit("one"),
+        unit: unit("one"),
         access,
     }
 }
@@ -85,6 +90,16 @@ impl Rig {
         self.take();
         assert!(self.saw(&Output::Check(path)));
         self.check(path, Ok(found(access)));
+    }
+
+    /// As [`Self::come`], by SRP, at a target with such a generation of its cache.
+    fn come_by_srp(&mut self, path: PathIndex, cache: Option<[u8; 16]>) {
+        let port = PortTag::Port(TargetPortId([7; 16]));
+        self.paths.handle_live(path, Some(port));
+        self.take();
+        let mut found = found(None);
+        found.unit.cache = cache;
+        self.check(path, Ok(found));
     }
 
     fn check(&mut self, path: PathIndex, found: Result<Found, Down>) {
@@ -384,7 +399,7 @@ fn a_portal_of_another_unit_ends_the_opening() {
     rig.come(A, None);
     rig.paths.handle_live(B, GROUP);
     let other = Found {
-        identity: unit("two"),
+        unit: unit("two"),
         access: None,
     };
     rig.check(B, Ok(other));
@@ -400,7 +415,7 @@ fn a_unit_without_a_name_has_no_paths() {
     let mut rig = Rig::new(2);
     rig.paths.handle_live(A, GROUP);
     let nobody = Found {
-        identity: Identity::default(),
+        unit: Snapshot::default(),
         access: None,
     };
     rig.check(A, Ok(nobody));
@@ -418,7 +433,7 @@ fn a_path_that_leads_elsewhere_later_is_out_of_use_and_tried_again() {
     assert!(rig.saw(&open(A, A)));
     rig.paths.handle_live(A, GROUP);
     let other = Found {
-        identity: unit("two"),
+        unit: unit("two"),
         access: None,
     };
     rig.check(A, Ok(other));
@@ -630,4 +645,156 @@ fn simulate(seed: u64) {
             }
         }
     }
+}
+
+#[test]
+fn a_path_whose_unit_is_gone_is_lost_and_its_commands_go_elsewhere() {
+    let mut rig = Rig::live();
+    let id = rig.submit(write(0, 8));
+    let (_, path) = rig.started()[0];
+    rig.seen.clear();
+    let mut sense = [0; 18];
+    (sense[0], sense[2], sense[7], sense[12]) = (0x70, 5, 10, 0x25);
+    let answer = Answer {
+        status: CHECK_CONDITION,
+        sense: Some(sense.into()),
+        transferred: 0,
+        overflow: 0,
+    };
+    rig.end(id, Ok(answer));
+    assert!(rig.saw(&Output::Close(path)));
+    let other = if path == A { B } else { A };
+    assert_eq!(rig.started(), [(id, other)]);
+}
+
+/// Two live paths of SRP, whose portals tell one identifier of the target port.
+fn srp(cache: Option<[u8; 16]>) -> Rig {
+    let mut rig = Rig::new(2);
+    for path in [A, B] {
+        rig.come_by_srp(path, cache);
+    }
+    rig
+}
+
+#[test]
+fn a_login_by_another_portal_ends_no_session_of_srp() {
+    for cache in [None, Some([1; 16])] {
+        let mut rig = srp(cache);
+        rig.submit(Effect::None);
+        let lost = rig.submit(write(0, 8));
+        assert_eq!(rig.started(), [(lost, A)]);
+        rig.lose(A, &[lost]);
+        assert!(!rig.saw(&open(A, B)), "{:?}", rig.seen);
+        assert_eq!(rig.started(), []);
+    }
+}
+
+#[test]
+fn a_login_fences_at_once_where_srp_targets_are_known_to_end_old_commands() {
+    let mut rig = srp(Some([1; 16]));
+    rig.submit(Effect::None);
+    let lost = rig.submit(write(0, 8));
+    rig.lose(A, &[lost]);
+    // Without the login there is no proof, however long it takes.
+    rig.wait(ms(40_000));
+    assert_eq!(rig.started(), []);
+    rig.come_by_srp(A, Some([1; 16]));
+    assert_eq!(rig.started().len(), 1);
+}
+
+#[test]
+fn commands_at_an_srp_target_that_proves_nothing_are_given_time_to_end() {
+    let mut rig = srp(None);
+    rig.submit(Effect::None);
+    let lost = rig.submit(write(0, 8));
+    let gone = rig.submit(Effect::None);
+    rig.lose(A, &[lost]);
+    rig.wait(ms(100));
+    rig.come_by_srp(A, None);
+    assert_eq!(rig.started(), [], "the old session's write may be held up");
+    rig.wait(ms(14_800));
+    assert_eq!(rig.started(), []);
+    rig.wait(ms(200));
+    assert_eq!(rig.started().len(), 1);
+    assert_eq!(rig.started()[0].0, lost);
+    rig.answer(gone);
+}
+
+#[test]
+fn a_portal_that_comes_back_in_another_group_fences_after_a_while() {
+    let mut rig = Rig::live();
+    rig.submit(Effect::None);
+    let lost = rig.submit(write(0, 8));
+    rig.lose(A, &[lost]);
+    rig.close(A, ConnectError::Unreachable.into());
+    rig.wait(ms(200));
+    rig.paths.handle_live(A, Some(PortTag::Group(7)));
+    rig.take();
+    rig.check(A, Ok(found(None)));
+    assert_eq!(rig.states(), [PathState::Live; 2]);
+    assert_eq!(
+        rig.started(),
+        [],
+        "the old group knows nothing of this login"
+    );
+    // That does not follow from a later check either.
+    rig.check(A, Ok(found(None)));
+    assert_eq!(rig.started(), []);
+    rig.wait(ms(14_900));
+    assert_eq!(rig.started(), []);
+    rig.wait(ms(100));
+    assert_eq!(rig.started().len(), 1);
+}
+
+#[test]
+fn sessions_that_were_lost_in_two_groups_are_not_fenced_by_a_login_in_one() {
+    let mut rig = Rig::new(1);
+    rig.come(A, None);
+    let first = rig.submit(write(0, 8));
+    rig.lose(A, &[first]);
+    rig.wait(ms(200));
+    rig.paths.handle_live(A, Some(PortTag::Group(7)));
+    rig.take();
+    rig.check(A, Ok(found(None)));
+    let second = rig.submit(write(8, 16));
+    assert_eq!(rig.started(), [(second, A)]);
+    rig.lose(A, &[second]);
+    rig.wait(ms(200));
+    rig.come(A, None);
+    assert_eq!(rig.started(), []);
+    rig.wait(ms(15_000));
+    assert_eq!(rig.started(), [(first, A), (second, A)]);
+}
+
+#[test]
+fn a_process_that_takes_over_writes_when_each_path_of_the_dead_one_is_fenced() {
+    let mut rig = Rig::new(2);
+    rig.paths.recover([0; 8], rig.now);
+    rig.come(A, None);
+    rig.close(B, ConnectError::Unreachable.into());
+    assert!(rig.saw(&Output::Event(SessionEvent::Live)));
+    let write = rig.submit(write(0, 8));
+    let read = rig.submit(Effect::None);
+    assert_eq!(rig.started(), [(read, A)]);
+    rig.wait(ms(200));
+    assert_eq!(rig.started(), []);
+    assert!(rig.saw(&open(B, B)), "{:?}", rig.seen);
+    rig.paths.handle_live(B, Some(PortTag::Group(2)));
+    rig.take();
+    rig.check(B, Ok(found(None)));
+    assert_eq!(rig.started().len(), 1);
+    assert_eq!(rig.started()[0].0, write);
+}
+
+#[test]
+fn a_path_of_a_dead_process_that_stays_away_holds_writes_up_for_a_while_only() {
+    let mut rig = Rig::new(2);
+    rig.paths.recover([0; 8], rig.now);
+    rig.come(A, None);
+    rig.close(B, ConnectError::Unreachable.into());
+    let write = rig.submit(write(0, 8));
+    rig.wait(ms(14_900));
+    assert_eq!(rig.started(), []);
+    rig.wait(ms(100));
+    assert_eq!(rig.started(), [(write, A)]);
 }

@@ -9,8 +9,8 @@ use super::Access;
 #[cfg(doc)]
 use super::Paths;
 use crate::request::{Effect, RequestId, RequestResult, RequestSpec};
-use crate::scsi::Identity;
 use crate::session::{Down, SessionEvent, Timing};
+use crate::unit::Snapshot;
 
 /// What paths are made with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,7 +43,7 @@ pub enum PortTag {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Found {
     /// Who it is.
-    pub identity: Identity,
+    pub unit: Snapshot,
     /// How it may be used there; `None` where the unit makes no difference among paths.
     pub access: Option<Access>,
 }
@@ -124,6 +124,17 @@ pub(super) enum Stage {
     Over,
 }
 
+/// Which login shows that the commands of a lost session are over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Proof {
+    /// One at that target port, which the session was with.
+    At(Option<PortTag>),
+    /// One by the own portal: which target port the session was with is not known.
+    Own,
+    /// None: sessions with several target ports were lost.
+    None,
+}
+
 #[derive(Debug)]
 pub(super) struct Path {
     pub(super) stage: Stage,
@@ -134,6 +145,14 @@ pub(super) struct Path {
     pub(super) outstanding: u32,
     /// Commands of a lost session may still be carried out.
     pub(super) unfenced: bool,
+    /// What shows that they are over, while [`Self::unfenced`].
+    pub(super) proof: Proof,
+    /// When they are taken to be over without a proof; `None` where one is waited for.
+    pub(super) settled_at: Option<Instant>,
+    /// Its session was in use, and its end is awaited.
+    pub(super) is_ending: bool,
+    /// The target ends a session's commands before it answers the login that takes its place.
+    pub(super) is_trusted: bool,
     /// What those of them change that are no requests any more. Bound: the requests that were
     /// outstanding when the path was lost.
     pub(super) ghosts: Vec<(WireLun, Effect)>,
@@ -160,6 +179,10 @@ impl Path {
             access: Access::Optimized,
             outstanding: 0,
             unfenced: false,
+            proof: Proof::None,
+            settled_at: None,
+            is_ending: false,
+            is_trusted: false,
             ghosts: Vec::new(),
             backoff: config.timing.backoff_min,
             patience: config.timing.login,
@@ -171,6 +194,22 @@ impl Path {
             losses: 0,
             why: None,
         }
+    }
+
+    /// Whether a login at that target port, by the own portal or another one, shows that nothing of the
+    /// lost session can be carried out any more. A session of SRP may belong to one port of the target's
+    /// device, so that only its own portal leads to it.
+    pub(super) fn is_proved(&self, port: Option<PortTag>, is_own: bool) -> bool {
+        let is_kept = match port {
+            Some(PortTag::Group(_)) => true,
+            Some(PortTag::Port(_)) | None => is_own && self.is_trusted,
+        };
+        is_kept
+            && match self.proof {
+                Proof::At(lost) => lost == port,
+                Proof::Own => is_own,
+                Proof::None => false,
+            }
     }
 
     pub(super) fn is_usable(&self) -> bool {

@@ -73,6 +73,9 @@ pub enum Retry {
     Standard,
     /// Never: the caller sees every status.
     Never,
+    /// As [`Self::Standard`]. It asks which unit there is, so it goes ahead of the requests that wait
+    /// for that to be known.
+    Probe,
 }
 
 /// A request for a session.
@@ -118,7 +121,8 @@ impl Answer {
 /// Why a request has no answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
-    /// It did not end in time. If it was sent, the target has aborted it or lost it.
+    /// It did not end in time. It may have been carried out if it was sent. The target carries it out
+    /// no longer, unless the connection is down: then none of what is sent later overtakes it.
     #[error("timed out")]
     TimedOut,
     /// The connection broke, and the command is not one that may be sent twice.
@@ -133,6 +137,10 @@ pub enum RequestError {
     /// The target could not carry the request out; the value is iSCSI's response code.
     #[error("target failed (response {0:#04x})")]
     TargetFailure(u8),
+    /// A flush was carried out, but the target may have lost data before that which it had
+    /// acknowledged. Reported once; see [`crate::unit`].
+    #[error("the target may have lost acknowledged writes that were not on the medium yet")]
+    CacheLost,
     /// The session is closed, or was meanwhile.
     #[error("session is closed")]
     Closed,
@@ -157,6 +165,28 @@ pub(crate) enum Verdict {
     Again,
     /// Send it again after a while.
     Later,
+}
+
+/// The unit attention condition that an answer reports (SAM-5 clause 5.14), if it does.
+pub(crate) fn attention_of(answer: &Answer) -> Option<AdditionalSense> {
+    let sense = (answer.status == CHECK_CONDITION).then(|| answer.sense())??;
+    (sense.key == SenseKey::UnitAttention).then_some(sense.additional)
+}
+
+/// Whether the unit may be another one after a unit attention, or of another size: a reset of any
+/// kind (29h), CAPACITY DATA HAS CHANGED, INQUIRY DATA HAS CHANGED, REPORTED LUNS DATA HAS CHANGED
+/// (SPC-4 annex F).
+pub(crate) fn may_change_unit(attention: AdditionalSense) -> bool {
+    matches!(
+        (attention.code, attention.qualifier),
+        (0x29, _) | (0x2a, 0x09) | (0x3f, 0x03 | 0x0e)
+    )
+}
+
+/// Whether commands of ours may have ended without an answer before a unit attention: a reset by
+/// somebody else (29h), COMMANDS CLEARED BY ANOTHER INITIATOR and its kin (2Fh; SAM-5 clause 5.6).
+pub(crate) fn may_end_commands(attention: AdditionalSense) -> bool {
+    matches!(attention.code, 0x29 | 0x2f)
 }
 
 /// Decides whether an answer asks for patience. In every case named here the target did not carry

@@ -56,7 +56,9 @@ pub(crate) struct Request<T> {
     pub(crate) seq: u64,
     /// Attempts begun.
     pub(crate) attempts: u8,
-    /// An attempt was lost with its connection.
+    /// Place of the last attempt in the order in which the session began attempts.
+    started: u64,
+    /// An attempt was lost with its connection, or ended by task management.
     pub(crate) replayed: bool,
     pub(crate) state: RequestState<T>,
 }
@@ -110,7 +112,10 @@ pub(crate) struct Requests<T> {
     /// Requests in state Queued, in order of submission. Bound: `limits.requests`.
     queue: VecDeque<u32>,
     next_seq: u64,
-    /// Requests with an attempt lost to a broken connection; while there are any, order matters.
+    starts: u64,
+    /// Nothing is started but what asks which unit there is.
+    is_held: bool,
+    /// Requests that may have been carried out before; while there are any, order matters.
     replays: usize,
 }
 
@@ -124,6 +129,8 @@ impl<T: Copy + PartialEq> Requests<T> {
             slab: Slab::with_capacity(limits.requests),
             queue: VecDeque::with_capacity(limits.requests),
             next_seq: 0,
+            starts: 0,
+            is_held: false,
             replays: 0,
         }
     }
@@ -151,6 +158,7 @@ impl<T: Copy + PartialEq> Requests<T> {
             spec,
             seq,
             attempts: 0,
+            started: 0,
             replayed: false,
             state: RequestState::Queued,
         }) as u32;
@@ -160,7 +168,11 @@ impl<T: Copy + PartialEq> Requests<T> {
 
     /// The request to start next, unless it has to wait for another.
     pub(crate) fn next(&self) -> Option<u32> {
-        let index = *self.queue.front()?;
+        let is_probe = |index: &&u32| self.at(**index).spec.retry == Retry::Probe;
+        let index = match self.is_held {
+            true => *self.queue.iter().find(is_probe)?,
+            false => *self.queue.front()?,
+        };
         (self.replays == 0 || !self.must_wait(index)).then_some(index)
     }
 
@@ -176,11 +188,24 @@ impl<T: Copy + PartialEq> Requests<T> {
         })
     }
 
-    /// The request at the queue's front is being sent.
-    pub(crate) fn start(&mut self, channel: u8, tag: T, until: Instant) {
-        let index = self.queue.pop_front().expect("a request to start");
+    /// Starts nothing but [`Retry::Probe`] until [`Self::release`].
+    pub(crate) fn hold(&mut self) {
+        self.is_held = true;
+    }
+
+    /// Starts everything again.
+    pub(crate) fn release(&mut self) {
+        self.is_held = false;
+    }
+
+    /// A request of the queue is being sent.
+    pub(crate) fn start(&mut self, index: u32, channel: u8, tag: T, until: Instant) {
+        let at = self.queue.iter().position(|&i| i == index);
+        self.queue.remove(at.expect("a request of the queue"));
         let request = &mut self.slab[index as usize];
         request.attempts = request.attempts.saturating_add(1);
+        request.started = self.starts;
+        self.starts += 1;
         request.state = RequestState::Started {
             channel,
             tag,
@@ -235,7 +260,7 @@ impl<T: Copy + PartialEq> Requests<T> {
         match end {
             AttemptEnd::Answered(answer) => {
                 let verdict = match request.spec.retry {
-                    Retry::Standard if may_repeat => plan_verdict(&answer),
+                    Retry::Standard | Retry::Probe if may_repeat => plan_verdict(&answer),
                     _ => Verdict::Report,
                 };
                 match verdict {
@@ -245,19 +270,23 @@ impl<T: Copy + PartialEq> Requests<T> {
                 }
             }
             AttemptEnd::Refused(error) => Settled::Over(Err(error)),
-            AttemptEnd::Aborted if may_replay => self.enqueue(index),
+            AttemptEnd::Aborted if may_replay => self.replay(index),
             AttemptEnd::Aborted => Settled::Over(Err(RequestError::TimedOut)),
             AttemptEnd::Lost if ending => Settled::Over(Err(RequestError::Closed)),
             AttemptEnd::Lost if !in_time => Settled::Over(Err(RequestError::TimedOut)),
-            AttemptEnd::Lost if may_replay => {
-                if !request.replayed {
-                    request.replayed = true;
-                    self.replays += 1;
-                }
-                self.enqueue(index)
-            }
+            AttemptEnd::Lost if may_replay => self.replay(index),
             AttemptEnd::Lost => Settled::Over(Err(RequestError::ConnectionLost)),
         }
+    }
+
+    /// Queues a request again that may have been carried out.
+    fn replay(&mut self, index: u32) -> Settled {
+        let request = &mut self.slab[index as usize];
+        if !request.replayed {
+            request.replayed = true;
+            self.replays += 1;
+        }
+        self.enqueue(index)
     }
 
     /// Queues a request again, in the order of submission.
@@ -360,6 +389,25 @@ impl<T: Copy + PartialEq> Requests<T> {
             .into_iter()
             .map(|(_, index, channel, tag)| (index, channel, tag))
             .collect()
+    }
+
+    /// Begins to abort the commands of a unit that were sent before this one and are outstanding; gives
+    /// them with their channels, in the order of submission.
+    pub(crate) fn abort_before(&mut self, index: u32) -> Vec<(u8, Late)> {
+        let (started, lun) = (self.at(index).started, self.at(index).spec.lun);
+        let is_earlier = |r: &Request<T>| r.started < started && r.spec.lun == lun;
+        let mut earlier = Vec::new();
+        for (index, request) in &mut self.slab {
+            if let RequestState::Started { channel, tag, .. } = request.state
+                && is_earlier(request)
+            {
+                request.state = RequestState::Aborting { channel, tag };
+                let (seq, index) = (request.seq, index as u32);
+                earlier.push((channel, Late { seq, index }));
+            }
+        }
+        earlier.sort_unstable_by_key(|(_, late)| *late);
+        earlier
     }
 
     /// Every request.

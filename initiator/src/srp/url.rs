@@ -59,7 +59,9 @@ pub struct SrpUrl {
     pub channels: Option<u8>,
     /// `immediate`: whether to ask for immediate data.
     pub immediate: Option<bool>,
-    /// `register_always`: whether every command registers its own memory.
+    /// `register_always`: whether every command registers its own memory. Without, the target may read
+    /// and write every data buffer of this process, of whichever session, as long as the session
+    /// lasts: for targets that are trusted with that.
     pub register_always: Option<bool>,
     /// `src`: local address to connect from.
     pub src: Option<IpAddr>,

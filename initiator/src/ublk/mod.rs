@@ -46,21 +46,26 @@ const APPEARS: Duration = Duration::from_secs(5);
 const DEPTH: u16 = 128;
 
 /// A disk of this process as a block device of the host.
+///
+/// A new device that is dropped goes away. One that was taken over stays, and waits for another server.
 #[derive(Debug)]
 pub struct UblkDevice {
     control: Control,
     id: u32,
-    queue: Queue,
+    /// Until it is stopped.
+    queue: Option<Queue>,
+    is_new: bool,
 }
 
 impl UblkDevice {
-    /// Makes `/dev/ublkbN` of a disk, with a number of its own or one that is free. It can be used when
-    /// this returns.
+    /// Adds a device for a disk, with the number given or one that is free. `/dev/ublkbN` appears with
+    /// [`Self::start`].
     ///
     /// # Errors
-    /// `NotFound`: the driver is not loaded. `AlreadyExists`: the number is taken. `PermissionDenied`.
+    /// `Unsupported`: the disk has blocks larger than a page. `NotFound`: the driver is not loaded. `AlreadyExists`: the number is taken. `PermissionDenied`.
     /// Whatever the driver says to what the disk is like.
-    pub fn start<D: BlockDevice>(disk: Arc<D>, number: Option<u32>) -> io::Result<Self> {
+    pub fn add<D: BlockDevice>(disk: Arc<D>, number: Option<u32>) -> io::Result<Self> {
+        sys::check(disk.geometry())?;
         let mut control = Control::open()?;
         let largest = disk.geometry().max_transfer;
         let info = control.add(number, DEPTH, largest)?;
@@ -69,34 +74,48 @@ impl UblkDevice {
         let queue = control
             .set_params(id, &params)
             .and_then(|()| Queue::start(&channel(id)?, disk, info.queue_depth.get()));
-        let queue = match queue {
-            Ok(queue) => queue,
+        match queue {
+            Ok(queue) => Ok(Self {
+                control,
+                id,
+                queue: Some(queue),
+                is_new: true,
+            }),
             Err(error) => {
                 let _ = control.delete(id);
-                return Err(error);
-            }
-        };
-        match control.start(id) {
-            Ok(()) => Ok(Self { control, id, queue }),
-            Err(error) => {
-                // The first error is the one to tell.
-                let _ = Self { control, id, queue }.stop();
                 Err(error)
             }
         }
     }
 
-    /// Takes over the device of a server that has died. Requests that wait go on when this returns.
+    /// Takes over the device of a server that has died, whose disk must be the same. Requests that wait go
+    /// on with [`Self::start`].
     ///
     /// # Errors
-    /// As [`is_lost`] says it is none; whatever the driver says.
+    /// The device is not lost (see [`is_lost`]); any error of the driver.
     pub fn recover<D: BlockDevice>(disk: Arc<D>, id: u32) -> io::Result<Self> {
         let mut control = Control::open()?;
         control.start_recovery(id)?;
         let depth = control.info(id)?.queue_depth.get();
-        let queue = Queue::start(&channel(id)?, disk, depth)?;
-        control.end_recovery(id)?;
-        Ok(Self { control, id, queue })
+        let queue = Some(Queue::start(&channel(id)?, disk, depth)?);
+        Ok(Self {
+            control,
+            id,
+            queue,
+            is_new: false,
+        })
+    }
+
+    /// Lets the device be used: it can be when this returns.
+    ///
+    /// # Errors
+    /// Any error of the driver.
+    pub fn start(&mut self) -> io::Result<()> {
+        if self.is_new {
+            self.control.start(self.id)
+        } else {
+            self.control.end_recovery(self.id)
+        }
     }
 
     /// Its number.
@@ -111,9 +130,26 @@ impl UblkDevice {
     /// # Errors
     /// Whatever the driver says.
     pub fn stop(mut self) -> io::Result<()> {
+        self.take_away()
+    }
+
+    fn take_away(&mut self) -> io::Result<()> {
+        let Some(queue) = self.queue.take() else {
+            return Ok(());
+        };
         self.control.stop(self.id)?;
-        self.queue.join()?;
+        queue.join()?;
         self.control.delete(self.id)
+    }
+}
+
+impl Drop for UblkDevice {
+    fn drop(&mut self) {
+        if self.is_new
+            && let Err(error) = self.take_away()
+        {
+            tracing::warn!(%error, "the block device {} stays behind", self.id);
+        }
     }
 }
 
@@ -121,6 +157,16 @@ impl UblkDevice {
 #[must_use]
 pub fn path(id: u32) -> PathBuf {
     format!("/dev/ublkb{id}").into()
+}
+
+/// Whether there is a device with that number, in use or not.
+#[must_use]
+pub fn is_added(id: u32) -> bool {
+    channel_path(id).exists()
+}
+
+fn channel_path(id: u32) -> PathBuf {
+    format!("/dev/ublkc{id}").into()
 }
 
 /// Whether the device's server has died, and the device waits for another one.
@@ -156,7 +202,7 @@ fn channel(id: u32) -> io::Result<File> {
         let opened = OpenOptions::new()
             .read(true)
             .write(true)
-            .open(format!("/dev/ublkc{id}"));
+            .open(channel_path(id));
         match opened {
             Err(error) if error.kind() == io::ErrorKind::NotFound && Instant::now() < until => {
                 thread::sleep(Duration::from_millis(5));

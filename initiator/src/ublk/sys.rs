@@ -1,6 +1,8 @@
 //! What the kernel's `ublk_drv` and its servers exchange: the structures of `linux/ublk_cmd.h`, in the
 //! host's byte order.
 
+use std::io;
+
 use zerocopy::byteorder::native_endian::{I32, U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -216,6 +218,24 @@ const ATTR_READ_ONLY: u32 = 1 << 0;
 const ATTR_VOLATILE_CACHE: u32 = 1 << 2;
 const ATTR_FUA: u32 = 1 << 3;
 
+/// Largest logical block that the driver takes: a page.
+const PAGE: u32 = 4096;
+
+/// Whether the driver can have such a disk, before a device is added for it.
+///
+/// # Errors
+/// `Unsupported`: its blocks are larger than a page.
+pub(super) fn check(geometry: &Geometry) -> io::Result<()> {
+    if geometry.block_size > PAGE {
+        let text = format!(
+            "the disk has blocks of {} bytes, and ublk takes {PAGE} at most",
+            geometry.block_size
+        );
+        return Err(io::Error::new(io::ErrorKind::Unsupported, text));
+    }
+    Ok(())
+}
+
 impl Params {
     /// Those of a disk, whose requests have at most `largest` bytes.
     pub(super) fn of(geometry: &Geometry, largest: u32) -> Self {
@@ -230,7 +250,8 @@ impl Params {
         let physical = shift(
             geometry
                 .physical_block_size
-                .clamp(geometry.block_size, 4096),
+                .min(PAGE)
+                .max(geometry.block_size),
         );
         let mut attrs = 0;
         if geometry.read_only {
@@ -300,6 +321,16 @@ mod tests {
         let params = Params::of(fixed.geometry(), 256 << 10);
         assert_eq!((params.types.get(), params.attrs.get() & 1), (1, 1));
         assert_eq!(params.physical_shift, 12);
+    }
+
+    #[test]
+    fn a_disk_with_blocks_larger_than_a_page_is_no_panic() {
+        // READ CAPACITY may report anything up to 64 KiB.
+        let mut geometry = MemoryDevice::new(1 << 30, 4096).unwrap().geometry().clone();
+        (geometry.block_size, geometry.physical_block_size) = (8192, 8192);
+        assert_eq!(Params::of(&geometry, 256 << 10).physical_shift, 13);
+        let refused = check(&geometry).unwrap_err();
+        assert!(refused.to_string().contains("8192"), "{refused}");
     }
 
     #[test]

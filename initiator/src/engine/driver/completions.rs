@@ -155,6 +155,7 @@ impl<P: Provider> Driver<P> {
         session.receiving = Some((channel, slot));
         session.machine.handle_iu(channel, &iu[..len], now);
         self.drain(index, now);
+        self.feed_starved(index, channel.0, now);
         // Unless an answer took it over, the receive is posted again at once.
         if let Some((channel, slot)) = srp(&mut self.sessions, index).receiving.take()
             && let Some(conn) =

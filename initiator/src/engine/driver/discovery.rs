@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use riser_memory::{MemSlice, Memory};
 use riser_transport::verbs::{
-    Access, AhAttr, CqId, Gid, Mr, PdId, Provider, QKey, QpAttr, QpCap, QpId, QpInitAttr, QpState,
-    QpType, RecvWr, SendFlags, SendOp, SendWr, Sge, UdDest, VerbsError, WrId,
+    Access, AhAttr, CqId, Gid, Mr, PdId, Provider, QKey, QpCap, QpId, QpInitAttr, QpType, RecvWr,
+    SendFlags, SendOp, SendWr, Sge, UdDest, VerbsError, WrId, make_gsi_ready,
 };
 use riser_transport::wire::dm::MAD_LEN;
 
@@ -107,23 +107,7 @@ impl Agent {
     }
 
     fn ready<P: Provider>(&mut self, provider: &mut P) -> Result<(), VerbsError> {
-        let to = |state| QpAttr {
-            state: Some(state),
-            ..QpAttr::default()
-        };
-        let init = QpAttr {
-            pkey_index: Some(0),
-            port: Some(1),
-            qkey: Some(QKey::GSI),
-            ..to(QpState::Init)
-        };
-        provider.modify_qp(self.qp, &init)?;
-        provider.modify_qp(self.qp, &to(QpState::Rtr))?;
-        let rts = QpAttr {
-            sq_psn: Some(0),
-            ..to(QpState::Rts)
-        };
-        provider.modify_qp(self.qp, &rts)?;
+        make_gsi_ready(provider, self.qp)?;
         for slot in 0..DEPTH {
             self.post_recv(provider, slot);
         }

@@ -12,7 +12,7 @@ use riser_transport::verbs::{
 
 use super::link::{IserOpen, Link, Rdma, iser};
 use super::tcp::literal;
-use super::{DISCONNECT_PATIENCE, Driver, Target};
+use super::{CLOSING_PATIENCE, DISCONNECT_PATIENCE, Driver, Target};
 use crate::engine::iser::{IserConfig, IserConn, Start, Work};
 use crate::engine::oneshot::Sender;
 use crate::iscsi::session::{Fault, Output, Session};
@@ -79,10 +79,7 @@ impl<P: Provider> Driver<P> {
                     .machine
                     .handle_fault(Fault::R2t),
                 Output::Retire(request) => self.retire_iser(index, request, now),
-                Output::Disconnect => {
-                    self.release_iser(index, true, now);
-                    iser(&mut self.sessions, index).machine.handle_gone(now);
-                }
+                Output::Disconnect => self.begin_tear_down_iser(index, now),
                 Output::Found(found) => {
                     if let Some(reply) = iser(&mut self.sessions, index).found.take() {
                         reply.send(found);
@@ -99,8 +96,8 @@ impl<P: Provider> Driver<P> {
         let Some(conn) = &mut link.conn else {
             return;
         };
-        // Commands leave in the order of their numbers.
-        let outcome = match conn.starved.is_empty() {
+        // Commands leave in the order of their numbers, and none behind a reset that is under way.
+        let outcome = match conn.starved.is_empty() && !link.machine.is_resetting() {
             true => self.try_start_iser(index, request),
             false => Start::Starved,
         };
@@ -156,7 +153,15 @@ impl<P: Provider> Driver<P> {
     fn on_retired_iser(&mut self, index: usize, request: RequestId, now: Instant) {
         let link = iser(&mut self.sessions, index);
         link.machine.handle_retired(request, now);
-        while let Some(conn) = &mut iser(&mut self.sessions, index).conn {
+        while let IserLink {
+            machine,
+            conn: Some(conn),
+            ..
+        } = iser(&mut self.sessions, index)
+        {
+            if machine.is_resetting() {
+                return;
+            }
             let Some(next) = conn.starved.pop_front() else {
                 return;
             };
@@ -249,6 +254,12 @@ impl<P: Provider> Driver<P> {
     }
 
     pub(super) fn handle_iser_cm_event(&mut self, index: usize, event: CmEvent, now: Instant) {
+        let conn = iser(&mut self.sessions, index).conn.as_ref();
+        if conn.is_some_and(|c| c.closing_until.is_some()) {
+            // The request for a connection has been answered, whatever the answer is.
+            self.tear_down_iser(index, now);
+            return;
+        }
         match event.kind {
             CmEventKind::AddrResolved => {
                 if let Err(e) = self.provider.resolve_route(event.id, RESOLVE) {
@@ -268,6 +279,7 @@ impl<P: Provider> Driver<P> {
             CmEventKind::Established { param } => {
                 let link = iser(&mut self.sessions, index);
                 if let Some(conn) = &mut link.conn {
+                    conn.is_connecting = false;
                     let theirs = CmHeader::parse(&param.private_data);
                     conn.agreed = link.config.offer().and(theirs);
                 }
@@ -333,6 +345,7 @@ impl<P: Provider> Driver<P> {
             private_data: link.config.offer().bytes().to_vec(),
             ..ConnParam::default()
         };
+        conn.is_connecting = true;
         if let Err(e) = self.provider.connect(conn.id, &param) {
             self.fail_iser(index, ConnectError::Cm(e), now);
         }
@@ -343,6 +356,26 @@ impl<P: Provider> Driver<P> {
         iser(&mut self.sessions, index)
             .machine
             .handle_connect_failed(error, now);
+    }
+
+    /// Closes the connection, once the answer to its request is here: a peer that has answered a
+    /// request and learns that it is withdrawn may keep what it has made for it.
+    fn begin_tear_down_iser(&mut self, index: usize, now: Instant) {
+        let conn = iser(&mut self.sessions, index).conn.as_mut();
+        match conn.filter(|conn| conn.is_connecting) {
+            Some(conn) => conn.closing_until = Some(now + CLOSING_PATIENCE),
+            None => {
+                self.release_iser(index, true, now);
+                iser(&mut self.sessions, index).machine.handle_gone(now);
+            }
+        }
+    }
+
+    /// Closes the connection now and notifies the session.
+    pub(super) fn tear_down_iser(&mut self, index: usize, now: Instant) {
+        self.release_iser(index, true, now);
+        iser(&mut self.sessions, index).machine.handle_gone(now);
+        self.drain(index, now);
     }
 
     /// Lets go of the connection. With `linger` the peer is told, and the identifier lives until the

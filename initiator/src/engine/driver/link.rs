@@ -22,7 +22,7 @@ use crate::engine::park::Waited;
 use crate::iscsi;
 use crate::paths::PortTag;
 use crate::request::{RequestId, RequestSpec};
-use crate::session::SubmitError;
+use crate::session::{Down, SubmitError};
 use crate::srp::session::{ChannelIndex, Session, SessionConfig};
 
 /// The protocol of a session to make.
@@ -209,6 +209,48 @@ impl Link {
         }
     }
 
+    /// See [`Session::set_guarded`]. Paths see to it themselves.
+    pub(super) fn set_guarded(&mut self, is_guarded: bool) {
+        match self {
+            Self::Srp(link) => link.machine.set_guarded(is_guarded),
+            Self::Tcp(link) => link.machine.set_guarded(is_guarded),
+            Self::Iser(link) => link.machine.set_guarded(is_guarded),
+            Self::Paths(_) => {}
+        }
+    }
+
+    /// The units are the same as before. `ends_old` is for SRP; see
+    /// [`Session::release`](crate::srp::session::Session::release). iSCSI's targets have to (RFC 7143
+    /// clause 6.3.5).
+    pub(super) fn release(&mut self, ends_old: bool, now: Instant) {
+        match self {
+            Self::Srp(link) => link.machine.release(ends_old, now),
+            Self::Tcp(link) => link.machine.release(now),
+            Self::Iser(link) => link.machine.release(now),
+            Self::Paths(_) => {}
+        }
+    }
+
+    /// The units are not the same as before: ends the session, or its connection.
+    pub(super) fn leave(&mut self, why: Down, last: bool, now: Instant) {
+        match self {
+            Self::Srp(link) => link.machine.leave(why, last, now),
+            Self::Tcp(link) => link.machine.leave(why, last, now),
+            Self::Iser(link) => link.machine.leave(why, last, now),
+            Self::Paths(_) => {}
+        }
+    }
+
+    /// When the target was last heard of.
+    pub(super) fn last_heard(&self) -> Option<Instant> {
+        match self {
+            Self::Srp(link) => Some(link.machine.last_heard()),
+            Self::Tcp(link) => Some(link.machine.last_heard()),
+            Self::Iser(link) => Some(link.machine.last_heard()),
+            Self::Paths(_) => None,
+        }
+    }
+
     pub(super) fn next_deadline(&self) -> Option<Instant> {
         match self {
             Self::Srp(link) => link.machine.next_deadline(),
@@ -259,15 +301,17 @@ impl Link {
 
     /// Channels that are closed when what is on its way has ended, and how long that may take.
     pub(super) fn closings(&self) -> impl Iterator<Item = (u8, Instant)> {
-        let conns = match self {
-            Self::Srp(link) => &link.conns[..],
-            Self::Tcp(_) | Self::Iser(_) | Self::Paths(_) => &[],
+        let (conns, iser) = match self {
+            Self::Srp(link) => (&link.conns[..], None),
+            Self::Iser(link) => (&[][..], link.conn.as_ref()),
+            Self::Tcp(_) | Self::Paths(_) => (&[][..], None),
         };
-        let channels = conns.iter().enumerate();
-        channels.filter_map(|(channel, conn)| {
+        let channels = conns.iter().enumerate().filter_map(|(channel, conn)| {
             let until = conn.as_ref()?.closing_until?;
             Some((channel as u8, until))
-        })
+        });
+        let connection = iser.and_then(|conn| Some((0, conn.closing_until?)));
+        channels.chain(connection)
     }
 
     /// The completion queue, of sessions on RDMA.
@@ -288,7 +332,7 @@ impl Link {
     }
 
     /// Gives back what the device holds for a session that is over.
-    pub(super) fn release<P: Provider>(self, provider: &mut P) {
+    pub(super) fn give_back<P: Provider>(self, provider: &mut P) {
         match self {
             Self::Srp(link) => {
                 debug_assert!(link.conns.iter().all(Option::is_none));

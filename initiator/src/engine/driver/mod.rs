@@ -13,6 +13,7 @@ mod links;
 mod outputs;
 mod paths;
 mod tcp;
+mod units;
 mod workloads;
 
 use std::collections::{HashMap, VecDeque};
@@ -30,6 +31,8 @@ pub(super) use self::link::{IserOpen, Protocol, SrpOpen, TcpOpen};
 use self::link::{Link, SrpLink};
 pub(super) use self::paths::{CHECK_LEN, PathPlan, PathsOpen};
 use self::paths::{Input, PathsLink};
+pub(super) use self::units::Watch;
+use self::units::Watched;
 use crate::engine::conn::Scratch;
 use crate::engine::io::{Done, Io, IoEnd, ScsiIo, Workload};
 use crate::engine::oneshot::Sender;
@@ -40,6 +43,7 @@ use crate::paths::PathIndex;
 use crate::request::{RequestError, RequestId, RequestResult, RequestSpec};
 use crate::session::{ConnectError, Down, SubmitError};
 use crate::srp::session::ChannelIndex;
+use crate::unit::Evidence;
 
 /// How long a logout, or a connection that is still being made, may take before the end of both.
 const CLOSING_PATIENCE: Duration = Duration::from_millis(500);
@@ -102,6 +106,7 @@ pub(super) enum Message {
     Open(Box<Open>),
     Submit(SessionKey, Box<Io>),
     Work(SessionKey, Box<dyn Workload>),
+    Watch(SessionKey, Box<Watch>),
     Close(SessionKey, Option<Sender<()>>),
     Timer(Instant, Sender<()>),
     Discover {
@@ -134,6 +139,12 @@ struct Running {
     paths: Option<(SessionKey, PathIndex)>,
     closers: Vec<Sender<()>>,
     closed: bool,
+    /// Units whose users want them to stay the same.
+    units: Vec<Watched>,
+    /// What was seen since they were last known to be the same.
+    evidence: Evidence,
+    /// When the target was last heard of, while they are not known to be the same.
+    heard: Option<Instant>,
 }
 
 /// The thread's state.
@@ -284,6 +295,11 @@ impl<P: Provider> Driver<P> {
                     self.start_workload(index, workload, now);
                 }
             }
+            Message::Watch(key, watch) => {
+                if let Some(index) = self.find(key) {
+                    self.watch(index, *watch);
+                }
+            }
             Message::Close(key, reply) => {
                 if let Some(index) = self.find(key) {
                     self.sessions[index].closers.extend(reply);
@@ -332,7 +348,8 @@ impl<P: Provider> Driver<P> {
                 match open.user {
                     User::Caller(reply) => reply.send(Err(why)),
                     User::Paths(paths, path) => {
-                        self.inputs.push_back(Input::Closed(paths, path, why));
+                        let input = Input::Closed(paths, path, why, None);
+                        self.inputs.push_back(input);
                     }
                 }
                 return None;
@@ -355,6 +372,9 @@ impl<P: Provider> Driver<P> {
             paths,
             closers: Vec::new(),
             closed: false,
+            units: Vec::new(),
+            evidence: Evidence::default(),
+            heard: None,
         });
         if self.shutdown {
             self.sessions[index].link.close(now);
@@ -385,12 +405,13 @@ impl<P: Provider> Driver<P> {
                 Link::Iser(Box::new(link))
             }
             Protocol::Tcp(open) => Link::Tcp(Box::new(tcp::TcpLink::new(target, *open, now))),
-            Protocol::Paths(open) => Link::Paths(Box::new(PathsLink::new(*open))),
+            Protocol::Paths(open) => Link::Paths(Box::new(PathsLink::new(*open, now))),
         })
     }
 
-    fn submit(&mut self, index: usize, io: Io, now: Instant) {
+    fn submit(&mut self, index: usize, mut io: Io, now: Instant) {
         let session = &mut self.sessions[index];
+        session.mark_flush(&mut io);
         if !session.link.takes(io.io.data.buffers().len()) {
             let why = "buffer is in too many pieces";
             self.deliver(index, io, Err(RequestError::NotStarted(why)));
@@ -440,6 +461,9 @@ impl<P: Provider> Driver<P> {
                 self.finished.push((index, workload, token, end));
             }
             Done::Check { paths, path } => self.inputs.push_back(Input::Told(paths, path, end)),
+            Done::Unit { session, unit } => {
+                self.inputs.push_back(Input::UnitTold(session, unit, end));
+            }
             Done::Path { .. } => unreachable!("given back as it is"),
         }
     }
@@ -458,6 +482,9 @@ impl<P: Provider> Driver<P> {
         let worked = !due.is_empty();
         for (index, channel) in due {
             match channel {
+                Some(_) if matches!(self.sessions[index].link, Link::Iser(_)) => {
+                    self.tear_down_iser(index, now);
+                }
                 Some(channel) => self.tear_down(index, ChannelIndex(channel), now),
                 None => {
                     self.sessions[index].link.handle_timeout(now);
@@ -487,7 +514,9 @@ impl<P: Provider> Driver<P> {
             .collect();
         for index in over {
             let session = self.sessions.remove(index);
-            session.link.release(&mut self.provider);
+            // Whoever waits for the end finds every buffer back in the pool.
+            drop(session.units);
+            session.link.give_back(&mut self.provider);
             for closer in session.closers {
                 closer.send(());
             }
@@ -501,5 +530,6 @@ pub(super) fn new_io(io: ScsiIo, done: Done, now: Instant) -> Io {
         deadline: now + io.timeout,
         io,
         done,
+        mark: 0,
     }
 }

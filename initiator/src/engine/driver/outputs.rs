@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use riser_scsi::sense::Sense;
 use riser_transport::verbs::Provider;
 
 use super::link::{Link, srp};
@@ -62,6 +63,7 @@ impl<P: Provider> Driver<P> {
     ) {
         let io = self.sessions[index].ios[request.0 as usize].take();
         let io = io.expect("every request has its command");
+        let result = self.sessions[index].account(&io, result);
         self.deliver(index, io, result);
         self.refill(index, now);
     }
@@ -90,7 +92,8 @@ impl<P: Provider> Driver<P> {
         let Some(conn) = session.conns[usize::from(channel.0)].as_mut() else {
             return;
         };
-        if !conn.starved.is_empty() {
+        // Nothing is sent behind a reset that is under way.
+        if !conn.starved.is_empty() || session.machine.is_resetting() {
             conn.starved.push_back((request, immediate));
             return;
         }
@@ -151,7 +154,12 @@ impl<P: Provider> Driver<P> {
         let at = usize::from(channel);
         let channel = ChannelIndex(channel);
         loop {
-            let conn = srp(&mut self.sessions, index).conns[at].as_ref();
+            let session = srp(&mut self.sessions, index);
+            // What was not sent before a reset would be ended by its answer, and run all the same.
+            if session.machine.is_resetting() {
+                return;
+            }
+            let conn = session.conns[at].as_ref();
             let Some(&(request, immediate)) = conn.and_then(|c| c.starved.front()) else {
                 return;
             };
@@ -227,6 +235,7 @@ impl<P: Provider> Driver<P> {
     }
 
     pub(super) fn handle_event(&mut self, index: usize, event: SessionEvent, now: Instant) {
+        self.observe(index, &event, now);
         let session = &mut self.sessions[index];
         session.status.on_event(&event);
         if let Some((paths, path)) = session.paths {
@@ -236,9 +245,18 @@ impl<P: Provider> Driver<P> {
                     self.inputs.push_back(Input::Live(paths, path, port));
                 }
                 SessionEvent::Closed(why) => {
-                    self.inputs.push_back(Input::Closed(paths, path, *why));
+                    let heard = session.link.last_heard();
+                    self.inputs
+                        .push_back(Input::Closed(paths, path, *why, heard));
                 }
-                SessionEvent::Reconnecting(_) | SessionEvent::UnitEvent { .. } => {}
+                SessionEvent::UnitEvent { sense, .. } => {
+                    if let Some(sense) = Sense::parse(sense) {
+                        let attention = sense.additional;
+                        self.inputs
+                            .push_back(Input::Attention(paths, path, attention));
+                    }
+                }
+                SessionEvent::Reconnecting(_) => {}
             }
         }
         match event {

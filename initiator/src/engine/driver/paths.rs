@@ -4,20 +4,27 @@
 //! machine when nothing else is being carried out ([`Driver::run_paths`]): the machine may close the
 //! session that it hears of.
 
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use riser_scsi::lun::LunId;
+use riser_scsi::sense::AdditionalSense;
 use riser_transport::verbs::Provider;
 
 use super::link::{Link, Protocol};
-use super::{Driver, Open, SessionKey, Target, User};
+use super::{Driver, Open, SessionKey, Target, User, new_io};
 use crate::block::Buffer;
 use crate::engine::io::{Done, Io, IoData, IoEnd, ScsiIo};
 use crate::engine::status::SessionStatus;
-use crate::paths::{Access, Found, Output, PathIndex, Paths, PathsConfig, PortTag, access};
-use crate::request::{Cdb, DataLen, GOOD, RequestError, RequestId, RequestResult};
-use crate::scsi::{Command, Identity, VPD_LEN, vpd_body};
+use crate::paths::{
+    Access, Found, Output, PathIndex, PathState, Paths, PathsConfig, PortTag, access,
+};
+use crate::request::{
+    Cdb, DataLen, GOOD, RequestError, RequestId, RequestResult, Retry, may_change_unit,
+};
+use crate::scsi::{Command, VPD_LEN};
 use crate::session::Down;
+use crate::unit::{Check, Evidence};
 
 /// How long the unit may take to say who it is.
 const CHECK: Duration = Duration::from_secs(10);
@@ -25,10 +32,15 @@ const CHECK: Duration = Duration::from_secs(10);
 /// Length of every answer that is asked for, in bytes.
 pub(in crate::engine) const CHECK_LEN: usize = VPD_LEN as usize;
 
+/// Generations of caches that are remembered.
+const GONE: usize = 16;
+
 /// Paths to make.
 pub(in crate::engine) struct PathsOpen {
     pub(in crate::engine) config: PathsConfig,
     pub(in crate::engine) lun: LunId,
+    /// See [`Paths::recover`].
+    pub(in crate::engine) recovers: bool,
     pub(in crate::engine) paths: Vec<PathPlan>,
 }
 
@@ -41,12 +53,18 @@ pub(in crate::engine) struct PathPlan {
     pub(in crate::engine) buffer: Buffer,
 }
 
-/// What happened to a session that is a path, or to a command on it.
+/// What happened to a session that is a path or whose unit is watched, or to a command on it.
 pub(super) enum Input {
     Live(SessionKey, PathIndex, Option<PortTag>),
-    Closed(SessionKey, PathIndex, Down),
+    /// With the time when the target was last heard of, if it ever was.
+    Closed(SessionKey, PathIndex, Down, Option<Instant>),
     Ended(SessionKey, RequestId, Box<Io>, RequestResult),
     Told(SessionKey, PathIndex, IoEnd),
+    Attention(SessionKey, PathIndex, AdditionalSense),
+    /// The watched units of a session are to be checked.
+    Check(SessionKey),
+    /// A watched unit, named by its serial number, has answered.
+    UnitTold(SessionKey, u64, IoEnd),
 }
 
 struct Member {
@@ -55,68 +73,67 @@ struct Member {
     session: Option<SessionKey>,
     /// `None` while it is in use.
     buffer: Option<Buffer>,
-    step: Step,
-    /// The body of the device identification page.
-    designators: Option<Vec<u8>>,
-    identity: Identity,
-    is_asymmetric: bool,
-}
-
-/// What a unit is asked for, in this order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Step {
-    Inquiry,
-    Designators,
-    Serial,
-    Groups,
-}
-
-impl Step {
-    fn command(self) -> Command {
-        let [high, low] = VPD_LEN.to_be_bytes();
-        let cdb: &[u8] = match self {
-            Self::Inquiry => &[0x12, 0, 0, high, low, 0],
-            Self::Designators => &[0x12, 1, 0x83, high, low, 0],
-            Self::Serial => &[0x12, 1, 0x80, high, low, 0],
-            Self::Groups => &[0xa3, 0x0a, 0, 0, 0, 0, 0, 0, high, low, 0, 0],
-        };
-        let cdb = Cdb::new(cdb).expect("a CDB of legal length");
-        Command::raw(cdb, DataLen::In(VPD_LEN.into()))
-    }
+    check: Check,
+    /// The check asks for the target port groups, last of all.
+    is_grouping: bool,
+    /// Something has happened since the check began, so it is made again.
+    is_stale: bool,
+    /// The generation of the unit's cache when it was last checked with success; `None` before.
+    cache: Option<Option<[u8; 16]>>,
+    evidence: Evidence,
+    /// When the target was last heard of on the path, while it is not known to be the same.
+    heard: Option<Instant>,
 }
 
 impl Member {
-    /// Takes what the unit said, or nothing where it refused, and decides what it is asked next;
-    /// `None` when it has told everything.
-    fn take(&mut self, data: &[u8]) -> Option<Step> {
-        match self.step {
-            Step::Inquiry => {
-                self.is_asymmetric = access::is_offered(data);
-                // Byte 0 of a unit that is not there says so.
-                let is_there = data.first().is_some_and(|b| b >> 5 == 0);
-                is_there.then_some(Step::Designators)
-            }
-            Step::Designators => {
-                self.designators = vpd_body(data, 0x83).map(<[u8]>::to_vec);
-                Some(Step::Serial)
-            }
-            Step::Serial => {
-                let designators = self.designators.as_deref();
-                self.identity = Identity::parse(vpd_body(data, 0x80), designators);
-                self.is_asymmetric.then_some(Step::Groups)
-            }
-            Step::Groups => None,
+    fn command(&self) -> Command {
+        let [high, low] = VPD_LEN.to_be_bytes();
+        if !self.is_grouping {
+            return self.check.command();
         }
+        let cdb = Cdb::new(&[0xa3, 0x0a, 0, 0, 0, 0, 0, 0, high, low, 0, 0]);
+        Command::raw(
+            cdb.expect("a CDB of legal length"),
+            DataLen::In(VPD_LEN.into()),
+        )
+    }
+
+    fn begin_check(&mut self) {
+        self.check = Check::default();
+        self.is_grouping = false;
+        self.is_stale = false;
+    }
+
+    /// Takes what the unit said, or nothing where it refused; whether there is another question.
+    fn take(&mut self, data: &[u8]) -> bool {
+        if self.is_grouping {
+            return false;
+        }
+        if self.check.take(data) {
+            return true;
+        }
+        self.is_grouping = self.check.is_there() && access::is_offered(self.check.inquiry());
+        self.is_grouping
     }
 
     fn found(&self, data: &[u8]) -> Found {
-        let group = self.designators.as_deref().and_then(access::own_group);
+        let group = self.check.designators().and_then(access::own_group);
         let told = group.and_then(|group| access::of_group(data, group));
         Found {
-            identity: self.identity.clone(),
+            unit: self.check.found().clone(),
             // A unit that offers it and then does not tell is used as if it did not.
-            access: (self.step == Step::Groups).then(|| told.unwrap_or(Access::Optimized)),
+            access: self.is_grouping.then(|| told.unwrap_or(Access::Optimized)),
         }
+    }
+
+    /// The path is in use with what its check found; the generation of the cache that may be lost, if
+    /// one may be.
+    fn settle(&mut self) -> Option<Option<[u8; 16]>> {
+        let is = self.check.found().cache;
+        let was = self.cache.replace(is);
+        let evidence = std::mem::take(&mut self.evidence);
+        self.heard = None;
+        was.filter(|was| evidence.is_cache_lost(*was, is))
     }
 }
 
@@ -127,25 +144,35 @@ pub(super) struct PathsLink {
     members: Vec<Member>,
     /// By request: who waits for a command that a path's session has.
     dones: Vec<Option<Done>>,
+    /// Generations of caches that are known to be gone, so that each is counted once, however many paths
+    /// find it gone. Bound: [`GONE`].
+    gone: VecDeque<[u8; 16]>,
 }
 
 impl PathsLink {
-    pub(super) fn new(open: PathsOpen) -> Self {
+    pub(super) fn new(open: PathsOpen, now: Instant) -> Self {
+        let mut machine = Paths::new(open.config);
+        if open.recovers {
+            machine.recover(open.lun.encode(), now);
+        }
         let member = |plan: PathPlan| Member {
             target: plan.target,
             protocol: plan.protocol,
             session: None,
             buffer: Some(plan.buffer),
-            step: Step::Inquiry,
-            designators: None,
-            identity: Identity::default(),
-            is_asymmetric: false,
+            check: Check::default(),
+            is_grouping: false,
+            is_stale: false,
+            cache: None,
+            evidence: Evidence::default(),
+            heard: None,
         };
         Self {
-            machine: Paths::new(open.config),
+            machine,
             lun: open.lun,
             members: open.paths.into_iter().map(member).collect(),
             dones: Vec::new(),
+            gone: VecDeque::new(),
         }
     }
 
@@ -176,16 +203,46 @@ impl<P: Provider> Driver<P> {
             let (Input::Live(key, ..)
             | Input::Closed(key, ..)
             | Input::Ended(key, ..)
-            | Input::Told(key, ..)) = input;
+            | Input::Told(key, ..)
+            | Input::Attention(key, ..)
+            | Input::Check(key)
+            | Input::UnitTold(key, ..)) = input;
+            match input {
+                Input::Check(_) => {
+                    self.check_units(key, now);
+                    continue;
+                }
+                Input::UnitTold(_, unit, end) => {
+                    self.handle_unit_told(key, unit, end, now);
+                    continue;
+                }
+                _ => {}
+            }
             let Some((index, link)) = self.paths(key) else {
                 continue;
             };
             match input {
-                Input::Live(_, path, port) => link.machine.handle_live(path, port),
-                Input::Closed(_, path, why) => {
-                    link.member(path).session = None;
+                Input::Live(_, path, port) => {
+                    let member = link.member(path);
+                    member.evidence.outage = member.heard.map(|heard| now - heard);
+                    link.machine.handle_live(path, port);
+                }
+                Input::Closed(_, path, why, heard) => {
+                    let member = link.member(path);
+                    member.session = None;
+                    member.evidence.on_down(why);
+                    if member.cache.is_some() {
+                        member.heard = member.heard.or(heard);
+                    }
                     link.machine.handle_closed(path, why, now);
                 }
+                Input::Attention(_, path, attention) => {
+                    link.member(path).evidence.on_attention(attention);
+                    if may_change_unit(attention) {
+                        link.machine.handle_attention(path);
+                    }
+                }
+                Input::Check(_) | Input::UnitTold(..) => unreachable!("carried out above"),
                 Input::Ended(_, request, mut io, result) => {
                     let at = request.0 as usize;
                     io.done = link.dones[at].take().expect("somebody waits for it");
@@ -221,9 +278,10 @@ impl<P: Provider> Driver<P> {
                 }
                 Output::Check(path) => {
                     let member = link.member(path);
-                    // One that is still being asked will tell.
+                    // One that is still being asked is asked again from the beginning.
+                    member.is_stale = true;
                     if member.buffer.is_some() {
-                        member.step = Step::Inquiry;
+                        member.begin_check();
                         self.ask(index, path, now);
                     }
                 }
@@ -242,7 +300,7 @@ impl<P: Provider> Driver<P> {
         }
     }
 
-    fn key(&self, index: usize) -> SessionKey {
+    pub(super) fn key(&self, index: usize) -> SessionKey {
         let serial = self.sessions[index].serial;
         SessionKey { index, serial }
     }
@@ -262,6 +320,10 @@ impl<P: Provider> Driver<P> {
             user: User::Paths(self.key(index), path),
         };
         let session = self.open(open, now);
+        // It starts nothing before the unit is checked.
+        if let Some(member) = session.and_then(|key| self.find(key)) {
+            self.sessions[member].link.set_guarded(true);
+        }
         if let Link::Paths(link) = &mut self.sessions[index].link {
             link.member(path).session = session;
         }
@@ -301,11 +363,13 @@ impl<P: Provider> Driver<P> {
             // The session is over; the machine hears of it next.
             return;
         };
-        let io = Io {
-            io: ScsiIo::new(lun, member.step.command(), IoData::One(buffer), CHECK),
-            deadline: now + CHECK,
-            done: Done::Check { paths, path },
-        };
+        let io = probe(
+            lun,
+            member.command(),
+            buffer,
+            Done::Check { paths, path },
+            now,
+        );
         match self.find(session) {
             Some(member) => self.submit(member, io, now),
             None => self.deliver(index, io, Err(RequestError::Closed)),
@@ -317,30 +381,76 @@ impl<P: Provider> Driver<P> {
             return;
         };
         let member = &mut link.members[usize::from(path.0)];
-        let mut data = Vec::new();
-        if let Some(buffer) = end.data.into_one() {
-            if let Ok(answer) = &end.result
-                && answer.status == GOOD
-            {
-                data.resize((answer.transferred as usize).min(buffer.len()), 0);
-                buffer.slice().read(0, &mut data);
-            }
-            member.buffer = Some(buffer);
-        }
-        if end.result.is_err() {
-            link.machine
-                .handle_checked(path, Err(Down::UnitSilent), now);
+        let session = member.session;
+        let is_told = end.result.is_ok();
+        let (buffer, data) = answer_to_probe(end);
+        member.buffer = buffer;
+        if is_told && !member.is_stale && member.take(&data) {
+            self.ask(index, path, now);
             return;
         }
-        match member.take(&data) {
-            Some(step) => {
-                member.step = step;
-                self.ask(index, path, now);
+        if is_told && member.is_stale {
+            member.begin_check();
+            self.ask(index, path, now);
+            return;
+        }
+        let found = match is_told {
+            true => Ok(member.found(&data)),
+            false => Err(Down::UnitSilent),
+        };
+        link.machine.handle_checked(path, found, now);
+        let view = link.machine.views().nth(path.0.into());
+        let is_good = view.is_some_and(|v| matches!(v.state, PathState::Live | PathState::Standby));
+        if is_told && is_good {
+            self.settle_path(index, path);
+        }
+        // A session whose unit does not say who it is holds its requests back, so it ends instead.
+        if let Some(member) = session.and_then(|key| self.find(key)) {
+            match is_told {
+                // It has had no connection before.
+                true if is_good => self.sessions[member].link.release(true, now),
+                true => {}
+                false => self.sessions[member].link.close(now),
             }
-            None => {
-                let found = member.found(&data);
-                link.machine.handle_checked(path, Ok(found), now);
-            }
+            self.drain(member, now);
         }
     }
+
+    /// A path is in use again: counts what its target may have lost meanwhile.
+    fn settle_path(&mut self, index: usize, path: PathIndex) {
+        let Link::Paths(link) = &mut self.sessions[index].link else {
+            return;
+        };
+        let Some(lost) = link.member(path).settle() else {
+            return;
+        };
+        if let Some(generation) = lost {
+            if link.gone.contains(&generation) {
+                return;
+            }
+            link.gone.truncate(GONE - 1);
+            link.gone.push_front(generation);
+        }
+        self.sessions[index].on_cache_lost();
+    }
+}
+
+/// A command that asks a unit who it is.
+pub(super) fn probe(lun: LunId, command: Command, buffer: Buffer, done: Done, now: Instant) -> Io {
+    let mut io = ScsiIo::new(lun, command, IoData::One(buffer), CHECK);
+    io.retry = Retry::Probe;
+    new_io(io, done, now)
+}
+
+/// The memory of a probe, and what the unit said: nothing where it refused.
+pub(super) fn answer_to_probe(end: IoEnd) -> (Option<Buffer>, Vec<u8>) {
+    let mut data = Vec::new();
+    let buffer = end.data.into_one();
+    if let (Some(buffer), Ok(answer)) = (&buffer, &end.result)
+        && answer.status == GOOD
+    {
+        data.resize((answer.transferred as usize).min(buffer.len()), 0);
+        buffer.slice().read(0, &mut data);
+    }
+    (buffer, data)
 }

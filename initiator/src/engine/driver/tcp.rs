@@ -14,7 +14,7 @@ use crate::engine::io::Io;
 use crate::engine::oneshot::Sender;
 use crate::engine::park::Waited;
 use crate::engine::tcp::{Item, Received, Source, TcpConn};
-use crate::iscsi::session::{Output, Session};
+use crate::iscsi::session::{Fault, Output, Session};
 use crate::request::RequestId;
 use crate::session::ConnectError;
 
@@ -74,8 +74,10 @@ impl TcpLink {
     }
 
     fn push(&mut self, item: Item) {
-        if let Some(conn) = &mut self.conn {
-            conn.outgoing.push(item);
+        if let Some(conn) = &mut self.conn
+            && !conn.outgoing.push(item)
+        {
+            self.machine.handle_fault(Fault::Flood);
         }
     }
 

@@ -4,8 +4,9 @@
 //! long. A batch of whole PDUs is made of them when the one before has left; its headers are bytes
 //! of their own, its data are named where they lie.
 //!
-//! Bound of the queue: for each command one item, and as many sequences as R2Ts may be open; the
-//! session's control PDUs.
+//! Bound of the queue: for each command one item, and as many sequences as R2Ts may be open; and
+//! [`MAX_CONTROLS`] control PDUs, among them the answers to the target's NOP-Ins, which it may send
+//! without reading what it is sent.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -17,7 +18,7 @@ use riser_scsi::iscsi::pdu::DataOut;
 use super::{cut, read_parts};
 use crate::block::Buffer;
 use crate::engine::io::Io;
-use crate::iscsi::session::{ControlPdu, DataOrder, Session};
+use crate::iscsi::session::{ControlPdu, DataOrder, MAX_CONTROLS, Session};
 use crate::request::RequestId;
 
 /// A batch takes no further PDU once it has this many bytes.
@@ -73,6 +74,8 @@ impl<'a> Source<'a> {
 #[derive(Debug, Default)]
 pub(in crate::engine) struct Outgoing {
     queue: VecDeque<Item>,
+    /// Control PDUs in the queue.
+    controls: usize,
     /// The sequence that is being sent.
     sequence: Option<Sequence>,
     digests: Digests,
@@ -92,8 +95,9 @@ pub(in crate::engine) struct Outgoing {
 }
 
 impl Outgoing {
-    /// Queues something to send.
-    pub(in crate::engine) fn push(&mut self, item: Item) {
+    /// Queues something to send; false where there are too many control PDUs already.
+    #[must_use]
+    pub(in crate::engine) fn push(&mut self, item: Item) -> bool {
         match &item {
             Item::Command(request) | Item::Data(DataOrder { request, .. }) => {
                 let at = request.0 as usize;
@@ -102,9 +106,12 @@ impl Outgoing {
                 }
                 self.pending[at] += 1;
             }
-            Item::Control(_) | Item::Params(..) => {}
+            Item::Control(_) if self.controls == MAX_CONTROLS => return false,
+            Item::Control(_) => self.controls += 1,
+            Item::Params(..) => {}
         }
         self.queue.push_back(item);
+        true
     }
 
     /// Whether something of a request's memory waits to be sent.
@@ -166,6 +173,7 @@ impl Outgoing {
                     (self.digests, self.max_segment) = (digests, max_segment);
                 }
                 Some(Item::Control(pdu)) => {
+                    self.controls -= 1;
                     let start = self.heads.len();
                     frame::put(pdu.bhs, &[], &pdu.data, self.digests, &mut self.heads);
                     self.push_head(start);
@@ -275,5 +283,27 @@ impl Outgoing {
             Some(Chunk::Head(last)) if last.end == start => last.end = end,
             _ => self.chunks.push(Chunk::Head(start..end)),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use riser_scsi::iscsi::BHS_LEN;
+
+    use super::*;
+
+    #[test]
+    fn a_target_that_pings_and_does_not_read_fills_no_memory() {
+        let mut outgoing = Outgoing::default();
+        let control = || {
+            Item::Control(ControlPdu {
+                bhs: [0; BHS_LEN],
+                data: vec![0; 8192],
+            })
+        };
+        let taken = (0..100_000)
+            .take_while(|_| outgoing.push(control()))
+            .count();
+        assert_eq!(taken, MAX_CONTROLS);
     }
 }

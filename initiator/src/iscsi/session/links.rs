@@ -116,9 +116,14 @@ impl Session {
     }
 
     fn fail_login(&mut self, error: ConnectError) {
-        // The next attempt goes where the first one went.
-        self.moved = None;
+        self.forget_move();
         self.tear_down(error.into(), false);
+    }
+
+    /// The next attempt goes where the first one went, and is redirected as often as that one may be.
+    pub(super) fn forget_move(&mut self) {
+        self.moved = None;
+        self.moves = 0;
     }
 
     fn on_full_feature(
@@ -143,8 +148,12 @@ impl Session {
         self.arm(now + self.config.ping);
         self.state = SessionState::Live;
         self.ever_live = true;
-        self.backoff = self.config.timing.backoff_min;
         self.patience = self.config.timing.login;
+        // A unit that is not there ends this login at once, and counts as a failure.
+        match self.is_guarded {
+            true => self.requests.hold(),
+            false => self.backoff = self.config.timing.backoff_min,
+        }
         self.outputs.push_back(Output::Event(SessionEvent::Live));
         if self.is_discovery() {
             let mut wish = Vec::new();
@@ -203,7 +212,7 @@ impl Session {
             return;
         }
         self.link = Link::Down;
-        self.moved = None;
+        self.forget_move();
         if self.state == SessionState::LoggingIn {
             self.state = SessionState::TearingDown {
                 why: error.into(),
@@ -218,7 +227,7 @@ impl Session {
         match self.link {
             Link::LoggingOut(_) => self.disconnect(),
             Link::Connecting(_) | Link::LoggingIn(_) | Link::Up => {
-                self.moved = None;
+                self.forget_move();
                 self.tear_down(Down::ConnectionLost, false);
             }
             Link::Down | Link::Closing => {}
@@ -321,6 +330,13 @@ impl Session {
     pub(super) fn on_logged_out(&mut self) {
         if matches!(self.link, Link::LoggingOut(_)) {
             self.disconnect();
+        }
+    }
+
+    /// The watched unit is of no use here: logs out. Then it is the end, or another login is tried.
+    pub fn leave(&mut self, why: Down, last: bool, now: Instant) {
+        if self.link == Link::Up {
+            self.log_out(why, last, now);
         }
     }
 

@@ -54,6 +54,10 @@ use crate::session::{SessionState, SubmitError};
 /// Longest wait for the answer to a logout.
 const LOGOUT_PATIENCE: Duration = Duration::from_millis(500);
 
+/// Control PDUs that may wait to be sent. A session has a handful of its own at once; the rest are
+/// answers to NOP-Ins, of up to 8 KiB each.
+pub const MAX_CONTROLS: usize = 64;
+
 /// Redirections followed in a row.
 const MAX_REDIRECTIONS: u8 = 4;
 
@@ -89,6 +93,8 @@ pub struct Session {
     tmf_serial: u16,
     /// Requests that wait for their ABORT TASK. Bound: the queue size.
     aborts: VecDeque<Late>,
+    /// See [`Session::set_guarded`].
+    is_guarded: bool,
     last_heard: Instant,
     /// A ping is unanswered, until then.
     pinged: Option<Instant>,
@@ -130,6 +136,7 @@ impl Session {
             tmf: None,
             tmf_serial: 0,
             aborts: VecDeque::new(),
+            is_guarded: false,
             last_heard: now,
             pinged: None,
             targets: Collector::default(),
@@ -169,6 +176,12 @@ impl Session {
     #[must_use]
     pub fn exp_stat_sn(&self) -> StatSn {
         self.exp_stat_sn
+    }
+
+    /// When the target last said something on the connection that there is, or was last.
+    #[must_use]
+    pub fn last_heard(&self) -> Instant {
+        self.last_heard
     }
 
     /// The next thing to do.

@@ -7,6 +7,7 @@ use riser_scsi::iscsi::pdu::{
     AsyncEvent, AsyncMessage, DataIn, FromTarget, NopIn, R2t, Reject, ScsiResponse,
 };
 use riser_scsi::iscsi::{BHS_LEN, Itt, Numbers, Ttt};
+use riser_scsi::sense::Sense;
 use riser_scsi::step::Residual;
 
 use super::types::Link;
@@ -34,6 +35,7 @@ impl Session {
         if let Err(fault) = self.take_pdu(frame, now) {
             self.handle_fault(fault);
         }
+        self.pump_tmf(now);
         self.pump(now);
     }
 
@@ -141,6 +143,7 @@ impl Session {
         if let Err(fault) = taken {
             self.handle_fault(fault);
         }
+        self.pump_tmf(now);
         self.pump(now);
     }
 
@@ -214,6 +217,7 @@ impl Session {
             transferred,
             overflow,
         };
+        self.on_attention(task.request, &answer);
         self.end_attempt(task.request, itt, AttemptEnd::Answered(answer));
         Ok(())
     }
@@ -279,8 +283,9 @@ impl Session {
     fn on_async(&mut self, message: &AsyncMessage, data: &[u8], now: Instant) -> Result<(), Fault> {
         match message.event {
             AsyncEvent::Scsi => {
-                let sense = Box::from(ScsiResponse::sense_of(data)?);
+                let sense: Box<[u8]> = Box::from(ScsiResponse::sense_of(data)?);
                 let lun = message.lun;
+                self.hold_if(Sense::parse(sense.as_ref()));
                 self.outputs
                     .push_back(Output::Event(SessionEvent::UnitEvent { lun, sense }));
             }

@@ -36,7 +36,7 @@ impl Session {
     fn expire_link(&mut self, now: Instant) {
         match self.link {
             Link::Connecting(until) | Link::LoggingIn(until) if until <= now => {
-                self.moved = None;
+                self.forget_move();
                 self.patience = (self.patience * 2).min(self.config.timing.login_max);
                 self.tear_down(ConnectError::TimedOut.into(), false);
             }
@@ -117,7 +117,7 @@ impl Session {
     }
 
     /// Sends the next ABORT TASK, if there is one and nothing is under way.
-    fn pump_tmf(&mut self, now: Instant) {
+    pub(super) fn pump_tmf(&mut self, now: Instant) {
         while self.link == Link::Up && self.tmf.is_none() {
             let Some(late) = self.aborts.pop_front() else {
                 return;
@@ -188,6 +188,13 @@ impl Session {
             TmfKind::TargetReset => self.tear_down(Down::Unresponsive, false),
         }
         self.pump_tmf(now);
+    }
+
+    /// Whether a reset is under way: no command may be sent behind it.
+    #[must_use]
+    pub fn is_resetting(&self) -> bool {
+        let kind = self.tmf.map(|(kind, ..)| kind);
+        matches!(kind, Some(TmfKind::LunReset(_) | TmfKind::TargetReset))
     }
 
     /// A reset: none of these commands will be answered.

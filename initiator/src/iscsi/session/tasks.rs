@@ -4,17 +4,26 @@ use std::time::Instant;
 
 use riser_scsi::iscsi::pdu::{ScsiCommand, TaskAttr as IscsiAttr};
 use riser_scsi::iscsi::{Itt, Ttt};
+use riser_scsi::sense::{Sense, SenseKey};
 use riser_scsi::srp::TaskAttr;
 
 use super::types::{Link, Task};
 use super::{CommandPdu, DataOrder, Output, Session};
 use crate::request::table::{AttemptEnd, Settled};
-use crate::request::{DataLen, RequestError, RequestId, RequestResult};
+use crate::request::{
+    Answer, DataLen, RequestError, RequestId, RequestResult, attention_of, may_change_unit,
+    may_end_commands,
+};
+use crate::session::SessionEvent;
 
 impl Session {
-    /// Starts what can be started.
+    /// Starts what can be started: nothing while a reset is under way, so that every command which is
+    /// outstanding when it is answered was sent before it, and is ended by it.
     pub(super) fn pump(&mut self, now: Instant) {
-        while self.link == Link::Up && !self.max_cmd_sn.is_before(self.cmd_sn) {
+        while self.link == Link::Up
+            && !self.is_resetting()
+            && !self.max_cmd_sn.is_before(self.cmd_sn)
+        {
             let (Some(index), Some(&slot)) = (self.requests.next(), self.free.last()) else {
                 return;
             };
@@ -45,7 +54,7 @@ impl Session {
             task.expect("just made").solicited = immediate + unsolicited;
         }
         self.cmd_sn = self.cmd_sn.next();
-        self.requests.start(0, itt, until);
+        self.requests.start(index, 0, itt, until);
         self.arm(until);
         self.outputs.push_back(Output::Start(RequestId(index)));
     }
@@ -160,6 +169,48 @@ impl Session {
         if let Some(end) = self.requests.retiring(request.0) {
             self.settle(request.0, end, now);
             self.pump(now);
+        }
+    }
+
+    /// Whether a unit is watched: after each login, and after a unit attention that can mean another
+    /// unit, nothing is started but [`Retry::Probe`](crate::request::Retry::Probe) until
+    /// [`Self::release`].
+    pub fn set_guarded(&mut self, is_guarded: bool) {
+        self.is_guarded = is_guarded;
+    }
+
+    /// The unit is the one that it was.
+    pub fn release(&mut self, now: Instant) {
+        self.backoff = self.config.timing.backoff_min;
+        self.requests.release();
+        self.pump(now);
+    }
+
+    /// Holds requests back where a unit attention says that the unit may be another one.
+    pub(super) fn hold_if(&mut self, sense: Option<Sense>) {
+        let may_change =
+            |s: Sense| s.key == SenseKey::UnitAttention && may_change_unit(s.additional);
+        if self.is_guarded && sense.is_some_and(may_change) {
+            self.requests.hold();
+        }
+    }
+
+    /// What an answer says of the unit and of other commands, where it reports a unit attention. Those
+    /// that were sent before may have ended in silence with a reset; which have, their aborts tell.
+    pub(super) fn on_attention(&mut self, index: u32, answer: &Answer) {
+        let Some(attention) = attention_of(answer) else {
+            return;
+        };
+        if may_end_commands(attention) {
+            let earlier = self.requests.abort_before(index).into_iter();
+            self.aborts.extend(earlier.map(|(_, late)| late));
+        }
+        if self.is_guarded {
+            self.hold_if(answer.sense());
+            let (lun, sense) = (self.requests.at(index).spec.lun, answer.sense.clone());
+            let sense = sense.expect("it has said which condition");
+            let event = SessionEvent::UnitEvent { lun, sense };
+            self.outputs.push_back(Output::Event(event));
         }
     }
 

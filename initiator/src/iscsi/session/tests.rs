@@ -51,6 +51,7 @@ fn config() -> SessionConfig {
             backoff_min: 100 * MS,
             backoff_max: 400 * MS,
             busy: 5 * MS,
+            settle: Duration::from_secs(15),
         },
         ping: 3 * SEC,
     }
@@ -409,6 +410,173 @@ fn a_late_command_is_aborted_then_its_unit_then_the_target_reset() {
     rig.receive(bhs(0x22, 0x80, word(&reset.bhs, 16)), &[]);
     rig.retired(id);
     assert_eq!(rig.completed(id), Err(RequestError::TimedOut));
+}
+
+#[test]
+fn nothing_is_sent_behind_a_reset_until_it_is_answered() {
+    let mut config = config();
+    config.ping = 1000 * SEC;
+    let mut rig = Rig::connecting(config);
+    rig.log_in();
+    let late = rig.submit(out(512, 0));
+    rig.started();
+    rig.advance(10 * SEC);
+    let abort = rig.sent();
+    let mut refused = bhs(0x22, 0x80, word(&abort.bhs, 16));
+    refused[2] = 5;
+    rig.receive(refused, &[]);
+    let mut reset = rig.sent();
+    assert_eq!(reset.bhs[1], 0x85, "LOGICAL UNIT RESET");
+    // A write behind the (immediate) reset is carried out after it (RFC 7143 3.2.2.1, 4.2.2.3.1).
+    let after = rig.submit(out(512, 100));
+    rig.idle();
+    let mut refused = bhs(0x22, 0x80, word(&reset.bhs, 16));
+    refused[2] = 5;
+    rig.receive(refused, &[]);
+    reset = rig.sent();
+    assert_eq!(reset.bhs[1], 0x86, "TARGET WARM RESET");
+    rig.idle();
+    rig.receive(bhs(0x22, 0x80, word(&reset.bhs, 16)), &[]);
+    assert_eq!(rig.next(), Output::Retire(late));
+    assert_eq!(rig.started().0, after);
+    rig.session.handle_retired(late, rig.now);
+    assert_eq!(rig.started().0, late);
+}
+
+fn unit_attention(rig: &mut Rig, itt: u32, asc: u8, ascq: u8) {
+    let mut sense = [0; 20];
+    sense[1] = 18;
+    (sense[2], sense[4], sense[9]) = (0x70, 6, 10);
+    (sense[14], sense[15]) = (asc, ascq);
+    let mut pdu = bhs(0x21, 0x80, itt);
+    pdu[3] = 2;
+    rig.receive(pdu, &sense);
+}
+
+#[test]
+fn nothing_is_repeated_to_a_unit_that_may_be_another_one() {
+    // A reset, INQUIRY DATA HAS CHANGED, REPORTED LUNS DATA HAS CHANGED, CAPACITY DATA HAS CHANGED.
+    for (asc, ascq) in [(0x29, 0x00), (0x3f, 0x03), (0x3f, 0x0e), (0x2a, 0x09)] {
+        let mut rig = Rig::live();
+        rig.session.set_guarded(true);
+        let write = rig.submit(out(512, 0));
+        let (_, command) = rig.started();
+        unit_attention(&mut rig, word(&command.bhs, 16), asc, ascq);
+        let event = rig.next();
+        assert!(
+            matches!(event, Output::Event(SessionEvent::UnitEvent { .. })),
+            "{event:?}"
+        );
+        rig.retired(write);
+        let later = rig.submit(out(512, 100));
+        rig.idle();
+        // Who the unit is can be asked, and then the rest goes on in order.
+        let mut probe = rig.spec(READ);
+        probe.retry = Retry::Probe;
+        let probe = rig.session.submit(probe, rig.now).unwrap();
+        let (_, command) = rig.started();
+        rig.answer(word(&command.bhs, 16), 0);
+        rig.retired(probe);
+        assert!(rig.completed(probe).is_ok());
+        rig.idle();
+        rig.session.release(rig.now);
+        assert_eq!(rig.started().0, write);
+        assert_eq!(rig.started().0, later);
+    }
+}
+
+#[test]
+fn nothing_is_sent_after_a_login_before_the_unit_is_known() {
+    let mut rig = Rig::live();
+    rig.session.set_guarded(true);
+    let write = rig.submit(out(512, 0));
+    rig.started();
+    rig.session.handle_broken(rig.now);
+    rig.gone();
+    rig.reconnecting(Down::ConnectionLost);
+    rig.log_in();
+    rig.idle();
+    rig.session.release(rig.now);
+    assert_eq!(rig.started().0, write);
+}
+
+#[test]
+fn a_session_whose_unit_is_missing_waits_longer_each_time() {
+    let mut rig = Rig::live();
+    rig.session.set_guarded(true);
+    for wait in [100, 200, 400, 400] {
+        rig.session.leave(Down::NoIdentity, false, rig.now);
+        assert_eq!(rig.sent().bhs[0], 0x46, "a logout");
+        rig.session.handle_broken(rig.now);
+        rig.gone();
+        let until = rig.now + wait * MS;
+        assert_eq!(rig.session.state(), SessionState::Backoff { until });
+        rig.reconnecting(Down::NoIdentity);
+        rig.log_in();
+    }
+    rig.session.release(rig.now);
+    rig.session.handle_broken(rig.now);
+    rig.gone();
+    let until = rig.now + 100 * MS;
+    assert_eq!(rig.session.state(), SessionState::Backoff { until });
+}
+
+#[test]
+fn what_another_initiators_reset_has_ended_is_repeated_at_once() {
+    let mut rig = Rig::live();
+    let silent = rig.submit(out(512, 0));
+    let (_, silenced) = rig.started();
+    let next = rig.submit(out(512, 100));
+    let (_, command) = rig.started();
+    let later = rig.submit(out(512, 200));
+    rig.started();
+    // BUS DEVICE RESET FUNCTION OCCURRED, for the first command that came after the reset.
+    unit_attention(&mut rig, word(&command.bhs, 16), 0x29, 0x03);
+    assert_eq!(rig.next(), Output::Retire(next));
+    let abort = rig.sent();
+    assert_eq!((abort.bhs[0], abort.bhs[1]), (0x42, 0x81), "ABORT TASK");
+    assert_eq!(word(&abort.bhs, 20), word(&silenced.bhs, 16));
+    rig.idle();
+    let mut gone = bhs(0x22, 0x80, word(&abort.bhs, 16));
+    gone[2] = 1;
+    rig.receive(gone, &[]);
+    rig.retired(silent);
+    assert_eq!(rig.started().0, silent);
+    rig.idle();
+    assert_ne!(later, silent);
+}
+
+#[test]
+fn a_target_that_redirects_is_found_again_after_an_outage() {
+    let mut rig = Rig::live();
+    rig.session.handle_broken(rig.now);
+    rig.gone();
+    let redirect = |rig: &mut Rig| {
+        rig.stat_sn = 100;
+        rig.session.handle_connected([7; 33], rig.now);
+        rig.sent();
+        let mut moved = bhs(0x23, 0, 0);
+        (moved[36], moved[37]) = (1, 1);
+        rig.receive(moved, b"TargetAddress=10.0.0.9:3261,1\0");
+        rig.gone();
+    };
+    // The portal is there and names the node, as it did at every login; the node is away for a while.
+    for _ in 0..5 {
+        assert!(matches!(
+            rig.next(),
+            Output::Event(SessionEvent::Reconnecting(_))
+        ));
+        rig.advance(SEC);
+        assert_eq!(rig.next(), Output::Connect(None));
+        redirect(&mut rig);
+        match rig.next() {
+            Output::Connect(Some(_)) => {
+                let error = ConnectError::Unreachable;
+                rig.session.handle_connect_failed(error, rig.now);
+            }
+            other => panic!("one redirection is not followed: {other:?}"),
+        }
+    }
 }
 
 #[test]

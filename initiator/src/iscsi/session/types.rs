@@ -173,6 +173,9 @@ pub enum Fault {
         /// The buffer's length.
         len: u32,
     },
+    /// More PDUs that want an answer than answers can be sent.
+    #[error("the target does not read the answers that it asks for")]
+    Flood,
     /// The target refused something other than a command.
     #[error("target rejected a PDU ({0:?})")]
     Rejected(RejectReason),

@@ -6,7 +6,7 @@ use riser_scsi::srp::LoginReq;
 
 use super::types::{Link, Member};
 use super::{ChannelIndex, ConnectError, Down, Output, Session, SessionEvent, SessionState};
-use crate::request::RequestError;
+use crate::request::{Effect, RequestError};
 
 impl Session {
     pub(super) fn connect(&mut self, channel: u8, now: Instant) {
@@ -50,8 +50,13 @@ impl Session {
         if channel.0 == 0 && self.state == SessionState::LoggingIn {
             self.state = SessionState::Live;
             self.ever_live = true;
-            self.backoff = self.config.timing.backoff_min;
             self.patience = self.config.timing.login;
+            self.is_checked = false;
+            // A unit that is not there ends this login at once, and counts as a failure.
+            match self.is_guarded {
+                true => self.requests.hold(),
+                false => self.backoff = self.config.timing.backoff_min,
+            }
             self.outputs.push_back(Output::Event(SessionEvent::Live));
             for extra in 1..self.config.channels {
                 self.connect(extra, now);
@@ -114,6 +119,9 @@ impl Session {
         member.tmf = None;
         member.aborts.clear();
         for (index, end) in self.requests.of_channel(channel.0) {
+            if self.requests.at(index).spec.effect != Effect::None {
+                self.settle_at = Some(now + self.config.timing.settle);
+            }
             self.settle(index, end, now);
         }
         self.on_member_down(now);
@@ -167,6 +175,14 @@ impl Session {
                 self.outputs
                     .push_back(Output::Disconnect(ChannelIndex(index as u8), logout));
             }
+        }
+    }
+
+    /// The watched unit is of no use here: disconnects. Then it is the end, or another login is tried.
+    pub fn leave(&mut self, why: Down, last: bool, now: Instant) {
+        if self.state == SessionState::Live {
+            self.tear_down(why, last);
+            self.on_member_down(now);
         }
     }
 

@@ -4,7 +4,10 @@
 //! what to do ([`Session::poll_output`]) and when to wake it ([`Session::next_deadline`]).
 //!
 //! # Memory
-//! The session never reports a request while the target could still reach its memory. When an
+//! The session never reports a request while the target could still reach its memory by a key of that
+//! request. (With `register_always=0` there are no such keys: the target may reach the whole pool of
+//! data buffers as long as the session lasts, as it may with Linux's `ib_srp` and that option, and is
+//! trusted not to.) When an
 //! attempt is over, for whatever reason, the session says [`Output::Retire`]; the owner invalidates
 //! the memory's keys and answers [`Session::handle_retired`]; only then is the request completed or
 //! tried again. When a channel has been torn down, so that nothing can arrive on it any more and its
@@ -26,6 +29,16 @@
 //! - they are sent in the order of their submission, and none is sent while an earlier one with an
 //!   overlapping effect is outstanding.
 //!
+//! The first of these is the target's promise, and `riserd` keeps it, which is known by its page of the
+//! cache's generation ([`crate::unit`]). Linux's `ib_srpt` disconnects the old channels and answers at
+//! once, while their commands go on at its backend. So a session with any other target, whose unit is
+//! watched, starts nothing before [`Timing::settle`](crate::session::Timing::settle) has passed since a
+//! connection was lost with a command outstanding that changes the medium: a write that stays longer in
+//! the backend can land after its repetition, and after later writes to the same blocks. ABORT TASK
+//! would not reach it, since that names commands of its own I_T nexus, and LOGICAL UNIT RESET would end
+//! the commands of every other initiator with it. Nor is anything known of the connection of an earlier
+//! process.
+//!
 //! Task-management functions and commands with other effects (reservations, mode pages, compare and
 //! write) are never sent again; they end with [`RequestError::ConnectionLost`].
 //!
@@ -40,6 +53,7 @@ mod types;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use riser_scsi::sense::Sense;
 use riser_scsi::srp::{Residual, Rsp, RspCode, Tag, TargetPortId};
 
 pub use self::types::{ChannelIndex, Output, SessionConfig};
@@ -62,6 +76,15 @@ pub struct Session {
     patience: Duration,
     members: Vec<Member>,
     requests: Requests<Tag>,
+    /// A logical unit was reset, and commands that were sent on other channels are being aborted.
+    is_sweeping: bool,
+    /// See [`Session::set_guarded`].
+    is_guarded: bool,
+    /// The unit is known to be the same; see [`Session::release`].
+    is_checked: bool,
+    /// Until then commands of a connection that was lost may still change the medium.
+    settle_at: Option<Instant>,
+    last_heard: Instant,
     outputs: VecDeque<Output>,
     /// Not after the earliest deadline of anything.
     timer: Option<Instant>,
@@ -89,6 +112,11 @@ impl Session {
                 attempts: config.max_attempts,
                 busy: config.timing.busy,
             }),
+            is_sweeping: false,
+            is_guarded: false,
+            is_checked: false,
+            settle_at: None,
+            last_heard: now,
             outputs: VecDeque::new(),
             timer: None,
         };
@@ -126,6 +154,12 @@ impl Session {
         Some(self.config.channel.target_port).filter(|port| port.0 != [0; 16])
     }
 
+    /// When the target last said something on a connection that there is, or was last.
+    #[must_use]
+    pub fn last_heard(&self) -> Instant {
+        self.last_heard
+    }
+
     /// The next thing to do.
     pub fn poll_output(&mut self) -> Option<Output> {
         self.outputs.pop_front()
@@ -147,6 +181,7 @@ impl Session {
         if member.link != Link::Up {
             return;
         }
+        self.last_heard = now;
         let received = match member.channel.handle_iu(iu) {
             Ok(received) => received,
             Err(fault) => {
@@ -158,7 +193,11 @@ impl Session {
             Received::Response { owner, rsp } => {
                 let len = self.requests.at(owner).spec.len;
                 let end = match rsp.response {
-                    None | Some(RspCode::Complete) => AttemptEnd::Answered(answer_of(&rsp, len)),
+                    None | Some(RspCode::Complete) => {
+                        let answer = answer_of(&rsp, len);
+                        self.on_attention(owner, &answer, now);
+                        AttemptEnd::Answered(answer)
+                    }
                     Some(code) => AttemptEnd::Refused(RequestError::Refused(code)),
                 };
                 self.end_attempt(owner, channel.0, end);
@@ -166,7 +205,8 @@ impl Session {
             Received::TskMgmt(code) => self.handle_tsk_mgmt_end(channel.0, Some(code), now),
             Received::Answer(answer) => self.outputs.push_back(Output::Answer(channel, answer)),
             Received::Event { lun, sense, answer } => {
-                let sense = Box::from(sense);
+                let sense: Box<[u8]> = Box::from(sense);
+                self.hold_if(Sense::parse(&sense));
                 self.outputs.push_back(Output::Answer(channel, answer));
                 self.outputs
                     .push_back(Output::Event(SessionEvent::UnitEvent { lun, sense }));

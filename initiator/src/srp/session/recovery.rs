@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use riser_scsi::srp::{RspCode, Tag, TskMgmtFunction, WireLun};
 
-use super::types::{Link, TskMgmtKind};
+use super::types::{Link, Member, TskMgmtKind};
 use super::{ChannelIndex, ConnectError, Down, Output, Session, SessionState};
 use crate::request::RequestError;
 use crate::request::table::{AttemptEnd, Late, RequestState};
@@ -23,6 +23,9 @@ impl Session {
             } else {
                 self.arm(until);
             }
+        }
+        if self.settle_at.is_some() {
+            self.release_settled(now);
         }
         self.expire_links(now);
         self.expire_tsk_mgmt(now);
@@ -157,17 +160,40 @@ impl Session {
                     }
                 }
             }
-            TskMgmtKind::LunReset(lun) if done => self.end_lun(lun),
+            TskMgmtKind::LunReset(lun) if done => self.end_lun(lun, channel, now),
             TskMgmtKind::LunReset(_) => self.tear_down(Down::Unresponsive, false),
         }
         self.pump_tsk_mgmt(channel, now);
     }
 
-    /// A logical unit was reset: none of its commands will be answered.
-    pub(super) fn end_lun(&mut self, lun: WireLun) {
+    /// Whether a reset is under way, or the aborts that follow it on other channels.
+    #[must_use]
+    pub fn is_resetting(&self) -> bool {
+        let is_reset = |m: &Member| matches!(m.tmf, Some((TskMgmtKind::LunReset(_), _)));
+        let is_aborting = |m: &Member| m.tmf.is_some() || !m.aborts.is_empty();
+        self.members.iter().any(is_reset)
+            || (self.is_sweeping && self.members.iter().any(is_aborting))
+    }
+
+    /// A logical unit was reset by a request on this channel. Its commands that were sent there before
+    /// will not be answered. Those of other channels may have arrived behind the reset, so each is
+    /// aborted on its own channel, where the request arrives behind it.
+    pub(super) fn end_lun(&mut self, lun: WireLun, here: u8, now: Instant) {
+        self.is_sweeping = true;
         for (index, channel, tag) in self.requests.outstanding(Some(lun)) {
-            self.members[usize::from(channel)].channel.give_up(tag);
-            self.end_attempt(index, channel, AttemptEnd::Aborted);
+            if channel == here {
+                self.members[usize::from(channel)].channel.give_up(tag);
+                self.end_attempt(index, channel, AttemptEnd::Aborted);
+            } else if self.requests.begin_abort(index).is_some() {
+                let seq = self.requests.at(index).seq;
+                let aborts = &mut self.members[usize::from(channel)].aborts;
+                aborts.push_back(Late { seq, index });
+            }
+        }
+        for channel in 0..self.members.len() {
+            if channel != usize::from(here) {
+                self.pump_tsk_mgmt(channel as u8, now);
+            }
         }
     }
 }

@@ -2,10 +2,16 @@
 
 use std::time::Instant;
 
+use riser_scsi::sense::{Sense, SenseKey};
+
 use super::types::Link;
 use super::{ChannelIndex, Output, Session, SessionState, SubmitError};
 use crate::request::table::{AttemptEnd, Request, Settled};
-use crate::request::{DataLen, RequestError, RequestId, RequestResult, RequestSpec};
+use crate::request::{
+    Answer, DataLen, RequestError, RequestId, RequestResult, RequestSpec, attention_of,
+    may_change_unit, may_end_commands,
+};
+use crate::session::SessionEvent;
 #[cfg(doc)]
 use crate::srp::channel::InitiatorChannel;
 use crate::srp::channel::{CommandData, CommandIu};
@@ -41,8 +47,13 @@ impl Session {
         &self.requests.at(request.0).spec
     }
 
-    /// Starts what can be started.
+    /// Starts what can be started: nothing while a reset is under way, so that every command which is
+    /// outstanding on its channel when it is answered was sent before it, and is ended by it.
     pub(super) fn pump(&mut self, now: Instant) {
+        if self.is_resetting() {
+            return;
+        }
+        self.is_sweeping = false;
         while let (Some(index), Some(channel)) = (self.requests.next(), self.pick_channel()) {
             self.start(index, channel, now);
         }
@@ -71,7 +82,7 @@ impl Session {
             (DataLen::Out(len), Some(immediate)) => len > 0 && len <= immediate.max_len,
             _ => false,
         };
-        self.requests.start(channel, tag, until);
+        self.requests.start(index, channel, tag, until);
         self.arm(until);
         self.outputs.push_back(Output::Start {
             request: RequestId(index),
@@ -119,6 +130,69 @@ impl Session {
         if let Some(end) = self.requests.retiring(request.0) {
             self.settle(request.0, end, now);
             self.pump(now);
+        }
+    }
+
+    /// Whether a unit is watched: after each login, and after a unit attention that can mean another
+    /// unit, nothing is started but [`Retry::Probe`](crate::request::Retry::Probe) until
+    /// [`Self::release`].
+    pub fn set_guarded(&mut self, is_guarded: bool) {
+        self.is_guarded = is_guarded;
+    }
+
+    /// The unit is the one that it was. `ends_old` says that its target ends the commands of an old
+    /// connection before it answers the login that takes its place; those of another target are given
+    /// time to end.
+    pub fn release(&mut self, ends_old: bool, now: Instant) {
+        if ends_old {
+            self.settle_at = None;
+        }
+        self.is_checked = true;
+        self.backoff = self.config.timing.backoff_min;
+        self.release_settled(now);
+    }
+
+    /// Starts everything again, once the unit is known and the commands of old connections are over.
+    pub(super) fn release_settled(&mut self, now: Instant) {
+        match self.settle_at {
+            _ if !self.is_checked => {}
+            Some(at) if at > now => self.arm(at),
+            _ => {
+                self.settle_at = None;
+                self.requests.release();
+                self.pump(now);
+            }
+        }
+    }
+
+    /// Holds requests back where a unit attention says that the unit may be another one.
+    pub(super) fn hold_if(&mut self, sense: Option<Sense>) {
+        let may_change =
+            |s: Sense| s.key == SenseKey::UnitAttention && may_change_unit(s.additional);
+        if self.is_guarded && sense.is_some_and(may_change) {
+            self.is_checked = false;
+            self.requests.hold();
+        }
+    }
+
+    /// What an answer says of the unit and of other commands, where it reports a unit attention. Those
+    /// that were sent before may have ended in silence with a reset; which have, their aborts tell.
+    pub(super) fn on_attention(&mut self, index: u32, answer: &Answer, now: Instant) {
+        let Some(attention) = attention_of(answer) else {
+            return;
+        };
+        if may_end_commands(attention) {
+            for (channel, late) in self.requests.abort_before(index) {
+                self.members[usize::from(channel)].aborts.push_back(late);
+                self.pump_tsk_mgmt(channel, now);
+            }
+        }
+        if self.is_guarded {
+            self.hold_if(answer.sense());
+            let (lun, sense) = (self.requests.at(index).spec.lun, answer.sense.clone());
+            let sense = sense.expect("it has said which condition");
+            let event = SessionEvent::UnitEvent { lun, sense };
+            self.outputs.push_back(Output::Event(event));
         }
     }
 

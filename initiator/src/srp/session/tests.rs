@@ -43,6 +43,7 @@ fn config(channels: u8) -> SessionConfig {
             backoff_min: 100 * MS,
             backoff_max: 400 * MS,
             busy: 5 * MS,
+            settle: Duration::from_secs(15),
         },
         max_attempts: 4,
         reconnect: true,
@@ -449,19 +450,187 @@ fn a_failed_abort_resets_the_unit_and_every_command_of_it() {
     rig.started();
     rig.advance(SEC);
     let (abort_a, on_a) = rig.tsk_mgmt();
-    let (_abort_b, on_b) = rig.tsk_mgmt();
+    let (abort_b, on_b) = rig.tsk_mgmt();
     assert_ne!(on_a, on_b);
     rig.answer_tsk_mgmt(on_a, &abort_a, 5);
     let (reset, on) = rig.tsk_mgmt();
     assert_eq!((reset[30], on), (8, on_a), "LOGICAL UNIT RESET");
     rig.answer_tsk_mgmt(on, &reset, 0);
-    assert!(matches!(rig.next(), Output::Retire { request, .. } if request == a));
+    rig.retire(a);
+    // The reset says nothing of the other channel, whose own abort does.
+    rig.idle();
+    rig.answer_tsk_mgmt(on_b, &abort_b, 0);
     rig.retire(b);
-    assert_eq!(rig.completed(b), Err(RequestError::TimedOut));
-    rig.session.handle_retired(a, rig.now);
     assert_eq!(rig.started().0, a);
+    assert_eq!(rig.completed(b), Err(RequestError::TimedOut));
     rig.answer(c, 0, &[]);
     assert!(rig.completed(c).is_ok());
+}
+
+fn unit_attention(asc: u8, ascq: u8) -> [u8; 18] {
+    let mut sense = [0; 18];
+    (sense[0], sense[2], sense[7]) = (0x70, 6, 10);
+    (sense[12], sense[13]) = (asc, ascq);
+    sense
+}
+
+#[test]
+fn nothing_is_repeated_to_a_unit_that_may_be_another_one() {
+    for (asc, ascq) in [(0x29, 0x00), (0x3f, 0x03), (0x3f, 0x0e), (0x2a, 0x09)] {
+        let mut rig = Rig::live(1);
+        rig.session.set_guarded(true);
+        let id = rig.submit(write(0, 8));
+        rig.started();
+        rig.answer_with(id, 2, &unit_attention(asc, ascq));
+        let event = rig.next();
+        assert!(
+            matches!(event, Output::Event(SessionEvent::UnitEvent { .. })),
+            "{event:?}"
+        );
+        rig.retire(id);
+        rig.idle();
+        let mut probe = spec(&rig, Effect::None);
+        probe.retry = Retry::Probe;
+        let probe = rig.session.submit(probe, rig.now).unwrap();
+        assert_eq!(rig.started().0, probe);
+        rig.answer(probe, 0, &[]);
+        assert!(rig.completed(probe).is_ok());
+        rig.idle();
+        rig.session.release(true, rig.now);
+        assert_eq!(rig.started().0, id);
+    }
+}
+
+#[test]
+fn nothing_is_sent_after_a_login_before_the_unit_is_known() {
+    let mut rig = Rig::live(1);
+    rig.session.set_guarded(true);
+    let id = rig.submit(write(0, 8));
+    rig.started();
+    rig.session.handle_channel_error(CH0, rig.now);
+    rig.gone(CH0);
+    rig.reconnecting(Down::ConnectionLost);
+    rig.reconnect();
+    rig.idle();
+    rig.session.release(true, rig.now);
+    assert_eq!(rig.started().0, id);
+}
+
+#[test]
+fn commands_at_a_target_that_may_still_carry_them_out_are_given_time_to_end() {
+    let mut rig = Rig::live(1);
+    rig.session.set_guarded(true);
+    let id = rig.submit(write(0, 8));
+    rig.started();
+    rig.session.handle_channel_error(CH0, rig.now);
+    rig.gone(CH0);
+    rig.reconnecting(Down::ConnectionLost);
+    let lost_at = rig.now;
+    rig.reconnect();
+    rig.session.release(false, rig.now);
+    rig.idle();
+    rig.now = lost_at + 15 * SEC - MS;
+    rig.session.handle_timeout(rig.now);
+    rig.idle();
+    rig.now += MS;
+    rig.session.handle_timeout(rig.now);
+    assert_eq!(rig.started().0, id);
+}
+
+#[test]
+fn a_connection_that_is_lost_with_reads_only_is_made_again_at_once() {
+    let mut rig = Rig::live(1);
+    rig.session.set_guarded(true);
+    let id = rig.submit(Effect::None);
+    rig.started();
+    rig.session.handle_channel_error(CH0, rig.now);
+    rig.gone(CH0);
+    rig.reconnecting(Down::ConnectionLost);
+    rig.reconnect();
+    rig.idle();
+    rig.session.release(false, rig.now);
+    assert_eq!(rig.started().0, id);
+}
+
+#[test]
+fn a_session_whose_unit_is_missing_waits_longer_each_time() {
+    let mut rig = Rig::live(1);
+    rig.session.set_guarded(true);
+    for wait in [100, 200, 400, 400] {
+        rig.session.leave(Down::NoIdentity, false, rig.now);
+        rig.gone(CH0);
+        rig.reconnecting(Down::NoIdentity);
+        let until = rig.now + wait * MS;
+        assert_eq!(rig.session.state(), SessionState::Backoff { until });
+        rig.reconnect();
+    }
+    rig.session.release(true, rig.now);
+    rig.session.handle_channel_error(CH0, rig.now);
+    rig.gone(CH0);
+    let until = rig.now + 100 * MS;
+    assert_eq!(rig.session.state(), SessionState::Backoff { until });
+}
+
+#[test]
+fn what_another_initiators_reset_has_ended_is_repeated_at_once() {
+    let mut rig = Rig::live(1);
+    let silent = rig.submit(write(0, 8));
+    rig.started();
+    let next = rig.submit(write(100, 108));
+    rig.started();
+    rig.answer_with(next, 2, &unit_attention(0x2f, 0x00));
+    let (abort, on) = rig.tsk_mgmt();
+    assert_eq!(abort[30], 1, "ABORT TASK");
+    rig.retire(next);
+    assert_eq!(rig.started().0, next);
+    rig.answer_tsk_mgmt(on, &abort, 0);
+    rig.retire(silent);
+    assert_eq!(rig.started().0, silent);
+}
+
+#[test]
+fn nothing_is_sent_behind_a_reset_until_it_is_answered() {
+    let mut rig = Rig::live(1);
+    let late = rig.submit(write(0, 8));
+    rig.started();
+    rig.advance(10 * SEC);
+    let (abort, on) = rig.tsk_mgmt();
+    rig.answer_tsk_mgmt(on, &abort, 5);
+    let (reset, on) = rig.tsk_mgmt();
+    assert_eq!(reset[30], 8, "LOGICAL UNIT RESET");
+    let after = rig.submit(write(100, 108));
+    rig.idle();
+    rig.answer_tsk_mgmt(on, &reset, 0);
+    rig.retire(late);
+    assert_eq!(rig.started().0, after);
+    assert_eq!(rig.started().0, late);
+}
+
+#[test]
+fn a_reset_on_one_channel_is_no_end_of_commands_on_another() {
+    let mut rig = Rig::live(2);
+    let late = rig.submit(write(0, 8));
+    let (_, here) = rig.started();
+    rig.advance(5 * SEC);
+    let other = rig.submit(write(100, 108));
+    let (_, there) = rig.started();
+    assert_ne!(here, there);
+    rig.advance(5 * SEC);
+    let (abort, on) = rig.tsk_mgmt();
+    rig.answer_tsk_mgmt(on, &abort, 5);
+    let (reset, on) = rig.tsk_mgmt();
+    assert_eq!((reset[30], on), (8, here), "LOGICAL UNIT RESET");
+    rig.answer_tsk_mgmt(on, &reset, 0);
+    rig.retire(late);
+    // Whether the reset came before the other channel's command or after it, its abort comes after it.
+    let (abort, on) = rig.tsk_mgmt();
+    assert_eq!((abort[30], on), (1, there), "ABORT TASK");
+    rig.idle();
+    rig.answer(other, 0, &[]);
+    assert!(rig.completed(other).is_ok());
+    rig.idle();
+    rig.answer_tsk_mgmt(on, &abort, 5);
+    assert_eq!(rig.started().0, late);
 }
 
 #[test]

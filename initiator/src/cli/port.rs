@@ -1,0 +1,134 @@
+//! The initiator port of an export, kept over a crash.
+//!
+//! A process that was killed leaves a session whose commands may still be queued at the target, and whose
+//! clients send theirs again to the process that takes its place. That one logs in as the same initiator
+//! port, so that the target ends the old session first.
+
+use std::fs;
+use std::hash::{BuildHasher, DefaultHasher, Hash, Hasher, RandomState};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::state::{StateDir, process_start};
+
+/// A number that an initiator port may follow from.
+pub(super) fn random() -> u64 {
+    RandomState::new().build_hasher().finish()
+}
+
+/// What is written down of a port.
+#[derive(Debug, Serialize, Deserialize)]
+struct Entry {
+    /// Where the disk shows, and its address.
+    path: PathBuf,
+    url: String,
+    port: u64,
+    /// The process that uses it, and when that was started.
+    pid: u32,
+    started: u64,
+}
+
+/// The initiator port of an export of this process. It stays written down until it is released.
+#[derive(Debug)]
+pub(super) struct ExportPort {
+    file: Option<PathBuf>,
+    port: u64,
+    is_inherited: bool,
+}
+
+impl ExportPort {
+    /// The port of the process that served the same address at the same path and did not end properly;
+    /// otherwise a random one.
+    ///
+    /// # Errors
+    /// The directory cannot be written.
+    pub(super) fn take(dir: &StateDir, path: &Path, url: &str) -> io::Result<Self> {
+        let _lock = dir.lock()?;
+        let mut hasher = DefaultHasher::new();
+        (path, url).hash(&mut hasher);
+        let file = dir.path().join(format!("{:016x}.port", hasher.finish()));
+        let before = fs::read(&file)
+            .ok()
+            .and_then(|text| serde_json::from_slice::<Entry>(&text).ok());
+        let (port, is_inherited) = match before {
+            // Two live processes with one port would end each other's sessions.
+            Some(entry) if process_start(entry.pid) == Some(entry.started) => {
+                return Ok(Self {
+                    file: None,
+                    port: random(),
+                    is_inherited: false,
+                });
+            }
+            Some(entry) if entry.path == path && entry.url == url => (entry.port, true),
+            _ => (random(), false),
+        };
+        let pid = std::process::id();
+        let entry = Entry {
+            path: path.to_owned(),
+            url: url.to_owned(),
+            port,
+            pid,
+            started: process_start(pid).unwrap_or(0),
+        };
+        let temporary = dir.path().join(format!(".{pid}.port.tmp"));
+        fs::write(&temporary, serde_json::to_vec(&entry)?)?;
+        fs::rename(&temporary, &file)?;
+        Ok(Self {
+            file: Some(file),
+            port,
+            is_inherited,
+        })
+    }
+
+    /// What the initiator port follows from.
+    pub(super) fn port(&self) -> u64 {
+        self.port
+    }
+
+    /// Whether a process had it that did not end properly.
+    pub(super) fn is_inherited(&self) -> bool {
+        self.is_inherited
+    }
+
+    /// Forgets the port, when its session has ended.
+    pub(super) fn release(self) {
+        if let Some(file) = self.file {
+            // One that stays is as good: its process is gone.
+            let _ = fs::remove_file(file);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_was_killed_hands_on_its_port() {
+        let path = std::env::temp_dir().join(format!("riser-state-{}-port", std::process::id()));
+        let dir = StateDir::at(path.clone()).unwrap();
+        let take = |path: &str, url: &str| ExportPort::take(&dir, Path::new(path), url).unwrap();
+        let first = take("/run/a", "iscsi://host/iqn.2026-01.com.example:disk/0");
+        let port = first.port();
+        // While its process lives, nobody gets the port.
+        let second = take("/run/a", "iscsi://host/iqn.2026-01.com.example:disk/0");
+        assert_ne!(second.port(), port);
+        let second_was_inherited = second.is_inherited();
+        second.release();
+        // Its process is gone, without a word.
+        let file = first.file.clone().unwrap();
+        let mut entry: Entry = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+        entry.started += 1;
+        fs::write(&file, serde_json::to_vec(&entry).unwrap()).unwrap();
+        assert_ne!(take("/run/b", &entry.url).port(), port);
+        let third = take("/run/a", &entry.url);
+        assert_eq!(third.port(), port);
+        assert!(third.is_inherited() && !second_was_inherited);
+        // One that ends properly leaves nothing to hand on.
+        third.release();
+        assert_ne!(take("/run/a", &entry.url).port(), port);
+        fs::remove_dir_all(path).unwrap();
+    }
+}

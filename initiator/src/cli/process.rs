@@ -1,0 +1,49 @@
+//! What a process that serves a disk asks of the kernel for itself.
+
+#![allow(
+    unsafe_code,
+    reason = "calls of the C library, and the environment before there are threads"
+)]
+
+use rustix::process::{Resource, getrlimit};
+use rustix::thread::{CapabilitySet, capabilities};
+
+use crate::iscsi::url::SECRET_ENV;
+
+/// From `linux/prctl.h`.
+const PR_SET_IO_FLUSHER: libc::c_int = 57;
+
+/// Takes the passwords out of the environment, which every program that is started inherits.
+///
+/// To be called while the process has one thread.
+pub(super) fn forget_secrets() {
+    for name in SECRET_ENV {
+        // SAFETY: the caller's process has no other thread that could read the environment.
+        unsafe { std::env::remove_var(name) };
+    }
+}
+
+/// Keeps memory reclaim from waiting for the disk that this process serves: the kernel writes dirty
+/// pages of that very disk to have memory for this process, whose help it then needs for the write.
+/// Threads that are started later inherit it. Without the privilege it is left out, and logged.
+pub(super) fn serve_without_reclaim() {
+    // SAFETY: the call takes three numbers and nothing else.
+    if unsafe { libc::prctl(PR_SET_IO_FLUSHER, 1, 0, 0, 0) } != 0 {
+        let error = std::io::Error::last_os_error();
+        tracing::debug!(%error, "memory reclaim may wait for this disk (CAP_SYS_RESOURCE)");
+    }
+    // Under a limit, memory that is asked for later would be refused.
+    let is_limited = getrlimit(Resource::Memlock).current.is_some()
+        && !capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::IPC_LOCK));
+    if is_limited {
+        tracing::debug!("memory is not locked: its limit is not infinite (CAP_IPC_LOCK)");
+        return;
+    }
+    // What is touched stays; what is only mapped (stacks, a disk in memory) takes nothing.
+    let flags = libc::MCL_CURRENT | libc::MCL_FUTURE | libc::MCL_ONFAULT;
+    // SAFETY: the call takes a number and changes no memory's contents.
+    if unsafe { libc::mlockall(flags) } != 0 {
+        let error = std::io::Error::last_os_error();
+        tracing::debug!(%error, "memory is not locked");
+    }
+}

@@ -1,0 +1,288 @@
+//! Units that must stay the same, on sessions that are no paths: asked who they are after each login and
+//! after attentions that can mean another unit, while the session holds everything else back. For
+//! paths, `paths` asks; the books of the write cache are kept here for both.
+
+use std::sync::Weak;
+use std::time::Instant;
+
+use riser_scsi::lun::LunId;
+use riser_scsi::sense::Sense;
+use riser_transport::verbs::Provider;
+
+use super::link::Link;
+use super::paths::{Input, answer_to_probe, probe};
+use super::{Driver, Running, SessionKey};
+use crate::block::Buffer;
+use crate::engine::io::{Done, Io};
+use crate::request::{GOOD, RequestError, RequestResult, may_change_unit};
+use crate::session::{Down, SessionEvent};
+use crate::unit::{Check, Snapshot, WriteCache, is_cached, is_flush};
+
+/// A unit to watch.
+pub(in crate::engine) struct Watch {
+    pub(in crate::engine) lun: LunId,
+    /// What it was when its user found it.
+    pub(in crate::engine) unit: Snapshot,
+    /// Whether it has a volatile cache (WCE).
+    pub(in crate::engine) write_cache: bool,
+    /// How often the session had reconnected by then.
+    pub(in crate::engine) reconnects: u64,
+    /// Watched as long as this lives.
+    pub(in crate::engine) owner: Weak<()>,
+    /// For what the unit says of itself: [`CHECK_LEN`](super::CHECK_LEN) bytes.
+    pub(in crate::engine) buffer: Buffer,
+}
+
+/// A unit that is watched.
+pub(super) struct Watched {
+    serial: u64,
+    lun: LunId,
+    unit: Snapshot,
+    owner: Weak<()>,
+    /// `None` while it is in use.
+    buffer: Option<Buffer>,
+    check: Check,
+    is_checking: bool,
+    /// Something has happened since the check began, so it is made again.
+    is_stale: bool,
+    /// The books of its volatile cache, if it has one.
+    cache: Option<WriteCache>,
+}
+
+impl Running {
+    /// Notes what was acknowledged before a flush that is submitted now.
+    pub(super) fn mark_flush(&self, io: &mut Io) {
+        if !self.units.is_empty() && is_flush(&io.io.command) {
+            let mut units = self.units.iter().filter(|u| u.lun == io.io.lun);
+            let cache = units.find_map(|u| u.cache.as_ref());
+            io.mark = cache.map_or(0, WriteCache::begin_flush);
+        }
+    }
+
+    /// Keeps the books of a unit's write cache; how the command is reported to have ended.
+    pub(super) fn account(&mut self, io: &Io, result: RequestResult) -> RequestResult {
+        let is_good = result.as_ref().is_ok_and(|answer| answer.status == GOOD);
+        if !is_good {
+            return result;
+        }
+        let mut is_kept = true;
+        let units = self.units.iter_mut().filter(|u| u.lun == io.io.lun);
+        for cache in units.filter_map(|u| u.cache.as_mut()) {
+            if is_flush(&io.io.command) {
+                is_kept &= cache.end_flush(io.mark);
+            } else if is_cached(&io.io.command) {
+                cache.on_written();
+            }
+        }
+        if is_kept {
+            result
+        } else {
+            Err(RequestError::CacheLost)
+        }
+    }
+
+    /// A target may have lost the caches of all units.
+    pub(super) fn on_cache_lost(&mut self) {
+        for cache in self.units.iter_mut().filter_map(|u| u.cache.as_mut()) {
+            cache.on_lost();
+        }
+    }
+}
+
+impl<P: Provider> Driver<P> {
+    pub(super) fn watch(&mut self, index: usize, watch: Watch) {
+        let serial = self.next_serial;
+        self.next_serial += 1;
+        let key = self.key(index);
+        let session = &mut self.sessions[index];
+        session.units.retain(|u| u.owner.strong_count() > 0);
+        // Whoever watches the same unit keeps the same books.
+        let known = session.units.iter().find(|u| u.lun == watch.lun);
+        let cache = known.map_or(Some(WriteCache::default()), |u| u.cache);
+        session.units.push(Watched {
+            serial,
+            lun: watch.lun,
+            unit: watch.unit,
+            owner: watch.owner,
+            buffer: Some(watch.buffer),
+            check: Check::default(),
+            is_checking: false,
+            is_stale: false,
+            cache: cache.filter(|_| watch.write_cache),
+        });
+        session.link.set_guarded(true);
+        // It may have become another one while it was being found out about.
+        let is_path = matches!(session.link, Link::Paths(_));
+        if !is_path && session.status.reconnects() != watch.reconnects {
+            self.inputs.push_back(Input::Check(key));
+        }
+    }
+
+    /// Sees what happens to a session for its watched units. They are checked when nothing else is
+    /// being carried out.
+    pub(super) fn observe(&mut self, index: usize, event: &SessionEvent, now: Instant) {
+        let key = self.key(index);
+        let session = &mut self.sessions[index];
+        if session.units.is_empty() || matches!(session.link, Link::Paths(_)) {
+            return;
+        }
+        match event {
+            SessionEvent::Live => {
+                session.evidence.outage = session.heard.map(|heard| now - heard);
+                self.inputs.push_back(Input::Check(key));
+            }
+            SessionEvent::Reconnecting(why) => {
+                session.heard = session.heard.or(session.link.last_heard());
+                session.evidence.on_down(*why);
+            }
+            SessionEvent::UnitEvent { sense, .. } => {
+                if let Some(sense) = Sense::parse(sense) {
+                    session.evidence.on_attention(sense.additional);
+                    if may_change_unit(sense.additional) {
+                        self.inputs.push_back(Input::Check(key));
+                    }
+                }
+            }
+            SessionEvent::Closed(_) => {}
+        }
+    }
+
+    /// Begins to ask every watched unit of a session who it is.
+    pub(super) fn check_units(&mut self, key: SessionKey, now: Instant) {
+        let Some(index) = self.find(key) else {
+            return;
+        };
+        let session = &mut self.sessions[index];
+        session.units.retain(|u| u.owner.strong_count() > 0);
+        if session.units.is_empty() {
+            session.link.set_guarded(false);
+        }
+        let mut begun = Vec::new();
+        for unit in &mut session.units {
+            unit.is_stale = unit.is_checking;
+            if !std::mem::replace(&mut unit.is_checking, true) {
+                unit.check = Check::default();
+                begun.push(unit.serial);
+            }
+        }
+        for unit in begun {
+            self.ask_unit(index, unit, now);
+        }
+        self.release_checked(index, now);
+    }
+
+    fn unit(&mut self, index: usize, serial: u64) -> Option<&mut Watched> {
+        let units = &mut self.sessions.get_mut(index)?.units;
+        units.iter_mut().find(|u| u.serial == serial)
+    }
+
+    fn ask_unit(&mut self, index: usize, serial: u64, now: Instant) {
+        let session = self.key(index);
+        let Some(unit) = self.unit(index, serial) else {
+            return;
+        };
+        let Some(buffer) = unit.buffer.take() else {
+            return;
+        };
+        let done = Done::Unit {
+            session,
+            unit: serial,
+        };
+        let io = probe(unit.lun, unit.check.command(), buffer, done, now);
+        self.submit(index, io, now);
+    }
+
+    /// A watched unit has answered a question, or not.
+    pub(super) fn handle_unit_told(
+        &mut self,
+        key: SessionKey,
+        serial: u64,
+        end: crate::engine::IoEnd,
+        now: Instant,
+    ) {
+        let Some(index) = self.find(key) else {
+            return;
+        };
+        let Some(unit) = self.unit(index, serial) else {
+            self.release_checked(index, now);
+            return;
+        };
+        let is_told = end.result.is_ok();
+        let (buffer, data) = answer_to_probe(end);
+        unit.buffer = buffer;
+        if is_told && std::mem::take(&mut unit.is_stale) {
+            unit.check = Check::default();
+            self.ask_unit(index, serial, now);
+            return;
+        }
+        if is_told && unit.check.take(&data) {
+            self.ask_unit(index, serial, now);
+            return;
+        }
+        unit.is_checking = false;
+        let found = match is_told {
+            true => unit.unit.compare(unit.check.found()),
+            false => Err(Down::UnitSilent),
+        };
+        match found {
+            Ok(()) => self.on_unit_same(index, serial, now),
+            Err(why) => self.on_unit_lost(index, serial, why, now),
+        }
+    }
+
+    fn on_unit_same(&mut self, index: usize, serial: u64, now: Instant) {
+        let evidence = self.sessions[index].evidence;
+        let Some(unit) = self.unit(index, serial) else {
+            return;
+        };
+        let found = unit.check.found();
+        if evidence.is_cache_lost(unit.unit.cache, found.cache) {
+            if let Some(cache) = &mut unit.cache {
+                cache.on_lost();
+            }
+            tracing::warn!(
+                lun = unit.lun.number(),
+                "the target may have lost its cache: a flush that acknowledged writes wait for fails"
+            );
+        }
+        unit.unit.cache = found.cache;
+        if let (Some(was), Some(is)) = (&unit.unit.capacity, &found.capacity)
+            && is.blocks > was.blocks
+        {
+            tracing::info!(
+                lun = unit.lun.number(),
+                "the logical unit has grown to {} blocks; it is served as large as it was",
+                is.blocks
+            );
+        }
+        self.release_checked(index, now);
+    }
+
+    /// A unit is another one, or not to be found: nothing may be sent there. The session ends where that
+    /// is for good.
+    fn on_unit_lost(&mut self, index: usize, serial: u64, why: Down, now: Instant) {
+        let session = &mut self.sessions[index];
+        let portal = session.link.target().dst;
+        let last = matches!(why, Down::OtherUnit | Down::Shrunk);
+        if last && let Some(unit) = session.units.iter().find(|u| u.serial == serial) {
+            let what = format!("{why}: it was {}, and is {}", unit.unit, unit.check.found());
+            tracing::error!(target = %portal, lun = unit.lun.number(), "{what}");
+            session.status.set_other_unit(portal.to_string(), what);
+        }
+        session.link.leave(why, last, now);
+        self.drain(index, now);
+    }
+
+    /// Lets a session go on once every unit is known to be the same.
+    fn release_checked(&mut self, index: usize, now: Instant) {
+        let session = &mut self.sessions[index];
+        if session.units.iter().any(|u| u.is_checking) {
+            return;
+        }
+        (session.evidence, session.heard) = Default::default();
+        // Whoever offers the page is `riserd`, which keeps SRP's promise.
+        let ends_old = session.units.iter().any(|u| u.unit.cache.is_some());
+        session.link.release(ends_old, now);
+        self.drain(index, now);
+    }
+}

@@ -1,0 +1,461 @@
+//! Which logical unit is behind an address, and whether it still has what it acknowledged.
+//!
+//! No I/O here: [`Check`] says what to ask a unit and reads the answers, [`Snapshot`] is what comes of
+//! it, [`Evidence`] weighs what was seen of a new login, [`WriteCache`] keeps the books of a volatile
+//! cache.
+//!
+//! # The same unit
+//! After every login, and after every unit attention that can mean another unit (29h of any kind, CAPACITY
+//! DATA HAS CHANGED, INQUIRY DATA HAS CHANGED, REPORTED LUNS DATA HAS CHANGED), a unit is asked who it is
+//! before any other command starts. Its serial number and designators (VPD pages 80h and 83h, SPC-4
+//! clause 7.8) must be those of the first time; a unit that has none must at least be of the same
+//! vendor and product. Its block size must be the same, and its capacity at least as large: one that
+//! has grown is used as far as before. So a unit without serial number and designators that is
+//! exchanged for one of its make and size is not noticed. Commands that were already sent when a unit
+//! changes in the middle of a session are out of reach.
+//!
+//! # The same cache
+//! A write without FUA that is answered may be in a volatile cache (SBC-3 clause 4.15) until a
+//! SYNCHRONIZE CACHE that began after it is answered. If the target may have lost its cache between the
+//! two, that flush is carried out and then reported as failed, once. Whether it may:
+//! - **A cache generation decides** where the unit offers one before and after: page C0h of `riserd`,
+//!   which is another whenever what unwritten data live in is (the process for a RAM disk, the
+//!   kernel's page cache for files and devices). One that appears or disappears is another.
+//! - **POWER ON OCCURRED (29h/01h), DEVICE INTERNAL RESET (29h/04h)**: lost.
+//! - **I_T NEXUS LOSS OCCURRED (29h/07h)** after a login: not lost, since a target that knows the old
+//!   nexus has been there all the time. SCSI BUS RESET (29h/02h) and BUS DEVICE RESET FUNCTION OCCURRED
+//!   (29h/03h), a logical unit reset, leave caches alone.
+//! - **POWER ON, RESET, OR BUS DEVICE RESET OCCURRED (29h/00h)** may stand for each of these (SPC-4 annex
+//!   F). In the middle of a session: lost. As the first thing after a login it says nothing, since there
+//!   are targets (tgt, `riserd`) that greet each new nexus with it.
+//! - Nothing that says anything, as from LIO, which raises no attention at a login: lost, if a
+//!   connection was refused meanwhile (something was there and did not serve), or if the target was
+//!   not heard of for longer than [`REBOOT`], in which a host may have restarted. A connection that
+//!   flaps is back sooner, and keeps its flushes.
+
+#![forbid(unsafe_code)]
+
+use std::fmt;
+use std::io::{Error, ErrorKind};
+use std::time::Duration;
+
+use riser_scsi::sense::AdditionalSense;
+
+use crate::request::{Cdb, DataLen, Effect};
+use crate::scsi::{Capacity, Command, Identity, Inquiry, VPD_LEN, cache_generation, vpd_body};
+use crate::session::{ConnectError, Down};
+use crate::srp::channel::LoginError;
+
+/// A host that was silent for no longer has not restarted with its targets. A lost connection of iSCSI
+/// is noticed within ten seconds, and made again within a few.
+pub const REBOOT: Duration = Duration::from_secs(20);
+
+/// What a unit says of itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Snapshot {
+    /// Standard INQUIRY data; `None` where it refused, or is not there.
+    pub inquiry: Option<Inquiry>,
+    /// Serial number and designators.
+    pub identity: Identity,
+    /// Its size; `None` where it did not say.
+    pub capacity: Option<Capacity>,
+    /// The generation of its volatile cache; `None` where it offers none.
+    pub cache: Option<[u8; 16]>,
+}
+
+impl Snapshot {
+    /// Compares with what was found later at the same address.
+    ///
+    /// # Errors
+    /// [`Down::NoIdentity`]: nothing is there. [`Down::OtherUnit`]: another unit.
+    /// [`Down::Shrunk`]: the unit with less capacity.
+    pub fn compare(&self, found: &Self) -> Result<(), Down> {
+        let Some(inquiry) = found.inquiry.as_ref().filter(|i| i.qualifier == 0) else {
+            return Err(Down::NoIdentity);
+        };
+        let is_same_make =
+            |i: &Inquiry| (&i.vendor, &i.product) == (&inquiry.vendor, &inquiry.product);
+        let is_same = match self.identity == Identity::default() {
+            true => self.inquiry.as_ref().is_none_or(is_same_make),
+            false => true,
+        };
+        if !is_same || self.identity != found.identity {
+            return Err(Down::OtherUnit);
+        }
+        match (&self.capacity, &found.capacity) {
+            (Some(was), Some(is)) if was.block_size != is.block_size => Err(Down::OtherUnit),
+            (Some(was), Some(is)) if is.blocks < was.blocks => Err(Down::Shrunk),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl fmt::Display for Snapshot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let identity = &self.identity;
+        if let Some(inquiry) = &self.inquiry {
+            write!(f, "{} {}", inquiry.vendor, inquiry.product)?;
+        }
+        if let Some(serial) = &identity.serial {
+            write!(f, ", serial {serial}")?;
+        }
+        let names = [&identity.naa, &identity.eui, &identity.name, &identity.t10];
+        if let Some(name) = names.into_iter().flatten().next() {
+            write!(f, ", {name}")?;
+        }
+        if let Some(capacity) = &self.capacity {
+            write!(
+                f,
+                ", {} blocks of {} bytes",
+                capacity.blocks, capacity.block_size
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// What a unit is asked, in this order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Step {
+    /// First, since INQUIRY does not report unit attentions (SPC-4 clause 6.6.1), and what they say
+    /// comes before what is found.
+    Capacity,
+    Inquiry,
+    Designators,
+    Serial,
+    Cache,
+}
+
+/// One round of questions to a unit. Begins with [`Check::default`].
+#[derive(Clone, Debug)]
+pub struct Check {
+    step: Step,
+    designators: Option<Vec<u8>>,
+    /// Standard INQUIRY data as received.
+    inquiry: Vec<u8>,
+    found: Snapshot,
+}
+
+impl Default for Check {
+    fn default() -> Self {
+        Self {
+            step: Step::Capacity,
+            designators: None,
+            inquiry: Vec::new(),
+            found: Snapshot::default(),
+        }
+    }
+}
+
+impl Check {
+    /// The command to send next, with room for [`VPD_LEN`] bytes of data.
+    #[must_use]
+    pub fn command(&self) -> Command {
+        let [high, low] = VPD_LEN.to_be_bytes();
+        let inquiry = |evpd, page| [0x12, evpd, page, high, low, 0];
+        let cdb = match self.step {
+            Step::Inquiry => Cdb::new(&inquiry(0, 0)),
+            Step::Designators => Cdb::new(&inquiry(1, 0x83)),
+            Step::Serial => Cdb::new(&inquiry(1, 0x80)),
+            Step::Cache => Cdb::new(&inquiry(1, 0xc0)),
+            Step::Capacity => {
+                Cdb::new(&[0x9e, 0x10, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, high, low, 0, 0])
+            }
+        };
+        Command::raw(
+            cdb.expect("a CDB of legal length"),
+            DataLen::In(VPD_LEN.into()),
+        )
+    }
+
+    /// Takes the data of the answer to [`Self::command`], none where the unit refused; whether there is
+    /// another question.
+    pub fn take(&mut self, data: &[u8]) -> bool {
+        self.step = match self.step {
+            Step::Capacity => {
+                self.found.capacity = Capacity::parse(data);
+                Step::Inquiry
+            }
+            Step::Inquiry => {
+                self.found.inquiry = Inquiry::parse(data);
+                self.inquiry = data.to_vec();
+                if !self.is_there() {
+                    return false;
+                }
+                Step::Designators
+            }
+            Step::Designators => {
+                self.designators = vpd_body(data, 0x83).map(<[u8]>::to_vec);
+                Step::Serial
+            }
+            Step::Serial => {
+                let designators = self.designators.as_deref();
+                self.found.identity = Identity::parse(vpd_body(data, 0x80), designators);
+                Step::Cache
+            }
+            Step::Cache => {
+                self.found.cache = vpd_body(data, 0xc0).and_then(cache_generation);
+                return false;
+            }
+        };
+        true
+    }
+
+    /// Whether the unit has said that it is there.
+    #[must_use]
+    pub fn is_there(&self) -> bool {
+        self.found
+            .inquiry
+            .as_ref()
+            .is_some_and(|i| i.qualifier == 0)
+    }
+
+    /// What the unit has said of itself so far.
+    #[must_use]
+    pub fn found(&self) -> &Snapshot {
+        &self.found
+    }
+
+    /// Standard INQUIRY data as received.
+    #[must_use]
+    pub fn inquiry(&self) -> &[u8] {
+        &self.inquiry
+    }
+
+    /// The body of the device identification page.
+    #[must_use]
+    pub fn designators(&self) -> Option<&[u8]> {
+        self.designators.as_deref()
+    }
+}
+
+/// What was seen of a target since a unit was last known to be the same. See the module's documentation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Evidence {
+    /// How long the target was not heard of before it was logged in to again; `None` without a login.
+    pub outage: Option<Duration>,
+    /// A connection was refused.
+    pub refused: bool,
+    power_on: bool,
+    any_reset: bool,
+    nexus_loss: bool,
+}
+
+impl Evidence {
+    /// A login failed, or a connection was lost, for this reason.
+    pub fn on_down(&mut self, why: Down) {
+        /// Invalid service ID (IBTA volume 1, clause 12.6.7.2): nothing listens there.
+        const NO_LISTENER: u16 = 8;
+        let is_refused =
+            |error| Error::from_raw_os_error(error).kind() == ErrorKind::ConnectionRefused;
+        self.refused |= match why {
+            Down::Connect(ConnectError::Tcp(error)) => is_refused(error),
+            Down::Connect(ConnectError::Login(error)) => error == LoginError::Refused(NO_LISTENER),
+            _ => false,
+        };
+    }
+
+    /// The unit reported a unit attention.
+    pub fn on_attention(&mut self, attention: AdditionalSense) {
+        match (attention.code, attention.qualifier) {
+            (0x29, 0x01 | 0x04) => self.power_on = true,
+            (0x29, 0x00) => self.any_reset = true,
+            (0x29, 0x07) => self.nexus_loss = true,
+            _ => {}
+        }
+    }
+
+    /// Whether a unit may have lost its volatile cache, whose generation was `was` and is `is`.
+    #[must_use]
+    pub fn is_cache_lost(&self, was: Option<[u8; 16]>, is: Option<[u8; 16]>) -> bool {
+        if was.is_some() || is.is_some() {
+            return was != is;
+        }
+        let is_reboot = match self.outage {
+            None => self.any_reset,
+            Some(outage) => self.refused || outage > REBOOT,
+        };
+        self.power_on || (is_reboot && !self.nexus_loss)
+    }
+}
+
+/// Whether acknowledged writes wait for a flush, and whether one has to fail.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WriteCache {
+    /// Writes acknowledged that may be in the cache.
+    written: u64,
+    /// How many of them are on the medium, or are known to be lost.
+    settled: u64,
+    is_lost: bool,
+}
+
+impl WriteCache {
+    /// A mark for a flush that begins now: it covers what was acknowledged before.
+    #[must_use]
+    pub fn begin_flush(&self) -> u64 {
+        self.written
+    }
+
+    /// A flush that began at `mark` was answered GOOD; whether it may be reported so.
+    pub fn end_flush(&mut self, mark: u64) -> bool {
+        self.settled = self.settled.max(mark);
+        !std::mem::take(&mut self.is_lost)
+    }
+
+    /// A command that changes the medium was answered GOOD.
+    pub fn on_written(&mut self) {
+        self.written += 1;
+    }
+
+    /// The target may have lost what its cache held.
+    pub fn on_lost(&mut self) {
+        self.is_lost |= self.written > self.settled;
+        self.settled = self.written;
+    }
+}
+
+/// Whether a command puts everything that was acknowledged onto the medium: SYNCHRONIZE CACHE (SBC-3
+/// clauses 5.25 and 5.26) of the whole medium.
+#[must_use]
+pub fn is_flush(command: &Command) -> bool {
+    matches!(command.cdb.opcode(), 0x35 | 0x91) && command.effect == Effect::Medium
+}
+
+/// Whether a command leaves something in a volatile cache: all that change the medium, but for flushes
+/// and writes with FUA.
+#[must_use]
+pub fn is_cached(command: &Command) -> bool {
+    const WRITE_10: u8 = 0x2a;
+    const WRITE_12: u8 = 0xaa;
+    const WRITE_16: u8 = 0x8a;
+    let fua = command.cdb.as_bytes().get(1).is_some_and(|b| b & 0x08 != 0);
+    match command.cdb.opcode() {
+        WRITE_10 | WRITE_12 | WRITE_16 => !fua,
+        _ => command.effect != Effect::None && !is_flush(command),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn disk(serial: &str, blocks: u64) -> Snapshot {
+        Snapshot {
+            inquiry: Some(Inquiry {
+                vendor: "V".into(),
+                product: "P".into(),
+                ..Inquiry::default()
+            }),
+            identity: Identity {
+                serial: Some(serial.into()).filter(|s: &String| !s.is_empty()),
+                ..Identity::default()
+            },
+            capacity: Some(Capacity {
+                blocks,
+                block_size: 512,
+                physical_exponent: 0,
+                provisioning: false,
+                reads_zeroes: false,
+            }),
+            cache: None,
+        }
+    }
+
+    #[test]
+    fn a_unit_is_known_by_its_names_and_may_only_grow() {
+        let unit = disk("A", 100);
+        assert_eq!(unit.compare(&disk("A", 100)), Ok(()));
+        assert_eq!(unit.compare(&disk("A", 101)), Ok(()));
+        assert_eq!(unit.compare(&disk("A", 99)), Err(Down::Shrunk));
+        assert_eq!(unit.compare(&disk("B", 100)), Err(Down::OtherUnit));
+        assert_eq!(unit.compare(&disk("", 100)), Err(Down::OtherUnit));
+        assert_eq!(unit.compare(&Snapshot::default()), Err(Down::NoIdentity));
+        let nameless = disk("", 100);
+        assert_eq!(nameless.compare(&disk("", 100)), Ok(()));
+        assert_eq!(nameless.compare(&disk("A", 100)), Err(Down::OtherUnit));
+        let mut other_make = disk("", 100);
+        other_make.inquiry.as_mut().unwrap().product = "Q".into();
+        assert_eq!(nameless.compare(&other_make), Err(Down::OtherUnit));
+        let mut other_blocks = disk("A", 100);
+        other_blocks.capacity.as_mut().unwrap().block_size = 4096;
+        assert_eq!(unit.compare(&other_blocks), Err(Down::OtherUnit));
+    }
+
+    #[test]
+    fn a_unit_that_refuses_inquiry_has_no_identity() {
+        for answer in [&[][..], &[0x7f; 96]] {
+            let mut check = Check::default();
+            assert!(check.take(&[]));
+            assert!(!check.take(answer));
+            assert_eq!(check.found().identity, Identity::default());
+            assert_eq!(disk("A", 1).compare(check.found()), Err(Down::NoIdentity));
+        }
+    }
+
+    fn seen(attentions: &[u8]) -> Evidence {
+        let mut evidence = Evidence::default();
+        for qualifier in attentions {
+            evidence.on_attention(AdditionalSense {
+                code: 0x29,
+                qualifier: *qualifier,
+            });
+        }
+        evidence
+    }
+
+    #[test]
+    fn a_generation_decides_whether_a_cache_is_lost() {
+        let (one, two) = (Some([1; 16]), Some([2; 16]));
+        for attentions in [&[][..], &[0], &[1], &[7]] {
+            assert!(!seen(attentions).is_cache_lost(one, one));
+            assert!(seen(attentions).is_cache_lost(one, two));
+            assert!(seen(attentions).is_cache_lost(one, None));
+            assert!(seen(attentions).is_cache_lost(None, two));
+        }
+    }
+
+    #[test]
+    fn without_a_generation_attentions_and_the_outage_decide() {
+        let after = |attentions: &[u8], outage| Evidence {
+            outage: Some(Duration::from_secs(outage)),
+            ..seen(attentions)
+        };
+        let is_lost = |e: Evidence| e.is_cache_lost(None, None);
+        // A flap: LIO says nothing, tgt greets with 29h/00h, others tell of the nexus.
+        for attentions in [&[][..], &[0], &[7], &[2], &[3]] {
+            assert!(!is_lost(after(attentions, 15)));
+        }
+        // A restart: said, or a host that was away for long, or a portal without a listener.
+        assert!(is_lost(after(&[1], 1)));
+        assert!(is_lost(after(&[4], 1)));
+        assert!(is_lost(after(&[], 21)));
+        assert!(is_lost(after(&[0], 21)));
+        assert!(!is_lost(after(&[7], 21)));
+        let mut refused = after(&[], 1);
+        refused.on_down(Down::Connect(ConnectError::Tcp(111)));
+        assert!(is_lost(refused));
+        // In the middle of a session.
+        assert!(is_lost(seen(&[0])));
+        assert!(is_lost(seen(&[1])));
+        assert!(!is_lost(seen(&[3])));
+        assert!(!is_lost(seen(&[])));
+    }
+
+    #[test]
+    fn a_flush_fails_once_if_what_it_covers_was_lost() {
+        let mut cache = WriteCache::default();
+        cache.on_lost();
+        assert!(cache.end_flush(0), "nothing was lost");
+        cache.on_written();
+        let mark = cache.begin_flush();
+        cache.on_written();
+        assert!(cache.end_flush(mark));
+        cache.on_lost();
+        assert!(!cache.end_flush(cache.begin_flush()), "the second write");
+        assert!(cache.end_flush(cache.begin_flush()));
+        cache.on_written();
+        assert!(cache.end_flush(cache.begin_flush()));
+        cache.on_lost();
+        assert!(cache.end_flush(cache.begin_flush()), "it was on the medium");
+    }
+}

@@ -49,7 +49,7 @@ pub struct Who {
     /// The target's name in the configuration, or what the initiator calls it.
     pub target: Option<String>,
     /// The I_T nexus.
-    pub nexus: Option<u32>,
+    pub nexus: Option<u64>,
 }
 
 /// Why a connection came to its end: what happened first.

@@ -2,11 +2,16 @@
 //! set, the command's steps, and the data buffer.
 //!
 //! ```text
-//!   register ──→ may start ──→ start ──→ Step ──→ the transport carries it out ──→ advance ──→ Step …
-//!      └──→ waits, until another task's `leave` names it                               Respond
-//!                                                                                         │
-//!   finish: the buffer goes back, whoever waits is named  ←── leave: out of the task set ←┘
+//!   register ──────────────→ may start ──→ start ──→ Step ──→ carried out ──→ advance ──→ Step …
+//!      │ with Data-Out         ↑  │                                                     Respond
+//!      └→ brought → data_arrived  └→ waits, until another task's `leave` names it          │
+//!                                                                                          │
+//!   finish: the buffer goes back, whoever waits is named   ←── leave: out of the task set ←┘
 //! ```
+//!
+//! Data-Out comes before a command takes its place in the order: it waits for its initiator and for
+//! memory without keeping others from their turn. What stands against the command is looked at when it
+//! starts, so what happened while its data were on their way counts.
 //!
 //! A transport's context for a request holds one [`Execution`] and adds what is its own: how data
 //! travel, credit, the answer's form. Nothing here sends or posts.
@@ -22,14 +27,15 @@ use riser_scsi::kind::Kind;
 use riser_scsi::lun::LunId;
 use riser_scsi::nexus::NexusId;
 use riser_scsi::opcode::Opcode;
+use riser_scsi::sense::{AdditionalSense, Sense, SenseFormat};
 use riser_scsi::step::{
-    DataIn, Expected, Request, Response, Status, Step, StepResult, TaskAttribute,
+    DataIn, DataOut, Expected, Request, Response, Status, Step, StepResult, TaskAttribute,
 };
-use riser_scsi::task::TaskKey;
+use riser_scsi::task::{NewTask, TaskKey};
 
-use crate::pool::{Buffer, Pool};
-use crate::srp::{TaskRef, Unit};
-use crate::stats::{Account, CDB_TRACED, Course, Stage, Subject};
+use crate::pool::{Buffer, Owner, Pool};
+use crate::srp::{SetFull, TaskRef, Unit};
+use crate::stats::{Addressed, CDB_TRACED, Course, Stage, Subject};
 
 /// Whether a command may start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +46,20 @@ pub enum Entry {
     Later,
     /// Never: the task set is full, and the answer TASK SET FULL.
     Full,
+    /// When [`Execution::data_arrived`] says so: what it needs from its initiator comes first.
+    Gather,
+}
+
+/// What a command gets from its initiator before it takes its place in the order.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Early {
+    /// Nothing, or nothing more.
+    #[default]
+    None,
+    /// Its data, or what leads to them, are to come.
+    Awaited(Option<DataOut>),
+    /// Its data have come, or failed to.
+    Arrived(StepResult),
 }
 
 /// A command under way, of at most `CDB` bytes.
@@ -47,6 +67,8 @@ pub enum Entry {
 pub struct Execution<const CDB: usize> {
     /// The unit, if there is such a one; a command keeps it, whatever becomes of the map.
     pub unit: Option<Arc<Unit>>,
+    /// Whether the number that leads to it is read-only.
+    read_only: bool,
     /// Task attribute.
     pub attribute: TaskAttribute,
     /// The CDB.
@@ -63,6 +85,7 @@ pub struct Execution<const CDB: usize> {
     pub watchers: Vec<TaskRef>,
     /// How long it has been where.
     pub course: Course,
+    early: Early,
     /// The command of the logical unit.
     command: Option<Command>,
     /// Its key in the unit's task set, while it is there.
@@ -75,6 +98,7 @@ impl<const CDB: usize> Execution<CDB> {
     pub fn new() -> Self {
         Self {
             unit: None,
+            read_only: false,
             attribute: TaskAttribute::Simple,
             cdb: ArrayVec::new(),
             expected: Expected::default(),
@@ -83,6 +107,7 @@ impl<const CDB: usize> Execution<CDB> {
             aborted: false,
             watchers: Vec::new(),
             course: Course::default(),
+            early: Early::None,
             command: None,
             key: None,
         }
@@ -98,12 +123,13 @@ impl<const CDB: usize> Execution<CDB> {
     /// its nexus and its tag there.
     pub fn take_in(
         &mut self,
-        addressed: Option<(Arc<Unit>, Arc<Account>)>,
+        addressed: Option<Addressed>,
         nexus: NexusId,
         tag: u64,
         now: Instant,
     ) {
-        self.unit = addressed.map(|(unit, account)| {
+        self.read_only = addressed.as_ref().is_some_and(|a| a.read_only);
+        self.unit = addressed.map(|Addressed { unit, account, .. }| {
             let cdb = &self.cdb;
             let subject = || Subject {
                 tag,
@@ -115,33 +141,95 @@ impl<const CDB: usize> Execution<CDB> {
         });
     }
 
-    /// Enters the unit's task set under a name. A command for no unit starts at once.
-    pub fn register(&mut self, nexus: NexusId, name: TaskRef, now: Instant) -> Entry {
+    /// Enters the unit's task set under a name. A command for no unit starts at once. With `tables`,
+    /// something must be fetched from the initiator even if there is no Data-Out.
+    pub fn register(
+        &mut self,
+        nexus: NexusId,
+        name: TaskRef,
+        tables: bool,
+        pool: &Pool,
+        now: Instant,
+    ) -> Entry {
         self.course.classify(Kind::of(&self.cdb));
         self.course.enter(Stage::Scsi, now);
         let Some(unit) = &self.unit else {
+            if tables {
+                self.early = Early::Awaited(None);
+                return Entry::Gather;
+            }
             return Entry::Now;
         };
-        let alone = Opcode::concurrency_of(&self.cdb);
-        match unit.register(nexus, self.attribute, alone, name) {
+        let data = unit.lu.data_out(&self.request(nexus, &[]));
+        let data = data.filter(|data| data.buffer_len as usize <= pool.max_buffer());
+        let new = NewTask {
+            attribute: self.attribute,
+            footprint: Opcode::footprint_of(&self.cdb),
+            awaits_data: tables || data.is_some(),
+        };
+        match unit.register(nexus, new, name) {
             Ok((key, started)) => {
                 self.key = Some(key);
-                if started { Entry::Now } else { Entry::Later }
+                match started {
+                    _ if new.awaits_data => {
+                        self.early = Early::Awaited(data);
+                        Entry::Gather
+                    }
+                    true => Entry::Now,
+                    false => Entry::Later,
+                }
             }
-            Err(_) => Entry::Full,
+            Err(SetFull) => Entry::Full,
         }
     }
 
-    /// Starts the command: its first step. BUSY where no buffer of the pool can ever hold its data.
-    pub fn start(&mut self, nexus: NexusId, luns: &[LunId], pool: &Pool, now: Instant) -> Step {
+    /// Whether it is not in the order yet: [`Execution::data_arrived`] is to come.
+    #[must_use]
+    pub fn is_gathering(&self) -> bool {
+        matches!(self.early, Early::Awaited(_))
+    }
+
+    /// Bytes of Data-Out that are to be brought before it takes its place in the order.
+    #[must_use]
+    pub fn early_data(&self) -> Option<u32> {
+        match self.early {
+            Early::Awaited(Some(data)) => Some(data.len),
+            _ => None,
+        }
+    }
+
+    /// What it needs from its initiator has come, or will not: whether it may start at once, and other
+    /// tasks that may.
+    ///
+    /// # Panics
+    /// If it does not wait for that.
+    #[must_use]
+    pub fn data_arrived(&mut self, result: StepResult, now: Instant) -> (bool, Vec<TaskRef>) {
+        assert!(self.is_gathering(), "data come once");
         self.course.enter(Stage::Scsi, now);
-        let request = Request {
+        self.early = Early::Arrived(result);
+        match (self.key, &self.unit) {
+            (Some(key), Some(unit)) => unit.data_arrived(key),
+            _ => (true, Vec::new()),
+        }
+    }
+
+    fn request<'a>(&'a self, nexus: NexusId, luns: &'a [LunId]) -> Request<'a> {
+        Request {
             nexus,
             cdb: &self.cdb,
             expected: self.expected,
             attribute: self.attribute,
             luns,
-        };
+            read_only: self.read_only,
+        }
+    }
+
+    /// Starts the command: its first step that is not done yet. A command whose data no buffer of the
+    /// pool can ever hold is refused.
+    pub fn start(&mut self, nexus: NexusId, luns: &[LunId], pool: &Pool, now: Instant) -> Step {
+        self.course.enter(Stage::Scsi, now);
+        let request = self.request(nexus, luns);
         let step = match &self.unit {
             Some(unit) => {
                 let (command, step) = unit.lu.start(&request);
@@ -150,10 +238,23 @@ impl<const CDB: usize> Execution<CDB> {
             }
             None => Step::Respond(respond_absent(&request)),
         };
-        if self.buffer_len() as usize > pool.max_buffer() {
-            return Step::Respond(self.status_only(Status::Busy));
+        let early = std::mem::take(&mut self.early);
+        match (step, early) {
+            (Step::ReceiveData { .. }, Early::Arrived(result)) => self.advance(result, now),
+            (Step::ReceiveData { .. } | Step::Block(_), _)
+                if self.buffer_len() as usize > pool.max_buffer() =>
+            {
+                Step::Respond(self.too_large())
+            }
+            (step, _) => step,
         }
-        step
+    }
+
+    fn too_large(&self) -> Response {
+        let sense = Sense::illegal(AdditionalSense::INSUFFICIENT_RESOURCES);
+        let unit = self.unit.as_ref();
+        let format = unit.map_or(SenseFormat::Fixed, |unit| unit.lu.sense_format());
+        Response::check_condition(&sense, format, self.expected)
     }
 
     /// Tells the command how its last step ended: the next one.
@@ -171,21 +272,30 @@ impl<const CDB: usize> Execution<CDB> {
     }
 
     fn buffer_len(&self) -> u32 {
-        self.command.as_ref().map_or(0, Command::buffer_len)
+        match self.early {
+            Early::Awaited(data) => data.map_or(0, |data| data.buffer_len),
+            _ => self.command.as_ref().map_or(0, Command::buffer_len),
+        }
     }
 
     /// Makes sure of the command's data buffer, if it needs one; `false` without room in the pool.
-    pub fn has_buffer(&mut self, pool: &mut Pool) -> bool {
+    pub fn has_buffer(&mut self, pool: &mut Pool, owner: Owner) -> bool {
         let len = self.buffer_len();
         if self.buffer.is_none() && len > 0 {
-            self.buffer = pool.take(len);
+            self.buffer = pool.grant(owner, len);
         }
         self.buffer.is_some() || len == 0
     }
 
     /// Brings the data of a response into the buffer, where they are not there yet: how many bytes
     /// there are for the initiator. `None` without room in the pool.
-    pub fn gather(&mut self, pool: &mut Pool, response: &Response, now: Instant) -> Option<u32> {
+    pub fn gather(
+        &mut self,
+        pool: &mut Pool,
+        owner: Owner,
+        response: &Response,
+        now: Instant,
+    ) -> Option<u32> {
         let len = response.data_in.len().min(self.expected.data_in);
         if let DataIn::Inline(bytes) = &response.data_in
             && len > 0
@@ -194,7 +304,7 @@ impl<const CDB: usize> Execution<CDB> {
                 if let Some(short) = self.buffer.take() {
                     pool.release(short);
                 }
-                self.buffer = pool.take(len);
+                self.buffer = pool.grant(owner, len);
             }
             self.buffer.as_ref()?.write(0, &bytes[..len as usize]);
         }
@@ -232,6 +342,7 @@ impl<const CDB: usize> Execution<CDB> {
         }
         self.course.abandon();
         self.unit = None;
+        self.early = Early::None;
         self.command = None;
         self.step = None;
         self.aborted = false;

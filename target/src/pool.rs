@@ -4,6 +4,16 @@
 //! (a buddy allocator), so that bytes go disk → buffer → wire without a copy and without an
 //! allocation. A [`Buffer`] is up to [`MAX_PIECES`] blocks that together hold a command's data.
 //!
+//! # Fairness
+//! Channels ask for memory under their number ([`Owner`]). While none waits, each request gets what there
+//! is. Otherwise an owner that has some gets more only up to its share: the pool divided by the owners
+//! that have or want some. The first in the line that its share allows has its turn. Others may still be
+//! served before it, as a small request fits where a large one does not; but when half the pool has gone
+//! past it, only the one whose turn it is gets memory. So neither small nor large requests starve.
+//!
+//! Descriptor tables have memory of their own, since a command holds its table while it waits for data
+//! memory: taken from there, tables could leave none to wait for. An owner gets half of it at most.
+//!
 //! # Invariants
 //! - Every byte of the pool belongs to the pool or to exactly one buffer.
 //! - A buffer goes back through [`Pool::release`]; one that is merely dropped is a bug, which
@@ -19,6 +29,7 @@
     reason = "a command looks at its own buffer in place, between device operations"
 )]
 
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::ops::Range;
 
@@ -35,8 +46,8 @@ const MAX_ORDER: usize = 8;
 /// The largest block, in bytes.
 pub const MAX_BLOCK: usize = MIN_BLOCK << MAX_ORDER;
 
-/// Blocks in one buffer at most.
-pub const MAX_PIECES: usize = 32;
+/// Blocks in one buffer at most: the longest transfer and a segment of scratch fit the largest blocks.
+pub const MAX_PIECES: usize = 33;
 
 /// No neighbour in a free list.
 const NIL: u32 = u32::MAX;
@@ -59,37 +70,72 @@ struct Piece {
     offset: usize,
     /// Bytes of the block that the buffer uses.
     len: u32,
+    /// The block is `MIN_BLOCK << order` bytes long.
+    order: u8,
+}
+
+/// Whose a buffer is: the number of a channel at its worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Owner(pub u64);
+
+/// What an owner has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Holding {
+    /// Bytes of data buffers, in whole blocks.
+    data: usize,
+    /// Bytes of tables.
+    tables: usize,
+    /// Whether it waits.
+    waits: bool,
+}
+
+/// An owner in the line.
+#[derive(Clone, Copy, Debug)]
+struct Waiter {
+    owner: Owner,
+    /// Bytes that it was last refused.
+    need: usize,
+    /// Bytes that others were given while it had its turn.
+    passed: usize,
 }
 
 /// The buffers of one worker.
 #[derive(Debug)]
 pub struct Pool {
     memory: Memory,
-    units: Vec<Unit>,
-    heads: [u32; MAX_ORDER + 1],
-    free: usize,
+    data: Blocks,
+    tables: Blocks,
     lowest_free: usize,
+    /// Owners that have or want something.
+    owners: HashMap<Owner, Holding>,
+    /// Those that wait for data memory, by turns; each once.
+    line: VecDeque<Waiter>,
+    /// Bytes that were last refused.
+    refused: usize,
+    /// Whether an owner in the line may get something now.
+    has_changed: bool,
 }
 
 impl Pool {
-    /// Maps a pool of `bytes`, rounded up to whole blocks of [`MAX_BLOCK`].
+    /// Maps a pool of `bytes`, rounded up to whole blocks of [`MAX_BLOCK`], and a sixteenth of that
+    /// for descriptor tables.
     ///
     /// # Errors
     /// The error of `mmap(2)`.
     pub fn new(bytes: usize) -> io::Result<Self> {
         let len = bytes.max(1).next_multiple_of(MAX_BLOCK);
-        let memory = Memory::new(len)?;
-        let mut pool = Self {
+        let tables = (len / 16).next_multiple_of(MAX_BLOCK);
+        let memory = Memory::new(len + tables)?;
+        Ok(Self {
             memory,
-            units: vec![Unit::Inner; len / MIN_BLOCK],
-            heads: [NIL; MAX_ORDER + 1],
-            free: len,
+            data: Blocks::new(0, len),
+            tables: Blocks::new(len, tables),
             lowest_free: len,
-        };
-        for block in (0..len / MAX_BLOCK).rev() {
-            pool.push((block << MAX_ORDER) as u32, MAX_ORDER);
-        }
-        Ok(pool)
+            owners: HashMap::new(),
+            line: VecDeque::new(),
+            refused: 0,
+            has_changed: false,
+        })
     }
 
     /// The mapping, for registering it with devices.
@@ -98,16 +144,16 @@ impl Pool {
         &self.memory
     }
 
-    /// Size in bytes.
+    /// Size in bytes, without the tables' memory.
     #[must_use]
     pub fn size(&self) -> usize {
-        self.memory.len()
+        self.data.len
     }
 
-    /// Bytes not in any buffer.
+    /// Bytes not in any data buffer.
     #[must_use]
     pub fn free(&self) -> usize {
-        self.free
+        self.data.free
     }
 
     /// The least that [`Pool::free`] has ever been.
@@ -116,18 +162,200 @@ impl Pool {
         self.lowest_free
     }
 
+    /// Whether every buffer is back, tables included.
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        self.data.free == self.data.len && self.tables.free == self.tables.len
+    }
+
     /// The longest buffer that an empty pool can give, in bytes.
     #[must_use]
     pub fn max_buffer(&self) -> usize {
         self.size().min(MAX_PIECES * MAX_BLOCK)
     }
 
-    /// A buffer of `len` bytes, or `None` while the pool has not enough in few enough blocks.
+    /// A data buffer of `len` bytes for an owner, or `None` while there is not enough, or it is not
+    /// its turn. [`Pool::wait`] then.
+    pub fn grant(&mut self, owner: Owner, len: u32) -> Option<Buffer> {
+        let need = needed(len);
+        let granted = self.may_take(owner, need).then(|| self.take(len)).flatten();
+        let Some(mut buffer) = granted else {
+            self.refused = need;
+            if let Some(waiter) = self.line.iter_mut().find(|w| w.owner == owner) {
+                waiter.need = need;
+            }
+            return None;
+        };
+        buffer.owner = Some(owner);
+        self.owners.entry(owner).or_default().data += buffer.held();
+        if let Some(at) = self.turn() {
+            if self.line[at].owner != owner {
+                self.line[at].passed += need;
+            } else if let Some(mut waiter) = self.line.remove(at) {
+                // It has had its turn; if it still waits, it is the last.
+                waiter.passed = 0;
+                self.line.push_back(waiter);
+            }
+        }
+        Some(buffer)
+    }
+
+    /// A buffer for descriptors, or `None` while there is not enough, or the owner has its half.
+    pub fn take_table(&mut self, owner: Owner, len: u32) -> Option<Buffer> {
+        let has = self.owners.get(&owner).map_or(0, |holding| holding.tables);
+        if has + needed(len) > self.tables.len / 2 {
+            return None;
+        }
+        let mut buffer = self.tables.take(&self.memory, len)?;
+        buffer.owner = Some(owner);
+        self.owners.entry(owner).or_default().tables += buffer.held();
+        Some(buffer)
+    }
+
+    /// An owner waits for the data buffer that [`Pool::grant`] has just refused: it is in
+    /// [`Pool::waiting`] from now on.
+    pub fn wait(&mut self, owner: Owner) {
+        let holding = self.owners.entry(owner).or_default();
+        if !std::mem::replace(&mut holding.waits, true) {
+            self.line.push_back(Waiter {
+                owner,
+                need: self.refused,
+                passed: 0,
+            });
+        }
+    }
+
+    /// An owner waits no longer.
+    pub fn leave_line(&mut self, owner: Owner) {
+        let Some(holding) = self.owners.get_mut(&owner) else {
+            return;
+        };
+        if std::mem::take(&mut holding.waits) {
+            self.line.retain(|waiter| waiter.owner != owner);
+            self.has_changed = true;
+        }
+        self.forget_idle(owner);
+    }
+
+    /// Whether memory has come back, or the line has moved, since the last call, while an owner
+    /// waits.
+    pub fn take_change(&mut self) -> bool {
+        std::mem::take(&mut self.has_changed) && !self.line.is_empty()
+    }
+
+    /// The owners that wait, by turns.
+    pub fn waiting(&self) -> impl Iterator<Item = Owner> + '_ {
+        self.line.iter().map(|waiter| waiter.owner)
+    }
+
+    /// A data buffer of `len` bytes, or `None` while the pool has not enough in few enough blocks.
     pub fn take(&mut self, len: u32) -> Option<Buffer> {
+        let buffer = self.data.take(&self.memory, len);
+        self.lowest_free = self.lowest_free.min(self.data.free);
+        buffer
+    }
+
+    /// Takes a buffer back. No device may be using it any more.
+    ///
+    /// # Panics
+    /// If the buffer is another pool's.
+    pub fn release(&mut self, mut buffer: Buffer) {
+        let is_table = buffer
+            .pieces
+            .first()
+            .is_some_and(|p| p.offset >= self.data.len);
+        let held = buffer.held();
+        let blocks = if is_table {
+            &mut self.tables
+        } else {
+            &mut self.data
+        };
+        for piece in buffer.pieces.drain(..) {
+            blocks.put(piece.offset);
+        }
+        self.has_changed = true;
+        if let Some(owner) = buffer.owner
+            && let Some(holding) = self.owners.get_mut(&owner)
+        {
+            let part = if is_table {
+                &mut holding.tables
+            } else {
+                &mut holding.data
+            };
+            *part -= held;
+            self.forget_idle(owner);
+        }
+    }
+
+    fn forget_idle(&mut self, owner: Owner) {
+        if self.owners.get(&owner) == Some(&Holding::default()) {
+            self.owners.remove(&owner);
+        }
+    }
+
+    /// Whether an owner is within its share with so many bytes more. One that has nothing is.
+    fn is_within_share(&self, owner: Owner, need: usize) -> bool {
+        let has = self.owners.get(&owner).map_or(0, |holding| holding.data);
+        has == 0 || has + need <= self.size() / self.owners.len().max(1)
+    }
+
+    /// Whose turn it is: a place in the line.
+    fn turn(&self) -> Option<usize> {
+        let mut line = self.line.iter();
+        line.position(|waiter| self.is_within_share(waiter.owner, waiter.need))
+    }
+
+    fn may_take(&self, owner: Owner, need: usize) -> bool {
+        if self.line.iter().all(|waiter| waiter.owner == owner) {
+            return true;
+        }
+        if !self.is_within_share(owner, need) {
+            return false;
+        }
+        self.turn().is_none_or(|at| {
+            let waiter = &self.line[at];
+            waiter.owner == owner || waiter.passed + need <= self.size() / 2
+        })
+    }
+}
+
+/// Bytes of whole blocks that hold `len`.
+fn needed(len: u32) -> usize {
+    (len as usize).next_multiple_of(MIN_BLOCK)
+}
+
+/// A part of the mapping, in blocks.
+#[derive(Debug)]
+struct Blocks {
+    /// Where it begins in the mapping.
+    base: usize,
+    len: usize,
+    units: Vec<Unit>,
+    heads: [u32; MAX_ORDER + 1],
+    free: usize,
+}
+
+impl Blocks {
+    fn new(base: usize, len: usize) -> Self {
+        let mut blocks = Self {
+            base,
+            len,
+            units: vec![Unit::Inner; len / MIN_BLOCK],
+            heads: [NIL; MAX_ORDER + 1],
+            free: len,
+        };
+        for block in (0..len / MAX_BLOCK).rev() {
+            blocks.push((block << MAX_ORDER) as u32, MAX_ORDER);
+        }
+        blocks
+    }
+
+    fn take(&mut self, memory: &Memory, len: u32) -> Option<Buffer> {
         let mut buffer = Buffer {
-            memory: self.memory.clone(),
+            memory: memory.clone(),
             pieces: ArrayVec::new(),
             len,
+            owner: None,
         };
         let mut left = len as usize;
         while left > 0 {
@@ -138,28 +366,24 @@ impl Pool {
                 self.take_block(order_of(want))
             };
             let Some((unit, order)) = taken else {
-                self.release(buffer);
+                for piece in buffer.pieces.drain(..) {
+                    self.put(piece.offset);
+                }
                 return None;
             };
             let used = left.min(MIN_BLOCK << order);
             buffer.pieces.push(Piece {
-                offset: unit as usize * MIN_BLOCK,
+                offset: self.base + unit as usize * MIN_BLOCK,
                 len: used as u32,
+                order: order as u8,
             });
             left -= used;
         }
-        self.lowest_free = self.lowest_free.min(self.free);
         Some(buffer)
     }
 
-    /// Takes a buffer back. No device may be using it any more.
-    ///
-    /// # Panics
-    /// If the buffer is another pool's.
-    pub fn release(&mut self, mut buffer: Buffer) {
-        for piece in buffer.pieces.drain(..) {
-            self.put_block((piece.offset / MIN_BLOCK) as u32);
-        }
+    fn put(&mut self, offset: usize) {
+        self.put_block(((offset - self.base) / MIN_BLOCK) as u32);
     }
 
     /// A block of `order`, or a smaller one where no larger one is left.
@@ -243,6 +467,7 @@ pub struct Buffer {
     memory: Memory,
     pieces: ArrayVec<Piece, MAX_PIECES>,
     len: u32,
+    owner: Option<Owner>,
 }
 
 impl Buffer {
@@ -256,6 +481,11 @@ impl Buffer {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// Bytes of its blocks.
+    fn held(&self) -> usize {
+        self.pieces.iter().map(|p| MIN_BLOCK << p.order).sum()
     }
 
     /// The ranges of the mapping that hold bytes `range` of the buffer, in order. What lies beyond
@@ -385,6 +615,101 @@ mod tests {
         let whole = pool.take(1 << 20).unwrap();
         assert_eq!(whole.ranges(0..1 << 20).count(), 1, "neighbours rejoin");
         pool.release(whole);
+    }
+
+    #[test]
+    fn an_owner_keeps_to_its_share_while_others_wait() {
+        const MIB: u32 = 1 << 20;
+        let (hog, other) = (Owner(1), Owner(2));
+        let mut pool = Pool::new(8 << 20).unwrap();
+        let mut held: Vec<_> = std::iter::from_fn(|| pool.grant(hog, MIB)).collect();
+        assert_eq!(held.len(), 8, "alone, it may have all");
+        assert!(pool.grant(other, MIB).is_none());
+        pool.wait(other);
+        pool.wait(hog);
+        for left in (0..8).rev() {
+            let buffer = held.pop().unwrap();
+            pool.release(buffer);
+            assert!(pool.take_change());
+            if left >= 4 {
+                assert!(pool.grant(hog, MIB).is_none(), "it has {left} of 8");
+            }
+        }
+        let all = [hog, other].map(|owner| pool.grant(owner, MIB).unwrap());
+        all.into_iter().for_each(|buffer| pool.release(buffer));
+        pool.leave_line(hog);
+        pool.leave_line(other);
+        assert!(pool.owners.is_empty() && pool.is_whole());
+    }
+
+    #[test]
+    fn an_owner_that_would_exceed_its_share_does_not_keep_the_turn() {
+        const MIB: u32 = 1 << 20;
+        let (first, other) = (Owner(1), Owner(2));
+        let mut pool = Pool::new(8 << 20).unwrap();
+        let held = pool.grant(first, 3 * MIB + MIB / 2).unwrap();
+        let rest = pool.take(4 * MIB + MIB / 2).unwrap();
+        for owner in [first, other] {
+            assert!(pool.grant(owner, MIB).is_none());
+            pool.wait(owner);
+        }
+        pool.release(rest);
+        for _ in 0..20 {
+            assert!(pool.grant(first, MIB).is_none());
+            let buffer = pool.grant(other, MIB).unwrap();
+            pool.release(buffer);
+        }
+        pool.leave_line(other);
+        pool.release(held);
+        let buffer = pool.grant(first, MIB).unwrap();
+        pool.release(buffer);
+    }
+
+    #[test]
+    fn neither_small_nor_large_requests_starve() {
+        const MIB: u32 = 1 << 20;
+        let (small, large) = (Owner(1), Owner(2));
+        let mut pool = Pool::new(4 << 20).unwrap();
+        let mut held: Vec<_> = (0..1024)
+            .map(|_| pool.grant(small, 4096).unwrap())
+            .collect();
+        pool.wait(large);
+        let mut passed = 0;
+        // Small ones come and go; the large one gets the memory that they leave at last.
+        for _ in 0..4096 {
+            if let Some(buffer) = held.pop() {
+                pool.release(buffer);
+            }
+            match pool.grant(small, 4096) {
+                Some(buffer) => {
+                    held.push(buffer);
+                    passed += 4096;
+                }
+                None => pool.wait(small),
+            }
+            if let Some(buffer) = pool.grant(large, MIB) {
+                pool.release(buffer);
+                held.into_iter().for_each(|buffer| pool.release(buffer));
+                assert!(passed <= pool.size(), "{passed} bytes went past it");
+                return;
+            }
+        }
+        panic!("the large request never got its memory");
+    }
+
+    #[test]
+    fn tables_leave_the_data_memory_alone() {
+        let mut pool = Pool::new(1 << 20).unwrap();
+        let one = Owner(1);
+        let tables: Vec<_> = std::iter::from_fn(|| pool.take_table(one, 4096)).collect();
+        assert_eq!(tables.len(), 128, "half of a MiB");
+        let other = pool.take_table(Owner(2), 4096).unwrap();
+        let data = pool.grant(one, 1 << 20).unwrap();
+        assert_eq!(pool.free(), 0);
+        for buffer in tables.into_iter().chain([other, data]) {
+            pool.release(buffer);
+        }
+        assert!(pool.is_whole() && pool.owners.is_empty());
     }
 
     proptest! {

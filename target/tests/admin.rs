@@ -94,14 +94,25 @@ fn a_configuration_is_compared_applied_saved_and_taken_back() {
     assert!(daemon.ask(&["rollback", "1"]).status.success());
     assert_eq!(daemon.ask(&["rollback", "9"]).status.code(), Some(1));
     assert_eq!(daemon.json("targets")[0]["luns"]["1"]["size"], 2 << 20);
-    // A restart serves the file, unless it is to serve what was applied last.
+    // A restart serves what was applied last if it is told to, unless the file was edited.
+    for _ in 0..2 {
+        daemon.restart(&["--restore"]);
+        assert_eq!(daemon.json("targets")[0]["luns"]["1"]["size"], 2 << 20);
+        assert_eq!(daemon.json("history").as_array().unwrap().len(), 4);
+    }
     daemon.configure("127.81.0.6", "{ 3: a }");
     daemon.restart(&["--restore"]);
-    assert_eq!(daemon.json("targets")[0]["luns"]["1"]["size"], 2 << 20);
-    assert_eq!(daemon.json("history").as_array().unwrap().len(), 4);
-    daemon.restart(&[]);
     assert_eq!(daemon.json("targets")[0]["luns"]["3"]["size"], 1 << 20);
     assert_eq!(daemon.json("history").as_array().unwrap().len(), 5);
+    // An edit that the running daemon has read is no edit at the next start.
+    daemon.configure("127.81.0.6", "{ 4: a }");
+    assert!(daemon.ask(&["reload"]).status.success());
+    assert!(daemon.ask(&["rollback", "2"]).status.success());
+    daemon.restart(&["--restore"]);
+    assert_eq!(daemon.json("targets")[0]["luns"]["1"]["size"], 2 << 20);
+    // Without being told to, it serves the file.
+    daemon.restart(&[]);
+    assert_eq!(daemon.json("targets")[0]["luns"]["4"]["size"], 1 << 20);
 }
 
 #[test]

@@ -3,19 +3,28 @@
 mod mini;
 mod world;
 
+use std::io;
 use std::net::SocketAddr;
 use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use mini::{Mini, Refused, Said, cdb10, config, login_req};
+use riser_scsi::config::Identity;
 use riser_scsi::kind::Kind;
+use riser_scsi::reservation::{ReservationKeeper, SavedReservations};
+use riser_scsi::sense::{AdditionalSense, Sense};
 use riser_scsi::srp::{
     DataBuffer, IndirectTable, LoginRejReason, MultiChannelAction, MultiChannelResult,
     TargetPortId, TskMgmtFunction,
 };
+use riser_target::backend::{Fault, FaultOn, Faults};
 use riser_target::config::Config;
+use riser_target::server::build_shared;
 use riser_target::worker::Report;
 use riser_target::worker::mail::Mail;
+use riser_target::worker::registry::{ChannelRef, Endpoints, NexusKey};
+use riser_target::worker::target::Entrance;
 use riser_transport::loopback::Endpoint;
 use riser_transport::roce::fault::FaultConfig;
 use world::{SERVER, World};
@@ -78,6 +87,11 @@ fn drain(world: &mut World) -> riser_target::worker::mail::Snapshot {
     for _ in 0..50_000 {
         world.pump(&mut idle);
     }
+    snapshot(world)
+}
+
+fn snapshot(world: &mut World) -> riser_target::worker::mail::Snapshot {
+    let mut idle = world.client(98);
     let (tx, rx) = channel();
     world.mail.send(Mail::Snapshot(tx)).unwrap();
     world.pump(&mut idle);
@@ -206,7 +220,7 @@ fn a_second_login_replaces_or_joins_the_first() {
     assert_eq!(world.shared.registry.sessions(), 1);
     req.multi_channel = MultiChannelAction::Single;
     let dev = world.client(3);
-    let third = Mini::connect(dev, dst, &req, &mut |d| world.pump(d))
+    let mut third = Mini::connect(dev, dst, &req, &mut |d| world.pump(d))
         .map_err(|(_, e)| e)
         .unwrap();
     assert_eq!(third.rsp.multi_channel, MultiChannelResult::Terminated);
@@ -214,7 +228,336 @@ fn a_second_login_replaces_or_joins_the_first() {
         assert_eq!(old.next(&mut |d| world.pump(d)), Said::Logout(4));
         old.wait_closed(&mut |d| world.pump(d));
     }
+    for _ in 0..1000 {
+        world.pump(&mut third.dev);
+    }
     assert_eq!(world.shared.registry.sessions(), 1);
+}
+
+/// A new login of the same ports, over another connection.
+fn log_in_again(world: &mut World, client: u8) -> Result<Mini<Endpoint>, Refused> {
+    let dev = world.client(client);
+    let req = login_req(1, world.target());
+    let dst = SocketAddr::new(SERVER, 5555);
+    Mini::connect(dev, dst, &req, &mut |d| world.pump(d)).map_err(|(_, e)| e)
+}
+
+#[test]
+fn a_write_of_a_replaced_session_does_not_come_late() {
+    let mut parsed = Config::parse(&config(SERVER, 1, ""), "test.yaml").unwrap();
+    let slow = Fault {
+        on: FaultOn::Write,
+        offset: 0,
+        len: u64::MAX,
+        times: Some(1),
+        delay: Duration::from_millis(300),
+        error: None,
+    };
+    parsed.backends[0].spec.faults = Some(Arc::new(Faults::new(vec![slow])));
+    let mut world = World::serving(FaultConfig::default(), &parsed);
+    let mut old = world.log_in(1);
+    old.data.fill(0, 512, 0xaa);
+    let data = DataBuffer::Direct(old.desc(0, 512));
+    old.send_cmd(5, 0, &cdb10(0x2a, 0, 1), data, DataBuffer::None);
+    for _ in 0..200 {
+        old.poll();
+        world.pump(&mut old.dev);
+    }
+    assert_eq!(snapshot(&mut world).sessions[0].in_flight, 1);
+    // The initiator has given the old connection up, and writes the same block again.
+    let mut new = log_in_again(&mut world, 2).unwrap();
+    assert_eq!(new.rsp.multi_channel, MultiChannelResult::Terminated);
+    new.send_cmd(1, 0, &[0; 6], DataBuffer::None, DataBuffer::None);
+    let answer = new.answer(&mut |d| world.pump(d));
+    let sense = Sense::parse(&answer.sense).unwrap();
+    assert_eq!(sense.additional, AdditionalSense::NEXUS_LOSS);
+    new.data.fill(0, 512, 0xbb);
+    assert_eq!(new.write(0, 1, 0, &mut |d| world.pump(d)).status, 0);
+    std::thread::sleep(Duration::from_millis(400));
+    for _ in 0..50 {
+        world.pump(&mut new.dev);
+    }
+    assert_eq!(new.read(0, 1, 4096, &mut |d| world.pump(d)).status, 0);
+    let block = new.data.slice(4096..4097).unwrap().to_vec();
+    assert_eq!(block, [0xbb], "the replaced session's write came last");
+}
+
+/// PERSISTENT RESERVE OUT with these keys: the status.
+fn reserve_out(
+    world: &mut World,
+    mini: &mut Mini<Endpoint>,
+    (action, kind): (u8, u8),
+    (own, key): (u64, u64),
+) -> u8 {
+    let mut list = [0_u8; 24];
+    list[..8].copy_from_slice(&own.to_be_bytes());
+    list[8..16].copy_from_slice(&key.to_be_bytes());
+    mini.data.write(8192, &list);
+    let cdb = [0x5f, action, kind, 0, 0, 0, 0, 0, 24, 0];
+    let data = DataBuffer::Direct(mini.desc(8192, 24));
+    let pump = &mut |d: &mut _| world.pump(d);
+    mini.command(&cdb, data, DataBuffer::None, pump).status
+}
+
+/// Fencing ends what the preempted initiator has at a disk, and waits for nobody else.
+#[test]
+fn preempt_and_abort_ends_the_commands_of_the_preempted() {
+    let mut parsed = Config::parse(&config(SERVER, 1, ""), "test.yaml").unwrap();
+    let stuck = |block: u64| Fault {
+        on: FaultOn::Write,
+        offset: block * 512,
+        len: 512,
+        times: Some(1),
+        delay: Duration::from_secs(600),
+        error: None,
+    };
+    let faults = Faults::new([1, 2].map(stuck).to_vec());
+    parsed.backends[0].spec.faults = Some(Arc::new(faults));
+    let mut world = World::serving(FaultConfig::default(), &parsed);
+    let [mut one, mut two, mut three] = [1, 2, 3].map(|n| world.log_in(n));
+    for (mini, key) in [(&mut one, 0xa), (&mut two, 0xb), (&mut three, 0xc)] {
+        assert_eq!(reserve_out(&mut world, mini, (6, 0), (0, key)), 0);
+    }
+    assert_eq!(reserve_out(&mut world, &mut two, (1, 5), (0xb, 0)), 0);
+    for (mini, block) in [(&mut one, 1), (&mut three, 2)] {
+        mini.data.fill(0, 512, 0xaa);
+        let data = DataBuffer::Direct(mini.desc(0, 512));
+        mini.send_cmd(5, 0, &cdb10(0x2a, block, 1), data, DataBuffer::None);
+        for _ in 0..200 {
+            mini.poll();
+            world.pump(&mut mini.dev);
+        }
+    }
+    assert_eq!(reserve_out(&mut world, &mut two, (5, 5), (0xb, 0xa)), 0);
+    let in_flight = |world: &mut World| {
+        let sessions = snapshot(world).sessions;
+        sessions.iter().map(|s| s.in_flight).sum::<usize>()
+    };
+    assert_eq!(
+        in_flight(&mut world),
+        1,
+        "the write of who stays registered"
+    );
+    assert_eq!(two.read(1, 1, 4096, &mut |d| world.pump(d)).status, 0);
+    assert_eq!(two.data.slice(4096..4097).unwrap().to_vec(), [0]);
+    // Nothing answers the write but its credit: the next is the unit attention, and then the conflict.
+    assert_eq!(one.next(&mut |d| world.pump(d)), Said::Credit(1));
+    let none = || DataBuffer::None;
+    let answer = one.command(&[0; 6], none(), none(), &mut |d| world.pump(d));
+    assert_eq!((answer.tag, answer.status), (77, 2));
+    assert_eq!(one.write(0, 1, 0, &mut |d| world.pump(d)).status, 0x18);
+}
+
+/// A channel of a worker that is not there: it stands for one whose commands a device holds.
+fn held_channel(world: &World) -> (NexusKey, ChannelRef) {
+    let req = login_req(1, world.target());
+    let key = NexusKey {
+        initiator: req.initiator_port,
+        target: req.target_port,
+    };
+    let (worker, serial) = (7, 1);
+    let channel = ChannelRef { worker, serial };
+    let ends = Endpoints {
+        peer: SocketAddr::from(([10, 0, 0, 101], 1)),
+        local: SERVER,
+        entrance: Entrance::Port(5555),
+    };
+    let (registry, now) = (&world.shared.registry, world.fabric.now());
+    registry.login(&req, ends, channel, now).unwrap();
+    assert!(registry.establish(key, channel, now).may_start);
+    (key, channel)
+}
+
+#[test]
+fn commands_of_a_new_login_wait_until_the_replaced_session_is_gone() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let (key, held) = held_channel(&world);
+    let mut new = log_in_again(&mut world, 1).unwrap();
+    new.send_cmd(1, 0, &[0; 6], DataBuffer::None, DataBuffer::None);
+    for _ in 0..1000 {
+        new.poll();
+        world.pump(&mut new.dev);
+    }
+    assert_eq!(new.said, [], "the old session still has commands");
+    let left = world.shared.registry.logout(key, held);
+    let [ChannelRef { serial, .. }] = left.start[..] else {
+        panic!("one channel waits: {left:?}");
+    };
+    world.mail.send(Mail::OthersGone { serial }).unwrap();
+    assert_eq!(
+        new.answer(&mut |d| world.pump(d)).status,
+        2,
+        "its attention"
+    );
+    assert_eq!(new.read(0, 8, 0, &mut |d| world.pump(d)).status, 0);
+}
+
+#[test]
+fn a_login_is_refused_while_a_device_does_not_give_the_old_commands_back() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let (key, held) = held_channel(&world);
+    let mut new = log_in_again(&mut world, 1).unwrap();
+    assert_eq!(new.next(&mut |d| world.pump(d)), Said::Logout(0));
+    new.wait_closed(&mut |d| world.pump(d));
+    for n in 0..3 {
+        let refused = log_in_again(&mut world, 2 + n).err();
+        let reason = LoginRejReason::InsufficientResources;
+        assert_eq!(refused, Some(Refused::Login(reason)), "it may try again");
+    }
+    world.shared.registry.logout(key, held);
+    let mut new = log_in_again(&mut world, 5).unwrap();
+    new.settle(&mut |d| world.pump(d));
+}
+
+#[test]
+fn a_request_alone_ends_no_session() {
+    let mut world = World::new(FaultConfig::default(), "");
+    let mut victim = world.log_in(1);
+    let req = login_req(1, world.target());
+    let mut private_data = vec![0; 56];
+    req.emit_rdma(&mut private_data);
+    // The peer that asks does not see the answer: its address was forged.
+    let mut dev = world.client(2);
+    Mini::request(
+        &mut dev,
+        SocketAddr::new(SERVER, 5555),
+        private_data,
+        &mut |d| {
+            world.pump(d);
+        },
+    );
+    drop(dev);
+    for _ in 0..2000 {
+        victim.poll();
+        world.pump(&mut victim.dev);
+    }
+    assert_eq!(world.shared.registry.sessions(), 2, "the request was taken");
+    assert!(!victim.closed && victim.said.is_empty());
+    assert_eq!(victim.read(0, 8, 0, &mut |d| world.pump(d)).status, 0);
+}
+
+/// Two targets with a RAM disk and a portal each.
+const TWO_TARGETS: &str = "\
+backends: { a: { kind: ram, size: 1MiB }, b: { kind: ram, size: 1MiB } }
+targets:
+  - { name: outer, portals: [{ protocol: srp, listen: \"10.0.0.1:5555\" }], luns: { 0: a }, access: open }
+  - { name: inner, portals: [{ protocol: srp, listen: \"10.0.0.1:5556\" }], luns: { 0: b }, access: open }
+workers: { count: 1 }
+";
+
+#[test]
+fn a_target_is_reached_by_its_own_portals_only() {
+    let parsed = Config::parse(TWO_TARGETS, "test.yaml").unwrap();
+    let mut world = World::serving(FaultConfig::default(), &parsed);
+    let inner = world.shared.registry.catalog().targets[1].portals[0].target_port();
+    let req = login_req(1, inner);
+    let mut by = |port: u16| {
+        let dev = world.client(1);
+        let dst = SocketAddr::new(SERVER, port);
+        let mini = Mini::connect(dev, dst, &req, &mut |d| world.pump(d));
+        mini.map(|_| ()).map_err(|(_, e)| e)
+    };
+    let denied = Refused::Login(LoginRejReason::UnableToAssociateChannel);
+    assert_eq!(by(5555), Err(denied), "a portal of another target");
+    assert_eq!(by(5556), Ok(()));
+}
+
+/// A disk is one unit, by whichever number: it has one name, and its reservations hold for all numbers.
+#[test]
+fn a_reservation_holds_on_a_read_only_number_too() {
+    let text = "backends: { a: { kind: ram, size: 1MiB } }\n\
+        targets:\n\
+        \x20 - { name: t, portals: [{ protocol: srp, listen: 10.0.0.1 }], access: open,\n\
+        \x20     luns: { 0: a, 1: { backend: a, read_only: true } } }\n\
+        workers: { count: 1 }\n";
+    let parsed = Config::parse(text, "test.yaml").unwrap();
+    let mut world = World::serving(FaultConfig::default(), &parsed);
+    let mut holder = world.log_in(1);
+    // REGISTER AND IGNORE a key, then RESERVE with it: Exclusive Access.
+    for (action, kind, key_at) in [(0x06, 0, 8), (0x01, 0x03, 0)] {
+        let mut list = [0_u8; 24];
+        list[key_at..key_at + 8].copy_from_slice(&7_u64.to_be_bytes());
+        holder.data.write(0, &list);
+        let cdb = [0x5f, action, kind, 0, 0, 0, 0, 0, 24, 0];
+        let data = DataBuffer::Direct(holder.desc(0, 24));
+        let answer = holder.command(&cdb, data, DataBuffer::None, &mut |d| world.pump(d));
+        assert_eq!(answer.status, 0);
+    }
+    let mut other = world.log_in(2);
+    let none = || DataBuffer::None;
+    for lun in [0, 1] {
+        let desc = other.desc(0, 512);
+        let read = cdb10(0x28, 0, 1);
+        other.send_cmd(1, lun, &read, none(), DataBuffer::Direct(desc));
+        assert_eq!(other.answer(&mut |d| world.pump(d)).status, 0x18, "{lun}");
+    }
+    // The holder reads by either, and writes by one.
+    for (lun, opcode, status) in [(0, 0x28, 0), (1, 0x28, 0), (0, 0x2a, 0), (1, 0x2a, 2)] {
+        let data = DataBuffer::Direct(holder.desc(0, 512));
+        let (out, into) = if opcode == 0x2a {
+            (data, none())
+        } else {
+            (none(), data)
+        };
+        holder.send_cmd(1, lun, &cdb10(opcode, 0, 1), out, into);
+        let answer = holder.answer(&mut |d| world.pump(d));
+        assert_eq!(answer.status, status, "{lun}: {:x?}", answer.sense);
+    }
+}
+
+/// Keeps nothing; a save takes as long as somebody holds the lock.
+#[derive(Debug, Default)]
+struct Held(Mutex<()>);
+
+impl ReservationKeeper for Held {
+    fn load(&self, _: &Identity) -> io::Result<Option<SavedReservations>> {
+        Ok(None)
+    }
+
+    fn save(&self, _: &Identity, _: Option<&SavedReservations>) -> io::Result<()> {
+        drop(self.0.lock().unwrap());
+        Ok(())
+    }
+}
+
+#[test]
+fn a_state_directory_that_hangs_holds_up_neither_aborts_nor_logins() {
+    let config = Config::parse(&config(SERVER, 1, ""), "test.yaml").unwrap();
+    let keeper = Arc::new(Held::default());
+    let shared = build_shared(&config, Some(keeper.clone())).unwrap();
+    let mut world = World::over(FaultConfig::default(), shared);
+    // Unlocked before the world goes, which waits for its helper thread.
+    let hangs = keeper.0.lock().unwrap();
+    let register = |mini: &mut Mini<Endpoint>, tag| {
+        let mut list = [0_u8; 24];
+        (list[15], list[20]) = (7, 1);
+        mini.data.write(0, &list);
+        let cdb = [0x5f, 0x06, 0, 0, 0, 0, 0, 0, 24, 0];
+        let data = DataBuffer::Direct(mini.desc(0, 24));
+        mini.send_cmd(tag, 0, &cdb, data, DataBuffer::None);
+    };
+    let mut host = world.log_in(1);
+    register(&mut host, 1);
+    let read = host.read(0, 1, 4096, &mut |d| world.pump(d));
+    assert_eq!(read.status, 0, "other commands go on");
+    host.send_tmf(2, TskMgmtFunction::AbortTask, 1);
+    let answer = host.answer(&mut |d| world.pump(d));
+    assert_eq!((answer.tag, answer.code), (2, Some(0)));
+    register(&mut host, 3);
+    let read = host.read(0, 1, 4096, &mut |d| world.pump(d));
+    assert_eq!(read.status, 0);
+    // It gives up, and logs in again.
+    let (dev, req) = (world.client(2), login_req(1, world.target()));
+    let at = SocketAddr::new(SERVER, 5555);
+    let again = Mini::connect(dev, at, &req, &mut |d| world.pump(d));
+    let mut again = again.map_err(|(_, e)| e).unwrap();
+    again.settle(&mut |d| world.pump(d));
+    let read = again.read(0, 1, 4096, &mut |d| world.pump(d));
+    assert_eq!(read.status, 0);
+    register(&mut again, 4);
+    drop(hangs);
+    let answer = again.answer(&mut |d| world.pump(d));
+    assert_eq!((answer.tag, answer.status), (4, 0));
 }
 
 #[test]

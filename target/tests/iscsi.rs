@@ -11,7 +11,7 @@ use riser_scsi::iscsi::frame;
 use riser_scsi::iscsi::login::LoginError;
 use riser_scsi::iscsi::pdu::{
     AsyncEvent, DataOut, FromTarget, LoginStatus, LogoutReason, LogoutRequest, LogoutStatus,
-    NopOut, TmfFunction, TmfRequest, TmfStatus,
+    NopOut, TaskAttr, TmfFunction, TmfRequest, TmfStatus,
 };
 use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
 use riser_target::backend::{Fault, FaultOn, Faults};
@@ -62,6 +62,9 @@ fn text(port: u16) -> String {
          workers: {{ count: 2 }}\n"
     )
 }
+
+/// Several connections of a session, and connection recovery, are to be asked for.
+const RECOVERABLE: &str = "limits: { connections_per_session: 8, error_recovery_level: 2 }\n";
 
 #[test]
 fn what_is_written_in_one_session_is_read_in_another() {
@@ -162,7 +165,9 @@ fn a_portal_sends_initiators_elsewhere() {
 /// whichever connection brings them, and answered where they came from.
 #[test]
 fn two_connections_share_a_session() {
-    let (server, port) = start();
+    let port = free_port();
+    let text = format!("{}{RECOVERABLE}", text(port));
+    let server = Server::start(&Config::parse(&text, "test.yaml").unwrap()).unwrap();
     let open = "iqn.2026-01.org.example:open";
     let mut first = Client::login(port, open, 1, None).unwrap();
     assert_eq!(first.command(&[0; 6], false, 0, &[]).0, 2, "power on");
@@ -179,8 +184,10 @@ fn two_connections_share_a_session() {
         let read = [0x28, 0, 0, 0, 0, 1, 0, 0, 1, 0];
         let next = first.cmd_sn;
         second.cmd_sn = next + 1;
-        second.send_command(&read, false, 512, &[]);
-        second.send_command(&write, true, 512, &[round + 100; 512]);
+        // Of simple commands a unit may carry out the later one first.
+        let ordered = TaskAttr::Ordered;
+        second.send_with(ordered, &read, false, 512, &[]);
+        second.send_with(ordered, &write, true, 512, &[round + 100; 512]);
         first.command(&write, true, 512, &[round; 512]);
         assert_eq!(second.answer(), (0, vec![round; 512]));
         assert_eq!(second.answer().0, 0);
@@ -217,6 +224,41 @@ fn two_connections_share_a_session() {
     let second = Client::join(port, open, 1, (tsih, 1), None).unwrap();
     drop(second);
     assert!(first.receive().is_none());
+    server.shutdown().unwrap();
+}
+
+/// Where one address has to prove its identity and another one need not, the names of the former are no
+/// way for the latter to its session.
+#[test]
+fn connections_with_other_rights_neither_join_nor_replace_a_session() {
+    let port = free_port();
+    let text = format!(
+        "backends: {{ ram: {{ kind: ram, size: 1MiB }} }}\n\
+         targets:\n\
+         - name: iqn.2026-01.org.example:split\n\
+         \x20 portals: [{{ protocol: iscsi, listen: '127.0.0.1:{port}' }}]\n\
+         \x20 luns: {{ 0: ram }}\n\
+         \x20 access:\n\
+         \x20   - address: 127.0.0.1\n\
+         \x20     chap: {{ users: [{{ name: alice, secret: twelve-bytes-or-more }}] }}\n\
+         \x20   - address: 127.0.0.2\n\
+         workers: {{ count: 2 }}\n{RECOVERABLE}"
+    );
+    let server = Server::start(&Config::parse(&text, "test.yaml").unwrap()).unwrap();
+    let target = "iqn.2026-01.org.example:split";
+    let secret = Some("twelve-bytes-or-more");
+    let mut first = Client::login(port, target, 1, secret).unwrap();
+    first.command(&[0; 6], false, 0, &[]);
+    let to = SocketAddr::from(([127, 0, 0, 1], port));
+    for tsih in [first.tsih.0, 0] {
+        let there = SocketAddr::from(([127, 0, 0, 2], 0));
+        let tried = Client::attempt_from(there, to, target, 1, (tsih, 1), None);
+        assert!(matches!(
+            tried.err(),
+            Some(LoginError::Refused(LoginStatus::AUTHORIZATION_FAILURE))
+        ));
+    }
+    Client::join(port, target, 1, (first.tsih.0, 1), secret).unwrap();
     server.shutdown().unwrap();
 }
 
@@ -290,9 +332,10 @@ fn connections_that_do_not_log_in_are_bounded_and_harm_nobody() {
             held(&mut peers);
         }
     }
-    // Two workers, for each of them twice the sessions and 64, of which half may be strangers.
+    // Two workers, for each of them twice the sessions and 64, of which half may be strangers, and half of
+    // these from one address.
     let started = Instant::now();
-    while held(&mut peers) > 2 * 40 {
+    while held(&mut peers) > 2 * 20 {
         assert!(
             started.elapsed() < Duration::from_secs(10),
             "{} held",
@@ -301,6 +344,9 @@ fn connections_that_do_not_log_in_are_bounded_and_harm_nobody() {
         std::thread::sleep(Duration::from_millis(20));
     }
     assert_eq!(client.command(&read, false, 512, &[]).0, 0);
+    // The oldest of them give way to whoever comes, also from where they come from.
+    let mut same = Client::login(port, open, 3, None).unwrap();
+    assert_eq!(same.command(&[0; 6], false, 0, &[]).0, 2, "power on");
     let elsewhere = SocketAddr::from(([127, 0, 0, 2], 0));
     let to = SocketAddr::from(([127, 0, 0, 1], port));
     let mut other = Client::attempt_from(elsewhere, to, open, 2, (0, 0), None)
@@ -470,7 +516,8 @@ fn commands_outlive_their_connection() {
     // The kernel deals connections out among the workers; some of these share none.
     for round in 1..7_u8 {
         let faults = one_slow_write();
-        let server = Server::start(&slow(&text(port), &faults)).unwrap();
+        let text = format!("{}{RECOVERABLE}", text(port));
+        let server = Server::start(&slow(&text, &faults)).unwrap();
         let mut first = Client::recoverable(port, open, 1, (0, 0));
         assert_eq!(first.command(&[0; 6], false, 0, &[]).0, 2, "power on");
         let tsih = first.tsih.0;
@@ -540,4 +587,69 @@ fn commands_outlive_their_connection() {
         drop(third);
         server.shutdown().unwrap();
     }
+}
+
+/// What hardly any initiator uses is not offered unless it is asked for.
+#[test]
+fn sessions_have_one_connection_and_no_recovery_by_default() {
+    let (server, port) = start();
+    let open = "iqn.2026-01.org.example:open";
+    let client = Client::recoverable(port, open, 1, (0, 0));
+    let second = Client::join(port, open, 1, (client.tsih.0, 1), None);
+    assert!(matches!(
+        second.err(),
+        Some(LoginError::Refused(LoginStatus::TOO_MANY_CONNECTIONS))
+    ));
+    let snapshots = server.snapshot();
+    let mut sessions = snapshots.iter().flat_map(|s| &s.iscsi_sessions);
+    let params = sessions.next().unwrap().info.params;
+    assert_eq!(
+        (params.max_connections, params.error_recovery_level),
+        (1, 0)
+    );
+    drop(client);
+    server.shutdown().unwrap();
+}
+
+/// Who only looks for targets takes no session from a host, from wherever.
+#[test]
+fn discovery_sessions_keep_no_host_out() {
+    let port = free_port();
+    let text = format!(
+        "{}limits: {{ max_sessions: 1, sessions_per_address: 1 }}\n",
+        text(port)
+    );
+    let server = Server::start(&Config::parse(&text, "test.yaml").unwrap()).unwrap();
+    let finders: Vec<_> = (0..3)
+        .map(|isid| Client::discovery(port, isid).unwrap())
+        .collect();
+    let open = "iqn.2026-01.org.example:open";
+    let mut client = Client::login(port, open, 9, None).unwrap();
+    assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    assert_eq!(server.sessions(), 1);
+    // None of them has a second connection.
+    let second = Client::rediscovery(port, 0, finders[0].tsih.0);
+    assert!(matches!(
+        second.err(),
+        Some(LoginError::Refused(LoginStatus::TOO_MANY_CONNECTIONS))
+    ));
+    drop((finders, client));
+    server.shutdown().unwrap();
+}
+
+/// A secret that comes from two places is one secret all the same.
+#[test]
+fn one_secret_for_both_directions_is_refused_wherever_it_comes_from() {
+    let port = free_port();
+    let file = std::env::temp_dir().join(format!("riser-secret-{}", std::process::id()));
+    std::fs::write(&file, "twelve-bytes-or-more\n").unwrap();
+    let mutual = format!("mutual: {{ name: t, secret_file: {} }}", file.display());
+    // That of another target's user.
+    let text = text(port).replace(
+        "secret: a-secret-of-her-own }]",
+        &format!("secret: a-secret-of-her-own }}], {mutual}"),
+    );
+    let error = Server::start(&Config::parse(&text, "test.yaml").unwrap()).unwrap_err();
+    assert!(error.to_string().contains("have one secret"), "{error}");
+    std::fs::remove_file(&file).unwrap();
 }

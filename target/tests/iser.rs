@@ -174,6 +174,27 @@ fn discovery_names_the_portals() {
 }
 
 #[test]
+fn discovery_shows_the_targets_of_its_portal() {
+    let other = "iqn.2026-01.org.example:other";
+    let rest = format!(
+        "- name: other\n  iqn: {other}\n  luns: {{ 0: d }}\n  access: open\n  \
+         portals: [{{ protocol: iser, listen: '10.0.0.1:3261' }}]\n"
+    );
+    let mut world = World::new(FaultConfig::default(), &rest);
+    for (n, port, name) in [(1, 3260, IQN), (2, 3261, other)] {
+        let (dev, to) = (world.client(n), SocketAddr::new(SERVER, port));
+        let mut client = Client::connect(dev, to, true, &mut |d| world.pump(d)).unwrap();
+        client.login(None, n, &[], &mut |d| world.pump(d)).unwrap();
+        let text = client.send_targets(&mut |d| world.pump(d));
+        let (found, _) = parse_targets(&text).unwrap();
+        let names: Vec<_> = found.iter().map(|found| found.name.as_str()).collect();
+        assert_eq!(names, [name]);
+        client.disconnect(&mut |d| world.pump(d));
+    }
+    world.is_empty();
+}
+
+#[test]
 fn strangers_and_unknown_targets_are_refused() {
     let mut world = World::new(
         FaultConfig::default(),

@@ -50,7 +50,7 @@ impl Default for DriverConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct StoreId(usize);
 
-/// The driver has as many requests as it takes; nothing was accepted.
+/// The driver has as many requests as it takes, or as many of this store; nothing was accepted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the backend driver has as many requests as it takes")]
 pub struct DriverFull;
@@ -67,6 +67,12 @@ pub struct Done {
 struct Attached {
     store: Arc<Store>,
     handle: Option<Handle>,
+    /// A descriptor for flushes alone: see [`super::flush`].
+    sync: Option<Handle>,
+    /// Requests that the flush under way serves, the first of which names it.
+    flushing: Vec<usize>,
+    /// Requests that the next flush serves.
+    to_flush: Vec<usize>,
     lacks: Lacks,
     requests: usize,
 }
@@ -85,6 +91,8 @@ pub struct Driver {
     done: VecDeque<Done>,
     stalled: VecDeque<usize>,
     delayed: Vec<usize>,
+    /// A flush found no room in the ring.
+    flush_stalled: bool,
     bounce_memory: Memory,
     idle_bounces: Vec<usize>,
     zeroes: MemSlice,
@@ -104,6 +112,9 @@ impl std::fmt::Debug for Driver {
 
 /// Zeroes kept at hand for media that cannot zero by themselves.
 const ZEROES: usize = 64 << 10;
+
+/// Bytes of memory that one request zeroes or frees before others are served.
+const RAM_PIECE: u64 = 4 << 20;
 
 impl Driver {
     /// Makes a driver for the worker that owns the ring.
@@ -129,6 +140,7 @@ impl Driver {
             done: VecDeque::with_capacity(config.depth),
             stalled: VecDeque::with_capacity(config.depth),
             delayed: Vec::new(),
+            flush_stalled: false,
             bounce_memory,
             idle_bounces: (0..config.bounces).collect(),
             zeroes: zeroes.whole(),
@@ -146,9 +158,19 @@ impl Driver {
             ),
             Medium::Ram(_) | Medium::Null => None,
         };
+        let sync = match &store.medium {
+            // Without /proc there is one for all.
+            Medium::File { fd, .. } => Some(Handle::new(
+                sys::reopen(fd.as_fd()).map_or_else(|_| fd.clone(), Arc::new),
+            )),
+            Medium::Ram(_) | Medium::Null => None,
+        };
         StoreId(self.stores.insert(Attached {
             store,
             handle,
+            sync,
+            flushing: Vec::new(),
+            to_flush: Vec::new(),
             lacks: Lacks::default(),
             requests: 0,
         }))
@@ -194,7 +216,8 @@ impl Driver {
     /// [`poll_done`](Driver::poll_done).
     ///
     /// # Errors
-    /// [`DriverFull`] at the bound on requests; the caller keeps the operation.
+    /// [`DriverFull`] at the bound on requests, or on those of the store; the caller keeps the
+    /// operation.
     ///
     /// # Panics
     /// If the store is not attached, the range is not in whole blocks, or the buffer is shorter
@@ -207,7 +230,7 @@ impl Driver {
         data: &[MemSlice],
         user: u64,
     ) -> Result<(), DriverFull> {
-        if self.in_flight() >= self.config.depth {
+        if !self.has_room(store) {
             return Err(DriverFull);
         }
         let attached = &mut self.stores[store.0];
@@ -234,16 +257,35 @@ impl Driver {
             bounce: None,
             window: self.spare.pop().unwrap_or_default(),
         });
+        let failure = match op {
+            BlockOp::Flush { .. } => self.stores[store.0].store.flush_failure(),
+            _ => None,
+        };
+        if let Some(failure) = failure {
+            let error = from_errno(failure.errno, offset);
+            self.finish(index, StepResult::Failed(error));
+            return Ok(());
+        }
         match strike {
             Some((delay, error)) if !delay.is_zero() => {
                 let until = Instant::now() + delay;
                 self.requests[index].state = State::Delayed { until, error };
                 self.delayed.push(index);
             }
-            Some((_, Some(error))) => self.finish(index, StepResult::Failed(error)),
+            Some((_, Some(error))) => self.fail_on_purpose(index, error),
             _ => self.begin(ring, index),
         }
         Ok(())
+    }
+
+    /// Whether a store may have one more request. All stores share half of the depth as they come; of
+    /// the other half each has a part for itself, so one that hangs leaves room for the others.
+    fn has_room(&self, store: StoreId) -> bool {
+        let (depth, stores) = (self.config.depth, self.stores.len());
+        let in_flight = self.in_flight();
+        let own = (depth / (2 * stores)).max(1);
+        in_flight < depth
+            && (stores == 1 || in_flight < depth / 2 || self.stores[store.0].requests < own)
     }
 
     /// Asks that every request of this name end soon. Each still gives its [`Done`]: what waits
@@ -261,7 +303,11 @@ impl Driver {
                 // A ring that takes no cancellation lets the operation run to its end.
                 State::Ring => drop(ring.cancel(self.token(index))),
                 State::Helper => {}
-                State::Stalled | State::Delayed { .. } => {
+                // A flush under way serves others too.
+                State::Flush if self.stores[request.store.0].flushing.contains(&index) => {}
+                State::Flush | State::Stalled | State::Delayed { .. } => {
+                    let store = self.requests[index].store.0;
+                    self.stores[store].to_flush.retain(|&i| i != index);
                     self.stalled.retain(|&i| i != index);
                     self.delayed.retain(|&i| i != index);
                     self.finish(index, StepResult::Failed(BackendError::Aborted));
@@ -298,7 +344,7 @@ impl Driver {
             .iter()
             .filter_map(|&i| match self.requests[i].state {
                 State::Delayed { until, .. } => Some(until),
-                State::Ring | State::Helper | State::Stalled => None,
+                State::Ring | State::Helper | State::Flush | State::Stalled => None,
             })
             .min()
     }
@@ -318,7 +364,7 @@ impl Driver {
                     State::Delayed { until, .. } if until > now => self.delayed.push(index),
                     State::Delayed {
                         error: Some(error), ..
-                    } => self.finish(index, StepResult::Failed(error)),
+                    } => self.fail_on_purpose(index, error),
                     _ => self.begin(ring, index),
                 }
             }
@@ -326,6 +372,12 @@ impl Driver {
         for _ in 0..self.stalled.len() {
             if let Some(index) = self.stalled.pop_front() {
                 self.issue(ring, index);
+            }
+        }
+        if std::mem::take(&mut self.flush_stalled) {
+            let stores: Vec<_> = self.stores.iter().map(|(i, _)| StoreId(i)).collect();
+            for store in stores {
+                self.flush(ring, store);
             }
         }
     }
@@ -341,11 +393,22 @@ impl Driver {
                 match request.op {
                     BlockOp::Read { .. } => ram.read(offset, &self.cut_all(index)),
                     BlockOp::Write { .. } => ram.write(offset, &self.cut_all(index)),
-                    BlockOp::Discard { .. } | BlockOp::WriteZeroes { unmap: true, .. } => {
-                        ram.discard(offset, len);
+                    BlockOp::Discard { .. } | BlockOp::WriteZeroes { .. } => {
+                        let done = request.done;
+                        let piece = (len - done).min(RAM_PIECE);
+                        match request.op {
+                            BlockOp::WriteZeroes { unmap: false, .. } => {
+                                ram.zero(offset + done, piece);
+                            }
+                            _ => ram.discard(offset + done, piece),
+                        }
+                        if done + piece < len {
+                            return self.yield_to_others(index, done + piece);
+                        }
                     }
-                    BlockOp::WriteZeroes { .. } => ram.zero(offset, len),
-                    BlockOp::Flush { .. } | BlockOp::Status { .. } => {}
+                    BlockOp::Flush { .. }
+                    | BlockOp::Status { .. }
+                    | BlockOp::ChangeReservations(_) => {}
                 }
                 match request.op {
                     BlockOp::Status { .. } => {
@@ -381,6 +444,27 @@ impl Driver {
         self.finish(index, result);
     }
 
+    /// Puts a long operation in memory aside after a piece of it, for other commands to be served.
+    fn yield_to_others(&mut self, index: usize, done: u64) {
+        let request = &mut self.requests[index];
+        request.done = done;
+        request.state = State::Delayed {
+            until: Instant::now(),
+            error: None,
+        };
+        self.delayed.push(index);
+    }
+
+    fn fail_on_purpose(&mut self, index: usize, error: BackendError) {
+        let request = &self.requests[index];
+        if let BlockOp::Flush { .. } = request.op {
+            self.stores[request.store.0]
+                .store
+                .on_flush_failed(libc::EIO);
+        }
+        self.finish(index, StepResult::Failed(error));
+    }
+
     /// The part of the buffer that a read or write moves.
     fn cut_all(&self, index: usize) -> Vec<MemSlice> {
         let request = &self.requests[index];
@@ -401,15 +485,21 @@ impl Driver {
         let token = self.token(index);
         let request = &mut self.requests[index];
         let attached = &self.stores[request.store.0];
-        let Medium::File { fd, align, device } = &attached.store.medium else {
+        let Medium::File {
+            fd,
+            align,
+            device,
+            unit,
+        } = &attached.store.medium
+        else {
             unreachable!("only files reach the ring");
         };
         let handle = attached.handle.as_ref().expect("files have handles");
         let (offset, len) = plan::range(&request.op);
-        let (at, left) = (offset + request.done, len - request.done);
+        let (at, left) = plan::piece(&request.op, request.stage, *unit, request.done);
         let moves = matches!(
             request.stage,
-            Stage::Transfer | Stage::Punch | Stage::Zero | Stage::Fill
+            Stage::Transfer | Stage::Punch | Stage::Zero | Stage::Fill | Stage::Edges
         );
         if left == 0 && moves {
             return self.after_stage(ring, index);
@@ -419,10 +509,15 @@ impl Driver {
             false => Durability::Cached,
         };
         let queued = match request.stage {
-            Stage::SyncFirst | Stage::SyncLast => ring.submit_sync(handle, SyncKind::Data, token),
+            Stage::SyncFirst | Stage::SyncLast => {
+                let store = request.store;
+                request.state = State::Flush;
+                self.stores[store.0].to_flush.push(index);
+                return self.flush(ring, store);
+            }
             Stage::Punch => ring.submit_fallocate(handle, Fallocate::PunchHole, at, left, token),
             Stage::Zero => ring.submit_fallocate(handle, Fallocate::ZeroRange, at, left, token),
-            Stage::Fill => {
+            Stage::Fill | Stage::Edges => {
                 let most = (ZEROES * self.config.pieces.min(16)).min(MAX_OPERATION) as u64;
                 fill_window(&self.zeroes, left.min(most), &mut request.window);
                 ring.submit_write(handle, at, &request.window, Durability::Cached, token)
@@ -471,7 +566,7 @@ impl Driver {
         let attached = &mut self.stores[request.store.0];
         let at = plan::range(&request.op).0 + request.done;
         match (request.stage, result) {
-            (Stage::Transfer | Stage::Fill, Ok(moved)) => {
+            (Stage::Transfer | Stage::Fill | Stage::Edges, Ok(moved)) => {
                 let align = match &attached.store.medium {
                     Medium::File { align, .. } => align.map_or(1, |a| a.offset as usize),
                     Medium::Ram(_) | Medium::Null => 1,
@@ -491,9 +586,11 @@ impl Driver {
                     self.issue(ring, index);
                 }
             }
-            (Stage::SyncFirst | Stage::SyncLast | Stage::Punch | Stage::Zero, Ok(_)) => {
-                self.after_stage(ring, index);
+            (Stage::SyncFirst | Stage::SyncLast, result) => {
+                let store = request.store;
+                self.on_flushed(ring, store, result.err());
             }
+            (Stage::Punch | Stage::Zero, Ok(_)) => self.after_stage(ring, index),
             (Stage::Punch, Err(libc::EOPNOTSUPP)) => {
                 attached.lacks.punch = true;
                 request.stage = if attached.lacks.zero {
@@ -511,6 +608,54 @@ impl Driver {
             (_, Err(errno)) => self.finish(index, StepResult::Failed(from_errno(errno, at))),
             (Stage::Extent, Ok(_)) => unreachable!("extents are the helper's"),
         }
+    }
+
+    /// Starts a flush for all that wait for one, unless one is under way.
+    fn flush(&mut self, ring: &mut Ring, store: StoreId) {
+        let Some(&first) = self.stores[store.0].to_flush.first() else {
+            return;
+        };
+        let token = self.token(first);
+        let attached = &mut self.stores[store.0];
+        if !attached.flushing.is_empty() {
+            return;
+        }
+        let sync = attached.sync.as_ref().expect("files have descriptors");
+        match ring.submit_sync(sync, SyncKind::Data, token) {
+            Ok(()) => std::mem::swap(&mut attached.flushing, &mut attached.to_flush),
+            Err(SubmitError::Full) => self.flush_stalled = true,
+            // As for any other operation: a ring that has failed.
+            Err(_) => {
+                for index in std::mem::take(&mut attached.to_flush) {
+                    self.finish(index, StepResult::Failed(BackendError::Internal));
+                }
+            }
+        }
+    }
+
+    /// A flush is done; its success counts only where none has failed.
+    fn on_flushed(&mut self, ring: &mut Ring, store: StoreId, errno: Option<i32>) {
+        let attached = &mut self.stores[store.0];
+        let mut served = std::mem::take(&mut attached.flushing);
+        if let Some(errno) = errno {
+            attached.store.on_flush_failed(errno);
+        }
+        let failure = attached.store.flush_failure();
+        for index in served.drain(..) {
+            match failure {
+                None => self.after_stage(ring, index),
+                Some(failure) => {
+                    let at = plan::range(&self.requests[index].op).0;
+                    let error = from_errno(failure.errno, at);
+                    self.finish(index, StepResult::Failed(error));
+                }
+            }
+        }
+        let attached = &mut self.stores[store.0];
+        if attached.flushing.is_empty() {
+            attached.flushing = served;
+        }
+        self.flush(ring, store);
     }
 
     /// Moves a request whose stage is wholly done to the next, or to its end.

@@ -9,6 +9,7 @@
 //! - `driver`: [`Driver`], a worker's engine: requests in, ring operations out, results back.
 //! - `request`: a request under way, and its windows on the command's memory.
 //! - `plan`: what the ring does for a request, step by step; pure.
+//! - `flush`: what a failed flush means.
 //! - `ram`: the sparse memory of a RAM disk.
 //! - `fault`: errors and delays on purpose, for tests.
 //! - `errno`: what a host error means to a logical unit.
@@ -17,7 +18,8 @@
 //! # Promises
 //! - **Durability.** With `write_cache: off`, every write, zeroing and discard is on stable storage
 //!   before it completes. With `write_cache: on`, only those with FUA and those before a completed
-//!   flush are. A FUA read makes the cached data of the unit durable first.
+//!   flush are. A FUA read makes the cached data of the unit durable first. After a flush that failed
+//!   every flush fails, until an administrator clears it: what was acknowledged before may be lost.
 //! - **All or an error.** A short read or write is resumed until the range is done. The end of a
 //!   file that shrank under us is a medium error, never made-up data.
 //! - **Exclusive.** A file or device that is served for writing is locked against every other
@@ -35,11 +37,13 @@
 //! # Discard
 //! Always by punching holes, on block devices too: that is the discard after which the kernel
 //! promises zeroes, which the logical unit has promised the initiator. The device's bare
-//! `BLKDISCARD` promises nothing.
+//! `BLKDISCARD` promises nothing. A device with larger logical blocks than the unit frees whole ones of its
+//! own and leaves the rest as it was; where zeroes are asked for, the rest is written.
 
 mod driver;
 mod errno;
 mod fault;
+mod flush;
 mod plan;
 mod ram;
 mod request;
@@ -48,6 +52,7 @@ mod sys;
 
 pub use driver::{Done, Driver, DriverConfig, DriverFull, StoreId};
 pub use fault::{Fault, FaultOn, Faults};
+pub use flush::FlushFailure;
 pub use ram::Ram;
 pub use store::{Direct, Geometry, OpenError, Resized, Source, Spec, Store};
 

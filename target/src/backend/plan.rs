@@ -5,6 +5,9 @@ use riser_scsi::step::BlockOp;
 
 use super::sys::Align;
 
+/// The worker keeps such operations to itself.
+const NOT_OF_THE_MEDIUM: &str = "a change of reservations is no operation on the medium";
+
 /// The bytes of the medium an operation is about: offset and length.
 pub(super) fn range(op: &BlockOp) -> (u64, u64) {
     match *op {
@@ -15,6 +18,7 @@ pub(super) fn range(op: &BlockOp) -> (u64, u64) {
         | BlockOp::Discard { offset, len }
         | BlockOp::WriteZeroes { offset, len, .. }
         | BlockOp::Status { offset, len } => (offset, len),
+        BlockOp::ChangeReservations(_) => unreachable!("{NOT_OF_THE_MEDIUM}"),
     }
 }
 
@@ -26,9 +30,12 @@ pub(super) fn range(op: &BlockOp) -> (u64, u64) {
 /// Write  ──────────────────────────→ Transfer ─→ done
 /// Flush  ─────────────────────────────────────→ SyncLast → done
 /// Discard ─→ Punch ─(unsupported)→ Zero ─(unsupported)→ Fill ─→ SyncLast → done
-/// WriteZeroes ─(unmap)→ Punch, else Zero …
+/// WriteZeroes ─(unmap)→ Punch, else Zero … ─(not whole units)→ Edges ─→ SyncLast → done
 /// Status ─→ Extent → done
 /// ```
+/// A device frees and zeroes whole logical blocks of its own, which may be larger than the unit's: of
+/// a range that is no multiple of them, `Punch` and `Zero` take the whole ones inside. What is left at
+/// the edges is written if it must be zero, and stays as it is if it was only to be freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stage {
     /// Makes cached data durable before it is read from the medium.
@@ -41,6 +48,8 @@ pub(super) enum Stage {
     Zero,
     /// Writes zeroes, where the medium knows no better way.
     Fill,
+    /// Writes zeroes before and behind the medium's whole units.
+    Edges,
     /// Makes what was done durable.
     SyncLast,
     /// Asks for the state of an extent.
@@ -66,6 +75,34 @@ pub(super) fn first_stage(op: &BlockOp, volatile: bool, lacks: Lacks) -> Stage {
         BlockOp::Discard { .. } | BlockOp::WriteZeroes { .. } if !lacks.zero => Stage::Zero,
         BlockOp::Discard { .. } | BlockOp::WriteZeroes { .. } => Stage::Fill,
         BlockOp::Status { .. } => Stage::Extent,
+        BlockOp::ChangeReservations(_) => unreachable!("{NOT_OF_THE_MEDIUM}"),
+    }
+}
+
+/// The next bytes of a stage, after `done` of them: where they begin, and how many follow in one piece.
+/// `unit` is what the medium frees and zeroes at least, in bytes.
+pub(super) fn piece(op: &BlockOp, stage: Stage, unit: u64, done: u64) -> (u64, u64) {
+    let (start, len) = range(op);
+    let end = start + len;
+    let (first, last) = whole_units(start, end, unit);
+    match stage {
+        Stage::Punch | Stage::Zero => (first + done, last - first - done),
+        Stage::Edges if done < first - start => (start + done, first - start - done),
+        Stage::Edges => {
+            let done = done - (first - start);
+            (last + done, end - last - done)
+        }
+        _ => (start + done, len - done),
+    }
+}
+
+/// The part of a range that is whole units; empty at its end where there is none.
+fn whole_units(start: u64, end: u64, unit: u64) -> (u64, u64) {
+    let (first, last) = (start.next_multiple_of(unit), end - end % unit);
+    if first < last {
+        (first, last)
+    } else {
+        (end, end)
     }
 }
 
@@ -74,7 +111,10 @@ pub(super) fn next_stage(op: &BlockOp, stage: Stage, volatile: bool) -> Option<S
     match stage {
         Stage::SyncFirst => Some(Stage::Transfer),
         Stage::Transfer | Stage::SyncLast | Stage::Extent => None,
-        Stage::Punch | Stage::Zero | Stage::Fill => {
+        Stage::Punch | Stage::Zero if matches!(op, BlockOp::WriteZeroes { .. }) => {
+            Some(Stage::Edges)
+        }
+        Stage::Punch | Stage::Zero | Stage::Fill | Stage::Edges => {
             let fua = matches!(op, BlockOp::WriteZeroes { fua: true, .. });
             (fua || !volatile).then_some(Stage::SyncLast)
         }
@@ -241,9 +281,11 @@ mod tests {
             zero: true,
         };
         assert_eq!(first_stage(&zero(true, false), true, nothing), Stage::Fill);
-        assert_eq!(next_stage(&zero(true, false), Stage::Punch, true), None);
+        let edges = next_stage(&zero(true, false), Stage::Punch, true);
+        assert_eq!(edges, Some(Stage::Edges));
+        assert_eq!(next_stage(&zero(true, false), Stage::Edges, true), None);
         assert_eq!(
-            next_stage(&zero(true, true), Stage::Punch, true),
+            next_stage(&zero(true, true), Stage::Edges, true),
             Some(Stage::SyncLast)
         );
         let discard = BlockOp::Discard {
@@ -253,6 +295,49 @@ mod tests {
         assert_eq!(
             next_stage(&discard, Stage::Punch, false),
             Some(Stage::SyncLast)
+        );
+    }
+
+    #[test]
+    fn whole_units_are_zeroed_and_the_edges_written() {
+        let zero = |offset, len| BlockOp::WriteZeroes {
+            offset,
+            len,
+            unmap: false,
+            fua: false,
+        };
+        // Each piece of both stages, in order.
+        let pieces = |op, unit| {
+            let mut pieces = Vec::new();
+            for stage in [Stage::Zero, Stage::Edges] {
+                let mut done = 0;
+                loop {
+                    let (at, len) = piece(&op, stage, unit, done);
+                    if len == 0 {
+                        break;
+                    }
+                    pieces.push((stage, at, len));
+                    done += len;
+                }
+            }
+            pieces
+        };
+        let (zeroed, written) = (Stage::Zero, Stage::Edges);
+        assert_eq!(pieces(zero(512, 1024), 1), [(zeroed, 512, 1024)]);
+        assert_eq!(pieces(zero(4096, 8192), 4096), [(zeroed, 4096, 8192)]);
+        assert_eq!(pieces(zero(512, 512), 4096), [(written, 512, 512)]);
+        assert_eq!(
+            pieces(zero(3584, 9216), 4096),
+            [
+                (zeroed, 4096, 8192),
+                (written, 3584, 512),
+                (written, 12288, 512)
+            ]
+        );
+        assert_eq!(
+            pieces(zero(3584, 1024), 4096),
+            [(written, 3584, 1024)],
+            "over a border without a whole unit"
         );
     }
 

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -25,6 +26,7 @@ const RECORD: u64 = 8 + CHUNK;
 #[derive(Debug)]
 pub struct Ram {
     shards: Box<[RwLock<Shard>]>,
+    generation: [u8; 16],
 }
 
 /// A part of a range that lies in one chunk.
@@ -57,13 +59,35 @@ fn parts(offset: u64, len: u64) -> impl Iterator<Item = Part> {
 
 impl Default for Ram {
     fn default() -> Self {
-        Self {
-            shards: (0..SHARDS).map(|_| RwLock::default()).collect(),
-        }
+        Self::of_generation(random_generation())
     }
 }
 
+/// Sixteen bytes that no other call gives.
+pub(super) fn random_generation() -> [u8; 16] {
+    let half = || RandomState::new().build_hasher().finish().to_be_bytes();
+    let mut generation = [0; 16];
+    generation[..8].copy_from_slice(&half());
+    generation[8..].copy_from_slice(&half());
+    generation
+}
+
 impl Ram {
+    /// An empty one that is to have the content of another, and so its generation.
+    #[must_use]
+    pub fn of_generation(generation: [u8; 16]) -> Self {
+        Self {
+            shards: (0..SHARDS).map(|_| RwLock::default()).collect(),
+            generation,
+        }
+    }
+
+    /// Names this content: no other RAM disk has it, not even one of the same name after a restart.
+    #[must_use]
+    pub fn generation(&self) -> [u8; 16] {
+        self.generation
+    }
+
     fn read_shard(&self, chunk: u64) -> RwLockReadGuard<'_, Shard> {
         // Bytes stay bytes after a panic elsewhere.
         self.shards[(chunk % SHARDS) as usize]

@@ -35,6 +35,8 @@ pub(super) enum State {
     Ring,
     /// For the helper thread.
     Helper,
+    /// For a flush that serves it.
+    Flush,
     /// For room in the ring, or a bounce buffer: in `stalled`.
     Stalled,
     /// For the time of a fault on purpose to come: in `delayed`.

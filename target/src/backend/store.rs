@@ -6,14 +6,23 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use riser_memory::Memory;
 
 use super::fault::Faults;
+use super::flush::{FlushFailure, FlushState};
 use super::ram::{self, Ram};
 use super::sys::{self, Align, Lock};
+
+/// Names the host's boot; where the kernel does not, this process.
+static BOOT: LazyLock<[u8; 16]> = LazyLock::new(|| {
+    let uuid = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let digits = uuid.trim().replace('-', "");
+    let id = u128::from_str_radix(&digits, 16).map(u128::to_be_bytes);
+    id.unwrap_or_else(|_| ram::random_generation())
+});
 
 /// Whether to bypass the page cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -190,6 +199,8 @@ pub(super) enum Medium {
         /// Alignment, where I/O is direct.
         align: Option<Align>,
         device: bool,
+        /// What it zeroes and frees at least, in bytes.
+        unit: u64,
     },
     /// In memory.
     Ram(Arc<Ram>),
@@ -203,7 +214,10 @@ pub(super) enum Medium {
 pub struct Store {
     pub(super) medium: Medium,
     pub(super) faults: Option<Arc<Faults>>,
+    flush: FlushState,
     geometry: Geometry,
+    /// What it is made of, for people.
+    label: String,
     capacity: AtomicU64,
     made: Mutex<Option<Made>>,
 }
@@ -212,6 +226,7 @@ pub struct Store {
 #[derive(Debug)]
 struct Made {
     path: PathBuf,
+    file: File,
     /// Its length before; `None` if it was not there.
     before: Option<u64>,
 }
@@ -219,15 +234,22 @@ struct Made {
 impl Made {
     fn undo(&self) {
         let undone = match self.before {
-            None => std::fs::remove_file(&self.path),
-            Some(len) => OpenOptions::new()
-                .write(true)
-                .open(&self.path)
-                .and_then(|file| file.set_len(len)),
+            None => self.remove(),
+            Some(len) => self.file.set_len(len),
         };
         if let Err(error) = undone {
             tracing::warn!(path = %self.path.display(), %error, "a file keeps its new size");
         }
+    }
+
+    /// Removes the file that was created, and no other that has got its name.
+    fn remove(&self) -> io::Result<()> {
+        let made = self.file.metadata()?;
+        let there = std::fs::symlink_metadata(&self.path)?;
+        if (there.dev(), there.ino()) != (made.dev(), made.ino()) {
+            return Err(io::Error::other("another file has its name"));
+        }
+        std::fs::remove_file(&self.path)
     }
 }
 
@@ -258,8 +280,14 @@ impl Store {
         Ok(Arc::new(Self {
             medium,
             faults: spec.faults.clone(),
+            flush: FlushState::default(),
             capacity: AtomicU64::new(geometry.capacity),
             geometry,
+            label: match &spec.source {
+                Source::File { path, .. } | Source::Device { path } => path.display().to_string(),
+                Source::Ram { .. } => "RAM".into(),
+                Source::Null { .. } => "nothing".into(),
+            },
             made: Mutex::new(made),
         }))
     }
@@ -303,6 +331,16 @@ impl Store {
         Geometry {
             capacity: self.capacity(),
             ..self.geometry
+        }
+    }
+
+    /// What data live in that nobody has flushed: the content of a RAM disk, which dies with it, or the
+    /// kernel's page cache and the devices below, which outlive this process but not the host's boot.
+    #[must_use]
+    pub fn cache_generation(&self) -> [u8; 16] {
+        match &self.medium {
+            Medium::Ram(ram) => ram.generation(),
+            Medium::File { .. } | Medium::Null => *BOOT,
         }
     }
 
@@ -372,7 +410,7 @@ impl Store {
                 match *size {
                     Some(wanted) if wanted > actual && *create && !device && !spec.read_only => {
                         extend(&file, path, wanted)?;
-                        self.note_made(path, actual);
+                        self.note_made(path, file, actual);
                         wanted
                     }
                     Some(wanted) if wanted != actual => {
@@ -400,12 +438,37 @@ impl Store {
         self.capacity.store(bytes, Ordering::Release);
     }
 
-    fn note_made(&self, path: &Path, before: u64) {
+    fn note_made(&self, path: &Path, file: File, before: u64) {
         let mut made = self.made();
         made.get_or_insert(Made {
             path: path.to_owned(),
+            file,
             before: Some(before),
         });
+    }
+
+    /// The flush that failed, if one did and nobody has cleared it since: acknowledged writes may be lost.
+    #[must_use]
+    pub fn flush_failure(&self) -> Option<FlushFailure> {
+        self.flush.failure()
+    }
+
+    /// Lets flushes succeed again, after an administrator has dealt with what was lost.
+    pub fn clear_flush_failure(&self) -> Option<FlushFailure> {
+        self.flush.clear()
+    }
+
+    /// A flush failed: all do from now on.
+    pub(super) fn on_flush_failed(&self, errno: i32) {
+        if self.flush.fail(errno) {
+            let error = io::Error::from_raw_os_error(errno);
+            tracing::error!(
+                backend = self.label,
+                %error,
+                "a flush failed: writes that were acknowledged may be lost; flushes fail until an \
+                 administrator clears it (riserd clear-flush-failure)"
+            );
+        }
     }
 
     /// What opening or growing has changed on disk is meant to stay.
@@ -426,11 +489,12 @@ impl Store {
         self.made.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Measures the backend again, for an administrator's rescan or a timer, and says what changed.
+    /// Measures the backend again, for an administrator's rescan or a timer, and says what changed;
+    /// [`Store::set_capacity`] makes it so.
     ///
     /// # Errors
     /// Where the file or device cannot be measured any more.
-    pub fn refresh(&self) -> io::Result<Option<Resized>> {
+    pub fn measure(&self) -> io::Result<Option<Resized>> {
         let Medium::File { fd, device, .. } = &self.medium else {
             return Ok(None);
         };
@@ -440,7 +504,7 @@ impl Store {
             File::from(fd.try_clone()?).metadata()?.len()
         };
         let to = size - size % u64::from(self.geometry.block_size);
-        let from = self.capacity.swap(to, Ordering::AcqRel);
+        let from = self.capacity();
         Ok((from != to).then_some(Resized { from, to }))
     }
 }
@@ -519,9 +583,10 @@ fn open_file(
     let is_missing = |e: &io::Error| e.kind() == io::ErrorKind::NotFound;
     if create && writable && opened.as_ref().is_err_and(is_missing) {
         opened = options.create_new(true).open(path);
-        if opened.is_ok() {
+        if let Ok(file) = &opened {
             *made = Some(Made {
                 path: path.to_owned(),
+                file: file.try_clone().map_err(io_error(path, "examine it"))?,
                 before: None,
             });
         }
@@ -546,10 +611,13 @@ fn open_file(
     match size {
         Some(wanted) if wanted > actual && create && writable => {
             extend(&file, path, wanted)?;
-            made.get_or_insert_with(|| Made {
-                path: path.to_owned(),
-                before: Some(actual),
-            });
+            if made.is_none() {
+                *made = Some(Made {
+                    path: path.to_owned(),
+                    file: file.try_clone().map_err(io_error(path, "examine it"))?,
+                    before: Some(actual),
+                });
+            }
             let parent = path.parent().filter(|p| !p.as_os_str().is_empty());
             File::open(parent.unwrap_or(Path::new(".")))
                 .and_then(|dir| dir.sync_all())
@@ -577,7 +645,7 @@ fn measure_file(spec: &Spec, path: &Path, file: File) -> Opened {
         direct: align.is_some(),
         ..plain(spec, metadata.len())
     };
-    Ok((medium(file, align, false), geometry))
+    Ok((medium(file, align, None), geometry))
 }
 
 fn open_device(spec: &Spec, path: &Path) -> Opened {
@@ -615,14 +683,17 @@ fn open_device(spec: &Spec, path: &Path) -> Opened {
         direct: align.is_some(),
         ..plain(spec, size)
     };
-    Ok((medium(file, align, true), geometry))
+    let logical = sys::device_logical_block(file.as_fd()).unwrap_or(4096);
+    Ok((medium(file, align, Some(logical)), geometry))
 }
 
-fn medium(file: File, align: Option<Align>, device: bool) -> Medium {
+/// `logical_block` is a device's, in bytes. A file's ranges may begin and end anywhere.
+fn medium(file: File, align: Option<Align>, logical_block: Option<u32>) -> Medium {
     Medium::File {
         fd: Arc::new(file.into()),
         align,
-        device,
+        device: logical_block.is_some(),
+        unit: logical_block.map_or(1, |bytes| u64::from(bytes.max(1))),
     }
 }
 

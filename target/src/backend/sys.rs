@@ -7,7 +7,7 @@
 
 use std::io;
 use std::mem;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 
 /// `BLKGETSIZE64`: the size of a block device in bytes, as a 64-bit integer.
 const BLKGETSIZE64: libc::c_ulong = 0x8008_1272;
@@ -45,6 +45,16 @@ pub(super) fn lock(fd: BorrowedFd<'_>, lock: Lock) -> io::Result<bool> {
         Err(e) if matches!(e.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => Ok(false),
         Err(e) => Err(e),
     }
+}
+
+/// Opens the same file again: another open file description, with the same access.
+pub(super) fn reopen(fd: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    use rustix::fs::OFlags;
+
+    let flags = rustix::fs::fcntl_getfl(fd)? & (OFlags::RWMODE | OFlags::DIRECT);
+    let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    let fd = rustix::fs::open(path, flags | OFlags::CLOEXEC, rustix::fs::Mode::empty())?;
+    Ok(fd)
 }
 
 /// Turns `O_DIRECT` on or off for the open file description.
@@ -101,6 +111,14 @@ pub(super) fn device_size(fd: BorrowedFd<'_>) -> io::Result<u64> {
     // SAFETY: the request writes one 64-bit integer.
     check(unsafe { libc::ioctl(fd.as_raw_fd(), BLKGETSIZE64 as _, &raw mut size) })?;
     Ok(size)
+}
+
+/// Size of a block device's logical block in bytes.
+pub(super) fn device_logical_block(fd: BorrowedFd<'_>) -> io::Result<u32> {
+    let mut size: libc::c_int = 0;
+    // SAFETY: the request writes one integer.
+    check(unsafe { libc::ioctl(fd.as_raw_fd(), libc::BLKSSZGET as _, &raw mut size) })?;
+    u32::try_from(size).map_err(|_| io::ErrorKind::InvalidData.into())
 }
 
 /// Size of a block device's physical block in bytes.

@@ -631,7 +631,7 @@ fn a_file_that_shrinks_is_a_medium_error_and_a_resize() {
     let path = dir.file("lun");
     let store = Store::open(&spec(file(path.clone(), 1 << 20))).unwrap();
     let mut rig = Rig::new(store.clone());
-    assert_eq!(store.refresh().unwrap(), None);
+    assert_eq!(store.measure().unwrap(), None);
     File::options()
         .write(true)
         .open(&path)
@@ -647,7 +647,9 @@ fn a_file_that_shrinks_is_a_medium_error_and_a_resize() {
         from: 1 << 20,
         to: 4096,
     };
-    assert_eq!(store.refresh().unwrap(), Some(resized));
+    assert_eq!(store.measure().unwrap(), Some(resized));
+    assert_eq!(store.geometry().capacity, 1 << 20);
+    store.set_capacity(resized.to);
     assert_eq!(store.geometry().capacity, 4096);
 }
 
@@ -985,7 +987,7 @@ fn a_block_device_behaves_like_an_array() {
                 len: 1 << 20
             }
         );
-        assert_eq!(store.refresh().unwrap(), None);
+        assert_eq!(store.measure().unwrap(), None);
     }
 }
 
@@ -1032,4 +1034,264 @@ fn a_full_file_system_is_no_space_and_not_a_bad_medium() {
         );
     }
     drop(mount);
+}
+
+/// A unit of small blocks on a device of large ones: zeroes reach every block, a discard only those
+/// that make up whole ones of the device.
+#[test]
+fn small_zeroes_and_discards_work_on_a_device_of_larger_blocks() {
+    let dir = Dir::new(&std::env::temp_dir(), "large");
+    let path = dir.file("disk");
+    File::create(&path).unwrap().set_len(1 << 20).unwrap();
+    let file = path.to_str().unwrap();
+    let args = ["--find", "--show", "--sector-size", "4096", file];
+    let device = match tool("losetup", &args) {
+        Ok(device) => Loop(device.into()),
+        Err(why) => return skip("a device of large blocks", &why),
+    };
+    let source = Source::Device {
+        path: device.0.clone(),
+    };
+    let store = Store::open(&spec(source)).unwrap();
+    assert!(!store.geometry().direct);
+    let mut rig = Rig::new(store);
+    const LEN: usize = 16 << 10;
+    let data = Memory::new(LEN).unwrap();
+    let mut expected = vec![0; LEN];
+    let ranges = [(512, 512), (3584, 1024), (3584, 9216), (4096, 4096)];
+    for (offset, len) in ranges {
+        for unmap in [false, true] {
+            data.fill(0, LEN, 0x77);
+            let written = rig.run(write(0, LEN as u32), &[data.whole()]);
+            assert_eq!(written, StepResult::Done);
+            expected.fill(0x77);
+            expected[offset..offset + len].fill(0);
+            let zero = BlockOp::WriteZeroes {
+                offset: offset as u64,
+                len: len as u64,
+                unmap,
+                fua: true,
+            };
+            assert_eq!(rig.run(zero, &[]), StepResult::Done);
+            assert_eq!(
+                read_back(&mut rig, LEN),
+                expected,
+                "{offset}+{len}, {unmap}"
+            );
+        }
+        data.fill(0, LEN, 0x77);
+        rig.run(write(0, LEN as u32), &[data.whole()]);
+        let discard = BlockOp::Discard {
+            offset: offset as u64,
+            len: len as u64,
+        };
+        assert_eq!(rig.run(discard, &[]), StepResult::Done);
+        expected.fill(0x77);
+        let (first, last) = (offset.next_multiple_of(4096), (offset + len) / 4096 * 4096);
+        if first < last {
+            expected[first..last].fill(0);
+        }
+        assert_eq!(read_back(&mut rig, LEN), expected, "discard {offset}+{len}");
+    }
+}
+
+fn read_back(rig: &mut Rig, len: usize) -> Vec<u8> {
+    let memory = Memory::new(len).unwrap();
+    let read = BlockOp::Read {
+        offset: 0,
+        len: len as u32,
+        buffer_offset: 0,
+        fua: false,
+    };
+    assert_eq!(rig.run(read, &[memory.whole()]), StepResult::Done);
+    let mut bytes = vec![0; len];
+    memory.whole().read(0, &mut bytes);
+    bytes
+}
+
+#[test]
+fn a_store_that_hangs_leaves_room_for_the_others() {
+    let ram = || spec(Source::Ram { size: 1 << 20 });
+    let faults = Arc::new(Faults::default());
+    let hung = Store::open(&Spec {
+        faults: Some(faults.clone()),
+        ..ram()
+    });
+    let config = DriverConfig {
+        depth: 16,
+        ..DriverConfig::default()
+    };
+    let mut rig = Rig::with(hung.unwrap(), RingConfig::default(), config);
+    let other = rig
+        .driver
+        .attach(&mut rig.ring, Store::open(&ram()).unwrap());
+    faults.set(vec![Fault {
+        on: FaultOn::Write,
+        offset: 0,
+        len: 1 << 20,
+        times: None,
+        delay: Duration::from_secs(3600),
+        error: None,
+    }]);
+    let m = Memory::new(4096).unwrap();
+    let submit = |rig: &mut Rig, store, user| {
+        let op = write(0, 4096);
+        let data = [m.whole()];
+        rig.driver
+            .submit(&mut rig.ring, store, op, &data, user)
+            .is_ok()
+    };
+    let id = rig.id;
+    let hanging = (0..).take_while(|&user| submit(&mut rig, id, user)).count() as u64;
+    assert_eq!(hanging, 8);
+    for round in 0..3 {
+        assert!((0..4).all(|i| submit(&mut rig, other, 100 + 10 * round + i)));
+        assert_eq!(rig.wait(4).len(), 4);
+    }
+    for user in 0..hanging {
+        rig.driver.cancel(&mut rig.ring, user);
+    }
+    assert_eq!(rig.wait(8).len(), 8);
+    assert!(submit(&mut rig, id, 99), "its requests have ended");
+    rig.driver.cancel(&mut rig.ring, 99);
+    rig.wait(1);
+}
+
+/// A block device whose file has no room: what is written through the page cache is lost at the flush.
+/// The parts go in the order in which they depend on each other.
+struct FullDevice {
+    store: Arc<Store>,
+    _device: Loop,
+    _mount: Mount,
+    _dir: Dir,
+}
+
+impl FullDevice {
+    fn new(name: &str) -> Result<Self, String> {
+        let dir = Dir::new(&std::env::temp_dir(), name);
+        let at = dir.file("mnt");
+        std::fs::create_dir(&at).unwrap();
+        let options = ["-t", "tmpfs", "-o", "size=2m", "none", at.to_str().unwrap()];
+        tool("mount", &options)?;
+        let mount = Mount(at.clone());
+        let path = at.join("disk");
+        File::create(&path).unwrap().set_len(16 << 20).unwrap();
+        let device = Loop::new(&path)?;
+        let mut filler = File::create(at.join("filler")).unwrap();
+        while filler.write_all(&[1; 4096]).is_ok() {}
+        let source = Source::Device {
+            path: device.0.clone(),
+        };
+        let store = Store::open(&Spec {
+            direct: Direct::Off,
+            ..spec(source)
+        });
+        Ok(Self {
+            store: store.unwrap(),
+            _device: device,
+            _mount: mount,
+            _dir: dir,
+        })
+    }
+}
+
+const FLUSH: BlockOp = BlockOp::Flush {
+    offset: 0,
+    len: 16 << 20,
+};
+
+#[test]
+fn a_failed_flush_is_remembered() {
+    let full = match FullDevice::new("flush") {
+        Ok(full) => full,
+        Err(why) => return skip("a device that fails", &why),
+    };
+    let store = &full.store;
+    let mut rig = Rig::new(store.clone());
+    let m = Memory::new(4096).unwrap();
+    m.fill(0, 4096, 0xaa);
+    // Two initiators write and get GOOD: the write cache is on.
+    for at in [0, 8 << 20] {
+        assert_eq!(rig.run(write(at, 4096), &[m.whole()]), StepResult::Done);
+    }
+    // The first one flushes, then the second one, whose data are lost as well.
+    for _ in 0..2 {
+        assert!(matches!(rig.run(FLUSH, &[]), StepResult::Failed(_)));
+    }
+    let failure = store.flush_failure().unwrap();
+    assert!(
+        matches!(failure.errno, libc::EIO | libc::ENOSPC),
+        "{failure:?}"
+    );
+    // A worker that attaches the backend later does not succeed either.
+    let mut later = Rig::new(store.clone());
+    assert!(matches!(later.run(FLUSH, &[]), StepResult::Failed(_)));
+    // Until an administrator has dealt with it.
+    assert_eq!(store.clear_flush_failure(), Some(failure));
+    assert_eq!(rig.run(FLUSH, &[]), StepResult::Done);
+}
+
+#[test]
+fn a_worker_does_not_take_the_flush_error_of_another() {
+    let full = match FullDevice::new("flushes") {
+        Ok(full) => full,
+        Err(why) => return skip("a device that fails, for two workers", &why),
+    };
+    let store = &full.store;
+    let (mut one, mut other) = (Rig::new(store.clone()), Rig::new(store.clone()));
+    let m = Memory::new(4096).unwrap();
+    m.fill(0, 4096, 0xaa);
+    assert_eq!(one.run(write(0, 4096), &[m.whole()]), StepResult::Done);
+    // Many at once are one call, and all fail.
+    for user in 0..8 {
+        one.submit(FLUSH, &[], user);
+    }
+    let done = one.wait(8);
+    assert!(
+        done.iter()
+            .all(|d| matches!(d.result, StepResult::Failed(_))),
+        "{done:?}"
+    );
+    // The kernel has the error for the other worker's descriptor too.
+    assert!(store.clear_flush_failure().is_some());
+    assert!(matches!(other.run(FLUSH, &[]), StepResult::Failed(_)));
+}
+
+#[test]
+fn zeroing_memory_lets_other_commands_in_between() {
+    let store = Store::open(&spec(Source::Ram { size: 64 << 20 })).unwrap();
+    let mut rig = Rig::new(store);
+    let m = Memory::new(4096).unwrap();
+    let zero = BlockOp::WriteZeroes {
+        offset: 0,
+        len: 64 << 20,
+        unmap: false,
+        fua: false,
+    };
+    rig.submit(zero, &[], 1);
+    rig.submit(write(32 << 20, 4096), &[m.whole()], 2);
+    let order: Vec<_> = rig.wait(2).iter().map(|done| done.user).collect();
+    assert_eq!(order, [2, 1]);
+}
+
+#[test]
+fn undoing_a_creation_leaves_another_file_of_that_name_alone() {
+    let dir = Dir::new(&std::env::temp_dir(), "undo");
+    let path = dir.file("lun");
+    let store = Store::open(&spec(file(path.clone(), 1 << 20))).unwrap();
+    std::fs::rename(&path, dir.file("moved")).unwrap();
+    std::fs::write(&path, "of an administrator").unwrap();
+    store.undo();
+    assert_eq!(std::fs::read(&path).unwrap(), b"of an administrator");
+    assert!(dir.file("moved").exists());
+    // And one that was extended under another name gets its length back.
+    let path = dir.file("grown");
+    File::create(&path).unwrap().set_len(4096).unwrap();
+    let store = Store::open(&spec(file(path.clone(), 1 << 20))).unwrap();
+    std::fs::rename(&path, dir.file("elsewhere")).unwrap();
+    store.undo();
+    assert_eq!(
+        std::fs::metadata(dir.file("elsewhere")).unwrap().len(),
+        4096
+    );
 }

@@ -68,8 +68,9 @@ enum Command {
         /// The configuration file.
         #[arg(long, short, value_name = "FILE")]
         config: PathBuf,
-        /// Serve the configuration that was applied last, as the file's state directory has it, and
-        /// the file only if there is none.
+        /// Serve the configuration that was applied last, as the file's state directory has it. The
+        /// file is served if it says something else than when it was read last, or nothing was
+        /// applied.
         #[arg(long)]
         restore: bool,
     },
@@ -136,6 +137,14 @@ enum Command {
     History(Ask),
     /// Let a running daemon measure its backends again: after a file or device has grown.
     Rescan(Ask),
+    /// Let flushes succeed again after one failed. Writes that were acknowledged before may be lost: check or
+    /// restore what is on the unit first.
+    ClearFlushFailure {
+        /// The unit's serial number; by default, all units.
+        serial: Option<String>,
+        #[command(flatten)]
+        ask: Ask,
+    },
     /// Show what a running daemon does, again and again: commands, bytes and times by logical unit and
     /// session. JSON has a document for each interval.
     Top {
@@ -245,6 +254,10 @@ fn dispatch(
         Command::Targets(ask) => asked(out, &ask, get("/v1/targets"), report::targets),
         Command::Status(ask) => asked(out, &ask, get("/v1/status"), report::status),
         Command::Reload(ask) => asked(out, &ask, post("/v1/reload"), report::targets),
+        Command::ClearFlushFailure { serial, ask } => {
+            let question = post("/v1/clear-flush-failure").with(serial.unwrap_or_default());
+            asked(out, &ask, question, report::targets)
+        }
         Command::Rescan(ask) => asked(out, &ask, post("/v1/rescan"), report::targets),
         Command::History(ask) => {
             let describe = |entries: &Vec<HistoryView>| report::history(entries);

@@ -4,10 +4,13 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 use std::path::{Component, Path, PathBuf};
+use std::time::Duration;
 
+use riser_scsi::iscsi::chap::{ALGORITHMS, Algorithm};
 use riser_scsi::iscsi::name::{IscsiName, TargetAddress};
 
 use super::error::{ConfigError, nearest};
+use super::model::MAX_SESSIONS;
 use super::model::{
     Access, Backend, Chap, ChapUser, Config, Limits, LinkFaults, Location, Log, LogFormat, Lun,
     Metrics, Names, Portal, Protocol, Provider, Redirect, Rule, Secret, Target, Transport, Workers,
@@ -82,11 +85,16 @@ pub(super) fn check(root: raw::Root) -> Checked<Config> {
         targets.push(target(i, t.value, &backends, &mut names, &mut portals)?);
     }
     note_oddities(&backends, &targets, &mut notes);
+    let workers = workers(root.workers)?;
+    if let Some(count) = workers.count {
+        // Another number of cores does not change it.
+        notes.extend(workers.note(count));
+    }
     Ok(Config {
         identity: root.identity.map(|i| i.value.trim().to_owned()),
         backends,
         targets,
-        workers: workers(root.workers)?,
+        workers,
         limits: limits(root.limits)?,
         transport: transport(root.transport)?,
         log: log(root.log)?,
@@ -225,6 +233,7 @@ fn backend(name: &str, path: &str, located: &Located<raw::Backend>) -> Checked<B
             faults: None,
         },
         thin: b.thin.unwrap_or(true),
+        stoppable: b.stoppable.unwrap_or(false),
         rotational: b.rotational,
         names: names(path, b)?,
     })
@@ -361,6 +370,21 @@ fn target(
             Protocol::Iscsi => riser_scsi::iscsi::name::PORT,
             Protocol::Iser => riser_scsi::iser::DEFAULT_PORT,
         });
+        let is_link_local = match listen.ip() {
+            std::net::IpAddr::V6(ip) => ip.is_unicast_link_local(),
+            std::net::IpAddr::V4(_) => false,
+        };
+        if protocol != Protocol::Iscsi && is_link_local {
+            return Err(Mistake::new(
+                p.listen.at,
+                format!("{path}.portals[{i}].listen"),
+                format!(
+                    "{} is a link-local address, which RDMA portals cannot have",
+                    listen.ip()
+                ),
+            )
+            .hint("use a global or unique local address of the interface"));
+        }
         // Both are ports of the RDMA CM.
         let rival = match protocol {
             Protocol::Srp => Some(Protocol::Iser),
@@ -483,7 +507,33 @@ fn chap(path: &str, raw: Option<Located<raw::Chap>>) -> Checked<Option<Chap>> {
         let message = "both sides have one secret: each could play the other";
         return Err(Mistake::new(at, own_path, message));
     }
-    Ok(Some(Chap { users, mutual }))
+    let algorithms = chap_algorithms(&format!("{path}.algorithms"), raw.value.algorithms)?;
+    Ok(Some(Chap {
+        users,
+        mutual,
+        algorithms,
+    }))
+}
+
+fn chap_algorithms(
+    path: &str,
+    raw: Option<Located<Vec<Located<String>>>>,
+) -> Checked<Vec<Algorithm>> {
+    let Some(list) = raw else {
+        return Ok(ALGORITHMS.to_vec());
+    };
+    if list.value.is_empty() {
+        let message = "without an algorithm nobody can log in";
+        return Err(Mistake::new(list.at, path, message));
+    }
+    let named = list.value.iter().map(|name| {
+        let found = ALGORITHMS.into_iter().find(|a| a.name() == name.value);
+        found.ok_or_else(|| {
+            let names = ALGORITHMS.map(Algorithm::name).join(", ");
+            Mistake::new(name.at, path, format!("must be one of {names}"))
+        })
+    });
+    named.collect()
 }
 
 fn chap_user(path: &str, raw: Located<raw::ChapUser>) -> Checked<ChapUser> {
@@ -685,13 +735,13 @@ fn limits(raw: raw::Limits) -> Checked<Limits> {
         max_sessions: small(
             &raw.max_sessions,
             "max_sessions",
-            1..=65_536,
+            1..=u64::from(MAX_SESSIONS),
             d.max_sessions,
         )?,
         sessions_per_address: small(
             &raw.sessions_per_address,
             "sessions_per_address",
-            1..=65_536,
+            1..=u64::from(MAX_SESSIONS),
             d.sessions_per_address,
         )?,
         channels_per_session: small(
@@ -700,10 +750,31 @@ fn limits(raw: raw::Limits) -> Checked<Limits> {
             1..=256,
             d.channels_per_session,
         )?,
+        connections_per_session: small(
+            &raw.connections_per_session,
+            "connections_per_session",
+            1..=8,
+            d.connections_per_session,
+        )?,
+        error_recovery_level: small(
+            &raw.error_recovery_level,
+            "error_recovery_level",
+            0..=2,
+            d.error_recovery_level,
+        )?,
         queue_depth: small(&raw.queue_depth, "queue_depth", 1..=4096, d.queue_depth)?,
         max_iu_size: small(&raw.max_iu_size, "max_iu_size", 256..=65_536, d.max_iu_size)?,
         max_transfer,
         buffer_pool,
+        data_out_timeout: Duration::from_secs(
+            small(
+                &raw.data_out_timeout,
+                "data_out_timeout",
+                1..=3600,
+                d.data_out_timeout.as_secs() as u32,
+            )?
+            .into(),
+        ),
     };
     if let Some(v) = &raw.sessions_per_address
         && limits.sessions_per_address > limits.max_sessions
@@ -751,6 +822,7 @@ fn transport(raw: raw::Transport) -> Checked<Transport> {
     Ok(Transport {
         provider,
         mtu,
+        on_link: raw.on_link.unwrap_or(false),
         faults: faults.transpose()?,
     })
 }

@@ -42,8 +42,9 @@ pub use edit::{Document, EditError, Found};
 pub use error::ConfigError;
 pub use identity::HostId;
 pub use model::{
-    Access, Backend, Chap, ChapUser, Config, Limits, LinkFaults, Location, Log, LogFormat, Lun,
-    Metrics, Names, Portal, Protocol, Provider, Redirect, Rule, Secret, Target, Transport, Workers,
+    Access, Backend, Chap, ChapUser, Config, DATA_OUT_TIMEOUT, Limits, LinkFaults, Location, Log,
+    LogFormat, Lun, MAX_SESSIONS, Metrics, Names, Portal, Protocol, Provider, Redirect, Rule,
+    Secret, Target, Transport, Workers,
 };
 pub use place::Place;
 pub use schema::schema;

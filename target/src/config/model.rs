@@ -5,9 +5,10 @@ use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use riser_scsi::config as scsi;
-use riser_scsi::iscsi::chap::Credentials;
+use riser_scsi::iscsi::chap::{Algorithm, Credentials};
 use riser_scsi::iscsi::name::{IscsiName, TargetAddress};
 use riser_scsi::vpd::Naa;
 
@@ -16,6 +17,7 @@ use super::identity::HostId;
 use super::value::{Guid, InitiatorId, Net, Percent};
 use super::{check, raw, yaml};
 use crate::backend::{Geometry, Spec};
+use crate::stats::MAX_WORKERS;
 
 /// A whole configuration. Every reference in it resolves.
 #[derive(Debug, Clone, PartialEq)]
@@ -72,6 +74,8 @@ pub struct Backend {
     pub spec: Spec,
     /// Offer UNMAP, as far as the backend can.
     pub thin: bool,
+    /// Let START STOP UNIT stop the unit.
+    pub stoppable: bool,
     /// Whether the medium turns, where the file says.
     pub rotational: Option<bool>,
     /// Names, as far as the file gives them.
@@ -133,7 +137,7 @@ impl Backend {
 
     /// What a logical unit on this backend is made of, once the backend is open.
     #[must_use]
-    pub fn unit_config(&self, geometry: &Geometry, read_only: bool, host: &HostId) -> scsi::Config {
+    pub fn unit_config(&self, geometry: &Geometry, host: &HostId) -> scsi::Config {
         let block = geometry.block_size;
         let provisioning = match geometry.unmap_granularity {
             Some(bytes) if self.thin => scsi::Provisioning::Thin {
@@ -145,12 +149,14 @@ impl Backend {
             blocks: geometry.capacity / u64::from(block),
             block_size: scsi::BlockSize::from_bytes(block).expect("checked with the file"),
             physical_exponent: (geometry.physical_block / block).max(1).ilog2().min(15) as u8,
-            read_only: read_only || geometry.read_only,
+            read_only: geometry.read_only,
             provisioning,
             write_cache: geometry.write_cache,
+            stoppable: self.stoppable,
             rotational: self.rotational.unwrap_or(geometry.rotational),
             identity: self.identity(host),
             limits: scsi::Limits::default(),
+            cache_generation: None,
         }
     }
 }
@@ -180,6 +186,8 @@ pub struct Chap {
     pub users: Vec<ChapUser>,
     /// What we prove to initiators that ask.
     pub mutual: Option<ChapUser>,
+    /// Digest algorithms that are taken, at least one; all by default.
+    pub algorithms: Vec<Algorithm>,
 }
 
 /// A name and where its secret is.
@@ -454,14 +462,31 @@ pub struct Workers {
 }
 
 impl Workers {
-    /// The number of workers on a host with this many cores.
+    /// The number of workers that run on a host with this many cores: what is asked for, rounded down
+    /// to a power of two, since queue-pair numbers name their worker in their low bits.
     #[must_use]
     pub fn number(&self, cores: usize) -> usize {
+        1 << self.wanted(cores).clamp(1, MAX_WORKERS).ilog2()
+    }
+
+    /// The number that is asked for.
+    fn wanted(&self, cores: usize) -> usize {
         match (self.count, self.cpus.len()) {
             (Some(n), _) => n,
-            (None, 0) => cores.max(1),
+            (None, 0) => cores,
             (None, cpus) => cpus,
         }
+    }
+
+    /// That fewer workers run on a host with this many cores than are asked for, if they do.
+    #[must_use]
+    pub fn note(&self, cores: usize) -> Option<String> {
+        let (wanted, number) = (self.wanted(cores), self.number(cores));
+        (wanted > number).then(|| {
+            format!(
+                "{number} of {wanted} workers run: their number is a power of two, {MAX_WORKERS} at most"
+            )
+        })
     }
 }
 
@@ -474,6 +499,10 @@ pub struct Metrics {
     pub remote: bool,
 }
 
+/// Sessions that a configuration may allow at most: more connections than these can have do not fit
+/// into the ring of a worker.
+pub const MAX_SESSIONS: u32 = 7500;
+
 /// Limits. Each is a number that is fixed when the thing it bounds is created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
@@ -481,8 +510,12 @@ pub struct Limits {
     pub max_sessions: u32,
     /// Sessions at once from one source address.
     pub sessions_per_address: u32,
-    /// Channels of one session.
+    /// Channels of one SRP session.
     pub channels_per_session: u32,
+    /// Connections of one iSCSI session over TCP (RFC 7143 13.2), 1 to 8.
+    pub connections_per_session: u32,
+    /// Error recovery level of iSCSI sessions over TCP (RFC 7143 7.1.5, 13.20), 0 to 2.
+    pub error_recovery_level: u32,
     /// Commands at once on one channel: SRP's request limit.
     pub queue_depth: u32,
     /// Longest information unit from an initiator, in bytes.
@@ -491,7 +524,13 @@ pub struct Limits {
     pub max_transfer: u32,
     /// Data buffers of one worker, in bytes.
     pub buffer_pool: usize,
+    /// How long an initiator may take to send data that it was asked for, in whole seconds.
+    pub data_out_timeout: Duration,
 }
+
+/// [`Limits::data_out_timeout`] where the file says nothing: what LIO waits in all, five times three
+/// seconds.
+pub const DATA_OUT_TIMEOUT: Duration = Duration::from_secs(15);
 
 impl Default for Limits {
     fn default() -> Self {
@@ -499,10 +538,13 @@ impl Default for Limits {
             max_sessions: 256,
             sessions_per_address: 64,
             channels_per_session: 8,
+            connections_per_session: 1,
+            error_recovery_level: 0,
             queue_depth: 128,
             max_iu_size: 8260,
             max_transfer: 1 << 20,
             buffer_pool: 64 << 20,
+            data_out_timeout: DATA_OUT_TIMEOUT,
         }
     }
 }
@@ -526,6 +568,8 @@ pub struct Transport {
     /// Largest path MTU in bytes: 256, 512, 1024, 2048 or 4096; `None` takes what the interface
     /// allows.
     pub mtu: Option<u16>,
+    /// Whether the software NIC takes only packets that no router has forwarded (RFC 5082).
+    pub on_link: bool,
     /// Faults of the link on purpose, for tests.
     pub faults: Option<LinkFaults>,
 }

@@ -107,6 +107,8 @@ pub(super) struct Backend {
     pub(super) read_only: Option<bool>,
     /// Offer UNMAP, as far as the backend can; on by default.
     pub(super) thin: Option<bool>,
+    /// Let START STOP UNIT stop the unit, for all initiators; off by default, when a stop only flushes.
+    pub(super) stoppable: Option<bool>,
     /// Whether the medium turns; by default what the device says.
     pub(super) rotational: Option<bool>,
     /// Unit serial number; by default derived.
@@ -147,6 +149,8 @@ pub(super) struct Chap {
     pub(super) users: Vec<Located<ChapUser>>,
     /// What the target proves to initiators that ask.
     pub(super) mutual: Option<Located<ChapUser>>,
+    /// Digest algorithms that are taken: sha3-256, sha256, sha1, md5. All by default.
+    pub(super) algorithms: Option<Located<Vec<Located<String>>>>,
 }
 
 #[derive(Deserialize, JsonSchema)]
@@ -318,7 +322,7 @@ impl<'de> Deserialize<'de> for Access {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Workers {
-    /// How many, or `auto`: one per core, or per CPU listed.
+    /// How many, or `auto`: one per core, or per CPU listed. Rounded down to a power of two.
     pub(super) count: Option<Located<Count>>,
     /// The CPUs to pin them to; by default none.
     pub(super) cpus: Option<Located<Vec<Located<u64>>>>,
@@ -333,6 +337,10 @@ pub(super) struct Limits {
     pub(super) sessions_per_address: Option<Located<u64>>,
     /// Channels of one SRP session.
     pub(super) channels_per_session: Option<Located<u64>>,
+    /// Connections of one iSCSI session over TCP: 1, which is the default, to 8.
+    pub(super) connections_per_session: Option<Located<u64>>,
+    /// Highest error recovery level of iSCSI over TCP: 0, which is the default, to 2.
+    pub(super) error_recovery_level: Option<Located<u64>>,
     /// Commands at once on one channel or session.
     pub(super) queue_depth: Option<Located<u64>>,
     /// Longest information unit of SRP, in bytes.
@@ -341,6 +349,8 @@ pub(super) struct Limits {
     pub(super) max_transfer: Option<Located<Size>>,
     /// Data buffers of each worker, in MiB.
     pub(super) buffer_pool_mib: Option<Located<u64>>,
+    /// Seconds that an initiator may take to send data that it was asked for.
+    pub(super) data_out_timeout: Option<Located<u64>>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, JsonSchema)]
@@ -358,6 +368,8 @@ pub(super) struct Transport {
     pub(super) provider: Option<Provider>,
     /// Largest path MTU, or `auto`.
     pub(super) mtu: Option<Located<Count>>,
+    /// Take packets of the software NIC from its own link only; peers must send with hop limit 255.
+    pub(super) on_link: Option<bool>,
     /// Faults of the link on purpose, for tests.
     pub(super) faults: Option<Faults>,
 }

@@ -126,7 +126,7 @@ fn names_are_stable_distinct_and_legal() {
     let units: Vec<_> = c
         .backends
         .iter()
-        .map(|b| b.unit_config(&geometry, false, &host))
+        .map(|b| b.unit_config(&geometry, &host))
         .collect();
     for unit in &units {
         unit.validate().unwrap();
@@ -145,9 +145,10 @@ fn names_are_stable_distinct_and_legal() {
     let small = Geometry {
         block_size: 512,
         unmap_granularity: None,
+        read_only: true,
         ..geometry
     };
-    let unit = c.backends[1].unit_config(&small, true, &host);
+    let unit = c.backends[1].unit_config(&small, &host);
     assert_eq!(unit.physical_exponent, 3);
     assert!(unit.read_only && !unit.is_thin());
     let portal = &c.targets[1].portals[0];
@@ -159,6 +160,26 @@ fn names_are_stable_distinct_and_legal() {
         c.targets[0].portals[0].ioc_guid(&host, "x"),
         Guid(0x0200_c0ff_ee00_0001)
     );
+}
+
+#[test]
+fn the_number_of_workers_is_a_power_of_two_and_a_smaller_one_is_noted() {
+    let note = |count: usize| {
+        let text = format!("backends: {{}}\ntargets: []\nworkers: {{ count: {count} }}\n");
+        let config = Config::parse(&text, "test.yaml").unwrap();
+        (config.workers.number(1), config.notes)
+    };
+    for count in [1, 2, 4, 64] {
+        assert_eq!(note(count), (count, Vec::new()));
+    }
+    let (number, notes) = note(3);
+    let text = "2 of 3 workers run: their number is a power of two, 64 at most";
+    assert_eq!((number, &notes[..]), (2, &[text.to_owned()][..]));
+    assert_eq!(note(1024).0, 64);
+    let text = "backends: {}\ntargets: []\n";
+    let auto = Config::parse(text, "test.yaml").unwrap().workers;
+    assert_eq!((auto.number(6), auto.number(1)), (4, 1));
+    assert!(auto.note(6).is_some() && auto.note(4).is_none());
 }
 
 #[test]
@@ -201,7 +222,7 @@ fn mistakes_are_named_with_their_place() {
         // Backends.
         (
             backend(", colour: red"),
-            "2:31: backends.d.colour: unknown key `colour` (the keys here are kind, path, size, create, block_size, direct, write_cache, read_only, thin, rotational, serial, naa, vendor, product, revision)",
+            "2:31: backends.d.colour: unknown key `colour` (the keys here are kind, path, size, create, block_size, direct, write_cache, read_only, thin, stoppable, rotational, serial, naa, vendor, product, revision)",
         ),
         (
             backend(", bloc_size: 512"),
@@ -343,6 +364,10 @@ fn mistakes_are_named_with_their_place() {
         (
             rest("  - name: u\n    portals: [{ protocol: srp, listen: 127.0.0.1:5555 }]\n"),
             "7:40: targets[1].portals[0].listen: 127.0.0.1:5555 is already a portal of target `t`",
+        ),
+        (
+            rest("  - name: u\n    portals: [{ protocol: iser, listen: fe80::1 }]\n"),
+            "7:41: targets[1].portals[0].listen: fe80::1 is a link-local address, which RDMA portals cannot have (use a global or unique local address of the interface)",
         ),
         // The rest.
         (

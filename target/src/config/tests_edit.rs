@@ -102,7 +102,7 @@ fn keys_are_set_by_their_kinds() {
         (
             "/limits",
             "max_sessions=0",
-            "/limits/max_sessions: must be from 1 to 65536, not 0",
+            "/limits/max_sessions: must be from 1 to 7500, not 0",
         ),
         (
             "/targets/u",
@@ -122,7 +122,7 @@ fn keys_are_set_by_their_kinds() {
         (
             "/targets/t",
             "chap=yes",
-            "/targets/t/chap: this is an object (its keys are mutual, users)",
+            "/targets/t/chap: this is an object (its keys are algorithms, mutual, users)",
         ),
         (
             "/targets/t",

@@ -65,6 +65,9 @@ fn chap(chance: &mut Chance) -> String {
             ", mutual: {{ name: {second}, secret: \"another secret of ours\" }}"
         );
     }
+    if chance.is() {
+        text += ", algorithms: [sha3-256, sha256]";
+    }
     text + " }"
 }
 
@@ -85,6 +88,7 @@ fn backend(chance: &mut Chance, n: usize) -> String {
         "block_size: 512",
         "write_cache: off",
         "thin: false",
+        "stoppable: true",
         "rotational: true",
         "rotational: false",
         "serial: \"0012\"",
@@ -205,7 +209,9 @@ fn any_config(seed: u64) -> String {
         "workers: { count: 4, cpus: [0, 1, 2, 3] }",
         "limits: { queue_depth: 17, max_transfer: 2MiB, buffer_pool_mib: 9 }",
         "limits: { max_sessions: 1, sessions_per_address: 1, channels_per_session: 2, max_iu_size: 512 }",
+        "limits: { connections_per_session: 8, error_recovery_level: 2 }",
         "transport: { provider: auto, mtu: 1024 }",
+        "transport: { on_link: true }",
         "transport: { provider: rdma_core, faults: { loss: 0.1%, duplicate: 12.5, seed: 0 } }",
         "admin: { socket: none }",
         "metrics: { listen: '127.0.0.1:9909' }",

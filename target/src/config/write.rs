@@ -3,6 +3,7 @@
 
 use std::path::Path;
 
+use riser_scsi::iscsi::chap::ALGORITHMS;
 use riser_scsi::vpd::Naa;
 
 use super::model::{
@@ -150,6 +151,7 @@ fn backend(backend: &Backend) -> Tree {
     map.text("write_cache", (!spec.write_cache).then_some("off"));
     map.flag("read_only", spec.read_only, false);
     map.flag("thin", backend.thin, true);
+    map.flag("stoppable", backend.stoppable, false);
     map.set("rotational", backend.rotational.map(Tree::Bool));
     let names = &backend.names;
     map.text("serial", names.serial.as_deref());
@@ -233,6 +235,9 @@ fn chap(chap: &Chap) -> Tree {
     let users = chap.users.iter().map(chap_user);
     map.put("users", Tree::List(users.collect()));
     map.set("mutual", chap.mutual.as_ref().map(chap_user));
+    let is_other = chap.algorithms != ALGORITHMS;
+    let names = chap.algorithms.iter().map(|a| Tree::Text(a.name().into()));
+    map.set("algorithms", is_other.then(|| Tree::List(names.collect())));
     map.tree()
 }
 
@@ -274,6 +279,16 @@ fn limits(limits: &Limits) -> Tree {
             limits.channels_per_session,
             default.channels_per_session,
         ),
+        (
+            "connections_per_session",
+            limits.connections_per_session,
+            default.connections_per_session,
+        ),
+        (
+            "error_recovery_level",
+            limits.error_recovery_level,
+            default.error_recovery_level,
+        ),
         ("queue_depth", limits.queue_depth, default.queue_depth),
         ("max_iu_size", limits.max_iu_size, default.max_iu_size),
     ];
@@ -289,6 +304,11 @@ fn limits(limits: &Limits) -> Tree {
         mib(limits.buffer_pool),
         mib(default.buffer_pool),
     );
+    map.number(
+        "data_out_timeout",
+        limits.data_out_timeout.as_secs(),
+        default.data_out_timeout.as_secs(),
+    );
     map.tree()
 }
 
@@ -303,6 +323,7 @@ fn transport(transport: &Transport) -> Tree {
         },
     );
     map.set("mtu", transport.mtu.map(|mtu| Tree::Number(mtu.into())));
+    map.set("on_link", transport.on_link.then_some(Tree::Bool(true)));
     map.set("faults", transport.faults.as_ref().map(faults));
     map.tree()
 }

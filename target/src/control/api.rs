@@ -13,6 +13,7 @@
 //! | `POST /v1/upgrade` | hands over to another program, whose path is in the body, or to the one at this one's place: see [`upgrade`](super::upgrade); [`Upgrade`](super::upgrade::Upgrade), as it begins |
 //! | `POST /v1/reload` | reads the configuration file again; the targets after it |
 //! | `POST /v1/rescan` | measures every backend again; the targets after it |
+//! | `POST /v1/clear-flush-failure` | lets flushes succeed again on the backends of units with the serial number in the body, or of all; the targets after it |
 //! | `POST /v1/trace` | looks for the commands that the body wants ([`Wanted`]) until there are enough or time is over; [`Traced`](super::trace::Traced) |
 //! | `GET /v1/live` | [`Live`](super::live::Live) |
 //! | `GET /metrics`, `/healthz`, `/readyz`, `/` | see [`http`] |
@@ -61,6 +62,8 @@ pub enum Ask {
     Reload,
     /// To measure its backends again.
     Rescan,
+    /// To let flushes succeed again on the backend of the unit with this serial number, or on all.
+    ClearFlushFailure(Option<String>),
     /// To hand over to a program, by default to the one at its own place.
     Upgrade(Option<PathBuf>),
     /// What configuration it has: [`Kept`].
@@ -208,6 +211,10 @@ pub fn router(requests: Requests) -> Router {
         .route("/v1/upgrade", on(MethodFilter::POST, upgrade))
         .route("/v1/reload", post(Ask::Reload))
         .route("/v1/rescan", post(Ask::Rescan))
+        .route(
+            "/v1/clear-flush-failure",
+            on(MethodFilter::POST, clear_flush_failure),
+        )
         .merge(http::router())
         .fallback(async || error(StatusCode::NOT_FOUND, "there is no such path"))
         .method_not_allowed_fallback(async || {
@@ -282,6 +289,15 @@ async fn diff(
     text: String,
 ) -> Response {
     said(forward(&requests, Ask::Diff(text), peer).await)
+}
+
+async fn clear_flush_failure(
+    State(requests): State<Requests>,
+    ConnectInfo(peer): ConnectInfo<Peer>,
+    text: String,
+) -> Response {
+    let serial = Some(text.trim().to_owned()).filter(|serial| !serial.is_empty());
+    said(forward(&requests, Ask::ClearFlushFailure(serial), peer).await)
 }
 
 async fn rollback(

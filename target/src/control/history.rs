@@ -5,10 +5,13 @@
 //! takes the place of those before it.
 
 use std::io;
+use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use riser_scsi::reservation::ReservationKeeper;
 use serde::{Deserialize, Serialize};
 
+use super::reservations::ReservationFiles;
 use super::state::{self, StateDir};
 use crate::config::Location;
 
@@ -63,6 +66,9 @@ struct Kept {
     version: u32,
     /// The newest first.
     configurations: Vec<Entry>,
+    /// What the configuration file said when it was read last.
+    #[serde(default)]
+    file: Option<String>,
 }
 
 /// The version of the file's form.
@@ -72,7 +78,8 @@ const VERSION: u32 = 1;
 #[derive(Debug, Default)]
 pub struct History {
     entries: Vec<Entry>,
-    dir: Option<StateDir>,
+    file: Option<String>,
+    dir: Option<Arc<StateDir>>,
 }
 
 impl History {
@@ -103,8 +110,8 @@ impl History {
     }
 
     fn load(dir: StateDir) -> io::Result<Self> {
-        let entries = match dir.read(FILE)? {
-            None => Vec::new(),
+        let (entries, file) = match dir.read(FILE)? {
+            None => (Vec::new(), None),
             Some(bytes) => {
                 let kept: Kept = serde_json::from_slice(&bytes)
                     .map_err(|e| io::Error::other(format!("{FILE}: {e}")))?;
@@ -112,11 +119,11 @@ impl History {
                     let text = format!("{FILE}: version {} is not known", kept.version);
                     return Err(io::Error::other(text));
                 }
-                kept.configurations
+                (kept.configurations, kept.file)
             }
         };
-        let dir = Some(dir);
-        Ok(Self { entries, dir })
+        let dir = Some(Arc::new(dir));
+        Ok(Self { entries, file, dir })
     }
 
     /// Goes on with what the program before had, where nothing is kept in a directory.
@@ -124,6 +131,13 @@ impl History {
         if self.dir.is_none() {
             self.entries = entries;
         }
+    }
+
+    /// What keeps the reservations of logical units, in the same directory.
+    #[must_use]
+    pub fn reservations(&self) -> Option<Arc<dyn ReservationKeeper>> {
+        let dir = Arc::clone(self.dir.as_ref()?);
+        Some(Arc::new(ReservationFiles::new(dir)))
     }
 
     /// All that are kept, the newest first.
@@ -141,15 +155,37 @@ impl History {
         let replaced = usize::from(last.is_some_and(|last| entry.continues(last)));
         let mut entries = vec![entry];
         entries.extend(self.entries.iter().skip(replaced).take(KEPT).cloned());
-        let mut kept = Kept {
+        self.keep(entries, self.file.clone())
+    }
+
+    /// What the configuration file said when it was read last; `None` where that is not known.
+    #[must_use]
+    pub fn file(&self) -> Option<&str> {
+        self.file.as_deref()
+    }
+
+    /// The configuration file was read, and says this.
+    ///
+    /// # Errors
+    /// It cannot be kept.
+    pub fn see_file(&mut self, yaml: String) -> io::Result<()> {
+        if self.file.as_ref() == Some(&yaml) {
+            return Ok(());
+        }
+        self.keep(self.entries.clone(), Some(yaml))
+    }
+
+    fn keep(&mut self, entries: Vec<Entry>, file: Option<String>) -> io::Result<()> {
+        let kept = Kept {
             version: VERSION,
             configurations: entries,
+            file,
         };
         if let Some(dir) = &self.dir {
             let bytes = serde_json::to_vec_pretty(&kept)?;
             dir.replace(FILE, &bytes)?;
         }
-        self.entries = std::mem::take(&mut kept.configurations);
+        (self.entries, self.file) = (kept.configurations, kept.file);
         Ok(())
     }
 }

@@ -137,6 +137,9 @@ pub struct LiveReservations {
     /// TYPE of the persistent reservation, if there is one (SPC-4 table 40).
     #[serde(rename = "type", skip_serializing_if = "Option::is_none")]
     pub kind: Option<u8>,
+    /// Whether all of it persists through power loss (PTPL_A).
+    #[serde(default)]
+    pub persists: bool,
     /// Who is registered, in the order in which they came.
     pub registrants: Vec<LiveRegistrant>,
     /// The initiator port that has the unit by RESERVE.
@@ -304,7 +307,7 @@ fn luns(server: &Server, snapshots: &[Snapshot]) -> Vec<LiveLun> {
                 target: target.config.name.clone(),
                 lun: *number,
                 size: unit.lu.capacity_bytes(),
-                read_only: unit.lu.config().read_only,
+                read_only: target.is_read_only(*number),
                 queue_depth: stats.queue_depth(),
                 errors: stats.faults().total(),
                 ops: ops(stats),
@@ -333,6 +336,7 @@ fn reservations(lu: &LogicalUnit) -> LiveReservations {
     LiveReservations {
         generation: all.generation,
         kind: all.kind,
+        persists: all.persists,
         registrants: all.registrants.into_iter().map(registrant).collect(),
         reserved: holder.map(|nexus| nexus.initiator.to_string()),
     }

@@ -18,9 +18,10 @@
 //! - [`trace`]: the ways of single commands.
 //! - [`socket`]: where the API is, and who may use it.
 //! - [`history`]: the configurations that were applied. [`state`]: the directory where they are kept.
+//!   [`reservations`]: what is kept there of logical units.
 //! - [`upgrade`]: another program takes over.
 //! - `open`: what is opened at the start. `serving`: servers of HTTP that come to an end.
-//! - `watchdog`: tells the service manager that all workers get round.
+//! - `watchdog`: tells the service manager that all workers get round, on a thread of its own.
 //! - [`client`]: the other end, for `riserd sessions` and its like; [`report`]: its words for people;
 //!   [`objects`]: the configuration's objects with what the daemon says about them.
 
@@ -36,6 +37,7 @@ pub mod objects;
 mod open;
 pub mod rates;
 pub mod report;
+pub mod reservations;
 mod serving;
 pub mod socket;
 pub mod state;
@@ -66,7 +68,7 @@ use crate::audit::{self, Asked};
 use crate::backend::OpenError;
 use crate::config::{Config, diff};
 use crate::server::legacy::Legacy;
-use crate::server::reload::{self, ChangeError};
+use crate::server::reload::ChangeError;
 use crate::server::{Server, ServerError};
 
 /// Requests that wait at most.
@@ -113,11 +115,13 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             }
             None => (Tenure::default(), "start"),
         };
-        let config = match history.entries().first() {
-            Some(last) if source.restore && tenure.upgrades == 0 => restored(&last.yaml)?,
-            _ => source.config,
+        // Another program's successor goes on with what it was handed, whatever the file says.
+        let file = (how == "start").then(|| source.config.to_yaml());
+        let config = match source.restore && file.is_some() {
+            true => restored(source.config, &history)?,
+            false => source.config,
         };
-        let server = start(|| Server::start_after(&config, &legacy))?;
+        let server = start(|| Server::start_after(&config, &legacy, history.reservations()))?;
         let yaml = config.to_yaml();
         if history
             .entries()
@@ -126,6 +130,9 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
         {
             let entry = Entry::now("riserd", how, yaml);
             history.record(entry).map_err(ServerError::State)?;
+        }
+        if let Some(file) = file {
+            history.see_file(file).map_err(ServerError::State)?;
         }
         let (requests, queue) = mpsc::channel(WAITING);
         let metrics = start(|| open_metrics(&config, &legacy, &requests))?;
@@ -263,14 +270,9 @@ impl Control<'_> {
     /// Does what it is told to, one thing after another.
     async fn attend(&mut self, signals: &mut Signals, queue: &mut mpsc::Receiver<Request>) -> Turn {
         let failure = self.server.failure();
-        let mut watchdog = Watchdog::of_environment();
+        let _watchdog = Watchdog::start(self.server.pinger());
         loop {
             tokio::select! {
-                () = watchdog.due() => {
-                    if watchdog.check(&self.server) {
-                        notify(&[NotifyState::Watchdog]);
-                    }
-                }
                 _ = signals.hangup.recv() => { let _ = self.reload("SIGHUP"); }
                 why = signals.end.next() => return Turn::End(why),
                 () = failure.notified() => return Turn::End("a worker failed"),
@@ -347,6 +349,7 @@ impl Control<'_> {
                         to_json(&upgrade)
                     })
             }
+            Ask::ClearFlushFailure(serial) => self.clear_flush_failure(serial.as_deref()),
             Ask::Rescan => self
                 .server
                 .rescan()
@@ -355,6 +358,15 @@ impl Control<'_> {
         };
         // Whoever asked may have gone.
         let _ = request.reply.send(answer);
+    }
+
+    fn clear_flush_failure(&self, serial: Option<&str>) -> Result<serde_json::Value, Failure> {
+        if self.server.clear_flush_failure(serial) == 0 {
+            let unit = serial.map_or_else(String::new, |serial| format!(" of a unit {serial}"));
+            let why = format!("no flush{unit} has failed");
+            return Err(Failure::Refused { why, errno: None });
+        }
+        to_json(&view::targets(&self.server))
     }
 
     /// Begins to look for commands.
@@ -394,7 +406,7 @@ impl Control<'_> {
 
     /// What another configuration would change.
     fn changes(&self, config: &Config) -> Changes {
-        let refused = reload::check(self.server.config(), config);
+        let refused = self.server.check(config);
         Changes {
             changes: diff(self.server.config(), config),
             refused: refused.err().map(|error| error.to_string()),
@@ -467,7 +479,15 @@ impl Control<'_> {
         let asked = Asked { who, how };
         notify_reloading();
         let applied = match (self.reread)() {
-            Ok(config) => self.apply(config, asked).map(|_| ()),
+            Ok(config) => {
+                let file = config.to_yaml();
+                self.apply(config, asked).map(|_| {
+                    // It would be served again as an edited file, which comes to the same.
+                    if let Err(error) = self.history.see_file(file) {
+                        tracing::warn!(%error, "it is not kept that the file was read");
+                    }
+                })
+            }
             Err(error) => {
                 self.reject(asked, &error);
                 let (why, errno) = (error, None);

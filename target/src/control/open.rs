@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 
 use super::api::Request;
+use super::history::History;
 use super::http::Listening;
 use super::socket::{self, Admin, Place};
 use crate::config::{Config, Location};
@@ -55,10 +56,34 @@ pub(super) fn open_metrics(
     opened.map(Some)
 }
 
-/// The configuration that was applied last.
-pub(super) fn restored(yaml: &str) -> Result<Config, ServerError> {
-    let config = Config::parse(yaml, "the configuration applied last");
-    config.map_err(|e| ServerError::State(std::io::Error::other(e.to_string())))
+/// What is served after a restart: the configuration that was applied last, unless the file has been
+/// edited since it was read last, or nothing was applied. It is the file's meaning that counts: a
+/// comment is no edit.
+pub(super) fn restored(file: Config, history: &History) -> Result<Config, ServerError> {
+    let Some(last) = history.entries().first() else {
+        return Ok(file);
+    };
+    let parse = |yaml: &str, name| {
+        Config::parse(yaml, name)
+            .map_err(|e| ServerError::State(std::io::Error::other(e.to_string())))
+    };
+    let now = file.to_yaml();
+    if let Some(seen) = history.file() {
+        let seen = parse(seen, "the configuration file as it was read last")?;
+        // Another version of this program may write the same configuration in another way.
+        if seen.to_yaml() != now {
+            tracing::warn!(
+                "the configuration file has changed since it was read last, so it is served; \
+                 what was applied is in the history"
+            );
+            return Ok(file);
+        }
+    }
+    let last = parse(&last.yaml, "the configuration applied last")?;
+    if last.to_yaml() != now {
+        tracing::info!("serving the configuration that was applied last, not the file's");
+    }
+    Ok(last)
 }
 
 /// Opens the admin API where the configuration wants it, by a socket that was left to us or that the
@@ -115,6 +140,7 @@ pub(super) fn admin(
 mod tests {
     use super::*;
     use crate::backend::OpenError;
+    use crate::control::history::Entry;
 
     fn locked() -> ServerError {
         ServerError::Backend {
@@ -123,6 +149,33 @@ mod tests {
                 path: "disk.img".into(),
             },
         }
+    }
+
+    fn config(target: &str) -> Config {
+        let text = format!(
+            "backends:\n  d: {{ kind: ram, size: 1MiB }}\ntargets:\n  - name: {target}\n    \
+             portals: [{{ protocol: srp, listen: 127.0.0.1 }}]\n    luns: {{ 0: d }}\n    \
+             access: open\n"
+        );
+        Config::parse(&text, "test.yaml").unwrap()
+    }
+
+    #[test]
+    fn what_was_applied_comes_before_a_file_that_was_not_edited() {
+        let mut history = History::open(&Location::Off).unwrap();
+        let served = |file: &str, history: &History| {
+            let config = restored(config(file), history).unwrap();
+            config.targets[0].name.clone()
+        };
+        assert_eq!(served("file", &history), "file", "nothing was applied");
+        let applied = Entry::now("me", "apply", config("applied").to_yaml());
+        history.record(applied).unwrap();
+        assert_eq!(served("file", &history), "applied", "of an older daemon");
+        history.see_file(config("file").to_yaml()).unwrap();
+        assert_eq!(served("file", &history), "applied");
+        assert_eq!(served("edited", &history), "edited");
+        history.see_file(config("edited").to_yaml()).unwrap();
+        assert_eq!(served("edited", &history), "applied");
     }
 
     #[test]

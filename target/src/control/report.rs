@@ -56,8 +56,11 @@ pub fn targets(targets: &Vec<TargetView>) -> String {
         );
         lines.extend(t.luns.iter().map(|(number, lun)| {
             let read_only = if lun.read_only { ", read-only" } else { "" };
+            let failed = lun.flush_failure.as_ref().map_or_else(String::new, |f| {
+                format!(", A FLUSH FAILED ({}): writes may be lost", f.error)
+            });
             format!(
-                "  lun {number}: {} bytes in blocks of {}, serial {}{read_only}",
+                "  lun {number}: {} bytes in blocks of {}, serial {}{read_only}{failed}",
                 lun.size, lun.block_size, lun.serial
             )
         }));

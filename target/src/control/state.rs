@@ -71,6 +71,18 @@ impl StateDir {
         }
     }
 
+    /// Removes a file, if it is there.
+    ///
+    /// # Errors
+    /// Whatever the file system says; the file may be there or not.
+    pub fn remove(&self, name: &str) -> io::Result<()> {
+        match fs::remove_file(self.path.join(name)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        File::open(&self.path)?.sync_all()
+    }
+
     /// Replaces a file.
     ///
     /// # Errors

@@ -69,7 +69,7 @@ pub struct TracedCommand {
     /// `srp`, `iser` or `iscsi`; likewise.
     pub protocol: Option<String>,
     /// The I_T nexus.
-    pub nexus: u32,
+    pub nexus: u64,
     /// Its tag.
     pub tag: u64,
     /// Operation code.

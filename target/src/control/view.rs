@@ -3,17 +3,19 @@
 //! Fields may be added within a version; a reader skips those that it does not know.
 
 use std::collections::BTreeMap;
+use std::io;
+use std::time::UNIX_EPOCH;
 
 use riser_scsi::iscsi::login::{ConnectionParams, SessionParams};
-use riser_scsi::lu::LogicalUnit;
 use serde::{Deserialize, Serialize};
 
 use super::history::Entry;
 use super::upgrade::Tenure;
+use crate::backend::FlushFailure;
 use crate::config::{Difference, Protocol};
 use crate::iscsi::Phase;
 use crate::server::Server;
-use crate::srp::ChannelParams;
+use crate::srp::{ChannelParams, Unit};
 use crate::worker::SessionInfo;
 use crate::worker::mail::{IscsiSession, Snapshot};
 use crate::worker::target::{Catalog, TargetDef};
@@ -71,7 +73,7 @@ pub struct SessionView {
     /// The worker that has it.
     pub worker: u16,
     /// The I_T nexus; connections of one session share it.
-    pub nexus: Option<u32>,
+    pub nexus: Option<u64>,
     /// Where it is in its life.
     pub state: String,
     /// Requests under way.
@@ -120,6 +122,28 @@ pub struct LunView {
     pub block_size: u32,
     /// Whether it refuses writes.
     pub read_only: bool,
+    /// The flush that failed: acknowledged writes may be lost, and flushes fail until it is cleared.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub flush_failure: Option<FlushFailureView>,
+}
+
+/// A flush that failed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FlushFailureView {
+    /// Why.
+    pub error: String,
+    /// When, in seconds since 1970.
+    pub at: u64,
+}
+
+impl From<FlushFailure> for FlushFailureView {
+    fn from(failure: FlushFailure) -> Self {
+        let at = failure.at.duration_since(UNIX_EPOCH);
+        Self {
+            error: io::Error::from_raw_os_error(failure.errno).to_string(),
+            at: at.map_or(0, |at| at.as_secs()),
+        }
+    }
 }
 
 /// What another configuration changes.
@@ -349,19 +373,24 @@ pub fn targets(server: &Server) -> Vec<TargetView> {
         luns: t
             .units
             .iter()
-            .map(|(number, unit)| (*number, lun(&unit.lu)))
+            .map(|(number, unit)| (*number, lun(unit, t.is_read_only(*number), &catalog)))
             .collect(),
     };
     catalog.targets.iter().map(view).collect()
 }
 
-fn lun(lu: &LogicalUnit) -> LunView {
+fn lun(unit: &Unit, read_only: bool, catalog: &Catalog) -> LunView {
+    let lu = &unit.lu;
     let config = lu.config();
+    let failure = catalog
+        .store_of(unit)
+        .and_then(|store| store.flush_failure());
     let block_size = config.block_size.bytes();
     LunView {
         serial: config.identity.serial.clone(),
         size: lu.capacity_bytes(),
         block_size,
-        read_only: config.read_only,
+        read_only,
+        flush_failure: failure.map(Into::into),
     }
 }

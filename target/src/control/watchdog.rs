@@ -1,62 +1,76 @@
-//! The service manager's watchdog: it is told that the daemon lives as long as every worker gets round
-//! to its mailbox and this thread to its timer. One that does not, and the manager starts the daemon
-//! anew.
+//! The service manager's watchdog: it hears of the daemon as long as every worker gets round to its
+//! mailbox. If one does not, the manager restarts the daemon.
+//!
+//! It has a thread of its own. The control plane opens and measures files, and may wait as long as a file
+//! system hangs; what is served meanwhile must not be ended for that.
 
-use std::sync::mpsc::{Receiver, TryRecvError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use tokio::time::{Instant, sleep_until};
+use sd_notify::NotifyState;
 
-use crate::server::Server;
-
-/// What the workers were asked last, and when to look.
+/// A running watchdog; dropping it ends it.
 #[derive(Debug)]
-pub(super) struct Watchdog {
-    /// Time between two looks; without one nobody wants to know.
-    every: Option<Duration>,
-    next: Instant,
-    asked: Vec<Receiver<()>>,
-}
+pub(super) struct Watchdog(Option<(Sender<()>, JoinHandle<()>)>);
 
 impl Watchdog {
-    /// As the service manager wants it: half of `$WATCHDOG_USEC`, as sd_watchdog_enabled(3)
-    /// recommends.
-    pub(super) fn of_environment() -> Self {
-        Self::new(sd_notify::watchdog_enabled().map(|limit| limit / 2))
+    /// Looks as often as the service manager wants: at half of `$WATCHDOG_USEC`, as sd_watchdog_enabled(3)
+    /// recommends. `ping` asks every worker to answer; a receiver without a sender is of one that could
+    /// not be asked.
+    pub(super) fn start(ping: impl FnMut() -> Vec<Receiver<()>> + Send + 'static) -> Self {
+        let every = sd_notify::watchdog_enabled().map(|limit| limit / 2);
+        let alive = || super::notify(&[NotifyState::Watchdog]);
+        Self(every.and_then(|every| run(every, ping, alive)))
     }
+}
 
-    fn new(every: Option<Duration>) -> Self {
-        Self {
-            every,
-            next: Instant::now(),
-            asked: Vec::new(),
+impl Drop for Watchdog {
+    fn drop(&mut self) {
+        if let Some((stop, thread)) = self.0.take() {
+            drop(stop);
+            if thread.join().is_err() {
+                tracing::error!("the watchdog panicked; this is a bug");
+            }
         }
     }
+}
 
-    /// Returns when it is time to look.
-    pub(super) async fn due(&self) {
-        match self.every {
-            Some(_) => sleep_until(self.next).await,
-            None => std::future::pending().await,
+fn run(
+    every: Duration,
+    mut ping: impl FnMut() -> Vec<Receiver<()>> + Send + 'static,
+    mut alive: impl FnMut() + Send + 'static,
+) -> Option<(Sender<()>, JoinHandle<()>)> {
+    let (stop, stopped) = channel();
+    let watch = move || {
+        let mut asked = Asked::default();
+        while stopped.recv_timeout(every) == Err(RecvTimeoutError::Timeout) {
+            if asked.check(&mut ping) {
+                alive();
+            }
+        }
+    };
+    let thread = thread::Builder::new()
+        .name("riser-watchdog".into())
+        .spawn(watch);
+    match thread {
+        Ok(thread) => Some((stop, thread)),
+        Err(error) => {
+            tracing::error!(%error, "there is no watchdog");
+            None
         }
     }
+}
 
+/// What the workers were asked last.
+#[derive(Debug, Default)]
+struct Asked(Vec<Receiver<()>>);
+
+impl Asked {
     /// Whether all workers have answered since the last look; asks them once more if so.
-    pub(super) fn check(&mut self, server: &Server) -> bool {
-        self.check_with(|| server.ping())
-    }
-
-    /// Nobody can be asked now; it is not due before its time has passed once more.
-    pub(super) fn skip(&mut self) {
-        if let Some(every) = self.every {
-            self.next = Instant::now() + every;
-        }
-    }
-
-    fn check_with(&mut self, ping: impl FnOnce() -> Vec<Receiver<()>>) -> bool {
-        self.skip();
+    fn check(&mut self, ping: impl FnOnce() -> Vec<Receiver<()>>) -> bool {
         let mut was_full = false;
-        self.asked.retain(|answer| match answer.try_recv() {
+        self.0.retain(|answer| match answer.try_recv() {
             Ok(()) => false,
             Err(TryRecvError::Empty) => true,
             Err(TryRecvError::Disconnected) => {
@@ -64,11 +78,11 @@ impl Watchdog {
                 false
             }
         });
-        if !self.asked.is_empty() || was_full {
+        if !self.0.is_empty() || was_full {
             tracing::warn!("not all workers answer");
         }
-        if self.asked.is_empty() {
-            self.asked = ping();
+        if self.0.is_empty() {
+            self.0 = ping();
             return !was_full;
         }
         false
@@ -77,47 +91,44 @@ impl Watchdog {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc::channel;
-
     use super::*;
 
-    #[tokio::test]
-    async fn one_silent_worker_silences_it_until_it_answers() {
-        let mut watchdog = Watchdog::new(Some(Duration::from_secs(1)));
+    #[test]
+    fn one_silent_worker_silences_it_until_it_answers() {
+        let mut asked = Asked::default();
         let (first, rx1) = channel();
         let (second, rx2) = channel();
-        assert!(watchdog.check_with(|| vec![rx1, rx2]));
+        assert!(asked.check(|| vec![rx1, rx2]));
         first.send(()).unwrap();
-        assert!(!watchdog.check_with(|| unreachable!("it is not asked twice")));
-        assert!(!watchdog.check_with(|| unreachable!("it is not asked twice")));
+        assert!(!asked.check(|| unreachable!("it is not asked twice")));
+        assert!(!asked.check(|| unreachable!("it is not asked twice")));
         second.send(()).unwrap();
-        assert!(watchdog.check_with(Vec::new));
+        assert!(asked.check(Vec::new));
     }
 
-    #[tokio::test]
-    async fn a_worker_that_could_not_be_asked_is_asked_again() {
-        let mut watchdog = Watchdog::new(Some(Duration::from_secs(1)));
+    #[test]
+    fn a_worker_that_could_not_be_asked_is_asked_again() {
+        let mut asked = Asked::default();
         let (_, full) = channel();
-        assert!(watchdog.check_with(|| vec![full]));
+        assert!(asked.check(|| vec![full]));
         let (worker, rx) = channel();
-        assert!(!watchdog.check_with(|| vec![rx]));
+        assert!(!asked.check(|| vec![rx]));
         worker.send(()).unwrap();
-        assert!(watchdog.check_with(Vec::new));
+        assert!(asked.check(Vec::new));
     }
 
-    #[tokio::test]
-    async fn without_a_manager_it_is_never_due() {
-        let watchdog = Watchdog::new(None);
-        let wait = tokio::time::timeout(Duration::from_millis(20), watchdog.due());
-        assert!(wait.await.is_err());
-    }
-
-    #[tokio::test]
-    async fn one_that_was_skipped_is_due_later() {
-        let mut watchdog = Watchdog::new(Some(Duration::from_secs(60)));
-        watchdog.due().await;
-        watchdog.skip();
-        let wait = tokio::time::timeout(Duration::from_millis(20), watchdog.due());
-        assert!(wait.await.is_err());
+    #[test]
+    fn it_goes_on_while_the_control_plane_waits_for_a_file_system() {
+        let (seen, alive) = channel();
+        let running = run(Duration::from_millis(1), Vec::new, move || {
+            let _ = seen.send(());
+        });
+        // This thread does nothing but wait, as the control plane does in a system call.
+        for _ in 0..3 {
+            alive.recv().unwrap();
+        }
+        drop(Watchdog(running));
+        // Nothing comes after its end.
+        while alive.recv().is_ok() {}
     }
 }

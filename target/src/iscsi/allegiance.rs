@@ -15,8 +15,9 @@
 //! A parcel has the bytes of the data: the connections may belong to workers with a pool each.
 //!
 //! # Bounds
-//! Nothing is kept beyond Time2Wait and Time2Retain, nor when others wait for the pool memory that it
-//! occupies. What is kept takes its places of the command window, so a session has no more contexts
+//! Nothing is kept beyond Time2Wait and Time2Retain, of which Time2Wait counts for [`TIME2WAIT`] at most: it
+//! is the larger value of both sides, so an initiator alone could ask for an hour.
+//! Nor is anything kept when others wait for the pool memory that it occupies. What is kept takes its places of the command window, so a session has no more contexts
 //! in use than without recovery. What was handed over is known by its old name for [`LINGER`] more, for
 //! mail that is on its way.
 
@@ -39,6 +40,13 @@ use crate::audit::Parting;
 use crate::execution::Execution;
 use crate::pool::{Buffer, Pool};
 use crate::srp::TaskRef;
+
+/// DefaultTime2Retain as we offer it, in seconds (RFC 7143 13.16).
+pub const TIME2RETAIN: u32 = 20;
+
+/// Seconds of DefaultTime2Wait that are waited at most: the value of an initiator that names none (RFC 7143
+/// 13.15).
+const TIME2WAIT: u32 = 2;
 
 /// How long a channel that has handed everything over still knows where to.
 const LINGER: Duration = Duration::from_secs(1);
@@ -122,9 +130,9 @@ impl<D: Datamover> Channel<D> {
     /// How long commands outlive their connection.
     fn retention(&self) -> Option<Duration> {
         let params = self.session.as_ref()?.params;
-        let seconds = u64::from(params.time2wait) + u64::from(params.time2retain);
+        let seconds = u32::from(params.time2wait).min(TIME2WAIT) + u32::from(params.time2retain);
         let retains = self.recovery_level() > 1 && params.time2retain > 0;
-        retains.then(|| Duration::from_secs(seconds))
+        retains.then(|| Duration::from_secs(seconds.into()))
     }
 
     /// The connection is of no more use. At level 2 its commands are kept.
@@ -459,7 +467,7 @@ impl<D: Datamover> Channel<D> {
             let worker = self.config.worker;
             self.accounts.addressed(&session.luns, parcel.lun, worker)
         });
-        let account = addressed.map(|(_, account)| account);
+        let account = addressed.map(|addressed| addressed.account);
         task.exec.course.join(account);
         task.lun = parcel.lun;
         task.counted = parcel.counted;

@@ -14,6 +14,7 @@ use std::fmt::Display;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use riser_scsi::attention::Attention;
 use riser_scsi::iscsi::login::{
     ConnectionParams, Identity, Joined, Refusal, SessionParams, TargetLogin, Terms,
 };
@@ -33,13 +34,17 @@ use super::text::TextState;
 use super::window::{Member, WINDOWS, Window};
 use crate::audit::Parting;
 use crate::log::RateLimit;
-use crate::pool::{Buffer, Pool};
+use crate::pool::{Buffer, Owner, Pool};
 use crate::srp::{LunMap, SendIdx, TaskRef, UnitIdx};
 use crate::stats::{Accounts, Functions, SessionEvent};
 use crate::warn_limited;
 
 /// PDUs and transfers that may wait to be sent before nothing more is read.
 pub const MAX_QUEUED: usize = 512;
+
+/// Bytes of control-type PDUs' data that may wait to be sent before nothing more is read. Data of
+/// commands do not count: they lie in buffers of the pool.
+pub const MAX_QUEUED_BYTES: usize = 256 << 10;
 
 /// Contexts beyond the command window, for immediate commands and functions.
 pub(super) const IMMEDIATE_TASKS: u16 = 16;
@@ -52,6 +57,12 @@ const PING_AFTER: Duration = Duration::from_secs(15);
 
 /// How long a ping may stay unanswered.
 const PING_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long a discovery session may be silent: who has found its targets has no more to say.
+const DISCOVERY_IDLE: Duration = Duration::from_secs(15);
+
+/// How long a discovery session may last.
+pub(super) const DISCOVERY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// What the target decides about logins and discovery.
 pub trait Gate {
@@ -136,6 +147,13 @@ pub enum Action {
     },
     /// Tell a function that a task it waited for is gone.
     TaskGone(TaskRef),
+    /// Tell all channels that something happened to a unit.
+    Event {
+        /// The unit.
+        unit: UnitIdx,
+        /// What.
+        attention: Attention,
+    },
     /// Tell a connection of the session that it may have the command that is next.
     TakeTurn(Member),
     /// End other connections of the session, then call [`Channel::handle_others_gone`].
@@ -205,9 +223,11 @@ pub struct ChannelConfig {
     /// The worker's number.
     pub worker: u16,
     /// The channel's number at that worker, never used twice.
-    pub serial: u32,
+    pub serial: u64,
     /// Commands at once: the window.
     pub commands: u16,
+    /// How long the initiator may take to send data that it was asked for.
+    pub data_out_timeout: Duration,
 }
 
 /// A session, once there is one.
@@ -233,6 +253,8 @@ pub struct Channel<D> {
     pub(super) new_params: Option<ConnectionParams>,
     pub(super) tasks: Vec<Task>,
     pub(super) idle: Vec<TaskIdx>,
+    /// The request that is being carried out has taken a place of the command window, and no context.
+    pub(super) has_place: bool,
     /// Tasks that take a place of the command window.
     pub(super) counted: u16,
     /// Tasks that took one and are answered, but whose answer is not yet sent.
@@ -259,6 +281,10 @@ pub struct Channel<D> {
     pub(super) text: TextState,
     pub(super) cid: Cid,
     pub(super) last_input: Instant,
+    /// When data last came that were asked for, or that came with a command.
+    pub(super) last_data: Instant,
+    /// When to look whether data are overdue.
+    pub(super) data_deadline: Option<Instant>,
     pub(super) ping: Option<Instant>,
     pub(super) next_ping: u32,
     pub(super) phase_deadline: Option<Instant>,
@@ -281,7 +307,8 @@ impl ChannelConfig {
         WINDOWS * self.commands + IMMEDIATE_TASKS
     }
 
-    /// What the contexts occupy, in bytes.
+    /// What the contexts occupy, in bytes, once there are any: from full-feature phase of a normal
+    /// session on.
     #[must_use]
     pub fn memory(&self) -> usize {
         usize::from(self.contexts()) * (size_of::<Task>() + size_of::<TaskIdx>())
@@ -304,15 +331,15 @@ impl<D: Datamover> Channel<D> {
     /// A channel that waits for a login.
     #[must_use]
     pub fn new(config: ChannelConfig, mover: D, now: Instant) -> Self {
-        let tasks = config.contexts();
         Self {
             phase: Phase::Login,
             login: TargetLogin::new(),
             session: None,
             mover,
             new_params: None,
-            tasks: (0..tasks).map(|_| Task::new()).collect(),
-            idle: (0..tasks).rev().map(TaskIdx).collect(),
+            tasks: Vec::new(),
+            idle: Vec::new(),
+            has_place: false,
             counted: 0,
             lingering: 0,
             expected: 0,
@@ -328,6 +355,8 @@ impl<D: Datamover> Channel<D> {
             text: TextState::default(),
             cid: Cid(0),
             last_input: now,
+            last_data: now,
+            data_deadline: None,
             ping: None,
             next_ping: 0,
             phase_deadline: Some(now + LOGIN_TIMEOUT),
@@ -340,6 +369,30 @@ impl<D: Datamover> Channel<D> {
             accounts: Accounts::default(),
             complaints: RateLimit::default(),
             config,
+        }
+    }
+
+    /// Makes the contexts. Who has not logged in gets none, nor who discovers targets.
+    pub(super) fn make_contexts(&mut self, now: Instant) {
+        let tasks = self.config.contexts();
+        self.tasks = (0..tasks).map(|_| Task::new(now)).collect();
+        self.idle = (0..tasks).rev().map(TaskIdx).collect();
+    }
+
+    /// Whether commands may come, or might have come: not before full-feature phase, and not in a
+    /// discovery session.
+    #[must_use]
+    pub fn takes_commands(&self) -> bool {
+        !self.tasks.is_empty()
+    }
+
+    /// What its contexts occupy, in bytes.
+    #[must_use]
+    pub fn memory(&self) -> usize {
+        if self.takes_commands() {
+            self.config.memory()
+        } else {
+            0
         }
     }
 
@@ -397,18 +450,31 @@ impl<D: Datamover> Channel<D> {
     /// Whether more should be read from the connection: what is to be sent does not pile up.
     #[must_use]
     pub fn wants_input(&self) -> bool {
-        self.is_receiving() && self.mover.queued() < MAX_QUEUED
+        self.is_receiving() && self.has_room()
+    }
+
+    /// Whether more may be said to the initiator: what waits to be sent is not too much.
+    #[must_use]
+    pub fn has_room(&self) -> bool {
+        self.mover.queued() < MAX_QUEUED && self.mover.queued_bytes() < MAX_QUEUED_BYTES
     }
 
     /// When [`Channel::handle_timeout`] wants to be called.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         let ping = match (self.phase, self.ping) {
+            (Phase::FullFeature, _) if self.is_discovery() => {
+                Some(self.last_input + DISCOVERY_IDLE)
+            }
             (Phase::FullFeature, None) => Some(self.last_input + PING_AFTER),
             (Phase::FullFeature, Some(sent)) => Some(sent + PING_TIMEOUT),
             _ => None,
         };
-        self.phase_deadline.into_iter().chain(ping).min()
+        let data = self.data_deadline;
+        [self.phase_deadline, ping, data]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
     /// What to do next, in order.
@@ -442,6 +508,12 @@ impl<D: Datamover> Channel<D> {
     #[must_use]
     pub fn queued(&self) -> usize {
         self.mover.queued()
+    }
+
+    /// What waits to be sent of data segments of control-type PDUs, in bytes.
+    #[must_use]
+    pub fn queued_bytes(&self) -> usize {
+        self.mover.queued_bytes()
     }
 
     pub(super) fn mover_mut(&mut self) -> &mut D {
@@ -489,6 +561,9 @@ impl<D: Datamover> Channel<D> {
                 break;
             }
         }
+        if self.pool_waiters.is_empty() {
+            cx.pool.leave_line(Owner(self.config.serial));
+        }
         self.settle(cx);
     }
 
@@ -498,8 +573,14 @@ impl<D: Datamover> Channel<D> {
             self.phase_deadline = None;
             self.on_time_over(cx);
         }
+        if self.data_deadline.is_some_and(|at| at <= cx.now) {
+            self.check_data(cx);
+        }
         if self.phase == Phase::FullFeature && self.deadline().is_some_and(|at| at <= cx.now) {
-            if self.ping.is_some() {
+            if self.is_discovery() {
+                self.ended.get_or_insert(Parting::Silent);
+                self.drop_connection();
+            } else if self.ping.is_some() {
                 cx.gate.count(SessionEvent::TimedOut);
                 warn_limited!(self.complaints, cx.now, "the initiator does not answer");
                 self.ended.get_or_insert(Parting::Silent);
@@ -521,6 +602,11 @@ impl<D: Datamover> Channel<D> {
     /// The initiator has closed the connection; [`Channel::handle_disconnected`] follows.
     pub fn note_closed(&mut self) {
         self.ended.get_or_insert(Parting::Closed);
+    }
+
+    /// Whether its session is one of discovery.
+    pub(super) fn is_discovery(&self) -> bool {
+        self.session.as_ref().is_some_and(|s| s.params.discovery)
     }
 
     /// Why the connection came to its end.

@@ -1,6 +1,8 @@
 //! The way of a SCSI command: taken in, its task ordered, its data brought, its steps carried out,
 //! answered.
 
+use std::time::Instant;
+
 use riser_scsi::iscsi::Itt;
 use riser_scsi::iscsi::Ttt;
 use riser_scsi::iscsi::frame::Frame;
@@ -13,12 +15,17 @@ use riser_scsi::step::{
 
 use super::channel::{Action, Channel, Cx};
 use super::datamover::{Control, Datamover, GetData, PutData, Start, Taken};
-use super::task::{Incoming, TaskIdx, TaskState};
+use super::task::{Incoming, Task, TaskIdx, TaskState};
 use super::tcp::good;
+use crate::audit::Parting;
 use crate::execution::Entry;
-use crate::pool::Pool;
+use crate::pool::{Owner, Pool};
 use crate::srp::TaskRef;
-use crate::stats::Stage;
+use crate::stats::{SessionEvent, Stage};
+use crate::warn_limited;
+
+/// Timeouts for which the data of one command may be on their way, as long as others come.
+const MAX_DATA_TIMEOUTS: u32 = 8;
 
 /// How a request ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,12 +45,11 @@ impl<D: Datamover> Channel<D> {
         }
         let state = TaskState::AwaitTask;
         let Some(idx) = self.take_in(command.itt, command.immediate, state) else {
-            return self.reject(
-                cx,
-                frame,
-                RejectReason::TooManyImmediate,
-                &"immediate commands",
-            );
+            if command.immediate {
+                let reason = RejectReason::TooManyImmediate;
+                return self.reject(cx, frame, reason, &"immediate commands");
+            }
+            return self.refuse_command(&command);
         };
         self.mover.begin(idx);
         self.counters.commands += 1;
@@ -89,6 +95,23 @@ impl<D: Datamover> Channel<D> {
         self.enter_task_set(cx, idx);
     }
 
+    /// There is no context for a command, which the window should have seen to.
+    fn refuse_command(&mut self, command: &ScsiCommand) {
+        let pdu = ScsiResponse {
+            itt: command.itt,
+            response: 0,
+            status: Status::TaskSetFull as u8,
+            residual: match command.expected_length {
+                0 => Residual::None,
+                len => Residual::Underflow(len),
+            },
+            bidi_residual: Residual::None,
+            exp_data_sn: 0,
+            snack_tag: 0,
+        };
+        self.send(FromTarget::ScsiResponse(pdu), Vec::new(), true);
+    }
+
     fn check_command(
         &self,
         command: &ScsiCommand,
@@ -115,10 +138,14 @@ impl<D: Datamover> Channel<D> {
         let name = self.task_ref(idx);
         let session = self.session.as_ref().expect("full-feature phase");
         let exec = &mut self.tasks[usize::from(idx.0)].exec;
-        match exec.register(session.nexus, name, cx.now) {
+        match exec.register(session.nexus, name, false, cx.pool, cx.now) {
             Entry::Now => self.start(cx, idx),
             Entry::Later => {}
             Entry::Full => self.answer_status(cx, idx, Status::TaskSetFull),
+            Entry::Gather => {
+                let len = exec.early_data().expect("it is data that it waits for");
+                self.run(cx, idx, Step::ReceiveData { len });
+            }
         }
     }
 
@@ -136,7 +163,7 @@ impl<D: Datamover> Channel<D> {
             Step::Respond(response) => self.respond(cx, idx, response),
             Step::ReceiveData { .. } | Step::Block(_) if !self.has_buffer(cx.pool, idx) => {
                 self.tasks[usize::from(idx.0)].exec.step = Some(step);
-                self.await_pool(idx);
+                self.await_pool(cx.pool, idx);
             }
             Step::ReceiveData { len } => {
                 let task = &mut self.tasks[usize::from(idx.0)];
@@ -173,13 +200,28 @@ impl<D: Datamover> Channel<D> {
 
     /// Makes sure of the command's data buffer.
     fn has_buffer(&mut self, pool: &mut Pool, idx: TaskIdx) -> bool {
-        self.tasks[usize::from(idx.0)].exec.has_buffer(pool)
+        let owner = self.owner();
+        let exec = &mut self.tasks[usize::from(idx.0)].exec;
+        exec.has_buffer(pool, owner)
     }
 
-    fn await_pool(&mut self, idx: TaskIdx) {
+    fn owner(&self) -> Owner {
+        Owner(self.config.serial)
+    }
+
+    fn await_pool(&mut self, pool: &mut Pool, idx: TaskIdx) {
         self.tasks[usize::from(idx.0)].state = TaskState::AwaitBuffer;
         self.counters.buffer_waits += 1;
         self.pool_waiters.push_back(idx);
+        pool.wait(self.owner());
+    }
+
+    /// Waits for pool memory no longer.
+    fn leave_pool_line(&mut self, pool: &mut Pool, idx: TaskIdx) {
+        self.pool_waiters.retain(|&waiter| waiter != idx);
+        if self.pool_waiters.is_empty() {
+            pool.leave_line(self.owner());
+        }
     }
 
     /// Tries again what waited for pool memory.
@@ -190,8 +232,10 @@ impl<D: Datamover> Channel<D> {
 
     /// Goes on when the data are here; asks for what is missing when no more comes by itself.
     fn check_received(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
+        self.watch_data(cx.now);
         let task = &mut self.tasks[usize::from(idx.0)];
         task.state = TaskState::Receive;
+        task.receives_since = cx.now;
         let incoming = &mut task.incoming;
         let wanted = incoming.wanted.expect("the command waits for data");
         if incoming.open {
@@ -220,6 +264,7 @@ impl<D: Datamover> Channel<D> {
     }
 
     pub(super) fn on_data_out(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, pdu: &DataOut) {
+        self.last_data = cx.now;
         if !frame.is_intact {
             self.on_digest_error(cx);
             self.reject(cx, frame, RejectReason::DataDigestError, &"data digest");
@@ -286,7 +331,8 @@ impl<D: Datamover> Channel<D> {
                 _ => incoming.staged.extend_from_slice(frame.data),
             }
             incoming.got += len;
-            incoming.next_sn += 1;
+            // A peer may send any number of PDUs without data.
+            incoming.next_sn = incoming.next_sn.wrapping_add(1);
         }
         if pdu.is_final {
             incoming.open = false;
@@ -301,11 +347,21 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Tells the command how its last step ended.
+    /// Tells the command how its last step ended. One whose data have come takes its place in the
+    /// order.
     fn advance(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, result: StepResult) {
-        let exec = &mut self.tasks[usize::from(idx.0)].exec;
-        let step = exec.advance(result, cx.now);
-        self.run(cx, idx, step);
+        let task = &mut self.tasks[usize::from(idx.0)];
+        if !task.exec.is_gathering() {
+            let step = task.exec.advance(result, cx.now);
+            return self.run(cx, idx, step);
+        }
+        task.state = TaskState::AwaitTask;
+        let (may_start, others) = task.exec.data_arrived(result, cx.now);
+        let others = others.into_iter().map(Action::StartTask);
+        self.actions.extend(others);
+        if may_start {
+            self.start(cx, idx);
+        }
     }
 
     pub(super) fn on_block_done(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, result: StepResult) {
@@ -329,16 +385,18 @@ impl<D: Datamover> Channel<D> {
 
     pub(super) fn respond(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, response: Response) {
         self.leave_task_set(idx);
+        let owner = self.owner();
         let task = &mut self.tasks[usize::from(idx.0)];
         if task.incoming.open {
             task.incoming.staged = Vec::new();
             task.response = Some(response);
             task.state = TaskState::AwaitUnsolicited;
-            return;
+            task.receives_since = cx.now;
+            return self.watch_data(cx.now);
         }
-        let Some(len) = task.exec.gather(cx.pool, &response, cx.now) else {
+        let Some(len) = task.exec.gather(cx.pool, owner, &response, cx.now) else {
             task.exec.step = Some(Step::Respond(response));
-            return self.await_pool(idx);
+            return self.await_pool(cx.pool, idx);
         };
         self.send_response(idx, response, len);
     }
@@ -460,13 +518,13 @@ impl<D: Datamover> Channel<D> {
 
     /// Ends a request that is not answered, at once or as soon as no device uses its buffer.
     pub(super) fn cut_short(&mut self, pool: &mut Pool, idx: TaskIdx, end: End) {
-        let task = &mut self.tasks[usize::from(idx.0)];
+        let task = &self.tasks[usize::from(idx.0)];
         if task.exec.aborted {
             return;
         }
         let lingers = match task.state {
             TaskState::AwaitBuffer => {
-                self.pool_waiters.retain(|&w| w != idx);
+                self.leave_pool_line(pool, idx);
                 false
             }
             TaskState::Receive => self.mover.forget(idx),
@@ -478,7 +536,7 @@ impl<D: Datamover> Channel<D> {
             _ => false,
         };
         if lingers {
-            task.exec.aborted = true;
+            self.tasks[usize::from(idx.0)].exec.aborted = true;
         } else {
             self.finish(pool, idx, end);
         }
@@ -490,6 +548,7 @@ impl<D: Datamover> Channel<D> {
     /// # Panics
     /// If it was not asked for any.
     pub fn handle_arrived(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, ok: bool) {
+        self.last_data = cx.now;
         let task = &self.tasks[usize::from(idx.0)];
         assert_eq!(task.state, TaskState::Receive, "data come for {idx:?}");
         if task.exec.aborted {
@@ -503,6 +562,50 @@ impl<D: Datamover> Channel<D> {
             self.advance(cx, idx, failed);
         }
         self.settle(cx);
+    }
+
+    /// Makes sure that the time is limited in which data come.
+    fn watch_data(&mut self, now: Instant) {
+        self.data_deadline
+            .get_or_insert(now + self.config.data_out_timeout);
+    }
+
+    /// Data that were asked for may be overdue: none at all came for the timeout, or those of one
+    /// command have taken [`MAX_DATA_TIMEOUTS`] of them. Data of one command may well wait behind those
+    /// of others on a slow link, so as long as something comes, no command is given up early.
+    ///
+    /// The commands concerned are aborted, and the connection is lost: at this point it is not known
+    /// what the initiator will still send. So no command waits for ever, nor keeps its buffer.
+    pub(super) fn check_data(&mut self, cx: &mut Cx<'_>) {
+        self.data_deadline = None;
+        let timeout = self.config.data_out_timeout;
+        let waits = |task: &Task| {
+            let expects = matches!(task.state, TaskState::Receive | TaskState::AwaitUnsolicited);
+            expects && !task.exec.aborted
+        };
+        let waiting = self.tasks.iter().filter(|task| waits(task));
+        let oldest = waiting.map(|task| task.receives_since).min();
+        let Some(oldest) = oldest.filter(|_| !self.allegiance.is_silent()) else {
+            return;
+        };
+        let at = (self.last_data.max(oldest) + timeout).min(oldest + timeout * MAX_DATA_TIMEOUTS);
+        if at > cx.now {
+            self.data_deadline = Some(at);
+            return;
+        }
+        cx.gate.count(SessionEvent::TimedOut);
+        warn_limited!(
+            self.complaints,
+            cx.now,
+            "the initiator does not send its data"
+        );
+        self.ended.get_or_insert(Parting::Silent);
+        for idx in self.all() {
+            if waits(&self.tasks[usize::from(idx.0)]) {
+                self.cut_short(cx.pool, idx, End::TornDown);
+            }
+        }
+        self.lose_connection(cx.now);
     }
 
     /// Aborts what waits for the initiator, who is logging out.

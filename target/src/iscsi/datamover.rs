@@ -107,7 +107,8 @@ pub trait Datamover {
     /// Full-feature phase begins with these values, once the answer to the login is on its way.
     fn enable(&mut self, session: &SessionParams, connection: &ConnectionParams);
 
-    /// The initiator declared another MaxRecvDataSegmentLength.
+    /// The initiator declared another MaxRecvDataSegmentLength, in bytes: for what is sent after
+    /// everything that waits already.
     fn set_max_send_segment(&mut self, bytes: u32);
 
     /// Longest data segment of a control-type PDU, in bytes.
@@ -176,4 +177,7 @@ pub trait Datamover {
 
     /// What waits to be sent, in PDUs and transfers.
     fn queued(&self) -> usize;
+
+    /// What waits to be sent of data segments of control-type PDUs, in bytes.
+    fn queued_bytes(&self) -> usize;
 }

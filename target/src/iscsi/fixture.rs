@@ -23,7 +23,7 @@ use super::{
     Action, Admitted, Batch, ChannelConfig, Cx, Gate, Parcel, TaskIdx, TcpChannel, Window,
 };
 use crate::pool::Pool;
-use crate::srp::{LunMap, TaskRef, Unit, UnitIdx};
+use crate::srp::{LunMap, Mapping, TaskRef, Unit, UnitIdx};
 use crate::stats::{LunStats, SessionEvent};
 
 pub(super) const DISK: usize = 1 << 20;
@@ -79,8 +79,12 @@ impl Gate for FakeGate {
 
     fn join(&mut self, joined: &Joined, first: CmdSn) -> Result<Admitted, LoginStatus> {
         self.joined += 1;
-        let stats = Arc::clone(&self.stats);
-        let luns = LunMap::new([(LunId::ZERO, Arc::clone(&self.unit), stats)]);
+        let mapping = Mapping {
+            unit: Arc::clone(&self.unit),
+            stats: Arc::clone(&self.stats),
+            read_only: false,
+        };
+        let luns = LunMap::new([(LunId::ZERO, mapping)]);
         Ok(Admitted {
             tsih: Tsih(1),
             nexus: (!joined.session.discovery).then(|| (NexusId(7), Arc::new(luns))),
@@ -136,6 +140,8 @@ pub(super) struct Rig {
     pub(super) digests: Digests,
     pub(super) cmd_sn: u32,
     pub(super) stalled: bool,
+    /// What the channel has not taken, since it has too much to say.
+    pub(super) unread: Vec<u8>,
     /// What other connections of the session are concerned by.
     pub(super) elsewhere: Vec<Action>,
     /// Commands on their way to other connections.
@@ -150,6 +156,7 @@ fn unit() -> Arc<Unit> {
         read_only: false,
         provisioning: Provisioning::Thick,
         write_cache: true,
+        stoppable: false,
         rotational: false,
         identity: UnitIdentity {
             vendor: "RISER".into(),
@@ -159,6 +166,7 @@ fn unit() -> Arc<Unit> {
             naa: Naa::LocallyAssigned(1),
         },
         limits: Limits::default(),
+        cache_generation: None,
     })
     .unwrap();
     let port = |name: &str| PortName::Iscsi(name.into());
@@ -179,12 +187,13 @@ impl Rig {
     }
 
     /// As [`Rig::new`], with a number of the channel.
-    pub(super) fn numbered(serial: u32) -> Self {
+    pub(super) fn numbered(serial: u64) -> Self {
         let now = Instant::now();
         let config = ChannelConfig {
             worker: 0,
             serial,
             commands: WINDOW,
+            data_out_timeout: crate::config::DATA_OUT_TIMEOUT,
         };
         let offer = Offer::default()
             .with(Key::MaxRecvDataSegmentLength, 65536)
@@ -208,6 +217,7 @@ impl Rig {
             digests: Digests::default(),
             cmd_sn: 1,
             stalled: false,
+            unread: Vec::new(),
             elsewhere: Vec::new(),
             parcels: Vec::new(),
         }
@@ -222,7 +232,7 @@ impl Rig {
     }
 
     /// Another connection of the session of `other`.
-    pub(super) fn joined(other: &Self, serial: u32, keys: &str) -> Self {
+    pub(super) fn joined(other: &Self, serial: u64, keys: &str) -> Self {
         let mut rig = Self::numbered(serial);
         rig.now = other.now;
         rig.disk.clone_from(&other.disk);
@@ -252,7 +262,7 @@ impl Rig {
 
     pub(super) fn login(&mut self, text: &str) -> Vec<Received> {
         let bytes = self.login_bytes(text.as_bytes());
-        self.with(|ch, cx| ch.handle_bytes(cx, &bytes))
+        self.bytes(&bytes)
     }
 
     pub(super) fn login_bytes(&self, text: &[u8]) -> Vec<u8> {
@@ -275,21 +285,37 @@ impl Rig {
     }
 
     /// Gives the channel an input, carries out what it wants, and returns what it sent.
-    pub(super) fn with(
+    pub(super) fn with<R>(
         &mut self,
-        input: impl FnOnce(&mut TcpChannel, &mut Cx<'_>),
+        input: impl FnOnce(&mut TcpChannel, &mut Cx<'_>) -> R,
     ) -> Vec<Received> {
         self.step(input);
         self.settle()
     }
 
-    fn step(&mut self, input: impl FnOnce(&mut TcpChannel, &mut Cx<'_>)) {
+    /// As [`Rig::with`], of bytes, which come again as long as the channel takes some of them.
+    pub(super) fn bytes(&mut self, bytes: &[u8]) -> Vec<Received> {
+        self.unread.extend_from_slice(bytes);
+        let mut received = Vec::new();
+        loop {
+            let unread = std::mem::take(&mut self.unread);
+            let taken = self.step(|ch, cx| ch.handle_bytes(cx, &unread));
+            self.unread = unread[taken..].to_vec();
+            received.extend(self.settle());
+            let is_stuck = taken == 0 && !self.channel.channel().wants_input();
+            if self.unread.is_empty() || is_stuck {
+                return received;
+            }
+        }
+    }
+
+    fn step<R>(&mut self, input: impl FnOnce(&mut TcpChannel, &mut Cx<'_>) -> R) -> R {
         let mut cx = Cx {
             now: self.now,
             pool: &mut self.pool,
             gate: &mut self.gate,
         };
-        input(&mut self.channel, &mut cx);
+        input(&mut self.channel, &mut cx)
     }
 
     fn settle(&mut self) -> Vec<Received> {
@@ -358,6 +384,7 @@ impl Rig {
                 self.disconnected = true;
                 self.step(|ch, cx| ch.channel_mut().handle_disconnected(cx));
             }
+            Action::Event { .. } => {}
             Action::TakeTurn(_)
             | Action::EndOthers(_)
             | Action::Lost
@@ -413,7 +440,7 @@ impl Rig {
 
     pub(super) fn send(&mut self, pdu: &FromInitiator, data: &[u8]) -> Vec<Received> {
         let bytes = self.bytes_of(pdu, data);
-        self.with(|ch, cx| ch.handle_bytes(cx, &bytes))
+        self.bytes(&bytes)
     }
 
     /// Sends a command with immediate data.

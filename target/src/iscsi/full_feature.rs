@@ -87,7 +87,22 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Takes a request into an idle context; `None` if there are too many immediate ones.
+    /// Carries out a request that was admitted, and so has taken a place of the window. It gives that
+    /// back unless it is kept in a context.
+    pub(super) fn carry_out_admitted(
+        &mut self,
+        cx: &mut Cx<'_>,
+        frame: &Frame<'_>,
+        pdu: FromInitiator,
+    ) {
+        self.has_place = true;
+        self.carry_out_pdu(cx, frame, pdu);
+        if std::mem::take(&mut self.has_place) {
+            self.window().on_gone(false);
+        }
+    }
+
+    /// Takes a request into an idle context; `None` if there is none for it.
     pub(super) fn take_in(
         &mut self,
         itt: Itt,
@@ -96,14 +111,15 @@ impl<D: Datamover> Channel<D> {
     ) -> Option<TaskIdx> {
         let idx = self.take_context(itt, immediate, state)?;
         if !immediate {
+            // From here on the place is the context's.
+            self.has_place = false;
             self.counted += 1;
-            self.window().take_place();
         }
         self.tasks[usize::from(idx.0)].counted = !immediate;
         Some(idx)
     }
 
-    /// Takes an idle context; `None` if there are too many without a place of the window.
+    /// Takes an idle context; `None` if there are too many without a place of the window, or no more.
     pub(super) fn take_context(
         &mut self,
         itt: Itt,
@@ -111,14 +127,11 @@ impl<D: Datamover> Channel<D> {
         state: TaskState,
     ) -> Option<TaskIdx> {
         let places = self.counted + self.lingering + self.expected;
-        let others = self.in_flight() - usize::from(places);
+        let others = self.in_flight().saturating_sub(usize::from(places));
         if immediate && others >= usize::from(IMMEDIATE_TASKS) {
             return None;
         }
-        let idx = self
-            .idle
-            .pop()
-            .expect("a context for each place of the window");
+        let idx = self.idle.pop()?;
         let task = &mut self.tasks[usize::from(idx.0)];
         debug_assert_eq!(task.state, TaskState::Idle);
         task.generation = task.generation.wrapping_add(1);

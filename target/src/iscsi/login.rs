@@ -1,6 +1,7 @@
 //! The login on a channel: what the gate decides, and the way into full-feature phase.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use riser_scsi::iscsi::login::{
     ConnectionParams, Gatekeeper, Identity, Joined, Outcome, Refusal, SessionParams, Terms,
@@ -9,7 +10,7 @@ use riser_scsi::iscsi::pdu::{FromTarget, LoginRequest, LoginResponse, LoginStatu
 use riser_scsi::iscsi::{CmdSn, Tsih};
 use riser_scsi::nexus::NexusId;
 
-use super::channel::{Admitted, Channel, Cx, Gate, Phase, Session};
+use super::channel::{Admitted, Channel, Cx, DISCOVERY_TIMEOUT, Gate, Phase, Session};
 use super::datamover::Datamover;
 use crate::srp::LunMap;
 
@@ -90,21 +91,26 @@ impl<D: Datamover> Channel<D> {
                 }));
                 self.phase = Phase::Joining;
                 if !admitted.waits {
-                    self.enter_full_feature();
+                    self.enter_full_feature(cx.now);
                 }
             }
         }
     }
 
     /// Sends the login's last answer.
-    fn enter_full_feature(&mut self) {
+    fn enter_full_feature(&mut self, now: Instant) {
         let entering = self.entering.take().expect("a login has succeeded");
         let response = FromTarget::LoginResponse(entering.response);
         self.send(response, entering.text, true);
         self.mover.enable(&entering.session, &entering.connection);
         self.new_params = Some(entering.connection);
         self.phase = Phase::FullFeature;
-        self.phase_deadline = None;
+        self.phase_deadline = if entering.session.discovery {
+            Some(now + DISCOVERY_TIMEOUT)
+        } else {
+            self.make_contexts(now);
+            None
+        };
     }
 
     /// The others that this connection waits for hold nothing any more.
@@ -113,7 +119,7 @@ impl<D: Datamover> Channel<D> {
         self.answer_recovery_logouts();
         if self.phase == Phase::Joining {
             self.last_input = cx.now;
-            self.enter_full_feature();
+            self.enter_full_feature(cx.now);
         }
         self.settle(cx);
     }

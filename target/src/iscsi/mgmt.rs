@@ -6,13 +6,12 @@
 
 use std::sync::Arc;
 
-use riser_scsi::attention::{Attention, AttentionScope};
+use riser_scsi::attention::Attention;
 use riser_scsi::iscsi::Itt;
 use riser_scsi::iscsi::frame::Frame;
 use riser_scsi::iscsi::pdu::{
     FromTarget, RejectReason, TmfFunction, TmfRequest, TmfResponse, TmfStatus,
 };
-use riser_scsi::nexus::NexusId;
 use riser_scsi::task::TaskManagement;
 
 use super::channel::{Action, Channel, Cx};
@@ -25,10 +24,6 @@ use crate::srp::{TaskRef, Unit};
 pub(super) struct Mgmt {
     /// What it is.
     function: TmfFunction,
-    /// Units that are reset when the tasks are gone.
-    resets: Vec<Arc<Unit>>,
-    /// Nexuses that lost tasks, and the unit.
-    cleared: Vec<(Arc<Unit>, NexusId)>,
     /// Tasks not yet gone.
     waiting: u32,
 }
@@ -37,8 +32,6 @@ impl Mgmt {
     fn new(function: TmfFunction) -> Self {
         Self {
             function,
-            resets: Vec::new(),
-            cleared: Vec::new(),
             waiting: 0,
         }
     }
@@ -56,7 +49,14 @@ impl<D: Datamover> Channel<D> {
         }
         let taken = self.take_in(request.itt, request.immediate, TaskState::Mgmt);
         let Some(idx) = taken else {
-            return self.reject(cx, frame, RejectReason::TooManyImmediate, &"functions");
+            if request.immediate {
+                return self.reject(cx, frame, RejectReason::TooManyImmediate, &"functions");
+            }
+            let answer = TmfResponse {
+                itt: request.itt,
+                status: TmfStatus::Rejected,
+            };
+            return self.send(FromTarget::TmfResponse(answer), Vec::new(), true);
         };
         self.counters.task_management += 1;
         self.tasks[usize::from(idx.0)].mgmt = Some(Mgmt::new(request.function));
@@ -160,14 +160,11 @@ impl<D: Datamover> Channel<D> {
         let watcher = self.task_ref(idx);
         let mgmt = self.mgmt_mut(idx);
         mgmt.waiting += managed.aborted.len() as u32;
-        mgmt.cleared.extend(
-            managed
-                .cleared
-                .into_iter()
-                .map(|nexus| (Arc::clone(unit), nexus)),
-        );
         if function == TaskManagement::LogicalUnitReset {
-            mgmt.resets.push(Arc::clone(unit));
+            self.actions.push_back(Action::Event {
+                unit: unit.index,
+                attention: Attention::DeviceReset,
+            });
         }
         let aborts = managed
             .aborted
@@ -186,15 +183,6 @@ impl<D: Datamover> Channel<D> {
         let mgmt = self.mgmt_mut(idx);
         if mgmt.waiting > 0 {
             return;
-        }
-        let resets = std::mem::take(&mut mgmt.resets);
-        let cleared = std::mem::take(&mut mgmt.cleared);
-        for unit in resets {
-            unit.reset();
-        }
-        for (unit, nexus) in cleared {
-            let scope = AttentionScope::One(nexus);
-            unit.lu.raise(Attention::CommandsCleared, scope);
         }
         self.answer_tmf(idx, TmfStatus::Complete);
     }

@@ -25,8 +25,10 @@
 //! - Nothing but login is looked at before full-feature phase.
 //! - A command that was taken in is answered, aborted or torn down with its channel.
 //! - Every buffer goes back to the pool, and no earlier than devices and sockets have let go of it.
-//! - Memory is bounded: contexts by the command window, what waits to be sent by [`MAX_QUEUED`]
-//!   (beyond it nothing more is read), unsolicited data without a buffer by FirstBurstLength each.
+//! - Memory is bounded: contexts by the command window, what waits to be sent by [`MAX_QUEUED`] and
+//!   [`MAX_QUEUED_BYTES`] (beyond them nothing more is read), unsolicited data without a buffer by
+//!   FirstBurstLength each.
+//! - Who has not logged in has no contexts, and gets no others' place.
 //!
 //! # Not implemented
 //! Target cold reset resets the units as the warm one does; the sessions stay.
@@ -57,8 +59,10 @@ mod tests;
 #[cfg(test)]
 mod tests_allegiance;
 
-pub use allegiance::{Parcel, TakeOver};
-pub use channel::{Action, Admitted, Channel, ChannelConfig, Cx, Gate, MAX_QUEUED, Others, Phase};
+pub use allegiance::{Parcel, TIME2RETAIN, TakeOver};
+pub use channel::{
+    Action, Admitted, Channel, ChannelConfig, Cx, Gate, MAX_QUEUED, MAX_QUEUED_BYTES, Others, Phase,
+};
 pub use datamover::{Control, Datamover, GetData, PutData, Taken};
 pub use report::{Counters, SessionInfo};
 pub use task::{TaskIdx, TaskState};

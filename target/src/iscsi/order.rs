@@ -81,7 +81,8 @@ impl<D: Datamover> Channel<D> {
             (_, false) => window.admit(sn, me),
         };
         match admission {
-            Admission::Now => self.carry_out_pdu(cx, frame, pdu),
+            Admission::Now if immediate => self.carry_out_pdu(cx, frame, pdu),
+            Admission::Now => self.carry_out_admitted(cx, frame, pdu),
             Admission::Later => self.waiting.push(Waiting {
                 sn,
                 immediate,
@@ -150,10 +151,15 @@ impl<D: Datamover> Channel<D> {
             return false;
         };
         let waiting = self.waiting.swap_remove(at);
-        for kept in std::iter::once(&waiting.request).chain(&waiting.data) {
+        for (at, kept) in std::iter::once(&waiting.request)
+            .chain(&waiting.data)
+            .enumerate()
+        {
             let frame = kept.frame();
-            // It was parsed when it came.
-            if let Ok(pdu) = FromInitiator::parse(&frame) {
+            let pdu = FromInitiator::parse(&frame).expect("it was parsed when it came");
+            if at == 0 && !waiting.immediate {
+                self.carry_out_admitted(cx, &frame, pdu);
+            } else {
                 self.carry_out_pdu(cx, &frame, pdu);
             }
         }

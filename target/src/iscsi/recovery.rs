@@ -83,6 +83,15 @@ impl Recovery {
         self.others
     }
 
+    /// Bytes of the data segments of these.
+    pub(super) fn bytes_of_others(&self) -> usize {
+        let others = self.kept.iter().filter_map(|kept| match &kept.status {
+            Status::Control(control) if control.ends.is_none() => Some(control.data.len()),
+            _ => None,
+        });
+        others.sum()
+    }
+
     /// Data begin to be sent.
     pub(super) fn on_data(&mut self, put: PutData) {
         if self.is_on {

@@ -1,5 +1,7 @@
 //! The contexts of a channel: one per command or function under way.
 
+use std::time::Instant;
+
 use riser_scsi::iscsi::Itt;
 use riser_scsi::iscsi::pdu::MAX_CDB;
 use riser_scsi::srp::WireLun;
@@ -16,10 +18,10 @@ pub struct TaskIdx(pub u16);
 /// State of a context.
 ///
 /// ```text
-///  Idle → AwaitTask → AwaitBuffer → Receive ──→ Block (once per operation)
-///    │   (each only where it is needed)│          │
-///    │                                 v          v
-///    │                           AwaitUnsolicited ──→ Sent → Idle
+///  Idle → AwaitBuffer → Receive → AwaitTask → AwaitBuffer → Block (once per operation)
+///    │           (each only where it is needed)                │
+///    │                                                         v
+///    │                                    AwaitUnsolicited ──→ Sent → Idle
 ///    ├──→ Mgmt ─────────────────────────────────────→ Sent
 ///    └──→ Expected ──→ AwaitBuffer, Receive, Sent: where the other connection has left it
 /// ```
@@ -82,6 +84,8 @@ pub(super) struct Task {
     pub(super) lun: WireLun,
     pub(super) exec: Execution<MAX_CDB>,
     pub(super) incoming: Incoming,
+    /// Since when it waits for data, in [`TaskState::Receive`] and [`TaskState::AwaitUnsolicited`].
+    pub(super) receives_since: Instant,
     /// The answer, while it waits for unsolicited data, and once it is sent.
     pub(super) response: Option<Response>,
     /// Where its data begin for the initiator.
@@ -92,8 +96,9 @@ pub(super) struct Task {
 }
 
 impl Task {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(now: Instant) -> Self {
         Self {
+            receives_since: now,
             state: TaskState::Idle,
             generation: 0,
             itt: Itt::NONE,

@@ -95,6 +95,9 @@ enum Item {
     Data(Outgoing),
     /// From here on with these digests: the answer to the login goes without.
     Digests(Digests),
+    /// From here on with data segments of so many bytes: what was queued before was counted in PDUs of
+    /// another length, and the initiator was told so.
+    Segment(u32),
     /// Something that was sent before.
     Again(Again),
 }
@@ -163,6 +166,9 @@ struct Wanted {
 #[derive(Debug)]
 pub struct Tcp {
     digests: Digests,
+    /// Longest data segment of what is being sent, in bytes.
+    segment_in_use: u32,
+    /// The same of what is queued from now on.
     max_send_segment: u32,
     max_burst: u32,
     max_outstanding_r2t: usize,
@@ -185,6 +191,7 @@ impl Tcp {
     fn new() -> Self {
         Self {
             digests: Digests::default(),
+            segment_in_use: LOGIN_SEGMENT,
             max_send_segment: LOGIN_SEGMENT,
             max_burst: 0,
             max_outstanding_r2t: 1,
@@ -257,7 +264,7 @@ impl Tcp {
         Taken::Again(open.task)
     }
 
-    /// PDUs of the data between two offsets.
+    /// PDUs of the data between two offsets, if they are queued now.
     fn pieces(&self, from: u32, to: u32) -> u32 {
         let of = |bytes: u32| bytes.div_ceil(self.max_send_segment);
         let first = (self.max_burst - from % self.max_burst).min(to - from);
@@ -269,7 +276,7 @@ impl Tcp {
     fn piece(&self, item: &Outgoing) -> u32 {
         let in_burst = self.max_burst - item.sent % self.max_burst;
         let left = item.put.len - item.sent;
-        left.min(in_burst).min(self.max_send_segment)
+        left.min(in_burst).min(self.segment_in_use)
     }
 
     /// Writes the next PDU of those that are sent once more; whether it was the last.
@@ -448,6 +455,7 @@ impl Tcp {
                     }
                 }
                 Item::Digests(digests) => self.digests = digests,
+                Item::Segment(bytes) => self.segment_in_use = bytes,
                 Item::Data(mut item) => {
                     let task = item.put.task;
                     if self.in_batch.last() != Some(&task) {
@@ -485,6 +493,7 @@ impl Tcp {
 
 impl Datamover for Tcp {
     fn enable(&mut self, session: &SessionParams, connection: &ConnectionParams) {
+        self.segment_in_use = connection.max_send_segment;
         self.max_send_segment = connection.max_send_segment;
         self.max_burst = session.max_burst;
         self.max_outstanding_r2t = usize::from(session.max_outstanding_r2t);
@@ -496,6 +505,7 @@ impl Datamover for Tcp {
 
     fn set_max_send_segment(&mut self, bytes: u32) {
         self.max_send_segment = bytes;
+        self.queue.push_back(Item::Segment(bytes));
     }
 
     fn max_send_segment(&self) -> u32 {
@@ -548,7 +558,7 @@ impl Datamover for Tcp {
         }
         let offset = pdu.offset;
         open.got += len;
-        open.next_sn += 1;
+        open.next_sn = open.next_sn.wrapping_add(1);
         if ends {
             self.open.swap_remove(at);
             self.solicit(task);
@@ -612,7 +622,7 @@ impl Datamover for Tcp {
     fn forget(&mut self, task: TaskIdx) -> bool {
         let open = &mut self.open;
         self.queue.retain(|item| match item {
-            Item::Digests(_) | Item::Again(Again::Control(..)) => true,
+            Item::Digests(_) | Item::Segment(_) | Item::Again(Again::Control(..)) => true,
             Item::Data(Outgoing { put, .. }) | Item::Again(Again::Data { put, .. }) => {
                 put.task != task
             }
@@ -645,19 +655,29 @@ impl Datamover for Tcp {
         let mut at = start;
         while at.data_sn < data_sn && at.offset < len {
             let in_burst = self.max_burst - at.offset % self.max_burst;
-            at.offset += (len - at.offset).min(in_burst).min(self.max_send_segment);
+            at.offset += (len - at.offset).min(in_burst).min(self.segment_in_use);
             at.data_sn += 1;
         }
         (at.data_sn == data_sn).then_some(at)
     }
 
     fn clear(&mut self) {
-        self.queue.retain(|item| matches!(item, Item::Digests(_)));
+        self.queue
+            .retain(|item| matches!(item, Item::Digests(_) | Item::Segment(_)));
         self.recovery = Recovery::default();
     }
 
     fn queued(&self) -> usize {
         self.queue.len() + self.recovery.others()
+    }
+
+    fn queued_bytes(&self) -> usize {
+        let bytes = |item: &Item| match item {
+            Item::Control(control) | Item::Again(Again::Control(control, _)) => control.data.len(),
+            Item::Data(_) | Item::Again(Again::Data { .. }) => 0,
+            Item::Digests(_) | Item::Segment(_) => 0,
+        };
+        self.queue.iter().map(bytes).sum::<usize>() + self.recovery.bytes_of_others()
     }
 }
 
@@ -715,31 +735,38 @@ impl TcpChannel {
         &mut self.channel
     }
 
-    /// Bytes arrived.
-    pub fn handle_bytes(&mut self, cx: &mut Cx<'_>, mut bytes: &[u8]) {
-        while self.channel.is_receiving() {
-            match self.framer.next(bytes) {
+    /// Bytes arrived: how many of them were taken. The rest is to come again when
+    /// [`Channel::wants_input`] says so.
+    pub fn handle_bytes(&mut self, cx: &mut Cx<'_>, bytes: &[u8]) -> usize {
+        let mut rest = bytes;
+        while self.channel.wants_input() {
+            match self.framer.next(rest) {
                 Ok((used, Some(frame))) => {
                     self.channel.handle_frame(cx, &frame);
-                    bytes = &bytes[used..];
+                    rest = &rest[used..];
                 }
-                Ok((_, None)) => return,
+                Ok((_, None)) => return bytes.len(),
                 Err(error) => {
                     let event = match error {
                         FrameError::HeaderDigest => SessionEvent::DigestError,
                         _ => SessionEvent::FormatError,
                     };
-                    return self.channel.handle_broken(cx, event, error);
+                    self.channel.handle_broken(cx, event, error);
+                    return bytes.len();
                 }
             }
             self.follow_params();
         }
-        if !bytes.is_empty() && self.channel.phase() == Phase::Joining {
+        if self.channel.is_receiving() {
+            return bytes.len() - rest.len();
+        }
+        if !rest.is_empty() && self.channel.phase() == Phase::Joining {
             // Whoever logs in says nothing before the answer; what it says could not be understood.
             let event = SessionEvent::FormatError;
             self.channel
                 .handle_broken(cx, event, "data before the login is answered");
         }
+        bytes.len()
     }
 
     fn follow_params(&mut self) {

@@ -1,8 +1,10 @@
 //! The channel over TCP, by script and by chance.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use proptest::prelude::*;
+use riser_scsi::attention::Attention;
 use riser_scsi::iscsi::pdu::{
     AsyncEvent, DataOut, FromInitiator, FromTarget, LogoutReason, LogoutRequest, LogoutStatus,
     NopOut, R2t, RejectReason, ScsiCommand, Snack, SnackKind, TaskAttr, TextRequest, TmfFunction,
@@ -10,10 +12,13 @@ use riser_scsi::iscsi::pdu::{
 };
 use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
 use riser_scsi::kind::Kind;
-use riser_scsi::step::Residual;
+use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
+use riser_scsi::step::{Expected, Request, Residual, Step, TaskAttribute};
+use riser_scsi::task::NewTask;
 
 use super::fixture::{Received, Rig, WINDOW};
-use super::{Action, MAX_QUEUED, Others, Phase, TcpChannel};
+use super::{Action, MAX_QUEUED, MAX_QUEUED_BYTES, Others, Phase, TcpChannel};
+use crate::srp::{SendIdx, TaskRef, Unit};
 use crate::stats::SessionEvent;
 
 /// Status and sense key of the response in what was received.
@@ -1064,4 +1069,330 @@ fn a_command_is_counted_when_its_answer_is_sent() {
         assert_eq!(rig.gate.stats.queue_depth(), 0);
         rig.end();
     }
+}
+
+/// COMPARE AND WRITE excludes others from its blocks, once its data are here.
+#[test]
+fn a_command_that_waits_for_its_data_does_not_stop_the_unit() {
+    let mut rig = Rig::logged_in("");
+    let mut caw = [0; 16];
+    caw[0] = 0x89;
+    caw[13] = 1;
+    // No immediate data: an R2T goes out, and is not answered.
+    let asked = rig.command(1, &caw, true, 1024, &[], true);
+    assert!(matches!(asked[..], [(FromTarget::R2t(_), ..)]));
+    for (itt, lba) in [(2, 100), (3, 0)] {
+        let received = rig.read(itt, lba, 1);
+        assert!(matches!(received[0].0, FromTarget::DataIn(_)));
+    }
+    let received = rig.write(4, 1, &[7; 512], true);
+    assert!(matches!(received[..], [(FromTarget::ScsiResponse(_), ..)]));
+    rig.end();
+}
+
+#[test]
+fn a_command_whose_data_never_come_ends_with_its_connection() {
+    let mut rig = Rig::logged_in("");
+    let asked = rig.write(1, 128, &[], true);
+    assert!(matches!(asked[..], [(FromTarget::R2t(_), ..)]));
+    assert!(rig.pool.free() < rig.pool.size());
+    // An initiator that lives: it answers pings.
+    for n in 0..10 {
+        rig.wait(Duration::from_secs(2));
+        rig.nop(1000 + n, b"");
+    }
+    assert_eq!(rig.pool.free(), rig.pool.size());
+    assert!(rig.disconnected);
+    assert_eq!(rig.gate.unit.tasks(), 0);
+    assert_eq!(rig.gate.events, [SessionEvent::TimedOut]);
+}
+
+#[test]
+fn a_slow_link_is_given_time_as_long_as_data_come() {
+    let mut rig = Rig::logged_in("");
+    let mut asked = rig.write(1, 2, &[], true);
+    asked.extend(rig.write(2, 2, &[], true));
+    let r2ts: Vec<R2t> = asked
+        .into_iter()
+        .map(|(pdu, ..)| match pdu {
+            FromTarget::R2t(r2t) => r2t,
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    // The data of the second command wait behind those of the first one.
+    let half = |rig: &mut Rig, r2t: &R2t, sn: u32| {
+        rig.wait(Duration::from_secs(10));
+        rig.data_out(r2t.itt.0, r2t.ttt, sn, sn * 512, &[1; 512], sn == 1)
+    };
+    for r2t in &r2ts {
+        assert!(half(&mut rig, r2t, 0).is_empty());
+        let received = half(&mut rig, r2t, 1);
+        assert!(matches!(received[..], [(FromTarget::ScsiResponse(_), ..)]));
+    }
+    rig.end();
+}
+
+/// What a reset does to others has happened when it aborts their commands: it does not matter that
+/// the connection which asked for it goes before they are gone.
+#[test]
+fn a_reset_whose_connection_goes_tells_the_others() {
+    let mut rig = Rig::logged_in("");
+    let port = |name: &str| PortName::Iscsi(name.into());
+    let other = NexusId(8);
+    let nexus = Nexus {
+        initiator: port("iqn.2026-01.a:other,i,0x000000000001"),
+        target: TargetPort {
+            name: port("iqn.2026-01.a:t0,t,0x0001"),
+            relative_id: 1,
+            group: 0,
+        },
+    };
+    let unit = Arc::clone(&rig.gate.unit);
+    unit.lu.add_nexus(other, nexus);
+    let tur = |unit: &Unit| {
+        let request = Request {
+            nexus: other,
+            cdb: &[0; 6],
+            expected: Expected::default(),
+            attribute: TaskAttribute::Simple,
+            luns: &[],
+            read_only: false,
+        };
+        let (_, step) = unit.lu.start(&request);
+        let Step::Respond(response) = step else {
+            panic!("{step:?}");
+        };
+        response.parsed_sense().map(|sense| sense.additional)
+    };
+    assert!(tur(&unit).is_some(), "power on");
+    // A command of the other nexus is under way, at another channel, on another worker.
+    let foreign = TaskRef {
+        worker: 9,
+        channel: 9,
+        ioctx: SendIdx(0),
+        generation: 1,
+    };
+    let (key, _) = unit.register(other, NewTask::default(), foreign).unwrap();
+    let answers = rig.tmf(3, TmfFunction::LogicalUnitReset, 0);
+    assert!(answers.is_empty(), "it waits for the other's command");
+    rig.with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
+    let _ = unit.remove(key);
+    assert_eq!(unit.management().resets, 1);
+    assert_eq!(tur(&unit), Some(Attention::DeviceReset.sense().additional));
+}
+
+/// What waits to be sent is bounded by its bytes too: the initiator says how long an answer may be.
+#[test]
+fn a_flood_of_large_pings_is_bounded_in_bytes() {
+    let mut rig = Rig::logged_in("MaxRecvDataSegmentLength=262144\0");
+    rig.stalled = true;
+    let data = vec![7; 65536];
+    let mut sent = 0;
+    while rig.channel.channel().wants_input() {
+        rig.nop(1000, &data);
+        sent += 1;
+    }
+    let queued = rig.channel.channel().queued_bytes();
+    assert!(queued < MAX_QUEUED_BYTES + data.len(), "{queued} bytes");
+    rig.stalled = false;
+    let answers = rig.nop(1001, b"");
+    assert_eq!(answers.len(), sent + 1);
+    rig.end();
+}
+
+/// What one receive brings may be more than may wait to be answered. It is looked at as answers go.
+#[test]
+fn requests_wait_until_there_is_room_for_their_answers() {
+    let mut rig = Rig::logged_in("MaxRecvDataSegmentLength=262144\0");
+    rig.stalled = true;
+    let ping = |rig: &Rig, tag| {
+        let nop = NopOut {
+            immediate: true,
+            lun: [0; 8],
+            itt: Itt(tag),
+            ttt: Ttt::NONE,
+            cmd_sn: CmdSn(rig.cmd_sn),
+            exp_stat_sn: StatSn(0),
+        };
+        rig.bytes_of(&FromInitiator::NopOut(nop), &[5; 8192])
+    };
+    let all: Vec<u8> = (0..100).flat_map(|tag| ping(&rig, tag)).collect();
+    assert!(rig.bytes(&all).is_empty());
+    assert!(rig.channel.channel().queued_bytes() < MAX_QUEUED_BYTES + 8192);
+    assert!(!rig.unread.is_empty());
+    rig.stalled = false;
+    let mut answers = rig.with(|_, _| {});
+    answers.extend(rig.bytes(&[]));
+    let tags = answers.iter().map(|(pdu, ..)| match pdu {
+        FromTarget::NopIn(nop) => nop.itt.0,
+        other => panic!("{other:?}"),
+    });
+    assert!(tags.eq(0..100), "each is answered, in order");
+    rig.end();
+}
+
+/// Contexts are many, and who has not logged in, or only looks for targets, has no use for them.
+#[test]
+fn contexts_are_made_for_sessions_that_run_commands() {
+    let rig = Rig::new();
+    assert_eq!(rig.channel.channel().memory(), 0);
+    rig.end();
+    let mut rig = Rig::new();
+    rig.login("InitiatorName=iqn.2026-01.a:i\0SessionType=Discovery\0");
+    assert_eq!(rig.channel.channel().phase(), Phase::FullFeature);
+    assert_eq!(rig.channel.channel().memory(), 0);
+    rig.end();
+    let rig = Rig::logged_in("");
+    let channel = rig.channel.channel();
+    assert_eq!(channel.memory(), channel.config().memory());
+    rig.end();
+}
+
+#[test]
+fn a_discovery_session_ends_when_it_is_silent_and_after_a_while_in_any_case() {
+    for talks in [false, true] {
+        let mut rig = Rig::new();
+        rig.login("InitiatorName=iqn.2026-01.a:i\0SessionType=Discovery\0");
+        let mut seconds = 0;
+        while !rig.disconnected {
+            seconds += 1;
+            assert!(rig.wait(Duration::from_secs(1)).is_empty(), "no ping");
+            if talks && !rig.disconnected {
+                rig.nop(1, b"");
+            }
+        }
+        assert_eq!(seconds, if talks { 60 } else { 15 });
+        rig.end();
+    }
+}
+
+/// A request that takes a number but no context takes its place of the window only while it is looked at.
+#[test]
+fn numbered_requests_that_are_no_commands_leave_the_window_open() {
+    let mut rig = Rig::logged_in("");
+    for _ in 0..5 * WINDOW {
+        let nop = NopOut {
+            immediate: false,
+            lun: [0; 8],
+            itt: Itt(9),
+            ttt: Ttt::NONE,
+            cmd_sn: CmdSn(rig.cmd_sn),
+            exp_stat_sn: StatSn(0),
+        };
+        rig.cmd_sn += 1;
+        let received = rig.send(&FromInitiator::NopOut(nop), b"ping");
+        let numbers = received[0].1;
+        assert_eq!(numbers.exp_cmd_sn, CmdSn(rig.cmd_sn));
+        let room = numbers.max_cmd_sn.since(numbers.exp_cmd_sn) + 1;
+        assert!(room + 1 >= u32::from(WINDOW), "{room} places are left");
+    }
+    let received = rig.read(1, 0, 1);
+    assert_eq!(status(&received).0, 0);
+    rig.end();
+}
+
+fn ask(rig: &mut Rig, tag: u32, text: &[u8]) -> Vec<Received> {
+    let request = TextRequest {
+        immediate: true,
+        is_final: true,
+        continues: false,
+        lun: [0; 8],
+        itt: Itt(tag),
+        ttt: Ttt::NONE,
+        cmd_sn: CmdSn(rig.cmd_sn),
+        exp_stat_sn: StatSn(0),
+    };
+    rig.send(&FromInitiator::TextRequest(request), text)
+}
+
+/// RFC 7143 Appendix C: one SendTargets makes a request. More would have a short question answered at
+/// any length.
+#[test]
+fn targets_are_listed_once_for_a_request() {
+    let mut rig = Rig::new();
+    rig.gate.targets = 100;
+    rig.login("InitiatorName=iqn.2026-01.a:i\0SessionType=Discovery\0");
+    let once = ask(&mut rig, 1, b"SendTargets=All\0");
+    assert!(matches!(once[..], [(FromTarget::TextResponse(_), ..)]));
+    let many = "SendTargets=All\0".repeat(500);
+    let answer = ask(&mut rig, 2, many.as_bytes());
+    assert_eq!(rejected(&answer), RejectReason::ProtocolError);
+    rig.end();
+}
+
+/// RFC 7143 Appendix C: in a normal session `SendTargets=` asks for the session's own target, and `All` is not
+/// supported. Whatever is asked has one answer.
+#[test]
+fn a_normal_session_learns_of_its_own_target_only() {
+    let mut rig = Rig::logged_in("");
+    rig.gate.targets = 3;
+    for text in ["SendTargets=", "SendTargets=iqn.2026-01.a:t0"] {
+        let answer = ask(&mut rig, 1, text.as_bytes());
+        let [(FromTarget::TextResponse(response), _, data)] = &answer[..] else {
+            panic!("{answer:?}");
+        };
+        assert!(response.is_final);
+        let (found, _) = riser_scsi::iscsi::name::parse_targets(data).unwrap();
+        let names: Vec<_> = found.iter().map(|found| found.name.as_str()).collect();
+        assert_eq!(names, ["iqn.2026-01.a:t0"]);
+    }
+    for text in [
+        "SendTargets=All",
+        "SendTargets=Alle",
+        "SendTargets=A",
+        "SendTargets=iqn.2026-01.a:t1",
+        "SendTargets",
+    ] {
+        let answer = ask(&mut rig, 1, text.as_bytes());
+        assert_eq!(rejected(&answer), RejectReason::ProtocolError, "{text}");
+    }
+    // RFC 7143 6.2: a key that is no key has an answer too.
+    let answer = ask(&mut rig, 1, b"SendTargetsPlease=All\0");
+    let [(FromTarget::TextResponse(_), _, data)] = &answer[..] else {
+        panic!("{answer:?}");
+    };
+    assert_eq!(data, b"SendTargetsPlease=NotUnderstood\0");
+    assert_eq!(status(&rig.read(1, 0, 1)).0, 0, "the session goes on");
+    rig.end();
+}
+
+/// RFC 7143 11.4.8, 13.12: ExpDataSN counts the Data-In PDUs that were sent, so what waits while the
+/// initiator declares another length is cut as it was counted.
+#[test]
+fn a_new_segment_length_concerns_what_is_queued_after_it() {
+    let mut rig = Rig::logged_in("MaxRecvDataSegmentLength=2048\0");
+    rig.stalled = true;
+    let mut cdb = [0; 16];
+    cdb[..10].copy_from_slice(&[0x28, 0, 0, 0, 0, 0, 0, 0, 4, 0]);
+    // One that says that it writes as well: its status comes in a PDU of its own.
+    let command = ScsiCommand {
+        immediate: false,
+        is_final: true,
+        reads: true,
+        writes: true,
+        attribute: TaskAttr::Simple,
+        lun: [0; 8],
+        itt: Itt(1),
+        expected_length: 512,
+        cmd_sn: CmdSn(rig.cmd_sn),
+        exp_stat_sn: StatSn(0),
+        cdb: cdb.into_iter().collect(),
+        bidi_read_length: Some(2048),
+    };
+    rig.cmd_sn += 1;
+    rig.send(&FromInitiator::ScsiCommand(command), &[]);
+    ask(&mut rig, 2, b"MaxRecvDataSegmentLength=512\0");
+    rig.stalled = false;
+    let received = rig.nop(3, b"");
+    let is_data = |(pdu, ..): &&Received| matches!(pdu, FromTarget::DataIn(_));
+    let pdus = received.iter().filter(is_data).count();
+    let response = received.iter().find_map(|(pdu, ..)| match pdu {
+        FromTarget::ScsiResponse(response) => Some(response),
+        _ => None,
+    });
+    assert_eq!(response.unwrap().exp_data_sn as usize, pdus);
+    assert_eq!(pdus, 1);
+    let pdus = rig.read(4, 0, 4).iter().filter(is_data).count();
+    assert_eq!(pdus, 4, "from here on in pieces of 512 bytes");
+    rig.end();
 }

@@ -96,7 +96,7 @@ impl Duo {
         }
     }
 
-    fn rig(&mut self, channel: u32) -> &mut Rig {
+    fn rig(&mut self, channel: u64) -> &mut Rig {
         if channel == 1 {
             &mut self.first
         } else {
@@ -639,15 +639,15 @@ proptest! {
             duo.second.cmd_sn = exp.0;
             match act {
                 Act::Read(second, tag, blocks) => {
-                    duo.rig(1 + u32::from(second)).read(u32::from(tag), 0, blocks);
+                    duo.rig(1 + u64::from(second)).read(u32::from(tag), 0, blocks);
                 }
                 Act::Write(second, tag, blocks, len) => {
                     let data = vec![1; usize::from(len)];
-                    duo.rig(1 + u32::from(second)).write(u32::from(tag), blocks, &data, true);
+                    duo.rig(1 + u64::from(second)).write(u32::from(tag), blocks, &data, true);
                 }
                 Act::Data(second, tag, ttt, len) => {
                     let data = vec![2; usize::from(len)];
-                    let rig = duo.rig(1 + u32::from(second));
+                    let rig = duo.rig(1 + u64::from(second));
                     rig.data_out(u32::from(tag), Ttt(u32::from(ttt)), 0, 0, &data, false);
                 }
                 Act::Abort(tag) => {
@@ -671,7 +671,7 @@ proptest! {
                     duo.second.send(&FromInitiator::TmfRequest(request), &[]);
                 }
                 Act::Block(second, at) => {
-                    let rig = duo.rig(1 + u32::from(second));
+                    let rig = duo.rig(1 + u64::from(second));
                     if !rig.blocks.is_empty() {
                         let at = usize::from(at) % rig.blocks.len();
                         rig.finish_block(at);
@@ -707,4 +707,18 @@ proptest! {
 
 fn exp_cmd(duo: &Duo) -> CmdSn {
     CmdSn(duo.second.cmd_sn)
+}
+
+/// DefaultTime2Wait is the larger value of both sides, and so the initiator's to choose; how long commands of a
+/// lost connection are kept is not.
+#[test]
+fn an_initiator_cannot_have_commands_kept_for_an_hour() {
+    let keys = "ErrorRecoveryLevel=2\0DefaultTime2Wait=3600\0DefaultTime2Retain=20\0";
+    let mut rig = Rig::logged_in(keys);
+    rig.write(1, 8, &[], true);
+    rig.with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
+    rig.wait(RETENTION);
+    assert_eq!(rig.gate.unit.tasks(), 0);
+    assert_eq!(rig.pool.free(), rig.pool.size());
+    assert!(rig.released);
 }

@@ -67,16 +67,20 @@ impl<D: Datamover> Channel<D> {
         };
         let mut keys = Negotiation::new(Offer::default());
         let mut out = Vec::new();
+        let mut is_sought = false;
         for pair in text::pairs(text) {
             let (key, value) = pair.ok()?;
             match keys.answer(key, value, place, &mut out).ok()? {
+                // One key of it makes a request (RFC 7143 Appendix C): an answer names a target once.
+                Some(Key::SendTargets) if std::mem::replace(&mut is_sought, true) => return None,
                 Some(Key::SendTargets) => {
                     let own = session.identity.target.as_ref();
                     let named = IscsiName::new(value).ok();
                     let wanted = match value {
                         "All" if session.params.discovery => None,
                         "" => Some(own?),
-                        // Which targets there are is told in discovery sessions only.
+                        // Which targets there are is asked in discovery sessions only: `All` is not
+                        // supported in others (RFC 7143 Appendix C).
                         _ if session.params.discovery || named.as_ref() == own => {
                             Some(named.as_ref()?)
                         }

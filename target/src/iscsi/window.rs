@@ -43,7 +43,7 @@ pub struct Member {
     /// The worker.
     pub worker: u16,
     /// The channel's number.
-    pub channel: u32,
+    pub channel: u64,
 }
 
 /// What to do with a request.
@@ -154,11 +154,14 @@ impl Window {
 
     /// Places that are free.
     fn room(&self, numbering: &Numbering) -> u16 {
-        let contexts = WINDOWS * self.commands - numbering.counted - numbering.lingering;
-        contexts.min(self.commands - numbering.counted)
+        let used = numbering.counted.saturating_add(numbering.lingering);
+        let contexts = WINDOWS.saturating_mul(self.commands).saturating_sub(used);
+        contexts.min(self.commands.saturating_sub(numbering.counted))
     }
 
-    /// Looks at a request that takes a number.
+    /// Looks at a request that takes a number. With [`Admission::Now`] it has taken a place of the
+    /// window, in the same step: connections of one session may belong to different workers. The place
+    /// is free again with [`Window::on_answered`] or [`Window::on_gone`].
     pub(super) fn admit(&self, sn: CmdSn, who: Member) -> Admission {
         let mut numbering = self.lock();
         let room = u32::from(self.room(&numbering));
@@ -168,6 +171,7 @@ impl Window {
         }
         if steps == 0 {
             numbering.exp = sn.next();
+            numbering.counted += 1;
             numbering
                 .ahead
                 .retain(|ahead| ahead.immediate || ahead.sn != sn);
@@ -256,26 +260,22 @@ impl Window {
         }
     }
 
-    /// A request takes a place.
-    pub(super) fn take_place(&self) {
-        self.lock().counted += 1;
-    }
-
-    /// It is answered: its place is free, its context not yet.
+    /// A request that took a place is answered: its place is free, its context not yet.
     pub(super) fn on_answered(&self) {
         let mut numbering = self.lock();
-        numbering.counted -= 1;
+        numbering.counted = numbering.counted.saturating_sub(1);
         numbering.lingering += 1;
     }
 
-    /// Its context is free: that of a request that was answered, or was not.
+    /// A request that took a place holds no context any more: one that was answered, or was not.
     pub(super) fn on_gone(&self, was_answered: bool) {
         let mut numbering = self.lock();
-        if was_answered {
-            numbering.lingering -= 1;
+        let count = if was_answered {
+            &mut numbering.lingering
         } else {
-            numbering.counted -= 1;
-        }
+            &mut numbering.counted
+        };
+        *count = count.saturating_sub(1);
     }
 
     /// Enters a command's tag. An answered command with the same tag is known no more: who uses the
@@ -398,8 +398,10 @@ mod tests {
         assert_eq!(window.next_up(), Some(B));
         assert_eq!(window.admit(CmdSn(12), B), Admission::Now);
         assert_eq!(window.next_up(), None);
-        assert_eq!(window.bounds(), (CmdSn(13), CmdSn(20)));
-        assert_eq!(window.admit(CmdSn(21), A), Admission::Never, "outside");
+        assert_eq!(window.bounds(), (CmdSn(13), CmdSn(17)));
+        window.on_gone(false);
+        assert_eq!(window.bounds(), (CmdSn(13), CmdSn(18)));
+        assert_eq!(window.admit(CmdSn(19), A), Admission::Never, "outside");
         assert_eq!(window.admit(CmdSn(12), A), Admission::Never, "an old one");
     }
 
@@ -408,7 +410,6 @@ mod tests {
         let window = Window::new(2, CmdSn(u32::MAX), false);
         for sn in [u32::MAX, 0] {
             assert_eq!(window.admit(CmdSn(sn), A), Admission::Now);
-            window.take_place();
         }
         assert_eq!(window.bounds(), (CmdSn(1), CmdSn(0)), "closed");
         assert_eq!(window.admit(CmdSn(1), A), Admission::Never);
@@ -417,6 +418,26 @@ mod tests {
         assert_eq!(window.admit(CmdSn(2), A), Admission::Never, "in order only");
         window.on_gone(true);
         window.on_gone(false);
+        assert_eq!(window.bounds(), (CmdSn(1), CmdSn(2)));
+    }
+
+    /// Both are on workers of their own, so one may be admitted before the other has a context.
+    #[test]
+    fn two_connections_do_not_take_one_place() {
+        let window = Window::new(2, CmdSn(1), true);
+        for sn in [1, 2] {
+            assert_eq!(window.admit(CmdSn(sn), A), Admission::Now);
+        }
+        assert_eq!(window.admit(CmdSn(3), B), Admission::Never);
+        assert_eq!(window.bounds(), (CmdSn(3), CmdSn(2)), "closed");
+    }
+
+    /// Places that are given back twice would be a mistake of ours, which must not open the window.
+    #[test]
+    fn the_window_is_never_wider_than_its_commands() {
+        let window = Window::new(2, CmdSn(1), true);
+        window.on_gone(false);
+        window.on_gone(true);
         assert_eq!(window.bounds(), (CmdSn(1), CmdSn(2)));
     }
 

@@ -116,6 +116,7 @@ fn devices(config: &Config, catalog: &Catalog, acquired: &mut Acquired) -> Resul
         for index in 0..workers {
             let roce = RoceConfig {
                 mtu: config.transport.mtu.and_then(mtu),
+                on_link: config.transport.on_link,
                 worker_index: index as u32,
                 worker_bits: workers.ilog2() as u8,
                 faults: RoceFaults {

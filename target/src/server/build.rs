@@ -2,10 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
+use riser_scsi::iscsi::chap;
 use riser_scsi::iscsi::login::Auth;
 use riser_scsi::lu::LogicalUnit;
+use riser_scsi::reservation::ReservationKeeper;
 use serde::{Deserialize, Serialize};
 
 use super::ServerError;
@@ -13,22 +15,20 @@ use super::legacy::Legacy;
 use crate::backend::{OpenError, Ram, Spec, Store};
 use crate::config::{self, Backend, Config, HostId, Lun, Portal, Protocol, Target};
 use crate::srp::{LoginLimits, Unit, UnitIdx};
-use crate::stats::{LunStats, MAX_WORKERS, TargetStats};
+use crate::stats::{LunStats, TargetStats};
 use crate::worker::registry::SessionLimits;
 use crate::worker::target::{Catalog, IscsiDef, PortalDef, TargetDef};
 
 /// Tasks of one unit at most, of all initiators together.
 const MAX_TASKS: u32 = 1 << 16;
 
-/// Number of workers: a power of two, since queue-pair numbers name their worker in low bits.
+/// The number of workers.
 pub(super) fn workers(config: &Config) -> usize {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let wanted = config.workers.number(cores).clamp(1, MAX_WORKERS);
-    let number = 1 << wanted.ilog2();
-    if number != wanted {
-        tracing::info!(wanted, number, "the number of workers is a power of two");
+    if let Some(note) = config.workers.note(cores) {
+        tracing::warn!("{note}");
     }
-    number
+    config.workers.number(cores)
 }
 
 /// The CPU of a worker, if it is to be pinned.
@@ -106,22 +106,51 @@ fn auth(chap: Option<&config::Chap>) -> Result<Auth, ServerError> {
     Ok(Auth::Chap {
         accepted: chap.users.iter().map(read).collect::<Result<_, _>>()?,
         own: chap.mutual.as_ref().map(read).transpose()?,
+        algorithms: chap.algorithms.clone(),
     })
+}
+
+/// A secret with which we prove who we are, to whoever is let in, lets nobody in (RFC 7143 12.1.3):
+/// otherwise one initiator could have us answer what another target, or the same one, asks of another.
+/// Only now are the secrets themselves known, wherever they come from.
+fn check_secrets(discovery: &Auth, targets: &[TargetDef]) -> Result<(), ServerError> {
+    let defs = targets.iter().filter_map(|target| target.iscsi.as_ref());
+    let auths = defs.flat_map(|iscsi| iscsi.rule_auths.values().chain([&iscsi.auth]));
+    let auths: Vec<&Auth> = auths.chain([discovery]).collect();
+    let accepted = auths.iter().flat_map(|auth| match auth {
+        Auth::Chap { accepted, .. } => accepted.as_slice(),
+        Auth::None => &[],
+    });
+    for auth in &auths {
+        let Auth::Chap { own: Some(own), .. } = auth else {
+            continue;
+        };
+        let mut accepted = accepted.clone();
+        if let Some(user) = accepted.find(|user| chap::is_equal(&user.secret, &own.secret)) {
+            let (own, user) = (own.name.clone(), user.name.clone());
+            return Err(ServerError::SameSecret { own, user });
+        }
+    }
+    Ok(())
 }
 
 /// Makes catalogs, one after another; what they have in common is made once and keeps its number.
 ///
-/// Backends are known by their names. Units are made as targets mention them, and targets that
-/// mention one backend alike share its unit.
+/// Backends are known by their names. A backend is one unit, whichever targets and numbers lead to it:
+/// its reservations hold for all of them. Whether a number is read-only is in the map that has it.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Builder {
     stores: BTreeMap<String, usize>,
-    units: BTreeMap<(String, bool), Arc<Unit>>,
+    units: BTreeMap<String, Arc<Unit>>,
     opened: Vec<Option<Arc<Store>>>,
     unit_stores: Vec<usize>,
+    /// Units by their numbers, gone ones too.
+    numbered: Vec<Weak<Unit>>,
     ports: BTreeMap<String, PortIds>,
     stats: BTreeMap<(String, u16), Arc<LunStats>>,
     counts: BTreeMap<String, Arc<TargetStats>>,
+    /// Keeps reservations through power loss.
+    keeper: Option<Arc<dyn ReservationKeeper>>,
     /// What is in RAM disks that were not opened yet.
     rams: BTreeMap<String, Arc<Ram>>,
 }
@@ -155,8 +184,9 @@ fn closed(name: &str) -> impl FnOnce(OpenError) -> ServerError {
 
 impl Builder {
     /// One that has made nothing yet, and goes on where another one has ended.
-    pub(super) fn after(legacy: &Legacy) -> Self {
+    pub(super) fn after(legacy: &Legacy, keeper: Option<Arc<dyn ReservationKeeper>>) -> Self {
         Self {
+            keeper,
             ports: legacy.ports.clone(),
             rams: legacy.rams.clone(),
             ..Self::default()
@@ -165,8 +195,8 @@ impl Builder {
 
     /// The first catalog was made: gives its units what is left to them.
     pub(super) fn settle(&mut self, legacy: &Legacy) {
-        for (key, state) in &legacy.units {
-            if let Some(unit) = self.units.get(key) {
+        for (backend, state) in &legacy.units {
+            if let Some(unit) = self.units.get(backend) {
                 unit.lu.inherit(state);
             }
         }
@@ -179,7 +209,7 @@ impl Builder {
     }
 
     /// The units that are served.
-    pub(super) fn units(&self) -> &BTreeMap<(String, bool), Arc<Unit>> {
+    pub(super) fn units(&self) -> &BTreeMap<String, Arc<Unit>> {
         &self.units
     }
 
@@ -239,13 +269,19 @@ impl Builder {
                 iscsi: iscsi(target, &ids)?,
             });
         }
+        let discovery = auth(config.discovery_chap.as_ref())?;
+        check_secrets(&discovery, &targets)?;
         self.forget_others(&targets);
         Ok(Catalog {
             limits: session_limits(config),
             commands: config.limits.queue_depth.min(1024) as u16,
-            discovery: auth(config.discovery_chap.as_ref())?,
+            data_out_timeout: config.limits.data_out_timeout,
+            connections: config.limits.connections_per_session,
+            recovery_level: config.limits.error_recovery_level,
+            discovery,
             targets,
             unit_stores: self.unit_stores.clone(),
+            units: self.numbered.clone(),
             stores: self.opened.clone(),
         })
     }
@@ -314,27 +350,38 @@ impl Builder {
 
     fn unit(&mut self, config: &Config, host: &HostId, lun: Lun) -> Result<Arc<Unit>, ServerError> {
         let backend = &config.backends[lun.backend];
-        let key = (backend.name.clone(), lun.read_only);
-        if let Some(unit) = self.units.get(&key) {
+        if let Some(unit) = self.units.get(&backend.name) {
             return Ok(Arc::clone(unit));
         }
         let place = self.store(backend)?;
-        let geometry = self.opened[place].as_ref().expect("just opened").geometry();
-        let mut unit_config = backend.unit_config(&geometry, lun.read_only, host);
+        let store = self.opened[place].as_ref().expect("just opened");
+        let (geometry, generation) = (store.geometry(), store.cache_generation());
+        let mut unit_config = backend.unit_config(&geometry, host);
+        unit_config.cache_generation = Some(generation);
         let block = geometry.block_size;
         let limits = &mut unit_config.limits;
         limits.max_transfer = config.limits.max_transfer / block * block;
         limits.optimal_transfer = limits.optimal_transfer.min(limits.max_transfer);
-        let lu = LogicalUnit::new(unit_config).map_err(|source| ServerError::Unit {
-            name: backend.name.clone(),
+        let name = || backend.name.clone();
+        let mut lu = LogicalUnit::new(unit_config).map_err(|source| ServerError::Unit {
+            name: name(),
             source,
         })?;
+        if let Some(keeper) = &self.keeper {
+            lu =
+                lu.with_keeper(Arc::clone(keeper))
+                    .map_err(|source| ServerError::Reservations {
+                        name: name(),
+                        source,
+                    })?;
+        }
         let limits = &config.limits;
         let tasks = limits.max_sessions.saturating_mul(limits.queue_depth);
         let index = UnitIdx(self.unit_stores.len() as u32);
         let unit = Arc::new(Unit::new(index, Arc::new(lu), tasks.min(MAX_TASKS)));
         self.unit_stores.push(place);
-        self.units.insert(key, Arc::clone(&unit));
+        self.numbered.push(Arc::downgrade(&unit));
+        self.units.insert(backend.name.clone(), Arc::clone(&unit));
         Ok(unit)
     }
 

@@ -41,7 +41,7 @@ const SOCKETS: Duration = Duration::from_secs(5);
 pub struct Legacy {
     pub(super) ports: BTreeMap<String, PortIds>,
     /// By the name of the backend, and whether the unit is read-only.
-    pub(super) units: BTreeMap<(String, bool), UnitLegacy>,
+    pub(super) units: BTreeMap<String, UnitLegacy>,
     /// By the name of the backend.
     pub(super) rams: BTreeMap<String, Arc<Ram>>,
     sockets: Vec<TcpListener>,
@@ -65,6 +65,8 @@ struct WrittenPort {
 #[derive(Debug, Serialize, Deserialize)]
 struct WrittenUnit {
     backend: String,
+    /// Never set. Programs before had a unit of its own for read-only numbers, written after the
+    /// other one, which counts.
     read_only: bool,
     state: UnitLegacy,
 }
@@ -74,6 +76,9 @@ struct WrittenRam {
     backend: String,
     /// The file's descriptor.
     content: RawFd,
+    /// Of the content; programs before this one did not write it down.
+    #[serde(default)]
+    generation: Option<[u8; 16]>,
 }
 
 /// RAM disks in files, by the names of their backends.
@@ -132,10 +137,10 @@ impl Legacy {
                     id: *id,
                 }));
         }
-        for ((backend, read_only), state) in &self.units {
+        for (backend, state) in &self.units {
             written.units.push(WrittenUnit {
                 backend: backend.clone(),
-                read_only: *read_only,
+                read_only: false,
                 state: state.clone(),
             });
         }
@@ -144,6 +149,7 @@ impl Legacy {
             written.rams.push(WrittenRam {
                 backend: backend.clone(),
                 content: file.as_raw_fd(),
+                generation: Some(ram.generation()),
             });
             let file = packed.0.entry(backend.clone()).or_insert(file);
             ram.give_away(file)?;
@@ -178,12 +184,18 @@ impl Legacy {
             legacy.ports.entry(target).or_default().insert(port, id);
         }
         for unit in written.units {
-            let key = (unit.backend, unit.read_only);
-            legacy.units.insert(key, unit.state);
+            let units = &mut legacy.units;
+            units.entry(unit.backend).or_insert(unit.state);
         }
-        for WrittenRam { backend, content } in written.rams {
+        for WrittenRam {
+            backend,
+            content,
+            generation,
+        } in written.rams
+        {
             let file = file_of(content).ok_or(io::ErrorKind::NotFound)?;
-            let ram = Arc::new(Ram::default());
+            let ram = generation.map_or_else(Ram::default, Ram::of_generation);
+            let ram = Arc::new(ram);
             ram.take_back(&file)?;
             legacy.rams.insert(backend, ram);
         }

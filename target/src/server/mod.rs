@@ -37,6 +37,7 @@ use std::time::{Duration, Instant};
 
 use riser_reactor::{MailSender, Ring, RingConfig, RingError, mailbox};
 use riser_scsi::attention::Attention;
+use riser_scsi::reservation::ReservationKeeper;
 use rustix::thread::{CpuSet, sched_setaffinity};
 use tokio::sync::Notify;
 
@@ -47,7 +48,7 @@ use crate::worker::mail::{MAILBOX, Mail, Outbox, Snapshot};
 use crate::worker::places::Places;
 use crate::worker::registry::Registry;
 use crate::worker::target::Catalog;
-use crate::worker::{Report, Shared, Worker, WorkerConfig};
+use crate::worker::{Report, Shared, Worker, WorkerConfig, ring_capacity};
 use legacy::Legacy;
 
 pub use crate::worker::PATIENCE;
@@ -74,6 +75,14 @@ pub enum ServerError {
         /// Why.
         source: riser_scsi::config::ConfigError,
     },
+    /// It is not known who may use a logical unit.
+    #[error("backend {name}: its reservations: {source}")]
+    Reservations {
+        /// The backend's name.
+        name: String,
+        /// Why.
+        source: io::Error,
+    },
     /// A CHAP secret cannot be read.
     #[error("the secret of {name}: {source}")]
     Secret {
@@ -81,6 +90,16 @@ pub enum ServerError {
         name: String,
         /// Why.
         source: io::Error,
+    },
+    /// A CHAP secret is used in both directions.
+    #[error(
+        "{own}, with which a target proves who it is, and {user}, who is let in, have one secret"
+    )]
+    SameSecret {
+        /// CHAP name of the target's own secret.
+        own: String,
+        /// CHAP name of the initiator's.
+        user: String,
     },
     /// A device cannot be opened.
     #[error("cannot open a RoCE device at {addr}: {source}")]
@@ -176,6 +195,8 @@ impl ServerError {
 #[derive(Debug)]
 pub struct Server {
     config: Config,
+    /// Entries of each worker's ring, as the number of sessions at the start wanted it.
+    ring: u32,
     builder: build::Builder,
     shared: Arc<Shared>,
     senders: Vec<MailSender<Mail>>,
@@ -190,16 +211,23 @@ pub struct Server {
 }
 
 /// Opens backends and makes units and targets, without devices and workers: for programs that bring
-/// their own, such as simulations.
+/// their own, such as simulations. Reservations persist through power loss as far as `keeper` keeps them.
 ///
 /// # Errors
 /// [`ServerError`].
-pub fn build_shared(config: &Config) -> Result<Shared, ServerError> {
-    shared(config, &Legacy::default()).map(|(shared, _)| shared)
+pub fn build_shared(
+    config: &Config,
+    keeper: Option<Arc<dyn ReservationKeeper>>,
+) -> Result<Shared, ServerError> {
+    shared(config, &Legacy::default(), keeper).map(|(shared, _)| shared)
 }
 
-fn shared(config: &Config, legacy: &Legacy) -> Result<(Shared, build::Builder), ServerError> {
-    let mut builder = build::Builder::after(legacy);
+fn shared(
+    config: &Config,
+    legacy: &Legacy,
+    keeper: Option<Arc<dyn ReservationKeeper>>,
+) -> Result<(Shared, build::Builder), ServerError> {
+    let mut builder = build::Builder::after(legacy, keeper);
     let catalog = builder.catalog(config)?;
     builder.settle(legacy);
     catalog
@@ -218,21 +246,36 @@ fn shared(config: &Config, legacy: &Legacy) -> Result<(Shared, build::Builder), 
 /// What a worker's thread gets from the server once all mailboxes exist.
 type Setup = Vec<MailSender<Mail>>;
 
+/// Sends each worker a question, with where to answer it.
+fn ask<T>(senders: &[MailSender<Mail>], mail: impl Fn(Sender<T>) -> Mail) -> Vec<Receiver<T>> {
+    let ask = |sender: &MailSender<Mail>| {
+        let (tx, rx) = channel();
+        let _ = sender.send(mail(tx));
+        rx
+    };
+    senders.iter().map(ask).collect()
+}
+
 impl Server {
     /// Starts everything that a configuration describes, and returns when it listens.
     ///
     /// # Errors
     /// [`ServerError`]; nothing runs then.
     pub fn start(config: &Config) -> Result<Self, ServerError> {
-        Self::start_after(config, &Legacy::default())
+        Self::start_after(config, &Legacy::default(), None)
     }
 
-    /// As [`Server::start`], in the place of a server that has left something.
+    /// As [`Server::start`], in the place of a server that has left something, and with reservations
+    /// that persist through power loss as far as `keeper` keeps them.
     ///
     /// # Errors
     /// [`ServerError`]; nothing runs then, and it may be tried again.
-    pub fn start_after(config: &Config, legacy: &Legacy) -> Result<Self, ServerError> {
-        let (shared, builder) = shared(config, legacy)?;
+    pub fn start_after(
+        config: &Config,
+        legacy: &Legacy,
+        keeper: Option<Arc<dyn ReservationKeeper>>,
+    ) -> Result<Self, ServerError> {
+        let (shared, builder) = shared(config, legacy, keeper)?;
         let shared = Arc::new(shared);
         let workers = build::workers(config);
         let catalog = shared.registry.catalog();
@@ -241,6 +284,7 @@ impl Server {
         let (reports_tx, reports) = channel();
         let mut server = Self {
             config: config.clone(),
+            ring: ring_capacity(config.limits.max_sessions),
             builder,
             shared,
             senders: Vec::new(),
@@ -273,6 +317,7 @@ impl Server {
                 index: index as u16,
                 cpu: build::cpu(config, index),
                 pool: config.limits.buffer_pool,
+                ring: self.ring,
                 shared: Arc::clone(&self.shared),
                 part,
                 reports: reports.clone(),
@@ -374,20 +419,15 @@ impl Server {
             .collect()
     }
 
-    /// Asks every worker to answer when it gets round to it. A worker whose mailbox is full is not
-    /// asked, and its receiver finds nobody at the other end.
-    #[must_use]
-    pub fn ping(&self) -> Vec<Receiver<()>> {
-        self.ask(Mail::Ping)
+    /// Asks every worker to answer when it gets round to it, from any thread. A worker whose mailbox is full
+    /// is not asked, and its receiver has no sender.
+    pub fn pinger(&self) -> impl Fn() -> Vec<Receiver<()>> + Send + use<> {
+        let senders = self.senders.clone();
+        move || ask(&senders, Mail::Ping)
     }
 
     fn ask<T>(&self, mail: impl Fn(Sender<T>) -> Mail) -> Vec<Receiver<T>> {
-        let ask = |sender: &MailSender<Mail>| {
-            let (tx, rx) = channel();
-            let _ = sender.send(mail(tx));
-            rx
-        };
-        self.senders.iter().map(ask).collect()
+        ask(&self.senders, mail)
     }
 
     /// Measures all backends again; initiators are told of units whose capacity changed.
@@ -401,14 +441,16 @@ impl Server {
             let Some(store) = store else {
                 continue;
             };
-            match store.refresh() {
+            match store.measure() {
                 Ok(Some(resized)) => {
                     tracing::info!(
                         from = resized.from,
                         to = resized.to,
                         "a backend changed its size"
                     );
-                    self.on_resized(&catalog, place, resized.to);
+                    if self.on_resized(&catalog, place, resized.to) {
+                        store.set_capacity(resized.to);
+                    }
                 }
                 Ok(None) => {}
                 Err(error) if result.is_ok() => result = Err(error),
@@ -418,7 +460,24 @@ impl Server {
         result
     }
 
-    fn on_resized(&self, catalog: &Catalog, store: usize, bytes: u64) {
+    /// Lets flushes succeed again on the backends of units with this serial number, or of all, after an
+    /// administrator has dealt with what was lost. How many backends that were.
+    #[must_use]
+    pub fn clear_flush_failure(&self, serial: Option<&str>) -> usize {
+        let catalog = self.shared.registry.catalog();
+        let is_meant = |unit: &crate::srp::Unit| {
+            serial.is_none_or(|serial| unit.lu.config().identity.serial == serial)
+        };
+        let units = catalog.targets.iter().flat_map(|t| &t.units);
+        units
+            .filter(|(_, unit)| is_meant(unit))
+            .filter_map(|(_, unit)| catalog.store_of(unit)?.clear_flush_failure())
+            .count()
+    }
+
+    /// Gives a backend's units their new size; whether all of them took it.
+    fn on_resized(&self, catalog: &Catalog, store: usize, bytes: u64) -> bool {
+        let mut is_taken = true;
         let mut told = Vec::new();
         for unit in catalog.units_on(store) {
             if told.contains(&unit.index) {
@@ -428,6 +487,7 @@ impl Server {
             let blocks = bytes / u64::from(unit.lu.config().block_size.bytes());
             if let Err(error) = unit.lu.set_capacity(blocks) {
                 tracing::warn!(%error, "the new size cannot be served");
+                is_taken = false;
                 continue;
             }
             for sender in &self.senders {
@@ -440,6 +500,7 @@ impl Server {
                 let _ = sender.send(mail);
             }
         }
+        is_taken
     }
 
     /// Shuts down: see the module's header. Returns when nothing runs any more.
@@ -537,6 +598,8 @@ struct ThreadParts {
     index: u16,
     cpu: Option<usize>,
     pool: usize,
+    /// Entries of its ring, which must have room for all sessions.
+    ring: u32,
     shared: Arc<Shared>,
     part: acquire::Part,
     reports: Sender<Report>,
@@ -568,7 +631,7 @@ impl ThreadParts {
             tracing::warn!(cpu, %error, "a worker is not pinned");
         }
         let ring = Ring::new(RingConfig {
-            capacity: 1024,
+            capacity: self.ring,
             ..RingConfig::default()
         })
         .map_err(|e: RingError| e.to_string())?;

@@ -1,7 +1,8 @@
 //! Another configuration for a running server.
 //!
 //! Everything may change but what workers, devices that stay and the daemon itself were made with:
-//! identity, workers, transport, log, admin socket, state, the buffer pool and the longest transfer.
+//! identity, workers, transport, log, admin socket, state, the buffer pool, the longest transfer, and more
+//! sessions than the workers' rings have room for.
 //! A configuration that changes one of these is refused whole and says which, as is one that makes
 //! another disk of a backend under the feet of those who use it; a backend may grow.
 //!
@@ -33,6 +34,7 @@ use super::{PATIENCE, Server, ServerError, build};
 use crate::backend::{Source, Spec, Store};
 use crate::config::{Backend, Config};
 use crate::worker::mail::Mail;
+use crate::worker::ring_capacity;
 use crate::worker::stage::Stage;
 use crate::worker::target::Catalog;
 
@@ -64,17 +66,22 @@ pub enum ChangeError {
     },
 }
 
-/// Whether one configuration can follow another while the server runs.
+/// Whether one configuration can follow another while the server runs, whose workers' rings have `ring`
+/// entries.
 ///
 /// # Errors
 /// [`ChangeError::NeedsRestart`] or [`ChangeError::InUse`] names the first thing that cannot change.
-pub fn check(old: &Config, new: &Config) -> Result<(), ChangeError> {
+pub fn check(old: &Config, new: &Config, ring: u32) -> Result<(), ChangeError> {
     let (was, is) = (&old.limits, &new.limits);
     let parts = [
         ("identity", old.identity == new.identity),
         ("workers", old.workers == new.workers),
         ("limits.buffer_pool_mib", was.buffer_pool == is.buffer_pool),
         ("limits.max_transfer", was.max_transfer == is.max_transfer),
+        (
+            "limits.max_sessions",
+            ring_capacity(is.max_sessions) <= ring,
+        ),
         ("transport", old.transport == new.transport),
         ("log", old.log == new.log),
         ("admin", old.admin == new.admin),
@@ -147,6 +154,14 @@ impl Server {
         self.change_if(config, || Ok(()))
     }
 
+    /// Whether another configuration can follow the present one.
+    ///
+    /// # Errors
+    /// As [`check`].
+    pub fn check(&self, config: &Config) -> Result<(), ChangeError> {
+        check(&self.config, config, self.ring)
+    }
+
     /// As [`Server::change`], but asks `agree` once everything is there that the change takes, and
     /// before anything of it can be seen.
     ///
@@ -157,7 +172,7 @@ impl Server {
         config: Config,
         agree: impl FnOnce() -> Result<(), E>,
     ) -> Result<(), E> {
-        check(&self.config, &config)?;
+        self.check(&config)?;
         let prepared = self.prepare(config)?;
         if let Err(error) = agree() {
             self.withdraw(prepared);

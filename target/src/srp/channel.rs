@@ -5,18 +5,19 @@
 //! 2. Inputs, in any order: [`Channel::handle_recv`], [`Channel::handle_post_done`],
 //!    [`Channel::handle_block_done`], [`Channel::handle_pool`], [`Channel::handle_established`],
 //!    [`Channel::handle_disconnected`], [`Channel::handle_timeout`], and what other channels say:
-//!    [`Channel::handle_task_start`], [`Channel::handle_abort`], [`Channel::handle_task_gone`].
+//!    [`Channel::handle_others_gone`], [`Channel::handle_task_start`], [`Channel::handle_abort`],
+//!    [`Channel::handle_task_gone`].
 //! 3. After every input, [`Channel::poll_action`] until it has none.
 //! 4. After [`Action::Release`] the channel is [`ChState::Disconnected`], holds nothing, and may be
 //!    dropped.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use riser_memory::{MemSlice, Memory};
 use riser_scsi::nexus::NexusId;
-use riser_scsi::srp::{FromInitiator, Opcode, TLogoutReason};
+use riser_scsi::srp::{FromInitiator, Opcode, TLogoutReason, Tag};
 use riser_scsi::step::StepResult;
 
 use super::action::{Action, Counters};
@@ -35,6 +36,10 @@ use crate::warn_limited;
 /// How long a connection may take from our accept to its establishment.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 
+/// How long an established channel waits until the commands of the session that it replaces are gone.
+/// A device that holds them longer is broken: the initiator is logged out, and may log in again.
+pub const JOIN_TIMEOUT: Duration = Duration::from_secs(20);
+
 /// How long an initiator may be silent before we make sure that it is there. A reliable connection
 /// without traffic does not notice that its peer is gone, and its session would stay for ever.
 pub const KEEPALIVE: Duration = Duration::from_secs(15);
@@ -46,10 +51,10 @@ const RESERVED: u32 = OWN_MESSAGES + 2;
 /// State of a channel. The names are those of `rdma_ch_state`.
 ///
 /// ```text
-///  Connecting ──established──→ Live
-///      │                        │ logout, error, shutdown
-///      │                        v
-///      ├──────────────────→ Disconnecting (T_LOGOUT on its way)
+///  Connecting ──established──→ Joining ──the replaced session is gone──→ Live
+///      │                          │                                       │ logout, error, shutdown
+///      │                          v                                       v
+///      ├──────────────────→ Disconnecting (T_LOGOUT on its way) ←─────────┘
 ///      │                        │ sent, or its time is up
 ///      v                        v
 ///      └───────────────────→ Draining (queue pair in error) ──all is back──→ Disconnected
@@ -58,6 +63,9 @@ const RESERVED: u32 = OWN_MESSAGES + 2;
 pub enum ChState {
     /// Accepted, not yet known to be established; requests that arrive are kept.
     Connecting,
+    /// Established; the channels of the session that it replaces still have commands under way.
+    /// Requests that arrive are kept.
+    Joining,
     /// Works.
     Live,
     /// Takes no more requests; tells the initiator why.
@@ -85,7 +93,7 @@ pub struct ChannelConfig {
     /// The worker's number.
     pub worker: u16,
     /// The channel's number at that worker, never used twice.
-    pub serial: u32,
+    pub serial: u64,
     /// The I_T nexus.
     pub nexus: NexusId,
     /// What the initiator may see.
@@ -96,6 +104,8 @@ pub struct ChannelConfig {
     pub send_ring: MemSlice,
     /// Scatter-gather entries of a send request.
     pub max_sge: usize,
+    /// How long the initiator may take to give data that it is asked for.
+    pub data_out_timeout: Duration,
 }
 
 /// One connection with one initiator.
@@ -106,6 +116,8 @@ pub struct Channel {
     pub(super) ioctx: Vec<SendIoctx>,
     /// Idle command contexts.
     pub(super) idle: Vec<SendIdx>,
+    /// Commands that are not answered yet, by the tags that the initiator knows them by.
+    pub(super) tags: HashMap<Tag, SendIdx>,
     pub(super) req_lim: ReqLim,
     pub(super) send_queue: SendQueue,
     /// Receives in the queue pair.
@@ -118,8 +130,14 @@ pub struct Channel {
     pub(super) pool_waiters: VecDeque<SendIdx>,
     pub(super) own: Own,
     pub(super) blocks_in_flight: u32,
+    /// Chains under way that read from the initiator.
+    pub(super) reads: u32,
+    /// Until when the next of them must have completed.
+    pub(super) data_deadline: Option<Instant>,
     notified: bool,
     pub(super) drained: bool,
+    /// Its requests end without being carried out.
+    pub(super) torn_down: bool,
     pub(super) deadline: Option<Instant>,
     /// When the initiator was last heard.
     heard: Instant,
@@ -155,6 +173,8 @@ impl Channel {
             state: ChState::Connecting,
             ioctx: (0..sends).map(|_| SendIoctx::new()).collect(),
             idle: (0..params.req_lim as u16).rev().map(SendIdx).collect(),
+            // Twice as large as it gets: a table at most half full never allocates again.
+            tags: HashMap::with_capacity(2 * params.req_lim as usize),
             req_lim: ReqLim::new(params.req_lim),
             send_queue: SendQueue::new(credits, params.req_lim as usize),
             posted_receives: 0,
@@ -163,8 +183,11 @@ impl Channel {
             pool_waiters: VecDeque::with_capacity(params.req_lim as usize),
             own: Own::default(),
             blocks_in_flight: 0,
+            reads: 0,
+            data_deadline: None,
             notified: false,
             drained: false,
+            torn_down: false,
             deadline: Some(now + CONNECT_TIMEOUT),
             heard: now,
             probe_at: None,
@@ -263,8 +286,9 @@ impl Channel {
     /// When [`Channel::handle_timeout`] wants to be called.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
-        let probe_at = self.probe_at.filter(|_| self.state == ChState::Live);
-        [self.deadline, probe_at].into_iter().flatten().min()
+        let live = |at: Option<Instant>| at.filter(|_| self.state == ChState::Live);
+        let all = [self.deadline, live(self.probe_at), live(self.data_deadline)];
+        all.into_iter().flatten().min()
     }
 
     /// What to do next, in order.
@@ -331,7 +355,9 @@ impl Channel {
                     self.deferred.push_back((recv, bytes.len() as u32));
                 }
             }
-            ChState::Live => self.deferred.push_back((recv, bytes.len() as u32)),
+            ChState::Joining | ChState::Live => {
+                self.deferred.push_back((recv, bytes.len() as u32));
+            }
             ChState::Disconnecting | ChState::Draining | ChState::Disconnected => {}
         }
         self.settle_round(cx);
@@ -385,18 +411,38 @@ impl Channel {
                 break;
             }
         }
+        if self.pool_waiters.is_empty() {
+            cx.pool.leave_line(self.owner());
+        }
         self.settle_round(cx);
     }
 
-    /// The connection is established.
-    pub fn handle_established(&mut self, cx: &mut Cx<'_>) {
+    /// The connection is established. Unless the channel may start at once, it waits for
+    /// [`Channel::handle_others_gone`], for at most [`JOIN_TIMEOUT`].
+    pub fn handle_established(&mut self, cx: &mut Cx<'_>, may_start: bool) {
         if self.state == ChState::Connecting {
-            self.state = ChState::Live;
-            self.deadline = None;
+            self.state = ChState::Joining;
+            self.deadline = Some(cx.now + JOIN_TIMEOUT);
             self.heard = cx.now;
             self.probe_at = Some(cx.now + KEEPALIVE);
+            if may_start {
+                self.start_serving();
+            }
         }
         self.settle_round(cx);
+    }
+
+    /// The channels that this one waited for hold nothing any more.
+    pub fn handle_others_gone(&mut self, cx: &mut Cx<'_>) {
+        if self.state == ChState::Joining {
+            self.start_serving();
+        }
+        self.settle_round(cx);
+    }
+
+    fn start_serving(&mut self) {
+        self.state = ChState::Live;
+        self.deadline = None;
     }
 
     /// A deadline may have passed.
@@ -404,6 +450,16 @@ impl Channel {
         if self.deadline.is_some_and(|d| d <= cx.now) {
             self.deadline = None;
             self.on_deadline(cx);
+        }
+        if self.state == ChState::Live && self.data_deadline.is_some_and(|at| at <= cx.now) {
+            warn_limited!(
+                self.complaints,
+                cx.now,
+                nexus = self.config.nexus.0,
+                "the initiator does not give its data"
+            );
+            self.ended.get_or_insert(Parting::Silent);
+            self.on_queue_pair_error(cx);
         }
         if self.state == ChState::Live && self.probe_at.is_some_and(|at| at <= cx.now) {
             let silent = cx.now.saturating_duration_since(self.heard);
@@ -453,6 +509,10 @@ impl Channel {
         self.retry_deferred(cx);
         self.retry_posts(cx);
         self.poll_own(cx);
+        if self.reads > 0 {
+            let at = cx.now + self.config.data_out_timeout;
+            self.data_deadline.get_or_insert(at);
+        }
         self.check_drained();
     }
 
@@ -532,7 +592,7 @@ impl Channel {
     pub(super) fn recycle_recv(&mut self, recv: RecvIdx) {
         if matches!(
             self.state,
-            ChState::Connecting | ChState::Live | ChState::Disconnecting
+            ChState::Connecting | ChState::Joining | ChState::Live | ChState::Disconnecting
         ) {
             self.post_recv(recv);
         }

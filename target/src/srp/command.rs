@@ -6,12 +6,12 @@ use riser_scsi::srp::{Cmd, DataBuffer, RspCode, Tag, TaskAttr};
 use riser_scsi::step::{Expected, Status, Step, StepResult, TaskAttribute};
 
 use super::action::Action;
-use super::channel::{ChState, Channel, Cx};
+use super::channel::{Channel, Cx};
 use super::ioctx::{CDB_LEN, CommandToken, Immediate, IoctxState, RecvIdx, SendIdx, Then};
 use super::table::{Table, TableError, Taken};
 use super::transfer::{Direction, Transfer};
 use crate::execution::Entry;
-use crate::pool::Pool;
+use crate::pool::{Owner, Pool};
 use crate::stats::Stage;
 use crate::warn_limited;
 
@@ -83,6 +83,12 @@ impl Channel {
                 len,
             });
         }
+        if let Some(&older) = self.tags.get(&cmd.tag) {
+            self.recycle_recv(recv);
+            self.ioctx[usize::from(idx.0)].immediate = None;
+            return self.on_overlapped(cx, idx, older);
+        }
+        self.tags.insert(cmd.tag, idx);
         let tables = self.take_tables(cx.pool, idx, cmd);
         if self.ioctx[usize::from(idx.0)].immediate.is_none() {
             self.recycle_recv(recv);
@@ -106,12 +112,13 @@ impl Channel {
         idx: SendIdx,
         cmd: &Cmd<'_>,
     ) -> Result<bool, TableError> {
+        let owner = self.owner();
         let io = &mut self.ioctx[usize::from(idx.0)];
         for (data, table) in [
             (&cmd.data_out, &mut io.table_out),
             (&cmd.data_in, &mut io.table_in),
         ] {
-            match Table::take(data, pool)? {
+            match Table::take(data, pool, owner)? {
                 Taken::Ready(taken) => *table = taken,
                 Taken::NoBuffer => return Ok(false),
             }
@@ -129,15 +136,22 @@ impl Channel {
     fn enter_task_set(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
         let task = self.task_ref(idx);
         let io = &mut self.ioctx[usize::from(idx.0)];
-        match io.exec.register(self.config.nexus, task, cx.now) {
-            Entry::Now => self.prepare(cx, idx),
-            Entry::Later => io.state = IoctxState::AwaitTask,
+        let is_external = |table: &Table| matches!(table, Table::External { .. });
+        let external = is_external(&io.table_out) || is_external(&io.table_in);
+        let nexus = self.config.nexus;
+        let entry = io.exec.register(nexus, task, external, cx.pool, cx.now);
+        match entry {
+            Entry::Now => self.start(cx, idx),
+            Entry::Later => self.ioctx[usize::from(idx.0)].state = IoctxState::AwaitTask,
             Entry::Full => self.answer_status(cx, idx, Status::TaskSetFull),
+            Entry::Gather => self.prepare(cx, idx),
         }
     }
 
-    /// The task may run: brings external tables, then starts the command.
-    pub(super) fn prepare(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
+    /// Brings what the command needs from its initiator before it takes its place in the order:
+    /// external tables, then data.
+    fn prepare(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
+        let owner = self.owner();
         let io = &mut self.ioctx[usize::from(idx.0)];
         let external = [&io.table_out, &io.table_in]
             .into_iter()
@@ -146,10 +160,17 @@ impl Channel {
                 _ => None,
             });
         let Some(remote) = external else {
-            return self.start(cx, idx);
+            let step = match io.exec.early_data() {
+                Some(len) => Some(Step::ReceiveData { len }),
+                None => self.advance(cx, idx, StepResult::Done),
+            };
+            if let Some(step) = step {
+                self.run(cx, idx, step);
+            }
+            return;
         };
-        let Some(buffer) = cx.pool.take(remote.data_len()) else {
-            return self.await_pool(idx, IoctxState::AwaitTable);
+        let Some(buffer) = cx.pool.take_table(owner, remote.data_len()) else {
+            return self.answer_status(cx, idx, Status::Busy);
         };
         let source = Table::Inline([remote].into_iter().collect());
         io.exec.course.enter(Stage::FabricIn, cx.now);
@@ -184,21 +205,26 @@ impl Channel {
         }
     }
 
-    fn start(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
+    /// The task may run.
+    pub(super) fn start(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
+        let step = self.first_step(cx, idx);
+        self.run(cx, idx, step);
+    }
+
+    fn first_step(&mut self, cx: &Cx<'_>, idx: SendIdx) -> Step {
         let io = &mut self.ioctx[usize::from(idx.0)];
         let luns = self.config.luns.luns();
-        let step = io.exec.start(self.config.nexus, luns, cx.pool, cx.now);
-        self.run(cx, idx, step);
+        io.exec.start(self.config.nexus, luns, cx.pool, cx.now)
     }
 
     /// Carries out steps until one takes time.
     pub(super) fn run(&mut self, cx: &mut Cx<'_>, idx: SendIdx, mut step: Step) {
         loop {
-            step = match step {
+            let next = match step {
                 Step::Respond(response) => return self.respond(cx, idx, response),
                 Step::ReceiveData { .. } | Step::Block(_) if !self.has_buffer(cx.pool, idx) => {
                     self.ioctx[usize::from(idx.0)].exec.step = Some(step);
-                    return self.await_pool(idx, IoctxState::AwaitBuffer);
+                    return self.await_pool(cx.pool, idx);
                 }
                 Step::ReceiveData { len } => {
                     self.counters.bytes_out += u64::from(len);
@@ -230,12 +256,22 @@ impl Channel {
                     return;
                 }
             };
+            match next {
+                Some(next) => step = next,
+                None => return,
+            }
         }
     }
 
     /// Makes sure of the command's data buffer.
     fn has_buffer(&mut self, pool: &mut Pool, idx: SendIdx) -> bool {
-        self.ioctx[usize::from(idx.0)].exec.has_buffer(pool)
+        let owner = self.owner();
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        io.exec.has_buffer(pool, owner)
+    }
+
+    pub(super) fn owner(&self) -> Owner {
+        Owner(self.config.serial)
     }
 
     /// Moves immediate data from the receive ring to the buffer, and frees its receive context.
@@ -255,38 +291,48 @@ impl Channel {
         self.recycle_recv(immediate.recv);
     }
 
-    /// Tells the command how its last step ended.
-    pub(super) fn advance(&mut self, cx: &Cx<'_>, idx: SendIdx, result: StepResult) -> Step {
+    /// Tells the command how its last step ended: the next one. A command whose data have come takes
+    /// its place in the order, and may have to wait there.
+    pub(super) fn advance(
+        &mut self,
+        cx: &Cx<'_>,
+        idx: SendIdx,
+        result: StepResult,
+    ) -> Option<Step> {
         let io = &mut self.ioctx[usize::from(idx.0)];
-        io.exec.advance(result, cx.now)
+        if !io.exec.is_gathering() {
+            return Some(io.exec.advance(result, cx.now));
+        }
+        io.state = IoctxState::AwaitTask;
+        let (may_start, others) = io.exec.data_arrived(result, cx.now);
+        let others = others.into_iter().map(Action::StartTask);
+        self.actions.extend(others);
+        may_start.then(|| self.first_step(cx, idx))
     }
 
     /// Waits for pool memory, behind the others.
-    pub(super) fn await_pool(&mut self, idx: SendIdx, state: IoctxState) {
-        self.ioctx[usize::from(idx.0)].state = state;
+    pub(super) fn await_pool(&mut self, pool: &mut Pool, idx: SendIdx) {
+        self.ioctx[usize::from(idx.0)].state = IoctxState::AwaitBuffer;
         self.counters.buffer_waits += 1;
         self.pool_waiters.push_back(idx);
+        pool.wait(self.owner());
     }
 
     /// Tries again what waited for pool memory.
     pub(super) fn resume(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
         let io = &mut self.ioctx[usize::from(idx.0)];
-        match io.state {
-            IoctxState::AwaitTable => self.prepare(cx, idx),
-            IoctxState::AwaitBuffer => {
-                let step = io.exec.step.take().expect("a step waits");
-                self.run(cx, idx, step);
-            }
-            other => unreachable!("{other:?} does not wait for the pool"),
-        }
+        debug_assert_eq!(io.state, IoctxState::AwaitBuffer);
+        let step = io.exec.step.take().expect("a step waits");
+        self.run(cx, idx, step);
     }
 
     pub(super) fn on_block_done(&mut self, cx: &mut Cx<'_>, idx: SendIdx, result: StepResult) {
         if self.ends_early(cx, idx) {
             return;
         }
-        let step = self.advance(cx, idx, result);
-        self.run(cx, idx, step);
+        if let Some(step) = self.advance(cx, idx, result) {
+            self.run(cx, idx, step);
+        }
     }
 
     /// Ends a command that was aborted, or whose channel is going, now that no device uses it.
@@ -295,7 +341,7 @@ impl Channel {
             self.finish(cx.pool, idx, End::Aborted);
             return true;
         }
-        if matches!(self.state, ChState::Draining | ChState::Disconnected) {
+        if self.torn_down {
             self.finish(cx.pool, idx, End::TornDown);
             return true;
         }
@@ -307,6 +353,13 @@ impl Channel {
         let started = self.ioctx[usize::from(idx.0)].exec.leave();
         self.actions
             .extend(started.into_iter().map(Action::StartTask));
+    }
+
+    /// A tag stands for this command no longer.
+    pub(super) fn forget_tag(&mut self, tag: Tag, idx: SendIdx) {
+        if self.tags.get(&tag) == Some(&idx) {
+            self.tags.remove(&tag);
+        }
     }
 
     /// Ends a request: gives everything back, tells who waits for it.
@@ -330,6 +383,7 @@ impl Channel {
             (None, End::TornDown | End::Aborted) => {}
             (Some(_), End::Answered) => unreachable!("an answer takes the token"),
         }
+        let tag = io.tag;
         io.table_out.release(pool);
         io.table_in.release(pool);
         if let Some((_, buffer)) = io.fetch.take() {
@@ -342,6 +396,7 @@ impl Channel {
         io.mgmt = None;
         io.state = IoctxState::Done;
         let immediate = io.immediate.take();
+        self.forget_tag(tag, idx);
         self.actions
             .extend(watchers.into_iter().map(Action::TaskGone));
         if let Some(immediate) = immediate {

@@ -22,7 +22,8 @@ use super::channel::{ChState, Channel, ChannelConfig, Cx};
 use super::ioctx::{RecvIdx, SendIdx};
 use super::login::{ChannelParams, MAX_TI_IU};
 use super::transfer::{Direction, RdmaWr};
-use super::unit::{LunMap, Unit, UnitIdx};
+use super::unit::{LunMap, Mapping, Unit, UnitIdx};
+use crate::config::DATA_OUT_TIMEOUT;
 use crate::pool::Pool;
 use crate::stats::LunStats;
 
@@ -93,6 +94,7 @@ fn lu() -> LogicalUnit {
         read_only: false,
         provisioning: Provisioning::Thick,
         write_cache: true,
+        stoppable: false,
         rotational: false,
         identity: Identity {
             vendor: "RISER".into(),
@@ -102,6 +104,7 @@ fn lu() -> LogicalUnit {
             naa: Naa::LocallyAssigned(1),
         },
         limits: Limits::default(),
+        cache_generation: None,
     })
     .unwrap()
 }
@@ -142,7 +145,7 @@ impl Rig {
         rig
     }
 
-    pub(super) fn add_channel(&mut self, params: ChannelParams, nexus: u32) -> usize {
+    pub(super) fn add_channel(&mut self, params: ChannelParams, nexus: u64) -> usize {
         let chan = self.channels.len();
         let nexus = NexusId(nexus);
         for unit in &self.units {
@@ -160,17 +163,22 @@ impl Rig {
         }
         let memory = |len| Memory::new(len).unwrap().whole();
         let map = (0..2).map(|i| {
-            let (unit, stats) = (&self.units[i as usize], &self.stats[i as usize]);
-            (LunId::new(i).unwrap(), unit.clone(), stats.clone())
+            let mapping = Mapping {
+                unit: self.units[i as usize].clone(),
+                stats: self.stats[i as usize].clone(),
+                read_only: false,
+            };
+            (LunId::new(i).unwrap(), mapping)
         });
         let config = ChannelConfig {
             worker: 0,
-            serial: chan as u32,
+            serial: chan as u64,
             nexus,
             luns: Arc::new(LunMap::new(map)),
             receive_ring: memory(params.memory().receive_ring),
             send_ring: memory(params.memory().send_ring),
             max_sge: 4,
+            data_out_timeout: DATA_OUT_TIMEOUT,
             params,
         };
         self.channels.push(Channel::new(config, self.now));
@@ -195,7 +203,7 @@ impl Rig {
     }
 
     pub(super) fn establish(&mut self, chan: usize) {
-        self.with(chan, Channel::handle_established);
+        self.with(chan, |ch, cx| ch.handle_established(cx, true));
     }
 
     /// Sends an information unit to the channel; `false` where no receive is posted.
@@ -438,7 +446,7 @@ impl Rig {
             BlockOp::Discard { offset, len } | BlockOp::WriteZeroes { offset, len, .. } => {
                 disk[offset as usize..][..len as usize].fill(0);
             }
-            BlockOp::Flush { .. } | BlockOp::Status { .. } => {}
+            BlockOp::Flush { .. } | BlockOp::Status { .. } | BlockOp::ChangeReservations(_) => {}
         }
         StepResult::Done
     }

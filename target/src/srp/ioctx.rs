@@ -35,7 +35,7 @@ pub enum Then {
 /// resource that a command may have to wait for.
 ///
 /// ```text
-///  Done → New ─→ AwaitTask ─→ AwaitTable ─→ FetchTable ─→ AwaitBuffer ─→ NeedData
+///  Done → New ─→ FetchTable ─→ AwaitBuffer ─→ NeedData ─→ AwaitTask ─→ AwaitBuffer
 ///          │         (each only where it is needed, in this order)          │
 ///          │                                                                v
 ///          └──────────────────────────────────────────────→ DataIn (block operations)
@@ -52,8 +52,6 @@ pub enum IoctxState {
     New,
     /// Waits in the unit's task set for older tasks.
     AwaitTask,
-    /// Waits for a pool buffer to hold an external descriptor table.
-    AwaitTable,
     /// The external descriptor table is being read.
     FetchTable,
     /// Waits for a data buffer of the pool.

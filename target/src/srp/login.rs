@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use riser_scsi::srp::{
     BufferFormats, ImmediateDataOffset, LoginRejReason, LoginReq, LoginReqFlags, LoginRsp,
-    MIN_MAX_IU_LEN, MultiChannelAction, MultiChannelResult,
+    MIN_MAX_IU_LEN, MultiChannelAction, MultiChannelResult, Tag,
 };
 
-use super::ioctx::SendIoctx;
+use super::ioctx::{SendIdx, SendIoctx};
 use super::unit::LunMap;
 
 /// Receives beyond the request limit: answers to CRED_REQ and AER_REQ, a logout, and one to spare.
@@ -136,7 +136,9 @@ impl ChannelParams {
         SessionMemory {
             receive_ring: self.receives() as usize * self.receive_stride(),
             send_ring: self.sends() as usize * self.send_stride(),
-            contexts: self.sends() as usize * size_of::<SendIoctx>() + self.receives() as usize,
+            contexts: self.sends() as usize * size_of::<SendIoctx>()
+                + self.receives() as usize
+                + 2 * self.req_lim as usize * size_of::<(Tag, SendIdx)>(),
         }
     }
 }
@@ -148,8 +150,6 @@ pub struct LoginOutcome {
     pub params: ChannelParams,
     /// The answer.
     pub rsp: LoginRsp,
-    /// Whether the other channels of the nexus are to be terminated.
-    pub terminates_others: bool,
     /// The logical units that it may see.
     pub luns: Arc<LunMap>,
 }
@@ -222,7 +222,6 @@ pub fn plan_login(
             solicited_notification: true,
             immediate: immediate.is_some(),
         },
-        terminates_others: multi_channel == MultiChannelResult::Terminated,
         luns,
     })
 }
@@ -230,7 +229,7 @@ pub fn plan_login(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use riser_scsi::srp::{InitiatorPortId, Tag, TargetPortId};
+    use riser_scsi::srp::{InitiatorPortId, TargetPortId};
 
     fn request() -> LoginReq {
         LoginReq {
@@ -264,7 +263,6 @@ mod tests {
         assert_eq!(outcome.rsp.tag, Tag(7));
         assert!(outcome.rsp.immediate);
         assert_eq!(outcome.rsp.multi_channel, MultiChannelResult::NoChannels);
-        assert!(!outcome.terminates_others);
         let memory = outcome.params.memory();
         assert_eq!(memory.receive_ring, 132 * 8320);
         assert_eq!(memory.send_ring, 131 * 320);
@@ -318,14 +316,12 @@ mod tests {
     #[test]
     fn other_channels_end_or_stay_as_asked() {
         let single = decide(|_, _, _, v| v.channels = 3).unwrap();
-        assert!(single.terminates_others);
         assert_eq!(single.rsp.multi_channel, MultiChannelResult::Terminated);
         let multi = decide(|r, _, _, v| {
             r.multi_channel = MultiChannelAction::Multi;
             v.channels = 3;
         })
         .unwrap();
-        assert!(!multi.terminates_others);
         assert_eq!(multi.rsp.multi_channel, MultiChannelResult::Maintained);
     }
 

@@ -8,28 +8,36 @@
 
 use std::sync::Arc;
 
-use riser_scsi::attention::{Attention, AttentionScope};
-use riser_scsi::nexus::NexusId;
+use riser_scsi::attention::Attention;
+use riser_scsi::sense::{AdditionalSense, Sense, SenseFormat, SenseKey};
 use riser_scsi::srp::{RspCode, TskMgmt, TskMgmtFunction};
+use riser_scsi::step::Response;
 use riser_scsi::task::{TaskManagement, TmfResponse};
 
 use super::action::Action;
 use super::channel::{Channel, Cx};
 use super::command::End;
 use super::ioctx::{IoctxState, SendIdx};
-use super::unit::{TaskRef, Unit};
+use super::unit::{Managed, TaskRef, Unit};
+use crate::pool::Pool;
+use crate::warn_limited;
 
-/// A task-management function under way.
+/// What ends tasks, and is answered when they are gone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Cause {
+    /// A task-management function.
+    Function(TskMgmtFunction),
+    /// A command with the tag of another one.
+    Overlap,
+}
+
+/// A task-management function under way, or a command that has the effect of one.
 #[derive(Debug)]
 pub struct Mgmt {
     /// What it is.
-    function: TskMgmtFunction,
-    /// The unit.
-    unit: Arc<Unit>,
-    /// Whether the unit is reset when the tasks are gone.
-    resets: bool,
-    /// Nexuses that lost tasks.
-    cleared: Vec<NexusId>,
+    cause: Cause,
+    /// The unit; none of an overlapped command for a unit that is not there.
+    unit: Option<Arc<Unit>>,
     /// Tasks not yet gone.
     waiting: u32,
 }
@@ -46,10 +54,8 @@ impl Channel {
             return self.answer_function(cx, idx, request.function, code);
         };
         self.ioctx[usize::from(idx.0)].mgmt = Some(Mgmt {
-            function: request.function,
-            unit: Arc::clone(&unit),
-            resets: request.function == TskMgmtFunction::LogicalUnitReset,
-            cleared: Vec::new(),
+            cause: Cause::Function(request.function),
+            unit: Some(Arc::clone(&unit)),
             waiting: 0,
         });
         let function = match request.function {
@@ -72,16 +78,56 @@ impl Channel {
             let code = RspCode::TskMgmtNotSupported;
             return self.answer_function(cx, idx, request.function, code);
         }
+        self.abort_managed(idx, managed);
+        if function == TaskManagement::LogicalUnitReset {
+            self.actions.push_back(Action::Event {
+                unit: unit.index,
+                attention: Attention::DeviceReset,
+            });
+        }
+        self.check_mgmt(cx, idx);
+    }
+
+    /// A command has the tag of one that is not answered yet, so an answer to either could be taken
+    /// for the other's. All commands of the nexus in the unit's task set end without an answer, and so
+    /// does the older one where it is for another unit (SAM-5 5.10).
+    pub(super) fn on_overlapped(&mut self, cx: &mut Cx<'_>, idx: SendIdx, older: SendIdx) {
+        self.counters.malformed += 1;
+        let tag = self.ioctx[usize::from(idx.0)].tag.0;
+        warn_limited!(
+            self.complaints,
+            cx.now,
+            nexus = self.config.nexus.0,
+            tag,
+            "a command with the tag of another one"
+        );
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        let unit = io.exec.unit.clone();
+        io.state = IoctxState::Mgmt;
+        io.mgmt = Some(Mgmt {
+            cause: Cause::Overlap,
+            unit: unit.clone(),
+            // The older one.
+            waiting: 1,
+        });
+        if let Some(unit) = unit {
+            let managed = unit.manage(self.config.nexus, TaskManagement::AbortTaskSet);
+            self.abort_managed(idx, managed);
+        }
+        let watcher = self.task_ref(idx);
+        self.abort(cx, older, watcher);
+    }
+
+    /// Has the tasks aborted that a function concerns.
+    fn abort_managed(&mut self, idx: SendIdx, managed: Managed) {
         let watcher = self.task_ref(idx);
         let mgmt = self.mgmt_mut(idx);
-        mgmt.cleared = managed.cleared;
-        mgmt.waiting = managed.aborted.len() as u32;
+        mgmt.waiting += managed.aborted.len() as u32;
         let aborts = managed
             .aborted
             .into_iter()
             .map(|task| Action::AbortTask { task, watcher });
         self.actions.extend(aborts);
-        self.check_mgmt(cx, idx);
     }
 
     fn mgmt_mut(&mut self, idx: SendIdx) -> &mut Mgmt {
@@ -108,21 +154,23 @@ impl Channel {
         if mgmt.waiting > 0 {
             return;
         }
-        let (unit, resets) = (Arc::clone(&mgmt.unit), mgmt.resets);
-        let function = mgmt.function;
-        let cleared = std::mem::take(&mut mgmt.cleared);
-        if resets {
-            unit.reset();
-            self.actions.push_back(Action::Event {
-                unit: unit.index,
-                attention: Attention::DeviceReset,
-            });
-        }
-        for nexus in cleared {
-            let scope = AttentionScope::One(nexus);
-            unit.lu.raise(Attention::CommandsCleared, scope);
-        }
+        let Cause::Function(function) = mgmt.cause else {
+            return self.answer_overlapped(cx, idx);
+        };
         self.answer_function(cx, idx, function, RspCode::Complete);
+    }
+
+    /// Answers a command with the tag of another one.
+    fn answer_overlapped(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        let mgmt = io.mgmt.take().expect("it waits for the others");
+        let format = mgmt.unit.map(|unit| unit.lu.sense_format());
+        let overlapped = AdditionalSense::OVERLAPPED_COMMANDS;
+        let sense = Sense::new(SenseKey::AbortedCommand, overlapped);
+        let format = format.unwrap_or(SenseFormat::Fixed);
+        let response = Response::check_condition(&sense, format, io.exec.expected);
+        io.state = IoctxState::New;
+        self.respond(cx, idx, response);
     }
 
     /// Answers a function.
@@ -141,7 +189,7 @@ impl Channel {
     pub fn handle_task_start(&mut self, cx: &mut Cx<'_>, task: TaskRef) {
         let io = &self.ioctx[usize::from(task.ioctx.0)];
         if io.generation == task.generation && io.state == IoctxState::AwaitTask {
-            self.prepare(cx, task.ioctx);
+            self.start(cx, task.ioctx);
         }
         self.settle_round(cx);
     }
@@ -191,18 +239,21 @@ impl Channel {
                 self.actions.push_back(Action::TaskGone(watcher));
             }
             _ => {
-                self.stop_waiting(idx);
+                self.stop_waiting(cx.pool, idx);
                 self.finish(cx.pool, idx, End::Aborted);
             }
         }
     }
 
     /// Takes a context out of the queues that it may stand in.
-    pub(super) fn stop_waiting(&mut self, idx: SendIdx) {
+    pub(super) fn stop_waiting(&mut self, pool: &mut Pool, idx: SendIdx) {
         match self.ioctx_state(idx) {
             IoctxState::AwaitCredit(_) => self.send_queue.forget(idx),
-            IoctxState::AwaitTable | IoctxState::AwaitBuffer => {
+            IoctxState::AwaitBuffer => {
                 self.pool_waiters.retain(|&w| w != idx);
+                if self.pool_waiters.is_empty() {
+                    pool.leave_line(self.owner());
+                }
             }
             _ => {}
         }

@@ -52,9 +52,9 @@ mod tests;
 mod tests_random;
 
 pub use action::{Action, Counters, SendIu};
-pub use channel::{ChState, Channel, ChannelConfig, Cx, KEEPALIVE};
+pub use channel::{ChState, Channel, ChannelConfig, Cx, JOIN_TIMEOUT, KEEPALIVE};
 pub use ioctx::{IoctxState, RecvIdx, SendIdx};
 pub use login::{
     Admission, ChannelParams, LoginLimits, LoginOutcome, LoginView, SessionMemory, plan_login,
 };
-pub use unit::{LunMap, Management, TaskRef, Unit, UnitIdx};
+pub use unit::{LunMap, Management, Mapping, SetFull, TaskRef, Unit, UnitIdx};

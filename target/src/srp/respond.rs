@@ -14,10 +14,11 @@ impl Channel {
     /// Answers with what the logical unit said, data first.
     pub(super) fn respond(&mut self, cx: &mut Cx<'_>, idx: SendIdx, response: Response) {
         self.leave_task_set(idx);
+        let owner = self.owner();
         let io = &mut self.ioctx[usize::from(idx.0)];
-        let Some(len) = io.exec.gather(cx.pool, &response, cx.now) else {
+        let Some(len) = io.exec.gather(cx.pool, owner, &response, cx.now) else {
             io.exec.step = Some(Step::Respond(response));
-            return self.await_pool(idx, IoctxState::AwaitBuffer);
+            return self.await_pool(cx.pool, idx);
         };
         if len > 0 {
             io.transfer = Some(Transfer::new(Direction::ToInitiator, len));
@@ -97,6 +98,7 @@ impl Channel {
             Then::Respond if io.mgmt.is_some() => IoctxState::MgmtRspSent,
             Then::Respond => IoctxState::CmdRspSent,
         };
+        self.reads += u32::from(then != Then::Respond);
         let send = answers.then(|| self.emit_rsp(idx));
         self.actions.push_back(Action::Post {
             ioctx: idx,
@@ -108,6 +110,8 @@ impl Channel {
     /// Writes the answer into the send ring. From here on the request counts as answered.
     fn emit_rsp(&mut self, idx: SendIdx) -> SendIu {
         let req_lim_delta = self.req_lim.on_answer();
+        // From here on the initiator may use the tag again, before we hear that the answer arrived.
+        self.forget_tag(self.ioctx[usize::from(idx.0)].tag, idx);
         self.counters.answered += 1;
         let slot = self.send_slot(idx);
         let io = &mut self.ioctx[usize::from(idx.0)];
@@ -154,6 +158,10 @@ impl Channel {
             io.exec.course.arrive(cx.now);
             return self.finish(cx.pool, idx, End::Answered);
         }
+        if matches!(io.state, IoctxState::FetchTable | IoctxState::NeedData) {
+            self.reads -= 1;
+            self.data_deadline = None;
+        }
         if self.ends_early(cx, idx) {
             return;
         }
@@ -174,8 +182,9 @@ impl Channel {
                 } else {
                     StepResult::Failed(BackendError::Transfer)
                 };
-                let step = self.advance(cx, idx, result);
-                self.run(cx, idx, step);
+                if let Some(step) = self.advance(cx, idx, result) {
+                    self.run(cx, idx, step);
+                }
             }
             other => unreachable!("no chain is posted in {other:?}"),
         }

@@ -10,7 +10,7 @@ use riser_scsi::srp::{DataBuffer, MemDesc};
 use riser_transport::verbs::{RKey, RemoteAddr};
 use zerocopy::{FromBytes, IntoBytes};
 
-use crate::pool::{Buffer, Pool};
+use crate::pool::{Buffer, Owner, Pool};
 
 /// Descriptors that a table holds without a pool buffer.
 pub const INLINE_DESCRIPTORS: usize = 16;
@@ -72,7 +72,7 @@ impl Table {
     ///
     /// # Errors
     /// [`TableError`]; nothing is held then.
-    pub fn take(data: &DataBuffer<'_>, pool: &mut Pool) -> Result<Taken, TableError> {
+    pub fn take(data: &DataBuffer<'_>, pool: &mut Pool, owner: Owner) -> Result<Taken, TableError> {
         Ok(Taken::Ready(match data {
             DataBuffer::None | DataBuffer::Immediate { .. } => Self::Empty,
             DataBuffer::Direct(desc) => Self::Inline([*desc].into_iter().collect()),
@@ -92,7 +92,7 @@ impl Table {
                         Self::Inline(table.inline.iter().copied().collect())
                     } else {
                         let bytes = table.inline.as_bytes();
-                        let Some(buffer) = pool.take(bytes.len() as u32) else {
+                        let Some(buffer) = pool.take_table(owner, bytes.len() as u32) else {
                             return Ok(Taken::NoBuffer);
                         };
                         buffer.write(0, bytes);
@@ -203,16 +203,16 @@ mod tests {
         for n in [1, 16, 17, 255] {
             let list = descs(n, 512);
             let data = indirect(&list, n, n * 512);
-            let Taken::Ready(mut table) = Table::take(&data, &mut pool).unwrap() else {
+            let Taken::Ready(mut table) = Table::take(&data, &mut pool, Owner(1)).unwrap() else {
                 panic!("the pool is empty");
             };
             assert_eq!(table.entries(), n);
             assert_eq!(table.desc(n - 1), list[n as usize - 1]);
-            assert_eq!(pool.free() == pool.size(), n <= 16);
+            assert_eq!(pool.is_whole(), n <= 16);
             table.check(n * 512).unwrap();
             assert!(table.check(n * 512 + 1).is_err());
             table.release(&mut pool);
-            assert_eq!(pool.free(), pool.size());
+            assert!(pool.is_whole());
         }
     }
 
@@ -221,7 +221,7 @@ mod tests {
         let mut pool = Pool::new(1 << 20).unwrap();
         let list = descs(40, 512);
         let data = indirect(&list, 40, 40 * 512 + 1);
-        let error = Table::take(&data, &mut pool).unwrap_err();
+        let error = Table::take(&data, &mut pool, Owner(1)).unwrap_err();
         assert_eq!(
             error,
             TableError::Short {
@@ -231,9 +231,9 @@ mod tests {
         );
         let data = indirect(&[], 2049, 512);
         assert_eq!(
-            Table::take(&data, &mut pool).unwrap_err(),
+            Table::take(&data, &mut pool, Owner(1)).unwrap_err(),
             TableError::TooLong(2049)
         );
-        assert_eq!(pool.free(), pool.size());
+        assert!(pool.is_whole());
     }
 }

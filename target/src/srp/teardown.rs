@@ -24,6 +24,9 @@ use crate::pool::Pool;
 /// How long a T_LOGOUT may take to be sent before the connection ends without it.
 const LOGOUT_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// The same for a channel that a new login replaces: its commands wait until this channel is gone.
+const REPLACED_LOGOUT_TIMEOUT: Duration = Duration::from_millis(100);
+
 /// Events that wait for AER_REQ at most; more are not reported that way, and meet the initiator as
 /// unit attentions.
 const MAX_EVENTS: usize = 16;
@@ -85,15 +88,23 @@ impl Channel {
                 self.deadline = Some(until);
             }
             ChState::Connecting => self.disconnect(cx),
+            // It has taken no command yet.
+            ChState::Joining => self.logout(cx, TLogoutReason::NoReason),
             ChState::Disconnecting | ChState::Draining | ChState::Disconnected => {}
         }
         self.settle_round(cx);
     }
 
-    /// Something else ends the channel: a new login of the same nexus, or an administrator.
+    /// A new login of the same nexus ends the channel. Its commands end now, the initiator has given
+    /// them up: one that started or went on would overwrite what comes after it.
     pub fn handle_terminate(&mut self, cx: &mut Cx<'_>, reason: TLogoutReason) {
         self.ended.get_or_insert(Parting::Terminated);
         self.logout(cx, reason);
+        if self.state == ChState::Disconnecting {
+            let until = cx.now + REPLACED_LOGOUT_TIMEOUT;
+            self.deadline = Some(self.deadline.map_or(until, |at| at.min(until)));
+        }
+        self.tear_down(cx);
         self.settle_round(cx);
     }
 
@@ -157,7 +168,7 @@ impl Channel {
     pub(super) fn logout(&mut self, cx: &mut Cx<'_>, reason: TLogoutReason) {
         self.ended.get_or_insert(Parting::Protocol);
         match self.state {
-            ChState::Live => {
+            ChState::Joining | ChState::Live => {
                 self.state = ChState::Disconnecting;
                 self.deadline = Some(cx.now + LOGOUT_TIMEOUT);
                 let iu = FromTarget::TLogout(TLogout {
@@ -183,6 +194,7 @@ impl Channel {
             ChState::Live if self.own.stopping.is_some() => {
                 self.logout(cx, TLogoutReason::NoReason);
             }
+            ChState::Joining => self.logout(cx, TLogoutReason::NoReason),
             ChState::Live | ChState::Draining | ChState::Disconnected => {}
         }
     }
@@ -194,17 +206,25 @@ impl Channel {
         }
     }
 
-    /// Goes to the draining state: what no device holds ends now, the rest as it comes back.
+    /// Goes to the draining state, unless it is there.
     fn disconnect(&mut self, cx: &mut Cx<'_>) {
         if matches!(self.state, ChState::Draining | ChState::Disconnected) {
             return;
         }
         self.state = ChState::Draining;
         self.deadline = None;
-        self.deferred.clear();
         self.own.events.clear();
         self.own.stopping = None;
         self.actions.push_back(Action::Disconnect);
+        self.tear_down(cx);
+    }
+
+    /// Ends all requests: those that no device holds now, the rest as they come back.
+    fn tear_down(&mut self, cx: &mut Cx<'_>) {
+        if std::mem::replace(&mut self.torn_down, true) {
+            return;
+        }
+        self.deferred.clear();
         for idx in (0..self.config.params.req_lim as u16).map(SendIdx) {
             match self.ioctx_state(idx) {
                 IoctxState::Done => {}
@@ -216,7 +236,7 @@ impl Channel {
                 }
                 _ if self.ioctx[usize::from(idx.0)].is_in_device() => {}
                 _ => {
-                    self.stop_waiting(idx);
+                    self.stop_waiting(cx.pool, idx);
                     self.finish(cx.pool, idx, End::TornDown);
                 }
             }

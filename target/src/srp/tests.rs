@@ -8,11 +8,12 @@ use riser_scsi::srp::{
     TaskAttr, TskMgmtFunction,
 };
 
-use super::channel::{ChState, Channel, KEEPALIVE};
+use super::channel::{ChState, Channel, JOIN_TIMEOUT, KEEPALIVE};
 use super::fixture::{Answer, Data, Pending, Rig, cmd, params, read10, table_bytes, tmf, write10};
 use super::ioctx::{IoctxState, SendIdx, Then};
 use super::login::ChannelParams;
 use super::unit::UnitIdx;
+use crate::config::DATA_OUT_TIMEOUT;
 
 const KEY: u32 = 7;
 
@@ -495,6 +496,90 @@ fn a_terminated_channel_is_told_why() {
 }
 
 #[test]
+fn a_terminated_channel_starts_nothing_and_waits_for_its_device() {
+    let mut rig = Rig::live();
+    let write = |byte| write10(0, 1).out(Data::Immediate(vec![byte; 512]));
+    rig.send(0, &write(0xaa).tag(1).bytes());
+    rig.send(0, &write(0xbb).tag(2).attr(TaskAttr::Ordered).bytes());
+    assert_eq!(
+        rig.pending.len(),
+        1,
+        "one write runs, the other waits for it"
+    );
+    rig.with(0, |ch, cx| {
+        ch.handle_terminate(cx, TLogoutReason::MultiChannelAction);
+    });
+    while rig.pending.len() > 1 {
+        rig.complete_nth(1, true);
+    }
+    assert!(!rig.released[0], "the disk still has the first write");
+    rig.complete();
+    rig.settle();
+    assert_eq!(rig.disks[0][..512], [0; 512]);
+    assert_eq!(rig.channels[0].counters().torn_down, 2);
+    assert!(rig.released[0]);
+    rig.end();
+}
+
+#[test]
+fn a_channel_that_replaces_others_waits_until_they_are_gone() {
+    let waiting = || {
+        let mut rig = Rig::new();
+        let chan = rig.add_channel(params(), 1);
+        rig.with(chan, |ch, cx| ch.handle_established(cx, false));
+        rig.send(chan, &cmd(&[0x35]).bytes());
+        assert_eq!(rig.channels[chan].state(), ChState::Joining);
+        assert!(rig.pending.is_empty());
+        rig
+    };
+    let mut rig = waiting();
+    rig.with(0, Channel::handle_others_gone);
+    rig.settle();
+    assert_eq!(rig.rsp().tag, 1);
+    rig.end();
+
+    let mut rig = waiting();
+    rig.advance(JOIN_TIMEOUT);
+    rig.settle();
+    assert_eq!(t_logout(&mut rig), TLogoutReason::NoReason);
+    assert!(rig.released[0]);
+    rig.end();
+}
+
+#[test]
+fn a_tag_in_use_ends_the_commands_of_the_nexus() {
+    let mut rig = Rig::live();
+    let write = |byte| write10(0, 1).out(Data::Immediate(vec![byte; 512]));
+    rig.send(0, &write(0xaa).tag(1).bytes());
+    rig.send(0, &cmd(&[0x35]).tag(2).bytes());
+    // For another unit, whose commands end as well.
+    rig.send(0, &cmd(&[0x35]).tag(3).lun(1).bytes());
+    rig.send(0, &cmd(&[0; 6]).tag(1).lun(1).bytes());
+    assert_eq!(
+        rig.answers().len(),
+        0,
+        "those that it ends are at the disks"
+    );
+    rig.settle();
+    let answers = rig.answers();
+    let ended: Vec<_> = answers.iter().map(|a| (a.tag, a.status, a.key)).collect();
+    assert_eq!(ended, [(2, 0, None), (1, 2, Some(0xb))]);
+    assert_eq!(rig.channels[0].counters().aborted, 2);
+    assert_eq!(rig.disks[0][..512], [0; 512]);
+    // A tag may be used again once it is answered, before the send of the answer completes.
+    rig.send(0, &cmd(&[0; 6]).tag(1).bytes());
+    rig.send(0, &cmd(&[0; 6]).tag(1).bytes());
+    rig.settle();
+    let again = rig.answers();
+    assert!(
+        again.iter().all(|a| (a.tag, a.status) == (1, 0)),
+        "{again:?}"
+    );
+    assert_eq!(again.len(), 2);
+    rig.end();
+}
+
+#[test]
 fn messages_that_make_no_sense_end_one_channel() {
     let login = LoginReq {
         tag: Tag(1),
@@ -682,5 +767,69 @@ fn a_silent_initiator_is_looked_for() {
     rig.advance(KEEPALIVE);
     rig.complete_nth(0, false);
     assert_eq!(rig.channels[0].state(), ChState::Draining);
+    rig.end();
+}
+
+/// A COMPARE AND WRITE whose data are in the initiator's memory.
+fn compare_and_write(lba: u8) -> Vec<u8> {
+    let mut caw = [0; 16];
+    caw[0] = 0x89;
+    caw[9] = lba;
+    caw[13] = 1;
+    cmd(&caw)
+        .out(Data::Direct(MemDesc::new(0, KEY, 1024)))
+        .bytes()
+}
+
+#[test]
+fn a_command_that_waits_for_its_data_does_not_stop_the_unit() {
+    let mut rig = Rig::live();
+    rig.remote.insert(KEY, vec![0; 1024]);
+    rig.send(0, &compare_and_write(0));
+    rig.send(
+        0,
+        &write10(0, 1)
+            .tag(2)
+            .out(Data::Immediate(vec![2; 512]))
+            .bytes(),
+    );
+    let states = [IoctxState::NeedData, IoctxState::DataIn];
+    assert_eq!(state(&rig.channels[0]), states);
+    rig.settle();
+    let answers = rig.answers();
+    assert_eq!(answers.len(), 2);
+    assert_eq!(answers[0], good(2), "its data were here first");
+    assert_eq!(rig.disks[0][..512], [2; 512], "the comparison failed");
+    rig.end();
+}
+
+#[test]
+fn a_table_for_a_unit_that_is_not_there_is_fetched_all_the_same() {
+    let mut rig = Rig::live();
+    rig.remote
+        .insert(3, table_bytes(&[MemDesc::new(0, KEY, 96)]));
+    rig.remote.insert(KEY, vec![0xff; 96]);
+    let iu = cmd(&[0x12, 0, 0, 0, 96, 0]).lun(7).into(Data::Indirect {
+        table: MemDesc::new(0, 3, 16),
+        len: 96,
+        inline: Vec::new(),
+    });
+    rig.send(0, &iu.bytes());
+    rig.settle();
+    assert_eq!(rig.remote[&KEY][0], 0x7f, "no unit has this number");
+    rig.end();
+}
+
+#[test]
+fn an_initiator_that_does_not_give_its_data_loses_its_channel() {
+    let mut rig = Rig::live();
+    rig.remote.insert(KEY, vec![0; 1024]);
+    rig.send(0, &compare_and_write(0));
+    rig.advance(DATA_OUT_TIMEOUT - Duration::from_secs(1));
+    assert_eq!(rig.channels[0].state(), ChState::Live);
+    rig.advance(Duration::from_secs(2));
+    assert_eq!(rig.channels[0].state(), ChState::Draining);
+    rig.settle();
+    assert_eq!(rig.units[0].tasks(), 0);
     rig.end();
 }

@@ -3,13 +3,14 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use riser_scsi::attention::{Attention, AttentionScope};
 use riser_scsi::lu::LogicalUnit;
 use riser_scsi::lun::{LunAddress, LunId};
 use riser_scsi::nexus::NexusId;
+use riser_scsi::reservation::Preempted;
 use riser_scsi::srp::WireLun;
-use riser_scsi::step::TaskAttribute;
 use riser_scsi::task::{
-    Concurrency, RegisterError, TaskKey, TaskManagement, TaskSet, TaskTag, TmfResponse,
+    NewTask, RegisterError, TaskKey, TaskManagement, TaskSet, TaskTag, TmfResponse,
 };
 
 use super::ioctx::SendIdx;
@@ -25,7 +26,7 @@ pub struct TaskRef {
     /// The worker's number.
     pub worker: u16,
     /// The channel's number at that worker, never used again.
-    pub channel: u32,
+    pub channel: u64,
     /// The context.
     pub ioctx: SendIdx,
     /// Which use of the context.
@@ -33,16 +34,20 @@ pub struct TaskRef {
 }
 
 impl TaskRef {
-    /// The tag under which the task stands in its unit's task set. SRP tags are unique on their
-    /// channel only, so a nexus of several channels needs another name.
+    /// The tag under which the task is in its unit's task set: the whole name, which no other task
+    /// has. SRP tags are unique on their channel only, and a nexus may have channels at several workers.
     fn tag(self) -> TaskTag {
         TaskTag(
-            u64::from(self.channel) << 32
-                | u64::from(self.generation & 0xffff) << 16
-                | u64::from(self.ioctx.0),
+            u128::from(self.worker) << 112
+                | u128::from(self.channel) << 48
+                | u128::from(self.generation) << 16
+                | u128::from(self.ioctx.0),
         )
     }
 }
+
+/// Tasks of one nexus that a unit takes whatever its size, if its set holds as many.
+const MIN_SHARE: u32 = 256;
 
 /// A logical unit as channels share it.
 #[derive(Debug)]
@@ -75,6 +80,11 @@ pub struct Management {
     pub vain_aborts: u64,
 }
 
+/// A unit's task set has no room.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the task set is full")]
+pub struct SetFull;
+
 /// What a task-management function concerns.
 #[derive(Debug)]
 pub struct Managed {
@@ -82,19 +92,19 @@ pub struct Managed {
     pub response: TmfResponse,
     /// Tasks to stop.
     pub aborted: Vec<TaskRef>,
-    /// Nexuses that lost tasks to another one.
-    pub cleared: Vec<NexusId>,
 }
 
 impl Unit {
-    /// A unit whose task set holds at most `capacity` tasks of all channels together.
+    /// A unit whose task set holds at most `capacity` tasks of all channels together. One nexus
+    /// gets a quarter of them at most, so that no host can keep the others out.
     #[must_use]
     pub fn new(index: UnitIdx, lu: Arc<LogicalUnit>, capacity: u32) -> Self {
+        let share = (capacity / 4).max(MIN_SHARE).min(capacity);
         Self {
             index,
             lu,
             tasks: Mutex::new(Tasks {
-                set: TaskSet::new(capacity),
+                set: TaskSet::new(capacity, share),
                 refs: vec![None; capacity as usize],
             }),
             resets: AtomicU64::new(0),
@@ -103,8 +113,8 @@ impl Unit {
         }
     }
 
-    /// Resets the unit, when the tasks of its set are gone.
-    pub fn reset(&self) {
+    /// Resets the unit itself; its tasks are aborted apart from that.
+    fn reset(&self) {
         self.resets.fetch_add(1, Ordering::Relaxed);
         self.lu.reset();
     }
@@ -139,21 +149,42 @@ impl Unit {
     /// Takes a task into the set, and says whether it may start at once.
     ///
     /// # Errors
-    /// The set is full.
+    /// The set is full: TASK SET FULL.
+    ///
+    /// # Panics
+    /// If a task of this name is in the set.
     pub fn register(
         &self,
         nexus: NexusId,
-        attribute: TaskAttribute,
-        concurrency: Concurrency,
+        new: NewTask,
         task: TaskRef,
-    ) -> Result<(TaskKey, bool), RegisterError> {
+    ) -> Result<(TaskKey, bool), SetFull> {
         let mut tasks = self.lock();
-        let key = tasks
-            .set
-            .register(nexus, task.tag(), attribute, concurrency)?;
+        let key = match tasks.set.register(nexus, task.tag(), new) {
+            Ok(key) => key,
+            Err(RegisterError::Full) => return Err(SetFull),
+            Err(RegisterError::Overlapped(_)) => panic!("{task:?} is in the set already"),
+        };
         tasks.refs[key.slot()] = Some(task);
         let started = tasks.set.try_start(key);
         Ok((key, started))
+    }
+
+    /// The Data-Out of a task has come: whether it may start now, and which others.
+    pub fn data_arrived(&self, key: TaskKey) -> (bool, Vec<TaskRef>) {
+        let mut tasks = self.lock();
+        let Tasks { set, refs } = &mut *tasks;
+        set.data_arrived(key);
+        let mut is_started = false;
+        let mut others = Vec::new();
+        while let Some(other) = set.poll_start() {
+            if other == key {
+                is_started = true;
+            } else {
+                others.extend(refs[other.slot()]);
+            }
+        }
+        (is_started, others)
     }
 
     /// Takes a task out of the set, and tells which may start now.
@@ -181,18 +212,35 @@ impl Unit {
     }
 
     /// Carries out a task-management function on the set.
+    ///
+    /// What it means to others takes effect here, with the abort of their tasks: nexuses that lose
+    /// tasks get their unit attention, and a reset resets the unit. So it does not matter whether
+    /// who asked for it lives to see its end.
     pub fn manage(&self, nexus: NexusId, function: TaskManagement) -> Managed {
-        let mut tasks = self.lock();
-        let outcome = tasks.set.manage(nexus, function);
-        Managed {
-            response: outcome.response,
-            aborted: outcome
-                .aborted
-                .iter()
-                .filter_map(|key| tasks.refs[key.slot()])
-                .collect(),
-            cleared: outcome.cleared,
+        let (response, aborted, cleared) = {
+            let mut tasks = self.lock();
+            let outcome = tasks.set.manage(nexus, function);
+            let refs = outcome.aborted.iter();
+            let aborted = refs.filter_map(|key| tasks.refs[key.slot()]).collect();
+            (outcome.response, aborted, outcome.cleared)
+        };
+        if function == TaskManagement::LogicalUnitReset {
+            self.reset();
         }
+        for nexus in cleared {
+            let scope = AttentionScope::One(nexus);
+            self.lu.raise(Attention::CommandsCleared, scope);
+        }
+        Managed { response, aborted }
+    }
+
+    /// Marks the commands that a PREEMPT AND ABORT aborts: those of this list are to be stopped.
+    #[must_use]
+    pub fn preempt(&self, preempted: &Preempted) -> Vec<TaskRef> {
+        let mut tasks = self.lock();
+        let Tasks { set, refs } = &mut *tasks;
+        let aborted = set.abort_nexuses(|nexus| self.lu.is_preempted(preempted, nexus));
+        aborted.iter().filter_map(|key| refs[key.slot()]).collect()
     }
 
     /// Carries out ABORT TASK on one task.
@@ -206,28 +254,33 @@ impl Unit {
     }
 }
 
-/// The logical units that one initiator may see at one target port.
+/// What a number leads to.
+#[derive(Clone, Debug)]
+pub struct Mapping {
+    /// The unit.
+    pub unit: Arc<Unit>,
+    /// Where the commands to it are counted.
+    pub stats: Arc<LunStats>,
+    /// Whether writes by this number are refused, whatever the unit allows.
+    pub read_only: bool,
+}
+
+/// The logical units that one initiator may see at one target port. Several numbers may lead to one.
 #[derive(Debug, Default)]
 pub struct LunMap {
     luns: Vec<LunId>,
-    units: Vec<Arc<Unit>>,
-    stats: Vec<Arc<LunStats>>,
+    mappings: Vec<Mapping>,
 }
 
 impl LunMap {
     /// A map of these, in ascending order of their numbers. Of two with one number the first counts.
     #[must_use]
-    pub fn new(entries: impl IntoIterator<Item = (LunId, Arc<Unit>, Arc<LunStats>)>) -> Self {
+    pub fn new(entries: impl IntoIterator<Item = (LunId, Mapping)>) -> Self {
         let mut entries: Vec<_> = entries.into_iter().collect();
-        entries.sort_by_key(|(lun, ..)| *lun);
-        entries.dedup_by_key(|(lun, ..)| *lun);
-        let mut map = Self::default();
-        for (lun, unit, stats) in entries {
-            map.luns.push(lun);
-            map.units.push(unit);
-            map.stats.push(stats);
-        }
-        map
+        entries.sort_by_key(|(lun, _)| *lun);
+        entries.dedup_by_key(|(lun, _)| *lun);
+        let (luns, mappings) = entries.into_iter().unzip();
+        Self { luns, mappings }
     }
 
     /// The numbers, for REPORT LUNS.
@@ -245,45 +298,88 @@ impl LunMap {
         }
     }
 
-    /// The unit at a place of the map.
+    /// What a place of the map leads to.
     ///
     /// # Panics
     /// If there is no such place.
     #[must_use]
-    pub fn unit(&self, place: usize) -> &Arc<Unit> {
-        &self.units[place]
-    }
-
-    /// Where the commands to the unit at a place of the map are counted.
-    ///
-    /// # Panics
-    /// If there is no such place.
-    #[must_use]
-    pub fn stats(&self, place: usize) -> &Arc<LunStats> {
-        &self.stats[place]
+    pub fn mapping(&self, place: usize) -> &Mapping {
+        &self.mappings[place]
     }
 
     /// An addressed unit.
     #[must_use]
     pub fn addressed(&self, lun: WireLun) -> Option<Arc<Unit>> {
-        self.find(lun).map(|place| Arc::clone(self.unit(place)))
+        let place = self.find(lun)?;
+        Some(Arc::clone(&self.mappings[place].unit))
     }
 
-    /// Whether the same numbers lead to the same units.
+    /// Whether the same numbers lead to the same units, with the same rights.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
-        let units = self.units.iter().zip(&other.units);
-        self.luns == other.luns && units.into_iter().all(|(a, b)| Arc::ptr_eq(a, b))
+        let mut pairs = self.mappings.iter().zip(&other.mappings);
+        self.luns == other.luns
+            && pairs.all(|(a, b)| Arc::ptr_eq(&a.unit, &b.unit) && a.read_only == b.read_only)
     }
 
     /// Whether some number leads to a unit.
     #[must_use]
     pub fn has(&self, unit: &Arc<Unit>) -> bool {
-        self.units.iter().any(|u| Arc::ptr_eq(u, unit))
+        self.mappings.iter().any(|m| Arc::ptr_eq(&m.unit, unit))
     }
 
     /// Every number and its unit.
     pub fn iter(&self) -> impl Iterator<Item = (LunId, &Arc<Unit>)> {
-        self.luns.iter().copied().zip(&self.units)
+        let units = self.mappings.iter().map(|mapping| &mapping.unit);
+        self.luns.iter().copied().zip(units)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use riser_scsi::config::{BlockSize, Config, Identity, Limits, Provisioning};
+    use riser_scsi::vpd::Naa;
+
+    use super::*;
+
+    #[test]
+    fn tasks_of_one_nexus_at_two_workers_do_not_collide() {
+        let identity = Identity {
+            vendor: "RISER".into(),
+            product: "TEST".into(),
+            revision: "1".into(),
+            serial: "1".into(),
+            naa: Naa::LocallyAssigned(1),
+        };
+        let lu = LogicalUnit::new(Config {
+            blocks: 2048,
+            block_size: BlockSize::B512,
+            physical_exponent: 0,
+            read_only: false,
+            provisioning: Provisioning::Thick,
+            write_cache: true,
+            stoppable: false,
+            rotational: false,
+            identity,
+            limits: Limits::default(),
+            cache_generation: None,
+        })
+        .unwrap();
+        let unit = Unit::new(UnitIdx(0), Arc::new(lu), 3);
+        let register = |worker, generation| {
+            // Every worker numbers its channels from 0.
+            let task = TaskRef {
+                worker,
+                channel: 0,
+                ioctx: SendIdx(0),
+                generation,
+            };
+            let taken = unit.register(NexusId(7), NewTask::default(), task);
+            taken.map(|(_, started)| started)
+        };
+        assert_eq!(register(0, 1), Ok(true));
+        assert_eq!(register(1, 1), Ok(true));
+        assert_eq!(register(0, 1 + (1 << 16)), Ok(true));
+        assert_eq!(register(2, 1), Err(SetFull));
     }
 }

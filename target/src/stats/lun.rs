@@ -344,25 +344,36 @@ impl Account {
 #[derive(Debug, Default)]
 pub struct Accounts(Vec<Option<Arc<Account>>>);
 
+/// The unit that a command is for.
+#[derive(Debug)]
+pub struct Addressed {
+    /// The unit.
+    pub unit: Arc<Unit>,
+    /// Whether the number that leads to it is read-only.
+    pub read_only: bool,
+    /// The account that the command goes to.
+    pub account: Arc<Account>,
+}
+
 impl Accounts {
-    /// The unit that a command addresses, and the account that it goes to.
-    pub fn addressed(
-        &mut self,
-        luns: &LunMap,
-        lun: WireLun,
-        worker: u16,
-    ) -> Option<(Arc<Unit>, Arc<Account>)> {
+    /// What a command addresses, and the account that it goes to.
+    pub fn addressed(&mut self, luns: &LunMap, lun: WireLun, worker: u16) -> Option<Addressed> {
         let place = luns.find(lun)?;
-        let unit = Arc::clone(luns.unit(place));
+        let mapping = luns.mapping(place);
+        let addressed = |account| Addressed {
+            unit: Arc::clone(&mapping.unit),
+            read_only: mapping.read_only,
+            account,
+        };
         if let Some(Some(account)) = self.0.get(place) {
-            return Some((unit, Arc::clone(account)));
+            return Some(addressed(Arc::clone(account)));
         }
         if self.0.len() <= place {
             self.0.resize(luns.luns().len(), None);
         }
-        let account = Arc::new(Account::new(Arc::clone(luns.stats(place)), worker));
+        let account = Arc::new(Account::new(Arc::clone(&mapping.stats), worker));
         self.0[place] = Some(Arc::clone(&account));
-        Some((unit, account))
+        Some(addressed(account))
     }
 
     /// The session uses other units from now on.
@@ -371,7 +382,7 @@ impl Accounts {
         let mut old: HashMap<_, _> = old.map(|a| (Arc::as_ptr(&a.lun), a)).collect();
         let places = 0..luns.luns().len();
         self.0
-            .extend(places.map(|place| old.remove(&Arc::as_ptr(luns.stats(place)))));
+            .extend(places.map(|place| old.remove(&Arc::as_ptr(&luns.mapping(place).stats))));
     }
 
     /// The session is over: units keep what it has done.

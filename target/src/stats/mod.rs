@@ -34,8 +34,8 @@ use riser_scsi::kind::Kind;
 pub use course::Course;
 pub use histogram::{BUCKETS, Counter, Histogram, Times, bound};
 pub use lun::{
-    Account, AccountView, Accounts, ClassCounts, Fault, Faults, LunStats, MAX_INITIATORS,
-    MAX_WORKERS, Share, WORKER_BYTES,
+    Account, AccountView, Accounts, Addressed, ClassCounts, Fault, Faults, LunStats,
+    MAX_INITIATORS, MAX_WORKERS, Share, WORKER_BYTES,
 };
 pub use tally::{Functions, Tally};
 pub use target::{Refused, SessionEvent, TargetCounts, TargetStats};

@@ -30,7 +30,7 @@ pub struct Subject {
     /// The tag of the transport.
     pub tag: u64,
     /// The I_T nexus.
-    pub nexus: u32,
+    pub nexus: u64,
     /// The CDB, or its first bytes.
     pub cdb: ArrayVec<u8, CDB_TRACED>,
 }

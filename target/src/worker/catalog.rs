@@ -45,7 +45,8 @@ impl Worker {
             .sessions
             .iter()
             .filter_map(|(slot, session)| {
-                let luns = self.shared.registry.luns(&session.key)?;
+                let nexus = session.channel.nexus();
+                let luns = self.shared.registry.luns(&session.key, nexus)?;
                 let same = Arc::ptr_eq(&luns, &session.channel.config().luns);
                 (!same).then_some((slot, luns))
             })

@@ -5,8 +5,8 @@ use std::net::IpAddr;
 
 use riser_memory::{MemSlice, Memory};
 use riser_transport::verbs::{
-    Access, AhAttr, CmError, CqId, Gid, LKey, Notify, QKey, QpAttr, QpCap, QpId, QpInitAttr,
-    QpState, QpType, RecvWr, SendFlags, SendOp, SendWr, Sge, UdDest, WrId,
+    Access, AhAttr, CmError, CqId, Gid, LKey, Notify, QKey, QpCap, QpId, QpInitAttr, QpType,
+    RecvWr, SendFlags, SendOp, SendWr, Sge, UdDest, WrId, make_gsi_ready,
 };
 use riser_transport::wire::dm::{
     Attribute, ClassPortInfo, DmHeader, IoUnitInfo, IocProfile, MAD_LEN, Method, SERVICES_PER_MAD,
@@ -174,24 +174,7 @@ impl DiscoveryAgent {
             },
             sq_sig_all: true,
         })?;
-        let init = QpAttr {
-            state: Some(QpState::Init),
-            pkey_index: Some(0),
-            port: Some(1),
-            qkey: Some(QKey::GSI),
-            ..QpAttr::default()
-        };
-        let to = |state| QpAttr {
-            state: Some(state),
-            ..QpAttr::default()
-        };
-        dev.modify_qp(qp, &init)?;
-        dev.modify_qp(qp, &to(QpState::Rtr))?;
-        let rts = QpAttr {
-            sq_psn: Some(0),
-            ..to(QpState::Rts)
-        };
-        dev.modify_qp(qp, &rts)?;
+        make_gsi_ready(dev, qp)?;
         dev.req_notify_cq(cq, Notify::Next)?;
         let agent = Self {
             unit,

@@ -14,11 +14,13 @@ use riser_transport::verbs::{AsyncEvent, CmEventKind, Completion, CqId, Notify, 
 
 use super::exec::{Owner, Work};
 use super::mail::Mail;
+use super::reservations::NO_CHANNEL;
 use super::{CQ_BATCH, Endpoint, Flushing, GRACE, Phase, Report, Worker, WorkerError};
 use crate::audit::Who;
 use crate::config::Protocol;
 use crate::iscsi::TakeOver;
 use crate::iscsi::iser::IserChannel;
+use crate::pool;
 use crate::srp::{Channel, RecvIdx};
 use crate::warn_limited;
 
@@ -144,7 +146,7 @@ impl Worker {
 
     fn on_established(&mut self, place: Endpoint) {
         match place {
-            Endpoint::Srp(key) => self.with_channel(key, Channel::handle_established),
+            Endpoint::Srp(key) => self.on_srp_established(key),
             Endpoint::Iser(key) => self.with_iser(key, IserChannel::handle_established),
         }
     }
@@ -201,7 +203,7 @@ impl Worker {
     }
 
     /// Device, completion queue and number of a connection, which is no longer marked as ready.
-    fn take_ready(&mut self, place: Endpoint) -> Option<(usize, CqId, u32)> {
+    fn take_ready(&mut self, place: Endpoint) -> Option<(usize, CqId, u64)> {
         match place {
             Endpoint::Srp(key) => {
                 let session = self.sessions.get_mut(key)?;
@@ -322,7 +324,7 @@ impl Worker {
             if self.driver.owns(completion.token) {
                 self.driver.handle_completion(&mut self.ring, completion);
             } else if !self.on_iscsi_completion(completion) {
-                self.on_watch(completion)?;
+                self.on_watch(completion);
             }
         }
         self.ring_completions = completions;
@@ -336,6 +338,7 @@ impl Worker {
                 self.drain_dirty();
             }
         }
+        work += self.poll_reservations();
         if !self.stalled.is_empty() {
             self.retry_stalled();
         }
@@ -380,6 +383,9 @@ impl Worker {
                 }
                 None => self.post_mail(watcher.worker, Mail::TaskGone(watcher)),
             },
+            Mail::TaskGone(watcher) if watcher.channel == NO_CHANNEL => {
+                self.on_preempted_gone(watcher);
+            }
             Mail::TaskGone(watcher) => {
                 if let Some(key) = self.by_serial.get(&watcher.channel).copied() {
                     self.with_channel(key, |ch, cx| ch.handle_task_gone(cx, watcher));
@@ -395,9 +401,13 @@ impl Worker {
                     self.log_out(key, until);
                 }
             }
+            Mail::OthersGone { serial } => {
+                if let Some(key) = self.by_serial.get(&serial).copied() {
+                    self.with_channel(key, Channel::handle_others_gone);
+                }
+            }
             // Of a connection that is gone.
-            Mail::OthersGone { .. }
-            | Mail::TakeTurn { .. }
+            Mail::TakeTurn { .. }
             | Mail::Detach { .. }
             | Mail::Lost { .. }
             | Mail::Parcel { .. } => {}
@@ -455,24 +465,33 @@ impl Worker {
         work
     }
 
-    /// Gives pool memory that has come back to those who wait for it, in turn.
+    /// Gives pool memory that has come back to the channels that wait for it, by turns; returns their
+    /// number.
     pub(super) fn poll_pool(&mut self) -> usize {
-        let mut work = 0;
-        while self.pool.free() > self.pool_seen
-            && let Some(key) = self.pool_waiters.pop_front()
-        {
-            work += 1;
-            self.pool_seen = self.pool.free();
-            self.sessions[key].waits_for_pool = false;
-            self.with_channel(key, Channel::handle_pool);
+        if !self.pool.take_change() {
+            return 0;
+        }
+        let mut waiting = std::mem::take(&mut self.pool_line);
+        waiting.extend(self.pool.waiting());
+        for pool::Owner(serial) in &waiting {
+            self.resume_waiting(*serial);
             self.drain_dirty();
-            // Whoever still waits is at the end of the queue again; the next one has its turn with
-            // what is left.
-            if self.pool_waiters.back() != Some(&key) {
-                self.pool_seen = 0;
+        }
+        let work = waiting.len();
+        waiting.clear();
+        self.pool_line = waiting;
+        work
+    }
+
+    /// A channel may get the pool memory that its commands wait for.
+    fn resume_waiting(&mut self, serial: u64) {
+        match self.by_serial.get(&serial).copied() {
+            Some(key) => self.with_channel(key, Channel::handle_pool),
+            None => {
+                self.resume_iscsi(serial);
+                self.resume_iser(serial);
             }
         }
-        work
     }
 
     /// Moves a shutdown on.

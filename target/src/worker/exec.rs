@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 
 use arrayvec::ArrayVec;
 use riser_scsi::attention::Attention;
-use riser_scsi::step::{BackendError, StepResult};
+use riser_scsi::step::{BackendError, BlockOp, StepResult};
 use riser_transport::verbs::{SendFlags, SendOp, WrId};
 
 use super::mail::Mail;
@@ -81,7 +81,7 @@ impl Owner {
     const ISER: u64 = 1 << 61;
 
     /// The driver's name for the operation.
-    fn user(self) -> u64 {
+    pub(super) fn user(self) -> u64 {
         match self {
             Self::Srp(key, ioctx) => (key as u64) << 16 | u64::from(ioctx.0),
             Self::Iscsi(key, task) => Self::ISCSI | (key as u64) << 16 | u64::from(task.0),
@@ -134,9 +134,7 @@ impl Worker {
                 }
                 Action::Post { ioctx, rdma, send } => self.post(key, ioctx, rdma, send),
                 Action::SubmitBlock { ioctx, unit, op } => {
-                    let store = self.store_of(unit);
-                    let owner = Owner::Srp(key, ioctx);
-                    self.submit_or_stall(Stalled { owner, store, op });
+                    self.carry_out_block(Owner::Srp(key, ioctx), unit, op);
                 }
                 Action::AbortBlock(ioctx) => self.abort_block(Owner::Srp(key, ioctx)),
                 Action::StartTask(task) => self.tell(task, Mail::StartTask(task)),
@@ -172,7 +170,16 @@ impl Worker {
         self.note_pool_wait(key);
     }
 
-    pub(super) fn store_of(&self, unit: UnitIdx) -> crate::backend::StoreId {
+    /// Carries out a block operation of a unit's command.
+    pub(super) fn carry_out_block(&mut self, owner: Owner, unit: UnitIdx, op: BlockOp) {
+        if let BlockOp::ChangeReservations(change) = op {
+            return self.change_reservations(owner, unit, change);
+        }
+        let store = self.store_of(unit);
+        self.submit_or_stall(Stalled { owner, store, op });
+    }
+
+    fn store_of(&self, unit: UnitIdx) -> crate::backend::StoreId {
         self.stores[self.catalog.unit_stores[unit.0 as usize]]
             .expect("a backend stays attached while a unit has tasks")
     }
@@ -232,10 +239,11 @@ impl Worker {
         }
     }
 
-    /// Hands a block operation to the driver, behind those that wait for room.
-    pub(super) fn submit_or_stall(&mut self, op: Stalled) {
-        if !self.stalled.is_empty() || !self.submit_block(&op) {
-            self.stalled.push_back(op);
+    /// Hands a block operation to the driver, behind those of its backend that wait for room: one that
+    /// hangs stops none of the others.
+    fn submit_or_stall(&mut self, op: Stalled) {
+        if self.stalled.contains_key(&op.store) || !self.submit_block(&op) {
+            self.stalled.entry(op.store).or_default().push_back(op);
         }
     }
 
@@ -263,22 +271,36 @@ impl Worker {
 
     /// Hands over the block operations that waited for room.
     pub(super) fn retry_stalled(&mut self) {
-        while let Some(op) = self.stalled.pop_front() {
-            if !self.submit_block(&op) {
-                self.stalled.push_front(op);
-                break;
+        let stores: Vec<_> = self.stalled.keys().copied().collect();
+        for store in stores {
+            let mut queue = self.stalled.remove(&store).unwrap_or_default();
+            while let Some(op) = queue.pop_front() {
+                if !self.submit_block(&op) {
+                    queue.push_front(op);
+                    self.stalled.insert(store, queue);
+                    break;
+                }
             }
         }
     }
 
     pub(super) fn abort_block(&mut self, owner: Owner) {
-        let waiting = self.stalled.iter().position(|s| s.owner == owner);
-        if let Some(at) = waiting {
-            self.stalled.remove(at);
-            self.on_block_done(owner, StepResult::Failed(BackendError::Aborted));
-        } else {
-            self.driver.cancel(&mut self.ring, owner.user());
+        if self.abandon_change(owner) {
+            return;
         }
+        let mut queues = self.stalled.iter_mut();
+        let waiting = queues.find_map(|(store, queue)| {
+            let at = queue.iter().position(|s| s.owner == owner)?;
+            queue.remove(at);
+            Some((*store, queue.is_empty()))
+        });
+        let Some((store, is_empty)) = waiting else {
+            return self.driver.cancel(&mut self.ring, owner.user());
+        };
+        if is_empty {
+            self.stalled.remove(&store);
+        }
+        self.on_block_done(owner, StepResult::Failed(BackendError::Aborted));
     }
 
     /// A block operation ended.
@@ -298,7 +320,7 @@ impl Worker {
     }
 
     /// Tells all channels, here and at other workers, what happened to a unit.
-    fn tell_all(&mut self, unit: UnitIdx, attention: Attention) {
+    pub(super) fn tell_all(&mut self, unit: UnitIdx, attention: Attention) {
         for worker in 0..self.outbox.workers() {
             self.post_mail(worker as u16, Mail::Event { unit, attention });
         }
@@ -335,15 +357,14 @@ impl Worker {
         }
     }
 
+    /// Notes whether a channel waits for pool memory, and makes room for one that begins to.
     fn note_pool_wait(&mut self, key: usize) {
-        if let Some(session) = self.sessions.get_mut(key)
-            && session.channel.waits_for_pool()
-            && !std::mem::replace(&mut session.waits_for_pool, true)
-        {
-            if self.pool_waiters.is_empty() {
-                self.pool_seen = self.pool.free();
-            }
-            self.pool_waiters.push_back(key);
+        let Some(session) = self.sessions.get_mut(key) else {
+            return;
+        };
+        let waits = session.channel.waits_for_pool();
+        let has_waited = std::mem::replace(&mut session.waits_for_pool, waits);
+        if waits && !has_waited {
             self.relieve_pool();
         }
     }

@@ -49,24 +49,24 @@ pub enum Mail {
     /// End a channel.
     Terminate {
         /// Its number at this worker.
-        serial: u32,
+        serial: u64,
         /// Why.
         reason: TLogoutReason,
     },
-    /// The connections that an iSCSI channel waits for hold nothing any more.
+    /// The channels that a channel waits for hold nothing any longer.
     OthersGone {
         /// Its number at this worker.
-        serial: u32,
+        serial: u64,
     },
     /// An iSCSI channel was logged out for recovery.
     Detach {
         /// Its number at this worker.
-        serial: u32,
+        serial: u64,
     },
     /// Another connection of an iSCSI channel's session is lost.
     Lost {
         /// The channel's number at this worker.
-        serial: u32,
+        serial: u64,
         /// The connection that is lost.
         cid: Cid,
     },
@@ -82,12 +82,12 @@ pub enum Mail {
     /// An iSCSI channel may have its session's next command.
     TakeTurn {
         /// Its number at this worker.
-        serial: u32,
+        serial: u64,
     },
     /// Ask the initiator of a channel to log out; end it at `until`.
     LogOut {
         /// Its number at this worker.
-        serial: u32,
+        serial: u64,
         /// When patience ends.
         until: Instant,
     },
@@ -124,7 +124,7 @@ pub enum Mail {
 impl Mail {
     /// The number of the channel that it is for, if it is for one.
     #[must_use]
-    pub fn addressee(&self) -> Option<u32> {
+    pub fn addressee(&self) -> Option<u64> {
         match self {
             Self::StartTask(task) | Self::AbortTask { task, .. } | Self::TaskGone(task) => {
                 Some(task.channel)

@@ -26,9 +26,10 @@
 //! - `discovery`: answers device-management MADs.
 //! - `registry`, `target`: sessions and targets, shared by all workers.
 //! - `mail`: messages between workers.
-//! - `park`: where a worker sleeps.
+//! - `park`: where a worker sleeps. `slots`: how its ring is shared.
 //! - `removal`: devices that are taken away. `places`: devices that no portal needs any more.
 //! - `snapshot`: what a worker tells of itself.
+//! - `waits`: which channels wait until others have ended.
 //! - `stage`: what the next catalog takes is acquired before it is served.
 //!
 //! # Bounds
@@ -48,13 +49,16 @@ pub mod places;
 mod queue;
 pub mod registry;
 mod removal;
+mod reservations;
 mod session;
+mod slots;
 mod snapshot;
 pub mod stage;
 pub mod target;
+mod waits;
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -71,12 +75,13 @@ use crate::audit::Audit;
 use crate::backend::{Driver, DriverConfig, StoreId};
 use crate::config::Protocol;
 use crate::log::RateLimit;
-use crate::pool::Pool;
+use crate::pool::{Owner, Pool};
 use crate::srp::{Counters, Cx};
 use crate::stats::{Functions, Tally};
 
 pub use device::{Device, DeviceInfo, NicInfo, Opened, Reopen};
 pub use session::SessionInfo;
+pub use slots::ring_capacity;
 
 use catalog::Leaving;
 use device::Devices;
@@ -242,18 +247,20 @@ pub struct Worker {
     sessions: Slab<Session>,
     by_cm: HashMap<(usize, CmId), Endpoint>,
     by_cq: HashMap<(usize, CqId), Endpoint>,
-    by_serial: HashMap<u32, usize>,
-    next_serial: u32,
+    by_serial: HashMap<u64, usize>,
+    next_serial: u64,
     /// Sessions whose channel may have actions; bounded by the sessions, with few repeats.
     dirty: VecDeque<usize>,
     /// Connections whose completion queue may have completions; each once.
     ready: VecDeque<Endpoint>,
-    /// Sessions with commands that wait for pool memory; each once.
-    pool_waiters: VecDeque<usize>,
-    /// Free bytes of the pool when the first of them was last tried.
-    pool_seen: usize,
-    stalled: VecDeque<Stalled>,
-    timers: BinaryHeap<Reverse<(Instant, u32)>>,
+    /// Channels that [`Worker::poll_pool`] goes through.
+    pool_line: Vec<Owner>,
+    /// Block operations that wait for room in the driver, by backend; no queue is empty.
+    stalled: BTreeMap<StoreId, VecDeque<Stalled>>,
+    saver: reservations::Saver,
+    /// Devices whose descriptors are to be watched again.
+    unwatched: Vec<usize>,
+    timers: BinaryHeap<Reverse<(Instant, u64)>>,
     /// Identifiers of connections whose channel is gone.
     lingering: Vec<(usize, CmId, Instant)>,
     completions: Vec<Completion>,
@@ -268,8 +275,6 @@ pub struct Worker {
     iscsi: iscsi::Iscsi,
     /// iSER's connections.
     isers: iser::Isers,
-    /// Free bytes of the pool when they last tried.
-    iscsi_pool_seen: usize,
     flushing: Option<Flushing>,
     exiting: bool,
     /// Counters of channels that are gone.
@@ -321,7 +326,7 @@ impl Worker {
             tracing::warn!(%error, "data buffers are not registered with io_uring; it works, more slowly");
         }
         let driver_config = DriverConfig {
-            depth: 1024,
+            depth: slots::Slots::of(ring.capacity()).blocks,
             ..DriverConfig::default()
         };
         let mut driver = Driver::new(&mut ring, driver_config).map_err(WorkerError::Memory)?;
@@ -341,7 +346,6 @@ impl Worker {
             catalog,
             stores,
             leaving: Vec::new(),
-            pool_seen: 0,
             pool,
             mailbox,
             outbox,
@@ -356,8 +360,10 @@ impl Worker {
             next_serial: 0,
             dirty: VecDeque::new(),
             ready: VecDeque::new(),
-            pool_waiters: VecDeque::new(),
-            stalled: VecDeque::new(),
+            pool_line: Vec::new(),
+            stalled: BTreeMap::new(),
+            saver: reservations::Saver::default(),
+            unwatched: Vec::new(),
             timers: BinaryHeap::new(),
             lingering: Vec::new(),
             completions: Vec::with_capacity(CQ_BATCH),
@@ -370,7 +376,6 @@ impl Worker {
             phase: Phase::Serving,
             iscsi: iscsi::Iscsi::default(),
             isers: iser::Isers::default(),
-            iscsi_pool_seen: 0,
             flushing: None,
             exiting: false,
             past: Counters::default(),
@@ -421,10 +426,11 @@ impl Worker {
         let mut work = self.poll_devices();
         work += self.poll_ready();
         work += self.poll_blocks()?;
+        self.poll_stalled();
+        self.poll_watches()?;
         work += self.poll_mail();
         work += self.poll_timers();
         work += self.poll_pool();
-        work += self.poll_iscsi_pool();
         self.poll_accepts();
         self.poll_leaving();
         self.poll_returns();

@@ -8,7 +8,7 @@
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use riser_reactor::{Handle, Next, RingError, Token};
+use riser_reactor::{Handle, Next, RingError, SubmitError, Token};
 
 use super::{Worker, WorkerError};
 
@@ -20,7 +20,8 @@ fn watch_token(device: usize) -> Token {
 }
 
 impl Worker {
-    /// Watches the descriptors of a device.
+    /// Watches the descriptors of a device. Where the ring has no slot for that, it is watched as soon
+    /// as there is one.
     pub(super) fn watch(&mut self, device: usize) -> Result<(), WorkerError> {
         for fd in self.devices[device].event_fds() {
             // SAFETY: the device is alive and keeps its descriptors open as long as it lives.
@@ -28,9 +29,32 @@ impl Worker {
                 .try_clone_to_owned()
                 .map_err(|e| WorkerError::Ring(RingError::Enter(e)))?;
             let handle = Handle::new(Arc::new(fd));
-            self.ring
-                .submit_poll(&handle, libc::POLLIN, watch_token(device))
-                .map_err(|e| WorkerError::Ring(RingError::Enter(std::io::Error::other(e))))?;
+            let token = watch_token(device);
+            match self.ring.submit_poll(&handle, libc::POLLIN, token) {
+                Ok(()) => {}
+                Err(SubmitError::Full) => {
+                    self.unwatched.push(device);
+                    return Ok(());
+                }
+                Err(error) => {
+                    let error = std::io::Error::other(error);
+                    return Err(WorkerError::Ring(RingError::Enter(error)));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Watches devices again whose watch has ended.
+    pub(super) fn poll_watches(&mut self) -> Result<(), WorkerError> {
+        let mut unwatched = std::mem::take(&mut self.unwatched);
+        unwatched.dedup();
+        for device in unwatched {
+            // The descriptors of a device that is gone are always readable.
+            if self.devices.is_open(device) {
+                self.unwatch(device);
+                self.watch(device)?;
+            }
         }
         Ok(())
     }
@@ -45,20 +69,11 @@ impl Worker {
 
     /// A completion may say that a device has something, which the next round looks for in any case;
     /// watches it again where that ended.
-    pub(super) fn on_watch(
-        &mut self,
-        completion: &riser_reactor::Completion,
-    ) -> Result<(), WorkerError> {
+    pub(super) fn on_watch(&mut self, completion: &riser_reactor::Completion) {
         let is_end = !completion.more && completion.result != -libc::ECANCELED;
         if completion.token.0 & (0xff << 56) == WATCH && is_end {
-            let device = (completion.token.0 & 0xffff) as usize;
-            // The descriptors of a device that is gone are always readable.
-            if self.devices.is_open(device) {
-                self.unwatch(device);
-                self.watch(device)?;
-            }
+            self.unwatched.push((completion.token.0 & 0xffff) as usize);
         }
-        Ok(())
     }
 
     /// Sleeps, unless there was work a moment ago or something is due.
@@ -67,7 +82,9 @@ impl Worker {
         match self.spinner.plan(self.now, worked > 0, deadline) {
             Next::Poll => {}
             Next::Park(timeout) => {
-                if self.exiting || !self.ready.is_empty() || self.outbox.retry() > 0 {
+                let is_watched = self.unwatched.is_empty();
+                if self.exiting || !is_watched || !self.ready.is_empty() || self.outbox.retry() > 0
+                {
                     return Ok(());
                 }
                 self.parks += 1;

@@ -1,16 +1,35 @@
 //! Sessions: which channels an I_T nexus has, on which workers. Shared by all workers, and touched at
 //! login and logout only.
+//!
+//! # A login that replaces a session
+//! ```text
+//!  Requested ──established──→ Current ──a newer login is established──→ Replaced ──last channel gone──→
+//! ```
+//! A connection request comes in one datagram, whose source address may be forged. So it ends nothing:
+//! the session that it asks for is beside the one that is there until its own connection is
+//! established, which only the owner of the address can do. Then the channels of older sessions are
+//! terminated, and the new session's commands wait until these channels are gone, whatever they still
+//! have at the disks. It is a new I_T nexus, which meets I_T NEXUS LOSS; RESERVE ends with the old one.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use riser_scsi::attention::{Attention, AttentionScope};
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
-use riser_scsi::srp::{InitiatorPortId, LoginRejReason, LoginReq, TargetPortId};
+use riser_scsi::srp::{
+    InitiatorPortId, LoginRejReason, LoginReq, MultiChannelAction, TargetPortId,
+};
 
-use super::target::{Catalog, TargetDef};
-use crate::srp::{Admission, LoginLimits, LoginOutcome, LoginView, LunMap, plan_login};
+use super::target::{Catalog, Entrance, TargetDef};
+use super::waits::Waits;
+use crate::srp::{
+    Admission, JOIN_TIMEOUT, LoginLimits, LoginOutcome, LoginView, LunMap, plan_login,
+};
+
+/// Replaced sessions of one pair of ports at most, while their commands are still at a device.
+const MAX_REPLACED: usize = 4;
 
 /// A channel, by its worker and its number there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -18,7 +37,7 @@ pub struct ChannelRef {
     /// The worker.
     pub worker: u16,
     /// The number, never used twice.
-    pub serial: u32,
+    pub serial: u64,
 }
 
 /// What makes an I_T nexus.
@@ -41,32 +60,78 @@ pub struct SessionLimits {
     pub login: LoginLimits,
 }
 
+/// How far a session has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// The connection of its first channel is not established yet.
+    Requested,
+    /// It is the session of its I_T nexus.
+    Current,
+    /// A newer one has taken its place at that time. Its channels are being torn down.
+    Replaced(Instant),
+}
+
+/// A session, and its channels with the addresses that they come from.
 #[derive(Debug)]
 struct Entry {
     id: NexusId,
+    stage: Stage,
+    /// The channel that asked for the session.
+    leader: ChannelRef,
     address: IpAddr,
-    channels: Vec<ChannelRef>,
+    channels: Vec<(ChannelRef, IpAddr)>,
     luns: Arc<LunMap>,
 }
 
-#[derive(Debug)]
-struct Table {
-    nexuses: HashMap<NexusKey, Entry>,
+/// Sessions of all protocols, against their bounds.
+#[derive(Debug, Default)]
+struct Budget {
+    total: u32,
     addresses: HashMap<IpAddr, u32>,
-    next_id: u32,
-    stopping: bool,
-    catalog: Arc<Catalog>,
 }
 
-impl Table {
-    /// One nexus less from an address.
-    fn forget_address(&mut self, address: IpAddr) {
+impl Budget {
+    /// Whether there is room for another session from an address. One that takes the place of another
+    /// is not in its own way.
+    fn has_room(&self, limits: &SessionLimits, address: IpAddr, replaced: Option<IpAddr>) -> bool {
+        let less = |is_less: bool| u32::from(is_less);
+        let there = self.addresses.get(&address).copied().unwrap_or(0);
+        self.total - less(replaced.is_some()) < limits.sessions
+            && there - less(replaced == Some(address)) < limits.per_address
+    }
+
+    fn enter(&mut self, address: IpAddr) {
+        self.total += 1;
+        *self.addresses.entry(address).or_default() += 1;
+    }
+
+    fn leave(&mut self, address: IpAddr) {
         if let Some(n) = self.addresses.get_mut(&address) {
+            self.total -= 1;
             *n -= 1;
             if *n == 0 {
                 self.addresses.remove(&address);
             }
         }
+    }
+}
+
+#[derive(Debug)]
+struct Table {
+    /// Sessions of each pair of ports, in the order of their requests.
+    nexuses: HashMap<NexusKey, Vec<Entry>>,
+    waits: Waits,
+    budget: Budget,
+    next_id: u64,
+    stopping: bool,
+    catalog: Arc<Catalog>,
+}
+
+impl Table {
+    fn next_id(&mut self) -> NexusId {
+        let id = NexusId(self.next_id);
+        self.next_id += 1;
+        id
     }
 }
 
@@ -76,6 +141,17 @@ pub struct Registry {
     table: Mutex<Table>,
 }
 
+/// Both ends of the connection that a login comes by.
+#[derive(Clone, Copy, Debug)]
+pub struct Endpoints {
+    /// The initiator's address.
+    pub peer: SocketAddr,
+    /// The address of the device that it has reached.
+    pub local: IpAddr,
+    /// The listener there.
+    pub entrance: Entrance,
+}
+
 /// A login that was entered.
 #[derive(Debug)]
 pub struct Entered {
@@ -83,6 +159,24 @@ pub struct Entered {
     pub nexus: NexusId,
     /// What was decided.
     pub outcome: LoginOutcome,
+}
+
+/// What follows from the establishment of a channel.
+#[derive(Debug, Default)]
+pub struct Established {
+    /// Whether the channel may take commands now; otherwise it is notified when it may.
+    pub may_start: bool,
+    /// Other channels of the session that may, too.
+    pub start: Vec<ChannelRef>,
+    /// Channels to terminate.
+    pub terminate: Vec<ChannelRef>,
+}
+
+/// What follows from the end of a channel.
+#[derive(Debug, Default)]
+pub struct Left {
+    /// Channels that may take commands now.
+    pub start: Vec<ChannelRef>,
     /// Channels to terminate.
     pub terminate: Vec<ChannelRef>,
 }
@@ -94,7 +188,8 @@ impl Registry {
         Self {
             table: Mutex::new(Table {
                 nexuses: HashMap::new(),
-                addresses: HashMap::new(),
+                waits: Waits::default(),
+                budget: Budget::default(),
                 next_id: 1,
                 stopping: false,
                 catalog: Arc::new(catalog),
@@ -110,22 +205,32 @@ impl Registry {
 
     /// What a nexus sees at present; `None` without such a nexus.
     #[must_use]
-    pub fn luns(&self, key: &NexusKey) -> Option<Arc<LunMap>> {
-        self.lock().nexuses.get(key).map(|e| Arc::clone(&e.luns))
+    pub fn luns(&self, key: &NexusKey, nexus: NexusId) -> Option<Arc<LunMap>> {
+        let table = self.lock();
+        let entry = table.nexuses.get(key)?.iter().find(|e| e.id == nexus)?;
+        Some(Arc::clone(&entry.luns))
     }
 
-    /// Serves something else from now on: nexuses whose units are others now are told so. Returns
-    /// the channels to log out, those of initiators that may not log in any more.
+    /// Serves something else from now on: nexuses whose units are others now are notified. Returns
+    /// the channels to log out: those of initiators that may not log in any longer, and those whose
+    /// address may no longer see what their session sees.
     pub fn change(&self, catalog: Arc<Catalog>) -> Vec<ChannelRef> {
         let mut table = self.lock();
         let mut ended = Vec::new();
-        for (key, entry) in &mut table.nexuses {
+        for (key, entries) in &mut table.nexuses {
             let target = catalog.target_of(&key.target);
-            let luns = target.and_then(|t| t.luns_of(&key.initiator, entry.address));
-            if luns.is_none() {
-                ended.extend(&entry.channels);
+            let luns_at = |address| target?.luns_of(&key.initiator, address);
+            for entry in entries {
+                let luns = luns_at(entry.address);
+                let may_stay = |address| {
+                    let own = luns_at(address);
+                    own.zip(luns.as_ref()).is_some_and(|(a, b)| a.is_same(b))
+                };
+                let channels = entry.channels.iter();
+                let others = channels.filter(|(_, address)| !may_stay(*address));
+                ended.extend(others.map(|(channel, _)| *channel));
+                entry.change(*key, target, luns.unwrap_or_default());
             }
-            entry.change(*key, target, luns.unwrap_or_default());
         }
         table.catalog = catalog;
         ended
@@ -139,118 +244,174 @@ impl Registry {
     /// Sessions at present.
     #[must_use]
     pub fn sessions(&self) -> usize {
-        self.lock().addresses.values().sum::<u32>() as usize
+        self.lock().budget.total as usize
     }
 
-    /// Decides on a login and enters its channel.
+    /// Decides on a login and enters its channel. Other channels are not concerned before
+    /// [`Registry::establish`].
     ///
     /// # Errors
     /// The reason for the reject; nothing was entered.
     pub fn login(
         &self,
         req: &LoginReq,
-        peer: SocketAddr,
+        ends: Endpoints,
         channel: ChannelRef,
+        now: Instant,
     ) -> Result<Entered, LoginRejReason> {
         let key = NexusKey {
             initiator: req.initiator_port,
             target: req.target_port,
         };
-        let address = peer.ip().to_canonical();
-        let mut table = self.lock();
+        let address = ends.peer.ip().to_canonical();
+        let mut guard = self.lock();
+        let table = &mut *guard;
         let catalog = Arc::clone(&table.catalog);
-        let target = catalog.target_of(&key.target);
+        // By the portals of other targets a target does not exist: they may lead to other networks.
+        let is_served = catalog.has_entrance(&key.target, ends.local, ends.entrance);
+        let target = catalog.target_of(&key.target).filter(|_| is_served);
+        let known = table.nexuses.get(&key).map_or(&[][..], Vec::as_slice);
+        let met = match req.multi_channel {
+            MultiChannelAction::Multi => joinable(known, address),
+            _ => known.iter().position(|e| e.stage == Stage::Current),
+        };
         let admission = match target {
             None => Admission::UnknownTarget,
-            Some(target) => target
-                .luns_of(&key.initiator, address)
-                .map_or(Admission::Denied, Admission::Allowed),
+            Some(target) => match target.luns_of(&key.initiator, address) {
+                // Port identifiers are no secret: an address that sees other units does not get at
+                // this session by its identifiers.
+                Some(luns) if met.is_none_or(|at| known[at].luns.is_same(&luns)) => {
+                    Admission::Allowed(luns)
+                }
+                _ => Admission::Denied,
+            },
         };
-        let channels = table
-            .nexuses
-            .get(&key)
-            .map_or(0, |e| e.channels.len() as u32);
-        let from_there = table.addresses.get(&address).copied().unwrap_or(0);
+        let joins = met.filter(|_| req.multi_channel == MultiChannelAction::Multi);
+        let replaced = met.map(|at| known[at].address);
         let view = LoginView {
-            channels,
-            exhausted: channels == 0
-                && (table.nexuses.len() as u32 >= catalog.limits.sessions
-                    || from_there >= catalog.limits.per_address),
+            channels: met.map_or(0, |at| known[at].channels.len() as u32),
+            exhausted: joins.is_none()
+                && (is_held_up(known, now)
+                    || !table.budget.has_room(&catalog.limits, address, replaced)),
             stopping: table.stopping,
         };
         let mut outcome = plan_login(req, &catalog.limits.login, &admission, view)?;
-        if let Some(entry) = table.nexuses.get_mut(&key) {
-            let terminate = if outcome.terminates_others {
-                entry.channels.clone()
-            } else {
-                Vec::new()
-            };
-            entry.channels.push(channel);
+        if let Some(at) = joins {
+            let entry = &mut table.nexuses.get_mut(&key).expect("just found")[at];
+            if entry.stage == Stage::Current {
+                table.waits.wait_like(entry.leader, channel);
+            }
+            entry.channels.push((channel, address));
             outcome.luns = Arc::clone(&entry.luns);
-            return Ok(Entered {
-                nexus: entry.id,
-                outcome,
-                terminate,
-            });
+            let nexus = entry.id;
+            return Ok(Entered { nexus, outcome });
         }
-        let id = NexusId(table.next_id);
-        table.next_id += 1;
-        *table.addresses.entry(address).or_default() += 1;
+        let is_loss = known.iter().any(|e| e.stage != Stage::Requested);
+        let id = table.next_id();
+        table.budget.enter(address);
         for (_, unit) in outcome.luns.iter() {
-            unit.lu.add_nexus(id, ports(key, target));
+            if is_loss {
+                unit.lu.add_nexus_after_loss(id, ports(key, target));
+            } else {
+                unit.lu.add_nexus(id, ports(key, target));
+            }
         }
-        table.nexuses.insert(
-            key,
-            Entry {
-                id,
-                address,
-                channels: vec![channel],
-                luns: Arc::clone(&outcome.luns),
-            },
-        );
-        Ok(Entered {
-            nexus: id,
-            outcome,
-            terminate: Vec::new(),
-        })
+        table.nexuses.entry(key).or_default().push(Entry {
+            id,
+            stage: Stage::Requested,
+            leader: channel,
+            address,
+            channels: vec![(channel, address)],
+            luns: Arc::clone(&outcome.luns),
+        });
+        Ok(Entered { nexus: id, outcome })
+    }
+
+    /// A channel's connection is established: if the channel has asked for a session, that is the
+    /// session of its nexus from now on.
+    pub fn establish(&self, key: NexusKey, channel: ChannelRef, now: Instant) -> Established {
+        let mut table = self.lock();
+        let Table { nexuses, waits, .. } = &mut *table;
+        let entries = nexuses.get_mut(&key).map_or(&mut [][..], Vec::as_mut_slice);
+        let mut done = Established::default();
+        let Some(at) = entries.iter().position(|e| e.has(channel)) else {
+            return done;
+        };
+        let (older, rest) = entries.split_at_mut(at);
+        let entry = &mut rest[0];
+        // A request that is older than the present session has been replaced together with the others.
+        if entry.stage == Stage::Requested && entry.leader == channel {
+            entry.stage = Stage::Current;
+            done.terminate = older.iter().flat_map(Entry::refs).collect();
+            for entry in older {
+                if !matches!(entry.stage, Stage::Replaced(_)) {
+                    entry.stage = Stage::Replaced(now);
+                }
+            }
+            for own in entry.refs() {
+                waits.wait_for(&done.terminate, own);
+            }
+            let is_ready = |own: &ChannelRef| *own != channel && !waits.is_waiting(*own);
+            done.start = entry.refs().filter(is_ready).collect();
+        }
+        done.may_start = entry.stage == Stage::Current && !waits.is_waiting(channel);
+        done
     }
 
     /// Makes an I_T nexus of another protocol, within the same bounds; `None` where they are
-    /// reached, or the server is stopping.
-    pub fn open_nexus(&self, address: IpAddr) -> Option<NexusId> {
+    /// reached, or the server is stopping. `replaced` is where a session comes from whose place it
+    /// takes.
+    pub fn open_nexus(&self, address: IpAddr, replaced: Option<IpAddr>) -> Option<NexusId> {
         let mut table = self.lock();
-        let from_there = table.addresses.get(&address).copied().unwrap_or(0);
-        let total: u32 = table.addresses.values().sum();
         let limits = table.catalog.limits;
-        if table.stopping || total >= limits.sessions || from_there >= limits.per_address {
+        if table.stopping || !table.budget.has_room(&limits, address, replaced) {
             return None;
         }
-        let id = NexusId(table.next_id);
-        table.next_id += 1;
-        *table.addresses.entry(address).or_default() += 1;
-        Some(id)
+        table.budget.enter(address);
+        Some(table.next_id())
     }
 
     /// A nexus of another protocol has ended.
     pub fn close_nexus(&self, address: IpAddr) {
-        self.lock().forget_address(address);
+        self.lock().budget.leave(address);
     }
 
-    /// A channel is gone; with the last one the nexus ends.
-    pub fn logout(&self, key: NexusKey, channel: ChannelRef) {
+    /// A channel is gone; with the last one its session ends.
+    pub fn logout(&self, key: NexusKey, channel: ChannelRef) -> Left {
         let mut table = self.lock();
-        let Some(entry) = table.nexuses.get_mut(&key) else {
-            return;
+        let Table {
+            nexuses,
+            waits,
+            budget,
+            ..
+        } = &mut *table;
+        let mut left = Left::default();
+        let Some(entries) = nexuses.get_mut(&key) else {
+            return left;
         };
-        entry.channels.retain(|c| *c != channel);
-        if !entry.channels.is_empty() {
-            return;
+        if let Some(at) = entries.iter().position(|e| e.has(channel)) {
+            let entry = &mut entries[at];
+            entry.channels.retain(|(c, _)| *c != channel);
+            if entry.channels.is_empty() {
+                let entry = entries.remove(at);
+                for (_, unit) in entry.luns.iter() {
+                    unit.lu.remove_nexus(entry.id);
+                }
+                budget.leave(entry.address);
+            } else if entry.leader == channel {
+                match entry.stage {
+                    // No other channel can establish the session.
+                    Stage::Requested => left.terminate = entry.refs().collect(),
+                    _ => entry.leader = entry.channels[0].0,
+                }
+            }
         }
-        let entry = table.nexuses.remove(&key).expect("just found");
-        for (_, unit) in entry.luns.iter() {
-            unit.lu.remove_nexus(entry.id);
+        if entries.is_empty() {
+            nexuses.remove(&key);
         }
-        table.forget_address(entry.address);
+        // Last, so that the channels that start now find the units without the old nexus.
+        left.start = waits.end(channel);
+        left
     }
 
     /// A panic elsewhere cannot have left the table half changed, so poison is ignored.
@@ -259,7 +420,35 @@ impl Registry {
     }
 }
 
+/// The session that another channel from an address joins: the newest from there, or of all, since the
+/// message that establishes the newest one may be late.
+fn joinable(entries: &[Entry], address: IpAddr) -> Option<usize> {
+    let alive = entries.iter().enumerate();
+    let alive = alive.filter(|(_, e)| !matches!(e.stage, Stage::Replaced(_)));
+    let best = alive.max_by_key(|(at, e)| (e.address == address, *at));
+    best.map(|(at, _)| at)
+}
+
+/// Whether replaced sessions are still there that should have ended long since, or too many of them: a
+/// device holds their commands, and another login would only wait for it as well.
+fn is_held_up(entries: &[Entry], now: Instant) -> bool {
+    let replaced = entries.iter().filter_map(|e| match e.stage {
+        Stage::Replaced(since) => Some(since),
+        _ => None,
+    });
+    let is_late = |since: Instant| now.saturating_duration_since(since) >= JOIN_TIMEOUT;
+    replaced.clone().count() >= MAX_REPLACED || replaced.into_iter().any(is_late)
+}
+
 impl Entry {
+    fn has(&self, channel: ChannelRef) -> bool {
+        self.refs().any(|own| own == channel)
+    }
+
+    fn refs(&self) -> impl Iterator<Item = ChannelRef> + '_ {
+        self.channels.iter().map(|(channel, _)| *channel)
+    }
+
     /// Gives the nexus other units.
     fn change(&mut self, key: NexusKey, target: Option<&TargetDef>, luns: Arc<LunMap>) {
         if self.luns.is_same(&luns) {
@@ -287,5 +476,202 @@ fn ports(key: NexusKey, target: Option<&TargetDef>) -> Nexus {
             relative_id: target.map_or(1, |t| t.relative_port(&key.target)),
             group: 0,
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use riser_scsi::srp::{BufferFormats, LoginReqFlags, Tag};
+
+    use super::*;
+    use crate::config::Config;
+
+    const A: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(10, 0, 0, 2));
+    const B: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(10, 0, 0, 3));
+
+    fn registry(rest: &str) -> Registry {
+        let text = format!(
+            "backends: {{ a: {{ kind: ram, size: 1MiB }}, b: {{ kind: ram, size: 1MiB }} }}\n\
+             targets: [{{ name: t, portals: [{{ protocol: srp, listen: 10.0.0.1 }}], {rest} }}]\n\
+             limits: {{ max_sessions: 2 }}\nworkers: {{ count: 1 }}\n"
+        );
+        let config = Config::parse(&text, "test.yaml").unwrap();
+        crate::server::build_shared(&config, None).unwrap().registry
+    }
+
+    fn open() -> Registry {
+        registry("luns: { 0: a }, access: open")
+    }
+
+    fn channel(serial: u64) -> ChannelRef {
+        ChannelRef { worker: 0, serial }
+    }
+
+    struct Host<'a> {
+        registry: &'a Registry,
+        key: NexusKey,
+        now: Instant,
+    }
+
+    impl<'a> Host<'a> {
+        fn new(registry: &'a Registry, initiator: u8) -> Self {
+            let target = registry.catalog().targets[0].portals[0].target_port();
+            let initiator = InitiatorPortId([initiator; 16]);
+            Self {
+                registry,
+                key: NexusKey { initiator, target },
+                now: Instant::now(),
+            }
+        }
+
+        fn request(
+            &self,
+            address: IpAddr,
+            multi_channel: MultiChannelAction,
+            serial: u64,
+        ) -> Result<Entered, LoginRejReason> {
+            let req = LoginReq {
+                tag: Tag(1),
+                req_it_iu_len: 8260,
+                formats: BufferFormats::DIRECT,
+                multi_channel,
+                flags: LoginReqFlags::empty(),
+                immediate: None,
+                initiator_port: self.key.initiator,
+                target_port: self.key.target,
+            };
+            let portal = self.registry.catalog().targets[0].portals[0].listen;
+            let ends = Endpoints {
+                peer: SocketAddr::new(address, 1),
+                local: portal.ip(),
+                entrance: Entrance::Port(portal.port()),
+            };
+            self.registry.login(&req, ends, channel(serial), self.now)
+        }
+
+        fn single(&self, serial: u64) -> Result<Entered, LoginRejReason> {
+            self.request(A, MultiChannelAction::Single, serial)
+        }
+
+        fn establish(&self, serial: u64) -> Established {
+            self.registry.establish(self.key, channel(serial), self.now)
+        }
+
+        fn log_in(&self, serial: u64) -> NexusId {
+            let entered = self.single(serial).unwrap();
+            self.establish(serial);
+            entered.nexus
+        }
+
+        fn leave(&self, serial: u64) -> Left {
+            self.registry.logout(self.key, channel(serial))
+        }
+    }
+
+    #[test]
+    fn a_newer_session_waits_for_every_channel_of_older_ones() {
+        let registry = open();
+        let host = Host::new(&registry, 1);
+        let first = host.log_in(1);
+        let multi = MultiChannelAction::Multi;
+        assert_eq!(host.request(A, multi, 2).unwrap().nexus, first);
+        assert!(host.establish(2).may_start);
+        assert_ne!(host.single(3).unwrap().nexus, first);
+        let done = host.establish(3);
+        assert_eq!(done.terminate, [channel(1), channel(2)]);
+        assert!(!done.may_start);
+        // Another channel of the new session waits as well.
+        host.request(A, multi, 4).unwrap();
+        assert!(!host.establish(4).may_start);
+        assert!(host.leave(1).start.is_empty());
+        assert_eq!(host.leave(2).start, [channel(3), channel(4)]);
+    }
+
+    #[test]
+    fn a_second_channel_may_be_established_before_the_first_one() {
+        let registry = open();
+        let host = Host::new(&registry, 1);
+        host.log_in(1);
+        let new = host.single(2).unwrap().nexus;
+        let joined = host.request(A, MultiChannelAction::Multi, 3).unwrap();
+        assert_eq!(joined.nexus, new, "the login that is under way");
+        let done = host.establish(3);
+        assert!(
+            !done.may_start && done.terminate.is_empty(),
+            "it replaces nothing"
+        );
+        host.leave(1);
+        let done = host.establish(2);
+        assert!(done.may_start);
+        assert_eq!(done.start, [channel(3)]);
+        // Without its first channel the session would never be established.
+        host.single(4).unwrap();
+        host.request(A, MultiChannelAction::Multi, 5).unwrap();
+        assert_eq!(host.leave(4).terminate, [channel(5)]);
+    }
+
+    #[test]
+    fn of_two_requests_the_later_one_counts() {
+        let registry = open();
+        let host = Host::new(&registry, 1);
+        host.single(1).unwrap();
+        host.single(2).unwrap();
+        assert_eq!(host.establish(2).terminate, [channel(1)]);
+        let late = host.establish(1);
+        assert!(!late.may_start && late.terminate.is_empty());
+    }
+
+    #[test]
+    fn replaced_sessions_that_stay_are_bounded_and_hold_logins_up() {
+        let registry = open();
+        let mut host = Host::new(&registry, 1);
+        for serial in 1..=3 {
+            host.log_in(serial);
+        }
+        let full = Some(LoginRejReason::InsufficientResources);
+        assert_eq!(host.single(4).err(), full, "they count as sessions");
+        host.leave(2);
+        host.leave(3);
+        host.now += JOIN_TIMEOUT - Duration::from_secs(1);
+        host.single(4).unwrap();
+        host.leave(4);
+        host.now += Duration::from_secs(1);
+        assert_eq!(host.single(5).err(), full, "a device holds the first one");
+        host.leave(1);
+        host.log_in(6);
+        assert_eq!(registry.sessions(), 1);
+    }
+
+    #[test]
+    fn an_address_that_sees_other_units_neither_joins_nor_replaces_a_session() {
+        let rules = "luns: { 0: a, 1: b }, \
+            access: [{ address: 10.0.0.2 }, { address: 10.0.0.3, luns: [0] }]";
+        let registry = registry(rules);
+        let host = Host::new(&registry, 1);
+        host.log_in(1);
+        let denied = Some(LoginRejReason::UnableToAssociateChannel);
+        for action in [MultiChannelAction::Multi, MultiChannelAction::Single] {
+            assert_eq!(host.request(B, action, 2).err(), denied);
+        }
+        host.leave(1);
+        let luns = &host.request(B, MultiChannelAction::Single, 3).unwrap();
+        assert_eq!(luns.outcome.luns.luns().len(), 1);
+    }
+
+    #[test]
+    fn sessions_of_all_protocols_have_one_budget() {
+        let registry = open();
+        let (one, two) = (Host::new(&registry, 1), Host::new(&registry, 2));
+        one.log_in(1);
+        registry.open_nexus(B, None).unwrap();
+        let full = Some(LoginRejReason::InsufficientResources);
+        assert_eq!(two.single(2).err(), full);
+        assert_eq!(registry.open_nexus(B, None), None);
+        // Who has a session already may replace it.
+        one.log_in(3);
+        one.leave(1);
+        assert!(registry.open_nexus(B, Some(B)).is_some());
     }
 }

@@ -14,7 +14,7 @@ use riser_transport::verbs::{
 };
 
 use super::mail::Mail;
-use super::registry::{ChannelRef, Entered, NexusKey};
+use super::registry::{ChannelRef, Endpoints, Entered, NexusKey};
 use super::target::{Entrance, Serves};
 use super::{Endpoint, LINGER, PATIENCE, Phase, Worker};
 use crate::audit::Who;
@@ -47,8 +47,6 @@ pub(super) struct Session {
     pub(super) is_closed: bool,
     /// How it came in.
     pub(super) entrance: Entrance,
-    /// Its target had a portal there then.
-    pub(super) is_at_home: bool,
     /// The initiator is being logged out.
     pub(super) is_leaving: bool,
 }
@@ -82,9 +80,9 @@ pub struct SessionInfo {
     /// The worker that has it.
     pub worker: u16,
     /// Number at that worker.
-    pub serial: u32,
+    pub serial: u64,
     /// The I_T nexus.
-    pub nexus: u32,
+    pub nexus: u64,
     /// The initiator port.
     pub initiator: InitiatorPortId,
     /// The target port.
@@ -135,6 +133,14 @@ impl From<riser_transport::verbs::VerbsError> for SetupError {
 }
 
 impl Worker {
+    /// Number of a new channel, never used twice. Peers make channels, so it is of a width that they
+    /// cannot exhaust.
+    pub(super) fn take_serial(&mut self) -> u64 {
+        let serial = self.next_serial;
+        self.next_serial += 1;
+        serial
+    }
+
     /// A peer asks for a connection: of SRP, with its login in the private data, or of iSER.
     pub(super) fn on_connect_request(
         &mut self,
@@ -166,11 +172,7 @@ impl Worker {
                 return self.refuse(device, cm, Tag(0), reason, &who, Some(&error));
             }
         };
-        let serial = self.next_serial;
-        self.next_serial = self
-            .next_serial
-            .checked_add(1)
-            .expect("four billion logins");
+        let serial = self.take_serial();
         let channel = ChannelRef {
             worker: self.index,
             serial,
@@ -181,19 +183,17 @@ impl Worker {
             target: req.target_port,
         };
         let mut who = self.who_srp(device, Some(entrance), peer, Some(&key));
-        let entered = match shared.registry.login(&req, peer, channel) {
+        let ends = Endpoints {
+            peer,
+            local: self.devices.addr(device),
+            entrance,
+        };
+        let entered = match shared.registry.login(&req, ends, channel, self.now) {
             Ok(entered) => entered,
             Err(reason) => {
                 return self.refuse(device, cm, req.tag, reason, &who, None);
             }
         };
-        for other in &entered.terminate {
-            let mail = Mail::Terminate {
-                serial: other.serial,
-                reason: riser_scsi::srp::TLogoutReason::MultiChannelAction,
-            };
-            self.post_mail(other.worker, mail);
-        }
         // The login may have met units that this worker has not heard of yet.
         self.follow_catalog();
         let nexus = entered.nexus;
@@ -211,10 +211,40 @@ impl Worker {
                 );
             }
             Err(error) => {
-                shared.registry.logout(key, channel);
+                let left = shared.registry.logout(key, channel);
+                self.start_channels(left.start);
+                self.terminate_all(left.terminate);
                 let reason = LoginRejReason::InsufficientResources;
                 self.refuse(device, cm, req.tag, reason, &who, Some(&error));
             }
+        }
+    }
+
+    /// A channel's connection is established. Only now its login ends other channels: a request alone
+    /// may have come from anywhere.
+    pub(super) fn on_srp_established(&mut self, slot: usize) {
+        let Some(session) = self.sessions.get(slot) else {
+            return;
+        };
+        if session.channel.state() != ChState::Connecting {
+            return;
+        }
+        let channel = ChannelRef {
+            worker: self.index,
+            serial: session.channel.config().serial,
+        };
+        let registry = &self.shared.registry;
+        let done = registry.establish(session.key, channel, self.now);
+        // First, since those that it waits for may be gone by the end of this call.
+        self.with_channel(slot, |ch, cx| ch.handle_established(cx, done.may_start));
+        self.start_channels(done.start);
+        self.terminate_all(done.terminate);
+    }
+
+    /// Channels wait for no others any longer.
+    fn start_channels(&mut self, channels: Vec<ChannelRef>) {
+        for ChannelRef { worker, serial } in channels {
+            self.post_mail(worker, Mail::OthersGone { serial });
         }
     }
 
@@ -277,7 +307,7 @@ impl Worker {
         &mut self,
         device: usize,
         cm: CmId,
-        serial: u32,
+        serial: u64,
         peer: SocketAddr,
         key: NexusKey,
         entered: Entered,
@@ -306,12 +336,11 @@ impl Worker {
                 receive_ring,
                 send_ring,
                 max_sge,
+                data_out_timeout: self.catalog.data_out_timeout,
             },
             self.now,
         );
         let (qp, cq) = (hardware.qp, hardware.cq);
-        let addr = self.devices.addr(device);
-        let is_at_home = self.catalog.has_entrance(&key.target, addr, entrance);
         let slot = self.sessions.insert(Session {
             channel,
             key,
@@ -324,7 +353,6 @@ impl Worker {
             waits_for_pool: false,
             is_closed: false,
             entrance,
-            is_at_home,
             is_leaving: false,
         });
         self.by_cm.insert((device, cm), Endpoint::Srp(slot));
@@ -452,14 +480,15 @@ impl Worker {
         let session = self.sessions.remove(slot);
         self.forget(&session);
         self.ready.retain(|&k| k != Endpoint::Srp(slot));
-        self.pool_waiters.retain(|&k| k != slot);
         self.destroy_hardware(session.device, &session.hardware);
         let serial = session.channel.config().serial;
         let channel = ChannelRef {
             worker: self.index,
             serial,
         };
-        self.shared.registry.logout(session.key, channel);
+        let left = self.shared.registry.logout(session.key, channel);
+        self.start_channels(left.start);
+        self.terminate_all(left.terminate);
         self.past += session.channel.counters();
         self.past_functions.merge(session.channel.functions());
         let initiator = session.key.initiator.to_string();
@@ -510,7 +539,7 @@ impl Worker {
             let is_open = listeners.any(|((d, _), l)| *d == s.device && l.entrance == s.entrance);
             let addr = self.devices.addr(s.device);
             let is_home = || self.catalog.has_entrance(&s.key.target, addr, s.entrance);
-            self.devices.is_open(s.device) && (!is_open || s.is_at_home && !is_home())
+            self.devices.is_open(s.device) && (!is_open || !is_home())
         };
         let sessions = self.sessions.iter();
         let ended: Vec<usize> = sessions

@@ -5,7 +5,8 @@
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use riser_scsi::iscsi::login::Auth;
 use riser_scsi::iscsi::name::IscsiName;
@@ -15,7 +16,7 @@ use riser_scsi::srp::{InitiatorPortId, PortIdParts, TargetPortId};
 use super::registry::SessionLimits;
 use crate::backend::Store;
 use crate::config;
-use crate::srp::{LunMap, Unit};
+use crate::srp::{LunMap, Mapping, Unit, UnitIdx};
 use crate::stats::{LunStats, TargetStats};
 
 /// What is served.
@@ -25,12 +26,20 @@ pub struct Catalog {
     pub limits: SessionLimits,
     /// Commands of an iSCSI session at once, likewise.
     pub commands: u16,
+    /// How long an initiator may take to send data that it was asked for, likewise.
+    pub data_out_timeout: Duration,
+    /// Connections of an iSCSI session over TCP, likewise.
+    pub connections: u32,
+    /// Error recovery level of an iSCSI session over TCP, likewise.
+    pub recovery_level: u32,
     /// How initiators prove who they are before they discover targets.
     pub discovery: Auth,
     /// Targets.
     pub targets: Vec<TargetDef>,
     /// The backend of each unit, by the unit's number: an index into `stores`.
     pub unit_stores: Vec<usize>,
+    /// The units, by their numbers. One that is served no more is there as long as it has commands.
+    pub units: Vec<Weak<Unit>>,
     /// Opened backends. Places of those that are served no more stay empty.
     pub stores: Vec<Option<Arc<Store>>>,
 }
@@ -95,6 +104,19 @@ impl Catalog {
         let iscsi = self.targets.iter().filter_map(|t| t.iscsi.as_ref());
         let iser = iscsi.flat_map(|iscsi| &iscsi.iser).copied();
         srp.chain(iser)
+    }
+
+    /// A unit, by its number.
+    #[must_use]
+    pub fn unit(&self, index: UnitIdx) -> Option<Arc<Unit>> {
+        self.units.get(index.0 as usize)?.upgrade()
+    }
+
+    /// The backend of a unit.
+    #[must_use]
+    pub fn store_of(&self, unit: &Unit) -> Option<&Arc<Store>> {
+        let place = self.unit_stores.get(unit.index.0 as usize)?;
+        self.stores.get(*place)?.as_ref()
     }
 
     /// The units on a backend, each once for each of its numbers.
@@ -213,22 +235,44 @@ impl TargetDef {
         Some(self.map_of(&allowed))
     }
 
+    /// The number of the access rule that decides about an iSCSI initiator at an address, if one does.
+    #[must_use]
+    pub fn rule_of(&self, initiator: &IscsiName, address: IpAddr) -> Option<usize> {
+        self.config.rule_of(initiator, address)
+    }
+
     /// How an iSCSI initiator at an address proves who it is; `None` if the target is none of iSCSI.
     #[must_use]
     pub fn auth_of_name(&self, initiator: &IscsiName, address: IpAddr) -> Option<&Auth> {
         let iscsi = self.iscsi.as_ref()?;
-        let rule = self.config.rule_of(initiator, address);
+        let rule = self.rule_of(initiator, address);
         let own = rule.and_then(|rule| iscsi.rule_auths.get(&rule));
         Some(own.unwrap_or(&iscsi.auth))
     }
 
     fn map_of(&self, allowed: &BTreeMap<u16, config::Lun>) -> Arc<LunMap> {
         let seen = self.units.iter().zip(&self.stats);
-        let seen = seen.filter(|((number, _), _)| allowed.contains_key(number));
         Arc::new(LunMap::new(seen.filter_map(|((number, unit), stats)| {
-            let lun = LunId::new(u32::from(*number))?;
-            Some((lun, Arc::clone(unit), Arc::clone(stats)))
+            let mapping = Mapping {
+                unit: Arc::clone(unit),
+                stats: Arc::clone(stats),
+                read_only: allowed.get(number)?.read_only,
+            };
+            Some((LunId::new(u32::from(*number))?, mapping))
         })))
+    }
+
+    /// Whether one of its units refuses writes: the unit itself, or by this number.
+    #[must_use]
+    pub fn is_read_only(&self, number: u16) -> bool {
+        let mut units = self.units.iter();
+        let unit = units.find(|(n, _)| *n == number);
+        unit.is_some_and(|(_, unit)| unit.lu.config().read_only)
+            || self
+                .config
+                .luns
+                .get(&number)
+                .is_some_and(|lun| lun.read_only)
     }
 
     /// Whether a target port is one of this target.

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use riser_memory::{MemSlice, Memory};
 use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::verbs::{
-    Access, AhAttr, CqId, Gid, Mr, PdId, Provider, QKey, QpAttr, QpCap, QpId, QpInitAttr, QpState,
-    QpType, RecvWr, SendOp, SendWr, Sge, UdDest, Verbs, WrId,
+    Access, AhAttr, CqId, Gid, Mr, PdId, Provider, QKey, QpCap, QpId, QpInitAttr, QpType, RecvWr,
+    SendOp, SendWr, Sge, UdDest, Verbs, WrId, make_gsi_ready,
 };
 use riser_transport::wire::dm::{Attribute, DmHeader, Method, Status};
 
@@ -49,23 +49,7 @@ impl Gsi {
                 sq_sig_all: false,
             })
             .unwrap();
-        let state = |state| QpAttr {
-            state: Some(state),
-            ..QpAttr::default()
-        };
-        let init = QpAttr {
-            pkey_index: Some(0),
-            port: Some(1),
-            qkey: Some(QKey::GSI),
-            ..state(QpState::Init)
-        };
-        dev.modify_qp(qp, &init).unwrap();
-        dev.modify_qp(qp, &state(QpState::Rtr)).unwrap();
-        let rts = QpAttr {
-            sq_psn: Some(0),
-            ..state(QpState::Rts)
-        };
-        dev.modify_qp(qp, &rts).unwrap();
+        make_gsi_ready(&mut dev, qp).unwrap();
         Self {
             dev,
             pd,

@@ -205,6 +205,8 @@ impl<P: Provider> Mini<P> {
         match wait_event(&mut mini.dev, pump).kind {
             CmEventKind::Established { param } => {
                 mini.rsp = LoginRsp::parse(&param.private_data).unwrap();
+                // The message that establishes the connection at the target leaves here.
+                pump(&mut mini.dev);
                 Ok(mini)
             }
             CmEventKind::Rejected { private_data, .. } => {
@@ -220,6 +222,41 @@ impl<P: Provider> Mini<P> {
                 Err((mini.dev, Refused::Other(format!("{other:?}"))))
             }
         }
+    }
+
+    /// Asks for a connection, and does not look at what comes back.
+    pub(crate) fn request(dev: &mut P, dst: SocketAddr, private_data: Vec<u8>, pump: Pump<'_, P>) {
+        let pd = dev.alloc_pd().unwrap();
+        let cq = dev.create_cq(16).unwrap();
+        let cm = dev.create_id(PortSpace::Tcp).unwrap();
+        let second = Duration::from_secs(1);
+        dev.resolve_addr(cm, None, dst, second).unwrap();
+        assert_eq!(wait_event(dev, pump).kind, CmEventKind::AddrResolved);
+        dev.resolve_route(cm, second).unwrap();
+        assert_eq!(wait_event(dev, pump).kind, CmEventKind::RouteResolved);
+        let init = QpInitAttr {
+            pd,
+            send_cq: cq,
+            recv_cq: cq,
+            srq: None,
+            qp_type: QpType::Rc,
+            cap: QpCap {
+                max_send_wr: 4,
+                max_recv_wr: 4,
+                max_send_sge: 1,
+                max_recv_sge: 1,
+                max_inline: 0,
+            },
+            sq_sig_all: false,
+        };
+        dev.create_cm_qp(cm, &init).unwrap();
+        let param = ConnParam {
+            private_data,
+            ..ConnParam::default()
+        };
+        dev.connect(cm, &param).unwrap();
+        // The request leaves here.
+        pump(dev);
     }
 
     fn clean(&mut self) {

@@ -87,21 +87,34 @@ impl Client {
         numbers: (u16, u16),
         secret: Option<&str>,
     ) -> Result<(Self, Option<(String, bool)>), LoginError> {
-        Self::attempt_at_level(here, to, (target, secret), isid, numbers, 0)
+        Self::attempt_at_level(here, to, (Some(target), secret), isid, numbers, 0)
+    }
+
+    /// A discovery session.
+    pub(crate) fn discovery(port: u16, isid: u8) -> Result<Self, LoginError> {
+        Self::rediscovery(port, isid, 0)
+    }
+
+    /// A connection for a discovery session that may be there.
+    pub(crate) fn rediscovery(port: u16, isid: u8, tsih: u16) -> Result<Self, LoginError> {
+        let here = SocketAddr::from(([127, 0, 0, 1], 0));
+        let to = SocketAddr::from(([127, 0, 0, 1], port));
+        let attempt = Self::attempt_at_level(here, to, (None, None), isid, (tsih, 0), 0)?;
+        Ok(attempt.0)
     }
 
     /// A connection at error recovery level 2, for a new session or an existing one.
     pub(crate) fn recoverable(port: u16, target: &str, isid: u8, numbers: (u16, u16)) -> Self {
         let here = SocketAddr::from(([127, 0, 0, 1], 0));
         let to = SocketAddr::from(([127, 0, 0, 1], port));
-        let attempt = Self::attempt_at_level(here, to, (target, None), isid, numbers, 2);
+        let attempt = Self::attempt_at_level(here, to, (Some(target), None), isid, numbers, 2);
         attempt.unwrap().0
     }
 
     fn attempt_at_level(
         here: SocketAddr,
         to: SocketAddr,
-        (target, secret): (&str, Option<&str>),
+        (target, secret): (Option<&str>, Option<&str>),
         isid: u8,
         (tsih, cid): (u16, u16),
         level: u32,
@@ -123,7 +136,7 @@ impl Client {
         };
         let config = InitiatorConfig {
             name: IscsiName::new("iqn.2026-01.org.example:client").unwrap(),
-            target: Some(IscsiName::new(target).unwrap()),
+            target: target.map(|target| IscsiName::new(target).unwrap()),
             isid: Isid([0x80, 0, 0, 0, 0, isid]),
             tsih: Tsih(tsih),
             cid: Cid(cid),
@@ -138,7 +151,7 @@ impl Client {
                 .with(Key::ErrorRecoveryLevel, level)
                 .with_list(Key::HeaderDigest, 2)
                 .with_list(Key::DataDigest, 2),
-            keys: if tsih == 0 {
+            keys: if tsih == 0 && target.is_some() {
                 vec![
                     Key::MaxConnections,
                     Key::ErrorRecoveryLevel,
@@ -213,6 +226,17 @@ impl Client {
     }
 
     pub(crate) fn send_command(&mut self, cdb: &[u8], writes: bool, len: u32, data: &[u8]) {
+        self.send_with(TaskAttr::Simple, cdb, writes, len, data);
+    }
+
+    pub(crate) fn send_with(
+        &mut self,
+        attribute: TaskAttr,
+        cdb: &[u8],
+        writes: bool,
+        len: u32,
+        data: &[u8],
+    ) {
         let mut whole = [0; 16];
         whole[..cdb.len()].copy_from_slice(cdb);
         let command = ScsiCommand {
@@ -220,7 +244,7 @@ impl Client {
             is_final: true,
             reads: !writes && len > 0,
             writes,
-            attribute: TaskAttr::Simple,
+            attribute,
             lun: [0; 8],
             itt: Itt(self.cmd_sn),
             expected_length: len,

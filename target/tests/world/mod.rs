@@ -31,11 +31,16 @@ pub(crate) struct World {
 impl World {
     /// A wire with these faults, and a worker that serves a configuration at [`SERVER`].
     pub(crate) fn serving(faults: FaultConfig, config: &Config) -> Self {
+        Self::over(faults, build_shared(config, None).unwrap())
+    }
+
+    /// A wire with these faults, and a worker that serves what is given.
+    pub(crate) fn over(faults: FaultConfig, shared: Shared) -> Self {
         let fabric = Fabric::new(FabricConfig {
             faults,
             ..FabricConfig::default()
         });
-        let shared = Arc::new(build_shared(config).unwrap());
+        let shared = Arc::new(shared);
         let ring = Ring::new(RingConfig::default()).unwrap();
         let (mail, inbox) = mailbox(MAILBOX, ring.waker());
         let (reports_tx, reports) = channel();

@@ -351,6 +351,7 @@ fn nic_families() -> Vec<NicFamily> {
                     ("repeated", n.cm.retries),
                     ("refused", n.cm.refused),
                     ("dropped", n.cm.dropped),
+                    ("displaced", n.cm.displaced),
                 ]
             },
         ),
@@ -374,6 +375,7 @@ fn nic_families() -> Vec<NicFamily> {
                     ("send", n.socket.send_errors),
                     ("full", n.socket.blocked),
                     ("truncated", n.socket.truncated),
+                    ("off_link", n.socket.off_link),
                 ]
             },
         ),

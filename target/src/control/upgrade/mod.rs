@@ -51,7 +51,7 @@ use super::http::Listening;
 use super::open::start;
 use super::socket::Admin;
 use super::watchdog::Watchdog;
-use super::{Control, EndSignals, NotifyState, notify};
+use super::{Control, EndSignals};
 use crate::audit;
 use crate::config::Config;
 use crate::server::legacy::{Legacy, Packed, Written};
@@ -316,7 +316,7 @@ impl<'a> Control<'a> {
         let error = format!("{program}: it cannot be run: {error}");
         tracing::error!(%error, "not handed over; serving on");
         legacy.take_back(packed).map_err(ServerError::TakeBack)?;
-        let server = start(|| Server::start_after(&config, &legacy))?;
+        let server = start(|| Server::start_after(&config, &legacy, history.reservations()))?;
         let admin = admin.map(|(listener, bound)| Admin::open(listener, bound, requests.clone()));
         let metrics = metrics.map(|listener| Listening::on(listener, requests.clone()));
         Ok(Handed::Back(Control {
@@ -377,17 +377,13 @@ async fn shut_down(
     sockets: Vec<TcpListener>,
     signals: &mut EndSignals,
 ) -> Result<Option<Legacy>, ServerError> {
-    let mut watchdog = Watchdog::of_environment();
+    // A shutdown has time limits of its own.
+    let _watchdog = Watchdog::start(Vec::new);
     let mut ending = tokio::task::spawn_blocking(move || server.bequeath(sockets));
     let mut is_over = false;
     let ended = loop {
         tokio::select! {
             ended = &mut ending => break ended,
-            // A shutdown has time limits of its own.
-            () = watchdog.due() => {
-                watchdog.skip();
-                notify(&[NotifyState::Watchdog]);
-            }
             _ = signals.next() => is_over = true,
         }
     };

@@ -20,7 +20,7 @@ use riser_scsi::iser::Message;
 
 use super::mover::{ChainIdx, Iser, Post};
 use super::{IserParams, RxIdx};
-use crate::iscsi::{Action, Channel, Cx, MAX_QUEUED, Phase};
+use crate::iscsi::{Action, Channel, Cx, Phase};
 use crate::pool::Pool;
 use crate::srp::LunMap;
 use crate::stats::SessionEvent;
@@ -77,7 +77,7 @@ pub struct IserConfig {
     /// The worker's number.
     pub worker: u16,
     /// The connection's number at that worker, never used twice.
-    pub serial: u32,
+    pub serial: u64,
     /// Receive ring: as long as [`IserParams::memory`] says.
     pub receive_ring: MemSlice,
     /// Send ring: the same.
@@ -419,7 +419,7 @@ impl IserChannel {
                 other => self.actions.push_back(IserAction::Channel(other)),
             }
         }
-        while self.channel.queued() < MAX_QUEUED
+        while self.channel.has_room()
             && let Some(rx) = self.held_back.pop_front()
         {
             self.post_recv(rx);
@@ -439,7 +439,7 @@ impl IserChannel {
     fn recycle(&mut self, rx: RxIdx) {
         match self.state {
             ConnState::Terminating | ConnState::Down => {}
-            _ if self.channel.queued() < MAX_QUEUED => self.post_recv(rx),
+            _ if self.channel.has_room() => self.post_recv(rx),
             _ => self.held_back.push_back(rx),
         }
     }

@@ -313,6 +313,7 @@ impl Rig {
             Action::TaskGone(name) => {
                 self.step(|conn, cx| conn.input(cx, |ch, cx| ch.handle_task_gone(cx, name)));
             }
+            Action::Event { .. } => {}
             other => panic!("{other:?} is the connection's own affair"),
         }
     }

@@ -477,4 +477,12 @@ impl Datamover for Iser {
     fn queued(&self) -> usize {
         self.queue.len()
     }
+
+    fn queued_bytes(&self) -> usize {
+        let bytes = |item: &Item| match &item.then {
+            Then::Send(control) => control.data.len(),
+            Then::Hello(_) | Then::Arrive => 0,
+        };
+        self.queue.iter().map(bytes).sum()
+    }
 }

@@ -1,9 +1,12 @@
 //! Sizes of a connection, known before it is accepted.
 
+use std::time::Duration;
+
 use riser_scsi::iscsi::frame::MAX_AHS;
 use riser_scsi::iser::HEADERS_LEN;
 
 use super::ring::{LARGE, LARGE_SLOTS, SMALL};
+use crate::config::DATA_OUT_TIMEOUT;
 use crate::iscsi::ChannelConfig;
 use crate::srp::SessionMemory;
 
@@ -44,6 +47,8 @@ pub struct IserParams {
     pub reads: u16,
     /// Whether answers may invalidate the initiator's keys.
     pub remote_invalidate: bool,
+    /// How long the initiator may take to give data that it is asked for.
+    pub data_out_timeout: Duration,
 }
 
 impl IserParams {
@@ -58,6 +63,7 @@ impl IserParams {
             max_sge: 8,
             reads: 16,
             remote_invalidate: false,
+            data_out_timeout: DATA_OUT_TIMEOUT,
         }
     }
 
@@ -110,11 +116,12 @@ impl IserParams {
 
     /// What its channel is made of.
     #[must_use]
-    pub fn channel_config(&self, worker: u16, serial: u32) -> ChannelConfig {
+    pub fn channel_config(&self, worker: u16, serial: u64) -> ChannelConfig {
         ChannelConfig {
             worker,
             serial,
             commands: self.commands,
+            data_out_timeout: self.data_out_timeout,
         }
     }
 }

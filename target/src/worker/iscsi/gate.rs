@@ -1,6 +1,6 @@
 //! Who may log in, and what they may see.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -10,16 +10,17 @@ use riser_scsi::iscsi::login::{Identity, Joined, Refusal, Terms};
 use riser_scsi::iscsi::name::{Found, IscsiName, TargetAddress};
 use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_scsi::iscsi::{Cid, CmdSn, Isid};
-use riser_scsi::nexus::{Nexus, PortName, TargetPort};
+use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 
 use super::super::Shared;
 use super::super::registry::ChannelRef;
 use super::super::target::{Catalog, IscsiDef, TargetDef};
-use super::sessions::{Ending, Entered, Session, SessionKey};
+use super::sessions::{Candidate, Ending, Entered, Session, SessionKey};
 use crate::audit::{Audit, Who};
 use crate::config::Protocol;
 use crate::iscsi::iser::IserParams;
-use crate::iscsi::{Admitted, Gate, Window};
+use crate::iscsi::{Admitted, Gate, TIME2RETAIN, Window};
+use crate::srp::Unit;
 use crate::stats::{Refused, SessionEvent, Tally};
 
 /// Longest data segment that we take, in bytes.
@@ -34,11 +35,8 @@ const FIRST_BURST: u32 = 64 << 10;
 /// R2Ts of a command at once.
 const MAX_OUTSTANDING_R2T: u32 = 8;
 
-/// Seconds that the commands of a connection are kept that is lost, at error recovery level 2.
-const TIME2RETAIN: u32 = 20;
-
-/// Connections of a session over TCP.
-const MAX_CONNECTIONS: u32 = 8;
+/// Longest data segment that we take in a discovery session, in bytes.
+const DISCOVERY_SEGMENT: u32 = 8 << 10;
 
 /// What carries a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,12 +82,17 @@ fn offer() -> Offer {
 
 impl Transport {
     /// What we agree on over it.
-    fn offer(self, commands: u16) -> Offer {
+    fn offer(self, catalog: &Catalog, commands: u16, discovery: bool) -> Offer {
+        // There are no commands in a discovery session, only short texts.
+        let (recv_segment, recovery_level) = match discovery {
+            true => (DISCOVERY_SEGMENT, 0),
+            false => (MAX_RECV_SEGMENT, catalog.recovery_level),
+        };
         match self {
             Self::Tcp => offer()
-                .with(Key::MaxConnections, MAX_CONNECTIONS)
-                .with(Key::ErrorRecoveryLevel, 2)
-                .with(Key::MaxRecvDataSegmentLength, MAX_RECV_SEGMENT)
+                .with(Key::MaxConnections, catalog.connections)
+                .with(Key::ErrorRecoveryLevel, recovery_level)
+                .with(Key::MaxRecvDataSegmentLength, recv_segment)
                 .with(Key::FirstBurstLength, FIRST_BURST)
                 .with_list(Key::HeaderDigest, 0b11)
                 .with_list(Key::DataDigest, 0b11),
@@ -140,12 +143,13 @@ pub(in crate::worker) fn is_served(
 }
 
 impl<'a> WorkerGate<'a> {
-    fn address(&self) -> std::net::IpAddr {
+    fn address(&self) -> IpAddr {
         self.peer.ip().to_canonical()
     }
 
-    fn offer(&self) -> Offer {
-        self.transport.offer(self.commands)
+    fn offer(&self, identity: &Identity) -> Offer {
+        self.transport
+            .offer(self.catalog, self.commands, identity.discovery)
     }
 
     fn place(&self) -> Connected {
@@ -153,6 +157,15 @@ impl<'a> WorkerGate<'a> {
             transport: self.transport,
             listen: self.listen,
             peer: self.peer,
+        }
+    }
+
+    fn candidate(&self, cid: Cid) -> Candidate {
+        Candidate {
+            cid,
+            channel: self.channel,
+            address: self.address(),
+            commands: self.commands,
         }
     }
 
@@ -184,11 +197,24 @@ impl WorkerGate<'_> {
             let iscsi = target.iscsi.as_ref().expect("found by its name");
             ports(identity, iscsi, group)
         });
-        let nexus = self.shared.registry.open_nexus(address);
+        let replaced = self.shared.iscsi.address_of(&key);
+        if let (Some(there), Some((target, _))) = (replaced, &found) {
+            // A session whose initiator may no longer log in is about to end, and may be replaced.
+            let is_allowed = target.luns_of_name(&identity.initiator, there).is_some();
+            if is_allowed && !self.has_rights_of(target, &identity.initiator, there) {
+                return Err(LoginStatus::AUTHORIZATION_FAILURE);
+            }
+        }
+        let nexus = if identity.discovery {
+            Some(NexusId(0))
+        } else {
+            self.shared.registry.open_nexus(address, replaced)
+        };
         Ok(Session {
             key,
             nexus: nexus.ok_or(LoginStatus::OUT_OF_RESOURCES)?,
             address,
+            chap_name: joined.chap_name.clone(),
             ports,
             luns: allowed.unwrap_or_default(),
             params: joined.session,
@@ -197,12 +223,47 @@ impl WorkerGate<'_> {
     }
 }
 
+impl WorkerGate<'_> {
+    /// Whether an initiator has the same rights here as at the address `there` of a session of its
+    /// name. Names are no secret: an address with other rights must not reach that session.
+    fn has_rights_of(&self, target: &TargetDef, initiator: &IscsiName, there: IpAddr) -> bool {
+        target.rule_of(initiator, self.address()) == target.rule_of(initiator, there)
+    }
+
+    /// Whether a connection that has proved its identity as `joined` says may join a session.
+    fn check_session(&self, joined: &Joined, session: &Session) -> Result<(), LoginStatus> {
+        let initiator = &joined.identity.initiator;
+        if let Some(name) = session.ports.as_ref().and(joined.identity.target.as_ref()) {
+            let (target, _) = self.target(name).ok_or(LoginStatus::NOT_FOUND)?;
+            if !self.has_rights_of(target, initiator, session.address)
+                || session.chap_name != joined.chap_name
+            {
+                return Err(LoginStatus::AUTHORIZATION_FAILURE);
+            }
+        }
+        // The session may have units of a catalog that this worker follows in a moment.
+        let known = self.catalog.unit_stores.len();
+        let is_known = |unit: &Arc<Unit>| (unit.index.0 as usize) < known;
+        if session.luns.iter().all(|(_, unit)| is_known(unit)) {
+            Ok(())
+        } else {
+            Err(LoginStatus::SERVICE_UNAVAILABLE)
+        }
+    }
+}
+
 impl Gate for WorkerGate<'_> {
     fn admit(&mut self, identity: &Identity) -> Result<Terms, Refusal> {
         let refuse = |status| Err(Refusal::Status(status));
+        // One of discovery has one connection (RFC 7143 13.2), as has one of iSER; and what connections
+        // of different transports agree on means nothing to each other.
+        let is_single = identity.discovery || self.transport == Transport::Iser;
+        if identity.tsih.0 != 0 && is_single {
+            return refuse(LoginStatus::TOO_MANY_CONNECTIONS);
+        }
         let Some(name) = identity.target.as_ref().filter(|_| !identity.discovery) else {
             return Ok(Terms {
-                offer: self.offer(),
+                offer: self.offer(identity),
                 auth: self.catalog.discovery.clone(),
                 portal_group: 1,
             });
@@ -226,17 +287,13 @@ impl Gate for WorkerGate<'_> {
         }
         if identity.tsih.0 != 0 {
             let key = SessionKey::of(identity);
-            // One of iSER has one connection, and what one agrees on means nothing to the other.
-            if self.transport == Transport::Iser {
-                return refuse(LoginStatus::TOO_MANY_CONNECTIONS);
-            }
             let sessions = &self.shared.iscsi;
             sessions
                 .check_join(&key, identity.tsih, identity.cid, self.commands)
                 .map_err(Refusal::Status)?;
         }
         Ok(Terms {
-            offer: self.offer(),
+            offer: self.offer(identity),
             auth,
             portal_group: group,
         })
@@ -249,21 +306,31 @@ impl Gate for WorkerGate<'_> {
         let key = SessionKey::of(identity);
         let (tsih, session, taken, how) = if identity.tsih.0 == 0 {
             let session = self.new_session(joined, key, first)?;
-            let entered = sessions.enter(session.clone(), identity.cid, self.channel);
+            let mut random = [0; 2];
+            self.random(&mut random);
+            let first = self.candidate(identity.cid);
+            let entered = sessions.enter(session.clone(), &first, u16::from_ne_bytes(random));
             let Some((tsih, taken)) = entered else {
-                self.shared.registry.close_nexus(session.address);
+                if !identity.discovery {
+                    self.shared.registry.close_nexus(session.address);
+                }
                 return Err(LoginStatus::OUT_OF_RESOURCES);
             };
             if let Some(ports) = &session.ports {
                 for (_, unit) in session.luns.iter() {
-                    unit.lu.add_nexus(session.nexus, ports.clone());
+                    if taken.is_empty() {
+                        unit.lu.add_nexus(session.nexus, ports.clone());
+                    } else {
+                        unit.lu.add_nexus_after_loss(session.nexus, ports.clone());
+                    }
                 }
             }
             (tsih, session, taken, Ending::Terminate)
         } else {
             let tsih = identity.tsih;
-            let (session, taken) =
-                sessions.join(&key, tsih, identity.cid, self.channel, self.commands)?;
+            let new = self.candidate(identity.cid);
+            let check = |session: &Session| self.check_session(joined, session);
+            let (session, taken) = sessions.join(&key, tsih, &new, check)?;
             let how = Ending::of_reinstatement(&session.params);
             (tsih, session, taken, how)
         };
@@ -349,6 +416,8 @@ impl Gate for WorkerGate<'_> {
         let visible = targets.filter_map(|target| {
             let iscsi = target.iscsi.as_ref()?;
             target.luns_of_name(initiator, address)?;
+            // A portal shows the targets that it leads to, with all their portals.
+            iscsi.addresses().find(|portal| *portal == self.listen)?;
             wanted
                 .is_none_or(|name| iscsi.name == *name)
                 .then(|| Found {

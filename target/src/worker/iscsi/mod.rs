@@ -11,8 +11,10 @@
 //!
 //! # Bounds
 //! Connections of a worker are bounded by twice the sessions and some for logins; further ones are
-//! closed at once, as are those beyond half of that from one address that have not logged in. A
-//! connection's memory is its receive buffer, its channel, and a batch of headers.
+//! closed at once. Half of them may be logging in, a quarter from one address: beyond that the oldest
+//! of them gives way. The ring has a slot for each operation of each connection, which block operations
+//! do not take. A connection's memory is its receive buffer, its channel, and a batch of headers; before
+//! it has logged in, these are a few KiB.
 
 pub(super) mod gate;
 pub(super) mod sessions;
@@ -32,7 +34,7 @@ use super::exec::Owner;
 use super::mail::{IscsiSession, Mail, SessionAccount};
 use super::registry::ChannelRef;
 use super::snapshot::accounts;
-use super::{PATIENCE, Stalled, Worker};
+use super::{PATIENCE, Worker};
 use crate::config::Protocol;
 use crate::iscsi::{
     Action, Channel, Counters, Cx, Datamover, Member, Others, Phase, TaskIdx, TcpChannel,
@@ -45,6 +47,11 @@ use socket::{Connection, Listener};
 pub use sessions::IscsiSessions;
 pub use socket::TcpListener;
 
+/// Connections of a worker that serves this many sessions at most.
+pub(super) const fn connections(sessions: u32) -> usize {
+    2 * sessions as usize + 64
+}
+
 /// What a worker has of iSCSI.
 #[derive(Debug, Default)]
 pub(super) struct Iscsi {
@@ -52,6 +59,10 @@ pub(super) struct Iscsi {
     conns: Slab<Conn>,
     /// Connections whose channel may want something.
     pub(super) dirty: VecDeque<usize>,
+    /// Connections that found no slot in the ring.
+    stalled: Vec<usize>,
+    /// A connection has entered a session, which may have units that this worker has not heard of.
+    has_entered: bool,
     past: Counters,
     past_functions: Functions,
 }
@@ -61,7 +72,7 @@ pub(super) struct Iscsi {
 struct Conn {
     channel: TcpChannel,
     connection: Connection,
-    serial: u32,
+    serial: u64,
     listen: SocketAddr,
     peer: SocketAddr,
     entered: Option<Entered>,
@@ -121,13 +132,13 @@ impl Iscsi {
             Some(IscsiSession {
                 peer: conn.peer,
                 is_rdma: false,
-                memory: conn.connection.memory() + channel.config().memory(),
+                memory: conn.connection.memory() + channel.memory(),
                 info: channel.session_info()?,
             })
         })
     }
 
-    fn by_serial(&self, serial: u32) -> Option<usize> {
+    fn by_serial(&self, serial: u64) -> Option<usize> {
         let found = self.conns.iter().find(|(_, conn)| conn.serial == serial);
         found.map(|(key, _)| key)
     }
@@ -140,6 +151,7 @@ impl Worker {
             return;
         };
         let mut ending = Vec::new();
+        let was_entered = conn.entered.is_some();
         let mut gate = WorkerGate {
             shared: &self.shared,
             catalog: &self.catalog,
@@ -164,6 +176,7 @@ impl Worker {
             gate: &mut gate,
         };
         input(&mut conn.channel, &mut cx);
+        self.iscsi.has_entered |= !was_entered && conn.entered.is_some();
         self.iscsi.dirty.push_back(key);
         self.end_all(ending);
     }
@@ -249,7 +262,7 @@ impl Worker {
     }
 
     /// Ends other connections of a connection's session; it is told when they are gone.
-    pub(super) fn end_others(&mut self, entered: Option<&Entered>, serial: u32, others: Others) {
+    pub(super) fn end_others(&mut self, entered: Option<&Entered>, serial: u64, others: Others) {
         let channel = self.channel_ref(serial);
         let sessions = &self.shared.iscsi;
         let ending = entered.map_or_else(Vec::new, |entered| {
@@ -300,22 +313,24 @@ impl Worker {
 
     /// Carries out what a channel asks for, and sends what it has to send.
     pub(super) fn pump_iscsi(&mut self, key: usize) {
+        if std::mem::take(&mut self.iscsi.has_entered) {
+            self.follow_catalog();
+        }
         while let Some(conn) = self.iscsi.conns.get_mut(key) {
             let Some(action) = conn.channel.channel_mut().poll_action() else {
                 break;
             };
             match action {
-                Action::SubmitBlock { task, unit, op } => self.submit_or_stall(Stalled {
-                    owner: Owner::Iscsi(key, task),
-                    store: self.store_of(unit),
-                    op,
-                }),
+                Action::SubmitBlock { task, unit, op } => {
+                    self.carry_out_block(Owner::Iscsi(key, task), unit, op);
+                }
                 Action::AbortBlock(task) => self.abort_block(Owner::Iscsi(key, task)),
                 Action::StartTask(task) => self.tell(task, Mail::StartTask(task)),
                 Action::AbortTask { task, watcher } => {
                     self.tell(task, Mail::AbortTask { task, watcher });
                 }
                 Action::TaskGone(watcher) => self.tell(watcher, Mail::TaskGone(watcher)),
+                Action::Event { unit, attention } => self.tell_all(unit, attention),
                 Action::TakeTurn(member) => self.tell_turn(member),
                 Action::EndOthers(others) => {
                     let (entered, serial) = (conn.entered.clone(), conn.serial);
@@ -335,6 +350,7 @@ impl Worker {
             }
         }
         self.send_next(key);
+        self.read_on(key);
         self.receive_next(key);
         self.arm_iscsi(key);
     }
@@ -377,7 +393,7 @@ impl Worker {
         &mut self,
         channel: &Channel<M>,
         entered: &Entered,
-        serial: u32,
+        serial: u64,
         place: Connected,
     ) {
         channel.accounts().keep(entered.initiator.as_str());
@@ -393,7 +409,7 @@ impl Worker {
         self.terminate_all(left.terminate);
     }
 
-    fn channel_ref(&self, serial: u32) -> ChannelRef {
+    fn channel_ref(&self, serial: u64) -> ChannelRef {
         ChannelRef {
             worker: self.index,
             serial,
@@ -421,7 +437,7 @@ impl Worker {
     }
 
     /// Mail about a channel that is no SRP channel; whether there is an iSCSI channel for it.
-    pub(super) fn handle_iscsi_mail(&mut self, serial: u32, mail: &mut Mail) -> bool {
+    pub(super) fn handle_iscsi_mail(&mut self, serial: u64, mail: &mut Mail) -> bool {
         let Some(key) = self.iscsi.by_serial(serial) else {
             return false;
         };
@@ -452,33 +468,18 @@ impl Worker {
         true
     }
 
-    pub(super) fn on_iscsi_timer(&mut self, serial: u32) {
+    pub(super) fn on_iscsi_timer(&mut self, serial: u64) {
         if let Some(key) = self.iscsi.by_serial(serial) {
             self.iscsi.conns[key].armed = None;
             self.with_iscsi(key, |ch, cx| ch.channel_mut().handle_timeout(cx));
         }
     }
 
-    /// Lets connections that wait for pool memory try again; how many there were.
-    pub(super) fn poll_iscsi_pool(&mut self) -> usize {
-        if self.pool.free() <= self.iscsi_pool_seen {
-            self.iscsi_pool_seen = self.pool.free();
-            return 0;
-        }
-        let waiting: Vec<usize> = self
-            .iscsi
-            .conns
-            .iter()
-            .filter(|(_, conn)| conn.waits_for_pool)
-            .map(|(key, _)| key)
-            .collect();
-        for &key in &waiting {
+    /// A connection may get the pool memory that its commands wait for.
+    pub(super) fn resume_iscsi(&mut self, serial: u64) {
+        if let Some(key) = self.iscsi.by_serial(serial) {
             self.with_iscsi(key, |ch, cx| ch.channel_mut().handle_pool(cx));
         }
-        let work = waiting.len() + self.retry_iser_pool();
-        self.drain_dirty();
-        self.iscsi_pool_seen = self.pool.free();
-        work
     }
 
     /// Stops listening, and asks initiators to log out.

@@ -18,11 +18,19 @@ use riser_scsi::nexus::{Nexus, NexusId};
 
 use super::super::registry::ChannelRef;
 use super::super::target::Catalog;
+use super::super::waits::Waits;
 use crate::iscsi::{Others, Window};
 use crate::srp::LunMap;
 
 /// Connections of a session that are lost, and kept for what they had under way.
 const MAX_KEPT: usize = 8;
+
+/// Discovery sessions at once. They are no I_T nexuses, and take none of the places of those: who only
+/// asks for targets, perhaps without proving anything, keeps no host from its disks.
+const MAX_DISCOVERIES: u32 = 64;
+
+/// The same from one address.
+const DISCOVERIES_PER_ADDRESS: u32 = 16;
 
 /// What makes a session: the initiator port and the target, `None` of a discovery session. An
 /// initiator may have several to one target, with an ISID each.
@@ -60,7 +68,10 @@ pub(in crate::worker) struct Entered {
 pub(in crate::worker) struct Session {
     pub(in crate::worker) key: SessionKey,
     pub(in crate::worker) nexus: NexusId,
+    /// The address of its first connection. Others have the same rights at theirs.
     pub(in crate::worker) address: IpAddr,
+    /// The name under which the initiator has proved its identity, if it had to.
+    pub(in crate::worker) chap_name: Option<String>,
     /// Ports of the nexus; none of a discovery session, which has no units either.
     pub(in crate::worker) ports: Option<Nexus>,
     pub(in crate::worker) luns: Arc<LunMap>,
@@ -103,14 +114,30 @@ enum Link {
 struct Connection {
     cid: Cid,
     channel: ChannelRef,
+    address: IpAddr,
     link: Link,
 }
 
 impl Connection {
-    fn new(cid: Cid, channel: ChannelRef) -> Self {
-        let link = Link::Up;
-        Self { cid, channel, link }
+    fn new(candidate: &Candidate) -> Self {
+        Self {
+            cid: candidate.cid,
+            channel: candidate.channel,
+            address: candidate.address,
+            link: Link::Up,
+        }
     }
+}
+
+/// A connection that is to become one of a session.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Candidate {
+    pub(super) cid: Cid,
+    pub(super) channel: ChannelRef,
+    /// The initiator's address.
+    pub(super) address: IpAddr,
+    /// Commands that it can hold.
+    pub(super) commands: u16,
 }
 
 #[derive(Debug)]
@@ -139,19 +166,13 @@ impl Entry {
     }
 }
 
-/// Somebody waits until a connection is gone.
-#[derive(Clone, Copy, Debug)]
-struct Wait {
-    on: ChannelRef,
-    who: ChannelRef,
-}
-
 #[derive(Debug, Default)]
 struct Table {
     entries: HashMap<Tsih, Entry>,
     current: HashMap<SessionKey, Tsih>,
-    next: u16,
-    waits: Vec<Wait>,
+    waits: Waits,
+    /// Discovery sessions by the addresses that they come from.
+    discoveries: HashMap<IpAddr, u32>,
 }
 
 /// What follows from the end of a connection.
@@ -161,7 +182,7 @@ pub(super) struct Left {
     pub(super) notify: Vec<ChannelRef>,
     /// The session ends with a connection that was lost.
     pub(super) terminate: Vec<ChannelRef>,
-    /// Where the nexus came from that has ended.
+    /// Where the nexus came from that has ended; a discovery session is none.
     pub(super) ended: Option<IpAddr>,
 }
 
@@ -187,42 +208,35 @@ impl IscsiSessions {
         cid: Cid,
         commands: u16,
     ) -> Result<(), LoginStatus> {
+        self.lock().check_room(key, tsih, cid, commands)
+    }
+
+    /// The address of the session whose place another one with this key takes.
+    pub(super) fn address_of(&self, key: &SessionKey) -> Option<IpAddr> {
         let table = self.lock();
-        let entry = table.entry_of(key, tsih)?;
-        if entry.session.window.commands() > commands {
-            return Err(LoginStatus::OUT_OF_RESOURCES);
-        }
-        let is_other = |c: &&Connection| c.cid != cid && c.link == Link::Up;
-        let others = entry.connections.iter().filter(is_other).count();
-        let params = &entry.session.params;
-        // At level 2 there may be a second one in any case, to log the first one out (RFC 7143 6.3.4).
-        let least = if params.error_recovery_level > 1 {
-            2
-        } else {
-            1
-        };
-        if others < usize::from(params.max_connections).max(least) {
-            Ok(())
-        } else {
-            Err(LoginStatus::TOO_MANY_CONNECTIONS)
-        }
+        let entry = table.entries.get(table.current.get(key)?)?;
+        Some(entry.session.address)
     }
 
     /// Enters a session. Its handle, and the connections of the session whose place it takes
-    /// (RFC 7143 6.3.5).
+    /// (RFC 7143 6.3.5); `None` where there are too many. The handle is `random`, or the next one that is free: a number that can be
+    /// guessed would help those who want to join a session that is not theirs.
     pub(super) fn enter(
         &self,
         session: Session,
-        cid: Cid,
-        channel: ChannelRef,
+        first: &Candidate,
+        random: u16,
     ) -> Option<(Tsih, Vec<ChannelRef>)> {
         let mut table = self.lock();
-        let tsih = table.free_handle()?;
+        let tsih = table.free_handle(random)?;
+        if session.is_discovery() && !table.take_discovery(session.address) {
+            return None;
+        }
         let old = table.current.insert(session.key.clone(), tsih);
         let old = old.and_then(|tsih| table.entries.get(&tsih));
         let old: Vec<_> = old.map_or_else(Vec::new, |old| old.channels().collect());
-        table.wait_for(&old, channel);
-        let connections = vec![Connection::new(cid, channel)];
+        table.waits.wait_for(&old, first.channel);
+        let connections = vec![Connection::new(first)];
         table.entries.insert(
             tsih,
             Entry {
@@ -233,25 +247,25 @@ impl IscsiSessions {
         Some((tsih, old))
     }
 
-    /// Enters a connection into its session, and the one whose place it takes (RFC 7143 6.3.4).
+    /// Enters a connection into its session if `check` finds nothing against it, and the one whose
+    /// place it takes (RFC 7143 6.3.4).
     pub(super) fn join(
         &self,
         key: &SessionKey,
         tsih: Tsih,
-        cid: Cid,
-        channel: ChannelRef,
-        commands: u16,
+        new: &Candidate,
+        check: impl FnOnce(&Session) -> Result<(), LoginStatus>,
     ) -> Result<(Session, Vec<ChannelRef>), LoginStatus> {
-        self.check_join(key, tsih, cid, commands)?;
         let mut table = self.lock();
-        table.entry_of(key, tsih)?;
+        check(&table.entry_of(key, tsih)?.session)?;
+        table.check_room(key, tsih, new.cid, new.commands)?;
         let entry = table.entries.get_mut(&tsih).expect("just found");
-        let same = |c: &&Connection| c.cid == cid && c.link != Link::Detached;
+        let same = |c: &&Connection| c.cid == new.cid && c.link != Link::Detached;
         let old = entry.connections.iter().filter(same);
         let old: Vec<_> = old.map(|c| c.channel).collect();
-        entry.connections.push(Connection::new(cid, channel));
+        entry.connections.push(Connection::new(new));
         let session = entry.session.clone();
-        table.wait_for(&old, channel);
+        table.waits.wait_for(&old, new.channel);
         Ok((session, old))
     }
 
@@ -271,7 +285,7 @@ impl IscsiSessions {
         };
         let ending = entry.connections.iter().filter(meant);
         let ending: Vec<_> = ending.map(|c| c.channel).collect();
-        table.wait_for(&ending, channel);
+        table.waits.wait_for(&ending, channel);
         ending
     }
 
@@ -285,7 +299,7 @@ impl IscsiSessions {
             |c: &&Connection| c.channel != channel && c.cid == cid && c.link != Link::Detached;
         let found = entry.connections.iter().filter(meant);
         let found: Vec<_> = found.map(|c| c.channel).collect();
-        table.wait_for(&found, channel);
+        table.waits.wait_for(&found, channel);
         found
     }
 
@@ -306,7 +320,7 @@ impl IscsiSessions {
     /// Others may have what a connection had under way.
     pub(super) fn detached(&self, tsih: Tsih, channel: ChannelRef) -> Left {
         let mut table = self.lock();
-        let notify = table.end_waits(channel);
+        let notify = table.waits.end(channel);
         let entry = table.entries.get_mut(&tsih);
         let terminate = entry.map_or_else(Vec::new, |entry| {
             entry.set_link(channel, Link::Detached);
@@ -322,9 +336,9 @@ impl IscsiSessions {
     /// A connection is gone, and nothing of it is left.
     pub(super) fn leave(&self, tsih: Tsih, channel: ChannelRef, logged_out: bool) -> Left {
         let mut table = self.lock();
-        let was_expected = table.waits.iter().any(|wait| wait.on == channel);
+        let was_expected = table.waits.is_awaited(channel);
         let mut left = Left {
-            notify: table.end_waits(channel),
+            notify: table.waits.end(channel),
             ..Left::default()
         };
         let Some(entry) = table.entries.get_mut(&tsih) else {
@@ -345,7 +359,11 @@ impl IscsiSessions {
         for (_, unit) in entry.session.luns.iter() {
             unit.lu.remove_nexus(entry.session.nexus);
         }
-        left.ended = Some(entry.session.address);
+        if entry.session.is_discovery() {
+            table.end_discovery(entry.session.address);
+        } else {
+            left.ended = Some(entry.session.address);
+        }
         left
     }
 
@@ -369,9 +387,11 @@ impl IscsiSessions {
             let name = key.target.as_ref();
             let target = name.and_then(|name| catalog.target_named(name));
             let luns = target.and_then(|t| t.luns_of_name(&key.initiator, address));
-            if luns.is_none() {
-                ended.extend(entry.channels());
-            }
+            let rule_at = |address| target.and_then(|t| t.rule_of(&key.initiator, address));
+            let may_stay =
+                |c: &&Connection| luns.is_some() && rule_at(c.address) == rule_at(address);
+            let others = entry.connections.iter().filter(|c| !may_stay(c));
+            ended.extend(others.map(|c| c.channel));
             let luns = luns.unwrap_or_default();
             if entry.session.luns.is_same(&luns) {
                 continue;
@@ -398,48 +418,74 @@ impl IscsiSessions {
     }
 }
 
+impl Session {
+    fn is_discovery(&self) -> bool {
+        self.params.discovery
+    }
+}
+
 impl Table {
+    /// One more discovery session from an address; whether there is room for it.
+    fn take_discovery(&mut self, address: IpAddr) -> bool {
+        let all: u32 = self.discoveries.values().sum();
+        let from_there = self.discoveries.get(&address).copied().unwrap_or(0);
+        let has_room = all < MAX_DISCOVERIES && from_there < DISCOVERIES_PER_ADDRESS;
+        if has_room {
+            self.discoveries.insert(address, from_there + 1);
+        }
+        has_room
+    }
+
+    fn end_discovery(&mut self, address: IpAddr) {
+        if let Some(n) = self.discoveries.get_mut(&address) {
+            *n -= 1;
+            if *n == 0 {
+                self.discoveries.remove(&address);
+            }
+        }
+    }
+
     fn entry_of(&self, key: &SessionKey, tsih: Tsih) -> Result<&Entry, LoginStatus> {
         let current = self.current.get(key).filter(|known| **known == tsih);
         let entry = current.and_then(|tsih| self.entries.get(tsih));
         entry.ok_or(LoginStatus::NO_SUCH_SESSION)
     }
 
-    fn free_handle(&mut self) -> Option<Tsih> {
-        (0..u16::MAX).find_map(|_| {
-            self.next = self.next.wrapping_add(1);
-            let tsih = Tsih(self.next);
-            (self.next != 0 && !self.entries.contains_key(&tsih)).then_some(tsih)
-        })
-    }
-
-    fn wait_for(&mut self, others: &[ChannelRef], who: ChannelRef) {
-        self.waits
-            .extend(others.iter().map(|on| Wait { on: *on, who }));
-    }
-
-    /// Nobody waits for a connection any more, and it waits for nobody: who waited for it now waits
-    /// for what it waited for. Those that have nothing left to wait for.
-    fn end_waits(&mut self, gone: ChannelRef) -> Vec<ChannelRef> {
-        let heirs: Vec<_> = self
-            .waits
-            .iter()
-            .filter(|w| w.on == gone)
-            .map(|w| w.who)
-            .collect();
-        let still: Vec<_> = self
-            .waits
-            .iter()
-            .filter(|w| w.who == gone)
-            .map(|w| w.on)
-            .collect();
-        self.waits.retain(|w| w.on != gone && w.who != gone);
-        for heir in &heirs {
-            self.wait_for(&still, *heir);
+    /// Whether a connection that can hold so many commands has room in a session.
+    fn check_room(
+        &self,
+        key: &SessionKey,
+        tsih: Tsih,
+        cid: Cid,
+        commands: u16,
+    ) -> Result<(), LoginStatus> {
+        let entry = self.entry_of(key, tsih)?;
+        if entry.session.params.rdma_extensions {
+            // It has one connection, of another transport.
+            return Err(LoginStatus::TOO_MANY_CONNECTIONS);
         }
-        let waits = &self.waits;
-        let is_free = |heir: &ChannelRef| !waits.iter().any(|w| w.who == *heir);
-        heirs.into_iter().filter(is_free).collect()
+        if entry.session.window.commands() > commands {
+            return Err(LoginStatus::OUT_OF_RESOURCES);
+        }
+        let is_other = |c: &&Connection| c.cid != cid && c.link == Link::Up;
+        let others = entry.connections.iter().filter(is_other).count();
+        let params = &entry.session.params;
+        // At level 2 there may be a second one in any case, to log the first one out (RFC 7143 6.3.4).
+        let least = if params.error_recovery_level > 1 {
+            2
+        } else {
+            1
+        };
+        if others < usize::from(params.max_connections).max(least) {
+            Ok(())
+        } else {
+            Err(LoginStatus::TOO_MANY_CONNECTIONS)
+        }
+    }
+
+    fn free_handle(&self, random: u16) -> Option<Tsih> {
+        let mut handles = (0..=u16::MAX).map(|n| Tsih(random.wrapping_add(n)));
+        handles.find(|tsih| tsih.0 != 0 && !self.entries.contains_key(tsih))
     }
 }
 
@@ -449,8 +495,23 @@ mod tests {
 
     use super::*;
 
-    fn channel(serial: u32) -> ChannelRef {
+    const HERE: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
+
+    fn channel(serial: u64) -> ChannelRef {
         ChannelRef { worker: 0, serial }
+    }
+
+    fn new(cid: u16, serial: u64) -> Candidate {
+        Candidate {
+            cid: Cid(cid),
+            channel: channel(serial),
+            address: HERE,
+            commands: 4,
+        }
+    }
+
+    fn fits(_: &Session) -> Result<(), LoginStatus> {
+        Ok(())
     }
 
     fn params(max_connections: u16) -> SessionParams {
@@ -482,7 +543,8 @@ mod tests {
                 target: None,
             },
             nexus: NexusId(1),
-            address: IpAddr::from([127, 0, 0, 1]),
+            address: HERE,
+            chap_name: None,
             ports: None,
             luns: Arc::default(),
             params: params(2),
@@ -493,12 +555,12 @@ mod tests {
     #[test]
     fn a_session_that_takes_another_s_place_waits_for_its_end() {
         let sessions = IscsiSessions::default();
-        let (first, old) = sessions.enter(session(1), Cid(0), channel(1)).unwrap();
+        let (first, old) = sessions.enter(session(1), &new(0, 1), 7).unwrap();
         assert!(old.is_empty());
-        let (second, old) = sessions.enter(session(1), Cid(0), channel(2)).unwrap();
+        let (second, old) = sessions.enter(session(1), &new(0, 2), 7).unwrap();
         assert_eq!(old, [channel(1)]);
         // A third one comes while the second still waits, whose client gives up.
-        let (third, old) = sessions.enter(session(1), Cid(0), channel(3)).unwrap();
+        let (third, old) = sessions.enter(session(1), &new(0, 3), 7).unwrap();
         assert_eq!(old, [channel(2)]);
         let left = sessions.leave(second, channel(2), false);
         assert!(left.notify.is_empty(), "the first is still there");
@@ -512,17 +574,54 @@ mod tests {
     }
 
     #[test]
+    fn discovery_sessions_are_bounded_by_address_and_in_all() {
+        let sessions = IscsiSessions::default();
+        let mut serial = 0;
+        let mut enter = |host: u8| {
+            serial += 1;
+            let mut session = session(0);
+            session.key.isid = Isid([0, 0, 0, 0, host, serial as u8]);
+            session.address = IpAddr::from([10, 0, 0, host]);
+            session.params.discovery = true;
+            let entered = sessions.enter(session, &new(0, serial), 7);
+            entered.map(|(tsih, _)| (tsih, channel(serial)))
+        };
+        let first = enter(1).unwrap();
+        for _ in 1..DISCOVERIES_PER_ADDRESS {
+            enter(1).unwrap();
+        }
+        assert!(enter(1).is_none());
+        for host in 2..=(MAX_DISCOVERIES / DISCOVERIES_PER_ADDRESS) as u8 {
+            for _ in 0..DISCOVERIES_PER_ADDRESS {
+                enter(host).unwrap();
+            }
+        }
+        assert!(enter(99).is_none());
+        let left = sessions.leave(first.0, first.1, true);
+        assert!(left.ended.is_none(), "it was no nexus");
+        assert!(enter(99).is_some());
+    }
+
+    #[test]
     fn connections_join_up_to_the_limit_and_replace_each_other() {
         let sessions = IscsiSessions::default();
         let key = session(1).key;
-        let (tsih, _) = sessions.enter(session(1), Cid(0), channel(1)).unwrap();
-        let (_, old) = sessions.join(&key, tsih, Cid(1), channel(2), 4).unwrap();
+        let (tsih, _) = sessions.enter(session(1), &new(0, 1), 7).unwrap();
+        let (_, old) = sessions.join(&key, tsih, &new(1, 2), fits).unwrap();
         assert!(old.is_empty());
-        let third = sessions.join(&key, tsih, Cid(2), channel(3), 4);
+        let third = sessions.join(&key, tsih, &new(2, 3), fits);
         assert_eq!(third.unwrap_err(), LoginStatus::TOO_MANY_CONNECTIONS);
-        let small = sessions.join(&key, tsih, Cid(1), channel(3), 3);
+        let small = sessions.join(
+            &key,
+            tsih,
+            &Candidate {
+                commands: 3,
+                ..new(1, 3)
+            },
+            fits,
+        );
         assert_eq!(small.unwrap_err(), LoginStatus::OUT_OF_RESOURCES);
-        let (_, old) = sessions.join(&key, tsih, Cid(1), channel(4), 4).unwrap();
+        let (_, old) = sessions.join(&key, tsih, &new(1, 4), fits).unwrap();
         assert_eq!(old, [channel(2)]);
         let left = sessions.leave(tsih, channel(2), false);
         assert_eq!(left.notify, [channel(4)]);
@@ -535,11 +634,26 @@ mod tests {
     }
 
     #[test]
+    fn handles_are_random_and_free() {
+        let sessions = IscsiSessions::default();
+        let mut serial = 0;
+        let mut enter = |isid, random| {
+            serial += 1;
+            let entered = sessions.enter(session(isid), &new(0, serial), random);
+            entered.unwrap().0
+        };
+        assert_eq!(enter(1, 0x5a5a), Tsih(0x5a5a));
+        assert_eq!(enter(2, 0x5a5a), Tsih(0x5a5b));
+        assert_eq!(enter(3, u16::MAX), Tsih(u16::MAX));
+        assert_eq!(enter(4, u16::MAX), Tsih(1), "zero stands for a new session");
+    }
+
+    #[test]
     fn a_logout_of_the_session_ends_the_others() {
         let sessions = IscsiSessions::default();
         let key = session(1).key;
-        let (tsih, _) = sessions.enter(session(1), Cid(0), channel(1)).unwrap();
-        sessions.join(&key, tsih, Cid(1), channel(2), 4).unwrap();
+        let (tsih, _) = sessions.enter(session(1), &new(0, 1), 7).unwrap();
+        sessions.join(&key, tsih, &new(1, 2), fits).unwrap();
         let one = sessions.end_others(tsih, channel(1), Others::One(Cid(7)));
         assert!(one.is_empty());
         assert_eq!(
@@ -563,9 +677,9 @@ mod tests {
     fn a_session_of_level_2_survives_a_connection_that_is_lost() {
         let sessions = IscsiSessions::default();
         let key = session(1).key;
-        let (tsih, _) = sessions.enter(recoverable(), Cid(0), channel(1)).unwrap();
+        let (tsih, _) = sessions.enter(recoverable(), &new(0, 1), 7).unwrap();
         // Another one may come in any case, to log it out (RFC 7143 6.3.4); not a third.
-        sessions.join(&key, tsih, Cid(1), channel(2), 4).unwrap();
+        sessions.join(&key, tsih, &new(1, 2), fits).unwrap();
         let third = sessions.check_join(&key, tsih, Cid(2), 4);
         assert_eq!(third, Err(LoginStatus::TOO_MANY_CONNECTIONS));
         let lost = sessions.lose(tsih, channel(1));
@@ -584,12 +698,10 @@ mod tests {
     fn connections_that_are_kept_are_bounded_and_end_with_their_session() {
         let sessions = IscsiSessions::default();
         let key = session(1).key;
-        let (tsih, _) = sessions.enter(recoverable(), Cid(0), channel(0)).unwrap();
-        let most = MAX_KEPT as u32;
+        let (tsih, _) = sessions.enter(recoverable(), &new(0, 0), 7).unwrap();
+        let most = MAX_KEPT as u64;
         for serial in 1..=most {
-            let (session, old) = sessions
-                .join(&key, tsih, Cid(0), channel(serial), 4)
-                .unwrap();
+            let (session, old) = sessions.join(&key, tsih, &new(0, serial), fits).unwrap();
             assert_eq!(old, [channel(serial - 1)]);
             assert_eq!(Ending::of_reinstatement(&session.params), Ending::Detach);
             let left = sessions.detached(tsih, channel(serial - 1));
@@ -598,7 +710,7 @@ mod tests {
         }
         let lost = sessions.lose(tsih, channel(most));
         assert_eq!((lost.tell, lost.terminate), (None, vec![channel(0)]));
-        let (_, old) = sessions.enter(recoverable(), Cid(0), channel(50)).unwrap();
+        let (_, old) = sessions.enter(recoverable(), &new(0, 50), 7).unwrap();
         assert_eq!(old.len(), MAX_KEPT + 1);
     }
 }

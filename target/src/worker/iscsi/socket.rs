@@ -6,25 +6,33 @@
 )]
 
 use std::io;
-use std::net::{Shutdown, SocketAddr};
+use std::net::{IpAddr, Shutdown, SocketAddr};
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use riser_memory::{MemSlice, Memory};
-use riser_reactor::{Completion, Handle, Receive, Token};
+use riser_reactor::{Completion, Handle, Receive, SubmitError, Token};
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 
 use super::super::Worker;
-use super::Conn;
 use super::gate::{Connected, Transport};
+use super::{Conn, connections};
 use crate::iscsi::{Batch, ChannelConfig, Chunk, Phase, TcpChannel};
+use crate::worker::slots::Slots;
 
 /// The top byte of our tokens; the kind of operation is in the next one.
 const ISCSI: u64 = 3 << 56;
 
-/// Bytes taken from a socket at once.
+/// Bytes taken from a socket at once, in full-feature phase of a normal session.
 const RECEIVE: usize = 128 << 10;
+
+/// The same before that, and in discovery sessions.
+const LOGIN_RECEIVE: usize = 8 << 10;
+
+/// Bytes of headers sent at once, to begin with.
+const HEADS: usize = 4 << 10;
 
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 256;
@@ -52,6 +60,8 @@ pub(super) struct Listener {
     accepting: bool,
     /// It goes once its accept has ended.
     closing: bool,
+    /// The ring was asked to end the accept.
+    is_cancelled: bool,
     /// Not before.
     rests_until: Option<Instant>,
 }
@@ -72,16 +82,27 @@ impl Listener {
     }
 }
 
+/// A batch on its way.
+#[derive(Clone, Copy, Debug)]
+struct Sending {
+    /// Bytes of it that are sent.
+    sent: usize,
+    /// Whether the rest is in the ring, or waits for a slot there.
+    is_submitted: bool,
+}
+
 /// A connection's socket and what it has in the ring.
 #[derive(Debug)]
 pub(super) struct Connection {
     handle: Handle,
     receive: Memory,
     receiving: bool,
+    /// What was received and not looked at: the channel has enough to do.
+    unread: Range<usize>,
     batch: Batch,
     heads: Memory,
-    /// Bytes of the batch that are sent, while it is being sent.
-    sending: Option<usize>,
+    /// The batch, while it is being sent.
+    sending: Option<Sending>,
     /// The socket was shut down.
     is_shut: bool,
     /// The channel knows that the connection is gone.
@@ -92,10 +113,11 @@ impl Connection {
     fn new(fd: OwnedFd) -> io::Result<Self> {
         Ok(Self {
             handle: Handle::new(Arc::new(fd)),
-            receive: Memory::new(RECEIVE)?,
+            receive: Memory::new(LOGIN_RECEIVE)?,
             receiving: false,
+            unread: 0..0,
             batch: Batch::default(),
-            heads: Memory::new(64 << 10)?,
+            heads: Memory::new(HEADS)?,
             sending: None,
             is_shut: false,
             is_gone: false,
@@ -135,6 +157,7 @@ impl Worker {
                 address: socket.address,
                 accepting: false,
                 closing: false,
+                is_cancelled: false,
                 rests_until: None,
             });
         }
@@ -150,14 +173,17 @@ impl Worker {
             }
             listener.closing = true;
             // A connection that is accepted meanwhile is closed when its completion is taken.
-            let _ = ring.cancel(token(Op::Accept, place));
+            listener.is_cancelled = ring.cancel(token(Op::Accept, place)).is_ok();
             listener.accepting
         });
     }
 
-    /// Accepts again where that has ended.
+    /// Accepts again where that has ended, and ends it where it goes on though it should not.
     pub(in crate::worker) fn poll_accepts(&mut self) {
         for (place, listener) in &mut self.iscsi.listeners {
+            if listener.closing && !listener.is_cancelled {
+                listener.is_cancelled = self.ring.cancel(token(Op::Accept, place)).is_ok();
+            }
             let rests = listener.rests_until.is_some_and(|until| until > self.now);
             if listener.accepting || listener.closing || rests {
                 continue;
@@ -224,7 +250,8 @@ impl Worker {
     }
 
     fn open_connection(&mut self, fd: OwnedFd, listen: SocketAddr) -> io::Result<()> {
-        let most = 2 * self.catalog.limits.sessions as usize + 64;
+        let most = connections(self.catalog.limits.sessions);
+        let most = most.min(Slots::of(self.ring.capacity()).connections);
         if self.iscsi.conns.len() >= most {
             return Err(io::Error::other("too many connections"));
         }
@@ -232,19 +259,13 @@ impl Worker {
         socket.set_tcp_nodelay(true)?;
         let peer = socket.peer_addr()?.as_socket();
         let peer = peer.ok_or_else(|| io::Error::other("no peer"))?;
-        // Whoever does not log in may not keep others from doing so.
-        let strangers = self.iscsi.conns.iter().filter(|(_, conn)| {
-            conn.peer.ip() == peer.ip() && conn.channel.channel().phase() == Phase::Login
-        });
-        if strangers.count() >= most / 2 {
-            return Err(io::Error::other("too many logins from one address"));
-        }
-        let serial = self.next_serial;
-        self.next_serial = serial.checked_add(1).expect("four billion connections");
+        self.make_room_for_login(peer.ip(), most / 2);
+        let serial = self.take_serial();
         let config = ChannelConfig {
             worker: self.index,
             serial,
             commands: self.catalog.commands,
+            data_out_timeout: self.catalog.data_out_timeout,
         };
         let key = self.iscsi.conns.insert(Conn {
             channel: TcpChannel::new(config, self.now),
@@ -261,14 +282,42 @@ impl Worker {
         Ok(())
     }
 
+    /// Ends the oldest connection that has not logged in, if there are `most` of them, or half as many
+    /// from the address of the one that comes: those that do not log in keep no others from it.
+    fn make_room_for_login(&mut self, address: IpAddr, most: usize) {
+        let conns = self.iscsi.conns.iter();
+        let strangers = conns.filter(|(_, conn)| {
+            conn.channel.channel().phase() == Phase::Login && !conn.connection.is_shut
+        });
+        let from_there = strangers.clone().filter(|(_, c)| c.peer.ip() == address);
+        let oldest = if from_there.clone().count() >= most.div_ceil(2) {
+            from_there.min_by_key(|(_, conn)| conn.serial)
+        } else if strangers.clone().count() >= most {
+            strangers.min_by_key(|(_, conn)| conn.serial)
+        } else {
+            None
+        };
+        if let Some(key) = oldest.map(|(key, _)| key) {
+            self.shut_down_socket(key);
+        }
+    }
+
     /// Receives more, unless the channel has enough to do.
     pub(super) fn receive_next(&mut self, key: usize) {
         let Some(conn) = self.iscsi.conns.get_mut(key) else {
             return;
         };
         let connection = &mut conn.connection;
-        if connection.receiving || connection.is_shut || !conn.channel.channel().wants_input() {
+        let channel = conn.channel.channel();
+        let is_busy = connection.receiving || !connection.unread.is_empty();
+        if is_busy || connection.is_shut || !channel.wants_input() {
             return;
+        }
+        if channel.takes_commands()
+            && connection.receive.len() < RECEIVE
+            && let Ok(memory) = Memory::new(RECEIVE)
+        {
+            connection.receive = memory;
         }
         let submitted = self.ring.submit_recv(
             &connection.handle,
@@ -278,6 +327,7 @@ impl Worker {
         );
         match submitted {
             Ok(()) => connection.receiving = true,
+            Err(SubmitError::Full) => self.iscsi.stalled.push(key),
             Err(_) => self.shut_down_socket(key),
         }
     }
@@ -293,12 +343,31 @@ impl Worker {
             }
             return self.shut_down_socket(key);
         };
-        let memory = conn.connection.receive.clone();
-        let input = |bytes: &[u8]| self.with_iscsi(key, |ch, cx| ch.handle_bytes(cx, bytes));
-        // SAFETY: the receive has completed and the next one is submitted after this call, so nobody
-        // writes to the buffer meanwhile; it belongs to this connection alone.
-        unsafe { memory.with_bytes(0, len, input) };
+        conn.connection.unread = 0..len;
+        self.read_on(key);
         self.check_gone(key);
+    }
+
+    /// Gives the channel what was received, as far as it takes that.
+    pub(super) fn read_on(&mut self, key: usize) {
+        let Some(conn) = self.iscsi.conns.get_mut(key) else {
+            return;
+        };
+        let unread = conn.connection.unread.clone();
+        if unread.is_empty() || conn.connection.is_shut || !conn.channel.channel().wants_input() {
+            return;
+        }
+        let memory = conn.connection.receive.clone();
+        let mut taken = 0;
+        let input = |bytes: &[u8]| {
+            self.with_iscsi(key, |ch, cx| taken = ch.handle_bytes(cx, bytes));
+        };
+        // SAFETY: the receive has completed and the next one is submitted when everything was read, so
+        // nobody writes to the buffer meanwhile; it belongs to this connection alone.
+        unsafe { memory.with_bytes(unread.start, unread.len(), input) };
+        if let Some(conn) = self.iscsi.conns.get_mut(key) {
+            conn.connection.unread.start += taken;
+        }
     }
 
     /// Sends the next batch, if there is one and none is being sent.
@@ -307,10 +376,12 @@ impl Worker {
             return;
         };
         let connection = &mut conn.connection;
-        if connection.sending.is_some() || connection.is_gone {
-            return;
+        match connection.sending {
+            Some(sending) if sending.is_submitted => return,
+            Some(_) => return self.submit_rest(key),
+            None => {}
         }
-        if !conn.channel.poll_batch(&mut connection.batch) {
+        if connection.is_gone || !conn.channel.poll_batch(&mut connection.batch) {
             return;
         }
         let heads = &connection.batch.heads;
@@ -321,19 +392,44 @@ impl Worker {
             }
         }
         connection.heads.write(0, heads);
-        connection.sending = Some(0);
+        connection.sending = Some(Sending {
+            sent: 0,
+            is_submitted: false,
+        });
         self.submit_rest(key);
     }
 
     fn submit_rest(&mut self, key: usize) {
-        let connection = &self.iscsi.conns[key].connection;
-        let rest = connection.rest(connection.sending.expect("a batch is being sent"));
+        let connection = &mut self.iscsi.conns[key].connection;
+        let Some(sending) = connection.sending else {
+            return;
+        };
+        if connection.is_shut {
+            return self.on_send_failed(key);
+        }
+        let rest = connection.rest(sending.sent);
         let submitted = self
             .ring
             .submit_send(&connection.handle, &rest, token(Op::Send, key));
-        if submitted.is_err() {
-            self.on_send_failed(key);
+        connection.sending = Some(Sending {
+            is_submitted: submitted.is_ok(),
+            ..sending
+        });
+        match submitted {
+            Ok(()) => {}
+            Err(SubmitError::Full) => self.iscsi.stalled.push(key),
+            Err(_) => self.on_send_failed(key),
         }
+    }
+
+    /// Goes on with connections that found no slot in the ring.
+    pub(in crate::worker) fn poll_stalled(&mut self) {
+        if self.iscsi.stalled.is_empty() {
+            return;
+        }
+        let stalled = std::mem::take(&mut self.iscsi.stalled);
+        self.iscsi.dirty.extend(stalled);
+        self.drain_dirty();
     }
 
     fn on_send_failed(&mut self, key: usize) {
@@ -350,8 +446,12 @@ impl Worker {
         let Some(len) = usize::try_from(result).ok().filter(|len| *len > 0) else {
             return self.on_send_failed(key);
         };
-        let sent = connection.sending.expect("a batch is being sent") + len;
-        connection.sending = Some(sent);
+        let before = connection.sending.map_or(0, |sending| sending.sent);
+        let sent = before + len;
+        connection.sending = Some(Sending {
+            sent,
+            is_submitted: false,
+        });
         if sent < connection.batch.len {
             return self.submit_rest(key);
         }
@@ -369,6 +469,9 @@ impl Worker {
         if !std::mem::replace(&mut conn.connection.is_shut, true) {
             // It may be shut down by the peer already.
             let _ = SockRef::from(&**conn.connection.handle.fd()).shutdown(Shutdown::Both);
+            if conn.connection.sending.is_some_and(|s| !s.is_submitted) {
+                return self.on_send_failed(key);
+            }
         }
         self.check_gone(key);
     }
@@ -465,4 +568,32 @@ fn bind(address: SocketAddr) -> io::Result<Socket> {
     }
     socket.bind(&address.into())?;
     Ok(socket)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    /// There may be many that connect and say nothing.
+    #[test]
+    fn a_connection_that_has_not_logged_in_takes_little_memory() {
+        let (socket, _peer) = UnixStream::pair().unwrap();
+        let connection = Connection::new(socket.into()).unwrap();
+        let config = ChannelConfig {
+            worker: 0,
+            serial: 0,
+            commands: 4096,
+            data_out_timeout: Duration::ZERO,
+        };
+        let channel = TcpChannel::new(config, Instant::now());
+        let buffers = connection.memory() + channel.channel().memory();
+        let memory = buffers + size_of::<Conn>();
+        assert!(
+            memory <= 20 << 10,
+            "{memory} bytes, {buffers} of them buffers"
+        );
+        assert!(config.memory() > 4 << 20, "what it has once it works");
+    }
 }

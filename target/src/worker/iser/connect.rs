@@ -20,8 +20,11 @@ const OFFER: CmHeader = CmHeader {
     remote_invalidate: true,
 };
 
-/// Connections from one address that have not logged in. Each has its rings already, so a peer that
-/// only connects must not get many.
+/// Connections that have not logged in. Each has its rings already, so peers that only connect must not
+/// get many.
+const LOGINS: usize = 64;
+
+/// The same from one address.
 const LOGINS_PER_ADDRESS: usize = 16;
 
 impl Worker {
@@ -36,11 +39,13 @@ impl Worker {
     ) {
         let most = 2 * self.catalog.limits.sessions as usize + 64;
         let address = peer.ip().to_canonical();
-        let logging_in =
-            self.isers.conns.iter().filter(|(_, conn)| {
-                conn.entered.is_none() && conn.peer.ip().to_canonical() == address
-            });
-        let has_room = self.isers.conns.len() < most && logging_in.count() < LOGINS_PER_ADDRESS;
+        let conns = self.isers.conns.iter();
+        let logging_in = conns.filter(|(_, conn)| conn.entered.is_none());
+        let is_from_there = |conn: &Conn| conn.peer.ip().to_canonical() == address;
+        let from_there = logging_in.clone().filter(|(_, conn)| is_from_there(conn));
+        let has_room = self.isers.conns.len() < most
+            && logging_in.clone().count() < LOGINS
+            && from_there.count() < LOGINS_PER_ADDRESS;
         let accepted = if self.phase == Phase::Serving && has_room {
             self.accept_iser(device, cm, listen, peer, param)
                 .map_err(|error| error.to_string())
@@ -81,6 +86,7 @@ impl Worker {
             max_sge: (attr.max_sge as usize).min(MAX_SGE),
             reads: reads.into(),
             remote_invalidate: agreed.remote_invalidate,
+            data_out_timeout: self.catalog.data_out_timeout,
             ..IserParams::new(self.catalog.commands)
         };
         let memory = params.memory();
@@ -92,8 +98,7 @@ impl Worker {
             max_sge: params.max_sge,
         };
         let hardware = self.make_hardware(device, cm, queues, [&receive_ring, &send_ring])?;
-        let serial = self.next_serial;
-        self.next_serial = serial.checked_add(1).expect("four billion connections");
+        let serial = self.take_serial();
         let config = IserConfig {
             params,
             worker: self.index,

@@ -2,8 +2,9 @@
 //!
 //! A request for a connection says in its private data what the initiator offers; the login itself
 //! comes over the connection. So a connection exists before anybody knows whose it is: their number is
-//! bounded like that of TCP connections, and for each address besides. Who may log in is decided by the gate of iSCSI: one
-//! target serves the same units over both.
+//! bounded like that of TCP connections, and that of connections which have not logged in besides, in all
+//! and for each address. Who may log in is decided by the gate of iSCSI: one target serves the same units
+//! over both.
 //!
 //! # Modules
 //! - `connect`: requests, queue pairs, the end.
@@ -27,7 +28,7 @@ use super::queue::{ChainPost, ChainSend, Gather, Receive};
 use super::registry::ChannelRef;
 use super::session::Hardware;
 use super::snapshot::accounts;
-use super::{PATIENCE, Stalled, Worker};
+use super::{PATIENCE, Worker};
 use crate::config::Protocol;
 use crate::iscsi::iser::{ChainIdx, IserAction, IserChannel, Post, RxIdx};
 use crate::iscsi::{Action, Channel, Counters, Cx, Phase, TaskIdx};
@@ -49,7 +50,7 @@ pub(super) struct Isers {
 #[derive(Debug)]
 struct Conn {
     channel: IserChannel,
-    serial: u32,
+    serial: u64,
     device: usize,
     cm: CmId,
     hardware: Hardware,
@@ -120,7 +121,7 @@ impl Isers {
     pub(super) fn take_ready(
         &mut self,
         key: usize,
-    ) -> Option<(usize, riser_transport::verbs::CqId, u32)> {
+    ) -> Option<(usize, riser_transport::verbs::CqId, u64)> {
         let conn = self.conns.get_mut(key)?;
         conn.is_ready = false;
         Some((conn.device, conn.hardware.cq, conn.serial))
@@ -133,7 +134,7 @@ impl Isers {
     }
 
     /// Whether the connection at a place is still the one with a number.
-    pub(super) fn is_same(&self, key: usize, serial: u32) -> bool {
+    pub(super) fn is_same(&self, key: usize, serial: u64) -> bool {
         self.conns
             .get(key)
             .is_some_and(|conn| conn.serial == serial)
@@ -146,7 +147,7 @@ impl Isers {
         found.map(|(key, _)| key)
     }
 
-    fn by_serial(&self, serial: u32) -> Option<usize> {
+    fn by_serial(&self, serial: u64) -> Option<usize> {
         let found = self.conns.iter().find(|(_, conn)| conn.serial == serial);
         found.map(|(key, _)| key)
     }
@@ -234,17 +235,16 @@ impl Worker {
 
     fn carry_out_iser(&mut self, key: usize, action: Action) {
         match action {
-            Action::SubmitBlock { task, unit, op } => self.submit_or_stall(Stalled {
-                owner: Owner::Iser(key, task),
-                store: self.store_of(unit),
-                op,
-            }),
+            Action::SubmitBlock { task, unit, op } => {
+                self.carry_out_block(Owner::Iser(key, task), unit, op);
+            }
             Action::AbortBlock(task) => self.abort_block(Owner::Iser(key, task)),
             Action::StartTask(task) => self.tell(task, Mail::StartTask(task)),
             Action::AbortTask { task, watcher } => {
                 self.tell(task, Mail::AbortTask { task, watcher });
             }
             Action::TaskGone(watcher) => self.tell(watcher, Mail::TaskGone(watcher)),
+            Action::Event { unit, attention } => self.tell_all(unit, attention),
             Action::TakeTurn(member) => self.tell_turn(member),
             Action::EndOthers(others) => {
                 let conn = &self.isers.conns[key];
@@ -384,7 +384,7 @@ impl Worker {
     }
 
     /// Mail about a channel; whether it is one of iSER.
-    pub(super) fn handle_iser_mail(&mut self, serial: u32, mail: &Mail) -> bool {
+    pub(super) fn handle_iser_mail(&mut self, serial: u64, mail: &Mail) -> bool {
         let Some(key) = self.isers.by_serial(serial) else {
             return false;
         };
@@ -409,7 +409,7 @@ impl Worker {
         true
     }
 
-    pub(super) fn on_iser_timer(&mut self, serial: u32) {
+    pub(super) fn on_iser_timer(&mut self, serial: u64) {
         if let Some(key) = self.isers.by_serial(serial) {
             self.isers.conns[key].armed = None;
             self.with_iser(key, |conn, cx| {
@@ -453,19 +453,11 @@ impl Worker {
         }
     }
 
-    /// Lets connections that wait for pool memory try again; how many there were.
-    pub(super) fn retry_iser_pool(&mut self) -> usize {
-        let waiting: Vec<usize> = self
-            .isers
-            .conns
-            .iter()
-            .filter(|(_, conn)| conn.waits_for_pool)
-            .map(|(key, _)| key)
-            .collect();
-        for &key in &waiting {
+    /// A connection may get the pool memory that its commands wait for.
+    pub(super) fn resume_iser(&mut self, serial: u64) {
+        if let Some(key) = self.isers.by_serial(serial) {
             self.with_iser(key, |conn, cx| conn.input(cx, Channel::handle_pool));
         }
-        waiting.len()
     }
 
     /// Asks initiators to log out.

@@ -1,0 +1,152 @@
+//! Reservations that persist through power loss, in the state directory: a file for each logical unit
+//! that has had some, named after the unit's world-wide name.
+
+use std::io;
+use std::sync::Arc;
+
+use riser_scsi::config::Identity;
+use riser_scsi::reservation::{ReservationKeeper, SavedReservations};
+use serde::{Deserialize, Serialize};
+
+use super::state::StateDir;
+
+/// The version of the files' form.
+const VERSION: u32 = 1;
+
+/// Keeps reservations in a state directory.
+#[derive(Debug)]
+pub struct ReservationFiles {
+    dir: Arc<StateDir>,
+}
+
+/// What a file holds.
+#[derive(Debug, Serialize, Deserialize)]
+struct Saved {
+    version: u32,
+    /// The unit's serial number: a unit of another one is another unit, whatever its world-wide name.
+    serial: String,
+    reservations: SavedReservations,
+}
+
+impl ReservationFiles {
+    /// Keeps them in `dir`.
+    #[must_use]
+    pub fn new(dir: Arc<StateDir>) -> Self {
+        Self { dir }
+    }
+}
+
+/// The name of a unit's file.
+fn file_of(unit: &Identity) -> String {
+    let naa: String = unit
+        .naa
+        .bytes()
+        .iter()
+        .map(|b| format!("{b:02x}"))
+        .collect();
+    format!("reservations-{naa}.json")
+}
+
+impl ReservationKeeper for ReservationFiles {
+    fn load(&self, unit: &Identity) -> io::Result<Option<SavedReservations>> {
+        let file = file_of(unit);
+        let Some(bytes) = self.dir.read(&file)? else {
+            return Ok(None);
+        };
+        let error = |why: String| {
+            let path = self.dir.path().join(&file);
+            io::Error::other(format!("{}: {why}", path.display()))
+        };
+        let saved: Saved = serde_json::from_slice(&bytes).map_err(|e| error(e.to_string()))?;
+        if saved.version != VERSION {
+            return Err(error(format!("version {} is not known", saved.version)));
+        }
+        Ok((saved.serial == unit.serial).then_some(saved.reservations))
+    }
+
+    fn save(&self, unit: &Identity, state: Option<&SavedReservations>) -> io::Result<()> {
+        let file = file_of(unit);
+        let done = match state {
+            None => self.dir.remove(&file),
+            Some(state) => {
+                let saved = Saved {
+                    version: VERSION,
+                    serial: unit.serial.clone(),
+                    reservations: state.clone(),
+                };
+                serde_json::to_vec_pretty(&saved)
+                    .map_err(io::Error::from)
+                    .and_then(|bytes| self.dir.replace(&file, &bytes))
+            }
+        };
+        done.inspect_err(|error| {
+            let path = self.dir.path().join(&file);
+            tracing::error!(path = %path.display(), %error, "reservations cannot be saved");
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use riser_scsi::config::{BlockSize, Config, Limits, Provisioning};
+    use riser_scsi::lu::LogicalUnit;
+    use riser_scsi::vpd::Naa;
+
+    use super::*;
+
+    fn unit(serial: &str) -> Config {
+        Config {
+            blocks: 8,
+            block_size: BlockSize::B512,
+            physical_exponent: 0,
+            read_only: false,
+            provisioning: Provisioning::Thick,
+            write_cache: true,
+            stoppable: false,
+            rotational: false,
+            identity: Identity {
+                vendor: "RISER".into(),
+                product: "DISK".into(),
+                revision: "0001".into(),
+                serial: serial.into(),
+                naa: Naa::LocallyAssigned(0x12),
+            },
+            limits: Limits::default(),
+            cache_generation: None,
+        }
+    }
+
+    #[test]
+    fn a_file_belongs_to_a_unit_of_its_names() {
+        let name = format!("riserd-reservations-{}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let _ = std::fs::remove_dir_all(&path);
+        let dir = Arc::new(StateDir::take(&path).unwrap());
+        let keeper = Arc::new(ReservationFiles::new(Arc::clone(&dir)));
+        let identity = unit("one").identity;
+        assert_eq!(keeper.load(&identity).unwrap(), None);
+        let text = r#"{ "version": 1, "serial": "one", "reservations": {
+            "registrants": [{ "key": 10, "ports": { "relative_id": 1,
+                "initiator": { "Iscsi": "a,i,0x1" }, "target": { "Iscsi": "b,t,0x1" } } }],
+            "held": null } }"#;
+        let file = file_of(&identity);
+        dir.replace(&file, text.as_bytes()).unwrap();
+        let saved = keeper.load(&identity).unwrap().unwrap();
+        let registrants = |serial| {
+            let lu = LogicalUnit::new(unit(serial)).unwrap();
+            let lu = lu.with_keeper(keeper.clone()).unwrap();
+            lu.registrations().registrants.len()
+        };
+        assert_eq!((registrants("one"), registrants("two")), (1, 0));
+        keeper.save(&identity, None).unwrap();
+        assert_eq!(keeper.load(&identity).unwrap(), None);
+        keeper.save(&identity, Some(&saved)).unwrap();
+        assert_eq!(keeper.load(&identity).unwrap(), Some(saved));
+        for damaged in ["{", &text.replace("\"version\": 1", "\"version\": 2")] {
+            dir.replace(&file, damaged.as_bytes()).unwrap();
+            let error = keeper.load(&identity).unwrap_err().to_string();
+            assert!(error.contains(&file), "{error}");
+        }
+        std::fs::remove_dir_all(&path).unwrap();
+    }
+}

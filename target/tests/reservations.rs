@@ -1,0 +1,214 @@
+//! Reservations that persist through power loss, over kills and restarts of the daemon.
+
+mod daemon;
+mod tcp;
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use daemon::Daemon;
+use riser_target::backend::{Fault, FaultOn, Faults};
+use riser_target::config::Config;
+use riser_target::server::Server;
+use tcp::Client;
+
+const IQN: &str = "iqn.2026-01.com.example:demo";
+
+const GOOD: u8 = 0;
+const CHECK_CONDITION: u8 = 2;
+const RESERVATION_CONFLICT: u8 = 0x18;
+
+const RESERVE: u8 = 1;
+const PREEMPT: u8 = 4;
+const PREEMPT_AND_ABORT: u8 = 5;
+const REGISTER: u8 = 6;
+
+const APTPL: u8 = 1;
+
+/// Logs in as an initiator port of its own; the unit attention of a new nexus is taken.
+fn log_in(host: &str, isid: u8) -> Client {
+    let to: SocketAddr = format!("{host}:3290").parse().unwrap();
+    let mut client = Client::login_at(to, IQN, isid, None).unwrap();
+    client.command(&[0; 6], false, 0, &[]);
+    client
+}
+
+fn write(client: &mut Client) -> u8 {
+    let cdb = [0x2a, 0, 0, 0, 0, 0, 0, 0, 1, 0];
+    client.command(&cdb, true, 512, &[1; 512]).0
+}
+
+fn send_change(client: &mut Client, action: u8, kind: u8, keys: (u64, u64), flags: u8) {
+    let mut list = [0; 24];
+    list[..8].copy_from_slice(&keys.0.to_be_bytes());
+    list[8..16].copy_from_slice(&keys.1.to_be_bytes());
+    list[20] = flags;
+    let cdb = [0x5f, action, kind, 0, 0, 0, 0, 0, 24, 0];
+    client.send_command(&cdb, true, 24, &list);
+}
+
+fn change(client: &mut Client, action: u8, kind: u8, keys: (u64, u64), flags: u8) -> u8 {
+    send_change(client, action, kind, keys, flags);
+    client.answer().0
+}
+
+fn keys(client: &mut Client) -> Vec<u64> {
+    let cdb = [0x5e, 0, 0, 0, 0, 0, 0, 1, 0, 0];
+    let (status, data) = client.command(&cdb, false, 256, &[]);
+    assert_eq!(status, GOOD);
+    let keys = data[8..].chunks(8);
+    keys.map(|key| u64::from_be_bytes(key.try_into().unwrap()))
+        .collect()
+}
+
+#[test]
+fn a_fenced_initiator_stays_fenced_when_the_daemon_is_killed() {
+    let host = "127.97.0.1";
+    let mut daemon = Daemon::start("fenced", host);
+    let (mut one, mut two) = (log_in(host, 1), log_in(host, 2));
+    for (client, key) in [(&mut one, 0xa), (&mut two, 0xb)] {
+        assert_eq!(change(client, REGISTER, 0, (0, key), APTPL), GOOD);
+    }
+    assert_eq!(change(&mut two, RESERVE, 5, (0xb, 0), 0), GOOD);
+    assert_eq!(change(&mut two, PREEMPT, 5, (0xb, 0xa), 0), GOOD);
+    daemon.restart(&[]);
+    // The first that it does.
+    let mut one = log_in(host, 1);
+    assert_eq!(write(&mut one), RESERVATION_CONFLICT);
+    let mut two = log_in(host, 2);
+    assert_eq!(keys(&mut two), [0xb]);
+    assert_eq!(write(&mut two), GOOD);
+    // It was taken away and comes back.
+    daemon.configure(host, "{ 1: b }");
+    assert!(daemon.ask(&["reload"]).status.success());
+    daemon.configure(host, "{ 0: a }");
+    assert!(daemon.ask(&["reload"]).status.success());
+    let mut one = log_in(host, 1);
+    assert_eq!(write(&mut one), RESERVATION_CONFLICT);
+    // Without persistence, it is free after the next start.
+    let mut two = log_in(host, 2);
+    assert_eq!(change(&mut two, REGISTER, 0, (0, 0xb), 0), GOOD);
+    daemon.restart(&[]);
+    assert_eq!(write(&mut log_in(host, 1)), GOOD);
+}
+
+/// Whatever was answered is there after a kill, and nothing but that or what was under way.
+#[test]
+fn a_kill_loses_no_registration_that_was_answered() {
+    let host = "127.97.0.2";
+    let mut daemon = Daemon::start("killed", host);
+    let mut key = 0;
+    for round in 0..4 {
+        let mut client = log_in(host, 1);
+        let process = daemon.process.id();
+        let answers = Arc::new(AtomicU64::new(0));
+        let killer = std::thread::spawn({
+            let answers = Arc::clone(&answers);
+            move || {
+                while answers.load(Ordering::Relaxed) < 3 + 5 * round {
+                    std::thread::sleep(Duration::from_micros(300));
+                }
+                let pid = rustix::process::Pid::from_raw(process as i32).unwrap();
+                rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+            }
+        });
+        // A connection that breaks ends the loop by a panic of the client's.
+        let answered = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            loop {
+                send_change(&mut client, REGISTER, 0, (0, key + 1), APTPL);
+                assert_eq!(client.answer().0, GOOD);
+                key += 1;
+                answers.fetch_add(1, Ordering::Relaxed);
+            }
+        }));
+        let _: Result<(), _> = answered;
+        killer.join().unwrap();
+        daemon.process.wait().unwrap();
+        daemon.run(&[]);
+        let kept = keys(&mut log_in(host, 1));
+        let one_more = key + 1;
+        assert!(
+            kept == [key] || kept == [one_more],
+            "{key} was answered, {kept:x?} is there"
+        );
+        key = kept[0];
+    }
+}
+
+/// A damaged file means that it is not known who may write.
+#[test]
+fn a_daemon_that_cannot_read_reservations_does_not_serve() {
+    let host = "127.97.0.3";
+    let mut daemon = Daemon::start("damaged", host);
+    let mut one = log_in(host, 1);
+    assert_eq!(change(&mut one, REGISTER, 0, (0, 0xa), APTPL), GOOD);
+    daemon.kill();
+    let files = std::fs::read_dir(daemon.dir.join("state")).unwrap();
+    let mut files = files.map(|entry| entry.unwrap().path());
+    let file = files.find(|path| path.to_string_lossy().contains("reservations-"));
+    std::fs::write(file.unwrap(), "{").unwrap();
+    let refused = std::process::Command::new(daemon::RISERD)
+        .args(["run", "--config"])
+        .arg(daemon.dir.join("riserd.yaml"))
+        .output()
+        .unwrap();
+    assert_eq!(refused.status.code(), Some(1));
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(said.contains("reservations-"), "{said}");
+}
+
+/// A disk that holds one write to each of these blocks for longer than a test takes.
+fn stuck_writes(blocks: &[u64]) -> Arc<Faults> {
+    let stuck = |block: &u64| Fault {
+        on: FaultOn::Write,
+        offset: block * 512,
+        len: 512,
+        times: Some(1),
+        delay: Duration::from_secs(600),
+        error: None,
+    };
+    Arc::new(Faults::new(blocks.iter().map(stuck).collect()))
+}
+
+/// Fencing ends what the preempted initiator has at a disk, and waits for nobody else.
+#[test]
+fn preempt_and_abort_ends_the_commands_of_the_preempted() {
+    let host = "127.97.0.4";
+    let text = format!(
+        "backends: {{ a: {{ kind: ram, size: 1MiB }} }}\n\
+         targets:\n\
+         - name: {IQN}\n\
+         \x20 portals: [{{ protocol: iscsi, listen: '{host}:3290' }}]\n\
+         \x20 luns: {{ 0: a }}\n\
+         \x20 access: open\n\
+         workers: {{ count: 2 }}\n"
+    );
+    let mut config = Config::parse(&text, "test.yaml").unwrap();
+    config.backends[0].spec.faults = Some(stuck_writes(&[1, 2]));
+    let server = Server::start(&config).unwrap();
+    let [mut one, mut two, mut three] = [1, 2, 3].map(|isid| log_in(host, isid));
+    for (client, key) in [(&mut one, 0xa), (&mut two, 0xb), (&mut three, 0xc)] {
+        assert_eq!(change(client, REGISTER, 0, (0, key), 0), GOOD);
+    }
+    assert_eq!(change(&mut two, RESERVE, 5, (0xb, 0), 0), GOOD);
+    for (client, block) in [(&mut one, 1), (&mut three, 2)] {
+        let cdb = [0x2a, 0, 0, 0, 0, block, 0, 0, 1, 0];
+        client.send_command(&cdb, true, 512, &[1; 512]);
+        // What comes on the same connection behind it is answered first.
+        assert_eq!(keys(client).len(), 3);
+    }
+    assert_eq!(change(&mut two, PREEMPT_AND_ABORT, 5, (0xb, 0xa), 0), GOOD);
+    let read = |client: &mut Client, block| {
+        let cdb = [0x28, 0, 0, 0, 0, block, 0, 0, 1, 0];
+        client.command(&cdb, false, 512, &[])
+    };
+    assert_eq!(read(&mut two, 1), (GOOD, vec![0; 512]));
+    assert_eq!(keys(&mut two), [0xb, 0xc]);
+    // Nothing answers the write: the next is the unit attention, and then the conflict.
+    assert_eq!(one.command(&[0; 6], false, 0, &[]).0, CHECK_CONDITION);
+    assert_eq!(write(&mut one), RESERVATION_CONFLICT);
+    assert_eq!(write(&mut three), GOOD);
+    server.shutdown().unwrap();
+}

@@ -1,0 +1,150 @@
+//! A disk that takes its time, with more commands under way than a worker may have in its ring.
+
+mod tcp;
+
+use std::io::Write;
+use std::net::{SocketAddr, TcpListener};
+use std::process::Command;
+use std::time::Duration;
+
+use riser_scsi::iscsi::pdu::{FromTarget, NopOut};
+use riser_scsi::iscsi::{CmdSn, Itt, StatSn, Ttt};
+use riser_target::config::Config;
+use riser_target::server::Server;
+use tcp::Client;
+
+/// Sessions, and commands of each at once: more than block operations may be in a ring.
+const SESSIONS: u8 = 12;
+const COMMANDS: u8 = 127;
+
+/// What a test that waits for it is given at most; far more than it takes.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Says that a test did not run here, and why, where the test command counts it.
+fn skip(why: &str) {
+    let line = format!("a disk that takes its time: {why}\n");
+    let _ = std::io::stderr().write_all(line.as_bytes());
+    if let Some(log) = std::env::var_os("RISER_SKIP_LOG") {
+        let log = std::fs::File::options().create(true).append(true).open(log);
+        log.unwrap().write_all(line.as_bytes()).unwrap();
+    }
+}
+
+fn run(name: &str, args: &[&str]) -> bool {
+    let status = Command::new(name).args(args).status();
+    status.is_ok_and(|status| status.success())
+}
+
+/// A file system that can be frozen.
+struct Mount {
+    at: String,
+    dir: std::path::PathBuf,
+}
+
+impl Mount {
+    fn new() -> Result<Self, &'static str> {
+        let dir = std::env::temp_dir().join(format!("riser-slow-{}", std::process::id()));
+        let at = dir.join("mnt");
+        std::fs::create_dir_all(&at).unwrap();
+        let (image, at) = (dir.join("image"), at.to_str().unwrap().to_owned());
+        let mount = Self { at, dir };
+        let file = std::fs::File::create(&image).unwrap();
+        file.set_len(64 << 20).unwrap();
+        let image = image.to_str().unwrap();
+        if !run("mkfs.ext4", &["-q", "-F", image]) {
+            return Err("no mkfs.ext4");
+        }
+        if !run("mount", &["-o", "loop", image, &mount.at]) {
+            return Err("nothing may be mounted");
+        }
+        if !run("fsfreeze", &["-f", &mount.at]) {
+            return Err("nothing may be frozen");
+        }
+        mount.thaw();
+        Ok(mount)
+    }
+
+    fn thaw(&self) {
+        run("fsfreeze", &["-u", &self.at]);
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        self.thaw();
+        run("umount", &["-l", &self.at]);
+        let _ = std::fs::remove_dir_all(&self.dir);
+    }
+}
+
+fn serve(at: &str, port: u16) -> Server {
+    let text = format!(
+        "backends: {{ f: {{ kind: file, path: {at}/disk, size: 8MiB, create: true }} }}\n\
+         targets:\n\
+         - name: t\n\
+         \x20 iqn: iqn.2026-01.org.example:t\n\
+         \x20 portals: [{{ protocol: iscsi, listen: '127.0.0.1:{port}' }}]\n\
+         \x20 luns: {{ 0: f }}\n\
+         \x20 access: open\n\
+         workers: {{ count: 1 }}\n"
+    );
+    Server::start(&Config::parse(&text, "test.yaml").unwrap()).unwrap()
+}
+
+/// Connections need slots of the ring as block operations do, and keep theirs however many of these
+/// wait: each answers a ping that comes behind its commands, and these are all carried out.
+#[test]
+fn a_disk_that_takes_its_time_costs_no_connection() {
+    let mount = match Mount::new() {
+        Ok(mount) => mount,
+        Err(why) => return skip(why),
+    };
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    drop(listener);
+    let server = serve(&mount.at, port);
+    let to = SocketAddr::from(([127, 0, 0, 1], port));
+    let login = |isid| {
+        let mut client = Client::login_at(to, "iqn.2026-01.org.example:t", isid, None).unwrap();
+        client.socket.set_read_timeout(Some(PATIENCE)).unwrap();
+        assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+        client
+    };
+    let mut clients: Vec<Client> = (0..SESSIONS).map(login).collect();
+    assert!(run("fsfreeze", &["-f", &mount.at]));
+    for client in &mut clients {
+        for n in 0..COMMANDS {
+            let cdb = [0x2a, 0, 0, 0, 0, n, 0, 0, 1, 0];
+            client.send_command(&cdb, true, 512, &[n; 512]);
+        }
+        let ping = NopOut {
+            immediate: true,
+            lun: [0; 8],
+            itt: Itt(0x7000_0000),
+            ttt: Ttt::NONE,
+            cmd_sn: CmdSn(client.cmd_sn),
+            exp_stat_sn: StatSn(0),
+        };
+        client.send(ping.header(), b"");
+    }
+    let is_alive = |client: &mut Client| match client.receive() {
+        Some((FromTarget::NopIn(_), ..)) => true,
+        Some((pdu, ..)) => panic!("the disk is frozen: {pdu:?}"),
+        None => false,
+    };
+    let lost = clients
+        .iter_mut()
+        .filter_map(|c| (!is_alive(c)).then_some(()));
+    let lost = lost.count();
+    // A latecomer finds a slot as well.
+    let late = login(SESSIONS);
+    mount.thaw();
+    assert_eq!(lost, 0, "of {SESSIONS} connections");
+    for client in &mut clients {
+        for _ in 0..COMMANDS {
+            assert_eq!(client.answer().0, 0);
+        }
+    }
+    drop((clients, late));
+    server.shutdown().unwrap();
+}

@@ -97,7 +97,7 @@ impl Told for Asked {
 
 /// Connections, gathered into their sessions.
 fn gather(views: Vec<SessionView>) -> Vec<Session> {
-    let mut sessions: BTreeMap<(String, String, u32), Session> = BTreeMap::new();
+    let mut sessions: BTreeMap<(String, String, u64), Session> = BTreeMap::new();
     for view in views {
         let Some(nexus) = view.nexus else {
             continue;
@@ -125,7 +125,7 @@ fn gather(views: Vec<SessionView>) -> Vec<Session> {
 mod tests {
     use super::*;
 
-    fn view(peer: &str, nexus: Option<u32>) -> SessionView {
+    fn view(peer: &str, nexus: Option<u64>) -> SessionView {
         SessionView {
             protocol: "iscsi".to_owned(),
             target: "t".to_owned(),

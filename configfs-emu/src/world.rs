@@ -48,7 +48,7 @@ pub struct Session {
     /// Its ISID, 12 hexadecimal digits, where it has one.
     pub isid: String,
     /// A number that tells it from others.
-    pub id: u32,
+    pub id: u64,
     /// Where the initiator is, for each of its connections.
     pub addresses: Vec<String>,
     /// Whether it has logged in.

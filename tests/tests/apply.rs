@@ -137,7 +137,7 @@ fn work(client: &Client, lun: &Lun, place: u64, stop: &AtomicBool, done: &Atomic
 }
 
 /// The nexuses of the target that is used: by protocol, their numbers.
-fn nexuses(server: &Server) -> Vec<(&'static str, u32)> {
+fn nexuses(server: &Server) -> Vec<(&'static str, u64)> {
     let mut all = Vec::new();
     for snapshot in server.snapshot() {
         all.extend(snapshot.sessions.iter().map(|s| ("srp", s.nexus)));

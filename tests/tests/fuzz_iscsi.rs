@@ -86,6 +86,7 @@ impl Gatekeeper for Gate {
                     secret: b"a secret of its own".to_vec(),
                 }],
                 own: None,
+                algorithms: chap::ALGORITHMS.to_vec(),
             },
             portal_group: 1,
         })

@@ -25,7 +25,7 @@ use riser_target::iscsi::iser::{
 };
 use riser_target::iscsi::{Action, Admitted, Channel, Cx, Gate, MAX_QUEUED, TaskIdx, Window};
 use riser_target::pool::Pool;
-use riser_target::srp::{LunMap, Unit, UnitIdx};
+use riser_target::srp::{LunMap, Mapping, Unit, UnitIdx};
 use riser_target::stats::{LunStats, SessionEvent};
 
 const WINDOW: u16 = 4;
@@ -45,8 +45,12 @@ impl Gate for Open {
     }
 
     fn join(&mut self, joined: &Joined, first: CmdSn) -> Result<Admitted, LoginStatus> {
-        let stats = Arc::new(LunStats::new("t", 0));
-        let luns = LunMap::new([(LunId::ZERO, Arc::clone(&self.0), stats)]);
+        let mapping = Mapping {
+            unit: Arc::clone(&self.0),
+            stats: Arc::new(LunStats::new("t", 0)),
+            read_only: false,
+        };
+        let luns = LunMap::new([(LunId::ZERO, mapping)]);
         Ok(Admitted {
             tsih: Tsih(1),
             nexus: (!joined.session.discovery).then(|| (NEXUS, Arc::new(luns))),
@@ -81,6 +85,7 @@ fn unit() -> Arc<Unit> {
         read_only: false,
         provisioning: Provisioning::Thick,
         write_cache: true,
+        stoppable: false,
         rotational: false,
         identity: UnitIdentity {
             vendor: "RISER".into(),
@@ -90,6 +95,7 @@ fn unit() -> Arc<Unit> {
             naa: Naa::LocallyAssigned(1),
         },
         limits: Limits::default(),
+        cache_generation: None,
     })
     .unwrap();
     let port = |name: &str| PortName::Iscsi(name.into());

@@ -1,14 +1,32 @@
 //! Fuzz target: a live logical unit, driven by arbitrary CDBs.
 
+use std::io;
+use std::sync::Arc;
+
 use riser_scsi::config::{BlockSize, Config, Identity, Limits, Provisioning};
 use riser_scsi::lu::LogicalUnit;
 use riser_scsi::lun::LunId;
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
+use riser_scsi::reservation::{ReservationKeeper, SavedReservations};
 use riser_scsi::step::{Allocation, BlockOp, Expected, Request, Step, StepResult, TaskAttribute};
 use riser_scsi::vpd::Naa;
 
 /// More steps than any command may take on the small disk of this test.
 const MANY: usize = 10_000;
+
+/// Takes every change of reservations, so that initiators can have them persist.
+#[derive(Debug)]
+struct Forgetful;
+
+impl ReservationKeeper for Forgetful {
+    fn load(&self, _: &Identity) -> io::Result<Option<SavedReservations>> {
+        Ok(None)
+    }
+
+    fn save(&self, _: &Identity, _: Option<&SavedReservations>) -> io::Result<()> {
+        Ok(())
+    }
+}
 
 fn logical_unit() -> LogicalUnit {
     let lu = LogicalUnit::new(Config {
@@ -18,6 +36,7 @@ fn logical_unit() -> LogicalUnit {
         read_only: false,
         provisioning: Provisioning::Thin { granularity: 8 },
         write_cache: true,
+        stoppable: false,
         rotational: false,
         identity: Identity {
             vendor: "FUZZ".into(),
@@ -31,8 +50,11 @@ fn logical_unit() -> LogicalUnit {
             segment: 1 << 12,
             ..Limits::default()
         },
+        cache_generation: None,
     })
-    .expect("a legal configuration");
+    .expect("a legal configuration")
+    .with_keeper(Arc::new(Forgetful))
+    .expect("it has kept nothing");
     let port = TargetPort {
         name: PortName::Srp([1; 16]),
         relative_id: 1,
@@ -60,18 +82,18 @@ fn cdb() {
         .with_type::<Input>()
         .for_each(|(commands, fill)| {
             let lu = logical_unit();
-            let size = lu.capacity_bytes();
             for (second, cdb, data_out, data_in) in commands {
                 let expected = Expected {
                     data_out: u32::from(*data_out),
                     data_in: u32::from(*data_in),
                 };
                 let (mut command, mut step) = lu.start(&Request {
-                    nexus: NexusId(1 + u32::from(*second)),
+                    nexus: NexusId(1 + u64::from(*second)),
                     cdb,
                     expected,
                     attribute: TaskAttribute::Simple,
                     luns: &[LunId::ZERO],
+                    read_only: false,
                 });
                 let mut buffer = vec![0; command.buffer_len() as usize];
                 for (i, byte) in buffer.iter_mut().enumerate() {
@@ -79,7 +101,7 @@ fn cdb() {
                 }
                 let mut steps = 0;
                 while !matches!(step, Step::Respond(_)) {
-                    let result = carry_out(&step, size, buffer.len(), expected);
+                    let result = carry_out(&step, &lu, buffer.len(), expected);
                     step = command.advance(&lu, result, &mut buffer);
                     steps += 1;
                     assert!(steps < MANY, "no answer to {cdb:02x?}");
@@ -93,7 +115,8 @@ fn cdb() {
 }
 
 /// Checks that a step stays within its bounds, and says that it is done.
-fn carry_out(step: &Step, size: u64, buffer: usize, expected: Expected) -> StepResult {
+fn carry_out(step: &Step, lu: &LogicalUnit, buffer: usize, expected: Expected) -> StepResult {
+    let size = lu.capacity_bytes();
     let on_medium = |offset: u64, len: u64| assert!(offset + len <= size);
     match *step {
         Step::ReceiveData { len } => {
@@ -127,6 +150,9 @@ fn carry_out(step: &Step, size: u64, buffer: usize, expected: Expected) -> StepR
                 allocation: Allocation::Mapped,
                 len,
             };
+        }
+        Step::Block(BlockOp::ChangeReservations(change)) => {
+            return StepResult::Reservations(lu.save_reservations(&change).map(drop));
         }
         Step::Respond(_) => {}
     }

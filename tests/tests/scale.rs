@@ -168,7 +168,8 @@ fn many_iscsi_and_iser_sessions_keep_many_commands_under_way_at_once() {
     // An engine has so many completion queues.
     let clients = [86, 87].map(|host| {
         Client::builder()
-            .pool((ISCSI_SESSIONS * DEPTH * BLOCK) as usize)
+            // Each session keeps a buffer of its own to ask the unit who it is.
+            .pool((ISCSI_SESSIONS * (DEPTH + 1) * BLOCK) as usize)
             .open(format!("127.0.0.{host}").parse().unwrap())
             .unwrap()
     });

@@ -201,6 +201,7 @@ fn show_kind(read: &Read<'_>) -> Result<String, Errno> {
 
 fn show_aptpl(read: &Read<'_>) -> Result<String, Errno> {
     Ok(match is_reservable(read) {
+        true if reservations(read).0.persists => "APTPL Bit Status: Activated\n",
         true => "APTPL Bit Status: Disabled\n",
         false => "",
     }
@@ -289,6 +290,7 @@ mod tests {
         let mut all = LiveReservations {
             generation: 4,
             kind: Some(5),
+            persists: true,
             registrants: vec![registrant("one", 0xa), registrant("two", 0xb)],
             reserved: None,
         };
@@ -325,6 +327,7 @@ mod tests {
                     "res_pr_type",
                     "SPC-3 Reservation Type: Write Exclusive Access, Registrants Only\n",
                 ),
+                ("res_aptpl_active", "APTPL Bit Status: Activated\n"),
             ],
         );
         // Of one of all registrants, the first is told when who made it has gone.
@@ -364,6 +367,7 @@ mod tests {
                 ),
                 ("res_pr_type", NOBODY),
                 ("res_type", "SPC2_RESERVATIONS\n"),
+                ("res_aptpl_active", "APTPL Bit Status: Disabled\n"),
             ],
         );
     }

@@ -38,6 +38,9 @@ pub(crate) struct Options {
     /// Folder of programs that are built already.
     #[arg(long)]
     programs: Option<PathBuf>,
+    /// Take the client from this folder, in which libiscsi was built, in the place of the installed one.
+    #[arg(long, value_name = "DIR")]
+    libiscsi: Option<PathBuf>,
     /// Keep what the client said of our target in this file.
     #[arg(long)]
     log: Option<PathBuf>,
@@ -51,8 +54,20 @@ impl Options {
             tests: None,
             minutes: 15,
             programs: None,
+            libiscsi: None,
             log: None,
         }
+    }
+
+    /// Where a program of libiscsi is, if it is there.
+    fn client(&self, program: &str) -> Option<PathBuf> {
+        let Some(folder) = &self.libiscsi else {
+            return sh::which(program);
+        };
+        // Where its build leaves programs, and where it installs them.
+        let places = ["test-tool", "utils", "bin", "."];
+        let mut places = places.iter().map(|place| folder.join(place).join(program));
+        places.find(|path| path.is_file())
     }
 }
 
@@ -75,6 +90,32 @@ const CLIENT: Need = need(
 /// The target's name.
 const IQN: &str = "iqn.2026-01.org.example:conformance";
 
+/// Tests of a newer libiscsi than the distribution's that fail by their own mistakes.
+const CLIENT_FAULTS: [(&str, &str); 5] = [
+    (
+        "CompareAndWrite.InvalidDataOutSize",
+        "since libiscsi's commit b4d59cd it changes the length in every PDU but the command, so that what \
+         it sends is valid",
+    ),
+    (
+        "GetLBAStatus.UnmapSingle",
+        "it asks for the status of the block after the unmapped ones, and expects that of the next \
+         physical block, which is another one where these have several logical blocks",
+    ),
+    (
+        "iSCSISendTargets.Simple",
+        "it expects an answer to SendTargets=All in a normal session, where RFC 7143 Appendix C forbids it",
+    ),
+    (
+        "iSCSISendTargets.Invalid",
+        "it expects an answer to SendTargets=All in a normal session, where RFC 7143 Appendix C forbids it",
+    ),
+    (
+        "iSCSITMF.AbortTaskSimpleAsync",
+        "it expects its command in libiscsi's queue of what is to be sent, but libiscsi sends at once",
+    ),
+];
+
 /// Bytes of a LUN. One of 32 MiB would be written at once by a test that does not ask how much a
 /// transfer may be.
 const SIZE: u64 = 24 << 20;
@@ -94,8 +135,11 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
 
 /// Runs everything and says how it ended.
 pub(crate) fn run_all(options: &Options) -> Result<Ended, Failure> {
-    if let Some(n) = ensure(&[&CLIENT]).first() {
-        return Ok(Ended::Unavailable(format!("{} is missing", n.program)));
+    if options.libiscsi.is_none() {
+        ensure(&[&CLIENT]);
+    }
+    if options.client(CLIENT.program).is_none() {
+        return Ok(Ended::Unavailable(format!("{} is missing", CLIENT.program)));
     }
     let programs = match &options.programs {
         Some(folder) => folder.clone(),
@@ -113,6 +157,12 @@ pub(crate) fn run_all(options: &Options) -> Result<Ended, Failure> {
     print_skips(&ours.run);
     for test in &ours.run.tests {
         if let Verdict::Failed(_) | Verdict::Unfinished = test.verdict {
+            let name = format!("{}.{}", test.suite, test.name);
+            let fault = CLIENT_FAULTS.iter().find(|(test, _)| *test == name);
+            if let (Some((_, why)), true) = (fault, options.libiscsi.is_some()) {
+                println!("{name} fails, but not by our fault: {why}");
+                continue;
+            }
             ours.failures
                 .push(format!("{}.{}: {:?}", test.suite, test.name, test.verdict));
         }
@@ -146,7 +196,7 @@ fn tell(name: &str, outcome: Result<Option<String>, Failure>, failures: &mut Vec
             println!("{name:<22} ok       {said}");
             return 1;
         }
-        Ok(None) => println!("{name:<22} skipped  not in this version's package"),
+        Ok(None) => println!("{name:<22} skipped  not in this version of libiscsi"),
         Err(error) => {
             println!("{name:<22} FAILED   {error}");
             failures.push(format!("{name}: {error}"));
@@ -176,7 +226,10 @@ fn ours(options: &Options, programs: &Path, scratch: &sh::Scratch) -> Result<Our
     let mut failures = Vec::new();
     let mut checks = 0;
     for check in CHECKS {
-        let outcome = check.run(&portal, &of_file, &image);
+        let program = options.client(check.program);
+        let outcome = program.map_or(Ok(None), |program| {
+            check.run(&program, &portal, &of_file, &image)
+        });
         checks += tell(check.name, outcome, &mut failures);
     }
     // After one session has come and gone, everything that is made once is there.
@@ -260,7 +313,9 @@ fn run_suite(
     let path = scratch.join(&format!("{name}.out"));
     let out = File::create(&path)?;
     // Two paths to one LUN.
-    let mut command = sh::cmd("iscsi-test-cu", ["--dataloss", "-t", tests, url, url]);
+    let client = options.client(CLIENT.program);
+    let client = client.ok_or("iscsi-test-cu is missing")?;
+    let mut command = sh::cmd(client, ["--dataloss", "-t", tests, url, url]);
     let mut child = command
         .stdin(Stdio::null())
         .stderr(out.try_clone()?)
@@ -325,13 +380,16 @@ struct Check {
 }
 
 impl Check {
-    /// What it said; `None` if there is no such program.
-    fn run(&self, portal: &str, url: &str, image: &Path) -> Result<Option<String>, Failure> {
-        if sh::which(self.program).is_none() {
-            return Ok(None);
-        }
+    /// What the program said.
+    fn run(
+        &self,
+        program: &Path,
+        portal: &str,
+        url: &str,
+        image: &Path,
+    ) -> Result<Option<String>, Failure> {
         let mut command = Command::new("timeout");
-        command.args(["60", self.program]);
+        command.arg("60").arg(program);
         command.args((self.args)(portal, url));
         let said = sh::output(&mut command)?;
         match (self.judge)(&said, image) {

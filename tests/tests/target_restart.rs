@@ -1,0 +1,330 @@
+//! What an initiator does when the daemon behind its portal is killed and comes back: with nothing of what
+//! was in its volatile cache, with another disk, or without one.
+
+#![allow(missing_docs, reason = "a test")]
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use riser_initiator::block::task::block_on;
+use riser_initiator::engine::{Client, Session};
+use riser_initiator::lun::{Lun, LunError};
+use riser_initiator::paths::PathState;
+use riser_initiator::request::RequestError;
+use riser_initiator::session::Down;
+use riser_initiator::url::TargetUrl;
+use riser_tests::programs::Pair;
+
+const IQN: &str = "iqn.2026-01.com.example:disk";
+const PATIENCE: Duration = Duration::from_secs(120);
+const PIECE: usize = 64 << 10;
+
+/// A daemon at 127.0.`network`.1 that serves a disk by every protocol.
+fn pair(network: u8, backend: &str) -> Pair {
+    let portals = ["srp", "iser", "iscsi"]
+        .map(|protocol| format!("{{ protocol: {protocol}, listen: 127.0.{network}.1 }}"));
+    let target = format!("iqn: {IQN}\nportals: [{}]", portals.join(", "));
+    Pair::with_target(network, backend, &target)
+}
+
+fn url(network: u8, scheme: &str) -> TargetUrl {
+    let target = match scheme {
+        "srp" => "0".to_owned(),
+        _ => format!("{IQN}/0"),
+    };
+    let url = format!("{scheme}://127.0.{network}.1/{target}");
+    url.parse().unwrap()
+}
+
+fn connect(network: u8, url: &TargetUrl, scheme: &str) -> Session {
+    let builder = Client::builder().pool(16 << 20);
+    let client = match scheme {
+        "iscsi" => builder.without_device(),
+        _ => builder.open(format!("127.0.{network}.2").parse().unwrap()),
+    };
+    let client = client.unwrap();
+    let until = Instant::now() + PATIENCE;
+    loop {
+        match block_on(client.connect(url.clone())) {
+            Ok(session) => return session.with_timeout(PATIENCE),
+            Err(error) => assert!(Instant::now() < until, "{error}"),
+        }
+        thread::sleep(Duration::from_millis(50));
+    }
+}
+
+fn write(lun: &Lun, offset: u64, fua: bool) -> Result<(), LunError> {
+    let buffer = block_on(lun.buffers().take(PIECE));
+    buffer.slice().fill(0, PIECE, 0xbb);
+    block_on(lun.write(offset, buffer, fua)).map(drop)
+}
+
+fn flush(lun: &Lun) -> Result<(), LunError> {
+    block_on(lun.flush())
+}
+
+fn lost() -> Result<(), LunError> {
+    Err(LunError::Request(RequestError::CacheLost))
+}
+
+fn restart(pair: &mut Pair) {
+    pair.kill();
+    pair.serve();
+}
+
+/// A RAM disk loses what was written, so the flush behind it fails; once, and only if there was
+/// something to lose.
+fn a_restart_fails_a_flush_once(network: u8, scheme: &str) {
+    let mut pair = pair(network, "{ kind: ram, size: 16MiB, write_cache: true }");
+    let session = connect(network, &url(network, scheme), scheme);
+    let lun = block_on(session.lun(0)).unwrap();
+    write(&lun, 0, false).unwrap();
+    restart(&mut pair);
+    assert_eq!(flush(&lun), lost());
+    assert_eq!(flush(&lun), Ok(()));
+    // Another command is the first to find the target again.
+    write(&lun, 0, false).unwrap();
+    restart(&mut pair);
+    let buffer = block_on(lun.buffers().take(PIECE));
+    block_on(lun.read(0, buffer)).unwrap();
+    assert_eq!(flush(&lun), lost());
+    // What was on the medium was not in the cache.
+    write(&lun, 0, true).unwrap();
+    restart(&mut pair);
+    assert_eq!(flush(&lun), Ok(()));
+    write(&lun, 0, false).unwrap();
+    assert_eq!(flush(&lun), Ok(()));
+    restart(&mut pair);
+    assert_eq!(flush(&lun), Ok(()));
+    assert!(session.status().reconnects() >= 4);
+}
+
+#[test]
+fn a_restart_fails_a_flush_once_over_iscsi() {
+    a_restart_fails_a_flush_once(141, "iscsi");
+}
+
+#[test]
+fn a_restart_fails_a_flush_once_over_iser() {
+    a_restart_fails_a_flush_once(142, "iser");
+}
+
+#[test]
+fn a_restart_fails_a_flush_once_over_srp() {
+    a_restart_fails_a_flush_once(143, "srp");
+}
+
+#[test]
+fn a_restart_fails_a_flush_once_with_several_paths() {
+    let mut pair = {
+        let portal = |host| format!("{{ protocol: iscsi, listen: 127.0.144.{host} }}");
+        let target = format!("iqn: {IQN}\nportals: [{}, {}]", portal(1), portal(3));
+        Pair::with_target(
+            144,
+            "{ kind: ram, size: 16MiB, write_cache: true }",
+            &target,
+        )
+    };
+    let url = format!("iscsi://127.0.144.1/{IQN}/0?portal=127.0.144.3");
+    let session = connect(144, &url.parse().unwrap(), "iscsi");
+    let live = |session: &Session| {
+        let until = Instant::now() + PATIENCE;
+        while session
+            .status()
+            .paths()
+            .iter()
+            .any(|p| p.state != PathState::Live)
+        {
+            assert!(Instant::now() < until, "{:?}", session.status().paths());
+            thread::sleep(Duration::from_millis(10));
+        }
+    };
+    let lun = block_on(session.lun(0)).unwrap();
+    live(&session);
+    write(&lun, 0, false).unwrap();
+    restart(&mut pair);
+    assert_eq!(flush(&lun), lost());
+    // The other path finds the same loss, which has been reported.
+    write(&lun, 0, false).unwrap();
+    live(&session);
+    assert_eq!(flush(&lun), Ok(()));
+}
+
+#[test]
+fn a_restart_over_a_file_fails_no_flush() {
+    let backend = "{ kind: file, path: DIR/disk, size: 16MiB, create: true, write_cache: true }";
+    let mut pair = pair(145, backend);
+    let session = connect(145, &url(145, "iscsi"), "iscsi");
+    let lun = block_on(session.lun(0)).unwrap();
+    write(&lun, 0, false).unwrap();
+    restart(&mut pair);
+    assert_eq!(flush(&lun), Ok(()));
+    assert!(session.status().reconnects() >= 1);
+}
+
+/// Connections through a port of ours, which can be cut.
+struct Proxy {
+    address: String,
+    open: Arc<Mutex<Vec<TcpStream>>>,
+}
+
+impl Proxy {
+    fn new(target: &'static str) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let open = Arc::new(Mutex::new(Vec::new()));
+        let kept = open.clone();
+        thread::spawn(move || {
+            for client in listener.incoming() {
+                let (Ok(client), Ok(server)) = (client, TcpStream::connect(target)) else {
+                    continue;
+                };
+                for (from, to) in [(&client, &server), (&server, &client)] {
+                    let (mut from, mut to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
+                    thread::spawn(move || {
+                        let mut bytes = [0; 16 << 10];
+                        while let Ok(len @ 1..) = from.read(&mut bytes) {
+                            if to.write_all(&bytes[..len]).is_err() {
+                                break;
+                            }
+                        }
+                        let _ = to.shutdown(Shutdown::Both);
+                    });
+                }
+                kept.lock().unwrap().extend([client, server]);
+            }
+        });
+        Self { address, open }
+    }
+
+    fn cut(&self) {
+        for stream in self.open.lock().unwrap().drain(..) {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+#[test]
+fn a_connection_that_flaps_fails_no_flush() {
+    let _pair = pair(146, "{ kind: ram, size: 16MiB, write_cache: true }");
+    let proxy = Proxy::new("127.0.146.1:3260");
+    let url = format!("iscsi://{}/{IQN}/0", proxy.address);
+    let session = connect(146, &url.parse().unwrap(), "iscsi");
+    let lun = block_on(session.lun(0)).unwrap();
+    for round in 1..4 {
+        write(&lun, 0, false).unwrap();
+        proxy.cut();
+        assert_eq!(flush(&lun), Ok(()));
+        assert!(session.status().reconnects() >= round);
+    }
+}
+
+fn named(name: &str, size: &str) -> String {
+    format!("{{ kind: file, path: DIR/{name}, size: {size}, create: true, serial: {name} }}")
+}
+
+/// Serves another configuration: one in which the disk, or its number, is replaced.
+fn exchange(pair: &mut Pair, from: &str, to: &str) {
+    pair.kill();
+    let (path, dir) = (
+        pair.path("riserd.yaml"),
+        pair.dir.to_str().unwrap().to_owned(),
+    );
+    let text = fs::read_to_string(&path).unwrap();
+    let from = from.replace("DIR", &dir);
+    assert!(text.contains(&from), "{text}");
+    fs::write(&path, text.replace(&from, &to.replace("DIR", &dir))).unwrap();
+    pair.serve();
+}
+
+fn another_disk_is_not_written_to(network: u8, scheme: &str) {
+    let one = named("disk-one", "16MiB");
+    let mut pair = pair(network, &one);
+    let session = connect(network, &url(network, scheme), scheme);
+    let lun = block_on(session.lun(0)).unwrap();
+    write(&lun, 0, false).unwrap();
+    exchange(&mut pair, &one, &named("another-disk", "16MiB"));
+    assert!(write(&lun, 2 << 20, false).is_err());
+    assert!(write(&lun, 0, false).is_err());
+    let other = fs::read(pair.path("another-disk")).unwrap();
+    assert!(other.iter().all(|b| *b == 0), "it was written to");
+    assert_eq!(session.status().last_down(), Some(Down::OtherUnit));
+    let paths = session.status().paths();
+    let why = paths[0].why.as_deref().unwrap();
+    assert!(
+        why.contains("disk-one") && why.contains("another-disk"),
+        "{why}"
+    );
+}
+
+#[test]
+fn another_disk_is_not_written_to_over_iscsi() {
+    another_disk_is_not_written_to(147, "iscsi");
+}
+
+#[test]
+fn another_disk_is_not_written_to_over_srp() {
+    another_disk_is_not_written_to(148, "srp");
+}
+
+#[test]
+fn an_attachment_says_why_it_has_ended() {
+    let one = named("disk-one", "16MiB");
+    let mut pair = pair(149, &one);
+    let socket = pair.path("nbd");
+    // The daemon serves when a login succeeds.
+    drop(connect(149, &url(149, "iscsi"), "iscsi"));
+    let url = url(149, "iscsi").to_string();
+    pair.riser(&["attach", &url, "--nbd", &socket]);
+    exchange(&mut pair, &one, &named("another-disk", "16MiB"));
+    let until = Instant::now() + PATIENCE;
+    loop {
+        let list = pair.riser(&["list"]);
+        let is_said = ["leads to another logical unit", "disk-one", "another-disk"];
+        if is_said.iter().all(|word| list.contains(word)) {
+            break;
+        }
+        assert!(Instant::now() < until, "{list}");
+        thread::sleep(Duration::from_millis(50));
+    }
+}
+
+#[test]
+fn a_disk_that_comes_back_smaller_is_no_longer_used_and_one_that_has_grown_is() {
+    let one = named("disk-one", "16MiB");
+    let mut pair = pair(150, &one);
+    let session = connect(150, &url(150, "iscsi"), "iscsi");
+    let lun = block_on(session.lun(0)).unwrap();
+    let grown = named("disk-one", "32MiB");
+    exchange(&mut pair, &one, &grown);
+    write(&lun, 0, true).unwrap();
+    pair.kill();
+    fs::remove_file(pair.path("disk-one")).unwrap();
+    exchange(&mut pair, &grown, &named("disk-one", "8MiB"));
+    assert!(write(&lun, 0, true).is_err());
+    assert_eq!(session.status().last_down(), Some(Down::Shrunk));
+}
+
+#[test]
+fn a_disk_that_is_away_for_a_while_is_waited_for() {
+    let one = named("disk-one", "16MiB");
+    let mut pair = pair(151, &one);
+    let session = connect(151, &url(151, "iscsi"), "iscsi");
+    let lun = block_on(session.lun(0)).unwrap();
+    exchange(&mut pair, "luns: { 0: disk }", "luns: { 1: disk }");
+    let writing = thread::spawn({
+        let lun = lun.clone();
+        move || write(&lun, 0, true)
+    });
+    let until = Instant::now() + PATIENCE;
+    while session.status().last_down() != Some(Down::NoIdentity) {
+        assert!(Instant::now() < until, "{:?}", session.status().last_down());
+        thread::sleep(Duration::from_millis(10));
+    }
+    exchange(&mut pair, "luns: { 1: disk }", "luns: { 0: disk }");
+    writing.join().unwrap().unwrap();
+}

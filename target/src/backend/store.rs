@@ -536,9 +536,29 @@ fn io_error(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> Open
     }
 }
 
-/// How long a lock may still be held by a process that is gone: the kernel takes the rings of a
-/// killed process apart, and closes the files they hold, a moment after its end.
-const LOCK_PATIENCE: Duration = Duration::from_millis(500);
+/// How long a store may still be held by a process that is gone: the kernel takes the rings of a
+/// killed process apart, and closes the files they hold, some time after its end.
+const LOCK_PATIENCE: Duration = Duration::from_secs(3);
+
+/// Tries until a store is free, for [`LOCK_PATIENCE`] at most. `attempt` returns `None` where
+/// something else holds it.
+fn until_free<T>(
+    path: &Path,
+    mut attempt: impl FnMut() -> Result<Option<T>, OpenError>,
+) -> Result<T, OpenError> {
+    let deadline = Instant::now() + LOCK_PATIENCE;
+    loop {
+        if let Some(free) = attempt()? {
+            return Ok(free);
+        }
+        if Instant::now() > deadline {
+            return Err(OpenError::Locked {
+                path: path.to_owned(),
+            });
+        }
+        std::thread::sleep(LOCK_PATIENCE / 200);
+    }
+}
 
 fn lock(file: &File, spec: &Spec, path: &Path) -> Result<(), OpenError> {
     let mode = if spec.read_only {
@@ -546,16 +566,10 @@ fn lock(file: &File, spec: &Spec, path: &Path) -> Result<(), OpenError> {
     } else {
         Lock::Exclusive
     };
-    let deadline = Instant::now() + LOCK_PATIENCE;
-    while !sys::lock(file.as_fd(), mode).map_err(io_error(path, "lock it"))? {
-        if Instant::now() > deadline {
-            return Err(OpenError::Locked {
-                path: path.to_owned(),
-            });
-        }
-        std::thread::sleep(LOCK_PATIENCE / 50);
-    }
-    Ok(())
+    until_free(path, || {
+        let is_ours = sys::lock(file.as_fd(), mode).map_err(io_error(path, "lock it"))?;
+        Ok(is_ours.then_some(()))
+    })
 }
 
 fn extend(file: &File, path: &Path, len: u64) -> Result<(), OpenError> {
@@ -651,17 +665,16 @@ fn measure_file(spec: &Spec, path: &Path, file: File) -> Opened {
 fn open_device(spec: &Spec, path: &Path) -> Opened {
     // O_EXCL on a block device: not while it is mounted or part of something else.
     let exclusive = if spec.read_only { 0 } else { libc::O_EXCL };
-    let file = OpenOptions::new()
+    let mut options = OpenOptions::new();
+    options
         .read(true)
         .write(!spec.read_only)
-        .custom_flags(exclusive | libc::O_NONBLOCK)
-        .open(path)
-        .map_err(|e| match e.raw_os_error() {
-            Some(libc::EBUSY) => OpenError::Locked {
-                path: path.to_owned(),
-            },
-            _ => io_error(path, "open it")(e),
-        })?;
+        .custom_flags(exclusive | libc::O_NONBLOCK);
+    let file = until_free(path, || match options.open(path) {
+        Ok(file) => Ok(Some(file)),
+        Err(e) if e.raw_os_error() == Some(libc::EBUSY) => Ok(None),
+        Err(e) => Err(io_error(path, "open it")(e)),
+    })?;
     let metadata = file.metadata().map_err(io_error(path, "examine it"))?;
     if !metadata.file_type().is_block_device() {
         return Err(OpenError::Kind {

@@ -511,6 +511,36 @@ fn a_file_is_served_once() {
     assert!(matches!(Store::open(&s), Err(OpenError::Locked { .. })));
 }
 
+/// As after a kill: the kernel closes the files of a ring some time after the process is gone.
+fn a_store_is_waited_for(s: &Spec) {
+    let first = Store::open(s).unwrap();
+    let holder = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_secs(1));
+        drop(first);
+    });
+    Store::open(s).unwrap();
+    holder.join().unwrap();
+}
+
+#[test]
+fn a_file_is_waited_for_while_its_holder_goes() {
+    let dir = Dir::new(&std::env::temp_dir(), "wait");
+    a_store_is_waited_for(&spec(file(dir.file("lun"), 1 << 20)));
+}
+
+#[test]
+fn a_block_device_is_waited_for_while_its_holder_goes() {
+    let dir = Dir::new(&std::env::temp_dir(), "wait-device");
+    let path = dir.file("disk");
+    File::create(&path).unwrap().set_len(1 << 20).unwrap();
+    match Loop::new(&path) {
+        Ok(device) => a_store_is_waited_for(&spec(Source::Device {
+            path: device.0.clone(),
+        })),
+        Err(why) => skip("waiting for a block device", &why),
+    }
+}
+
 #[test]
 fn what_would_not_be_found_again_is_told() {
     let dir = Dir::new(&std::env::temp_dir(), "reopen");

@@ -7,7 +7,7 @@
 use crate::access::or_into;
 use crate::cdb::Cdb;
 use crate::config::Config;
-use crate::plan::{Context, Machine, Next, Plan, PlanResult, Planner, Transfer};
+use crate::plan::{Context, Machine, Next, Pieces, Plan, PlanResult, Planner, Transfer};
 use crate::rw::Write;
 use crate::sense::Sense;
 use crate::step::BlockOp;
@@ -19,9 +19,11 @@ const FUA: u8 = 3;
 const BLOCKS_BYTE: u16 = 13;
 
 /// MAXIMUM COMPARE AND WRITE LENGTH in blocks: what the configuration says, as
-/// far as both halves of the data fit one transfer.
+/// far as both halves of the data fit one transfer and one window: they are compared and written as a
+/// whole.
 pub(crate) fn max_compare_write(config: &Config) -> u8 {
-    let fit = config.limits.max_transfer / (2 * config.block_size.bytes());
+    let limits = &config.limits;
+    let fit = limits.max_transfer.min(limits.window) / (2 * config.block_size.bytes());
     config
         .limits
         .max_compare_write_blocks
@@ -60,8 +62,8 @@ pub(crate) fn plan_compare_and_write(planner: &Planner<'_>, cdb: &Cdb) -> PlanRe
         offset,
         len.into(),
         Compare::Buffer,
-        received,
-        scratch,
+        Pieces::whole(len),
+        received..received + scratch,
         planner.block(),
     );
     let fua = cdb.bit(1, FUA) || !planner.lu.is_write_cache_enabled();
@@ -71,7 +73,7 @@ pub(crate) fn plan_compare_and_write(planner: &Planner<'_>, cdb: &Cdb) -> PlanRe
             data_out: received,
         },
         buffer_len: received + scratch,
-        first: Next::Receive(received),
+        first: Next::receive(received),
         machine: Machine::CompareWrite(CompareWrite {
             verify: Some(verify.after_receive().of_cache()),
             write: Write::from_buffer(offset, len, len, fua),
@@ -91,21 +93,25 @@ impl CompareWrite {
     }
 }
 
-/// An ORWRITE. The buffer holds the data, and scratch for the medium behind
-/// them.
+/// An ORWRITE. The buffer holds a piece of the data, and scratch for the medium
+/// behind it. One piece after the other is brought, read, and written; the task
+/// set keeps the blocks of all of them for the command.
 #[derive(Debug)]
 pub(crate) struct OrWrite {
     offset: u64,
-    len: u32,
+    data: Pieces,
+    /// Where the scratch is in the buffer.
+    scratch_offset: u32,
     scratch_len: u32,
-    /// Bytes that have the medium's bits in them.
+    /// Bytes of the piece that have the medium's bits in them.
     done: u32,
+    fua: bool,
     stage: OrStage,
-    write: Write,
 }
 
 /// ```text
 /// Receiving -> Reading (segment after segment) -> Writing -> (answer)
+///     ^-------------- the next piece ----------------/
 /// ```
 #[derive(Debug)]
 enum OrStage {
@@ -114,7 +120,7 @@ enum OrStage {
     /// A segment of the medium is being read.
     Reading,
     /// The result is being written.
-    Writing,
+    Writing(Write),
 }
 
 /// ORWRITE (16).
@@ -131,46 +137,62 @@ pub(crate) fn plan_or_write(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
             ..Plan::good()
         });
     }
-    let scratch = planner.segment(len.into());
-    let fua = cdb.bit(1, FUA) || !planner.lu.is_write_cache_enabled();
+    let data = planner.pieces(len);
+    let scratch = planner.segment(data.len().into());
     Ok(Plan {
         transfer,
-        buffer_len: len + scratch,
-        first: Next::Receive(len),
+        buffer_len: data.len() + scratch,
+        first: data.receive(),
         machine: Machine::OrWrite(OrWrite {
             offset,
-            len,
+            data,
+            scratch_offset: data.len(),
             scratch_len: scratch,
             done: 0,
+            fua: cdb.bit(1, FUA) || !planner.lu.is_write_cache_enabled(),
             stage: OrStage::Receiving,
-            write: Write::from_buffer(offset, len, 0, fua),
         }),
     })
 }
 
 impl OrWrite {
-    fn piece(&self) -> u32 {
-        (self.len - self.done).min(self.scratch_len)
+    /// Where the present piece is on the medium.
+    fn start(&self) -> u64 {
+        self.offset + u64::from(self.data.from())
+    }
+
+    fn segment(&self) -> u32 {
+        (self.data.len() - self.done).min(self.scratch_len)
     }
 
     pub(crate) fn advance(&mut self, context: &mut Context<'_>) -> Result<Next, Sense> {
-        match self.stage {
+        match &mut self.stage {
             OrStage::Receiving => self.stage = OrStage::Reading,
             OrStage::Reading => {
-                let piece = self.piece();
-                or_into(context.data, self.done, self.len, piece);
-                self.done += piece;
+                let segment = self.segment();
+                or_into(context.data, self.done, self.scratch_offset, segment);
+                self.done += segment;
             }
-            OrStage::Writing => return self.write.advance(context),
+            OrStage::Writing(write) => {
+                let next = write.advance(context)?;
+                if !matches!(next, Next::Answer(_)) || !self.data.advance() {
+                    return Ok(next);
+                }
+                self.done = 0;
+                self.stage = OrStage::Receiving;
+                return Ok(self.data.receive());
+            }
         }
-        if self.done == self.len {
-            self.stage = OrStage::Writing;
-            return self.write.advance(context);
+        if self.done == self.data.len() {
+            let mut write = Write::from_buffer(self.start(), self.data.len(), 0, self.fua);
+            let next = write.advance(context);
+            self.stage = OrStage::Writing(write);
+            return next;
         }
         Ok(Next::Block(BlockOp::Read {
-            offset: self.offset + u64::from(self.done),
-            len: self.piece(),
-            buffer_offset: self.len,
+            offset: self.start() + u64::from(self.done),
+            len: self.segment(),
+            buffer_offset: self.scratch_offset,
             fua: false,
         }))
     }

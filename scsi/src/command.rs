@@ -6,13 +6,18 @@
 //!           +----------+-----------+
 //!           v          v           v
 //!     ReceiveData    Block      Respond  <--- refused, or answered at once
+//!     SendData         |           |
 //!           |          |           ^
 //!           |  Done    |  Done,    |
 //!           |          |  Status   |
 //!           +--> advance(result) --+     <--- last step done, or Failed
 //!                |           ^
-//!                +-----------+           <--- further Block steps
+//!                +-----------+           <--- further steps
 //! ```
+//!
+//! Data that are longer than the window go through the buffer in pieces: a WRITE alternates between
+//! `ReceiveData` and `Block`, a READ between `Block` and `SendData`, and its last piece goes with the
+//! response.
 //!
 //! The target keeps the [`Command`] beside the task and calls
 //! [`advance`](Command::advance) once for every step that it carried out. It
@@ -38,8 +43,10 @@ pub struct Command {
     expected: Expected,
     transfer: Transfer,
     buffer_len: u32,
-    /// Whether the initiator's data have been asked for.
-    received: bool,
+    /// Bytes of Data-Out that the initiator has been asked for.
+    received: u32,
+    /// Bytes of Data-In that were sent before the response.
+    sent: u32,
     flight: Flight,
     machine: Machine,
 }
@@ -81,7 +88,8 @@ impl Command {
             expected,
             transfer: Transfer::default(),
             buffer_len: 0,
-            received: false,
+            received: 0,
+            sent: 0,
             flight: Flight::Other,
             machine: Machine::Finished,
         };
@@ -94,7 +102,7 @@ impl Command {
             }
             Err(refusal) => {
                 command.transfer = refusal.transfer;
-                command.received = refusal.transfer.data_out > 0;
+                command.received = refusal.transfer.data_out;
                 match refusal.reason {
                     Reason::Sense(sense) => command.fail(lu, &sense),
                     Reason::Conflict => command.conflict(),
@@ -105,8 +113,8 @@ impl Command {
     }
 
     /// Bytes of data buffer the command needs before its first step that is
-    /// not a response. At most MAXIMUM TRANSFER LENGTH plus one segment,
-    /// or 64 KiB for a parameter list.
+    /// not a response. At most a window plus one segment, or 64 KiB for a
+    /// parameter list.
     #[must_use]
     pub fn buffer_len(&self) -> u32 {
         self.buffer_len
@@ -143,6 +151,10 @@ impl Command {
             data,
         };
         match self.machine.advance(&mut context, result) {
+            // The capacity may have shrunk since the command was planned.
+            Ok(Next::Block(op)) if op.end().is_some_and(|end| end > lu.capacity_bytes()) => {
+                self.fail(lu, &Sense::illegal(AdditionalSense::LBA_OUT_OF_RANGE))
+            }
             Ok(next) => self.emit(next),
             Err(sense) => self.fail(lu, &sense),
         }
@@ -157,10 +169,15 @@ impl Command {
 
     fn emit(&mut self, next: Next) -> Step {
         match next {
-            Next::Receive(len) => {
-                self.received = true;
+            Next::Receive { from, len } => {
+                self.received = from + len;
                 self.flight = Flight::Other;
-                Step::ReceiveData { len }
+                Step::ReceiveData { from, len }
+            }
+            Next::Send { from, len } => {
+                self.sent = from + len;
+                self.flight = Flight::Other;
+                Step::SendData { from, len }
             }
             Next::Block(op) => {
                 self.flight = Flight::of(&op);
@@ -180,9 +197,9 @@ impl Command {
                 bytes.truncate(expected.data_in as usize);
                 (DataIn::Inline(bytes), wanted)
             }
-            DataIn::Buffer { len } => {
-                let len = len.min(expected.data_in);
-                (DataIn::Buffer { len }, self.transfer.data_in)
+            DataIn::Buffer { from, len } => {
+                let len = len.min(expected.data_in.saturating_sub(from));
+                (DataIn::Buffer { from, len }, self.transfer.data_in)
             }
             DataIn::None => (DataIn::None, self.transfer.data_in),
         };
@@ -201,16 +218,18 @@ impl Command {
 
     fn fail(&mut self, lu: &LogicalUnit, sense: &Sense) -> Step {
         self.machine = Machine::Finished;
-        let out = if self.received {
+        // Whatever lies beyond the initiator's buffer counts once all that is in there has come.
+        let offered = self.transfer.data_out.min(self.expected.data_out);
+        let out = if self.received > 0 && self.received >= offered {
             self.transfer.data_out
         } else {
-            0
+            self.received
         };
         Step::Respond(Response {
             status: Status::CheckCondition,
             sense: sense.encode(lu.sense_format()),
             data_in: DataIn::None,
-            residual_in: Residual::between(0, self.expected.data_in),
+            residual_in: Residual::between(self.sent, self.expected.data_in),
             residual_out: Residual::between(out, self.expected.data_out),
         })
     }

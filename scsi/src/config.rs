@@ -64,6 +64,9 @@ pub struct Identity {
 pub struct Limits {
     /// MAXIMUM TRANSFER LENGTH in bytes; a multiple of the block size.
     pub max_transfer: u32,
+    /// Bytes of a transfer that are in a command's buffer at a time; a multiple of the block size.
+    /// A longer READ, WRITE, WRITE AND VERIFY, VERIFY or ORWRITE goes in pieces of this length.
+    pub window: u32,
     /// OPTIMAL TRANSFER LENGTH in bytes, reported up to the maximum; 0 says
     /// nothing.
     pub optimal_transfer: u32,
@@ -74,7 +77,7 @@ pub struct Limits {
     /// MAXIMUM WRITE SAME LENGTH in blocks.
     pub max_write_same_blocks: u32,
     /// MAXIMUM COMPARE AND WRITE LENGTH in blocks, at least 1; less where two of
-    /// them do not fit a transfer.
+    /// them do not fit a window.
     pub max_compare_write_blocks: u8,
     /// Scratch a VERIFY or WRITE SAME works through at a time, in bytes; a
     /// multiple of 4096.
@@ -84,7 +87,8 @@ pub struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            max_transfer: 8 << 20,
+            max_transfer: 32 << 20,
+            window: 1 << 20,
             optimal_transfer: 1 << 20,
             max_unmap_blocks: 1 << 20,
             max_unmap_descriptors: 256,
@@ -164,6 +168,7 @@ impl Config {
         }
         let limits = &self.limits;
         limit(limits.max_transfer, block, "max_transfer")?;
+        limit(limits.window, block, "window")?;
         if !limits.optimal_transfer.is_multiple_of(block) {
             return Err(ConfigError::Limit("optimal_transfer"));
         }
@@ -180,8 +185,8 @@ impl Config {
             "max_compare_write_blocks",
         )?;
         limit(limits.segment, 4096, "segment")?;
-        if limits.max_transfer.checked_add(limits.segment).is_none() {
-            return Err(ConfigError::Limit("max_transfer"));
+        if limits.window.checked_add(limits.segment).is_none() {
+            return Err(ConfigError::Limit("window"));
         }
         if let Provisioning::Thin { granularity } = self.provisioning {
             limit(granularity, 1, "granularity")?;

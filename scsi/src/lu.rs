@@ -234,7 +234,7 @@ impl LogicalUnit {
         // Planning what takes data changes nothing yet.
         let plan = (entry.plan)(&Planner { lu: self, request }, &cdb).ok()?;
         match plan.first {
-            Next::Receive(len) if len > 0 => Some(DataOut {
+            Next::Receive { len, .. } if len > 0 => Some(DataOut {
                 len,
                 buffer_len: plan.buffer_len,
             }),

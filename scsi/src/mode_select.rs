@@ -57,7 +57,7 @@ fn plan(planner: &Planner<'_>, cdb: &Cdb, list_len: u32, header: Header) -> Plan
             data_out: list_len,
         },
         buffer_len: list_len,
-        first: Next::Receive(list_len),
+        first: Next::receive(list_len),
         machine: Machine::ModeSelect(ModeSelect {
             list_len,
             header,

@@ -65,11 +65,90 @@ impl Refusal {
 /// A command's next wish, from its machine.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum Next {
-    Receive(u32),
+    /// A piece of Data-Out to the start of the buffer.
+    Receive {
+        from: u32,
+        len: u32,
+    },
+    /// A piece of Data-In from the start of the buffer.
+    Send {
+        from: u32,
+        len: u32,
+    },
     Block(BlockOp),
     Answer(DataIn),
     /// RESERVATION CONFLICT.
     Conflict,
+}
+
+impl Next {
+    /// All of the Data-Out of a command that needs it in one piece.
+    pub(crate) fn receive(len: u32) -> Self {
+        Self::Receive { from: 0, len }
+    }
+}
+
+/// The piece of a command's data that is in its buffer. Data that are longer than the window go through
+/// the buffer in pieces, first to last.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Pieces {
+    total: u32,
+    window: u32,
+    /// Where the present piece begins in the data.
+    from: u32,
+}
+
+impl Pieces {
+    /// The first piece of `total` bytes.
+    pub(crate) fn new(total: u32, window: u32) -> Self {
+        Self {
+            total,
+            window,
+            from: 0,
+        }
+    }
+
+    /// All of the data as one piece.
+    pub(crate) fn whole(total: u32) -> Self {
+        Self::new(total, total)
+    }
+
+    /// Bytes of all pieces.
+    pub(crate) fn total(self) -> u32 {
+        self.total
+    }
+
+    /// Where the piece begins.
+    pub(crate) fn from(self) -> u32 {
+        self.from
+    }
+
+    /// Its length; no piece is longer than the first one.
+    pub(crate) fn len(self) -> u32 {
+        (self.total - self.from).min(self.window)
+    }
+
+    /// Where it ends.
+    pub(crate) fn end(self) -> u32 {
+        self.from + self.len()
+    }
+
+    /// Goes on to the next piece, if there is one.
+    pub(crate) fn advance(&mut self) -> bool {
+        let more = self.end() < self.total;
+        if more {
+            self.from = self.end();
+        }
+        more
+    }
+
+    /// The step that brings the piece.
+    pub(crate) fn receive(self) -> Next {
+        Next::Receive {
+            from: self.from,
+            len: self.len(),
+        }
+    }
 }
 
 /// A legal command, ready to run.
@@ -223,6 +302,11 @@ impl Planner<'_> {
                 data_out: wanted,
             },
         }
+    }
+
+    /// The data of a transfer, piece by piece.
+    pub(crate) fn pieces(&self, total: u32) -> Pieces {
+        Pieces::new(total, self.lu.config().limits.window)
     }
 
     /// Scratch for working through `total` bytes, at most one segment.

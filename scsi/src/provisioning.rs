@@ -40,7 +40,7 @@ pub(crate) fn plan_unmap(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
             data_out: len,
         },
         buffer_len: len,
-        first: Next::Receive(len),
+        first: Next::receive(len),
         machine: Machine::Unmap(Unmap {
             list_len: len,
             count: None,
@@ -201,7 +201,7 @@ pub(crate) fn plan_write_same(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
             data_out: block,
         },
         buffer_len: same.segment,
-        first: Next::Receive(block),
+        first: Next::receive(block),
         machine: Machine::WriteSame(same),
     })
 }

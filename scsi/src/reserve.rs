@@ -72,7 +72,7 @@ pub(crate) fn plan_reserve_out(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
             data_out: len,
         },
         buffer_len: len,
-        first: Next::Receive(len),
+        first: Next::receive(len),
         machine: Machine::ReserveOut(ReserveOut { action }),
     })
 }

@@ -1,18 +1,24 @@
 //! READ and WRITE (SBC-3 5.7 to 5.12, 5.40 to 5.43) and the write half of
 //! WRITE AND VERIFY (5.45 to 5.47).
+//!
+//! What is longer than the window goes through the buffer in pieces.
 
 use crate::cdb::Cdb;
-use crate::plan::{Context, Machine, Next, Plan, PlanResult, Planner, Transfer};
+use crate::plan::{Context, Machine, Next, Pieces, Plan, PlanResult, Planner, Transfer};
 use crate::sense::Sense;
 use crate::step::{BlockOp, DataIn};
 use crate::verify::{Compare, Verify};
 
 const FUA: u8 = 3;
 
-/// A READ whose block operation is on its way.
+/// A READ whose block operation is on its way, or a piece of whose data is.
 #[derive(Debug)]
 pub(crate) struct Read {
-    len: u32,
+    offset: u64,
+    data: Pieces,
+    fua: bool,
+    /// Whether the present piece is on its way to the initiator.
+    is_sending: bool,
 }
 
 /// READ (6), (10), (12) and (16).
@@ -39,22 +45,42 @@ pub(crate) fn plan_read(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
             ..Plan::good()
         });
     }
+    let read = Read {
+        offset,
+        data: planner.pieces(len),
+        fua,
+        is_sending: false,
+    };
     Ok(Plan {
         transfer,
-        buffer_len: len,
-        first: Next::Block(BlockOp::Read {
-            offset,
-            len,
-            buffer_offset: 0,
-            fua,
-        }),
-        machine: Machine::Read(Read { len }),
+        buffer_len: read.data.len(),
+        first: read.read(),
+        machine: Machine::Read(read),
     })
 }
 
 impl Read {
+    fn read(&self) -> Next {
+        Next::Block(BlockOp::Read {
+            offset: self.offset + u64::from(self.data.from()),
+            len: self.data.len(),
+            buffer_offset: 0,
+            fua: self.fua,
+        })
+    }
+
     pub(crate) fn advance(&mut self) -> Next {
-        Next::Answer(DataIn::Buffer { len: self.len })
+        if self.is_sending {
+            self.is_sending = false;
+            self.data.advance();
+            return self.read();
+        }
+        let (from, len) = (self.data.from(), self.data.len());
+        if self.data.end() == self.data.total() {
+            return Next::Answer(DataIn::Buffer { from, len });
+        }
+        self.is_sending = true;
+        Next::Send { from, len }
     }
 }
 
@@ -62,27 +88,30 @@ impl Read {
 #[derive(Debug)]
 pub(crate) struct Write {
     offset: u64,
-    len: u32,
+    data: Pieces,
     /// Where the data are in the command's buffer.
     buffer_offset: u32,
     fua: bool,
+    /// The verification of what was written, piece by piece.
+    verify: Option<Verify>,
     stage: WriteStage,
 }
 
 /// ```text
 /// Receiving -> Writing -> (answer)
-///                 |-----> Verifying -> (answer)
-///                 \-----> Flushing --> (answer)
+///    ^           |-----> Verifying -> (answer)
+///    |           |-----> Flushing --> (answer)
+///    \-----------/ the next piece, verified where that is asked for
 /// ```
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 enum WriteStage {
-    /// Data-Out is on its way; the verification follows the write, if any.
-    Receiving(Option<Verify>),
-    /// The medium is being written.
-    Writing(Option<Verify>),
-    /// What was written is being read back.
-    Verifying(Verify),
-    /// The write cache was turned off while the write was on its way.
+    /// Data-Out is on its way.
+    Receiving,
+    /// The block operation is on its way.
+    Writing,
+    /// What was written is being verified.
+    Verifying,
+    /// The cache was turned off while the write was on its way.
     Flushing,
 }
 
@@ -116,31 +145,27 @@ fn plan(planner: &Planner<'_>, cdb: &Cdb, fua: bool, compare: Option<Compare>) -
             ..Plan::good()
         });
     }
+    let data = planner.pieces(len);
     let scratch = if compare.is_some() {
-        planner.segment(u64::from(len))
+        planner.segment(data.len().into())
     } else {
         0
     };
-    let verify = compare.map(|compare| {
-        Verify::new(
-            offset,
-            u64::from(len),
-            compare,
-            len,
-            scratch,
-            planner.block(),
-        )
-    });
+    let buffer_len = data.len() + scratch;
+    let scratch = data.len()..buffer_len;
+    let verify = compare
+        .map(|compare| Verify::new(offset, len.into(), compare, data, scratch, planner.block()));
     Ok(Plan {
         transfer,
-        buffer_len: len + scratch,
-        first: Next::Receive(len),
+        buffer_len,
+        first: data.receive(),
         machine: Machine::Write(Write {
             offset,
-            len,
+            data,
             buffer_offset: 0,
             fua: fua || !planner.lu.is_write_cache_enabled(),
-            stage: WriteStage::Receiving(verify),
+            verify,
+            stage: WriteStage::Receiving,
         }),
     })
 }
@@ -151,43 +176,53 @@ impl Write {
     pub(crate) fn from_buffer(offset: u64, len: u32, buffer_offset: u32, fua: bool) -> Self {
         Self {
             offset,
-            len,
+            data: Pieces::whole(len),
             buffer_offset,
             fua,
-            stage: WriteStage::Receiving(None),
+            verify: None,
+            stage: WriteStage::Receiving,
         }
     }
 
     pub(crate) fn advance(&mut self, context: &mut Context<'_>) -> Result<Next, Sense> {
-        match &mut self.stage {
-            WriteStage::Receiving(verify) => {
-                self.stage = WriteStage::Writing(verify.take());
+        match (self.stage, &mut self.verify) {
+            (WriteStage::Receiving, _) => {
+                self.stage = WriteStage::Writing;
                 Ok(Next::Block(BlockOp::Write {
-                    offset: self.offset,
-                    len: self.len,
+                    offset: self.offset + u64::from(self.data.from()),
+                    len: self.data.len(),
                     buffer_offset: self.buffer_offset,
                     fua: self.fua,
                 }))
             }
-            WriteStage::Writing(verify) => match verify.take() {
-                // The flush of the MODE SELECT that turned the cache off may
-                // have come before this write, so it needs one of its own.
-                None if !self.fua && !context.lu.is_write_cache_enabled() => {
-                    self.stage = WriteStage::Flushing;
-                    Ok(Next::Block(BlockOp::Flush {
-                        offset: self.offset,
-                        len: self.len.into(),
-                    }))
-                }
-                None => Ok(Next::Answer(DataIn::None)),
-                Some(mut verify) => {
-                    let next = verify.begin();
-                    self.stage = WriteStage::Verifying(verify);
-                    Ok(next)
-                }
+            (WriteStage::Writing, Some(verify)) => {
+                self.stage = WriteStage::Verifying;
+                Ok(verify.begin_piece(self.data))
+            }
+            (WriteStage::Verifying, Some(verify)) => match verify.compare_segment(context)? {
+                Some(next) => Ok(next),
+                None => Ok(self.end_piece(context)),
             },
-            WriteStage::Verifying(verify) => verify.advance(context),
-            WriteStage::Flushing => Ok(Next::Answer(DataIn::None)),
+            (WriteStage::Writing | WriteStage::Verifying, _) => Ok(self.end_piece(context)),
+            (WriteStage::Flushing, _) => Ok(Next::Answer(DataIn::None)),
         }
+    }
+
+    /// A piece is on the medium: the next one, or the end.
+    fn end_piece(&mut self, context: &Context<'_>) -> Next {
+        if self.data.advance() {
+            self.stage = WriteStage::Receiving;
+            return self.data.receive();
+        }
+        // The flush of the MODE SELECT that turned the cache off may have come
+        // before this write, so it needs one of its own.
+        if !self.fua && !context.lu.is_write_cache_enabled() {
+            self.stage = WriteStage::Flushing;
+            return Next::Block(BlockOp::Flush {
+                offset: self.offset,
+                len: self.data.total().into(),
+            });
+        }
+        Next::Answer(DataIn::None)
     }
 }

@@ -55,9 +55,19 @@ pub struct Request<'a> {
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[must_use]
 pub enum Step {
-    /// Bring the first `len` bytes of Data-Out to offset 0 of the buffer.
+    /// Bring a piece of Data-Out to offset 0 of the buffer. Pieces come in order, without gaps.
     ReceiveData {
-        /// Bytes, never more than the initiator's Data-Out buffer holds.
+        /// Where it begins in Data-Out.
+        from: u32,
+        /// Bytes; the piece lies inside the initiator's Data-Out buffer.
+        len: u32,
+    },
+    /// Send a piece of Data-In, which lies at offset 0 of the buffer. More follows, at last with the
+    /// response; the buffer must not be needed any more when this step is reported as done.
+    SendData {
+        /// Where it begins in Data-In.
+        from: u32,
+        /// Bytes; the piece lies inside the initiator's Data-In buffer.
         len: u32,
     },
     /// Do a block operation.
@@ -69,7 +79,7 @@ pub enum Step {
 /// Data-Out that a command begins with, in bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct DataOut {
-    /// Data, at least one byte.
+    /// The first piece of the data, at least one byte.
     pub len: u32,
     /// The whole buffer that the command needs.
     pub buffer_len: u32,
@@ -141,6 +151,18 @@ pub enum BlockOp {
         /// How far to look at most.
         len: u64,
     },
+}
+
+impl BlockOp {
+    /// Where the data end on the medium that a READ or WRITE moves, in bytes.
+    pub(crate) fn end(&self) -> Option<u64> {
+        match *self {
+            Self::Read { offset, len, .. } | Self::Write { offset, len, .. } => {
+                Some(offset + u64::from(len))
+            }
+            _ => None,
+        }
+    }
 }
 
 /// Provisioning state of an extent.
@@ -224,23 +246,34 @@ pub enum DataIn {
     Inline(Vec<u8>),
     /// This many bytes from offset 0 of the command's buffer.
     Buffer {
+        /// Where they begin in Data-In: what is before them was sent by [`Step::SendData`].
+        from: u32,
         /// Bytes.
         len: u32,
     },
 }
 
 impl DataIn {
-    /// How many bytes go to the initiator.
+    /// How many bytes go to the initiator with the status.
     #[must_use]
     pub fn len(&self) -> u32 {
         match self {
             Self::None => 0,
             Self::Inline(bytes) => bytes.len() as u32,
-            Self::Buffer { len } => *len,
+            Self::Buffer { len, .. } => *len,
         }
     }
 
-    /// Whether nothing goes to the initiator.
+    /// Where they begin in Data-In.
+    #[must_use]
+    pub fn from(&self) -> u32 {
+        match self {
+            Self::None | Self::Inline(_) => 0,
+            Self::Buffer { from, .. } => *from,
+        }
+    }
+
+    /// Whether nothing goes to the initiator with the status.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
@@ -278,7 +311,7 @@ pub struct Response {
     pub status: Status,
     /// Sense data in the format the unit is set to; empty unless CHECK CONDITION.
     pub sense: SenseData,
-    /// Data for the initiator, never longer than it expects.
+    /// Data for the initiator that were not sent before, never longer than it expects.
     pub data_in: DataIn,
     /// Residual of Data-In.
     pub residual_in: Residual,

@@ -27,6 +27,9 @@
 //! own commands ordered by their arrival, and none can hold up another one by
 //! sending a command without its data.
 //!
+//! Data-Out that goes in pieces is here when the first piece is. The task keeps its
+//! place in the order, and its blocks, until it is removed.
+//!
 //! # Blocks
 //!
 //! A command that reads blocks, decides and writes them (a [`Footprint::Atomic`])

@@ -2,10 +2,14 @@
 //!
 //! The medium is read in segments into scratch space behind the Data-Out data
 //! and compared there, so a verification of any length needs a fixed buffer.
+//! Data-Out that is longer than the window comes in pieces, each of which is
+//! compared before the next one is asked for.
+
+use std::ops::Range;
 
 use crate::access::first_difference;
 use crate::cdb::Cdb;
-use crate::plan::{Context, Machine, Next, Plan, PlanResult, Planner, Transfer};
+use crate::plan::{Context, Machine, Next, Pieces, Plan, PlanResult, Planner, Transfer};
 use crate::sense::{AdditionalSense, Sense, SenseKey};
 use crate::step::{BlockOp, DataIn};
 
@@ -29,11 +33,13 @@ pub(crate) struct Verify {
     len: u64,
     /// Bytes already verified.
     done: u64,
+    /// How far it goes before the next piece of Data-Out is needed.
+    until: u64,
     compare: Compare,
+    /// Data-Out.
+    data: Pieces,
     /// Where the scratch space is in the command's buffer.
-    scratch_offset: u32,
-    /// Its length.
-    scratch_len: u32,
+    scratch: Range<u32>,
     block: u32,
     /// Whether Data-Out is still on its way.
     receiving: bool,
@@ -77,40 +83,47 @@ pub(crate) fn plan_verify(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
             ..Plan::good()
         });
     }
-    let scratch = planner.segment(len);
-    let mut verify = Verify::new(offset, len, compare, received, scratch, block);
+    let data = planner.pieces(received);
+    let buffer_len = data.len() + planner.segment(len);
+    let scratch = data.len()..buffer_len;
+    let mut verify = Verify::new(offset, len, compare, data, scratch, block);
     let first = if received > 0 {
         verify = verify.after_receive();
-        Next::Receive(received)
+        data.receive()
     } else {
         verify.begin()
     };
     Ok(Plan {
         transfer,
-        buffer_len: received + scratch,
+        buffer_len,
         first,
         machine: Machine::Verify(verify),
     })
 }
 
 impl Verify {
-    /// A verification of `len` bytes from `start`, with scratch space behind
-    /// the first `received` bytes of the buffer.
+    /// A verification of `len` bytes from `start`, against Data-Out that lies at the start of the
+    /// buffer, with scratch space behind it.
     pub(crate) fn new(
         start: u64,
         len: u64,
         compare: Compare,
-        received: u32,
-        scratch_len: u32,
+        data: Pieces,
+        scratch: Range<u32>,
         block: u32,
     ) -> Self {
+        let until = match compare {
+            Compare::Buffer => data.end().into(),
+            Compare::Readable | Compare::OneBlock => len,
+        };
         Self {
             start,
             len,
             done: 0,
+            until,
             compare,
-            scratch_offset: received,
-            scratch_len,
+            data,
+            scratch,
             block,
             receiving: false,
             stable: true,
@@ -129,20 +142,27 @@ impl Verify {
         self
     }
 
-    fn piece(&self) -> u32 {
-        (self.len - self.done).min(u64::from(self.scratch_len)) as u32
+    fn segment(&self) -> u32 {
+        (self.until - self.done).min(self.scratch.len() as u64) as u32
     }
 
-    /// The read of the next piece. What is verified is the medium, so the
+    /// The read of the next segment. What is verified is the medium, so the
     /// first read makes cached data stable; once is enough for everything that
     /// was written before the command.
-    pub(crate) fn begin(&mut self) -> Next {
+    fn begin(&self) -> Next {
         Next::Block(BlockOp::Read {
             offset: self.start + self.done,
-            len: self.piece(),
-            buffer_offset: self.scratch_offset,
+            len: self.segment(),
+            buffer_offset: self.scratch.start,
             fua: self.stable && self.done == 0,
         })
+    }
+
+    /// Verifies the blocks of a piece of Data-Out, and no more for the moment.
+    pub(crate) fn begin_piece(&mut self, data: Pieces) -> Next {
+        self.data = data;
+        self.until = data.end().into();
+        self.begin()
     }
 
     pub(crate) fn advance(&mut self, context: &mut Context<'_>) -> Result<Next, Sense> {
@@ -150,33 +170,44 @@ impl Verify {
             self.receiving = false;
             return Ok(self.begin());
         }
-        let piece = self.piece();
-        if let Some(index) = self.difference(context, piece) {
+        if let Some(next) = self.compare_segment(context)? {
+            return Ok(next);
+        }
+        if self.done == self.len {
+            return Ok(Next::Answer(DataIn::None));
+        }
+        self.data.advance();
+        self.until = self.data.end().into();
+        self.receiving = true;
+        Ok(self.data.receive())
+    }
+
+    /// Compares the segment that was read: the read of the next one, or `None` where there is nothing
+    /// more to compare for the moment.
+    pub(crate) fn compare_segment(&mut self, context: &Context<'_>) -> Result<Option<Next>, Sense> {
+        let segment = self.segment();
+        if let Some(index) = self.difference(context, segment) {
             return Err(Sense::new(
                 SenseKey::Miscompare,
                 AdditionalSense::MISCOMPARE_DURING_VERIFY,
             )
             .with_information(self.done + u64::from(index)));
         }
-        self.done += u64::from(piece);
-        if self.done < self.len {
-            Ok(self.begin())
-        } else {
-            Ok(Next::Answer(DataIn::None))
-        }
+        self.done += u64::from(segment);
+        Ok((self.done < self.until).then(|| self.begin()))
     }
 
-    /// Index in the piece of the first byte that differs.
-    fn difference(&self, context: &Context<'_>, piece: u32) -> Option<u32> {
+    /// Index in the segment of the first byte that differs.
+    fn difference(&self, context: &Context<'_>, segment: u32) -> Option<u32> {
+        let scratch = self.scratch.start;
         match self.compare {
             Compare::Readable => None,
             Compare::Buffer => {
-                let expected = u32::try_from(self.done).expect("Data-Out is below 4 GiB");
-                first_difference(context.data, self.scratch_offset, expected, piece)
+                let done = u32::try_from(self.done).expect("Data-Out is below 4 GiB");
+                first_difference(context.data, scratch, done - self.data.from(), segment)
             }
-            Compare::OneBlock => (0..piece).step_by(self.block as usize).find_map(|at| {
-                first_difference(context.data, self.scratch_offset + at, 0, self.block)
-                    .map(|index| at + index)
+            Compare::OneBlock => (0..segment).step_by(self.block as usize).find_map(|at| {
+                first_difference(context.data, scratch + at, 0, self.block).map(|index| at + index)
             }),
         }
     }

@@ -46,8 +46,8 @@ const MAX_ORDER: usize = 8;
 /// The largest block, in bytes.
 pub const MAX_BLOCK: usize = MIN_BLOCK << MAX_ORDER;
 
-/// Blocks in one buffer at most: the longest transfer and a segment of scratch fit the largest blocks.
-pub const MAX_PIECES: usize = 33;
+/// Blocks in one buffer at most: a large block in pieces of 32 KiB, where memory is in pieces.
+pub const MAX_PIECES: usize = 32;
 
 /// No neighbour in a free list.
 const NIL: u32 = u32::MAX;

@@ -47,6 +47,7 @@ fn logical_unit() -> LogicalUnit {
         },
         limits: Limits {
             max_transfer: 1 << 16,
+            window: 1 << 13,
             segment: 1 << 12,
             ..Limits::default()
         },
@@ -109,7 +110,8 @@ fn cdb() {
                 let Step::Respond(response) = step else {
                     unreachable!("the loop ended")
                 };
-                assert!(response.data_in.len() <= expected.data_in, "{cdb:02x?}");
+                let end = response.data_in.from() + response.data_in.len();
+                assert!(end <= expected.data_in, "{cdb:02x?}");
             }
         });
 }
@@ -119,8 +121,11 @@ fn carry_out(step: &Step, lu: &LogicalUnit, buffer: usize, expected: Expected) -
     let size = lu.capacity_bytes();
     let on_medium = |offset: u64, len: u64| assert!(offset + len <= size);
     match *step {
-        Step::ReceiveData { len } => {
-            assert!(len <= expected.data_out && len as usize <= buffer);
+        Step::ReceiveData { from, len } => {
+            assert!(from + len <= expected.data_out && len as usize <= buffer);
+        }
+        Step::SendData { from, len } => {
+            assert!(from + len <= expected.data_in && len as usize <= buffer);
         }
         Step::Block(
             BlockOp::Read {

@@ -15,6 +15,7 @@ mod properties;
 mod reporting;
 mod reserve;
 mod state;
+mod stream;
 
 use crate::access::{DataAccess, copy_in, copy_out};
 use crate::config::{BlockSize, Config, Identity, Limits, Provisioning};
@@ -112,8 +113,10 @@ pub(crate) struct Rig {
     /// Per block: whether space is allocated.
     pub(crate) mapped: Vec<bool>,
     pub(crate) luns: Vec<LunId>,
-    /// The next block operation fails with this.
+    /// The next block operation fails with this, or one after it.
     pub(crate) fail: Option<BackendError>,
+    /// Block operations that succeed before.
+    pub(crate) passes: usize,
     pub(crate) attribute: TaskAttribute,
     /// Commands come by a number that is read-only.
     pub(crate) read_only: bool,
@@ -138,6 +141,7 @@ pub(crate) fn config(block_size: BlockSize, blocks: u64) -> Config {
         },
         limits: Limits {
             max_transfer: 64 << 10,
+            window: 64 << 10,
             segment: 8192,
             max_write_same_blocks: 64,
             max_unmap_blocks: 100,
@@ -189,6 +193,7 @@ impl Rig {
             mapped: vec![true; blocks],
             luns: vec![LunId::ZERO],
             fail: None,
+            passes: 0,
             attribute: TaskAttribute::Simple,
             read_only: false,
         }
@@ -226,19 +231,34 @@ impl Rig {
         };
         let (mut command, mut step) = self.lu.start(&request);
         let limits = self.lu.config().limits;
-        assert!(command.buffer_len() <= limits.max_transfer + limits.segment);
+        assert!(command.buffer_len() <= limits.window + limits.segment);
+        let mut sent = Vec::new();
+        let mut received = 0;
         let mut buffer = Scatter::new(command.buffer_len());
         let mut ops = Vec::new();
         for _ in 0..10_000 {
             let result = match step {
-                Step::Respond(response) => return finish(response, &buffer, ops, expected),
-                Step::ReceiveData { len } => {
-                    copy_in(&mut buffer, 0, &out[..len as usize]);
+                Step::Respond(response) => {
+                    return finish(response, sent, &buffer, ops, expected);
+                }
+                Step::ReceiveData { from, len } => {
+                    assert_eq!(from, received, "pieces come in order");
+                    received += len;
+                    copy_in(&mut buffer, 0, &out[from as usize..received as usize]);
+                    StepResult::Done
+                }
+                Step::SendData { from, len } => {
+                    assert_eq!(from as usize, sent.len(), "pieces go in order");
+                    let mut bytes = vec![0; len as usize];
+                    copy_out(&buffer, 0, &mut bytes);
+                    sent.extend(bytes);
                     StepResult::Done
                 }
                 Step::Block(op) => {
                     ops.push(op);
-                    match self.fail.take() {
+                    let is_due = self.passes == 0;
+                    self.passes = self.passes.saturating_sub(1);
+                    match self.fail.take_if(|_| is_due) {
                         Some(error) => StepResult::Failed(error),
                         None => self.execute(op, &mut buffer),
                     }
@@ -316,16 +336,23 @@ impl Rig {
 }
 
 /// Collects Data-In and checks what every response obeys.
-fn finish(response: Response, buffer: &Scatter, ops: Vec<BlockOp>, expected: Expected) -> Outcome {
-    let data = match &response.data_in {
-        DataIn::None => Vec::new(),
-        DataIn::Inline(bytes) => bytes.clone(),
-        DataIn::Buffer { len } => {
+fn finish(
+    response: Response,
+    mut data: Vec<u8>,
+    buffer: &Scatter,
+    ops: Vec<BlockOp>,
+    expected: Expected,
+) -> Outcome {
+    match &response.data_in {
+        DataIn::None => {}
+        DataIn::Inline(bytes) => data.extend(bytes),
+        DataIn::Buffer { from, len } => {
+            assert_eq!(*from as usize, data.len(), "pieces go in order");
             let mut bytes = vec![0; *len as usize];
             copy_out(buffer, 0, &mut bytes);
-            bytes
+            data.extend(bytes);
         }
-    };
+    }
     assert!(data.len() <= expected.data_in as usize);
     assert_eq!(
         response.sense.is_empty(),

@@ -204,6 +204,7 @@ proptest! {
     #[test]
     fn the_medium_is_what_was_written(
         big_blocks in any::<bool>(),
+        window in prop_oneof![Just(4096_u32), Just(12_288), Just(128 << 10)],
         script in proptest::collection::vec(
             (any_action(), 0..60_u64, 0..17_u32, any::<usize>(), any::<u8>()),
             1..60,
@@ -212,6 +213,7 @@ proptest! {
         let size = if big_blocks { BlockSize::B4096 } else { BlockSize::B512 };
         let mut config = config(size, 76);
         config.limits.max_transfer = 128 << 10;
+        config.limits.window = window;
         let mut rig = Rig::with(config);
         let mut reference = Reference(rig.disk.clone());
         for (action, at, blocks, form, fill) in script {

@@ -520,13 +520,26 @@ pub struct Limits {
     pub queue_depth: u32,
     /// Longest information unit from an initiator, in bytes.
     pub max_iu_size: u32,
-    /// Longest data transfer of one command, in bytes.
+    /// Longest data transfer of one command, in bytes; [`Limits::window`] says how much of it is in
+    /// memory.
     pub max_transfer: u32,
     /// Data buffers of one worker, in bytes.
     pub buffer_pool: usize,
     /// How long an initiator may take to send data that it was asked for, in whole seconds.
     pub data_out_timeout: Duration,
 }
+
+impl Limits {
+    /// Bytes of one command's data that are in memory at a time: a longer transfer goes in pieces of
+    /// this length.
+    #[must_use]
+    pub fn window(&self) -> u32 {
+        self.max_transfer.min(WINDOW)
+    }
+}
+
+/// [`Limits::window`] where transfers are not shorter: a large block of the pool.
+const WINDOW: u32 = crate::pool::MAX_BLOCK as u32;
 
 /// [`Limits::data_out_timeout`] where the file says nothing: what LIO waits in all, five times three
 /// seconds.

@@ -35,7 +35,7 @@ use riser_scsi::step::{DataIn, Response, Step};
 use super::channel::{Action, Channel, Cx, Phase};
 use super::command::End;
 use super::datamover::{Datamover, Progress, Start};
-use super::task::{Incoming, TaskIdx, TaskState};
+use super::task::{Incoming, Piece, TaskIdx, TaskState};
 use crate::audit::Parting;
 use crate::execution::Execution;
 use crate::pool::{Buffer, Pool};
@@ -79,10 +79,24 @@ pub struct Parcel {
 /// Where a command stands.
 #[derive(Debug)]
 enum Rest {
-    /// It is answered, with data that the initiator has up to here.
-    Answered(Response, Start),
-    /// It wants so many bytes, and these have come.
-    Wants { len: u32, received: Vec<u8> },
+    /// It is answered, with data from `base` on that the initiator has up to `start`.
+    Answered {
+        response: Response,
+        base: u32,
+        start: Start,
+    },
+    /// It wants a piece of so many bytes, and these have come.
+    Wants {
+        from: u32,
+        len: u32,
+        received: Vec<u8>,
+    },
+    /// It sends a piece, which the initiator has up to here.
+    Sends {
+        from: u32,
+        data: Vec<u8>,
+        start: Start,
+    },
 }
 
 /// What a channel knows of commands that come and go.
@@ -266,7 +280,7 @@ impl<D: Datamover> Channel<D> {
         let task = &self.tasks[usize::from(idx.0)];
         matches!(
             task.state,
-            TaskState::Receive | TaskState::AwaitUnsolicited | TaskState::Sent
+            TaskState::Receive | TaskState::Send | TaskState::AwaitUnsolicited | TaskState::Sent
         )
     }
 
@@ -391,12 +405,24 @@ impl<D: Datamover> Channel<D> {
         let start = std::mem::take(&mut task.data_start);
         let rest = if let Some(mut response) = task.response.take() {
             let len = response.data_in.len().min(exec.expected.data_in);
+            let end = response.data_in.from() + len;
+            let base = response.data_in.from();
             if let DataIn::Buffer { .. } = response.data_in {
                 response.data_in = DataIn::Inline(bytes_of(exec.buffer.as_ref(), len));
             }
-            // Zero says that nothing is new; what it cannot be is passed over.
-            let acknowledged = self.mover.start_of(start, len, exp).filter(|_| exp > 0);
-            Rest::Answered(response, acknowledged.unwrap_or(start))
+            Rest::Answered {
+                response,
+                base,
+                start: acknowledged(&self.mover, start, end, exp),
+            }
+        } else if task.state == TaskState::Send {
+            let Piece { from, len, .. } = task.piece;
+            self.mover.forget(idx);
+            Rest::Sends {
+                from,
+                data: bytes_of(exec.buffer.as_ref(), len),
+                start: acknowledged(&self.mover, start, from + len, exp),
+            }
         } else {
             let progress = if incoming.solicited {
                 self.mover.progress(idx)
@@ -410,9 +436,16 @@ impl<D: Datamover> Channel<D> {
             } else {
                 progress.r2ts
             };
-            let len = incoming.wanted.expect("the command waits for data");
-            let received = bytes_of(exec.buffer.as_ref(), progress.got.min(len));
-            Rest::Wants { len, received }
+            let (from, end) = (incoming.from, incoming.wanted);
+            let end = end.expect("the command waits for data");
+            let got = progress.got.clamp(from, end) - from;
+            let mut received = bytes_of(exec.buffer.as_ref(), got);
+            received.extend(incoming.staged);
+            Rest::Wants {
+                from,
+                len: end - from,
+                received,
+            }
         };
         if let Some(buffer) = exec.buffer.take() {
             pool.release(buffer);
@@ -479,23 +512,45 @@ impl<D: Datamover> Channel<D> {
             return self.finish(cx.pool, idx, End::Aborted);
         }
         match parcel.rest {
-            Rest::Answered(response, start) => {
+            Rest::Answered {
+                response,
+                base,
+                start,
+            } => {
                 task.data_start = start;
+                task.piece.from = base;
                 self.respond(cx, idx, response);
             }
-            Rest::Wants { len, received } => {
+            Rest::Wants {
+                from,
+                len,
+                received,
+            } => {
                 task.incoming = Incoming {
-                    got: received.len() as u32,
+                    got: from + received.len() as u32,
                     staged: received,
                     ..Incoming::default()
                 };
-                self.run(cx, idx, Step::ReceiveData { len });
+                self.run(cx, idx, Step::ReceiveData { from, len });
+            }
+            Rest::Sends { from, data, start } => {
+                let len = data.len() as u32;
+                task.data_start = start;
+                task.incoming.staged = data;
+                self.run(cx, idx, Step::SendData { from, len });
             }
         }
     }
 }
 
-/// The first bytes of a command's data.
+/// Where the data begin that the initiator does not have, of those up to `end`, if it has said that it has
+/// all Data-In PDUs before `exp`. Zero says that nothing is new; what it cannot be is passed over.
+fn acknowledged(mover: &impl Datamover, start: Start, end: u32, exp: u32) -> Start {
+    let found = mover.start_of(start, end, exp).filter(|_| exp > 0);
+    found.unwrap_or(start)
+}
+
+/// The first bytes of a command's buffer.
 fn bytes_of(buffer: Option<&Buffer>, len: u32) -> Vec<u8> {
     let slices = buffer.into_iter().flat_map(|buffer| buffer.slices(0..len));
     slices.flat_map(|slice| slice.to_vec()).collect()

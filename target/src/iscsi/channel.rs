@@ -29,7 +29,7 @@ use super::datamover::Datamover;
 use super::login::Entering;
 use super::order::Waiting;
 use super::report::Counters;
-use super::task::{Task, TaskIdx};
+use super::task::{Task, TaskIdx, TaskState};
 use super::text::TextState;
 use super::window::{Member, WINDOWS, Window};
 use crate::audit::Parting;
@@ -283,6 +283,8 @@ pub struct Channel<D> {
     pub(super) last_input: Instant,
     /// When data last came that were asked for, or that came with a command.
     pub(super) last_data: Instant,
+    /// When data were last taken by the initiator.
+    pub(super) last_taken: Instant,
     /// When to look whether data are overdue.
     pub(super) data_deadline: Option<Instant>,
     pub(super) ping: Option<Instant>,
@@ -356,6 +358,7 @@ impl<D: Datamover> Channel<D> {
             cid: Cid(0),
             last_input: now,
             last_data: now,
+            last_taken: now,
             data_deadline: None,
             ping: None,
             next_ping: 0,
@@ -529,9 +532,15 @@ impl<D: Datamover> Channel<D> {
         self.settle(cx);
     }
 
-    /// What was handed to the datamover with this task as its end is on its way.
+    /// What was handed to the datamover with this task as its end is on its way, or a piece of its data
+    /// is.
     pub fn handle_done(&mut self, cx: &mut Cx<'_>, task: TaskIdx) {
-        self.finish_answered(cx, task);
+        self.last_taken = cx.now;
+        if self.tasks[usize::from(task.0)].state == TaskState::Send {
+            self.on_piece_sent(cx, task);
+        } else {
+            self.finish_answered(cx, task);
+        }
     }
 
     /// What was being sent is sent, or will never be.

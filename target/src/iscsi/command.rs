@@ -1,21 +1,21 @@
 //! The way of a SCSI command: taken in, its task ordered, its data brought, its steps carried out,
 //! answered.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use riser_scsi::iscsi::Itt;
 use riser_scsi::iscsi::Ttt;
 use riser_scsi::iscsi::frame::Frame;
 use riser_scsi::iscsi::pdu::{
-    DataOut, FromTarget, RejectReason, ScsiCommand, ScsiResponse, TaskAttr,
+    DataOut, FromTarget, RejectReason, ScsiCommand, ScsiResponse, Snack, TaskAttr,
 };
 use riser_scsi::step::{
     BackendError, DataIn, Expected, Residual, Response, Status, Step, StepResult, TaskAttribute,
 };
 
-use super::channel::{Action, Channel, Cx};
+use super::channel::{Action, Channel, Cx, Phase};
 use super::datamover::{Control, Datamover, GetData, PutData, Start, Taken};
-use super::task::{Incoming, Task, TaskIdx, TaskState};
+use super::task::{Incoming, Piece, Task, TaskIdx, TaskState};
 use super::tcp::good;
 use crate::audit::Parting;
 use crate::execution::Entry;
@@ -144,7 +144,7 @@ impl<D: Datamover> Channel<D> {
             Entry::Full => self.answer_status(cx, idx, Status::TaskSetFull),
             Entry::Gather => {
                 let len = exec.early_data().expect("it is data that it waits for");
-                self.run(cx, idx, Step::ReceiveData { len });
+                self.run(cx, idx, Step::ReceiveData { from: 0, len });
             }
         }
     }
@@ -161,24 +161,14 @@ impl<D: Datamover> Channel<D> {
     pub(super) fn run(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, step: Step) {
         match step {
             Step::Respond(response) => self.respond(cx, idx, response),
-            Step::ReceiveData { .. } | Step::Block(_) if !self.has_buffer(cx.pool, idx) => {
+            Step::ReceiveData { .. } | Step::SendData { .. } | Step::Block(_)
+                if !self.has_buffer(cx.pool, idx) =>
+            {
                 self.tasks[usize::from(idx.0)].exec.step = Some(step);
                 self.await_pool(cx.pool, idx);
             }
-            Step::ReceiveData { len } => {
-                let task = &mut self.tasks[usize::from(idx.0)];
-                task.exec.course.enter(Stage::FabricIn, cx.now);
-                task.exec.course.carry(len);
-                let staged = std::mem::take(&mut task.incoming.staged);
-                let useful = &staged[..staged.len().min(len as usize)];
-                if let Some(buffer) = &task.exec.buffer
-                    && !useful.is_empty()
-                {
-                    buffer.write(0, useful);
-                }
-                task.incoming.wanted = Some(len);
-                self.check_received(cx, idx);
-            }
+            Step::ReceiveData { from, len } => self.receive_piece(cx, idx, from, len),
+            Step::SendData { from, len } => self.send_piece(cx, idx, from, len),
             Step::Block(op) => {
                 let task = &mut self.tasks[usize::from(idx.0)];
                 let unit = task
@@ -195,6 +185,98 @@ impl<D: Datamover> Channel<D> {
                     op,
                 });
             }
+        }
+    }
+
+    /// Brings a piece of the data: what came unsolicited is taken, the rest is asked for.
+    fn receive_piece(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, from: u32, len: u32) {
+        let task = &mut self.tasks[usize::from(idx.0)];
+        task.exec.course.enter(Stage::FabricIn, cx.now);
+        task.exec.course.carry(len);
+        let staged = &mut task.incoming.staged;
+        let useful = staged.len().min(len as usize);
+        if let Some(buffer) = &task.exec.buffer
+            && useful > 0
+        {
+            buffer.write(0, &staged[..useful]);
+        }
+        staged.drain(..useful);
+        if staged.is_empty() {
+            *staged = Vec::new();
+        }
+        task.incoming.from = from;
+        task.incoming.wanted = Some(from + len);
+        task.state = TaskState::Receive;
+        if from > 0 && matches!(self.phase, Phase::LoggingOut(_)) {
+            // The initiator is leaving, and sends no more.
+            return self.abort(cx.pool, idx, None);
+        }
+        self.check_received(cx, idx);
+    }
+
+    /// Sends a piece of the data that others follow.
+    fn send_piece(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, from: u32, len: u32) {
+        self.watch_data(cx.now);
+        let task = &mut self.tasks[usize::from(idx.0)];
+        task.exec.course.enter(Stage::FabricOut, cx.now);
+        let staged = std::mem::take(&mut task.incoming.staged);
+        if let Some(buffer) = &task.exec.buffer
+            && !staged.is_empty()
+        {
+            buffer.write(0, &staged);
+        }
+        task.state = TaskState::Send;
+        task.waits_since = cx.now;
+        let end = from + len;
+        task.piece = Piece {
+            from,
+            len,
+            next_sn: task.data_start.data_sn,
+        };
+        if task.data_start.offset >= end {
+            // The initiator had it all from the connection that was lost.
+            return self.on_piece_sent(cx, idx);
+        }
+        if self.allegiance.is_silent() {
+            return;
+        }
+        task.exec.course.carry(len);
+        self.counters.bytes_in += u64::from(len);
+        let put = PutData {
+            task: idx,
+            itt: task.itt,
+            lun: task.lun,
+            r2ts: task.r2ts,
+            base: from,
+            start: task.data_start,
+            end,
+            more: true,
+            status: None,
+        };
+        task.piece.next_sn = self.mover.put_data(put);
+    }
+
+    /// A piece has left the buffer for the initiator, or will not be sent.
+    pub(super) fn on_piece_sent(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
+        self.last_taken = cx.now;
+        let task = &mut self.tasks[usize::from(idx.0)];
+        assert_eq!(task.state, TaskState::Send, "a piece was sent for {idx:?}");
+        if task.exec.aborted {
+            return self.finish(cx.pool, idx, End::Aborted);
+        }
+        task.data_start = Start {
+            data_sn: task.piece.next_sn,
+            offset: task.piece.from + task.piece.len,
+        };
+        self.advance(cx, idx, StepResult::Done);
+    }
+
+    /// The initiator acknowledges data.
+    pub(super) fn on_data_ack(&mut self, cx: &mut Cx<'_>, frame: &Frame<'_>, snack: &Snack) {
+        match self.mover.acknowledge_data(snack) {
+            Ok(Some(task)) => self.on_piece_sent(cx, task),
+            Ok(None) => {}
+            Err(reason) => self.reject(cx, frame, reason, &"an acknowledgment of data"),
         }
     }
 
@@ -234,8 +316,7 @@ impl<D: Datamover> Channel<D> {
     fn check_received(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         self.watch_data(cx.now);
         let task = &mut self.tasks[usize::from(idx.0)];
-        task.state = TaskState::Receive;
-        task.receives_since = cx.now;
+        task.waits_since = cx.now;
         let incoming = &mut task.incoming;
         let wanted = incoming.wanted.expect("the command waits for data");
         if incoming.open {
@@ -252,13 +333,15 @@ impl<D: Datamover> Channel<D> {
             return;
         }
         incoming.solicited = true;
+        let offset = incoming.got.max(incoming.from);
         let get = GetData {
             task: idx,
             itt: task.itt,
             lun: task.lun,
             r2t_sn: task.r2ts,
-            offset: incoming.got,
-            len: wanted - incoming.got,
+            base: incoming.from,
+            offset,
+            len: wanted - offset,
         };
         task.r2ts = self.mover.get_data(get);
     }
@@ -282,9 +365,9 @@ impl<D: Datamover> Channel<D> {
                 complete,
             } => {
                 self.counters.bytes_out += frame.data.len() as u64;
-                let buffer = &self.tasks[usize::from(task.0)].exec.buffer;
-                if let Some(buffer) = buffer {
-                    buffer.write(offset, frame.data);
+                let context = &self.tasks[usize::from(task.0)];
+                if let Some(buffer) = &context.exec.buffer {
+                    buffer.write(offset - context.incoming.from, frame.data);
                 }
                 if complete {
                     self.advance(cx, task, StepResult::Done);
@@ -322,9 +405,11 @@ impl<D: Datamover> Channel<D> {
         if !incoming.faulty && !incoming.lost {
             self.counters.bytes_out += u64::from(len);
             match (incoming.wanted, &task.exec.buffer) {
+                // All of them come before the first piece is complete.
                 (Some(wanted), Some(buffer)) => {
-                    let useful = wanted.saturating_sub(incoming.got).min(len);
-                    buffer.write(pdu.offset.min(wanted), &frame.data[..useful as usize]);
+                    let useful = wanted.saturating_sub(incoming.got).min(len) as usize;
+                    buffer.write(pdu.offset.min(wanted), &frame.data[..useful]);
+                    incoming.staged.extend_from_slice(&frame.data[useful..]);
                 }
                 // The answer is known, and the data are not wanted any more.
                 _ if task.state == TaskState::AwaitUnsolicited => {}
@@ -351,6 +436,14 @@ impl<D: Datamover> Channel<D> {
     /// order.
     fn advance(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, result: StepResult) {
         let task = &mut self.tasks[usize::from(idx.0)];
+        if matches!(task.state, TaskState::Receive | TaskState::Send) {
+            task.incoming.solicited = false;
+            if !task.exec.is_gathering() {
+                let waited = cx.now.saturating_duration_since(task.waits_since);
+                let millis = u32::try_from(waited.as_millis()).unwrap_or(u32::MAX);
+                task.waited = task.waited.saturating_add(millis);
+            }
+        }
         if !task.exec.is_gathering() {
             let step = task.exec.advance(result, cx.now);
             return self.run(cx, idx, step);
@@ -391,7 +484,7 @@ impl<D: Datamover> Channel<D> {
             task.incoming.staged = Vec::new();
             task.response = Some(response);
             task.state = TaskState::AwaitUnsolicited;
-            task.receives_since = cx.now;
+            task.waits_since = cx.now;
             return self.watch_data(cx.now);
         }
         let Some(len) = task.exec.gather(cx.pool, owner, &response, cx.now) else {
@@ -408,8 +501,14 @@ impl<D: Datamover> Channel<D> {
         self.mark_sent(idx);
         let task = &mut self.tasks[usize::from(idx.0)];
         let response = task.response.insert(response);
+        let base = match response.data_in {
+            // It may be a last piece that comes from another connection.
+            DataIn::Inline(_) => task.piece.from,
+            DataIn::Buffer { from, .. } => from,
+            DataIn::None => 0,
+        };
         // The bytes are in the buffer.
-        response.data_in = DataIn::Buffer { len };
+        response.data_in = DataIn::Buffer { from: base, len };
         if self.allegiance.is_silent() {
             return;
         }
@@ -420,14 +519,18 @@ impl<D: Datamover> Channel<D> {
             && bidi_residual == Residual::None
             && task.exec.expected.data_out == 0;
         let mut exp_data_sn = task.r2ts + task.data_start.data_sn;
-        if len > task.data_start.offset {
+        let end = base + len;
+        if len > 0 && end > task.data_start.offset {
             let status = (is_plain && self.mover.carries_status()).then(|| good(residual));
             let put = PutData {
                 task: idx,
                 itt: task.itt,
+                lun: task.lun,
                 r2ts: task.r2ts,
+                base,
                 start: task.data_start,
-                len,
+                end,
+                more: false,
                 status,
             };
             exp_data_sn = task.r2ts + self.mover.put_data(put);
@@ -498,7 +601,9 @@ impl<D: Datamover> Channel<D> {
         task.response = None;
         task.mgmt = None;
         task.r2ts = 0;
+        task.waited = 0;
         task.data_start = Start::default();
+        task.piece = Piece::default();
         self.actions
             .extend(watchers.into_iter().map(Action::TaskGone));
         self.give_back(idx);
@@ -527,7 +632,7 @@ impl<D: Datamover> Channel<D> {
                 self.leave_pool_line(pool, idx);
                 false
             }
-            TaskState::Receive => self.mover.forget(idx),
+            TaskState::Receive | TaskState::Send => self.mover.forget(idx),
             TaskState::Expected => true,
             TaskState::Block => {
                 self.actions.push_back(Action::AbortBlock(idx));
@@ -548,14 +653,23 @@ impl<D: Datamover> Channel<D> {
     /// # Panics
     /// If it was not asked for any.
     pub fn handle_arrived(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, ok: bool) {
-        self.last_data = cx.now;
         let task = &self.tasks[usize::from(idx.0)];
-        assert_eq!(task.state, TaskState::Receive, "data come for {idx:?}");
+        let is_sent = task.state == TaskState::Send;
+        assert!(
+            is_sent || task.state == TaskState::Receive,
+            "data come for {idx:?}"
+        );
+        if !is_sent {
+            self.last_data = cx.now;
+        }
         if task.exec.aborted {
             self.finish(cx.pool, idx, End::Aborted);
+        } else if ok && is_sent {
+            self.on_piece_sent(cx, idx);
         } else if ok {
-            let wanted = task.incoming.wanted.unwrap_or(0);
-            self.counters.bytes_out += u64::from(wanted - task.incoming.got);
+            let incoming = &task.incoming;
+            let asked = incoming.got.max(incoming.from);
+            self.counters.bytes_out += u64::from(incoming.wanted.unwrap_or(asked) - asked);
             self.advance(cx, idx, StepResult::Done);
         } else {
             let failed = StepResult::Failed(BackendError::Transfer);
@@ -572,7 +686,11 @@ impl<D: Datamover> Channel<D> {
 
     /// Data that were asked for may be overdue: none at all came for the timeout, or those of one
     /// command have taken [`MAX_DATA_TIMEOUTS`] of them. Data of one command may well wait behind those
-    /// of others on a slow link, so as long as something comes, no command is given up early.
+    /// of others on a slow link, so as long as something comes, no command is given up early. The same is
+    /// true of data that the initiator does not take, while others follow that need the buffer.
+    ///
+    /// A command that goes in pieces has its place in the order from the second one on, and others may
+    /// wait for its end: all later pieces together have that time.
     ///
     /// The commands concerned are aborted, and the connection is lost: at this point it is not known
     /// what the initiator will still send. So no command waits for ever, nor keeps its buffer.
@@ -580,15 +698,30 @@ impl<D: Datamover> Channel<D> {
         self.data_deadline = None;
         let timeout = self.config.data_out_timeout;
         let waits = |task: &Task| {
-            let expects = matches!(task.state, TaskState::Receive | TaskState::AwaitUnsolicited);
+            let expects = matches!(
+                task.state,
+                TaskState::Receive | TaskState::Send | TaskState::AwaitUnsolicited
+            );
             expects && !task.exec.aborted
         };
+        let due = |task: &Task| {
+            let waited = Duration::from_millis(task.waited.into());
+            let left = (timeout * MAX_DATA_TIMEOUTS).saturating_sub(waited);
+            let since = task.waits_since;
+            let last = match task.state {
+                TaskState::Send => self.last_taken,
+                _ => self.last_data,
+            };
+            (last.max(since) + timeout).min(since + left)
+        };
         let waiting = self.tasks.iter().filter(|task| waits(task));
-        let oldest = waiting.map(|task| task.receives_since).min();
-        let Some(oldest) = oldest.filter(|_| !self.allegiance.is_silent()) else {
+        let Some(at) = waiting
+            .map(due)
+            .min()
+            .filter(|_| !self.allegiance.is_silent())
+        else {
             return;
         };
-        let at = (self.last_data.max(oldest) + timeout).min(oldest + timeout * MAX_DATA_TIMEOUTS);
         if at > cx.now {
             self.data_deadline = Some(at);
             return;
@@ -612,7 +745,13 @@ impl<D: Datamover> Channel<D> {
     pub(super) fn abort_waiting(&mut self, cx: &mut Cx<'_>) {
         for idx in self.all() {
             let task = &self.tasks[usize::from(idx.0)];
-            if matches!(task.state, TaskState::Receive | TaskState::AwaitUnsolicited) {
+            let waits = match task.state {
+                TaskState::Receive | TaskState::AwaitUnsolicited => true,
+                // For an acknowledgment.
+                TaskState::Send => self.mover.recovers(),
+                _ => false,
+            };
+            if waits {
                 self.abort(cx.pool, idx, None);
             }
         }

@@ -48,19 +48,27 @@ pub struct Progress {
     pub r2ts: u32,
 }
 
-/// Data for the initiator: the start of a task's buffer.
+/// Data for the initiator: the start of a task's buffer, which holds a piece of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PutData {
     /// Whose.
     pub task: TaskIdx,
     /// Its tag.
     pub itt: Itt,
+    /// Its logical unit.
+    pub lun: WireLun,
     /// R2T PDUs that it had.
     pub r2ts: u32,
-    /// Where to begin.
+    /// Where the buffer begins in the command's data.
+    pub base: u32,
+    /// Where to begin, not before the buffer does.
     pub start: Start,
-    /// Where they end, in bytes; at least one after the beginning.
-    pub len: u32,
+    /// Where they end in the command's data; at least one byte after the beginning.
+    pub end: u32,
+    /// More pieces follow, for which the buffer is needed: when this one has left it,
+    /// [`Channel::handle_done`](super::Channel::handle_done) or
+    /// [`Channel::handle_arrived`](super::Channel::handle_arrived) says so.
+    pub more: bool,
     /// The answer, if the last PDU is to carry it and so end the task.
     pub status: Option<DataInStatus>,
 }
@@ -76,7 +84,9 @@ pub struct GetData {
     pub lun: WireLun,
     /// Number of the first R2T.
     pub r2t_sn: u32,
-    /// Where in the command's data.
+    /// Where the buffer begins in the command's data.
+    pub base: u32,
+    /// Where in the command's data, not before the buffer begins.
     pub offset: u32,
     /// Bytes, at least one.
     pub len: u32,
@@ -91,7 +101,7 @@ pub enum Taken {
     Data {
         /// Whose.
         task: TaskIdx,
-        /// Where in it.
+        /// Where in the command's data.
         offset: u32,
         /// Whether all that was asked for is here.
         complete: bool,
@@ -121,8 +131,8 @@ pub trait Datamover {
     fn send_control(&mut self, control: Control);
 
     /// Moves data to the initiator, after everything before it. The number of Data-In PDUs that the
-    /// command has with that, where there are such. Unless the status goes with the data, the next PDU sent is the
-    /// task's answer.
+    /// command has with that, where there are such. Unless more data follow, or the status goes with the data, the
+    /// next PDU sent is the task's answer.
     fn put_data(&mut self, put: PutData) -> u32;
 
     /// Whether a good status can go with the data.
@@ -144,6 +154,16 @@ pub trait Datamover {
     fn acknowledge(&mut self, exp: Option<StatSn>) -> Vec<TaskIdx> {
         let _ = exp;
         Vec::new()
+    }
+
+    /// The initiator has all Data-In PDUs of a command before one, which it was asked to say: the task
+    /// whose piece left its buffer with that, if nothing uses the buffer any more.
+    ///
+    /// # Errors
+    /// Why that cannot be.
+    fn acknowledge_data(&mut self, snack: &Snack) -> Result<Option<TaskIdx>, RejectReason> {
+        let _ = snack;
+        Err(RejectReason::InvalidDataAck)
     }
 
     /// Sends something once more.

@@ -54,7 +54,7 @@ pub(super) struct FakeGate {
 impl FakeGate {
     pub(super) fn new(offer: Offer) -> Self {
         Self {
-            unit: unit(),
+            unit: unit(Limits::default().window),
             stats: Arc::new(LunStats::new("t", 0)),
             refused: Vec::new(),
             events: Vec::new(),
@@ -148,7 +148,8 @@ pub(super) struct Rig {
     pub(super) parcels: Vec<(TaskRef, Option<Box<Parcel>>)>,
 }
 
-fn unit() -> Arc<Unit> {
+/// A unit whose commands have so many bytes of their data in memory at a time.
+pub(super) fn unit(window: u32) -> Arc<Unit> {
     let lu = LogicalUnit::new(Config {
         blocks: (DISK / 512) as u64,
         block_size: BlockSize::B512,
@@ -165,7 +166,10 @@ fn unit() -> Arc<Unit> {
             serial: "1".into(),
             naa: Naa::LocallyAssigned(1),
         },
-        limits: Limits::default(),
+        limits: Limits {
+            window,
+            ..Limits::default()
+        },
         cache_generation: None,
     })
     .unwrap();
@@ -226,6 +230,15 @@ impl Rig {
     /// A connection in full-feature phase, its unit attention taken.
     pub(super) fn logged_in(keys: &str) -> Self {
         let mut rig = Self::new();
+        rig.log_in(keys);
+        rig.command(100, &[0; 6], false, 0, &[], true);
+        rig
+    }
+
+    /// As [`Rig::logged_in`], with a unit of this window.
+    pub(super) fn with_window(window: u32, keys: &str) -> Self {
+        let mut rig = Self::new();
+        rig.gate.unit = unit(window);
         rig.log_in(keys);
         rig.command(100, &[0; 6], false, 0, &[], true);
         rig
@@ -307,6 +320,13 @@ impl Rig {
                 return received;
             }
         }
+    }
+
+    /// What the channel has to send, which stays on its way.
+    pub(super) fn poll_sent(&mut self) -> Vec<Received> {
+        let mut batch = Batch::default();
+        assert!(self.channel.poll_batch(&mut batch), "it has something");
+        self.parse(&batch.to_vec())
     }
 
     fn step<R>(&mut self, input: impl FnOnce(&mut TcpChannel, &mut Cx<'_>) -> R) -> R {
@@ -394,10 +414,23 @@ impl Rig {
         }
     }
 
+    /// A block operation fails.
+    pub(super) fn fail_block(&mut self, at: usize, error: BackendError) -> Vec<Received> {
+        let (task, _) = self.blocks.remove(at);
+        let result = StepResult::Failed(error);
+        self.with(|ch, cx| ch.channel_mut().handle_block_done(cx, task, result))
+    }
+
     /// Ends a block operation as a disk would.
     pub(super) fn finish_block(&mut self, at: usize) {
         let (task, op) = self.blocks.remove(at);
-        let slices = self.channel.channel().block_slices(task, 0..u32::MAX);
+        let from = match op {
+            BlockOp::Read { buffer_offset, .. } | BlockOp::Write { buffer_offset, .. } => {
+                buffer_offset
+            }
+            _ => 0,
+        };
+        let slices = self.channel.channel().block_slices(task, from..u32::MAX);
         let slices: Vec<_> = slices.collect();
         let mut done = 0;
         match op {

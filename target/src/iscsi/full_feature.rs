@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use riser_scsi::iscsi::frame::Frame;
 use riser_scsi::iscsi::pdu::{
-    self, FromInitiator, FromTarget, NopIn, NopOut, PduError, Reject, RejectReason,
+    self, FromInitiator, FromTarget, NopIn, NopOut, PduError, Reject, RejectReason, SnackKind,
 };
 use riser_scsi::iscsi::{Itt, StatSn, Ttt};
 
@@ -68,6 +68,9 @@ impl<D: Datamover> Channel<D> {
             FromInitiator::DataOut(data) => self.on_data_out(cx, frame, &data),
             FromInitiator::LoginRequest(_) => {
                 self.reject(cx, frame, RejectReason::ProtocolError, &"a second login");
+            }
+            FromInitiator::Snack(snack) if snack.kind == SnackKind::DataAck => {
+                self.on_data_ack(cx, frame, &snack);
             }
             FromInitiator::Snack(snack) => {
                 if let Err(reason) = self.mover.resend(&snack) {

@@ -58,6 +58,8 @@ mod fixture;
 mod tests;
 #[cfg(test)]
 mod tests_allegiance;
+#[cfg(test)]
+mod tests_stream;
 
 pub use allegiance::{Parcel, TIME2RETAIN, TakeOver};
 pub use channel::{

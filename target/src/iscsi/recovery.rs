@@ -95,6 +95,8 @@ impl Recovery {
     /// Data begin to be sent.
     pub(super) fn on_data(&mut self, put: PutData) {
         if self.is_on {
+            // Of the piece before it everything is acknowledged.
+            self.forget(put.task);
             self.data.push(put);
         }
     }
@@ -151,18 +153,19 @@ impl Recovery {
             _ if !self.is_on => Err(RejectReason::SnackReject),
             SnackKind::Status => self.find_status(StatSn(snack.begin), snack.run),
             SnackKind::DataOrR2t => self.find_data(snack.itt, snack.begin, snack.run),
-            // We never ask for an acknowledgment of data.
-            SnackKind::DataAck => Err(RejectReason::InvalidDataAck),
-            SnackKind::RData => unreachable!("asked for by its own function"),
+            SnackKind::DataAck | SnackKind::RData => {
+                unreachable!("asked for by functions of their own")
+            }
         }
     }
 
     /// The data that an R-Data SNACK asks for: all that are not acknowledged (RFC 7143 11.16.3). Their
-    /// status does not go with them any more.
+    /// status does not go with them any more. Of data that go in pieces they are not all here.
     pub(super) fn find_all_data(&mut self, snack: &Snack) -> Result<PutData, RejectReason> {
         let is_legal = snack.begin == 0 && snack.run == 0 && ![0, NO_TAG].contains(&snack.ttt.0);
+        let is_whole = |put: &PutData| put.base == 0 && !put.more;
         let mut data = self.data.iter_mut();
-        let put = data.find(|put| put.itt == snack.itt && is_legal);
+        let put = data.find(|put| put.itt == snack.itt && is_legal && is_whole(put));
         let put = put.ok_or(RejectReason::SnackReject)?;
         Ok(std::mem::replace(
             put,
@@ -212,6 +215,11 @@ impl Recovery {
         let mut data = self.data.iter();
         let put = data.find(|put| put.itt == itt);
         let put = *put.ok_or(RejectReason::SnackReject)?;
+        let is_all = from == 0 && run == 0;
+        if from < put.start.data_sn && !is_all {
+            // They were acknowledged.
+            return Err(RejectReason::SnackReject);
+        }
         let with_it =
             |kept: &&Kept| matches!(kept.status, Status::Data(_)) && kept.ends() == Some(put.task);
         Ok(vec![Again::Data {

@@ -19,7 +19,8 @@ pub struct TaskIdx(pub u16);
 ///
 /// ```text
 ///  Idle → AwaitBuffer → Receive → AwaitTask → AwaitBuffer → Block (once per operation)
-///    │           (each only where it is needed)                │
+///    │           (each only where it is needed)                │ ↑
+///    │                                                         │ └─→ Receive, Send (once per piece)
 ///    │                                                         v
 ///    │                                    AwaitUnsolicited ──→ Sent → Idle
 ///    ├──→ Mgmt ─────────────────────────────────────→ Sent
@@ -35,6 +36,8 @@ pub enum TaskState {
     AwaitBuffer,
     /// Data of the initiator are on their way.
     Receive,
+    /// A piece of the data is on its way to the initiator, and more will follow.
+    Send,
     /// A block operation runs.
     Block,
     /// The answer is known, and waits for the end of unsolicited data that nobody wants.
@@ -60,12 +63,26 @@ pub(super) struct Incoming {
     pub(super) faulty: bool,
     /// Some of them were lost, and whatever follows those is passed over.
     pub(super) lost: bool,
-    /// What came before there was a buffer; at most FirstBurstLength.
+    /// What came before there was a buffer, or is for a later piece; at most FirstBurstLength. For a
+    /// piece to send that comes from another connection, its bytes.
     pub(super) staged: Vec<u8>,
-    /// What the command wants in all, once it has said so.
+    /// Where the piece that the command wants begins, which is where its buffer does.
+    pub(super) from: u32,
+    /// Where that piece ends, once the command has said so.
     pub(super) wanted: Option<u32>,
     /// The datamover has been asked for the rest.
     pub(super) solicited: bool,
+}
+
+/// A piece of a command's data that is on its way to the initiator.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Piece {
+    /// Where it begins in the data.
+    pub(super) from: u32,
+    /// Bytes.
+    pub(super) len: u32,
+    /// Number of the Data-In PDU after it.
+    pub(super) next_sn: u32,
 }
 
 /// One command or function under way, and everything that it holds.
@@ -84,12 +101,17 @@ pub(super) struct Task {
     pub(super) lun: WireLun,
     pub(super) exec: Execution<MAX_CDB>,
     pub(super) incoming: Incoming,
-    /// Since when it waits for data, in [`TaskState::Receive`] and [`TaskState::AwaitUnsolicited`].
-    pub(super) receives_since: Instant,
+    /// Since when it waits for the initiator, in [`TaskState::Receive`], [`TaskState::Send`] and
+    /// [`TaskState::AwaitUnsolicited`].
+    pub(super) waits_since: Instant,
+    /// Milliseconds that it waited for pieces before this one, while others may have waited for it.
+    pub(super) waited: u32,
     /// The answer, while it waits for unsolicited data, and once it is sent.
     pub(super) response: Option<Response>,
-    /// Where its data begin for the initiator.
+    /// Where its data begin that the initiator does not have.
     pub(super) data_start: Start,
+    /// The piece that is being sent, in [`TaskState::Send`].
+    pub(super) piece: Piece,
     /// R2T PDUs that it had.
     pub(super) r2ts: u32,
     pub(super) mgmt: Option<Mgmt>,
@@ -98,7 +120,8 @@ pub(super) struct Task {
 impl Task {
     pub(super) fn new(now: Instant) -> Self {
         Self {
-            receives_since: now,
+            waits_since: now,
+            waited: 0,
             state: TaskState::Idle,
             generation: 0,
             itt: Itt::NONE,
@@ -110,6 +133,7 @@ impl Task {
             incoming: Incoming::default(),
             response: None,
             data_start: Start::default(),
+            piece: Piece::default(),
             r2ts: 0,
             mgmt: None,
         }

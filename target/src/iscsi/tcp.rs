@@ -155,6 +155,16 @@ impl Open {
     }
 }
 
+/// A piece of data that the initiator is to acknowledge before its buffer is used again (RFC 7143
+/// 11.7.2: the A bit).
+#[derive(Debug)]
+struct Unacknowledged {
+    ttt: Ttt,
+    task: TaskIdx,
+    /// Number of the PDU after it.
+    next_sn: u32,
+}
+
 /// What is still to be asked for of a task; it stays until everything has come.
 #[derive(Debug)]
 struct Wanted {
@@ -176,6 +186,7 @@ pub struct Tcp {
     stat_sn: StatSn,
     open: Vec<Open>,
     wanted: Vec<Wanted>,
+    unacknowledged: Vec<Unacknowledged>,
     next_ttt: u32,
     /// Tasks with data in the batch that is being sent.
     in_batch: Vec<TaskIdx>,
@@ -199,6 +210,7 @@ impl Tcp {
             stat_sn: StatSn(1),
             open: Vec::new(),
             wanted: Vec::new(),
+            unacknowledged: Vec::new(),
             next_ttt: 0,
             in_batch: Vec::new(),
             ends: Vec::new(),
@@ -227,14 +239,24 @@ impl Tcp {
         }
     }
 
-    /// Asks for a part of what the task at a place of the list wants.
-    fn send_r2t(&mut self, at: usize, part: GetData) {
+    fn new_ttt(&mut self) -> Ttt {
         // Never the reserved value.
         self.next_ttt = (self.next_ttt + 1) & 0x7fff_ffff;
+        Ttt(self.next_ttt)
+    }
+
+    /// Whether data are in the batch that is being sent.
+    fn is_sending_data(&self) -> bool {
+        !self.in_batch.is_empty()
+    }
+
+    /// Asks for a part of what the task at a place of the list wants.
+    fn send_r2t(&mut self, at: usize, part: GetData) {
+        let ttt = self.new_ttt();
         let r2t_sn = self.wanted[at].r2t_sn;
         self.wanted[at].r2t_sn += 1;
         let open = Open {
-            ttt: Ttt(self.next_ttt),
+            ttt,
             task: part.task,
             itt: part.itt,
             lun: part.lun,
@@ -257,11 +279,22 @@ impl Tcp {
             itt: open.itt,
             lun: open.lun,
             r2t_sn: 0,
+            base: 0,
             offset: open.offset + open.got,
             len: open.len - open.got,
         };
         self.send_r2t(wanted.expect("what is open is wanted"), part);
         Taken::Again(open.task)
+    }
+
+    /// Whether nothing uses the buffer of a task. Otherwise it is among those that end with the batch that
+    /// is being sent.
+    fn let_go(&mut self, task: TaskIdx) -> bool {
+        let is_busy = self.is_sending && self.in_batch.contains(&task);
+        if is_busy && !self.ends.contains(&task) {
+            self.ends.push(task);
+        }
+        !is_busy
     }
 
     /// PDUs of the data between two offsets, if they are queued now.
@@ -275,7 +308,7 @@ impl Tcp {
     /// Bytes of the next PDU of data.
     fn piece(&self, item: &Outgoing) -> u32 {
         let in_burst = self.max_burst - item.sent % self.max_burst;
-        let left = item.put.len - item.sent;
+        let left = item.put.end - item.sent;
         left.min(in_burst).min(self.segment_in_use)
     }
 
@@ -308,7 +341,7 @@ impl Tcp {
         }
         // Up to the first one wanted; the last one of all where that is none.
         let mut len = self.piece(&item);
-        while item.data_sn < *from && item.sent + len < put.len {
+        while item.data_sn < *from && item.sent + len < put.end {
             item.sent += len;
             item.data_sn += 1;
             len = self.piece(&item);
@@ -334,7 +367,7 @@ impl Tcp {
             }
             _ => true,
         });
-        let exp_data_sn = put.r2ts + put.start.data_sn + self.pieces(put.start.offset, put.len);
+        let exp_data_sn = put.r2ts + put.start.data_sn + self.pieces(put.start.offset, put.end);
         let mut control = response.unwrap_or_else(|| with_data(&put));
         if let FromTarget::ScsiResponse(response) = &mut control.pdu {
             response.exp_data_sn = exp_data_sn;
@@ -371,14 +404,16 @@ impl Tcp {
         let put = item.put;
         let in_burst = self.max_burst - item.sent % self.max_burst;
         let len = self.piece(item);
-        let is_last = len == put.len - item.sent;
+        let is_last = len == put.end - item.sent;
+        let asks = |of: &&Unacknowledged| of.task == put.task;
+        let ack = self.unacknowledged.iter().find(asks).filter(|_| is_last);
         let pdu = DataIn {
             is_final: is_last || len == in_burst,
-            acknowledge: false,
+            acknowledge: ack.is_some(),
             status: put.status.filter(|_| is_last),
-            lun: [0; 8],
+            lun: if ack.is_some() { put.lun } else { [0; 8] },
             itt: put.itt,
-            ttt: Ttt::NONE,
+            ttt: ack.map_or(Ttt::NONE, |ack| ack.ttt),
             data_sn: item.data_sn,
             offset: item.sent,
         };
@@ -391,7 +426,8 @@ impl Tcp {
             &mut batch.heads,
         );
         batch.push_head(start);
-        let range = item.sent..item.sent + len;
+        let at = item.sent - put.base;
+        let range = at..at + len;
         batch
             .chunks
             .extend(buffer.slices(range.clone()).map(Chunk::Data));
@@ -463,6 +499,11 @@ impl Tcp {
                     }
                     if !self.put_data_in(&mut item, numbers, held.buffer(task), batch) {
                         self.queue.push_front(Item::Data(item));
+                    } else if item.put.more {
+                        // Otherwise the task goes on when the piece is acknowledged.
+                        if !self.recovery.is_on() {
+                            self.ends.push(task);
+                        }
                     } else if item.put.status.is_some() {
                         if self.recovery.keep_data(item.put, self.stat_sn) {
                             self.answered.push(task);
@@ -521,7 +562,16 @@ impl Datamover for Tcp {
     fn put_data(&mut self, put: PutData) -> u32 {
         self.recovery.on_data(put);
         self.queue.push_back(Item::Data(Outgoing::new(put)));
-        put.start.data_sn + self.pieces(put.start.offset, put.len)
+        let next_sn = put.start.data_sn + self.pieces(put.start.offset, put.end);
+        if put.more && self.recovery.is_on() {
+            let ttt = self.new_ttt();
+            self.unacknowledged.push(Unacknowledged {
+                ttt,
+                task: put.task,
+                next_sn,
+            });
+        }
+        next_sn
     }
 
     fn carries_status(&self) -> bool {
@@ -582,14 +632,35 @@ impl Datamover for Tcp {
         self.queue
             .retain(|item| !matches!(item, Item::Again(Again::Data { put, .. }) if ended.contains(&put.task)));
         // The buffer of one whose data are being sent once more is in use until they are sent.
-        ended.retain(|task| {
-            let is_busy = self.is_sending && self.in_batch.contains(task);
-            if is_busy {
-                self.ends.push(*task);
-            }
-            !is_busy
-        });
+        ended.retain(|task| self.let_go(*task));
         ended
+    }
+
+    fn acknowledge_data(&mut self, snack: &Snack) -> Result<Option<TaskIdx>, RejectReason> {
+        let named = |of: &Unacknowledged| of.ttt == snack.ttt;
+        let Some(at) = self.unacknowledged.iter().position(named) else {
+            // It was acknowledged before, or its task is over.
+            let was_asked = (1..=self.next_ttt).contains(&snack.ttt.0);
+            return was_asked
+                .then_some(None)
+                .ok_or(RejectReason::InvalidDataAck);
+        };
+        if self.unacknowledged[at].next_sn != snack.begin {
+            return Err(RejectReason::InvalidDataAck);
+        }
+        let is_queued = |item: &Item| match item {
+            Item::Data(Outgoing { put, .. }) => put.task == self.unacknowledged[at].task,
+            _ => false,
+        };
+        if self.queue.iter().any(is_queued) {
+            // It cannot have what was not sent.
+            return Err(RejectReason::InvalidDataAck);
+        }
+        let task = self.unacknowledged.swap_remove(at).task;
+        self.queue.retain(
+            |item| !matches!(item, Item::Again(Again::Data { put, .. }) if put.task == task),
+        );
+        Ok(self.let_go(task).then_some(task))
     }
 
     fn resend(&mut self, snack: &Snack) -> Result<(), RejectReason> {
@@ -635,8 +706,9 @@ impl Datamover for Tcp {
         });
         open.retain(|open| open.task != task);
         self.wanted.retain(|wanted| wanted.get.task != task);
+        self.unacknowledged.retain(|of| of.task != task);
         self.recovery.forget(task);
-        self.in_batch.contains(&task)
+        !self.let_go(task)
     }
 
     fn progress(&self, task: TaskIdx) -> Progress {
@@ -789,6 +861,9 @@ impl TcpChannel {
 
     /// The batch was sent, or failed to be.
     pub fn handle_sent(&mut self, cx: &mut Cx<'_>, ok: bool) {
+        if ok && self.channel.mover().is_sending_data() {
+            self.channel.last_taken = cx.now;
+        }
         let ended = self.channel.mover_mut().on_sent();
         for task in self.channel.mover_mut().take_answered() {
             self.channel.note_answered(cx, task);

@@ -977,6 +977,7 @@ enum Act {
     Nop(u8),
     Bytes(Vec<u8>),
     Block(u8),
+    Ack(u8, u8),
     Skip(u8),
     Wait(u8),
 }
@@ -1002,6 +1003,7 @@ fn act() -> impl Strategy<Value = Act> {
         any::<u8>().prop_map(Act::Nop),
         proptest::collection::vec(any::<u8>(), 0..60).prop_map(Act::Bytes),
         any::<u8>().prop_map(Act::Block),
+        (any::<u8>(), any::<u8>()).prop_map(|(ttt, sn)| Act::Ack(ttt % 6, sn % 6 * 4)),
         (0..3_u8).prop_map(Act::Skip),
         (0..9_u8).prop_map(Act::Wait),
     ]
@@ -1012,17 +1014,33 @@ proptest! {
 
     /// Whatever comes in whatever order, nothing panics, and in the end everything is given back.
     #[test]
-    fn nothing_is_lost(acts in proptest::collection::vec(act(), 1..60), kind in 0..4_usize) {
+    fn nothing_is_lost(
+        acts in proptest::collection::vec(act(), 1..60),
+        kind in 0..4_usize,
+        window in prop_oneof![Just(512_u32), Just(2048), Just(1 << 20)],
+    ) {
         let keys = [
             "HeaderDigest=CRC32C\0DataDigest=CRC32C\0",
             "FirstBurstLength=2048\0",
             "FirstBurstLength=2048\0MaxConnections=4\0",
             "FirstBurstLength=2048\0DataDigest=CRC32C\0ErrorRecoveryLevel=1\0",
         ][kind];
-        let mut rig = Rig::logged_in(keys);
+        let mut rig = Rig::with_window(window, keys);
         rig.prompt = false;
         for act in acts {
             match act {
+                Act::Ack(ttt, begin) => {
+                    let ack = Snack {
+                        kind: SnackKind::DataAck,
+                        lun: [0; 8],
+                        itt: Itt::NONE,
+                        ttt: Ttt(u32::from(ttt)),
+                        exp_stat_sn: StatSn(0),
+                        begin: u32::from(begin),
+                        run: 0,
+                    };
+                    rig.send(&FromInitiator::Snack(ack), &[]);
+                }
                 Act::Read(tag, blocks) => { rig.read(u32::from(tag), 0, blocks); }
                 Act::Write(tag, blocks, len, is_final) => {
                     rig.write(u32::from(tag), blocks, &vec![1; usize::from(len)], is_final);

@@ -5,7 +5,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use riser_scsi::iscsi::pdu::{
     AsyncEvent, FromInitiator, FromTarget, LogoutReason, LogoutRequest, LogoutResponse,
-    LogoutStatus, R2t, TmfFunction, TmfRequest, TmfStatus,
+    LogoutStatus, R2t, Snack, SnackKind, TmfFunction, TmfRequest, TmfStatus,
 };
 use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
 
@@ -48,7 +48,11 @@ impl Duo {
     }
 
     fn with_keys(keys: &str) -> Self {
-        let mut first = Rig::logged_in(keys);
+        Self::of_window(1 << 20, keys)
+    }
+
+    fn of_window(window: u32, keys: &str) -> Self {
+        let mut first = Rig::with_window(window, keys);
         for (at, block) in first.disk.chunks_mut(512).enumerate() {
             block.fill((at as u8).wrapping_add(1));
         }
@@ -277,6 +281,104 @@ fn a_write_goes_on_with_what_is_missing() {
         assert_eq!(duo.second.disk[..4096], data);
         duo.end();
     }
+}
+
+/// A piece of a long read that was not acknowledged is sent again; the rest follows, and what is lost with
+/// the last piece is sent again as well.
+#[test]
+fn a_read_in_pieces_goes_on_with_what_is_missing() {
+    // What the initiator has, and what it gets: all of the piece before it says that it has it.
+    for (exp, piece) in [(0, vec![4, 5, 6, 7]), (6, vec![6, 7]), (8, vec![])] {
+        let mut duo = Duo::of_window(2048, LEVEL_2);
+        let first = duo.first.read(1, 0, 9);
+        let sent = duo.first.send(&ack(&first, 4), &[]);
+        assert_eq!(data_in(&sent).0, [4, 5, 6, 7]);
+        duo.cut();
+        let mut received = duo.reassigned(1, exp);
+        let mut sns = data_in(&received).0;
+        if !piece.is_empty() {
+            assert_eq!(sns, piece);
+            let last = duo.second.send(&ack(&received, 8), &[]);
+            sns = data_in(&last).0;
+            received = last;
+        }
+        assert_eq!(sns, [8]);
+        assert_eq!(status(&received).0, 0);
+        duo.end();
+    }
+    // The last piece and its status.
+    let mut duo = Duo::of_window(2048, LEVEL_2);
+    let first = duo.first.read(1, 0, 6);
+    let last = duo.first.send(&ack(&first, 4), &[]);
+    assert_eq!(data_in(&last).0, [4, 5]);
+    duo.cut();
+    let received = duo.reassigned(1, 0);
+    assert_eq!(data_in(&received).0, [4, 5]);
+    assert_eq!(status(&received).0, 0);
+    duo.end();
+}
+
+/// Acknowledges the Data-In PDUs before one, as the last of them asks for it.
+fn ack(received: &[Received], begin: u32) -> FromInitiator {
+    let Some((FromTarget::DataIn(pdu), ..)) = received.last() else {
+        panic!("{received:?}");
+    };
+    assert!(pdu.acknowledge);
+    FromInitiator::Snack(Snack {
+        kind: SnackKind::DataAck,
+        lun: pdu.lun,
+        itt: Itt::NONE,
+        ttt: pdu.ttt,
+        exp_stat_sn: StatSn(0),
+        begin,
+        run: 0,
+    })
+}
+
+#[test]
+fn a_write_in_pieces_goes_on_with_what_is_missing() {
+    let data: Vec<u8> = (0..4608).map(|i| (i % 251) as u8).collect();
+    let part = |from: u32, len: u32| &data[from as usize..(from + len) as usize];
+    let mut duo = Duo::of_window(2048, LEVEL_2);
+    let mut received = duo.first.write(1, 9, &data[..512], true);
+    // The first piece, and half a burst of the second one.
+    for expected in [512, 1536] {
+        let asked = r2t(&received);
+        assert_eq!(asked.offset, expected);
+        received.remove(0);
+        let data = part(asked.offset, asked.len);
+        received.extend(
+            duo.first
+                .data_out(1, asked.ttt, 0, asked.offset, data, true),
+        );
+    }
+    let asked = r2t(&received);
+    assert_eq!((asked.r2t_sn, asked.offset), (2, 2048));
+    let sent = duo
+        .first
+        .data_out(1, asked.ttt, 0, 2048, part(2048, 512), false);
+    assert!(sent.is_empty());
+    let first_disk = duo.first.disk.clone();
+    duo.cut();
+    duo.second.disk = first_disk;
+    let mut received = duo.reassigned(1, 4);
+    let mut offsets = Vec::new();
+    while let Some(at) = received
+        .iter()
+        .position(|(pdu, ..)| matches!(pdu, FromTarget::R2t(_)))
+    {
+        let asked = r2t(&[received.remove(at)]);
+        offsets.push((asked.r2t_sn, asked.offset));
+        let data = part(asked.offset, asked.len);
+        received.extend(
+            duo.second
+                .data_out(1, asked.ttt, 0, asked.offset, data, true),
+        );
+    }
+    assert_eq!(offsets, [(4, 2560), (5, 3584), (6, 4096)]);
+    assert_eq!(status(&received).0, 0);
+    assert_eq!(duo.second.disk[..4608], data);
+    duo.end();
 }
 
 /// Unsolicited data that did not come are asked for.

@@ -361,7 +361,8 @@ impl Builder {
         let block = geometry.block_size;
         let limits = &mut unit_config.limits;
         limits.max_transfer = config.limits.max_transfer / block * block;
-        limits.optimal_transfer = limits.optimal_transfer.min(limits.max_transfer);
+        limits.window = config.limits.window() / block * block;
+        limits.optimal_transfer = limits.optimal_transfer.min(limits.window);
         let name = || backend.name.clone();
         let mut lu = LogicalUnit::new(unit_config).map_err(|source| ServerError::Unit {
             name: name(),

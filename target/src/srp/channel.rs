@@ -130,8 +130,8 @@ pub struct Channel {
     pub(super) pool_waiters: VecDeque<SendIdx>,
     pub(super) own: Own,
     pub(super) blocks_in_flight: u32,
-    /// Chains under way that read from the initiator.
-    pub(super) reads: u32,
+    /// Chains under way that commands wait for: all but those that end with an answer.
+    pub(super) transfers: u32,
     /// Until when the next of them must have completed.
     pub(super) data_deadline: Option<Instant>,
     notified: bool,
@@ -183,7 +183,7 @@ impl Channel {
             pool_waiters: VecDeque::with_capacity(params.req_lim as usize),
             own: Own::default(),
             blocks_in_flight: 0,
-            reads: 0,
+            transfers: 0,
             data_deadline: None,
             notified: false,
             drained: false,
@@ -509,7 +509,7 @@ impl Channel {
         self.retry_deferred(cx);
         self.retry_posts(cx);
         self.poll_own(cx);
-        if self.reads > 0 {
+        if self.transfers > 0 {
             let at = cx.now + self.config.data_out_timeout;
             self.data_deadline.get_or_insert(at);
         }

@@ -161,7 +161,7 @@ impl Channel {
             });
         let Some(remote) = external else {
             let step = match io.exec.early_data() {
-                Some(len) => Some(Step::ReceiveData { len }),
+                Some(len) => Some(Step::ReceiveData { from: 0, len }),
                 None => self.advance(cx, idx, StepResult::Done),
             };
             if let Some(step) = step {
@@ -226,7 +226,16 @@ impl Channel {
                     self.ioctx[usize::from(idx.0)].exec.step = Some(step);
                     return self.await_pool(cx.pool, idx);
                 }
-                Step::ReceiveData { len } => {
+                Step::SendData { from, len } => {
+                    self.counters.bytes_in += u64::from(len);
+                    let io = &mut self.ioctx[usize::from(idx.0)];
+                    io.exec.course.enter(Stage::FabricOut, cx.now);
+                    io.exec.course.carry(len);
+                    let direction = Direction::ToInitiator;
+                    io.transfer = Some(Transfer::of_piece(direction, from, len));
+                    return self.try_post(idx, Then::SendData);
+                }
+                Step::ReceiveData { from, len } => {
                     self.counters.bytes_out += u64::from(len);
                     let io = &mut self.ioctx[usize::from(idx.0)];
                     io.exec.course.enter(Stage::FabricIn, cx.now);
@@ -237,7 +246,8 @@ impl Channel {
                     } else if len == 0 {
                         self.advance(cx, idx, StepResult::Done)
                     } else {
-                        io.transfer = Some(Transfer::new(Direction::FromInitiator, len));
+                        let direction = Direction::FromInitiator;
+                        io.transfer = Some(Transfer::of_piece(direction, from, len));
                         return self.try_post(idx, Then::NeedData);
                     }
                 }
@@ -274,21 +284,29 @@ impl Channel {
         Owner(self.config.serial)
     }
 
-    /// Moves immediate data from the receive ring to the buffer, and frees its receive context.
+    /// Moves immediate data from the receive ring to the buffer, and frees its receive context when it has
+    /// been all.
     fn take_immediate(&mut self, idx: SendIdx, len: u32) {
         let io = &mut self.ioctx[usize::from(idx.0)];
-        let immediate = io.immediate.take().expect("immediate data is held");
+        let held = io.immediate.as_mut().expect("immediate data is held");
+        let immediate = *held;
+        let len = len.min(immediate.len);
+        held.offset += len;
+        held.len -= len;
         let io = &self.ioctx[usize::from(idx.0)];
         let (ring, start) = self.receive_memory(immediate.recv);
         let mut from = start + immediate.offset as usize;
         if let Some(buffer) = &io.exec.buffer {
             let memory = buffer.memory();
-            for range in buffer.ranges(0..len.min(immediate.len)) {
+            for range in buffer.ranges(0..len) {
                 Memory::copy(ring, from, memory, range.start, range.len());
                 from += range.len();
             }
         }
-        self.recycle_recv(immediate.recv);
+        if len == immediate.len {
+            self.ioctx[usize::from(idx.0)].immediate = None;
+            self.recycle_recv(immediate.recv);
+        }
     }
 
     /// Tells the command how its last step ended: the next one. A command whose data have come takes

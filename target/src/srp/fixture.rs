@@ -86,7 +86,7 @@ pub(super) fn params() -> ChannelParams {
     }
 }
 
-fn lu() -> LogicalUnit {
+fn lu(window: u32) -> LogicalUnit {
     LogicalUnit::new(Config {
         blocks: (DISK / 512) as u64,
         block_size: BlockSize::B512,
@@ -103,7 +103,10 @@ fn lu() -> LogicalUnit {
             serial: "1".into(),
             naa: Naa::LocallyAssigned(1),
         },
-        limits: Limits::default(),
+        limits: Limits {
+            window,
+            ..Limits::default()
+        },
         cache_generation: None,
     })
     .unwrap()
@@ -112,8 +115,12 @@ fn lu() -> LogicalUnit {
 impl Rig {
     /// Two units, LUN 0 and 1, and no channel.
     pub(super) fn new() -> Self {
+        Self::of_window(Limits::default().window)
+    }
+
+    fn of_window(window: u32) -> Self {
         let units: Vec<_> = (0..2)
-            .map(|i| Arc::new(Unit::new(UnitIdx(i), Arc::new(lu()), 64)))
+            .map(|i| Arc::new(Unit::new(UnitIdx(i), Arc::new(lu(window)), 64)))
             .collect();
         Self {
             now: Instant::now(),
@@ -134,7 +141,12 @@ impl Rig {
 
     /// A live channel of nexus 1 whose unit attentions have been read.
     pub(super) fn live() -> Self {
-        let mut rig = Self::new();
+        Self::with_window(Limits::default().window)
+    }
+
+    /// The same of units whose commands have so many bytes of their data in memory at a time.
+    pub(super) fn with_window(window: u32) -> Self {
+        let mut rig = Self::of_window(window);
         rig.add_channel(params(), 1);
         rig.establish(0);
         for lun in 0..2 {

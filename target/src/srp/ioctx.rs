@@ -25,8 +25,10 @@ pub struct SendIdx(pub u16);
 pub enum Then {
     /// Read an external descriptor table.
     FetchTable,
-    /// Read the command's data.
+    /// Read the command's data, or a piece of them.
     NeedData,
+    /// Write a piece of the data that others follow.
+    SendData,
     /// Write data, and answer with the last portion.
     Respond,
 }
@@ -39,7 +41,8 @@ pub enum Then {
 ///          │         (each only where it is needed, in this order)          │
 ///          │                                                                v
 ///          └──────────────────────────────────────────────→ DataIn (block operations)
-///                                                                           │
+///                                                             ↑ └→ NeedData, SendData (pieces)
+///                                                             └──────────┘  │
 ///  Done ←── CmdRspSent ←── WriteData (portions) ←───────────────────────────┘
 ///
 ///  Done → Mgmt → MgmtRspSent → Done         AwaitCredit(then) before every post
@@ -56,8 +59,10 @@ pub enum IoctxState {
     FetchTable,
     /// Waits for a data buffer of the pool.
     AwaitBuffer,
-    /// The command's data is being read from the initiator.
+    /// The command's data is being read from the initiator, or a piece of it.
     NeedData,
+    /// A piece of the data is being written to the initiator, and more will follow.
+    SendData,
     /// Data is here or not needed: a block operation runs.
     DataIn,
     /// Data is being written to the initiator; the answer goes with the last portion.
@@ -190,6 +195,7 @@ impl SendIoctx {
             self.state,
             IoctxState::FetchTable
                 | IoctxState::NeedData
+                | IoctxState::SendData
                 | IoctxState::DataIn
                 | IoctxState::WriteData
                 | IoctxState::CmdRspSent

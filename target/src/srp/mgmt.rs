@@ -226,7 +226,10 @@ impl Channel {
             return;
         }
         match io.state {
-            IoctxState::FetchTable | IoctxState::NeedData | IoctxState::WriteData => {
+            IoctxState::FetchTable
+            | IoctxState::NeedData
+            | IoctxState::SendData
+            | IoctxState::WriteData => {
                 io.exec.aborted = true;
             }
             IoctxState::DataIn => {

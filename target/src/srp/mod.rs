@@ -50,6 +50,8 @@ mod fixture;
 mod tests;
 #[cfg(test)]
 mod tests_random;
+#[cfg(test)]
+mod tests_stream;
 
 pub use action::{Action, Counters, SendIu};
 pub use channel::{ChState, Channel, ChannelConfig, Cx, JOIN_TIMEOUT, KEEPALIVE};

@@ -21,7 +21,8 @@ impl Channel {
             return self.await_pool(cx.pool, idx);
         };
         if len > 0 {
-            io.transfer = Some(Transfer::new(Direction::ToInitiator, len));
+            let from = response.data_in.from();
+            io.transfer = Some(Transfer::of_piece(Direction::ToInitiator, from, len));
             self.counters.bytes_in += u64::from(len);
         }
         io.response = Some(response);
@@ -94,11 +95,12 @@ impl Channel {
         io.state = match then {
             Then::FetchTable => IoctxState::FetchTable,
             Then::NeedData => IoctxState::NeedData,
+            Then::SendData => IoctxState::SendData,
             Then::Respond if !last => IoctxState::WriteData,
             Then::Respond if io.mgmt.is_some() => IoctxState::MgmtRspSent,
             Then::Respond => IoctxState::CmdRspSent,
         };
-        self.reads += u32::from(then != Then::Respond);
+        self.transfers += u32::from(then != Then::Respond);
         let send = answers.then(|| self.emit_rsp(idx));
         self.actions.push_back(Action::Post {
             ioctx: idx,
@@ -158,8 +160,12 @@ impl Channel {
             io.exec.course.arrive(cx.now);
             return self.finish(cx.pool, idx, End::Answered);
         }
-        if matches!(io.state, IoctxState::FetchTable | IoctxState::NeedData) {
-            self.reads -= 1;
+        let is_awaited = matches!(
+            io.state,
+            IoctxState::FetchTable | IoctxState::NeedData | IoctxState::SendData
+        );
+        if is_awaited {
+            self.transfers -= 1;
             self.data_deadline = None;
         }
         if self.ends_early(cx, idx) {
@@ -175,7 +181,8 @@ impl Channel {
             IoctxState::FetchTable if more => self.try_post(idx, Then::FetchTable),
             IoctxState::FetchTable => self.on_table_fetched(cx, idx),
             IoctxState::NeedData if more => self.try_post(idx, Then::NeedData),
-            IoctxState::NeedData => {
+            IoctxState::SendData if more => self.try_post(idx, Then::SendData),
+            IoctxState::NeedData | IoctxState::SendData => {
                 io.transfer = None;
                 let result = if ok {
                     StepResult::Done

@@ -168,8 +168,11 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
     #[test]
-    fn every_request_ends_once_and_nothing_stays(steps in proptest::collection::vec(step(), 1..120)) {
-        let mut rig = Rig::live();
+    fn every_request_ends_once_and_nothing_stays(
+        steps in proptest::collection::vec(step(), 1..120),
+        window in prop_oneof![Just(512_u32), Just(2560), Just(1 << 20)],
+    ) {
+        let mut rig = Rig::with_window(window);
         rig.add_channel(params(), 2);
         rig.establish(1);
         let descs: Vec<_> = (0..40).map(|i| MemDesc::new(i * 512, KEY, 512)).collect();

@@ -41,7 +41,7 @@ struct Position {
     bytes: u32,
     /// Descriptor.
     desc: u32,
-    /// Bytes within it.
+    /// Bytes behind its beginning; where these are more than it has, in one after it.
     offset: u32,
 }
 
@@ -76,9 +76,22 @@ impl Transfer {
     /// A transfer of these bytes of the buffer; the descriptors begin with the first of them.
     #[must_use]
     pub fn of_range(direction: Direction, range: Range<u32>) -> Self {
+        Self::between(direction, range, 0)
+    }
+
+    /// A transfer of the first `len` bytes of the buffer, which are those from `from` on that the
+    /// descriptors describe: a piece of longer data.
+    #[must_use]
+    pub fn of_piece(direction: Direction, from: u32, len: u32) -> Self {
+        Self::between(direction, 0..len, from)
+    }
+
+    fn between(direction: Direction, range: Range<u32>, from: u32) -> Self {
         let start = Position {
             bytes: range.start,
-            ..Position::default()
+            desc: 0,
+            // Descriptors that lie before it are passed when the first portion is planned.
+            offset: from,
         };
         Self {
             direction,
@@ -131,12 +144,12 @@ impl Transfer {
         let mut wrs = 0;
         while at.bytes < self.len && wrs < limits.wrs {
             let desc = table.desc(at.desc);
-            let room = desc.data_len() - at.offset;
-            if room == 0 {
+            if at.offset >= desc.data_len() {
+                at.offset -= desc.data_len();
                 at.desc += 1;
-                at.offset = 0;
                 continue;
             }
+            let room = desc.data_len() - at.offset;
             let end = at.bytes + room.min(self.len - at.bytes);
             let mut wr = RdmaWr {
                 remote: table::remote(&desc, at.offset),
@@ -170,6 +183,7 @@ mod tests {
         fn portions_conserve_bytes(
             lens in proptest::collection::vec(0u32..70_000, 1..16),
             cut in any::<proptest::sample::Index>(),
+            skip in any::<proptest::sample::Index>(),
             wrs in 1u32..5,
             sges in 1usize..5,
             holes in proptest::collection::vec(1u32..200_000, 0..20),
@@ -194,8 +208,11 @@ mod tests {
                     .collect(),
             );
             let len = cut.index(total as usize) as u32 + 1;
+            // Those before `from` were moved before.
+            let from = skip.index((total - len + 1) as usize) as u32;
             let limits = PortionLimits { wrs, sges };
-            let mut transfer = Transfer::new(Direction::ToInitiator, len);
+            let mut transfer = Transfer::of_piece(Direction::ToInitiator, from, len);
+            let mut before = u64::from(from);
             let mut local = Vec::new();
             let mut remote = 0u64;
             let mut next = (0u64, 0u64);
@@ -208,6 +225,10 @@ mod tests {
                     let bytes: usize = wr.local.iter().map(ExactSizeIterator::len).sum();
                     let (desc, offset) = (wr.remote.addr >> 32, wr.remote.addr & 0xffff_ffff);
                     assert!((desc, offset) >= next, "in order");
+                    // Where it is in the data that the descriptors describe.
+                    let at: u64 = lens[..desc as usize].iter().map(|&len| u64::from(len)).sum();
+                    assert_eq!(at + offset, before, "without gaps");
+                    before += bytes as u64;
                     assert_eq!(u64::from(wr.remote.rkey.0), desc);
                     assert!(offset + bytes as u64 <= u64::from(lens[desc as usize]));
                     next = (desc, offset + bytes as u64);

@@ -17,7 +17,7 @@ use riser_scsi::iser::{
 use riser_scsi::step::{BackendError, BlockOp, StepResult};
 
 use super::{ChainIdx, ConnState, IserAction, IserChannel, IserConfig, IserParams, Post, RxIdx};
-use crate::iscsi::fixture::{DISK, FakeGate};
+use crate::iscsi::fixture::{DISK, FakeGate, unit};
 use crate::iscsi::{Action, Channel, Cx, TaskIdx};
 use crate::pool::Pool;
 use crate::srp::transfer::Direction;
@@ -140,7 +140,13 @@ impl Rig {
 
     /// A connection in full-feature phase, its unit attention taken.
     pub(super) fn logged_in(keys: &str) -> Self {
+        Self::with_window(1 << 20, keys)
+    }
+
+    /// The same with a unit of this window.
+    pub(super) fn with_window(window: u32, keys: &str) -> Self {
         let mut rig = Self::up();
+        rig.gate.unit = unit(window);
         let got = rig.login(&format!("InitialR2T=No\0{keys}"));
         assert!(matches!(
             &got[..],
@@ -321,10 +327,16 @@ impl Rig {
     /// Ends a block operation as a disk would.
     pub(super) fn finish_block(&mut self, at: usize) {
         let (task, op) = self.blocks.remove(at);
+        let from = match op {
+            BlockOp::Read { buffer_offset, .. } | BlockOp::Write { buffer_offset, .. } => {
+                buffer_offset
+            }
+            _ => 0,
+        };
         let slices: Vec<_> = self
             .conn
             .channel()
-            .block_slices(task, 0..u32::MAX)
+            .block_slices(task, from..u32::MAX)
             .collect();
         let mut done = 0;
         match op {

@@ -73,7 +73,7 @@ enum Then {
     Send(Control),
     /// The answer to a Hello.
     Hello(HelloReply),
-    /// Nothing: the data have come.
+    /// Nothing: the data have come, or a piece of them has gone.
     Arrive,
 }
 
@@ -105,7 +105,8 @@ struct Chain {
     wrs: u32,
     /// Whose buffer it touches.
     task: Option<TaskIdx>,
-    direction: Direction,
+    /// Whether the task waits for the end of the transfer, rather than for that of its answer.
+    is_awaited: bool,
     /// Whether the transfer ends with it.
     is_last: bool,
     tx: Option<TxIdx>,
@@ -118,6 +119,8 @@ struct Chain {
 struct Known {
     /// What came with its command.
     buffers: Buffers,
+    /// Where the data begin that were asked for first.
+    solicited_from: Option<u32>,
     /// Chains under way that touch its buffer.
     chains: u16,
     /// Nobody waits for its data any more.
@@ -129,7 +132,8 @@ struct Known {
 pub(super) struct Ended {
     /// The task whose answer is sent.
     pub(super) answered: Option<TaskIdx>,
-    /// The task whose data have come, or will not, and whose buffer is free.
+    /// The task whose data have come, or a piece of whose data has gone, or will not, and whose buffer is
+    /// free.
     pub(super) arrived: Option<TaskIdx>,
 }
 
@@ -258,18 +262,19 @@ impl Iser {
         let mut chain = Chain {
             wrs: 0,
             task: None,
-            direction: Direction::ToInitiator,
+            is_awaited: matches!(item.then, Then::Arrive),
             is_last: true,
             tx: None,
             ends: None,
         };
+        post.direction = Direction::ToInitiator;
         if let Some((task, transfer, table)) = &mut item.transfer {
             let limits = self.portion(reserve);
             let buffer = held.buffer(*task);
             chain.wrs = transfer.plan(table, buffer, limits);
             transfer.each(table, buffer, limits, |wr| post.wrs.push(wr));
             chain.task = Some(*task);
-            chain.direction = transfer.direction;
+            post.direction = transfer.direction;
             chain.is_last = transfer.is_last();
             transfer.portion_done();
             self.known[usize::from(task.0)].chains += 1;
@@ -285,7 +290,6 @@ impl Iser {
         self.credits -= chain.wrs;
         let idx = self.free_chains.pop().expect("a chain takes credit");
         post.chain = idx;
-        post.direction = chain.direction;
         self.chains[usize::from(idx.0)] = Some(chain);
         Some(is_last)
     }
@@ -362,7 +366,7 @@ impl Iser {
         if let Some(task) = chain.task {
             let known = &mut self.known[usize::from(task.0)];
             known.chains -= 1;
-            if chain.direction == Direction::FromInitiator {
+            if chain.is_awaited {
                 let is_over = if known.is_forgotten {
                     known.chains == 0
                 } else {
@@ -378,10 +382,19 @@ impl Iser {
     }
 }
 
-/// One descriptor that names `len` bytes.
-fn table(buffer: RemoteBuffer, len: u32) -> Table {
-    let desc = MemDesc::new(buffer.base, buffer.stag.0, len);
+/// One descriptor that names `len` bytes of a buffer, from `at` on. The address may wrap if the initiator
+/// says so: its own device refuses that range.
+fn table(buffer: RemoteBuffer, at: u32, len: u32) -> Table {
+    let base = buffer.base.wrapping_add(u64::from(at));
+    let desc = MemDesc::new(base, buffer.stag.0, len);
     Table::Inline([desc].into_iter().collect())
+}
+
+/// A piece of a read, and where it goes.
+fn outgoing(put: &PutData, buffer: RemoteBuffer) -> (TaskIdx, Transfer, Table) {
+    let len = put.end - put.base;
+    let transfer = Transfer::new(Direction::ToInitiator, len);
+    (put.task, transfer, table(buffer, put.base, len))
 }
 
 impl Datamover for Iser {
@@ -420,8 +433,7 @@ impl Datamover for Iser {
         let put = self.put.take();
         let transfer = put.map(|(put, buffer)| {
             assert_eq!(control.ends, Some(put.task), "an answer follows its data");
-            let transfer = Transfer::new(Direction::ToInitiator, put.len);
-            (put.task, transfer, table(buffer, put.len))
+            outgoing(&put, buffer)
         });
         self.queue.push_back(Item {
             transfer,
@@ -431,6 +443,10 @@ impl Datamover for Iser {
 
     fn put_data(&mut self, put: PutData) -> u32 {
         match self.known[usize::from(put.task.0)].buffers.read {
+            Some(buffer) if put.more => self.queue.push_back(Item {
+                transfer: Some(outgoing(&put, buffer)),
+                then: Then::Arrive,
+            }),
             Some(buffer) => self.put = Some((put, buffer)),
             None => self.fault = Some("a read that names no buffer"),
         }
@@ -442,17 +458,21 @@ impl Datamover for Iser {
     }
 
     fn get_data(&mut self, get: GetData) -> u32 {
-        let Some(mut buffer) = self.known[usize::from(get.task.0)].buffers.write else {
+        let known = &mut self.known[usize::from(get.task.0)];
+        let Some(buffer) = known.buffers.write else {
             self.fault = Some("a write that names no buffer");
             return 0;
         };
-        if self.whole_buffers {
-            buffer.base = buffer.base.wrapping_add(u64::from(get.offset));
-        }
-        let range = get.offset..get.offset + get.len;
-        let transfer = Transfer::of_range(Direction::FromInitiator, range);
+        let first = *known.solicited_from.get_or_insert(get.offset);
+        let at = if self.whole_buffers {
+            get.offset
+        } else {
+            get.offset - first
+        };
+        let start = get.offset - get.base;
+        let transfer = Transfer::of_range(Direction::FromInitiator, start..start + get.len);
         self.queue.push_back(Item {
-            transfer: Some((get.task, transfer, table(buffer, get.len))),
+            transfer: Some((get.task, transfer, table(buffer, at, get.len))),
             then: Then::Arrive,
         });
         0

@@ -709,3 +709,64 @@ fn memory_is_fixed_and_said() {
     assert_eq!(memory.send_ring, 144 * 256 + 2 * 8320);
     assert!(memory.total() < 3 << 20, "{memory:?}");
 }
+
+/// Data that are longer than the window go through one page of the pool, whichever part of them came
+/// unsolicited, and whether the initiator's buffer begins with the first byte or with the first solicited
+/// one. Only the answer invalidates the key.
+#[test]
+fn long_data_go_through_a_bounded_buffer() {
+    let data = pattern(20 * 512);
+    for (keys, whole) in [("", false), ("TaggedBufferForSolicitedDataOnly=No\0", true)] {
+        for immediate in [0, 512, 2048, 2560, 8192] {
+            let mut rig = Rig::with_window(2048, keys);
+            let got = if whole {
+                rig.memory.insert(3, data.clone());
+                let cdb = [0x2a, 0, 0, 0, 0, 0, 0, 0, 20, 0];
+                let len = data.len() as u32;
+                rig.command(3, &cdb, Some(true), len, &data[..immediate], true)
+            } else {
+                rig.write(3, &data, immediate, immediate)
+            };
+            assert!(is_good(&got, 3), "{keys:?} {immediate} {got:?}");
+            assert_eq!(only(&got).2, Some(3));
+            assert_eq!(rig.disk[..data.len()], data, "{keys:?} {immediate}");
+            let got = rig.read(4, 0, 20);
+            assert!(is_good(&got, 4));
+            assert_eq!(only(&got).2, Some(4));
+            assert_eq!(rig.memory[&4], data);
+            assert!(rig.pool.size() - rig.pool.lowest_free() <= 4096);
+            rig.end();
+        }
+    }
+}
+
+#[test]
+fn an_abort_between_pieces_waits_for_the_device() {
+    for write in [true, false] {
+        let mut rig = Rig::with_window(2048, "");
+        rig.stalled = true;
+        if write {
+            // The first piece came with the command; the second one is fetched.
+            rig.write(3, &pattern(20 * 512), 2048, 2048);
+            assert_eq!(
+                rig.conn.channel().task_state(Itt(3)),
+                Some(TaskState::Receive)
+            );
+        } else {
+            rig.read(3, 0, 20);
+            assert_eq!(rig.conn.channel().task_state(Itt(3)), Some(TaskState::Send));
+        }
+        assert!(rig.tmf(9, TmfFunction::AbortTask, 3).is_empty());
+        assert!(rig.pool.free() < rig.pool.size(), "a device has the buffer");
+        assert_eq!(rig.gate.unit.tasks(), 1);
+        rig.stalled = false;
+        let got = rig.settle();
+        assert!(matches!(
+            only(&got).0,
+            FromTarget::TmfResponse(r) if r.status == TmfStatus::Complete
+        ));
+        assert_eq!(rig.pool.free(), rig.pool.size());
+        assert_eq!(rig.gate.unit.tasks(), 0);
+        rig.end();
+    }
+}

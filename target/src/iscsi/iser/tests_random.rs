@@ -142,8 +142,9 @@ proptest! {
     fn whatever_happens_everything_comes_back(
         steps in proptest::collection::vec(step(), 1..80),
         prompt in any::<bool>(),
+        window in prop_oneof![Just(512_u32), Just(20_480), Just(1 << 20)],
     ) {
-        let mut rig = Rig::logged_in("");
+        let mut rig = Rig::with_window(window, "");
         rig.prompt = prompt;
         for step in steps {
             if rig.in_error {

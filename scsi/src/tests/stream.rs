@@ -1,0 +1,333 @@
+//! Commands that are longer than the window.
+
+use super::{A, Rig, config};
+use crate::config::{BlockSize, Config};
+use crate::opcode::Opcode;
+use crate::step::{
+    BackendError, BlockOp, DataIn, Expected, Request, Residual, Step, StepResult, TaskAttribute,
+};
+use crate::task::{NewTask, TaskSet, TaskTag};
+
+/// 128 blocks of 512 bytes, of which four fit a window and two a segment.
+fn narrow() -> Config {
+    let mut config = config(BlockSize::B512, 128);
+    config.limits.window = 2048;
+    config.limits.segment = 4096;
+    config
+}
+
+fn ten(opcode: u8, flags: u8, lba: u8, blocks: u8) -> [u8; 10] {
+    [opcode, flags, 0, 0, 0, lba, 0, 0, blocks, 0]
+}
+
+fn orwrite(lba: u8, blocks: u8) -> [u8; 16] {
+    [0x8b, 0, 0, 0, 0, 0, 0, 0, 0, lba, 0, 0, 0, blocks, 0, 0]
+}
+
+fn write(at: u64, len: u32, fua: bool) -> BlockOp {
+    BlockOp::Write {
+        offset: at * 512,
+        len,
+        buffer_offset: 0,
+        fua,
+    }
+}
+
+fn read(at: u64, len: u32, buffer_offset: u32, fua: bool) -> BlockOp {
+    BlockOp::Read {
+        offset: at * 512,
+        len,
+        buffer_offset,
+        fua,
+    }
+}
+
+/// The steps of a command that works, with its response last.
+fn steps_of(rig: &Rig, cdb: &[u8], data_out: u32, data_in: u32) -> Vec<Step> {
+    let (mut command, mut step) = rig.lu.start(&Request {
+        nexus: A,
+        cdb,
+        expected: Expected { data_out, data_in },
+        attribute: TaskAttribute::Simple,
+        luns: &[],
+        read_only: false,
+    });
+    let mut buffer = vec![0; command.buffer_len() as usize];
+    let mut steps = Vec::new();
+    loop {
+        let is_over = matches!(step, Step::Respond(_));
+        steps.push(step);
+        if is_over {
+            return steps;
+        }
+        step = command.advance(&rig.lu, StepResult::Done, &mut buffer);
+    }
+}
+
+#[test]
+fn a_write_alternates_between_its_data_and_the_medium() {
+    let rig = Rig::with(narrow());
+    let steps = steps_of(&rig, &ten(0x2a, 0x08, 7, 9), 9 * 512, 0);
+    let receive = |from, len| Step::ReceiveData { from, len };
+    assert_eq!(
+        steps[..6],
+        [
+            receive(0, 2048),
+            Step::Block(write(7, 2048, true)),
+            receive(2048, 2048),
+            Step::Block(write(11, 2048, true)),
+            receive(4096, 512),
+            Step::Block(write(15, 512, true)),
+        ]
+    );
+    assert!(matches!(&steps[6..], [Step::Respond(r)] if r.residual_out == Residual::None));
+}
+
+#[test]
+fn a_read_sends_its_last_piece_with_the_response() {
+    let rig = Rig::with(narrow());
+    // The initiator has room for half of the last block.
+    let steps = steps_of(&rig, &ten(0x28, 0, 7, 9), 0, 8 * 512 + 256);
+    let send = |from, len| Step::SendData { from, len };
+    assert_eq!(
+        steps[..5],
+        [
+            Step::Block(read(7, 2048, 0, false)),
+            send(0, 2048),
+            Step::Block(read(11, 2048, 0, false)),
+            send(2048, 2048),
+            Step::Block(read(15, 512, 0, false)),
+        ]
+    );
+    let [Step::Respond(response)] = &steps[5..] else {
+        panic!("{:?}", &steps[5..]);
+    };
+    let last = DataIn::Buffer {
+        from: 4096,
+        len: 256,
+    };
+    assert_eq!(response.data_in, last);
+    assert_eq!(response.residual_in, Residual::Overflow(256));
+}
+
+#[test]
+fn what_is_as_long_as_the_window_is_one_piece() {
+    let mut rig = Rig::with(narrow());
+    let data = vec![0x5a; 2048];
+    let outcome = rig.send_out(&ten(0x2a, 0, 3, 4), &data).good();
+    assert_eq!(outcome.ops, [write(3, 2048, false)]);
+    let outcome = rig.send(&ten(0x28, 0, 3, 4)).good();
+    assert_eq!(outcome.data, data);
+    assert_eq!(
+        outcome.response.data_in,
+        DataIn::Buffer { from: 0, len: 2048 }
+    );
+}
+
+#[test]
+fn each_piece_is_verified_before_the_next_one_is_written() {
+    let mut rig = Rig::with(narrow());
+    let data: Vec<u8> = (0..9 * 512).map(|at| (at * 3) as u8).collect();
+    // WRITE AND VERIFY (10), BYTCHK 01b.
+    let outcome = rig.send_out(&ten(0x2e, 0x02, 7, 9), &data).good();
+    let expected = [
+        write(7, 2048, true),
+        read(7, 2048, 2048, true),
+        write(11, 2048, true),
+        read(11, 2048, 2048, false),
+        write(15, 512, true),
+        read(15, 512, 2048, false),
+    ];
+    assert_eq!(outcome.ops, expected);
+    assert_eq!(rig.disk[7 * 512..16 * 512], data);
+}
+
+/// The same command does the same on a unit with a window as on one without, and says the same.
+#[test]
+fn a_window_changes_nothing_that_an_initiator_sees() {
+    let wide = config(BlockSize::B512, 128);
+    let length = 13 * 512;
+    let fresh: Vec<u8> = (0..length + 512)
+        .map(|at| (at * 7 + at / 512) as u8)
+        .collect();
+    let (before, there) = {
+        let disk = Rig::with(wide.clone()).disk;
+        (disk.clone(), disk[5 * 512..19 * 512].to_vec())
+    };
+    let mut wrong = there.clone();
+    wrong[12 * 512 + 17] ^= 4;
+    let cdbs: [(&[u8], &[u8]); 9] = [
+        (&ten(0x28, 0, 5, 13), &[]),
+        (&ten(0x2a, 0, 5, 13), &fresh),
+        (&ten(0x2e, 0x00, 5, 13), &fresh),
+        (&ten(0x2e, 0x02, 5, 13), &fresh),
+        (&ten(0x2f, 0x00, 5, 13), &[]),
+        (&ten(0x2f, 0x02, 5, 13), &there),
+        (&ten(0x2f, 0x02, 5, 13), &wrong),
+        (&ten(0x2f, 0x06, 5, 13), &there),
+        (&orwrite(5, 13), &fresh),
+    ];
+    for (cdb, out) in cdbs {
+        // Exactly the data, more, whole blocks less, a part of a block less, and none.
+        for offered in [length, length + 100, length - 1024, length - 100, 0] {
+            let out = &out[..out.len().min(offered)];
+            let data_in = if out.is_empty() { offered as u32 } else { 0 };
+            let mut outcomes = [wide.clone(), narrow()].map(|config| {
+                let mut rig = Rig::with(config);
+                let outcome = rig.run(A, cdb, out, data_in);
+                (outcome, rig.disk)
+            });
+            let [(whole, whole_disk), (pieces, pieces_disk)] = &mut outcomes;
+            // Where the last data are does not matter.
+            pieces.response.data_in = DataIn::None;
+            whole.response.data_in = DataIn::None;
+            assert_eq!(pieces.response, whole.response, "{cdb:02x?} {offered}");
+            assert_eq!(pieces.data, whole.data, "{cdb:02x?} {offered}");
+            assert!(pieces_disk == whole_disk, "{cdb:02x?} {offered}");
+        }
+    }
+    assert_eq!(Rig::with(narrow()).disk, before);
+}
+
+#[test]
+fn a_write_that_fails_in_the_middle_names_the_block_and_what_came() {
+    let medium = |offset| Some(BackendError::Medium { offset });
+    let cdb = ten(0x2a, 0, 7, 9);
+    for (fail, block) in [(medium(None), 11), (medium(Some(13 * 512 + 9)), 13)] {
+        let mut rig = Rig::with(narrow());
+        let before = rig.disk.clone();
+        (rig.fail, rig.passes) = (fail, 1);
+        let outcome = rig.send_out(&cdb, &[0x5a; 9 * 512]);
+        assert_eq!(outcome.check(), (3, 0x0c, 0));
+        assert_eq!(outcome.sense().information, Some(block));
+        // Two of three pieces were asked for.
+        assert_eq!(outcome.response.residual_out, Residual::Underflow(512));
+        assert_eq!(rig.disk[7 * 512..11 * 512], [0x5a; 2048]);
+        assert_eq!(rig.disk[11 * 512..], before[11 * 512..], "nothing after it");
+    }
+    let mut rig = Rig::with(narrow());
+    (rig.fail, rig.passes) = (Some(BackendError::NoSpace), 2);
+    let outcome = rig.send_out(&cdb, &[0x5a; 9 * 512]);
+    assert_eq!(outcome.check(), (7, 0x27, 7));
+    assert_eq!(outcome.response.residual_out, Residual::None, "all came");
+}
+
+#[test]
+fn a_read_that_fails_in_the_middle_names_the_block_and_what_was_sent() {
+    let mut rig = Rig::with(narrow());
+    let offset = Some(16 * 512 + 1);
+    (rig.fail, rig.passes) = (Some(BackendError::Medium { offset }), 2);
+    let outcome = rig.run(A, &ten(0x28, 0, 7, 13), &[], 13 * 512);
+    assert_eq!(outcome.check(), (3, 0x11, 0));
+    assert_eq!(outcome.sense().information, Some(16));
+    assert_eq!(
+        outcome.data,
+        rig.disk[7 * 512..15 * 512],
+        "what was sent before"
+    );
+    assert_eq!(
+        outcome.response.residual_in,
+        Residual::Underflow(13 * 512 - 4096)
+    );
+}
+
+#[test]
+fn data_that_do_not_come_in_the_middle_end_the_command() {
+    let rig = Rig::with(narrow());
+    let cdb = ten(0x2a, 0, 0, 9);
+    let (mut command, _) = rig.lu.start(&Request {
+        nexus: A,
+        cdb: &cdb,
+        expected: Expected {
+            data_out: 9 * 512,
+            data_in: 0,
+        },
+        attribute: TaskAttribute::Simple,
+        luns: &[],
+        read_only: false,
+    });
+    let mut buffer = vec![0; command.buffer_len() as usize];
+    let mut advance = |result| command.advance(&rig.lu, result, &mut buffer);
+    assert!(matches!(advance(StepResult::Done), Step::Block(_)));
+    let receive = Step::ReceiveData {
+        from: 2048,
+        len: 2048,
+    };
+    assert_eq!(advance(StepResult::Done), receive);
+    let Step::Respond(response) = advance(StepResult::Failed(BackendError::Transfer)) else {
+        panic!("it ends");
+    };
+    let sense = response.parsed_sense().expect("sense data");
+    assert_eq!((sense.key as u8, sense.additional.code), (0xb, 0x4b));
+}
+
+/// A piece that is beyond the end of the medium by now is neither read nor written.
+#[test]
+fn a_medium_that_shrinks_ends_a_command_in_the_middle() {
+    let cdbs: [(&[u8], u32); 3] = [
+        (&ten(0x28, 0, 120, 8), 0),
+        (&ten(0x2a, 0, 120, 8), 8 * 512),
+        (&orwrite(120, 8), 8 * 512),
+    ];
+    for (cdb, data_out) in cdbs {
+        let rig = Rig::with(narrow());
+        let (mut command, mut step) = rig.lu.start(&Request {
+            nexus: A,
+            cdb,
+            expected: Expected {
+                data_out,
+                data_in: 8 * 512 - data_out,
+            },
+            attribute: TaskAttribute::Simple,
+            luns: &[],
+            read_only: false,
+        });
+        let mut buffer = vec![0; command.buffer_len() as usize];
+        let mut ends = Vec::new();
+        let response = loop {
+            if let Step::Block(op) = &step {
+                ends.push(op.end().expect("a read or a write"));
+                rig.lu.set_capacity(125).expect("a legal capacity");
+            }
+            match step {
+                Step::Respond(response) => break response,
+                _ => step = command.advance(&rig.lu, StepResult::Done, &mut buffer),
+            }
+        };
+        assert!(
+            ends.iter().all(|end| *end <= 124 * 512),
+            "{cdb:02x?} {ends:?}"
+        );
+        let sense = response.parsed_sense().expect("sense data");
+        assert_eq!((sense.key as u8, sense.additional.code), (5, 0x21));
+    }
+}
+
+/// An ORWRITE has its blocks to itself until its last piece is written: a WRITE to the blocks of
+/// the first piece comes after it, one to other blocks goes on.
+#[test]
+fn an_atomic_command_keeps_all_its_blocks_from_piece_to_piece() {
+    let mut rig = Rig::with(narrow());
+    rig.disk.fill(0);
+    let mut tasks = TaskSet::new(8, 8);
+    let mut register = |tag, cdb: &[u8]| {
+        let new = NewTask {
+            footprint: Opcode::footprint_of(cdb),
+            ..NewTask::default()
+        };
+        tasks.register(A, TaskTag(tag), new).expect("there is room")
+    };
+    let long = register(1, &orwrite(8, 12));
+    let inside = register(2, &ten(0x2a, 0, 9, 1));
+    let beyond = register(3, &ten(0x2a, 0, 20, 1));
+    assert!(tasks.try_start(long));
+    let steps = steps_of(&rig, &orwrite(8, 12), 12 * 512, 0);
+    let pieces = steps
+        .iter()
+        .filter(|s| matches!(s, Step::ReceiveData { .. }));
+    assert_eq!(pieces.count(), 3);
+    assert!(!tasks.try_start(inside));
+    assert!(tasks.try_start(beyond));
+    assert!(tasks.remove(long));
+    assert_eq!(tasks.poll_start(), Some(inside));
+}

@@ -1,0 +1,537 @@
+//! Commands that are longer than the window, whose data go through a bounded buffer.
+
+use std::time::Duration;
+
+use riser_scsi::iscsi::pdu::{
+    FromInitiator, FromTarget, LogoutReason, LogoutRequest, R2t, RejectReason, ScsiCommand,
+    ScsiResponse, Snack, SnackKind, TaskAttr, TmfFunction, TmfStatus,
+};
+use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
+use riser_scsi::step::{BackendError, BlockOp, Residual};
+
+use super::fixture::{Received, Rig};
+use super::tests::{data_in, r2t, status, tmf_status};
+
+/// Bytes of a window; a page of the pool holds it.
+const WINDOW: u32 = 2048;
+const BLOCKS: u8 = 9;
+const LEN: usize = BLOCKS as usize * 512;
+
+const KEYS: &str = "MaxRecvDataSegmentLength=512\0MaxBurstLength=1024\0FirstBurstLength=512\0";
+const LEVEL_1: &str = "MaxRecvDataSegmentLength=512\0MaxBurstLength=1024\0FirstBurstLength=512\0\
+     ErrorRecoveryLevel=1\0";
+
+fn pattern() -> Vec<u8> {
+    (0..LEN).map(|at| (at % 251) as u8).collect()
+}
+
+/// A connection and a disk whose blocks say which they are, as [`data_in`] wants it.
+fn rig(keys: &str) -> Rig {
+    let mut rig = Rig::with_window(WINDOW, keys);
+    for (at, block) in rig.disk.chunks_mut(512).enumerate() {
+        block.fill((at as u8).wrapping_add(1));
+    }
+    rig
+}
+
+fn r2ts(received: &[Received]) -> Vec<R2t> {
+    let found = received.iter().filter_map(|(pdu, ..)| match pdu {
+        FromTarget::R2t(r2t) => Some(*r2t),
+        _ => None,
+    });
+    found.collect()
+}
+
+fn answer(received: &[Received]) -> ScsiResponse {
+    match received {
+        [(FromTarget::ScsiResponse(response), ..)] => *response,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Answers an R2T from `data`, which is all of the command's.
+fn give(rig: &mut Rig, r2t: R2t, data: &[u8]) -> Vec<Received> {
+    let at = r2t.offset as usize;
+    let data = &data[at..at + r2t.len as usize];
+    rig.data_out(r2t.itt.0, r2t.ttt, 0, r2t.offset, data, true)
+}
+
+/// Answers all R2Ts that follow from some; the R2Ts, and what was sent at last.
+fn give_all(rig: &mut Rig, first: &[Received], data: &[u8]) -> (Vec<R2t>, Vec<Received>) {
+    let mut asked = r2ts(first);
+    let mut all = Vec::new();
+    let mut last = Vec::new();
+    while !asked.is_empty() {
+        let next = asked.remove(0);
+        all.push(next);
+        last = give(rig, next, data);
+        asked.extend(r2ts(&last));
+    }
+    (all, last)
+}
+
+/// The least that the pool had free says that no command had more than a page of it.
+fn check_memory(rig: &Rig) {
+    assert!(rig.pool.size() - rig.pool.lowest_free() <= 4096);
+}
+
+/// ORWRITE (16) of the first blocks, which nothing else may change meanwhile.
+fn orwrite(rig: &mut Rig, tag: u32) -> Vec<Received> {
+    let mut cdb = [0; 16];
+    (cdb[0], cdb[13]) = (0x8b, BLOCKS);
+    rig.command(tag, &cdb, true, LEN as u32, &[], true)
+}
+
+fn write_at(rig: &mut Rig, tag: u32, lba: u8) -> Vec<Received> {
+    let cdb = [0x2a, 0, 0, 0, 0, lba, 0, 0, 1, 0];
+    rig.command(tag, &cdb, true, 512, &[0x77; 512], true)
+}
+
+fn data_ack(ttt: Ttt, begin: u32) -> FromInitiator {
+    FromInitiator::Snack(Snack {
+        kind: SnackKind::DataAck,
+        lun: [0; 8],
+        itt: Itt::NONE,
+        ttt,
+        exp_stat_sn: StatSn(0),
+        begin,
+        run: 0,
+    })
+}
+
+#[test]
+fn a_long_write_asks_for_one_piece_after_the_other() {
+    let mut rig = rig(KEYS);
+    let data = pattern();
+    let first = rig.write(1, BLOCKS, &data[..512], true);
+    let (asked, last) = give_all(&mut rig, &first, &data);
+    let asked: Vec<_> = asked.iter().map(|a| (a.r2t_sn, a.offset, a.len)).collect();
+    assert_eq!(
+        asked,
+        [
+            (0, 512, 1024),
+            (1, 1536, 512),
+            (2, 2048, 1024),
+            (3, 3072, 1024),
+            (4, 4096, 512),
+        ]
+    );
+    let response = answer(&last);
+    assert_eq!((response.status, response.exp_data_sn), (0, 5));
+    assert_eq!(response.residual, Residual::None);
+    assert_eq!(rig.disk[..LEN], data);
+    assert_eq!(rig.disk[LEN], BLOCKS + 1, "nothing behind them");
+    check_memory(&rig);
+    rig.end();
+}
+
+#[test]
+fn unsolicited_data_may_be_longer_than_the_window() {
+    let keys = "MaxBurstLength=4096\0FirstBurstLength=3072\0";
+    let mut rig = rig(keys);
+    let data = pattern();
+    assert!(rig.write(1, BLOCKS, &data[..512], false).is_empty());
+    let none = rig.data_out(1, Ttt::NONE, 0, 512, &data[512..2560], false);
+    assert!(none.is_empty());
+    let received = rig.data_out(1, Ttt::NONE, 1, 2560, &data[2560..3072], true);
+    let (asked, last) = give_all(&mut rig, &received, &data);
+    let asked: Vec<_> = asked.iter().map(|a| (a.offset, a.len)).collect();
+    assert_eq!(asked, [(3072, 1024), (4096, 512)]);
+    assert_eq!(answer(&last).status, 0);
+    assert_eq!(rig.disk[..LEN], data);
+    rig.end();
+}
+
+/// All its bytes in order, in sequences that are as long as they may be within a piece.
+#[test]
+fn a_long_read_is_one_row_of_data() {
+    let mut rig = rig(KEYS);
+    let received = rig.read(1, 0, BLOCKS);
+    assert_eq!(data_in(&received).0, (0..9).collect::<Vec<_>>());
+    for (at, (pdu, ..)) in received.iter().enumerate() {
+        let FromTarget::DataIn(pdu) = pdu else {
+            panic!("{pdu:?}");
+        };
+        assert_eq!(pdu.offset as usize, at * 512);
+        assert_eq!(pdu.is_final, at % 2 == 1 || at == 8, "{at}");
+        assert_eq!(pdu.status.is_some(), at == 8);
+        assert!(!pdu.acknowledge, "not without recovery");
+    }
+    check_memory(&rig);
+    rig.end();
+}
+
+/// The next piece is read when the one before it has left the buffer.
+#[test]
+fn a_read_waits_for_an_initiator_that_does_not_read() {
+    let mut rig = rig(KEYS);
+    rig.stalled = true;
+    rig.read(1, 0, BLOCKS);
+    assert!(rig.blocks.is_empty(), "one piece was read");
+    let sent = rig.poll_sent();
+    assert_eq!(sent.len(), 4);
+    rig.with(|_, _| {});
+    assert!(
+        rig.blocks.is_empty(),
+        "and none more while it is being sent"
+    );
+    rig.prompt = false;
+    rig.with(|ch, cx| ch.handle_sent(cx, true));
+    assert!(matches!(
+        rig.blocks[..],
+        [(_, BlockOp::Read { offset: 2048, .. })]
+    ));
+    rig.end();
+}
+
+#[test]
+fn an_error_in_the_middle_says_what_was_moved() {
+    let mut rig = rig(KEYS);
+    let data = pattern();
+    let medium = BackendError::Medium {
+        offset: Some(6 * 512 + 1),
+    };
+    let mut asked = r2ts(&rig.write(1, BLOCKS, &[], true));
+    rig.prompt = false;
+    for _ in 0..3 {
+        let next = asked.remove(0);
+        asked.extend(r2ts(&give(&mut rig, next, &data)));
+        if !rig.blocks.is_empty() {
+            asked.extend(r2ts(&rig.finish_all_blocks()));
+        }
+    }
+    let next = asked.remove(0);
+    assert!(give(&mut rig, next, &data).is_empty());
+    let received = rig.fail_block(0, medium);
+    let response = answer(&received);
+    assert_eq!((response.status, response.exp_data_sn), (2, 4));
+    assert_eq!(response.residual, Residual::Underflow(512));
+    let sense = &received[0].2[2..];
+    assert_eq!((sense[2] & 15, sense[12]), (3, 0x0c), "a write error");
+    assert_eq!(sense[3..7], [0, 0, 0, 6], "INFORMATION");
+    assert_eq!(rig.disk[..2048], data[..2048]);
+    // The same of a READ, whose first piece has gone.
+    let received = rig.read(2, 0, BLOCKS);
+    assert!(received.is_empty());
+    let sent = rig.finish_all_blocks();
+    assert_eq!(sent.len(), 4);
+    let received = rig.fail_block(0, medium);
+    let response = answer(&received);
+    assert_eq!((response.status, response.exp_data_sn), (2, 4));
+    assert_eq!(response.residual, Residual::Underflow(LEN as u32 - WINDOW));
+    rig.end();
+}
+
+/// A command that is aborted between pieces lets go of its blocks and its buffer; what a disk or the
+/// socket works on is waited for.
+#[test]
+fn an_abort_in_the_middle_ends_every_state() {
+    let data = pattern();
+    // While the second piece is on its way.
+    let mut rig = rig(KEYS);
+    let asked = r2ts(&rig.write(1, BLOCKS, &data[..512], true));
+    let asked = r2ts(&give(&mut rig, asked[0], &data));
+    let asked = r2ts(&give(&mut rig, asked[0], &data));
+    assert_eq!(asked[0].offset, 2048);
+    assert_eq!(
+        tmf_status(&rig.tmf(9, TmfFunction::AbortTask, 1)),
+        TmfStatus::Complete
+    );
+    assert_eq!(rig.pool.free(), rig.pool.size());
+    assert!(give(&mut rig, asked[0], &data).is_empty(), "too late");
+    rig.end();
+
+    // While the second piece is being written.
+    let mut rig = self::rig(KEYS);
+    let asked = r2ts(&rig.write(1, BLOCKS, &data[..512], true));
+    let asked = r2ts(&give(&mut rig, asked[0], &data));
+    let asked = r2ts(&give(&mut rig, asked[0], &data));
+    rig.prompt = false;
+    let asked = r2ts(&give(&mut rig, asked[0], &data));
+    assert!(give(&mut rig, asked[0], &data).is_empty());
+    assert!(matches!(
+        rig.blocks[..],
+        [(_, BlockOp::Write { offset: 2048, .. })]
+    ));
+    let received = rig.tmf(9, TmfFunction::LogicalUnitReset, 0);
+    // The fixture's disk gives an operation up at once.
+    assert_eq!(tmf_status(&received), TmfStatus::Complete);
+    assert_eq!(rig.pool.free(), rig.pool.size());
+    assert_eq!(rig.gate.unit.tasks(), 0);
+    rig.end();
+
+    // While a piece is being sent: its buffer is the socket's.
+    let mut rig = self::rig(KEYS);
+    rig.stalled = true;
+    rig.read(1, 0, BLOCKS);
+    rig.poll_sent();
+    rig.tmf(9, TmfFunction::AbortTask, 1);
+    assert!(rig.pool.free() < rig.pool.size());
+    assert_eq!(rig.gate.unit.tasks(), 1);
+    rig.stalled = false;
+    let received = rig.with(|ch, cx| ch.handle_sent(cx, true));
+    assert_eq!(tmf_status(&received), TmfStatus::Complete);
+    assert_eq!(rig.pool.free(), rig.pool.size());
+    rig.end();
+
+    // While a piece waits to be sent: none of it is.
+    let mut rig = self::rig(KEYS);
+    rig.stalled = true;
+    rig.read(1, 0, BLOCKS);
+    rig.stalled = false;
+    let received = rig.tmf(9, TmfFunction::AbortTask, 1);
+    assert_eq!(received.len(), 1);
+    assert_eq!(rig.pool.free(), rig.pool.size());
+    rig.end();
+}
+
+#[test]
+fn a_connection_that_ends_in_the_middle_leaves_nothing() {
+    let data = pattern();
+    let mut rig = rig(KEYS);
+    let asked = r2ts(&rig.write(1, BLOCKS, &data[..512], true));
+    let asked = r2ts(&give(&mut rig, asked[0], &data));
+    give(&mut rig, asked[0], &data);
+    rig.end();
+    let mut rig = self::rig(KEYS);
+    rig.stalled = true;
+    rig.read(1, 0, BLOCKS);
+    rig.poll_sent();
+    rig.with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
+    assert!(!rig.released, "the socket has the buffer");
+    rig.with(|ch, cx| ch.handle_sent(cx, false));
+    rig.end();
+    // An initiator that leaves is asked for nothing more.
+    let mut rig = self::rig(KEYS);
+    let asked = r2ts(&rig.write(1, BLOCKS, &data[..512], true));
+    let asked = r2ts(&give(&mut rig, asked[0], &data));
+    rig.prompt = false;
+    give(&mut rig, asked[0], &data);
+    assert_eq!(rig.blocks.len(), 1);
+    let logout = FromInitiator::LogoutRequest(LogoutRequest {
+        immediate: true,
+        reason: LogoutReason::CloseSession,
+        itt: Itt(9),
+        cid: Cid(0),
+        cmd_sn: CmdSn(0),
+        exp_stat_sn: StatSn(0),
+    });
+    assert!(rig.send(&logout, &[]).is_empty());
+    let received = rig.finish_all_blocks();
+    assert!(matches!(
+        received[..],
+        [(FromTarget::LogoutResponse(_), ..)]
+    ));
+    rig.end();
+}
+
+/// A command that reads and writes keeps its blocks from the first piece to the last, whatever comes
+/// between, and no others.
+#[test]
+fn an_atomic_command_excludes_others_between_its_pieces() {
+    let mut rig = rig(KEYS);
+    rig.disk.fill(0);
+    let data = vec![0x11; LEN];
+    let first = orwrite(&mut rig, 1);
+    // Nothing is excluded before the first piece is here.
+    assert_eq!(answer(&write_at(&mut rig, 2, 0)).status, 0);
+    let asked = r2ts(&give(&mut rig, r2t(&first), &data));
+    let asked = r2ts(&give(&mut rig, asked[0], &data));
+    assert_eq!(asked[0].offset, 2048, "the first piece is written");
+    assert_eq!(rig.disk[..512], [0x77; 512]);
+    assert!(write_at(&mut rig, 3, 0).is_empty(), "it waits");
+    assert!(write_at(&mut rig, 4, BLOCKS - 1).is_empty(), "so does this");
+    assert_eq!(answer(&write_at(&mut rig, 5, BLOCKS)).status, 0);
+    rig.disk[8 * 512..LEN].fill(0x22);
+    let asked = r2ts(&give(&mut rig, asked[0], &data));
+    let asked = r2ts(&give(&mut rig, asked[0], &data));
+    let received = give(&mut rig, asked[0], &data);
+    let tags: Vec<_> = received
+        .iter()
+        .map(|(pdu, ..)| match pdu {
+            FromTarget::ScsiResponse(r) => (r.itt.0, r.status),
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    assert_eq!(tags[0], (1, 0));
+    assert!(tags[1..].contains(&(3, 0)) && tags[1..].contains(&(4, 0)));
+    assert_eq!(rig.disk[512..2048], [0x11; 1536]);
+    assert_eq!(rig.disk[7 * 512], 0x11);
+    assert_eq!(rig.disk[8 * 512], 0x77, "the later one");
+    rig.end();
+}
+
+/// An ORDERED command has its place in the order from its first piece on: what is older comes before
+/// it, what is newer after its last piece.
+#[test]
+fn an_ordered_command_is_one_command() {
+    let mut rig = rig(KEYS);
+    let data = pattern();
+    let mut cdb = [0; 16];
+    (cdb[0], cdb[8]) = (0x2a, BLOCKS);
+    let command = ScsiCommand {
+        immediate: false,
+        is_final: true,
+        reads: false,
+        writes: true,
+        attribute: TaskAttr::Ordered,
+        lun: [0; 8],
+        itt: Itt(1),
+        expected_length: LEN as u32,
+        cmd_sn: CmdSn(rig.cmd_sn),
+        exp_stat_sn: StatSn(0),
+        cdb: cdb.into_iter().collect(),
+        bidi_read_length: None,
+    };
+    rig.cmd_sn += 1;
+    let first = rig.send(&FromInitiator::ScsiCommand(command), &[]);
+    assert!(rig.read(2, 0, 1).is_empty(), "newer, of the same nexus");
+    let (_, last) = give_all(&mut rig, &first, &data);
+    assert!(matches!(last[0].0, FromTarget::ScsiResponse(r) if r.itt == Itt(1)));
+    let (FromTarget::DataIn(pdu), _, bytes) = &last[1] else {
+        panic!("{last:?}");
+    };
+    assert_eq!((pdu.itt, &bytes[..]), (Itt(2), &data[..512]));
+    rig.end();
+}
+
+#[test]
+fn an_initiator_that_falls_silent_in_the_middle_holds_nothing_for_ever() {
+    let data = vec![1; LEN];
+    let mut rig = rig(KEYS);
+    let first = orwrite(&mut rig, 1);
+    let asked = r2ts(&give(&mut rig, r2t(&first), &data));
+    let asked = r2ts(&give(&mut rig, asked[0], &data));
+    assert_eq!(asked[0].offset, 2048);
+    assert!(
+        write_at(&mut rig, 3, 0).is_empty(),
+        "it waits for the blocks"
+    );
+    for n in 0..8 {
+        rig.wait(Duration::from_secs(2));
+        rig.nop(1000 + n, b"");
+    }
+    assert!(rig.disconnected);
+    assert_eq!(rig.gate.unit.tasks(), 0);
+    assert_eq!(rig.pool.free(), rig.pool.size());
+    // One that does not read.
+    let mut rig = self::rig(KEYS);
+    rig.stalled = true;
+    rig.read(1, 0, BLOCKS);
+    for n in 0..8 {
+        rig.wait(Duration::from_secs(2));
+        rig.nop(1000 + n, b"");
+    }
+    assert!(rig.disconnected);
+    assert_eq!(rig.gate.unit.tasks(), 0);
+}
+
+/// Pieces that come just in time do not add up: others may wait for the command.
+#[test]
+fn all_later_pieces_have_one_limit() {
+    let data = vec![1; 255 * 512];
+    let mut rig = rig("");
+    let first = rig.write(1, 255, &[], true);
+    let mut asked = r2ts(&first);
+    let mut seconds = 0;
+    while !rig.disconnected {
+        rig.wait(Duration::from_secs(10));
+        seconds += 10;
+        if let Some(next) = asked.pop() {
+            asked = r2ts(&give(&mut rig, next, &data));
+        }
+        assert!(seconds < 400, "64 pieces of ten seconds are not waited for");
+    }
+    // The first piece, and then eight timeouts.
+    assert!((130..=150).contains(&seconds), "{seconds}");
+}
+
+/// A disk may take its time between two pieces: that is not the initiator's.
+#[test]
+fn the_disks_time_does_not_count() {
+    let data = pattern();
+    let mut rig = rig("");
+    let first = rig.write(1, BLOCKS, &[], true);
+    rig.prompt = false;
+    assert!(give(&mut rig, r2t(&first), &data).is_empty());
+    for n in 0..100 {
+        rig.wait(Duration::from_secs(10));
+        rig.nop(1000 + n, b"");
+    }
+    let received = rig.finish_all_blocks();
+    assert!(!rig.disconnected);
+    rig.prompt = true;
+    rig.wait(Duration::from_secs(10));
+    let (_, last) = give_all(&mut rig, &received, &data);
+    assert_eq!(answer(&last).status, 0);
+    rig.end();
+}
+
+/// RFC 7143 11.7.2: at level 1 a piece is kept until the initiator acknowledges it, and is sent once
+/// more until then.
+#[test]
+fn a_piece_is_kept_until_it_is_acknowledged() {
+    let mut rig = rig(LEVEL_1);
+    let received = rig.read(1, 0, BLOCKS);
+    assert_eq!(data_in(&received).0, [0, 1, 2, 3]);
+    let asks = |received: &[Received]| match received.last() {
+        Some((FromTarget::DataIn(pdu), ..)) if pdu.acknowledge => {
+            assert!(pdu.is_final && pdu.ttt != Ttt::NONE);
+            pdu.ttt
+        }
+        other => panic!("{other:?}"),
+    };
+    let ttt = asks(&received);
+    let again = Snack {
+        kind: SnackKind::DataOrR2t,
+        lun: [0; 8],
+        itt: Itt(1),
+        ttt: Ttt::NONE,
+        exp_stat_sn: StatSn(0),
+        begin: 2,
+        run: 2,
+    };
+    let resent = rig.send(&FromInitiator::Snack(again), &[]);
+    assert_eq!(data_in(&resent).0, [2, 3]);
+    assert_eq!(asks(&resent), ttt);
+    for (ttt, begin) in [(ttt, 3), (ttt, 5), (Ttt(ttt.0 + 1), 4)] {
+        let refused = rig.send(&data_ack(ttt, begin), &[]);
+        assert!(matches!(
+            refused[..],
+            [(FromTarget::Reject(r), ..)] if r.reason == RejectReason::InvalidDataAck
+        ));
+    }
+    let received = rig.send(&data_ack(ttt, 4), &[]);
+    assert_eq!(data_in(&received).0, [4, 5, 6, 7]);
+    assert!(rig.send(&data_ack(ttt, 4), &[]).is_empty(), "once more");
+    let gone = Snack {
+        begin: 1,
+        run: 1,
+        ..again
+    };
+    let refused = rig.send(&FromInitiator::Snack(gone), &[]);
+    assert!(matches!(
+        refused[..],
+        [(FromTarget::Reject(r), ..)] if r.reason == RejectReason::SnackReject
+    ));
+    let received = rig.send(&data_ack(asks(&received), 8), &[]);
+    let (sns, stat_sn) = data_in(&received);
+    assert_eq!(sns, [8]);
+    assert!(stat_sn.is_some());
+    check_memory(&rig);
+    // One that never acknowledges is not waited for.
+    rig.read(2, 0, BLOCKS);
+    for n in 0..8 {
+        rig.wait(Duration::from_secs(2));
+        rig.nop(1000 + n, b"");
+    }
+    assert!(rig.disconnected);
+    rig.end();
+    // An abort meanwhile.
+    let mut rig = self::rig(LEVEL_1);
+    rig.read(1, 0, BLOCKS);
+    let received = rig.tmf(9, TmfFunction::AbortTask, 1);
+    assert_eq!(tmf_status(&received), TmfStatus::Complete);
+    assert_eq!(status(&rig.read(2, 0, 1)).0, 0);
+    rig.end();
+}

@@ -1,0 +1,257 @@
+//! Commands that are longer than the window, whose data go through a bounded buffer.
+
+use riser_scsi::srp::{MemDesc, Residual, TskMgmtFunction};
+use riser_scsi::step::BlockOp;
+
+use super::channel::ChState;
+use super::fixture::{Answer, Data, Pending, Rig, cmd, read10, table_bytes, tmf, write10};
+use super::ioctx::{IoctxState, SendIdx};
+use super::transfer::Direction;
+use crate::config::DATA_OUT_TIMEOUT;
+
+const KEY: u32 = 7;
+const TABLE: u32 = 3;
+/// Not a multiple of a descriptor's length.
+const WINDOW: u32 = 2048;
+const LEN: usize = 9 * 512;
+
+fn pattern() -> Vec<u8> {
+    (0..LEN).map(|i| (i * 7 % 251) as u8).collect()
+}
+
+/// Six descriptors of 768 bytes, last first, in a table that comes with the command or that is only
+/// pointed to.
+fn indirect(rig: &mut Rig, inline: bool) -> Data {
+    let descs: Vec<_> = (0..6)
+        .map(|i| MemDesc::new(u64::from(5 - i as u32) * 1000, KEY, 768))
+        .collect();
+    rig.remote.insert(TABLE, table_bytes(&descs));
+    Data::Indirect {
+        table: MemDesc::new(0, TABLE, 6 * 16),
+        len: LEN as u32,
+        inline: if inline { descs } else { Vec::new() },
+    }
+}
+
+/// The bytes that the descriptors name, in their order.
+fn described(rig: &Rig) -> Vec<u8> {
+    let memory = &rig.remote[&KEY];
+    (0..6)
+        .flat_map(|i| &memory[(5 - i) * 1000..][..768])
+        .copied()
+        .collect()
+}
+
+fn describe(rig: &mut Rig, data: &[u8]) {
+    let mut memory = vec![0; 6000];
+    for (i, part) in data.chunks(768).enumerate() {
+        memory[(5 - i) * 1000..][..part.len()].copy_from_slice(part);
+    }
+    rig.remote.insert(KEY, memory);
+}
+
+fn state(rig: &Rig) -> IoctxState {
+    rig.channels[0].ioctx_state(SendIdx(0))
+}
+
+fn check_memory(rig: &Rig) {
+    assert!(rig.pool.size() - rig.pool.lowest_free() <= 4096);
+}
+
+fn is_good(answer: &Answer) -> bool {
+    (answer.status, answer.code) == (0, None)
+}
+
+#[test]
+fn a_long_write_fetches_one_piece_after_the_other() {
+    for inline in [true, false] {
+        let mut rig = Rig::with_window(WINDOW);
+        describe(&mut rig, &pattern());
+        let data = indirect(&mut rig, inline);
+        rig.send(0, &write10(3, 9).out(data).bytes());
+        if !inline {
+            assert_eq!(state(&rig), IoctxState::FetchTable);
+            rig.complete();
+        }
+        let mut writes = Vec::new();
+        while let Some(pending) = rig.pending.first() {
+            match pending {
+                Pending::Block { op, .. } => writes.push(*op),
+                Pending::Chain { send: Some(_), .. } => {}
+                Pending::Chain { rdma, .. } => assert_eq!(*rdma, Some(Direction::FromInitiator)),
+                other => panic!("{other:?}"),
+            }
+            rig.complete();
+        }
+        let at: Vec<_> = writes
+            .iter()
+            .map(|op| match *op {
+                BlockOp::Write { offset, len, .. } => (offset, len),
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        let start = 3 * 512;
+        assert_eq!(
+            at,
+            [(start, 2048), (start + 2048, 2048), (start + 4096, 512)]
+        );
+        assert!(is_good(&rig.rsp()));
+        assert_eq!(rig.disks[0][3 * 512..][..LEN], pattern());
+        check_memory(&rig);
+        rig.end();
+    }
+}
+
+#[test]
+fn a_long_read_answers_with_its_last_piece() {
+    for inline in [true, false] {
+        let mut rig = Rig::with_window(WINDOW);
+        rig.disks[0][..LEN].copy_from_slice(&pattern());
+        rig.remote.insert(KEY, vec![0; 6000]);
+        let data = indirect(&mut rig, inline);
+        rig.send(0, &read10(0, 9).into(data).bytes());
+        let mut chains = Vec::new();
+        while let Some(pending) = rig.pending.first() {
+            if let Pending::Chain { send, wrs, .. } = pending
+                && state(&rig) != IoctxState::FetchTable
+            {
+                let bytes: usize = wrs
+                    .iter()
+                    .flat_map(|wr| &wr.local)
+                    .map(ExactSizeIterator::len)
+                    .sum();
+                chains.push((bytes, send.is_some()));
+            }
+            rig.complete();
+        }
+        assert_eq!(chains, [(2048, false), (2048, false), (512, true)]);
+        assert!(is_good(&rig.rsp()));
+        assert_eq!(described(&rig), pattern());
+        check_memory(&rig);
+        rig.end();
+    }
+}
+
+#[test]
+fn immediate_data_may_be_longer_than_the_window() {
+    let mut rig = Rig::with_window(WINDOW);
+    let before = rig.receives[0].len();
+    rig.send(0, &write10(0, 9).out(Data::Immediate(pattern())).bytes());
+    assert_eq!(
+        rig.receives[0].len(),
+        before - 1,
+        "some of it is left there"
+    );
+    rig.settle();
+    assert!(is_good(&rig.rsp()));
+    assert_eq!(rig.receives[0].len(), before);
+    assert_eq!(rig.disks[0][..LEN], pattern());
+    rig.end();
+}
+
+/// The buffer of a command that is aborted between pieces comes back when no device uses it.
+#[test]
+fn an_abort_in_the_middle_ends_every_state() {
+    let aborts = |write: bool, steps: usize, expected: IoctxState| {
+        let mut rig = Rig::with_window(WINDOW);
+        describe(&mut rig, &pattern());
+        let data = indirect(&mut rig, true);
+        let command = if write {
+            write10(0, 9).out(data)
+        } else {
+            read10(0, 9).into(data)
+        };
+        rig.send(0, &command.tag(5).bytes());
+        for _ in 0..steps {
+            rig.complete();
+        }
+        assert_eq!(state(&rig), expected);
+        rig.send(0, &tmf(6, 0, TskMgmtFunction::AbortTask, 5));
+        assert!(rig.pool.free() < rig.pool.size(), "a device has it");
+        assert_eq!(rig.units[0].tasks(), 1);
+        rig.complete();
+        assert_eq!(rig.pool.free(), rig.pool.size());
+        assert_eq!(rig.units[0].tasks(), 0);
+        rig.settle();
+        let answer = rig.rsp();
+        assert_eq!((answer.tag, answer.code), (6, Some(0)));
+        rig.end();
+    };
+    aborts(true, 2, IoctxState::NeedData);
+    aborts(true, 3, IoctxState::DataIn);
+    aborts(false, 1, IoctxState::SendData);
+    aborts(false, 2, IoctxState::DataIn);
+}
+
+#[test]
+fn an_error_in_the_middle_says_what_was_moved() {
+    for (write, steps) in [(true, 3), (false, 2)] {
+        let mut rig = Rig::with_window(WINDOW);
+        describe(&mut rig, &pattern());
+        let data = indirect(&mut rig, true);
+        let command = if write {
+            write10(0, 9).out(data)
+        } else {
+            read10(0, 9).into(data)
+        };
+        rig.send(0, &command.bytes());
+        for _ in 0..steps {
+            rig.complete();
+        }
+        rig.complete_nth(0, false);
+        rig.settle();
+        let answer = rig.rsp();
+        assert_eq!((answer.status, answer.key), (2, Some(3)));
+        let (residual, left) = if write {
+            (answer.data_out, 512)
+        } else {
+            (answer.data_in, LEN as u32 - 2048)
+        };
+        assert_eq!(residual, Residual::Under(left));
+        rig.end();
+    }
+}
+
+/// A command that reads and writes keeps its blocks between its pieces; an initiator that does not give
+/// the next one loses its channel.
+#[test]
+fn blocks_are_kept_between_pieces_and_not_for_ever() {
+    let mut rig = Rig::with_window(WINDOW);
+    describe(&mut rig, &pattern());
+    let data = indirect(&mut rig, true);
+    let mut orwrite = [0; 16];
+    (orwrite[0], orwrite[13]) = (0x8b, 9);
+    rig.send(0, &cmd(&orwrite).tag(1).out(data).bytes());
+    // Data, a read, a write: the next piece is asked for.
+    for _ in 0..3 {
+        rig.complete();
+    }
+    assert_eq!(state(&rig), IoctxState::NeedData);
+    let short = |lba| write10(lba, 1).out(Data::Immediate(vec![0x77; 512]));
+    rig.send(0, &short(1).tag(2).bytes());
+    rig.send(0, &short(9).tag(3).bytes());
+    let waits: Vec<_> = (0..4)
+        .map(|i| rig.channels[0].ioctx_state(SendIdx(i)))
+        .filter(|state| *state == IoctxState::AwaitTask)
+        .collect();
+    assert_eq!(waits.len(), 1, "what writes other blocks goes on");
+    rig.advance(DATA_OUT_TIMEOUT);
+    assert_eq!(rig.channels[0].state(), ChState::Draining);
+    rig.settle();
+    assert_eq!(rig.disks[0][512..1024], pattern()[512..1024]);
+    rig.end();
+}
+
+/// An initiator that does not take its data in the middle of a READ loses its channel as well.
+#[test]
+fn data_that_nobody_takes_are_not_kept_for_ever() {
+    let mut rig = Rig::with_window(WINDOW);
+    rig.remote.insert(KEY, vec![0; 6000]);
+    let data = indirect(&mut rig, true);
+    rig.send(0, &read10(0, 9).into(data).bytes());
+    rig.complete();
+    assert_eq!(state(&rig), IoctxState::SendData);
+    rig.advance(DATA_OUT_TIMEOUT);
+    assert_eq!(rig.channels[0].state(), ChState::Draining);
+    rig.end();
+}

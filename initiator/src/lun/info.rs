@@ -38,17 +38,28 @@ pub struct LunInfo {
     pub cache_generation: Option<[u8; 16]>,
 }
 
+/// However short the OPTIMAL TRANSFER LENGTH is, transfers are up to this long, in bytes.
+const LEAST_TRANSFER: u64 = 64 << 10;
+
+/// Longest transfer of one command to a unit with these limits, in bytes, with a pool of so many bytes.
+fn max_transfer(limits: &BlockLimits, block: u32, pool: usize) -> u32 {
+    let reported = |blocks: u32| match blocks {
+        0 => u64::MAX,
+        blocks => u64::from(blocks) * u64::from(block),
+    };
+    // Longer ones than the optimal length are slower (SBC-3 6.5.3).
+    let optimal = reported(limits.optimal_transfer).max(LEAST_TRANSFER);
+    // A quarter of the pool, so that a few transfers are always possible at once.
+    let ours = u64::from(MAX_TRANSFER).min(pool as u64 / 4);
+    let len = reported(limits.max_transfer).min(optimal).min(ours);
+    let len = len.max(block.into()) as u32;
+    len - len % block
+}
+
 impl LunInfo {
     fn geometry(&self, pool: usize) -> Geometry {
         let block = self.capacity.block_size;
         let bytes = |blocks: u64| blocks.saturating_mul(block.into());
-        let reported = match self.limits.max_transfer {
-            0 => u64::MAX,
-            blocks => bytes(blocks.into()),
-        };
-        // A quarter of the pool, so that a few transfers are always possible at once.
-        let ours = u64::from(MAX_TRANSFER).min(pool as u64 / 4);
-        let max_transfer = reported.min(ours).max(block.into()) as u32;
         let runs = u64::from(u32::MAX);
         let max_discard = if self.provisioning.unmap {
             match self.limits.max_unmap {
@@ -70,7 +81,7 @@ impl LunInfo {
             block_size: block,
             physical_block_size: block << self.capacity.physical_exponent.min(8),
             capacity: bytes(self.capacity.blocks),
-            max_transfer: max_transfer - max_transfer % block,
+            max_transfer: max_transfer(&self.limits, block, pool),
             max_discard,
             max_write_zeroes: bytes(same),
             reports_status: self.capacity.provisioning,
@@ -211,5 +222,27 @@ impl Session {
             caching,
             cache_generation: body(0xc0).and_then(cache_generation),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn transfers_are_as_long_as_both_ends_like_them() {
+        let longest = |max_transfer, optimal_transfer, pool| {
+            let limits = BlockLimits {
+                max_transfer,
+                optimal_transfer,
+                ..BlockLimits::default()
+            };
+            super::max_transfer(&limits, 512, pool)
+        };
+        assert_eq!(longest(0, 0, 1 << 30), MAX_TRANSFER);
+        assert_eq!(longest(256, 2048, 1 << 30), 256 * 512);
+        assert_eq!(longest(65_536, 2048, 1 << 30), 1 << 20);
+        assert_eq!(longest(65_536, 8, 1 << 30), 64 << 10);
+        assert_eq!(longest(65_536, 2048, 1 << 20), 256 << 10);
     }
 }

@@ -719,7 +719,8 @@ fn limits(raw: raw::Limits) -> Checked<Limits> {
         (d.buffer_pool >> 20) as u64,
     )?;
     let buffer_pool = (mib as usize) << 20;
-    if buffer_pool < max_transfer as usize * 2
+    let window = Limits { max_transfer, ..d }.window();
+    if buffer_pool < window as usize * 2
         && let Some(at) = [
             raw.buffer_pool_mib.as_ref().map(|v| v.at),
             raw.max_transfer.as_ref().map(|v| v.at),
@@ -728,7 +729,7 @@ fn limits(raw: raw::Limits) -> Checked<Limits> {
         .flatten()
         .next()
     {
-        let message = format!("{mib} MiB of buffers are less than two of the longest transfers");
+        let message = format!("{mib} MiB of buffers are less than two commands may need");
         return Err(Mistake::new(at, "limits.buffer_pool_mib", message));
     }
     let limits = Limits {

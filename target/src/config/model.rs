@@ -555,7 +555,7 @@ impl Default for Limits {
             error_recovery_level: 0,
             queue_depth: 128,
             max_iu_size: 8260,
-            max_transfer: 1 << 20,
+            max_transfer: 32 << 20,
             buffer_pool: 64 << 20,
             data_out_timeout: DATA_OUT_TIMEOUT,
         }

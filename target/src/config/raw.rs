@@ -345,7 +345,7 @@ pub(super) struct Limits {
     pub(super) queue_depth: Option<Located<u64>>,
     /// Longest information unit of SRP, in bytes.
     pub(super) max_iu_size: Option<Located<u64>>,
-    /// Longest transfer of one command.
+    /// Longest transfer of one command, of which 1 MiB at most is in memory at a time.
     pub(super) max_transfer: Option<Located<Size>>,
     /// Data buffers of each worker, in MiB.
     pub(super) buffer_pool_mib: Option<Located<u64>>,

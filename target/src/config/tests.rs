@@ -392,7 +392,7 @@ fn mistakes_are_named_with_their_place() {
         ),
         (
             rest("limits: { buffer_pool_mib: 1 }\n"),
-            "6:28: limits.buffer_pool_mib: 1 MiB of buffers are less than two of the longest transfers",
+            "6:28: limits.buffer_pool_mib: 1 MiB of buffers are less than two commands may need",
         ),
         (
             rest("limits: { sessions_per_address: 300 }\n"),

@@ -28,9 +28,9 @@ const RECEIVES: usize = 160;
 const RX: usize = 8448;
 const TX: usize = 8448;
 const TX_SLOTS: usize = 32;
-const DATA: usize = 2 << 20;
+const DATA: usize = 72 << 20;
 /// Where data that the target writes go.
-const READ_AT: usize = 1 << 20;
+const READ_AT: usize = 36 << 20;
 
 /// What moves the world on while the initiator waits.
 pub(crate) type Pump<'a, P> = &'a mut dyn FnMut(&mut P);

@@ -25,7 +25,9 @@ pub fn folder() -> PathBuf {
         .expect("tests lie in a folder below the programs");
     BUILT.call_once(|| {
         let mut cargo = Command::new(env!("CARGO"));
-        cargo.args(["build", "-q", "--bins"]);
+        // With `--examples`, though there are none, dependencies have the features that they have in
+        // tests, so that nothing is built a second time.
+        cargo.args(["build", "-q", "--bins", "--examples"]);
         for package in ["riser-target", "riser-initiator", "riser-configfs-emu"] {
             cargo.args(["-p", package]);
         }

@@ -118,7 +118,7 @@ const STEPS: &[Step] = &[
         name: "simulation of a million messages",
         run: || {
             cargo_test(
-                &["--release", "-p", "riser-transport", "--test", "rc_sim"],
+                &["--release", "--workspace", "--test", "rc_sim"],
                 &[("RISER_SIM_MESSAGES", "1000000")],
             )
         },
@@ -129,8 +129,7 @@ const STEPS: &[Step] = &[
             cargo_test(
                 &[
                     "--release",
-                    "-p",
-                    "riser-tests",
+                    "--workspace",
                     "--test",
                     "scale",
                     "--",
@@ -147,8 +146,7 @@ const STEPS: &[Step] = &[
             cargo_test(
                 &[
                     "--release",
-                    "-p",
-                    "riser-tests",
+                    "--workspace",
                     "--test",
                     "apply",
                     "--",

@@ -7,9 +7,11 @@
 //! them.
 //!
 //! This library is what the tests of whole programs share: [`programs`], those of what the daemon tells
-//! of itself ([`metered`]), and those that look at pages ([`browser`]).
+//! of itself ([`metered`]), those that look at pages ([`browser`]), and those that judge what a disk answers
+//! ([`history`]).
 
 pub mod browser;
 pub mod dissect;
+pub mod history;
 pub mod metered;
 pub mod programs;

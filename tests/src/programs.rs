@@ -140,11 +140,26 @@ impl Pair {
         self.daemon = Some(daemon);
     }
 
+    /// The number of riserd's process, while it runs.
+    #[must_use]
+    pub fn process(&self) -> Option<u32> {
+        self.daemon.as_ref().map(Child::id)
+    }
+
     /// Kills riserd.
     pub fn kill(&mut self) {
         if let Some(mut daemon) = self.daemon.take() {
             let _ = daemon.kill();
             let _ = daemon.wait();
+        }
+    }
+
+    /// Asks riserd to end, as a service manager does, and waits until it has.
+    pub fn terminate(&mut self) {
+        if let Some(mut daemon) = self.daemon.take() {
+            tool("kill", ["-TERM", &daemon.id().to_string()]);
+            let status = daemon.wait().unwrap();
+            assert!(status.success(), "riserd: {status}");
         }
     }
 

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use riser_memory::{MemSlice, Memory};
 use riser_reactor::{
@@ -112,6 +112,9 @@ impl std::fmt::Debug for Driver {
 
 /// Zeroes kept at hand for media that cannot zero by themselves.
 const ZEROES: usize = 64 << 10;
+
+/// How often it is looked whether a fault on purpose lets requests go that it holds.
+const HELD: Duration = Duration::from_millis(2);
 
 /// Bytes of memory that one request zeroes or frees before others are served.
 const RAM_PIECE: u64 = 4 << 20;
@@ -267,6 +270,10 @@ impl Driver {
             return Ok(());
         }
         match strike {
+            _ if self.is_held(index) => {
+                self.requests[index].state = State::Held;
+                self.delayed.push(index);
+            }
             Some((delay, error)) if !delay.is_zero() => {
                 let until = Instant::now() + delay;
                 self.requests[index].state = State::Delayed { until, error };
@@ -302,7 +309,7 @@ impl Driver {
             match request.state {
                 // A ring that takes no cancellation lets the operation run to its end.
                 State::Ring => drop(ring.cancel(self.token(index))),
-                State::Helper => {}
+                State::Helper | State::Held => {}
                 // A flush under way serves others too.
                 State::Flush if self.stores[request.store.0].flushing.contains(&index) => {}
                 State::Flush | State::Stalled | State::Delayed { .. } => {
@@ -344,6 +351,7 @@ impl Driver {
             .iter()
             .filter_map(|&i| match self.requests[i].state {
                 State::Delayed { until, .. } => Some(until),
+                State::Held => Some(Instant::now() + HELD),
                 State::Ring | State::Helper | State::Flush | State::Stalled => None,
             })
             .min()
@@ -362,6 +370,7 @@ impl Driver {
             for index in std::mem::take(&mut self.delayed) {
                 match self.requests[index].state {
                     State::Delayed { until, .. } if until > now => self.delayed.push(index),
+                    State::Held if self.is_held(index) => self.delayed.push(index),
                     State::Delayed {
                         error: Some(error), ..
                     } => self.fail_on_purpose(index, error),
@@ -455,6 +464,12 @@ impl Driver {
         self.delayed.push(index);
     }
 
+    fn is_held(&self, index: usize) -> bool {
+        let request = &self.requests[index];
+        let faults = &self.stores[request.store.0].store.faults;
+        faults.as_ref().is_some_and(|f| f.holds(&request.op))
+    }
+
     fn fail_on_purpose(&mut self, index: usize, error: BackendError) {
         let request = &self.requests[index];
         if let BlockOp::Flush { .. } = request.op {
@@ -524,7 +539,9 @@ impl Driver {
             }
             Stage::Transfer => {
                 let bounces = (&mut self.idle_bounces, &self.bounce_memory);
-                let Some(memory) = cut_transfer(request, *align, self.config, bounces) else {
+                let faults = attached.store.faults.as_ref();
+                let config = (self.config, faults.map_or(usize::MAX, |f| f.most()));
+                let Some(memory) = cut_transfer(request, *align, config, bounces) else {
                     request.state = State::Stalled;
                     self.stalled.push_back(index);
                     return;

@@ -1,8 +1,10 @@
 //! Errors and delays on purpose.
 //!
 //! A [`Store`](super::Store) opened with a [`Faults`] list consults it once per request, before the
-//! request reaches the medium. Only tests use it: no configuration key leads here.
+//! request reaches the medium. It may also hold requests, as a device that hangs does, and shorten
+//! transfers. Only tests use it: no configuration key leads here.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -54,7 +56,29 @@ pub struct Fault {
 
 /// A list of faults; the first that matches a request strikes it.
 #[derive(Debug, Default)]
-pub struct Faults(Mutex<Vec<Fault>>);
+pub struct Faults {
+    list: Mutex<Vec<Fault>>,
+    hold: Mutex<Option<Range>>,
+    /// Bytes of one transfer at most; 0 is no bound.
+    short: AtomicUsize,
+}
+
+/// The requests that are held: of this kind, where they touch these bytes.
+#[derive(Debug, Clone, Copy)]
+struct Range {
+    on: FaultOn,
+    offset: u64,
+    len: u64,
+}
+
+impl Range {
+    fn includes(&self, op: &BlockOp) -> bool {
+        let (offset, len) = super::plan::range(op);
+        self.on.includes(op)
+            && offset < self.offset.saturating_add(self.len)
+            && self.offset < offset.saturating_add(len.max(1))
+    }
+}
 
 impl PartialEq for Faults {
     /// Two lists are one where it is the same list, for their faults change.
@@ -67,23 +91,57 @@ impl Faults {
     /// A list of these faults.
     #[must_use]
     pub fn new(faults: Vec<Fault>) -> Self {
-        Self(Mutex::new(faults))
+        Self {
+            list: Mutex::new(faults),
+            ..Self::default()
+        }
     }
 
     /// Replaces the list, also while requests are under way.
     pub fn set(&self, faults: Vec<Fault>) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = faults;
+        *self.list.lock().unwrap_or_else(PoisonError::into_inner) = faults;
+    }
+
+    /// Holds the requests of this kind that touch any of `len` bytes from `offset` on, from now until
+    /// [`Self::release`]. As at a device that hangs, they cannot be cancelled meanwhile, and are carried
+    /// out then.
+    pub fn hold(&self, on: FaultOn, offset: u64, len: u64) {
+        *self.hold.lock().unwrap_or_else(PoisonError::into_inner) = Some(Range { on, offset, len });
+    }
+
+    /// Lets requests that are held go on.
+    pub fn release(&self) {
+        *self.hold.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    /// Lets one operation on a file transfer at most so many bytes, as a kernel may; 0 is no bound.
+    /// Direct I/O needs a multiple of the device's block.
+    pub fn shorten(&self, bytes: usize) {
+        self.short.store(bytes, Ordering::Relaxed);
+    }
+
+    /// Whether a request is held.
+    pub(super) fn holds(&self, op: &BlockOp) -> bool {
+        let hold = self.hold.lock().unwrap_or_else(PoisonError::into_inner);
+        hold.is_some_and(|range| range.includes(op))
+    }
+
+    /// Bytes that one operation transfers at most.
+    pub(super) fn most(&self) -> usize {
+        match self.short.load(Ordering::Relaxed) {
+            0 => usize::MAX,
+            most => most,
+        }
     }
 
     /// What strikes this request: a delay, then perhaps an error.
     pub(super) fn strike(&self, op: &BlockOp) -> Option<(Duration, Option<BackendError>)> {
-        let mut list = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let (offset, len) = super::plan::range(op);
-        let index = list.iter().position(|f| {
-            f.on.includes(op)
-                && offset < f.offset.saturating_add(f.len)
-                && f.offset < offset.saturating_add(len.max(1))
-        })?;
+        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        let strikes = |f: &Fault| {
+            let (on, offset, len) = (f.on, f.offset, f.len);
+            Range { on, offset, len }.includes(op)
+        };
+        let index = list.iter().position(strikes)?;
         let fault = &mut list[index];
         let answer = (fault.delay, fault.error);
         if let Some(times) = &mut fault.times {

@@ -44,6 +44,8 @@ pub(super) enum State {
         until: Instant,
         error: Option<BackendError>,
     },
+    /// For a fault on purpose to let it go: in `delayed`.
+    Held,
 }
 
 /// The part of the command's buffer that an operation moves: start and length.
@@ -59,7 +61,7 @@ pub(super) fn buffer_range(op: &BlockOp) -> (usize, usize) {
     }
 }
 
-/// Cuts the next window of a read or write. `None` where it needs a bounce buffer and none is idle;
+/// Cuts the next window of a read or write, of `most` bytes at most. `None` where it needs a bounce buffer and none is idle;
 /// otherwise the bounce memory to use, or nothing where the request's own memory will do.
 #[allow(
     clippy::option_option,
@@ -68,14 +70,14 @@ pub(super) fn buffer_range(op: &BlockOp) -> (usize, usize) {
 pub(super) fn cut_transfer(
     request: &mut Request,
     align: Option<Align>,
-    config: DriverConfig,
+    (config, most): (DriverConfig, usize),
     (idle, memory): (&mut Vec<usize>, &Memory),
 ) -> Option<Option<MemSlice>> {
     let (start, len) = buffer_range(&request.op);
     let (start, left) = (start + request.done as usize, len - request.done as usize);
     let mut bounds = Bounds {
         pieces: config.pieces,
-        bytes: MAX_OPERATION,
+        bytes: MAX_OPERATION.min(most),
     };
     let out = &mut request.window;
     let window = plan::cut_window(&request.data, start, left, align, bounds, out);
@@ -84,7 +86,7 @@ pub(super) fn cut_transfer(
     }
     let bounce = idle.pop()?;
     request.bounce = Some(bounce);
-    bounds.bytes = config.bounce;
+    bounds.bytes = config.bounce.min(most);
     let window = plan::cut_window(&request.data, start, left, align, bounds, out);
     let from = bounce * config.bounce;
     let slice = memory

@@ -805,6 +805,60 @@ fn faults_on_purpose_fail_delay_and_pass() {
 }
 
 #[test]
+fn a_request_that_is_held_cannot_be_cancelled_and_is_carried_out_when_it_is_let_go() {
+    let faults = Arc::new(Faults::default());
+    let store = Store::open(&Spec {
+        faults: Some(faults.clone()),
+        ..spec(Source::Ram { size: 1 << 20 })
+    })
+    .unwrap();
+    let mut rig = Rig::new(store);
+    let m = Memory::new(4096).unwrap();
+    m.whole().fill(0, 4096, 7);
+    faults.hold(FaultOn::Write, 4096, 1);
+    rig.submit(write(0, 4096), &[m.whole()], 1);
+    assert_eq!(rig.wait(1)[0].user, 1, "another range");
+    rig.submit(write(4096, 4096), &[m.whole()], 2);
+    rig.driver.cancel(&mut rig.ring, 2);
+    assert!(rig.driver.poll_deadline().is_some());
+    let read_back = Memory::new(4096).unwrap();
+    rig.submit(read(4096, 4096), &[read_back.whole()], 3);
+    assert_eq!(rig.wait(1)[0].user, 3);
+    assert_eq!(read_back.whole().to_vec(), [0; 4096]);
+    faults.release();
+    let done = rig.wait(1)[0];
+    assert_eq!((done.user, done.result), (2, StepResult::Done));
+    assert_eq!(rig.driver.poll_deadline(), None);
+    rig.submit(read(4096, 4096), &[read_back.whole()], 4);
+    rig.wait(1);
+    assert_eq!(read_back.whole().to_vec(), [7; 4096]);
+}
+
+/// A kernel that transfers less than it was asked for is asked for the rest.
+#[test]
+fn short_transfers_go_on_where_they_ended() {
+    let dir = Dir::new(&std::env::temp_dir(), "short");
+    let faults = Arc::new(Faults::default());
+    let store = Store::open(&Spec {
+        faults: Some(faults.clone()),
+        ..spec(file(dir.file("lun"), 1 << 20))
+    })
+    .unwrap();
+    let mut rig = Rig::new(store);
+    let m = Memory::new(64 << 10).unwrap();
+    let bytes: Vec<u8> = (0..64 << 10).map(|i: u32| (i / 97) as u8).collect();
+    m.whole().write(0, &bytes);
+    for most in [4096, 12 << 10, 0] {
+        faults.shorten(most);
+        let at = most as u64 * 16;
+        rig.run(write(at, 64 << 10), &[m.whole()]);
+        let read_back = Memory::new(64 << 10).unwrap();
+        rig.run(read(at, 64 << 10), &[read_back.whole()]);
+        assert!(read_back.whole().to_vec() == bytes, "{most}");
+    }
+}
+
+#[test]
 fn cancelled_requests_all_end_and_leave_nothing_behind() {
     let dir = Dir::new(&std::env::temp_dir(), "cancel");
     let store = Store::open(&Spec {

@@ -1,0 +1,535 @@
+//! What a disk may answer: a checker of versions, block by block.
+//!
+//! Each block of 512 bytes that a test writes says which write it is from ([`Version`]) and which block it
+//! is for, in all of its bytes. A [`History`] is notified when writes and reads begin and end, and decides
+//! whether there is an order of the writes to each block that explains all that was read.
+//!
+//! # What is promised
+//!
+//! - A block is whole: it holds what one write put there. Writes of several blocks that overlap and are
+//!   concurrent may be mixed, but only at the bounds of blocks (SBC-4 clause 4.29 promises less).
+//! - A write takes effect at one instant between its begin and its end. So a read sees the latest
+//!   acknowledged write, or one that is concurrent with that write or with the read.
+//! - What was overwritten does not come back: not after a re-login, not after a reset, not at another
+//!   reader.
+//!
+//! # Writes without an acknowledgement
+//!
+//! | end of a write | it took effect | until |
+//! | --- | --- | --- |
+//! | [`acknowledge`](History::acknowledge) | yes | the acknowledgement |
+//! | [`refuse`](History::refuse): the target answered with an error | perhaps, each block by itself | that answer: the command has ended (SAM-5 clause 5.4) |
+//! | [`lose`](History::lose): timed out, connection lost | perhaps | the next fence of its initiator port |
+//!
+//! A *fence* of an initiator port is the end of any command of that port that began after the loss: nothing
+//! that is sent later overtakes a command that timed out (`RequestError::TimedOut`), and a login that
+//! replaces a session is not served before the commands of the old session have ended. The checker sees it
+//! by itself, from the number of the port that each read and write is given.
+//!
+//! # Writes that are repeated
+//!
+//! An initiator that loses its session, or whose commands are aborted, sends a write again that was not
+//! answered; so it may take effect several times until it ends, with other writes in between. The target
+//! cannot know that. [`History::with_repeats`] allows it: an acknowledged write then has taken effect at
+//! least once between its begin and its end, and not afterwards.
+//!
+//! # How it decides
+//!
+//! Versions are unique, so a block is a register of which it is known what each read saw. All that
+//! concerns one version is its *zone*, from the first end of an operation on it to the last begin. If that
+//! is forwards in time, the block must have had the version during the whole zone; otherwise the version
+//! had the block at some instant of the zone. An order exists if and only if no two forward zones overlap
+//! and no backward zone lies within a forward zone (Gibbons and Korach, "Testing Shared Memories", 1997,
+//! section 4). A write that may be repeated counts as several: one for each read that began before it
+//! ended, and one for all later reads. Instants are the order in which the history is notified.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Length of a block in bytes.
+pub const BLOCK: usize = 512;
+
+/// Which initiator port a command is from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Port(pub u16);
+
+/// Which write the content of a block is from. Zeroes are of version 0 of port 0: nobody has written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Version {
+    /// The order in which writes began, from 1 on.
+    pub sequence: u64,
+    /// Who wrote.
+    pub writer: Port,
+}
+
+impl Version {
+    const NONE: Self = Self {
+        sequence: 0,
+        writer: Port(0),
+    };
+
+    /// The words of a block, which depend on the version and the block's address.
+    fn words(self, block: u64) -> impl Iterator<Item = u64> {
+        let names = [block, self.sequence << 16 | u64::from(self.writer.0)];
+        let mix = move |n: u64| {
+            let mut word = names[0].rotate_left(32) ^ names[1] ^ n << 56;
+            word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+            word ^ word >> 31
+        };
+        names.into_iter().chain((2..64).map(mix))
+    }
+
+    fn fill(self, block: u64, bytes: &mut [u8]) {
+        for (word, bytes) in self.words(block).zip(bytes.chunks_exact_mut(8)) {
+            bytes.copy_from_slice(&word.to_be_bytes());
+        }
+    }
+
+    /// The version of a block; `None` if it is not whole, or of another block.
+    fn of(block: u64, bytes: &[u8]) -> Option<Self> {
+        if bytes.iter().all(|b| *b == 0) {
+            return Some(Self::NONE);
+        }
+        let named = u64::from_be_bytes(bytes[8..16].try_into().ok()?);
+        let version = Self {
+            sequence: named >> 16,
+            writer: Port(named as u16),
+        };
+        let mut words = version.words(block).zip(bytes.chunks_exact(8));
+        let is_whole = words.all(|(word, bytes)| bytes == word.to_be_bytes());
+        is_whole.then_some(version)
+    }
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::NONE => f.write_str("nothing"),
+            Self { sequence, writer } => write!(f, "write {sequence} of port {}", writer.0),
+        }
+    }
+}
+
+/// What no order of the writes explains.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Violation {
+    /// A block holds parts of several writes, or what was written elsewhere, or what nobody wrote.
+    Torn {
+        /// The block.
+        block: u64,
+        /// The first byte that is not what the block's first words say.
+        byte: usize,
+    },
+    /// A block holds a version that has been overwritten, or that was never written there.
+    Stale {
+        /// The block.
+        block: u64,
+        /// What was read.
+        seen: Version,
+    },
+    /// Two versions of a block each had it before the other.
+    Disorder {
+        /// The block.
+        block: u64,
+        /// The versions.
+        versions: [Version; 2],
+        /// The zones of both, in instants.
+        zones: [(u64, u64); 2],
+    },
+}
+
+impl fmt::Display for Violation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Torn { block, byte } => {
+                write!(
+                    f,
+                    "block {block} is not whole: it differs from byte {byte} on"
+                )
+            }
+            Self::Stale { block, seen } => {
+                write!(
+                    f,
+                    "block {block} holds {seen}, which was overwritten or never written"
+                )
+            }
+            Self::Disorder {
+                block,
+                versions: [one, two],
+                zones,
+            } => write!(
+                f,
+                "block {block}: no order of {one} and {two} explains what was read and \
+                 acknowledged at {zones:?}"
+            ),
+        }
+    }
+}
+
+/// Names a write that has begun.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct WriteId(u64);
+
+/// Names a read that has begun.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ReadId(u64);
+
+/// A version of one block.
+#[derive(Clone, Debug)]
+struct Entry {
+    version: Version,
+    /// When the write began.
+    begin: u64,
+    /// When the write has taken effect at the latest; `u64::MAX` while that is not known.
+    end: u64,
+    /// It did take effect: it was acknowledged, or read.
+    is_certain: bool,
+    /// The first end of an operation on it.
+    first_end: u64,
+    /// The last begin of an operation on it.
+    last_begin: u64,
+    /// The zones of single reads of a write that may be repeated. All are backward.
+    glimpses: Vec<(u64, u64)>,
+}
+
+impl Entry {
+    fn zone(&self) -> (u64, u64) {
+        let (a, b) = (self.first_end, self.last_begin);
+        (a.min(b), a.max(b))
+    }
+
+    /// Whether a block must have had the version for the whole zone.
+    fn is_forward(&self) -> bool {
+        self.first_end < self.last_begin
+    }
+
+    fn conflicts(&self, other: &Self) -> bool {
+        if !self.is_certain || !other.is_certain || self.version == other.version {
+            return false;
+        }
+        let ((a, b), (c, d)) = (self.zone(), other.zone());
+        if self.is_forward() && other.is_forward() {
+            return a < d && c < b;
+        }
+        self.encloses(other) || other.encloses(self)
+    }
+
+    /// Whether the block had this version throughout a time in which it must have had the other.
+    fn encloses(&self, other: &Self) -> bool {
+        let (a, b) = self.zone();
+        let whole = (!other.is_forward()).then_some(other.zone());
+        let mut zones = whole.into_iter().chain(other.glimpses.iter().copied());
+        self.is_forward() && zones.any(|(c, d)| a < c && d < b)
+    }
+
+    /// A read that began and ended then has seen it.
+    fn on_read(&mut self, begin: u64, end: u64, repeats: bool) {
+        self.is_certain = true;
+        if repeats && begin < self.end {
+            self.glimpses
+                .push((begin.max(self.begin), end.min(self.end)));
+            return;
+        }
+        self.first_end = self.first_end.min(end);
+        self.last_begin = self.last_begin.max(begin);
+    }
+}
+
+#[derive(Debug)]
+struct Write {
+    version: Version,
+    blocks: Range<u64>,
+    /// When it was lost, if it was.
+    lost: Option<u64>,
+}
+
+#[derive(Debug)]
+struct Read {
+    port: Port,
+    begin: u64,
+    blocks: Range<u64>,
+}
+
+#[derive(Debug)]
+struct State {
+    clock: u64,
+    sequence: u64,
+    /// Writes may be repeated until they end.
+    repeats: bool,
+    blocks: Vec<Vec<Entry>>,
+    /// Writes that may still take effect.
+    writes: HashMap<WriteId, Write>,
+    reads: BTreeMap<ReadId, Read>,
+}
+
+/// What was written and read on one disk. See the module's documentation.
+#[derive(Debug)]
+pub struct History(Mutex<State>);
+
+impl History {
+    /// Of a disk with so many blocks, all zeroes.
+    #[must_use]
+    pub fn new(blocks: usize) -> Self {
+        let nothing = Entry {
+            version: Version::NONE,
+            begin: 0,
+            end: 0,
+            is_certain: true,
+            first_end: 0,
+            last_begin: 0,
+            glimpses: Vec::new(),
+        };
+        Self(Mutex::new(State {
+            clock: 0,
+            sequence: 0,
+            repeats: false,
+            blocks: vec![vec![nothing]; blocks],
+            writes: HashMap::new(),
+            reads: BTreeMap::new(),
+        }))
+    }
+
+    /// The same, where initiators may repeat writes that have not ended.
+    #[must_use]
+    pub fn with_repeats(self) -> Self {
+        self.lock().repeats = true;
+        self
+    }
+
+    /// A panic of another test thread leaves nothing half changed that matters.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A write of these blocks is about to be sent; `bytes` gets its data.
+    ///
+    /// # Panics
+    /// If the blocks are none of the disk's, or `bytes` is not as long as they are.
+    pub fn begin_write(&self, port: Port, blocks: Range<u64>, bytes: &mut [u8]) -> WriteId {
+        assert_eq!(
+            bytes.len() as u64,
+            (blocks.end - blocks.start) * BLOCK as u64
+        );
+        let mut state = self.lock();
+        state.sequence += 1;
+        let version = Version {
+            sequence: state.sequence,
+            writer: port,
+        };
+        let begin = state.tick();
+        for (block, bytes) in blocks.clone().zip(bytes.chunks_exact_mut(BLOCK)) {
+            version.fill(block, bytes);
+            state.blocks[block as usize].push(Entry {
+                version,
+                begin,
+                end: u64::MAX,
+                is_certain: false,
+                first_end: u64::MAX,
+                last_begin: begin,
+                glimpses: Vec::new(),
+            });
+        }
+        let id = WriteId(version.sequence);
+        let write = Write {
+            version,
+            blocks,
+            lost: None,
+        };
+        state.writes.insert(id, write);
+        id
+    }
+
+    /// A write was answered GOOD.
+    ///
+    /// # Errors
+    /// [`Violation`]: what was read cannot be, now that this write is known to have been in effect.
+    ///
+    /// # Panics
+    /// If the write has ended before.
+    pub fn acknowledge(&self, id: WriteId) -> Result<(), Violation> {
+        let mut state = self.lock();
+        let begin = state.begin_of(id);
+        let now = state.tick();
+        let (port, result) = state.end_write(id, now, true);
+        state.fence(port, begin, now);
+        result
+    }
+
+    /// A write was answered with an error: it has ended, and each of its blocks may have been written.
+    ///
+    /// # Panics
+    /// If the write has ended before.
+    pub fn refuse(&self, id: WriteId) {
+        let mut state = self.lock();
+        let begin = state.begin_of(id);
+        let now = state.tick();
+        let (port, _) = state.end_write(id, now, false);
+        state.fence(port, begin, now);
+    }
+
+    /// A write was not answered: it may take effect until a fence of its port.
+    ///
+    /// # Panics
+    /// If the write has ended before.
+    pub fn lose(&self, id: WriteId) {
+        let mut state = self.lock();
+        let now = state.tick();
+        let write = state.writes.get_mut(&id).expect("a write under way");
+        assert!(write.lost.replace(now).is_none(), "it was lost before");
+    }
+
+    /// How many writes may take effect although they are over for those who sent them.
+    #[must_use]
+    pub fn lost(&self) -> usize {
+        self.lock()
+            .writes
+            .values()
+            .filter(|w| w.lost.is_some())
+            .count()
+    }
+
+    /// A read of these blocks is about to be sent.
+    pub fn begin_read(&self, port: Port, blocks: Range<u64>) -> ReadId {
+        let mut state = self.lock();
+        let begin = state.tick();
+        let read = Read {
+            port,
+            begin,
+            blocks,
+        };
+        state.reads.insert(ReadId(begin), read);
+        ReadId(begin)
+    }
+
+    /// A read was answered GOOD, with these data.
+    ///
+    /// # Errors
+    /// [`Violation`].
+    ///
+    /// # Panics
+    /// If the read has ended before, or `bytes` is not as long as its blocks are.
+    pub fn end_read(&self, id: ReadId, bytes: &[u8]) -> Result<(), Violation> {
+        let mut state = self.lock();
+        let read = state.reads.remove(&id).expect("a read under way");
+        let len = (read.blocks.end - read.blocks.start) * BLOCK as u64;
+        assert_eq!(bytes.len() as u64, len, "the whole answer");
+        let now = state.tick();
+        state.fence(read.port, read.begin, now);
+        for (block, bytes) in read.blocks.zip(bytes.chunks_exact(BLOCK)) {
+            state.see(block, bytes, (read.begin, now))?;
+        }
+        Ok(())
+    }
+
+    /// A read failed, or has no answer.
+    pub fn abandon_read(&self, id: ReadId) {
+        self.lock().reads.remove(&id);
+    }
+}
+
+impl State {
+    fn tick(&mut self) -> u64 {
+        self.clock += 1;
+        self.clock
+    }
+
+    fn begin_of(&self, id: WriteId) -> u64 {
+        let write = self.writes.get(&id).expect("a write under way");
+        let entries = &self.blocks[write.blocks.start as usize];
+        let entry = entries.iter().find(|e| e.version == write.version);
+        entry.expect("kept while it is under way").begin
+    }
+
+    fn end_write(
+        &mut self,
+        id: WriteId,
+        now: u64,
+        is_certain: bool,
+    ) -> (Port, Result<(), Violation>) {
+        let write = self.writes.remove(&id).expect("a write under way");
+        let oldest = self.reads.values().next().map_or(now, |read| read.begin);
+        let mut result = Ok(());
+        for block in write.blocks.clone() {
+            let entries = &mut self.blocks[block as usize];
+            let at = entries.iter().position(|e| e.version == write.version);
+            let at = at.expect("kept while it is under way");
+            let entry = &mut entries[at];
+            entry.end = now;
+            entry.first_end = entry.first_end.min(now);
+            entry.is_certain |= is_certain;
+            result = result.and(check(block, entries, at));
+            prune(entries, oldest);
+        }
+        (write.version.writer, result)
+    }
+
+    /// A command of this port that began then has ended: what the port had lost before has ended too.
+    fn fence(&mut self, port: Port, begin: u64, now: u64) {
+        let is_over =
+            |w: &Write| w.version.writer == port && w.lost.is_some_and(|lost| lost < begin);
+        let over: Vec<WriteId> = self
+            .writes
+            .iter()
+            .filter_map(|(id, write)| is_over(write).then_some(*id))
+            .collect();
+        for id in over {
+            let _ = self.end_write(id, now, false);
+        }
+    }
+
+    fn see(&mut self, block: u64, bytes: &[u8], (begin, end): (u64, u64)) -> Result<(), Violation> {
+        let Some(seen) = Version::of(block, bytes) else {
+            let said = u64::from_be_bytes(bytes[8..16].try_into().expect("eight bytes"));
+            let said = Version {
+                sequence: said >> 16,
+                writer: Port(said as u16),
+            };
+            let mut whole = [0; BLOCK];
+            said.fill(block, &mut whole);
+            let byte = whole.iter().zip(bytes).position(|(a, b)| a != b);
+            return Err(Violation::Torn {
+                block,
+                byte: byte.unwrap_or(0),
+            });
+        };
+        let entries = &mut self.blocks[block as usize];
+        let Some(at) = entries.iter().position(|e| e.version == seen) else {
+            return Err(Violation::Stale { block, seen });
+        };
+        entries[at].on_read(begin, end, self.repeats);
+        check(block, entries, at)
+    }
+}
+
+/// Whether a version of a block goes together with the others.
+fn check(block: u64, entries: &[Entry], at: usize) -> Result<(), Violation> {
+    let entry = &entries[at];
+    match entries.iter().find(|other| entry.conflicts(other)) {
+        None => Ok(()),
+        Some(other) => Err(Violation::Disorder {
+            block,
+            versions: [entry.version, other.version],
+            zones: [entry.zone(), other.zone()],
+        }),
+    }
+}
+
+/// Forgets versions that can neither be read again nor stand against one that can: another version came
+/// wholly after them and before each read that has not ended. Who reads one of them reads what was
+/// overwritten; a zone that reaches from theirs to the present contains that other version's.
+fn prune(entries: &mut Vec<Entry>, oldest_read: u64) {
+    let newest = entries
+        .iter()
+        .filter(|e| e.is_certain && e.end != u64::MAX && e.zone().1 < oldest_read)
+        .map(|e| e.zone().0)
+        .max();
+    if let Some(newest) = newest {
+        entries.retain(|e| e.end == u64::MAX || e.zone().1 >= newest);
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -268,6 +268,7 @@ impl Side {
             cfg.min_retransmit = Duration::from_micros(20);
         }
         cfg.ack_every = 1 + random.below(20) as u32;
+        cfg.seed = random.next() as u32;
         cfg.max_inflight_bytes = 1 << (13 + random.below(5));
         let recvs = 1 + random.below(RECVS as u64) as usize;
         let flow = |from: usize, to: usize| IcrcFlow::new(addrs[from], addrs[to]).unwrap();

@@ -10,6 +10,7 @@
 //! | [`state`] | the states of the two directions, with their diagrams |
 //! | [`send_queue`] | the ring of posted send requests |
 //! | [`recv_queue`] | [`RecvQueue`]: the ring of posted receives, a queue pair's own or a shared one |
+//! | `congestion` | the window of the requester |
 //! | [`requester`] | cuts send requests into packets, keeps the window, repeats what was lost |
 //! | [`completer`] | takes responses and completes send requests |
 //! | [`responder`] | takes requests, moves data, answers |
@@ -31,14 +32,13 @@
 //! # Choices the standard leaves open
 //!
 //! - **Window.** No more than [`RcConfig::max_inflight_bytes`] are unacknowledged, so that a burst fits
-//!   a socket buffer. A READ longer than that is asked for in several requests, because a responder
-//!   does not pace its answer; to the peer they are several READs.
-//! - **Recovery** is go-back-N with a window that shrinks and grows. After a timeout it is
-//!   [`RECOVERY_WINDOW`] packets, after a sequence NAK half; each acknowledged packet widens it by one,
-//!   up to the configured limit, and the window comes back at once when the acknowledgement shows that
-//!   nothing was lost. The first retransmission comes after a time without progress that is
-//!   derived from the measured round trip, the next after twice that and so on up to the ACK
-//!   timeout T.
+//!   a socket buffer, and no more than the path has been found to carry (`congestion.rs`). A READ
+//!   longer than that is asked for in several requests, because a responder does not know the window;
+//!   to the peer they are several READs.
+//! - **Recovery** is go-back-N. The window comes back at once when the acknowledgement after a timeout
+//!   shows that nothing was lost. The first retransmission comes after a time without progress that is
+//!   derived from the measured round trip, the next after twice that and so on, up to eight times or
+//!   the ACK timeout T. These times vary by a quarter.
 //! - **Retries are counted in time**: one retry is spent for each 3·T without progress (the standard
 //!   lets the interval be T to 4·T), however many retransmissions fall in it. A request therefore
 //!   fails after (retry count + 1)·3·T. Sequence NAKs spend nothing: they prove that the peer lives.
@@ -54,6 +54,7 @@
 //! receive is bound, congestion notification.
 
 mod completer;
+mod congestion;
 pub mod qp;
 pub mod recv_queue;
 mod requester;
@@ -71,11 +72,9 @@ use crate::roce::mr::MrTable;
 use crate::verbs::{Access, AsyncEvent, Completion, Mtu, PdId, QpCap, QpId};
 use crate::wire::{HeaderBuf, Psn, Qpn, RnrTimer, pad_len};
 
+pub use congestion::RECOVERY_WINDOW;
 pub use qp::RcQp;
 pub use recv_queue::{RecvQueue, RecvWqe};
-
-/// Packets in flight right after a timeout.
-pub const RECOVERY_WINDOW: u32 = 4;
 
 /// Longest message, in bytes (IBTA 9.7.4.1.6).
 pub const MAX_MESSAGE: u32 = 1 << 31;
@@ -104,6 +103,9 @@ pub struct RcConfig {
     pub first_retransmit: Duration,
     /// The same time at least, once the round trip is known.
     pub min_retransmit: Duration,
+    /// Where the queue pair's random numbers begin. Timers vary by them, so that connections which
+    /// lost packets together do not send together again. With 0 they do not.
+    pub seed: u32,
 }
 
 /// What a full packet of a path MTU is taken to occupy in the receiver's socket buffer, in bytes: Linux
@@ -128,6 +130,7 @@ impl RcConfig {
             ack_every: 16,
             first_retransmit: Duration::from_millis(20),
             min_retransmit: Duration::from_millis(4),
+            seed: 0,
         }
     }
 }

@@ -13,20 +13,23 @@
 //!
 //! # READs in pieces
 //!
-//! A READ is asked for in pieces of a fixed number of packets, counted from its first. A repeated
-//! request begins at the first byte that is missing and ends where its piece ends, so that to the
-//! responder it is a part of a request that it has seen, whatever the windows were (IBTA 9.4.4 allows
-//! a duplicate to ask for less).
+//! A READ is asked for in pieces that fit the window, since what its responder sends in answer is what
+//! the path has to carry. A repeated request begins at the first byte that is missing and ends where
+//! its piece ends, or before that where the window has become smaller. So to the responder it is a part
+//! of a request that it has seen, whatever the windows were (IBTA 9.4.4 allows a duplicate to ask for
+//! less). Two parts of one request are never under way together, because a responder need not remember
+//! more than one.
 
 mod cut;
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use super::congestion::Congestion;
 use super::qp::{Ctx, Fault};
 use super::send_queue::{Phase, SendQueue};
 use super::state::RequesterState;
-use super::{RECOVERY_WINDOW, RcConfig, RcEvent, RtsParams, packet_cost};
+use super::{RcConfig, RcEvent, RtsParams, packet_cost};
 use crate::roce::mr::{KeyError, MrTable};
 use crate::verbs::{Mtu, PdId, PostReason, QpCap, QpId, SendFlags, SendWr, Sge, WcStatus};
 use crate::wire::Psn;
@@ -36,6 +39,13 @@ const RNR_FOREVER: u8 = 7;
 
 /// Longest time between retransmissions where the ACK timeout is "for ever".
 const SLOWEST_RETRANSMIT: Duration = Duration::from_secs(1);
+
+/// The round trip that is assumed before one is known.
+const FIRST_ROUND_TRIP: Duration = Duration::from_micros(200);
+
+/// How many times its first value the time between retransmissions becomes. Beyond that it protects
+/// no path, since what is sent is one packet, but starves a connection.
+const MOST_BACKOFF: u32 = 8;
 
 /// ACK timeouts without progress that spend one retry; the standard allows up to four.
 const TIMEOUTS_PER_RETRY: u32 = 3;
@@ -58,12 +68,18 @@ pub(super) struct Requester {
     /// Ends of the READ requests and atomics in flight, oldest first; bounded by the initiator depth.
     reads: VecDeque<u64>,
     max_reads: usize,
-    /// Packets of a READ that one request asks for.
-    read_piece: u32,
-    window: u32,
-    max_window: u32,
+    /// Ends of the READ requests that were sent for the first time and are not yet answered, oldest
+    /// first; as many at most.
+    pieces: VecDeque<u64>,
+    congestion: Congestion,
     /// The window before a timeout that may turn out to have been too early, and when it fired.
-    undo: Option<(u32, Instant)>,
+    undo: Option<(Congestion, Instant)>,
+    /// When the last packet left, where the window is less than one packet.
+    left: Option<Instant>,
+    /// What waits for the window is looked at again then.
+    paced: Option<Instant>,
+    /// State of the random numbers (xorshift); 0 gives no others.
+    random: u32,
     ack_every: u32,
     since_ack_request: u32,
     /// Last receive of the peer's that it has told us of, `None` without flow control.
@@ -143,10 +159,12 @@ impl Requester {
             sent: 0,
             reads: VecDeque::new(),
             max_reads: 0,
-            read_piece: 1,
-            window: 1,
-            max_window: 1,
+            pieces: VecDeque::new(),
+            congestion: Congestion::new(1, 1),
             undo: None,
+            left: None,
+            paced: None,
+            random: 0,
             ack_every: 1,
             since_ack_request: 0,
             limit: None,
@@ -172,13 +190,9 @@ impl Requester {
         self.mtu = mtu.bytes() as u32;
         self.max_reads = usize::from(params.max_rd_atomic);
         self.reads = VecDeque::with_capacity(self.max_reads);
-        self.max_window = (cfg.max_inflight_bytes / packet_cost(mtu)).max(1);
-        self.window = self.max_window;
-        // Two pieces fill the window, so that one is under way while the next is asked for.
-        self.read_piece = match params.max_rd_atomic {
-            0 | 1 => self.max_window,
-            _ => self.max_window.div_ceil(2),
-        };
+        self.pieces = VecDeque::with_capacity(self.max_reads);
+        self.congestion = Congestion::new(cfg.max_inflight_bytes / packet_cost(mtu), self.mtu);
+        self.random = cfg.seed;
         self.ack_every = cfg.ack_every.max(1);
         self.ack_timeout = plan_ack_timeout(params.timeout);
         let longest = self.longest();
@@ -203,7 +217,7 @@ impl Requester {
     }
 
     pub(super) fn footprint(&self) -> usize {
-        self.sq.footprint() + self.reads.capacity() * size_of::<u64>()
+        self.sq.footprint() + (self.reads.capacity() + self.pieces.capacity()) * size_of::<u64>()
     }
 
     /// Whether no request has begun without being complete.
@@ -236,7 +250,7 @@ impl Requester {
     pub(super) fn deadline(&self) -> Option<Instant> {
         match self.state {
             RequesterState::RnrWait(until) => Some(until),
-            RequesterState::Ready => self.timer,
+            RequesterState::Ready => [self.timer, self.paced].into_iter().flatten().min(),
         }
     }
 
@@ -256,6 +270,8 @@ impl Requester {
             RequesterState::RnrWait(_) => return Ok(()),
             RequesterState::Ready => {}
         }
+        // What waited for this is sent by the next poll.
+        self.paced = self.paced.filter(|&at| at > ctx.now);
         if self.timer.is_none_or(|at| at > ctx.now) {
             return Ok(());
         }
@@ -270,9 +286,10 @@ impl Requester {
             self.retries -= 1;
             self.waited = Duration::ZERO;
         }
-        self.interval = (self.interval * 2).min(self.longest());
-        self.undo.get_or_insert((self.window, ctx.now));
-        self.window = RECOVERY_WINDOW.min(self.max_window);
+        let most = self.first_retransmit * MOST_BACKOFF;
+        self.interval = (self.interval * 2).min(most).min(self.longest());
+        self.undo.get_or_insert((self.congestion, ctx.now));
+        self.congestion.on_timeout(self.nxt);
         self.implied_at = None;
         self.go_back(ctx.now);
         Ok(())
@@ -314,12 +331,20 @@ impl Requester {
         self.since_ack_request = 0;
         // Which copy of a repeated packet an acknowledgement means cannot be told.
         self.timed = None;
-        self.timer = (self.una < self.sent).then(|| now + self.interval);
+        self.timer = (self.una < self.sent).then(|| now + self.vary(self.interval));
     }
 
-    /// Halves the window, for a loss that the peer reported.
+    /// A time up to a quarter longer.
+    fn vary(&mut self, time: Duration) -> Duration {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 17;
+        self.random ^= self.random << 5;
+        time + time / 1024 * (self.random & 0xff)
+    }
+
+    /// Takes back some of the window, for a loss that the peer reported.
     pub(super) fn narrow(&mut self) {
-        self.window = (self.window / 2).max(RECOVERY_WINDOW.min(self.max_window));
+        self.congestion.on_loss(self.una, self.nxt);
     }
 
     /// A response showed that the response to a READ or an atomic before it was lost. It is asked for
@@ -355,14 +380,13 @@ impl Requester {
 
     /// `una` has moved on by `packets`.
     pub(super) fn on_progress(&mut self, now: Instant, packets: u64) {
-        if let Some((window, fired)) = self.undo.take()
+        if let Some((congestion, fired)) = self.undo.take()
             && self.was_early(now, fired)
         {
-            self.window = window;
+            self.congestion = congestion;
         }
-        self.window = self
-            .max_window
-            .min(self.window.saturating_add(packets as u32));
+        self.congestion
+            .on_progress(packets as u32, self.una, self.nxt);
         self.retries = self.retry_cnt;
         self.rnr_retries = self.rnr_retry;
         self.waited = Duration::ZERO;
@@ -371,6 +395,9 @@ impl Requester {
         self.implied_at = None;
         while self.reads.front().is_some_and(|&end| end <= self.una) {
             self.reads.pop_front();
+        }
+        while self.pieces.front().is_some_and(|&end| end <= self.una) {
+            self.pieces.pop_front();
         }
         if self.nxt < self.una {
             self.nxt = self.una;

@@ -1,6 +1,8 @@
 //! Cutting: which packet goes next, and what it looks like.
 
-use super::{Requester, plan_packets, walk};
+use std::time::Instant;
+
+use super::{FIRST_ROUND_TRIP, Requester, plan_packets, walk};
 use crate::rc::TxPacket;
 use crate::rc::qp::{Ctx, Fault};
 use crate::rc::send_queue::{Phase, SendWqe};
@@ -39,7 +41,7 @@ impl Requester {
                     plan.phase = Phase::Started;
                     plan.first = self.nxt;
                     plan.packets = plan_packets(wqe.length, self.mtu);
-                    if !self.may_send(&plan) {
+                    if !self.may_send(ctx.now, &plan) {
                         return Ok(false);
                     }
                     if let Err(status) = self.check_start(ctx, &plan) {
@@ -51,7 +53,7 @@ impl Requester {
                 }
                 Phase::Started if wqe.end() <= self.nxt => self.cur += 1,
                 Phase::Started => {
-                    return Ok(self.may_send(&wqe) && self.cut(ctx, tx, &wqe, may_start)?);
+                    return Ok(self.may_send(ctx.now, &wqe) && self.cut(ctx, tx, &wqe, may_start)?);
                 }
             }
         }
@@ -101,16 +103,34 @@ impl Requester {
         if !matches!(wqe.op, SendOp::Read(_)) {
             return 1;
         }
-        let index = (self.nxt - wqe.first) as u32;
-        let piece_end = (index / self.read_piece + 1) * self.read_piece;
-        piece_end.min(wqe.packets) - index
+        let window = self.congestion.packets();
+        if self.nxt < self.sent {
+            let end = self.pieces.iter().find(|&&end| end > self.nxt);
+            let end = end.copied().unwrap_or(wqe.end()).min(wqe.end());
+            return window.min((end - self.nxt) as u32);
+        }
+        // Two pieces fill the window, so that one is under way while the next is asked for.
+        let piece = if self.max_reads > 1 {
+            window.div_ceil(2)
+        } else {
+            window
+        };
+        piece.min((wqe.end() - self.nxt) as u32)
     }
 
     /// Whether window, initiator depth, fence and credits allow the next packet of a request.
-    fn may_send(&self, wqe: &SendWqe) -> bool {
+    fn may_send(&mut self, now: Instant, wqe: &SendWqe) -> bool {
         let in_flight = self.nxt - self.una;
-        let fits = in_flight + u64::from(self.next_count(wqe)) <= u64::from(self.window);
-        if !fits && in_flight > 0 {
+        if in_flight > 0 {
+            let count = u64::from(self.next_count(wqe));
+            let fits = in_flight + count <= u64::from(self.congestion.packets());
+            // A window that was cut may be full of packets that no acknowledgement was asked for:
+            // then one more packet asks.
+            if !fits && self.since_ack_request == 0 {
+                return false;
+            }
+        }
+        if self.is_part_under_way() {
             return false;
         }
         if wqe.has_response() && self.reads.len() >= self.max_reads && self.max_reads > 0 {
@@ -129,7 +149,34 @@ impl Requester {
                 self.una > wqe.first
             };
         }
-        true
+        self.is_paced(now)
+    }
+
+    /// Whether a window of less than one packet allows a packet by now; if not, sees to it that it is
+    /// asked for again.
+    fn is_paced(&mut self, now: Instant) -> bool {
+        let Some(left) = self.left else {
+            return true;
+        };
+        let round_trip = self.round_trip.map_or(FIRST_ROUND_TRIP, |r| r.mean);
+        let Some(gap) = self.congestion.gap(round_trip) else {
+            self.left = None;
+            return true;
+        };
+        let at = left + gap.min(self.interval / 2);
+        if at <= now {
+            return true;
+        }
+        self.paced = Some(at);
+        false
+    }
+
+    /// Whether the packet `nxt` is in the middle of a READ request of before, of which another part is
+    /// under way.
+    fn is_part_under_way(&self) -> bool {
+        self.nxt < self.sent
+            && self.reads.back() == Some(&self.nxt)
+            && !self.pieces.contains(&self.nxt)
     }
 
     fn is_limited(&self, wqe: &SendWqe) -> bool {
@@ -172,13 +219,20 @@ impl Requester {
         } else if asks && self.timed.is_none() {
             self.timed = Some((self.nxt, ctx.now));
         }
+        let is_first_time = self.nxt == self.sent;
         self.nxt += u64::from(count);
         self.sent = self.sent.max(self.nxt);
         if wqe.has_response() {
             self.reads.push_back(self.nxt);
+            if is_first_time && matches!(wqe.op, SendOp::Read(_)) {
+                self.pieces.push_back(self.nxt);
+            }
+        }
+        if self.congestion.is_partial() {
+            self.left = Some(ctx.now);
         }
         if self.timer.is_none() {
-            self.timer = Some(ctx.now + self.interval);
+            self.timer = Some(ctx.now + self.vary(self.interval));
         }
         Ok(true)
     }
@@ -186,9 +240,11 @@ impl Requester {
     /// Whether the packet `nxt` asks for an acknowledgement: so often that the window keeps moving, and
     /// at the end of a message that no other follows at once.
     fn asks_for_ack(&self, wqe: &SendWqe, is_last: bool, may_start: bool) -> bool {
-        let fills_window = self.nxt + 1 - self.una >= u64::from(self.window);
-        fills_window
-            || self.since_ack_request + 1 >= self.ack_every
+        let window = self.congestion.packets();
+        // Twice in a window, so that packets follow acknowledgements and not one burst the other.
+        let most = self.ack_every.min(window.div_ceil(2));
+        self.nxt + 1 - self.una >= u64::from(window)
+            || self.since_ack_request + 1 >= most
             || self.is_limited(wqe)
             || is_last && !self.is_followed(may_start)
     }

@@ -731,6 +731,12 @@ fn requests_and_responses_take_turns() {
         ..DEFAULT
     });
     let (addr, key) = (rig.mr.addr, rig.mr.rkey);
+    // The window has to open first.
+    for (packets, last) in [(16, 15), (32, 47)] {
+        rig.post(0, SendOp::Write(PEER), 256 * packets);
+        assert_eq!(rig.sent().len(), packets);
+        rig.ack(SQ_PSN + last, 0x1f);
+    }
     rig.feed(&packet(0x0c, RQ_PSN, true, &reth(addr, key, 256 * 40), &[]));
     rig.post(1, SendOp::Write(PEER), 256 * 40);
     let kinds: Vec<bool> = rig.sent().iter().map(|p| p[0] >= 0x0d).collect();

@@ -1,5 +1,7 @@
 //! Queue pairs: creating, modifying, destroying, posting.
 
+use chacha20::rand_core::Rng as _;
+
 use super::objects::PORT;
 use super::{Machine, Nic, Peer, Qp, QpCounters};
 use crate::rc::{Env, RcConfig, RcQp, RecvQueue, RtrParams, RtsParams};
@@ -109,13 +111,14 @@ impl Nic {
         Ok(id)
     }
 
-    fn machine(&self, id: QpId, init: &QpInitAttr, cap: QpCap, qpn: u32) -> Machine {
+    fn machine(&mut self, id: QpId, init: &QpInitAttr, cap: QpCap, qpn: u32) -> Machine {
         if init.qp_type == QpType::Rc {
             return Machine::Rc(Box::new(RcQp::new(RcConfig {
                 sq_sig_all: init.sq_sig_all,
                 has_srq: init.srq.is_some(),
                 max_inflight_bytes: self.config.max_inflight_bytes,
                 ack_every: ACK_EVERY,
+                seed: self.random.next_u32(),
                 ..RcConfig::new(id, init.pd, cap)
             })));
         }

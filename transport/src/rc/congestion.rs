@@ -1,0 +1,223 @@
+//! The congestion window of a requester: how many packets may be unacknowledged.
+//!
+//! Go-back-N sends everything after a lost packet again, so a loss costs about a window of packets,
+//! whatever the window is. What is wasted is therefore one part in as many round trips as pass between
+//! two losses. The window grows and shrinks so that these are several dozen:
+//!
+//! ```text
+//! slow start            below the threshold: one packet for each acknowledged one
+//! avoidance             from there on: a part in 45, twice as much after each 64 round trips
+//!                       without a cut, so that a path that has become free is soon used
+//! lost packet           half, at most once in a round trip; the threshold is set there
+//! time-out              the same, and slow start from a few packets
+//! ```
+//!
+//! A window is only taken for more than it is where it has been used, so an idle connection does not
+//! collect one.
+//!
+//! # Less than one packet
+//!
+//! Where more flows share a port than it has room for packets, a window of one packet each is too much.
+//! So a window may be a part of a packet, down to [`MIN_WINDOW`]: one packet is under way then, and
+//! the next one leaves after a round trip divided by the window ([`Congestion::gap`]). That is a floor
+//! for the rate too: no number of losses stops a connection.
+
+use std::time::Duration;
+
+/// One packet, as windows count.
+const PACKET: u32 = 1 << 16;
+
+/// The smallest window: a sixteenth of a packet.
+const MIN_WINDOW: u32 = PACKET / 16;
+
+/// What a connection begins with: this many bytes, within these numbers of packets (as RFC 6928).
+const INITIAL_BYTES: u32 = 16 << 10;
+const INITIAL_PACKETS: std::ops::RangeInclusive<u32> = 4..=16;
+
+/// Packets in flight right after a time-out.
+pub const RECOVERY_WINDOW: u32 = 4;
+
+/// What an acknowledged packet adds to a window of one packet or more, once it is past the threshold.
+const GAIN: u32 = PACKET / 45;
+
+/// Round trips without a cut after which the gain doubles.
+const QUIET_ROUNDS: u32 = 64;
+
+/// The longest time between two packets for the sake of the window.
+const MAX_GAP: Duration = Duration::from_millis(2);
+
+/// The window. Packet numbers are those of the requester.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Congestion {
+    /// In parts of [`PACKET`], as are the next two.
+    window: u32,
+    /// Where slow start ends.
+    threshold: u32,
+    max: u32,
+    /// Signals about packets before this one belong to the last cut.
+    recover: u64,
+    /// Where the current round trip ends, and how many have passed since the last cut.
+    round_end: u64,
+    rounds: u32,
+}
+
+impl Congestion {
+    /// A window of at most `max` packets of `mtu` bytes.
+    pub(super) fn new(max: u32, mtu: u32) -> Self {
+        let initial =
+            (INITIAL_BYTES / mtu.max(1)).clamp(*INITIAL_PACKETS.start(), *INITIAL_PACKETS.end());
+        let max = max.clamp(1, u32::MAX / PACKET) * PACKET;
+        Self {
+            window: max.min(initial * PACKET),
+            threshold: max,
+            max,
+            recover: 0,
+            round_end: 0,
+            rounds: 0,
+        }
+    }
+
+    /// Packets that may be in flight; at least one.
+    pub(super) fn packets(&self) -> u32 {
+        (self.window / PACKET).max(1)
+    }
+
+    /// Whether it is less than one packet.
+    pub(super) fn is_partial(&self) -> bool {
+        self.window < PACKET
+    }
+
+    /// The time from one packet to the next where the window is less than one packet.
+    pub(super) fn gap(&self, round_trip: Duration) -> Option<Duration> {
+        (self.window < PACKET).then(|| {
+            let gap = round_trip * PACKET / self.window;
+            gap.min(MAX_GAP)
+        })
+    }
+
+    /// `packets` were acknowledged, up to packet `una`; `nxt` is sent next.
+    pub(super) fn on_progress(&mut self, packets: u32, una: u64, nxt: u64) {
+        // A window that was not needed has not been tried.
+        let in_flight = nxt.saturating_sub(una) + u64::from(packets);
+        if self.window == self.max || in_flight * 2 < u64::from(self.packets()) {
+            return;
+        }
+        if self.window < self.threshold {
+            let wider = self.window.saturating_add(packets.saturating_mul(PACKET));
+            self.window = wider.min(self.threshold);
+            return;
+        }
+        if una >= self.round_end {
+            self.round_end = nxt;
+            self.rounds = self.rounds.saturating_add(1);
+        }
+        let doublings = (self.rounds / QUIET_ROUNDS).min(6);
+        let gain = if self.is_partial() {
+            self.window / 200 + PACKET / 500
+        } else {
+            GAIN
+        };
+        let gain = packets.saturating_mul(gain << doublings);
+        let wider = self.window.saturating_add(gain);
+        self.window = wider.min(self.max);
+    }
+
+    /// A packet from `una` on was lost, the peer says. `nxt` is what would have been sent next.
+    pub(super) fn on_loss(&mut self, una: u64, nxt: u64) {
+        if una >= self.recover {
+            self.cut(self.loss(), nxt);
+        }
+    }
+
+    /// Nothing came for so long that packets must have been lost.
+    pub(super) fn on_timeout(&mut self, nxt: u64) {
+        self.cut(self.loss(), nxt);
+        self.window = self.window.min(RECOVERY_WINDOW * PACKET);
+    }
+
+    fn loss(&self) -> u32 {
+        if self.is_partial() {
+            self.window / 4
+        } else {
+            self.window / 2
+        }
+    }
+
+    fn cut(&mut self, by: u32, nxt: u64) {
+        self.window = (self.window - by).max(MIN_WINDOW);
+        self.threshold = self.window;
+        self.recover = nxt;
+        self.round_end = nxt;
+        self.rounds = 0;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Acknowledges whole windows until `f` answers true; how many round trips that took.
+    fn rounds_until(c: &mut Congestion, una: &mut u64, f: impl Fn(&Congestion) -> bool) -> u32 {
+        let mut rounds = 0;
+        while !f(c) {
+            let packets = c.packets();
+            *una += u64::from(packets);
+            c.on_progress(packets, *una, *una);
+            rounds += 1;
+            assert!(rounds < 100_000, "{c:?}");
+        }
+        rounds
+    }
+
+    #[test]
+    fn a_new_connection_doubles_its_window_in_each_round_trip() {
+        let mut c = Congestion::new(41, 1024);
+        assert_eq!(c.packets(), 16);
+        assert_eq!(rounds_until(&mut c, &mut 0, |c| c.packets() == 41), 2);
+        assert_eq!(Congestion::new(120, 4096).packets(), 4);
+        assert_eq!(Congestion::new(3, 4096).packets(), 3);
+    }
+
+    #[test]
+    fn a_loss_costs_half_the_window_once_in_a_round_trip_and_dozens_to_earn_again() {
+        let (mut c, mut una) = (Congestion::new(16, 1024), 0);
+        rounds_until(&mut c, &mut una, |c| c.packets() == 16);
+        c.on_loss(una, una + 16);
+        c.on_loss(una + 15, una + 31);
+        assert_eq!(c.packets(), 8);
+        let rounds = rounds_until(&mut c, &mut una, |c| c.packets() == 16);
+        assert!((25..64).contains(&rounds), "{rounds}");
+        c.on_loss(una, una);
+        c.on_loss(una, una);
+        assert_eq!(c.packets(), 4);
+    }
+
+    #[test]
+    fn a_window_that_is_not_used_does_not_grow() {
+        let mut c = Congestion::new(120, 1024);
+        for una in 0..1000 {
+            c.on_progress(1, una, una);
+        }
+        assert_eq!(c.packets(), 16);
+    }
+
+    #[test]
+    fn no_number_of_losses_stops_a_connection() {
+        let mut c = Congestion::new(120, 1024);
+        for una in 0..1000 {
+            c.on_loss(una, una);
+            c.on_timeout(una);
+        }
+        assert_eq!(c.packets(), 1);
+        let trip = Duration::from_micros(50);
+        assert_eq!(c.gap(trip), Some(trip * 16));
+        assert_eq!(c.gap(Duration::from_secs(1)), Some(MAX_GAP));
+        // And when they end, the path is soon used again.
+        let mut una = 1000;
+        let packets = rounds_until(&mut c, &mut una, |c| !c.is_partial());
+        assert!(packets < 200, "{packets}");
+        assert_eq!(c.gap(trip), None);
+        let rounds = rounds_until(&mut c, &mut una, |c| c.packets() == 120);
+        assert!(rounds < 300, "{rounds}");
+    }
+}

@@ -1,7 +1,8 @@
 //! Many connections through one port of a switch, under virtual time.
 //!
 //! Each flow has two hosts and a link of its own; the links lead to one port of the same rate, which
-//! has room for a few packets and drops what comes beyond. Acknowledgements and requests for READs go round it. All flows always have
+//! has room for a few packets and drops what comes beyond, and, where it marks, marks packets with data
+//! from a quarter of that on. Acknowledgements and requests for READs go round it. All flows always have
 //! something to send. So they must share the port by themselves, and go-back-N makes each loss cost
 //! a window of packets.
 //!
@@ -59,6 +60,8 @@ struct Net {
     flows: usize,
     /// Packets that the port has room for.
     room: u64,
+    /// Whether it marks packets from a quarter of that on.
+    marks: bool,
     mtu: Mtu,
     kind: Kind,
     /// Bytes that a connection may have on the way.
@@ -217,6 +220,8 @@ enum Event {
     Start,
     AtPort(usize),
     Delivered(usize),
+    /// With a mark.
+    Marked(usize),
     Timer,
 }
 
@@ -294,11 +299,14 @@ impl Sim {
         match event {
             Event::Start => (0..DEPTH).for_each(|_| self.post(side / 2)),
             Event::AtPort(packet) => return self.enqueue(side, packet),
-            Event::Delivered(packet) => {
+            Event::Delivered(packet) | Event::Marked(packet) => {
                 let bytes = std::mem::take(&mut self.packets[packet]);
                 self.free.push(packet);
                 let parsed = Packet::parse(&bytes).unwrap();
                 let (qp, mut env) = self.sides[side].env();
+                if matches!(event, Event::Marked(_)) {
+                    qp.handle_mark(now, &parsed);
+                }
                 qp.handle_packet(now, &parsed, &mut env);
                 self.packets[packet] = bytes;
             }
@@ -325,13 +333,19 @@ impl Sim {
 
     /// A packet has come to the port: it is queued or dropped.
     fn enqueue(&mut self, side: usize, packet: usize) {
-        if self.port.saturating_sub(self.now) / self.service >= self.net.room {
+        let queued = self.port.saturating_sub(self.now) / self.service;
+        if queued >= self.net.room {
             self.drops += 1;
             self.free.push(packet);
             return;
         }
         self.port = self.port.max(self.now) + self.service;
-        self.push(self.port + CABLE, side, Event::Delivered(packet));
+        let event = if self.net.marks && queued >= self.net.room / 4 {
+            Event::Marked(packet)
+        } else {
+            Event::Delivered(packet)
+        };
+        self.push(self.port + CABLE, side, event);
     }
 
     /// Posts again what is complete.
@@ -413,6 +427,7 @@ impl Sim {
             counters.timeouts += c.timeouts;
             counters.rx_nak_sequence += c.rx_nak_sequence;
             counters.implied_naks += c.implied_naks;
+            counters.rx_cnps += c.rx_cnps;
             if i % 2 == sender {
                 sent += c.tx_packets;
             }
@@ -434,12 +449,13 @@ impl Sim {
 fn show(net: &Net) -> Row {
     let row = Sim::new(net, 1).run();
     eprintln!(
-        "{:5?} {:4} flows, MTU {:4}, room {:3}: {:5.1} % of the port, sent {:5.3}x, shares {:4.2} to {:4.2}; \
-         {:6} dropped, {:6} time-outs, {:6} NAKs, {:5} gaps, {} dead{}",
+        "{:5?} {:4} flows, MTU {:4}, room {:3}{}: {:5.1} % of the port, sent {:5.3}x, shares {:4.2} to {:4.2}; \
+         {:6} dropped, {:6} time-outs, {:6} NAKs, {:5} gaps, {:6} CNPs, {} dead{}",
         net.kind,
         net.flows,
         net.mtu.bytes(),
         net.room,
+        if net.marks { ", marks" } else { "" },
         row.goodput * 100.0,
         row.sent,
         row.least,
@@ -448,6 +464,7 @@ fn show(net: &Net) -> Row {
         row.counters.timeouts,
         row.counters.rx_nak_sequence,
         row.counters.implied_naks,
+        row.counters.rx_cnps,
         row.dead,
         if row.is_good() { "" } else { "   <--" },
     );
@@ -455,10 +472,11 @@ fn show(net: &Net) -> Row {
 }
 
 /// The rows of one kind and number of flows.
-fn rows(kind: Kind, flows: usize, millis: u64) -> impl Iterator<Item = Net> {
+fn rows(kind: Kind, flows: usize, marks: bool, millis: u64) -> impl Iterator<Item = Net> {
     let row = move |mtu, room, inflight| Net {
         flows,
         room,
+        marks,
         mtu,
         kind,
         inflight,
@@ -474,14 +492,15 @@ fn rows(kind: Kind, flows: usize, millis: u64) -> impl Iterator<Item = Net> {
 /// larger part of it.
 #[test]
 fn flows_share_a_port_and_use_it() {
-    for (kind, flows, mtu, room) in [
-        (Kind::Send, 64, Mtu::Mtu4096, 32),
-        (Kind::Write, 256, Mtu::Mtu4096, 128),
-        (Kind::Read, 256, Mtu::Mtu4096, 32),
+    for (kind, flows, mtu, room, marks) in [
+        (Kind::Send, 64, Mtu::Mtu4096, 32, true),
+        (Kind::Write, 256, Mtu::Mtu4096, 128, false),
+        (Kind::Read, 256, Mtu::Mtu4096, 32, true),
     ] {
         let row = show(&Net {
             flows,
             room,
+            marks,
             mtu,
             kind,
             inflight: 425_984 / 4,
@@ -504,9 +523,11 @@ fn table() {
             continue;
         }
         for flows in [16, 64, 256] {
-            for net in rows(kind, flows, millis) {
-                good += usize::from(show(&net).is_good());
-                all += 1;
+            for marks in [false, true] {
+                for net in rows(kind, flows, marks, millis) {
+                    good += usize::from(show(&net).is_good());
+                    all += 1;
+                }
             }
         }
     }

@@ -499,7 +499,7 @@ mod only {
             }
             forwarded += forward.len();
             for m in forward {
-                server[m.worker as usize].handle_forwarded(Instant::now(), m.src, &m.bytes);
+                server[m.worker as usize].handle_forwarded(Instant::now(), &m);
             }
         }
         assert!(

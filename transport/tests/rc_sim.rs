@@ -523,7 +523,7 @@ impl Sim {
             self.tx.copy_to(&mut bytes);
             let icrc = side.flow_out.compute(&bytes, 0);
             let dst = "127.0.0.1:4791".parse().expect("an address");
-            side.batch.begin(dst, Qpn::new(2), bytes.len() + 4);
+            side.batch.begin(dst, Qpn::new(2), bytes.len() + 4, true);
             side.batch.push_bytes(&self.tx.headers);
             side.batch.push_bytes(&self.tx.inline);
             for slice in self.tx.segments.drain(..) {

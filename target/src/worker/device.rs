@@ -1,6 +1,6 @@
 //! What a worker needs of a network device besides the verbs, and its devices as they come and go.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::ops::{Index, IndexMut};
 use std::time::{Duration, Instant};
 
@@ -22,7 +22,7 @@ pub trait Device: Provider {
     }
 
     /// A packet that another worker received for this one.
-    fn handle_forwarded(&mut self, _now: Instant, _src: SocketAddr, _bytes: &[u8]) {}
+    fn handle_forwarded(&mut self, _now: Instant, _packet: &Misdirected) {}
 
     /// Whether it has InfiniBand service ids to listen on, and datagrams to answer on queue pair 1.
     fn has_services(&self) -> bool {
@@ -89,8 +89,8 @@ impl Device for Roce {
         Roce::poll_misdirected(self)
     }
 
-    fn handle_forwarded(&mut self, now: Instant, src: SocketAddr, bytes: &[u8]) {
-        Roce::handle_forwarded(self, now, src, bytes);
+    fn handle_forwarded(&mut self, now: Instant, packet: &Misdirected) {
+        Roce::handle_forwarded(self, now, packet);
     }
 }
 

@@ -37,12 +37,8 @@ impl Worker {
             }
             work += self.devices[device].progress(self.now);
             while let Some(packet) = self.devices[device].poll_misdirected() {
-                let mail = Mail::Forwarded {
-                    device,
-                    src: packet.src,
-                    bytes: packet.bytes,
-                };
-                self.outbox.send(packet.worker as usize, mail);
+                let worker = packet.worker as usize;
+                self.outbox.send(worker, Mail::Forwarded { device, packet });
             }
             while let Some(event) = self.devices[device].poll_cm_event() {
                 work += 1;
@@ -367,9 +363,9 @@ impl Worker {
             return;
         }
         match mail {
-            Mail::Forwarded { device, src, bytes } => {
+            Mail::Forwarded { device, packet } => {
                 if let Some(dev) = self.devices.get_mut(device) {
-                    dev.handle_forwarded(self.now, src, &bytes);
+                    dev.handle_forwarded(self.now, &packet);
                 }
             }
             Mail::StartTask(task) => {

@@ -10,6 +10,7 @@ use riser_reactor::{MailSender, SendError};
 use riser_scsi::attention::Attention;
 use riser_scsi::iscsi::Cid;
 use riser_scsi::srp::TLogoutReason;
+use riser_transport::roce::Misdirected;
 
 use super::device::DeviceInfo;
 use super::iscsi::TcpListener;
@@ -30,10 +31,8 @@ pub enum Mail {
     Forwarded {
         /// The device's place among the worker's devices: the same for all workers.
         device: usize,
-        /// Who sent it.
-        src: SocketAddr,
         /// The packet.
-        bytes: Vec<u8>,
+        packet: Misdirected,
     },
     /// A task of a channel of this worker may start.
     StartTask(TaskRef),

@@ -9,7 +9,8 @@
 //! avoidance             from there on: a part in 45, twice as much after each 64 round trips
 //!                       without a cut, so that a path that has become free is soon used
 //! lost packet           half, at most once in a round trip; the threshold is set there
-//! time-out              the same, and slow start from a few packets
+//! marked packet         an eighth, or half of it in slow start; the threshold is set there
+//! time-out              as a lost packet, and slow start from a few packets
 //! ```
 //!
 //! A window is only taken for more than it is where it has been used, so an idle connection does not
@@ -59,6 +60,8 @@ pub(super) struct Congestion {
     /// Where the current round trip ends, and how many have passed since the last cut.
     round_end: u64,
     rounds: u32,
+    /// Routers on the path mark packets before they drop them: the last cut was for a mark.
+    is_marking: bool,
 }
 
 impl Congestion {
@@ -74,6 +77,7 @@ impl Congestion {
             recover: 0,
             round_end: 0,
             rounds: 0,
+            is_marking: false,
         }
     }
 
@@ -112,10 +116,11 @@ impl Congestion {
             self.rounds = self.rounds.saturating_add(1);
         }
         let doublings = (self.rounds / QUIET_ROUNDS).min(6);
-        let gain = if self.is_partial() {
-            self.window / 200 + PACKET / 500
-        } else {
-            GAIN
+        let gain = match (self.is_marking, self.is_partial()) {
+            (false, false) => GAIN,
+            (false, true) => self.window / 200 + PACKET / 500,
+            (true, false) => PACKET / 32 / (self.window / PACKET),
+            (true, true) => self.window / 64 + PACKET / 128,
         };
         let gain = packets.saturating_mul(gain << doublings);
         let wider = self.window.saturating_add(gain);
@@ -126,6 +131,16 @@ impl Congestion {
     pub(super) fn on_loss(&mut self, una: u64, nxt: u64) {
         if una >= self.recover {
             self.cut(self.loss(), nxt);
+        }
+    }
+
+    /// A packet from `una` on was marked on its way, or the answer to one. Nothing has been lost, so the
+    /// window gives way less.
+    pub(super) fn on_mark(&mut self, una: u64, nxt: u64) {
+        if una >= self.recover {
+            let part = if self.window < self.threshold { 2 } else { 8 };
+            self.cut(self.window / part, nxt);
+            self.is_marking = true;
         }
     }
 
@@ -149,6 +164,7 @@ impl Congestion {
         self.recover = nxt;
         self.round_end = nxt;
         self.rounds = 0;
+        self.is_marking = false;
     }
 }
 
@@ -190,6 +206,23 @@ mod tests {
         c.on_loss(una, una);
         c.on_loss(una, una);
         assert_eq!(c.packets(), 4);
+    }
+
+    #[test]
+    fn a_mark_costs_an_eighth_once_in_a_round_trip() {
+        let mut c = Congestion::new(64, 1024);
+        let mut una = 0;
+        c.on_mark(una, 16);
+        c.on_mark(una + 1, 17);
+        assert_eq!(c.packets(), 8, "slow start was too fast");
+        rounds_until(&mut c, &mut una, |c| c.packets() == 16);
+        c.on_mark(una, una + 16);
+        c.on_mark(una + 15, una + 31);
+        assert_eq!(c.packets(), 14);
+        for _ in 0..1000 {
+            c.on_mark(una + 100, una);
+        }
+        assert!(c.gap(Duration::from_micros(50)) <= Some(Duration::from_micros(800)));
     }
 
     #[test]

@@ -50,8 +50,13 @@
 //! - A LOCAL_INV waits for all earlier requests, so that a retransmission never meets a key that has
 //!   gone; a REG_MR runs as soon as its turn comes.
 //!
+//! - **Congestion notifications** (annex A17.9.3) answer packets with data that a router has marked, one
+//!   in [`CNP_INTERVAL`] at most, and are never sent unasked: an `rdma_rxe` that does not know them takes
+//!   one for a response that it does not expect. A requester that is sent one narrows its window, once in a
+//!   round trip, and so does one whose READ responses arrive marked.
+//!
 //! Not implemented: automatic path migration, resynchronisation (RESYNC), shared-queue resizing while a
-//! receive is bound, congestion notification.
+//! receive is bound.
 
 mod completer;
 mod congestion;
@@ -75,6 +80,9 @@ use crate::wire::{HeaderBuf, Psn, Qpn, RnrTimer, pad_len};
 pub use congestion::RECOVERY_WINDOW;
 pub use qp::RcQp;
 pub use recv_queue::{RecvQueue, RecvWqe};
+
+/// The shortest time between two congestion notifications of a queue pair.
+pub const CNP_INTERVAL: Duration = Duration::from_micros(50);
 
 /// Longest message, in bytes (IBTA 9.7.4.1.6).
 pub const MAX_MESSAGE: u32 = 1 << 31;
@@ -285,6 +293,12 @@ pub struct RcCounters {
     pub tx_nak_access: u64,
     /// Remote-operation NAKs sent.
     pub tx_nak_operation: u64,
+    /// Packets taken in that a router has marked for congestion.
+    pub rx_marked: u64,
+    /// Congestion notifications sent.
+    pub tx_cnps: u64,
+    /// Congestion notifications taken in.
+    pub rx_cnps: u64,
     /// Request packets that had been taken in before.
     pub duplicates: u64,
     /// Request packets ahead of a missing one.
@@ -293,4 +307,11 @@ pub struct RcCounters {
     pub stale_responses: u64,
     /// Packets that the queue pair's state does not take.
     pub dropped: u64,
+}
+
+impl RcCounters {
+    /// Packets that were in no sequence, or not taken for another reason.
+    pub(crate) fn refused(&self) -> u64 {
+        self.duplicates + self.out_of_order + self.stale_responses + self.dropped
+    }
 }

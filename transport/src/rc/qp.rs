@@ -6,11 +6,15 @@ use crate::verbs::{
     Access, AsyncEvent, Completion, Mtu, PostError, PostReason, QpState, RecvWr, SendWr, WcOpcode,
     WcStatus, WrId,
 };
-use crate::wire::{Packet, Qpn, RnrTimer, Service};
+use crate::wire::{
+    Bth, DEFAULT_PKEY, ExtHeaders, Operation, Packet, Qpn, RnrTimer, Service, emit_headers,
+};
 
 use super::requester::Requester;
 use super::responder::Responder;
-use super::{Env, RcConfig, RcCounters, RcEvent, RecvQueue, RtrParams, RtsParams, TxPacket};
+use super::{
+    CNP_INTERVAL, Env, RcConfig, RcCounters, RcEvent, RecvQueue, RtrParams, RtsParams, TxPacket,
+};
 use crate::roce::mr::MrTable;
 
 /// Packets of one kind (requests or READ responses) in a row while the other kind waits.
@@ -83,6 +87,10 @@ pub struct RcQp {
     awaits_drain: bool,
     stream: Stream,
     burst: u32,
+    /// The partition key of a marked packet that is to be answered with a notification.
+    cnp: Option<u16>,
+    /// Until when no other notification is sent.
+    cnp_until: Option<Instant>,
 }
 
 /// Borrows the fields that a call works with, beside the direction that it calls.
@@ -114,6 +122,8 @@ impl RcQp {
             awaits_drain: false,
             stream: Stream::Requests,
             burst: 0,
+            cnp: None,
+            cnp_until: None,
             cfg,
         }
     }
@@ -222,6 +232,8 @@ impl RcQp {
         self.requester.reset();
         self.responder.reset();
         self.link = None;
+        self.cnp = None;
+        self.cnp_until = None;
         self.awaits_drain = false;
         self.state = QpState::Reset;
     }
@@ -284,12 +296,18 @@ impl RcQp {
     pub fn handle_packet(&mut self, now: Instant, pkt: &Packet<'_>, env: &mut Env<'_>) {
         let is_up = matches!(self.state, QpState::Rts | QpState::Sqd);
         let takes = match self.state {
-            QpState::Rtr => pkt.op.is_request(),
+            QpState::Rtr => !pkt.op.is_response(),
             _ => is_up,
         };
         // RESET, INIT and ERROR take nothing (CVE-2026-93107).
         if !takes || pkt.op.service != Service::Rc {
             self.counters.dropped += 1;
+            return;
+        }
+        if pkt.op.operation == Operation::CongestionNotification {
+            self.counters.rx_packets += 1;
+            self.counters.rx_cnps += 1;
+            self.requester.on_mark();
             return;
         }
         // Only a request that begins the agreed sequence shows that the peer is ready.
@@ -313,6 +331,23 @@ impl RcQp {
                 .requester
                 .handle_response(&mut ctx!(self, now, env), pkt);
             self.settle(result, env);
+        }
+    }
+
+    /// A packet arrives with a router's mark of congestion. To be called before
+    /// [`RcQp::handle_packet`].
+    pub fn handle_mark(&mut self, now: Instant, pkt: &Packet<'_>) {
+        let is_up = matches!(self.state, QpState::Rtr | QpState::Rts | QpState::Sqd);
+        if !is_up || pkt.payload.is_empty() {
+            return;
+        }
+        self.counters.rx_marked += 1;
+        if pkt.op.operation == Operation::ReadResponse {
+            self.requester.on_mark();
+        }
+        if self.cnp_until.is_none_or(|until| now >= until) {
+            self.cnp = Some(pkt.bth.pkey());
+            self.cnp_until = Some(now + CNP_INTERVAL);
         }
     }
 
@@ -341,7 +376,7 @@ impl RcQp {
 
     /// The next packet to send, written into `tx`; false if there is none for now.
     ///
-    /// Acknowledgements go before everything else. READ responses and requests take turns in bursts
+    /// Congestion notifications go first, then acknowledgements. READ responses and requests take turns in bursts
     /// of 16, so that the packets of one message come in a row.
     pub fn poll_transmit(&mut self, now: Instant, env: &mut Env<'_>, tx: &mut TxPacket) -> bool {
         loop {
@@ -352,6 +387,10 @@ impl RcQp {
                 QpState::Error => (true, false),
                 _ => (false, false),
             };
+            if self.cnp.is_some() && responds {
+                self.emit_cnp(tx);
+                return true;
+            }
             let responds = responds && self.responder.has_output();
             if !responds && !requests {
                 return false;
@@ -395,6 +434,14 @@ impl RcQp {
                 return false;
             }
         }
+    }
+
+    fn emit_cnp(&mut self, tx: &mut TxPacket) {
+        let link = self.link.expect("a path from RTR on");
+        let pkey = self.cnp.take().unwrap_or(DEFAULT_PKEY);
+        tx.headers = emit_headers(&Bth::cnp(link.dest, pkey), &ExtHeaders::default());
+        self.counters.tx_packets += 1;
+        self.counters.tx_cnps += 1;
     }
 
     fn note_sent(&mut self, stream: Stream, tx: &TxPacket) {

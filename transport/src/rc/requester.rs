@@ -347,6 +347,11 @@ impl Requester {
         self.congestion.on_loss(self.una, self.nxt);
     }
 
+    /// A router has marked packets of ours, or their answers.
+    pub(super) fn on_mark(&mut self) {
+        self.congestion.on_mark(self.una, self.nxt);
+    }
+
     /// A response showed that the response to a READ or an atomic before it was lost. It is asked for
     /// again once; if that fails too, the timer does it.
     pub(super) fn on_implied_nak(&mut self, ctx: &mut Ctx<'_>) {

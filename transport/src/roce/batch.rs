@@ -4,7 +4,8 @@
 //! may be shorter) form a [`Group`], which the socket sends with one segmented send. Packets to
 //! different queue pairs of one address stay apart, because the peer may steer each to another worker
 //! and sees only a train's first packet when it does. For the same reason datagrams to queue pair 1,
-//! which all workers share, go alone. A packet's
+//! which all workers share, go alone, and so do packets that may be marked for congestion and those that may
+//! not. A packet's
 //! place in its group is the IPv4 identification that the kernel will give it, so the ICRC can only
 //! be made once the place is known: [`TxBatch::begin`] answers it.
 //!
@@ -95,6 +96,8 @@ pub struct Group {
     pub count: usize,
     /// Bytes in all.
     pub bytes: usize,
+    /// Whether routers may mark them for congestion (RFC 3168), since their receiver passes that on.
+    pub is_markable: bool,
     /// Whether it takes no other packet: a shorter one ended it, or its destination gets single ones.
     closed: bool,
 }
@@ -230,7 +233,8 @@ impl TxBatch {
     }
 
     /// Begins a packet of `len` bytes to queue pair `qpn` at `dst`. Answers its IPv4 identification.
-    pub fn begin(&mut self, dst: SocketAddr, qpn: Qpn, len: usize) -> u16 {
+    /// Routers may mark it if `is_markable`.
+    pub fn begin(&mut self, dst: SocketAddr, qpn: Qpn, len: usize, is_markable: bool) -> u16 {
         self.total += len;
         self.packets += 1;
         if let Some(g) = self.groups.last_mut() {
@@ -238,6 +242,7 @@ impl TxBatch {
                 && g.qpn == qpn
                 && qpn != Qpn::GSI
                 && !g.closed
+                && g.is_markable == is_markable
                 && len <= g.segment
                 && g.count < self.max_segments
                 && g.bytes + len <= MAX_GROUP_BYTES
@@ -257,6 +262,7 @@ impl TxBatch {
             segment: len,
             count: 1,
             bytes: len,
+            is_markable,
             closed: self.sends_singly(dst.ip()),
         });
         0
@@ -321,7 +327,7 @@ mod tests {
     }
 
     fn packet(b: &mut TxBatch, dst: u8, len: usize) -> u16 {
-        let id = b.begin(addr(dst), Qpn::new(2), len);
+        let id = b.begin(addr(dst), Qpn::new(2), len, false);
         b.push_bytes(&vec![id as u8; len]);
         id
     }
@@ -345,12 +351,15 @@ mod tests {
         assert_eq!((b.packets(), b.total_bytes()), (6, 40));
         b.clear();
         assert!(b.is_empty());
-        b.begin(addr(1), Qpn::new(2), 8);
-        b.begin(addr(1), Qpn::new(3), 8);
+        b.begin(addr(1), Qpn::new(2), 8, false);
+        b.begin(addr(1), Qpn::new(3), 8, false);
         assert_eq!(b.groups().len(), 2, "one for each queue pair");
-        b.begin(addr(1), Qpn::GSI, 8);
-        assert_eq!(b.begin(addr(1), Qpn::GSI, 8), 0);
+        b.begin(addr(1), Qpn::GSI, 8, false);
+        assert_eq!(b.begin(addr(1), Qpn::GSI, 8, false), 0);
         assert_eq!(b.groups().len(), 4, "each alone");
+        b.begin(addr(1), Qpn::new(3), 8, true);
+        assert_eq!(b.begin(addr(1), Qpn::new(3), 8, true), 1);
+        assert_eq!(b.begin(addr(1), Qpn::new(3), 8, false), 0, "marked or not");
     }
 
     #[test]
@@ -374,7 +383,7 @@ mod tests {
         m.write(0, b"abcdefgh");
         let mut b = TxBatch::new(64);
         for half in [0..4, 4..8] {
-            b.begin(addr(1), Qpn::new(2), 8);
+            b.begin(addr(1), Qpn::new(2), 8, false);
             b.push_bytes(&[1, 2]);
             b.push_memory(m.slice(half).unwrap());
             b.push_bytes(&[3, 4]);
@@ -391,7 +400,7 @@ mod tests {
         m.fill(0, 4096, b'A');
         let mut b = TxBatch::new(64);
         for dst in 1..=3 {
-            b.begin(addr(dst), Qpn::new(2), 9);
+            b.begin(addr(dst), Qpn::new(2), 9, false);
             b.push_bytes(&[dst]);
             b.push_memory(m.slice(0..8).unwrap());
         }

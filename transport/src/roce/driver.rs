@@ -35,8 +35,9 @@ use tracing::{debug, info, warn};
 
 use super::batch::{Group, MAX_GROUP_SEGMENTS, Offered, Piece, SendOutcome, TxBatch};
 use super::sys::{
-    UDP_GRO, UDP_NO_CHECK6_RX, UDP_SEGMENT, attach_selector, check, epoll_ctl, grow_buffer,
-    hop_limit, open_epoll, put_addr, read_addr, segment_size, set_hop_limit, set_option,
+    ControlWriter, UDP_GRO, UDP_NO_CHECK6_RX, UDP_SEGMENT, attach_selector, check, epoll_ctl,
+    grow_buffer, hop_limit, is_marked, open_epoll, put_addr, read_addr, segment_size, set_ecn,
+    set_hop_limit, set_option, tos_message,
 };
 use crate::wire::ROCE_PORT;
 
@@ -46,8 +47,8 @@ const RX_SLOTS: usize = 8;
 const RX_BUFFER: usize = 1 << 16;
 /// Groups sent by one system call.
 const TX_GROUPS: usize = 16;
-/// Bytes of control messages per message: two 4-byte values, aligned.
-const CONTROL: usize = 64;
+/// Bytes of control messages per message: three values of up to 4 bytes, each with its header, aligned.
+const CONTROL: usize = 96;
 /// Hop limit, or TTL, of what we send: as [`DriverConfig::on_link`] demands at the other end.
 pub const HOP_LIMIT: u8 = 255;
 
@@ -150,6 +151,7 @@ impl Driver {
             )?;
         }
         set_hop_limit(fd, local.is_ipv6(), HOP_LIMIT, config.on_link)?;
+        set_ecn(fd, local.is_ipv6())?;
         let rcvbuf = grow_buffer(
             fd,
             libc::SO_RCVBUFFORCE,
@@ -303,6 +305,7 @@ impl Driver {
                 });
             }
         }
+        let tos = tos_message(self.local.is_ipv6());
         let mut at = 0;
         for (i, group) in groups.iter().enumerate() {
             let header = &mut messages[i].msg_hdr;
@@ -311,19 +314,17 @@ impl Driver {
             header.msg_iov = self.iovecs[at..].as_mut_ptr();
             header.msg_iovlen = group.pieces.len() as _;
             at += group.pieces.len();
+            let mut control = ControlWriter::new(&mut controls[i]);
             if group.count > 1 {
+                let segment = (group.segment as u16).to_ne_bytes();
+                control.push((libc::IPPROTO_UDP, UDP_SEGMENT), &segment);
+            }
+            if !group.is_markable {
+                control.push(tos, &0i32.to_ne_bytes());
+            }
+            header.msg_controllen = control.len as _;
+            if control.len > 0 {
                 header.msg_control = controls[i].as_mut_ptr().cast();
-                // SAFETY: computes lengths only.
-                header.msg_controllen = unsafe { libc::CMSG_SPACE(2) } as _;
-                // SAFETY: `msg_control` points to aligned memory of at least `msg_controllen` bytes,
-                // so the first header and its two bytes of data lie within it.
-                unsafe {
-                    let c = libc::CMSG_FIRSTHDR(header);
-                    (*c).cmsg_level = libc::IPPROTO_UDP;
-                    (*c).cmsg_type = UDP_SEGMENT;
-                    (*c).cmsg_len = libc::CMSG_LEN(2) as _;
-                    ptr::write_unaligned(libc::CMSG_DATA(c).cast::<u16>(), group.segment as u16);
-                }
             }
         }
         self.counters.send_calls += 1;
@@ -356,11 +357,12 @@ impl Driver {
     }
 
     /// Takes in what waits, at most about `limit` datagrams or trains: for each, `handle` gets the
-    /// sender, the length of a segment (the last may be shorter) and the bytes. Answers how many.
+    /// sender, the length of a segment (the last may be shorter), the bytes, and whether a router has
+    /// marked them for congestion. Answers how many.
     pub fn receive(
         &mut self,
         limit: usize,
-        mut handle: impl FnMut(SocketAddr, usize, &[u8]),
+        mut handle: impl FnMut(SocketAddr, usize, &[u8], bool),
     ) -> usize {
         let mut taken = 0;
         while taken < limit {
@@ -390,7 +392,7 @@ impl Driver {
 
     fn receive_some(
         &mut self,
-        handle: &mut impl FnMut(SocketAddr, usize, &[u8]),
+        handle: &mut impl FnMut(SocketAddr, usize, &[u8], bool),
     ) -> io::Result<usize> {
         // SAFETY: all-zero bytes are valid for these plain C structures.
         let mut names: [libc::sockaddr_storage; RX_SLOTS] = unsafe { zeroed() };
@@ -441,9 +443,103 @@ impl Driver {
             }
             let segment = segment_size(header).unwrap_or(len);
             if len > 0 && segment > 0 {
-                handle(src, segment, &self.rx[i * RX_BUFFER..][..len]);
+                let bytes = &self.rx[i * RX_BUFFER..][..len];
+                handle(src, segment, bytes, is_marked(header));
             }
         }
         Ok(got)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::UdpSocket;
+    use std::time::Duration;
+
+    use super::super::sys::{CE, ECT_0, ecn};
+    use super::*;
+    use crate::wire::Qpn;
+
+    fn open(addr: &str) -> Driver {
+        Driver::open(&DriverConfig {
+            addr: addr.parse().unwrap(),
+            worker_bits: 0,
+            socket_buffer: 1 << 20,
+            no_segmentation: false,
+            on_link: true,
+        })
+        .unwrap()
+    }
+
+    /// The ECN codepoint of the next datagram.
+    fn next_ecn(socket: &UdpSocket) -> Option<libc::c_int> {
+        let (mut data, mut control) = ([0u8; 64], [0u64; 16]);
+        let mut vector = libc::iovec {
+            iov_base: data.as_mut_ptr().cast(),
+            iov_len: data.len(),
+        };
+        // SAFETY: all-zero bytes are valid for this plain C structure.
+        let mut header: libc::msghdr = unsafe { zeroed() };
+        header.msg_iov = &raw mut vector;
+        header.msg_iovlen = 1;
+        header.msg_control = control.as_mut_ptr().cast();
+        header.msg_controllen = size_of_val(&control) as _;
+        // SAFETY: what the header points to lives until the call returns.
+        let got = unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut header, 0) };
+        assert!(got > 0, "{}", io::Error::last_os_error());
+        ecn(&header)
+    }
+
+    fn packets(batch: &mut TxBatch, dst: SocketAddr, is_markable: bool) {
+        for _ in 0..2 {
+            batch.begin(dst, Qpn::new(2), 16, is_markable);
+            batch.push_bytes(&[0; 16]);
+        }
+    }
+
+    fn marks_pass(addr: &str, other: &str, is_v6: bool) {
+        let mut driver = open(addr);
+        let socket = UdpSocket::bind((other, 0)).unwrap();
+        socket
+            .set_read_timeout(Some(Duration::from_secs(10)))
+            .unwrap();
+        let (level, kind) = tos_message(is_v6);
+        let receive = if is_v6 {
+            libc::IPV6_RECVTCLASS
+        } else {
+            libc::IP_RECVTOS
+        };
+        set_option(socket.as_raw_fd(), level, receive, 1).unwrap();
+        set_hop_limit(socket.as_raw_fd(), is_v6, HOP_LIMIT, false).unwrap();
+        let dst = socket.local_addr().unwrap();
+        let mut batch = TxBatch::new(driver.max_segments());
+        packets(&mut batch, dst, true);
+        packets(&mut batch, dst, false);
+        assert_eq!(driver.send(Instant::now(), &mut batch), SendOutcome::Done);
+        let sent = [0; 4].map(|_| next_ecn(&socket));
+        assert_eq!(sent, [Some(ECT_0), Some(ECT_0), Some(0), Some(0)]);
+
+        let local = driver.local_addr();
+        let mut marked = Vec::new();
+        for tos in [0, ECT_0, CE] {
+            set_option(socket.as_raw_fd(), level, kind, tos).unwrap();
+            socket.send_to(&[0; 16], local).unwrap();
+        }
+        let end = Instant::now() + Duration::from_secs(10);
+        while marked.len() < 3 && Instant::now() < end {
+            driver.receive(8, |_, _, _, is_marked| marked.push(is_marked));
+        }
+        assert_eq!(marked, [false, false, true]);
+    }
+
+    #[test]
+    fn data_may_be_marked_and_marks_are_seen() {
+        marks_pass("127.96.0.1", "127.96.0.2", false);
+        // There is one address only, and other tests may have it.
+        let v6 = UdpSocket::bind(("::1", ROCE_PORT));
+        if v6.is_ok() {
+            drop(v6);
+            marks_pass("::1", "::1", true);
+        }
     }
 }

@@ -115,6 +115,8 @@ pub struct Misdirected {
     pub worker: u32,
     /// Who sent it.
     pub src: SocketAddr,
+    /// Whether a router has marked it for congestion.
+    pub is_marked: bool,
     /// The packet.
     pub bytes: Vec<u8>,
 }
@@ -124,8 +126,8 @@ pub struct Roce {
     nic: Nic,
     driver: Driver,
     batch: TxBatch,
-    tx_faults: Option<FaultInjector<(SocketAddr, Qpn)>>,
-    rx_faults: Option<FaultInjector<SocketAddr>>,
+    tx_faults: Option<FaultInjector<(SocketAddr, Qpn, bool)>>,
+    rx_faults: Option<FaultInjector<(SocketAddr, bool)>>,
     capture: Option<PcapWriter<BufWriter<File>>>,
     misdirected: VecDeque<Misdirected>,
     /// What came out of the bad wire.
@@ -310,8 +312,10 @@ impl Roce {
     }
 
     /// Takes in a datagram that another worker received.
-    pub fn handle_forwarded(&mut self, now: Instant, src: SocketAddr, bytes: &[u8]) {
-        self.nic.handle_datagram(now, src, bytes.len(), bytes);
+    pub fn handle_forwarded(&mut self, now: Instant, packet: &Misdirected) {
+        let (bytes, len) = (&packet.bytes[..], packet.bytes.len());
+        self.nic
+            .handle_train(now, packet.src, len, bytes, packet.is_marked);
     }
 
     /// Brings everything captured so far to the file.
@@ -331,32 +335,35 @@ impl Roce {
         let local = nic.local_addr();
         // The common case hands whole trains on.
         let is_plain = capture.is_none() && faults.is_none() && bits == 0;
-        let taken = self.driver.receive(RX_LIMIT, |src, segment, bytes| {
-            if is_plain {
-                nic.handle_datagram(now, src, segment, bytes);
-                return;
-            }
-            for packet in bytes.chunks(segment) {
-                if let Some(to) = steer(packet, bits).filter(|&to| to != worker) {
-                    if misdirected.len() < MISDIRECTED {
-                        misdirected.push_back(Misdirected {
-                            worker: to,
-                            src,
-                            bytes: packet.to_vec(),
-                        });
+        let taken = self
+            .driver
+            .receive(RX_LIMIT, |src, segment, bytes, is_marked| {
+                if is_plain {
+                    nic.handle_train(now, src, segment, bytes, is_marked);
+                    return;
+                }
+                for packet in bytes.chunks(segment) {
+                    if let Some(to) = steer(packet, bits).filter(|&to| to != worker) {
+                        if misdirected.len() < MISDIRECTED {
+                            misdirected.push_back(Misdirected {
+                                worker: to,
+                                src,
+                                is_marked,
+                                bytes: packet.to_vec(),
+                            });
+                        }
+                        continue;
                     }
-                    continue;
+                    capture_received(capture, now, src, local, packet);
+                    match faults {
+                        Some(f) => f.handle_packet(now, (src, is_marked), packet.to_vec()),
+                        None => nic.handle_train(now, src, packet.len(), packet, is_marked),
+                    }
                 }
-                capture_received(capture, now, src, local, packet);
-                match faults {
-                    Some(f) => f.handle_packet(now, src, packet.to_vec()),
-                    None => nic.handle_datagram(now, src, packet.len(), packet),
-                }
-            }
-        });
+            });
         if let Some(f) = faults {
-            while let Some((src, packet)) = f.poll_packet(now) {
-                nic.handle_datagram(now, src, packet.len(), &packet);
+            while let Some(((src, is_marked), packet)) = f.poll_packet(now) {
+                nic.handle_train(now, src, packet.len(), &packet, is_marked);
             }
         }
         taken
@@ -400,12 +407,12 @@ impl Roce {
         let n = self.nic.poll_transmit(now, &mut self.batch, TX_BUDGET);
         for group in self.batch.groups() {
             for packet in self.batch.copy_packets(group) {
-                faults.handle_packet(now, (group.dst, group.qpn), packet);
+                faults.handle_packet(now, (group.dst, group.qpn, group.is_markable), packet);
             }
         }
         self.batch.clear();
-        while let Some(((dst, qpn), packet)) = faults.poll_packet(now) {
-            self.spoilt.begin(dst, qpn, packet.len());
+        while let Some(((dst, qpn, is_markable), packet)) = faults.poll_packet(now) {
+            self.spoilt.begin(dst, qpn, packet.len(), is_markable);
             self.spoilt.push_bytes(&packet);
         }
         capture_sent(&mut self.capture, now, self.nic.local_addr(), &self.spoilt);

@@ -19,6 +19,11 @@ pub(super) const UDP_NO_CHECK6_RX: libc::c_int = 102;
 pub(super) const UDP_SEGMENT: libc::c_int = 103;
 pub(super) const UDP_GRO: libc::c_int = 104;
 
+/// ECN codepoints (RFC 3168, section 5): capable, marked, and where they are in the type of service.
+pub(super) const ECT_0: libc::c_int = 0b10;
+pub(super) const CE: libc::c_int = 0b11;
+const ECN_MASK: libc::c_int = 0b11;
+
 pub(super) fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 {
         Err(io::Error::last_os_error())
@@ -78,6 +83,41 @@ pub(super) fn set_hop_limit(fd: RawFd, is_v6: bool, limit: u8, report: bool) -> 
     set_option(fd, level, receive, report.into())
 }
 
+/// Has everything sent as capable of ECN, unless its control messages say otherwise, and the mark of what
+/// is received reported (RFC 3168).
+pub(super) fn set_ecn(fd: RawFd, is_v6: bool) -> io::Result<()> {
+    let (level, send, receive) = if is_v6 {
+        (libc::IPPROTO_IPV6, libc::IPV6_TCLASS, libc::IPV6_RECVTCLASS)
+    } else {
+        (libc::IPPROTO_IP, libc::IP_TOS, libc::IP_RECVTOS)
+    };
+    set_option(fd, level, send, ECT_0)?;
+    set_option(fd, level, receive, 1)
+}
+
+/// Level and type of the control message with the type of service or traffic class.
+pub(super) fn tos_message(is_v6: bool) -> (libc::c_int, libc::c_int) {
+    if is_v6 {
+        (libc::IPPROTO_IPV6, libc::IPV6_TCLASS)
+    } else {
+        (libc::IPPROTO_IP, libc::IP_TOS)
+    }
+}
+
+/// Whether a datagram, or every one of a train, was marked for congestion on its way. The kernel merges no
+/// datagrams whose marks differ.
+pub(super) fn is_marked(header: &libc::msghdr) -> bool {
+    ecn(header) == Some(CE)
+}
+
+/// The ECN codepoint of a datagram, or of every one of a train.
+pub(super) fn ecn(header: &libc::msghdr) -> Option<libc::c_int> {
+    let tos = control_value(header, |level, kind| {
+        (level, kind) == tos_message(true) || (level, kind) == tos_message(false)
+    });
+    tos.map(|tos| tos & ECN_MASK)
+}
+
 /// The segment length of a train, in bytes; `None` for a single datagram.
 pub(super) fn segment_size(header: &libc::msghdr) -> Option<usize> {
     let length = control_value(header, |level, kind| {
@@ -95,8 +135,8 @@ pub(super) fn hop_limit(header: &libc::msghdr) -> Option<libc::c_int> {
     })
 }
 
-/// The value of the first control message that is wanted. All of those that are asked for carry an
-/// integer.
+/// The value of the first control message that is wanted. Those that are asked for carry an integer,
+/// or, as IPv4's type of service does, a byte.
 fn control_value(
     header: &libc::msghdr,
     is_wanted: impl Fn(libc::c_int, libc::c_int) -> bool,
@@ -107,7 +147,12 @@ fn control_value(
         // SAFETY: not null, so within the control data.
         let (level, kind) = unsafe { ((*c).cmsg_level, (*c).cmsg_type) };
         if is_wanted(level, kind) {
-            // SAFETY: the kernel writes whole integers for these messages.
+            // SAFETY: computes a length, and reads the header that is there.
+            if unsafe { (*c).cmsg_len < libc::CMSG_LEN(size_of::<libc::c_int>() as _) as _ } {
+                // SAFETY: the kernel writes one byte at least.
+                return Some(unsafe { *libc::CMSG_DATA(c) }.into());
+            }
+            // SAFETY: the message is long enough for an integer.
             let v = unsafe { ptr::read_unaligned(libc::CMSG_DATA(c).cast::<libc::c_int>()) };
             return Some(v);
         }
@@ -115,6 +160,42 @@ fn control_value(
         c = unsafe { libc::CMSG_NXTHDR(header, c) };
     }
     None
+}
+
+/// Writes control messages one after the other.
+pub(super) struct ControlWriter<'a> {
+    buffer: &'a mut [u64],
+    /// Bytes that are used.
+    pub(super) len: usize,
+}
+
+impl<'a> ControlWriter<'a> {
+    pub(super) fn new(buffer: &'a mut [u64]) -> Self {
+        Self { buffer, len: 0 }
+    }
+
+    /// Appends a message. Panics if there is no room for it.
+    pub(super) fn push(&mut self, (level, kind): (libc::c_int, libc::c_int), value: &[u8]) {
+        // SAFETY: computes lengths only.
+        let (space, len) = unsafe {
+            (
+                libc::CMSG_SPACE(value.len() as _) as usize,
+                libc::CMSG_LEN(value.len() as _),
+            )
+        };
+        assert!(self.len + space <= size_of_val(self.buffer));
+        // SAFETY: the space of the message, header and value, lies within the buffer from `len` on, which
+        // is aligned because each space is a multiple of the buffer's alignment.
+        unsafe {
+            let c = self.buffer.as_mut_ptr().byte_add(self.len);
+            let c = c.cast::<libc::cmsghdr>();
+            (*c).cmsg_level = level;
+            (*c).cmsg_type = kind;
+            (*c).cmsg_len = len as _;
+            ptr::copy_nonoverlapping(value.as_ptr(), libc::CMSG_DATA(c), value.len());
+        }
+        self.len += space;
+    }
 }
 
 pub(super) fn put_addr(addr: SocketAddr, storage: &mut libc::sockaddr_storage) -> libc::socklen_t {

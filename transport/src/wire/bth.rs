@@ -59,6 +59,18 @@ impl Bth {
         }
     }
 
+    /// The header of a congestion notification (annex A17.9.3): the BECN bit, the partition key of the
+    /// packet that was marked, and no sequence number.
+    #[must_use]
+    pub fn cnp(dest_qpn: Qpn, pkey: u16) -> Self {
+        Self {
+            congestion: BECN,
+            ..Self::new(Opcode::Cnp, dest_qpn, Psn::default())
+                .with_migrated(false)
+                .with_pkey(pkey)
+        }
+    }
+
     /// With the solicited-event bit.
     #[must_use]
     pub fn with_solicited(mut self, on: bool) -> Self {

@@ -1,9 +1,9 @@
 //! The one table of operation codes (IBTA 9.2.1, table 38), from which parser,
 //! emitter, requester and responder take header layout and legality.
 //!
-//! Reliable connected and unreliable datagram are here; unreliable connected,
-//! reliable datagram, extended reliable connected and the RoCEv2 congestion
-//! notification are not spoken, and their codes are unknown ones.
+//! Reliable connected, unreliable datagram and the congestion notification of
+//! RoCEv2 are here; unreliable connected, reliable datagram and extended
+//! reliable connected are not spoken, and their codes are unknown ones.
 
 use super::bth::Bth;
 use super::ext::{Aeth, AtomicAckEth, AtomicEth, Deth, Ieth, ImmDt, Reth};
@@ -36,6 +36,8 @@ pub enum Operation {
     CmpSwap,
     /// Fetch-and-add.
     FetchAdd,
+    /// Congestion notification (annex A17).
+    CongestionNotification,
 }
 
 /// Where in its message a packet stands.
@@ -82,7 +84,12 @@ pub enum ExtHeader {
     ImmDt,
     /// [`Ieth`].
     Ieth,
+    /// Sixteen reserved bytes, sent as zero and ignored.
+    Reserved,
 }
+
+/// Reserved bytes of a congestion notification.
+pub const RESERVED_LEN: usize = 16;
 
 impl ExtHeader {
     /// Length in bytes.
@@ -96,6 +103,7 @@ impl ExtHeader {
             Self::AtomicAckEth => size_of::<AtomicAckEth>(),
             Self::ImmDt => size_of::<ImmDt>(),
             Self::Ieth => size_of::<Ieth>(),
+            Self::Reserved => RESERVED_LEN,
         }
     }
 }
@@ -158,7 +166,7 @@ impl OpcodeInfo {
     /// Whether the packet goes from requester to responder.
     #[must_use]
     pub const fn is_request(&self) -> bool {
-        !self.is_response()
+        !self.is_response() && !matches!(self.operation, Operation::CongestionNotification)
     }
 
     /// Whether `header` is one of this packet's.
@@ -281,6 +289,9 @@ opcodes! {
     UdSendOnly = 0x64, Ud Send Only [Deth] ZeroToMtu;
     /// A datagram with immediate data.
     UdSendOnlyImm = 0x65, Ud Send Only [Deth ImmDt] ZeroToMtu;
+    /// A congestion notification (annex A17.9.3). It has an opcode space of its own, but is about a
+    /// connection.
+    Cnp = 0x81, Rc CongestionNotification Only [Reserved] Empty;
 }
 
 const UNKNOWN: u8 = 0xff;
@@ -326,7 +337,7 @@ mod tests {
 
     #[test]
     fn header_lengths_are_those_of_the_specification() {
-        let expected: [(u8, usize); 25] = [
+        let expected: [(u8, usize); 26] = [
             (0x00, 12),
             (0x01, 12),
             (0x02, 12),
@@ -352,6 +363,7 @@ mod tests {
             (0x17, 16),
             (0x64, 20),
             (0x65, 24),
+            (0x81, 28),
         ];
         for code in 0..=255u8 {
             let want = expected

@@ -13,7 +13,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 use super::bth::Bth;
 use super::ext::{Aeth, AtomicAckEth, AtomicEth, Deth, Ieth, ImmDt, Reth};
 use super::icrc::ICRC_LEN;
-use super::opcode::{ExtHeader, MAX_HEADER_LEN, OpcodeInfo, PayloadRule};
+use super::opcode::{ExtHeader, MAX_HEADER_LEN, OpcodeInfo, PayloadRule, RESERVED_LEN};
 
 /// UDP destination port of RoCEv2 (IBTA annex A17).
 pub const ROCE_PORT: u16 = 4791;
@@ -172,6 +172,7 @@ impl ExtHeaders {
                 ExtHeader::AtomicAckEth => ext.atomic_ack = Some(take(rest)?),
                 ExtHeader::ImmDt => ext.imm = Some(take(rest)?),
                 ExtHeader::Ieth => ext.ieth = Some(take(rest)?),
+                ExtHeader::Reserved => drop(take::<[u8; RESERVED_LEN]>(rest)?),
             }
         }
         Some(ext)
@@ -186,6 +187,7 @@ impl ExtHeaders {
             ExtHeader::AtomicAckEth => self.atomic_ack.as_ref().map(IntoBytes::as_bytes),
             ExtHeader::ImmDt => self.imm.as_ref().map(IntoBytes::as_bytes),
             ExtHeader::Ieth => self.ieth.as_ref().map(IntoBytes::as_bytes),
+            ExtHeader::Reserved => Some(&[0; RESERVED_LEN]),
         }
     }
 }
@@ -271,6 +273,20 @@ mod tests {
     }
 
     #[test]
+    fn a_congestion_notification_has_the_bytes_of_the_specification() {
+        // The example of Mellanox's "RoCEv2 CNP Packet Format Example", with its ICRC.
+        let mut wire = vec![0x81, 0x00, 0xff, 0xff, 0x40, 0x00, 0x00, 0xd2];
+        wire.extend_from_slice(&[0; 20]);
+        wire.extend_from_slice(&[0xe4, 0x2d, 0xad, 0x81]);
+        let packet = Packet::parse(&wire).unwrap();
+        assert_eq!(packet.op.opcode, Opcode::Cnp);
+        assert!(packet.bth.is_becn() && !packet.op.is_request() && !packet.op.is_response());
+        assert_eq!(packet.bth.dest_qpn(), Qpn::new(0xd2));
+        let bth = Bth::cnp(Qpn::new(0xd2), 0xffff);
+        assert_eq!(emit_headers(&bth, &ExtHeaders::default())[..], wire[..28]);
+    }
+
+    #[test]
     fn padding_cannot_reach_into_the_headers() {
         // CVE-2026-46043: pad count and ICRC longer than what was received.
         let mut bytes = datagram(Opcode::RcSendOnly, &[]);
@@ -344,7 +360,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..128), known in 0usize..25) {
+        fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..128), known in 0usize..26) {
             let _ = Packet::parse(&bytes);
             let mut bytes = bytes;
             if bytes.len() > 1 {

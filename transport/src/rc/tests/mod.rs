@@ -196,6 +196,22 @@ impl Rig {
         self.sent().iter().map(|p| brief(p)).collect()
     }
 
+    /// A packet that a router has marked.
+    pub(super) fn feed_marked(&mut self, bytes: &[u8]) {
+        let mut datagram = bytes.to_vec();
+        datagram.extend_from_slice(&[0; 4]);
+        let packet = Packet::parse(&datagram).expect("a well-formed packet");
+        self.qp.handle_mark(self.now, &packet);
+        self.feed(bytes);
+    }
+
+    /// A congestion notification.
+    pub(super) fn notify(&mut self) {
+        let mut bytes = vec![0x81, 0, 0xff, 0xff, 0x40, 0, 0, 0x11];
+        bytes.resize(28, 0);
+        self.feed(&bytes);
+    }
+
     pub(super) fn feed(&mut self, bytes: &[u8]) {
         let mut datagram = bytes.to_vec();
         datagram.extend_from_slice(&[0; 4]);

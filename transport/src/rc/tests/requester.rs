@@ -747,3 +747,81 @@ fn a_timeout_that_was_too_early_costs_no_window() {
     rig.ack(SQ_PSN + 13, UNLIMITED);
     assert_eq!(rig.sent().len(), 4);
 }
+
+#[test]
+fn a_notification_narrows_the_window_once_in_a_round_trip() {
+    let mut rig = Rig::new();
+    rig.post(1, WRITE, 256 * 200);
+    assert_eq!(rig.sent().len(), 16);
+    rig.notify();
+    rig.notify();
+    rig.ack(SQ_PSN + 15, UNLIMITED);
+    assert_eq!(rig.sent().len(), 14);
+    assert_eq!(rig.qp.counters().rx_cnps, 2);
+    rig.ack(SQ_PSN + 29, UNLIMITED);
+    assert_eq!(rig.sent().len(), 14);
+    rig.notify();
+    rig.ack(SQ_PSN + 43, UNLIMITED);
+    assert_eq!(rig.sent().len(), 12);
+}
+
+/// Whoever forges notifications makes a connection slow but does not stop it, and not for long.
+#[test]
+fn no_number_of_notifications_stops_a_connection() {
+    let mut rig = Rig::new();
+    rig.post(1, WRITE, 256 * 250);
+    let mut acknowledged = 0;
+    let trip = Duration::from_micros(50);
+    let mut step = |rig: &mut Rig, hostile: bool| {
+        let start = rig.now;
+        if rig.sent().is_empty() {
+            rig.expire();
+            assert!(!rig.sent().is_empty());
+        }
+        assert_eq!(rig.qp.counters().timeouts, 0);
+        let packets = rig.qp.counters().tx_packets as u32 - acknowledged;
+        acknowledged += packets;
+        rig.now += trip;
+        for _ in 0..if hostile { 100 } else { 0 } {
+            rig.notify();
+        }
+        rig.ack(SQ_PSN + acknowledged - 1, UNLIMITED);
+        (rig.now - start) / packets
+    };
+    for _ in 0..60 {
+        step(&mut rig, true);
+    }
+    let slow = step(&mut rig, true);
+    assert!(slow > trip * 8 && slow < trip * 20, "{slow:?}");
+    let peace = rig.now;
+    for _ in 0..60 {
+        step(&mut rig, false);
+    }
+    assert!(rig.now - peace < Duration::from_millis(20));
+    assert!(step(&mut rig, false) < trip * 3);
+}
+
+#[test]
+fn marked_responses_narrow_the_window_too() {
+    let mut rig = Rig::new();
+    rig.post(1, READ, 256 * 100);
+    let asked = |rig: &mut Rig| rig.sent().iter().filter(|p| p[0] == 0x0c).count();
+    assert_eq!(asked(&mut rig), 2, "eight packets each");
+    let aeth = [UNLIMITED, 0, 0, 1];
+    rig.feed_marked(&packet(0x0d, SQ_PSN, false, &aeth, &bytes(256)));
+    for psn in 1..8 {
+        let (op, ext) = if psn == 7 {
+            (0x0f, &aeth[..])
+        } else {
+            (0x0e, &[][..])
+        };
+        rig.feed(&packet(op, SQ_PSN + psn, false, ext, &bytes(256)));
+    }
+    let sent = rig.sent();
+    assert_eq!(
+        sent.len(),
+        1,
+        "the notification: the window is eight, and eight are on their way"
+    );
+    assert_eq!(sent[0][0], 0x81);
+}

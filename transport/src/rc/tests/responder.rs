@@ -820,3 +820,37 @@ fn a_connection_that_closes_answers_atomics_and_no_reads() {
     rig.run(RcQp::to_error);
     assert_eq!(rig.sent_brief(), [(0x12, RQ_PSN + 1)]);
 }
+
+#[test]
+fn marked_data_is_answered_by_a_notification_now_and_then() {
+    let mut rig = Rig::new();
+    let (addr, key) = (rig.mr.addr, rig.mr.rkey);
+    let write = |rig: &mut Rig, psn| {
+        let mut p = packet(0x0a, RQ_PSN + psn, false, &reth(addr, key, 4), &[1; 4]);
+        // A limited member's partition key: it is copied.
+        p[2] = 0x7f;
+        rig.feed_marked(&p);
+        rig.sent()
+    };
+    let mut cnp = vec![0x81, 0, 0x7f, 0xff, 0x40, 0, 0, 0x22];
+    cnp.resize(28, 0);
+    assert_eq!(write(&mut rig, 0), [cnp.clone()]);
+    assert!(write(&mut rig, 1).is_empty(), "too soon");
+    rig.now += Duration::from_micros(49);
+    assert!(write(&mut rig, 2).is_empty());
+    rig.now += Duration::from_micros(1);
+    assert_eq!(write(&mut rig, 3), [cnp]);
+    // No notification without a mark, or for what is no data.
+    rig.now += Duration::from_millis(1);
+    rig.feed(&packet(
+        0x0a,
+        RQ_PSN + 4,
+        false,
+        &reth(addr, key, 4),
+        &[1; 4],
+    ));
+    rig.feed_marked(&packet(0x0a, RQ_PSN + 5, true, &reth(0, key, 0), &[]));
+    assert_eq!(rig.sent_brief(), [(0x11, RQ_PSN + 5)]);
+    let c = rig.qp.counters();
+    assert_eq!((c.rx_marked, c.tx_cnps), (4, 2));
+}

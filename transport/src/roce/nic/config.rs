@@ -204,6 +204,6 @@ pub(super) fn add_rc(sum: &mut RcCounters, c: &RcCounters) {
     }
     add!(tx_packets tx_bytes rx_packets rx_bytes retransmits timeouts implied_naks rx_nak_sequence
         rx_rnr_naks rx_nak_invalid rx_nak_access rx_nak_operation tx_nak_sequence tx_rnr_naks
-        tx_nak_invalid tx_nak_access tx_nak_operation duplicates out_of_order stale_responses
+        tx_nak_invalid tx_nak_access tx_nak_operation rx_marked tx_cnps rx_cnps duplicates out_of_order stale_responses
         dropped);
 }

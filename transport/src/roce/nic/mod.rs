@@ -118,6 +118,8 @@ struct Qp {
     recv_cq: CqId,
     attr: QpAttr,
     peer: Option<Peer>,
+    /// UDP port from which the peer's last packet in sequence came.
+    source_port: Option<u16>,
     /// Its connection was accepted, and the peer has not used it yet.
     awaits_first_packet: bool,
     /// Whether it waits for its turn to send.

@@ -90,6 +90,7 @@ impl Nic {
             recv_cq: init.recv_cq,
             attr: QpAttr::default(),
             peer: None,
+            source_port: None,
             awaits_first_packet: false,
             is_queued: false,
             armed: None,
@@ -262,7 +263,11 @@ impl Nic {
     }
 
     fn leave_peer(&mut self, id: QpId) {
-        let Some(peer) = self.qps.get_mut(id).ok().and_then(|q| q.peer.take()) else {
+        let Ok(qp) = self.qps.get_mut(id) else {
+            return;
+        };
+        qp.source_port = None;
+        let Some(peer) = qp.peer.take() else {
             return;
         };
         let ip = peer.addr.ip();

@@ -10,7 +10,7 @@ use crate::verbs::{CqId, PKey, QpId};
 use crate::wire::cm_msg::MAD_CLASS_OFFSET;
 use crate::wire::mad::{Mad, MadClass};
 use crate::wire::{
-    GSI_QKEY, IcrcError, IcrcFlow, IcrcVerifier, Packet, Qpn, Service, is_link_local,
+    GSI_QKEY, IcrcError, IcrcFlow, IcrcVerifier, Operation, Packet, Qpn, Service, is_link_local,
 };
 
 /// Identifications that segmented sends produce.
@@ -20,6 +20,18 @@ impl Nic {
     /// Takes in a datagram, or a train of them: `bytes` are packets of `segment` bytes, the last of
     /// which may be shorter.
     pub fn handle_datagram(&mut self, now: Instant, src: SocketAddr, segment: usize, bytes: &[u8]) {
+        self.handle_train(now, src, segment, bytes, false);
+    }
+
+    /// [`Nic::handle_datagram`], for packets that a router has marked for congestion if `is_marked`.
+    pub fn handle_train(
+        &mut self,
+        now: Instant,
+        src: SocketAddr,
+        segment: usize,
+        bytes: &[u8],
+        is_marked: bool,
+    ) {
         self.set_now(now);
         // Nothing can be sent to an address whose interface is not known.
         if is_link_local(src.ip()) {
@@ -36,7 +48,7 @@ impl Nic {
         };
         let mut is_peer = known.is_some();
         for packet in bytes.chunks(segment.max(1)) {
-            is_peer |= self.handle_packet(src, packet, &mut verifier);
+            is_peer |= self.handle_packet(src, packet, &mut verifier, is_marked);
         }
         // Only peers are remembered, so that neither noise nor strangers fill the table.
         if is_peer {
@@ -73,6 +85,7 @@ impl Nic {
         src: SocketAddr,
         bytes: &[u8],
         verifier: &mut IcrcVerifier,
+        is_marked: bool,
     ) -> bool {
         self.counters.rx_packets += 1;
         self.counters.rx_bytes += bytes.len() as u64;
@@ -103,10 +116,26 @@ impl Nic {
         let Ok(qp) = self.qps.get_mut(id) else {
             return false;
         };
+        // A notification has no PSN that would have to be guessed, so it has to come from where packets with
+        // a right one come from.
+        let is_new_port = qp.source_port != Some(src.port());
+        let is_cnp = packet.op.operation == Operation::CongestionNotification;
+        if is_cnp && is_new_port {
+            qp.counters.wrong_source += 1;
+            self.counters.rx_wrong_source += 1;
+            return false;
+        }
         with_env!(self, qp, env);
         let (is_peer, is_up) = match &mut qp.machine {
             Machine::Rc(rc) => {
+                if is_marked {
+                    rc.handle_mark(now, &packet);
+                }
+                let refused = rc.counters().refused();
                 rc.handle_packet(now, &packet, &mut env);
+                if is_new_port && refused == rc.counters().refused() {
+                    qp.source_port = Some(src.port());
+                }
                 (true, qp.awaits_first_packet && rc.has_received())
             }
             Machine::Ud(ud) => {

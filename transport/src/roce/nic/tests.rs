@@ -7,14 +7,14 @@ use proptest::prelude::*;
 use riser_memory::Memory;
 
 use super::*;
-use crate::roce::batch::{Offered, SendOutcome, TxBatch};
+use crate::roce::batch::{Group, Offered, SendOutcome, TxBatch};
 use crate::verbs::{
     Access, AhAttr, Gid, Mtu, PortSpace, QKey, QpAttr, QpCap, QpInitAttr, QpState, QpType, RKey,
     RecvWr, RemoteAddr, SendOp, SendWr, Sge, SrqAttr, UdDest, VerbsError, WrId,
 };
 use crate::wire::{
-    Aeth, AethSyndrome, AtomicEth, Bth, Deth, ExtHeaders, GSI_QKEY, Ieth, ImmDt, Msn, OpcodeInfo,
-    PayloadRule, Psn, Qpn, Reth, emit_headers,
+    Aeth, AethSyndrome, AtomicEth, Bth, Deth, ExtHeaders, GSI_QKEY, Ieth, ImmDt, Msn, Opcode,
+    OpcodeInfo, PayloadRule, Psn, Qpn, Reth, emit_headers,
 };
 
 const CAP: QpCap = QpCap {
@@ -180,6 +180,75 @@ fn a_packet_is_checked_before_it_is_believed() {
         (group.dst, group.qpn),
         ("10.0.0.2:4791".parse().unwrap(), Qpn::new(0x99))
     );
+}
+
+#[test]
+fn a_congestion_notification_must_come_from_where_the_connection_comes_from() {
+    let mut nic = nic();
+    let qp = connected(&mut nic);
+    let qpn = nic.qp_num(qp).unwrap();
+    let notify = |nic: &mut Nic, src: SocketAddr| {
+        let cnp = Bth::cnp(Qpn::new(qpn), 0xffff);
+        let bytes = sealed(nic, src, &cnp, &ExtHeaders::default(), &[]);
+        receive(nic, src, &bytes);
+        nic.rc_counters().rx_cnps
+    };
+    assert_eq!(notify(&mut nic, peer()), 0, "nothing has come from there");
+    let first = write_only(&nic, qpn, 100);
+    receive(&mut nic, peer(), &first);
+    assert_eq!(notify(&mut nic, peer()), 1);
+    let port = SocketAddr::new(peer().ip(), peer().port() + 1);
+    assert_eq!(notify(&mut nic, port), 1);
+    // Whoever guesses no PSN gains nothing by other packets.
+    let stale = write_from(&nic, port, qpn, 90);
+    receive(&mut nic, port, &stale);
+    let early = write_from(&nic, port, qpn, 150);
+    receive(&mut nic, port, &early);
+    assert_eq!(notify(&mut nic, port), 1);
+    let next = write_from(&nic, port, qpn, 101);
+    receive(&mut nic, port, &next);
+    assert_eq!(notify(&mut nic, port), 2, "the peer has moved");
+    assert_eq!(notify(&mut nic, "10.0.0.3:49152".parse().unwrap()), 2);
+    assert_eq!(nic.counters().rx_wrong_source, 4);
+}
+
+#[test]
+fn a_marked_packet_is_answered_and_only_data_may_be_marked() {
+    let mut nic = nic();
+    let qp = connected(&mut nic);
+    let qpn = nic.qp_num(qp).unwrap();
+    let bth = Bth::new(Opcode::RcSendOnly, Qpn::new(qpn), Psn::new(100)).with_ack_request(true);
+    let bytes = sealed(&nic, peer(), &bth, &ExtHeaders::default(), &[1; 4]);
+    let now = nic.now();
+    nic.handle_train(now, peer(), bytes.len(), &bytes, true);
+    let memory = Memory::new(4096).unwrap();
+    let pd = nic.qps.get(qp).unwrap().pd;
+    let mr = nic
+        .reg_mr(pd, &memory.whole(), Access::LOCAL_WRITE)
+        .unwrap();
+    let sges = [Sge {
+        addr: mr.addr,
+        length: 1024,
+        lkey: mr.lkey,
+    }];
+    let sends = [&sges[..], &[]].map(|sges| SendWr::new(1, SendOp::Send, sges));
+    nic.post_send(qp, &sends).unwrap();
+    let mut batch = TxBatch::new(64);
+    nic.poll_transmit(now, &mut batch, usize::MAX);
+    let opcodes = |g: &Group| batch.copy_packets(g).iter().map(|p| p[0]).collect();
+    let sent: Vec<(Vec<u8>, bool)> = batch
+        .groups()
+        .iter()
+        .map(|g| (opcodes(g), g.is_markable))
+        .collect();
+    // The notification, an RNR NAK since no receive is posted, and two SENDs, one without data.
+    let expected = [
+        (vec![0x81, 0x11], false),
+        (vec![0x04], true),
+        (vec![0x04], false),
+    ];
+    assert_eq!(sent, expected);
+    assert_eq!(nic.rc_counters().tx_cnps, 1);
 }
 
 #[test]

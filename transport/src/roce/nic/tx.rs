@@ -22,7 +22,7 @@ impl Nic {
         while let Some((peer, headers)) = self.last_answers.pop_front() {
             self.tx.clear();
             self.tx.headers = headers;
-            emit(batch, &peer.flow, peer.addr, &mut self.tx);
+            emit(batch, &peer.flow, peer.addr, &mut self.tx, false);
         }
         self.transmit_mads(batch);
         while batch.total_bytes() < budget {
@@ -68,7 +68,9 @@ impl Nic {
                     if !rc.poll_transmit(now, &mut env, &mut self.tx) {
                         return false;
                     }
-                    emit(batch, &peer.flow, peer.addr, &mut self.tx);
+                    // What a congested router should make rarer is data.
+                    let is_data = self.tx.payload_len > 0;
+                    emit(batch, &peer.flow, peer.addr, &mut self.tx, is_data);
                 }
                 Machine::Ud(ud) => {
                     let Some(dst) = ud.poll_transmit(env.mrs, env.out, &mut self.tx) else {
@@ -76,7 +78,7 @@ impl Nic {
                     };
                     // An address handle is checked for its family when it is made.
                     if let Some(flow) = IcrcFlow::new(local, dst) {
-                        emit(batch, &flow, dst, &mut self.tx);
+                        emit(batch, &flow, dst, &mut self.tx, false);
                     }
                 }
             }
@@ -190,15 +192,16 @@ impl Nic {
     }
 }
 
-/// Appends a packet with its ICRC.
+/// Appends a packet with its ICRC. Routers may mark it if `is_markable`.
 pub(in crate::roce) fn emit(
     batch: &mut TxBatch,
     flow: &IcrcFlow,
     dst: SocketAddr,
     tx: &mut TxPacket,
+    is_markable: bool,
 ) {
     let len = tx.len() + ICRC_LEN;
-    let id = batch.begin(dst, destination(&tx.headers), len);
+    let id = batch.begin(dst, destination(&tx.headers), len, is_markable);
     let mut icrc = flow.start(len as u16, id);
     icrc.update_headers(&tx.headers);
     batch.push_bytes(&tx.headers);

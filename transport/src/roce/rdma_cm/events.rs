@@ -106,7 +106,7 @@ impl Nic {
                 payload_len: MAD_LEN,
                 ..TxPacket::default()
             };
-            crate::roce::nic::emit(batch, &flow, dst, &mut tx);
+            crate::roce::nic::emit(batch, &flow, dst, &mut tx, false);
         }
     }
 

@@ -103,8 +103,10 @@ impl SessionStatus {
         *self.lock_paths() = portals.map(report).collect();
     }
 
-    /// The only portal of a session leads to another unit than before.
-    pub(super) fn set_other_unit(&self, portal: String, why: String) {
+    /// The only portal of a session leads to another unit than before. It is recorded before the
+    /// session's commands fail, so that their owners find the reason.
+    pub(super) fn set_other_unit(&self, portal: String, down: Down, why: String) {
+        self.set_down(down);
         *self.lock_paths() = vec![PathReport {
             portal,
             state: PathState::OtherUnit,

@@ -267,7 +267,7 @@ impl<P: Provider> Driver<P> {
         if last && let Some(unit) = session.units.iter().find(|u| u.serial == serial) {
             let what = format!("{why}: it was {}, and is {}", unit.unit, unit.check.found());
             tracing::error!(target = %portal, lun = unit.lun.number(), "{what}");
-            session.status.set_other_unit(portal.to_string(), what);
+            session.status.set_other_unit(portal.to_string(), why, what);
         }
         session.link.leave(why, last, now);
         self.drain(index, now);

@@ -123,13 +123,20 @@ impl Cm {
         let Some(listener) = self.listener_of(req.service_id) else {
             return refuse(self, RejReason::InvalidServiceId);
         };
-        // A peer that is not answered asks again later, when there may be room.
-        if !self.has_room_for(listener, from) && !self.displace(now, listener, from) {
+        // A peer that is not answered asks again later, when there may be room. Nothing ends for a
+        // request that cannot be offered.
+        let is_free = self.has_room_for(listener, from);
+        let in_its_way = self.displaceable(now, listener, from);
+        if !self.may_tell_more() || (!is_free && in_its_way.is_none()) {
             self.counters.dropped += 1;
             return;
         }
         if self.make_room().is_err() {
             return refuse(self, RejReason::NoResources);
+        }
+        if let Some(oldest) = in_its_way {
+            self.counters.displaced += 1;
+            self.give_up(now, oldest);
         }
 
         let id = self.new_id();

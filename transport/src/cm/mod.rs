@@ -364,10 +364,21 @@ impl Cm {
         conn.is_some_and(|conn| conn.peer == from.to_canonical())
     }
 
+    /// Whether an address has proved that it receives what is sent to it: it has a connection with us,
+    /// or had one until recently.
+    #[must_use]
+    pub fn is_proven(&self, peer: PeerAddr) -> bool {
+        self.proven.contains_key(&peer)
+    }
+
     fn has_room_for(&self, listener: IbCmId, from: PeerAddr) -> bool {
         let holders = [Holder::Peer(listener, from), Holder::Listener(listener)];
         !holders.into_iter().any(|holder| self.is_full(holder))
-            && self.events.len() < self.config.max_events
+    }
+
+    /// Whether there is room for the events of another request.
+    fn may_tell_more(&self) -> bool {
+        self.events.len() < self.config.max_events
     }
 
     fn is_full(&self, holder: Holder) -> bool {

@@ -246,7 +246,8 @@ impl Cm {
             });
             return self.send(from, message.emit(transaction));
         };
-        if !self.has_room_for(listener, from) || self.make_room().is_err() {
+        if !self.has_room_for(listener, from) || !self.may_tell_more() || self.make_room().is_err()
+        {
             self.counters.dropped += 1;
             return;
         }

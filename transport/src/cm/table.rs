@@ -73,25 +73,24 @@ impl Cm {
         Ok(())
     }
 
-    /// Make room for one more half-open connection, at the cost of the oldest
-    /// one that its peer has left unconfirmed if need be.
-    pub(super) fn displace(&mut self, now: Instant, listener: IbCmId, from: PeerAddr) -> bool {
-        for holder in [Holder::Peer(listener, from), Holder::Listener(listener)] {
-            if !self.is_full(holder) {
-                continue;
-            }
-            let mut oldest = self.unconfirmed.range((holder, 0)..=(holder, u64::MAX));
-            let Some((_, &id)) = oldest.next() else {
-                return false;
-            };
-            let sent = self.conns[&id].unconfirmed.map(|rep| rep.sent);
-            if sent.is_none_or(|at| now < at + self.config.half_open_grace) {
-                return false;
-            }
-            self.counters.displaced += 1;
-            self.give_up(now, id);
-        }
-        self.has_room_for(listener, from)
+    /// The half-open connection whose place a new request may take: the oldest
+    /// one of its peer, where that has its share, or of the listener. `None` if
+    /// none has waited long enough.
+    ///
+    /// One is enough: it leaves its place in the backlog and in the share to
+    /// the one that comes.
+    pub(super) fn displaceable(
+        &self,
+        now: Instant,
+        listener: IbCmId,
+        from: PeerAddr,
+    ) -> Option<IbCmId> {
+        let holders = [Holder::Peer(listener, from), Holder::Listener(listener)];
+        let holder = holders.into_iter().find(|holder| self.is_full(*holder))?;
+        let mut oldest = self.unconfirmed.range((holder, 0)..=(holder, u64::MAX));
+        let (_, &id) = oldest.next()?;
+        let sent = self.conns[&id].unconfirmed.map(|rep| rep.sent)?;
+        (now >= sent + self.config.half_open_grace).then_some(id)
     }
 
     /// The user has released the identifier.

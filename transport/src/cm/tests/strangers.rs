@@ -194,6 +194,76 @@ fn one_address_leaves_places_of_a_backlog_to_others() {
     assert_eq!(accept_all(&mut cm, now).len(), 64);
 }
 
+/// Every place of a machine's is taken by half-open connections that have waited long enough.
+fn full_of_half_open(mut change: impl FnMut(&mut CmConfig)) -> (Cm, Vec<IbCmId>, Instant) {
+    let mut config = CmConfig::new(CaGuid(2));
+    change(&mut config);
+    let mut cm = Cm::new(config, 0, 0, [2; 32]);
+    cm.listen(SERVICE, u64::MAX, 8).unwrap();
+    let now = Instant::now();
+    for n in 0..8 {
+        let mad = req_mad(addr(100 + n), 5, 1, 9, 1);
+        cm.handle_mad(now, addr(100 + n), &mad).unwrap();
+    }
+    let ids = accept_all(&mut cm, now);
+    assert_eq!(ids.len(), 8);
+    (cm, ids, now + Duration::from_secs(1))
+}
+
+#[test]
+fn nothing_gives_its_place_to_a_request_that_is_refused() {
+    let kept = |cm: &Cm, ids: &[IbCmId]| {
+        assert!(ids.iter().all(|id| cm.state(*id) == CmState::RepSent));
+        assert_eq!(cm.counters().displaced, 0);
+    };
+    let req = req_mad(addr(1), 5, 1, 9, 1);
+    // No identifier is left for it.
+    let (mut cm, ids, now) = full_of_half_open(|config| config.max_ids = 9);
+    rejections(&mut cm);
+    cm.handle_mad(now, addr(1), &req).unwrap();
+    assert_eq!(rejections(&mut cm), [RejReason::NoResources]);
+    kept(&cm, &ids);
+    // Nor room for its event: eight that nobody takes.
+    let (mut cm, ids, now) = full_of_half_open(|config| config.max_events = 8);
+    for n in 0..8 {
+        let id = cm.listen(ServiceId(n), u64::MAX, 1).unwrap();
+        let mad = req_mad(addr(50), 5, 1 + n as u32, 9, 1);
+        let (transaction, CmMessage::Req(mut req)) = CmMessage::parse(&mad).unwrap() else {
+            panic!()
+        };
+        req.service_id = ServiceId(n);
+        let mad = CmMessage::Req(req).emit(transaction);
+        cm.handle_mad(now, addr(50), &mad).unwrap();
+        assert_eq!(cm.listeners[&id].half_open, 1);
+    }
+    cm.handle_mad(now, addr(1), &req).unwrap();
+    assert_eq!(cm.counters().dropped, 1);
+    kept(&cm, &ids);
+}
+
+/// It has used the rest of an empty backlog, and others came later: a request of its own takes the
+/// place of its own oldest one, whether or not it has more than its share.
+#[test]
+fn one_request_takes_one_place() {
+    let mut cm = machine(2, 2);
+    let listener = cm.listen(SERVICE, u64::MAX, 256).unwrap();
+    let mut now = Instant::now();
+    let ask = |cm: &mut Cm, now, host, n: u32| {
+        let mad = req_mad(addr(host), 1, n + 1, n + 17, 1);
+        cm.handle_mad(now, addr(host), &mad).unwrap();
+        accept_all(cm, now).len()
+    };
+    let first: usize = (0..192).map(|n| ask(&mut cm, now, 1, n)).sum();
+    let others: usize = (0..60).map(|n| ask(&mut cm, now, 3, n)).sum();
+    assert_eq!((first, others), (192, 60));
+    now += Duration::from_millis(20);
+    for n in 1..=10 {
+        assert_eq!(ask(&mut cm, now, 1, 1000 + n), 1, "request {n}");
+        assert_eq!(cm.counters().displaced, n.into());
+        assert_eq!(cm.half_open[&(listener, addr(1))], 192);
+    }
+}
+
 /// A hundred and fifty sessions that are restored at once, by a host that is busy with that.
 #[test]
 fn a_host_that_connects_many_times_at_once_and_answers_late_is_connected_each_time() {

@@ -98,6 +98,8 @@ pub struct Group {
     pub bytes: usize,
     /// Whether routers may mark them for congestion (RFC 3168), since their receiver passes that on.
     pub is_markable: bool,
+    /// Whether it goes to an address that may be made up, and so by a socket of its own.
+    pub is_to_stranger: bool,
     /// Whether it takes no other packet: a shorter one ended it, or its destination gets single ones.
     closed: bool,
 }
@@ -263,6 +265,7 @@ impl TxBatch {
             count: 1,
             bytes: len,
             is_markable,
+            is_to_stranger: false,
             closed: self.sends_singly(dst.ip()),
         });
         0
@@ -270,6 +273,14 @@ impl TxBatch {
 
     fn group(&mut self) -> &mut Group {
         self.groups.last_mut().expect("a packet was begun")
+    }
+
+    /// The packet goes to an address that may be made up; it is one that goes alone.
+    pub fn mark_stranger(&mut self) {
+        let group = self.group();
+        debug_assert_eq!(group.count, 1);
+        group.is_to_stranger = true;
+        group.closed = true;
     }
 
     /// Appends bytes of the device's own to the packet.

@@ -16,6 +16,14 @@
 //! - [`Driver::fd`] is what an event loop waits for: an epoll set, readable when there is something to
 //!   receive or a held-back batch may go on.
 //!
+//! # Strangers
+//!
+//! A question on queue pair 1 may come in the name of a host that does not exist. An answer to an address
+//! on the link then waits for its neighbour, for seconds, in the buffer of the socket that has sent it. So
+//! messages to addresses that have proved nothing ([`Group::is_to_stranger`]) leave by sockets of their own,
+//! with a port of their own; peers look at the destination port only. Where these are full, messages
+//! are dropped, and whoever has asked asks again; what is sent to peers never waits for that.
+//!
 //! Not implemented: raw sockets, and IPv6 packets with a flow label.
 
 #![allow(
@@ -52,6 +60,12 @@ const CONTROL: usize = 96;
 /// Hop limit, or TTL, of what we send: as [`DriverConfig::on_link`] demands at the other end.
 pub const HOP_LIMIT: u8 = 255;
 
+/// Sockets for messages to strangers. An address that is made up fills one at most: the kernel keeps as
+/// much for a neighbour that does not answer as a small socket buffer has.
+const STRANGER_SOCKETS: usize = 4;
+/// Bytes of send buffer to ask for, of each of them.
+const STRANGER_BUFFER: usize = 1 << 20;
+
 /// How to open a socket.
 #[derive(Clone, Debug)]
 pub struct DriverConfig {
@@ -84,6 +98,8 @@ pub struct DriverCounters {
     pub send_errors: u64,
     /// Times that the socket was full.
     pub blocked: u64,
+    /// Messages to strangers dropped because too many wait for neighbours that do not answer.
+    pub strangers_dropped: u64,
     /// Datagrams longer than the receive buffer.
     pub truncated: u64,
     /// Datagrams dropped because a router has forwarded them.
@@ -93,6 +109,9 @@ pub struct DriverCounters {
 /// The socket of a device.
 pub struct Driver {
     socket: Socket,
+    /// For messages to strangers, all at one port.
+    strangers: Vec<Socket>,
+    stranger_port: u16,
     epoll: OwnedFd,
     wants_write: bool,
     local: SocketAddr,
@@ -126,31 +145,11 @@ impl Driver {
     /// the address.
     pub fn open(config: &DriverConfig) -> io::Result<Self> {
         let local = SocketAddr::new(config.addr, ROCE_PORT);
-        let socket = Socket::new(
-            Domain::for_address(local),
-            Type::DGRAM.nonblocking().cloexec(),
-            Some(Protocol::UDP),
-        )?;
+        let socket = make_socket(local, config.on_link)?;
         let fd = socket.as_raw_fd();
         if local.is_ipv6() {
-            socket.set_only_v6(true)?;
-            // The value is the same for both families.
-            set_option(
-                fd,
-                libc::IPPROTO_IPV6,
-                libc::IPV6_MTU_DISCOVER,
-                libc::IP_PMTUDISC_PROBE,
-            )?;
             set_option(fd, libc::IPPROTO_UDP, UDP_NO_CHECK6_RX, 1)?;
-        } else {
-            set_option(
-                fd,
-                libc::IPPROTO_IP,
-                libc::IP_MTU_DISCOVER,
-                libc::IP_PMTUDISC_PROBE,
-            )?;
         }
-        set_hop_limit(fd, local.is_ipv6(), HOP_LIMIT, config.on_link)?;
         set_ecn(fd, local.is_ipv6())?;
         let rcvbuf = grow_buffer(
             fd,
@@ -178,8 +177,11 @@ impl Driver {
             && set_option(fd, libc::IPPROTO_UDP, UDP_SEGMENT, 0).is_ok();
         info!(%local, rcvbuf, sndbuf, gso, gro, "opened the RoCE socket");
         let epoll = open_epoll(fd)?;
+        let (strangers, stranger_port) = open_strangers(config)?;
         Ok(Self {
             socket,
+            strangers,
+            stranger_port,
             epoll,
             wants_write: false,
             local,
@@ -197,6 +199,12 @@ impl Driver {
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
         self.local
+    }
+
+    /// The port that messages to strangers come from.
+    #[must_use]
+    pub fn stranger_port(&self) -> u16 {
+        self.stranger_port
     }
 
     /// Packets that one group of a batch may have.
@@ -244,8 +252,14 @@ impl Driver {
     }
 
     fn offer(&mut self, batch: &TxBatch, groups: &[Group]) -> Offered {
+        if groups[0].is_to_stranger {
+            return self.offer_to_stranger(batch, &groups[..1]);
+        }
+        let others = groups.iter().take_while(|g| !g.is_to_stranger);
+        let groups = &groups[..others.count()];
+        let fd = self.socket.as_raw_fd();
         loop {
-            match self.send_some(batch, groups) {
+            match self.send_some(fd, batch, groups) {
                 Ok(sent) => return Offered::Taken(sent),
                 Err(e) => match e.raw_os_error() {
                     Some(libc::EINTR) => {}
@@ -257,6 +271,22 @@ impl Driver {
                 },
             }
         }
+    }
+
+    /// Sends a message by the first socket for strangers that has room for it. It is never held back.
+    fn offer_to_stranger(&mut self, batch: &TxBatch, group: &[Group]) -> Offered {
+        for at in 0..self.strangers.len() {
+            let fd = self.strangers[at].as_raw_fd();
+            match self.send_some(fd, batch, group) {
+                Ok(_) => return Offered::Taken(1),
+                Err(e) => match e.raw_os_error() {
+                    Some(libc::EAGAIN | libc::ENOBUFS | libc::EINTR) => {}
+                    errno => return self.drop_group(&group[0], errno),
+                },
+            }
+        }
+        self.counters.strangers_dropped += 1;
+        Offered::Taken(1)
     }
 
     /// The kernel refused a group for a reason that waiting does not mend.
@@ -284,7 +314,7 @@ impl Driver {
     }
 
     /// Sends as many groups as one system call takes; returns how many the socket took.
-    fn send_some(&mut self, batch: &TxBatch, groups: &[Group]) -> io::Result<usize> {
+    fn send_some(&mut self, fd: RawFd, batch: &TxBatch, groups: &[Group]) -> io::Result<usize> {
         let groups = &groups[..groups.len().min(TX_GROUPS)];
         // SAFETY: all-zero bytes are valid for these plain C structures.
         let mut names: [libc::sockaddr_storage; TX_GROUPS] = unsafe { zeroed() };
@@ -333,7 +363,7 @@ impl Driver {
         // keeps alive. The kernel only reads.
         let sent = unsafe {
             libc::sendmmsg(
-                self.socket.as_raw_fd(),
+                fd,
                 messages.as_mut_ptr(),
                 groups.len() as _,
                 libc::MSG_NOSIGNAL as _,
@@ -449,6 +479,46 @@ impl Driver {
         }
         Ok(got)
     }
+}
+
+/// A socket that sends packets as the ICRC wants them, not bound yet.
+fn make_socket(local: SocketAddr, on_link: bool) -> io::Result<Socket> {
+    let socket = Socket::new(
+        Domain::for_address(local),
+        Type::DGRAM.nonblocking().cloexec(),
+        Some(Protocol::UDP),
+    )?;
+    let fd = socket.as_raw_fd();
+    // The value is the same for both families.
+    let (level, option) = match local.is_ipv6() {
+        true => (libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER),
+        false => (libc::IPPROTO_IP, libc::IP_MTU_DISCOVER),
+    };
+    if local.is_ipv6() {
+        socket.set_only_v6(true)?;
+    }
+    set_option(fd, level, option, libc::IP_PMTUDISC_PROBE)?;
+    set_hop_limit(fd, local.is_ipv6(), HOP_LIMIT, on_link)?;
+    Ok(socket)
+}
+
+/// The sockets for messages to strangers, and their port. Nothing is received there.
+fn open_strangers(config: &DriverConfig) -> io::Result<(Vec<Socket>, u16)> {
+    let mut local = SocketAddr::new(config.addr, 0);
+    let mut sockets = Vec::with_capacity(STRANGER_SOCKETS);
+    for _ in 0..STRANGER_SOCKETS {
+        let socket = make_socket(local, false)?;
+        let fd = socket.as_raw_fd();
+        let (force, plain) = (libc::SO_SNDBUFFORCE, libc::SO_SNDBUF);
+        grow_buffer(fd, force, plain, STRANGER_BUFFER);
+        socket.set_recv_buffer_size(1)?;
+        socket.set_reuse_port(true)?;
+        socket.bind(&local.into())?;
+        let bound = socket.local_addr()?.as_socket();
+        local.set_port(bound.map_or(0, |bound| bound.port()));
+        sockets.push(socket);
+    }
+    Ok((sockets, local.port()))
 }
 
 #[cfg(test)]

@@ -126,7 +126,7 @@ pub struct Roce {
     nic: Nic,
     driver: Driver,
     batch: TxBatch,
-    tx_faults: Option<FaultInjector<(SocketAddr, Qpn, bool)>>,
+    tx_faults: Option<FaultInjector<((SocketAddr, Qpn), (bool, bool))>>,
     rx_faults: Option<FaultInjector<(SocketAddr, bool)>>,
     capture: Option<PcapWriter<BufWriter<File>>>,
     misdirected: VecDeque<Misdirected>,
@@ -195,7 +195,7 @@ impl Roce {
         });
         info!(addr = %config.addr, mtu = mtu.bytes(), inflight, "RoCE device");
         let now = Instant::now();
-        let nic = Nic::new(
+        let mut nic = Nic::new(
             NicConfig {
                 mtu,
                 worker_index: config.worker_index,
@@ -206,6 +206,7 @@ impl Roce {
             },
             now,
         );
+        nic.set_stranger_port(driver.stranger_port());
         let capture = config
             .capture
             .as_deref()
@@ -385,7 +386,7 @@ impl Roce {
                 if self.batch.is_empty() {
                     break;
                 }
-                capture_sent(&mut self.capture, now, self.nic.local_addr(), &self.batch);
+                capture_sent(&mut self.capture, now, &self.nic, &self.batch);
             }
             if self.driver.send(now, &mut self.batch) == SendOutcome::Blocked {
                 break;
@@ -407,15 +408,21 @@ impl Roce {
         let n = self.nic.poll_transmit(now, &mut self.batch, TX_BUDGET);
         for group in self.batch.groups() {
             for packet in self.batch.copy_packets(group) {
-                faults.handle_packet(now, (group.dst, group.qpn, group.is_markable), packet);
+                let place = (group.dst, group.qpn);
+                let kind = (group.is_markable, group.is_to_stranger);
+                faults.handle_packet(now, (place, kind), packet);
             }
         }
         self.batch.clear();
-        while let Some(((dst, qpn, is_markable), packet)) = faults.poll_packet(now) {
+        while let Some((((dst, qpn), kind), packet)) = faults.poll_packet(now) {
+            let (is_markable, is_to_stranger) = kind;
             self.spoilt.begin(dst, qpn, packet.len(), is_markable);
+            if is_to_stranger {
+                self.spoilt.mark_stranger();
+            }
             self.spoilt.push_bytes(&packet);
         }
-        capture_sent(&mut self.capture, now, self.nic.local_addr(), &self.spoilt);
+        capture_sent(&mut self.capture, now, &self.nic, &self.spoilt);
         if !self.spoilt.is_empty() {
             // What does not go out now goes out first the next time.
             self.driver.send(now, &mut self.spoilt);
@@ -493,11 +500,15 @@ fn write_capture(
     }
 }
 
-fn capture_sent(capture: &mut Capture, now: Instant, local: SocketAddr, batch: &TxBatch) {
+fn capture_sent(capture: &mut Capture, now: Instant, nic: &Nic, batch: &TxBatch) {
     if capture.is_none() {
         return;
     }
     for group in batch.groups() {
+        let local = match group.is_to_stranger {
+            true => nic.stranger_addr(),
+            false => nic.local_addr(),
+        };
         for (id, packet) in batch.copy_packets(group).iter().enumerate() {
             write_capture(capture, now, local, group.dst, id as u16, packet);
         }

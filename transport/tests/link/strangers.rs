@@ -2,11 +2,15 @@
 
 use std::io::Read;
 use std::net::{SocketAddr, UdpSocket};
+use std::sync::Arc;
 use std::time::Instant;
 
-use riser_transport::verbs::{Mtu, Provider as _, SendOp, Verbs as _, WcStatus};
+use riser_transport::cm::{Cm, CmConfig, ReqParams};
+use riser_transport::verbs::{Gid, Mtu, PKey, Provider as _, SendOp, Verbs as _, WcStatus};
+use riser_transport::wire::cm_msg::{Bits, CaGuid, CmPath, CmTimeout, PrivateData, ServiceId};
 use riser_transport::wire::{
-    Aeth, AethSyndrome, Bth, ExtHeaders, IcrcFlow, Msn, Opcode, Psn, Qpn, emit_headers,
+    Aeth, AethSyndrome, Bth, Deth, ExtHeaders, GSI_QKEY, IcrcFlow, Msn, Opcode, Psn, Qpn,
+    emit_headers,
 };
 use socket2::{Domain, Protocol, Socket, Type};
 
@@ -234,6 +238,100 @@ fn forge_ack(from: &UdpSocket, to: SocketAddr, qpn: u32, psn: Psn) {
         ..ExtHeaders::default()
     };
     let mut bytes = emit_headers(&bth, &ext).to_vec();
+    let flow = IcrcFlow::new(from.local_addr().unwrap(), to).unwrap();
+    bytes.extend_from_slice(&flow.compute(&bytes, 0).to_le_bytes());
+    from.send_to(&bytes, to).unwrap();
+}
+
+/// Answers to addresses of the link where nobody is wait for these neighbours in the kernel, for seconds.
+/// Neither what is sent to a peer nor a peer that comes waits with them.
+#[test]
+fn answers_to_hosts_that_do_not_exist_hold_up_nobody() {
+    let test = "answers_to_hosts_that_do_not_exist_hold_up_nobody";
+    let unprivileged: fn(&mut _) = |config: &mut riser_transport::roce::RoceConfig| {
+        config.socket_buffer = 208 << 10;
+    };
+    on_a_link(test, V4, unprivileged, |w| {
+        let (a, b) = connected(w);
+        write_arrives(w, &a, &b);
+        // The ends know each other; of all other addresses, B's end says nothing.
+        let mac = |device: &str| {
+            let shown = sh(&format!("ip -o link show {device}")).unwrap();
+            let (_, rest) = shown.split_once("link/ether ").unwrap();
+            rest.split(' ').next().unwrap().to_owned()
+        };
+        let (mac_a, mac_b) = (mac("v0"), w.at_b.run(move || mac("v1")));
+        let know = |addr, mac: &str, device| {
+            sh(&format!(
+                "ip neigh replace {addr} lladdr {mac} dev {device} nud permanent"
+            ))
+        };
+        know(V4[1], &mac_b, "v0").unwrap();
+        let to = w.a.socket_addr();
+        let sockets = w.at_b.run(move || {
+            for host in 100..164 {
+                sh(&format!("ip addr add 10.9.0.{host}/32 dev v1")).unwrap();
+            }
+            // After the addresses have been announced, if they were.
+            sh("ip link set v1 arp off").unwrap();
+            know(V4[0], &mac_a, "v1").unwrap();
+            let bind = |host| UdpSocket::bind((format!("10.9.0.{host}"), 0)).unwrap();
+            Arc::new((100..164).map(bind).collect::<Vec<_>>())
+        });
+        let mut n = 0;
+        w.until("answers", |w| {
+            // As many at once as the receive buffer holds.
+            let sockets = Arc::clone(&sockets);
+            n += 1;
+            w.at_b
+                .run(move || sockets.iter().for_each(|from| forge_req(from, to, n)));
+            (w.a.cm_counters().refused >= 64 * 16).then_some(())
+        });
+        let neighbours = sh("ip neigh show dev v0").unwrap();
+        assert!(
+            neighbours.matches("INCOMPLETE").count() > 32,
+            "{neighbours}"
+        );
+        write_arrives(w, &a, &b);
+        let (a, b) = connect_on(w, 5001, &Wants::default(), &Wants::default());
+        write_arrives(w, &a, &b);
+        assert_eq!(w.a.driver_counters().blocked, 0);
+    });
+}
+
+/// A REQ for a service that does not exist.
+fn forge_req(from: &UdpSocket, to: SocketAddr, n: u32) {
+    let ip = from.local_addr().unwrap().ip();
+    let mut cm = Cm::new(CmConfig::new(CaGuid(1)), 0, 0, [n as u8; 32]);
+    let path = CmPath::roce(Gid::from(ip), Gid::from(to.ip()), CmTimeout::new(14));
+    let params = ReqParams {
+        service_id: ServiceId(0xdead),
+        local_qpn: Qpn::new(17 + n),
+        starting_psn: Psn::new(1),
+        primary: path,
+        alternate: CmPath::default(),
+        path_mtu: Mtu::Mtu1024,
+        pkey: PKey::DEFAULT,
+        responder_resources: 1,
+        initiator_depth: 1,
+        flow_control: true,
+        srq: false,
+        retry_count: Bits::truncate(7),
+        rnr_retry_count: Bits::truncate(7),
+        remote_cm_timeout: CmTimeout::new(20),
+        local_cm_timeout: CmTimeout::new(20),
+        max_cm_retries: Bits::truncate(15),
+        private_data: PrivateData::default(),
+    };
+    cm.send_req(Instant::now(), to.ip(), &params).unwrap();
+    let (_, mad) = cm.poll_transmit().unwrap();
+    let bth = Bth::new(Opcode::UdSendOnly, Qpn::GSI, Psn::new(n));
+    let ext = ExtHeaders {
+        deth: Some(Deth::new(GSI_QKEY, Qpn::GSI)),
+        ..ExtHeaders::default()
+    };
+    let mut bytes = emit_headers(&bth, &ext).to_vec();
+    bytes.extend_from_slice(&mad);
     let flow = IcrcFlow::new(from.local_addr().unwrap(), to).unwrap();
     bytes.extend_from_slice(&flow.compute(&bytes, 0).to_le_bytes());
     from.send_to(&bytes, to).unwrap();

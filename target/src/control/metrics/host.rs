@@ -374,6 +374,7 @@ fn nic_families() -> Vec<NicFamily> {
                     ("too_long", n.socket.too_long),
                     ("send", n.socket.send_errors),
                     ("full", n.socket.blocked),
+                    ("stranger", n.socket.strangers_dropped),
                     ("truncated", n.socket.truncated),
                     ("off_link", n.socket.off_link),
                 ]

@@ -142,6 +142,8 @@ impl Qp {
 pub struct Nic {
     config: NicConfig,
     local: SocketAddr,
+    /// From where messages go to addresses that may be made up.
+    to_strangers: SocketAddr,
     attr: DeviceAttr,
     now: Instant,
     random: ChaCha20Rng,
@@ -201,6 +203,7 @@ impl Nic {
         Self {
             cm: CmAgent::new(guid, limits.max_cm_ids, worker, cm_seed),
             local: SocketAddr::new(config.addr, ROCE_PORT),
+            to_strangers: SocketAddr::new(config.addr, ROCE_PORT),
             attr: config.device_attr(),
             now,
             pds: Table::new("protection domain", limits.max_pd),
@@ -239,6 +242,16 @@ impl Nic {
     /// pair cannot change while it is connected (IBTA 11.2.5.2).
     pub fn set_mtu(&mut self, mtu: Mtu) {
         self.config.mtu = mtu;
+    }
+
+    /// From where messages go to addresses that may be made up.
+    pub(in crate::roce) fn stranger_addr(&self) -> SocketAddr {
+        self.to_strangers
+    }
+
+    /// Makes messages to addresses that may be made up leave from another port, which the ICRC covers.
+    pub(in crate::roce) fn set_stranger_port(&mut self, port: u16) {
+        self.to_strangers.set_port(port);
     }
 
     /// Its address and the port of RoCEv2.

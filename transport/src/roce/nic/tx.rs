@@ -57,7 +57,7 @@ impl Nic {
             return false;
         };
         let peer = qp.peer;
-        let local = self.local;
+        let (local, to_strangers, cm) = (self.local, self.to_strangers, self.cm.machine());
         with_env!(self, qp, env);
         for _ in 0..TURN {
             match &mut qp.machine {
@@ -76,9 +76,16 @@ impl Nic {
                     let Some(dst) = ud.poll_transmit(env.mrs, env.out, &mut self.tx) else {
                         return false;
                     };
+                    // Anybody can ask queue pair 1 something, in anybody's name.
+                    let is_answer = destination(&self.tx.headers) == Qpn::GSI;
+                    let is_stranger = is_answer && !cm.is_proven(dst.ip());
+                    let from = if is_stranger { to_strangers } else { local };
                     // An address handle is checked for its family when it is made.
-                    if let Some(flow) = IcrcFlow::new(local, dst) {
+                    if let Some(flow) = IcrcFlow::new(from, dst) {
                         emit(batch, &flow, dst, &mut self.tx, false);
+                        if is_stranger {
+                            batch.mark_stranger();
+                        }
                     }
                 }
             }

@@ -91,7 +91,12 @@ impl Nic {
         self.cm.may_send = false;
         while let Some((peer, mad)) = self.cm.cm.poll_transmit() {
             let dst = SocketAddr::new(peer, ROCE_PORT);
-            let Some(flow) = IcrcFlow::new(self.local_addr(), dst) else {
+            let is_stranger = !self.cm.cm.is_proven(peer);
+            let from = match is_stranger {
+                true => self.stranger_addr(),
+                false => self.local_addr(),
+            };
+            let Some(flow) = IcrcFlow::new(from, dst) else {
                 continue;
             };
             let bth = Bth::new(Opcode::UdSendOnly, Qpn::GSI, self.cm.psn);
@@ -107,6 +112,9 @@ impl Nic {
                 ..TxPacket::default()
             };
             crate::roce::nic::emit(batch, &flow, dst, &mut tx, false);
+            if is_stranger {
+                batch.mark_stranger();
+            }
         }
     }
 

@@ -175,6 +175,11 @@ pub struct CmAgent {
 }
 
 impl CmAgent {
+    /// The machine.
+    pub(in crate::roce) fn machine(&self) -> &Cm {
+        &self.cm
+    }
+
     /// An agent for a device with this GUID, worker and secret seed.
     #[must_use]
     pub fn new(guid: u64, max_ids: u32, worker: (u32, u8), seed: [u8; 32]) -> Self {

@@ -143,7 +143,7 @@ impl Worker {
     fn on_established(&mut self, place: Endpoint) {
         match place {
             Endpoint::Srp(key) => self.on_srp_established(key),
-            Endpoint::Iser(key) => self.with_iser(key, IserChannel::handle_established),
+            Endpoint::Iser(key) => self.on_iser_established(key),
         }
     }
 

@@ -29,7 +29,7 @@
 //! - `park`: where a worker sleeps. `slots`: how its ring is shared.
 //! - `removal`: devices that are taken away. `places`: devices that no portal needs any more.
 //! - `snapshot`: what a worker tells of itself.
-//! - `waits`: which channels wait until others have ended.
+//! - `waits`: which channels wait until others have ended. `unconfirmed`: which give their places away.
 //! - `stage`: what the next catalog takes is acquired before it is served.
 //!
 //! # Bounds
@@ -55,6 +55,7 @@ mod slots;
 mod snapshot;
 pub mod stage;
 pub mod target;
+mod unconfirmed;
 mod waits;
 
 use std::cmp::Reverse;

@@ -4,6 +4,7 @@
 //! # A login that replaces a session
 //! ```text
 //!  Requested ──established──→ Current ──a newer login is established──→ Replaced ──last channel gone──→
+//!      └──── place given to another, or no place is left ────→ Displaced ──last channel gone──→
 //! ```
 //! A connection request comes in one datagram, whose source address may be forged. So it ends nothing:
 //! the session that it asks for is beside the one that is there until its own connection is
@@ -23,6 +24,7 @@ use riser_scsi::srp::{
 };
 
 use super::target::{Catalog, Entrance, TargetDef};
+use super::unconfirmed::{self, Unconfirmed};
 use super::waits::Waits;
 use crate::srp::{
     Admission, JOIN_TIMEOUT, LoginLimits, LoginOutcome, LoginView, LunMap, plan_login,
@@ -30,6 +32,9 @@ use crate::srp::{
 
 /// Replaced sessions of one pair of ports at most, while their commands are still at a device.
 const MAX_REPLACED: usize = 4;
+
+/// Channels at once whose connections are not established yet.
+const MAX_UNCONFIRMED: usize = 256;
 
 /// A channel, by its worker and its number there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -69,6 +74,8 @@ enum Stage {
     Current,
     /// A newer one has taken its place at that time. Its channels are being torn down.
     Replaced(Instant),
+    /// It was never established and will not be. Its channels are being torn down.
+    Displaced,
 }
 
 /// A session, and its channels with the addresses that they come from.
@@ -122,12 +129,39 @@ struct Table {
     nexuses: HashMap<NexusKey, Vec<Entry>>,
     waits: Waits,
     budget: Budget,
+    /// Channels whose connections are not established, the oldest first.
+    unconfirmed: Vec<Unconfirmed<(NexusKey, ChannelRef)>>,
     next_id: u64,
     stopping: bool,
     catalog: Arc<Catalog>,
 }
 
 impl Table {
+    fn is_unconfirmed(&self, channel: ChannelRef) -> bool {
+        self.unconfirmed.iter().any(|u| u.what.1 == channel)
+    }
+
+    /// These channels are established, or are ending.
+    fn forget_unconfirmed(&mut self, channels: &[ChannelRef]) {
+        self.unconfirmed.retain(|u| !channels.contains(&u.what.1));
+    }
+
+    /// A channel that is not established gives its place away, and the session with it that only this
+    /// channel can establish. Returns the channels to terminate.
+    fn displace(&mut self, key: NexusKey, channel: ChannelRef) -> Vec<ChannelRef> {
+        let entries = self.nexuses.get_mut(&key).into_iter().flatten();
+        let mut led = entries.filter(|e| e.leader == channel && e.stage == Stage::Requested);
+        let ending = match led.next() {
+            Some(entry) => {
+                entry.stage = Stage::Displaced;
+                entry.refs().collect()
+            }
+            None => vec![channel],
+        };
+        self.forget_unconfirmed(&ending);
+        ending
+    }
+
     fn next_id(&mut self) -> NexusId {
         let id = NexusId(self.next_id);
         self.next_id += 1;
@@ -159,6 +193,8 @@ pub struct Entered {
     pub nexus: NexusId,
     /// What was decided.
     pub outcome: LoginOutcome,
+    /// Channels to terminate: they were not established, and have given their places to this one.
+    pub displaced: Vec<ChannelRef>,
 }
 
 /// What follows from the establishment of a channel.
@@ -190,6 +226,7 @@ impl Registry {
                 nexuses: HashMap::new(),
                 waits: Waits::default(),
                 budget: Budget::default(),
+                unconfirmed: Vec::new(),
                 next_id: 1,
                 stopping: false,
                 catalog: Arc::new(catalog),
@@ -241,14 +278,20 @@ impl Registry {
         self.lock().stopping = true;
     }
 
-    /// Sessions at present.
+    /// Sessions at present that are or were established.
     #[must_use]
     pub fn sessions(&self) -> usize {
         self.lock().budget.total as usize
     }
 
-    /// Decides on a login and enters its channel. Other channels are not concerned before
-    /// [`Registry::establish`].
+    /// Channels at present whose connections are not established.
+    #[must_use]
+    pub fn unconfirmed(&self) -> usize {
+        self.lock().unconfirmed.len()
+    }
+
+    /// Decides on a login and enters its channel. Channels that are established are not concerned before
+    /// [`Registry::establish`]; others may have to give their places to this one.
     ///
     /// # Errors
     /// The reason for the reject; nothing was entered.
@@ -288,14 +331,38 @@ impl Registry {
         };
         let joins = met.filter(|_| req.multi_channel == MultiChannelAction::Multi);
         let replaced = met.map(|at| known[at].address);
+        // Of a session whose channels are all taken, one that is not established gives way.
+        let most = catalog.limits.login.max_channels as usize;
+        let crowded = joins.filter(|at| known[*at].channels.len() >= most);
+        let crowded = crowded.and_then(|at| {
+            let mut members = known[at].refs().filter(|own| *own != known[at].leader);
+            members.find(|own| table.is_unconfirmed(*own))
+        });
+        let gone = u32::from(crowded.is_some());
         let view = LoginView {
-            channels: met.map_or(0, |at| known[at].channels.len() as u32),
+            channels: met.map_or(0, |at| known[at].channels.len() as u32 - gone),
             exhausted: joins.is_none()
                 && (is_held_up(known, now)
                     || !table.budget.has_room(&catalog.limits, address, replaced)),
             stopping: table.stopping,
         };
         let mut outcome = plan_login(req, &catalog.limits.login, &admission, view)?;
+        let is_loss = known.iter().any(Entry::has_been_current);
+        let mut displaced = Vec::new();
+        if let Some(crowded) = crowded {
+            let entry = &mut table.nexuses.get_mut(&key).expect("just found")[met.expect("joins")];
+            entry.channels.retain(|(own, _)| *own != crowded);
+            table.forget_unconfirmed(&[crowded]);
+            displaced.push(crowded);
+        } else if table.unconfirmed.len() >= MAX_UNCONFIRMED
+            && let Some((key, oldest)) = unconfirmed::displaceable(&table.unconfirmed)
+        {
+            displaced = table.displace(key, oldest);
+        }
+        table.unconfirmed.push(Unconfirmed {
+            address,
+            what: (key, channel),
+        });
         if let Some(at) = joins {
             let entry = &mut table.nexuses.get_mut(&key).expect("just found")[at];
             if entry.stage == Stage::Current {
@@ -304,11 +371,13 @@ impl Registry {
             entry.channels.push((channel, address));
             outcome.luns = Arc::clone(&entry.luns);
             let nexus = entry.id;
-            return Ok(Entered { nexus, outcome });
+            return Ok(Entered {
+                nexus,
+                outcome,
+                displaced,
+            });
         }
-        let is_loss = known.iter().any(|e| e.stage != Stage::Requested);
         let id = table.next_id();
-        table.budget.enter(address);
         for (_, unit) in outcome.luns.iter() {
             if is_loss {
                 unit.lu.add_nexus_after_loss(id, ports(key, target));
@@ -324,14 +393,25 @@ impl Registry {
             channels: vec![(channel, address)],
             luns: Arc::clone(&outcome.luns),
         });
-        Ok(Entered { nexus: id, outcome })
+        Ok(Entered {
+            nexus: id,
+            outcome,
+            displaced,
+        })
     }
 
     /// A channel's connection is established: if the channel has asked for a session, that is the
-    /// session of its nexus from now on.
+    /// session of its nexus from now on, unless others have taken the last place meanwhile.
     pub fn establish(&self, key: NexusKey, channel: ChannelRef, now: Instant) -> Established {
         let mut table = self.lock();
-        let Table { nexuses, waits, .. } = &mut *table;
+        let limits = table.catalog.limits;
+        table.forget_unconfirmed(&[channel]);
+        let Table {
+            nexuses,
+            waits,
+            budget,
+            ..
+        } = &mut *table;
         let entries = nexuses.get_mut(&key).map_or(&mut [][..], Vec::as_mut_slice);
         let mut done = Established::default();
         let Some(at) = entries.iter().position(|e| e.has(channel)) else {
@@ -339,15 +419,20 @@ impl Registry {
         };
         let (older, rest) = entries.split_at_mut(at);
         let entry = &mut rest[0];
-        // A request that is older than the present session has been replaced together with the others.
+        // A request that is older than the present session has been displaced.
         if entry.stage == Stage::Requested && entry.leader == channel {
+            let replaced = older.iter().find(|e| e.stage == Stage::Current);
+            let replaced = replaced.map(|e| e.address);
+            if !budget.has_room(&limits, entry.address, replaced) {
+                entry.stage = Stage::Displaced;
+                done.terminate = entry.refs().collect();
+                table.forget_unconfirmed(&done.terminate);
+                return done;
+            }
+            budget.enter(entry.address);
             entry.stage = Stage::Current;
             done.terminate = older.iter().flat_map(Entry::refs).collect();
-            for entry in older {
-                if !matches!(entry.stage, Stage::Replaced(_)) {
-                    entry.stage = Stage::Replaced(now);
-                }
-            }
+            older.iter_mut().for_each(|e| e.give_way(now));
             for own in entry.refs() {
                 waits.wait_for(&done.terminate, own);
             }
@@ -355,6 +440,7 @@ impl Registry {
             done.start = entry.refs().filter(is_ready).collect();
         }
         done.may_start = entry.stage == Stage::Current && !waits.is_waiting(channel);
+        table.forget_unconfirmed(&done.terminate);
         done
     }
 
@@ -379,6 +465,7 @@ impl Registry {
     /// A channel is gone; with the last one its session ends.
     pub fn logout(&self, key: NexusKey, channel: ChannelRef) -> Left {
         let mut table = self.lock();
+        table.forget_unconfirmed(&[channel]);
         let Table {
             nexuses,
             waits,
@@ -397,11 +484,16 @@ impl Registry {
                 for (_, unit) in entry.luns.iter() {
                     unit.lu.remove_nexus(entry.id);
                 }
-                budget.leave(entry.address);
+                if entry.has_been_current() {
+                    budget.leave(entry.address);
+                }
             } else if entry.leader == channel {
                 match entry.stage {
                     // No other channel can establish the session.
-                    Stage::Requested => left.terminate = entry.refs().collect(),
+                    Stage::Requested | Stage::Displaced => {
+                        entry.stage = Stage::Displaced;
+                        left.terminate = entry.refs().collect();
+                    }
                     _ => entry.leader = entry.channels[0].0,
                 }
             }
@@ -424,7 +516,7 @@ impl Registry {
 /// message that establishes the newest one may be late.
 fn joinable(entries: &[Entry], address: IpAddr) -> Option<usize> {
     let alive = entries.iter().enumerate();
-    let alive = alive.filter(|(_, e)| !matches!(e.stage, Stage::Replaced(_)));
+    let alive = alive.filter(|(_, e)| matches!(e.stage, Stage::Requested | Stage::Current));
     let best = alive.max_by_key(|(at, e)| (e.address == address, *at));
     best.map(|(at, _)| at)
 }
@@ -447,6 +539,20 @@ impl Entry {
 
     fn refs(&self) -> impl Iterator<Item = ChannelRef> + '_ {
         self.channels.iter().map(|(channel, _)| *channel)
+    }
+
+    /// Whether it has a place among the sessions.
+    fn has_been_current(&self) -> bool {
+        matches!(self.stage, Stage::Current | Stage::Replaced(_))
+    }
+
+    /// A newer session is established.
+    fn give_way(&mut self, now: Instant) {
+        self.stage = match self.stage {
+            Stage::Requested | Stage::Displaced => Stage::Displaced,
+            Stage::Current => Stage::Replaced(now),
+            Stage::Replaced(since) => Stage::Replaced(since),
+        };
     }
 
     /// Gives the nexus other units.
@@ -658,6 +764,103 @@ mod tests {
         host.leave(1);
         let luns = &host.request(B, MultiChannelAction::Single, 3).unwrap();
         assert_eq!(luns.outcome.luns.luns().len(), 1);
+    }
+
+    #[test]
+    fn sessions_that_are_never_established_give_their_places_to_others() {
+        let registry = open();
+        let host = Host::new(&registry, 1);
+        // Each in another host's name, from another address.
+        let address = |n: u64| IpAddr::from([10, 1, (n >> 8) as u8, n as u8]);
+        let forger = |n: u64| Host::new(&registry, 100 + (n % 100) as u8);
+        let mut forged = 0;
+        let mut forge = || {
+            forged += 1;
+            let (action, serial) = (MultiChannelAction::Single, 1000 + forged);
+            let entered = forger(forged).request(address(forged), action, serial);
+            entered.unwrap().displaced
+        };
+        let most = MAX_UNCONFIRMED as u64;
+        assert!((0..most).all(|_| forge().is_empty()));
+        assert_eq!(forge(), [channel(1001)], "the oldest");
+        // An honest host gets a place, and the forgers have to fill all others before they can take it.
+        host.single(1).unwrap();
+        for _ in 1..most {
+            assert_ne!(forge(), [channel(1)]);
+        }
+        assert!(host.establish(1).may_start);
+        for _ in 0..2 * most {
+            assert_ne!(forge(), [channel(1)], "an established one stays");
+        }
+        assert_eq!(registry.sessions(), 1);
+        // What ends leaves nothing behind.
+        for n in 1..=forged {
+            forger(n).leave(1000 + n);
+        }
+        assert!(registry.lock().unconfirmed.is_empty());
+        assert_eq!(registry.sessions(), 1);
+        host.leave(1);
+        assert_eq!(registry.sessions(), 0);
+        assert!(registry.lock().nexuses.is_empty());
+    }
+
+    #[test]
+    fn requests_in_a_host_s_name_take_the_oldest_of_that_host_only() {
+        let registry = open();
+        let (one, two) = (Host::new(&registry, 1), Host::new(&registry, 2));
+        two.request(B, MultiChannelAction::Single, 1).unwrap();
+        for n in 1..MAX_UNCONFIRMED as u64 {
+            one.single(100 + n).unwrap();
+        }
+        let entered = one.single(999).unwrap();
+        assert_eq!(entered.displaced, [channel(101)]);
+        assert!(two.establish(1).may_start);
+        let late = one.establish(101);
+        assert!(
+            !late.may_start && late.terminate.is_empty(),
+            "its place is taken"
+        );
+    }
+
+    #[test]
+    fn a_request_that_finds_no_place_when_it_is_established_ends() {
+        let registry = open();
+        let hosts = [1, 2, 3].map(|n| Host::new(&registry, n));
+        for (host, serial) in hosts.iter().zip(1..) {
+            host.single(serial).unwrap();
+        }
+        assert!(hosts[0].establish(1).may_start && hosts[1].establish(2).may_start);
+        let late = hosts[2].establish(3);
+        assert!(!late.may_start);
+        assert_eq!(late.terminate, [channel(3)]);
+        let full = Some(LoginRejReason::InsufficientResources);
+        assert_eq!(hosts[2].single(4).err(), full);
+        hosts[2].leave(3);
+        hosts[0].leave(1);
+        hosts[2].log_in(5);
+        assert_eq!(registry.sessions(), 2);
+    }
+
+    #[test]
+    fn channels_that_are_never_established_leave_their_session_to_others() {
+        let registry = open();
+        let host = Host::new(&registry, 1);
+        host.log_in(1);
+        let most = u64::from(registry.catalog().limits.login.max_channels);
+        let multi = MultiChannelAction::Multi;
+        for serial in 2..=most {
+            host.request(A, multi, serial).unwrap();
+        }
+        assert!(host.establish(2).may_start);
+        let entered = host.request(A, multi, 100).unwrap();
+        assert_eq!(entered.displaced, [channel(3)]);
+        for serial in 4..=most {
+            host.establish(serial);
+        }
+        host.establish(100);
+        let full = Some(LoginRejReason::ChannelLimitReached);
+        assert_eq!(host.request(A, multi, 101).err(), full);
+        assert!(!host.establish(3).may_start);
     }
 
     #[test]

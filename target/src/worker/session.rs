@@ -45,6 +45,8 @@ pub(super) struct Session {
     pub(super) waits_for_pool: bool,
     /// The CM has said that the connection is over.
     pub(super) is_closed: bool,
+    /// It was established: there is a peer that may answer a goodbye.
+    pub(super) was_established: bool,
     /// How it came in.
     pub(super) entrance: Entrance,
     /// The initiator is being logged out.
@@ -188,7 +190,7 @@ impl Worker {
             local: self.devices.addr(device),
             entrance,
         };
-        let entered = match shared.registry.login(&req, ends, channel, self.now) {
+        let mut entered = match shared.registry.login(&req, ends, channel, self.now) {
             Ok(entered) => entered,
             Err(reason) => {
                 return self.refuse(device, cm, req.tag, reason, &who, None);
@@ -196,6 +198,7 @@ impl Worker {
         };
         // The login may have met units that this worker has not heard of yet.
         self.follow_catalog();
+        self.terminate_all(std::mem::take(&mut entered.displaced));
         let nexus = entered.nexus;
         match self.accept(device, cm, serial, peer, key, entered, param, entrance) {
             Ok(memory) => {
@@ -223,9 +226,10 @@ impl Worker {
     /// A channel's connection is established. Only now its login ends other channels: a request alone
     /// may have come from anywhere.
     pub(super) fn on_srp_established(&mut self, slot: usize) {
-        let Some(session) = self.sessions.get(slot) else {
+        let Some(session) = self.sessions.get_mut(slot) else {
             return;
         };
+        session.was_established = true;
         if session.channel.state() != ChState::Connecting {
             return;
         }
@@ -352,6 +356,7 @@ impl Worker {
             is_ready: false,
             waits_for_pool: false,
             is_closed: false,
+            was_established: false,
             entrance,
             is_leaving: false,
         });
@@ -493,8 +498,8 @@ impl Worker {
         self.past_functions.merge(session.channel.functions());
         let initiator = session.key.initiator.to_string();
         session.channel.accounts().keep(&initiator);
-        if session.is_closed {
-            // It is over on both sides; whether the identifier still exists does not matter.
+        if session.is_closed || !session.was_established {
+            // It is over on both sides, or there is nobody to say goodbye to; whether the identifier still exists does not matter.
             let _ = self.devices[session.device].destroy_id(session.cm);
         } else {
             self.lingering

@@ -36,7 +36,7 @@ const READ_AT: usize = 36 << 20;
 pub(crate) type Pump<'a, P> = &'a mut dyn FnMut(&mut P);
 
 pub(crate) struct Client<P: Provider> {
-    dev: P,
+    pub(crate) dev: P,
     cm: CmId,
     qp: QpId,
     cq: CqId,

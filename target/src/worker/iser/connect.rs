@@ -8,10 +8,11 @@ use riser_transport::verbs::{CmId, ConnParam};
 
 use super::Conn;
 use crate::config::Protocol;
-use crate::iscsi::iser::{IserChannel, IserConfig, IserParams};
+use crate::iscsi::iser::{ConnState, IserChannel, IserConfig, IserParams};
 use crate::srp::transfer::MAX_SGE;
 use crate::worker::iscsi::gate::{Connected, Transport};
 use crate::worker::session::{INITIATOR_DEPTH, Queues, RESPONDER_RESOURCES, SetupError};
+use crate::worker::unconfirmed::{self, Unconfirmed};
 use crate::worker::{Endpoint, LINGER, Phase, Worker};
 
 /// What we offer: an answer may invalidate a key. Buffers have addresses.
@@ -20,8 +21,11 @@ const OFFER: CmHeader = CmHeader {
     remote_invalidate: true,
 };
 
-/// Connections that have not logged in. Each has its rings already, so peers that only connect must not
-/// get many.
+/// Connections that have not been established. Each has its rings already, and anybody can ask for one in
+/// anybody's name.
+const UNCONFIRMED: usize = 64;
+
+/// Connections that are established and have not logged in.
 const LOGINS: usize = 64;
 
 /// The same from one address.
@@ -37,15 +41,9 @@ impl Worker {
         peer: SocketAddr,
         param: &ConnParam,
     ) {
-        let most = 2 * self.catalog.limits.sessions as usize + 64;
-        let address = peer.ip().to_canonical();
-        let conns = self.isers.conns.iter();
-        let logging_in = conns.filter(|(_, conn)| conn.entered.is_none());
-        let is_from_there = |conn: &Conn| conn.peer.ip().to_canonical() == address;
-        let from_there = logging_in.clone().filter(|(_, conn)| is_from_there(conn));
-        let has_room = self.isers.conns.len() < most
-            && logging_in.clone().count() < LOGINS
-            && from_there.count() < LOGINS_PER_ADDRESS;
+        let most = 2 * self.catalog.limits.sessions as usize + UNCONFIRMED + LOGINS;
+        self.make_room_for_request();
+        let has_room = self.isers.conns.len() < most;
         let accepted = if self.phase == Phase::Serving && has_room {
             self.accept_iser(device, cm, listen, peer, param)
                 .map_err(|error| error.to_string())
@@ -67,6 +65,38 @@ impl Worker {
             // The peer may have given up meanwhile; then there is nobody to tell.
             let _ = dev.reject(cm, &[]);
             let _ = dev.destroy_id(cm);
+        }
+    }
+
+    /// Ends a connection that has not been established, if there are too many of them.
+    fn make_room_for_request(&mut self) {
+        let all = self.isers.in_state(&[ConnState::Init]);
+        if all.len() >= UNCONFIRMED
+            && let Some(key) = unconfirmed::displaceable(&all)
+        {
+            self.with_iser(key, IserChannel::handle_terminate);
+            self.drain_dirty();
+        }
+    }
+
+    /// A connection is established. Where too many have not logged in, one of them gives way: those that
+    /// do not log in keep no others from it.
+    pub(in crate::worker) fn on_iser_established(&mut self, key: usize) {
+        let Some(conn) = self.isers.conns.get_mut(key) else {
+            return;
+        };
+        conn.was_established = true;
+        let address = conn.peer.ip().to_canonical();
+        self.with_iser(key, IserChannel::handle_established);
+        let mut all = self.isers.in_state(&[ConnState::Up, ConnState::Bound]);
+        let is_from_there = |one: &Unconfirmed<usize>| one.address == address;
+        if all.iter().filter(|one| is_from_there(one)).count() > LOGINS_PER_ADDRESS {
+            all.retain(is_from_there);
+        } else if all.len() <= LOGINS {
+            return;
+        }
+        if let Some(key) = unconfirmed::displaceable(&all) {
+            self.with_iser(key, IserChannel::handle_terminate);
         }
     }
 
@@ -120,6 +150,7 @@ impl Worker {
             waits_for_pool: false,
             is_ready: false,
             is_closed: false,
+            was_established: false,
             is_leaving: false,
         });
         self.by_cm.insert((device, cm), Endpoint::Iser(key));
@@ -164,8 +195,8 @@ impl Worker {
         self.isers.past += conn.channel.channel().counters();
         let functions = conn.channel.channel().functions();
         self.isers.past_functions.merge(functions);
-        if conn.is_closed {
-            // It is over on both sides; whether the identifier still exists does not matter.
+        if conn.is_closed || !conn.was_established {
+            // It is over on both sides, or there is nobody to say goodbye to; whether the identifier still exists does not matter.
             let _ = self.devices[conn.device].destroy_id(conn.cm);
         } else {
             self.lingering

@@ -2,8 +2,9 @@
 //!
 //! A request for a connection says in its private data what the initiator offers; the login itself
 //! comes over the connection. So a connection exists before anybody knows whose it is: their number is
-//! bounded like that of TCP connections, and that of connections which have not logged in besides, in all
-//! and for each address. Who may log in is decided by the gate of iSCSI: one target serves the same units
+//! bounded like that of TCP connections. So is that of those which are not established, and that of those
+//! which have not logged in: the oldest give way, and one of the latter never for one of the former, whose
+//! request may be forged. Who may log in is decided by the gate of iSCSI: one target serves the same units
 //! over both.
 //!
 //! # Modules
@@ -28,9 +29,10 @@ use super::queue::{ChainPost, ChainSend, Gather, Receive};
 use super::registry::ChannelRef;
 use super::session::Hardware;
 use super::snapshot::accounts;
+use super::unconfirmed::Unconfirmed;
 use super::{PATIENCE, Worker};
 use crate::config::Protocol;
-use crate::iscsi::iser::{ChainIdx, IserAction, IserChannel, Post, RxIdx};
+use crate::iscsi::iser::{ChainIdx, ConnState, IserAction, IserChannel, Post, RxIdx};
 use crate::iscsi::{Action, Channel, Counters, Cx, Phase, TaskIdx};
 use crate::stats::Functions;
 
@@ -63,6 +65,8 @@ struct Conn {
     is_ready: bool,
     /// The CM has said that the connection is over.
     is_closed: bool,
+    /// It was established: there is a peer that may answer a goodbye.
+    was_established: bool,
     /// The initiator was asked to log out.
     is_leaving: bool,
 }
@@ -150,6 +154,18 @@ impl Isers {
     fn by_serial(&self, serial: u64) -> Option<usize> {
         let found = self.conns.iter().find(|(_, conn)| conn.serial == serial);
         found.map(|(key, _)| key)
+    }
+
+    /// The connections in some of the states before a login, the oldest first.
+    fn in_state(&self, states: &[ConnState]) -> Vec<Unconfirmed<usize>> {
+        let is_meant = |conn: &Conn| states.contains(&conn.channel.state());
+        let mut all: Vec<_> = self.conns.iter().filter(|(_, c)| is_meant(c)).collect();
+        all.sort_unstable_by_key(|(_, conn)| conn.serial);
+        let of = |(what, conn): (usize, &Conn)| Unconfirmed {
+            address: conn.peer.ip().to_canonical(),
+            what,
+        };
+        all.into_iter().map(of).collect()
     }
 
     fn keys(&self) -> Vec<usize> {

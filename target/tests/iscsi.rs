@@ -262,6 +262,72 @@ fn connections_with_other_rights_neither_join_nor_replace_a_session() {
     server.shutdown().unwrap();
 }
 
+/// Whoever has a secret may claim any name for the initiator port. That ends no session of another's.
+#[test]
+fn who_has_proved_another_identity_takes_no_session_over() {
+    let port = free_port();
+    let text = |users: &str| {
+        format!(
+            "backends: {{ ram: {{ kind: ram, size: 1MiB }} }}\n\
+             targets:\n\
+             - name: iqn.2026-01.org.example:users\n\
+             \x20 portals: [{{ protocol: iscsi, listen: '127.0.0.1:{port}' }}]\n\
+             \x20 luns: {{ 0: ram }}\n\
+             \x20 access: open\n\
+             \x20 chap: {{ users: [{users}] }}\n\
+             workers: {{ count: 2 }}\n"
+        )
+    };
+    let alice = "{ name: alice, secret: twelve-bytes-or-more }";
+    let bob = "{ name: bob, secret: bob-has-another-one }";
+    let carol = "{ name: carol, secret: carol-has-a-third-one }";
+    let config = |users: &str| Config::parse(&text(users), "test.yaml").unwrap();
+    let mut server = Server::start(&config(&format!("{alice}, {bob}"))).unwrap();
+    let target = "iqn.2026-01.org.example:users";
+    let mut first = Client::login(port, target, 1, Some("twelve-bytes-or-more")).unwrap();
+    assert_eq!(first.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    let as_bob = || Client::login(port, target, 1, Some("bob:bob-has-another-one"));
+    let refused = Some(LoginError::Refused(LoginStatus::AUTHORIZATION_FAILURE));
+    assert_eq!(as_bob().err(), refused);
+    assert_eq!(first.command(&[0; 6], false, 0, &[]).0, 0);
+    // The same identity takes its own session over, from any address.
+    let there = SocketAddr::from(([127, 0, 0, 2], 0));
+    let to = SocketAddr::from(([127, 0, 0, 1], port));
+    let secret = Some("twelve-bytes-or-more");
+    let mut second = Client::attempt_from(there, to, target, 1, (0, 0), secret)
+        .unwrap()
+        .0;
+    assert!(first.receive().is_none());
+    assert_eq!(second.command(&[0; 6], false, 0, &[]).0, 2, "nexus loss");
+    assert_eq!(as_bob().err(), refused);
+    // An identity that is not accepted any longer holds nothing.
+    server.change(config(&format!("{bob}, {carol}"))).unwrap();
+    let mut third = as_bob().unwrap();
+    assert_eq!(third.command(&[0; 6], false, 0, &[]).0, 2, "nexus loss");
+    assert!(second.receive().is_none());
+    server.shutdown().unwrap();
+}
+
+/// In a discovery session nothing has been proved: one of another address ends none.
+#[test]
+fn discovery_sessions_of_several_addresses_may_have_one_name() {
+    let (server, port) = start();
+    let mut first = Client::discovery(port, 1).unwrap();
+    let there = SocketAddr::from(([127, 0, 0, 2], 0));
+    let _second = Client::discovery_from(there, port, 1, 0).unwrap();
+    let ping = NopOut {
+        immediate: true,
+        lun: [0; 8],
+        itt: Itt(9),
+        ttt: Ttt::NONE,
+        cmd_sn: CmdSn(1),
+        exp_stat_sn: StatSn(0),
+    };
+    first.send(ping.header(), &[]);
+    assert!(matches!(first.receive().unwrap().0, FromTarget::NopIn(_)));
+    server.shutdown().unwrap();
+}
+
 /// Units that come and go reach a session that is logged in.
 #[test]
 fn a_session_follows_the_configuration() {

@@ -250,6 +250,24 @@ impl TargetDef {
         Some(own.unwrap_or(&iscsi.auth))
     }
 
+    /// Whether an iSCSI initiator at an address could log in at present with what it has proved: the name
+    /// that its secret belongs to, or nothing.
+    #[must_use]
+    pub fn is_accepted(
+        &self,
+        initiator: &IscsiName,
+        address: IpAddr,
+        proved: Option<&str>,
+    ) -> bool {
+        match (self.auth_of_name(initiator, address), proved) {
+            (Some(Auth::Chap { accepted, .. }), Some(name)) => {
+                accepted.iter().any(|own| own.name == name)
+            }
+            (Some(Auth::None), None) => true,
+            _ => false,
+        }
+    }
+
     fn map_of(&self, allowed: &BTreeMap<u16, config::Lun>) -> Arc<LunMap> {
         let seen = self.units.iter().zip(&self.stats);
         Arc::new(LunMap::new(seen.filter_map(|((number, unit), stats)| {

@@ -98,6 +98,15 @@ impl Client {
     /// A connection for a discovery session that may be there.
     pub(crate) fn rediscovery(port: u16, isid: u8, tsih: u16) -> Result<Self, LoginError> {
         let here = SocketAddr::from(([127, 0, 0, 1], 0));
+        Self::discovery_from(here, port, isid, tsih)
+    }
+
+    pub(crate) fn discovery_from(
+        here: SocketAddr,
+        port: u16,
+        isid: u8,
+        tsih: u16,
+    ) -> Result<Self, LoginError> {
         let to = SocketAddr::from(([127, 0, 0, 1], port));
         let attempt = Self::attempt_at_level(here, to, (None, None), isid, (tsih, 0), 0)?;
         Ok(attempt.0)
@@ -141,9 +150,11 @@ impl Client {
             tsih: Tsih(tsih),
             cid: Cid(cid),
             cmd_sn: CmdSn(1),
-            credentials: secret.map(|secret| chap::Credentials {
-                name: "alice".into(),
-                secret: secret.into(),
+            // Alice's, unless another name is in front of it.
+            credentials: secret.map(|secret| {
+                let (name, secret) = secret.split_once(':').unwrap_or(("alice", secret));
+                let (name, secret) = (name.into(), secret.into());
+                chap::Credentials { name, secret }
             }),
             target_credentials: None,
             offer: Offer::default()

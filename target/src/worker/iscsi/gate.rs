@@ -198,13 +198,6 @@ impl WorkerGate<'_> {
             ports(identity, iscsi, group)
         });
         let replaced = self.shared.iscsi.address_of(&key);
-        if let (Some(there), Some((target, _))) = (replaced, &found) {
-            // A session whose initiator may no longer log in is about to end, and may be replaced.
-            let is_allowed = target.luns_of_name(&identity.initiator, there).is_some();
-            if is_allowed && !self.has_rights_of(target, &identity.initiator, there) {
-                return Err(LoginStatus::AUTHORIZATION_FAILURE);
-            }
-        }
         let nexus = if identity.discovery {
             Some(NexusId(0))
         } else {
@@ -228,6 +221,27 @@ impl WorkerGate<'_> {
     /// name. Names are no secret: an address with other rights must not reach that session.
     fn has_rights_of(&self, target: &TargetDef, initiator: &IscsiName, there: IpAddr) -> bool {
         target.rule_of(initiator, self.address()) == target.rule_of(initiator, there)
+    }
+
+    /// Whether a session of an initiator that has proved its identity as `joined` says may take the place
+    /// of another one. It must have proved the same: names are no secret, and who has a name of its own
+    /// may claim any other's as the name of its port.
+    fn check_reinstatement(&self, joined: &Joined, there: &Session) -> Result<(), LoginStatus> {
+        let initiator = &joined.identity.initiator;
+        let name = there.ports.as_ref().and(joined.identity.target.as_ref());
+        let Some((target, _)) = name.and_then(|name| self.target(name)) else {
+            return Ok(());
+        };
+        // A session whose initiator may no longer log in is about to end, and may be replaced; so may
+        // one whose name is not accepted any longer.
+        let is_allowed = target.luns_of_name(initiator, there.address).is_some()
+            && target.is_accepted(initiator, there.address, there.chap_name.as_deref());
+        let is_same = there.chap_name == joined.chap_name
+            && self.has_rights_of(target, initiator, there.address);
+        if is_allowed && !is_same {
+            return Err(LoginStatus::AUTHORIZATION_FAILURE);
+        }
+        Ok(())
     }
 
     /// Whether a connection that has proved its identity as `joined` says may join a session.
@@ -286,7 +300,7 @@ impl Gate for WorkerGate<'_> {
             });
         }
         if identity.tsih.0 != 0 {
-            let key = SessionKey::of(identity);
+            let key = SessionKey::of(identity, self.address());
             let sessions = &self.shared.iscsi;
             sessions
                 .check_join(&key, identity.tsih, identity.cid, self.commands)
@@ -303,19 +317,20 @@ impl Gate for WorkerGate<'_> {
         let identity = &joined.identity;
         let sessions = &self.shared.iscsi;
         let name = identity.target.as_ref().filter(|_| !identity.discovery);
-        let key = SessionKey::of(identity);
+        let key = SessionKey::of(identity, self.address());
         let (tsih, session, taken, how) = if identity.tsih.0 == 0 {
             let session = self.new_session(joined, key, first)?;
             let mut random = [0; 2];
             self.random(&mut random);
             let first = self.candidate(identity.cid);
-            let entered = sessions.enter(session.clone(), &first, u16::from_ne_bytes(random));
-            let Some((tsih, taken)) = entered else {
+            let check = |there: &Session| self.check_reinstatement(joined, there);
+            let random = u16::from_ne_bytes(random);
+            let entered = sessions.enter(session.clone(), &first, random, check);
+            let (tsih, taken) = entered.inspect_err(|_| {
                 if !identity.discovery {
                     self.shared.registry.close_nexus(session.address);
                 }
-                return Err(LoginStatus::OUT_OF_RESOURCES);
-            };
+            })?;
             if let Some(ports) = &session.ports {
                 for (_, unit) in session.luns.iter() {
                     if taken.is_empty() {

@@ -39,15 +39,20 @@ pub(in crate::worker) struct SessionKey {
     pub(in crate::worker) initiator: IscsiName,
     isid: Isid,
     target: Option<IscsiName>,
+    /// Where a discovery session comes from. As a rule nothing has been proved in one, so none takes the
+    /// place of another address's.
+    address: Option<IpAddr>,
 }
 
 impl SessionKey {
-    pub(super) fn of(identity: &Identity) -> Self {
+    /// Of a session whose first connection comes from `address`.
+    pub(super) fn of(identity: &Identity, address: IpAddr) -> Self {
         let target = identity.target.as_ref().filter(|_| !identity.discovery);
         Self {
             initiator: identity.initiator.clone(),
             isid: identity.isid,
             target: target.cloned(),
+            address: identity.discovery.then_some(address),
         }
     }
 }
@@ -218,19 +223,26 @@ impl IscsiSessions {
         Some(entry.session.address)
     }
 
-    /// Enters a session. Its handle, and the connections of the session whose place it takes
-    /// (RFC 7143 6.3.5); `None` where there are too many. The handle is `random`, or the next one that is free: a number that can be
-    /// guessed would help those who want to join a session that is not theirs.
+    /// Enters a session, if `check` finds nothing against its taking the place of the one that is there
+    /// (RFC 7143 6.3.5). Its handle, and the connections of that one. The handle is `random`, or the next
+    /// one that is free: a number that can be guessed would help those who want to join a session that is
+    /// not theirs.
     pub(super) fn enter(
         &self,
         session: Session,
         first: &Candidate,
         random: u16,
-    ) -> Option<(Tsih, Vec<ChannelRef>)> {
+        check: impl FnOnce(&Session) -> Result<(), LoginStatus>,
+    ) -> Result<(Tsih, Vec<ChannelRef>), LoginStatus> {
         let mut table = self.lock();
-        let tsih = table.free_handle(random)?;
+        if let Some(there) = table.current.get(&session.key) {
+            check(&table.entries[there].session)?;
+        }
+        let tsih = table
+            .free_handle(random)
+            .ok_or(LoginStatus::OUT_OF_RESOURCES)?;
         if session.is_discovery() && !table.take_discovery(session.address) {
-            return None;
+            return Err(LoginStatus::OUT_OF_RESOURCES);
         }
         let old = table.current.insert(session.key.clone(), tsih);
         let old = old.and_then(|tsih| table.entries.get(&tsih));
@@ -244,7 +256,7 @@ impl IscsiSessions {
                 connections,
             },
         );
-        Some((tsih, old))
+        Ok((tsih, old))
     }
 
     /// Enters a connection into its session if `check` finds nothing against it, and the one whose
@@ -541,6 +553,7 @@ mod tests {
                 initiator: IscsiName::new("iqn.2026-01.a:i").unwrap(),
                 isid: Isid([isid; 6]),
                 target: None,
+                address: None,
             },
             nexus: NexusId(1),
             address: HERE,
@@ -555,12 +568,12 @@ mod tests {
     #[test]
     fn a_session_that_takes_another_s_place_waits_for_its_end() {
         let sessions = IscsiSessions::default();
-        let (first, old) = sessions.enter(session(1), &new(0, 1), 7).unwrap();
+        let (first, old) = sessions.enter(session(1), &new(0, 1), 7, fits).unwrap();
         assert!(old.is_empty());
-        let (second, old) = sessions.enter(session(1), &new(0, 2), 7).unwrap();
+        let (second, old) = sessions.enter(session(1), &new(0, 2), 7, fits).unwrap();
         assert_eq!(old, [channel(1)]);
         // A third one comes while the second still waits, whose client gives up.
-        let (third, old) = sessions.enter(session(1), &new(0, 3), 7).unwrap();
+        let (third, old) = sessions.enter(session(1), &new(0, 3), 7, fits).unwrap();
         assert_eq!(old, [channel(2)]);
         let left = sessions.leave(second, channel(2), false);
         assert!(left.notify.is_empty(), "the first is still there");
@@ -574,6 +587,19 @@ mod tests {
     }
 
     #[test]
+    fn a_session_that_may_not_take_another_s_place_leaves_it_alone() {
+        let sessions = IscsiSessions::default();
+        let (first, _) = sessions.enter(session(1), &new(0, 1), 7, fits).unwrap();
+        let refuse = |_: &Session| Err(LoginStatus::AUTHORIZATION_FAILURE);
+        let refused = sessions.enter(session(1), &new(0, 2), 7, refuse);
+        assert_eq!(refused.unwrap_err(), LoginStatus::AUTHORIZATION_FAILURE);
+        let key = session(1).key;
+        assert_eq!(sessions.check_join(&key, first, Cid(1), 4), Ok(()));
+        // Without one to replace nothing is asked.
+        sessions.enter(session(2), &new(0, 3), 7, refuse).unwrap();
+    }
+
+    #[test]
     fn discovery_sessions_are_bounded_by_address_and_in_all() {
         let sessions = IscsiSessions::default();
         let mut serial = 0;
@@ -583,8 +609,8 @@ mod tests {
             session.key.isid = Isid([0, 0, 0, 0, host, serial as u8]);
             session.address = IpAddr::from([10, 0, 0, host]);
             session.params.discovery = true;
-            let entered = sessions.enter(session, &new(0, serial), 7);
-            entered.map(|(tsih, _)| (tsih, channel(serial)))
+            let entered = sessions.enter(session, &new(0, serial), 7, fits);
+            entered.ok().map(|(tsih, _)| (tsih, channel(serial)))
         };
         let first = enter(1).unwrap();
         for _ in 1..DISCOVERIES_PER_ADDRESS {
@@ -606,7 +632,7 @@ mod tests {
     fn connections_join_up_to_the_limit_and_replace_each_other() {
         let sessions = IscsiSessions::default();
         let key = session(1).key;
-        let (tsih, _) = sessions.enter(session(1), &new(0, 1), 7).unwrap();
+        let (tsih, _) = sessions.enter(session(1), &new(0, 1), 7, fits).unwrap();
         let (_, old) = sessions.join(&key, tsih, &new(1, 2), fits).unwrap();
         assert!(old.is_empty());
         let third = sessions.join(&key, tsih, &new(2, 3), fits);
@@ -639,7 +665,7 @@ mod tests {
         let mut serial = 0;
         let mut enter = |isid, random| {
             serial += 1;
-            let entered = sessions.enter(session(isid), &new(0, serial), random);
+            let entered = sessions.enter(session(isid), &new(0, serial), random, fits);
             entered.unwrap().0
         };
         assert_eq!(enter(1, 0x5a5a), Tsih(0x5a5a));
@@ -652,7 +678,7 @@ mod tests {
     fn a_logout_of_the_session_ends_the_others() {
         let sessions = IscsiSessions::default();
         let key = session(1).key;
-        let (tsih, _) = sessions.enter(session(1), &new(0, 1), 7).unwrap();
+        let (tsih, _) = sessions.enter(session(1), &new(0, 1), 7, fits).unwrap();
         sessions.join(&key, tsih, &new(1, 2), fits).unwrap();
         let one = sessions.end_others(tsih, channel(1), Others::One(Cid(7)));
         assert!(one.is_empty());
@@ -677,7 +703,7 @@ mod tests {
     fn a_session_of_level_2_survives_a_connection_that_is_lost() {
         let sessions = IscsiSessions::default();
         let key = session(1).key;
-        let (tsih, _) = sessions.enter(recoverable(), &new(0, 1), 7).unwrap();
+        let (tsih, _) = sessions.enter(recoverable(), &new(0, 1), 7, fits).unwrap();
         // Another one may come in any case, to log it out (RFC 7143 6.3.4); not a third.
         sessions.join(&key, tsih, &new(1, 2), fits).unwrap();
         let third = sessions.check_join(&key, tsih, Cid(2), 4);
@@ -698,7 +724,7 @@ mod tests {
     fn connections_that_are_kept_are_bounded_and_end_with_their_session() {
         let sessions = IscsiSessions::default();
         let key = session(1).key;
-        let (tsih, _) = sessions.enter(recoverable(), &new(0, 0), 7).unwrap();
+        let (tsih, _) = sessions.enter(recoverable(), &new(0, 0), 7, fits).unwrap();
         let most = MAX_KEPT as u64;
         for serial in 1..=most {
             let (session, old) = sessions.join(&key, tsih, &new(0, serial), fits).unwrap();
@@ -710,7 +736,7 @@ mod tests {
         }
         let lost = sessions.lose(tsih, channel(most));
         assert_eq!((lost.tell, lost.terminate), (None, vec![channel(0)]));
-        let (_, old) = sessions.enter(recoverable(), &new(0, 50), 7).unwrap();
+        let (_, old) = sessions.enter(recoverable(), &new(0, 50), 7, fits).unwrap();
         assert_eq!(old.len(), MAX_KEPT + 1);
     }
 }

@@ -8,12 +8,13 @@ use std::io;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use riser_scsi::reservation::ReservationKeeper;
 use serde::{Deserialize, Serialize};
 
+use super::ports::PortFile;
 use super::reservations::ReservationFiles;
 use super::state::{self, StateDir};
 use crate::config::Location;
+use crate::server::Keepers;
 
 /// Configurations before the present one that are kept.
 pub const KEPT: usize = 10;
@@ -133,11 +134,16 @@ impl History {
         }
     }
 
-    /// What keeps the reservations of logical units, in the same directory.
+    /// What keeps the reservations of logical units and the numbers of ports, in the same directory.
     #[must_use]
-    pub fn reservations(&self) -> Option<Arc<dyn ReservationKeeper>> {
-        let dir = Arc::clone(self.dir.as_ref()?);
-        Some(Arc::new(ReservationFiles::new(dir)))
+    pub fn keepers(&self) -> Keepers {
+        let Some(dir) = &self.dir else {
+            return Keepers::default();
+        };
+        Keepers {
+            reservations: Some(Arc::new(ReservationFiles::new(Arc::clone(dir)))),
+            ports: Some(Arc::new(PortFile::new(Arc::clone(dir)))),
+        }
     }
 
     /// All that are kept, the newest first.

@@ -35,6 +35,7 @@ pub mod live;
 pub mod metrics;
 pub mod objects;
 mod open;
+pub mod ports;
 pub mod rates;
 pub mod report;
 pub mod reservations;
@@ -121,7 +122,7 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             true => restored(source.config, &history)?,
             false => source.config,
         };
-        let server = start(|| Server::start_after(&config, &legacy, history.reservations()))?;
+        let server = start(|| Server::start_after(&config, &legacy, history.keepers()))?;
         let yaml = config.to_yaml();
         if history
             .entries()

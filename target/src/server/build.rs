@@ -1,17 +1,16 @@
 //! From a configuration to what workers share.
 
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 
 use riser_scsi::iscsi::chap;
 use riser_scsi::iscsi::login::Auth;
 use riser_scsi::lu::LogicalUnit;
-use riser_scsi::reservation::ReservationKeeper;
-use serde::{Deserialize, Serialize};
 
 use super::ServerError;
 use super::legacy::Legacy;
+use super::ports::{AllPortIds, Port, PortIds};
+use super::{Keepers, ports};
 use crate::backend::{OpenError, Ram, Spec, Store};
 use crate::config::{self, Backend, Config, HostId, Lun, Portal, Protocol, Target};
 use crate::srp::{LoginLimits, Unit, UnitIdx};
@@ -146,34 +145,13 @@ pub(super) struct Builder {
     unit_stores: Vec<usize>,
     /// Units by their numbers, gone ones too.
     numbered: Vec<Weak<Unit>>,
-    ports: BTreeMap<String, PortIds>,
+    ports: AllPortIds,
     stats: BTreeMap<(String, u16), Arc<LunStats>>,
     counts: BTreeMap<String, Arc<TargetStats>>,
-    /// Keeps reservations through power loss.
-    keeper: Option<Arc<dyn ReservationKeeper>>,
+    /// Keep what is to last.
+    keepers: Keepers,
     /// What is in RAM disks that were not opened yet.
     rams: BTreeMap<String, Arc<Ram>>,
-}
-
-/// RELATIVE TARGET PORT IDENTIFIERs of a target's ports.
-pub(super) type PortIds = BTreeMap<Port, u16>;
-
-/// A port of a target.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub(super) enum Port {
-    /// A portal of SRP.
-    Srp(SocketAddr),
-    /// All portals of iSCSI and iSER, whose portal group has the port's number.
-    Iscsi,
-}
-
-/// The port that a portal belongs to.
-fn port_of(portal: &Portal) -> Port {
-    if portal.protocol.is_iscsi() {
-        Port::Iscsi
-    } else {
-        Port::Srp(portal.listen)
-    }
 }
 
 /// A backend cannot be opened, or would not be.
@@ -184,13 +162,37 @@ fn closed(name: &str) -> impl FnOnce(OpenError) -> ServerError {
 
 impl Builder {
     /// One that has made nothing yet, and goes on where another one has ended.
-    pub(super) fn after(legacy: &Legacy, keeper: Option<Arc<dyn ReservationKeeper>>) -> Self {
-        Self {
-            keeper,
-            ports: legacy.ports.clone(),
+    ///
+    /// # Errors
+    /// [`ServerError::Ports`].
+    pub(super) fn after(legacy: &Legacy, keepers: Keepers) -> Result<Self, ServerError> {
+        let saved = keepers.ports.as_ref().map(|keeper| keeper.load());
+        let saved = saved.transpose().map_err(ServerError::Ports)?;
+        let mut ports = ports::read(saved.unwrap_or_default());
+        ports.extend(legacy.ports.clone());
+        Ok(Self {
+            keepers,
+            ports,
             rams: legacy.rams.clone(),
             ..Self::default()
+        })
+    }
+
+    /// Saves the numbers of ports, for as long as it is open whether these become those that are served,
+    /// or `old` stay.
+    ///
+    /// # Errors
+    /// [`ServerError::Ports`].
+    pub(super) fn save_ports(&self, old: &AllPortIds) -> Result<(), ServerError> {
+        let Some(keeper) = &self.keepers.ports else {
+            return Ok(());
+        };
+        let ports = ports::write(&ports::during(old, &self.ports));
+        let saved = keeper.load().map_err(ServerError::Ports)?;
+        if saved == ports {
+            return Ok(());
         }
+        keeper.save(&ports).map_err(ServerError::Ports)
     }
 
     /// The first catalog was made: gives its units what is left to them.
@@ -204,7 +206,7 @@ impl Builder {
     }
 
     /// The numbers of ports, by target.
-    pub(super) fn ports(&self) -> &BTreeMap<String, PortIds> {
+    pub(super) fn ports(&self) -> &AllPortIds {
         &self.ports
     }
 
@@ -286,21 +288,10 @@ impl Builder {
         })
     }
 
-    /// The numbers of a target's ports: those that they had, else their places in the file where these
-    /// are free.
+    /// The numbers of a target's ports.
     fn port_ids(&mut self, target: &Target) -> PortIds {
         let known = self.ports.entry(target.name.clone()).or_default();
-        let ports = || target.portals.iter().map(port_of);
-        known.retain(|port, _| ports().any(|p| p == *port));
-        for (place, port) in ports().enumerate() {
-            if known.contains_key(&port) {
-                continue;
-            }
-            let taken: Vec<u16> = known.values().copied().collect();
-            let mut ids = std::iter::once(place as u16 + 1).chain(1..=u16::MAX);
-            let id = ids.find(|id| !taken.contains(id));
-            known.insert(port, id.expect("a target has fewer portals"));
-        }
+        ports::number(known, target);
         known.clone()
     }
 
@@ -368,7 +359,7 @@ impl Builder {
             name: name(),
             source,
         })?;
-        if let Some(keeper) = &self.keeper {
+        if let Some(keeper) = &self.keepers.reservations {
             lu =
                 lu.with_keeper(Arc::clone(keeper))
                     .map_err(|source| ServerError::Reservations {
@@ -417,6 +408,6 @@ fn portal_def(host: &HostId, target: &Target, portal: &Portal, ids: &PortIds) ->
         id_ext: portal.id_ext(host, &target.name).0,
         ioc_guid: portal.ioc_guid(host, &target.name).0,
         service_id: portal.service_guid(host, &target.name).0,
-        relative_id: ids[&port_of(portal)],
+        relative_id: ids[&ports::port_of(portal)],
     }
 }

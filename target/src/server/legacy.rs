@@ -27,7 +27,7 @@ use riser_scsi::legacy::UnitLegacy;
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde::{Deserialize, Serialize};
 
-use super::build::{Port, PortIds};
+use super::ports::{self, AllPortIds, WrittenPort};
 use super::{Server, ServerError};
 use crate::backend::Ram;
 use crate::worker::iscsi::TcpListener;
@@ -39,7 +39,7 @@ const SOCKETS: Duration = Duration::from_secs(5);
 /// See the module's header.
 #[derive(Debug, Default)]
 pub struct Legacy {
-    pub(super) ports: BTreeMap<String, PortIds>,
+    pub(super) ports: AllPortIds,
     /// By the name of the backend, and whether the unit is read-only.
     pub(super) units: BTreeMap<String, UnitLegacy>,
     /// By the name of the backend.
@@ -53,13 +53,6 @@ pub struct Written {
     ports: Vec<WrittenPort>,
     units: Vec<WrittenUnit>,
     rams: Vec<WrittenRam>,
-}
-
-#[derive(Debug, Serialize, Deserialize)]
-struct WrittenPort {
-    target: String,
-    port: Port,
-    id: u16,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -127,16 +120,10 @@ impl Legacy {
     /// # Errors
     /// There is no room. [`Legacy::take_back`] undoes it, then as well as after a success.
     pub fn pack(&self, packed: &mut Packed) -> io::Result<Written> {
-        let mut written = Written::default();
-        for (target, ids) in &self.ports {
-            written
-                .ports
-                .extend(ids.iter().map(|(port, id)| WrittenPort {
-                    target: target.clone(),
-                    port: *port,
-                    id: *id,
-                }));
-        }
+        let mut written = Written {
+            ports: ports::write(&self.ports),
+            ..Written::default()
+        };
         for (backend, state) in &self.units {
             written.units.push(WrittenUnit {
                 backend: backend.clone(),
@@ -179,10 +166,10 @@ impl Legacy {
         written: Written,
         mut file_of: impl FnMut(RawFd) -> Option<File>,
     ) -> io::Result<Self> {
-        let mut legacy = Self::default();
-        for WrittenPort { target, port, id } in written.ports {
-            legacy.ports.entry(target).or_default().insert(port, id);
-        }
+        let mut legacy = Self {
+            ports: ports::read(written.ports),
+            ..Self::default()
+        };
         for unit in written.units {
             let units = &mut legacy.units;
             units.entry(unit.backend).or_insert(unit.state);

@@ -25,6 +25,7 @@
 mod acquire;
 mod build;
 pub mod legacy;
+pub mod ports;
 pub mod reload;
 
 use std::io;
@@ -50,6 +51,7 @@ use crate::worker::registry::Registry;
 use crate::worker::target::Catalog;
 use crate::worker::{Report, Shared, Worker, WorkerConfig, ring_capacity};
 use legacy::Legacy;
+use ports::PortKeeper;
 
 pub use crate::worker::PATIENCE;
 
@@ -171,6 +173,9 @@ pub enum ServerError {
     /// Another program could not take over, and neither can this one.
     #[error("what was to be handed over cannot be taken back: {0}")]
     TakeBack(#[source] io::Error),
+    /// The numbers of ports cannot be kept, or read.
+    #[error("the numbers of target ports: {0}")]
+    Ports(#[source] io::Error),
     /// Signals cannot be waited for.
     #[error("cannot wait for signals: {0}")]
     Signal(#[source] io::Error),
@@ -189,6 +194,15 @@ impl ServerError {
             _ => false,
         }
     }
+}
+
+/// What keeps things beyond the end of the process, each of them if there is one.
+#[derive(Clone, Debug, Default)]
+pub struct Keepers {
+    /// Reservations that persist through power loss.
+    pub reservations: Option<Arc<dyn ReservationKeeper>>,
+    /// The numbers of ports.
+    pub ports: Option<Arc<dyn PortKeeper>>,
 }
 
 /// A running server.
@@ -219,16 +233,21 @@ pub fn build_shared(
     config: &Config,
     keeper: Option<Arc<dyn ReservationKeeper>>,
 ) -> Result<Shared, ServerError> {
-    shared(config, &Legacy::default(), keeper).map(|(shared, _)| shared)
+    let keepers = Keepers {
+        reservations: keeper,
+        ports: None,
+    };
+    shared(config, &Legacy::default(), keepers).map(|(shared, _)| shared)
 }
 
 fn shared(
     config: &Config,
     legacy: &Legacy,
-    keeper: Option<Arc<dyn ReservationKeeper>>,
+    keepers: Keepers,
 ) -> Result<(Shared, build::Builder), ServerError> {
-    let mut builder = build::Builder::after(legacy, keeper);
+    let mut builder = build::Builder::after(legacy, keepers)?;
     let catalog = builder.catalog(config)?;
+    builder.save_ports(builder.ports())?;
     builder.settle(legacy);
     catalog
         .stores
@@ -262,20 +281,20 @@ impl Server {
     /// # Errors
     /// [`ServerError`]; nothing runs then.
     pub fn start(config: &Config) -> Result<Self, ServerError> {
-        Self::start_after(config, &Legacy::default(), None)
+        Self::start_after(config, &Legacy::default(), Keepers::default())
     }
 
-    /// As [`Server::start`], in the place of a server that has left something, and with reservations
-    /// that persist through power loss as far as `keeper` keeps them.
+    /// As [`Server::start`], in the place of a server that has left something, and with what is kept beyond
+    /// the end of the process.
     ///
     /// # Errors
     /// [`ServerError`]; nothing runs then, and it may be tried again.
     pub fn start_after(
         config: &Config,
         legacy: &Legacy,
-        keeper: Option<Arc<dyn ReservationKeeper>>,
+        keepers: Keepers,
     ) -> Result<Self, ServerError> {
-        let (shared, builder) = shared(config, legacy, keeper)?;
+        let (shared, builder) = shared(config, legacy, keepers)?;
         let shared = Arc::new(shared);
         let workers = build::workers(config);
         let catalog = shared.registry.catalog();

@@ -174,11 +174,18 @@ impl Server {
     ) -> Result<(), E> {
         self.check(&config)?;
         let prepared = self.prepare(config)?;
-        if let Err(error) = agree() {
+        // Before the configuration is written down: a restart with either finds its numbers.
+        let saved = prepared.builder.save_ports(self.builder.ports());
+        let saved = saved.map_err(|error| E::from(error.into()));
+        if let Err(error) = saved.and_then(|()| agree()) {
             self.withdraw(prepared);
             return Err(error);
         }
         self.commit(prepared);
+        // What is saved besides is in nobody's way.
+        if let Err(error) = self.builder.save_ports(self.builder.ports()) {
+            tracing::warn!(%error, "numbers that nobody needs are kept");
+        }
         Ok(())
     }
 

@@ -316,7 +316,7 @@ impl<'a> Control<'a> {
         let error = format!("{program}: it cannot be run: {error}");
         tracing::error!(%error, "not handed over; serving on");
         legacy.take_back(packed).map_err(ServerError::TakeBack)?;
-        let server = start(|| Server::start_after(&config, &legacy, history.reservations()))?;
+        let server = start(|| Server::start_after(&config, &legacy, history.keepers()))?;
         let admin = admin.map(|(listener, bound)| Admin::open(listener, bound, requests.clone()));
         let metrics = metrics.map(|listener| Listening::on(listener, requests.clone()));
         Ok(Handed::Back(Control {

@@ -1,0 +1,90 @@
+//! The numbers of target ports, in the state directory.
+
+use std::io;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::state::StateDir;
+use crate::server::ports::{PortKeeper, WrittenPort};
+
+/// The file in the state directory.
+const FILE: &str = "ports.json";
+
+/// The version of the file's form.
+const VERSION: u32 = 1;
+
+/// Keeps the numbers of ports in a state directory.
+#[derive(Debug)]
+pub struct PortFile {
+    dir: Arc<StateDir>,
+}
+
+/// What the file holds.
+#[derive(Debug, Serialize, Deserialize)]
+struct Saved {
+    version: u32,
+    ports: Vec<WrittenPort>,
+}
+
+impl PortFile {
+    /// Keeps them in `dir`.
+    #[must_use]
+    pub fn new(dir: Arc<StateDir>) -> Self {
+        Self { dir }
+    }
+}
+
+impl PortKeeper for PortFile {
+    fn load(&self) -> io::Result<Vec<WrittenPort>> {
+        let Some(bytes) = self.dir.read(FILE)? else {
+            return Ok(Vec::new());
+        };
+        let error = |why: String| {
+            let path = self.dir.path().join(FILE);
+            io::Error::other(format!("{}: {why}", path.display()))
+        };
+        let saved: Saved = serde_json::from_slice(&bytes).map_err(|e| error(e.to_string()))?;
+        if saved.version != VERSION {
+            return Err(error(format!("version {} is not known", saved.version)));
+        }
+        Ok(saved.ports)
+    }
+
+    fn save(&self, ports: &[WrittenPort]) -> io::Result<()> {
+        let saved = Saved {
+            version: VERSION,
+            ports: ports.to_vec(),
+        };
+        self.dir.replace(FILE, &serde_json::to_vec_pretty(&saved)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_damaged_file_is_an_error_and_none_is_nothing() {
+        let name = format!("riserd-ports-{}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let _ = std::fs::remove_dir_all(&path);
+        let dir = Arc::new(StateDir::take(&path).unwrap());
+        let file = PortFile::new(Arc::clone(&dir));
+        assert_eq!(file.load().unwrap(), []);
+        let text = r#"{ "version": 1, "ports": [
+            { "target": "t", "port": { "Srp": "10.0.0.1:5555" }, "id": 3 },
+            { "target": "t", "port": "Iscsi", "id": 1 } ] }"#;
+        dir.replace(FILE, text.as_bytes()).unwrap();
+        let ports = file.load().unwrap();
+        assert_eq!(ports.len(), 2);
+        file.save(&ports).unwrap();
+        assert_eq!(file.load().unwrap(), ports);
+        for damaged in ["{", &text.replace("\"version\": 1", "\"version\": 2")] {
+            dir.replace(FILE, damaged.as_bytes()).unwrap();
+            let error = file.load().unwrap_err().to_string();
+            assert!(error.contains(FILE), "{error}");
+        }
+        std::fs::remove_dir_all(&path).unwrap();
+    }
+}

@@ -1,0 +1,225 @@
+//! RELATIVE TARGET PORT IDENTIFIERs, which are portal group tags for iSCSI: the numbers of a target's ports.
+//!
+//! Initiators know ports by them, so a port has the same one as long as it is configured: whatever comes
+//! before it in the file, and over restarts, for which a [`PortKeeper`] keeps them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Debug;
+use std::io;
+use std::net::SocketAddr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::config::{Portal, Target};
+
+/// A port of a target.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Port {
+    /// A portal of SRP.
+    Srp(SocketAddr),
+    /// All portals of iSCSI and iSER, whose portal group has the port's number.
+    Iscsi,
+}
+
+/// The numbers of a target's ports.
+pub type PortIds = BTreeMap<Port, u16>;
+
+/// The numbers of ports, by the names of targets.
+pub type AllPortIds = BTreeMap<String, PortIds>;
+
+/// A port and its number, written down.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WrittenPort {
+    target: String,
+    port: Port,
+    id: u16,
+}
+
+/// Keeps the numbers of ports over restarts.
+pub trait PortKeeper: Debug + Send + Sync {
+    /// The numbers that were saved last.
+    ///
+    /// # Errors
+    /// They cannot be read, or are damaged.
+    fn load(&self) -> io::Result<Vec<WrittenPort>>;
+
+    /// Saves numbers in the place of those before, durably.
+    ///
+    /// # Errors
+    /// They cannot be saved; those before are there.
+    fn save(&self, ports: &[WrittenPort]) -> io::Result<()>;
+}
+
+/// Writes numbers down.
+#[must_use]
+pub fn write(all: &AllPortIds) -> Vec<WrittenPort> {
+    let written = |(target, ids): (&String, &PortIds)| {
+        let target = target.clone();
+        let one = move |(port, id): (&Port, &u16)| WrittenPort {
+            target: target.clone(),
+            port: *port,
+            id: *id,
+        };
+        ids.iter().map(one).collect::<Vec<_>>()
+    };
+    all.iter().flat_map(written).collect()
+}
+
+/// The numbers that were written down.
+#[must_use]
+pub fn read(written: Vec<WrittenPort>) -> AllPortIds {
+    let mut all = AllPortIds::new();
+    for WrittenPort { target, port, id } in written {
+        all.entry(target).or_default().insert(port, id);
+    }
+    all
+}
+
+/// What is saved while a change is made: whether it was made or not, a restart finds the numbers that it
+/// needs. Two ports may have one number there, of which no configuration has both.
+pub(super) fn during(old: &AllPortIds, new: &AllPortIds) -> AllPortIds {
+    let mut all = old.clone();
+    for (target, ids) in new {
+        all.entry(target.clone()).or_default().extend(ids);
+    }
+    all
+}
+
+/// Gives every port of a target a number: the one that it had, else its place in the file where that is
+/// free. Those that are not configured any longer lose theirs.
+pub(super) fn number(known: &mut PortIds, target: &Target) {
+    let ports = || target.portals.iter().map(port_of);
+    let mut taken = BTreeSet::new();
+    known.retain(|port, id| ports().any(|p| p == *port) && taken.insert(*id));
+    for (place, port) in ports().enumerate() {
+        if known.contains_key(&port) {
+            continue;
+        }
+        let mut ids = std::iter::once(place as u16 + 1).chain(1..=u16::MAX);
+        let id = ids.find(|id| !taken.contains(id));
+        let id = id.expect("a target has fewer portals");
+        taken.insert(id);
+        known.insert(port, id);
+    }
+}
+
+/// The port that a portal belongs to.
+pub(super) fn port_of(portal: &Portal) -> Port {
+    if portal.protocol.is_iscsi() {
+        Port::Iscsi
+    } else {
+        Port::Srp(portal.listen)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+
+    fn target(portals: &[u8]) -> Target {
+        let portals = portals.iter().map(|host| match host {
+            0 => "{ protocol: iscsi, listen: 10.0.0.1 }".to_owned(),
+            host => format!("{{ protocol: srp, listen: 10.0.0.{host} }}"),
+        });
+        let text = format!(
+            "backends: {{ a: {{ kind: ram, size: 1MiB }} }}\n\
+             targets: [{{ name: t, iqn: iqn.2026-01.a:t, portals: [{}], luns: {{ 0: a }}, \
+             access: open }}]\n",
+            portals.collect::<Vec<_>>().join(", ")
+        );
+        let config = Config::parse(&text, "test.yaml").unwrap();
+        config.targets[0].clone()
+    }
+
+    /// The numbers that these portals get, in this order, after others.
+    fn numbers(known: &PortIds, portals: &[u8]) -> (PortIds, Vec<u16>) {
+        let (mut known, target) = (known.clone(), target(portals));
+        number(&mut known, &target);
+        let of = |portal: &Portal| known[&port_of(portal)];
+        let all = target.portals.iter().map(of).collect();
+        (known, all)
+    }
+
+    #[test]
+    fn a_port_keeps_its_number_whatever_comes_before_it() {
+        let (first, ids) = numbers(&PortIds::new(), &[2, 0, 3]);
+        assert_eq!(ids, [1, 2, 3]);
+        let (_, ids) = numbers(&first, &[3, 4, 2, 0]);
+        assert_eq!(ids, [3, 4, 1, 2], "4 is not free for 3's place");
+        let (fewer, ids) = numbers(&first, &[3]);
+        assert_eq!(ids, [3]);
+        let (_, ids) = numbers(&fewer, &[2, 3]);
+        assert_eq!(ids, [1, 3]);
+    }
+
+    #[test]
+    fn what_is_saved_during_a_change_serves_before_and_after() {
+        let with = |ids| AllPortIds::from([("t".to_owned(), ids)]);
+        let (old, _) = numbers(&PortIds::new(), &[2, 3]);
+        let (new, after) = numbers(&old, &[4, 3]);
+        assert_eq!(after, [1, 2], "the number of what went");
+        let saved = read(write(&during(&with(old), &with(new))));
+        assert_eq!(numbers(&saved["t"], &[3, 2]).1, [2, 1]);
+        assert_eq!(numbers(&saved["t"], &[3, 4]).1, [2, 1]);
+        // Both come back: one of them has the number.
+        let (_, mut both) = numbers(&saved["t"], &[2, 3, 4]);
+        both.sort_unstable();
+        assert_eq!(both, [1, 2, 3]);
+    }
+
+    /// Keeps numbers in memory.
+    #[derive(Debug, Default)]
+    struct Kept(std::sync::Mutex<Vec<WrittenPort>>);
+
+    impl PortKeeper for Kept {
+        fn load(&self) -> io::Result<Vec<WrittenPort>> {
+            Ok(self.0.lock().unwrap().clone())
+        }
+
+        fn save(&self, ports: &[WrittenPort]) -> io::Result<()> {
+            *self.0.lock().unwrap() = ports.to_vec();
+            Ok(())
+        }
+    }
+
+    /// The numbers of a target's SRP ports, by their hosts, in a process that begins with what is kept.
+    fn start(keeper: &std::sync::Arc<Kept>, portals: &str) -> Vec<(u8, u16)> {
+        use super::super::legacy::Legacy;
+        use super::super::{Keepers, build::Builder};
+        let text = format!(
+            "backends: {{ a: {{ kind: ram, size: 1MiB }} }}\n\
+             targets: [{{ name: t, portals: [{portals}], luns: {{ 0: a }}, access: open }}]\n"
+        );
+        let config = Config::parse(&text, "test.yaml").unwrap();
+        let keepers = Keepers {
+            reservations: None,
+            ports: Some(keeper.clone()),
+        };
+        let mut builder = Builder::after(&Legacy::default(), keepers).unwrap();
+        let catalog = builder.catalog(&config).unwrap();
+        builder.save_ports(builder.ports()).unwrap();
+        let host = |at: SocketAddr| match at.ip() {
+            std::net::IpAddr::V4(ip) => ip.octets()[3],
+            std::net::IpAddr::V6(_) => unreachable!(),
+        };
+        let portals = catalog.targets[0].portals.iter();
+        portals.map(|p| (host(p.listen), p.relative_id)).collect()
+    }
+
+    #[test]
+    fn a_restart_with_another_order_changes_no_number() {
+        let keeper = std::sync::Arc::default();
+        let (one, two, three) = (
+            "{ protocol: srp, listen: 10.0.0.1 }",
+            "{ protocol: srp, listen: 10.0.0.2 }",
+            "{ protocol: srp, listen: 10.0.0.3 }",
+        );
+        let first = start(&keeper, &format!("{one}, {two}"));
+        assert_eq!(first, [(1, 1), (2, 2)]);
+        let second = start(&keeper, &format!("{three}, {two}, {one}"));
+        assert_eq!(second, [(3, 3), (2, 2), (1, 1)]);
+        let third = start(&keeper, &format!("{three}, {two}"));
+        assert_eq!(third, [(3, 3), (2, 2)]);
+    }
+}

@@ -68,8 +68,9 @@ bitflags! {
         const READS = 1 << 6;
         /// As [`Self::WRITES`], where it is about reservations.
         const CHANGES = 1 << 7;
-        /// Changes how the unit works for every nexus. Refused by a number that is read-only, though
-        /// the medium need not be writable.
+        /// Changes how the unit works for every nexus, or whom it works for. Refused by a number that is
+        /// read-only, though the medium need not be writable: who may not write must not keep those from
+        /// it who may. (SPC-4 lets a write-protected medium be reserved, but says nothing of numbers.)
         const SETTINGS = 1 << 8;
     }
 }
@@ -162,7 +163,7 @@ pub static TABLE: [Opcode; 54] = [
         usage: &[0x16, 0x00, 0x00, 0x00, 0x00, 0x00],
         direction: Direction::None,
         timeout: 30,
-        gates: Gates::empty(),
+        gates: Gates::SETTINGS,
         plan: reserve::plan_reserve,
     },
     Opcode {
@@ -312,7 +313,7 @@ pub static TABLE: [Opcode; 54] = [
         usage: &[0x56, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00],
         direction: Direction::None,
         timeout: 30,
-        gates: Gates::empty(),
+        gates: Gates::SETTINGS,
         plan: reserve::plan_reserve,
     },
     Opcode {
@@ -382,7 +383,7 @@ pub static TABLE: [Opcode; 54] = [
         usage: &[0x5f, 0x1f, 0xff, 0x00, 0x00, 0xff, 0xff, 0xff, 0xff, 0x00],
         direction: Direction::Out,
         timeout: 30,
-        gates: Gates::empty(),
+        gates: Gates::SETTINGS,
         plan: reserve::plan_reserve_out,
     },
     Opcode {
@@ -392,7 +393,7 @@ pub static TABLE: [Opcode; 54] = [
         usage: &[0x5f, 0x1f, 0xff, 0x00, 0x00, 0xff, 0xff, 0xff, 0xff, 0x00],
         direction: Direction::Out,
         timeout: 30,
-        gates: Gates::empty(),
+        gates: Gates::SETTINGS,
         plan: reserve::plan_reserve_out,
     },
     Opcode {
@@ -402,7 +403,7 @@ pub static TABLE: [Opcode; 54] = [
         usage: &[0x5f, 0x1f, 0xff, 0x00, 0x00, 0xff, 0xff, 0xff, 0xff, 0x00],
         direction: Direction::Out,
         timeout: 30,
-        gates: Gates::empty(),
+        gates: Gates::SETTINGS,
         plan: reserve::plan_reserve_out,
     },
     Opcode {
@@ -412,7 +413,7 @@ pub static TABLE: [Opcode; 54] = [
         usage: &[0x5f, 0x1f, 0xff, 0x00, 0x00, 0xff, 0xff, 0xff, 0xff, 0x00],
         direction: Direction::Out,
         timeout: 30,
-        gates: Gates::empty(),
+        gates: Gates::SETTINGS,
         plan: reserve::plan_reserve_out,
     },
     Opcode {
@@ -422,7 +423,7 @@ pub static TABLE: [Opcode; 54] = [
         usage: &[0x5f, 0x1f, 0xff, 0x00, 0x00, 0xff, 0xff, 0xff, 0xff, 0x00],
         direction: Direction::Out,
         timeout: 30,
-        gates: Gates::empty(),
+        gates: Gates::SETTINGS,
         plan: reserve::plan_reserve_out,
     },
     Opcode {
@@ -432,7 +433,7 @@ pub static TABLE: [Opcode; 54] = [
         usage: &[0x5f, 0x1f, 0xff, 0x00, 0x00, 0xff, 0xff, 0xff, 0xff, 0x00],
         direction: Direction::Out,
         timeout: 30,
-        gates: Gates::empty(),
+        gates: Gates::SETTINGS,
         plan: reserve::plan_reserve_out,
     },
     Opcode {
@@ -442,7 +443,7 @@ pub static TABLE: [Opcode; 54] = [
         usage: &[0x5f, 0x1f, 0xff, 0x00, 0x00, 0xff, 0xff, 0xff, 0xff, 0x00],
         direction: Direction::Out,
         timeout: 30,
-        gates: Gates::empty(),
+        gates: Gates::SETTINGS,
         plan: reserve::plan_reserve_out,
     },
     Opcode {

@@ -178,6 +178,12 @@ pub struct ReservationChange {
 }
 
 impl ReservationChange {
+    /// Who asks for it.
+    #[must_use]
+    pub fn nexus(&self) -> NexusId {
+        self.nexus
+    }
+
     /// Whether it asks for persistence through power loss.
     fn wants_persistence(&self) -> bool {
         matches!(self.action, Action::Register { persists: true, .. })

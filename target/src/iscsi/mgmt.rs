@@ -87,7 +87,15 @@ impl<D: Datamover> Channel<D> {
             _ => None,
         };
         if let Some(function) = whole_target {
-            let units: Vec<_> = session.luns.iter().map(|(_, u)| Arc::clone(u)).collect();
+            // A reset ends commands of others, which a host that may not write must not do.
+            let is_reset = function == TaskManagement::LogicalUnitReset;
+            let units: Vec<_> = match is_reset {
+                true => session.luns.writable(),
+                false => session.luns.iter().map(|(_, u)| Arc::clone(u)).collect(),
+            };
+            if units.is_empty() && is_reset {
+                return Some(TmfStatus::AuthorizationFailed);
+            }
             units
                 .iter()
                 .for_each(|unit| self.manage(idx, unit, function));
@@ -96,6 +104,13 @@ impl<D: Datamover> Channel<D> {
         let Some(unit) = unit else {
             return Some(TmfStatus::LunDoesNotExist);
         };
+        let is_about_others = matches!(
+            request.function,
+            TmfFunction::ClearTaskSet | TmfFunction::LogicalUnitReset
+        );
+        if is_about_others && session.luns.is_read_only(request.lun) {
+            return Some(TmfStatus::AuthorizationFailed);
+        }
         let function = match request.function {
             TmfFunction::AbortTask => {
                 let Some(task) = self.find_command(request.referenced, &unit) else {

@@ -12,13 +12,14 @@ use riser_scsi::iscsi::pdu::{
 };
 use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
 use riser_scsi::kind::Kind;
+use riser_scsi::lun::LunId;
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::step::{Expected, Request, Residual, Step, TaskAttribute};
 use riser_scsi::task::NewTask;
 
 use super::fixture::{Received, Rig, WINDOW};
 use super::{Action, MAX_QUEUED, MAX_QUEUED_BYTES, Others, Phase, TcpChannel};
-use crate::srp::{SendIdx, TaskRef, Unit};
+use crate::srp::{LunMap, Mapping, SendIdx, TaskRef, Unit};
 use crate::stats::SessionEvent;
 
 /// Status and sense key of the response in what was received.
@@ -1197,6 +1198,38 @@ fn a_reset_whose_connection_goes_tells_the_others() {
     let _ = unit.remove(key);
     assert_eq!(unit.management().resets, 1);
     assert_eq!(tur(&unit), Some(Attention::DeviceReset.sense().additional));
+}
+
+/// A host that may not write ends no commands of those who may.
+#[test]
+fn functions_that_concern_others_are_refused_by_read_only_numbers() {
+    let mut rig = Rig::logged_in("");
+    let unit = Arc::clone(&rig.gate.unit);
+    let by = |numbers: &[(u16, bool)]| {
+        let mapping = |read_only| Mapping {
+            unit: Arc::clone(&rig.gate.unit),
+            stats: Arc::clone(&rig.gate.stats),
+            read_only,
+        };
+        let lun = |number: u16| LunId::new(number.into()).unwrap();
+        let all = numbers.iter().map(|(n, ro)| (lun(*n), mapping(*ro)));
+        Arc::new(LunMap::new(all))
+    };
+    let (reader, both) = (by(&[(0, true)]), by(&[(0, true), (1, false)]));
+    rig.with(|ch, _| ch.channel_mut().handle_luns(reader));
+    use TmfFunction::{AbortTaskSet, ClearTaskSet, LogicalUnitReset, TargetWarmReset};
+    for (tag, function) in (1..).zip([ClearTaskSet, LogicalUnitReset, TargetWarmReset]) {
+        let answers = rig.tmf(tag, function, 0);
+        assert_eq!(tmf_status(&answers), TmfStatus::AuthorizationFailed);
+    }
+    assert_eq!(unit.management().resets, 0);
+    let answers = rig.tmf(7, AbortTaskSet, 0);
+    assert_eq!(tmf_status(&answers), TmfStatus::Complete);
+    // A reset of the target concerns what it may write.
+    rig.with(|ch, _| ch.channel_mut().handle_luns(both));
+    let answers = rig.tmf(8, TargetWarmReset, 0);
+    assert_eq!(tmf_status(&answers), TmfStatus::Complete);
+    assert_eq!(unit.management().resets, 1);
 }
 
 /// What waits to be sent is bounded by its bytes too: the initiator says how long an answer may be.

@@ -53,6 +53,14 @@ impl Channel {
             let code = RspCode::RequestFieldsInvalid;
             return self.answer_function(cx, idx, request.function, code);
         };
+        let is_about_others = matches!(
+            request.function,
+            TskMgmtFunction::ClearTaskSet | TskMgmtFunction::LogicalUnitReset
+        );
+        if is_about_others && self.config.luns.is_read_only(request.lun) {
+            let code = RspCode::TskMgmtFailed;
+            return self.answer_function(cx, idx, request.function, code);
+        }
         self.ioctx[usize::from(idx.0)].mgmt = Some(Mgmt {
             cause: Cause::Function(request.function),
             unit: Some(Arc::clone(&unit)),

@@ -314,6 +314,14 @@ impl LunMap {
         Some(Arc::clone(&self.mappings[place].unit))
     }
 
+    /// Whether the number that addresses a unit is read-only. By such a number an initiator ends no
+    /// commands of others: who may not write must not stop those who do.
+    #[must_use]
+    pub fn is_read_only(&self, lun: WireLun) -> bool {
+        let place = self.find(lun);
+        place.is_some_and(|place| self.mappings[place].read_only)
+    }
+
     /// Whether the same numbers lead to the same units, with the same rights.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
@@ -326,6 +334,18 @@ impl LunMap {
     #[must_use]
     pub fn has(&self, unit: &Arc<Unit>) -> bool {
         self.mappings.iter().any(|m| Arc::ptr_eq(&m.unit, unit))
+    }
+
+    /// Units that some number leads to that is not read-only, each once.
+    #[must_use]
+    pub fn writable(&self) -> Vec<Arc<Unit>> {
+        let mut units: Vec<Arc<Unit>> = Vec::new();
+        for mapping in self.mappings.iter().filter(|m| !m.read_only) {
+            if !units.iter().any(|unit| Arc::ptr_eq(unit, &mapping.unit)) {
+                units.push(Arc::clone(&mapping.unit));
+            }
+        }
+        units
     }
 
     /// Every number and its unit.

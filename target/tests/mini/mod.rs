@@ -341,12 +341,17 @@ impl<P: Provider> Mini<P> {
 
     /// Sends a task-management request.
     pub(crate) fn send_tmf(&mut self, tag: u64, function: TskMgmtFunction, task: u64) {
+        self.send_tmf_to(tag, 0, function, task);
+    }
+
+    /// Sends a function for a unit.
+    pub(crate) fn send_tmf_to(&mut self, tag: u64, lun: u8, function: TskMgmtFunction, task: u64) {
         let mut iu = [0; 48];
         TskMgmt {
             tag: Tag(tag),
             notify_success: false,
             notify_failure: false,
-            lun: [0; 8],
+            lun: [0, lun, 0, 0, 0, 0, 0, 0],
             function,
             task_tag: Tag(task),
         }

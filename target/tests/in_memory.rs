@@ -507,6 +507,80 @@ fn a_reservation_holds_on_a_read_only_number_too() {
     }
 }
 
+/// Who may not write must not stop those who do: no reservations, and no end of their commands.
+#[test]
+fn a_read_only_number_takes_no_unit_from_others() {
+    let text = "backends: { a: { kind: ram, size: 1MiB } }\n\
+        targets:\n\
+        \x20 - { name: t, portals: [{ protocol: srp, listen: 10.0.0.1 }], access: open,\n\
+        \x20     luns: { 0: a, 1: { backend: a, read_only: true } } }\n\
+        workers: { count: 1 }\n";
+    let parsed = Config::parse(text, "test.yaml").unwrap();
+    let mut world = World::serving(FaultConfig::default(), &parsed);
+    let mut reader = world.log_in(1);
+    reader.data.write(0, &[0; 24]);
+    reader.data.write(8, &7_u64.to_be_bytes());
+    let mut by = |lun, cdb: &[u8], len| {
+        let out = match len {
+            0 => DataBuffer::None,
+            _ => DataBuffer::Direct(reader.desc(0, len)),
+        };
+        reader.send_cmd(1, lun, cdb, out, DataBuffer::None);
+        let answer = reader.answer(&mut |d| world.pump(d));
+        (answer.status, answer.sense.get(2).copied())
+    };
+    let (good, protected) = ((0, None), (2, Some(7)));
+    for action in 0..7 {
+        let cdb = [0x5f, action, 1, 0, 0, 0, 0, 0, 24, 0];
+        assert_eq!(by(1, &cdb, 24), protected, "action {action}");
+    }
+    for (reserve, release) in [(0x16, 0x17), (0x56, 0x57)] {
+        let cdb = |opcode: u8| match opcode {
+            0x16 | 0x17 => vec![opcode, 0, 0, 0, 0, 0],
+            _ => vec![opcode, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+        };
+        assert_eq!(by(1, &cdb(reserve), 0), protected);
+        assert_eq!(by(0, &cdb(reserve), 0), good, "the other number");
+        assert_eq!(by(0, &cdb(release), 0), good);
+    }
+    // Its own commands it may end; those of all, by the other number.
+    use TskMgmtFunction::{AbortTaskSet, ClearTaskSet, LogicalUnitReset};
+    let mut manage = |lun, function| {
+        reader.send_tmf_to(9, lun, function, 0);
+        reader.answer(&mut |d| world.pump(d)).code
+    };
+    assert_eq!(manage(1, AbortTaskSet), Some(0));
+    for function in [ClearTaskSet, LogicalUnitReset] {
+        assert_eq!(manage(1, function), Some(5), "the function failed");
+        assert_eq!(manage(0, function), Some(0));
+    }
+}
+
+/// RESERVE ends with its session, also where a login of the same initiator ends that (SPC-2 5.5.1).
+#[test]
+fn a_new_login_gives_back_what_the_old_session_has_reserved() {
+    for (reserve, cdb_len) in [(0x16, 6), (0x56, 10)] {
+        let mut world = World::new(FaultConfig::default(), "");
+        let (mut holder, mut other) = (world.log_in(1), world.log_in(2));
+        let mut cdb = [0; 10];
+        cdb[0] = reserve;
+        let none = || DataBuffer::None;
+        let pump = &mut |world: &mut World, mini: &mut Mini<Endpoint>, cdb: &[u8]| {
+            let answer = mini.command(cdb, none(), none(), &mut |d| world.pump(d));
+            answer.status
+        };
+        assert_eq!(pump(&mut world, &mut holder, &cdb[..cdb_len]), 0);
+        assert_eq!(pump(&mut world, &mut other, &[0; 6]), 0x18, "reserved");
+        let (dev, req) = (world.client(3), login_req(1, world.target()));
+        let at = SocketAddr::new(SERVER, 5555);
+        let again = Mini::connect(dev, at, &req, &mut |d| world.pump(d));
+        let mut again = again.map_err(|(_, e)| e).unwrap();
+        again.settle(&mut |d| world.pump(d));
+        assert_eq!(pump(&mut world, &mut other, &[0; 6]), 0);
+        assert_eq!(pump(&mut world, &mut again, &[0; 6]), 0);
+    }
+}
+
 /// Keeps nothing; a save takes as long as somebody holds the lock.
 #[derive(Debug, Default)]
 struct Held(Mutex<()>);
@@ -522,6 +596,51 @@ impl ReservationKeeper for Held {
     }
 }
 
+/// Sends a registration that persists through power loss.
+fn register(mini: &mut Mini<Endpoint>, tag: u64) {
+    let mut list = [0_u8; 24];
+    (list[15], list[20]) = (7, 1);
+    mini.data.write(0, &list);
+    let cdb = [0x5f, 0x06, 0, 0, 0, 0, 0, 0, 24, 0];
+    let data = DataBuffer::Direct(mini.desc(0, 24));
+    mini.send_cmd(tag, 0, &cdb, data, DataBuffer::None);
+}
+
+/// However many changes of reservations some hosts ask for, another's is made.
+#[test]
+fn a_flood_of_registrations_refuses_nobody_s() {
+    let config = Config::parse(&config(SERVER, 1, ""), "test.yaml").unwrap();
+    let keeper = Arc::new(Held::default());
+    let shared = build_shared(&config, Some(keeper.clone())).unwrap();
+    let mut world = World::over(FaultConfig::default(), shared);
+    let hangs = keeper.0.lock().unwrap();
+    let mut hosts: Vec<_> = (1..=4).map(|n| world.log_in(n)).collect();
+    const EACH: u64 = 100;
+    for host in &mut hosts[..3] {
+        for n in 0..EACH {
+            register(host, n);
+            // The host's buffers for requests are few: each goes out before it is used again.
+            (0..8).for_each(|_| world.pump(&mut host.dev));
+        }
+        for _ in 0..200 {
+            world.pump(&mut host.dev);
+        }
+    }
+    register(&mut hosts[3], 7);
+    for _ in 0..200 {
+        world.pump(&mut hosts[3].dev);
+    }
+    drop(hangs);
+    let answer = hosts[3].answer(&mut |d| world.pump(d));
+    assert_eq!((answer.tag, answer.status), (7, 0), "{:x?}", answer.sense);
+    for host in &mut hosts[..3] {
+        for _ in 0..EACH {
+            let answer = host.answer(&mut |d| world.pump(d));
+            assert_eq!(answer.status, 0, "{:x?}", answer.sense);
+        }
+    }
+}
+
 #[test]
 fn a_state_directory_that_hangs_holds_up_neither_aborts_nor_logins() {
     let config = Config::parse(&config(SERVER, 1, ""), "test.yaml").unwrap();
@@ -530,14 +649,6 @@ fn a_state_directory_that_hangs_holds_up_neither_aborts_nor_logins() {
     let mut world = World::over(FaultConfig::default(), shared);
     // Unlocked before the world goes, which waits for its helper thread.
     let hangs = keeper.0.lock().unwrap();
-    let register = |mini: &mut Mini<Endpoint>, tag| {
-        let mut list = [0_u8; 24];
-        (list[15], list[20]) = (7, 1);
-        mini.data.write(0, &list);
-        let cdb = [0x5f, 0x06, 0, 0, 0, 0, 0, 0, 24, 0];
-        let data = DataBuffer::Direct(mini.desc(0, 24));
-        mini.send_cmd(tag, 0, &cdb, data, DataBuffer::None);
-    };
     let mut host = world.log_in(1);
     register(&mut host, 1);
     let read = host.read(0, 1, 4096, &mut |d| world.pump(d));

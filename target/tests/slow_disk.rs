@@ -5,6 +5,7 @@ mod tcp;
 use std::io::Write;
 use std::net::{SocketAddr, TcpListener};
 use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use riser_scsi::iscsi::pdu::{FromTarget, NopOut};
@@ -43,7 +44,10 @@ struct Mount {
 
 impl Mount {
     fn new() -> Result<Self, &'static str> {
-        let dir = std::env::temp_dir().join(format!("riser-slow-{}", std::process::id()));
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let name = format!("riser-slow-{}-{number}", std::process::id());
+        let dir = std::env::temp_dir().join(name);
         let at = dir.join("mnt");
         std::fs::create_dir_all(&at).unwrap();
         let (image, at) = (dir.join("image"), at.to_str().unwrap().to_owned());
@@ -146,5 +150,60 @@ fn a_disk_that_takes_its_time_costs_no_connection() {
         }
     }
     drop((clients, late));
+    server.shutdown().unwrap();
+}
+
+/// Sends a PERSISTENT RESERVE OUT.
+fn change(client: &mut Client, action: u8, kind: u8, (own, other): (u64, u64)) {
+    let mut list = [0; 24];
+    list[..8].copy_from_slice(&own.to_be_bytes());
+    list[8..16].copy_from_slice(&other.to_be_bytes());
+    let cdb = [0x5f, action, kind, 0, 0, 0, 0, 0, 24, 0];
+    client.send_command(&cdb, true, 24, &list);
+}
+
+/// What a disk has begun cannot be called back. So fencing is not done before it has ended: an answer
+/// before that would let the next owner write, and the fenced host's write come after.
+#[test]
+fn preempt_and_abort_waits_for_what_cannot_be_cancelled() {
+    let mount = match Mount::new() {
+        Ok(mount) => mount,
+        Err(why) => return skip(why),
+    };
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    drop(listener);
+    let server = serve(&mount.at, port);
+    let to = SocketAddr::from(([127, 0, 0, 1], port));
+    let [mut fenced, mut other] = [1, 2].map(|isid| {
+        let mut client = Client::login_at(to, "iqn.2026-01.org.example:t", isid, None).unwrap();
+        client.socket.set_read_timeout(Some(PATIENCE)).unwrap();
+        assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+        client
+    });
+    for (client, key) in [(&mut fenced, 0xa), (&mut other, 0xb)] {
+        change(client, 6, 0, (0, key));
+        assert_eq!(client.answer().0, 0);
+    }
+    change(&mut other, 1, 5, (0xb, 0));
+    assert_eq!(other.answer().0, 0);
+    assert!(run("fsfreeze", &["-f", &mount.at]));
+    fenced.send_command(&[0x2a, 0, 0, 0, 0, 1, 0, 0, 1, 0], true, 512, &[7; 512]);
+    // What comes behind it on the connection is answered, so it has been taken in.
+    let keys = [0x5e, 0, 0, 0, 0, 0, 0, 1, 0, 0];
+    assert_eq!(fenced.command(&keys, false, 256, &[]).0, 0);
+    change(&mut other, 5, 5, (0xb, 0xa));
+    let soon = Some(Duration::from_millis(500));
+    other.socket.set_read_timeout(soon).unwrap();
+    let early = other.receive();
+    mount.thaw();
+    assert!(
+        early.is_none(),
+        "fenced while the disk still writes: {early:?}"
+    );
+    other.socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    assert_eq!(other.answer().0, 0);
+    let read = [0x28, 0, 0, 0, 0, 1, 0, 0, 1, 0];
+    assert_eq!(other.command(&read, false, 512, &[]), (0, vec![7; 512]));
     server.shutdown().unwrap();
 }

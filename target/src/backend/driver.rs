@@ -15,7 +15,9 @@ use slab::Slab;
 
 use super::errno::from_errno;
 use super::plan::{self, Bounds, Lacks, Stage};
-use super::request::{MAX_OPERATION, Request, State, buffer_range, cut_transfer, fill_window};
+use super::request::{
+    Bounce, MAX_OPERATION, Request, State, buffer_range, cut_transfer, fill_window,
+};
 use super::store::{Medium, Store};
 use super::sys;
 
@@ -30,7 +32,8 @@ pub struct DriverConfig {
     pub pieces: usize,
     /// Bytes of one bounce buffer; a multiple of 4096.
     pub bounce: usize,
-    /// Number of bounce buffers; requests that find none wait.
+    /// Number of bounce buffers that all stores share. A store that finds none idle has one of its own;
+    /// requests that find that in use as well wait.
     pub bounces: usize,
 }
 
@@ -75,6 +78,18 @@ struct Attached {
     to_flush: Vec<usize>,
     lacks: Lacks,
     requests: usize,
+    /// Its own bounce buffer: one that hangs may have all that are shared.
+    bounce: OwnBounce,
+    /// A helper thread for its blocking calls, once it was needed. Those of one that hangs do not return.
+    helper: Option<Offload<io::Result<(bool, u64)>>>,
+}
+
+/// A store's own bounce buffer.
+enum OwnBounce {
+    /// It was not needed yet.
+    None,
+    Idle(MemSlice),
+    InUse,
 }
 
 /// A worker's engine: takes block operations, works them through the ring, and gives results.
@@ -93,12 +108,34 @@ pub struct Driver {
     delayed: Vec<usize>,
     /// A flush found no room in the ring.
     flush_stalled: bool,
-    bounce_memory: Memory,
-    idle_bounces: Vec<usize>,
+    /// Those that are shared.
+    idle_bounces: Vec<MemSlice>,
     zeroes: MemSlice,
-    helper: Option<Offload<io::Result<(bool, u64)>>>,
+    /// Stores with a helper.
+    helped: Vec<usize>,
     /// Empty lists with their memory, two per request that ended; at most twice `depth`.
     spare: Vec<Vec<MemSlice>>,
+}
+
+impl OwnBounce {
+    /// An idle bounce buffer: one of those that are shared, or this one.
+    fn take_or(&mut self, shared: &mut Vec<MemSlice>, bytes: usize) -> Option<Bounce> {
+        if let Some(memory) = shared.pop() {
+            let is_shared = true;
+            return Some(Bounce { memory, is_shared });
+        }
+        let memory = match std::mem::replace(self, Self::InUse) {
+            Self::Idle(memory) => Some(memory),
+            Self::InUse => return None,
+            Self::None => Memory::new(bytes).ok().map(|memory| memory.whole()),
+        };
+        if memory.is_none() {
+            // Perhaps later.
+            *self = Self::None;
+        }
+        let is_shared = false;
+        memory.map(|memory| Bounce { memory, is_shared })
+    }
 }
 
 impl std::fmt::Debug for Driver {
@@ -144,10 +181,11 @@ impl Driver {
             stalled: VecDeque::with_capacity(config.depth),
             delayed: Vec::new(),
             flush_stalled: false,
-            bounce_memory,
-            idle_bounces: (0..config.bounces).collect(),
+            idle_bounces: (0..config.bounces)
+                .filter_map(|n| bounce_memory.slice(n * config.bounce..(n + 1) * config.bounce))
+                .collect(),
             zeroes: zeroes.whole(),
-            helper: None,
+            helped: Vec::new(),
             spare: Vec::new(),
         })
     }
@@ -176,6 +214,8 @@ impl Driver {
             to_flush: Vec::new(),
             lacks: Lacks::default(),
             requests: 0,
+            bounce: OwnBounce::None,
+            helper: None,
         }))
     }
 
@@ -187,6 +227,7 @@ impl Driver {
         let idle = self.stores[id.0].requests == 0;
         if idle {
             self.stores.remove(id.0);
+            self.helped.retain(|store| *store != id.0);
         }
         idle
     }
@@ -362,8 +403,15 @@ impl Driver {
     }
 
     fn move_on(&mut self, ring: &mut Ring) {
-        while let Some((token, result)) = self.helper.as_mut().and_then(Offload::poll_result) {
-            self.on_extent(token.0 as usize, result);
+        for at in 0..self.helped.len() {
+            let store = self.helped[at];
+            let poll = |stores: &mut Slab<Attached>| {
+                let helper = stores[store].helper.as_mut();
+                helper.and_then(Offload::poll_result)
+            };
+            while let Some((token, result)) = poll(&mut self.stores) {
+                self.on_extent(token.0 as usize, result);
+            }
         }
         if !self.delayed.is_empty() {
             let now = Instant::now();
@@ -470,6 +518,23 @@ impl Driver {
         faults.as_ref().is_some_and(|f| f.holds(&request.op))
     }
 
+    /// As if requests of a store that hangs had all shared bounce buffers, and its own, and its helper.
+    #[cfg(test)]
+    pub(super) fn hang(&mut self, ring: &Ring, id: StoreId) -> std::sync::mpsc::Sender<()> {
+        self.idle_bounces.clear();
+        let store = &mut self.stores[id.0];
+        store.bounce = OwnBounce::InUse;
+        let (release, hangs) = std::sync::mpsc::channel();
+        let mut helper = Offload::new(1, ring.waker()).unwrap();
+        let job = move || {
+            let _ = hangs.recv();
+            Ok((true, 0))
+        };
+        helper.submit(Token(0), job).unwrap();
+        store.helper = Some(helper);
+        release
+    }
+
     fn fail_on_purpose(&mut self, index: usize, error: BackendError) {
         let request = &self.requests[index];
         if let BlockOp::Flush { .. } = request.op {
@@ -499,7 +564,7 @@ impl Driver {
     fn issue(&mut self, ring: &mut Ring, index: usize) {
         let token = self.token(index);
         let request = &mut self.requests[index];
-        let attached = &self.stores[request.store.0];
+        let attached = &mut self.stores[request.store.0];
         let Medium::File {
             fd,
             align,
@@ -538,10 +603,11 @@ impl Driver {
                 ring.submit_write(handle, at, &request.window, Durability::Cached, token)
             }
             Stage::Transfer => {
-                let bounces = (&mut self.idle_bounces, &self.bounce_memory);
                 let faults = attached.store.faults.as_ref();
                 let config = (self.config, faults.map_or(usize::MAX, |f| f.most()));
-                let Some(memory) = cut_transfer(request, *align, config, bounces) else {
+                let (shared, own) = (&mut self.idle_bounces, &mut attached.bounce);
+                let idle = || own.take_or(shared, self.config.bounce);
+                let Some(memory) = cut_transfer(request, *align, config, idle) else {
                     request.state = State::Stalled;
                     self.stalled.push_back(index);
                     return;
@@ -693,12 +759,14 @@ impl Driver {
     }
 
     fn ask_helper(&mut self, ring: &Ring, index: usize, fd: Arc<OwnedFd>, offset: u64, len: u64) {
-        if self.helper.is_none() {
-            self.helper = Offload::new(self.config.depth, ring.waker()).ok();
+        let store = self.requests[index].store.0;
+        let helper = &mut self.stores[store].helper;
+        if helper.is_none() {
+            *helper = Offload::new(self.config.depth, ring.waker()).ok();
+            self.helped.extend(helper.is_some().then_some(store));
         }
         let job = move || sys::extent(fd.as_fd(), offset, len);
-        let asked = self
-            .helper
+        let asked = helper
             .as_mut()
             .is_some_and(|h| h.submit(Token(index as u64), job).is_ok());
         if asked {
@@ -743,7 +811,7 @@ impl Driver {
     /// Copies what a bounced read brought to where it belongs, and frees the bounce buffer.
     fn settle_bounce(&mut self, index: usize, moved: usize) {
         let request = &mut self.requests[index];
-        if let (Some(bounce), BlockOp::Read { .. }) = (request.bounce, request.op) {
+        if let (Some(bounce), BlockOp::Read { .. }) = (&request.bounce, request.op) {
             let mut left = moved;
             let mut pieces = Vec::new();
             for piece in &request.window {
@@ -751,15 +819,18 @@ impl Driver {
                 pieces.extend(piece.slice(0..take));
                 left -= take;
             }
-            let from = bounce * self.config.bounce;
-            let from = self.bounce_memory.slice(from..from + moved);
-            plan::copy_pieces(&pieces, &from.expect("within the buffer"), false);
+            plan::copy_pieces(&pieces, &bounce.first(moved), false);
         }
         self.free_bounce(index);
     }
 
     fn free_bounce(&mut self, index: usize) {
-        self.idle_bounces.extend(self.requests[index].bounce.take());
+        let request = &mut self.requests[index];
+        match request.bounce.take() {
+            None => {}
+            Some(bounce) if bounce.is_shared => self.idle_bounces.push(bounce.memory),
+            Some(bounce) => self.stores[request.store.0].bounce = OwnBounce::Idle(bounce.memory),
+        }
     }
 
     fn finish(&mut self, index: usize, result: StepResult) {

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use riser_memory::{MemSlice, Memory};
+use riser_memory::MemSlice;
 use riser_scsi::step::{BackendError, BlockOp};
 
 use super::driver::{DriverConfig, StoreId};
@@ -24,7 +24,7 @@ pub(super) struct Request {
     pub(super) state: State,
     pub(super) cancelled: bool,
     /// The bounce buffer in use, and what of the request's memory it stands for.
-    pub(super) bounce: Option<usize>,
+    pub(super) bounce: Option<Bounce>,
     pub(super) window: Vec<MemSlice>,
 }
 
@@ -61,7 +61,24 @@ pub(super) fn buffer_range(op: &BlockOp) -> (usize, usize) {
     }
 }
 
-/// Cuts the next window of a read or write, of `most` bytes at most. `None` where it needs a bounce buffer and none is idle;
+/// A bounce buffer.
+#[derive(Debug)]
+pub(super) struct Bounce {
+    pub(super) memory: MemSlice,
+    /// Whether it is one of those that all stores share.
+    pub(super) is_shared: bool,
+}
+
+impl Bounce {
+    /// So many bytes of it.
+    pub(super) fn first(&self, len: usize) -> MemSlice {
+        let first = self.memory.slice(0..len);
+        first.expect("a window no longer than a bounce buffer")
+    }
+}
+
+/// Cuts the next window of a read or write, of `most` bytes at most. `None` where it needs a bounce buffer
+/// and none is idle;
 /// otherwise the bounce memory to use, or nothing where the request's own memory will do.
 #[allow(
     clippy::option_option,
@@ -71,7 +88,7 @@ pub(super) fn cut_transfer(
     request: &mut Request,
     align: Option<Align>,
     (config, most): (DriverConfig, usize),
-    (idle, memory): (&mut Vec<usize>, &Memory),
+    idle: impl FnOnce() -> Option<Bounce>,
 ) -> Option<Option<MemSlice>> {
     let (start, len) = buffer_range(&request.op);
     let (start, left) = (start + request.done as usize, len - request.done as usize);
@@ -84,14 +101,11 @@ pub(super) fn cut_transfer(
     if window.aligned {
         return Some(None);
     }
-    let bounce = idle.pop()?;
-    request.bounce = Some(bounce);
+    let bounce = idle()?;
     bounds.bytes = config.bounce.min(most);
     let window = plan::cut_window(&request.data, start, left, align, bounds, out);
-    let from = bounce * config.bounce;
-    let slice = memory
-        .slice(from..from + window.len)
-        .expect("a window no longer than a bounce buffer");
+    let slice = bounce.first(window.len);
+    request.bounce = Some(bounce);
     if let BlockOp::Write { .. } = request.op {
         plan::copy_pieces(out, &slice, true);
     }

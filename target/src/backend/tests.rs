@@ -420,6 +420,38 @@ fn many_requests_at_once_each_reach_their_place() {
     }
 }
 
+/// What all backends of a worker share, one that hangs must not have for itself.
+#[test]
+fn a_backend_that_hangs_takes_no_buffer_and_no_helper_from_others() {
+    for place in places() {
+        let dir = Dir::new(&place, "hangs");
+        let open = |name: &str| Store::open(&spec(file(dir.file(name), 1 << 20))).unwrap();
+        let mut rig = Rig::new(open("one"));
+        let hung = rig.id;
+        rig.id = rig.driver.attach(&mut rig.ring, open("other"));
+        let release = rig.driver.hang(&rig.ring, hung);
+        let m = Memory::new(1 << 16).unwrap();
+        // Badly aligned, so that direct I/O needs a bounce buffer; several at once wait for it.
+        let slots = [7, 8199, 16391, 24583].map(|at| m.slice(at..at + 4096).unwrap());
+        for (n, slot) in (0u64..).zip(&slots) {
+            slot.fill(0, 4096, n as u8 + 1);
+            rig.submit(write(n * 4096, 4096), std::slice::from_ref(slot), n);
+        }
+        let done = rig.wait(4);
+        assert!(done.iter().all(|d| d.result == StepResult::Done));
+        let status = BlockOp::Status {
+            offset: 0,
+            len: 4096,
+        };
+        let mapped = StepResult::Status {
+            allocation: Allocation::Mapped,
+            len: 4096,
+        };
+        assert_eq!(rig.run(status, &[]), mapped);
+        drop(release);
+    }
+}
+
 #[test]
 fn data_survives_closing_and_the_file_holds_plain_bytes() {
     for place in places() {

@@ -5,23 +5,32 @@
 //! never blocks and still has one park point.
 
 use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, channel, sync_channel};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use crate::slot::Token;
 use crate::waker::Waker;
 
 type Job<R> = (Token, Box<dyn FnOnce() -> R + Send>);
 
+/// How long a helper gets to finish when it is dropped.
+const FAREWELL: Duration = Duration::from_secs(2);
+
 /// A helper thread, the queue into it and the results out of it.
 ///
 /// The queue holds a fixed number of jobs. Results are bounded by the jobs accepted and not yet
-/// collected. Dropping it finishes the jobs already queued and joins the thread.
+/// collected. Dropping it finishes the jobs already queued and joins the thread; but a system call may
+/// never return, and whoever drops a helper must not wait for that. So after two seconds the thread is left
+/// alone with the job that it has: it begins no other, and ends with that or with the process.
 #[derive(Debug)]
 pub struct Offload<R> {
     jobs: Option<SyncSender<Job<R>>>,
     results: Receiver<(Token, R)>,
     thread: Option<JoinHandle<()>>,
+    is_left: Arc<AtomicBool>,
     outstanding: usize,
     capacity: usize,
 }
@@ -40,11 +49,13 @@ impl<R: Send + 'static> Offload<R> {
     pub fn new(capacity: usize, waker: Waker) -> io::Result<Self> {
         let (jobs, inbox) = sync_channel::<Job<R>>(capacity.max(1));
         let (outbox, results) = channel();
+        let is_left = Arc::new(AtomicBool::new(false));
+        let is_over = Arc::clone(&is_left);
         let thread = std::thread::Builder::new()
             .name("riser-offload".into())
             .spawn(move || {
                 while let Ok((token, job)) = inbox.recv() {
-                    if outbox.send((token, job())).is_err() {
+                    if is_over.load(Ordering::Acquire) || outbox.send((token, job())).is_err() {
                         break;
                     }
                     waker.wake();
@@ -54,6 +65,7 @@ impl<R: Send + 'static> Offload<R> {
             jobs: Some(jobs),
             results,
             thread: Some(thread),
+            is_left,
             outstanding: 0,
             capacity: capacity.max(1),
         })
@@ -103,6 +115,14 @@ impl<R> Drop for Offload<R> {
     fn drop(&mut self) {
         self.jobs = None;
         if let Some(thread) = self.thread.take() {
+            let until = Instant::now() + FAREWELL;
+            while !thread.is_finished() {
+                if Instant::now() >= until {
+                    self.is_left.store(true, Ordering::Release);
+                    return;
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            }
             // A panic of a job has been reported on its own thread; there is nobody to tell here.
             let _ = thread.join();
         }

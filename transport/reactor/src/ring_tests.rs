@@ -425,6 +425,33 @@ fn dropping_a_ring_with_operations_in_flight_frees_everything() {
     );
 }
 
+/// A job that never ends, such as a call to a file system that hangs, holds nobody up for ever.
+#[test]
+fn a_helper_that_hangs_is_left_behind() {
+    let ring = Ring::new(RingConfig::default()).unwrap();
+    let mut offload = Offload::new(2, ring.waker()).unwrap();
+    let (release, hangs) = std::sync::mpsc::channel::<()>();
+    let (done, is_done) = std::sync::mpsc::channel();
+    offload
+        .submit(Token(1), move || hangs.recv().unwrap_or_default())
+        .unwrap();
+    let other = done.clone();
+    offload
+        .submit(Token(2), move || other.send("begun").unwrap())
+        .unwrap();
+    let (dropped, is_dropped) = std::sync::mpsc::channel();
+    let thread = std::thread::spawn(move || {
+        drop(offload);
+        dropped.send(()).unwrap();
+    });
+    let patience = std::time::Duration::from_secs(60);
+    assert_eq!(is_dropped.recv_timeout(patience), Ok(()));
+    thread.join().unwrap();
+    drop((release, done));
+    // The other job was dropped instead.
+    assert!(is_done.recv_timeout(patience).is_err());
+}
+
 #[test]
 fn the_helper_thread_reports_through_the_ring() {
     let mut ring = ring(4);

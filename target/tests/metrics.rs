@@ -12,10 +12,15 @@ const LISTEN: &str = "127.81.1.1:9909";
 
 /// What a TCP address answers; nothing where nobody listens.
 fn get(address: &str, path: &str) -> Option<String> {
+    get_of(address, address, path)
+}
+
+/// Asks as a browser does that was sent here by a name.
+fn get_of(host: &str, address: &str, path: &str) -> Option<String> {
     let mut stream = TcpStream::connect(address).ok()?;
     write!(
         stream,
-        "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        "GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
     )
     .unwrap();
     let mut answer = String::new();
@@ -60,6 +65,11 @@ fn metrics_and_health_are_on_the_admin_socket_and_on_tcp_where_that_is_wanted() 
         page.contains("content-security-policy: default-src 'none'"),
         "{page}"
     );
+    // A page of another site, whose name leads here, does not see it.
+    for path in ["/", "/metrics", "/v1/live", "/readyz"] {
+        let refused = get_of("example.com:9909", LISTEN, path).unwrap();
+        assert!(refused.starts_with("HTTP/1.1 421 "), "{refused}");
+    }
     // Who comes by TCP may look and do nothing else.
     for path in ["/v1/config", "/v1/status", "/v1/history"] {
         assert!(

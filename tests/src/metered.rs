@@ -22,7 +22,7 @@ pub fn get(address: &str, path: &str) -> Option<String> {
     let mut stream = TcpStream::connect(address).ok()?;
     write!(
         stream,
-        "GET {path} HTTP/1.0\r\nHost: x\r\nConnection: close\r\n\r\n"
+        "GET {path} HTTP/1.0\r\nHost: {address}\r\nConnection: close\r\n\r\n"
     )
     .ok()?;
     let mut answer = String::new();

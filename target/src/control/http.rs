@@ -2,13 +2,14 @@
 //! socket as well; on a TCP address only if the configuration says so.
 
 use std::io;
-use std::net::{SocketAddr, TcpListener};
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::time::Duration;
 
 use axum::Router;
-use axum::extract::State;
+use axum::extract::{Request, State};
 use axum::http::StatusCode;
-use axum::http::header::{CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE};
+use axum::http::header::{CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HOST};
+use axum::middleware::{Next, from_fn};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodFilter, on};
 use serde_json::Value;
@@ -40,6 +41,39 @@ pub fn router() -> Router<Requests> {
         .route("/healthz", on(MethodFilter::GET, healthz))
         .route("/readyz", on(MethodFilter::GET, readyz))
         .route("/v1/live", on(MethodFilter::GET, live))
+}
+
+/// Whether a `Host` header names this host and no other: by an address, as `localhost`, or by the host's own
+/// name. A page of another site that a browser here shows may have its own name lead to this address
+/// (DNS rebinding); what it asks for then names that site.
+fn is_own(host: &str, own: &str) -> bool {
+    let name = match host.rsplit_once(':') {
+        Some((name, port)) if port.bytes().all(|b| b.is_ascii_digit()) => name,
+        _ => host,
+    };
+    let bare = name
+        .strip_prefix('[')
+        .and_then(|rest| rest.strip_suffix(']'));
+    let is_address = bare.unwrap_or(name).parse::<IpAddr>().is_ok();
+    is_address || name.eq_ignore_ascii_case("localhost") || name.eq_ignore_ascii_case(own)
+}
+
+/// Answers those only who mean this host.
+async fn check_host(request: Request, next: Next) -> Response {
+    let uname = rustix::system::uname();
+    let own = uname.nodename().to_str().unwrap_or("localhost");
+    let mut hosts = request.headers().get_all(HOST).iter();
+    let is_meant = match (hosts.next(), hosts.next()) {
+        (Some(host), None) => host.to_str().is_ok_and(|host| is_own(host, own)),
+        // A browser always says it.
+        (None, _) => true,
+        _ => false,
+    };
+    if is_meant {
+        return next.run(request).await;
+    }
+    let why = "this address is asked by its number, as localhost, or by the host's name";
+    error(StatusCode::MISDIRECTED_REQUEST, why)
 }
 
 async fn ask(requests: &Requests, ask: Ask) -> Answer {
@@ -110,7 +144,12 @@ impl Listening {
         let addr = listener.local_addr()?;
         listener.set_nonblocking(true)?;
         let socket = tokio::net::TcpListener::from_std(listener.try_clone()?)?;
-        let router = router().with_state(requests);
+        let mut router = router().with_state(requests);
+        // What other hosts may reach is no secret to their browsers' pages either, and has names that are
+        // not known here.
+        if addr.ip().is_loopback() {
+            router = router.layer(from_fn(check_host));
+        }
         let bounded = Bounded::new(socket, CONNECTIONS, IDLE);
         let serving =
             Serving::spawn(|end| axum::serve(bounded, router).with_graceful_shutdown(end));
@@ -132,5 +171,35 @@ impl Listening {
     #[must_use]
     pub fn addr(&self) -> SocketAddr {
         self.addr
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_other_sites_are_not_ours() {
+        let is_ours = |host| is_own(host, "storage-1");
+        for host in [
+            "127.0.0.1",
+            "127.0.0.1:9909",
+            "[::1]:9909",
+            "[::1]",
+            "LocalHost:9909",
+            "storage-1:9909",
+        ] {
+            assert!(is_ours(host), "{host}");
+        }
+        for host in [
+            "example.com:9909",
+            "127.0.0.1.example.com",
+            "localhost.example.com:9909",
+            "storage-1.example.com",
+            "",
+            ":9909",
+        ] {
+            assert!(!is_ours(host), "{host}");
+        }
     }
 }

@@ -2,9 +2,11 @@
 //!
 //! ```text
 //! hidden file written → made durable → takes the name → the directory made durable
+//!                                                              └─ not: the old file takes the name back
 //! ```
 //! Whoever is killed at any of these steps leaves the old file or the new one under the name, whole.
-//! The hidden file has one name, so what is left of it is overwritten by the next.
+//! A replacement that fails leaves the old one: who is told so goes on with what that says, and so does
+//! the next start. Hidden files have fixed names, so what is left of them is overwritten by the next.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
@@ -76,18 +78,15 @@ impl StateDir {
     /// # Errors
     /// Whatever the file system says; the file may be there or not.
     pub fn remove(&self, name: &str) -> io::Result<()> {
-        match fs::remove_file(self.path.join(name)) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
-        File::open(&self.path)?.sync_all()
+        remove_if_there(&self.path.join(name))?;
+        sync_dir(&self.path)
     }
 
     /// Replaces a file.
     ///
     /// # Errors
-    /// Whatever the file system says; the file is the old one then, unless only the directory could
-    /// not be made durable.
+    /// Whatever the file system says; the file is the old one then, as far as the file system can still
+    /// be changed at all.
     pub fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
         replace(&self.path.join(name), bytes)
     }
@@ -98,7 +97,19 @@ impl StateDir {
 /// # Errors
 /// As [`StateDir::replace`].
 pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    replace_by_steps(path, bytes, &mut |_| Ok(()))
+    replace_by_steps(path, bytes, &mut |_| Ok(()), &mut sync_dir)
+}
+
+fn sync_dir(dir: &Path) -> io::Result<()> {
+    File::open(dir)?.sync_all()
+}
+
+/// Removes a file, if it is there.
+fn remove_if_there(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
 }
 
 /// How far a replacement has come.
@@ -116,19 +127,20 @@ fn replace_by_steps(
     path: &Path,
     bytes: &[u8],
     at: &mut dyn FnMut(Step) -> io::Result<()>,
+    sync: &mut dyn FnMut(&Path) -> io::Result<()>,
 ) -> io::Result<()> {
     let parent = path.parent().filter(|p| !p.as_os_str().is_empty());
     let parent = parent.unwrap_or(Path::new("."));
     let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
-    let mut hidden = std::ffi::OsString::from(".");
-    hidden.push(name);
-    hidden.push(".new");
-    let hidden = parent.join(hidden);
+    let beside = |end| {
+        let mut hidden = std::ffi::OsString::from(".");
+        hidden.push(name);
+        hidden.push(end);
+        parent.join(hidden)
+    };
+    let (hidden, old) = (beside(".new"), beside(".old"));
     // A mode is given to new files only.
-    match fs::remove_file(&hidden) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
+    remove_if_there(&hidden)?;
     let mut file = OpenOptions::new()
         .write(true)
         .create_new(true)
@@ -142,9 +154,27 @@ fn replace_by_steps(
     at(Step::Written)?;
     file.sync_all()?;
     at(Step::Synced)?;
+    // A second name of the old file, if there is one, and where the file system has such.
+    remove_if_there(&old)?;
+    let is_kept = match fs::hard_link(path, &old) {
+        Ok(()) => true,
+        Err(error) => error.kind() == io::ErrorKind::NotFound,
+    };
     fs::rename(&hidden, path)?;
     at(Step::Renamed)?;
-    File::open(parent)?.sync_all()
+    if let Err(error) = sync(parent) {
+        if is_kept {
+            let back = match fs::rename(&old, path) {
+                Err(missing) if missing.kind() == io::ErrorKind::NotFound => fs::remove_file(path),
+                done => done,
+            };
+            let _ = back.and_then(|()| sync(parent));
+        }
+        return Err(error);
+    }
+    // It is in nobody's way.
+    let _ = remove_if_there(&old);
+    Ok(())
 }
 
 #[cfg(test)]
@@ -175,7 +205,8 @@ mod tests {
             state.replace("f", b"the old one").unwrap();
             let mut at = |s| if s == step { Err(killed()) } else { Ok(()) };
             let file = path.join("f");
-            replace_by_steps(&file, b"the new one, which is longer", &mut at).unwrap_err();
+            let new = b"the new one, which is longer";
+            replace_by_steps(&file, new, &mut at, &mut sync_dir).unwrap_err();
             let expected: &[u8] = match step {
                 Step::Renamed => b"the new one, which is longer",
                 _ => b"the old one",
@@ -189,6 +220,26 @@ mod tests {
         assert_eq!(names.len(), 1);
         let mode = |p: &Path| fs::metadata(p).unwrap().permissions().mode() & 0o777;
         assert_eq!((mode(&path), mode(&path.join("f"))), (0o700, 0o600));
+        fs::remove_dir_all(&path).unwrap();
+    }
+
+    /// What is reported as failed has not happened, for the next start either.
+    #[test]
+    fn a_directory_that_cannot_be_made_durable_keeps_the_old_file() {
+        let path = dir("undone");
+        let state = StateDir::take(&path).unwrap();
+        let file = path.join("f");
+        for old in [None, Some(&b"the old one"[..])] {
+            if let Some(old) = old {
+                state.replace("f", old).unwrap();
+            }
+            let mut failing = |_: &Path| Err(io::Error::other("no space"));
+            replace_by_steps(&file, b"the new one", &mut |_| Ok(()), &mut failing).unwrap_err();
+            assert_eq!(state.read("f").unwrap().as_deref(), old);
+        }
+        state.replace("f", b"another").unwrap();
+        let names: Vec<_> = fs::read_dir(&path).unwrap().collect();
+        assert_eq!(names.len(), 1);
         fs::remove_dir_all(&path).unwrap();
     }
 

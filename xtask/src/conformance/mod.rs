@@ -116,9 +116,8 @@ const CLIENT_FAULTS: [(&str, &str); 5] = [
     ),
 ];
 
-/// Bytes of a LUN. One of 32 MiB would be written at once by a test that does not ask how much a
-/// transfer may be.
-const SIZE: u64 = 24 << 20;
+/// Bytes of a LUN: enough for the tests that write and read 32 MiB with one command.
+const SIZE: u64 = 64 << 20;
 
 /// LUNs for tests that are skipped on the first one, and with what words they say so: one has longer
 /// physical blocks, one is read-only.

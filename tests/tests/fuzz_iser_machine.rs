@@ -94,7 +94,11 @@ fn unit() -> Arc<Unit> {
             serial: "1".into(),
             naa: Naa::LocallyAssigned(1),
         },
-        limits: Limits::default(),
+        limits: Limits {
+            // Most commands go in pieces.
+            window: 4096,
+            ..Limits::default()
+        },
         cache_generation: None,
     })
     .unwrap();

@@ -11,6 +11,7 @@
 //! | [`send_queue`] | the ring of posted send requests |
 //! | [`recv_queue`] | [`RecvQueue`]: the ring of posted receives, a queue pair's own or a shared one |
 //! | `congestion` | the window of the requester |
+//! | `pacing` | the pace of the responder's READ responses |
 //! | [`requester`] | cuts send requests into packets, keeps the window, repeats what was lost |
 //! | [`completer`] | takes responses and completes send requests |
 //! | [`responder`] | takes requests, moves data, answers |
@@ -53,13 +54,15 @@
 //! - **Congestion notifications** (annex A17.9.3) answer packets with data that a router has marked, one
 //!   in [`CNP_INTERVAL`] at most, and are never sent unasked: an `rdma_rxe` that does not know them takes
 //!   one for a response that it does not expect. A requester that is sent one narrows its window, once in a
-//!   round trip, and so does one whose READ responses arrive marked.
+//!   round trip, and so does one whose READ responses arrive marked. A responder that is sent one paces
+//!   its READ responses (`pacing.rs`).
 //!
 //! Not implemented: automatic path migration, resynchronisation (RESYNC), shared-queue resizing while a
 //! receive is bound.
 
 mod completer;
 mod congestion;
+mod pacing;
 pub mod qp;
 pub mod recv_queue;
 mod requester;

@@ -308,6 +308,7 @@ impl RcQp {
             self.counters.rx_packets += 1;
             self.counters.rx_cnps += 1;
             self.requester.on_mark();
+            self.responder.on_cnp(now);
             return;
         }
         // Only a request that begins the agreed sequence shows that the peer is ready.
@@ -361,13 +362,18 @@ impl RcQp {
     #[must_use]
     pub fn poll_timeout(&self) -> Option<Instant> {
         match self.state {
-            QpState::Rts | QpState::Sqd => self.requester.deadline(),
+            QpState::Rtr => self.responder.deadline(),
+            QpState::Rts | QpState::Sqd => {
+                let due = [self.requester.deadline(), self.responder.deadline()];
+                due.into_iter().flatten().min()
+            }
             _ => None,
         }
     }
 
     /// Does what is due by `now`. Calling it early or twice does nothing.
     pub fn handle_timeout(&mut self, now: Instant, env: &mut Env<'_>) {
+        self.responder.handle_timeout(now);
         if matches!(self.state, QpState::Rts | QpState::Sqd) {
             let result = self.requester.handle_timeout(&mut ctx!(self, now, env));
             self.settle(result, env);

@@ -14,8 +14,10 @@
 mod answer;
 
 use std::collections::VecDeque;
+use std::time::Instant;
 
 use self::answer::{Resource, ResourceKind};
+use super::pacing::Pacer;
 use super::qp::{Ctx, Fault};
 use super::requester::{plan_packets, walk};
 use super::state::{Inbound, ResponderState};
@@ -46,6 +48,9 @@ pub(super) struct Responder {
     nak: Option<(Psn, AethSyndrome)>,
     /// Packets since the last acknowledgement that did not ask for one.
     unacked: u32,
+    pacer: Pacer,
+    /// A READ response that waits for its time is looked at again then.
+    paced: Option<Instant>,
 }
 
 impl Responder {
@@ -69,6 +74,8 @@ impl Responder {
             ack: None,
             nak: None,
             unacked: 0,
+            pacer: Pacer::default(),
+            paced: None,
         }
     }
 
@@ -115,6 +122,21 @@ impl Responder {
     /// PSN of the next request packet.
     pub(super) fn expected(&self) -> Psn {
         self.expected
+    }
+
+    /// When a READ response that waits for its time may leave.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        self.paced
+    }
+
+    /// What waited for this time is sent by the next poll.
+    pub(super) fn handle_timeout(&mut self, now: Instant) {
+        self.paced = self.paced.filter(|&at| at > now);
+    }
+
+    /// The peer, or a router on the way to it, has too many of our packets.
+    pub(super) fn on_cnp(&mut self, now: Instant) {
+        self.pacer.on_cnp(now);
     }
 
     pub(super) fn has_failed(&self) -> bool {

@@ -1,7 +1,10 @@
 //! Answering: the responder resources, and which answer leaves next.
 
+use std::time::Instant;
+
 use super::{Refusal, Responder};
 use crate::rc::TxPacket;
+use crate::rc::pacing::BURST;
 use crate::rc::qp::{Ctx, Fault};
 use crate::rc::requester::plan_packets;
 use crate::verbs::{Access, RKey};
@@ -152,6 +155,7 @@ impl Responder {
     pub(in crate::rc) fn close(&mut self) {
         let is_atomic = |r: &Resource| matches!(r.kind, ResourceKind::Atomic { .. });
         self.resources.retain(is_atomic);
+        self.paced = None;
         let waiting = self.resources.iter().filter(|r| r.pending.is_some());
         self.waiting = waiting.count();
         if self.unacked > 0 {
@@ -175,6 +179,9 @@ impl Responder {
                 && psn.is_before(next)
             {
                 break;
+            }
+            if self.is_early(ctx.now, at) {
+                return Ok(false);
             }
             if self.answer(ctx, tx, at)? {
                 return Ok(true);
@@ -212,6 +219,22 @@ impl Responder {
         Ok(true)
     }
 
+    /// Whether the next packet of a resource has to wait for its time.
+    fn is_early(&mut self, now: Instant, at: usize) -> bool {
+        // A connection that has ended has no timers.
+        let is_read = matches!(self.resources[at].kind, ResourceKind::Read { .. });
+        if !is_read || self.has_failed() || !self.pacer.is_active() {
+            return false;
+        }
+        // A requester that asks for little at a time looks after the path itself.
+        let pending = self.resources.iter().filter_map(|r| r.pending);
+        if pending.map(|p| p.end - p.next).sum::<u32>() <= BURST {
+            return false;
+        }
+        self.paced = self.pacer.wait(now);
+        self.paced.is_some()
+    }
+
     /// The next packet of a resource; false if it turned out to have none.
     fn answer(&mut self, ctx: &mut Ctx<'_>, tx: &mut TxPacket, at: usize) -> Result<bool, Fault> {
         let resource = self.resources[at];
@@ -235,6 +258,7 @@ impl Responder {
                     Err(_) => return self.lose(ctx, at, pending),
                 }
                 tx.payload_len = take as usize;
+                self.pacer.on_response(ctx.now);
                 match (
                     pending.next == pending.start,
                     pending.next + 1 == pending.end,

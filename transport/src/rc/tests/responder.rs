@@ -854,3 +854,53 @@ fn marked_data_is_answered_by_a_notification_now_and_then() {
     let c = rig.qp.counters();
     assert_eq!((c.rx_marked, c.tx_cnps), (4, 2));
 }
+
+/// How long it takes until everything has been sent.
+fn time_to_send(rig: &mut Rig, packets: usize) -> Duration {
+    let (start, mut sent) = (rig.now, rig.sent().len());
+    while sent < packets {
+        rig.expire();
+        sent += rig.sent().len();
+    }
+    rig.now - start
+}
+
+#[test]
+fn notifications_pace_read_responses_for_a_while() {
+    let mut rig = Rig::new();
+    let (addr, key) = (rig.mr.addr, rig.mr.rkey);
+    let mut psn = RQ_PSN;
+    let mut read = |rig: &mut Rig, packets: u32| {
+        rig.feed(&packet(
+            0x0c,
+            psn,
+            true,
+            &reth(addr, key, 256 * packets),
+            &[],
+        ));
+        psn += packets;
+        time_to_send(rig, packets as usize)
+    };
+    assert_eq!(read(&mut rig, 20), Duration::ZERO);
+    rig.now += Duration::from_micros(200);
+    rig.notify();
+    let slow = read(&mut rig, 116);
+    assert!(
+        (900..1300).contains(&slow.as_micros()),
+        "ten microseconds each, and an eighth: {slow:?}"
+    );
+    // However many come.
+    for _ in 0..1000 {
+        rig.now += Duration::from_micros(100);
+        rig.notify();
+    }
+    assert_eq!(read(&mut rig, 16), Duration::ZERO, "few are not worth it");
+    let floor = read(&mut rig, 36);
+    assert!(
+        floor > slow && floor < Duration::from_millis(2 * 36),
+        "{floor:?}"
+    );
+    rig.now += Duration::from_millis(70);
+    assert_eq!(read(&mut rig, 40), Duration::ZERO, "it ends by itself");
+    assert_eq!(rig.qp.poll_timeout(), None);
+}

@@ -1,0 +1,95 @@
+//! The pace of READ responses, for a requester that does not fit what it asks for to the path.
+//!
+//! A responder does not know its requester's window. Riser's requester asks only for what the path takes;
+//! an adapter may ask for megabytes and leave it to notifications to slow the answer down. So, while
+//! more than [`BURST`] responses are asked for, they are paced: a notification sets the time from one response to the next: what it has been of late, and an eighth
+//! longer for each further one, once in a [`PERIOD`]. Without notifications it becomes shorter by an
+//! eighth in each period, and there is none once it is shorter than [`SHORTEST`]. Between [`LONGEST`] and
+//! that are 57 periods, so this ends by itself, and no number of notifications stops a connection.
+
+use std::time::{Duration, Instant};
+
+/// How often the gap changes.
+const PERIOD: Duration = Duration::from_millis(1);
+/// The longest gap.
+const LONGEST: Duration = Duration::from_millis(2);
+/// The shortest gap that is kept.
+const SHORTEST: Duration = Duration::from_micros(1);
+/// Responses that may leave together, after a pause or because no more are asked for.
+pub(super) const BURST: u32 = 16;
+
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Pacer {
+    /// The time from one response to the next, while there is a pace.
+    gap: Option<Duration>,
+    /// When the next response is due at that pace.
+    next: Option<Instant>,
+    /// When the gap was last changed.
+    changed: Option<Instant>,
+    /// Responses since this time, of the last period or so.
+    since: Option<Instant>,
+    count: u32,
+}
+
+impl Pacer {
+    /// Whether there is a pace.
+    pub(super) fn is_active(&self) -> bool {
+        self.gap.is_some()
+    }
+
+    /// When the next response may leave; `None` is now.
+    pub(super) fn wait(&mut self, now: Instant) -> Option<Instant> {
+        self.gap?;
+        self.quicken(now);
+        let (gap, next) = (self.gap?, self.next?);
+        // A pause is made up for by a burst.
+        let at = next.checked_sub(gap * BURST).unwrap_or(next);
+        (at > now).then_some(at)
+    }
+
+    /// A response leaves.
+    pub(super) fn on_response(&mut self, now: Instant) {
+        if self.since.is_none_or(|since| now > since + PERIOD) {
+            self.since = Some(now);
+            self.count = 0;
+        }
+        self.count += 1;
+        if let Some(gap) = self.gap {
+            self.next = Some(self.next.map_or(now, |next| next.max(now)) + gap);
+        }
+    }
+
+    /// A notification has come.
+    pub(super) fn on_cnp(&mut self, now: Instant) {
+        self.quicken(now);
+        if self.changed.is_some_and(|at| now < at + PERIOD) {
+            return;
+        }
+        let Some(gap) = self.gap.or_else(|| self.measured(now)) else {
+            return;
+        };
+        self.gap = Some((gap + gap / 8).clamp(SHORTEST, LONGEST));
+        self.changed = Some(now);
+    }
+
+    /// The mean gap of late; `None` where hardly a response was sent.
+    fn measured(&self, now: Instant) -> Option<Duration> {
+        let taken = now.saturating_duration_since(self.since?);
+        (self.count > 1 && taken < PERIOD * 2).then(|| taken / self.count)
+    }
+
+    /// Takes back an eighth of the gap for each period that has passed.
+    fn quicken(&mut self, now: Instant) {
+        while let (Some(gap), Some(at)) = (self.gap, self.changed)
+            && now >= at + PERIOD * 2
+        {
+            let shorter = gap - gap / 8;
+            self.gap = (shorter >= SHORTEST).then_some(shorter);
+            self.changed = Some(at + PERIOD);
+            if self.gap.is_none() {
+                self.next = None;
+                self.changed = None;
+            }
+        }
+    }
+}

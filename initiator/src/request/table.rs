@@ -64,6 +64,15 @@ pub(crate) struct Request<T> {
 }
 
 impl<T: Copy> Request<T> {
+    /// Names the present attempt, where `index` is the request's.
+    pub(crate) fn late(&self, index: u32) -> Late {
+        Late {
+            seq: self.seq,
+            index,
+            started: self.started,
+        }
+    }
+
     /// Channel and tag while the target has the request.
     pub(crate) fn place(&self) -> Option<(u8, T)> {
         match self.state {
@@ -97,11 +106,13 @@ pub(crate) struct Limits {
     pub(crate) busy: Duration,
 }
 
-/// A request that is late, to be treated in the order of submission.
+/// An attempt that is late, to be treated in the order of submission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Late {
     pub(crate) seq: u64,
     pub(crate) index: u32,
+    /// Which attempt: what ends an earlier one says nothing of the one that is under way.
+    started: u64,
 }
 
 /// See the module's documentation.
@@ -223,11 +234,11 @@ impl<T: Copy + PartialEq> Requests<T> {
         Some((channel, tag))
     }
 
-    /// The tag of a request that still waits for its abort.
-    pub(crate) fn aborting(&self, Late { seq, index }: Late) -> Option<T> {
-        let request = self.find(index)?;
+    /// The tag of an attempt that still waits for its abort.
+    pub(crate) fn aborting(&self, late: Late) -> Option<T> {
+        let request = self.find(late.index)?;
         match request.state {
-            RequestState::Aborting { tag, .. } if request.seq == seq => Some(tag),
+            RequestState::Aborting { tag, .. } if request.late(late.index) == late => Some(tag),
             _ => None,
         }
     }
@@ -332,11 +343,7 @@ impl<T: Copy + PartialEq> Requests<T> {
                 RequestState::Aborting { .. } | RequestState::Retiring { .. } => continue,
             };
             if at <= now {
-                let seq = request.seq;
-                late.push(Late {
-                    seq,
-                    index: index as u32,
-                });
+                late.push(request.late(index as u32));
             } else {
                 next = Some(next.map_or(at, |n| n.min(at)));
             }
@@ -402,8 +409,7 @@ impl<T: Copy + PartialEq> Requests<T> {
                 && is_earlier(request)
             {
                 request.state = RequestState::Aborting { channel, tag };
-                let (seq, index) = (request.seq, index as u32);
-                earlier.push((channel, Late { seq, index }));
+                earlier.push((channel, request.late(index as u32)));
             }
         }
         earlier.sort_unstable_by_key(|(_, late)| *late);

@@ -546,6 +546,40 @@ fn what_another_initiators_reset_has_ended_is_repeated_at_once() {
     assert_ne!(later, silent);
 }
 
+/// A command that is repeated while its abort is under way, and is to be aborted once more: the answer to
+/// the first abort says nothing of the second attempt, which the target still carries out.
+#[test]
+fn the_answer_to_an_abort_ends_no_later_attempt() {
+    let mut rig = Rig::live();
+    let first = rig.submit(out(512, 0));
+    let (_, earlier) = rig.started();
+    let second = rig.submit(out(512, 100));
+    let (_, command) = rig.started();
+    unit_attention(&mut rig, word(&command.bhs, 16), 0x29, 0x03);
+    assert_eq!(rig.next(), Output::Retire(second));
+    let abort = rig.sent();
+    assert_eq!(word(&abort.bhs, 20), word(&earlier.bhs, 16));
+    // Its answer crosses the abort: another reset.
+    unit_attention(&mut rig, word(&earlier.bhs, 16), 0x29, 0x03);
+    rig.retired(first);
+    let (again, repeated) = rig.started();
+    assert_eq!(again, first);
+    let third = rig.submit(out(512, 200));
+    let (_, command) = rig.started();
+    unit_attention(&mut rig, word(&command.bhs, 16), 0x29, 0x03);
+    assert_eq!(rig.next(), Output::Retire(third));
+    let mut gone = bhs(0x22, 0x80, word(&abort.bhs, 16));
+    gone[2] = 1;
+    rig.receive(gone, &[]);
+    let abort = rig.sent();
+    assert_eq!((abort.bhs[0], abort.bhs[1]), (0x42, 0x81), "ABORT TASK");
+    assert_eq!(word(&abort.bhs, 20), word(&repeated.bhs, 16));
+    rig.idle();
+    rig.receive(bhs(0x22, 0x80, word(&abort.bhs, 16)), &[]);
+    rig.retired(first);
+    assert_eq!(rig.started().0, first);
+}
+
 #[test]
 fn a_target_that_redirects_is_found_again_after_an_outage() {
     let mut rig = Rig::live();

@@ -185,9 +185,8 @@ impl Session {
                 self.members[usize::from(channel)].channel.give_up(tag);
                 self.end_attempt(index, channel, AttemptEnd::Aborted);
             } else if self.requests.begin_abort(index).is_some() {
-                let seq = self.requests.at(index).seq;
-                let aborts = &mut self.members[usize::from(channel)].aborts;
-                aborts.push_back(Late { seq, index });
+                let late = self.requests.at(index).late(index);
+                self.members[usize::from(channel)].aborts.push_back(late);
             }
         }
         for channel in 0..self.members.len() {

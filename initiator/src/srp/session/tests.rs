@@ -588,6 +588,34 @@ fn what_another_initiators_reset_has_ended_is_repeated_at_once() {
     assert_eq!(rig.started().0, silent);
 }
 
+/// A command that is repeated while its abort is under way, and is to be aborted once more: the answer to
+/// the first abort says nothing of the second attempt, which the target still carries out.
+#[test]
+fn the_answer_to_an_abort_ends_no_later_attempt() {
+    let mut rig = Rig::live(1);
+    let first = rig.submit(write(0, 8));
+    rig.started();
+    let second = rig.submit(write(100, 108));
+    rig.started();
+    rig.answer_with(second, 2, &unit_attention(0x29, 0x03));
+    let (abort, on) = rig.tsk_mgmt();
+    assert!(matches!(rig.next(), Output::Retire { request, .. } if request == second));
+    // Its answer crosses the abort: another reset.
+    rig.answer(first, 2, &unit_attention(0x29, 0x03));
+    assert_eq!(rig.started().0, first);
+    let third = rig.submit(write(200, 208));
+    rig.started();
+    rig.answer_with(third, 2, &unit_attention(0x29, 0x03));
+    assert!(matches!(rig.next(), Output::Retire { request, .. } if request == third));
+    rig.answer_tsk_mgmt(on, &abort, 0);
+    let (abort, on) = rig.tsk_mgmt();
+    assert_eq!(abort[30], 1, "ABORT TASK");
+    rig.idle();
+    rig.answer_tsk_mgmt(on, &abort, 0);
+    rig.retire(first);
+    assert_eq!(rig.started().0, first);
+}
+
 #[test]
 fn nothing_is_sent_behind_a_reset_until_it_is_answered() {
     let mut rig = Rig::live(1);

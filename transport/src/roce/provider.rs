@@ -121,12 +121,21 @@ pub struct Misdirected {
     pub bytes: Vec<u8>,
 }
 
+/// Where a packet goes, and how.
+#[derive(Clone, Copy)]
+struct Way {
+    dst: SocketAddr,
+    qpn: Qpn,
+    is_markable: bool,
+    is_to_stranger: bool,
+}
+
 /// The software NIC: a [`Nic`] and a UDP socket.
 pub struct Roce {
     nic: Nic,
     driver: Driver,
     batch: TxBatch,
-    tx_faults: Option<FaultInjector<((SocketAddr, Qpn), (bool, bool))>>,
+    tx_faults: Option<FaultInjector<Way>>,
     rx_faults: Option<FaultInjector<(SocketAddr, bool)>>,
     capture: Option<PcapWriter<BufWriter<File>>>,
     misdirected: VecDeque<Misdirected>,
@@ -408,16 +417,20 @@ impl Roce {
         let n = self.nic.poll_transmit(now, &mut self.batch, TX_BUDGET);
         for group in self.batch.groups() {
             for packet in self.batch.copy_packets(group) {
-                let place = (group.dst, group.qpn);
-                let kind = (group.is_markable, group.is_to_stranger);
-                faults.handle_packet(now, (place, kind), packet);
+                let way = Way {
+                    dst: group.dst,
+                    qpn: group.qpn,
+                    is_markable: group.is_markable,
+                    is_to_stranger: group.is_to_stranger,
+                };
+                faults.handle_packet(now, way, packet);
             }
         }
         self.batch.clear();
-        while let Some((((dst, qpn), kind), packet)) = faults.poll_packet(now) {
-            let (is_markable, is_to_stranger) = kind;
-            self.spoilt.begin(dst, qpn, packet.len(), is_markable);
-            if is_to_stranger {
+        while let Some((way, packet)) = faults.poll_packet(now) {
+            self.spoilt
+                .begin(way.dst, way.qpn, packet.len(), way.is_markable);
+            if way.is_to_stranger {
                 self.spoilt.mark_stranger();
             }
             self.spoilt.push_bytes(&packet);

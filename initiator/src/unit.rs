@@ -6,8 +6,8 @@
 //!
 //! # The same unit
 //! After every login, and after every unit attention that can mean another unit (29h of any kind, CAPACITY
-//! DATA HAS CHANGED, INQUIRY DATA HAS CHANGED, REPORTED LUNS DATA HAS CHANGED), a unit is asked who it is
-//! before any other command starts. Its serial number and designators (VPD pages 80h and 83h, SPC-4
+//! DATA HAS CHANGED, INQUIRY DATA HAS CHANGED, REPORTED LUNS DATA HAS CHANGED) or another mode of its cache
+//! (MODE PARAMETERS CHANGED), a unit is asked who it is before any other command starts. Its serial number and designators (VPD pages 80h and 83h, SPC-4
 //! clause 7.8) must be those of the first time; a unit that has none must at least be of the same
 //! vendor and product. Its block size must be the same, and its capacity at least as large: one that
 //! has grown is used as far as before. So a unit without serial number and designators that is
@@ -17,7 +17,8 @@
 //! # The same cache
 //! A write without FUA that is answered may be in a volatile cache (SBC-3 clause 4.15) until a
 //! SYNCHRONIZE CACHE that began after it is answered. If the target may have lost its cache between the
-//! two, that flush is carried out and then reported as failed, once. Whether it may:
+//! two, that flush is carried out and then reported as failed, once. A unit may get such a cache at any
+//! time (WCE of the caching mode page): each check finds out. Whether it may have lost it:
 //! - **A cache generation decides** where the unit offers one before and after: page C0h of `riserd`,
 //!   which is another whenever what unwritten data live in is (the process for a RAM disk, the
 //!   kernel's page cache for files and devices). One that appears or disappears is another.
@@ -42,7 +43,9 @@ use std::time::Duration;
 use riser_scsi::sense::AdditionalSense;
 
 use crate::request::{Cdb, DataLen, Effect};
-use crate::scsi::{Capacity, Command, Identity, Inquiry, VPD_LEN, cache_generation, vpd_body};
+use crate::scsi::{
+    CachingPage, Capacity, Command, Identity, Inquiry, VPD_LEN, cache_generation, vpd_body,
+};
 use crate::session::{ConnectError, Down};
 use crate::srp::channel::LoginError;
 
@@ -61,6 +64,8 @@ pub struct Snapshot {
     pub capacity: Option<Capacity>,
     /// The generation of its volatile cache; `None` where it offers none.
     pub cache: Option<[u8; 16]>,
+    /// Whether it has a volatile cache (WCE); `None` where it did not say.
+    pub write_cache: Option<bool>,
 }
 
 impl Snapshot {
@@ -124,6 +129,7 @@ enum Step {
     Designators,
     Serial,
     Cache,
+    Caching,
 }
 
 /// One round of questions to a unit. Begins with [`Check::default`].
@@ -158,6 +164,7 @@ impl Check {
             Step::Designators => Cdb::new(&inquiry(1, 0x83)),
             Step::Serial => Cdb::new(&inquiry(1, 0x80)),
             Step::Cache => Cdb::new(&inquiry(1, 0xc0)),
+            Step::Caching => Some(Command::mode_sense_caching().cdb),
             Step::Capacity => {
                 Cdb::new(&[0x9e, 0x10, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, high, low, 0, 0])
             }
@@ -195,6 +202,10 @@ impl Check {
             }
             Step::Cache => {
                 self.found.cache = vpd_body(data, 0xc0).and_then(cache_generation);
+                Step::Caching
+            }
+            Step::Caching => {
+                self.found.write_cache = CachingPage::parse(data).map(|page| page.write_cache);
                 return false;
             }
         };
@@ -307,10 +318,27 @@ impl WriteCache {
         self.written += 1;
     }
 
+    /// Whether nothing waits for a flush, and none has to fail.
+    #[must_use]
+    pub fn is_settled(&self) -> bool {
+        self.written == self.settled && !self.is_lost
+    }
+
     /// The target may have lost what its cache held.
     pub fn on_lost(&mut self) {
         self.is_lost |= self.written > self.settled;
         self.settled = self.written;
+    }
+}
+
+/// The books of a unit's cache, now that the unit has said whether it has one. One that has none any longer
+/// has written everything; but nothing says so of what it had when it may have lost it.
+#[must_use]
+pub fn books(cache: Option<WriteCache>, is_on: Option<bool>) -> Option<WriteCache> {
+    match (cache, is_on) {
+        (None, Some(true)) => Some(WriteCache::default()),
+        (Some(cache), Some(false)) if cache.is_settled() => None,
+        (cache, _) => cache,
     }
 }
 
@@ -358,6 +386,7 @@ mod tests {
                 reads_zeroes: false,
             }),
             cache: None,
+            write_cache: None,
         }
     }
 
@@ -439,6 +468,36 @@ mod tests {
         assert!(is_lost(seen(&[1])));
         assert!(!is_lost(seen(&[3])));
         assert!(!is_lost(seen(&[])));
+    }
+
+    #[test]
+    fn books_are_kept_from_the_time_that_a_unit_has_a_cache() {
+        let cache = books(None, Some(true));
+        assert_eq!(cache, Some(WriteCache::default()));
+        assert_eq!(books(None, Some(false)), None);
+        assert_eq!(books(None, None), None);
+        let mut cache = cache.unwrap();
+        cache.on_written();
+        assert_eq!(books(Some(cache), Some(true)), Some(cache));
+        assert_eq!(
+            books(Some(cache), Some(false)),
+            Some(cache),
+            "a write waits"
+        );
+        cache.on_lost();
+        assert_eq!(books(Some(cache), Some(false)), Some(cache), "one is lost");
+        assert!(!cache.end_flush(cache.begin_flush()));
+        assert_eq!(books(Some(cache), Some(false)), None);
+        // The check asks for it last.
+        let mut check = Check::default();
+        let mut data = vec![0; 36];
+        data[..8].copy_from_slice(&[0, 0, 6, 2, 31, 0, 0, 2]);
+        for answer in [&[][..], &data, &[], &[], &[]] {
+            assert!(check.take(answer));
+        }
+        assert_eq!(check.command().cdb.opcode(), 0x1a);
+        assert!(!check.take(&[15, 0, 0, 0, 8, 10, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0]));
+        assert_eq!(check.found().write_cache, Some(true));
     }
 
     #[test]

@@ -100,7 +100,7 @@ impl ClientBuilder {
     }
 
     /// Whether [`Self::port`] is that of an earlier life which ended without closing its sessions: its
-    /// commands may still be on their way on each path. Default: no.
+    /// commands may still be on their way. Default: no.
     #[must_use]
     pub fn recovers(mut self, recovers: bool) -> Self {
         self.recovers = recovers;

@@ -117,6 +117,7 @@ impl Session {
             lun,
             unit,
             write_cache,
+            recovers: self.handle.client.0.config.recovers,
             reconnects,
             owner,
             buffer: self.buffer(CHECK_LEN).await?,

@@ -151,6 +151,7 @@ impl Session {
             identity: info.identity.clone(),
             capacity: Some(info.capacity),
             cache: info.cache_generation,
+            write_cache: Some(info.caching.write_cache),
         };
         self.watch_unit(
             lun,

@@ -175,11 +175,11 @@ pub(crate) fn attention_of(answer: &Answer) -> Option<AdditionalSense> {
 
 /// Whether the unit may be another one after a unit attention, or of another size: a reset of any
 /// kind (29h), CAPACITY DATA HAS CHANGED, INQUIRY DATA HAS CHANGED, REPORTED LUNS DATA HAS CHANGED
-/// (SPC-4 annex F).
+/// (SPC-4 annex F); or whether it may have a volatile cache from now on: MODE PARAMETERS CHANGED.
 pub(crate) fn may_change_unit(attention: AdditionalSense) -> bool {
     matches!(
         (attention.code, attention.qualifier),
-        (0x29, _) | (0x2a, 0x09) | (0x3f, 0x03 | 0x0e)
+        (0x29, _) | (0x2a, 0x01 | 0x09) | (0x3f, 0x03 | 0x0e)
     )
 }
 

@@ -231,6 +231,14 @@ impl Link {
         }
     }
 
+    /// See [`Session::recover`](crate::srp::session::Session::recover). Targets of iSCSI end the session of
+    /// before, and paths have rules of their own.
+    pub(super) fn recover(&mut self, now: Instant) {
+        if let Self::Srp(link) = self {
+            link.machine.recover(now);
+        }
+    }
+
     /// The units are not the same as before: ends the session, or its connection.
     pub(super) fn leave(&mut self, why: Down, last: bool, now: Instant) {
         match self {

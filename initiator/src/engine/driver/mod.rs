@@ -297,7 +297,7 @@ impl<P: Provider> Driver<P> {
             }
             Message::Watch(key, watch) => {
                 if let Some(index) = self.find(key) {
-                    self.watch(index, *watch);
+                    self.watch(index, *watch, now);
                 }
             }
             Message::Close(key, reply) => {

@@ -377,6 +377,15 @@ impl<P: Provider> Driver<P> {
     }
 
     fn handle_told(&mut self, index: usize, path: PathIndex, end: IoEnd, now: Instant) {
+        // What has happened since and is still to be handled makes the check void already.
+        let key = self.key(index);
+        let is_again = |input: &Input| match input {
+            Input::Attention(own, on, attention) => {
+                (*own, *on) == (key, path) && may_change_unit(*attention)
+            }
+            _ => false,
+        };
+        let is_again = self.inputs.iter().any(is_again);
         let Link::Paths(link) = &mut self.sessions[index].link else {
             return;
         };
@@ -385,6 +394,7 @@ impl<P: Provider> Driver<P> {
         let is_told = end.result.is_ok();
         let (buffer, data) = answer_to_probe(end);
         member.buffer = buffer;
+        member.is_stale |= is_again;
         if is_told && !member.is_stale && member.take(&data) {
             self.ask(index, path, now);
             return;
@@ -421,7 +431,16 @@ impl<P: Provider> Driver<P> {
         let Link::Paths(link) = &mut self.sessions[index].link else {
             return;
         };
-        let Some(lost) = link.member(path).settle() else {
+        let (lun, is_on) = (link.lun, link.member(path).check.found().write_cache);
+        let lost = link.member(path).settle();
+        self.count_lost(index, lost);
+        // After what may be lost is counted in the books of before.
+        self.sessions[index].on_write_cache(lun, is_on);
+    }
+
+    /// Counts the cache of a unit that may be lost, once for each generation.
+    fn count_lost(&mut self, index: usize, lost: Option<Option<[u8; 16]>>) {
+        let (Link::Paths(link), Some(lost)) = (&mut self.sessions[index].link, lost) else {
             return;
         };
         if let Some(generation) = lost {

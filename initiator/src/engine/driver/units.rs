@@ -16,7 +16,7 @@ use crate::block::Buffer;
 use crate::engine::io::{Done, Io};
 use crate::request::{GOOD, RequestError, RequestResult, may_change_unit};
 use crate::session::{Down, SessionEvent};
-use crate::unit::{Check, Snapshot, WriteCache, is_cached, is_flush};
+use crate::unit::{Check, Snapshot, WriteCache, books, is_cached, is_flush};
 
 /// A unit to watch.
 pub(in crate::engine) struct Watch {
@@ -25,6 +25,8 @@ pub(in crate::engine) struct Watch {
     pub(in crate::engine) unit: Snapshot,
     /// Whether it has a volatile cache (WCE).
     pub(in crate::engine) write_cache: bool,
+    /// An earlier process with the same initiator port was killed.
+    pub(in crate::engine) recovers: bool,
     /// How often the session had reconnected by then.
     pub(in crate::engine) reconnects: u64,
     /// Watched as long as this lives.
@@ -81,6 +83,13 @@ impl Running {
         }
     }
 
+    /// A unit has said whether it has a volatile cache.
+    pub(super) fn on_write_cache(&mut self, lun: LunId, is_on: Option<bool>) {
+        for unit in self.units.iter_mut().filter(|u| u.lun == lun) {
+            unit.cache = books(unit.cache, is_on);
+        }
+    }
+
     /// A target may have lost the caches of all units.
     pub(super) fn on_cache_lost(&mut self) {
         for cache in self.units.iter_mut().filter_map(|u| u.cache.as_mut()) {
@@ -90,7 +99,7 @@ impl Running {
 }
 
 impl<P: Provider> Driver<P> {
-    pub(super) fn watch(&mut self, index: usize, watch: Watch) {
+    pub(super) fn watch(&mut self, index: usize, watch: Watch, now: Instant) {
         let serial = self.next_serial;
         self.next_serial += 1;
         let key = self.key(index);
@@ -111,6 +120,10 @@ impl<P: Provider> Driver<P> {
             cache: cache.filter(|_| watch.write_cache),
         });
         session.link.set_guarded(true);
+        // The first to be watched; `riserd` has ended what was before the login was answered.
+        if watch.recovers && session.units.len() == 1 && session.units[0].unit.cache.is_none() {
+            session.link.recover(now);
+        }
         // It may have become another one while it was being found out about.
         let is_path = matches!(session.link, Link::Paths(_));
         if !is_path && session.status.reconnects() != watch.reconnects {
@@ -246,6 +259,7 @@ impl<P: Provider> Driver<P> {
             );
         }
         unit.unit.cache = found.cache;
+        unit.cache = books(unit.cache, found.write_cache);
         if let (Some(was), Some(is)) = (&unit.unit.capacity, &found.capacity)
             && is.blocks > was.blocks
         {
@@ -273,8 +287,14 @@ impl<P: Provider> Driver<P> {
         self.drain(index, now);
     }
 
-    /// Lets a session go on once every unit is known to be the same.
+    /// Lets a session go on once every unit is known to be the same, and nothing has happened since that
+    /// could mean another one.
     fn release_checked(&mut self, index: usize, now: Instant) {
+        let key = self.key(index);
+        let is_again = |input: &Input| matches!(input, Input::Check(own) if *own == key);
+        if self.inputs.iter().any(is_again) {
+            return;
+        }
         let session = &mut self.sessions[index];
         if session.units.iter().any(|u| u.is_checking) {
             return;

@@ -152,6 +152,15 @@ impl Session {
         self.release_settled(now);
     }
 
+    /// Commands of an earlier process with the same initiator port may still be on their way at the target:
+    /// nothing that waits is started before they have had time to end.
+    pub fn recover(&mut self, now: Instant) {
+        self.settle_at = Some(now + self.config.timing.settle);
+        self.is_checked = true;
+        self.requests.hold();
+        self.release_settled(now);
+    }
+
     /// Starts everything again, once the unit is known and the commands of old connections are over.
     pub(super) fn release_settled(&mut self, now: Instant) {
         match self.settle_at {

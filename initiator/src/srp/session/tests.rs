@@ -476,7 +476,13 @@ fn unit_attention(asc: u8, ascq: u8) -> [u8; 18] {
 
 #[test]
 fn nothing_is_repeated_to_a_unit_that_may_be_another_one() {
-    for (asc, ascq) in [(0x29, 0x00), (0x3f, 0x03), (0x3f, 0x0e), (0x2a, 0x09)] {
+    for (asc, ascq) in [
+        (0x29, 0x00),
+        (0x3f, 0x03),
+        (0x3f, 0x0e),
+        (0x2a, 0x09),
+        (0x2a, 0x01),
+    ] {
         let mut rig = Rig::live(1);
         rig.session.set_guarded(true);
         let id = rig.submit(write(0, 8));
@@ -530,6 +536,22 @@ fn commands_at_a_target_that_may_still_carry_them_out_are_given_time_to_end() {
     rig.session.release(false, rig.now);
     rig.idle();
     rig.now = lost_at + 15 * SEC - MS;
+    rig.session.handle_timeout(rig.now);
+    rig.idle();
+    rig.now += MS;
+    rig.session.handle_timeout(rig.now);
+    assert_eq!(rig.started().0, id);
+}
+
+/// The first session of a process has no memory of what the one before it has sent.
+#[test]
+fn a_session_in_the_name_of_a_process_that_was_killed_waits_for_its_commands() {
+    let mut rig = Rig::live(1);
+    rig.session.set_guarded(true);
+    rig.session.recover(rig.now);
+    let id = rig.submit(write(0, 8));
+    rig.idle();
+    rig.now += 15 * SEC - MS;
     rig.session.handle_timeout(rig.now);
     rig.idle();
     rig.now += MS;

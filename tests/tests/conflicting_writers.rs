@@ -126,10 +126,9 @@ impl Initiator {
                 Ok(()) => {
                     self.done[thread].fetch_add(1, Ordering::Relaxed);
                 }
-                // Only the end of the session that it was sent by is an excuse.
+                // Only the end of the session that it was sent by is an excuse: such a session repeats
+                // nothing, not even after a unit attention.
                 Err(error) => {
-                    let is_cut = error.errno == libc::ENOTCONN;
-                    assert!(is_cut, "{} over {}: {error:?}", self.port.0, self.scheme);
                     let is_excused = self.is_replacing.load(Ordering::SeqCst)
                         || !std::ptr::eq(self.lun().session().status(), lun.session().status());
                     assert!(is_excused, "{op:?} over {}: {error:?}", self.scheme);

@@ -11,7 +11,11 @@ use std::time::Duration;
 use riser_initiator::block::BlockError;
 use riser_initiator::block::task::block_on;
 use riser_initiator::lun::{Lun, LunError};
+use riser_scsi::sense::SenseKey;
 use riser_tests::history::{BLOCK, History, Port};
+
+/// The status of a command that another initiator's task management has ended (SAM-5 5.3.1).
+const TASK_ABORTED: u8 = 0x40;
 
 /// A generator of numbers that are the same in every run.
 pub(crate) struct Chance(u64);
@@ -49,10 +53,22 @@ pub(crate) struct Failed {
     pub(crate) text: String,
 }
 
+/// Whether a command that ended so can have no effect any more. After a unit attention, or where another
+/// initiator has aborted it, an attempt before the last one may still be at the disk.
+fn is_final(error: &LunError) -> bool {
+    match error {
+        LunError::Check { key, .. } => {
+            !matches!(key, SenseKey::UnitAttention | SenseKey::AbortedCommand)
+        }
+        LunError::Status(status) => *status != TASK_ABORTED,
+        _ => false,
+    }
+}
+
 impl From<LunError> for Failed {
     fn from(error: LunError) -> Self {
         Self {
-            is_answered: matches!(error, LunError::Check { .. } | LunError::Status(_)),
+            is_answered: is_final(&error),
             text: error.to_string(),
             errno: BlockError::from(error).errno(),
         }

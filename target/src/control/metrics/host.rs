@@ -308,6 +308,20 @@ fn nic_families() -> Vec<NicFamily> {
         ),
         (
             counter(
+                "riser_device_congestion_packets_total",
+                "Packets that a router has marked for congestion, and congestion notifications (CNPs) received and sent.",
+            ),
+            Some("kind"),
+            |n| {
+                vec![
+                    ("marked", n.rc.rx_marked),
+                    ("notification_in", n.rc.rx_cnps),
+                    ("notification_out", n.rc.tx_cnps),
+                ]
+            },
+        ),
+        (
+            counter(
                 "riser_device_odd_packets_total",
                 "Packets that came again, ahead of a missing one, or answered nothing outstanding.",
             ),

@@ -1,7 +1,7 @@
 //! A fake worker around one connection: the pool, a disk, a gate, a device that moves bytes, and an
 //! initiator with buffers.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use riser_memory::Memory;
@@ -66,6 +66,8 @@ pub(super) struct Rig {
     receives: VecDeque<RxIdx>,
     /// The initiator's buffers, by key; each begins at [`BASE`].
     pub(super) memory: HashMap<u32, Vec<u8>>,
+    /// Keys that work no more, until they are advertised again.
+    invalidated: HashSet<u32>,
     /// The most work requests that were ever posted at once.
     pub(super) most_posted: usize,
     pub(super) in_error: bool,
@@ -121,6 +123,7 @@ impl Rig {
             chains: VecDeque::new(),
             receives: VecDeque::new(),
             memory: HashMap::new(),
+            invalidated: HashSet::new(),
             most_posted: 0,
             in_error: false,
             released: false,
@@ -253,6 +256,7 @@ impl Rig {
         }
         let pool = self.pool.memory().whole();
         for (key, addr, local) in chain.wrs {
+            assert!(!self.invalidated.contains(&key), "a key that works");
             let buffer = self.memory.get_mut(&key).expect("a key of the initiator's");
             let mut at = (addr - BASE) as usize;
             for range in local {
@@ -268,6 +272,7 @@ impl Rig {
         let got = chain.send.map(|(bytes, invalidated)| {
             if let Some(key) = invalidated {
                 assert!(self.memory.contains_key(&key), "a key of the initiator's");
+                assert!(self.invalidated.insert(key), "a key that works");
             }
             match Message::parse(&bytes).unwrap() {
                 Message::Control { buffers, frame } => {
@@ -380,6 +385,9 @@ impl Rig {
         pdu: &FromInitiator,
         data: &[u8],
     ) -> Vec<Got> {
+        for buffer in [buffers.read, buffers.write].into_iter().flatten() {
+            self.invalidated.remove(&buffer.stag.0);
+        }
         let mut bytes = Vec::new();
         put_control(buffers, pdu.header(), &pdu.ahs(), data, &mut bytes);
         self.send_bytes(&bytes)

@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use riser_memory::MemSlice;
 use riser_scsi::iscsi::frame::padding;
 use riser_scsi::iscsi::login::{ConnectionParams, SessionParams};
-use riser_scsi::iscsi::pdu::DataOut;
+use riser_scsi::iscsi::pdu::{DataOut, FromTarget};
 use riser_scsi::iscsi::{Numbers, StatSn};
 use riser_scsi::iser::{
     Buffers, HEADER_LEN, HEADERS_LEN, Header, HelloReply, RemoteBuffer, Stag, put_control,
@@ -326,7 +326,11 @@ impl Iser {
                     self.stat_sn = self.stat_sn.next();
                 }
                 chain.ends = control.ends;
-                invalidate = control.ends.and_then(|task| self.advertised(task));
+                // Only a command advertises a buffer. What is known of the context of any other request is
+                // what an earlier command left there, and that key may be another command's by now.
+                let is_command = matches!(control.pdu, FromTarget::ScsiResponse(_));
+                let command = control.ends.filter(|_| is_command);
+                invalidate = command.and_then(|task| self.advertised(task));
             }
             Then::Hello(reply) => {
                 let header = Header::HelloReply(*reply).bytes();
@@ -340,7 +344,7 @@ impl Iser {
         SendMessage { bytes, invalidate }
     }
 
-    /// The key that a task's answer invalidates, where that was agreed on.
+    /// The key that a command's answer invalidates, where that was agreed on.
     fn advertised(&self, task: TaskIdx) -> Option<Stag> {
         let buffers = self.known[usize::from(task.0)].buffers;
         let buffer = buffers.read.or(buffers.write);

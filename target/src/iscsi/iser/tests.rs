@@ -320,6 +320,39 @@ fn an_abort_waits_for_data_under_way() {
     rig.end();
 }
 
+/// A function may have the context of a command before it, whose key is not the function's.
+#[test]
+fn the_answer_to_a_function_invalidates_no_key() {
+    let functions = [
+        TmfFunction::AbortTask,
+        TmfFunction::AbortTaskSet,
+        TmfFunction::QueryTask,
+        TmfFunction::LogicalUnitReset,
+        TmfFunction::TargetWarmReset,
+    ];
+    for function in functions {
+        let mut rig = Rig::logged_in("");
+        let invalidated_by = |got: &[Got]| match only(got) {
+            (FromTarget::TmfResponse(_), _, invalidated) => invalidated,
+            other => panic!("{function:?}: {other:?}"),
+        };
+        assert!(is_good(&rig.read(7, 0, 1), 7));
+        let got = rig.tmf(20, function, 7);
+        assert_eq!(invalidated_by(&got), None, "{function:?}");
+        // What the function raised for its own nexus.
+        rig.command(30, &[0; 6], None, 0, &[], true);
+        // Nor is it the key of a command that it ends: its initiator invalidates that.
+        rig.prompt = false;
+        rig.read(8, 0, 1);
+        rig.read(9, 0, 1);
+        rig.finish_block(1);
+        assert!(is_good(&rig.settle(), 9));
+        let got = rig.tmf(21, function, 8);
+        assert_eq!(invalidated_by(&got), None, "{function:?}");
+        rig.end();
+    }
+}
+
 #[test]
 fn an_abort_takes_back_what_is_not_posted() {
     let mut rig = Rig::accepted(IserParams {

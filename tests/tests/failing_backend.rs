@@ -497,13 +497,11 @@ fn a_flush_that_failed_fails_until_it_is_cleared() {
 /// was written since; and who does not touch those blocks goes on.
 #[test]
 fn a_disk_that_hangs_stops_only_what_touches_it() {
-    // Not iSER: a connection of it does not survive that its commands are reset by others.
-    const OTHERS: [&str; 2] = ["srp", "iscsi"];
     let (seed, rounds) = seed("a_disk_that_hangs");
     // What is given up is repeated.
     let history = History::new(DISK.end as usize).with_repeats();
     let mut bench = Bench::new(163, history);
-    for scheme in OTHERS {
+    for scheme in SCHEMES {
         let within = 0..BAD.start;
         bench.load_as("other", seed, scheme, within, Timing::default(), PATIENCE);
     }
@@ -542,10 +540,10 @@ fn a_disk_that_hangs_stops_only_what_touches_it() {
                 }
             })
         });
-        bench.assert_no_session_was_lost(OTHERS.len(), "a disk that hangs");
+        bench.assert_no_session_was_lost(SCHEMES.len(), "a disk that hangs");
         bench.faults.release();
         bench.wait_for("when it goes on", 10, 0);
-        bench.assert_no_session_was_lost(OTHERS.len(), "a disk that goes on");
+        bench.assert_no_session_was_lost(SCHEMES.len(), "a disk that goes on");
     }
     println!("figure: {:?}", bench.reconnects());
     bench.end();

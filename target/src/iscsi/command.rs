@@ -697,12 +697,13 @@ impl<D: Datamover> Channel<D> {
     pub(super) fn check_data(&mut self, cx: &mut Cx<'_>) {
         self.data_deadline = None;
         let timeout = self.config.data_out_timeout;
+        // One that was aborted, and which a socket or a device still has, counts: others may wait for
+        // its end.
         let waits = |task: &Task| {
-            let expects = matches!(
+            matches!(
                 task.state,
                 TaskState::Receive | TaskState::Send | TaskState::AwaitUnsolicited
-            );
-            expects && !task.exec.aborted
+            )
         };
         let due = |task: &Task| {
             let waited = Duration::from_millis(task.waited.into());
@@ -718,7 +719,7 @@ impl<D: Datamover> Channel<D> {
         let Some(at) = waiting
             .map(due)
             .min()
-            .filter(|_| !self.allegiance.is_silent())
+            .filter(|_| !self.allegiance.is_silent() && self.phase != Phase::Closed)
         else {
             return;
         };

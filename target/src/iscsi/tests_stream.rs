@@ -11,6 +11,7 @@ use riser_scsi::step::{BackendError, BlockOp, Residual};
 
 use super::fixture::{Received, Rig};
 use super::tests::{data_in, r2t, status, tmf_status};
+use crate::stats::SessionEvent;
 
 /// Bytes of a window; a page of the pool holds it.
 const WINDOW: u32 = 2048;
@@ -97,6 +98,51 @@ fn data_ack(ttt: Ttt, begin: u32) -> FromInitiator {
         begin,
         run: 0,
     })
+}
+
+fn snack(tag: u32, begin: u32, run: u32) -> FromInitiator {
+    FromInitiator::Snack(Snack {
+        kind: SnackKind::DataOrR2t,
+        lun: [0; 8],
+        itt: Itt(tag),
+        ttt: Ttt::NONE,
+        exp_stat_sn: StatSn(0),
+        begin,
+        run,
+    })
+}
+
+fn is_snack_reject(received: &[Received]) -> bool {
+    matches!(
+        received,
+        [(FromTarget::Reject(r), ..)] if r.reason == RejectReason::SnackReject
+    )
+}
+
+/// Where the last PDU asks for an acknowledgment of all data before it: what names that.
+fn asked_ack(received: &[Received]) -> Ttt {
+    match received.last() {
+        Some((FromTarget::DataIn(pdu), ..)) if pdu.acknowledge => {
+            assert!(pdu.is_final && pdu.ttt != Ttt::NONE);
+            pdu.ttt
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+fn logout() -> FromInitiator {
+    FromInitiator::LogoutRequest(LogoutRequest {
+        immediate: true,
+        reason: LogoutReason::CloseSession,
+        itt: Itt(9),
+        cid: Cid(0),
+        cmd_sn: CmdSn(0),
+        exp_stat_sn: StatSn(0),
+    })
+}
+
+fn is_logged_out(received: &[Received]) -> bool {
+    matches!(received, [(FromTarget::LogoutResponse(_), ..)])
 }
 
 #[test]
@@ -285,6 +331,57 @@ fn an_abort_in_the_middle_ends_every_state() {
     rig.end();
 }
 
+/// Others wait for the end of a command that was aborted: the time that its piece may take does not end
+/// with the abort.
+#[test]
+fn an_aborted_command_may_not_linger() {
+    let untagged = 0xffff_ffff;
+    let mut rig = rig(KEYS);
+    rig.stalled = true;
+    rig.read(1, 0, BLOCKS);
+    rig.poll_sent();
+    rig.tmf(9, TmfFunction::LogicalUnitReset, 0);
+    assert_eq!(rig.gate.unit.tasks(), 1, "the socket has its buffer");
+    for _ in 0..8 {
+        rig.wait(Duration::from_secs(2));
+        // Nothing answers it, and it says that the initiator lives.
+        rig.nop(untagged, b"");
+    }
+    assert!(rig.disconnected);
+    assert!(rig.gate.events.contains(&SessionEvent::TimedOut));
+    rig.with(|ch, cx| ch.handle_sent(cx, false));
+    assert_eq!(rig.gate.unit.tasks(), 0);
+    rig.end();
+
+    // One whose piece has gone in time has no more to wait for.
+    let mut rig = self::rig(KEYS);
+    rig.stalled = true;
+    rig.read(1, 0, BLOCKS);
+    rig.poll_sent();
+    rig.tmf(9, TmfFunction::AbortTask, 1);
+    rig.wait(Duration::from_secs(14));
+    rig.stalled = false;
+    let received = rig.with(|ch, cx| ch.handle_sent(cx, true));
+    assert_eq!(tmf_status(&received), TmfStatus::Complete);
+    for _ in 0..8 {
+        rig.nop(untagged, b"");
+        rig.wait(Duration::from_secs(10));
+    }
+    assert!(!rig.disconnected);
+    rig.end();
+
+    // A connection that is gone cannot be late.
+    let mut rig = self::rig(KEYS);
+    rig.stalled = true;
+    rig.read(1, 0, BLOCKS);
+    rig.poll_sent();
+    rig.with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
+    rig.wait(Duration::from_secs(20));
+    assert!(!rig.gate.events.contains(&SessionEvent::TimedOut));
+    rig.with(|ch, cx| ch.handle_sent(cx, false));
+    rig.end();
+}
+
 #[test]
 fn a_connection_that_ends_in_the_middle_leaves_nothing() {
     let data = pattern();
@@ -308,20 +405,9 @@ fn a_connection_that_ends_in_the_middle_leaves_nothing() {
     rig.prompt = false;
     give(&mut rig, asked[0], &data);
     assert_eq!(rig.blocks.len(), 1);
-    let logout = FromInitiator::LogoutRequest(LogoutRequest {
-        immediate: true,
-        reason: LogoutReason::CloseSession,
-        itt: Itt(9),
-        cid: Cid(0),
-        cmd_sn: CmdSn(0),
-        exp_stat_sn: StatSn(0),
-    });
-    assert!(rig.send(&logout, &[]).is_empty());
+    assert!(rig.send(&logout(), &[]).is_empty());
     let received = rig.finish_all_blocks();
-    assert!(matches!(
-        received[..],
-        [(FromTarget::LogoutResponse(_), ..)]
-    ));
+    assert!(is_logged_out(&received));
     rig.end();
 }
 
@@ -474,26 +560,10 @@ fn a_piece_is_kept_until_it_is_acknowledged() {
     let mut rig = rig(LEVEL_1);
     let received = rig.read(1, 0, BLOCKS);
     assert_eq!(data_in(&received).0, [0, 1, 2, 3]);
-    let asks = |received: &[Received]| match received.last() {
-        Some((FromTarget::DataIn(pdu), ..)) if pdu.acknowledge => {
-            assert!(pdu.is_final && pdu.ttt != Ttt::NONE);
-            pdu.ttt
-        }
-        other => panic!("{other:?}"),
-    };
-    let ttt = asks(&received);
-    let again = Snack {
-        kind: SnackKind::DataOrR2t,
-        lun: [0; 8],
-        itt: Itt(1),
-        ttt: Ttt::NONE,
-        exp_stat_sn: StatSn(0),
-        begin: 2,
-        run: 2,
-    };
-    let resent = rig.send(&FromInitiator::Snack(again), &[]);
+    let ttt = asked_ack(&received);
+    let resent = rig.send(&snack(1, 2, 2), &[]);
     assert_eq!(data_in(&resent).0, [2, 3]);
-    assert_eq!(asks(&resent), ttt);
+    assert_eq!(asked_ack(&resent), ttt);
     for (ttt, begin) in [(ttt, 3), (ttt, 5), (Ttt(ttt.0 + 1), 4)] {
         let refused = rig.send(&data_ack(ttt, begin), &[]);
         assert!(matches!(
@@ -504,17 +574,8 @@ fn a_piece_is_kept_until_it_is_acknowledged() {
     let received = rig.send(&data_ack(ttt, 4), &[]);
     assert_eq!(data_in(&received).0, [4, 5, 6, 7]);
     assert!(rig.send(&data_ack(ttt, 4), &[]).is_empty(), "once more");
-    let gone = Snack {
-        begin: 1,
-        run: 1,
-        ..again
-    };
-    let refused = rig.send(&FromInitiator::Snack(gone), &[]);
-    assert!(matches!(
-        refused[..],
-        [(FromTarget::Reject(r), ..)] if r.reason == RejectReason::SnackReject
-    ));
-    let received = rig.send(&data_ack(asks(&received), 8), &[]);
+    assert!(is_snack_reject(&rig.send(&snack(1, 1, 1), &[])));
+    let received = rig.send(&data_ack(asked_ack(&received), 8), &[]);
     let (sns, stat_sn) = data_in(&received);
     assert_eq!(sns, [8]);
     assert!(stat_sn.is_some());

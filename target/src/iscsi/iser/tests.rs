@@ -803,3 +803,25 @@ fn an_abort_between_pieces_waits_for_the_device() {
         rig.end();
     }
 }
+
+/// An initiator that posts no receives keeps the chains behind an answer from ending, whatever is aborted.
+#[test]
+fn an_aborted_command_may_not_linger() {
+    for write in [true, false] {
+        let mut rig = Rig::with_window(2048, "");
+        rig.stalled = true;
+        if write {
+            rig.write(3, &pattern(20 * 512), 2048, 2048);
+        } else {
+            rig.read(3, 0, 20);
+        }
+        rig.tmf(9, TmfFunction::AbortTask, 3);
+        assert_eq!(rig.gate.unit.tasks(), 1, "a device has its buffer");
+        for _ in 0..8 {
+            rig.wait(Duration::from_secs(2));
+            rig.nop(0xffff_ffff, b"");
+        }
+        assert!(rig.in_error, "{write}");
+        rig.check_gone();
+    }
+}

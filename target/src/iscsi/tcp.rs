@@ -657,6 +657,8 @@ impl Datamover for Tcp {
             return Err(RejectReason::InvalidDataAck);
         }
         let task = self.unacknowledged.swap_remove(at).task;
+        // The buffer is for the next piece, or for another command.
+        self.recovery.forget(task);
         self.queue.retain(
             |item| !matches!(item, Item::Again(Again::Data { put, .. }) if put.task == task),
         );

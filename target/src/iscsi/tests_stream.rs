@@ -596,3 +596,30 @@ fn a_piece_is_kept_until_it_is_acknowledged() {
     assert_eq!(status(&rig.read(2, 0, 1)).0, 0);
     rig.end();
 }
+
+/// The buffer of a piece that is acknowledged is for the next one, or for another command: it is not sent
+/// from any more.
+#[test]
+fn a_piece_that_is_acknowledged_is_not_sent_again() {
+    let mut rig = rig(LEVEL_1);
+    let ttt = asked_ack(&rig.read(1, 0, BLOCKS));
+    rig.prompt = false;
+    assert!(rig.send(&data_ack(ttt, 4), &[]).is_empty());
+    assert_eq!(rig.blocks.len(), 1, "the next piece is being read");
+    for (begin, run) in [(0, 0), (0, 4), (3, 1), (4, 0)] {
+        let received = rig.send(&snack(1, begin, run), &[]);
+        assert!(is_snack_reject(&received), "{begin} {run}");
+    }
+    let received = rig.finish_all_blocks();
+    assert_eq!(data_in(&received).0, [4, 5, 6, 7]);
+    assert!(rig.send(&data_ack(asked_ack(&received), 8), &[]).is_empty());
+    let received = rig.tmf(9, TmfFunction::AbortTask, 1);
+    assert_eq!(tmf_status(&received), TmfStatus::Complete);
+    assert_eq!(rig.pool.free(), rig.pool.size());
+    // It has no buffer any more, and then it has another command's.
+    assert!(is_snack_reject(&rig.send(&snack(1, 0, 0), &[])));
+    assert!(rig.read(2, 0, 1).is_empty());
+    assert!(is_snack_reject(&rig.send(&snack(1, 0, 0), &[])));
+    assert_eq!(data_in(&rig.finish_all_blocks()).0, [0]);
+    rig.end();
+}

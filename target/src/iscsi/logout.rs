@@ -66,12 +66,13 @@ impl<D: Datamover> Channel<D> {
         self.ends_session =
             request.reason == LogoutReason::CloseSession || !self.window().is_unordered();
         self.ended.get_or_insert(Parting::Logout);
-        // Whoever leaves misses no answer.
-        self.on_acknowledged(cx, None);
         self.phase = Phase::LoggingOut(request.itt);
         self.phase_deadline = Some(cx.now + CLOSE_TIMEOUT);
         // Commands that wait for something the initiator may never send end here.
         self.abort_waiting(cx);
+        // One that leaves misses no answer. Not earlier: pieces that wait for an acknowledgment are
+        // known by it.
+        self.on_acknowledged(cx, None);
     }
 
     /// Another connection of the session is to be closed. Its answer does not wait for that: what

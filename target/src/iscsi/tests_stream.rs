@@ -9,6 +9,7 @@ use riser_scsi::iscsi::pdu::{
 use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
 use riser_scsi::step::{BackendError, BlockOp, Residual};
 
+use super::TcpChannel;
 use super::fixture::{Received, Rig};
 use super::tests::{data_in, r2t, status, tmf_status};
 use crate::stats::SessionEvent;
@@ -139,6 +140,13 @@ fn logout() -> FromInitiator {
         cmd_sn: CmdSn(0),
         exp_stat_sn: StatSn(0),
     })
+}
+
+/// Leaves a session that might have other connections.
+fn log_out(rig: &mut Rig) -> Vec<Received> {
+    let mut received = rig.send(&logout(), &[]);
+    received.extend(rig.with(TcpChannel::handle_others_gone));
+    received
 }
 
 fn is_logged_out(received: &[Received]) -> bool {
@@ -621,5 +629,48 @@ fn a_piece_that_is_acknowledged_is_not_sent_again() {
     assert!(rig.read(2, 0, 1).is_empty());
     assert!(is_snack_reject(&rig.send(&snack(1, 0, 0), &[])));
     assert_eq!(data_in(&rig.finish_all_blocks()).0, [0]);
+    rig.end();
+}
+
+/// An initiator that leaves acknowledges nothing: pieces are not kept for that, and not sent either.
+#[test]
+fn a_logout_does_not_wait_for_acknowledgments() {
+    // All of the piece was sent.
+    let mut rig = rig(LEVEL_1);
+    let ttt = asked_ack(&rig.read(1, 0, BLOCKS));
+    assert!(is_logged_out(&log_out(&mut rig)));
+    assert!(rig.send(&data_ack(ttt, 4), &[]).is_empty());
+    rig.end();
+
+    // None of it was.
+    let mut rig = self::rig(LEVEL_1);
+    rig.stalled = true;
+    rig.read(1, 0, BLOCKS);
+    rig.stalled = false;
+    assert!(is_logged_out(&log_out(&mut rig)));
+    rig.end();
+
+    // Some of it is being sent.
+    let mut rig = Rig::with_window(32 << 10, LEVEL_1);
+    rig.stalled = true;
+    rig.read(1, 0, 255);
+    let sent = rig.poll_sent();
+    assert!((1..64).contains(&sent.len()), "{}", sent.len());
+    assert!(log_out(&mut rig).is_empty());
+    assert_eq!(rig.gate.unit.tasks(), 1, "the socket has its buffer");
+    rig.stalled = false;
+    let received = rig.with(|ch, cx| ch.handle_sent(cx, true));
+    assert!(is_logged_out(&received));
+    rig.end();
+
+    // A piece that is read later is sent, and does not wait to be acknowledged.
+    let mut rig = self::rig(LEVEL_1);
+    rig.prompt = false;
+    rig.read(1, 0, BLOCKS);
+    assert!(log_out(&mut rig).is_empty());
+    rig.prompt = true;
+    let mut received = rig.finish_all_blocks();
+    assert!(is_logged_out(&received.split_off(received.len() - 1)));
+    assert_eq!(data_in(&received).0, (0..9).collect::<Vec<_>>());
     rig.end();
 }

@@ -287,6 +287,35 @@ impl<const CDB: usize> Execution<CDB> {
         self.buffer.is_some() || len == 0
     }
 
+    /// Waits for the buffer that [`Execution::has_buffer`] or [`Execution::gather`] could not get; the step
+    /// that needs it is in `step`.
+    pub fn await_buffer(&self, pool: &mut Pool, owner: Owner) {
+        if self.is_held_up() {
+            pool.wait_started(owner, self.buffer_len());
+        } else {
+            pool.wait(owner);
+        }
+    }
+
+    /// Takes the pool's reserve, if the command has started and waits for memory, so that others may wait
+    /// for it with theirs; `false` if not, or while another command has the reserve.
+    pub fn take_reserve(&mut self, pool: &mut Pool, owner: Owner) -> bool {
+        if self.is_held_up() {
+            self.buffer = pool.grant_reserve(owner, self.buffer_len());
+            return self.buffer.is_some();
+        }
+        false
+    }
+
+    /// Whether it has started, is not answered yet, and waits for memory.
+    fn is_held_up(&self) -> bool {
+        let runs = matches!(
+            self.step,
+            Some(Step::ReceiveData { .. } | Step::SendData { .. } | Step::Block(_))
+        );
+        runs && self.buffer.is_none() && !self.is_gathering()
+    }
+
     /// Brings the data of a response into the buffer, where they are not there yet: how many bytes
     /// there are for the initiator. `None` without room in the pool.
     pub fn gather(

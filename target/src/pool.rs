@@ -11,6 +11,13 @@
 //! served before it, as a small request fits where a large one does not; but when half the pool has gone
 //! past it, only the one whose turn it is gets memory. So neither small nor large requests starve.
 //!
+//! # Reserve
+//! A command that waits in its task set's order may have its data in a buffer, while the one that it waits
+//! for has none yet. So there is a reserve besides: it goes to one command at a time that has started
+//! and waits for memory, whatever its owner has already. Such a command waits for no other, so the reserve
+//! comes back. Those that want it take turns by owners.
+//!
+//! # Tables
 //! Descriptor tables have memory of their own, since a command holds its table while it waits for data
 //! memory: taken from there, tables could leave none to wait for. An owner gets half of it at most.
 //!
@@ -45,6 +52,9 @@ const MAX_ORDER: usize = 8;
 
 /// The largest block, in bytes.
 pub const MAX_BLOCK: usize = MIN_BLOCK << MAX_ORDER;
+
+/// Bytes of the reserve at most: a window and its scratch memory fit.
+const RESERVE: usize = 2 * MAX_BLOCK;
 
 /// Blocks in one buffer at most: a large block in pieces of 32 KiB, where memory is in pieces.
 pub const MAX_PIECES: usize = 32;
@@ -105,11 +115,14 @@ pub struct Pool {
     memory: Memory,
     data: Blocks,
     tables: Blocks,
+    reserve: Blocks,
     lowest_free: usize,
     /// Owners that have or want something.
     owners: HashMap<Owner, Holding>,
     /// Those that wait for data memory, by turns; each once.
     line: VecDeque<Waiter>,
+    /// The same owners, by turns at the reserve.
+    queue: VecDeque<Owner>,
     /// Bytes that were last refused.
     refused: usize,
     /// Whether an owner in the line may get something now.
@@ -117,22 +130,25 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// Maps a pool of `bytes`, rounded up to whole blocks of [`MAX_BLOCK`], and a sixteenth of that
-    /// for descriptor tables.
+    /// Maps a pool of `bytes`, rounded up to whole blocks of [`MAX_BLOCK`], and besides a
+    /// sixteenth of that for descriptor tables, and the reserve.
     ///
     /// # Errors
     /// The error of `mmap(2)`.
     pub fn new(bytes: usize) -> io::Result<Self> {
         let len = bytes.max(1).next_multiple_of(MAX_BLOCK);
         let tables = (len / 16).next_multiple_of(MAX_BLOCK);
-        let memory = Memory::new(len + tables)?;
+        let reserve = len.min(RESERVE);
+        let memory = Memory::new(len + tables + reserve)?;
         Ok(Self {
             memory,
             data: Blocks::new(0, len),
             tables: Blocks::new(len, tables),
+            reserve: Blocks::new(len + tables, reserve),
             lowest_free: len,
             owners: HashMap::new(),
             line: VecDeque::new(),
+            queue: VecDeque::new(),
             refused: 0,
             has_changed: false,
         })
@@ -144,13 +160,13 @@ impl Pool {
         &self.memory
     }
 
-    /// Size in bytes, without the tables' memory.
+    /// Size in bytes, without the tables' memory and the reserve.
     #[must_use]
     pub fn size(&self) -> usize {
         self.data.len
     }
 
-    /// Bytes not in any data buffer.
+    /// Bytes not in any data buffer, without the reserve.
     #[must_use]
     pub fn free(&self) -> usize {
         self.data.free
@@ -162,10 +178,11 @@ impl Pool {
         self.lowest_free
     }
 
-    /// Whether every buffer is back, tables included.
+    /// Whether every buffer is back, tables and the reserve included.
     #[must_use]
     pub fn is_whole(&self) -> bool {
-        self.data.free == self.data.len && self.tables.free == self.tables.len
+        let parts = [&self.data, &self.tables, &self.reserve];
+        parts.iter().all(|blocks| blocks.is_whole())
     }
 
     /// The longest buffer that an empty pool can give, in bytes.
@@ -195,9 +212,32 @@ impl Pool {
                 // It has had its turn; if it still waits, it is the last.
                 waiter.passed = 0;
                 self.line.push_back(waiter);
+                self.end_turn(owner);
             }
         }
         Some(buffer)
+    }
+
+    /// The reserve, as a data buffer of `len` bytes for a command that has started, while it is not in
+    /// use. For owners that wait, in the order of [`Pool::waiting`].
+    pub fn grant_reserve(&mut self, owner: Owner, len: u32) -> Option<Buffer> {
+        if !self.has_reserve(len) {
+            return None;
+        }
+        self.end_turn(owner);
+        self.reserve.take(&self.memory, len)
+    }
+
+    fn has_reserve(&self, len: u32) -> bool {
+        self.reserve.is_whole() && len as usize <= self.reserve.len
+    }
+
+    /// An owner in the line has got something.
+    fn end_turn(&mut self, owner: Owner) {
+        if let Some(at) = self.queue.iter().position(|&other| other == owner) {
+            self.queue.remove(at);
+            self.queue.push_back(owner);
+        }
     }
 
     /// A buffer for descriptors, or `None` while there is not enough, or the owner has its half.
@@ -222,7 +262,14 @@ impl Pool {
                 need: self.refused,
                 passed: 0,
             });
+            self.queue.push_back(owner);
         }
+    }
+
+    /// As [`Pool::wait`], for so many bytes of a command that has started: the reserve may be free for it.
+    pub fn wait_started(&mut self, owner: Owner, len: u32) {
+        self.wait(owner);
+        self.has_changed |= self.has_reserve(len);
     }
 
     /// An owner waits no longer.
@@ -232,6 +279,7 @@ impl Pool {
         };
         if std::mem::take(&mut holding.waits) {
             self.line.retain(|waiter| waiter.owner != owner);
+            self.queue.retain(|&other| other != owner);
             self.has_changed = true;
         }
         self.forget_idle(owner);
@@ -243,9 +291,15 @@ impl Pool {
         std::mem::take(&mut self.has_changed) && !self.line.is_empty()
     }
 
+    /// Whether [`Pool::take_change`] would say so.
+    #[must_use]
+    pub fn has_change(&self) -> bool {
+        self.has_changed && !self.line.is_empty()
+    }
+
     /// The owners that wait, by turns.
     pub fn waiting(&self) -> impl Iterator<Item = Owner> + '_ {
-        self.line.iter().map(|waiter| waiter.owner)
+        self.queue.iter().copied()
     }
 
     /// A data buffer of `len` bytes, or `None` while the pool has not enough in few enough blocks.
@@ -260,12 +314,12 @@ impl Pool {
     /// # Panics
     /// If the buffer is another pool's.
     pub fn release(&mut self, mut buffer: Buffer) {
-        let is_table = buffer
-            .pieces
-            .first()
-            .is_some_and(|p| p.offset >= self.data.len);
+        let start = buffer.pieces.first().map_or(0, |piece| piece.offset);
+        let is_table = start >= self.tables.base;
         let held = buffer.held();
-        let blocks = if is_table {
+        let blocks = if start >= self.reserve.base {
+            &mut self.reserve
+        } else if is_table {
             &mut self.tables
         } else {
             &mut self.data
@@ -348,6 +402,10 @@ impl Blocks {
             blocks.push((block << MAX_ORDER) as u32, MAX_ORDER);
         }
         blocks
+    }
+
+    fn is_whole(&self) -> bool {
+        self.free == self.len
     }
 
     fn take(&mut self, memory: &Memory, len: u32) -> Option<Buffer> {
@@ -695,6 +753,38 @@ mod tests {
             }
         }
         panic!("the large request never got its memory");
+    }
+
+    #[test]
+    fn the_reserve_goes_to_one_started_command_after_the_other() {
+        let (greedy, other) = (Owner(1), Owner(2));
+        let mut pool = Pool::new(4 << 20).unwrap();
+        let mut held: Vec<_> = std::iter::from_fn(|| pool.grant(greedy, 1 << 20)).collect();
+        for owner in [greedy, other] {
+            assert!(pool.grant(owner, 4096).is_none());
+            pool.wait_started(owner, 4096);
+            assert!(pool.has_change() && pool.take_change());
+        }
+        // Its share does not matter, but nobody has two turns while another waits.
+        for owner in [greedy, other, greedy, other] {
+            assert_eq!(pool.waiting().next(), Some(owner));
+            let reserve = pool.grant_reserve(owner, 4096).unwrap();
+            assert!(pool.grant_reserve(greedy, 4096).is_none());
+            assert!(pool.grant_reserve(other, 4096).is_none());
+            // Nothing to try for one that comes meanwhile.
+            pool.wait_started(Owner(3), 4096);
+            assert!(!pool.has_change());
+            pool.leave_line(Owner(3));
+            pool.release(reserve);
+            assert!(pool.take_change());
+        }
+        // It is as long as a window and its scratch memory, also where the rest is in pieces.
+        held.push(pool.grant_reserve(other, 2 << 20).unwrap());
+        pool.leave_line(greedy);
+        pool.leave_line(other);
+        assert!(!pool.is_whole());
+        held.into_iter().for_each(|buffer| pool.release(buffer));
+        assert!(pool.is_whole() && pool.owners.is_empty() && pool.queue.is_empty());
     }
 
     #[test]

@@ -34,7 +34,7 @@ use super::text::TextState;
 use super::window::{Member, WINDOWS, Window};
 use crate::audit::Parting;
 use crate::log::RateLimit;
-use crate::pool::{Buffer, Owner, Pool};
+use crate::pool::{Buffer, Pool};
 use crate::srp::{LunMap, SendIdx, TaskRef, UnitIdx};
 use crate::stats::{Accounts, Functions, SessionEvent};
 use crate::warn_limited;
@@ -570,10 +570,24 @@ impl<D: Datamover> Channel<D> {
                 break;
             }
         }
+        self.take_reserve(cx);
         if self.pool_waiters.is_empty() {
-            cx.pool.leave_line(Owner(self.config.serial));
+            cx.pool.leave_line(self.owner());
         }
         self.settle(cx);
+    }
+
+    /// Gives the pool's reserve to the first command that has started and still waits for memory.
+    fn take_reserve(&mut self, cx: &mut Cx<'_>) {
+        let owner = self.owner();
+        let mut waiters = self.pool_waiters.iter();
+        let at = waiters.position(|idx| {
+            let exec = &mut self.tasks[usize::from(idx.0)].exec;
+            exec.take_reserve(cx.pool, owner)
+        });
+        if let Some(task) = at.and_then(|at| self.pool_waiters.remove(at)) {
+            self.resume(cx, task);
+        }
     }
 
     /// A deadline may have passed.

@@ -144,7 +144,13 @@ impl<D: Datamover> Channel<D> {
             Entry::Full => self.answer_status(cx, idx, Status::TaskSetFull),
             Entry::Gather => {
                 let len = exec.early_data().expect("it is data that it waits for");
-                self.run(cx, idx, Step::ReceiveData { from: 0, len });
+                let step = Step::ReceiveData { from: 0, len };
+                if !self.pool_waiters.is_empty() {
+                    // Newer commands may have to wait for older ones, with their data in memory.
+                    exec.step = Some(step);
+                    return self.await_pool(cx.pool, idx);
+                }
+                self.run(cx, idx, step);
             }
         }
     }
@@ -287,7 +293,7 @@ impl<D: Datamover> Channel<D> {
         exec.has_buffer(pool, owner)
     }
 
-    fn owner(&self) -> Owner {
+    pub(super) fn owner(&self) -> Owner {
         Owner(self.config.serial)
     }
 
@@ -295,7 +301,10 @@ impl<D: Datamover> Channel<D> {
         self.tasks[usize::from(idx.0)].state = TaskState::AwaitBuffer;
         self.counters.buffer_waits += 1;
         self.pool_waiters.push_back(idx);
-        pool.wait(self.owner());
+        let owner = self.owner();
+        self.tasks[usize::from(idx.0)]
+            .exec
+            .await_buffer(pool, owner);
     }
 
     /// Waits for pool memory no longer.

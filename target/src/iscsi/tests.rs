@@ -968,6 +968,39 @@ fn commands_wait_for_buffers_and_lose_nothing() {
     rig.end();
 }
 
+/// Others may wait for it with all the memory there is.
+#[test]
+fn a_command_that_has_started_gets_the_reserve() {
+    let mut rig = Rig::logged_in("");
+    let hog = rig.pool.take(rig.pool.size() as u32).unwrap();
+    assert!(rig.write(1, 8, &[5; 4096], true).is_empty());
+    assert!(rig.read(2, 0, 8).is_empty());
+    let received = rig.with(|ch, cx| ch.channel_mut().handle_pool(cx));
+    let (last, ..) = received.last().unwrap();
+    assert!(matches!(last, FromTarget::DataIn(pdu) if pdu.status.is_some()));
+    assert!(rig.channel.channel().waits_for_pool(), "the WRITE");
+    rig.pool.release(hog);
+    let received = rig.with(|ch, cx| ch.channel_mut().handle_pool(cx));
+    assert_eq!(status(&received), (0, None));
+    rig.end();
+}
+
+/// Newer commands of its nexus would wait for it with the memory that it needs.
+#[test]
+fn no_command_overtakes_one_that_waits_for_memory() {
+    let mut rig = Rig::logged_in("");
+    let mut held: Vec<_> = std::iter::from_fn(|| rig.pool.take(4096)).collect();
+    let page = held.pop().unwrap();
+    rig.pool.release(page);
+    assert!(rig.write(1, 16, &[], true).is_empty());
+    assert!(rig.write(2, 8, &[5; 4096], true).is_empty());
+    assert_eq!(rig.pool.free(), 4096, "what is left is for the first one");
+    held.into_iter().for_each(|buffer| rig.pool.release(buffer));
+    let received = rig.with(|ch, cx| ch.channel_mut().handle_pool(cx));
+    assert_eq!(r2t(&received[..1]).offset, 0);
+    rig.end();
+}
+
 /// What an initiator of chance does.
 #[derive(Clone, Debug)]
 enum Act {

@@ -411,10 +411,24 @@ impl Channel {
                 break;
             }
         }
+        self.take_reserve(cx);
         if self.pool_waiters.is_empty() {
             cx.pool.leave_line(self.owner());
         }
         self.settle_round(cx);
+    }
+
+    /// Gives the pool's reserve to the first command that has started and still waits for memory.
+    fn take_reserve(&mut self, cx: &mut Cx<'_>) {
+        let owner = self.owner();
+        let mut waiters = self.pool_waiters.iter();
+        let at = waiters.position(|idx| {
+            let exec = &mut self.ioctx[usize::from(idx.0)].exec;
+            exec.take_reserve(cx.pool, owner)
+        });
+        if let Some(idx) = at.and_then(|at| self.pool_waiters.remove(at)) {
+            self.resume(cx, idx);
+        }
     }
 
     /// The connection is established. Unless the channel may start at once, it waits for

@@ -161,6 +161,11 @@ impl Channel {
             });
         let Some(remote) = external else {
             let step = match io.exec.early_data() {
+                Some(len) if !self.pool_waiters.is_empty() => {
+                    // Newer commands may have to wait for older ones, with their data in memory.
+                    io.exec.step = Some(Step::ReceiveData { from: 0, len });
+                    return self.await_pool(cx.pool, idx);
+                }
                 Some(len) => Some(Step::ReceiveData { from: 0, len }),
                 None => self.advance(cx, idx, StepResult::Done),
             };
@@ -333,7 +338,10 @@ impl Channel {
         self.ioctx[usize::from(idx.0)].state = IoctxState::AwaitBuffer;
         self.counters.buffer_waits += 1;
         self.pool_waiters.push_back(idx);
-        pool.wait(self.owner());
+        let owner = self.owner();
+        self.ioctx[usize::from(idx.0)]
+            .exec
+            .await_buffer(pool, owner);
     }
 
     /// Tries again what waited for pool memory.

@@ -259,6 +259,88 @@ fn a_command_waits_for_pool_memory() {
     rig.end();
 }
 
+/// Commands with their data in memory wait for one in the order that has no memory yet.
+#[test]
+fn a_command_in_the_order_gets_memory_that_others_hold() {
+    const MIB: usize = 1 << 20;
+    let mut rig = Rig::live();
+    rig.remote.insert(KEY, vec![7; MIB]);
+    let all = || Data::Direct(MemDesc::new(0, KEY, MIB as u32));
+    let page = Data::Direct(MemDesc::new(0, KEY + 1, 4096));
+    rig.remote.insert(KEY + 1, vec![7; 4096]);
+    let read = read10(0, 8).attr(TaskAttr::Ordered).tag(2).into(page);
+    rig.send(0, &cmd(&[0x35]).bytes());
+    rig.send(0, &read.bytes());
+    let others = rig.pool.take(3 << 20).unwrap();
+    rig.send(0, &write10(0, 2048).tag(3).out(all()).bytes());
+    rig.complete_nth(1, true);
+    assert_eq!(rig.pool.free(), 0);
+    let waits = IoctxState::AwaitTask;
+    assert_eq!(state(&rig.channels[0]), [IoctxState::DataIn, waits, waits]);
+    rig.settle();
+    let tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
+    assert_eq!(tags, [1, 2, 3]);
+    assert_eq!(rig.remote[&(KEY + 1)], [0; 4096], "what was there before");
+    assert!(rig.disks[0].iter().all(|byte| *byte == 7));
+    rig.pool.release(others);
+    rig.end();
+}
+
+/// Newer commands of its nexus wait for an ORDERED one, and must not do so with the memory that it needs.
+#[test]
+fn no_command_overtakes_one_that_waits_for_memory() {
+    let mut rig = Rig::live();
+    rig.remote.insert(KEY, vec![7; 1 << 20]);
+    let data = |len| Data::Direct(MemDesc::new(0, KEY, len));
+    let most = rig.pool.take(7 << 19).unwrap();
+    let ordered = write10(0, 2048).attr(TaskAttr::Ordered);
+    rig.send(0, &ordered.out(data(1 << 20)).bytes());
+    rig.send(0, &write10(0, 8).tag(2).out(data(4096)).bytes());
+    assert_eq!(
+        state(&rig.channels[0]),
+        [IoctxState::AwaitBuffer, IoctxState::AwaitBuffer]
+    );
+    rig.pool.release(most);
+    rig.pump();
+    rig.settle();
+    let tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
+    assert_eq!(tags, [1, 2]);
+    rig.end();
+}
+
+#[test]
+fn commands_that_need_the_reserve_have_it_in_turn() {
+    let mut rig = Rig::live();
+    rig.add_channel(params(), 2);
+    rig.establish(1);
+    rig.send(1, &cmd(&[0; 6]).bytes());
+    rig.settle();
+    rig.sent.clear();
+    rig.remote.insert(KEY, vec![0; 512]);
+    let all = rig.pool.take(4 << 20).unwrap();
+    let data = || Data::Direct(MemDesc::new(0, KEY, 512));
+    // What is not in the order yet waits for other memory, and is in nobody's way.
+    rig.send(0, &write10(0, 1).tag(1).out(data()).bytes());
+    for (chan, tag) in [(0, 2), (0, 3), (1, 4), (1, 5)] {
+        rig.send(chan, &read10(0, 1).tag(tag).into(data()).bytes());
+    }
+    let running = |rig: &Rig| {
+        let states = rig.channels.iter().flat_map(state);
+        states.filter(|s| *s == IoctxState::DataIn).count()
+    };
+    assert_eq!(running(&rig), 1);
+    rig.settle();
+    let mut tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
+    tags.sort_unstable();
+    assert_eq!(tags, [2, 3, 4, 5]);
+    assert_eq!(state(&rig.channels[0]), [IoctxState::AwaitBuffer]);
+    rig.pool.release(all);
+    rig.pump();
+    rig.settle();
+    assert_eq!(rig.rsp(), good(1));
+    rig.end();
+}
+
 #[test]
 fn long_transfers_go_in_portions_and_others_pass_between() {
     let mut rig = Rig::live();

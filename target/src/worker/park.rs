@@ -83,8 +83,8 @@ impl Worker {
             Next::Poll => {}
             Next::Park(timeout) => {
                 let is_watched = self.unwatched.is_empty();
-                if self.exiting || !is_watched || !self.ready.is_empty() || self.outbox.retry() > 0
-                {
+                let is_due = !self.ready.is_empty() || self.pool.has_change();
+                if self.exiting || !is_watched || is_due || self.outbox.retry() > 0 {
                     return Ok(());
                 }
                 self.parks += 1;

@@ -537,6 +537,7 @@ impl<D: Datamover> Channel<D> {
                 let len = data.len() as u32;
                 task.data_start = start;
                 task.incoming.staged = data;
+                task.incoming.is_moved = true;
                 self.run(cx, idx, Step::SendData { from, len });
             }
         }

@@ -225,9 +225,10 @@ impl<D: Datamover> Channel<D> {
         self.watch_data(cx.now);
         let task = &mut self.tasks[usize::from(idx.0)];
         task.exec.course.enter(Stage::FabricOut, cx.now);
+        // An initiator may send data with a command that takes none.
         let staged = std::mem::take(&mut task.incoming.staged);
         if let Some(buffer) = &task.exec.buffer
-            && !staged.is_empty()
+            && std::mem::take(&mut task.incoming.is_moved)
         {
             buffer.write(0, &staged);
         }

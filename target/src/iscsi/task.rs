@@ -63,9 +63,11 @@ pub(super) struct Incoming {
     pub(super) faulty: bool,
     /// Some of them were lost, and whatever follows those is passed over.
     pub(super) lost: bool,
-    /// What came before there was a buffer, or is for a later piece; at most FirstBurstLength. For a
-    /// piece to send that comes from another connection, its bytes.
+    /// What came before there was a buffer, or is for a later piece; at most FirstBurstLength, or a
+    /// piece that comes from another connection.
     pub(super) staged: Vec<u8>,
+    /// These are a piece to send, from another connection.
+    pub(super) is_moved: bool,
     /// Where the piece that the command wants begins, which is where its buffer does.
     pub(super) from: u32,
     /// Where that piece ends, once the command has said so.

@@ -215,6 +215,35 @@ fn a_long_read_is_one_row_of_data() {
     rig.end();
 }
 
+/// Data that come with a command that takes none are not what it reads.
+#[test]
+fn a_long_read_is_not_of_what_came_with_it() {
+    let mut rig = rig(KEYS);
+    let mut cdb = [0; 16];
+    (cdb[0], cdb[8]) = (0x28, BLOCKS);
+    let command = ScsiCommand {
+        immediate: false,
+        is_final: false,
+        reads: true,
+        writes: true,
+        attribute: TaskAttr::Simple,
+        lun: [0; 8],
+        itt: Itt(1),
+        expected_length: 512,
+        cmd_sn: CmdSn(rig.cmd_sn),
+        exp_stat_sn: StatSn(0),
+        cdb: cdb.into_iter().collect(),
+        bidi_read_length: Some(LEN as u32),
+    };
+    rig.cmd_sn += 1;
+    let mut received = rig.send(&FromInitiator::ScsiCommand(command), &[0xee; 512]);
+    let response = answer(&received.split_off(9));
+    assert_eq!((response.status, response.exp_data_sn), (0, 9));
+    assert_eq!(response.residual, Residual::Underflow(512));
+    assert_eq!(data_in(&received).0, (0..9).collect::<Vec<_>>());
+    rig.end();
+}
+
 /// The next piece is read when the one before it has left the buffer.
 #[test]
 fn a_read_waits_for_an_initiator_that_does_not_read() {

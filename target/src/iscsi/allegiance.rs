@@ -72,6 +72,8 @@ pub struct Parcel {
     lun: WireLun,
     counted: bool,
     lingers: bool,
+    /// Milliseconds that it has waited for the initiator, while others may have waited for it.
+    waited: u32,
     r2ts: u32,
     rest: Rest,
 }
@@ -306,7 +308,7 @@ impl<D: Datamover> Channel<D> {
         let heirs = std::mem::take(&mut self.allegiance.heirs);
         for heir in heirs {
             if self.is_at_rest(TaskIdx(heir.task.ioctx.0)) {
-                self.hand_over(cx.pool, heir);
+                self.hand_over(cx, heir);
             } else {
                 self.allegiance.heirs.push(heir);
             }
@@ -395,9 +397,11 @@ impl<D: Datamover> Channel<D> {
         parcel.expect("an action for each parcel")
     }
 
-    fn hand_over(&mut self, pool: &mut Pool, heir: TakeOver) {
+    fn hand_over(&mut self, cx: &mut Cx<'_>, heir: TakeOver) {
         let idx = TaskIdx(heir.task.ioctx.0);
         let task = &mut self.tasks[usize::from(idx.0)];
+        let waited = task.waited_by(cx.now);
+        task.waited = 0;
         let mut exec = std::mem::take(&mut task.exec);
         let incoming = std::mem::take(&mut task.incoming);
         let exp = heir.exp_data_sn;
@@ -448,7 +452,7 @@ impl<D: Datamover> Channel<D> {
             }
         };
         if let Some(buffer) = exec.buffer.take() {
-            pool.release(buffer);
+            cx.pool.release(buffer);
         }
         exec.rename(heir.to);
         exec.course.leave();
@@ -461,6 +465,7 @@ impl<D: Datamover> Channel<D> {
             lun: task.lun,
             counted,
             lingers,
+            waited,
             r2ts,
             rest,
         };
@@ -505,6 +510,7 @@ impl<D: Datamover> Channel<D> {
         task.lun = parcel.lun;
         task.counted = parcel.counted;
         task.lingers = parcel.lingers;
+        task.waited = parcel.waited;
         task.r2ts = parcel.r2ts;
         self.counted += u16::from(parcel.counted);
         self.lingering += u16::from(parcel.lingers);

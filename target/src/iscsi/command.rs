@@ -446,13 +446,9 @@ impl<D: Datamover> Channel<D> {
     /// order.
     fn advance(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, result: StepResult) {
         let task = &mut self.tasks[usize::from(idx.0)];
+        task.waited = task.waited_by(cx.now);
         if matches!(task.state, TaskState::Receive | TaskState::Send) {
             task.incoming.solicited = false;
-            if !task.exec.is_gathering() {
-                let waited = cx.now.saturating_duration_since(task.waits_since);
-                let millis = u32::try_from(waited.as_millis()).unwrap_or(u32::MAX);
-                task.waited = task.waited.saturating_add(millis);
-            }
         }
         if !task.exec.is_gathering() {
             let step = task.exec.advance(result, cx.now);
@@ -700,7 +696,8 @@ impl<D: Datamover> Channel<D> {
     /// true of data that the initiator does not take, while others follow that need the buffer.
     ///
     /// A command that goes in pieces has its place in the order from the second one on, and others may
-    /// wait for its end: all later pieces together have that time.
+    /// wait for its end: all later pieces together have that time, also where it moves to another
+    /// connection.
     ///
     /// The commands concerned are aborted, and the connection is lost: at this point it is not known
     /// what the initiator will still send. So no command waits for ever, nor keeps its buffer.

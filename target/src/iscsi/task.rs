@@ -141,6 +141,17 @@ impl Task {
         }
     }
 
+    /// Milliseconds that it has waited for pieces by now, while others may have waited for it.
+    pub(super) fn waited_by(&self, now: Instant) -> u32 {
+        let is_waiting = matches!(self.state, TaskState::Receive | TaskState::Send);
+        if !is_waiting || self.exec.is_gathering() {
+            return self.waited;
+        }
+        let waited = now.saturating_duration_since(self.waits_since);
+        let millis = u32::try_from(waited.as_millis()).unwrap_or(u32::MAX);
+        self.waited.saturating_add(millis)
+    }
+
     /// Whether it is a command that has not been answered.
     pub(super) fn is_command(&self) -> bool {
         !matches!(

@@ -397,6 +397,44 @@ fn write_in_pieces(starved: bool) {
     duo.end();
 }
 
+/// Others may wait for a command that goes in pieces: the time that it has waited goes with it, and so does
+/// that without a connection.
+#[test]
+fn a_command_that_moves_has_no_more_time() {
+    let step = Duration::from_secs(10);
+    let give = |rig: &mut Rig, asked: &[Received]| {
+        let mut received = Vec::new();
+        for (pdu, ..) in asked {
+            let FromTarget::R2t(r2t) = pdu else {
+                panic!("{pdu:?}");
+            };
+            let data = vec![1; r2t.len as usize];
+            received.extend(rig.data_out(1, r2t.ttt, 0, r2t.offset, &data, true));
+        }
+        received
+    };
+    let mut duo = Duo::of_window(2048, LEVEL_2);
+    let asked = duo.first.write(1, 255, &[], true);
+    let mut asked = give(&mut duo.first, &asked);
+    // 120 seconds are all that there are from the second piece on: sixty pass here, forty meanwhile.
+    for _ in 0..6 {
+        duo.first.wait(step);
+        asked = give(&mut duo.first, &asked);
+    }
+    duo.lose();
+    duo.first.wait(2 * step);
+    duo.detach();
+    duo.first.wait(2 * step);
+    duo.second.now = duo.first.now;
+    let mut asked = duo.reassigned(1, 0);
+    duo.second.wait(step);
+    asked = give(&mut duo.second, &asked);
+    assert!(!asked.is_empty() && !duo.second.disconnected);
+    duo.second.wait(step);
+    assert!(duo.second.disconnected);
+    duo.end();
+}
+
 /// Unsolicited data that did not come are asked for.
 #[test]
 fn a_write_asks_for_unsolicited_data_that_are_lost() {

@@ -111,8 +111,10 @@ impl Pair {
         let backend = backend.replace("DIR", dir.to_str().unwrap());
         let text = format!(
             "backends:\n  disk: {backend}\n\
-             targets:\n  - name: t\n    {}\n    luns: {{ 0: disk }}\n    access: open\n",
-            target.replace('\n', "\n    ")
+             targets:\n  - name: t\n    {}\n    luns: {{ 0: disk }}\n    access: open\n\
+             state: {{ directory: {} }}\n",
+            target.replace('\n', "\n    "),
+            dir.join("state").display()
         );
         fs::write(dir.join("riserd.yaml"), text).unwrap();
         let mut pair = Self {

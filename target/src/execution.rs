@@ -37,6 +37,10 @@ use crate::pool::{Buffer, Owner, Pool};
 use crate::srp::{SetFull, TaskRef, Unit};
 use crate::stats::{Addressed, CDB_TRACED, Course, Stage, Subject};
 
+/// Timeouts for which the data of one command may be on their way, as long as others come. All pieces after the
+/// first have that together, since others may wait for the command.
+pub const MAX_DATA_TIMEOUTS: u32 = 8;
+
 /// Whether a command may start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Entry {

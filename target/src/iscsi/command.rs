@@ -18,14 +18,11 @@ use super::datamover::{Control, Datamover, GetData, PutData, Start, Taken};
 use super::task::{Incoming, Piece, Task, TaskIdx, TaskState};
 use super::tcp::good;
 use crate::audit::Parting;
-use crate::execution::Entry;
+use crate::execution::{Entry, MAX_DATA_TIMEOUTS};
 use crate::pool::{Owner, Pool};
 use crate::srp::TaskRef;
 use crate::stats::{SessionEvent, Stage};
 use crate::warn_limited;
-
-/// Timeouts for which the data of one command may be on their way, as long as others come.
-const MAX_DATA_TIMEOUTS: u32 = 8;
 
 /// How a request ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -28,6 +28,7 @@ use super::teardown::Own;
 use super::transfer::{PortionLimits, RdmaWr};
 use super::unit::{LunMap, TaskRef};
 use crate::audit::Parting;
+use crate::execution::MAX_DATA_TIMEOUTS;
 use crate::log::RateLimit;
 use crate::pool::Pool;
 use crate::stats::{Accounts, Functions};
@@ -132,8 +133,10 @@ pub struct Channel {
     pub(super) blocks_in_flight: u32,
     /// Chains under way that commands wait for: all but those that end with an answer.
     pub(super) transfers: u32,
-    /// Until when the next of them must have completed.
+    /// Until when the next chain must have completed.
     pub(super) data_deadline: Option<Instant>,
+    /// No later than the end of the time that a command has for all its pieces after the first.
+    pieces_deadline: Option<Instant>,
     notified: bool,
     pub(super) drained: bool,
     /// Its requests end without being carried out.
@@ -185,6 +188,7 @@ impl Channel {
             blocks_in_flight: 0,
             transfers: 0,
             data_deadline: None,
+            pieces_deadline: None,
             notified: false,
             drained: false,
             torn_down: false,
@@ -287,7 +291,12 @@ impl Channel {
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         let live = |at: Option<Instant>| at.filter(|_| self.state == ChState::Live);
-        let all = [self.deadline, live(self.probe_at), live(self.data_deadline)];
+        let all = [
+            self.deadline,
+            live(self.probe_at),
+            live(self.data_deadline),
+            live(self.pieces_deadline),
+        ];
         all.into_iter().flatten().min()
     }
 
@@ -465,7 +474,7 @@ impl Channel {
             self.deadline = None;
             self.on_deadline(cx);
         }
-        if self.state == ChState::Live && self.data_deadline.is_some_and(|at| at <= cx.now) {
+        if self.state == ChState::Live && self.is_overdue(cx.now) {
             warn_limited!(
                 self.complaints,
                 cx.now,
@@ -523,11 +532,47 @@ impl Channel {
         self.retry_deferred(cx);
         self.retry_posts(cx);
         self.poll_own(cx);
-        if self.transfers > 0 {
-            let at = cx.now + self.config.data_out_timeout;
-            self.data_deadline.get_or_insert(at);
-        }
+        self.watch_chains(cx.now);
         self.check_drained();
+    }
+
+    /// Makes sure that the time is limited in which chains complete. Whoever does not take its answers keeps
+    /// memory, and what waits for credit behind them.
+    fn watch_chains(&mut self, now: Instant) {
+        let timeout = self.config.data_out_timeout;
+        let at = if self.transfers > 0 || self.send_queue.front().is_some() {
+            now + timeout
+        } else if !self.send_queue.is_idle() {
+            now + timeout * MAX_DATA_TIMEOUTS
+        } else {
+            return;
+        };
+        self.data_deadline = Some(self.data_deadline.map_or(at, |other| other.min(at)));
+    }
+
+    /// A command that goes in pieces has its place in the order from the second one on, and others may wait
+    /// for its end: all later pieces together have a time.
+    pub(super) fn begin_piece(&mut self, now: Instant, idx: SendIdx) {
+        let time = self.config.data_out_timeout * MAX_DATA_TIMEOUTS;
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        if io.exec.is_gathering() {
+            return;
+        }
+        io.waits_since = Some(now);
+        let deadlines = [self.pieces_deadline, io.piece_due(time)];
+        self.pieces_deadline = deadlines.into_iter().flatten().min();
+    }
+
+    /// Whether the initiator has had all the time that there is to give or take data.
+    fn is_overdue(&mut self, now: Instant) -> bool {
+        let is_over = |at: Option<Instant>| at.is_some_and(|at| at <= now);
+        if is_over(self.pieces_deadline) {
+            // The piece may have come or gone meanwhile.
+            let time = self.config.data_out_timeout * MAX_DATA_TIMEOUTS;
+            let dues = self.ioctx.iter().filter_map(|io| io.piece_due(time));
+            self.pieces_deadline = dues.min();
+        }
+        is_over(self.data_deadline) || is_over(self.pieces_deadline)
     }
 
     fn retry_deferred(&mut self, cx: &mut Cx<'_>) {

@@ -1,6 +1,8 @@
 //! The way of an SRP_CMD: taken in, its task ordered, its table and data fetched, its steps carried
 //! out, answered.
 
+use std::time::Duration;
+
 use riser_memory::Memory;
 use riser_scsi::srp::{Cmd, DataBuffer, RspCode, Tag, TaskAttr};
 use riser_scsi::step::{Expected, Status, Step, StepResult, TaskAttribute};
@@ -237,6 +239,8 @@ impl Channel {
                     io.exec.course.enter(Stage::FabricOut, cx.now);
                     io.exec.course.carry(len);
                     let direction = Direction::ToInitiator;
+                    self.begin_piece(cx.now, idx);
+                    let io = &mut self.ioctx[usize::from(idx.0)];
                     io.transfer = Some(Transfer::of_piece(direction, from, len));
                     return self.try_post(idx, Then::SendData);
                 }
@@ -252,6 +256,8 @@ impl Channel {
                         self.advance(cx, idx, StepResult::Done)
                     } else {
                         let direction = Direction::FromInitiator;
+                        self.begin_piece(cx.now, idx);
+                        let io = &mut self.ioctx[usize::from(idx.0)];
                         io.transfer = Some(Transfer::of_piece(direction, from, len));
                         return self.try_post(idx, Then::NeedData);
                     }
@@ -417,6 +423,8 @@ impl Channel {
         }
         let watchers = io.exec.finish(pool);
         io.transfer = None;
+        io.waits_since = None;
+        io.waited = Duration::ZERO;
         io.response = None;
         io.code = None;
         io.mgmt = None;

@@ -1,5 +1,7 @@
 //! The contexts of a channel: one per command that it may have under way.
 
+use std::time::{Duration, Instant};
+
 use riser_scsi::srp::{RspCode, Tag, WireLun};
 use riser_scsi::step::Response;
 
@@ -157,6 +159,10 @@ pub struct SendIoctx {
     pub response: Option<Response>,
     /// Work requests of the chain that is posted.
     pub wrs: u32,
+    /// Since when a command that has started waits for the initiator to give or take a piece of its data.
+    pub waits_since: Option<Instant>,
+    /// How long it waited for pieces before that one.
+    pub waited: Duration,
     /// The function, in a context of a task-management request.
     pub mgmt: Option<Mgmt>,
     /// The request itself.
@@ -183,6 +189,8 @@ impl SendIoctx {
             code: None,
             response: None,
             wrs: 0,
+            waits_since: None,
+            waited: Duration::ZERO,
             mgmt: None,
             token: None,
         }
@@ -201,6 +209,14 @@ impl SendIoctx {
                 | IoctxState::CmdRspSent
                 | IoctxState::MgmtRspSent
         )
+    }
+
+    /// Until when the piece that it waits for must have come or gone, where all of them together have so much
+    /// time.
+    #[must_use]
+    pub fn piece_due(&self, time: Duration) -> Option<Instant> {
+        let since = self.waits_since?;
+        Some(since + time.saturating_sub(self.waited))
     }
 
     /// Whether it is a command, as opposed to idle or a task-management request.

@@ -155,6 +155,7 @@ impl Channel {
 
     /// A chain of a command context has completed.
     pub(super) fn on_chain_done(&mut self, cx: &mut Cx<'_>, idx: SendIdx, ok: bool) {
+        self.data_deadline = None;
         let io = &mut self.ioctx[usize::from(idx.0)];
         if matches!(io.state, IoctxState::CmdRspSent | IoctxState::MgmtRspSent) {
             io.exec.course.arrive(cx.now);
@@ -166,7 +167,6 @@ impl Channel {
         );
         if is_awaited {
             self.transfers -= 1;
-            self.data_deadline = None;
         }
         if self.ends_early(cx, idx) {
             return;
@@ -184,6 +184,9 @@ impl Channel {
             IoctxState::SendData if more => self.try_post(idx, Then::SendData),
             IoctxState::NeedData | IoctxState::SendData => {
                 io.transfer = None;
+                if let Some(since) = io.waits_since.take() {
+                    io.waited += cx.now.saturating_duration_since(since);
+                }
                 let result = if ok {
                     StepResult::Done
                 } else {

@@ -1,13 +1,16 @@
 //! Commands that are longer than the window, whose data go through a bounded buffer.
 
+use std::time::Duration;
+
 use riser_scsi::srp::{MemDesc, Residual, TskMgmtFunction};
 use riser_scsi::step::BlockOp;
 
 use super::channel::ChState;
 use super::fixture::{Answer, Data, Pending, Rig, cmd, read10, table_bytes, tmf, write10};
-use super::ioctx::{IoctxState, SendIdx};
+use super::ioctx::{IoctxState, SendIdx, Then};
 use super::transfer::Direction;
 use crate::config::DATA_OUT_TIMEOUT;
+use crate::execution::MAX_DATA_TIMEOUTS;
 
 const KEY: u32 = 7;
 const TABLE: u32 = 3;
@@ -239,6 +242,82 @@ fn blocks_are_kept_between_pieces_and_not_for_ever() {
     assert_eq!(rig.channels[0].state(), ChState::Draining);
     rig.settle();
     assert_eq!(rig.disks[0][512..1024], pattern()[512..1024]);
+    rig.end();
+}
+
+/// Each piece comes in time, but others wait for the end of the command.
+#[test]
+fn all_later_pieces_have_their_time_together() {
+    let mut rig = Rig::with_window(WINDOW);
+    const BLOCKS: u8 = 40;
+    rig.remote.insert(KEY, vec![1; usize::from(BLOCKS) * 512]);
+    let mut orwrite = [0; 16];
+    (orwrite[0], orwrite[13]) = (0x8b, BLOCKS);
+    let data = Data::Direct(MemDesc::new(0, KEY, u32::from(BLOCKS) * 512));
+    rig.send(0, &cmd(&orwrite).out(data).bytes());
+    let late = DATA_OUT_TIMEOUT - Duration::from_secs(1);
+    // The first piece comes before the command has its place in the order.
+    for _ in 0..=MAX_DATA_TIMEOUTS {
+        assert_eq!(state(&rig), IoctxState::NeedData);
+        rig.advance(late);
+        assert_eq!(rig.channels[0].state(), ChState::Live);
+        rig.complete();
+        while state(&rig) == IoctxState::DataIn {
+            rig.complete();
+        }
+    }
+    assert_eq!(state(&rig), IoctxState::NeedData);
+    rig.advance(late);
+    assert_eq!(rig.channels[0].state(), ChState::Draining);
+    rig.end();
+}
+
+/// Answers that the initiator does not take fill the send queue.
+#[test]
+fn what_waits_for_credit_does_not_wait_for_ever() {
+    let mut rig = Rig::with_window(WINDOW);
+    describe(&mut rig, &pattern());
+    let data = indirect(&mut rig, true);
+    let mut orwrite = [0; 16];
+    (orwrite[0], orwrite[13]) = (0x8b, 9);
+    rig.send(0, &cmd(&orwrite).tag(1).out(data).bytes());
+    rig.complete();
+    assert_eq!(state(&rig), IoctxState::DataIn);
+    let inline: Vec<_> = (0..16).map(|i| MemDesc::new(i * 128, KEY, 128)).collect();
+    let scattered = Data::Indirect {
+        table: MemDesc::new(0, TABLE, 16 * 16),
+        len: 2048,
+        inline,
+    };
+    for tag in [2, 3] {
+        let read = read10(0, 4).tag(tag).into(scattered.clone());
+        rig.send(0, &read.bytes());
+    }
+    let is_block = |p: &Pending| matches!(p, Pending::Block { .. });
+    while let Some(at) = rig.pending.iter().position(is_block) {
+        rig.complete_nth(at, true);
+    }
+    let states = [0, 1, 2].map(|i| rig.channels[0].ioctx_state(SendIdx(i)));
+    assert_eq!(states[0], IoctxState::AwaitCredit(Then::NeedData));
+    assert_eq!(states[1..], [IoctxState::WriteData; 2]);
+    rig.advance(DATA_OUT_TIMEOUT);
+    assert_eq!(rig.channels[0].state(), ChState::Draining);
+    rig.end();
+}
+
+/// They keep their data in memory.
+#[test]
+fn answers_that_nobody_takes_are_not_kept_for_ever() {
+    let mut rig = Rig::with_window(WINDOW);
+    rig.remote.insert(KEY, vec![0; 512]);
+    let data = Data::Direct(MemDesc::new(0, KEY, 512));
+    rig.send(0, &read10(0, 1).into(data).bytes());
+    rig.complete();
+    assert_eq!(state(&rig), IoctxState::CmdRspSent);
+    rig.advance(DATA_OUT_TIMEOUT * MAX_DATA_TIMEOUTS - Duration::from_secs(1));
+    assert_eq!(rig.channels[0].state(), ChState::Live);
+    rig.advance(Duration::from_secs(1));
+    assert_eq!(rig.channels[0].state(), ChState::Draining);
     rig.end();
 }
 

@@ -14,8 +14,7 @@
 //! Commands: the queue size. Receives: that and [`SPARE`] more of [`RING_LEN`] bytes in full-feature
 //! phase of a normal session, [`LARGE`] of [`LARGE_LEN`] bytes before and in discovery. Regions: one
 //! for each command. Send queue: three entries for each command, and one for each control message.
-//! A control message that finds no buffer, or a command that finds no slot, waits in a queue; their
-//! bounds are the session's.
+//! A control message that finds no buffer waits in a queue, whose bound is the session's.
 
 use std::collections::VecDeque;
 
@@ -145,17 +144,6 @@ impl Attempt {
     }
 }
 
-/// What came of an attempt to start a command.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Start {
-    /// It is on its way.
-    Sent,
-    /// It waits for a slot.
-    Starved,
-    /// The connection is of no more use.
-    Broken,
-}
-
 struct Rings {
     qp: QpId,
     memory: Memory,
@@ -181,8 +169,6 @@ pub(super) struct IserConn {
     control_free: Vec<u16>,
     /// Control PDUs that wait for a buffer. Bound: [`MAX_CONTROLS`].
     waiting: VecDeque<ControlPdu>,
-    /// Commands that wait for a slot. Bound: the queue size.
-    pub(super) starved: VecDeque<RequestId>,
     message: Vec<u8>,
 }
 
@@ -200,7 +186,6 @@ impl IserConn {
             free: (0..config.queue_size).rev().collect(),
             control_free: (0..LARGE).rev().collect(),
             waiting: VecDeque::new(),
-            starved: VecDeque::new(),
             message: Vec::new(),
         }
     }
@@ -414,7 +399,8 @@ impl IserConn {
         self.feed_controls(provider)
     }
 
-    /// Starts a command whose data lies in `pieces`, at most [`MAX_PIECES`].
+    /// Starts a command whose data lies in `pieces`, at most [`MAX_PIECES`]; false if the connection is
+    /// broken. There is a slot, since the session has no more commands whose memory is not back.
     pub(super) fn start<P: Provider>(
         &mut self,
         provider: &mut P,
@@ -423,13 +409,11 @@ impl IserConn {
         len: DataLen,
         pieces: &[MemSlice],
         pool: &Mr,
-    ) -> Start {
-        let Some(slot) = self.free.pop() else {
-            return Start::Starved;
-        };
+    ) -> bool {
+        let slot = self.free.pop().expect("a slot for each command");
         let at = self.command_at(slot);
         let Some(rings) = &mut self.rings else {
-            return Start::Broken;
+            return false;
         };
         let immediate = command.immediate as usize;
         let total: usize = pieces.iter().map(MemSlice::len).sum();
@@ -447,7 +431,7 @@ impl IserConn {
             attempt.region = Some(region);
             if mapped.is_err() {
                 self.attempts[usize::from(slot)] = Some(attempt);
-                return Start::Broken;
+                return false;
             }
         }
         let buffers = advertise(attempt.region.as_ref(), len, immediate);
@@ -497,7 +481,7 @@ impl IserConn {
         let posted = provider.post_send(rings.qp, &chain).is_ok();
         self.attempts[usize::from(slot)] = Some(attempt);
         self.set_slot(request, Some(slot));
-        if posted { Start::Sent } else { Start::Broken }
+        posted
     }
 
     fn set_slot(&mut self, request: RequestId, slot: Option<u16>) {
@@ -516,7 +500,6 @@ impl IserConn {
         request: RequestId,
     ) -> Option<bool> {
         let Some(slot) = self.slots.get(request.0 as usize).copied().flatten() else {
-            self.starved.retain(|r| *r != request);
             return Some(true);
         };
         let qp = self.qp()?;

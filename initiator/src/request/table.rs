@@ -44,7 +44,11 @@ pub(crate) enum RequestState<T> {
     /// Took too long; task management is to end it.
     Aborting { channel: u8, tag: T },
     /// The attempt is over; its memory is being taken back from the target.
-    Retiring { channel: u8, end: AttemptEnd },
+    Retiring {
+        channel: u8,
+        tag: Option<T>,
+        end: AttemptEnd,
+    },
     /// Waits before it is queued again.
     Backoff { until: Instant },
 }
@@ -245,7 +249,17 @@ impl<T: Copy + PartialEq> Requests<T> {
 
     /// An attempt is over; its memory is being taken back.
     pub(crate) fn end_attempt(&mut self, index: u32, channel: u8, end: AttemptEnd) {
-        self.slab[index as usize].state = RequestState::Retiring { channel, end };
+        let request = &mut self.slab[index as usize];
+        let tag = request.place().map(|(_, tag)| tag);
+        request.state = RequestState::Retiring { channel, tag, end };
+    }
+
+    /// The tag of the attempt whose memory is being taken back.
+    pub(crate) fn retiring_tag(&self, index: u32) -> Option<T> {
+        match self.find(index)?.state {
+            RequestState::Retiring { tag, .. } => tag,
+            _ => None,
+        }
     }
 
     /// How the attempt ended whose memory is being taken back.
@@ -366,7 +380,7 @@ impl<T: Copy + PartialEq> Requests<T> {
                     {
                         AttemptEnd::Lost
                     }
-                    RequestState::Retiring { channel, end } if *channel == here => end.clone(),
+                    RequestState::Retiring { channel, end, .. } if *channel == here => end.clone(),
                     _ => return None,
                 };
                 Some((request.seq, index as u32, end))

@@ -13,7 +13,7 @@ use riser_transport::verbs::{
 use super::link::{IserOpen, Link, Rdma, iser};
 use super::tcp::literal;
 use super::{CLOSING_PATIENCE, DISCONNECT_PATIENCE, Driver, Target};
-use crate::engine::iser::{IserConfig, IserConn, Start, Work};
+use crate::engine::iser::{IserConfig, IserConn, Work};
 use crate::engine::oneshot::Sender;
 use crate::iscsi::session::{Fault, Output, Session};
 use crate::request::RequestId;
@@ -92,39 +92,25 @@ impl<P: Provider> Driver<P> {
     }
 
     fn start_iser(&mut self, index: usize, request: RequestId, now: Instant) {
-        let link = iser(&mut self.sessions, index);
-        let Some(conn) = &mut link.conn else {
-            return;
-        };
-        // Commands leave in the order of their numbers, and none behind a reset that is under way.
-        let outcome = match conn.starved.is_empty() && !link.machine.is_resetting() {
-            true => self.try_start_iser(index, request),
-            false => Start::Starved,
-        };
-        let link = iser(&mut self.sessions, index);
-        match outcome {
-            Start::Sent => {}
-            Start::Starved => {
-                if let Some(conn) = &mut link.conn {
-                    conn.starved.push_back(request);
-                }
-            }
-            Start::Broken => link.machine.handle_broken(now),
+        if iser(&mut self.sessions, index).conn.is_some() && !self.try_start_iser(index, request) {
+            let link = iser(&mut self.sessions, index);
+            link.machine.handle_broken(now);
         }
     }
 
-    fn try_start_iser(&mut self, index: usize, request: RequestId) -> Start {
+    /// Sends a command; false if the connection is broken.
+    fn try_start_iser(&mut self, index: usize, request: RequestId) -> bool {
         let running = &mut self.sessions[index];
         let Link::Iser(link) = &mut running.link else {
-            return Start::Broken;
+            return false;
         };
         let io = running.ios.get(request.0 as usize).and_then(Option::as_ref);
         let (Some(io), Some(conn)) = (io, &mut link.conn) else {
-            return Start::Broken;
+            return false;
         };
         // A request that was given up meanwhile has used up a number that is never sent.
         let Some(command) = link.machine.emit_command(request) else {
-            return Start::Broken;
+            return false;
         };
         io.io.data.slices(&mut self.scratch.slices);
         conn.start(
@@ -151,34 +137,9 @@ impl<P: Provider> Driver<P> {
     }
 
     fn on_retired_iser(&mut self, index: usize, request: RequestId, now: Instant) {
-        let link = iser(&mut self.sessions, index);
-        link.machine.handle_retired(request, now);
-        while let IserLink {
-            machine,
-            conn: Some(conn),
-            ..
-        } = iser(&mut self.sessions, index)
-        {
-            if machine.is_resetting() {
-                return;
-            }
-            let Some(next) = conn.starved.pop_front() else {
-                return;
-            };
-            match self.try_start_iser(index, next) {
-                Start::Sent => {}
-                Start::Starved => {
-                    if let Some(conn) = &mut iser(&mut self.sessions, index).conn {
-                        conn.starved.push_front(next);
-                    }
-                    return;
-                }
-                Start::Broken => {
-                    iser(&mut self.sessions, index).machine.handle_broken(now);
-                    return;
-                }
-            }
-        }
+        iser(&mut self.sessions, index)
+            .machine
+            .handle_retired(request, now);
     }
 
     pub(super) fn handle_iser_completion(

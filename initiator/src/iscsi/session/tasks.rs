@@ -167,6 +167,9 @@ impl Session {
     /// Nothing uses the memory of a request's last attempt any more.
     pub fn handle_retired(&mut self, request: RequestId, now: Instant) {
         if let Some(end) = self.requests.retiring(request.0) {
+            // Not earlier: a command that is started is sent at once, so that its abort comes after it.
+            let tag = self.requests.retiring_tag(request.0);
+            self.free.extend(tag.map(|itt| (itt.0 & 0xffff) as u16));
             self.settle(request.0, end, now);
             self.pump(now);
         }
@@ -214,12 +217,9 @@ impl Session {
         }
     }
 
-    /// Ends an attempt: its task is over, and its memory is to be taken back.
+    /// Ends an attempt: its task is over, and its memory is to be taken back. Its slot is free after that.
     pub(super) fn end_attempt(&mut self, index: u32, itt: Itt, end: AttemptEnd) {
-        let slot = (itt.0 & 0xffff) as u16;
-        if self.slots[usize::from(slot)].task.take().is_some() {
-            self.free.push(slot);
-        }
+        self.slots[(itt.0 & 0xffff) as usize].task = None;
         self.requests.end_attempt(index, 0, end);
         self.outputs.push_back(Output::Retire(RequestId(index)));
     }

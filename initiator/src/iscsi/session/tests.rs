@@ -443,6 +443,28 @@ fn nothing_is_sent_behind_a_reset_until_it_is_answered() {
     assert_eq!(rig.started().0, late);
 }
 
+/// Over RDMA, a connection has a slot for each command of the queue size, and it is in use until the memory
+/// is back. A command that had to wait for one there would be overtaken by its abort.
+#[test]
+fn a_command_takes_the_place_of_another_when_its_memory_is_back() {
+    let mut rig = Rig::live();
+    let first = rig.submit(READ);
+    let (_, command) = rig.started();
+    for _ in 1..4 {
+        rig.submit(READ);
+        rig.started();
+    }
+    let waiting = rig.submit(READ);
+    rig.idle();
+    rig.receive(bhs(0x21, 0x80, word(&command.bhs, 16)), &[]);
+    assert_eq!(rig.next(), Output::Retire(first));
+    rig.idle();
+    rig.session.handle_retired(first, rig.now);
+    assert!(rig.completed(first).is_ok());
+    assert_eq!(rig.started().0, waiting);
+    rig.idle();
+}
+
 fn unit_attention(rig: &mut Rig, itt: u32, asc: u8, ascq: u8) {
     let mut sense = [0; 20];
     sense[1] = 18;

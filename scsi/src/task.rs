@@ -17,8 +17,10 @@
 //! # Order
 //!
 //! Queueing follows QUEUE ALGORITHM MODIFIER 1 (unrestricted reordering) of
-//! our Control mode page: SIMPLE commands start at once unless a HEAD OF QUEUE
-//! or an older ORDERED command is in the set.
+//! our Control mode page: SIMPLE commands start at once unless an older HEAD OF
+//! QUEUE or ORDERED command is in the set. Newer HEAD OF QUEUE commands, which start
+//! at once, hold back nothing: an initiator that always has one under way could keep
+//! the others from starting for ever.
 //!
 //! A command whose Data-Out is still on its way can be named and aborted, but
 //! takes part in that order only against commands of its own nexus: those that
@@ -218,7 +220,7 @@ enum TaskState {
 
 /// Links of a task: commands of its nexus that are not in the order yet; later, ORDERED commands.
 const GATE: usize = 0;
-/// Links of a task: all in the order but HEAD OF QUEUE.
+/// Links of a task: all in the order, those of HEAD OF QUEUE apart.
 const ORDER: usize = 1;
 /// Links of a task: what changes the medium.
 const MEDIUM: usize = 2;
@@ -289,8 +291,8 @@ pub struct TaskSet {
     next_id: u64,
     next_age: u64,
     next_pass: u64,
-    /// HEAD OF QUEUE tasks in the order.
-    heads: u32,
+    /// HEAD OF QUEUE tasks in the order, by age.
+    heads: List,
     /// All others in the order, by age.
     order: List,
     /// The ORDERED ones among them.
@@ -323,7 +325,7 @@ impl TaskSet {
             next_id: 0,
             next_age: 0,
             next_pass: 0,
-            heads: 0,
+            heads: List::default(),
             order: List::default(),
             ordered: List::default(),
             dormant: List::default(),
@@ -410,8 +412,8 @@ impl TaskSet {
     /// Starts a task if it may start:
     ///
     /// - HEAD OF QUEUE: at once.
-    /// - SIMPLE: when no HEAD OF QUEUE and no older ORDERED task is in the set.
-    /// - ORDERED: when no HEAD OF QUEUE and no older task is in the set.
+    /// - SIMPLE: when no older HEAD OF QUEUE or ORDERED task is in the set.
+    /// - ORDERED: when no older task is in the set.
     /// - Any: when its data are here, and no older task conflicts with it about blocks.
     pub fn try_start(&mut self, key: TaskKey) -> bool {
         let may = self
@@ -557,14 +559,15 @@ impl TaskSet {
         if task.is_head() {
             return true;
         }
-        let Some(oldest) = self.heads.eq(&0).then(|| self.order.first()).flatten() else {
-            return false;
+        let is_older = |slot: u32| self.at(slot).age < task.age;
+        let others = if task.is_ordered() {
+            self.order
+        } else {
+            self.ordered
         };
-        if task.is_ordered() {
-            return self.at(oldest).id == task.id;
-        }
-        let ordered = self.ordered.first();
-        ordered.is_none_or(|slot| self.at(slot).age > task.age)
+        ![self.heads, others]
+            .into_iter()
+            .any(|list| list.first().is_some_and(is_older))
     }
 
     /// A command whose data are here goes into the order, unless older ones of its nexus are to
@@ -647,7 +650,7 @@ impl TaskSet {
         task.state = TaskState::Dormant;
         let (is_head, is_ordered) = (task.is_head(), task.is_ordered());
         if is_head {
-            self.heads += 1;
+            self.heads.push(&mut self.slots, ORDER, slot);
             self.dormant_heads.push(&mut self.slots, QUEUE, slot);
             return;
         }
@@ -661,7 +664,7 @@ impl TaskSet {
     fn leave_order(&mut self, slot: u32) {
         let task = *self.at(slot);
         if task.is_head() {
-            self.heads -= 1;
+            self.unlink(ORDER, slot, |set| &mut set.heads);
             return;
         }
         self.unlink(ORDER, slot, |set| &mut set.order);

@@ -43,17 +43,34 @@ fn ordered_waits_for_older_and_holds_back_newer() {
 }
 
 #[test]
-fn head_of_queue_starts_at_once_and_holds_back_the_rest() {
+fn head_of_queue_starts_at_once_and_holds_back_what_is_newer() {
     let mut set = TaskSet::new(8, 8);
     let ordered = add(&mut set, A, 1, Ordered);
     assert!(set.try_start(ordered));
-    let simple = add(&mut set, A, 2, Simple);
-    let head = add(&mut set, A, 3, HeadOfQueue);
+    let head = add(&mut set, A, 2, HeadOfQueue);
     assert!(set.try_start(head));
+    let simple = add(&mut set, A, 3, Simple);
     set.remove(ordered);
     assert_eq!(set.poll_start(), None);
     set.remove(head);
     assert_eq!(set.poll_start(), Some(simple));
+}
+
+/// There is always one under way, and the others start all the same.
+#[test]
+fn head_of_queue_commands_that_overlap_starve_nobody() {
+    for attribute in [Simple, Ordered] {
+        let mut set = TaskSet::new(8, 8);
+        let first = add(&mut set, A, 1, HeadOfQueue);
+        assert!(set.try_start(first));
+        let other = add(&mut set, B, 1, attribute);
+        assert!(!set.try_start(other));
+        let second = add(&mut set, A, 2, HeadOfQueue);
+        assert!(set.try_start(second));
+        assert_eq!(set.poll_start(), None);
+        set.remove(first);
+        assert_eq!(set.poll_start(), Some(other));
+    }
 }
 
 fn touching(footprint: Footprint) -> NewTask {
@@ -336,7 +353,7 @@ proptest! {
         }
         prop_assert!(set.is_empty());
         prop_assert!(set.by_tag.is_empty() && set.nexuses.is_empty());
-        prop_assert_eq!((set.heads, set.order, set.ordered), (0, List::default(), List::default()));
+        prop_assert!([set.heads, set.order, set.ordered].iter().all(|list| *list == List::default()));
     }
 
     /// Whatever happens to the set, what it starts is what a plain reading of the rules starts.
@@ -377,12 +394,11 @@ proptest! {
                     prop_assert!(is_held && !task.is_head());
                 }
                 if task.state == TaskState::Dormant {
-                    let head = others().any(|t| t.is_head() && t.age.is_some());
                     let older = || others().filter(|t| t.age.is_some() && t.age < task.age);
                     let due = match task.attribute {
                         HeadOfQueue => true,
-                        Ordered => !head && older().count() == 0,
-                        _ => !head && !older().any(Task::is_ordered),
+                        Ordered => older().count() == 0,
+                        _ => !older().any(Task::holds),
                     };
                     prop_assert_eq!(set.is_due(task), due);
                 }

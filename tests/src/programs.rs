@@ -114,7 +114,7 @@ impl Pair {
              targets:\n  - name: t\n    {}\n    luns: {{ 0: disk }}\n    access: open\n\
              state: {{ directory: {} }}\n",
             target.replace('\n', "\n    "),
-            dir.join("state").display()
+            dir.join("riserd-state").display()
         );
         fs::write(dir.join("riserd.yaml"), text).unwrap();
         let mut pair = Self {

@@ -1,0 +1,380 @@
+//! A stranger on the network of a loaded target: it forges ICMP, messages of the connection manager, and
+//! packets of reliable connections, off path (it knows addresses and formats) and on path (it sees every
+//! packet, and so knows queue pairs, sequence numbers and keys).
+//!
+//! Nothing in RoCE tells a packet of the peer's from one with all the right numbers. So who is on path can
+//! end sessions, and could carry out commands in a host's name; this stranger does not do the latter. What
+//! has to hold:
+//!
+//! | | off path | on path |
+//! | --- | --- | --- |
+//! | what honest hosts read and write is right | yes | yes |
+//! | sessions stay | yes | they come back |
+//! | hosts can log in | yes | when it is over |
+//! | the daemon's memory is bounded | yes | yes |
+//!
+//! It takes all of a machine's time, so it is run by itself: `cargo test -p riser-tests --test adversary --
+//! --ignored --nocapture`. `RISER_ADVERSARY_SECONDS` sets how long it goes on (default 10), `RISER_ADVERSARY_SEED` what it forges.
+
+#![allow(missing_docs, reason = "a test")]
+#![allow(
+    clippy::print_stdout,
+    reason = "seeds and figures go to whoever runs it"
+)]
+#![allow(unsafe_code, reason = "a network namespace of a thread's own")]
+
+mod forge;
+#[path = "../load/mod.rs"]
+mod load;
+mod net;
+
+use std::fs;
+use std::net::Ipv4Addr;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use forge::{Forger, Sniffer, Trick};
+use load::{Chance, Op, setting};
+use net::{HONEST, LATER, TARGET, World};
+use riser_initiator::block::task::block_on;
+use riser_initiator::engine::{Client, LinkState, Session};
+use riser_initiator::lun::Lun;
+use riser_initiator::url::TargetUrl;
+use riser_tests::history::{BLOCK, History, Port};
+use riser_tests::programs::{Pair, skip};
+
+const IQN: &str = "iqn.2026-01.com.example:loaded";
+const SCHEMES: [&str; 3] = ["srp", "iser", "iscsi"];
+const DISK: Range<u64> = 0..512;
+const PATIENCE: Duration = Duration::from_secs(120);
+/// How much more memory the daemon may have at the end than after its first logins, in bytes.
+const GROWTH: u64 = 512 << 20;
+/// Packets of a burst, and the pause after it: some ten thousand in a second at most.
+const BURST: u32 = 16;
+const PAUSE: Duration = Duration::from_micros(1500);
+
+/// What the honest hosts' threads share.
+struct Shared {
+    history: History,
+    stop: AtomicBool,
+    /// Operations, and how long all of them and the longest took, in microseconds.
+    count: AtomicU64,
+    total: AtomicU64,
+    longest: AtomicU64,
+}
+
+impl Shared {
+    fn work(&self, mut lun: Lun, port: Port, chance: &mut Chance, done: &AtomicU64) {
+        while !self.stop.load(Ordering::Relaxed) {
+            let op = Op::random(chance, &DISK, 32);
+            let before = Instant::now();
+            let result = op.carry_out(&mut lun, port, &self.history);
+            result.unwrap_or_else(|e| panic!("{op:?} of port {}: {e:?}", port.0));
+            let took = before.elapsed().as_micros() as u64;
+            self.count.fetch_add(1, Ordering::Relaxed);
+            self.total.fetch_add(took, Ordering::Relaxed);
+            self.longest.fetch_max(took, Ordering::Relaxed);
+            done.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+/// A target, honest hosts at work, and a stranger who waits.
+struct Scene {
+    sessions: Vec<Session>,
+    shared: Arc<Shared>,
+    workers: Vec<(Arc<AtomicU64>, JoinHandle<()>)>,
+    pair: Pair,
+    daemon: u32,
+    world: Arc<World>,
+}
+
+fn client(scheme: &str, host: Ipv4Addr) -> Client {
+    let builder = Client::builder()
+        .pool(4 << 20)
+        .spin(Duration::from_micros(10));
+    let client = match scheme {
+        "iscsi" => builder.without_device(),
+        _ => builder.open(host.into()),
+    };
+    client.unwrap()
+}
+
+/// Logs in from a host, and reads; how long that took.
+fn log_in(client: &Client, scheme: &str) -> (Session, Lun, Duration) {
+    let target = match scheme {
+        "srp" => "0".to_owned(),
+        _ => format!("{IQN}/0"),
+    };
+    let url: TargetUrl = format!("{scheme}://{TARGET}/{target}").parse().unwrap();
+    let before = Instant::now();
+    loop {
+        match block_on(client.connect(url.clone())) {
+            Ok(session) => {
+                let session = session.with_timeout(PATIENCE);
+                let lun = block_on(session.lun(0)).unwrap();
+                return (session, lun, before.elapsed());
+            }
+            Err(error) => assert!(before.elapsed() < PATIENCE, "{url}: {error}"),
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Another host logs in by every protocol, and reads what is right.
+fn others_log_in(shared: Arc<Shared>) -> Duration {
+    let mut longest = Duration::ZERO;
+    // Devices of one address follow each other.
+    for (at, scheme) in SCHEMES.into_iter().enumerate() {
+        let client = client(scheme, LATER);
+        let (session, mut lun, took) = log_in(&client, scheme);
+        let read = Op::read(0..64);
+        let port = Port(10 + at as u16);
+        read.carry_out(&mut lun, port, &shared.history).unwrap();
+        block_on(session.close());
+        client.shutdown();
+        longest = longest.max(took);
+    }
+    longest
+}
+
+impl Scene {
+    fn new(world: World, seed: u64) -> Self {
+        let world = Arc::new(world);
+        let pair = world.target.run(|| {
+            let portals = SCHEMES.map(|p| format!("{{ protocol: {p}, listen: {TARGET} }}"));
+            let target = format!("iqn: {IQN}\nportals: [{}]", portals.join(", "));
+            let size = DISK.end * BLOCK as u64;
+            let backend = format!("{{ kind: ram, size: {size}, write_cache: true }}");
+            Pair::with_target(0, &backend, &target)
+        });
+        let daemon = pair.process().expect("a daemon that runs");
+        let shared = Arc::new(Shared {
+            // A session that is lost repeats what was not answered.
+            history: History::new(DISK.end as usize).with_repeats(),
+            stop: AtomicBool::new(false),
+            count: AtomicU64::new(0),
+            total: AtomicU64::new(0),
+            longest: AtomicU64::new(0),
+        });
+        let (mut sessions, mut workers) = (Vec::new(), Vec::new());
+        for (at, scheme) in SCHEMES.into_iter().enumerate() {
+            // SRP and iSER share the device of their host.
+            let (session, lun) = world.hosts.run(move || {
+                let host = if scheme == "iser" {
+                    net::SECOND
+                } else {
+                    HONEST
+                };
+                let (session, lun, _) = log_in(&client(scheme, host), scheme);
+                (session, lun)
+            });
+            sessions.push(session);
+            for thread in 0..2 {
+                let (shared, lun) = (shared.clone(), lun.clone());
+                let done = Arc::new(AtomicU64::new(0));
+                let mut chance = Chance::new(seed, (at as u64) << 8 | thread);
+                let port = Port(at as u16 + 1);
+                let worker = thread::spawn({
+                    let done = done.clone();
+                    move || shared.work(lun, port, &mut chance, &done)
+                });
+                workers.push((done, worker));
+            }
+        }
+        Self {
+            sessions,
+            shared,
+            workers,
+            pair,
+            daemon,
+            world,
+        }
+    }
+
+    /// Resident memory of the daemon, in bytes.
+    fn memory(&self) -> u64 {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.daemon)).unwrap();
+        let line = status.lines().find(|line| line.starts_with("VmRSS:"));
+        let kilobytes = line.and_then(|line| line.split_whitespace().nth(1));
+        kilobytes.unwrap().parse::<u64>().unwrap() << 10
+    }
+
+    /// Until every honest thread has done so much more, and a span has passed.
+    fn go_on(&mut self, what: &str, more: u64, span: Duration) {
+        let now = |workers: &[(Arc<AtomicU64>, JoinHandle<()>)]| -> Vec<u64> {
+            workers
+                .iter()
+                .map(|(n, _)| n.load(Ordering::Relaxed))
+                .collect()
+        };
+        let (before, begun) = (now(&self.workers), Instant::now());
+        let is_done = |now: &[u64]| now.iter().zip(&before).all(|(n, b)| n - b >= more);
+        while begun.elapsed() < span || !is_done(&now(&self.workers)) {
+            if let Some(at) = self.workers.iter().position(|(_, w)| w.is_finished()) {
+                panic!("{what}: {:?}", self.workers.remove(at).1.join());
+            }
+            let done = now(&self.workers);
+            assert!(
+                begun.elapsed() < span + PATIENCE,
+                "{what}: {before:?}, {done:?}"
+            );
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Figures of the honest hosts since the last time.
+    fn figures(&self, what: &str, span: Duration) {
+        let taken = |n: &AtomicU64| n.swap(0, Ordering::Relaxed);
+        let (count, total) = (taken(&self.shared.count), taken(&self.shared.total));
+        let longest = taken(&self.shared.longest);
+        println!(
+            "figure: {what}: {:.0} operations/s, mean {} us, longest {} ms, daemon {} MiB",
+            count as f64 / span.as_secs_f64(),
+            total / count.max(1),
+            longest / 1000,
+            self.memory() >> 20,
+        );
+    }
+
+    fn reconnects(&self) -> Vec<u64> {
+        self.sessions
+            .iter()
+            .map(|s| s.status().reconnects())
+            .collect()
+    }
+
+    fn downs(&self) -> Vec<String> {
+        let down = |s: &Session| format!("{:?}", s.status().last_down());
+        self.sessions.iter().map(down).collect()
+    }
+
+    /// The stranger works until it is stopped.
+    fn attack(&self, seed: u64, on_path: bool, requests: &[Vec<u8>]) -> Attack {
+        let stop = Arc::new(AtomicBool::new(false));
+        let trick = Arc::new(Mutex::new(Trick::Icmp));
+        let mut sniffer = self.world.switch.run(Sniffer::new);
+        let requests = requests.to_vec();
+        let mut forger = self.world.stranger.run(move || Forger::new(seed, requests));
+        let thread = thread::spawn({
+            let (stop, trick) = (stop.clone(), trick.clone());
+            move || {
+                while !stop.load(Ordering::Relaxed) {
+                    if on_path {
+                        forger.learn(&mut sniffer);
+                    }
+                    let trick = *trick.lock().unwrap_or_else(PoisonError::into_inner);
+                    for _ in 0..BURST {
+                        forger.play(trick, on_path);
+                    }
+                    thread::sleep(PAUSE);
+                }
+                forger.sent
+            }
+        });
+        Attack {
+            stop,
+            trick,
+            thread: Some(thread),
+        }
+    }
+}
+
+impl Drop for Scene {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+struct Attack {
+    stop: Arc<AtomicBool>,
+    trick: Arc<Mutex<Trick>>,
+    thread: Option<JoinHandle<u64>>,
+}
+
+impl Attack {
+    fn change(&self, trick: Trick) {
+        *self.trick.lock().unwrap() = trick;
+    }
+
+    /// Ends it; how many packets were forged.
+    fn end(mut self) -> u64 {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.take().unwrap().join().unwrap()
+    }
+}
+
+impl Drop for Attack {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+#[test]
+#[ignore = "keeps the machine busy, and is run by itself"]
+fn a_stranger_on_the_network_spoils_nothing() {
+    let seed = setting("RISER_ADVERSARY_SEED", 0xadd);
+    let seconds = setting("RISER_ADVERSARY_SECONDS", 10);
+    println!(
+        "RISER_ADVERSARY_SEED={seed} RISER_ADVERSARY_SECONDS={seconds} cargo test -p riser-tests \
+         --test adversary -- --ignored --nocapture"
+    );
+    let world = match World::new() {
+        Ok(world) => world,
+        Err(why) => return skip("a_stranger_on_the_network_spoils_nothing", &why),
+    };
+    let mut sniffer = world.switch.run(Sniffer::new);
+    let mut scene = Scene::new(world, seed);
+    let turn = Duration::from_secs(seconds) / (2 * Trick::ALL.len() as u32);
+    scene.go_on("before", 20, turn);
+    scene.figures("before", turn);
+    // What a login looks like: the stranger could try one.
+    let world = scene.world.clone();
+    let later = {
+        let (world, shared) = (world.clone(), scene.shared.clone());
+        move || {
+            let shared = shared.clone();
+            world.hosts.run(move || others_log_in(shared))
+        }
+    };
+    drop(sniffer.requests());
+    later();
+    let requests = sniffer.requests();
+    drop(sniffer);
+    assert!(requests.len() >= 2, "SRP and iSER");
+    let memory = scene.memory();
+    for on_path in [false, true] {
+        let how = if on_path { "on path" } else { "off path" };
+        let attack = scene.attack(seed, on_path, &requests);
+        for trick in Trick::ALL {
+            let what = format!("{trick:?}, {how}");
+            attack.change(trick);
+            let begun = Instant::now();
+            scene.go_on(&what, if on_path { 1 } else { 10 }, turn);
+            scene.figures(&what, begun.elapsed());
+            if !on_path {
+                println!("figure: {what}: logins took {:?} at most", later());
+                assert_eq!(scene.reconnects(), [0; 3], "{what}: {:?}", scene.downs());
+            }
+        }
+        let sent = attack.end();
+        scene.go_on("afterwards", 20, Duration::ZERO);
+        println!(
+            "figure: {how}: {sent} packets forged, reconnects {:?}",
+            scene.reconnects()
+        );
+        println!("figure: after it, logins took {:?} at most", later());
+        let live = scene.sessions.iter().map(|s| s.status().link());
+        assert_eq!(live.collect::<Vec<_>>(), [LinkState::Live; 3]);
+    }
+    let grown = scene.memory().saturating_sub(memory);
+    assert!(grown < GROWTH, "the daemon has grown by {grown} bytes");
+    scene.shared.stop.store(true, Ordering::Relaxed);
+    for (_, worker) in scene.workers.drain(..) {
+        worker.join().unwrap();
+    }
+    scene.pair.kill();
+}

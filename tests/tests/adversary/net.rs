@@ -1,0 +1,127 @@
+//! Four network namespaces: a switch, and behind it the target, honest hosts, and a stranger. Each is that
+//! of a thread, and goes with it.
+
+use std::net::Ipv4Addr;
+use std::process::Command;
+use std::sync::mpsc::{Sender, channel};
+use std::thread::{self, JoinHandle};
+
+pub(crate) const TARGET: Ipv4Addr = Ipv4Addr::new(10, 11, 0, 1);
+/// Of hosts whose sessions are there when the attack begins.
+pub(crate) const HONEST: Ipv4Addr = Ipv4Addr::new(10, 11, 0, 2);
+/// Another of them.
+pub(crate) const SECOND: Ipv4Addr = Ipv4Addr::new(10, 11, 0, 4);
+/// Of a host that logs in during the attack.
+pub(crate) const LATER: Ipv4Addr = Ipv4Addr::new(10, 11, 0, 3);
+pub(crate) const STRANGER: Ipv4Addr = Ipv4Addr::new(10, 11, 0, 66);
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// A thread in a network namespace of its own. Threads and processes that its jobs start are there too.
+pub(crate) struct Network {
+    jobs: Option<Sender<Job>>,
+    thread: Option<JoinHandle<()>>,
+    id: libc::pid_t,
+}
+
+impl Network {
+    fn new() -> Result<Self, String> {
+        let (jobs, waiting) = channel::<Job>();
+        let (answer, entered) = channel();
+        let thread = thread::spawn(move || {
+            // SAFETY: the flag concerns the network alone, of which a thread may have its own.
+            let result = unsafe { libc::unshare(libc::CLONE_NEWNET) };
+            let result = match result {
+                // SAFETY: it has no arguments and always succeeds.
+                0 => Ok(unsafe { libc::gettid() }),
+                _ => Err(std::io::Error::last_os_error()),
+            };
+            let is_inside = result.is_ok();
+            let _ = answer.send(result);
+            while is_inside && let Ok(job) = waiting.recv() {
+                job();
+            }
+        });
+        let result = entered.recv().expect("the thread answers");
+        let id = result.map_err(|e| format!("a network namespace: {e}"))?;
+        Ok(Self {
+            jobs: Some(jobs),
+            thread: Some(thread),
+            id,
+        })
+    }
+
+    /// Runs `job` inside; its panic is one here.
+    pub(crate) fn run<T: Send + 'static>(&self, job: impl FnOnce() -> T + Send + 'static) -> T {
+        let (answer, result) = channel();
+        let jobs = self.jobs.as_ref().expect("a running thread");
+        let job = Box::new(move || drop(answer.send(job())));
+        jobs.send(job).expect("a running thread");
+        result.recv().expect("the job did not panic")
+    }
+}
+
+impl Drop for Network {
+    fn drop(&mut self) {
+        drop(self.jobs.take());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// The namespaces, with their links.
+pub(crate) struct World {
+    pub(crate) target: Network,
+    pub(crate) hosts: Network,
+    pub(crate) stranger: Network,
+    /// Where everything passes.
+    pub(crate) switch: Network,
+}
+
+impl World {
+    pub(crate) fn new() -> Result<Self, String> {
+        let world = Self {
+            target: Network::new()?,
+            hosts: Network::new()?,
+            stranger: Network::new()?,
+            switch: Network::new()?,
+        };
+        let ends = [
+            (&world.target, "t", vec![TARGET]),
+            (&world.hosts, "h", vec![HONEST, SECOND, LATER]),
+            (&world.stranger, "s", vec![STRANGER]),
+        ];
+        world
+            .switch
+            .run(|| sh("ip link add name bridge type bridge"))?;
+        world.switch.run(|| sh("ip link set bridge up"))?;
+        for (end, name, addresses) in ends {
+            let id = end.id;
+            world.switch.run(move || {
+                sh(&format!(
+                    "ip link add name {name} type veth peer name eth0 netns {id}"
+                ))?;
+                sh(&format!("ip link set dev {name} master bridge up"))
+            })?;
+            end.run(move || {
+                sh("ip link set lo up")?;
+                for address in addresses {
+                    sh(&format!("ip addr add {address}/24 dev eth0"))?;
+                }
+                sh("ip link set eth0 up")
+            })?;
+        }
+        Ok(world)
+    }
+}
+
+/// Runs a command of words, in the namespace of the calling thread.
+fn sh(words: &str) -> Result<(), String> {
+    let mut words = words.split_whitespace();
+    let mut command = Command::new(words.next().expect("a command"));
+    let out = command.args(words).output();
+    let out = out.map_err(|e| format!("{command:?}: {e}"))?;
+    let error = String::from_utf8_lossy(&out.stderr).into_owned();
+    out.status.success().then_some(()).ok_or(error)
+}

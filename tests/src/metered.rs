@@ -81,10 +81,8 @@ impl Metered {
         let file = pair.path("riserd.yaml");
         let text = fs::read_to_string(&file).unwrap();
         let more = format!(
-            "metrics: {{ listen: \"{metrics}\" }}\nadmin: {{ socket: {} }}\n\
-             state: {{ directory: {} }}\n",
-            pair.path("admin.sock"),
-            pair.path("riserd")
+            "metrics: {{ listen: \"{metrics}\" }}\nadmin: {{ socket: {} }}\n",
+            pair.path("admin.sock")
         );
         fs::write(&file, text + &more).unwrap();
         pair.serve();

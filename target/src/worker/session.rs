@@ -499,7 +499,8 @@ impl Worker {
         let initiator = session.key.initiator.to_string();
         session.channel.accounts().keep(&initiator);
         if session.is_closed || !session.was_established {
-            // It is over on both sides, or there is nobody to say goodbye to; whether the identifier still exists does not matter.
+            // It is over on both sides, or was never established, so no DREQ is owed; the identifier may
+            // be gone already.
             let _ = self.devices[session.device].destroy_id(session.cm);
         } else {
             self.lingering

@@ -196,7 +196,8 @@ impl Worker {
         let functions = conn.channel.channel().functions();
         self.isers.past_functions.merge(functions);
         if conn.is_closed || !conn.was_established {
-            // It is over on both sides, or there is nobody to say goodbye to; whether the identifier still exists does not matter.
+            // It is over on both sides, or was never established, so no DREQ is owed; the identifier may
+            // be gone already.
             let _ = self.devices[conn.device].destroy_id(conn.cm);
         } else {
             self.lingering

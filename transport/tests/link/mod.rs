@@ -12,17 +12,14 @@ mod strangers;
 
 use std::fs::File;
 use std::io::Write as _;
-use std::net::IpAddr;
 use std::process::Command;
 use std::sync::mpsc::{Sender, channel};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
 
 use riser_transport::roce::{Roce, RoceConfig};
-use riser_transport::verbs::Provider as _;
 use rustix::thread::{UnshareFlags, gettid, unshare_unsafe};
 
-use crate::suite::world::{End, World};
+use crate::software::Real;
 
 /// Ends of the link, and a stranger's address at B's end.
 const V4: [&str; 3] = ["10.9.0.1", "10.9.0.2", "10.9.0.66"];
@@ -76,42 +73,9 @@ impl Drop for Network {
     }
 }
 
-/// The devices of a test. Their addresses are those of [`V4`] or [`V6`].
-struct Link {
-    a: Roce,
-    b: Roce,
-    /// The namespace of B. That of A is the one that the test runs in.
-    at_b: Network,
-}
-
-impl World for Link {
-    type P = Roce;
-
-    fn provider(&mut self, end: End) -> &mut Roce {
-        match end {
-            End::A => &mut self.a,
-            End::B => &mut self.b,
-        }
-    }
-
-    fn addr(&self, end: End) -> IpAddr {
-        match end {
-            End::A => self.a.socket_addr().ip(),
-            End::B => self.b.socket_addr().ip(),
-        }
-    }
-
-    fn step(&mut self) {
-        let now = Instant::now();
-        if self.a.progress(now) + self.b.progress(now) == 0 {
-            thread::sleep(Duration::from_micros(100));
-        }
-    }
-
-    fn now(&self) -> Instant {
-        Instant::now()
-    }
-}
+/// The devices of a test. Their addresses are those of [`V4`] or [`V6`]; the namespace of A is the one that
+/// the test runs in.
+type Link = Real<Network>;
 
 /// Runs a command of words, in the namespace of the calling thread.
 fn sh(words: &str) -> Result<String, String> {

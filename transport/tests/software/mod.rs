@@ -48,10 +48,11 @@ impl World for Virtual {
     }
 }
 
-/// Over sockets of the loopback interface.
-pub(crate) struct Real {
-    a: Roce,
-    b: Roce,
+/// Over real sockets: of the loopback interface, or with B in a namespace that `at_b` stands for.
+pub(crate) struct Real<N = ()> {
+    pub(crate) a: Roce,
+    pub(crate) b: Roce,
+    pub(crate) at_b: N,
 }
 
 /// Two loopback addresses that no other test uses: of this process, and of other processes as far as
@@ -90,11 +91,12 @@ impl Real {
         Ok(Self {
             a: open(a)?,
             b: open(b)?,
+            at_b: (),
         })
     }
 }
 
-impl World for Real {
+impl<N> World for Real<N> {
     type P = Roce;
 
     fn provider(&mut self, end: End) -> &mut Roce {

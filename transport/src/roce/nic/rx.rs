@@ -117,7 +117,7 @@ impl Nic {
             return false;
         };
         // A notification has no PSN that would have to be guessed, so it has to come from where packets with
-        // a right one come from.
+        // a right one come from. So does a mark, which is answered with a notification.
         let is_new_port = qp.source_port != Some(src.port());
         let is_cnp = packet.op.operation == Operation::CongestionNotification;
         if is_cnp && is_new_port {
@@ -128,13 +128,16 @@ impl Nic {
         with_env!(self, qp, env);
         let (is_peer, is_up) = match &mut qp.machine {
             Machine::Rc(rc) => {
-                if is_marked {
+                if is_marked && !is_new_port {
                     rc.handle_mark(now, &packet);
                 }
                 let refused = rc.counters().refused();
                 rc.handle_packet(now, &packet, &mut env);
                 if is_new_port && refused == rc.counters().refused() {
                     qp.source_port = Some(src.port());
+                    if is_marked {
+                        rc.handle_mark(now, &packet);
+                    }
                 }
                 (true, qp.awaits_first_packet && rc.has_received())
             }

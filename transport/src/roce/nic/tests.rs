@@ -13,8 +13,8 @@ use crate::verbs::{
     RecvWr, RemoteAddr, SendOp, SendWr, Sge, SrqAttr, UdDest, VerbsError, WrId,
 };
 use crate::wire::{
-    Aeth, AethSyndrome, AtomicEth, Bth, Deth, ExtHeaders, GSI_QKEY, Ieth, ImmDt, Msn, Opcode,
-    OpcodeInfo, PayloadRule, Psn, Qpn, Reth, emit_headers,
+    Aeth, AethSyndrome, AtomicEth, Bth, Credit, Deth, ExtHeaders, GSI_QKEY, Ieth, ImmDt, Msn,
+    Opcode, OpcodeInfo, PayloadRule, Psn, Qpn, Reth, emit_headers,
 };
 
 const CAP: QpCap = QpCap {
@@ -249,6 +249,29 @@ fn a_marked_packet_is_answered_and_only_data_may_be_marked() {
     ];
     assert_eq!(sent, expected);
     assert_eq!(nic.rc_counters().tx_cnps, 1);
+}
+
+#[test]
+fn a_mark_must_come_from_where_the_connection_comes_from() {
+    let mut nic = nic();
+    let qp = connected(&mut nic);
+    let qpn = nic.qp_num(qp).unwrap();
+    let mut take = |src: SocketAddr, opcode, psn| {
+        let bth = Bth::new(opcode, Qpn::new(qpn), Psn::new(psn));
+        let aeth = Aeth::new(AethSyndrome::Ack(Credit::UNLIMITED), Msn::default());
+        let ext = ExtHeaders {
+            aeth: (opcode == Opcode::RcReadResponseOnly).then_some(aeth),
+            ..ExtHeaders::default()
+        };
+        let bytes = sealed(&nic, src, &bth, &ext, &[1; 4]);
+        nic.handle_train(nic.now(), src, bytes.len(), &bytes, true);
+        nic.rc_counters().rx_marked
+    };
+    assert_eq!(take(peer(), Opcode::RcSendOnly, 100), 1);
+    let port = SocketAddr::new(peer().ip(), peer().port() + 1);
+    assert_eq!(take(port, Opcode::RcSendOnly, 150), 1);
+    assert_eq!(take(port, Opcode::RcReadResponseOnly, 7), 1);
+    assert_eq!(take(peer(), Opcode::RcSendOnly, 150), 2);
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! A small SRP target on a software NIC, for tests: one disk in memory, and misbehaviour on demand.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -56,6 +56,10 @@ pub(crate) struct Knobs {
     /// Attacks made, and those of them that were repelled.
     pub(crate) attacks: (AtomicU32, AtomicU32),
     pub(crate) aborts: AtomicU32,
+    /// Tags that ABORT TASK named, of one connection.
+    aborted: Mutex<HashSet<u64>>,
+    /// Commands that came behind their own ABORT TASK.
+    pub(crate) behind_abort: AtomicU32,
     pub(crate) logins: AtomicU32,
     pub(crate) logouts: AtomicU32,
     pub(crate) refused: AtomicU32,
@@ -416,6 +420,7 @@ impl Target {
             ..ConnParam::default()
         };
         let accepted = self.nic.accept(id, &param).is_ok();
+        self.knobs.aborted.lock().unwrap().clear();
         self.ids.insert(id, qp);
         self.channels.insert(qp, channel);
         if accepted {
@@ -436,6 +441,7 @@ impl Target {
             FromInitiator::Cmd(cmd) => self.command(completion.qp, &cmd),
             FromInitiator::TskMgmt(tmf) => {
                 count(&self.knobs.aborts);
+                self.knobs.aborted.lock().unwrap().insert(tmf.task_tag.0);
                 if !self.knobs.deaf.load(Ordering::SeqCst) {
                     self.reply(
                         completion.qp,
@@ -564,6 +570,9 @@ impl Target {
     }
 
     fn command(&mut self, qp: QpId, cmd: &Cmd<'_>) {
+        if self.knobs.aborted.lock().unwrap().contains(&cmd.tag.0) {
+            count(&self.knobs.behind_abort);
+        }
         if take(&self.knobs.swallow) {
             return;
         }

@@ -224,6 +224,41 @@ fn silence_leads_to_an_abort_and_a_second_attempt() {
     assert_eq!(get(&lun, 0, 16384), pattern(5, 16384));
 }
 
+/// A connection has regions for one of these commands at a time. The first is not answered; when its
+/// abort makes room, the second has been due for as long.
+#[test]
+fn no_command_is_sent_behind_its_own_abort() {
+    let rig = rig(34, "queue_size=2&cmd_sg_entries=16&immediate=0");
+    let lun = block_on(rig.session.lun(0)).unwrap();
+    rig.target.knobs.swallow.store(1, Ordering::SeqCst);
+    let write = |number: u32| {
+        let buffers: Vec<_> = (0..9)
+            .map(|i| {
+                let buffer = block_on(lun.buffers().take(BLOCK));
+                buffer
+                    .slice()
+                    .write(0, &pattern(9 * number as usize + i, BLOCK));
+                buffer
+            })
+            .collect();
+        let lba = u64::from(9 * number);
+        let blocks = crate::scsi::BlockRange { lba, blocks: 9 };
+        let command = Command::write(blocks, 9 * BLOCK as u32, false);
+        let patience = Duration::from_secs(30);
+        ScsiIo::new(lun.info().lun, command, IoData::Many(buffers), patience)
+    };
+    let ends = [0, 1].map(|number| rig.session.submit(write(number)));
+    for end in ends {
+        assert_eq!(block_on(end).result.unwrap().status, 0);
+    }
+    assert_eq!(rig.target.knobs.behind_abort.load(Ordering::SeqCst), 0);
+    assert!(rig.target.knobs.aborts.load(Ordering::SeqCst) >= 1);
+    for i in 0..18 {
+        let at = (i * BLOCK) as u64;
+        assert_eq!(get(&lun, at, BLOCK), pattern(i, BLOCK), "block {i}");
+    }
+}
+
 #[test]
 fn a_deaf_target_is_left_and_found_again() {
     let rig = rig(16, "");

@@ -228,6 +228,13 @@ impl<T: Copy + PartialEq> Requests<T> {
         };
     }
 
+    /// A started request was not sent after all: it waits in the queue again, as if it had not left it.
+    pub(crate) fn take_back(&mut self, index: u32) {
+        let request = &mut self.slab[index as usize];
+        request.attempts = request.attempts.saturating_sub(1);
+        self.enqueue(index);
+    }
+
     /// A started request is to be ended by task management; its tag.
     pub(crate) fn begin_abort(&mut self, index: u32) -> Option<(u8, T)> {
         let request = &mut self.slab[index as usize];
@@ -254,10 +261,10 @@ impl<T: Copy + PartialEq> Requests<T> {
         request.state = RequestState::Retiring { channel, tag, end };
     }
 
-    /// The tag of the attempt whose memory is being taken back.
-    pub(crate) fn retiring_tag(&self, index: u32) -> Option<T> {
+    /// Channel and tag of the attempt whose memory is being taken back.
+    pub(crate) fn retiring_place(&self, index: u32) -> Option<(u8, T)> {
         match self.find(index)?.state {
-            RequestState::Retiring { tag, .. } => tag,
+            RequestState::Retiring { channel, tag, .. } => Some((channel, tag?)),
             _ => None,
         }
     }

@@ -8,12 +8,12 @@
 //!
 //! # Bounds
 //! Commands: the channel's queue size. Receives: that and eight more. Send queue: three entries for
-//! each command, one for each receive (its answer), and eight. Regions: one for each command and
-//! eight. A command that finds entries or regions used up waits in `starved`.
+//! each command, as many more as the largest command takes, one for each receive (its answer), and
+//! sixteen. Regions: one for each command and eight, and no fewer than the largest command takes. A
+//! command that finds entries or regions used up is not started: it waits in its session.
 
 mod start;
 
-use std::collections::VecDeque;
 use std::time::Instant;
 
 use arrayvec::ArrayVec;
@@ -100,8 +100,18 @@ impl ConnConfig {
         u32::from(self.queue_size) + SPARE
     }
 
+    /// Send-queue entries for commands. The others are for answers, task management and the logout, which
+    /// are never refused.
+    fn command_entries(&self) -> u32 {
+        u32::from(self.queue_size) * 3 + 2 * MAX_REGIONS as u32
+    }
+
     fn send_entries(&self) -> u32 {
-        u32::from(self.queue_size) * 3 + self.receives() + 2 * SPARE + 2 * MAX_REGIONS as u32
+        self.command_entries() + self.receives() + 2 * SPARE
+    }
+
+    fn regions(&self) -> usize {
+        (usize::from(self.queue_size) + SPARE as usize).max(MAX_REGIONS)
     }
 
     /// Completions that a connection can have outstanding.
@@ -146,9 +156,9 @@ struct Attempt {
 pub(super) enum Start {
     /// It is on its way.
     Sent,
-    /// It waits for entries or regions.
+    /// Other commands use the entries or regions that it needs; nothing of it was sent.
     Starved,
-    /// It is no longer wanted.
+    /// It is not to be sent any more.
     Dropped,
     /// It can never be sent.
     Impossible(&'static str),
@@ -175,8 +185,7 @@ pub(super) struct Conn {
     /// The slot of a request's attempt, by request. Bound: the session's requests.
     slots: Vec<Option<u16>>,
     free: Vec<u16>,
-    /// Commands that wait for resources. Bound: the channel's queue size.
-    pub(super) starved: VecDeque<(RequestId, bool)>,
+    /// Send-queue entries that commands can take.
     entries: u32,
     tsk_mgmt_free: Vec<u16>,
     /// The request for a connection is on its way, and the answer is not here.
@@ -212,8 +221,7 @@ impl Conn {
             attempts: (0..config.queue_size).map(|_| None).collect(),
             slots: Vec::new(),
             free: (0..config.queue_size).rev().collect(),
-            starved: VecDeque::new(),
-            entries: config.send_entries(),
+            entries: config.command_entries(),
             tsk_mgmt_free: (0..TSK_MGMT_SLOTS as u16).collect(),
             is_connecting: false,
             closing_until: None,
@@ -275,8 +283,8 @@ impl Conn {
             cap,
             sq_sig_all: false,
         };
-        let regions = usize::from(self.config.queue_size) + SPARE as usize;
-        let mut pool = MrPool::new(provider, pd, regions, self.config.region_segments)?;
+        let (regions, segments) = (self.config.regions(), self.config.region_segments);
+        let mut pool = MrPool::new(provider, pd, regions, segments)?;
         let made = (|| {
             let mr = provider.reg_mr(pd, &memory.whole(), Access::LOCAL_WRITE)?;
             let tables = match tables {
@@ -380,10 +388,6 @@ impl Conn {
         let Some(rings) = &self.rings else {
             return false;
         };
-        if self.entries == 0 {
-            return false;
-        }
-        self.entries -= 1;
         rings.memory.write(at, iu);
         let sge = Sge {
             addr: rings.mr.addr + at as u64,
@@ -426,12 +430,9 @@ impl Conn {
         self.post_short(provider, Work::Logout, at, iu)
     }
 
-    /// The SEND of an answer or a task-management request has completed.
-    pub(super) fn on_short_sent(&mut self, work: Work) {
-        self.entries += 1;
-        if let Work::TskMgmt(slot) = work {
-            self.tsk_mgmt_free.push(slot);
-        }
+    /// The SEND of a task-management request has completed.
+    pub(super) fn on_tsk_mgmt_sent(&mut self, slot: u16) {
+        self.tsk_mgmt_free.push(slot);
     }
 
     fn slot_of(&self, request: RequestId) -> Option<u16> {
@@ -454,7 +455,6 @@ impl Conn {
         request: RequestId,
     ) -> Option<bool> {
         let Some(slot) = self.slot_of(request) else {
-            self.starved.retain(|(r, _)| *r != request);
             return Some(true);
         };
         let qp = self.qp()?;

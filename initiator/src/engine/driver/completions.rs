@@ -91,7 +91,6 @@ impl<P: Provider> Driver<P> {
                     srp(&mut self.sessions, index)
                         .machine
                         .handle_retired(request, now);
-                    self.feed_starved(index, channel, now);
                     self.drain(index, now);
                 }
             }
@@ -99,18 +98,16 @@ impl<P: Provider> Driver<P> {
             Work::Answer(slot) => {
                 if let Some(conn) =
                     srp(&mut self.sessions, index).conns[usize::from(channel)].as_mut()
+                    && !conn.post_recv(&mut self.provider, slot)
                 {
-                    conn.on_short_sent(work);
-                    if !conn.post_recv(&mut self.provider, slot) {
-                        self.break_channel(index, channel, now);
-                    }
+                    self.break_channel(index, channel, now);
                 }
             }
-            Work::TskMgmt(_) => {
+            Work::TskMgmt(slot) => {
                 if let Some(conn) =
                     srp(&mut self.sessions, index).conns[usize::from(channel)].as_mut()
                 {
-                    conn.on_short_sent(work);
+                    conn.on_tsk_mgmt_sent(slot);
                 }
             }
             Work::Logout => self.tear_down(index, ChannelIndex(channel), now),
@@ -155,7 +152,6 @@ impl<P: Provider> Driver<P> {
         session.receiving = Some((channel, slot));
         session.machine.handle_iu(channel, &iu[..len], now);
         self.drain(index, now);
-        self.feed_starved(index, channel.0, now);
         // Unless an answer took it over, the receive is posted again at once.
         if let Some((channel, slot)) = srp(&mut self.sessions, index).receiving.take()
             && let Some(conn) =

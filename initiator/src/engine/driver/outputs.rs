@@ -80,7 +80,7 @@ impl<P: Provider> Driver<P> {
         }
     }
 
-    pub(super) fn start(
+    fn start(
         &mut self,
         index: usize,
         channel: ChannelIndex,
@@ -88,26 +88,17 @@ impl<P: Provider> Driver<P> {
         immediate: bool,
         now: Instant,
     ) {
-        let session = srp(&mut self.sessions, index);
-        let Some(conn) = session.conns[usize::from(channel.0)].as_mut() else {
-            return;
-        };
-        // Nothing is sent behind a reset that is under way.
-        if !conn.starved.is_empty() || session.machine.is_resetting() {
-            conn.starved.push_back((request, immediate));
-            return;
-        }
         let outcome = self.try_start(index, channel, request, immediate);
-        self.settle_start(index, channel, request, outcome, now);
-        if outcome == Start::Starved
-            && let Some(conn) =
-                srp(&mut self.sessions, index).conns[usize::from(channel.0)].as_mut()
-        {
-            conn.starved.push_back((request, immediate));
+        let machine = &mut srp(&mut self.sessions, index).machine;
+        match outcome {
+            Start::Sent | Start::Dropped => {}
+            Start::Starved => machine.handle_no_room(request, now),
+            Start::Impossible(why) => machine.handle_start_failed(request, why, now),
+            Start::Broken => machine.handle_channel_error(channel, now),
         }
     }
 
-    pub(super) fn try_start(
+    fn try_start(
         &mut self,
         index: usize,
         channel: ChannelIndex,
@@ -133,47 +124,6 @@ impl<P: Provider> Driver<P> {
         conn.start(&mut self.provider, &args, &mut self.scratch)
     }
 
-    pub(super) fn settle_start(
-        &mut self,
-        index: usize,
-        channel: ChannelIndex,
-        request: RequestId,
-        outcome: Start,
-        now: Instant,
-    ) {
-        let machine = &mut srp(&mut self.sessions, index).machine;
-        match outcome {
-            Start::Sent | Start::Starved | Start::Dropped => {}
-            Start::Impossible(why) => machine.handle_start_failed(request, why, now),
-            Start::Broken => machine.handle_channel_error(channel, now),
-        }
-    }
-
-    /// Starts what had to wait for resources of its connection.
-    pub(super) fn feed_starved(&mut self, index: usize, channel: u8, now: Instant) {
-        let at = usize::from(channel);
-        let channel = ChannelIndex(channel);
-        loop {
-            let session = srp(&mut self.sessions, index);
-            // What was not sent before a reset would be ended by its answer, and run all the same.
-            if session.machine.is_resetting() {
-                return;
-            }
-            let conn = session.conns[at].as_ref();
-            let Some(&(request, immediate)) = conn.and_then(|c| c.starved.front()) else {
-                return;
-            };
-            let outcome = self.try_start(index, channel, request, immediate);
-            if outcome == Start::Starved {
-                return;
-            }
-            if let Some(conn) = srp(&mut self.sessions, index).conns[at].as_mut() {
-                conn.starved.pop_front();
-            }
-            self.settle_start(index, channel, request, outcome, now);
-        }
-    }
-
     pub(super) fn retire(
         &mut self,
         index: usize,
@@ -187,10 +137,7 @@ impl<P: Provider> Driver<P> {
             return;
         };
         match conn.retire(&mut self.provider, request) {
-            Some(true) => {
-                session.machine.handle_retired(request, now);
-                self.feed_starved(index, channel.0, now);
-            }
+            Some(true) => session.machine.handle_retired(request, now),
             Some(false) => {}
             None => session.machine.handle_channel_error(channel, now),
         }

@@ -191,8 +191,7 @@ impl Session {
     }
 
     /// Whether a reset is under way: no command may be sent behind it.
-    #[must_use]
-    pub fn is_resetting(&self) -> bool {
+    pub(super) fn is_resetting(&self) -> bool {
         let kind = self.tmf.map(|(kind, ..)| kind);
         matches!(kind, Some(TmfKind::LunReset(_) | TmfKind::TargetReset))
     }

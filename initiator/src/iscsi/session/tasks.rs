@@ -168,8 +168,9 @@ impl Session {
     pub fn handle_retired(&mut self, request: RequestId, now: Instant) {
         if let Some(end) = self.requests.retiring(request.0) {
             // Not earlier: a command that is started is sent at once, so that its abort comes after it.
-            let tag = self.requests.retiring_tag(request.0);
-            self.free.extend(tag.map(|itt| (itt.0 & 0xffff) as u16));
+            let place = self.requests.retiring_place(request.0);
+            self.free
+                .extend(place.map(|(_, itt)| (itt.0 & 0xffff) as u16));
             self.settle(request.0, end, now);
             self.pump(now);
         }

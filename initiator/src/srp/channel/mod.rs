@@ -98,7 +98,7 @@ impl InitiatorChannel {
         self.agreed.as_ref()
     }
 
-    /// Commands outstanding.
+    /// Commands outstanding, and those that are over and not retired.
     #[must_use]
     pub fn outstanding(&self) -> usize {
         self.slots.len() - self.free.len()
@@ -209,7 +209,8 @@ impl InitiatorChannel {
     }
 
     /// Takes a tag and a unit of the request limit for a command of `owner`; `None` where there is
-    /// none. Follow with [`Self::emit_command`], or [`Self::cancel`].
+    /// none. Follow with [`Self::emit_command`], or [`Self::cancel`]; and with [`Self::retire`] once the
+    /// command is over.
     pub fn reserve(&mut self, owner: u32, len: DataLen) -> Option<Tag> {
         if !self.can_start() {
             return None;
@@ -223,16 +224,17 @@ impl InitiatorChannel {
         Some(Tag(u64::from(slot.generation) << 16 | u64::from(index)))
     }
 
-    /// Gives back a tag whose command was never sent.
+    /// Gives back a tag whose command was never sent, with the unit of the request limit.
     pub fn cancel(&mut self, tag: Tag) {
-        if self.release(tag).is_some() {
+        if let Some(index) = self.release(tag) {
             self.req_lim += 1;
+            self.free.push(index as u16);
         }
     }
 
-    /// Gives a command up: it will not be answered, because the target aborted it. An answer that
-    /// comes all the same is [`Received::Stale`]. The unit of the request limit that it took stays
-    /// with the target, which grants it again in the delta of a later message.
+    /// Gives up a command that was sent: it will not be answered, because the target aborted it. An
+    /// answer that comes all the same is [`Received::Stale`]. The unit of the request limit that it took
+    /// stays with the target, which grants it again in the delta of a later message.
     pub fn give_up(&mut self, tag: Tag) {
         if let Some(index) = self.release(tag) {
             let slot = &mut self.slots[index];
@@ -245,8 +247,17 @@ impl InitiatorChannel {
         let slot = &mut self.slots[index];
         slot.owner.take()?;
         slot.given_up = None;
-        self.free.push(index as u16);
         Some(index)
+    }
+
+    /// Frees the slot of a command that is over, once its memory is back. Not earlier: the connection has as
+    /// many places as there are slots, and a command that waited for one would be overtaken by its abort.
+    pub fn retire(&mut self, tag: Tag) {
+        if let Some(index) = self.slot_of(tag) {
+            debug_assert!(self.slots[index].owner.is_none());
+            debug_assert!(!self.free.contains(&(index as u16)));
+            self.free.push(index as u16);
+        }
     }
 
     /// The slot that a tag names, if its generation is the slot's present one.
@@ -423,7 +434,6 @@ impl InitiatorChannel {
         check_residual(rsp.data_out, if let DataLen::Out(n) = len { n } else { 0 })?;
         let owner = slot.owner.take().expect("seen above");
         slot.given_up = None;
-        self.free.push(index as u16);
         self.add_credit(rsp.req_lim_delta)?;
         Ok(Received::Response { owner, rsp })
     }

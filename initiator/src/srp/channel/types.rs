@@ -150,7 +150,7 @@ pub struct CommandIu<'a> {
 /// What an arrived information unit means to the owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Received<'a> {
-    /// A command was answered; its slot is free.
+    /// A command was answered; its slot is free when it is retired.
     Response {
         /// The value given when the tag was taken.
         owner: u32,

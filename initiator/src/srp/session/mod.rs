@@ -15,7 +15,8 @@
 //!
 //! # Time
 //! An attempt that is not answered in time is aborted: ABORT TASK, then LOGICAL UNIT RESET, then a
-//! new connection, each when the one before it fails or is not answered either.
+//! new connection, each when the one before it fails or is not answered either. A command that has no
+//! room on its connection waits here, so that none is sent behind its own abort or a reset.
 //!
 //! # Replay
 //! When a connection breaks, nobody knows which of its outstanding commands were carried out. After

@@ -167,8 +167,7 @@ impl Session {
     }
 
     /// Whether a reset is under way, or the aborts that follow it on other channels.
-    #[must_use]
-    pub fn is_resetting(&self) -> bool {
+    pub(super) fn is_resetting(&self) -> bool {
         let is_reset = |m: &Member| matches!(m.tmf, Some((TskMgmtKind::LunReset(_), _)));
         let is_aborting = |m: &Member| m.tmf.is_some() || !m.aborts.is_empty();
         self.members.iter().any(is_reset)

@@ -65,7 +65,7 @@ impl Session {
             .members
             .iter()
             .enumerate()
-            .filter(|(_, m)| m.link == Link::Up && m.channel.can_start());
+            .filter(|(_, m)| m.link == Link::Up && !m.is_full && m.channel.can_start());
         let (index, _) = open.min_by_key(|(_, m)| m.channel.outstanding())?;
         Some(index as u8)
     }
@@ -92,7 +92,7 @@ impl Session {
     }
 
     /// Writes the command of a started request and returns its header's length; `None` where the
-    /// request is no longer to be sent, because its attempt has been given up meanwhile.
+    /// request is no longer to be sent, because its attempt is over.
     ///
     /// # Panics
     /// As [`InitiatorChannel::emit_command`].
@@ -125,9 +125,38 @@ impl Session {
         }
     }
 
+    /// The channel's connection has no room for a command that is to be started; nothing of it was sent.
+    /// The request waits in the queue again, and the channel starts nothing before the memory of another
+    /// command is back. It does not wait behind the queue, where its abort or a reset would overtake it.
+    pub fn handle_no_room(&mut self, request: RequestId, now: Instant) {
+        let place = self.requests.find(request.0).and_then(Request::place);
+        let Some((channel, tag)) = place else {
+            return;
+        };
+        let member = &mut self.members[usize::from(channel)];
+        member.channel.cancel(tag);
+        member.is_full = member.channel.outstanding() > 0;
+        let deadline = self.requests.at(request.0).spec.deadline;
+        if !member.is_full {
+            let why = "connection has no room for the buffer";
+            self.complete(request.0, Err(RequestError::NotStarted(why)));
+        } else if deadline <= now {
+            self.complete(request.0, Err(RequestError::TimedOut));
+        } else {
+            self.requests.take_back(request.0);
+            self.arm(deadline);
+        }
+        self.pump(now);
+    }
+
     /// The target can no longer reach the memory of a request's last attempt.
     pub fn handle_retired(&mut self, request: RequestId, now: Instant) {
         if let Some(end) = self.requests.retiring(request.0) {
+            if let Some((channel, tag)) = self.requests.retiring_place(request.0) {
+                let member = &mut self.members[usize::from(channel)];
+                member.channel.retire(tag);
+                member.is_full = false;
+            }
             self.settle(request.0, end, now);
             self.pump(now);
         }

@@ -331,8 +331,8 @@ fn queued_requests_are_bounded_and_wait_their_turn() {
         assert_eq!(rig.started().0, id);
     }
     rig.idle();
-    rig.answer_with(ids[2], 0, &[]);
-    assert!(matches!(rig.next(), Output::Retire { .. }));
+    rig.answer(ids[2], 0, &[]);
+    assert!(rig.completed(ids[2]).is_ok());
     assert_eq!(rig.started().0, ids[4]);
 }
 
@@ -846,6 +846,189 @@ fn closing_while_waiting_to_reconnect_ends_at_once() {
     assert_eq!(rig.session.state(), SessionState::Closed);
 }
 
+/// As over iSER: a connection has a place for each command of the queue size, and it is in use until the
+/// memory is back. A command that had to wait for one there would be overtaken by its abort.
+#[test]
+fn a_command_takes_the_place_of_another_when_its_memory_is_back() {
+    let mut rig = Rig::live(1);
+    let first = rig.submit(Effect::None);
+    rig.started();
+    for _ in 1..4 {
+        rig.submit(Effect::None);
+        rig.started();
+    }
+    let waiting = rig.submit(Effect::None);
+    rig.idle();
+    rig.answer_with(first, 0, &[]);
+    assert!(matches!(rig.next(), Output::Retire { .. }));
+    rig.idle();
+    rig.session.handle_retired(first, rig.now);
+    assert!(rig.completed(first).is_ok());
+    assert_eq!(rig.started().0, waiting);
+    rig.idle();
+}
+
+impl Rig {
+    /// A command that is sent, and one behind it for which the connection has no room.
+    fn crowded(effect: Effect) -> (Self, RequestId, RequestId) {
+        let mut rig = Self::live(1);
+        let sent = rig.submit(write(0, 4));
+        rig.started();
+        let waiting = rig.submit(effect);
+        rig.no_room(waiting);
+        rig.idle();
+        (rig, sent, waiting)
+    }
+
+    /// The next output is a start, for which the connection has no room.
+    fn no_room(&mut self, request: RequestId) {
+        let output = self.next();
+        assert!(
+            matches!(output, Output::Start { request: r, .. } if r == request),
+            "{output:?}"
+        );
+        self.session.handle_no_room(request, self.now);
+    }
+
+    fn request_limit(&self) -> i64 {
+        self.session.members[0].channel.request_limit()
+    }
+}
+
+/// Its abort would arrive before it, and end nothing.
+#[test]
+fn what_was_not_sent_is_not_aborted() {
+    let (mut rig, sent, waiting) = Rig::crowded(write(4, 8));
+    assert_eq!(rig.request_limit(), 31, "only what was sent counts");
+    rig.advance(10 * SEC);
+    let (iu, channel) = rig.tsk_mgmt();
+    assert_eq!(iu[32..40], rig.sent[0].2.to_be_bytes());
+    rig.answer_tsk_mgmt(channel, &iu, 0);
+    rig.retire(sent);
+    // In the order of submission, though the first was tried before.
+    assert_eq!(rig.started().0, sent);
+    assert_eq!(rig.started().0, waiting);
+    rig.idle();
+    rig.advance(9 * SEC);
+    rig.idle();
+    rig.answer(waiting, 0, &[]);
+    assert!(rig.completed(waiting).is_ok());
+    rig.answer(sent, 0, &[]);
+    assert!(rig.completed(sent).is_ok());
+    // The unit of the aborted command is for the target to grant again.
+    assert_eq!(rig.request_limit(), 31);
+}
+
+#[test]
+fn a_reset_does_not_end_what_was_not_sent() {
+    let (mut rig, sent, waiting) = Rig::crowded(Effect::Other);
+    rig.advance(10 * SEC);
+    let (iu, channel) = rig.tsk_mgmt();
+    rig.answer_tsk_mgmt(channel, &iu, 5);
+    let (iu, channel) = rig.tsk_mgmt();
+    assert_eq!(iu[30], 8, "LOGICAL UNIT RESET");
+    rig.idle();
+    rig.answer_tsk_mgmt(channel, &iu, 0);
+    rig.retire(sent);
+    assert_eq!(rig.started().0, sent);
+    rig.answer(sent, 0, &[]);
+    assert!(rig.completed(sent).is_ok());
+    assert_eq!(rig.started().0, waiting);
+    rig.answer(waiting, 0, &[]);
+    assert!(rig.completed(waiting).is_ok());
+}
+
+#[test]
+fn what_finds_room_during_a_reset_waits_for_its_end() {
+    let mut rig = Rig::live(1);
+    let late = rig.submit(Effect::None);
+    rig.started();
+    rig.advance(SEC);
+    let sent = rig.submit(Effect::None);
+    rig.started();
+    let waiting = rig.submit(write(0, 4));
+    rig.no_room(waiting);
+    rig.advance(9 * SEC);
+    let (iu, channel) = rig.tsk_mgmt();
+    rig.answer_tsk_mgmt(channel, &iu, 5);
+    let (reset, channel) = rig.tsk_mgmt();
+    rig.answer(sent, 0, &[]);
+    assert!(rig.completed(sent).is_ok());
+    rig.idle();
+    rig.answer_tsk_mgmt(channel, &reset, 0);
+    rig.retire(late);
+    assert_eq!([rig.started().0, rig.started().0], [waiting, late]);
+}
+
+#[test]
+fn what_was_not_sent_times_out_in_silence() {
+    let (mut rig, sent, waiting) = Rig::crowded(write(4, 8));
+    rig.answer_with(sent, 0, &[]);
+    assert!(matches!(rig.next(), Output::Retire { .. }));
+    rig.advance(60 * SEC);
+    assert_eq!(rig.completed(waiting), Err(RequestError::TimedOut));
+    rig.idle();
+    rig.session.handle_retired(sent, rig.now);
+    assert!(rig.completed(sent).is_ok());
+    assert_eq!(rig.request_limit(), 32);
+    rig.idle();
+}
+
+/// What was not sent cannot have been carried out.
+#[test]
+fn what_was_not_sent_is_not_lost_with_its_connection() {
+    let (mut rig, sent, waiting) = Rig::crowded(Effect::Other);
+    rig.session.handle_channel_error(CH0, rig.now);
+    rig.gone(CH0);
+    rig.reconnecting(Down::ConnectionLost);
+    rig.reconnect();
+    assert_eq!(rig.started().0, sent);
+    rig.answer(sent, 0, &[]);
+    assert!(rig.completed(sent).is_ok());
+    assert_eq!(rig.started().0, waiting);
+}
+
+#[test]
+fn closing_ends_what_was_not_sent() {
+    let (mut rig, sent, waiting) = Rig::crowded(Effect::Other);
+    rig.session.close(rig.now);
+    let output = rig.next();
+    assert!(
+        matches!(output, Output::Disconnect(CH0, Some(_))),
+        "{output:?}"
+    );
+    rig.session.handle_channel_gone(CH0, rig.now);
+    assert_eq!(rig.completed(sent), Err(RequestError::Closed));
+    assert_eq!(rig.completed(waiting), Err(RequestError::Closed));
+}
+
+#[test]
+fn what_has_no_room_on_one_channel_goes_by_another() {
+    let mut rig = Rig::live(2);
+    rig.submit(Effect::None);
+    assert_eq!(rig.started().1, CH0);
+    rig.submit(Effect::None);
+    assert_eq!(rig.started().1, CH1);
+    let third = rig.submit(Effect::None);
+    rig.no_room(third);
+    assert_eq!(rig.started(), (third, CH1));
+    let fourth = rig.submit(Effect::None);
+    assert_eq!(rig.started(), (fourth, CH1), "the first has no room still");
+}
+
+#[test]
+fn what_has_no_room_on_an_idle_connection_is_not_started() {
+    let mut rig = Rig::live(1);
+    let id = rig.submit(Effect::None);
+    rig.no_room(id);
+    let result = rig.completed(id);
+    assert!(
+        matches!(result, Err(RequestError::NotStarted(_))),
+        "{result:?}"
+    );
+    assert_eq!(rig.request_limit(), 32);
+}
+
 #[derive(Clone, Debug)]
 enum Action {
     Submit(u8),
@@ -857,6 +1040,7 @@ enum Action {
     LogIn(u8),
     Refuse(u8),
     AnswerTskMgmt(u8),
+    Crowd(u8),
 }
 
 fn action() -> impl Strategy<Value = Action> {
@@ -870,6 +1054,7 @@ fn action() -> impl Strategy<Value = Action> {
         4 => (0u8..2).prop_map(Action::LogIn),
         1 => (0u8..2).prop_map(Action::Refuse),
         2 => any::<u8>().prop_map(Action::AnswerTskMgmt),
+        1 => (0u8..4).prop_map(Action::Crowd),
     ]
 }
 
@@ -884,6 +1069,7 @@ proptest! {
         let mut retiring = Vec::new();
         let mut connecting = Vec::new();
         let mut tmfs = Vec::new();
+        let mut without_room = 0;
         for action in actions.into_iter().chain([Action::Break(9)]) {
             match action {
                 Action::Submit(kind) => {
@@ -925,10 +1111,15 @@ proptest! {
                     let (c, iu): (ChannelIndex, [u8; 48]) = tmfs.remove(0);
                     rig.answer_tsk_mgmt(c, &iu, code % 6);
                 }
+                Action::Crowd(n) => without_room = n,
                 _ => {}
             }
             while let Some(output) = rig.session.poll_output() {
                 match output {
+                    Output::Start { request, .. } if without_room > 0 => {
+                        without_room -= 1;
+                        rig.session.handle_no_room(request, rig.now);
+                    }
                     Output::Start { request, channel, .. } => {
                         prop_assert!(open.contains(&request));
                         prop_assert!(exposed.insert(request, channel).is_none(), "memory is exposed once");

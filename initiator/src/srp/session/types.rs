@@ -41,7 +41,8 @@ pub enum Output {
     /// Find the path to the target, take [`Session::begin_login`]'s request and connect with it.
     Connect(ChannelIndex),
     /// Make the request's memory known to the target, write the command with
-    /// [`Session::emit_command`] and send it.
+    /// [`Session::emit_command`] and send it, before anything else is done; or answer at once
+    /// [`Session::handle_no_room`] or [`Session::handle_start_failed`].
     Start {
         /// The request.
         request: RequestId,
@@ -99,6 +100,8 @@ pub(super) struct Member {
     pub(super) tmf: Option<(TskMgmtKind, Instant)>,
     /// Requests that wait for their ABORT TASK. Bound: the channel's queue size.
     pub(super) aborts: VecDeque<Late>,
+    /// Its connection had no room for a command, and the memory of no other has come back since.
+    pub(super) is_full: bool,
 }
 
 impl Member {
@@ -119,6 +122,7 @@ impl Member {
             link: Link::Down,
             tmf: None,
             aborts: VecDeque::new(),
+            is_full: false,
         }
     }
 }

@@ -123,6 +123,12 @@ impl<const CDB: usize> Execution<CDB> {
         self.unit.as_ref().is_some_and(|own| Arc::ptr_eq(own, unit))
     }
 
+    /// Whether its unit's task set has it.
+    #[must_use]
+    pub fn is_in_task_set(&self) -> bool {
+        self.key.is_some()
+    }
+
     /// Takes in a command for a unit, which goes to an account, or for none. Its CDB is known, and so are
     /// its nexus and its tag there.
     pub fn take_in(

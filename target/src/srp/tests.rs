@@ -374,6 +374,43 @@ fn long_transfers_go_in_portions_and_others_pass_between() {
     rig.end();
 }
 
+/// A command that is being answered has left the unit's task set, but its data may have only begun to move.
+#[test]
+fn no_data_move_after_the_function_that_ended_their_command() {
+    for function in [
+        TskMgmtFunction::AbortTaskSet,
+        TskMgmtFunction::ClearTaskSet,
+        TskMgmtFunction::LogicalUnitReset,
+    ] {
+        let mut rig = Rig::live();
+        let entries = 60;
+        rig.remote.insert(KEY, vec![0; entries * 512]);
+        let descs: Vec<_> = (0..entries as u64)
+            .map(|i| MemDesc::new(i * 512, KEY, 512))
+            .collect();
+        let read = read10(0, entries as u16).into(Data::Indirect {
+            table: MemDesc::new(0, 3, descs.len() as u32 * 16),
+            len: entries as u32 * 512,
+            inline: descs,
+        });
+        rig.send(0, &read.tag(1).bytes());
+        rig.complete();
+        // Another unit is none of the function's business.
+        rig.send(0, &read10(0, 1).lun(1).tag(2).bytes());
+        assert_eq!(
+            rig.channels[0].ioctx_state(SendIdx(0)),
+            IoctxState::WriteData
+        );
+        rig.send(0, &tmf(6, 0, function, 0));
+        rig.settle();
+        let mut tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
+        tags.retain(|tag| *tag != 2);
+        assert_eq!(tags, [6], "{function:?}");
+        assert_eq!(rig.channels[0].req_lim().at_initiator(), 4);
+        rig.end();
+    }
+}
+
 #[test]
 fn a_full_send_queue_is_waited_for() {
     let mut rig = Rig::new();

@@ -72,6 +72,8 @@ struct Attached {
     handle: Option<Handle>,
     /// A descriptor for flushes alone: see [`super::flush`].
     sync: Option<Handle>,
+    /// Failures of flushes that were cleared before that was opened.
+    clears: u64,
     /// Requests that the flush under way serves, the first of which names it.
     flushing: Vec<usize>,
     /// Requests that the next flush serves.
@@ -147,6 +149,16 @@ impl std::fmt::Debug for Driver {
     }
 }
 
+/// Opens a descriptor for flushes. Without `/proc` there is one for all.
+fn open_sync(medium: &Medium) -> Option<Handle> {
+    match medium {
+        Medium::File { fd, .. } => Some(Handle::new(
+            sys::reopen(fd.as_fd()).map_or_else(|_| fd.clone(), Arc::new),
+        )),
+        Medium::Ram(_) | Medium::Null => None,
+    }
+}
+
 /// Zeroes kept at hand for media that cannot zero by themselves.
 const ZEROES: usize = 64 << 10;
 
@@ -199,17 +211,13 @@ impl Driver {
             ),
             Medium::Ram(_) | Medium::Null => None,
         };
-        let sync = match &store.medium {
-            // Without /proc there is one for all.
-            Medium::File { fd, .. } => Some(Handle::new(
-                sys::reopen(fd.as_fd()).map_or_else(|_| fd.clone(), Arc::new),
-            )),
-            Medium::Ram(_) | Medium::Null => None,
-        };
+        let clears = store.flush_clears();
+        let sync = open_sync(&store.medium);
         StoreId(self.stores.insert(Attached {
             store,
             handle,
             sync,
+            clears,
             flushing: Vec::new(),
             to_flush: Vec::new(),
             lacks: Lacks::default(),
@@ -702,6 +710,11 @@ impl Driver {
         let attached = &mut self.stores[store.0];
         if !attached.flushing.is_empty() {
             return;
+        }
+        let clears = attached.store.flush_clears();
+        if attached.clears != clears {
+            attached.clears = clears;
+            attached.sync = open_sync(&attached.store.medium);
         }
         let sync = attached.sync.as_ref().expect("files have descriptors");
         match ring.submit_sync(sync, SyncKind::Data, token) {

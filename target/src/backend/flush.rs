@@ -6,7 +6,8 @@
 //!
 //! - a failure is remembered in the [`Store`](super::Store): every flush fails from then on, on every
 //!   worker, until an administrator clears it. A write with FUA is checked by itself and goes on;
-//! - each worker flushes through a descriptor of its own, so that none takes another's error;
+//! - each worker flushes through a descriptor of its own, so that none takes another's error. After
+//!   a failure was cleared it opens a new one, for which the kernel does not report the old error again;
 //! - a worker has one flush of a backend under way at a time, which serves everyone that waits for one,
 //!   so that two flushes do not race for one error.
 
@@ -24,23 +25,34 @@ pub struct FlushFailure {
 
 /// The failure of a backend, if there is one.
 #[derive(Debug, Default)]
-pub(super) struct FlushState(Mutex<Option<FlushFailure>>);
+pub(super) struct FlushState(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    failure: Option<FlushFailure>,
+    clears: u64,
+}
 
 impl FlushState {
-    /// It is set or taken as a whole, so poison is ignored.
-    fn lock(&self) -> MutexGuard<'_, Option<FlushFailure>> {
+    /// Both are set at once, so poison is ignored.
+    fn lock(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn failure(&self) -> Option<FlushFailure> {
-        *self.lock()
+        self.lock().failure
+    }
+
+    /// How many failures were cleared.
+    pub(super) fn clears(&self) -> u64 {
+        self.lock().clears
     }
 
     /// Remembers the first failure; whether this is it.
     pub(super) fn fail(&self, errno: i32) -> bool {
-        let mut failure = self.lock();
-        let is_first = failure.is_none();
-        failure.get_or_insert_with(|| FlushFailure {
+        let mut state = self.lock();
+        let is_first = state.failure.is_none();
+        state.failure.get_or_insert_with(|| FlushFailure {
             errno,
             at: SystemTime::now(),
         });
@@ -48,6 +60,9 @@ impl FlushState {
     }
 
     pub(super) fn clear(&self) -> Option<FlushFailure> {
-        self.lock().take()
+        let mut state = self.lock();
+        let cleared = state.failure.take();
+        state.clears += u64::from(cleared.is_some());
+        cleared
     }
 }

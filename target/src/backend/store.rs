@@ -458,6 +458,11 @@ impl Store {
         self.flush.clear()
     }
 
+    /// How many failures of flushes were cleared.
+    pub(super) fn flush_clears(&self) -> u64 {
+        self.flush.clears()
+    }
+
     /// A flush failed: all do from now on.
     pub(super) fn on_flush_failed(&self, errno: i32) {
         if self.flush.fail(errno) {

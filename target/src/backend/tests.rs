@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{Read, Write};
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,6 +12,7 @@ use riser_memory::{MemSlice, Memory};
 use riser_reactor::{Ring, RingConfig};
 use riser_scsi::step::{Allocation, BackendError, BlockOp, StepResult};
 
+use super::store::Medium;
 use super::*;
 
 /// A directory that is gone with the test.
@@ -1355,6 +1357,11 @@ fn a_worker_does_not_take_the_flush_error_of_another() {
     };
     let store = &full.store;
     let (mut one, mut other) = (Rig::new(store.clone()), Rig::new(store.clone()));
+    let Medium::File { fd, .. } = &store.medium else {
+        unreachable!("it is a device");
+    };
+    let reopen = || sys::reopen(fd.as_fd()).unwrap();
+    let before = reopen();
     let m = Memory::new(4096).unwrap();
     m.fill(0, 4096, 0xaa);
     assert_eq!(one.run(write(0, 4096), &[m.whole()]), StepResult::Done);
@@ -1368,8 +1375,16 @@ fn a_worker_does_not_take_the_flush_error_of_another() {
             .all(|d| matches!(d.result, StepResult::Failed(_))),
         "{done:?}"
     );
-    // The kernel has the error for the other worker's descriptor too.
+    // The kernel has the error for other descriptors too, but not for one that is opened now.
+    let after = reopen();
+    assert!(rustix::fs::fdatasync(before).is_err());
+    rustix::fs::fdatasync(after).unwrap();
+    // One that was cleared is reported by no worker once more.
     assert!(store.clear_flush_failure().is_some());
+    assert_eq!(other.run(FLUSH, &[]), StepResult::Done);
+    assert_eq!(store.flush_failure(), None);
+    // What is lost from now on is.
+    assert_eq!(one.run(write(8192, 4096), &[m.whole()]), StepResult::Done);
     assert!(matches!(other.run(FLUSH, &[]), StepResult::Failed(_)));
 }
 

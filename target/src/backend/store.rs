@@ -177,6 +177,11 @@ pub enum OpenError {
         /// Block size in bytes.
         block_size: u32,
     },
+    /// Acknowledged writes may be lost, and whoever opens it next would not know.
+    #[error(
+        "a flush failed ({0}): deal with what was lost, and clear it (riserd clear-flush-failure)"
+    )]
+    FlushFailed(io::Error),
     /// The block size is not supported.
     #[error("a block size of {0} bytes; 512 and 4096 are supported")]
     BlockSize(u32),
@@ -354,11 +359,16 @@ impl Store {
     }
 
     /// Whether it would be opened again as it is: a file that was moved or replaced under us, or that
-    /// has another length than the configuration says, would not.
+    /// has another length than the configuration says, would not. Nor would one with a failure of a flush
+    /// that was not cleared, which the next program would not know of.
     ///
     /// # Errors
     /// [`OpenError`]: why not.
     pub fn check_reopen(&self, spec: &Spec) -> Result<(), OpenError> {
+        if let Some(failure) = self.flush_failure() {
+            let error = io::Error::from_raw_os_error(failure.errno);
+            return Err(OpenError::FlushFailed(error));
+        }
         let (Medium::File { fd, device, .. }, Source::File { path, .. } | Source::Device { path }) =
             (&self.medium, &spec.source)
         else {

@@ -591,6 +591,14 @@ fn what_would_not_be_found_again_is_told() {
     store.check_reopen(&small).unwrap();
     // It would be extended by a start, and never cut.
     store.check_reopen(&large).unwrap();
+    // The next program would take its flushes for successful.
+    store.on_flush_failed(libc::EIO);
+    assert!(matches!(
+        store.check_reopen(&small),
+        Err(OpenError::FlushFailed(_))
+    ));
+    assert!(store.clear_flush_failure().is_some());
+    store.check_reopen(&small).unwrap();
     assert!(matches!(
         store.check_reopen(&with(8192, false)),
         Err(OpenError::Size { .. })

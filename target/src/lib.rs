@@ -10,6 +10,7 @@
 //! - [`srp`]: the SRP target channel, as a machine that does no I/O.
 //! - [`server`]: from a configuration to running workers, and the shutdown.
 //! - [`worker`]: one thread with its devices, its ring and its channels.
+//! - [`pace`]: how long a command may wait for its initiator.
 //! - [`pool`]: the data buffers of a worker.
 //! - [`stats`]: what commands are counted by, and how long they take.
 //! - [`log`]: rate limits for what a peer can make us log.
@@ -23,6 +24,7 @@ pub mod control;
 pub mod execution;
 pub mod iscsi;
 pub mod log;
+pub mod pace;
 pub mod pool;
 pub mod server;
 pub mod srp;

@@ -400,7 +400,7 @@ impl<D: Datamover> Channel<D> {
     fn hand_over(&mut self, cx: &mut Cx<'_>, heir: TakeOver) {
         let idx = TaskIdx(heir.task.ioctx.0);
         let task = &mut self.tasks[usize::from(idx.0)];
-        let waited = task.waited_by(cx.now);
+        let waited = task.waited_by(cx.now, &self.pace);
         task.waited = 0;
         let mut exec = std::mem::take(&mut task.exec);
         let incoming = std::mem::take(&mut task.incoming);

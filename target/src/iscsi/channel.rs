@@ -34,6 +34,7 @@ use super::text::TextState;
 use super::window::{Member, WINDOWS, Window};
 use crate::audit::Parting;
 use crate::log::RateLimit;
+use crate::pace::Pace;
 use crate::pool::{Buffer, Pool};
 use crate::srp::{LunMap, SendIdx, TaskRef, UnitIdx};
 use crate::stats::{Accounts, Functions, SessionEvent};
@@ -57,6 +58,9 @@ const PING_AFTER: Duration = Duration::from_secs(15);
 
 /// How long a ping may stay unanswered.
 const PING_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long an initiator may be silent, which then acknowledges nothing.
+pub(super) const SILENCE: Duration = PING_AFTER.saturating_add(PING_TIMEOUT);
 
 /// How long a discovery session may be silent: who has found its targets has no more to say.
 const DISCOVERY_IDLE: Duration = Duration::from_secs(15);
@@ -285,6 +289,7 @@ pub struct Channel<D> {
     pub(super) last_data: Instant,
     /// When data were last taken by the initiator.
     pub(super) last_taken: Instant,
+    pub(super) pace: Pace,
     /// When to look whether data are overdue.
     pub(super) data_deadline: Option<Instant>,
     pub(super) ping: Option<Instant>,
@@ -359,6 +364,7 @@ impl<D: Datamover> Channel<D> {
             last_input: now,
             last_data: now,
             last_taken: now,
+            pace: Pace::new(config.commands.into()),
             data_deadline: None,
             ping: None,
             next_ping: 0,
@@ -378,7 +384,8 @@ impl<D: Datamover> Channel<D> {
     /// Makes the contexts. Who has not logged in gets none, nor who discovers targets.
     pub(super) fn make_contexts(&mut self, now: Instant) {
         let tasks = self.config.contexts();
-        self.tasks = (0..tasks).map(|_| Task::new(now)).collect();
+        let wait = self.pace.begin(now);
+        self.tasks = (0..tasks).map(|_| Task::new(wait)).collect();
         self.idle = (0..tasks).rev().map(TaskIdx).collect();
     }
 

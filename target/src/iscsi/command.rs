@@ -13,7 +13,7 @@ use riser_scsi::step::{
     BackendError, DataIn, Expected, Residual, Response, Status, Step, StepResult, TaskAttribute,
 };
 
-use super::channel::{Action, Channel, Cx, Phase};
+use super::channel::{Action, Channel, Cx, Phase, SILENCE};
 use super::datamover::{Control, Datamover, GetData, PutData, Start, Taken};
 use super::task::{Incoming, Piece, Task, TaskIdx, TaskState};
 use super::tcp::good;
@@ -230,7 +230,7 @@ impl<D: Datamover> Channel<D> {
             buffer.write(0, &staged);
         }
         task.state = TaskState::Send;
-        task.waits_since = cx.now;
+        task.wait = self.pace.begin(cx.now);
         let end = from + len;
         task.piece = Piece {
             from,
@@ -265,6 +265,9 @@ impl<D: Datamover> Channel<D> {
         self.last_taken = cx.now;
         let task = &mut self.tasks[usize::from(idx.0)];
         assert_eq!(task.state, TaskState::Send, "a piece was sent for {idx:?}");
+        let end = task.piece.from + task.piece.len;
+        let start = task.data_start.offset.clamp(task.piece.from, end);
+        self.pace.on_moved(end - start);
         if task.exec.aborted {
             return self.finish(cx.pool, idx, End::Aborted);
         }
@@ -323,7 +326,7 @@ impl<D: Datamover> Channel<D> {
     fn check_received(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         self.watch_data(cx.now);
         let task = &mut self.tasks[usize::from(idx.0)];
-        task.waits_since = cx.now;
+        task.wait = self.pace.begin(cx.now);
         let incoming = &mut task.incoming;
         let wanted = incoming.wanted.expect("the command waits for data");
         if incoming.open {
@@ -372,6 +375,7 @@ impl<D: Datamover> Channel<D> {
                 complete,
             } => {
                 self.counters.bytes_out += frame.data.len() as u64;
+                self.pace.on_moved(frame.data.len() as u32);
                 let context = &self.tasks[usize::from(task.0)];
                 if let Some(buffer) = &context.exec.buffer {
                     buffer.write(offset - context.incoming.from, frame.data);
@@ -443,7 +447,7 @@ impl<D: Datamover> Channel<D> {
     /// order.
     fn advance(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, result: StepResult) {
         let task = &mut self.tasks[usize::from(idx.0)];
-        task.waited = task.waited_by(cx.now);
+        task.waited = task.waited_by(cx.now, &self.pace);
         if matches!(task.state, TaskState::Receive | TaskState::Send) {
             task.incoming.solicited = false;
         }
@@ -487,22 +491,24 @@ impl<D: Datamover> Channel<D> {
             task.incoming.staged = Vec::new();
             task.response = Some(response);
             task.state = TaskState::AwaitUnsolicited;
-            task.waits_since = cx.now;
+            task.wait = self.pace.begin(cx.now);
             return self.watch_data(cx.now);
         }
         let Some(len) = task.exec.gather(cx.pool, owner, &response, cx.now) else {
             task.exec.step = Some(Step::Respond(response));
             return self.await_pool(cx.pool, idx);
         };
-        self.send_response(idx, response, len);
+        self.send_response(cx.now, idx, response, len);
     }
 
     /// Hands data and status to the datamover; the task ends when they are sent.
-    fn send_response(&mut self, idx: TaskIdx, response: Response, len: u32) {
+    fn send_response(&mut self, now: Instant, idx: TaskIdx, response: Response, len: u32) {
         let itt = self.tasks[usize::from(idx.0)].itt;
         self.window().answer_tag(itt, self.task_ref(idx));
         self.mark_sent(idx);
+        self.watch_data(now);
         let task = &mut self.tasks[usize::from(idx.0)];
+        task.wait = self.pace.begin(now);
         let response = task.response.insert(response);
         let base = match response.data_in {
             // It may be a last piece that comes from another connection.
@@ -585,6 +591,9 @@ impl<D: Datamover> Channel<D> {
     /// The answer to a request has gone.
     pub(super) fn finish_answered(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         self.tasks[usize::from(idx.0)].exec.course.arrive(cx.now);
+        let answer = self.tasks[usize::from(idx.0)].response.as_ref();
+        self.pace
+            .on_moved(answer.map_or(0, |answer| answer.data_in.len()));
         self.finish(cx.pool, idx, End::Answered);
     }
 
@@ -672,7 +681,9 @@ impl<D: Datamover> Channel<D> {
         } else if ok {
             let incoming = &task.incoming;
             let asked = incoming.got.max(incoming.from);
-            self.counters.bytes_out += u64::from(incoming.wanted.unwrap_or(asked) - asked);
+            let len = incoming.wanted.unwrap_or(asked) - asked;
+            self.counters.bytes_out += u64::from(len);
+            self.pace.on_moved(len);
             self.advance(cx, idx, StepResult::Done);
         } else {
             let failed = StepResult::Failed(BackendError::Transfer);
@@ -694,32 +705,27 @@ impl<D: Datamover> Channel<D> {
     ///
     /// A command that goes in pieces has its place in the order from the second one on, and others may
     /// wait for its end: all later pieces together have that time, also where it moves to another
-    /// connection.
+    /// connection. Nobody waits for what is answered, but it keeps its buffer until the answer has
+    /// gone, at error recovery level 1 until that is acknowledged: it has what is left of that time, but
+    /// always as long as an initiator may be silent. Data that were moved meanwhile extend it: see [`crate::pace`].
     ///
     /// The commands concerned are aborted, and the connection is lost: at this point it is not known
     /// what the initiator will still send. So no command waits for ever, nor keeps its buffer.
     pub(super) fn check_data(&mut self, cx: &mut Cx<'_>) {
         self.data_deadline = None;
         let timeout = self.config.data_out_timeout;
-        // One that was aborted, and which a socket or a device still has, counts: others may wait for
-        // its end.
-        let waits = |task: &Task| {
-            matches!(
-                task.state,
-                TaskState::Receive | TaskState::Send | TaskState::AwaitUnsolicited
-            )
-        };
         let due = |task: &Task| {
             let waited = Duration::from_millis(task.waited.into());
             let left = (timeout * MAX_DATA_TIMEOUTS).saturating_sub(waited);
-            let since = task.waits_since;
             let last = match task.state {
+                TaskState::Sent => return self.pace.due(task.wait, left.max(SILENCE)),
                 TaskState::Send => self.last_taken,
                 _ => self.last_data,
             };
-            (last.max(since) + timeout).min(since + left)
+            let silent = last.max(task.wait.since) + timeout;
+            silent.min(self.pace.due(task.wait, left))
         };
-        let waiting = self.tasks.iter().filter(|task| waits(task));
+        let waiting = self.tasks.iter().filter(|task| task.waits_for_initiator());
         let Some(at) = waiting
             .map(due)
             .min()
@@ -735,11 +741,13 @@ impl<D: Datamover> Channel<D> {
         warn_limited!(
             self.complaints,
             cx.now,
-            "the initiator does not send its data"
+            "the initiator does not send its data, or does not take them"
         );
         self.ended.get_or_insert(Parting::Silent);
         for idx in self.all() {
-            if waits(&self.tasks[usize::from(idx.0)]) {
+            // What is answered ends when it has left the socket or the device.
+            let task = &self.tasks[usize::from(idx.0)];
+            if task.waits_for_initiator() && task.state != TaskState::Sent {
                 self.cut_short(cx.pool, idx, End::TornDown);
             }
         }

@@ -10,6 +10,7 @@ use riser_scsi::step::Response;
 use super::datamover::Start;
 use super::mgmt::Mgmt;
 use crate::execution::Execution;
+use crate::pace::{Pace, Wait};
 
 /// Number of a context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -103,10 +104,10 @@ pub(super) struct Task {
     pub(super) lun: WireLun,
     pub(super) exec: Execution<MAX_CDB>,
     pub(super) incoming: Incoming,
-    /// Since when it waits for the initiator, in [`TaskState::Receive`], [`TaskState::Send`] and
-    /// [`TaskState::AwaitUnsolicited`].
-    pub(super) waits_since: Instant,
-    /// Milliseconds that it waited for pieces before this one, while others may have waited for it.
+    /// Since when it waits for the initiator, in [`TaskState::Receive`], [`TaskState::Send`],
+    /// [`TaskState::AwaitUnsolicited`], and in [`TaskState::Sent`] where it is a command.
+    pub(super) wait: Wait,
+    /// Milliseconds that its waits for earlier pieces count, while others may have waited for it.
     pub(super) waited: u32,
     /// The answer, while it waits for unsolicited data, and once it is sent.
     pub(super) response: Option<Response>,
@@ -120,9 +121,9 @@ pub(super) struct Task {
 }
 
 impl Task {
-    pub(super) fn new(now: Instant) -> Self {
+    pub(super) fn new(wait: Wait) -> Self {
         Self {
-            waits_since: now,
+            wait,
             waited: 0,
             state: TaskState::Idle,
             generation: 0,
@@ -141,15 +142,26 @@ impl Task {
         }
     }
 
-    /// Milliseconds that it has waited for pieces by now, while others may have waited for it.
-    pub(super) fn waited_by(&self, now: Instant) -> u32 {
+    /// Milliseconds that its waits for pieces count by now, while others may have waited for it.
+    pub(super) fn waited_by(&self, now: Instant, pace: &Pace) -> u32 {
         let is_waiting = matches!(self.state, TaskState::Receive | TaskState::Send);
         if !is_waiting || self.exec.is_gathering() {
             return self.waited;
         }
-        let waited = now.saturating_duration_since(self.waits_since);
+        let waited = pace.waited(self.wait, now);
         let millis = u32::try_from(waited.as_millis()).unwrap_or(u32::MAX);
         self.waited.saturating_add(millis)
+    }
+
+    /// Whether it waits for the initiator to send data, or to take them. One that was aborted, and which a
+    /// socket or a device still has, counts: others may wait for its end. So does one that is answered,
+    /// which keeps its buffer.
+    pub(super) fn waits_for_initiator(&self) -> bool {
+        match self.state {
+            TaskState::Receive | TaskState::Send | TaskState::AwaitUnsolicited => true,
+            TaskState::Sent => self.response.is_some(),
+            _ => false,
+        }
     }
 
     /// Whether it is a command that has not been answered.

@@ -11,6 +11,7 @@ use riser_scsi::step::{BackendError, BlockOp, Residual};
 
 use super::TcpChannel;
 use super::fixture::{Received, Rig};
+use super::task::TaskState;
 use super::tests::{data_in, r2t, status, tmf_status};
 use crate::stats::SessionEvent;
 
@@ -567,6 +568,127 @@ fn all_later_pieces_have_one_limit() {
     }
     // The first piece, and then eight timeouts.
     assert!((130..=150).contains(&seconds), "{seconds}");
+}
+
+/// The same where the connection moves other data meanwhile, as far as these explain the wait.
+#[test]
+fn a_busy_connection_has_more_time() {
+    let data = vec![1; 255 * 512];
+    // Bytes between two pieces. The data of eight commands explain two of the ten seconds.
+    for (moved, most) in [(0, 150), (1 << 20, 155), (8 << 20, 180), (1 << 30, 180)] {
+        let mut rig = rig("");
+        let first = rig.write(1, 255, &[], true);
+        let mut asked = r2ts(&first);
+        let mut seconds = 0;
+        while !rig.disconnected {
+            rig.channel.channel_mut().pace.on_moved(moved);
+            rig.wait(Duration::from_secs(10));
+            seconds += 10;
+            if let Some(next) = asked.pop() {
+                asked = r2ts(&give(&mut rig, next, &data));
+            }
+            assert!(seconds < 400, "64 pieces of ten seconds are not waited for");
+        }
+        assert!((most - 20..=most).contains(&seconds), "{moved} {seconds}");
+    }
+}
+
+/// All data count that the connection moves, as soon as they have come or gone.
+#[test]
+fn data_are_counted_when_they_are_moved() {
+    for keys in [KEYS, LEVEL_1] {
+        let moved = |rig: &Rig| rig.channel.channel().pace.moved();
+        let data = pattern();
+        let mut rig = rig(keys);
+        let first = rig.write(1, BLOCKS, &data[..512], true);
+        let before = moved(&rig);
+        give_all(&mut rig, &first, &data);
+        assert_eq!(moved(&rig) - before, LEN as u64 - 512);
+        let before = moved(&rig);
+        rig.stalled = true;
+        rig.read(2, 0, BLOCKS);
+        rig.poll_sent();
+        assert_eq!(moved(&rig), before, "not yet");
+        rig.stalled = false;
+        let mut received = rig.with(|ch, cx| ch.handle_sent(cx, true));
+        if keys == LEVEL_1 {
+            let ttts: Vec<_> = (1..20).map(Ttt).collect();
+            for ttt in ttts {
+                for begin in [4, 8] {
+                    received.extend(rig.send(&data_ack(ttt, begin), &[]));
+                }
+            }
+            let acknowledged = StatSn(1000);
+            let _ = rig.with(|ch, cx| ch.channel_mut().on_acknowledged(cx, Some(acknowledged)));
+        }
+        assert_eq!(moved(&rig) - before, LEN as u64, "{keys:?}");
+        rig.end();
+    }
+}
+
+/// An initiator that does not read, and which lives, cannot keep the data of answers for ever.
+#[test]
+fn an_answer_that_is_not_taken_is_not_kept_for_ever() {
+    let untagged = 0xffff_ffff;
+    for keys in [KEYS, LEVEL_1] {
+        let mut rig = rig(keys);
+        rig.stalled = true;
+        rig.read(1, 0, 1);
+        rig.poll_sent();
+        // This one is not handed to the socket.
+        rig.read(2, 0, 1);
+        if keys == LEVEL_1 {
+            // All of it is received, and never acknowledged.
+            rig.stalled = false;
+            rig.with(|ch, cx| ch.handle_sent(cx, true));
+        }
+        for tag in [1, 2] {
+            let state = rig.channel.channel().task_state(Itt(tag));
+            assert_eq!(state, Some(TaskState::Sent), "{keys:?}");
+        }
+        for _ in 0..11 {
+            rig.wait(Duration::from_secs(10));
+            rig.nop(untagged, b"");
+            assert!(!rig.disconnected, "{keys:?}");
+        }
+        assert!(rig.pool.free() < rig.pool.size());
+        rig.wait(Duration::from_secs(10));
+        assert!(rig.disconnected, "{keys:?}");
+        assert!(rig.gate.events.contains(&SessionEvent::TimedOut));
+        if keys == KEYS {
+            let rest = rig.pool.size() - rig.pool.free();
+            assert!(rest > 0, "the socket has a buffer");
+            rig.with(|ch, cx| ch.handle_sent(cx, false));
+        }
+        rig.end();
+    }
+}
+
+/// One that reads slowly is served as long as it likes.
+#[test]
+fn an_initiator_that_reads_slowly_is_waited_for() {
+    let untagged = 0xffff_ffff;
+    let mut rig = rig(KEYS);
+    for tag in 1..20 {
+        rig.stalled = true;
+        rig.read(tag, 0, 1);
+        rig.poll_sent();
+        for _ in 0..10 {
+            rig.wait(Duration::from_secs(10));
+            rig.nop(untagged, b"");
+        }
+        rig.stalled = false;
+        rig.with(|ch, cx| ch.handle_sent(cx, true));
+        assert!(!rig.disconnected);
+    }
+    // Nothing waits any more.
+    for _ in 0..20 {
+        rig.nop(untagged, b"");
+        rig.wait(Duration::from_secs(10));
+    }
+    assert!(!rig.disconnected);
+    assert_eq!(rig.pool.free(), rig.pool.size());
+    rig.end();
 }
 
 /// A disk may take its time between two pieces: that is not the initiator's.

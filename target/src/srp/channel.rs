@@ -30,6 +30,7 @@ use super::unit::{LunMap, TaskRef};
 use crate::audit::Parting;
 use crate::execution::MAX_DATA_TIMEOUTS;
 use crate::log::RateLimit;
+use crate::pace::Pace;
 use crate::pool::Pool;
 use crate::stats::{Accounts, Functions};
 use crate::warn_limited;
@@ -137,6 +138,7 @@ pub struct Channel {
     pub(super) data_deadline: Option<Instant>,
     /// No later than the end of the time that a command has for all its pieces after the first.
     pieces_deadline: Option<Instant>,
+    pub(super) pace: Pace,
     notified: bool,
     pub(super) drained: bool,
     /// Its requests end without being carried out.
@@ -189,6 +191,7 @@ impl Channel {
             transfers: 0,
             data_deadline: None,
             pieces_deadline: None,
+            pace: Pace::new(params.req_lim),
             notified: false,
             drained: false,
             torn_down: false,
@@ -551,15 +554,16 @@ impl Channel {
     }
 
     /// A command that goes in pieces has its place in the order from the second one on, and others may wait
-    /// for its end: all later pieces together have a time.
+    /// for its end: all later pieces together have a time, and the answer what is left of it. Data that are moved
+    /// meanwhile extend it: see [`crate::pace`].
     pub(super) fn begin_piece(&mut self, now: Instant, idx: SendIdx) {
         let time = self.config.data_out_timeout * MAX_DATA_TIMEOUTS;
         let io = &mut self.ioctx[usize::from(idx.0)];
         if io.exec.is_gathering() {
             return;
         }
-        io.waits_since = Some(now);
-        let deadlines = [self.pieces_deadline, io.piece_due(time)];
+        io.wait = Some(self.pace.begin(now));
+        let deadlines = [self.pieces_deadline, io.piece_due(time, &self.pace)];
         self.pieces_deadline = deadlines.into_iter().flatten().min();
     }
 
@@ -569,7 +573,10 @@ impl Channel {
         if is_over(self.pieces_deadline) {
             // The piece may have come or gone meanwhile.
             let time = self.config.data_out_timeout * MAX_DATA_TIMEOUTS;
-            let dues = self.ioctx.iter().filter_map(|io| io.piece_due(time));
+            let dues = self
+                .ioctx
+                .iter()
+                .filter_map(|io| io.piece_due(time, &self.pace));
             self.pieces_deadline = dues.min();
         }
         is_over(self.data_deadline) || is_over(self.pieces_deadline)

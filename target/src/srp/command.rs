@@ -423,7 +423,7 @@ impl Channel {
         }
         let watchers = io.exec.finish(pool);
         io.transfer = None;
-        io.waits_since = None;
+        io.wait = None;
         io.waited = Duration::ZERO;
         io.response = None;
         io.code = None;

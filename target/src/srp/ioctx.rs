@@ -9,6 +9,7 @@ use super::mgmt::Mgmt;
 use super::table::Table;
 use super::transfer::{Direction, Transfer};
 use crate::execution::Execution;
+use crate::pace::{Pace, Wait};
 use crate::pool::Buffer;
 
 /// Bytes of a CDB that are kept; no command of ours is longer.
@@ -159,9 +160,10 @@ pub struct SendIoctx {
     pub response: Option<Response>,
     /// Work requests of the chain that is posted.
     pub wrs: u32,
-    /// Since when a command that has started waits for the initiator to give or take a piece of its data.
-    pub waits_since: Option<Instant>,
-    /// How long it waited for pieces before that one.
+    /// Since when a command that has started waits for the initiator to give or take a piece of its data, or
+    /// its answer.
+    pub wait: Option<Wait>,
+    /// How much its waits for earlier pieces count.
     pub waited: Duration,
     /// The function, in a context of a task-management request.
     pub mgmt: Option<Mgmt>,
@@ -189,7 +191,7 @@ impl SendIoctx {
             code: None,
             response: None,
             wrs: 0,
-            waits_since: None,
+            wait: None,
             waited: Duration::ZERO,
             mgmt: None,
             token: None,
@@ -214,9 +216,9 @@ impl SendIoctx {
     /// Until when the piece that it waits for must have come or gone, where all of them together have so much
     /// time.
     #[must_use]
-    pub fn piece_due(&self, time: Duration) -> Option<Instant> {
-        let since = self.waits_since?;
-        Some(since + time.saturating_sub(self.waited))
+    pub fn piece_due(&self, time: Duration, pace: &Pace) -> Option<Instant> {
+        let left = time.saturating_sub(self.waited);
+        Some(pace.due(self.wait?, left))
     }
 
     /// Whether it is a command, as opposed to idle or a task-management request.

@@ -26,6 +26,7 @@ impl Channel {
             self.counters.bytes_in += u64::from(len);
         }
         io.response = Some(response);
+        self.begin_piece(cx.now, idx);
         self.try_post(idx, Then::Respond);
     }
 
@@ -157,6 +158,8 @@ impl Channel {
     pub(super) fn on_chain_done(&mut self, cx: &mut Cx<'_>, idx: SendIdx, ok: bool) {
         self.data_deadline = None;
         let io = &mut self.ioctx[usize::from(idx.0)];
+        let moved = io.transfer.as_ref().map_or(0, Transfer::portion_len);
+        self.pace.on_moved(if ok { moved } else { 0 });
         if matches!(io.state, IoctxState::CmdRspSent | IoctxState::MgmtRspSent) {
             io.exec.course.arrive(cx.now);
             return self.finish(cx.pool, idx, End::Answered);
@@ -184,8 +187,8 @@ impl Channel {
             IoctxState::SendData if more => self.try_post(idx, Then::SendData),
             IoctxState::NeedData | IoctxState::SendData => {
                 io.transfer = None;
-                if let Some(since) = io.waits_since.take() {
-                    io.waited += cx.now.saturating_duration_since(since);
+                if let Some(wait) = io.wait.take() {
+                    io.waited += self.pace.waited(wait, cx.now);
                 }
                 let result = if ok {
                     StepResult::Done

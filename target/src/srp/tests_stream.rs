@@ -272,6 +272,45 @@ fn all_later_pieces_have_their_time_together() {
     rig.end();
 }
 
+/// The same where the connection moves other data meanwhile, as far as these explain the wait.
+#[test]
+fn a_busy_connection_has_more_time() {
+    const BLOCKS: u8 = 240;
+    let late = DATA_OUT_TIMEOUT - Duration::from_secs(1);
+    let pieces_with = |moved: u32| {
+        let mut rig = Rig::with_window(WINDOW);
+        rig.remote.insert(KEY, vec![1; usize::from(BLOCKS) * 512]);
+        let mut orwrite = [0; 16];
+        (orwrite[0], orwrite[13]) = (0x8b, BLOCKS);
+        let data = Data::Direct(MemDesc::new(0, KEY, u32::from(BLOCKS) * 512));
+        rig.send(0, &cmd(&orwrite).out(data).bytes());
+        let before = rig.channels[0].pace.moved();
+        let mut pieces = 0;
+        while rig.channels[0].state() == ChState::Live {
+            assert_eq!(state(&rig), IoctxState::NeedData);
+            rig.channels[0].pace.on_moved(moved);
+            rig.advance(late);
+            if rig.channels[0].state() != ChState::Live {
+                break;
+            }
+            rig.complete();
+            pieces += 1;
+            let counted = rig.channels[0].pace.moved() - before;
+            let own = u64::from(WINDOW);
+            assert_eq!(counted, pieces * (own + u64::from(moved)));
+            while state(&rig) == IoctxState::DataIn {
+                rig.complete();
+            }
+        }
+        rig.end();
+        pieces
+    };
+    let alone = pieces_with(0);
+    assert_eq!(alone, u64::from(MAX_DATA_TIMEOUTS) + 1);
+    let busy = pieces_with(1 << 30);
+    assert!(busy > alone && busy < 3 * alone, "{busy}");
+}
+
 /// Answers that the initiator does not take fill the send queue.
 #[test]
 fn what_waits_for_credit_does_not_wait_for_ever() {
@@ -317,6 +356,35 @@ fn answers_that_nobody_takes_are_not_kept_for_ever() {
     rig.advance(DATA_OUT_TIMEOUT * MAX_DATA_TIMEOUTS - Duration::from_secs(1));
     assert_eq!(rig.channels[0].state(), ChState::Live);
     rig.advance(Duration::from_secs(1));
+    assert_eq!(rig.channels[0].state(), ChState::Draining);
+    rig.end();
+}
+
+/// Nor are those kept that wait behind others, which are taken one after the other.
+#[test]
+fn answers_that_are_taken_slowly_are_not_kept_for_ever() {
+    let mut rig = Rig::with_window(WINDOW);
+    rig.remote.insert(KEY, vec![0; 512]);
+    for tag in [1, 2, 3] {
+        let data = Data::Direct(MemDesc::new(0, KEY, 512));
+        rig.send(0, &read10(0, 1).tag(tag).into(data).bytes());
+    }
+    let is_block = |p: &Pending| matches!(p, Pending::Block { .. });
+    while let Some(at) = rig.pending.iter().position(is_block) {
+        rig.complete_nth(at, true);
+    }
+    for n in [0, 1, 2] {
+        let state = rig.channels[0].ioctx_state(SendIdx(n));
+        assert_eq!(state, IoctxState::CmdRspSent);
+    }
+    for _ in 0..2 {
+        rig.advance(DATA_OUT_TIMEOUT * 3);
+        rig.complete();
+    }
+    rig.advance(DATA_OUT_TIMEOUT * 2 - Duration::from_secs(1));
+    assert_eq!(rig.channels[0].state(), ChState::Live);
+    // What was moved explains a millisecond.
+    rig.advance(Duration::from_secs(2));
     assert_eq!(rig.channels[0].state(), ChState::Draining);
     rig.end();
 }

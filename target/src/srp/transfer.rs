@@ -128,6 +128,12 @@ impl Transfer {
         self.planned.bytes == self.len
     }
 
+    /// Bytes of the planned portion.
+    #[must_use]
+    pub fn portion_len(&self) -> u32 {
+        self.planned.bytes - self.done.bytes
+    }
+
     /// The planned portion has completed.
     pub fn portion_done(&mut self) {
         self.done = self.planned;

@@ -1,0 +1,141 @@
+//! How long a command may wait for its initiator on a connection that moves data.
+//!
+//! Data of a command wait behind those of others on the same connection, and a deep queue of long commands
+//! takes minutes on a slow link although it moves data all the time. So the time that a command waits counts
+//! only as far as the data that its connection moved meanwhile do not explain it, at [`SLOWEST`]. A
+//! connection that is faster is never too slow. One that moves little, to keep its place, gains nothing
+//! by it. And since a piece of data waits at most behind one piece of every other command, no more than that
+//! explains the wait for one piece: an initiator cannot keep a command waiting for ever by moving
+//! the data of others.
+
+use std::time::{Duration, Instant};
+
+use crate::pool::MAX_BLOCK;
+
+/// Bytes a second of the slowest connection whose commands may wait for one another as long as they must.
+pub const SLOWEST: u64 = 4 << 20;
+
+/// Data that a connection has moved.
+#[derive(Clone, Copy, Debug)]
+pub struct Pace {
+    /// Bytes, both ways.
+    moved: u64,
+    /// Bytes that a piece of data may have to wait for, itself included.
+    most: u64,
+}
+
+/// Since when a command waits for its initiator to send or take a piece of its data.
+#[derive(Clone, Copy, Debug)]
+pub struct Wait {
+    /// Since when.
+    pub since: Instant,
+    /// What the connection had moved by then, in bytes.
+    moved: u64,
+}
+
+impl Pace {
+    /// That of a connection which has moved nothing, with so many commands at once.
+    #[must_use]
+    pub fn new(commands: u32) -> Self {
+        Self {
+            moved: 0,
+            most: u64::from(commands) * MAX_BLOCK as u64,
+        }
+    }
+
+    /// Bytes that it has moved.
+    #[must_use]
+    pub fn moved(&self) -> u64 {
+        self.moved
+    }
+
+    /// So many bytes of data were received, or taken by the initiator.
+    pub fn on_moved(&mut self, bytes: u32) {
+        self.moved += u64::from(bytes);
+    }
+
+    /// A wait that begins now.
+    #[must_use]
+    pub fn begin(&self, now: Instant) -> Wait {
+        Wait {
+            since: now,
+            moved: self.moved,
+        }
+    }
+
+    /// How much of a wait counts by now.
+    #[must_use]
+    pub fn waited(&self, wait: Wait, now: Instant) -> Duration {
+        let elapsed = now.saturating_duration_since(wait.since);
+        elapsed.saturating_sub(self.explained(wait))
+    }
+
+    /// When a wait that may count for `left` is too long, unless more data are moved before.
+    #[must_use]
+    pub fn due(&self, wait: Wait, left: Duration) -> Instant {
+        wait.since + left + self.explained(wait)
+    }
+
+    /// How much of a wait the data explain that were moved meanwhile.
+    fn explained(&self, wait: Wait) -> Duration {
+        let moved = (self.moved - wait.moved).min(self.most);
+        Duration::from_micros(moved * 1_000_000 / SLOWEST)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const COMMANDS: u32 = 128;
+    const SECOND: Duration = Duration::from_secs(1);
+    const LIMIT: Duration = Duration::from_secs(120);
+
+    /// Moves `rate` bytes a second until the wait is too long: how long that took, if it was.
+    fn ends_after(rate: u32, most: Duration) -> Option<Duration> {
+        let start = Instant::now();
+        let mut pace = Pace::new(COMMANDS);
+        let wait = pace.begin(start);
+        let mut now = start;
+        while pace.due(wait, LIMIT) > now {
+            assert!(pace.waited(wait, now) < LIMIT);
+            now += SECOND;
+            pace.on_moved(rate);
+            if now - start > most {
+                return None;
+            }
+        }
+        Some(now - start)
+    }
+
+    #[test]
+    fn data_that_are_moved_explain_a_wait() {
+        assert_eq!(ends_after(0, LIMIT * 2), Some(LIMIT));
+        // One that moves a little gains little.
+        let dribbled = ends_after(40_000, LIMIT * 2).unwrap();
+        assert!(
+            (LIMIT..LIMIT + 3 * SECOND).contains(&dribbled),
+            "{dribbled:?}"
+        );
+        let half = ends_after(2 << 20, LIMIT * 4).unwrap();
+        assert!(half > LIMIT && half < LIMIT * 2, "{half:?}");
+        // One that is fast enough has until everything that might have come before it is through.
+        let all = Duration::from_secs(u64::from(COMMANDS) / (SLOWEST >> 20));
+        assert_eq!(ends_after(4 << 20, LIMIT + all - SECOND), None);
+        let most = ends_after(1 << 30, LIMIT * 100);
+        assert_eq!(most, Some(LIMIT + all), "and not for ever");
+    }
+
+    /// What was moved before a wait does not explain it.
+    #[test]
+    fn a_wait_begins_with_nothing() {
+        let start = Instant::now();
+        let mut pace = Pace::new(COMMANDS);
+        pace.on_moved(100 << 20);
+        let wait = pace.begin(start);
+        assert_eq!(pace.due(wait, LIMIT), start + LIMIT);
+        assert_eq!(pace.waited(wait, start + SECOND), SECOND);
+        pace.on_moved(2 << 20);
+        assert_eq!(pace.waited(wait, start + SECOND), SECOND / 2);
+    }
+}

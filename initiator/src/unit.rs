@@ -40,9 +40,9 @@ use std::fmt;
 use std::io::{Error, ErrorKind};
 use std::time::Duration;
 
-use riser_scsi::sense::AdditionalSense;
+use riser_scsi::sense::{AdditionalSense, SenseKey};
 
-use crate::request::{Cdb, DataLen, Effect};
+use crate::request::{Answer, CHECK_CONDITION, Cdb, DataLen, Effect, GOOD};
 use crate::scsi::{
     CachingPage, Capacity, Command, Identity, Inquiry, VPD_LEN, cache_generation, vpd_body,
 };
@@ -173,6 +173,17 @@ impl Check {
             cdb.expect("a CDB of legal length"),
             DataLen::In(VPD_LEN.into()),
         )
+    }
+
+    /// Whether an answer to [`Self::command`] may be taken. An INQUIRY that is neither carried out nor refused
+    /// (ILLEGAL REQUEST) leaves open who the unit is. The other questions are not about that.
+    #[must_use]
+    pub fn is_conclusive(&self, answer: &Answer) -> bool {
+        let is_refused = || {
+            let key = answer.sense().map(|sense| sense.key);
+            answer.status == CHECK_CONDITION && key == Some(SenseKey::IllegalRequest)
+        };
+        matches!(self.step, Step::Capacity | Step::Caching) || answer.status == GOOD || is_refused()
     }
 
     /// Takes the data of the answer to [`Self::command`], none where the unit refused; whether there is

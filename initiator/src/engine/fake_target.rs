@@ -39,6 +39,8 @@ pub(crate) struct Knobs {
     pub(crate) busy: AtomicU32,
     /// So many commands are answered with a unit attention.
     pub(crate) attention: AtomicU32,
+    /// So many INQUIRYs for pages are answered NOT READY, and with nothing that asks for patience.
+    pub(crate) no_pages: AtomicU32,
     /// The next command ends the connection.
     pub(crate) disconnect: AtomicBool,
     /// The next answer is garbage.
@@ -581,6 +583,7 @@ impl Target {
             return self.forget(id);
         }
         let attention = [0x70, 0, 6, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0x29, 0, 0, 0, 0, 0];
+        let not_ready = [0x70, 0, 2, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0x04, 0, 0, 0, 0, 0];
         let illegal = [0x70, 0, 5, 0, 0, 0, 0, 10, 0, 0, 0, 0, 0x20, 0, 0, 0, 0, 0];
         let mut rsp = Rsp {
             solicited: false,
@@ -596,6 +599,8 @@ impl Target {
             rsp.status = 8;
         } else if take(&self.knobs.attention) {
             (rsp.status, rsp.sense) = (2, Some(&attention[..]));
+        } else if cmd.cdb[..2] == [0x12, 1] && take(&self.knobs.no_pages) {
+            (rsp.status, rsp.sense) = (2, Some(&not_ready[..]));
         } else if !self.move_data(qp, &cmd.data_out, false) {
             return;
         } else {

@@ -294,6 +294,18 @@ fn broken_connections_are_made_again_and_commands_repeated() {
     assert_eq!(end.result.unwrap_err(), RequestError::ConnectionLost);
 }
 
+/// A target that is still starting may have no names yet, which is not the same as another unit.
+#[test]
+fn a_unit_that_cannot_say_who_it_is_yet_is_asked_again() {
+    let rig = rig(34, "");
+    let lun = block_on(rig.session.lun(0)).unwrap();
+    rig.target.knobs.no_pages.store(3, Ordering::SeqCst);
+    rig.target.knobs.disconnect.store(true, Ordering::SeqCst);
+    put(&lun, 0, &pattern(1, 8192));
+    assert_eq!(get(&lun, 0, 8192), pattern(1, 8192));
+    assert_eq!(rig.target.knobs.no_pages.load(Ordering::SeqCst), 0);
+}
+
 /// A refusal is the last that is heard of the connection manager, so nothing but the engine's own
 /// clock drives the next attempt. A Linux target refuses for as long as its port is switched off.
 #[test]

@@ -391,7 +391,10 @@ impl<P: Provider> Driver<P> {
         };
         let member = &mut link.members[usize::from(path.0)];
         let session = member.session;
-        let is_told = end.result.is_ok();
+        let is_told = match &end.result {
+            Ok(answer) => member.is_grouping || member.check.is_conclusive(answer),
+            Err(_) => false,
+        };
         let (buffer, data) = answer_to_probe(end);
         member.buffer = buffer;
         member.is_stale |= is_again;

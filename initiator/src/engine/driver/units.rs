@@ -220,7 +220,7 @@ impl<P: Provider> Driver<P> {
             self.release_checked(index, now);
             return;
         };
-        let is_told = end.result.is_ok();
+        let is_told = matches!(&end.result, Ok(answer) if unit.check.is_conclusive(answer));
         let (buffer, data) = answer_to_probe(end);
         unit.buffer = buffer;
         if is_told && std::mem::take(&mut unit.is_stale) {

@@ -17,7 +17,8 @@
 //! # The same cache
 //! A write without FUA that is answered may be in a volatile cache (SBC-3 clause 4.15) until a
 //! SYNCHRONIZE CACHE that began after it is answered. If the target may have lost its cache between the
-//! two, that flush is carried out and then reported as failed, once. A unit may get such a cache at any
+//! two, that flush is carried out and then reported as failed: the next one, once, and every one that was
+//! under way when it happened. A unit may get such a cache at any
 //! time (WCE of the caching mode page): each check finds out. Whether it may have lost it:
 //! - **A cache generation decides** where the unit offers one before and after: page C0h of `riserd`,
 //!   which is another whenever what unwritten data live in is (the process for a RAM disk, the
@@ -308,20 +309,34 @@ pub struct WriteCache {
     written: u64,
     /// How many of them are on the medium, or are known to be lost.
     settled: u64,
+    /// How often acknowledged writes were lost.
+    losses: u64,
+    /// The last loss has not been reported.
     is_lost: bool,
+}
+
+/// What a flush covers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FlushMark {
+    written: u64,
+    losses: u64,
 }
 
 impl WriteCache {
     /// A mark for a flush that begins now: it covers what was acknowledged before.
     #[must_use]
-    pub fn begin_flush(&self) -> u64 {
-        self.written
+    pub fn begin_flush(&self) -> FlushMark {
+        FlushMark {
+            written: self.written,
+            losses: self.losses,
+        }
     }
 
     /// A flush that began at `mark` was answered GOOD; whether it may be reported so.
-    pub fn end_flush(&mut self, mark: u64) -> bool {
-        self.settled = self.settled.max(mark);
-        !std::mem::take(&mut self.is_lost)
+    pub fn end_flush(&mut self, mark: FlushMark) -> bool {
+        self.settled = self.settled.max(mark.written);
+        let is_reported = !std::mem::take(&mut self.is_lost);
+        is_reported && mark.losses == self.losses
     }
 
     /// A command that changes the medium was answered GOOD.
@@ -337,7 +352,10 @@ impl WriteCache {
 
     /// The target may have lost what its cache held.
     pub fn on_lost(&mut self) {
-        self.is_lost |= self.written > self.settled;
+        if self.written > self.settled {
+            self.losses += 1;
+            self.is_lost = true;
+        }
         self.settled = self.written;
     }
 }
@@ -515,7 +533,8 @@ mod tests {
     fn a_flush_fails_once_if_what_it_covers_was_lost() {
         let mut cache = WriteCache::default();
         cache.on_lost();
-        assert!(cache.end_flush(0), "nothing was lost");
+        let mark = cache.begin_flush();
+        assert!(cache.end_flush(mark), "nothing was lost");
         cache.on_written();
         let mark = cache.begin_flush();
         cache.on_written();
@@ -527,5 +546,18 @@ mod tests {
         assert!(cache.end_flush(cache.begin_flush()));
         cache.on_lost();
         assert!(cache.end_flush(cache.begin_flush()), "it was on the medium");
+    }
+
+    #[test]
+    fn every_flush_that_was_under_way_at_a_loss_fails() {
+        let mut cache = WriteCache::default();
+        cache.on_written();
+        let (one, other) = (cache.begin_flush(), cache.begin_flush());
+        cache.on_lost();
+        let later = cache.begin_flush();
+        assert!(!cache.end_flush(one));
+        assert!(!cache.end_flush(other));
+        assert!(cache.end_flush(later), "the loss has been reported");
+        assert!(cache.end_flush(cache.begin_flush()));
     }
 }

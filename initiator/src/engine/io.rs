@@ -12,6 +12,7 @@ use crate::block::Buffer;
 use crate::paths::PathIndex;
 use crate::request::{RequestId, RequestResult, Retry};
 use crate::scsi::Command;
+use crate::unit::FlushMark;
 
 /// The memory of a command's data. Its length must be that of the command's data.
 #[derive(Debug, Default)]
@@ -130,7 +131,7 @@ pub(super) struct Io {
     pub(super) done: Done,
     /// Of a flush: what was acknowledged when it was submitted, as
     /// [`WriteCache::begin_flush`](crate::unit::WriteCache::begin_flush) says.
-    pub(super) mark: u64,
+    pub(super) mark: FlushMark,
 }
 
 /// Work that runs on the engine's own thread: no wake-up and no queue between a completion and the

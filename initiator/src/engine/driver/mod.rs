@@ -43,7 +43,7 @@ use crate::paths::PathIndex;
 use crate::request::{RequestError, RequestId, RequestResult, RequestSpec};
 use crate::session::{ConnectError, Down, SubmitError};
 use crate::srp::session::ChannelIndex;
-use crate::unit::Evidence;
+use crate::unit::{Evidence, FlushMark};
 
 /// How long a logout, or a connection that is still being made, may take before the end of both.
 const CLOSING_PATIENCE: Duration = Duration::from_millis(500);
@@ -530,6 +530,6 @@ pub(super) fn new_io(io: ScsiIo, done: Done, now: Instant) -> Io {
         deadline: now + io.timeout,
         io,
         done,
-        mark: 0,
+        mark: FlushMark::default(),
     }
 }

@@ -57,7 +57,7 @@ impl Running {
         if !self.units.is_empty() && is_flush(&io.io.command) {
             let mut units = self.units.iter().filter(|u| u.lun == io.io.lun);
             let cache = units.find_map(|u| u.cache.as_ref());
-            io.mark = cache.map_or(0, WriteCache::begin_flush);
+            io.mark = cache.map_or_else(Default::default, WriteCache::begin_flush);
         }
     }
 

@@ -154,6 +154,24 @@ fn a_restart_fails_a_flush_once_with_several_paths() {
     assert_eq!(flush(&lun), Ok(()));
 }
 
+/// The path that was in use stays away, and another one is the first to find that the cache is lost.
+#[test]
+fn a_restart_fails_a_flush_once_on_a_path_that_was_not_there_before() {
+    let portal = |host| format!("portals: [{{ protocol: iscsi, listen: 127.0.247.{host} }}]");
+    let mut pair = Pair::with_target(
+        247,
+        "{ kind: ram, size: 16MiB, write_cache: true }",
+        &format!("iqn: {IQN}\n{}", portal(1)),
+    );
+    let url = format!("iscsi://127.0.247.1/{IQN}/0?portal=127.0.247.3");
+    let session = connect(247, &url.parse().unwrap(), "iscsi");
+    let lun = block_on(session.lun(0)).unwrap();
+    write(&lun, 0, false).unwrap();
+    exchange(&mut pair, &portal(1), &portal(3));
+    assert_eq!(flush(&lun), lost());
+    assert_eq!(flush(&lun), Ok(()));
+}
+
 #[test]
 fn a_restart_over_a_file_fails_no_flush() {
     let backend = "{ kind: file, path: DIR/disk, size: 16MiB, create: true, write_cache: true }";

@@ -127,10 +127,10 @@ impl Member {
     }
 
     /// The path is in use with what its check found; the generation of the cache that may be lost, if
-    /// one may be.
-    fn settle(&mut self) -> Option<Option<[u8; 16]>> {
+    /// one may be. On a path that was not in use before, `known` is what the unit was found with last.
+    fn settle(&mut self, known: Option<[u8; 16]>) -> Option<Option<[u8; 16]>> {
         let is = self.check.found().cache;
-        let was = self.cache.replace(is);
+        let was = self.cache.replace(is).or(known.map(Some));
         let evidence = std::mem::take(&mut self.evidence);
         self.heard = None;
         was.filter(|was| evidence.is_cache_lost(*was, is))
@@ -144,6 +144,8 @@ pub(super) struct PathsLink {
     members: Vec<Member>,
     /// By request: who waits for a command that a path's session has.
     dones: Vec<Option<Done>>,
+    /// The generation of the unit's cache that a path has found last.
+    generation: Option<[u8; 16]>,
     /// Generations of caches that are known to be gone, so that each is counted once, however many paths
     /// find it gone. Bound: [`GONE`].
     gone: VecDeque<[u8; 16]>,
@@ -172,6 +174,7 @@ impl PathsLink {
             lun: open.lun,
             members: open.paths.into_iter().map(member).collect(),
             dones: Vec::new(),
+            generation: None,
             gone: VecDeque::new(),
         }
     }
@@ -434,8 +437,11 @@ impl<P: Provider> Driver<P> {
         let Link::Paths(link) = &mut self.sessions[index].link else {
             return;
         };
-        let (lun, is_on) = (link.lun, link.member(path).check.found().write_cache);
-        let lost = link.member(path).settle();
+        let (lun, known) = (link.lun, link.generation);
+        let found = link.member(path).check.found();
+        let (is, is_on) = (found.cache, found.write_cache);
+        let lost = link.member(path).settle(known);
+        link.generation = is.or(known);
         self.count_lost(index, lost);
         // After what may be lost is counted in the books of before.
         self.sessions[index].on_write_cache(lun, is_on);

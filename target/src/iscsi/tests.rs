@@ -788,6 +788,27 @@ fn functions_end_tasks_and_are_answered_after_them() {
     rig.end();
 }
 
+/// A command whose answer waits for unsolicited data has left the unit's task set.
+#[test]
+fn no_answer_follows_the_function_that_ended_its_command() {
+    for function in [
+        TmfFunction::AbortTaskSet,
+        TmfFunction::ClearTaskSet,
+        TmfFunction::LogicalUnitReset,
+        TmfFunction::NexusReset,
+    ] {
+        let mut rig = Rig::logged_in("");
+        let unknown = rig.command(5, &[0xc0; 6], true, 1024, &[0; 512], false);
+        assert!(unknown.is_empty(), "{unknown:?}");
+        assert_eq!(tmf_status(&rig.tmf(9, function, 0)), TmfStatus::Complete);
+        let late = rig.data_out(5, Ttt::NONE, 0, 512, &[0; 512], true);
+        assert!(late.is_empty(), "{function:?}: {late:?}");
+        // Nor does anything wait for data that may never come.
+        assert_eq!(rig.channel.channel().in_flight(), 0);
+        rig.end();
+    }
+}
+
 /// A flood of pings makes nothing pile up: no more is read than can be answered.
 #[test]
 fn a_flood_of_pings_is_bounded() {

@@ -358,6 +358,12 @@ impl RcQp {
         !self.awaits_first_packet
     }
 
+    /// Whether requests have been repeated for so long without an answer that the peer may be gone.
+    #[must_use]
+    pub fn is_peer_silent(&self, now: Instant) -> bool {
+        self.requester.is_peer_silent(now)
+    }
+
     /// When [`RcQp::handle_timeout`] must be called next.
     #[must_use]
     pub fn poll_timeout(&self) -> Option<Instant> {

@@ -50,6 +50,9 @@ const MOST_BACKOFF: u32 = 8;
 /// ACK timeouts without progress that spend one retry; the standard allows up to four.
 const TIMEOUTS_PER_RETRY: u32 = 3;
 
+/// How long after a timeout a peer that has still not answered counts as silent.
+const SILENCE: Duration = Duration::from_secs(1);
+
 #[derive(Debug)]
 pub(super) struct Requester {
     pub(super) sq: SendQueue,
@@ -305,6 +308,12 @@ impl Requester {
     fn was_early(&self, now: Instant, fired: Instant) -> bool {
         let soonest = self.round_trip.map_or(Duration::ZERO, |r| r.mean / 2);
         self.una > self.nxt || now.saturating_duration_since(fired) < soonest
+    }
+
+    /// Whether nothing has been acknowledged for so long that the peer may be gone.
+    pub(super) fn is_peer_silent(&self, now: Instant) -> bool {
+        let fired = self.undo.map(|(_, fired)| fired);
+        fired.is_some_and(|fired| now.saturating_duration_since(fired) >= SILENCE)
     }
 
     /// Takes the round trip of the packet being timed, once it is acknowledged.

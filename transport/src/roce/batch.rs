@@ -98,7 +98,8 @@ pub struct Group {
     pub bytes: usize,
     /// Whether routers may mark them for congestion (RFC 3168), since their receiver passes that on.
     pub is_markable: bool,
-    /// Whether it goes to an address that may be made up, and so by a socket of its own.
+    /// Whether it goes to an address that may be made up, or to a peer that may be gone, and so by a
+    /// socket of its own.
     pub is_to_stranger: bool,
     /// Whether it takes no other packet: a shorter one ended it, or its destination gets single ones.
     closed: bool,
@@ -275,7 +276,15 @@ impl TxBatch {
         self.groups.last_mut().expect("a packet was begun")
     }
 
-    /// The packet goes to an address that may be made up; it is one that goes alone.
+    /// The next packet begins a group.
+    pub fn close_group(&mut self) {
+        if let Some(group) = self.groups.last_mut() {
+            group.closed = true;
+        }
+    }
+
+    /// The packet goes to an address that may be made up, or to a peer that may be gone; it is one that
+    /// goes alone.
     pub fn mark_stranger(&mut self) {
         let group = self.group();
         debug_assert_eq!(group.count, 1);

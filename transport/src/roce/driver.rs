@@ -24,6 +24,9 @@
 //! with a port of their own; peers look at the destination port only. Where these are full, messages
 //! are dropped, and whoever has asked asks again; what is sent to peers never waits for that.
 //!
+//! A peer that is gone is a neighbour that does not answer as well, and its connections repeat their requests
+//! until they end. Those that have done so for a while send by two more such sockets.
+//!
 //! Not implemented: raw sockets, and IPv6 packets with a flow label.
 
 #![allow(
@@ -47,7 +50,7 @@ use super::sys::{
     grow_buffer, hop_limit, is_marked, open_epoll, put_addr, read_addr, segment_size, set_ecn,
     set_hop_limit, set_option, tos_message,
 };
-use crate::wire::ROCE_PORT;
+use crate::wire::{Qpn, ROCE_PORT};
 
 /// Datagrams taken by one receiving system call.
 const RX_SLOTS: usize = 8;
@@ -63,6 +66,8 @@ pub const HOP_LIMIT: u8 = 255;
 /// Sockets for messages to strangers. An address that is made up fills one at most: the kernel keeps as
 /// much for a neighbour that does not answer as a small socket buffer has.
 const STRANGER_SOCKETS: usize = 4;
+/// Sockets for what is repeated for peers that may be gone. They come before those for strangers.
+const SILENT_SOCKETS: usize = 2;
 /// Bytes of send buffer to ask for, of each of them.
 const STRANGER_BUFFER: usize = 1 << 20;
 
@@ -98,7 +103,8 @@ pub struct DriverCounters {
     pub send_errors: u64,
     /// Times that the socket was full.
     pub blocked: u64,
-    /// Messages to strangers dropped because too many wait for neighbours that do not answer.
+    /// Messages to strangers and to silent peers dropped because too many wait for neighbours that do not
+    /// answer.
     pub strangers_dropped: u64,
     /// Datagrams longer than the receive buffer.
     pub truncated: u64,
@@ -109,7 +115,7 @@ pub struct DriverCounters {
 /// The socket of a device.
 pub struct Driver {
     socket: Socket,
-    /// For messages to strangers, all at one port.
+    /// For messages to silent peers, then for those to strangers, all at one port.
     strangers: Vec<Socket>,
     stranger_port: u16,
     epoll: OwnedFd,
@@ -273,9 +279,14 @@ impl Driver {
         }
     }
 
-    /// Sends a message by the first socket for strangers that has room for it. It is never held back.
+    /// Sends a message to a stranger, or to a peer that may be gone, by the first socket for such that has
+    /// room for it. It is never held back.
     fn offer_to_stranger(&mut self, batch: &TxBatch, group: &[Group]) -> Offered {
-        for at in 0..self.strangers.len() {
+        let sockets = match group[0].qpn {
+            Qpn::GSI => SILENT_SOCKETS..self.strangers.len(),
+            _ => 0..SILENT_SOCKETS,
+        };
+        for at in sockets {
             let fd = self.strangers[at].as_raw_fd();
             match self.send_some(fd, batch, group) {
                 Ok(_) => return Offered::Taken(1),
@@ -502,11 +513,11 @@ fn make_socket(local: SocketAddr, on_link: bool) -> io::Result<Socket> {
     Ok(socket)
 }
 
-/// The sockets for messages to strangers, and their port. Nothing is received there.
+/// The sockets for messages to strangers and to silent peers, and their port. Nothing is received there.
 fn open_strangers(config: &DriverConfig) -> io::Result<(Vec<Socket>, u16)> {
     let mut local = SocketAddr::new(config.addr, 0);
     let mut sockets = Vec::with_capacity(STRANGER_SOCKETS);
-    for _ in 0..STRANGER_SOCKETS {
+    for _ in 0..SILENT_SOCKETS + STRANGER_SOCKETS {
         let socket = make_socket(local, false)?;
         let fd = socket.as_raw_fd();
         let (force, plain) = (libc::SO_SNDBUFFORCE, libc::SO_SNDBUF);
@@ -528,7 +539,6 @@ mod tests {
 
     use super::super::sys::{CE, ECT_0, ecn};
     use super::*;
-    use crate::wire::Qpn;
 
     fn open(addr: &str) -> Driver {
         Driver::open(&DriverConfig {

@@ -1,12 +1,15 @@
 //! What a stranger, a lying peer or the owner of the interface can do to others' connections.
 
 use std::io::Read;
-use std::net::{SocketAddr, UdpSocket};
+use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use riser_transport::cm::{Cm, CmConfig, ReqParams};
-use riser_transport::verbs::{Gid, Mtu, PKey, Provider as _, SendOp, Verbs as _, WcStatus};
+use riser_transport::verbs::{
+    Access, AhAttr, Gid, Mtu, PKey, Provider as _, QpAttr, QpState, SendOp, SendWr, Sge,
+    Verbs as _, WcStatus,
+};
 use riser_transport::wire::cm_msg::{Bits, CaGuid, CmPath, CmTimeout, PrivateData, ServiceId};
 use riser_transport::wire::{
     Aeth, AethSyndrome, Bth, Deth, ExtHeaders, GSI_QKEY, IcrcFlow, Msn, Opcode, Psn, Qpn,
@@ -15,7 +18,9 @@ use riser_transport::wire::{
 use socket2::{Domain, Protocol, Socket, Type};
 
 use super::{Link, V4, V6, on_a_link, sh};
-use crate::suite::world::{Side, Wants, World, connect_on, connected, pattern};
+use crate::suite::world::{
+    End, Side, Wants, World, connect_on, connected, init_attr, objects, pattern,
+};
 
 /// A WRITE of 64 KiB arrives.
 fn write_arrives(w: &mut Link, a: &Side, b: &Side) {
@@ -297,6 +302,107 @@ fn answers_to_hosts_that_do_not_exist_hold_up_nobody() {
         write_arrives(w, &a, &b);
         assert_eq!(w.a.driver_counters().blocked, 0);
     });
+}
+
+/// What is repeated for peers that have gone waits for their neighbours in the kernel, again and again. What
+/// is sent to others does not wait with it.
+#[test]
+fn peers_that_have_gone_hold_up_nobody() {
+    let test = "peers_that_have_gone_hold_up_nobody";
+    let unprivileged: fn(&mut _) = |config: &mut riser_transport::roce::RoceConfig| {
+        config.socket_buffer = 208 << 10;
+    };
+    on_a_link(test, V4, unprivileged, |w| {
+        let (a, b) = connected(w);
+        write_arrives(w, &a, &b);
+        let wants = Wants::default();
+        let (pd, cq, _, mr) = objects(w, End::A, &wants);
+        for n in 0..32 {
+            let qp = w.a.create_qp(&init_attr(pd, cq, &wants)).unwrap();
+            let gone = format!("10.9.0.{}", 100 + n % 4).parse().unwrap();
+            for attr in to_rts(gone) {
+                w.a.modify_qp(qp, &attr).unwrap();
+            }
+            let sges = [Sge {
+                addr: mr.addr,
+                length: LEN as u32,
+                lkey: mr.lkey,
+            }];
+            let send = SendWr::new(n, SendOp::Send, &sges);
+            w.a.post_send(qp, &[send]).unwrap();
+        }
+        w.pass(Duration::from_secs(4));
+        let blocked = w.a.driver_counters().blocked;
+        let mut longest = Duration::ZERO;
+        let end = Instant::now() + Duration::from_secs(5);
+        while Instant::now() < end {
+            let start = Instant::now();
+            write_arrives(w, &a, &b);
+            longest = longest.max(start.elapsed());
+        }
+        assert!(longest < Duration::from_secs(1), "{longest:?}");
+        assert_eq!(w.a.driver_counters().blocked, blocked);
+    });
+}
+
+/// A connection outlives a link that carries nothing for some seconds.
+#[test]
+fn a_peer_that_comes_back_goes_on() {
+    let test = "a_peer_that_comes_back_goes_on";
+    on_a_link(
+        test,
+        V4,
+        |_| {},
+        |w| {
+            let (a, b) = connected(w);
+            write_arrives(w, &a, &b);
+            w.at_b.run(|| sh("ip link set v1 down").unwrap());
+            a.send(w, 2, SendOp::Write(b.remote(0)), 0, 64 << 10);
+            w.pass(Duration::from_secs(3));
+            w.at_b.run(|| sh("ip link set v1 up").unwrap());
+            assert_eq!(a.completion(w).status, WcStatus::Success);
+            write_arrives(w, &a, &b);
+        },
+    );
+}
+
+/// Takes a new queue pair to RTS.
+fn to_rts(peer: IpAddr) -> [QpAttr; 3] {
+    let state = |state| QpAttr {
+        state: Some(state),
+        ..QpAttr::default()
+    };
+    [
+        QpAttr {
+            pkey_index: Some(0),
+            port: Some(1),
+            access: Some(Access::REMOTE),
+            ..state(QpState::Init)
+        },
+        QpAttr {
+            ah: Some(AhAttr {
+                dgid: Gid::from(peer),
+                sgid_index: 0,
+                hop_limit: 64,
+                traffic_class: 0,
+                port: 1,
+            }),
+            path_mtu: Some(Mtu::Mtu4096),
+            dest_qp: Some(17),
+            rq_psn: Some(1),
+            max_dest_rd_atomic: Some(1),
+            min_rnr_timer: Some(12),
+            ..state(QpState::Rtr)
+        },
+        QpAttr {
+            sq_psn: Some(1),
+            max_rd_atomic: Some(1),
+            timeout: Some(20),
+            retry_cnt: Some(7),
+            rnr_retry: Some(7),
+            ..state(QpState::Rts)
+        },
+    ]
 }
 
 /// A REQ for a service that does not exist.

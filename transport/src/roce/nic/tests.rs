@@ -274,6 +274,55 @@ fn a_mark_must_come_from_where_the_connection_comes_from() {
     assert_eq!(take(peer(), Opcode::RcSendOnly, 150), 2);
 }
 
+/// Where requests go, and from where, that are made from `since` on for `time`, without an answer.
+fn repeated(nic: &mut Nic, since: Instant, time: Duration) -> Vec<(bool, bool)> {
+    let mut sent = Vec::new();
+    for step in 0..time.as_millis() as u64 {
+        let now = since + Duration::from_millis(step);
+        nic.handle_timeouts(now);
+        let mut batch = TxBatch::new(64);
+        nic.poll_transmit(now, &mut batch, usize::MAX);
+        for group in batch.groups() {
+            let from = SocketAddr::new(nic.local_addr().ip(), 5555);
+            let flow = IcrcFlow::new(from, group.dst).unwrap();
+            let packets = batch.copy_packets(group);
+            let is_sealed = flow.check_exact(&packets[0], 0).is_ok();
+            sent.push((group.is_to_stranger, is_sealed));
+        }
+    }
+    sent
+}
+
+#[test]
+fn a_peer_that_is_silent_gets_its_packets_from_elsewhere_until_it_answers() {
+    let mut nic = nic();
+    nic.set_stranger_port(5555);
+    let qp = connected(&mut nic);
+    let qpn = nic.qp_num(qp).unwrap();
+    let sends = [1, 2].map(|id| SendWr::new(id, SendOp::Send, &[]));
+    nic.post_send(qp, &sends).unwrap();
+    let start = nic.now();
+    let second = Duration::from_secs(1);
+    let first = repeated(&mut nic, start, second);
+    assert!(first.iter().all(|&sent| sent == (false, false)));
+    let start = start + second + second / 10;
+    let later = repeated(&mut nic, start, second / 5);
+    assert!(!later.is_empty() && later.iter().all(|&sent| sent == (true, true)));
+    let bth = Bth::new(Opcode::RcAcknowledge, Qpn::new(qpn), Psn::new(200));
+    let ext = ExtHeaders {
+        aeth: Some(Aeth::new(
+            AethSyndrome::Ack(Credit::UNLIMITED),
+            Msn::default(),
+        )),
+        ..ExtHeaders::default()
+    };
+    let answer = sealed(&nic, peer(), &bth, &ext, &[]);
+    receive(&mut nic, peer(), &answer);
+    let start = nic.now();
+    let last = repeated(&mut nic, start, second / 5);
+    assert!(!last.is_empty() && last.iter().all(|&sent| sent == (false, false)));
+}
+
 #[test]
 fn a_queue_pair_in_error_takes_nothing() {
     let mut nic = nic();

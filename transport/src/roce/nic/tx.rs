@@ -70,7 +70,19 @@ impl Nic {
                     }
                     // What a congested router should make rarer is data.
                     let is_data = self.tx.payload_len > 0;
-                    emit(batch, &peer.flow, peer.addr, &mut self.tx, is_data);
+                    let is_silent = rc.is_peer_silent(now);
+                    let flow = match is_silent {
+                        true => IcrcFlow::new(to_strangers, peer.addr),
+                        false => Some(peer.flow),
+                    };
+                    let flow = flow.expect("addresses of one family");
+                    if is_silent {
+                        batch.close_group();
+                    }
+                    emit(batch, &flow, peer.addr, &mut self.tx, is_data);
+                    if is_silent {
+                        batch.mark_stranger();
+                    }
                 }
                 Machine::Ud(ud) => {
                     let Some(dst) = ud.poll_transmit(env.mrs, env.out, &mut self.tx) else {

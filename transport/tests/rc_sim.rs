@@ -51,6 +51,8 @@ struct Wire {
     reordered: u64,
     /// How often the socket is full when it is offered a packet.
     full: u64,
+    /// How often a router marks a packet for congestion.
+    marked: u64,
 }
 
 const BAD: Wire = Wire {
@@ -59,6 +61,7 @@ const BAD: Wire = Wire {
     corruption: 5,
     reordered: 25,
     full: 5,
+    marked: 0,
 };
 
 const PERFECT: Wire = Wire {
@@ -67,6 +70,7 @@ const PERFECT: Wire = Wire {
     corruption: 0,
     reordered: 0,
     full: 0,
+    marked: 0,
 };
 
 const DEAD: Wire = Wire {
@@ -488,12 +492,16 @@ impl Sim {
             && at <= self.now
         {
             self.heap.pop();
+            let is_marked = self.wire.marked > 0 && self.random.percent(self.wire.marked);
             let flight = &mut self.flights[index];
             let side = &mut self.sides[flight.to];
             let bytes = std::mem::take(&mut flight.bytes);
             if side.flow_in.check_exact(&bytes, 0).is_ok() {
                 let packet = Packet::parse(&bytes).expect("a good ICRC on a bad packet");
                 let (qp, mut env) = side.env();
+                if is_marked {
+                    qp.handle_mark(now, &packet);
+                }
                 qp.handle_packet(now, &packet, &mut env);
             }
             self.flights[index].bytes = bytes;
@@ -1034,6 +1042,47 @@ fn a_perfect_wire_carries_every_packet_once() {
             ];
             assert_eq!(repeated, [0; 6], "{counters:?}");
         }
+    }
+}
+
+#[test]
+fn a_congested_wire_slows_but_loses_and_repeats_nothing() {
+    for seed in 0..20 {
+        let _replay = Replay(seed);
+        let wire = Wire {
+            marked: [3, 30, 100][seed as usize % 3],
+            ..PERFECT
+        };
+        let mut sim = Sim::new(seed, SESSION_MESSAGES / 2, wire);
+        for side in &mut sim.sides {
+            side.recv_stall = 0;
+            side.late_recvs = (0..RECVS).collect();
+        }
+        for counters in sim.run() {
+            assert!(counters.rx_cnps > 0);
+            let repeated = [
+                counters.retransmits,
+                counters.timeouts,
+                counters.implied_naks,
+                counters.duplicates,
+                counters.out_of_order,
+                counters.stale_responses,
+            ];
+            assert_eq!(repeated, [0; 6], "{counters:?}");
+        }
+    }
+}
+
+#[test]
+fn every_byte_survives_a_bad_and_congested_wire() {
+    for seed in 0..30 {
+        let _replay = Replay(seed);
+        let wire = Wire {
+            marked: [3, 30, 100][seed as usize % 3],
+            loss: [1, 20][seed as usize % 2],
+            ..BAD
+        };
+        Sim::new(seed, SESSION_MESSAGES / 2, wire).run();
     }
 }
 

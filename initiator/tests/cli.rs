@@ -7,6 +7,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
 /// A directory for one test, with a list of attachments of its own.
 struct Home(PathBuf);
@@ -263,6 +264,48 @@ fn an_nbd_attachment_lives_until_it_is_detached() {
         .filter(|name| name != "address.lock")
         .collect();
     assert_eq!(left, [""; 0]);
+}
+
+/// This process has locked the list of attachments, and does not let go.
+#[test]
+fn a_lock_is_not_waited_for_in_silence_nor_for_ever() {
+    let home = Home::new();
+    home.ok(&["list"]);
+    let dir = home.path("state");
+    let lock = std::fs::File::open(&dir).unwrap();
+    lock.lock().unwrap();
+    let socket = home.path("nbd");
+    let verbs: [&[&str]; 3] = [
+        &["list"],
+        &["detach", "0"],
+        &["attach", "mem:1M", "--nbd", &socket],
+    ];
+    for verb in verbs {
+        let mut command = home.command(verb);
+        command.args(["--timeout", "1500ms"]).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let until = Instant::now() + Duration::from_secs(60);
+        while child.try_wait().unwrap().is_none() {
+            if Instant::now() >= until {
+                child.kill().unwrap();
+                child.wait().unwrap();
+                panic!("{verb:?} waits for ever");
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let output = child.wait_with_output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(4), "{verb:?}: {text}");
+        let wanted = format!("waiting for the lock of {dir}, which ");
+        assert!(text.contains(&wanted), "{verb:?}: {text}");
+        if Path::new("/proc/locks").exists() {
+            let holder = format!("process {} (", std::process::id());
+            assert!(text.contains(&holder), "{verb:?}: {text}");
+        }
+    }
+    drop(lock);
+    home.ok(&["attach", "mem:1M", "--nbd", &socket]);
+    home.ok(&["detach", "0"]);
 }
 
 #[test]

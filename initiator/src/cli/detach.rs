@@ -15,7 +15,7 @@ const MERCY: Duration = Duration::from_secs(8);
 
 pub(super) fn run(args: &DetachArgs, global: &Global) -> Result<(), CliError> {
     let found = StateDir::open()
-        .and_then(|dir| dir.find(&args.what))
+        .and_then(|dir| dir.with_patience(global.timeout).find(&args.what))
         .map_err(|e| CliError::io("cannot read the list of attachments", e))?;
     let attachment = found.ok_or_else(|| {
         CliError::new(
@@ -57,7 +57,7 @@ pub(super) fn run(args: &DetachArgs, global: &Global) -> Result<(), CliError> {
         std::thread::sleep(Duration::from_millis(5));
     }
     // Whatever a killed process could not undo is undone by looking.
-    let _ = StateDir::open().and_then(|dir| dir.list());
+    let _ = StateDir::open().and_then(|dir| dir.with_patience(global.timeout).list());
     output::result(&attachment, global, |out| {
         writeln!(
             out,

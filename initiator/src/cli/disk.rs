@@ -21,7 +21,7 @@ use riser_transport::verbs::CmError;
 use super::args::{Inject, Link, ProviderChoice};
 use super::exit::{CliError, Exit};
 use super::state::StateDir;
-use super::units;
+use super::{lock, units};
 use crate::block::{
     BlockDevice, BlockError, Buffer, Extent, Geometry, MemoryDevice, ZeroOptions, task,
 };
@@ -337,11 +337,18 @@ pub(super) fn start_engine(
     }
     // Two of this user's processes could share a port; while one looks for a free address and
     // takes it, no other may.
-    let _turn = StateDir::open().and_then(|dir| {
-        let file = File::create(dir.path().join("address.lock"))?;
-        file.lock()?;
+    let turn = StateDir::open().and_then(|dir| {
+        let path = dir.path().join("address.lock");
+        let file = File::create(&path)?;
+        lock::lock(&file, &path, lock::PATIENCE)?;
         Ok(file)
     });
+    let _turn = match turn {
+        Err(e) if e.kind() == io::ErrorKind::TimedOut => {
+            return Err(CliError::io("cannot choose a loopback address", e));
+        }
+        turn => turn.ok(),
+    };
     for last in 2..=254 {
         let addr = Ipv4Addr::new(127, 0, 0, last);
         // A plain bind finds the port taken even by a socket that would share it.

@@ -11,7 +11,7 @@ use crate::paths::PathState;
 
 pub(super) fn run(global: &Global) -> Result<(), CliError> {
     let attachments = StateDir::open()
-        .and_then(|dir| dir.list())
+        .and_then(|dir| dir.with_patience(global.timeout).list())
         .map_err(|e| CliError::io("cannot read the list of attachments", e))?;
     output::result(&attachments, global, |out| {
         if attachments.is_empty() {

@@ -20,6 +20,7 @@ mod docs;
 pub mod exit;
 mod inquiry;
 mod list;
+mod lock;
 mod mount;
 mod output;
 mod port;

@@ -249,6 +249,12 @@ fn tell(told: &Told) -> Result<(), CliError> {
 /// Starts the background process and waits until it tells how it went.
 fn in_background(args: &ServeArgs, global: &Global) -> Result<Attachment, CliError> {
     let failed = |e| CliError::io("cannot start the background process", e);
+    // That process needs it too, and what it says of waiting goes to its log.
+    drop(
+        StateDir::open()
+            .and_then(|dir| dir.with_patience(global.timeout).lock())
+            .map_err(failed)?,
+    );
     let log = match &args.log_file {
         Some(log) => std::path::absolute(log).map_err(failed)?,
         None => {

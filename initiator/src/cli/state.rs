@@ -14,11 +14,12 @@ use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
-use rustix::fs::FlockOperation;
 use rustix::mount::UnmountFlags;
 use serde::{Deserialize, Serialize};
 
+use super::lock;
 use crate::engine::PathReport;
 use crate::ublk;
 
@@ -147,7 +148,10 @@ pub fn process_start(pid: u32) -> Option<u64> {
 
 /// The directory. See the module documentation.
 #[derive(Clone, Debug)]
-pub struct StateDir(PathBuf);
+pub struct StateDir {
+    path: PathBuf,
+    patience: Duration,
+}
 
 impl StateDir {
     /// The directory of this user, made if it is missing.
@@ -178,31 +182,41 @@ impl StateDir {
             .recursive(true)
             .mode(0o700)
             .create(&path)?;
-        Ok(Self(path))
+        let patience = lock::PATIENCE;
+        Ok(Self { path, patience })
+    }
+
+    /// The same, with another time that its lock is waited for.
+    #[must_use]
+    pub fn with_patience(self, patience: Duration) -> Self {
+        Self { patience, ..self }
     }
 
     /// Where it is.
     #[must_use]
     pub fn path(&self) -> &Path {
-        &self.0
+        &self.path
     }
 
     fn file(&self, id: &str) -> PathBuf {
-        self.0.join(format!("{id}.json"))
+        self.path.join(format!("{id}.json"))
     }
 
     /// Keeps other processes from changing the directory until the descriptor is closed. An id that was
     /// looked up means the same attachment for as long.
+    ///
+    /// # Errors
+    /// As [`lock::lock`].
     pub(super) fn lock(&self) -> io::Result<fs::File> {
-        let dir = fs::File::open(&self.0)?;
-        rustix::fs::flock(&dir, FlockOperation::LockExclusive)?;
+        let dir = fs::File::open(&self.path)?;
+        lock::lock(&dir, &self.path, self.patience)?;
         Ok(dir)
     }
 
     /// Writes down an attachment under the first free id, which it gets.
     ///
     /// # Errors
-    /// The directory cannot be written.
+    /// The directory cannot be written, or another process does not let go of its lock.
     pub fn register(&self, mut attachment: Attachment) -> io::Result<Registration> {
         let _lock = self.lock()?;
         let id = (0..u32::MAX)
@@ -216,7 +230,7 @@ impl StateDir {
     /// Writes down an attachment in place of the one with that id, which this process has taken over.
     ///
     /// # Errors
-    /// The directory cannot be written.
+    /// The directory cannot be written, or another process does not let go of its lock.
     pub fn replace(&self, id: &str, mut attachment: Attachment) -> io::Result<Registration> {
         let _lock = self.lock()?;
         attachment.id = id.to_owned();
@@ -226,7 +240,7 @@ impl StateDir {
     fn write(&self, attachment: Attachment) -> io::Result<Registration> {
         let entry = Entry {
             path: self.file(&attachment.id),
-            temporary: self.0.join(format!(".{}.tmp", std::process::id())),
+            temporary: self.path.join(format!(".{}.tmp", std::process::id())),
             is_gone: Mutex::new(false),
         };
         entry.write(&attachment)?;
@@ -238,11 +252,11 @@ impl StateDir {
     /// are removed on the way.
     ///
     /// # Errors
-    /// The directory cannot be read.
+    /// The directory cannot be read, or another process does not let go of its lock.
     pub fn list(&self) -> io::Result<Vec<Attachment>> {
         let _lock = self.lock()?;
         let mut found = Vec::new();
-        for entry in fs::read_dir(&self.0)? {
+        for entry in fs::read_dir(&self.path)? {
             let path = entry?.path();
             if path.extension().is_none_or(|e| e != "json") {
                 continue;
@@ -274,7 +288,7 @@ impl StateDir {
     /// The attachment with that id or path.
     ///
     /// # Errors
-    /// The directory cannot be read.
+    /// The directory cannot be read, or another process does not let go of its lock.
     pub fn find(&self, what: &str) -> io::Result<Option<Attachment>> {
         let path = std::path::absolute(what)?;
         // A dead mount cannot be resolved, but its parent can.

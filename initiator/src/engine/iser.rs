@@ -54,27 +54,28 @@ const SPARE: u16 = 16;
 /// Pieces that a command's memory may have: those of its immediate data go into the SEND.
 pub(super) const MAX_PIECES: usize = 3;
 
-/// What a work request was, in the top byte of its id; the rest is a slot.
+/// What a work request was, in the top byte of its id; the lowest two are a slot, those before them a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Work {
     /// A receive; the first [`LARGE`] are large.
     Recv(u16),
     Command(u16),
     Register(u16),
-    Invalidate(u16),
+    /// The key that it invalidates, too: the slot may have another one when it completes.
+    Invalidate(u16, RKey),
     Control(u16),
 }
 
 impl Work {
     fn id(self) -> WrId {
-        let (kind, slot) = match self {
-            Self::Recv(slot) => (0u64, slot),
-            Self::Command(slot) => (1, slot),
-            Self::Register(slot) => (2, slot),
-            Self::Invalidate(slot) => (3, slot),
-            Self::Control(slot) => (4, slot),
+        let (kind, slot, key) = match self {
+            Self::Recv(slot) => (0u64, slot, 0),
+            Self::Command(slot) => (1, slot, 0),
+            Self::Register(slot) => (2, slot, 0),
+            Self::Invalidate(slot, key) => (3, slot, key.0),
+            Self::Control(slot) => (4, slot, 0),
         };
-        WrId(kind << 56 | u64::from(slot))
+        WrId(kind << 56 | u64::from(key) << 16 | u64::from(slot))
     }
 
     pub(super) fn of(id: WrId) -> Option<Self> {
@@ -83,7 +84,7 @@ impl Work {
             0 => Self::Recv(slot),
             1 => Self::Command(slot),
             2 => Self::Register(slot),
-            3 => Self::Invalidate(slot),
+            3 => Self::Invalidate(slot, RKey((id.0 >> 16) as u32)),
             4 => Self::Control(slot),
             _ => return None,
         })
@@ -510,7 +511,8 @@ impl IserConn {
             .as_mut()
             .filter(|r| r.state() == MrState::Registered)
         {
-            let wr = region.inv_wr(Work::Invalidate(slot).id());
+            let key = region.rkey();
+            let wr = region.inv_wr(Work::Invalidate(slot, key).id());
             provider.post_send(qp, &[wr]).ok()?;
         }
         Some(self.finish(provider, slot).is_some())
@@ -535,16 +537,18 @@ impl IserConn {
         self.finish(provider, slot)
     }
 
-    /// An invalidation has completed; gives the request whose memory is back with that.
+    /// An invalidation has completed; gives the request whose memory is back with that. Where the target has
+    /// invalidated the key before, the slot may have another command by now, whose key still works.
     pub(super) fn on_invalidated<P: Provider>(
         &mut self,
         provider: &mut P,
         slot: u16,
+        key: RKey,
     ) -> Option<RequestId> {
         let attempt = self.attempts.get_mut(usize::from(slot))?.as_mut()?;
-        let region = attempt.region.as_mut()?;
-        let key = region.rkey();
-        region.on_invalidated(key);
+        if !attempt.region.as_mut()?.on_invalidated(key) {
+            return None;
+        }
         self.finish(provider, slot)
     }
 
@@ -584,5 +588,92 @@ fn advertise(region: Option<&PooledMr>, len: DataLen, immediate: usize) -> Buffe
             write: buffer(immediate),
             read: None,
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use riser_transport::loopback::{Endpoint, FabricConfig, Pair};
+    use riser_transport::verbs::{PortSpace, RdmaCm, Verbs};
+
+    use super::*;
+
+    const CONFIG: IserConfig = IserConfig {
+        queue_size: 2,
+        region_segments: 4,
+        discovery: false,
+        remote_invalidate: true,
+    };
+
+    /// The key of the region that a slot's command has, and whether it may work.
+    fn key_of(conn: &IserConn, slot: u16) -> (RKey, MrState) {
+        let attempt = conn.attempts[usize::from(slot)].as_ref();
+        let region = attempt.expect("a command").region.as_ref();
+        let region = region.expect("a command with data");
+        (region.rkey(), region.state())
+    }
+
+    /// Starts a READ. Its queue pair takes nothing, which is not what this is about.
+    fn read(conn: &mut IserConn, nic: &mut Endpoint, request: u32, buffer: &Memory, pool: &Mr) {
+        let command = CommandPdu {
+            bhs: [0; 48],
+            ahs: Vec::new(),
+            immediate: 0,
+            unsolicited: None,
+        };
+        let len = DataLen::In(4096);
+        let pieces = [buffer.whole()];
+        conn.start(nic, RequestId(request), &command, len, &pieces, pool);
+    }
+
+    #[test]
+    fn work_requests_keep_their_names() {
+        let key = RKey(0xfedc_ba98);
+        for work in [
+            Work::Invalidate(0xffff, key),
+            Work::Command(3),
+            Work::Control(0),
+        ] {
+            assert_eq!(Work::of(work.id()), Some(work));
+        }
+    }
+
+    /// The target may invalidate a key while an invalidation of ours is under way, and the slot have another
+    /// command when that completes.
+    #[test]
+    fn an_invalidation_ends_only_the_key_that_it_is_about() {
+        let mut pair = Pair::new(FabricConfig::default());
+        let nic = &mut pair.a;
+        let id = nic.create_id(PortSpace::Tcp).unwrap();
+        let addr = (nic.addr(), 0).into();
+        nic.bind_addr(id, addr).unwrap();
+        let pd = nic.alloc_pd().unwrap();
+        let cq = nic.create_cq(64).unwrap();
+        let mut conn = IserConn::new(id, CONFIG);
+        // Its receives are not taken, either.
+        let _ = conn.set_up(nic, pd, cq);
+        assert!(conn.qp().is_some());
+        let buffer = Memory::new(4096).unwrap();
+        let pool = nic.reg_mr(pd, &buffer.whole(), Access::LOCAL_WRITE);
+        let pool = pool.unwrap();
+
+        read(&mut conn, nic, 1, &buffer, &pool);
+        let slot = 0;
+        let (first, _) = key_of(&conn, slot);
+        conn.retire(nic, RequestId(1));
+        assert_eq!(key_of(&conn, slot), (first, MrState::Invalidating));
+        assert!(conn.on_remote_invalidated(first));
+        assert_eq!(conn.on_command_sent(nic, slot), Some(RequestId(1)));
+
+        read(&mut conn, nic, 2, &buffer, &pool);
+        let (second, state) = key_of(&conn, slot);
+        assert_eq!(state, MrState::Registered);
+        assert_ne!(second, first);
+        assert_eq!(conn.on_invalidated(nic, slot, first), None);
+        assert_eq!(key_of(&conn, slot), (second, MrState::Registered));
+        conn.retire(nic, RequestId(2));
+        assert_eq!(conn.on_command_sent(nic, slot), None, "its key works");
+        let back = conn.on_invalidated(nic, slot, second);
+        assert_eq!(back, Some(RequestId(2)));
     }
 }

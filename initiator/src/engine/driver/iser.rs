@@ -170,10 +170,10 @@ impl<P: Provider> Driver<P> {
                 }
                 self.receive_iser(index, slot, completion.byte_len, now);
             }
-            Work::Command(slot) | Work::Invalidate(slot) => {
+            Work::Command(slot) | Work::Invalidate(slot, _) => {
                 let back = match work {
-                    Work::Command(_) => conn.on_command_sent(provider, slot),
-                    _ => conn.on_invalidated(provider, slot),
+                    Work::Invalidate(_, key) => conn.on_invalidated(provider, slot, key),
+                    _ => conn.on_command_sent(provider, slot),
                 };
                 if let Some(request) = back {
                     self.on_retired_iser(index, request, now);

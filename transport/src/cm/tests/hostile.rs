@@ -157,5 +157,6 @@ proptest! {
         prop_assert_eq!(cm.id_count(), 0);
         prop_assert!(cm.by_req.is_empty() && cm.claims.is_empty() && cm.by_sidr.is_empty());
         prop_assert!(cm.half_open.is_empty() && cm.timers.is_empty());
+        prop_assert!(cm.unconfirmed.is_empty() && cm.proven.is_empty() && cm.finished.is_empty());
     }
 }

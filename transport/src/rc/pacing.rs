@@ -55,7 +55,9 @@ impl Pacer {
         }
         self.count += 1;
         if let Some(gap) = self.gap {
-            self.next = Some(self.next.map_or(now, |next| next.max(now)) + gap);
+            let next = self.next.map_or(now, |next| next.max(now)) + gap;
+            // Responses that need not wait borrow no more than a burst from later ones.
+            self.next = Some(next.min(now + gap * (BURST + 1)));
         }
     }
 
@@ -91,5 +93,25 @@ impl Pacer {
                 self.changed = None;
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn responses_that_need_not_wait_make_no_later_one_wait_longer() {
+        let start = Instant::now();
+        let at = |micros| start + Duration::from_micros(micros);
+        let mut pacer = Pacer::default();
+        (0..10).for_each(|n| pacer.on_response(at(n * 10)));
+        pacer.on_cnp(at(100));
+        let gap = pacer.gap.unwrap();
+        assert!((10..13).contains(&gap.as_micros()), "{gap:?}");
+        // Small READs, whose responses leave at ten times the pace.
+        (100..1100).for_each(|n| pacer.on_response(at(n)));
+        let wait = pacer.wait(at(1100)).unwrap() - at(1100);
+        assert!(wait <= gap, "{wait:?}");
     }
 }

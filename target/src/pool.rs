@@ -213,6 +213,8 @@ impl Pool {
                 waiter.passed = 0;
                 self.line.push_back(waiter);
                 self.end_turn(owner);
+                // The next one may have been refused only because of this one.
+                self.has_changed |= self.line.len() > 1;
             }
         }
         Some(buffer)
@@ -785,6 +787,33 @@ mod tests {
         assert!(!pool.is_whole());
         held.into_iter().for_each(|buffer| pool.release(buffer));
         assert!(pool.is_whole() && pool.owners.is_empty() && pool.queue.is_empty());
+    }
+
+    #[test]
+    fn whoever_has_the_next_turn_tries_again() {
+        const MIB: u32 = 1 << 20;
+        let (first, other, passing) = (Owner(1), Owner(2), Owner(3));
+        let mut pool = Pool::new(8 << 20).unwrap();
+        let held = pool.take(8 * MIB).unwrap();
+        for owner in [first, other] {
+            assert!(pool.grant(owner, MIB).is_none());
+            pool.wait_started(owner, MIB);
+        }
+        let reserve = pool.grant_reserve(first, MIB).unwrap();
+        pool.release(reserve);
+        pool.release(held);
+        while let Some(buffer) = pool.grant(passing, MIB) {
+            pool.release(buffer);
+        }
+        // The reserve has its own turns, so the one whose turn it is here is not the first to try.
+        assert!(pool.take_change());
+        assert_eq!(pool.waiting().collect::<Vec<_>>(), [other, first]);
+        assert!(pool.grant(other, MIB).is_none());
+        let own = pool.grant(first, MIB).unwrap();
+        assert!(pool.take_change(), "there is memory for the other");
+        let next = pool.grant(other, MIB).unwrap();
+        pool.release(own);
+        pool.release(next);
     }
 
     #[test]

@@ -150,9 +150,32 @@ impl Channel {
         }
     }
 
-    /// Brings what the command needs from its initiator before it takes its place in the order:
-    /// external tables, then data.
+    /// Brings what the command needs from its initiator before it takes its place in the order: external
+    /// tables, then data. The buffer for these comes first of all: newer commands may have to wait for this
+    /// one, and must not have its memory by then.
     fn prepare(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        let step = match io.exec.early_data() {
+            Some(len) => {
+                let step = Step::ReceiveData { from: 0, len };
+                if io.exec.buffer.is_none() && !self.pool_waiters.is_empty() {
+                    // Newer commands may have to wait for older ones, with their data in memory.
+                    io.exec.step = Some(step);
+                    return self.await_pool(cx.pool, idx);
+                }
+                Some(step)
+            }
+            None if self.fetch_table(cx, idx) => None,
+            None => self.advance(cx, idx, StepResult::Done),
+        };
+        if let Some(step) = step {
+            self.run(cx, idx, step);
+        }
+    }
+
+    /// Fetches a command's external table, or answers BUSY without room for it; `false` if there is none
+    /// to be fetched.
+    fn fetch_table(&mut self, cx: &mut Cx<'_>, idx: SendIdx) -> bool {
         let owner = self.owner();
         let io = &mut self.ioctx[usize::from(idx.0)];
         let external = [&io.table_out, &io.table_in]
@@ -162,28 +185,18 @@ impl Channel {
                 _ => None,
             });
         let Some(remote) = external else {
-            let step = match io.exec.early_data() {
-                Some(len) if !self.pool_waiters.is_empty() => {
-                    // Newer commands may have to wait for older ones, with their data in memory.
-                    io.exec.step = Some(Step::ReceiveData { from: 0, len });
-                    return self.await_pool(cx.pool, idx);
-                }
-                Some(len) => Some(Step::ReceiveData { from: 0, len }),
-                None => self.advance(cx, idx, StepResult::Done),
-            };
-            if let Some(step) = step {
-                self.run(cx, idx, step);
-            }
-            return;
+            return false;
         };
         let Some(buffer) = cx.pool.take_table(owner, remote.data_len()) else {
-            return self.answer_status(cx, idx, Status::Busy);
+            self.answer_status(cx, idx, Status::Busy);
+            return true;
         };
         let source = Table::Inline([remote].into_iter().collect());
         io.exec.course.enter(Stage::FabricIn, cx.now);
         io.fetch = Some((source, buffer));
         io.transfer = Some(Transfer::new(Direction::FromInitiator, remote.data_len()));
         self.try_post(idx, Then::FetchTable);
+        true
     }
 
     pub(super) fn on_table_fetched(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
@@ -244,6 +257,7 @@ impl Channel {
                     io.transfer = Some(Transfer::of_piece(direction, from, len));
                     return self.try_post(idx, Then::SendData);
                 }
+                Step::ReceiveData { .. } if self.fetch_table(cx, idx) => return,
                 Step::ReceiveData { from, len } => {
                     self.counters.bytes_out += u64::from(len);
                     let io = &mut self.ioctx[usize::from(idx.0)];

@@ -308,6 +308,33 @@ fn no_command_overtakes_one_that_waits_for_memory() {
     rig.end();
 }
 
+/// Nor do they while its table is on its way.
+#[test]
+fn no_command_takes_the_memory_of_one_that_fetches_its_table() {
+    const MIB: u32 = 1 << 20;
+    let mut rig = Rig::live();
+    rig.remote.insert(KEY, vec![7; MIB as usize]);
+    rig.remote
+        .insert(3, table_bytes(&[MemDesc::new(0, KEY, MIB)]));
+    let most = rig.pool.take(2 * MIB).unwrap();
+    let table = Data::Indirect {
+        table: MemDesc::new(0, 3, 16),
+        len: MIB,
+        inline: Vec::new(),
+    };
+    let ordered = write10(0, 2048).attr(TaskAttr::Ordered).out(table);
+    rig.send(0, &ordered.bytes());
+    for tag in [2, 3] {
+        let data = Data::Direct(MemDesc::new(0, KEY, MIB));
+        rig.send(0, &write10(0, 2048).tag(tag).out(data).bytes());
+    }
+    rig.settle();
+    let tags: Vec<_> = rig.answers().iter().map(|a| a.tag).collect();
+    assert_eq!(tags, [1, 2, 3]);
+    rig.pool.release(most);
+    rig.end();
+}
+
 #[test]
 fn commands_that_need_the_reserve_have_it_in_turn() {
     let mut rig = Rig::live();

@@ -137,7 +137,8 @@ impl Congestion {
     /// A packet from `una` on was marked on its way, or the answer to one. Nothing has been lost, so the
     /// window gives way less.
     pub(super) fn on_mark(&mut self, una: u64, nxt: u64) {
-        if una >= self.recover {
+        // Where nothing was sent since the last cut, there is nothing that another mark could be about.
+        if una >= self.recover && nxt > self.recover {
             let part = if self.window < self.threshold { 2 } else { 8 };
             self.cut(self.window / part, nxt);
             self.is_marking = true;
@@ -219,8 +220,13 @@ mod tests {
         c.on_mark(una, una + 16);
         c.on_mark(una + 15, una + 31);
         assert_eq!(c.packets(), 14);
-        for _ in 0..1000 {
-            c.on_mark(una + 100, una);
+        let idle = una + 31;
+        c.on_mark(idle, idle);
+        let before = c.packets();
+        (0..10).for_each(|_| c.on_mark(idle, idle));
+        assert_eq!(c.packets(), before, "nothing was sent since");
+        for n in 1..1000 {
+            c.on_mark(idle + n, idle + n + 1);
         }
         assert!(c.gap(Duration::from_micros(50)) <= Some(Duration::from_micros(800)));
     }

@@ -4,7 +4,10 @@ mod daemon;
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
 use std::process::Command;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
 
 use daemon::{Daemon, RISERD};
 
@@ -125,4 +128,51 @@ fn top_shows_units_for_people_and_programs() {
     assert_eq!(rates["luns"][0]["target"], "demo");
     assert_eq!(rates["total"]["commands"], 0.0);
     assert_eq!(rates["missing"], serde_json::Value::Null);
+}
+
+/// More clients than there are places, each of which sends a byte now and then, do not keep
+/// others from their answers: neither on TCP nor on the admin socket.
+#[test]
+fn slow_clients_do_not_block_metrics() {
+    const LISTEN: &str = "127.81.1.4:9909";
+    let daemon = Daemon::start("slow", "127.81.1.4");
+    add(&daemon, &format!("metrics: {{ listen: \"{LISTEN}\" }}"));
+    assert!(daemon.ask(&["reload"]).status.success());
+    let begin = b"GET /readyz HTTP/1.1\r\nX-Slow: ";
+    let mut slow: Vec<Box<dyn Write + Send>> = Vec::new();
+    for _ in 0..140 {
+        let mut stream = TcpStream::connect(LISTEN).unwrap();
+        stream.write_all(begin).unwrap();
+        slow.push(Box::new(stream));
+        let mut stream = UnixStream::connect(daemon.socket()).unwrap();
+        stream.write_all(begin).unwrap();
+        slow.push(Box::new(stream));
+    }
+    let (end, ended) = mpsc::channel::<()>();
+    let trickle = std::thread::spawn(move || {
+        while ended.recv_timeout(Duration::from_millis(500)) == Err(RecvTimeoutError::Timeout) {
+            for stream in &mut slow {
+                let _ = stream.write_all(b"x");
+            }
+        }
+    });
+    for _ in 0..3 {
+        for path in ["/metrics", "/readyz", "/healthz"] {
+            let request =
+                format!("GET {path} HTTP/1.1\r\nHost: 127.81.1.4\r\nConnection: close\r\n\r\n");
+            let patience = Some(Duration::from_secs(40));
+            let mut answer = String::new();
+            let mut tcp = TcpStream::connect(LISTEN).unwrap();
+            tcp.set_read_timeout(patience).unwrap();
+            tcp.write_all(request.as_bytes()).unwrap();
+            tcp.read_to_string(&mut answer).unwrap();
+            let mut unix = UnixStream::connect(daemon.socket()).unwrap();
+            unix.set_read_timeout(patience).unwrap();
+            unix.write_all(request.as_bytes()).unwrap();
+            unix.read_to_string(&mut answer).unwrap();
+            assert_eq!(answer.matches("HTTP/1.1 200 ").count(), 2, "{answer}");
+        }
+    }
+    drop(end);
+    trickle.join().unwrap();
 }

@@ -40,9 +40,10 @@ use axum::routing::{MethodFilter, MethodRouter, on};
 use axum::serve::IncomingStream;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use tokio::net::UnixListener;
+use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::{mpsc, oneshot};
 
+use super::bounded::{Bounded, Place};
 use super::http;
 use super::trace::{EVERY, Wanted};
 
@@ -153,17 +154,10 @@ pub struct Peer {
     name: String,
     /// As which user it runs.
     uid: Option<u32>,
+    place: Place,
 }
 
 impl Peer {
-    /// Somebody who may only look.
-    pub(super) fn of_http() -> Self {
-        Self {
-            name: "http".to_owned(),
-            uid: None,
-        }
-    }
-
     /// Whether it may let the daemon run any program: root, and whoever could run it as this user
     /// anyhow. Others who may use the socket may change what is served, and no more.
     fn may_name_programs(&self) -> bool {
@@ -172,12 +166,14 @@ impl Peer {
     }
 }
 
-impl Connected<IncomingStream<'_, UnixListener>> for Peer {
-    fn connect_info(stream: IncomingStream<'_, UnixListener>) -> Self {
-        let Ok(peer) = stream.io().peer_cred() else {
+impl Connected<IncomingStream<'_, Bounded<UnixListener>>> for Peer {
+    fn connect_info(stream: IncomingStream<'_, Bounded<UnixListener>>) -> Self {
+        let place = stream.io().place().clone();
+        let Ok(peer) = stream.io().stream().peer_cred() else {
             return Self {
                 name: "the admin socket".to_owned(),
                 uid: None,
+                place,
             };
         };
         let uid = peer.uid();
@@ -187,6 +183,18 @@ impl Connected<IncomingStream<'_, UnixListener>> for Peer {
                 None => format!("uid {uid}"),
             },
             uid: Some(uid),
+            place,
+        }
+    }
+}
+
+/// A client that can only look.
+impl Connected<IncomingStream<'_, Bounded<TcpListener>>> for Peer {
+    fn connect_info(stream: IncomingStream<'_, Bounded<TcpListener>>) -> Self {
+        Self {
+            name: "http".to_owned(),
+            uid: None,
+            place: stream.io().place().clone(),
         }
     }
 }
@@ -321,6 +329,7 @@ async fn trace(
     ConnectInfo(peer): ConnectInfo<Peer>,
     text: String,
 ) -> Response {
+    let _working = peer.place.work();
     let text = if text.trim().is_empty() { "{}" } else { &text };
     let wanted: Wanted = match serde_json::from_str(text) {
         Ok(wanted) => wanted,
@@ -379,6 +388,7 @@ async fn upgrade(
 }
 
 pub(super) async fn forward(requests: &Requests, ask: Ask, peer: Peer) -> Answer {
+    let _working = peer.place.work();
     let (reply, answer) = oneshot::channel();
     let who = peer.name;
     let sent = requests.try_send(Request { ask, who, reply });

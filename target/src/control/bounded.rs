@@ -1,134 +1,557 @@
-//! A listener for HTTP that whoever reaches its address may use: so many connections at once and no
-//! more, and none of them idle for long. Others wait in the kernel's backlog.
+//! A listener for HTTP whose clients cannot keep each other out, however slow they are.
+//!
+//! Each connection has a limited time for its request, for reading its answer, and between two requests.
+//! Where all places are taken, a new connection displaces another one: of the origin that has the most,
+//! the one whose last answer is the oldest. A connection whose request is being worked on comes last.
+//!
+//! ```text
+//! accepted ──→ Request ──first byte written──→ Answer ──all written──→ Idle ──first byte read──→ Request
+//! ```
 
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
-use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use axum::serve::Listener;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio_io_timeout::TimeoutStream;
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream, unix};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::time::{Instant, Sleep, sleep};
 
-/// Accepts connections while there are fewer than so many.
-pub(super) struct Bounded {
-    listener: TcpListener,
-    free: Arc<Semaphore>,
-    idle: Duration,
+/// What connections may take.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limits {
+    /// Connections at once.
+    pub(super) connections: usize,
+    /// Time for a whole request. The time that the answer takes here does not count.
+    pub(super) request: Duration,
+    /// Time in which the client has to read a whole answer.
+    pub(super) answer: Duration,
+    /// Time between two requests.
+    pub(super) idle: Duration,
 }
 
-impl Bounded {
-    /// So many connections, each of which may be silent for so long.
-    pub(super) fn new(listener: TcpListener, connections: usize, idle: Duration) -> Self {
-        Self {
-            listener,
-            free: Arc::new(Semaphore::new(connections)),
-            idle,
+/// Where connections come from that may be one client's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Origin {
+    /// A host.
+    Address(IpAddr),
+    /// A user of this host, where the kernel says which.
+    User(Option<u32>),
+}
+
+/// A listener that knows where its connections come from.
+pub(super) trait Source: Listener {
+    /// The origin of a connection.
+    fn origin(io: &Self::Io, addr: &Self::Addr) -> Origin;
+}
+
+impl Source for TcpListener {
+    fn origin(_: &TcpStream, addr: &SocketAddr) -> Origin {
+        Origin::Address(addr.ip().to_canonical())
+    }
+}
+
+impl Source for UnixListener {
+    fn origin(io: &UnixStream, _: &unix::SocketAddr) -> Origin {
+        Origin::User(io.peer_cred().ok().map(|peer| peer.uid()))
+    }
+}
+
+/// A connection as others see it.
+#[derive(Debug)]
+struct Entry {
+    origin: Origin,
+    /// When it was accepted or its last answer was written.
+    since: Instant,
+    /// Requests that are being worked on.
+    working: usize,
+    /// Ends it; taken once it has been displaced.
+    displace: Option<oneshot::Sender<()>>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    next: u64,
+    entries: BTreeMap<u64, Entry>,
+}
+
+impl Table {
+    /// The connection that has to go for a new one.
+    fn victim(&mut self) -> Option<&mut Entry> {
+        let mut counts = BTreeMap::<Origin, usize>::new();
+        for entry in self.entries.values() {
+            *counts.entry(entry.origin).or_default() += 1;
+        }
+        let staying = self.entries.values_mut().filter(|e| e.displace.is_some());
+        staying.min_by_key(|e| (e.working > 0, Reverse(counts[&e.origin]), e.since))
+    }
+}
+
+fn lock(table: &Mutex<Table>) -> MutexGuard<'_, Table> {
+    table.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A connection's place among the others.
+#[derive(Clone, Debug)]
+pub(super) struct Place {
+    table: Arc<Mutex<Table>>,
+    id: u64,
+}
+
+impl Place {
+    /// A request of this connection is complete and is worked on until the result is dropped.
+    pub(super) fn work(&self) -> Working {
+        self.with(|entry| entry.working += 1);
+        Working(self.clone())
+    }
+
+    fn is_working(&self) -> bool {
+        let table = lock(&self.table);
+        table.entries.get(&self.id).is_some_and(|e| e.working > 0)
+    }
+
+    /// The place may have been given up already.
+    fn with(&self, change: impl FnOnce(&mut Entry)) {
+        if let Some(entry) = lock(&self.table).entries.get_mut(&self.id) {
+            change(entry);
         }
     }
 }
 
-impl Listener for Bounded {
-    type Io = Connection;
-    type Addr = SocketAddr;
+/// A request that is being worked on.
+#[derive(Debug)]
+pub(super) struct Working(Place);
 
-    async fn accept(&mut self) -> (Connection, SocketAddr) {
-        let free = Arc::clone(&self.free);
-        let place = free.acquire_owned().await.expect("it is never closed");
-        let (stream, peer) = Listener::accept(&mut self.listener).await;
-        let mut stream = TimeoutStream::new(stream);
-        stream.set_read_timeout(Some(self.idle));
-        stream.set_write_timeout(Some(self.idle));
-        let stream = Box::pin(stream);
-        (
-            Connection {
-                stream,
-                _place: place,
-            },
-            peer,
-        )
+impl Drop for Working {
+    fn drop(&mut self) {
+        self.0.with(|entry| entry.working -= 1);
+    }
+}
+
+/// Accepts a limited number of connections at once.
+pub(super) struct Bounded<L> {
+    listener: L,
+    limits: Limits,
+    free: Arc<Semaphore>,
+    table: Arc<Mutex<Table>>,
+}
+
+impl<L> Bounded<L> {
+    /// Accepts what comes to a listener.
+    pub(super) fn new(listener: L, limits: Limits) -> Self {
+        Self {
+            listener,
+            limits,
+            free: Arc::new(Semaphore::new(limits.connections)),
+            table: Arc::default(),
+        }
+    }
+}
+
+/// A permit, for which another connection ends where there is no other.
+async fn permit(free: Arc<Semaphore>, table: &Mutex<Table>) -> OwnedSemaphorePermit {
+    if free.available_permits() == 0 {
+        let victim = lock(table).victim().and_then(|e| e.displace.take());
+        if let Some(displace) = victim {
+            // It may be ending already.
+            let _ = displace.send(());
+        }
+    }
+    free.acquire_owned().await.expect("it is never closed")
+}
+
+impl<L: Source> Listener for Bounded<L> {
+    type Io = Connection<L::Io>;
+    type Addr = L::Addr;
+
+    async fn accept(&mut self) -> (Connection<L::Io>, L::Addr) {
+        let (stream, addr) = self.listener.accept().await;
+        let permit = permit(Arc::clone(&self.free), &self.table).await;
+        let (displace, displaced) = oneshot::channel();
+        let mut table = lock(&self.table);
+        let id = table.next;
+        table.next += 1;
+        let entry = Entry {
+            origin: L::origin(&stream, &addr),
+            since: Instant::now(),
+            working: 0,
+            displace: Some(displace),
+        };
+        table.entries.insert(id, entry);
+        drop(table);
+        let table = Arc::clone(&self.table);
+        let connection = Connection {
+            stream,
+            limits: self.limits,
+            phase: Phase::Request,
+            timer: Box::pin(sleep(self.limits.request)),
+            displaced: Some(displaced),
+            place: Place { table, id },
+            _permit: permit,
+        };
+        (connection, addr)
     }
 
-    fn local_addr(&self) -> io::Result<SocketAddr> {
+    fn local_addr(&self) -> io::Result<L::Addr> {
         self.listener.local_addr()
     }
 }
 
-/// A connection, and its place among those there may be.
-pub(super) struct Connection {
-    stream: Pin<Box<TimeoutStream<TcpStream>>>,
-    _place: OwnedSemaphorePermit,
+/// What a connection is at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// Its request is incomplete, or being worked on.
+    Request,
+    /// Its answer is being written.
+    Answer,
+    /// All that it asked for has been written.
+    Idle,
 }
 
-impl AsyncRead for Connection {
+/// A connection with its time limits.
+pub(super) struct Connection<S> {
+    stream: S,
+    limits: Limits,
+    phase: Phase,
+    timer: Pin<Box<Sleep>>,
+    /// `None` once it has been displaced.
+    displaced: Option<oneshot::Receiver<()>>,
+    place: Place,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl<S> Connection<S> {
+    /// Its stream.
+    pub(super) fn stream(&self) -> &S {
+        &self.stream
+    }
+
+    /// Its place among the others.
+    pub(super) fn place(&self) -> &Place {
+        &self.place
+    }
+
+    fn enter(&mut self, phase: Phase) {
+        if std::mem::replace(&mut self.phase, phase) == phase {
+            return;
+        }
+        let now = Instant::now();
+        let time = match phase {
+            Phase::Request => self.limits.request,
+            Phase::Answer => self.limits.answer,
+            Phase::Idle => {
+                self.place.with(|entry| entry.since = now);
+                self.limits.idle
+            }
+        };
+        self.timer.as_mut().reset(now + time);
+    }
+
+    /// Fails once the connection has to end. Otherwise wakes up the task when it has to.
+    fn check(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
+        let displaced = self.displaced.as_mut();
+        if displaced.is_none_or(|displaced| Pin::new(displaced).poll(cx).is_ready()) {
+            self.displaced = None;
+            return Err(io::ErrorKind::ConnectionAborted.into());
+        }
+        while self.timer.as_mut().poll(cx).is_ready() {
+            if self.phase == Phase::Answer || !self.place.is_working() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            let next = Instant::now() + self.limits.request;
+            self.timer.as_mut().reset(next);
+        }
+        Ok(())
+    }
+}
+
+impl<S> Drop for Connection<S> {
+    fn drop(&mut self) {
+        lock(&self.place.table).entries.remove(&self.place.id);
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Connection<S> {
     fn poll_read(
-        mut self: Pin<&mut Self>,
+        self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        self.stream.as_mut().poll_read(cx, buf)
+        let this = self.get_mut();
+        this.check(cx)?;
+        let before = buf.filled().len();
+        ready!(Pin::new(&mut this.stream).poll_read(cx, buf))?;
+        if this.phase == Phase::Idle && buf.filled().len() > before {
+            this.enter(Phase::Request);
+        }
+        Poll::Ready(Ok(()))
     }
 }
 
-impl AsyncWrite for Connection {
+impl<S: AsyncWrite + Unpin> AsyncWrite for Connection<S> {
     fn poll_write(
-        mut self: Pin<&mut Self>,
+        self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
-        self.stream.as_mut().poll_write(cx, buf)
+        let this = self.get_mut();
+        this.enter(Phase::Answer);
+        this.check(cx)?;
+        Pin::new(&mut this.stream).poll_write(cx, buf)
     }
 
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.stream.as_mut().poll_flush(cx)
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        this.check(cx)?;
+        ready!(Pin::new(&mut this.stream).poll_flush(cx))?;
+        if this.phase == Phase::Answer {
+            this.enter(Phase::Idle);
+        }
+        Poll::Ready(Ok(()))
     }
 
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.stream.as_mut().poll_shutdown(cx)
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        this.check(cx)?;
+        Pin::new(&mut this.stream).poll_shutdown(cx)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::future::IntoFuture;
+
     use axum::Router;
+    use axum::extract::ConnectInfo;
+    use axum::extract::connect_info::Connected;
     use axum::routing::{MethodFilter, on};
+    use axum::serve::IncomingStream;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpSocket;
+    use tokio::sync::Notify;
+    use tokio::time::timeout;
 
     use super::*;
 
-    /// Those that come first and say nothing keep others waiting, but not for ever.
-    #[test]
-    fn silent_connections_make_room() {
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()
-            .unwrap();
+    const LONG: Duration = Duration::from_secs(3600);
+    const SHORT: Duration = Duration::from_millis(200);
+    /// Far above what anything here takes.
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    const LIMITS: Limits = Limits {
+        connections: 2,
+        request: LONG,
+        answer: LONG,
+        idle: LONG,
+    };
+
+    /// More than sockets buffer.
+    const MUCH: usize = 64 << 20;
+
+    #[derive(Clone)]
+    struct Client(Place);
+
+    impl Connected<IncomingStream<'_, Bounded<TcpListener>>> for Client {
+        fn connect_info(stream: IncomingStream<'_, Bounded<TcpListener>>) -> Self {
+            Self(stream.io().place().clone())
+        }
+    }
+
+    /// Runs a test with a server, whose `/work` is worked on until it is notified.
+    fn test<T: Future<Output = ()>>(
+        limits: Limits,
+        test: impl FnOnce(SocketAddr, Arc<Notify>) -> T,
+    ) {
+        let mut runtime = tokio::runtime::Builder::new_current_thread();
+        let runtime = runtime.enable_all().build().unwrap();
         runtime.block_on(async {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
             let addr = listener.local_addr().unwrap();
-            let bounded = Bounded::new(listener, 2, Duration::from_millis(200));
-            let router = Router::new().route("/", on(MethodFilter::GET, async || "here"));
-            tokio::spawn(std::future::IntoFuture::into_future(axum::serve(
-                bounded, router,
-            )));
-            let mut silent = Vec::new();
-            for _ in 0..2 {
-                silent.push(TcpStream::connect(addr).await.unwrap());
+            let done = Arc::new(Notify::new());
+            let awaited = Arc::clone(&done);
+            let work = async move |ConnectInfo(Client(place)): ConnectInfo<Client>| {
+                let _working = place.work();
+                awaited.notified().await;
+                "done"
+            };
+            let router = Router::new()
+                .route("/", on(MethodFilter::GET, async || "here"))
+                .route("/much", on(MethodFilter::GET, async || "x".repeat(MUCH)))
+                .route("/work", on(MethodFilter::GET, work))
+                .into_make_service_with_connect_info::<Client>();
+            let bounded = Bounded::new(listener, limits);
+            tokio::spawn(axum::serve(bounded, router).into_future());
+            timeout(PATIENCE, test(addr, done)).await.unwrap();
+        });
+    }
+
+    async fn connect_from(source: &str, addr: SocketAddr) -> TcpStream {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind(format!("{source}:0").parse().unwrap()).unwrap();
+        socket.connect(addr).await.unwrap()
+    }
+
+    async fn ask(stream: &mut TcpStream, path: &str) {
+        let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\n\r\n");
+        stream.write_all(request.as_bytes()).await.unwrap();
+    }
+
+    /// Reads an answer that ends with these words.
+    async fn hear(stream: &mut TcpStream, words: &str) {
+        let mut heard = String::new();
+        while !heard.ends_with(words) {
+            let mut bytes = [0; 1024];
+            let n = stream.read(&mut bytes).await.unwrap();
+            assert!(n > 0, "ended after {heard:?}");
+            heard.push_str(std::str::from_utf8(&bytes[..n]).unwrap());
+        }
+    }
+
+    /// Waits until the server has ended a connection, whatever it sends before.
+    async fn ended(mut stream: TcpStream) {
+        let mut bytes = vec![0; 1 << 16];
+        while stream.read(&mut bytes).await.is_ok_and(|n| n > 0) {}
+    }
+
+    #[test]
+    fn a_new_connection_displaces_a_slow_request() {
+        test(LIMITS, async |addr, _| {
+            let mut slow = Vec::new();
+            for _ in 0..LIMITS.connections {
+                let mut stream = TcpStream::connect(addr).await.unwrap();
+                stream.write_all(b"GET / HT").await.unwrap();
+                slow.push(stream);
             }
-            let mut talker = TcpStream::connect(addr).await.unwrap();
-            let request = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
-            talker.write_all(request).await.unwrap();
-            let mut answer = String::new();
-            talker.read_to_string(&mut answer).await.unwrap();
-            assert!(answer.ends_with("here"), "{answer}");
-            // One of the two had to go for it.
-            let mut rest = Vec::new();
-            let gone = silent[0].read_to_end(&mut rest).await;
-            assert!(gone.is_ok_and(|n| n == 0) && rest.is_empty());
+            let mut other = TcpStream::connect(addr).await.unwrap();
+            ask(&mut other, "/").await;
+            hear(&mut other, "here").await;
+            // The oldest one had to go.
+            ended(slow.remove(0)).await;
+            slow[0]
+                .write_all(b"TP/1.1\r\nHost: x\r\n\r\n")
+                .await
+                .unwrap();
+            hear(&mut slow[0], "here").await;
+        });
+    }
+
+    #[test]
+    fn a_new_connection_displaces_one_that_does_not_read() {
+        test(LIMITS, async |addr, _| {
+            let mut unread = Vec::new();
+            for _ in 0..LIMITS.connections {
+                let mut stream = TcpStream::connect(addr).await.unwrap();
+                ask(&mut stream, "/much").await;
+                // The answer has begun.
+                stream.read_exact(&mut [0; 4]).await.unwrap();
+                unread.push(stream);
+            }
+            let mut other = TcpStream::connect(addr).await.unwrap();
+            ask(&mut other, "/").await;
+            hear(&mut other, "here").await;
+        });
+    }
+
+    #[test]
+    fn who_has_the_most_connections_loses_one() {
+        let limits = Limits {
+            connections: 3,
+            ..LIMITS
+        };
+        test(limits, async |addr, _| {
+            let mut scraper = connect_from("127.0.0.2", addr).await;
+            ask(&mut scraper, "/").await;
+            hear(&mut scraper, "here").await;
+            let mut many = Vec::new();
+            for _ in 0..20 {
+                let mut stream = connect_from("127.0.0.3", addr).await;
+                ask(&mut stream, "/").await;
+                hear(&mut stream, "here").await;
+                many.push(stream);
+            }
+            ask(&mut scraper, "/").await;
+            hear(&mut scraper, "here").await;
+        });
+    }
+
+    #[test]
+    fn a_request_that_is_worked_on_is_displaced_last_and_has_time() {
+        let limits = Limits {
+            request: SHORT,
+            ..LIMITS
+        };
+        test(limits, async |addr, done| {
+            let mut worker = TcpStream::connect(addr).await.unwrap();
+            ask(&mut worker, "/work").await;
+            tokio::time::sleep(2 * SHORT).await;
+            for _ in 0..20 {
+                let mut other = TcpStream::connect(addr).await.unwrap();
+                ask(&mut other, "/").await;
+                hear(&mut other, "here").await;
+                ask(&mut other, "/").await;
+                hear(&mut other, "here").await;
+            }
+            done.notify_one();
+            hear(&mut worker, "done").await;
+        });
+    }
+
+    #[test]
+    fn bytes_that_trickle_in_do_not_prolong_a_request() {
+        let limits = Limits {
+            request: SHORT,
+            ..LIMITS
+        };
+        test(limits, async |addr, _| {
+            let mut slow = TcpStream::connect(addr).await.unwrap();
+            ask(&mut slow, "/").await;
+            hear(&mut slow, "here").await;
+            // The second request of the connection, too.
+            while slow.write_all(b"G").await.is_ok() {
+                tokio::time::sleep(SHORT / 10).await;
+            }
+        });
+    }
+
+    #[test]
+    fn an_answer_that_is_read_too_slowly_ends() {
+        let limits = Limits {
+            answer: SHORT,
+            ..LIMITS
+        };
+        test(limits, async |addr, _| {
+            let mut slow = TcpStream::connect(addr).await.unwrap();
+            ask(&mut slow, "/much").await;
+            let mut read = 0;
+            let mut bytes = [0; 16];
+            while let Ok(n @ 1..) = slow.read(&mut bytes).await {
+                read += n;
+                tokio::time::sleep(SHORT / 10).await;
+                if read > 100 * bytes.len() {
+                    // What sockets have buffered is left.
+                    return ended(slow).await;
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn an_idle_connection_ends() {
+        let limits = Limits {
+            idle: SHORT,
+            ..LIMITS
+        };
+        test(limits, async |addr, _| {
+            let mut idle = TcpStream::connect(addr).await.unwrap();
+            ask(&mut idle, "/").await;
+            hear(&mut idle, "here").await;
+            ended(idle).await;
         });
     }
 }

@@ -6,7 +6,7 @@ use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::time::Duration;
 
 use axum::Router;
-use axum::extract::{Request, State};
+use axum::extract::{ConnectInfo, Request, State};
 use axum::http::StatusCode;
 use axum::http::header::{CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HOST};
 use axum::middleware::{Next, from_fn};
@@ -15,18 +15,20 @@ use axum::routing::{MethodFilter, on};
 use serde_json::Value;
 
 use super::api::{Answer, Ask, Failure, Peer, Requests, error, forward, said};
-use super::bounded::Bounded;
+use super::bounded::{Bounded, Limits};
 use super::metrics;
 use super::serving::Serving;
 
 /// The status page: one file that needs no other.
 const PAGE: &str = include_str!("page.html");
 
-/// Connections at an address at once, at most.
-const CONNECTIONS: usize = 64;
-
-/// How long one of them may be silent: longer than Prometheus is between two scrapes, as a rule.
-const IDLE: Duration = Duration::from_secs(60);
+/// What connections to an address may take. Prometheus is idle for less between two scrapes, as a rule.
+const LIMITS: Limits = Limits {
+    connections: 64,
+    request: Duration::from_secs(10),
+    answer: Duration::from_secs(30),
+    idle: Duration::from_secs(60),
+};
 
 /// The page has everything in it, and asks nobody but us.
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; \
@@ -76,10 +78,6 @@ async fn check_host(request: Request, next: Next) -> Response {
     error(StatusCode::MISDIRECTED_REQUEST, why)
 }
 
-async fn ask(requests: &Requests, ask: Ask) -> Answer {
-    forward(requests, ask, Peer::of_http()).await
-}
-
 async fn page() -> Response {
     let headers = [
         (CONTENT_TYPE, "text/html; charset=utf-8"),
@@ -89,24 +87,33 @@ async fn page() -> Response {
     (headers, PAGE).into_response()
 }
 
-async fn live(State(requests): State<Requests>) -> Response {
-    said(ask(&requests, Ask::Live).await)
+async fn live(State(requests): State<Requests>, ConnectInfo(peer): ConnectInfo<Peer>) -> Response {
+    said(forward(&requests, Ask::Live, peer).await)
 }
 
-async fn scrape(State(requests): State<Requests>) -> Response {
-    match ask(&requests, Ask::Metrics).await {
+async fn scrape(
+    State(requests): State<Requests>,
+    ConnectInfo(peer): ConnectInfo<Peer>,
+) -> Response {
+    match forward(&requests, Ask::Metrics, peer).await {
         Ok(Value::String(text)) => ([(CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response(),
         answer => said(answer),
     }
 }
 
 /// The control plane answers, so no worker has failed: the daemon would be ending.
-async fn healthz(State(requests): State<Requests>) -> Response {
-    word(ask(&requests, Ask::Health).await)
+async fn healthz(
+    State(requests): State<Requests>,
+    ConnectInfo(peer): ConnectInfo<Peer>,
+) -> Response {
+    word(forward(&requests, Ask::Health, peer).await)
 }
 
-async fn readyz(State(requests): State<Requests>) -> Response {
-    word(ask(&requests, Ask::Ready).await)
+async fn readyz(
+    State(requests): State<Requests>,
+    ConnectInfo(peer): ConnectInfo<Peer>,
+) -> Response {
+    word(forward(&requests, Ask::Ready, peer).await)
 }
 
 fn word(answer: Answer) -> Response {
@@ -150,7 +157,8 @@ impl Listening {
         if addr.ip().is_loopback() {
             router = router.layer(from_fn(check_host));
         }
-        let bounded = Bounded::new(socket, CONNECTIONS, IDLE);
+        let bounded = Bounded::new(socket, LIMITS);
+        let router = router.into_make_service_with_connect_info::<Peer>();
         let serving =
             Serving::spawn(|end| axum::serve(bounded, router).with_graceful_shutdown(end));
         tracing::info!(%addr, "metrics and status page");

@@ -5,11 +5,21 @@ use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use listenfd::ListenFd;
 
 use super::api::{self, Requests};
+use super::bounded::{Bounded, Limits};
 use super::serving::Serving;
+
+/// What connections may take. Configurations are long, and people may read answers as they come.
+const LIMITS: Limits = Limits {
+    connections: 128,
+    request: Duration::from_secs(60),
+    answer: Duration::from_secs(60),
+    idle: Duration::from_secs(60),
+};
 
 /// Its file name in a directory of its own.
 const NAME: &str = "admin.sock";
@@ -67,7 +77,9 @@ impl Admin {
         let socket = tokio::net::UnixListener::from_std(listener.try_clone()?)?;
         let router = api::router(requests);
         let router = router.into_make_service_with_connect_info::<api::Peer>();
-        let serving = Serving::spawn(|end| axum::serve(socket, router).with_graceful_shutdown(end));
+        let bounded = Bounded::new(socket, LIMITS);
+        let serving =
+            Serving::spawn(|end| axum::serve(bounded, router).with_graceful_shutdown(end));
         Ok(Self {
             listener,
             bound,

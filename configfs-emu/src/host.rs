@@ -7,6 +7,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use riser_target::control::live::Live;
+use riser_target::mounts;
 use riser_transport::host::{Interface, interfaces};
 
 use crate::rules::port_guid;
@@ -56,6 +57,11 @@ impl Host {
 impl World for Host {
     fn medium(&self, path: &str) -> Medium {
         let path = Path::new(path);
+        if let Some(mount) = mounts::find(path) {
+            // It may be the tree's own mount, for whose answers this thread would wait.
+            tracing::warn!("refused: {}", mounts::why(path, &mount));
+            return Medium::None;
+        }
         let Ok(found) = fs::metadata(path) else {
             let parent = path.parent();
             return match parent.is_some_and(Path::is_dir) {

@@ -14,6 +14,7 @@
 //! - [`pool`]: the data buffers of a worker.
 //! - [`stats`]: what commands are counted by, and how long they take.
 //! - [`log`]: rate limits for what a peer can make us log.
+//! - [`mounts`]: mounts that the daemon must not use.
 //! - [`cli`]: the command line of `riserd`, and its exit codes.
 
 pub mod audit;
@@ -24,6 +25,7 @@ pub mod control;
 pub mod execution;
 pub mod iscsi;
 pub mod log;
+pub mod mounts;
 pub mod pace;
 pub mod pool;
 pub mod server;

@@ -6,6 +6,8 @@ use std::sync::{Arc, Mutex};
 
 use fuser::{BackgroundSession, Config, MountOption, Session};
 
+use riser_target::mounts;
+
 use super::fs::TreeFs;
 use crate::engine::Engine;
 
@@ -23,7 +25,8 @@ impl Mount {
     pub fn new(engine: Arc<Mutex<Engine>>, path: &Path) -> io::Result<Self> {
         let mut config = Config::default();
         config.mount_options = vec![
-            MountOption::FSName("riserd".into()),
+            // By this the daemon knows that it must not use the files here.
+            MountOption::FSName(mounts::SOURCE.into()),
             MountOption::Subtype("configfs".into()),
             MountOption::DefaultPermissions,
             MountOption::NoAtime,

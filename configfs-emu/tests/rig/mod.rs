@@ -1,6 +1,7 @@
 //! A tree mounted over a daemon in memory, and a mount namespace in which it is the kernel's.
 
 #![allow(clippy::print_stderr, reason = "a test says what it skips")]
+#![allow(dead_code, reason = "each test uses a part of it")]
 
 use std::fs;
 use std::io::Write;
@@ -64,8 +65,7 @@ impl Rig {
             .args(["-c", "import rtslib_fb"])
             .status();
         let namespace = Command::new("unshare").args(["-m", "true"]).status();
-        let is_possible = fs::File::open("/dev/fuse").is_ok()
-            && Path::new("/usr/bin/targetcli").exists()
+        let is_possible = Path::new("/usr/bin/targetcli").exists()
             && Path::new("/usr/bin/dbus-run-session").exists()
             && [rtslib, namespace]
                 .into_iter()
@@ -75,6 +75,15 @@ impl Rig {
                 test,
                 "it takes root, FUSE, dbus, python3-rtslib-fb and targetcli-fb",
             );
+            return None;
+        }
+        Self::mount(test)
+    }
+
+    /// As [`Rig::new`], without the programs of others.
+    pub(crate) fn mount(test: &str) -> Option<Self> {
+        if !rustix::process::geteuid().is_root() || fs::File::open("/dev/fuse").is_err() {
+            skip(test, "it takes root and FUSE");
             return None;
         }
         let folder = std::env::temp_dir().join(format!("riser-{test}-{}", std::process::id()));

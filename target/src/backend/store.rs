@@ -161,6 +161,14 @@ pub enum OpenError {
         /// Size asked for in bytes.
         wanted: u64,
     },
+    /// The path leads to a file system that asks this daemon.
+    #[error("{}", crate::mounts::why(path, mount))]
+    AsksUs {
+        /// The backend.
+        path: PathBuf,
+        /// Where that file system is mounted.
+        mount: PathBuf,
+    },
     /// A backend that is served would become smaller.
     #[error("it has {from} bytes and nothing shrinks one to {to}")]
     Shrinks {
@@ -298,6 +306,7 @@ impl Store {
     }
 
     fn open_medium(spec: &Spec, ram: Arc<Ram>, made: &mut Option<Made>) -> Opened {
+        check_mount(&spec.source)?;
         let (medium, mut geometry) = match &spec.source {
             Source::File { path, size, create } => {
                 let file = open_file(spec, path, *size, *create, made)?;
@@ -374,6 +383,7 @@ impl Store {
         else {
             return Ok(());
         };
+        check_mount(&spec.source)?;
         let file = File::from(fd.try_clone().map_err(io_error(path, "examine it"))?);
         let open = file.metadata().map_err(io_error(path, "examine it"))?;
         let there = std::fs::metadata(path).map_err(io_error(path, "find it again"))?;
@@ -591,6 +601,20 @@ fn extend(file: &File, path: &Path, len: u64) -> Result<(), OpenError> {
     file.set_len(len)
         .and_then(|()| file.sync_all())
         .map_err(io_error(path, "extend it"))
+}
+
+/// Refuses a path at which the daemon would wait for itself.
+fn check_mount(source: &Source) -> Result<(), OpenError> {
+    let (Source::File { path, .. } | Source::Device { path }) = source else {
+        return Ok(());
+    };
+    match crate::mounts::find(path) {
+        Some(mount) => Err(OpenError::AsksUs {
+            path: path.clone(),
+            mount,
+        }),
+        None => Ok(()),
+    }
 }
 
 /// Opens, or creates, a file; what that changes on disk is told in `made`.

@@ -256,6 +256,9 @@ impl ChapUser {
 /// The bytes of a file up to its trailing line ends.
 fn read_line(path: &Path) -> io::Result<Vec<u8>> {
     let named = |e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
+    if let Some(mount) = crate::mounts::find(path) {
+        return Err(io::Error::other(crate::mounts::why(path, &mount)));
+    }
     let mut bytes = std::fs::read(path).map_err(named)?;
     while bytes.last().is_some_and(|b| matches!(b, b'\n' | b'\r')) {
         bytes.pop();

@@ -306,3 +306,113 @@ impl<P: Provider> Driver<P> {
         self.drain(index, now);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Weak};
+    use std::time::Duration;
+
+    use riser_scsi::iscsi::Isid;
+    use riser_scsi::iscsi::frame::Digests;
+    use riser_scsi::iscsi::keys::Offer;
+    use riser_scsi::iscsi::name::IscsiName;
+
+    use super::*;
+    use crate::engine::driver::{DriverConfig, Open, Protocol, Target, TcpOpen, User};
+    use crate::engine::no_device::NoDevice;
+    use crate::engine::oneshot::oneshot;
+    use crate::engine::park::Mailbox;
+    use crate::engine::pool::BufferPool;
+    use crate::iscsi::session::SessionConfig;
+    use crate::session::Timing;
+
+    fn config() -> SessionConfig {
+        SessionConfig {
+            name: IscsiName::new("iqn.2026-01.a:i").unwrap(),
+            target: Some(IscsiName::new("iqn.2026-01.a:t").unwrap()),
+            isid: Isid([0x80, 1, 2, 3, 4, 5]),
+            credentials: None,
+            target_credentials: None,
+            algorithms: Vec::new(),
+            offer: Offer::default(),
+            keys: Vec::new(),
+            digests: Digests::default(),
+            queue_size: 4,
+            max_requests: 16,
+            max_attempts: 4,
+            reconnect: true,
+            timing: Timing::default(),
+            ping: Duration::from_secs(3),
+        }
+    }
+
+    /// An engine without a thread, with a session whose target was heard of before.
+    fn driver(now: Instant) -> (Driver<NoDevice>, SessionKey) {
+        let pool = BufferPool::new(1 << 16).unwrap();
+        let mailbox = Arc::new(Mailbox::new().unwrap());
+        let config_of = DriverConfig {
+            spin: Duration::ZERO,
+        };
+        let mut driver = Driver::new(NoDevice::new(), mailbox, pool.memory().whole(), config_of);
+        let open = TcpOpen {
+            config: config(),
+            found: None,
+        };
+        let (reply, _) = oneshot();
+        let opened = driver.open(
+            Open {
+                target: Target {
+                    dst: "127.0.0.1:1".parse().unwrap(),
+                    src: None,
+                    service_id: None,
+                },
+                protocol: Protocol::Tcp(Box::new(open)),
+                status: Arc::default(),
+                user: User::Caller(reply),
+            },
+            now,
+        );
+        let key = opened.unwrap();
+        driver.sessions[key.index].heard = Some(now);
+        let watch = Watch {
+            lun: LunId::new(0).unwrap(),
+            unit: Snapshot::default(),
+            write_cache: false,
+            recovers: false,
+            reconnects: 0,
+            owner: Weak::new(),
+            buffer: pool.try_take(4096).unwrap(),
+        };
+        driver.watch(key.index, watch, now);
+        (driver, key)
+    }
+
+    /// Whether the session would go on now.
+    fn goes_on(driver: &mut Driver<NoDevice>, key: SessionKey, now: Instant) -> bool {
+        driver.sessions[key.index].heard = Some(now);
+        driver.release_checked(key.index, now);
+        driver.sessions[key.index].heard.is_none()
+    }
+
+    #[test]
+    fn a_session_waits_for_every_check_that_is_due() {
+        let now = Instant::now();
+        let (mut driver, key) = driver(now);
+        assert!(goes_on(&mut driver, key, now));
+        // A unit has not answered yet.
+        driver.sessions[key.index].units[0].is_checking = true;
+        assert!(!goes_on(&mut driver, key, now));
+        driver.sessions[key.index].units[0].is_checking = false;
+        // Something has happened since it answered.
+        driver.inputs.push_back(Input::Check(key));
+        assert!(!goes_on(&mut driver, key, now));
+        // The same to another session.
+        driver.inputs.clear();
+        let other = SessionKey {
+            serial: key.serial + 1,
+            ..key
+        };
+        driver.inputs.push_back(Input::Check(other));
+        assert!(goes_on(&mut driver, key, now));
+    }
+}

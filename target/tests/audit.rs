@@ -14,6 +14,8 @@ use std::time::{Duration, Instant};
 use daemon::Daemon;
 use gsi::Gsi;
 use mini::{Mini, login_req, real};
+use riser_scsi::iscsi::login::LoginError;
+use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_scsi::srp::TargetPortId;
 use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::wire::dm::{Attribute, Method, Status};
@@ -126,6 +128,43 @@ fn iscsi_logins_their_ends_and_denials_are_told_once() {
     );
     assert_eq!(denied["reason"], "not_found");
     assert!(denied["initiator"].is_string(), "{denied}");
+}
+
+/// Users of one rule can use each other's initiator names, and the log has both users; a rule for a
+/// name with a user of its own always refuses the others.
+#[test]
+fn a_name_that_another_user_has_is_refused_with_both_identities() {
+    const NAME: &str = "iqn.2026-01.org.example:client";
+    let users = "{ name: bob, secret: bob-has-another-one }, \
+                 { name: carol, secret: carol-has-a-third-one }";
+    let shared = format!("open\n    chap: {{ users: [{users}] }}");
+    let to = SocketAddr::new(host(7), 3260);
+    let [bob, carol] = ["bob:bob-has-another-one", "carol:carol-has-a-third-one"];
+    {
+        let daemon = daemon("audit-squatter", 7, &shared);
+        let _squatter = Client::login_at(to, IQN, 1, Some(bob)).unwrap();
+        let refused = Client::login_at(to, IQN, 1, Some(carol)).err();
+        let status = LoginStatus::AUTHORIZATION_FAILURE;
+        assert_eq!(refused, Some(LoginError::Refused(status)));
+        let denied = &wait_for(&daemon, "denied", 1)[0];
+        assert_eq!(denied["reason"], "authorization_failure");
+        assert!(denied["initiator"].as_str().unwrap().starts_with(NAME));
+        let detail = denied["detail"].as_str().unwrap();
+        let expected = "proved CHAP name \"carol\", and the session of this initiator port has proved \
+                        CHAP name \"bob\"";
+        assert_eq!(detail, expected);
+    }
+    let own = "chap: { users: [{ name: alice, secret: twelve-bytes-or-more }] }";
+    let bound = format!("\n      - {{ iqn: {NAME}, {own} }}\n    chap: {{ users: [{users}] }}");
+    let daemon = daemon("audit-bound", 7, &bound);
+    // No session has this name, and still other users cannot log in with it.
+    for other in [bob, carol] {
+        let refused = Client::login_at(to, IQN, 1, Some(other)).err();
+        let status = LoginStatus::AUTHENTICATION_FAILURE;
+        assert_eq!(refused, Some(LoginError::Refused(status)));
+    }
+    Client::login_at(to, IQN, 1, Some("twelve-bytes-or-more")).unwrap();
+    wait_for(&daemon, "login", 1);
 }
 
 #[test]

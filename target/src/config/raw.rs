@@ -284,7 +284,9 @@ pub(super) struct Rule {
     pub(super) address: Option<Net>,
     /// The numbers it may use; by default all.
     pub(super) luns: Option<Vec<Located<u64>>>,
-    /// What it must prove over iSCSI, in the place of the target's `chap`.
+    /// What it must prove over iSCSI, in the place of the target's `chap`. With `iqn` it binds the name to
+    /// these users: no other user of the target can log in with it. Users that share a rule can use each
+    /// other's initiator names.
     pub(super) chap: Option<Located<Chap>>,
 }
 

@@ -1,5 +1,6 @@
 //! Who may log in, and what they may see.
 
+use std::fmt::Display;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Instant;
@@ -68,6 +69,8 @@ pub(in crate::worker) struct WorkerGate<'a> {
     pub(in crate::worker) audit: &'a mut Audit,
     /// Logins that failed.
     pub(in crate::worker) rejects: &'a mut Tally<(Protocol, &'static str)>,
+    /// Why the login failed, beyond its status. For the log, not for the initiator.
+    pub(in crate::worker) detail: Option<String>,
 }
 
 /// What we agree on, over either.
@@ -244,6 +247,23 @@ impl WorkerGate<'_> {
         Ok(())
     }
 
+    /// In which respect a login, refused by a check against a session of its initiator port, differs
+    /// from it.
+    fn conflict(&self, joined: &Joined, there: &Session) -> String {
+        let identity = |name: &Option<String>| match name {
+            Some(name) => format!("CHAP name {name:?}"),
+            None => "no CHAP name".to_owned(),
+        };
+        if there.chap_name == joined.chap_name {
+            let (here, there) = (self.address(), there.address);
+            return format!(
+                "the access rule of {here} is not that of {there}, where the session is"
+            );
+        }
+        let (proved, held) = (identity(&joined.chap_name), identity(&there.chap_name));
+        format!("proved {proved}, and the session of this initiator port has proved {held}")
+    }
+
     /// Whether a connection that has proved its identity as `joined` says may join a session.
     fn check_session(&self, joined: &Joined, session: &Session) -> Result<(), LoginStatus> {
         let initiator = &joined.identity.initiator;
@@ -323,9 +343,14 @@ impl Gate for WorkerGate<'_> {
             let mut random = [0; 2];
             self.random(&mut random);
             let first = self.candidate(identity.cid);
-            let check = |there: &Session| self.check_reinstatement(joined, there);
+            let mut conflict = None;
+            let check = |there: &Session| {
+                self.check_reinstatement(joined, there)
+                    .inspect_err(|_| conflict = Some(self.conflict(joined, there)))
+            };
             let random = u16::from_ne_bytes(random);
             let entered = sessions.enter(session.clone(), &first, random, check);
+            self.detail = conflict;
             let (tsih, taken) = entered.inspect_err(|_| {
                 if !identity.discovery {
                     self.shared.registry.close_nexus(session.address);
@@ -344,8 +369,16 @@ impl Gate for WorkerGate<'_> {
         } else {
             let tsih = identity.tsih;
             let new = self.candidate(identity.cid);
-            let check = |session: &Session| self.check_session(joined, session);
-            let (session, taken) = sessions.join(&key, tsih, &new, check)?;
+            let mut conflict = None;
+            let check = |session: &Session| {
+                self.check_session(joined, session).inspect_err(|status| {
+                    let is_conflict = *status == LoginStatus::AUTHORIZATION_FAILURE;
+                    conflict = is_conflict.then(|| self.conflict(joined, session));
+                })
+            };
+            let entered = sessions.join(&key, tsih, &new, check);
+            self.detail = conflict;
+            let (session, taken) = entered?;
             let how = Ending::of_reinstatement(&session.params);
             (tsih, session, taken, how)
         };
@@ -381,7 +414,9 @@ impl Gate for WorkerGate<'_> {
             who.initiator = Some(port_name(&identity.initiator, identity.isid));
             who.target = name.map(|name| target_name(self.catalog, name));
         }
-        self.audit.denied(self.now, &who, status.name(), None);
+        let detail = self.detail.take();
+        let detail = detail.as_ref().map(|detail| detail as &dyn Display);
+        self.audit.denied(self.now, &who, status.name(), detail);
         let protocol = self.transport.protocol();
         self.rejects.count((protocol, status.name()));
         let Some(identity) = identity.filter(|identity| !identity.discovery) else {

@@ -169,6 +169,7 @@ impl Worker {
             audit: &mut self.audit,
             logins: &mut self.logins,
             rejects: &mut self.rejects,
+            detail: None,
         };
         let mut cx = Cx {
             now: self.now,

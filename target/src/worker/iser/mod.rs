@@ -192,6 +192,7 @@ impl Worker {
             audit: &mut self.audit,
             logins: &mut self.logins,
             rejects: &mut self.rejects,
+            detail: None,
             listen: conn.listen,
             peer: conn.peer,
             channel: ChannelRef {

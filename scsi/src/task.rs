@@ -18,9 +18,15 @@
 //!
 //! Queueing follows QUEUE ALGORITHM MODIFIER 1 (unrestricted reordering) of
 //! our Control mode page: SIMPLE commands start at once unless an older HEAD OF
-//! QUEUE or ORDERED command is in the set. Newer HEAD OF QUEUE commands, which start
-//! at once, hold back nothing: an initiator that always has one under way could keep
-//! the others from starting for ever.
+//! QUEUE or ORDERED command is in the set. HEAD OF QUEUE commands start at once.
+//!
+//! This departs from the command attributes of SAM-5 chapter 8 in one respect. There a
+//! dormant SIMPLE or ORDERED command waits until no HEAD OF QUEUE command is in the set
+//! at all, newer ones included. All initiators share the set (TST is zero), so with that
+//! rule one initiator that always has a HEAD OF QUEUE command under way would stop the
+//! others. Here only older HEAD OF QUEUE commands count, of which there is a bounded
+//! number. So a command that was already waiting when a HEAD OF QUEUE command came may
+//! start before the latter has ended; what comes later waits as in SAM-5.
 //!
 //! A command whose Data-Out is still on its way can be named and aborted, but
 //! takes part in that order only against commands of its own nexus: those that

@@ -218,7 +218,7 @@ impl Command {
 
     fn fail(&mut self, lu: &LogicalUnit, sense: &Sense) -> Step {
         self.machine = Machine::Finished;
-        // Whatever lies beyond the initiator's buffer counts once all that is in there has come.
+        // Data beyond the initiator's buffer count once everything in the buffer has been received.
         let offered = self.transfer.data_out.min(self.expected.data_out);
         let out = if self.received > 0 && self.received >= offered {
             self.transfer.data_out

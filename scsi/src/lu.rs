@@ -100,7 +100,7 @@ impl LogicalUnit {
     /// initiators ask for it. Without a keeper, APTPL is refused.
     ///
     /// # Errors
-    /// The keeper cannot tell who may use the unit.
+    /// The keeper cannot read the saved reservations.
     pub fn with_keeper(mut self, keeper: Arc<dyn ReservationKeeper>) -> io::Result<Self> {
         if let Some(saved) = keeper.load(&self.config.identity)? {
             self.update_reservations(|all| *all = Reservations::restored(saved));
@@ -170,7 +170,7 @@ impl LogicalUnit {
     }
 
     /// Forgets a nexus and what was pending for it (I_T nexus loss). The last one starts a unit
-    /// that was stopped: whoever comes next has not stopped it.
+    /// that was stopped: the next initiator to log in has not stopped it.
     pub fn remove_nexus(&self, id: NexusId) {
         self.release_unit(id);
         let mut nexuses = self.lock();
@@ -217,9 +217,8 @@ impl LogicalUnit {
         Command::begin(self, request.nexus, request.expected, plan)
     }
 
-    /// The Data-Out that a command begins with, as far as its CDB says: whatever else stands
-    /// against the command is looked at when it starts. So its data can be brought before it takes
-    /// its place among others.
+    /// The Data-Out that a command begins with, according to its CDB. All other checks are made when
+    /// the command starts. So its data can be transferred before it takes its place in the order.
     #[must_use]
     pub fn data_out(&self, request: &Request<'_>) -> Option<DataOut> {
         if request.expected.data_out == 0 {
@@ -315,7 +314,7 @@ impl LogicalUnit {
     }
 
     /// Carries out a change of reservations that is a step of its own: saves it where it must persist
-    /// through power loss, lets it take effect when it is durable, and notifies those whom it concerns.
+    /// through power loss, lets it take effect when it is durable, and notifies the nexuses concerned.
     /// Changes are saved one after another. What was begun so takes effect although its command is
     /// aborted meanwhile.
     ///

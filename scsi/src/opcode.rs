@@ -68,9 +68,9 @@ bitflags! {
         const READS = 1 << 6;
         /// As [`Self::WRITES`], where it is about reservations.
         const CHANGES = 1 << 7;
-        /// Changes how the unit works for every nexus, or whom it works for. Refused by a number that is
-        /// read-only, though the medium need not be writable: who may not write must not keep those from
-        /// it who may. (SPC-4 lets a write-protected medium be reserved, but says nothing of numbers.)
+        /// Changes the state of the unit, or its reservations, for every nexus. Refused through a read-only
+        /// LUN, although the medium need not be writable: an initiator that may not write must not block
+        /// those that may. (SPC-4 lets a write-protected medium be reserved, but says nothing of numbers.)
         const SETTINGS = 1 << 8;
     }
 }

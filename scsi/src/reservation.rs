@@ -19,7 +19,7 @@
 //! out away from its data path. A unit without a keeper refuses APTPL.
 //!
 //! # Not implemented
-//! SPEC_I_PT, ALL_TG_PT and REGISTER AND MOVE; they are refused as REPORT CAPABILITIES tells. At most
+//! SPEC_I_PT, ALL_TG_PT and REGISTER AND MOVE; they are refused, as REPORT CAPABILITIES reports. At most
 //! [`MAX_REGISTRANTS`] nexuses can be registered.
 
 use std::fmt;
@@ -629,7 +629,7 @@ impl Reservations {
                 kind,
                 maker: own.clone(),
             });
-            // A change of the type concerns all who stay registered, whatever the types.
+            // A change of the type is reported to all remaining registrants, for any pair of types.
             if old.is_some_and(|old| old.kind != kind) {
                 told.reservations_released = self.others(Some(&own));
             }

@@ -46,8 +46,8 @@ pub struct Request<'a> {
     pub attribute: TaskAttribute,
     /// The logical units this nexus may see, for REPORT LUNS.
     pub luns: &'a [LunId],
-    /// The number by which the nexus addresses the unit may not be written to,
-    /// whatever the unit allows: WRITE PROTECTED.
+    /// The LUN by which the nexus addresses the unit is read-only, even if the unit
+    /// itself is not: WRITE PROTECTED.
     pub read_only: bool,
 }
 

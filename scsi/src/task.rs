@@ -42,7 +42,7 @@
 //!
 //! A command that reads blocks, decides and writes them (a [`Footprint::Atomic`])
 //! runs when no older command changes any of these blocks, and newer ones that
-//! do wait for it (`Blocked`). Whatever touches other blocks goes on.
+//! do wait for it (`Blocked`). Commands for other blocks are not affected.
 //!
 //! # Bounds
 //!
@@ -73,7 +73,7 @@ pub struct Blocks {
 }
 
 impl Blocks {
-    /// The whole medium, whatever its capacity.
+    /// The whole medium, for any capacity.
     pub const ALL: Self = Self {
         first: 0,
         end: u64::MAX,
@@ -230,7 +230,8 @@ const GATE: usize = 0;
 const ORDER: usize = 1;
 /// Links of a task: what changes the medium.
 const MEDIUM: usize = 2;
-/// Links of a task: whatever it waits for; those of its nexus that hold others, before it is in the order.
+/// Links of a task: the queue in which it waits; before it is in the order, the tasks of its nexus that
+/// hold others.
 const QUEUE: usize = 3;
 
 #[derive(Clone, Copy, Debug)]

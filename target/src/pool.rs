@@ -14,8 +14,8 @@
 //! # Reserve
 //! A command that waits in its task set's order may have its data in a buffer, while the one that it waits
 //! for has none yet. So there is a reserve besides: it goes to one command at a time that has started
-//! and waits for memory, whatever its owner has already. Such a command waits for no other, so the reserve
-//! comes back. Those that want it take turns by owners.
+//! and waits for memory, no matter how much its owner has. Such a command waits for no other, so the reserve
+//! is returned. Owners take turns with it.
 //!
 //! # Tables
 //! Descriptor tables have memory of their own, since a command holds its table while it waits for data
@@ -767,7 +767,7 @@ mod tests {
             pool.wait_started(owner, 4096);
             assert!(pool.has_change() && pool.take_change());
         }
-        // Its share does not matter, but nobody has two turns while another waits.
+        // Its share does not matter, but no owner has two turns while another one waits.
         for owner in [greedy, other, greedy, other] {
             assert_eq!(pool.waiting().next(), Some(owner));
             let reserve = pool.grant_reserve(owner, 4096).unwrap();

@@ -299,7 +299,7 @@ fn reserve_out(
     mini.command(&cdb, data, DataBuffer::None, pump).status
 }
 
-/// Fencing ends what the preempted initiator has at a disk, and waits for nobody else.
+/// Fencing ends the preempted initiator's disk operations, and does not wait for those of others.
 #[test]
 fn preempt_and_abort_ends_the_commands_of_the_preempted() {
     let mut parsed = Config::parse(&config(SERVER, 1, ""), "test.yaml").unwrap();

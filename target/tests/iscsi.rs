@@ -262,7 +262,7 @@ fn connections_with_other_rights_neither_join_nor_replace_a_session() {
     server.shutdown().unwrap();
 }
 
-/// Whoever has a secret may claim any name for the initiator port. That ends no session of another's.
+/// A user with a secret may claim any name for the initiator port. That does not end another user's session.
 #[test]
 fn who_has_proved_another_identity_takes_no_session_over() {
     let port = free_port();
@@ -410,7 +410,7 @@ fn connections_that_do_not_log_in_are_bounded_and_harm_nobody() {
         std::thread::sleep(Duration::from_millis(20));
     }
     assert_eq!(client.command(&read, false, 512, &[]).0, 0);
-    // The oldest of them give way to whoever comes, also from where they come from.
+    // The oldest of them are displaced by new ones, also from the same address.
     let mut same = Client::login(port, open, 3, None).unwrap();
     assert_eq!(same.command(&[0; 6], false, 0, &[]).0, 2, "power on");
     let elsewhere = SocketAddr::from(([127, 0, 0, 2], 0));

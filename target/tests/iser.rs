@@ -105,7 +105,7 @@ fn round_trips<P: Provider>(client: &mut Client<P>, unsolicited: bool, pump: Pum
     }
 }
 
-/// Requests whose senders do not see the answers, since their addresses were forged, keep nobody out.
+/// Requests from forged addresses, whose senders do not see the answers, do not block others.
 #[test]
 fn requests_that_are_never_confirmed_keep_nobody_from_logging_in() {
     let mut world = World::new(FaultConfig::default(), "");

@@ -94,7 +94,7 @@ fn a_fenced_initiator_stays_fenced_when_the_daemon_is_killed() {
     assert_eq!(write(&mut log_in(host, 1)), GOOD);
 }
 
-/// Whatever was answered is there after a kill, and nothing but that or what was under way.
+/// After a kill every registration that was answered is there, and no others but those under way.
 #[test]
 fn a_kill_loses_no_registration_that_was_answered() {
     let host = "127.97.0.2";
@@ -172,7 +172,7 @@ fn stuck_writes(blocks: &[u64]) -> Arc<Faults> {
     Arc::new(Faults::new(blocks.iter().map(stuck).collect()))
 }
 
-/// Fencing ends what the preempted initiator has at a disk, and waits for nobody else.
+/// Fencing ends the preempted initiator's disk operations, and does not wait for those of others.
 #[test]
 fn preempt_and_abort_ends_the_commands_of_the_preempted() {
     let host = "127.97.0.4";

@@ -348,8 +348,8 @@ impl Store {
         }
     }
 
-    /// What data live in that nobody has flushed: the content of a RAM disk, which dies with it, or the
-    /// kernel's page cache and the devices below, which outlive this process but not the host's boot.
+    /// Identifies the cache that holds data before a flush: the content of a RAM disk, which is lost with it,
+    /// or the kernel's page cache and the devices below, which survive this process but not a reboot.
     #[must_use]
     pub fn cache_generation(&self) -> [u8; 16] {
         match &self.medium {
@@ -467,7 +467,7 @@ impl Store {
         });
     }
 
-    /// The flush that failed, if one did and nobody has cleared it since: acknowledged writes may be lost.
+    /// The flush that failed, unless it has been cleared since: acknowledged writes may be lost.
     #[must_use]
     pub fn flush_failure(&self) -> Option<FlushFailure> {
         self.flush.failure()

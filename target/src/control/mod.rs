@@ -21,7 +21,8 @@
 //!   [`reservations`]: what is kept there of logical units.
 //! - [`upgrade`]: another program takes over.
 //! - `open`: what is opened at the start. `serving`: servers of HTTP that come to an end.
-//! - `watchdog`: tells the service manager that all workers get round, on a thread of its own.
+//! - `bounded`: their listener, whose clients cannot keep each other out.
+//! - `watchdog`: reports to the service manager that all workers make progress, on a separate thread.
 //! - [`client`]: the other end, for `riserd sessions` and its like; [`report`]: its words for people;
 //!   [`objects`]: the configuration's objects with what the daemon says about them.
 
@@ -116,7 +117,7 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             }
             None => (Tenure::default(), "start"),
         };
-        // Another program's successor goes on with what it was handed, whatever the file says.
+        // After an upgrade the configuration that was handed over counts, not the file.
         let file = (how == "start").then(|| source.config.to_yaml());
         let config = match source.restore && file.is_some() {
             true => restored(source.config, &history)?,

@@ -23,7 +23,7 @@ pub struct ReservationFiles {
 #[derive(Debug, Serialize, Deserialize)]
 struct Saved {
     version: u32,
-    /// The unit's serial number: a unit of another one is another unit, whatever its world-wide name.
+    /// The unit's serial number. With another one it is another unit, even if the world-wide name is the same.
     serial: String,
     reservations: SavedReservations,
 }

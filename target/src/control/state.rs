@@ -4,9 +4,9 @@
 //! hidden file written → made durable → takes the name → the directory made durable
 //!                                                              └─ not: the old file takes the name back
 //! ```
-//! Whoever is killed at any of these steps leaves the old file or the new one under the name, whole.
-//! A replacement that fails leaves the old one: who is told so goes on with what that says, and so does
-//! the next start. Hidden files have fixed names, so what is left of them is overwritten by the next.
+//! If the process is killed at any of these steps, the name refers to the complete old file or the complete
+//! new one. After a replacement that fails it refers to the old one, so the caller and the next start agree.
+//! Hidden files have fixed names, so leftovers are overwritten by the next replacement.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
@@ -64,7 +64,7 @@ impl StateDir {
     /// The bytes of a file; `None` where there is none.
     ///
     /// # Errors
-    /// Whatever the file system says.
+    /// Those of the file system.
     pub fn read(&self, name: &str) -> io::Result<Option<Vec<u8>>> {
         match fs::read(self.path.join(name)) {
             Ok(bytes) => Ok(Some(bytes)),
@@ -76,7 +76,7 @@ impl StateDir {
     /// Removes a file, if it is there.
     ///
     /// # Errors
-    /// Whatever the file system says; the file may be there or not.
+    /// Those of the file system. The file may or may not exist afterwards.
     pub fn remove(&self, name: &str) -> io::Result<()> {
         remove_if_there(&self.path.join(name))?;
         sync_dir(&self.path)
@@ -85,7 +85,7 @@ impl StateDir {
     /// Replaces a file.
     ///
     /// # Errors
-    /// Whatever the file system says; the file is the old one then, as far as the file system can still
+    /// Those of the file system. The file is the old one then, as far as the file system can still
     /// be changed at all.
     pub fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
         replace(&self.path.join(name), bytes)
@@ -172,7 +172,7 @@ fn replace_by_steps(
         }
         return Err(error);
     }
-    // It is in nobody's way.
+    // It does no harm there.
     let _ = remove_if_there(&old);
     Ok(())
 }

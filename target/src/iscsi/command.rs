@@ -710,7 +710,7 @@ impl<D: Datamover> Channel<D> {
     /// always as long as an initiator may be silent. Data that were moved meanwhile extend it: see [`crate::pace`].
     ///
     /// The commands concerned are aborted, and the connection is lost: at this point it is not known
-    /// what the initiator will still send. So no command waits for ever, nor keeps its buffer.
+    /// what the initiator will still send. So no command waits without limit or keeps its buffer.
     pub(super) fn check_data(&mut self, cx: &mut Cx<'_>) {
         self.data_deadline = None;
         let timeout = self.config.data_out_timeout;

@@ -96,7 +96,7 @@ enum Item {
     /// From here on with these digests: the answer to the login goes without.
     Digests(Digests),
     /// From here on with data segments of so many bytes: what was queued before was counted in PDUs of
-    /// another length, and the initiator was told so.
+    /// another length, which the initiator relies on.
     Segment(u32),
     /// Something that was sent before.
     Again(Again),

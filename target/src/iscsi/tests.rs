@@ -1426,7 +1426,7 @@ fn targets_are_listed_once_for_a_request() {
 }
 
 /// RFC 7143 Appendix C: in a normal session `SendTargets=` asks for the session's own target, and `All` is not
-/// supported. Whatever is asked has one answer.
+/// supported. Each request has one answer.
 #[test]
 fn a_normal_session_learns_of_its_own_target_only() {
     let mut rig = Rig::logged_in("");

@@ -109,9 +109,9 @@ fn auth(chap: Option<&config::Chap>) -> Result<Auth, ServerError> {
     })
 }
 
-/// A secret with which we prove who we are, to whoever is let in, lets nobody in (RFC 7143 12.1.3):
-/// otherwise one initiator could have us answer what another target, or the same one, asks of another.
-/// Only now are the secrets themselves known, wherever they come from.
+/// The secret with which the target authenticates itself is accepted from no initiator (RFC 7143 12.1.3):
+/// otherwise an initiator could have the target compute the response to a challenge that it got elsewhere.
+/// The secrets are compared here because they have only now been read from their sources.
 fn check_secrets(discovery: &Auth, targets: &[TargetDef]) -> Result<(), ServerError> {
     let defs = targets.iter().filter_map(|target| target.iscsi.as_ref());
     let auths = defs.flat_map(|iscsi| iscsi.rule_auths.values().chain([&iscsi.auth]));

@@ -1,7 +1,7 @@
 //! RELATIVE TARGET PORT IDENTIFIERs, which are portal group tags for iSCSI: the numbers of a target's ports.
 //!
-//! Initiators know ports by them, so a port has the same one as long as it is configured: whatever comes
-//! before it in the file, and over restarts, for which a [`PortKeeper`] keeps them.
+//! Initiators identify ports by them, so a port keeps its number while it is configured: independent of its
+//! place in the file, and over restarts, for which a [`PortKeeper`] saves the numbers.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
@@ -46,7 +46,7 @@ pub trait PortKeeper: Debug + Send + Sync {
     /// Saves numbers in the place of those before, durably.
     ///
     /// # Errors
-    /// They cannot be saved; those before are there.
+    /// They cannot be saved; the earlier ones are still saved.
     fn save(&self, ports: &[WrittenPort]) -> io::Result<()>;
 }
 

@@ -182,7 +182,7 @@ impl Server {
             return Err(error);
         }
         self.commit(prepared);
-        // What is saved besides is in nobody's way.
+        // Saving too many numbers does no harm.
         if let Err(error) = self.builder.save_ports(self.builder.ports()) {
             tracing::warn!(%error, "numbers that nobody needs are kept");
         }

@@ -539,8 +539,8 @@ impl Channel {
         self.check_drained();
     }
 
-    /// Makes sure that the time is limited in which chains complete. Whoever does not take its answers keeps
-    /// memory, and what waits for credit behind them.
+    /// Limits the time in which chains complete. An initiator that does not take its answers holds memory,
+    /// and blocks what waits for credit behind them.
     fn watch_chains(&mut self, now: Instant) {
         let timeout = self.config.data_out_timeout;
         let at = if self.transfers > 0 || self.send_queue.front().is_some() {

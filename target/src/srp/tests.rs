@@ -346,7 +346,7 @@ fn commands_that_need_the_reserve_have_it_in_turn() {
     rig.remote.insert(KEY, vec![0; 512]);
     let all = rig.pool.take(4 << 20).unwrap();
     let data = || Data::Direct(MemDesc::new(0, KEY, 512));
-    // What is not in the order yet waits for other memory, and is in nobody's way.
+    // Commands that are not in the order yet wait for other memory and block none.
     rig.send(0, &write10(0, 1).tag(1).out(data()).bytes());
     for (chan, tag) in [(0, 2), (0, 3), (1, 4), (1, 5)] {
         rig.send(chan, &read10(0, 1).tag(tag).into(data()).bytes());

@@ -46,7 +46,7 @@ impl TaskRef {
     }
 }
 
-/// Tasks of one nexus that a unit takes whatever its size, if its set holds as many.
+/// Tasks of one nexus that a unit always accepts, if its set has room for as many.
 const MIN_SHARE: u32 = 256;
 
 /// A logical unit as channels share it.
@@ -261,7 +261,7 @@ pub struct Mapping {
     pub unit: Arc<Unit>,
     /// Where the commands to it are counted.
     pub stats: Arc<LunStats>,
-    /// Whether writes by this number are refused, whatever the unit allows.
+    /// Whether writes through this LUN are refused, even if the unit allows them.
     pub read_only: bool,
 }
 

@@ -181,7 +181,7 @@ impl Course {
         self.answered = true;
     }
 
-    /// The answer has gone: whatever comes does not concern the initiator.
+    /// The answer has been sent: what follows does not affect the initiator.
     pub fn arrive(&mut self, now: Instant) {
         self.pass(now);
         self.end(self.answered);

@@ -9,8 +9,8 @@
 //! A connection request comes in one datagram, whose source address may be forged. So it ends nothing:
 //! the session that it asks for is beside the one that is there until its own connection is
 //! established, which only the owner of the address can do. Then the channels of older sessions are
-//! terminated, and the new session's commands wait until these channels are gone, whatever they still
-//! have at the disks. It is a new I_T nexus, which meets I_T NEXUS LOSS; RESERVE ends with the old one.
+//! terminated, and the new session's commands wait until these channels and their disk operations have
+//! ended. It is a new I_T nexus, which receives I_T NEXUS LOSS; RESERVE ends with the old one.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};

@@ -2,7 +2,7 @@
 //!
 //! A login that replaces a session must not start a command while one of the old session can still
 //! reach the disk: the old one would overwrite what the new one has written. So its channels wait for
-//! those that they replace, whatever the protocol (SRP r16a, MULTI-CHANNEL ACTION; RFC 7143 6.3.5).
+//! those that they replace, in either protocol (SRP r16a, MULTI-CHANNEL ACTION; RFC 7143 6.3.5).
 
 use super::registry::ChannelRef;
 
@@ -13,7 +13,7 @@ struct Wait {
     who: ChannelRef,
 }
 
-/// The channels that wait for others. Bounded by the channels that are there: a pair for each.
+/// The channels that wait for others. Bounded by the number of channels: a pair for each.
 #[derive(Debug, Default)]
 pub(in crate::worker) struct Waits(Vec<Wait>);
 
@@ -23,7 +23,7 @@ impl Waits {
         self.0.extend(others.iter().map(|on| Wait { on: *on, who }));
     }
 
-    /// A channel waits for whatever another one waits for.
+    /// A channel waits for the same channels as another one.
     pub(in crate::worker) fn wait_like(&mut self, other: ChannelRef, who: ChannelRef) {
         let same: Vec<_> = self.of(other).collect();
         self.wait_for(&same, who);

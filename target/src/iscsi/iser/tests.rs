@@ -804,7 +804,7 @@ fn an_abort_between_pieces_waits_for_the_device() {
     }
 }
 
-/// An initiator that posts no receives keeps the chains behind an answer from ending, whatever is aborted.
+/// An initiator that posts no receives blocks the chains behind an answer, even if their commands are aborted.
 #[test]
 fn an_aborted_command_may_not_linger() {
     for write in [true, false] {

@@ -363,7 +363,7 @@ impl Worker {
             self.with_iscsi(key, |ch, cx| taken = ch.handle_bytes(cx, bytes));
         };
         // SAFETY: the receive has completed and the next one is submitted when everything was read, so
-        // nobody writes to the buffer meanwhile; it belongs to this connection alone.
+        // the buffer is not written to meanwhile; it belongs to this connection alone.
         unsafe { memory.with_bytes(unread.start, unread.len(), input) };
         if let Some(conn) = self.iscsi.conns.get_mut(key) {
             conn.connection.unread.start += taken;

@@ -5,6 +5,7 @@
 //! takes the place of those before it.
 
 use std::io;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -84,29 +85,32 @@ pub struct History {
 }
 
 impl History {
-    /// What was kept at a location. A default location that cannot be had is no reason not to serve.
+    /// What was kept at a location. A default location that cannot be had is no reason not to serve; one
+    /// that cannot be read is, since reservations may be kept there.
     ///
     /// # Errors
     /// The location's directory cannot be had, or its file is not one of ours.
     pub fn open(location: &Location) -> io::Result<Self> {
-        let (path, is_default) = match location {
-            Location::Off => return Ok(Self::default()),
-            Location::At(path) => (path.clone(), false),
-            Location::Default => match state::default_path() {
-                Some(path) => (path, true),
-                None => return Ok(Self::default()),
-            },
-        };
-        match StateDir::take(&path).and_then(Self::load) {
-            Ok(history) => Ok(history),
+        match location {
+            Location::Off => Ok(Self::default()),
+            Location::At(path) => Self::open_at(path, false),
+            Location::Default => {
+                let path = state::default_path();
+                path.map_or_else(|| Ok(Self::default()), |path| Self::open_at(&path, true))
+            }
+        }
+    }
+
+    fn open_at(path: &Path, is_default: bool) -> io::Result<Self> {
+        let named =
+            |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
+        match StateDir::take(path) {
+            Ok(dir) => Self::load(dir).map_err(named),
             Err(error) if is_default => {
-                tracing::warn!(directory = %path.display(), %error, "applied configurations are not kept");
+                tracing::warn!(directory = %path.display(), %error, "neither applied configurations nor reservations are kept");
                 Ok(Self::default())
             }
-            Err(error) => Err(io::Error::new(
-                error.kind(),
-                format!("{}: {error}", path.display()),
-            )),
+            Err(error) => Err(named(error)),
         }
     }
 
@@ -224,6 +228,10 @@ mod tests {
         std::fs::write(path.join(FILE), "{").unwrap();
         let error = History::open(&location).unwrap_err().to_string();
         assert!(error.contains(FILE), "{error}");
+        let error = History::open_at(&path, true).unwrap_err().to_string();
+        assert!(error.contains(FILE), "{error}");
+        let nowhere = path.join(FILE).join("no directory");
+        assert!(History::open_at(&nowhere, true).is_ok());
         std::fs::remove_dir_all(&path).unwrap();
     }
 

@@ -12,8 +12,14 @@ use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use rustix::fs::FlockOperation;
+use rustix::io::Errno;
+
+/// How long a daemon that was killed may still hold its directory: its end takes the kernel a while.
+const PATIENCE: Duration = Duration::from_secs(3);
 
 /// A directory of ours alone: no other daemon uses it as long as this value lives.
 #[derive(Debug)]
@@ -38,17 +44,24 @@ impl StateDir {
     /// Takes a directory, which is made if need be.
     ///
     /// # Errors
-    /// `AddrInUse` if another daemon has it; whatever the file system says.
+    /// `AddrInUse` if another daemon has it, and does not end within seconds; whatever the file system says.
     pub fn take(path: &Path) -> io::Result<Self> {
         DirBuilder::new().recursive(true).mode(0o700).create(path)?;
         let lock = File::open(path)?;
-        rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive).map_err(|error| {
-            if error == rustix::io::Errno::WOULDBLOCK {
-                io::Error::new(io::ErrorKind::AddrInUse, "another daemon uses it")
-            } else {
-                error.into()
+        let until = Instant::now() + PATIENCE;
+        loop {
+            match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => break,
+                Err(Errno::WOULDBLOCK) if Instant::now() < until => {
+                    thread::sleep(PATIENCE / 200);
+                }
+                Err(Errno::WOULDBLOCK) => {
+                    let kind = io::ErrorKind::AddrInUse;
+                    return Err(io::Error::new(kind, "another daemon uses it"));
+                }
+                Err(error) => return Err(error.into()),
             }
-        })?;
+        }
         Ok(Self {
             path: path.to_owned(),
             _lock: lock,
@@ -250,8 +263,14 @@ mod tests {
         let second = StateDir::take(&path).unwrap_err();
         assert_eq!(second.kind(), io::ErrorKind::AddrInUse);
         assert_eq!(state.read("nothing").unwrap(), None);
-        drop(state);
-        StateDir::take(&path).unwrap();
+        // One that was killed may hold it for a while.
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                thread::sleep(Duration::from_millis(200));
+                drop(state);
+            });
+            StateDir::take(&path).unwrap();
+        });
         fs::remove_dir_all(&path).unwrap();
     }
 }

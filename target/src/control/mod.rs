@@ -364,8 +364,16 @@ impl Control<'_> {
 
     fn clear_flush_failure(&self, serial: Option<&str>) -> Result<serde_json::Value, Failure> {
         if self.server.clear_flush_failure(serial) == 0 {
-            let unit = serial.map_or_else(String::new, |serial| format!(" of a unit {serial}"));
-            let why = format!("no flush{unit} has failed");
+            let targets = view::targets(&self.server);
+            let is_known = |serial| {
+                let mut luns = targets.iter().flat_map(|target| target.luns.values());
+                luns.any(|lun| lun.serial == serial)
+            };
+            let why = match serial {
+                None => "no flush has failed".to_owned(),
+                Some(serial) if is_known(serial) => format!("no flush of unit {serial} has failed"),
+                Some(serial) => format!("no unit has the serial number {serial}"),
+            };
             return Err(Failure::Refused { why, errno: None });
         }
         to_json(&view::targets(&self.server))

@@ -6,11 +6,11 @@ use super::family::Family;
 use crate::server::Server;
 use crate::stats::{AccountView, CLASSES, Fault, LunStats, Stage, Tally, class_name};
 use crate::worker::mail::Snapshot;
-use crate::worker::target::TargetDef;
+use crate::worker::target::Catalog;
 
 pub(super) fn families(server: &Server, snapshots: &[Snapshot]) -> Vec<Family> {
     let catalog = server.shared().registry.catalog();
-    let mut families = units(&catalog.targets);
+    let mut families = units(&catalog);
     families.extend(sessions(snapshots));
     families
 }
@@ -26,7 +26,7 @@ fn fault_labels(fault: Fault) -> (&'static str, String, String) {
     (class_name(fault.class), hex(fault.status), key)
 }
 
-fn units(targets: &[TargetDef]) -> Vec<Family> {
+fn units(catalog: &Catalog) -> Vec<Family> {
     let mut commands = Family::counter(
         "riser_commands_total",
         "Commands answered, by target, logical unit and kind of command.",
@@ -49,17 +49,24 @@ fn units(targets: &[TargetDef]) -> Vec<Family> {
     );
     let mut depth = Family::gauge("riser_lun_queue_depth", "Commands under way.");
     let mut size = Family::gauge("riser_lun_size_bytes", "Size of a logical unit, in bytes.");
+    let mut failed = Family::gauge(
+        "riser_lun_flush_failed",
+        "Whether a flush has failed, after which flushes fail until that is cleared.",
+    );
     let mut memory = Family::gauge(
         "riser_stats_memory_bytes",
         "What these numbers themselves take, in bytes.",
     );
     let mut taken = 0;
-    for target in targets {
+    for target in &catalog.targets {
         for ((number, unit), stats) in target.units.iter().zip(&target.stats) {
             let number = number.to_string();
             let unit_labels = [("target", stats.target()), ("lun", number.as_str())];
             depth.add(&unit_labels, stats.queue_depth() as f64);
             size.add(&unit_labels, unit.lu.capacity_bytes() as f64);
+            let store = catalog.store_of(unit);
+            let has_failed = store.is_some_and(|store| store.flush_failure().is_some());
+            failed.add(&unit_labels, f64::from(u8::from(has_failed)));
             taken += stats.memory();
             add_faults(&mut errors, &unit_labels, &stats.faults());
             for class in CLASSES {
@@ -81,7 +88,9 @@ fn units(targets: &[TargetDef]) -> Vec<Family> {
         }
     }
     memory.add(&[], taken as f64);
-    vec![commands, bytes, errors, total, stages, depth, size, memory]
+    vec![
+        commands, bytes, errors, total, stages, depth, size, failed, memory,
+    ]
 }
 
 fn add_faults(family: &mut Family, labels: &[(&str, &str)], faults: &Tally<Fault>) {

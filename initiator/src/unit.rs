@@ -177,14 +177,17 @@ impl Check {
     }
 
     /// Whether an answer to [`Self::command`] may be taken. An INQUIRY that is neither carried out nor refused
-    /// (ILLEGAL REQUEST) leaves open who the unit is. The other questions are not about that.
+    /// (ILLEGAL REQUEST) leaves open who the unit is. The other questions are not about that, nor is the
+    /// vendor specific page, to which some target may answer anything.
     #[must_use]
     pub fn is_conclusive(&self, answer: &Answer) -> bool {
         let is_refused = || {
             let key = answer.sense().map(|sense| sense.key);
             answer.status == CHECK_CONDITION && key == Some(SenseKey::IllegalRequest)
         };
-        matches!(self.step, Step::Capacity | Step::Caching) || answer.status == GOOD || is_refused()
+        matches!(self.step, Step::Capacity | Step::Cache | Step::Caching)
+            || answer.status == GOOD
+            || is_refused()
     }
 
     /// Takes the data of the answer to [`Self::command`], none where the unit refused; whether there is

@@ -397,6 +397,44 @@ fn a_client_that_does_not_read_leaves_buffers_for_others() {
     }
 }
 
+/// It takes what it can get on many connections, and reads no reply.
+#[test]
+fn a_client_with_many_connections_leaves_buffers_for_others() {
+    let bed = Bed::new(512, |_| {});
+    let batch: Vec<u8> = (0..80).flat_map(|i| request(0, i, 0, 1 << 20)).collect();
+    let mut greedy: Vec<UnixStream> = (0..16).map(|_| plain_client(&bed)).collect();
+    for client in &mut greedy {
+        client.write_all(&batch).unwrap();
+        let patience = std::time::Duration::from_secs(2);
+        client.set_read_timeout(Some(patience)).unwrap();
+        // With its first reply on its way, it has its buffers or waits for them.
+        let _ = client.read_exact(&mut [0; 16]);
+    }
+    let mut other = plain_client(&bed);
+    other
+        .set_read_timeout(Some(std::time::Duration::from_secs(60)))
+        .unwrap();
+    other
+        .set_write_timeout(Some(std::time::Duration::from_secs(60)))
+        .unwrap();
+    let mut reply = vec![0; 16 + (1 << 20)];
+    for cookie in 0..16u8 {
+        let data = vec![cookie; 1 << 20];
+        other
+            .write_all(&request(1, cookie.into(), 511, 1 << 20))
+            .unwrap();
+        other.write_all(&data).unwrap();
+        other.read_exact(&mut reply[..16]).unwrap();
+        assert_eq!(reply[4..8], [0; 4]);
+        other
+            .write_all(&request(0, cookie.into(), 511, 1 << 20))
+            .unwrap();
+        other.read_exact(&mut reply).unwrap();
+        assert_eq!(reply[4..8], [0; 4]);
+        assert!(reply[16..] == data);
+    }
+}
+
 #[test]
 fn stopping_with_clients_in_flight_returns() {
     let mut bed = Bed::new(512, |_| {});

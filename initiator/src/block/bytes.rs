@@ -139,8 +139,16 @@ impl<D: BlockDevice> ByteDevice<D> {
     /// The first piece of a request: as much of it as one transfer moves.
     #[must_use]
     pub fn first_piece(&self, offset: u64, len: u64) -> Span {
+        self.first_piece_within(offset, len, u64::from(self.geometry().max_transfer))
+    }
+
+    /// The first piece of a request: as much of it as a buffer of `most` bytes holds, and at least what it
+    /// has of one block.
+    #[must_use]
+    pub fn first_piece_within(&self, offset: u64, len: u64, most: u64) -> Span {
         let block = u64::from(self.geometry().block_size);
-        let end = offset - offset % block + u64::from(self.geometry().max_transfer);
+        let most = most.min(u64::from(self.geometry().max_transfer));
+        let end = offset - offset % block + (most - most % block).max(block);
         self.span(offset, len.min(end - offset) as usize)
     }
 

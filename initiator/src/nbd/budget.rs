@@ -1,36 +1,74 @@
 //! How the connections of an export share the device's buffers.
 //!
 //! A reply holds its buffer until the client has taken it, so a client that does not read holds what
-//! it was given for as long as it likes. A connection therefore gets more only as long as it would
-//! hold no more than what stays free: one such client ends up with half of the buffers, two with a
-//! third each, and there is always something left for another.
+//! it was given for as long as it likes, on as many connections as it likes. Half of the buffers are
+//! therefore divided among the connections that there can be: a floor that each can have at any time,
+//! however much the others hold. A request that is larger than what can be had goes on in pieces that
+//! fit into the floor.
+//!
+//! The rest is for all. A connection gets more of it only as long as it would hold no more than what
+//! stays free: one that does not read ends up with half of it, two with a third each. A sixteenth of the
+//! buffers is left to what the device does itself, such as asking the unit who it is.
 
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 
-use crate::block::BufferWaiters;
+use riser_memory::PAGE;
+
+use crate::block::{BufferWaiters, Span};
+
+/// Most connections.
+const MAX_CONNECTIONS: u64 = 64;
+
+/// Bytes of pages, of which a pool's buffers consist.
+fn in_pages(bytes: u64) -> u64 {
+    bytes.next_multiple_of(PAGE as u64)
+}
 
 /// The buffers of a device, in bytes.
 #[derive(Debug)]
 pub(super) struct Budget {
-    total: u64,
-    used: Mutex<u64>,
+    /// What each connection can have at any time.
+    floor: u64,
+    connections: u64,
+    /// What all connections together can have beyond their floors.
+    shared: u64,
+    used: Mutex<Used>,
     /// Bounded by the requests in flight and the connections.
     waiters: BufferWaiters,
 }
 
+/// What is held, in bytes.
+#[derive(Debug, Default)]
+struct Used {
+    /// By all connections.
+    total: u64,
+    /// Of that, beyond their floors.
+    shared: u64,
+}
+
 impl Budget {
-    pub(super) fn new(total: u64) -> Self {
+    /// `total` bytes of buffers, of which the smallest useful one has `least`: a block.
+    pub(super) fn new(total: u64, least: u64) -> Self {
+        let half = total / 2;
+        let floor = (half / MAX_CONNECTIONS).max(in_pages(least));
         Self {
-            total,
-            used: Mutex::new(0),
+            floor,
+            connections: (half / floor).clamp(1, MAX_CONNECTIONS),
+            shared: half - total / 16,
+            used: Mutex::default(),
             waiters: BufferWaiters::default(),
         }
     }
 
-    fn used(&self) -> MutexGuard<'_, u64> {
+    /// How many connections there can be.
+    pub(super) fn connections(&self) -> usize {
+        self.connections as usize
+    }
+
+    fn used(&self) -> MutexGuard<'_, Used> {
         self.used.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -51,39 +89,64 @@ impl Account {
         }
     }
 
-    /// Whether `bytes` more leave at least as much free as this connection would hold. A device whose
-    /// buffers nobody holds serves any request.
-    fn may_take(&self, used: u64, bytes: u64) -> bool {
-        let held = self.held.load(Ordering::Relaxed) + bytes;
-        used == 0 || held + used + bytes <= self.budget.total
+    /// The most that a connection can take at any time, in bytes, if it holds nothing.
+    pub(super) fn floor(&self) -> u64 {
+        self.budget.floor
     }
 
-    fn try_take(self: &Arc<Self>, bytes: u64) -> Option<Share> {
+    /// What the connection would hold beyond its floor, if it held `held`.
+    fn beyond(&self, held: u64) -> u64 {
+        held.saturating_sub(self.budget.floor)
+    }
+
+    fn held(&self) -> u64 {
+        self.held.load(Ordering::Relaxed)
+    }
+
+    /// Whether `bytes` more are within the floor, or leave at least as much of the rest free as this
+    /// connection would hold of it. A device whose buffers nobody holds serves any request.
+    fn may_take(&self, used: &Used, bytes: u64) -> bool {
+        let (before, after) = (self.beyond(self.held()), self.beyond(self.held() + bytes));
+        let shared = used.shared + after - before;
+        used.total == 0 || after == 0 || after + shared <= self.budget.shared
+    }
+
+    /// Takes what `most` covers, or else what `least` does, where that is within the floor.
+    fn try_take(self: &Arc<Self>, most: &Span, least: &Span) -> Option<(Span, Share)> {
         let mut used = self.budget.used();
-        if !self.may_take(*used, bytes) {
-            return None;
-        }
-        *used += bytes;
-        self.held.fetch_add(bytes, Ordering::Relaxed);
-        Some(Share {
-            account: self.clone(),
-            bytes,
-        })
+        let whole = in_pages(most.covering as u64);
+        let piece = in_pages(least.covering as u64);
+        let (span, bytes) = match () {
+            () if self.may_take(&used, whole) => (most, whole),
+            () if self.beyond(self.held() + piece) == 0 => (least, piece),
+            () => return None,
+        };
+        let before = self.held.fetch_add(bytes, Ordering::Relaxed);
+        used.total += bytes;
+        used.shared += self.beyond(before + bytes) - self.beyond(before);
+        let account = self.clone();
+        Some((*span, Share { account, bytes }))
     }
 
-    /// Takes `bytes`, or has `waker` woken when there may be more.
-    pub(super) fn take_or_wake(self: &Arc<Self>, bytes: u64, waker: &Waker) -> Option<Share> {
-        self.try_take(bytes).or_else(|| {
+    /// Takes a share for `most`, or for `least` where there is too little; or has `waker` woken when there
+    /// may be more.
+    pub(super) fn take_or_wake(
+        self: &Arc<Self>,
+        most: &Span,
+        least: &Span,
+        waker: &Waker,
+    ) -> Option<(Span, Share)> {
+        self.try_take(most, least).or_else(|| {
             self.budget.waiters.register(waker);
             // Some may have come back before the waker was known.
-            self.try_take(bytes)
+            self.try_take(most, least)
         })
     }
 
-    /// Waits for `bytes`.
-    pub(super) async fn take(self: &Arc<Self>, bytes: u64) -> Share {
+    /// Waits for a share for `most`, or for `least` where there is too little.
+    pub(super) async fn take(self: &Arc<Self>, most: &Span, least: &Span) -> (Span, Share) {
         poll_fn(|cx| {
-            self.take_or_wake(bytes, cx.waker())
+            self.take_or_wake(most, least, cx.waker())
                 .map_or(Poll::Pending, Poll::Ready)
         })
         .await
@@ -91,7 +154,7 @@ impl Account {
 
     /// Whether anything can be taken; if not, `waker` is woken when there may be more.
     pub(super) fn has_room(&self, waker: &Waker) -> bool {
-        let has_room = || self.may_take(*self.budget.used(), 1);
+        let has_room = || self.may_take(&self.budget.used(), in_pages(1));
         has_room() || {
             self.budget.waiters.register(waker);
             has_room()
@@ -108,11 +171,13 @@ pub(super) struct Share {
 
 impl Drop for Share {
     fn drop(&mut self) {
-        let budget = &self.account.budget;
+        let account = &self.account;
+        let budget = &account.budget;
         {
             let mut used = budget.used();
-            *used -= self.bytes;
-            self.account.held.fetch_sub(self.bytes, Ordering::Relaxed);
+            let before = account.held.fetch_sub(self.bytes, Ordering::Relaxed);
+            used.total -= self.bytes;
+            used.shared -= account.beyond(before) - account.beyond(before - self.bytes);
         }
         budget.waiters.wake_all();
     }
@@ -122,35 +187,87 @@ impl Drop for Share {
 mod tests {
     use super::*;
 
+    /// A share of so many pages.
+    fn take(account: &Arc<Account>, pages: usize) -> Option<Share> {
+        let span = Span::new(512, 0, pages * PAGE);
+        let taken = account.take_or_wake(&span, &span, Waker::noop());
+        taken.map(|(_, share)| share)
+    }
+
+    /// As many shares of a page as can be had.
+    fn take_all(account: &Arc<Account>) -> Vec<Share> {
+        std::iter::from_fn(|| take(account, 1)).collect()
+    }
+
+    fn budget(pages: usize) -> Arc<Budget> {
+        Arc::new(Budget::new((pages * PAGE) as u64, 512))
+    }
+
     #[test]
-    fn there_is_always_something_left_for_another_connection() {
-        let budget = Arc::new(Budget::new(64));
-        let account = || Arc::new(Account::new(budget.clone()));
+    fn every_connection_has_its_floor_however_greedy_the_others_are() {
+        let budget = budget(1024);
+        assert_eq!(budget.connections(), 64);
+        let accounts: Vec<_> = (0..64)
+            .map(|_| Arc::new(Account::new(budget.clone())))
+            .collect();
         let mut held = Vec::new();
-        for taken in [32, 16, 8] {
-            let greedy = account();
-            let mut shares = Vec::new();
-            while let Some(share) = greedy.take_or_wake(1, Waker::noop()) {
-                shares.push(share);
-            }
-            assert_eq!(shares.len(), taken);
+        for (i, greedy) in accounts.iter().enumerate() {
+            assert!(greedy.has_room(Waker::noop()));
+            let shares = take_all(greedy);
+            // 448 pages are shared.
+            let wanted = [8 + 224, 8 + 112, 8 + 56].get(i).copied().unwrap_or(8);
+            assert!(shares.len() >= wanted, "{} of {i}", shares.len());
+            assert!(i > 2 || shares.len() == wanted, "{} of {i}", shares.len());
             assert!(!greedy.has_room(Waker::noop()));
             held.push(shares);
         }
-        let modest = account();
-        assert!(modest.has_room(Waker::noop()));
-        assert!(modest.take_or_wake(4, Waker::noop()).is_some());
-        assert!(modest.take_or_wake(5, Waker::noop()).is_none());
+        let pages: usize = held.iter().map(Vec::len).sum();
+        assert!(pages <= 1024 - 64, "the device's own are left: {pages}");
         held.clear();
-        assert_eq!(*budget.used(), 0);
+        let used = budget.used();
+        assert_eq!((used.total, used.shared), (0, 0));
+    }
+
+    #[test]
+    fn what_is_too_large_for_the_rest_goes_on_in_pieces_of_the_floor() {
+        let budget = budget(1024);
+        let account = || Arc::new(Account::new(budget.clone()));
+        let held: Vec<_> = (0..8).map(|_| take_all(&account())).collect();
+        let modest = account();
+        let most = Span::new(512, 0, 256 * PAGE);
+        let least = Span::new(512, 0, modest.floor() as usize);
+        let take = || modest.take_or_wake(&most, &least, Waker::noop());
+        let (span, share) = take().unwrap();
+        assert_eq!(span, least);
+        assert!(take().is_none(), "the floor is used up");
+        drop(share);
+        drop(held);
+        assert_eq!(take().unwrap().0, most);
+    }
+
+    #[test]
+    fn small_requests_count_as_the_pages_that_they_take() {
+        let budget = budget(1024);
+        let account = Arc::new(Account::new(budget.clone()));
+        let span = Span::new(512, 0, 512);
+        let held: Vec<_> =
+            std::iter::from_fn(|| account.take_or_wake(&span, &span, Waker::noop())).collect();
+        assert_eq!(held.len(), 8 + 224);
+    }
+
+    #[test]
+    fn a_floor_holds_a_block() {
+        let budget = Budget::new(1 << 20, 64 << 10);
+        assert_eq!((budget.floor, budget.connections()), (64 << 10, 8));
+        assert_eq!(Budget::new(4096, 65536).connections(), 1);
     }
 
     #[test]
     fn a_request_larger_than_the_budget_is_served_alone() {
-        let account = Arc::new(Account::new(Arc::new(Budget::new(8))));
-        let all = account.take_or_wake(16, Waker::noop()).unwrap();
-        assert!(account.take_or_wake(1, Waker::noop()).is_none());
+        let account = Arc::new(Account::new(budget(8)));
+        let all = take(&account, 16).unwrap();
+        assert!(take(&account, 1).is_none());
         drop(all);
-        assert!(account.take_or_wake(16, Waker::noop()).is_some());
+        assert!(take(&account, 16).is_some());
     }
 }

@@ -44,8 +44,8 @@ struct Receiving {
     offset: u64,
     /// Bytes of the write from `offset` on.
     left: u32,
-    /// What the next piece may take of the export's buffers.
-    share: Option<Share>,
+    /// The next piece, and its share of the export's buffers, where there is no buffer for it yet.
+    share: Option<(Span, Share)>,
     piece: Option<Filling>,
 }
 
@@ -184,13 +184,16 @@ impl<D: BlockDevice> Connection<D> {
             let piece = match &mut write.piece {
                 Some(piece) => piece,
                 empty => {
-                    let span = self.device.first_piece(write.offset, write.left.into());
+                    let (offset, left) = (write.offset, write.left.into());
                     let account = self.shared.account();
-                    let share = write
-                        .share
-                        .take()
-                        .or_else(|| account.take_or_wake(span.covering as u64, &self.waker));
-                    let Some(share) = share else {
+                    let share = write.share.take().or_else(|| {
+                        let most = self.device.first_piece(offset, left);
+                        let least = self
+                            .device
+                            .first_piece_within(offset, left, account.floor());
+                        account.take_or_wake(&most, &least, &self.waker)
+                    });
+                    let Some((span, share)) = share else {
                         return Some(Need::Room);
                     };
                     let buffer = self.device.try_buffer(&span).or_else(|| {
@@ -198,7 +201,7 @@ impl<D: BlockDevice> Connection<D> {
                         self.device.try_buffer(&span)
                     });
                     let Some(buffer) = buffer else {
-                        write.share = Some(share);
+                        write.share = Some((span, share));
                         return Some(Need::Room);
                     };
                     empty.insert(Filling {
@@ -373,14 +376,7 @@ impl<D: BlockDevice> Connection<D> {
             ticket,
         };
         let (offset, len) = (request.offset, request.len);
-        let span = self.device.first_piece(offset, len.into());
-        if span.len == len as usize {
-            task::spawn(async move { reader.read_whole(span, offset).await });
-        } else if reader.structured && !dont_fragment {
-            task::spawn(async move { reader.read_in_chunks(offset, len).await });
-        } else {
-            task::spawn(async move { reader.read_assembled(offset, len).await });
-        }
+        task::spawn(async move { reader.read(offset, len, dont_fragment).await });
     }
 
     fn start_status(&self, cookie: Cookie, range: Range<u64>, one: bool, ticket: Arc<Ticket>) {

@@ -105,6 +105,9 @@ pub(super) fn state_flags(extents: &[Extent], one: bool) -> Vec<(u32, u32)> {
     out
 }
 
+/// A part of a reply, a buffer of the device for it, and its share of them.
+type Part = (Span, Buffer, Share);
+
 /// What a read in flight needs for its reply.
 pub(super) struct Reader<D> {
     pub(super) shared: Arc<Shared>,
@@ -115,9 +118,19 @@ pub(super) struct Reader<D> {
 }
 
 impl<D: BlockDevice> Reader<D> {
-    /// A read that one transfer does.
-    pub(super) async fn read_whole(self, span: Span, offset: u64) {
-        let (buffer, share) = self.buffer(&span).await;
+    /// Reads and replies: with one transfer where the request and the buffers that can be had allow it.
+    pub(super) async fn read(self, offset: u64, len: u32, dont_fragment: bool) {
+        let first = self.piece(offset, len).await;
+        if first.0.len == len as usize {
+            self.read_whole(first, offset).await;
+        } else if self.structured && !dont_fragment {
+            self.read_in_chunks(first, offset, len).await;
+        } else {
+            self.read_assembled(first, offset, len).await;
+        }
+    }
+
+    async fn read_whole(self, (span, buffer, share): Part, offset: u64) {
         match self.device.read(span, buffer).await {
             Ok(buffer) => {
                 self.reply(offset, buffer, span.head..span.head + span.len, Some(share));
@@ -127,15 +140,18 @@ impl<D: BlockDevice> Reader<D> {
     }
 
     /// A long read for a client that takes it in pieces, each as soon as it is there.
-    pub(super) async fn read_in_chunks(self, mut offset: u64, mut left: u32) {
+    async fn read_in_chunks(self, first: Part, mut offset: u64, mut left: u32) {
+        let mut next = Some(first);
         let last = Arc::new(LastChunk {
             shared: self.shared.clone(),
             ticket: self.ticket.clone(),
             cookie: self.cookie,
         });
         while left > 0 {
-            let span = self.device.first_piece(offset, left.into());
-            let (buffer, share) = self.buffer(&span).await;
+            let (span, buffer, share) = match next.take() {
+                Some(first) => first,
+                None => self.piece(offset, left).await,
+            };
             let (last, device) = (last.clone(), self.device.clone());
             let cookie = self.cookie;
             task::spawn(async move {
@@ -162,7 +178,8 @@ impl<D: BlockDevice> Reader<D> {
 
     /// A long read for a client that takes it in one piece only: assembled in memory of its own,
     /// which the connection's bounds cover.
-    pub(super) async fn read_assembled(self, offset: u64, len: u32) {
+    async fn read_assembled(self, first: Part, offset: u64, len: u32) {
+        let mut next = Some(first);
         let whole = match Buffer::anonymous(len as usize) {
             Ok(whole) => whole,
             Err(error) => return self.refuse(&BlockError::Io(error.to_string()), offset),
@@ -170,8 +187,10 @@ impl<D: BlockDevice> Reader<D> {
         let mut done = 0;
         while done < len as usize {
             let at = offset + done as u64;
-            let span = self.device.first_piece(at, (len as usize - done) as u64);
-            let (buffer, _share) = self.buffer(&span).await;
+            let (span, buffer, _share) = match next.take() {
+                Some(first) => first,
+                None => self.piece(at, len - done as u32).await,
+            };
             match self.device.read(span, buffer).await {
                 Ok(buffer) => {
                     let (from, to) = (buffer.slice(), whole.slice());
@@ -190,10 +209,16 @@ impl<D: BlockDevice> Reader<D> {
         self.reply(offset, whole, 0..len as usize, None);
     }
 
-    /// A buffer of the device for a part of the reply, and its share of them.
-    async fn buffer(&self, span: &Span) -> (Buffer, Share) {
-        let share = self.shared.account().take(span.covering as u64).await;
-        (self.device.device().buffer(span.covering).await, share)
+    /// The first part of what is left of the reply.
+    async fn piece(&self, offset: u64, left: u32) -> Part {
+        let account = self.shared.account();
+        let most = self.device.first_piece(offset, left.into());
+        let least = self
+            .device
+            .first_piece_within(offset, left.into(), account.floor());
+        let (span, share) = account.take(&most, &least).await;
+        let buffer = self.device.device().buffer(span.covering).await;
+        (span, buffer, share)
     }
 
     fn reply(self, offset: u64, buffer: Buffer, range: Range<usize>, share: Option<Share>) {

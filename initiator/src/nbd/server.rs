@@ -22,9 +22,6 @@ use crate::block::{BlockDevice, ByteDevice, task};
 /// Clients that wait to be accepted.
 const BACKLOG: i32 = 128;
 
-/// Most clients at once. Further ones are turned away.
-const MAX_CONNECTIONS: usize = 64;
-
 /// Size that is asked for the sending side of a client's socket, in bytes, so that a reply of some
 /// hundred kilobytes goes out at once.
 const SEND_BUFFER: usize = 1 << 20;
@@ -75,7 +72,10 @@ impl<D: BlockDevice> Server<D> {
         Ok(Self {
             listener,
             path: path.to_owned(),
-            budget: Arc::new(Budget::new(device.device().buffer_bytes())),
+            budget: Arc::new(Budget::new(
+                device.device().buffer_bytes(),
+                geometry.block_size.into(),
+            )),
             device,
             export,
         })
@@ -139,7 +139,7 @@ impl<D: BlockDevice> Server<D> {
     fn serve(&self, socket: UnixStream, clients: &Clients) -> io::Result<()> {
         let mut clients = lock(clients);
         clients.retain(|(_, thread)| !thread.is_finished());
-        if clients.len() >= MAX_CONNECTIONS {
+        if clients.len() >= self.budget.connections() {
             return Err(io::Error::other("too many clients"));
         }
         // The kernel gives what its limit allows.

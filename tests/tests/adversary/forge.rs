@@ -1,5 +1,6 @@
 //! Packets that pretend, from what a stranger can guess or has seen.
 
+use std::collections::VecDeque;
 use std::io::Read;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::fd::AsRawFd as _;
@@ -20,6 +21,8 @@ const ETHERNET: usize = 14;
 const HEADERS: usize = ETHERNET + 20 + 8;
 /// Where a MAD begins in a datagram: behind BTH and DETH.
 const MAD: usize = 12 + 8;
+/// Bytes that the stranger READs. Honest hosts and the target never READ so many.
+const READ_LEN: usize = 61;
 
 /// What a stranger does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,6 +49,57 @@ impl Trick {
     ];
 }
 
+/// What a stranger knows, and what it can send.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reach {
+    /// It knows addresses, ports and formats.
+    OffPath,
+    /// It sees every packet, and each of its own is right but for one number: an address that it does not
+    /// have, an id of a connection, a queue pair, or a sequence number that is far away.
+    OneNumberOff,
+    /// It sees every packet, and sends what it likes, but for commands in a host's name.
+    OnPath,
+}
+
+impl Reach {
+    pub(crate) const ALL: [Self; 3] = [Self::OffPath, Self::OneNumberOff, Self::OnPath];
+}
+
+/// How a host has made a connection: its REQ, and the REP that answered it, as MADs.
+#[derive(Clone)]
+pub(crate) struct Login {
+    host: Ipv4Addr,
+    pub(crate) req: Vec<u8>,
+    rep: Vec<u8>,
+}
+
+/// One end of a connection, as messages of the connection manager name it.
+struct End {
+    host: Ipv4Addr,
+    id: [u8; 4],
+    qpn: [u8; 3],
+}
+
+impl Login {
+    /// The host and the target, in either order.
+    fn ends(&self, chance: &mut Chance) -> (End, End) {
+        let host = End {
+            host: self.host,
+            id: self.req[24..28].try_into().unwrap(),
+            qpn: self.req[56..59].try_into().unwrap(),
+        };
+        let target = End {
+            host: TARGET,
+            id: self.rep[24..28].try_into().unwrap(),
+            qpn: self.rep[36..39].try_into().unwrap(),
+        };
+        match chance.below(2) {
+            0 => (host, target),
+            _ => (target, host),
+        }
+    }
+}
+
 /// A packet that was seen on the wire.
 struct Seen {
     from: SocketAddr,
@@ -64,49 +118,81 @@ impl Seen {
         u32::from_be_bytes([0, self.body[5], self.body[6], self.body[7]])
     }
 
+    /// The remote address and key of a WRITE or a READ request.
+    fn reth(&self) -> Option<(u64, u32)> {
+        let has_one = matches!(self.body[0], 0x06 | 0x0a | 0x0b | 0x0c) && self.body.len() >= 28;
+        has_one.then(|| {
+            let va = u64::from_be_bytes(self.body[12..20].try_into().unwrap());
+            let key = u32::from_be_bytes(self.body[20..24].try_into().unwrap());
+            (va, key)
+        })
+    }
+
+    /// A whole READ response of [`READ_LEN`] bytes.
+    fn answers_stranger(&self) -> bool {
+        let padded = READ_LEN.next_multiple_of(4);
+        let pad = usize::from(self.body[1] >> 4 & 3);
+        // BTH, AETH and ICRC beside the data.
+        self.body[0] == 0x10 && self.body.len() == 12 + 4 + padded + 4 && pad == padded - READ_LEN
+    }
+
+    /// A SEND, WRITE or READ request, with or without immediate data.
+    fn is_request(&self) -> bool {
+        matches!(self.body[0], 0..=0x0c | 0x16 | 0x17) && !self.is_cm()
+    }
+
     fn psn(&self) -> u32 {
         u32::from_be_bytes([0, self.body[9], self.body[10], self.body[11]])
     }
 }
 
-/// Forges packets. Off path it knows addresses, ports and formats; on path it sees every packet.
+/// Forges packets.
 pub(crate) struct Forger {
+    reach: Reach,
     raw: Socket,
     icmp: Socket,
     chance: Chance,
     /// The latest packets, at most [`Self::KEPT`].
-    seen: Vec<Seen>,
+    seen: VecDeque<Seen>,
     /// REQs of its own making: those of a login that anybody could try.
     requests: Vec<Vec<u8>>,
+    /// How the hosts that are at work have logged in.
+    logins: Vec<Login>,
     pub(crate) sent: u64,
+    /// READs of its own that were answered with data.
+    pub(crate) answered: u64,
 }
 
 impl Forger {
     const KEPT: usize = 512;
+    /// Of these, those whose numbers are still in use.
+    const RECENT: usize = 32;
 
     /// Call it in the stranger's namespace.
-    pub(crate) fn new(seed: u64, requests: Vec<Vec<u8>>) -> Self {
+    pub(crate) fn new(seed: u64, reach: Reach, requests: Vec<Vec<u8>>, logins: Vec<Login>) -> Self {
         let raw = |protocol| Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::from(protocol)));
         Self {
+            reach,
             // IPPROTO_RAW: headers are ours, source addresses too.
             raw: raw(255).unwrap(),
             icmp: raw(i32::from(ICMP)).unwrap(),
             chance: Chance::new(seed, 0xadd),
-            seen: Vec::new(),
+            seen: VecDeque::new(),
             requests,
+            logins,
             sent: 0,
+            answered: 0,
         }
     }
 
     /// What the sniffer has seen since.
     pub(crate) fn learn(&mut self, sniffer: &mut Sniffer) {
         while let Some(seen) = sniffer.next() {
-            if self.seen.len() < Self::KEPT {
-                self.seen.push(seen);
-            } else {
-                let at = self.chance.below(Self::KEPT as u64) as usize;
-                self.seen[at] = seen;
+            self.answered += u64::from(seen.answers_stranger());
+            if self.seen.len() == Self::KEPT {
+                self.seen.pop_front();
             }
+            self.seen.push_back(seen);
         }
     }
 
@@ -120,16 +206,32 @@ impl Forger {
     }
 
     /// One forged packet.
-    pub(crate) fn play(&mut self, trick: Trick, on_path: bool) {
-        match trick {
-            Trick::Icmp => self.send_icmp(),
-            Trick::Requests => self.send_request(),
-            Trick::ConnectionManagement => self.manage(on_path),
-            Trick::Acknowledgements => self.acknowledge(on_path),
-            Trick::Memory if on_path && self.chance.below(2) == 0 => self.replay(),
-            Trick::Memory => self.access(on_path),
+    pub(crate) fn play(&mut self, trick: Trick) {
+        match (trick, self.reach) {
+            (Trick::Icmp, _) => self.send_icmp(),
+            // Seldom, since the host refuses each REP to such a REQ, so that the next one is taken at once.
+            (Trick::Requests, Reach::OneNumberOff) if self.sent.is_multiple_of(64) => {
+                self.request_again();
+            }
+            (Trick::Requests, _) => self.send_request(),
+            (Trick::ConnectionManagement, Reach::OneNumberOff) => self.manage_known(),
+            (Trick::ConnectionManagement, _) => self.manage(),
+            (Trick::Acknowledgements, _) => self.acknowledge(),
+            (Trick::Memory, Reach::OnPath) if self.chance.below(4) == 0 => self.replay(),
+            (Trick::Memory, _) => self.access(),
         }
         self.sent += 1;
+    }
+
+    fn any_login(&mut self) -> Login {
+        let at = self.chance.below(self.logins.len() as u64) as usize;
+        self.logins[at].clone()
+    }
+
+    /// An address that is not that of `host`.
+    fn other_host(&mut self, host: Ipv4Addr) -> Ipv4Addr {
+        let others = [HONEST, SECOND, STRANGER].map(|h| if h == host { LATER } else { h });
+        others[self.chance.below(3) as usize]
     }
 
     fn send_icmp(&mut self) {
@@ -182,8 +284,50 @@ impl Forger {
         self.send_mad(host, TARGET, &mad);
     }
 
+    /// The REQ of a host that is at work, with its queue pair, as if the host had forgotten its connection.
+    fn request_again(&mut self) {
+        let login = self.any_login();
+        let mut mad = login.req;
+        for range in [8..16, 24..28] {
+            for byte in &mut mad[range] {
+                *byte = self.chance.below(256) as u8;
+            }
+        }
+        self.send_mad(login.host, TARGET, &mad);
+    }
+
+    /// A message about a connection of a host that is at work, which is right but for one number.
+    fn manage_known(&mut self) {
+        let (mut from, mut to) = self.any_login().ends(&mut self.chance);
+        // MRA, REJ, RTU, DREQ, DREP.
+        let kinds = [0x11, 0x12, 0x14, 0x15, 0x15, 0x16];
+        let kind = kinds[self.chance.below(kinds.len() as u64) as usize];
+        let random = self.chance.below(1 << 32) as u32;
+        match self.chance.below(4) {
+            0 => from.id = random.to_be_bytes(),
+            1 => to.id = random.to_be_bytes(),
+            2 if kind == 0x15 => to.qpn[2] ^= random as u8 | 1,
+            _ => from.host = self.other_host(from.host),
+        }
+        let mut mad = [0; 256];
+        mad[..4].copy_from_slice(&[1, 7, 2, 3]);
+        for byte in &mut mad[8..16] {
+            *byte = self.chance.below(256) as u8;
+        }
+        mad[17] = kind;
+        mad[24..28].copy_from_slice(&from.id);
+        mad[28..32].copy_from_slice(&to.id);
+        match kind {
+            0x15 => mad[32..35].copy_from_slice(&to.qpn),
+            // The reason of a REJ, and which message it is about: the REP, or any.
+            0x12 => mad[32..36].copy_from_slice(&[(random & 0xc0) as u8, 0, 0, 28]),
+            _ => {}
+        }
+        self.send_mad(from.host, to.host, &mad);
+    }
+
     /// A message about a connection.
-    fn manage(&mut self, on_path: bool) {
+    fn manage(&mut self) {
         let (mut from, mut to) = self.ends();
         let mut mad = [0; 256];
         for byte in &mut mad[24..] {
@@ -204,7 +348,7 @@ impl Forger {
             mad[at..at + 4].copy_from_slice(&id.to_be_bytes());
         }
         let known = self.seen.iter().filter(|s| s.is_cm()).count();
-        if on_path && known > 0 {
+        if self.reach == Reach::OnPath && known > 0 {
             let which = self.chance.below(known as u64) as usize;
             let seen = self.seen.iter().filter(|s| s.is_cm()).nth(which).unwrap();
             (from, to) = (ipv4(seen.from), ipv4(seen.to));
@@ -223,74 +367,145 @@ impl Forger {
         self.send(roce(from), roce(to), &bth, &ext, mad);
     }
 
-    /// A queue pair, and a sequence number at or near one that was seen.
-    fn place(&mut self, on_path: bool) -> (SocketAddr, SocketAddr, Qpn, Psn) {
-        let known = self.seen.iter().filter(|s| !s.is_cm()).count();
-        if on_path && known > 0 {
-            let which = self.chance.below(known as u64) as usize;
-            let seen = self.seen.iter().filter(|s| !s.is_cm()).nth(which).unwrap();
-            let near = self.chance.below(5) as u32;
-            let psn = seen.psn().wrapping_add(near).wrapping_sub(2);
-            return (
-                seen.from,
-                seen.to,
-                Qpn::new(seen.qpn()),
-                Psn::new(psn & 0xff_ffff),
-            );
+    /// Which of the latest packets of connections to pretend to follow.
+    fn recent(&mut self) -> Option<&Seen> {
+        let recent = self.seen.iter().rev().filter(|s| !s.is_cm());
+        let known = recent.take(Self::RECENT).count() as u64;
+        let which = self.chance.below(known.max(1)) as usize;
+        self.seen.iter().rev().filter(|s| !s.is_cm()).nth(which)
+    }
+
+    /// Where a packet goes.
+    fn place(&mut self) -> Place {
+        if self.reach != Reach::OffPath
+            && let Some(seen) = self.recent()
+        {
+            let (from, to, qpn, psn) = (seen.from, seen.to, seen.qpn(), seen.psn());
+            let mut place = Place {
+                from,
+                to,
+                qpn,
+                psn,
+                reth: seen.reth(),
+            };
+            match self.reach {
+                Reach::OneNumberOff => self.spoil(&mut place),
+                _ => {
+                    place.psn = psn
+                        .wrapping_add(self.chance.below(8) as u32)
+                        .wrapping_sub(2);
+                }
+            }
+            return place;
         }
         let (from, to) = self.ends();
         let qpn = self.chance.below(1 << 24) as u32;
-        // Half of the guesses are of low numbers.
-        let qpn = if qpn.is_multiple_of(2) {
-            qpn
-        } else {
-            qpn & 0xfff
-        };
-        let psn = self.chance.below(1 << 24) as u32;
-        (roce(from), roce(to), Qpn::new(qpn), Psn::new(psn))
+        Place {
+            from: roce(from),
+            to: roce(to),
+            // Half of the guesses are of low numbers.
+            qpn: if qpn.is_multiple_of(2) {
+                qpn
+            } else {
+                qpn & 0xfff
+            },
+            psn: self.chance.below(1 << 24) as u32,
+            reth: None,
+        }
     }
 
-    fn acknowledge(&mut self, on_path: bool) {
-        let (from, to, qpn, psn) = self.place(on_path);
+    /// What comes next to a queue pair whose peer reaches memory at the other end, as far as is known.
+    fn next_access(&mut self) -> Option<Place> {
+        let known = self.seen.iter().filter(|s| s.reth().is_some()).count();
+        let which = self.chance.below(known.clamp(1, 8) as u64) as usize;
+        let mut all = self.seen.iter().rev();
+        let seen = all.by_ref().filter(|s| s.reth().is_some()).nth(which)?;
+        let is_before = |s: &&Seen| s.to == seen.to && s.qpn() == seen.qpn() && s.is_request();
+        let last = self.seen.iter().rev().find(is_before)?;
+        let mut place = Place {
+            from: seen.from,
+            to: seen.to,
+            qpn: seen.qpn(),
+            psn: last.psn(),
+            reth: seen.reth(),
+        };
+        place.psn = place.psn.wrapping_add(1 + self.chance.below(3) as u32);
+        Some(place)
+    }
+
+    /// Makes one number of a place wrong.
+    fn spoil(&mut self, place: &mut Place) {
+        match self.chance.below(4) {
+            0 => place.from.set_ip(self.other_host(ipv4(place.from)).into()),
+            1 => place.qpn ^= 1 << self.chance.below(24),
+            // Far more than any window, either way.
+            n => {
+                let far = (1 << 20) + self.chance.below(1 << 20) as u32;
+                place.psn = match n {
+                    2 => place.psn.wrapping_add(far),
+                    _ => place.psn.wrapping_sub(far),
+                };
+            }
+        }
+    }
+
+    fn acknowledge(&mut self) {
+        let place = self.place();
         // ACK; RNR NAK; NAKs for sequence, invalid request, access, operation.
         let syndromes = [0x00, 0x1f, 0x20, 0x2e, 0x60, 0x61, 0x62, 0x63];
         let syndrome = syndromes[self.chance.below(8) as usize];
         let ext = ExtHeaders {
             aeth: Some(Aeth::new(
                 AethSyndrome::from_wire(syndrome),
-                Msn::new(psn.value()),
+                Msn::new(place.psn & 0xff_ffff),
             )),
             ..ExtHeaders::default()
         };
-        let bth = Bth::new(Opcode::RcAcknowledge, qpn, psn);
-        self.send(from, to, &bth, &ext, &[]);
+        let bth = place.bth(Opcode::RcAcknowledge);
+        self.send(place.from, place.to, &bth, &ext, &[]);
     }
 
-    /// A WRITE, or a READ, of memory whose key is a guess; or a message of nonsense where even the queue
-    /// pair is one. A message with the right number would be carried out: nothing in RoCE tells it from
-    /// one of the peer.
-    fn access(&mut self, on_path: bool) {
-        let (from, to, qpn, psn) = self.place(on_path);
-        let mut reth = None;
-        let opcode = match self.chance.below(if on_path { 2 } else { 3 }) {
+    /// A WRITE, or a READ, of memory whose key is a guess, or right but for one bit; or a message of
+    /// nonsense where another number is wrong. A message with the right numbers would be carried out: nothing
+    /// in RoCE tells it from one of the peer.
+    fn access(&mut self) {
+        let place = match self.reach {
+            Reach::OnPath => self.next_access(),
+            _ => Some(self.place()),
+        };
+        let Some(place) = place else { return };
+        let may_send = self.reach != Reach::OnPath;
+        let opcode = match self.chance.below(if may_send { 4 } else { 3 }) {
             0 => Opcode::RcWriteOnly,
-            1 => Opcode::RcReadRequest,
+            1 | 2 => Opcode::RcReadRequest,
             _ => Opcode::RcSendOnly,
         };
         let payload: &[u8] = match opcode {
             Opcode::RcReadRequest => &[],
             _ => &[0xbd; 64],
         };
+        let bits = [8, 32][self.chance.below(2) as usize];
+        let mut reth = None;
         if opcode != Opcode::RcSendOnly {
-            let va = self.chance.below(1 << 47);
-            let rkey = self.chance.below(1 << 32) as u32;
-            reth = Some(Reth::new(va, rkey, 64));
+            // Memory that is at the same place as that of the packet that this one follows.
+            let (va, key) = match place.reth {
+                Some((va, key)) => (va, key ^ 1 << self.chance.below(bits)),
+                None => (
+                    self.chance.below(1 << 47),
+                    self.chance.below(1 << 32) as u32,
+                ),
+            };
+            let len = match opcode {
+                Opcode::RcReadRequest => READ_LEN,
+                _ => payload.len(),
+            };
+            reth = Some(Reth::new(va, key, len as u32));
         }
         let ext = ExtHeaders {
             reth,
             ..ExtHeaders::default()
         };
-        self.send(from, to, &Bth::new(opcode, qpn, psn), &ext, payload);
+        self.send(place.from, place.to, &place.bth(opcode), &ext, payload);
     }
 
     /// A packet that was seen, once more.
@@ -319,6 +534,22 @@ impl Forger {
         let icrc = flow.compute(&body, IP_ID).to_le_bytes();
         body.extend_from_slice(&icrc);
         let _ = self.raw.send_to(&datagram(from, to, &body), &to.into());
+    }
+}
+
+/// Where a packet seems to come from and goes, and the memory of the one that it follows.
+struct Place {
+    from: SocketAddr,
+    to: SocketAddr,
+    qpn: u32,
+    psn: u32,
+    reth: Option<(u64, u32)>,
+}
+
+impl Place {
+    fn bth(&self, opcode: Opcode) -> Bth {
+        let psn = Psn::new(self.psn & 0xff_ffff);
+        Bth::new(opcode, Qpn::new(self.qpn), psn)
     }
 }
 
@@ -412,14 +643,32 @@ impl Sniffer {
         None
     }
 
-    /// The REQs that have passed, as MADs.
-    pub(crate) fn requests(&mut self) -> Vec<Vec<u8>> {
-        let mut found = Vec::new();
+    /// The logins that have passed.
+    pub(crate) fn logins(&mut self) -> Vec<Login> {
+        let mut logins: Vec<Login> = Vec::new();
+        let mut requests = Vec::new();
         while let Some(seen) = self.next() {
-            if seen.is_cm() && seen.body[MAD + 17] == 0x10 {
-                found.push(seen.body[MAD..MAD + 256].to_vec());
+            if !seen.is_cm() {
+                continue;
+            }
+            let mad = seen.body[MAD..MAD + 256].to_vec();
+            match mad[17] {
+                0x10 => requests.push((ipv4(seen.from), mad)),
+                // Frames pass the switch's ports one after another, and are seen each time.
+                0x13 if logins.iter().all(|l| l.rep[24..32] != mad[24..32]) => {
+                    let to = ipv4(seen.to);
+                    let req = requests
+                        .iter()
+                        .find(|(host, req)| *host == to && req[24..28] == mad[28..32]);
+                    logins.extend(req.map(|(host, req)| Login {
+                        host: *host,
+                        req: req.clone(),
+                        rep: mad.clone(),
+                    }));
+                }
+                _ => {}
             }
         }
-        found
+        logins
     }
 }

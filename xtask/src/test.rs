@@ -157,6 +157,22 @@ const STEPS: &[Step] = &[
         },
     },
     Step {
+        name: "a stranger on the network",
+        run: || {
+            cargo_test(
+                &[
+                    "--workspace",
+                    "--test",
+                    "adversary",
+                    "--",
+                    "--ignored",
+                    "--nocapture",
+                ],
+                &[("RISER_ADVERSARY_SECONDS", "12")],
+            )
+        },
+    },
+    Step {
         name: "demo",
         run: demo_step,
     },

@@ -154,13 +154,16 @@ pub enum BlockOp {
 }
 
 impl BlockOp {
-    /// Where the data end on the medium that a READ or WRITE moves, in bytes.
+    /// Where the blocks end that it reads or changes, in bytes.
     pub(crate) fn end(&self) -> Option<u64> {
         match *self {
             Self::Read { offset, len, .. } | Self::Write { offset, len, .. } => {
                 Some(offset + u64::from(len))
             }
-            _ => None,
+            Self::WriteZeroes { offset, len, .. } | Self::Discard { offset, len } => {
+                Some(offset + len)
+            }
+            Self::Flush { .. } | Self::ChangeReservations(_) | Self::Status { .. } => None,
         }
     }
 }

@@ -303,6 +303,36 @@ fn a_medium_that_shrinks_ends_a_command_in_the_middle() {
     }
 }
 
+/// A medium that has shrunk is not made longer again by zeroing or deallocating what was its end.
+#[test]
+fn nothing_is_zeroed_beyond_a_medium_that_has_shrunk() {
+    let mut write_same = [0; 16];
+    write_same[0] = 0x93;
+    write_same[9] = 120;
+    write_same[13] = 8;
+    let rig = Rig::with(narrow());
+    let (mut command, step) = rig.lu.start(&Request {
+        nexus: A,
+        cdb: &write_same,
+        expected: Expected {
+            data_out: 512,
+            data_in: 0,
+        },
+        attribute: TaskAttribute::Simple,
+        luns: &[],
+        read_only: false,
+    });
+    assert!(matches!(step, Step::ReceiveData { .. }), "{step:?}");
+    rig.lu.set_capacity(125).expect("a legal capacity");
+    let mut buffer = vec![0; command.buffer_len() as usize];
+    let step = command.advance(&rig.lu, StepResult::Done, &mut buffer);
+    let Step::Respond(response) = step else {
+        panic!("{step:?}");
+    };
+    let sense = response.parsed_sense().expect("sense data");
+    assert_eq!((sense.key as u8, sense.additional.code), (5, 0x21));
+}
+
 /// An ORWRITE has its blocks to itself until its last piece is written: a WRITE to the blocks of
 /// the first piece comes after it, one to other blocks goes on.
 #[test]

@@ -10,9 +10,17 @@
 //!   a failure was cleared it opens a new one, for which the kernel does not report the old error again;
 //! - a worker has one flush of a backend under way at a time, which serves everyone that waits for one,
 //!   so that two flushes do not race for one error.
+//!
+//! Nor does a restart end it: a [`FlushKeeper`] keeps the failure, by a thread of its own, since a worker does
+//! not wait for the file system that it is kept in.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::fmt::Debug;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
 use std::time::SystemTime;
+
+use riser_scsi::config::Identity;
 
 /// Acknowledged writes of a backend did not reach its medium.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,9 +31,41 @@ pub struct FlushFailure {
     pub at: SystemTime,
 }
 
+/// Keeps failures of flushes beyond the end of the process, by logical unit.
+pub trait FlushKeeper: Debug + Send + Sync {
+    /// The failure of a unit's backend that was not cleared.
+    ///
+    /// # Errors
+    /// It cannot be read, so there may be one.
+    fn load(&self, unit: &Identity) -> io::Result<Option<FlushFailure>>;
+
+    /// Replaces what is kept, durably.
+    ///
+    /// # Errors
+    /// What is kept may be the old failure or the new one.
+    fn save(&self, unit: &Identity, failure: Option<&FlushFailure>) -> io::Result<()>;
+}
+
 /// The failure of a backend, if there is one.
 #[derive(Debug, Default)]
-pub(super) struct FlushState(Mutex<State>);
+pub(super) struct FlushState {
+    inner: Arc<Inner>,
+    /// Saves the failure.
+    saver: Mutex<Option<JoinHandle<()>>>,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    state: Mutex<State>,
+    /// Where it is kept. Locked while it is saved, so that what is saved last is what is so.
+    kept: Mutex<Option<Kept>>,
+}
+
+#[derive(Debug)]
+struct Kept {
+    keeper: Arc<dyn FlushKeeper>,
+    unit: Identity,
+}
 
 #[derive(Debug, Default)]
 struct State {
@@ -33,36 +73,94 @@ struct State {
     clears: u64,
 }
 
-impl FlushState {
-    /// Both are set at once, so poison is ignored.
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
+/// What is in these is set as a whole, so poison is ignored.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
+impl Inner {
+    fn save(&self) {
+        let kept = lock(&self.kept);
+        let Some(Kept { keeper, unit }) = &*kept else {
+            return;
+        };
+        let failure = lock(&self.state).failure;
+        if let Err(error) = keeper.save(unit, failure.as_ref()) {
+            tracing::error!(serial = unit.serial, %error, "the state of flushes cannot be saved");
+        }
+    }
+}
+
+impl FlushState {
     pub(super) fn failure(&self) -> Option<FlushFailure> {
-        self.lock().failure
+        lock(&self.inner.state).failure
     }
 
     /// How many failures were cleared.
     pub(super) fn clears(&self) -> u64 {
-        self.lock().clears
+        lock(&self.inner.state).clears
+    }
+
+    /// Takes the failure that is kept for a unit, and keeps those that come. What cannot be read is
+    /// taken for a failure.
+    pub(super) fn keep(
+        &self,
+        keeper: Arc<dyn FlushKeeper>,
+        unit: &Identity,
+    ) -> Option<FlushFailure> {
+        let loaded = keeper.load(unit).unwrap_or_else(|error| {
+            tracing::error!(serial = unit.serial, %error, "whether a flush has failed cannot be read");
+            Some(FlushFailure {
+                errno: error.raw_os_error().unwrap_or(libc::EIO),
+                at: SystemTime::now(),
+            })
+        });
+        let mut state = lock(&self.inner.state);
+        state.failure = state.failure.or(loaded);
+        *lock(&self.inner.kept) = Some(Kept {
+            keeper,
+            unit: unit.clone(),
+        });
+        loaded
     }
 
     /// Remembers the first failure; whether this is it.
     pub(super) fn fail(&self, errno: i32) -> bool {
-        let mut state = self.lock();
-        let is_first = state.failure.is_none();
-        state.failure.get_or_insert_with(|| FlushFailure {
+        let mut state = lock(&self.inner.state);
+        if state.failure.is_some() {
+            return false;
+        }
+        state.failure = Some(FlushFailure {
             errno,
             at: SystemTime::now(),
         });
-        is_first
+        drop(state);
+        let inner = Arc::clone(&self.inner);
+        let thread = thread::Builder::new().name("flush-failure".into());
+        match thread.spawn(move || inner.save()) {
+            Ok(saver) => *lock(&self.saver) = Some(saver),
+            Err(error) => {
+                tracing::error!(%error, "no thread to save a failed flush");
+                self.inner.save();
+            }
+        }
+        true
+    }
+
+    /// Returns when what was found is saved.
+    pub(super) fn wait_saved(&self) {
+        let saver = lock(&self.saver).take();
+        if saver.is_some_and(|saver| saver.join().is_err()) {
+            self.inner.save();
+        }
     }
 
     pub(super) fn clear(&self) -> Option<FlushFailure> {
-        let mut state = self.lock();
-        let cleared = state.failure.take();
-        state.clears += u64::from(cleared.is_some());
-        cleared
+        let mut state = lock(&self.inner.state);
+        let cleared = state.failure.take()?;
+        state.clears += 1;
+        drop(state);
+        self.inner.save();
+        Some(cleared)
     }
 }

@@ -52,7 +52,7 @@ mod sys;
 
 pub use driver::{Done, Driver, DriverConfig, DriverFull, StoreId};
 pub use fault::{Fault, FaultOn, Faults};
-pub use flush::FlushFailure;
+pub use flush::{FlushFailure, FlushKeeper};
 pub use ram::Ram;
 pub use store::{Direct, Geometry, OpenError, Resized, Source, Spec, Store};
 

@@ -10,9 +10,10 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use riser_memory::Memory;
+use riser_scsi::config::Identity;
 
 use super::fault::Faults;
-use super::flush::{FlushFailure, FlushState};
+use super::flush::{FlushFailure, FlushKeeper, FlushState};
 use super::ram::{self, Ram};
 use super::sys::{self, Align, Lock};
 
@@ -476,6 +477,24 @@ impl Store {
     /// Lets flushes succeed again, after an administrator has dealt with what was lost.
     pub fn clear_flush_failure(&self) -> Option<FlushFailure> {
         self.flush.clear()
+    }
+
+    /// Takes the failure of a flush that is kept for a unit, and keeps those that come.
+    pub fn keep_flush_failures(&self, keeper: Arc<dyn FlushKeeper>, unit: &Identity) {
+        if let Some(failure) = self.flush.keep(keeper, unit) {
+            let error = io::Error::from_raw_os_error(failure.errno);
+            tracing::error!(
+                backend = self.label,
+                %error,
+                "a flush had failed before the start: flushes fail until an administrator clears it \
+                 (riserd clear-flush-failure)"
+            );
+        }
+    }
+
+    /// Returns when a failure of a flush is saved where failures are kept.
+    pub fn wait_flush_failure_saved(&self) {
+        self.flush.wait_saved();
     }
 
     /// How many failures of flushes were cleared.

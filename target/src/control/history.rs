@@ -11,6 +11,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
+use super::flushes::FlushFiles;
 use super::ports::PortFile;
 use super::reservations::ReservationFiles;
 use super::state::{self, StateDir};
@@ -138,7 +139,8 @@ impl History {
         }
     }
 
-    /// What keeps the reservations of logical units and the numbers of ports, in the same directory.
+    /// What keeps reservations and failed flushes of logical units, and the numbers of ports, in the same
+    /// directory.
     #[must_use]
     pub fn keepers(&self) -> Keepers {
         let Some(dir) = &self.dir else {
@@ -147,6 +149,7 @@ impl History {
         Keepers {
             reservations: Some(Arc::new(ReservationFiles::new(Arc::clone(dir)))),
             ports: Some(Arc::new(PortFile::new(Arc::clone(dir)))),
+            flushes: Some(Arc::new(FlushFiles::new(Arc::clone(dir)))),
         }
     }
 

@@ -29,6 +29,7 @@
 pub mod api;
 mod bounded;
 pub mod client;
+pub mod flushes;
 pub mod health;
 pub mod history;
 pub mod http;

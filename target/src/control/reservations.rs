@@ -8,7 +8,7 @@ use riser_scsi::config::Identity;
 use riser_scsi::reservation::{ReservationKeeper, SavedReservations};
 use serde::{Deserialize, Serialize};
 
-use super::state::StateDir;
+use super::state::{self, StateDir};
 
 /// The version of the files' form.
 const VERSION: u32 = 1;
@@ -38,13 +38,7 @@ impl ReservationFiles {
 
 /// The name of a unit's file.
 fn file_of(unit: &Identity) -> String {
-    let naa: String = unit
-        .naa
-        .bytes()
-        .iter()
-        .map(|b| format!("{b:02x}"))
-        .collect();
-    format!("reservations-{naa}.json")
+    state::file_of_unit("reservations", unit)
 }
 
 impl ReservationKeeper for ReservationFiles {

@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use riser_scsi::config::Identity;
 use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 
@@ -103,6 +104,14 @@ impl StateDir {
     pub fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
         replace(&self.path.join(name), bytes)
     }
+}
+
+/// The name of the file for something of a logical unit, by its world-wide name.
+#[must_use]
+pub fn file_of_unit(what: &str, unit: &Identity) -> String {
+    let naa = unit.naa.bytes();
+    let naa: String = naa.iter().map(|b| format!("{b:02x}")).collect();
+    format!("{what}-{naa}.json")
 }
 
 /// Replaces a file, which only its owner may read.

@@ -367,6 +367,10 @@ impl Builder {
                         source,
                     })?;
         }
+        if let Some(keeper) = &self.keepers.flushes {
+            let store = self.opened[place].as_ref().expect("just opened");
+            store.keep_flush_failures(Arc::clone(keeper), &lu.config().identity);
+        }
         let limits = &config.limits;
         let tasks = limits.max_sessions.saturating_mul(limits.queue_depth);
         let index = UnitIdx(self.unit_stores.len() as u32);

@@ -42,7 +42,7 @@ use riser_scsi::reservation::ReservationKeeper;
 use rustix::thread::{CpuSet, sched_setaffinity};
 use tokio::sync::Notify;
 
-use crate::backend::OpenError;
+use crate::backend::{FlushKeeper, OpenError};
 use crate::config::Config;
 use crate::worker::iscsi::IscsiSessions;
 use crate::worker::mail::{MAILBOX, Mail, Outbox, Snapshot};
@@ -203,6 +203,8 @@ pub struct Keepers {
     pub reservations: Option<Arc<dyn ReservationKeeper>>,
     /// The numbers of ports.
     pub ports: Option<Arc<dyn PortKeeper>>,
+    /// Failures of flushes.
+    pub flushes: Option<Arc<dyn FlushKeeper>>,
 }
 
 /// A running server.
@@ -235,7 +237,7 @@ pub fn build_shared(
 ) -> Result<Shared, ServerError> {
     let keepers = Keepers {
         reservations: keeper,
-        ports: None,
+        ..Keepers::default()
     };
     shared(config, &Legacy::default(), keepers).map(|(shared, _)| shared)
 }
@@ -546,6 +548,9 @@ impl Server {
             };
         }
         self.abandon();
+        let catalog = self.shared.registry.catalog();
+        let stores = catalog.stores.iter().flatten();
+        stores.for_each(|store| store.wait_flush_failure_saved());
         self.failed.take().map_or(result, Err)
     }
 

@@ -193,8 +193,8 @@ mod tests {
         );
         let config = Config::parse(&text, "test.yaml").unwrap();
         let keepers = Keepers {
-            reservations: None,
             ports: Some(keeper.clone()),
+            ..Keepers::default()
         };
         let mut builder = Builder::after(&Legacy::default(), keepers).unwrap();
         let catalog = builder.catalog(&config).unwrap();

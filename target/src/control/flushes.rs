@@ -1,0 +1,80 @@
+//! Failures of flushes that no administrator has cleared, in the state directory: a file for each logical
+//! unit that has one, named after the unit's world-wide name.
+
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, UNIX_EPOCH};
+
+use riser_scsi::config::Identity;
+use serde::{Deserialize, Serialize};
+
+use super::state::{self, StateDir};
+use crate::backend::{FlushFailure, FlushKeeper};
+
+/// The version of the files' form.
+const VERSION: u32 = 1;
+
+/// Keeps failures of flushes in a state directory.
+#[derive(Debug)]
+pub struct FlushFiles {
+    dir: Arc<StateDir>,
+}
+
+/// What a file holds.
+#[derive(Debug, Serialize, Deserialize)]
+struct Saved {
+    version: u32,
+    /// The unit's serial number. With another one it is another unit, even if the world-wide name is the same.
+    serial: String,
+    errno: i32,
+    /// Milliseconds since 1970.
+    at: u64,
+}
+
+impl FlushFiles {
+    /// Keeps them in `dir`.
+    #[must_use]
+    pub fn new(dir: Arc<StateDir>) -> Self {
+        Self { dir }
+    }
+}
+
+fn file_of(unit: &Identity) -> String {
+    state::file_of_unit("flush-failure", unit)
+}
+
+impl FlushKeeper for FlushFiles {
+    fn load(&self, unit: &Identity) -> io::Result<Option<FlushFailure>> {
+        let file = file_of(unit);
+        let Some(bytes) = self.dir.read(&file)? else {
+            return Ok(None);
+        };
+        let error = |why: String| {
+            let path = self.dir.path().join(&file);
+            io::Error::other(format!("{}: {why}", path.display()))
+        };
+        let saved: Saved = serde_json::from_slice(&bytes).map_err(|e| error(e.to_string()))?;
+        if saved.version != VERSION {
+            return Err(error(format!("version {} is not known", saved.version)));
+        }
+        Ok((saved.serial == unit.serial).then(|| FlushFailure {
+            errno: saved.errno,
+            at: UNIX_EPOCH + Duration::from_millis(saved.at),
+        }))
+    }
+
+    fn save(&self, unit: &Identity, failure: Option<&FlushFailure>) -> io::Result<()> {
+        let file = file_of(unit);
+        let Some(failure) = failure else {
+            return self.dir.remove(&file);
+        };
+        let at = failure.at.duration_since(UNIX_EPOCH).unwrap_or_default();
+        let saved = Saved {
+            version: VERSION,
+            serial: unit.serial.clone(),
+            errno: failure.errno,
+            at: at.as_millis() as u64,
+        };
+        self.dir.replace(&file, &serde_json::to_vec_pretty(&saved)?)
+    }
+}

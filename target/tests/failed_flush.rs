@@ -1,0 +1,101 @@
+//! A flush that failed, and what is remembered of it beyond the end of the server.
+
+mod tcp;
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use riser_scsi::step::BackendError;
+use riser_target::backend::{Fault, FaultOn, Faults};
+use riser_target::config::{Config, Location};
+use riser_target::control::history::History;
+use riser_target::server::legacy::Legacy;
+use riser_target::server::{Server, ServerError};
+use tcp::Client;
+
+const IQN: &str = "iqn.2026-01.com.example:demo";
+
+const GOOD: u8 = 0;
+const CHECK_CONDITION: u8 = 2;
+
+const HOST: &str = "127.97.1.1";
+
+fn start(dir: &Path, faults: Vec<Fault>) -> Server {
+    let text = format!(
+        "backends: {{ a: {{ kind: file, path: {}/a, size: 1MiB, create: true }} }}\n\
+         targets:\n\
+         - name: {IQN}\n\
+         \x20 portals: [{{ protocol: iscsi, listen: '{HOST}:3290' }}]\n\
+         \x20 luns: {{ 0: a }}\n\
+         \x20 access: open\n\
+         workers: {{ count: 2 }}\n",
+        dir.display()
+    );
+    let mut config = Config::parse(&text, "test.yaml").unwrap();
+    config.backends[0].spec.faults = Some(Arc::new(Faults::new(faults)));
+    let history = History::open(&Location::At(dir.join("state"))).unwrap();
+    Server::start_after(&config, &Legacy::default(), history.keepers()).unwrap()
+}
+
+/// The status of a WRITE and of a SYNCHRONIZE CACHE after it.
+fn write_and_flush() -> (u8, u8) {
+    let to: SocketAddr = format!("{HOST}:3290").parse().unwrap();
+    let mut client = Client::login_at(to, IQN, 1, None).unwrap();
+    client.command(&[0; 6], false, 0, &[]);
+    let write = [0x2a, 0, 0, 0, 0, 0, 0, 0, 1, 0];
+    let written = client.command(&write, true, 512, &[1; 512]).0;
+    let flushed = client.command(&[0x35, 0, 0, 0, 0, 0, 0, 0, 0, 0], false, 0, &[]);
+    (written, flushed.0)
+}
+
+/// The files that remember a failure.
+fn files(dir: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(dir.join("state")).unwrap();
+    let paths = entries.map(|entry| entry.unwrap().path());
+    paths
+        .filter(|path| path.to_string_lossy().contains("flush-failure"))
+        .collect()
+}
+
+#[test]
+fn a_restart_does_not_clear_a_failed_flush() {
+    let dir = std::env::temp_dir().join(format!("riserd-failed-flush-{}", std::process::id()));
+    let _ = std::fs::remove_dir_all(&dir);
+    std::fs::create_dir(&dir).unwrap();
+    let once = Fault {
+        on: FaultOn::Flush,
+        offset: 0,
+        len: u64::MAX,
+        times: Some(1),
+        delay: Duration::ZERO,
+        error: Some(BackendError::Medium { offset: None }),
+    };
+    let server = start(&dir, vec![once]);
+    assert_eq!(write_and_flush(), (GOOD, CHECK_CONDITION));
+    assert!(matches!(server.shutdown(), Err(ServerError::Flush(_))));
+    let remembered = files(&dir);
+    assert_eq!(remembered.len(), 1);
+
+    // The disk would flush by now.
+    let server = start(&dir, Vec::new());
+    assert_eq!(write_and_flush(), (GOOD, CHECK_CONDITION));
+    assert_eq!(server.clear_flush_failure(None), 1);
+    assert_eq!(write_and_flush(), (GOOD, GOOD));
+    assert!(server.shutdown().is_ok());
+    assert!(files(&dir).is_empty());
+
+    let server = start(&dir, Vec::new());
+    assert_eq!(write_and_flush(), (GOOD, GOOD));
+    assert!(server.shutdown().is_ok());
+
+    // What cannot be read may have been a failure.
+    std::fs::write(&remembered[0], "{").unwrap();
+    let server = start(&dir, Vec::new());
+    assert_eq!(write_and_flush(), (GOOD, CHECK_CONDITION));
+    assert_eq!(server.clear_flush_failure(None), 1);
+    assert_eq!(write_and_flush(), (GOOD, GOOD));
+    assert!(server.shutdown().is_ok());
+    std::fs::remove_dir_all(&dir).unwrap();
+}

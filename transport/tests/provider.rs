@@ -1,6 +1,7 @@
 //! The provider suite on the wire in memory and on sockets, and what only one of them can show.
 
 mod link;
+mod marks;
 mod software;
 mod suite;
 

@@ -41,6 +41,10 @@ pub(crate) struct Knobs {
     pub(crate) attention: AtomicU32,
     /// So many INQUIRYs for pages are answered NOT READY, and with nothing that asks for patience.
     pub(crate) no_pages: AtomicU32,
+    /// The list of pages names neither the serial number's nor the designators'.
+    pub(crate) unlisted: AtomicBool,
+    /// Another disk took the place of the first.
+    pub(crate) exchanged: AtomicBool,
     /// The next command ends the connection.
     pub(crate) disconnect: AtomicBool,
     /// The next answer is garbage.
@@ -645,8 +649,14 @@ impl Target {
                 data[8..12].copy_from_slice(b"FAKE");
                 data
             }
-            (0x12, 1, 0x00) => vec![0, 0, 0, 4, 0, 0x80, 0x83, 0xb2],
-            (0x12, 1, 0x80) => b"\0\x80\0\x02S1".to_vec(),
+            (0x12, 1, 0x00) => match self.knobs.unlisted.load(Ordering::SeqCst) {
+                true => vec![0, 0, 0, 2, 0, 0xb2],
+                false => vec![0, 0, 0, 4, 0, 0x80, 0x83, 0xb2],
+            },
+            (0x12, 1, 0x80) => match self.knobs.exchanged.load(Ordering::SeqCst) {
+                true => b"\0\x80\0\x02S2".to_vec(),
+                false => b"\0\x80\0\x02S1".to_vec(),
+            },
             (0x12, 1, 0x83) => vec![0, 0x83, 0, 8, 1, 3, 0, 4, 0x61, 2, 3, 4],
             (0x12, 1, 0xb2) => vec![0, 0xb2, 0, 4, 0, 0x40, 0, 0],
             (0x1a, ..) => vec![15, 0, 0, 0, 8, 10, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0],

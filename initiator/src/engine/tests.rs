@@ -306,6 +306,43 @@ fn a_unit_that_cannot_say_who_it_is_yet_is_asked_again() {
     assert_eq!(rig.target.knobs.no_pages.load(Ordering::SeqCst), 0);
 }
 
+#[test]
+fn a_unit_is_known_by_pages_that_it_does_not_list() {
+    let rig = rig(35, "");
+    let knobs = &rig.target.knobs;
+    knobs.unlisted.store(true, Ordering::SeqCst);
+    let lun = block_on(rig.session.lun(0)).unwrap();
+    assert_eq!(lun.info().identity.serial.as_deref(), Some("S1"));
+    assert!(lun.info().provisioning.write_same, "a page that is listed");
+    knobs.disconnect.store(true, Ordering::SeqCst);
+    put(&lun, 0, &pattern(1, 8192));
+    assert_eq!(get(&lun, 0, 8192), pattern(1, 8192), "the same unit");
+    knobs.exchanged.store(true, Ordering::SeqCst);
+    knobs.disconnect.store(true, Ordering::SeqCst);
+    let buffer = block_on(lun.buffers().take(8192));
+    buffer.slice().fill(0, 8192, 0xee);
+    block_on(lun.write(0, buffer, false)).unwrap_err();
+    assert_eq!(rig.target.disk.lock().unwrap()[..8192], pattern(1, 8192));
+}
+
+/// Without them, a unit would be found with no identity, and taken for another one later.
+#[test]
+fn a_unit_whose_pages_cannot_be_read_yet_is_not_found() {
+    let rig = rig(36, "");
+    for page in 0..3 {
+        rig.target.knobs.no_pages.store(1 + page, Ordering::SeqCst);
+        while rig.target.knobs.no_pages.load(Ordering::SeqCst) > 0 {
+            let error = block_on(rig.session.lun(0)).unwrap_err();
+            let key = riser_scsi::sense::SenseKey::NotReady;
+            assert!(matches!(error, LunError::Check { key: k, .. } if k == key));
+        }
+    }
+    let lun = block_on(rig.session.lun(0)).unwrap();
+    rig.target.knobs.disconnect.store(true, Ordering::SeqCst);
+    put(&lun, 0, &pattern(1, 8192));
+    assert_eq!(get(&lun, 0, 8192), pattern(1, 8192));
+}
+
 /// A refusal is the last that is heard of the connection manager, so nothing but the engine's own
 /// clock drives the next attempt. A Linux target refuses for as long as its port is switched off.
 #[test]

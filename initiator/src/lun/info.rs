@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use riser_scsi::lun::LunId;
+use riser_scsi::sense::SenseKey;
 
 use super::error::judge;
 use super::{Lun, LunError, LunShared, MAX_TRANSFER};
@@ -184,23 +185,18 @@ impl Session {
             self.timeout(),
         );
         judge(&self.submit(ready).await.result?)?;
-        let pages = self.vpd(lun, 0x00).await.unwrap_or_default();
-        let pages = vpd_body(&pages, 0x00).unwrap_or(&[]).to_vec();
-        let mut bodies = Vec::new();
-        for page in [0x80, 0x83, 0xb0, 0xb2, 0xc0] {
+        // Listed or not, as after each login: what is compared must come from the same questions.
+        let designators = self.page(lun, 0x83).await?;
+        let serial = self.page(lun, 0x80).await?;
+        let generation = self.vendor_page(lun, 0xc0).await?;
+        let pages = self.page(lun, 0x00).await?.unwrap_or_default();
+        let (mut limits, mut provisioning) = (Vec::new(), Vec::new());
+        for (page, body) in [(0xb0, &mut limits), (0xb2, &mut provisioning)] {
             if pages.contains(&page) {
                 let data = self.vpd(lun, page).await?;
-                if let Some(body) = vpd_body(&data, page) {
-                    bodies.push((page, body.to_vec()));
-                }
+                *body = vpd_body(&data, page).unwrap_or(&[]).to_vec();
             }
         }
-        let body = |page| {
-            bodies
-                .iter()
-                .find(|(p, _)| *p == page)
-                .map(|(_, b)| b.as_slice())
-        };
         let capacity = self.fetch(lun, Command::read_capacity()).await?;
         let capacity = Capacity::parse(&capacity).ok_or(LunError::Malformed("capacity"))?;
         // A unit that does not tell is taken to have a cache: a flush too many does no harm.
@@ -216,13 +212,36 @@ impl Session {
         Ok(LunInfo {
             lun,
             inquiry,
-            identity: Identity::parse(body(0x80), body(0x83)),
+            identity: Identity::parse(serial.as_deref(), designators.as_deref()),
             capacity,
-            limits: BlockLimits::parse(body(0xb0).unwrap_or(&[])),
-            provisioning: Provisioning::parse(body(0xb2).unwrap_or(&[])),
+            limits: BlockLimits::parse(&limits),
+            provisioning: Provisioning::parse(&provisioning),
             caching,
-            cache_generation: body(0xc0).and_then(cache_generation),
+            cache_generation: generation.as_deref().and_then(cache_generation),
         })
+    }
+
+    /// The body of a page; `None` where the unit refuses it (ILLEGAL REQUEST) or returns something else.
+    /// Another failure leaves open what the page holds, as for [`Check::is_conclusive`].
+    ///
+    /// [`Check::is_conclusive`]: crate::unit::Check::is_conclusive
+    async fn page(&self, lun: LunId, page: u8) -> Result<Option<Vec<u8>>, LunError> {
+        match self.vpd(lun, page).await {
+            Ok(data) => Ok(vpd_body(&data, page).map(<[u8]>::to_vec)),
+            Err(LunError::Check {
+                key: SenseKey::IllegalRequest,
+                ..
+            }) => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// As [`Self::page`], for a vendor specific page, to which a target may report any status.
+    async fn vendor_page(&self, lun: LunId, page: u8) -> Result<Option<Vec<u8>>, LunError> {
+        match self.page(lun, page).await {
+            Err(LunError::Check { .. } | LunError::Status(_) | LunError::NoUnit) => Ok(None),
+            body => body,
+        }
     }
 }
 

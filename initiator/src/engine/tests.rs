@@ -297,7 +297,7 @@ fn broken_connections_are_made_again_and_commands_repeated() {
 /// A target that is still starting may have no names yet, which is not the same as another unit.
 #[test]
 fn a_unit_that_cannot_say_who_it_is_yet_is_asked_again() {
-    let rig = rig(34, "");
+    let rig = rig(39, "");
     let lun = block_on(rig.session.lun(0)).unwrap();
     rig.target.knobs.no_pages.store(3, Ordering::SeqCst);
     rig.target.knobs.disconnect.store(true, Ordering::SeqCst);
@@ -341,6 +341,34 @@ fn a_unit_whose_pages_cannot_be_read_yet_is_not_found() {
     rig.target.knobs.disconnect.store(true, Ordering::SeqCst);
     put(&lun, 0, &pattern(1, 8192));
     assert_eq!(get(&lun, 0, 8192), pattern(1, 8192));
+}
+
+/// The session has reconnected while the unit was being found.
+#[test]
+fn a_unit_that_may_have_changed_while_it_was_found_is_asked_before_anything_is_sent() {
+    let rig = rig(37, "");
+    let lun = block_on(rig.session.lun(0)).unwrap();
+    put(&lun, 0, &pattern(1, 512));
+    let info = lun.info();
+    let mut unit = crate::unit::Snapshot {
+        inquiry: Some(info.inquiry.clone()),
+        identity: info.identity.clone(),
+        capacity: Some(info.capacity),
+        ..Default::default()
+    };
+    let owner = std::sync::Arc::new(());
+    let watch = |unit| {
+        let weak = std::sync::Arc::downgrade(&owner);
+        block_on(rig.session.watch_unit(info.lun, unit, true, 1, weak)).unwrap();
+    };
+    watch(unit.clone());
+    put(&lun, 0, &pattern(2, 512));
+    unit.identity.serial = Some("S0".to_owned());
+    let buffer = block_on(lun.buffers().take(512));
+    buffer.slice().fill(0, 512, 0xee);
+    watch(unit);
+    block_on(lun.write(0, buffer, false)).unwrap_err();
+    assert_eq!(rig.target.disk.lock().unwrap()[..512], pattern(2, 512));
 }
 
 /// A refusal is the last that is heard of the connection manager, so nothing but the engine's own

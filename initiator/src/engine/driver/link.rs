@@ -219,6 +219,16 @@ impl Link {
         }
     }
 
+    /// A unit may be another one: nothing but probes is started before [`Self::release`].
+    pub(super) fn hold(&mut self) {
+        match self {
+            Self::Srp(link) => link.machine.hold(),
+            Self::Tcp(link) => link.machine.hold(),
+            Self::Iser(link) => link.machine.hold(),
+            Self::Paths(_) => {}
+        }
+    }
+
     /// The units are the same as before. `ends_old` is for SRP; see
     /// [`Session::release`](crate::srp::session::Session::release). iSCSI's targets have to (RFC 7143
     /// clause 6.3.5).

@@ -127,6 +127,7 @@ impl<P: Provider> Driver<P> {
         // It may have become another one while it was being found out about.
         let is_path = matches!(session.link, Link::Paths(_));
         if !is_path && session.status.reconnects() != watch.reconnects {
+            session.link.hold();
             self.inputs.push_back(Input::Check(key));
         }
     }

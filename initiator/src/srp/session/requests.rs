@@ -208,9 +208,14 @@ impl Session {
         let may_change =
             |s: Sense| s.key == SenseKey::UnitAttention && may_change_unit(s.additional);
         if self.is_guarded && sense.is_some_and(may_change) {
-            self.is_checked = false;
-            self.requests.hold();
+            self.hold();
         }
+    }
+
+    /// The unit may be another one: nothing but probes is started before [`Self::release`].
+    pub fn hold(&mut self) {
+        self.is_checked = false;
+        self.requests.hold();
     }
 
     /// What an answer says of the unit and of other commands, where it reports a unit attention. Those

@@ -43,6 +43,8 @@ pub(crate) struct Knobs {
     pub(crate) no_pages: AtomicU32,
     /// The list of pages names neither the serial number's nor the designators'.
     pub(crate) unlisted: AtomicBool,
+    /// The disk has no volatile cache, and no command that flushes one.
+    pub(crate) cacheless: AtomicBool,
     /// Another disk took the place of the first.
     pub(crate) exchanged: AtomicBool,
     /// The next command ends the connection.
@@ -642,6 +644,8 @@ impl Target {
         self.channels[&qp].memory.read(STAGING, &mut staged);
         let blocks = (disk.len() / BLOCK) as u64;
         Some(match (cdb[0], cdb[1], cdb[2]) {
+            (0x91, ..) if self.knobs.cacheless.load(Ordering::SeqCst) => return None,
+            (0x1a, ..) if self.knobs.cacheless.load(Ordering::SeqCst) => vec![3, 0, 0, 0],
             (0x00 | 0x91, ..) => Vec::new(),
             (0x12, 0, _) => {
                 let mut data = vec![b' '; 36];

@@ -371,6 +371,16 @@ fn a_unit_that_may_have_changed_while_it_was_found_is_asked_before_anything_is_s
     assert_eq!(rig.target.disk.lock().unwrap()[..512], pattern(2, 512));
 }
 
+#[test]
+fn a_disk_without_a_cache_need_not_have_a_command_to_flush_it() {
+    let rig = rig(38, "");
+    let cached = block_on(rig.session.lun(0)).unwrap();
+    rig.target.knobs.cacheless.store(true, Ordering::SeqCst);
+    let lun = block_on(rig.session.lun(0)).unwrap();
+    block_on(lun.flush()).unwrap();
+    block_on(cached.flush()).unwrap_err();
+}
+
 /// A refusal is the last that is heard of the connection manager, so nothing but the engine's own
 /// clock drives the next attempt. A Linux target refuses for as long as its port is switched off.
 #[test]

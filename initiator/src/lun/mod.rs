@@ -163,8 +163,20 @@ impl Lun {
     /// # Errors
     /// [`LunError`].
     pub async fn flush(&self) -> Result<(), LunError> {
+        const INVALID_OPERATION_CODE: u8 = 0x20;
         let io = self.io(Command::synchronize_cache(), IoData::None);
-        judge(&self.session.submit(io).await.result?)
+        match judge(&self.session.submit(io).await.result?) {
+            // The command is optional (SBC-3 clause 5.1), and without a cache there is nothing to flush.
+            Err(LunError::Check {
+                key: SenseKey::IllegalRequest,
+                additional,
+            }) if additional.code == INVALID_OPERATION_CODE
+                && !self.shared.info.caching.write_cache =>
+            {
+                Ok(())
+            }
+            result => result,
+        }
     }
 
     /// Sends any command, whose length of data must be that of `data`. Its answer is given as it

@@ -253,12 +253,14 @@ impl Params {
                 .min(PAGE)
                 .max(geometry.block_size),
         );
-        let mut attrs = 0;
+        // A cache may be switched on later, of which the kernel is not notified, so it always flushes.
+        let mut attrs = ATTR_VOLATILE_CACHE;
         if geometry.read_only {
             attrs |= ATTR_READ_ONLY;
         }
+        // A disk without a cache may not know FUA; the kernel flushes after the write instead.
         if geometry.volatile_cache {
-            attrs |= ATTR_VOLATILE_CACHE | ATTR_FUA;
+            attrs |= ATTR_FUA;
         }
         let discards = sectors(geometry.max_discard);
         let zeroes = sectors(geometry.max_write_zeroes);
@@ -321,6 +323,16 @@ mod tests {
         let params = Params::of(fixed.geometry(), 256 << 10);
         assert_eq!((params.types.get(), params.attrs.get() & 1), (1, 1));
         assert_eq!(params.physical_shift, 12);
+    }
+
+    #[test]
+    fn the_kernel_flushes_whether_the_disk_has_a_cache_now_or_not() {
+        for (volatile_cache, attrs) in [(true, 0b1100), (false, 0b0100)] {
+            let disk = MemoryDevice::new(1 << 30, 4096).unwrap();
+            let disk = disk.with_geometry(|g| g.volatile_cache = volatile_cache);
+            let params = Params::of(disk.geometry(), 256 << 10);
+            assert_eq!(params.attrs.get(), attrs);
+        }
     }
 
     #[test]

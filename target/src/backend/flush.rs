@@ -16,6 +16,7 @@
 
 use std::fmt::Debug;
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::SystemTime;
@@ -59,6 +60,8 @@ struct Inner {
     state: Mutex<State>,
     /// Where it is kept. Locked while it is saved, so that what is saved last is what is so.
     kept: Mutex<Option<Kept>>,
+    /// What was to be saved last could not be.
+    is_unsaved: AtomicBool,
 }
 
 #[derive(Debug)]
@@ -85,7 +88,9 @@ impl Inner {
             return;
         };
         let failure = lock(&self.state).failure;
-        if let Err(error) = keeper.save(unit, failure.as_ref()) {
+        let saved = keeper.save(unit, failure.as_ref());
+        self.is_unsaved.store(saved.is_err(), Ordering::Relaxed);
+        if let Err(error) = saved {
             tracing::error!(serial = unit.serial, %error, "the state of flushes cannot be saved");
         }
     }
@@ -115,9 +120,11 @@ impl FlushState {
                 at: SystemTime::now(),
             })
         });
+        // In the order of `Inner::save`.
+        let mut kept = lock(&self.inner.kept);
         let mut state = lock(&self.inner.state);
         state.failure = state.failure.or(loaded);
-        *lock(&self.inner.kept) = Some(Kept {
+        *kept = Some(Kept {
             keeper,
             unit: unit.clone(),
         });
@@ -147,10 +154,12 @@ impl FlushState {
         true
     }
 
-    /// Returns when what was found is saved.
+    /// Returns when what was found is saved. What could not be saved then, as where the file system was full,
+    /// is tried once more.
     pub(super) fn wait_saved(&self) {
         let saver = lock(&self.saver).take();
-        if saver.is_some_and(|saver| saver.join().is_err()) {
+        let has_panicked = saver.is_some_and(|saver| saver.join().is_err());
+        if has_panicked || self.inner.is_unsaved.load(Ordering::Relaxed) {
             self.inner.save();
         }
     }

@@ -370,7 +370,7 @@ impl Store {
 
     /// Whether it would be opened again as it is: a file that was moved or replaced under us, or that
     /// has another length than the configuration says, would not. Nor would one with a failure of a flush
-    /// that was not cleared, which the next program would not know of.
+    /// that was not cleared: the shutdown before the next program starts would fail.
     ///
     /// # Errors
     /// [`OpenError`]: why not.

@@ -108,7 +108,7 @@ impl History {
         match StateDir::take(path) {
             Ok(dir) => Self::load(dir).map_err(named),
             Err(error) if is_default => {
-                tracing::warn!(directory = %path.display(), %error, "neither applied configurations nor reservations are kept");
+                tracing::warn!(directory = %path.display(), %error, "applied configurations, reservations and failed flushes are not kept");
                 Ok(Self::default())
             }
             Err(error) => Err(named(error)),

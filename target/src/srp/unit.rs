@@ -186,18 +186,20 @@ impl Unit {
         (is_started, others)
     }
 
-    /// Takes a task out of the set, and tells which may start now.
+    /// Takes a task out of the set, and tells whether another nexus had ended it, and which may start now.
     ///
     /// # Panics
     /// If it is not in the set.
-    pub fn remove(&self, key: TaskKey) -> Vec<TaskRef> {
+    pub fn remove(&self, key: TaskKey) -> (bool, Vec<TaskRef>) {
         let mut tasks = self.lock();
         let Tasks { set, refs } = &mut *tasks;
+        let was_cleared = set.is_cleared(key);
         assert!(set.remove(key), "a task leaves its set once");
         refs[key.slot()] = None;
-        std::iter::from_fn(|| set.poll_start())
+        let started = std::iter::from_fn(|| set.poll_start())
             .filter_map(|key| refs[key.slot()])
-            .collect()
+            .collect();
+        (was_cleared, started)
     }
 
     /// A task has another name from now on.

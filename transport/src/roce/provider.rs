@@ -428,6 +428,9 @@ impl Roce {
         }
         self.batch.clear();
         while let Some((way, packet)) = faults.poll_packet(now) {
+            if way.is_to_stranger {
+                self.spoilt.close_group();
+            }
             self.spoilt
                 .begin(way.dst, way.qpn, packet.len(), way.is_markable);
             if way.is_to_stranger {

@@ -53,7 +53,9 @@ impl Budget {
     /// `total` bytes of buffers, of which the smallest useful one has `least`: a block.
     pub(super) fn new(total: u64, least: u64) -> Self {
         let half = total / 2;
-        let floor = (half / MAX_CONNECTIONS).max(in_pages(least));
+        // Whole pages: the longest piece that fits takes no more than that.
+        let pages = half / MAX_CONNECTIONS / PAGE as u64;
+        let floor = (pages * PAGE as u64).max(in_pages(least));
         Self {
             floor,
             connections: (half / floor).clamp(1, MAX_CONNECTIONS),
@@ -253,6 +255,18 @@ mod tests {
         let held: Vec<_> =
             std::iter::from_fn(|| account.take_or_wake(&span, &span, Waker::noop())).collect();
         assert_eq!(held.len(), 8 + 224);
+    }
+
+    #[test]
+    fn a_floor_can_be_had_whatever_the_size_of_the_pool() {
+        let budget = budget(1000);
+        let _held: Vec<_> = (0..16)
+            .map(|_| take_all(&Arc::new(Account::new(budget.clone()))))
+            .collect();
+        let modest = Arc::new(Account::new(budget));
+        let most = Span::new(512, 0, 256 * PAGE);
+        let least = Span::new(512, 0, modest.floor() as usize / 512 * 512);
+        assert!(modest.take_or_wake(&most, &least, Waker::noop()).is_some());
     }
 
     #[test]

@@ -16,7 +16,7 @@ use super::budget::Share;
 use super::machine::{Event, Machine};
 use super::outgoing::{Piece, Shared, Ticket};
 use super::proto::{self, Cookie, Errno};
-use super::reply::{Answer, Reader, state_flags};
+use super::reply::{Answer, Reader, shorter, state_flags};
 use super::transmission::{Command, Request};
 use crate::block::{BlockDevice, Buffer, ByteDevice, Span, ZeroOptions, task};
 
@@ -193,13 +193,21 @@ impl<D: BlockDevice> Connection<D> {
                             .first_piece_within(offset, left, account.floor());
                         account.take_or_wake(&most, &least, &self.waker)
                     });
-                    let Some((span, share)) = share else {
+                    let Some((mut span, share)) = share else {
                         return Some(Need::Room);
                     };
-                    let buffer = self.device.try_buffer(&span).or_else(|| {
-                        self.device.device().wake_when_free(&self.waker);
-                        self.device.try_buffer(&span)
-                    });
+                    // As for a reply: only what needs a single page is waited for.
+                    let buffer = loop {
+                        if let Some(buffer) = self.device.try_buffer(&span) {
+                            break Some(buffer);
+                        }
+                        let half = shorter(&self.device, &span, offset, left);
+                        if half == span {
+                            self.device.device().wake_when_free(&self.waker);
+                            break self.device.try_buffer(&span);
+                        }
+                        span = half;
+                    };
                     let Some(buffer) = buffer else {
                         write.share = Some((span, share));
                         return Some(Need::Room);

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use riser_memory::Memory;
+use riser_memory::{Memory, PAGE};
 
 use super::budget::Share;
 use super::outgoing::{Piece, Shared, Ticket};
@@ -103,6 +103,18 @@ pub(super) fn state_flags(extents: &[Extent], one: bool) -> Vec<(u32, u32)> {
         }
     }
     out
+}
+
+/// The first piece of a request in a buffer of half the length, or of a page or a block; `span` itself where
+/// it needs no more.
+pub(super) fn shorter<D: BlockDevice>(
+    device: &ByteDevice<D>,
+    span: &Span,
+    offset: u64,
+    left: u64,
+) -> Span {
+    let most = (span.covering / 2).max(PAGE);
+    device.first_piece_within(offset, left.min(span.len as u64), most as u64)
 }
 
 /// A part of a reply, a buffer of the device for it, and its share of them.
@@ -216,7 +228,19 @@ impl<D: BlockDevice> Reader<D> {
         let least = self
             .device
             .first_piece_within(offset, left.into(), account.floor());
-        let (span, share) = account.take(&most, &least).await;
+        let (mut span, share) = account.take(&most, &least).await;
+        // A buffer is a run of pages. What others hold may leave none that is as long, so only one that
+        // needs a single page (or block) is waited for.
+        loop {
+            if let Some(buffer) = self.device.try_buffer(&span) {
+                return (span, buffer, share);
+            }
+            let half = shorter(&self.device, &span, offset, left.into());
+            if half == span {
+                break;
+            }
+            span = half;
+        }
         let buffer = self.device.device().buffer(span.covering).await;
         (span, buffer, share)
     }

@@ -316,6 +316,8 @@ pub struct WriteCache {
     losses: u64,
     /// The last loss has not been reported.
     is_lost: bool,
+    /// How many writes had been acknowledged at the last loss.
+    lost_to: u64,
 }
 
 /// What a flush covers.
@@ -338,8 +340,10 @@ impl WriteCache {
     /// A flush that began at `mark` was answered GOOD; whether it may be reported so.
     pub fn end_flush(&mut self, mark: FlushMark) -> bool {
         self.settled = self.settled.max(mark.written);
-        let is_reported = !std::mem::take(&mut self.is_lost);
-        is_reported && mark.losses == self.losses
+        let is_kept = !self.is_lost && mark.losses == self.losses;
+        // One that began before a write that was lost fails, but tells nothing to who waits for that write.
+        self.is_lost &= mark.written < self.lost_to;
+        is_kept
     }
 
     /// A command that changes the medium was answered GOOD.
@@ -358,6 +362,7 @@ impl WriteCache {
         if self.written > self.settled {
             self.losses += 1;
             self.is_lost = true;
+            self.lost_to = self.written;
         }
         self.settled = self.written;
     }
@@ -561,6 +566,20 @@ mod tests {
         assert!(!cache.end_flush(one));
         assert!(!cache.end_flush(other));
         assert!(cache.end_flush(later), "the loss has been reported");
+        assert!(cache.end_flush(cache.begin_flush()));
+    }
+
+    #[test]
+    fn a_flush_that_does_not_cover_what_was_lost_does_not_report_it() {
+        let mut cache = WriteCache::default();
+        let early = cache.begin_flush();
+        cache.on_written();
+        cache.on_lost();
+        assert!(!cache.end_flush(early));
+        assert!(
+            !cache.end_flush(cache.begin_flush()),
+            "the first to cover it"
+        );
         assert!(cache.end_flush(cache.begin_flush()));
     }
 }

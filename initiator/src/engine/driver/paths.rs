@@ -127,10 +127,12 @@ impl Member {
     }
 
     /// The path is in use with what its check found; the generation of the cache that may be lost, if
-    /// one may be. On a path that was not in use before, `known` is what the unit was found with last.
+    /// one may be. `known` is what the unit was found with last, on whichever path: what this one found may be
+    /// older, and its loss be counted already.
     fn settle(&mut self, known: Option<[u8; 16]>) -> Option<Option<[u8; 16]>> {
         let is = self.check.found().cache;
-        let was = self.cache.replace(is).or(known.map(Some));
+        let own = self.cache.replace(is);
+        let was = known.map(Some).or(own);
         let evidence = std::mem::take(&mut self.evidence);
         self.heard = None;
         was.filter(|was| evidence.is_cache_lost(*was, is))
@@ -441,7 +443,7 @@ impl<P: Provider> Driver<P> {
         let found = link.member(path).check.found();
         let (is, is_on) = (found.cache, found.write_cache);
         let lost = link.member(path).settle(known);
-        link.generation = is.or(known);
+        link.generation = is;
         self.count_lost(index, lost);
         // After what may be lost is counted in the books of before.
         self.sessions[index].on_write_cache(lun, is_on);

@@ -10,7 +10,8 @@ use riser_scsi::srp::WireLun;
 use slab::Slab;
 
 use super::{
-    Answer, RequestError, RequestId, RequestResult, RequestSpec, Retry, Verdict, plan_verdict,
+    Answer, RequestError, RequestId, RequestResult, RequestSpec, Retry, TASK_ABORTED, Verdict,
+    plan_verdict,
 };
 
 /// How one attempt at a request ended.
@@ -291,12 +292,16 @@ impl<T: Copy + PartialEq> Requests<T> {
         let may_replay = may_repeat && request.spec.effect.is_replayable();
         match end {
             AttemptEnd::Answered(answer) => {
+                // What another nexus ended may have been carried out, as a whole or in part.
+                let is_ended = answer.status == TASK_ABORTED;
                 let verdict = match request.spec.retry {
+                    _ if is_ended && !may_replay => Verdict::Report,
                     Retry::Standard | Retry::Probe if may_repeat => plan_verdict(&answer),
                     _ => Verdict::Report,
                 };
                 match verdict {
                     Verdict::Report => Settled::Over(Ok(answer)),
+                    Verdict::Again if is_ended => self.replay(index),
                     Verdict::Again => self.enqueue(index),
                     Verdict::Later => self.back_off(index, now),
                 }

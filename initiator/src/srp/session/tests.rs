@@ -4,6 +4,7 @@ use riser_scsi::srp::{InitiatorPortId, LoginReq, MultiChannelAction, TargetPortI
 use super::*;
 use crate::request::{
     BUSY, Cdb, DataLen, Effect, RequestError, RequestId, RequestResult, RequestSpec, Retry,
+    TASK_ABORTED,
 };
 use crate::session::Timing;
 use crate::srp::channel::{ChannelConfig, CommandData, LoginError};
@@ -831,6 +832,22 @@ fn closing_logs_out_and_completes_everything() {
     );
     rig.session.close(rig.now);
     rig.idle();
+}
+
+/// The device may have had the command when another initiator ended it.
+#[test]
+fn what_another_initiator_ended_is_repeated_only_where_that_is_safe() {
+    let mut rig = Rig::live(1);
+    let safe = rig.submit(write(0, 4));
+    assert_eq!(rig.started().0, safe);
+    rig.answer(safe, TASK_ABORTED, &[]);
+    assert_eq!(rig.started().0, safe);
+    rig.answer(safe, 0, &[]);
+    assert_eq!(rig.completed(safe).unwrap().status, 0);
+    let other = rig.submit(Effect::Other);
+    assert_eq!(rig.started().0, other);
+    rig.answer(other, TASK_ABORTED, &[]);
+    assert_eq!(rig.completed(other).unwrap().status, TASK_ABORTED);
 }
 
 #[test]

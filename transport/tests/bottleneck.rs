@@ -494,7 +494,8 @@ fn rows(kind: Kind, flows: usize, marks: bool, millis: u64) -> impl Iterator<Ite
 fn flows_share_a_port_and_use_it() {
     for (kind, flows, mtu, room, marks) in [
         (Kind::Send, 64, Mtu::Mtu4096, 32, true),
-        (Kind::Write, 256, Mtu::Mtu4096, 128, false),
+        (Kind::Write, 16, Mtu::Mtu1024, 180, false),
+        (Kind::Write, 256, Mtu::Mtu4096, 128, true),
         (Kind::Read, 256, Mtu::Mtu4096, 32, true),
     ] {
         let row = show(&Net {
@@ -506,9 +507,7 @@ fn flows_share_a_port_and_use_it() {
             inflight: 425_984 / 4,
             millis: 150,
         });
-        assert_eq!(row.dead, 0);
-        assert!(row.goodput >= MIN_GOODPUT, "{row:?}");
-        assert!(row.sent <= 1.25, "{row:?}");
+        assert!(row.is_good(), "{row:?}");
     }
 }
 

@@ -536,8 +536,8 @@ impl TaskSet {
         }
     }
 
-    /// Marks tasks, oldest first; `by` is the nexus that asks for it, unless it counts as another one.
-    /// A task that is marked already is named again, because this function must wait for it, too.
+    /// Marks tasks, oldest first; `by` is the nexus that asks for it, unless it counts as another one. A task that is marked already is named
+    /// again, because this function must wait for it, too.
     fn abort(&mut self, by: Option<NexusId>, matches: impl Fn(&Task) -> bool) -> Vec<TaskKey> {
         let mut keys: Vec<TaskKey> = self
             .tasks()

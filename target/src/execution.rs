@@ -94,8 +94,6 @@ pub struct Execution<const CDB: usize> {
     command: Option<Command>,
     /// Its key in the unit's task set, while it is there.
     key: Option<TaskKey>,
-    /// Another nexus had ended it when it left the task set.
-    was_cleared: bool,
 }
 
 impl<const CDB: usize> Execution<CDB> {
@@ -116,7 +114,6 @@ impl<const CDB: usize> Execution<CDB> {
             early: Early::None,
             command: None,
             key: None,
-            was_cleared: false,
         }
     }
 
@@ -369,20 +366,17 @@ impl<const CDB: usize> Execution<CDB> {
     /// Leaves the task set: tasks that may start now.
     #[must_use]
     pub fn leave(&mut self) -> Vec<TaskRef> {
-        let (Some(key), Some(unit)) = (self.key.take(), &self.unit) else {
-            return Vec::new();
-        };
-        let (was_cleared, started) = unit.remove(key);
-        self.was_cleared = was_cleared;
-        started
+        match (self.key.take(), &self.unit) {
+            (Some(key), Some(unit)) => unit.remove(key),
+            _ => Vec::new(),
+        }
     }
 
-    /// Whether another nexus has ended it: its initiator, which does not know, is to be answered. It may have
-    /// left the task set between that and when its channel hears of it, or be ended by several.
+    /// Whether another nexus has ended it: its initiator, which does not know, is to be answered.
     #[must_use]
     pub fn is_cleared(&self) -> bool {
         let (Some(key), Some(unit)) = (self.key, &self.unit) else {
-            return self.was_cleared;
+            return false;
         };
         unit.is_cleared(key)
     }
@@ -415,7 +409,6 @@ impl<const CDB: usize> Execution<CDB> {
         self.command = None;
         self.step = None;
         self.aborted = false;
-        self.was_cleared = false;
         std::mem::take(&mut self.watchers)
     }
 }

@@ -496,30 +496,6 @@ fn a_command_that_another_nexus_ends_is_answered() {
     }
 }
 
-/// Two others may end a command at once, and the second one finds its answer waiting.
-#[test]
-fn a_command_that_two_others_end_is_answered() {
-    let data = pattern();
-    let mut rig = rig("MaxBurstLength=4096\0FirstBurstLength=3072\0");
-    rig.write(1, BLOCKS, &data[..512], false);
-    let tasks = [8, 9].map(|by| {
-        let function = TaskManagement::ClearTaskSet;
-        rig.gate.unit.manage(NexusId(by), function).aborted[0]
-    });
-    for task in tasks {
-        let watcher = TaskRef {
-            generation: u32::MAX,
-            ..task
-        };
-        let received = rig.with(|ch, cx| ch.channel_mut().handle_abort(cx, task, watcher));
-        assert!(received.is_empty(), "{received:?}");
-    }
-    let received = rig.data_out(1, Ttt::NONE, 0, 512, &data[512..3072], true);
-    let response = answer(&received);
-    assert_eq!((response.itt, response.status), (Itt(1), 0x40));
-    rig.end();
-}
-
 #[test]
 fn a_connection_that_ends_in_the_middle_leaves_nothing() {
     let data = pattern();

@@ -8,7 +8,7 @@ use riser_scsi::step::Response;
 use super::mgmt::Mgmt;
 use super::table::Table;
 use super::transfer::{Direction, Transfer};
-use crate::execution::{Execution, MAX_DATA_TIMEOUTS};
+use crate::execution::Execution;
 use crate::pace::{Pace, Wait};
 use crate::pool::Buffer;
 
@@ -217,11 +217,7 @@ impl SendIoctx {
     /// time.
     #[must_use]
     pub fn piece_due(&self, time: Duration, pace: &Pace) -> Option<Instant> {
-        let mut left = time.saturating_sub(self.waited);
-        if self.response.is_some() || self.state == IoctxState::CmdRspSent {
-            // Nobody waits for what is answered: see `iscsi::Channel::check_data`.
-            left = left.max(time / MAX_DATA_TIMEOUTS);
-        }
+        let left = time.saturating_sub(self.waited);
         Some(pace.due(self.wait?, left))
     }
 

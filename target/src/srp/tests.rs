@@ -3,18 +3,16 @@
 use std::time::Duration;
 
 use riser_scsi::attention::Attention;
-use riser_scsi::nexus::NexusId;
 use riser_scsi::srp::{
     AerRsp, CredRsp, FromTarget, ILogout, LoginReq, MemDesc, Residual, TLogoutReason, Tag,
     TaskAttr, TskMgmtFunction,
 };
-use riser_scsi::task::TaskManagement;
 
 use super::channel::{ChState, Channel, JOIN_TIMEOUT, KEEPALIVE};
 use super::fixture::{Answer, Data, Pending, Rig, cmd, params, read10, table_bytes, tmf, write10};
 use super::ioctx::{IoctxState, SendIdx, Then};
 use super::login::ChannelParams;
-use super::unit::{TaskRef, UnitIdx};
+use super::unit::UnitIdx;
 use crate::config::DATA_OUT_TIMEOUT;
 
 const KEY: u32 = 7;
@@ -438,40 +436,6 @@ fn no_data_move_after_the_function_that_ended_their_command() {
         assert_eq!(rig.channels[0].req_lim().at_initiator(), 4);
         rig.end();
     }
-}
-
-/// A command may have left the task set when its channel hears that another nexus has ended it.
-#[test]
-fn a_cleared_command_whose_answer_has_begun_is_answered() {
-    let mut rig = Rig::live();
-    let entries = 60;
-    rig.remote.insert(KEY, vec![0; entries * 512]);
-    let descs: Vec<_> = (0..entries as u64)
-        .map(|i| MemDesc::new(i * 512, KEY, 512))
-        .collect();
-    let read = read10(0, entries as u16).into(Data::Indirect {
-        table: MemDesc::new(0, 3, descs.len() as u32 * 16),
-        len: entries as u32 * 512,
-        inline: descs,
-    });
-    rig.send(0, &read.tag(1).bytes());
-    let managed = rig.units[0].manage(NexusId(99), TaskManagement::ClearTaskSet);
-    let task = managed.aborted[0];
-    rig.complete();
-    assert_eq!(
-        rig.channels[0].ioctx_state(SendIdx(0)),
-        IoctxState::WriteData
-    );
-    let watcher = TaskRef {
-        generation: u32::MAX,
-        ..task
-    };
-    rig.with(0, |ch, cx| ch.handle_abort(cx, task, watcher));
-    rig.settle();
-    let ended: Vec<_> = rig.answers().iter().map(|a| (a.tag, a.status)).collect();
-    assert_eq!(ended, [(1, 0x40)]);
-    assert_eq!(rig.channels[0].req_lim().at_initiator(), 4);
-    rig.end();
 }
 
 #[test]

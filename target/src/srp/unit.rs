@@ -186,20 +186,18 @@ impl Unit {
         (is_started, others)
     }
 
-    /// Takes a task out of the set, and tells whether another nexus had ended it, and which may start now.
+    /// Takes a task out of the set, and tells which may start now.
     ///
     /// # Panics
     /// If it is not in the set.
-    pub fn remove(&self, key: TaskKey) -> (bool, Vec<TaskRef>) {
+    pub fn remove(&self, key: TaskKey) -> Vec<TaskRef> {
         let mut tasks = self.lock();
         let Tasks { set, refs } = &mut *tasks;
-        let was_cleared = set.is_cleared(key);
         assert!(set.remove(key), "a task leaves its set once");
         refs[key.slot()] = None;
-        let started = std::iter::from_fn(|| set.poll_start())
+        std::iter::from_fn(|| set.poll_start())
             .filter_map(|key| refs[key.slot()])
-            .collect();
-        (was_cleared, started)
+            .collect()
     }
 
     /// A task has another name from now on.

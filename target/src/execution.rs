@@ -372,30 +372,6 @@ impl<const CDB: usize> Execution<CDB> {
         }
     }
 
-    /// Whether another nexus has ended it: its initiator, which does not know, is to be answered.
-    #[must_use]
-    pub fn is_cleared(&self) -> bool {
-        let (Some(key), Some(unit)) = (self.key, &self.unit) else {
-            return false;
-        };
-        unit.is_cleared(key)
-    }
-
-    /// It ends with a status alone, and no device uses its data any more: gives these back. Functions that
-    /// waited for its end do not wait for the initiator to take the answer: they are returned.
-    #[must_use]
-    pub fn interrupt(&mut self, pool: &mut Pool) -> Vec<TaskRef> {
-        debug_assert!(self.key.is_none(), "it has left its task set");
-        if let Some(buffer) = self.buffer.take() {
-            pool.release(buffer);
-        }
-        self.early = Early::None;
-        self.command = None;
-        self.step = None;
-        self.aborted = false;
-        std::mem::take(&mut self.watchers)
-    }
-
     /// Gives everything back: functions that waited for its end.
     #[must_use]
     pub fn finish(&mut self, pool: &mut Pool) -> Vec<TaskRef> {

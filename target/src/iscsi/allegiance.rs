@@ -515,7 +515,7 @@ impl<D: Datamover> Channel<D> {
         self.counted += u16::from(parcel.counted);
         self.lingering += u16::from(parcel.lingers);
         if before.aborted {
-            return self.end_aborted(cx, idx);
+            return self.finish(cx.pool, idx, End::Aborted);
         }
         match parcel.rest {
             Rest::Answered {

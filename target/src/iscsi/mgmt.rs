@@ -258,7 +258,7 @@ impl<D: Datamover> Channel<D> {
         if let Some(task) = self.allegiance.moved(name) {
             self.actions.push_back(Action::AbortTask { task, watcher });
         } else if self.tasks[usize::from(idx.0)].generation == name.generation {
-            self.end_managed(cx, idx, watcher);
+            self.abort(cx.pool, idx, Some(watcher));
         } else {
             self.actions.push_back(Action::TaskGone(watcher));
         }

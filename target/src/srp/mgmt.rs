@@ -16,6 +16,7 @@ use riser_scsi::task::{TaskManagement, TmfResponse};
 
 use super::action::Action;
 use super::channel::{Channel, Cx};
+use super::command::End;
 use super::ioctx::{IoctxState, SendIdx, Then};
 use super::unit::{Managed, TaskRef, Unit};
 use crate::pool::Pool;
@@ -269,7 +270,7 @@ impl Channel {
             }
             _ => {
                 self.stop_waiting(cx.pool, idx);
-                self.end_aborted(cx, idx);
+                self.finish(cx.pool, idx, End::Aborted);
             }
         }
     }

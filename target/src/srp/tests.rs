@@ -553,16 +553,22 @@ fn a_reset_reaches_tasks_of_other_channels_and_tells_their_nexuses() {
     rig.settle();
     let (mgmt, other): (Vec<_>, Vec<_>) = rig.sent.drain(..).partition(|(c, _)| *c == 0);
     assert_eq!(mgmt.len(), 1);
-    assert_eq!(other.len(), 1, "TAS is one");
-    let FromTarget::Rsp(rsp) = FromTarget::parse(&other[0].1).unwrap() else {
-        panic!("an SRP_RSP");
+    assert_eq!(
+        other.len(),
+        1,
+        "TAS is zero: no status, but the credit comes back"
+    );
+    let FromTarget::CredReq(req) = FromTarget::parse(&other[0].1).unwrap() else {
+        panic!("a CRED_REQ");
     };
-    let ended = (rsp.tag, rsp.status, rsp.req_lim_delta, rsp.sense);
-    assert_eq!(ended, (Tag(5), 0x40, 1, None));
+    assert_eq!(req.req_lim_delta, 1);
+    let mut rsp = [0; 16];
+    CredRsp { tag: req.tag }.emit(&mut rsp);
+    rig.send(1, &rsp);
     rig.send(1, &cmd(&[0; 6]).tag(8).bytes());
     rig.settle();
     let rsp = rig.rsp();
-    assert_eq!((rsp.tag, rsp.key), (8, None), "which says all");
+    assert_eq!((rsp.tag, rsp.key), (8, Some(6)), "commands cleared");
     assert_eq!(rig.channels[1].req_lim().at_initiator(), 4);
     rig.end();
 }

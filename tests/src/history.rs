@@ -246,7 +246,7 @@ struct Write {
     lost: Option<u64>,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Read {
     port: Port,
     begin: u64,
@@ -413,11 +413,13 @@ impl History {
     /// If the read has ended before, or `bytes` is not as long as its blocks are.
     pub fn end_read(&self, id: ReadId, bytes: &[u8]) -> Result<(), Violation> {
         let mut state = self.lock();
-        let read = state.reads.remove(&id).expect("a read under way");
+        let read = state.reads.get(&id).expect("a read under way").clone();
         let len = (read.blocks.end - read.blocks.start) * BLOCK as u64;
         assert_eq!(bytes.len() as u64, len, "the whole answer");
         let now = state.tick();
+        // What the fence ends makes older versions be forgotten, but none that this read may have seen.
         state.fence(read.port, read.begin, now);
+        state.reads.remove(&id);
         for (block, bytes) in read.blocks.zip(bytes.chunks_exact(BLOCK)) {
             state.see(block, bytes, (read.begin, now))?;
         }

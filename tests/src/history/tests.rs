@@ -176,6 +176,21 @@ fn an_answer_to_an_earlier_command_is_no_fence() {
     disk.read(B, Some(one)).unwrap();
 }
 
+/// A read that began before a write may see what that overwrites, also if it is the read's end that ends a
+/// lost write.
+#[test]
+fn a_fence_forgets_nothing_that_its_read_may_see() {
+    let mut disk = Disk::new();
+    let one = disk.write(B);
+    let lost = disk.begin(A);
+    disk.history.lose(lost);
+    let read = disk.history.begin_read(A, 1..2);
+    let two = disk.write(B);
+    disk.end(read, Some(one)).unwrap();
+    disk.read(A, Some(two)).unwrap();
+    assert!(is_refused(disk.read(B, Some(one))), "overwritten by then");
+}
+
 #[test]
 fn a_refused_write_may_have_taken_effect_but_does_not_later() {
     let mut disk = Disk::new();

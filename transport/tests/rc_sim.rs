@@ -22,7 +22,7 @@ use riser_memory::Memory;
 use riser_transport::rc::{
     Env, RcConfig, RcCounters, RcEvent, RcQp, RecvQueue, RtrParams, RtsParams, TxPacket,
 };
-use riser_transport::roce::batch::{Offered, SendOutcome, TxBatch};
+use riser_transport::roce::batch::{Offered, SendOutcome, TxBatch, Way};
 use riser_transport::roce::mr::MrTable;
 use riser_transport::verbs::{
     Access, AsyncEvent, Completion, Handle, LKey, Mr, Mtu, PdId, QpCap, QpId, QpState, RKey,
@@ -531,7 +531,11 @@ impl Sim {
             self.tx.copy_to(&mut bytes);
             let icrc = side.flow_out.compute(&bytes, 0);
             let dst = "127.0.0.1:4791".parse().expect("an address");
-            side.batch.begin(dst, Qpn::new(2), bytes.len() + 4, true);
+            let way = Way {
+                is_markable: true,
+                ..Way::to(dst)
+            };
+            side.batch.begin(way, Qpn::new(2), bytes.len() + 4);
             side.batch.push_bytes(&self.tx.headers);
             side.batch.push_bytes(&self.tx.inline);
             for slice in self.tx.segments.drain(..) {

@@ -374,7 +374,7 @@ impl Endpoint {
             }
             room -= group.count;
             for packet in batch.copy_packets(group) {
-                fabric.send(now, local, group.dst, packet);
+                fabric.send(now, local, group.way.dst, packet);
             }
             Offered::Taken(1)
         });

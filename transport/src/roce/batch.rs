@@ -4,10 +4,9 @@
 //! may be shorter) form a [`Group`], which the socket sends with one segmented send. Packets to
 //! different queue pairs of one address stay apart, because the peer may steer each to another worker
 //! and sees only a train's first packet when it does. For the same reason datagrams to queue pair 1,
-//! which all workers share, go alone, and so do packets that may be marked for congestion and those that may
-//! not. A packet's
-//! place in its group is the IPv4 identification that the kernel will give it, so the ICRC can only
-//! be made once the place is known: [`TxBatch::begin`] answers it.
+//! which all workers share, go alone; packets that may be marked for congestion and those that may not stay
+//! apart. A packet's place in its group is the IPv4 identification that the kernel will give it, so the ICRC
+//! can only be made once the place is known: [`TxBatch::begin`] returns it.
 //!
 //! Payload is referred to, not copied: a piece of memory keeps its mapping alive until the batch
 //! is cleared. Headers, padding and ICRCs lie in one buffer whose neighbours are merged, so that a
@@ -81,11 +80,35 @@ pub enum Piece {
     Memory(MemSlice),
 }
 
+/// Where a packet goes, and how.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Way {
+    /// Where it goes.
+    pub dst: SocketAddr,
+    /// Whether routers may mark it for congestion (RFC 3168), since its receiver passes that on.
+    pub is_markable: bool,
+    /// Whether it goes to an address that may be made up, or to a peer that may be gone, and so by a
+    /// socket of its own, and alone.
+    pub is_to_stranger: bool,
+}
+
+impl Way {
+    /// By the ordinary socket to a peer that is known, not to be marked.
+    #[must_use]
+    pub const fn to(dst: SocketAddr) -> Self {
+        Self {
+            dst,
+            is_markable: false,
+            is_to_stranger: false,
+        }
+    }
+}
+
 /// Packets that one segmented send takes.
 #[derive(Clone, Debug)]
 pub struct Group {
-    /// Where they go.
-    pub dst: SocketAddr,
+    /// Where they go, and how.
+    pub way: Way,
     /// The queue pair there.
     pub qpn: Qpn,
     /// Their pieces in the batch's list.
@@ -96,11 +119,6 @@ pub struct Group {
     pub count: usize,
     /// Bytes in all.
     pub bytes: usize,
-    /// Whether routers may mark them for congestion (RFC 3168), since their receiver passes that on.
-    pub is_markable: bool,
-    /// Whether it goes to an address that may be made up, or to a peer that may be gone, and so by a
-    /// socket of its own.
-    pub is_to_stranger: bool,
     /// Whether it takes no other packet: a shorter one ended it, or its destination gets single ones.
     closed: bool,
 }
@@ -156,7 +174,7 @@ impl TxBatch {
     ) -> SendOutcome {
         self.unsegmented.retain(|(_, until)| *until > now);
         while let Some(group) = self.groups.get(self.taken) {
-            let dst = group.dst.ip();
+            let dst = group.way.dst.ip();
             match send(self, &self.groups[self.taken..]) {
                 Offered::Taken(n) => self.taken += n,
                 Offered::Unsegmentable => {
@@ -235,17 +253,15 @@ impl TxBatch {
         &self.bytes[range.clone()]
     }
 
-    /// Begins a packet of `len` bytes to queue pair `qpn` at `dst`. Answers its IPv4 identification.
-    /// Routers may mark it if `is_markable`.
-    pub fn begin(&mut self, dst: SocketAddr, qpn: Qpn, len: usize, is_markable: bool) -> u16 {
+    /// Begins a packet of `len` bytes to queue pair `qpn`. Returns its IPv4 identification.
+    pub fn begin(&mut self, way: Way, qpn: Qpn, len: usize) -> u16 {
         self.total += len;
         self.packets += 1;
         if let Some(g) = self.groups.last_mut() {
-            let fits = g.dst == dst
+            let fits = g.way == way
                 && g.qpn == qpn
                 && qpn != Qpn::GSI
                 && !g.closed
-                && g.is_markable == is_markable
                 && len <= g.segment
                 && g.count < self.max_segments
                 && g.bytes + len <= MAX_GROUP_BYTES
@@ -259,37 +275,19 @@ impl TxBatch {
         }
         let at = self.pieces.len();
         self.groups.push(Group {
-            dst,
+            way,
             qpn,
             pieces: at..at,
             segment: len,
             count: 1,
             bytes: len,
-            is_markable,
-            is_to_stranger: false,
-            closed: self.sends_singly(dst.ip()),
+            closed: way.is_to_stranger || self.sends_singly(way.dst.ip()),
         });
         0
     }
 
     fn group(&mut self) -> &mut Group {
         self.groups.last_mut().expect("a packet was begun")
-    }
-
-    /// The next packet begins a group.
-    pub fn close_group(&mut self) {
-        if let Some(group) = self.groups.last_mut() {
-            group.closed = true;
-        }
-    }
-
-    /// The packet goes to an address that may be made up, or to a peer that may be gone; it is one that
-    /// goes alone.
-    pub fn mark_stranger(&mut self) {
-        let group = self.group();
-        debug_assert_eq!(group.count, 1);
-        group.is_to_stranger = true;
-        group.closed = true;
     }
 
     /// Appends bytes of the device's own to the packet.
@@ -342,12 +340,12 @@ mod tests {
     use super::*;
     use riser_memory::Memory;
 
-    fn addr(n: u8) -> SocketAddr {
-        SocketAddr::from(([127, 0, 0, n], 4791))
+    fn way(n: u8) -> Way {
+        Way::to(SocketAddr::from(([127, 0, 0, n], 4791)))
     }
 
     fn packet(b: &mut TxBatch, dst: u8, len: usize) -> u16 {
-        let id = b.begin(addr(dst), Qpn::new(2), len, false);
+        let id = b.begin(way(dst), Qpn::new(2), len);
         b.push_bytes(&vec![id as u8; len]);
         id
     }
@@ -371,15 +369,25 @@ mod tests {
         assert_eq!((b.packets(), b.total_bytes()), (6, 40));
         b.clear();
         assert!(b.is_empty());
-        b.begin(addr(1), Qpn::new(2), 8, false);
-        b.begin(addr(1), Qpn::new(3), 8, false);
+        b.begin(way(1), Qpn::new(2), 8);
+        b.begin(way(1), Qpn::new(3), 8);
         assert_eq!(b.groups().len(), 2, "one for each queue pair");
-        b.begin(addr(1), Qpn::GSI, 8, false);
-        assert_eq!(b.begin(addr(1), Qpn::GSI, 8, false), 0);
+        b.begin(way(1), Qpn::GSI, 8);
+        assert_eq!(b.begin(way(1), Qpn::GSI, 8), 0);
         assert_eq!(b.groups().len(), 4, "each alone");
-        b.begin(addr(1), Qpn::new(3), 8, true);
-        assert_eq!(b.begin(addr(1), Qpn::new(3), 8, true), 1);
-        assert_eq!(b.begin(addr(1), Qpn::new(3), 8, false), 0, "marked or not");
+        let markable = Way {
+            is_markable: true,
+            ..way(1)
+        };
+        b.begin(markable, Qpn::new(3), 8);
+        assert_eq!(b.begin(markable, Qpn::new(3), 8), 1);
+        assert_eq!(b.begin(way(1), Qpn::new(3), 8), 0, "marked or not");
+        let stranger = Way {
+            is_to_stranger: true,
+            ..way(1)
+        };
+        b.begin(stranger, Qpn::new(3), 8);
+        assert_eq!(b.begin(stranger, Qpn::new(3), 8), 0, "each alone");
     }
 
     #[test]
@@ -403,7 +411,7 @@ mod tests {
         m.write(0, b"abcdefgh");
         let mut b = TxBatch::new(64);
         for half in [0..4, 4..8] {
-            b.begin(addr(1), Qpn::new(2), 8, false);
+            b.begin(way(1), Qpn::new(2), 8);
             b.push_bytes(&[1, 2]);
             b.push_memory(m.slice(half).unwrap());
             b.push_bytes(&[3, 4]);
@@ -420,7 +428,7 @@ mod tests {
         m.fill(0, 4096, b'A');
         let mut b = TxBatch::new(64);
         for dst in 1..=3 {
-            b.begin(addr(dst), Qpn::new(2), 9, false);
+            b.begin(way(dst), Qpn::new(2), 9);
             b.push_bytes(&[dst]);
             b.push_memory(m.slice(0..8).unwrap());
         }

@@ -20,7 +20,7 @@
 //!
 //! A question on queue pair 1 may come in the name of a host that does not exist. An answer to an address
 //! on the link then waits for its neighbour, for seconds, in the buffer of the socket that has sent it. So
-//! messages to addresses that have proved nothing ([`Group::is_to_stranger`]) leave by sockets of their own,
+//! messages to addresses that have proved nothing ([`Way::is_to_stranger`](super::batch::Way::is_to_stranger)) leave by sockets of their own,
 //! with a port of their own; peers look at the destination port only. Where these are full, messages
 //! are dropped, and whoever has asked asks again; what is sent to peers never waits for that.
 //!
@@ -258,10 +258,10 @@ impl Driver {
     }
 
     fn offer(&mut self, batch: &TxBatch, groups: &[Group]) -> Offered {
-        if groups[0].is_to_stranger {
+        if groups[0].way.is_to_stranger {
             return self.offer_to_stranger(batch, &groups[..1]);
         }
-        let others = groups.iter().take_while(|g| !g.is_to_stranger);
+        let others = groups.iter().take_while(|g| !g.way.is_to_stranger);
         let groups = &groups[..others.count()];
         let fd = self.socket.as_raw_fd();
         loop {
@@ -306,19 +306,19 @@ impl Driver {
             Some(libc::EMSGSIZE) => {
                 self.counters.too_long += 1;
                 if self.counters.too_long.is_power_of_two() {
-                    warn!(dst = %group.dst, packet = group.segment, dropped = self.counters.too_long,
+                    warn!(dst = %group.way.dst, packet = group.segment, dropped = self.counters.too_long,
                         "the interface does not carry packets of this length: lower the path MTU");
                 }
             }
             Some(libc::EIO | libc::EINVAL) if group.count > 1 => {
                 // The route's device cannot segment. What was lost is sent again one by one.
-                debug!(dst = %group.dst, errno, "a segmented send failed, sending packets one by one");
+                debug!(dst = %group.way.dst, errno, "a segmented send failed, sending packets one by one");
                 self.counters.send_errors += 1;
                 return Offered::Unsegmentable;
             }
             _ => {
                 self.counters.send_errors += 1;
-                debug!(dst = %group.dst, errno, "send failed");
+                debug!(dst = %group.way.dst, errno, "send failed");
             }
         }
         Offered::Taken(1)
@@ -350,7 +350,7 @@ impl Driver {
         let mut at = 0;
         for (i, group) in groups.iter().enumerate() {
             let header = &mut messages[i].msg_hdr;
-            header.msg_namelen = put_addr(group.dst, &mut names[i]);
+            header.msg_namelen = put_addr(group.way.dst, &mut names[i]);
             header.msg_name = ptr::from_mut(&mut names[i]).cast();
             header.msg_iov = self.iovecs[at..].as_mut_ptr();
             header.msg_iovlen = group.pieces.len() as _;
@@ -360,7 +360,7 @@ impl Driver {
                 let segment = (group.segment as u16).to_ne_bytes();
                 control.push((libc::IPPROTO_UDP, UDP_SEGMENT), &segment);
             }
-            if !group.is_markable {
+            if !group.way.is_markable {
                 control.push(tos, &0i32.to_ne_bytes());
             }
             header.msg_controllen = control.len as _;
@@ -539,6 +539,7 @@ mod tests {
 
     use super::super::sys::{CE, ECT_0, ecn};
     use super::*;
+    use crate::roce::batch::Way;
 
     fn open(addr: &str) -> Driver {
         Driver::open(&DriverConfig {
@@ -572,7 +573,12 @@ mod tests {
 
     fn packets(batch: &mut TxBatch, dst: SocketAddr, is_markable: bool) {
         for _ in 0..2 {
-            batch.begin(dst, Qpn::new(2), 16, is_markable);
+            let way = Way {
+                dst,
+                is_markable,
+                is_to_stranger: false,
+            };
+            batch.begin(way, Qpn::new(2), 16);
             batch.push_bytes(&[0; 16]);
         }
     }

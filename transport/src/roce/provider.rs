@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use tracing::{info, warn};
 
-use super::batch::{SendOutcome, TxBatch};
+use super::batch::{SendOutcome, TxBatch, Way};
 use super::delegate::delegate_to_nic;
 use super::driver::{Driver, DriverConfig, DriverCounters};
 use super::fault::{FaultConfig, FaultCounters, FaultInjector};
@@ -121,21 +121,12 @@ pub struct Misdirected {
     pub bytes: Vec<u8>,
 }
 
-/// Where a packet goes, and how.
-#[derive(Clone, Copy)]
-struct Way {
-    dst: SocketAddr,
-    qpn: Qpn,
-    is_markable: bool,
-    is_to_stranger: bool,
-}
-
 /// The software NIC: a [`Nic`] and a UDP socket.
 pub struct Roce {
     nic: Nic,
     driver: Driver,
     batch: TxBatch,
-    tx_faults: Option<FaultInjector<Way>>,
+    tx_faults: Option<FaultInjector<(Way, Qpn)>>,
     rx_faults: Option<FaultInjector<(SocketAddr, bool)>>,
     capture: Option<PcapWriter<BufWriter<File>>>,
     misdirected: VecDeque<Misdirected>,
@@ -417,25 +408,12 @@ impl Roce {
         let n = self.nic.poll_transmit(now, &mut self.batch, TX_BUDGET);
         for group in self.batch.groups() {
             for packet in self.batch.copy_packets(group) {
-                let way = Way {
-                    dst: group.dst,
-                    qpn: group.qpn,
-                    is_markable: group.is_markable,
-                    is_to_stranger: group.is_to_stranger,
-                };
-                faults.handle_packet(now, way, packet);
+                faults.handle_packet(now, (group.way, group.qpn), packet);
             }
         }
         self.batch.clear();
-        while let Some((way, packet)) = faults.poll_packet(now) {
-            if way.is_to_stranger {
-                self.spoilt.close_group();
-            }
-            self.spoilt
-                .begin(way.dst, way.qpn, packet.len(), way.is_markable);
-            if way.is_to_stranger {
-                self.spoilt.mark_stranger();
-            }
+        while let Some(((way, qpn), packet)) = faults.poll_packet(now) {
+            self.spoilt.begin(way, qpn, packet.len());
             self.spoilt.push_bytes(&packet);
         }
         capture_sent(&mut self.capture, now, &self.nic, &self.spoilt);
@@ -521,12 +499,12 @@ fn capture_sent(capture: &mut Capture, now: Instant, nic: &Nic, batch: &TxBatch)
         return;
     }
     for group in batch.groups() {
-        let local = match group.is_to_stranger {
+        let local = match group.way.is_to_stranger {
             true => nic.stranger_addr(),
             false => nic.local_addr(),
         };
         for (id, packet) in batch.copy_packets(group).iter().enumerate() {
-            write_capture(capture, now, local, group.dst, id as u16, packet);
+            write_capture(capture, now, local, group.way.dst, id as u16, packet);
         }
     }
 }

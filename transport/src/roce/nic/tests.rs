@@ -177,7 +177,7 @@ fn a_packet_is_checked_before_it_is_believed() {
     assert_eq!(nic.poll_transmit(now, &mut batch, 1 << 16), 1);
     let group = &batch.groups()[0];
     assert_eq!(
-        (group.dst, group.qpn),
+        (group.way.dst, group.qpn),
         ("10.0.0.2:4791".parse().unwrap(), Qpn::new(0x99))
     );
 }
@@ -239,7 +239,7 @@ fn a_marked_packet_is_answered_and_only_data_may_be_marked() {
     let sent: Vec<(Vec<u8>, bool)> = batch
         .groups()
         .iter()
-        .map(|g| (opcodes(g), g.is_markable))
+        .map(|g| (opcodes(g), g.way.is_markable))
         .collect();
     // The notification, an RNR NAK since no receive is posted, and two SENDs, one without data.
     let expected = [
@@ -284,10 +284,10 @@ fn repeated(nic: &mut Nic, since: Instant, time: Duration) -> Vec<(bool, bool)> 
         nic.poll_transmit(now, &mut batch, usize::MAX);
         for group in batch.groups() {
             let from = SocketAddr::new(nic.local_addr().ip(), 5555);
-            let flow = IcrcFlow::new(from, group.dst).unwrap();
+            let flow = IcrcFlow::new(from, group.way.dst).unwrap();
             let packets = batch.copy_packets(group);
             let is_sealed = flow.check_exact(&packets[0], 0).is_ok();
-            sent.push((group.is_to_stranger, is_sealed));
+            sent.push((group.way.is_to_stranger, is_sealed));
         }
     }
     sent

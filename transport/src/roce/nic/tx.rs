@@ -1,13 +1,12 @@
 //! What goes out, and when: turns and timers.
 
 use std::cmp::Reverse;
-use std::net::SocketAddr;
 use std::time::Instant;
 
 use super::qp::with_env;
 use super::{MAX_LAST_ANSWERS, Machine, Nic, TURN};
 use crate::rc::{Env, TxPacket};
-use crate::roce::batch::TxBatch;
+use crate::roce::batch::{TxBatch, Way};
 use crate::roce::gather::update_icrc;
 use crate::verbs::QpId;
 use crate::wire::{Bth, ICRC_LEN, IcrcFlow, Qpn};
@@ -22,7 +21,7 @@ impl Nic {
         while let Some((peer, headers)) = self.last_answers.pop_front() {
             self.tx.clear();
             self.tx.headers = headers;
-            emit(batch, &peer.flow, peer.addr, &mut self.tx, false);
+            emit(batch, &peer.flow, Way::to(peer.addr), &mut self.tx);
         }
         self.transmit_mads(batch);
         while batch.total_bytes() < budget {
@@ -76,13 +75,12 @@ impl Nic {
                         false => Some(peer.flow),
                     };
                     let flow = flow.expect("addresses of one family");
-                    if is_silent {
-                        batch.close_group();
-                    }
-                    emit(batch, &flow, peer.addr, &mut self.tx, is_data);
-                    if is_silent {
-                        batch.mark_stranger();
-                    }
+                    let way = Way {
+                        dst: peer.addr,
+                        is_markable: is_data,
+                        is_to_stranger: is_silent,
+                    };
+                    emit(batch, &flow, way, &mut self.tx);
                 }
                 Machine::Ud(ud) => {
                     let Some(dst) = ud.poll_transmit(env.mrs, env.out, &mut self.tx) else {
@@ -94,10 +92,11 @@ impl Nic {
                     let from = if is_stranger { to_strangers } else { local };
                     // An address handle is checked for its family when it is made.
                     if let Some(flow) = IcrcFlow::new(from, dst) {
-                        emit(batch, &flow, dst, &mut self.tx, false);
-                        if is_stranger {
-                            batch.mark_stranger();
-                        }
+                        let way = Way {
+                            is_to_stranger: is_stranger,
+                            ..Way::to(dst)
+                        };
+                        emit(batch, &flow, way, &mut self.tx);
                     }
                 }
             }
@@ -211,16 +210,10 @@ impl Nic {
     }
 }
 
-/// Appends a packet with its ICRC. Routers may mark it if `is_markable`.
-pub(in crate::roce) fn emit(
-    batch: &mut TxBatch,
-    flow: &IcrcFlow,
-    dst: SocketAddr,
-    tx: &mut TxPacket,
-    is_markable: bool,
-) {
+/// Appends a packet with its ICRC.
+pub(in crate::roce) fn emit(batch: &mut TxBatch, flow: &IcrcFlow, way: Way, tx: &mut TxPacket) {
     let len = tx.len() + ICRC_LEN;
-    let id = batch.begin(dst, destination(&tx.headers), len, is_markable);
+    let id = batch.begin(way, destination(&tx.headers), len);
     let mut icrc = flow.start(len as u16, id);
     icrc.update_headers(&tx.headers);
     batch.push_bytes(&tx.headers);

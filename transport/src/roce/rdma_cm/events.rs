@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::{Id, IdState, MADS_PER_ROUND, MAX_WAITING_MADS};
 use crate::cm::{IbCmEvent, IbCmEventKind, IbCmId, QpPeer, SidrRepParams};
 use crate::rc::TxPacket;
-use crate::roce::batch::TxBatch;
+use crate::roce::batch::{TxBatch, Way};
 use crate::roce::nic::Nic;
 use crate::verbs::{
     CmError, CmEvent, CmEventKind, CmId, ConnParam, Mtu, PortSpace, QpAttr, QpId, QpState,
@@ -111,10 +111,11 @@ impl Nic {
                 payload_len: MAD_LEN,
                 ..TxPacket::default()
             };
-            crate::roce::nic::emit(batch, &flow, dst, &mut tx, false);
-            if is_stranger {
-                batch.mark_stranger();
-            }
+            let way = Way {
+                is_to_stranger: is_stranger,
+                ..Way::to(dst)
+            };
+            crate::roce::nic::emit(batch, &flow, way, &mut tx);
         }
     }
 

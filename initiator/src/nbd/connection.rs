@@ -16,7 +16,7 @@ use super::budget::Share;
 use super::machine::{Event, Machine};
 use super::outgoing::{Piece, Shared, Ticket};
 use super::proto::{self, Cookie, Errno};
-use super::reply::{Answer, Reader, shorter, state_flags};
+use super::reply::{Answer, Reader, first_pieces, state_flags, try_buffer};
 use super::transmission::{Command, Request};
 use crate::block::{BlockDevice, Buffer, ByteDevice, Span, ZeroOptions, task};
 
@@ -187,27 +187,16 @@ impl<D: BlockDevice> Connection<D> {
                     let (offset, left) = (write.offset, write.left.into());
                     let account = self.shared.account();
                     let share = write.share.take().or_else(|| {
-                        let most = self.device.first_piece(offset, left);
-                        let least = self
-                            .device
-                            .first_piece_within(offset, left, account.floor());
+                        let (most, least) = first_pieces(&self.device, account, offset, left);
                         account.take_or_wake(&most, &least, &self.waker)
                     });
                     let Some((mut span, share)) = share else {
                         return Some(Need::Room);
                     };
-                    // As for a reply: only what needs a single page is waited for.
-                    let buffer = loop {
-                        if let Some(buffer) = self.device.try_buffer(&span) {
-                            break Some(buffer);
-                        }
-                        let half = shorter(&self.device, &span, offset, left);
-                        if half == span {
-                            self.device.device().wake_when_free(&self.waker);
-                            break self.device.try_buffer(&span);
-                        }
-                        span = half;
-                    };
+                    let buffer = try_buffer(&self.device, &mut span, offset, left).or_else(|| {
+                        self.device.device().wake_when_free(&self.waker);
+                        self.device.try_buffer(&span)
+                    });
                     let Some(buffer) = buffer else {
                         write.share = Some((span, share));
                         return Some(Need::Room);

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use riser_memory::{Memory, PAGE};
 
-use super::budget::Share;
+use super::budget::{Account, Share};
 use super::outgoing::{Piece, Shared, Ticket};
 use super::proto::{self, Cookie, Errno};
 use crate::block::{BlockDevice, BlockError, Buffer, ByteDevice, Extent, ExtentKind, Span, task};
@@ -105,16 +105,39 @@ pub(super) fn state_flags(extents: &[Extent], one: bool) -> Vec<(u32, u32)> {
     out
 }
 
-/// The first piece of a request in a buffer of half the length, or of a page or a block; `span` itself where
-/// it needs no more.
-pub(super) fn shorter<D: BlockDevice>(
+/// A share of the export's buffers for the first piece of a request is for one of these: the longest piece,
+/// or at least what the account may always have.
+pub(super) fn first_pieces<D: BlockDevice>(
     device: &ByteDevice<D>,
-    span: &Span,
+    account: &Account,
     offset: u64,
     left: u64,
-) -> Span {
-    let most = (span.covering / 2).max(PAGE);
-    device.first_piece_within(offset, left.min(span.len as u64), most as u64)
+) -> (Span, Span) {
+    let most = device.first_piece(offset, left);
+    let least = device.first_piece_within(offset, left, account.floor());
+    (most, least)
+}
+
+/// A buffer for the first piece of a request. A buffer is a run of pages, and what others hold may leave none
+/// that is as long: then the piece is shortened. Only one of a page, or a block, is worth waiting for: that is
+/// what `span` is where there is none.
+pub(super) fn try_buffer<D: BlockDevice>(
+    device: &ByteDevice<D>,
+    span: &mut Span,
+    offset: u64,
+    left: u64,
+) -> Option<Buffer> {
+    loop {
+        if let Some(buffer) = device.try_buffer(span) {
+            return Some(buffer);
+        }
+        let most = (span.covering / 2).max(PAGE);
+        let half = device.first_piece_within(offset, left.min(span.len as u64), most as u64);
+        if half == *span {
+            return None;
+        }
+        *span = half;
+    }
 }
 
 /// A part of a reply, a buffer of the device for it, and its share of them.
@@ -223,25 +246,13 @@ impl<D: BlockDevice> Reader<D> {
 
     /// The first part of what is left of the reply.
     async fn piece(&self, offset: u64, left: u32) -> Part {
-        let account = self.shared.account();
-        let most = self.device.first_piece(offset, left.into());
-        let least = self
-            .device
-            .first_piece_within(offset, left.into(), account.floor());
+        let (account, left) = (self.shared.account(), left.into());
+        let (most, least) = first_pieces(&self.device, account, offset, left);
         let (mut span, share) = account.take(&most, &least).await;
-        // A buffer is a run of pages. What others hold may leave none that is as long, so only one that
-        // needs a single page (or block) is waited for.
-        loop {
-            if let Some(buffer) = self.device.try_buffer(&span) {
-                return (span, buffer, share);
-            }
-            let half = shorter(&self.device, &span, offset, left.into());
-            if half == span {
-                break;
-            }
-            span = half;
-        }
-        let buffer = self.device.device().buffer(span.covering).await;
+        let buffer = match try_buffer(&self.device, &mut span, offset, left) {
+            Some(buffer) => buffer,
+            None => self.device.device().buffer(span.covering).await,
+        };
         (span, buffer, share)
     }
 

@@ -314,10 +314,8 @@ pub struct WriteCache {
     settled: u64,
     /// How often acknowledged writes were lost.
     losses: u64,
-    /// The last loss has not been reported.
-    is_lost: bool,
-    /// How many writes had been acknowledged at the last loss.
-    lost_to: u64,
+    /// How many writes had been acknowledged at the last loss, until that is reported.
+    lost: Option<u64>,
 }
 
 /// What a flush covers.
@@ -340,9 +338,9 @@ impl WriteCache {
     /// A flush that began at `mark` was answered GOOD; whether it may be reported so.
     pub fn end_flush(&mut self, mark: FlushMark) -> bool {
         self.settled = self.settled.max(mark.written);
-        let is_kept = !self.is_lost && mark.losses == self.losses;
-        // One that began before a write that was lost fails, but tells nothing to who waits for that write.
-        self.is_lost &= mark.written < self.lost_to;
+        let is_kept = self.lost.is_none() && mark.losses == self.losses;
+        // One that began before a write that was lost fails, but does not report the loss of that write.
+        self.lost = self.lost.filter(|&lost| mark.written < lost);
         is_kept
     }
 
@@ -354,15 +352,14 @@ impl WriteCache {
     /// Whether nothing waits for a flush, and none has to fail.
     #[must_use]
     pub fn is_settled(&self) -> bool {
-        self.written == self.settled && !self.is_lost
+        self.written == self.settled && self.lost.is_none()
     }
 
     /// The target may have lost what its cache held.
     pub fn on_lost(&mut self) {
         if self.written > self.settled {
             self.losses += 1;
-            self.is_lost = true;
-            self.lost_to = self.written;
+            self.lost = Some(self.written);
         }
         self.settled = self.written;
     }

@@ -16,7 +16,6 @@
 
 use std::fmt::Debug;
 use std::io;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::SystemTime;
@@ -60,14 +59,14 @@ struct Inner {
     state: Mutex<State>,
     /// Where it is kept. Locked while it is saved, so that what is saved last is what is so.
     kept: Mutex<Option<Kept>>,
-    /// What was to be saved last could not be.
-    is_unsaved: AtomicBool,
 }
 
 #[derive(Debug)]
 struct Kept {
     keeper: Arc<dyn FlushKeeper>,
     unit: Identity,
+    /// What was to be saved last has been.
+    is_saved: bool,
 }
 
 #[derive(Debug, Default)]
@@ -83,15 +82,19 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Inner {
     fn save(&self) {
-        let kept = lock(&self.kept);
-        let Some(Kept { keeper, unit }) = &*kept else {
+        let mut kept = lock(&self.kept);
+        let Some(kept) = &mut *kept else {
             return;
         };
         let failure = lock(&self.state).failure;
-        let saved = keeper.save(unit, failure.as_ref());
-        self.is_unsaved.store(saved.is_err(), Ordering::Relaxed);
-        if let Err(error) = saved {
-            tracing::error!(serial = unit.serial, %error, "the state of flushes cannot be saved");
+        // Also if the keeper panics.
+        kept.is_saved = false;
+        match kept.keeper.save(&kept.unit, failure.as_ref()) {
+            Ok(()) => kept.is_saved = true,
+            Err(error) => {
+                let serial = &kept.unit.serial;
+                tracing::error!(serial, %error, "the state of flushes cannot be saved");
+            }
         }
     }
 }
@@ -127,6 +130,7 @@ impl FlushState {
         *kept = Some(Kept {
             keeper,
             unit: unit.clone(),
+            is_saved: true,
         });
         loaded
     }
@@ -157,9 +161,14 @@ impl FlushState {
     /// Returns when what was found is saved. What could not be saved then, as where the file system was full,
     /// is tried once more.
     pub(super) fn wait_saved(&self) {
-        let saver = lock(&self.saver).take();
-        let has_panicked = saver.is_some_and(|saver| saver.join().is_err());
-        if has_panicked || self.inner.is_unsaved.load(Ordering::Relaxed) {
+        if let Some(saver) = lock(&self.saver).take() {
+            // After a panic, nothing is saved.
+            let _ = saver.join();
+        }
+        let is_saved = lock(&self.inner.kept)
+            .as_ref()
+            .is_none_or(|kept| kept.is_saved);
+        if !is_saved {
             self.inner.save();
         }
     }

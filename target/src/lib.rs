@@ -27,6 +27,7 @@ pub mod iscsi;
 pub mod log;
 pub mod mounts;
 pub mod pace;
+mod patience;
 pub mod pool;
 pub mod server;
 pub mod srp;

@@ -7,7 +7,6 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
-use std::time::{Duration, Instant};
 
 use riser_memory::Memory;
 use riser_scsi::config::Identity;
@@ -16,6 +15,7 @@ use super::fault::Faults;
 use super::flush::{FlushFailure, FlushKeeper, FlushState};
 use super::ram::{self, Ram};
 use super::sys::{self, Align, Lock};
+use crate::patience;
 
 /// Names the host's boot; where the kernel does not, this process.
 static BOOT: LazyLock<[u8; 16]> = LazyLock::new(|| {
@@ -580,28 +580,14 @@ fn io_error(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> Open
     }
 }
 
-/// How long a store may still be held by a process that is gone: the kernel takes the rings of a
-/// killed process apart, and closes the files they hold, some time after its end.
-const LOCK_PATIENCE: Duration = Duration::from_secs(3);
-
-/// Tries until a store is free, for [`LOCK_PATIENCE`] at most. `attempt` returns `None` where
-/// something else holds it.
+/// Tries until a store is free: see [`patience`](crate::patience).
 fn until_free<T>(
     path: &Path,
-    mut attempt: impl FnMut() -> Result<Option<T>, OpenError>,
+    attempt: impl FnMut() -> Result<Option<T>, OpenError>,
 ) -> Result<T, OpenError> {
-    let deadline = Instant::now() + LOCK_PATIENCE;
-    loop {
-        if let Some(free) = attempt()? {
-            return Ok(free);
-        }
-        if Instant::now() > deadline {
-            return Err(OpenError::Locked {
-                path: path.to_owned(),
-            });
-        }
-        std::thread::sleep(LOCK_PATIENCE / 200);
-    }
+    patience::until_free(attempt)?.ok_or_else(|| OpenError::Locked {
+        path: path.to_owned(),
+    })
 }
 
 fn lock(file: &File, spec: &Spec, path: &Path) -> Result<(), OpenError> {

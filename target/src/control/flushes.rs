@@ -23,7 +23,6 @@ pub struct FlushFiles {
 /// What a file holds.
 #[derive(Debug, Serialize, Deserialize)]
 struct Saved {
-    version: u32,
     /// The unit's serial number. With another one it is another unit, even if the world-wide name is the same.
     serial: String,
     errno: i32,
@@ -45,19 +44,9 @@ fn file_of(unit: &Identity) -> String {
 
 impl FlushKeeper for FlushFiles {
     fn load(&self, unit: &Identity) -> io::Result<Option<FlushFailure>> {
-        let file = file_of(unit);
-        let Some(bytes) = self.dir.read(&file)? else {
-            return Ok(None);
-        };
-        let error = |why: String| {
-            let path = self.dir.path().join(&file);
-            io::Error::other(format!("{}: {why}", path.display()))
-        };
-        let saved: Saved = serde_json::from_slice(&bytes).map_err(|e| error(e.to_string()))?;
-        if saved.version != VERSION {
-            return Err(error(format!("version {} is not known", saved.version)));
-        }
-        Ok((saved.serial == unit.serial).then(|| FlushFailure {
+        let saved: Option<Saved> = self.dir.load(&file_of(unit), VERSION)?;
+        let saved = saved.filter(|saved| saved.serial == unit.serial);
+        Ok(saved.map(|saved| FlushFailure {
             errno: saved.errno,
             at: UNIX_EPOCH + Duration::from_millis(saved.at),
         }))
@@ -70,11 +59,10 @@ impl FlushKeeper for FlushFiles {
         };
         let at = failure.at.duration_since(UNIX_EPOCH).unwrap_or_default();
         let saved = Saved {
-            version: VERSION,
             serial: unit.serial.clone(),
             errno: failure.errno,
             at: at.as_millis() as u64,
         };
-        self.dir.replace(&file, &serde_json::to_vec_pretty(&saved)?)
+        self.dir.save(&file, VERSION, &saved)
     }
 }

@@ -23,7 +23,6 @@ pub struct PortFile {
 /// What the file holds.
 #[derive(Debug, Serialize, Deserialize)]
 struct Saved {
-    version: u32,
     ports: Vec<WrittenPort>,
 }
 
@@ -37,26 +36,13 @@ impl PortFile {
 
 impl PortKeeper for PortFile {
     fn load(&self) -> io::Result<Vec<WrittenPort>> {
-        let Some(bytes) = self.dir.read(FILE)? else {
-            return Ok(Vec::new());
-        };
-        let error = |why: String| {
-            let path = self.dir.path().join(FILE);
-            io::Error::other(format!("{}: {why}", path.display()))
-        };
-        let saved: Saved = serde_json::from_slice(&bytes).map_err(|e| error(e.to_string()))?;
-        if saved.version != VERSION {
-            return Err(error(format!("version {} is not known", saved.version)));
-        }
-        Ok(saved.ports)
+        let saved: Option<Saved> = self.dir.load(FILE, VERSION)?;
+        Ok(saved.map_or_else(Vec::new, |saved| saved.ports))
     }
 
     fn save(&self, ports: &[WrittenPort]) -> io::Result<()> {
-        let saved = Saved {
-            version: VERSION,
-            ports: ports.to_vec(),
-        };
-        self.dir.replace(FILE, &serde_json::to_vec_pretty(&saved)?)
+        let ports = ports.to_vec();
+        self.dir.save(FILE, VERSION, &Saved { ports })
     }
 }
 

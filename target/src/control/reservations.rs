@@ -22,7 +22,6 @@ pub struct ReservationFiles {
 /// What a file holds.
 #[derive(Debug, Serialize, Deserialize)]
 struct Saved {
-    version: u32,
     /// The unit's serial number. With another one it is another unit, even if the world-wide name is the same.
     serial: String,
     reservations: SavedReservations,
@@ -43,19 +42,9 @@ fn file_of(unit: &Identity) -> String {
 
 impl ReservationKeeper for ReservationFiles {
     fn load(&self, unit: &Identity) -> io::Result<Option<SavedReservations>> {
-        let file = file_of(unit);
-        let Some(bytes) = self.dir.read(&file)? else {
-            return Ok(None);
-        };
-        let error = |why: String| {
-            let path = self.dir.path().join(&file);
-            io::Error::other(format!("{}: {why}", path.display()))
-        };
-        let saved: Saved = serde_json::from_slice(&bytes).map_err(|e| error(e.to_string()))?;
-        if saved.version != VERSION {
-            return Err(error(format!("version {} is not known", saved.version)));
-        }
-        Ok((saved.serial == unit.serial).then_some(saved.reservations))
+        let saved: Option<Saved> = self.dir.load(&file_of(unit), VERSION)?;
+        let saved = saved.filter(|saved| saved.serial == unit.serial);
+        Ok(saved.map(|saved| saved.reservations))
     }
 
     fn save(&self, unit: &Identity, state: Option<&SavedReservations>) -> io::Result<()> {
@@ -64,13 +53,10 @@ impl ReservationKeeper for ReservationFiles {
             None => self.dir.remove(&file),
             Some(state) => {
                 let saved = Saved {
-                    version: VERSION,
                     serial: unit.serial.clone(),
                     reservations: state.clone(),
                 };
-                serde_json::to_vec_pretty(&saved)
-                    .map_err(io::Error::from)
-                    .and_then(|bytes| self.dir.replace(&file, &bytes))
+                self.dir.save(&file, VERSION, &saved)
             }
         };
         done.inspect_err(|error| {

@@ -12,15 +12,14 @@ use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::thread;
-use std::time::{Duration, Instant};
 
 use riser_scsi::config::Identity;
 use rustix::fs::FlockOperation;
 use rustix::io::Errno;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 
-/// How long a daemon that was killed may still hold its directory: its end takes the kernel a while.
-const PATIENCE: Duration = Duration::from_secs(3);
+use crate::patience::until_free;
 
 /// A directory of ours alone: no other daemon uses it as long as this value lives.
 #[derive(Debug)]
@@ -28,6 +27,20 @@ pub struct StateDir {
     path: PathBuf,
     /// Holds the lock.
     _lock: File,
+}
+
+/// What a file of any version has.
+#[derive(Deserialize)]
+struct Version {
+    version: u32,
+}
+
+/// A file as it is written.
+#[derive(Serialize)]
+struct Versioned<'a, T> {
+    version: u32,
+    #[serde(flatten)]
+    content: &'a T,
 }
 
 /// The place that is used if nobody says otherwise: `$STATE_DIRECTORY`, which a service manager sets;
@@ -45,28 +58,28 @@ impl StateDir {
     /// Takes a directory, which is made if need be.
     ///
     /// # Errors
-    /// `AddrInUse` if another daemon has it, and does not end within seconds; whatever the file system says.
+    /// `AddrInUse` if another daemon has it, and does not end within seconds; those of the file
+    /// system.
     pub fn take(path: &Path) -> io::Result<Self> {
         DirBuilder::new().recursive(true).mode(0o700).create(path)?;
         let lock = File::open(path)?;
-        let until = Instant::now() + PATIENCE;
-        loop {
+        let locked = until_free(|| {
             match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
-                Ok(()) => break,
-                Err(Errno::WOULDBLOCK) if Instant::now() < until => {
-                    thread::sleep(PATIENCE / 200);
-                }
-                Err(Errno::WOULDBLOCK) => {
-                    let kind = io::ErrorKind::AddrInUse;
-                    return Err(io::Error::new(kind, "another daemon uses it"));
-                }
-                Err(error) => return Err(error.into()),
+                Ok(()) => Ok(Some(())),
+                Err(Errno::WOULDBLOCK) => Ok(None),
+                Err(error) => Err(io::Error::from(error)),
             }
+        })?;
+        match locked {
+            Some(()) => Ok(Self {
+                path: path.to_owned(),
+                _lock: lock,
+            }),
+            None => Err(io::Error::new(
+                io::ErrorKind::AddrInUse,
+                "another daemon uses it",
+            )),
         }
-        Ok(Self {
-            path: path.to_owned(),
-            _lock: lock,
-        })
     }
 
     /// Where it is.
@@ -85,6 +98,35 @@ impl StateDir {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
         }
+    }
+
+    /// What a file holds in this version of its form; `None` where there is none.
+    ///
+    /// # Errors
+    /// Those of the file system; with the file's path, if it is damaged or of another version.
+    pub fn load<T: DeserializeOwned>(&self, name: &str, version: u32) -> io::Result<Option<T>> {
+        let Some(bytes) = self.read(name)? else {
+            return Ok(None);
+        };
+        let error = |why: String| {
+            let path = self.path.join(name);
+            io::Error::other(format!("{}: {why}", path.display()))
+        };
+        let found: Version = serde_json::from_slice(&bytes).map_err(|e| error(e.to_string()))?;
+        if found.version != version {
+            return Err(error(format!("version {} is not known", found.version)));
+        }
+        let content = serde_json::from_slice(&bytes).map_err(|e| error(e.to_string()))?;
+        Ok(Some(content))
+    }
+
+    /// Replaces a file by this version of its form.
+    ///
+    /// # Errors
+    /// As [`StateDir::replace`].
+    pub fn save<T: Serialize>(&self, name: &str, version: u32, content: &T) -> io::Result<()> {
+        let file = Versioned { version, content };
+        self.replace(name, &serde_json::to_vec_pretty(&file)?)
     }
 
     /// Removes a file, if it is there.
@@ -202,6 +244,8 @@ fn replace_by_steps(
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt;
+    use std::thread;
+    use std::time::Duration;
 
     use super::*;
 

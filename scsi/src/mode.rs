@@ -48,14 +48,14 @@ pub(crate) const PLACES: [FlagPlace; 3] = [
 /// The fixed part of every page, in ascending order of page codes.
 ///
 /// Read-Write Error Recovery; Caching; Control with GLTSD, unrestricted
-/// reordering and an unlimited busy period; Informational Exceptions Control
+/// reordering, TAS and an unlimited busy period; Informational Exceptions Control
 /// with DEXCPT.
 const TEMPLATES: [&[u8]; 4] = [
     &[0x01, 0x0a, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
     &[
         0x08, 0x12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
     ],
-    &[0x0a, 0x0a, 0x02, 0x10, 0, 0, 0, 0, 0xff, 0xff, 0, 0],
+    &[0x0a, 0x0a, 0x02, 0x10, 0, 0x40, 0, 0, 0xff, 0xff, 0, 0],
     &[0x1c, 0x0a, 0x08, 0, 0, 0, 0, 0, 0, 0, 0, 0],
 ];
 

@@ -11,8 +11,9 @@
 //!
 //! A [`TaskSet`] is pure bookkeeping. It never ends a task: task management
 //! marks tasks and names them, the caller stops their work and then removes
-//! them, and only then answers the function. TAS is zero, so an aborted task
-//! gets no status.
+//! them, and only then answers the function. TAS is one (SPC-4 7.5.8): a task that
+//! another nexus ended is answered with TASK ABORTED status, one that its own nexus
+//! ended gets no status.
 //!
 //! # Order
 //!
@@ -190,11 +191,9 @@ pub enum TmfResponse {
 pub struct TmfOutcome {
     /// The answer, to be sent when the aborted tasks are gone.
     pub response: TmfResponse,
-    /// Tasks to stop and remove without a status.
+    /// Tasks to stop and remove: with TASK ABORTED status where
+    /// [`TaskSet::is_cleared`] says so, otherwise without a status.
     pub aborted: Vec<TaskKey>,
-    /// Nexuses that lost tasks to another one: they get COMMANDS CLEARED BY
-    /// ANOTHER INITIATOR.
-    pub cleared: Vec<NexusId>,
 }
 
 impl TmfOutcome {
@@ -202,7 +201,6 @@ impl TmfOutcome {
         Self {
             response,
             aborted: Vec::new(),
-            cleared: Vec::new(),
         }
     }
 }
@@ -220,7 +218,7 @@ enum TaskState {
     Blocked,
     /// Runs.
     Enabled,
-    /// Marked by task management; ends without status.
+    /// Marked by task management.
     Aborted,
 }
 
@@ -241,6 +239,8 @@ struct Task {
     attribute: TaskAttribute,
     footprint: Footprint,
     state: TaskState,
+    /// Another nexus has ended it, and not its own.
+    is_cleared: bool,
     /// Position in the order of arrival.
     id: u64,
     /// Position in the order in which tasks start, once it has one.
@@ -384,6 +384,7 @@ impl TaskSet {
             attribute: new.attribute,
             footprint: new.footprint,
             state: TaskState::Arriving,
+            is_cleared: false,
             id,
             age: None,
             pass: None,
@@ -450,12 +451,18 @@ impl TaskSet {
         None
     }
 
-    /// Whether task management has marked a task: its work is to be stopped
-    /// and no status sent.
+    /// Whether task management has marked a task: its work is to be stopped.
     #[must_use]
     pub fn is_aborted(&self, key: TaskKey) -> bool {
         self.task(key)
             .is_some_and(|task| task.state == TaskState::Aborted)
+    }
+
+    /// Whether another nexus has ended a task, so that it is to be answered with TASK
+    /// ABORTED. Not if its own has ended it, too, which expects no status.
+    #[must_use]
+    pub fn is_cleared(&self, key: TaskKey) -> bool {
+        self.task(key).is_some_and(|task| task.is_cleared)
     }
 
     /// Removes a task that has ended, or whose abort is done. `false` when it
@@ -487,20 +494,19 @@ impl TaskSet {
 
     /// Marks every task of some nexuses: those that a reservation was preempted of.
     pub fn abort_nexuses(&mut self, matches: impl Fn(NexusId) -> bool) -> Vec<TaskKey> {
-        self.abort(|task| matches(task.nexus))
+        self.abort(None, |task| matches(task.nexus))
     }
 
     /// Carries out a task management function for a nexus.
     ///
     /// With [`TaskManagement::LogicalUnitReset`] the caller also calls
-    /// [`LogicalUnit::reset`](crate::lu::LogicalUnit::reset), whose unit
-    /// attention covers what `cleared` would say.
+    /// [`LogicalUnit::reset`](crate::lu::LogicalUnit::reset).
     pub fn manage(&mut self, nexus: NexusId, function: TaskManagement) -> TmfOutcome {
         match function {
             TaskManagement::AbortTask(tag) => match self.find(nexus, tag) {
                 None => TmfOutcome::answer(TmfResponse::TaskDoesNotExist),
                 Some(key) => {
-                    self.mark(key.slot);
+                    self.mark(key.slot, false);
                     TmfOutcome {
                         aborted: vec![key],
                         ..TmfOutcome::answer(TmfResponse::Complete)
@@ -510,11 +516,9 @@ impl TaskSet {
             TaskManagement::AbortTaskSet | TaskManagement::NexusReset => {
                 self.aborting(nexus, |task| task.nexus == nexus)
             }
-            TaskManagement::ClearTaskSet => self.aborting(nexus, |_| true),
-            TaskManagement::LogicalUnitReset => TmfOutcome {
-                cleared: Vec::new(),
-                ..self.aborting(nexus, |_| true)
-            },
+            TaskManagement::ClearTaskSet | TaskManagement::LogicalUnitReset => {
+                self.aborting(nexus, |_| true)
+            }
             TaskManagement::ClearAca => TmfOutcome::answer(TmfResponse::Rejected),
             TaskManagement::QueryTask(tag) => {
                 TmfOutcome::answer(presence(self.find(nexus, tag).is_some()))
@@ -526,24 +530,15 @@ impl TaskSet {
     }
 
     fn aborting(&mut self, by: NexusId, matches: impl Fn(&Task) -> bool) -> TmfOutcome {
-        let aborted = self.abort(matches);
-        let mut cleared: Vec<NexusId> = aborted
-            .iter()
-            .filter_map(|&key| self.task(key).map(|task| task.nexus))
-            .filter(|&nexus| nexus != by)
-            .collect();
-        cleared.sort_unstable();
-        cleared.dedup();
         TmfOutcome {
             response: TmfResponse::Complete,
-            aborted,
-            cleared,
+            aborted: self.abort(Some(by), matches),
         }
     }
 
-    /// Marks tasks, oldest first. A task that is marked already is named
-    /// again, because this function must wait for it, too.
-    fn abort(&mut self, matches: impl Fn(&Task) -> bool) -> Vec<TaskKey> {
+    /// Marks tasks, oldest first; `by` is the nexus that asks for it, unless it counts as another one.
+    /// A task that is marked already is named again, because this function must wait for it, too.
+    fn abort(&mut self, by: Option<NexusId>, matches: impl Fn(&Task) -> bool) -> Vec<TaskKey> {
         let mut keys: Vec<TaskKey> = self
             .tasks()
             .filter(|(_, task)| matches(task))
@@ -551,14 +546,18 @@ impl TaskSet {
             .collect();
         keys.sort_unstable_by_key(|key| key.id);
         for key in &keys {
-            self.mark(key.slot);
+            let is_other = by != Some(self.at(key.slot).nexus);
+            self.mark(key.slot, is_other);
         }
         keys
     }
 
-    fn mark(&mut self, slot: u32) {
+    fn mark(&mut self, slot: u32, is_other: bool) {
         self.leave_queue(slot);
-        self.at_mut(slot).state = TaskState::Aborted;
+        let task = self.at_mut(slot);
+        let was_ended_by_own = task.state == TaskState::Aborted && !task.is_cleared;
+        task.is_cleared = is_other && !was_ended_by_own;
+        task.state = TaskState::Aborted;
     }
 
     /// Whether the order lets a dormant task start now.

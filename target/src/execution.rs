@@ -94,6 +94,8 @@ pub struct Execution<const CDB: usize> {
     command: Option<Command>,
     /// Its key in the unit's task set, while it is there.
     key: Option<TaskKey>,
+    /// Another nexus had ended it when it left the task set.
+    was_cleared: bool,
 }
 
 impl<const CDB: usize> Execution<CDB> {
@@ -114,6 +116,7 @@ impl<const CDB: usize> Execution<CDB> {
             early: Early::None,
             command: None,
             key: None,
+            was_cleared: false,
         }
     }
 
@@ -366,10 +369,37 @@ impl<const CDB: usize> Execution<CDB> {
     /// Leaves the task set: tasks that may start now.
     #[must_use]
     pub fn leave(&mut self) -> Vec<TaskRef> {
-        match (self.key.take(), &self.unit) {
-            (Some(key), Some(unit)) => unit.remove(key),
-            _ => Vec::new(),
+        let (Some(key), Some(unit)) = (self.key.take(), &self.unit) else {
+            return Vec::new();
+        };
+        let (was_cleared, started) = unit.remove(key);
+        self.was_cleared = was_cleared;
+        started
+    }
+
+    /// Whether another nexus has ended it: its initiator, which does not know, is to be answered. It may have
+    /// left the task set between that and when its channel hears of it, or be ended by several.
+    #[must_use]
+    pub fn is_cleared(&self) -> bool {
+        let (Some(key), Some(unit)) = (self.key, &self.unit) else {
+            return self.was_cleared;
+        };
+        unit.is_cleared(key)
+    }
+
+    /// It ends with a status alone, and no device uses its data any more: gives these back. Functions that
+    /// waited for its end do not wait for the initiator to take the answer: they are returned.
+    #[must_use]
+    pub fn interrupt(&mut self, pool: &mut Pool) -> Vec<TaskRef> {
+        debug_assert!(self.key.is_none(), "it has left its task set");
+        if let Some(buffer) = self.buffer.take() {
+            pool.release(buffer);
         }
+        self.early = Early::None;
+        self.command = None;
+        self.step = None;
+        self.aborted = false;
+        std::mem::take(&mut self.watchers)
     }
 
     /// Gives everything back: functions that waited for its end.
@@ -385,6 +415,7 @@ impl<const CDB: usize> Execution<CDB> {
         self.command = None;
         self.step = None;
         self.aborted = false;
+        self.was_cleared = false;
         std::mem::take(&mut self.watchers)
     }
 }

@@ -333,15 +333,19 @@ fn preempt_and_abort_ends_the_commands_of_the_preempted() {
         let sessions = snapshot(world).sessions;
         sessions.iter().map(|s| s.in_flight).sum::<usize>()
     };
+    assert_eq!(two.read(1, 1, 4096, &mut |d| world.pump(d)).status, 0);
+    assert_eq!(two.data.slice(4096..4097).unwrap().to_vec(), [0]);
+    // TASK ABORTED answers the write; the next is the unit attention, and then the conflict.
+    let ended = one.answer(&mut |d| world.pump(d));
+    assert_eq!((ended.tag, ended.status, ended.delta), (5, 0x40, 1));
+    for _ in 0..50 {
+        world.pump(&mut one.dev);
+    }
     assert_eq!(
         in_flight(&mut world),
         1,
         "the write of who stays registered"
     );
-    assert_eq!(two.read(1, 1, 4096, &mut |d| world.pump(d)).status, 0);
-    assert_eq!(two.data.slice(4096..4097).unwrap().to_vec(), [0]);
-    // Nothing answers the write but its credit: the next is the unit attention, and then the conflict.
-    assert_eq!(one.next(&mut |d| world.pump(d)), Said::Credit(1));
     let none = || DataBuffer::None;
     let answer = one.command(&[0; 6], none(), none(), &mut |d| world.pump(d));
     assert_eq!((answer.tag, answer.status), (77, 2));

@@ -206,7 +206,8 @@ fn preempt_and_abort_ends_the_commands_of_the_preempted() {
     };
     assert_eq!(read(&mut two, 1), (GOOD, vec![0; 512]));
     assert_eq!(keys(&mut two), [0xb, 0xc]);
-    // Nothing answers the write: the next is the unit attention, and then the conflict.
+    // TASK ABORTED answers the write; the next is the unit attention, and then the conflict.
+    assert_eq!(one.answer(), (0x40, Vec::new()));
     assert_eq!(one.command(&[0; 6], false, 0, &[]).0, CHECK_CONDITION);
     assert_eq!(write(&mut one), RESERVATION_CONFLICT);
     assert_eq!(write(&mut three), GOOD);

@@ -253,16 +253,6 @@ fn overlapped_tags_and_a_full_set_are_refused() {
 }
 
 #[test]
-fn a_nexus_that_lost_several_tasks_is_named_once() {
-    let mut set = TaskSet::new(8, 8);
-    for tag in 1..4 {
-        add(&mut set, B, tag, Simple);
-    }
-    let outcome = set.manage(A, TaskManagement::ClearTaskSet);
-    assert_eq!(outcome.cleared, [B]);
-}
-
-#[test]
 fn abort_functions_reach_the_right_tasks() {
     let scene = || {
         let mut set = TaskSet::new(8, 8);
@@ -270,13 +260,13 @@ fn abort_functions_reach_the_right_tasks() {
         (set, keys)
     };
     let cases = [
-        (TaskManagement::AbortTask(TaskTag(2)), vec![1], vec![]),
-        (TaskManagement::AbortTaskSet, vec![0, 1], vec![]),
-        (TaskManagement::NexusReset, vec![0, 1], vec![]),
-        (TaskManagement::ClearTaskSet, vec![0, 1, 2], vec![B]),
-        (TaskManagement::LogicalUnitReset, vec![0, 1, 2], vec![]),
+        (TaskManagement::AbortTask(TaskTag(2)), vec![1]),
+        (TaskManagement::AbortTaskSet, vec![0, 1]),
+        (TaskManagement::NexusReset, vec![0, 1]),
+        (TaskManagement::ClearTaskSet, vec![0, 1, 2]),
+        (TaskManagement::LogicalUnitReset, vec![0, 1, 2]),
     ];
-    for (function, indices, cleared) in cases {
+    for (function, indices) in cases {
         let (mut set, keys) = scene();
         let aborted: Vec<_> = indices
             .into_iter()
@@ -285,16 +275,30 @@ fn abort_functions_reach_the_right_tasks() {
         let outcome = set.manage(A, function);
         let response = TmfResponse::Complete;
         assert!(aborted.iter().all(|&key| set.is_aborted(key)));
-        assert_eq!(
-            outcome,
-            TmfOutcome {
-                response,
-                aborted,
-                cleared
-            },
-            "{function:?}"
-        );
+        assert_eq!(outcome, TmfOutcome { response, aborted }, "{function:?}");
+        // TAS: of these tasks only the last one is another nexus's.
+        let cleared = keys.map(|key| set.is_cleared(key));
+        let others = set.is_aborted(keys[2]);
+        assert_eq!(cleared, [false, false, others], "{function:?}");
     }
+}
+
+/// A task that its own nexus ends, before or after another one, gets no status.
+#[test]
+fn a_task_that_its_own_nexus_ends_is_not_cleared() {
+    for functions in [[A, B], [B, A]] {
+        let mut set = TaskSet::new(8, 8);
+        let key = add(&mut set, A, 1, Simple);
+        for nexus in functions {
+            assert!(!set.is_cleared(key) || nexus == A);
+            set.manage(nexus, TaskManagement::ClearTaskSet);
+        }
+        assert!(set.is_aborted(key) && !set.is_cleared(key));
+    }
+    let mut set = TaskSet::new(8, 8);
+    let keys = [A, B].map(|nexus| add(&mut set, nexus, 1, Simple));
+    set.abort_nexuses(|nexus| nexus == B);
+    assert_eq!(keys.map(|key| set.is_cleared(key)), [false, true]);
 }
 
 #[test]

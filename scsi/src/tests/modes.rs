@@ -16,7 +16,7 @@ fn sense6(rig: &mut Rig, page: u8) -> Vec<u8> {
 const CACHING: [u8; 20] = [
     0x08, 0x12, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
 ];
-const CONTROL: [u8; 12] = [0x0a, 0x0a, 2, 0x10, 0, 0, 0, 0, 0xff, 0xff, 0, 0];
+const CONTROL: [u8; 12] = [0x0a, 0x0a, 2, 0x10, 0, 0x40, 0, 0, 0xff, 0xff, 0, 0];
 
 #[test]
 fn sense_six_and_ten_carry_the_same_pages() {

@@ -245,7 +245,7 @@ fn mode_list() -> Vec<u8> {
     list.extend([
         0x08, 0x12, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
     ]);
-    list.extend([0x0a, 0x0a, 2, 0x10, 0, 0, 0, 0, 0xff, 0xff, 0, 0]);
+    list.extend([0x0a, 0x0a, 2, 0x10, 0, 0x40, 0, 0, 0xff, 0xff, 0, 0]);
     list
 }
 

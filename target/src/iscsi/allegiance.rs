@@ -515,7 +515,7 @@ impl<D: Datamover> Channel<D> {
         self.counted += u16::from(parcel.counted);
         self.lingering += u16::from(parcel.lingers);
         if before.aborted {
-            return self.finish(cx.pool, idx, End::Aborted);
+            return self.end_aborted(cx, idx);
         }
         match parcel.rest {
             Rest::Answered {

@@ -269,7 +269,7 @@ impl<D: Datamover> Channel<D> {
         let start = task.data_start.offset.clamp(task.piece.from, end);
         self.pace.on_moved(end - start);
         if task.exec.aborted {
-            return self.finish(cx.pool, idx, End::Aborted);
+            return self.end_aborted(cx, idx);
         }
         task.data_start = Start {
             data_sn: task.piece.next_sn,
@@ -472,7 +472,7 @@ impl<D: Datamover> Channel<D> {
             "an operation runs for {idx:?}"
         );
         if task.exec.aborted {
-            return self.finish(cx.pool, idx, End::Aborted);
+            return self.end_aborted(cx, idx);
         }
         self.advance(cx, idx, result);
     }
@@ -633,13 +633,55 @@ impl<D: Datamover> Channel<D> {
         self.cut_short(pool, idx, End::Aborted);
     }
 
-    /// Ends a request that is not answered, at once or as soon as no device uses its buffer.
-    pub(super) fn cut_short(&mut self, pool: &mut Pool, idx: TaskIdx, end: End) {
-        let task = &self.tasks[usize::from(idx.0)];
+    /// Ends a command that task management has ended, here or on another channel, at once or as soon as no
+    /// device uses its buffer.
+    pub(super) fn end_managed(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, watcher: TaskRef) {
+        let task = &mut self.tasks[usize::from(idx.0)];
+        if !task.is_command() {
+            return self.abort(cx.pool, idx, Some(watcher));
+        }
+        task.exec.watchers.push(watcher);
         if task.exec.aborted {
             return;
         }
-        let lingers = match task.state {
+        if self.stop(cx.pool, idx) {
+            self.tasks[usize::from(idx.0)].exec.aborted = true;
+        } else {
+            self.end_aborted(cx, idx);
+        }
+    }
+
+    /// Ends an aborted command that no device uses any more. One that another nexus has ended is answered
+    /// with TASK ABORTED (SPC-4 7.5.8: TAS), since its initiator waits for it.
+    pub(super) fn end_aborted(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
+        let is_over = matches!(self.phase, Phase::Closing | Phase::Closed);
+        if is_over || !self.tasks[usize::from(idx.0)].exec.is_cleared() {
+            return self.finish(cx.pool, idx, End::Aborted);
+        }
+        self.leave_task_set(idx);
+        let exec = &mut self.tasks[usize::from(idx.0)].exec;
+        let watchers = exec.interrupt(cx.pool);
+        self.actions
+            .extend(watchers.into_iter().map(Action::TaskGone));
+        self.answer_status(cx, idx, Status::TaskAborted);
+    }
+
+    /// Ends a request that is not answered, at once or as soon as no device uses its buffer.
+    pub(super) fn cut_short(&mut self, pool: &mut Pool, idx: TaskIdx, end: End) {
+        if self.tasks[usize::from(idx.0)].exec.aborted {
+            return;
+        }
+        if self.stop(pool, idx) {
+            self.tasks[usize::from(idx.0)].exec.aborted = true;
+        } else {
+            self.finish(pool, idx, end);
+        }
+    }
+
+    /// Stops what a request does; whether a device or a socket still has its buffer, or it is another
+    /// connection's.
+    fn stop(&mut self, pool: &mut Pool, idx: TaskIdx) -> bool {
+        match self.tasks[usize::from(idx.0)].state {
             TaskState::AwaitBuffer => {
                 self.leave_pool_line(pool, idx);
                 false
@@ -651,11 +693,6 @@ impl<D: Datamover> Channel<D> {
                 true
             }
             _ => false,
-        };
-        if lingers {
-            self.tasks[usize::from(idx.0)].exec.aborted = true;
-        } else {
-            self.finish(pool, idx, end);
         }
     }
 
@@ -675,7 +712,7 @@ impl<D: Datamover> Channel<D> {
             self.last_data = cx.now;
         }
         if task.exec.aborted {
-            self.finish(cx.pool, idx, End::Aborted);
+            self.end_aborted(cx, idx);
         } else if ok && is_sent {
             self.on_piece_sent(cx, idx);
         } else if ok {

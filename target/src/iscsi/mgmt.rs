@@ -258,7 +258,7 @@ impl<D: Datamover> Channel<D> {
         if let Some(task) = self.allegiance.moved(name) {
             self.actions.push_back(Action::AbortTask { task, watcher });
         } else if self.tasks[usize::from(idx.0)].generation == name.generation {
-            self.abort(cx.pool, idx, Some(watcher));
+            self.end_managed(cx, idx, watcher);
         } else {
             self.actions.push_back(Action::TaskGone(watcher));
         }

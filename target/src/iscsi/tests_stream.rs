@@ -7,12 +7,15 @@ use riser_scsi::iscsi::pdu::{
     ScsiResponse, Snack, SnackKind, TaskAttr, TmfFunction, TmfStatus,
 };
 use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
+use riser_scsi::nexus::NexusId;
 use riser_scsi::step::{BackendError, BlockOp, Residual};
+use riser_scsi::task::TaskManagement;
 
 use super::TcpChannel;
 use super::fixture::{Received, Rig};
 use super::task::TaskState;
 use super::tests::{data_in, r2t, status, tmf_status};
+use crate::srp::TaskRef;
 use crate::stats::SessionEvent;
 
 /// Bytes of a window; a page of the pool holds it.
@@ -417,6 +420,103 @@ fn an_aborted_command_may_not_linger() {
     rig.wait(Duration::from_secs(20));
     assert!(!rig.gate.events.contains(&SessionEvent::TimedOut));
     rig.with(|ch, cx| ch.handle_sent(cx, false));
+    rig.end();
+}
+
+/// A command that another nexus ends, in whatever state, is answered with TASK ABORTED (SPC-4 7.5.8: TAS); one
+/// that its own nexus ends is not. Who has ended it waits for devices only.
+#[test]
+fn a_command_that_another_nexus_ends_is_answered() {
+    let own = NexusId(7);
+    let end = |rig: &mut Rig, by: NexusId| {
+        let function = TaskManagement::LogicalUnitReset;
+        let managed = rig.gate.unit.manage(by, function);
+        assert_eq!(managed.aborted.len(), 1);
+        let task = managed.aborted[0];
+        let watcher = TaskRef {
+            generation: u32::MAX,
+            ..task
+        };
+        rig.with(|ch, cx| ch.channel_mut().handle_abort(cx, task, watcher))
+    };
+    let data = pattern();
+    for by in [NexusId(8), own] {
+        let check = |received: &[Received], tag: u32| {
+            if by == own {
+                return assert!(received.is_empty(), "{received:?}");
+            }
+            let response = answer(received);
+            assert_eq!((response.itt, response.status), (Itt(tag), 0x40));
+        };
+        let go_on = |mut rig: Rig| {
+            assert_eq!(rig.gate.unit.tasks(), 0);
+            assert_eq!(rig.pool.free(), rig.pool.size());
+            assert!(!rig.disconnected);
+            // The unit attention of the reset.
+            assert_eq!(answer(&rig.read(50, 0, 1)).status, 2);
+            assert_eq!(data_in(&rig.read(51, 0, 1)).0, [0]);
+            rig.end();
+        };
+
+        // At the disk.
+        let mut rig = rig(KEYS);
+        rig.prompt = false;
+        assert!(rig.read(1, 0, 1).is_empty());
+        check(&end(&mut rig, by), 1);
+        rig.prompt = true;
+        go_on(rig);
+
+        // While data are on their way that it asked for.
+        let mut rig = self::rig(KEYS);
+        let asked = r2ts(&rig.write(1, BLOCKS, &data[..512], true));
+        check(&end(&mut rig, by), 1);
+        assert!(give(&mut rig, asked[0], &data).is_empty(), "too late");
+        go_on(rig);
+
+        // While data are on their way that it did not ask for.
+        let mut rig = self::rig("MaxBurstLength=4096\0FirstBurstLength=3072\0");
+        rig.write(1, BLOCKS, &data[..512], false);
+        assert!(end(&mut rig, by).is_empty());
+        assert_eq!(rig.gate.unit.tasks(), 0, "it does not wait for them");
+        let received = rig.data_out(1, Ttt::NONE, 0, 512, &data[512..3072], true);
+        check(&received, 1);
+        go_on(rig);
+
+        // While a piece is being sent: its buffer is the socket's.
+        let mut rig = self::rig(KEYS);
+        rig.stalled = true;
+        rig.read(1, 0, BLOCKS);
+        rig.poll_sent();
+        assert!(end(&mut rig, by).is_empty());
+        assert_eq!(rig.gate.unit.tasks(), 1);
+        rig.stalled = false;
+        let received = rig.with(|ch, cx| ch.handle_sent(cx, true));
+        check(&received, 1);
+        go_on(rig);
+    }
+}
+
+/// Two others may end a command at once, and the second one finds its answer waiting.
+#[test]
+fn a_command_that_two_others_end_is_answered() {
+    let data = pattern();
+    let mut rig = rig("MaxBurstLength=4096\0FirstBurstLength=3072\0");
+    rig.write(1, BLOCKS, &data[..512], false);
+    let tasks = [8, 9].map(|by| {
+        let function = TaskManagement::ClearTaskSet;
+        rig.gate.unit.manage(NexusId(by), function).aborted[0]
+    });
+    for task in tasks {
+        let watcher = TaskRef {
+            generation: u32::MAX,
+            ..task
+        };
+        let received = rig.with(|ch, cx| ch.channel_mut().handle_abort(cx, task, watcher));
+        assert!(received.is_empty(), "{received:?}");
+    }
+    let received = rig.data_out(1, Ttt::NONE, 0, 512, &data[512..3072], true);
+    let response = answer(&received);
+    assert_eq!((response.itt, response.status), (Itt(1), 0x40));
     rig.end();
 }
 

@@ -8,7 +8,7 @@ use riser_scsi::srp::{Cmd, DataBuffer, RspCode, Tag, TaskAttr};
 use riser_scsi::step::{Expected, Status, Step, StepResult, TaskAttribute};
 
 use super::action::Action;
-use super::channel::{Channel, Cx};
+use super::channel::{ChState, Channel, Cx};
 use super::ioctx::{CDB_LEN, CommandToken, Immediate, IoctxState, RecvIdx, SendIdx, Then};
 use super::table::{Table, TableError, Taken};
 use super::transfer::{Direction, Transfer};
@@ -384,7 +384,7 @@ impl Channel {
     /// Ends a command that was aborted, or whose channel is going, now that no device uses it.
     pub(super) fn ends_early(&mut self, cx: &mut Cx<'_>, idx: SendIdx) -> bool {
         if self.ioctx[usize::from(idx.0)].exec.aborted {
-            self.finish(cx.pool, idx, End::Aborted);
+            self.end_aborted(cx, idx);
             return true;
         }
         if self.torn_down {
@@ -392,6 +392,26 @@ impl Channel {
             return true;
         }
         false
+    }
+
+    /// Ends an aborted command that no device uses any more. One that another nexus has ended is answered
+    /// with TASK ABORTED (SPC-4 7.5.8: TAS), since its initiator waits for it.
+    pub(super) fn end_aborted(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
+        let is_live = self.state == ChState::Live && !self.torn_down;
+        if !is_live || !self.ioctx[usize::from(idx.0)].exec.is_cleared() {
+            return self.finish(cx.pool, idx, End::Aborted);
+        }
+        self.leave_task_set(idx);
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        io.transfer = None;
+        let watchers = io.exec.interrupt(cx.pool);
+        let immediate = io.immediate.take();
+        self.actions
+            .extend(watchers.into_iter().map(Action::TaskGone));
+        if let Some(immediate) = immediate {
+            self.recycle_recv(immediate.recv);
+        }
+        self.answer_status(cx, idx, Status::TaskAborted);
     }
 
     /// Takes the task out of the unit's set; those it held back may start.

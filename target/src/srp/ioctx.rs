@@ -8,7 +8,7 @@ use riser_scsi::step::Response;
 use super::mgmt::Mgmt;
 use super::table::Table;
 use super::transfer::{Direction, Transfer};
-use crate::execution::Execution;
+use crate::execution::{Execution, MAX_DATA_TIMEOUTS};
 use crate::pace::{Pace, Wait};
 use crate::pool::Buffer;
 
@@ -217,7 +217,11 @@ impl SendIoctx {
     /// time.
     #[must_use]
     pub fn piece_due(&self, time: Duration, pace: &Pace) -> Option<Instant> {
-        let left = time.saturating_sub(self.waited);
+        let mut left = time.saturating_sub(self.waited);
+        if self.response.is_some() || self.state == IoctxState::CmdRspSent {
+            // Nobody waits for what is answered: see `iscsi::Channel::check_data`.
+            left = left.max(time / MAX_DATA_TIMEOUTS);
+        }
         Some(pace.due(self.wait?, left))
     }
 

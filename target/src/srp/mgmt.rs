@@ -16,7 +16,6 @@ use riser_scsi::task::{TaskManagement, TmfResponse};
 
 use super::action::Action;
 use super::channel::{Channel, Cx};
-use super::command::End;
 use super::ioctx::{IoctxState, SendIdx, Then};
 use super::unit::{Managed, TaskRef, Unit};
 use crate::pool::Pool;
@@ -270,7 +269,7 @@ impl Channel {
             }
             _ => {
                 self.stop_waiting(cx.pool, idx);
-                self.finish(cx.pool, idx, End::Aborted);
+                self.end_aborted(cx, idx);
             }
         }
     }

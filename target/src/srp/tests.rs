@@ -3,16 +3,18 @@
 use std::time::Duration;
 
 use riser_scsi::attention::Attention;
+use riser_scsi::nexus::NexusId;
 use riser_scsi::srp::{
     AerRsp, CredRsp, FromTarget, ILogout, LoginReq, MemDesc, Residual, TLogoutReason, Tag,
     TaskAttr, TskMgmtFunction,
 };
+use riser_scsi::task::TaskManagement;
 
 use super::channel::{ChState, Channel, JOIN_TIMEOUT, KEEPALIVE};
 use super::fixture::{Answer, Data, Pending, Rig, cmd, params, read10, table_bytes, tmf, write10};
 use super::ioctx::{IoctxState, SendIdx, Then};
 use super::login::ChannelParams;
-use super::unit::UnitIdx;
+use super::unit::{TaskRef, UnitIdx};
 use crate::config::DATA_OUT_TIMEOUT;
 
 const KEY: u32 = 7;
@@ -438,6 +440,40 @@ fn no_data_move_after_the_function_that_ended_their_command() {
     }
 }
 
+/// A command may have left the task set when its channel hears that another nexus has ended it.
+#[test]
+fn a_cleared_command_whose_answer_has_begun_is_answered() {
+    let mut rig = Rig::live();
+    let entries = 60;
+    rig.remote.insert(KEY, vec![0; entries * 512]);
+    let descs: Vec<_> = (0..entries as u64)
+        .map(|i| MemDesc::new(i * 512, KEY, 512))
+        .collect();
+    let read = read10(0, entries as u16).into(Data::Indirect {
+        table: MemDesc::new(0, 3, descs.len() as u32 * 16),
+        len: entries as u32 * 512,
+        inline: descs,
+    });
+    rig.send(0, &read.tag(1).bytes());
+    let managed = rig.units[0].manage(NexusId(99), TaskManagement::ClearTaskSet);
+    let task = managed.aborted[0];
+    rig.complete();
+    assert_eq!(
+        rig.channels[0].ioctx_state(SendIdx(0)),
+        IoctxState::WriteData
+    );
+    let watcher = TaskRef {
+        generation: u32::MAX,
+        ..task
+    };
+    rig.with(0, |ch, cx| ch.handle_abort(cx, task, watcher));
+    rig.settle();
+    let ended: Vec<_> = rig.answers().iter().map(|a| (a.tag, a.status)).collect();
+    assert_eq!(ended, [(1, 0x40)]);
+    assert_eq!(rig.channels[0].req_lim().at_initiator(), 4);
+    rig.end();
+}
+
 #[test]
 fn a_full_send_queue_is_waited_for() {
     let mut rig = Rig::new();
@@ -553,22 +589,16 @@ fn a_reset_reaches_tasks_of_other_channels_and_tells_their_nexuses() {
     rig.settle();
     let (mgmt, other): (Vec<_>, Vec<_>) = rig.sent.drain(..).partition(|(c, _)| *c == 0);
     assert_eq!(mgmt.len(), 1);
-    assert_eq!(
-        other.len(),
-        1,
-        "TAS is zero: no status, but the credit comes back"
-    );
-    let FromTarget::CredReq(req) = FromTarget::parse(&other[0].1).unwrap() else {
-        panic!("a CRED_REQ");
+    assert_eq!(other.len(), 1, "TAS is one");
+    let FromTarget::Rsp(rsp) = FromTarget::parse(&other[0].1).unwrap() else {
+        panic!("an SRP_RSP");
     };
-    assert_eq!(req.req_lim_delta, 1);
-    let mut rsp = [0; 16];
-    CredRsp { tag: req.tag }.emit(&mut rsp);
-    rig.send(1, &rsp);
+    let ended = (rsp.tag, rsp.status, rsp.req_lim_delta, rsp.sense);
+    assert_eq!(ended, (Tag(5), 0x40, 1, None));
     rig.send(1, &cmd(&[0; 6]).tag(8).bytes());
     rig.settle();
     let rsp = rig.rsp();
-    assert_eq!((rsp.tag, rsp.key), (8, Some(6)), "commands cleared");
+    assert_eq!((rsp.tag, rsp.key), (8, None), "which says all");
     assert_eq!(rig.channels[1].req_lim().at_initiator(), 4);
     rig.end();
 }

@@ -3,7 +3,6 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use riser_scsi::attention::{Attention, AttentionScope};
 use riser_scsi::lu::LogicalUnit;
 use riser_scsi::lun::{LunAddress, LunId};
 use riser_scsi::nexus::NexusId;
@@ -187,18 +186,20 @@ impl Unit {
         (is_started, others)
     }
 
-    /// Takes a task out of the set, and tells which may start now.
+    /// Takes a task out of the set, and tells whether another nexus had ended it, and which may start now.
     ///
     /// # Panics
     /// If it is not in the set.
-    pub fn remove(&self, key: TaskKey) -> Vec<TaskRef> {
+    pub fn remove(&self, key: TaskKey) -> (bool, Vec<TaskRef>) {
         let mut tasks = self.lock();
         let Tasks { set, refs } = &mut *tasks;
+        let was_cleared = set.is_cleared(key);
         assert!(set.remove(key), "a task leaves its set once");
         refs[key.slot()] = None;
-        std::iter::from_fn(|| set.poll_start())
+        let started = std::iter::from_fn(|| set.poll_start())
             .filter_map(|key| refs[key.slot()])
-            .collect()
+            .collect();
+        (was_cleared, started)
     }
 
     /// A task has another name from now on.
@@ -213,23 +214,19 @@ impl Unit {
 
     /// Carries out a task-management function on the set.
     ///
-    /// What it means to others takes effect here, with the abort of their tasks: nexuses that lose
-    /// tasks get their unit attention, and a reset resets the unit. So it does not matter whether
-    /// who asked for it lives to see its end.
+    /// What it means to others takes effect here, with the abort of their tasks: those are answered with TASK
+    /// ABORTED, and a reset resets the unit. So it does not matter whether who asked for it lives to see its
+    /// end.
     pub fn manage(&self, nexus: NexusId, function: TaskManagement) -> Managed {
-        let (response, aborted, cleared) = {
+        let (response, aborted) = {
             let mut tasks = self.lock();
             let outcome = tasks.set.manage(nexus, function);
             let refs = outcome.aborted.iter();
             let aborted = refs.filter_map(|key| tasks.refs[key.slot()]).collect();
-            (outcome.response, aborted, outcome.cleared)
+            (outcome.response, aborted)
         };
         if function == TaskManagement::LogicalUnitReset {
             self.reset();
-        }
-        for nexus in cleared {
-            let scope = AttentionScope::One(nexus);
-            self.lu.raise(Attention::CommandsCleared, scope);
         }
         Managed { response, aborted }
     }
@@ -241,6 +238,12 @@ impl Unit {
         let Tasks { set, refs } = &mut *tasks;
         let aborted = set.abort_nexuses(|nexus| self.lu.is_preempted(preempted, nexus));
         aborted.iter().filter_map(|key| refs[key.slot()]).collect()
+    }
+
+    /// Whether a task was ended by another nexus than its own, and is to be answered with TASK ABORTED.
+    #[must_use]
+    pub fn is_cleared(&self, key: TaskKey) -> bool {
+        self.lock().set.is_cleared(key)
     }
 
     /// Carries out ABORT TASK on one task.

@@ -6,10 +6,12 @@ use riser_scsi::iscsi::pdu::{FromInitiator, FromTarget, LoginStatus, TmfFunction
 use riser_scsi::iscsi::{Itt, StatSn};
 use riser_scsi::iser::{Buffers, HEADERS_LEN, Hello, RemoteBuffer, Stag, put_control};
 use riser_scsi::nexus::NexusId;
+use riser_scsi::task::TaskManagement;
 
 use super::fixture::{BASE, Got, Rig, WINDOW, is_good, offer, only, params};
 use super::{ConnState, IserChannel, IserParams};
 use crate::iscsi::{MAX_QUEUED, Phase, TaskState};
+use crate::srp::TaskRef;
 
 fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|i| (i * 7 + i / 251) as u8).collect()
@@ -877,4 +879,40 @@ fn data_are_counted_when_they_are_moved() {
     rig.read(4, 0, 20);
     assert_eq!(moved(&rig) - before, data.len() as u64);
     rig.end();
+}
+
+/// A command that another nexus ends is answered with TASK ABORTED when the device has its buffer no longer,
+/// and its key ends with that.
+#[test]
+fn a_command_that_another_nexus_ends_is_answered() {
+    for write in [true, false] {
+        let mut rig = Rig::with_window(2048, "");
+        rig.stalled = true;
+        if write {
+            rig.write(3, &pattern(20 * 512), 2048, 2048);
+        } else {
+            rig.read(3, 0, 20);
+        }
+        let function = TaskManagement::ClearTaskSet;
+        let managed = rig.gate.unit.manage(NexusId(8), function);
+        let task = managed.aborted[0];
+        let watcher = TaskRef {
+            generation: u32::MAX,
+            ..task
+        };
+        let got = rig.with(|conn, cx| conn.input(cx, |ch, cx| ch.handle_abort(cx, task, watcher)));
+        assert!(got.is_empty());
+        assert_eq!(rig.gate.unit.tasks(), 1, "a device has its buffer");
+        rig.stalled = false;
+        let got = rig.settle();
+        let (pdu, _, invalidated) = only(&got);
+        assert!(
+            matches!(pdu, FromTarget::ScsiResponse(r) if r.itt == Itt(3) && r.status == 0x40),
+            "{pdu:?}"
+        );
+        assert_eq!(invalidated, Some(3));
+        assert_eq!(rig.gate.unit.tasks(), 0);
+        assert!(is_good(&rig.read(4, 0, 1), 4));
+        rig.end();
+    }
 }

@@ -1029,23 +1029,7 @@ fn add(all: &mut RcCounters, one: &RcCounters) {
 fn a_perfect_wire_carries_every_packet_once() {
     for seed in 0..20 {
         let _replay = Replay(seed);
-        let mut sim = Sim::new(seed, SESSION_MESSAGES / 2, PERFECT);
-        // A receive that is missing gives an RNR NAK and so a repetition; here none is missing.
-        for side in &mut sim.sides {
-            side.recv_stall = 0;
-            side.late_recvs = (0..RECVS).collect();
-        }
-        for counters in sim.run() {
-            let repeated = [
-                counters.retransmits,
-                counters.timeouts,
-                counters.implied_naks,
-                counters.duplicates,
-                counters.out_of_order,
-                counters.stale_responses,
-            ];
-            assert_eq!(repeated, [0; 6], "{counters:?}");
-        }
+        run_without_repetition(seed, 0);
     }
 }
 
@@ -1053,28 +1037,36 @@ fn a_perfect_wire_carries_every_packet_once() {
 fn a_congested_wire_slows_but_loses_and_repeats_nothing() {
     for seed in 0..20 {
         let _replay = Replay(seed);
-        let wire = Wire {
-            marked: [3, 30, 100][seed as usize % 3],
-            ..PERFECT
-        };
-        let mut sim = Sim::new(seed, SESSION_MESSAGES / 2, wire);
-        for side in &mut sim.sides {
-            side.recv_stall = 0;
-            side.late_recvs = (0..RECVS).collect();
-        }
-        for counters in sim.run() {
+        let marked = [3, 30, 100][seed as usize % 3];
+        for counters in run_without_repetition(seed, marked) {
             assert!(counters.rx_cnps > 0);
-            let repeated = [
-                counters.retransmits,
-                counters.timeouts,
-                counters.implied_naks,
-                counters.duplicates,
-                counters.out_of_order,
-                counters.stale_responses,
-            ];
-            assert_eq!(repeated, [0; 6], "{counters:?}");
         }
     }
+}
+
+/// Runs the session of `seed` on a perfect wire whose routers mark `marked` packets in a hundred for
+/// congestion, and checks that nothing is sent twice.
+fn run_without_repetition(seed: u64, marked: u64) -> [RcCounters; 2] {
+    let wire = Wire { marked, ..PERFECT };
+    let mut sim = Sim::new(seed, SESSION_MESSAGES / 2, wire);
+    // A receive that is missing gives an RNR NAK and so a repetition; here none is missing.
+    for side in &mut sim.sides {
+        side.recv_stall = 0;
+        side.late_recvs = (0..RECVS).collect();
+    }
+    let all = sim.run();
+    for counters in &all {
+        let repeated = [
+            counters.retransmits,
+            counters.timeouts,
+            counters.implied_naks,
+            counters.duplicates,
+            counters.out_of_order,
+            counters.stale_responses,
+        ];
+        assert_eq!(repeated, [0; 6], "{counters:?}");
+    }
+    all
 }
 
 #[test]

@@ -667,6 +667,29 @@ pub(super) fn tmf(tag: u64, lun: u32, function: TskMgmtFunction, task: u64) -> V
     out
 }
 
+/// The key of the initiator's memory that [`blocks`] describes.
+pub(super) const KEY: u32 = 7;
+
+/// The key of the initiator's memory that holds the descriptor table of [`indirect`].
+pub(super) const TABLE: u32 = 3;
+
+/// A descriptor for each of the first `count` blocks of 512 bytes of the memory [`KEY`].
+pub(super) fn blocks(count: u32) -> Vec<MemDesc> {
+    (0..count)
+        .map(|i| MemDesc::new(u64::from(i) * 512, KEY, 512))
+        .collect()
+}
+
+/// All that `descs` describe: the command carries the first `inline` of them, and the memory
+/// [`TABLE`] holds the whole table.
+pub(super) fn indirect(descs: &[MemDesc], inline: usize) -> Data {
+    Data::Indirect {
+        table: MemDesc::new(0, TABLE, descs.len() as u32 * 16),
+        len: descs.iter().map(MemDesc::data_len).sum(),
+        inline: descs[..inline].to_vec(),
+    }
+}
+
 /// The bytes of a descriptor table as they lie in the initiator's memory.
 pub(super) fn table_bytes(descs: &[MemDesc]) -> Vec<u8> {
     let mut out = Vec::new();

@@ -11,13 +11,14 @@ use riser_scsi::srp::{
 use riser_scsi::task::TaskManagement;
 
 use super::channel::{ChState, Channel, JOIN_TIMEOUT, KEEPALIVE};
-use super::fixture::{Answer, Data, Pending, Rig, cmd, params, read10, table_bytes, tmf, write10};
+use super::fixture::{
+    Answer, Data, KEY, Pending, Rig, TABLE, blocks, cmd, indirect, params, read10, table_bytes,
+    tmf, write10,
+};
 use super::ioctx::{IoctxState, SendIdx, Then};
 use super::login::ChannelParams;
 use super::unit::{TaskRef, UnitIdx};
 use crate::config::DATA_OUT_TIMEOUT;
-
-const KEY: u32 = 7;
 
 fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|i| (i * 7 % 251) as u8).collect()
@@ -101,12 +102,8 @@ fn indirect_tables_short_long_and_external() {
             .map(|i| MemDesc::new(u64::from(entries - 1 - i) * 1000, KEY, 512))
             .collect();
         rig.remote.insert(KEY, vec![0; 1000 * entries as usize]);
-        rig.remote.insert(3, table_bytes(&descs));
-        let iu = read10(0, entries as u16).into(Data::Indirect {
-            table: MemDesc::new(0, 3, entries * 16),
-            len,
-            inline: descs[..inline].to_vec(),
-        });
+        rig.remote.insert(TABLE, table_bytes(&descs));
+        let iu = read10(0, entries as u16).into(indirect(&descs, inline));
         rig.send(0, &iu.bytes());
         let external = inline < entries as usize;
         let first = if external {
@@ -316,14 +313,10 @@ fn no_command_takes_the_memory_of_one_that_fetches_its_table() {
     const MIB: u32 = 1 << 20;
     let mut rig = Rig::live();
     rig.remote.insert(KEY, vec![7; MIB as usize]);
-    rig.remote
-        .insert(3, table_bytes(&[MemDesc::new(0, KEY, MIB)]));
+    let descs = [MemDesc::new(0, KEY, MIB)];
+    rig.remote.insert(TABLE, table_bytes(&descs));
     let most = rig.pool.take(2 * MIB).unwrap();
-    let table = Data::Indirect {
-        table: MemDesc::new(0, 3, 16),
-        len: MIB,
-        inline: Vec::new(),
-    };
+    let table = indirect(&descs, 0);
     let ordered = write10(0, 2048).attr(TaskAttr::Ordered).out(table);
     rig.send(0, &ordered.bytes());
     for tag in [2, 3] {
@@ -376,14 +369,7 @@ fn long_transfers_go_in_portions_and_others_pass_between() {
     let entries = 60;
     rig.disks[0][..entries * 512].copy_from_slice(&pattern(entries * 512));
     rig.remote.insert(KEY, vec![0; entries * 512]);
-    let descs: Vec<_> = (0..entries as u64)
-        .map(|i| MemDesc::new(i * 512, KEY, 512))
-        .collect();
-    let iu = read10(0, entries as u16).into(Data::Indirect {
-        table: MemDesc::new(0, 3, descs.len() as u32 * 16),
-        len: entries as u32 * 512,
-        inline: descs,
-    });
+    let iu = read10(0, entries as u16).into(indirect(&blocks(entries as u32), entries));
     rig.send(0, &iu.tag(1).bytes());
     rig.send(0, &cmd(&[0; 6]).tag(2).bytes());
     rig.complete();
@@ -412,16 +398,8 @@ fn no_data_move_after_the_function_that_ended_their_command() {
         TskMgmtFunction::LogicalUnitReset,
     ] {
         let mut rig = Rig::live();
-        let entries = 60;
-        rig.remote.insert(KEY, vec![0; entries * 512]);
-        let descs: Vec<_> = (0..entries as u64)
-            .map(|i| MemDesc::new(i * 512, KEY, 512))
-            .collect();
-        let read = read10(0, entries as u16).into(Data::Indirect {
-            table: MemDesc::new(0, 3, descs.len() as u32 * 16),
-            len: entries as u32 * 512,
-            inline: descs,
-        });
+        rig.remote.insert(KEY, vec![0; 60 * 512]);
+        let read = read10(0, 60).into(indirect(&blocks(60), 60));
         rig.send(0, &read.tag(1).bytes());
         rig.complete();
         // Another unit is none of the function's business.
@@ -444,16 +422,8 @@ fn no_data_move_after_the_function_that_ended_their_command() {
 #[test]
 fn a_cleared_command_whose_answer_has_begun_is_answered() {
     let mut rig = Rig::live();
-    let entries = 60;
-    rig.remote.insert(KEY, vec![0; entries * 512]);
-    let descs: Vec<_> = (0..entries as u64)
-        .map(|i| MemDesc::new(i * 512, KEY, 512))
-        .collect();
-    let read = read10(0, entries as u16).into(Data::Indirect {
-        table: MemDesc::new(0, 3, descs.len() as u32 * 16),
-        len: entries as u32 * 512,
-        inline: descs,
-    });
+    rig.remote.insert(KEY, vec![0; 60 * 512]);
+    let read = read10(0, 60).into(indirect(&blocks(60), 60));
     rig.send(0, &read.tag(1).bytes());
     let managed = rig.units[0].manage(NexusId(99), TaskManagement::ClearTaskSet);
     let task = managed.aborted[0];
@@ -550,13 +520,9 @@ fn cve_2016_6327_abort_task_in_every_state() {
     for steps in 0..6 {
         let mut rig = Rig::live();
         rig.remote.insert(KEY, pattern(512 * 40));
-        let descs: Vec<_> = (0..40).map(|i| MemDesc::new(i * 512, KEY, 512)).collect();
-        rig.remote.insert(3, table_bytes(&descs));
-        let iu = write10(0, 40).tag(5).out(Data::Indirect {
-            table: MemDesc::new(0, 3, 640),
-            len: 512 * 40,
-            inline: Vec::new(),
-        });
+        let descs = blocks(40);
+        rig.remote.insert(TABLE, table_bytes(&descs));
+        let iu = write10(0, 40).tag(5).out(indirect(&descs, 0));
         rig.send(0, &iu.bytes());
         for _ in 0..steps {
             if !rig.pending.is_empty() {
@@ -833,15 +799,12 @@ fn cve_2026_100075_a_partly_failed_table_keeps_credit() {
     let free = rig.channels[0].send_queue().free();
     for round in 0..50 {
         // The table as fetched describes less than the command said.
-        let mut descs: Vec<_> = (0..20).map(|i| MemDesc::new(i * 512, KEY, 512)).collect();
+        let mut descs = blocks(20);
+        let data = indirect(&descs, 5);
         descs[19] = MemDesc::new(0, KEY, 511);
-        rig.remote.insert(3, table_bytes(&descs));
+        rig.remote.insert(TABLE, table_bytes(&descs));
         rig.remote.insert(KEY, vec![0; 20 * 512]);
-        let iu = write10(0, 20).tag(round).out(Data::Indirect {
-            table: MemDesc::new(0, 3, 320),
-            len: 20 * 512,
-            inline: descs[..5].to_vec(),
-        });
+        let iu = write10(0, 20).tag(round).out(data);
         rig.send(0, &iu.bytes());
         rig.settle();
         assert_eq!(rig.rsp().code, Some(2));
@@ -861,15 +824,12 @@ fn cve_2022_50129_and_2024_26872_teardown_at_every_point() {
             rig.add_channel(params(), 2);
             rig.establish(1);
             rig.remote.insert(KEY, pattern(512 * 60));
-            let descs: Vec<_> = (0..60).map(|i| MemDesc::new(i * 512, KEY, 512)).collect();
-            rig.remote.insert(3, table_bytes(&descs));
-            let table = |inline: usize| Data::Indirect {
-                table: MemDesc::new(0, 3, 960),
-                len: 512 * 60,
-                inline: descs[..inline].to_vec(),
-            };
-            rig.send(0, &write10(0, 60).tag(1).out(table(0)).bytes());
-            rig.send(0, &read10(0, 60).tag(2).into(table(60)).bytes());
+            let descs = blocks(60);
+            rig.remote.insert(TABLE, table_bytes(&descs));
+            let write = write10(0, 60).tag(1).out(indirect(&descs, 0));
+            rig.send(0, &write.bytes());
+            let read = read10(0, 60).tag(2).into(indirect(&descs, 60));
+            rig.send(0, &read.bytes());
             let ordered = write10(0, 1).tag(3).attr(TaskAttr::Ordered);
             rig.send(0, &ordered.out(Data::Immediate(vec![1; 512])).bytes());
             rig.send(1, &tmf(9, 0, TskMgmtFunction::LogicalUnitReset, 0));
@@ -982,14 +942,11 @@ fn a_command_that_waits_for_its_data_does_not_stop_the_unit() {
 #[test]
 fn a_table_for_a_unit_that_is_not_there_is_fetched_all_the_same() {
     let mut rig = Rig::live();
-    rig.remote
-        .insert(3, table_bytes(&[MemDesc::new(0, KEY, 96)]));
+    let descs = [MemDesc::new(0, KEY, 96)];
+    rig.remote.insert(TABLE, table_bytes(&descs));
     rig.remote.insert(KEY, vec![0xff; 96]);
-    let iu = cmd(&[0x12, 0, 0, 0, 96, 0]).lun(7).into(Data::Indirect {
-        table: MemDesc::new(0, 3, 16),
-        len: 96,
-        inline: Vec::new(),
-    });
+    let inquiry = cmd(&[0x12, 0, 0, 0, 96, 0]);
+    let iu = inquiry.lun(7).into(indirect(&descs, 0));
     rig.send(0, &iu.bytes());
     rig.settle();
     assert_eq!(rig.remote[&KEY][0], 0x7f, "no unit has this number");

@@ -5,9 +5,9 @@ use proptest::prelude::*;
 use riser_scsi::srp::{MemDesc, TLogoutReason, TaskAttr, TskMgmtFunction};
 
 use super::channel::{ChState, Channel};
-use super::fixture::{Data, Rig, cmd, params, read10, table_bytes, tmf, write10};
-
-const KEY: u32 = 7;
+use super::fixture::{
+    Data, KEY, Rig, TABLE, blocks, cmd, params, read10, table_bytes, tmf, write10,
+};
 
 #[derive(Clone, Debug)]
 enum Step {
@@ -80,9 +80,7 @@ fn step() -> impl Strategy<Value = Step> {
 /// One of the ways to describe `len` bytes.
 fn data(shape: u8, len: u32) -> Data {
     let n = len.div_ceil(512).max(1);
-    let descs: Vec<_> = (0..n)
-        .map(|i| MemDesc::new(u64::from(i) * 512, KEY, 512))
-        .collect();
+    let descs = blocks(n);
     let inline = match shape % 8 {
         0 => return Data::None,
         1 => return Data::Immediate(vec![shape; (len as usize).min(8000)]),
@@ -92,7 +90,7 @@ fn data(shape: u8, len: u32) -> Data {
         _ => n as usize,
     };
     Data::Indirect {
-        table: MemDesc::new(0, 3, n * 16),
+        table: MemDesc::new(0, TABLE, n * 16),
         len: len.saturating_sub(u32::from(shape == 255)),
         inline: descs[..inline].to_vec(),
     }
@@ -175,8 +173,7 @@ proptest! {
         let mut rig = Rig::with_window(window);
         rig.add_channel(params(), 2);
         rig.establish(1);
-        let descs: Vec<_> = (0..40).map(|i| MemDesc::new(i * 512, KEY, 512)).collect();
-        rig.remote.insert(3, table_bytes(&descs));
+        rig.remote.insert(TABLE, table_bytes(&blocks(40)));
         let mut starved = None;
         for (tag, step) in steps.iter().enumerate() {
             rig.remote.insert(KEY, vec![0x5a; 64 << 10]);

@@ -6,14 +6,14 @@ use riser_scsi::srp::{MemDesc, Residual, TskMgmtFunction};
 use riser_scsi::step::BlockOp;
 
 use super::channel::ChState;
-use super::fixture::{Answer, Data, Pending, Rig, cmd, read10, table_bytes, tmf, write10};
+use super::fixture::{
+    Answer, Data, KEY, Pending, Rig, TABLE, cmd, indirect, read10, table_bytes, tmf, write10,
+};
 use super::ioctx::{IoctxState, SendIdx, Then};
 use super::transfer::Direction;
 use crate::config::DATA_OUT_TIMEOUT;
 use crate::execution::MAX_DATA_TIMEOUTS;
 
-const KEY: u32 = 7;
-const TABLE: u32 = 3;
 /// Not a multiple of a descriptor's length.
 const WINDOW: u32 = 2048;
 const LEN: usize = 9 * 512;
@@ -24,16 +24,12 @@ fn pattern() -> Vec<u8> {
 
 /// Six descriptors of 768 bytes, last first, in a table that comes with the command or that is only
 /// pointed to.
-fn indirect(rig: &mut Rig, inline: bool) -> Data {
+fn last_first(rig: &mut Rig, inline: bool) -> Data {
     let descs: Vec<_> = (0..6)
         .map(|i| MemDesc::new(u64::from(5 - i as u32) * 1000, KEY, 768))
         .collect();
     rig.remote.insert(TABLE, table_bytes(&descs));
-    Data::Indirect {
-        table: MemDesc::new(0, TABLE, 6 * 16),
-        len: LEN as u32,
-        inline: if inline { descs } else { Vec::new() },
-    }
+    indirect(&descs, if inline { 6 } else { 0 })
 }
 
 /// The bytes that the descriptors name, in their order.
@@ -70,7 +66,7 @@ fn a_long_write_fetches_one_piece_after_the_other() {
     for inline in [true, false] {
         let mut rig = Rig::with_window(WINDOW);
         describe(&mut rig, &pattern());
-        let data = indirect(&mut rig, inline);
+        let data = last_first(&mut rig, inline);
         rig.send(0, &write10(3, 9).out(data).bytes());
         if !inline {
             assert_eq!(state(&rig), IoctxState::FetchTable);
@@ -111,7 +107,7 @@ fn a_long_read_answers_with_its_last_piece() {
         let mut rig = Rig::with_window(WINDOW);
         rig.disks[0][..LEN].copy_from_slice(&pattern());
         rig.remote.insert(KEY, vec![0; 6000]);
-        let data = indirect(&mut rig, inline);
+        let data = last_first(&mut rig, inline);
         rig.send(0, &read10(0, 9).into(data).bytes());
         let mut chains = Vec::new();
         while let Some(pending) = rig.pending.first() {
@@ -158,7 +154,7 @@ fn an_abort_in_the_middle_ends_every_state() {
     let aborts = |write: bool, steps: usize, expected: IoctxState| {
         let mut rig = Rig::with_window(WINDOW);
         describe(&mut rig, &pattern());
-        let data = indirect(&mut rig, true);
+        let data = last_first(&mut rig, true);
         let command = if write {
             write10(0, 9).out(data)
         } else {
@@ -191,7 +187,7 @@ fn an_error_in_the_middle_says_what_was_moved() {
     for (write, steps) in [(true, 3), (false, 2)] {
         let mut rig = Rig::with_window(WINDOW);
         describe(&mut rig, &pattern());
-        let data = indirect(&mut rig, true);
+        let data = last_first(&mut rig, true);
         let command = if write {
             write10(0, 9).out(data)
         } else {
@@ -221,7 +217,7 @@ fn an_error_in_the_middle_says_what_was_moved() {
 fn blocks_are_kept_between_pieces_and_not_for_ever() {
     let mut rig = Rig::with_window(WINDOW);
     describe(&mut rig, &pattern());
-    let data = indirect(&mut rig, true);
+    let data = last_first(&mut rig, true);
     let mut orwrite = [0; 16];
     (orwrite[0], orwrite[13]) = (0x8b, 9);
     rig.send(0, &cmd(&orwrite).tag(1).out(data).bytes());
@@ -316,18 +312,14 @@ fn a_busy_connection_has_more_time() {
 fn what_waits_for_credit_does_not_wait_for_ever() {
     let mut rig = Rig::with_window(WINDOW);
     describe(&mut rig, &pattern());
-    let data = indirect(&mut rig, true);
+    let data = last_first(&mut rig, true);
     let mut orwrite = [0; 16];
     (orwrite[0], orwrite[13]) = (0x8b, 9);
     rig.send(0, &cmd(&orwrite).tag(1).out(data).bytes());
     rig.complete();
     assert_eq!(state(&rig), IoctxState::DataIn);
-    let inline: Vec<_> = (0..16).map(|i| MemDesc::new(i * 128, KEY, 128)).collect();
-    let scattered = Data::Indirect {
-        table: MemDesc::new(0, TABLE, 16 * 16),
-        len: 2048,
-        inline,
-    };
+    let descs: Vec<_> = (0..16).map(|i| MemDesc::new(i * 128, KEY, 128)).collect();
+    let scattered = indirect(&descs, 16);
     for tag in [2, 3] {
         let read = read10(0, 4).tag(tag).into(scattered.clone());
         rig.send(0, &read.bytes());
@@ -394,7 +386,7 @@ fn answers_that_are_taken_slowly_are_not_kept_for_ever() {
 fn data_that_nobody_takes_are_not_kept_for_ever() {
     let mut rig = Rig::with_window(WINDOW);
     rig.remote.insert(KEY, vec![0; 6000]);
-    let data = indirect(&mut rig, true);
+    let data = last_first(&mut rig, true);
     rig.send(0, &read10(0, 9).into(data).bytes());
     rig.complete();
     assert_eq!(state(&rig), IoctxState::SendData);

@@ -4,7 +4,9 @@ mod tcp;
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::pin::pin;
 use std::sync::Arc;
+use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
 use riser_scsi::iscsi::frame;
@@ -522,6 +524,24 @@ fn a_session_that_is_taken_over_leaves_nothing_behind() {
     assert_eq!(second.command(&READ, false, 512, &[]), (0, vec![2; 512]));
     assert!(first.receive().is_none());
     server.shutdown().unwrap();
+}
+
+/// A server that is dropped while a disk works cuts its connections, and no worker fails over that.
+#[test]
+fn a_server_that_is_dropped_ends_its_commands() {
+    let port = free_port();
+    let faults = one_slow_write();
+    let server = Server::start(&slow(&text(port), &faults)).unwrap();
+    let open = "iqn.2026-01.org.example:open";
+    let mut client = Client::login(port, open, 1, None).unwrap();
+    assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    client.send_command(&WRITE, true, 512, &[1; 512]);
+    std::thread::sleep(Duration::from_millis(100));
+    let failure = server.failure();
+    drop(server);
+    assert!(client.receive().is_none());
+    let failed = pin!(failure.notified()).poll(&mut Context::from_waker(Waker::noop()));
+    assert!(failed.is_pending(), "a worker failed");
 }
 
 /// A unit that is taken away answers what it had begun, and nothing else.

@@ -170,7 +170,8 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Ends everything at once: no device and no socket holds anything any more.
+    /// Ends everything at once: nothing takes memory from the pool before devices and sockets have let go of
+    /// what they still use.
     pub fn abandon(&mut self, pool: &mut Pool) {
         self.phase = Phase::Closed;
         for idx in (0..self.tasks.len() as u16).map(TaskIdx) {

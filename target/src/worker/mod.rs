@@ -498,5 +498,6 @@ impl Drop for Worker {
             session.channel.abandon(&mut self.pool);
         }
         self.abandon_isers();
+        self.abandon_iscsi();
     }
 }

@@ -491,6 +491,13 @@ impl Worker {
         }
     }
 
+    /// Ends everything without a word: the ring goes next, and the sockets with it.
+    pub(super) fn abandon_iscsi(&mut self) {
+        for (_, conn) in &mut self.iscsi.conns {
+            conn.channel.channel_mut().abandon(&mut self.pool);
+        }
+    }
+
     /// Cuts all connections.
     pub(super) fn end_iscsi(&mut self) {
         for key in self.iscsi_keys() {

@@ -102,11 +102,11 @@ pub enum Down {
     /// The logical unit has less capacity than before.
     #[error("the logical unit has become smaller")]
     Shrunk,
-    /// The logical unit does not say who it is, or is not there, so that nobody can tell whether two
-    /// paths lead to the same one.
+    /// The logical unit reports no identity, or is not there, so two paths cannot be proved to lead
+    /// to the same one.
     #[error("the logical unit does not say which one it is, or is not there")]
     NoIdentity,
-    /// The logical unit did not answer when it was asked who it is.
+    /// The logical unit did not answer the check of its identity.
     #[error("the logical unit does not answer")]
     UnitSilent,
 }

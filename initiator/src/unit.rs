@@ -7,12 +7,13 @@
 //! # The same unit
 //! After every login, and after every unit attention that can mean another unit (29h of any kind, CAPACITY
 //! DATA HAS CHANGED, INQUIRY DATA HAS CHANGED, REPORTED LUNS DATA HAS CHANGED) or another mode of its cache
-//! (MODE PARAMETERS CHANGED), a unit is asked who it is before any other command starts. Its serial number and designators (VPD pages 80h and 83h, SPC-4
-//! clause 7.8) must be those of the first time; a unit that has none must at least be of the same
-//! vendor and product. Its block size must be the same, and its capacity at least as large: one that
-//! has grown is used as far as before. So a unit without serial number and designators that is
-//! exchanged for one of its make and size is not noticed. Commands that were already sent when a unit
-//! changes in the middle of a session are out of reach.
+//! (MODE PARAMETERS CHANGED), a unit is identified before any other command starts. Its serial
+//! number and designators (VPD pages 80h and 83h, SPC-4 clause 7.8) must be those of the first
+//! time; a unit that has none must at least be of the same vendor and product. Its block size must
+//! be the same, and its capacity at least as large: one that has grown is used as far as before. So
+//! a unit without serial number and designators that is exchanged for one of its make and size is
+//! not noticed. Commands that were already sent when a unit changes in the middle of a session are
+//! out of reach.
 //!
 //! # The same cache
 //! A write without FUA that is answered may be in a volatile cache (SBC-3 clause 4.15) until a
@@ -177,8 +178,8 @@ impl Check {
     }
 
     /// Whether an answer to [`Self::command`] may be taken. An INQUIRY that is neither carried out nor refused
-    /// (ILLEGAL REQUEST) leaves open who the unit is. The other questions are not about that, nor is the
-    /// vendor specific page, to which some target may answer anything.
+    /// (ILLEGAL REQUEST) leaves the identity open. The other questions are not about that, nor is
+    /// the vendor specific page, to which some target may answer anything.
     #[must_use]
     pub fn is_conclusive(&self, answer: &Answer) -> bool {
         let is_refused = || {
@@ -484,7 +485,7 @@ mod tests {
             ..seen(attentions)
         };
         let is_lost = |e: Evidence| e.is_cache_lost(None, None);
-        // A flap: LIO says nothing, tgt greets with 29h/00h, others tell of the nexus.
+        // A flap: LIO says nothing, tgt begins with 29h/00h, others report the lost nexus.
         for attentions in [&[][..], &[0], &[7], &[2], &[3]] {
             assert!(!is_lost(after(attentions, 15)));
         }

@@ -266,7 +266,7 @@ fn an_nbd_attachment_lives_until_it_is_detached() {
     assert_eq!(left, [""; 0]);
 }
 
-/// This process has locked the list of attachments, and does not let go.
+/// This process holds the lock of the list of attachments.
 #[test]
 fn a_lock_is_not_waited_for_in_silence_nor_for_ever() {
     let home = Home::new();

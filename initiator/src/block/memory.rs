@@ -65,7 +65,7 @@ impl Future for LaterFuture {
     }
 }
 
-/// Bytes that are out in buffers, and who waits for some.
+/// Bytes that are out in buffers, and the waiters for some.
 #[derive(Default)]
 struct Pool {
     leased: AtomicU64,

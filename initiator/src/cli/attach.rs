@@ -101,7 +101,7 @@ pub(super) fn mount(
 ) -> Result<FuseMount, CliError> {
     let path = options.path.clone();
     let ended = move || {
-        // Nobody waits for it any more at the very end.
+        // At shutdown the receiver may be gone.
         let _ = sender.send(Event::Unmounted);
     };
     FuseMount::new(device.clone(), options, ended).map_err(|e| {
@@ -121,7 +121,7 @@ pub(super) fn finish(mount: FuseMount, device: &ByteDevice<Disk>) -> Result<(), 
         let what = format!("the FUSE mount on {} ended badly", mount.path().display());
         return mount.wait().map_err(|e| CliError::io(what, e));
     }
-    tracing::warn!("the file is still open somewhere; whoever has it open gets errors from now on");
+    tracing::warn!("the file is still open in another process, which gets errors from now on");
     task::block_on(device.flush()).map_err(|e| CliError::block("cannot flush the disk", e))
 }
 

@@ -152,7 +152,7 @@ fn start_read(device: &Arc<ByteDevice<Disk>>, span: Span) -> Finished<(Buffer, S
     task::spawn(async move {
         let buffer = device.device().buffer(span.covering).await;
         let result = device.read(span, buffer).await;
-        // Nobody waits any more when another piece has failed.
+        // The receiver is gone if another piece has failed.
         let _ = done.send(result.map(|buffer| (buffer, span)));
     });
     finished

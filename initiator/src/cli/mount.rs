@@ -140,7 +140,7 @@ impl Below {
                     thread::sleep(Duration::from_millis(10));
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "the loop device does not let go");
+                    tracing::warn!(%error, "the loop device is still in use");
                     mount.detach()?;
                     break;
                 }

@@ -112,7 +112,7 @@ mod tests {
         let take = |path: &str, url: &str| ExportPort::take(&dir, Path::new(path), url).unwrap();
         let first = take("/run/a", "iscsi://host/iqn.2026-01.com.example:disk/0");
         let port = first.port();
-        // While its process lives, nobody gets the port.
+        // While its process lives, no other process gets the port.
         let second = take("/run/a", "iscsi://host/iqn.2026-01.com.example:disk/0");
         assert_ne!(second.port(), port);
         let second_was_inherited = second.is_inherited();

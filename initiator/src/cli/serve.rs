@@ -371,7 +371,7 @@ fn arguments(log: &Path) -> (Vec<OsString>, Secrets) {
 }
 
 /// Gives a serving process its passwords: those of the process that started it, or of its environment,
-/// which then has them no more.
+/// which then no longer has them.
 pub(super) fn take_secrets(args: &ServeArgs, address: &mut Address) -> Result<(), CliError> {
     let Address::Target(url) = address else {
         return Ok(());

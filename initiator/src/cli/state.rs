@@ -216,7 +216,7 @@ impl StateDir {
     /// Writes down an attachment under the first free id, which it gets.
     ///
     /// # Errors
-    /// The directory cannot be written, or another process does not let go of its lock.
+    /// The directory cannot be written, or another process does not release its lock.
     pub fn register(&self, mut attachment: Attachment) -> io::Result<Registration> {
         let _lock = self.lock()?;
         let id = (0..u32::MAX)
@@ -230,7 +230,7 @@ impl StateDir {
     /// Writes down an attachment in place of the one with that id, which this process has taken over.
     ///
     /// # Errors
-    /// The directory cannot be written, or another process does not let go of its lock.
+    /// The directory cannot be written, or another process does not release its lock.
     pub fn replace(&self, id: &str, mut attachment: Attachment) -> io::Result<Registration> {
         let _lock = self.lock()?;
         attachment.id = id.to_owned();
@@ -252,7 +252,7 @@ impl StateDir {
     /// are removed on the way.
     ///
     /// # Errors
-    /// The directory cannot be read, or another process does not let go of its lock.
+    /// The directory cannot be read, or another process does not release its lock.
     pub fn list(&self) -> io::Result<Vec<Attachment>> {
         let _lock = self.lock()?;
         let mut found = Vec::new();
@@ -288,7 +288,7 @@ impl StateDir {
     /// The attachment with that id or path.
     ///
     /// # Errors
-    /// The directory cannot be read, or another process does not let go of its lock.
+    /// The directory cannot be read, or another process does not release its lock.
     pub fn find(&self, what: &str) -> io::Result<Option<Attachment>> {
         let path = std::path::absolute(what)?;
         // A dead mount cannot be resolved, but its parent can.
@@ -385,7 +385,7 @@ impl Registration {
         &self.attachment
     }
 
-    /// For whoever watches the paths.
+    /// A handle with which the state of the paths is updated.
     #[must_use]
     pub fn paths(&self) -> PathsEntry {
         PathsEntry {

@@ -39,7 +39,7 @@ pub(crate) struct Knobs {
     pub(crate) busy: AtomicU32,
     /// So many commands are answered with a unit attention.
     pub(crate) attention: AtomicU32,
-    /// So many INQUIRYs for pages are answered NOT READY, and with nothing that asks for patience.
+    /// INQUIRYs for pages still to be answered NOT READY, with sense data that ask for no retry.
     pub(crate) no_pages: AtomicU32,
     /// The list of pages names neither the serial number's nor the designators'.
     pub(crate) unlisted: AtomicBool,

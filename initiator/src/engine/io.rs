@@ -118,9 +118,9 @@ pub(super) enum Done {
         paths: SessionKey,
         request: RequestId,
     },
-    /// The paths that ask the unit who it is.
+    /// Paths that identify the unit.
     Check { paths: SessionKey, path: PathIndex },
-    /// A session that asks a watched unit who it is, by its serial number.
+    /// A session that identifies a watched unit, which has this number.
     Unit { session: SessionKey, unit: u64 },
 }
 

@@ -401,7 +401,7 @@ impl IserConn {
     }
 
     /// Starts a command whose data lies in `pieces`, at most [`MAX_PIECES`]; false if the connection is
-    /// broken. There is a slot, since the session has no more commands whose memory is not back.
+    /// broken. There is a slot, since the session bounds the commands whose memory is not back.
     pub(super) fn start<P: Provider>(
         &mut self,
         provider: &mut P,

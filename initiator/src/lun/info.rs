@@ -42,7 +42,7 @@ pub struct LunInfo {
 /// However short the OPTIMAL TRANSFER LENGTH is, transfers are up to this long, in bytes.
 const LEAST_TRANSFER: u64 = 64 << 10;
 
-/// Longest transfer of one command to a unit with these limits, in bytes, with a pool of so many bytes.
+/// Longest transfer of one command to a unit with these limits from a pool of `pool` bytes.
 fn max_transfer(limits: &BlockLimits, block: u32, pool: usize) -> u32 {
     let reported = |blocks: u32| match blocks {
         0 => u64::MAX,

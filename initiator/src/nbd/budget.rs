@@ -8,7 +8,7 @@
 //!
 //! The rest is for all. A connection gets more of it only as long as it would hold no more than what
 //! stays free: one that does not read ends up with half of it, two with a third each. A sixteenth of the
-//! buffers is left to what the device does itself, such as asking the unit who it is.
+//! buffers is left to what the device does itself, such as checking the unit's identity.
 
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -106,7 +106,7 @@ impl Account {
     }
 
     /// Whether `bytes` more are within the floor, or leave at least as much of the rest free as this
-    /// connection would hold of it. A device whose buffers nobody holds serves any request.
+    /// connection would hold of it. A device with all buffers free serves any request.
     fn may_take(&self, used: &Used, bytes: u64) -> bool {
         let (before, after) = (self.beyond(self.held()), self.beyond(self.held() + bytes));
         let shared = used.shared + after - before;
@@ -189,7 +189,7 @@ impl Drop for Share {
 mod tests {
     use super::*;
 
-    /// A share of so many pages.
+    /// Takes a share of `pages` pages.
     fn take(account: &Arc<Account>, pages: usize) -> Option<Share> {
         let span = Span::new(512, 0, pages * PAGE);
         let taken = account.take_or_wake(&span, &span, Waker::noop());

@@ -193,7 +193,7 @@ impl Shared {
                 !queue.pieces.is_empty()
             }
         };
-        // A dropped piece gives back its buffer, which may set off somebody who waits for one.
+        // A dropped piece gives back its buffer, which may wake a waiter.
         drop(sent);
         if notify {
             self.notify();

@@ -108,7 +108,7 @@ impl Paths {
             .push_back(Output::Close(PathIndex(index as u8)));
     }
 
-    /// The unit has said on a path who it is, or not.
+    /// The check of the unit on a path has ended.
     pub fn handle_checked(&mut self, path: PathIndex, found: Result<Found, Down>, now: Instant) {
         let index = usize::from(path.0);
         let is_live = match self.paths[index].stage {
@@ -123,7 +123,7 @@ impl Paths {
         });
         match found {
             Ok(found) => {
-                // Whoever offers the page is `riserd`, which keeps SRP's promise.
+                // Only `riserd` offers the page, and it keeps SRP's promise.
                 self.paths[index].is_trusted = found.unit.cache.is_some();
                 self.unit.get_or_insert(found.unit);
                 // A path that has been in use since is fenced by no later check.

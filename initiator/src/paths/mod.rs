@@ -31,8 +31,8 @@
 //!   group will do for that login, so another path's, which is live, is tried at once; the session has
 //!   done its work with its login and is closed. Where the portals are of different groups, or the
 //!   paths are of SRP, nothing is proved by a login at another one, and the writes wait for their own
-//!   portal: a session of SRP may belong to one port of the target's device, whatever identifier the
-//!   ports report.
+//!   portal: a session of SRP may belong to one port of the target's device, even if several ports
+//!   report one identifier.
 //! - **A write that was given up is not forgotten.** A request that ends without an answer while its
 //!   path is not fenced (its time is over, or it may not be repeated) leaves its effect behind, and
 //!   nothing that conflicts with it starts before the fence.
@@ -61,9 +61,10 @@
 //!
 //! # One unit
 //! Before a path is used, each time it is made, and after a unit attention that can mean another unit,
-//! the unit behind it is asked who it is; all paths must tell the same, and something ([`Found`],
-//! [`crate::unit`]). A path whose unit is gone is lost, and its commands go elsewhere. A portal that leads elsewhere ends the whole while it is
-//! being opened; later it is out of use, and is asked again from time to time.
+//! the unit behind it is identified; all paths must report the same identity, and not an empty one
+//! ([`Found`], [`crate::unit`]). A path whose unit is gone is lost, and its commands go elsewhere.
+//! A portal that leads elsewhere ends the whole while it is being opened; later it is out of use,
+//! and is checked again from time to time.
 //!
 //! # Not here
 //! Persistent reservations: they belong to a path's initiator port, and nothing copies them.

@@ -667,7 +667,7 @@ fn a_path_whose_unit_is_gone_is_lost_and_its_commands_go_elsewhere() {
     assert_eq!(rig.started(), [(id, other)]);
 }
 
-/// Two live paths of SRP, whose portals tell one identifier of the target port.
+/// Two live paths of SRP, whose portals report the same identifier of the target port.
 fn srp(cache: Option<[u8; 16]>) -> Rig {
     let mut rig = Rig::new(2);
     for path in [A, B] {

@@ -88,9 +88,9 @@ pub enum Output {
         /// How long the login may take.
         patience: Duration,
     },
-    /// Ask the unit who it is and how it may be used on the path, then [`Paths::handle_checked`].
+    /// Identify the unit and its access state on the path, then [`Paths::handle_checked`].
     Check(PathIndex),
-    /// Close the path's session; it will be told by [`Paths::handle_closed`].
+    /// Close the path's session; [`Paths::handle_closed`] reports the end.
     Close(PathIndex),
     /// Hand the request to the path's session, then [`Paths::handle_ended`].
     Start {
@@ -114,7 +114,7 @@ pub(super) enum Stage {
     Idle { until: Instant },
     /// A session is being made through the portal of that path.
     Opening { through: usize },
-    /// Logged in; the unit is being asked who it is.
+    /// Logged in; the unit is being identified.
     Checking,
     /// The unit is the right one.
     Live,

@@ -183,8 +183,8 @@ pub(crate) fn may_change_unit(attention: AdditionalSense) -> bool {
     )
 }
 
-/// Whether commands of ours may have ended without an answer before a unit attention: a reset by
-/// somebody else (29h), COMMANDS CLEARED BY ANOTHER INITIATOR and its kin (2Fh; SAM-5 clause 5.6).
+/// Whether commands of ours may have ended without an answer before a unit attention: a reset
+/// (29h), COMMANDS CLEARED BY ANOTHER INITIATOR and its kin (2Fh; SAM-5 clause 5.6).
 pub(crate) fn may_end_commands(attention: AdditionalSense) -> bool {
     matches!(attention.code, 0x29 | 0x2f)
 }

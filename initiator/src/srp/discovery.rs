@@ -53,7 +53,7 @@ pub enum DiscoveryError {
     #[error("device has no access to queue pair 1")]
     Unsupported,
     /// Nobody answered.
-    #[error("nobody answers at that address")]
+    #[error("no answer from that address")]
     NoAnswer,
 }
 

@@ -217,7 +217,7 @@ impl<P: Provider> Driver<P> {
     pub(super) fn handle_iser_cm_event(&mut self, index: usize, event: CmEvent, now: Instant) {
         let conn = iser(&mut self.sessions, index).conn.as_ref();
         if conn.is_some_and(|c| c.closing_until.is_some()) {
-            // The request for a connection has been answered, whatever the answer is.
+            // The connection request has been answered, accepted or not.
             self.tear_down_iser(index, now);
             return;
         }

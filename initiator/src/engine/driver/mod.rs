@@ -514,7 +514,7 @@ impl<P: Provider> Driver<P> {
             .collect();
         for index in over {
             let session = self.sessions.remove(index);
-            // Whoever waits for the end finds every buffer back in the pool.
+            // All buffers are back in the pool before the closers are notified.
             drop(session.units);
             session.link.give_back(&mut self.provider);
             for closer in session.closers {

@@ -26,7 +26,7 @@ use crate::scsi::{Command, VPD_LEN};
 use crate::session::Down;
 use crate::unit::{Check, Evidence};
 
-/// How long the unit may take to say who it is.
+/// How long the check of a unit's identity may take.
 const CHECK: Duration = Duration::from_secs(10);
 
 /// Length of every answer that is asked for, in bytes.
@@ -144,7 +144,7 @@ pub(super) struct PathsLink {
     pub(super) machine: Paths,
     lun: LunId,
     members: Vec<Member>,
-    /// By request: who waits for a command that a path's session has.
+    /// By request: the completion of a command that a path's session has.
     dones: Vec<Option<Done>>,
     /// The generation of the unit's cache that a path has found last.
     generation: Option<[u8; 16]>,
@@ -422,7 +422,7 @@ impl<P: Provider> Driver<P> {
         if is_told && is_good {
             self.settle_path(index, path);
         }
-        // A session whose unit does not say who it is holds its requests back, so it ends instead.
+        // A session whose unit was not identified holds its requests back, so it ends instead.
         if let Some(member) = session.and_then(|key| self.find(key)) {
             match is_told {
                 // It has had no connection before.
@@ -465,7 +465,7 @@ impl<P: Provider> Driver<P> {
     }
 }
 
-/// A command that asks a unit who it is.
+/// A command of the check of a unit's identity.
 pub(super) fn probe(lun: LunId, command: Command, buffer: Buffer, done: Done, now: Instant) -> Io {
     let mut io = ScsiIo::new(lun, command, IoData::One(buffer), CHECK);
     io.retry = Retry::Probe;

@@ -1,6 +1,6 @@
-//! Units that must stay the same, on sessions that are no paths: asked who they are after each login and
+//! Units that must stay the same, on sessions that are no paths: identified after each login and
 //! after attentions that can mean another unit, while the session holds everything else back. For
-//! paths, `paths` asks; the books of the write cache are kept here for both.
+//! paths, `paths` does so; the state of the write cache is kept here for both.
 
 use std::sync::Weak;
 use std::time::Instant;
@@ -105,7 +105,7 @@ impl<P: Provider> Driver<P> {
         let key = self.key(index);
         let session = &mut self.sessions[index];
         session.units.retain(|u| u.owner.strong_count() > 0);
-        // Whoever watches the same unit keeps the same books.
+        // All watchers of a unit share the state of its cache.
         let known = session.units.iter().find(|u| u.lun == watch.lun);
         let cache = known.map_or(Some(WriteCache::default()), |u| u.cache);
         session.units.push(Watched {
@@ -161,7 +161,7 @@ impl<P: Provider> Driver<P> {
         }
     }
 
-    /// Begins to ask every watched unit of a session who it is.
+    /// Begins to identify every watched unit of a session.
     pub(super) fn check_units(&mut self, key: SessionKey, now: Instant) {
         let Some(index) = self.find(key) else {
             return;
@@ -301,7 +301,7 @@ impl<P: Provider> Driver<P> {
             return;
         }
         (session.evidence, session.heard) = Default::default();
-        // Whoever offers the page is `riserd`, which keeps SRP's promise.
+        // Only `riserd` offers the page, and it keeps SRP's promise.
         let ends_old = session.units.iter().any(|u| u.unit.cache.is_some());
         session.link.release(ends_old, now);
         self.drain(index, now);

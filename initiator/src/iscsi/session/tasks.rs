@@ -204,8 +204,8 @@ impl Session {
         self.requests.hold();
     }
 
-    /// What an answer says of the unit and of other commands, where it reports a unit attention. Those
-    /// that were sent before may have ended in silence with a reset; which have, their aborts tell.
+    /// Handles what a unit attention means for the unit and for other commands. A reset may have
+    /// ended those that were sent before without an answer; aborting them shows which.
     pub(super) fn on_attention(&mut self, index: u32, answer: &Answer) {
         let Some(attention) = attention_of(answer) else {
             return;

@@ -28,7 +28,7 @@ pub struct SessionConfig {
     pub target: Option<IscsiName>,
     /// With the name it makes the initiator port. A session with the same port is replaced.
     pub isid: Isid,
-    /// With what the initiator proves who it is.
+    /// The initiator's credentials.
     pub credentials: Option<Credentials>,
     /// What the target has to prove; only together with `credentials`.
     pub target_credentials: Option<Credentials>,

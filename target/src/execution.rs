@@ -6,7 +6,7 @@
 //!      │ with Data-Out         ↑  │                                                     Respond
 //!      └→ brought → data_arrived  └→ waits, until another task's `leave` names it          │
 //!                                                                                          │
-//!   finish: the buffer goes back, whoever waits is named   ←── leave: out of the task set ←┘
+//!   finish: the buffer goes back, waiters are returned     ←── leave: out of the task set ←┘
 //! ```
 //!
 //! Data-Out comes before a command takes its place in the order: it waits for its initiator and for

@@ -34,7 +34,7 @@ pub struct Wait {
 }
 
 impl Pace {
-    /// That of a connection which has moved nothing, with so many commands at once.
+    /// The pace of a connection that has moved nothing, with up to `commands` commands at once.
     #[must_use]
     pub fn new(commands: u32) -> Self {
         Self {
@@ -49,7 +49,7 @@ impl Pace {
         self.moved
     }
 
-    /// So many bytes of data were received, or taken by the initiator.
+    /// Counts `bytes` of data that were received, or taken by the initiator.
     pub fn on_moved(&mut self, bytes: u32) {
         self.moved += u64::from(bytes);
     }

@@ -268,7 +268,7 @@ impl Pool {
         }
     }
 
-    /// As [`Pool::wait`], for so many bytes of a command that has started: the reserve may be free for it.
+    /// As [`Pool::wait`], for `len` bytes of a started command: the reserve may be free for it.
     pub fn wait_started(&mut self, owner: Owner, len: u32) {
         self.wait(owner);
         self.has_changed |= self.has_reserve(len);
@@ -349,7 +349,7 @@ impl Pool {
         }
     }
 
-    /// Whether an owner is within its share with so many bytes more. One that has nothing is.
+    /// Whether an owner is within its share with `need` bytes more. One that has nothing is.
     fn is_within_share(&self, owner: Owner, need: usize) -> bool {
         let has = self.owners.get(&owner).map_or(0, |holding| holding.data);
         has == 0 || has + need <= self.size() / self.owners.len().max(1)

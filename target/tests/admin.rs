@@ -94,7 +94,7 @@ fn a_configuration_is_compared_applied_saved_and_taken_back() {
     assert!(daemon.ask(&["rollback", "1"]).status.success());
     assert_eq!(daemon.ask(&["rollback", "9"]).status.code(), Some(1));
     assert_eq!(daemon.json("targets")[0]["luns"]["1"]["size"], 2 << 20);
-    // A restart serves what was applied last if it is told to, unless the file was edited.
+    // A restart serves what was applied last with `--restore`, unless the file was edited.
     for _ in 0..2 {
         daemon.restart(&["--restore"]);
         assert_eq!(daemon.json("targets")[0]["luns"]["1"]["size"], 2 << 20);
@@ -110,7 +110,7 @@ fn a_configuration_is_compared_applied_saved_and_taken_back() {
     assert!(daemon.ask(&["rollback", "2"]).status.success());
     daemon.restart(&["--restore"]);
     assert_eq!(daemon.json("targets")[0]["luns"]["1"]["size"], 2 << 20);
-    // Without being told to, it serves the file.
+    // Without `--restore` it serves the file.
     daemon.restart(&[]);
     assert_eq!(daemon.json("targets")[0]["luns"]["4"]["size"], 1 << 20);
 }

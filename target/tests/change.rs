@@ -194,7 +194,7 @@ fn what_cannot_change_is_refused_whole() {
     assert_eq!(refused(&other), "d");
     let mut other = old.clone();
     other.backends[1].thin = !other.backends[1].thin;
-    assert!(check(&old, &other, u32::MAX).is_ok(), "nobody uses it");
+    assert!(check(&old, &other, u32::MAX).is_ok(), "it is not in use");
     let mut server = Server::start(&old).unwrap();
     let mut mini = connect(&server, 4, 2);
     assert!(server.change(more).is_err());

@@ -585,7 +585,7 @@ fn a_new_login_gives_back_what_the_old_session_has_reserved() {
     }
 }
 
-/// Keeps nothing; a save takes as long as somebody holds the lock.
+/// Keeps nothing; a save takes as long as the test holds the lock.
 #[derive(Debug, Default)]
 struct Held(Mutex<()>);
 

@@ -32,7 +32,7 @@ fn is_busy(daemon: &Daemon) -> bool {
     let output = daemon.ask(&["trace", "--for", "10ms"]);
     String::from_utf8(output.stderr)
         .unwrap()
-        .contains("somebody else traces")
+        .contains("another client is tracing")
 }
 
 /// Starts a trace that is under way when it is returned.

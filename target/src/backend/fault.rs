@@ -114,7 +114,7 @@ impl Faults {
         *self.hold.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    /// Lets one operation on a file transfer at most so many bytes, as a kernel may; 0 is no bound.
+    /// Lets one operation on a file transfer at most `bytes` bytes, as a kernel may; 0 is no bound.
     /// Direct I/O needs a multiple of the device's block.
     pub fn shorten(&self, bytes: usize) {
         self.short.store(bytes, Ordering::Relaxed);

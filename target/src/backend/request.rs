@@ -70,7 +70,7 @@ pub(super) struct Bounce {
 }
 
 impl Bounce {
-    /// So many bytes of it.
+    /// Its first `len` bytes.
     pub(super) fn first(&self, len: usize) -> MemSlice {
         let first = self.memory.slice(0..len);
         first.expect("a window no longer than a bounce buffer")

@@ -186,7 +186,8 @@ pub enum OpenError {
         /// Block size in bytes.
         block_size: u32,
     },
-    /// Acknowledged writes may be lost, and whoever opens it next would not know.
+    /// A failed flush was not cleared: acknowledged writes may be lost, and the flush at shutdown
+    /// would fail.
     #[error(
         "a flush failed ({0}): deal with what was lost, and clear it (riserd clear-flush-failure)"
     )]

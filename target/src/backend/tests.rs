@@ -591,7 +591,7 @@ fn what_would_not_be_found_again_is_told() {
     store.check_reopen(&small).unwrap();
     // It would be extended by a start, and never cut.
     store.check_reopen(&large).unwrap();
-    // The next program would take its flushes for successful.
+    // The flush at shutdown would fail.
     store.on_flush_failed(libc::EIO);
     assert!(matches!(
         store.check_reopen(&small),

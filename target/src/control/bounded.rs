@@ -413,7 +413,7 @@ mod tests {
         }
     }
 
-    /// Waits until the server has ended a connection, whatever it sends before.
+    /// Waits until the server has ended a connection, and drops what it sends before.
     async fn ended(mut stream: TcpStream) {
         let mut bytes = vec![0; 1 << 16];
         while stream.read(&mut bytes).await.is_ok_and(|n| n > 0) {}

@@ -152,7 +152,7 @@ pub fn upgrade(socket: &Path, program: Option<&str>) -> Result<Upgraded, ClientE
             }
             Ok(status) => {
                 let error = status.tenure.upgrade_error;
-                let why = error.unwrap_or_else(|| "the daemon was started anew".to_owned());
+                let why = error.unwrap_or_else(|| "the daemon has restarted".to_owned());
                 return Err(ClientError::NotUpgraded(why));
             }
             Err(error) if Instant::now() > until => return Err(error),

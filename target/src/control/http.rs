@@ -60,7 +60,7 @@ fn is_own(host: &str, own: &str) -> bool {
     is_address || name.eq_ignore_ascii_case("localhost") || name.eq_ignore_ascii_case(own)
 }
 
-/// Answers those only who mean this host.
+/// Rejects requests whose `Host` is not this host.
 async fn check_host(request: Request, next: Next) -> Response {
     let uname = rustix::system::uname();
     let own = uname.nodename().to_str().unwrap_or("localhost");

@@ -384,7 +384,7 @@ impl Control<'_> {
     fn trace(&mut self, wanted: Wanted) -> Result<(), Failure> {
         wanted.check().map_err(Failure::Mistake)?;
         if self.search.as_ref().is_some_and(|s| !s.is_forgotten()) {
-            let why = "somebody else traces commands at present".to_owned();
+            let why = "another client is tracing commands".to_owned();
             return Err(Failure::Refused { why, errno: None });
         }
         // The old one must have let go of the units.

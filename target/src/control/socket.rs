@@ -133,8 +133,8 @@ impl Place {
 /// is replaced.
 ///
 /// # Errors
-/// `AddrInUse` if another daemon listens there or the path is no socket; whatever the file system
-/// says.
+/// `AddrInUse` if another daemon listens there or the path is no socket; any error of the file
+/// system.
 pub fn bind(path: &Path) -> io::Result<(UnixListener, Bound)> {
     if let Some(dir) = path.parent() {
         std::fs::create_dir_all(dir)?;

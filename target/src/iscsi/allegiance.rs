@@ -17,9 +17,10 @@
 //! # Bounds
 //! Nothing is kept beyond Time2Wait and Time2Retain, of which Time2Wait counts for [`TIME2WAIT`] at most: it
 //! is the larger value of both sides, so an initiator alone could ask for an hour.
-//! Nor is anything kept when others wait for the pool memory that it occupies. What is kept takes its places of the command window, so a session has no more contexts
-//! in use than without recovery. What was handed over is known by its old name for [`LINGER`] more, for
-//! mail that is on its way.
+//! Nor is anything kept when others wait for the pool memory that it occupies. What is kept takes
+//! its places of the command window, so a session has no more contexts in use than without
+//! recovery. What was handed over is known by its old name for [`LINGER`] longer, for mail that is
+//! on its way.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -87,7 +88,7 @@ enum Rest {
         base: u32,
         start: Start,
     },
-    /// It wants a piece of so many bytes, and these have come.
+    /// It wants a piece of `len` bytes, of which `received` have arrived.
     Wants {
         from: u32,
         len: u32,

@@ -62,7 +62,7 @@ const PING_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long an initiator may be silent, which then acknowledges nothing.
 pub(super) const SILENCE: Duration = PING_AFTER.saturating_add(PING_TIMEOUT);
 
-/// How long a discovery session may be silent: who has found its targets has no more to say.
+/// How long a discovery session may be silent: one that has found its targets sends nothing more.
 const DISCOVERY_IDLE: Duration = Duration::from_secs(15);
 
 /// How long a discovery session may last.
@@ -149,16 +149,16 @@ pub enum Action {
         /// The function that waits for it.
         watcher: TaskRef,
     },
-    /// Tell a function that a task it waited for is gone.
+    /// Notify a function that a task it waited for is gone.
     TaskGone(TaskRef),
-    /// Tell all channels that something happened to a unit.
+    /// Notify all channels of an event at a unit.
     Event {
         /// The unit.
         unit: UnitIdx,
         /// What.
         attention: Attention,
     },
-    /// Tell a connection of the session that it may have the command that is next.
+    /// Notify a connection of the session that it may have the command that is next.
     TakeTurn(Member),
     /// End other connections of the session, then call [`Channel::handle_others_gone`].
     EndOthers(Others),
@@ -381,7 +381,7 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Makes the contexts. Who has not logged in gets none, nor who discovers targets.
+    /// Makes the contexts. Connections before login and discovery sessions have none.
     pub(super) fn make_contexts(&mut self, now: Instant) {
         let tasks = self.config.contexts();
         let wait = self.pace.begin(now);

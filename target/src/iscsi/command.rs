@@ -211,7 +211,7 @@ impl<D: Datamover> Channel<D> {
         task.incoming.wanted = Some(from + len);
         task.state = TaskState::Receive;
         if from > 0 && matches!(self.phase, Phase::LoggingOut(_)) {
-            // The initiator is leaving, and sends no more.
+            // The initiator is logging out, and sends no further data.
             return self.abort(cx.pool, idx, None);
         }
         self.check_received(cx, idx);
@@ -443,8 +443,8 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Tells the command how its last step ended. One whose data have come takes its place in the
-    /// order.
+    /// Advances the command with the result of its last step. One whose data have come takes its
+    /// place in the order.
     fn advance(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, result: StepResult) {
         let task = &mut self.tasks[usize::from(idx.0)];
         task.waited = task.waited_by(cx.now, &self.pace);
@@ -597,7 +597,7 @@ impl<D: Datamover> Channel<D> {
         self.finish(cx.pool, idx, End::Answered);
     }
 
-    /// Ends a request: gives everything back, tells who waits for it.
+    /// Ends a request: releases its resources and notifies its watchers.
     pub(super) fn finish(&mut self, pool: &mut Pool, idx: TaskIdx, end: End) {
         self.leave_task_set(idx);
         self.forget_tag(idx);
@@ -742,9 +742,10 @@ impl<D: Datamover> Channel<D> {
     ///
     /// A command that goes in pieces has its place in the order from the second one on, and others may
     /// wait for its end: all later pieces together have that time, also where it moves to another
-    /// connection. Nobody waits for what is answered, but it keeps its buffer until the answer has
-    /// gone, at error recovery level 1 until that is acknowledged: it has what is left of that time, but
-    /// always as long as an initiator may be silent. Data that were moved meanwhile extend it: see [`crate::pace`].
+    /// connection. Nothing waits for an answered command, but it keeps its buffer until its answer
+    /// is sent, at error recovery level 1 until that is acknowledged: it has what is left of that
+    /// time, but always as long as an initiator may be silent. Data that were moved meanwhile
+    /// extend it: see [`crate::pace`].
     ///
     /// The commands concerned are aborted, and the connection is lost: at this point it is not known
     /// what the initiator will still send. So no command waits without limit or keeps its buffer.

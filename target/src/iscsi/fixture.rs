@@ -148,7 +148,7 @@ pub(super) struct Rig {
     pub(super) parcels: Vec<(TaskRef, Option<Box<Parcel>>)>,
 }
 
-/// A unit whose commands have so many bytes of their data in memory at a time.
+/// A unit whose commands have `window` bytes of their data in memory at a time.
 pub(super) fn unit(window: u32) -> Arc<Unit> {
     let lu = LogicalUnit::new(Config {
         blocks: (DISK / 512) as u64,

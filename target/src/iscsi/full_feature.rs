@@ -122,7 +122,7 @@ impl<D: Datamover> Channel<D> {
         Some(idx)
     }
 
-    /// Takes an idle context; `None` if there are too many without a place of the window, or no more.
+    /// Takes an idle context; `None` if too many have no place in the window, or none is idle.
     pub(super) fn take_context(
         &mut self,
         itt: Itt,

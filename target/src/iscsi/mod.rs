@@ -24,11 +24,11 @@
 //! # Invariants
 //! - Nothing but login is looked at before full-feature phase.
 //! - A command that was taken in is answered, aborted or torn down with its channel.
-//! - Every buffer goes back to the pool, and no earlier than devices and sockets have let go of it.
+//! - Every buffer goes back to the pool, and no earlier than devices and sockets have released it.
 //! - Memory is bounded: contexts by the command window, what waits to be sent by [`MAX_QUEUED`] and
 //!   [`MAX_QUEUED_BYTES`] (beyond them nothing more is read), unsolicited data without a buffer by
 //!   FirstBurstLength each.
-//! - Who has not logged in has no contexts, and gets no others' place.
+//! - A connection that has not logged in has no contexts, and takes no place of another.
 //!
 //! # Not implemented
 //! Target cold reset resets the units as the warm one does; the sessions stay.

@@ -95,8 +95,8 @@ enum Item {
     Data(Outgoing),
     /// From here on with these digests: the answer to the login goes without.
     Digests(Digests),
-    /// From here on with data segments of so many bytes: what was queued before was counted in PDUs of
-    /// another length, which the initiator relies on.
+    /// The length of data segments from here on, in bytes: what was queued before was counted in
+    /// PDUs of another length, which the initiator relies on.
     Segment(u32),
     /// Something that was sent before.
     Again(Again),

@@ -371,7 +371,7 @@ fn a_login_that_takes_a_place_is_answered_when_that_is_free() {
     assert_eq!(status(&rig.read(1, 0, 1)).0, 2, "power on");
     assert_eq!(status(&rig.read(2, 0, 1)).0, 0);
     rig.end();
-    // Whoever does not wait for the answer is not understood, and one who waits too long is let go.
+    // A PDU before the answer is a protocol error, and a login that waits too long is disconnected.
     let mut rig = Rig::new();
     rig.gate.waits = true;
     rig.login(text);
@@ -1336,7 +1336,7 @@ fn requests_wait_until_there_is_room_for_their_answers() {
     rig.end();
 }
 
-/// Contexts are many, and who has not logged in, or only looks for targets, has no use for them.
+/// Contexts are many, and connections before login and discovery sessions need none.
 #[test]
 fn contexts_are_made_for_sessions_that_run_commands() {
     let rig = Rig::new();

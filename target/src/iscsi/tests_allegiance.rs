@@ -550,7 +550,7 @@ fn nothing_is_kept_where_that_was_agreed_on() {
     rig.end();
 }
 
-/// What is kept holds up nobody who waits for pool memory.
+/// Kept commands do not delay those that wait for pool memory.
 #[test]
 fn kept_commands_give_way_to_those_that_wait_for_memory() {
     let mut duo = Duo::new();

@@ -309,8 +309,8 @@ fn an_error_in_the_middle_says_what_was_moved() {
     rig.end();
 }
 
-/// A command that is aborted between pieces lets go of its blocks and its buffer; what a disk or the
-/// socket works on is waited for.
+/// A command that is aborted between pieces releases its blocks and its buffer, but not before a
+/// disk or the socket has finished with them.
 #[test]
 fn an_abort_in_the_middle_ends_every_state() {
     let data = pattern();
@@ -394,7 +394,7 @@ fn an_aborted_command_may_not_linger() {
     assert_eq!(rig.gate.unit.tasks(), 0);
     rig.end();
 
-    // One whose piece has gone in time has no more to wait for.
+    // A command whose piece was sent in time has nothing left to wait for.
     let mut rig = self::rig(KEYS);
     rig.stalled = true;
     rig.read(1, 0, BLOCKS);
@@ -424,7 +424,7 @@ fn an_aborted_command_may_not_linger() {
 }
 
 /// A command that another nexus ends, in whatever state, is answered with TASK ABORTED (SPC-4 7.5.8: TAS); one
-/// that its own nexus ends is not. Who has ended it waits for devices only.
+/// that its own nexus ends is not. The function that ended it waits for devices only.
 #[test]
 fn a_command_that_another_nexus_ends_is_answered() {
     let own = NexusId(7);
@@ -549,8 +549,8 @@ fn a_connection_that_ends_in_the_middle_leaves_nothing() {
     rig.end();
 }
 
-/// A command that reads and writes keeps its blocks from the first piece to the last, whatever comes
-/// between, and no others.
+/// A command that reads and writes keeps its blocks, and no others, from the first piece to the
+/// last, also between pieces.
 #[test]
 fn an_atomic_command_excludes_others_between_its_pieces() {
     let mut rig = rig(KEYS);

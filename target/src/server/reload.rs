@@ -184,7 +184,7 @@ impl Server {
         self.commit(prepared);
         // Saving too many numbers does no harm.
         if let Err(error) = self.builder.save_ports(self.builder.ports()) {
-            tracing::warn!(%error, "numbers that nobody needs are kept");
+            tracing::warn!(%error, "port numbers that are no longer used stay saved");
         }
         Ok(())
     }

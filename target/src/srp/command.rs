@@ -334,8 +334,8 @@ impl Channel {
         }
     }
 
-    /// Tells the command how its last step ended: the next one. A command whose data have come takes
-    /// its place in the order, and may have to wait there.
+    /// Advances the command with the result of its last step, and returns the next step. A command
+    /// whose data have come takes its place in the order, and may have to wait there.
     pub(super) fn advance(
         &mut self,
         cx: &Cx<'_>,
@@ -428,7 +428,7 @@ impl Channel {
         }
     }
 
-    /// Ends a request: gives everything back, tells who waits for it.
+    /// Ends a request: releases its resources and notifies its watchers.
     pub(super) fn finish(&mut self, pool: &mut Pool, idx: SendIdx, end: End) {
         self.leave_task_set(idx);
         let io = &mut self.ioctx[usize::from(idx.0)];

@@ -108,7 +108,7 @@ impl ReqLim {
     }
 }
 
-/// Work requests that the send queue still takes, and who waits for them.
+/// Work requests that the send queue still takes, and the contexts that wait for them.
 ///
 /// The queue of waiting contexts is bounded by their number: each waits once.
 #[derive(Debug)]

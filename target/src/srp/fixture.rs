@@ -144,7 +144,7 @@ impl Rig {
         Self::with_window(Limits::default().window)
     }
 
-    /// The same of units whose commands have so many bytes of their data in memory at a time.
+    /// The same with units whose commands have `window` bytes of their data in memory at a time.
     pub(super) fn with_window(window: u32) -> Self {
         let mut rig = Self::of_window(window);
         rig.add_channel(params(), 1);

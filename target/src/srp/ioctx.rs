@@ -213,13 +213,12 @@ impl SendIoctx {
         )
     }
 
-    /// Until when the piece that it waits for must have come or gone, where all of them together have so much
-    /// time.
+    /// When the piece that it waits for must have been moved; all pieces together have `time`.
     #[must_use]
     pub fn piece_due(&self, time: Duration, pace: &Pace) -> Option<Instant> {
         let mut left = time.saturating_sub(self.waited);
         if self.response.is_some() || self.state == IoctxState::CmdRspSent {
-            // Nobody waits for what is answered: see `iscsi::Channel::check_data`.
+            // No command waits for an answered one: see `iscsi::Channel::check_data`.
             left = left.max(time / MAX_DATA_TIMEOUTS);
         }
         Some(pace.due(self.wait?, left))

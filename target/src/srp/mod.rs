@@ -21,7 +21,7 @@
 //!   (see [`ioctx::CommandToken`]).
 //! - Credits are conserved ([`credit::ReqLim`]).
 //! - Send-queue credit is taken before a chain is posted, and comes back with its last completion.
-//! - Every buffer goes back to the pool, and no earlier than the devices have let go of it.
+//! - Every buffer goes back to the pool, and no earlier than the devices have released it.
 //! - All memory is allocated when the channel is created ([`ChannelParams::memory`]); data buffers
 //!   come from the worker's pool.
 //!

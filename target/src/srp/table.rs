@@ -116,7 +116,7 @@ impl Table {
     /// The descriptor at `index`.
     ///
     /// # Panics
-    /// If there are not so many.
+    /// If `index` is out of range.
     #[must_use]
     pub fn desc(&self, index: u32) -> MemDesc {
         match self {

@@ -186,7 +186,7 @@ impl Unit {
         (is_started, others)
     }
 
-    /// Takes a task out of the set, and tells whether another nexus had ended it, and which may start now.
+    /// Removes a task; returns whether another nexus had ended it, and which tasks may start now.
     ///
     /// # Panics
     /// If it is not in the set.
@@ -215,8 +215,8 @@ impl Unit {
     /// Carries out a task-management function on the set.
     ///
     /// What it means to others takes effect here, with the abort of their tasks: those are answered with TASK
-    /// ABORTED, and a reset resets the unit. So it does not matter whether who asked for it lives to see its
-    /// end.
+    /// ABORTED, and a reset resets the unit. So it does not matter whether the connection that
+    /// asked for it is still there at its end.
     pub fn manage(&self, nexus: NexusId, function: TaskManagement) -> Managed {
         let (response, aborted) = {
             let mut tasks = self.lock();
@@ -318,7 +318,7 @@ impl LunMap {
     }
 
     /// Whether the number that addresses a unit is read-only. By such a number an initiator ends no
-    /// commands of others: who may not write must not stop those who do.
+    /// commands of others: one that may not write must not stop others.
     #[must_use]
     pub fn is_read_only(&self, lun: WireLun) -> bool {
         let place = self.find(lun);

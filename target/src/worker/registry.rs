@@ -872,7 +872,7 @@ mod tests {
         let full = Some(LoginRejReason::InsufficientResources);
         assert_eq!(two.single(2).err(), full);
         assert_eq!(registry.open_nexus(B, None), None);
-        // Who has a session already may replace it.
+        // An initiator with a session may replace it.
         one.log_in(3);
         one.leave(1);
         assert!(registry.open_nexus(B, Some(B)).is_some());

@@ -7,7 +7,8 @@
 //! ```
 //!
 //! One change is saved at a time, and the nexuses with changes take turns: however many one of them has,
-//! another's first is the next but those of the others. There are no more than commands.
+//! the first of another waits for at most one of each nexus. Each change belongs to a command, so
+//! their number is bounded.
 //!
 //! A change whose own command was aborted while it was being saved takes effect all the same, and aborts
 //! what it preempts; only nothing waits for that. So nexuses that preempt each other do not wait for each

@@ -22,7 +22,7 @@ pub(super) struct Slots {
 }
 
 impl Slots {
-    /// Of a ring that takes so many operations.
+    /// The slots of a ring of `capacity` operations.
     pub(super) fn of(capacity: usize) -> Self {
         let blocks = BLOCKS.min(capacity.div_ceil(2));
         let rest = capacity - blocks;
@@ -33,8 +33,8 @@ impl Slots {
     }
 }
 
-/// Operations that the ring of a worker must take which serves this many sessions at most. No more
-/// fit into what the kernel allocates for them.
+/// Operations that the ring of a worker must take to serve up to `sessions` sessions, rounded up
+/// to what the kernel allocates for them.
 #[must_use]
 pub const fn ring_capacity(sessions: u32) -> u32 {
     let slots = BLOCKS + OTHERS + PER_CONNECTION * connections(sessions);

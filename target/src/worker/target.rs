@@ -38,9 +38,9 @@ pub struct Catalog {
     pub targets: Vec<TargetDef>,
     /// The backend of each unit, by the unit's number: an index into `stores`.
     pub unit_stores: Vec<usize>,
-    /// The units, by their numbers. One that is served no more is there as long as it has commands.
+    /// The units, by their numbers. One that is no longer served stays as long as it has commands.
     pub units: Vec<Weak<Unit>>,
-    /// Opened backends. Places of those that are served no more stay empty.
+    /// Opened backends. Places of those that are no longer served stay empty.
     pub stores: Vec<Option<Arc<Store>>>,
 }
 

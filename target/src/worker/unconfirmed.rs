@@ -1,8 +1,7 @@
 //! Which connection gives its place to a newer one, of those whose peers have proved nothing yet.
 //!
-//! A request for a connection may be anybody's, in anybody's name. So what is kept for requests is bounded,
-//! and a newer one always gets a place. An address
-//! that asks for many, or in whose name others do, loses its own ones.
+//! A connection request may bear a forged address. So what is kept for requests is bounded, and a
+//! newer one always gets a place: the oldest request from the address with most of them gives way.
 
 use std::collections::HashMap;
 use std::net::IpAddr;

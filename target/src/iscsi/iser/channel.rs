@@ -388,7 +388,7 @@ impl IserChannel {
         }
     }
 
-    /// Begins the end, once: nothing more is received, what is posted flushes, what nobody holds ends
+    /// Terminates, once: nothing more is received, what is posted flushes, what no device uses ends
     /// now. Commands that wait for unsolicited data go with the others.
     fn terminate(&mut self, cx: &mut Cx<'_>) {
         if matches!(self.state, ConnState::Terminating | ConnState::Down) {

@@ -66,7 +66,7 @@ pub(super) struct Rig {
     receives: VecDeque<RxIdx>,
     /// The initiator's buffers, by key; each begins at [`BASE`].
     pub(super) memory: HashMap<u32, Vec<u8>>,
-    /// Keys that work no more, until they are advertised again.
+    /// Keys that were invalidated and not advertised again.
     invalidated: HashSet<u32>,
     /// The most work requests that were ever posted at once.
     pub(super) most_posted: usize,

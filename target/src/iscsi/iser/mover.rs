@@ -123,7 +123,7 @@ struct Known {
     solicited_from: Option<u32>,
     /// Chains under way that touch its buffer.
     chains: u16,
-    /// Nobody waits for its data any more.
+    /// Its data are no longer wanted.
     is_forgotten: bool,
 }
 

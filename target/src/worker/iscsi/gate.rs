@@ -227,8 +227,8 @@ impl WorkerGate<'_> {
     }
 
     /// Whether a session of an initiator that has proved its identity as `joined` says may take the place
-    /// of another one. It must have proved the same: names are no secret, and who has a name of its own
-    /// may claim any other's as the name of its port.
+    /// of another one. It must have proved the same: names are no secret, and an initiator with a
+    /// CHAP name of its own may claim any initiator name.
     fn check_reinstatement(&self, joined: &Joined, there: &Session) -> Result<(), LoginStatus> {
         let initiator = &joined.identity.initiator;
         let name = there.ports.as_ref().and(joined.identity.target.as_ref());

@@ -25,8 +25,8 @@ use crate::srp::LunMap;
 /// Connections of a session that are lost, and kept for what they had under way.
 const MAX_KEPT: usize = 8;
 
-/// Discovery sessions at once. They are no I_T nexuses, and take none of the places of those: who only
-/// asks for targets, perhaps without proving anything, keeps no host from its disks.
+/// Discovery sessions at once. They are no I_T nexuses, and take none of the places of those: a
+/// host that only lists targets, perhaps without authentication, keeps no other from its disks.
 const MAX_DISCOVERIES: u32 = 64;
 
 /// The same from one address.
@@ -205,7 +205,7 @@ pub(super) struct Lost {
 pub struct IscsiSessions(Mutex<Table>);
 
 impl IscsiSessions {
-    /// Whether a connection that can hold so many commands may join a session.
+    /// Whether a connection that can hold `commands` commands may join a session.
     pub(super) fn check_join(
         &self,
         key: &SessionKey,
@@ -225,8 +225,8 @@ impl IscsiSessions {
 
     /// Enters a session, if `check` finds nothing against its taking the place of the one that is there
     /// (RFC 7143 6.3.5). Its handle, and the connections of that one. The handle is `random`, or the next
-    /// one that is free: a number that can be guessed would help those who want to join a session that is
-    /// not theirs.
+    /// one that is free: a number that can be guessed would help to join another initiator's
+    /// session.
     pub(super) fn enter(
         &self,
         session: Session,
@@ -463,7 +463,7 @@ impl Table {
         entry.ok_or(LoginStatus::NO_SUCH_SESSION)
     }
 
-    /// Whether a connection that can hold so many commands has room in a session.
+    /// Whether a session has room for a connection that can hold `commands` commands.
     fn check_room(
         &self,
         key: &SessionKey,

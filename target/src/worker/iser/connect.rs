@@ -21,8 +21,8 @@ const OFFER: CmHeader = CmHeader {
     remote_invalidate: true,
 };
 
-/// Connections that have not been established. Each has its rings already, and anybody can ask for one in
-/// anybody's name.
+/// Connections that have not been established. Each has its rings already, and anyone can request
+/// one from a forged address.
 const UNCONFIRMED: usize = 64;
 
 /// Connections that are established and have not logged in.

@@ -96,6 +96,8 @@ pub struct Execution<const CDB: usize> {
     key: Option<TaskKey>,
     /// Another nexus had ended it when it left the task set.
     was_cleared: bool,
+    /// Its own nexus has ended it by name, which the task set does not know.
+    is_renounced: bool,
 }
 
 impl<const CDB: usize> Execution<CDB> {
@@ -117,6 +119,7 @@ impl<const CDB: usize> Execution<CDB> {
             command: None,
             key: None,
             was_cleared: false,
+            is_renounced: false,
         }
     }
 
@@ -377,10 +380,18 @@ impl<const CDB: usize> Execution<CDB> {
         started
     }
 
+    /// Its own nexus ends it, and expects no status from then on, whichever others end it too.
+    pub fn renounce(&mut self) {
+        self.is_renounced = true;
+    }
+
     /// Whether another nexus has ended it: its initiator, which does not know, is to be answered. It may have
     /// left the task set between that and when its channel hears of it, or be ended by several.
     #[must_use]
     pub fn is_cleared(&self) -> bool {
+        if self.is_renounced {
+            return false;
+        }
         let (Some(key), Some(unit)) = (self.key, &self.unit) else {
             return self.was_cleared;
         };
@@ -416,6 +427,7 @@ impl<const CDB: usize> Execution<CDB> {
         self.step = None;
         self.aborted = false;
         self.was_cleared = false;
+        self.is_renounced = false;
         std::mem::take(&mut self.watchers)
     }
 }

@@ -630,6 +630,7 @@ impl<D: Datamover> Channel<D> {
             return;
         }
         task.exec.watchers.extend(watcher);
+        task.exec.renounce();
         self.cut_short(pool, idx, End::Aborted);
     }
 
@@ -654,8 +655,11 @@ impl<D: Datamover> Channel<D> {
     /// Ends an aborted command that no device uses any more. One that another nexus has ended is answered
     /// with TASK ABORTED (SPC-4 7.5.8: TAS), since its initiator waits for it.
     pub(super) fn end_aborted(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
+        let task = &self.tasks[usize::from(idx.0)];
         let is_over = matches!(self.phase, Phase::Closing | Phase::Closed);
-        if is_over || !self.tasks[usize::from(idx.0)].exec.is_cleared() {
+        let is_awaited = !is_over && task.exec.is_cleared();
+        // Its own nexus may have ended it from another connection.
+        if !is_awaited || self.window().is_aborted(task.itt, self.task_ref(idx)) {
             return self.finish(cx.pool, idx, End::Aborted);
         }
         self.leave_task_set(idx);

@@ -149,7 +149,7 @@ impl<D: Datamover> Channel<D> {
     /// way still.
     fn abort_elsewhere(&mut self, idx: TaskIdx, request: &TmfRequest) -> Option<TmfStatus> {
         let window = self.window();
-        if let Some(task) = window.tagged(request.referenced) {
+        if let Some(task) = window.abort_tag(request.referenced) {
             self.mgmt_mut(idx).waiting += 1;
             let watcher = self.task_ref(idx);
             self.actions.push_back(Action::AbortTask { task, watcher });

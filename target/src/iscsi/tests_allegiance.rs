@@ -1,5 +1,6 @@
 //! Connection recovery: two connections of a session, of which the first is lost.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use proptest::prelude::*;
@@ -8,10 +9,13 @@ use riser_scsi::iscsi::pdu::{
     LogoutStatus, R2t, Snack, SnackKind, TmfFunction, TmfRequest, TmfStatus,
 };
 use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
+use riser_scsi::nexus::NexusId;
+use riser_scsi::task::TaskManagement;
 
 use super::fixture::{Received, Rig};
 use super::tests::{data_in, r2t, status, tmf_status};
 use super::{Action, Phase};
+use crate::srp::TaskRef;
 
 const LEVEL_2: &str = "ErrorRecoveryLevel=2\0MaxConnections=4\0MaxRecvDataSegmentLength=512\0MaxBurstLength=1024\0\
      FirstBurstLength=1024\0MaxOutstandingR2T=2\0";
@@ -619,6 +623,40 @@ fn functions_reach_commands_that_move() {
     assert_eq!(tmf_status(&received), TmfStatus::Complete);
     assert_eq!(duo.second.gate.unit.tasks(), 0);
     duo.end();
+}
+
+/// The initiator ends a command over another connection that another nexus has ended: no answer follows.
+#[test]
+fn no_answer_follows_an_abort_over_another_connection() {
+    for is_first in [true, false] {
+        let mut duo = Duo::new();
+        assert!(duo.first.write(1, 4, &[7; 512], false).is_empty());
+        let function = TaskManagement::ClearTaskSet;
+        let unit = Arc::clone(&duo.first.gate.unit);
+        let task = unit.manage(NexusId(8), function).aborted[0];
+        let watcher = TaskRef {
+            generation: u32::MAX,
+            ..task
+        };
+        let clear = |duo: &mut Duo| {
+            let rig = &mut duo.first;
+            let received = rig.with(|ch, cx| ch.channel_mut().handle_abort(cx, task, watcher));
+            assert!(received.is_empty(), "{received:?}");
+        };
+        if is_first {
+            clear(&mut duo);
+        }
+        let mut ended = duo.second.tmf(50, TmfFunction::AbortTask, 1);
+        if !is_first {
+            clear(&mut duo);
+        }
+        ended.extend(duo.route());
+        assert_eq!(tmf_status(&ended), TmfStatus::Complete);
+        let late = duo.first.data_out(1, Ttt::NONE, 0, 512, &[7; 512], true);
+        assert!(late.is_empty(), "{late:?}");
+        assert_eq!(duo.first.channel.channel().task_state(Itt(1)), None);
+        duo.end();
+    }
 }
 
 /// A connection that has taken commands over may be lost in its turn.

@@ -18,6 +18,8 @@ use super::tests::{data_in, r2t, status, tmf_status};
 use crate::srp::TaskRef;
 use crate::stats::SessionEvent;
 
+const SYNCHRONIZE_CACHE: [u8; 10] = [0x35, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+
 /// Bytes of a window; a page of the pool holds it.
 const WINDOW: u32 = 2048;
 const BLOCKS: u8 = 9;
@@ -517,6 +519,29 @@ fn a_command_that_two_others_end_is_answered() {
     let received = rig.data_out(1, Ttt::NONE, 0, 512, &data[512..3072], true);
     let response = answer(&received);
     assert_eq!((response.itt, response.status), (Itt(1), 0x40));
+    rig.end();
+}
+
+/// A command that its own nexus ends is not answered after that, even if another nexus has ended it too.
+#[test]
+fn no_answer_follows_the_abort_of_a_command_that_another_nexus_has_ended() {
+    let mut rig = rig("MaxBurstLength=4096\0FirstBurstLength=3072\0");
+    rig.prompt = false;
+    // SYNCHRONIZE CACHE (10) takes no data, but the initiator may announce some.
+    let received = rig.command(1, &SYNCHRONIZE_CACHE, true, 1024, &[0; 512], false);
+    assert!(received.is_empty(), "{received:?}");
+    let function = TaskManagement::ClearTaskSet;
+    let task = rig.gate.unit.manage(NexusId(8), function).aborted[0];
+    let ended = rig.tmf(9, TmfFunction::AbortTask, 1);
+    assert_eq!(tmf_status(&ended), TmfStatus::Complete);
+    let watcher = TaskRef {
+        generation: u32::MAX,
+        ..task
+    };
+    rig.with(|ch, cx| ch.channel_mut().handle_abort(cx, task, watcher));
+    let late = rig.data_out(1, Ttt::NONE, 0, 512, &[0; 512], true);
+    assert!(late.is_empty(), "{late:?}");
+    assert_eq!(rig.channel.channel().in_flight(), 0);
     rig.end();
 }
 

@@ -74,6 +74,8 @@ pub(super) struct Tag {
     pub(super) task: TaskRef,
     /// Its answer was sent, though perhaps not received.
     pub(super) answered: bool,
+    /// The initiator has ended it from another connection: it is not answered any more.
+    is_aborted: bool,
     /// Its connection has been logged out for recovery: another one may have it.
     pub(super) is_free: bool,
     /// It takes no place of the window.
@@ -285,6 +287,7 @@ impl Window {
             let tag = Tag {
                 task,
                 answered: false,
+                is_aborted: false,
                 is_free: false,
                 immediate,
             };
@@ -296,6 +299,23 @@ impl Window {
     pub(super) fn tagged(&self, itt: Itt) -> Option<TaskRef> {
         let tag = self.tag(itt)?;
         (!tag.answered).then_some(tag.task)
+    }
+
+    /// Ends the unanswered command with a tag, on whichever connection, whose channel has yet to be notified.
+    pub(super) fn abort_tag(&self, itt: Itt) -> Option<TaskRef> {
+        if !self.unordered {
+            return None;
+        }
+        let mut numbering = self.lock();
+        let tag = numbering.tags.get_mut(&itt).filter(|tag| !tag.answered)?;
+        tag.is_aborted = true;
+        Some(tag.task)
+    }
+
+    /// Whether [`Window::abort_tag`] has ended a command.
+    pub(super) fn is_aborted(&self, itt: Itt, task: TaskRef) -> bool {
+        let tag = self.tag(itt).filter(|tag| tag.task == task);
+        tag.is_some_and(|tag| tag.is_aborted)
     }
 
     /// The command with a tag, on whichever connection.

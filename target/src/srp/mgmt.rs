@@ -123,7 +123,7 @@ impl Channel {
             self.abort_managed(idx, managed);
         }
         let watcher = self.task_ref(idx);
-        self.abort(cx, older, watcher);
+        self.abort_own(cx, older, watcher);
     }
 
     /// Has the tasks aborted that a function concerns.
@@ -151,7 +151,7 @@ impl Channel {
             };
             if is_left && io.exec.is_of(unit) && !io.exec.is_in_task_set() {
                 self.mgmt_mut(idx).waiting += 1;
-                self.abort(cx, other, watcher);
+                self.abort_own(cx, other, watcher);
             }
         }
     }
@@ -169,7 +169,7 @@ impl Channel {
             let named = io.tag == request.task_tag && io.exec.is_of(unit);
             if named && other != idx && io.is_command() {
                 self.mgmt_mut(idx).waiting += 1;
-                self.abort(cx, other, watcher);
+                self.abort_own(cx, other, watcher);
             }
         }
     }
@@ -244,7 +244,14 @@ impl Channel {
         self.settle_round(cx);
     }
 
-    /// Ends a command without an answer, at once or as soon as no device uses its buffers.
+    /// Ends a command of this channel without an answer, since its own nexus asks for that.
+    fn abort_own(&mut self, cx: &mut Cx<'_>, idx: SendIdx, watcher: TaskRef) {
+        self.ioctx[usize::from(idx.0)].exec.renounce();
+        self.abort(cx, idx, watcher);
+    }
+
+    /// Ends a command, at once or as soon as no device uses its buffers. It is answered if only another nexus
+    /// has ended it.
     fn abort(&mut self, cx: &mut Cx<'_>, idx: SendIdx, watcher: TaskRef) {
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.exec.watchers.push(watcher);

@@ -444,6 +444,41 @@ fn a_cleared_command_whose_answer_has_begun_is_answered() {
     rig.end();
 }
 
+/// The answer to an older command with the same tag could be taken for the newer one's, and a command that its
+/// own nexus ends gets no status: both hold where another nexus has ended it, too.
+#[test]
+fn a_cleared_command_that_its_own_nexus_ends_is_not_answered() {
+    let overlapped = cmd(&[0; 6]).lun(1).tag(5).bytes();
+    let abort = tmf(6, 0, TskMgmtFunction::AbortTask, 5);
+    for (iu, tag) in [(overlapped, 5), (abort, 6)] {
+        for is_first in [true, false] {
+            let mut rig = Rig::live();
+            rig.send(0, &cmd(&[0x35]).tag(5).bytes());
+            let managed = rig.units[0].manage(NexusId(99), TaskManagement::ClearTaskSet);
+            let task = managed.aborted[0];
+            let watcher = TaskRef {
+                generation: u32::MAX,
+                ..task
+            };
+            let idx = task.ioctx;
+            assert_eq!(rig.channels[0].ioctx_state(idx), IoctxState::DataIn);
+            if !is_first {
+                rig.send(0, &iu);
+            }
+            rig.with(0, |ch, cx| ch.handle_abort(cx, task, watcher));
+            if is_first {
+                rig.send(0, &iu);
+            }
+            rig.settle();
+            let answers = rig.answers();
+            let ended: Vec<_> = answers.iter().map(|a| (a.tag, a.status == 0x40)).collect();
+            assert_eq!(ended, [(tag, false)]);
+            assert_eq!(rig.channels[0].req_lim().at_initiator(), 4);
+            rig.end();
+        }
+    }
+}
+
 #[test]
 fn a_full_send_queue_is_waited_for() {
     let mut rig = Rig::new();

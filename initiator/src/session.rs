@@ -51,6 +51,23 @@ impl Default for Timing {
     }
 }
 
+#[cfg(test)]
+impl Timing {
+    /// Short times, for scripts of a session.
+    pub(crate) fn of_tests() -> Self {
+        Self {
+            attempt: Duration::from_secs(10),
+            tsk_mgmt: Duration::from_secs(1),
+            login: Duration::from_secs(5),
+            login_max: Duration::from_secs(15),
+            backoff_min: Duration::from_millis(100),
+            backoff_max: Duration::from_millis(400),
+            busy: Duration::from_millis(5),
+            settle: Duration::from_secs(15),
+        }
+    }
+}
+
 /// What happened to a session.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SessionEvent {

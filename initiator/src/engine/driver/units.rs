@@ -313,39 +313,13 @@ mod tests {
     use std::sync::{Arc, Weak};
     use std::time::Duration;
 
-    use riser_scsi::iscsi::Isid;
-    use riser_scsi::iscsi::frame::Digests;
-    use riser_scsi::iscsi::keys::Offer;
-    use riser_scsi::iscsi::name::IscsiName;
-
     use super::*;
     use crate::engine::driver::{DriverConfig, Open, Protocol, Target, TcpOpen, User};
     use crate::engine::no_device::NoDevice;
     use crate::engine::oneshot::oneshot;
     use crate::engine::park::Mailbox;
     use crate::engine::pool::BufferPool;
-    use crate::iscsi::session::SessionConfig;
-    use crate::session::Timing;
-
-    fn config() -> SessionConfig {
-        SessionConfig {
-            name: IscsiName::new("iqn.2026-01.a:i").unwrap(),
-            target: Some(IscsiName::new("iqn.2026-01.a:t").unwrap()),
-            isid: Isid([0x80, 1, 2, 3, 4, 5]),
-            credentials: None,
-            target_credentials: None,
-            algorithms: Vec::new(),
-            offer: Offer::default(),
-            keys: Vec::new(),
-            digests: Digests::default(),
-            queue_size: 4,
-            max_requests: 16,
-            max_attempts: 4,
-            reconnect: true,
-            timing: Timing::default(),
-            ping: Duration::from_secs(3),
-        }
-    }
+    use crate::iscsi::session::fixture::config;
 
     /// An engine without a thread, with a session whose target was heard of before.
     fn driver(now: Instant) -> (Driver<NoDevice>, SessionKey) {

@@ -3,15 +3,14 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
-use riser_scsi::iscsi::frame::{Digests, Frame};
-use riser_scsi::iscsi::keys::{Key, Offer};
-use riser_scsi::iscsi::name::IscsiName;
-use riser_scsi::iscsi::{BHS_LEN, Isid};
+use riser_scsi::iscsi::BHS_LEN;
+use riser_scsi::iscsi::frame::Frame;
 use riser_scsi::srp::TaskAttr;
 
+use super::fixture::config;
 use super::*;
 use crate::request::{Answer, Cdb, DataLen, Effect, RequestError, RequestResult, Retry};
-use crate::session::{ConnectError, Down, SessionEvent, Timing};
+use crate::session::{ConnectError, Down, SessionEvent};
 
 const MS: Duration = Duration::from_millis(1);
 const SEC: Duration = Duration::from_secs(1);
@@ -23,38 +22,6 @@ struct Rig {
     stat_sn: u32,
     exp_cmd_sn: u32,
     window: u32,
-}
-
-fn config() -> SessionConfig {
-    SessionConfig {
-        name: IscsiName::new("iqn.2026-01.a:i").unwrap(),
-        target: Some(IscsiName::new("iqn.2026-01.a:t").unwrap()),
-        isid: Isid([0x80, 1, 2, 3, 4, 5]),
-        credentials: None,
-        target_credentials: None,
-        algorithms: Vec::new(),
-        offer: Offer::default()
-            .with(Key::InitialR2T, 0)
-            .with(Key::FirstBurstLength, 1024)
-            .with(Key::MaxBurstLength, 4096),
-        keys: vec![Key::InitialR2T, Key::FirstBurstLength, Key::MaxBurstLength],
-        digests: Digests::default(),
-        queue_size: 4,
-        max_requests: 16,
-        max_attempts: 4,
-        reconnect: true,
-        timing: Timing {
-            attempt: 10 * SEC,
-            tsk_mgmt: SEC,
-            login: 5 * SEC,
-            login_max: 15 * SEC,
-            backoff_min: 100 * MS,
-            backoff_max: 400 * MS,
-            busy: 5 * MS,
-            settle: Duration::from_secs(15),
-        },
-        ping: 3 * SEC,
-    }
 }
 
 /// A header of a target: opcode, flags, tag, the rest zero.

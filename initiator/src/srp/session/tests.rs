@@ -36,16 +36,7 @@ fn config(channels: u8) -> SessionConfig {
             multi_channel: MultiChannelAction::Single,
         },
         max_requests: 16,
-        timing: Timing {
-            attempt: 10 * SEC,
-            tsk_mgmt: SEC,
-            login: 5 * SEC,
-            login_max: 15 * SEC,
-            backoff_min: 100 * MS,
-            backoff_max: 400 * MS,
-            busy: 5 * MS,
-            settle: Duration::from_secs(15),
-        },
+        timing: Timing::of_tests(),
         max_attempts: 4,
         reconnect: true,
     }

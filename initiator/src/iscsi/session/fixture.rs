@@ -1,0 +1,35 @@
+//! What tests make sessions with.
+
+use std::time::Duration;
+
+use riser_scsi::iscsi::Isid;
+use riser_scsi::iscsi::frame::Digests;
+use riser_scsi::iscsi::keys::{Key, Offer};
+use riser_scsi::iscsi::name::IscsiName;
+
+use super::SessionConfig;
+use crate::session::Timing;
+
+/// A session with a queue of 4 commands, whose writes begin with up to 1024 unsolicited bytes.
+pub(crate) fn config() -> SessionConfig {
+    SessionConfig {
+        name: IscsiName::new("iqn.2026-01.a:i").unwrap(),
+        target: Some(IscsiName::new("iqn.2026-01.a:t").unwrap()),
+        isid: Isid([0x80, 1, 2, 3, 4, 5]),
+        credentials: None,
+        target_credentials: None,
+        algorithms: Vec::new(),
+        offer: Offer::default()
+            .with(Key::InitialR2T, 0)
+            .with(Key::FirstBurstLength, 1024)
+            .with(Key::MaxBurstLength, 4096),
+        keys: vec![Key::InitialR2T, Key::FirstBurstLength, Key::MaxBurstLength],
+        digests: Digests::default(),
+        queue_size: 4,
+        max_requests: 16,
+        max_attempts: 4,
+        reconnect: true,
+        timing: Timing::of_tests(),
+        ping: Duration::from_secs(3),
+    }
+}

@@ -157,17 +157,7 @@ impl Client {
             TargetUrl::Iscsi(url) if url.target.is_none() => return Err(EngineError::NoTarget),
             TargetUrl::Iscsi(url) => self.plan_iscsi(url, patience, 0, None)?,
         };
-        let status = Arc::new(SessionStatus::default());
-        let guard = self.open(&url, protocol, status.clone()).await?;
-        Ok(Session {
-            handle: Arc::new(SessionHandle {
-                guard,
-                client: self.clone(),
-                status,
-                url,
-            }),
-            timeout: DEFAULT_TIMEOUT,
-        })
+        self.open_session(url, protocol, Arc::default()).await
     }
 
     /// Asks an iSCSI portal which targets it offers (SendTargets). A target in the address does not
@@ -191,7 +181,26 @@ impl Client {
         }
     }
 
-    pub(super) async fn open(
+    /// Opens a session for its user.
+    pub(super) async fn open_session(
+        &self,
+        url: TargetUrl,
+        protocol: Protocol,
+        status: Arc<SessionStatus>,
+    ) -> Result<Session, EngineError> {
+        let guard = self.open(&url, protocol, status.clone()).await?;
+        Ok(Session {
+            handle: Arc::new(SessionHandle {
+                guard,
+                client: self.clone(),
+                status,
+                url,
+            }),
+            timeout: DEFAULT_TIMEOUT,
+        })
+    }
+
+    async fn open(
         &self,
         url: &TargetUrl,
         protocol: Protocol,

@@ -7,9 +7,9 @@ use riser_scsi::lun::LunId;
 
 use super::client::resolve;
 use super::driver::{CHECK_LEN, PathPlan, PathsOpen, Protocol};
-use super::session::{Session, SessionHandle};
+use super::session::Session;
 use super::status::SessionStatus;
-use super::{Client, DEFAULT_TIMEOUT, EngineError};
+use super::{Client, EngineError};
 use crate::iscsi::url::IscsiUrl;
 use crate::paths::PathsConfig;
 use crate::session::Timing;
@@ -71,16 +71,7 @@ impl Client {
         let names = open.paths.iter().map(|p| p.target.dst.to_string());
         status.set_portals(names);
         let protocol = Protocol::Paths(Box::new(open));
-        let guard = self.open(&url, protocol, status.clone()).await?;
-        Ok(Session {
-            handle: Arc::new(SessionHandle {
-                guard,
-                client: self.clone(),
-                status,
-                url,
-            }),
-            timeout: DEFAULT_TIMEOUT,
-        })
+        self.open_session(url, protocol, status).await
     }
 
     /// The address once for each portal: those that it names, or all that there are.

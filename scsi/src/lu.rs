@@ -349,7 +349,7 @@ impl LogicalUnit {
     }
 
     /// Whether a PREEMPT AND ABORT aborts the commands of a nexus. Those of sessions that have ended
-    /// are among them, since who was preempted may have logged out while a device held its commands.
+    /// are among them: a preempted nexus may have logged out while a device held its commands.
     #[must_use]
     pub fn is_preempted(&self, preempted: &Preempted, id: NexusId) -> bool {
         let is_meant = |nexus: Arc<Nexus>| preempted.ports.iter().any(|ports| ports.is_of(&nexus));

@@ -178,7 +178,7 @@ pub struct ReservationChange {
 }
 
 impl ReservationChange {
-    /// Who asks for it.
+    /// The nexus that requests it.
     #[must_use]
     pub fn nexus(&self) -> NexusId {
         self.nexus

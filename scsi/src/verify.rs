@@ -158,7 +158,7 @@ impl Verify {
         })
     }
 
-    /// Verifies the blocks of a piece of Data-Out, and no more for the moment.
+    /// Verifies only the blocks of one piece of Data-Out.
     pub(crate) fn begin_piece(&mut self, data: Pieces) -> Next {
         self.data = data;
         self.until = data.end().into();

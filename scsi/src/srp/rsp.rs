@@ -19,9 +19,9 @@ pub enum Residual {
     /// None reported.
     #[default]
     None,
-    /// So many bytes of the buffer were not used.
+    /// Bytes of the buffer that were not used.
     Under(u32),
-    /// The command would have moved so many bytes more than the buffer holds.
+    /// Bytes that the command would have moved beyond the buffer.
     Over(u32),
 }
 

@@ -328,7 +328,7 @@ fn functions_without_tasks_answer() {
 }
 
 proptest! {
-    /// Whatever the attributes and the order of completion, every task
+    /// With any attributes and any order of completion, every task
     /// starts, no ORDERED one overtakes, and the counters end at zero.
     #[test]
     fn every_task_starts_in_a_legal_order(
@@ -360,7 +360,7 @@ proptest! {
         prop_assert!([set.heads, set.order, set.ordered].iter().all(|list| *list == List::default()));
     }
 
-    /// Whatever happens to the set, what it starts is what a plain reading of the rules starts.
+    /// After any history, the set starts the same tasks as a plain implementation of the rules.
     #[test]
     fn lists_agree_with_the_rules(
         script in proptest::collection::vec((0..9_u8, 0..2_u64, 0..6_u64, 0..12_u8, 0..4_u64), 1..80),
@@ -414,7 +414,7 @@ proptest! {
                     prop_assert!(blockers == 0 || task.state == TaskState::Blocked);
                 }
             }
-            // Whatever can start is found.
+            // Every task that can start is found.
             if what % 3 == 0 {
                 while set.poll_start().is_some() {}
                 let stuck = set.tasks().find(|(_, t)| {

@@ -124,7 +124,7 @@ impl Default for RwContext {
 }
 
 impl RwContext {
-    /// An empty context with room for so many requests and entries before it allocates.
+    /// An empty context with room for this many requests and entries before it allocates.
     #[must_use]
     pub fn with_capacity(wrs: usize, sges: usize) -> Self {
         Self {

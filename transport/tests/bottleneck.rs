@@ -391,7 +391,7 @@ impl Sim {
             }
             self.links[flow] += self.service;
             // Never longer than a packet, so packets keep their order. Links that run at exactly one
-            // rate would let whoever finds the last place in a full queue keep it for ever.
+            // rate would let the flow that finds the last place in a full queue keep it for ever.
             let drift = self.random.below(self.service);
             self.push(
                 self.links[flow] + CABLE + drift,

@@ -4,7 +4,7 @@
 //! then dropped for their ICRC) and a quarter overtaken by up to 64 others, in both directions. Both
 //! sides send every kind of request, of 0 bytes to 64 KiB, with every path MTU, over the wrap of the
 //! PSN, with their own receive queues and with shared ones. Their sockets are full now and then, so that
-//! packets wait while acknowledgements come in, and whoever posted a request overwrites its buffer as
+//! packets wait while acknowledgements come in, and the owner of a request overwrites its buffer as
 //! soon as it is complete. An oracle checks every byte, that each completion comes exactly once and in
 //! order, and that every packet leaves with the bytes that its ICRC was made of.
 //!
@@ -1096,7 +1096,7 @@ fn a_dead_wire_ends_every_request_once() {
         sim.wire = DEAD;
         for me in 0..2 {
             sim.post(me);
-            // Who waits for the send queue to drain would wait for a message that is not repeated.
+            // A user draining the send queue would wait for a message that is not repeated.
             if sim.sides[me].qp.state() == QpState::Sqd {
                 sim.sides[me].qp.resume();
             }

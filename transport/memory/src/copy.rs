@@ -89,7 +89,7 @@ mod words {
         let mut at = 0;
         while at < len {
             // SAFETY: within both ranges, by the caller's promise; pointers of words are aligned, and
-            // the memory is writable for whoever shares it.
+            // the memory is writable for all who share it.
             unsafe {
                 let (from, to) = (src.add(at).cast_mut(), dst.add(at));
                 if is_word(from, len - at) {

@@ -16,7 +16,7 @@
 //!
 //! No safe function gives a reference into a mapping, since others may write it as long as it exists.
 //! What must look at bytes as a slice either looks at copies ([`MemSlice::for_each_chunk`]) or
-//! promises that nobody writes them meanwhile ([`Memory::with_bytes`], unsafe). A pointer
+//! promises that they are not written meanwhile ([`Memory::with_bytes`], unsafe). A pointer
 //! ([`Memory::ptr`]) is safe to make and unsafe to use, as any.
 //!
 //! - [`Memory`]: the mapping. Cloning shares it; the last clone unmaps it.

@@ -23,8 +23,8 @@ const FAREWELL: Duration = Duration::from_secs(2);
 ///
 /// The queue holds a fixed number of jobs. Results are bounded by the jobs accepted and not yet
 /// collected. Dropping it finishes the jobs already queued and joins the thread; but a system call may
-/// never return, and whoever drops a helper must not wait for that. So after two seconds the thread is left
-/// alone with the job that it has: it begins no other, and ends with that or with the process.
+/// never return, and dropping a helper must not wait for that. So after two seconds the thread is
+/// left alone with the job that it has: it begins no other, and ends with that or with the process.
 #[derive(Debug)]
 pub struct Offload<R> {
     jobs: Option<SyncSender<Job<R>>>,

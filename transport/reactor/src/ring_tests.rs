@@ -347,7 +347,7 @@ fn a_dropped_ring_has_let_go_of_its_files() {
     one.submit().unwrap();
     drop(handle);
     drop(one);
-    // The other end sees the end of the stream only once nobody holds the socket.
+    // The other end sees the end of the stream only once the socket has no other holder.
     b.set_nonblocking(true).unwrap();
     assert_eq!(b.read(&mut [0]).unwrap(), 0);
 }
@@ -425,7 +425,7 @@ fn dropping_a_ring_with_operations_in_flight_frees_everything() {
     );
 }
 
-/// A job that never ends, such as a call to a file system that hangs, holds nobody up for ever.
+/// Dropping a helper does not wait for a job that never ends, such as a call to a hung file system.
 #[test]
 fn a_helper_that_hangs_is_left_behind() {
     let ring = Ring::new(RingConfig::default()).unwrap();

@@ -111,7 +111,7 @@ impl Cm {
             );
         };
         // A connection that the peer's adapter may have forgotten ends when the new one is
-        // established, not here: this REQ may be anybody's.
+        // established, not here: this REQ may be forged.
         let path_mtu = match Self::judge_req(from, req) {
             Ok(path_mtu) => path_mtu,
             Err(reason) => return refuse(self, reason),

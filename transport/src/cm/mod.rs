@@ -37,7 +37,7 @@
 //!
 //! # Requests of strangers
 //!
-//! Anybody can send a REQ in anybody's name, so a REQ alone ends nothing and
+//! Anyone can send a REQ from a forged address, so a REQ alone ends nothing and
 //! keeps little:
 //!
 //! - It is judged first. What can be accepted is offered to the user even if it
@@ -49,8 +49,8 @@
 //!   REP, which names an id from a CSPRNG. IBTA 12.9.8.3.1 refuses the REQ
 //!   instead and ends the old connection at once; a peer that reconnects so is
 //!   connected sooner here, and one that was only impersonated stays connected.
-//! - The peer has [`CmConfig::max_half_open`] to confirm a REP, whatever its REQ
-//!   and its MRAs say, and a REP is repeated
+//! - The peer has [`CmConfig::max_half_open`] to confirm a REP, even if its REQ
+//!   and its MRAs ask for longer, and a REP is repeated
 //!   [`CmConfig::max_unproven_retries`] times at most to an address that has no
 //!   connection with us.
 //! - A peer has a share of a listener's backlog
@@ -122,7 +122,7 @@ pub struct CmConfig {
     /// leave to others when it has more: a host that connects many times at once may use the rest of
     /// an empty backlog.
     pub max_half_open_per_peer: usize,
-    /// The longest time that a peer may take to confirm a REP, whatever its REQ says.
+    /// The longest time that a peer may take to confirm a REP, even if its REQ asks for longer.
     pub max_half_open: Duration,
     /// How long a peer may take to confirm a REP before its place may go to a newer REQ.
     pub half_open_grace: Duration,
@@ -357,7 +357,7 @@ impl Cm {
     }
 
     /// Whether a MAD that came from `from` names a connection with that peer. A sender that names one
-    /// has seen a message of ours; requests, which anybody can make, name none.
+    /// has seen a message of ours; requests, which anyone can make, name none.
     #[must_use]
     pub fn knows(&self, from: PeerAddr, mad: &[u8]) -> bool {
         let conn = receiver_id(mad).and_then(|id| self.conns.get(&IbCmId(id)));

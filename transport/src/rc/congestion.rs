@@ -1,7 +1,7 @@
 //! The congestion window of a requester: how many packets may be unacknowledged.
 //!
 //! Go-back-N sends everything after a lost packet again, so a loss costs about a window of packets,
-//! whatever the window is. What is wasted is therefore one part in as many round trips as pass between
+//! of any size. What is wasted is therefore one part in as many round trips as pass between
 //! two losses. The window grows and shrinks so that these are several dozen:
 //!
 //! ```text

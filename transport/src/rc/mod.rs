@@ -107,7 +107,7 @@ pub struct RcConfig {
     /// Most bytes unacknowledged, each packet counted as [`packet_cost`]. To lose nothing on an idle
     /// link it should be well below the receiver's socket buffer.
     pub max_inflight_bytes: u32,
-    /// A responder acknowledges at least every so many packets, and a requester asks as often.
+    /// Packets after which a responder acknowledges at the latest, and a requester asks for it.
     pub ack_every: u32,
     /// Time without progress before the first retransmission, as long as no round trip has been
     /// measured; the ACK timeout where that is shorter.

@@ -16,7 +16,7 @@
 //! A READ is asked for in pieces that fit the window, since what its responder sends in answer is what
 //! the path has to carry. A repeated request begins at the first byte that is missing and ends where
 //! its piece ends, or before that where the window has become smaller. So to the responder it is a part
-//! of a request that it has seen, whatever the windows were (IBTA 9.4.4 allows a duplicate to ask for
+//! of a request that it has seen, with any windows (IBTA 9.4.4 allows a duplicate to ask for
 //! less). Two parts of one request are never under way together, because a responder need not remember
 //! more than one.
 

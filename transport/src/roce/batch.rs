@@ -15,11 +15,11 @@
 //! # Whose memory a batch refers to
 //!
 //! That of requests that are not complete. A request may complete as soon as a packet is received or a
-//! verb is called, whatever of it is still in the batch: a peer can acknowledge a packet before it is
-//! sent, and a queue pair that ends flushes its requests. Its owner may then fill the buffer with
-//! another session's data. So between two calls of [`TxBatch::drain`] a batch refers to no memory at
-//! all: where the socket is full, the payload of what is left is copied into the batch. A socket with
-//! room costs no copy.
+//! verb is called, even with packets of it still in the batch: a peer can acknowledge a packet
+//! before it is sent, and a queue pair that ends flushes its requests. Its owner may then fill the
+//! buffer with another session's data. So between two calls of [`TxBatch::drain`] a batch refers to
+//! no memory at all: where the socket is full, the payload of what is left is copied into the
+//! batch. A socket with room costs no copy.
 //!
 //! Bounds: [`MAX_GROUP_SEGMENTS`] packets, [`MAX_GROUP_BYTES`] bytes and [`MAX_GROUP_PIECES`] pieces
 //! in a group; [`MAX_UNSEGMENTED`] destinations remembered; the device stops appending at the number

@@ -4,7 +4,7 @@
 //! and with fragmentation forbidden, because the kernel then sends a known IPv4 identification (0, or
 //! the segment's number within a segmented send), which the ICRC covers. Path MTUs that the kernel
 //! learned are ignored (`IP_PMTUDISC_PROBE`): the path MTU of a connection is fixed when it is made,
-//! and an ICMP message that lowers the kernel's can come from anybody, since both ports are known.
+//! and an ICMP message that lowers the kernel's can come from anyone, since both ports are known.
 //! What is longer than the interface carries is refused with `EMSGSIZE`. Sends gather headers and
 //! registered memory in place; consecutive packets leave as one segmented send where the kernel can
 //! do that, and several sends as one system call. Receives take whole trains of segments at once.
@@ -22,7 +22,7 @@
 //! on the link then waits for its neighbour, for seconds, in the buffer of the socket that has sent it. So
 //! messages to addresses that have proved nothing ([`Way::is_to_stranger`](super::batch::Way::is_to_stranger)) leave by sockets of their own,
 //! with a port of their own; peers look at the destination port only. Where these are full, messages
-//! are dropped, and whoever has asked asks again; what is sent to peers never waits for that.
+//! are dropped, and the requester repeats its question; what is sent to peers never waits for that.
 //!
 //! A peer that is gone is a neighbour that does not answer as well, and its connections repeat their requests
 //! until they end. Those that have done so for a while send by two more such sockets.

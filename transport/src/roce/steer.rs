@@ -154,7 +154,7 @@ mod tests {
             assert_eq!(steer(&datagram, 2), worker, "{:02x?}", &datagram[36..52]);
             assert_eq!(run(&program(2), &datagram), worker);
         }
-        // Withdrawn by somebody who had no answer; asked for a datagram service, and answered.
+        // Withdrawn by a peer without an answer; asked for a datagram service, and answered.
         assert_eq!(steer(&mad(0x12, 0x1237, 0), 2), Some(3));
         assert_eq!(steer(&mad(0x12, 0x1237, 0x7777_0002), 2), Some(2));
         assert_eq!(steer(&mad(0x17, 0x1237, 0xffff_0000), 2), Some(3));

@@ -248,7 +248,7 @@ fn forge_ack(from: &UdpSocket, to: SocketAddr, qpn: u32, psn: Psn) {
     from.send_to(&bytes, to).unwrap();
 }
 
-/// Answers to addresses of the link where nobody is wait for these neighbours in the kernel, for seconds.
+/// Answers to unused addresses of the link wait for these neighbours in the kernel, for seconds.
 /// Neither what is sent to a peer nor a peer that comes waits with them.
 #[test]
 fn answers_to_hosts_that_do_not_exist_hold_up_nobody() {

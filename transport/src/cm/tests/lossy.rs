@@ -1,5 +1,5 @@
 //! Two hosts of two workers each, and their users, under a virtual clock, joined by a
-//! network that loses, doubles and reorders. Whatever happens, nothing is left behind, and
+//! network that loses, doubles and reorders. In all cases nothing is left behind, and
 //! both sides agree on whether there was a connection, but for one case: every REP or RTU that the
 //! limit of a stranger's answers allows was lost, and the passive side has given up before the first
 //! packet of data. Then the active side learns it from that packet, which is not acknowledged.
@@ -374,7 +374,7 @@ fn a_bad_network_leaves_both_sides_agreed() {
     };
     let (connected, alone) = sums(60, faults);
     assert!(connected > 60 * usize::from(SLOTS) * 6 / 10, "{connected}");
-    // In a hundred, one at most; and data come before anybody has given up as a rule.
+    // In a hundred, one at most; and as a rule data arrive before either side has given up.
     assert!(100 * alone < connected, "{alone} of {connected}");
 }
 

@@ -558,7 +558,7 @@ fn reconnect(pair: &mut Pair, old: Ids, mad: &Mad, reborn: &mut Cm) -> IbCmId {
     pair.p
         .send_rep(pair.now, event.id, &rep_params(0x23))
         .unwrap();
-    // Anybody could have come so far.
+    // Up to here the REQ may be forged.
     assert_eq!(pair.p.state(old.p), CmState::Established);
     let (_, rep) = pair.p.poll_transmit().unwrap();
     reborn.handle_mad(pair.now, addr(2), &rep).unwrap();

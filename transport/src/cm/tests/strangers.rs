@@ -1,5 +1,5 @@
-//! Somebody who sends what he likes in anybody's name, but sees no answer of ours: connections stay,
-//! hosts can connect, and what is kept for him is bounded.
+//! An attacker who sends arbitrary messages from forged addresses, but sees no answer: connections
+//! stay, hosts can connect, and what is kept for the attacker is bounded.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -69,7 +69,7 @@ fn a_request_in_a_peers_name_ends_nothing() {
         [RejReason::InvalidServiceId, RejReason::InvalidGid]
     );
     assert_eq!(accept_all(&mut pair.p, pair.now).len(), 3);
-    // Nobody confirms, and the answers are ignored by the host that they go to.
+    // They are not confirmed, and the answers are ignored by the host that they go to.
     while let Some((_, mad)) = pair.p.poll_transmit() {
         pair.a.handle_mad(pair.now, addr(2), &mad).unwrap();
     }
@@ -223,7 +223,7 @@ fn nothing_gives_its_place_to_a_request_that_is_refused() {
     cm.handle_mad(now, addr(1), &req).unwrap();
     assert_eq!(rejections(&mut cm), [RejReason::NoResources]);
     kept(&cm, &ids);
-    // Nor room for its event: eight that nobody takes.
+    // Nor room for its event: eight are pending.
     let (mut cm, ids, now) = full_of_half_open(|config| config.max_events = 8);
     for n in 0..8 {
         let id = cm.listen(ServiceId(n), u64::MAX, 1).unwrap();
@@ -450,7 +450,7 @@ impl World {
                 }
                 kind => assert!(
                     host == SERVER && cm.state(id) != CmState::Established,
-                    "an honest host was told {kind:?}"
+                    "an honest host got {kind:?}"
                 ),
             }
         }
@@ -483,7 +483,7 @@ impl World {
                 self.random.fill_bytes(&mut mad[24..]);
                 mad[17] = CmAttribute::Req as u8 + self.below(11) as u8;
                 if self.below(2) == 0 {
-                    // The REJ of somebody who gave up unanswered, and the like.
+                    // The REJ of a peer that gave up unanswered, and the like.
                     mad[28..32].fill(0);
                     mad[33] = (RejReason::Timeout.to_wire() as u8) << 1;
                     mad[34..36].copy_from_slice(&RejReason::Timeout.to_wire().to_be_bytes());

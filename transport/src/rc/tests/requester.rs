@@ -765,7 +765,7 @@ fn a_notification_narrows_the_window_once_in_a_round_trip() {
     assert_eq!(rig.sent().len(), 12);
 }
 
-/// Whoever forges notifications makes a connection slow but does not stop it, and not for long.
+/// Forged notifications slow a connection down, but do not stop it, and not for long.
 #[test]
 fn no_number_of_notifications_stops_a_connection() {
     let mut rig = Rig::new();

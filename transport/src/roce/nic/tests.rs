@@ -199,7 +199,7 @@ fn a_congestion_notification_must_come_from_where_the_connection_comes_from() {
     assert_eq!(notify(&mut nic, peer()), 1);
     let port = SocketAddr::new(peer().ip(), peer().port() + 1);
     assert_eq!(notify(&mut nic, port), 1);
-    // Whoever guesses no PSN gains nothing by other packets.
+    // Without the right PSN other packets gain nothing.
     let stale = write_from(&nic, port, qpn, 90);
     receive(&mut nic, port, &stale);
     let early = write_from(&nic, port, qpn, 150);
@@ -648,7 +648,7 @@ fn the_first_packet_establishes_a_connection_whose_rtu_was_lost() {
         .unwrap();
     let rq_psn = nic.query_qp(qp).unwrap().rq_psn.unwrap();
     let qpn = nic.qp_num(qp).unwrap();
-    // One that does not begin the agreed sequence may be anybody's.
+    // One that does not begin the agreed sequence may be forged.
     let stray = write_only(&nic, qpn, rq_psn.wrapping_add(5) & 0x00ff_ffff);
     receive(&mut nic, peer(), &stray);
     assert_eq!(nic.poll_cm_event(), None);
@@ -734,7 +734,7 @@ fn holds(packet: &[u8], byte: u8) -> bool {
 }
 
 /// A peer can acknowledge a packet that the socket has not taken yet. The request completes, and its
-/// owner uses the buffer for somebody else.
+/// owner reuses the buffer for another session.
 #[test]
 fn a_request_that_is_complete_does_not_change_in_a_batch() {
     let mut nic = nic();

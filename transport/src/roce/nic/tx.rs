@@ -86,7 +86,7 @@ impl Nic {
                     let Some(dst) = ud.poll_transmit(env.mrs, env.out, &mut self.tx) else {
                         return false;
                     };
-                    // Anybody can ask queue pair 1 something, in anybody's name.
+                    // A question on queue pair 1 may bear a forged address.
                     let is_answer = destination(&self.tx.headers) == Qpn::GSI;
                     let is_stranger = is_answer && !cm.is_proven(dst.ip());
                     let from = if is_stranger { to_strangers } else { local };

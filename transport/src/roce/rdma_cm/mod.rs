@@ -185,7 +185,7 @@ impl CmAgent {
     pub fn new(guid: u64, max_ids: u32, worker: (u32, u8), seed: [u8; 32]) -> Self {
         let config = CmConfig {
             max_ids: max_ids as usize * 2,
-            // Nobody waits long for a connection on a network that RoCE suits.
+            // On a network that suits RoCE, connecting does not take long.
             max_timewait: Duration::from_secs(2),
             ..CmConfig::new(CaGuid(guid))
         };

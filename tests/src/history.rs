@@ -55,7 +55,7 @@ pub const BLOCK: usize = 512;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Port(pub u16);
 
-/// Which write the content of a block is from. Zeroes are of version 0 of port 0: nobody has written.
+/// Which write the content of a block is from. Zeroes are of version 0 of port 0: never written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Version {
     /// The order in which writes began, from 1 on.
@@ -116,7 +116,7 @@ impl fmt::Display for Version {
 /// What no order of the writes explains.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Violation {
-    /// A block holds parts of several writes, or what was written elsewhere, or what nobody wrote.
+    /// A block holds parts of several writes, data written to another block, or data never written.
     Torn {
         /// The block.
         block: u64,
@@ -270,7 +270,7 @@ struct State {
 pub struct History(Mutex<State>);
 
 impl History {
-    /// Of a disk with so many blocks, all zeroes.
+    /// The history of a disk with `blocks` blocks, all zeroes.
     #[must_use]
     pub fn new(blocks: usize) -> Self {
         let nothing = Entry {

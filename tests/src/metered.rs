@@ -96,7 +96,7 @@ impl Metered {
     }
 }
 
-/// Reads and writes for so many seconds, in the background.
+/// Reads and writes for `seconds`, in the background.
 #[must_use]
 pub fn load(pair: &Pair, seconds: u32) -> Running {
     let mut command = pair.command(&["bench", &pair.url(), "--rw", "randrw", "--bs", "4k"]);

@@ -8,10 +8,7 @@
 //! `RISER_CONFLICT_STEPS` sets how much happens in each test (default 12), `RISER_CONFLICT_SEED` what.
 
 #![allow(missing_docs, reason = "a test")]
-#![allow(
-    clippy::print_stdout,
-    reason = "seeds and figures go to whoever runs it"
-)]
+#![allow(clippy::print_stdout, reason = "prints seeds and figures")]
 
 mod load;
 #[path = "../../target/tests/tcp/mod.rs"]
@@ -190,7 +187,7 @@ impl Contest {
         }
     }
 
-    /// Waits until every thread has done so much more.
+    /// Waits until every thread has done `more` further operations.
     fn go_on(&mut self, what: &str, more: u64) {
         let counts = |contest: &Self| -> Vec<u64> {
             let all = contest.initiators.iter().flat_map(|i| &i.done);

@@ -7,10 +7,7 @@
 //! `RISER_FAILING_SEED` what the load does.
 
 #![allow(missing_docs, reason = "a test")]
-#![allow(
-    clippy::print_stdout,
-    reason = "seeds and figures go to whoever runs it"
-)]
+#![allow(clippy::print_stdout, reason = "prints seeds and figures")]
 
 mod load;
 
@@ -291,7 +288,7 @@ impl Bench {
         }
     }
 
-    /// Waits until every thread has done so much more, and failed so often.
+    /// Waits until every thread has done `good` further operations, and `failed` have failed.
     fn wait_for(&mut self, what: &str, good: u64, failed: u64) {
         let before: Vec<_> = self.workers.iter().map(|w| w.counts.now()).collect();
         self.wait(what, |workers| {
@@ -318,7 +315,7 @@ impl Bench {
         self.sessions.iter().map(of).collect()
     }
 
-    /// Not one of the first so many initiators.
+    /// Asserts that none of the first `first` initiators has lost its session.
     fn assert_no_session_was_lost(&self, first: usize, after: &str) {
         let lost = self.reconnects();
         let mut first = lost.iter().take(first);

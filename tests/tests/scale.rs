@@ -165,10 +165,10 @@ fn many_iscsi_and_iser_sessions_keep_many_commands_under_way_at_once() {
         (2 * ISCSI_SESSIONS * DEPTH * BLOCK) >> 20
     );
     let server = Server::start(&Config::parse(&text, "scale.yaml").unwrap()).unwrap();
-    // An engine has so many completion queues.
+    // One engine has too few completion queues for all sessions.
     let clients = [86, 87].map(|host| {
         Client::builder()
-            // Each session keeps a buffer of its own to ask the unit who it is.
+            // Each session keeps a buffer of its own to identify the unit.
             .pool((ISCSI_SESSIONS * (DEPTH + 1) * BLOCK) as usize)
             .open(format!("127.0.0.{host}").parse().unwrap())
             .unwrap()

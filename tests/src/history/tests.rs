@@ -325,8 +325,8 @@ fn next(state: &mut u64, most: u64) -> u64 {
     *state % most
 }
 
-/// What a register does is never a violation, whatever is under way, lost or forgotten; and what was
-/// overwritten before the last fence always is one.
+/// The behaviour of a register is never a violation, also with writes under way, lost or forgotten;
+/// reading what was overwritten before the last fence always is one.
 #[test]
 fn a_register_is_never_found_fault_with_and_a_stale_one_always() {
     for seed in 1..=400u64 {

@@ -21,7 +21,7 @@ const ETHERNET: usize = 14;
 const HEADERS: usize = ETHERNET + 20 + 8;
 /// Where a MAD begins in a datagram: behind BTH and DETH.
 const MAD: usize = 12 + 8;
-/// Bytes that the stranger READs. Honest hosts and the target never READ so many.
+/// Bytes that the stranger READs, a number that honest hosts and the target never use.
 const READ_LEN: usize = 61;
 
 /// What a stranger does.
@@ -154,7 +154,7 @@ pub(crate) struct Forger {
     chance: Chance,
     /// The latest packets, at most [`Self::KEPT`].
     seen: VecDeque<Seen>,
-    /// REQs of its own making: those of a login that anybody could try.
+    /// REQs of its own making: those of a login that anyone could try.
     requests: Vec<Vec<u8>>,
     /// How the hosts that are at work have logged in.
     logins: Vec<Login>,
@@ -260,7 +260,7 @@ impl Forger {
         let _ = self.icmp.send_to(&m, &to.into());
     }
 
-    /// A REQ as anybody's login has it, with another's address, ids and queue pair.
+    /// A REQ as in an ordinary login, with the address, ids and queue pair of another host.
     fn send_request(&mut self) {
         let template = self.chance.below(self.requests.len() as u64) as usize;
         let mut mad = self.requests[template].clone();
@@ -466,8 +466,8 @@ impl Forger {
     }
 
     /// A WRITE, or a READ, of memory whose key is a guess, or right but for one bit; or a message of
-    /// nonsense where another number is wrong. A message with the right numbers would be carried out: nothing
-    /// in RoCE tells it from one of the peer.
+    /// nonsense where another number is wrong. A message with the right numbers would be carried
+    /// out: RoCE cannot distinguish it from one of the peer.
     fn access(&mut self) {
         let place = match self.reach {
             Reach::OnPath => self.next_access(),

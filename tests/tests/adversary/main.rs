@@ -4,9 +4,9 @@
 //! but for one number: a switch that forwards only a port's own address makes one of it that is wrong in
 //! the address, say.
 //!
-//! Nothing in RoCE tells a packet of the peer's from one with all the right numbers. So who is on path can
-//! end sessions, and could carry out commands in a host's name; this stranger does not do the latter. What
-//! has to hold:
+//! RoCE cannot distinguish a packet of the peer from a forged one with all the right numbers. So an
+//! attacker on path can end sessions, and could carry out commands in a host's name; this one does
+//! not do the latter. What has to hold:
 //!
 //! | | off path | one number off | on path |
 //! | --- | --- | --- | --- |
@@ -20,10 +20,7 @@
 //! --ignored --nocapture`. `RISER_ADVERSARY_SECONDS` sets how long it goes on (default 10), `RISER_ADVERSARY_SEED` what it forges.
 
 #![allow(missing_docs, reason = "a test")]
-#![allow(
-    clippy::print_stdout,
-    reason = "seeds and figures go to whoever runs it"
-)]
+#![allow(clippy::print_stdout, reason = "prints seeds and figures")]
 #![allow(unsafe_code, reason = "a network namespace of a thread's own")]
 
 mod forge;
@@ -90,7 +87,7 @@ impl Shared {
     }
 }
 
-/// A target, honest hosts at work, and a stranger who waits.
+/// A target, honest hosts at work, and an idle attacker.
 struct Scene {
     sessions: Vec<Session>,
     shared: Arc<Shared>,
@@ -235,7 +232,7 @@ impl Scene {
         }
     }
 
-    /// Until every honest thread has done so much more, and a span has passed.
+    /// Waits until every honest thread has done `more` operations, and `span` has passed.
     fn go_on(&mut self, what: &str, more: u64, span: Duration) {
         let now = |workers: &[(Arc<AtomicU64>, JoinHandle<()>)]| -> Vec<u64> {
             workers

@@ -1,8 +1,8 @@
 //! `cargo xtask conformance`: libiscsi's test suite against our iSCSI target over TCP, and beside it
 //! the same against `tgt` on the same machine.
 //!
-//! The whole suite runs in one process of the client, with two paths to one LUN so that the tests of
-//! multipath run too. The LUN has physical blocks as long as its logical ones, as one test demands
+//! The whole suite runs in one process of the installed client, or suite by suite in processes of another
+//! one (`--libiscsi`), with two paths to one LUN so that the tests of multipath run too. The LUN has physical blocks as long as its logical ones, as one test demands
 //! without saying so; those that want another LUN are tried on one. QEMU's own client compares images
 //! on a disk of ours, and boots a guest from one. A failed test, a client that dies or hangs, a daemon
 //! that complains, or one that keeps file descriptors when everybody has gone, makes the command fail;

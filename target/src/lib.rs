@@ -23,6 +23,8 @@ pub mod cli;
 pub mod config;
 pub mod control;
 pub mod execution;
+#[cfg(test)]
+mod fixture;
 pub mod iscsi;
 pub mod log;
 pub mod mounts;

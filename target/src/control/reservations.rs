@@ -68,32 +68,16 @@ impl ReservationKeeper for ReservationFiles {
 
 #[cfg(test)]
 mod tests {
-    use riser_scsi::config::{BlockSize, Config, Limits, Provisioning};
+    use riser_scsi::config::Config;
     use riser_scsi::lu::LogicalUnit;
-    use riser_scsi::vpd::Naa;
 
     use super::*;
+    use crate::fixture::unit_config;
 
     fn unit(serial: &str) -> Config {
-        Config {
-            blocks: 8,
-            block_size: BlockSize::B512,
-            physical_exponent: 0,
-            read_only: false,
-            provisioning: Provisioning::Thick,
-            write_cache: true,
-            stoppable: false,
-            rotational: false,
-            identity: Identity {
-                vendor: "RISER".into(),
-                product: "DISK".into(),
-                revision: "0001".into(),
-                serial: serial.into(),
-                naa: Naa::LocallyAssigned(0x12),
-            },
-            limits: Limits::default(),
-            cache_generation: None,
-        }
+        let mut config = unit_config(8);
+        config.identity.serial = serial.into();
+        config
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use riser_scsi::config::{BlockSize, Config, Identity as UnitIdentity, Limits, Provisioning};
+use riser_scsi::config::Limits;
 use riser_scsi::iscsi::frame::{self, Digests, Framer};
 use riser_scsi::iscsi::keys::{Key, Offer};
 use riser_scsi::iscsi::login::{Auth, Identity, Joined, Refusal, Terms};
@@ -17,11 +17,11 @@ use riser_scsi::lu::LogicalUnit;
 use riser_scsi::lun::LunId;
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::step::{BackendError, BlockOp, StepResult};
-use riser_scsi::vpd::Naa;
 
 use super::{
     Action, Admitted, Batch, ChannelConfig, Cx, Gate, Parcel, TaskIdx, TcpChannel, Window,
 };
+use crate::fixture::windowed_unit_config;
 use crate::pool::Pool;
 use crate::srp::{LunMap, Mapping, TaskRef, Unit, UnitIdx};
 use crate::stats::{LunStats, SessionEvent};
@@ -150,29 +150,7 @@ pub(super) struct Rig {
 
 /// A unit whose commands have `window` bytes of their data in memory at a time.
 pub(super) fn unit(window: u32) -> Arc<Unit> {
-    let lu = LogicalUnit::new(Config {
-        blocks: (DISK / 512) as u64,
-        block_size: BlockSize::B512,
-        physical_exponent: 0,
-        read_only: false,
-        provisioning: Provisioning::Thick,
-        write_cache: true,
-        stoppable: false,
-        rotational: false,
-        identity: UnitIdentity {
-            vendor: "RISER".into(),
-            product: "TEST".into(),
-            revision: "1".into(),
-            serial: "1".into(),
-            naa: Naa::LocallyAssigned(1),
-        },
-        limits: Limits {
-            window,
-            ..Limits::default()
-        },
-        cache_generation: None,
-    })
-    .unwrap();
+    let lu = LogicalUnit::new(windowed_unit_config((DISK / 512) as u64, window)).unwrap();
     let port = |name: &str| PortName::Iscsi(name.into());
     let target = TargetPort {
         name: port("iqn.2026-01.a:t0,t,0x0001"),

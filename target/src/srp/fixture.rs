@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use riser_memory::Memory;
-use riser_scsi::config::{BlockSize, Config, Identity, Limits, Provisioning};
+use riser_scsi::config::Limits;
 use riser_scsi::lu::LogicalUnit;
 use riser_scsi::lun::LunId;
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
@@ -15,7 +15,6 @@ use riser_scsi::srp::{
     TskMgmt, TskMgmtFunction,
 };
 use riser_scsi::step::{BackendError, BlockOp, StepResult};
-use riser_scsi::vpd::Naa;
 
 use super::action::{Action, SendIu};
 use super::channel::{ChState, Channel, ChannelConfig, Cx};
@@ -24,6 +23,7 @@ use super::login::{ChannelParams, MAX_TI_IU};
 use super::transfer::{Direction, RdmaWr};
 use super::unit::{LunMap, Mapping, Unit, UnitIdx};
 use crate::config::DATA_OUT_TIMEOUT;
+use crate::fixture::windowed_unit_config;
 use crate::pool::Pool;
 use crate::stats::LunStats;
 
@@ -87,29 +87,7 @@ pub(super) fn params() -> ChannelParams {
 }
 
 fn lu(window: u32) -> LogicalUnit {
-    LogicalUnit::new(Config {
-        blocks: (DISK / 512) as u64,
-        block_size: BlockSize::B512,
-        physical_exponent: 0,
-        read_only: false,
-        provisioning: Provisioning::Thick,
-        write_cache: true,
-        stoppable: false,
-        rotational: false,
-        identity: Identity {
-            vendor: "RISER".into(),
-            product: "TEST".into(),
-            revision: "1".into(),
-            serial: "1".into(),
-            naa: Naa::LocallyAssigned(1),
-        },
-        limits: Limits {
-            window,
-            ..Limits::default()
-        },
-        cache_generation: None,
-    })
-    .unwrap()
+    LogicalUnit::new(windowed_unit_config((DISK / 512) as u64, window)).unwrap()
 }
 
 impl Rig {

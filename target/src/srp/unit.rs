@@ -360,34 +360,12 @@ impl LunMap {
 
 #[cfg(test)]
 mod tests {
-    use riser_scsi::config::{BlockSize, Config, Identity, Limits, Provisioning};
-    use riser_scsi::vpd::Naa;
-
     use super::*;
+    use crate::fixture::unit_config;
 
     #[test]
     fn tasks_of_one_nexus_at_two_workers_do_not_collide() {
-        let identity = Identity {
-            vendor: "RISER".into(),
-            product: "TEST".into(),
-            revision: "1".into(),
-            serial: "1".into(),
-            naa: Naa::LocallyAssigned(1),
-        };
-        let lu = LogicalUnit::new(Config {
-            blocks: 2048,
-            block_size: BlockSize::B512,
-            physical_exponent: 0,
-            read_only: false,
-            provisioning: Provisioning::Thick,
-            write_cache: true,
-            stoppable: false,
-            rotational: false,
-            identity,
-            limits: Limits::default(),
-            cache_generation: None,
-        })
-        .unwrap();
+        let lu = LogicalUnit::new(unit_config(2048)).unwrap();
         let unit = Unit::new(UnitIdx(0), Arc::new(lu), 3);
         let register = |worker, generation| {
             // Every worker numbers its channels from 0.

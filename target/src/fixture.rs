@@ -1,0 +1,34 @@
+//! What tests of several modules make.
+
+use riser_scsi::config::{BlockSize, Config, Identity, Limits, Provisioning};
+use riser_scsi::vpd::Naa;
+
+/// A unit of so many blocks of 512 bytes, with a write cache.
+pub(crate) fn unit_config(blocks: u64) -> Config {
+    Config {
+        blocks,
+        block_size: BlockSize::B512,
+        physical_exponent: 0,
+        read_only: false,
+        provisioning: Provisioning::Thick,
+        write_cache: true,
+        stoppable: false,
+        rotational: false,
+        identity: Identity {
+            vendor: "RISER".into(),
+            product: "TEST".into(),
+            revision: "1".into(),
+            serial: "1".into(),
+            naa: Naa::LocallyAssigned(1),
+        },
+        limits: Limits::default(),
+        cache_generation: None,
+    }
+}
+
+/// As [`unit_config`], with so many bytes of a command's data in memory at a time.
+pub(crate) fn windowed_unit_config(blocks: u64, window: u32) -> Config {
+    let mut config = unit_config(blocks);
+    config.limits.window = window;
+    config
+}

@@ -11,7 +11,7 @@ use std::str::FromStr;
 use riser_scsi::iscsi::name::NameError;
 
 use crate::iscsi::url::IscsiUrl;
-use crate::srp::url::SrpUrl;
+use crate::srp::url::{MAX_LUN, SrpUrl};
 
 /// Where a target is, whatever protocol it speaks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -237,13 +237,14 @@ impl From<SocketAddr> for Portal {
 /// Portals that one address may name at most.
 pub const MAX_PORTALS: usize = 16;
 
-/// Whether the portals of an address can be worked with: `first`, and those besides.
-pub(crate) fn check_portals(first: &Portal, others: &[Portal]) -> Result<(), UrlError> {
+/// Whether the portals of an address can be worked with: that of its host and port, and those besides.
+pub(crate) fn check_portals(host: &Host, port: u16, others: &[Portal]) -> Result<(), UrlError> {
     if others.len() >= MAX_PORTALS {
         return Err(UrlError::TooManyPortals);
     }
     for (at, portal) in others.iter().enumerate() {
-        if portal == first || others[..at].contains(portal) {
+        let is_first = portal.host == *host && portal.port == port;
+        if is_first || others[..at].contains(portal) {
             return Err(UrlError::SamePortal(portal.to_string()));
         }
     }
@@ -449,8 +450,16 @@ impl Part<'_> {
     }
 }
 
+/// The number of a logical unit.
+pub(crate) fn parse_lun(text: &str) -> Result<u16, UrlError> {
+    decimal(text)
+        .and_then(|lun| u16::try_from(lun).ok())
+        .filter(|lun| *lun <= MAX_LUN)
+        .ok_or_else(|| UrlError::Lun(text.to_owned()))
+}
+
 /// Digits only: no sign, no spaces.
-pub(crate) fn decimal(text: &str) -> Option<u32> {
+fn decimal(text: &str) -> Option<u32> {
     text.bytes()
         .all(|b| b.is_ascii_digit())
         .then(|| text.parse().ok())?

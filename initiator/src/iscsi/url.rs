@@ -21,9 +21,8 @@ use riser_scsi::iscsi::chap::{Algorithm, Credentials};
 use riser_scsi::iscsi::name::{IscsiName, PORT};
 use serde::{Deserialize, Serialize};
 
-use crate::srp::url::MAX_LUN;
 use crate::url::{
-    Authority, Host, Part, Portal, UrlError, check_portals, decimal, split_query, write_query,
+    Authority, Host, Part, Portal, UrlError, check_portals, parse_lun, split_query, write_query,
 };
 
 /// Environment variable with the password of the initiator.
@@ -412,20 +411,16 @@ impl FromStr for IscsiUrl {
             url.target = Some(name(target)?);
         }
         if let Some(lun) = lun {
-            let number = decimal(lun)
-                .and_then(|l| u16::try_from(l).ok())
-                .filter(|l| *l <= MAX_LUN && url.target.is_some());
-            url.lun = Some(number.ok_or_else(|| UrlError::Lun(lun.to_owned()))?);
+            if url.target.is_none() {
+                return Err(UrlError::Lun(lun.to_owned()));
+            }
+            url.lun = Some(parse_lun(lun)?);
         }
         for pair in query {
             let (key, value) = pair?;
             url.set(key, value)?;
         }
-        let first = Portal {
-            host: url.host.clone(),
-            port: url.port,
-        };
-        check_portals(&first, &url.portals)?;
+        check_portals(&url.host, url.port, &url.portals)?;
         Ok(url)
     }
 }

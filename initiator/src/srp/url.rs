@@ -18,7 +18,7 @@ use std::str::FromStr;
 
 use riser_scsi::srp::{InitiatorPortId, PortIdParts, TargetPortId};
 
-use crate::url::{Authority, Part, Portal, check_portals, decimal, split_query, write_query};
+use crate::url::{Authority, Part, Portal, check_portals, parse_lun, split_query, write_query};
 pub use crate::url::{Host, UrlError};
 
 /// RDMA/CM port where SRP targets listen unless told otherwise.
@@ -180,21 +180,13 @@ impl FromStr for SrpUrl {
         let mut url = Self::new(authority.host);
         url.port = authority.port.unwrap_or(DEFAULT_PORT);
         if !path.is_empty() {
-            let lun = decimal(path)
-                .and_then(|l| u16::try_from(l).ok())
-                .filter(|l| *l <= MAX_LUN)
-                .ok_or_else(|| UrlError::Lun(path.to_owned()))?;
-            url.lun = Some(lun);
+            url.lun = Some(parse_lun(path)?);
         }
         for pair in query {
             let (key, value) = pair?;
             url.set(key, value)?;
         }
-        let first = Portal {
-            host: url.host.clone(),
-            port: url.port,
-        };
-        check_portals(&first, &url.portals)?;
+        check_portals(&url.host, url.port, &url.portals)?;
         Ok(url)
     }
 }

@@ -484,21 +484,38 @@ impl<D: Datamover> Channel<D> {
     }
 
     pub(super) fn respond(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, response: Response) {
-        self.leave_task_set(idx);
         let owner = self.owner();
         let task = &mut self.tasks[usize::from(idx.0)];
         if task.incoming.open {
+            self.note_left(idx);
+            self.leave_task_set(idx);
+            let task = &mut self.tasks[usize::from(idx.0)];
             task.incoming.staged = Vec::new();
             task.response = Some(response);
             task.state = TaskState::AwaitUnsolicited;
             task.wait = self.pace.begin(cx.now);
             return self.watch_data(cx.now);
         }
-        let Some(len) = task.exec.gather(cx.pool, owner, &response, cx.now) else {
+        let len = task.exec.gather(cx.pool, owner, &response, cx.now);
+        if len.is_none() {
+            self.note_left(idx);
+        }
+        self.leave_task_set(idx);
+        let Some(len) = len else {
+            let task = &mut self.tasks[usize::from(idx.0)];
             task.exec.step = Some(Step::Respond(response));
             return self.await_pool(cx.pool, idx);
         };
         self.send_response(cx.now, idx, response, len);
+    }
+
+    /// The answer will wait, so that functions find the command by its tag once it has left the task set.
+    fn note_left(&self, idx: TaskIdx) {
+        let task = &self.tasks[usize::from(idx.0)];
+        if let Some(unit) = &task.exec.unit {
+            let name = self.task_ref(idx);
+            self.window().note_left(task.itt, name, unit.index);
+        }
     }
 
     /// Hands data and status to the datamover; the task ends when they are sent.

@@ -178,9 +178,11 @@ impl<D: Datamover> Channel<D> {
     ) {
         let session = self.session.as_ref().expect("full-feature phase");
         let managed = unit.manage(session.nexus, function);
+        // Those that have left the task set meanwhile are known by then.
+        let elsewhere = session.window.abort_left(unit.index, self.member());
         let watcher = self.task_ref(idx);
         let mgmt = self.mgmt_mut(idx);
-        mgmt.waiting += managed.aborted.len() as u32;
+        mgmt.waiting += (managed.aborted.len() + elsewhere.len()) as u32;
         if function == TaskManagement::LogicalUnitReset {
             self.actions.push_back(Action::Event {
                 unit: unit.index,
@@ -190,13 +192,15 @@ impl<D: Datamover> Channel<D> {
         let aborts = managed
             .aborted
             .into_iter()
+            .chain(elsewhere)
             .map(|task| Action::AbortTask { task, watcher });
         self.actions.extend(aborts);
         self.abort_answering(cx, idx, unit);
     }
 
     /// Aborts the commands of this connection to a unit that have left its task set, and whose answer is
-    /// known but not queued: it would follow the function's.
+    /// known but not queued: it would follow the function's. `Window::abort_left` names those
+    /// of other connections.
     fn abort_answering(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, unit: &Arc<Unit>) {
         let watcher = self.task_ref(idx);
         for other in self.all() {

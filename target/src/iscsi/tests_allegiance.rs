@@ -14,7 +14,7 @@ use riser_scsi::task::TaskManagement;
 
 use super::fixture::{Received, Rig};
 use super::tests::{data_in, r2t, status, tmf_status};
-use super::{Action, Phase};
+use super::{Action, Phase, TaskState};
 use crate::srp::TaskRef;
 
 const LEVEL_2: &str = "ErrorRecoveryLevel=2\0MaxConnections=4\0MaxRecvDataSegmentLength=512\0MaxBurstLength=1024\0\
@@ -656,6 +656,43 @@ fn no_answer_follows_an_abort_over_another_connection() {
         assert!(late.is_empty(), "{late:?}");
         assert_eq!(duo.first.channel.channel().task_state(Itt(1)), None);
         duo.end();
+    }
+}
+
+/// A function of the same nexus may come over another connection, where the answer waits for unsolicited data.
+#[test]
+fn no_answer_follows_a_function_over_another_connection() {
+    for function in [
+        TmfFunction::AbortTaskSet,
+        TmfFunction::ClearTaskSet,
+        TmfFunction::LogicalUnitReset,
+        TmfFunction::NexusReset,
+    ] {
+        for is_cleared in [true, false] {
+            let mut duo = Duo::new();
+            let first = &mut duo.first;
+            if is_cleared {
+                assert!(first.write(1, 4, &[7; 512], false).is_empty());
+                let by = TaskManagement::ClearTaskSet;
+                let task = first.gate.unit.manage(NexusId(8), by).aborted[0];
+                let watcher = TaskRef {
+                    generation: u32::MAX,
+                    ..task
+                };
+                first.with(|ch, cx| ch.channel_mut().handle_abort(cx, task, watcher));
+            } else {
+                first.command(1, &[0xc0; 6], true, 1024, &[7; 512], false);
+            }
+            let waits = first.channel.channel().task_state(Itt(1));
+            assert_eq!(waits, Some(TaskState::AwaitUnsolicited));
+            let mut ended = duo.second.tmf(50, function, 0);
+            ended.extend(duo.route());
+            assert_eq!(tmf_status(&ended), TmfStatus::Complete);
+            let late = duo.first.data_out(1, Ttt::NONE, 0, 512, &[7; 512], true);
+            assert!(late.is_empty(), "{function:?}: {late:?}");
+            assert_eq!(duo.first.channel.channel().task_state(Itt(1)), None);
+            duo.end();
+        }
     }
 }
 

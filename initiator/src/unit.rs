@@ -1,8 +1,8 @@
 //! Which logical unit is behind an address, and whether it still has what it acknowledged.
 //!
-//! No I/O here: [`Check`] says what to ask a unit and reads the answers, [`Snapshot`] is what comes of
-//! it, [`Evidence`] weighs what was seen of a new login, [`WriteCache`] keeps the books of a volatile
-//! cache.
+//! No I/O here: [`Check`] makes the commands that identify a unit and reads the answers,
+//! [`Snapshot`] is the result, [`Evidence`] weighs what was seen of a new login, [`WriteCache`]
+//! tracks what a volatile cache may hold.
 //!
 //! # The same unit
 //! After every login, and after every unit attention that can mean another unit (29h of any kind, CAPACITY
@@ -366,8 +366,8 @@ impl WriteCache {
     }
 }
 
-/// The books of a unit's cache, now that the unit has said whether it has one. One that has none any longer
-/// has written everything; but nothing says so of what it had when it may have lost it.
+/// The state of a unit's cache, after the unit has reported whether it has one. Switching a cache
+/// off writes everything that it holds, but a loss before that is kept until a flush reports it.
 #[must_use]
 pub fn books(cache: Option<WriteCache>, is_on: Option<bool>) -> Option<WriteCache> {
     match (cache, is_on) {

@@ -143,7 +143,7 @@ pub(super) fn serve(
 fn wait_for_users(path: &Path, events: &mpsc::Receiver<Event>) {
     if ublk::is_in_use(path) {
         let shown = path.display();
-        tracing::warn!("{shown} is in use; it goes when it is not, or at another signal");
+        tracing::warn!("{shown} is in use; it is removed when it is idle, or at another signal");
     }
     while ublk::is_in_use(path) && events.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {}
 }

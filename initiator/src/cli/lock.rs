@@ -1,4 +1,4 @@
-//! Locks between the processes of this host: waited for, but not in silence and not for ever.
+//! Locks between the processes of this host. A wait for one is logged, and has a time limit.
 
 use std::fs::{self, File, TryLockError};
 use std::io;
@@ -13,7 +13,7 @@ use rustix::fs::{major, minor};
 /// time.
 pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 
-/// How long a lock is waited for in silence.
+/// How long a lock is waited for before that is logged.
 const SILENCE: Duration = Duration::from_secs(1);
 
 /// How often it is tried.

@@ -117,7 +117,7 @@ mod tests {
         assert_ne!(second.port(), port);
         let second_was_inherited = second.is_inherited();
         second.release();
-        // Its process is gone, without a word.
+        // Its process was killed.
         let file = first.file.clone().unwrap();
         let mut entry: Entry = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
         entry.started += 1;

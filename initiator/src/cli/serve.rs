@@ -408,7 +408,7 @@ pub(super) fn export_port(path: &Path, address: &Address) -> Result<Option<Expor
     StateDir::open()
         .and_then(|dir| ExportPort::take(&dir, &path, &address.to_string()))
         .map(Some)
-        .map_err(|e| CliError::io("cannot write down the initiator port", e))
+        .map_err(|e| CliError::io("cannot save the initiator port", e))
 }
 
 /// How an attachment uses its disk.

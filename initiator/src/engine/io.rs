@@ -84,7 +84,7 @@ pub struct ScsiIo {
 }
 
 impl ScsiIo {
-    /// A simple task that is repeated when the target asks for patience.
+    /// A simple task that is repeated when the target is busy or not ready.
     #[must_use]
     pub fn new(lun: LunId, command: Command, data: IoData, timeout: Duration) -> Self {
         Self {

@@ -192,7 +192,7 @@ impl Drop for FuseMount {
         if self.thread.is_some()
             && let Err(error) = self.detach()
         {
-            tracing::warn!(%error, "the FUSE mount stays behind");
+            tracing::warn!(%error, "cannot remove the FUSE mount");
         }
         // Not joined: somebody may have the file open for as long as he likes.
     }

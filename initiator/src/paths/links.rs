@@ -68,8 +68,8 @@ impl Paths {
         }
     }
 
-    /// Takes a process's place that had the same initiator ports and ended without a word: any command
-    /// that changes the unit may have been outstanding on each of its paths.
+    /// Replaces a process that had the same initiator ports and ended without logging out: any
+    /// command that changes the unit may have been outstanding on each of its paths.
     pub fn recover(&mut self, lun: WireLun, now: Instant) {
         let at = now + self.config.timing.settle;
         for path in &mut self.paths {

@@ -65,7 +65,7 @@ impl Effect {
     }
 }
 
-/// Whether a session repeats a command by itself when the target asks for patience.
+/// Whether a session repeats a command by itself when the target is busy or not ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Retry {
     /// After BUSY, TASK SET FULL, a unit attention and the like: conditions under which the command
@@ -189,8 +189,8 @@ pub(crate) fn may_end_commands(attention: AdditionalSense) -> bool {
     matches!(attention.code, 0x29 | 0x2f)
 }
 
-/// Decides whether an answer asks for patience. In every case named here but TASK ABORTED, after which a
-/// command may have been carried out, the target did not carry the command out.
+/// Decides whether an answer asks for a repetition. In every case named here but TASK ABORTED,
+/// after which a command may have been carried out, the target did not carry the command out.
 pub(crate) fn plan_verdict(answer: &Answer) -> Verdict {
     match answer.status {
         BUSY | TASK_SET_FULL => Verdict::Later,

@@ -148,7 +148,7 @@ impl Drop for UblkDevice {
         if self.is_new
             && let Err(error) = self.take_away()
         {
-            tracing::warn!(%error, "the block device {} stays behind", self.id);
+            tracing::warn!(%error, "cannot remove the block device {}", self.id);
         }
     }
 }

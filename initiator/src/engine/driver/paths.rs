@@ -445,7 +445,7 @@ impl<P: Provider> Driver<P> {
         let lost = link.member(path).settle(known);
         link.generation = is;
         self.count_lost(index, lost);
-        // After what may be lost is counted in the books of before.
+        // Only now: what may be lost is counted by the state before.
         self.sessions[index].on_write_cache(lun, is_on);
     }
 

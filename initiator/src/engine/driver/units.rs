@@ -61,7 +61,7 @@ impl Running {
         }
     }
 
-    /// Keeps the books of a unit's write cache; how the command is reported to have ended.
+    /// Tracks a unit's write cache; returns the result to report for the command.
     pub(super) fn account(&mut self, io: &Io, result: RequestResult) -> RequestResult {
         let is_good = result.as_ref().is_ok_and(|answer| answer.status == GOOD);
         if !is_good {

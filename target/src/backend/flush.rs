@@ -93,7 +93,7 @@ impl Inner {
             Ok(()) => kept.is_saved = true,
             Err(error) => {
                 let serial = &kept.unit.serial;
-                tracing::error!(serial, %error, "the state of flushes cannot be saved");
+                tracing::error!(serial, %error, "the record of a failed flush cannot be saved");
             }
         }
     }
@@ -117,7 +117,8 @@ impl FlushState {
         unit: &Identity,
     ) -> Option<FlushFailure> {
         let loaded = keeper.load(unit).unwrap_or_else(|error| {
-            tracing::error!(serial = unit.serial, %error, "whether a flush has failed cannot be read");
+            let serial = &unit.serial;
+            tracing::error!(serial, %error, "the record of failed flushes cannot be read");
             Some(FlushFailure {
                 errno: error.raw_os_error().unwrap_or(libc::EIO),
                 at: SystemTime::now(),

@@ -495,7 +495,7 @@ impl Control<'_> {
                 self.apply(config, asked).map(|_| {
                     // It would be served again as an edited file, which comes to the same.
                     if let Err(error) = self.history.see_file(file) {
-                        tracing::warn!(%error, "it is not kept that the file was read");
+                        tracing::warn!(%error, "cannot record that the file was read");
                     }
                 })
             }

@@ -56,7 +56,7 @@ fn run(
     match thread {
         Ok(thread) => Some((stop, thread)),
         Err(error) => {
-            tracing::error!(%error, "there is no watchdog");
+            tracing::error!(%error, "the watchdog cannot be started");
             None
         }
     }

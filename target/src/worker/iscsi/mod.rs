@@ -491,7 +491,7 @@ impl Worker {
         }
     }
 
-    /// Ends everything without a word: the ring goes next, and the sockets with it.
+    /// Drops everything without logouts: the ring is closed next, and with it the sockets.
     pub(super) fn abandon_iscsi(&mut self) {
         for (_, conn) in &mut self.iscsi.conns {
             conn.channel.channel_mut().abandon(&mut self.pool);

@@ -714,7 +714,7 @@ fn a_bare_address_is_completed() {
     assert_eq!((named.id_ext, named.ioc_guid), (Some(0x52), Some(0x51)));
     let nobody: SrpUrl = "srp://127.0.29.9/".parse().unwrap();
     let error = block_on(client.discover(&nobody)).unwrap_err();
-    assert!(error.to_string().contains("nobody"), "{error}");
+    assert!(error.to_string().contains("no answer"), "{error}");
     drop((session, client));
 }
 

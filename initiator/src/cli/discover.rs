@@ -13,7 +13,7 @@ use crate::engine::{Client, EngineError, Session};
 use crate::iscsi::url::IscsiUrl;
 use crate::lun::LunError;
 use crate::session::ConnectError;
-use crate::srp::discovery::DiscoveryError;
+use crate::srp::discovery::{DiscoveryError, plan_logins};
 use crate::srp::url::SrpUrl;
 use crate::url::TargetUrl;
 
@@ -70,7 +70,8 @@ pub(super) fn run(args: &DiscoverArgs, global: &Global) -> Result<(), CliError> 
     } else {
         list(&client, named, global)
     };
-    print(&ports, global)
+    print(&ports, global)?;
+    check(&url, &ports)
 }
 
 /// The targets of an iSCSI portal.
@@ -86,7 +87,23 @@ fn portals(client: &Client, url: &IscsiUrl, global: &Global) -> Result<(), CliEr
         url.target = Some(target.name.clone());
         (TargetUrl::Iscsi(url), target.name.to_string(), addresses)
     });
-    print(&list(client, targets.collect(), global), global)
+    let ports = list(client, targets.collect(), global);
+    print(&ports, global)?;
+    check(&url.into(), &ports)
+}
+
+/// Fails if there is something, but nothing that lets us in.
+fn check(url: &TargetUrl, ports: &[Port]) -> Result<(), CliError> {
+    let Some(error) = ports.first().and_then(|port| port.error.clone()) else {
+        return Ok(());
+    };
+    match ports.iter().all(|port| port.error.is_some()) {
+        true => {
+            let what = format!("no login to any of {} targets at {url}", ports.len());
+            Err(CliError::new(Exit::Refused, what).because(error))
+        }
+        false => Ok(()),
+    }
 }
 
 /// Logs in to each of the named targets and lists its logical units.
@@ -150,9 +167,9 @@ fn ask(client: &Client, url: &SrpUrl, limit: Duration) -> Result<Vec<Named>, Cli
             return Err(CliError::new(Exit::Refused, format!("cannot ask {url}")).because(error));
         }
     };
-    let named = found.into_iter().map(|port| {
+    let named = plan_logins(found).into_iter().map(|port| {
         let mut url = url.clone();
-        // A service that is not one of the RDMA connection manager says nothing of the port.
+        // A service id that is not one of the RDMA connection manager has no port number.
         url.port = port.port().unwrap_or(url.port);
         (url.id_ext, url.ioc_guid) = (Some(port.id_ext), Some(port.ioc_guid));
         url.lun = None;

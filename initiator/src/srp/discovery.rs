@@ -240,6 +240,26 @@ pub fn plan_port(found: &[FoundPort], port: u16) -> Option<&FoundPort> {
         .then_some(first)
 }
 
+/// What to log in to, of all that was found: each port once. A port that the RDMA connection manager reaches
+/// may be offered by other service ids as well, which such a target has for hosts that use InfiniBand.
+#[must_use]
+pub fn plan_logins(found: Vec<FoundPort>) -> Vec<FoundPort> {
+    let name = |f: &FoundPort| (f.ioc_guid, f.id_ext);
+    let mut kept: Vec<FoundPort> = Vec::new();
+    for port in &found {
+        let is_same = |other: &FoundPort| name(other) == name(port);
+        let is_known = kept.iter().any(|k| is_same(k) && k.port() == port.port());
+        let has_better = port.port().is_none()
+            && found
+                .iter()
+                .any(|other| is_same(other) && other.port().is_some());
+        if !is_known && !has_better {
+            kept.push(port.clone());
+        }
+    }
+    kept
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;

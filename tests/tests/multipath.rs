@@ -107,13 +107,23 @@ impl Drop for Rig {
 }
 
 fn states(session: &Session) -> Vec<PathState> {
-    session.status().paths().iter().map(|p| p.state).collect()
+    session
+        .status()
+        .report()
+        .paths
+        .iter()
+        .map(|p| p.state)
+        .collect()
 }
 
 fn wait_for(session: &Session, wanted: &[PathState]) {
     let until = Instant::now() + PATIENCE;
     while states(session) != wanted {
-        assert!(Instant::now() < until, "{:?}", session.status().paths());
+        assert!(
+            Instant::now() < until,
+            "{:?}",
+            session.status().report().paths
+        );
         thread::sleep(Duration::from_millis(10));
     }
 }
@@ -302,7 +312,7 @@ fn a_write_that_the_network_delivers_late_does_not_undo_a_newer_one() {
         proxy.is_cut.store(false, Ordering::SeqCst);
     }
     wait_for(&session, &[PathState::Live; 2]);
-    assert!(session.status().paths()[1].losses >= 3);
+    assert!(session.status().report().paths[1].losses >= 3);
 }
 
 #[test]
@@ -330,7 +340,7 @@ fn portals_of_different_disks_are_never_mixed() {
 fn all_portals_that_a_target_tells_are_used() {
     let rig = Rig::new("iscsi", 107);
     let session = block_on(rig.client.connect(rig.url(3, "paths=all"))).unwrap();
-    let mut portals: Vec<_> = session.status().paths().into_iter().collect();
+    let mut portals: Vec<_> = session.status().report().paths.into_iter().collect();
     portals.sort_by(|a, b| a.portal.cmp(&b.portal));
     let names: Vec<_> = portals.iter().map(|p| p.portal.as_str()).collect();
     assert_eq!(names, ["127.0.107.1:3260", "127.0.107.3:3260"]);

@@ -135,11 +135,16 @@ fn a_restart_fails_a_flush_once_with_several_paths() {
         let until = Instant::now() + PATIENCE;
         while session
             .status()
-            .paths()
+            .report()
+            .paths
             .iter()
             .any(|p| p.state != PathState::Live)
         {
-            assert!(Instant::now() < until, "{:?}", session.status().paths());
+            assert!(
+                Instant::now() < until,
+                "{:?}",
+                session.status().report().paths
+            );
             thread::sleep(Duration::from_millis(10));
         }
     };
@@ -276,7 +281,7 @@ fn another_disk_is_not_written_to(network: u8, scheme: &str) {
     let other = fs::read(pair.path("another-disk")).unwrap();
     assert!(other.iter().all(|b| *b == 0), "it was written to");
     assert_eq!(session.status().last_down(), Some(Down::OtherUnit));
-    let paths = session.status().paths();
+    let paths = session.status().report().paths;
     let why = paths[0].why.as_deref().unwrap();
     assert!(
         why.contains("disk-one") && why.contains("another-disk"),

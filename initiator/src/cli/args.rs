@@ -371,6 +371,11 @@ pub struct ServeArgs {
     /// Stay in the foreground, until a signal or an unmount ends it
     #[arg(long)]
     pub foreground: bool,
+    /// How long reads and writes wait for a target that is away before they fail, or "never" to wait until
+    /// it is back. A file system that meets an error is unusable until it is mounted again [default: 60s, or
+    /// --timeout if that is longer]
+    #[arg(long, value_name = "DURATION", value_parser = units::patience)]
+    pub io_timeout: Option<Duration>,
     /// Where the background process logs [default: beside the list of attachments]
     #[arg(long, value_name = "FILE")]
     pub log_file: Option<PathBuf>,

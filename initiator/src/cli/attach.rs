@@ -9,6 +9,7 @@ use super::args::{AttachArgs, Global};
 use super::blockdev;
 use super::disk::Disk;
 use super::exit::{CliError, Exit};
+use super::mount;
 use super::port::ExportPort;
 use super::serve::{self, Event, Ready};
 use super::state::Export;
@@ -21,12 +22,17 @@ const GRACE: Duration = Duration::from_secs(5);
 
 pub(super) fn run(args: &AttachArgs, global: &Global) -> Result<(), CliError> {
     serve::run(&args.serve, global, |events, sender, ready| {
-        let access = serve::access(global, args.read_only);
+        let access = serve::access(&args.serve, global, args.read_only);
         let mut link = args.link.clone();
         let place = match args.ublk {
             Some(number) => Some(blockdev::Place::find(number, &args.url)?),
             None => None,
         };
+        match (&args.fuse, &args.nbd) {
+            (Some(path), _) => mount::check_vacant(path, global)?,
+            (None, Some(socket)) => serve::check_vacant(socket, global)?,
+            (None, None) => {}
+        }
         // A block device keeps its port in the list of attachments.
         let port = match (&place, args.fuse.as_ref().or(args.nbd.as_ref())) {
             (None, Some(path)) => serve::export_port(path, &args.url)?,

@@ -228,6 +228,7 @@ mod tests {
             block_size: 512,
             read_only: false,
             log: None,
+            link: None,
             paths: Vec::new(),
         };
         let geometry = |capacity, block_size| {

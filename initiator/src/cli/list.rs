@@ -6,7 +6,7 @@ use super::args::Global;
 use super::exit::CliError;
 use super::state::{Attachment, Export, StateDir};
 use super::{output, units};
-use crate::engine::PathReport;
+use crate::engine::{LinkState, PathReport};
 use crate::paths::PathState;
 
 pub(super) fn run(global: &Global) -> Result<(), CliError> {
@@ -22,21 +22,25 @@ pub(super) fn run(global: &Global) -> Result<(), CliError> {
             .map_or(0, |d| d.as_secs());
         writeln!(
             out,
-            "{:<4} {:<6} {:>11} {:>9} {:<8} WHERE, WHAT",
-            "ID", "KIND", "SIZE", "PID", "FOR"
+            "{:<4} {:<6} {:<10} {:>11} {:>9} {:<8} WHERE, WHAT",
+            "ID", "KIND", "STATE", "SIZE", "PID", "FOR"
         )?;
         for a in &attachments {
             writeln!(
                 out,
-                "{:<4} {:<6} {:>11} {:>9} {:<8} {}, {}",
+                "{:<4} {:<6} {:<10} {:>11} {:>9} {:<8} {}, {}",
                 a.id,
                 kind(a),
+                state(a),
                 units::show_size(a.capacity),
                 process(a),
                 since(now.saturating_sub(a.since)),
                 a.export.path().display(),
                 a.url
             )?;
+            if let Some(line) = show_link(a, now) {
+                writeln!(out, "       {line}")?;
+            }
             for path in &a.paths {
                 writeln!(out, "       {}", show_path(path))?;
             }
@@ -63,12 +67,35 @@ fn show_path(path: &PathReport) -> String {
     }
 }
 
-/// The process that serves it; or that none does, and it waits for one.
+/// Whether commands reach the target; or that no process serves it, and it waits for one.
+fn state(attachment: &Attachment) -> &'static str {
+    let link = attachment.link.as_ref().map(|link| link.state);
+    match link {
+        _ if !attachment.is_alive() => "waits",
+        // A disk in memory.
+        None | Some(LinkState::Live) => "live",
+        Some(LinkState::Connecting) => "connecting",
+        Some(LinkState::Reconnecting) => "down",
+        Some(LinkState::Closed) => "closed",
+    }
+}
+
+/// Since when the target has not been reached, and why; or its last outage.
+fn show_link(attachment: &Attachment, now: u64) -> Option<String> {
+    let link = attachment.link.as_ref()?;
+    let time = since(now.saturating_sub(link.since));
+    let error = link.last_error.as_ref()?;
+    Some(match link.state {
+        LinkState::Live => format!("live for {time}; before that: {error}"),
+        _ => format!("down for {time}: {error}"),
+    })
+}
+
+/// The process that serves it, if there is one.
 fn process(attachment: &Attachment) -> String {
-    if attachment.is_alive() {
-        attachment.pid.to_string()
-    } else {
-        "waits".to_owned()
+    match attachment.is_alive() {
+        true => attachment.pid.to_string(),
+        false => "-".to_owned(),
     }
 }
 

@@ -48,7 +48,8 @@ pub(super) fn run(args: &MountArgs, global: &Global) -> Result<(), CliError> {
             .dir
             .canonicalize()
             .map_err(|e| CliError::io(format!("{} cannot be resolved", args.dir.display()), e))?;
-        let access = serve::access(global, args.read_only);
+        check_vacant(&dir, global)?;
+        let access = serve::access(&args.serve, global, args.read_only);
         let port = serve::export_port(&dir, &args.url)?;
         let mut link = args.link.clone();
         link.port = port.as_ref().map(ExportPort::port);
@@ -235,6 +236,22 @@ fn mount_id(mounts: &str, dir: &Path) -> Option<u64> {
             (unescape(point) == dir.as_os_str().as_encoded_bytes()).then_some(id)
         })
         .next_back()
+}
+
+/// Refuses a path at which something is mounted, an attachment or anything else: it would be hidden, and
+/// an unmount would take the wrong one.
+pub(super) fn check_vacant(path: &Path, global: &Global) -> Result<(), CliError> {
+    serve::check_vacant(path, global)?;
+    let failed = |e| CliError::io("cannot read the mounts", e);
+    let mut file = File::open("/proc/self/mountinfo").map_err(failed)?;
+    let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    match mount_id(&mounts(&mut file).map_err(failed)?, &path) {
+        None => Ok(()),
+        Some(_) => {
+            let what = format!("something is mounted on {} already", path.display());
+            Err(CliError::new(Exit::Busy, what).help("choose another path, or unmount it first"))
+        }
+    }
 }
 
 /// Undoes the kernel's octal escapes of blanks and backslashes.

@@ -27,14 +27,14 @@ use super::exit::{Cause, CliError, Exit};
 use super::output;
 use super::port::ExportPort;
 use super::process;
-use super::state::{Attachment, Export, PathsEntry, Registration, StateDir, process_start};
+use super::state::{Attachment, Export, LinkEntry, Registration, StateDir, process_start};
 use super::units;
 use crate::block::BlockDevice;
 use crate::engine::SessionStatus;
 use crate::iscsi::url::{SECRET_ENV, Secrets};
 use crate::url::TargetUrl;
 
-/// How long one operation of an export may take at least, reconnections included: a kernel that
+/// How long one operation of an export may take at least by default, reconnections included: a kernel that
 /// gets an error gives up the file system, so patience is cheaper.
 const OPERATION: Duration = Duration::from_secs(60);
 
@@ -155,6 +155,7 @@ impl Ready<'_> {
         let pid = std::process::id();
         let geometry = disk.geometry();
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
+        let report = disk.watch().map(|status| status.report());
         let attachment = Attachment {
             id: String::new(),
             url: address.to_string(),
@@ -166,7 +167,8 @@ impl Ready<'_> {
             block_size: geometry.block_size,
             read_only: geometry.read_only,
             log: self.args.supervised.clone(),
-            paths: disk.watch().map_or_else(Vec::new, |status| status.paths()),
+            link: report.as_ref().map(|report| report.link.clone()),
+            paths: report.map_or_else(Vec::new, |report| report.paths),
         };
         let registration = StateDir::open()
             .and_then(|dir| match of {
@@ -175,7 +177,7 @@ impl Ready<'_> {
             })
             .map_err(|e| CliError::io("cannot write down the attachment", e))?;
         if let Some(status) = disk.watch() {
-            watch_paths(status, registration.paths())?;
+            watch_link(status, registration.link())?;
         }
         Ok(registration)
     }
@@ -198,25 +200,27 @@ impl Ready<'_> {
     }
 }
 
-/// Keeps what the list of attachments says of a disk's paths up to date, where there are several or the
-/// only one has come to lead to another unit.
-fn watch_paths(status: Arc<SessionStatus>, mut entry: PathsEntry) -> Result<(), CliError> {
+/// Keeps what the list of attachments says of a disk's link and paths up to date.
+fn watch_link(status: Arc<SessionStatus>, mut entry: LinkEntry) -> Result<(), CliError> {
     let watch = move || {
-        let mut known = Vec::new();
-        while let Some(paths) = status.wait_for_paths(&known) {
-            known.clone_from(&paths);
-            match entry.update(paths) {
+        let mut known = status.report();
+        loop {
+            match entry.update(known.clone()) {
                 Ok(true) => {}
                 Ok(false) => return,
-                Err(error) => tracing::warn!(%error, "cannot write down the paths"),
+                Err(error) => tracing::warn!(%error, "cannot write down the state of the link"),
+            }
+            match status.wait_for_change(&known) {
+                Some(report) => known = report,
+                None => return,
             }
         }
     };
     thread::Builder::new()
-        .name("paths".into())
+        .name("link".into())
         .spawn(watch)
         .map(drop)
-        .map_err(|e| CliError::io("cannot watch the paths", e))
+        .map_err(|e| CliError::io("cannot watch the link", e))
 }
 
 fn print(attachment: &Attachment, global: &Global) -> Result<(), CliError> {
@@ -411,11 +415,26 @@ pub(super) fn export_port(path: &Path, address: &Address) -> Result<Option<Expor
         .map_err(|e| CliError::io("cannot save the initiator port", e))
 }
 
+/// Refuses a path at which another attachment shows already.
+pub(super) fn check_vacant(path: &Path, global: &Global) -> Result<(), CliError> {
+    let other = StateDir::open()
+        .and_then(|dir| dir.with_patience(global.timeout).find_path(path))
+        .map_err(|e| CliError::io("cannot read the list of attachments", e))?;
+    match other {
+        None => Ok(()),
+        Some(other) => {
+            let what = format!("{} shows {} already", path.display(), other.url);
+            let help = format!("choose another path, or `riser detach {}` first", other.id);
+            Err(CliError::new(Exit::Busy, what).help(help))
+        }
+    }
+}
+
 /// How an attachment uses its disk.
-pub(super) fn access(global: &Global, read_only: bool) -> Access {
+pub(super) fn access(args: &ServeArgs, global: &Global, read_only: bool) -> Access {
     Access {
         login: global.timeout,
-        operation: global.timeout.max(OPERATION),
+        operation: args.io_timeout.unwrap_or(global.timeout.max(OPERATION)),
         read_only,
     }
 }

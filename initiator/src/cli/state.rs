@@ -20,7 +20,7 @@ use rustix::mount::UnmountFlags;
 use serde::{Deserialize, Serialize};
 
 use super::lock;
-use crate::engine::PathReport;
+use crate::engine::{LinkReport, PathReport, SessionReport};
 use crate::ublk;
 
 /// How an attachment shows on this host.
@@ -109,6 +109,9 @@ pub struct Attachment {
     pub read_only: bool,
     /// Where the process logs, if not to its terminal.
     pub log: Option<PathBuf>,
+    /// How its session is, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub link: Option<LinkReport>,
     /// The paths to the logical unit, where there are several.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub paths: Vec<PathReport>,
@@ -290,14 +293,29 @@ impl StateDir {
     /// # Errors
     /// The directory cannot be read, or another process does not release its lock.
     pub fn find(&self, what: &str) -> io::Result<Option<Attachment>> {
-        let path = std::path::absolute(what)?;
-        // A dead mount cannot be resolved, but its parent can.
-        let path = path.canonicalize().unwrap_or(path);
+        let path = resolve(Path::new(what))?;
         Ok(self
             .list()?
             .into_iter()
             .find(|a| a.id == what || a.export.is_named(&path)))
     }
+
+    /// The attachment that shows at that path.
+    ///
+    /// # Errors
+    /// As [`StateDir::find`].
+    pub fn find_path(&self, path: &Path) -> io::Result<Option<Attachment>> {
+        let path = resolve(path)?;
+        let list = self.list()?;
+        Ok(list.into_iter().find(|a| a.export.is_named(&path)))
+    }
+}
+
+/// A path as exports name theirs.
+fn resolve(path: &Path) -> io::Result<PathBuf> {
+    let path = std::path::absolute(path)?;
+    // A dead mount cannot be resolved, but its parent can.
+    Ok(path.canonicalize().unwrap_or(path))
 }
 
 /// Undoes what a process left behind.
@@ -343,24 +361,25 @@ struct Entry {
     is_gone: Mutex<bool>,
 }
 
-/// Keeps the paths of a written-down attachment up to date, as long as it is there.
+/// Keeps the link of a written-down attachment up to date, as long as it is there.
 #[derive(Debug)]
-pub struct PathsEntry {
+pub struct LinkEntry {
     attachment: Attachment,
     entry: Arc<Entry>,
 }
 
-impl PathsEntry {
-    /// Writes down how the paths are now; whether the attachment is still there.
+impl LinkEntry {
+    /// Writes down how the link is now; whether the attachment is still there.
     ///
     /// # Errors
     /// The directory cannot be written.
-    pub fn update(&mut self, paths: Vec<PathReport>) -> io::Result<bool> {
+    pub fn update(&mut self, report: SessionReport) -> io::Result<bool> {
         let is_gone = self.entry.lock();
         if *is_gone {
             return Ok(false);
         }
-        self.attachment.paths = paths;
+        self.attachment.link = Some(report.link);
+        self.attachment.paths = report.paths;
         self.entry.write(&self.attachment)?;
         Ok(true)
     }
@@ -385,10 +404,10 @@ impl Registration {
         &self.attachment
     }
 
-    /// A handle with which the state of the paths is updated.
+    /// A handle with which the state of the link is updated.
     #[must_use]
-    pub fn paths(&self) -> PathsEntry {
-        PathsEntry {
+    pub fn link(&self) -> LinkEntry {
+        LinkEntry {
             attachment: self.attachment.clone(),
             entry: self.entry.clone(),
         }
@@ -405,6 +424,7 @@ impl Drop for Registration {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::LinkState;
 
     fn dir(name: &str) -> StateDir {
         let path = std::env::temp_dir().join(format!("riser-state-{}-{name}", std::process::id()));
@@ -426,6 +446,7 @@ mod tests {
             block_size: 512,
             read_only: false,
             log: None,
+            link: None,
             paths: Vec::new(),
         }
     }
@@ -434,17 +455,29 @@ mod tests {
     fn paths_are_kept_up_to_date_until_the_attachment_is_gone() {
         let dir = dir("paths");
         let registration = dir.register(attachment(&dir.path().join("a"))).unwrap();
-        let mut entry = registration.paths();
+        let mut entry = registration.link();
         let paths = vec![PathReport {
             portal: "10.0.0.1:3260".into(),
             state: crate::paths::PathState::Lost,
             losses: 1,
             why: Some("connection lost".into()),
         }];
-        assert!(entry.update(paths.clone()).unwrap());
-        assert_eq!(dir.list().unwrap()[0].paths, paths);
+        let report = SessionReport {
+            link: LinkReport {
+                state: LinkState::Reconnecting,
+                since: 5,
+                last_error: Some("connection lost".into()),
+            },
+            paths,
+        };
+        assert!(entry.update(report.clone()).unwrap());
+        let listed = dir.list().unwrap().remove(0);
+        assert_eq!(
+            (listed.link, listed.paths),
+            (Some(report.link.clone()), report.paths.clone())
+        );
         drop(registration);
-        assert!(!entry.update(Vec::new()).unwrap());
+        assert!(!entry.update(report).unwrap());
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
         fs::remove_dir_all(dir.path()).unwrap();
     }

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
@@ -9,16 +10,17 @@ use crate::paths::{PathState, PathView};
 use crate::session::{Down, SessionEvent};
 
 /// Whether a session works.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum LinkState {
     /// Logging in for the first time.
-    Connecting,
+    Connecting = 0,
     /// Commands flow.
-    Live,
+    Live = 1,
     /// The connection broke; a new one is being made.
-    Reconnecting,
+    Reconnecting = 2,
     /// Over.
-    Closed,
+    Closed = 3,
 }
 
 /// A session's state, written by the engine and read by anybody.
@@ -26,10 +28,38 @@ pub enum LinkState {
 pub struct SessionStatus {
     state: AtomicU8,
     reconnects: AtomicU64,
-    last: Mutex<Option<Down>>,
-    paths: Mutex<Vec<PathReport>>,
-    /// The paths, or the state of the whole, are others than before.
+    details: Mutex<Details>,
+    /// The details, or the state, have changed.
     changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Details {
+    /// Since when it is in its state, in seconds since 1970.
+    since: u64,
+    last: Option<Down>,
+    paths: Vec<PathReport>,
+}
+
+/// How a session is at one moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SessionReport {
+    /// The session as a whole.
+    pub link: LinkReport,
+    /// Each path; nothing for a session that is the only one, unless it leads to another unit than before.
+    pub paths: Vec<PathReport>,
+}
+
+/// How a session is as a whole.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LinkReport {
+    /// Whether it works.
+    pub state: LinkState,
+    /// Since when, in seconds since 1970.
+    pub since: u64,
+    /// Why it was down the last time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_error: Option<String>,
 }
 
 /// One of several paths to a unit.
@@ -67,30 +97,40 @@ impl SessionStatus {
     /// Why it was last down.
     #[must_use]
     pub fn last_down(&self) -> Option<Down> {
-        *self.last.lock().unwrap_or_else(PoisonError::into_inner)
+        self.lock().last
     }
 
-    /// How each path is; nothing for a session that is the only one, unless it leads to another unit
-    /// than before.
+    /// How it is.
     #[must_use]
-    pub fn paths(&self) -> Vec<PathReport> {
-        self.lock_paths().clone()
+    pub fn report(&self) -> SessionReport {
+        self.report_of(&self.lock())
     }
 
-    /// Waits until the paths are others than `known`, and gives them; `None` once all is over and the
-    /// last of them are known.
+    /// Waits until the report differs from `known`, and returns it; `None` once the session is over and its
+    /// last report is known.
     #[must_use]
-    pub fn wait_for_paths(&self, known: &[PathReport]) -> Option<Vec<PathReport>> {
-        let is_same = |paths: &mut Vec<PathReport>| {
-            self.link() != LinkState::Closed && paths.as_slice() == known
+    pub fn wait_for_change(&self, known: &SessionReport) -> Option<SessionReport> {
+        let is_same = |details: &mut Details| {
+            self.link() != LinkState::Closed && self.report_of(details) == *known
         };
-        let paths = self.changed.wait_while(self.lock_paths(), is_same);
-        let paths = paths.unwrap_or_else(PoisonError::into_inner);
-        (paths.as_slice() != known).then(|| paths.clone())
+        let details = self.changed.wait_while(self.lock(), is_same);
+        let report = self.report_of(&details.unwrap_or_else(PoisonError::into_inner));
+        (report != *known).then_some(report)
     }
 
-    fn lock_paths(&self) -> MutexGuard<'_, Vec<PathReport>> {
-        self.paths.lock().unwrap_or_else(PoisonError::into_inner)
+    fn report_of(&self, details: &Details) -> SessionReport {
+        SessionReport {
+            link: LinkReport {
+                state: self.link(),
+                since: details.since,
+                last_error: details.last.map(|why| why.to_string()),
+            },
+            paths: details.paths.clone(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Details> {
+        self.details.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn set_portals(&self, portals: impl Iterator<Item = String>) {
@@ -100,14 +140,15 @@ impl SessionStatus {
             losses: 0,
             why: None,
         };
-        *self.lock_paths() = portals.map(report).collect();
+        self.lock().paths = portals.map(report).collect();
     }
 
     /// The only portal of a session leads to another unit than before. It is recorded before the
     /// session's commands fail, so that their owners find the reason.
     pub(super) fn set_other_unit(&self, portal: String, down: Down, why: String) {
-        self.set_down(down);
-        *self.lock_paths() = vec![PathReport {
+        let mut details = self.lock();
+        details.last = Some(down);
+        details.paths = vec![PathReport {
             portal,
             state: PathState::OtherUnit,
             losses: 1,
@@ -117,7 +158,7 @@ impl SessionStatus {
     }
 
     pub(super) fn set_paths(&self, views: impl Iterator<Item = PathView>) {
-        for (path, view) in self.lock_paths().iter_mut().zip(views) {
+        for (path, view) in self.lock().paths.iter_mut().zip(views) {
             path.state = view.state;
             path.losses = view.losses;
             path.why = view.why.map(|why| why.to_string());
@@ -125,27 +166,69 @@ impl SessionStatus {
         self.changed.notify_all();
     }
 
-    fn set_down(&self, why: Down) {
-        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(why);
+    /// Enters a state; `why` says what ended the one before. The former state.
+    fn enter(&self, state: LinkState, why: Option<Down>) -> LinkState {
+        // Under the lock, so that what waits for a change sees the state and its details together.
+        let mut details = self.lock();
+        let before = self.link();
+        self.state.store(state as u8, Ordering::Release);
+        details.last = why.or(details.last);
+        if before != state {
+            let now = SystemTime::now().duration_since(UNIX_EPOCH);
+            details.since = now.map_or(0, |now| now.as_secs());
+        }
+        self.changed.notify_all();
+        before
     }
 
     pub(super) fn on_event(&self, event: &SessionEvent) {
         match event {
-            SessionEvent::Live => self.state.store(1, Ordering::Release),
+            SessionEvent::Live => {
+                self.enter(LinkState::Live, None);
+            }
             SessionEvent::Reconnecting(why) => {
-                if self.state.swap(2, Ordering::AcqRel) == 1 {
+                if self.enter(LinkState::Reconnecting, Some(*why)) == LinkState::Live {
                     self.reconnects.fetch_add(1, Ordering::Relaxed);
                 }
-                self.set_down(*why);
             }
             SessionEvent::Closed(why) => {
-                self.set_down(*why);
-                // Under the lock, so that nobody begins to wait who has not seen it.
-                let _paths = self.lock_paths();
-                self.state.store(3, Ordering::Release);
-                self.changed.notify_all();
+                self.enter(LinkState::Closed, Some(*why));
             }
             SessionEvent::UnitEvent { .. } => {}
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::session::ConnectError;
+
+    #[test]
+    fn a_report_says_since_when_and_why() {
+        let status = SessionStatus::default();
+        let first = status.report();
+        assert_eq!(first.link.state, LinkState::Connecting);
+        status.on_event(&SessionEvent::Live);
+        let live = status.wait_for_change(&first).unwrap();
+        assert_eq!(
+            (live.link.state, &live.link.last_error),
+            (LinkState::Live, &None)
+        );
+        assert!(live.link.since > 1_700_000_000);
+        status.on_event(&SessionEvent::Reconnecting(Down::Unresponsive));
+        let refused = Down::Connect(ConnectError::Tcp(111));
+        status.on_event(&SessionEvent::Reconnecting(refused));
+        let down = status.wait_for_change(&live).unwrap();
+        assert_eq!(down.link.state, LinkState::Reconnecting);
+        assert_eq!(down.link.last_error, Some(refused.to_string()));
+        assert_eq!(status.reconnects(), 1, "one outage");
+        status.on_event(&SessionEvent::Live);
+        let again = status.wait_for_change(&down).unwrap();
+        assert_eq!(again.link.state, LinkState::Live);
+        assert_eq!(again.link.last_error, Some(refused.to_string()), "kept");
+        status.on_event(&SessionEvent::Closed(Down::Closed));
+        let closed = status.wait_for_change(&again).unwrap();
+        assert_eq!(status.wait_for_change(&closed), None);
     }
 }

@@ -5,7 +5,6 @@
 
 mod initiator;
 #[path = "../load/mod.rs"]
-#[allow(dead_code, reason = "one client of it is enough here")]
 mod load;
 
 use std::process::Command;

@@ -96,6 +96,8 @@ pub struct Execution<const CDB: usize> {
     key: Option<TaskKey>,
     /// Another nexus had ended it when it left the task set.
     was_cleared: bool,
+    /// Its name, where its answer had to wait when it left the task set: see [`Unit::note_left`].
+    left: Option<TaskRef>,
     /// Its own nexus has ended it by name, which the task set does not know.
     is_renounced: bool,
 }
@@ -119,6 +121,7 @@ impl<const CDB: usize> Execution<CDB> {
             command: None,
             key: None,
             was_cleared: false,
+            left: None,
             is_renounced: false,
         }
     }
@@ -127,12 +130,6 @@ impl<const CDB: usize> Execution<CDB> {
     #[must_use]
     pub fn is_of(&self, unit: &Arc<Unit>) -> bool {
         self.unit.as_ref().is_some_and(|own| Arc::ptr_eq(own, unit))
-    }
-
-    /// Whether its unit's task set has it.
-    #[must_use]
-    pub fn is_in_task_set(&self) -> bool {
-        self.key.is_some()
     }
 
     /// Takes in a command for a unit, which goes to an account, or for none. Its CDB is known, and so are
@@ -363,9 +360,21 @@ impl<const CDB: usize> Execution<CDB> {
     }
 
     /// Has another name in the task set, where it is there: another channel carries it on.
-    pub fn rename(&self, name: TaskRef) {
+    pub fn rename(&mut self, name: TaskRef) {
         if let (Some(key), Some(unit)) = (self.key, &self.unit) {
             unit.rename(key, name);
+        }
+        if let (Some(left), Some(unit)) = (&mut self.left, &self.unit) {
+            unit.rename_left(*left, name);
+            *left = name;
+        }
+    }
+
+    /// Its answer waits, and it is about to leave the task set: functions of its nexus are to find it.
+    pub fn note_left(&mut self, nexus: NexusId, name: TaskRef) {
+        if let (None, Some(unit)) = (self.left, &self.unit) {
+            unit.note_left(nexus, name);
+            self.left = Some(name);
         }
     }
 
@@ -392,10 +401,11 @@ impl<const CDB: usize> Execution<CDB> {
         if self.is_renounced {
             return false;
         }
-        let (Some(key), Some(unit)) = (self.key, &self.unit) else {
-            return self.was_cleared;
-        };
-        unit.is_cleared(key)
+        match (self.key, self.left, &self.unit) {
+            (Some(key), _, Some(unit)) => unit.is_cleared(key),
+            (None, Some(name), Some(unit)) => self.was_cleared && !unit.is_left_ended(name),
+            _ => self.was_cleared,
+        }
     }
 
     /// It ends with a status alone, and no device uses its data any more: gives these back. Functions that
@@ -419,6 +429,9 @@ impl<const CDB: usize> Execution<CDB> {
         debug_assert!(self.key.is_none(), "it has left its task set");
         if let Some(buffer) = self.buffer.take() {
             pool.release(buffer);
+        }
+        if let (Some(name), Some(unit)) = (self.left.take(), &self.unit) {
+            unit.forget_left(name);
         }
         self.course.abandon();
         self.unit = None;

@@ -509,13 +509,12 @@ impl<D: Datamover> Channel<D> {
         self.send_response(cx.now, idx, response, len);
     }
 
-    /// The answer will wait, so that functions find the command by its tag once it has left the task set.
-    fn note_left(&self, idx: TaskIdx) {
-        let task = &self.tasks[usize::from(idx.0)];
-        if let Some(unit) = &task.exec.unit {
-            let name = self.task_ref(idx);
-            self.window().note_left(task.itt, name, unit.index);
-        }
+    /// The answer waits: functions are to find the command once it has left the task set.
+    fn note_left(&mut self, idx: TaskIdx) {
+        let name = self.task_ref(idx);
+        let nexus = self.session.as_ref().expect("full-feature phase").nexus;
+        let exec = &mut self.tasks[usize::from(idx.0)].exec;
+        exec.note_left(nexus, name);
     }
 
     /// Hands data and status to the datamover; the task ends when they are sent.

@@ -98,7 +98,7 @@ impl<D: Datamover> Channel<D> {
             }
             units
                 .iter()
-                .for_each(|unit| self.manage(cx, idx, unit, function));
+                .for_each(|unit| self.manage(idx, unit, function));
             return None;
         }
         let Some(unit) = unit else {
@@ -141,7 +141,7 @@ impl<D: Datamover> Channel<D> {
             // There is never an auto contingent allegiance.
             _ => return Some(TmfStatus::NotSupported),
         };
-        self.manage(cx, idx, &unit, function);
+        self.manage(idx, &unit, function);
         None
     }
 
@@ -169,20 +169,12 @@ impl<D: Datamover> Channel<D> {
         })
     }
 
-    fn manage(
-        &mut self,
-        cx: &mut Cx<'_>,
-        idx: TaskIdx,
-        unit: &Arc<Unit>,
-        function: TaskManagement,
-    ) {
+    fn manage(&mut self, idx: TaskIdx, unit: &Arc<Unit>, function: TaskManagement) {
         let session = self.session.as_ref().expect("full-feature phase");
         let managed = unit.manage(session.nexus, function);
-        // Those that have left the task set meanwhile are known by then.
-        let elsewhere = session.window.abort_left(unit.index, self.member());
         let watcher = self.task_ref(idx);
         let mgmt = self.mgmt_mut(idx);
-        mgmt.waiting += (managed.aborted.len() + elsewhere.len()) as u32;
+        mgmt.waiting += managed.aborted.len() as u32;
         if function == TaskManagement::LogicalUnitReset {
             self.actions.push_back(Action::Event {
                 unit: unit.index,
@@ -192,28 +184,8 @@ impl<D: Datamover> Channel<D> {
         let aborts = managed
             .aborted
             .into_iter()
-            .chain(elsewhere)
             .map(|task| Action::AbortTask { task, watcher });
         self.actions.extend(aborts);
-        self.abort_answering(cx, idx, unit);
-    }
-
-    /// Aborts the commands of this connection to a unit that have left its task set, and whose answer is
-    /// known but not queued: it would follow the function's. `Window::abort_left` names those
-    /// of other connections.
-    fn abort_answering(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, unit: &Arc<Unit>) {
-        let watcher = self.task_ref(idx);
-        for other in self.all() {
-            let task = &self.tasks[usize::from(other.0)];
-            let waits = matches!(
-                task.state,
-                TaskState::AwaitUnsolicited | TaskState::AwaitBuffer
-            );
-            if waits && task.exec.is_of(unit) && !task.exec.is_in_task_set() {
-                self.mgmt_mut(idx).waiting += 1;
-                self.abort(cx.pool, other, Some(watcher));
-            }
-        }
     }
 
     fn mgmt_mut(&mut self, idx: TaskIdx) -> &mut Mgmt {

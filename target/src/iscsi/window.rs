@@ -27,7 +27,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use riser_scsi::iscsi::login::SessionParams;
 use riser_scsi::iscsi::{CmdSn, Itt};
 
-use crate::srp::{TaskRef, UnitIdx};
+use crate::srp::TaskRef;
 
 /// Windows of contexts per connection: one for commands that run, one for those whose answers are
 /// being sent, and one for those whose answers wait behind these. An answer opens the window before
@@ -76,8 +76,6 @@ pub(super) struct Tag {
     pub(super) answered: bool,
     /// The initiator has ended it from another connection: it is not answered any more.
     is_aborted: bool,
-    /// The unit that it was for, while it has left the task set there and its answer waits.
-    left: Option<UnitIdx>,
     /// Its connection has been logged out for recovery: another one may have it.
     pub(super) is_free: bool,
     /// It takes no place of the window.
@@ -290,7 +288,6 @@ impl Window {
                 task,
                 answered: false,
                 is_aborted: false,
-                left: None,
                 is_free: false,
                 immediate,
             };
@@ -315,34 +312,7 @@ impl Window {
         Some(tag.task)
     }
 
-    /// A command leaves the task set of its unit, and its answer waits.
-    pub(super) fn note_left(&self, itt: Itt, task: TaskRef, unit: UnitIdx) {
-        if self.unordered {
-            let mut numbering = self.lock();
-            let tag = numbering.tags.get_mut(&itt).filter(|tag| tag.task == task);
-            tag.into_iter().for_each(|tag| tag.left = Some(unit));
-        }
-    }
-
-    /// Ends the commands of other connections whose answers wait ([`Window::note_left`]), as
-    /// [`Window::abort_tag`] does.
-    pub(super) fn abort_left(&self, unit: UnitIdx, who: Member) -> Vec<TaskRef> {
-        if !self.unordered {
-            return Vec::new();
-        }
-        let mut numbering = self.lock();
-        let waits = |tag: &&mut Tag| {
-            let is_own = (tag.task.worker, tag.task.channel) == (who.worker, who.channel);
-            tag.left == Some(unit) && !tag.answered && !is_own
-        };
-        let ended = numbering.tags.values_mut().filter(waits).map(|tag| {
-            tag.is_aborted = true;
-            tag.task
-        });
-        ended.collect()
-    }
-
-    /// Whether [`Window::abort_tag`] or [`Window::abort_left`] has ended a command.
+    /// Whether [`Window::abort_tag`] has ended a command.
     pub(super) fn is_aborted(&self, itt: Itt, task: TaskRef) -> bool {
         let tag = self.tag(itt).filter(|tag| tag.task == task);
         tag.is_some_and(|tag| tag.is_aborted)

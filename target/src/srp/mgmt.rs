@@ -16,7 +16,7 @@ use riser_scsi::task::{TaskManagement, TmfResponse};
 
 use super::action::Action;
 use super::channel::{Channel, Cx};
-use super::ioctx::{IoctxState, SendIdx, Then};
+use super::ioctx::{IoctxState, SendIdx};
 use super::unit::{Managed, TaskRef, Unit};
 use crate::pool::Pool;
 use crate::warn_limited;
@@ -86,7 +86,6 @@ impl Channel {
             return self.answer_function(cx, idx, request.function, code);
         }
         self.abort_managed(idx, managed);
-        self.abort_answering(cx, idx, &unit);
         if function == TaskManagement::LogicalUnitReset {
             self.actions.push_back(Action::Event {
                 unit: unit.index,
@@ -136,24 +135,6 @@ impl Channel {
             .into_iter()
             .map(|task| Action::AbortTask { task, watcher });
         self.actions.extend(aborts);
-    }
-
-    /// Aborts the commands of this channel to a unit that have left its task set, but whose data have not
-    /// all been posted: what is left of them would follow the function's answer.
-    fn abort_answering(&mut self, cx: &mut Cx<'_>, idx: SendIdx, unit: &Arc<Unit>) {
-        let watcher = self.task_ref(idx);
-        for other in (0..self.config.params.req_lim as u16).map(SendIdx) {
-            let io = &self.ioctx[usize::from(other.0)];
-            let is_left = match io.state {
-                IoctxState::WriteData | IoctxState::AwaitBuffer => true,
-                IoctxState::AwaitCredit(Then::Respond) => io.transfer.is_some(),
-                _ => false,
-            };
-            if is_left && io.exec.is_of(unit) && !io.exec.is_in_task_set() {
-                self.mgmt_mut(idx).waiting += 1;
-                self.abort_own(cx, other, watcher);
-            }
-        }
     }
 
     fn mgmt_mut(&mut self, idx: SendIdx) -> &mut Mgmt {

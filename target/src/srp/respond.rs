@@ -13,12 +13,12 @@ use super::transfer::{Direction, Transfer};
 impl Channel {
     /// Answers with what the logical unit said, data first.
     pub(super) fn respond(&mut self, cx: &mut Cx<'_>, idx: SendIdx, response: Response) {
-        self.leave_task_set(idx);
         let owner = self.owner();
         let io = &mut self.ioctx[usize::from(idx.0)];
         let Some(len) = io.exec.gather(cx.pool, owner, &response, cx.now) else {
             io.exec.step = Some(Step::Respond(response));
-            return self.await_pool(cx.pool, idx);
+            self.await_pool(cx.pool, idx);
+            return self.leave_answering(idx);
         };
         if len > 0 {
             let from = response.data_in.from();
@@ -28,6 +28,18 @@ impl Channel {
         io.response = Some(response);
         self.begin_piece(cx.now, idx);
         self.try_post(idx, Then::Respond);
+        self.leave_answering(idx);
+    }
+
+    /// A command leaves the task set with its answer. What is left of that must not follow the response to a
+    /// function of the nexus, which may come over another channel.
+    fn leave_answering(&mut self, idx: SendIdx) {
+        let (nexus, name) = (self.config.nexus, self.task_ref(idx));
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        if io.state != IoctxState::CmdRspSent {
+            io.exec.note_left(nexus, name);
+        }
+        self.leave_task_set(idx);
     }
 
     /// Answers with a status alone.

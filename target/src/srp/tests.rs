@@ -479,6 +479,42 @@ fn a_cleared_command_that_its_own_nexus_ends_is_not_answered() {
     }
 }
 
+/// The function may come over another channel of the nexus.
+#[test]
+fn no_data_move_after_a_function_over_another_channel() {
+    for function in [
+        TskMgmtFunction::AbortTaskSet,
+        TskMgmtFunction::ClearTaskSet,
+        TskMgmtFunction::LogicalUnitReset,
+    ] {
+        let mut rig = Rig::live();
+        rig.add_channel(params(), 1);
+        rig.establish(1);
+        let entries = 60;
+        rig.remote.insert(KEY, vec![0; entries * 512]);
+        let descs: Vec<_> = (0..entries as u64)
+            .map(|i| MemDesc::new(i * 512, KEY, 512))
+            .collect();
+        let read = read10(0, entries as u16).into(Data::Indirect {
+            table: MemDesc::new(0, 3, descs.len() as u32 * 16),
+            len: entries as u32 * 512,
+            inline: descs,
+        });
+        rig.send(1, &read.tag(1).bytes());
+        rig.complete();
+        let left = rig.channels[1].ioctx_state(SendIdx(0));
+        assert_eq!(left, IoctxState::WriteData);
+        rig.send(0, &tmf(6, 0, function, 0));
+        assert_eq!(state(&rig.channels[0]), [IoctxState::Mgmt], "{function:?}");
+        rig.settle();
+        let sent = std::mem::take(&mut rig.sent);
+        let is_rsp = |bytes: &[u8]| matches!(FromTarget::parse(bytes), Ok(FromTarget::Rsp(_)));
+        let answers: Vec<_> = sent.iter().filter(|(_, bytes)| is_rsp(bytes)).collect();
+        assert!(matches!(answers[..], [(0, _)]), "{function:?}");
+        rig.end();
+    }
+}
+
 #[test]
 fn a_full_send_queue_is_waited_for() {
     let mut rig = Rig::new();

@@ -66,6 +66,17 @@ pub struct Unit {
 struct Tasks {
     set: TaskSet,
     refs: Vec<Option<TaskRef>>,
+    /// No more than the contexts of all channels.
+    left: Vec<Left>,
+}
+
+/// A task that has left the set, but whose answer, or data that go with it, have yet to be sent.
+#[derive(Debug)]
+struct Left {
+    nexus: NexusId,
+    task: TaskRef,
+    /// Its own nexus has ended it.
+    is_ended: bool,
 }
 
 /// Task management that a unit has seen.
@@ -105,6 +116,7 @@ impl Unit {
             tasks: Mutex::new(Tasks {
                 set: TaskSet::new(capacity, share),
                 refs: vec![None; capacity as usize],
+                left: Vec::new(),
             }),
             resets: AtomicU64::new(0),
             aborts: AtomicU64::new(0),
@@ -172,7 +184,7 @@ impl Unit {
     /// The Data-Out of a task has come: whether it may start now, and which others.
     pub fn data_arrived(&self, key: TaskKey) -> (bool, Vec<TaskRef>) {
         let mut tasks = self.lock();
-        let Tasks { set, refs } = &mut *tasks;
+        let Tasks { set, refs, .. } = &mut *tasks;
         set.data_arrived(key);
         let mut is_started = false;
         let mut others = Vec::new();
@@ -192,7 +204,7 @@ impl Unit {
     /// If it is not in the set.
     pub fn remove(&self, key: TaskKey) -> (bool, Vec<TaskRef>) {
         let mut tasks = self.lock();
-        let Tasks { set, refs } = &mut *tasks;
+        let Tasks { set, refs, .. } = &mut *tasks;
         let was_cleared = set.is_cleared(key);
         assert!(set.remove(key), "a task leaves its set once");
         refs[key.slot()] = None;
@@ -212,7 +224,40 @@ impl Unit {
         *known.expect("the task is in its set") = name;
     }
 
-    /// Carries out a task-management function on the set.
+    /// A task is about to leave the set while its answer has to wait: functions of its own nexus name it until
+    /// [`Unit::forget_left`], so that nothing of it follows their responses.
+    pub fn note_left(&self, nexus: NexusId, task: TaskRef) {
+        self.lock().left.push(Left {
+            nexus,
+            task,
+            is_ended: false,
+        });
+    }
+
+    /// Nothing of a task that has left the set is to be sent any more.
+    pub fn forget_left(&self, task: TaskRef) {
+        let left = &mut self.lock().left;
+        if let Some(at) = left.iter().position(|left| left.task == task) {
+            left.swap_remove(at);
+        }
+    }
+
+    /// A task that has left the set has another name from now on.
+    pub fn rename_left(&self, task: TaskRef, name: TaskRef) {
+        let mut tasks = self.lock();
+        let left = tasks.left.iter_mut().filter(|left| left.task == task);
+        left.for_each(|left| left.task = name);
+    }
+
+    /// Whether its own nexus has ended a task since it left the set.
+    #[must_use]
+    pub fn is_left_ended(&self, task: TaskRef) -> bool {
+        let tasks = self.lock();
+        let mut left = tasks.left.iter();
+        left.any(|left| left.task == task && left.is_ended)
+    }
+
+    /// Carries out a task-management function on the set, and on the nexus's tasks that have left it.
     ///
     /// What it means to others takes effect here, with the abort of their tasks: those are answered with TASK
     /// ABORTED, and a reset resets the unit. So it does not matter whether the connection that
@@ -222,7 +267,19 @@ impl Unit {
             let mut tasks = self.lock();
             let outcome = tasks.set.manage(nexus, function);
             let refs = outcome.aborted.iter();
-            let aborted = refs.filter_map(|key| tasks.refs[key.slot()]).collect();
+            let mut aborted: Vec<_> = refs.filter_map(|key| tasks.refs[key.slot()]).collect();
+            let is_of_all = matches!(
+                function,
+                TaskManagement::AbortTaskSet
+                    | TaskManagement::NexusReset
+                    | TaskManagement::ClearTaskSet
+                    | TaskManagement::LogicalUnitReset
+            );
+            let left = tasks.left.iter_mut();
+            for left in left.filter(|left| is_of_all && left.nexus == nexus) {
+                left.is_ended = true;
+                aborted.push(left.task);
+            }
             (outcome.response, aborted)
         };
         if function == TaskManagement::LogicalUnitReset {
@@ -235,7 +292,7 @@ impl Unit {
     #[must_use]
     pub fn preempt(&self, preempted: &Preempted) -> Vec<TaskRef> {
         let mut tasks = self.lock();
-        let Tasks { set, refs } = &mut *tasks;
+        let Tasks { set, refs, .. } = &mut *tasks;
         let aborted = set.abort_nexuses(|nexus| self.lu.is_preempted(preempted, nexus));
         aborted.iter().filter_map(|key| refs[key.slot()]).collect()
     }

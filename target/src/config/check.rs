@@ -10,11 +10,11 @@ use riser_scsi::iscsi::chap::{ALGORITHMS, Algorithm};
 use riser_scsi::iscsi::name::{IscsiName, TargetAddress};
 
 use super::error::{ConfigError, nearest};
-use super::model::MAX_SESSIONS;
 use super::model::{
     Access, Backend, Chap, ChapUser, Config, Limits, LinkFaults, Location, Log, LogFormat, Lun,
     Metrics, Names, Portal, Protocol, Provider, Redirect, Rule, Secret, Target, Transport, Workers,
 };
+use super::model::{MAX_SESSIONS, SECRET_LEN};
 use super::raw;
 use super::value::Percent;
 use super::yaml::{At, Located};
@@ -559,7 +559,7 @@ fn chap_user(path: &str, raw: Located<raw::ChapUser>) -> Checked<ChapUser> {
     // As systemd names them: one part of a path.
     let is_file = |name: &str| is_env(name) && !name.contains('/') && name != "." && name != "..";
     match &secret {
-        Secret::Inline(secret) if !(12..=255).contains(&secret.len()) => {
+        Secret::Inline(secret) if !SECRET_LEN.contains(&secret.len()) => {
             return Err(wrong("a secret has 12 to 255 bytes"));
         }
         Secret::File(file) if file.as_os_str().is_empty() => {

@@ -4,6 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::ops::RangeInclusive;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -222,15 +224,22 @@ pub enum Secret {
     Credential(String),
 }
 
+/// Bytes of a secret: at least 96 bits (RFC 7143 12.1.3), and at most what a value of a login may have.
+pub(super) const SECRET_LEN: RangeInclusive<usize> = 12..=255;
+
 impl ChapUser {
     /// The name and the secret, read from where it is.
     ///
     /// # Errors
-    /// It is not there, cannot be read, or is empty.
+    /// It is not there, cannot be read, or has not 12 to 255 bytes; with the path of its file.
     pub fn credentials(&self) -> io::Result<Credentials> {
         let secret = match &self.secret {
             Secret::Inline(secret) => secret.clone().into_bytes(),
-            Secret::File(path) => read_line(path)?,
+            Secret::File(path) => {
+                let secret = read_line(path)?;
+                warn_readable(path);
+                secret
+            }
             Secret::Env(name) => match std::env::var_os(name) {
                 Some(value) => value.into_encoded_bytes(),
                 None => return Err(missing(format!("${name} is not set"))),
@@ -240,16 +249,28 @@ impl ChapUser {
                 None => return Err(missing("$CREDENTIALS_DIRECTORY is not set".into())),
             },
         };
-        if secret.is_empty() {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidData,
-                "an empty secret",
-            ));
+        if !SECRET_LEN.contains(&secret.len()) {
+            let place = match &self.secret {
+                Secret::Inline(_) => String::new(),
+                Secret::File(path) => format!("{}: ", path.display()),
+                Secret::Env(name) => format!("${name}: "),
+                Secret::Credential(name) => format!("credential {name}: "),
+            };
+            let why = format!("{place}a secret has 12 to 255 bytes, not {}", secret.len());
+            return Err(io::Error::new(io::ErrorKind::InvalidData, why));
         }
         Ok(Credentials {
             name: self.name.clone(),
             secret,
         })
+    }
+}
+
+/// Warns of a file that all users of this host can read.
+fn warn_readable(path: &Path) {
+    let mode = std::fs::metadata(path).map_or(0, |file| file.mode());
+    if mode & 0o004 != 0 {
+        tracing::warn!(path = %path.display(), "every user of this host can read this secret: chmod o= it");
     }
 }
 

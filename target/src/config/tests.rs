@@ -451,6 +451,27 @@ fn unused_backends_are_noted() {
     );
 }
 
+#[test]
+fn a_secret_in_a_file_is_as_long_as_one_in_the_configuration() {
+    let file = std::env::temp_dir().join(format!("riserd-secret-{}", std::process::id()));
+    let user = ChapUser {
+        name: "host".into(),
+        secret: Secret::File(file.clone()),
+    };
+    for (text, len) in [("short\n", 5), ("", 0), (&*"x".repeat(256), 256)] {
+        std::fs::write(&file, text).unwrap();
+        let error = user.credentials().unwrap_err().to_string();
+        let why = format!(
+            "{}: a secret has 12 to 255 bytes, not {len}",
+            file.display()
+        );
+        assert_eq!(error, why);
+    }
+    std::fs::write(&file, "twelve bytes\r\n").unwrap();
+    assert_eq!(user.credentials().unwrap().secret, b"twelve bytes");
+    std::fs::remove_file(&file).unwrap();
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
 

@@ -696,6 +696,46 @@ fn no_answer_follows_a_function_over_another_connection() {
     }
 }
 
+/// What another nexus ends while the connection is lost is answered on the one that takes it over.
+#[test]
+fn a_kept_command_that_another_nexus_ends_is_answered_where_it_goes() {
+    for is_claimed in [false, true] {
+        let mut duo = Duo::new();
+        duo.first.prompt = !is_claimed;
+        duo.first.read(1, 0, 1);
+        duo.first.write(2, 4, &[], true);
+        duo.cut();
+        // The first one runs on, and is handed over as soon as it has ended.
+        let tag = if is_claimed { 1 } else { 2 };
+        if is_claimed {
+            assert!(duo.reassigned(tag, 0).is_empty());
+        }
+        let unit = Arc::clone(&duo.first.gate.unit);
+        for task in unit
+            .manage(NexusId(8), TaskManagement::ClearTaskSet)
+            .aborted
+        {
+            let watcher = TaskRef {
+                generation: u32::MAX,
+                ..task
+            };
+            let rig = duo.rig(task.channel);
+            rig.with(|ch, cx| ch.channel_mut().handle_abort(cx, task, watcher));
+        }
+        assert_eq!(unit.tasks(), 0);
+        let received = if is_claimed {
+            duo.route()
+        } else {
+            duo.reassigned(tag, 0)
+        };
+        let [(FromTarget::ScsiResponse(response), ..)] = &received[..] else {
+            panic!("{received:?}");
+        };
+        assert_eq!((response.itt, response.status), (Itt(tag), 0x40));
+        duo.end();
+    }
+}
+
 /// A connection that has taken commands over may be lost in its turn.
 #[test]
 fn a_command_may_move_twice() {

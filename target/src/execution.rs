@@ -408,11 +408,19 @@ impl<const CDB: usize> Execution<CDB> {
         }
     }
 
+    /// Whether its own nexus has ended it since it left the task set.
+    #[must_use]
+    pub fn is_left_ended(&self) -> bool {
+        match (self.left, &self.unit) {
+            (Some(name), Some(unit)) => unit.is_left_ended(name),
+            _ => false,
+        }
+    }
+
     /// It ends with a status alone, and no device uses its data any more: gives these back. Functions that
     /// waited for its end do not wait for the initiator to take the answer: they are returned.
     #[must_use]
     pub fn interrupt(&mut self, pool: &mut Pool) -> Vec<TaskRef> {
-        debug_assert!(self.key.is_none(), "it has left its task set");
         if let Some(buffer) = self.buffer.take() {
             pool.release(buffer);
         }

@@ -678,7 +678,6 @@ impl<D: Datamover> Channel<D> {
         if !is_awaited || self.window().is_aborted(task.itt, self.task_ref(idx)) {
             return self.finish(cx.pool, idx, End::Aborted);
         }
-        self.leave_task_set(idx);
         let exec = &mut self.tasks[usize::from(idx.0)].exec;
         let watchers = exec.interrupt(cx.pool);
         self.actions

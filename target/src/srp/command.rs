@@ -219,8 +219,8 @@ impl Channel {
             Err(error) => {
                 self.counters.malformed += 1;
                 warn_limited!(self.complaints, cx.now, %error, "unusable external table");
-                self.leave_task_set(idx);
                 self.answer_code(cx, idx, RspCode::RequestFieldsInvalid);
+                self.leave_answering(idx);
             }
         }
     }
@@ -401,7 +401,6 @@ impl Channel {
         if !is_live || !self.ioctx[usize::from(idx.0)].exec.is_cleared() {
             return self.finish(cx.pool, idx, End::Aborted);
         }
-        self.leave_task_set(idx);
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.transfer = None;
         let watchers = io.exec.interrupt(cx.pool);

@@ -234,6 +234,8 @@ impl Channel {
     /// Ends a command, at once or as soon as no device uses its buffers. It is answered if only another nexus
     /// has ended it.
     fn abort(&mut self, cx: &mut Cx<'_>, idx: SendIdx, watcher: TaskRef) {
+        let own = self.task_ref(idx);
+        let is_elsewhere = (watcher.worker, watcher.channel) != (own.worker, own.channel);
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.exec.watchers.push(watcher);
         if io.exec.aborted {
@@ -250,6 +252,9 @@ impl Channel {
                 io.exec.aborted = true;
                 self.actions.push_back(Action::AbortBlock(idx));
             }
+            // It was named while its answer waited, by a function that comes over another channel: the last of
+            // its data may still be on their way. `finish` reports their end.
+            IoctxState::CmdRspSent if is_elsewhere && io.exec.is_left_ended() => {}
             IoctxState::CmdRspSent => {
                 // Its answer is on its way before ours: the task is gone for the initiator.
                 io.exec.watchers.pop();

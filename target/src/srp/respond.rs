@@ -33,7 +33,7 @@ impl Channel {
 
     /// A command leaves the task set with its answer. What is left of that must not follow the response to a
     /// function of the nexus, which may come over another channel.
-    fn leave_answering(&mut self, idx: SendIdx) {
+    pub(super) fn leave_answering(&mut self, idx: SendIdx) {
         let (nexus, name) = (self.config.nexus, self.task_ref(idx));
         let io = &mut self.ioctx[usize::from(idx.0)];
         if io.state != IoctxState::CmdRspSent {

@@ -371,9 +371,9 @@ pub struct ServeArgs {
     /// Stay in the foreground, until a signal or an unmount ends it
     #[arg(long)]
     pub foreground: bool,
-    /// How long reads and writes wait for a target that is away before they fail, or "never" to wait until
-    /// it is back. A file system that meets an error is unusable until it is mounted again [default: 60s, or
-    /// --timeout if that is longer]
+    /// How long a read, write or flush may take before it fails, reconnections included, or "never" to
+    /// wait as long as it takes; then `riser detach --force` ends what waits. A file system that meets an
+    /// error is unusable until it is mounted again [default: 60s, or --timeout if that is longer]
     #[arg(long, value_name = "DURATION", value_parser = units::patience)]
     pub io_timeout: Option<Duration>,
     /// Where the background process logs [default: beside the list of attachments]

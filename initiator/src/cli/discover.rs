@@ -29,6 +29,9 @@ struct Port {
     luns: Vec<Unit>,
     /// Why there are none: it does not let us in, for example.
     error: Option<String>,
+    /// The exit status for that.
+    #[serde(skip)]
+    exit: Option<Exit>,
 }
 
 /// A target port to log in to, with its name and portals.
@@ -92,18 +95,22 @@ fn portals(client: &Client, url: &IscsiUrl, global: &Global) -> Result<(), CliEr
     check(&url.into(), &ports)
 }
 
-/// Fails if there is something, but nothing that lets us in.
+/// Fails if there are targets, but none that can be used: with the exit status of all of them, if they agree.
 fn check(url: &TargetUrl, ports: &[Port]) -> Result<(), CliError> {
     let Some(error) = ports.first().and_then(|port| port.error.clone()) else {
         return Ok(());
     };
-    match ports.iter().all(|port| port.error.is_some()) {
-        true => {
-            let what = format!("no login to any of {} targets at {url}", ports.len());
-            Err(CliError::new(Exit::Refused, what).because(error))
-        }
-        false => Ok(()),
+    if ports.iter().any(|port| port.error.is_none()) {
+        return Ok(());
     }
+    let exit = ports[0]
+        .exit
+        .filter(|exit| ports.iter().all(|port| port.exit == Some(*exit)));
+    let what = match ports.len() {
+        1 => format!("the target at {url} cannot be used"),
+        n => format!("none of the {n} targets at {url} can be used"),
+    };
+    Err(CliError::new(exit.unwrap_or(Exit::Refused), what).because(error))
 }
 
 /// Logs in to each of the named targets and lists its logical units.
@@ -112,17 +119,18 @@ fn list(client: &Client, named: Vec<Named>, global: &Global) -> Vec<Port> {
     for (url, name, portals) in named {
         let until = Instant::now() + global.timeout;
         let described = login_once(client, &url, global.timeout, until)
-            .map_err(|e| e.to_string())
+            .map_err(|e| (e.to_string(), login_failed(&url, e).exit))
             .and_then(|session| {
                 describe(&session.with_timeout(global.timeout), Some(name.clone()))
-                    .map_err(|e| e.to_string())
+                    .map_err(|e| (e.to_string(), lun_failed(String::new(), e).exit))
             });
-        let mut port = described.unwrap_or_else(|error| Port {
+        let mut port = described.unwrap_or_else(|(error, exit)| Port {
             url: url.to_string(),
             name: Some(name),
             portals: Vec::new(),
             luns: Vec::new(),
             error: Some(error),
+            exit: Some(exit),
         });
         port.portals = portals;
         ports.push(port);
@@ -211,5 +219,6 @@ fn describe(session: &Session, name: Option<String>) -> Result<Port, LunError> {
         portals: Vec::new(),
         luns,
         error: None,
+        exit: None,
     })
 }

@@ -72,7 +72,8 @@ fn state(attachment: &Attachment) -> &'static str {
     let link = attachment.link.as_ref().map(|link| link.state);
     match link {
         _ if !attachment.is_alive() => "waits",
-        // A disk in memory.
+        // One of an older version does not say.
+        None if !attachment.url.starts_with("mem:") => "unknown",
         None | Some(LinkState::Live) => "live",
         Some(LinkState::Connecting) => "connecting",
         Some(LinkState::Reconnecting) => "down",

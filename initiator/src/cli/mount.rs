@@ -249,7 +249,9 @@ pub(super) fn check_vacant(path: &Path, global: &Global) -> Result<(), CliError>
         None => Ok(()),
         Some(_) => {
             let what = format!("something is mounted on {} already", path.display());
-            Err(CliError::new(Exit::Busy, what).help("choose another path, or unmount it first"))
+            Err(CliError::new(Exit::Busy, what).help(
+                "choose another path, or unmount it first; after a crash of riser, with `umount -l`",
+            ))
         }
     }
 }

@@ -265,14 +265,20 @@ impl StateDir {
                 continue;
             }
             // It may be gone by now, or not be ours.
-            let Some(attachment) = fs::read(&path)
+            let Some(mut attachment) = fs::read(&path)
                 .ok()
                 .and_then(|text| serde_json::from_slice::<Attachment>(&text).ok())
             else {
                 tracing::debug!(path = %path.display(), "not an attachment");
                 continue;
             };
-            if attachment.is_alive() || attachment.waits() {
+            let is_alive = attachment.is_alive();
+            if is_alive || attachment.waits() {
+                if !is_alive {
+                    // What its process wrote down last is no longer so.
+                    attachment.link = None;
+                    attachment.paths.clear();
+                }
                 found.push(attachment);
             } else {
                 tracing::info!(

@@ -3,8 +3,9 @@
 //! ABORT TASK names a tag of this channel, since SRP tags are unique on their channel only. The
 //! other functions concern tasks that may belong to other channels, on other workers: the unit's
 //! task set names them, their channels are told ([`Action::AbortTask`]) and report back
-//! ([`Action::TaskGone`]). The function is answered when the last task is gone, so that an initiator
-//! never sees data move for a task that it was told is over.
+//! ([`Action::TaskGone`]). The function is answered when the last task is gone, so that no data are posted for a
+//! task that its initiator takes for over. What was posted before, with the answer, on another channel may
+//! arrive after that.
 
 use std::sync::Arc;
 

@@ -39,6 +39,8 @@ pub struct PeerIds {
     broken: u8,
     /// The largest identification seen while learning.
     largest: u16,
+    /// How often it was 0 while learning.
+    zeroes: u16,
     /// Whether all identifications seen while learning stepped by little.
     steps: bool,
     last: u16,
@@ -59,6 +61,7 @@ impl PeerIds {
             seen: 0,
             broken: 0,
             largest: 0,
+            zeroes: 0,
             steps: true,
             last: 0,
         }
@@ -104,12 +107,14 @@ impl PeerIds {
         let is_step = ahead <= COUNT_WINDOW || ahead >= COUNT_WINDOW.wrapping_neg();
         self.steps &= self.seen == 0 || is_step;
         self.largest = self.largest.max(id);
+        self.zeroes += u16::from(id == 0);
         self.seen += 1;
         if self.seen < LEARN {
             return;
         }
         self.pattern = match self.largest {
-            small if small < SEGMENTS => IdPattern::Segments,
+            // Each segmented send begins at 0. A counter may be as small by chance, and passes 0 once.
+            small if small < SEGMENTS && self.zeroes > 1 => IdPattern::Segments,
             _ if self.steps => IdPattern::Counting,
             _ => IdPattern::Arbitrary,
         };
@@ -193,6 +198,12 @@ mod tests {
             (IdPattern::Segments, 20)
         );
         assert!(segments.admit(0) && segments.admit(127) && !segments.admit(128));
+        // A counter that was small while it was learned goes on.
+        for first in [0, 1, 64] {
+            let mut small = learn(&|i| first + i);
+            assert_eq!(small.pattern(), IdPattern::Counting);
+            assert!((first + 64..400).all(|id| small.admit(id)));
+        }
         let mut counting = learn(&|i| 0xffe0_u16.wrapping_add(3 * i));
         assert_eq!(
             (counting.pattern(), counting.likely()),

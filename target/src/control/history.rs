@@ -66,7 +66,6 @@ impl Entry {
 /// What the file holds.
 #[derive(Debug, Serialize, Deserialize)]
 struct Kept {
-    version: u32,
     /// The newest first.
     configurations: Vec<Entry>,
     /// What the configuration file said when it was read last.
@@ -106,7 +105,7 @@ impl History {
         let named =
             |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
         match StateDir::take(path) {
-            Ok(dir) => Self::load(dir).map_err(named),
+            Ok(dir) => Self::load(dir),
             Err(error) if is_default => {
                 tracing::warn!(directory = %path.display(), %error, "applied configurations, reservations and failed flushes are not kept");
                 Ok(Self::default())
@@ -116,18 +115,9 @@ impl History {
     }
 
     fn load(dir: StateDir) -> io::Result<Self> {
-        let (entries, file) = match dir.read(FILE)? {
-            None => (Vec::new(), None),
-            Some(bytes) => {
-                let kept: Kept = serde_json::from_slice(&bytes)
-                    .map_err(|e| io::Error::other(format!("{FILE}: {e}")))?;
-                if kept.version != VERSION {
-                    let text = format!("{FILE}: version {} is not known", kept.version);
-                    return Err(io::Error::other(text));
-                }
-                (kept.configurations, kept.file)
-            }
-        };
+        let kept: Option<Kept> = dir.load(FILE, VERSION)?;
+        let (entries, file) =
+            kept.map_or_else(Default::default, |kept| (kept.configurations, kept.file));
         let dir = Some(Arc::new(dir));
         Ok(Self { entries, file, dir })
     }
@@ -190,13 +180,11 @@ impl History {
 
     fn keep(&mut self, entries: Vec<Entry>, file: Option<String>) -> io::Result<()> {
         let kept = Kept {
-            version: VERSION,
             configurations: entries,
             file,
         };
         if let Some(dir) = &self.dir {
-            let bytes = serde_json::to_vec_pretty(&kept)?;
-            dir.replace(FILE, &bytes)?;
+            dir.save(FILE, VERSION, &kept)?;
         }
         (self.entries, self.file) = (kept.configurations, kept.file);
         Ok(())

@@ -103,15 +103,14 @@ impl StateDir {
     /// What a file holds in this version of its form; `None` where there is none.
     ///
     /// # Errors
-    /// Those of the file system; with the file's path, if it is damaged or of another version.
+    /// Those of the file system; or it is damaged, or of another version. All name the file.
     pub fn load<T: DeserializeOwned>(&self, name: &str, version: u32) -> io::Result<Option<T>> {
-        let Some(bytes) = self.read(name)? else {
+        let path = self.path.join(name);
+        let named = |e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
+        let Some(bytes) = self.read(name).map_err(named)? else {
             return Ok(None);
         };
-        let error = |why: String| {
-            let path = self.path.join(name);
-            io::Error::other(format!("{}: {why}", path.display()))
-        };
+        let error = |why: String| io::Error::other(format!("{}: {why}", path.display()));
         let found: Version = serde_json::from_slice(&bytes).map_err(|e| error(e.to_string()))?;
         if found.version != version {
             return Err(error(format!("version {} is not known", found.version)));

@@ -3,7 +3,7 @@
 use riser_scsi::config::{BlockSize, Config, Identity, Limits, Provisioning};
 use riser_scsi::vpd::Naa;
 
-/// A unit of so many blocks of 512 bytes, with a write cache.
+/// A unit of `blocks` blocks of 512 bytes, with a write cache.
 pub(crate) fn unit_config(blocks: u64) -> Config {
     Config {
         blocks,
@@ -26,7 +26,7 @@ pub(crate) fn unit_config(blocks: u64) -> Config {
     }
 }
 
-/// As [`unit_config`], with so many bytes of a command's data in memory at a time.
+/// As [`unit_config`], with at most `window` bytes of a command's data in memory.
 pub(crate) fn windowed_unit_config(blocks: u64, window: u32) -> Config {
     let mut config = unit_config(blocks);
     config.limits.window = window;

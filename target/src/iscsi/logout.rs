@@ -170,7 +170,7 @@ impl<D: Datamover> Channel<D> {
         }
     }
 
-    /// Ends everything at once: nothing takes memory from the pool before devices and sockets have let go of
+    /// Ends everything at once. No memory may be taken from the pool until devices and sockets have released
     /// what they still use.
     pub fn abandon(&mut self, pool: &mut Pool) {
         self.phase = Phase::Closed;

@@ -450,18 +450,18 @@ impl Driver {
     /// Starts a request on its medium.
     fn begin(&mut self, ring: &mut Ring, index: usize) {
         let request = &self.requests[index];
+        let (op, done) = (request.op, request.done);
         let store = self.stores[request.store.0].store.clone();
         let result = match &store.medium {
             Medium::File { .. } => return self.issue(ring, index),
             Medium::Ram(ram) => {
-                let (offset, len) = plan::range(&request.op);
-                match request.op {
-                    BlockOp::Read { .. } => ram.read(offset, &self.cut_all(index)),
-                    BlockOp::Write { .. } => ram.write(offset, &self.cut_all(index)),
+                let (offset, len) = plan::range(&op);
+                match op {
+                    BlockOp::Read { .. } => ram.read(offset, self.cut_all(index)),
+                    BlockOp::Write { .. } => ram.write(offset, self.cut_all(index)),
                     BlockOp::Discard { .. } | BlockOp::WriteZeroes { .. } => {
-                        let done = request.done;
                         let piece = (len - done).min(RAM_PIECE);
-                        match request.op {
+                        match op {
                             BlockOp::WriteZeroes { unmap: false, .. } => {
                                 ram.zero(offset + done, piece);
                             }
@@ -475,7 +475,7 @@ impl Driver {
                     | BlockOp::Status { .. }
                     | BlockOp::ChangeReservations(_) => {}
                 }
-                match request.op {
+                match op {
                     BlockOp::Status { .. } => {
                         let (allocation, len) = ram.status(offset, len);
                         StepResult::Status { allocation, len }
@@ -483,7 +483,7 @@ impl Driver {
                     _ => StepResult::Done,
                 }
             }
-            Medium::Null => match request.op {
+            Medium::Null => match op {
                 // Old bytes of the buffer may be another initiator's.
                 BlockOp::Read { .. } => {
                     for piece in self.cut_all(index) {
@@ -499,7 +499,7 @@ impl Driver {
             },
         };
         let writes = matches!(
-            self.requests[index].op,
+            op,
             BlockOp::Write { .. } | BlockOp::Discard { .. } | BlockOp::WriteZeroes { .. }
         );
         debug_assert!(
@@ -554,18 +554,17 @@ impl Driver {
     }
 
     /// The part of the buffer that a read or write moves.
-    fn cut_all(&self, index: usize) -> Vec<MemSlice> {
-        let request = &self.requests[index];
+    fn cut_all(&mut self, index: usize) -> &[MemSlice] {
+        let request = &mut self.requests[index];
         let (start, len) = buffer_range(&request.op);
         let bounds = Bounds {
             pieces: usize::MAX,
             bytes: len,
         };
-        let mut out = Vec::new();
         if len > 0 {
-            plan::cut_window(&request.data, start, len, None, bounds, &mut out);
+            plan::cut_window(&request.data, start, len, None, bounds, &mut request.window);
         }
-        out
+        &request.window
     }
 
     /// Puts the next ring operation of a request into the ring, or the request aside.

@@ -257,6 +257,8 @@ pub struct Channel<D> {
     pub(super) new_params: Option<ConnectionParams>,
     pub(super) tasks: Vec<Task>,
     pub(super) idle: Vec<TaskIdx>,
+    /// Memory for data that come with a command, while none has it; FirstBurstLength at most.
+    pub(super) staging: Vec<u8>,
     /// The request that is being carried out has taken a place of the command window, and no context.
     pub(super) has_place: bool,
     /// Tasks that take a place of the command window.
@@ -346,6 +348,7 @@ impl<D: Datamover> Channel<D> {
             new_params: None,
             tasks: Vec::new(),
             idle: Vec::new(),
+            staging: Vec::new(),
             has_place: false,
             counted: 0,
             lingering: 0,
@@ -396,11 +399,11 @@ impl<D: Datamover> Channel<D> {
         !self.tasks.is_empty()
     }
 
-    /// What its contexts occupy, in bytes.
+    /// What its contexts occupy, in bytes, and what is kept for data that come with a command.
     #[must_use]
     pub fn memory(&self) -> usize {
         if self.takes_commands() {
-            self.config.memory()
+            self.config.memory() + self.staging.capacity()
         } else {
             0
         }

@@ -56,6 +56,7 @@ impl<D: Datamover> Channel<D> {
         let addressed = self.accounts.addressed(&session.luns, command.lun, worker);
         let first_burst = session.params.first_burst.min(command.expected_length);
         let bidirectional = command.reads && command.writes;
+        let staged = self.stage(frame.data);
         let task = &mut self.tasks[usize::from(idx.0)];
         task.lun = command.lun;
         task.exec.attribute = match command.attribute {
@@ -84,7 +85,7 @@ impl<D: Datamover> Channel<D> {
             // Where the immediate data are all that may come unsolicited, nothing follows whatever
             // the F bit says.
             open: command.writes && !command.is_final && (frame.data.len() as u32) < first_burst,
-            staged: frame.data.to_vec(),
+            staged,
             ..Incoming::default()
         };
         self.window()
@@ -205,8 +206,10 @@ impl<D: Datamover> Channel<D> {
         }
         staged.drain(..useful);
         if staged.is_empty() {
-            *staged = Vec::new();
+            let emptied = std::mem::take(staged);
+            self.keep_staging(emptied);
         }
+        let task = &mut self.tasks[usize::from(idx.0)];
         task.incoming.from = from;
         task.incoming.wanted = Some(from + len);
         task.state = TaskState::Receive;
@@ -215,6 +218,27 @@ impl<D: Datamover> Channel<D> {
             return self.abort(cx.pool, idx, None);
         }
         self.check_received(cx, idx);
+    }
+
+    /// A copy of data that come with a command.
+    fn stage(&mut self, data: &[u8]) -> Vec<u8> {
+        if data.is_empty() {
+            return Vec::new();
+        }
+        let mut staged = std::mem::take(&mut self.staging);
+        staged.reserve_exact(data.len());
+        staged.extend_from_slice(data);
+        staged
+    }
+
+    /// Keeps the memory of data that were taken, for the next command's: most commands start at once, so
+    /// one such piece of memory is all that they need. What a burst cannot fill is given back.
+    fn keep_staging(&mut self, mut list: Vec<u8>) {
+        let first_burst = self.session.as_ref().map_or(0, |s| s.params.first_burst);
+        list.clear();
+        if list.capacity() > self.staging.capacity() && list.capacity() <= first_burst as usize {
+            self.staging = list;
+        }
     }
 
     /// Sends a piece of the data that others follow.
@@ -490,10 +514,11 @@ impl<D: Datamover> Channel<D> {
             self.note_left(idx);
             self.leave_task_set(idx);
             let task = &mut self.tasks[usize::from(idx.0)];
-            task.incoming.staged = Vec::new();
+            let unwanted = std::mem::take(&mut task.incoming.staged);
             task.response = Some(response);
             task.state = TaskState::AwaitUnsolicited;
             task.wait = self.pace.begin(cx.now);
+            self.keep_staging(unwanted);
             return self.watch_data(cx.now);
         }
         let len = task.exec.gather(cx.pool, owner, &response, cx.now);

@@ -519,16 +519,13 @@ impl Tcp {
         self.is_sending
     }
 
-    /// The batch was sent, or never will be; the tasks that end with it.
-    pub(super) fn on_sent(&mut self) -> Vec<TaskIdx> {
+    /// The batch was sent, or never will be. Swaps two empty lists for those of the tasks that end with
+    /// it, and of those whose answers went with it and which are kept.
+    fn on_sent(&mut self, ends: &mut Vec<TaskIdx>, answered: &mut Vec<TaskIdx>) {
         self.is_sending = false;
         self.in_batch.clear();
-        std::mem::take(&mut self.ends)
-    }
-
-    /// Tasks whose answers went with the batch that was sent, and which are kept.
-    pub(super) fn take_answered(&mut self) -> Vec<TaskIdx> {
-        std::mem::take(&mut self.answered)
+        std::mem::swap(&mut self.ends, ends);
+        std::mem::swap(&mut self.answered, answered);
     }
 }
 
@@ -786,6 +783,8 @@ fn is_r2t_of(pdu: &FromTarget, open: &Open) -> bool {
 pub struct TcpChannel {
     channel: Channel<Tcp>,
     framer: Framer,
+    /// Empty lists with their memory, for tasks whose batch was sent.
+    spare: (Vec<TaskIdx>, Vec<TaskIdx>),
 }
 
 impl TcpChannel {
@@ -795,6 +794,7 @@ impl TcpChannel {
         Self {
             channel: Channel::new(config, Tcp::new(), now),
             framer: Framer::new(LOGIN_SEGMENT),
+            spare: Default::default(),
         }
     }
 
@@ -866,13 +866,15 @@ impl TcpChannel {
         if ok && self.channel.mover().is_sending_data() {
             self.channel.last_taken = cx.now;
         }
-        let ended = self.channel.mover_mut().on_sent();
-        for task in self.channel.mover_mut().take_answered() {
+        let (mut ended, mut answered) = std::mem::take(&mut self.spare);
+        self.channel.mover_mut().on_sent(&mut ended, &mut answered);
+        for task in answered.drain(..) {
             self.channel.note_answered(cx, task);
         }
-        for task in ended {
+        for task in ended.drain(..) {
             self.channel.handle_done(cx, task);
         }
+        self.spare = (ended, answered);
         self.channel.handle_flushed(cx, ok);
     }
 

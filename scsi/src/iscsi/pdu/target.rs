@@ -74,11 +74,12 @@ impl ScsiResponse {
     /// Sense data with the length before them (RFC 7143 11.4.7.2).
     #[must_use]
     pub fn sense_segment(sense: &[u8]) -> Vec<u8> {
-        let mut out = Vec::with_capacity(2 + sense.len());
-        if !sense.is_empty() {
-            out.extend((sense.len() as u16).to_be_bytes());
-            out.extend(sense);
+        if sense.is_empty() {
+            return Vec::new();
         }
+        let mut out = Vec::with_capacity(2 + sense.len());
+        out.extend((sense.len() as u16).to_be_bytes());
+        out.extend(sense);
         out
     }
 

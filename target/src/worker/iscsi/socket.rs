@@ -129,8 +129,8 @@ impl Connection {
         self.receive.len() + self.heads.len()
     }
 
-    /// What is left of the batch after `sent` bytes.
-    fn rest(&self, mut sent: usize) -> Vec<MemSlice> {
+    /// What is left of the batch after `sent` bytes, appended to a list.
+    fn put_rest(&self, mut sent: usize, rest: &mut Vec<MemSlice>) {
         let slices = self.batch.chunks.iter().map(|chunk| match chunk {
             Chunk::Head(range) => self
                 .heads
@@ -138,13 +138,11 @@ impl Connection {
                 .expect("the heads were copied there"),
             Chunk::Data(slice) => slice.clone(),
         });
-        let mut rest = Vec::with_capacity(self.batch.chunks.len());
         for slice in slices {
             let skipped = sent.min(slice.len());
             sent -= skipped;
             rest.extend(slice.slice(skipped..slice.len()).filter(|s| !s.is_empty()));
         }
-        rest
     }
 }
 
@@ -407,10 +405,13 @@ impl Worker {
         if connection.is_shut {
             return self.on_send_failed(key);
         }
-        let rest = connection.rest(sending.sent);
+        let rest = &mut self.slices;
+        rest.clear();
+        connection.put_rest(sending.sent, rest);
         let submitted = self
             .ring
-            .submit_send(&connection.handle, &rest, token(Op::Send, key));
+            .submit_send(&connection.handle, rest, token(Op::Send, key));
+        rest.clear();
         connection.sending = Some(Sending {
             is_submitted: submitted.is_ok(),
             ..sending

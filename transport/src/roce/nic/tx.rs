@@ -146,14 +146,26 @@ impl Nic {
         let Machine::Rc(rc) = &qp.machine else {
             return;
         };
-        // A deadline that moved away keeps its early entry, which then does nothing but arm anew:
-        // one entry for each queue pair, whatever the number of packets.
+        // A deadline that moved away keeps its early entry, which then does nothing but arm again. One
+        // that came nearer leaves the later entry behind.
         if let Some(at) = rc.poll_timeout()
             && qp.armed.is_none_or(|armed| at < armed)
         {
             qp.armed = Some(at);
-            self.timers.push(Reverse((at, id)));
+            self.push_timer(at, id);
         }
+    }
+
+    /// Adds a timer. Entries that were left behind go before the heap grows, so its size follows from
+    /// the number of queue pairs and not from that of packets.
+    fn push_timer(&mut self, at: Instant, id: QpId) {
+        if self.timers.len() == self.timers.capacity() {
+            let qps = &self.qps;
+            self.timers
+                .retain(|Reverse((at, id))| qps.get(*id).is_ok_and(|qp| qp.armed == Some(*at)));
+            self.timers.reserve(self.timers.len().max(8));
+        }
+        self.timers.push(Reverse((at, id)));
     }
 
     /// Fires the timers that are due. Answers how many.

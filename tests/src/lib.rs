@@ -1,7 +1,7 @@
 //! Tests that need more than one crate; they are in `tests/tests/`.
 //!
 //! - `golden_*`: bytes from specifications and captures of other implementations.
-//! - `fuzz_*`: fuzz targets, replayed by plain `cargo test`.
+//! - `fuzz_*`: fuzz targets, which plain `cargo test` runs on their seeds and on random inputs.
 //!
 //! `tests/vm/` holds the cases in which a stock Linux kernel is the peer; `cargo xtask interop` runs
 //! them.

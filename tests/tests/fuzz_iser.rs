@@ -1,43 +1,61 @@
 //! Fuzz targets for what iSER reads: headers, messages, private data.
 
+mod seeds;
+
 use riser_scsi::iscsi::frame::Frame;
 use riser_scsi::iscsi::pdu::{FromInitiator, FromTarget};
 use riser_scsi::iser::{CmHeader, Header, Message, put_control};
 
 /// A message that is legal is as long as it says, and is the same when it is written again.
+fn check_message(bytes: &[u8]) {
+    let mut message = bytes.to_vec();
+    for first in [None, Some(0x10), Some(0x1c), Some(0x20), Some(0x30)] {
+        if let (Some(first), Some(byte)) = (first, message.first_mut()) {
+            *byte = first;
+        }
+        match Message::parse(&message) {
+            Ok(Message::Control { buffers, frame }) => {
+                let whole = 76 + frame.ahs.len() + frame.data.len();
+                assert!((whole..whole + 4).contains(&message.len()));
+                let mut out = Vec::new();
+                put_control(buffers, *frame.bhs, frame.ahs, frame.data, &mut out);
+                // Data that were announced and left in the advertised buffer are announced no more.
+                let mut bhs = *frame.bhs;
+                if frame.data.is_empty() {
+                    bhs[5..8].fill(0);
+                }
+                let frame = Frame { bhs: &bhs, ..frame };
+                assert_eq!(
+                    Message::parse(&out),
+                    Ok(Message::Control { buffers, frame })
+                );
+                parse_pdu(&frame);
+            }
+            Ok(Message::Hello(hello)) => {
+                let header = Header::Hello(hello).bytes();
+                assert_eq!(Message::parse(&header), Ok(Message::Hello(hello)));
+                assert!(hello.answer(16).ord <= 16);
+            }
+            Ok(Message::HelloReply(reply)) => {
+                let header = Header::HelloReply(reply).bytes();
+                assert_eq!(Message::parse(&header), Ok(Message::HelloReply(reply)));
+            }
+            Err(_) => {}
+        }
+    }
+}
+
 #[test]
 fn message() {
-    bolero::check!().for_each(|bytes: &[u8]| {
-        let mut message = bytes.to_vec();
-        for first in [None, Some(0x10), Some(0x1c), Some(0x20), Some(0x30)] {
-            if let (Some(first), Some(byte)) = (first, message.first_mut()) {
-                *byte = first;
-            }
-            match Message::parse(&message) {
-                Ok(Message::Control { buffers, frame }) => {
-                    let whole = 76 + frame.ahs.len() + frame.data.len();
-                    assert!((whole..whole + 4).contains(&message.len()));
-                    let mut out = Vec::new();
-                    put_control(buffers, *frame.bhs, frame.ahs, frame.data, &mut out);
-                    assert_eq!(
-                        Message::parse(&out),
-                        Ok(Message::Control { buffers, frame })
-                    );
-                    parse_pdu(&frame);
-                }
-                Ok(Message::Hello(hello)) => {
-                    let header = Header::Hello(hello).bytes();
-                    assert_eq!(Message::parse(&header), Ok(Message::Hello(hello)));
-                    assert!(hello.answer(16).ord <= 16);
-                }
-                Ok(Message::HelloReply(reply)) => {
-                    let header = Header::HelloReply(reply).bytes();
-                    assert_eq!(Message::parse(&header), Ok(Message::HelloReply(reply)));
-                }
-                Err(_) => {}
-            }
-        }
-    });
+    bolero::check!().for_each(check_message);
+}
+
+#[test]
+fn changed_message() {
+    let seeds = seeds::load("message");
+    bolero::check!()
+        .with_type::<seeds::Changes>()
+        .for_each(|changes| check_message(&seeds::change(&seeds, changes)));
 }
 
 fn parse_pdu(frame: &Frame<'_>) {
@@ -46,11 +64,21 @@ fn parse_pdu(frame: &Frame<'_>) {
 }
 
 /// The header in the private data of a connection request or answer.
+fn check_private_data(bytes: &[u8]) {
+    let header = CmHeader::parse(bytes);
+    assert_eq!(CmHeader::parse(&header.bytes()), header);
+    assert_eq!(header.and(CmHeader::default()), CmHeader::default());
+}
+
 #[test]
 fn private_data() {
-    bolero::check!().for_each(|bytes: &[u8]| {
-        let header = CmHeader::parse(bytes);
-        assert_eq!(CmHeader::parse(&header.bytes()), header);
-        assert_eq!(header.and(CmHeader::default()), CmHeader::default());
-    });
+    bolero::check!().for_each(check_private_data);
+}
+
+#[test]
+fn changed_private_data() {
+    let seeds = seeds::load("private_data");
+    bolero::check!()
+        .with_type::<seeds::Changes>()
+        .for_each(|changes| check_private_data(&seeds::change(&seeds, changes)));
 }

@@ -1,4 +1,4 @@
-//! Fuzz target: a live logical unit, driven by arbitrary CDBs.
+//! Fuzz targets: a live logical unit, driven by arbitrary CDBs, and by those of commands that it knows.
 
 use std::io;
 use std::sync::Arc;
@@ -74,46 +74,174 @@ fn logical_unit() -> LogicalUnit {
     lu
 }
 
+/// Which of two initiators sends a command, its CDB, and how much it wants to send and receive.
+type Command = (bool, Vec<u8>, u16, u16);
+
 /// Every command ends in an answer after a bounded number of steps, each within the medium and the
 /// buffer that the command asked for, whatever its bytes.
 #[test]
 fn cdb() {
-    type Input = (Vec<(bool, Vec<u8>, u16, u16)>, Vec<u8>);
     bolero::check!()
-        .with_type::<Input>()
-        .for_each(|(commands, fill)| {
-            let lu = logical_unit();
-            for (second, cdb, data_out, data_in) in commands {
-                let expected = Expected {
-                    data_out: u32::from(*data_out),
-                    data_in: u32::from(*data_in),
-                };
-                let (mut command, mut step) = lu.start(&Request {
-                    nexus: NexusId(1 + u64::from(*second)),
-                    cdb,
-                    expected,
-                    attribute: TaskAttribute::Simple,
-                    luns: &[LunId::ZERO],
-                    read_only: false,
-                });
-                let mut buffer = vec![0; command.buffer_len() as usize];
-                for (i, byte) in buffer.iter_mut().enumerate() {
-                    *byte = fill.get(i % fill.len().max(1)).copied().unwrap_or(0);
-                }
-                let mut steps = 0;
-                while !matches!(step, Step::Respond(_)) {
-                    let result = carry_out(&step, &lu, buffer.len(), expected);
-                    step = command.advance(&lu, result, &mut buffer);
-                    steps += 1;
-                    assert!(steps < MANY, "no answer to {cdb:02x?}");
-                }
-                let Step::Respond(response) = step else {
-                    unreachable!("the loop ended")
-                };
-                let end = response.data_in.from() + response.data_in.len();
-                assert!(end <= expected.data_in, "{cdb:02x?}");
+        .with_type::<(Vec<Command>, Vec<u8>)>()
+        .for_each(|(commands, fill)| carry_out_all(commands, fill));
+}
+
+/// Operation codes, and the service actions of those that have some: READ, WRITE, VERIFY, COMPARE AND
+/// WRITE, WRITE SAME, UNMAP, reservations, MODE SENSE and SELECT, and what tells of the unit.
+const COMMANDS: [(u8, &[u8]); 38] = [
+    (0x00, &[]),
+    (0x03, &[]),
+    (0x08, &[]),
+    (0x0a, &[]),
+    (0x12, &[]),
+    (0x15, &[]),
+    (0x16, &[]),
+    (0x17, &[]),
+    (0x1a, &[]),
+    (0x1b, &[]),
+    (0x25, &[]),
+    (0x28, &[]),
+    (0x2a, &[]),
+    (0x2e, &[]),
+    (0x2f, &[]),
+    (0x34, &[]),
+    (0x35, &[]),
+    (0x41, &[]),
+    (0x42, &[]),
+    (0x55, &[]),
+    (0x5a, &[]),
+    (0x5e, &[0, 1, 2, 3]),
+    (0x5f, &[0, 1, 2, 3, 4, 5, 6, 7]),
+    (0x88, &[]),
+    (0x89, &[]),
+    (0x8a, &[]),
+    (0x8b, &[]),
+    (0x8e, &[]),
+    (0x8f, &[]),
+    (0x90, &[]),
+    (0x91, &[]),
+    (0x93, &[]),
+    (0x9e, &[0x10, 0x12]),
+    (0xa0, &[]),
+    (0xa3, &[0x0a, 0x0c, 0x0d]),
+    (0xa8, &[]),
+    (0xaa, &[]),
+    (0xaf, &[]),
+];
+
+/// A CDB of a command that exists, in its length. `near` keeps addresses and lengths small, so that most
+/// are on the medium.
+fn known_cdb(which: u8, action: u8, fields: [u8; 15], near: bool) -> Vec<u8> {
+    let (opcode, actions) = COMMANDS[usize::from(which) % COMMANDS.len()];
+    let len = match opcode >> 5 {
+        0 => 6,
+        1 | 2 => 10,
+        4 => 16,
+        _ => 12,
+    };
+    let mut cdb = vec![opcode];
+    cdb.extend_from_slice(&fields[..len - 1]);
+    if near {
+        // Flags seldom, addresses below 4096, lengths of one byte.
+        let last = len - 1;
+        cdb[1] &= 0x01;
+        cdb[last] = 0;
+        match len {
+            10 => (cdb[2], cdb[3], cdb[4], cdb[6], cdb[7]) = (0, 0, fields[3] & 0x0f, 0, 0),
+            12 => {
+                (cdb[2], cdb[3], cdb[4]) = (0, 0, fields[3] & 0x0f);
+                cdb[6..9].fill(0);
             }
+            16 => {
+                cdb[2..8].fill(0);
+                cdb[8] = fields[7] & 0x0f;
+                cdb[10..13].fill(0);
+            }
+            _ => {}
+        }
+    }
+    if !actions.is_empty() {
+        cdb[1] = cdb[1] & 0xe0 | actions[usize::from(action) % actions.len()];
+    }
+    cdb
+}
+
+/// Commands that the unit knows, with parameters that it mostly takes: these get further than most bytes.
+#[test]
+fn known_commands() {
+    type Known = (bool, u8, u8, [u8; 15], bool, u16, u16);
+    bolero::check!()
+        .with_type::<(Vec<Known>, Vec<u8>)>()
+        .for_each(|(known, fill)| {
+            let commands: Vec<Command> = known
+                .iter()
+                .map(|&(second, which, action, fields, near, out, into)| {
+                    (second, known_cdb(which, action, fields, near), out, into)
+                })
+                .collect();
+            carry_out_all(&commands, fill);
         });
+}
+
+/// Each of those commands has a form that the unit carries out, or refuses for its parameters alone.
+#[test]
+fn known_commands_are_known() {
+    let lu = logical_unit();
+    for which in 0..COMMANDS.len() as u8 {
+        let actions = COMMANDS[usize::from(which)].1.len().max(1) as u8;
+        for action in 0..actions {
+            let cdb = known_cdb(which, action, [0; 15], true);
+            for nexus in [1, 1] {
+                let (_, step) = lu.start(&request(&cdb, NexusId(nexus), 512, 512));
+                let Step::Respond(response) = step else {
+                    continue;
+                };
+                // INVALID COMMAND OPERATION CODE
+                let sense = &response.sense;
+                assert!(sense.get(12) != Some(&0x20), "{cdb:02x?}: {sense:02x?}");
+            }
+        }
+    }
+}
+
+fn request(cdb: &[u8], nexus: NexusId, data_out: u32, data_in: u32) -> Request<'_> {
+    Request {
+        nexus,
+        cdb,
+        expected: Expected { data_out, data_in },
+        attribute: TaskAttribute::Simple,
+        luns: &[LunId::ZERO],
+        read_only: false,
+    }
+}
+
+fn carry_out_all(commands: &[Command], fill: &[u8]) {
+    let lu = logical_unit();
+    for (second, cdb, data_out, data_in) in commands {
+        let expected = Expected {
+            data_out: u32::from(*data_out),
+            data_in: u32::from(*data_in),
+        };
+        let nexus = NexusId(1 + u64::from(*second));
+        let (out, into) = (expected.data_out, expected.data_in);
+        let (mut command, mut step) = lu.start(&request(cdb, nexus, out, into));
+        let mut buffer = vec![0; command.buffer_len() as usize];
+        for (i, byte) in buffer.iter_mut().enumerate() {
+            *byte = fill.get(i % fill.len().max(1)).copied().unwrap_or(0);
+        }
+        let mut steps = 0;
+        while !matches!(step, Step::Respond(_)) {
+            let result = carry_out(&step, &lu, buffer.len(), expected);
+            step = command.advance(&lu, result, &mut buffer);
+            steps += 1;
+            assert!(steps < MANY, "no answer to {cdb:02x?}");
+        }
+        let Step::Respond(response) = step else {
+            unreachable!("the loop ended")
+        };
+        let end = response.data_in.from() + response.data_in.len();
+        assert!(end <= expected.data_in, "{cdb:02x?}");
+    }
 }
 
 /// Checks that a step stays within its bounds, and says that it is done.

@@ -1,24 +1,38 @@
 //! Fuzz targets for SRP's information units, in both directions.
 
-use riser_scsi::srp::{DataBuffer, FromInitiator, FromTarget, LoginReq};
+mod seeds;
+
+use riser_scsi::srp::{DataBuffer, FromInitiator, FromTarget, ImmediateDataOffset, LoginReq};
 
 /// What a target parses, written again, parses to the same.
-#[test]
-fn from_initiator() {
-    bolero::check!().for_each(|bytes: &[u8]| {
-        let mut iu = bytes.to_vec();
-        for opcode in [0x00, 0x01, 0x02, 0x03, 0x41, 0x42] {
-            if let Some(first) = iu.first_mut() {
-                *first = opcode;
-            }
-            if let Ok(parsed) = FromInitiator::parse(&iu, None) {
+fn check_from_initiator(bytes: &[u8]) {
+    let mut iu = bytes.to_vec();
+    for opcode in [0x00, 0x01, 0x02, 0x03, 0x41, 0x42] {
+        if let Some(first) = iu.first_mut() {
+            *first = opcode;
+        }
+        for immediate in [None, ImmediateDataOffset::new(68)] {
+            if let Ok(parsed) = FromInitiator::parse(&iu, immediate) {
                 let mut out = vec![0; iu.len().max(512)];
                 let len = parsed.emit(&mut out);
-                assert_eq!(FromInitiator::parse(&out[..len], None), Ok(parsed));
+                assert_eq!(FromInitiator::parse(&out[..len], immediate), Ok(parsed));
                 visit(&parsed);
             }
         }
-    });
+    }
+}
+
+#[test]
+fn from_initiator() {
+    bolero::check!().for_each(check_from_initiator);
+}
+
+#[test]
+fn changed_from_initiator() {
+    let seeds = seeds::load("from_initiator");
+    bolero::check!()
+        .with_type::<seeds::Changes>()
+        .for_each(|changes| check_from_initiator(&seeds::change(&seeds, changes)));
 }
 
 /// Walks whatever a command describes.
@@ -32,27 +46,47 @@ fn visit(iu: &FromInitiator<'_>) {
 }
 
 /// What an initiator parses, written again, parses to the same.
+fn check_from_target(bytes: &[u8]) {
+    let mut iu = bytes.to_vec();
+    for opcode in [0x80, 0x81, 0xc0, 0xc1, 0xc2] {
+        if let Some(first) = iu.first_mut() {
+            *first = opcode;
+        }
+        if let Ok(parsed) = FromTarget::parse(&iu) {
+            let mut out = vec![0; iu.len().max(512)];
+            let len = parsed.emit(&mut out);
+            assert_eq!(FromTarget::parse(&out[..len]), Ok(parsed));
+        }
+    }
+}
+
 #[test]
 fn from_target() {
-    bolero::check!().for_each(|bytes: &[u8]| {
-        let mut iu = bytes.to_vec();
-        for opcode in [0x80, 0x81, 0xc0, 0xc1, 0xc2] {
-            if let Some(first) = iu.first_mut() {
-                *first = opcode;
-            }
-            if let Ok(parsed) = FromTarget::parse(&iu) {
-                let mut out = vec![0; iu.len().max(512)];
-                let len = parsed.emit(&mut out);
-                assert_eq!(FromTarget::parse(&out[..len]), Ok(parsed));
-            }
-        }
-    });
+    bolero::check!().for_each(check_from_target);
+}
+
+#[test]
+fn changed_from_target() {
+    let seeds = seeds::load("from_target");
+    bolero::check!()
+        .with_type::<seeds::Changes>()
+        .for_each(|changes| check_from_target(&seeds::change(&seeds, changes)));
 }
 
 /// The login request that RDMA/CM private data carries.
+fn check_login_in_private_data(bytes: &[u8]) {
+    let _ = LoginReq::parse_rdma(bytes);
+}
+
 #[test]
 fn login_in_private_data() {
-    bolero::check!().for_each(|bytes: &[u8]| {
-        let _ = LoginReq::parse_rdma(bytes);
-    });
+    bolero::check!().for_each(check_login_in_private_data);
+}
+
+#[test]
+fn changed_login_in_private_data() {
+    let seeds = seeds::load("login_in_private_data");
+    bolero::check!()
+        .with_type::<seeds::Changes>()
+        .for_each(|changes| check_login_in_private_data(&seeds::change(&seeds, changes)));
 }

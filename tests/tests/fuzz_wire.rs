@@ -1,7 +1,10 @@
 //! Fuzz targets for everything that is decoded from a RoCEv2 packet.
 //!
-//! Each is an ordinary test that replays its corpus and tries random inputs;
+//! Each is an ordinary test that replays its corpus and tries random inputs; `changed_*` tries valid
+//! messages with a few changes, which get past the headers;
 //! `cargo bolero test -p riser-tests NAME` explores with coverage.
+
+mod seeds;
 
 use riser_transport::wire::cm_msg::CmMessage;
 use riser_transport::wire::cma::CmaHeader;
@@ -11,57 +14,87 @@ use riser_transport::wire::packet::{Packet, emit_headers};
 use riser_transport::wire::{Bth, Opcode};
 
 /// Whatever parses, written again, is the same packet.
+fn check_packet(datagram: &[u8]) {
+    let Ok(packet) = Packet::parse(datagram) else {
+        return;
+    };
+    let headers = emit_headers(&packet.bth, &packet.ext);
+    // What is reserved in a congestion notification is ignored, and written as zeroes.
+    let is_cnp = packet.bth.opcode() == Some(Opcode::Cnp);
+    let compared = if is_cnp { Bth::LEN } else { headers.len() };
+    assert_eq!(datagram[..compared], headers.as_slice()[..compared]);
+    let pad = packet.bth.pad();
+    assert_eq!(
+        headers.len() + packet.payload.len() + pad + ICRC_LEN,
+        datagram.len()
+    );
+}
+
 #[test]
 fn packet() {
-    bolero::check!().for_each(|datagram: &[u8]| {
-        let Ok(packet) = Packet::parse(datagram) else {
-            return;
-        };
-        let headers = emit_headers(&packet.bth, &packet.ext);
-        // What is reserved in a congestion notification is ignored, and written as zeroes.
-        let is_cnp = packet.bth.opcode() == Some(Opcode::Cnp);
-        let compared = if is_cnp { Bth::LEN } else { headers.len() };
-        assert_eq!(datagram[..compared], headers.as_slice()[..compared]);
-        let pad = packet.bth.pad();
-        assert_eq!(
-            headers.len() + packet.payload.len() + pad + ICRC_LEN,
-            datagram.len()
-        );
-    });
+    bolero::check!().for_each(check_packet);
+}
+
+#[test]
+fn changed_packet() {
+    let seeds = seeds::load("packet");
+    bolero::check!()
+        .with_type::<seeds::Changes>()
+        .for_each(|changes| check_packet(&seeds::change(&seeds, changes)));
 }
 
 /// A message that parses survives being written and parsed again.
+fn check_cm_message(bytes: &[u8]) {
+    let mut mad = [0; 256];
+    let len = bytes.len().min(mad.len());
+    mad[..len].copy_from_slice(&bytes[..len]);
+    // Most random bytes are of no class we know; these are made to be of the CM's.
+    mad[..4].copy_from_slice(&[1, 7, 2, 3]);
+    mad[16] = 0;
+    let _ = CmMessage::parse(bytes);
+    for attribute in 0x10..0x1c {
+        mad[17] = attribute;
+        if let Ok((transaction, message)) = CmMessage::parse(&mad) {
+            let again = message.emit(transaction);
+            let reparsed = CmMessage::parse(&again);
+            assert_eq!(reparsed, Ok((transaction, message)));
+        }
+    }
+}
+
 #[test]
 fn cm_message() {
-    bolero::check!().for_each(|bytes: &[u8]| {
-        let mut mad = [0; 256];
-        let len = bytes.len().min(mad.len());
-        mad[..len].copy_from_slice(&bytes[..len]);
-        // Most random bytes are of no class we know; these are made to be of the CM's.
-        mad[..4].copy_from_slice(&[1, 7, 2, 3]);
-        mad[16] = 0;
-        let _ = CmMessage::parse(bytes);
-        for attribute in 0x10..0x1c {
-            mad[17] = attribute;
-            if let Ok((transaction, message)) = CmMessage::parse(&mad) {
-                let again = message.emit(transaction);
-                let reparsed = CmMessage::parse(&again);
-                assert_eq!(reparsed, Ok((transaction, message)));
-            }
-        }
-    });
+    bolero::check!().for_each(check_cm_message);
+}
+
+#[test]
+fn changed_cm_message() {
+    let seeds = seeds::load("cm_message");
+    bolero::check!()
+        .with_type::<seeds::Changes>()
+        .for_each(|changes| check_cm_message(&seeds::change(&seeds, changes)));
 }
 
 /// The header of the RDMA CM, in front of a user's private data.
+fn check_cma_header(bytes: &[u8]) {
+    if let Ok((header, user)) = CmaHeader::parse(bytes) {
+        assert_eq!(user.len() + header.emit().len(), bytes.len());
+        let (again, _) = CmaHeader::parse(&header.emit()).expect("what we write parses");
+        assert_eq!(again, header);
+    }
+}
+
 #[test]
 fn cma_header() {
-    bolero::check!().for_each(|bytes: &[u8]| {
-        if let Ok((header, user)) = CmaHeader::parse(bytes) {
-            assert_eq!(user.len() + header.emit().len(), bytes.len());
-            let (again, _) = CmaHeader::parse(&header.emit()).expect("what we write parses");
-            assert_eq!(again, header);
-        }
-    });
+    bolero::check!().for_each(check_cma_header);
+}
+
+#[test]
+fn changed_cma_header() {
+    let seeds = seeds::load("cma_header");
+    bolero::check!()
+        .with_type::<seeds::Changes>()
+        .for_each(|changes| check_cma_header(&seeds::change(&seeds, changes)));
 }
 
 /// Device-management MADs, as a target gets them.

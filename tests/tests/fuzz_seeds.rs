@@ -1,0 +1,380 @@
+//! The seeds of the fuzz targets: messages of two Linux kernels from the captures of `tests/data`, and a
+//! few of ours where those have none. `RISER_WRITE_SEEDS=1` writes them.
+
+mod seeds;
+
+use std::collections::BTreeMap;
+
+use riser_scsi::iscsi::frame::{Digests, Framer};
+use riser_scsi::iscsi::pdu::{
+    DataOut, FromInitiator as FromIscsiInitiator, FromTarget as FromIscsiTarget, LogoutReason,
+    LogoutRequest, NopOut, TextRequest, TmfFunction, TmfRequest,
+};
+use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
+use riser_scsi::iser::{Buffers, CmHeader, Message, put_control};
+use riser_scsi::srp::{
+    BufferFormats, Cmd, CredReq, DataBuffer, FromInitiator, FromTarget, ImmediateDataOffset,
+    IndirectTable, InitiatorPortId, LoginRej, LoginRejReason, LoginReq, LoginReqFlags, MemDesc,
+    MultiChannelAction, Tag, TargetPortId, TaskAttr, TskMgmt, TskMgmtFunction,
+};
+use riser_transport::wire::cm_msg::CmMessage;
+use riser_transport::wire::cma::CmaHeader;
+use riser_transport::wire::packet::Packet;
+
+const CAPTURES: [(&str, &[u8]); 3] = [
+    ("srp", include_bytes!("../data/golden_srp.pcap")),
+    ("iser", include_bytes!("../data/golden_iser.pcap")),
+    ("rej", include_bytes!("../data/rej.pcap")),
+];
+
+/// Seeds by the names of their targets and their own.
+#[derive(Default)]
+struct Seeds(BTreeMap<&'static str, BTreeMap<String, Vec<u8>>>);
+
+impl Seeds {
+    /// Adds one, unless there is one of this kind that is as short.
+    fn add(&mut self, target: &'static str, kind: impl Into<String>, bytes: &[u8]) {
+        let of_target = self.0.entry(target).or_default();
+        let seed = of_target
+            .entry(format!("seed-{}", kind.into()))
+            .or_insert_with(|| bytes.to_vec());
+        if bytes.len() < seed.len() {
+            *seed = bytes.to_vec();
+        }
+    }
+}
+
+/// The RoCEv2 datagrams of a little-endian pcap file of Ethernet frames with IPv4.
+fn datagrams(capture: &[u8]) -> impl Iterator<Item = &[u8]> {
+    assert_eq!(capture[..4], [0xd4, 0xc3, 0xb2, 0xa1]);
+    let mut at = 24;
+    std::iter::from_fn(move || {
+        let header = capture.get(at..at + 16)?;
+        let len = u32::from_le_bytes(header[8..12].try_into().unwrap()) as usize;
+        let frame = &capture[at + 16..at + 16 + len];
+        at += 16 + len;
+        Some(frame)
+    })
+    .filter_map(|frame| {
+        let ip = frame.get(14..)?;
+        if frame[12..14] != [0x08, 0x00] || ip[9] != 17 {
+            return None;
+        }
+        let udp = &ip[usize::from(ip[0] & 0x0f) * 4..];
+        let len = usize::from(u16::from_be_bytes([udp[4], udp[5]]));
+        (udp[2..4] == 4791u16.to_be_bytes()).then(|| &udp[8..len])
+    })
+}
+
+fn of_captures() -> Seeds {
+    let mut seeds = Seeds::default();
+    for (name, capture) in CAPTURES {
+        // Messages of several packets, by whom they are for.
+        let mut partial = BTreeMap::<_, Vec<u8>>::new();
+        for datagram in datagrams(capture) {
+            let opcode = datagram[0];
+            seeds.add("packet", format!("{opcode:02x}"), datagram);
+            let packet = Packet::parse(datagram).unwrap();
+            match opcode {
+                // A datagram on queue pair 1.
+                0x64 => mad(&mut seeds, name, packet.payload),
+                0x00 => drop(partial.insert(datagram[5..8].to_vec(), packet.payload.to_vec())),
+                0x01 | 0x02 | 0x04 | 0x16 | 0x17 => {
+                    let mut message = match opcode {
+                        0x04 | 0x17 => Vec::new(),
+                        _ => partial.remove(&datagram[5..8]).unwrap(),
+                    };
+                    message.extend_from_slice(packet.payload);
+                    match name {
+                        _ if opcode == 0x01 => {
+                            partial.insert(datagram[5..8].to_vec(), message);
+                        }
+                        "srp" => srp(&mut seeds, &message),
+                        _ => iser(&mut seeds, &message),
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+    words(&mut seeds);
+    information_units(&mut seeds);
+    pdus(&mut seeds);
+    // Flags, GO for "disk", a read of 512 bytes.
+    let nbd = [
+        &b"\0\0\0\x03IHAVEOPT\0\0\0\x07\0\0\0\x0a\0\0\0\x04disk\0\0"[..],
+        b"\x25\x60\x95\x13\0\0\0\0COOKIE!!\0\0\0\0\0\0\x10\0\0\0\x02\0",
+    ];
+    seeds.add("nbd_stream", "read", &nbd.concat());
+    seeds
+}
+
+fn mad(seeds: &mut Seeds, name: &str, mad: &[u8]) {
+    // Base version, management class, class version: the connection manager's.
+    if mad[..3] != [1, 7, 2] {
+        return;
+    }
+    let attribute = u16::from_be_bytes([mad[16], mad[17]]);
+    seeds.add("cm_message", format!("{name}-{attribute:02x}"), mad);
+    if attribute == 0x10 {
+        let private = &mad[24 + 140..];
+        seeds.add("cma_header", name, private);
+        match name {
+            "srp" => seeds.add("login_in_private_data", name, &private[36..]),
+            "iser" => seeds.add("private_data", name, &private[36..40]),
+            _ => {}
+        }
+    }
+}
+
+fn srp(seeds: &mut Seeds, iu: &[u8]) {
+    let (target, kind) = match iu[0] {
+        // A command: its buffer formats as well.
+        0x02 => ("from_initiator", format!("02-{:02x}", iu[5])),
+        opcode @ (0x00..0x80) => ("from_initiator", format!("{opcode:02x}")),
+        // A response: what it says besides.
+        0xc1 => ("from_target", format!("c1-{:02x}", iu[18])),
+        opcode => ("from_target", format!("{opcode:02x}")),
+    };
+    seeds.add(target, kind, iu);
+}
+
+/// Bytes of iSER's header.
+const ISER_HEADER: usize = 28;
+
+fn iser(seeds: &mut Seeds, message: &[u8]) {
+    let kind = match message[0] >> 4 {
+        1 => format!("{:02x}-{:02x}", message[0], message[ISER_HEADER] & 0x3f),
+        _ => format!("{:02x}", message[0]),
+    };
+    seeds.add("message", kind.as_str(), message);
+    if message[0] >> 4 == 1 {
+        // The same PDU on TCP, after a byte that says: no digests, in pieces of 64 bytes.
+        let mut stream = vec![0xfc];
+        stream.extend_from_slice(&message[ISER_HEADER..]);
+        stream.resize(1 + (stream.len() - 1).next_multiple_of(4), 0);
+        let opcode = message[ISER_HEADER] & 0x3f;
+        seeds.add("stream", format!("{opcode:02x}"), &stream);
+        let pdu = &message[ISER_HEADER..];
+        let len = u32::from_be_bytes([0, pdu[5], pdu[6], pdu[7]]) as usize;
+        if matches!(opcode, 0x03 | 0x23) && len > 0 {
+            seeds.add("words", format!("login-{opcode:02x}"), &pdu[48..48 + len]);
+        }
+    }
+}
+
+/// Values that the captures do not have.
+fn words(seeds: &mut Seeds) {
+    for (kind, word) in [
+        ("hex", "0x00ff17"),
+        ("base64", "0bAP8X"),
+        ("iqn", "iqn.2026-01.com.example:disk"),
+        ("eui", "eui.0200c0ffee000001"),
+        ("address", "[2001:db8::1]:3260,1"),
+        (
+            "targets",
+            "TargetName=iqn.2026-01.com.example:a\0TargetAddress=192.0.2.1:3260,1\0",
+        ),
+    ] {
+        seeds.add("words", kind, word.as_bytes());
+    }
+}
+
+/// Information units that the captures do not have.
+fn information_units(seeds: &mut Seeds) {
+    let descs = [
+        MemDesc::new(0x1000, 0x11, 512),
+        MemDesc::new(0x8000, 0x22, 3584),
+    ];
+    let cmd = Cmd {
+        tag: Tag(7),
+        lun: [0; 8],
+        task_attr: TaskAttr::Simple,
+        notify_success: false,
+        notify_failure: false,
+        cdb: [0x28; 16],
+        additional_cdb: &[],
+        data_out: DataBuffer::None,
+        data_in: DataBuffer::Indirect(IndirectTable {
+            table: MemDesc::new(0x9000, 0x33, 32),
+            len: 4096,
+            inline: &descs,
+        }),
+    };
+    let login = LoginReq {
+        tag: Tag(1),
+        req_it_iu_len: 8260,
+        formats: BufferFormats::DIRECT | BufferFormats::INDIRECT,
+        multi_channel: MultiChannelAction::Single,
+        flags: LoginReqFlags::empty(),
+        immediate: None,
+        initiator_port: InitiatorPortId([1; 16]),
+        target_port: TargetPortId([2; 16]),
+    };
+    let abort = TskMgmt {
+        tag: Tag(9),
+        notify_success: false,
+        notify_failure: false,
+        lun: [0; 8],
+        function: TskMgmtFunction::AbortTask,
+        task_tag: Tag(7),
+    };
+    let mut out = [0; 512];
+    for (kind, iu) in [
+        ("ours-indirect", FromInitiator::Cmd(cmd)),
+        ("ours-login", FromInitiator::LoginReq(login)),
+        ("ours-abort", FromInitiator::TskMgmt(abort)),
+    ] {
+        let len = iu.emit(&mut out);
+        seeds.add("from_initiator", kind, &out[..len]);
+    }
+    let credit = CredReq {
+        solicited: false,
+        req_lim_delta: 3,
+        tag: Tag(2),
+    };
+    let rejected = LoginRej {
+        reason: LoginRejReason::UnableToAssociateChannel,
+        tag: Tag(1),
+        formats: BufferFormats::DIRECT,
+    };
+    for (kind, iu) in [
+        ("ours-credit", FromTarget::CredReq(credit)),
+        ("ours-rejected", FromTarget::LoginRej(rejected)),
+    ] {
+        let len = iu.emit(&mut out);
+        seeds.add("from_target", kind, &out[..len]);
+    }
+}
+
+/// PDUs that the capture does not have.
+fn pdus(seeds: &mut Seeds) {
+    let (lun, itt, ttt) = ([0; 8], Itt(7), Ttt::NONE);
+    let (cmd_sn, exp_stat_sn) = (CmdSn(5), StatSn(6));
+    let text = TextRequest {
+        immediate: false,
+        is_final: true,
+        continues: false,
+        lun,
+        itt,
+        ttt,
+        cmd_sn,
+        exp_stat_sn,
+    };
+    let out = DataOut {
+        is_final: true,
+        lun,
+        itt,
+        ttt,
+        exp_stat_sn,
+        data_sn: 0,
+        offset: 512,
+    };
+    let logout = LogoutRequest {
+        immediate: true,
+        reason: LogoutReason::CloseSession,
+        itt,
+        cid: Cid(0),
+        cmd_sn,
+        exp_stat_sn,
+    };
+    let abort = TmfRequest {
+        immediate: true,
+        function: TmfFunction::AbortTask,
+        lun,
+        itt,
+        referenced: Itt(4),
+        cmd_sn,
+        exp_stat_sn,
+        ref_cmd_sn: CmdSn(3),
+        exp_data_sn: 0,
+    };
+    let ping = NopOut {
+        immediate: true,
+        lun,
+        itt,
+        ttt,
+        cmd_sn,
+        exp_stat_sn,
+    };
+    for (pdu, data) in [
+        (FromIscsiInitiator::NopOut(ping), &b"ping"[..]),
+        (FromIscsiInitiator::TmfRequest(abort), b""),
+        (FromIscsiInitiator::TextRequest(text), b"SendTargets=All\0"),
+        (FromIscsiInitiator::DataOut(out), &[9; 16]),
+        (FromIscsiInitiator::LogoutRequest(logout), b""),
+    ] {
+        let mut message = Vec::new();
+        put_control(
+            Buffers::default(),
+            pdu.header(),
+            &pdu.ahs(),
+            data,
+            &mut message,
+        );
+        iser(seeds, &message);
+    }
+}
+
+/// What is checked in is what the captures give.
+#[test]
+fn seeds_are_those_of_the_captures() {
+    let made = of_captures().0;
+    for (target, of_target) in &made {
+        if std::env::var_os("RISER_WRITE_SEEDS").is_some() {
+            let dir = seeds::dir(target);
+            let _ = std::fs::remove_dir_all(&dir);
+            std::fs::create_dir_all(&dir).unwrap();
+            for (name, bytes) in of_target {
+                std::fs::write(dir.join(name), bytes).unwrap();
+            }
+        }
+        let found: BTreeMap<_, _> = seeds::load(target).into_iter().collect();
+        assert!(
+            found == *of_target,
+            "{target}: RISER_WRITE_SEEDS=1 writes the seeds"
+        );
+    }
+}
+
+/// Each seed gets past every header: its decoder takes it.
+#[test]
+fn decoders_take_the_seeds() {
+    type Takes = fn(&[u8]) -> bool;
+    let takes: [(&str, usize, Takes); 9] = [
+        ("packet", 15, |b| Packet::parse(b).is_ok()),
+        ("cm_message", 8, |b| CmMessage::parse(b).is_ok()),
+        ("cma_header", 2, |b| CmaHeader::parse(b).is_ok()),
+        ("from_initiator", 6, |b| {
+            let immediate = [None, ImmediateDataOffset::new(68)];
+            immediate
+                .iter()
+                .any(|i| FromInitiator::parse(b, *i).is_ok())
+        }),
+        ("from_target", 5, |b| FromTarget::parse(b).is_ok()),
+        ("login_in_private_data", 1, |b| {
+            LoginReq::parse_rdma(b).is_ok()
+        }),
+        ("message", 8, |b| Message::parse(b).is_ok()),
+        ("private_data", 1, |b| {
+            CmHeader::parse(b) != CmHeader::parse(&[])
+        }),
+        ("stream", 8, |b| {
+            let mut framer = Framer::new(8192);
+            framer.set(8192, Digests::default());
+            let (used, frame) = framer.next(&b[1..]).unwrap();
+            frame.is_some_and(|frame| {
+                used == b.len() - 1
+                    && (FromIscsiInitiator::parse(&frame).is_ok()
+                        || FromIscsiTarget::parse(&frame).is_ok())
+            })
+        }),
+    ];
+    for (target, least, takes) in takes {
+        let seeds = seeds::load(target);
+        for (name, bytes) in &seeds {
+            assert!(takes(bytes), "{target} does not take {name}");
+        }
+        assert!(seeds.len() >= least, "{target} has {} seeds", seeds.len());
+    }
+}

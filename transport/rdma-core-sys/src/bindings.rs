@@ -1,207 +1,42 @@
-#[repr(C)]
-#[derive(Copy, Clone)]
-pub union __atomic_wide_counter {
-    pub __value64: libc::c_ulonglong,
-    pub __value32: __atomic_wide_counter__bindgen_ty_1,
-}
-#[repr(C)]
-#[derive(Debug, Default, Copy, Clone)]
-pub struct __atomic_wide_counter__bindgen_ty_1 {
-    pub __low: libc::c_uint,
-    pub __high: libc::c_uint,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of __atomic_wide_counter__bindgen_ty_1"]
-        [::core::mem::size_of::<__atomic_wide_counter__bindgen_ty_1>() - 8usize];
-    ["Alignment of __atomic_wide_counter__bindgen_ty_1"]
-        [::core::mem::align_of::<__atomic_wide_counter__bindgen_ty_1>() - 4usize];
-    ["Offset of field: __atomic_wide_counter__bindgen_ty_1::__low"]
-        [::core::mem::offset_of!(__atomic_wide_counter__bindgen_ty_1, __low) - 0usize];
-    ["Offset of field: __atomic_wide_counter__bindgen_ty_1::__high"]
-        [::core::mem::offset_of!(__atomic_wide_counter__bindgen_ty_1, __high) - 4usize];
-};
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of __atomic_wide_counter"][::core::mem::size_of::<__atomic_wide_counter>() - 8usize];
-    ["Alignment of __atomic_wide_counter"]
-        [::core::mem::align_of::<__atomic_wide_counter>() - 8usize];
-    ["Offset of field: __atomic_wide_counter::__value64"]
-        [::core::mem::offset_of!(__atomic_wide_counter, __value64) - 0usize];
-    ["Offset of field: __atomic_wide_counter::__value32"]
-        [::core::mem::offset_of!(__atomic_wide_counter, __value32) - 0usize];
-};
-impl Default for __atomic_wide_counter {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct __pthread_internal_list {
-    pub __prev: *mut __pthread_internal_list,
-    pub __next: *mut __pthread_internal_list,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of __pthread_internal_list"]
-        [::core::mem::size_of::<__pthread_internal_list>() - 16usize];
-    ["Alignment of __pthread_internal_list"]
-        [::core::mem::align_of::<__pthread_internal_list>() - 8usize];
-    ["Offset of field: __pthread_internal_list::__prev"]
-        [::core::mem::offset_of!(__pthread_internal_list, __prev) - 0usize];
-    ["Offset of field: __pthread_internal_list::__next"]
-        [::core::mem::offset_of!(__pthread_internal_list, __next) - 8usize];
-};
-impl Default for __pthread_internal_list {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
-pub type __pthread_list_t = __pthread_internal_list;
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct __pthread_mutex_s {
-    pub __lock: libc::c_int,
-    pub __count: libc::c_uint,
-    pub __owner: libc::c_int,
-    pub __nusers: libc::c_uint,
-    pub __kind: libc::c_int,
-    pub __spins: libc::c_short,
-    pub __elision: libc::c_short,
-    pub __list: __pthread_list_t,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of __pthread_mutex_s"][::core::mem::size_of::<__pthread_mutex_s>() - 40usize];
-    ["Alignment of __pthread_mutex_s"][::core::mem::align_of::<__pthread_mutex_s>() - 8usize];
-    ["Offset of field: __pthread_mutex_s::__lock"]
-        [::core::mem::offset_of!(__pthread_mutex_s, __lock) - 0usize];
-    ["Offset of field: __pthread_mutex_s::__count"]
-        [::core::mem::offset_of!(__pthread_mutex_s, __count) - 4usize];
-    ["Offset of field: __pthread_mutex_s::__owner"]
-        [::core::mem::offset_of!(__pthread_mutex_s, __owner) - 8usize];
-    ["Offset of field: __pthread_mutex_s::__nusers"]
-        [::core::mem::offset_of!(__pthread_mutex_s, __nusers) - 12usize];
-    ["Offset of field: __pthread_mutex_s::__kind"]
-        [::core::mem::offset_of!(__pthread_mutex_s, __kind) - 16usize];
-    ["Offset of field: __pthread_mutex_s::__spins"]
-        [::core::mem::offset_of!(__pthread_mutex_s, __spins) - 20usize];
-    ["Offset of field: __pthread_mutex_s::__elision"]
-        [::core::mem::offset_of!(__pthread_mutex_s, __elision) - 22usize];
-    ["Offset of field: __pthread_mutex_s::__list"]
-        [::core::mem::offset_of!(__pthread_mutex_s, __list) - 24usize];
-};
-impl Default for __pthread_mutex_s {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
-#[repr(C)]
-#[derive(Copy, Clone)]
-pub struct __pthread_cond_s {
-    pub __wseq: __atomic_wide_counter,
-    pub __g1_start: __atomic_wide_counter,
-    pub __g_refs: [libc::c_uint; 2usize],
-    pub __g_size: [libc::c_uint; 2usize],
-    pub __g1_orig_size: libc::c_uint,
-    pub __wrefs: libc::c_uint,
-    pub __g_signals: [libc::c_uint; 2usize],
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of __pthread_cond_s"][::core::mem::size_of::<__pthread_cond_s>() - 48usize];
-    ["Alignment of __pthread_cond_s"][::core::mem::align_of::<__pthread_cond_s>() - 8usize];
-    ["Offset of field: __pthread_cond_s::__wseq"]
-        [::core::mem::offset_of!(__pthread_cond_s, __wseq) - 0usize];
-    ["Offset of field: __pthread_cond_s::__g1_start"]
-        [::core::mem::offset_of!(__pthread_cond_s, __g1_start) - 8usize];
-    ["Offset of field: __pthread_cond_s::__g_refs"]
-        [::core::mem::offset_of!(__pthread_cond_s, __g_refs) - 16usize];
-    ["Offset of field: __pthread_cond_s::__g_size"]
-        [::core::mem::offset_of!(__pthread_cond_s, __g_size) - 24usize];
-    ["Offset of field: __pthread_cond_s::__g1_orig_size"]
-        [::core::mem::offset_of!(__pthread_cond_s, __g1_orig_size) - 32usize];
-    ["Offset of field: __pthread_cond_s::__wrefs"]
-        [::core::mem::offset_of!(__pthread_cond_s, __wrefs) - 36usize];
-    ["Offset of field: __pthread_cond_s::__g_signals"]
-        [::core::mem::offset_of!(__pthread_cond_s, __g_signals) - 40usize];
-};
-impl Default for __pthread_cond_s {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
-#[repr(C)]
-#[derive(Copy, Clone)]
-pub union pthread_mutex_t {
-    pub __data: __pthread_mutex_s,
-    pub __size: [libc::c_char; 40usize],
-    pub __align: libc::c_long,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of pthread_mutex_t"][::core::mem::size_of::<pthread_mutex_t>() - 40usize];
-    ["Alignment of pthread_mutex_t"][::core::mem::align_of::<pthread_mutex_t>() - 8usize];
-    ["Offset of field: pthread_mutex_t::__data"]
-        [::core::mem::offset_of!(pthread_mutex_t, __data) - 0usize];
-    ["Offset of field: pthread_mutex_t::__size"]
-        [::core::mem::offset_of!(pthread_mutex_t, __size) - 0usize];
-    ["Offset of field: pthread_mutex_t::__align"]
-        [::core::mem::offset_of!(pthread_mutex_t, __align) - 0usize];
-};
-impl Default for pthread_mutex_t {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
-#[repr(C)]
-#[derive(Copy, Clone)]
-pub union pthread_cond_t {
-    pub __data: __pthread_cond_s,
-    pub __size: [libc::c_char; 48usize],
-    pub __align: libc::c_longlong,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of pthread_cond_t"][::core::mem::size_of::<pthread_cond_t>() - 48usize];
-    ["Alignment of pthread_cond_t"][::core::mem::align_of::<pthread_cond_t>() - 8usize];
-    ["Offset of field: pthread_cond_t::__data"]
-        [::core::mem::offset_of!(pthread_cond_t, __data) - 0usize];
-    ["Offset of field: pthread_cond_t::__size"]
-        [::core::mem::offset_of!(pthread_cond_t, __size) - 0usize];
-    ["Offset of field: pthread_cond_t::__align"]
-        [::core::mem::offset_of!(pthread_cond_t, __align) - 0usize];
-};
-impl Default for pthread_cond_t {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
+// The structures and constants of rdma-core 44.0, generated by generate.sh from its infiniband/verbs.h,
+// infiniband/verbs_api.h, infiniband/sa.h and rdma/rdma_cma.h, without their functions and comments. Sizes and
+// offsets are asserted for x86-64; those of pthread's structures are libc's on each architecture.
+//
+// Copyright (c) 2004, 2005 Topspin Communications.  All rights reserved.
+// Copyright (c) 2004, 2011-2012 Intel Corporation.  All rights reserved.
+// Copyright (c) 2005, 2006, 2007 Cisco Systems, Inc.  All rights reserved.
+// Copyright (c) 2005 PathScale, Inc.  All rights reserved.
+// Copyright (c) 2005 Voltaire Inc.  All rights reserved.
+// Copyright (c) 2005-2014 Intel Corporation.  All rights reserved.
+// Copyright (c) 2017, Mellanox Technologies inc.  All rights reserved.
+// Copyright (c) 2020 Intel Corporation.  All rights reserved.
+//
+// These headers are available under the GNU General Public License, version 2, or the OpenIB.org BSD license
+// below, which is the one that is chosen here:
+//
+//     Redistribution and use in source and binary forms, with or
+//     without modification, are permitted provided that the following
+//     conditions are met:
+//
+//      - Redistributions of source code must retain the above
+//        copyright notice, this list of conditions and the following
+//        disclaimer.
+//
+//      - Redistributions in binary form must reproduce the above
+//        copyright notice, this list of conditions and the following
+//        disclaimer in the documentation and/or other materials
+//        provided with the distribution.
+//
+// THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND,
+// EXPRESS OR IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF
+// MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND
+// NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR COPYRIGHT HOLDERS
+// BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER LIABILITY, WHETHER IN AN
+// ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM, OUT OF OR IN
+// CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE
+// SOFTWARE.
+use libc::{pthread_cond_t, pthread_mutex_t};
+
 pub type __u16 = libc::c_ushort;
 pub type __u32 = libc::c_uint;
 pub type __u64 = libc::c_ulonglong;
@@ -221,6 +56,7 @@ pub struct ibv_gid__bindgen_ty_1 {
     pub interface_id: __be64,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_gid__bindgen_ty_1"][::core::mem::size_of::<ibv_gid__bindgen_ty_1>() - 16usize];
     ["Alignment of ibv_gid__bindgen_ty_1"]
@@ -231,6 +67,7 @@ const _: () = {
         [::core::mem::offset_of!(ibv_gid__bindgen_ty_1, interface_id) - 8usize];
 };
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_gid"][::core::mem::size_of::<ibv_gid>() - 16usize];
     ["Alignment of ibv_gid"][::core::mem::align_of::<ibv_gid>() - 8usize];
@@ -336,6 +173,7 @@ pub struct ibv_device_attr {
     pub phys_port_cnt: u8,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_device_attr"][::core::mem::size_of::<ibv_device_attr>() - 232usize];
     ["Alignment of ibv_device_attr"][::core::mem::align_of::<ibv_device_attr>() - 8usize];
@@ -469,6 +307,7 @@ pub struct ibv_port_attr {
     pub port_cap_flags2: u16,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_port_attr"][::core::mem::size_of::<ibv_port_attr>() - 52usize];
     ["Alignment of ibv_port_attr"][::core::mem::align_of::<ibv_port_attr>() - 4usize];
@@ -561,6 +400,7 @@ pub union ibv_async_event__bindgen_ty_1 {
     pub port_num: libc::c_int,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_async_event__bindgen_ty_1"]
         [::core::mem::size_of::<ibv_async_event__bindgen_ty_1>() - 8usize];
@@ -587,6 +427,7 @@ impl Default for ibv_async_event__bindgen_ty_1 {
     }
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_async_event"][::core::mem::size_of::<ibv_async_event>() - 16usize];
     ["Alignment of ibv_async_event"][::core::mem::align_of::<ibv_async_event>() - 8usize];
@@ -681,6 +522,7 @@ pub union ibv_wc__bindgen_ty_1 {
     pub invalidated_rkey: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_wc__bindgen_ty_1"][::core::mem::size_of::<ibv_wc__bindgen_ty_1>() - 4usize];
     ["Alignment of ibv_wc__bindgen_ty_1"][::core::mem::align_of::<ibv_wc__bindgen_ty_1>() - 4usize];
@@ -699,6 +541,7 @@ impl Default for ibv_wc__bindgen_ty_1 {
     }
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_wc"][::core::mem::size_of::<ibv_wc>() - 48usize];
     ["Alignment of ibv_wc"][::core::mem::align_of::<ibv_wc>() - 8usize];
@@ -744,6 +587,7 @@ pub struct ibv_mw_bind_info {
     pub mw_access_flags: libc::c_uint,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_mw_bind_info"][::core::mem::size_of::<ibv_mw_bind_info>() - 32usize];
     ["Alignment of ibv_mw_bind_info"][::core::mem::align_of::<ibv_mw_bind_info>() - 8usize];
@@ -772,6 +616,7 @@ pub struct ibv_pd {
     pub handle: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_pd"][::core::mem::size_of::<ibv_pd>() - 16usize];
     ["Alignment of ibv_pd"][::core::mem::align_of::<ibv_pd>() - 8usize];
@@ -799,6 +644,7 @@ pub struct ibv_mr {
     pub rkey: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_mr"][::core::mem::size_of::<ibv_mr>() - 48usize];
     ["Alignment of ibv_mr"][::core::mem::align_of::<ibv_mr>() - 8usize];
@@ -832,6 +678,7 @@ pub struct ibv_mw {
     pub type_: ibv_mw_type,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_mw"][::core::mem::size_of::<ibv_mw>() - 32usize];
     ["Alignment of ibv_mw"][::core::mem::align_of::<ibv_mw>() - 8usize];
@@ -860,6 +707,7 @@ pub struct ibv_global_route {
     pub traffic_class: u8,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_global_route"][::core::mem::size_of::<ibv_global_route>() - 24usize];
     ["Alignment of ibv_global_route"][::core::mem::align_of::<ibv_global_route>() - 8usize];
@@ -895,6 +743,7 @@ pub struct ibv_ah_attr {
     pub port_num: u8,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_ah_attr"][::core::mem::size_of::<ibv_ah_attr>() - 32usize];
     ["Alignment of ibv_ah_attr"][::core::mem::align_of::<ibv_ah_attr>() - 8usize];
@@ -930,6 +779,7 @@ pub struct ibv_srq_attr {
     pub srq_limit: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_srq_attr"][::core::mem::size_of::<ibv_srq_attr>() - 12usize];
     ["Alignment of ibv_srq_attr"][::core::mem::align_of::<ibv_srq_attr>() - 4usize];
@@ -947,6 +797,7 @@ pub struct ibv_srq_init_attr {
     pub attr: ibv_srq_attr,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_srq_init_attr"][::core::mem::size_of::<ibv_srq_init_attr>() - 24usize];
     ["Alignment of ibv_srq_init_attr"][::core::mem::align_of::<ibv_srq_init_attr>() - 8usize];
@@ -989,6 +840,7 @@ pub struct ibv_qp_cap {
     pub max_inline_data: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_qp_cap"][::core::mem::size_of::<ibv_qp_cap>() - 20usize];
     ["Alignment of ibv_qp_cap"][::core::mem::align_of::<ibv_qp_cap>() - 4usize];
@@ -1015,6 +867,7 @@ pub struct ibv_qp_init_attr {
     pub sq_sig_all: libc::c_int,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_qp_init_attr"][::core::mem::size_of::<ibv_qp_init_attr>() - 64usize];
     ["Alignment of ibv_qp_init_attr"][::core::mem::align_of::<ibv_qp_init_attr>() - 8usize];
@@ -1109,6 +962,7 @@ pub struct ibv_qp_attr {
     pub rate_limit: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_qp_attr"][::core::mem::size_of::<ibv_qp_attr>() - 144usize];
     ["Alignment of ibv_qp_attr"][::core::mem::align_of::<ibv_qp_attr>() - 8usize];
@@ -1200,6 +1054,7 @@ pub struct ibv_sge {
     pub lkey: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_sge"][::core::mem::size_of::<ibv_sge>() - 16usize];
     ["Alignment of ibv_sge"][::core::mem::align_of::<ibv_sge>() - 8usize];
@@ -1228,6 +1083,7 @@ pub union ibv_send_wr__bindgen_ty_1 {
     pub invalidate_rkey: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_send_wr__bindgen_ty_1"]
         [::core::mem::size_of::<ibv_send_wr__bindgen_ty_1>() - 4usize];
@@ -1261,6 +1117,7 @@ pub struct ibv_send_wr__bindgen_ty_2__bindgen_ty_1 {
     pub rkey: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_send_wr__bindgen_ty_2__bindgen_ty_1"]
         [::core::mem::size_of::<ibv_send_wr__bindgen_ty_2__bindgen_ty_1>() - 16usize];
@@ -1280,6 +1137,7 @@ pub struct ibv_send_wr__bindgen_ty_2__bindgen_ty_2 {
     pub rkey: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_send_wr__bindgen_ty_2__bindgen_ty_2"]
         [::core::mem::size_of::<ibv_send_wr__bindgen_ty_2__bindgen_ty_2>() - 32usize];
@@ -1302,6 +1160,7 @@ pub struct ibv_send_wr__bindgen_ty_2__bindgen_ty_3 {
     pub remote_qkey: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_send_wr__bindgen_ty_2__bindgen_ty_3"]
         [::core::mem::size_of::<ibv_send_wr__bindgen_ty_2__bindgen_ty_3>() - 16usize];
@@ -1324,6 +1183,7 @@ impl Default for ibv_send_wr__bindgen_ty_2__bindgen_ty_3 {
     }
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_send_wr__bindgen_ty_2"]
         [::core::mem::size_of::<ibv_send_wr__bindgen_ty_2>() - 32usize];
@@ -1356,6 +1216,7 @@ pub struct ibv_send_wr__bindgen_ty_3__bindgen_ty_1 {
     pub remote_srqn: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_send_wr__bindgen_ty_3__bindgen_ty_1"]
         [::core::mem::size_of::<ibv_send_wr__bindgen_ty_3__bindgen_ty_1>() - 4usize];
@@ -1365,6 +1226,7 @@ const _: () = {
         [::core::mem::offset_of!(ibv_send_wr__bindgen_ty_3__bindgen_ty_1, remote_srqn) - 0usize];
 };
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_send_wr__bindgen_ty_3"]
         [::core::mem::size_of::<ibv_send_wr__bindgen_ty_3>() - 4usize];
@@ -1396,6 +1258,7 @@ pub struct ibv_send_wr__bindgen_ty_4__bindgen_ty_1 {
     pub bind_info: ibv_mw_bind_info,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_send_wr__bindgen_ty_4__bindgen_ty_1"]
         [::core::mem::size_of::<ibv_send_wr__bindgen_ty_4__bindgen_ty_1>() - 48usize];
@@ -1425,6 +1288,7 @@ pub struct ibv_send_wr__bindgen_ty_4__bindgen_ty_2 {
     pub mss: u16,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_send_wr__bindgen_ty_4__bindgen_ty_2"]
         [::core::mem::size_of::<ibv_send_wr__bindgen_ty_4__bindgen_ty_2>() - 16usize];
@@ -1447,6 +1311,7 @@ impl Default for ibv_send_wr__bindgen_ty_4__bindgen_ty_2 {
     }
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_send_wr__bindgen_ty_4"]
         [::core::mem::size_of::<ibv_send_wr__bindgen_ty_4>() - 48usize];
@@ -1467,6 +1332,7 @@ impl Default for ibv_send_wr__bindgen_ty_4 {
     }
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_send_wr"][::core::mem::size_of::<ibv_send_wr>() - 128usize];
     ["Alignment of ibv_send_wr"][::core::mem::align_of::<ibv_send_wr>() - 8usize];
@@ -1502,6 +1368,7 @@ pub struct ibv_recv_wr {
     pub num_sge: libc::c_int,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_recv_wr"][::core::mem::size_of::<ibv_recv_wr>() - 32usize];
     ["Alignment of ibv_recv_wr"][::core::mem::align_of::<ibv_recv_wr>() - 8usize];
@@ -1529,6 +1396,7 @@ pub struct ibv_mw_bind {
     pub bind_info: ibv_mw_bind_info,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_mw_bind"][::core::mem::size_of::<ibv_mw_bind>() - 48usize];
     ["Alignment of ibv_mw_bind"][::core::mem::align_of::<ibv_mw_bind>() - 8usize];
@@ -1548,7 +1416,6 @@ impl Default for ibv_mw_bind {
     }
 }
 #[repr(C)]
-#[derive(Copy, Clone)]
 pub struct ibv_srq {
     pub context: *mut ibv_context,
     pub srq_context: *mut libc::c_void,
@@ -1559,6 +1426,7 @@ pub struct ibv_srq {
     pub events_completed: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_srq"][::core::mem::size_of::<ibv_srq>() - 128usize];
     ["Alignment of ibv_srq"][::core::mem::align_of::<ibv_srq>() - 8usize];
@@ -1582,7 +1450,6 @@ impl Default for ibv_srq {
     }
 }
 #[repr(C)]
-#[derive(Copy, Clone)]
 pub struct ibv_wq {
     pub context: *mut ibv_context,
     pub wq_context: *mut libc::c_void,
@@ -1605,6 +1472,7 @@ pub struct ibv_wq {
     pub comp_mask: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_wq"][::core::mem::size_of::<ibv_wq>() - 152usize];
     ["Alignment of ibv_wq"][::core::mem::align_of::<ibv_wq>() - 8usize];
@@ -1633,7 +1501,6 @@ impl Default for ibv_wq {
     }
 }
 #[repr(C)]
-#[derive(Copy, Clone)]
 pub struct ibv_qp {
     pub context: *mut ibv_context,
     pub qp_context: *mut libc::c_void,
@@ -1650,6 +1517,7 @@ pub struct ibv_qp {
     pub events_completed: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_qp"][::core::mem::size_of::<ibv_qp>() - 160usize];
     ["Alignment of ibv_qp"][::core::mem::align_of::<ibv_qp>() - 8usize];
@@ -1685,6 +1553,7 @@ pub struct ibv_comp_channel {
     pub refcnt: libc::c_int,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_comp_channel"][::core::mem::size_of::<ibv_comp_channel>() - 16usize];
     ["Alignment of ibv_comp_channel"][::core::mem::align_of::<ibv_comp_channel>() - 8usize];
@@ -1705,7 +1574,6 @@ impl Default for ibv_comp_channel {
     }
 }
 #[repr(C)]
-#[derive(Copy, Clone)]
 pub struct ibv_cq {
     pub context: *mut ibv_context,
     pub channel: *mut ibv_comp_channel,
@@ -1718,6 +1586,7 @@ pub struct ibv_cq {
     pub async_events_completed: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_cq"][::core::mem::size_of::<ibv_cq>() - 128usize];
     ["Alignment of ibv_cq"][::core::mem::align_of::<ibv_cq>() - 8usize];
@@ -1750,6 +1619,7 @@ pub struct ibv_ah {
     pub handle: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_ah"][::core::mem::size_of::<ibv_ah>() - 24usize];
     ["Alignment of ibv_ah"][::core::mem::align_of::<ibv_ah>() - 8usize];
@@ -1775,6 +1645,7 @@ pub struct _ibv_device_ops {
     pub _dummy2: ::core::option::Option<unsafe extern "C" fn(context: *mut ibv_context)>,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of _ibv_device_ops"][::core::mem::size_of::<_ibv_device_ops>() - 16usize];
     ["Alignment of _ibv_device_ops"][::core::mem::align_of::<_ibv_device_ops>() - 8usize];
@@ -1795,6 +1666,7 @@ pub struct ibv_device {
     pub ibdev_path: [libc::c_char; 256usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_device"][::core::mem::size_of::<ibv_device>() - 664usize];
     ["Alignment of ibv_device"][::core::mem::align_of::<ibv_device>() - 8usize];
@@ -1907,6 +1779,7 @@ pub struct ibv_context_ops {
     pub _compat_async_event: ::core::option::Option<unsafe extern "C" fn() -> *mut libc::c_void>,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_context_ops"][::core::mem::size_of::<ibv_context_ops>() - 256usize];
     ["Alignment of ibv_context_ops"][::core::mem::align_of::<ibv_context_ops>() - 8usize];
@@ -1976,7 +1849,6 @@ const _: () = {
         [::core::mem::offset_of!(ibv_context_ops, _compat_async_event) - 248usize];
 };
 #[repr(C)]
-#[derive(Copy, Clone)]
 pub struct ibv_context {
     pub device: *mut ibv_device,
     pub ops: ibv_context_ops,
@@ -1987,6 +1859,7 @@ pub struct ibv_context {
     pub abi_compat: *mut libc::c_void,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_context"][::core::mem::size_of::<ibv_context>() - 328usize];
     ["Alignment of ibv_context"][::core::mem::align_of::<ibv_context>() - 8usize];
@@ -2019,6 +1892,7 @@ pub struct sockaddr {
     pub sa_data: [libc::c_char; 14usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of sockaddr"][::core::mem::size_of::<sockaddr>() - 16usize];
     ["Alignment of sockaddr"][::core::mem::align_of::<sockaddr>() - 2usize];
@@ -2033,6 +1907,7 @@ pub struct sockaddr_storage {
     pub __ss_align: libc::c_ulong,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of sockaddr_storage"][::core::mem::size_of::<sockaddr_storage>() - 128usize];
     ["Alignment of sockaddr_storage"][::core::mem::align_of::<sockaddr_storage>() - 8usize];
@@ -2059,6 +1934,7 @@ pub struct in_addr {
     pub s_addr: in_addr_t,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of in_addr"][::core::mem::size_of::<in_addr>() - 4usize];
     ["Alignment of in_addr"][::core::mem::align_of::<in_addr>() - 4usize];
@@ -2078,6 +1954,7 @@ pub union in6_addr__bindgen_ty_1 {
     pub __u6_addr32: [u32; 4usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of in6_addr__bindgen_ty_1"][::core::mem::size_of::<in6_addr__bindgen_ty_1>() - 16usize];
     ["Alignment of in6_addr__bindgen_ty_1"]
@@ -2099,6 +1976,7 @@ impl Default for in6_addr__bindgen_ty_1 {
     }
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of in6_addr"][::core::mem::size_of::<in6_addr>() - 16usize];
     ["Alignment of in6_addr"][::core::mem::align_of::<in6_addr>() - 4usize];
@@ -2122,6 +2000,7 @@ pub struct sockaddr_in {
     pub sin_zero: [libc::c_uchar; 8usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of sockaddr_in"][::core::mem::size_of::<sockaddr_in>() - 16usize];
     ["Alignment of sockaddr_in"][::core::mem::align_of::<sockaddr_in>() - 4usize];
@@ -2144,6 +2023,7 @@ pub struct sockaddr_in6 {
     pub sin6_scope_id: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of sockaddr_in6"][::core::mem::size_of::<sockaddr_in6>() - 28usize];
     ["Alignment of sockaddr_in6"][::core::mem::align_of::<sockaddr_in6>() - 4usize];
@@ -2191,6 +2071,7 @@ pub struct ibv_sa_path_rec {
     pub preference: u8,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of ibv_sa_path_rec"][::core::mem::size_of::<ibv_sa_path_rec>() - 64usize];
     ["Alignment of ibv_sa_path_rec"][::core::mem::align_of::<ibv_sa_path_rec>() - 8usize];
@@ -2272,6 +2153,7 @@ pub struct rdma_ib_addr {
     pub pkey: __be16,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of rdma_ib_addr"][::core::mem::size_of::<rdma_ib_addr>() - 40usize];
     ["Alignment of rdma_ib_addr"][::core::mem::align_of::<rdma_ib_addr>() - 8usize];
@@ -2304,6 +2186,7 @@ pub union rdma_addr__bindgen_ty_1 {
     pub src_storage: sockaddr_storage,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of rdma_addr__bindgen_ty_1"]
         [::core::mem::size_of::<rdma_addr__bindgen_ty_1>() - 128usize];
@@ -2336,6 +2219,7 @@ pub union rdma_addr__bindgen_ty_2 {
     pub dst_storage: sockaddr_storage,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of rdma_addr__bindgen_ty_2"]
         [::core::mem::size_of::<rdma_addr__bindgen_ty_2>() - 128usize];
@@ -2365,6 +2249,7 @@ pub union rdma_addr__bindgen_ty_3 {
     pub ibaddr: rdma_ib_addr,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of rdma_addr__bindgen_ty_3"]
         [::core::mem::size_of::<rdma_addr__bindgen_ty_3>() - 40usize];
@@ -2383,6 +2268,7 @@ impl Default for rdma_addr__bindgen_ty_3 {
     }
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of rdma_addr"][::core::mem::size_of::<rdma_addr>() - 296usize];
     ["Alignment of rdma_addr"][::core::mem::align_of::<rdma_addr>() - 8usize];
@@ -2405,6 +2291,7 @@ pub struct rdma_route {
     pub num_paths: libc::c_int,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of rdma_route"][::core::mem::size_of::<rdma_route>() - 312usize];
     ["Alignment of rdma_route"][::core::mem::align_of::<rdma_route>() - 8usize];
@@ -2429,6 +2316,7 @@ pub struct rdma_event_channel {
     pub fd: libc::c_int,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of rdma_event_channel"][::core::mem::size_of::<rdma_event_channel>() - 4usize];
     ["Alignment of rdma_event_channel"][::core::mem::align_of::<rdma_event_channel>() - 4usize];
@@ -2455,6 +2343,7 @@ pub struct rdma_cm_id {
     pub qp_type: ibv_qp_type,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of rdma_cm_id"][::core::mem::size_of::<rdma_cm_id>() - 416usize];
     ["Alignment of rdma_cm_id"][::core::mem::align_of::<rdma_cm_id>() - 8usize];
@@ -2504,6 +2393,7 @@ pub struct rdma_conn_param {
     pub qp_num: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of rdma_conn_param"][::core::mem::size_of::<rdma_conn_param>() - 24usize];
     ["Alignment of rdma_conn_param"][::core::mem::align_of::<rdma_conn_param>() - 8usize];
@@ -2545,6 +2435,7 @@ pub struct rdma_ud_param {
     pub qkey: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of rdma_ud_param"][::core::mem::size_of::<rdma_ud_param>() - 56usize];
     ["Alignment of rdma_ud_param"][::core::mem::align_of::<rdma_ud_param>() - 8usize];
@@ -2584,6 +2475,7 @@ pub union rdma_cm_event__bindgen_ty_1 {
     pub ud: rdma_ud_param,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of rdma_cm_event__bindgen_ty_1"]
         [::core::mem::size_of::<rdma_cm_event__bindgen_ty_1>() - 56usize];
@@ -2604,6 +2496,7 @@ impl Default for rdma_cm_event__bindgen_ty_1 {
     }
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
+#[cfg(target_arch = "x86_64")]
 const _: () = {
     ["Size of rdma_cm_event"][::core::mem::size_of::<rdma_cm_event>() - 80usize];
     ["Alignment of rdma_cm_event"][::core::mem::align_of::<rdma_cm_event>() - 8usize];

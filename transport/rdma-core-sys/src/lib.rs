@@ -5,9 +5,9 @@
 //! version whose structures [`bindings`] describes. The data path (post, poll, arm) needs no symbol:
 //! it goes through the operation table of an opened context, with the functions of [`ops`].
 //!
-//! The structures are those of rdma-core's public headers, generated with
-//! `bindgen --rust-target 1.85 --ignore-functions` over `infiniband/verbs.h` and `rdma/rdma_cma.h`;
-//! each carries compile-time assertions about its size and offsets.
+//! The structures are those of the public headers of rdma-core 44.0. `generate.sh` writes them with bindgen,
+//! with compile-time assertions about sizes and offsets on x86-64. Their notice and licence are at the top
+//! of `bindings.rs`.
 
 #![allow(unsafe_code, reason = "this crate is the boundary to two C libraries")]
 

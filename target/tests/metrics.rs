@@ -20,10 +20,14 @@ fn get(address: &str, path: &str) -> Option<String> {
 
 /// Asks as a browser does that was sent here by a name.
 fn get_of(host: &str, address: &str, path: &str) -> Option<String> {
+    request("GET", host, address, path)
+}
+
+fn request(method: &str, host: &str, address: &str, path: &str) -> Option<String> {
     let mut stream = TcpStream::connect(address).ok()?;
     write!(
         stream,
-        "GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+        "{method} {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
     )
     .unwrap();
     let mut answer = String::new();
@@ -80,6 +84,22 @@ fn metrics_and_health_are_on_the_admin_socket_and_on_tcp_where_that_is_wanted() 
             get(LISTEN, path).unwrap().starts_with("HTTP/1.1 404 "),
             "{path}"
         );
+    }
+    for method in ["POST", "PUT", "DELETE", "PATCH"] {
+        for path in [
+            "/",
+            "/metrics",
+            "/v1/live",
+            "/v1/config",
+            "/v1/reload",
+            "/v1/rescan",
+        ] {
+            let refused = request(method, LISTEN, LISTEN, path).unwrap();
+            let is_refused = ["HTTP/1.1 404 ", "HTTP/1.1 405 "]
+                .iter()
+                .any(|status| refused.starts_with(status));
+            assert!(is_refused, "{method} {path}: {refused}");
+        }
     }
     assert!(daemon.ask(&["reload"]).status.success(), "once more");
     assert!(get(LISTEN, "/healthz").is_some());

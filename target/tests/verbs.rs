@@ -357,3 +357,50 @@ fn many_at_once_all_get_what_they_asked_for() {
     let backends = document(&daemon, &["get", "/backends"]);
     assert_eq!(backends.as_object().unwrap().len(), 8);
 }
+
+#[test]
+fn a_file_that_has_grown_is_measured_again() {
+    let daemon = Daemon::start_empty("rescan");
+    let image = daemon.dir.join("disk.img");
+    let file = std::fs::File::create(&image).unwrap();
+    file.set_len(1 << 20).unwrap();
+    ok(
+        &daemon,
+        &[
+            "create",
+            "/backends/disk0",
+            "kind=file",
+            &format!("path={}", image.display()),
+        ],
+    );
+    let listen = "portals/0/listen=127.82.0.9";
+    let iqn = format!("iqn={IQN}");
+    let portal = ["portals/0/protocol=iscsi", listen];
+    ok(
+        &daemon,
+        &[&["create", "/targets/demo", &iqn][..], &portal].concat(),
+    );
+    ok(
+        &daemon,
+        &["create", "/targets/demo/luns/0", "backend=disk0"],
+    );
+    ok(&daemon, &["set", "/targets/demo", "access=open"]);
+    let to = "127.82.0.9:3260".parse().unwrap();
+    let mut client = Client::login_at(to, IQN, 1, None).unwrap();
+    assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    let mut last_block = || {
+        let capacity = [&[0x25][..], &[0; 9]].concat();
+        let (status, data) = client.command(&capacity, false, 8, &[]);
+        (status, data.first_chunk().map(|b| u32::from_be_bytes(*b)))
+    };
+    assert_eq!(last_block(), (0, Some(2047)));
+    let size = |document: &Value| document[0]["luns"]["0"]["size"].clone();
+    let before = document(&daemon, &["rescan"]);
+    assert_eq!(size(&before), 1 << 20, "{before}");
+    file.set_len(2 << 20).unwrap();
+    assert_eq!(last_block(), (0, Some(2047)), "it was not measured yet");
+    let after = document(&daemon, &["rescan"]);
+    assert_eq!(size(&after), 2 << 20, "{after}");
+    assert_eq!(last_block().0, 2, "capacity has changed");
+    assert_eq!(last_block(), (0, Some(4095)));
+}

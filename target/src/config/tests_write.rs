@@ -385,3 +385,45 @@ fn is_of(value: &Value, kind: &Value) -> bool {
         other => panic!("the schema uses type `{other}`"),
     }
 }
+
+/// The names of all properties below a place of the schema, and of what it refers to.
+fn properties(value: &serde_json::Value, names: &mut std::collections::BTreeSet<String>) {
+    match value {
+        serde_json::Value::Object(fields) => {
+            for (key, value) in fields {
+                if key == "properties"
+                    && let Some(properties) = value.as_object()
+                {
+                    names.extend(properties.keys().cloned());
+                }
+                properties(value, names);
+            }
+        }
+        serde_json::Value::Array(items) => {
+            items.iter().for_each(|item| properties(item, names));
+        }
+        _ => {}
+    }
+}
+
+/// `full.yaml` claims to show every key there is.
+#[test]
+fn the_full_example_has_every_key_of_the_schema() {
+    let mut names = std::collections::BTreeSet::new();
+    properties(&schema(), &mut names);
+    assert!(names.len() > 50, "{names:?}");
+    let text = include_str!("../../../deploy/examples/full.yaml");
+    let is_key = |name: &str, line: &str| {
+        let line = line.split(" #").next().unwrap_or_default();
+        let key = format!("{name}:");
+        line.match_indices(&key).any(|(at, _)| {
+            let before = line[..at].chars().next_back();
+            before.is_none_or(|c| " {,".contains(c))
+        })
+    };
+    let lacks: Vec<_> = names
+        .iter()
+        .filter(|name| !text.lines().any(|line| is_key(name, line)))
+        .collect();
+    assert_eq!(lacks, [] as [&String; 0]);
+}

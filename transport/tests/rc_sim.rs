@@ -8,7 +8,9 @@
 //! soon as it is complete. An oracle checks every byte, that each completion comes exactly once and in
 //! order, and that every packet leaves with the bytes that its ICRC was made of.
 //!
-//! - `RISER_SIM_MESSAGES`: how many messages to send in all (in sessions of 1,000).
+//! - `RISER_SIM_MESSAGES`: how many messages to send in all (in sessions of 1,000). Such a long run takes
+//!   other seeds each time, from a first one that it prints; without it the seeds are always the same.
+//! - `RISER_SEED`: the first seed of a long run, to repeat one.
 //! - `RISER_SIM_SEED`: run the one session of this seed. A failure prints it.
 
 #![allow(clippy::print_stderr, reason = "a failing session prints its seed")]
@@ -16,6 +18,7 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::net::SocketAddr;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use riser_memory::Memory;
@@ -947,6 +950,19 @@ impl Drop for Replay {
     }
 }
 
+/// The sessions to run, by their seeds.
+fn seeds() -> Range<u64> {
+    if let Some(seed) = number_from_env("RISER_SIM_SEED") {
+        return seed..seed + 1;
+    }
+    let Some(messages) = number_from_env("RISER_SIM_MESSAGES") else {
+        return 0..200;
+    };
+    let random = || u64::from(getrandom::u32().expect("the system has random numbers"));
+    let first = number_from_env("RISER_SEED").unwrap_or_else(random);
+    first..first + messages.div_ceil(SESSION_MESSAGES)
+}
+
 fn number_from_env(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
     Some(
@@ -958,12 +974,8 @@ fn number_from_env(name: &str) -> Option<u64> {
 
 #[test]
 fn every_byte_and_every_completion_survives_a_bad_wire() {
-    let messages = number_from_env("RISER_SIM_MESSAGES").unwrap_or(200_000);
-    let sessions = messages.div_ceil(SESSION_MESSAGES);
-    let seeds = match number_from_env("RISER_SIM_SEED") {
-        Some(seed) => seed..seed + 1,
-        None => 0..sessions,
-    };
+    let seeds = seeds();
+    eprintln!("RISER_SEED={}", seeds.start);
     let mut all = RcCounters::default();
     for seed in seeds.clone() {
         let _replay = Replay(seed);

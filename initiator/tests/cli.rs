@@ -1,13 +1,17 @@
 //! `riser` as a user sees it: results, messages and exit statuses, on disks in memory.
 
-#![allow(clippy::print_stderr, reason = "skips are printed")]
 #![allow(missing_docs, reason = "a test")]
+
+#[path = "../../tests/src/skip.rs"]
+mod skip;
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
+
+use skip::skip;
 
 /// A directory for one test, with a list of attachments of its own.
 struct Home(PathBuf);
@@ -328,7 +332,7 @@ fn what_a_killed_process_leaves_is_cleaned_up() {
 fn a_fuse_attachment_is_a_file_until_somebody_unmounts_it() {
     let home = Home::new();
     if !Path::new("/dev/fuse").exists() {
-        return eprintln!("SKIP: there is no /dev/fuse");
+        return skip("FUSE", "there is no /dev/fuse");
     }
     let dir = home.path("mount");
     std::fs::create_dir(&dir).unwrap();
@@ -336,7 +340,7 @@ fn a_fuse_attachment_is_a_file_until_somebody_unmounts_it() {
     if !output.status.success() {
         let text = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(text.contains("cannot mount FUSE"), "{text}");
-        return eprintln!("SKIP: cannot mount FUSE here: {text}");
+        return skip("FUSE", &format!("it cannot be mounted here: {text}"));
     }
     let file = Path::new(&dir).join("lun0");
     assert_eq!(std::fs::metadata(&file).unwrap().len(), 4 << 20);
@@ -375,7 +379,7 @@ fn a_file_that_is_open_is_served_after_the_signal_to_end() {
     std::fs::create_dir(&dir).unwrap();
     let output = home.riser(&["attach", "mem:4M", "--fuse", &dir]);
     if !output.status.success() {
-        return eprintln!("SKIP: cannot mount FUSE here");
+        return skip("FUSE", "it cannot be mounted here");
     }
     let file = Path::new(&dir).join("lun0");
     let open = std::fs::File::options()
@@ -415,7 +419,7 @@ fn a_serving_process_does_not_wait_for_its_own_disk() {
             assert_ne!(flags & 0x0008_0000, 0, "{stat}");
         }
     } else {
-        eprintln!("SKIP: no right to be an I/O flusher");
+        skip("a thread that is an I/O flusher", "no right to make one");
     }
     if has(ours, rustix::thread::CapabilitySet::IPC_LOCK) {
         let status = std::fs::read_to_string(format!("{proc}/status")).unwrap();
@@ -425,7 +429,7 @@ fn a_serving_process_does_not_wait_for_its_own_disk() {
             .unwrap();
         assert!(!locked.contains(" 0 kB"), "{locked}");
     } else {
-        eprintln!("SKIP: no right to lock memory");
+        skip("locked memory", "no right to lock any");
     }
     home.ok(&["detach", &socket]);
 }

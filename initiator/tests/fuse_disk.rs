@@ -1,8 +1,11 @@
 //! The FUSE export on a disk in memory: as a file, and under a loop device with ext4 on it. What
-//! needs root, FUSE or a loop device is skipped without, and the skip printed.
+//! needs root, FUSE or a loop device is skipped without, and the skip counted.
 
-#![allow(clippy::print_stderr, reason = "skips are printed")]
+#![allow(clippy::print_stderr, reason = "what could not be undone is printed")]
 #![allow(missing_docs, reason = "a test")]
+
+#[path = "../../tests/src/skip.rs"]
+mod skip;
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -17,6 +20,7 @@ use riser_initiator::block::{
     BlockDevice, BlockError, Buffer, ByteDevice, Extent, Geometry, MemoryDevice, ZeroOptions,
 };
 use riser_initiator::fuse::{Caching, FuseMount, FuseOptions, UnmountError};
+use skip::skip;
 
 const SIZE: u64 = 192 << 20;
 
@@ -31,7 +35,7 @@ struct Bed {
 fn bed(over_file: bool, caching: Caching, change: impl FnOnce(&mut Geometry)) -> Option<Bed> {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     if !Path::new("/dev/fuse").exists() {
-        eprintln!("SKIP: there is no /dev/fuse");
+        skip("FUSE", "there is no /dev/fuse");
         return None;
     }
     let dir = std::env::temp_dir().join(format!(
@@ -69,7 +73,7 @@ fn bed(over_file: bool, caching: Caching, change: impl FnOnce(&mut Geometry)) ->
             ended,
         }),
         Err(e) => {
-            eprintln!("SKIP: cannot mount FUSE here: {e}");
+            skip("FUSE", &format!("it cannot be mounted here: {e}"));
             std::fs::remove_dir_all(dir).unwrap();
             None
         }
@@ -271,8 +275,7 @@ impl Drop for Loop {
 #[test]
 fn ext4_on_a_loop_device() {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("SKIP: a loop device needs root");
-        return;
+        return skip("a loop device", "it needs root");
     }
     let Some(bed) = bed(false, Caching::Direct, |_| {}) else {
         return;
@@ -281,7 +284,7 @@ fn ext4_on_a_loop_device() {
     let device = match run("losetup", &["--find", "--show", "--direct-io=on", &file]) {
         Ok(device) => Loop(device),
         Err(e) => {
-            eprintln!("SKIP: no loop device: {e}");
+            skip("a loop device", &e.to_string());
             return bed.end();
         }
     };
@@ -372,8 +375,7 @@ fn a_synchronous_write_is_on_the_medium_when_it_returns() {
     for caching in [Caching::Direct, Caching::Kernel] {
         for flag in [libc::O_DSYNC, libc::O_SYNC] {
             if !Path::new("/dev/fuse").exists() {
-                eprintln!("SKIP: there is no /dev/fuse");
-                return;
+                return skip("FUSE", "there is no /dev/fuse");
             }
             let dir = std::env::temp_dir().join(format!(
                 "riser-fuse-sync-{}-{caching:?}-{flag}",
@@ -396,7 +398,7 @@ fn a_synchronous_write_is_on_the_medium_when_it_returns() {
             let mount = match FuseMount::new(bytes, options, || {}) {
                 Ok(mount) => mount,
                 Err(e) => {
-                    eprintln!("SKIP: cannot mount FUSE here: {e}");
+                    skip("FUSE", &format!("it cannot be mounted here: {e}"));
                     std::fs::remove_dir(&dir).unwrap();
                     return;
                 }

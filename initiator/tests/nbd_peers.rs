@@ -1,9 +1,11 @@
 //! The NBD server before clients that nobody here wrote: `nbdinfo`, `nbdcopy`, `qemu-img`,
 //! `qemu-io` and fio's nbd engine, on a disk in memory. A client that is not installed is skipped,
-//! and the skip printed.
+//! and the skip counted.
 
-#![allow(clippy::print_stderr, reason = "skips are printed")]
 #![allow(missing_docs, reason = "a test")]
+
+#[path = "../../tests/src/skip.rs"]
+mod skip;
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -14,6 +16,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use riser_initiator::block::{ByteDevice, Geometry, MemoryDevice};
 use riser_initiator::nbd::{Server, ServerHandle};
+use skip::skip;
 
 const SIZE: u64 = 64 << 20;
 
@@ -98,7 +101,7 @@ fn tool(name: &str, args: &[&str]) -> Option<String> {
     let output = match Command::new(name).args(args).output() {
         Ok(output) => output,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-            eprintln!("SKIP: {name} is not installed");
+            skip(name, "it is not installed");
             return None;
         }
         Err(e) => panic!("{name}: {e}"),
@@ -251,8 +254,7 @@ fn fio_verifies_what_it_wrote() {
     let bed = Bed::new(512, |_| {});
     let engines = tool("fio", &["--enghelp"]);
     if !engines.is_some_and(|e| e.contains("nbd")) {
-        eprintln!("SKIP: fio has no nbd engine");
-        return;
+        return skip("fio_verifies_what_it_wrote", "fio has no nbd engine");
     }
     let uri = format!("--uri={}", bed.uri());
     tool(
@@ -304,8 +306,7 @@ fn errors_reach_the_client_and_the_connection_survives() {
         ])
         .output()
     else {
-        eprintln!("SKIP: qemu-io is not installed");
-        return;
+        return skip("qemu-io", "it is not installed");
     };
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(text.contains("read failed: Input/output error"), "{text}");

@@ -1,8 +1,9 @@
 //! A disk that takes its time, with more commands under way than a worker may have in its ring.
 
+#[path = "../../tests/src/skip.rs"]
+mod skip;
 mod tcp;
 
-use std::io::Write;
 use std::net::{SocketAddr, TcpListener};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -12,6 +13,7 @@ use riser_scsi::iscsi::pdu::{FromTarget, NopOut};
 use riser_scsi::iscsi::{CmdSn, Itt, StatSn, Ttt};
 use riser_target::config::Config;
 use riser_target::server::Server;
+use skip::skip;
 use tcp::Client;
 
 /// Sessions, and commands of each at once: more than block operations may be in a ring.
@@ -20,16 +22,6 @@ const COMMANDS: u8 = 127;
 
 /// What a test that waits for it is given at most; far more than it takes.
 const PATIENCE: Duration = Duration::from_secs(120);
-
-/// Says that a test did not run here, and why, where the test command counts it.
-fn skip(why: &str) {
-    let line = format!("a disk that takes its time: {why}\n");
-    let _ = std::io::stderr().write_all(line.as_bytes());
-    if let Some(log) = std::env::var_os("RISER_SKIP_LOG") {
-        let log = std::fs::File::options().create(true).append(true).open(log);
-        log.unwrap().write_all(line.as_bytes()).unwrap();
-    }
-}
 
 fn run(name: &str, args: &[&str]) -> bool {
     let status = Command::new(name).args(args).status();
@@ -101,7 +93,7 @@ fn serve(at: &str, port: u16) -> Server {
 fn a_disk_that_takes_its_time_costs_no_connection() {
     let mount = match Mount::new() {
         Ok(mount) => mount,
-        Err(why) => return skip(why),
+        Err(why) => return skip("a disk that takes its time", why),
     };
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -168,7 +160,7 @@ fn change(client: &mut Client, action: u8, kind: u8, (own, other): (u64, u64)) {
 fn preempt_and_abort_waits_for_what_cannot_be_cancelled() {
     let mount = match Mount::new() {
         Ok(mount) => mount,
-        Err(why) => return skip(why),
+        Err(why) => return skip("a disk that takes its time", why),
     };
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();

@@ -15,3 +15,4 @@ pub mod dissect;
 pub mod history;
 pub mod metered;
 pub mod programs;
+pub mod skip;

@@ -8,11 +8,12 @@
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::Once;
 use std::sync::atomic::{AtomicU32, Ordering};
+
+pub use crate::skip::skip;
 
 /// The folder of this build's programs, which are brought up to date once.
 #[must_use]
@@ -38,15 +39,6 @@ pub fn folder() -> PathBuf {
         assert!(cargo.status().expect("cargo runs").success(), "no programs");
     });
     folder.to_owned()
-}
-
-/// Says that a test did not run here, and why, where the test command counts it.
-pub fn skip(test: &str, why: &str) {
-    eprintln!("SKIP: {test}: {why}");
-    if let Some(log) = std::env::var_os("RISER_SKIP_LOG") {
-        let mut log = File::options().create(true).append(true).open(log).unwrap();
-        writeln!(log, "{test}: {why}").unwrap();
-    }
 }
 
 /// The first of these tools that is not installed.

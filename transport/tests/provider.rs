@@ -2,6 +2,8 @@
 
 mod link;
 mod marks;
+#[path = "../../tests/src/skip.rs"]
+mod skip;
 mod software;
 mod suite;
 
@@ -125,6 +127,7 @@ mod only {
         SendOp, Verbs, WcStatus,
     };
 
+    use crate::skip::skip;
     use crate::software::{Real, Virtual, addresses};
     use crate::suite::ops;
     use crate::suite::world::{
@@ -403,16 +406,14 @@ mod only {
             .filter(|a| matches!(a, IpAddr::V6(v6) if !v6.is_unicast_link_local()))
             .collect();
         let [a, b, ..] = own[..] else {
-            #[allow(clippy::print_stderr, reason = "a skip is said aloud")]
-            {
-                eprintln!("SKIP: this host has fewer than two IPv6 addresses");
-            }
-            return;
+            return skip(
+                "ipv6_sockets_talk",
+                "this host has fewer than two IPv6 addresses",
+            );
         };
         match Real::at(a, b, |c| c.mtu = Some(Mtu::Mtu1024)) {
             Ok(w) => ops::mixed_traffic(w),
-            #[allow(clippy::print_stderr, reason = "a skip is said aloud")]
-            Err(e) => eprintln!("SKIP: {a} or {b} is taken: {e}"),
+            Err(e) => skip("ipv6_sockets_talk", &format!("{a} or {b} is taken: {e}")),
         }
     }
 
@@ -596,10 +597,7 @@ mod only {
                 command.args(["--disable-protocol", guess]);
             }
             let Ok(output) = command.output() else {
-                #[allow(clippy::print_stderr, reason = "a skip is said aloud")]
-                {
-                    eprintln!("SKIP: there is no tshark here");
-                }
+                skip("captures_of_a_suite", "tshark is not installed");
                 break;
             };
             assert!(output.status.success(), "{output:?}");

@@ -17,9 +17,14 @@ const COUNTING: (&str, &str, [u64; 2]) = ("counting", "*commands*count_one*", [1
 /// the worker's loop with others, so its own part is smaller, and this share larger.
 const LIMIT: f64 = 2.0;
 
+/// Whether the tool is here, or could be installed.
+pub(crate) fn is_possible() -> bool {
+    ensure(&NEEDS.iter().collect::<Vec<_>>()).is_empty()
+}
+
 /// Measures and prints both, and their ratio; fails where that is above the limit.
 pub(crate) fn run() -> Result<(), Failure> {
-    if !ensure(&NEEDS.iter().collect::<Vec<_>>()).is_empty() {
+    if !is_possible() {
         return Err("there is no valgrind".into());
     }
     let args = ["bench", "-q", "-p", "riser-target", "--bench", "commands"];

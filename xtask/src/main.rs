@@ -6,6 +6,7 @@
 //! - `cargo xtask conformance`: libiscsi's suite against our iSCSI target, beside `tgt`
 //!   ([`conformance`]).
 //! - `cargo xtask package`: the Debian package, and a system that gets it ([`package`]).
+//! - `cargo xtask container`: the container's image ([`container`]).
 //! - `cargo xtask bench`: our target beside its peers, in one run ([`mod@bench`]).
 //! - `cargo xtask instructions`: what a read costs, and what counting it adds ([`instructions`]).
 //! - `cargo xtask screenshots`: pictures of the status page and the dashboard under load ([`screenshots`]).
@@ -21,6 +22,7 @@
 
 mod bench;
 mod conformance;
+mod container;
 mod daemon;
 mod demo;
 mod instructions;
@@ -29,6 +31,13 @@ mod package;
 mod packages;
 mod screenshots;
 mod sh;
+#[path = "../../tests/src/skip.rs"]
+#[allow(
+    dead_code,
+    reason = "shared with tests; only the format of a line is used here"
+)]
+mod skip;
+mod tally;
 mod test;
 mod tree;
 
@@ -53,7 +62,7 @@ enum Command {
     /// Serve a file over SRP on the software RoCEv2 NIC, put a file system on it, check that it
     /// survives detach, reattach and a lossy link, and measure it.
     Demo(demo::Options),
-    /// Run every check and test; print what passed, failed and was skipped.
+    /// Run checks and tests, with --all every one that there is; count what passed, failed and was skipped.
     Test(test::Options),
     /// Run the cases in which a stock Linux kernel is the peer, in QEMU.
     Interop(interop::Options),
@@ -61,6 +70,8 @@ enum Command {
     Conformance(conformance::Options),
     /// Build the Debian package, and install, upgrade, remove and purge it in a Debian root of its own.
     Package(package::Options),
+    /// Build the image of deploy/container and start its programs.
+    Container,
     /// Measure `riser bench` beside fio on the same file and qemu-nbd.
     Bench(bench::Options),
     /// Count the instructions of a 4 KiB read, and those of counting it.
@@ -85,6 +96,7 @@ fn main() -> ExitCode {
         Command::Interop(options) => interop::run(&options),
         Command::Conformance(options) => conformance::run(&options),
         Command::Package(options) => package::run(&options),
+        Command::Container => container::run(),
         Command::Bench(options) => bench::run(&options),
         Command::Instructions => instructions::run(),
         Command::Screenshots => screenshots::run(),

@@ -40,7 +40,30 @@ pub(crate) struct Options {
     no_test: bool,
 }
 
+/// How far it came.
+pub(crate) enum Ended {
+    /// The package went through the whole of its life.
+    Installed,
+    /// It was only built, for this reason.
+    OnlyBuilt(String),
+}
+
+/// Builds the package and, unless the options say otherwise, tries it; fails if it cannot be tried here.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    match build_and(!options.no_test)? {
+        Ended::OnlyBuilt(why) if !options.no_test => {
+            Err(format!("built, but not installed: {why}").into())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Builds the package and tries it if that is possible here.
+pub(crate) fn build_and_install() -> Result<Ended, Failure> {
+    build_and(true)
+}
+
+fn build_and(is_test: bool) -> Result<Ended, Failure> {
     let missing = ensure(&NEEDS.iter().collect::<Vec<_>>());
     let lacks = |program: &str| missing.iter().any(|n| n.program == program);
     if lacks("dpkg-shlibdeps") {
@@ -57,15 +80,16 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         "{}",
         sh::output(&mut cmd("dpkg-deb", ["--info".as_ref(), deb.as_os_str()]))?
     );
-    if options.no_test {
-        return Ok(());
+    if !is_test {
+        return Ok(Ended::OnlyBuilt("as it was asked for".to_owned()));
     }
     if !sh::is_root() || lacks("mmdebstrap") || lacks("systemd-nspawn") {
-        println!("skipped: its installation, which takes root, mmdebstrap and systemd-nspawn");
-        return Ok(());
+        let why = "it takes root, mmdebstrap and systemd-nspawn";
+        return Ok(Ended::OnlyBuilt(why.to_owned()));
     }
     let later = package(&out, &format!("{version}+later"))?;
-    test(&out, &deb, &later)
+    test(&out, &deb, &later)?;
+    Ok(Ended::Installed)
 }
 
 /// The programs, and what they write of themselves.

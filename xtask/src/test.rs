@@ -1,12 +1,12 @@
 //! `cargo xtask test`: everything that must hold, and a count of it.
 
+use std::collections::BTreeSet;
 use std::fs;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use crate::interop::{self, Ended};
 use crate::packages::{Need, ensure, need};
-use crate::{Failure, conformance, demo, sh};
+use crate::tally::{Counts, Kind, Tally, note, noted, skip_log};
+use crate::{Failure, conformance, container, demo, instructions, interop, package, sh};
 
 /// What the tests use beyond Rust.
 pub(crate) const NEEDS: &[Need] = &[
@@ -57,6 +57,9 @@ pub(crate) const NEEDS: &[Need] = &[
 pub(crate) struct Options {
     /// Run only the steps whose name contains one of these words.
     only: Vec<String>,
+    /// Everything there is: all interop cases, the package, the container, the cost in instructions.
+    #[arg(long)]
+    all: bool,
     /// List the steps.
     #[arg(long)]
     list: bool,
@@ -64,221 +67,174 @@ pub(crate) struct Options {
 
 /// How a step ended.
 enum Outcome {
-    /// It holds; some of its own tests were counted.
-    Passed(Counts),
-    /// It does not hold.
-    Failed(Counts, String),
+    /// It was tried: its counts, and what went wrong if something did.
+    Ran(Tally, Option<String>),
     /// It could not be tried.
     Skipped(String),
 }
 
-#[derive(Default, Clone, Copy)]
-struct Counts {
-    passed: u64,
-    failed: u64,
+impl Outcome {
+    /// Something that succeeds or fails as a whole.
+    fn check(result: Result<(), String>) -> Self {
+        Self::Ran(Tally::check(result.is_ok()), result.err())
+    }
 }
 
 struct Step {
     name: &'static str,
-    run: fn() -> Outcome,
+    /// Whether it is run with `--all` only.
+    is_extra: bool,
+    run: fn(&Options) -> Outcome,
+}
+
+/// A step of every run.
+const fn step(name: &'static str, run: fn(&Options) -> Outcome) -> Step {
+    Step {
+        name,
+        is_extra: false,
+        run,
+    }
+}
+
+/// A step of `--all`.
+const fn extra(name: &'static str, run: fn(&Options) -> Outcome) -> Step {
+    Step {
+        name,
+        is_extra: true,
+        run,
+    }
 }
 
 const STEPS: &[Step] = &[
-    Step {
-        name: "fmt",
-        run: || check(sh::cargo(["fmt", "--all", "--check"])),
-    },
-    Step {
-        name: "clippy",
-        run: || {
-            check(sh::cargo([
-                "clippy",
-                "-q",
-                "--workspace",
-                "--all-targets",
-                "--",
-                "-D",
-                "warnings",
-            ]))
-        },
-    },
-    Step {
-        name: "tests",
-        run: || cargo_test(&["--workspace"], &[]),
-    },
-    Step {
-        name: "doc",
-        run: doc,
-    },
-    Step {
-        name: "deny",
-        run: deny,
-    },
-    Step {
-        name: "simulation of a million messages",
-        run: || {
-            cargo_test(
-                &["--release", "--workspace", "--test", "rc_sim"],
-                &[("RISER_SIM_MESSAGES", "1000000")],
-            )
-        },
-    },
-    Step {
-        name: "sessions and connection cycles",
-        run: || {
-            cargo_test(
-                &[
-                    "--release",
-                    "--workspace",
-                    "--test",
-                    "scale",
-                    "--",
-                    "--test-threads=1",
-                    "--nocapture",
-                ],
-                &[("RISER_CONNECT_CYCLES", "10000")],
-            )
-        },
-    },
-    Step {
-        name: "configuration changes during I/O",
-        run: || {
-            cargo_test(
-                &[
-                    "--release",
-                    "--workspace",
-                    "--test",
-                    "apply",
-                    "--",
-                    "--nocapture",
-                ],
-                &[("RISER_CHANGES", "1000")],
-            )
-        },
-    },
-    Step {
-        name: "a stranger on the network",
-        run: || {
-            cargo_test(
-                &[
-                    "--workspace",
-                    "--test",
-                    "adversary",
-                    "--",
-                    "--ignored",
-                    "--nocapture",
-                ],
-                &[("RISER_ADVERSARY_SECONDS", "12")],
-            )
-        },
-    },
-    Step {
-        name: "demo",
-        run: demo_step,
-    },
-    Step {
-        name: "iSCSI conformance",
-        run: conformance_step,
-    },
-    Step {
-        name: "interop with the kernel",
-        run: interop_step,
-    },
+    step("fmt", |_| check(sh::cargo(["fmt", "--all", "--check"]))),
+    step("clippy", |_| {
+        let args = "clippy -q --workspace --all-targets -- -D warnings";
+        check(sh::cargo(args.split(' ')))
+    }),
+    step("tests", |_| functions(&["--workspace"], &[])),
+    step("doc", |_| doc()),
+    step("deny", |_| deny()),
+    step("simulation of a million messages", |_| {
+        again(
+            "--release --workspace --test rc_sim",
+            ("RISER_SIM_MESSAGES", "1000000"),
+        )
+    }),
+    step("sessions and connection cycles", |_| {
+        again(
+            "--release --workspace --test scale -- --test-threads=1 --nocapture",
+            ("RISER_CONNECT_CYCLES", "10000"),
+        )
+    }),
+    step("configuration changes during I/O", |_| {
+        again(
+            "--release --workspace --test apply -- --nocapture",
+            ("RISER_CHANGES", "1000"),
+        )
+    }),
+    // Its functions are ignored by `tests`, so they are counted here.
+    step("a stranger on the network", |_| {
+        let args = "--workspace --test adversary -- --ignored --nocapture";
+        let args: Vec<_> = args.split(' ').collect();
+        functions(&args, &[("RISER_ADVERSARY_SECONDS", "12")])
+    }),
+    step("demo", |_| {
+        let result = demo::run(&demo::Options::for_test());
+        Outcome::check(result.map_err(|e| e.to_string()))
+    }),
+    step("iSCSI conformance", |_| conformance_step()),
+    step("interop with the kernel", interop_step),
+    extra("package", |_| package_step()),
+    extra("container", |_| container_step()),
+    extra("instructions", |_| instructions_step()),
 ];
 
 /// Runs the steps; fails if one did.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    let is_wanted = |step: &&Step| {
+        let named = options.only.iter().any(|word| step.name.contains(word));
+        // A step that is named runs in any case.
+        named || (options.only.is_empty() && (options.all || !step.is_extra))
+    };
     if options.list {
         for step in STEPS {
-            println!("{}", step.name);
+            let note = if step.is_extra { "  (--all)" } else { "" };
+            println!("{}{note}", step.name);
         }
         return Ok(());
     }
     let needs: Vec<_> = NEEDS.iter().collect();
     ensure(&needs);
-    let log = skip_log();
-    let _ = fs::remove_file(&log);
-    let (mut totals, mut skipped, mut rows) = (Counts::default(), 0, Vec::new());
-    for step in STEPS {
-        if !options.only.is_empty()
-            && !options
-                .only
-                .iter()
-                .any(|word| step.name.contains(word.as_str()))
-        {
-            continue;
-        }
+    let _ = fs::remove_file(skip_log());
+    let (mut tally, mut rows) = (Tally::default(), Vec::new());
+    for step in STEPS.iter().filter(is_wanted) {
         println!("── {}", step.name);
         let started = Instant::now();
-        let outcome = (step.run)();
+        let outcome = (step.run)(options);
         let took = started.elapsed();
-        let row = match outcome {
-            Outcome::Passed(c) => {
-                totals.passed += c.passed.max(1);
-                totals.failed += c.failed;
-                row(step.name, "ok", took, &counted(c))
-            }
-            Outcome::Failed(c, why) => {
-                totals.passed += c.passed;
-                totals.failed += c.failed.max(1);
+        let (how, mut counts, more) = match outcome {
+            Outcome::Ran(counts, None) => ("ok", counts, String::new()),
+            Outcome::Ran(mut counts, Some(why)) => {
                 println!("{why}");
-                row(step.name, "FAILED", took, &counted(c))
+                // Something that is no test of its own went wrong, as a build.
+                if counts.total().failed == 0 {
+                    counts.merge(Tally::check(false));
+                }
+                ("FAILED", counts, String::new())
             }
             Outcome::Skipped(why) => {
-                skipped += 1;
-                row(step.name, "skipped", took, &why)
+                note(Kind::Check, step.name, &why);
+                ("skipped", Tally::default(), why)
             }
         };
+        counts.take_skips(noted(), &BTreeSet::new());
+        let row = row(
+            step.name,
+            how,
+            took,
+            &format!("{}{more}", counts.in_a_row()),
+        );
         println!("{row}");
         rows.push(row);
+        tally.merge(counts);
     }
-    let skips = fs::read_to_string(&log).unwrap_or_default();
-    println!("\n{}", rows.join("\n"));
-    for line in skips.lines() {
-        println!("skipped  {line}");
-        skipped += 1;
+    println!("\n{}\n", rows.join("\n"));
+    for line in tally.reasons() {
+        println!("{line}");
     }
-    println!(
-        "\n{} passed, {} failed, {} skipped",
-        totals.passed, totals.failed, skipped
-    );
-    if totals.failed > 0 {
-        Err(format!("{} failed", totals.failed).into())
-    } else {
-        Ok(())
+    println!("\n{tally}");
+    match tally.total().failed {
+        0 => Ok(()),
+        failed => Err(format!("{failed} failed").into()),
     }
-}
-
-/// Where tests write a line for each thing that they could not try.
-fn skip_log() -> PathBuf {
-    std::env::temp_dir().join(format!("riser-skips-{}", std::process::id()))
 }
 
 fn row(name: &str, how: &str, took: Duration, more: &str) -> String {
     format!("{how:<8} {name:<36} {:>7.1} s  {more}", took.as_secs_f64())
 }
 
-fn counted(c: Counts) -> String {
-    if c.passed + c.failed == 0 {
-        String::new()
-    } else {
-        format!("{} passed, {} failed", c.passed, c.failed)
-    }
+fn check(mut command: std::process::Command) -> Outcome {
+    Outcome::check(match sh::output(&mut command) {
+        Ok(_) => Ok(()),
+        Err(e) => Err(e.to_string()),
+    })
 }
 
-fn check(mut command: std::process::Command) -> Outcome {
-    match sh::output(&mut command) {
-        Ok(_) => Outcome::Passed(Counts::default()),
-        Err(e) => Outcome::Failed(Counts::default(), e.to_string()),
-    }
+/// What harnesses of Rust's tests said.
+struct Harnesses {
+    counts: Counts,
+    /// The names of the functions that failed.
+    failed: BTreeSet<String>,
+    /// The whole of it, if anything went wrong.
+    failure: Option<String>,
 }
 
 /// Runs `cargo test` and adds up what its harnesses say.
-fn cargo_test(args: &[&str], env: &[(&str, &str)]) -> Outcome {
+fn cargo_test(args: &[&str], env: &[(&str, &str)]) -> Harnesses {
     let mut command = sh::cargo(["test", "--no-fail-fast"]);
     command
         .args(args)
-        .env("RISER_SKIP_LOG", skip_log())
+        .env(crate::skip::LOG, skip_log())
         .envs(env.iter().copied());
     let (text, ok) = match sh::output(&mut command) {
         Ok(text) => (text, true),
@@ -295,10 +251,45 @@ fn cargo_test(args: &[&str], env: &[(&str, &str)]) -> Outcome {
     {
         println!("{at}");
     }
-    if ok {
-        Outcome::Passed(counts)
-    } else {
-        Outcome::Failed(counts, text)
+    Harnesses {
+        counts,
+        failed: failed_functions(&text),
+        failure: (!ok).then_some(text),
+    }
+}
+
+/// The names that harnesses list below `failures:`.
+fn failed_functions(text: &str) -> BTreeSet<String> {
+    let mut failed = BTreeSet::new();
+    let mut in_list = false;
+    for line in text.lines() {
+        match line.strip_prefix("    ") {
+            Some(name) if in_list && !name.contains(' ') => {
+                failed.insert(name.to_owned());
+            }
+            _ => in_list = line == "failures:",
+        }
+    }
+    failed
+}
+
+/// Runs test functions that no other step runs.
+fn functions(args: &[&str], env: &[(&str, &str)]) -> Outcome {
+    let run = cargo_test(args, env);
+    let mut tally = Tally::of(Kind::Function, run.counts);
+    tally.take_skips(noted(), &run.failed);
+    Outcome::Ran(tally, run.failure)
+}
+
+/// Runs test functions once more, for longer: one check, whatever their number. It is skipped if one of
+/// them is.
+fn again(args: &str, env: (&str, &str)) -> Outcome {
+    let args: Vec<_> = args.split(' ').collect();
+    let run = cargo_test(&args, &[env]);
+    match (run.failure, noted().first()) {
+        (None, Some(skip)) => Outcome::Skipped(format!("{}: {}", skip.name, skip.why)),
+        (None, None) if run.counts.passed == 0 => Outcome::check(Err("no function ran".to_owned())),
+        (failure, _) => Outcome::check(failure.map_or(Ok(()), Err)),
     }
 }
 
@@ -321,72 +312,72 @@ fn deny() -> Outcome {
     if let Err(e) = sh::have_subcommand("deny") {
         return Outcome::Skipped(format!("cargo-deny cannot be installed: {e}"));
     }
-    let outcome = check(sh::cargo([
-        "deny", "-L", "error", "check", "bans", "licenses", "sources",
-    ]));
-    if matches!(outcome, Outcome::Passed(_))
-        && let Err(e) = sh::output(&mut sh::cargo([
-            "deny",
-            "-L",
-            "error",
-            "check",
-            "advisories",
-        ]))
-    {
-        let text = e.to_string();
-        if text.contains("fetch") {
-            note_skip("deny advisories", "the advisory database cannot be fetched");
-        } else {
-            return Outcome::Failed(Counts::default(), text);
+    let deny = |what: &[&str]| {
+        let mut command = sh::cargo(["deny", "-L", "error", "check"]);
+        sh::output(command.args(what)).map_err(|e| e.to_string())
+    };
+    if let Err(why) = deny(&["bans", "licenses", "sources"]) {
+        return Outcome::check(Err(why));
+    }
+    match deny(&["advisories"]) {
+        Err(why) if !why.contains("fetch") => Outcome::check(Err(why)),
+        Err(_) => {
+            let why = "the advisory database cannot be fetched";
+            note(Kind::Check, "deny advisories", why);
+            Outcome::check(Ok(()))
         }
-    }
-    outcome
-}
-
-fn note_skip(name: &str, why: &str) {
-    use std::io::Write;
-    if let Ok(mut f) = fs::File::options()
-        .create(true)
-        .append(true)
-        .open(skip_log())
-    {
-        let _ = writeln!(f, "{name}: {why}");
-    }
-}
-
-fn demo_step() -> Outcome {
-    match demo::run(&demo::Options::for_test()) {
-        Ok(()) => Outcome::Passed(Counts::default()),
-        Err(e) => Outcome::Failed(Counts::default(), e.to_string()),
+        Ok(_) => {
+            let mut both = Tally::check(true);
+            both.merge(Tally::check(true));
+            Outcome::Ran(both, None)
+        }
     }
 }
 
 /// libiscsi's whole suite, against us alone.
 fn conformance_step() -> Outcome {
     match conformance::run_all(&conformance::Options::for_test()) {
-        Ok(conformance::Ended::Passed(passed)) => Outcome::Passed(Counts { passed, failed: 0 }),
+        Ok(conformance::Ended::Ran(tally, failure)) => Outcome::Ran(tally, failure),
         Ok(conformance::Ended::Unavailable(why)) => Outcome::Skipped(why),
-        Ok(conformance::Ended::Failed((passed, failed), why)) => {
-            Outcome::Failed(Counts { passed, failed }, why)
-        }
-        Err(e) => Outcome::Failed(Counts::default(), e.to_string()),
+        Err(e) => Outcome::check(Err(e.to_string())),
     }
 }
 
-/// The short cases, wherever the rig can be had.
-fn interop_step() -> Outcome {
-    match interop::run_cases(&interop::Options::for_test()) {
-        Ok(Ended::Passed(passed)) => Outcome::Passed(Counts { passed, failed: 0 }),
-        Ok(Ended::Unavailable(why)) => Outcome::Skipped(why),
-        Ok(Ended::Failed(counts, why)) => Outcome::Failed(
-            Counts {
-                passed: counts.0,
-                failed: counts.1,
-            },
-            why,
-        ),
-        Err(e) => Outcome::Failed(Counts::default(), e.to_string()),
+/// The short cases, or all of them, wherever the rig can be had.
+fn interop_step(options: &Options) -> Outcome {
+    match interop::run_cases(&interop::Options::for_test(options.all)) {
+        Ok(interop::Ended::Ran(counts, failure)) => {
+            Outcome::Ran(Tally::of(Kind::Case, counts), failure)
+        }
+        Ok(interop::Ended::Unavailable(why)) => Outcome::Skipped(why),
+        Err(e) => Outcome::check(Err(e.to_string())),
     }
+}
+
+fn package_step() -> Outcome {
+    match package::build_and_install() {
+        Ok(package::Ended::Installed) => Outcome::check(Ok(())),
+        Ok(package::Ended::OnlyBuilt(why)) => {
+            note(Kind::Check, "installation of the package", &why);
+            Outcome::check(Ok(()))
+        }
+        Err(e) => Outcome::check(Err(e.to_string())),
+    }
+}
+
+fn container_step() -> Outcome {
+    match container::build_and_try() {
+        Ok(container::Ended::Tried(_)) => Outcome::check(Ok(())),
+        Ok(container::Ended::Unavailable(why)) => Outcome::Skipped(why),
+        Err(e) => Outcome::check(Err(e.to_string())),
+    }
+}
+
+fn instructions_step() -> Outcome {
+    if !instructions::is_possible() {
+        return Outcome::Skipped("valgrind is missing".to_owned());
+    }
+    Outcome::check(instructions::run().map_err(|e| e.to_string()))
 }
 
 #[cfg(test)]
@@ -398,5 +389,13 @@ mod tests {
         let line = "ok. 12 passed; 3 failed; 0 ignored; 0 measured; 0 filtered out";
         assert_eq!(number_before(line, " passed"), 12);
         assert_eq!(number_before(line, " failed"), 3);
+    }
+
+    #[test]
+    fn functions_that_failed_are_named() {
+        let text = "failures:\n\n---- a::b stdout ----\n    some words\nmore\n\nfailures:\n    \
+                    a::b\n    c\n\ntest result: FAILED. 1 passed; 2 failed;\n    d\n";
+        let failed: Vec<_> = failed_functions(text).into_iter().collect();
+        assert_eq!(failed, ["a::b", "c"]);
     }
 }

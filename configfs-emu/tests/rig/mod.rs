@@ -1,10 +1,11 @@
 //! A tree mounted over a daemon in memory, and a mount namespace in which it is the kernel's.
 
-#![allow(clippy::print_stderr, reason = "a test says what it skips")]
 #![allow(dead_code, reason = "each test uses a part of it")]
 
+#[path = "../../../tests/src/skip.rs"]
+mod skip;
+
 use std::fs;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::{Arc, Mutex};
@@ -14,18 +15,7 @@ use riser_configfs_emu::fuse::Mount;
 use riser_configfs_emu::host::Host;
 use serde_json::{Value, json};
 
-/// Says that a test did not run here, and why, where the test command counts it.
-pub(crate) fn skip(test: &str, why: &str) {
-    eprintln!("SKIP: {test}: {why}");
-    if let Some(log) = std::env::var_os("RISER_SKIP_LOG") {
-        let mut log = fs::File::options()
-            .create(true)
-            .append(true)
-            .open(log)
-            .unwrap();
-        writeln!(log, "{test}: {why}").unwrap();
-    }
-}
+pub(crate) use skip::skip;
 
 /// What a daemon was told, in order.
 pub(crate) type Told = Arc<Mutex<Vec<Value>>>;

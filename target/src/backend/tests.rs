@@ -1,5 +1,8 @@
 //! Backends of every kind against a plain array of bytes.
 
+#[path = "../../../tests/src/skip.rs"]
+mod skip;
+
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
@@ -11,6 +14,8 @@ use proptest::prelude::*;
 use riser_memory::{MemSlice, Memory};
 use riser_reactor::{Ring, RingConfig};
 use riser_scsi::step::{Allocation, BackendError, BlockOp, StepResult};
+
+use skip::skip;
 
 use super::store::Medium;
 use super::*;
@@ -1003,17 +1008,6 @@ fn opening_and_dropping_leaks_nothing() {
         before.1,
         after.1
     );
-}
-
-/// Says that a test did not run here, and why, where the test command counts it.
-fn skip(test: &str, why: &str) {
-    let why = why.lines().next().unwrap_or("no reason given");
-    let line = format!("{test}: {why}\n");
-    let _ = std::io::stderr().write_all(line.as_bytes());
-    if let Some(log) = std::env::var_os("RISER_SKIP_LOG") {
-        let mut log = File::options().create(true).append(true).open(log).unwrap();
-        log.write_all(line.as_bytes()).unwrap();
-    }
 }
 
 /// Runs a tool; what it printed, or why it did not work.

@@ -10,8 +10,6 @@
 
 mod strangers;
 
-use std::fs::File;
-use std::io::Write as _;
 use std::process::Command;
 use std::sync::mpsc::{Sender, channel};
 use std::thread::{self, JoinHandle};
@@ -19,6 +17,7 @@ use std::thread::{self, JoinHandle};
 use riser_transport::roce::{Roce, RoceConfig};
 use rustix::thread::{UnshareFlags, gettid, unshare_unsafe};
 
+use crate::skip::skip;
 use crate::software::Real;
 
 /// Ends of the link, and a stranger's address at B's end.
@@ -145,16 +144,5 @@ fn on_a_link(
     });
     if let Err(panic) = result {
         std::panic::resume_unwind(panic);
-    }
-}
-
-/// Says that a test did not run here, and why, where the test command counts it.
-fn skip(test: &str, why: &str) {
-    let why = why.lines().next().unwrap_or("no reason given");
-    let line = format!("{test}: {why}\n");
-    let _ = std::io::stderr().write_all(line.as_bytes());
-    if let Some(log) = std::env::var_os("RISER_SKIP_LOG") {
-        let mut log = File::options().create(true).append(true).open(log).unwrap();
-        log.write_all(line.as_bytes()).unwrap();
     }
 }

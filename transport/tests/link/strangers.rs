@@ -18,6 +18,7 @@ use riser_transport::wire::{
 use socket2::{Domain, Protocol, Socket, Type};
 
 use super::{Link, V4, V6, on_a_link, sh};
+use crate::skip::skip;
 use crate::suite::world::{
     End, Side, Wants, World, connect_on, connected, init_attr, objects, pattern,
 };
@@ -179,7 +180,7 @@ fn a_buffer_that_is_used_again_does_not_leave_for_its_old_peer() {
     };
     on_a_link(test, V4, unprivileged, |w| {
         if let Err(why) = sh("tc qdisc add dev v0 root tbf rate 10mbit burst 64kb latency 60s") {
-            return super::skip(test, &why);
+            return skip(test, &why);
         }
         let mut sniffer = w.at_b.run(|| {
             let every_protocol = Protocol::from(i32::from(3u16.to_be()));

@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 
 use crate::daemon::Daemon;
 use crate::packages::{Need, ensure, need};
+use crate::tally::{Counts, Kind, Tally, note};
 use crate::{Failure, demo, sh};
 use suite::{Run, Verdict};
 
@@ -73,10 +74,8 @@ impl Options {
 
 /// How it ended.
 pub(crate) enum Ended {
-    /// Tests and checks that passed; nothing failed.
-    Passed(u64),
-    /// Passed, failed, and what.
-    Failed((u64, u64), String),
+    /// It was tried: the suite's tests and the checks beside it, and what went wrong if something did.
+    Ran(Tally, Option<String>),
     /// The client is missing.
     Unavailable(String),
 }
@@ -129,9 +128,8 @@ const OTHER_LUNS: [(u8, &str); 2] = [(1, "LBPPB < 2"), (2, "Logical unit is not 
 /// Runs everything; fails if our target failed in anything.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     match run_all(options)? {
-        Ended::Passed(_) => Ok(()),
-        Ended::Failed(_, why) => Err(why.into()),
-        Ended::Unavailable(why) => Err(why.into()),
+        Ended::Ran(_, None) => Ok(()),
+        Ended::Ran(_, Some(why)) | Ended::Unavailable(why) => Err(why.into()),
     }
 }
 
@@ -157,25 +155,38 @@ pub(crate) fn run_all(options: &Options) -> Result<Ended, Failure> {
     };
     print_table(&ours.run, theirs.as_ref());
     print_skips(&ours.run);
+    Ok(ended(options, ours))
+}
+
+/// Counts what came of our target. What was skipped is noted.
+fn ended(options: &Options, ours: Ours) -> Ended {
+    let mut suite = Counts::default();
+    let mut failures = Vec::new();
     for test in &ours.run.tests {
-        if let Verdict::Failed(_) | Verdict::Unfinished = test.verdict {
-            let name = format!("{}.{}", test.suite, test.name);
-            let fault = CLIENT_FAULTS.iter().find(|(test, _)| *test == name);
-            if let (Some((_, why)), true) = (fault, options.libiscsi.is_some()) {
-                println!("{name} fails, but not by our fault: {why}");
-                continue;
+        let name = format!("{}.{}", test.suite, test.name);
+        match &test.verdict {
+            Verdict::Passed => suite.passed += 1,
+            Verdict::Skipped(reasons) => note(Kind::SuiteTest, &name, &reasons.join("; ")),
+            Verdict::Failed(_) | Verdict::Unfinished => {
+                let fault = CLIENT_FAULTS.iter().find(|(test, _)| *test == name);
+                if let (Some((_, why)), true) = (fault, options.libiscsi.is_some()) {
+                    println!("{name} fails, but not by our fault: {why}");
+                    continue;
+                }
+                suite.failed += 1;
+                failures.push(format!("{name}: {:?}", test.verdict));
             }
-            ours.failures
-                .push(format!("{}.{}: {:?}", test.suite, test.name, test.verdict));
         }
     }
-    let counts = ours.run.counts();
-    let passed = u64::from(counts.passed) + ours.checks;
-    if ours.failures.is_empty() {
-        return Ok(Ended::Passed(passed));
-    }
-    let failed = ours.failures.len() as u64;
-    Ok(Ended::Failed((passed, failed), ours.failures.join("\n")))
+    let checks = Counts {
+        passed: ours.checks,
+        failed: ours.failures.len() as u64,
+        ..Counts::default()
+    };
+    failures.extend(ours.failures);
+    let mut tally = Tally::of(Kind::SuiteTest, suite);
+    tally.add(Kind::Check, checks);
+    Ended::Ran(tally, (!failures.is_empty()).then(|| failures.join("\n")))
 }
 
 /// QEMU as a client.
@@ -186,7 +197,12 @@ fn qemu_checks(programs: &Path, scratch: &sh::Scratch, ours: &mut Ours) {
                 ours.checks += tell(name, outcome.map(Some), &mut ours.failures);
             }
         }
-        Err(why) => println!("{:<22} skipped  {why}", "qemu"),
+        Err(why) => {
+            for name in qemu::CHECKS {
+                println!("{name:<22} skipped  {why}");
+                note(Kind::Check, name, &why);
+            }
+        }
     }
 }
 
@@ -198,7 +214,11 @@ fn tell(name: &str, outcome: Result<Option<String>, Failure>, failures: &mut Vec
             println!("{name:<22} ok       {said}");
             return 1;
         }
-        Ok(None) => println!("{name:<22} skipped  not in this version of libiscsi"),
+        Ok(None) => {
+            let why = "not in this version of libiscsi";
+            println!("{name:<22} skipped  {why}");
+            note(Kind::Check, name, why);
+        }
         Err(error) => {
             println!("{name:<22} FAILED   {error}");
             failures.push(format!("{name}: {error}"));

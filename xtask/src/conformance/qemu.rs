@@ -10,7 +10,7 @@ use crate::interop::{initramfs, kernel};
 use crate::packages::{Need, ensure, need};
 use crate::{Failure, sh};
 
-const NEEDS: [Need; 7] = [
+const NEEDS: [Need; 9] = [
     need("qemu-img", "qemu-utils", "QEMU's iSCSI driver"),
     need(
         "qemu-system-x86_64",
@@ -21,6 +21,8 @@ const NEEDS: [Need; 7] = [
     need("mformat", "mtools", "the guest's disk"),
     need("busybox", "busybox-static", "the guest's programs"),
     need("cpio", "cpio", "the guest's initramfs"),
+    need("depmod", "kmod", "the guest's modules"),
+    need("modprobe", "kmod", "the guest's modules"),
     need("xz", "xz-utils", "the guest's modules"),
 ];
 
@@ -55,6 +57,9 @@ const LOADER: &str = "SERIAL 0 115200\nDEFAULT riser\nLABEL riser\n  LINUX vmlin
 /// What one check said, or how it failed.
 pub(super) type Outcome = (&'static str, Result<String, Failure>);
 
+/// The checks.
+pub(super) const CHECKS: [&str; 2] = ["qemu-img", "boot from iscsi://"];
+
 /// Runs the checks with a daemon of their own; why not, if something is not to be had here.
 pub(super) fn run(programs: &Path, scratch: &sh::Scratch) -> Result<Vec<Outcome>, String> {
     if let Some(n) = ensure(&NEEDS.iter().collect::<Vec<_>>()).first() {
@@ -68,8 +73,8 @@ pub(super) fn run(programs: &Path, scratch: &sh::Scratch) -> Result<Vec<Outcome>
     }
     let booted = kernel::ensure().map_err(|e| format!("no kernel for the guest: {e}"))?;
     Ok(vec![
-        ("qemu-img", images(programs, scratch)),
-        ("boot from iscsi://", boot(programs, scratch, &booted)),
+        (CHECKS[0], images(programs, scratch)),
+        (CHECKS[1], boot(programs, scratch, &booted)),
     ])
 }
 

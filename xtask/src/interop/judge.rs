@@ -185,7 +185,7 @@ mod tests {
     #[test]
     fn a_packet_that_ends_too_early_is_objected_to() {
         if sh::which("tshark").is_none() {
-            println!("skipped: tshark is not installed");
+            crate::skip::skip("tshark", "it is not installed");
             return;
         }
         let scratch = sh::Scratch::new("judge").unwrap();

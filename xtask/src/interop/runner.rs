@@ -37,6 +37,8 @@ pub(crate) struct Row<'a> {
     pub(crate) took: Duration,
     /// What it measured, a line for each, or why it failed.
     pub(crate) result: Result<Vec<String>, String>,
+    /// Why the attempt before this one failed, if there was one.
+    pub(crate) first: Option<String>,
 }
 
 /// What the guests share.
@@ -84,13 +86,8 @@ impl Rig<'_> {
         // Without a guest there are none.
         let _ = fs::rename(&logs, &kept);
         let mut second = self.run_case(case, &self.logs.join("guest-1"), &mut None);
+        second.first = first.result.as_ref().err().cloned();
         tell(&second);
-        if let (Ok(figures), Err(why)) = (&mut second.result, &first.result) {
-            let why = why.lines().last().unwrap_or_default();
-            figures.push(format!(
-                "at the second attempt; the first ended with: {why}"
-            ));
-        }
         second
     }
 
@@ -128,6 +125,7 @@ impl Rig<'_> {
             boot: boot.is_some().then_some(booted),
             took: started.elapsed() - booted,
             result: result.map_err(|e| e.to_string()),
+            first: None,
         };
         let Some(guest) = slot else {
             let why = boot.and_then(Result::err);
@@ -136,6 +134,7 @@ impl Rig<'_> {
                 boot: Some(booted),
                 took: Duration::ZERO,
                 result: Err(why.map_or_else(String::new, |e| format!("no guest: {e}"))),
+                first: None,
             };
         };
         let result = self.run_in(guest, case, folder);

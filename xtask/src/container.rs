@@ -1,0 +1,106 @@
+//! `cargo xtask container`: builds the image of `deploy/container` and starts its programs in it.
+
+use std::fs;
+
+use crate::packages::{ensure, install, need};
+use crate::sh::{self, cmd};
+use crate::{Failure, root};
+
+/// Programs that build images and take the same arguments, in the order of preference.
+const ENGINES: [&str; 2] = ["podman", "docker"];
+
+/// The image's name.
+const IMAGE: &str = "riser-xtask";
+
+/// What is asked of the image: the programs start, and take the configuration that comes with it.
+const TRIED: [&[&str]; 3] = [
+    &["riserd", "--version"],
+    &["riser", "--version"],
+    &["riserd", "check", "/etc/riser/riserd.yaml"],
+];
+
+/// How far it came.
+pub(crate) enum Ended {
+    /// The image is built and its programs run.
+    Tried(String),
+    /// There is no engine that works, or no base image.
+    Unavailable(String),
+}
+
+/// Builds the image; fails if that cannot be tried.
+pub(crate) fn run() -> Result<(), Failure> {
+    match build_and_try()? {
+        Ended::Tried(said) => {
+            println!("{said}");
+            Ok(())
+        }
+        Ended::Unavailable(why) => Err(why.into()),
+    }
+}
+
+/// Builds the image if that is possible here, and starts its programs.
+pub(crate) fn build_and_try() -> Result<Ended, Failure> {
+    let Some(engine) = engine() else {
+        let why = format!("none of {} works here", ENGINES.join(", "));
+        return Ok(Ended::Unavailable(why));
+    };
+    let file = root().join("deploy/container/Containerfile");
+    for base in bases(&fs::read_to_string(&file)?) {
+        let is_here = sh::output(&mut cmd(engine, ["image", "inspect", &base])).is_ok();
+        if is_here {
+            continue;
+        }
+        println!("{engine} pull {base}");
+        if let Err(e) = sh::output(&mut cmd(engine, ["pull", "--quiet", &base])) {
+            let e = e.to_string();
+            let last = e.lines().last().unwrap_or_default();
+            let why = format!("{engine} cannot have the base image {base}: {last}");
+            return Ok(Ended::Unavailable(why));
+        }
+    }
+    let mut build = cmd(engine, ["build", "--tag", IMAGE, "--file"]);
+    sh::run(build.arg(&file).arg(root()))?;
+    let mut said = Vec::new();
+    for command in TRIED {
+        let mut run = cmd(engine, ["run", "--rm", "--network", "none", IMAGE]);
+        said.push(sh::output(run.args(command))?.trim().to_owned());
+    }
+    Ok(Ended::Tried(said.join("\n")))
+}
+
+/// An engine that works; installs the first one if none is there.
+fn engine() -> Option<&'static str> {
+    let works = |engine: &&str| sh::output(&mut cmd(*engine, ["info"])).is_ok();
+    let found = || ENGINES.into_iter().find(works);
+    found().or_else(|| {
+        let first = need("podman", "podman", "the container's image");
+        if ensure(&[&first]).is_empty() {
+            // What it needs to run a container, and only recommends.
+            install(&["crun", "netavark", "aardvark-dns"]);
+        }
+        found()
+    })
+}
+
+/// The images that a Containerfile begins with.
+fn bases(text: &str) -> Vec<String> {
+    let from = text.lines().filter_map(|line| line.strip_prefix("FROM "));
+    let name = |rest: &str| {
+        rest.split_whitespace()
+            .next()
+            .unwrap_or_default()
+            .to_owned()
+    };
+    from.map(name).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn base_images_are_those_of_every_stage() {
+        let text = "# FROM nothing\nFROM rust:1 AS build\nRUN x\n\nFROM debian:12\nCOPY --from=build a b\n";
+        assert_eq!(bases(text), ["rust:1", "debian:12"]);
+    }
+}

@@ -1,0 +1,333 @@
+//! What `cargo xtask test` counts: what passed, failed and was skipped, each thing once, by kind.
+//!
+//! Whatever cannot be tried is a line in one file ([`skip_log`]), from tests in their processes and from
+//! the commands here. A test function that says there that a part of it was skipped counts as skipped.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::fs;
+use std::ops::AddAssign;
+use std::path::PathBuf;
+
+use crate::skip;
+
+/// The kinds of things that are counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Functions of Rust's test harness.
+    Function,
+    /// Tests of libiscsi's suite, over TCP.
+    SuiteTest,
+    /// Cases with a Linux kernel in a guest.
+    Case,
+    /// What succeeds or fails as a whole: formatting, lints, a tool of others, a long run, the demo.
+    Check,
+}
+
+impl Kind {
+    const ALL: [Self; 4] = [Self::Function, Self::SuiteTest, Self::Case, Self::Check];
+
+    /// The word of the kind in the file of skips.
+    const fn word(self) -> &'static str {
+        match self {
+            Self::Function => skip::FUNCTION,
+            Self::SuiteTest => "suite",
+            Self::Case => "case",
+            Self::Check => "check",
+        }
+    }
+
+    const fn title(self) -> &'static str {
+        match self {
+            Self::Function => "test functions",
+            Self::SuiteTest => "suite tests",
+            Self::Case => "interop cases",
+            Self::Check => "checks",
+        }
+    }
+
+    fn of(word: &str) -> Self {
+        let kind = Self::ALL.into_iter().find(|kind| kind.word() == word);
+        kind.unwrap_or(Self::Check)
+    }
+}
+
+/// How many things of a kind passed and failed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Counts {
+    /// Passed, at the first attempt or the second.
+    pub(crate) passed: u64,
+    /// Passed at the second attempt only; part of `passed`.
+    pub(crate) second: u64,
+    /// Failed, at every attempt.
+    pub(crate) failed: u64,
+}
+
+impl AddAssign for Counts {
+    fn add_assign(&mut self, other: Self) {
+        self.passed += other.passed;
+        self.second += other.second;
+        self.failed += other.failed;
+    }
+}
+
+/// A thing that was not tried.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Skip {
+    pub(crate) kind: Kind,
+    pub(crate) name: String,
+    pub(crate) why: String,
+}
+
+/// Counts of every kind, and what was skipped.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Tally {
+    counts: [Counts; Kind::ALL.len()],
+    skips: Vec<Skip>,
+}
+
+impl Tally {
+    /// So many of one kind.
+    pub(crate) fn of(kind: Kind, counts: Counts) -> Self {
+        let mut tally = Self::default();
+        tally.add(kind, counts);
+        tally
+    }
+
+    pub(crate) fn add(&mut self, kind: Kind, counts: Counts) {
+        self.counts[kind as usize] += counts;
+    }
+
+    /// One check that passed or failed.
+    pub(crate) fn check(passed: bool) -> Self {
+        let (passed, failed) = (u64::from(passed), u64::from(!passed));
+        let counts = Counts {
+            passed,
+            failed,
+            second: 0,
+        };
+        Self::of(Kind::Check, counts)
+    }
+
+    pub(crate) fn counts(&self, kind: Kind) -> Counts {
+        self.counts[kind as usize]
+    }
+
+    /// Of all kinds.
+    pub(crate) fn total(&self) -> Counts {
+        let mut total = Counts::default();
+        for counts in self.counts {
+            total += counts;
+        }
+        total
+    }
+
+    /// Things of a kind that were skipped, each once, for however many reasons.
+    pub(crate) fn skipped(&self, kind: Kind) -> u64 {
+        let of_kind = self.skips.iter().filter(|skip| skip.kind == kind);
+        of_kind
+            .map(|skip| &skip.name)
+            .collect::<BTreeSet<_>>()
+            .len() as u64
+    }
+
+    fn skipped_in_all(&self) -> u64 {
+        Kind::ALL.into_iter().map(|kind| self.skipped(kind)).sum()
+    }
+
+    pub(crate) fn merge(&mut self, other: Self) {
+        for (own, other) in self.counts.iter_mut().zip(other.counts) {
+            *own += other;
+        }
+        self.skips.extend(other.skips);
+    }
+
+    /// Takes over skips. The harness of a test function that was skipped has counted it as passed, unless it
+    /// failed in the end and is among `failed`.
+    pub(crate) fn take_skips(&mut self, skips: Vec<Skip>, failed: &BTreeSet<String>) {
+        let has_failed = |skip: &Skip| {
+            let function = skip.name.split(' ').next_back().unwrap_or_default();
+            skip.kind == Kind::Function && failed.contains(function)
+        };
+        let before = self.skipped(Kind::Function);
+        self.skips
+            .extend(skips.into_iter().filter(|skip| !has_failed(skip)));
+        let more = self.skipped(Kind::Function) - before;
+        let passed = &mut self.counts[Kind::Function as usize].passed;
+        *passed = passed.saturating_sub(more);
+    }
+
+    /// What ran, in a few words.
+    pub(crate) fn in_a_row(&self) -> String {
+        let kinds = Kind::ALL.into_iter().filter_map(|kind| {
+            let Counts {
+                passed,
+                second,
+                failed,
+            } = self.counts(kind);
+            let second = match second {
+                0 => String::new(),
+                n => format!(" ({n} at the second attempt)"),
+            };
+            let skipped = self.skipped(kind);
+            (passed + failed + skipped > 0).then(|| {
+                let title = kind.title();
+                format!("{title}: {passed} passed{second}, {failed} failed, {skipped} skipped")
+            })
+        });
+        kinds.collect::<Vec<_>>().join("; ")
+    }
+
+    /// A line for each reason, with what was skipped for it.
+    pub(crate) fn reasons(&self) -> Vec<String> {
+        let mut reasons = BTreeMap::<_, BTreeSet<_>>::new();
+        for skip in &self.skips {
+            let key = (skip.kind as usize, skip.kind.title(), &skip.why);
+            reasons.entry(key).or_default().insert(skip.name.as_str());
+        }
+        let line = |((_, title, why), names): (_, BTreeSet<&str>)| {
+            let names: Vec<_> = names.into_iter().collect();
+            format!("skipped  {title}: {} ({why})", names.join(", "))
+        };
+        reasons.into_iter().map(line).collect()
+    }
+}
+
+/// A row for each kind, and the sum in one line.
+impl fmt::Display for Tally {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "{:<16}{:>8}{:>18}{:>8}{:>9}",
+            "", "passed", "at 2nd attempt", "failed", "skipped"
+        )?;
+        for kind in Kind::ALL {
+            let c = self.counts(kind);
+            writeln!(
+                f,
+                "{:<16}{:>8}{:>18}{:>8}{:>9}",
+                kind.title(),
+                c.passed,
+                c.second,
+                c.failed,
+                self.skipped(kind)
+            )?;
+        }
+        let total = self.total();
+        write!(
+            f,
+            "\n{} passed, of these {} at the second attempt, {} failed, {} skipped",
+            total.passed,
+            total.second,
+            total.failed,
+            self.skipped_in_all()
+        )
+    }
+}
+
+/// The file of what was skipped, of this process and those that it starts.
+pub(crate) fn skip_log() -> PathBuf {
+    std::env::temp_dir().join(format!("riser-skips-{}", std::process::id()))
+}
+
+/// Notes that something was skipped.
+pub(crate) fn note(kind: Kind, name: &str, why: &str) {
+    if let Err(e) = skip::note(&skip_log(), kind.word(), name, why) {
+        println!("{}: {e}", skip_log().display());
+    }
+}
+
+/// What was noted since the last call.
+pub(crate) fn noted() -> Vec<Skip> {
+    let text = fs::read_to_string(skip_log()).unwrap_or_default();
+    let _ = fs::remove_file(skip_log());
+    text.lines().map(parse).collect()
+}
+
+/// A line of the file. One that is none counts, too.
+fn parse(line: &str) -> Skip {
+    let mut fields = line.splitn(3, '\t');
+    let mut next = || fields.next().unwrap_or_default().to_owned();
+    let (kind, name, why) = (next(), next(), next());
+    Skip {
+        kind: Kind::of(&kind),
+        name: if name.is_empty() { kind } else { name },
+        why,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn skip(kind: Kind, name: &str, why: &str) -> Skip {
+        Skip {
+            kind,
+            name: name.to_owned(),
+            why: why.to_owned(),
+        }
+    }
+
+    fn passed(passed: u64) -> Counts {
+        Counts {
+            passed,
+            ..Counts::default()
+        }
+    }
+
+    #[test]
+    fn a_function_that_is_skipped_is_counted_once_and_has_not_passed() {
+        let mut tally = Tally::of(Kind::Function, passed(10));
+        let skips = vec![
+            skip(Kind::Function, "cli fuse::a", "FUSE: no"),
+            skip(Kind::Function, "cli fuse::a", "memory: no"),
+            skip(Kind::Function, "nbd fuse::a", "FUSE: no"),
+            skip(Kind::Function, "nbd fails", "FUSE: no"),
+        ];
+        tally.take_skips(skips, &BTreeSet::from(["fails".to_owned()]));
+        assert_eq!(tally.counts(Kind::Function).passed, 8);
+        assert_eq!(tally.skipped(Kind::Function), 2);
+        let more = vec![skip(Kind::Check, "deny", "no network")];
+        tally.take_skips(more, &BTreeSet::new());
+        assert_eq!(tally.counts(Kind::Function).passed, 8);
+        assert_eq!(tally.skipped_in_all(), 3);
+        assert_eq!(
+            tally.reasons(),
+            [
+                "skipped  test functions: cli fuse::a, nbd fuse::a (FUSE: no)",
+                "skipped  test functions: cli fuse::a (memory: no)",
+                "skipped  checks: deny (no network)",
+            ]
+        );
+    }
+
+    #[test]
+    fn the_last_line_sums_all_kinds_up() {
+        let mut tally = Tally::of(Kind::Function, passed(10));
+        tally.merge(Tally::check(true));
+        tally.merge(Tally::check(false));
+        let cases = Counts {
+            passed: 7,
+            second: 2,
+            failed: 1,
+        };
+        tally.merge(Tally::of(Kind::Case, cases));
+        let text = tally.to_string();
+        assert!(
+            text.ends_with("\n18 passed, of these 2 at the second attempt, 2 failed, 0 skipped"),
+            "{text}"
+        );
+        assert!(text.contains("interop cases          7                 2       1        0"));
+    }
+
+    #[test]
+    fn a_line_is_read_as_it_was_written() {
+        let folder = crate::sh::Scratch::new("tally").unwrap();
+        let log = folder.join("log");
+        skip::note(&log, Kind::SuiteTest.word(), "A.B", "one\ttwo\nthree").unwrap();
+        let text = fs::read_to_string(log).unwrap();
+        let expected = skip(Kind::SuiteTest, "A.B", "one two three");
+        assert_eq!(text.lines().map(parse).collect::<Vec<_>>(), [expected]);
+        assert_eq!(parse("garbled").name, "garbled");
+    }
+}

@@ -100,7 +100,7 @@ mod tests {
 
     #[test]
     fn base_images_are_those_of_every_stage() {
-        let text = "# FROM nothing\nFROM rust:1 AS build\nRUN x\n\nFROM debian:12\nCOPY --from=build a b\n";
-        assert_eq!(bases(text), ["rust:1", "debian:12"]);
+        let text = "# FROM nothing\nFROM docker.io/rust:1 AS build\nRUN x\n\nFROM debian:12\nCOPY --from=build a b\n";
+        assert_eq!(bases(text), ["docker.io/rust:1", "debian:12"]);
     }
 }

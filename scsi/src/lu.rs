@@ -54,6 +54,7 @@ const HINT_WORDS: usize = 16;
 #[derive(Debug)]
 pub struct LogicalUnit {
     config: Config,
+    has_medium: bool,
     capacity: AtomicU64,
     flags: AtomicU8,
     hints: [AtomicU64; HINT_WORDS],
@@ -92,8 +93,25 @@ impl LogicalUnit {
             restricted: AtomicBool::new(false),
             keeper: None,
             saving: Mutex::new(()),
+            has_medium: true,
             config,
         })
+    }
+
+    /// The same unit without a medium: commands that need one end with NOT READY, MANUAL INTERVENTION
+    /// REQUIRED (SPC-4 annex F), and those about the unit itself work.
+    #[must_use]
+    pub fn without_medium(self) -> Self {
+        Self {
+            has_medium: false,
+            ..self
+        }
+    }
+
+    /// Whether it has a medium.
+    #[must_use]
+    pub fn has_medium(&self) -> bool {
+        self.has_medium
     }
 
     /// The same unit with the reservations that `keeper` has of it, which also keeps those to come if
@@ -262,8 +280,10 @@ impl LogicalUnit {
         }
         let cdb = Cdb::new(request.cdb, entry.usage.len())?;
         cdb.check_usage(entry.usage)?;
-        if entry.gates.contains(Gates::READY) && self.is_stopped() {
-            return Err(unit::STOPPED.into());
+        if entry.gates.contains(Gates::READY)
+            && let Some(sense) = self.not_ready()
+        {
+            return Err(sense.into());
         }
         if entry.gates.contains(Gates::WRITES) {
             self.check_writable()?;
@@ -428,6 +448,14 @@ impl LogicalUnit {
     #[must_use]
     pub fn is_stopped(&self) -> bool {
         self.flags().contains(Flags::STOPPED)
+    }
+
+    /// Why commands that need the medium are refused, if they are.
+    pub(crate) fn not_ready(&self) -> Option<Sense> {
+        match self.has_medium {
+            false => Some(unit::NO_MEDIUM),
+            true => self.is_stopped().then_some(unit::STOPPED),
+        }
     }
 
     /// Whether writes may stay in a volatile cache (WCE).

@@ -13,6 +13,12 @@ pub(crate) const STOPPED: Sense = Sense::new(
     AdditionalSense::INITIALIZING_COMMAND_REQUIRED,
 );
 
+/// The sense of a unit without a medium, which an administrator has to bring back.
+pub(crate) const NO_MEDIUM: Sense = Sense::new(
+    SenseKey::NotReady,
+    AdditionalSense::MANUAL_INTERVENTION_REQUIRED,
+);
+
 /// A flush on its way, and what its completion means.
 #[derive(Debug)]
 pub(crate) enum Flush {
@@ -50,8 +56,7 @@ pub(crate) fn plan_request_sense(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult
     let lu = planner.lu;
     let sense = match lu.take_attention(planner.request.nexus) {
         Some(attention) => attention.sense(),
-        None if lu.is_stopped() => STOPPED,
-        None => Sense::none(),
+        None => lu.not_ready().unwrap_or_else(Sense::none),
     };
     let format = if cdb.bit(1, 0) {
         SenseFormat::Descriptor
@@ -71,6 +76,9 @@ pub(crate) fn plan_request_sense(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult
 /// the unit: unless the configuration says otherwise, a stop only flushes.
 pub(crate) fn plan_start_stop_unit(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
     let lu = planner.lu;
+    if !lu.has_medium() {
+        return Err(NO_MEDIUM.into());
+    }
     match cdb.byte(4) >> 4 {
         // START_VALID.
         0 => {}

@@ -181,7 +181,7 @@ fn what_cannot_change_is_refused_whole() {
     let old = text(4, &image, "{ 0: d }", "access: open");
     let mut more = text(4, &image, "{ 0: d, 1: e }", "access: open");
     more.limits.buffer_pool /= 2;
-    let refused = |new: &Config| match check(&old, new, u32::MAX) {
+    let refused = |new: &Config| match check(&old, new, u32::MAX, &|_| false) {
         Err(ChangeError::NeedsRestart(what) | ChangeError::InUse(what)) => what,
         other => panic!("{other:?}"),
     };
@@ -194,7 +194,10 @@ fn what_cannot_change_is_refused_whole() {
     assert_eq!(refused(&other), "d");
     let mut other = old.clone();
     other.backends[1].thin = !other.backends[1].thin;
-    assert!(check(&old, &other, u32::MAX).is_ok(), "it is not in use");
+    assert!(
+        check(&old, &other, u32::MAX, &|_| false).is_ok(),
+        "it is not in use"
+    );
     let mut server = Server::start(&old).unwrap();
     let mut mini = connect(&server, 4, 2);
     assert!(server.change(more).is_err());

@@ -155,7 +155,7 @@ fn open_sync(medium: &Medium) -> Option<Handle> {
         Medium::File { fd, .. } => Some(Handle::new(
             sys::reopen(fd.as_fd()).map_or_else(|_| fd.clone(), Arc::new),
         )),
-        Medium::Ram(_) | Medium::Null => None,
+        Medium::Ram(_) | Medium::Null | Medium::Absent => None,
     }
 }
 
@@ -209,7 +209,7 @@ impl Driver {
                 ring.register_file(fd.clone())
                     .unwrap_or_else(|_| Handle::new(fd.clone())),
             ),
-            Medium::Ram(_) | Medium::Null => None,
+            Medium::Ram(_) | Medium::Null | Medium::Absent => None,
         };
         let clears = store.flush_clears();
         let sync = open_sync(&store.medium);
@@ -483,6 +483,11 @@ impl Driver {
                     _ => StepResult::Done,
                 }
             }
+            Medium::Absent => match op {
+                // Nothing has been written.
+                BlockOp::Flush { .. } => StepResult::Done,
+                _ => StepResult::Failed(BackendError::NotReady),
+            },
             Medium::Null => match op {
                 // Old bytes of the buffer may be another initiator's.
                 BlockOp::Read { .. } => {
@@ -659,7 +664,7 @@ impl Driver {
             (Stage::Transfer | Stage::Fill | Stage::Edges, Ok(moved)) => {
                 let align = match &attached.store.medium {
                     Medium::File { align, .. } => align.map_or(1, |a| a.offset as usize),
-                    Medium::Ram(_) | Medium::Null => 1,
+                    Medium::Ram(_) | Medium::Null | Medium::Absent => 1,
                 };
                 // Direct I/O goes on at a whole block.
                 let moved = moved - moved % align;

@@ -149,9 +149,9 @@ pub enum OpenError {
         /// The backend.
         path: PathBuf,
     },
-    /// The size on disk and the size asked for differ, and nothing says to change it.
+    /// The file is smaller than it should be, and nothing says to extend it.
     #[error(
-        "{}: is {actual} bytes, not {wanted}; `create: true` extends a file, nothing shrinks one",
+        "{}: is {actual} bytes, fewer than {wanted}; `create: true` extends a file",
         path.display()
     )]
     Size {
@@ -221,6 +221,8 @@ pub(super) enum Medium {
     Ram(Arc<Ram>),
     /// Not at all.
     Null,
+    /// Not now: see [`Store::absent`].
+    Absent,
 }
 
 /// One opened backend. Shared by all workers; each reaches it through its own
@@ -292,7 +294,25 @@ impl Store {
                 made.undo();
             }
         })?;
-        Ok(Arc::new(Self {
+        Ok(Arc::new(Self::of(spec, medium, geometry, made)))
+    }
+
+    /// Stands for a backend that cannot be opened: what reads or writes it finds that it is not ready. Its
+    /// geometry is that of the specification, and its capacity one block where that names none.
+    #[must_use]
+    pub fn absent(spec: &Spec) -> Arc<Self> {
+        let capacity = match &spec.source {
+            Source::File { size, .. } => size.unwrap_or(0),
+            Source::Device { .. } => 0,
+            Source::Ram { size } | Source::Null { size } => *size,
+        };
+        let block = u64::from(spec.block_size);
+        let geometry = plain(spec, (capacity - capacity % block).max(block));
+        Arc::new(Self::of(spec, Medium::Absent, geometry, None))
+    }
+
+    fn of(spec: &Spec, medium: Medium, geometry: Geometry, made: Option<Made>) -> Self {
+        Self {
             medium,
             faults: spec.faults.clone(),
             flush: FlushState::default(),
@@ -304,7 +324,7 @@ impl Store {
                 Source::Null { .. } => "nothing".into(),
             },
             made: Mutex::new(made),
-        }))
+        }
     }
 
     fn open_medium(spec: &Spec, ram: Arc<Ram>, made: &mut Option<Made>) -> Opened {
@@ -356,7 +376,7 @@ impl Store {
     pub fn cache_generation(&self) -> [u8; 16] {
         match &self.medium {
             Medium::Ram(ram) => ram.generation(),
-            Medium::File { .. } | Medium::Null => *BOOT,
+            Medium::File { .. } | Medium::Null | Medium::Absent => *BOOT,
         }
     }
 
@@ -365,12 +385,12 @@ impl Store {
     pub fn ram(&self) -> Option<Arc<Ram>> {
         match &self.medium {
             Medium::Ram(ram) => Some(Arc::clone(ram)),
-            Medium::File { .. } | Medium::Null => None,
+            Medium::File { .. } | Medium::Null | Medium::Absent => None,
         }
     }
 
     /// Whether it would be opened again as it is: a file that was moved or replaced under us, or that
-    /// has another length than the configuration says, would not. Nor would one with a failure of a flush
+    /// is shorter than the configuration says, would not. Nor would one with a failure of a flush
     /// that was not cleared: the shutdown before the next program starts would fail.
     ///
     /// # Errors
@@ -402,7 +422,7 @@ impl Store {
                 size: Some(wanted),
                 create,
                 ..
-            } if wanted < open.len() || (wanted > open.len() && !create) => Err(OpenError::Size {
+            } if wanted > open.len() && !create => Err(OpenError::Size {
                 path: path.clone(),
                 actual: open.len(),
                 wanted,
@@ -418,10 +438,11 @@ impl Store {
     }
 
     /// Makes room for the size that a backend is to have, and gives the capacity that it would have
-    /// then; [`Store::set_capacity`] makes it so. `None` where that is the present one.
+    /// then; [`Store::set_capacity`] makes it so. `None` where that is the present one. A file that is larger
+    /// already stays so.
     ///
     /// # Errors
-    /// [`OpenError`]: it would shrink, or its file does not have the size and may not be extended.
+    /// [`OpenError`]: it would shrink, or its file is smaller and may not be extended.
     pub fn grow(&self, spec: &Spec) -> Result<Option<u64>, OpenError> {
         let from = self.capacity();
         let to = match (&self.medium, &spec.source) {
@@ -435,7 +456,7 @@ impl Store {
                         self.note_made(path, file, actual);
                         wanted
                     }
-                    Some(wanted) if wanted != actual => {
+                    Some(wanted) if wanted > actual => {
                         return Err(OpenError::Size {
                             path: path.clone(),
                             actual,
@@ -683,11 +704,17 @@ fn open_file(
                 .map_err(io_error(path, "sync its directory"))?;
             Ok(file)
         }
-        Some(wanted) if wanted != actual => Err(OpenError::Size {
+        Some(wanted) if wanted > actual => Err(OpenError::Size {
             path: path.to_owned(),
             actual,
             wanted,
         }),
+        Some(wanted) if wanted < actual => {
+            // It was extended, here or by hand, and initiators may have written there.
+            let path = path.display();
+            tracing::warn!(%path, actual, wanted, "a file is larger than its `size`: all of it is served");
+            Ok(file)
+        }
         _ => Ok(file),
     }
 }

@@ -92,6 +92,7 @@ pub(super) fn check(root: raw::Root) -> Checked<Config> {
     }
     Ok(Config {
         identity: root.identity.map(|i| i.value.trim().to_owned()),
+        strict: root.strict,
         backends,
         targets,
         workers,

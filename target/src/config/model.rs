@@ -26,6 +26,8 @@ use crate::stats::MAX_WORKERS;
 pub struct Config {
     /// What names derived by default are derived from, where the file says; see [`HostId::of`].
     pub identity: Option<String>,
+    /// Whether a start without all backends and portals fails.
+    pub strict: bool,
     /// Backends, in the order of the file. Names are distinct.
     pub backends: Vec<Backend>,
     /// Targets, in the order of the file. Names are distinct.

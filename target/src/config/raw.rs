@@ -15,6 +15,10 @@ use super::yaml::{Entries, Located};
 pub(super) struct Root {
     /// What serial numbers, world-wide names and GUIDs that are not set derive from; by default the machine's id.
     pub(super) identity: Option<Located<String>>,
+    /// Start with everything or not at all; by default what cannot be had is reported and tried again, and the
+    /// rest is served.
+    #[serde(default)]
+    pub(super) strict: bool,
     /// Where the bytes of disks are, by names of your own.
     #[serde(default)]
     pub(super) backends: Entries<String, Located<Backend>>,

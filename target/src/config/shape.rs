@@ -194,6 +194,7 @@ mod tests {
     fn every_kind_of_place_is_told_from_the_schema() {
         for (keys, kind) in [
             (&["identity"] as &[&str], "Text"),
+            (&["strict"], "Bool"),
             (&["backends"], "map"),
             (&["backends", "*"], "object"),
             (&["backends", "*", "kind"], "Text"),

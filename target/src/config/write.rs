@@ -21,6 +21,7 @@ impl Config {
         let targets = self.targets.iter().map(|t| target(self, t));
         let mut map = Map::default();
         map.text("identity", self.identity.as_deref());
+        map.flag("strict", self.strict, false);
         map.some(
             "backends",
             map_of(backends.map(|b| (b.name.clone(), backend(b)))),

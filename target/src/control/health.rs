@@ -2,6 +2,7 @@
 
 use crate::config::Protocol;
 use crate::server::Server;
+use crate::server::problems::Subject;
 use crate::worker::mail::Snapshot;
 
 /// Whether every worker answers, every portal is listened on and every backend is open.
@@ -14,9 +15,25 @@ pub fn ready(server: &Server, snapshots: &[Snapshot]) -> Result<(), String> {
     if answering < workers {
         missing.push(format!("{answering} of {workers} workers answer"));
     }
+    let problems = server.problems();
+    for (subject, problem) in problems.iter() {
+        missing.push(format!(
+            "{} {}: {}",
+            subject.kind(),
+            subject.name(),
+            problem.why
+        ));
+    }
     let catalog = server.shared().registry.catalog();
     for target in &catalog.targets {
         for portal in &target.config.portals {
+            let subject = match portal.protocol {
+                Protocol::Srp | Protocol::Iser => Subject::RdmaPortal(portal.listen),
+                Protocol::Iscsi => Subject::TcpPortal(portal.listen),
+            };
+            if problems.has(&subject) {
+                continue;
+            }
             let mut listening = snapshots.iter().flat_map(|s| match portal.protocol {
                 Protocol::Srp | Protocol::Iser => &s.rdma_listeners,
                 Protocol::Iscsi => &s.tcp_listeners,

@@ -52,11 +52,12 @@ mod watchdog;
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
+use tokio::time::{MissedTickBehavior, interval_at};
 
 use self::api::{Ask, Failure, Kept, Request};
 use self::history::{Entry, History};
@@ -218,6 +219,9 @@ struct Control<'a> {
     handing: Option<Handing>,
 }
 
+/// How often it is tried again to serve what cannot be served.
+const RETRY: Duration = Duration::from_secs(5);
+
 /// Why the daemon does no longer what it did.
 enum Turn {
     /// It is to end.
@@ -274,8 +278,11 @@ impl Control<'_> {
     async fn attend(&mut self, signals: &mut Signals, queue: &mut mpsc::Receiver<Request>) -> Turn {
         let failure = self.server.failure();
         let _watchdog = Watchdog::start(self.server.pinger());
+        let mut retry = interval_at(tokio::time::Instant::now() + RETRY, RETRY);
+        retry.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {
+                _ = retry.tick(), if !self.server.problems().is_empty() => self.retry(),
                 _ = signals.hangup.recv() => { let _ = self.reload("SIGHUP"); }
                 why = signals.end.next() => return Turn::End(why),
                 () = failure.notified() => return Turn::End("a worker failed"),
@@ -284,6 +291,13 @@ impl Control<'_> {
             if let Some(handing) = self.handing.take() {
                 return Turn::HandOver(handing);
             }
+        }
+    }
+
+    /// Tries again to serve what could not be served.
+    fn retry(&mut self) {
+        if let Err(error) = self.server.retry() {
+            tracing::warn!(%error, "what is not served cannot be tried again");
         }
     }
 

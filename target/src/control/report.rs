@@ -75,6 +75,10 @@ pub fn status(status: &Status) -> String {
         "riserd {} (process {}), up {} s, {} session(s)",
         status.version, status.pid, status.uptime, status.sessions
     )];
+    lines.extend(status.problems.iter().map(|problem| {
+        let (kind, name, error) = (&problem.kind, &problem.name, &problem.error);
+        format!("NOT SERVED: {kind} {name}: {error}")
+    }));
     let tenure = &status.tenure;
     if let Some(from) = &tenure.upgraded_from {
         lines.push(format!(

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::time::UNIX_EPOCH;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use riser_scsi::iscsi::login::{ConnectionParams, SessionParams};
 use serde::{Deserialize, Serialize};
@@ -15,6 +15,7 @@ use crate::backend::FlushFailure;
 use crate::config::{Difference, Protocol};
 use crate::iscsi::Phase;
 use crate::server::Server;
+use crate::server::problems::{Problem, Subject};
 use crate::srp::{ChannelParams, Unit};
 use crate::worker::SessionInfo;
 use crate::worker::mail::{IscsiSession, Snapshot};
@@ -33,9 +34,25 @@ pub struct Status {
     pub sessions: usize,
     /// Its workers that answered.
     pub workers: Vec<WorkerView>,
+    /// What it should serve and cannot.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub problems: Vec<ProblemView>,
     /// What was in its process before it.
     #[serde(flatten)]
     pub tenure: Tenure,
+}
+
+/// A backend that cannot be opened, or a portal that cannot be listened on. It is tried again.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProblemView {
+    /// `backend` or `portal`.
+    pub kind: String,
+    /// The backend's name, or the portal's address.
+    pub name: String,
+    /// Why.
+    pub error: String,
+    /// Since when, in seconds since 1970.
+    pub since: u64,
 }
 
 /// A worker.
@@ -192,8 +209,23 @@ pub fn status(server: &Server, uptime: u64, tenure: &Tenure) -> Status {
         uptime,
         sessions: server.sessions(),
         workers: snapshots.iter().map(worker).collect(),
+        problems: problems(server),
         tenure: tenure.clone(),
     }
+}
+
+fn problems(server: &Server) -> Vec<ProblemView> {
+    let view = |(subject, problem): (&Subject, &Problem)| ProblemView {
+        kind: subject.kind().to_owned(),
+        name: subject.name(),
+        error: problem.why.clone(),
+        since: seconds(problem.since),
+    };
+    server.problems().iter().map(view).collect()
+}
+
+fn seconds(time: SystemTime) -> u64 {
+    time.duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
 fn worker(snapshot: &Snapshot) -> WorkerView {

@@ -1,5 +1,6 @@
 //! What a catalog takes of the network: devices and listening sockets, for every worker.
 
+use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,11 +12,12 @@ use riser_transport::verbs::{Mtu, Verbs};
 
 use super::ServerError;
 use super::legacy::Legacy;
+use super::problems::Subject;
 use crate::config::{Config, LinkFaults, Percent, Provider};
+use crate::worker::Opened;
 use crate::worker::iscsi::TcpListener;
-use crate::worker::places::Place;
+use crate::worker::places::{Place, Places};
 use crate::worker::target::Catalog;
-use crate::worker::{Opened, Shared};
 
 /// What one worker gets.
 #[derive(Debug, Default)]
@@ -30,9 +32,10 @@ pub(super) struct Part {
 /// which must not be before workers have closed theirs.
 #[derive(Debug)]
 pub(super) struct Acquired {
-    shared: Arc<Shared>,
-    places: Vec<Place>,
+    places: Arc<Places>,
+    taken: Vec<Place>,
     parts: Vec<Part>,
+    missing: Vec<(Subject, ServerError)>,
 }
 
 impl Acquired {
@@ -43,19 +46,42 @@ impl Acquired {
 
     /// It is in use from now on; the parts that nobody has taken.
     pub(super) fn keep(mut self) -> Vec<Part> {
-        self.places.clear();
+        self.taken.clear();
         self.take_parts()
+    }
+
+    /// The portals that are done without, and why.
+    pub(super) fn missing(&self) -> &[(Subject, ServerError)] {
+        &self.missing
     }
 
     /// A place for the device at an address; the number of a new one.
     fn place(&mut self, addr: IpAddr) -> Result<Option<usize>, ServerError> {
-        let taken = self.shared.places.take(addr);
+        let taken = self.places.take(addr);
         let place = taken.ok_or(ServerError::Closing(addr))?;
-        self.places.push(place);
+        self.taken.push(place);
         Ok(match place {
             Place::New(place) => Some(place),
             Place::Open { .. } => None,
         })
+    }
+
+    /// Takes back what was taken last, and what was opened there.
+    fn give_back(&mut self, addr: IpAddr) {
+        let taken = self.taken.pop().expect("just taken");
+        if let Place::New(place) = taken {
+            tracing::debug!(%addr, place, "its device is given back");
+            for part in &mut self.parts {
+                part.devices.retain(|(other, _)| *other != place);
+            }
+        }
+        self.places.give_back(taken);
+    }
+
+    fn drop_sockets(&mut self, portal: SocketAddr) {
+        for part in &mut self.parts {
+            part.sockets.retain(|socket| socket.address() != portal);
+        }
     }
 }
 
@@ -63,117 +89,198 @@ impl Drop for Acquired {
     fn drop(&mut self) {
         // Sockets are closed before their places are free.
         self.parts.clear();
-        for place in self.places.drain(..) {
-            self.shared.places.give_back(place);
+        for place in self.taken.drain(..) {
+            self.places.give_back(place);
         }
     }
+}
+
+/// What is acquired for, and from where.
+pub(super) struct Wanted<'a> {
+    pub(super) config: &'a Config,
+    pub(super) catalog: &'a Catalog,
+    /// Sockets that were left to us.
+    pub(super) legacy: &'a Legacy,
+    /// The catalog before, whose sockets are open.
+    pub(super) old: Option<&'a Catalog>,
+    pub(super) workers: usize,
+    /// Whether a portal may be done without that cannot be had for this reason.
+    pub(super) tolerates: &'a dyn Fn(&Subject, &ServerError) -> bool,
 }
 
 /// Opens what a catalog takes and the one before it did not; sockets that were left to us are open.
 ///
 /// # Errors
 /// [`ServerError`]; nothing is open then.
-pub(super) fn acquire(
-    config: &Config,
-    shared: &Arc<Shared>,
-    catalog: &Catalog,
-    old: Option<&Catalog>,
-    legacy: &Legacy,
-    workers: usize,
-) -> Result<Acquired, ServerError> {
+pub(super) fn acquire(wanted: &Wanted<'_>, places: &Arc<Places>) -> Result<Acquired, ServerError> {
     let mut acquired = Acquired {
-        shared: Arc::clone(shared),
-        places: Vec::new(),
-        parts: (0..workers).map(|_| Part::default()).collect(),
+        places: Arc::clone(places),
+        taken: Vec::new(),
+        parts: (0..wanted.workers).map(|_| Part::default()).collect(),
+        missing: Vec::new(),
     };
-    devices(config, catalog, &mut acquired)?;
-    let known: Vec<_> = old.map_or_else(Vec::new, |old| old.tcp_portals().collect());
-    sockets(catalog, &known, legacy, &mut acquired)?;
+    devices(wanted, &mut acquired)?;
+    sockets(wanted, &mut acquired)?;
     Ok(acquired)
 }
 
 /// One device for each address that a portal has: on every worker, but an RDMA device of the host,
 /// which is the first worker's alone. At the start those come after the software NICs.
-fn devices(config: &Config, catalog: &Catalog, acquired: &mut Acquired) -> Result<(), ServerError> {
+fn devices(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerError> {
     let mut addresses: Vec<IpAddr> = Vec::new();
-    for portal in catalog.rdma_portals() {
+    for portal in wanted.catalog.rdma_portals() {
         if !addresses.contains(&portal.ip()) {
             addresses.push(portal.ip());
         }
     }
-    let on_host = |addr: &IpAddr| match config.transport.provider {
+    let on_host = |addr: &IpAddr| match wanted.config.transport.provider {
         Provider::Roce => false,
         Provider::RdmaCore => true,
         Provider::Auto => rdma_core::has_device(*addr),
     };
     let (on_host, ours): (Vec<IpAddr>, Vec<IpAddr>) = addresses.into_iter().partition(on_host);
-    let workers = acquired.parts.len();
-    for addr in ours {
-        let Some(place) = acquired.place(addr)? else {
-            continue;
+    let addresses = ours.into_iter().map(|addr| (addr, false));
+    let addresses = addresses.chain(on_host.into_iter().map(|addr| (addr, true)));
+    for (addr, is_on_host) in addresses {
+        let place = match acquired.place(addr) {
+            Ok(Some(place)) => place,
+            Ok(None) => continue,
+            Err(error) => {
+                do_without(wanted, acquired, addr, error)?;
+                continue;
+            }
         };
-        // In the workers' order: the sockets of one port are numbered as they are bound.
-        for index in 0..workers {
-            let roce = RoceConfig {
-                mtu: config.transport.mtu.and_then(mtu),
-                on_link: config.transport.on_link,
-                worker_index: index as u32,
-                worker_bits: workers.ilog2() as u8,
-                faults: RoceFaults {
-                    transmit: config.transport.faults.map(|f| faults(f, index as u64)),
-                    receive: None,
-                },
-                ..RoceConfig::new(addr)
-            };
-            let device =
-                Roce::open(&roce).map_err(|source| ServerError::Device { addr, source })?;
-            let device = Opened::Roce(Box::new(device));
-            acquired.parts[index].devices.push((place, device));
+        let opened = match is_on_host {
+            true => open_on_host(addr, place, acquired),
+            false => open_ours(wanted.config, addr, place, acquired),
+        };
+        if let Err(error) = opened {
+            acquired.give_back(addr);
+            do_without(wanted, acquired, addr, error)?;
         }
-        acquired.shared.places.fill(place, workers as u16);
-    }
-    for addr in on_host {
-        let Some(place) = acquired.place(addr)? else {
-            continue;
-        };
-        let device = RdmaCoreDevice::open(addr)?;
-        tracing::info!(%addr, device = %device.device_attr().name, "serves on an RDMA device");
-        let device = Opened::RdmaCore(Box::new(device));
-        acquired.parts[0].devices.push((place, device));
-        acquired.shared.places.fill(place, 1);
     }
     Ok(())
 }
 
-/// A listening socket per worker for each TCP portal. All are bound before the first one listens.
-fn sockets(
-    catalog: &Catalog,
-    known: &[SocketAddr],
-    legacy: &Legacy,
+/// Notes the portals at an address for which there is no device, or fails.
+fn do_without(
+    wanted: &Wanted<'_>,
+    acquired: &mut Acquired,
+    addr: IpAddr,
+    error: ServerError,
+) -> Result<(), ServerError> {
+    let portals = wanted.catalog.rdma_portals();
+    let portals: BTreeSet<_> = portals.filter(|portal| portal.ip() == addr).collect();
+    let subjects: Vec<_> = portals.into_iter().map(Subject::RdmaPortal).collect();
+    if !subjects
+        .iter()
+        .all(|subject| (wanted.tolerates)(subject, &error))
+    {
+        return Err(error);
+    }
+    let error = Arc::new(error);
+    let missing = subjects.into_iter().map(|subject| {
+        let error = ServerError::Shared(Arc::clone(&error));
+        (subject, error)
+    });
+    acquired.missing.extend(missing);
+    Ok(())
+}
+
+/// In the workers' order: the sockets of one port are numbered as they are bound.
+fn open_ours(
+    config: &Config,
+    addr: IpAddr,
+    place: usize,
     acquired: &mut Acquired,
 ) -> Result<(), ServerError> {
-    let mut done = known.to_vec();
-    for portal in catalog.tcp_portals() {
+    let workers = acquired.parts.len();
+    for index in 0..workers {
+        let roce = RoceConfig {
+            mtu: config.transport.mtu.and_then(mtu),
+            on_link: config.transport.on_link,
+            worker_index: index as u32,
+            worker_bits: workers.ilog2() as u8,
+            faults: RoceFaults {
+                transmit: config.transport.faults.map(|f| faults(f, index as u64)),
+                receive: None,
+            },
+            ..RoceConfig::new(addr)
+        };
+        let device = Roce::open(&roce).map_err(|source| ServerError::Device { addr, source })?;
+        let device = Opened::Roce(Box::new(device));
+        acquired.parts[index].devices.push((place, device));
+    }
+    acquired.places.fill(place, workers as u16);
+    Ok(())
+}
+
+fn open_on_host(addr: IpAddr, place: usize, acquired: &mut Acquired) -> Result<(), ServerError> {
+    let device = RdmaCoreDevice::open(addr)?;
+    tracing::info!(%addr, device = %device.device_attr().name, "serves on an RDMA device");
+    let device = Opened::RdmaCore(Box::new(device));
+    acquired.parts[0].devices.push((place, device));
+    acquired.places.fill(place, 1);
+    Ok(())
+}
+
+/// A listening socket per worker for each TCP portal. All are bound before the first one listens.
+fn sockets(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerError> {
+    let mut done: Vec<_> = wanted
+        .old
+        .map_or_else(Vec::new, |old| old.tcp_portals().collect());
+    let mut new = Vec::new();
+    for portal in wanted.catalog.tcp_portals() {
         if done.contains(&portal) {
             continue;
         }
         done.push(portal);
-        for (n, part) in acquired.parts.iter_mut().enumerate() {
-            let socket = match legacy.socket(portal, n) {
-                Ok(Some(socket)) => Ok(socket),
-                Ok(None) => TcpListener::bind(portal),
-                Err(error) => Err(error),
-            };
-            let socket = socket.map_err(|source| ServerError::Listen { portal, source })?;
-            part.sockets.push(socket);
+        match bind(portal, wanted.legacy, acquired) {
+            Ok(()) => new.push(portal),
+            Err(error) => go_without(wanted, acquired, portal, error)?,
         }
     }
-    for socket in acquired.parts.iter().flat_map(|part| &part.sockets) {
-        let portal = socket.address();
-        socket
-            .listen()
-            .map_err(|source| ServerError::Listen { portal, source })?;
+    for portal in new {
+        let sockets = acquired.parts.iter().flat_map(|part| &part.sockets);
+        let mut sockets = sockets.filter(|socket| socket.address() == portal);
+        if let Err(source) = sockets.try_for_each(TcpListener::listen) {
+            go_without(
+                wanted,
+                acquired,
+                portal,
+                ServerError::Listen { portal, source },
+            )?;
+        }
     }
+    Ok(())
+}
+
+fn bind(portal: SocketAddr, legacy: &Legacy, acquired: &mut Acquired) -> Result<(), ServerError> {
+    for (n, part) in acquired.parts.iter_mut().enumerate() {
+        let socket = match legacy.socket(portal, n) {
+            Ok(Some(socket)) => Ok(socket),
+            Ok(None) => TcpListener::bind(portal),
+            Err(error) => Err(error),
+        };
+        let socket = socket.map_err(|source| ServerError::Listen { portal, source })?;
+        part.sockets.push(socket);
+    }
+    Ok(())
+}
+
+/// Notes a TCP portal that cannot be listened on, or fails.
+fn go_without(
+    wanted: &Wanted<'_>,
+    acquired: &mut Acquired,
+    portal: SocketAddr,
+    error: ServerError,
+) -> Result<(), ServerError> {
+    let subject = Subject::TcpPortal(portal);
+    if !(wanted.tolerates)(&subject, &error) {
+        return Err(error);
+    }
+    acquired.drop_sockets(portal);
+    acquired.missing.push((subject, error));
     Ok(())
 }
 

@@ -1,6 +1,6 @@
 //! From a configuration to what workers share.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Weak};
 
 use riser_scsi::iscsi::chap;
@@ -10,8 +10,9 @@ use riser_scsi::lu::LogicalUnit;
 use super::ServerError;
 use super::legacy::Legacy;
 use super::ports::{AllPortIds, Port, PortIds};
+use super::problems::{Problems, Subject};
 use super::{Keepers, ports};
-use crate::backend::{OpenError, Ram, Spec, Store};
+use crate::backend::{OpenError, Ram, Spec, Store, open_in_time};
 use crate::config::{self, Backend, Config, HostId, Lun, Portal, Protocol, Target};
 use crate::srp::{LoginLimits, Unit, UnitIdx};
 use crate::stats::{LunStats, TargetStats};
@@ -152,6 +153,13 @@ pub(super) struct Builder {
     keepers: Keepers,
     /// What is in RAM disks that were not opened yet.
     rams: BTreeMap<String, Arc<Ram>>,
+    /// Backends that could not be opened, and how that was tried the last time.
+    absent: BTreeMap<String, Spec>,
+    /// Those of them that were tried for the present catalog.
+    tried: BTreeSet<String>,
+    problems: Problems,
+    /// Whether what cannot be had is a problem, and no failure.
+    is_lenient: bool,
 }
 
 /// A backend cannot be opened, or would not be.
@@ -176,6 +184,38 @@ impl Builder {
             rams: legacy.rams.clone(),
             ..Self::default()
         })
+    }
+
+    /// From now on, what cannot be had is a problem and no failure, or the other way round.
+    pub(super) fn set_lenient(&mut self, is_lenient: bool) {
+        self.is_lenient = is_lenient;
+    }
+
+    /// Whether something that cannot be had is a problem and no failure: at a start that may be without it, or
+    /// where it was one before.
+    pub(super) fn tolerates(&self, subject: &Subject) -> bool {
+        self.is_lenient || self.problems.has(subject)
+    }
+
+    /// What is not served.
+    pub(super) fn problems(&self) -> &Problems {
+        &self.problems
+    }
+
+    /// The portals that could not be listened on, in the place of those before.
+    pub(super) fn set_missing_portals(&mut self, missing: &[(Subject, ServerError)]) {
+        let is_missing = |subject: &Subject| missing.iter().any(|(other, _)| other == subject);
+        let is_backend = |subject: &Subject| matches!(subject, Subject::Backend(_));
+        self.problems
+            .retain(|subject| is_backend(subject) || is_missing(subject));
+        for (subject, why) in missing {
+            self.problems.add(subject.clone(), why);
+        }
+    }
+
+    /// Whether a backend could not be opened.
+    pub(super) fn is_absent(&self, name: &str) -> bool {
+        self.absent.contains_key(name)
     }
 
     /// Saves the numbers of ports, for as long as it is open whether these become those that are served,
@@ -251,6 +291,7 @@ impl Builder {
     /// left out, and close when the last of their requests has ended.
     pub(super) fn catalog(&mut self, config: &Config) -> Result<Catalog, ServerError> {
         let host = HostId::of(config);
+        self.tried.clear();
         let mut targets = Vec::new();
         for target in &config.targets {
             let ids = self.port_ids(target);
@@ -309,6 +350,11 @@ impl Builder {
             all.any(|(_, u)| Arc::ptr_eq(u, unit))
         };
         self.units.retain(|_, unit| served(unit));
+        self.absent.retain(|name, _| self.units.contains_key(name));
+        self.problems.retain(|subject| match subject {
+            Subject::Backend(name) => self.absent.contains_key(name),
+            Subject::RdmaPortal(_) | Subject::TcpPortal(_) => true,
+        });
         let (units, unit_stores) = (&self.units, &self.unit_stores);
         let in_use = |place: usize| {
             let mut all = units.values();
@@ -341,11 +387,20 @@ impl Builder {
 
     fn unit(&mut self, config: &Config, host: &HostId, lun: Lun) -> Result<Arc<Unit>, ServerError> {
         let backend = &config.backends[lun.backend];
-        if let Some(unit) = self.units.get(&backend.name) {
+        let before = self.units.get(&backend.name).cloned();
+        if let Some(unit) = &before
+            && (unit.lu.has_medium() || !self.tried.insert(backend.name.clone()))
+        {
             return Ok(Arc::clone(unit));
         }
         let place = self.store(backend)?;
         let store = self.opened[place].as_ref().expect("just opened");
+        let is_absent = self.is_absent(&backend.name);
+        if let Some(unit) = &before
+            && is_absent
+        {
+            return Ok(Arc::clone(unit));
+        }
         let (geometry, generation) = (store.geometry(), store.cache_generation());
         let mut unit_config = backend.unit_config(&geometry, host);
         unit_config.cache_generation = Some(generation);
@@ -367,7 +422,14 @@ impl Builder {
                         source,
                     })?;
         }
-        if let Some(keeper) = &self.keepers.flushes {
+        if is_absent {
+            lu = lu.without_medium();
+        }
+        if let Some(before) = &before {
+            // Initiators may have registered with it meanwhile.
+            lu.inherit(&before.lu.legacy());
+        }
+        if let Some(keeper) = self.keepers.flushes.as_ref().filter(|_| !is_absent) {
             let store = self.opened[place].as_ref().expect("just opened");
             store.keep_flush_failures(Arc::clone(keeper), &lu.config().identity);
         }
@@ -389,20 +451,53 @@ impl Builder {
     }
 
     fn store(&mut self, backend: &Backend) -> Result<usize, ServerError> {
-        if let Some(place) = self.stores.get(&backend.name) {
+        let name = &backend.name;
+        if let Some(place) = self.stores.get(name)
+            && !self.is_absent(name)
+        {
             return Ok(*place);
         }
-        let ram = self.rams.remove(&backend.name).unwrap_or_default();
-        let store = Store::open_with(&backend.spec, ram).map_err(closed(&backend.name))?;
+        self.tried.insert(name.clone());
+        let ram = self.rams.remove(name).unwrap_or_default();
+        let store = match open_in_time(&backend.spec, ram) {
+            Ok(store) => store,
+            Err(error) => return self.store_absent(backend, error),
+        };
+        self.absent.remove(name);
+        self.problems.remove(&Subject::Backend(name.clone()));
         let geometry = store.geometry();
         tracing::info!(
             backend = %backend.name, bytes = geometry.capacity, block = geometry.block_size,
             direct = geometry.direct, read_only = geometry.read_only, "opened"
         );
+        Ok(self.put(name, store))
+    }
+
+    /// A backend that cannot be opened, in a place of its own.
+    fn store_absent(&mut self, backend: &Backend, error: OpenError) -> Result<usize, ServerError> {
+        let name = &backend.name;
+        let subject = Subject::Backend(name.clone());
+        // One that is to be found elsewhere from now on has to be there.
+        let is_other = self
+            .absent
+            .get(name)
+            .is_some_and(|spec| *spec != backend.spec);
+        if is_other || !self.tolerates(&subject) {
+            return Err(closed(name)(error));
+        }
+        self.problems.add(subject, &error);
+        if let Some(place) = self.stores.get(name) {
+            return Ok(*place);
+        }
+        self.absent.insert(name.clone(), backend.spec.clone());
+        Ok(self.put(name, Store::absent(&backend.spec)))
+    }
+
+    fn put(&mut self, name: &str, store: Arc<Store>) -> usize {
         let place = self.opened.len();
         self.opened.push(Some(store));
-        self.stores.insert(backend.name.clone(), place);
-        Ok(place)
+        self.stores.insert(name.to_owned(), place);
+        place
     }
 }
 

@@ -26,6 +26,7 @@ mod acquire;
 mod build;
 pub mod legacy;
 pub mod ports;
+pub mod problems;
 pub mod reload;
 
 use std::io;
@@ -52,6 +53,7 @@ use crate::worker::target::Catalog;
 use crate::worker::{Report, Shared, Worker, WorkerConfig, ring_capacity};
 use legacy::Legacy;
 use ports::PortKeeper;
+use problems::{Problems, Subject};
 
 pub use crate::worker::PATIENCE;
 
@@ -176,6 +178,9 @@ pub enum ServerError {
     /// The numbers of ports cannot be kept, or read.
     #[error("the numbers of target ports: {0}")]
     Ports(#[source] io::Error),
+    /// One reason for several things.
+    #[error("{0}")]
+    Shared(Arc<Self>),
     /// Signals cannot be waited for.
     #[error("cannot wait for signals: {0}")]
     Signal(#[source] io::Error),
@@ -191,6 +196,7 @@ impl ServerError {
             Self::Device { source, .. }
             | Self::Listen { source, .. }
             | Self::Metrics { source, .. } => source.kind() == io::ErrorKind::AddrInUse,
+            Self::Shared(error) => error.is_in_use(),
             _ => false,
         }
     }
@@ -239,29 +245,32 @@ pub fn build_shared(
         reservations: keeper,
         ..Keepers::default()
     };
-    shared(config, &Legacy::default(), keepers).map(|(shared, _)| shared)
+    let legacy = Legacy::default();
+    let mut builder = build::Builder::after(&legacy, keepers)?;
+    let catalog = first_catalog(&mut builder, config, &legacy)?;
+    Ok(shared(catalog, Arc::default()))
 }
 
-fn shared(
+/// Opens backends, and makes units and targets of them.
+fn first_catalog(
+    builder: &mut build::Builder,
     config: &Config,
     legacy: &Legacy,
-    keepers: Keepers,
-) -> Result<(Shared, build::Builder), ServerError> {
-    let mut builder = build::Builder::after(legacy, keepers)?;
+) -> Result<Catalog, ServerError> {
     let catalog = builder.catalog(config)?;
     builder.save_ports(builder.ports())?;
     builder.settle(legacy);
-    catalog
-        .stores
-        .iter()
-        .flatten()
-        .for_each(|store| store.keep());
-    let shared = Shared {
+    let stores = catalog.stores.iter().flatten();
+    stores.for_each(|store| store.keep());
+    Ok(catalog)
+}
+
+fn shared(catalog: Catalog, places: Arc<Places>) -> Shared {
+    Shared {
         registry: Registry::new(catalog),
         iscsi: IscsiSessions::default(),
-        places: Places::default(),
-    };
-    Ok((shared, builder))
+        places,
+    }
 }
 
 /// What a worker's thread gets from the server once all mailboxes exist.
@@ -296,11 +305,28 @@ impl Server {
         legacy: &Legacy,
         keepers: Keepers,
     ) -> Result<Self, ServerError> {
-        let (shared, builder) = shared(config, legacy, keepers)?;
-        let shared = Arc::new(shared);
-        let workers = build::workers(config);
-        let catalog = shared.registry.catalog();
-        let acquired = acquire::acquire(config, &shared, &catalog, None, legacy, workers)?;
+        let mut builder = build::Builder::after(legacy, keepers)?;
+        builder.set_lenient(!config.strict);
+        let mut catalog = first_catalog(&mut builder, config, legacy)?;
+        let places = Arc::new(Places::default());
+        // What is in use may be that of a daemon which is ending; the caller waits for it.
+        let tolerates = |subject: &Subject, error: &ServerError| {
+            builder.tolerates(subject) && !error.is_in_use()
+        };
+        let wanted = acquire::Wanted {
+            config,
+            catalog: &catalog,
+            legacy,
+            old: None,
+            workers: build::workers(config),
+            tolerates: &tolerates,
+        };
+        let acquired = acquire::acquire(&wanted, &places)?;
+        builder.set_lenient(false);
+        builder.set_missing_portals(acquired.missing());
+        builder.problems().log_since(&Problems::default());
+        catalog.remove_portals(builder.problems());
+        let shared = Arc::new(shared(catalog, places));
         let parts = acquired.keep();
         let (reports_tx, reports) = channel();
         let mut server = Self {
@@ -400,6 +426,12 @@ impl Server {
         let iscsi = targets.iter().filter_map(|t| t.iscsi.as_ref());
         let iscsi = iscsi.flat_map(|t| &t.portals).copied();
         catalog.rdma_portals().chain(iscsi).collect()
+    }
+
+    /// What should be served and is not.
+    #[must_use]
+    pub fn problems(&self) -> &Problems {
+        self.builder.problems()
     }
 
     /// Sessions and what they are served.

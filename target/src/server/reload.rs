@@ -30,6 +30,7 @@ use std::time::{Duration, Instant};
 
 use super::acquire::{self, Acquired};
 use super::legacy::Legacy;
+use super::problems::Subject;
 use super::{PATIENCE, Server, ServerError, build};
 use crate::backend::{Source, Spec, Store};
 use crate::config::{Backend, Config};
@@ -67,11 +68,16 @@ pub enum ChangeError {
 }
 
 /// Whether one configuration can follow another while the server runs, whose workers' rings have `ring`
-/// entries.
+/// entries. A backend that is absent, since it could not be opened, may become another one.
 ///
 /// # Errors
 /// [`ChangeError::NeedsRestart`] or [`ChangeError::InUse`] names the first thing that cannot change.
-pub fn check(old: &Config, new: &Config, ring: u32) -> Result<(), ChangeError> {
+pub fn check(
+    old: &Config,
+    new: &Config,
+    ring: u32,
+    is_absent: &dyn Fn(&str) -> bool,
+) -> Result<(), ChangeError> {
     let (was, is) = (&old.limits, &new.limits);
     let parts = [
         ("identity", old.identity == new.identity),
@@ -98,7 +104,7 @@ pub fn check(old: &Config, new: &Config, ring: u32) -> Result<(), ChangeError> {
     for (old_backend, new_backend) in backends_of_both(old, new) {
         let name = &old_backend.name;
         let is_other = size_aside(old_backend) != size_aside(new_backend);
-        if is_other && served(old, name) && served(new, name) {
+        if is_other && !is_absent(name) && served(old, name) && served(new, name) {
             return Err(ChangeError::InUse(name.clone()));
         }
     }
@@ -154,12 +160,23 @@ impl Server {
         self.change_if(config, || Ok(()))
     }
 
+    /// Tries again to serve what could not be served; see [`problems`](super::problems). What still cannot
+    /// stays a problem.
+    ///
+    /// # Errors
+    /// [`ChangeError`]; everything is as it was then.
+    pub fn retry(&mut self) -> Result<(), ChangeError> {
+        self.change(self.config.clone())
+    }
+
     /// Whether another configuration can follow the present one.
     ///
     /// # Errors
     /// As [`check`].
     pub fn check(&self, config: &Config) -> Result<(), ChangeError> {
-        check(&self.config, config, self.ring)
+        check(&self.config, config, self.ring, &|name| {
+            self.builder.is_absent(name)
+        })
     }
 
     /// As [`Server::change`], but asks `agree` once everything is there that the change takes, and
@@ -202,12 +219,20 @@ impl Server {
         let built = builder
             .catalog(&config)
             .and_then(|catalog| self.grow(&config, &builder, &mut grown).map(|()| catalog))
-            .and_then(|catalog| {
+            .and_then(|mut catalog| {
                 let old = self.shared.registry.catalog();
-                let workers = self.senders.len();
-                let (shared, none) = (&self.shared, Legacy::default());
-                let acquired =
-                    acquire::acquire(&config, shared, &catalog, Some(&old), &none, workers)?;
+                let tolerates = |subject: &Subject, _: &ServerError| builder.tolerates(subject);
+                let wanted = acquire::Wanted {
+                    config: &config,
+                    catalog: &catalog,
+                    legacy: &Legacy::default(),
+                    old: Some(&old),
+                    workers: self.senders.len(),
+                    tolerates: &tolerates,
+                };
+                let acquired = acquire::acquire(&wanted, &self.shared.places)?;
+                builder.set_missing_portals(acquired.missing());
+                catalog.remove_portals(builder.problems());
                 Ok((Arc::new(catalog), acquired))
             });
         let (catalog, mut acquired) = match built {
@@ -333,6 +358,7 @@ impl Server {
             .stores_beyond(&self.builder)
             .chain(grown.iter().map(|g| &g.store))
             .for_each(|store| store.keep());
+        builder.problems().log_since(self.builder.problems());
         self.builder = builder;
         self.config = config;
         let _ = acquired.keep();

@@ -125,7 +125,7 @@ pub struct Shared {
     /// Sessions of iSCSI.
     pub iscsi: IscsiSessions,
     /// Which devices are open.
-    pub places: Places,
+    pub places: Arc<Places>,
 }
 
 /// What a worker tells the server.

@@ -16,6 +16,7 @@ use riser_scsi::srp::{InitiatorPortId, PortIdParts, TargetPortId};
 use super::registry::SessionLimits;
 use crate::backend::Store;
 use crate::config;
+use crate::server::problems::{Problems, Subject};
 use crate::srp::{LunMap, Mapping, Unit, UnitIdx};
 use crate::stats::{LunStats, TargetStats};
 
@@ -104,6 +105,19 @@ impl Catalog {
         let iscsi = self.targets.iter().filter_map(|t| t.iscsi.as_ref());
         let iser = iscsi.flat_map(|iscsi| &iscsi.iser).copied();
         srp.chain(iser)
+    }
+
+    /// Leaves out the portals that cannot be listened on.
+    pub fn remove_portals(&mut self, problems: &Problems) {
+        let has_rdma = |addr: &SocketAddr| !problems.has(&Subject::RdmaPortal(*addr));
+        let has_tcp = |addr: &SocketAddr| !problems.has(&Subject::TcpPortal(*addr));
+        for target in &mut self.targets {
+            target.portals.retain(|portal| has_rdma(&portal.listen));
+            if let Some(iscsi) = &mut target.iscsi {
+                iscsi.portals.retain(has_tcp);
+                iscsi.iser.retain(has_rdma);
+            }
+        }
     }
 
     /// A unit, by its number.

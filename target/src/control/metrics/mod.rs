@@ -52,13 +52,20 @@ fn general(server: &Server, snapshots: &[Snapshot], uptime: Duration) -> Vec<Fam
     up.add(&[], uptime.as_secs_f64());
     let mut ready = Family::gauge(
         "riser_ready",
-        "Whether all portals listen and all workers answer.",
+        "Whether all portals listen, all backends are open and all workers answer.",
     );
     ready.add(
         &[],
         f64::from(super::health::ready(server, snapshots).is_ok()),
     );
+    let mut problems = Family::gauge(
+        "riser_not_served",
+        "Backends and portals that are configured and cannot be served; the value is 1.",
+    );
+    for (subject, _) in server.problems().iter() {
+        problems.add(&[("kind", subject.kind()), ("name", &subject.name())], 1.0);
+    }
     let mut sessions = Family::gauge("riser_sessions", "I_T nexuses at present.");
     sessions.add(&[], server.sessions() as f64);
-    vec![build, up, ready, sessions]
+    vec![build, up, ready, problems, sessions]
 }

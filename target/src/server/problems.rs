@@ -1,0 +1,112 @@
+//! What should be served and is not: backends that cannot be opened, and portals whose address cannot be
+//! listened on.
+//!
+//! # Degraded, not dead
+//! At the start, a backend or portal that cannot be had is a problem, and the rest is served, unless the
+//! configuration says `strict: true`. Logical units of such a backend answer NOT READY, MANUAL INTERVENTION
+//! REQUIRED; such a portal is not advertised. [`Server::retry`](super::Server::retry) tries again, and each
+//! change of the configuration does. Addresses and files that are in use are waited for first, since a daemon
+//! that is ending has them for a while.
+//!
+//! A change is made whole or not at all: only problems that there were before may remain.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::SocketAddr;
+use std::time::SystemTime;
+
+/// What is not served.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Subject {
+    /// A backend, by its name.
+    Backend(String),
+    /// A portal on an RDMA device.
+    RdmaPortal(SocketAddr),
+    /// A portal on TCP.
+    TcpPortal(SocketAddr),
+}
+
+impl Subject {
+    /// `backend` or `portal`.
+    #[must_use]
+    pub const fn kind(&self) -> &'static str {
+        match self {
+            Self::Backend(_) => "backend",
+            Self::RdmaPortal(_) | Self::TcpPortal(_) => "portal",
+        }
+    }
+
+    /// The backend's name, or the portal's address.
+    #[must_use]
+    pub fn name(&self) -> String {
+        match self {
+            Self::Backend(name) => name.clone(),
+            Self::RdmaPortal(addr) | Self::TcpPortal(addr) => addr.to_string(),
+        }
+    }
+}
+
+/// Why something is not served, and since when.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Problem {
+    /// Why.
+    pub why: String,
+    /// Since when.
+    pub since: SystemTime,
+}
+
+/// All of them.
+#[derive(Clone, Debug, Default)]
+pub struct Problems(BTreeMap<Subject, Problem>);
+
+impl Problems {
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// All, backends first.
+    pub fn iter(&self) -> impl Iterator<Item = (&Subject, &Problem)> {
+        self.0.iter()
+    }
+
+    /// Whether something is not served.
+    #[must_use]
+    pub fn has(&self, subject: &Subject) -> bool {
+        self.0.contains_key(subject)
+    }
+
+    /// Something cannot be had, or still cannot.
+    pub(super) fn add(&mut self, subject: Subject, why: &dyn fmt::Display) {
+        let new = || Problem {
+            why: String::new(),
+            since: SystemTime::now(),
+        };
+        self.0.entry(subject).or_insert_with(new).why = why.to_string();
+    }
+
+    /// Something is served.
+    pub(super) fn remove(&mut self, subject: &Subject) {
+        self.0.remove(subject);
+    }
+
+    /// Keeps those that are wanted: what is not configured any longer is no problem.
+    pub(super) fn retain(&mut self, is_wanted: impl Fn(&Subject) -> bool) {
+        self.0.retain(|subject, _| is_wanted(subject));
+    }
+
+    /// Logs what has changed since `before`, a line for each.
+    pub(super) fn log_since(&self, before: &Self) {
+        for (subject, problem) in &self.0 {
+            let (kind, name, why) = (subject.kind(), subject.name(), &problem.why);
+            if before.0.get(subject).is_none_or(|old| old.why != *why) {
+                tracing::error!(kind, name, why, "not served; it is tried again");
+            }
+        }
+        for subject in before.0.keys().filter(|subject| !self.has(subject)) {
+            let (kind, name) = (subject.kind(), subject.name());
+            tracing::info!(kind, name, "served again, or no longer configured");
+        }
+    }
+}

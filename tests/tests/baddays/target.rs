@@ -1,0 +1,297 @@
+//! `riserd`, where a disk or an address is missing, or a file is not as long as it was.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use riser_tests::programs::{folder, succeeded};
+use serde_json::Value;
+
+use crate::{ended, eventually};
+
+/// A daemon with a configuration of its own.
+struct Daemon {
+    dir: PathBuf,
+    process: Option<Child>,
+}
+
+impl Daemon {
+    /// One that does not run yet. `DIR` in its configuration is its directory.
+    fn new(config: &str) -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let dir = format!("riser-badday-{}-{number}", std::process::id());
+        let dir = std::env::temp_dir().join(dir);
+        fs::create_dir(&dir).unwrap();
+        let daemon = Self { dir, process: None };
+        daemon.write(config);
+        daemon
+    }
+
+    fn write(&self, config: &str) {
+        let text = format!(
+            "{config}\nadmin: {{ socket: DIR/admin }}\nstate: {{ directory: DIR/state }}\n"
+        );
+        let text = text.replace("DIR", self.dir.to_str().unwrap());
+        fs::write(self.dir.join("riserd.yaml"), text).unwrap();
+    }
+
+    fn command(&self) -> Command {
+        let log = File::options()
+            .create(true)
+            .append(true)
+            .open(self.dir.join("log"))
+            .unwrap();
+        let mut command = Command::new(folder().join("riserd"));
+        command
+            .args(["run", "--config"])
+            .arg(self.dir.join("riserd.yaml"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log);
+        command
+    }
+
+    /// Starts it, and returns when it answers.
+    fn serve(&mut self) {
+        self.process = Some(self.command().spawn().unwrap());
+        eventually("the daemon answers", || self.ask(&["status"]).0 == 0);
+    }
+
+    fn kill(&mut self) {
+        if let Some(mut process) = self.process.take() {
+            process.kill().unwrap();
+            process.wait().unwrap();
+        }
+    }
+
+    fn ask(&self, args: &[&str]) -> (i32, String, String) {
+        let mut command = Command::new(folder().join("riserd"));
+        ended(command.args(args).env("RISERD_SOCKET", self.dir.join("admin")))
+    }
+
+    /// What a verb answers.
+    fn json(&self, args: &[&str]) -> Value {
+        let (code, out, errors) = self.ask(&[args, &["-o", "json"]].concat());
+        assert_eq!(code, 0, "{args:?}: {errors}");
+        serde_json::from_str(&out).unwrap()
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.dir.join("log")).unwrap()
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.join(name)
+    }
+
+    /// `riser` with these arguments.
+    fn riser(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(folder().join("riser"));
+        command
+            .args(args)
+            .env("RISER_STATE_DIR", self.dir.join("riser"))
+            .stdin(Stdio::null());
+        command
+    }
+
+    fn write_block(&self, url: &str, byte: u8) {
+        let data = self.path("data");
+        fs::write(&data, [byte; 4096]).unwrap();
+        succeeded(&mut self.riser(&["write", url, data.to_str().unwrap(), "-q"]));
+    }
+
+    fn read_block(&self, url: &str) -> Vec<u8> {
+        let data = self.path("data");
+        let to = data.to_str().unwrap();
+        succeeded(&mut self.riser(&["read", url, to, "--length=4096", "-q"]));
+        fs::read(&data).unwrap()
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("riserd: {}", self.log());
+        }
+        self.kill();
+        let _ = fs::remove_dir_all(&self.dir);
+    }
+}
+
+fn set_len(path: &Path, len: u64) {
+    let mut file = File::options();
+    let file = file.create(true).truncate(false).write(true).open(path);
+    file.unwrap().set_len(len).unwrap();
+}
+
+/// Two disks, of which one is a file that nobody creates, and two portals, of which one has an address that
+/// this host does not have.
+const HALF: &str = "
+backends:
+  good: { kind: ram, size: 64MiB }
+  gone: { kind: file, path: DIR/gone }
+targets:
+  - name: t
+    iqn: iqn.2026-01.com.example:t
+    portals:
+      - { protocol: srp, listen: 127.0.186.1 }
+      - { protocol: iscsi, listen: 127.0.186.1 }
+      - { protocol: srp, listen: 203.0.113.4 }
+      - { protocol: iscsi, listen: 203.0.113.4 }
+    luns: { 0: good, 1: gone }
+    access: open
+metrics: { listen: 127.0.186.1:9909 }";
+
+#[test]
+fn a_missing_disk_or_address_leaves_the_rest_served() {
+    let mut daemon = Daemon::new(HALF);
+    daemon.serve();
+    let problems = || daemon.json(&["status"])["problems"].clone();
+    let named = |problems: &Value| -> Vec<String> {
+        let all = problems.as_array().into_iter().flatten();
+        all.map(|p| format!("{} {}", p["kind"], p["name"])).collect()
+    };
+    let found = problems();
+    assert_eq!(
+        named(&found),
+        [
+            "\"backend\" \"gone\"",
+            "\"portal\" \"203.0.113.4:5555\"",
+            "\"portal\" \"203.0.113.4:3260\""
+        ]
+    );
+    assert!(found[0]["error"].as_str().unwrap().contains("No such file"), "{found}");
+    let (_, text, _) = daemon.ask(&["status"]);
+    assert!(text.contains("NOT SERVED: backend gone: "), "{text}");
+    let log = daemon.log();
+    assert_eq!(log.matches("not served").count(), 3, "a line for each");
+    for scheme in ["srp://127.0.186.1", "iscsi://127.0.186.1/iqn.2026-01.com.example:t"] {
+        daemon.write_block(&format!("{scheme}/0"), 7);
+        assert_eq!(daemon.read_block(&format!("{scheme}/0")), [7; 4096]);
+        let url = format!("{scheme}/1");
+        let (code, _, errors) = ended(&mut daemon.riser(&["read", &url, "/dev/null", "-q"]));
+        assert_ne!(code, 0);
+        assert!(errors.contains("not ready"), "{errors}");
+        // The unit is there, and says who it is.
+        let told = succeeded(&mut daemon.riser(&["inquiry", &url, "-o", "json"]));
+        assert!(told.contains("RISER"), "{told}");
+    }
+    let get = |path: &str| ended(Command::new("curl").args(["-s", &format!("127.0.186.1:9909{path}")])).1;
+    assert!(get("/readyz").contains("backend gone: "), "{}", get("/readyz"));
+    assert!(get("/metrics").contains("riser_not_served{kind=\"backend\",name=\"gone\"} 1"));
+
+    // A change of something else is applied, one that adds another missing disk is refused whole.
+    let (code, _, errors) = daemon.ask(&["set", "/limits", "queue_depth=64"]);
+    assert_eq!(code, 0, "{errors}");
+    let new = daemon.path("new.yaml");
+    let text = fs::read_to_string(daemon.path("riserd.yaml")).unwrap();
+    let text = text.replace("  good:", "  bad: { kind: file, path: /nonexistent }\n  good:");
+    fs::write(&new, text.replace("1: gone", "1: gone, 2: bad")).unwrap();
+    let (code, _, errors) = daemon.ask(&["apply", new.to_str().unwrap()]);
+    assert_ne!(code, 0);
+    assert!(errors.contains("backend bad") && errors.contains("nothing was applied"), "{errors}");
+    assert_eq!(named(&problems()).len(), 3);
+
+    // The disk comes back by itself, with what is on it.
+    set_len(&daemon.path("gone"), 32 << 20);
+    eventually("the disk is found", || named(&problems()).len() == 2);
+    let url = "srp://127.0.186.1/1";
+    daemon.write_block(url, 9);
+    assert_eq!(daemon.read_block(url), [9; 4096]);
+    assert_eq!(fs::metadata(daemon.path("gone")).unwrap().len(), 32 << 20);
+    assert!(!get("/readyz").contains("backend gone"));
+}
+
+#[test]
+fn an_attached_disk_that_was_missing_at_the_start_comes_back() {
+    let config = HALF.replace("127.0.186.1", "127.0.187.1");
+    let config = config.replace("path: DIR/gone", "path: DIR/gone, create: true, size: 16MiB");
+    let config = config.replace("      - { protocol: srp, listen: 203.0.113.4 }\n", "");
+    let config = config.replace("      - { protocol: iscsi, listen: 203.0.113.4 }\n", "");
+    let mut daemon = Daemon::new(&config);
+    daemon.serve();
+    assert_eq!(daemon.json(&["status"])["problems"], Value::Null);
+    let socket = daemon.path("nbd");
+    let socket = socket.to_str().unwrap();
+    let url = "srp://127.0.187.1/1";
+    daemon.write_block(url, 3);
+    succeeded(&mut daemon.riser(&["attach", url, "--nbd", socket, "--io-timeout=never"]));
+    // The daemon restarts, and the file system with the disk is not mounted yet.
+    daemon.kill();
+    let (file, hidden) = (daemon.path("gone"), daemon.path("hidden"));
+    fs::rename(&file, &hidden).unwrap();
+    fs::create_dir(&file).unwrap();
+    daemon.serve();
+    assert_eq!(daemon.json(&["status"])["problems"].as_array().unwrap().len(), 1);
+    fs::remove_dir(&file).unwrap();
+    fs::rename(&hidden, &file).unwrap();
+    eventually("the disk is found", || daemon.json(&["status"])["problems"].is_null());
+    let mut bytes = [0; 4096];
+    crate::load::Disk::read(&mut crate::load::Nbd::connect(Path::new(socket)), 0, &mut bytes).unwrap();
+    assert_eq!(bytes, [3; 4096]);
+    succeeded(&mut daemon.riser(&["detach", "0"]));
+}
+
+#[test]
+fn a_strict_daemon_starts_with_everything_or_not_at_all() {
+    let config = HALF.replace("127.0.186.1", "127.0.188.1");
+    let mut daemon = Daemon::new(&format!("strict: true{config}"));
+    let (code, _, _) = ended(&mut daemon.command());
+    assert_eq!(code, 1);
+    assert!(daemon.log().contains("backend gone: "), "{}", daemon.log());
+    set_len(&daemon.path("gone"), 1 << 20);
+    let (code, _, _) = ended(&mut daemon.command());
+    assert_eq!(code, 1);
+    assert!(daemon.log().contains("203.0.113.4"), "{}", daemon.log());
+    daemon.write(&config);
+    daemon.serve();
+}
+
+#[test]
+fn what_was_grown_stays_grown() {
+    const MIB: u64 = 1 << 20;
+    let config = "
+backends:
+  d: { kind: file, path: DIR/disk, size: 64MiB, create: true }
+targets:
+  - name: t
+    portals: [{ protocol: srp, listen: 127.0.189.1 }]
+    luns: { 0: d }
+    access: open";
+    let mut daemon = Daemon::new(config);
+    daemon.serve();
+    let size = |daemon: &Daemon| daemon.json(&["targets"])[0]["luns"]["0"]["size"].as_u64().unwrap();
+    let file = daemon.path("riserd.yaml");
+    let file = file.to_str().unwrap();
+    assert_eq!(size(&daemon), 64 * MIB);
+    assert_eq!(daemon.ask(&["diff", file]).0, 0);
+
+    // By hand, found by a rescan.
+    set_len(&daemon.path("disk"), 128 * MIB);
+    assert_eq!(daemon.ask(&["rescan"]).0, 0);
+    assert_eq!(size(&daemon), 128 * MIB);
+    let (code, text, _) = daemon.ask(&["diff", file]);
+    assert_eq!(code, 3, "{text}");
+    assert!(text.contains("backends.d.size"), "{text}");
+    let (code, _, errors) = daemon.ask(&["reload"]);
+    assert_eq!(code, 0, "{errors}");
+    assert_eq!(size(&daemon), 128 * MIB);
+    daemon.kill();
+    daemon.serve();
+    assert_eq!(size(&daemon), 128 * MIB);
+    let (_, text, _) = daemon.ask(&["status"]);
+    assert!(text.contains("backends.d.size"), "{text}");
+
+    // By a change that the file does not have.
+    let (code, _, errors) = daemon.ask(&["set", "/backends/d", "size=256MiB"]);
+    assert_eq!(code, 0, "{errors}");
+    assert_eq!(size(&daemon), 256 * MIB);
+    daemon.kill();
+    daemon.serve();
+    assert_eq!(size(&daemon), 256 * MIB);
+    let (code, _, errors) = daemon.ask(&["apply", file]);
+    assert_eq!(code, 0, "{errors}");
+    assert_eq!(size(&daemon), 256 * MIB);
+}

@@ -187,7 +187,7 @@ fn every_panel_of_the_dashboard_shows_something_under_load() {
     let rules = get(PROMETHEUS, "/api/v1/rules").unwrap();
     let rules: Value = serde_json::from_str(&rules).unwrap();
     let rules = rules["data"]["groups"][0]["rules"].as_array().unwrap();
-    assert_eq!(rules.len(), 15);
+    assert_eq!(rules.len(), 17);
     for rule in rules {
         assert_eq!(rule["health"], "ok", "{rule}");
         assert_eq!(rule["state"], "inactive", "{rule}");

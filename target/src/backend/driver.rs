@@ -20,6 +20,8 @@ use super::request::{
 };
 use super::store::{Medium, Store};
 use super::sys;
+use crate::log::RateLimit;
+use crate::warn_limited;
 
 /// Sizes of a driver, fixed when it is made.
 #[derive(Debug, Clone, Copy)]
@@ -82,6 +84,8 @@ struct Attached {
     requests: usize,
     /// Its own bounce buffer: one that hangs may have all that are shared.
     bounce: OwnBounce,
+    /// Lines about its failures.
+    complaints: RateLimit,
     /// A helper thread for its blocking calls, once it was needed. Those of one that hangs do not return.
     helper: Option<Offload<io::Result<(bool, u64)>>>,
 }
@@ -223,6 +227,7 @@ impl Driver {
             lacks: Lacks::default(),
             requests: 0,
             bounce: OwnBounce::None,
+            complaints: RateLimit::default(),
             helper: None,
         }))
     }
@@ -555,7 +560,7 @@ impl Driver {
                 .store
                 .on_flush_failed(libc::EIO);
         }
-        self.finish(index, StepResult::Failed(error));
+        self.fail(index, error, &"a fault on purpose");
     }
 
     /// The part of the buffer that a read or write moves.
@@ -671,7 +676,7 @@ impl Driver {
                 if moved == 0 {
                     // The end of a file that became shorter.
                     let error = BackendError::Medium { offset: Some(at) };
-                    return self.finish(index, StepResult::Failed(error));
+                    return self.fail(index, error, &"the file is shorter");
                 }
                 self.settle_bounce(index, moved);
                 self.requests[index].done += moved as u64;
@@ -700,7 +705,10 @@ impl Driver {
                 request.stage = Stage::Fill;
                 self.issue(ring, index);
             }
-            (_, Err(errno)) => self.finish(index, StepResult::Failed(from_errno(errno, at))),
+            (_, Err(errno)) => {
+                let error = io::Error::from_raw_os_error(errno);
+                self.fail(index, from_errno(errno, at), &error);
+            }
             (Stage::Extent, Ok(_)) => unreachable!("extents are the helper's"),
         }
     }
@@ -738,6 +746,7 @@ impl Driver {
         let attached = &mut self.stores[store.0];
         let mut served = std::mem::take(&mut attached.flushing);
         if let Some(errno) = errno {
+            attached.store.count_error(from_errno(errno, 0));
             attached.store.on_flush_failed(errno);
         }
         let failure = attached.store.flush_failure();
@@ -848,6 +857,19 @@ impl Driver {
             Some(bounce) if bounce.is_shared => self.idle_bounces.push(bounce.memory),
             Some(bounce) => self.stores[request.store.0].bounce = OwnBounce::Idle(bounce.memory),
         }
+    }
+
+    /// Ends a request that the medium has failed, and says so.
+    fn fail(&mut self, index: usize, error: BackendError, why: &dyn std::fmt::Display) {
+        let request = &self.requests[index];
+        let attached = &mut self.stores[request.store.0];
+        if attached.store.count_error(error) {
+            let (offset, len) = plan::range(&request.op);
+            let (backend, op) = (attached.store.label(), plan::name(&request.op));
+            let now = Instant::now();
+            warn_limited!(attached.complaints, now, backend, op, offset, len, %why, "a backend fails");
+        }
+        self.finish(index, StepResult::Failed(error));
     }
 
     fn finish(&mut self, index: usize, result: StepResult) {

@@ -12,6 +12,7 @@
 //! - `flush`: what a failed flush means.
 //! - `ram`: the sparse memory of a RAM disk.
 //! - `fault`: errors and delays on purpose, for tests.
+//! - `health`: counts failures, and measures room.
 //! - `opening`: opens backends on file systems that may not answer.
 //! - `errno`: what a host error means to a logical unit.
 //! - `sys`: the system calls the standard library lacks.
@@ -45,6 +46,7 @@ mod driver;
 mod errno;
 mod fault;
 mod flush;
+mod health;
 mod opening;
 mod plan;
 mod ram;
@@ -55,6 +57,7 @@ mod sys;
 pub use driver::{Done, Driver, DriverConfig, DriverFull, StoreId};
 pub use fault::{Fault, FaultOn, Faults};
 pub use flush::{FlushFailure, FlushKeeper};
+pub use health::Space;
 pub use opening::open_in_time;
 pub use ram::Ram;
 pub use store::{Direct, Geometry, OpenError, Resized, Source, Spec, Store};

@@ -22,6 +22,19 @@ pub(super) fn range(op: &BlockOp) -> (u64, u64) {
     }
 }
 
+/// What an operation is called in the log.
+pub(super) fn name(op: &BlockOp) -> &'static str {
+    match op {
+        BlockOp::Read { .. } => "read",
+        BlockOp::Write { .. } => "write",
+        BlockOp::Flush { .. } => "flush",
+        BlockOp::Discard { .. } => "discard",
+        BlockOp::WriteZeroes { .. } => "write zeroes",
+        BlockOp::Status { .. } => "block status",
+        BlockOp::ChangeReservations(_) => unreachable!("{NOT_OF_THE_MEDIUM}"),
+    }
+}
+
 /// What a request is doing. Reads and writes move the data window by window; everything else is one
 /// call, perhaps with another before or after it.
 ///

@@ -10,9 +10,11 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use riser_memory::Memory;
 use riser_scsi::config::Identity;
+use riser_scsi::step::BackendError;
 
 use super::fault::Faults;
 use super::flush::{FlushFailure, FlushKeeper, FlushState};
+use super::health::{Errors, Measured, Space};
 use super::ram::{self, Ram};
 use super::sys::{self, Align, Lock};
 use crate::patience;
@@ -237,6 +239,8 @@ pub struct Store {
     label: String,
     capacity: AtomicU64,
     made: Mutex<Option<Made>>,
+    errors: Errors,
+    space: Measured,
 }
 
 /// What opening or growing a backend has changed on disk.
@@ -324,6 +328,8 @@ impl Store {
                 Source::Null { .. } => "nothing".into(),
             },
             made: Mutex::new(made),
+            errors: Errors::default(),
+            space: Measured::default(),
         }
     }
 
@@ -488,6 +494,41 @@ impl Store {
             file,
             before: Some(before),
         });
+    }
+
+    /// The path of a file or device, or `RAM` or `nothing`.
+    pub(super) fn label(&self) -> &str {
+        &self.label
+    }
+
+    /// An operation failed; whether that is a failure of the medium, which is counted.
+    pub(super) fn count_error(&self, error: BackendError) -> bool {
+        self.errors.count(error)
+    }
+
+    /// How many operations the medium failed, by kind: `medium`, `no_space`, `read_only`, `not_ready`,
+    /// `internal`.
+    pub fn errors(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        self.errors.counts()
+    }
+
+    /// The room that it had when it was measured last; `None` if it is no file, or was not measured yet.
+    #[must_use]
+    pub fn space(&self) -> Option<Space> {
+        self.space.get()
+    }
+
+    /// Measures its room. Blocks as long as its file system does.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn measure_space(&self) -> io::Result<()> {
+        match &self.medium {
+            Medium::File {
+                fd, device: false, ..
+            } => Ok(self.space.measure(fd)?),
+            _ => Ok(()),
+        }
     }
 
     /// The flush that failed, unless it has been cleared since: acknowledged writes may be lost.

@@ -276,7 +276,7 @@ fn dispatch(
             let question = post("/v1/diff").with(checked(&file)?);
             let answer: Changes = client::call(&ask.socket()?, question)?;
             tell(out, ask.output, &answer, report::changes)?;
-            let is_same = answer.changes.is_empty();
+            let is_same = answer.changes.is_empty() && answer.drift.is_empty();
             return Ok(if is_same { 0 } else { DIFFERENT });
         }
         Command::Save { file, ask } => ask::save(out, file.as_deref(), &ask),

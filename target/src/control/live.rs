@@ -108,7 +108,7 @@ pub struct LiveLun {
     pub read_only: bool,
     /// Commands under way.
     pub queue_depth: u64,
-    /// Commands that failed.
+    /// Commands that failed, unit attentions apart.
     pub errors: u64,
     /// Commands, by kind; those that there were.
     pub ops: BTreeMap<String, LiveOp>,
@@ -309,7 +309,7 @@ fn luns(server: &Server, snapshots: &[Snapshot]) -> Vec<LiveLun> {
                 size: unit.lu.capacity_bytes(),
                 read_only: target.is_read_only(*number),
                 queue_depth: stats.queue_depth(),
-                errors: stats.faults().total(),
+                errors: errors(stats),
                 ops: ops(stats),
                 initiators: initiators(stats, snapshots),
                 resets: management.resets,
@@ -320,6 +320,12 @@ fn luns(server: &Server, snapshots: &[Snapshot]) -> Vec<LiveLun> {
         }
     }
     luns
+}
+
+fn errors(stats: &LunStats) -> u64 {
+    let faults = stats.faults();
+    let errors = faults.iter().filter(|(fault, _)| fault.is_error());
+    errors.map(|(_, n)| n).sum()
 }
 
 fn reservations(lu: &LogicalUnit) -> LiveReservations {

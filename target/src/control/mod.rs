@@ -41,6 +41,7 @@ pub mod ports;
 pub mod rates;
 pub mod report;
 pub mod reservations;
+mod room;
 mod serving;
 pub mod socket;
 pub mod state;
@@ -63,10 +64,11 @@ use self::api::{Ask, Failure, Kept, Request};
 use self::history::{Entry, History};
 use self::http::Listening;
 use self::open::{admin, open_metrics, restored, start};
+use self::room::Room;
 use self::socket::Admin;
 use self::trace::{Search, Wanted};
 use self::upgrade::{Handed, Handing, Inheritance, Tenure};
-use self::view::Changes;
+use self::view::{Changes, DriftView};
 use self::watchdog::Watchdog;
 use crate::audit::{self, Asked};
 use crate::backend::OpenError;
@@ -278,6 +280,7 @@ impl Control<'_> {
     async fn attend(&mut self, signals: &mut Signals, queue: &mut mpsc::Receiver<Request>) -> Turn {
         let failure = self.server.failure();
         let _watchdog = Watchdog::start(self.server.pinger());
+        let _room = Room::start(self.server.measurer());
         let mut retry = interval_at(tokio::time::Instant::now() + RETRY, RETRY);
         retry.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
@@ -435,6 +438,7 @@ impl Control<'_> {
         Changes {
             changes: diff(self.server.config(), config),
             refused: refused.err().map(|error| error.to_string()),
+            drift: DriftView::of(&self.server, config),
         }
     }
 
@@ -474,8 +478,12 @@ impl Control<'_> {
                 for change in &changes {
                     tracing::info!(path = %change.path, old = %change.old, new = %change.new, "changed");
                 }
-                let refused = None;
-                Ok(Changes { changes, refused })
+                let drift = DriftView::of(&self.server, self.server.config());
+                Ok(Changes {
+                    changes,
+                    refused: None,
+                    drift,
+                })
             }
             Err(error) => {
                 self.reject(asked, &error);

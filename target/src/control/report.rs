@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::client::Upgraded;
 use super::trace::Traced;
-use super::view::{Changes, HistoryView, SessionView, Status, TargetView};
+use super::view::{Changes, DriftView, HistoryView, SessionView, Status, TargetView};
 
 /// Connections, a line each, and beneath it what was agreed on.
 #[must_use]
@@ -79,6 +79,7 @@ pub fn status(status: &Status) -> String {
         let (kind, name, error) = (&problem.kind, &problem.name, &problem.error);
         format!("NOT SERVED: {kind} {name}: {error}")
     }));
+    lines.extend(status.drift.iter().map(drift));
     let tenure = &status.tenure;
     if let Some(from) = &tenure.upgraded_from {
         lines.push(format!(
@@ -129,6 +130,7 @@ pub fn changes(changes: &Changes) -> String {
             (old, new) => format!("~ {}: {old} -> {new}", change.path),
         })
         .collect();
+    lines.extend(changes.drift.iter().map(drift));
     if lines.is_empty() {
         lines.push("no difference".to_owned());
     }
@@ -136,6 +138,12 @@ pub fn changes(changes: &Changes) -> String {
         lines.push(format!("cannot be applied: {refused}"));
     }
     lines.join("\n")
+}
+
+/// A backend that is larger than its configuration says.
+fn drift(drift: &DriftView) -> String {
+    let (path, configured, served) = (&drift.path, drift.configured, drift.served);
+    format!("! {path}: {configured} bytes are configured, {served} are served; it stays as large")
 }
 
 /// Commands, a line each, and beneath it when they reached which stage.

@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 
 use super::history::Entry;
 use super::upgrade::Tenure;
-use crate::backend::FlushFailure;
-use crate::config::{Difference, Protocol};
+use crate::backend::{FlushFailure, Source};
+use crate::config::{Backend, Config, Difference, Protocol};
 use crate::iscsi::Phase;
 use crate::server::Server;
 use crate::server::problems::{Problem, Subject};
@@ -37,6 +37,9 @@ pub struct Status {
     /// What it should serve and cannot.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub problems: Vec<ProblemView>,
+    /// Backends that are larger than the configuration says.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub drift: Vec<DriftView>,
     /// What was in its process before it.
     #[serde(flatten)]
     pub tenure: Tenure,
@@ -171,6 +174,39 @@ pub struct Changes {
     /// Why it cannot follow while the daemon runs, if so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub refused: Option<String>,
+    /// Backends that are larger than it says: what was grown stays grown.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub drift: Vec<DriftView>,
+}
+
+/// A backend that is larger than its configuration says.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DriftView {
+    /// The place of the size in the configuration.
+    pub path: String,
+    /// What the configuration says, in bytes.
+    pub configured: u64,
+    /// What is served, in bytes.
+    pub served: u64,
+}
+
+impl DriftView {
+    /// The backends of a configuration that are served with more than it says.
+    #[must_use]
+    pub fn of(server: &Server, config: &Config) -> Vec<Self> {
+        let drift = |backend: &Backend| {
+            let Source::File { size, .. } = backend.spec.source else {
+                return None;
+            };
+            let (configured, served) = (size?, server.capacity_of(&backend.name)?);
+            (served > configured).then(|| Self {
+                path: format!("backends.{}.size", backend.name),
+                configured,
+                served,
+            })
+        };
+        config.backends.iter().filter_map(drift).collect()
+    }
 }
 
 /// A configuration that the daemon has had.
@@ -210,6 +246,7 @@ pub fn status(server: &Server, uptime: u64, tenure: &Tenure) -> Status {
         sessions: server.sessions(),
         workers: snapshots.iter().map(worker).collect(),
         problems: problems(server),
+        drift: DriftView::of(server, server.config()),
         tenure: tenure.clone(),
     }
 }

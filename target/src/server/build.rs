@@ -256,7 +256,7 @@ impl Builder {
     }
 
     /// The backends that are open, by name.
-    fn open(&self) -> impl Iterator<Item = (&String, &Arc<Store>)> {
+    pub(super) fn open(&self) -> impl Iterator<Item = (&String, &Arc<Store>)> {
         let stores = self.stores.iter();
         stores.filter_map(|(name, place)| Some((name, self.opened[*place].as_ref()?)))
     }

@@ -43,7 +43,7 @@ use riser_scsi::reservation::ReservationKeeper;
 use rustix::thread::{CpuSet, sched_setaffinity};
 use tokio::sync::Notify;
 
-use crate::backend::{FlushKeeper, OpenError};
+use crate::backend::{FlushKeeper, OpenError, Store};
 use crate::config::Config;
 use crate::worker::iscsi::IscsiSessions;
 use crate::worker::mail::{MAILBOX, Mail, Outbox, Snapshot};
@@ -432,6 +432,38 @@ impl Server {
     #[must_use]
     pub fn problems(&self) -> &Problems {
         self.builder.problems()
+    }
+
+    /// The backends that are open, by name.
+    pub fn backends(&self) -> impl Iterator<Item = (&str, &Arc<Store>)> {
+        self.builder
+            .open()
+            .map(|(name, store)| (name.as_str(), store))
+    }
+
+    /// Measures the room of all backends, from any thread. Blocks as long as their file systems do; `false` when
+    /// the server is gone.
+    pub fn measurer(&self) -> impl Fn() -> bool + Send + use<> {
+        let shared = Arc::downgrade(&self.shared);
+        move || {
+            let Some(catalog) = shared.upgrade().map(|shared| shared.registry.catalog()) else {
+                return false;
+            };
+            for store in catalog.stores.iter().flatten() {
+                if let Err(error) = store.measure_space() {
+                    tracing::debug!(%error, "the room of a backend cannot be measured");
+                }
+            }
+            true
+        }
+    }
+
+    /// The present capacity of a backend that is served, in bytes.
+    #[must_use]
+    pub fn capacity_of(&self, backend: &str) -> Option<u64> {
+        let place = self.builder.place_of(backend)?;
+        let catalog = self.shared.registry.catalog();
+        Some(catalog.stores.get(place)?.as_ref()?.capacity())
     }
 
     /// Sessions and what they are served.

@@ -32,6 +32,15 @@ pub struct Fault {
     pub sense_key: Option<u8>,
 }
 
+impl Fault {
+    /// Whether it is an error. A unit attention reports what has happened to the unit, and its command is
+    /// repeated; NO SENSE and RECOVERED ERROR go with commands that were carried out.
+    #[must_use]
+    pub fn is_error(&self) -> bool {
+        !matches!(self.sense_key, Some(0x0 | 0x1 | 0x6))
+    }
+}
+
 /// Failed commands, by how they failed.
 #[derive(Debug, Default)]
 pub struct Faults(Mutex<Tally<Fault>>);

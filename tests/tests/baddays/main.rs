@@ -4,9 +4,9 @@
 #![allow(missing_docs, reason = "tests")]
 
 mod initiator;
-mod target;
 #[path = "../load/mod.rs"]
 mod load;
+mod target;
 
 use std::process::Command;
 use std::time::{Duration, Instant};

@@ -68,7 +68,11 @@ impl Daemon {
 
     fn ask(&self, args: &[&str]) -> (i32, String, String) {
         let mut command = Command::new(folder().join("riserd"));
-        ended(command.args(args).env("RISERD_SOCKET", self.dir.join("admin")))
+        ended(
+            command
+                .args(args)
+                .env("RISERD_SOCKET", self.dir.join("admin")),
+        )
     }
 
     /// What a verb answers.
@@ -151,7 +155,8 @@ fn a_missing_disk_or_address_leaves_the_rest_served() {
     let problems = || daemon.json(&["status"])["problems"].clone();
     let named = |problems: &Value| -> Vec<String> {
         let all = problems.as_array().into_iter().flatten();
-        all.map(|p| format!("{} {}", p["kind"], p["name"])).collect()
+        all.map(|p| format!("{} {}", p["kind"], p["name"]))
+            .collect()
     };
     let found = problems();
     assert_eq!(
@@ -162,12 +167,18 @@ fn a_missing_disk_or_address_leaves_the_rest_served() {
             "\"portal\" \"203.0.113.4:3260\""
         ]
     );
-    assert!(found[0]["error"].as_str().unwrap().contains("No such file"), "{found}");
+    assert!(
+        found[0]["error"].as_str().unwrap().contains("No such file"),
+        "{found}"
+    );
     let (_, text, _) = daemon.ask(&["status"]);
     assert!(text.contains("NOT SERVED: backend gone: "), "{text}");
     let log = daemon.log();
     assert_eq!(log.matches("not served").count(), 3, "a line for each");
-    for scheme in ["srp://127.0.186.1", "iscsi://127.0.186.1/iqn.2026-01.com.example:t"] {
+    for scheme in [
+        "srp://127.0.186.1",
+        "iscsi://127.0.186.1/iqn.2026-01.com.example:t",
+    ] {
         daemon.write_block(&format!("{scheme}/0"), 7);
         assert_eq!(daemon.read_block(&format!("{scheme}/0")), [7; 4096]);
         let url = format!("{scheme}/1");
@@ -178,8 +189,13 @@ fn a_missing_disk_or_address_leaves_the_rest_served() {
         let told = succeeded(&mut daemon.riser(&["inquiry", &url, "-o", "json"]));
         assert!(told.contains("RISER"), "{told}");
     }
-    let get = |path: &str| ended(Command::new("curl").args(["-s", &format!("127.0.186.1:9909{path}")])).1;
-    assert!(get("/readyz").contains("backend gone: "), "{}", get("/readyz"));
+    let get =
+        |path: &str| ended(Command::new("curl").args(["-s", &format!("127.0.186.1:9909{path}")])).1;
+    assert!(
+        get("/readyz").contains("backend gone: "),
+        "{}",
+        get("/readyz")
+    );
     assert!(get("/metrics").contains("riser_not_served{kind=\"backend\",name=\"gone\"} 1"));
 
     // A change of something else is applied, one that adds another missing disk is refused whole.
@@ -187,11 +203,17 @@ fn a_missing_disk_or_address_leaves_the_rest_served() {
     assert_eq!(code, 0, "{errors}");
     let new = daemon.path("new.yaml");
     let text = fs::read_to_string(daemon.path("riserd.yaml")).unwrap();
-    let text = text.replace("  good:", "  bad: { kind: file, path: /nonexistent }\n  good:");
+    let text = text.replace(
+        "  good:",
+        "  bad: { kind: file, path: /nonexistent }\n  good:",
+    );
     fs::write(&new, text.replace("1: gone", "1: gone, 2: bad")).unwrap();
     let (code, _, errors) = daemon.ask(&["apply", new.to_str().unwrap()]);
     assert_ne!(code, 0);
-    assert!(errors.contains("backend bad") && errors.contains("nothing was applied"), "{errors}");
+    assert!(
+        errors.contains("backend bad") && errors.contains("nothing was applied"),
+        "{errors}"
+    );
     assert_eq!(named(&problems()).len(), 3);
 
     // The disk comes back by itself, with what is on it.
@@ -207,7 +229,10 @@ fn a_missing_disk_or_address_leaves_the_rest_served() {
 #[test]
 fn an_attached_disk_that_was_missing_at_the_start_comes_back() {
     let config = HALF.replace("127.0.186.1", "127.0.187.1");
-    let config = config.replace("path: DIR/gone", "path: DIR/gone, create: true, size: 16MiB");
+    let config = config.replace(
+        "path: DIR/gone",
+        "path: DIR/gone, create: true, size: 16MiB",
+    );
     let config = config.replace("      - { protocol: srp, listen: 203.0.113.4 }\n", "");
     let config = config.replace("      - { protocol: iscsi, listen: 203.0.113.4 }\n", "");
     let mut daemon = Daemon::new(&config);
@@ -224,12 +249,25 @@ fn an_attached_disk_that_was_missing_at_the_start_comes_back() {
     fs::rename(&file, &hidden).unwrap();
     fs::create_dir(&file).unwrap();
     daemon.serve();
-    assert_eq!(daemon.json(&["status"])["problems"].as_array().unwrap().len(), 1);
+    assert_eq!(
+        daemon.json(&["status"])["problems"]
+            .as_array()
+            .unwrap()
+            .len(),
+        1
+    );
     fs::remove_dir(&file).unwrap();
     fs::rename(&hidden, &file).unwrap();
-    eventually("the disk is found", || daemon.json(&["status"])["problems"].is_null());
+    eventually("the disk is found", || {
+        daemon.json(&["status"])["problems"].is_null()
+    });
     let mut bytes = [0; 4096];
-    crate::load::Disk::read(&mut crate::load::Nbd::connect(Path::new(socket)), 0, &mut bytes).unwrap();
+    crate::load::Disk::read(
+        &mut crate::load::Nbd::connect(Path::new(socket)),
+        0,
+        &mut bytes,
+    )
+    .unwrap();
     assert_eq!(bytes, [3; 4096]);
     succeeded(&mut daemon.riser(&["detach", "0"]));
 }
@@ -262,7 +300,11 @@ targets:
     access: open";
     let mut daemon = Daemon::new(config);
     daemon.serve();
-    let size = |daemon: &Daemon| daemon.json(&["targets"])[0]["luns"]["0"]["size"].as_u64().unwrap();
+    let size = |daemon: &Daemon| {
+        daemon.json(&["targets"])[0]["luns"]["0"]["size"]
+            .as_u64()
+            .unwrap()
+    };
     let file = daemon.path("riserd.yaml");
     let file = file.to_str().unwrap();
     assert_eq!(size(&daemon), 64 * MIB);

@@ -37,7 +37,11 @@ fn units(catalog: &Catalog) -> Vec<Family> {
     );
     let mut errors = Family::counter(
         "riser_command_errors_total",
-        "Commands answered with another status than GOOD, by SCSI status and sense key.",
+        "Commands answered with another status than GOOD, by SCSI status and sense key; without unit attentions.",
+    );
+    let mut attentions = Family::counter(
+        "riser_unit_attentions_total",
+        "Commands answered with a unit attention, after which initiators repeat them.",
     );
     let mut total = Family::histogram(
         "riser_command_duration_seconds",
@@ -68,7 +72,12 @@ fn units(catalog: &Catalog) -> Vec<Family> {
             let has_failed = store.is_some_and(|store| store.flush_failure().is_some());
             failed.add(&unit_labels, f64::from(u8::from(has_failed)));
             taken += stats.memory();
-            add_faults(&mut errors, &unit_labels, &stats.faults());
+            let faults = stats.faults();
+            add_faults(&mut errors, &unit_labels, &faults);
+            let met = faults
+                .iter()
+                .filter(|(fault, _)| fault.sense_key == Some(0x6));
+            attentions.add(&unit_labels, met.map(|(_, n)| n).sum::<u64>() as f64);
             for class in CLASSES {
                 let counts = stats.class(class);
                 let n = counts.total.count();
@@ -89,12 +98,12 @@ fn units(catalog: &Catalog) -> Vec<Family> {
     }
     memory.add(&[], taken as f64);
     vec![
-        commands, bytes, errors, total, stages, depth, size, failed, memory,
+        commands, bytes, errors, attentions, total, stages, depth, size, failed, memory,
     ]
 }
 
 fn add_faults(family: &mut Family, labels: &[(&str, &str)], faults: &Tally<Fault>) {
-    for (fault, n) in faults.iter() {
+    for (fault, n) in faults.iter().filter(|(fault, _)| fault.is_error()) {
         let (op, status, key) = fault_labels(fault);
         let mut labels = labels.to_vec();
         labels.extend([("op", op), ("status", &status), ("sense_key", &key)]);

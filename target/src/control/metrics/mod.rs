@@ -10,8 +10,10 @@
 //!
 //! # Modules
 //! - `family`: a metric, its help and its series.
-//! - `commands`: targets, units, sessions. `host`: workers, devices, logins. `process`: the process.
+//! - `commands`: targets, units, sessions. `backends`: their files. `host`: workers, devices, logins.
+//!   `process`: the process.
 
+mod backends;
 mod commands;
 mod family;
 mod host;
@@ -36,6 +38,7 @@ pub fn text(server: &Server, uptime: Duration) -> Result<String, prometheus::Err
     let snapshots = server.snapshot();
     let mut families = general(server, &snapshots, uptime);
     families.extend(commands::families(server, &snapshots));
+    families.extend(backends::families(server));
     families.extend(host::families(&snapshots));
     families.extend(process::families());
     let families: Vec<_> = families.into_iter().filter_map(Family::finish).collect();

@@ -1,0 +1,112 @@
+//! What went wrong with a backend, and how much room it has.
+
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use riser_scsi::step::BackendError;
+
+/// A kind of failure, as a label.
+const KINDS: [&str; 5] = ["medium", "no_space", "read_only", "not_ready", "internal"];
+
+/// The label's number; none for what the initiator asked for itself.
+fn kind_of(error: BackendError) -> Option<usize> {
+    match error {
+        BackendError::Medium { .. } => Some(0),
+        BackendError::NoSpace => Some(1),
+        BackendError::ReadOnly => Some(2),
+        BackendError::NotReady => Some(3),
+        BackendError::Internal => Some(4),
+        BackendError::Aborted | BackendError::Transfer => None,
+    }
+}
+
+/// Operations that a medium failed, by kind.
+#[derive(Debug, Default)]
+pub(super) struct Errors([AtomicU64; KINDS.len()]);
+
+impl Errors {
+    /// An operation failed; whether that is a failure of the medium.
+    pub(super) fn count(&self, error: BackendError) -> bool {
+        let kind = kind_of(error);
+        if let Some(kind) = kind {
+            self.0[kind].fetch_add(1, Ordering::Relaxed);
+        }
+        kind.is_some()
+    }
+
+    /// How many there were of each kind, those that there were.
+    pub(super) fn counts(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        let counts = self.0.iter().map(|count| count.load(Ordering::Relaxed));
+        KINDS.into_iter().zip(counts).filter(|(_, n)| *n > 0)
+    }
+}
+
+/// The room of a backend in a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Space {
+    /// Bytes that the file has been allocated; a sparse file has fewer than its size.
+    pub allocated: u64,
+    /// Bytes that its file system still has for this user.
+    pub free: u64,
+}
+
+/// What was measured last.
+#[derive(Debug, Default)]
+pub(super) struct Measured {
+    allocated: AtomicU64,
+    /// One more than the bytes; 0 if nothing was measured.
+    free: AtomicU64,
+}
+
+impl Measured {
+    pub(super) fn get(&self) -> Option<Space> {
+        let free = self.free.load(Ordering::Acquire).checked_sub(1)?;
+        let allocated = self.allocated.load(Ordering::Relaxed);
+        Some(Space { allocated, free })
+    }
+
+    /// Measures a file. Blocks as long as its file system does.
+    pub(super) fn measure(&self, file: impl AsFd) -> rustix::io::Result<()> {
+        let stat = rustix::fs::fstat(&file)?;
+        let system = rustix::fs::fstatvfs(&file)?;
+        let allocated = u64::try_from(stat.st_blocks)
+            .unwrap_or(0)
+            .saturating_mul(512);
+        let free = system.f_bavail.saturating_mul(system.f_frsize);
+        self.allocated.store(allocated, Ordering::Relaxed);
+        self.free.store(free.saturating_add(1), Ordering::Release);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failures_of_the_medium_are_counted_by_kind() {
+        let errors = Errors::default();
+        assert!(errors.count(BackendError::NoSpace) && errors.count(BackendError::NoSpace));
+        assert!(errors.count(BackendError::Medium { offset: None }));
+        assert!(
+            !errors.count(BackendError::Aborted),
+            "the initiator asked for it"
+        );
+        let counts: Vec<_> = errors.counts().collect();
+        assert_eq!(counts, [("medium", 1), ("no_space", 2)]);
+    }
+
+    #[test]
+    fn a_sparse_file_has_less_than_its_size() {
+        let name = format!("riserd-space-{}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let file = std::fs::File::create(&path).unwrap();
+        file.set_len(1 << 30).unwrap();
+        let measured = Measured::default();
+        assert_eq!(measured.get(), None);
+        measured.measure(&file).unwrap();
+        let space = measured.get().unwrap();
+        assert!(space.allocated < 1 << 20 && space.free > 0, "{space:?}");
+        std::fs::remove_file(&path).unwrap();
+    }
+}

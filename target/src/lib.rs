@@ -25,6 +25,7 @@ pub mod control;
 pub mod execution;
 #[cfg(test)]
 mod fixture;
+pub mod holder;
 pub mod iscsi;
 pub mod log;
 pub mod mounts;

@@ -17,6 +17,7 @@ use super::flush::{FlushFailure, FlushKeeper, FlushState};
 use super::health::{Errors, Measured, Space};
 use super::ram::{self, Ram};
 use super::sys::{self, Align, Lock};
+use crate::holder::{self, Holder};
 use crate::patience;
 
 /// Names the host's boot; where the kernel does not, this process.
@@ -144,12 +145,15 @@ pub enum OpenError {
     },
     /// Another process, or another backend of this one, has it.
     #[error(
-        "{}: is in use: another riserd, another backend or another program holds its lock",
-        path.display()
+        "{}: is in use: {} holds its lock",
+        path.display(),
+        holder.as_ref().map_or("another backend or another program".to_owned(), ToString::to_string)
     )]
     Locked {
         /// The backend.
         path: PathBuf,
+        /// The process that has it open, if that can be seen.
+        holder: Option<Holder>,
     },
     /// The file is smaller than it should be, and nothing says to extend it.
     #[error(
@@ -650,6 +654,7 @@ fn until_free<T>(
 ) -> Result<T, OpenError> {
     patience::until_free(attempt)?.ok_or_else(|| OpenError::Locked {
         path: path.to_owned(),
+        holder: holder::of_file(path),
     })
 }
 

@@ -114,6 +114,15 @@ impl History {
         }
     }
 
+    /// The daemon is ending: the next one waits for it.
+    pub fn note_ending(&self) {
+        if let Some(dir) = &self.dir
+            && let Err(error) = dir.note_ending()
+        {
+            tracing::warn!(%error, "the next daemon will not know that this one is ending");
+        }
+    }
+
     fn load(dir: StateDir) -> io::Result<Self> {
         let kept: Option<Kept> = dir.load(FILE, VERSION)?;
         let (entries, file) =

@@ -539,6 +539,7 @@ impl Control<'_> {
 
     fn shut_down(self, why: &str) -> Result<(), ServerError> {
         tracing::info!(why, "shutting down");
+        self.history.note_ending();
         self.tell_sessions();
         self.server.shutdown()?;
         tracing::info!("ended");

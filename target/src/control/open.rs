@@ -147,6 +147,7 @@ mod tests {
             name: "disk".into(),
             source: OpenError::Locked {
                 path: "disk.img".into(),
+                holder: None,
             },
         }
     }

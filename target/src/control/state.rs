@@ -12,6 +12,7 @@ use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use riser_scsi::config::Identity;
 use rustix::fs::FlockOperation;
@@ -19,7 +20,14 @@ use rustix::io::Errno;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::holder;
 use crate::patience::until_free;
+
+/// The file that says that the daemon which has the directory is ending.
+const ENDING: &str = "ending";
+
+/// How long a daemon may take to end: its sessions, then the last flush.
+const LAST_FLUSH: Duration = Duration::from_secs(90);
 
 /// A directory of ours alone: no other daemon uses it as long as this value lives.
 #[derive(Debug)]
@@ -63,23 +71,41 @@ impl StateDir {
     pub fn take(path: &Path) -> io::Result<Self> {
         DirBuilder::new().recursive(true).mode(0o700).create(path)?;
         let lock = File::open(path)?;
-        let locked = until_free(|| {
-            match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
-                Ok(()) => Ok(Some(())),
-                Err(Errno::WOULDBLOCK) => Ok(None),
-                Err(error) => Err(io::Error::from(error)),
-            }
-        })?;
-        match locked {
-            Some(()) => Ok(Self {
-                path: path.to_owned(),
-                _lock: lock,
-            }),
-            None => Err(io::Error::new(
-                io::ErrorKind::AddrInUse,
-                "another daemon uses it",
-            )),
+        let attempt = || match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Some(())),
+            Err(Errno::WOULDBLOCK) => Ok(None),
+            Err(error) => Err(io::Error::from(error)),
+        };
+        let ending = path.join(ENDING);
+        let until = Instant::now() + LAST_FLUSH;
+        let mut locked = until_free(attempt)?;
+        if locked.is_none() && ending.exists() {
+            let directory = path.display();
+            tracing::info!(%directory, "waiting for the daemon before, which is ending");
         }
+        // It flushes its backends first.
+        while locked.is_none() && ending.exists() && Instant::now() < until {
+            locked = until_free(attempt)?;
+        }
+        if locked.is_none() {
+            let holder = holder::of_file(path);
+            let holder = holder.map_or("another daemon".to_owned(), |holder| holder.to_string());
+            let why = format!("{holder} uses it");
+            return Err(io::Error::new(io::ErrorKind::AddrInUse, why));
+        }
+        remove_if_there(&ending)?;
+        Ok(Self {
+            path: path.to_owned(),
+            _lock: lock,
+        })
+    }
+
+    /// The daemon is ending: the next one waits for that, instead of refusing to start.
+    ///
+    /// # Errors
+    /// Those of the file system.
+    pub fn note_ending(&self) -> io::Result<()> {
+        File::create(self.path.join(ENDING)).map(drop)
     }
 
     /// Where it is.
@@ -244,7 +270,6 @@ fn replace_by_steps(
 mod tests {
     use std::os::unix::fs::PermissionsExt;
     use std::thread;
-    use std::time::Duration;
 
     use super::*;
 
@@ -322,6 +347,23 @@ mod tests {
                 drop(state);
             });
             StateDir::take(&path).unwrap();
+        });
+        fs::remove_dir_all(&path).unwrap();
+    }
+
+    #[test]
+    fn a_daemon_that_is_ending_is_waited_for() {
+        let path = dir("ending");
+        let state = StateDir::take(&path).unwrap();
+        state.note_ending().unwrap();
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                // Longer than one that is not ending is waited for.
+                thread::sleep(Duration::from_secs(4));
+                drop(state);
+            });
+            let next = StateDir::take(&path).unwrap();
+            assert_eq!(next.read(ENDING).unwrap(), None);
         });
         fs::remove_dir_all(&path).unwrap();
     }

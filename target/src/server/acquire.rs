@@ -1,6 +1,7 @@
 //! What a catalog takes of the network: devices and listening sockets, for every worker.
 
 use std::collections::BTreeSet;
+use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,11 +10,14 @@ use riser_transport::rdma_core::{self, RdmaCoreDevice};
 use riser_transport::roce::fault::FaultConfig;
 use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
 use riser_transport::verbs::{Mtu, Verbs};
+use riser_transport::wire::ROCE_PORT;
+use socket2::{Domain, Socket};
 
 use super::ServerError;
 use super::legacy::Legacy;
 use super::problems::Subject;
 use crate::config::{Config, LinkFaults, Percent, Provider};
+use crate::holder::{self, Transport};
 use crate::worker::Opened;
 use crate::worker::iscsi::TcpListener;
 use crate::worker::places::{Place, Places};
@@ -195,6 +199,8 @@ fn open_ours(
     acquired: &mut Acquired,
 ) -> Result<(), ServerError> {
     let workers = acquired.parts.len();
+    check_free(SocketAddr::new(addr, ROCE_PORT), Transport::Udp)
+        .map_err(|source| ServerError::Device { addr, source })?;
     for index in 0..workers {
         let roce = RoceConfig {
             mtu: config.transport.mtu.and_then(mtu),
@@ -255,11 +261,39 @@ fn sockets(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
     Ok(())
 }
 
+/// Whether no other program has an address. Workers share theirs (`SO_REUSEPORT`), and so would two daemons,
+/// each of which got some of the connections.
+fn check_free(address: SocketAddr, transport: Transport) -> io::Result<()> {
+    let kind = match transport {
+        Transport::Tcp => socket2::Type::STREAM,
+        Transport::Udp => socket2::Type::DGRAM,
+    };
+    let socket = Socket::new(Domain::for_address(address), kind, None)?;
+    if transport == Transport::Tcp {
+        // Connections that are over do not matter.
+        socket.set_reuse_address(true)?;
+    }
+    if address.is_ipv6() {
+        socket.set_only_v6(true)?;
+    }
+    socket.bind(&address.into()).map_err(|error| {
+        let holder = match error.kind() {
+            io::ErrorKind::AddrInUse => holder::of_address(address, transport),
+            _ => None,
+        };
+        match holder {
+            Some(holder) => io::Error::new(error.kind(), format!("{error}: {holder} has it")),
+            None => error,
+        }
+    })
+}
+
 fn bind(portal: SocketAddr, legacy: &Legacy, acquired: &mut Acquired) -> Result<(), ServerError> {
     for (n, part) in acquired.parts.iter_mut().enumerate() {
         let socket = match legacy.socket(portal, n) {
             Ok(Some(socket)) => Ok(socket),
-            Ok(None) => TcpListener::bind(portal),
+            Ok(None) if n > 0 => TcpListener::bind(portal),
+            Ok(None) => check_free(portal, Transport::Tcp).and_then(|()| TcpListener::bind(portal)),
             Err(error) => Err(error),
         };
         let socket = socket.map_err(|source| ServerError::Listen { portal, source })?;

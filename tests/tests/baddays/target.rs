@@ -75,6 +75,11 @@ impl Daemon {
         )
     }
 
+    fn json_or_nothing(&self, args: &[&str]) -> Option<Value> {
+        let (code, out, _) = self.ask(&[args, &["-o", "json"]].concat());
+        (code == 0).then(|| serde_json::from_str(&out).unwrap())
+    }
+
     /// What a verb answers.
     fn json(&self, args: &[&str]) -> Value {
         let (code, out, errors) = self.ask(&[args, &["-o", "json"]].concat());
@@ -336,4 +341,86 @@ targets:
     let (code, _, errors) = daemon.ask(&["apply", file]);
     assert_eq!(code, 0, "{errors}");
     assert_eq!(size(&daemon), 256 * MIB);
+}
+
+fn both_fabrics(network: u8) -> String {
+    let listen = format!("127.0.{network}.1");
+    format!(
+        "
+backends:
+  d: {{ kind: file, path: DIR/disk, size: 64MiB, create: true }}
+targets:
+  - name: t
+    iqn: iqn.2026-01.com.example:t
+    portals:
+      - {{ protocol: srp, listen: {listen} }}
+      - {{ protocol: iser, listen: {listen} }}
+      - {{ protocol: iscsi, listen: {listen} }}
+    luns: {{ 0: d }}
+    access: open"
+    )
+}
+
+/// The unit is reached over each protocol.
+fn check_served(daemon: &Daemon, network: u8) {
+    let iqn = "iqn.2026-01.com.example:t";
+    for url in [
+        format!("srp://127.0.{network}.1/0"),
+        format!("iser://127.0.{network}.1/{iqn}/0"),
+        format!("iscsi://127.0.{network}.1/{iqn}/0"),
+    ] {
+        succeeded(&mut daemon.riser(&["inquiry", &url]));
+    }
+}
+
+#[test]
+fn a_second_daemon_is_refused_and_told_of_the_first() {
+    let mut first = Daemon::new(&both_fabrics(190));
+    first.serve();
+    let pid = first.process.as_ref().unwrap().id();
+    let named = format!("riserd (process {pid})");
+    // With another state directory and another file, but at the same addresses.
+    for portal in ["srp", "iscsi"] {
+        let config = both_fabrics(190);
+        let others = config
+            .lines()
+            .filter(|line| !line.contains("protocol") || line.contains(portal));
+        let second = Daemon::new(&others.collect::<Vec<_>>().join("\n"));
+        let (code, _, _) = ended(&mut second.command());
+        assert_eq!(code, 1);
+        let log = second.log();
+        assert!(log.contains(&named) && log.contains("in use"), "{log}");
+        for _ in 0..4 {
+            check_served(&first, 190);
+        }
+    }
+    // With the same state directory.
+    let (code, _, _) = ended(&mut first.command());
+    assert_eq!(code, 1);
+    assert!(
+        first.log().contains(&format!("{named} uses it")),
+        "{}",
+        first.log()
+    );
+    check_served(&first, 190);
+}
+
+#[test]
+fn a_daemon_that_starts_while_the_one_before_ends_takes_over() {
+    let mut daemon = Daemon::new(&both_fabrics(191));
+    daemon.serve();
+    for round in 0..3 {
+        let mut old = daemon.process.take().unwrap();
+        let pid = old.id().to_string();
+        succeeded(Command::new("kill").args(["-TERM", &pid]));
+        daemon.process = Some(daemon.command().spawn().unwrap());
+        assert!(old.wait().unwrap().success(), "round {round}");
+        eventually("the next one serves", || {
+            daemon
+                .json_or_nothing(&["status"])
+                .is_some_and(|status| status["pid"] != old.id())
+        });
+        check_served(&daemon, 191);
+        assert_eq!(daemon.json(&["status"])["problems"], Value::Null);
+    }
 }

@@ -572,7 +572,7 @@ riser_on() {
 
 # Verified reads and writes by riser: verified_bench PROVIDER URL BLOCK_SIZE TOTAL SIZE
 verified_bench() {
-    riser_on "$1" bench "$2" --rw randrw --mix 40 --bs "$3" --depth 16 --jobs 2 --total "$4" \
+    riser_on "$1" bench --overwrite "$2" --rw randrw --mix 40 --bs "$3" --depth 16 --jobs 2 --total "$4" \
         --size "$5" --warm-up 0 --verify --timeout 60s
 }
 

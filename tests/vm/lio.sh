@@ -79,7 +79,7 @@ find_and_describe() {
         [[ $said == *RIG-F0* ]] || fail "wrong serial number"
         dd if=/dev/urandom of=/tmp/in bs=1M count=3 status=none
         for lun in 0 1; do
-            riser_on $provider write "$(lio_lun $lun)" /tmp/in --offset 5000
+            riser_on $provider write --overwrite "$(lio_lun $lun)" /tmp/in --offset 5000
             riser_on $provider read "$(lio_lun $lun)" --offset 5000 --length 3M >/tmp/out
             cmp /tmp/in /tmp/out
         done

@@ -459,6 +459,9 @@ pub struct WriteArgs {
     /// Do not flush the target's cache at the end
     #[arg(long)]
     pub no_flush: bool,
+    /// Write even if this host has the logical unit attached, or a file system or partition table is on it
+    #[arg(long)]
+    pub overwrite: bool,
     /// How it is reached.
     #[command(flatten)]
     pub link: Link,
@@ -490,6 +493,9 @@ pub struct BenchArgs {
     /// Order and direction, with fio's names; all but the reads overwrite the logical unit
     #[arg(long, value_enum, default_value = "randread")]
     pub rw: Rw,
+    /// Write even if this host has the logical unit attached, or a file system or partition table is on it
+    #[arg(long)]
+    pub overwrite: bool,
     /// Reads of a hundred operations, where there are both
     #[arg(long, value_name = "PERCENT", default_value = "50", value_parser = clap::value_parser!(u8).range(0..=100))]
     pub mix: u8,

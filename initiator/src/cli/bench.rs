@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::args::{BenchArgs, Global, Rw};
 use super::disk::open;
 use super::exit::{CliError, Exit};
-use super::{output, units};
+use super::{guard, output, units};
 use crate::bench::{self, BenchConfig, Direction, Mix, Pattern, Report, Until};
 use crate::block::BlockDevice;
 
@@ -31,6 +31,9 @@ pub(super) fn run(args: &BenchArgs, global: &Global) -> Result<(), CliError> {
         }
     };
     let disk = open(&args.url, &args.link, global.timeout, mix == Mix::READ)?;
+    if mix != Mix::READ && !args.overwrite {
+        guard::check(&disk, &args.url, global)?;
+    }
     let capacity = disk.geometry().capacity;
     let end = match args.size {
         Some(size) => args.offset.saturating_add(size),

@@ -228,6 +228,7 @@ mod tests {
             block_size: 512,
             read_only: false,
             log: None,
+            unit: None,
             link: None,
             paths: Vec::new(),
         };

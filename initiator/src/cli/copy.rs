@@ -16,7 +16,7 @@ use serde::Serialize;
 use super::args::{Global, ReadArgs, WriteArgs};
 use super::disk::{Disk, open};
 use super::exit::{CliError, Exit};
-use super::{output, units};
+use super::{guard, output, units};
 use crate::block::{BlockDevice, BlockError, Buffer, ByteDevice, Span, task};
 
 /// Pieces in flight.
@@ -168,6 +168,9 @@ pub(super) fn write(args: &WriteArgs, global: &Global) -> Result<(), CliError> {
         ));
     }
     let most = range(&disk, args.offset, args.length)?;
+    if !args.overwrite {
+        guard::check(&disk, &args.url, global)?;
+    }
     let source = |e| CliError::io(format!("cannot read {}", args.file.display()), e);
     let (mut stream, known): (Box<dyn Read>, _) = if is_standard(&args.file) {
         (Box::new(io::stdin().lock()), args.length)

@@ -493,6 +493,20 @@ impl Disk {
         }
     }
 
+    /// A name of the logical unit that no other has, if it has one.
+    #[must_use]
+    pub fn unit(&self) -> Option<String> {
+        let identity = &self.info()?.identity;
+        let names = [
+            ("naa", &identity.naa),
+            ("eui", &identity.eui),
+            ("name", &identity.name),
+            ("t10", &identity.t10),
+        ];
+        let mut names = names.into_iter();
+        names.find_map(|(kind, name)| Some(format!("{kind}.{}", name.as_ref()?)))
+    }
+
     /// What there is to know of its session, if it has one.
     #[must_use]
     pub fn watch(&self) -> Option<Arc<SessionStatus>> {

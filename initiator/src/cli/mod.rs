@@ -18,6 +18,7 @@ mod discover;
 pub mod disk;
 mod docs;
 pub mod exit;
+mod guard;
 mod inquiry;
 mod list;
 mod lock;

@@ -166,6 +166,7 @@ impl Ready<'_> {
             capacity: geometry.capacity,
             block_size: geometry.block_size,
             read_only: geometry.read_only,
+            unit: disk.unit(),
             log: self.args.supervised.clone(),
             link: report.as_ref().map(|report| report.link.clone()),
             paths: report.map_or_else(Vec::new, |report| report.paths),

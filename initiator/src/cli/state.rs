@@ -107,6 +107,9 @@ pub struct Attachment {
     pub block_size: u32,
     /// Whether writes are refused.
     pub read_only: bool,
+    /// The logical unit's world-wide name, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unit: Option<String>,
     /// Where the process logs, if not to its terminal.
     pub log: Option<PathBuf>,
     /// How its session is, if it has one.
@@ -452,6 +455,7 @@ mod tests {
             block_size: 512,
             read_only: false,
             log: None,
+            unit: None,
             link: None,
             paths: Vec::new(),
         }
@@ -473,6 +477,7 @@ mod tests {
                 state: LinkState::Reconnecting,
                 since: 5,
                 last_error: Some("connection lost".into()),
+                pending: None,
             },
             paths,
         };

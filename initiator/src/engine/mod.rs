@@ -45,7 +45,7 @@ pub use client::Client;
 pub use io::{IoData, IoEnd, ScsiIo, WorkQueue, Workload};
 pub use pool::{BufferPool, TakeBuffer};
 pub use session::{IoFuture, Session};
-pub use status::{LinkReport, LinkState, PathReport, SessionReport, SessionStatus};
+pub use status::{LinkReport, LinkState, PathReport, Pending, SessionReport, SessionStatus};
 pub use timer::{Elapsed, Timeout};
 
 use crate::iscsi::url::SecretError;

@@ -38,7 +38,17 @@ struct Details {
     /// Since when it is in its state, in seconds since 1970.
     since: u64,
     last: Option<Down>,
+    pending: Pending,
     paths: Vec<PathReport>,
+}
+
+/// What the end of a session would lose that is down.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Pending {
+    /// Operations that wait for the target.
+    pub operations: usize,
+    /// Whether acknowledged writes may be in the target's volatile cache only.
+    pub unflushed: bool,
 }
 
 /// How a session is at one moment.
@@ -60,6 +70,9 @@ pub struct LinkReport {
     /// Why it was down the last time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_error: Option<String>,
+    /// While it is down, what its end would lose, as of the last attempt to reconnect.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pending: Option<Pending>,
 }
 
 /// One of several paths to a unit.
@@ -124,6 +137,7 @@ impl SessionStatus {
                 state: self.link(),
                 since: details.since,
                 last_error: details.last.map(|why| why.to_string()),
+                pending: (self.link() == LinkState::Reconnecting).then_some(details.pending),
             },
             paths: details.paths.clone(),
         }
@@ -179,6 +193,11 @@ impl SessionStatus {
         }
         self.changed.notify_all();
         before
+    }
+
+    /// What waits for the target, now that it is known to be away.
+    pub(super) fn set_pending(&self, pending: Pending) {
+        self.lock().pending = pending;
     }
 
     pub(super) fn on_event(&self, event: &SessionEvent) {

@@ -160,3 +160,77 @@ fn an_operation_waits_for_its_target_as_long_as_it_was_asked_to() {
         ended(&mut pair.command(&["attach", &url, "--nbd", "x", "--io-timeout=0"]));
     assert_eq!(code, 2, "{errors}");
 }
+
+#[test]
+fn what_is_on_a_disk_is_not_overwritten_by_mistake() {
+    let pair = Pair::new(192, RAM);
+    let (url, file) = (pair.url(), pair.path("image"));
+    let write = ["write", &url, &file, "-q"];
+    let force = ["write", &url, &file, "-q", "--overwrite"];
+    let bench = ["bench", &url, "--rw=randwrite", "--runtime=100ms", "-q"];
+    let refused = |args: &[&str], why: &str| {
+        let (code, _, errors) = ended(&mut pair.command(args));
+        assert_eq!(code, 6, "{args:?}: {errors}");
+        assert!(
+            errors.contains(why) && errors.contains("--overwrite"),
+            "{errors}"
+        );
+    };
+    // A blank disk gets an image that looks like ext4.
+    let mut image = vec![0; 1 << 20];
+    image[0x438..0x43a].copy_from_slice(&[0x53, 0xef]);
+    fs::write(&file, &image).unwrap();
+    eventually("the daemon serves", || {
+        ended(&mut pair.command(&write)).0 == 0
+    });
+    refused(&write, "ext4");
+    refused(&bench, "ext4");
+    pair.riser(&["bench", &url, "--rw=randread", "--runtime=100ms", "-q"]);
+    image[0x438] = 0;
+    fs::write(&file, &image).unwrap();
+    pair.riser(&force);
+    pair.riser(&bench);
+    // By another name of the same unit than the one it is attached by.
+    let socket = pair.path("nbd");
+    pair.riser(&["attach", &url, "--nbd", &socket]);
+    let other = "srp://127.0.192.1:5555/0";
+    refused(&["write", other, &file, "-q"], &socket);
+    refused(&bench, &socket);
+    pair.riser(&["write", other, &file, "-q", "--overwrite"]);
+    pair.riser(&["detach", "0"]);
+    pair.riser(&write);
+}
+
+#[test]
+fn a_disk_whose_target_is_gone_is_detached_at_once_and_what_is_lost_is_named() {
+    let target = "iqn: iqn.2026-01.com.example:disk\n\
+                  portals: [{ protocol: iscsi, listen: 127.0.193.1 }]";
+    let mut pair = Pair::with_target(193, RAM, target);
+    let url = "iscsi://127.0.193.1/iqn.2026-01.com.example:disk/0";
+    let socket = pair.path("nbd");
+    attach_first(&pair, &["attach", url, "--nbd", &socket]);
+    let mut disk = Nbd::connect(Path::new(&socket));
+    disk.write(0, &[1; 512], false).unwrap();
+    pair.kill();
+    let waiting = std::thread::spawn(move || disk.write(512, &[2; 512], false).is_err());
+    eventually("one operation waits", || {
+        list(&pair)[0]["link"]["pending"]["operations"] == 1
+    });
+    let begin = Instant::now();
+    let (code, _, errors) = ended(&mut pair.command(&["detach", "0"]));
+    assert_eq!(code, 4, "{errors}");
+    let lost = "1 operation fails, and acknowledged writes that were not flushed may be lost";
+    assert!(
+        errors.contains(lost) && errors.contains("--force"),
+        "{errors}"
+    );
+    let (code, out, errors) = ended(&mut pair.command(&["detach", "0", "--force"]));
+    assert_eq!(code, 0, "{errors}");
+    assert!(out.contains(lost), "{out}");
+    assert!(
+        begin.elapsed() < Duration::from_secs(20),
+        "not the 60 s of an operation"
+    );
+    assert!(waiting.join().unwrap());
+    assert_eq!(list(&pair), Value::Array(Vec::new()));
+}

@@ -14,7 +14,7 @@ for provider in roce rdma_core; do
     [[ $said == *RIG-F0* ]] || fail "wrong serial number"
     dd if=/dev/urandom of=/tmp/in bs=1M count=3 status=none
     for lun in 0 1; do
-        riser_on $provider write "$(lun $lun)&channels=4" /tmp/in --offset 5000
+        riser_on $provider write --overwrite "$(lun $lun)&channels=4" /tmp/in --offset 5000
         riser_on $provider read "$(lun $lun)&immediate=0" --offset 5000 --length 3M >/tmp/out
         cmp /tmp/in /tmp/out
     done

@@ -6,7 +6,7 @@ trap kernel_target_clean EXIT
 kernel_target
 # Verified writes in the background for ten seconds, which must not see anything.
 load() {
-    riser_on "$1" bench "$(lun 0)&channels=2" --rw randwrite --bs 16K --depth 8 --size 32M --runtime 10s \
+    riser_on "$1" bench --overwrite "$(lun 0)&channels=2" --rw randwrite --bs 16K --depth 8 --size 32M --runtime 10s \
         --warm-up 0 --verify --timeout 90s &
     LOAD=$!
     sleep 2

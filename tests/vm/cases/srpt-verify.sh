@@ -7,7 +7,7 @@ kernel_target
 bench() {
     local provider=$1 lun=$2 keys=$3 bs=$4
     echo "--- $provider lun $lun $keys bs $bs"
-    riser_on "$provider" bench "$(lun "$lun")$keys" --rw randrw --mix 40 --bs "$bs" --depth 16 --jobs 2 \
+    riser_on "$provider" bench --overwrite "$(lun "$lun")$keys" --rw randrw --mix 40 --bs "$bs" --depth 16 --jobs 2 \
         --total "${5:-8M}" --size 48M --warm-up 0 --verify --timeout 60s
 }
 for provider in roce rdma_core; do

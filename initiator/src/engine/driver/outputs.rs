@@ -184,6 +184,9 @@ impl<P: Provider> Driver<P> {
     pub(super) fn handle_event(&mut self, index: usize, event: SessionEvent, now: Instant) {
         self.observe(index, &event, now);
         let session = &mut self.sessions[index];
+        if let SessionEvent::Reconnecting(_) = event {
+            session.status.set_pending(session.pending());
+        }
         session.status.on_event(&event);
         if let Some((paths, path)) = session.paths {
             match &event {

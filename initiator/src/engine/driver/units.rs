@@ -14,6 +14,7 @@ use super::paths::{Input, answer_to_probe, probe};
 use super::{Driver, Running, SessionKey};
 use crate::block::Buffer;
 use crate::engine::io::{Done, Io};
+use crate::engine::status::Pending;
 use crate::request::{GOOD, RequestError, RequestResult, may_change_unit};
 use crate::session::{Down, SessionEvent};
 use crate::unit::{Check, Snapshot, WriteCache, books, is_cached, is_flush};
@@ -80,6 +81,15 @@ impl Running {
             result
         } else {
             Err(RequestError::CacheLost)
+        }
+    }
+
+    /// What its end would lose.
+    pub(super) fn pending(&self) -> Pending {
+        let mut caches = self.units.iter().filter_map(|unit| unit.cache.as_ref());
+        Pending {
+            operations: self.ios.iter().flatten().count() + self.overflow.len(),
+            unflushed: caches.any(|cache| !cache.is_settled()),
         }
     }
 

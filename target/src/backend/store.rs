@@ -19,6 +19,7 @@ use super::ram::{self, Ram};
 use super::sys::{self, Align, Lock};
 use crate::holder::{self, Holder};
 use crate::patience;
+use crate::server::identities::FileId;
 
 /// Names the host's boot; where the kernel does not, this process.
 static BOOT: LazyLock<[u8; 16]> = LazyLock::new(|| {
@@ -498,6 +499,22 @@ impl Store {
             file,
             before: Some(before),
         });
+    }
+
+    /// Its file, if it is one. To be asked when it has just been opened: a file system may hang later.
+    #[must_use]
+    pub fn file(&self) -> Option<FileId> {
+        let Medium::File {
+            fd, device: false, ..
+        } = &self.medium
+        else {
+            return None;
+        };
+        let stat = rustix::fs::fstat(fd).ok()?;
+        Some(FileId {
+            device: stat.st_dev,
+            inode: stat.st_ino,
+        })
     }
 
     /// The path of a file or device, or `RAM` or `nothing`.

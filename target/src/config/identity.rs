@@ -28,6 +28,12 @@ impl HostId {
         Self(text.to_owned())
     }
 
+    /// The text.
+    #[must_use]
+    pub fn text(&self) -> &str {
+        &self.0
+    }
+
     /// A number for a purpose and a name: the same for the same three texts, always, so changing
     /// this function changes every derived name in the field. It is no secret and no signature.
     #[must_use]

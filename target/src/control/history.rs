@@ -12,6 +12,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde::{Deserialize, Serialize};
 
 use super::flushes::FlushFiles;
+use super::identities::IdentityFile;
 use super::ports::PortFile;
 use super::reservations::ReservationFiles;
 use super::state::{self, StateDir};
@@ -149,6 +150,7 @@ impl History {
             reservations: Some(Arc::new(ReservationFiles::new(Arc::clone(dir)))),
             ports: Some(Arc::new(PortFile::new(Arc::clone(dir)))),
             flushes: Some(Arc::new(FlushFiles::new(Arc::clone(dir)))),
+            identities: Some(Arc::new(IdentityFile::new(Arc::clone(dir)))),
         }
     }
 

@@ -33,6 +33,7 @@ pub mod flushes;
 pub mod health;
 pub mod history;
 pub mod http;
+pub mod identities;
 pub mod live;
 pub mod metrics;
 pub mod objects;

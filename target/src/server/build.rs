@@ -8,6 +8,7 @@ use riser_scsi::iscsi::login::Auth;
 use riser_scsi::lu::LogicalUnit;
 
 use super::ServerError;
+use super::identities::Identities;
 use super::legacy::Legacy;
 use super::ports::{AllPortIds, Port, PortIds};
 use super::problems::{Problems, Subject};
@@ -158,6 +159,7 @@ pub(super) struct Builder {
     /// Those of them that were tried for the present catalog.
     tried: BTreeSet<String>,
     problems: Problems,
+    identities: Identities,
     /// Whether what cannot be had is a problem, and no failure.
     is_lenient: bool,
 }
@@ -178,7 +180,10 @@ impl Builder {
         let saved = saved.transpose().map_err(ServerError::Ports)?;
         let mut ports = ports::read(saved.unwrap_or_default());
         ports.extend(legacy.ports.clone());
+        let identities = keepers.identities.as_ref().map(|keeper| keeper.load());
+        let identities = identities.transpose().map_err(ServerError::Identities)?;
         Ok(Self {
+            identities: identities.unwrap_or_default(),
             keepers,
             ports,
             rams: legacy.rams.clone(),
@@ -233,6 +238,22 @@ impl Builder {
             return Ok(());
         }
         keeper.save(&ports).map_err(ServerError::Ports)
+    }
+
+    /// Saves the names of units, before they are served. Those of a change that is not made do no harm.
+    ///
+    /// # Errors
+    /// [`ServerError::Identities`].
+    pub(super) fn save_identities(&self) -> Result<(), ServerError> {
+        let Some(keeper) = &self.keepers.identities else {
+            return Ok(());
+        };
+        if keeper.load().map_err(ServerError::Identities)? == self.identities {
+            return Ok(());
+        }
+        keeper
+            .save(&self.identities)
+            .map_err(ServerError::Identities)
     }
 
     /// The first catalog was made: gives its units what is left to them.
@@ -290,7 +311,7 @@ impl Builder {
     /// Opens backends, makes units and targets. Backends that the configuration does not serve are
     /// left out, and close when the last of their requests has ended.
     pub(super) fn catalog(&mut self, config: &Config) -> Result<Catalog, ServerError> {
-        let host = HostId::of(config);
+        let host = self.identities.host(config);
         self.tried.clear();
         let mut targets = Vec::new();
         for target in &config.targets {
@@ -404,6 +425,9 @@ impl Builder {
         let (geometry, generation) = (store.geometry(), store.cache_generation());
         let mut unit_config = backend.unit_config(&geometry, host);
         unit_config.cache_generation = Some(generation);
+        let file = store.file();
+        let identity = &mut unit_config.identity;
+        self.identities.keep(config, backend, file, identity);
         let block = geometry.block_size;
         let limits = &mut unit_config.limits;
         limits.max_transfer = config.limits.max_transfer / block * block;

@@ -24,6 +24,7 @@
 
 mod acquire;
 mod build;
+pub mod identities;
 pub mod legacy;
 pub mod ports;
 pub mod problems;
@@ -51,6 +52,7 @@ use crate::worker::places::Places;
 use crate::worker::registry::Registry;
 use crate::worker::target::Catalog;
 use crate::worker::{Report, Shared, Worker, WorkerConfig, ring_capacity};
+use identities::IdentityKeeper;
 use legacy::Legacy;
 use ports::PortKeeper;
 use problems::{Problems, Subject};
@@ -178,6 +180,9 @@ pub enum ServerError {
     /// The numbers of ports cannot be kept, or read.
     #[error("the numbers of target ports: {0}")]
     Ports(#[source] io::Error),
+    /// The names of logical units cannot be kept, or read.
+    #[error("the names of logical units: {0}")]
+    Identities(#[source] io::Error),
     /// One reason for several things.
     #[error("{0}")]
     Shared(Arc<Self>),
@@ -211,6 +216,8 @@ pub struct Keepers {
     pub ports: Option<Arc<dyn PortKeeper>>,
     /// Failures of flushes.
     pub flushes: Option<Arc<dyn FlushKeeper>>,
+    /// The names of logical units.
+    pub identities: Option<Arc<dyn IdentityKeeper>>,
 }
 
 /// A running server.
@@ -259,6 +266,7 @@ fn first_catalog(
 ) -> Result<Catalog, ServerError> {
     let catalog = builder.catalog(config)?;
     builder.save_ports(builder.ports())?;
+    builder.save_identities()?;
     builder.settle(legacy);
     let stores = catalog.stores.iter().flatten();
     stores.for_each(|store| store.keep());

@@ -193,6 +193,7 @@ impl Server {
         let prepared = self.prepare(config)?;
         // Before the configuration is written down: a restart with either finds its numbers.
         let saved = prepared.builder.save_ports(self.builder.ports());
+        let saved = saved.and_then(|()| prepared.builder.save_identities());
         let saved = saved.map_err(|error| E::from(error.into()));
         if let Err(error) = saved.and_then(|()| agree()) {
             self.withdraw(prepared);

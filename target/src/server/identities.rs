@@ -1,0 +1,219 @@
+//! Names that logical units keep: serial numbers and world-wide names that the configuration does not give are
+//! derived when a backend is served for the first time, and saved.
+//!
+//! So an image may be moved, its host be renamed or its disk be put into another one, and initiators still find
+//! the same unit. A backend is known by its name. One that has another name now is known by its file, as long
+//! as no other backend has that. A backend whose file is another one than before keeps its names, and the log
+//! says so: it may be a copy, and the unit that it was copied from must not be served as the same.
+
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+use std::io;
+
+use riser_scsi::config::Identity;
+use riser_scsi::vpd::Naa;
+use serde::{Deserialize, Serialize};
+
+use crate::config::{Backend, Config, HostId};
+
+/// Keeps names beyond the end of the process.
+pub trait IdentityKeeper: Debug + Send + Sync {
+    /// What was saved; nothing at the first start.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    fn load(&self) -> io::Result<Identities>;
+
+    /// Replaces what is saved, durably.
+    ///
+    /// # Errors
+    /// What is saved is the old or the new.
+    fn save(&self, identities: &Identities) -> io::Result<()>;
+}
+
+/// All names.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Identities {
+    /// What names are derived from on this host, unless the configuration says.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    host: Option<String>,
+    /// By the names of backends.
+    backends: BTreeMap<String, Names>,
+}
+
+/// The names of a backend's unit.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Names {
+    serial: String,
+    /// 60 bits that are assigned locally (SPC-4 7.8.6.6.4).
+    naa: u64,
+    /// The file that was served last; none of a device, or of memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    file: Option<FileId>,
+}
+
+/// A file, whatever its path.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileId {
+    /// Device number.
+    pub device: u64,
+    /// Inode number.
+    pub inode: u64,
+}
+
+impl Identities {
+    /// What names are derived from: what the configuration says, else the same as ever.
+    pub(super) fn host(&mut self, config: &Config) -> HostId {
+        match &config.identity {
+            Some(_) => HostId::of(config),
+            None => {
+                let host = self
+                    .host
+                    .get_or_insert_with(|| HostId::of(config).text().to_owned());
+                HostId::new(host)
+            }
+        }
+    }
+
+    /// Gives a unit the names that it has had, as far as the configuration does not give them, and keeps those
+    /// that it has now. `file` is its file, if it is open.
+    pub(super) fn keep(
+        &mut self,
+        config: &Config,
+        backend: &Backend,
+        file: Option<FileId>,
+        identity: &mut Identity,
+    ) {
+        let before = self.take(config, backend, file);
+        if let Some(before) = &before {
+            if backend.names.serial.is_none() {
+                identity.serial.clone_from(&before.serial);
+            }
+            if backend.names.naa.is_none() {
+                identity.naa = Naa::LocallyAssigned(before.naa);
+            }
+            if let (Some(was), Some(is)) = (before.file, file)
+                && was != is
+            {
+                let (name, serial) = (&backend.name, &identity.serial);
+                tracing::warn!(
+                    backend = name,
+                    serial,
+                    "its file is another one than before: moved to another file system, restored, or a \
+                     copy, of which the original must not be served under the same serial number"
+                );
+            }
+        }
+        let naa = match (identity.naa, &before) {
+            (Naa::LocallyAssigned(naa), _) => naa,
+            // The configuration gives it one of another form; without that, it has its own again.
+            (_, Some(before)) => before.naa,
+            (_, None) => return,
+        };
+        let file = file.or(before.and_then(|before| before.file));
+        let serial = identity.serial.clone();
+        self.backends
+            .insert(backend.name.clone(), Names { serial, naa, file });
+    }
+
+    /// What is known of a backend; what is known of its file under a name that no backend has any longer.
+    fn take(&mut self, config: &Config, backend: &Backend, file: Option<FileId>) -> Option<Names> {
+        if let Some(names) = self.backends.get(&backend.name) {
+            return Some(names.clone());
+        }
+        let is_configured = |name: &str| config.backends.iter().any(|b| b.name == name);
+        let mut others = self.backends.iter();
+        let (name, _) = others
+            .find(|(name, names)| file.is_some() && names.file == file && !is_configured(name))?;
+        let name = name.clone();
+        tracing::info!(
+            backend = backend.name,
+            before = name,
+            "a backend has another name"
+        );
+        self.backends.remove(&name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(backends: &[(&str, &str)]) -> Config {
+        let backends = backends.iter().map(|(name, rest)| {
+            format!("  {name}: {{ kind: file, path: /images/{name}, size: 1MiB{rest} }}\n")
+        });
+        let text = format!("backends:\n{}targets: []\n", backends.collect::<String>());
+        Config::parse(&text, "test.yaml").unwrap()
+    }
+
+    fn file(inode: u64) -> Option<FileId> {
+        Some(FileId { device: 1, inode })
+    }
+
+    /// The names of the first backend.
+    fn keep(all: &mut Identities, config: &Config, file: Option<FileId>) -> Identity {
+        let backend = &config.backends[0];
+        let mut identity = backend.identity(&all.host(config));
+        all.keep(config, backend, file, &mut identity);
+        identity
+    }
+
+    #[test]
+    fn a_unit_keeps_its_names_wherever_its_image_goes() {
+        let mut all = Identities::default();
+        let first = keep(&mut all, &config(&[("d", "")]), file(1));
+        let mut moved = config(&[("d", "")]);
+        moved.backends[0].spec.source = crate::backend::Source::Device {
+            path: "/dev/x".into(),
+        };
+        assert_eq!(keep(&mut all, &moved, None), first, "another path");
+        assert_eq!(
+            keep(&mut all, &config(&[("d", "")]), file(2)),
+            first,
+            "a copy"
+        );
+        let renamed = config(&[("e", "")]);
+        assert_eq!(keep(&mut all, &renamed, file(2)), first, "another name");
+        // The old name is free, and means another unit.
+        assert_ne!(
+            keep(&mut all, &config(&[("d", ""), ("e", "")]), file(3)),
+            first
+        );
+    }
+
+    #[test]
+    fn a_file_that_another_backend_has_is_not_taken_for_its_own() {
+        let mut all = Identities::default();
+        let both = config(&[("d", ""), ("e", "")]);
+        let first = keep(&mut all, &both, file(1));
+        let backend = &both.backends[1];
+        let mut second = backend.identity(&all.host(&both));
+        all.keep(&both, backend, file(1), &mut second);
+        assert_ne!(second.serial, first.serial);
+    }
+
+    #[test]
+    fn what_the_configuration_gives_comes_first() {
+        let mut all = Identities::default();
+        let first = keep(&mut all, &config(&[("d", "")]), file(1));
+        let given = keep(&mut all, &config(&[("d", ", serial: MINE")]), file(1));
+        assert_eq!((given.serial.as_str(), given.naa), ("MINE", first.naa));
+        let kept: Identities = serde_json::from_str(&serde_json::to_string(&all).unwrap()).unwrap();
+        assert_eq!(kept, all);
+        // It stays, since initiators know it by that now.
+        assert_eq!(
+            keep(&mut all, &config(&[("d", "")]), file(1)).serial,
+            "MINE"
+        );
+    }
+
+    #[test]
+    fn another_host_name_changes_nothing() {
+        let mut all = Identities {
+            host: Some("as it was".into()),
+            ..Identities::default()
+        };
+        assert_eq!(all.host(&config(&[])), HostId::new("as it was"));
+    }
+}

@@ -2,6 +2,7 @@
 //!
 //! - `cargo xtask demo`: the main job, end to end, on this machine ([`demo`]).
 //! - `cargo xtask test`: everything that must hold ([`mod@test`]).
+//! - `cargo xtask baddays`: what goes on when something is wrong ([`baddays`]).
 //! - `cargo xtask interop`: the kernel as our peer ([`interop`]).
 //! - `cargo xtask conformance`: libiscsi's suite against our iSCSI target, beside `tgt`
 //!   ([`conformance`]).
@@ -20,6 +21,7 @@
     reason = "this program talks to a person"
 )]
 
+mod baddays;
 mod bench;
 mod conformance;
 mod container;
@@ -64,6 +66,8 @@ enum Command {
     Demo(demo::Options),
     /// Run checks and tests, with --all every one that there is; count what passed, failed and was skipped.
     Test(test::Options),
+    /// Run the cases in which a disk, an address, a target or an operator fails.
+    Baddays,
     /// Run the cases in which a stock Linux kernel is the peer, in QEMU.
     Interop(interop::Options),
     /// Run libiscsi's conformance suite against our iSCSI target, and beside it against tgt.
@@ -93,6 +97,7 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Demo(options) => demo::run(&options),
         Command::Test(options) => test::run(&options),
+        Command::Baddays => baddays::run(),
         Command::Interop(options) => interop::run(&options),
         Command::Conformance(options) => conformance::run(&options),
         Command::Package(options) => package::run(&options),

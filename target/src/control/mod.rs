@@ -155,6 +155,7 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             server,
             reread: source.reread,
             history,
+            restores: source.restore,
             since: Instant::now(),
             requests,
             metrics,
@@ -209,6 +210,8 @@ struct Control<'a> {
     server: Server,
     reread: &'a dyn Fn() -> Result<Config, String>,
     history: History,
+    /// A restart serves what was applied last.
+    restores: bool,
     since: Instant,
     requests: mpsc::Sender<Request>,
     metrics: Option<Listening>,
@@ -298,6 +301,13 @@ impl Control<'_> {
         }
     }
 
+    /// Whether a restart would serve something else. Nothing is known of that where the file was not read, as
+    /// after an upgrade without a state directory.
+    fn is_unsaved(&self) -> bool {
+        let file = self.history.file();
+        !self.restores && file.is_some_and(|file| file != self.server.config().to_yaml())
+    }
+
     /// Tries again to serve what could not be served.
     fn retry(&mut self) {
         if let Err(error) = self.server.retry() {
@@ -322,7 +332,12 @@ impl Control<'_> {
         let answer = match request.ask {
             Ask::Status => {
                 let uptime = self.since.elapsed().as_secs();
-                to_json(&view::status(&self.server, uptime, &self.tenure))
+                to_json(&view::status(
+                    &self.server,
+                    uptime,
+                    &self.tenure,
+                    self.is_unsaved(),
+                ))
             }
             Ask::Sessions => to_json(&view::sessions(&self.server)),
             Ask::Targets => to_json(&view::targets(&self.server)),
@@ -440,6 +455,7 @@ impl Control<'_> {
             changes: diff(self.server.config(), config),
             refused: refused.err().map(|error| error.to_string()),
             drift: DriftView::of(&self.server, config),
+            unsaved: false,
         }
     }
 
@@ -484,6 +500,7 @@ impl Control<'_> {
                     changes,
                     refused: None,
                     drift,
+                    unsaved: how != "reload" && self.is_unsaved(),
                 })
             }
             Err(error) => {

@@ -80,6 +80,7 @@ pub fn status(status: &Status) -> String {
         format!("NOT SERVED: {kind} {name}: {error}")
     }));
     lines.extend(status.drift.iter().map(drift));
+    lines.extend(status.unsaved.then(|| UNSAVED.to_owned()));
     let tenure = &status.tenure;
     if let Some(from) = &tenure.upgraded_from {
         lines.push(format!(
@@ -134,11 +135,16 @@ pub fn changes(changes: &Changes) -> String {
     if lines.is_empty() {
         lines.push("no difference".to_owned());
     }
+    lines.extend(changes.unsaved.then(|| UNSAVED.to_owned()));
     if let Some(refused) = &changes.refused {
         lines.push(format!("cannot be applied: {refused}"));
     }
     lines.join("\n")
 }
+
+/// What is said where a restart would undo changes.
+const UNSAVED: &str = "the configuration file does not have these changes, and a restart undoes them: `riserd save \
+                       FILE` writes them down, and `riserd run --restore` serves them again";
 
 /// A backend that is larger than its configuration says.
 fn drift(drift: &DriftView) -> String {

@@ -40,6 +40,9 @@ pub struct Status {
     /// Backends that are larger than the configuration says.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub drift: Vec<DriftView>,
+    /// Whether what is served ends with the process, since no file has it and a restart does not restore it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub unsaved: bool,
     /// What was in its process before it.
     #[serde(flatten)]
     pub tenure: Tenure,
@@ -177,6 +180,9 @@ pub struct Changes {
     /// Backends that are larger than it says: what was grown stays grown.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub drift: Vec<DriftView>,
+    /// Whether what is served now ends with the process, since no file has it and a restart does not restore it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub unsaved: bool,
 }
 
 /// A backend that is larger than its configuration says.
@@ -237,7 +243,7 @@ pub fn history(entries: &[Entry]) -> Vec<HistoryView> {
 
 /// The daemon at present.
 #[must_use]
-pub fn status(server: &Server, uptime: u64, tenure: &Tenure) -> Status {
+pub fn status(server: &Server, uptime: u64, tenure: &Tenure, unsaved: bool) -> Status {
     let snapshots = server.snapshot();
     Status {
         version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -247,6 +253,7 @@ pub fn status(server: &Server, uptime: u64, tenure: &Tenure) -> Status {
         workers: snapshots.iter().map(worker).collect(),
         problems: problems(server),
         drift: DriftView::of(server, server.config()),
+        unsaved,
         tenure: tenure.clone(),
     }
 }

@@ -434,17 +434,27 @@ impl Builder {
         limits.window = config.limits.window() / block * block;
         limits.optimal_transfer = limits.optimal_transfer.min(limits.window);
         let name = || backend.name.clone();
-        let mut lu = LogicalUnit::new(unit_config).map_err(|source| ServerError::Unit {
-            name: name(),
-            source,
-        })?;
-        if let Some(keeper) = &self.keepers.reservations {
-            lu =
-                lu.with_keeper(Arc::clone(keeper))
-                    .map_err(|source| ServerError::Reservations {
-                        name: name(),
-                        source,
-                    })?;
+        let make = || {
+            LogicalUnit::new(unit_config.clone()).map_err(|source| ServerError::Unit {
+                name: name(),
+                source,
+            })
+        };
+        let mut lu = make()?;
+        let mut is_absent = is_absent;
+        if let Some(keeper) = self.keepers.reservations.clone() {
+            lu = match lu.with_keeper(keeper) {
+                Ok(lu) => lu,
+                Err(source) => {
+                    let name = name();
+                    self.leave_out(backend, place, ServerError::Reservations { name, source })?;
+                    is_absent = true;
+                    match before {
+                        Some(before) => return Ok(before),
+                        None => make()?,
+                    }
+                }
+            };
         }
         if is_absent {
             lu = lu.without_medium();
@@ -515,6 +525,24 @@ impl Builder {
         }
         self.absent.insert(name.clone(), backend.spec.clone());
         Ok(self.put(name, Store::absent(&backend.spec)))
+    }
+
+    /// Serves a backend as one that cannot be opened, since it is not known who may use it.
+    fn leave_out(
+        &mut self,
+        backend: &Backend,
+        place: usize,
+        error: ServerError,
+    ) -> Result<(), ServerError> {
+        let subject = Subject::Backend(backend.name.clone());
+        if !self.tolerates(&subject) {
+            return Err(error);
+        }
+        self.problems.add(subject, &error);
+        self.absent
+            .insert(backend.name.clone(), backend.spec.clone());
+        self.opened[place] = Some(Store::absent(&backend.spec));
+        Ok(())
     }
 
     fn put(&mut self, name: &str, store: Arc<Store>) -> usize {

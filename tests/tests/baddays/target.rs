@@ -424,3 +424,62 @@ fn a_daemon_that_starts_while_the_one_before_ends_takes_over() {
         assert_eq!(daemon.json(&["status"])["problems"], Value::Null);
     }
 }
+
+/// Nobody knows who has reserved the disk, so it is not served, and the other one is.
+#[test]
+fn unreadable_reservations_keep_one_disk_from_being_served() {
+    let config = HALF.replace("127.0.186.1", "127.0.194.1");
+    let config = config.replace(
+        "path: DIR/gone",
+        "path: DIR/gone, create: true, size: 16MiB",
+    );
+    let config: Vec<_> = config
+        .lines()
+        .filter(|line| !line.contains("203.0.113.4"))
+        .collect();
+    let config = config.join("\n");
+    let mut daemon = Daemon::new(&config);
+    daemon.serve();
+    let targets = daemon.json(&["targets"]);
+    let naa = |lun: &str| {
+        targets[0]["luns"][lun]["serial"]
+            .as_str()
+            .unwrap()
+            .to_owned()
+    };
+    assert_ne!(naa("0"), naa("1"));
+    let told = succeeded(&mut daemon.riser(&["inquiry", "srp://127.0.194.1/1", "-o", "json"]));
+    let told: Value = serde_json::from_str(&told).unwrap();
+    let name = told.to_string();
+    let at = name
+        .find("naa.3")
+        .or(name.find("\"3"))
+        .expect("a locally assigned name");
+    let hex: String = name[at..]
+        .chars()
+        .filter(char::is_ascii_hexdigit)
+        .skip_while(|c| *c == 'a')
+        .take(16)
+        .collect();
+    daemon.kill();
+    let file = daemon
+        .path("state")
+        .join(format!("reservations-{hex}.json"));
+    fs::write(&file, "{").unwrap();
+    daemon.serve();
+    let problems = daemon.json(&["status"])["problems"].clone();
+    assert_eq!(problems[0]["name"], "gone", "{problems}");
+    assert!(
+        problems[0]["error"]
+            .as_str()
+            .unwrap()
+            .contains("reservations"),
+        "{problems}"
+    );
+    daemon.write_block("srp://127.0.194.1/0", 1);
+    fs::remove_file(&file).unwrap();
+    eventually("the disk is served", || {
+        daemon.json(&["status"])["problems"].is_null()
+    });
+    daemon.write_block("srp://127.0.194.1/1", 2);
+}

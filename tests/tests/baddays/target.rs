@@ -440,31 +440,11 @@ fn unreadable_reservations_keep_one_disk_from_being_served() {
     let config = config.join("\n");
     let mut daemon = Daemon::new(&config);
     daemon.serve();
-    let targets = daemon.json(&["targets"]);
-    let naa = |lun: &str| {
-        targets[0]["luns"][lun]["serial"]
-            .as_str()
-            .unwrap()
-            .to_owned()
-    };
-    assert_ne!(naa("0"), naa("1"));
-    let told = succeeded(&mut daemon.riser(&["inquiry", "srp://127.0.194.1/1", "-o", "json"]));
-    let told: Value = serde_json::from_str(&told).unwrap();
-    let name = told.to_string();
-    let at = name
-        .find("naa.3")
-        .or(name.find("\"3"))
-        .expect("a locally assigned name");
-    let hex: String = name[at..]
-        .chars()
-        .filter(char::is_ascii_hexdigit)
-        .skip_while(|c| *c == 'a')
-        .take(16)
-        .collect();
+    let kept = fs::read_to_string(daemon.path("state/identities.json")).unwrap();
+    let kept: Value = serde_json::from_str(&kept).unwrap();
+    let naa = kept["backends"]["gone"]["naa"].as_u64().unwrap();
     daemon.kill();
-    let file = daemon
-        .path("state")
-        .join(format!("reservations-{hex}.json"));
+    let file = daemon.path(&format!("state/reservations-3{naa:015x}.json"));
     fs::write(&file, "{").unwrap();
     daemon.serve();
     let problems = daemon.json(&["status"])["problems"].clone();
@@ -482,4 +462,34 @@ fn unreadable_reservations_keep_one_disk_from_being_served() {
         daemon.json(&["status"])["problems"].is_null()
     });
     daemon.write_block("srp://127.0.194.1/1", 2);
+}
+
+#[test]
+fn a_disk_keeps_its_names_wherever_its_image_goes() {
+    let config = both_fabrics(195);
+    let mut daemon = Daemon::new(&config);
+    daemon.serve();
+    let serial = |daemon: &Daemon| daemon.json(&["targets"])[0]["luns"]["0"]["serial"].clone();
+    let first = serial(&daemon);
+    daemon.kill();
+    fs::rename(daemon.path("disk"), daemon.path("moved")).unwrap();
+    daemon.write(&config.replace("DIR/disk", "DIR/moved"));
+    daemon.serve();
+    assert_eq!(serial(&daemon), first, "another path");
+    daemon.kill();
+    let renamed = config.replace("  d:", "  e:").replace("0: d", "0: e");
+    daemon.write(&renamed.replace("DIR/disk", "DIR/moved"));
+    daemon.serve();
+    assert_eq!(serial(&daemon), first, "another name of the backend");
+    assert!(!daemon.log().contains("another one than before"));
+    daemon.kill();
+    fs::copy(daemon.path("moved"), daemon.path("copy")).unwrap();
+    daemon.write(&renamed.replace("DIR/disk", "DIR/copy"));
+    daemon.serve();
+    assert_eq!(serial(&daemon), first);
+    assert!(
+        daemon.log().contains("another one than before"),
+        "{}",
+        daemon.log()
+    );
 }

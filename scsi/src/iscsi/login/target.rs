@@ -346,6 +346,10 @@ impl TargetLogin {
         };
         let mut chap = ChapKeys::default();
         for &(name, value) in pairs {
+            // libiscsi repeats its names in the second stage if it had secrets and nothing was to be proved.
+            if self.rounds > 1 && repeats(identity, name, value) {
+                continue;
+            }
             let key = self.keys.answer(name, value, place, out);
             let slot = match key.map_err(key_fault)? {
                 Some(Key::AuthMethod) => &mut chap.method,
@@ -514,4 +518,17 @@ fn fault(status: LoginStatus) -> Refusal {
 
 fn key_fault(_: KeyError) -> Refusal {
     fault(LoginStatus::INITIATOR_ERROR)
+}
+
+/// Whether an initiator says of itself what it has said before.
+fn repeats(identity: &Identity, name: &str, value: &str) -> bool {
+    let is = |known: &IscsiName| IscsiName::new(value).is_ok_and(|name| name == *known);
+    match Key::of(name) {
+        Some(Key::InitiatorName) => is(&identity.initiator),
+        Some(Key::TargetName) => identity.target.as_ref().is_some_and(is),
+        Some(Key::SessionType) => (value == "Discovery") == identity.discovery,
+        // Nothing depends on it.
+        Some(Key::InitiatorAlias) => true,
+        _ => false,
+    }
 }

@@ -153,6 +153,34 @@ fn one_exchange_is_enough_without_authentication() {
     assert!(joined.connection.digests.header && !joined.connection.digests.data);
 }
 
+/// libiscsi, with secrets that nobody asks for.
+#[test]
+fn an_initiator_may_repeat_its_names_but_not_change_them() {
+    let again = format!("{NAMES}InitiatorAlias=me\0SessionType=Normal\0");
+    for (second, status) in [
+        (again.clone(), LoginStatus::SUCCESS),
+        (again.replace("a:i", "a:j"), LoginStatus::INITIATOR_ERROR),
+        (again.replace("a:t", "a:u"), LoginStatus::INITIATOR_ERROR),
+        (
+            again.replace("Normal", "Discovery"),
+            LoginStatus::INITIATOR_ERROR,
+        ),
+    ] {
+        let (mut login, mut gate) = (TargetLogin::new(), Gate::new(Auth::None));
+        let first = format!("{again}AuthMethod=CHAP,None\0");
+        let answer = step(&mut login, &mut gate, Security, Some(Operational), &first);
+        assert_eq!(value(&answer, "AuthMethod"), Some("None"));
+        let answer = step(
+            &mut login,
+            &mut gate,
+            Operational,
+            Some(FullFeature),
+            &second,
+        );
+        assert_eq!(answer.response.status, status, "{second:?}");
+    }
+}
+
 #[test]
 fn refusals_have_the_status_of_the_rfc() {
     let cases: &[(&str, Stage, LoginStatus)] = &[

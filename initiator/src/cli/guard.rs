@@ -98,9 +98,8 @@ fn signature(head: &[u8]) -> Option<&'static str> {
     ];
     let known = magics.iter().find(|(at, magic, _)| is(*at, magic));
     // Each label of ZFS has uberblocks of at least a KiB from 128 KiB on.
-    let mut uberblocks = (0x2_0000..0x4_0000).step_by(1024);
     let is_zfs = || {
-        uberblocks.any(|at| {
+        (0x2_0000..0x4_0000).step_by(1024).any(|at| {
             is(at, &0x00ba_b10c_u64.to_le_bytes()) || is(at, &0x00ba_b10c_u64.to_be_bytes())
         })
     };

@@ -52,7 +52,7 @@ struct Names {
     file: Option<FileId>,
 }
 
-/// A file, whatever its path.
+/// A file, independent of its path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileId {
     /// Device number.
@@ -62,7 +62,7 @@ pub struct FileId {
 }
 
 impl Identities {
-    /// What names are derived from: what the configuration says, else the same as ever.
+    /// What names are derived from: what the configuration says, else what it was at the first start.
     pub(super) fn host(&mut self, config: &Config) -> HostId {
         match &config.identity {
             Some(_) => HostId::of(config),
@@ -85,6 +85,9 @@ impl Identities {
         identity: &mut Identity,
     ) {
         let before = self.take(config, backend, file);
+        if before.is_none() {
+            self.derive_unused(config, backend, identity);
+        }
         if let Some(before) = &before {
             if backend.names.serial.is_none() {
                 identity.serial.clone_from(&before.serial);
@@ -114,6 +117,25 @@ impl Identities {
         let serial = identity.serial.clone();
         self.backends
             .insert(backend.name.clone(), Names { serial, naa, file });
+    }
+
+    /// Derives other names while a backend has these: one that was renamed keeps those of its old name.
+    fn derive_unused(&mut self, config: &Config, backend: &Backend, identity: &mut Identity) {
+        let host = self.host(config);
+        let is_used = |identity: &Identity| {
+            self.backends.values().any(|names| {
+                (backend.names.serial.is_none() && names.serial == identity.serial)
+                    || (backend.names.naa.is_none()
+                        && identity.naa == Naa::LocallyAssigned(names.naa))
+            })
+        };
+        for attempt in 1_u32.. {
+            if !is_used(identity) {
+                return;
+            }
+            let other = HostId::new(&format!("{}\0{attempt}", host.text()));
+            *identity = backend.identity(&other);
+        }
     }
 
     /// What is known of a backend; what is known of its file under a name that no backend has any longer.

@@ -13,7 +13,8 @@ use crate::reservation::Reservations;
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct UnitLegacy {
     modes: Modes,
-    reservations: Reservations,
+    /// `None` if they are not known.
+    reservations: Option<Reservations>,
 }
 
 /// What MODE SELECT and START STOP UNIT have made of the unit.
@@ -37,7 +38,9 @@ impl LogicalUnit {
                 write_cache: flags.contains(Flags::WRITE_CACHE),
                 stopped: flags.contains(Flags::STOPPED),
             },
-            reservations: self.with_reservations(Reservations::lasting),
+            reservations: self
+                .knows_reservations()
+                .then(|| self.with_reservations(Reservations::lasting)),
         }
     }
 
@@ -54,10 +57,13 @@ impl LogicalUnit {
         flags.set(Flags::WRITE_CACHE, modes.write_cache);
         flags.set(Flags::STOPPED, modes.stopped);
         self.restore_flags(flags);
+        let Some(reservations) = &legacy.reservations else {
+            return;
+        };
         let can_persist = self.can_persist();
         let (kept, left) = self.update_reservations(|all| {
             let kept = all.saved();
-            *all = legacy.reservations.clone();
+            *all = reservations.clone();
             if !can_persist {
                 all.stop_persisting();
             }

@@ -55,6 +55,7 @@ const HINT_WORDS: usize = 16;
 pub struct LogicalUnit {
     config: Config,
     has_medium: bool,
+    knows_reservations: bool,
     capacity: AtomicU64,
     flags: AtomicU8,
     hints: [AtomicU64; HINT_WORDS],
@@ -94,6 +95,7 @@ impl LogicalUnit {
             keeper: None,
             saving: Mutex::new(()),
             has_medium: true,
+            knows_reservations: true,
             config,
         })
     }
@@ -105,6 +107,16 @@ impl LogicalUnit {
         Self {
             has_medium: false,
             ..self
+        }
+    }
+
+    /// The same unit without a medium, whose reservations are not known: commands that read or change them are
+    /// refused, too, and it leaves none to the unit that takes its place.
+    #[must_use]
+    pub fn without_reservations(self) -> Self {
+        Self {
+            knows_reservations: false,
+            ..self.without_medium()
         }
     }
 
@@ -280,7 +292,10 @@ impl LogicalUnit {
         }
         let cdb = Cdb::new(request.cdb, entry.usage.len())?;
         cdb.check_usage(entry.usage)?;
-        if entry.gates.contains(Gates::READY)
+        let is_about_reservations = entry.opcode == opcode::PERSISTENT_RESERVE_IN
+            || entry.gates.intersects(Gates::SETTINGS | Gates::CHANGES);
+        if (entry.gates.contains(Gates::READY)
+            || (!self.knows_reservations && is_about_reservations))
             && let Some(sense) = self.not_ready()
         {
             return Err(sense.into());
@@ -448,6 +463,11 @@ impl LogicalUnit {
     #[must_use]
     pub fn is_stopped(&self) -> bool {
         self.flags().contains(Flags::STOPPED)
+    }
+
+    /// Whether its reservations are what initiators have made them.
+    pub(crate) fn knows_reservations(&self) -> bool {
+        self.knows_reservations
     }
 
     /// Why commands that need the medium are refused, if they are.

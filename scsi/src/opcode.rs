@@ -29,6 +29,8 @@ pub(crate) const REQUEST_SENSE: u8 = 0x03;
 pub(crate) const START_STOP_UNIT: u8 = 0x1b;
 /// REPORT LUNS.
 pub(crate) const REPORT_LUNS: u8 = 0xa0;
+/// PERSISTENT RESERVE IN.
+pub(crate) const PERSISTENT_RESERVE_IN: u8 = 0x5e;
 
 /// UNMAP.
 const UNMAP: u8 = 0x42;

@@ -21,6 +21,19 @@ impl fmt::Display for Holder {
     }
 }
 
+/// The end of a message: which process has what it is about, if that can be seen.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HeldBy(pub(crate) Option<Holder>);
+
+impl fmt::Display for HeldBy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            Some(holder) => write!(f, ": {holder} has it"),
+            None => Ok(()),
+        }
+    }
+}
+
 /// The transport of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Transport {

@@ -81,7 +81,11 @@ fn a_configuration_is_compared_applied_saved_and_taken_back() {
     // Back, and back again.
     let back = daemon.ask(&["rollback"]);
     let said = String::from_utf8(back.stdout).unwrap();
-    assert_eq!(said, "- targets[demo].luns.1: \"b\"\n");
+    let (change, note) = said.split_once('\n').unwrap();
+    assert_eq!(change, "- targets[demo].luns.1: \"b\"");
+    // The file has it, and is what a restart serves.
+    assert!(note.contains("riserd save FILE"), "{note}");
+    assert_eq!(daemon.json("status")["unsaved"], true);
     let history = daemon.json("history");
     let how: Vec<_> = history
         .as_array()

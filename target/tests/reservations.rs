@@ -6,7 +6,7 @@ mod tcp;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use daemon::Daemon;
 use riser_target::backend::{Fault, FaultOn, Faults};
@@ -137,21 +137,50 @@ fn a_kill_loses_no_registration_that_was_answered() {
     }
 }
 
-/// A damaged file means that it is not known who may write.
+/// A damaged file means that it is not known who may write: the unit is not ready, and the others are served.
 #[test]
-fn a_daemon_that_cannot_read_reservations_does_not_serve() {
+fn a_unit_whose_reservations_cannot_be_read_is_not_ready() {
     let host = "127.97.0.3";
     let mut daemon = Daemon::start("damaged", host);
+    daemon.configure(host, "{ 0: a, 1: b }");
+    assert!(daemon.ask(&["reload"]).status.success());
     let mut one = log_in(host, 1);
     assert_eq!(change(&mut one, REGISTER, 0, (0, 0xa), APTPL), GOOD);
     daemon.kill();
     let files = std::fs::read_dir(daemon.dir.join("state")).unwrap();
     let mut files = files.map(|entry| entry.unwrap().path());
     let file = files.find(|path| path.to_string_lossy().contains("reservations-"));
-    std::fs::write(file.unwrap(), "{").unwrap();
+    let file = file.unwrap();
+    let intact = std::fs::read(&file).unwrap();
+    std::fs::write(&file, "{").unwrap();
+    daemon.run(&[]);
+    let mut one = log_in(host, 1);
+    assert_eq!(write(&mut one), CHECK_CONDITION);
+    let problems = daemon.json("status")["problems"].clone();
+    let problems = problems.as_array().unwrap();
+    assert_eq!(problems.len(), 1, "{problems:?}");
+    let why = problems[0].to_string();
+    assert!(why.contains("reservations-"), "{why}");
+    // It is served by itself once they can be read.
+    std::fs::write(&file, intact).unwrap();
+    let until = Instant::now() + Duration::from_secs(30);
+    while daemon.json("status").get("problems").is_some() {
+        assert!(Instant::now() < until, "it is not tried again");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    let mut one = log_in(host, 1);
+    assert_eq!(keys(&mut one), [0xa]);
+    assert_eq!(write(&mut one), GOOD);
+    daemon.kill();
+
+    // With `strict`, all or nothing.
+    std::fs::write(&file, "{").unwrap();
+    let config = daemon.dir.join("riserd.yaml");
+    let text = std::fs::read_to_string(&config).unwrap();
+    std::fs::write(&config, format!("strict: true\n{text}")).unwrap();
     let refused = std::process::Command::new(daemon::RISERD)
         .args(["run", "--config"])
-        .arg(daemon.dir.join("riserd.yaml"))
+        .arg(config)
         .output()
         .unwrap();
     assert_eq!(refused.status.code(), Some(1));

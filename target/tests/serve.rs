@@ -227,7 +227,10 @@ fn a_backend_in_use_is_an_error_that_names_it() {
             ),
         )
     };
-    let parse = |net| Config::parse(&text(net), "test.yaml").unwrap();
+    let parse = |net| {
+        let text = format!("strict: true\n{}", text(net));
+        Config::parse(&text, "test.yaml").unwrap()
+    };
     let first = Server::start(&parse(4)).unwrap();
     let error = Server::start(&parse(5)).unwrap_err().to_string();
     assert!(

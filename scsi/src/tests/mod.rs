@@ -180,9 +180,14 @@ impl Rig {
 
     /// The same before any unit attention has been taken.
     pub(crate) fn raw(config: Config) -> Self {
+        Self::of(LogicalUnit::new(config).expect("a valid configuration"))
+    }
+
+    /// This unit, before any unit attention has been taken.
+    pub(crate) fn of(lu: LogicalUnit) -> Self {
+        let config = lu.config();
         let blocks = config.blocks as usize;
         let block = config.block_size.bytes() as usize;
-        let lu = LogicalUnit::new(config).expect("a valid configuration");
         lu.add_nexus(A, srp_nexus(0xaa));
         lu.add_nexus(B, srp_nexus(0xbb));
         Self {

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use super::{A, B, Rig, config, srp_nexus};
+use super::{A, B, Outcome, Rig, config, srp_nexus};
 use crate::attention::{Attention, AttentionScope};
 use crate::config::{BlockSize, ConfigError};
+use crate::lu::LogicalUnit;
 use crate::lun::LunId;
 use crate::nexus::NexusId;
 use crate::step::{BlockOp, TaskAttribute};
@@ -126,6 +127,64 @@ fn a_reset_or_the_last_logout_starts_a_stopped_unit() {
     assert!(rig.lu.is_stopped(), "B is still there");
     rig.lu.remove_nexus(B);
     assert!(!rig.lu.is_stopped());
+}
+
+/// A unit of nexuses whose first unit attention has been taken.
+fn absent(change: impl FnOnce(LogicalUnit) -> LogicalUnit) -> Rig {
+    let lu = LogicalUnit::new(config(BlockSize::B512, 128)).unwrap();
+    let rig = Rig::of(change(lu));
+    for id in [A, B] {
+        assert!(rig.lu.take_attention(id).is_some());
+    }
+    rig
+}
+
+const MANUAL_INTERVENTION: (u8, u8, u8) = (2, 0x04, 3);
+
+/// PERSISTENT RESERVE OUT, REGISTER.
+fn register(rig: &mut Rig) -> Outcome {
+    let mut list = [0; 24];
+    list[15] = 0xa;
+    rig.run(A, &[0x5f, 0, 0, 0, 0, 0, 0, 0, 24, 0], &list, 0)
+}
+
+#[test]
+fn a_unit_without_a_medium_answers_for_itself() {
+    let mut rig = absent(LogicalUnit::without_medium);
+    let read = [0x28, 0, 0, 0, 0, 0, 0, 0, 1, 0];
+    let write = [0x2a, 0, 0, 0, 0, 0, 0, 0, 1, 0];
+    let capacity = [0x25, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+    let start = [0x1b, 0, 0, 0, 1, 0];
+    for cdb in [&READY[..], &read, &capacity, &start] {
+        assert_eq!(rig.send(cdb).check(), MANUAL_INTERVENTION, "{cdb:x?}");
+    }
+    let written = rig.send_out(&write, &[0; 512]);
+    assert_eq!(written.check(), MANUAL_INTERVENTION);
+    let sense = rig.send(&[0x03, 0, 0, 0, 252, 0]).good().data;
+    assert_eq!((sense[2], sense[12], sense[13]), MANUAL_INTERVENTION);
+    rig.send(&[0x12, 0, 0, 0, 36, 0]).good();
+    rig.send(&[0xa0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0]).good();
+    register(&mut rig).good();
+}
+
+#[test]
+fn reservations_that_are_not_known_are_neither_changed_nor_left() {
+    let mut rig = absent(LogicalUnit::without_reservations);
+    assert_eq!(rig.send(&READY).check(), MANUAL_INTERVENTION);
+    assert_eq!(register(&mut rig).check(), MANUAL_INTERVENTION);
+    for cdb in [
+        &[0x5e, 0, 0, 0, 0, 0, 0, 2, 0, 0][..],
+        &[0x16, 0, 0, 0, 0, 0],
+    ] {
+        assert_eq!(rig.send(cdb).check(), MANUAL_INTERVENTION, "{cdb:x?}");
+    }
+    rig.send(&[0x12, 0, 0, 0, 36, 0]).good();
+    // The unit in its place has what it could read.
+    let mut next = Rig::new();
+    register(&mut next).good();
+    next.lu.inherit(&rig.lu.legacy());
+    let keys = next.send(&[0x5e, 0, 0, 0, 0, 0, 0, 2, 0, 0]).good().data;
+    assert_eq!(keys[8..], 0xa_u64.to_be_bytes());
 }
 
 #[test]

@@ -240,6 +240,7 @@ fn dispatch(
             let reread = &|| load(&file).map_err(|failure| failure.text);
             let source = Source {
                 config,
+                file: file.clone(),
                 reread,
                 restore,
                 inheritance,

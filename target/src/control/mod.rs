@@ -52,7 +52,9 @@ pub mod upgrade;
 pub mod view;
 mod watchdog;
 
+use std::cell::RefCell;
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -85,6 +87,8 @@ pub const WAITING: usize = 16;
 pub struct Source<'a> {
     /// What its file says.
     pub config: Config,
+    /// The file.
+    pub file: PathBuf,
     /// Reads the file again.
     pub reread: &'a dyn Fn() -> Result<Config, String>,
     /// Whether the configuration that was applied last comes before the file's.
@@ -153,7 +157,11 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
         audit::changed(asked, &revision(&config.to_yaml()), &[]);
         let control = Control {
             server,
-            reread: source.reread,
+            file: ConfigFile {
+                path: source.file,
+                reread: source.reread,
+                last: RefCell::default(),
+            },
             history,
             restores: source.restore,
             since: Instant::now(),
@@ -208,7 +216,7 @@ impl EndSignals {
 /// A server with those who tell it what to do.
 struct Control<'a> {
     server: Server,
-    reread: &'a dyn Fn() -> Result<Config, String>,
+    file: ConfigFile<'a>,
     history: History,
     /// A restart serves what was applied last.
     restores: bool,
@@ -223,6 +231,37 @@ struct Control<'a> {
     tenure: Tenure,
     /// An upgrade that is to be done next.
     handing: Option<Handing>,
+}
+
+/// The configuration file.
+struct ConfigFile<'a> {
+    path: PathBuf,
+    reread: &'a dyn Fn() -> Result<Config, String>,
+    /// What it said when it was compared last, and of which version of it that is known.
+    last: RefCell<Option<(Version, Option<String>)>>,
+}
+
+/// The device, inode, length and times of the last change of a file.
+type Version = (u64, u64, u64, (i64, i64), (i64, i64));
+
+impl ConfigFile<'_> {
+    /// What it says now, as [`Config::to_yaml`] writes that; `None` if it cannot be served. A file that did not
+    /// change since is not read again.
+    fn yaml(&self) -> Option<String> {
+        let file = std::fs::metadata(&self.path).ok()?;
+        let changed = (file.mtime(), file.mtime_nsec());
+        let moved = (file.ctime(), file.ctime_nsec());
+        let version = (file.dev(), file.ino(), file.len(), changed, moved);
+        let mut last = self.last.borrow_mut();
+        match &*last {
+            Some((seen, yaml)) if *seen == version => yaml.clone(),
+            _ => {
+                let yaml = (self.reread)().ok().map(|config| config.to_yaml());
+                *last = Some((version, yaml.clone()));
+                yaml
+            }
+        }
+    }
 }
 
 /// How often it is tried again to serve what cannot be served.
@@ -301,11 +340,9 @@ impl Control<'_> {
         }
     }
 
-    /// Whether a restart would serve something else. Nothing is known of that where the file was not read, as
-    /// after an upgrade without a state directory.
+    /// Whether a restart would serve something else, or nothing.
     fn is_unsaved(&self) -> bool {
-        let file = self.history.file();
-        !self.restores && file.is_some_and(|file| file != self.server.config().to_yaml())
+        !self.restores && self.file.yaml() != Some(self.server.config().to_yaml())
     }
 
     /// Tries again to serve what could not be served.
@@ -463,6 +500,7 @@ impl Control<'_> {
     fn apply(&mut self, config: Config, asked: Asked<'_>) -> Result<Changes, Failure> {
         let Asked { who, how } = asked;
         let changes = diff(self.server.config(), &config);
+        let was_unsaved = self.is_unsaved();
         let stays = |listening: &Listening| {
             let wanted = config.metrics.as_ref();
             wanted.is_some_and(|wanted| wanted.listen == listening.addr())
@@ -500,7 +538,7 @@ impl Control<'_> {
                     changes,
                     refused: None,
                     drift,
-                    unsaved: how != "reload" && self.is_unsaved(),
+                    unsaved: !was_unsaved && self.is_unsaved(),
                 })
             }
             Err(error) => {
@@ -529,7 +567,7 @@ impl Control<'_> {
         let how = "reload";
         let asked = Asked { who, how };
         notify_reloading();
-        let applied = match (self.reread)() {
+        let applied = match (self.file.reread)() {
             Ok(config) => {
                 let file = config.to_yaml();
                 self.apply(config, asked).map(|_| {

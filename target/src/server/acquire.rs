@@ -17,7 +17,7 @@ use super::ServerError;
 use super::legacy::Legacy;
 use super::problems::Subject;
 use crate::config::{Config, LinkFaults, Percent, Provider};
-use crate::holder::{self, Transport};
+use crate::holder::{self, HeldBy, Transport};
 use crate::worker::Opened;
 use crate::worker::iscsi::TcpListener;
 use crate::worker::places::{Place, Places};
@@ -199,8 +199,12 @@ fn open_ours(
     acquired: &mut Acquired,
 ) -> Result<(), ServerError> {
     let workers = acquired.parts.len();
-    check_free(SocketAddr::new(addr, ROCE_PORT), Transport::Udp)
-        .map_err(|source| ServerError::Device { addr, source })?;
+    let socket = SocketAddr::new(addr, ROCE_PORT);
+    check_free(socket, Transport::Udp).map_err(|source| ServerError::Device {
+        addr,
+        holder: holder_of(&source, socket, Transport::Udp),
+        source,
+    })?;
     for index in 0..workers {
         let roce = RoceConfig {
             mtu: config.transport.mtu.and_then(mtu),
@@ -213,7 +217,11 @@ fn open_ours(
             },
             ..RoceConfig::new(addr)
         };
-        let device = Roce::open(&roce).map_err(|source| ServerError::Device { addr, source })?;
+        let device = Roce::open(&roce).map_err(|source| ServerError::Device {
+            addr,
+            holder: HeldBy::default(),
+            source,
+        })?;
         let device = Opened::Roce(Box::new(device));
         acquired.parts[index].devices.push((place, device));
     }
@@ -254,7 +262,11 @@ fn sockets(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
                 wanted,
                 acquired,
                 portal,
-                ServerError::Listen { portal, source },
+                ServerError::Listen {
+                    portal,
+                    holder: holder_of(&source, portal, Transport::Tcp),
+                    source,
+                },
             )?;
         }
     }
@@ -276,16 +288,17 @@ fn check_free(address: SocketAddr, transport: Transport) -> io::Result<()> {
     if address.is_ipv6() {
         socket.set_only_v6(true)?;
     }
-    socket.bind(&address.into()).map_err(|error| {
-        let holder = match error.kind() {
-            io::ErrorKind::AddrInUse => holder::of_address(address, transport),
-            _ => None,
-        };
-        match holder {
-            Some(holder) => io::Error::new(error.kind(), format!("{error}: {holder} has it")),
-            None => error,
-        }
-    })
+    socket.bind(&address.into())
+}
+
+/// Who has an address, where that is why it cannot be bound.
+fn holder_of(error: &io::Error, address: SocketAddr, transport: Transport) -> HeldBy {
+    let is_in_use = error.kind() == io::ErrorKind::AddrInUse;
+    HeldBy(
+        is_in_use
+            .then(|| holder::of_address(address, transport))
+            .flatten(),
+    )
 }
 
 fn bind(portal: SocketAddr, legacy: &Legacy, acquired: &mut Acquired) -> Result<(), ServerError> {
@@ -296,7 +309,11 @@ fn bind(portal: SocketAddr, legacy: &Legacy, acquired: &mut Acquired) -> Result<
             Ok(None) => check_free(portal, Transport::Tcp).and_then(|()| TcpListener::bind(portal)),
             Err(error) => Err(error),
         };
-        let socket = socket.map_err(|source| ServerError::Listen { portal, source })?;
+        let socket = socket.map_err(|source| ServerError::Listen {
+            portal,
+            holder: holder_of(&source, portal, Transport::Tcp),
+            source,
+        })?;
         part.sockets.push(socket);
     }
     Ok(())

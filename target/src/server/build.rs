@@ -448,11 +448,11 @@ impl Builder {
                 Err(source) => {
                     let name = name();
                     self.leave_out(backend, place, ServerError::Reservations { name, source })?;
-                    is_absent = true;
-                    match before {
-                        Some(before) => return Ok(before),
-                        None => make()?,
+                    if let Some(before) = before {
+                        return Ok(before);
                     }
+                    is_absent = true;
+                    make()?.without_reservations()
                 }
             };
         }

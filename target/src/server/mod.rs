@@ -46,6 +46,7 @@ use tokio::sync::Notify;
 
 use crate::backend::{FlushKeeper, OpenError, Store};
 use crate::config::Config;
+use crate::holder::HeldBy;
 use crate::worker::iscsi::IscsiSessions;
 use crate::worker::mail::{MAILBOX, Mail, Outbox, Snapshot};
 use crate::worker::places::Places;
@@ -108,10 +109,12 @@ pub enum ServerError {
         user: String,
     },
     /// A device cannot be opened.
-    #[error("cannot open a RoCE device at {addr}: {source}")]
+    #[error("cannot open a RoCE device at {addr}: {source}{holder}")]
     Device {
         /// Its address.
         addr: IpAddr,
+        /// The process that has it.
+        holder: HeldBy,
         /// Why.
         source: io::Error,
     },
@@ -122,10 +125,12 @@ pub enum ServerError {
     #[error("the device at {0} is still being closed; try again")]
     Closing(IpAddr),
     /// A TCP portal cannot be listened on.
-    #[error("cannot listen on {portal}: {source}")]
+    #[error("cannot listen on {portal}: {source}{holder}")]
     Listen {
         /// The portal.
         portal: SocketAddr,
+        /// The process that has it.
+        holder: HeldBy,
         /// Why.
         source: io::Error,
     },

@@ -4,6 +4,8 @@
 //! 4.5.3) or the descriptor format (4.5.2), as D_SENSE in the Control mode page
 //! chooses; [`Sense::parse`] reads either, for initiators.
 
+use std::fmt;
+
 use arrayvec::ArrayVec;
 
 /// The longest sense data this crate produces, in bytes.
@@ -48,6 +50,28 @@ pub enum SenseKey {
     Completed = 0xf,
 }
 
+impl fmt::Display for SenseKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::NoSense => "no sense",
+            Self::RecoveredError => "recovered error",
+            Self::NotReady => "not ready",
+            Self::MediumError => "medium error",
+            Self::HardwareError => "hardware error",
+            Self::IllegalRequest => "illegal request",
+            Self::UnitAttention => "unit attention",
+            Self::DataProtect => "data protect",
+            Self::BlankCheck => "blank check",
+            Self::VendorSpecific => "vendor specific",
+            Self::CopyAborted => "copy aborted",
+            Self::AbortedCommand => "aborted command",
+            Self::VolumeOverflow => "volume overflow",
+            Self::Miscompare => "miscompare",
+            Self::Completed => "completed",
+        })
+    }
+}
+
 impl SenseKey {
     fn from_nibble(nibble: u8) -> Option<Self> {
         Some(match nibble & 0x0f {
@@ -81,11 +105,29 @@ pub struct AdditionalSense {
 }
 
 macro_rules! additional_sense {
-    ($($(#[$doc:meta])* $name:ident = $code:literal, $qualifier:literal;)*) => {
+    ($(#[doc = $text:literal] $name:ident = $code:literal, $qualifier:literal;)*) => {
         impl AdditionalSense {
-            $($(#[$doc])* pub const $name: Self = Self { code: $code, qualifier: $qualifier };)*
+            $(#[doc = $text] pub const $name: Self = Self { code: $code, qualifier: $qualifier };)*
+
+            /// Its name in SPC-4, if it is one of those here.
+            #[must_use]
+            pub fn name(self) -> Option<&'static str> {
+                let named: &[(Self, &'static str)] = &[$((Self::$name, $text)),*];
+                let (_, name) = named.iter().find(|(sense, _)| *sense == self)?;
+                Some(name.trim().trim_end_matches('.'))
+            }
         }
     };
+}
+
+impl fmt::Display for AdditionalSense {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { code, qualifier } = self;
+        match self.name() {
+            Some(name) => write!(f, "{name} ({code:02x}h/{qualifier:02x}h)"),
+            None => write!(f, "additional sense {code:02x}h/{qualifier:02x}h"),
+        }
+    }
 }
 
 additional_sense! {

@@ -16,7 +16,7 @@ pub enum LunError {
     #[error(transparent)]
     Request(#[from] RequestError),
     /// CHECK CONDITION.
-    #[error("{key:?}, additional sense {:02x}h/{:02x}h", .additional.code, .additional.qualifier)]
+    #[error("{key}: {additional}")]
     Check {
         /// Sense key.
         key: SenseKey,

@@ -354,8 +354,12 @@ impl Control<'_> {
 
     /// Says what is served.
     fn announce(&self) {
+        let problems = self.server.problems();
         for target in view::targets(&self.server) {
             for portal in &target.portals {
+                if problems.has_portal(&portal.protocol, &portal.listen) {
+                    continue;
+                }
                 tracing::info!(
                     target = %target.name, protocol = %portal.protocol, listen = %portal.listen,
                     iqn = target.iqn.as_deref(), luns = target.luns.len(), "serving"

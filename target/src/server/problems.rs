@@ -77,6 +77,16 @@ impl Problems {
         self.0.contains_key(subject)
     }
 
+    /// Whether a portal of a protocol (`srp`, `iser` or `iscsi`) at an address is not listened on.
+    #[must_use]
+    pub fn has_portal(&self, protocol: &str, listen: &str) -> bool {
+        self.0.keys().any(|subject| match subject {
+            Subject::Backend(_) => false,
+            Subject::RdmaPortal(addr) => protocol != "iscsi" && addr.to_string() == listen,
+            Subject::TcpPortal(addr) => protocol == "iscsi" && addr.to_string() == listen,
+        })
+    }
+
     /// Something cannot be had, or still cannot.
     pub(super) fn add(&mut self, subject: Subject, why: &dyn fmt::Display) {
         let new = || Problem {

@@ -121,6 +121,7 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
+        #[allow(clippy::print_stderr, reason = "shown with the failure")]
         if std::thread::panicking() {
             eprintln!("riserd: {}", self.log());
         }
@@ -180,6 +181,7 @@ fn a_missing_disk_or_address_leaves_the_rest_served() {
     assert!(text.contains("NOT SERVED: backend gone: "), "{text}");
     let log = daemon.log();
     assert_eq!(log.matches("not served").count(), 3, "a line for each");
+    assert_eq!(log.matches("serving target=").count(), 2, "{log}");
     for scheme in [
         "srp://127.0.186.1",
         "iscsi://127.0.186.1/iqn.2026-01.com.example:t",
@@ -189,7 +191,10 @@ fn a_missing_disk_or_address_leaves_the_rest_served() {
         let url = format!("{scheme}/1");
         let (code, _, errors) = ended(&mut daemon.riser(&["read", &url, "/dev/null", "-q"]));
         assert_ne!(code, 0);
-        assert!(errors.contains("not ready"), "{errors}");
+        assert!(
+            errors.contains("not ready: LOGICAL UNIT NOT READY, MANUAL INTERVENTION REQUIRED"),
+            "{errors}"
+        );
         // The unit is there, and says who it is.
         let told = succeeded(&mut daemon.riser(&["inquiry", &url, "-o", "json"]));
         assert!(told.contains("RISER"), "{told}");

@@ -31,9 +31,12 @@ pub(crate) fn run() -> Result<(), Failure> {
             failed += 1;
         }
     }
+    if cases.is_empty() {
+        return Err("there are no cases".into());
+    }
+    println!("{} passed, {failed} failed", cases.len() - failed);
     match failed {
-        0 if cases.is_empty() => Err("there are no cases".into()),
-        0 => Ok(println!("{} bad days, all survived", cases.len())),
-        n => Err(format!("{n} of {} bad days failed", cases.len()).into()),
+        0 => Ok(()),
+        _ => Err(format!("{failed} of {} cases failed", cases.len()).into()),
     }
 }

@@ -1,12 +1,15 @@
 //! Configurations one after the other on a running target, while initiators write and read one of its
-//! disks: a real target and real initiators on loopback, in one process.
+//! disks: a real target and real initiators on loopback, in one process. Some configurations cannot be
+//! had, and then nothing has changed.
 //!
 //! `RISER_CHANGES` sets how many configurations there are (default 40); the long test command takes
 //! 1,000.
 
 #![allow(clippy::print_stdout, reason = "figures go to whoever runs the test")]
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -22,6 +25,8 @@ use riser_target::server::Server;
 const HOST: &str = "127.0.0.91";
 const IQN: &str = "iqn.2026-01.com.example:kept";
 const REGION: u64 = 1 << 20;
+/// How often a change is tried before that cannot be made.
+const FAILING: u64 = 3;
 
 /// A generator of numbers that are the same in every run.
 struct Chance(u64);
@@ -41,13 +46,13 @@ impl Chance {
 
 /// A configuration with the target that is used, as it always is, and others by chance. Backends grow
 /// with the rounds.
-fn config(chance: &mut Chance, round: u64, image: &str) -> Config {
+fn config(chance: &mut Chance, round: u64, image: &str) -> String {
     let grown = 1 + round / 8;
     let mut text = format!(
         "identity: apply\nbackends:\n  kept: {{ kind: ram, size: {}MiB }}\n  \
          ram: {{ kind: ram, size: {grown}MiB }}\n  \
          file: {{ kind: file, path: {image}, size: {grown}MiB, create: true }}\n",
-        (2 * REGION) >> 20
+        (3 * REGION) >> 20
     );
     let others = chance.below(3);
     for n in 0..others {
@@ -57,7 +62,8 @@ fn config(chance: &mut Chance, round: u64, image: &str) -> Config {
     let kept = format!(
         "  - name: kept\n    iqn: {IQN}\n    portals:\n      \
          - {{ protocol: srp, listen: {HOST} }}\n      \
-         - {{ protocol: iscsi, listen: {HOST} }}\n    luns: {{ 0: kept }}\n    access: open\n"
+         - {{ protocol: iscsi, listen: {HOST} }}\n      \
+         - {{ protocol: iser, listen: {HOST} }}\n    luns: {{ 0: kept }}\n    access: open\n"
     );
     let place = chance.below(4);
     for n in 0..3 {
@@ -79,9 +85,12 @@ fn config(chance: &mut Chance, round: u64, image: &str) -> Config {
                 "      - {{ protocol: iscsi, listen: 127.0.0.{host} }}"
             );
         }
-        if chance.is() {
-            let listen = format!("127.0.0.{}", 92 + n);
-            let _ = writeln!(text, "      - {{ protocol: srp, listen: {listen} }}");
+        for protocol in ["srp", "iser"] {
+            if chance.is() {
+                let host = 92 + n;
+                let portal = format!("{{ protocol: {protocol}, listen: 127.0.0.{host} }}");
+                let _ = writeln!(text, "      - {portal}");
+            }
         }
         if chance.is() {
             let _ = writeln!(
@@ -103,7 +112,38 @@ fn config(chance: &mut Chance, round: u64, image: &str) -> Config {
         text.push_str(&kept);
     }
     text.push_str("workers: { count: 2 }\n");
-    Config::parse(&text, "apply.yaml").unwrap_or_else(|e| panic!("{e}\n{text}"))
+    text
+}
+
+fn parse(text: &str) -> Config {
+    Config::parse(text, "apply.yaml").unwrap_or_else(|e| panic!("{e}\n{text}"))
+}
+
+/// Makes of a configuration one that cannot be had: at first sight, when its files are opened, and when its
+/// sockets are bound, at which time its files are longer already.
+fn spoil(text: &str, chance: &mut Chance, round: u64, taken: SocketAddr) -> (String, &'static str) {
+    let late = |text: &str, listen: SocketAddr, backend: &str| {
+        let target = format!(
+            "  - name: late\n    iqn: iqn.2026-01.com.example:late\n    access: open\n    \
+             portals: [{{ protocol: iscsi, listen: \"{listen}\" }}]\n    luns: {{ 0: {backend} }}\n"
+        );
+        text.replacen("workers:", &format!("{target}workers:"), 1)
+    };
+    match chance.below(3) {
+        0 => (text.replace("{ count: 2 }", "{ count: 3 }"), "restart"),
+        1 => {
+            let missing = "  missing: { kind: file, path: /nonexistent/riser.img }\ntargets:\n";
+            let text = text.replacen("targets:\n", missing, 1);
+            let free = SocketAddr::new(taken.ip(), 3260);
+            (late(&text, free, "missing"), "missing")
+        }
+        _ => {
+            let grown = format!("size: {}MiB, create", 1 + round / 8);
+            let longer = format!("size: {}MiB, create", 2 + round / 8);
+            let text = text.replacen(&grown, &longer, 1);
+            (late(&text, taken, "file"), "taken")
+        }
+    }
 }
 
 /// A file of this test's own, gone when the value is.
@@ -142,7 +182,7 @@ fn nexuses(server: &Server) -> Vec<(&'static str, u64)> {
     for snapshot in server.snapshot() {
         all.extend(snapshot.sessions.iter().map(|s| ("srp", s.nexus)));
         let iscsi = snapshot.iscsi_sessions.iter();
-        all.extend(iscsi.map(|s| ("iscsi", s.info.nexus.0)));
+        all.extend(iscsi.map(|s| (["iscsi", "iser"][usize::from(s.is_rdma)], s.info.nexus.0)));
     }
     all.sort_unstable();
     all
@@ -155,12 +195,18 @@ fn whoever_is_not_concerned_by_a_change_does_not_notice_it() {
     let image = Image(std::env::temp_dir().join(name));
     let path = image.0.display().to_string();
     let mut chance = Chance(0x5eed);
-    let mut server = Server::start(&config(&mut chance, 0, &path)).unwrap();
+    let mut server = Server::start(&parse(&config(&mut chance, 0, &path))).unwrap();
+    let squatter = std::net::TcpListener::bind((HOST, 0)).unwrap();
+    let taken = squatter.local_addr().unwrap();
     let client = Client::builder()
         .pool(4 << 20)
         .open("127.0.0.96".parse().unwrap())
         .unwrap();
-    let iscsi: IscsiUrl = format!("iscsi://{HOST}/{IQN}/0").parse().unwrap();
+    let [iscsi, iser] = ["iscsi", "iser"].map(|scheme| {
+        let initiator = format!("iqn.2026-01.com.example:{scheme}");
+        let url = format!("{scheme}://{HOST}/{IQN}/0?initiator={initiator}");
+        url.parse::<IscsiUrl>().unwrap()
+    });
     let srp: SrpUrl = {
         let catalog = server.shared().registry.catalog();
         let mut targets = catalog.targets.iter();
@@ -173,11 +219,12 @@ fn whoever_is_not_concerned_by_a_change_does_not_notice_it() {
     let luns = [
         block_on(block_on(client.connect(&iscsi)).unwrap().lun(0)).unwrap(),
         block_on(block_on(client.connect(&srp)).unwrap().lun(0)).unwrap(),
+        block_on(block_on(client.connect(&iser)).unwrap().lun(0)).unwrap(),
     ];
     let before = nexuses(&server);
-    assert_eq!(before.len(), 2);
+    assert_eq!(before.len(), 3);
     let stop = Arc::new(AtomicBool::new(false));
-    let done: Arc<[AtomicU64; 2]> = Arc::default();
+    let done: Arc<[AtomicU64; 3]> = Arc::default();
     let threads: Vec<_> = luns
         .into_iter()
         .enumerate()
@@ -186,8 +233,24 @@ fn whoever_is_not_concerned_by_a_change_does_not_notice_it() {
             std::thread::spawn(move || work(&client, &lun, place as u64, &stop, &done[place]))
         })
         .collect();
+    // It is made when a unit needs it.
+    let length = || std::fs::metadata(&path).map_or(0, |m| m.len());
+    let mut failed = BTreeMap::new();
     for round in 1..=changes {
-        let config = config(&mut chance, round, &path);
+        let text = config(&mut chance, round, &path);
+        if chance.below(FAILING) == 0 {
+            let was = server.shared().registry.catalog();
+            let long = length();
+            let (spoilt, why) = spoil(&text, &mut chance, round, taken);
+            let error = server.change(parse(&spoilt)).expect_err(why);
+            assert!(
+                Arc::ptr_eq(&was, &server.shared().registry.catalog()),
+                "{error}"
+            );
+            assert_eq!(length(), long, "{error}");
+            *failed.entry(why).or_insert(0) += 1;
+        }
+        let config = parse(&text);
         let targets = config.targets.len();
         server
             .change(config)
@@ -207,9 +270,11 @@ fn whoever_is_not_concerned_by_a_change_does_not_notice_it() {
     for thread in threads {
         thread.join().unwrap();
     }
-    let [iscsi, srp] = [0, 1].map(|n| done[n].load(Ordering::Relaxed));
+    let [iscsi, srp, iser] = [0, 1, 2].map(|n| done[n].load(Ordering::Relaxed));
     println!(
-        "figure: {changes} changes during {iscsi} writes and reads over iSCSI, {srp} over SRP"
+        "figure: {changes} changes, and {failed:?} that failed, during {iscsi} writes and reads over iSCSI, \
+         {srp} over SRP, {iser} over iSER"
     );
+    assert_eq!(failed.len(), 3, "changes fail in each way: {failed:?}");
     server.shutdown().unwrap();
 }

@@ -3,8 +3,9 @@
 attributes.py ask ROOT NAME=WORD … -- DIRECTORY …
     Prints a line for each answer: path, what was done, what came of it. Each WORD stands as NAME.
 attributes.py compare LIO RISERD ALLOWED
-    Prints what differs. ALLOWED has lines "PATTERN -- reason"; a pattern is looked for in the path with
-    what was done. What no pattern is found in, and a pattern that is not found anywhere, is a failure.
+    Prints what differs. ALLOWED has lines "NUMBER PATTERN => ANSWER -- reason": the first pattern is looked
+    for in the path with what was done, the second matches what riserd answers from its beginning, and so
+    many answers differ like that. What differs otherwise, or in another number of answers, is a failure.
 """
 
 import errno
@@ -111,28 +112,32 @@ def compare(lio, riserd, allowed):
     with open(allowed) as lines:
         for line in lines:
             if line.strip() and not line.startswith("#"):
-                pattern, reason = line.rstrip("\n").split(" -- ", 1)
-                patterns.append([re.compile(pattern), reason, 0])
+                rule, reason = line.rstrip("\n").split(" -- ", 1)
+                number, rule = rule.split(" ", 1)
+                pattern, answer = rule.split(" => ", 1)
+                patterns.append([re.compile(pattern), re.compile(answer), reason, int(number), 0])
     lio, riserd = answers(lio), answers(riserd)
     unlisted = 0
     for key in sorted(set(lio) | set(riserd)):
         one, other = lio.get(key, "nothing"), riserd.get(key, "nothing")
         if one == other:
             continue
-        known = next((entry for entry in patterns if entry[0].search(key)), None)
+        known = next((entry for entry in patterns
+                      if entry[0].search(key) and entry[1].match(other)), None)
         if known:
-            known[2] += 1
+            known[4] += 1
         else:
             unlisted += 1
             print(f"DIFFERS {key}\n    LIO    {one}\n    riserd {other}")
-    for pattern, reason, count in patterns:
+    others = 0
+    for pattern, _, reason, number, count in patterns:
         print(f"{count:5} {pattern.pattern}: {reason}")
-    idle = [pattern.pattern for pattern, _, count in patterns if not count]
-    for pattern in idle:
-        print(f"NOTHING DIFFERS LIKE {pattern}")
+        if count != number:
+            others += 1
+            print(f"NOT {number} BUT {count} DIFFER LIKE {pattern.pattern}")
     print(f"figure: {len(lio)} answers of LIO, {len(riserd)} of riserd; "
           f"{unlisted} differ for no reason that is listed")
-    return 1 if unlisted or idle else 0
+    return 1 if unlisted or others else 0
 
 
 def main():

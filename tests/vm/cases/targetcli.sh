@@ -1,5 +1,5 @@
 #: group: targetcli
-#: about: one session of targetcli, and every attribute, on LIO and on riserd, which the kernel's initiators use
+#: about: one session of targetcli, and the answers of the files it makes, on LIO and on riserd, which the kernel's initiators use
 #: limit: 1800
 TRANSPORT=tcp
 . /vm/iscsi.sh

@@ -1,9 +1,24 @@
-/* libiscsi 1.19's iSER client never ends a connection, and yet frees what its thread for the events of
- * connections uses. A target that ends the connection after the logout, as it should, wakes that thread,
- * and the client dies of it. Loaded before the client (LD_PRELOAD), this lets it keep everything until the
- * process ends. On the wire nothing changes. */
+/* What libiscsi 1.19's iSER client needs to be a test client, loaded before it (LD_PRELOAD). On the wire
+ * nothing changes. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <poll.h>
+
+/* The client never ends a connection, and yet frees what its thread for the events of connections uses. A
+ * target that ends the connection after the logout, as it should, wakes that thread, and the client dies of
+ * it. So everything is kept until the process ends. */
 int iscsi_destroy_context(void *iscsi)
 {
     (void)iscsi;
     return 0;
+}
+
+/* The client waits a second for an event, and takes silence for an error. A guest without KVM may need
+ * more than a second for an answer. */
+int poll(struct pollfd *fds, nfds_t count, int timeout)
+{
+    static int (*real)(struct pollfd *, nfds_t, int);
+    if (!real)
+        real = dlsym(RTLD_NEXT, "poll");
+    return real(fds, count, timeout == 1000 ? 30000 : timeout);
 }

@@ -1,8 +1,8 @@
 //! `cargo xtask interop`: a stock Debian kernel as the peer, in QEMU.
 //!
 //! A case is a script in `tests/vm/cases`. Its head says, in lines that start with `#:`, which group
-//! it belongs to, how long it may take, whether it is short and whether it must run alone. Cases of
-//! a group may share a boot, so each starts from and returns to a clean state, with the functions of
+//! it belongs to, how long it may take, whether it is short, whether it must run alone, and how many
+//! packets its captures have at least. Cases of a group may share a boot, so each starts from and returns to a clean state, with the functions of
 //! `tests/vm/lib.sh`. Of each the output, the daemon's log and a capture of its packets are kept,
 //! and the capture is judged ([`judge`]).
 
@@ -12,6 +12,8 @@ pub(crate) mod initramfs;
 pub(crate) mod judge;
 pub(crate) mod kernel;
 pub(crate) mod runner;
+#[cfg(test)]
+mod stand_ins;
 
 use std::fs;
 use std::path::PathBuf;

@@ -1,0 +1,195 @@
+//! How `tests/vm/libiscsi.sh` and the case that uses it judge clients that are not libiscsi's.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+
+use crate::{root, sh};
+
+/// A client that does with each test what a table says: name, how it ends, and what it prints.
+const CLIENT: &str = r#"#!/bin/bash
+ulimit -c 0
+if [ "$1" = -l ]; then exec sed 's/ .*//; s/^/ALL./' "$TABLE"; fi
+name=${3#ALL.}
+read -r how words < <(sed -n "s/^$name //p" "$TABLE")
+printf '  Test: %s ...%s\n' "${name#*.}" "$words"
+case $how in
+passed) echo passed; exit 0 ;;
+skipped) printf '    [SKIPPED] for a reason\npassed\n'; exit 0 ;;
+failed) echo FAILED; exit 1 ;;
+died) kill -SEGV $$ ;;
+failed-and-died) echo FAILED; kill -SEGV $$ ;;
+hung) exec sleep 60 ;;
+refused) exit 255 ;;
+esac
+"#;
+
+/// What the case does before, and what it has from the rig.
+const RIG: &str = r#"set -euo pipefail
+PORTAL=10.99.0.2:3260
+IQN=iqn.2026-01.com.example:rig
+fail() { echo "FAILED: $*"; exit 1; }
+client_died() { echo "riserd starts again"; }
+stop_serving() { :; }
+. "$RISER_ROOT/tests/vm/libiscsi.sh"
+"#;
+
+/// Whether `script` succeeds after [`RIG`] with the client of such a table, and what it prints; `None`
+/// where there is no compiler. `expected` takes the place of the list of the case, and a test has `limit`
+/// seconds.
+fn judged(
+    name: &str,
+    table: &str,
+    expected: Option<&str>,
+    limit: u32,
+    script: &str,
+) -> Option<(bool, String)> {
+    if sh::which("cc").is_none() {
+        crate::skip::skip("libiscsi's clients", "there is no C compiler");
+        return None;
+    }
+    let scratch = sh::Scratch::new(&format!("stand-in-{name}")).unwrap();
+    let client = scratch.join("iscsi-test-cu");
+    fs::write(&client, CLIENT).unwrap();
+    fs::set_permissions(&client, fs::Permissions::from_mode(0o755)).unwrap();
+    fs::write(scratch.join("table"), table).unwrap();
+    let path = std::env::var("PATH").unwrap_or_default();
+    let mut command = sh::cmd("bash", ["-c", &format!("{RIG}{script}")]);
+    command
+        .env("PATH", format!("{}:{path}", scratch.path().display()))
+        .env("RISER_ROOT", root())
+        .env("TABLE", scratch.join("table"))
+        .env("KEEP", scratch.path())
+        .env("OUTCOME", scratch.join("outcome"))
+        .env("LIMIT", limit.to_string())
+        .env_remove("ONLY");
+    if let Some(expected) = expected {
+        let file = scratch.join("expected");
+        fs::write(&file, expected).unwrap();
+        command.env("EXPECTED", file);
+    }
+    let out = command.output().unwrap();
+    let said = String::from_utf8_lossy(&out.stdout).into_owned();
+    Some((out.status.success(), said))
+}
+
+/// The last lines of the case itself, from where the suite runs.
+fn case() -> String {
+    let text = fs::read_to_string(root().join("tests/vm/cases/iser-libiscsi.sh")).unwrap();
+    let at = text.find("libiscsi_suite \"").expect("it runs the suite");
+    text[at..].to_owned()
+}
+
+/// What the case expects, as the table of a client that does just that.
+fn as_listed() -> String {
+    let text = fs::read_to_string(root().join("tests/vm/libiscsi-iser.txt")).unwrap();
+    let mut table = String::new();
+    for line in text
+        .lines()
+        .filter(|l| !l.is_empty() && !l.starts_with('#'))
+    {
+        let (how, rest) = line.split_once(' ').unwrap();
+        let (name, words) = rest.split_once(' ').unwrap_or((rest, ""));
+        writeln!(table, "{name} {how} {words}").unwrap();
+    }
+    table
+}
+
+/// Judges the outcome against a list, with at least one test that passed.
+const JUDGE: &str = "libiscsi_suite iser://x\nlibiscsi_unexpected 1";
+
+#[test]
+fn a_client_that_does_what_is_listed_passes() {
+    let mut table = as_listed();
+    for n in 0..150 {
+        writeln!(table, "Some.Test{n} passed").unwrap();
+    }
+    table.push_str("Some.Skipped skipped\n");
+    if let Some((ok, said)) = judged("listed", &table, None, 60, &case()) {
+        assert!(ok, "{said}");
+    }
+    let few = "Some.Test0 passed\nSome.Test1 passed\nSome.Test2 skipped\n";
+    let script = "libiscsi_suite iser://x\nlibiscsi_unexpected 3";
+    if let Some((_, said)) = judged("few", few, Some(""), 60, script) {
+        assert!(said.ends_with("\n2 tests passed, fewer than 3\n"), "{said}");
+    }
+}
+
+#[test]
+fn a_client_that_dies_in_every_test_fails() {
+    let mut table = as_listed();
+    for n in 0..9 {
+        writeln!(table, "Some.Test{n} died").unwrap();
+    }
+    let table = table.replace(" failed", " died");
+    if let Some((ok, said)) = judged("dies", &table, None, 60, &case()) {
+        assert!(!ok, "{said}");
+        for n in 0..9 {
+            let line = format!("Some.Test{n} died, and is not listed");
+            assert!(said.contains(&line), "{said}");
+        }
+        assert!(said.contains("0 tests passed"), "{said}");
+        let line = "Inquiry.AllocLength is listed as failed, and was died";
+        assert!(said.contains(line), "{said}");
+    }
+}
+
+#[test]
+fn a_client_that_hangs_in_all_tests_but_the_fifth_fails() {
+    let mut table = String::new();
+    for n in 0..9 {
+        let how = if n == 4 { "passed" } else { "hung" };
+        writeln!(table, "Some.Test{n} {how}").unwrap();
+    }
+    if let Some((ok, said)) = judged("hangs", &table, None, 1, &case()) {
+        assert!(!ok, "{said}");
+        let line = "Some.Test0 hung, and is not listed";
+        assert!(said.contains(line), "{said}");
+    }
+}
+
+#[test]
+fn a_target_that_lets_nobody_in_fails() {
+    let table: String = (0..9).map(|n| format!("Some.Test{n} refused\n")).collect();
+    if let Some((_, said)) = judged("refused", &table, Some(""), 60, JUDGE) {
+        assert!(said.contains("five tests in a row had no answer"), "{said}");
+        assert!(!said.contains("Some.Test5"), "{said}");
+    }
+}
+
+#[test]
+fn what_is_not_as_listed_is_named() {
+    let expected = "failed A.Words these words\nfailed A.OtherWords these words\n\
+                    failed A.Passes\ndied A.Fails\ndied A.Dies\nfailed A.Gone\n";
+    let table = "A.Words failed these words\nA.OtherWords failed other words\nA.Passes passed\n\
+                 A.Fails failed-and-died\nA.Dies died\nB.New failed-and-died\nB.Dies died\n\
+                 B.Skipped skipped\nB.Trails passed\n";
+    if let Some((_, said)) = judged("named", table, Some(expected), 60, JUDGE) {
+        let wrong: Vec<_> = said
+            .lines()
+            .filter(|l| l.contains(" listed") || l.contains(" say: "))
+            .collect();
+        assert_eq!(
+            wrong,
+            [
+                "B.Dies died, and is not listed",
+                "B.New failed, and is not listed",
+                "A.OtherWords failed, but did not say: these words",
+                "A.Passes is listed as failed, and was passed",
+                "A.Fails is listed as died, and was failed",
+                "A.Gone is listed as failed, and was not run",
+            ]
+        );
+    }
+}
+
+#[test]
+fn a_reason_that_is_not_the_clients_is_named() {
+    let expected = "failed A.One\ndied A.Two\nfailed A.Three\n";
+    let table = "A.One passed\nA.Two skipped\nA.Three failed\n";
+    let script = "libiscsi_suite iser://x\nlibiscsi_not_the_client";
+    if let Some((_, said)) = judged("reason", table, Some(expected), 60, script) {
+        let wrong: Vec<_> = said.lines().filter(|l| l.contains(" listed")).collect();
+        assert_eq!(wrong, ["A.One is listed as failed, and passed here"]);
+    }
+}

@@ -6,7 +6,8 @@ PORTAL=10.99.0.2:3260
 case $TRANSPORT in
 # A stream cannot be followed through segments that were cut short.
 tcp) PROTOCOL=iscsi MODULE=iscsi_tcp IFACE=default CAPTURED="-s 0 -c 10000 tcp port 3260" ;;
-iser) PROTOCOL=iser MODULE=ib_iser IFACE=iser ;;
+# Logins are longer than the usual 400 bytes.
+iser) PROTOCOL=iser MODULE=ib_iser IFACE=iser CAPTURED="-s 1000 -c 100000 udp port 4791" ;;
 esac
 
 # Two hosts, one disk of so many MiB, the kernel's initiator. What follows are lines of the target's

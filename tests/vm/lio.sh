@@ -3,6 +3,12 @@
 LIO_IQN=iqn.2026-01.com.example:lio
 LIO=/sys/kernel/config/target/iscsi/$LIO_IQN/tpgt_1
 HOST_IQN=iqn.2026-01.com.example:riser
+case $SCHEME in
+# A stream cannot be followed through segments that were cut short.
+iscsi) CAPTURED="-s 0 -c 10000 tcp port 3260" ;;
+# Logins are longer than the usual 400 bytes.
+iser) CAPTURED="-s 1000 -c 100000 udp port 4791" ;;
+esac
 
 # After `two_hosts`: the kernel's target at 10.99.0.1:3260. LUN 0 is a file of 96 MiB, LUN 1 memory
 # of 64 MiB. Sets TARGET to its address without the LUN.

@@ -1,5 +1,7 @@
 # Functions for the cases with tgt's iSER target on the kernel's RDMA device.
 TGT_IQN=iqn.2026-01.com.example:tgt
+# Logins are longer than the usual 400 bytes.
+CAPTURED="-s 1000 -c 100000 udp port 4791"
 
 # Two hosts, and tgt at 10.99.0.1:3260 with a file of 24 MiB as LUN 1, for libiscsi. Over iSER it lets
 # in whom both lists have, that of addresses and that of names.

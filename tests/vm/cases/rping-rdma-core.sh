@@ -1,6 +1,7 @@
 #: group: transport
 #: about: rdma-core's rping over rdma_rxe and ours on rdma_core, both roles, both IP versions
 #: limit: 900
+#: packets: none
 dummy_host
 trap 'ip link delete d0' EXIT
 

@@ -2,6 +2,7 @@
 #: about: a host without libibverbs: riserd and riser say so, and work on the software NIC
 #: limit: 120
 #: short: yes
+#: packets: none
 LIBS=$(dirname "$(realpath /usr/lib/*/libibverbs.so.1)")
 bare_clean() {
     mv /tmp/rdma-core/* "$LIBS"

@@ -1,6 +1,7 @@
 #: group: srp
 #: about: riserd on rdma_core while its RDMA device is taken away under load and comes back, twice
 #: limit: 300
+#: packets: none
 dummy_host
 trap dummy_clean EXIT
 # Two portals, so that two devices of riserd lie on the one that goes.

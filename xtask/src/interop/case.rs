@@ -20,9 +20,14 @@ pub(crate) struct Case {
     pub(crate) short: bool,
     /// Whether it measures, so that no other guest may run beside it.
     pub(crate) alone: bool,
+    /// How many packets its captures have at least; none if it has no capture, or an empty one.
+    pub(crate) packets: Option<u64>,
     /// The script.
     pub(crate) text: String,
 }
+
+/// The least number of packets where the head has none.
+const PACKETS: u64 = 20;
 
 impl Case {
     /// Reads the `#:` lines of a script.
@@ -50,6 +55,11 @@ impl Case {
             limit: Duration::from_secs(needed("limit")?.parse()?),
             short: field("short") == Some("yes"),
             alone: field("alone") == Some("yes"),
+            packets: match field("packets") {
+                Some("none") => None,
+                Some(least) => Some(least.parse()?),
+                None => Some(PACKETS),
+            },
             text: text.clone(),
         })
     }
@@ -96,6 +106,14 @@ mod tests {
         assert!(case.alone && !case.short);
         assert!(case.is_named_by(&[]) && case.is_named_by(&["srp".to_owned()]));
         assert!(!case.is_named_by(&["rping".to_owned()]));
+        assert_eq!(case.packets, Some(PACKETS));
+        let packets = |least: &str| {
+            let text = format!("{text}#: packets: {least}\n");
+            Case::parse("x", text).map(|case| case.packets)
+        };
+        assert_eq!(packets("none").unwrap(), None);
+        assert_eq!(packets("4").unwrap(), Some(4));
+        assert!(packets("few").is_err());
         let lacks = Case::parse("x", "#: group: srp\n#: limit: 60\n".to_owned());
         assert!(lacks.is_err_and(|e| e.to_string().contains("about")));
     }

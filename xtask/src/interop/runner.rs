@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use super::case::Case;
 use super::guest::{Guest, Shape};
-use super::judge::judge;
+use super::judge::{Expected, judge};
 use super::kernel::Kernel;
 use crate::{Failure, root};
 
@@ -172,9 +172,16 @@ impl Rig<'_> {
             let tail = lines[lines.len().saturating_sub(30)..].join("\n");
             return Err(format!("exit status {}\n{tail}", ran.status).into());
         }
-        judge(&saved)?;
+        let judged = judge(&saved, Expected::of(case))?;
         let figures = ran.output.lines().filter_map(|l| l.strip_prefix(FIGURE));
-        Ok(figures.map(str::to_owned).collect())
+        let mut figures: Vec<_> = figures.map(str::to_owned).collect();
+        if judged.iser > 0 {
+            figures.push(format!(
+                "{} packets judged, {} iSER messages among them",
+                judged.packets, judged.iser
+            ));
+        }
+        Ok(figures)
     }
 }
 

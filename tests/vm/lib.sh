@@ -61,6 +61,9 @@ two_hosts() {
         PEER=(ip netns exec peer)
         ip link add v0 type veth peer name v1
         ip link set v1 netns peer
+        # A capture sees a segment of UDP as it passes v0: without this, several packets of ours as one, of
+        # which only the first would be judged.
+        on_peer ip link set v1 gso_max_segs 1
         on_peer ip link set lo up
     fi
     ip link set v0 mtu "$mtu" up
@@ -401,18 +404,19 @@ multipath_end() {
     dmsetup remove --retry paths 2>/dev/null || true
 }
 
-# blktests' SRP group: three disks, a multipath device over the first; module parameters of ib_srp
-# as arguments. Most of its cases begin with this. PARAMS holds add_target parameters.
-blktests_rig() {
+# Three disks, a multipath device over the first; module parameters of ib_srp as arguments. The
+# srp-initiator cases begin with this: scripts of our own on the subjects that the SRP group of blktests
+# tests under the same numbers. PARAMS holds add_target parameters.
+three_disks_rig() {
     two_hosts
-    trap blktests_clean EXIT
+    trap three_disks_clean EXIT
     serve_disks 64 3 "limits: { max_transfer: 8MiB, buffer_pool_mib: 64 }"
     load_srp indirect_sg_entries=2048 fast_io_fail_tmo=2 reconnect_delay=6 dev_loss_tmo=60 "$@"
     srp_login ${PARAMS:-}
     multipath_over "${MODE:-rq}"
 }
 
-blktests_clean() {
+three_disks_clean() {
     umount /tmp/mnt 2>/dev/null || true
     multipath_end
     srp_clean

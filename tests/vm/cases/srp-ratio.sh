@@ -1,7 +1,8 @@
 #: group: srp
-#: about: riserd on rdma_core beside the kernel's ib_srpt: one initiator, one RDMA device, one file
+#: about: riserd on rdma_core beside the kernel's ib_srpt: both serve one file as it is, and how fast
 #: limit: 600
 #: alone: yes
+#: packets: none
 dummy_host
 trap ratio_clean EXIT
 ratio_clean() {
@@ -35,6 +36,9 @@ disk_of() {
 }
 wait_for 60 disk_of "RISER   "
 wait_for 60 disk_of "LIO-ORG "
+for vendor in "RISER   " "LIO-ORG "; do
+    cmp "$(disk_of "$vendor")" "$IMAGES/srpt.img" || fail "what $vendor serves is not what is in the file"
+done
 
 measure() { # name, disk
     local options=(--filename="$2" --size=96m --direct=1 --ioengine=libaio --time_based --output-format=json)
@@ -55,7 +59,10 @@ def mean(who, what, key):
     for n in (1, 2, 3):
         with open(f"{sys.argv[1]}/{who}-{n}-{what}.json") as f:
             text = f.read()
-        total += json.loads(text[text.index("{"):])["jobs"][0]["read"][key]
+        job = json.loads(text[text.index("{"):])["jobs"][0]
+        if job["error"] or not job["read"]["total_ios"]:
+            sys.exit(f"{who}, round {n}: error {job['error']}, {job['read']['total_ios']} reads")
+        total += job["read"][key]
     return total / 3
 for what, key, unit in (("4 KiB random reads at depth 16", "iops", "IOPS"), ("128 KiB sequential reads", "bw", "KiB/s")):
     ours, theirs = mean("riserd", what.split()[2], key), mean("kernel", what.split()[2], key)

@@ -2,7 +2,7 @@
 #: about: sg_reset of device and bus every second while writes run
 #: limit: 300
 PARAMS=ch_count=4
-blktests_rig
+three_disks_rig
 load /dev/mapper/paths 15 --bs=16k
 for ((i = 0; i < 6; i++)); do
     sleep 1

@@ -2,5 +2,5 @@
 #: about: the same with a multipath device that works on bios, one channel
 #: limit: 300
 PARAMS=ch_count=1 MODE=bio
-blktests_rig
+three_disks_rig
 files_under_disconnects

@@ -2,5 +2,5 @@
 #: about: 8 MiB transfers past the page cache, 255 descriptors in a request
 #: limit: 300
 PARAMS="ch_count=1 queue_size=32 max_cmd_per_lun=32 max_sect=131072"
-blktests_rig cmd_sg_entries=255
+three_disks_rig cmd_sg_entries=255
 large_transfers 8m

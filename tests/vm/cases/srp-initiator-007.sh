@@ -2,5 +2,5 @@
 #: about: 4 MiB transfers with one descriptor in a request
 #: limit: 300
 PARAMS=ch_count=1
-blktests_rig cmd_sg_entries=1
+three_disks_rig cmd_sg_entries=1
 large_transfers 4m

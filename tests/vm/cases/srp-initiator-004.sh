@@ -2,5 +2,5 @@
 #: about: the same with a multipath device that works on requests, one channel
 #: limit: 300
 PARAMS=ch_count=1
-blktests_rig
+three_disks_rig
 files_under_disconnects

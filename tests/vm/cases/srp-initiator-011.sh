@@ -2,7 +2,7 @@
 #: about: a raw multipath device while its paths are logged out and in
 #: limit: 300
 PARAMS=ch_count=4
-blktests_rig
+three_disks_rig
 exec 3</dev/mapper/paths
 load /dev/mapper/paths 15 --iodepth=64
 disconnect_repeatedly 3

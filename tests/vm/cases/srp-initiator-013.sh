@@ -2,7 +2,7 @@
 #: about: one block to and from pieces of memory that do not adjoin
 #: limit: 120
 PARAMS=ch_count=4
-blktests_rig
+three_disks_rig
 head -c 512 /dev/urandom >/tmp/block
 dd if=/tmp/block of=/dev/mapper/paths bs=512 oflag=direct status=none
 # A read into, and a write from, pieces on different pages, each with another length.

@@ -2,7 +2,7 @@
 #: about: the RDMA device is taken away while the initiator is logged in
 #: limit: 180
 PARAMS=ch_count=4
-blktests_rig
+three_disks_rig
 multipath_end
 rdma link delete rxe0
 no_hosts_left() { ! ls -d /sys/class/srp_remote_ports/* >/dev/null 2>&1; }

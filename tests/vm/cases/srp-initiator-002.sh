@@ -2,5 +2,5 @@
 #: about: files on a multipath device while its paths are logged out and in
 #: limit: 300
 PARAMS=ch_count=4
-blktests_rig
+three_disks_rig
 files_under_disconnects

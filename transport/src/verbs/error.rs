@@ -65,7 +65,7 @@ pub enum VerbsError {
     #[error("device is not available")]
     DeviceGone,
     /// The operating system refused; the value is `errno`.
-    #[error("operating system error {0}")]
+    #[error("{}", std::io::Error::from_raw_os_error(*.0))]
     Os(i32),
 }
 
@@ -110,6 +110,18 @@ pub enum PostReason {
     #[error("invalid request: {0}")]
     InvalidRequest(&'static str),
     /// The operating system refused; the value is `errno`.
-    #[error("operating system error {0}")]
+    #[error("{}", std::io::Error::from_raw_os_error(*.0))]
     Os(i32),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_of_the_operating_system_are_named() {
+        let text = "No such device (os error 19)";
+        assert_eq!(VerbsError::Os(19).to_string(), text);
+        assert_eq!(PostReason::Os(19).to_string(), text);
+    }
 }

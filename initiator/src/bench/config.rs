@@ -132,10 +132,17 @@ impl BenchConfig {
             ));
         }
         let (start, end) = (self.region.start, self.region.end);
-        if end > geometry.capacity || !start.is_multiple_of(u64::from(geometry.block_size)) {
+        if end > geometry.capacity {
             return fail(format!(
-                "the region {start}..{end} is not in whole blocks of a device of {} bytes",
+                "the region ends at byte {end}, beyond the end of the device, which has {} bytes",
                 geometry.capacity
+            ));
+        }
+        if !start.is_multiple_of(u64::from(geometry.block_size)) {
+            return fail(format!(
+                "the region begins at byte {start}, which is not a multiple of the device's blocks \
+                 of {} bytes",
+                geometry.block_size
             ));
         }
         if end.saturating_sub(start) / size < u64::from(self.jobs) {

@@ -505,7 +505,8 @@ mod tests {
         assert!(refused(|c| c.block_size = 2 << 20).contains("more than one transfer"));
         assert!(refused(|c| c.depth = 0).contains("product"));
         assert!(refused(|c| c.depth = u32::MAX).contains("product"));
-        assert!(refused(|c| c.region = 0..16 << 20).contains("region"));
+        assert!(refused(|c| c.region = 0..16 << 20).contains("16777216, beyond the end"));
+        assert!(refused(|c| c.region = 100..8 << 20).contains("begins at byte 100, which is not"));
         assert!(refused(|c| c.region = 0..4096).contains("each job"));
     }
 }

@@ -34,7 +34,8 @@ Addresses:
   KEY=VALUE,...,dest=HOST:PORT             the same as written for the kernel's ib_srp; LUN 0
   mem:SIZE[,BLOCK]                         a disk in the memory of this process, to try exports with
 
-Sizes and offsets are bytes, or have a suffix K, M, G or T (powers of 1024). Durations are seconds,
+Sizes and offsets are bytes, or have a suffix K, M, G, T or KiB to TiB (powers of 1024), or KB to TB
+(powers of 1000). Durations are seconds,
 or have a suffix ms, s, m or h.";
 
 /// Finds, attaches, mounts and benchmarks remote SCSI logical units, in user space.
@@ -54,7 +55,8 @@ pub struct Args {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Format {
     /// For people
-    Human,
+    #[value(alias = "human")]
+    Text,
     /// One JSON document
     Json,
 }
@@ -64,7 +66,7 @@ pub enum Format {
 #[command(next_help_heading = "Global options")]
 pub struct Global {
     /// How results are printed
-    #[arg(short, long, global = true, value_enum, default_value = "human")]
+    #[arg(short, long, global = true, value_enum, default_value = "text")]
     pub output: Format,
     /// How long to wait: for a login, for one command, for an export to be usable or gone
     #[arg(long, global = true, value_name = "DURATION", default_value = "30s", value_parser = units::duration)]
@@ -78,6 +80,18 @@ pub struct Global {
     /// Log filter, for example "info,riser_transport=debug"; goes before -v and -q
     #[arg(long, global = true, value_name = "FILTER", env = "RISER_LOG")]
     pub log: Option<String>,
+    /// What a target is reached with. It may also stand after the verb, where it is an option of the
+    /// connection.
+    #[arg(
+        long,
+        global = true,
+        hide = true,
+        value_enum,
+        value_name = "PROVIDER",
+        default_value = "roce",
+        env = "RISER_PROVIDER"
+    )]
+    pub provider: ProviderChoice,
 }
 
 /// The two sides of a ping.
@@ -106,8 +120,14 @@ pub struct RpingArgs {
     #[arg(long, value_name = "IP")]
     pub addr: IpAddr,
     /// What drives the device
-    #[arg(long, value_enum, default_value = "roce")]
-    pub provider: ProviderName,
+    #[arg(
+        long,
+        value_enum,
+        value_name = "PROVIDER",
+        default_value = "roce",
+        env = "RISER_PROVIDER"
+    )]
+    pub provider: ProviderChoice,
     /// The server's port
     #[arg(long, value_name = "PORT", default_value_t = crate::rping::DEFAULT_PORT)]
     pub port: u16,
@@ -117,16 +137,6 @@ pub struct RpingArgs {
     /// Bytes of a ping; a server takes no longer one [default: 64 for a client, 64K for a server]
     #[arg(long, value_name = "SIZE", value_parser = units::size)]
     pub size: Option<u64>,
-}
-
-/// What drives an RDMA device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum ProviderName {
-    /// The software NIC, over a UDP socket
-    Roce,
-    /// libibverbs and librdmacm
-    #[value(name = "rdma_core")]
-    RdmaCore,
 }
 
 /// What a target is reached with.
@@ -550,6 +560,60 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Args::command().debug_assert();
+    }
+
+    #[test]
+    fn options_that_many_verbs_have_go_before_or_after_the_verb() {
+        let url = "srp://127.0.0.1/0";
+        for (words, format, provider) in [
+            (
+                &["inquiry", url] as &[&str],
+                Format::Text,
+                ProviderChoice::Roce,
+            ),
+            (
+                &["-o", "human", "inquiry", url],
+                Format::Text,
+                ProviderChoice::Roce,
+            ),
+            (
+                &["inquiry", url, "-o", "json"],
+                Format::Json,
+                ProviderChoice::Roce,
+            ),
+            (
+                &["--provider", "auto", "-o", "text", "inquiry", url],
+                Format::Text,
+                ProviderChoice::Auto,
+            ),
+            (
+                &["inquiry", "--provider", "rdma_core", url],
+                Format::Text,
+                ProviderChoice::RdmaCore,
+            ),
+        ] {
+            let words = std::iter::once(&"riser").chain(words);
+            let args = Args::try_parse_from(words).unwrap();
+            let Verb::Inquiry(inquiry) = &args.verb else {
+                panic!("{args:?}");
+            };
+            let found = (args.global.output, inquiry.link.provider);
+            assert_eq!(found, (format, provider), "{args:?}");
+        }
+        let words = [
+            "riser",
+            "--provider",
+            "auto",
+            "rping",
+            "server",
+            "--addr",
+            "::1",
+        ];
+        let args = Args::try_parse_from(words).unwrap();
+        let Verb::Rping(Rping::Server { args }) = args.verb else {
+            panic!("{args:?}");
+        };
+        assert_eq!(args.provider, ProviderChoice::Auto);
     }
 
     #[test]

@@ -66,15 +66,15 @@ fn range(disk: &Disk, offset: u64, length: Option<u64>) -> Result<u64, CliError>
     match (left, length) {
         (Some(left), None) => Ok(left),
         (Some(left), Some(length)) if length <= left => Ok(length),
-        _ => Err(CliError::new(
-            Exit::Usage,
-            match length {
-                Some(length) => format!(
-                    "{length} bytes from byte {offset} on are more than the disk has, {capacity} bytes"
-                ),
-                None => format!("byte {offset} is beyond the disk, which has {capacity} bytes"),
-            },
-        )),
+        _ => {
+            let size = units::show_size(capacity);
+            let end = format!("beyond the end of the disk, which has {size} ({capacity} bytes)");
+            let what = match length {
+                Some(length) => format!("{length} bytes from byte {offset} on reach {end}"),
+                None => format!("byte {offset} is {end}"),
+            };
+            Err(CliError::new(Exit::Usage, what))
+        }
     }
 }
 

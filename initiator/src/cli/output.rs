@@ -21,7 +21,7 @@ pub(super) fn result<T: Serialize>(
         Format::Json => serde_json::to_writer_pretty(&mut out, value)
             .map_err(io::Error::from)
             .and_then(|()| writeln!(out)),
-        Format::Human => human(&mut out),
+        Format::Text => human(&mut out),
     };
     match written.and_then(|()| out.flush()) {
         // Whoever read it has read enough.
@@ -58,7 +58,7 @@ pub(super) fn error(error: &CliError, global: &Global) {
             let text = serde_json::to_string_pretty(&document);
             eprintln!("{}", text.expect("strings and numbers serialize"));
         }
-        Format::Human => {
+        Format::Text => {
             let mut text = String::new();
             let handler = miette::GraphicalReportHandler::new_themed(theme());
             if handler.render_report(&mut text, error).is_err() {

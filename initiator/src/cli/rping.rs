@@ -7,7 +7,7 @@ use riser_transport::roce::{Roce, RoceConfig};
 use riser_transport::verbs::Provider;
 use serde::Serialize;
 
-use super::args::{Global, ProviderName, Rping, RpingArgs};
+use super::args::{Global, ProviderChoice, Rping, RpingArgs};
 use super::exit::{CliError, Exit};
 use super::output;
 use crate::rping::{self, Options, RpingError};
@@ -58,17 +58,20 @@ pub(super) fn run(verb: &Rping, global: &Global) -> Result<(), CliError> {
 }
 
 fn open(args: &RpingArgs) -> Result<Box<dyn Provider>, CliError> {
-    let what = format!("no RDMA device at {}", args.addr);
-    Ok(match args.provider {
-        ProviderName::Roce => Box::new(
-            Roce::open(&RoceConfig::new(args.addr))
-                .map_err(|e| CliError::new(Exit::Failure, what).because(e))?,
-        ),
-        ProviderName::RdmaCore => Box::new(
-            RdmaCoreDevice::open(args.addr)
-                .map_err(|e| CliError::new(Exit::Failure, what).because(e))?,
-        ),
-    })
+    let what = || format!("no RDMA device at {}", args.addr);
+    if args.provider != ProviderChoice::Roce {
+        match RdmaCoreDevice::open(args.addr) {
+            Ok(device) => return Ok(Box::new(device)),
+            Err(e) if args.provider == ProviderChoice::RdmaCore => {
+                return Err(CliError::new(Exit::Failure, what()).because(e));
+            }
+            Err(error) => tracing::info!(%error, "the software NIC is used"),
+        }
+    }
+    let device = Roce::open(&RoceConfig::new(args.addr));
+    Ok(Box::new(device.map_err(|e| {
+        CliError::new(Exit::Failure, what()).because(e)
+    })?))
 }
 
 fn failed(e: RpingError) -> CliError {

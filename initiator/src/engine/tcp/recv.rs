@@ -15,6 +15,8 @@ pub(super) const BUFFER: usize = 32 << 10;
 const LOGIN_SEGMENT: u32 = 8192;
 
 const DATA_IN: u8 = 0x25;
+const LOGIN_RESPONSE: u8 = 0x23;
+const REJECT: u8 = 0x3f;
 
 /// What has arrived.
 #[derive(Debug)]
@@ -54,6 +56,8 @@ pub(in crate::engine) struct Incoming {
     /// What of the buffer has not been looked at.
     start: usize,
     end: usize,
+    /// Something has arrived, and the peer speaks iSCSI.
+    has_begun: bool,
     arriving: Option<Arriving>,
     /// Where the rest of the arriving data goes.
     direct: Vec<MemSlice>,
@@ -68,6 +72,7 @@ impl Incoming {
             buffer: vec![0; BUFFER].into(),
             start: 0,
             end: 0,
+            has_begun: false,
             arriving: None,
             direct: Vec::new(),
         }
@@ -77,6 +82,7 @@ impl Incoming {
     pub(in crate::engine) fn set(&mut self, limit: u32, digests: Digests) {
         self.framer.set(limit, digests);
         (self.limit, self.digests) = (limit, digests);
+        self.has_begun = true;
     }
 
     /// Where the next bytes go, before [`Self::room`].
@@ -148,6 +154,9 @@ impl Incoming {
         place: impl Fn(&[u8; BHS_LEN], u32) -> Result<Placement, Fault>,
         buffers: impl Fn(RequestId) -> &'b [crate::block::Buffer],
     ) -> Result<Option<Item<'_>>, Fault> {
+        if !self.has_begun && self.start < self.end {
+            self.check_peer()?;
+        }
         if self.arriving.is_none() && self.framer.held() == 0 {
             self.begin_data(place, buffers)?;
         }
@@ -161,6 +170,15 @@ impl Incoming {
         let (used, frame) = self.framer.next(input)?;
         self.start += used;
         Ok(frame.map(Item::Pdu))
+    }
+
+    /// Looks at the first byte of a connection: a target answers a login, whatever else it may say later.
+    fn check_peer(&mut self) -> Result<(), Fault> {
+        if !matches!(self.buffer[self.start] & 0x3f, LOGIN_RESPONSE | REJECT) {
+            return Err(Fault::NotIscsi);
+        }
+        self.has_begun = true;
+        Ok(())
     }
 
     /// Whether a Data-In is next; one byte tells.
@@ -366,15 +384,37 @@ mod tests {
         let mut stream = Vec::new();
         data_in(0, &[0; 4], Digests::default(), &mut stream);
         let mut incoming = Incoming::new();
+        incoming.set(LOGIN_SEGMENT, Digests::default());
         feed(&mut incoming, &stream);
         assert!(incoming.next(none, |_| &[]).is_err());
         for (at, byte, wanted) in [(4, 1, "headers"), (5, 1, "data segment")] {
             let mut bad = stream.clone();
             bad[at] = byte;
             let mut incoming = Incoming::new();
+            incoming.set(LOGIN_SEGMENT, Digests::default());
             feed(&mut incoming, &bad);
             let fault = incoming.next(none, |_| &[]).unwrap_err();
             assert!(fault.to_string().contains(wanted), "{fault}");
+        }
+    }
+
+    #[test]
+    fn a_server_of_something_else_is_named() {
+        let none = |_: &[u8; BHS_LEN], _| Err(Fault::DataRange);
+        for text in [
+            "HTTP/1.1 400 Bad Request\r\n",
+            "SSH-2.0-x\r\n",
+            "220 ready\r\n",
+            "\x15\x03",
+        ] {
+            let mut incoming = Incoming::new();
+            feed(&mut incoming, text.as_bytes());
+            assert_eq!(incoming.next(none, |_| &[]).unwrap_err(), Fault::NotIscsi);
+        }
+        for opcode in [LOGIN_RESPONSE, REJECT] {
+            let mut incoming = Incoming::new();
+            feed(&mut incoming, &[opcode]);
+            assert!(incoming.next(none, |_| &[]).unwrap().is_none());
         }
     }
 

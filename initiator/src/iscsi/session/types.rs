@@ -138,6 +138,9 @@ pub enum Fault {
     /// The stream cannot be followed.
     #[error(transparent)]
     Frame(#[from] FrameError),
+    /// The first bytes are no answer to a login: a server of something else.
+    #[error("the peer does not speak iSCSI")]
+    NotIscsi,
     /// A PDU is malformed.
     #[error(transparent)]
     Pdu(#[from] PduError),

@@ -35,4 +35,5 @@ pub mod pool;
 pub mod server;
 pub mod srp;
 pub mod stats;
+pub mod units;
 pub mod worker;

@@ -49,7 +49,7 @@ fn a_configuration_is_compared_applied_saved_and_taken_back() {
     let differs = daemon.ask(&["diff", &path]);
     assert_eq!(differs.status.code(), Some(3), "{differs:?}");
     let said = String::from_utf8(differs.stdout).unwrap();
-    assert_eq!(said, "+ targets[demo].luns.1: \"b\"\n");
+    assert_eq!(said, "+ /targets/demo/luns/1: \"b\"\n");
     assert!(
         daemon.json("targets")[0]["luns"].get("1").is_none(),
         "no effect"
@@ -57,7 +57,7 @@ fn a_configuration_is_compared_applied_saved_and_taken_back() {
     let applied = daemon.ask(&["apply", &path, "-o", "json"]);
     let applied: serde_json::Value = serde_json::from_slice(&applied.stdout).unwrap();
     let expected = serde_json::json!({
-        "changes": [{ "path": "targets[demo].luns.1", "old": null, "new": "b" }]
+        "changes": [{ "path": "/targets/demo/luns/1", "old": null, "new": "b" }]
     });
     assert_eq!(applied, expected);
     assert_eq!(daemon.json("targets")[0]["luns"]["1"]["size"], 2 << 20);
@@ -82,7 +82,7 @@ fn a_configuration_is_compared_applied_saved_and_taken_back() {
     let back = daemon.ask(&["rollback"]);
     let said = String::from_utf8(back.stdout).unwrap();
     let (change, note) = said.split_once('\n').unwrap();
-    assert_eq!(change, "- targets[demo].luns.1: \"b\"");
+    assert_eq!(change, "- /targets/demo/luns/1: \"b\"");
     // The file has it, and is what a restart serves.
     assert!(note.contains("riserd save FILE"), "{note}");
     assert_eq!(daemon.json("status")["unsaved"], true);
@@ -94,6 +94,8 @@ fn a_configuration_is_compared_applied_saved_and_taken_back() {
         .map(|e| &e["how"])
         .collect();
     assert_eq!(how, ["rollback 1", "apply", "start"]);
+    assert_eq!(history[1]["changes"][0]["path"], "/targets/demo/luns/1");
+    assert_eq!(history[2]["changes"], serde_json::json!([]));
     assert!(history[1]["who"].as_str().unwrap().starts_with("uid "));
     assert!(daemon.ask(&["rollback", "1"]).status.success());
     assert_eq!(daemon.ask(&["rollback", "9"]).status.code(), Some(1));
@@ -272,4 +274,43 @@ fn a_second_daemon_does_not_take_the_socket() {
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(said.contains("another daemon listens there"), "{said}");
     assert_eq!(daemon.json("status")["pid"], daemon.process.id());
+}
+
+#[test]
+fn names_are_those_that_are_kept_whatever_the_host_is_called_now() {
+    let mut daemon = Daemon::start("kept-names", "127.81.0.9");
+    daemon.kill();
+    // As if the host had been another one when it served for the first time.
+    let path = daemon.dir.join("state/identities.json");
+    let kept = std::fs::read_to_string(&path).unwrap();
+    let mut kept: serde_json::Value = serde_json::from_str(&kept).unwrap();
+    kept["host"] = "before".into();
+    kept["backends"]["a"]["serial"] = "KEPT-1".into();
+    std::fs::write(&path, kept.to_string()).unwrap();
+    daemon.run(&[]);
+    let text = std::fs::read_to_string(daemon.dir.join("riserd.yaml")).unwrap();
+    let config = riser_target::config::Config::parse(&text, "riserd.yaml").unwrap();
+    let host = riser_target::config::HostId::new("before");
+    let portal = &config.targets[0].portals[0];
+    let guid = serde_json::json!(portal.ioc_guid(&host, "demo").to_string());
+    let ask = |args: &[&str]| -> serde_json::Value {
+        let output = daemon.ask(args);
+        serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"))
+    };
+    let info = ask(&["info", "/targets/demo/portals/srp:127.81.0.9", "-o", "json"]);
+    assert_eq!(info["live"]["ioc_guid"], guid);
+    assert_eq!(info["live"]["id_ext"], guid);
+    let served = &ask(&["targets", "-o", "json"])[0];
+    assert_eq!(served["portals"][0]["names"]["service_guid"], guid);
+    assert_eq!(served["luns"]["0"]["serial"], "KEPT-1");
+    // Without the daemon as well.
+    let checked = std::process::Command::new(RISERD)
+        .args(["check", "-o", "json"])
+        .arg(daemon.dir.join("riserd.yaml"))
+        .output()
+        .unwrap();
+    let checked: serde_json::Value = serde_json::from_slice(&checked.stdout).unwrap();
+    let target = &checked["targets"][0];
+    assert_eq!(target["portals"][0]["ioc_guid"], guid);
+    assert_eq!(target["luns"][0]["serial"], "KEPT-1");
 }

@@ -185,10 +185,10 @@ fn what_cannot_change_is_refused_whole() {
         Err(ChangeError::NeedsRestart(what) | ChangeError::InUse(what)) => what,
         other => panic!("{other:?}"),
     };
-    assert_eq!(refused(&more), "limits.buffer_pool_mib");
+    assert_eq!(refused(&more), "/limits/buffer_pool_mib");
     let mut other = old.clone();
     other.workers.count = Some(1);
-    assert_eq!(refused(&other), "workers");
+    assert_eq!(refused(&other), "/workers");
     let mut other = old.clone();
     other.backends[0].thin = !other.backends[0].thin;
     assert_eq!(refused(&other), "d");

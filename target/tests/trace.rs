@@ -128,7 +128,7 @@ fn commands_are_told_with_their_tags_and_stages() {
     ] {
         let args = [args, &["--for", "300ms"]].concat();
         let text = until_found(trace(&daemon, &args), &mut client, || 79);
-        assert_eq!(text, "no such command\n");
+        assert_eq!(text, "no command matched\n");
     }
     for (args, code) in [
         (&["--lun", "9"][..], 1),

@@ -76,7 +76,7 @@ fn a_target_is_built_from_nothing_used_changed_and_taken_away() {
         "[iqn.2026-01.com.example:demo, 1 connection]",
         "  |   | o- iscsi:127.82.0.1:3260 .",
         "  |   | o- 0 .",
-        "[backend=disk0, 1048576 bytes]",
+        "[backend=disk0, 1.0 MiB]",
         "[open to everybody]",
         "  o- limits .",
         "[defaults]",
@@ -105,7 +105,7 @@ fn a_target_is_built_from_nothing_used_changed_and_taken_away() {
     // What would change is shown, and nothing has.
     let grow = ["set", "/backends/disk0", "size=2MiB"];
     let shown = ok(&daemon, &[&grow[..], &["--dry-run"]].concat());
-    assert_eq!(shown, "~ backends.disk0.size: \"1MiB\" -> \"2MiB\"\n");
+    assert_eq!(shown, "~ /backends/disk0/size: \"1MiB\" -> \"2MiB\"\n");
     assert_eq!(ok(&daemon, &["get", "/backends/disk0/size"]), "1MiB\n");
     assert_eq!(ok(&daemon, &grow), shown);
     assert_eq!(ok(&daemon, &["get", "/backends/disk0/size"]), "2MiB\n");
@@ -118,7 +118,7 @@ fn a_target_is_built_from_nothing_used_changed_and_taken_away() {
     assert_eq!(&data[..4], 4095u32.to_be_bytes());
 
     let changes = document(&daemon, &["delete", "/targets/demo"]);
-    assert_eq!(changes["changes"][0]["path"], "targets[demo]");
+    assert_eq!(changes["changes"][0]["path"], "/targets/demo");
     ok(&daemon, &["delete", "/backends/disk0"]);
     assert_eq!(document(&daemon, &["get", "/targets"]), json!([]));
     // Every one of them is a configuration that can be had again.
@@ -175,7 +175,7 @@ fn what_is_refused_is_named_and_changes_nothing() {
         (
             &["delete", "/backends/disk0"],
             2,
-            "/targets/demo/luns/0: there is no backend `disk0`",
+            "/backends/disk0: is in use by /targets/demo/luns/0",
         ),
         (
             &["delete", "/backends/disk7"],

@@ -13,6 +13,7 @@
 //! - `ram`: the sparse memory of a RAM disk.
 //! - `fault`: errors and delays on purpose, for tests.
 //! - `health`: counts failures, and measures room.
+//! - `hints`: what may help where a file cannot be opened, and notes about one that can.
 //! - `opening`: opens backends on file systems that may not answer.
 //! - `errno`: what a host error means to a logical unit.
 //! - `sys`: the system calls the standard library lacks.
@@ -47,6 +48,7 @@ mod errno;
 mod fault;
 mod flush;
 mod health;
+mod hints;
 mod opening;
 mod plan;
 mod ram;

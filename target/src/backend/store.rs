@@ -15,6 +15,7 @@ use riser_scsi::step::BackendError;
 use super::fault::Faults;
 use super::flush::{FlushFailure, FlushKeeper, FlushState};
 use super::health::{Errors, Measured, Space};
+use super::hints;
 use super::ram::{self, Ram};
 use super::sys::{self, Align, Lock};
 use crate::holder::{self, Holder};
@@ -129,6 +130,18 @@ pub enum OpenError {
         action: &'static str,
         /// Why it failed.
         source: io::Error,
+    },
+    /// A file cannot be opened, and it is known what may help.
+    #[error("{}: cannot {action}: {source}; {hint}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What was tried.
+        action: &'static str,
+        /// Why it failed.
+        source: io::Error,
+        /// What may help.
+        hint: String,
     },
     /// The path leads to something else than what is open.
     #[error("{}: is not what is served any more; another file has taken its place", path.display())]
@@ -246,6 +259,7 @@ pub struct Store {
     made: Mutex<Option<Made>>,
     errors: Errors,
     space: Measured,
+    notes: Vec<String>,
 }
 
 /// What opening or growing a backend has changed on disk.
@@ -298,12 +312,16 @@ impl Store {
         }
         let mut made = None;
         let opened = Self::open_medium(spec, ram, &mut made);
-        let (medium, geometry) = opened.inspect_err(|_| {
+        let (medium, geometry, notes) = opened.inspect_err(|_| {
             if let Some(made) = &made {
                 made.undo();
             }
         })?;
-        Ok(Arc::new(Self::of(spec, medium, geometry, made)))
+        let store = Self::of(spec, medium, geometry, made);
+        for note in &notes {
+            tracing::warn!(backend = store.label, "{note}");
+        }
+        Ok(Arc::new(Self { notes, ..store }))
     }
 
     /// Stands for a backend that cannot be opened: what reads or writes it finds that it is not ready. Its
@@ -335,10 +353,15 @@ impl Store {
             made: Mutex::new(made),
             errors: Errors::default(),
             space: Measured::default(),
+            notes: Vec::new(),
         }
     }
 
-    fn open_medium(spec: &Spec, ram: Arc<Ram>, made: &mut Option<Made>) -> Opened {
+    fn open_medium(
+        spec: &Spec,
+        ram: Arc<Ram>,
+        made: &mut Option<Made>,
+    ) -> Result<(Medium, Geometry, Vec<String>), OpenError> {
         check_mount(&spec.source)?;
         let (medium, mut geometry) = match &spec.source {
             Source::File { path, size, create } => {
@@ -369,7 +392,13 @@ impl Store {
                 block_size: spec.block_size,
             });
         }
-        Ok((medium, geometry))
+        Ok((medium, geometry, hints::notes(spec, size)))
+    }
+
+    /// What an administrator should know of it, from when it was opened.
+    #[must_use]
+    pub fn notes(&self) -> &[String] {
+        &self.notes
     }
 
     /// What a logical unit must know; the capacity is the present one.
@@ -734,14 +763,21 @@ fn open_file(
             });
         }
     }
-    let file = opened.map_err(io_error(
-        path,
-        if writable {
-            "open it for writing"
-        } else {
-            "open it"
-        },
-    ))?;
+    let file = opened.map_err(|source| {
+        let action = match writable {
+            true => "open it for writing",
+            false => "open it",
+        };
+        match hints::hint(spec, path, &source) {
+            Some(hint) => OpenError::File {
+                path: path.to_owned(),
+                action,
+                source,
+                hint,
+            },
+            None => io_error(path, action)(source),
+        }
+    })?;
     let metadata = file.metadata().map_err(io_error(path, "examine it"))?;
     if !metadata.is_file() {
         return Err(OpenError::Kind {

@@ -626,6 +626,22 @@ fn what_would_not_be_found_again_is_told() {
 }
 
 #[test]
+fn a_ram_disk_of_more_than_the_memory_is_noted() {
+    let notes = |size| {
+        Store::open(&spec(Source::Ram { size }))
+            .unwrap()
+            .notes()
+            .to_vec()
+    };
+    assert_eq!(notes(1 << 20), [] as [String; 0]);
+    let large = notes(1 << 50);
+    assert!(
+        large[0].starts_with("a RAM disk of 1.0 PiB on a host with "),
+        "{large:?}"
+    );
+}
+
+#[test]
 fn what_cannot_be_opened_says_why() {
     let dir = Dir::new(&std::env::temp_dir(), "open");
     let path = dir.file("lun");
@@ -637,6 +653,21 @@ fn what_cannot_be_opened_says_why() {
     };
     let text = open(plain(None, false)).to_string();
     assert!(text.contains("lun: cannot open it for writing"), "{text}");
+    assert!(
+        text.ends_with("`create: true` and a `size` create a file"),
+        "{text}"
+    );
+    let text = open(Source::File {
+        path: dir.file("images/lun"),
+        size: Some(4096),
+        create: true,
+    });
+    let (text, images) = (text.to_string(), dir.file("images"));
+    let remedy = format!(
+        "there is no directory {0}: make it with `mkdir -p {0}`",
+        images.display()
+    );
+    assert!(text.contains(&remedy), "{text}");
     File::create(&path).unwrap().write_all(&[1; 700]).unwrap();
     assert!(matches!(
         open(plain(Some(4096), false)),
@@ -651,6 +682,10 @@ fn what_cannot_be_opened_says_why() {
     drop(store);
     let store = Store::open(&spec(plain(None, false))).unwrap();
     assert_eq!(store.capacity(), 512);
+    assert_eq!(
+        store.notes(),
+        ["700 bytes are not a number of 512-byte blocks: the last 188 are not served"]
+    );
     drop(store);
     File::create(&path).unwrap();
     assert!(matches!(

@@ -1,5 +1,6 @@
 //! Questions to a running daemon, and its answers in print.
 
+use std::fs;
 use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -9,7 +10,7 @@ use hyper::Method;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::{FAILURE, Failure, MISTAKE, print};
+use super::{Failure, print};
 use crate::control::client::{self, ClientError, Question};
 use crate::control::top::{self, Top, TopError};
 use crate::control::{report, socket, state};
@@ -29,6 +30,7 @@ pub(super) struct Ask {
 pub(super) enum Output {
     /// Lines for people.
     #[default]
+    #[value(alias = "human")]
     Text,
     /// One JSON document.
     Json,
@@ -44,13 +46,9 @@ impl Ask {
 
 impl From<ClientError> for Failure {
     fn from(error: ClientError) -> Self {
-        let code = match error {
-            ClientError::Mistake(_) => MISTAKE,
-            _ => FAILURE,
-        };
-        Self {
-            code,
-            ..Self::run_time(error)
+        match error {
+            ClientError::Mistake(_) => Self::mistake(error),
+            _ => Self::run_time(error),
         }
     }
 }
@@ -125,11 +123,39 @@ pub(super) fn save(out: &mut dyn Write, file: Option<&Path>, ask: &Ask) -> Resul
     };
     let text = client::fetch(&ask.socket()?, question)?.body;
     match file {
-        // It may hold secrets.
-        Some(file) => state::replace(file, &text)
-            .map_err(|e| Failure::run_time(format!("{}: {e}", file.display()))),
+        Some(file) => match replace(file, &text) {
+            Ok(None) => Ok(()),
+            Ok(Some(old)) => {
+                let (file, old) = (file.display(), old.display());
+                let note =
+                    format!("riserd: what {file} said before, comments included, is in {old}");
+                // Nothing depends on it.
+                let _ = writeln!(io::stderr(), "{note}");
+                Ok(())
+            }
+            Err(e) => Err(Failure::run_time(format!("{}: {e}", file.display()))),
+        },
         None => print(out, String::from_utf8_lossy(&text).trim_end()),
     }
+}
+
+/// Replaces a file, and keeps one that said something else: its name then.
+fn replace(file: &Path, text: &[u8]) -> io::Result<Option<PathBuf>> {
+    let is_file = fs::metadata(file).is_ok_and(|metadata| metadata.is_file());
+    let old = is_file.then(|| fs::read(file)).transpose()?;
+    let kept = match old {
+        Some(old) if old != text => {
+            let mut name = file.as_os_str().to_owned();
+            name.push("~");
+            let name = PathBuf::from(name);
+            // It may hold secrets.
+            state::replace(&name, &old)?;
+            Some(name)
+        }
+        _ => None,
+    };
+    state::replace(file, text)?;
+    Ok(kept)
 }
 
 /// Lets a running daemon hand over to a program.
@@ -145,11 +171,30 @@ pub(super) fn upgrade(
 
 /// A path that means the same to everybody.
 fn whole(path: &Path) -> Result<String, Failure> {
-    let failure = |why: &dyn std::fmt::Display| Failure {
-        text: format!("riserd: {}: {why}", path.display()),
-        code: MISTAKE,
-    };
+    let failure =
+        |why: &dyn std::fmt::Display| Failure::mistake(format!("{}: {why}", path.display()));
     let whole = std::path::absolute(path).map_err(|e| failure(&e))?;
     let text = whole.into_os_string().into_string();
     text.map_err(|_| failure(&"not UTF-8"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_is_replaced_is_kept() {
+        let dir = std::env::temp_dir().join(format!("riserd-save-{}", std::process::id()));
+        fs::create_dir_all(&dir).unwrap();
+        let file = dir.join("riserd.yaml");
+        assert_eq!(replace(&file, b"one").unwrap(), None);
+        assert_eq!(replace(&file, b"one").unwrap(), None, "the same");
+        let kept = replace(&file, b"two").unwrap().unwrap();
+        assert_eq!(kept, dir.join("riserd.yaml~"));
+        let read = |path: &Path| fs::read_to_string(path).unwrap();
+        assert_eq!((read(&file), read(&kept)), ("two".into(), "one".into()));
+        replace(&file, b"three").unwrap();
+        assert_eq!((read(&file), read(&kept)), ("three".into(), "two".into()));
+        fs::remove_dir_all(&dir).unwrap();
+    }
 }

@@ -7,9 +7,11 @@ use miette::{LabeledSpan, MietteDiagnostic, NamedSource, Report};
 use serde_json::json;
 
 use super::ask::Output;
+use super::probe::Probe;
 use super::{Failure, MISTAKE};
-use crate::config::{Access, Config, ConfigError, HostId, Protocol};
-use crate::control::upgrade;
+use crate::config::{Access, Backend, Config, ConfigError, HostId, Protocol};
+use crate::control::{identities, upgrade};
+use crate::server::identities::Identities;
 
 pub(super) fn load(path: &Path) -> Result<Config, Failure> {
     read(path).map(|(config, _)| config)
@@ -21,49 +23,93 @@ pub(super) fn checked(path: &Path) -> Result<String, Failure> {
 }
 
 fn read(path: &Path) -> Result<(Config, String), Failure> {
-    let text = std::fs::read(path).map_err(|e| Failure {
-        text: format!("riserd: {}: cannot read it: {e}", path.display()),
-        code: MISTAKE,
-    })?;
-    let text = String::from_utf8(text).map_err(|e| Failure {
-        text: format!(
-            "riserd: {}: not UTF-8 from byte {} on",
-            path.display(),
-            e.utf8_error().valid_up_to()
-        ),
-        code: MISTAKE,
+    let mistake = |why: String| Failure::mistake(format!("{}: {why}", path.display()));
+    let text = std::fs::read(path).map_err(|e| mistake(format!("cannot read it: {e}")))?;
+    let text = String::from_utf8(text).map_err(|e| {
+        let at = e.utf8_error().valid_up_to();
+        mistake(format!("not UTF-8 from byte {at} on"))
     })?;
     match Config::parse(&text, &path.display().to_string()) {
         Ok(config) => Ok((config, text)),
         Err(e) => Err(Failure {
             text: report(&e, text),
             code: MISTAKE,
+            mistake: Some(Box::new(e)),
         }),
     }
 }
 
 /// A mistake with the line it is in. The first line is the one that scripts and editors look for:
-/// `file:line:column: message`.
+/// `file:line:column: message`. It says everything, so beneath it there is only the place.
 fn report(error: &ConfigError, text: String) -> String {
     let offset = error.offset_in(&text);
-    let mut diagnostic =
-        MietteDiagnostic::new(&error.message).with_label(LabeledSpan::at_offset(offset, "here"));
-    if let Some(hint) = &error.hint {
-        diagnostic = diagnostic.with_help(hint.clone());
-    }
+    let diagnostic = MietteDiagnostic::new("").with_label(LabeledSpan::at_offset(offset, "here"));
     let report = Report::new(diagnostic).with_source_code(NamedSource::new(&error.file, text));
-    format!("{error}\n{report:?}")
+    let place = format!("{report:?}");
+    // Without the line that would have the message.
+    let place = place
+        .trim_start()
+        .split_once('\n')
+        .map_or("", |(_, place)| place);
+    format!("{error}\n{}", place.trim_end())
 }
 
-pub(super) fn describe(config: &Config, output: Output) -> String {
-    let host = HostId::of(config);
-    match output {
-        Output::Json => describe_json(config, &host),
-        Output::Text => describe_text(config, &host),
+/// A configuration without a mistake.
+#[derive(Debug)]
+pub(super) struct Described<'a> {
+    config: &'a Config,
+    /// What names are derived from.
+    host: HostId,
+    identities: Identities,
+    notes: Vec<String>,
+    /// What could be opened, and what could not, where that was tried.
+    probe: Option<Probe>,
+}
+
+impl<'a> Described<'a> {
+    pub(super) fn new(config: &'a Config, probe: Option<Probe>) -> Self {
+        let mut notes = config.notes.clone();
+        let kept = identities::kept(&config.state);
+        let mut identities = kept.unwrap_or_else(|error| {
+            notes.push(format!(
+                "serial numbers may be others, since what is kept cannot be read: {error}"
+            ));
+            Identities::default()
+        });
+        let host = identities.host(config);
+        Self {
+            config,
+            host,
+            identities,
+            notes,
+            probe,
+        }
+    }
+
+    /// Whether everything could be opened.
+    pub(super) fn is_served(&self) -> bool {
+        self.probe
+            .as_ref()
+            .is_none_or(|probe| probe.problems.is_empty())
+    }
+
+    fn serial(&self, backend: &Backend) -> String {
+        self.identities
+            .clone()
+            .identity(self.config, backend)
+            .serial
+    }
+
+    pub(super) fn text(&self, output: Output) -> String {
+        match output {
+            Output::Json => describe_json(self),
+            Output::Text => describe_text(self),
+        }
     }
 }
 
-fn describe_text(config: &Config, host: &HostId) -> String {
+fn describe_text(described: &Described<'_>) -> String {
+    let (config, host) = (described.config, &described.host);
     let mut lines = vec![format!(
         "valid: {} backend(s), {} target(s)",
         config.backends.len(),
@@ -84,7 +130,7 @@ fn describe_text(config: &Config, host: &HostId) -> String {
         }
         for (number, lun) in &target.luns {
             let backend = config.backend(lun);
-            let serial = backend.identity(host).serial;
+            let serial = described.serial(backend);
             let mode = if lun.read_only || backend.spec.read_only {
                 ", read-only"
             } else {
@@ -100,11 +146,13 @@ fn describe_text(config: &Config, host: &HostId) -> String {
             Access::Rules(rules) => format!("  access: {} rule(s)", rules.len()),
         });
     }
-    lines.extend(config.notes.iter().map(|n| format!("note: {n}")));
+    lines.extend(described.notes.iter().map(|n| format!("note: {n}")));
+    lines.extend(described.probe.iter().flat_map(Probe::lines));
     lines.join("\n")
 }
 
-fn describe_json(config: &Config, host: &HostId) -> String {
+fn describe_json(described: &Described<'_>) -> String {
+    let (config, host) = (described.config, &described.host);
     let targets: Vec<_> = config
         .targets
         .iter()
@@ -135,7 +183,7 @@ fn describe_json(config: &Config, host: &HostId) -> String {
                     json!({
                         "lun": number,
                         "backend": backend.name,
-                        "serial": backend.identity(host).serial,
+                        "serial": described.serial(backend),
                         "read_only": lun.read_only || backend.spec.read_only,
                     })
                 })
@@ -148,12 +196,16 @@ fn describe_json(config: &Config, host: &HostId) -> String {
             })
         })
         .collect();
-    json!({
+    let mut document = json!({
         "valid": true,
         "version": env!("CARGO_PKG_VERSION"),
         "takes_over": [upgrade::VERSION],
         "targets": targets,
-        "notes": config.notes,
-    })
-    .to_string()
+        "notes": described.notes,
+    });
+    if let Some(probe) = &described.probe {
+        document["backends"] = json!(probe.opened);
+        document["problems"] = json!(probe.problems);
+    }
+    document.to_string()
 }

@@ -2,7 +2,8 @@
 //!
 //! # Exit codes
 //! - 0: it did what was asked.
-//! - 1: it failed at run time: a backend that cannot be opened, an address in use, no `io_uring`.
+//! - 1: it failed at run time: a backend that cannot be opened, an address in use, no `io_uring`;
+//!   `check --open` found something that cannot be opened.
 //! - 2: it was asked for something wrong: bad usage, or a mistake in the configuration.
 //! - 3: `diff` found differences.
 //!
@@ -11,12 +12,13 @@
 //! # Modules
 //! - `ask`: questions to a running daemon. `verbs`: those that show and change its objects by path.
 //!   `trace`: its commands.
-//! - `check`: configuration files. `devices`: what a portal can use. `log`: where the log goes.
+//! - `check`: configuration files. `probe`: whether what they name can be opened. `devices`: what a portal can use. `log`: where the log goes.
 
 mod ask;
 mod check;
 mod devices;
 mod log;
+mod probe;
 mod trace;
 mod verbs;
 
@@ -28,12 +30,14 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 use hyper::Method;
+use serde_json::json;
 
 use self::ask::{Ask, Output, asked, interval, tell};
-use self::check::{checked, describe, load};
+use self::check::{Described, checked, load};
+use self::probe::Probe;
 use self::trace::Trace;
 use self::verbs::Verb;
-use crate::config::schema;
+use crate::config::{ConfigError, schema};
 use crate::control::client::{self, Question};
 use crate::control::upgrade::Inheritance;
 use crate::control::view::{Changes, HistoryView};
@@ -52,6 +56,9 @@ const DIFFERENT: u8 = 3;
 #[derive(Debug, Parser)]
 #[command(name = "riserd", version, after_help = EXIT_CODES)]
 struct Cli {
+    /// How to print results and errors.
+    #[arg(long, short, global = true, value_enum, default_value_t)]
+    output: Output,
     #[command(subcommand)]
     command: Command,
 }
@@ -74,10 +81,14 @@ enum Command {
         #[arg(long)]
         restore: bool,
     },
-    /// Check a configuration file without opening anything.
+    /// Check a configuration file: alone, or whether what it names can be opened on this host.
     Check {
         /// The configuration file.
         file: PathBuf,
+        /// Open its backends and listen on its portals' addresses for a moment. Nothing is changed, and what a
+        /// daemon has is in use.
+        #[arg(long)]
+        open: bool,
         /// How to print the result.
         #[arg(long, short, value_enum, default_value_t)]
         output: Output,
@@ -189,11 +200,12 @@ pub type BoxError = Box<dyn Error + Send + Sync>;
 /// Parses the process's arguments and does what they say; `run` serves a configuration.
 pub fn main(run: impl FnOnce(Source<'_>) -> Result<(), BoxError>) -> ExitCode {
     let cli = Cli::parse();
+    let output = cli.output;
     match dispatch(cli.command, run, &mut io::stdout().lock()) {
         Ok(code) => ExitCode::from(code),
         Err(failure) => {
             // Nobody to tell where standard error is closed.
-            let _ = writeln!(io::stderr(), "{}", failure.text);
+            let _ = writeln!(io::stderr(), "{}", failure.print(output));
             ExitCode::from(failure.code)
         }
     }
@@ -204,6 +216,8 @@ pub fn main(run: impl FnOnce(Source<'_>) -> Result<(), BoxError>) -> ExitCode {
 struct Failure {
     text: String,
     code: u8,
+    /// The mistake in a configuration file, if it is one.
+    mistake: Option<Box<ConfigError>>,
 }
 
 impl Failure {
@@ -211,7 +225,35 @@ impl Failure {
         Self {
             text: format!("riserd: {text}"),
             code: FAILURE,
+            mistake: None,
         }
+    }
+
+    fn mistake(text: impl std::fmt::Display) -> Self {
+        Self {
+            code: MISTAKE,
+            ..Self::run_time(text)
+        }
+    }
+
+    /// In lines for people, or as a document of the same form as that of `riser`.
+    fn print(&self, output: Output) -> String {
+        if output == Output::Text {
+            return self.text.clone();
+        }
+        let text = self.text.strip_prefix("riserd: ").unwrap_or(&self.text);
+        let mut error = json!({ "message": text, "exit_status": self.code });
+        if let Some(mistake) = &self.mistake {
+            error["message"] = json!(mistake.message);
+            error["file"] = json!(mistake.file);
+            error["line"] = json!(mistake.line);
+            error["column"] = json!(mistake.column);
+            error["path"] = json!(mistake.path);
+            if let Some(hint) = &mistake.hint {
+                error["help"] = json!(hint);
+            }
+        }
+        json!({ "error": error }).to_string()
     }
 }
 
@@ -247,9 +289,12 @@ fn dispatch(
             };
             run(source).map_err(|e| Failure::run_time(chain(&*e)))
         }
-        Command::Check { file, output } => {
+        Command::Check { file, open, output } => {
             let config = load(&file)?;
-            print(out, &describe(&config, output))
+            let probe = open.then(|| Probe::of(&config));
+            let described = Described::new(&config, probe);
+            print(out, &described.text(output))?;
+            return Ok(if described.is_served() { 0 } else { FAILURE });
         }
         Command::Sessions(ask) => asked(out, &ask, get("/v1/sessions"), report::sessions),
         Command::Targets(ask) => asked(out, &ask, get("/v1/targets"), report::targets),
@@ -342,6 +387,7 @@ fn chain(error: &(dyn Error + 'static)) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Config;
     use clap::CommandFactory;
 
     const MINIMAL: &str = include_str!("../../../deploy/examples/minimal.yaml");
@@ -417,12 +463,103 @@ mod tests {
             "{first}"
         );
         assert!(said.contains("disk0: { kind: fiel"), "{said}");
+        assert_eq!(said.matches("is not one of").count(), 1, "{said}");
+        assert_eq!(said.matches("did you mean").count(), 1, "{said}");
+        let cli = Cli::try_parse_from(["riserd", "-o", "json", "check", "x"]).unwrap();
+        assert_eq!(cli.output, Output::Json);
         let (code, said) = riserd("", &["run", "--config", "/nonexistent/riserd.yaml"]);
         assert_eq!(code, 2);
         assert!(
             said.contains("/nonexistent/riserd.yaml: cannot read it"),
             "{said}"
         );
+    }
+
+    #[test]
+    fn a_mistake_is_a_document_where_that_is_asked_for() {
+        let text = MINIMAL.replace("kind: file", "kind: fiel");
+        let error = Config::parse(&text, "riserd.yaml").unwrap_err();
+        let failure = Failure {
+            text: "for people".to_owned(),
+            code: MISTAKE,
+            mistake: Some(Box::new(error)),
+        };
+        let document: serde_json::Value =
+            serde_json::from_str(&failure.print(Output::Json)).unwrap();
+        let expected = json!({ "error": {
+            "message": "`fiel` is not one of file, device, ram, null",
+            "help": "did you mean `file`?",
+            "exit_status": 2,
+            "file": "riserd.yaml",
+            "line": 3,
+            "column": 18,
+            "path": "backends.disk0.kind",
+        }});
+        assert_eq!(document, expected);
+        assert_eq!(failure.print(Output::Text), "for people");
+        let other: serde_json::Value =
+            serde_json::from_str(&Failure::run_time("no").print(Output::Json)).unwrap();
+        assert_eq!(
+            other,
+            json!({ "error": { "message": "no", "exit_status": 1 } })
+        );
+    }
+
+    #[test]
+    fn the_form_of_the_output_goes_before_or_after_the_verb_in_any_words() {
+        for (words, form) in [
+            (&["riserd", "status"] as &[&str], Output::Text),
+            (&["riserd", "-o", "human", "status"], Output::Text),
+            (&["riserd", "status", "-o", "text"], Output::Text),
+            (&["riserd", "-o", "json", "status"], Output::Json),
+            (&["riserd", "status", "--output", "json"], Output::Json),
+        ] {
+            let cli = Cli::try_parse_from(words).unwrap();
+            let Command::Status(ask) = &cli.command else {
+                panic!("{words:?}");
+            };
+            assert_eq!((cli.output, ask.output), (form, form), "{words:?}");
+        }
+    }
+
+    #[test]
+    fn check_opens_what_is_named_and_changes_nothing() {
+        let dir = std::env::temp_dir().join(format!("riserd-check-open-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let file = |name: &str| dir.join(name).display().to_string();
+        std::fs::write(file("odd.img"), [0; 1000]).unwrap();
+        let text = format!(
+            "backends:\n  new: {{ kind: file, path: {}, size: 1MiB, create: true }}\n  \
+             odd: {{ kind: file, path: {} }}\n  lost: {{ kind: file, path: {}, size: 1MiB, create: true }}\n\
+             targets:\n  - name: t\n    iqn: iqn.2026-01.a:t\n    portals:\n      \
+             - {{ protocol: iscsi, listen: 127.0.0.1:39261 }}\n      \
+             - {{ protocol: iscsi, listen: 192.0.2.77 }}\n    luns: {{ 0: new, 1: odd, 2: lost }}\n    \
+             access: open\nstate: {{ directory: none }}\n",
+            file("new.img"),
+            file("odd.img"),
+            file("missing/lost.img"),
+        );
+        let (code, said) = riserd(&text, &["check", "FILE"]);
+        assert_eq!(code, 0, "{said}");
+        let (code, said) = riserd(&text, &["check", "--open", "FILE"]);
+        assert_eq!(code, FAILURE, "{said}");
+        for part in [
+            "backend new: 1.0 MiB",
+            "backend odd: 512 B",
+            "note: backend odd: 1000 bytes are not",
+            "NOT SERVED: backend lost: ",
+            "mkdir -p",
+            "NOT SERVED: portal 192.0.2.77:3260: Cannot assign requested address",
+        ] {
+            assert!(said.contains(part), "{part}: {said}");
+        }
+        assert!(!said.contains("39261: "), "{said}");
+        assert!(!dir.join("new.img").exists(), "what was created is gone");
+        let (_, said) = riserd(&text, &["check", "--open", "-o", "json", "FILE"]);
+        let document: serde_json::Value = serde_json::from_str(&said).unwrap();
+        assert_eq!(document["problems"].as_array().unwrap().len(), 2);
+        assert_eq!(document["backends"][0]["size"], 1 << 20);
+        std::fs::remove_dir_all(&dir).unwrap();
     }
 
     #[test]

@@ -12,7 +12,7 @@ use hyper::Method;
 use serde_json::Value;
 
 use super::ask::{Ask, Output, tell};
-use super::{Failure, MISTAKE, print};
+use super::{Failure, print};
 use crate::config::{Config, Document, EditError, Place, Tree};
 use crate::control::client::{self, ClientError, Question};
 use crate::control::objects::{self, Facts};
@@ -241,9 +241,6 @@ impl Change {
 
 impl From<EditError> for Failure {
     fn from(error: EditError) -> Self {
-        Self {
-            text: format!("riserd: {error}"),
-            code: MISTAKE,
-        }
+        Self::mistake(error)
     }
 }

@@ -21,7 +21,7 @@ use super::yaml::{At, Located};
 use crate::backend::{Direct, Source, Spec};
 
 /// The highest number of flat LUN addressing (SAM-5 4.7.7).
-const MAX_LUN: u64 = 16_383;
+const MAX_LUN: u16 = 16_383;
 
 /// A mistake whose file is not named yet.
 #[derive(Debug)]
@@ -80,9 +80,19 @@ pub(super) fn check(root: raw::Root) -> Checked<Config> {
     };
     let mut names = HashMap::new();
     let mut portals = HashMap::new();
+    let mut iqns = HashMap::new();
     let mut targets = Vec::new();
     for (i, t) in raw_targets.into_iter().enumerate() {
-        targets.push(target(i, t.value, &backends, &mut names, &mut portals)?);
+        let iqn_at = t.value.iqn.as_ref().map_or(t.value.name.at, |iqn| iqn.at);
+        let target = target(i, t.value, &backends, &mut names, &mut portals)?;
+        if let Some(iqn) = &target.iqn
+            && let Some(other) = iqns.insert(iqn.clone(), target.name.clone())
+        {
+            let message = format!("target `{other}` already has the iSCSI name {iqn}");
+            return Err(Mistake::new(iqn_at, format!("targets[{i}].iqn"), message)
+                .hint("initiators know a target by its iSCSI name"));
+        }
+        targets.push(target);
     }
     note_oddities(&backends, &targets, &mut notes);
     let workers = workers(root.workers)?;
@@ -193,6 +203,17 @@ fn backends(raw: Vec<(String, Located<raw::Backend>)>) -> Checked<Vec<Backend>> 
     Ok(out)
 }
 
+/// A path. Shells replace a `~` that it begins with, and nothing else does.
+fn whole_path(text: &str, at: At, path: &str) -> Checked<PathBuf> {
+    match text.starts_with('~') {
+        true => Err(
+            Mistake::new(at, path, "`~` does not stand for a home directory here")
+                .hint("write the path in full, or `./~` for a file of such a name"),
+        ),
+        false => Ok(PathBuf::from(text)),
+    }
+}
+
 /// The path without `.` and, where that is certain, without `..`.
 fn normal(path: &Path) -> PathBuf {
     path.components()
@@ -281,7 +302,7 @@ fn source(path: &str, located: &Located<raw::Backend>) -> Checked<Source> {
         let p = b.path.as_ref().ok_or_else(|| missing("path"))?;
         match p.value.is_empty() || p.value.contains('\0') {
             true => Err(Mistake::new(p.at, at("path"), "an empty path")),
-            false => Ok(PathBuf::from(&p.value)),
+            false => whole_path(&p.value, p.at, &at("path")),
         }
     };
     let size = b.size.as_ref().map(|s| s.value.0);
@@ -566,6 +587,9 @@ fn chap_user(path: &str, raw: Located<raw::ChapUser>) -> Checked<ChapUser> {
         Secret::File(file) if file.as_os_str().is_empty() => {
             return Err(wrong("`secret_file` is a path"));
         }
+        Secret::File(file) => {
+            whole_path(&file.to_string_lossy(), raw.at, path)?;
+        }
         Secret::Env(name) if !is_env(name) => {
             return Err(wrong("`secret_env` names a variable of the environment"));
         }
@@ -582,16 +606,16 @@ fn chap_user(path: &str, raw: Located<raw::ChapUser>) -> Checked<ChapUser> {
 
 fn luns(
     path: &str,
-    raw: Vec<(u16, Located<raw::Lun>)>,
+    raw: Vec<(u64, Located<raw::Lun>)>,
     backends: &[Backend],
 ) -> Checked<BTreeMap<u16, Lun>> {
     let mut luns = BTreeMap::new();
     for (number, l) in raw {
         let place = format!("{path}.luns.{number}");
-        if u64::from(number) > MAX_LUN {
-            let message = format!("a LUN is from 0 to {MAX_LUN}");
+        let Some(number) = u16::try_from(number).ok().filter(|n| *n <= MAX_LUN) else {
+            let message = format!("a LUN is from 0 to {MAX_LUN}, not {number}");
             return Err(Mistake::new(l.at, place, message));
-        }
+        };
         let wanted = &l.value.backend;
         let Some(backend) = backends.iter().position(|b| b.name == *wanted) else {
             let mistake = Mistake::new(l.at, place, format!("there is no backend `{wanted}`"));

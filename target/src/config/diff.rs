@@ -3,14 +3,15 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::items;
 use super::model::Config;
+use super::place::Place;
 use super::tree::Tree;
 
 /// A place where two configurations differ.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Difference {
-    /// The place, such as `targets[demo].luns.1`. Targets and users stand by their names, portals by
-    /// protocol and address, access rules by their number from 0.
+    /// The [`Place`], such as `/targets/demo/luns/1`.
     pub path: String,
     /// What was there; null where there was nothing, or the default. Secrets are masked.
     pub old: Value,
@@ -23,61 +24,75 @@ pub struct Difference {
 #[must_use]
 pub fn diff(old: &Config, new: &Config) -> Vec<Difference> {
     let mut out = Vec::new();
-    compare("", Some(&old.to_tree()), Some(&new.to_tree()), &mut out);
+    let (old, new) = (old.to_tree(), new.to_tree());
+    compare(&Place::default(), Some(&old), Some(&new), &mut out);
     out
 }
 
-/// Parts with their places.
-type Parts<'a> = Vec<(String, &'a Tree)>;
+/// A part of a mapping or list.
+struct Part<'a> {
+    /// What makes it the same part in another configuration: its key or name, else its number.
+    key: String,
+    place: Place,
+    tree: &'a Tree,
+}
 
-fn compare(path: &str, old: Option<&Tree>, new: Option<&Tree>, out: &mut Vec<Difference>) {
+fn compare(place: &Place, old: Option<&Tree>, new: Option<&Tree>, out: &mut Vec<Difference>) {
     if old == new {
         return;
     }
     let parts = old
-        .and_then(|t| parts(path, t))
-        .zip(new.and_then(|t| parts(path, t)));
+        .and_then(|t| parts(place, t))
+        .zip(new.and_then(|t| parts(place, t)));
     let Some((old_parts, new_parts)) = parts else {
         out.push(Difference {
-            path: path.to_owned(),
-            old: shown(path, old),
-            new: shown(path, new),
+            path: place.to_string(),
+            old: shown(place, old),
+            new: shown(place, new),
         });
         return;
     };
-    let find = |parts: &Parts<'_>, place: &str| parts.iter().position(|(p, _)| p == place);
-    for (place, old) in &old_parts {
-        let new = find(&new_parts, place).map(|n| new_parts[n].1);
-        compare(place, Some(old), new, out);
+    for old in &old_parts {
+        let new = new_parts.iter().find(|new| new.key == old.key);
+        compare(&old.place, Some(old.tree), new.map(|new| new.tree), out);
     }
-    for (place, new) in &new_parts {
-        if find(&old_parts, place).is_none() {
-            compare(place, None, Some(new), out);
+    for new in &new_parts {
+        if old_parts.iter().all(|old| old.key != new.key) {
+            compare(&new.place, None, Some(new.tree), out);
         }
     }
 }
 
 /// The parts of a mapping, or of a list of mappings; other lists are values.
-fn parts<'a>(path: &str, tree: &'a Tree) -> Option<Parts<'a>> {
+fn parts<'a>(place: &Place, tree: &'a Tree) -> Option<Vec<Part<'a>>> {
     match tree {
         Tree::Map(entries) => {
-            let dot = if path.is_empty() { "" } else { "." };
-            let part = |(key, value): &'a (String, Tree)| (format!("{path}{dot}{key}"), value);
+            let part = |(key, value): &'a (String, Tree)| Part {
+                key: key.clone(),
+                place: place.join(key),
+                tree: value,
+            };
             Some(entries.iter().map(part).collect())
         }
         Tree::List(items) if items.iter().all(|item| matches!(item, Tree::Map(_))) => {
-            let names: Option<Vec<String>> = items.iter().map(|item| name_of(item, ' ')).collect();
-            // Two of one name are told apart by their numbers.
+            let names: Option<Vec<String>> = items.iter().map(|item| name_of(item, ':')).collect();
+            // Two of one name are distinguished by their numbers.
             let names = names.filter(|names| {
                 let mut all = names.iter().enumerate();
                 all.all(|(n, name)| !names[..n].contains(name))
             });
-            let place = |n: usize| match &names {
-                Some(names) => format!("{path}[{}]", names[n]),
-                None => format!("{path}[{n}]"),
+            let key = |n: usize| {
+                names
+                    .as_ref()
+                    .map_or_else(|| n.to_string(), |names| names[n].clone())
             };
-            let items = items.iter().enumerate();
-            Some(items.map(|(n, item)| (place(n), item)).collect())
+            let places = items::names(items);
+            let part = |(n, tree): (usize, &'a Tree)| Part {
+                key: key(n),
+                place: place.join(&places[n]),
+                tree,
+            };
+            Some(items.iter().enumerate().map(part).collect())
         }
         _ => None,
     }
@@ -99,11 +114,11 @@ pub(super) fn name_of(item: &Tree, joint: char) -> Option<String> {
 }
 
 /// A value for people.
-fn shown(path: &str, tree: Option<&Tree>) -> Value {
+fn shown(place: &Place, tree: Option<&Tree>) -> Value {
     let Some(tree) = tree else {
         return Value::Null;
     };
-    let key = path.rsplit('.').next().unwrap_or_default();
+    let key = place.segments().last().map_or("", String::as_str);
     serde_json::to_value(tree.clone().masked(key)).unwrap_or_default()
 }
 
@@ -148,19 +163,19 @@ mod tests {
         assert_eq!(
             said(&old, &new),
             [
-                place("targets[t].luns.1", json!("b"), Value::Null),
+                place("/targets/t/luns/1", json!("b"), Value::Null),
                 place(
-                    "targets[t].luns.2",
+                    "/targets/t/luns/2",
                     Value::Null,
                     json!({ "backend": "b", "read_only": true })
                 ),
-                place("targets[t].access", json!("open"), Value::Null),
+                place("/targets/t/access", json!("open"), Value::Null),
                 place(
-                    "workers",
+                    "/workers",
                     Value::Null,
                     json!({ "count": 2, "cpus": [1, 2] })
                 ),
-                place("limits", Value::Null, json!({ "max_sessions": 9 })),
+                place("/limits", Value::Null, json!({ "max_sessions": 9 })),
             ]
         );
     }
@@ -173,7 +188,7 @@ mod tests {
         };
         let found = diff(&chap("secret-number-1"), &chap("secret-number-2"));
         assert_eq!(found.len(), 1);
-        assert_eq!(found[0].path, "targets[t].chap.users[u].secret");
+        assert_eq!(found[0].path, "/targets/t/chap/users/u/secret");
         assert_eq!(
             (&found[0].old, &found[0].new),
             (&json!("(secret)"), &json!("(secret)"))

@@ -8,7 +8,7 @@ use std::fmt;
 use serde_json::Value;
 
 use super::error::nearest;
-use super::items::{as_list, as_map, find, has_names, items, names, push};
+use super::items::{as_list, as_map, find, has_names, items, names, push, users};
 use super::shape::{Kind, Scalar, Shape};
 use super::{Config, ConfigError, Place, Tree, schema};
 
@@ -164,7 +164,7 @@ impl Document {
     /// Takes away an object, or what a key is set to.
     ///
     /// # Errors
-    /// It is not there.
+    /// It is not there, or it is a backend that logical units use.
     pub fn delete(&mut self, place: &Place) -> Edited<()> {
         let Some((above, last)) = place.split_last() else {
             return Err(EditError::new(
@@ -174,6 +174,14 @@ impl Document {
         };
         if self.at(place)?.tree.is_none() {
             return Err(EditError::new(place, "it is not set"));
+        }
+        if let [list, name] = place.segments()
+            && list == "backends"
+        {
+            let users = users(&self.tree, name);
+            if !users.is_empty() {
+                return Err(EditError::new(place, in_use(&users)));
+            }
         }
         let (tree, _) = self.reach(&above, false)?;
         match tree {
@@ -517,6 +525,16 @@ fn lost(here: &Place, tree: Option<&Tree>, shape: Shape<'_>, segment: &str) -> E
 
 /// Names that are told at most.
 const TOLD: usize = 16;
+
+/// What to say where an object is used by others.
+fn in_use(users: &[Place]) -> String {
+    let named: Vec<_> = users.iter().take(TOLD).map(Place::to_string).collect();
+    let more = match users.len() - named.len() {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    format!("is in use by {}{more}", named.join(", "))
+}
 
 fn missing(here: &Place, segment: &str, there: &[String]) -> EditError {
     let hint = match nearest(segment, there.iter().map(String::as_str)) {

@@ -1,8 +1,8 @@
 //! Items of lists by their names: what [`Place`](super::Place) calls them.
 
-use super::Tree;
 use super::diff::name_of;
 use super::shape::Shape;
+use super::{Place, Tree};
 
 /// The items of a list; none of anything else.
 pub(super) fn items(tree: Option<&Tree>) -> &[Tree] {
@@ -63,6 +63,40 @@ pub(super) fn push(items: &mut Vec<Tree>, item: Shape<'_>, segment: &str) -> Res
     };
     items.push(Tree::Map(entries));
     Ok(count)
+}
+
+/// The logical units of targets that are on a backend.
+pub(super) fn users(root: &Tree, backend: &str) -> Vec<Place> {
+    let targets = Place::default().join("targets");
+    let Some(list) = child(root, "targets") else {
+        return Vec::new();
+    };
+    let list = items(Some(list));
+    let mut users = Vec::new();
+    for (name, target) in names(list).iter().zip(list) {
+        let luns = targets.join(name).join("luns");
+        let Some(Tree::Map(entries)) = child(target, "luns") else {
+            continue;
+        };
+        let is_user = |lun: &Tree| {
+            let named = child(lun, "backend").unwrap_or(lun);
+            matches!(named, Tree::Text(name) if name == backend)
+        };
+        let entries = entries.iter().filter(|(_, lun)| is_user(lun));
+        users.extend(entries.map(|(number, _)| luns.join(number)));
+    }
+    users
+}
+
+/// What a key of a mapping is set to.
+fn child<'t>(tree: &'t Tree, wanted: &str) -> Option<&'t Tree> {
+    let Tree::Map(entries) = tree else {
+        return None;
+    };
+    let mut entries = entries.iter();
+    entries
+        .find(|(key, _)| key == wanted)
+        .map(|(_, value)| value)
 }
 
 /// The entries of a mapping, which it is made if it is none.

@@ -136,7 +136,7 @@ pub(super) struct Target {
     pub(super) portals: Located<Vec<Portal>>,
     /// Its disks, by logical unit number.
     #[serde(default)]
-    pub(super) luns: Entries<u16, Located<Lun>>,
+    pub(super) luns: Entries<u64, Located<Lun>>,
     /// Who may use it; nobody by default.
     #[serde(default)]
     pub(super) access: Access,

@@ -296,6 +296,10 @@ fn mistakes_are_named_with_their_place() {
             "backends:\n  a: { kind: file, path: /x/y }\n  b: { kind: file, path: /x/./y }".into(),
             "3:26: backends.b.path: /x/./y is already backend `a` (one backend can be a LUN of several targets)",
         ),
+        (
+            "backends:\n  a: { kind: file, path: ~/disk.img }".into(),
+            "2:26: backends.a.path: `~` does not stand for a home directory here (write the path in full, or `./~` for a file of such a name)",
+        ),
         // Targets.
         (
             luns("{ 0: e }"),
@@ -311,7 +315,11 @@ fn mistakes_are_named_with_their_place() {
         ),
         (
             luns("{ 16384: d }"),
-            "6:20: targets[0].luns.16384: a LUN is from 0 to 16383",
+            "6:20: targets[0].luns.16384: a LUN is from 0 to 16383, not 16384",
+        ),
+        (
+            luns("{ 99999: d }"),
+            "6:20: targets[0].luns.99999: a LUN is from 0 to 16383, not 99999",
         ),
         (
             luns("{ -1: d }"),
@@ -368,6 +376,13 @@ fn mistakes_are_named_with_their_place() {
         (
             rest("  - name: u\n    portals: [{ protocol: iser, listen: fe80::1 }]\n"),
             "7:41: targets[1].portals[0].listen: fe80::1 is a link-local address, which RDMA portals cannot have (use a global or unique local address of the interface)",
+        ),
+        (
+            rest(
+                "    iqn: iqn.2026-01.a:t\n  - name: u\n    iqn: iqn.2026-01.a:T\n    \
+                 portals: [{ protocol: iscsi, listen: ::1 }]\n",
+            ),
+            "8:10: targets[1].iqn: target `t` already has the iSCSI name iqn.2026-01.a:t (initiators know a target by its iSCSI name)",
         ),
         // The rest.
         (

@@ -52,34 +52,34 @@ fn keys_are_set_by_their_kinds() {
         (
             "/limits",
             "max_sessions=9",
-            "limits null {\"max_sessions\":9}",
+            "/limits null {\"max_sessions\":9}",
         ),
-        ("/backends/a", "serial=12", "backends.a.serial null \"12\""),
+        ("/backends/a", "serial=12", "/backends/a/serial null \"12\""),
         (
             "/backends/b.c",
             "thin=false",
-            "backends.b.c.thin null false",
+            "/backends/b.c/thin null false",
         ),
         (
             "/targets/t/luns/0",
             "backend=b.c",
-            "targets[t].luns.0 \"a\" \"b.c\"",
+            "/targets/t/luns/0 \"a\" \"b.c\"",
         ),
         (
             "/targets/0",
             "luns/0=b.c",
-            "targets[t].luns.0 \"a\" \"b.c\"",
+            "/targets/t/luns/0 \"a\" \"b.c\"",
         ),
         (
             "/targets/t/portals/srp:[::1]",
             "ioc_guid=0x0200c0ffee000001",
-            "targets[t].portals[srp [::1]:5555].ioc_guid null \"0x0200c0ffee000001\"",
+            "/targets/t/portals/srp:[::1]:5555/ioc_guid null \"0x0200c0ffee000001\"",
         ),
-        ("/workers", "cpus=0, 1", "workers null {\"cpus\":[0,1]}"),
+        ("/workers", "cpus=0, 1", "/workers null {\"cpus\":[0,1]}"),
         (
             "/targets/t/chap/users/0",
             "secret=another twelve bytes",
-            "targets[t].chap.users[me/2].secret \"(secret)\" \"(secret)\"",
+            "/targets/t/chap/users/0/secret \"(secret)\" \"(secret)\"",
         ),
     ] {
         assert_eq!(
@@ -155,13 +155,13 @@ fn objects_come_and_go_by_their_names() {
     let one = |text: &str| Ok(vec![text.to_owned()]);
     assert_eq!(
         create("/backends/d", &["kind=null", "size=1GiB"]),
-        one("backends.d null {\"kind\":\"null\",\"size\":\"1GiB\"}")
+        one("/backends/d null {\"kind\":\"null\",\"size\":\"1GiB\"}")
     );
     assert_eq!(
         create("/targets/t/luns/3", &["backend=b.c", "read_only=true"]),
-        one("targets[t].luns.3 null {\"backend\":\"b.c\",\"read_only\":true}")
+        one("/targets/t/luns/3 null {\"backend\":\"b.c\",\"read_only\":true}")
     );
-    let portal = "targets[t].portals[iser 127.0.0.1:3260] null \
+    let portal = "/targets/t/portals/iser:127.0.0.1:3260 null \
                       {\"listen\":\"127.0.0.1:3260\",\"protocol\":\"iser\"}";
     assert_eq!(
         create("/targets/t/portals/iser:127.0.0.1", &[]),
@@ -178,7 +178,7 @@ fn objects_come_and_go_by_their_names() {
     assert_eq!(create("/targets/u", &keys).unwrap().len(), 1);
     assert_eq!(
         create("/targets/t/access/0", &["iqn=iqn.2026-01.a:me", "luns=0"]),
-        one("targets[t].access \"open\" [{\"iqn\":\"iqn.2026-01.a:me\",\"luns\":[0]}]")
+        one("/targets/t/access \"open\" [{\"iqn\":\"iqn.2026-01.a:me\",\"luns\":[0]}]")
     );
     let keys = ["secret=our own twelve bytes", "name=us"];
     assert_eq!(create("/targets/t/chap/mutual", &keys).unwrap().len(), 1);
@@ -224,7 +224,7 @@ fn objects_come_and_go_by_their_names() {
     let delete = |at: &str| changed(|d| d.delete(&place(at)));
     assert_eq!(
         delete("/targets/t/luns/0"),
-        one("targets[t].luns {\"0\":\"a\"} null")
+        one("/targets/t/luns {\"0\":\"a\"} null")
     );
     assert_eq!(
         delete("/targets/t/portals/srp:[::1]:5555").unwrap().len(),
@@ -232,11 +232,11 @@ fn objects_come_and_go_by_their_names() {
     );
     assert_eq!(
         delete("/backends/b.c/serial"),
-        one("backends.b.c.serial \"B\" null")
+        one("/backends/b.c/serial \"B\" null")
     );
     assert_eq!(
         delete("/targets/t/access"),
-        one("targets[t].access \"open\" null")
+        one("/targets/t/access \"open\" null")
     );
     assert_eq!(delete("/targets/t").unwrap().len(), 1);
     for (at, expected) in [
@@ -246,7 +246,7 @@ fn objects_come_and_go_by_their_names() {
             "/backends/z",
             "/backends: there is no `z` (there is a, b.c)",
         ),
-        ("/backends/a", "/targets/t/luns/0: there is no backend `a`"),
+        ("/backends/a", "/backends/a: is in use by /targets/t/luns/0"),
         (
             "/backends/a/serial/x",
             "/backends/a/serial: this is a value; there is no `x` beneath it",

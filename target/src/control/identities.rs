@@ -3,7 +3,8 @@
 use std::io;
 use std::sync::Arc;
 
-use super::state::StateDir;
+use super::state::{self, StateDir};
+use crate::config::Location;
 use crate::server::identities::{Identities, IdentityKeeper};
 
 /// The file in the state directory.
@@ -24,6 +25,20 @@ impl IdentityFile {
     pub fn new(dir: Arc<StateDir>) -> Self {
         Self { dir }
     }
+}
+
+/// The names that are kept where a configuration says; none if nothing is kept there. The daemon may be running.
+///
+/// # Errors
+/// Those of the file system; or the file is not one of ours. All name the file.
+pub fn kept(location: &Location) -> io::Result<Identities> {
+    let directory = match location {
+        Location::Off => None,
+        Location::At(path) => Some(path.clone()),
+        Location::Default => state::default_path(),
+    };
+    let kept = directory.map(|directory| state::load(&directory.join(FILE), VERSION));
+    Ok(kept.transpose()?.flatten().unwrap_or_default())
 }
 
 impl IdentityKeeper for IdentityFile {

@@ -6,7 +6,8 @@ use serde_json::{Value, json};
 
 use super::live::{Live, LiveLun, LiveReservations};
 use super::view::{LunView, SessionView, Status, TargetView};
-use crate::config::{Access, Config, Found, HostId, Kind, Place, Protocol, Target, Tree};
+use crate::config::{Access, Config, Found, Kind, Place, Target, Tree};
+use crate::units::bytes;
 
 /// A running daemon: what it is configured to, and how it goes.
 #[derive(Debug)]
@@ -143,7 +144,7 @@ impl Facts {
                 let mut words = scalars(found);
                 if let Some((lun, live)) = self.lun(name, number) {
                     let read_only = if lun.read_only { ", read-only" } else { "" };
-                    words = format!("{words}, {} bytes{read_only}", lun.size);
+                    words = format!("{words}, {}{read_only}", bytes(lun.size));
                     if let Some(live) = live.filter(|live| live.queue_depth > 0) {
                         words = format!("{words}, {} under way", live.queue_depth);
                     }
@@ -200,17 +201,10 @@ impl Facts {
 
     /// The names of an SRP portal, of which those that are not set are derived.
     fn portal(&self, target: &str, portal: &str) -> Value {
-        let mut portals = self.target(target).into_iter().flat_map(|t| &t.portals);
+        let view = self.targets.iter().find(|t| t.name == target);
+        let mut portals = view.into_iter().flat_map(|t| &t.portals);
         let found = portals.find(|p| format!("{}:{}", p.protocol, p.listen) == portal);
-        let Some(found) = found.filter(|found| found.protocol == Protocol::Srp) else {
-            return Value::Null;
-        };
-        let host = HostId::of(&self.config);
-        json!({
-            "ioc_guid": found.ioc_guid(&host, target).to_string(),
-            "service_guid": found.service_guid(&host, target).to_string(),
-            "id_ext": found.id_ext(&host, target).to_string(),
-        })
+        json!(found.and_then(|found| found.names.as_ref()))
     }
 
     fn lun_facts(&self, target: &str, number: &str) -> Value {

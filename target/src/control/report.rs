@@ -1,10 +1,18 @@
 //! What the admin API says, in lines for people.
 
+use jiff::Timestamp;
+use jiff::tz::TimeZone;
+use nix::unistd::{Uid, User};
 use serde_json::Value;
 
 use super::client::Upgraded;
 use super::trace::Traced;
 use super::view::{Changes, DriftView, HistoryView, SessionView, Status, TargetView};
+use crate::config::Difference;
+use crate::units::bytes;
+
+/// Changes that are shown of each configuration of the history.
+const SHOWN: usize = 16;
 
 /// Connections, a line each, and beneath it what was agreed on.
 #[must_use]
@@ -20,7 +28,7 @@ pub fn sessions(sessions: &Vec<SessionView>) -> String {
             &s.target
         };
         lines.push(format!(
-            "{target}  {}  {} from {}: {}, {} under way, {} LUN(s), worker {}, {} KiB",
+            "{target}  {}  {} from {}: {}, {} under way, {} LUN(s), worker {}, {}",
             s.protocol,
             s.initiator,
             s.peer,
@@ -28,7 +36,7 @@ pub fn sessions(sessions: &Vec<SessionView>) -> String {
             s.in_flight,
             s.luns,
             s.worker,
-            s.memory >> 10
+            bytes(s.memory as u64)
         ));
         let terms = s
             .negotiated
@@ -60,8 +68,10 @@ pub fn targets(targets: &Vec<TargetView>) -> String {
                 format!(", A FLUSH FAILED ({}): writes may be lost", f.error)
             });
             format!(
-                "  lun {number}: {} bytes in blocks of {}, serial {}{read_only}{failed}",
-                lun.size, lun.block_size, lun.serial
+                "  lun {number}: {} in blocks of {} bytes, serial {}{read_only}{failed}",
+                bytes(lun.size),
+                lun.block_size,
+                lun.serial
             )
         }));
     }
@@ -93,14 +103,14 @@ pub fn status(status: &Status) -> String {
     }
     lines.extend(status.workers.iter().map(|w| {
         format!(
-            "worker {}: {} commands, {} logins, {} refused, buffers {} of {} KiB free (least {})",
+            "worker {}: {} commands, {} logins, {} refused, buffers {} of {} free (least {})",
             w.worker,
             w.commands,
             w.logins,
             w.rejects,
-            w.pool_free >> 10,
-            w.pool >> 10,
-            w.pool_lowest >> 10
+            bytes(w.pool_free as u64),
+            bytes(w.pool as u64),
+            bytes(w.pool_lowest as u64)
         )
     }));
     lines.join("\n")
@@ -122,15 +132,7 @@ pub fn upgraded(upgraded: &Upgraded) -> String {
 /// Differences, a line each.
 #[must_use]
 pub fn changes(changes: &Changes) -> String {
-    let mut lines: Vec<String> = changes
-        .changes
-        .iter()
-        .map(|change| match (&change.old, &change.new) {
-            (Value::Null, new) => format!("+ {}: {new}", change.path),
-            (old, Value::Null) => format!("- {}: {old}", change.path),
-            (old, new) => format!("~ {}: {old} -> {new}", change.path),
-        })
-        .collect();
+    let mut lines: Vec<String> = changes.changes.iter().map(difference).collect();
     lines.extend(changes.drift.iter().map(drift));
     if lines.is_empty() {
         lines.push("no difference".to_owned());
@@ -142,20 +144,29 @@ pub fn changes(changes: &Changes) -> String {
     lines.join("\n")
 }
 
+fn difference(change: &Difference) -> String {
+    match (&change.old, &change.new) {
+        (Value::Null, new) => format!("+ {}: {new}", change.path),
+        (old, Value::Null) => format!("- {}: {old}", change.path),
+        (old, new) => format!("~ {}: {old} -> {new}", change.path),
+    }
+}
+
 /// What is said where a restart would undo changes.
 const UNSAVED: &str = "the configuration file does not have these changes, and a restart undoes them: `riserd save \
                        FILE` writes them down, and `riserd run --restore` serves them again";
 
 /// A backend that is larger than its configuration says.
 fn drift(drift: &DriftView) -> String {
-    let (path, configured, served) = (&drift.path, drift.configured, drift.served);
-    format!("! {path}: {configured} bytes are configured, {served} are served; it stays as large")
+    let (path, configured, served) = (&drift.path, bytes(drift.configured), bytes(drift.served));
+    format!("! {path}: configured {configured}, served {served}; it stays as large")
 }
 
 /// Commands, a line each, and beneath it when they reached which stage.
 #[must_use]
 pub fn traced(traced: &Traced) -> String {
     let mut lines = Vec::new();
+    let zone = TimeZone::system();
     for command in &traced.commands {
         let name = command.name.clone();
         let name = name.unwrap_or_else(|| format!("opcode {:#04x}", command.opcode));
@@ -166,7 +177,7 @@ pub fn traced(traced: &Traced) -> String {
         let micros = |seconds: f64| seconds * 1e6;
         lines.push(format!(
             "{}  {}/{}  nexus {} {}  tag {:#x}  {name}{blocks}: {} bytes, status {:#04x}, {:.1} us",
-            utc(command.time as u64),
+            time(command.time as u64, &zone),
             command.target,
             command.lun,
             command.nexus,
@@ -185,38 +196,49 @@ pub fn traced(traced: &Traced) -> String {
         lines.push(format!("{} more came too fast to be kept", traced.missed));
     }
     if lines.is_empty() {
-        lines.push("no such command".to_owned());
+        lines.push("no command matched".to_owned());
     }
     lines.join("\n")
 }
 
-/// Configurations that were applied, a line each.
+/// Configurations that were applied, a line each, and beneath it what changed with it.
 #[must_use]
 pub fn history(entries: &[HistoryView]) -> String {
-    let line = |entry: &HistoryView| {
-        let time = utc(entry.time);
-        format!("{:>3}  {time}  {}  by {}", entry.back, entry.how, entry.who)
-    };
-    entries.iter().map(line).collect::<Vec<_>>().join("\n")
+    let zone = TimeZone::system();
+    let mut lines = Vec::new();
+    for entry in entries {
+        let (time, who) = (time(entry.time, &zone), named(&entry.who));
+        lines.push(format!(
+            "{:>3}  {time}  {}  by {who}",
+            entry.back, entry.how
+        ));
+        let changes = entry.changes.iter().take(SHOWN);
+        lines.extend(changes.map(|change| format!("       {}", difference(change))));
+        if entry.changes.len() > SHOWN {
+            lines.push(format!("       and {} more", entry.changes.len() - SHOWN));
+        }
+    }
+    lines.join("\n")
 }
 
-/// A time in seconds since 1970 as people write it.
-fn utc(time: u64) -> String {
-    let (days, second) = (time / 86_400, time % 86_400);
-    // Eras of 400 years that begin on the first of March (H. Hinnant, "chrono-compatible low-level
-    // date algorithms").
-    let day = days + 719_468;
-    let (era, day) = (day / 146_097, day % 146_097);
-    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
-    let day = day - (365 * year + year / 4 - year / 100);
-    let month = (5 * day + 2) / 153;
-    let date = day - (153 * month + 2) / 5 + 1;
-    let month = if month < 10 { month + 3 } else { month - 9 };
-    let year = era * 400 + year + u64::from(month <= 2);
-    let (hour, minute) = (second / 3600, second / 60 % 60);
-    format!(
-        "{year:04}-{month:02}-{date:02} {hour:02}:{minute:02}:{:02} UTC",
-        second % 60
+/// Who asked for a change, with the name of the user.
+fn named(who: &str) -> String {
+    let uid = who.strip_prefix("uid ");
+    let uid = uid.and_then(|rest| rest.split(' ').next()?.parse().ok());
+    let user = uid.and_then(|uid| User::from_uid(Uid::from_raw(uid)).ok()?);
+    user.map_or_else(|| who.to_owned(), |user| format!("{}, {who}", user.name))
+}
+
+/// A time in seconds since 1970 as the clocks of a time zone show it, with its distance from UTC.
+fn time(seconds: u64, zone: &TimeZone) -> String {
+    let time = i64::try_from(seconds).ok();
+    let time = time.and_then(|seconds| Timestamp::from_second(seconds).ok());
+    time.map_or_else(
+        || format!("{seconds} s after 1970"),
+        |time| {
+            let local = time.to_zoned(zone.clone());
+            local.strftime("%F %T %:z").to_string()
+        },
     )
 }
 
@@ -225,9 +247,44 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_are_as_in_the_calendar() {
-        assert_eq!(utc(0), "1970-01-01 00:00:00 UTC");
-        assert_eq!(utc(951_782_400), "2000-02-29 00:00:00 UTC");
-        assert_eq!(utc(1_767_225_599), "2025-12-31 23:59:59 UTC");
+    fn times_are_those_of_the_zone() {
+        let zone = |text| TimeZone::posix(text).unwrap();
+        for (seconds, text, expected) in [
+            (0, "UTC0", "1970-01-01 00:00:00 +00:00"),
+            (951_782_400, "UTC0", "2000-02-29 00:00:00 +00:00"),
+            (1_767_225_599, "EST5", "2025-12-31 18:59:59 -05:00"),
+        ] {
+            assert_eq!(time(seconds, &zone(text)), expected);
+        }
+        assert_eq!(
+            time(u64::MAX, &TimeZone::UTC),
+            "18446744073709551615 s after 1970"
+        );
+    }
+
+    #[test]
+    fn history_shows_what_each_configuration_changed_and_who_asked() {
+        let difference = |path: String, old: Value, new: Value| Difference { path, old, new };
+        let more = (0..SHOWN).map(|n| difference(format!("/limits/{n}"), Value::Null, n.into()));
+        let entry = |back, changes| HistoryView {
+            back,
+            time: 0,
+            who: "uid 0 (process 7)".to_owned(),
+            how: "apply".to_owned(),
+            changes,
+        };
+        let mut many: Vec<_> = more.collect();
+        many.push(difference("/x".to_owned(), 1.into(), 2.into()));
+        let moved = difference("/targets/t/luns/0".to_owned(), "a".into(), "b".into());
+        let text = history(&[entry(0, vec![moved]), entry(1, many)]);
+        let lines: Vec<&str> = text.lines().collect();
+        assert!(
+            lines[0].ends_with("  apply  by root, uid 0 (process 7)"),
+            "{text}"
+        );
+        assert_eq!(lines[1], "       ~ /targets/t/luns/0: \"a\" -> \"b\"");
+        assert_eq!(lines[3], "       + /limits/0: 0");
+        assert_eq!(*lines.last().unwrap(), "       and 1 more");
+        assert_eq!(named("SIGHUP"), "SIGHUP");
     }
 }

@@ -119,11 +119,7 @@ impl StateDir {
     /// # Errors
     /// Those of the file system.
     pub fn read(&self, name: &str) -> io::Result<Option<Vec<u8>>> {
-        match fs::read(self.path.join(name)) {
-            Ok(bytes) => Ok(Some(bytes)),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(error),
-        }
+        read(&self.path.join(name))
     }
 
     /// What a file holds in this version of its form; `None` where there is none.
@@ -131,18 +127,7 @@ impl StateDir {
     /// # Errors
     /// Those of the file system; or it is damaged, or of another version. All name the file.
     pub fn load<T: DeserializeOwned>(&self, name: &str, version: u32) -> io::Result<Option<T>> {
-        let path = self.path.join(name);
-        let named = |e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
-        let Some(bytes) = self.read(name).map_err(named)? else {
-            return Ok(None);
-        };
-        let error = |why: String| io::Error::other(format!("{}: {why}", path.display()));
-        let found: Version = serde_json::from_slice(&bytes).map_err(|e| error(e.to_string()))?;
-        if found.version != version {
-            return Err(error(format!("version {} is not known", found.version)));
-        }
-        let content = serde_json::from_slice(&bytes).map_err(|e| error(e.to_string()))?;
-        Ok(Some(content))
+        load(&self.path.join(name), version)
     }
 
     /// Replaces a file by this version of its form.
@@ -171,6 +156,33 @@ impl StateDir {
     pub fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
         replace(&self.path.join(name), bytes)
     }
+}
+
+fn read(path: &Path) -> io::Result<Option<Vec<u8>>> {
+    match fs::read(path) {
+        Ok(bytes) => Ok(Some(bytes)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// What a file of a state directory holds in this version of its form, whoever has the directory; `None`
+/// where there is none.
+///
+/// # Errors
+/// As [`StateDir::load`].
+pub fn load<T: DeserializeOwned>(path: &Path, version: u32) -> io::Result<Option<T>> {
+    let named = |e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
+    let Some(bytes) = read(path).map_err(named)? else {
+        return Ok(None);
+    };
+    let error = |why: String| io::Error::other(format!("{}: {why}", path.display()));
+    let found: Version = serde_json::from_slice(&bytes).map_err(|e| error(e.to_string()))?;
+    if found.version != version {
+        return Err(error(format!("version {} is not known", found.version)));
+    }
+    let content = serde_json::from_slice(&bytes).map_err(|e| error(e.to_string()))?;
+    Ok(Some(content))
 }
 
 /// The name of the file for something of a logical unit, by its world-wide name.

@@ -12,14 +12,14 @@ use serde::{Deserialize, Serialize};
 use super::history::Entry;
 use super::upgrade::Tenure;
 use crate::backend::{FlushFailure, Source};
-use crate::config::{Backend, Config, Difference, Protocol};
+use crate::config::{Backend, Config, Difference, Guid, Place, Protocol, diff};
 use crate::iscsi::Phase;
 use crate::server::Server;
 use crate::server::problems::{Problem, Subject};
 use crate::srp::{ChannelParams, Unit};
 use crate::worker::SessionInfo;
 use crate::worker::mail::{IscsiSession, Snapshot};
-use crate::worker::target::{Catalog, TargetDef};
+use crate::worker::target::{Catalog, PortalDef, TargetDef};
 
 /// The daemon as a whole.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -132,6 +132,20 @@ pub struct PortalView {
     pub protocol: String,
     /// Its address and port.
     pub listen: String,
+    /// What an SRP target port is known by.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub names: Option<PortNames>,
+}
+
+/// What an SRP target port is known by: 16 hexadecimal digits each, after `0x`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PortNames {
+    /// I/O controller GUID.
+    pub ioc_guid: String,
+    /// The InfiniBand service id.
+    pub service_guid: String,
+    /// Identifier extension.
+    pub id_ext: String,
 }
 
 /// A logical unit.
@@ -206,7 +220,11 @@ impl DriftView {
             };
             let (configured, served) = (size?, server.capacity_of(&backend.name)?);
             (served > configured).then(|| Self {
-                path: format!("backends.{}.size", backend.name),
+                path: Place::default()
+                    .join("backends")
+                    .join(&backend.name)
+                    .join("size")
+                    .to_string(),
                 configured,
                 served,
             })
@@ -226,17 +244,30 @@ pub struct HistoryView {
     pub who: String,
     /// How: `start`, `upgrade`, `apply`, `reload`, `rollback 1`.
     pub how: String,
+    /// Where it differs from the one before it, as far as that is kept.
+    #[serde(default)]
+    pub changes: Vec<Difference>,
 }
 
 /// The configurations that the daemon has had, the newest first.
 #[must_use]
 pub fn history(entries: &[Entry]) -> Vec<HistoryView> {
+    // One of an older daemon may not be accepted any longer.
+    let configs = entries
+        .iter()
+        .map(|entry| Config::parse(&entry.yaml, "history").ok());
+    let configs: Vec<_> = configs.collect();
+    let changes = |back: usize| {
+        let before = configs.get(back + 1)?.as_ref()?;
+        Some(diff(before, configs[back].as_ref()?))
+    };
     let entries = entries.iter().enumerate();
     let view = |(back, entry): (usize, &Entry)| HistoryView {
         back,
         time: entry.time,
         who: entry.who.clone(),
         how: entry.how.clone(),
+        changes: changes(back).unwrap_or_default(),
     };
     entries.map(view).collect()
 }
@@ -444,6 +475,10 @@ pub fn targets(server: &Server) -> Vec<TargetView> {
             .map(|p| PortalView {
                 protocol: p.protocol.to_string(),
                 listen: p.listen.to_string(),
+                names: (p.protocol == Protocol::Srp)
+                    .then(|| t.portals.iter().find(|def| def.listen == p.listen))
+                    .flatten()
+                    .map(port_names),
             })
             .collect(),
         luns: t
@@ -453,6 +488,14 @@ pub fn targets(server: &Server) -> Vec<TargetView> {
             .collect(),
     };
     catalog.targets.iter().map(view).collect()
+}
+
+fn port_names(def: &PortalDef) -> PortNames {
+    PortNames {
+        ioc_guid: Guid(def.ioc_guid).to_string(),
+        service_guid: Guid(def.service_id).to_string(),
+        id_ext: Guid(def.id_ext).to_string(),
+    }
 }
 
 fn lun(unit: &Unit, read_only: bool, catalog: &Catalog) -> LunView {

@@ -63,7 +63,7 @@ pub struct FileId {
 
 impl Identities {
     /// What names are derived from: what the configuration says, else what it was at the first start.
-    pub(super) fn host(&mut self, config: &Config) -> HostId {
+    pub fn host(&mut self, config: &Config) -> HostId {
         match &config.identity {
             Some(_) => HostId::of(config),
             None => {
@@ -73,6 +73,13 @@ impl Identities {
                 HostId::new(host)
             }
         }
+    }
+
+    /// The names that the unit of a backend gets when it is served.
+    pub fn identity(&mut self, config: &Config, backend: &Backend) -> Identity {
+        let mut identity = backend.identity(&self.host(config));
+        self.keep(config, backend, None, &mut identity);
+        identity
     }
 
     /// Gives a unit the names that it has had, as far as the configuration does not give them, and keeps those

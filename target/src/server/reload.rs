@@ -80,18 +80,18 @@ pub fn check(
 ) -> Result<(), ChangeError> {
     let (was, is) = (&old.limits, &new.limits);
     let parts = [
-        ("identity", old.identity == new.identity),
-        ("workers", old.workers == new.workers),
-        ("limits.buffer_pool_mib", was.buffer_pool == is.buffer_pool),
-        ("limits.max_transfer", was.max_transfer == is.max_transfer),
+        ("/identity", old.identity == new.identity),
+        ("/workers", old.workers == new.workers),
+        ("/limits/buffer_pool_mib", was.buffer_pool == is.buffer_pool),
+        ("/limits/max_transfer", was.max_transfer == is.max_transfer),
         (
-            "limits.max_sessions",
+            "/limits/max_sessions",
             ring_capacity(is.max_sessions) <= ring,
         ),
-        ("transport", old.transport == new.transport),
-        ("log", old.log == new.log),
-        ("admin", old.admin == new.admin),
-        ("state", old.state == new.state),
+        ("/transport", old.transport == new.transport),
+        ("/log", old.log == new.log),
+        ("/admin", old.admin == new.admin),
+        ("/state", old.state == new.state),
     ];
     let mut changed = parts.iter().filter(|(_, same)| !same);
     if let Some((name, _)) = changed.next() {

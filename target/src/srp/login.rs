@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_scsi::srp::{
     BufferFormats, ImmediateDataOffset, LoginRejReason, LoginReq, LoginReqFlags, LoginRsp,
     MIN_MAX_IU_LEN, MultiChannelAction, MultiChannelResult, Tag,
@@ -54,6 +55,40 @@ pub enum Admission {
     Denied,
     /// There is no such target port here.
     UnknownTarget,
+}
+
+/// Why a login is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoginRefused {
+    /// The reason for the SRP_LOGIN_REJ.
+    pub reason: LoginRejReason,
+    /// The reason for the audit log, in the words of every protocol: SRP has one code both for initiators that
+    /// access control denies and for targets that do not exist.
+    pub audit: &'static str,
+}
+
+impl LoginRefused {
+    /// A login that is refused for a reason, after access control has decided so.
+    #[must_use]
+    pub fn new(reason: LoginRejReason, admission: &Admission) -> Self {
+        let audit = match (reason, admission) {
+            (LoginRejReason::UnableToAssociateChannel, Admission::Denied) => {
+                LoginStatus::AUTHORIZATION_FAILURE.name()
+            }
+            (LoginRejReason::UnableToAssociateChannel, Admission::UnknownTarget) => {
+                LoginStatus::NOT_FOUND.name()
+            }
+            (reason, _) => reason.name(),
+        };
+        Self { reason, audit }
+    }
+}
+
+impl From<LoginRejReason> for LoginRefused {
+    fn from(reason: LoginRejReason) -> Self {
+        let audit = reason.name();
+        Self { reason, audit }
+    }
 }
 
 /// What exists at the time of a login.

@@ -57,6 +57,7 @@ pub use action::{Action, Counters, SendIu};
 pub use channel::{ChState, Channel, ChannelConfig, Cx, JOIN_TIMEOUT, KEEPALIVE};
 pub use ioctx::{IoctxState, RecvIdx, SendIdx};
 pub use login::{
-    Admission, ChannelParams, LoginLimits, LoginOutcome, LoginView, SessionMemory, plan_login,
+    Admission, ChannelParams, LoginLimits, LoginOutcome, LoginRefused, LoginView, SessionMemory,
+    plan_login,
 };
 pub use unit::{LunMap, Management, Mapping, SetFull, TaskRef, Unit, UnitIdx};

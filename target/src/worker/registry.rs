@@ -19,15 +19,13 @@ use std::time::Instant;
 
 use riser_scsi::attention::{Attention, AttentionScope};
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
-use riser_scsi::srp::{
-    InitiatorPortId, LoginRejReason, LoginReq, MultiChannelAction, TargetPortId,
-};
+use riser_scsi::srp::{InitiatorPortId, LoginReq, MultiChannelAction, TargetPortId};
 
 use super::target::{Catalog, Entrance, TargetDef};
 use super::unconfirmed::{self, Unconfirmed};
 use super::waits::Waits;
 use crate::srp::{
-    Admission, JOIN_TIMEOUT, LoginLimits, LoginOutcome, LoginView, LunMap, plan_login,
+    Admission, JOIN_TIMEOUT, LoginLimits, LoginOutcome, LoginRefused, LoginView, LunMap, plan_login,
 };
 
 /// Replaced sessions of one pair of ports at most, while their commands are still at a device.
@@ -294,14 +292,14 @@ impl Registry {
     /// [`Registry::establish`]; others may have to give their places to this one.
     ///
     /// # Errors
-    /// The reason for the reject; nothing was entered.
+    /// Why it is refused; nothing was entered.
     pub fn login(
         &self,
         req: &LoginReq,
         ends: Endpoints,
         channel: ChannelRef,
         now: Instant,
-    ) -> Result<Entered, LoginRejReason> {
+    ) -> Result<Entered, LoginRefused> {
         let key = NexusKey {
             initiator: req.initiator_port,
             target: req.target_port,
@@ -346,7 +344,8 @@ impl Registry {
                     || !table.budget.has_room(&catalog.limits, address, replaced)),
             stopping: table.stopping,
         };
-        let mut outcome = plan_login(req, &catalog.limits.login, &admission, view)?;
+        let planned = plan_login(req, &catalog.limits.login, &admission, view);
+        let mut outcome = planned.map_err(|reason| LoginRefused::new(reason, &admission))?;
         let is_loss = known.iter().any(Entry::has_been_current);
         let mut displaced = Vec::new();
         if let Some(crowded) = crowded {
@@ -589,7 +588,7 @@ fn ports(key: NexusKey, target: Option<&TargetDef>) -> Nexus {
 mod tests {
     use std::time::Duration;
 
-    use riser_scsi::srp::{BufferFormats, LoginReqFlags, Tag};
+    use riser_scsi::srp::{BufferFormats, LoginRejReason, LoginReqFlags, Tag};
 
     use super::*;
     use crate::config::Config;
@@ -654,7 +653,8 @@ mod tests {
                 local: portal.ip(),
                 entrance: Entrance::Port(portal.port()),
             };
-            self.registry.login(&req, ends, channel(serial), self.now)
+            let entered = self.registry.login(&req, ends, channel(serial), self.now);
+            entered.map_err(|refused| refused.reason)
         }
 
         fn single(&self, serial: u64) -> Result<Entered, LoginRejReason> {

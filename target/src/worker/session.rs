@@ -20,7 +20,7 @@ use super::{Endpoint, LINGER, PATIENCE, Phase, Worker};
 use crate::audit::Who;
 use crate::config::Protocol;
 use crate::srp::transfer::MAX_SGE;
-use crate::srp::{ChState, Channel, ChannelConfig, ChannelParams, SessionMemory};
+use crate::srp::{ChState, Channel, ChannelConfig, ChannelParams, LoginRefused, SessionMemory};
 
 /// Incoming READs and atomics that we allow: initiators have no business reading our memory.
 pub(super) const RESPONDER_RESOURCES: u8 = 1;
@@ -192,8 +192,8 @@ impl Worker {
         };
         let mut entered = match shared.registry.login(&req, ends, channel, self.now) {
             Ok(entered) => entered,
-            Err(reason) => {
-                return self.refuse(device, cm, req.tag, reason, &who, None);
+            Err(refused) => {
+                return self.refuse(device, cm, req.tag, refused, &who, None);
             }
         };
         // The login may have met units that this worker has not heard of yet.
@@ -283,11 +283,12 @@ impl Worker {
         device: usize,
         cm: CmId,
         tag: Tag,
-        reason: LoginRejReason,
+        refused: impl Into<LoginRefused>,
         who: &Who,
         detail: Option<&dyn Display>,
     ) {
-        self.audit.denied(self.now, who, reason.name(), detail);
+        let LoginRefused { reason, audit } = refused.into();
+        self.audit.denied(self.now, who, audit, detail);
         self.rejects.count((Protocol::Srp, reason.name()));
         let rej = LoginRej {
             reason,

@@ -326,7 +326,7 @@ targets:
     assert_eq!(size(&daemon), 128 * MIB);
     let (code, text, _) = daemon.ask(&["diff", file]);
     assert_eq!(code, 3, "{text}");
-    assert!(text.contains("backends.d.size"), "{text}");
+    assert!(text.contains("/backends/d/size"), "{text}");
     let (code, _, errors) = daemon.ask(&["reload"]);
     assert_eq!(code, 0, "{errors}");
     assert_eq!(size(&daemon), 128 * MIB);
@@ -334,7 +334,7 @@ targets:
     daemon.serve();
     assert_eq!(size(&daemon), 128 * MIB);
     let (_, text, _) = daemon.ask(&["status"]);
-    assert!(text.contains("backends.d.size"), "{text}");
+    assert!(text.contains("/backends/d/size"), "{text}");
 
     // By a change that the file does not have.
     let (code, _, errors) = daemon.ask(&["set", "/backends/d", "size=256MiB"]);

@@ -1,0 +1,87 @@
+//! What may help where a file cannot be opened, and what is worth a note although a backend can be.
+
+use std::io;
+use std::path::Path;
+
+use super::store::{Source, Spec};
+use crate::units::bytes;
+
+/// What may help against an error of opening a file, if that is known.
+pub(super) fn hint(spec: &Spec, path: &Path, error: &io::Error) -> Option<String> {
+    let directory = path.parent().filter(|p| !p.as_os_str().is_empty());
+    let is_denied = matches!(
+        error.kind(),
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem
+    );
+    match (error.kind(), directory) {
+        (io::ErrorKind::NotFound, Some(directory)) if !directory.exists() => {
+            let directory = directory.display();
+            Some(format!(
+                "there is no directory {directory}: make it with `mkdir -p {directory}`, or give another `path`"
+            ))
+        }
+        (io::ErrorKind::NotFound, _) => {
+            Some("`create: true` and a `size` create a file".to_owned())
+        }
+        _ if is_denied && !spec.read_only && std::fs::File::open(path).is_ok() => {
+            Some("it can be read: `read_only: true` serves it so".to_owned())
+        }
+        _ => None,
+    }
+}
+
+/// What an administrator should know of a backend of this many bytes that is served.
+pub(super) fn notes(spec: &Spec, size: u64) -> Vec<String> {
+    let mut notes = Vec::new();
+    let tail = size % u64::from(spec.block_size);
+    if tail > 0 {
+        notes.push(format!(
+            "{size} bytes are not a number of {}-byte blocks: the last {tail} are not served",
+            spec.block_size
+        ));
+    }
+    if let Source::Ram { size } = spec.source
+        && let Some(memory) = memory().filter(|memory| size > *memory)
+    {
+        notes.push(format!(
+            "a RAM disk of {} on a host with {} of memory, more than which cannot be written",
+            bytes(size),
+            bytes(memory)
+        ));
+    }
+    notes
+}
+
+/// The host's memory and swap space, in bytes.
+fn memory() -> Option<u64> {
+    let info = rustix::system::sysinfo();
+    let units = info.totalram.checked_add(info.totalswap)?;
+    units.checked_mul(u64::from(info.mem_unit))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::Direct;
+
+    #[test]
+    fn a_file_that_can_only_be_read_may_be_served_so() {
+        let mut spec = Spec {
+            source: Source::Null { size: 512 },
+            block_size: 512,
+            direct: Direct::Auto,
+            write_cache: true,
+            read_only: false,
+            faults: None,
+        };
+        let path = std::env::current_exe().unwrap();
+        let hint = |spec: &Spec, errno| hint(spec, &path, &io::Error::from_raw_os_error(errno));
+        let expected = Some("it can be read: `read_only: true` serves it so".to_owned());
+        for errno in [libc::EACCES, libc::EPERM, libc::EROFS] {
+            assert_eq!(hint(&spec, errno), expected);
+        }
+        assert_eq!(hint(&spec, libc::EIO), None);
+        spec.read_only = true;
+        assert_eq!(hint(&spec, libc::EACCES), None);
+    }
+}

@@ -1,0 +1,109 @@
+//! Whether what a configuration names can be opened on this host.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
+use std::sync::Arc;
+
+use serde::Serialize;
+
+use crate::backend::open_in_time;
+use crate::config::{Config, Protocol, Provider};
+use crate::units::bytes;
+
+/// What could be opened, and what could not.
+#[derive(Debug, Default)]
+pub(super) struct Probe {
+    pub(super) opened: Vec<Opened>,
+    pub(super) problems: Vec<Problem>,
+}
+
+/// A backend.
+#[derive(Debug, Serialize)]
+pub(super) struct Opened {
+    name: String,
+    /// Bytes that it would serve.
+    size: u64,
+    notes: Vec<String>,
+}
+
+/// What cannot be served.
+#[derive(Debug, Serialize)]
+pub(super) struct Problem {
+    /// `backend` or `portal`.
+    kind: &'static str,
+    name: String,
+    error: String,
+}
+
+impl Probe {
+    /// Opens each backend and closes it, likewise the addresses of portals and of the metrics.
+    pub(super) fn of(config: &Config) -> Self {
+        let mut probe = Self::default();
+        for backend in &config.backends {
+            let name = backend.name.clone();
+            match open_in_time(&backend.spec, Arc::default()) {
+                Ok(store) => {
+                    // As it was found: a file that was created or extended would be so by the daemon.
+                    store.undo();
+                    let (size, notes) = (store.capacity(), store.notes().to_vec());
+                    probe.opened.push(Opened { name, size, notes });
+                }
+                Err(error) => probe.fail("backend", name, &error),
+            }
+        }
+        let mut rdma: Vec<IpAddr> = Vec::new();
+        for portal in config.targets.iter().flat_map(|target| &target.portals) {
+            let listen = portal.listen;
+            let tried = match portal.protocol {
+                Protocol::Iscsi => TcpListener::bind(listen).map(drop),
+                Protocol::Srp | Protocol::Iser if rdma.contains(&listen.ip()) => Ok(()),
+                Protocol::Srp | Protocol::Iser => {
+                    rdma.push(listen.ip());
+                    bind_nic(config, listen.ip())
+                }
+            };
+            if let Err(error) = tried {
+                probe.fail("portal", listen.to_string(), &error);
+            }
+        }
+        if let Some(metrics) = &config.metrics
+            && let Err(error) = TcpListener::bind(metrics.listen)
+        {
+            probe.fail("metrics", metrics.listen.to_string(), &error);
+        }
+        probe
+    }
+
+    fn fail(&mut self, kind: &'static str, name: String, error: &dyn std::fmt::Display) {
+        let error = error.to_string();
+        self.problems.push(Problem { kind, name, error });
+    }
+
+    /// In lines for people.
+    pub(super) fn lines(&self) -> Vec<String> {
+        let mut lines = Vec::new();
+        for Opened { name, size, notes } in &self.opened {
+            lines.push(format!("backend {name}: {}", bytes(*size)));
+            lines.extend(
+                notes
+                    .iter()
+                    .map(|note| format!("note: backend {name}: {note}")),
+            );
+        }
+        let problems = self.problems.iter();
+        lines
+            .extend(problems.map(|Problem { kind, name, error }| {
+                format!("NOT SERVED: {kind} {name}: {error}")
+            }));
+        lines
+    }
+}
+
+/// Binds the port that a software NIC takes, or any where the address may be an RDMA device's.
+fn bind_nic(config: &Config, address: IpAddr) -> io::Result<()> {
+    let port = match config.transport.provider {
+        Provider::Roce => riser_transport::wire::packet::ROCE_PORT,
+        Provider::RdmaCore | Provider::Auto => 0,
+    };
+    UdpSocket::bind(SocketAddr::new(address, port)).map(drop)
+}

@@ -5,7 +5,7 @@
 two_hosts
 trap srp_clean EXIT
 rdma link delete rxe0
-mkdir -p /var/lib/riser
+cd /tmp
 portal=$(readme "Serve to a Linux host" yaml)
 readme "Serve a disk" yaml | sed "s|^ *portals: .*|$portal|" >/tmp/readme.yaml
 cat /tmp/readme.yaml

@@ -45,16 +45,27 @@ pub(crate) fn build_and_try() -> Result<Ended, Failure> {
         return Ok(Ended::Unavailable(why));
     };
     let file = root().join("deploy/container/Containerfile");
-    for base in bases(&fs::read_to_string(&file)?) {
-        let is_here = sh::output(&mut cmd(engine, ["image", "inspect", &base])).is_ok();
+    let bases = bases(&fs::read_to_string(&file)?);
+    for base in &bases {
+        let is_here = sh::output(&mut cmd(engine, ["image", "inspect", base])).is_ok();
         if is_here {
             continue;
         }
         println!("{engine} pull {base}");
-        if let Err(e) = sh::output(&mut cmd(engine, ["pull", "--quiet", &base])) {
+        if let Err(e) = sh::output(&mut cmd(engine, ["pull", "--quiet", base])) {
             let e = e.to_string();
             let last = e.lines().last().unwrap_or_default();
             let why = format!("{engine} cannot have the base image {base}: {last}");
+            return Ok(Ended::Unavailable(why));
+        }
+    }
+    let try_it = ["run", "--rm", "--network", "none"];
+    for base in &bases {
+        // In a container, an engine may be able to do everything but this.
+        if let Err(e) = sh::output(cmd(engine, try_it).args([base, "true"])) {
+            let e = e.to_string();
+            let last = e.lines().last().unwrap_or_default();
+            let why = format!("{engine} cannot run a container here: {last}");
             return Ok(Ended::Unavailable(why));
         }
     }
@@ -62,8 +73,8 @@ pub(crate) fn build_and_try() -> Result<Ended, Failure> {
     sh::run(build.arg(&file).arg(root()))?;
     let mut said = Vec::new();
     for command in TRIED {
-        let mut run = cmd(engine, ["run", "--rm", "--network", "none", IMAGE]);
-        said.push(sh::output(run.args(command))?.trim().to_owned());
+        let mut run = cmd(engine, try_it);
+        said.push(sh::output(run.arg(IMAGE).args(command))?.trim().to_owned());
     }
     Ok(Ended::Tried(said.join("\n")))
 }

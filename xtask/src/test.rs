@@ -172,28 +172,24 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         let started = Instant::now();
         let outcome = (step.run)(options);
         let took = started.elapsed();
-        let (how, mut counts, more) = match outcome {
-            Outcome::Ran(counts, None) => ("ok", counts, String::new()),
+        let (how, mut counts) = match outcome {
+            Outcome::Ran(counts, None) => ("ok", counts),
             Outcome::Ran(mut counts, Some(why)) => {
                 println!("{why}");
                 // Something that is no test of its own went wrong, as a build.
                 if counts.total().failed == 0 {
                     counts.merge(Tally::check(false));
                 }
-                ("FAILED", counts, String::new())
+                ("FAILED", counts)
             }
             Outcome::Skipped(why) => {
+                println!("{why}");
                 note(Kind::Check, step.name, &why);
-                ("skipped", Tally::default(), why)
+                ("skipped", Tally::default())
             }
         };
         counts.take_skips(noted(), &BTreeSet::new());
-        let row = row(
-            step.name,
-            how,
-            took,
-            &format!("{}{more}", counts.in_a_row()),
-        );
+        let row = row(step.name, how, took, &counts.in_a_row());
         println!("{row}");
         rows.push(row);
         tally.merge(counts);

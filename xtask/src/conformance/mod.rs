@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use crate::daemon::Daemon;
 use crate::packages::{Need, ensure, need};
-use crate::tally::{Counts, Kind, Tally, note};
+use crate::tally::{Counts, Kind, Tally, note, noted};
 use crate::{Failure, demo, sh};
 use suite::{Run, Verdict};
 
@@ -127,7 +127,10 @@ const OTHER_LUNS: [(u8, &str); 2] = [(1, "LBPPB < 2"), (2, "Logical unit is not 
 
 /// Runs everything; fails if our target failed in anything.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
-    match run_all(options)? {
+    let ended = run_all(options)?;
+    // They are printed, and nothing counts them here.
+    let _ = noted();
+    match ended {
         Ended::Ran(_, None) => Ok(()),
         Ended::Ran(_, Some(why)) | Ended::Unavailable(why) => Err(why.into()),
     }

@@ -617,6 +617,18 @@ mod tests {
     }
 
     #[test]
+    fn every_verb_takes_the_options_of_all() {
+        let mut command = Args::command();
+        command.build();
+        for verb in command.get_subcommands().filter(|v| v.get_name() != "help") {
+            for option in ["output", "timeout", "verbose", "quiet", "log"] {
+                let has = verb.get_arguments().any(|arg| arg.get_id() == option);
+                assert!(has, "{} takes no {option}", verb.get_name());
+            }
+        }
+    }
+
+    #[test]
     fn faults_are_read_by_name() {
         let got = Inject::parse("loss=2,reorder=1.5%,dup=0,seed=9").unwrap();
         assert_eq!(

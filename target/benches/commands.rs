@@ -57,7 +57,10 @@ fn reads(commands: u32) {
 }
 
 fn counting(commands: u32) {
-    let account = Arc::new(Account::new(Arc::new(LunStats::new("bench", 0)), 0));
+    let account = Arc::new(Account::new(
+        Arc::new(LunStats::new("bench", 0, Some(Instant::now))),
+        0,
+    ));
     let answer = Response {
         status: Status::Good,
         sense: [].into_iter().collect(),

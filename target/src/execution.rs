@@ -189,7 +189,10 @@ impl<const CDB: usize> Execution<CDB> {
                         Entry::Gather
                     }
                     true => Entry::Now,
-                    false => Entry::Later,
+                    false => {
+                        self.course.enter(Stage::Order, now);
+                        Entry::Later
+                    }
                 }
             }
             Err(SetFull) => Entry::Full,
@@ -222,7 +225,13 @@ impl<const CDB: usize> Execution<CDB> {
         self.course.enter(Stage::Scsi, now);
         self.early = Early::Arrived(result);
         match (self.key, &self.unit) {
-            (Some(key), Some(unit)) => unit.data_arrived(key),
+            (Some(key), Some(unit)) => {
+                let (may_start, others) = unit.data_arrived(key);
+                if !may_start {
+                    self.course.enter(Stage::Order, now);
+                }
+                (may_start, others)
+            }
             _ => (true, Vec::new()),
         }
     }
@@ -302,7 +311,8 @@ impl<const CDB: usize> Execution<CDB> {
 
     /// Waits for the buffer that [`Execution::has_buffer`] or [`Execution::gather`] could not get; the step
     /// that needs it is in `step`.
-    pub fn await_buffer(&self, pool: &mut Pool, owner: Owner) {
+    pub fn await_buffer(&mut self, pool: &mut Pool, owner: Owner, now: Instant) {
+        self.course.enter(Stage::Memory, now);
         if self.is_held_up() {
             pool.wait_started(owner, self.buffer_len());
         } else {

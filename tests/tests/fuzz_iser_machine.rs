@@ -47,7 +47,7 @@ impl Gate for Open {
     fn join(&mut self, joined: &Joined, first: CmdSn) -> Result<Admitted, LoginStatus> {
         let mapping = Mapping {
             unit: Arc::clone(&self.0),
-            stats: Arc::new(LunStats::new("t", 0)),
+            stats: Arc::new(LunStats::new("t", 0, None)),
             read_only: false,
         };
         let luns = LunMap::new([(LunId::ZERO, mapping)]);

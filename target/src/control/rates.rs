@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::live::{Live, LiveLun, LiveOp, LiveSession};
+use crate::stats::quantile;
 
 /// What the daemon does.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -40,7 +41,7 @@ pub struct OpRate {
     pub bytes: f64,
     /// How long one took on average, in seconds; nothing without any.
     pub mean: Option<f64>,
-    /// The time that half of them kept, in seconds; the upper bound of its bucket.
+    /// The time that half of them kept, in seconds; see [`quantile`].
     pub p50: Option<f64>,
     /// The time that 99 % of them kept.
     pub p99: Option<f64>,
@@ -193,26 +194,14 @@ impl Ops {
         }
     }
 
-    /// The bound of the bucket in which so many of all are.
-    fn quantile(&self, bounds: &[f64], part: f64) -> Option<f64> {
-        let all: u64 = self.buckets.iter().sum();
-        let wanted = (all as f64 * part).ceil() as u64;
-        let mut sum = 0;
-        let place = self.buckets.iter().position(|n| {
-            sum += n;
-            all > 0 && sum >= wanted
-        })?;
-        bounds.get(place).or(bounds.last()).copied()
-    }
-
     fn rate(&self, bounds: &[f64], seconds: f64) -> OpRate {
         let n = self.commands as f64;
         OpRate {
             commands: n / seconds,
             bytes: self.bytes as f64 / seconds,
             mean: (self.commands > 0).then(|| self.seconds / n),
-            p50: self.quantile(bounds, 0.5),
-            p99: self.quantile(bounds, 0.99),
+            p50: quantile(&self.buckets, bounds, 0.5),
+            p99: quantile(&self.buckets, bounds, 0.99),
         }
     }
 }

@@ -146,7 +146,7 @@ impl<D: Datamover> Channel<D> {
                 if !self.pool_waiters.is_empty() {
                     // Newer commands may have to wait for older ones, with their data in memory.
                     exec.step = Some(step);
-                    return self.await_pool(cx.pool, idx);
+                    return self.await_pool(cx, idx);
                 }
                 self.run(cx, idx, step);
             }
@@ -169,7 +169,7 @@ impl<D: Datamover> Channel<D> {
                 if !self.has_buffer(cx.pool, idx) =>
             {
                 self.tasks[usize::from(idx.0)].exec.step = Some(step);
-                self.await_pool(cx.pool, idx);
+                self.await_pool(cx, idx);
             }
             Step::ReceiveData { from, len } => self.receive_piece(cx, idx, from, len),
             Step::SendData { from, len } => self.send_piece(cx, idx, from, len),
@@ -322,14 +322,14 @@ impl<D: Datamover> Channel<D> {
         Owner(self.config.serial)
     }
 
-    fn await_pool(&mut self, pool: &mut Pool, idx: TaskIdx) {
+    fn await_pool(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         self.tasks[usize::from(idx.0)].state = TaskState::AwaitBuffer;
         self.counters.buffer_waits += 1;
         self.pool_waiters.push_back(idx);
         let owner = self.owner();
         self.tasks[usize::from(idx.0)]
             .exec
-            .await_buffer(pool, owner);
+            .await_buffer(cx.pool, owner, cx.now);
     }
 
     /// Waits for pool memory no longer.
@@ -529,7 +529,7 @@ impl<D: Datamover> Channel<D> {
         let Some(len) = len else {
             let task = &mut self.tasks[usize::from(idx.0)];
             task.exec.step = Some(Step::Respond(response));
-            return self.await_pool(cx.pool, idx);
+            return self.await_pool(cx, idx);
         };
         self.send_response(cx.now, idx, response, len);
     }

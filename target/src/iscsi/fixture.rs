@@ -55,7 +55,7 @@ impl FakeGate {
     pub(super) fn new(offer: Offer) -> Self {
         Self {
             unit: unit(Limits::default().window),
-            stats: Arc::new(LunStats::new("t", 0)),
+            stats: Arc::new(LunStats::new("t", 0, None)),
             refused: Vec::new(),
             events: Vec::new(),
             offer,

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Weak};
+use std::time::Instant;
 
 use riser_scsi::iscsi::chap;
 use riser_scsi::iscsi::login::Auth;
@@ -480,7 +481,7 @@ impl Builder {
     /// What is counted of a target's unit, which goes on where it was.
     fn stats(&mut self, target: &str, lun: u16) -> Arc<LunStats> {
         let key = (target.to_owned(), lun);
-        let new = || Arc::new(LunStats::new(target, lun));
+        let new = || Arc::new(LunStats::new(target, lun, Some(Instant::now)));
         Arc::clone(self.stats.entry(key).or_insert_with(new))
     }
 

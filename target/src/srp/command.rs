@@ -161,7 +161,7 @@ impl Channel {
                 if io.exec.buffer.is_none() && !self.pool_waiters.is_empty() {
                     // Newer commands may have to wait for older ones, with their data in memory.
                     io.exec.step = Some(step);
-                    return self.await_pool(cx.pool, idx);
+                    return self.await_pool(cx, idx);
                 }
                 Some(step)
             }
@@ -244,7 +244,7 @@ impl Channel {
                 Step::Respond(response) => return self.respond(cx, idx, response),
                 Step::ReceiveData { .. } | Step::Block(_) if !self.has_buffer(cx.pool, idx) => {
                     self.ioctx[usize::from(idx.0)].exec.step = Some(step);
-                    return self.await_pool(cx.pool, idx);
+                    return self.await_pool(cx, idx);
                 }
                 Step::SendData { from, len } => {
                     self.counters.bytes_in += u64::from(len);
@@ -354,14 +354,14 @@ impl Channel {
     }
 
     /// Waits for pool memory, behind the others.
-    pub(super) fn await_pool(&mut self, pool: &mut Pool, idx: SendIdx) {
+    pub(super) fn await_pool(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
         self.ioctx[usize::from(idx.0)].state = IoctxState::AwaitBuffer;
         self.counters.buffer_waits += 1;
         self.pool_waiters.push_back(idx);
         let owner = self.owner();
         self.ioctx[usize::from(idx.0)]
             .exec
-            .await_buffer(pool, owner);
+            .await_buffer(cx.pool, owner, cx.now);
     }
 
     /// Tries again what waited for pool memory.

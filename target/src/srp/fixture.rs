@@ -104,7 +104,9 @@ impl Rig {
             now: Instant::now(),
             pool: Pool::new(4 << 20).unwrap(),
             units,
-            stats: (0..2).map(|i| Arc::new(LunStats::new("t", i))).collect(),
+            stats: (0..2)
+                .map(|i| Arc::new(LunStats::new("t", i, None)))
+                .collect(),
             disks: vec![vec![0; DISK]; 2],
             remote: HashMap::new(),
             channels: Vec::new(),

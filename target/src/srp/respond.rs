@@ -17,7 +17,7 @@ impl Channel {
         let io = &mut self.ioctx[usize::from(idx.0)];
         let Some(len) = io.exec.gather(cx.pool, owner, &response, cx.now) else {
             io.exec.step = Some(Step::Respond(response));
-            self.await_pool(cx.pool, idx);
+            self.await_pool(cx, idx);
             return self.leave_answering(idx);
         };
         if len > 0 {

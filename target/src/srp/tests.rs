@@ -1,5 +1,6 @@
 //! Scripts: information units and completions in, actions out.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use riser_scsi::attention::Attention;
@@ -19,6 +20,7 @@ use super::ioctx::{IoctxState, SendIdx, Then};
 use super::login::ChannelParams;
 use super::unit::{TaskRef, UnitIdx};
 use crate::config::DATA_OUT_TIMEOUT;
+use crate::stats::{Record, Stage, Tracer};
 
 fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|i| (i * 7 % 251) as u8).collect()
@@ -255,6 +257,40 @@ fn a_command_waits_for_pool_memory() {
     rig.settle();
     assert_eq!(rig.answers(), [good(2), good(1)], "no READ for the second");
     assert_eq!(rig.disks[0][512..1024], [2; 512]);
+    rig.end();
+}
+
+#[test]
+fn waits_for_other_tasks_and_for_memory_are_stages_of_their_own() {
+    let mut rig = Rig::live();
+    let tracer = Arc::new(Tracer::new(None, Duration::ZERO, 8));
+    rig.stats[0].trace(Some(Arc::clone(&tracer)));
+    let wait = Duration::from_millis(5);
+    rig.send(0, &cmd(&[0x35]).tag(1).bytes());
+    let ordered = cmd(&[0x35]).attr(TaskAttr::Ordered).tag(2);
+    rig.send(0, &ordered.bytes());
+    rig.advance(wait);
+    rig.settle();
+    let all = rig.pool.take(4 << 20).unwrap();
+    let write = write10(1, 1).tag(3).out(Data::Immediate(vec![2; 512]));
+    rig.send(0, &write.bytes());
+    rig.advance(wait);
+    rig.pool.release(all);
+    rig.pump();
+    rig.settle();
+    assert_eq!(rig.answers().len(), 3);
+    let mut records = tracer.take();
+    records.sort_by_key(|record| record.subject.tag);
+    let waited = |record: &Record, stage| {
+        let at = record.steps.iter().position(|(of, _)| *of == stage)?;
+        let end = record.steps.get(at + 1)?.1;
+        Some(end - record.steps[at].1)
+    };
+    assert_eq!(waited(&records[0], Stage::Backend), Some(wait));
+    assert_eq!(waited(&records[1], Stage::Order), Some(wait));
+    assert_eq!(waited(&records[1], Stage::Memory), None);
+    assert_eq!(waited(&records[2], Stage::Memory), Some(wait));
+    assert_eq!(waited(&records[2], Stage::Order), None);
     rig.end();
 }
 

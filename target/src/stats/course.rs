@@ -10,24 +10,31 @@ use super::lun::{Account, Fault};
 use super::trace::{Subject, Trace};
 use super::{CLASSES, Stage};
 
+/// Reads the time.
+pub type Clock = fn() -> Instant;
+
 /// A command that was answered, for its account.
 #[derive(Debug)]
 pub(super) struct Done {
     pub(super) class: Kind,
-    /// Nanoseconds by stage.
-    pub(super) spent: [u64; Stage::ALL.len()],
+    /// How long it took in all, in nanoseconds.
+    pub(super) took: u64,
+    /// Nanoseconds by stage, of a command that is timed.
+    pub(super) spent: Option<[u64; Stage::ALL.len()]>,
     pub(super) bytes: u64,
     pub(super) fault: Option<Fault>,
 }
 
-/// Where a command is, since when, and how long it was elsewhere.
+/// Where a command is, and, where it is timed, how long it was elsewhere.
 #[derive(Debug)]
 pub struct Course {
     account: Option<Arc<Account>>,
     stage: Stage,
-    /// When its present stage began; `None` for one that is traced, whose trace knows.
+    /// When its present stage began, where it is timed; when it came, otherwise. `None` once it is over.
     since: Option<Instant>,
-    /// Of the command that was last traced.
+    /// Gives the time of each stage; without one, that is the time of the worker's round.
+    clock: Option<Clock>,
+    /// Of a command that is traced.
     trace: Option<Box<Trace>>,
     answered: bool,
     /// It is in an account.
@@ -41,12 +48,14 @@ impl Default for Course {
             account: None,
             stage: Stage::FabricIn,
             since: None,
+            clock: None,
             trace: None,
             answered: false,
             counted: false,
             done: Done {
                 class: CLASSES[0],
-                spent: [0; Stage::ALL.len()],
+                took: 0,
+                spent: None,
                 bytes: 0,
                 fault: None,
             },
@@ -62,29 +71,42 @@ impl Course {
         subject: impl FnOnce() -> Subject,
         now: Instant,
     ) {
-        account.begin();
+        let is_sampled = account.begin();
         self.stage = Stage::FabricIn;
         self.since = Some(now);
-        if account.is_traced() {
-            self.trace(&account, subject(), now);
-        }
-        self.account = Some(account);
+        self.clock = None;
+        self.trace = None;
         self.answered = false;
         self.counted = false;
-        self.done.spent = [0; Stage::ALL.len()];
+        self.done.took = 0;
+        self.done.spent = None;
         self.done.bytes = 0;
         self.done.fault = None;
+        let is_traced = account.is_traced();
+        if is_sampled || is_traced {
+            self.time(&account, is_traced.then(subject), now);
+        }
+        self.account = Some(account);
     }
 
-    /// Somebody looks at commands to the unit.
+    /// It is in the sample, or somebody looks at commands to the unit: each of its stages is timed.
     #[cold]
-    fn trace(&mut self, account: &Account, subject: Subject, now: Instant) {
-        let (lun, tracer) = (account.lun(), account.tracer());
+    fn time(&mut self, account: &Account, subject: Option<Subject>, now: Instant) {
+        let lun = account.lun();
+        self.clock = lun.clock();
+        self.done.spent = Some(Default::default());
+        let now = self.read(now);
+        self.since = Some(now);
         let place = (lun.target(), lun.lun());
-        self.trace = tracer.and_then(|tracer| Trace::begin(tracer, place, subject, now));
-        if self.trace.is_some() {
-            self.since = None;
-        }
+        self.trace = subject.zip(account.tracer()).and_then(|(subject, tracer)| {
+            let trace = Trace::begin(tracer, place, subject, now)?;
+            Some(Box::new(trace))
+        });
+    }
+
+    /// The time, where the worker's round began at `now`.
+    fn read(&self, now: Instant) -> Instant {
+        self.clock.map_or(now, |clock| clock())
     }
 
     /// What kind of command it is.
@@ -112,49 +134,28 @@ impl Course {
     #[inline]
     pub fn enter(&mut self, stage: Stage, now: Instant) {
         if self.stage != stage {
-            self.pass(now);
+            if self.done.spent.is_some() {
+                self.pass(now);
+            }
             self.stage = stage;
         }
     }
 
-    /// Most stages begin and end in one round.
-    #[inline]
-    fn pass(&mut self, now: Instant) {
-        if self.since != Some(now) {
-            self.lengthen(now);
-        }
-    }
-
-    fn lengthen(&mut self, now: Instant) {
-        match self.since {
-            Some(since) => {
-                self.since = Some(now);
-                self.spend(since, now);
-            }
-            None if self.account.is_some() => self.step(now),
-            None => {}
-        }
-    }
-
-    fn spend(&mut self, since: Instant, now: Instant) {
-        let passed = now.saturating_duration_since(since);
-        let nanos = passed.as_secs() * 1_000_000_000 + u64::from(passed.subsec_nanos());
-        self.done.spent[self.stage as usize] += nanos;
-    }
-
-    /// A command that is traced leaves its stage.
+    /// A command that is timed leaves its stage.
     #[cold]
-    fn step(&mut self, now: Instant) {
-        let Some(trace) = &mut self.trace else {
+    fn pass(&mut self, now: Instant) {
+        let now = self.read(now);
+        let Some(since) = self.since else {
             return;
         };
-        let since = trace.leave(self.stage, now);
-        self.spend(since, now);
-        // It leaves the last one when its answer has gone.
-        if self.answered
-            && let Some(trace) = self.trace.take()
-        {
-            trace.finish(&self.done, now);
+        self.since = Some(now);
+        let passed = nanos(since, now);
+        self.done.took += passed;
+        if let Some(spent) = &mut self.done.spent {
+            spent[self.stage as usize] += passed;
+        }
+        if let Some(trace) = &mut self.trace {
+            trace.leave(self.stage, since);
         }
     }
 
@@ -183,7 +184,16 @@ impl Course {
 
     /// The answer has been sent: what follows does not affect the initiator.
     pub fn arrive(&mut self, now: Instant) {
-        self.pass(now);
+        if self.done.spent.is_some() {
+            self.pass(now);
+        } else if let Some(since) = self.since {
+            self.done.took = nanos(since, now);
+        }
+        if self.answered
+            && let Some(trace) = self.trace.take()
+        {
+            trace.finish(&self.done);
+        }
         self.end(self.answered);
     }
 
@@ -198,7 +208,13 @@ impl Course {
             self.counted = answered;
         }
         self.since = None;
+        self.trace = None;
     }
+}
+
+fn nanos(since: Instant, now: Instant) -> u64 {
+    let passed = now.saturating_duration_since(since);
+    passed.as_secs() * 1_000_000_000 + u64::from(passed.subsec_nanos())
 }
 
 /// The sense key, in either format of sense data (SPC-4 4.5).

@@ -15,6 +15,28 @@ pub fn bound(bucket: usize) -> Option<u64> {
     (bucket < BUCKETS - 1).then(|| 1 << (FIRST + bucket as u32))
 }
 
+/// The duration that a part of all, from 0 to 1, did not exceed, in the unit of `bounds`; `None` if there are
+/// none. `bounds` are those of all buckets but the last. Durations count as spread evenly within a bucket, and
+/// those beyond the last bound as equal to it, as Prometheus' `histogram_quantile` has it.
+#[must_use]
+pub fn quantile(buckets: &[u64], bounds: &[f64], part: f64) -> Option<f64> {
+    let all: u64 = buckets.iter().sum();
+    let wanted = all as f64 * part;
+    let mut below = 0.0;
+    for (bucket, n) in buckets.iter().enumerate().filter(|(_, n)| **n > 0) {
+        let n = *n as f64;
+        if below + n >= wanted {
+            let Some(high) = bounds.get(bucket) else {
+                break;
+            };
+            let low = bucket.checked_sub(1).map_or(0.0, |before| bounds[before]);
+            return Some(low + (high - low) * (wanted - below) / n);
+        }
+        below += n;
+    }
+    bounds.last().copied().filter(|_| all > 0)
+}
+
 fn bucket_of(nanos: u64) -> usize {
     let above = nanos.saturating_sub(1) >> FIRST;
     ((u64::BITS - above.leading_zeros()) as usize).min(BUCKETS - 1)
@@ -93,6 +115,27 @@ mod tests {
         assert_eq!(bucket_of((1 << 34) + 1), BUCKETS - 1);
         assert_eq!(bucket_of(u64::MAX), BUCKETS - 1);
         assert_eq!(bound(BUCKETS - 1), None);
+    }
+
+    #[test]
+    fn a_quantile_lies_within_its_bucket_as_prometheus_has_it() {
+        let bounds = [0.001, 0.002, 0.004];
+        let of = |buckets: &[u64], part| quantile(buckets, &bounds, part);
+        assert_eq!(of(&[0; 4], 0.5), None);
+        for (buckets, part, expected) in [
+            ([4, 0, 0, 0], 0.5, 0.0005),
+            ([4, 0, 0, 0], 1.0, 0.001),
+            ([2, 2, 0, 0], 0.75, 0.0015),
+            ([2, 0, 2, 0], 0.5, 0.001),
+            ([0, 0, 100, 0], 0.99, 0.00398),
+            ([1, 0, 0, 99], 0.99, 0.004),
+        ] {
+            let found = of(&buckets, part).unwrap();
+            assert!(
+                (found - expected).abs() < 1e-9,
+                "{buckets:?} {part}: {found}"
+            );
+        }
     }
 
     #[test]

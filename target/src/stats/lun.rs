@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use riser_scsi::kind::Kind;
 use riser_scsi::srp::WireLun;
 
-use super::course::Done;
+use super::course::{Clock, Done};
 use super::histogram::{Counter, Histogram, Times};
 use super::{CLASSES, Stage, Tally, Tracer};
 use crate::srp::{LunMap, Unit};
@@ -17,6 +17,15 @@ pub const MAX_WORKERS: usize = 64;
 
 /// Bytes that a unit takes at a worker that has served it.
 pub const WORKER_BYTES: usize = size_of::<WorkerStats>();
+
+/// One in so many commands is timed.
+pub const SAMPLE: u64 = 16;
+
+/// Whether the command with this number is in the sample. Multiples of the golden ratio are spread evenly, so
+/// no pattern of a workload (a read, a write, a read, …) keeps a kind of command out of it.
+fn is_sampled(n: u64) -> bool {
+    n.wrapping_mul(0x9e37_79b9_7f4a_7c15) < u64::MAX / SAMPLE
+}
 
 /// Initiators whose sessions are over and whose names a unit keeps.
 pub const MAX_INITIATORS: usize = 256;
@@ -66,7 +75,7 @@ impl Faults {
 /// Commands of one kind at one worker.
 #[derive(Debug, Default)]
 struct ClassStats {
-    /// Of commands that stayed there for any time.
+    /// Of commands that were timed.
     stages: [Histogram; Stage::ALL.len()],
     total: Histogram,
     bytes: Counter,
@@ -83,7 +92,7 @@ struct WorkerStats {
 /// What commands of one kind have done at all workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ClassCounts {
-    /// By stage.
+    /// By stage, of commands that were timed.
     pub stages: [Times; Stage::ALL.len()],
     /// From the command to the end of its answer.
     pub total: Times,
@@ -100,21 +109,25 @@ pub struct LunStats {
     workers: Box<[OnceLock<Arc<WorkerStats>>]>,
     faults: Faults,
     kept: Mutex<BTreeMap<String, Share>>,
+    /// Gives the time to commands that are timed.
+    clock: Option<Clock>,
     /// Whether there is a tracer.
     is_traced: AtomicBool,
     tracer: Mutex<Option<Arc<Tracer>>>,
 }
 
 impl LunStats {
-    /// Nothing was done yet.
+    /// Nothing was done yet. Without a clock, stages begin and end at the times of workers' rounds, as
+    /// under virtual time.
     #[must_use]
-    pub fn new(target: &str, lun: u16) -> Self {
+    pub fn new(target: &str, lun: u16, clock: Option<Clock>) -> Self {
         Self {
             target: target.to_owned(),
             lun,
             workers: (0..MAX_WORKERS).map(|_| OnceLock::new()).collect(),
             faults: Faults::default(),
             kept: Mutex::default(),
+            clock,
             is_traced: AtomicBool::new(false),
             tracer: Mutex::new(None),
         }
@@ -125,6 +138,10 @@ impl LunStats {
         let mut own = self.tracer.lock().unwrap_or_else(PoisonError::into_inner);
         self.is_traced.store(tracer.is_some(), Ordering::Relaxed);
         *own = tracer;
+    }
+
+    pub(super) fn clock(&self) -> Option<Clock> {
+        self.clock
     }
 
     /// The target's name.
@@ -160,10 +177,6 @@ impl LunStats {
             }
             stats.total.add_to(&mut counts.total);
             counts.bytes += stats.bytes.get();
-        }
-        for times in &mut counts.stages {
-            let instant = counts.total.count().saturating_sub(times.count());
-            times.buckets[0] += instant;
         }
         counts
     }
@@ -319,9 +332,11 @@ impl Account {
         tracer.unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// A command has begun.
-    pub(super) fn begin(&self) {
+    /// A command has begun; whether it is in the sample that is timed.
+    pub(super) fn begin(&self) -> bool {
+        let n = self.stats.begun.get();
         self.stats.begun.add(1);
+        is_sampled(n)
     }
 
     /// A command has ended; `done` if it was answered.
@@ -332,13 +347,12 @@ impl Account {
         };
         let class = done.class as usize;
         let of_class = &self.stats.classes[class];
-        for (histogram, nanos) in of_class.stages.iter().zip(done.spent) {
-            // What took no time is counted by the total alone.
-            if nanos > 0 {
+        if let Some(spent) = done.spent {
+            for (histogram, nanos) in of_class.stages.iter().zip(spent) {
                 histogram.record(nanos);
             }
         }
-        of_class.total.record(done.spent.iter().sum());
+        of_class.total.record(done.took);
         of_class.bytes.add(done.bytes);
         self.commands[class].add(1);
         self.bytes[class].add(done.bytes);
@@ -404,5 +418,26 @@ impl Accounts {
     /// Those that there are.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<Account>> {
         self.0.iter().flatten()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_part_of_a_pattern_of_commands_is_in_the_sample() {
+        assert!(is_sampled(0), "the first command");
+        for period in [1, 2, 3, 4, 8, 16, 17, 32] {
+            for first in 0..period {
+                let all = (0..10_000).map(|n| first + n * period);
+                let sampled = all.filter(|n| is_sampled(*n)).count();
+                let expected = 10_000 / SAMPLE as usize;
+                assert!(
+                    (expected / 2..expected * 2).contains(&sampled),
+                    "{sampled} of those at {first} in {period}"
+                );
+            }
+        }
     }
 }

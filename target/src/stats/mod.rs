@@ -14,8 +14,9 @@
 //! reader.
 //!
 //! # Clock
-//! None is read: a stage begins and ends at the time that the worker's round began with. So stages are
-//! as exact as rounds are short, and those that begin and end in one round take no time.
+//! For most commands none is read: they begin and end at the times that the worker's rounds began with. One
+//! command in [`SAMPLE`], and each one that is traced, is *timed*: the clock that a unit was made with
+//! ([`LunStats::new`]) is read at each stage. The numbers by stage are of timed commands alone.
 //!
 //! # Bounds
 //! A logical unit of a target takes [`lun::WORKER_BYTES`] at each worker that has served it, a session
@@ -31,11 +32,11 @@ mod trace;
 
 use riser_scsi::kind::Kind;
 
-pub use course::Course;
-pub use histogram::{BUCKETS, Counter, Histogram, Times, bound};
+pub use course::{Clock, Course};
+pub use histogram::{BUCKETS, Counter, Histogram, Times, bound, quantile};
 pub use lun::{
     Account, AccountView, Accounts, Addressed, ClassCounts, Fault, Faults, LunStats,
-    MAX_INITIATORS, MAX_WORKERS, Share, WORKER_BYTES,
+    MAX_INITIATORS, MAX_WORKERS, SAMPLE, Share, WORKER_BYTES,
 };
 pub use tally::{Functions, Tally};
 pub use target::{Refused, SessionEvent, TargetCounts, TargetStats};
@@ -69,23 +70,37 @@ pub fn class_name(class: Kind) -> &'static str {
 pub enum Stage {
     /// Descriptors and data come from the initiator.
     FabricIn,
-    /// The logical unit works, or the command waits for other tasks or for a buffer.
+    /// It waits for tasks that come before it in the task set.
+    Order,
+    /// It waits for a data buffer.
+    Memory,
+    /// The logical unit works.
     Scsi,
-    /// A block operation runs.
+    /// A block operation runs, or waits for those that the device has to do first.
     Backend,
-    /// Data and answer are on their way, until the network has them.
+    /// Data and answer are on their way, until the network has them: of a reliable connection until the
+    /// initiator's side has acknowledged them, of TCP until the socket has taken them.
     FabricOut,
 }
 
 impl Stage {
     /// All of them, in the order of a command's way.
-    pub const ALL: [Self; 4] = [Self::FabricIn, Self::Scsi, Self::Backend, Self::FabricOut];
+    pub const ALL: [Self; 6] = [
+        Self::FabricIn,
+        Self::Order,
+        Self::Memory,
+        Self::Scsi,
+        Self::Backend,
+        Self::FabricOut,
+    ];
 
     /// Its name, as a label.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
             Self::FabricIn => "fabric_in",
+            Self::Order => "order",
+            Self::Memory => "memory",
             Self::Scsi => "scsi",
             Self::Backend => "backend",
             Self::FabricOut => "fabric_out",
@@ -95,6 +110,7 @@ impl Stage {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
     use std::sync::Arc;
     use std::time::{Duration, Instant};
 
@@ -122,7 +138,7 @@ mod tests {
     }
 
     fn account() -> Arc<Account> {
-        let stats = Arc::new(LunStats::new("demo", 3));
+        let stats = Arc::new(LunStats::new("demo", 3, None));
         Arc::new(Account::new(stats, 0))
     }
 
@@ -149,12 +165,60 @@ mod tests {
         let counts = stats.class(Kind::Write);
         assert_eq!((counts.total.count(), counts.total.nanos), (1, 140_000));
         let nanos = counts.stages.map(|times| times.nanos);
-        assert_eq!(nanos, [30_000, 0, 100_000, 10_000]);
+        assert_eq!(nanos, [30_000, 0, 0, 0, 100_000, 10_000]);
         assert!(counts.stages.iter().all(|times| times.count() == 1));
         assert_eq!((counts.bytes, stats.queue_depth()), (4096, 0));
         let view = account.class(Kind::Write);
         assert_eq!((view.commands, view.bytes), (1, 4096));
         assert_eq!(account.faults().total(), 0);
+    }
+
+    #[test]
+    fn stages_are_timed_by_a_clock_and_not_by_rounds() {
+        thread_local! {
+            static READ: Cell<u64> = const { Cell::new(0) };
+            static START: Instant = Instant::now();
+        }
+        // Each look is ten microseconds after the one before.
+        let clock: Clock = || {
+            READ.set(READ.get() + 10);
+            START.with(|start| *start) + Duration::from_micros(READ.get())
+        };
+        let stats = Arc::new(LunStats::new("demo", 3, Some(clock)));
+        let account = Arc::new(Account::new(stats, 0));
+        let round = START.with(|start| *start);
+        let mut course = Course::default();
+        let mut run = || {
+            course.begin(Arc::clone(&account), subject, round);
+            course.classify(Kind::Read);
+            course.enter(Stage::Scsi, round);
+            course.enter(Stage::Scsi, round);
+            course.enter(Stage::Backend, round);
+            course.enter(Stage::Scsi, round);
+            course.answer(&response(Status::Good, &[]), 512, round);
+            course.arrive(round);
+        };
+        run();
+        let spent = |times: Times| (times.count(), times.nanos);
+        let counts = account.lun().class(Kind::Read);
+        let zero = (1, 0);
+        let stages = [
+            (1, 10_000),
+            zero,
+            zero,
+            (1, 20_000),
+            (1, 10_000),
+            (1, 10_000),
+        ];
+        assert_eq!(counts.stages.map(spent), stages);
+        assert_eq!(spent(counts.total), (1, 50_000));
+        assert_eq!(READ.get(), 60);
+        // Most commands read no clock.
+        run();
+        assert_eq!(READ.get(), 60);
+        let counts = account.lun().class(Kind::Read);
+        assert_eq!(counts.stages.map(spent), stages);
+        assert_eq!(spent(counts.total), (2, 50_000));
     }
 
     #[test]
@@ -313,8 +377,9 @@ mod tests {
         assert_eq!(tracer.take(), []);
         let counts = account.lun().class(Kind::Write);
         assert_eq!((counts.total.count(), counts.total.nanos), (5, 950_000));
+        // The first one is in the sample, and three were traced.
         let backend = counts.stages[Stage::Backend as usize];
-        assert_eq!(backend.nanos, 50_000);
+        assert_eq!((backend.count(), backend.nanos), (4, 40_000));
         // Another tag is another command.
         let other = Arc::new(Tracer::new(Some(8), Duration::ZERO, 1));
         account.lun().trace(Some(Arc::clone(&other)));

@@ -106,8 +106,6 @@ impl Tracer {
 pub(super) struct Trace {
     tracer: Arc<Tracer>,
     record: Record,
-    /// When it reached the stage that it is in.
-    at: Instant,
 }
 
 impl Trace {
@@ -117,11 +115,11 @@ impl Trace {
         (target, lun): (&str, u16),
         subject: Subject,
         now: Instant,
-    ) -> Option<Box<Self>> {
+    ) -> Option<Self> {
         if tracer.tag.is_some_and(|tag| tag != subject.tag) {
             return None;
         }
-        Some(Box::new(Self {
+        Some(Self {
             tracer,
             record: Record {
                 target: target.to_owned(),
@@ -133,22 +131,19 @@ impl Trace {
                 bytes: 0,
                 status: 0,
             },
-            at: now,
-        }))
+        })
     }
 
-    /// It leaves a stage; when it had reached it.
-    pub(super) fn leave(&mut self, stage: Stage, now: Instant) -> Instant {
-        let since = std::mem::replace(&mut self.at, now);
+    /// It leaves a stage, which it had reached at `since`.
+    pub(super) fn leave(&mut self, stage: Stage, since: Instant) {
         let reached = since.saturating_duration_since(self.record.begun);
         // The last steps of a command of very many are not told.
         let _ = self.record.steps.try_push((stage, reached));
-        since
     }
 
     /// Its answer has gone.
-    pub(super) fn finish(mut self: Box<Self>, done: &Done, now: Instant) {
-        let took = now.saturating_duration_since(self.record.begun);
+    pub(super) fn finish(mut self, done: &Done) {
+        let took = Duration::from_nanos(done.took);
         if took < self.tracer.slower_than {
             return;
         }

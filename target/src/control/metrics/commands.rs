@@ -49,7 +49,7 @@ fn units(catalog: &Catalog) -> Vec<Family> {
     );
     let mut stages = Family::histogram(
         "riser_command_stage_duration_seconds",
-        "Where commands spend this time, in seconds.",
+        "Where commands spend this time, in seconds; of a sample, one command in 16, and of those that are traced.",
     );
     let mut depth = Family::gauge("riser_lun_queue_depth", "Commands under way.");
     let mut size = Family::gauge("riser_lun_size_bytes", "Size of a logical unit, in bytes.");

@@ -1,0 +1,135 @@
+//! The stage of a command that something delays is the one that is reported as long.
+
+mod tcp;
+
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::time::Duration;
+
+use riser_scsi::kind::Kind;
+use riser_target::backend::{Fault, FaultOn, Faults};
+use riser_target::config::Config;
+use riser_target::server::Server;
+use riser_target::stats::{LunStats, Record, Stage, Tracer};
+use tcp::Client;
+
+const IQN: &str = "iqn.2026-01.org.example:t";
+
+/// Longer than anything else takes on a busy machine.
+const DELAY: Duration = Duration::from_secs(1);
+
+struct Bench {
+    server: Server,
+    faults: Arc<Faults>,
+    tracer: Arc<Tracer>,
+    client: Client,
+}
+
+impl Bench {
+    /// A disk in memory, and an initiator whose commands are traced.
+    fn new() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let to: SocketAddr = listener.local_addr().unwrap();
+        drop(listener);
+        let text = format!(
+            "backends: {{ r: {{ kind: ram, size: 64MiB }} }}\n\
+             targets:\n\
+             - name: t\n\
+             \x20 iqn: {IQN}\n\
+             \x20 portals: [{{ protocol: iscsi, listen: '{to}' }}]\n\
+             \x20 luns: {{ 0: r }}\n\
+             \x20 access: open\n\
+             workers: {{ count: 1 }}\n"
+        );
+        let faults = Arc::new(Faults::default());
+        let mut config = Config::parse(&text, "test.yaml").unwrap();
+        config.backends[0].spec.faults = Some(Arc::clone(&faults));
+        let server = Server::start(&config).unwrap();
+        let mut client = Client::login_at(to, IQN, 1, None).unwrap();
+        assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+        let tracer = Arc::new(Tracer::new(None, Duration::ZERO, 1));
+        let bench = Self {
+            server,
+            faults,
+            tracer,
+            client,
+        };
+        bench.stats().trace(Some(Arc::clone(&bench.tracer)));
+        bench
+    }
+
+    fn stats(&self) -> Arc<LunStats> {
+        let catalog = self.server.shared().registry.catalog();
+        Arc::clone(&catalog.targets[0].stats[0])
+    }
+
+    /// Reads blocks, whose data are taken from the connection after `rest`: how the command was traced, and
+    /// how long reads were in each stage.
+    fn read(&mut self, blocks: u16, rest: Duration) -> (Record, [Duration; Stage::ALL.len()]) {
+        let [high, low] = blocks.to_be_bytes();
+        let len = u32::from(blocks) * 512;
+        let cdb = [0x28, 0, 0, 0, 0, 0, 0, high, low, 0];
+        self.client.send_command(&cdb, false, len, &[]);
+        std::thread::sleep(rest);
+        let (status, data) = self.client.answer();
+        assert_eq!((status, data.len()), (0, len as usize));
+        let record = loop {
+            // The answer may be here before the worker has heard that it was sent.
+            if let Some(record) = self.tracer.take().pop() {
+                break record;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        };
+        let counts = self.stats().class(Kind::Read);
+        let stages = counts.stages.map(|times| Duration::from_nanos(times.nanos));
+        (record, stages)
+    }
+}
+
+/// How long a command was in each stage, from its trace.
+fn spent(record: &Record) -> [Duration; Stage::ALL.len()] {
+    let mut spent = [Duration::ZERO; Stage::ALL.len()];
+    let begins = record.steps.iter();
+    let ends = record.steps.iter().skip(1).map(|(_, at)| *at);
+    for ((stage, begin), end) in begins.zip(ends.chain([record.took])) {
+        spent[*stage as usize] += end - *begin;
+    }
+    spent
+}
+
+fn check(spent: &[Duration], slow: Stage, least: Duration) {
+    for stage in Stage::ALL {
+        let took = spent[stage as usize];
+        if stage == slow {
+            assert!(took >= least, "{stage:?}: {spent:?}");
+        } else {
+            assert!(took < least, "{stage:?}: {spent:?}");
+        }
+    }
+}
+
+#[test]
+fn a_slow_disk_is_told_from_a_slow_initiator() {
+    let mut bench = Bench::new();
+    bench.faults.set(vec![Fault {
+        on: FaultOn::Read,
+        offset: 0,
+        len: 512,
+        times: Some(1),
+        delay: DELAY,
+        error: None,
+    }]);
+    let (record, stages) = bench.read(1, Duration::ZERO);
+    check(&spent(&record), Stage::Backend, DELAY);
+    check(&stages, Stage::Backend, DELAY);
+    drop(bench.client);
+    bench.server.shutdown().unwrap();
+
+    let mut bench = Bench::new();
+    // More than sockets hold.
+    let (record, stages) = bench.read(24 << 11, 2 * DELAY);
+    assert!(record.took >= DELAY, "{record:?}");
+    check(&stages, Stage::FabricOut, DELAY);
+    drop(bench.client);
+    bench.server.shutdown().unwrap();
+}

@@ -6,6 +6,7 @@
 //! bytes.
 
 use crate::sense::{AdditionalSense, Sense, SenseKey};
+use crate::threshold;
 
 /// A unit attention condition, in the order of reporting.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -33,10 +34,12 @@ pub enum Attention {
     CapacityChanged,
     /// MODE PARAMETERS CHANGED.
     ModeChanged,
+    /// THIN PROVISIONING SOFT THRESHOLD REACHED (SBC-3 4.7.3.8).
+    SoftThreshold,
 }
 
 impl Attention {
-    const ALL: [Self; 11] = [
+    const ALL: [Self; 12] = [
         Self::PowerOn,
         Self::DeviceReset,
         Self::NexusLoss,
@@ -48,12 +51,13 @@ impl Attention {
         Self::InquiryChanged,
         Self::CapacityChanged,
         Self::ModeChanged,
+        Self::SoftThreshold,
     ];
 
     /// The sense data that report it.
     #[must_use]
     pub const fn sense(self) -> Sense {
-        Sense::new(
+        let sense = Sense::new(
             SenseKey::UnitAttention,
             match self {
                 Self::PowerOn => AdditionalSense::POWER_ON_OR_RESET,
@@ -67,8 +71,13 @@ impl Attention {
                 Self::InquiryChanged => AdditionalSense::INQUIRY_CHANGED,
                 Self::CapacityChanged => AdditionalSense::CAPACITY_CHANGED,
                 Self::ModeChanged => AdditionalSense::MODE_PARAMETERS_CHANGED,
+                Self::SoftThreshold => AdditionalSense::SOFT_THRESHOLD_REACHED,
             },
-        )
+        );
+        match self {
+            Self::SoftThreshold => sense.with_information(threshold::DESCRIPTOR),
+            _ => sense,
+        }
     }
 }
 

@@ -112,6 +112,9 @@ pub struct Config {
     pub read_only: bool,
     /// Thin or thick.
     pub provisioning: Provisioning,
+    /// The share of the unit's space, in percent from 1 to 99, that is in use when the soft threshold is reached:
+    /// see [`LogicalUnit::note_space`](crate::lu::LogicalUnit::note_space). Of thin units only.
+    pub threshold: Option<u8>,
     /// Whether writes may stay in a volatile cache until flushed (WCE).
     pub write_cache: bool,
     /// Whether START STOP UNIT stops the unit, for all initiators.
@@ -190,6 +193,12 @@ impl Config {
         }
         if let Provisioning::Thin { granularity } = self.provisioning {
             limit(granularity, 1, "granularity")?;
+        }
+        if self
+            .threshold
+            .is_some_and(|percent| !(1..100).contains(&percent))
+        {
+            return Err(ConfigError::Limit("threshold"));
         }
         self.identity
             .naa

@@ -39,7 +39,7 @@
 //!
 //! Behind these, one module per command family plans commands from CDBs:
 //! `inquiry`, `capacity`, `mode`, `mode_select`, `report`, `rw`, `atomic`,
-//! `verify`, `provisioning`, `reserve` and `unit`; [`reservation`] is what the last
+//! `verify`, `provisioning`, `threshold`, `reserve` and `unit`; [`reservation`] is what the last
 //! but one changes.
 //!
 //! # Invariants
@@ -97,6 +97,7 @@ pub mod sense;
 pub mod srp;
 pub mod step;
 pub mod task;
+mod threshold;
 mod unit;
 mod verify;
 pub mod vpd;

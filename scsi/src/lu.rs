@@ -47,6 +47,9 @@ bitflags! {
     }
 }
 
+/// Percent of the space by which its use must recede before the soft threshold can be reached again.
+pub const HYSTERESIS: u8 = 5;
+
 /// Number of 64-bit words of hint bits.
 const HINT_WORDS: usize = 16;
 
@@ -65,6 +68,8 @@ pub struct LogicalUnit {
     restricted: AtomicBool,
     /// Keeps reservations through power loss.
     keeper: Option<Arc<dyn ReservationKeeper>>,
+    /// Whether the soft threshold has been reached, until the space in use recedes.
+    is_filling: AtomicBool,
     /// Held while a change of reservations is saved.
     saving: Mutex<()>,
 }
@@ -93,6 +98,7 @@ impl LogicalUnit {
             reservations: Mutex::default(),
             restricted: AtomicBool::new(false),
             keeper: None,
+            is_filling: AtomicBool::new(false),
             saving: Mutex::new(()),
             has_medium: true,
             knows_reservations: true,
@@ -170,7 +176,44 @@ impl LogicalUnit {
         config.validate()?;
         self.capacity.store(blocks, Ordering::Release);
         self.raise(Attention::CapacityChanged, AttentionScope::All);
+        if self.threshold().is_some() {
+            // THRESHOLD COUNT goes with the capacity.
+            self.raise(Attention::ModeChanged, AttentionScope::All);
+        }
         Ok(())
+    }
+
+    /// The soft threshold in percent, of a thin unit that has one.
+    #[must_use]
+    pub fn threshold(&self) -> Option<u8> {
+        self.config.threshold.filter(|_| self.config.is_thin())
+    }
+
+    /// So many bytes of the space available to the unit are in use. Every nexus is notified when that reaches the
+    /// threshold (SBC-3 4.7.3.8), and again only after it has receded by [`HYSTERESIS`] percent of the space.
+    ///
+    /// Returns the new state, if it has changed: whether the threshold is reached.
+    pub fn note_space(&self, used: u64, space: u64) -> Option<bool> {
+        let percent = self.threshold()?;
+        let is_beyond =
+            |percent: u8| u128::from(used) * 100 >= u128::from(space) * u128::from(percent);
+        let is_filling = match self.is_filling.load(Ordering::Relaxed) {
+            true => is_beyond(percent.saturating_sub(HYSTERESIS).max(1)),
+            false => is_beyond(percent),
+        };
+        if self.is_filling.swap(is_filling, Ordering::Relaxed) == is_filling {
+            return None;
+        }
+        if is_filling {
+            self.raise(Attention::SoftThreshold, AttentionScope::All);
+        }
+        Some(is_filling)
+    }
+
+    /// Whether the soft threshold has been reached.
+    #[must_use]
+    pub fn is_filling(&self) -> bool {
+        self.is_filling.load(Ordering::Relaxed)
     }
 
     /// Makes a nexus known. Its first command meets the POWER ON, RESET unit

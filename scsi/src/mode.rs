@@ -9,6 +9,7 @@ use crate::config::Config;
 use crate::lu::{Flags, LogicalUnit};
 use crate::plan::{Plan, PlanResult, Planner};
 use crate::sense::{AdditionalSense, Sense};
+use crate::threshold;
 
 /// Flags that MODE SELECT may change.
 pub(crate) const CHANGEABLE: Flags = Flags::D_SENSE
@@ -164,12 +165,21 @@ fn pages(lu: &LogicalUnit, cdb: &Cdb) -> Result<Vec<u8>, Sense> {
     if cdb.byte(2) >> 6 == 3 {
         return Err(Sense::illegal(AdditionalSense::SAVING_NOT_SUPPORTED));
     }
-    // No page has subpages: FFh asks for all of them, that is, for the page.
+    let threshold = || threshold::page(lu, cdb.byte(2) >> 6 == 1);
+    if (code, subpage) == threshold::PAGE {
+        return threshold().ok_or(Sense::cdb_field(3, Some(7)));
+    }
+    // FFh asks for a page and its subpages.
     if subpage != 0 && subpage != 0xff {
         return Err(Sense::cdb_field(3, Some(7)));
     }
-    if code == ALL_PAGES {
-        return Ok(page_codes().filter_map(one).flatten().collect());
+    let mut pages = match code {
+        ALL_PAGES => page_codes().filter_map(one).flatten().collect(),
+        _ => one(code).ok_or(Sense::cdb_field(2, Some(5)))?,
+    };
+    // The only subpage is of the last page.
+    if subpage == 0xff && (code == ALL_PAGES || code == threshold::PAGE.0) {
+        pages.extend(threshold().into_iter().flatten());
     }
-    one(code).ok_or(Sense::cdb_field(2, Some(5)))
+    Ok(pages)
 }

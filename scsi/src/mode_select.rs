@@ -11,6 +11,7 @@ use crate::mode::{PLACES, changeable, render};
 use crate::plan::{Context, Machine, Next, Plan, PlanResult, Planner, Transfer};
 use crate::sense::{AdditionalSense, Sense};
 use crate::step::{BlockOp, DataIn};
+use crate::threshold;
 
 /// A MODE SELECT that waits for its list.
 #[derive(Debug)]
@@ -145,10 +146,20 @@ fn parse_pages(list: &[u8], mut at: usize, lu: &LogicalUnit) -> Result<(Flags, F
         let &[first, len, ..] = &list[at..] else {
             return Err(LENGTH_ERROR);
         };
-        // PS is reserved in MODE SELECT; SPF would name a subpage.
-        if first & 0xc0 != 0 {
-            let bit = if first & 0x80 != 0 { 7 } else { 6 };
-            return Err(Sense::parameter_field(at as u16, Some(bit)));
+        // PS is reserved in MODE SELECT.
+        if first & 0x80 != 0 {
+            return Err(Sense::parameter_field(at as u16, Some(7)));
+        }
+        // SPF names a subpage. None of it can be changed.
+        if first & 0x40 != 0 {
+            let page = threshold::page(lu, false).filter(|page| page[..2] == [first, len]);
+            let page = page.ok_or(Sense::parameter_field(at as u16, Some(6)))?;
+            let given = list.get(at..at + page.len()).ok_or(LENGTH_ERROR)?;
+            if let Some(byte) = (0..page.len()).find(|byte| given[*byte] != page[*byte]) {
+                return Err(Sense::parameter_field((at + byte) as u16, Some(7)));
+            }
+            at += page.len();
+            continue;
         }
         let current =
             render(first, lu.flags()).ok_or(Sense::parameter_field(at as u16, Some(5)))?;

@@ -8,6 +8,7 @@ use crate::atomic::max_compare_write;
 use crate::config::{Config, Provisioning};
 use crate::nexus::{Nexus, PortName};
 use crate::sense::SENSE_MAX;
+use crate::threshold;
 
 /// An NAA identifier of the logical unit (SPC-4 7.8.6.6).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -213,8 +214,11 @@ fn block_device_characteristics(config: &Config) -> Vec<u8> {
 
 fn provisioning(config: &Config) -> Vec<u8> {
     if config.is_thin() {
+        let exponent = config
+            .threshold
+            .map_or(0, |_| threshold::exponent(config.blocks));
         // LBPU, LBPWS, LBPWS10, LBPRZ; thin provisioned.
-        vec![0, 0xe4, 0x02, 0]
+        vec![exponent, 0xe4, 0x02, 0]
     } else {
         vec![0, 0, 0, 0]
     }

@@ -23,6 +23,7 @@ pub(crate) fn unit_config(blocks: u64) -> Config {
         },
         limits: Limits::default(),
         cache_generation: None,
+        threshold: None,
     }
 }
 

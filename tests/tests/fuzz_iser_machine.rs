@@ -100,6 +100,7 @@ fn unit() -> Arc<Unit> {
             ..Limits::default()
         },
         cache_generation: None,
+        threshold: None,
     })
     .unwrap();
     let port = |name: &str| PortName::Iscsi(name.into());

@@ -52,6 +52,7 @@ fn logical_unit() -> LogicalUnit {
             ..Limits::default()
         },
         cache_generation: None,
+        threshold: None,
     })
     .expect("a legal configuration")
     .with_keeper(Arc::new(Forgetful))

@@ -129,6 +129,7 @@ pub(crate) fn config(block_size: BlockSize, blocks: u64) -> Config {
         physical_exponent: if block_size == BlockSize::B512 { 3 } else { 0 },
         read_only: false,
         provisioning: Provisioning::Thin { granularity: 1 },
+        threshold: None,
         write_cache: true,
         stoppable: false,
         rotational: false,

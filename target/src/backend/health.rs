@@ -50,6 +50,16 @@ pub struct Space {
     pub free: u64,
 }
 
+impl Space {
+    /// Bytes in use, and bytes in all that a file of `size` can have: as many as it is long, or what it has been
+    /// allocated and what its file system has left, if that is less.
+    #[must_use]
+    pub fn of(self, size: u64) -> (u64, u64) {
+        let all = size.min(self.allocated.saturating_add(self.free));
+        (self.allocated.min(all), all)
+    }
+}
+
 /// What was measured last.
 #[derive(Debug, Default)]
 pub(super) struct Measured {
@@ -94,6 +104,19 @@ mod tests {
         );
         let counts: Vec<_> = errors.counts().collect();
         assert_eq!(counts, [("medium", 1), ("no_space", 2)]);
+    }
+
+    #[test]
+    fn space_is_what_the_file_system_can_give() {
+        let space = |allocated, free| Space { allocated, free }.of(100);
+        assert_eq!(space(40, 1000), (40, 100));
+        assert_eq!(space(40, 10), (40, 50));
+        assert_eq!(
+            space(101, 10),
+            (100, 100),
+            "with the file system's own blocks"
+        );
+        assert_eq!(space(u64::MAX, u64::MAX), (100, 100));
     }
 
     #[test]

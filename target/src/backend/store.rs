@@ -547,7 +547,7 @@ impl Store {
     }
 
     /// The path of a file or device, or `RAM` or `nothing`.
-    pub(super) fn label(&self) -> &str {
+    pub(crate) fn label(&self) -> &str {
         &self.label
     }
 

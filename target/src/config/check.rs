@@ -255,10 +255,29 @@ fn backend(name: &str, path: &str, located: &Located<raw::Backend>) -> Checked<B
             faults: None,
         },
         thin: b.thin.unwrap_or(true),
+        threshold: threshold(path, b)?,
         stoppable: b.stoppable.unwrap_or(false),
         rotational: b.rotational,
         names: names(path, b)?,
     })
+}
+
+/// The threshold of a thin file, in percent.
+fn threshold(path: &str, b: &raw::Backend) -> Checked<Option<u8>> {
+    let Some(located) = &b.threshold else {
+        return Ok(None);
+    };
+    let wrong = |message: &str| {
+        let place = format!("{path}.threshold");
+        Err(Mistake::new(located.at, place, message.to_owned()))
+    };
+    if b.kind != raw::Kind::File || b.thin == Some(false) {
+        return wrong("only a thin backend of kind file has a `threshold`");
+    }
+    match located.value.whole() {
+        Some(percent @ 1..100) => Ok(Some(percent)),
+        _ => wrong("a threshold is a whole number of percent from 1 to 99"),
+    }
 }
 
 fn source(path: &str, located: &Located<raw::Backend>) -> Checked<Source> {

@@ -78,6 +78,8 @@ pub struct Backend {
     pub spec: Spec,
     /// Offer UNMAP, as far as the backend can.
     pub thin: bool,
+    /// The share of its space, in percent, that is in use when initiators are warned; of files only.
+    pub threshold: Option<u8>,
     /// Let START STOP UNIT stop the unit.
     pub stoppable: bool,
     /// Whether the medium turns, where the file says.
@@ -161,6 +163,7 @@ impl Backend {
             identity: self.identity(host),
             limits: scsi::Limits::default(),
             cache_generation: None,
+            threshold: self.threshold,
         }
     }
 }

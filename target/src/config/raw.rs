@@ -111,6 +111,9 @@ pub(super) struct Backend {
     pub(super) read_only: Option<bool>,
     /// Offer UNMAP, as far as the backend can; on by default.
     pub(super) thin: Option<bool>,
+    /// The share of the space available to a file, such as 80%, at which initiators are warned that it fills up; by
+    /// default they are not.
+    pub(super) threshold: Option<Located<Percent>>,
     /// Let START STOP UNIT stop the unit, for all initiators; off by default, when a stop only flushes.
     pub(super) stoppable: Option<bool>,
     /// Whether the medium turns; by default what the device says.

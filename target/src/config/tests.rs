@@ -222,7 +222,7 @@ fn mistakes_are_named_with_their_place() {
         // Backends.
         (
             backend(", colour: red"),
-            "2:31: backends.d.colour: unknown key `colour` (the keys here are kind, path, size, create, block_size, direct, write_cache, read_only, thin, stoppable, rotational, serial, naa, vendor, product, revision)",
+            "2:31: backends.d.colour: unknown key `colour` (the keys here are kind, path, size, create, block_size, direct, write_cache, read_only, thin, threshold, stoppable, rotational, serial, naa, vendor, product, revision)",
         ),
         (
             backend(", bloc_size: 512"),
@@ -247,6 +247,14 @@ fn mistakes_are_named_with_their_place() {
         (
             backend(", direct: on"),
             "2:39: backends.d.direct: a backend of kind ram has no `direct`",
+        ),
+        (
+            backend(", threshold: 80%"),
+            "2:42: backends.d.threshold: only a thin backend of kind file has a `threshold`",
+        ),
+        (
+            backend(", threshold: 120%"),
+            "2:42: backends.d.threshold: `120%` is no percentage from 0 to 100",
         ),
         (
             backend(", path: /x"),

@@ -89,6 +89,7 @@ fn backend(chance: &mut Chance, n: usize) -> String {
         "write_cache: off",
         "thin: false",
         "stoppable: true",
+        "threshold: 75%",
         "rotational: true",
         "rotational: false",
         "serial: \"0012\"",
@@ -101,6 +102,10 @@ fn backend(chance: &mut Chance, n: usize) -> String {
     let mut seen: Vec<&str> = Vec::new();
     for extra in extras {
         let key = extra.split(':').next().unwrap();
+        let is_thin_file = text.starts_with("kind: file") && !seen.contains(&"thin");
+        if key == "threshold" && !is_thin_file {
+            continue;
+        }
         if chance.is() && !seen.contains(&key) {
             seen.push(key);
             let _ = write!(text, ", {extra}");

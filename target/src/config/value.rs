@@ -242,6 +242,12 @@ impl Percent {
     /// None at all.
     pub const ZERO: Self = Self(0.0);
 
+    /// As a whole number, if it is one.
+    #[must_use]
+    pub fn whole(self) -> Option<u8> {
+        (self.0.fract() == 0.0).then_some(self.0 as u8)
+    }
+
     /// As a probability, 0 to 1.
     #[must_use]
     pub fn probability(self) -> f64 {

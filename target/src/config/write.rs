@@ -152,6 +152,10 @@ fn backend(backend: &Backend) -> Tree {
     map.text("write_cache", (!spec.write_cache).then_some("off"));
     map.flag("read_only", spec.read_only, false);
     map.flag("thin", backend.thin, true);
+    map.shown(
+        "threshold",
+        backend.threshold.map(|percent| format!("{percent}%")),
+    );
     map.flag("stoppable", backend.stoppable, false);
     map.set("rotational", backend.rotational.map(Tree::Bool));
     let names = &backend.names;

@@ -44,9 +44,10 @@ use riser_scsi::reservation::ReservationKeeper;
 use rustix::thread::{CpuSet, sched_setaffinity};
 use tokio::sync::Notify;
 
-use crate::backend::{FlushKeeper, OpenError, Store};
+use crate::backend::{FlushKeeper, OpenError, Space, Store};
 use crate::config::Config;
 use crate::holder::HeldBy;
+use crate::srp::Unit;
 use crate::worker::iscsi::IscsiSessions;
 use crate::worker::mail::{MAILBOX, Mail, Outbox, Snapshot};
 use crate::worker::places::Places;
@@ -454,7 +455,13 @@ impl Server {
             .map(|(name, store)| (name.as_str(), store))
     }
 
-    /// Measures the room of all backends, from any thread. Blocks as long as their file systems do; `false` when
+    /// The unit on a backend that is served.
+    #[must_use]
+    pub fn unit_on(&self, backend: &str) -> Option<&Arc<Unit>> {
+        self.builder.units().get(backend)
+    }
+
+    /// Measures the room of all backends, from any thread, and notifies initiators of thresholds. Blocks as long as their file systems do; `false` when
     /// the server is gone.
     pub fn measurer(&self) -> impl Fn() -> bool + Send + use<> {
         let shared = Arc::downgrade(&self.shared);
@@ -462,9 +469,14 @@ impl Server {
             let Some(catalog) = shared.upgrade().map(|shared| shared.registry.catalog()) else {
                 return false;
             };
-            for store in catalog.stores.iter().flatten() {
+            for (place, store) in catalog.stores.iter().enumerate() {
+                let Some(store) = store else { continue };
                 if let Err(error) = store.measure_space() {
                     tracing::debug!(%error, "the room of a backend cannot be measured");
+                    continue;
+                }
+                if let Some(space) = store.space() {
+                    note_space(&catalog, place, store, space);
                 }
             }
             true
@@ -768,4 +780,29 @@ fn pin(cpu: usize) -> io::Result<()> {
     let mut set = CpuSet::new();
     set.set(cpu);
     Ok(sched_setaffinity(None, &set)?)
+}
+
+/// Reports the use of a backend's space to its units, and logs when it reaches their threshold or recedes.
+fn note_space(catalog: &Catalog, place: usize, store: &Store, space: Space) {
+    let (used, all) = space.of(store.capacity());
+    for unit in catalog.units_on(place) {
+        let (backend, threshold) = (store.label(), unit.lu.threshold().unwrap_or_default());
+        match unit.lu.note_space(used, all) {
+            Some(true) => tracing::warn!(
+                backend,
+                used,
+                space = all,
+                threshold,
+                "the threshold is reached: the backend fills up"
+            ),
+            Some(false) => tracing::info!(
+                backend,
+                used,
+                space = all,
+                threshold,
+                "below the threshold again"
+            ),
+            None => {}
+        }
+    }
 }

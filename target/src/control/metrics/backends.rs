@@ -20,6 +20,11 @@ pub(super) fn families(server: &Server) -> Vec<Family> {
         "riser_backend_errors_total",
         "Operations that a backend's medium failed, by kind.",
     );
+    let mut filling = Family::gauge(
+        "riser_backend_threshold_reached",
+        "Whether a backend's file uses so much of the space available to it that initiators were warned; of those \
+         with a threshold.",
+    );
     for (name, store) in server.backends() {
         let labels = [("backend", name)];
         size.add(&labels, store.capacity() as f64);
@@ -27,9 +32,14 @@ pub(super) fn families(server: &Server) -> Vec<Family> {
             allocated.add(&labels, space.allocated as f64);
             free.add(&labels, space.free as f64);
         }
+        if let Some(unit) = server.unit_on(name)
+            && unit.lu.threshold().is_some()
+        {
+            filling.add(&labels, f64::from(u8::from(unit.lu.is_filling())));
+        }
         for (kind, n) in store.errors() {
             errors.add(&[("backend", name), ("kind", kind)], n as f64);
         }
     }
-    vec![size, allocated, free, errors]
+    vec![size, allocated, free, filling, errors]
 }

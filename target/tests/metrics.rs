@@ -79,10 +79,12 @@ fn metrics_and_health_are_on_the_admin_socket_and_on_tcp_where_that_is_wanted() 
         assert!(refused.starts_with("HTTP/1.1 421 "), "{refused}");
     }
     // Who comes by TCP may look and do nothing else.
-    for path in ["/v1/config", "/v1/status", "/v1/history"] {
+    for path in ["/v1/config", "/v1/status", "/v1/history", "/nothing"] {
+        let answer = get(LISTEN, path).unwrap();
+        assert!(answer.starts_with("HTTP/1.1 404 "), "{path}");
         assert!(
-            get(LISTEN, path).unwrap().starts_with("HTTP/1.1 404 "),
-            "{path}"
+            answer.ends_with("\r\n\r\n{\"error\":\"there is no such path\"}"),
+            "{answer}"
         );
     }
     for method in ["POST", "PUT", "DELETE", "PATCH"] {
@@ -106,6 +108,49 @@ fn metrics_and_health_are_on_the_admin_socket_and_on_tcp_where_that_is_wanted() 
     std::fs::write(&file, without).unwrap();
     assert!(daemon.ask(&["reload"]).status.success());
     assert_eq!(get(LISTEN, "/healthz"), None);
+}
+
+/// The daemon samples by itself; an asker gets what is new to it.
+#[test]
+fn the_last_minutes_and_events_are_told_once() {
+    const LISTEN: &str = "127.81.1.5:9909";
+    let daemon = Daemon::start("recent", "127.81.1.5");
+    add(&daemon, &format!("metrics: {{ listen: \"{LISTEN}\" }}"));
+    assert!(daemon.ask(&["reload"]).status.success());
+    let body = |path: &str| -> serde_json::Value {
+        let answer = get(LISTEN, path).unwrap();
+        serde_json::from_str(answer.split_once("\r\n\r\n").unwrap().1).unwrap()
+    };
+    while body("/v1/recent")["samples"].as_array().unwrap().len() < 2 {
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let recent = body("/v1/recent");
+    let (first, events) = (
+        &recent["samples"][0]["time"],
+        recent["events"].as_array().unwrap(),
+    );
+    assert_ne!(
+        body(&format!("/v1/recent?time={first}"))["samples"][0]["time"],
+        *first
+    );
+    assert!(
+        events.iter().any(|event| event["text"]
+            .as_str()
+            .unwrap()
+            .starts_with("configuration served")),
+        "{events:?}"
+    );
+    let last = events.last().unwrap()["number"].as_u64().unwrap();
+    let newer = body(&format!("/v1/recent?event={last}"));
+    assert_eq!(newer["events"].as_array().unwrap().len(), 0);
+    assert!(
+        get(LISTEN, "/v1/recent?event=x")
+            .unwrap()
+            .starts_with("HTTP/1.1 400 ")
+    );
+    let live = body("/v1/live");
+    assert_eq!(live["portals"][0]["is_listening"], true, "{live}");
+    assert_eq!(live["backends"][0]["size"], 1 << 20, "{live}");
 }
 
 #[test]

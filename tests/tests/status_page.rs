@@ -9,6 +9,11 @@ use riser_tests::browser::Browser;
 use riser_tests::metered::{Metered, load};
 use riser_tests::programs::{missing, skip};
 
+fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+    name.trim().to_owned()
+}
+
 #[test]
 fn the_page_shows_what_the_daemon_does_and_that_it_is_gone() {
     let name = "the_page_shows_what_the_daemon_does_and_that_it_is_gone";
@@ -19,7 +24,8 @@ fn the_page_shows_what_the_daemon_does_and_that_it_is_gone() {
     let mut served = Metered::serve(110);
     let mut browser = Browser::start(&served.pair.dir);
     let _load = load(&served.pair, 180);
-    browser.open(&format!("http://{}/", served.metrics), 1240, 900);
+    let url = format!("http://{}/", served.metrics);
+    browser.open(&url, 1240, 900);
     browser.wait_for("$('state').textContent === 'ready'");
     browser.wait_for("/^[1-9]/.test($('t-commands').textContent)");
     browser.wait_for("/µs|ms|s$/.test($('t-p50').textContent)");
@@ -30,6 +36,50 @@ fn the_page_shows_what_the_daemon_does_and_that_it_is_gone() {
     assert_eq!(browser.value(&cell("luns", 0, 2)), "32.0 MiB");
     browser.wait_for(&format!("/^[1-9]/.test({})", cell("luns", 0, 4)));
     browser.wait_for(&format!("{} === 'srp'", cell("sessions", 0, 2)));
+    // Which host it is, where it serves, from what, and what has happened.
+    let host = host_name();
+    assert_eq!(browser.value("$('host').textContent"), host.as_str());
+    assert_eq!(browser.value("document.title"), format!("{host} – riserd"));
+    let row = |table: &str, row: u32| {
+        format!("[...$('{table}').tBodies[0].rows[{row}].cells].map(c => c.textContent).join('|')")
+    };
+    let address =
+        |port: u16, protocol: &str| format!("{}:{port}|{protocol}|t|listening", served.host);
+    assert_eq!(browser.value(&row("portals", 0)), address(3260, "iscsi"));
+    assert_eq!(browser.value(&row("portals", 1)), address(5555, "srp"));
+    let backend = "$('backends').tBodies[0].rows[0].cells";
+    browser.wait_for(&format!(
+        "/^[0-9.]+ [MK]iB \\([0-9]+ %\\)$/.test({backend}[3].textContent)"
+    ));
+    let backend = browser.value(&row("backends", 0)).to_string();
+    assert!(
+        backend.contains("|file|32.0 MiB|") && backend.ends_with("|0|open\""),
+        "{backend}"
+    );
+    browser.wait_for("$('events').textContent.includes('logged in protocol=srp')");
+    // A unit attention is no error, and says what it is.
+    let last = |column: u32| format!("$('luns').tBodies[0].rows[0].cells[{column}]");
+    assert_eq!(browser.value(&format!("{}.textContent", last(11))), "0");
+    browser.wait_for(&format!(
+        "/: UNIT ATTENTION: [1-9]/.test({}.title)",
+        last(12)
+    ));
+    let errors = "lunRow({ target: 't', lun: 0, size: 1, errors: 3, attentions: 1, \
+                  faults: { 'read: MEDIUM ERROR': 3, 'other: UNIT ATTENTION': 1 } })[11].join('|')";
+    assert_eq!(browser.value(errors), "3||read: MEDIUM ERROR: 3");
+    // The daemon keeps the history: a page that is loaded again has it at once.
+    browser.wait_for("samples.length >= 5");
+    let before = browser.value("samples[0].time");
+    let known = browser.value("samples.length").as_u64().unwrap();
+    browser.open(&url, 1240, 900);
+    browser.wait_for("samples.length > 0");
+    assert_eq!(browser.value("samples[0].time"), before);
+    assert!(browser.value("samples.length").as_u64().unwrap() >= known);
+    browser.wait_for("$('events').textContent.includes('logged in protocol=srp')");
+    assert_eq!(
+        browser.value("document.querySelector('header a').href"),
+        format!("{url}metrics")
+    );
     // Names are text, whatever is in them.
     let evil = "fill('sessions', [['<b id=evil>x</b>', '', '', '', '', 0, 0, 0, 0]], [0], '')";
     browser.value(evil);

@@ -71,6 +71,19 @@ pub enum Source {
     },
 }
 
+impl Source {
+    /// Its kind, as the configuration calls it.
+    #[must_use]
+    pub const fn kind(&self) -> &'static str {
+        match self {
+            Self::File { .. } => "file",
+            Self::Device { .. } => "device",
+            Self::Ram { .. } => "ram",
+            Self::Null { .. } => "null",
+        }
+    }
+}
+
 /// How to open a backend.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Spec {

@@ -3,9 +3,12 @@
 use std::io::{self, IsTerminal};
 
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::layer::{Layer, SubscriberExt};
+use tracing_subscriber::util::SubscriberInitExt;
 
 use crate::audit;
 use crate::config::{Log, LogFormat};
+use crate::control::events::{Collector, Noteworthy};
 
 /// Sends the log to standard error. The environment's `RUST_LOG` comes before the file's filter; about the audit log the
 /// file alone decides.
@@ -16,13 +19,16 @@ pub(super) fn start(log: &Log) {
     let level = if log.audit { "info" } else { "off" };
     let audit = format!("{}={level}", audit::TARGET);
     let filter = filter.add_directive(audit.parse().expect("a directive"));
-    let subscriber = tracing_subscriber::fmt()
-        .with_env_filter(filter)
+    let lines = tracing_subscriber::fmt::layer()
         .with_writer(io::stderr)
         .with_ansi(io::stderr().is_terminal());
-    // A process that already has a subscriber, such as a test, keeps it.
-    let _ = match log.format {
-        LogFormat::Text => subscriber.try_init(),
-        LogFormat::Json => subscriber.json().try_init(),
+    let lines = match log.format {
+        LogFormat::Text => lines.boxed(),
+        LogFormat::Json => lines.json().boxed(),
     };
+    let subscriber = tracing_subscriber::registry()
+        .with(lines.with_filter(filter))
+        .with(Collector.with_filter(Noteworthy));
+    // A process that already has a subscriber, such as a test, keeps it.
+    let _ = subscriber.try_init();
 }

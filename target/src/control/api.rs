@@ -16,6 +16,7 @@
 //! | `POST /v1/clear-flush-failure` | lets flushes succeed again on the backends of units with the serial number in the body, or of all; the targets after it |
 //! | `POST /v1/trace` | looks for the commands that the body wants ([`Wanted`]) until there are enough or time is over; [`Traced`](super::trace::Traced) |
 //! | `GET /v1/live` | [`Live`](super::live::Live) |
+//! | `GET /v1/recent?time=T&event=N` | what is newer than that: [`Recent`](super::timeline::Recent) |
 //! | `GET /metrics`, `/healthz`, `/readyz`, `/` | see [`http`] |
 //!
 //! An error is `{"error": TEXT}`: 400 for a mistake in a configuration, 404 for a path that is not here,
@@ -45,6 +46,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::bounded::{Bounded, Place};
 use super::http;
+use super::timeline::Since;
 use super::trace::{EVERY, Wanted};
 
 /// The longest configuration that is taken, in bytes.
@@ -92,6 +94,8 @@ pub enum Ask {
     Metrics,
     /// What it has counted, for people.
     Live,
+    /// What it has done in the last minutes.
+    Recent(Since),
     /// Whether it works.
     Health,
     /// Whether it serves all that it should.
@@ -224,7 +228,7 @@ pub fn router(requests: Requests) -> Router {
             on(MethodFilter::POST, clear_flush_failure),
         )
         .merge(http::router())
-        .fallback(async || error(StatusCode::NOT_FOUND, "there is no such path"))
+        .fallback(http::not_found)
         .method_not_allowed_fallback(async || {
             error(
                 StatusCode::METHOD_NOT_ALLOWED,

@@ -1,6 +1,6 @@
 //! Whether the daemon works, and whether it serves all that it should.
 
-use crate::config::Protocol;
+use crate::config::{Portal, Protocol};
 use crate::server::Server;
 use crate::server::problems::Subject;
 use crate::worker::mail::Snapshot;
@@ -27,18 +27,10 @@ pub fn ready(server: &Server, snapshots: &[Snapshot]) -> Result<(), String> {
     let catalog = server.shared().registry.catalog();
     for target in &catalog.targets {
         for portal in &target.config.portals {
-            let subject = match portal.protocol {
-                Protocol::Srp | Protocol::Iser => Subject::RdmaPortal(portal.listen),
-                Protocol::Iscsi => Subject::TcpPortal(portal.listen),
-            };
-            if problems.has(&subject) {
+            if problems.has(&Subject::portal(portal)) {
                 continue;
             }
-            let mut listening = snapshots.iter().flat_map(|s| match portal.protocol {
-                Protocol::Srp | Protocol::Iser => &s.rdma_listeners,
-                Protocol::Iscsi => &s.tcp_listeners,
-            });
-            if !listening.any(|at| *at == portal.listen) {
+            if !is_listening(portal, snapshots) {
                 let (name, protocol) = (&target.config.name, portal.protocol);
                 missing.push(format!(
                     "target {name}: nobody listens on {protocol} {}",
@@ -61,4 +53,13 @@ pub fn ready(server: &Server, snapshots: &[Snapshot]) -> Result<(), String> {
     } else {
         Err(missing.join("\n"))
     }
+}
+
+/// Whether a worker listens on a portal.
+pub(super) fn is_listening(portal: &Portal, snapshots: &[Snapshot]) -> bool {
+    let mut listening = snapshots.iter().flat_map(|s| match portal.protocol {
+        Protocol::Srp | Protocol::Iser => &s.rdma_listeners,
+        Protocol::Iscsi => &s.tcp_listeners,
+    });
+    listening.any(|at| *at == portal.listen)
 }

@@ -6,7 +6,7 @@ use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::time::Duration;
 
 use axum::Router;
-use axum::extract::{ConnectInfo, Request, State};
+use axum::extract::{ConnectInfo, Query, Request, State};
 use axum::http::StatusCode;
 use axum::http::header::{CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HOST};
 use axum::middleware::{Next, from_fn};
@@ -18,6 +18,7 @@ use super::api::{Answer, Ask, Failure, Peer, Requests, error, forward, said};
 use super::bounded::{Bounded, Limits};
 use super::metrics;
 use super::serving::Serving;
+use super::timeline::Since;
 
 /// The status page: one file that needs no other.
 const PAGE: &str = include_str!("page.html");
@@ -43,6 +44,7 @@ pub fn router() -> Router<Requests> {
         .route("/healthz", on(MethodFilter::GET, healthz))
         .route("/readyz", on(MethodFilter::GET, readyz))
         .route("/v1/live", on(MethodFilter::GET, live))
+        .route("/v1/recent", on(MethodFilter::GET, recent))
 }
 
 /// Whether a `Host` header names this host and no other: by an address, as `localhost`, or by the host's own
@@ -89,6 +91,18 @@ async fn page() -> Response {
 
 async fn live(State(requests): State<Requests>, ConnectInfo(peer): ConnectInfo<Peer>) -> Response {
     said(forward(&requests, Ask::Live, peer).await)
+}
+
+async fn recent(
+    State(requests): State<Requests>,
+    ConnectInfo(peer): ConnectInfo<Peer>,
+    Query(since): Query<Since>,
+) -> Response {
+    said(forward(&requests, Ask::Recent(since), peer).await)
+}
+
+pub(super) async fn not_found() -> Response {
+    error(StatusCode::NOT_FOUND, "there is no such path")
 }
 
 async fn scrape(
@@ -151,7 +165,7 @@ impl Listening {
         let addr = listener.local_addr()?;
         listener.set_nonblocking(true)?;
         let socket = tokio::net::TcpListener::from_std(listener.try_clone()?)?;
-        let mut router = router().with_state(requests);
+        let mut router = router().fallback(not_found).with_state(requests);
         // What other hosts may reach is no secret to their browsers' pages either, and has names that are
         // not known here.
         if addr.ip().is_loopback() {

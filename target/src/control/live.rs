@@ -1,6 +1,7 @@
 //! What the status page and `riserd top` show: sums since the start, of which two tell a rate.
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -9,8 +10,10 @@ use riser_scsi::reservation::Registration;
 use serde::{Deserialize, Serialize};
 
 use super::{health, view};
+use crate::config::Backend;
 use crate::server::Server;
-use crate::stats::{BUCKETS, CLASSES, LunStats, Share, Times, bound, class_name};
+use crate::server::problems::Subject;
+use crate::stats::{BUCKETS, CLASSES, Fault, LunStats, Share, Tally, Times, bound, class_name};
 use crate::worker::mail::Snapshot;
 use crate::worker::target::TargetDef;
 
@@ -23,12 +26,21 @@ pub struct Live {
     pub uptime: f64,
     /// Its version.
     pub version: String,
+    /// The host's name.
+    #[serde(default)]
+    pub host: String,
     /// What is missing that it should serve; nothing if it is ready.
     pub missing: Option<String>,
     /// The longest durations of the buckets of all histograms but the last, in seconds.
     pub bounds: Vec<f64>,
     /// Workers.
     pub workers: Vec<LiveWorker>,
+    /// Where targets are served.
+    #[serde(default)]
+    pub portals: Vec<LivePortal>,
+    /// Backends that are served, or should be.
+    #[serde(default)]
+    pub backends: Vec<LiveBackend>,
     /// Targets, as initiators of iSCSI come and leave.
     #[serde(default)]
     pub targets: Vec<LiveTarget>,
@@ -53,6 +65,50 @@ pub struct LiveWorker {
     pub pool: usize,
     /// Bytes of them that are free.
     pub pool_free: usize,
+}
+
+/// A portal.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct LivePortal {
+    /// `srp`, `iser` or `iscsi`.
+    pub protocol: String,
+    /// Its address and port.
+    pub listen: String,
+    /// The targets that it serves.
+    pub targets: Vec<String>,
+    /// Whether it is listened on.
+    pub is_listening: bool,
+    /// Why not, if that is known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// A backend.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct LiveBackend {
+    /// Its name in the configuration.
+    pub name: String,
+    /// `file`, `device`, `ram` or `null`.
+    pub kind: String,
+    /// Bytes that it offers; nothing if it is not open.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub size: Option<u64>,
+    /// Bytes that its file has been allocated; nothing if that was not measured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub allocated: Option<u64>,
+    /// Bytes that its file system has free; likewise.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub free: Option<u64>,
+    /// The percentage of the space available to it at which initiators are warned.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub threshold: Option<u8>,
+    /// Whether that is reached.
+    pub is_filling: bool,
+    /// Operations that its medium failed, by kind.
+    pub errors: BTreeMap<String, u64>,
+    /// Why it is not served.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
 }
 
 /// A target.
@@ -110,6 +166,12 @@ pub struct LiveLun {
     pub queue_depth: u64,
     /// Commands that failed, unit attentions apart.
     pub errors: u64,
+    /// Commands that were answered with a unit attention.
+    #[serde(default)]
+    pub attentions: u64,
+    /// All of these, by kind of command and by status or sense key.
+    #[serde(default)]
+    pub faults: BTreeMap<String, u64>,
     /// Commands, by kind; those that there were.
     pub ops: BTreeMap<String, LiveOp>,
     /// Commands, by the initiator's name, sessions that are over included.
@@ -234,17 +296,44 @@ pub struct LiveNetwork {
     pub retransmits: u64,
 }
 
+/// What its units have done, without asking workers for anything.
+#[must_use]
+pub fn sums(server: &Server) -> Live {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    let catalog = server.shared().registry.catalog();
+    let stats = catalog.targets.iter().flat_map(|target| &target.stats);
+    let lun = |stats: &Arc<LunStats>| LiveLun {
+        target: stats.target().to_owned(),
+        lun: stats.lun(),
+        queue_depth: stats.queue_depth(),
+        errors: errors(&stats.faults()),
+        ops: ops(stats),
+        ..LiveLun::default()
+    };
+    Live {
+        time: now.unwrap_or_default().as_secs_f64(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        bounds: (0..BUCKETS).filter_map(bound).map(seconds).collect(),
+        luns: stats.map(lun).collect(),
+        ..Live::default()
+    }
+}
+
 /// The daemon now.
 #[must_use]
 pub fn live(server: &Server, uptime: Duration) -> Live {
     let snapshots = server.snapshot();
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    let uname = rustix::system::uname();
     Live {
         time: now.unwrap_or_default().as_secs_f64(),
         uptime: uptime.as_secs_f64(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
+        host: uname.nodename().to_string_lossy().into_owned(),
         missing: health::ready(server, &snapshots).err(),
         bounds: (0..BUCKETS).filter_map(bound).map(seconds).collect(),
+        portals: portals(server, &snapshots),
+        backends: backends(server),
         workers: snapshots.iter().map(worker).collect(),
         targets: targets(server),
         luns: luns(server, &snapshots),
@@ -303,13 +392,16 @@ fn luns(server: &Server, snapshots: &[Snapshot]) -> Vec<LiveLun> {
     for target in &catalog.targets {
         for ((number, unit), stats) in target.units.iter().zip(&target.stats) {
             let management = unit.management();
+            let faults = stats.faults();
             luns.push(LiveLun {
                 target: target.config.name.clone(),
                 lun: *number,
                 size: unit.lu.capacity_bytes(),
                 read_only: target.is_read_only(*number),
                 queue_depth: stats.queue_depth(),
-                errors: errors(stats),
+                errors: errors(&faults),
+                attentions: attentions(&faults),
+                faults: by_kind(&faults),
                 ops: ops(stats),
                 initiators: initiators(stats, snapshots),
                 resets: management.resets,
@@ -322,10 +414,81 @@ fn luns(server: &Server, snapshots: &[Snapshot]) -> Vec<LiveLun> {
     luns
 }
 
-fn errors(stats: &LunStats) -> u64 {
-    let faults = stats.faults();
+/// All portals, each once.
+fn portals(server: &Server, snapshots: &[Snapshot]) -> Vec<LivePortal> {
+    let catalog = server.shared().registry.catalog();
+    let mut portals: BTreeMap<(String, SocketAddr), LivePortal> = BTreeMap::new();
+    for target in &catalog.targets {
+        for portal in &target.config.portals {
+            let listen = portal.listen;
+            let protocol = portal.protocol.to_string();
+            let new = || {
+                let problem = server.problems().of(&Subject::portal(portal));
+                LivePortal {
+                    protocol: protocol.clone(),
+                    listen: listen.to_string(),
+                    targets: Vec::new(),
+                    is_listening: health::is_listening(portal, snapshots),
+                    error: problem.map(|problem| problem.why.clone()),
+                }
+            };
+            let live = portals
+                .entry((protocol.clone(), listen))
+                .or_insert_with(new);
+            live.targets.push(target.config.name.clone());
+        }
+    }
+    portals.into_values().collect()
+}
+
+/// Backends of units, and others that are open, in the order of the configuration.
+fn backends(server: &Server) -> Vec<LiveBackend> {
+    let open: BTreeMap<_, _> = server.backends().collect();
+    let configured = server.config().backends.iter();
+    let live = |backend: &Backend| {
+        let name = backend.name.as_str();
+        let store = open.get(name);
+        let problem = server.problems().of(&Subject::Backend(name.to_owned()));
+        // One that no target uses is neither.
+        if store.is_none() && problem.is_none() {
+            return None;
+        }
+        let store = store.filter(|_| problem.is_none());
+        let space = store.and_then(|store| store.space());
+        let unit = server.unit_on(name);
+        let errors = store.into_iter().flat_map(|store| store.errors());
+        Some(LiveBackend {
+            name: name.to_owned(),
+            kind: backend.spec.source.kind().to_owned(),
+            size: store.map(|store| store.capacity()),
+            allocated: space.map(|space| space.allocated),
+            free: space.map(|space| space.free),
+            threshold: unit.and_then(|unit| unit.lu.threshold()),
+            is_filling: unit.is_some_and(|unit| unit.lu.is_filling()),
+            errors: errors.map(|(kind, n)| (kind.to_owned(), n)).collect(),
+            error: problem.map(|problem| problem.why.clone()),
+        })
+    };
+    configured.filter_map(live).collect()
+}
+
+fn errors(faults: &Tally<Fault>) -> u64 {
     let errors = faults.iter().filter(|(fault, _)| fault.is_error());
     errors.map(|(_, n)| n).sum()
+}
+
+fn attentions(faults: &Tally<Fault>) -> u64 {
+    let met = faults.iter().filter(|(fault, _)| fault.is_attention());
+    met.map(|(_, n)| n).sum()
+}
+
+fn by_kind(faults: &Tally<Fault>) -> BTreeMap<String, u64> {
+    let kind = |fault: Fault| format!("{}: {}", class_name(fault.class), fault.name());
+    let mut kinds = BTreeMap::new();
+    for (fault, n) in faults.iter() {
+        *kinds.entry(kind(fault)).or_default() += n;
+    }
+    kinds
 }
 
 fn reservations(lu: &LogicalUnit) -> LiveReservations {
@@ -377,7 +540,7 @@ fn ops(stats: &LunStats) -> BTreeMap<String, LiveOp> {
         seconds: seconds(times.nanos),
         buckets: times.buckets.to_vec(),
     };
-    let all = CLASSES.map(|class| (class_name(class), stats.class(class)));
+    let all = CLASSES.map(|class| (class_name(class), stats.total(class)));
     let used = all.iter().filter(|(_, counts)| counts.total.count() > 0);
     used.map(|(name, counts)| ((*name).to_owned(), op(&counts.total, counts.bytes)))
         .collect()

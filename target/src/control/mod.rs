@@ -14,7 +14,8 @@
 //! - [`run`]: what `riserd run` does: start, tell the service manager, serve, shut down.
 //! - [`api`]: the routes. [`view`]: what they say.
 //! - [`http`]: those that may be had on a TCP address too: [`metrics`], [`health`], the status page,
-//!   which shows what [`live`] says; [`top`] shows its [`rates`] in a terminal.
+//!   which shows what [`live`] says; [`top`] shows its [`rates`] in a terminal. [`timeline`]: what the page shows of
+//!   the last minutes; [`events`]: what happened.
 //! - [`trace`]: the ways of single commands.
 //! - [`socket`]: where the API is, and who may use it.
 //! - [`history`]: the configurations that were applied. [`state`]: the directory where they are kept.
@@ -29,6 +30,7 @@
 pub mod api;
 mod bounded;
 pub mod client;
+pub mod events;
 pub mod flushes;
 pub mod health;
 pub mod history;
@@ -46,6 +48,7 @@ mod room;
 mod serving;
 pub mod socket;
 pub mod state;
+pub mod timeline;
 pub mod top;
 pub mod trace;
 pub mod upgrade;
@@ -61,7 +64,7 @@ use std::time::{Duration, Instant};
 use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
-use tokio::time::{MissedTickBehavior, interval_at};
+use tokio::time::{MissedTickBehavior, interval, interval_at};
 
 use self::api::{Ask, Failure, Kept, Request};
 use self::history::{Entry, History};
@@ -69,6 +72,7 @@ use self::http::Listening;
 use self::open::{admin, open_metrics, restored, start};
 use self::room::Room;
 use self::socket::Admin;
+use self::timeline::Timeline;
 use self::trace::{Search, Wanted};
 use self::upgrade::{Handed, Handing, Inheritance, Tenure};
 use self::view::{Changes, DriftView};
@@ -167,6 +171,7 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             since: Instant::now(),
             requests,
             metrics,
+            timeline: Timeline::default(),
             search: None,
             admin,
             program,
@@ -223,6 +228,7 @@ struct Control<'a> {
     since: Instant,
     requests: mpsc::Sender<Request>,
     metrics: Option<Listening>,
+    timeline: Timeline,
     /// Commands that somebody looks at.
     search: Option<Search>,
     admin: Option<Admin>,
@@ -324,10 +330,13 @@ impl Control<'_> {
         let failure = self.server.failure();
         let _watchdog = Watchdog::start(self.server.pinger());
         let _room = Room::start(self.server.measurer());
+        let mut sample = interval(timeline::EVERY);
+        sample.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut retry = interval_at(tokio::time::Instant::now() + RETRY, RETRY);
         retry.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {
+                _ = sample.tick() => self.timeline.take(live::sums(&self.server)),
                 _ = retry.tick(), if !self.server.problems().is_empty() => self.retry(),
                 _ = signals.hangup.recv() => { let _ = self.reload("SIGHUP"); }
                 why = signals.end.next() => return Turn::End(why),
@@ -388,6 +397,7 @@ impl Control<'_> {
                 Err(error) => Err(Failure::Failed(error.to_string())),
             },
             Ask::Live => to_json(&live::live(&self.server, self.since.elapsed())),
+            Ask::Recent(since) => to_json(&self.timeline.recent(since)),
             Ask::Health => Ok(serde_json::Value::Null),
             Ask::Ready => health::ready(&self.server, &self.server.snapshot())
                 .map(|()| serde_json::Value::Null)

@@ -15,6 +15,11 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::time::SystemTime;
 
+use crate::config::{Portal, Protocol};
+
+/// What the log knows the lines about problems by.
+pub const TARGET: &str = "riserd::problems";
+
 /// What is not served.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Subject {
@@ -27,6 +32,15 @@ pub enum Subject {
 }
 
 impl Subject {
+    /// A portal of the configuration.
+    #[must_use]
+    pub fn portal(portal: &Portal) -> Self {
+        match portal.protocol {
+            Protocol::Srp | Protocol::Iser => Self::RdmaPortal(portal.listen),
+            Protocol::Iscsi => Self::TcpPortal(portal.listen),
+        }
+    }
+
     /// `backend` or `portal`.
     #[must_use]
     pub const fn kind(&self) -> &'static str {
@@ -87,6 +101,12 @@ impl Problems {
         })
     }
 
+    /// Why something is not served, if it is not.
+    #[must_use]
+    pub fn of(&self, subject: &Subject) -> Option<&Problem> {
+        self.0.get(subject)
+    }
+
     /// Something cannot be had, or still cannot.
     pub(super) fn add(&mut self, subject: Subject, why: &dyn fmt::Display) {
         let new = || Problem {
@@ -111,12 +131,12 @@ impl Problems {
         for (subject, problem) in &self.0 {
             let (kind, name, why) = (subject.kind(), subject.name(), &problem.why);
             if before.0.get(subject).is_none_or(|old| old.why != *why) {
-                tracing::error!(kind, name, why, "not served; it is tried again");
+                tracing::error!(target: TARGET, kind, name, why, "not served; it is tried again");
             }
         }
         for subject in before.0.keys().filter(|subject| !self.has(subject)) {
             let (kind, name) = (subject.kind(), subject.name());
-            tracing::info!(kind, name, "served again, or no longer configured");
+            tracing::info!(target: TARGET, kind, name, "served again, or no longer configured");
         }
     }
 }

@@ -1,5 +1,6 @@
 //! What the commands to a logical unit of a target have done and how long they took.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -47,6 +48,46 @@ impl Fault {
     #[must_use]
     pub fn is_error(&self) -> bool {
         !matches!(self.sense_key, Some(0x0 | 0x1 | 0x6))
+    }
+
+    /// Whether it is a unit attention.
+    #[must_use]
+    pub fn is_attention(&self) -> bool {
+        self.sense_key == Some(0x6)
+    }
+
+    /// Its sense key (SPC-4 4.5.6) or status (SAM-5 5.3.1), as the standards call them.
+    #[must_use]
+    pub fn name(&self) -> Cow<'static, str> {
+        const KEYS: [&str; 16] = [
+            "NO SENSE",
+            "RECOVERED ERROR",
+            "NOT READY",
+            "MEDIUM ERROR",
+            "HARDWARE ERROR",
+            "ILLEGAL REQUEST",
+            "UNIT ATTENTION",
+            "DATA PROTECT",
+            "BLANK CHECK",
+            "VENDOR SPECIFIC",
+            "COPY ABORTED",
+            "ABORTED COMMAND",
+            "EQUAL",
+            "VOLUME OVERFLOW",
+            "MISCOMPARE",
+            "COMPLETED",
+        ];
+        if let Some(key) = self.sense_key {
+            return KEYS[usize::from(key & 0xf)].into();
+        }
+        match self.status {
+            0x02 => "CHECK CONDITION".into(),
+            0x08 => "BUSY".into(),
+            0x18 => "RESERVATION CONFLICT".into(),
+            0x28 => "TASK SET FULL".into(),
+            0x40 => "TASK ABORTED".into(),
+            other => format!("status {other:#04x}").into(),
+        }
     }
 }
 
@@ -169,12 +210,22 @@ impl LunStats {
     /// What commands of a kind have done.
     #[must_use]
     pub fn class(&self, class: Kind) -> ClassCounts {
-        let mut counts = ClassCounts::default();
+        let mut counts = self.total(class);
         for worker in self.served() {
             let stats = &worker.classes[class as usize];
             for (times, stage) in counts.stages.iter_mut().zip(&stats.stages) {
                 stage.add_to(times);
             }
+        }
+        counts
+    }
+
+    /// The same without its stages.
+    #[must_use]
+    pub fn total(&self, class: Kind) -> ClassCounts {
+        let mut counts = ClassCounts::default();
+        for worker in self.served() {
+            let stats = &worker.classes[class as usize];
             stats.total.add_to(&mut counts.total);
             counts.bytes += stats.bytes.get();
         }

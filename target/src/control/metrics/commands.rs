@@ -74,9 +74,7 @@ fn units(catalog: &Catalog) -> Vec<Family> {
             taken += stats.memory();
             let faults = stats.faults();
             add_faults(&mut errors, &unit_labels, &faults);
-            let met = faults
-                .iter()
-                .filter(|(fault, _)| fault.sense_key == Some(0x6));
+            let met = faults.iter().filter(|(fault, _)| fault.is_attention());
             attentions.add(&unit_labels, met.map(|(_, n)| n).sum::<u64>() as f64);
             for class in CLASSES {
                 let counts = stats.class(class);

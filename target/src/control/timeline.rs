@@ -1,0 +1,197 @@
+//! What the daemon did in the last minutes: a sample each second, for the charts of the status page, which have their
+//! history after a reload too.
+//!
+//! Bounded: [`KEPT`] samples of all units together, and the last rates of each unit.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::events::{self, Event};
+use super::live::Live;
+use super::rates::{OpRate, Rates, rates};
+
+/// Time from one sample to the next.
+pub const EVERY: Duration = Duration::from_secs(1);
+
+/// Samples that are kept: ten minutes of them.
+pub const KEPT: usize = 600;
+
+/// All units over one interval.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Sample {
+    /// When it ended, in seconds since 1970.
+    pub time: f64,
+    /// Reads per second.
+    pub reads: f64,
+    /// Writes per second.
+    pub writes: f64,
+    /// Other commands per second.
+    pub others: f64,
+    /// Bytes read per second.
+    pub read_bytes: f64,
+    /// Bytes written per second.
+    pub write_bytes: f64,
+    /// The time that half of all commands kept, in seconds; nothing without any.
+    pub p50: Option<f64>,
+    /// The time that 99 % of them kept.
+    pub p99: Option<f64>,
+    /// The mean time, in seconds.
+    pub mean: Option<f64>,
+    /// Commands under way at its end.
+    pub queue_depth: u64,
+    /// Errors per second.
+    pub errors: f64,
+}
+
+/// What is asked for: what is newer than what the asker has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Since {
+    /// Samples that ended later than this, in seconds since 1970.
+    pub time: f64,
+    /// Events after the one with this number.
+    pub event: u64,
+}
+
+/// The answer.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Recent {
+    /// The last interval, by unit; without sessions and workers.
+    pub rates: Rates,
+    /// Samples, oldest first.
+    pub samples: Vec<Sample>,
+    /// Events, oldest first.
+    pub events: Vec<Event>,
+}
+
+/// The samples.
+#[derive(Debug, Default)]
+pub struct Timeline {
+    last: Option<Live>,
+    rates: Rates,
+    samples: VecDeque<Sample>,
+}
+
+impl Timeline {
+    /// Takes the sums at a moment.
+    pub fn take(&mut self, live: Live) {
+        if let Some(last) = &self.last {
+            self.rates = rates(last, &live);
+            if self.samples.len() == KEPT {
+                self.samples.pop_front();
+            }
+            self.samples.push_back(sample(&self.rates));
+        }
+        self.last = Some(live);
+    }
+
+    /// What is new since then.
+    #[must_use]
+    pub fn recent(&self, since: Since) -> Recent {
+        let new = self
+            .samples
+            .iter()
+            .filter(|sample| sample.time > since.time);
+        Recent {
+            rates: self.rates.clone(),
+            samples: new.cloned().collect(),
+            events: events::after(since.event),
+        }
+    }
+}
+
+fn sample(rates: &Rates) -> Sample {
+    let sum = |of: fn(&OpRate) -> f64| {
+        let luns = rates.luns.iter();
+        luns.fold((0.0, 0.0), |(reads, writes), lun| {
+            (reads + of(&lun.read), writes + of(&lun.write))
+        })
+    };
+    let (reads, writes) = sum(|op| op.commands);
+    let (read_bytes, write_bytes) = sum(|op| op.bytes);
+    let luns = || rates.luns.iter();
+    Sample {
+        time: rates.time,
+        reads,
+        writes,
+        others: (rates.total.commands - reads - writes).max(0.0),
+        read_bytes,
+        write_bytes,
+        p50: rates.total.p50,
+        p99: rates.total.p99,
+        mean: rates.total.mean,
+        queue_depth: luns().map(|lun| lun.queue_depth).sum(),
+        errors: luns().map(|lun| lun.errors).sum(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::live::{LiveLun, LiveOp};
+
+    fn live(second: u64) -> Live {
+        let op = |n: u64| LiveOp {
+            commands: n * second,
+            bytes: 512 * n * second,
+            seconds: 0.0,
+            buckets: vec![n * second, 0],
+        };
+        let ops = [("read", op(3)), ("write", op(2)), ("flush", op(1))];
+        Live {
+            time: 1000.0 + second as f64,
+            bounds: vec![0.001],
+            luns: vec![LiveLun {
+                queue_depth: 4,
+                ops: ops.map(|(name, op)| (name.to_owned(), op)).into(),
+                ..LiveLun::default()
+            }],
+            ..Live::default()
+        }
+    }
+
+    #[test]
+    fn the_last_ten_minutes_are_kept_and_told_once() {
+        let mut timeline = Timeline::default();
+        assert_eq!(timeline.recent(Since::default()).samples, []);
+        for second in 0..=2 * KEPT as u64 {
+            timeline.take(live(second));
+        }
+        let all = timeline.recent(Since::default()).samples;
+        assert_eq!((all.len(), all[0].time), (KEPT, 1601.0));
+        let last = Sample {
+            time: 2200.0,
+            reads: 3.0,
+            writes: 2.0,
+            others: 1.0,
+            read_bytes: 1536.0,
+            write_bytes: 1024.0,
+            p50: Some(0.0005),
+            p99: Some(0.00099),
+            mean: Some(0.0),
+            queue_depth: 4,
+            errors: 0.0,
+        };
+        let since = |time| Since { time, event: 0 };
+        assert_eq!(timeline.recent(since(2199.0)).samples, [last]);
+        assert_eq!(timeline.recent(since(2200.0)).samples, []);
+        assert_eq!(timeline.recent(since(2200.0)).rates.luns.len(), 1);
+    }
+
+    #[test]
+    fn a_unit_that_comes_later_has_no_rate_before() {
+        let mut timeline = Timeline::default();
+        timeline.take(Live {
+            luns: Vec::new(),
+            ..live(0)
+        });
+        timeline.take(live(0));
+        let samples = timeline.recent(Since::default()).samples;
+        assert!(
+            samples.iter().all(|sample| sample.reads == 0.0),
+            "{samples:?}"
+        );
+    }
+}

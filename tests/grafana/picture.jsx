@@ -16,7 +16,7 @@ const GAP = 8;
 const theme = createTheme({ colors: { mode: 'dark' } });
 
 async function ask(expression, range) {
-  const query = expression.replaceAll('$__rate_interval', '5s').replaceAll('$target', '.*');
+  const query = expression.replaceAll('$__rate_interval', '5s').replaceAll('$target', '.*').replaceAll('$instance', '.*');
   if (query.includes('$')) throw new Error(`a variable that is not known: ${query}`);
   const [from, to] = range;
   const url = `/api/v1/query_range?query=${encodeURIComponent(query)}&start=${from}&end=${to}&step=1`;

@@ -43,7 +43,7 @@ fn receive(stream: &mut TcpStream) -> [u8; 48] {
     bhs
 }
 
-/// What happens rarely, once: a login that fails, a function of task management.
+/// What happens rarely, once: a login that fails, a function of task management, a command that fails.
 fn rare_events(served: &Metered) {
     let (_, status) = log_in(&served.host, "iqn.2026-01.com.example:nobody");
     assert_eq!(status, 2, "there is no such target");
@@ -60,6 +60,14 @@ fn rare_events(served: &Metered) {
         (0x22, 0),
         "the function is complete"
     );
+    // A command with an operation code that there is not, after two unit attentions.
+    let mut pdu = [0u8; 48];
+    (pdu[0], pdu[1], pdu[19], pdu[32]) = (0x41, 0x81, 10, 0xff);
+    for _ in 0..3 {
+        stream.write_all(&pdu).unwrap();
+        let answer = receive(&mut stream);
+        assert_eq!((answer[0], answer[3]), (0x21, 2), "CHECK CONDITION");
+    }
 }
 
 /// Percent-encodes a query.
@@ -87,7 +95,8 @@ fn expressions() -> Vec<(String, String)> {
             let expression = target["expr"].as_str().unwrap();
             let expression = expression
                 .replace("$__rate_interval", "15s")
-                .replace("$target", ".*");
+                .replace("$target", ".*")
+                .replace("$instance", ".*");
             let title = panel["title"].as_str().unwrap().to_owned();
             all.push((title, expression));
         }
@@ -108,6 +117,58 @@ fn rules_do_what_their_tests_say() {
         &["test", "rules", "riserd.test.yml"],
     ] {
         succeeded(Command::new("promtool").args(args).current_dir(RULES));
+    }
+}
+
+/// Several hosts on one dashboard are told apart: all that is asked goes by instance, and each line says whose it is.
+#[test]
+fn every_panel_goes_by_instance() {
+    let dashboard: Value = serde_json::from_str(DASHBOARD).unwrap();
+    let variables = dashboard["templating"]["list"].as_array().unwrap();
+    assert!(
+        variables
+            .iter()
+            .any(|variable| variable["name"] == "instance")
+    );
+    for panel in dashboard["panels"].as_array().unwrap() {
+        let of_sums = matches!(panel["type"].as_str(), Some("stat" | "heatmap"));
+        for target in panel["targets"].as_array().into_iter().flatten() {
+            let expression = target["expr"].as_str().unwrap();
+            let is_name = |word: &&str| {
+                let names = ["riser_", "process_", "ALERTS"];
+                names.iter().any(|name| word.starts_with(name)) && !word.ends_with('"')
+            };
+            let words = expression.split_inclusive(|c: char| !(c.is_alphanumeric() || c == '_'));
+            let metrics = words.filter(is_name).count();
+            let chosen = expression.matches("{instance=~\"$instance\"").count();
+            assert!(metrics > 0 && metrics == chosen, "{expression}");
+            let legend = target["legendFormat"].as_str().unwrap_or_default();
+            assert!(of_sums || legend.starts_with("{{instance}} "), "{panel}");
+        }
+    }
+}
+
+/// Of each alert, when it fires, and when it does not.
+#[test]
+fn every_alert_has_a_test() {
+    let read = |name: &str| fs::read_to_string(format!("{RULES}{name}")).unwrap();
+    let (rules, tests) = (read("riserd.rules.yml"), read("riserd.test.yml"));
+    let alerts = rules
+        .lines()
+        .filter_map(|line| line.trim().strip_prefix("- alert: "));
+    let alerts: Vec<_> = alerts.collect();
+    assert!(alerts.len() > 10);
+    for alert in alerts {
+        let case = format!("alertname: {alert}\n        exp_alerts:");
+        let cases = || tests.split(&case).skip(1);
+        assert!(
+            cases().any(|case| case.starts_with(" []")),
+            "{alert} when it is silent"
+        );
+        assert!(
+            cases().any(|case| case.starts_with("\n")),
+            "{alert} when it fires"
+        );
     }
 }
 
@@ -161,7 +222,7 @@ fn every_panel_of_the_dashboard_shows_something_under_load() {
         let _ = log_in(&served.host, &served.iqn);
         thread::sleep(Duration::from_secs(20));
         let mut browser = Browser::start(&pair.dir);
-        browser.open(&format!("http://{PROMETHEUS}/user/index.html"), 1240, 3270);
+        browser.open(&format!("http://{PROMETHEUS}/user/index.html"), 1240, 3880);
         browser.wait_for("document.title === 'drawn'");
         fs::write(file, browser.picture()).unwrap();
         assert!(browser.exceptions.is_empty(), "{:?}", browser.exceptions);
@@ -187,7 +248,7 @@ fn every_panel_of_the_dashboard_shows_something_under_load() {
     let rules = get(PROMETHEUS, "/api/v1/rules").unwrap();
     let rules: Value = serde_json::from_str(&rules).unwrap();
     let rules = rules["data"]["groups"][0]["rules"].as_array().unwrap();
-    assert_eq!(rules.len(), 17);
+    assert_eq!(rules.len(), 18);
     for rule in rules {
         assert_eq!(rule["health"], "ok", "{rule}");
         assert_eq!(rule["state"], "inactive", "{rule}");

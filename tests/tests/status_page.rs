@@ -25,7 +25,7 @@ fn the_page_shows_what_the_daemon_does_and_that_it_is_gone() {
     let mut browser = Browser::start(&served.pair.dir);
     let _load = load(&served.pair, 180);
     let url = format!("http://{}/", served.metrics);
-    browser.open(&url, 1240, 900);
+    browser.open(&url, 1240, 1560);
     browser.wait_for("$('state').textContent === 'ready'");
     browser.wait_for("/^[1-9]/.test($('t-commands').textContent)");
     browser.wait_for("/µs|ms|s$/.test($('t-p50').textContent)");
@@ -71,7 +71,7 @@ fn the_page_shows_what_the_daemon_does_and_that_it_is_gone() {
     browser.wait_for("samples.length >= 5");
     let before = browser.value("samples[0].time");
     let known = browser.value("samples.length").as_u64().unwrap();
-    browser.open(&url, 1240, 900);
+    browser.open(&url, 1240, 1560);
     browser.wait_for("samples.length > 0");
     assert_eq!(browser.value("samples[0].time"), before);
     assert!(browser.value("samples.length").as_u64().unwrap() >= known);

@@ -6,6 +6,7 @@
 mod initiator;
 #[path = "../load/mod.rs"]
 mod load;
+mod space;
 mod target;
 
 use std::process::Command;

@@ -11,14 +11,14 @@ use serde_json::Value;
 use crate::{ended, eventually};
 
 /// A daemon with a configuration of its own.
-struct Daemon {
+pub(crate) struct Daemon {
     dir: PathBuf,
     process: Option<Child>,
 }
 
 impl Daemon {
     /// One that does not run yet. `DIR` in its configuration is its directory.
-    fn new(config: &str) -> Self {
+    pub(crate) fn new(config: &str) -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let dir = format!("riser-badday-{}-{number}", std::process::id());
@@ -54,7 +54,7 @@ impl Daemon {
     }
 
     /// Starts it, and returns when it answers.
-    fn serve(&mut self) {
+    pub(crate) fn serve(&mut self) {
         self.process = Some(self.command().spawn().unwrap());
         eventually("the daemon answers", || self.ask(&["status"]).0 == 0);
     }
@@ -87,16 +87,16 @@ impl Daemon {
         serde_json::from_str(&out).unwrap()
     }
 
-    fn log(&self) -> String {
+    pub(crate) fn log(&self) -> String {
         fs::read_to_string(self.dir.join("log")).unwrap()
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.dir.join(name)
     }
 
     /// `riser` with these arguments.
-    fn riser(&self, args: &[&str]) -> Command {
+    pub(crate) fn riser(&self, args: &[&str]) -> Command {
         let mut command = Command::new(folder().join("riser"));
         command
             .args(args)
@@ -105,7 +105,7 @@ impl Daemon {
         command
     }
 
-    fn write_block(&self, url: &str, byte: u8) {
+    pub(crate) fn write_block(&self, url: &str, byte: u8) {
         let data = self.path("data");
         fs::write(&data, [byte; 4096]).unwrap();
         succeeded(&mut self.riser(&["write", url, data.to_str().unwrap(), "-q"]));

@@ -11,6 +11,9 @@ use riser_transport::verbs::{CmError, VerbsError};
 use crate::iscsi::session::Fault;
 use crate::srp::channel::{ChannelFault, LoginError};
 
+/// How long a target may be silent before it is asked whether it is there.
+pub(crate) const PING: Duration = Duration::from_secs(5);
+
 /// A session's times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Timing {

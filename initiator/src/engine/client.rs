@@ -25,7 +25,7 @@ use crate::iscsi;
 use crate::iscsi::url::IscsiUrl;
 #[cfg(doc)]
 use crate::request::RequestError;
-use crate::session::{Down, Timing};
+use crate::session::{Down, PING, Timing};
 use crate::srp::channel::ChannelConfig;
 use crate::srp::discovery::{DiscoveryError, FoundPort, plan_port};
 use crate::srp::session::SessionConfig;
@@ -276,6 +276,7 @@ impl Client {
                     login: patience,
                     ..config.timing
                 },
+                ping: PING,
                 max_attempts: 32,
                 reconnect: true,
             },

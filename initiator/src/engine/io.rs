@@ -122,6 +122,8 @@ pub(super) enum Done {
     Check { paths: SessionKey, path: PathIndex },
     /// A session that identifies a watched unit, which has this number.
     Unit { session: SessionKey, unit: u64 },
+    /// Nobody: that it was answered is all there is to know.
+    Ping,
 }
 
 /// A command in the engine.

@@ -10,8 +10,6 @@
 pub mod session;
 pub mod url;
 
-use std::time::Duration;
-
 use riser_scsi::iscsi::Isid;
 use riser_scsi::iscsi::chap::ALGORITHMS;
 use riser_scsi::iscsi::frame::Digests;
@@ -20,7 +18,7 @@ use riser_scsi::iscsi::name::IscsiName;
 
 use self::session::SessionConfig;
 use self::url::{Carrier, IscsiUrl, SecretError};
-use crate::session::Timing;
+use crate::session::{PING, Timing};
 
 /// Where open-iscsi keeps the name of this host's initiator.
 const NAME_FILE: &str = "/etc/iscsi/initiatorname.iscsi";
@@ -36,9 +34,6 @@ const MAX_BURST: u32 = 1 << 20;
 
 /// Unsolicited data that we offer, in bytes.
 const FIRST_BURST: u32 = 64 << 10;
-
-/// How long a target may be silent before it is asked whether it is there.
-const PING: Duration = Duration::from_secs(5);
 
 /// Longest data segment that we take on iSER, in bytes: sense data and the like.
 pub const ISER_RECV: u32 = 512;

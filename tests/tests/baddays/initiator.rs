@@ -97,6 +97,18 @@ fn nothing_is_attached_over_something_else() {
 }
 
 #[test]
+fn an_attachment_that_nothing_uses_notices_that_its_target_is_gone() {
+    let mut pair = Pair::new(189, RAM);
+    attach_first(&pair, &["attach", &pair.url(), "--nbd", &pair.path("nbd")]);
+    let state = |pair: &Pair| list(pair)[0]["link"]["state"].clone();
+    eventually("it is live", || state(&pair) == "live");
+    pair.kill();
+    eventually("it is away", || state(&pair) != "live");
+    pair.serve();
+    eventually("it is live again", || state(&pair) == "live");
+}
+
+#[test]
 fn the_list_says_since_when_a_target_is_away() {
     let target = "iqn: iqn.2026-01.com.example:disk\n\
                   portals: [{ protocol: iscsi, listen: 127.0.184.1 }]";

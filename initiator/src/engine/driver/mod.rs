@@ -464,6 +464,7 @@ impl<P: Provider> Driver<P> {
             Done::Unit { session, unit } => {
                 self.inputs.push_back(Input::UnitTold(session, unit, end));
             }
+            Done::Ping => {}
             Done::Path { .. } => unreachable!("given back as it is"),
         }
     }

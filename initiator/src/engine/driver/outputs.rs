@@ -1,17 +1,24 @@
 //! What sessions ask for.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use riser_scsi::lun::LunId;
 use riser_scsi::sense::Sense;
 use riser_transport::verbs::Provider;
 
 use super::link::{Link, srp};
 use super::paths::Input;
-use super::{CLOSING_PATIENCE, Driver, SessionGuard, SessionKey};
+use super::units::Watched;
+use super::{CLOSING_PATIENCE, Driver, SessionGuard, SessionKey, new_io};
 use crate::engine::conn::{Start, StartArgs};
-use crate::request::{RequestId, RequestResult};
+use crate::engine::io::{Done, IoData, ScsiIo};
+use crate::request::{RequestId, RequestResult, Retry};
+use crate::scsi::Command;
 use crate::session::SessionEvent;
 use crate::srp::session::{ChannelIndex, Output};
+
+/// How long a ping may take, reconnections included: the session itself ends one that is not answered.
+const PING: Duration = Duration::from_secs(60);
 
 impl<P: Provider> Driver<P> {
     /// Carries out a session's outputs until there are none.
@@ -43,6 +50,7 @@ impl<P: Provider> Driver<P> {
                         session.machine.handle_channel_error(channel, now);
                     }
                 }
+                Output::Ping => self.ping(index, now),
                 Output::Answer(channel, iu) => self.answer(index, channel, &iu, now),
                 Output::Disconnect(channel, logout) => {
                     self.begin_tear_down(index, channel, logout.as_ref().map(|l| &l[..]), now);
@@ -51,6 +59,25 @@ impl<P: Provider> Driver<P> {
                 Output::Event(event) => self.handle_event(index, event, now),
             }
         }
+    }
+
+    /// Asks a target whether it is there, by way of the unit that is used.
+    fn ping(&mut self, index: usize, now: Instant) {
+        let session = &self.sessions[index];
+        let watched = session.units.first().map(Watched::lun);
+        let paths = session.paths.and_then(|(paths, _)| self.find(paths));
+        let of_paths = paths.and_then(|paths| match &self.sessions[paths].link {
+            Link::Paths(link) => Some(link.lun()),
+            _ => None,
+        });
+        let lun = watched.or(of_paths);
+        let lun = lun.unwrap_or(LunId::new(0).expect("a number"));
+        let io = ScsiIo::new(lun, Command::test_unit_ready(), IoData::None, PING);
+        let io = ScsiIo {
+            retry: Retry::Probe,
+            ..io
+        };
+        self.submit(index, new_io(io, Done::Ping, now), now);
     }
 
     /// A request is over.

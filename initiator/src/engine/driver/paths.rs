@@ -154,6 +154,11 @@ pub(super) struct PathsLink {
 }
 
 impl PathsLink {
+    /// The unit that the paths lead to.
+    pub(super) fn lun(&self) -> LunId {
+        self.lun
+    }
+
     pub(super) fn new(open: PathsOpen, now: Instant) -> Self {
         let mut machine = Paths::new(open.config);
         if open.recovers {

@@ -52,6 +52,13 @@ pub(super) struct Watched {
     cache: Option<WriteCache>,
 }
 
+impl Watched {
+    /// Its number.
+    pub(super) fn lun(&self) -> LunId {
+        self.lun
+    }
+}
+
 impl Running {
     /// Notes what was acknowledged before a flush that is submitted now.
     pub(super) fn mark_flush(&self, io: &mut Io) {
@@ -86,9 +93,10 @@ impl Running {
 
     /// What its end would lose.
     pub(super) fn pending(&self) -> Pending {
+        let ios = self.ios.iter().flatten().chain(&self.overflow);
         let mut caches = self.units.iter().filter_map(|unit| unit.cache.as_ref());
         Pending {
-            operations: self.ios.iter().flatten().count() + self.overflow.len(),
+            operations: ios.filter(|io| !matches!(io.done, Done::Ping)).count(),
             unflushed: caches.any(|cache| !cache.is_settled()),
         }
     }

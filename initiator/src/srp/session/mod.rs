@@ -18,6 +18,10 @@
 //! new connection, each when the one before it fails or is not answered either. A command that has no
 //! room on its connection waits here, so that none is sent behind its own abort or a reset.
 //!
+//! A target that has nothing to answer and says nothing for [`SessionConfig::ping`] is asked whether it is
+//! there ([`Output::Ping`]). One that is gone does not acknowledge the question, which breaks the connection
+//! soon; one that acknowledges and does not answer has as long as for any other command.
+//!
 //! # Replay
 //! When a connection breaks, nobody knows which of its outstanding commands were carried out. After
 //! the new login those are sent again for which that makes no difference ([`Effect`]): commands
@@ -86,6 +90,8 @@ pub struct Session {
     /// Until then commands of a connection that was lost may still change the medium.
     settle_at: Option<Instant>,
     last_heard: Instant,
+    /// A ping is to be answered by then.
+    pinged: Option<Instant>,
     outputs: VecDeque<Output>,
     /// Not after the earliest deadline of anything.
     timer: Option<Instant>,
@@ -118,6 +124,7 @@ impl Session {
             is_checked: false,
             settle_at: None,
             last_heard: now,
+            pinged: None,
             outputs: VecDeque::new(),
             timer: None,
         };
@@ -183,6 +190,7 @@ impl Session {
             return;
         }
         self.last_heard = now;
+        self.pinged = None;
         let received = match member.channel.handle_iu(iu) {
             Ok(received) => received,
             Err(fault) => {

@@ -28,6 +28,7 @@ impl Session {
             self.release_settled(now);
         }
         self.expire_links(now);
+        self.expire_ping(now);
         self.expire_tsk_mgmt(now);
         self.expire_requests(now);
         self.pump(now);
@@ -51,6 +52,27 @@ impl Session {
                 let timing = &self.config.timing;
                 self.patience = (self.patience * 2).min(timing.login_max);
                 self.tear_down(ConnectError::TimedOut.into(), false);
+            }
+        }
+    }
+
+    /// Asks a target that is silent whether it is there. What is outstanding has times of its own.
+    fn expire_ping(&mut self, now: Instant) {
+        if self.state != SessionState::Live {
+            return;
+        }
+        let ping = self.config.ping;
+        let due = self.last_heard + ping;
+        match self.pinged {
+            Some(until) if until <= now => self.tear_down(Down::Unresponsive, false),
+            Some(until) => self.arm(until),
+            None if due > now => self.arm(due),
+            None if self.requests.len() > 0 => self.arm(now + ping),
+            None => {
+                let until = now + self.config.timing.attempt;
+                self.pinged = Some(until);
+                self.arm(until);
+                self.outputs.push_back(Output::Ping);
             }
         }
     }

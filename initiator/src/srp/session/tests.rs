@@ -37,6 +37,7 @@ fn config(channels: u8) -> SessionConfig {
         },
         max_requests: 16,
         timing: Timing::of_tests(),
+        ping: 3600 * SEC,
         max_attempts: 4,
         reconnect: true,
     }
@@ -734,6 +735,50 @@ fn a_session_that_does_not_reconnect_gives_its_requests_back() {
 }
 
 #[test]
+fn a_target_that_says_nothing_is_asked_whether_it_is_there() {
+    let mut rig = Rig::live(1);
+    rig.session.config.ping = 5 * SEC;
+    let wait = |rig: &mut Rig, time: Duration| {
+        rig.now += time;
+        rig.session.timer = Some(rig.now);
+        rig.session.handle_timeout(rig.now);
+    };
+    wait(&mut rig, 4 * SEC);
+    rig.idle();
+    // What is outstanding has times of its own.
+    let sent = rig.submit(Effect::None);
+    rig.started();
+    wait(&mut rig, 2 * SEC);
+    rig.idle();
+    rig.answer(sent, 0, &[]);
+    rig.completed(sent).unwrap();
+    wait(&mut rig, 4 * SEC);
+    rig.idle();
+    wait(&mut rig, SEC);
+    assert_eq!(rig.next(), Output::Ping);
+    // Once, and the answer to it is as good as any other.
+    wait(&mut rig, SEC);
+    rig.idle();
+    let ping = rig.submit(Effect::None);
+    rig.started();
+    rig.answer(ping, 0, &[]);
+    rig.completed(ping).unwrap();
+    assert_eq!(rig.session.state(), SessionState::Live);
+    wait(&mut rig, 5 * SEC);
+    assert_eq!(rig.next(), Output::Ping);
+    assert!(rig.session.next_deadline().unwrap() <= rig.now + 10 * SEC);
+    wait(&mut rig, 9 * SEC);
+    rig.idle();
+    wait(&mut rig, SEC);
+    assert_eq!(rig.next(), Output::Disconnect(CH0, None));
+    let why = Down::Unresponsive;
+    assert_eq!(
+        rig.session.state(),
+        SessionState::TearingDown { why, last: false }
+    );
+}
+
+#[test]
 fn an_answer_known_before_the_break_is_not_lost() {
     let mut rig = Rig::live(1);
     let id = rig.submit(Effect::Other);
@@ -1147,7 +1192,7 @@ proptest! {
                         rig.session.handle_channel_gone(c, rig.now);
                     }
                     Output::SendTskMgmt(c, iu) => tmfs.push((c, iu)),
-                    Output::Answer(..) | Output::Event(_) => {}
+                    Output::Answer(..) | Output::Event(_) | Output::Ping => {}
                 }
             }
         }

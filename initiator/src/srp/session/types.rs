@@ -1,7 +1,7 @@
 //! What a session is made with, what it asks for, and what it tells.
 
 use std::collections::VecDeque;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use riser_scsi::srp::{MultiChannelAction, SHORT_IU_LEN, TSK_MGMT_LEN, WireLun};
 
@@ -23,6 +23,8 @@ pub struct SessionConfig {
     pub max_requests: usize,
     /// Times.
     pub timing: Timing,
+    /// How long a target may be silent, with nothing outstanding, before it is asked whether it is there.
+    pub ping: Duration,
     /// Attempts at one request at most.
     pub max_attempts: u8,
     /// Whether a connection that broke is made again. Without, the session ends with its connection,
@@ -62,6 +64,9 @@ pub enum Output {
     SendTskMgmt(ChannelIndex, [u8; TSK_MGMT_LEN]),
     /// Send an answer, and post the receive it answers only after that.
     Answer(ChannelIndex, [u8; SHORT_IU_LEN]),
+    /// Submit a command that every unit answers and that changes nothing ([`Retry::Probe`](crate::request::Retry::Probe)):
+    /// SRP has no message to ask whether the target is there.
+    Ping,
     /// Tear the channel down, after sending the logout if there is one; then
     /// [`Session::handle_channel_gone`].
     Disconnect(ChannelIndex, Option<[u8; SHORT_IU_LEN]>),

@@ -1,6 +1,7 @@
 #: group: libiscsi-lio
 #: about: libiscsi's suite over iSER into the kernel's target: what is listed does not pass there either
 #: limit: 3600
+#: packets: none
 SCHEME=iser
 . /vm/lio.sh
 . /vm/libiscsi.sh

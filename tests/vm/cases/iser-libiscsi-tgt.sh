@@ -1,6 +1,7 @@
 #: group: libiscsi-tgt
 #: about: libiscsi's suite over iSER into tgt: what is listed does not pass there either
 #: limit: 3600
+#: packets: none
 . /vm/tgt.sh
 . /vm/libiscsi.sh
 tgt_rig

@@ -746,7 +746,8 @@ impl Driver {
         let attached = &mut self.stores[store.0];
         let mut served = std::mem::take(&mut attached.flushing);
         if let Some(errno) = errno {
-            attached.store.count_error(from_errno(errno, 0));
+            let why = std::io::Error::from_raw_os_error(errno);
+            attached.store.count_error(from_errno(errno, 0), &why);
             attached.store.on_flush_failed(errno);
         }
         let failure = attached.store.flush_failure();
@@ -863,7 +864,7 @@ impl Driver {
     fn fail(&mut self, index: usize, error: BackendError, why: &dyn std::fmt::Display) {
         let request = &self.requests[index];
         let attached = &mut self.stores[request.store.0];
-        if attached.store.count_error(error) {
+        if attached.store.count_error(error, why) {
             let (offset, len) = plan::range(&request.op);
             let (backend, op) = (attached.store.label(), plan::name(&request.op));
             let now = Instant::now();
@@ -875,6 +876,12 @@ impl Driver {
     fn finish(&mut self, index: usize, result: StepResult) {
         self.free_bounce(index);
         let request = self.requests.remove(index);
+        let store = &self.stores[request.store.0].store;
+        if !matches!(result, StepResult::Failed(_))
+            && store.note_success(matches!(request.op, BlockOp::Write { .. }))
+        {
+            tracing::info!(backend = store.label(), "a backend works again");
+        }
         for mut list in [request.data, request.window] {
             list.clear();
             self.spare.push(list);

@@ -1,43 +1,106 @@
 //! What went wrong with a backend, and how much room it has.
 
+use std::fmt::Display;
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
 
 use riser_scsi::step::BackendError;
 
 /// A kind of failure, as a label.
 const KINDS: [&str; 5] = ["medium", "no_space", "read_only", "not_ready", "internal"];
 
+const MEDIUM: usize = 0;
+const NO_SPACE: usize = 1;
+const READ_ONLY: usize = 2;
+
 /// The label's number; none for what the initiator asked for itself.
 fn kind_of(error: BackendError) -> Option<usize> {
     match error {
-        BackendError::Medium { .. } => Some(0),
-        BackendError::NoSpace => Some(1),
-        BackendError::ReadOnly => Some(2),
+        BackendError::Medium { .. } => Some(MEDIUM),
+        BackendError::NoSpace => Some(NO_SPACE),
+        BackendError::ReadOnly => Some(READ_ONLY),
         BackendError::NotReady => Some(3),
         BackendError::Internal => Some(4),
         BackendError::Aborted | BackendError::Transfer => None,
     }
 }
 
-/// Operations that a medium failed, by kind.
+/// Operations that a medium failed, by kind, and whether it still fails them.
 #[derive(Debug, Default)]
-pub(super) struct Errors([AtomicU64; KINDS.len()]);
+pub(super) struct Errors {
+    counts: [AtomicU64; KINDS.len()],
+    /// Whether there is something in `failing`: asked for each operation.
+    fails: AtomicBool,
+    failing: Mutex<Option<Failing>>,
+}
+
+/// A backend that is open and fails operations.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failing {
+    /// Since when.
+    pub since: SystemTime,
+    /// The last failure.
+    pub why: String,
+    kind: usize,
+    last: Instant,
+}
+
+/// How long a medium error counts: other blocks may work meanwhile.
+const MEDIUM_ERROR: Duration = Duration::from_secs(60);
 
 impl Errors {
     /// An operation failed; whether that is a failure of the medium.
-    pub(super) fn count(&self, error: BackendError) -> bool {
-        let kind = kind_of(error);
-        if let Some(kind) = kind {
-            self.0[kind].fetch_add(1, Ordering::Relaxed);
+    pub(super) fn count(&self, error: BackendError, why: &dyn Display) -> bool {
+        let Some(kind) = kind_of(error) else {
+            return false;
+        };
+        self.counts[kind].fetch_add(1, Ordering::Relaxed);
+        let mut failing = self.lock();
+        let since = failing.as_ref().map(|failing| failing.since);
+        *failing = Some(Failing {
+            since: since.unwrap_or_else(SystemTime::now),
+            why: why.to_string(),
+            kind,
+            last: Instant::now(),
+        });
+        self.fails.store(true, Ordering::Relaxed);
+        true
+    }
+
+    /// An operation succeeded; whether the backend works again by that.
+    pub(super) fn clear(&self, is_write: bool) -> bool {
+        if !self.fails.load(Ordering::Relaxed) {
+            return false;
         }
-        kind.is_some()
+        let mut failing = self.lock();
+        let works = |failing: &Failing| match failing.kind {
+            MEDIUM => failing.last.elapsed() >= MEDIUM_ERROR,
+            NO_SPACE | READ_ONLY => is_write,
+            _ => true,
+        };
+        let works = failing.take_if(|failing| works(failing)).is_some();
+        self.fails.store(failing.is_some(), Ordering::Relaxed);
+        works
+    }
+
+    /// What it fails with at present.
+    pub(super) fn failing(&self) -> Option<Failing> {
+        let failing = self.lock().clone();
+        failing.filter(|failing| failing.kind != MEDIUM || failing.last.elapsed() < MEDIUM_ERROR)
     }
 
     /// How many there were of each kind, those that there were.
     pub(super) fn counts(&self) -> impl Iterator<Item = (&'static str, u64)> {
-        let counts = self.0.iter().map(|count| count.load(Ordering::Relaxed));
+        let counts = self.counts.iter();
+        let counts = counts.map(|count| count.load(Ordering::Relaxed));
         KINDS.into_iter().zip(counts).filter(|(_, n)| *n > 0)
+    }
+
+    /// Every change is whole, so poison is ignored.
+    fn lock(&self) -> MutexGuard<'_, Option<Failing>> {
+        self.failing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -96,10 +159,13 @@ mod tests {
     #[test]
     fn failures_of_the_medium_are_counted_by_kind() {
         let errors = Errors::default();
-        assert!(errors.count(BackendError::NoSpace) && errors.count(BackendError::NoSpace));
-        assert!(errors.count(BackendError::Medium { offset: None }));
         assert!(
-            !errors.count(BackendError::Aborted),
+            errors.count(BackendError::NoSpace, &"why")
+                && errors.count(BackendError::NoSpace, &"why")
+        );
+        assert!(errors.count(BackendError::Medium { offset: None }, &"why"));
+        assert!(
+            !errors.count(BackendError::Aborted, &"why"),
             "the initiator asked for it"
         );
         let counts: Vec<_> = errors.counts().collect();
@@ -131,5 +197,27 @@ mod tests {
         let space = measured.get().unwrap();
         assert!(space.allocated < 1 << 20 && space.free > 0, "{space:?}");
         std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
+    fn a_backend_fails_until_what_failed_succeeds() {
+        let errors = Errors::default();
+        assert!(!errors.clear(true) && errors.failing().is_none());
+        errors.count(BackendError::NoSpace, &"first");
+        errors.count(BackendError::NoSpace, &"it is full");
+        assert_eq!(errors.failing().unwrap().why, "it is full");
+        assert!(!errors.clear(false), "reads need no space");
+        assert!(errors.failing().is_some());
+        assert!(errors.clear(true) && errors.failing().is_none());
+        errors.count(BackendError::NotReady, &"gone");
+        assert!(errors.clear(false) && !errors.clear(false));
+        // Other blocks work.
+        errors.count(BackendError::Medium { offset: None }, &"a bad block");
+        assert!(!errors.clear(false) && errors.failing().is_some());
+        let mut failing = errors.lock();
+        let last = &mut failing.as_mut().unwrap().last;
+        *last = last.checked_sub(MEDIUM_ERROR).unwrap();
+        drop(failing);
+        assert!(errors.failing().is_none());
     }
 }

@@ -59,8 +59,8 @@ mod sys;
 pub use driver::{Done, Driver, DriverConfig, DriverFull, StoreId};
 pub use fault::{Fault, FaultOn, Faults};
 pub use flush::{FlushFailure, FlushKeeper};
-pub use health::Space;
-pub use opening::open_in_time;
+pub use health::{Failing, Space};
+pub use opening::{OpenedStores, Wish, open_all, open_in_time};
 pub use ram::Ram;
 pub use store::{Direct, Geometry, OpenError, Resized, Source, Spec, Store};
 

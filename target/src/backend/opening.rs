@@ -1,16 +1,16 @@
 //! Opening backends without waiting for ever: a file system that does not answer, such as a network share
 //! whose server is gone, must not stop what opens one.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::ram::Ram;
 use super::store::{OpenError, Source, Spec, Store};
+use crate::patience;
 
 /// How long opening may take; more than the time for which a lock is waited for.
 const PATIENCE: Duration = Duration::from_secs(8);
@@ -18,76 +18,198 @@ const PATIENCE: Duration = Duration::from_secs(8);
 /// Paths that a thread waits for, one for each at most.
 static WAITING: LazyLock<Mutex<HashSet<PathBuf>>> = LazyLock::new(Mutex::default);
 
-/// As [`Store::open_with`], for eight seconds at most. What is opened later is closed again, and as long as
-/// that has not happened, further attempts at the same path fail at once.
-///
-/// # Errors
-/// Those of [`Store::open_with`]; [`OpenError::Io`] of kind `TimedOut`.
-pub fn open_in_time(spec: &Spec, ram: Arc<Ram>) -> Result<Arc<Store>, OpenError> {
-    let (Source::File { path, .. } | Source::Device { path }) = &spec.source else {
-        return Store::open_with(spec, ram);
-    };
-    let path = path.clone();
-    open_within(PATIENCE, &path, {
-        let spec = spec.clone();
-        move || Store::open_with(&spec, ram)
-    })
+/// A file or device that is to be opened.
+#[derive(Clone, Debug)]
+pub struct Wish {
+    /// The backend's name.
+    pub backend: String,
+    /// What it is.
+    pub spec: Spec,
+    /// Whether a lock is waited for that another process has.
+    pub is_patient: bool,
+    /// Whether there was a file before, so that a missing one is not created: its file system may not be mounted.
+    pub is_known: bool,
 }
 
-fn open_within(
-    patience: Duration,
-    path: &Path,
-    open: impl FnOnce() -> Result<Arc<Store>, OpenError> + Send + 'static,
-) -> Result<Arc<Store>, OpenError> {
-    let failed = |action, source| OpenError::Io {
+/// What has been opened, by the names of backends. What nobody takes is closed, as if it had not been opened.
+#[derive(Debug, Default)]
+pub struct OpenedStores(BTreeMap<String, (Spec, Result<Arc<Store>, OpenError>)>);
+
+impl OpenedStores {
+    /// What came of opening a backend, unless it was asked for otherwise.
+    pub fn take(&mut self, backend: &str, spec: &Spec) -> Option<Result<Arc<Store>, OpenError>> {
+        let (asked, _) = self.0.get(backend)?;
+        if asked != spec {
+            return None;
+        }
+        self.0.remove(backend).map(|(_, result)| result)
+    }
+}
+
+impl Drop for OpenedStores {
+    fn drop(&mut self) {
+        let stores = self
+            .0
+            .values()
+            .filter_map(|(_, result)| result.as_ref().ok());
+        stores.for_each(|store| store.undo());
+    }
+}
+
+/// Opens all of them at the same time, as [`Store::open`] does, for eight seconds at most. What is opened later
+/// is closed again, and as long as that has not happened, further attempts at the same path fail at once.
+///
+/// # Errors
+/// For each, those of [`Store::open`]; [`OpenError::Io`] of kind `TimedOut`; [`OpenError::Gone`].
+pub fn open_all(wishes: Vec<Wish>) -> OpenedStores {
+    let until = Instant::now() + PATIENCE;
+    let mut all = OpenedStores::default();
+    let (mut started, mut doubled) = (BTreeMap::new(), Vec::new());
+    for wish in wishes {
+        let Some(path) = wish.spec.source.path().map(Path::to_owned) else {
+            continue;
+        };
+        if started.contains_key(&path) {
+            doubled.push(wish);
+            continue;
+        }
+        let opening = Opening::start(&path, {
+            let wish = wish.clone();
+            move || wish.grant()
+        });
+        started.insert(path, (wish, opening));
+    }
+    for (path, (wish, opening)) in started {
+        let result = opening.and_then(|opening| opening.finish(&path, until));
+        all.0.insert(wish.backend, (wish.spec, result));
+    }
+    // The first one has the lock, or the same error.
+    for wish in doubled {
+        let result = match wish.spec.source.path() {
+            Some(path) => Opening::start(path, {
+                let wish = wish.clone();
+                move || wish.grant()
+            })
+            .and_then(|opening| opening.finish(path, until + PATIENCE)),
+            None => continue,
+        };
+        all.0.insert(wish.backend, (wish.spec, result));
+    }
+    all
+}
+
+/// Opens one of them, or memory, in the same way.
+///
+/// # Errors
+/// As [`open_all`].
+pub fn open_in_time(spec: &Spec) -> Result<Arc<Store>, OpenError> {
+    let wish = Wish {
+        backend: String::new(),
+        spec: spec.clone(),
+        is_patient: true,
+        is_known: false,
+    };
+    let opened = open_all(vec![wish]).take("", spec);
+    opened.unwrap_or_else(|| Store::open(spec))
+}
+
+/// Whether a thread waits for a path. As long as it does, this program cannot be replaced by another one.
+pub(super) fn is_waiting(path: &Path) -> bool {
+    waiting().contains(path)
+}
+
+impl Wish {
+    fn grant(&self) -> Result<Arc<Store>, OpenError> {
+        if let (true, Source::File { path, .. }) = (self.is_known, &self.spec.source)
+            && let Err(error) = std::fs::metadata(path)
+            && error.kind() == io::ErrorKind::NotFound
+        {
+            return Err(OpenError::Gone { path: path.clone() });
+        }
+        match self.is_patient {
+            true => Store::open(&self.spec),
+            false => patience::at_once(|| Store::open(&self.spec)),
+        }
+    }
+}
+
+/// A thread that opens something.
+struct Opening {
+    result: Receiver<Result<Arc<Store>, OpenError>>,
+    is_late: Arc<Mutex<bool>>,
+}
+
+fn failed(path: &Path, action: &'static str, source: io::Error) -> OpenError {
+    OpenError::Io {
         path: path.to_owned(),
         action,
         source,
-    };
-    let late = || {
-        let why = "the file system does not answer";
-        failed("open it", io::Error::new(io::ErrorKind::TimedOut, why))
-    };
-    if !waiting().insert(path.to_owned()) {
-        return Err(late());
     }
-    let (sender, opened) = channel();
-    let is_late = Arc::new(Mutex::new(false));
-    let spawned = thread::Builder::new().name("open".into()).spawn({
-        let (path, is_late) = (path.to_owned(), Arc::clone(&is_late));
-        move || {
-            let result = open();
-            let is_late = is_late.lock().unwrap_or_else(PoisonError::into_inner);
-            match (*is_late, result) {
-                (false, result) => drop(sender.send(result)),
-                // As if it had not been opened.
-                (true, Ok(store)) => store.undo(),
-                (true, Err(_)) => {}
+}
+
+fn late(path: &Path) -> OpenError {
+    let why = "the file system does not answer";
+    failed(
+        path,
+        "open it",
+        io::Error::new(io::ErrorKind::TimedOut, why),
+    )
+}
+
+impl Opening {
+    fn start(
+        path: &Path,
+        open: impl FnOnce() -> Result<Arc<Store>, OpenError> + Send + 'static,
+    ) -> Result<Self, OpenError> {
+        if !waiting().insert(path.to_owned()) {
+            return Err(late(path));
+        }
+        let (sender, result) = channel();
+        let is_late = Arc::new(Mutex::new(false));
+        let spawned = thread::Builder::new().name("open".into()).spawn({
+            let (path, is_late) = (path.to_owned(), Arc::clone(&is_late));
+            move || {
+                let result = open();
+                let is_late = is_late.lock().unwrap_or_else(PoisonError::into_inner);
+                match (*is_late, result) {
+                    (false, result) => drop(sender.send(result)),
+                    // As if it had not been opened.
+                    (true, Ok(store)) => store.undo(),
+                    (true, Err(_)) => {}
+                }
+                waiting().remove(&path);
             }
-            waiting().remove(&path);
+        });
+        match spawned {
+            Ok(_) => Ok(Self { result, is_late }),
+            Err(error) => {
+                waiting().remove(path);
+                Err(failed(path, "start a thread for it", error))
+            }
         }
-    });
-    if let Err(error) = spawned {
-        waiting().remove(path);
-        return Err(failed("start a thread for it", error));
     }
-    match opened.recv_timeout(patience) {
-        Ok(result) => {
-            // The thread is about to do so.
-            waiting().remove(path);
-            result
-        }
-        Err(RecvTimeoutError::Timeout) => {
-            let mut is_late = is_late.lock().unwrap_or_else(PoisonError::into_inner);
-            // It may have come in this very moment.
-            opened.try_recv().unwrap_or_else(|_| {
-                *is_late = true;
-                Err(late())
-            })
-        }
-        Err(RecvTimeoutError::Disconnected) => {
-            waiting().remove(path);
-            Err(failed("open it", io::Error::other("opening it panicked")))
+
+    fn finish(self, path: &Path, until: Instant) -> Result<Arc<Store>, OpenError> {
+        let left = until.saturating_duration_since(Instant::now());
+        match self.result.recv_timeout(left) {
+            Ok(result) => {
+                // The thread is about to do so.
+                waiting().remove(path);
+                result
+            }
+            Err(RecvTimeoutError::Timeout) => {
+                let mut is_late = self.is_late.lock().unwrap_or_else(PoisonError::into_inner);
+                // It may have come in this very moment.
+                self.result.try_recv().unwrap_or_else(|_| {
+                    *is_late = true;
+                    Err(late(path))
+                })
+            }
+            Err(RecvTimeoutError::Disconnected) => {
+                waiting().remove(path);
+                let why = io::Error::other("opening it panicked");
+                Err(failed(path, "open it", why))
+            }
         }
     }
 }
@@ -126,20 +248,38 @@ mod tests {
                 Store::open_with(&spec, Arc::default())
             }
         };
-        let error = open_within(Duration::from_millis(50), &path, open).unwrap_err();
+        let soon = || Instant::now() + Duration::from_millis(50);
+        let opening = Opening::start(&path, open).unwrap();
+        let error = opening.finish(&path, soon()).unwrap_err();
         assert!(error.to_string().contains("does not answer"), "{error}");
         // Another thread for the same path would hang as well.
-        let again = || panic!("a second thread");
-        let error = open_within(PATIENCE, &path, again).unwrap_err();
+        let error = Opening::start(&path, || panic!("a second thread"));
+        let error = error.err().unwrap();
         assert!(error.to_string().contains("does not answer"), "{error}");
         release.send(()).unwrap();
-        while waiting().contains(&path) {
+        while is_waiting(&path) {
             thread::sleep(Duration::from_millis(1));
         }
         // What the late one has created is gone, its lock as well, and it can be opened.
-        let store = open_in_time(&spec, Arc::default()).unwrap();
+        let wish = |backend: &str, is_known| Wish {
+            backend: backend.into(),
+            spec: spec.clone(),
+            is_patient: false,
+            is_known,
+        };
+        let mut all = open_all(vec![wish("a", false), wish("b", false)]);
+        let store = all.take("a", &spec).unwrap().unwrap();
         assert_eq!(store.capacity(), 1 << 20);
-        store.undo();
+        let error = all.take("b", &spec).unwrap().unwrap_err();
+        assert!(matches!(error, OpenError::Locked { .. }), "{error}");
+        drop(store);
+        // What is not taken is undone, and what was there before is not created.
+        std::fs::remove_file(&path).unwrap();
+        drop(open_all(vec![wish("a", false)]));
+        assert!(!path.exists());
+        let error = open_all(vec![wish("a", true)]).take("a", &spec);
+        let error = error.unwrap().unwrap_err();
+        assert!(matches!(error, OpenError::Gone { .. }), "{error}");
         assert!(!path.exists());
     }
 }

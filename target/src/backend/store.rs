@@ -1,5 +1,6 @@
 //! [`Store`]: one opened backend, shared by all workers.
 
+use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -7,6 +8,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::time::UNIX_EPOCH;
 
 use riser_memory::Memory;
 use riser_scsi::config::Identity;
@@ -14,8 +16,9 @@ use riser_scsi::step::BackendError;
 
 use super::fault::Faults;
 use super::flush::{FlushFailure, FlushKeeper, FlushState};
-use super::health::{Errors, Measured, Space};
+use super::health::{Errors, Failing, Measured, Space};
 use super::hints;
+use super::opening;
 use super::ram::{self, Ram};
 use super::sys::{self, Align, Lock};
 use crate::holder::{self, Holder};
@@ -80,6 +83,15 @@ impl Source {
             Self::Device { .. } => "device",
             Self::Ram { .. } => "ram",
             Self::Null { .. } => "null",
+        }
+    }
+
+    /// The path of a file or device.
+    #[must_use]
+    pub fn path(&self) -> Option<&Path> {
+        match self {
+            Self::File { path, .. } | Self::Device { path } => Some(path),
+            Self::Ram { .. } | Self::Null { .. } => None,
         }
     }
 }
@@ -181,6 +193,16 @@ pub enum OpenError {
         path: PathBuf,
         /// The process that has it open, if that can be seen.
         holder: Option<Holder>,
+    },
+    /// A file that was there before is missing.
+    #[error(
+        "{}: is missing, and it was there before: is its file system mounted? It is not created again; for an \
+         empty disk, create an empty file there",
+        path.display()
+    )]
+    Gone {
+        /// The file.
+        path: PathBuf,
     },
     /// The file is smaller than it should be, and nothing says to extend it.
     #[error(
@@ -453,6 +475,15 @@ impl Store {
             let error = io::Error::from_raw_os_error(failure.errno);
             return Err(OpenError::FlushFailed(error));
         }
+        if let (Medium::Absent, Source::File { path, .. } | Source::Device { path }) =
+            (&self.medium, &spec.source)
+            && opening::is_waiting(path)
+        {
+            // execve(2) waits for all threads to end, and nothing would be served meanwhile.
+            let why = "a thread waits for its file system, which does not answer";
+            let error = io::Error::new(io::ErrorKind::TimedOut, why);
+            return Err(io_error(path, "let go of it")(error));
+        }
         let (Medium::File { fd, device, .. }, Source::File { path, .. } | Source::Device { path }) =
             (&self.medium, &spec.source)
         else {
@@ -543,6 +574,12 @@ impl Store {
         });
     }
 
+    /// Whether it stands for one that cannot be opened: see [`Store::absent`].
+    #[must_use]
+    pub fn is_absent(&self) -> bool {
+        matches!(self.medium, Medium::Absent)
+    }
+
     /// Its file, if it is one. To be asked when it has just been opened: a file system may hang later.
     #[must_use]
     pub fn file(&self) -> Option<FileId> {
@@ -552,10 +589,13 @@ impl Store {
         else {
             return None;
         };
-        let stat = rustix::fs::fstat(fd).ok()?;
+        let file = File::from(fd.try_clone().ok()?).metadata().ok()?;
+        let born = file.created().ok();
+        let born = born.and_then(|born| born.duration_since(UNIX_EPOCH).ok());
         Some(FileId {
-            device: stat.st_dev,
-            inode: stat.st_ino,
+            device: file.dev(),
+            inode: file.ino(),
+            born: born.map(|born| born.as_nanos() as u64),
         })
     }
 
@@ -565,8 +605,19 @@ impl Store {
     }
 
     /// An operation failed; whether that is a failure of the medium, which is counted.
-    pub(super) fn count_error(&self, error: BackendError) -> bool {
-        self.errors.count(error)
+    pub(super) fn count_error(&self, error: BackendError, why: &dyn fmt::Display) -> bool {
+        self.errors.count(error, why)
+    }
+
+    /// An operation succeeded; whether the medium works again by that.
+    pub(super) fn note_success(&self, is_write: bool) -> bool {
+        self.errors.clear(is_write)
+    }
+
+    /// What operations fail with at present, if they do.
+    #[must_use]
+    pub fn failing(&self) -> Option<Failing> {
+        self.errors.failing()
     }
 
     /// How many operations the medium failed, by kind: `medium`, `no_space`, `read_only`, `not_ready`,

@@ -2,7 +2,6 @@
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
-use std::sync::Arc;
 
 use serde::Serialize;
 
@@ -41,7 +40,7 @@ impl Probe {
         let mut probe = Self::default();
         for backend in &config.backends {
             let name = backend.name.clone();
-            match open_in_time(&backend.spec, Arc::default()) {
+            match open_in_time(&backend.spec) {
                 Ok(store) => {
                     // As it was found: a file that was created or extended would be so by the daemon.
                     store.undo();

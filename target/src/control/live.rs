@@ -417,13 +417,14 @@ fn luns(server: &Server, snapshots: &[Snapshot]) -> Vec<LiveLun> {
 /// All portals, each once.
 fn portals(server: &Server, snapshots: &[Snapshot]) -> Vec<LivePortal> {
     let catalog = server.shared().registry.catalog();
+    let problems = server.problems();
     let mut portals: BTreeMap<(String, SocketAddr), LivePortal> = BTreeMap::new();
     for target in &catalog.targets {
         for portal in &target.config.portals {
             let listen = portal.listen;
             let protocol = portal.protocol.to_string();
             let new = || {
-                let problem = server.problems().of(&Subject::portal(portal));
+                let problem = problems.of(&Subject::portal(portal));
                 LivePortal {
                     protocol: protocol.clone(),
                     listen: listen.to_string(),
@@ -444,16 +445,17 @@ fn portals(server: &Server, snapshots: &[Snapshot]) -> Vec<LivePortal> {
 /// Backends of units, and others that are open, in the order of the configuration.
 fn backends(server: &Server) -> Vec<LiveBackend> {
     let open: BTreeMap<_, _> = server.backends().collect();
+    let problems = server.problems();
     let configured = server.config().backends.iter();
     let live = |backend: &Backend| {
         let name = backend.name.as_str();
         let store = open.get(name);
-        let problem = server.problems().of(&Subject::Backend(name.to_owned()));
+        let problem = problems.of(&Subject::Backend(name.to_owned()));
         // One that no target uses is neither.
         if store.is_none() && problem.is_none() {
             return None;
         }
-        let store = store.filter(|_| problem.is_none());
+        let store = store.filter(|store| !store.is_absent());
         let space = store.and_then(|store| store.space());
         let unit = server.unit_on(name);
         let errors = store.into_iter().flat_map(|store| store.errors());

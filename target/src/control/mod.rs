@@ -63,7 +63,7 @@ use std::time::{Duration, Instant};
 
 use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tokio::time::{MissedTickBehavior, interval, interval_at};
 
 use self::api::{Ask, Failure, Kept, Request};
@@ -78,7 +78,7 @@ use self::upgrade::{Handed, Handing, Inheritance, Tenure};
 use self::view::{Changes, DriftView};
 use self::watchdog::Watchdog;
 use crate::audit::{self, Asked};
-use crate::backend::OpenError;
+use crate::backend::{OpenError, OpenedStores, open_all};
 use crate::config::{Config, diff};
 use crate::server::legacy::Legacy;
 use crate::server::reload::ChangeError;
@@ -144,10 +144,10 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             .is_none_or(|last| last.yaml != yaml)
         {
             let entry = Entry::now("riserd", how, yaml);
-            history.record(entry).map_err(ServerError::State)?;
+            tolerate(&config, history.record(entry))?;
         }
         if let Some(file) = file {
-            history.see_file(file).map_err(ServerError::State)?;
+            tolerate(&config, history.see_file(file))?;
         }
         let (requests, queue) = mpsc::channel(WAITING);
         let metrics = start(|| open_metrics(&config, &legacy, &requests))?;
@@ -180,6 +180,17 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
         };
         control.serve(&mut signals, queue).await
     })
+}
+
+/// What is served need not be in the history, unless all or nothing is to be served.
+fn tolerate(config: &Config, kept: std::io::Result<()>) -> Result<(), ServerError> {
+    match kept {
+        Err(error) if !config.strict => {
+            tracing::error!(%error, "the history cannot be written");
+            Ok(())
+        }
+        kept => kept.map_err(ServerError::State),
+    }
 }
 
 /// The signals that the daemon looks at.
@@ -334,10 +345,22 @@ impl Control<'_> {
         sample.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut retry = interval_at(tokio::time::Instant::now() + RETRY, RETRY);
         retry.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut opening: Option<oneshot::Receiver<OpenedStores>> = None;
         loop {
+            let is_idle = opening.is_none() && !self.server.is_whole();
+            let opened = async {
+                match &mut opening {
+                    Some(opening) => opening.await.unwrap_or_default(),
+                    None => std::future::pending().await,
+                }
+            };
             tokio::select! {
                 _ = sample.tick() => self.timeline.take(live::sums(&self.server)),
-                _ = retry.tick(), if !self.server.problems().is_empty() => self.retry(),
+                _ = retry.tick(), if is_idle => opening = self.open_missing(),
+                opened = opened => {
+                    opening = None;
+                    self.retry(opened);
+                }
                 _ = signals.hangup.recv() => { let _ = self.reload("SIGHUP"); }
                 why = signals.end.next() => return Turn::End(why),
                 () = failure.notified() => return Turn::End("a worker failed"),
@@ -354,9 +377,24 @@ impl Control<'_> {
         !self.restores && self.file.yaml() != Some(self.server.config().to_yaml())
     }
 
+    /// Opens what could not be opened, on a thread of its own: a file system may not answer.
+    fn open_missing(&self) -> Option<oneshot::Receiver<OpenedStores>> {
+        let wishes = self.server.wishes();
+        let (sender, opened) = oneshot::channel();
+        let open = move || drop(sender.send(open_all(wishes)));
+        let thread = std::thread::Builder::new().name("retry".into()).spawn(open);
+        match thread {
+            Ok(_) => Some(opened),
+            Err(error) => {
+                tracing::warn!(%error, "what is not served cannot be tried again");
+                None
+            }
+        }
+    }
+
     /// Tries again to serve what could not be served.
-    fn retry(&mut self) {
-        if let Err(error) = self.server.retry() {
+    fn retry(&mut self, opened: OpenedStores) {
+        if let Err(error) = self.server.retry(opened) {
             tracing::warn!(%error, "what is not served cannot be tried again");
         }
     }

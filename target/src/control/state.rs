@@ -93,7 +93,14 @@ impl StateDir {
             let why = format!("{holder} uses it");
             return Err(io::Error::new(io::ErrorKind::AddrInUse, why));
         }
-        remove_if_there(&ending)?;
+        match remove_if_there(&ending) {
+            // Even if there is none. What is kept there can be read all the same.
+            Err(error) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => {
+                let directory = path.display();
+                tracing::warn!(%directory, %error, "nothing can be kept");
+            }
+            removed => removed?,
+        }
         Ok(Self {
             path: path.to_owned(),
             _lock: lock,

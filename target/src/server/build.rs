@@ -14,7 +14,7 @@ use super::legacy::Legacy;
 use super::ports::{AllPortIds, Port, PortIds};
 use super::problems::{Problems, Subject};
 use super::{Keepers, ports};
-use crate::backend::{OpenError, Ram, Spec, Store, open_in_time};
+use crate::backend::{OpenError, OpenedStores, Ram, Spec, Store, Wish, open_all};
 use crate::config::{self, Backend, Config, HostId, Lun, Portal, Protocol, Target};
 use crate::srp::{LoginLimits, Unit, UnitIdx};
 use crate::stats::{LunStats, TargetStats};
@@ -249,12 +249,18 @@ impl Builder {
         let Some(keeper) = &self.keepers.identities else {
             return Ok(());
         };
-        if keeper.load().map_err(ServerError::Identities)? == self.identities {
+        let saved = keeper.load().map_err(ServerError::Identities)?;
+        if saved == self.identities {
             return Ok(());
         }
-        keeper
-            .save(&self.identities)
-            .map_err(ServerError::Identities)
+        match keeper.save(&self.identities) {
+            // Only the files are others: no reason not to serve.
+            Err(error) if saved.has_names_of(&self.identities) => {
+                tracing::warn!(%error, "it is not kept which files have which names");
+                Ok(())
+            }
+            saved => saved.map_err(ServerError::Identities),
+        }
     }
 
     /// The first catalog was made: gives its units what is left to them.
@@ -301,6 +307,11 @@ impl Builder {
             let mut backends = config.backends.iter();
             backends.find(|b| b.name == name).map(|b| &b.spec)
         };
+        if let (true, Some((subject, problem))) = (config.strict, self.problems.iter().next()) {
+            let (kind, name) = (subject.kind(), subject.name());
+            let why = format!("{kind} {name}: {}", problem.why);
+            return Err(ServerError::Strict(why));
+        }
         for (name, store) in self.open() {
             if let Some(spec) = spec_of(name) {
                 store.check_reopen(spec).map_err(closed(name))?;
@@ -309,9 +320,37 @@ impl Builder {
         Ok(())
     }
 
-    /// Opens backends, makes units and targets. Backends that the configuration does not serve are
-    /// left out, and close when the last of their requests has ended.
-    pub(super) fn catalog(&mut self, config: &Config) -> Result<Catalog, ServerError> {
+    /// The files and devices that a catalog takes and that are not open.
+    pub(super) fn wishes(&self, config: &Config) -> Vec<Wish> {
+        let luns = config
+            .targets
+            .iter()
+            .flat_map(|target| target.luns.values());
+        let served: BTreeSet<usize> = luns.map(|lun| lun.backend).collect();
+        let backends = served.into_iter().map(|place| &config.backends[place]);
+        let is_open = |name: &str| self.stores.contains_key(name) && !self.is_absent(name);
+        let closed = backends.filter(|backend| !is_open(&backend.name));
+        closed.filter_map(|backend| self.wish(backend)).collect()
+    }
+
+    fn wish(&self, backend: &Backend) -> Option<Wish> {
+        backend.spec.source.path()?;
+        Some(Wish {
+            backend: backend.name.clone(),
+            spec: backend.spec.clone(),
+            // At the start, a daemon that is ending is waited for; a retry comes again anyway.
+            is_patient: !self.is_absent(&backend.name),
+            is_known: self.identities.knows(backend),
+        })
+    }
+
+    /// Makes units and targets of backends that are open, or were opened for it. Backends that the configuration
+    /// does not serve are left out, and close when the last of their requests has ended.
+    pub(super) fn catalog(
+        &mut self,
+        config: &Config,
+        opened: &mut OpenedStores,
+    ) -> Result<Catalog, ServerError> {
         let host = self.identities.host(config);
         self.tried.clear();
         let mut targets = Vec::new();
@@ -322,7 +361,7 @@ impl Builder {
             let portals = portals.map(|portal| portal_def(&host, target, portal, &ids));
             let (mut members, mut stats) = (Vec::new(), Vec::new());
             for (number, lun) in &target.luns {
-                members.push((*number, self.unit(config, &host, *lun)?));
+                members.push((*number, self.unit(config, &host, *lun, opened)?));
                 stats.push(self.stats(&target.name, *number));
             }
             targets.push(TargetDef {
@@ -407,7 +446,13 @@ impl Builder {
         self.stores.get(name).copied()
     }
 
-    fn unit(&mut self, config: &Config, host: &HostId, lun: Lun) -> Result<Arc<Unit>, ServerError> {
+    fn unit(
+        &mut self,
+        config: &Config,
+        host: &HostId,
+        lun: Lun,
+        opened: &mut OpenedStores,
+    ) -> Result<Arc<Unit>, ServerError> {
         let backend = &config.backends[lun.backend];
         let before = self.units.get(&backend.name).cloned();
         if let Some(unit) = &before
@@ -415,7 +460,7 @@ impl Builder {
         {
             return Ok(Arc::clone(unit));
         }
-        let place = self.store(backend)?;
+        let place = self.store(backend, opened)?;
         let store = self.opened[place].as_ref().expect("just opened");
         let is_absent = self.is_absent(&backend.name);
         if let Some(unit) = &before
@@ -450,6 +495,10 @@ impl Builder {
                     let name = name();
                     self.leave_out(backend, place, ServerError::Reservations { name, source })?;
                     if let Some(before) = before {
+                        // It stays where it was; the new place, which is the last, is not used.
+                        self.opened.truncate(place);
+                        let place = self.unit_stores[before.index.0 as usize];
+                        self.stores.insert(backend.name.clone(), place);
                         return Ok(before);
                     }
                     is_absent = true;
@@ -459,6 +508,10 @@ impl Builder {
         }
         if is_absent {
             lu = lu.without_medium();
+        } else {
+            // Not before: one whose reservations still cannot be read stays a problem, and no failure.
+            let subject = Subject::Backend(backend.name.clone());
+            self.problems.remove(&subject);
         }
         if let Some(before) = &before {
             // Initiators may have registered with it meanwhile.
@@ -485,7 +538,11 @@ impl Builder {
         Arc::clone(self.stats.entry(key).or_insert_with(new))
     }
 
-    fn store(&mut self, backend: &Backend) -> Result<usize, ServerError> {
+    fn store(
+        &mut self,
+        backend: &Backend,
+        opened: &mut OpenedStores,
+    ) -> Result<usize, ServerError> {
         let name = &backend.name;
         if let Some(place) = self.stores.get(name)
             && !self.is_absent(name)
@@ -494,12 +551,20 @@ impl Builder {
         }
         self.tried.insert(name.clone());
         let ram = self.rams.remove(name).unwrap_or_default();
-        let store = match open_in_time(&backend.spec, ram) {
+        let result = match opened.take(name, &backend.spec) {
+            Some(result) => result,
+            None => match self.wish(backend) {
+                Some(wish) => open_all(vec![wish])
+                    .take(name, &backend.spec)
+                    .expect("just opened"),
+                None => Store::open_with(&backend.spec, ram),
+            },
+        };
+        let store = match result {
             Ok(store) => store,
             Err(error) => return self.store_absent(backend, error),
         };
         self.absent.remove(name);
-        self.problems.remove(&Subject::Backend(name.clone()));
         let geometry = store.geometry();
         tracing::info!(
             backend = %backend.name, bytes = geometry.capacity, block = geometry.block_size,

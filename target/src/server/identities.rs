@@ -9,6 +9,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::io;
+use std::path::{Path, PathBuf};
 
 use riser_scsi::config::Identity;
 use riser_scsi::vpd::Naa;
@@ -50,6 +51,9 @@ struct Names {
     /// The file that was served last; none of a device, or of memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     file: Option<FileId>,
+    /// Where it was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    path: Option<PathBuf>,
 }
 
 /// A file, independent of its path.
@@ -59,6 +63,18 @@ pub struct FileId {
     pub device: u64,
     /// Inode number.
     pub inode: u64,
+    /// When it was created, in nanoseconds since 1970, where the file system knows: inode numbers of files that
+    /// are gone are given to new ones.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub born: Option<u64>,
+}
+
+impl FileId {
+    /// Whether it is the same file. Numbers of devices change when the host starts again.
+    fn is_same(&self, other: &Self) -> bool {
+        let device = |file: &Self| file.born.is_none().then_some(file.device);
+        (self.inode, self.born, device(self)) == (other.inode, other.born, device(other))
+    }
 }
 
 impl Identities {
@@ -82,6 +98,24 @@ impl Identities {
         identity
     }
 
+    /// Whether initiators see the same names with others.
+    pub(super) fn has_names_of(&self, other: &Self) -> bool {
+        let names = |all: &Self| -> Vec<(String, String, u64)> {
+            let names = all.backends.iter();
+            names
+                .map(|(name, names)| (name.clone(), names.serial.clone(), names.naa))
+                .collect()
+        };
+        self.host == other.host && names(self) == names(other)
+    }
+
+    /// Whether a backend had a file at its path before.
+    pub(super) fn knows(&self, backend: &Backend) -> bool {
+        let path = backend.spec.source.path();
+        let known = self.backends.get(&backend.name);
+        known.is_some_and(|names| names.file.is_some() && names.path.as_deref() == path)
+    }
+
     /// Gives a unit the names that it has had, as far as the configuration does not give them, and keeps those
     /// that it has now. `file` is its file, if it is open.
     pub(super) fn keep(
@@ -96,14 +130,31 @@ impl Identities {
             self.derive_unused(config, backend, identity);
         }
         if let Some(before) = &before {
-            if backend.names.serial.is_none() {
+            // What the configuration gives to another backend now is that one's: initiators would take two
+            // disks for two paths to one.
+            let is_given = |is_it: &dyn Fn(&Backend) -> bool| {
+                let mut others = config.backends.iter().filter(|b| b.name != backend.name);
+                let is_given = others.any(is_it);
+                if is_given {
+                    let name = &backend.name;
+                    tracing::warn!(
+                        backend = name,
+                        "a name that it had is another backend's now"
+                    );
+                }
+                is_given
+            };
+            if backend.names.serial.is_none()
+                && !is_given(&|other| other.names.serial.as_ref() == Some(&before.serial))
+            {
                 identity.serial.clone_from(&before.serial);
             }
-            if backend.names.naa.is_none() {
-                identity.naa = Naa::LocallyAssigned(before.naa);
+            let naa = Naa::LocallyAssigned(before.naa);
+            if backend.names.naa.is_none() && !is_given(&|other| other.names.naa == Some(naa)) {
+                identity.naa = naa;
             }
             if let (Some(was), Some(is)) = (before.file, file)
-                && was != is
+                && !was.is_same(&is)
             {
                 let (name, serial) = (&backend.name, &identity.serial);
                 tracing::warn!(
@@ -120,10 +171,19 @@ impl Identities {
             (_, Some(before)) => before.naa,
             (_, None) => return,
         };
-        let file = file.or(before.and_then(|before| before.file));
+        let path = backend.spec.source.path().map(Path::to_owned);
+        let (file, path) = match (file, before) {
+            (None, Some(before)) => (before.file, before.path),
+            (file, _) => (file, path),
+        };
         let serial = identity.serial.clone();
-        self.backends
-            .insert(backend.name.clone(), Names { serial, naa, file });
+        let names = Names {
+            serial,
+            naa,
+            file,
+            path,
+        };
+        self.backends.insert(backend.name.clone(), names);
     }
 
     /// Derives other names while a backend has these: one that was renamed keeps those of its old name.
@@ -150,10 +210,13 @@ impl Identities {
         if let Some(names) = self.backends.get(&backend.name) {
             return Some(names.clone());
         }
+        let is_same = |names: &Names| match (&names.file, &file) {
+            (Some(one), Some(other)) => one.is_same(other),
+            _ => false,
+        };
         let is_configured = |name: &str| config.backends.iter().any(|b| b.name == name);
         let mut others = self.backends.iter();
-        let (name, _) = others
-            .find(|(name, names)| file.is_some() && names.file == file && !is_configured(name))?;
+        let (name, _) = others.find(|(name, names)| is_same(names) && !is_configured(name))?;
         let name = name.clone();
         tracing::info!(
             backend = backend.name,
@@ -177,7 +240,11 @@ mod tests {
     }
 
     fn file(inode: u64) -> Option<FileId> {
-        Some(FileId { device: 1, inode })
+        Some(FileId {
+            device: 1,
+            inode,
+            born: Some(inode),
+        })
     }
 
     /// The names of the first backend.
@@ -235,6 +302,26 @@ mod tests {
             keep(&mut all, &config(&[("d", "")]), file(1)).serial,
             "MINE"
         );
+    }
+
+    #[test]
+    fn names_that_are_given_to_another_backend_are_not_kept() {
+        let mut all = Identities::default();
+        let mine = ", serial: MINE, naa: 3123456789abcdef";
+        let before = keep(&mut all, &config(&[("d", mine)]), file(1));
+        let moved = config(&[("d", ""), ("e", mine)]);
+        let after = keep(&mut all, &moved, file(1));
+        assert_ne!(after.serial, before.serial);
+        assert_ne!(after.naa, before.naa);
+    }
+
+    #[test]
+    fn a_new_file_with_the_number_of_an_old_one_is_another_disk() {
+        let mut all = Identities::default();
+        let first = keep(&mut all, &config(&[("d", "")]), file(1));
+        let mut new = file(1);
+        new.as_mut().unwrap().born = Some(7);
+        assert_ne!(keep(&mut all, &config(&[("e", "")]), new), first);
     }
 
     #[test]

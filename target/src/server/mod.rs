@@ -44,7 +44,7 @@ use riser_scsi::reservation::ReservationKeeper;
 use rustix::thread::{CpuSet, sched_setaffinity};
 use tokio::sync::Notify;
 
-use crate::backend::{FlushKeeper, OpenError, Space, Store};
+use crate::backend::{FlushKeeper, OpenError, Space, Store, open_all};
 use crate::config::Config;
 use crate::holder::HeldBy;
 use crate::srp::Unit;
@@ -189,6 +189,9 @@ pub enum ServerError {
     /// The names of logical units cannot be kept, or read.
     #[error("the names of logical units: {0}")]
     Identities(#[source] io::Error),
+    /// The program after this one would not start: `strict` is set.
+    #[error("`strict` is set, and this is not served: {0}")]
+    Strict(String),
     /// One reason for several things.
     #[error("{0}")]
     Shared(Arc<Self>),
@@ -270,7 +273,8 @@ fn first_catalog(
     config: &Config,
     legacy: &Legacy,
 ) -> Result<Catalog, ServerError> {
-    let catalog = builder.catalog(config)?;
+    let mut opened = open_all(builder.wishes(config));
+    let catalog = builder.catalog(config, &mut opened)?;
     builder.save_ports(builder.ports())?;
     builder.save_identities()?;
     builder.settle(legacy);
@@ -442,10 +446,22 @@ impl Server {
         catalog.rdma_portals().chain(iscsi).collect()
     }
 
-    /// What should be served and is not.
+    /// What should be served and is not, and backends that fail operations.
     #[must_use]
-    pub fn problems(&self) -> &Problems {
-        self.builder.problems()
+    pub fn problems(&self) -> Problems {
+        let mut all = self.builder.problems().clone();
+        for (name, store) in self.builder.open() {
+            if let Some(failing) = store.failing() {
+                all.add_failing(Subject::Backend(name.clone()), failing);
+            }
+        }
+        all
+    }
+
+    /// Whether everything is open that should be served.
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        self.builder.problems().is_empty()
     }
 
     /// The backends that are open, by name.
@@ -461,22 +477,36 @@ impl Server {
         self.builder.units().get(backend)
     }
 
-    /// Measures the room of all backends, from any thread, and notifies initiators of thresholds. Blocks as long as their file systems do; `false` when
-    /// the server is gone.
+    /// Measures the room of all backends, from any thread, and notifies initiators of thresholds. Blocks as long
+    /// as their file systems do; `false` when the server is gone.
     pub fn measurer(&self) -> impl Fn() -> bool + Send + use<> {
         let shared = Arc::downgrade(&self.shared);
         move || {
             let Some(catalog) = shared.upgrade().map(|shared| shared.registry.catalog()) else {
                 return false;
             };
-            for (place, store) in catalog.stores.iter().enumerate() {
-                let Some(store) = store else { continue };
+            // One that hangs must keep open nothing but itself.
+            let stores = catalog.stores.iter().enumerate();
+            let stores =
+                stores.filter_map(|(place, store)| Some((place, Arc::downgrade(store.as_ref()?))));
+            let stores: Vec<_> = stores.collect();
+            drop(catalog);
+            for (place, store) in stores {
+                let Some(store) = store.upgrade() else {
+                    continue;
+                };
                 if let Err(error) = store.measure_space() {
                     tracing::debug!(%error, "the room of a backend cannot be measured");
                     continue;
                 }
-                if let Some(space) = store.space() {
-                    note_space(&catalog, place, store, space);
+                let Some(catalog) = shared.upgrade().map(|shared| shared.registry.catalog()) else {
+                    return false;
+                };
+                let is_there = catalog.stores.get(place).and_then(Option::as_ref);
+                if let Some(space) = store.space()
+                    && is_there.is_some_and(|now| Arc::ptr_eq(now, &store))
+                {
+                    note_space(&catalog, place, &store, space);
                 }
             }
             true

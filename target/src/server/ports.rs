@@ -197,7 +197,9 @@ mod tests {
             ..Keepers::default()
         };
         let mut builder = Builder::after(&Legacy::default(), keepers).unwrap();
-        let catalog = builder.catalog(&config).unwrap();
+        let catalog = builder
+            .catalog(&config, &mut crate::backend::OpenedStores::default())
+            .unwrap();
         builder.save_ports(builder.ports()).unwrap();
         let host = |at: SocketAddr| match at.ip() {
             std::net::IpAddr::V4(ip) => ip.octets()[3],

@@ -15,6 +15,7 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::time::SystemTime;
 
+use crate::backend::Failing;
 use crate::config::{Portal, Protocol};
 
 /// What the log knows the lines about problems by.
@@ -114,6 +115,12 @@ impl Problems {
             since: SystemTime::now(),
         };
         self.0.entry(subject).or_insert_with(new).why = why.to_string();
+    }
+
+    /// A backend is open and fails operations.
+    pub(super) fn add_failing(&mut self, subject: Subject, failing: Failing) {
+        let Failing { since, why, .. } = failing;
+        self.0.entry(subject).or_insert(Problem { why, since });
     }
 
     /// Something is served.

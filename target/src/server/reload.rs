@@ -32,7 +32,7 @@ use super::acquire::{self, Acquired};
 use super::legacy::Legacy;
 use super::problems::Subject;
 use super::{PATIENCE, Server, ServerError, build};
-use crate::backend::{Source, Spec, Store};
+use crate::backend::{OpenedStores, Source, Spec, Store, Wish, open_all};
 use crate::config::{Backend, Config};
 use crate::worker::mail::Mail;
 use crate::worker::ring_capacity;
@@ -160,13 +160,20 @@ impl Server {
         self.change_if(config, || Ok(()))
     }
 
-    /// Tries again to serve what could not be served; see [`problems`](super::problems). What still cannot
-    /// stays a problem.
+    /// The files and devices that could not be opened, to be opened again with [`open_all`]: elsewhere, since
+    /// that may take its time.
+    #[must_use]
+    pub fn wishes(&self) -> Vec<Wish> {
+        self.builder.wishes(&self.config)
+    }
+
+    /// Tries again to serve what could not be served, with what came of opening it; see
+    /// [`problems`](super::problems). What still cannot stays a problem.
     ///
     /// # Errors
     /// [`ChangeError`]; everything is as it was then.
-    pub fn retry(&mut self) -> Result<(), ChangeError> {
-        self.change(self.config.clone())
+    pub fn retry(&mut self, opened: OpenedStores) -> Result<(), ChangeError> {
+        self.change_with(self.config.clone(), opened, || Ok(()))
     }
 
     /// Whether another configuration can follow the present one.
@@ -190,7 +197,17 @@ impl Server {
         agree: impl FnOnce() -> Result<(), E>,
     ) -> Result<(), E> {
         self.check(&config)?;
-        let prepared = self.prepare(config)?;
+        let opened = open_all(self.builder.wishes(&config));
+        self.change_with(config, opened, agree)
+    }
+
+    fn change_with<E: From<ChangeError>>(
+        &mut self,
+        config: Config,
+        mut opened: OpenedStores,
+        agree: impl FnOnce() -> Result<(), E>,
+    ) -> Result<(), E> {
+        let prepared = self.prepare(config, &mut opened)?;
         // Before the configuration is written down: a restart with either finds its numbers.
         let saved = prepared.builder.save_ports(self.builder.ports());
         let saved = saved.and_then(|()| prepared.builder.save_identities());
@@ -214,11 +231,11 @@ impl Server {
     }
 
     /// Acquires all that a configuration takes.
-    fn prepare(&self, config: Config) -> Result<Prepared, ChangeError> {
+    fn prepare(&self, config: Config, opened: &mut OpenedStores) -> Result<Prepared, ChangeError> {
         let mut builder = self.builder.clone();
         let mut grown = Vec::new();
         let built = builder
-            .catalog(&config)
+            .catalog(&config, opened)
             .and_then(|catalog| self.grow(&config, &builder, &mut grown).map(|()| catalog))
             .and_then(|mut catalog| {
                 let old = self.shared.registry.catalog();
@@ -360,6 +377,13 @@ impl Server {
             .chain(grown.iter().map(|g| &g.store))
             .for_each(|store| store.keep());
         builder.problems().log_since(self.builder.problems());
+        // What initiators have done to units without a medium while all this was acquired.
+        for (name, unit) in builder.units() {
+            let before = self.builder.units().get(name);
+            if let Some(before) = before.filter(|before| !Arc::ptr_eq(before, unit)) {
+                unit.lu.inherit(&before.lu.legacy());
+            }
+        }
         self.builder = builder;
         self.config = config;
         let _ = acquired.keep();

@@ -462,6 +462,12 @@ fn unreadable_reservations_keep_one_disk_from_being_served() {
         "{problems}"
     );
     daemon.write_block("srp://127.0.194.1/0", 1);
+    // Retries do not fail for it, and neither do changes of the configuration.
+    std::thread::sleep(std::time::Duration::from_secs(7));
+    let log = daemon.log();
+    assert!(!log.contains("cannot be tried again"), "{log}");
+    let (code, _, errors) = daemon.ask(&["reload"]);
+    assert_eq!(code, 0, "{errors}");
     fs::remove_file(&file).unwrap();
     eventually("the disk is served", || {
         daemon.json(&["status"])["problems"].is_null()

@@ -70,7 +70,7 @@ pub struct LinkReport {
     /// Why it was down the last time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_error: Option<String>,
-    /// While it is down, what its end would lose, as of the last attempt to reconnect.
+    /// While it is down, what its end would lose.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pending: Option<Pending>,
 }
@@ -195,9 +195,13 @@ impl SessionStatus {
         before
     }
 
-    /// What waits for the target, now that it is known to be away.
+    /// What waits for the target, while that is away.
     pub(super) fn set_pending(&self, pending: Pending) {
-        self.lock().pending = pending;
+        let mut details = self.lock();
+        if details.pending != pending {
+            details.pending = pending;
+            self.changed.notify_all();
+        }
     }
 
     pub(super) fn on_event(&self, event: &SessionEvent) {

@@ -145,6 +145,8 @@ struct Running {
     evidence: Evidence,
     /// When the target was last heard of, while they are not known to be the same.
     heard: Option<Instant>,
+    /// It has logged in, and is not reported to be live before the units are known to be the same.
+    is_unchecked: bool,
 }
 
 /// The thread's state.
@@ -375,6 +377,7 @@ impl<P: Provider> Driver<P> {
             units: Vec::new(),
             evidence: Evidence::default(),
             heard: None,
+            is_unchecked: false,
         });
         if self.shutdown {
             self.sessions[index].link.close(now);
@@ -428,6 +431,7 @@ impl<P: Provider> Driver<P> {
         };
         if !session.overflow.is_empty() && !session.closed {
             session.overflow.push_back(io);
+            session.report_pending();
             return;
         }
         match session.link.submit(spec, now) {
@@ -442,6 +446,7 @@ impl<P: Provider> Driver<P> {
             Err(SubmitError::Full) => session.overflow.push_back(io),
             Err(SubmitError::Closed) => self.deliver(index, io, Err(RequestError::Closed)),
         }
+        self.sessions[index].report_pending();
     }
 
     /// Tells whoever waits for a command how it ended.

@@ -93,6 +93,7 @@ impl<P: Provider> Driver<P> {
         let result = self.sessions[index].account(&io, result);
         self.deliver(index, io, result);
         self.refill(index, now);
+        self.sessions[index].report_pending();
     }
 
     /// Submits commands that had no room before.
@@ -214,7 +215,9 @@ impl<P: Provider> Driver<P> {
         if let SessionEvent::Reconnecting(_) = event {
             session.status.set_pending(session.pending());
         }
-        session.status.on_event(&event);
+        if !session.is_unchecked || !matches!(event, SessionEvent::Live) {
+            session.status.on_event(&event);
+        }
         if let Some((paths, path)) = session.paths {
             match &event {
                 SessionEvent::Live => {

@@ -262,6 +262,8 @@ impl<P: Provider> Driver<P> {
                 Input::Told(_, path, end) => self.handle_told(index, path, end, now),
             }
             self.drain_paths(index, now);
+            // A path that is lost gives back its commands one by one.
+            self.sessions[index].report_pending();
         }
         worked
     }

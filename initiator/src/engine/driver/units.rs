@@ -14,7 +14,7 @@ use super::paths::{Input, answer_to_probe, probe};
 use super::{Driver, Running, SessionKey};
 use crate::block::Buffer;
 use crate::engine::io::{Done, Io};
-use crate::engine::status::Pending;
+use crate::engine::status::{LinkState, Pending};
 use crate::request::{GOOD, RequestError, RequestResult, may_change_unit};
 use crate::session::{Down, SessionEvent};
 use crate::unit::{Check, Snapshot, WriteCache, books, is_cached, is_flush};
@@ -93,11 +93,21 @@ impl Running {
 
     /// What its end would lose.
     pub(super) fn pending(&self) -> Pending {
-        let ios = self.ios.iter().flatten().chain(&self.overflow);
         let mut caches = self.units.iter().filter_map(|unit| unit.cache.as_ref());
+        // Pings and the checks of a unit's identity are our own.
+        let is_own =
+            |io: &Io| matches!(io.done, Done::Ping | Done::Unit { .. } | Done::Check { .. });
+        let ios = self.ios.iter().flatten().chain(&self.overflow);
         Pending {
-            operations: ios.filter(|io| !matches!(io.done, Done::Ping)).count(),
+            operations: ios.filter(|io| !is_own(io)).count(),
             unflushed: caches.any(|cache| !cache.is_settled()),
+        }
+    }
+
+    /// Reports what its end would lose, while its target is away: that changes with every command.
+    pub(super) fn report_pending(&self) {
+        if self.status.link() == LinkState::Reconnecting {
+            self.status.set_pending(self.pending());
         }
     }
 
@@ -155,7 +165,13 @@ impl<P: Provider> Driver<P> {
     pub(super) fn observe(&mut self, index: usize, event: &SessionEvent, now: Instant) {
         let key = self.key(index);
         let session = &mut self.sessions[index];
-        if session.units.is_empty() || matches!(session.link, Link::Paths(_)) {
+        let has_units = !session.units.is_empty() && !matches!(session.link, Link::Paths(_));
+        match event {
+            SessionEvent::UnitEvent { .. } => {}
+            SessionEvent::Live => session.is_unchecked = has_units,
+            SessionEvent::Reconnecting(_) | SessionEvent::Closed(_) => session.is_unchecked = false,
+        }
+        if !has_units {
             return;
         }
         match event {
@@ -319,6 +335,9 @@ impl<P: Provider> Driver<P> {
             return;
         }
         (session.evidence, session.heard) = Default::default();
+        if std::mem::take(&mut session.is_unchecked) {
+            session.status.on_event(&SessionEvent::Live);
+        }
         // Only `riserd` offers the page, and it keeps SRP's promise.
         let ends_old = session.units.iter().any(|u| u.unit.cache.is_some());
         session.link.release(ends_old, now);
@@ -385,6 +404,29 @@ mod tests {
         driver.sessions[key.index].heard = Some(now);
         driver.release_checked(key.index, now);
         driver.sessions[key.index].heard.is_none()
+    }
+
+    #[test]
+    fn a_session_is_reported_live_when_its_units_are_checked() {
+        let now = Instant::now();
+        let (mut driver, key) = driver(now);
+        let state = |driver: &Driver<NoDevice>| driver.sessions[key.index].status.link();
+        driver.handle_event(
+            key.index,
+            SessionEvent::Reconnecting(Down::Unresponsive),
+            now,
+        );
+        driver.handle_event(key.index, SessionEvent::Live, now);
+        assert_eq!(state(&driver), LinkState::Reconnecting, "not checked yet");
+        // The connection is lost again; what was checked before it counts for nothing.
+        driver.handle_event(key.index, SessionEvent::Reconnecting(Down::UnitSilent), now);
+        driver.inputs.clear();
+        driver.release_checked(key.index, now);
+        assert_eq!(state(&driver), LinkState::Reconnecting, "not logged in");
+        driver.handle_event(key.index, SessionEvent::Live, now);
+        driver.inputs.clear();
+        driver.release_checked(key.index, now);
+        assert_eq!(state(&driver), LinkState::Live);
     }
 
     #[test]

@@ -1,13 +1,17 @@
 //! What must not be overwritten by mistake: a unit that this host has attached, or one that carries a file
 //! system, a partition table or the like.
 
+use std::fs;
+use std::io::ErrorKind;
+use std::path::Path;
 use std::sync::Arc;
 
 use super::args::Global;
 use super::disk::{Address, Disk};
 use super::exit::{CliError, Exit};
-use super::state::StateDir;
-use crate::block::{BlockDevice, ByteDevice, task};
+use super::state::{Attachment, Export, StateDir};
+use crate::block::{BlockDevice, BlockError, ByteDevice, task};
+use crate::ublk;
 
 /// How much of a disk is looked at, in bytes: as far as the last of [`signature`]s.
 const HEAD: u64 = (1 << 20) + 4096;
@@ -17,16 +21,16 @@ const HEAD: u64 = (1 << 20) + 4096;
 /// # Errors
 /// It is attached, or carries something.
 pub(super) fn check(disk: &Arc<Disk>, url: &Address, global: &Global) -> Result<(), CliError> {
-    if matches!(url, Address::Memory { .. }) {
+    // Nobody else has the one, and the other refuses writes by itself.
+    if matches!(url, Address::Memory { .. }) || disk.geometry().read_only {
         return Ok(());
     }
     let refuse = |why: String| {
         CliError::new(Exit::Busy, format!("{url} would be overwritten, and {why}"))
             .help("--overwrite does it all the same")
     };
-    let attachments = StateDir::open()
-        .and_then(|dir| dir.with_patience(global.timeout).list())
-        .map_err(|e| CliError::io("cannot read the list of attachments", e))?;
+    let may_be = |why| refuse(format!("this host may have it attached: {why}"));
+    let attachments = attachments(global, &may_be)?;
     let unit = disk.unit();
     let is_it = |other: &Option<String>| unit.is_some() && *other == unit;
     let url_text = url.to_string();
@@ -37,14 +41,99 @@ pub(super) fn check(disk: &Arc<Disk>, url: &Address, global: &Global) -> Result<
         let path = other.export.path().display();
         return Err(refuse(format!("this host has it attached at {path}")));
     }
-    // What cannot be read cannot be judged; writing will show why.
-    match read_head(disk).as_deref().and_then(signature) {
+    let kernel_disk = |unit| kernel_disk(Path::new("/sys/class/block"), unit);
+    if let Some(name) = unit.as_deref().and_then(kernel_disk) {
+        return Err(refuse(format!(
+            "this host's kernel has it attached as /dev/{name}"
+        )));
+    }
+    // What cannot be read may still be overwritten.
+    let head = read_head(disk).map_err(|e| {
+        refuse("what it carries is not known: its first bytes cannot be read".into()).because(e)
+    })?;
+    match signature(&head) {
         Some(what) => Err(refuse(format!("it carries {what}"))),
         None => Ok(()),
     }
 }
 
-fn read_head(disk: &Arc<Disk>) -> Option<Vec<u8>> {
+/// The attachments of this host that this user can see.
+///
+/// # Errors
+/// There may be others, which cannot be read.
+fn attachments(
+    global: &Global,
+    refuse: &dyn Fn(String) -> CliError,
+) -> Result<Vec<Attachment>, CliError> {
+    let listing = StateDir::open().and_then(|dir| dir.with_patience(global.timeout).scan());
+    let listing = match listing {
+        Ok(listing) => listing,
+        // A user without a directory has attached nothing, and may not see what root has attached.
+        Err(e)
+            if matches!(
+                e.kind(),
+                ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem
+            ) =>
+        {
+            tracing::warn!("cannot see what other users of this host have attached");
+            return Ok(Vec::new());
+        }
+        Err(e) => return Err(CliError::io("cannot read the list of attachments", e)),
+    };
+    match listing.unknown.first() {
+        None => Ok(listing.attachments),
+        Some(file) => {
+            let file = file.display();
+            Err(refuse(format!("{file} cannot be read as an attachment")))
+        }
+    }
+}
+
+/// Fails if this host has a unit's file system mounted already: two mounts that do not know of each other
+/// destroy it.
+///
+/// # Errors
+/// It is mounted, or may be, and one of the two mounts can write.
+pub(super) fn check_mounted(disk: &Arc<Disk>, global: &Global) -> Result<(), CliError> {
+    let Some(unit) = disk.unit() else {
+        return Ok(());
+    };
+    let refuse = |why: String| {
+        CliError::new(Exit::Busy, format!("{unit} may be mounted already: {why}"))
+            .help("remove that file if no riser serves it")
+    };
+    let is_mounted = |a: &&Attachment| match &a.export {
+        Export::Mount { .. } => true,
+        Export::Ublk { device, .. } => ublk::is_in_use(device),
+        Export::Fuse { .. } | Export::Nbd { .. } => false,
+    };
+    let is_written = |a: &&Attachment| !(a.read_only && disk.geometry().read_only);
+    let list = attachments(global, &refuse)?;
+    let of_unit = list.iter().filter(|a| a.unit.as_ref() == Some(&unit));
+    match of_unit.filter(is_mounted).find(is_written) {
+        None => Ok(()),
+        Some(other) => {
+            let path = other.export.path().display();
+            let what = format!("this host has the same logical unit in use at {path}");
+            let help = format!(
+                "`riser detach {}` first, or `mount --bind {path}`",
+                other.id
+            );
+            Err(CliError::new(Exit::Busy, what).help(help))
+        }
+    }
+}
+
+/// The block device that one of the kernel's initiators has made of a unit. Its `wwid` has the form of
+/// [`Disk::unit`].
+fn kernel_disk(block: &Path, unit: &str) -> Option<String> {
+    fs::read_dir(block).ok()?.flatten().find_map(|disk| {
+        let name = fs::read_to_string(disk.path().join("device/wwid")).ok()?;
+        (name.trim() == unit).then(|| disk.file_name().to_string_lossy().into_owned())
+    })
+}
+
+fn read_head(disk: &Arc<Disk>) -> Result<Vec<u8>, BlockError> {
     let end = HEAD.min(disk.geometry().capacity);
     let device = ByteDevice::new(Arc::clone(disk));
     let mut head = Vec::new();
@@ -52,11 +141,11 @@ fn read_head(disk: &Arc<Disk>) -> Option<Vec<u8>> {
         let at = head.len() as u64;
         let span = device.first_piece(at, end - at);
         let buffer = task::block_on(device.device().buffer(span.covering));
-        let buffer = task::block_on(device.read(span, buffer)).ok()?;
+        let buffer = task::block_on(device.read(span, buffer))?;
         head.resize(head.len() + span.len, 0);
         buffer.slice().read(span.head, &mut head[at as usize..]);
     }
-    Some(head)
+    Ok(head)
 }
 
 /// What the first bytes of a disk say that is on it, by the magic numbers that libblkid knows.
@@ -66,7 +155,7 @@ fn signature(head: &[u8]) -> Option<&'static str> {
         let types = [0x1c2, 0x1d2, 0x1e2, 0x1f2];
         is(510, &[0x55, 0xaa]) && types.iter().any(|at| head[*at] != 0)
     };
-    let magics: [(usize, &[u8], &str); 24] = [
+    let magics: [(usize, &[u8], &str); 39] = [
         (0, b"LUKS\xba\xbe", "an encrypted volume (LUKS)"),
         (0, b"XFSB", "an XFS file system"),
         (0x438, &[0x53, 0xef], "an ext2, ext3 or ext4 file system"),
@@ -95,6 +184,25 @@ fn signature(head: &[u8]) -> Option<&'static str> {
         (0x1_055c, &[0x19, 0x01, 0x54, 0x19], "a UFS file system"),
         (0x200, b"EFI PART", "a partition table (GPT)"),
         (0x1000, b"EFI PART", "a partition table (GPT)"),
+        (0x255c, &[0x54, 0x19, 0x01, 0x00], "a UFS file system"),
+        (0x1_0000, &[0x01, 0x16, 0x19, 0x70], "a GFS2 file system"),
+        (0x400, b"OCFSV2", "an OCFS2 file system"),
+        (0x800, b"OCFSV2", "an OCFS2 file system"),
+        (0x1000, b"OCFSV2", "an OCFS2 file system"),
+        (0x2000, b"OCFSV2", "an OCFS2 file system"),
+        (0x20, b"ORCLDISK", "an Oracle ASM disk"),
+        (0, b"bluestore block device", "a Ceph OSD"),
+        (
+            0x1018,
+            b"\xc6\x85\x73\xf6\x66\xce\x90\xa9",
+            "a bcachefs file system",
+        ),
+        (0x1_0034, b"ReIsEr", "a ReiserFS file system"),
+        (0x8000, b"JFS1", "a JFS file system"),
+        (0x20, b"NXSB", "an APFS container"),
+        (0x400, b"H+\0\x04", "an HFS+ file system"),
+        (0x400, b"HX\0\x05", "an HFS+ file system"),
+        (0xfff6, b"SWAPSPACE2", "swap space"),
     ];
     let known = magics.iter().find(|(at, magic, _)| is(*at, magic));
     // Each label of ZFS has uberblocks of at least a KiB from 128 KiB on.
@@ -130,6 +238,10 @@ mod tests {
             (0x218, b"LVM2 001", "LVM"),
             (0x10_0000, b"\x0d\xd0\x01\xc0", "VMFS"),
             (0x2_0400, b"\0\0\0\0\0\xba\xb1\x0c", "ZFS"),
+            (0x1_0000, b"\x01\x16\x19\x70", "GFS2"),
+            (0x20, b"ORCLDISK", "Oracle ASM"),
+            (0x1018, b"\xc6\x85\x73\xf6\x66\xce\x90\xa9", "bcachefs"),
+            (0xfff6, b"SWAPSPACE2", "swap"),
         ] {
             let found = signature(&disk(at, magic));
             assert!(found.is_some_and(|found| found.contains(what)), "{found:?}");
@@ -139,5 +251,20 @@ mod tests {
         assert_eq!(signature(&boot), None);
         boot[0x1c2] = 0x83;
         assert_eq!(signature(&boot), Some("a partition table (MBR)"));
+    }
+
+    #[test]
+    fn a_disk_that_the_kernel_has_is_known_by_its_name() {
+        let block = std::env::temp_dir().join(format!("riser-block-{}", std::process::id()));
+        for (name, wwid) in [("sda", "naa.5000c500a1b2c3d4\n"), ("sdb", "naa.60014051\n")] {
+            fs::create_dir_all(block.join(name).join("device")).unwrap();
+            fs::write(block.join(name).join("device/wwid"), wwid).unwrap();
+        }
+        fs::create_dir(block.join("loop0")).unwrap();
+        let found = |unit| kernel_disk(&block, unit);
+        assert_eq!(found("naa.60014051"), Some("sdb".to_owned()));
+        assert_eq!(found("naa.6001405"), None);
+        fs::remove_dir_all(&block).unwrap();
+        assert_eq!(found("naa.60014051"), None);
     }
 }

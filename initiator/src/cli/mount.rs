@@ -23,6 +23,7 @@ use super::args::{Global, MountArgs};
 use super::attach;
 use super::disk::Disk;
 use super::exit::{CliError, Exit};
+use super::guard;
 use super::port::ExportPort;
 use super::serve::{self, Event};
 use super::state::{Export, StateDir};
@@ -55,6 +56,14 @@ pub(super) fn run(args: &MountArgs, global: &Global) -> Result<(), CliError> {
         link.port = port.as_ref().map(ExportPort::port);
         link.recovers = port.as_ref().is_some_and(ExportPort::is_inherited);
         let disk = Arc::new(Disk::open(&args.url, &link, access)?);
+        let vacant = guard::check_mounted(&disk, global);
+        if vacant.is_err() {
+            disk.close();
+            if let Some(port) = port {
+                port.release();
+            }
+            return vacant;
+        }
         let device = Arc::new(ByteDevice::new(disk.clone()));
         // The end of the FUSE mount is ours, not an event.
         let (ignored, _) = mpsc::channel();

@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use rustix::io::Errno;
 use rustix::mount::UnmountFlags;
 use serde::{Deserialize, Serialize};
 
@@ -152,6 +153,15 @@ pub fn process_start(pid: u32) -> Option<u64> {
     fields.nth(18)?.parse().ok()
 }
 
+/// What the directory has.
+#[derive(Debug)]
+pub(super) struct Listing {
+    /// The attachments, by id.
+    pub(super) attachments: Vec<Attachment>,
+    /// Files that cannot be read as attachments: of another version, damaged, or not ours.
+    pub(super) unknown: Vec<PathBuf>,
+}
+
 /// The directory. See the module documentation.
 #[derive(Clone, Debug)]
 pub struct StateDir {
@@ -255,24 +265,44 @@ impl StateDir {
     }
 
     /// All attachments that are alive, or wait for a process that takes them over, by id. Stale ones
-    /// are removed on the way.
+    /// are removed on the way, and files that cannot be read are logged.
     ///
     /// # Errors
     /// The directory cannot be read, or another process does not release its lock.
     pub fn list(&self) -> io::Result<Vec<Attachment>> {
+        let Listing {
+            attachments,
+            unknown,
+        } = self.scan()?;
+        for file in unknown {
+            tracing::warn!("{} cannot be read as an attachment", file.display());
+        }
+        Ok(attachments)
+    }
+
+    /// As [`StateDir::list`], with the files that cannot be read.
+    ///
+    /// # Errors
+    /// The directory cannot be read, or another process does not release its lock.
+    pub(super) fn scan(&self) -> io::Result<Listing> {
         let _lock = self.lock()?;
         let mut found = Vec::new();
+        let mut unknown = Vec::new();
         for entry in fs::read_dir(&self.path)? {
             let path = entry?.path();
             if path.extension().is_none_or(|e| e != "json") {
                 continue;
             }
-            // It may be gone by now, or not be ours.
-            let Some(mut attachment) = fs::read(&path)
+            let text = match fs::read(&path) {
+                // Its process has ended meanwhile.
+                Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+                text => text,
+            };
+            let Some(mut attachment) = text
                 .ok()
                 .and_then(|text| serde_json::from_slice::<Attachment>(&text).ok())
             else {
-                tracing::debug!(path = %path.display(), "not an attachment");
+                unknown.push(path);
                 continue;
             };
             let is_alive = attachment.is_alive();
@@ -294,7 +324,10 @@ impl StateDir {
             }
         }
         found.sort_by_key(|a| (a.id.len(), a.id.clone()));
-        Ok(found)
+        Ok(Listing {
+            attachments: found,
+            unknown,
+        })
     }
 
     /// The attachment with that id or path.
@@ -331,7 +364,11 @@ fn resolve(path: &Path) -> io::Result<PathBuf> {
 fn clean_up(export: &Export) {
     match export {
         Export::Fuse { path, .. } => unmount_dead(path),
-        Export::Mount { fuse, .. } => unmount_dead(fuse),
+        Export::Mount { fuse, .. } => {
+            // It is dead, though it may not show yet, and its directory was made for it.
+            let _ = rustix::mount::unmount(fuse, UnmountFlags::DETACH);
+            let _ = fs::remove_dir(fuse);
+        }
         Export::Nbd { socket, .. } => {
             let refused = UnixStream::connect(socket)
                 .is_err_and(|e| e.kind() == io::ErrorKind::ConnectionRefused);
@@ -346,7 +383,10 @@ fn clean_up(export: &Export) {
 
 /// Unmounts a FUSE mount that nobody serves any more.
 fn unmount_dead(path: &Path) {
-    let dead = fs::metadata(path).is_err_and(|e| e.raw_os_error() == Some(libc::ENOTCONN));
+    // stat(2) may be answered from cached attributes, statfs(2) never is. What was under way when its
+    // process died is aborted.
+    let dead =
+        rustix::fs::statfs(path).is_err_and(|e| matches!(e, Errno::NOTCONN | Errno::CONNABORTED));
     if dead && rustix::mount::unmount(path, UnmountFlags::DETACH).is_err() {
         let _ = std::process::Command::new("fusermount3")
             .args(["-uz", "--"])
@@ -525,7 +565,13 @@ mod tests {
         stale.started += 1;
         let registration = dir.register(stale).unwrap();
         fs::write(dir.path().join("x.json"), b"{").unwrap();
-        assert_eq!(dir.list().unwrap(), []);
+        let listing = dir.scan().unwrap();
+        assert_eq!(listing.attachments, []);
+        assert_eq!(
+            listing.unknown,
+            [dir.path().join("x.json")],
+            "never ignored"
+        );
         assert!(!socket.exists());
         assert!(!registration.entry.path.exists());
         drop(registration);

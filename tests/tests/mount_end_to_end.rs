@@ -63,3 +63,50 @@ fn a_mounted_file_system_keeps_what_was_written() {
     }
     tool("/usr/sbin/e2fsck", ["-fn", &pair.path("disk.img")]);
 }
+
+#[test]
+fn a_file_system_whose_target_is_gone_is_detached_at_once() {
+    const NAME: &str = "a_file_system_whose_target_is_gone_is_detached_at_once";
+    if let Some(tool) = missing(&["mkfs.ext4", "losetup", "mount"]) {
+        return skip(NAME, &format!("{tool} is not installed"));
+    }
+    let is_root = tool("id", ["-u"]).trim() == "0";
+    let devices = ["/dev/fuse", "/dev/loop-control"];
+    if !is_root || devices.iter().any(|d| !Path::new(d).exists()) {
+        return skip(NAME, "needs root, FUSE and loop devices");
+    }
+    let mut pair = Pair::new(198, "{ kind: ram, size: 64MiB }");
+    let (url, dir) = (pair.url(), pair.path("mnt"));
+    fs::create_dir(&dir).unwrap();
+    pair.riser(&["attach", &url, "--fuse", &dir]);
+    tool("/usr/sbin/mkfs.ext4", ["-q", &format!("{dir}/lun0")]);
+    pair.riser(&["detach", &dir]);
+    let mount = ["mount", &url, &dir, "--io-timeout=never"];
+    let mounted = pair.command(&mount).output().unwrap();
+    let said = String::from_utf8_lossy(&mounted.stderr).into_owned();
+    if said.contains("cannot attach") && said.contains("loop") {
+        return skip(NAME, "no loop device can be had");
+    }
+    assert!(mounted.status.success(), "{said}");
+    // The same disk is not mounted twice: neither would know of the other.
+    let other = pair.path("other");
+    fs::create_dir(&other).unwrap();
+    let again = pair.command(&["mount", &url, &other]).output().unwrap();
+    assert_eq!(again.status.code(), Some(6));
+    fs::write(format!("{dir}/dirty"), [1; 65536]).unwrap();
+    pair.kill();
+    while !pair.riser(&["list"]).contains(" down ") {
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+    let begin = std::time::Instant::now();
+    let refused = pair.command(&["detach", &dir]).output().unwrap();
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(4), "{said}");
+    assert!(said.contains("not written back"), "{said}");
+    pair.riser(&["detach", &dir, "--force"]);
+    assert!(begin.elapsed() < std::time::Duration::from_secs(20));
+    assert_eq!(pair.riser(&["list", "-o", "json"]).trim(), "[]");
+    let left = fs::read_dir(pair.path("state")).unwrap();
+    let left = left.filter_map(|e| e.ok()?.file_name().into_string().ok());
+    assert_eq!(left.filter(|name| name.ends_with(".fuse")).count(), 0);
+}

@@ -29,14 +29,13 @@ Addresses:
                                            in RISER_CHAP_PASSWORD or in a file (password_file=)
   iser://...                               the same, over RDMA
   ...&portal=HOST[:PORT]&portal=...        further portals of the target: all are used at once, and
-                                           one that is lost is done without until it is back
+                                           commands of one that is lost go by the others
   ...&paths=all                            every portal that an iSCSI target tells
   KEY=VALUE,...,dest=HOST:PORT             the same as written for the kernel's ib_srp; LUN 0
   mem:SIZE[,BLOCK]                         a disk in the memory of this process, to try exports with
 
-Sizes and offsets are bytes, or have a suffix K, M, G, T or KiB to TiB (powers of 1024), or KB to TB
-(powers of 1000). Durations are seconds,
-or have a suffix ms, s, m or h.";
+Sizes and offsets are bytes, or have a suffix K, M, G or T, alone or as KiB to TiB (powers of 1024),
+or KB to TB (powers of 1000). Durations are seconds, or have a suffix ms, s, m or h.";
 
 /// Finds, attaches, mounts and benchmarks remote SCSI logical units, in user space.
 #[derive(Debug, Parser)]
@@ -382,8 +381,10 @@ pub struct ServeArgs {
     #[arg(long)]
     pub foreground: bool,
     /// How long a read, write or flush may take before it fails, reconnections included, or "never" to
-    /// wait as long as it takes; then `riser detach --force` ends what waits. A file system that meets an
-    /// error is unusable until it is mounted again [default: 60s, or --timeout if that is longer]
+    /// wait as long as it takes; then `riser detach --force` ends what waits. A target that is connected
+    /// and does not answer is first asked to abort the command, then to reset the unit, then itself: up to
+    /// 15 s more. A file system that meets an error is unusable until it is mounted again [default: 60s, or
+    /// --timeout if that is longer]
     #[arg(long, value_name = "DURATION", value_parser = units::patience)]
     pub io_timeout: Option<Duration>,
     /// Where the background process logs [default: beside the list of attachments]

@@ -1,5 +1,7 @@
 //! `riser detach`.
 
+use std::path::{Path, PathBuf};
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal};
@@ -22,71 +24,156 @@ const SHORT_MERCY: Duration = Duration::from_secs(1);
 struct Detached {
     #[serde(flatten)]
     attachment: Attachment,
-    /// What its target did not get.
+    /// What may be lost, and why.
     #[serde(skip_serializing_if = "Option::is_none")]
     lost: Option<String>,
 }
 
 pub(super) fn run(args: &DetachArgs, global: &Global) -> Result<(), CliError> {
-    let found = StateDir::open()
-        .and_then(|dir| dir.with_patience(global.timeout).find(&args.what))
-        .map_err(|e| CliError::io("cannot read the list of attachments", e))?;
-    let attachment = found.ok_or_else(|| {
-        CliError::new(
-            Exit::NotFound,
-            format!("nothing is attached as {}", args.what),
-        )
-        .help("`riser list` shows what is attached")
-    })?;
-    let is_alive = attachment.is_alive();
-    let link = attachment.link.as_ref().filter(|_| is_alive);
+    let attachment = find(args, global)?;
+    let was_alive = attachment.is_alive();
+    let link = attachment.link.as_ref().filter(|_| was_alive);
     let down = link.filter(|link| link.state == LinkState::Reconnecting);
-    let lost = down.map(|link| show_lost(link.pending.unwrap_or_default()));
+    let lost = down.map(|link| show_lost(link.pending, &attachment.export));
     if let (Some(link), Some(lost), false) = (down, &lost, args.force) {
         let error = link.last_error.clone().unwrap_or_default();
         let what = format!("{} cannot be reached", attachment.url);
         let help = format!("{lost}; --force detaches it all the same");
         return Err(CliError::new(Exit::Timeout, what).because(error).help(help));
     }
+    let unmounting = begin(&attachment, args.force)?;
+    let mercy = if lost.is_some() { SHORT_MERCY } else { MERCY };
+    // A killed process must be seen to end within the timeout.
+    let mercy = args.force.then(|| mercy.min(global.timeout / 2));
+    let is_killed = wait(&attachment, unmounting, mercy, global.timeout)?;
+    // A block device outlives a process that was killed: what waits in it would wait for another one.
+    if let Export::Ublk { number, device, .. } = &attachment.export
+        && is_killed
+        && attachment.waits()
+    {
+        remove(*number, device)?;
+    }
+    // What a killed process could not undo is undone by listing.
+    let _ = StateDir::open().and_then(|dir| dir.with_patience(global.timeout).list());
+    if was_alive && down.is_none() && !is_killed {
+        check_end(&attachment)?;
+    }
+    let killed = || "it was killed: writes that were not flushed may be lost".to_owned();
+    let lost = match lost {
+        Some(lost) => Some(format!("its target could not be reached: {lost}")),
+        None => is_killed.then(killed),
+    };
+    print(&Detached { attachment, lost }, global)
+}
+
+fn find(args: &DetachArgs, global: &Global) -> Result<Attachment, CliError> {
+    let found = StateDir::open()
+        .and_then(|dir| dir.with_patience(global.timeout).find(&args.what))
+        .map_err(|e| CliError::io("cannot read the list of attachments", e))?;
+    found.ok_or_else(|| {
+        CliError::new(
+            Exit::NotFound,
+            format!("nothing is attached as {}", args.what),
+        )
+        .help("`riser list` shows what is attached")
+    })
+}
+
+/// A forced unmount, on a thread of its own.
+type Unmounting = JoinHandle<Result<(), CliError>>;
+
+/// Asks for the end of an attachment.
+fn begin(attachment: &Attachment, force: bool) -> Result<Option<Unmounting>, CliError> {
     match &attachment.export {
         // Unmounting it ends the process that serves it, unless somebody uses the file.
-        Export::Fuse { path, .. } if !args.force => fuse::unmount(path, false)?,
-        Export::Mount { path, .. } => mount::unmount(path, args.force)?,
-        Export::Ublk { device, .. } if !args.force && ublk::is_in_use(device) => {
+        Export::Fuse { path, .. } if !force => fuse::unmount(path, false)?,
+        Export::Mount { path, .. } if force => {
+            // A lazy unmount writes too: it waits for the target until the process that serves it is gone.
+            let path = path.clone();
+            return Ok(Some(thread::spawn(move || mount::unmount(&path, true))));
+        }
+        Export::Mount { path, .. } => mount::unmount(path, false)?,
+        Export::Ublk { device, .. } if !force && ublk::is_in_use(device) => {
             let what = format!("{} is in use", device.display());
             return Err(CliError::new(Exit::Busy, what).help("--force takes it away all the same"));
         }
-        Export::Ublk { number, device, .. } if !attachment.is_alive() => ublk::remove(*number)
-            .map_err(|e| CliError::io(format!("cannot take {} away", device.display()), e))?,
+        Export::Ublk { number, device, .. } if !attachment.is_alive() => remove(*number, device)?,
         Export::Fuse { .. } | Export::Nbd { .. } | Export::Ublk { .. } => {
-            signal(&attachment, Signal::TERM)?;
-            if args.force {
+            signal(attachment, Signal::TERM)?;
+            if force {
                 // The second one ends the wait for those who use the disk.
-                signal(&attachment, Signal::INT)?;
+                signal(attachment, Signal::INT)?;
             }
         }
     }
-    let patience = Instant::now() + global.timeout;
-    let mercy = if lost.is_some() { SHORT_MERCY } else { MERCY };
-    let mut mercy = args.force.then(|| Instant::now() + mercy);
+    Ok(None)
+}
+
+fn remove(number: u32, device: &Path) -> Result<(), CliError> {
+    ublk::remove(number)
+        .map_err(|e| CliError::io(format!("cannot take {} away", device.display()), e))
+}
+
+/// Waits until the process of an attachment has ended, and kills it after `mercy`, if that is given.
+/// Returns whether it was killed.
+fn wait(
+    attachment: &Attachment,
+    mut unmounting: Option<Unmounting>,
+    mercy: Option<Duration>,
+    timeout: Duration,
+) -> Result<bool, CliError> {
+    let begin = Instant::now();
+    let mut is_killed = false;
     while attachment.is_alive() {
-        if mercy.is_some_and(|until| Instant::now() >= until) {
+        if let Some(unmounting) = unmounting.take_if(|thread| thread.is_finished()) {
+            join(unmounting)?;
+        }
+        let waited = begin.elapsed();
+        if !is_killed && mercy.is_some_and(|mercy| waited >= mercy) {
             // It waits for a target that does not answer, or for somebody who uses the file.
-            mercy = None;
-            signal(&attachment, Signal::KILL)?;
+            is_killed = true;
+            signal(attachment, Signal::KILL)?;
         }
-        if Instant::now() >= patience {
+        if waited >= timeout {
             let what = format!("process {} still serves {}", attachment.pid, attachment.url);
-            return Err(CliError::new(Exit::Timeout, what)
-                .help("it waits for its target, or for who uses it; --force ends that"));
+            let help = match is_killed {
+                true => "it was killed, and the kernel has not ended it yet",
+                false => "it waits for its target, or for who uses it; --force ends that",
+            };
+            return Err(CliError::new(Exit::Timeout, what).help(help));
         }
-        std::thread::sleep(Duration::from_millis(5));
+        thread::sleep(Duration::from_millis(5));
     }
-    // Whatever a killed process could not undo is undone by looking.
-    let _ = StateDir::open().and_then(|dir| dir.with_patience(global.timeout).list());
-    let detached = Detached { attachment, lost };
-    output::result(&detached, global, |out| {
-        let Detached { attachment, lost } = &detached;
+    // Without the process, the unmount no longer waits for the target.
+    unmounting.map_or(Ok(()), join)?;
+    Ok(is_killed)
+}
+
+fn join(unmounting: Unmounting) -> Result<(), CliError> {
+    let panicked = |_| Err(CliError::new(Exit::Failure, "the unmount panicked"));
+    unmounting.join().unwrap_or_else(panicked)
+}
+
+/// Fails if the process of a detached unit ended with an error. One that ended well has removed its log,
+/// unless the user named the file.
+fn check_end(attachment: &Attachment) -> Result<(), CliError> {
+    let is_own = |log: &&PathBuf| StateDir::open().is_ok_and(|dir| log.starts_with(dir.path()));
+    match attachment.log.as_ref().filter(is_own) {
+        Some(log) if log.exists() => {
+            let what = format!("{} is detached, but with an error", attachment.url);
+            let help = format!(
+                "writes that were not flushed may be lost; {} has the error",
+                log.display()
+            );
+            Err(CliError::new(Exit::Failure, what).help(help))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn print(detached: &Detached, global: &Global) -> Result<(), CliError> {
+    output::result(detached, global, |out| {
+        let Detached { attachment, lost } = detached;
         writeln!(
             out,
             "{}: {} is detached from {}",
@@ -95,14 +182,18 @@ pub(super) fn run(args: &DetachArgs, global: &Global) -> Result<(), CliError> {
             attachment.export.path().display()
         )?;
         match lost {
-            Some(lost) => writeln!(out, "its target could not be reached: {lost}"),
+            Some(lost) => writeln!(out, "{lost}"),
             None => Ok(()),
         }
     })
 }
 
 /// What is lost with a session whose target cannot be reached.
-fn show_lost(pending: Pending) -> String {
+fn show_lost(pending: Option<Pending>, export: &Export) -> String {
+    // A process of an older version does not report it.
+    let Some(pending) = pending else {
+        return "what is lost is not known".to_owned();
+    };
     let operations = match pending.operations {
         0 => None,
         1 => Some("1 operation fails".to_owned()),
@@ -111,7 +202,10 @@ fn show_lost(pending: Pending) -> String {
     let cache = pending
         .unflushed
         .then(|| "acknowledged writes that were not flushed may be lost".to_owned());
-    let parts: Vec<String> = operations.into_iter().chain(cache).collect();
+    // How much that is, only the kernel knows.
+    let has_cache = matches!(export, Export::Mount { .. } | Export::Ublk { .. });
+    let host = has_cache.then(|| "what this host has not written back is lost".to_owned());
+    let parts: Vec<String> = operations.into_iter().chain(cache).chain(host).collect();
     match parts.is_empty() {
         true => "nothing is lost".to_owned(),
         false => parts.join(", and "),

@@ -140,6 +140,9 @@ fn list(client: &Client, named: Vec<Named>, global: &Global) -> Vec<Port> {
 
 fn print(ports: &[Port], global: &Global) -> Result<(), CliError> {
     output::result(&ports, global, |out| {
+        if ports.is_empty() {
+            return writeln!(out, "no target that this initiator may use is there");
+        }
         for port in ports {
             let name = port.name.as_deref().unwrap_or("target");
             writeln!(out, "{name}  {}", port.url)?;

@@ -247,3 +247,162 @@ fn a_disk_whose_target_is_gone_is_detached_at_once_and_what_is_lost_is_named() {
     assert!(waiting.join().unwrap_or(true));
     assert_eq!(list(&pair), Value::Array(Vec::new()));
 }
+
+#[test]
+fn what_waits_for_a_target_is_counted_when_it_comes_on_every_path() {
+    let target = "iqn: iqn.2026-01.com.example:disk\n\
+                  portals: [{ protocol: iscsi, listen: 127.0.199.1 }, \
+                  { protocol: iscsi, listen: 127.0.199.2 }]";
+    let mut pair = Pair::with_target(199, RAM, target);
+    let url = "iscsi://127.0.199.1/iqn.2026-01.com.example:disk/0?portal=127.0.199.2";
+    let socket = pair.path("nbd");
+    attach_first(
+        &pair,
+        &["attach", url, "--nbd", &socket, "--io-timeout=never"],
+    );
+    let mut disk = Nbd::connect(Path::new(&socket));
+    pair.kill();
+    let link = |pair: &Pair| list(pair)[0]["link"].clone();
+    eventually("down", || link(&pair)["state"] == "reconnecting");
+    assert_eq!(link(&pair)["pending"]["operations"], 0);
+    // It comes after the last event that the session reports.
+    let waiting = std::thread::spawn(move || disk.write(0, &[2; 512], false).is_err());
+    eventually("one operation waits", || {
+        link(&pair)["pending"]["operations"] == 1
+    });
+    let (code, _, errors) = ended(&mut pair.command(&["detach", "0"]));
+    assert_eq!(code, 4, "{errors}");
+    assert!(errors.contains("1 operation fails"), "{errors}");
+    pair.riser(&["detach", "0", "--force"]);
+    assert!(waiting.join().unwrap_or(true));
+}
+
+#[test]
+fn a_target_without_its_unit_is_down_until_the_unit_is_back() {
+    let target = "iqn: iqn.2026-01.com.example:disk\n\
+                  portals: [{ protocol: iscsi, listen: 127.0.200.1 }]";
+    let mut pair = Pair::with_target(200, RAM, target);
+    let url = "iscsi://127.0.200.1/iqn.2026-01.com.example:disk/0";
+    attach_first(&pair, &["attach", url, "--nbd", &pair.path("nbd")]);
+    let link = |pair: &Pair| list(pair)[0]["link"].clone();
+    let config = pair.path("riserd.yaml");
+    let with_unit = fs::read_to_string(&config).unwrap();
+    pair.kill();
+    eventually("down", || link(&pair)["state"] == "reconnecting");
+    let since = link(&pair)["since"].clone();
+    fs::write(&config, with_unit.replace("{ 0: disk }", "{ 5: disk }")).unwrap();
+    pair.serve();
+    let says_why = |link: &Value| {
+        link["last_error"]
+            .as_str()
+            .unwrap()
+            .contains("the logical unit")
+    };
+    eventually("the login succeeds", || says_why(&link(&pair)));
+    // It logs in again and again.
+    for _ in 0..20 {
+        let link = link(&pair);
+        assert_eq!(
+            (&link["state"], &link["since"]),
+            (&"reconnecting".into(), &since)
+        );
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    pair.kill();
+    fs::write(&config, with_unit).unwrap();
+    pair.serve();
+    eventually("live", || link(&pair)["state"] == "live");
+}
+
+#[test]
+fn a_detach_whose_last_flush_fails_is_a_failure() {
+    let target = "iqn: iqn.2026-01.com.example:disk\n\
+                  portals: [{ protocol: iscsi, listen: 127.0.201.1 }]";
+    let pair = Pair::with_target(201, RAM, target);
+    let url = "iscsi://127.0.201.1/iqn.2026-01.com.example:disk/0";
+    let socket = pair.path("nbd");
+    attach_first(&pair, &["attach", url, "--nbd", &socket, "--io-timeout=1s"]);
+    let mut disk = Nbd::connect(Path::new(&socket));
+    disk.write(0, &[1; 512], false).unwrap();
+    // Stopped, it has not lost its connection, and answers nothing.
+    riser_tests::programs::tool("kill", ["-STOP", &pair.process().unwrap().to_string()]);
+    let (code, out, errors) = ended(&mut pair.command(&["detach", "0", "--timeout=60s"]));
+    assert_eq!(code, 1, "{out}{errors}");
+    let log = errors.split([' ', ';']).find(|word| word.ends_with(".log"));
+    let log = fs::read_to_string(log.expect("it names the log")).unwrap();
+    assert!(log.contains("ended badly"), "{log}");
+    assert!(errors.contains("may be lost"), "{errors}");
+}
+
+#[test]
+fn what_cannot_be_judged_is_not_overwritten() {
+    let pair = Pair::new(202, RAM);
+    let (url, file) = (pair.url(), pair.path("image"));
+    fs::write(&file, [0; 4096]).unwrap();
+    let write = ["write", &url, &file, "-q"];
+    eventually("the daemon serves", || {
+        ended(&mut pair.command(&write)).0 == 0
+    });
+    // An attachment of another version, perhaps of this very disk.
+    let unknown = Path::new(&pair.path("state")).join("7.json");
+    fs::write(&unknown, "{}").unwrap();
+    let name = unknown.to_str().unwrap();
+    let (code, _, errors) = ended(&mut pair.command(&write));
+    assert_eq!(code, 6, "{errors}");
+    assert!(
+        errors.replace(['\n', ' ', '│'], "").contains(name),
+        "{errors}"
+    );
+    // It does not hide the others.
+    let (code, out, errors) = ended(&mut pair.command(&["list"]));
+    assert_eq!((code, out.as_str()), (0, "nothing is attached\n"));
+    assert!(errors.contains(name), "{errors}");
+    fs::remove_file(unknown).unwrap();
+    // A user without a directory for attachments has none.
+    let mut command = pair.command(&write);
+    let (code, _, errors) = ended(command.env("RISER_STATE_DIR", "/sys/riser"));
+    assert_eq!(code, 0, "{errors}");
+}
+
+#[test]
+fn a_disk_whose_first_bytes_cannot_be_read_is_not_overwritten() {
+    let mut pair = Pair::new(
+        203,
+        "{ kind: file, path: DIR/disk, size: 64MiB, create: true }",
+    );
+    let (url, file) = (pair.url(), pair.path("image"));
+    fs::write(&file, [0; 4096]).unwrap();
+    let write = ["write", &url, &file, "-q"];
+    eventually("the daemon serves", || {
+        ended(&mut pair.command(&write)).0 == 0
+    });
+    let disk = fs::File::options().write(true).open(pair.path("disk"));
+    disk.unwrap().set_len(0).unwrap();
+    let (code, _, errors) = ended(&mut pair.command(&write));
+    assert_eq!(code, 6, "{errors}");
+    assert!(errors.contains("cannot be read"), "{errors}");
+    pair.kill();
+}
+
+#[test]
+fn discovery_says_that_there_is_no_target() {
+    let target = "iqn: iqn.2026-01.com.example:closed\n\
+                  portals: [{ protocol: iscsi, listen: 127.0.204.1 }]";
+    let mut pair = Pair::with_target(204, RAM, target);
+    pair.kill();
+    let config = pair.path("riserd.yaml");
+    let text = fs::read_to_string(&config).unwrap();
+    let others = "access: [{ iqn: iqn.2026-01.com.example:other }]";
+    fs::write(&config, text.replace("access: open", others)).unwrap();
+    pair.serve();
+    let discover = ["discover", "iscsi://127.0.204.1"];
+    eventually("the daemon serves", || {
+        let (code, out, _) = ended(&mut pair.command(&discover));
+        code == 0 && {
+            assert!(out.contains("no target"), "{out}");
+            true
+        }
+    });
+    let json = pair.riser(&["discover", "iscsi://127.0.204.1", "-o", "json"]);
+    assert_eq!(parse(&json), Value::Array(Vec::new()));
+}

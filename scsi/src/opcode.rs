@@ -14,6 +14,7 @@
 use bitflags::bitflags;
 
 use crate::cdb::Cdb;
+use crate::kind::Kind;
 use crate::plan::PlanFn;
 use crate::sense::{AdditionalSense, Sense};
 use crate::task::{Blocks, Footprint};
@@ -34,6 +35,12 @@ pub(crate) const PERSISTENT_RESERVE_IN: u8 = 0x5e;
 
 /// UNMAP.
 const UNMAP: u8 = 0x42;
+/// WRITE SAME (10).
+const WRITE_SAME_10: u8 = 0x41;
+/// WRITE SAME (16).
+const WRITE_SAME_16: u8 = 0x93;
+/// COMPARE AND WRITE.
+const COMPARE_AND_WRITE: u8 = 0x89;
 
 /// Where the service action is in byte 1.
 pub(crate) const ACTION_MASK: u8 = 0x1f;
@@ -47,6 +54,15 @@ pub enum Direction {
     In,
     /// From the initiator to the logical unit.
     Out,
+}
+
+/// How much a command is about.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Volume {
+    /// Whether it changes the medium.
+    pub is_write: bool,
+    /// Bytes that it reads from the medium, or takes from the initiator.
+    pub bytes: u64,
 }
 
 bitflags! {
@@ -795,6 +811,28 @@ impl Opcode {
         }
     }
 
+    /// What a command reads or takes, for those who count it before it starts, by its CDB alone; nothing for one
+    /// that is not about blocks. VERIFY reads its blocks, whatever its BYTCHK says.
+    #[must_use]
+    pub fn volume_of(cdb: &[u8], block_size: u32) -> Option<Volume> {
+        let kind = Kind::of(cdb);
+        if matches!(kind, Kind::Flush | Kind::Other) {
+            return None;
+        }
+        let entry = find(cdb).ok()?;
+        let is_write = entry.gates.contains(Gates::WRITES);
+        let cdb = Cdb::new(cdb, entry.usage.len()).ok()?;
+        let block = u64::from(block_size);
+        let bytes = match entry.opcode {
+            UNMAP => cdb.be16(7).into(),
+            WRITE_SAME_10 | WRITE_SAME_16 => block,
+            // What is compared, and what is written.
+            COMPARE_AND_WRITE => 2 * u64::from(cdb.byte(13)) * block,
+            _ => cdb.extent().blocks * block,
+        };
+        Some(Volume { is_write, bytes })
+    }
+
     /// The command's direction, for a transport that must know before the
     /// logical unit does; nothing for an unknown command.
     #[must_use]
@@ -806,6 +844,46 @@ impl Opcode {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn volumes_are_those_of_blocks_and_of_data_that_are_taken() {
+        let volume = |cdb: &[u8]| Opcode::volume_of(cdb, 512).map(|v| (v.is_write, v.bytes));
+        // READ (6), (10), (16).
+        assert_eq!(volume(&[0x08, 0, 0, 1, 0, 0]), Some((false, 256 * 512)));
+        assert_eq!(
+            volume(&[0x28, 0, 0, 0, 0, 4, 0, 1, 2, 0]),
+            Some((false, 0x102 * 512))
+        );
+        let read = [0x88, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0, 0, 1, 0, 0];
+        assert_eq!(volume(&read), Some((false, 0xff00_0001 * 512)));
+        // VERIFY (10), with data and without.
+        assert_eq!(
+            volume(&[0x2f, 2, 0, 0, 0, 4, 0, 0, 9, 0]),
+            Some((false, 9 * 512))
+        );
+        assert_eq!(
+            volume(&[0x2f, 0, 0, 0, 0, 4, 0, 0, 9, 0]),
+            Some((false, 9 * 512))
+        );
+        // WRITE (10), UNMAP, WRITE SAME (16), COMPARE AND WRITE.
+        assert_eq!(
+            volume(&[0x2a, 0, 0, 0, 0, 4, 0, 1, 2, 0]),
+            Some((true, 0x102 * 512))
+        );
+        assert_eq!(
+            volume(&[0x42, 0, 0, 0, 0, 0, 0, 0, 24, 0]),
+            Some((true, 24))
+        );
+        let same = [0x93, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0, 0, 0, 0];
+        assert_eq!(volume(&same), Some((true, 512)));
+        let compare = [0x89, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0];
+        assert_eq!(volume(&compare), Some((true, 6 * 512)));
+        // TEST UNIT READY, SYNCHRONIZE CACHE (10), one that is too short, one that is unknown.
+        assert_eq!(volume(&[0; 6]), None);
+        assert_eq!(volume(&[0x35, 0, 0, 0, 0, 0, 0, 0, 0, 0]), None);
+        assert_eq!(volume(&[0x28, 0, 0]), None);
+        assert_eq!(volume(&[0xff; 16]), None);
+    }
 
     #[test]
     fn rows_are_sorted_and_consistent() {

@@ -400,6 +400,17 @@ impl TaskSet {
         Ok(TaskKey { slot, id })
     }
 
+    /// Whether a command of a nexus that comes now could not take its place in the order before other
+    /// commands of the nexus, whose data are on their way.
+    #[must_use]
+    pub fn would_hold(&self, nexus: NexusId, attribute: TaskAttribute) -> bool {
+        self.nexuses.get(&nexus).is_some_and(|own| match attribute {
+            TaskAttribute::HeadOfQueue => false,
+            TaskAttribute::Ordered => own.arriving.first().is_some(),
+            TaskAttribute::Simple | TaskAttribute::Aca => own.holding.first().is_some(),
+        })
+    }
+
     /// The Data-Out of a command has come. Tasks may start now: see
     /// [`poll_start`](Self::poll_start).
     pub fn data_arrived(&mut self, key: TaskKey) {

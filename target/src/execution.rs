@@ -13,6 +13,9 @@
 //! memory without keeping others from their turn. What stands against the command is looked at when it
 //! starts, so what happened while its data were on their way counts.
 //!
+//! Where the unit or the initiator has limits ([`crate::qos`]), a command waits for them even before that, with or
+//! without Data-Out.
+//!
 //! A transport's context for a request holds one [`Execution`] and adds what is its own: how data
 //! travel, credit, the answer's form. Nothing here sends or posts.
 
@@ -34,6 +37,7 @@ use riser_scsi::step::{
 use riser_scsi::task::{NewTask, TaskKey};
 
 use crate::pool::{Buffer, Owner, Pool};
+use crate::qos::{Cost, Limiter, Toll};
 use crate::srp::{SetFull, TaskRef, Unit};
 use crate::stats::{Addressed, CDB_TRACED, Course, Stage, Subject};
 
@@ -52,6 +56,8 @@ pub enum Entry {
     Full,
     /// When [`Execution::data_arrived`] says so: what it needs from its initiator comes first.
     Gather,
+    /// As [`Entry::Gather`], after [`Execution::pass_limits`].
+    Limited,
 }
 
 /// What a command gets from its initiator before it takes its place in the order.
@@ -100,6 +106,18 @@ pub struct Execution<const CDB: usize> {
     left: Option<TaskRef>,
     /// Its own nexus has ended it by name, which the task set does not know.
     is_renounced: bool,
+    /// The initiator's limits, until it has paid.
+    limiter: Option<Arc<Limiter>>,
+    /// It waits for limits.
+    limited: Option<Limited>,
+}
+
+/// Under what name a command waits for limits, and whether it writes.
+#[derive(Clone, Copy, Debug)]
+struct Limited {
+    nexus: NexusId,
+    name: TaskRef,
+    is_write: bool,
 }
 
 impl<const CDB: usize> Execution<CDB> {
@@ -123,6 +141,8 @@ impl<const CDB: usize> Execution<CDB> {
             was_cleared: false,
             left: None,
             is_renounced: false,
+            limiter: None,
+            limited: None,
         }
     }
 
@@ -142,6 +162,7 @@ impl<const CDB: usize> Execution<CDB> {
         now: Instant,
     ) {
         self.read_only = addressed.as_ref().is_some_and(|a| a.read_only);
+        self.limiter = addressed.as_ref().and_then(|a| a.limiter.clone());
         self.unit = addressed.map(|Addressed { unit, account, .. }| {
             let cdb = &self.cdb;
             let subject = || Subject {
@@ -154,13 +175,56 @@ impl<const CDB: usize> Execution<CDB> {
         });
     }
 
+    /// What it has to pay before it goes on, once; `None` where nothing limits it.
+    pub fn toll(&mut self) -> Option<Toll> {
+        let initiator = self.limiter.take();
+        let unit = self.unit.as_ref()?;
+        let of_unit = Some(&unit.limits).filter(|limits| limits.is_active());
+        if of_unit.is_none() && initiator.is_none() {
+            return None;
+        }
+        let config = unit.lu.config();
+        let volume = Opcode::volume_of(&self.cdb, config.block_size.bytes())?;
+        // What it says that it sends may be less than its CDB asks for, and is what it sends at most.
+        let bytes = match volume.is_write {
+            true => volume.bytes.min(self.expected.data_out.into()),
+            false => volume.bytes,
+        };
+        // One that is longer than commands may be is refused, and moves nothing.
+        let most = u64::from(config.limits.max_transfer);
+        let bytes = if bytes > most { 0 } else { bytes };
+        Some(Toll {
+            unit: unit.index,
+            cost: Cost {
+                is_write: volume.is_write,
+                bytes,
+            },
+            limiters: [of_unit.cloned(), initiator],
+        })
+    }
+
+    /// Its limits let it go on: it goes for what it needs from its initiator, or calls
+    /// [`Execution::data_arrived`].
+    pub fn pass_limits(&mut self, now: Instant) {
+        self.course.enter(Stage::Scsi, now);
+        self.end_limited();
+    }
+
+    fn end_limited(&mut self) {
+        if let (Some(limited), Some(unit)) = (self.limited.take(), &self.unit) {
+            unit.end_limited(limited.nexus, limited.name, limited.is_write);
+        }
+    }
+
     /// Enters the unit's task set under a name. A command for no unit starts at once. With `tables`,
-    /// something must be fetched from the initiator even if there is no Data-Out.
+    /// something must be fetched from the initiator even if there is no Data-Out. It may have to wait for
+    /// limits first (`limited`), to write or to read.
     pub fn register(
         &mut self,
         nexus: NexusId,
         name: TaskRef,
         tables: bool,
+        limited: Option<bool>,
         pool: &Pool,
         now: Instant,
     ) -> Entry {
@@ -178,15 +242,25 @@ impl<const CDB: usize> Execution<CDB> {
         let new = NewTask {
             attribute: self.attribute,
             footprint: Opcode::footprint_of(&self.cdb),
-            awaits_data: tables || data.is_some(),
+            awaits_data: tables || data.is_some() || limited.is_some(),
         };
-        match unit.register(nexus, new, name) {
+        match unit.register(nexus, new, name, data.is_some(), limited) {
             Ok((key, started)) => {
                 self.key = Some(key);
                 match started {
                     _ if new.awaits_data => {
                         self.early = Early::Awaited(data);
-                        Entry::Gather
+                        let waits = |is_write| Limited {
+                            nexus,
+                            name,
+                            is_write,
+                        };
+                        self.limited = limited.map(waits);
+                        if self.limited.is_none() {
+                            return Entry::Gather;
+                        }
+                        self.course.enter(Stage::Limits, now);
+                        Entry::Limited
                     }
                     true => Entry::Now,
                     false => {
@@ -223,7 +297,11 @@ impl<const CDB: usize> Execution<CDB> {
     pub fn data_arrived(&mut self, result: StepResult, now: Instant) -> (bool, Vec<TaskRef>) {
         assert!(self.is_gathering(), "data come once");
         self.course.enter(Stage::Scsi, now);
-        self.early = Early::Arrived(result);
+        self.early = match self.early {
+            // No data were to come: what the unit says at the start decides whether it takes any.
+            Early::Awaited(None) if result == StepResult::Done => Early::None,
+            _ => Early::Arrived(result),
+        };
         match (self.key, &self.unit) {
             (Some(key), Some(unit)) => {
                 let (may_start, others) = unit.data_arrived(key);
@@ -391,6 +469,7 @@ impl<const CDB: usize> Execution<CDB> {
     /// Leaves the task set: tasks that may start now.
     #[must_use]
     pub fn leave(&mut self) -> Vec<TaskRef> {
+        self.end_limited();
         let (Some(key), Some(unit)) = (self.key.take(), &self.unit) else {
             return Vec::new();
         };
@@ -452,6 +531,7 @@ impl<const CDB: usize> Execution<CDB> {
             unit.forget_left(name);
         }
         self.course.abandon();
+        self.limiter = None;
         self.unit = None;
         self.early = Early::None;
         self.command = None;

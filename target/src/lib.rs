@@ -12,6 +12,7 @@
 //! - [`worker`]: one thread with its devices, its ring and its channels.
 //! - [`pace`]: how long a command may wait for its initiator.
 //! - [`pool`]: the data buffers of a worker.
+//! - [`qos`]: how fast units and initiators may be.
 //! - [`stats`]: what commands are counted by, and how long they take.
 //! - [`log`]: rate limits for what a peer can make us log.
 //! - [`mounts`]: mounts that the daemon must not use.
@@ -32,6 +33,7 @@ pub mod mounts;
 pub mod pace;
 mod patience;
 pub mod pool;
+pub mod qos;
 pub mod server;
 pub mod srp;
 pub mod stats;

@@ -254,6 +254,12 @@ impl Pool {
         Some(buffer)
     }
 
+    /// Whether more than half of the tables' memory is free.
+    #[must_use]
+    pub fn has_spare_tables(&self) -> bool {
+        self.tables.free > self.tables.len / 2
+    }
+
     /// An owner waits for the data buffer that [`Pool::grant`] has just refused: it is in
     /// [`Pool::waiting`] from now on.
     pub fn wait(&mut self, owner: Owner) {

@@ -15,10 +15,11 @@ use super::model::{
     Metrics, Names, Portal, Protocol, Provider, Redirect, Rule, Secret, Target, Transport, Workers,
 };
 use super::model::{MAX_SESSIONS, SECRET_LEN};
-use super::raw;
 use super::value::Percent;
 use super::yaml::{At, Located};
+use super::{io_limits, raw};
 use crate::backend::{Direct, Source, Spec};
+use crate::qos::IoLimits;
 
 /// The highest number of flat LUN addressing (SAM-5 4.7.7).
 const MAX_LUN: u16 = 16_383;
@@ -33,7 +34,7 @@ pub(super) struct Mistake {
 }
 
 impl Mistake {
-    fn new(at: At, path: impl Into<String>, message: impl Into<String>) -> Self {
+    pub(super) fn new(at: At, path: impl Into<String>, message: impl Into<String>) -> Self {
         Self {
             at,
             path: path.into(),
@@ -59,7 +60,7 @@ impl Mistake {
     }
 }
 
-type Checked<T> = Result<T, Mistake>;
+pub(super) type Checked<T> = Result<T, Mistake>;
 
 pub(super) fn check(root: raw::Root) -> Checked<Config> {
     let mut notes = Vec::new();
@@ -140,7 +141,7 @@ fn note_oddities(backends: &[Backend], targets: &[Target], notes: &mut Vec<Strin
 }
 
 /// Checks a number against a range, or gives the default.
-fn number(
+pub(super) fn number(
     value: Option<&Located<u64>>,
     path: &str,
     range: RangeInclusive<u64>,
@@ -259,6 +260,7 @@ fn backend(name: &str, path: &str, located: &Located<raw::Backend>) -> Checked<B
         stoppable: b.stoppable.unwrap_or(false),
         rotational: b.rotational,
         names: names(path, b)?,
+        limits: io_limits::check(path, b.limits.as_ref())?,
     })
 }
 
@@ -697,6 +699,7 @@ fn access(path: &str, raw: raw::Access, luns: &BTreeMap<u16, Lun>) -> Checked<Ac
             address: rule.address,
             luns: mask.transpose()?,
             chap: chap(&place_of_chap, rule.chap)?,
+            limits: Some(io_limits::check(&place, rule.limits.as_ref())?).filter(IoLimits::is_any),
         });
     }
     Ok(Access::Rules(out))

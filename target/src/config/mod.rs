@@ -14,6 +14,7 @@
 //! - `value`: scalars with a meaning: sizes, GUIDs, addresses, percentages.
 //! - `yaml`: the one place that knows the YAML library.
 //! - `identity`: [`HostId`] and the names derived from it.
+//! - `io_limits`: the limits of backends and initiators.
 //! - `error`: [`ConfigError`].
 //!
 //! # Rules
@@ -26,6 +27,7 @@ mod diff;
 mod edit;
 mod error;
 mod identity;
+mod io_limits;
 mod items;
 mod model;
 mod place;

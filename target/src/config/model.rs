@@ -19,6 +19,7 @@ use super::identity::HostId;
 use super::value::{Guid, InitiatorId, Net, Percent};
 use super::{check, raw, yaml};
 use crate::backend::{Geometry, Spec};
+use crate::qos::IoLimits;
 use crate::stats::MAX_WORKERS;
 
 /// A whole configuration. Every reference in it resolves.
@@ -86,6 +87,8 @@ pub struct Backend {
     pub rotational: Option<bool>,
     /// Names, as far as the file gives them.
     pub names: Names,
+    /// How fast its unit may be used by all initiators together.
+    pub limits: IoLimits,
 }
 
 /// Names of a logical unit that the file sets; the others are derived.
@@ -326,6 +329,27 @@ impl Target {
         }
     }
 
+    /// As [`Target::rule_of`], for an SRP initiator port.
+    #[must_use]
+    pub fn rule_of_port(&self, port_id: &[u8; 16], address: IpAddr) -> Option<usize> {
+        match &self.access {
+            Access::Open => None,
+            Access::Rules(rules) => {
+                let is_match = |rule: &Rule| rule.is_match(port_id, address);
+                rules.iter().position(is_match)
+            }
+        }
+    }
+
+    /// How fast initiators may be about which the rule of this number decides.
+    #[must_use]
+    pub fn limits_of(&self, rule: usize) -> Option<&IoLimits> {
+        match &self.access {
+            Access::Open => None,
+            Access::Rules(rules) => rules.get(rule)?.limits.as_ref(),
+        }
+    }
+
     fn luns_by(&self, is_match: impl Fn(&Rule) -> bool) -> Option<BTreeMap<u16, Lun>> {
         match &self.access {
             Access::Open => Some(self.luns.clone()),
@@ -372,6 +396,8 @@ pub struct Rule {
     pub luns: Option<BTreeSet<u16>>,
     /// How it proves who it is over iSCSI; as the target says where absent.
     pub chap: Option<Chap>,
+    /// How fast each initiator may use the target.
+    pub limits: Option<IoLimits>,
 }
 
 impl Rule {

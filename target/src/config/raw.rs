@@ -6,7 +6,7 @@ use schemars::JsonSchema;
 use serde::de::value::MapAccessDeserializer;
 use serde::{Deserialize, Deserializer, de};
 
-use super::value::{Count, Guid, InitiatorId, Listen, NaaText, Net, OnOff, Percent, Size};
+use super::value::{Count, Guid, InitiatorId, Listen, NaaText, Net, OnOff, Percent, Size, Span};
 use super::yaml::{Entries, Located};
 
 /// A configuration of riserd.
@@ -128,6 +128,28 @@ pub(super) struct Backend {
     pub(super) product: Option<Located<String>>,
     /// Product revision level.
     pub(super) revision: Option<Located<String>>,
+    /// How fast it may be used by all initiators together.
+    pub(super) limits: Option<Located<IoLimits>>,
+}
+
+/// How fast. What is not given is not limited.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct IoLimits {
+    /// Commands a second that read or write.
+    pub(super) iops: Option<Located<u64>>,
+    /// Commands a second that read.
+    pub(super) read_iops: Option<Located<u64>>,
+    /// Commands a second that write.
+    pub(super) write_iops: Option<Located<u64>>,
+    /// Bytes a second.
+    pub(super) bandwidth: Option<Located<Size>>,
+    /// Bytes a second that are read.
+    pub(super) read_bandwidth: Option<Located<Size>>,
+    /// Bytes a second that are written.
+    pub(super) write_bandwidth: Option<Located<Size>>,
+    /// For how long what is not used is kept, to be used at once; 100ms by default.
+    pub(super) burst: Option<Located<Span>>,
 }
 
 #[derive(Debug, Deserialize, JsonSchema)]
@@ -295,6 +317,8 @@ pub(super) struct Rule {
     /// these users: no other user of the target can log in with it. Users that share a rule can use each
     /// other's initiator names.
     pub(super) chap: Option<Located<Chap>>,
+    /// How fast each initiator that it is about may use this target, by all its sessions together.
+    pub(super) limits: Option<Located<IoLimits>>,
 }
 
 impl<'de> Deserialize<'de> for Access {

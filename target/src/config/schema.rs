@@ -7,7 +7,7 @@ use schemars::generate::SchemaSettings;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 
 use super::raw;
-use super::value::{Count, Guid, InitiatorId, Listen, NaaText, Net, OnOff, Percent, Size};
+use super::value::{Count, Guid, InitiatorId, Listen, NaaText, Net, OnOff, Percent, Size, Span};
 use super::yaml::{Entries, Located};
 
 /// The schema of a configuration file, as JSON (draft 7).
@@ -89,6 +89,7 @@ macro_rules! scalars {
 
 scalars! {
     Size: { "type": ["string", "integer"], "examples": ["512KiB", "1GiB"] },
+    Span: { "type": ["string", "integer"], "examples": ["500ms", "2s"] },
     OnOff: { "enum": ["on", "off", "true", "false", true, false] },
     Guid: { "type": ["string", "integer"], "examples": ["0x0200c0ffee000001"] },
     InitiatorId: { "type": ["string", "number"], "examples": ["0002:c903:00a1:b2c3"] },

@@ -222,7 +222,7 @@ fn mistakes_are_named_with_their_place() {
         // Backends.
         (
             backend(", colour: red"),
-            "2:31: backends.d.colour: unknown key `colour` (the keys here are kind, path, size, create, block_size, direct, write_cache, read_only, thin, threshold, stoppable, rotational, serial, naa, vendor, product, revision)",
+            "2:31: backends.d.colour: unknown key `colour` (the keys here are kind, path, size, create, block_size, direct, write_cache, read_only, thin, threshold, stoppable, rotational, serial, naa, vendor, product, revision, limits)",
         ),
         (
             backend(", bloc_size: 512"),

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::str::FromStr;
+use std::time::Duration;
 
 use serde::{Deserialize, Deserializer, de};
 
@@ -20,6 +21,7 @@ macro_rules! from_text {
 
 from_text!(
     Size,
+    Span,
     OnOff,
     Guid,
     InitiatorId,
@@ -73,6 +75,29 @@ impl FromStr for Size {
             Ok(bytes) if bytes <= i64::MAX as u64 => Ok(Self(bytes)),
             _ => Err(format!("`{text}` is more than a file can hold")),
         }
+    }
+}
+
+/// A time: `500ms`, `2s`, `1m`; a number alone is seconds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Span(pub(super) Duration);
+
+impl FromStr for Span {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong =
+            || format!("`{text}` is no time; write whole seconds, or a number with ms, s or m");
+        let digits = text.find(|c: char| !c.is_ascii_digit());
+        let (number, unit) = text.split_at(digits.unwrap_or(text.len()));
+        let millis = match unit.trim_start() {
+            "ms" => 1,
+            "" | "s" => 1000,
+            "m" => 60_000,
+            _ => return Err(wrong()),
+        };
+        let number: u32 = number.parse().map_err(|_| wrong())?;
+        Ok(Self(Duration::from_millis(u64::from(number) * millis)))
     }
 }
 

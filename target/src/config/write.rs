@@ -6,6 +6,7 @@ use std::path::Path;
 use riser_scsi::iscsi::chap::ALGORITHMS;
 use riser_scsi::vpd::Naa;
 
+use super::io_limits;
 use super::model::{
     Access, Backend, Chap, ChapUser, Config, Limits, LinkFaults, Location, Log, LogFormat, Lun,
     Metrics, Portal, Provider, Redirect, Rule, Secret, Target, Transport, Workers,
@@ -47,15 +48,15 @@ impl Config {
 
 /// A mapping as it is filled.
 #[derive(Default)]
-struct Map(Vec<(String, Tree)>);
+pub(super) struct Map(Vec<(String, Tree)>);
 
 impl Map {
-    fn put(&mut self, key: &str, value: Tree) {
+    pub(super) fn put(&mut self, key: &str, value: Tree) {
         self.0.push((key.to_owned(), value));
     }
 
     /// A value, where there is one.
-    fn set(&mut self, key: &str, value: Option<Tree>) {
+    pub(super) fn set(&mut self, key: &str, value: Option<Tree>) {
         if let Some(value) = value {
             self.put(key, value);
         }
@@ -90,7 +91,7 @@ impl Map {
         self.set(key, (!is_empty).then_some(value));
     }
 
-    fn tree(self) -> Tree {
+    pub(super) fn tree(self) -> Tree {
         Tree::Map(self.0)
     }
 }
@@ -104,7 +105,7 @@ fn path(path: &Path) -> Tree {
 }
 
 /// Bytes in the largest unit that has no fraction.
-fn size(bytes: u64) -> Tree {
+pub(super) fn size(bytes: u64) -> Tree {
     let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
     let mut whole = units
         .iter()
@@ -164,6 +165,7 @@ fn backend(backend: &Backend) -> Tree {
     map.text("vendor", names.vendor.as_deref());
     map.text("product", names.product.as_deref());
     map.text("revision", names.revision.as_deref());
+    map.some("limits", io_limits::write(&backend.limits));
     map.tree()
 }
 
@@ -232,6 +234,7 @@ fn rule(rule: &Rule) -> Tree {
         luns.map(|luns| Tree::List(luns.iter().map(|l| Tree::Number((*l).into())).collect())),
     );
     map.set("chap", rule.chap.as_ref().map(chap));
+    map.set("limits", rule.limits.as_ref().map(io_limits::write));
     map.tree()
 }
 

@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::client::Upgraded;
 use super::trace::Traced;
-use super::view::{Changes, DriftView, HistoryView, SessionView, Status, TargetView};
+use super::view::{Changes, DriftView, HistoryView, LimitsView, SessionView, Status, TargetView};
 use crate::config::Difference;
 use crate::units::bytes;
 
@@ -43,6 +43,8 @@ pub fn sessions(sessions: &Vec<SessionView>) -> String {
             .iter()
             .map(|(name, value)| format!("{name}={value}"));
         lines.push(format!("    {}", terms.collect::<Vec<_>>().join(" ")));
+        let own = s.limits.as_ref().map(limits);
+        lines.extend(own.map(|own| format!("    {own}")));
     }
     lines.join("\n")
 }
@@ -62,20 +64,39 @@ pub fn targets(targets: &Vec<TargetView>) -> String {
                 .iter()
                 .map(|p| format!("  {} {}", p.protocol, p.listen)),
         );
-        lines.extend(t.luns.iter().map(|(number, lun)| {
+        lines.extend(t.luns.iter().flat_map(|(number, lun)| {
             let read_only = if lun.read_only { ", read-only" } else { "" };
             let failed = lun.flush_failure.as_ref().map_or_else(String::new, |f| {
                 format!(", A FLUSH FAILED ({}): writes may be lost", f.error)
             });
-            format!(
+            let line = format!(
                 "  lun {number}: {} in blocks of {} bytes, serial {}{read_only}{failed}",
                 bytes(lun.size),
                 lun.block_size,
                 lun.serial
-            )
+            );
+            let own = lun.limits.as_ref().map(limits);
+            [Some(line), own.map(|own| format!("    {own}"))]
+                .into_iter()
+                .flatten()
         }));
     }
     lines.join("\n")
+}
+
+/// Limits, and what has waited for them.
+fn limits(limits: &LimitsView) -> String {
+    let rates = limits
+        .rates
+        .iter()
+        .map(|(name, rate)| format!("{name}={rate}"));
+    format!(
+        "limits: {} burst={}ms; {} command(s) waited {} ms in all",
+        rates.collect::<Vec<_>>().join(" "),
+        limits.burst_ms,
+        limits.waits,
+        limits.waited_ms
+    )
 }
 
 /// The daemon and its workers.

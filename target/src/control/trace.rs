@@ -93,7 +93,7 @@ pub struct TracedCommand {
 /// A stage of a command.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TracedStep {
-    /// `fabric_in`, `scsi`, `backend` or `fabric_out`.
+    /// `fabric_in`, `scsi`, `limits`, `backend` or `fabric_out`.
     pub stage: String,
     /// How long after it had come the command reached it, in seconds.
     pub at: f64,

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use riser_scsi::iscsi::login::{ConnectionParams, SessionParams};
 use serde::{Deserialize, Serialize};
@@ -14,6 +14,7 @@ use super::upgrade::Tenure;
 use crate::backend::{FlushFailure, Source};
 use crate::config::{Backend, Config, Difference, Guid, Place, Protocol, diff};
 use crate::iscsi::Phase;
+use crate::qos::{IoLimits, Waits};
 use crate::server::Server;
 use crate::server::problems::{Problem, Subject};
 use crate::srp::{ChannelParams, Unit};
@@ -110,6 +111,9 @@ pub struct SessionView {
     pub memory: usize,
     /// What the login agreed on, by the names of the protocol.
     pub negotiated: BTreeMap<String, String>,
+    /// How fast the initiator may use the target, by all its sessions together.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limits: Option<LimitsView>,
 }
 
 /// A target.
@@ -162,6 +166,36 @@ pub struct LunView {
     /// The flush that failed: acknowledged writes may be lost, and flushes fail until it is cleared.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub flush_failure: Option<FlushFailureView>,
+    /// How fast it may be used by all initiators together.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limits: Option<LimitsView>,
+}
+
+/// Limits, and what has waited for them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LimitsView {
+    /// Commands or bytes a second, by the names that they have in the configuration.
+    pub rates: BTreeMap<String, u64>,
+    /// For how long what is not used is kept, in milliseconds.
+    pub burst_ms: u64,
+    /// Commands that have waited.
+    pub waits: u64,
+    /// How long they have waited, in milliseconds.
+    pub waited_ms: u64,
+}
+
+impl LimitsView {
+    fn of((limits, waits): (IoLimits, Waits)) -> Self {
+        let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        let rates = limits.named().into_iter();
+        let rates = rates.filter_map(|(name, rate)| Some((name.to_owned(), rate?)));
+        Self {
+            rates: rates.collect(),
+            burst_ms: millis(limits.burst),
+            waits: waits.commands,
+            waited_ms: millis(waits.time),
+        }
+    }
 }
 
 /// A flush that failed.
@@ -356,6 +390,7 @@ fn srp(info: &SessionInfo, catalog: &Catalog) -> SessionView {
         luns: info.luns,
         memory: info.params.memory().total(),
         negotiated: srp_terms(&info.params),
+        limits: info.limits.map(LimitsView::of),
     }
 }
 
@@ -391,6 +426,7 @@ fn iscsi_view(worker: u16, session: &IscsiSession, catalog: &Catalog) -> Session
         luns: info.luns,
         memory: session.memory,
         negotiated: iscsi_terms(&info.params, &info.connection),
+        limits: info.limits.map(LimitsView::of),
     }
 }
 
@@ -511,5 +547,9 @@ fn lun(unit: &Unit, read_only: bool, catalog: &Catalog) -> LunView {
         block_size,
         read_only,
         flush_failure: failure.map(Into::into),
+        limits: unit
+            .limits
+            .is_active()
+            .then(|| LimitsView::of(unit.limits.view())),
     }
 }

@@ -36,6 +36,7 @@ use crate::audit::Parting;
 use crate::log::RateLimit;
 use crate::pace::Pace;
 use crate::pool::{Buffer, Pool};
+use crate::qos::Throttle;
 use crate::srp::{LunMap, SendIdx, TaskRef, UnitIdx};
 use crate::stats::{Accounts, Functions, SessionEvent};
 use crate::warn_limited;
@@ -284,6 +285,8 @@ pub struct Channel<D> {
     pub(super) ended: Option<Parting>,
     /// Contexts that wait for pool memory, oldest first; each once.
     pub(super) pool_waiters: VecDeque<TaskIdx>,
+    /// Contexts that wait for limits.
+    pub(super) throttle: Throttle<TaskIdx>,
     pub(super) text: TextState,
     pub(super) cid: Cid,
     pub(super) last_input: Instant,
@@ -362,6 +365,7 @@ impl<D: Datamover> Channel<D> {
             logged_out: false,
             ended: None,
             pool_waiters: VecDeque::new(),
+            throttle: Throttle::default(),
             text: TextState::default(),
             cid: Cid(0),
             last_input: now,
@@ -484,7 +488,7 @@ impl<D: Datamover> Channel<D> {
             _ => None,
         };
         let data = self.data_deadline;
-        [self.phase_deadline, ping, data]
+        [self.phase_deadline, ping, data, self.throttle.deadline()]
             .into_iter()
             .flatten()
             .min()
@@ -606,6 +610,7 @@ impl<D: Datamover> Channel<D> {
             self.phase_deadline = None;
             self.on_time_over(cx);
         }
+        self.poll_limits(cx);
         if self.data_deadline.is_some_and(|at| at <= cx.now) {
             self.check_data(cx);
         }
@@ -654,6 +659,15 @@ impl<D: Datamover> Channel<D> {
             self.accounts.follow(&luns);
             session.luns = luns;
         }
+    }
+
+    /// The limits of units or of the initiator may be others from now on.
+    pub fn handle_limits(&mut self, cx: &mut Cx<'_>) {
+        let luns = self.session.as_ref().map(|session| &session.luns);
+        let limiter = luns.and_then(|luns| luns.limiter());
+        self.throttle.rebook(limiter, cx.now);
+        self.poll_limits(cx);
+        self.settle(cx);
     }
 
     /// Whether the initiator said goodbye before the connection went.

@@ -136,20 +136,46 @@ impl<D: Datamover> Channel<D> {
         let name = self.task_ref(idx);
         let session = self.session.as_ref().expect("full-feature phase");
         let exec = &mut self.tasks[usize::from(idx.0)].exec;
-        match exec.register(session.nexus, name, false, cx.pool, cx.now) {
+        let limited = exec.toll().and_then(|toll| {
+            let is_write = toll.cost.is_write;
+            let may_pass = self.throttle.admit(idx, toll, cx.now);
+            (!may_pass).then_some(is_write)
+        });
+        match exec.register(session.nexus, name, false, limited, cx.pool, cx.now) {
             Entry::Now => self.start(cx, idx),
             Entry::Later => {}
-            Entry::Full => self.answer_status(cx, idx, Status::TaskSetFull),
-            Entry::Gather => {
-                let len = exec.early_data().expect("it is data that it waits for");
-                let step = Step::ReceiveData { from: 0, len };
-                if !self.pool_waiters.is_empty() {
-                    // Newer commands may have to wait for older ones, with their data in memory.
-                    exec.step = Some(step);
-                    return self.await_pool(cx, idx);
-                }
-                self.run(cx, idx, step);
+            Entry::Full => {
+                self.throttle.remove(idx);
+                self.answer_status(cx, idx, Status::TaskSetFull);
             }
+            Entry::Gather => self.prepare(cx, idx),
+            Entry::Limited => self.tasks[usize::from(idx.0)].state = TaskState::AwaitLimit,
+        }
+    }
+
+    /// Brings the command's data before it takes its place in the order, if it takes any.
+    fn prepare(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
+        let exec = &mut self.tasks[usize::from(idx.0)].exec;
+        let Some(len) = exec.early_data() else {
+            return self.advance(cx, idx, StepResult::Done);
+        };
+        let step = Step::ReceiveData { from: 0, len };
+        if !self.pool_waiters.is_empty() {
+            // Newer commands may have to wait for older ones, with their data in memory.
+            exec.step = Some(step);
+            return self.await_pool(cx, idx);
+        }
+        self.run(cx, idx, step);
+    }
+
+    /// Lets commands go on for which limits have room by now.
+    pub(super) fn poll_limits(&mut self, cx: &mut Cx<'_>) {
+        while let Some(idx) = self.throttle.poll(cx.now) {
+            let task = &mut self.tasks[usize::from(idx.0)];
+            debug_assert_eq!(task.state, TaskState::AwaitLimit);
+            task.state = TaskState::AwaitTask;
+            task.exec.pass_limits(cx.now);
+            self.prepare(cx, idx);
         }
     }
 
@@ -730,6 +756,10 @@ impl<D: Datamover> Channel<D> {
                 self.leave_pool_line(pool, idx);
                 false
             }
+            TaskState::AwaitLimit => {
+                self.throttle.remove(idx);
+                false
+            }
             TaskState::Receive | TaskState::Send => self.mover.forget(idx),
             TaskState::Expected => true,
             TaskState::Block => {
@@ -836,12 +866,12 @@ impl<D: Datamover> Channel<D> {
         self.lose_connection(cx.now);
     }
 
-    /// Aborts what waits for the initiator, who is logging out.
+    /// Aborts what waits for the initiator, who is logging out, or for limits, which would delay that.
     pub(super) fn abort_waiting(&mut self, cx: &mut Cx<'_>) {
         for idx in self.all() {
             let task = &self.tasks[usize::from(idx.0)];
             let waits = match task.state {
-                TaskState::Receive | TaskState::AwaitUnsolicited => true,
+                TaskState::Receive | TaskState::AwaitUnsolicited | TaskState::AwaitLimit => true,
                 // For an acknowledgment.
                 TaskState::Send => self.mover.recovers(),
                 _ => false,

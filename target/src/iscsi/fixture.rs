@@ -566,6 +566,7 @@ impl Rig {
         assert!(self.released);
         assert_eq!(self.pool.free(), self.pool.size());
         assert_eq!(self.gate.unit.tasks(), 0);
+        assert_eq!(self.gate.unit.limited(), 0);
         assert_eq!(self.channel.channel().in_flight(), 0);
     }
 }

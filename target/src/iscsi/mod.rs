@@ -59,6 +59,8 @@ mod tests;
 #[cfg(test)]
 mod tests_allegiance;
 #[cfg(test)]
+mod tests_limits;
+#[cfg(test)]
 mod tests_stream;
 
 pub use allegiance::{Parcel, TIME2RETAIN, TakeOver};

@@ -6,6 +6,7 @@ use riser_scsi::nexus::NexusId;
 
 use super::channel::{Channel, Phase};
 use super::datamover::Datamover;
+use crate::qos::{IoLimits, Waits};
 
 /// What a channel has done.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -75,6 +76,8 @@ pub struct SessionInfo {
     pub in_flight: usize,
     /// Logical units that it sees.
     pub luns: usize,
+    /// The initiator's limits, and what has waited for them.
+    pub limits: Option<(IoLimits, Waits)>,
     /// Commands that it may have under way.
     pub commands: u16,
     /// PDUs of the connection whose digest was wrong.
@@ -102,6 +105,7 @@ impl<D: Datamover> Channel<D> {
             connection: session.connection,
             in_flight: self.in_flight(),
             luns: session.luns.luns().len(),
+            limits: session.luns.limiter().map(|limiter| limiter.view()),
             commands: self.config.commands,
             digest_errors: self.counters.digest_errors,
         })

@@ -19,7 +19,7 @@ pub struct TaskIdx(pub u16);
 /// State of a context.
 ///
 /// ```text
-///  Idle → AwaitBuffer → Receive → AwaitTask → AwaitBuffer → Block (once per operation)
+///  Idle → AwaitLimit → AwaitBuffer → Receive → AwaitTask → AwaitBuffer → Block (once per operation)
 ///    │           (each only where it is needed)                │ ↑
 ///    │                                                         │ └─→ Receive, Send (once per piece)
 ///    │                                                         v
@@ -31,6 +31,8 @@ pub struct TaskIdx(pub u16);
 pub enum TaskState {
     /// Nothing.
     Idle,
+    /// Waits for the limits of its unit or initiator.
+    AwaitLimit,
     /// Waits in the unit's task set for older tasks.
     AwaitTask,
     /// Waits for a data buffer of the pool.

@@ -1035,6 +1035,7 @@ enum Act {
     Ack(u8, u8),
     Skip(u8),
     Wait(u8),
+    Limit(u8),
 }
 
 fn act() -> impl Strategy<Value = Act> {
@@ -1061,6 +1062,7 @@ fn act() -> impl Strategy<Value = Act> {
         (any::<u8>(), any::<u8>()).prop_map(|(ttt, sn)| Act::Ack(ttt % 6, sn % 6 * 4)),
         (0..3_u8).prop_map(Act::Skip),
         (0..9_u8).prop_map(Act::Wait),
+        any::<u8>().prop_map(Act::Limit),
     ]
 }
 
@@ -1124,6 +1126,10 @@ proptest! {
                 Act::Skip(n) if kind == 2 && n > 1 => rig.cmd_sn = rig.cmd_sn.wrapping_add(1),
                 Act::Skip(n) => rig.cmd_sn = rig.cmd_sn.wrapping_sub(u32::from(n)),
                 Act::Wait(n) => { rig.wait(Duration::from_secs(u64::from(n))); }
+                Act::Limit(n) => {
+                    rig.gate.unit.limits.set(&crate::qos::fixture::limits(n));
+                    rig.with(|ch, cx| ch.channel_mut().handle_limits(cx));
+                }
             }
             prop_assert!(rig.channel.channel().in_flight() <= 3 * usize::from(WINDOW) + 16);
         }
@@ -1245,7 +1251,9 @@ fn a_reset_whose_connection_goes_tells_the_others() {
         ioctx: SendIdx(0),
         generation: 1,
     };
-    let (key, _) = unit.register(other, NewTask::default(), foreign).unwrap();
+    let (key, _) = unit
+        .register(other, NewTask::default(), foreign, false, None)
+        .unwrap();
     let answers = rig.tmf(3, TmfFunction::LogicalUnitReset, 0);
     assert!(answers.is_empty(), "it waits for the other's command");
     rig.with(|ch, cx| ch.channel_mut().handle_disconnected(cx));

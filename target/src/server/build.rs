@@ -16,6 +16,7 @@ use super::problems::{Problems, Subject};
 use super::{Keepers, ports};
 use crate::backend::{OpenError, OpenedStores, Ram, Spec, Store, Wish, open_all};
 use crate::config::{self, Backend, Config, HostId, Lun, Portal, Protocol, Target};
+use crate::qos::{Initiators, IoLimits};
 use crate::srp::{LoginLimits, Unit, UnitIdx};
 use crate::stats::{LunStats, TargetStats};
 use crate::worker::registry::SessionLimits;
@@ -151,6 +152,10 @@ pub(super) struct Builder {
     ports: AllPortIds,
     stats: BTreeMap<(String, u16), Arc<LunStats>>,
     counts: BTreeMap<String, Arc<TargetStats>>,
+    /// Of targets.
+    initiators: BTreeMap<String, Arc<Initiators>>,
+    /// Of units, by their numbers.
+    unit_limits: Vec<IoLimits>,
     /// Keep what is to last.
     keepers: Keepers,
     /// What is in RAM disks that were not opened yet.
@@ -361,7 +366,9 @@ impl Builder {
             let portals = portals.map(|portal| portal_def(&host, target, portal, &ids));
             let (mut members, mut stats) = (Vec::new(), Vec::new());
             for (number, lun) in &target.luns {
-                members.push((*number, self.unit(config, &host, *lun, opened)?));
+                let unit = self.unit(config, &host, *lun, opened)?;
+                self.limit(&unit, config.backend(lun));
+                members.push((*number, unit));
                 stats.push(self.stats(&target.name, *number));
             }
             targets.push(TargetDef {
@@ -370,6 +377,7 @@ impl Builder {
                 units: members,
                 stats,
                 counts: Arc::clone(self.counts.entry(target.name.clone()).or_default()),
+                initiators: Arc::clone(self.initiators.entry(target.name.clone()).or_default()),
                 iscsi: iscsi(target, &ids)?,
             });
         }
@@ -386,6 +394,7 @@ impl Builder {
             targets,
             unit_stores: self.unit_stores.clone(),
             units: self.numbered.clone(),
+            unit_limits: self.unit_limits.clone(),
             stores: self.opened.clone(),
         })
     }
@@ -401,6 +410,7 @@ impl Builder {
         let is_there = |name: &str| targets.iter().any(|t| t.config.name == name);
         self.ports.retain(|name, _| is_there(name));
         self.counts.retain(|name, _| is_there(name));
+        self.initiators.retain(|name, _| is_there(name));
         let has = |name: &str, lun: u16| {
             let mut same = targets.iter().filter(|t| t.config.name == name);
             same.any(|t| t.config.luns.contains_key(&lun))
@@ -529,6 +539,14 @@ impl Builder {
         self.numbered.push(Arc::downgrade(&unit));
         self.units.insert(backend.name.clone(), Arc::clone(&unit));
         Ok(unit)
+    }
+
+    /// A unit has the limits of its backend, once the catalog is served.
+    fn limit(&mut self, unit: &Unit, backend: &Backend) {
+        let at = unit.index.0 as usize;
+        self.unit_limits
+            .resize(self.unit_stores.len(), IoLimits::default());
+        self.unit_limits[at] = backend.limits;
     }
 
     /// What is counted of a target's unit, which goes on where it was.

@@ -464,6 +464,12 @@ impl Server {
         self.builder.problems().is_empty()
     }
 
+    /// The units that are served, by the names of their backends.
+    pub fn units(&self) -> impl Iterator<Item = (&str, &Arc<Unit>)> {
+        let units = self.builder.units().iter();
+        units.map(|(name, unit)| (name.as_str(), unit))
+    }
+
     /// The backends that are open, by name.
     pub fn backends(&self) -> impl Iterator<Item = (&str, &Arc<Store>)> {
         self.builder

@@ -21,8 +21,9 @@
 //! A unit that was taken away takes no new commands; those under way end as if nothing had happened,
 //! and its backend closes after the last one. Initiators whose target or portal is gone, or that may
 //! not log in any more, are logged out in the way of their protocol, for which they get
-//! [`PATIENCE`]. Limits hold for sessions that log in from now on; the number of
-//! commands that a unit takes from all of them together stays what it was when the unit was made.
+//! [`PATIENCE`]. The bounds of `limits` hold for sessions that log in from now on; the number of
+//! commands that a unit takes from all of them together stays what it was when the unit was made. The limits of
+//! a backend or an access rule hold at once, also for commands that wait.
 
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -34,6 +35,7 @@ use super::problems::Subject;
 use super::{PATIENCE, Server, ServerError, build};
 use crate::backend::{OpenedStores, Source, Spec, Store, Wish, open_all};
 use crate::config::{Backend, Config};
+use crate::qos::IoLimits;
 use crate::worker::mail::Mail;
 use crate::worker::ring_capacity;
 use crate::worker::stage::Stage;
@@ -122,8 +124,8 @@ fn backends_of_both<'a>(
     old.backends.iter().filter_map(pair)
 }
 
-/// A backend without what may change while it is in use: its size, and whether its file may be
-/// created or extended.
+/// A backend without what may change while it is in use: its size, whether its file may be
+/// created or extended, and its limits.
 fn size_aside(backend: &Backend) -> Backend {
     let mut backend = backend.clone();
     match &mut backend.spec.source {
@@ -131,6 +133,7 @@ fn size_aside(backend: &Backend) -> Backend {
         Source::Ram { size } | Source::Null { size } => *size = 0,
         Source::Device { .. } => {}
     }
+    backend.limits = IoLimits::default();
     backend
 }
 

@@ -32,6 +32,7 @@ use crate::execution::MAX_DATA_TIMEOUTS;
 use crate::log::RateLimit;
 use crate::pace::Pace;
 use crate::pool::Pool;
+use crate::qos::Throttle;
 use crate::stats::{Accounts, Functions};
 use crate::warn_limited;
 
@@ -130,6 +131,8 @@ pub struct Channel {
     scratch: Vec<u8>,
     /// Contexts that wait for pool memory, oldest first; each once.
     pub(super) pool_waiters: VecDeque<SendIdx>,
+    /// Contexts that wait for limits.
+    pub(super) throttle: Throttle<SendIdx>,
     pub(super) own: Own,
     pub(super) blocks_in_flight: u32,
     /// Chains under way that commands wait for: all but those that end with an answer.
@@ -186,6 +189,7 @@ impl Channel {
             deferred: VecDeque::with_capacity(receives as usize),
             scratch: vec![0; params.max_it_iu_len as usize],
             pool_waiters: VecDeque::with_capacity(params.req_lim as usize),
+            throttle: Throttle::default(),
             own: Own::default(),
             blocks_in_flight: 0,
             transfers: 0,
@@ -299,6 +303,7 @@ impl Channel {
             live(self.probe_at),
             live(self.data_deadline),
             live(self.pieces_deadline),
+            self.throttle.deadline(),
         ];
         all.into_iter().flatten().min()
     }
@@ -477,6 +482,7 @@ impl Channel {
             self.deadline = None;
             self.on_deadline(cx);
         }
+        self.poll_limits(cx);
         if self.state == ChState::Live && self.is_overdue(cx.now) {
             warn_limited!(
                 self.complaints,

@@ -141,12 +141,40 @@ impl Channel {
         let is_external = |table: &Table| matches!(table, Table::External { .. });
         let external = is_external(&io.table_out) || is_external(&io.table_in);
         let nexus = self.config.nexus;
-        let entry = io.exec.register(nexus, task, external, cx.pool, cx.now);
+        let limited = io.exec.toll().and_then(|toll| {
+            let is_write = toll.cost.is_write;
+            let may_pass = self.throttle.admit(idx, toll, cx.now);
+            (!may_pass).then_some(is_write)
+        });
+        let tables = [&io.table_out, &io.table_in];
+        let is_pooled = tables.iter().any(|t| matches!(t, Table::Pooled { .. }));
+        if limited.is_some() && is_pooled && !cx.pool.has_spare_tables() {
+            // Tables of commands that wait for limits must not keep others from theirs.
+            self.throttle.remove(idx);
+            return self.answer_status(cx, idx, Status::Busy);
+        }
+        let entry = io
+            .exec
+            .register(nexus, task, external, limited, cx.pool, cx.now);
         match entry {
             Entry::Now => self.start(cx, idx),
             Entry::Later => self.ioctx[usize::from(idx.0)].state = IoctxState::AwaitTask,
-            Entry::Full => self.answer_status(cx, idx, Status::TaskSetFull),
+            Entry::Full => {
+                self.throttle.remove(idx);
+                self.answer_status(cx, idx, Status::TaskSetFull);
+            }
             Entry::Gather => self.prepare(cx, idx),
+            Entry::Limited => self.ioctx[usize::from(idx.0)].state = IoctxState::AwaitLimit,
+        }
+    }
+
+    /// Lets commands go on for which limits have room by now.
+    pub(super) fn poll_limits(&mut self, cx: &mut Cx<'_>) {
+        while let Some(idx) = self.throttle.poll(cx.now) {
+            let io = &mut self.ioctx[usize::from(idx.0)];
+            debug_assert_eq!(io.state, IoctxState::AwaitLimit);
+            io.exec.pass_limits(cx.now);
+            self.prepare(cx, idx);
         }
     }
 

@@ -483,6 +483,7 @@ impl Rig {
         assert_eq!(self.pool.free(), self.pool.size(), "every buffer is back");
         for unit in &self.units {
             assert_eq!(unit.tasks(), 0, "every task left its set");
+            assert_eq!(unit.limited(), 0, "none waits for limits");
         }
     }
 }

@@ -40,9 +40,9 @@ pub enum Then {
 /// resource that a command may have to wait for.
 ///
 /// ```text
-///  Done → New ─→ FetchTable ─→ AwaitBuffer ─→ NeedData ─→ AwaitTask ─→ AwaitBuffer
-///          │         (each only where it is needed, in this order)          │
-///          │                                                                v
+///  Done → New ─→ AwaitLimit ─→ FetchTable ─→ AwaitBuffer ─→ NeedData ─→ AwaitTask ─→ AwaitBuffer
+///          │         (each only where it is needed, in this order)                        │
+///          │                                                                v─────────────┘
 ///          └──────────────────────────────────────────────→ DataIn (block operations)
 ///                                                             ↑ └→ NeedData, SendData (pieces)
 ///                                                             └──────────┘  │
@@ -56,6 +56,8 @@ pub enum IoctxState {
     Done,
     /// Taken in, being looked at.
     New,
+    /// Waits for the limits of its unit or initiator.
+    AwaitLimit,
     /// Waits in the unit's task set for older tasks.
     AwaitTask,
     /// The external descriptor table is being read.

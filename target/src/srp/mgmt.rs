@@ -272,6 +272,7 @@ impl Channel {
     pub(super) fn stop_waiting(&mut self, pool: &mut Pool, idx: SendIdx) {
         match self.ioctx_state(idx) {
             IoctxState::AwaitCredit(_) => self.send_queue.forget(idx),
+            IoctxState::AwaitLimit => self.throttle.remove(idx),
             IoctxState::AwaitBuffer => {
                 self.pool_waiters.retain(|&w| w != idx);
                 if self.pool_waiters.is_empty() {

@@ -49,6 +49,8 @@ mod fixture;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
+mod tests_limits;
+#[cfg(test)]
 mod tests_random;
 #[cfg(test)]
 mod tests_stream;

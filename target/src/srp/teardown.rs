@@ -141,13 +141,26 @@ impl Channel {
     /// The initiator sees other units from now on. Commands under way keep theirs to their end. The
     /// unit attention is the nexus's affair; those who want events are told at once.
     pub fn handle_luns(&mut self, cx: &mut Cx<'_>, luns: Arc<LunMap>) {
+        let is_same = self.config.luns.is_same(&luns);
         self.accounts.follow(&luns);
         self.config.luns = luns;
+        if is_same {
+            // The initiator has other limits: see `Channel::handle_limits`.
+            return self.settle_round(cx);
+        }
         let first = self.config.luns.iter().next().map(|(_, unit)| unit.index);
         match first {
             Some(unit) => self.handle_event(cx, unit, Attention::LunsChanged),
             None => self.settle_round(cx),
         }
+    }
+
+    /// The limits of units or of the initiator may be others from now on.
+    pub fn handle_limits(&mut self, cx: &mut Cx<'_>) {
+        let limiter = self.config.luns.limiter();
+        self.throttle.rebook(limiter, cx.now);
+        self.poll_limits(cx);
+        self.settle_round(cx);
     }
 
     /// Ends everything at once, for a worker that goes without a farewell. Its devices are gone

@@ -36,6 +36,7 @@ enum Step {
     Terminate(usize),
     Starve(u8),
     Time(u8),
+    Limit(u8),
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -73,7 +74,8 @@ fn step() -> impl Strategy<Value = Step> {
         1 => chan.clone().prop_map(Step::Disconnect),
         1 => chan.prop_map(Step::Terminate),
         1 => any::<u8>().prop_map(Step::Starve),
-        1 => any::<u8>().prop_map(Step::Time),
+        2 => any::<u8>().prop_map(Step::Time),
+        1 => any::<u8>().prop_map(Step::Limit),
     ]
 }
 
@@ -200,6 +202,12 @@ proptest! {
                 }
                 Step::Time(ms) => {
                     rig.advance(std::time::Duration::from_millis(u64::from(*ms) * 20));
+                }
+                Step::Limit(n) => {
+                    rig.units[0].limits.set(&crate::qos::fixture::limits(*n));
+                    for chan in 0..2 {
+                        rig.with(chan, Channel::handle_limits);
+                    }
                 }
                 _ => {}
             }

@@ -13,6 +13,7 @@ use riser_scsi::task::{
 };
 
 use super::ioctx::SendIdx;
+use crate::qos::Limiter;
 use crate::stats::LunStats;
 
 /// Number of a logical unit within the server: the same for every worker, portal and initiator.
@@ -55,6 +56,8 @@ pub struct Unit {
     pub index: UnitIdx,
     /// The unit itself.
     pub lu: Arc<LogicalUnit>,
+    /// How fast it may be used by all initiators together.
+    pub limits: Arc<Limiter>,
     tasks: Mutex<Tasks>,
     resets: AtomicU64,
     aborts: AtomicU64,
@@ -68,7 +71,20 @@ struct Tasks {
     refs: Vec<Option<TaskRef>>,
     /// No more than the contexts of all channels.
     left: Vec<Left>,
+    /// Those that wait for limits; no more than the channels, twice.
+    limited: Vec<Limited>,
 }
+
+/// Tasks of one channel that wait for limits, and either read or write.
+#[derive(Debug)]
+struct Limited {
+    nexus: NexusId,
+    line: LimitedLine,
+    tasks: u32,
+}
+
+/// A worker, a channel there, and whether its tasks write.
+type LimitedLine = (u16, u64, bool);
 
 /// A task that has left the set, but whose answer, or data that go with it, have yet to be sent.
 #[derive(Debug)]
@@ -117,7 +133,9 @@ impl Unit {
                 set: TaskSet::new(capacity, share),
                 refs: vec![None; capacity as usize],
                 left: Vec::new(),
+                limited: Vec::new(),
             }),
+            limits: Arc::default(),
             resets: AtomicU64::new(0),
             aborts: AtomicU64::new(0),
             vain_aborts: AtomicU64::new(0),
@@ -159,6 +177,10 @@ impl Unit {
 
     /// Takes a task into the set, and says whether it may start at once.
     ///
+    /// A task that `takes_data` and would have to wait in the order for one that waits for limits is refused, unless
+    /// it waits behind that one anyway (`limited`: it waits for limits, to write or to read): it would
+    /// keep memory until then.
+    ///
     /// # Errors
     /// The set is full: TASK SET FULL.
     ///
@@ -169,8 +191,18 @@ impl Unit {
         nexus: NexusId,
         new: NewTask,
         task: TaskRef,
+        takes_data: bool,
+        limited: Option<bool>,
     ) -> Result<(TaskKey, bool), SetFull> {
         let mut tasks = self.lock();
+        let own = limited.map(|is_write| (task.worker, task.channel, is_write));
+        let others = |other: &Limited| other.nexus == nexus && Some(other.line) != own;
+        if takes_data
+            && tasks.limited.iter().any(others)
+            && tasks.set.would_hold(nexus, new.attribute)
+        {
+            return Err(SetFull);
+        }
         let key = match tasks.set.register(nexus, task.tag(), new) {
             Ok(key) => key,
             Err(RegisterError::Full) => return Err(SetFull),
@@ -178,7 +210,37 @@ impl Unit {
         };
         tasks.refs[key.slot()] = Some(task);
         let started = tasks.set.try_start(key);
+        if let Some(line) = own {
+            let same = |other: &&mut Limited| other.nexus == nexus && other.line == line;
+            match tasks.limited.iter_mut().find(same) {
+                Some(known) => known.tasks += 1,
+                None => tasks.limited.push(Limited {
+                    nexus,
+                    line,
+                    tasks: 1,
+                }),
+            }
+        }
         Ok((key, started))
+    }
+
+    /// Channels whose tasks wait for limits, apart for reads and writes.
+    #[cfg(test)]
+    pub(crate) fn limited(&self) -> usize {
+        self.lock().limited.len()
+    }
+
+    /// A task that was registered so waits for limits no longer.
+    pub fn end_limited(&self, nexus: NexusId, task: TaskRef, is_write: bool) {
+        let line = (task.worker, task.channel, is_write);
+        let limited = &mut self.lock().limited;
+        let mut all = limited.iter();
+        if let Some(at) = all.position(|other| other.nexus == nexus && other.line == line) {
+            limited[at].tasks -= 1;
+            if limited[at].tasks == 0 {
+                limited.swap_remove(at);
+            }
+        }
     }
 
     /// The Data-Out of a task has come: whether it may start now, and which others.
@@ -330,6 +392,8 @@ pub struct Mapping {
 pub struct LunMap {
     luns: Vec<LunId>,
     mappings: Vec<Mapping>,
+    /// How fast the initiator may be at this target.
+    limiter: Option<Arc<Limiter>>,
 }
 
 impl LunMap {
@@ -340,7 +404,33 @@ impl LunMap {
         entries.sort_by_key(|(lun, _)| *lun);
         entries.dedup_by_key(|(lun, _)| *lun);
         let (luns, mappings) = entries.into_iter().unzip();
-        Self { luns, mappings }
+        Self {
+            luns,
+            mappings,
+            limiter: None,
+        }
+    }
+
+    /// The same, for an initiator with limits.
+    #[must_use]
+    pub fn with_limiter(mut self, limiter: Option<Arc<Limiter>>) -> Self {
+        self.limiter = limiter;
+        self
+    }
+
+    /// The initiator's limits.
+    #[must_use]
+    pub fn limiter(&self) -> Option<&Arc<Limiter>> {
+        self.limiter.as_ref()
+    }
+
+    /// Whether the initiator has the same limits.
+    #[must_use]
+    pub fn is_as_fast(&self, other: &Self) -> bool {
+        match (&self.limiter, &other.limiter) {
+            (Some(own), Some(other)) => Arc::ptr_eq(own, other),
+            (own, other) => own.is_none() && other.is_none(),
+        }
     }
 
     /// The numbers, for REPORT LUNS.
@@ -417,6 +507,8 @@ impl LunMap {
 
 #[cfg(test)]
 mod tests {
+    use riser_scsi::step::TaskAttribute;
+
     use super::*;
     use crate::fixture::unit_config;
 
@@ -432,12 +524,51 @@ mod tests {
                 ioctx: SendIdx(0),
                 generation,
             };
-            let taken = unit.register(NexusId(7), NewTask::default(), task);
+            let taken = unit.register(NexusId(7), NewTask::default(), task, false, None);
             taken.map(|(_, started)| started)
         };
         assert_eq!(register(0, 1), Ok(true));
         assert_eq!(register(1, 1), Ok(true));
         assert_eq!(register(0, 1 + (1 << 16)), Ok(true));
         assert_eq!(register(2, 1), Err(SetFull));
+    }
+
+    #[test]
+    fn a_task_keeps_no_data_behind_one_that_waits_for_limits() {
+        let lu = LogicalUnit::new(unit_config(2048)).unwrap();
+        let unit = Unit::new(UnitIdx(0), Arc::new(lu), 64);
+        let mut generation = 0;
+        let mut register = |nexus, channel, attribute, limited: Option<bool>| {
+            generation += 1;
+            let task = TaskRef {
+                worker: 0,
+                channel,
+                ioctx: SendIdx(0),
+                generation,
+            };
+            let new = NewTask {
+                attribute,
+                awaits_data: true,
+                ..NewTask::default()
+            };
+            let taken = unit.register(NexusId(nexus), new, task, true, limited);
+            taken.map(|(key, _)| (key, task))
+        };
+        let (simple, ordered) = (TaskAttribute::Simple, TaskAttribute::Ordered);
+        let (key, first) = register(7, 0, simple, Some(true)).unwrap();
+        // Behind it in its line, or not behind it in the order.
+        register(7, 0, ordered, Some(true)).unwrap();
+        register(8, 1, ordered, None).unwrap();
+        register(7, 1, TaskAttribute::HeadOfQueue, None).unwrap();
+        // Behind the ORDERED one, elsewhere.
+        assert_eq!(register(7, 0, simple, None).unwrap_err(), SetFull);
+        assert_eq!(register(7, 1, simple, Some(true)).unwrap_err(), SetFull);
+        assert_eq!(register(7, 0, simple, Some(false)).unwrap_err(), SetFull);
+        unit.end_limited(NexusId(7), first, true);
+        let _ = unit.remove(key);
+        assert_eq!(register(7, 1, simple, None).unwrap_err(), SetFull);
+        unit.end_limited(NexusId(7), first, true);
+        register(7, 1, simple, None).unwrap();
+        assert!(unit.lock().limited.is_empty());
     }
 }

@@ -11,6 +11,7 @@ use riser_scsi::srp::WireLun;
 use super::course::{Clock, Done};
 use super::histogram::{Counter, Histogram, Times};
 use super::{CLASSES, Stage, Tally, Tracer};
+use crate::qos::Limiter;
 use crate::srp::{LunMap, Unit};
 
 /// Workers that there can be.
@@ -427,6 +428,8 @@ pub struct Addressed {
     pub read_only: bool,
     /// The account that the command goes to.
     pub account: Arc<Account>,
+    /// The limits of its initiator.
+    pub limiter: Option<Arc<Limiter>>,
 }
 
 impl Accounts {
@@ -438,6 +441,7 @@ impl Accounts {
             unit: Arc::clone(&mapping.unit),
             read_only: mapping.read_only,
             account,
+            limiter: luns.limiter().cloned(),
         };
         if let Some(Some(account)) = self.0.get(place) {
             return Some(addressed(Arc::clone(account)));

@@ -70,6 +70,8 @@ pub fn class_name(class: Kind) -> &'static str {
 pub enum Stage {
     /// Descriptors and data come from the initiator.
     FabricIn,
+    /// The command waits for the limits of its unit or initiator.
+    Limits,
     /// It waits for tasks that come before it in the task set.
     Order,
     /// It waits for a data buffer.
@@ -85,8 +87,9 @@ pub enum Stage {
 
 impl Stage {
     /// All of them, in the order of a command's way.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::FabricIn,
+        Self::Limits,
         Self::Order,
         Self::Memory,
         Self::Scsi,
@@ -99,6 +102,7 @@ impl Stage {
     pub fn name(self) -> &'static str {
         match self {
             Self::FabricIn => "fabric_in",
+            Self::Limits => "limits",
             Self::Order => "order",
             Self::Memory => "memory",
             Self::Scsi => "scsi",
@@ -165,7 +169,7 @@ mod tests {
         let counts = stats.class(Kind::Write);
         assert_eq!((counts.total.count(), counts.total.nanos), (1, 140_000));
         let nanos = counts.stages.map(|times| times.nanos);
-        assert_eq!(nanos, [30_000, 0, 0, 0, 100_000, 10_000]);
+        assert_eq!(nanos, [30_000, 0, 0, 0, 0, 100_000, 10_000]);
         assert!(counts.stages.iter().all(|times| times.count() == 1));
         assert_eq!((counts.bytes, stats.queue_depth()), (4096, 0));
         let view = account.class(Kind::Write);
@@ -204,6 +208,7 @@ mod tests {
         let zero = (1, 0);
         let stages = [
             (1, 10_000),
+            zero,
             zero,
             zero,
             (1, 20_000),

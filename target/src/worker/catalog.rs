@@ -54,6 +54,10 @@ impl Worker {
         for (slot, luns) in changed {
             self.with_channel(slot, |ch, cx| ch.handle_luns(cx, luns));
         }
+        let slots: Vec<_> = self.sessions.iter().map(|(slot, _)| slot).collect();
+        for slot in slots {
+            self.with_channel(slot, crate::srp::Channel::handle_limits);
+        }
         self.log_out_unserved();
         self.follow_iscsi();
         self.follow_iser();

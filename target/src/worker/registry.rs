@@ -219,6 +219,7 @@ impl Registry {
     /// No session yet.
     #[must_use]
     pub fn new(catalog: Catalog) -> Self {
+        catalog.set_limits();
         Self {
             table: Mutex::new(Table {
                 nexuses: HashMap::new(),
@@ -252,6 +253,7 @@ impl Registry {
     pub fn change(&self, catalog: Arc<Catalog>) -> Vec<ChannelRef> {
         let mut table = self.lock();
         let mut ended = Vec::new();
+        catalog.set_limits();
         for (key, entries) in &mut table.nexuses {
             let target = catalog.target_of(&key.target);
             let luns_at = |address| target?.luns_of(&key.initiator, address);
@@ -557,6 +559,9 @@ impl Entry {
     /// Gives the nexus other units.
     fn change(&mut self, key: NexusKey, target: Option<&TargetDef>, luns: Arc<LunMap>) {
         if self.luns.is_same(&luns) {
+            if !self.luns.is_as_fast(&luns) {
+                self.luns = luns;
+            }
             return;
         }
         let old = std::mem::replace(&mut self.luns, luns);

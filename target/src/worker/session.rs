@@ -19,6 +19,7 @@ use super::target::{Entrance, Serves};
 use super::{Endpoint, LINGER, PATIENCE, Phase, Worker};
 use crate::audit::Who;
 use crate::config::Protocol;
+use crate::qos::{IoLimits, Waits};
 use crate::srp::transfer::MAX_SGE;
 use crate::srp::{ChState, Channel, ChannelConfig, ChannelParams, LoginRefused, SessionMemory};
 
@@ -99,6 +100,8 @@ pub struct SessionInfo {
     pub params: ChannelParams,
     /// Logical units that it sees.
     pub luns: usize,
+    /// The initiator's limits, and what has waited for them.
+    pub limits: Option<(IoLimits, Waits)>,
 }
 
 impl Session {
@@ -115,6 +118,7 @@ impl Session {
             in_flight: self.channel.in_flight(),
             params: config.params,
             luns: config.luns.luns().len(),
+            limits: config.luns.limiter().map(|limiter| limiter.view()),
         }
     }
 }

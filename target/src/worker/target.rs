@@ -16,6 +16,7 @@ use riser_scsi::srp::{InitiatorPortId, PortIdParts, TargetPortId};
 use super::registry::SessionLimits;
 use crate::backend::Store;
 use crate::config;
+use crate::qos::{Initiators, IoLimits, Limiter};
 use crate::server::problems::{Problems, Subject};
 use crate::srp::{LunMap, Mapping, Unit, UnitIdx};
 use crate::stats::{LunStats, TargetStats};
@@ -41,6 +42,8 @@ pub struct Catalog {
     pub unit_stores: Vec<usize>,
     /// The units, by their numbers. One that is no longer served stays as long as it has commands.
     pub units: Vec<Weak<Unit>>,
+    /// The limits of the units, by their numbers.
+    pub unit_limits: Vec<IoLimits>,
     /// Opened backends. Places of those that are no longer served stay empty.
     pub stores: Vec<Option<Arc<Store>>>,
 }
@@ -116,6 +119,15 @@ impl Catalog {
             if let Some(iscsi) = &mut target.iscsi {
                 iscsi.portals.retain(has_tcp);
                 iscsi.iser.retain(has_rdma);
+            }
+        }
+    }
+
+    /// Gives the units their limits. What waits at workers books once more when these follow.
+    pub fn set_limits(&self) {
+        for (unit, limits) in self.units.iter().zip(&self.unit_limits) {
+            if let Some(unit) = unit.upgrade() {
+                unit.limits.set(limits);
             }
         }
     }
@@ -200,6 +212,8 @@ pub struct TargetDef {
     pub stats: Vec<Arc<LunStats>>,
     /// How initiators come and leave.
     pub counts: Arc<TargetStats>,
+    /// How fast its initiators may be.
+    pub initiators: Arc<Initiators>,
     /// What it is for iSCSI initiators, if it has iSCSI portals.
     pub iscsi: Option<IscsiDef>,
 }
@@ -239,14 +253,28 @@ impl TargetDef {
     #[must_use]
     pub fn luns_of(&self, initiator: &InitiatorPortId, address: IpAddr) -> Option<Arc<LunMap>> {
         let allowed = self.config.allowed_luns(&initiator.0, address)?;
-        Some(self.map_of(&allowed))
+        let rule = self.config.rule_of_port(&initiator.0, address);
+        // The identifier's extension is another one for each of an initiator's paths.
+        let limiter = self.limiter(rule, || {
+            let guid = initiator.0.last_chunk().expect("it has 16 bytes");
+            config::Guid(u64::from_be_bytes(*guid)).to_string()
+        });
+        Some(self.map_of(&allowed, limiter))
     }
 
     /// As [`TargetDef::luns_of`], for an iSCSI initiator.
     #[must_use]
     pub fn luns_of_name(&self, initiator: &IscsiName, address: IpAddr) -> Option<Arc<LunMap>> {
         let allowed = self.config.allowed_luns_of(initiator, address)?;
-        Some(self.map_of(&allowed))
+        let rule = self.config.rule_of(initiator, address);
+        let limiter = self.limiter(rule, || initiator.to_string());
+        Some(self.map_of(&allowed, limiter))
+    }
+
+    /// The limits of an initiator whose rule has this number.
+    fn limiter(&self, rule: Option<usize>, name: impl FnOnce() -> String) -> Option<Arc<Limiter>> {
+        let limits = self.config.limits_of(rule?)?;
+        Some(self.initiators.limiter(&name(), limits))
     }
 
     /// The number of the access rule that decides about an iSCSI initiator at an address, if one does.
@@ -282,16 +310,21 @@ impl TargetDef {
         }
     }
 
-    fn map_of(&self, allowed: &BTreeMap<u16, config::Lun>) -> Arc<LunMap> {
+    fn map_of(
+        &self,
+        allowed: &BTreeMap<u16, config::Lun>,
+        limiter: Option<Arc<Limiter>>,
+    ) -> Arc<LunMap> {
         let seen = self.units.iter().zip(&self.stats);
-        Arc::new(LunMap::new(seen.filter_map(|((number, unit), stats)| {
+        let luns = LunMap::new(seen.filter_map(|((number, unit), stats)| {
             let mapping = Mapping {
                 unit: Arc::clone(unit),
                 stats: Arc::clone(stats),
                 read_only: allowed.get(number)?.read_only,
             };
             Some((LunId::new(u32::from(*number))?, mapping))
-        })))
+        }));
+        Arc::new(luns.with_limiter(limiter))
     }
 
     /// Whether one of its units refuses writes: the unit itself, or by this number.

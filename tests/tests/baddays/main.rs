@@ -4,6 +4,7 @@
 #![allow(missing_docs, reason = "tests")]
 
 mod initiator;
+mod limits;
 #[path = "../load/mod.rs"]
 mod load;
 mod space;

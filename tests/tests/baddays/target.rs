@@ -66,7 +66,7 @@ impl Daemon {
         }
     }
 
-    fn ask(&self, args: &[&str]) -> (i32, String, String) {
+    pub(crate) fn ask(&self, args: &[&str]) -> (i32, String, String) {
         let mut command = Command::new(folder().join("riserd"));
         ended(
             command
@@ -81,7 +81,7 @@ impl Daemon {
     }
 
     /// What a verb answers.
-    fn json(&self, args: &[&str]) -> Value {
+    pub(crate) fn json(&self, args: &[&str]) -> Value {
         let (code, out, errors) = self.ask(&[args, &["-o", "json"]].concat());
         assert_eq!(code, 0, "{args:?}: {errors}");
         serde_json::from_str(&out).unwrap()

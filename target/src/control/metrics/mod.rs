@@ -10,13 +10,14 @@
 //!
 //! # Modules
 //! - `family`: a metric, its help and its series.
-//! - `commands`: targets, units, sessions. `backends`: their files. `host`: workers, devices, logins.
-//!   `process`: the process.
+//! - `commands`: targets, units, sessions. `backends`: their files. `limits`: what commands wait for.
+//!   `host`: workers, devices, logins. `process`: the process.
 
 mod backends;
 mod commands;
 mod family;
 mod host;
+mod limits;
 mod process;
 
 use std::time::Duration;
@@ -39,6 +40,7 @@ pub fn text(server: &Server, uptime: Duration) -> Result<String, prometheus::Err
     let mut families = general(server, &snapshots, uptime);
     families.extend(commands::families(server, &snapshots));
     families.extend(backends::families(server));
+    families.extend(limits::families(server));
     families.extend(host::families(&snapshots));
     families.extend(process::families());
     let families: Vec<_> = families.into_iter().filter_map(Family::finish).collect();

@@ -11,6 +11,7 @@ use riser_scsi::task::TaskManagement;
 use super::fixture::{BASE, Got, Rig, WINDOW, is_good, offer, only, params};
 use super::{ConnState, IserChannel, IserParams};
 use crate::iscsi::{MAX_QUEUED, Phase, TaskState};
+use crate::qos::IoLimits;
 use crate::srp::TaskRef;
 
 fn pattern(len: usize) -> Vec<u8> {
@@ -531,7 +532,8 @@ fn the_connection_terminates_in_every_state() {
 #[test]
 fn commands_in_every_state_end_with_their_connection() {
     let data = pattern(64 * 512);
-    let cases: [(&str, TaskState); 5] = [
+    let cases: [(&str, TaskState); 6] = [
+        ("limit", TaskState::AwaitLimit),
         ("buffer", TaskState::AwaitBuffer),
         ("unsolicited", TaskState::Receive),
         ("read", TaskState::Receive),
@@ -545,6 +547,18 @@ fn commands_in_every_state_end_with_their_connection() {
             rig.stalled = true;
             rig.prompt = false;
             match what {
+                "limit" => {
+                    let limits = IoLimits {
+                        iops: Some(1),
+                        burst: Duration::ZERO,
+                        ..IoLimits::default()
+                    };
+                    rig.gate.unit.limits.set(&limits);
+                    rig.prompt = true;
+                    rig.stalled = false;
+                    rig.read(8, 0, 64);
+                    rig.write(9, &data, 0, 0);
+                }
                 "buffer" => {
                     hog = rig.pool.take(4 << 20);
                     rig.write(9, &data, 0, 0);

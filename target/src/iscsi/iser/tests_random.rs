@@ -33,6 +33,8 @@ enum Step {
     Noise(Vec<u8>),
     /// Time passes, in seconds.
     Wait(u8),
+    /// Other limits of the unit.
+    Limit(u8),
     Logout,
 }
 
@@ -52,6 +54,7 @@ fn step() -> impl Strategy<Value = Step> {
             .prop_map(|(b, v)| Step::Bytes(b, v)),
         1 => proptest::collection::vec(any::<u8>(), 0..120).prop_map(Step::Noise),
         1 => (0u8..20).prop_map(Step::Wait),
+        2 => any::<u8>().prop_map(Step::Limit),
         1 => Just(Step::Logout),
     ]
 }
@@ -127,6 +130,10 @@ fn take(rig: &mut Rig, step: Step) {
         }
         Step::Wait(seconds) => {
             rig.wait(std::time::Duration::from_secs(seconds.into()));
+        }
+        Step::Limit(n) => {
+            rig.gate.unit.limits.set(&crate::qos::fixture::limits(n));
+            rig.with(|conn, cx| conn.input(cx, crate::iscsi::Channel::handle_limits));
         }
         Step::Logout => {
             rig.logout(400);

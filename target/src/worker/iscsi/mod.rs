@@ -296,6 +296,10 @@ impl Worker {
                 ended.push(key);
             }
         }
+        let all: Vec<_> = self.iscsi.conns.iter().map(|(key, _)| key).collect();
+        for key in all {
+            self.with_iscsi(key, |ch, cx| ch.channel_mut().handle_limits(cx));
+        }
         for key in ended {
             self.log_out_iscsi(key, until);
         }

@@ -406,6 +406,9 @@ impl IscsiSessions {
             ended.extend(others.map(|c| c.channel));
             let luns = luns.unwrap_or_default();
             if entry.session.luns.is_same(&luns) {
+                if !entry.session.luns.is_as_fast(&luns) {
+                    entry.session.luns = luns;
+                }
                 continue;
             }
             let nexus = entry.session.nexus;

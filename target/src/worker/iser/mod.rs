@@ -452,6 +452,10 @@ impl Worker {
                 ended.push(key);
             }
         }
+        let all: Vec<_> = self.isers.conns.iter().map(|(key, _)| key).collect();
+        for key in all {
+            self.with_iser(key, |conn, cx| conn.input(cx, Channel::handle_limits));
+        }
         for key in ended {
             self.log_out_iser(key, until);
         }

@@ -1,0 +1,146 @@
+//! The limits of a backend or an access rule, read and written.
+
+use std::time::Duration;
+
+use super::check::{Checked, Mistake, number};
+use super::raw;
+use super::tree::Tree;
+use super::value::Size;
+use super::write::{Map, size};
+use super::yaml::Located;
+use crate::qos::{BURST, IoLimits};
+
+/// Commands a second that can be told apart.
+const MAX_IOPS: u64 = 1_000_000_000;
+
+/// Bytes a second at least: the larger of the block sizes.
+const MIN_BANDWIDTH: u64 = 4096;
+
+/// Bytes a second at most.
+const MAX_BANDWIDTH: u64 = 1 << 50;
+
+/// The longest time for which a rate may be saved up.
+const MAX_BURST: Duration = Duration::from_secs(3600);
+
+pub(super) fn check(path: &str, raw: Option<&Located<raw::IoLimits>>) -> Checked<IoLimits> {
+    let default = IoLimits::default();
+    let Some(Located { value: raw, .. }) = raw else {
+        return Ok(default);
+    };
+    let at = |key: &str| format!("{path}.limits.{key}");
+    let iops = |key: &str, value: &Option<Located<u64>>| {
+        let checked = value
+            .as_ref()
+            .map(|v| number(Some(v), &at(key), 1..=MAX_IOPS, 0));
+        checked.transpose()
+    };
+    let bandwidth = |key: &str, value: &Option<Located<Size>>| {
+        let Some(v) = value else {
+            return Ok(None);
+        };
+        let bytes = v.value.0;
+        if (MIN_BANDWIDTH..=MAX_BANDWIDTH).contains(&bytes) {
+            return Ok(Some(bytes));
+        }
+        let message = "a bandwidth is from 4KiB to 1024TiB a second";
+        Err(Mistake::new(v.at, at(key), message))
+    };
+    if let Some(burst) = raw.burst.as_ref().filter(|b| b.value.0 > MAX_BURST) {
+        let message = "a burst is an hour at most";
+        return Err(Mistake::new(burst.at, at("burst"), message));
+    }
+    Ok(IoLimits {
+        iops: iops("iops", &raw.iops)?,
+        read_iops: iops("read_iops", &raw.read_iops)?,
+        write_iops: iops("write_iops", &raw.write_iops)?,
+        bandwidth: bandwidth("bandwidth", &raw.bandwidth)?,
+        read_bandwidth: bandwidth("read_bandwidth", &raw.read_bandwidth)?,
+        write_bandwidth: bandwidth("write_bandwidth", &raw.write_bandwidth)?,
+        burst: raw
+            .burst
+            .as_ref()
+            .map_or(default.burst, |burst| burst.value.0),
+    })
+}
+
+pub(super) fn write(limits: &IoLimits) -> Tree {
+    let mut map = Map::default();
+    let rate = |rate: Option<u64>| rate.map(Tree::Number);
+    map.set("iops", rate(limits.iops));
+    map.set("read_iops", rate(limits.read_iops));
+    map.set("write_iops", rate(limits.write_iops));
+    map.set("bandwidth", limits.bandwidth.map(size));
+    map.set("read_bandwidth", limits.read_bandwidth.map(size));
+    map.set("write_bandwidth", limits.write_bandwidth.map(size));
+    let is_other = limits.burst != BURST;
+    map.set("burst", is_other.then(|| span(limits.burst)));
+    map.tree()
+}
+
+fn span(time: Duration) -> Tree {
+    let millis = time.as_millis();
+    Tree::Text(match millis.is_multiple_of(1000) {
+        true => format!("{}s", millis / 1000),
+        false => format!("{millis}ms"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Access, Config};
+
+    fn config(backend: &str, rule: &str) -> String {
+        format!(
+            "backends: {{ d: {{ kind: ram, size: 1MiB, limits: {backend} }} }}\n\
+             targets:\n- name: t\n  portals: [{{ protocol: srp, listen: 127.0.0.1 }}]\n  \
+             luns: {{ 0: d }}\n  access: [{{ address: 127.0.0.1, limits: {rule} }}]\n"
+        )
+    }
+
+    #[test]
+    fn limits_are_read_and_written_back() {
+        let text = config(
+            "{ iops: 5000, read_bandwidth: 100MiB, burst: 2s }",
+            "{ write_iops: 10, bandwidth: 1.5MiB, burst: 1500ms }",
+        );
+        let parsed = Config::parse(&text, "a.yaml").unwrap();
+        let unit = IoLimits {
+            iops: Some(5000),
+            read_bandwidth: Some(100 << 20),
+            burst: Duration::from_secs(2),
+            ..IoLimits::default()
+        };
+        let initiator = IoLimits {
+            write_iops: Some(10),
+            bandwidth: Some(3 << 19),
+            burst: Duration::from_millis(1500),
+            ..IoLimits::default()
+        };
+        assert_eq!(parsed.backends[0].limits, unit);
+        let Access::Rules(rules) = &parsed.targets[0].access else {
+            panic!("there is a rule");
+        };
+        assert_eq!(rules[0].limits, Some(initiator));
+        let again = Config::parse(&parsed.to_yaml(), "b.yaml").unwrap();
+        assert_eq!(again, parsed);
+        let none = Config::parse(&config("{}", "{ burst: 1m }"), "c.yaml").unwrap();
+        assert_eq!(none.backends[0].limits, IoLimits::default());
+        assert!(!none.to_yaml().contains("limits"), "{}", none.to_yaml());
+    }
+
+    #[test]
+    fn what_cannot_be_a_limit_is_refused_with_its_place() {
+        for (limits, place) in [
+            ("{ iops: 0 }", "limits.iops"),
+            ("{ iops: 2000000000 }", "limits.iops"),
+            ("{ write_bandwidth: 4095 }", "limits.write_bandwidth"),
+            ("{ burst: 61m }", "limits.burst"),
+            ("{ burst: fast }", "fast"),
+            ("{ ops: 1 }", "ops"),
+        ] {
+            let error = Config::parse(&config(limits, "{}"), "a.yaml").unwrap_err();
+            assert!(error.to_string().contains(place), "{limits}: {error}");
+        }
+    }
+}

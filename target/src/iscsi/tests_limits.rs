@@ -1,0 +1,162 @@
+//! Commands that wait for the limits of their unit or initiator.
+
+use std::time::Duration;
+
+use riser_scsi::iscsi::pdu::{FromInitiator, FromTarget, LogoutReason, LogoutRequest, TmfFunction};
+use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
+
+use super::fixture::{Received, Rig};
+use super::task::TaskState;
+use crate::qos::IoLimits;
+
+const TENTH: Duration = Duration::from_millis(100);
+
+/// A connection whose unit takes ten commands a second, of which the first has gone.
+fn limited() -> Rig {
+    let mut rig = Rig::logged_in("");
+    rig.gate.unit.limits.set(&IoLimits {
+        iops: Some(10),
+        burst: Duration::ZERO,
+        ..IoLimits::default()
+    });
+    assert_eq!(rig.read(1, 0, 1).len(), 1);
+    rig
+}
+
+fn state(rig: &Rig, tag: u32) -> Option<TaskState> {
+    rig.channel.channel().task_state(Itt(tag))
+}
+
+fn is_good(received: &[Received], tag: u32) -> bool {
+    received.iter().any(|(pdu, ..)| match pdu {
+        FromTarget::ScsiResponse(response) => response.itt == Itt(tag) && response.status == 0,
+        _ => false,
+    })
+}
+
+#[test]
+fn unsolicited_data_come_while_their_command_waits() {
+    let mut rig = limited();
+    let data = [9; 1024];
+    assert!(rig.write(2, 2, &data[..512], false).is_empty());
+    assert_eq!(state(&rig, 2), Some(TaskState::AwaitLimit));
+    rig.data_out(2, Ttt::NONE, 0, 512, &data[512..], true);
+    assert_eq!(state(&rig, 2), Some(TaskState::AwaitLimit));
+    assert_eq!(rig.pool.free(), rig.pool.size());
+    // What is not about blocks does not wait.
+    assert_eq!(rig.command(3, &[0; 6], false, 0, &[], true).len(), 1);
+    assert!(rig.wait(TENTH - Duration::from_nanos(1)).is_empty());
+    assert_eq!(rig.disk[..1024], [0; 1024]);
+    let received = rig.wait(Duration::from_nanos(1));
+    assert!(is_good(&received, 2), "{received:?}");
+    assert_eq!(rig.disk[..1024], data);
+    rig.end();
+}
+
+#[test]
+fn solicited_data_are_asked_for_when_the_command_may_go() {
+    let mut rig = limited();
+    assert!(rig.write(2, 8, &[], true).is_empty());
+    let received = rig.wait(TENTH);
+    let [(FromTarget::R2t(r2t), ..)] = &received[..] else {
+        panic!("{received:?}");
+    };
+    let received = rig.data_out(2, r2t.ttt, 0, 0, &[5; 4096], true);
+    assert!(is_good(&received, 2), "{received:?}");
+    rig.end();
+}
+
+#[test]
+fn functions_end_what_waits_and_it_is_never_carried_out() {
+    use TmfFunction as Function;
+    for function in [
+        Function::AbortTask,
+        Function::AbortTaskSet,
+        Function::ClearTaskSet,
+        Function::LogicalUnitReset,
+        Function::TargetWarmReset,
+        Function::NexusReset,
+    ] {
+        let mut rig = limited();
+        for tag in [2, 3] {
+            assert!(rig.write(tag, 1, &[tag as u8; 512], true).is_empty());
+        }
+        let answers = rig.tmf(9, function, 2);
+        let answered = |(pdu, ..): &Received| matches!(pdu, FromTarget::TmfResponse(_));
+        assert!(answers.iter().any(answered), "{function:?} does not wait");
+        assert_eq!(state(&rig, 2), None);
+        let is_one = function == Function::AbortTask;
+        let received = rig.wait(TENTH);
+        assert_eq!(is_good(&received, 3), is_one, "{function:?}");
+        rig.wait(Duration::from_secs(5));
+        let expected = if is_one { 3 } else { 0 };
+        assert_eq!(rig.disk[..512], [expected; 512], "{function:?}");
+        rig.command(5, &[0; 6], false, 0, &[], true);
+        assert!(
+            is_good(&rig.write(6, 1, &[6; 512], true), 6),
+            "{function:?}"
+        );
+        rig.end();
+    }
+}
+
+#[test]
+fn what_waits_goes_with_its_connection_and_delays_no_logout() {
+    let mut rig = limited();
+    rig.write(2, 1, &[2; 512], true);
+    rig.end();
+    let mut rig = limited();
+    rig.write(2, 1, &[2; 512], true);
+    let request = LogoutRequest {
+        immediate: true,
+        reason: LogoutReason::CloseSession,
+        itt: Itt(7),
+        cid: Cid(0),
+        cmd_sn: CmdSn(rig.cmd_sn),
+        exp_stat_sn: StatSn(0),
+    };
+    let received = rig.send(&FromInitiator::LogoutRequest(request), &[]);
+    let answered = |(pdu, ..): &Received| matches!(pdu, FromTarget::LogoutResponse(_));
+    assert!(received.iter().any(answered), "{received:?}");
+    rig.wait(TENTH);
+    assert_eq!(rig.disk[..512], [0; 512]);
+    assert!(rig.released);
+    assert_eq!(rig.gate.unit.tasks(), 0);
+}
+
+/// At error recovery level 2 a command outlives its connection, and waits on.
+#[test]
+fn what_waits_goes_on_after_its_connection_is_lost() {
+    let mut rig = Rig::logged_in("ErrorRecoveryLevel=2\0");
+    rig.gate.unit.limits.set(&IoLimits {
+        write_iops: Some(10),
+        burst: Duration::ZERO,
+        ..IoLimits::default()
+    });
+    rig.write(1, 1, &[1; 512], true);
+    rig.write(2, 1, &[2; 512], true);
+    assert_eq!(state(&rig, 2), Some(TaskState::AwaitLimit));
+    rig.with(|ch, cx| ch.channel_mut().handle_disconnected(cx));
+    rig.wait(TENTH);
+    assert_eq!(
+        state(&rig, 2),
+        Some(TaskState::Sent),
+        "it waits for another one"
+    );
+    assert_eq!(rig.disk[..512], [2; 512]);
+    rig.wait(Duration::from_secs(60));
+    assert!(rig.released);
+    assert_eq!(rig.gate.unit.tasks(), 0);
+}
+
+#[test]
+fn other_limits_count_for_what_waits() {
+    let mut rig = limited();
+    for tag in 2..5 {
+        assert!(rig.read(tag, 0, 1).is_empty());
+    }
+    rig.gate.unit.limits.set(&IoLimits::default());
+    let received = rig.with(|ch, cx| ch.channel_mut().handle_limits(cx));
+    assert_eq!(received.len(), 3);
+    rig.end();
+}

@@ -1,0 +1,313 @@
+//! The limits of one logical unit or initiator.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use super::Bucket;
+
+/// For how long what is not used of a rate is kept, where the configuration does not say it.
+pub const BURST: Duration = Duration::from_millis(100);
+
+/// Limits as they are configured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct IoLimits {
+    /// Commands a second.
+    pub iops: Option<u64>,
+    /// Commands a second that read.
+    pub read_iops: Option<u64>,
+    /// Commands a second that write.
+    pub write_iops: Option<u64>,
+    /// Bytes a second.
+    pub bandwidth: Option<u64>,
+    /// Bytes a second that are read.
+    pub read_bandwidth: Option<u64>,
+    /// Bytes a second that are written.
+    pub write_bandwidth: Option<u64>,
+    /// For how long what is not used of these is kept, to be used at once.
+    pub burst: Duration,
+}
+
+impl Default for IoLimits {
+    fn default() -> Self {
+        Self {
+            iops: None,
+            read_iops: None,
+            write_iops: None,
+            bandwidth: None,
+            read_bandwidth: None,
+            write_bandwidth: None,
+            burst: BURST,
+        }
+    }
+}
+
+impl IoLimits {
+    /// Whether it limits anything.
+    #[must_use]
+    pub fn is_any(&self) -> bool {
+        self.rates().iter().any(Option::is_some)
+    }
+
+    /// The rates by their names.
+    #[must_use]
+    pub fn named(&self) -> [(&'static str, Option<u64>); 6] {
+        [
+            ("iops", self.iops),
+            ("read_iops", self.read_iops),
+            ("write_iops", self.write_iops),
+            ("bandwidth", self.bandwidth),
+            ("read_bandwidth", self.read_bandwidth),
+            ("write_bandwidth", self.write_bandwidth),
+        ]
+    }
+
+    /// In the order of [`Limiter::buckets`].
+    fn rates(&self) -> [Option<u64>; 6] {
+        [
+            self.iops,
+            self.bandwidth,
+            self.read_iops,
+            self.read_bandwidth,
+            self.write_iops,
+            self.write_bandwidth,
+        ]
+    }
+}
+
+/// What a command takes of a rate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cost {
+    /// Whether it writes, as opposed to reads.
+    pub is_write: bool,
+    /// Bytes.
+    pub bytes: u64,
+}
+
+/// Commands that had to wait.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Waits {
+    /// How many.
+    pub commands: u64,
+    /// How long, in all.
+    pub time: Duration,
+}
+
+/// Rates that several channels at several workers share.
+#[derive(Debug)]
+pub struct Limiter {
+    /// Times are counted from here.
+    began: Instant,
+    /// Commands, bytes: of all, of reads, of writes.
+    buckets: [Bucket; 6],
+    /// Nanoseconds.
+    burst: AtomicU64,
+    /// How many rates there are.
+    active: AtomicU64,
+    waits: AtomicU64,
+    waited: AtomicU64,
+}
+
+impl Default for Limiter {
+    fn default() -> Self {
+        Self {
+            began: Instant::now(),
+            buckets: Default::default(),
+            burst: AtomicU64::new(nanos(BURST)),
+            active: AtomicU64::new(0),
+            waits: AtomicU64::new(0),
+            waited: AtomicU64::new(0),
+        }
+    }
+}
+
+impl Limiter {
+    /// One with these limits.
+    #[must_use]
+    pub fn new(limits: &IoLimits) -> Self {
+        let limiter = Self::default();
+        limiter.set(limits);
+        limiter
+    }
+
+    /// Has these limits from now on. Where they are others than before, nothing is owed any more, and what
+    /// waits is to book once more.
+    pub fn set(&self, limits: &IoLimits) {
+        if self.limits() == *limits {
+            return;
+        }
+        self.burst.store(nanos(limits.burst), Ordering::Relaxed);
+        let rates = limits.rates();
+        for (bucket, rate) in self.buckets.iter().zip(rates) {
+            bucket.set(rate);
+        }
+        let active = rates.iter().flatten().count() as u64;
+        self.active.store(active, Ordering::Relaxed);
+    }
+
+    /// The limits.
+    #[must_use]
+    pub fn limits(&self) -> IoLimits {
+        let rate = |n: usize| self.buckets[n].rate();
+        IoLimits {
+            iops: rate(0),
+            bandwidth: rate(1),
+            read_iops: rate(2),
+            read_bandwidth: rate(3),
+            write_iops: rate(4),
+            write_bandwidth: rate(5),
+            burst: Duration::from_nanos(self.burst.load(Ordering::Relaxed)),
+        }
+    }
+
+    /// Whether it limits anything.
+    #[inline]
+    #[must_use]
+    pub fn is_active(&self) -> bool {
+        self.active.load(Ordering::Relaxed) > 0
+    }
+
+    /// Takes what a command costs: when it may go, `now` or later.
+    pub fn book(&self, cost: Cost, now: Instant) -> Instant {
+        let (at, burst) = (self.nanos(now), self.burst.load(Ordering::Relaxed));
+        let dues = self.concerned(cost);
+        let due = dues.map(|(bucket, units)| bucket.book(units, at, burst));
+        let wait = due.into_iter().max().map_or(0, |due| due - at);
+        now + Duration::from_nanos(wait)
+    }
+
+    /// Gives back what was booked and not used.
+    pub fn refund(&self, cost: Cost) {
+        for (bucket, units) in self.concerned(cost) {
+            bucket.refund(units);
+        }
+    }
+
+    /// Whether something has been taken that is not paid for.
+    #[must_use]
+    pub fn owes(&self, now: Instant) -> bool {
+        let at = self.nanos(now);
+        self.buckets.iter().any(|bucket| bucket.owes(at))
+    }
+
+    /// A command has waited so long.
+    pub fn count(&self, wait: Duration) {
+        self.waits.fetch_add(1, Ordering::Relaxed);
+        self.waited.fetch_add(nanos(wait), Ordering::Relaxed);
+    }
+
+    /// Commands that have waited.
+    #[must_use]
+    pub fn waits(&self) -> Waits {
+        Waits {
+            commands: self.waits.load(Ordering::Relaxed),
+            time: Duration::from_nanos(self.waited.load(Ordering::Relaxed)),
+        }
+    }
+
+    /// The limits, and what has waited for them.
+    #[must_use]
+    pub fn view(&self) -> (IoLimits, Waits) {
+        (self.limits(), self.waits())
+    }
+
+    /// The rates that a command takes from, and how much.
+    fn concerned(&self, cost: Cost) -> [(&Bucket, u64); 4] {
+        let own = if cost.is_write { 4 } else { 2 };
+        [(0, 1), (1, cost.bytes), (own, 1), (own + 1, cost.bytes)]
+            .map(|(n, units)| (&self.buckets[n], units))
+    }
+
+    fn nanos(&self, at: Instant) -> u64 {
+        nanos(at.saturating_duration_since(self.began))
+    }
+}
+
+/// Nanoseconds, up to some centuries.
+fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const READ: Cost = Cost {
+        is_write: false,
+        bytes: 4096,
+    };
+    const WRITE: Cost = Cost {
+        is_write: true,
+        bytes: 4096,
+    };
+
+    #[test]
+    fn the_slowest_rate_that_concerns_a_command_decides() {
+        let limiter = Limiter::new(&IoLimits {
+            iops: Some(1000),
+            write_iops: Some(100),
+            read_bandwidth: Some(40_960),
+            burst: Duration::ZERO,
+            ..IoLimits::default()
+        });
+        let now = limiter.began + Duration::from_secs(1);
+        let after = |ms| now + Duration::from_millis(ms);
+        assert_eq!(limiter.book(WRITE, now), now);
+        assert_eq!(limiter.book(WRITE, now), after(10));
+        // The first of the reads waits for both writes, the second one for the first one's bytes.
+        assert_eq!(limiter.book(READ, now), after(2));
+        assert_eq!(limiter.book(READ, now), after(100));
+        limiter.refund(READ);
+        assert_eq!(limiter.book(READ, now), after(100));
+    }
+
+    #[test]
+    fn the_same_limits_change_nothing_and_others_forgive() {
+        let limits = IoLimits {
+            iops: Some(1),
+            burst: Duration::ZERO,
+            ..IoLimits::default()
+        };
+        let limiter = Limiter::new(&limits);
+        let now = limiter.began;
+        limiter.book(READ, now);
+        limiter.set(&limits);
+        assert_eq!(limiter.book(READ, now), now + Duration::from_secs(1));
+        assert!(limiter.owes(now) && limiter.is_active());
+        limiter.set(&IoLimits {
+            iops: Some(2),
+            ..limits
+        });
+        assert_eq!(limiter.book(READ, now), now);
+        limiter.set(&IoLimits::default());
+        assert!(!limiter.owes(now) && !limiter.is_active());
+        assert_eq!(limiter.limits(), IoLimits::default());
+        for _ in 0..10 {
+            assert_eq!(limiter.book(WRITE, now), now);
+        }
+    }
+
+    #[test]
+    fn threads_that_share_a_rate_get_it_once() {
+        let limiter = Limiter::new(&IoLimits {
+            iops: Some(1_000_000),
+            burst: Duration::ZERO,
+            ..IoLimits::default()
+        });
+        let now = limiter.began;
+        let mut dues: Vec<Instant> = std::thread::scope(|scope| {
+            let book = || {
+                (0..1000)
+                    .map(|_| limiter.book(READ, now))
+                    .collect::<Vec<_>>()
+            };
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(book)).collect();
+            threads
+                .into_iter()
+                .flat_map(|t| t.join().unwrap())
+                .collect()
+        });
+        dues.sort();
+        let expected: Vec<_> = (0..4000).map(|n| now + Duration::from_micros(n)).collect();
+        assert_eq!(dues, expected);
+    }
+}

@@ -1,0 +1,60 @@
+//! Limits on the commands of a logical unit or of an initiator: commands a second, and bytes a second.
+//!
+//! # Modules
+//! - `bucket`: [`Bucket`], one rate. `limiter`: [`Limiter`], the rates of one unit or initiator, shared by
+//!   workers without a lock.
+//! - `throttle`: [`Throttle`], the commands of one channel that wait. `table`: [`Initiators`], the limiters
+//!   of a target's initiators.
+//!
+//! # Where a command waits
+//! ```text
+//!   taken in → Throttle::admit ──────────────────────→ memory, data, task set's order, …
+//!                    └→ waits ── Throttle::poll ──────────┘
+//! ```
+//! A command that waits is in its unit's task set as one whose data have yet to come: functions find it,
+//! newer commands of its nexus wait for it as far as attributes ask for that, and those of others do not.
+//! It holds no data memory.
+//!
+//! # Order and fairness
+//! The commands of a channel for one unit wait in line, reads apart from writes. Only the first of a line has
+//! booked its turn with the limiters, so channels take turns at a rate that they share, however many
+//! commands each has. A booking is exact: a rate loses nothing where a worker comes late.
+//!
+//! # What counts
+//! Commands that read, write, compare, verify or unmap blocks. A read counts the blocks that it names, everything
+//! else the data that it takes: WRITE SAME a block, UNMAP its descriptors. All others pass.
+//! A command that costs more than there is passes when the one before it is paid for, and those behind it wait
+//! until it is, too.
+
+mod bucket;
+mod limiter;
+mod table;
+mod throttle;
+
+pub use bucket::Bucket;
+pub use limiter::{BURST, Cost, IoLimits, Limiter, Waits};
+pub use table::{Initiators, MAX_IDLE};
+pub use throttle::{Throttle, Toll};
+
+#[cfg(test)]
+pub(crate) mod fixture {
+    //! Limits of chance.
+
+    use std::time::Duration;
+
+    use super::IoLimits;
+
+    /// None, or some that are felt within seconds.
+    pub(crate) fn limits(n: u8) -> IoLimits {
+        let one_of = |bit: u8, rate: u64| (n & 1 << bit != 0).then_some(rate);
+        IoLimits {
+            iops: one_of(0, 5),
+            read_iops: one_of(1, 3),
+            write_iops: one_of(2, 2),
+            bandwidth: one_of(3, 8192),
+            write_bandwidth: one_of(4, 512),
+            burst: Duration::from_millis(u64::from(n >> 5) * 200),
+            ..IoLimits::default()
+        }
+    }
+}

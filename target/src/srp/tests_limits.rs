@@ -1,0 +1,355 @@
+//! Commands that wait for the limits of their unit or initiator.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use riser_scsi::srp::{MemDesc, TaskAttr, TskMgmtFunction};
+
+use super::fixture::*;
+use super::ioctx::{IoctxState, SendIdx};
+use super::*;
+use crate::qos::{IoLimits, Limiter};
+
+const TENTH: Duration = Duration::from_millis(100);
+
+fn iops(rate: u64) -> IoLimits {
+    IoLimits {
+        iops: Some(rate),
+        burst: Duration::ZERO,
+        ..IoLimits::default()
+    }
+}
+
+/// A channel whose first unit takes ten commands a second.
+fn limited() -> Rig {
+    let mut rig = Rig::live();
+    rig.remote.insert(KEY, vec![7; 1 << 20]);
+    rig.units[0].limits.set(&iops(10));
+    rig
+}
+
+fn write(tag: u64) -> CmdBuilder {
+    let data = Data::Direct(MemDesc::new(0, KEY, 512));
+    write10(tag as u32, 1).tag(tag).out(data)
+}
+
+fn read(tag: u64) -> CmdBuilder {
+    let data = Data::Direct(MemDesc::new(0, KEY, 512));
+    read10(tag as u32, 1).tag(tag).into(data)
+}
+
+fn waiting(rig: &Rig) -> usize {
+    let waits = IoctxState::AwaitLimit;
+    let channels = rig.channels.iter();
+    let states = channels.flat_map(|ch| (0..4).map(|n| ch.ioctx_state(SendIdx(n))));
+    states.filter(|state| *state == waits).count()
+}
+
+fn tags(rig: &mut Rig) -> Vec<u64> {
+    rig.answers().iter().map(|answer| answer.tag).collect()
+}
+
+#[test]
+fn limited_commands_wait_in_their_order_and_hold_no_memory() {
+    let mut rig = limited();
+    for tag in 1..4 {
+        rig.send(0, &write(tag).bytes());
+    }
+    rig.settle();
+    assert_eq!((tags(&mut rig), waiting(&rig)), (vec![1], 2));
+    assert_eq!(rig.pool.free(), rig.pool.size());
+    // What is not about blocks does not wait, nor does another unit.
+    rig.send(0, &cmd(&[0; 6]).tag(4).bytes());
+    rig.settle();
+    rig.send(0, &write(5).lun(1).bytes());
+    rig.settle();
+    assert_eq!(tags(&mut rig), [4, 5]);
+    for tag in 2..4 {
+        assert_eq!(rig.channels[0].deadline(), Some(rig.now + TENTH));
+        rig.advance(TENTH - Duration::from_nanos(1));
+        assert!(rig.pending.is_empty());
+        rig.advance(Duration::from_nanos(1));
+        rig.settle();
+        assert_eq!(tags(&mut rig), [tag]);
+    }
+    for tag in 1..4 {
+        assert_eq!(rig.disks[0][tag * 512..][..512], [7; 512]);
+    }
+    let waits = rig.units[0].limits.waits();
+    assert_eq!((waits.commands, waits.time), (2, 3 * TENTH));
+    rig.end();
+}
+
+#[test]
+fn an_external_table_is_fetched_when_its_command_may_go() {
+    let mut rig = limited();
+    rig.remote.insert(TABLE, table_bytes(&blocks(2)));
+    let external = || write10(0, 2).out(indirect(&blocks(2), 0));
+    for tag in [1, 2] {
+        rig.send(0, &external().tag(tag).bytes());
+    }
+    let external = read10(0, 2).tag(3).into(indirect(&blocks(2), 0));
+    rig.send(0, &external.bytes());
+    rig.settle();
+    assert_eq!(tags(&mut rig), [1]);
+    rig.advance(TENTH);
+    rig.settle();
+    rig.advance(TENTH);
+    rig.settle();
+    assert_eq!(tags(&mut rig), [2, 3]);
+    rig.end();
+}
+
+/// Tables of commands that wait leave others half of the memory for tables.
+#[test]
+fn tables_of_waiting_commands_leave_room_for_others() {
+    let mut rig = limited();
+    let long = |tag| write10(0, 20).tag(tag).out(indirect(&blocks(20), 20));
+    rig.send(0, &long(1).bytes());
+    rig.send(0, &long(2).bytes());
+    assert_eq!(waiting(&rig), 1);
+    let most = rig.pool.take_table(crate::pool::Owner(9), 1 << 19).unwrap();
+    rig.send(0, &long(3).bytes());
+    let short = read(4).bytes();
+    rig.send(0, &short);
+    rig.settle();
+    let answers: Vec<_> = rig.answers().iter().map(|a| (a.tag, a.status)).collect();
+    assert_eq!(answers, [(3, 8), (1, 0)], "BUSY");
+    rig.pool.release(most);
+    rig.advance(TENTH);
+    rig.settle();
+    assert_eq!(tags(&mut rig), [2]);
+    rig.advance(TENTH);
+    rig.settle();
+    assert_eq!(tags(&mut rig), [4]);
+    rig.end();
+}
+
+#[test]
+fn functions_end_what_waits_and_it_is_never_carried_out() {
+    use TskMgmtFunction as Function;
+    for function in [
+        Function::AbortTask,
+        Function::AbortTaskSet,
+        Function::ClearTaskSet,
+        Function::LogicalUnitReset,
+    ] {
+        let mut rig = limited();
+        for tag in 1..4 {
+            rig.send(0, &write(tag).bytes());
+        }
+        rig.settle();
+        assert_eq!(tags(&mut rig), [1]);
+        rig.send(0, &tmf(9, 0, function, 2));
+        rig.settle();
+        assert_eq!(tags(&mut rig), [9], "{function:?} does not wait");
+        let left = usize::from(function == Function::AbortTask);
+        assert_eq!(waiting(&rig), left);
+        rig.advance(TENTH);
+        rig.settle();
+        let expected: &[u64] = if left == 1 { &[3] } else { &[] };
+        assert_eq!(tags(&mut rig), expected, "{function:?}");
+        rig.advance(Duration::from_secs(10));
+        assert_eq!(rig.disks[0][2 * 512..][..512], [0; 512], "{function:?}");
+        // What comes then goes, after the attention of a reset.
+        rig.send(0, &cmd(&[0; 6]).tag(6).bytes());
+        rig.settle();
+        rig.send(0, &write(7).bytes());
+        rig.settle();
+        assert_eq!(tags(&mut rig), [6, 7]);
+        rig.end();
+    }
+}
+
+#[test]
+fn a_reset_by_another_nexus_ends_what_waits_with_task_aborted() {
+    let mut rig = limited();
+    rig.add_channel(params(), 2);
+    rig.establish(1);
+    for tag in 1..3 {
+        rig.send(0, &write(tag).bytes());
+    }
+    rig.settle();
+    tags(&mut rig);
+    rig.send(1, &tmf(9, 0, TskMgmtFunction::LogicalUnitReset, 0));
+    rig.settle();
+    let answers: Vec<_> = rig.answers().iter().map(|a| (a.tag, a.status)).collect();
+    assert_eq!(answers, [(2, 0x40), (9, 0)]);
+    rig.advance(Duration::from_secs(1));
+    assert!(rig.pending.is_empty());
+    rig.end();
+}
+
+#[test]
+fn what_waits_goes_with_its_connection() {
+    for ends in 0..3 {
+        let mut rig = limited();
+        for tag in 1..4 {
+            rig.send(0, &write(tag).bytes());
+        }
+        rig.settle();
+        assert_eq!(waiting(&rig), 2);
+        let until = rig.now + Duration::from_secs(5);
+        match ends {
+            0 => rig.with(0, Channel::handle_disconnected),
+            1 => {
+                let reason = riser_scsi::srp::TLogoutReason::NoReason;
+                rig.with(0, |ch, cx| ch.handle_terminate(cx, reason));
+            }
+            // A shutdown gives them time, but no more than others have.
+            _ => {
+                rig.with(0, |ch, cx| ch.handle_shutdown(cx, until));
+                assert_eq!(rig.channels[0].state(), ChState::Live);
+                rig.advance(TENTH);
+                rig.settle();
+                rig.advance(TENTH);
+                rig.settle();
+                assert_eq!(tags(&mut rig), [1, 2, 3]);
+                assert_ne!(rig.channels[0].state(), ChState::Live);
+            }
+        }
+        rig.settle();
+        assert_eq!(waiting(&rig), 0);
+        rig.end();
+        assert_eq!(rig.disks[0][3 * 512], if ends == 2 { 7 } else { 0 });
+    }
+}
+
+#[test]
+fn the_order_of_a_nexus_holds_while_its_commands_wait() {
+    let mut rig = limited();
+    rig.send(0, &write(1).bytes());
+    rig.settle();
+    rig.send(0, &read(2).bytes());
+    // It waits for the read, which waits for its limit.
+    rig.send(0, &cmd(&[0x35]).tag(3).attr(TaskAttr::Ordered).bytes());
+    rig.send(0, &cmd(&[0; 6]).tag(4).bytes());
+    rig.settle();
+    assert_eq!(tags(&mut rig), [1]);
+    rig.advance(TENTH);
+    rig.settle();
+    assert_eq!(tags(&mut rig), [2, 3, 4]);
+    rig.end();
+}
+
+/// A command that waits in the order keeps its data in memory: not behind one that waits for a limit.
+#[test]
+fn no_data_wait_in_memory_behind_a_limit() {
+    let mut rig = limited();
+    rig.send(0, &write(1).bytes());
+    rig.settle();
+    tags(&mut rig);
+    rig.send(0, &read(2).attr(TaskAttr::Ordered).bytes());
+    rig.send(0, &write(3).bytes());
+    // MODE SELECT (6).
+    let select = cmd(&[0x15, 0x10, 0, 0, 4, 0]).tag(4);
+    let data = Data::Direct(MemDesc::new(0, KEY, 4));
+    rig.send(0, &select.out(data).bytes());
+    rig.settle();
+    let answers: Vec<_> = rig.answers().iter().map(|a| (a.tag, a.status)).collect();
+    assert_eq!(answers, [(3, 0x28), (4, 0x28)], "TASK SET FULL");
+    assert_eq!(rig.pool.free(), rig.pool.size());
+    rig.advance(TENTH);
+    rig.settle();
+    assert_eq!(tags(&mut rig), [2]);
+    rig.end();
+}
+
+#[test]
+fn other_limits_count_for_what_waits() {
+    let mut rig = limited();
+    for tag in 1..5 {
+        rig.send(0, &read(tag).bytes());
+    }
+    rig.settle();
+    assert_eq!(waiting(&rig), 3);
+    rig.units[0].limits.set(&iops(1000));
+    rig.with(0, Channel::handle_limits);
+    rig.advance(Duration::from_millis(1));
+    rig.settle();
+    assert_eq!(waiting(&rig), 1);
+    rig.units[0].limits.set(&IoLimits::default());
+    rig.with(0, Channel::handle_limits);
+    rig.settle();
+    assert_eq!(tags(&mut rig), [1, 2, 3, 4]);
+    rig.end();
+}
+
+/// Channels of an initiator share its limits, and another initiator does not.
+#[test]
+fn an_initiator_has_its_limits_on_all_its_channels() {
+    let mut rig = Rig::live();
+    rig.remote.insert(KEY, vec![7; 1 << 20]);
+    for nexus in [1, 2] {
+        let chan = rig.add_channel(params(), nexus);
+        rig.establish(chan);
+        rig.send(chan, &cmd(&[0; 6]).bytes());
+        rig.settle();
+    }
+    let own = Arc::new(Limiter::new(&iops(10)));
+    let map = |rig: &Rig| {
+        let luns = rig.channels[0].config().luns.iter();
+        let luns = luns.map(|(lun, unit)| {
+            let mapping = Mapping {
+                unit: Arc::clone(unit),
+                stats: rig.stats[unit.index.0 as usize].clone(),
+                read_only: false,
+            };
+            (lun, mapping)
+        });
+        LunMap::new(luns).with_limiter(Some(Arc::clone(&own)))
+    };
+    let map = Arc::new(map(&rig));
+    rig.sent.clear();
+    for chan in [0, 1] {
+        rig.with(chan, |ch, cx| ch.handle_luns(cx, Arc::clone(&map)));
+    }
+    assert!(rig.pending.is_empty(), "its units are the same");
+    rig.send(0, &read(1).bytes());
+    rig.send(0, &write(2).lun(1).bytes());
+    rig.send(1, &write(3).bytes());
+    rig.send(2, &write(4).bytes());
+    rig.settle();
+    assert_eq!(tags(&mut rig), [1, 4]);
+    rig.advance(TENTH);
+    rig.settle();
+    assert_eq!(tags(&mut rig), [2]);
+    rig.advance(TENTH);
+    rig.settle();
+    assert_eq!(tags(&mut rig), [3]);
+    rig.end();
+}
+
+/// What a command costs is what it moves, not what its initiator says.
+#[test]
+fn a_command_costs_what_it_moves() {
+    let mut rig = Rig::live();
+    rig.remote.insert(KEY, vec![7; 1 << 20]);
+    rig.units[0].limits.set(&IoLimits {
+        bandwidth: Some(512),
+        burst: Duration::ZERO,
+        ..IoLimits::default()
+    });
+    // One block, although the initiator has memory for more, and one although it has none.
+    let data = || Data::Direct(MemDesc::new(0, KEY, 1 << 19));
+    rig.send(0, &write10(0, 1).tag(1).out(data()).bytes());
+    rig.settle();
+    rig.send(0, &read10(0, 1).tag(2).bytes());
+    rig.settle();
+    rig.send(0, &read10(0, 1).tag(3).into(data()).bytes());
+    // More than a command may move: it is refused, and costs nothing.
+    let long = [0x88, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0];
+    rig.send(0, &cmd(&long).tag(4).bytes());
+    rig.settle();
+    assert_eq!((tags(&mut rig), waiting(&rig)), (vec![1], 3));
+    for tag in [2, 3] {
+        rig.advance(Duration::from_secs(1));
+        rig.settle();
+        assert_eq!(tags(&mut rig), [tag]);
+    }
+    rig.advance(Duration::from_secs(1));
+    rig.settle();
+    assert_eq!(tags(&mut rig), [4]);
+    assert!(!rig.units[0].limits.owes(rig.now));
+    rig.end();
+}

@@ -9,6 +9,8 @@
 //! - `cargo xtask package`: the Debian package, and a system that gets it ([`package`]).
 //! - `cargo xtask container`: the container's image ([`container`]).
 //! - `cargo xtask bench`: our target beside its peers, in one run ([`mod@bench`]).
+//! - `cargo xtask neighbours`: what a noisy initiator does to a quiet one, with limits and without
+//!   ([`neighbours`]).
 //! - `cargo xtask instructions`: what a read costs, and what counting it adds ([`instructions`]).
 //! - `cargo xtask screenshots`: pictures of the status page and the dashboard under load ([`screenshots`]).
 //!
@@ -29,6 +31,7 @@ mod daemon;
 mod demo;
 mod instructions;
 mod interop;
+mod neighbours;
 mod package;
 mod packages;
 mod screenshots;
@@ -78,6 +81,8 @@ enum Command {
     Container,
     /// Measure `riser bench` beside fio on the same file and qemu-nbd.
     Bench(bench::Options),
+    /// Measure a quiet initiator's latency alone, beside a noisy one, and beside a limited one.
+    Neighbours(neighbours::Options),
     /// Count the instructions of a 4 KiB read, and those of counting it.
     Instructions,
     /// Take pictures of the status page and the dashboard under load, into deploy/.
@@ -103,6 +108,7 @@ fn main() -> ExitCode {
         Command::Package(options) => package::run(&options),
         Command::Container => container::run(),
         Command::Bench(options) => bench::run(&options),
+        Command::Neighbours(options) => neighbours::run(&options),
         Command::Instructions => instructions::run(),
         Command::Screenshots => screenshots::run(),
     };

@@ -40,8 +40,11 @@ fn rtslib_configures_saves_and_restores() {
                 { "protocol": "iser", "listen": "127.0.0.1:3260" },
                 { "protocol": "iscsi", "listen": "[::1]:3261" },
             ],
-            "luns": { "0": "fileio_0:disk", "3": { "backend": "rd_mcp_1:ram", "read_only": true } },
-            "access": [{ "iqn": "iqn.2024-01.com.example:client" }],
+            "luns": { "0": "fileio_0:disk", "7": { "backend": "rd_mcp_1:ram", "read_only": true } },
+            "access": [{
+                "iqn": "iqn.2024-01.com.example:client",
+                "luns": { "0": "fileio_0:disk", "3": { "backend": "rd_mcp_1:ram", "read_only": true } },
+            }],
             "chap": {
                 "users": [{ "name": "client", "secret": "a secret of some length" }],
                 "mutual": { "name": "target", "secret": "another of some length" },

@@ -1,10 +1,9 @@
 //! Who sees what of a target: LIO's entries for initiators as access rules.
 //!
-//! LIO numbers LUNs for each initiator; a target of `riserd` numbers them once, and its rules say which
-//! of them an initiator sees. The target gets the numbers that initiators see. So what they are mapped
-//! to can be said as long as no two of them see different things under one number.
+//! A portal group's LUNs are the target's. A rule names the numbers that an initiator sees, where these
+//! lead to the LUNs of the same numbers, and otherwise what each of them leads to.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use serde_json::{Map, Value, json};
 
@@ -18,10 +17,19 @@ const MAX_LUN: u64 = 16_383;
 /// The networks of everybody.
 pub(super) const ANY: [&str; 2] = ["0.0.0.0/0", "::/0"];
 
-/// A unit under its number.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// What a number that an initiator sees leads to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Seen {
+    /// The number of the portal group's LUN.
+    number: u64,
+    read_only: bool,
+}
+
+/// A LUN of a portal group.
+#[derive(Debug)]
 struct Unit {
     backend: String,
+    /// Whether it is read-only for all who see it.
     read_only: bool,
 }
 
@@ -37,7 +45,7 @@ pub(super) struct Login {
 struct View {
     /// Rules that match him.
     who: Vec<Map<String, Value>>,
-    units: BTreeMap<u64, Unit>,
+    seen: BTreeMap<u64, Seen>,
     login: Option<Login>,
 }
 
@@ -74,6 +82,7 @@ pub(super) fn chap(login: &Login) -> Value {
 /// The access to a portal group.
 pub(super) fn access(tree: &Tree, tpg: NodeId, fabric: Fabric) -> Result<AccessDoc, String> {
     let group = |name| tree.child(tpg, name).expect("it comes with it");
+    let backends = backends(tree, group("lun"))?;
     let mut views = Vec::new();
     for (name, acl) in tree.subdirs(group("acls")) {
         views.extend(view(tree, tpg, fabric, name, acl)?);
@@ -84,12 +93,19 @@ pub(super) fn access(tree: &Tree, tpg: NodeId, fabric: Fabric) -> Result<AccessD
     if is_open {
         let everybody = ANY.map(|net| rule("address", net));
         let login = login(tree, group("auth"));
-        let units = tpg_units(tree, tpg, attrib("demo_mode_write_protect"))?;
+        let read_only = attrib("demo_mode_write_protect");
+        let seen = backends.keys().map(|number| {
+            let seen = Seen {
+                number: *number,
+                read_only,
+            };
+            (*number, seen)
+        });
         // Whoever must prove who he is and cannot is not let in.
         if login.is_some() || !attrib("authentication") {
             views.push(View {
                 who: everybody.into(),
-                units,
+                seen: seen.collect(),
                 login: login.filter(|_| attrib("authentication")),
             });
         }
@@ -99,23 +115,33 @@ pub(super) fn access(tree: &Tree, tpg: NodeId, fabric: Fabric) -> Result<AccessD
     let first = logins.next().cloned().flatten();
     let common = first.filter(|first| logins.all(|login| login.as_ref() == Some(first)));
     let is_common = common.is_some();
-    let luns = numbers(&views)?;
+    let luns = units(backends, &views);
     let access = match (only_everybody, views.is_empty()) {
         (true, false) => json!("open"),
-        _ => Value::Array(rules(views, luns.keys().copied().collect(), is_common)),
+        _ => Value::Array(rules(views, &luns, is_common)),
     };
     let line = |(number, unit): (&u64, &Unit)| {
-        let value = match unit.read_only {
-            true => json!({ "backend": unit.backend, "read_only": true }),
-            false => json!(unit.backend),
+        let seen = Seen {
+            number: *number,
+            read_only: unit.read_only,
         };
-        (number.to_string(), value)
+        shown(&luns, *number, seen)
     };
     Ok(AccessDoc {
         luns: luns.iter().map(line).collect(),
         access,
         chap: common.as_ref().map(chap),
     })
+}
+
+/// A number and what it leads to, as the document has them.
+fn shown(luns: &BTreeMap<u64, Unit>, number: u64, seen: Seen) -> (String, Value) {
+    let backend = &luns[&seen.number].backend;
+    let value = match seen.read_only {
+        true => json!({ "backend": backend, "read_only": true }),
+        false => json!(backend),
+    };
+    (number.to_string(), value)
 }
 
 fn rule(key: &str, value: &str) -> Map<String, Value> {
@@ -153,7 +179,7 @@ fn view(
             _ => login_of = None,
         }
     }
-    let mut units = BTreeMap::new();
+    let mut seen = BTreeMap::new();
     for (name, mapped) in tree.subdirs(acl) {
         if tree.dir(mapped).kind != Kind::MappedLun {
             continue;
@@ -161,77 +187,88 @@ fn view(
         let Some((_, lun)) = tree.links(mapped).next() else {
             continue;
         };
-        if let Some(unit) = unit(tree, lun, tree.value(mapped, "write_protect") == "1") {
-            put(&mut units, name, unit)?;
+        if tree.links(lun).next().is_none() {
+            continue;
         }
+        let leads_to = Seen {
+            number: number(&tree.dir(lun).name)?,
+            read_only: tree.value(mapped, "write_protect") == "1",
+        };
+        put(&mut seen, name, leads_to)?;
     }
     Ok(Some(View {
         who: vec![who],
-        units,
+        seen,
         login: login_of,
     }))
 }
 
-/// What a LUN of the portal group is, if anything.
-fn unit(tree: &Tree, lun: NodeId, read_only: bool) -> Option<Unit> {
-    let (_, device) = tree.links(lun).next()?;
-    Some(Unit {
-        backend: backend_name(tree, device),
-        read_only,
-    })
+/// The number of a LUN's directory.
+fn number(name: &str) -> Result<u64, String> {
+    let number = lun_number(name).expect("checked by mkdir");
+    match number {
+        0..=MAX_LUN => Ok(number),
+        _ => Err(format!("LUN {number}; the highest is {MAX_LUN}")),
+    }
 }
 
-fn put(units: &mut BTreeMap<u64, Unit>, name: &str, unit: Unit) -> Result<(), String> {
-    let number = lun_number(name).expect("checked by mkdir");
-    if number > MAX_LUN {
-        return Err(format!("LUN {number}; the highest is {MAX_LUN}"));
-    }
-    match units.insert(number, unit) {
+fn put<T>(all: &mut BTreeMap<u64, T>, name: &str, one: T) -> Result<(), String> {
+    let number = number(name)?;
+    match all.insert(number, one) {
         None => Ok(()),
         Some(_) => Err(format!("LUN {number} is there twice")),
     }
 }
 
-/// All LUNs of a portal group under their own numbers.
-fn tpg_units(tree: &Tree, tpg: NodeId, read_only: bool) -> Result<BTreeMap<u64, Unit>, String> {
-    let mut units = BTreeMap::new();
-    let luns = tree.child(tpg, "lun").expect("it comes with it");
+/// What a portal group's LUNs are, by their numbers.
+fn backends(tree: &Tree, luns: NodeId) -> Result<BTreeMap<u64, String>, String> {
+    let mut backends = BTreeMap::new();
     for (name, lun) in tree.subdirs(luns) {
-        if let Some(unit) = unit(tree, lun, read_only) {
-            put(&mut units, name, unit)?;
+        if let Some((_, device)) = tree.links(lun).next() {
+            put(&mut backends, name, backend_name(tree, device))?;
         }
     }
-    Ok(units)
+    Ok(backends)
 }
 
-/// The numbers that anybody sees something under.
-fn numbers(views: &[View]) -> Result<BTreeMap<u64, Unit>, String> {
-    let mut all: BTreeMap<u64, Unit> = BTreeMap::new();
-    for (number, unit) in views.iter().flat_map(|v| &v.units) {
-        let known = all.entry(*number).or_insert_with(|| unit.clone());
-        if known != unit {
-            return Err(format!(
-                "LUN {number} is {} for one initiator and {} for another",
-                describe(known),
-                describe(unit)
-            ));
+/// The target's units. LIO protects what initiators see, not a portal group's LUN: one is read-only if it is
+/// for all who see it.
+fn units(backends: BTreeMap<u64, String>, views: &[View]) -> BTreeMap<u64, Unit> {
+    let unit = |(number, backend)| {
+        let seen = views.iter().flat_map(|view| view.seen.values());
+        let mut seen = seen.filter(|seen| seen.number == number).peekable();
+        let read_only = seen.peek().is_some() && seen.all(|seen| seen.read_only);
+        (number, Unit { backend, read_only })
+    };
+    backends.into_iter().map(unit).collect()
+}
+
+/// What a rule says of the units that it shows; nothing if it shows what the target has.
+fn rule_luns(seen: &BTreeMap<u64, Seen>, luns: &BTreeMap<u64, Unit>) -> Option<Value> {
+    let mut all = seen.iter();
+    let is_own = all.all(|(number, seen)| {
+        *number == seen.number && luns[number].read_only == seen.read_only
+    });
+    match is_own {
+        true if seen.len() == luns.len() => None,
+        true => Some(json!(seen.keys().collect::<Vec<_>>())),
+        false => {
+            let seen = seen.iter();
+            Some(Value::Object(
+                seen.map(|(number, seen)| shown(luns, *number, *seen))
+                    .collect(),
+            ))
         }
     }
-    Ok(all)
 }
 
-fn describe(unit: &Unit) -> String {
-    let mode = if unit.read_only { " read-only" } else { "" };
-    format!("{}{mode}", unit.backend)
-}
-
-fn rules(views: Vec<View>, all: BTreeSet<u64>, is_common: bool) -> Vec<Value> {
+fn rules(views: Vec<View>, luns: &BTreeMap<u64, Unit>, is_common: bool) -> Vec<Value> {
     let mut rules = Vec::new();
     for view in views {
-        let seen: BTreeSet<u64> = view.units.into_keys().collect();
+        let seen = rule_luns(&view.seen, luns);
         for mut who in view.who {
-            if seen != all {
-                who.insert("luns".to_owned(), json!(seen));
+            if let Some(seen) = &seen {
+                who.insert("luns".to_owned(), seen.clone());
             }
             if let Some(login) = view.login.as_ref().filter(|_| !is_common) {
                 who.insert("chap".to_owned(), chap(login));

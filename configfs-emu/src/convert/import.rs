@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use riser_target::config::{Access, Chap, ChapUser, Config, HostId};
+use riser_target::config::{Access, Chap, ChapUser, Config, HostId, Rule, SeenLun};
 use rustix::io::Errno;
 use serde_json::{Map, Value};
 
@@ -368,25 +368,33 @@ impl Importer<'_> {
             .map(|p| format!("{} {}", p.protocol, p.listen))
             .collect();
         portals.sort();
+        let seen = |rule: Option<&Rule>| {
+            let seen = target.seen_by(rule.and_then(|rule| rule.luns.as_ref()));
+            let seen = seen.into_iter();
+            let unit = |(number, lun): (u16, SeenLun)| (number, lun.number, lun.read_only);
+            seen.map(unit).collect::<Vec<_>>()
+        };
         let access = match &target.access {
-            Access::Open => format!("open {:?}", secrets(target.chap.as_ref())),
+            Access::Open => format!("open {:?} {:?}", seen(None), secrets(target.chap.as_ref())),
             Access::Rules(rules) => {
-                let all: BTreeSet<u16> = target.luns.keys().copied().collect();
                 let mut rules: Vec<String> = rules
                     .iter()
                     .map(|rule| {
+                        let seen = seen(Some(rule));
                         let mut rule = rule.clone();
-                        // To name all is to name none.
-                        rule.luns = rule.luns.filter(|luns| *luns != all);
+                        rule.luns = None;
                         let chap = rule.chap.take().or_else(|| target.chap.clone());
-                        format!("{rule:?} {:?}", secrets(chap.as_ref()))
+                        format!("{rule:?} {seen:?} {:?}", secrets(chap.as_ref()))
                     })
                     .collect();
                 rules.sort();
                 rules.join("\n")
             }
         };
-        let what = (&target.luns, &target.iqn);
+        // Rights are what initiators have.
+        let luns = target.luns.iter();
+        let luns: Vec<_> = luns.map(|(number, lun)| (number, lun.backend)).collect();
+        let what = (&luns, &target.iqn);
         Some(format!("{portals:?} {what:?} {access}"))
     }
 

@@ -11,7 +11,7 @@
 //! | `np/A:P`, with `iser` | a portal of iSCSI at A:P, and one of iSER |
 //! | the unspecified address | a portal at each of the host's addresses |
 //! | an SRP port | a portal at each of its addresses |
-//! | an entry in `acls` with its mapped LUNs | an access rule with its LUNs, by the numbers mapped to |
+//! | an entry in `acls` with its mapped LUNs | an access rule with its LUNs, by the numbers that the initiator sees |
 //! | `generate_node_acls` | access for everybody |
 //! | a name and secret of an entry, or of the portal group for everybody | CHAP: the target's if all have the same, else the rule's |
 //!

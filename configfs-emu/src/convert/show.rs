@@ -125,21 +125,21 @@ impl Hand<'_> {
             let (device, _) = device.ok_or(Errno::NODEV)?;
             let id = self.mkdir(&format!("lun/lun_{number}"))?;
             self.link(&format!("lun/lun_{number}"), device)?;
-            luns.insert(*number, (id, lun.read_only));
+            luns.insert(*number, id);
         }
         if fabric == Fabric::Iscsi {
             let wanted = u8::from(all_authenticate(target)).to_string();
             self.write("attrib/authentication", &wanted)?;
         }
         match &target.access {
-            Access::Open => self.open(target.chap.as_ref(), &luns)?,
+            Access::Open => self.open(target, None)?,
             Access::Rules(rules) => {
                 let (known, others) = everybody(rules);
                 for rule in known {
                     self.rule(rule, target, &luns)?;
                 }
                 if let Some(rule) = others {
-                    self.open(rule.chap.as_ref().or(target.chap.as_ref()), &luns)?;
+                    self.open(target, Some(rule))?;
                 }
             }
         }
@@ -164,26 +164,24 @@ impl Hand<'_> {
         Ok(())
     }
 
-    /// Access for everybody, who sees all that there is.
-    fn open(
-        &mut self,
-        chap: Option<&Chap>,
-        luns: &BTreeMap<u16, (NodeId, bool)>,
-    ) -> Result<(), Errno> {
+    /// Access for everybody else, who sees all that there is; by a rule, or without rules.
+    fn open(&mut self, target: &Target, rule: Option<&Rule>) -> Result<(), Errno> {
         self.write("attrib/generate_node_acls", "1")?;
-        let read_only = luns.values().any(|(_, read_only)| *read_only);
+        let seen = target.seen_by(rule.and_then(|rule| rule.luns.as_ref()));
+        let read_only = seen.values().any(|seen| seen.read_only);
         self.write(
             "attrib/demo_mode_write_protect",
             &u8::from(read_only).to_string(),
         )?;
-        self.login("auth", chap)
+        let own = rule.and_then(|rule| rule.chap.as_ref());
+        self.login("auth", own.or(target.chap.as_ref()))
     }
 
     fn rule(
         &mut self,
         rule: &Rule,
         target: &Target,
-        luns: &BTreeMap<u16, (NodeId, bool)>,
+        luns: &BTreeMap<u16, NodeId>,
     ) -> Result<(), Errno> {
         let name = match (&rule.iqn, &rule.initiator, &rule.address) {
             (Some(iqn), None, None) => iqn.to_string(),
@@ -200,18 +198,11 @@ impl Hand<'_> {
         };
         let acl = format!("acls/{name}");
         self.mkdir(&acl)?;
-        for (number, (lun, read_only)) in luns {
-            if rule
-                .luns
-                .as_ref()
-                .is_some_and(|seen| !seen.contains(number))
-            {
-                continue;
-            }
+        for (number, seen) in target.seen_by(rule.luns.as_ref()) {
             let mapped = format!("{acl}/lun_{number}");
             self.mkdir(&mapped)?;
-            self.link(&mapped, *lun)?;
-            let protect = u8::from(*read_only).to_string();
+            self.link(&mapped, luns[&seen.number])?;
+            let protect = u8::from(seen.read_only).to_string();
             self.write(&format!("{mapped}/write_protect"), &protect)?;
         }
         if rule.iqn.is_some() {

@@ -114,41 +114,108 @@ fn initiators_see_what_is_mapped_for_them_under_their_numbers() {
          mkdir {TPG}/acls/iqn.2026-01.example:third"
     ));
     let target = fixture.target();
-    assert_eq!(
-        target["luns"],
-        json!({ "0": "fileio_0:disk", "5": { "backend": "rd_mcp_1:r", "read_only": true } })
-    );
+    let luns = json!({
+        "0": "fileio_0:disk",
+        "1": { "backend": "rd_mcp_1:r", "read_only": true },
+    });
+    assert_eq!(target["luns"], luns);
     assert_eq!(
         target["access"],
         json!([
             { "iqn": "iqn.2026-01.example:client", "luns": [0] },
-            { "iqn": "iqn.2026-01.example:second", "luns": [5] },
+            {
+                "iqn": "iqn.2026-01.example:second",
+                "luns": { "5": { "backend": "rd_mcp_1:r", "read_only": true } },
+            },
             { "iqn": "iqn.2026-01.example:third", "luns": [] },
         ])
     );
-    // One number, two things.
+    // One number, two things; and one thing with different rights.
     fixture.run(&format!(
         "mkdir {TPG}/acls/iqn.2026-01.example:third/lun_0
          ln {TPG}/acls/iqn.2026-01.example:third/lun_0/a ../../../lun/lun_1"
     ));
+    let target = fixture.target();
     assert_eq!(
-        fixture.export().unwrap_err(),
-        format!(
-            "target/{TPG}: LUN 0 is fileio_0:disk for one initiator and rd_mcp_1:r for another"
-        )
+        target["luns"],
+        json!({ "0": "fileio_0:disk", "1": "rd_mcp_1:r" })
     );
+    assert_eq!(
+        target["access"][1]["luns"],
+        json!({ "5": { "backend": "rd_mcp_1:r", "read_only": true } })
+    );
+    assert_eq!(target["access"][2]["luns"], json!({ "0": "rd_mcp_1:r" }));
+}
+
+/// What a configuration says by a rule's own numbers is shown, and stays what it is.
+#[test]
+fn numbers_of_rules_are_mapped_luns() {
+    let target = |rules: Value| {
+        json!({
+            "name": "iqn.2026-01.example:t",
+            "portals": [{ "protocol": "iscsi", "listen": "127.0.0.1:3260" }],
+            "luns": { "0": "a", "1": { "backend": "b", "read_only": true } },
+            "access": rules,
+        })
+    };
+    let running = |rules| {
+        json!({
+            "backends": {
+                "a": { "kind": "ram", "size": 4096 },
+                "b": { "kind": "ram", "size": 4096 },
+            },
+            "targets": [target(rules)],
+        })
+    };
+    let everybody = ["0.0.0.0/0", "::/0"].map(|net| json!({ "address": net, "luns": [] }));
+    for (rules, is_shown) in [
+        (
+            json!([
+                { "iqn": "iqn.2026-01.example:a", "luns": { "0": "b", "7": "a" } },
+                { "iqn": "iqn.2026-01.example:b", "luns": { "0": { "backend": "a", "read_only": true } } },
+                { "iqn": "iqn.2026-01.example:c", "luns": { "0": "a", "1": "b" } },
+                { "iqn": "iqn.2026-01.example:d", "luns": {} },
+            ]),
+            true,
+        ),
+        // Everybody else sees what the portal group has, or nothing.
+        (json!(everybody), false),
+    ] {
+        let document = running(rules);
+        let world = Fixture::default().world;
+        let imported = import(&document, "nobody".to_owned(), &world);
+        assert_eq!(imported.hidden.is_empty(), is_shown, "{:?}", imported.hidden);
+        let exported = export(&imported.tree, &imported.rest, &world).unwrap();
+        assert_eq!(exported.document, document);
+        if is_shown {
+            let acls = "target/iscsi/iqn.2026-01.example:t/tpgt_1/acls";
+            let tree = &imported.tree;
+            let leads = |number: &str| {
+                let at = format!("{acls}/iqn.2026-01.example:a/{number}");
+                let mapped = tree.find(&at).unwrap();
+                let (_, lun) = tree.links(mapped).next().unwrap();
+                let protect = tree.value(mapped, "write_protect").to_owned();
+                (tree.dir(lun).name.clone(), protect)
+            };
+            assert_eq!(leads("lun_0"), ("lun_1".to_owned(), "1".to_owned()));
+            assert_eq!(leads("lun_7"), ("lun_0".to_owned(), "0".to_owned()));
+        }
+    }
 }
 
 #[test]
 fn a_demonstration_is_open_to_everybody() {
     let mut fixture = Fixture::served();
     fixture.run(&format!("echo {TPG}/attrib/generate_node_acls 1"));
-    // Everybody else could not write, and the client can.
-    assert!(
-        fixture
-            .export()
-            .unwrap_err()
-            .contains("read-only for another")
+    // Everybody else cannot write, and the client can.
+    let read_only = json!({ "0": { "backend": "fileio_0:disk", "read_only": true } });
+    assert_eq!(
+        fixture.target()["access"],
+        json!([
+            { "iqn": "iqn.2026-01.example:client" },
+            { "address": "0.0.0.0/0", "luns": read_only },
+            { "address": "::/0", "luns": read_only },
+        ])
     );
     fixture.run(&format!("echo {TPG}/attrib/demo_mode_write_protect 0"));
     assert_eq!(
@@ -486,10 +553,11 @@ fn only_what_changes_changes() {
     expected["backends"]["disk0"]["write_cache"] = json!("off");
     let first = expected["targets"].as_array_mut().unwrap();
     let first = first.iter_mut().find(|t| t["name"] == "first").unwrap();
-    // Nobody sees LUN 0 any more; who saw more than LUN 3 sees all that is left.
-    first["luns"] = json!({ "3": { "backend": "mem", "read_only": true } });
-    first["access"] =
-        json!([{ "iqn": "iqn.2026-01.example:a" }, { "iqn": "iqn.2026-01.example:b" }]);
+    // LUN 0 is still there, but nobody sees it.
+    first["access"] = json!([
+        { "iqn": "iqn.2026-01.example:a", "luns": [3] },
+        { "iqn": "iqn.2026-01.example:b", "luns": [3] },
+    ]);
     assert_eq!(exported, expected);
     let portals = &exported["targets"][0];
     assert_eq!(portals["name"], "first");

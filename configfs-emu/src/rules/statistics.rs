@@ -343,35 +343,19 @@ pub(super) fn luns_of(tree: &Tree, device: NodeId) -> Vec<NodeId> {
         .collect()
 }
 
-/// The numbers that a LUN of a portal group has for initiators.
-fn numbers(tree: &Tree, tpg: NodeId, lun: NodeId) -> Vec<u64> {
-    let is_open = tree.child(tpg, "attrib").is_some_and(|attrib| {
-        tree.dir(tpg).kind == Kind::Tpg(Fabric::Iscsi)
-            && tree.value(attrib, "generate_node_acls") == "1"
-    });
-    let own = Some(lun).filter(|_| is_open);
-    let acls = tree.child(tpg, "acls").into_iter();
-    let acls = acls.flat_map(|acls| tree.subdirs(acls).map(|(_, acl)| acl));
-    let mapped = acls.flat_map(|acl| tree.subdirs(acl).map(|(_, mapped)| mapped));
-    let mapped =
-        mapped.filter(|id| tree.dir(*id).kind == Kind::MappedLun && linked(tree, *id) == Ok(lun));
-    let all = own.into_iter().chain(mapped);
-    all.filter_map(|id| lun_number(&tree.dir(id).name).ok())
-        .collect()
-}
-
 /// What the daemon has counted of LUNs of portal groups.
 pub(super) fn counted(read: &Read<'_>, luns: &[NodeId]) -> Vec<LiveLun> {
     let tree = read.tree;
     let wanted = luns.iter().filter_map(|lun| {
         let tpg = group(tree, *lun).ok()?;
-        Some((convert::target_name(tree, tpg), numbers(tree, tpg, *lun)))
+        let number = lun_number(&tree.dir(*lun).name).ok()?;
+        Some((convert::target_name(tree, tpg), number))
     });
     let wanted: Vec<_> = wanted.collect();
     let mut all = read.world.live().luns;
     all.retain(|lun| {
-        let is_it = |(target, numbers): &(String, Vec<u64>)| {
-            *target == lun.target && numbers.contains(&u64::from(lun.lun))
+        let is_it = |(target, number): &(String, u64)| {
+            *target == lun.target && *number == u64::from(lun.lun)
         };
         wanted.iter().any(is_it)
     });
@@ -395,7 +379,7 @@ fn total(luns: &[LiveLun]) -> LiveShare {
 fn part_of(read: &Read<'_>, acl: NodeId, mapped: NodeId) -> Result<LiveShare, Errno> {
     let tree = read.tree;
     let entry = &tree.dir(acl).name;
-    let number = lun_number(&tree.dir(mapped).name)?;
+    let number = lun_number(&tree.dir(linked(tree, mapped)?).name)?;
     let target = convert::target_name(tree, group(tree, mapped)?);
     let sessions = match Initiator::parse(entry) {
         Some(Initiator::Address(_)) => read.world.sessions(),

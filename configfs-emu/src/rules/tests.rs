@@ -747,14 +747,14 @@ fn statistics_of_units_and_ports_are_the_daemons() {
     }];
     let told = "iqn.2026-01.example:client+i+00023d000001\n";
     assert_eq!(fixture.read(&ident), Ok(told.into()));
-    // A LUN that somebody sees under another number is the same LUN.
+    // A LUN that somebody sees under another number is the same LUN, and the number is another one's.
     fixture.run(&format!(
         "mkdir {TPG}/acls/iqn.2026-01.example:second
          mkdir {TPG}/acls/iqn.2026-01.example:second/lun_1
          ln {TPG}/acls/iqn.2026-01.example:second/lun_1/x ../../../lun/lun_0"
     ));
     let commands = format!("{port}/scsi_tgt_port/in_cmds");
-    assert_eq!(fixture.read(&commands), Ok("14\n".into()));
+    assert_eq!(fixture.read(&commands), Ok("7\n".into()));
     // Without a LUN there is nothing to count.
     fixture.run(&format!("rm {TPG}/acls/iqn.2026-01.example:second/lun_1/x"));
     let other =

@@ -1,6 +1,6 @@
 //! From `raw` to `model`: ranges, references, duplicates, defaults.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 use std::path::{Component, Path, PathBuf};
@@ -12,7 +12,8 @@ use riser_scsi::iscsi::name::{IscsiName, TargetAddress};
 use super::error::{ConfigError, nearest};
 use super::model::{
     Access, Backend, Chap, ChapUser, Config, Limits, LinkFaults, Location, Log, LogFormat, Lun,
-    Metrics, Names, Portal, Protocol, Provider, Redirect, Rule, Secret, Target, Transport, Workers,
+    Metrics, Names, Portal, Protocol, Provider, Redirect, Rule, RuleLuns, Secret, Target,
+    Transport, Workers,
 };
 use super::model::{MAX_SESSIONS, SECRET_LEN};
 use super::value::Percent;
@@ -464,8 +465,8 @@ fn target(
             )?,
         });
     }
-    let luns = luns(&path, t.luns.0, backends)?;
-    let access = access(&path, t.access, &luns)?;
+    let luns = luns(&format!("{path}.luns"), t.luns.0, backends)?;
+    let access = access(&path, t.access, &luns, backends)?;
     let has_iscsi = listens.iter().any(|p| p.protocol.is_iscsi());
     let iqn = iqn(&path, &name, t.name.at, t.iqn, has_iscsi)?;
     let chap = chap(&format!("{path}.chap"), t.chap)?;
@@ -625,6 +626,7 @@ fn chap_user(path: &str, raw: Located<raw::ChapUser>) -> Checked<ChapUser> {
     })
 }
 
+/// The units of a target, or of a rule; `path` is that of the mapping.
 fn luns(
     path: &str,
     raw: Vec<(u64, Located<raw::Lun>)>,
@@ -632,7 +634,7 @@ fn luns(
 ) -> Checked<BTreeMap<u16, Lun>> {
     let mut luns = BTreeMap::new();
     for (number, l) in raw {
-        let place = format!("{path}.luns.{number}");
+        let place = format!("{path}.{number}");
         let Some(number) = u16::try_from(number).ok().filter(|n| *n <= MAX_LUN) else {
             let message = format!("a LUN is from 0 to {MAX_LUN}, not {number}");
             return Err(Mistake::new(l.at, place, message));
@@ -659,7 +661,12 @@ fn luns(
     Ok(luns)
 }
 
-fn access(path: &str, raw: raw::Access, luns: &BTreeMap<u16, Lun>) -> Checked<Access> {
+fn access(
+    path: &str,
+    raw: raw::Access,
+    luns: &BTreeMap<u16, Lun>,
+    backends: &[Backend],
+) -> Checked<Access> {
     let rules = match raw {
         raw::Access::Open => return Ok(Access::Open),
         raw::Access::Rules(rules) => rules,
@@ -672,18 +679,9 @@ fn access(path: &str, raw: raw::Access, luns: &BTreeMap<u16, Lun>) -> Checked<Ac
             return Err(Mistake::new(r.at, place, "a rule that is about nobody")
                 .hint("give `initiator`, `iqn`, `address` or several; `access: open` lets everybody in"));
         }
-        let mask = rule.luns.map(|list| {
-            list.into_iter()
-                .enumerate()
-                .map(|(j, l)| match u16::try_from(l.value) {
-                    Ok(lun) if luns.contains_key(&lun) => Ok(lun),
-                    _ => Err(Mistake::new(
-                        l.at,
-                        format!("{place}.luns[{j}]"),
-                        format!("this target has no LUN {}", l.value),
-                    )),
-                })
-                .collect::<Checked<BTreeSet<u16>>>()
+        let seen = rule.luns.map(|seen| {
+            let place = format!("{place}.luns");
+            rule_luns(&place, seen, luns, backends)
         });
         let place_of_chap = format!("{place}.chap");
         if let (Some(chap), Some(_)) = (&rule.chap, &rule.initiator) {
@@ -697,12 +695,48 @@ fn access(path: &str, raw: raw::Access, luns: &BTreeMap<u16, Lun>) -> Checked<Ac
                 None => None,
             },
             address: rule.address,
-            luns: mask.transpose()?,
+            luns: seen.transpose()?,
             chap: chap(&place_of_chap, rule.chap)?,
             limits: Some(io_limits::check(&place, rule.limits.as_ref())?).filter(IoLimits::is_any),
         });
     }
     Ok(Access::Rules(out))
+}
+
+/// The units that a rule shows, of those that the target has.
+fn rule_luns(
+    path: &str,
+    raw: raw::RuleLuns,
+    target: &BTreeMap<u16, Lun>,
+    backends: &[Backend],
+) -> Checked<RuleLuns> {
+    let numbers = match raw {
+        raw::RuleLuns::Mask(numbers) => numbers,
+        raw::RuleLuns::Map(entries) => {
+            let places: BTreeMap<u64, At> = entries.0.iter().map(|(n, l)| (*n, l.at)).collect();
+            let map = luns(path, entries.0, backends)?;
+            let is_served = |lun: &Lun| target.values().any(|own| own.backend == lun.backend);
+            if let Some((number, lun)) = map.iter().find(|(_, lun)| !is_served(lun)) {
+                let name = &backends[lun.backend].name;
+                let message = format!("backend `{name}` is not a LUN of this target");
+                return Err(
+                    Mistake::new(places[&u64::from(*number)], format!("{path}.{number}"), message)
+                        .hint("add it to the `luns` of the target; a rule gives it another number"),
+                );
+            }
+            return Ok(RuleLuns::Map(map));
+        }
+    };
+    let numbers = numbers.into_iter().enumerate();
+    let checked = numbers.map(|(i, number)| match u16::try_from(number.value) {
+        Ok(lun) if target.contains_key(&lun) => Ok(lun),
+        _ => Err(Mistake::new(
+            number.at,
+            format!("{path}[{i}]"),
+            format!("this target has no LUN {}", number.value),
+        )),
+    });
+    Ok(RuleLuns::Mask(checked.collect::<Checked<_>>()?))
 }
 
 // --- The rest -----------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ impl Document {
     /// # Errors
     /// There is no such object or key, or a value is of another kind.
     pub fn set(&mut self, place: &Place, pairs: &[(String, String)]) -> Edited<()> {
-        if !self.at(place)?.shape.is_structured() {
+        if !self.at(place)?.kind().is_structured() {
             return Err(EditError::new(place, "this is a key, which has no keys"));
         }
         self.assign(place, pairs, false)
@@ -146,7 +146,7 @@ impl Document {
         let above = self.at(&above)?;
         let has_order = matches!(above.shape.kind(), Kind::List(item) if !has_names(item));
         match found {
-            Ok(found) if !found.shape.is_structured() => {
+            Ok(found) if !found.kind().is_structured() => {
                 let hint = Some("`set` sets it".to_owned());
                 return Err(EditError::new(place, "this is a key").hint(hint));
             }
@@ -231,7 +231,8 @@ impl Document {
         let mut tree = &mut self.tree;
         let mut here = Place::default();
         for segment in place.segments() {
-            let inner = match shape.kind() {
+            let kind = shape.kind_of(Some(&*tree));
+            let inner = match kind {
                 Kind::Object(_) => shape.key(segment),
                 Kind::Map(inner) | Kind::List(inner) => Some(inner),
                 _ => None,
@@ -239,7 +240,7 @@ impl Document {
             let Some(inner) = inner else {
                 return Err(lost(&here, Some(&*tree), shape, segment));
             };
-            tree = match shape.kind() {
+            tree = match kind {
                 Kind::List(_) => {
                     let items = as_list(tree);
                     let n = match find(items, segment) {
@@ -326,6 +327,12 @@ impl Document {
 }
 
 impl<'a> Found<'a> {
+    /// What kind of thing it is.
+    #[must_use]
+    pub fn kind(self) -> Kind<'a> {
+        self.shape.kind_of(self.tree)
+    }
+
     /// What stands at a key of an object or at a name of a mapping.
     fn inner(self, segment: &str) -> Option<Self> {
         let set = match self.tree {
@@ -335,7 +342,7 @@ impl<'a> Found<'a> {
             }
             _ => None,
         };
-        let shape = match self.shape.kind() {
+        let shape = match self.kind() {
             Kind::Object(_) => self.shape.key(segment)?,
             Kind::Map(inner) => {
                 set?;
@@ -370,7 +377,7 @@ impl<'a> Found<'a> {
             },
             _ => Vec::new(),
         };
-        children.retain(|(_, found)| found.shape.is_structured());
+        children.retain(|(_, found)| found.kind().is_structured());
         if let Kind::Object(keys) = self.shape.kind() {
             for key in keys.keys() {
                 let has = children.iter().any(|(name, _)| name == key);
@@ -456,7 +463,8 @@ fn value(place: &Place, shape: Shape<'_>, text: &str) -> Edited<Tree> {
 
 /// Objects in the place of scalars that stand for them.
 fn in_full(tree: Tree, shape: Shape<'_>) -> Tree {
-    match (tree, shape.kind()) {
+    let kind = shape.kind_of(Some(&tree));
+    match (tree, kind) {
         (Tree::Map(entries), kind) => {
             let full = entries.into_iter().map(|(key, value)| {
                 let inner = match kind {
@@ -499,7 +507,7 @@ fn key_of<'t, 'p>(
 
 /// What to say where a path does not lead anywhere.
 fn lost(here: &Place, tree: Option<&Tree>, shape: Shape<'_>, segment: &str) -> EditError {
-    match shape.kind() {
+    match shape.kind_of(tree) {
         Kind::Object(keys) => {
             let keys: Vec<&str> = keys.keys().map(String::as_str).collect();
             let hint = match nearest(segment, keys.iter().copied()) {

@@ -46,7 +46,7 @@ pub use identity::HostId;
 pub use model::{
     Access, Backend, Chap, ChapUser, Config, DATA_OUT_TIMEOUT, Limits, LinkFaults, Location, Log,
     LogFormat, Lun, MAX_SESSIONS, Metrics, Names, Portal, Protocol, Provider, Redirect, Rule,
-    Secret, Target, Transport, Workers,
+    RuleLuns, Secret, SeenLun, Target, Transport, Workers,
 };
 pub use place::Place;
 pub use schema::schema;

@@ -300,10 +300,14 @@ fn missing(message: String) -> io::Error {
 }
 
 impl Target {
-    /// The logical units that an initiator port at an address may use; `None` refuses its login.
-    /// The first rule that matches decides.
+    /// The logical units that an initiator port at an address may use, by the numbers that it sees; `None`
+    /// refuses its login. The first rule that matches decides.
     #[must_use]
-    pub fn allowed_luns(&self, port_id: &[u8; 16], address: IpAddr) -> Option<BTreeMap<u16, Lun>> {
+    pub fn allowed_luns(
+        &self,
+        port_id: &[u8; 16],
+        address: IpAddr,
+    ) -> Option<BTreeMap<u16, SeenLun>> {
         self.luns_by(|rule| rule.is_match(port_id, address))
     }
 
@@ -313,7 +317,7 @@ impl Target {
         &self,
         initiator: &IscsiName,
         address: IpAddr,
-    ) -> Option<BTreeMap<u16, Lun>> {
+    ) -> Option<BTreeMap<u16, SeenLun>> {
         self.luns_by(|rule| rule.is_match_by_name(initiator, address))
     }
 
@@ -350,18 +354,54 @@ impl Target {
         }
     }
 
-    fn luns_by(&self, is_match: impl Fn(&Rule) -> bool) -> Option<BTreeMap<u16, Lun>> {
+    fn luns_by(&self, is_match: impl Fn(&Rule) -> bool) -> Option<BTreeMap<u16, SeenLun>> {
         match &self.access {
-            Access::Open => Some(self.luns.clone()),
+            Access::Open => Some(self.seen_by(None)),
             Access::Rules(rules) => {
                 let rule = rules.iter().find(|rule| is_match(rule))?;
-                let mut luns = self.luns.clone();
-                if let Some(mask) = &rule.luns {
-                    luns.retain(|lun, _| mask.contains(lun));
-                }
-                Some(luns)
+                Some(self.seen_by(rule.luns.as_ref()))
             }
         }
+    }
+
+    /// The logical units that a rule with these shows, by the numbers that initiators see.
+    #[must_use]
+    pub fn seen_by(&self, luns: Option<&RuleLuns>) -> BTreeMap<u16, SeenLun> {
+        let own = |(number, lun): (&u16, &Lun)| {
+            let seen = SeenLun {
+                number: *number,
+                read_only: lun.read_only,
+            };
+            (*number, seen)
+        };
+        match luns {
+            None => self.luns.iter().map(own).collect(),
+            Some(RuleLuns::Mask(mask)) => {
+                let luns = self.luns.iter();
+                luns.filter(|(number, _)| mask.contains(number))
+                    .map(own)
+                    .collect()
+            }
+            Some(RuleLuns::Map(map)) => {
+                let seen = map.iter();
+                seen.filter_map(|(number, lun)| Some((*number, self.shown(lun)?)))
+                    .collect()
+            }
+        }
+    }
+
+    /// What a number of a rule leads to: where the target has several numbers for the backend, the first one
+    /// with the same rights. A number that is read-only for the target is so for each rule.
+    fn shown(&self, wanted: &Lun) -> Option<SeenLun> {
+        let same = |lun: &Lun| lun.backend == wanted.backend;
+        let mut all = self.luns.iter().filter(|(_, lun)| same(lun));
+        let first = all.clone().next();
+        let exact = all.find(|(_, lun)| lun.read_only == wanted.read_only);
+        let (number, lun) = exact.or(first)?;
+        Some(SeenLun {
+            number: *number,
+            read_only: lun.read_only || wanted.read_only,
+        })
     }
 }
 
@@ -371,6 +411,15 @@ pub struct Lun {
     /// Index into [`Config::backends`].
     pub backend: usize,
     /// Refuse writes through this number, whatever the backend allows.
+    pub read_only: bool,
+}
+
+/// What a number that an initiator sees leads to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SeenLun {
+    /// The target's number.
+    pub number: u16,
+    /// Refuse writes.
     pub read_only: bool,
 }
 
@@ -392,12 +441,21 @@ pub struct Rule {
     pub iqn: Option<IscsiName>,
     /// The source address; any where absent.
     pub address: Option<Net>,
-    /// The numbers of the units it may use; all where absent.
-    pub luns: Option<BTreeSet<u16>>,
+    /// The units that it may use, and by which numbers; all by the target's where absent.
+    pub luns: Option<RuleLuns>,
     /// How it proves who it is over iSCSI; as the target says where absent.
     pub chap: Option<Chap>,
     /// How fast each initiator may use the target.
     pub limits: Option<IoLimits>,
+}
+
+/// The units of a target that an initiator may use.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum RuleLuns {
+    /// Those that have these numbers at the target, by the same numbers.
+    Mask(BTreeSet<u16>),
+    /// By numbers of the rule's own, those on these backends; each is that of a unit of the target.
+    Map(BTreeMap<u16, Lun>),
 }
 
 impl Rule {

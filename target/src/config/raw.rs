@@ -3,7 +3,7 @@
 use std::fmt;
 
 use schemars::JsonSchema;
-use serde::de::value::MapAccessDeserializer;
+use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
 use serde::{Deserialize, Deserializer, de};
 
 use super::value::{Count, Guid, InitiatorId, Listen, NaaText, Net, OnOff, Percent, Size, Span};
@@ -311,14 +311,48 @@ pub(super) struct Rule {
     pub(super) iqn: Option<Located<String>>,
     /// An address, or a network such as 192.0.2.0/24.
     pub(super) address: Option<Net>,
-    /// The numbers it may use; by default all.
-    pub(super) luns: Option<Vec<Located<u64>>>,
+    /// The numbers that it may use, as in [0, 5], or its own numbers for units of the target, as in
+    /// { 0: disk5 }; by default all.
+    pub(super) luns: Option<RuleLuns>,
     /// What it must prove over iSCSI, in the place of the target's `chap`. With `iqn` it binds the name to
     /// these users: no other user of the target can log in with it. Users that share a rule can use each
     /// other's initiator names.
     pub(super) chap: Option<Located<Chap>>,
     /// How fast each initiator that it is about may use this target, by all its sessions together.
     pub(super) limits: Option<Located<IoLimits>>,
+}
+
+/// A list of numbers, or units by numbers.
+#[derive(Debug)]
+pub(super) enum RuleLuns {
+    Mask(Vec<Located<u64>>),
+    Map(Entries<u64, Located<Lun>>),
+}
+
+impl<'de> Deserialize<'de> for RuleLuns {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Visitor;
+
+        impl<'de> de::Visitor<'de> for Visitor {
+            type Value = RuleLuns;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a list of numbers, or a mapping of numbers to backends")
+            }
+
+            fn visit_seq<A: de::SeqAccess<'de>>(self, seq: A) -> Result<RuleLuns, A::Error> {
+                let numbers = Vec::deserialize(SeqAccessDeserializer::new(seq))?;
+                Ok(RuleLuns::Mask(numbers))
+            }
+
+            fn visit_map<A: de::MapAccess<'de>>(self, map: A) -> Result<RuleLuns, A::Error> {
+                let luns = Entries::deserialize(MapAccessDeserializer::new(map))?;
+                Ok(RuleLuns::Map(luns))
+            }
+        }
+
+        deserializer.deserialize_any(Visitor)
+    }
 }
 
 impl<'de> Deserialize<'de> for Access {

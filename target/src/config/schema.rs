@@ -68,6 +68,18 @@ impl JsonSchema for raw::Access {
     }
 }
 
+impl JsonSchema for raw::RuleLuns {
+    fn schema_name() -> Cow<'static, str> {
+        "RuleLuns".into()
+    }
+
+    fn json_schema(generator: &mut SchemaGenerator) -> Schema {
+        let numbers = generator.subschema_for::<Vec<Located<u64>>>();
+        let luns = generator.subschema_for::<Entries<u64, Located<raw::Lun>>>();
+        json_schema!({ "anyOf": [numbers, luns] })
+    }
+}
+
 /// Scalars that YAML readers take for text or numbers, or for a choice of theirs.
 macro_rules! scalars {
     ($($name:ident: $schema:tt,)*) => {$(

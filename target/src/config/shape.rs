@@ -2,6 +2,8 @@
 
 use serde_json::{Map, Value};
 
+use super::Tree;
+
 /// What may stand at a place of a configuration.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape<'s> {
@@ -35,6 +37,14 @@ pub enum Scalar {
     Number,
     /// Whatever else; what it means is checked with the configuration.
     Text,
+}
+
+impl Kind<'_> {
+    /// Whether these are objects, or hold some.
+    #[must_use]
+    pub fn is_structured(self) -> bool {
+        matches!(self, Self::Object(_) | Self::Map(_) | Self::List(_))
+    }
 }
 
 impl<'s> Shape<'s> {
@@ -73,6 +83,19 @@ impl<'s> Shape<'s> {
         Kind::Scalar(scalar(&ways))
     }
 
+    /// What stands here, where there is this: some places take scalars in order, or objects by names.
+    #[must_use]
+    pub fn kind_of(self, tree: Option<&Tree>) -> Kind<'s> {
+        let kind = self.kind();
+        let (Kind::Values(_), Some(Tree::Map(_))) = (kind, tree) else {
+            return kind;
+        };
+        let ways = self.ways();
+        let map = ways.iter().map(|way| &way["additionalProperties"]);
+        let inner = map.filter(|inner| inner.is_object()).next_back();
+        inner.map_or(kind, |inner| Kind::Map(self.of(inner)))
+    }
+
     /// The object's key of this name.
     #[must_use]
     pub fn key(self, name: &str) -> Option<Self> {
@@ -85,7 +108,7 @@ impl<'s> Shape<'s> {
     /// Whether objects stand here, or beneath.
     #[must_use]
     pub fn is_structured(self) -> bool {
-        matches!(self.kind(), Kind::Object(_) | Kind::Map(_) | Kind::List(_))
+        self.kind().is_structured()
     }
 
     /// Whether nothing here is something else than an empty object or list.
@@ -222,6 +245,28 @@ mod tests {
         ] {
             assert_eq!(kind_of(keys), kind, "{keys:?}");
         }
+    }
+
+    #[test]
+    fn a_rule_has_numbers_or_units_by_number() {
+        let schema = schema();
+        let mut shape = Shape::root(&schema);
+        for key in ["targets", "", "access", "", "luns"] {
+            shape = match shape.kind() {
+                Kind::List(inner) => inner,
+                _ => shape.key(key).unwrap(),
+            };
+        }
+        for tree in [None, Some(&Tree::List(Vec::new()))] {
+            assert!(matches!(
+                shape.kind_of(tree),
+                Kind::Values(Scalar::Number)
+            ));
+        }
+        let Kind::Map(lun) = shape.kind_of(Some(&Tree::Map(Vec::new()))) else {
+            panic!("no units by number");
+        };
+        assert_eq!(lun.short_for(), Some("backend"));
     }
 
     #[test]

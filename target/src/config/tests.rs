@@ -4,6 +4,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 
 use proptest::prelude::*;
+use riser_scsi::iscsi::name::IscsiName;
 
 use super::*;
 use crate::backend::{Direct, Geometry, Source};
@@ -91,7 +92,7 @@ fn access_is_denied_unless_a_rule_allows_it() {
     assert_eq!(allowed(by_guid, "198.51.100.1"), Some(vec![0]));
     assert_eq!(allowed(by_port, "192.0.2.99"), Some(vec![0, 1]));
     assert_eq!(allowed(by_port, "198.51.100.1"), None);
-    assert_eq!(allowed("00", "2001:db8::77"), Some(vec![0, 1]));
+    assert_eq!(allowed("00", "2001:db8::77"), Some(vec![0, 5]));
     assert_eq!(allowed("00", "2001:db9::77"), None);
     let nobody = parse(&with("", "    luns: { 0: d }\n", ""));
     assert_eq!(
@@ -102,6 +103,45 @@ fn access_is_denied_unless_a_rule_allows_it() {
         nobody.notes,
         ["target `t` lets nobody in: give `access:` rules, or `access: open`"]
     );
+}
+
+#[test]
+fn a_rule_gives_units_numbers_of_its_own() {
+    let text = "backends: { a: { kind: ram, size: 1MiB }, b: { kind: ram, size: 1MiB } }
+targets:
+  - name: t
+    iqn: iqn.2026-01.a:t
+    portals: [{ protocol: iscsi, listen: 127.0.0.1 }]
+    luns: { 0: a, 1: b, 2: { backend: b, read_only: true }, 3: { backend: a, read_only: true } }
+    access:
+      - { iqn: \"iqn.2026-01.a:one\", luns: { 0: b, 5: { backend: a, read_only: true } } }
+      - { iqn: \"iqn.2026-01.a:two\", luns: { 9: { backend: b, read_only: true }, 10: a } }
+      - { iqn: \"iqn.2026-01.a:three\", luns: {} }
+      - { iqn: \"iqn.2026-01.a:four\", luns: [2, 0] }
+";
+    let config = parse(text);
+    let seen = |name: &str| {
+        let name = IscsiName::new(&format!("iqn.2026-01.a:{name}")).unwrap();
+        let seen = config.targets[0].allowed_luns_of(&name, [127, 0, 0, 1].into());
+        let seen = seen.unwrap().into_iter();
+        seen.map(|(seen, lun)| (seen, lun.number, lun.read_only))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(seen("one"), [(0, 1, false), (5, 3, true)]);
+    assert_eq!(seen("two"), [(9, 2, true), (10, 0, false)]);
+    assert_eq!(seen("three"), []);
+    assert_eq!(seen("four"), [(0, 0, false), (2, 2, true)]);
+    assert_eq!(parse(&config.to_yaml()), config);
+    // What is read-only for the target is so for everybody.
+    let text = text.replace("1: b, ", "").replace("3: { backend: a, read_only: true } ", "");
+    let config = parse(&text);
+    let name = IscsiName::new("iqn.2026-01.a:one").unwrap();
+    let seen = config.targets[0].allowed_luns_of(&name, [127, 0, 0, 1].into());
+    let b = SeenLun {
+        number: 2,
+        read_only: true,
+    };
+    assert_eq!(seen.unwrap()[&0], b);
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -348,6 +388,20 @@ fn mistakes_are_named_with_their_place() {
         (
             access("[{ address: 10.0.0.1, luns: [0, 3] }]"),
             "7:45: targets[0].access[0].luns[1]: this target has no LUN 3",
+        ),
+        (
+            access("[{ address: 10.0.0.1, luns: { 0: x } }]"),
+            "7:46: targets[0].access[0].luns.0: there is no backend `x`",
+        ),
+        (
+            access("[{ address: 10.0.0.1, luns: d }]"),
+            "7:35: targets[0].access[0].luns: expected a list of numbers, or a mapping of numbers to backends, not string \"d\"",
+        ),
+        (
+            "backends: { d: { kind: ram, size: 512 }, e: { kind: ram, size: 512 } }\n\
+             targets: [{ name: t, portals: [{ protocol: srp, listen: 127.0.0.1 }], luns: { 0: d }, \
+             access: [{ address: 10.0.0.1, luns: { 0: e } }] }]".into(),
+            "2:128: targets[0].access[0].luns.0: backend `e` is not a LUN of this target (add it to the `luns` of the target; a rule gives it another number)",
         ),
         (
             access("[{ initiator: 12 }]"),

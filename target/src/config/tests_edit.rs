@@ -150,6 +150,53 @@ fn keys_are_set_by_their_kinds() {
 }
 
 #[test]
+fn a_rule_gets_numbers_or_units_by_number() {
+    let rule = |d: &mut Document, keys: &[&str]| {
+        d.delete(&place("/targets/t/access"))?;
+        d.create(&place("/targets/t/access/0"), &pairs(keys))
+    };
+    let said = |luns: &str| {
+        Ok(vec![format!(
+            "/targets/t/access \"open\" [{{\"address\":\"10.0.0.0/8\",\"luns\":{luns}}}]"
+        )])
+    };
+    let address = "address=10.0.0.0/8";
+    assert_eq!(changed(|d| rule(d, &[address, "luns=0"])), said("[0]"));
+    let unit = |d: &mut Document, number: u8, keys: &[&str]| {
+        let at = format!("/targets/t/access/0/luns/{number}");
+        d.create(&place(&at), &pairs(keys))
+    };
+    let mapped = changed(|d| {
+        rule(d, &[address])?;
+        unit(d, 5, &["backend=a"])?;
+        unit(d, 7, &["backend=a", "read_only=true"])
+    });
+    assert_eq!(
+        mapped,
+        said("{\"5\":\"a\",\"7\":{\"backend\":\"a\",\"read_only\":true}}")
+    );
+    let changed_again = changed(|d| {
+        rule(d, &[address])?;
+        unit(d, 5, &["backend=a"])?;
+        d.set(&place("/targets/t/access/0/luns/5"), &pairs(&["read_only=true"]))?;
+        unit(d, 6, &["backend=a"])?;
+        d.delete(&place("/targets/t/access/0/luns/6"))
+    });
+    assert_eq!(
+        changed_again,
+        said("{\"5\":{\"backend\":\"a\",\"read_only\":true}}")
+    );
+    let mixed = changed(|d| {
+        rule(d, &[address, "luns=0"])?;
+        unit(d, 5, &["backend=a"])
+    });
+    assert_eq!(
+        mixed.unwrap_err(),
+        "/targets/t/access/0/luns: this is a value; there is no `5` beneath it"
+    );
+}
+
+#[test]
 fn objects_come_and_go_by_their_names() {
     let create = |at: &str, keys: &[&str]| changed(|d| d.create(&place(at), &pairs(keys)));
     let one = |text: &str| Ok(vec![text.to_owned()]);

@@ -1,6 +1,7 @@
 //! From a [`Config`] back to the words of a file, which read back equal. What a file may leave out,
 //! and what has its default, is left out.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use riser_scsi::iscsi::chap::ALGORITHMS;
@@ -9,7 +10,7 @@ use riser_scsi::vpd::Naa;
 use super::io_limits;
 use super::model::{
     Access, Backend, Chap, ChapUser, Config, Limits, LinkFaults, Location, Log, LogFormat, Lun,
-    Metrics, Portal, Provider, Redirect, Rule, Secret, Target, Transport, Workers,
+    Metrics, Portal, Provider, Redirect, Rule, RuleLuns, Secret, Target, Transport, Workers,
 };
 use super::tree::Tree;
 use crate::backend::{Direct, Source};
@@ -179,16 +180,12 @@ fn target(config: &Config, target: &Target) -> Tree {
     map.shown("iqn", target.iqn.as_ref());
     let portals = target.portals.iter().map(portal);
     map.put("portals", Tree::List(portals.collect()));
-    let luns = target.luns.iter();
-    map.some(
-        "luns",
-        map_of(luns.map(|(number, l)| (number.to_string(), lun(config, l)))),
-    );
+    map.some("luns", luns(config, &target.luns));
     map.set("chap", target.chap.as_ref().map(chap));
     match &target.access {
         Access::Open => map.text("access", Some("open")),
         Access::Rules(rules) => {
-            map.some("access", Tree::List(rules.iter().map(rule).collect()));
+            map.some("access", Tree::List(rules.iter().map(|r| rule(config, r)).collect()));
         }
     }
     map.tree()
@@ -212,6 +209,13 @@ fn redirect(redirect: &Redirect) -> Tree {
     map.tree()
 }
 
+fn luns(config: &Config, luns: &BTreeMap<u16, Lun>) -> Tree {
+    map_of(
+        luns.iter()
+            .map(|(number, l)| (number.to_string(), lun(config, l))),
+    )
+}
+
 fn lun(config: &Config, lun: &Lun) -> Tree {
     let name = Tree::Text(config.backend(lun).name.clone());
     if !lun.read_only {
@@ -223,16 +227,19 @@ fn lun(config: &Config, lun: &Lun) -> Tree {
     map.tree()
 }
 
-fn rule(rule: &Rule) -> Tree {
+fn rule(config: &Config, rule: &Rule) -> Tree {
     let mut map = Map::default();
     map.shown("initiator", rule.initiator);
     map.shown("iqn", rule.iqn.as_ref());
     map.shown("address", rule.address);
-    let luns = rule.luns.as_ref();
-    map.set(
-        "luns",
-        luns.map(|luns| Tree::List(luns.iter().map(|l| Tree::Number((*l).into())).collect())),
-    );
+    let seen = rule.luns.as_ref().map(|seen| match seen {
+        RuleLuns::Mask(mask) => {
+            let numbers = mask.iter().map(|number| Tree::Number((*number).into()));
+            Tree::List(numbers.collect())
+        }
+        RuleLuns::Map(map) => luns(config, map),
+    });
+    map.set("luns", seen);
     map.set("chap", rule.chap.as_ref().map(chap));
     map.set("limits", rule.limits.as_ref().map(io_limits::write));
     map.tree()

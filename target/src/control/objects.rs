@@ -161,7 +161,7 @@ impl Facts {
                 };
                 format!("{}{mutual}", count(users, "user"))
             }
-            _ => match found.shape.kind() {
+            _ => match found.kind() {
                 Kind::Map(_) | Kind::List(_) => found.children().len().to_string(),
                 _ if found.tree.is_none() => "defaults".to_owned(),
                 _ => scalars(found),

@@ -454,13 +454,18 @@ impl Accounts {
         Some(addressed(account))
     }
 
-    /// The session uses other units from now on.
+    /// The session uses other units from now on. Several places may lead to one unit of the target.
     pub fn follow(&mut self, luns: &LunMap) {
-        let old = self.0.drain(..).flatten();
-        let mut old: HashMap<_, _> = old.map(|a| (Arc::as_ptr(&a.lun), a)).collect();
+        let mut old: HashMap<_, Vec<_>> = HashMap::new();
+        for account in self.0.drain(..).flatten().rev() {
+            let accounts = old.entry(Arc::as_ptr(&account.lun)).or_default();
+            accounts.push(account);
+        }
         let places = 0..luns.luns().len();
-        self.0
-            .extend(places.map(|place| old.remove(&Arc::as_ptr(&luns.mapping(place).stats))));
+        self.0.extend(places.map(|place| {
+            let stats = Arc::as_ptr(&luns.mapping(place).stats);
+            old.get_mut(&stats)?.pop()
+        }));
     }
 
     /// The session is over: units keep what it has done.

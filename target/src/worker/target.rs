@@ -206,7 +206,7 @@ pub struct TargetDef {
     pub config: config::Target,
     /// Where it listens.
     pub portals: Vec<PortalDef>,
-    /// Its units, by number.
+    /// Its units, in ascending order of their numbers.
     pub units: Vec<(u16, Arc<Unit>)>,
     /// What is counted of each of them.
     pub stats: Vec<Arc<LunStats>>,
@@ -312,18 +312,20 @@ impl TargetDef {
 
     fn map_of(
         &self,
-        allowed: &BTreeMap<u16, config::Lun>,
+        allowed: &BTreeMap<u16, config::SeenLun>,
         limiter: Option<Arc<Limiter>>,
     ) -> Arc<LunMap> {
-        let seen = self.units.iter().zip(&self.stats);
-        let luns = LunMap::new(seen.filter_map(|((number, unit), stats)| {
+        let entry = |(number, seen): (&u16, &config::SeenLun)| {
+            let units = &self.units;
+            let place = units.binary_search_by_key(&seen.number, |(n, _)| *n).ok()?;
             let mapping = Mapping {
-                unit: Arc::clone(unit),
-                stats: Arc::clone(stats),
-                read_only: allowed.get(number)?.read_only,
+                unit: Arc::clone(&units[place].1),
+                stats: Arc::clone(&self.stats[place]),
+                read_only: seen.read_only,
             };
             Some((LunId::new(u32::from(*number))?, mapping))
-        }));
+        };
+        let luns = LunMap::new(allowed.iter().filter_map(entry));
         Arc::new(luns.with_limiter(limiter))
     }
 

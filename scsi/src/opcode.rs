@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// INQUIRY.
-pub(crate) const INQUIRY: u8 = 0x12;
+pub const INQUIRY: u8 = 0x12;
 /// REQUEST SENSE.
 pub(crate) const REQUEST_SENSE: u8 = 0x03;
 /// START STOP UNIT.
@@ -750,7 +750,8 @@ pub(crate) fn find(cdb: &[u8]) -> Result<&'static Opcode, Sense> {
 const INVALID_ACTION: Sense = Sense::cdb_field(1, Some(4));
 
 /// Whether a CDB's command runs although a unit attention is pending.
-pub(crate) fn is_free_of_attention(cdb: &[u8]) -> bool {
+#[must_use]
+pub fn is_free_of_attention(cdb: &[u8]) -> bool {
     cdb.first()
         .and_then(|&code| with_code(code).next())
         .is_some_and(|entry| entry.gates.contains(Gates::UNDER_ATTENTION))

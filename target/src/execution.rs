@@ -24,12 +24,13 @@ use std::time::Instant;
 
 use arrayvec::ArrayVec;
 use riser_scsi::access::NoData;
+use riser_scsi::attention::Attention;
 use riser_scsi::command::Command;
 use riser_scsi::device::respond_absent;
 use riser_scsi::kind::Kind;
 use riser_scsi::lun::LunId;
 use riser_scsi::nexus::NexusId;
-use riser_scsi::opcode::Opcode;
+use riser_scsi::opcode::{self, Opcode};
 use riser_scsi::sense::{AdditionalSense, Sense, SenseFormat};
 use riser_scsi::step::{
     DataIn, DataOut, Expected, Request, Response, Status, Step, StepResult, TaskAttribute,
@@ -79,6 +80,8 @@ pub struct Execution<const CDB: usize> {
     pub unit: Option<Arc<Unit>>,
     /// Whether the number that leads to it is read-only.
     read_only: bool,
+    /// Whether the initiator may have meant another unit: see [`LunMap`](crate::srp::LunMap).
+    has_moved: bool,
     /// Task attribute.
     pub attribute: TaskAttribute,
     /// The CDB.
@@ -127,6 +130,7 @@ impl<const CDB: usize> Execution<CDB> {
         Self {
             unit: None,
             read_only: false,
+            has_moved: false,
             attribute: TaskAttribute::Simple,
             cdb: ArrayVec::new(),
             expected: Expected::default(),
@@ -152,6 +156,12 @@ impl<const CDB: usize> Execution<CDB> {
         self.unit.as_ref().is_some_and(|own| Arc::ptr_eq(own, unit))
     }
 
+    /// Whether it is for one of these units.
+    #[must_use]
+    pub fn is_of_any(&self, units: &[Arc<Unit>]) -> bool {
+        units.iter().any(|unit| self.is_of(unit))
+    }
+
     /// Takes in a command for a unit, which goes to an account, or for none. Its CDB is known, and so are
     /// its nexus and its tag there.
     pub fn take_in(
@@ -163,6 +173,7 @@ impl<const CDB: usize> Execution<CDB> {
     ) {
         self.read_only = addressed.as_ref().is_some_and(|a| a.read_only);
         self.limiter = addressed.as_ref().and_then(|a| a.limiter.clone());
+        self.has_moved = addressed.as_ref().is_some_and(|a| a.has_moved);
         self.unit = addressed.map(|Addressed { unit, account, .. }| {
             let cdb = &self.cdb;
             let subject = || Subject {
@@ -331,6 +342,11 @@ impl<const CDB: usize> Execution<CDB> {
         self.course.enter(Stage::Scsi, now);
         let request = self.request(nexus, luns);
         let step = match &self.unit {
+            Some(unit) if self.has_moved && !opcode::is_free_of_attention(&self.cdb) => {
+                let sense = Attention::LunsChanged.sense();
+                let format = unit.lu.sense_format();
+                Step::Respond(Response::check_condition(&sense, format, self.expected))
+            }
             Some(unit) => {
                 let (command, step) = unit.lu.start(&request);
                 self.command = Some(command);

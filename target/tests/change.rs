@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use mini::{Mini, Said, cdb10, login_req, real};
-use riser_scsi::srp::DataBuffer;
+use riser_scsi::srp::{DataBuffer, TskMgmtFunction};
 use riser_target::backend::{Fault, FaultOn, Faults, Store};
 use riser_target::config::Config;
 use riser_target::server::Server;
@@ -211,4 +211,155 @@ fn what_cannot_change_is_refused_whole() {
     assert_eq!(ready(&mut mini, 0), GOOD);
     assert_eq!(ready(&mut mini, 1), NO_SUCH_UNIT);
     server.shutdown().unwrap();
+}
+
+/// What an initiator sees, by rule: `first` is that of the host 127.79.NET.2.
+fn mapped(net: u8, image: &Image, first: &str, faults: Option<&Arc<Faults>>) -> Config {
+    let rules = format!(
+        "access: [{{ address: 127.79.{net}.2, luns: {first} }}, {{ address: 127.79.{net}.3, luns: [0] }}]"
+    );
+    let mut config = text(net, image, "{ 0: d, 1: e }", &rules);
+    config.backends[1].spec.faults = faults.cloned();
+    config
+}
+
+/// A command that reads; its status and data.
+fn read(mini: &mut Mini<Roce>, lun: u8, cdb: &[u8], len: u32) -> (u8, Vec<u8>) {
+    let into = DataBuffer::Direct(mini.desc(0, len));
+    mini.data.fill(0, len as usize, 0);
+    mini.send_cmd(11, lun, cdb, DataBuffer::None, into);
+    let answer = mini.answer(&mut real);
+    let data = mini.data.slice(0..len as usize).unwrap().to_vec();
+    (answer.status, data)
+}
+
+fn write(mini: &mut Mini<Roce>, lun: u8, byte: u8) -> u8 {
+    mini.data.fill(0, 512, byte);
+    let from = DataBuffer::Direct(mini.desc(0, 512));
+    mini.send_cmd(12, lun, &cdb10(0x2a, 0, 1), from, DataBuffer::None);
+    mini.answer(&mut real).status
+}
+
+/// The numbers that REPORT LUNS returns.
+fn numbers(mini: &mut Mini<Roce>, lun: u8) -> Vec<u8> {
+    let report = [0xa0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0];
+    let (status, list) = read(mini, lun, &report, 256);
+    assert_eq!(status, 0);
+    let len = u32::from_be_bytes(list[..4].try_into().unwrap()) as usize;
+    list[8..8 + len].chunks(8).map(|entry| entry[1]).collect()
+}
+
+const INQUIRY: [u8; 6] = [0x12, 0, 0, 0, 36, 0];
+
+#[test]
+fn each_initiator_has_numbers_of_its_own() {
+    let image = Image::new("numbers");
+    let first = mapped(5, &image, "{ 0: e, 5: d }", None);
+    let mut server = Server::start(&first).unwrap();
+    let (mut one, mut other) = (connect(&server, 5, 2), connect(&server, 5, 3));
+    assert_eq!(numbers(&mut one, 0), [0, 5]);
+    assert_eq!(numbers(&mut other, 0), [0]);
+    assert_eq!(ready(&mut one, 5), POWER_ON);
+    let block = cdb10(0x28, 0, 1);
+    assert_eq!(write(&mut one, 5, 0xd5), 0);
+    assert_eq!(read(&mut other, 0, &block, 512), (0, vec![0xd5; 512]));
+    assert_eq!(read(&mut one, 0, &block, 512), (0, vec![0; 512]));
+    let (status, absent) = read(&mut one, 3, &INQUIRY, 36);
+    assert_eq!((status, absent[0]), (0, 0x7f));
+    assert_eq!(ready(&mut one, 3), NO_SUCH_UNIT);
+
+    // A registration is the unit's, whatever the number.
+    let register = [0x5f, 0x06, 0, 0, 0, 0, 0, 0, 24, 0];
+    let mut list = [0; 24];
+    list[15] = 7;
+    one.data.write(0, &list);
+    let from = DataBuffer::Direct(one.desc(0, 24));
+    one.send_cmd(13, 5, &register, from, DataBuffer::None);
+    assert_eq!(one.answer(&mut real).status, 0);
+
+    // The unit moves to another number; who sees the same as before does not notice.
+    let second = mapped(5, &image, "{ 0: e, 6: d }", None);
+    server.change(second).unwrap();
+    assert_eq!(ready(&mut other, 0), GOOD);
+    assert_eq!(ready(&mut one, 0), LUNS_CHANGED);
+    assert_eq!(ready(&mut one, 0), GOOD);
+    assert_eq!(ready(&mut one, 5), NO_SUCH_UNIT);
+    assert_eq!(ready(&mut one, 6), LUNS_CHANGED);
+    assert_eq!(numbers(&mut one, 6), [0, 6]);
+    let keys = [0x5e, 0, 0, 0, 0, 0, 0, 0, 16, 0];
+    for (mini, lun) in [(&mut one, 6), (&mut other, 0)] {
+        let (status, found) = read(mini, lun, &keys, 16);
+        assert_eq!((status, found[7], found[15]), (0, 8, 7));
+    }
+    server.shutdown().unwrap();
+}
+
+/// A number comes to lead to another unit while the initiator has commands on their way, which it means for
+/// the one before.
+#[test]
+fn no_command_for_one_unit_reaches_another_by_its_number() {
+    let image = Image::new("moved");
+    let mut server = Server::start(&mapped(6, &image, "{ 0: d, 4: d }", None)).unwrap();
+    let mut mini = connect(&server, 6, 2);
+    assert_eq!(ready(&mut mini, 4), GOOD);
+    server
+        .change(mapped(6, &image, "{ 0: d, 4: e }", None))
+        .unwrap();
+    for _ in 0..3 {
+        assert_eq!(write(&mut mini, 4, 0x77), 2);
+    }
+    assert_eq!(read(&mut mini, 4, &INQUIRY, 36).0, 0);
+    // From here on it knows; the unit has something to report as well.
+    let power_on = ready(&mut mini, 4);
+    assert_eq!(power_on, POWER_ON);
+    assert_eq!(ready(&mut mini, 4), LUNS_CHANGED);
+    assert_eq!(ready(&mut mini, 4), GOOD);
+    assert_eq!(std::fs::read(&image.0).unwrap()[..512], [0; 512]);
+    assert_eq!(write(&mut mini, 4, 0x78), 0);
+    server.shutdown().unwrap();
+}
+
+/// What was under way when a number came to lead elsewhere, or nowhere, ends by functions for that number.
+#[test]
+fn functions_for_a_number_find_what_is_under_way_at_the_unit_before() {
+    let image = Image::new("functions");
+    let slow = Fault {
+        on: FaultOn::Write,
+        offset: 0,
+        len: 512,
+        times: None,
+        delay: Duration::from_millis(800),
+        error: None,
+    };
+    let faults = Arc::new(Faults::new(vec![slow]));
+    let faults = Some(&faults);
+    for (net, after, function) in [
+        (7, "{ 0: d, 1: d }", TskMgmtFunction::AbortTask),
+        (8, "{ 0: d }", TskMgmtFunction::AbortTask),
+        (9, "{ 0: d, 1: d }", TskMgmtFunction::LogicalUnitReset),
+        (10, "{ 0: d }", TskMgmtFunction::AbortTaskSet),
+    ] {
+        let mut server = Server::start(&mapped(net, &image, "{ 0: d, 1: e }", faults)).unwrap();
+        let mut mini = connect(&server, net, 2);
+        assert_eq!(ready(&mut mini, 1), POWER_ON);
+        let from = DataBuffer::Direct(mini.desc(0, 512));
+        mini.send_cmd(9, 1, &cdb10(0x2a, 0, 1), from, DataBuffer::None);
+        let unit = Arc::clone(&server.shared().registry.catalog().targets[0].units[1].1);
+        let until = Instant::now() + Duration::from_secs(10);
+        while unit.tasks() == 0 {
+            assert!(Instant::now() < until);
+            real(&mut mini.dev);
+        }
+        server.change(mapped(net, &image, after, faults)).unwrap();
+        mini.send_tmf_to(10, 1, function, 9);
+        let answer = mini.answer(&mut real);
+        assert_eq!(
+            (answer.tag, answer.code),
+            (10, Some(0)),
+            "{after} {function:?}"
+        );
+        assert_eq!(unit.tasks(), 0, "the answer waits for the command");
+        drop(unit);
+        server.shutdown().unwrap();
+    }
 }

@@ -562,6 +562,59 @@ fn a_unit_that_is_taken_away_ends_its_commands() {
     server.shutdown().unwrap();
 }
 
+/// A number that an access rule gives another unit: what was under way ends, also by a function for the number,
+/// and no command that was meant for the unit before reaches the other one.
+#[test]
+fn a_number_that_leads_elsewhere_takes_no_commands_along() {
+    let port = free_port();
+    let faults = one_slow_write();
+    let mapped = |number: &str| {
+        let rule = format!("access: [{{ address: 127.0.0.1, luns: {{ 0: {number} }} }}]");
+        let text = text(port).replacen("access: open", &rule, 1);
+        let both = text.replacen("luns: { 0: ram }", "luns: { 0: ram, 1: more }", 1);
+        slow(&both, &faults)
+    };
+    let mut server = Server::start(&mapped("ram")).unwrap();
+    let open = "iqn.2026-01.org.example:open";
+    let mut client = Client::login(port, open, 1, None).unwrap();
+    assert_eq!(client.command(&[0; 6], false, 0, &[]).0, 2, "power on");
+    let tag = client.cmd_sn;
+    client.send_command(&WRITE, true, 512, &[1; 512]);
+    std::thread::sleep(Duration::from_millis(100));
+    server.change(mapped("more")).unwrap();
+    for function in [TmfFunction::QueryTask, TmfFunction::AbortTask] {
+        let request = TmfRequest {
+            immediate: true,
+            function,
+            lun: [0; 8],
+            itt: Itt(0x3000),
+            referenced: Itt(tag),
+            cmd_sn: CmdSn(client.cmd_sn),
+            exp_stat_sn: StatSn(0),
+            ref_cmd_sn: CmdSn(tag),
+            exp_data_sn: 0,
+        };
+        client.send(request.header(), &[]);
+        let FromTarget::TmfResponse(answer) = next(&mut client) else {
+            panic!("an answer to the function");
+        };
+        let expected = match function {
+            TmfFunction::QueryTask => TmfStatus::Succeeded,
+            _ => TmfStatus::Complete,
+        };
+        assert_eq!(answer.status, expected);
+    }
+    for _ in 0..3 {
+        let (status, _) = client.command(&WRITE, true, 512, &[2; 512]);
+        assert_eq!(status, 2, "reported LUNs data has changed");
+    }
+    let inquiry = [0x12, 0, 0, 0, 36, 0];
+    assert_eq!(client.command(&inquiry, false, 36, &[]).0, 0);
+    while client.command(&[0; 6], false, 0, &[]).0 != 0 {}
+    assert_eq!(client.command(&READ, false, 512, &[]), (0, vec![0; 512]));
+    server.shutdown().unwrap();
+}
+
 /// The next PDU that is no asynchronous message.
 fn next(client: &mut Client) -> FromTarget {
     loop {

@@ -246,9 +246,8 @@ fn units(backends: BTreeMap<u64, String>, views: &[View]) -> BTreeMap<u64, Unit>
 /// What a rule says of the units that it shows; nothing if it shows what the target has.
 fn rule_luns(seen: &BTreeMap<u64, Seen>, luns: &BTreeMap<u64, Unit>) -> Option<Value> {
     let mut all = seen.iter();
-    let is_own = all.all(|(number, seen)| {
-        *number == seen.number && luns[number].read_only == seen.read_only
-    });
+    let is_own = all
+        .all(|(number, seen)| *number == seen.number && luns[number].read_only == seen.read_only);
     match is_own {
         true if seen.len() == luns.len() => None,
         true => Some(json!(seen.keys().collect::<Vec<_>>())),

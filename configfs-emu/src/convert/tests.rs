@@ -184,7 +184,12 @@ fn numbers_of_rules_are_mapped_luns() {
         let document = running(rules);
         let world = Fixture::default().world;
         let imported = import(&document, "nobody".to_owned(), &world);
-        assert_eq!(imported.hidden.is_empty(), is_shown, "{:?}", imported.hidden);
+        assert_eq!(
+            imported.hidden.is_empty(),
+            is_shown,
+            "{:?}",
+            imported.hidden
+        );
         let exported = export(&imported.tree, &imported.rest, &world).unwrap();
         assert_eq!(exported.document, document);
         if is_shown {

@@ -91,8 +91,8 @@ impl<'s> Shape<'s> {
             return kind;
         };
         let ways = self.ways();
-        let map = ways.iter().map(|way| &way["additionalProperties"]);
-        let inner = map.filter(|inner| inner.is_object()).next_back();
+        let mut maps = ways.iter().map(|way| &way["additionalProperties"]);
+        let inner = maps.find(|inner| inner.is_object());
         inner.map_or(kind, |inner| Kind::Map(self.of(inner)))
     }
 
@@ -258,10 +258,7 @@ mod tests {
             };
         }
         for tree in [None, Some(&Tree::List(Vec::new()))] {
-            assert!(matches!(
-                shape.kind_of(tree),
-                Kind::Values(Scalar::Number)
-            ));
+            assert!(matches!(shape.kind_of(tree), Kind::Values(Scalar::Number)));
         }
         let Kind::Map(lun) = shape.kind_of(Some(&Tree::Map(Vec::new()))) else {
             panic!("no units by number");

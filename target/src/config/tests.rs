@@ -133,7 +133,9 @@ targets:
     assert_eq!(seen("four"), [(0, 0, false), (2, 2, true)]);
     assert_eq!(parse(&config.to_yaml()), config);
     // What is read-only for the target is so for everybody.
-    let text = text.replace("1: b, ", "").replace("3: { backend: a, read_only: true } ", "");
+    let text = text
+        .replace("1: b, ", "")
+        .replace("3: { backend: a, read_only: true } ", "");
     let config = parse(&text);
     let name = IscsiName::new("iqn.2026-01.a:one").unwrap();
     let seen = config.targets[0].allowed_luns_of(&name, [127, 0, 0, 1].into());
@@ -400,7 +402,8 @@ fn mistakes_are_named_with_their_place() {
         (
             "backends: { d: { kind: ram, size: 512 }, e: { kind: ram, size: 512 } }\n\
              targets: [{ name: t, portals: [{ protocol: srp, listen: 127.0.0.1 }], luns: { 0: d }, \
-             access: [{ address: 10.0.0.1, luns: { 0: e } }] }]".into(),
+             access: [{ address: 10.0.0.1, luns: { 0: e } }] }]"
+                .into(),
             "2:128: targets[0].access[0].luns.0: backend `e` is not a LUN of this target (add it to the `luns` of the target; a rule gives it another number)",
         ),
         (

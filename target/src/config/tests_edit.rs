@@ -178,7 +178,10 @@ fn a_rule_gets_numbers_or_units_by_number() {
     let changed_again = changed(|d| {
         rule(d, &[address])?;
         unit(d, 5, &["backend=a"])?;
-        d.set(&place("/targets/t/access/0/luns/5"), &pairs(&["read_only=true"]))?;
+        d.set(
+            &place("/targets/t/access/0/luns/5"),
+            &pairs(&["read_only=true"]),
+        )?;
         unit(d, 6, &["backend=a"])?;
         d.delete(&place("/targets/t/access/0/luns/6"))
     });

@@ -182,7 +182,9 @@ fn target(chance: &mut Chance, n: usize, backends: &[String]) -> String {
                     false => String::new(),
                 };
                 let mask: Vec<_> = numbers.iter().map(|(n, _)| n.to_string()).collect();
-                let map = numbers.iter().map(|(n, lun)| format!("{}: {lun}", n / 2 + 1));
+                let map = numbers
+                    .iter()
+                    .map(|(n, lun)| format!("{}: {lun}", n / 2 + 1));
                 let mask = match chance.below(3) {
                     0 => format!(", luns: [{}]", mask.join(", ")),
                     1 => format!(", luns: {{ {} }}", map.collect::<Vec<_>>().join(", ")),

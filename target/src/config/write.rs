@@ -185,7 +185,10 @@ fn target(config: &Config, target: &Target) -> Tree {
     match &target.access {
         Access::Open => map.text("access", Some("open")),
         Access::Rules(rules) => {
-            map.some("access", Tree::List(rules.iter().map(|r| rule(config, r)).collect()));
+            map.some(
+                "access",
+                Tree::List(rules.iter().map(|r| rule(config, r)).collect()),
+            );
         }
     }
     map.tree()

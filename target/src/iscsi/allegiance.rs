@@ -504,7 +504,8 @@ impl<D: Datamover> Channel<D> {
         task.exec.watchers.extend(before.watchers);
         let addressed = self.session.as_ref().and_then(|session| {
             let worker = self.config.worker;
-            self.accounts.addressed(&session.luns, parcel.lun, worker)
+            let luns = &session.luns;
+            self.accounts.addressed(luns, parcel.lun, &[], worker)
         });
         let account = addressed.map(|addressed| addressed.account);
         task.exec.course.join(account);

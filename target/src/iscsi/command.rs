@@ -53,7 +53,8 @@ impl<D: Datamover> Channel<D> {
         self.counters.bytes_out += frame.data.len() as u64;
         let session = self.session.as_ref().expect("full-feature phase");
         let (worker, nexus) = (self.config.worker, session.nexus);
-        let addressed = self.accounts.addressed(&session.luns, command.lun, worker);
+        let (luns, cdb) = (&session.luns, &command.cdb);
+        let addressed = self.accounts.addressed(luns, command.lun, cdb, worker);
         let first_burst = session.params.first_burst.min(command.expected_length);
         let bidirectional = command.reads && command.writes;
         let staged = self.stage(frame.data);

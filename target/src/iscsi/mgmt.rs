@@ -77,7 +77,8 @@ impl<D: Datamover> Channel<D> {
         request: &TmfRequest,
     ) -> Option<TmfStatus> {
         let session = self.session.as_ref().expect("full-feature phase");
-        let unit = session.luns.addressed(request.lun);
+        let present = session.luns.addressed(request.lun);
+        let units = session.luns.with_left(request.lun);
         let whole_target = match request.function {
             TmfFunction::TargetWarmReset | TmfFunction::TargetColdReset => {
                 Some(TaskManagement::LogicalUnitReset)
@@ -101,7 +102,7 @@ impl<D: Datamover> Channel<D> {
                 .for_each(|unit| self.manage(idx, unit, function));
             return None;
         }
-        let Some(unit) = unit else {
+        let Some(unit) = units.first() else {
             return Some(TmfStatus::LunDoesNotExist);
         };
         let is_about_others = matches!(
@@ -113,7 +114,7 @@ impl<D: Datamover> Channel<D> {
         }
         let function = match request.function {
             TmfFunction::AbortTask => {
-                let Some(task) = self.find_command(request.referenced, &unit) else {
+                let Some(task) = self.find_command(request.referenced, &units) else {
                     let answer = self.abort_elsewhere(idx, request);
                     unit.count_abort(answer.is_none());
                     return answer;
@@ -125,13 +126,13 @@ impl<D: Datamover> Channel<D> {
                 return None;
             }
             TmfFunction::QueryTask => {
-                let found = self.find_command(request.referenced, &unit);
+                let found = self.find_command(request.referenced, &units);
                 let elsewhere = self.window().tagged(request.referenced);
                 return Some(presence(found.is_some() || elsewhere.is_some()));
             }
             TmfFunction::QueryTaskSet => {
                 let mut tasks = self.tasks.iter();
-                let any = tasks.any(|task| task.exec.is_of(&unit) && task.is_command());
+                let any = tasks.any(|task| task.is_command() && task.exec.is_of_any(&units));
                 return Some(presence(any));
             }
             TmfFunction::QueryAsyncEvent => return Some(TmfStatus::Complete),
@@ -141,7 +142,13 @@ impl<D: Datamover> Channel<D> {
             // There is never an auto contingent allegiance.
             _ => return Some(TmfStatus::NotSupported),
         };
-        self.manage(idx, &unit, function);
+        // Of a unit that the number led to before, they end what is the initiator's own.
+        for unit in units.iter().skip(usize::from(present.is_some())) {
+            self.manage(idx, unit, TaskManagement::AbortTaskSet);
+        }
+        if let Some(unit) = present {
+            self.manage(idx, &unit, function);
+        }
         None
     }
 
@@ -162,10 +169,10 @@ impl<D: Datamover> Channel<D> {
         })
     }
 
-    fn find_command(&self, itt: Itt, unit: &Arc<Unit>) -> Option<TaskIdx> {
+    fn find_command(&self, itt: Itt, units: &[Arc<Unit>]) -> Option<TaskIdx> {
         self.find(itt).filter(|idx| {
             let task = &self.tasks[usize::from(idx.0)];
-            task.exec.is_of(unit) && task.is_command()
+            task.exec.is_of_any(units) && task.is_command()
         })
     }
 

@@ -49,7 +49,9 @@ impl Channel {
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.notify_success = request.notify_success;
         io.notify_failure = request.notify_failure;
-        let Some(unit) = self.config.luns.addressed(request.lun) else {
+        let present = self.config.luns.addressed(request.lun);
+        let units = self.config.luns.with_left(request.lun);
+        let Some(unit) = units.first() else {
             let code = RspCode::RequestFieldsInvalid;
             return self.answer_function(cx, idx, request.function, code);
         };
@@ -63,12 +65,12 @@ impl Channel {
         }
         self.ioctx[usize::from(idx.0)].mgmt = Some(Mgmt {
             cause: Cause::Function(request.function),
-            unit: Some(Arc::clone(&unit)),
+            unit: Some(Arc::clone(unit)),
             waiting: 0,
         });
         let function = match request.function {
             TskMgmtFunction::AbortTask => {
-                self.abort_tagged(cx, idx, request, &unit);
+                self.abort_tagged(cx, idx, request, &units);
                 unit.count_abort(self.mgmt_mut(idx).waiting > 0);
                 return self.check_mgmt(cx, idx);
             }
@@ -80,6 +82,15 @@ impl Channel {
                 let code = RspCode::TskMgmtNotSupported;
                 return self.answer_function(cx, idx, request.function, code);
             }
+        };
+        // Of a unit that the number led to before, they end what is the initiator's own.
+        let left = units.iter().skip(usize::from(present.is_some()));
+        for unit in left.filter(|_| function != TaskManagement::ClearAca) {
+            let managed = unit.manage(self.config.nexus, TaskManagement::AbortTaskSet);
+            self.abort_managed(idx, managed);
+        }
+        let Some(unit) = present else {
+            return self.check_mgmt(cx, idx);
         };
         let managed = unit.manage(self.config.nexus, function);
         if managed.response == TmfResponse::Rejected {
@@ -144,11 +155,17 @@ impl Channel {
     }
 
     /// Aborts the commands of this channel with the tag that ABORT TASK names.
-    fn abort_tagged(&mut self, cx: &mut Cx<'_>, idx: SendIdx, request: &TskMgmt, unit: &Arc<Unit>) {
+    fn abort_tagged(
+        &mut self,
+        cx: &mut Cx<'_>,
+        idx: SendIdx,
+        request: &TskMgmt,
+        units: &[Arc<Unit>],
+    ) {
         let watcher = self.task_ref(idx);
         for other in (0..self.config.params.req_lim as u16).map(SendIdx) {
             let io = &self.ioctx[usize::from(other.0)];
-            let named = io.tag == request.task_tag && io.exec.is_of(unit);
+            let named = io.tag == request.task_tag && io.exec.is_of_any(units);
             if named && other != idx && io.is_command() {
                 self.mgmt_mut(idx).waiting += 1;
                 self.abort_own(cx, other, watcher);

@@ -1,7 +1,7 @@
 //! What a channel knows of logical units, and how it names a task to other channels.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use riser_scsi::lu::LogicalUnit;
 use riser_scsi::lun::{LunAddress, LunId};
@@ -387,11 +387,23 @@ pub struct Mapping {
     pub read_only: bool,
 }
 
+/// Units that numbers led to before, at most.
+const MAX_LEFT: usize = 64;
+
 /// The logical units that one initiator may see at one target port. Several numbers may lead to one.
+///
+/// # A number that comes to lead to another unit
+/// The initiator may send commands for the unit before until it has learned of the change. So all of them are
+/// answered with REPORTED LUNS DATA HAS CHANGED, and not only the first one, until the initiator asks by INQUIRY
+/// which unit it is. Commands under way at the unit before go on, and functions for the number find them.
 #[derive(Debug, Default)]
 pub struct LunMap {
     luns: Vec<LunId>,
     mappings: Vec<Mapping>,
+    /// Whether the number led to another unit when the initiator last asked which one it is.
+    moved: Vec<AtomicBool>,
+    /// Units that numbers led to before.
+    left: Vec<(LunId, Weak<Unit>)>,
     /// How fast the initiator may be at this target.
     limiter: Option<Arc<Limiter>>,
 }
@@ -403,12 +415,72 @@ impl LunMap {
         let mut entries: Vec<_> = entries.into_iter().collect();
         entries.sort_by_key(|(lun, _)| *lun);
         entries.dedup_by_key(|(lun, _)| *lun);
-        let (luns, mappings) = entries.into_iter().unzip();
+        let (luns, mappings): (Vec<_>, Vec<_>) = entries.into_iter().unzip();
         Self {
+            moved: luns.iter().map(|_| AtomicBool::new(false)).collect(),
+            left: Vec::new(),
             luns,
             mappings,
             limiter: None,
         }
+    }
+
+    /// It takes the place of another one.
+    pub fn follow(&mut self, old: &Self) {
+        for (place, lun) in self.luns.iter().enumerate() {
+            if let Ok(before) = old.luns.binary_search(lun) {
+                let unit = &self.mappings[place].unit;
+                let is_other = !Arc::ptr_eq(unit, &old.mappings[before].unit);
+                let moved = is_other || old.moved[before].load(Ordering::Relaxed);
+                self.moved[place] = AtomicBool::new(moved);
+            }
+        }
+        let own = old.luns.iter().zip(&old.mappings);
+        let own = own.map(|(lun, mapping)| (*lun, Arc::downgrade(&mapping.unit)));
+        for (lun, unit) in own.chain(old.left.iter().cloned()) {
+            let place = self.luns.binary_search(&lun);
+            let is_there = place.is_ok_and(|place| {
+                let present = Arc::as_ptr(&self.mappings[place].unit);
+                std::ptr::eq(present, unit.as_ptr())
+            });
+            let mut known = self.left.iter();
+            let is_known = known.any(|(other, left)| *other == lun && left.ptr_eq(&unit));
+            let is_idle = unit.upgrade().is_none_or(|unit| unit.tasks() == 0);
+            if !is_there && !is_known && !is_idle && self.left.len() < MAX_LEFT {
+                self.left.push((lun, unit));
+            }
+        }
+    }
+
+    /// The units that may have commands for a number: the one that it leads to, then those that it led to before.
+    #[must_use]
+    pub fn with_left(&self, lun: WireLun) -> Vec<Arc<Unit>> {
+        self.addressed(lun)
+            .into_iter()
+            .chain(self.left(lun))
+            .collect()
+    }
+
+    /// Units that a number led to before, which may have commands for it.
+    pub fn left(&self, lun: WireLun) -> impl Iterator<Item = Arc<Unit>> {
+        let wanted = match LunAddress::parse(lun) {
+            Ok(LunAddress::Unit(lun)) => Some(lun),
+            Ok(LunAddress::WellKnown(_)) | Err(_) => None,
+        };
+        let left = self.left.iter();
+        let left = left.filter(move |(lun, _)| Some(*lun) == wanted);
+        left.filter_map(|(_, unit)| unit.upgrade())
+    }
+
+    /// Whether the number at a place led to another unit when the initiator last asked which one it is.
+    #[must_use]
+    pub fn has_moved(&self, place: usize) -> bool {
+        self.moved[place].load(Ordering::Relaxed)
+    }
+
+    /// The initiator asks which unit the number at a place leads to.
+    pub fn on_inquiry(&self, place: usize) {
+        self.moved[place].store(false, Ordering::Relaxed);
     }
 
     /// The same, for an initiator with limits.

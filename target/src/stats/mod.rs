@@ -147,6 +147,41 @@ mod tests {
     }
 
     #[test]
+    fn numbers_that_lead_to_one_unit_have_accounts_of_their_own() {
+        use riser_scsi::lu::LogicalUnit;
+        use riser_scsi::lun::LunId;
+
+        use crate::srp::{LunMap, Mapping, Unit, UnitIdx};
+
+        let lu = LogicalUnit::new(crate::fixture::unit_config(2048)).unwrap();
+        let mapping = Mapping {
+            unit: Arc::new(Unit::new(UnitIdx(0), Arc::new(lu), 3)),
+            stats: Arc::new(LunStats::new("demo", 3, None)),
+            read_only: false,
+        };
+        let map = |numbers: &[u32]| {
+            let number = |n: &u32| (LunId::new(*n).unwrap(), mapping.clone());
+            LunMap::new(numbers.iter().map(number))
+        };
+        let mut accounts = Accounts::default();
+        let before = map(&[1, 2]);
+        let account = |accounts: &mut Accounts, luns: &LunMap, number: u8| {
+            let lun = [0, number, 0, 0, 0, 0, 0, 0];
+            let addressed = accounts.addressed(luns, lun, &[0], 0);
+            addressed.unwrap().account
+        };
+        let two = [1, 2].map(|number| account(&mut accounts, &before, number));
+        assert!(!Arc::ptr_eq(&two[0], &two[1]));
+        let after = map(&[0, 1, 2]);
+        accounts.follow(&after);
+        let all = [0, 1, 2].map(|number| account(&mut accounts, &after, number));
+        for account in &two {
+            let mut all = all.iter();
+            assert!(all.any(|other| Arc::ptr_eq(other, account)));
+        }
+    }
+
+    #[test]
     fn a_command_is_counted_once_with_the_time_of_each_stage() {
         let (account, mut course) = (account(), Course::default());
         let start = Instant::now();

@@ -557,7 +557,10 @@ impl Entry {
     }
 
     /// Gives the nexus other units.
-    fn change(&mut self, key: NexusKey, target: Option<&TargetDef>, luns: Arc<LunMap>) {
+    fn change(&mut self, key: NexusKey, target: Option<&TargetDef>, mut luns: Arc<LunMap>) {
+        Arc::get_mut(&mut luns)
+            .expect("made for this nexus")
+            .follow(&self.luns);
         if self.luns.is_same(&luns) {
             if !self.luns.is_as_fast(&luns) {
                 self.luns = luns;

@@ -404,7 +404,10 @@ impl IscsiSessions {
                 |c: &&Connection| luns.is_some() && rule_at(c.address) == rule_at(address);
             let others = entry.connections.iter().filter(|c| !may_stay(c));
             ended.extend(others.map(|c| c.channel));
-            let luns = luns.unwrap_or_default();
+            let mut luns = luns.unwrap_or_default();
+            Arc::get_mut(&mut luns)
+                .expect("made for this session")
+                .follow(&entry.session.luns);
             if entry.session.luns.is_same(&luns) {
                 if !entry.session.luns.is_as_fast(&luns) {
                     entry.session.luns = luns;

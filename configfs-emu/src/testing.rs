@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use crate::tree::{Shell, Tree};
 use crate::world::{BlockDevice, Medium, Session, World};
 
-/// A host with a file, a disk, a folder and two addresses.
+/// A host with a file, a disk, a folder and the ports of SRP targets.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Fake {
     pub(crate) sessions: Vec<Session>,
@@ -31,10 +31,6 @@ impl World for Fake {
             path if path.starts_with("/srv/") => Medium::Vacant,
             _ => Medium::None,
         }
-    }
-
-    fn addresses(&self) -> Vec<IpAddr> {
-        vec!["127.0.0.1".parse().unwrap(), "fd00::1".parse().unwrap()]
     }
 
     fn port_addresses(&self, port: &str) -> Vec<IpAddr> {

@@ -62,9 +62,6 @@ pub trait World {
     /// What is at a path of the host.
     fn medium(&self, path: &str) -> Medium;
 
-    /// The addresses of the host, link-local ones excepted.
-    fn addresses(&self) -> Vec<IpAddr>;
-
     /// The addresses at which an SRP target port can be reached, by its GUID
     /// (`0002:c903:00a1:b2c3`) or GID (`0x` and 32 digits). None if the host has no such port.
     fn port_addresses(&self, port: &str) -> Vec<IpAddr>;

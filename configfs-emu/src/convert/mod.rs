@@ -9,7 +9,7 @@
 //! | an enabled device | a backend, named `HOST:NAME` |
 //! | an enabled portal group with portals | a target, named by its IQN or SRP port |
 //! | `np/A:P`, with `iser` | a portal of iSCSI at A:P, and one of iSER |
-//! | the unspecified address | a portal at each of the host's addresses |
+//! | the unspecified address | the unspecified address; that of IPv6 is `:PORT`, all addresses of the host |
 //! | an SRP port | a portal at each of its addresses |
 //! | an entry in `acls` with its mapped LUNs | an access rule with its LUNs, by the numbers that the initiator sees |
 //! | `generate_node_acls` | access for everybody |

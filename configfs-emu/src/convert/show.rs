@@ -1,10 +1,11 @@
 //! Putting a target into a tree, with the operations that a user would use.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 
 use riser_target::config::{
-    Access, Chap, ChapUser, Config, InitiatorId, Net, Protocol, Rule, Secret, Target,
+    Access, Chap, ChapUser, Config, InitiatorId, Listen, Net, Protocol, Rule, Secret, Target,
+    Wildcard,
 };
 use rustix::io::Errno;
 use serde_json::Value;
@@ -30,7 +31,9 @@ pub(super) fn show_target(tree: &Tree, show: &Show<'_>) -> Result<(Tree, Fabric,
     let (fabric, path) = match (is_iscsi, portals.as_slice(), &show.target.iqn) {
         (true, _, Some(iqn)) => (Fabric::Iscsi, format!("iscsi/{iqn}/tpgt_1")),
         (false, [portal], _) => {
-            let gid = match portal.listen.ip() {
+            let at = portal.listen.at();
+            let at = at.ok_or("an SRP port of LIO is at one address")?;
+            let gid = match at.ip() {
                 IpAddr::V4(ip) => ip.to_ipv6_mapped(),
                 IpAddr::V6(ip) => ip,
             };
@@ -147,15 +150,16 @@ impl Hand<'_> {
     }
 
     fn portals(&mut self, target: &Target) -> Result<(), Errno> {
-        let listens: BTreeSet<SocketAddr> = target.portals.iter().map(|p| p.listen).collect();
+        let listens: BTreeSet<Listen> = target.portals.iter().map(|p| p.listen).collect();
         for listen in listens {
-            let id = self.mkdir(&format!("np/{listen}"))?;
+            let np = np_of(&listen).ok_or(Errno::INVAL)?;
+            let id = self.mkdir(&format!("np/{np}"))?;
             let speaks = |protocol| {
                 let mut all = target.portals.iter();
                 all.any(|p| p.listen == listen && p.protocol == protocol)
             };
             if speaks(Protocol::Iser) {
-                self.write(&format!("np/{listen}/iser"), "1")?;
+                self.write(&format!("np/{np}/iser"), "1")?;
             }
             if !speaks(Protocol::Iscsi) {
                 self.shell.tree.set(id, origin::NO_TCP, "1");
@@ -236,6 +240,15 @@ impl Hand<'_> {
         };
         self.write(&format!("{auth}/{}", files[0]), &user.name)?;
         self.write(&format!("{auth}/{}", files[1]), secret)
+    }
+}
+
+/// The name of a portal. LIO's unspecified address of IPv6 is that of IPv4 as well, and it knows no interfaces.
+fn np_of(listen: &Listen) -> Option<String> {
+    match listen {
+        Listen::At(_) | Listen::Wildcard(Wildcard::V4, _) => Some(listen.to_string()),
+        Listen::Wildcard(Wildcard::All, port) => Some(format!("[::]:{port}")),
+        Listen::Wildcard(Wildcard::V6 | Wildcard::Interface(_), _) => None,
     }
 }
 

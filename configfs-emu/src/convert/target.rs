@@ -65,7 +65,7 @@ pub(super) fn plain(
         return Ok(None);
     }
     let portals = match fabric {
-        Fabric::Iscsi => iscsi_portals(tree, tpg, world),
+        Fabric::Iscsi => iscsi_portals(tree, tpg),
         Fabric::Srpt => srp_portals(tree, tpg, world),
     };
     if portals.is_empty() {
@@ -90,45 +90,34 @@ pub(super) fn plain(
     Ok(Some(doc))
 }
 
-fn portal(protocol: &str, listen: SocketAddr) -> Value {
-    json!({ "protocol": protocol, "listen": listen.to_string() })
+fn portal(protocol: &str, listen: &str) -> Value {
+    json!({ "protocol": protocol, "listen": listen })
 }
 
-/// The portals in `np`. The unspecified address is every address of the host; where that is already
-/// a portal, it is not one twice.
-fn iscsi_portals(tree: &Tree, tpg: NodeId, world: &dyn World) -> Vec<Value> {
+/// The portals in `np`.
+fn iscsi_portals(tree: &Tree, tpg: NodeId) -> Vec<Value> {
     let np = tree.child(tpg, "np").expect("it comes with it");
     let mut portals = Vec::new();
     for (name, id) in tree.subdirs(np) {
         let address = portal_address(name).expect("checked by mkdir");
-        for listen in addresses(address, world) {
-            let on_rdma = tree.value(id, "iser") == "1";
-            if !(on_rdma && tree.hidden(id, origin::NO_TCP).is_some()) {
-                portals.push(portal("iscsi", listen));
-            }
-            if on_rdma {
-                portals.push(portal("iser", listen));
-            }
+        let listen = listen(address);
+        let on_rdma = tree.value(id, "iser") == "1";
+        if !(on_rdma && tree.hidden(id, origin::NO_TCP).is_some()) {
+            portals.push(portal("iscsi", &listen));
+        }
+        if on_rdma {
+            portals.push(portal("iser", &listen));
         }
     }
-    let mut seen = Vec::new();
-    portals.retain(|portal| {
-        let is_new = !seen.contains(portal);
-        seen.push(portal.clone());
-        is_new
-    });
     portals
 }
 
-/// The addresses behind one: itself, or all of the host. The unspecified address of IPv6 is that of
-/// IPv4 as well.
-fn addresses(address: SocketAddr, world: &dyn World) -> Vec<SocketAddr> {
-    if !address.ip().is_unspecified() {
-        return vec![address];
+/// An address as `riserd` has it. The unspecified address of IPv6 is that of IPv4 as well.
+fn listen(address: SocketAddr) -> String {
+    match address.ip() {
+        IpAddr::V6(ip) if ip.is_unspecified() => format!(":{}", address.port()),
+        _ => address.to_string(),
     }
-    let own = world.addresses().into_iter();
-    let own = own.filter(|ip| address.is_ipv6() || ip.is_ipv4());
-    own.map(|ip| SocketAddr::new(ip, address.port())).collect()
 }
 
 fn srp_portals(tree: &Tree, tpg: NodeId, world: &dyn World) -> Vec<Value> {
@@ -136,7 +125,9 @@ fn srp_portals(tree: &Tree, tpg: NodeId, world: &dyn World) -> Vec<Value> {
     let name = &tree.dir(tree.parent(tpg)).name;
     let addresses: Vec<IpAddr> = world.port_addresses(name);
     let listens = addresses.into_iter().map(|ip| SocketAddr::new(ip, port));
-    listens.map(|listen| portal("srp", listen)).collect()
+    listens
+        .map(|listen| portal("srp", &listen.to_string()))
+        .collect()
 }
 
 fn srp_port(tree: &Tree, tpg: NodeId) -> u16 {

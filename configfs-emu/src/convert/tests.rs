@@ -78,7 +78,7 @@ fn what_is_not_enabled_is_not_there() {
 }
 
 #[test]
-fn portals_are_addresses_of_the_host() {
+fn the_unspecified_address_stays_what_it_is() {
     let mut fixture = Fixture::served();
     fixture.run(&format!(
         "rmdir {TPG}/np/127.0.0.1:3260
@@ -86,15 +86,30 @@ fn portals_are_addresses_of_the_host() {
          mkdir {TPG}/np/[::0]:3261
          echo {TPG}/np/0.0.0.0:3260/iser 1"
     ));
+    let document = fixture.export().unwrap();
     assert_eq!(
-        fixture.target()["portals"],
+        document["targets"][0]["portals"],
         json!([
-            { "protocol": "iscsi", "listen": "127.0.0.1:3260" },
-            { "protocol": "iser", "listen": "127.0.0.1:3260" },
-            { "protocol": "iscsi", "listen": "127.0.0.1:3261" },
-            { "protocol": "iscsi", "listen": "[fd00::1]:3261" },
+            { "protocol": "iscsi", "listen": "0.0.0.0:3260" },
+            { "protocol": "iser", "listen": "0.0.0.0:3260" },
+            { "protocol": "iscsi", "listen": ":3261" },
         ])
     );
+    let imported = import(&document, "nobody".to_owned(), &fixture.world);
+    assert_eq!(imported.hidden, [""; 0]);
+    for np in ["0.0.0.0:3260", "[::]:3261"] {
+        let np = format!("target/{TPG}/np/{np}");
+        assert!(imported.tree.find(&np).is_some(), "{np}");
+    }
+    // What LIO does not have is not shown, and stays.
+    for listen in ["[::]:3260", "eth0:3260"] {
+        let mut document = document.clone();
+        document["targets"][0]["portals"] = json!([{ "protocol": "iscsi", "listen": listen }]);
+        let imported = import(&document, "nobody".to_owned(), &fixture.world);
+        assert_eq!(imported.hidden.len(), 1, "{listen}");
+        let exported = export(&imported.tree, &imported.rest, &fixture.world).unwrap();
+        assert_eq!(exported.document["targets"], document["targets"]);
+    }
 }
 
 #[test]

@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use crate::backend::open_in_time;
 use crate::config::{Config, Protocol, Provider};
+use crate::server::addresses::Expansion;
 use crate::units::bytes;
 
 /// What could be opened, and what could not.
@@ -51,8 +52,12 @@ impl Probe {
             }
         }
         let mut rdma: Vec<IpAddr> = Vec::new();
-        for portal in config.targets.iter().flat_map(|target| &target.portals) {
-            let listen = portal.listen;
+        let expansion = Expansion::now(config);
+        for (listen, why) in &expansion.lacking {
+            probe.fail("portal", listen.to_string(), why);
+        }
+        for portal in expansion.targets.iter().flatten() {
+            let listen = portal.at;
             let tried = match portal.protocol {
                 Protocol::Iscsi => TcpListener::bind(listen).map(drop),
                 Protocol::Srp | Protocol::Iser if rdma.contains(&listen.ip()) => Ok(()),

@@ -10,6 +10,7 @@ use riser_scsi::iscsi::chap::{ALGORITHMS, Algorithm};
 use riser_scsi::iscsi::name::{IscsiName, TargetAddress};
 
 use super::error::{ConfigError, nearest};
+use super::listen::Listen;
 use super::model::{
     Access, Backend, Chap, ChapUser, Config, Limits, LinkFaults, Location, Log, LogFormat, Lun,
     Metrics, Names, Portal, Protocol, Provider, Redirect, Rule, RuleLuns, Secret, Target,
@@ -81,7 +82,7 @@ pub(super) fn check(root: raw::Root) -> Checked<Config> {
             .hint("`targets:` lists what is served, and where"));
     };
     let mut names = HashMap::new();
-    let mut portals = HashMap::new();
+    let mut portals = Vec::new();
     let mut iqns = HashMap::new();
     let mut targets = Vec::new();
     for (i, t) in raw_targets.into_iter().enumerate() {
@@ -384,7 +385,7 @@ fn target(
     t: raw::Target,
     backends: &[Backend],
     names: &mut HashMap<String, u64>,
-    portals: &mut HashMap<(Protocol, std::net::SocketAddr), String>,
+    portals: &mut Vec<(Protocol, Listen, String)>,
 ) -> Checked<Target> {
     let path = format!("targets[{index}]");
     let name = t.name.value;
@@ -409,49 +410,37 @@ fn target(
             raw::Protocol::Iscsi => Protocol::Iscsi,
             raw::Protocol::Iser => Protocol::Iser,
         };
-        let listen = p.listen.value.address(match protocol {
+        let listen = p.listen.value.with_port(match protocol {
             Protocol::Srp => 5555,
             Protocol::Iscsi => riser_scsi::iscsi::name::PORT,
             Protocol::Iser => riser_scsi::iser::DEFAULT_PORT,
         });
+        let mistake = |message: String| {
+            Mistake::new(p.listen.at, format!("{path}.portals[{i}].listen"), message)
+        };
         let is_link_local = match listen.ip() {
             std::net::IpAddr::V6(ip) => ip.is_unicast_link_local(),
             std::net::IpAddr::V4(_) => false,
         };
         if protocol != Protocol::Iscsi && is_link_local {
-            return Err(Mistake::new(
-                p.listen.at,
-                format!("{path}.portals[{i}].listen"),
-                format!(
-                    "{} is a link-local address, which RDMA portals cannot have",
-                    listen.ip()
-                ),
-            )
+            let ip = listen.ip();
+            return Err(mistake(format!(
+                "{ip} is a link-local address, which RDMA portals cannot have"
+            ))
             .hint("use a global or unique local address of the interface"));
         }
-        // Both are ports of the RDMA CM.
-        let rival = match protocol {
-            Protocol::Srp => Some(Protocol::Iser),
-            Protocol::Iser => Some(Protocol::Srp),
-            Protocol::Iscsi => None,
-        };
-        let rival = rival.and_then(|rival| portals.get(&(rival, listen)));
-        if let Some(other) = rival {
-            return Err(Mistake::new(
-                p.listen.at,
-                format!("{path}.portals[{i}].listen"),
-                format!("{listen} is already an RDMA portal of target `{other}`"),
-            ));
+        for (known, place, other) in portals.iter() {
+            if let Some(what) = rivalry((protocol, &listen, &name), (*known, place, other)) {
+                let what = match *place == listen {
+                    true => format!("{listen} is already {what} of target `{other}`"),
+                    false => format!(
+                        "{listen} includes or is part of {place}, which is already {what} of target `{other}`"
+                    ),
+                };
+                return Err(mistake(what));
+            }
         }
-        // An iSCSI login names its target, so several can share a portal.
-        let other = portals.insert((protocol, listen), name.clone());
-        if let Some(other) = other.filter(|o| protocol == Protocol::Srp || *o == name) {
-            return Err(Mistake::new(
-                p.listen.at,
-                format!("{path}.portals[{i}].listen"),
-                format!("{listen} is already a portal of target `{other}`"),
-            ));
-        }
+        portals.push((protocol, listen, name.clone()));
         listens.push(Portal {
             protocol,
             listen,
@@ -478,6 +467,26 @@ fn target(
         iqn,
         chap,
     })
+}
+
+/// What a portal there is already that another one, of this protocol and target, cannot be beside.
+fn rivalry(
+    (protocol, listen, target): (Protocol, &Listen, &str),
+    (known, place, other): (Protocol, &Listen, &str),
+) -> Option<&'static str> {
+    let is_same = protocol == known;
+    if !is_same {
+        // Both are ports of the RDMA CM.
+        let are_rdma = protocol.is_rdma() && known.is_rdma();
+        return (are_rdma && listen.meets(place)).then_some("an RDMA portal");
+    }
+    // An iSCSI login names its target, so several can share a portal. A target's own portals that a wildcard
+    // includes are exceptions from it.
+    let shares = match target == other {
+        true => listen == place,
+        false => protocol == Protocol::Srp && listen.meets(place),
+    };
+    shares.then_some("a portal")
 }
 
 /// Where a portal sends those who log in.
@@ -719,10 +728,12 @@ fn rule_luns(
             if let Some((number, lun)) = map.iter().find(|(_, lun)| !is_served(lun)) {
                 let name = &backends[lun.backend].name;
                 let message = format!("backend `{name}` is not a LUN of this target");
-                return Err(
-                    Mistake::new(places[&u64::from(*number)], format!("{path}.{number}"), message)
-                        .hint("add it to the `luns` of the target; a rule gives it another number"),
-                );
+                return Err(Mistake::new(
+                    places[&u64::from(*number)],
+                    format!("{path}.{number}"),
+                    message,
+                )
+                .hint("add it to the `luns` of the target; a rule gives it another number"));
             }
             return Ok(RuleLuns::Map(map));
         }

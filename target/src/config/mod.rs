@@ -29,6 +29,7 @@ mod error;
 mod identity;
 mod io_limits;
 mod items;
+mod listen;
 mod model;
 mod place;
 mod raw;
@@ -43,6 +44,7 @@ pub use diff::{Difference, diff};
 pub use edit::{Document, EditError, Found};
 pub use error::ConfigError;
 pub use identity::HostId;
+pub use listen::{Listen, Wildcard};
 pub use model::{
     Access, Backend, Chap, ChapUser, Config, DATA_OUT_TIMEOUT, Limits, LinkFaults, Location, Log,
     LogFormat, Lun, MAX_SESSIONS, Metrics, Names, Portal, Protocol, Provider, Redirect, Rule,

@@ -16,6 +16,7 @@ use riser_scsi::vpd::Naa;
 
 use super::error::ConfigError;
 use super::identity::HostId;
+use super::listen::Listen;
 use super::value::{Guid, InitiatorId, Net, Percent};
 use super::{check, raw, yaml};
 use crate::backend::{Geometry, Spec};
@@ -521,8 +522,8 @@ impl fmt::Display for Protocol {
 pub struct Portal {
     /// The protocol spoken.
     pub protocol: Protocol,
-    /// Address, and RDMA CM port or TCP port.
-    pub listen: SocketAddr,
+    /// Address or addresses, and RDMA CM port or TCP port.
+    pub listen: Listen,
     /// The file's service GUID.
     pub set_service_guid: Option<Guid>,
     /// The file's I/O controller GUID.

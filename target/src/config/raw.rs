@@ -6,7 +6,8 @@ use schemars::JsonSchema;
 use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
 use serde::{Deserialize, Deserializer, de};
 
-use super::value::{Count, Guid, InitiatorId, Listen, NaaText, Net, OnOff, Percent, Size, Span};
+use super::listen::Written as Listen;
+use super::value::{Count, Guid, InitiatorId, NaaText, Net, OnOff, Percent, Size, Span};
 use super::yaml::{Entries, Located};
 
 /// A configuration of riserd.

@@ -6,8 +6,9 @@ use std::borrow::Cow;
 use schemars::generate::SchemaSettings;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 
+use super::listen::Written as Listen;
 use super::raw;
-use super::value::{Count, Guid, InitiatorId, Listen, NaaText, Net, OnOff, Percent, Size, Span};
+use super::value::{Count, Guid, InitiatorId, NaaText, Net, OnOff, Percent, Size, Span};
 use super::yaml::{Entries, Located};
 
 /// The schema of a configuration file, as JSON (draft 7).
@@ -107,7 +108,7 @@ scalars! {
     InitiatorId: { "type": ["string", "number"], "examples": ["0002:c903:00a1:b2c3"] },
     Net: { "type": "string", "examples": ["192.0.2.1", "2001:db8::/64"] },
     Percent: { "type": ["string", "number"], "examples": ["0.5%"] },
-    Listen: { "type": "string", "examples": ["192.0.2.1", "192.0.2.1:5555", "[2001:db8::1]:5555"] },
+    Listen: { "type": "string", "examples": ["192.0.2.1", "192.0.2.1:5555", "[2001:db8::1]:5555", "0.0.0.0", "eth0"] },
     Count: { "anyOf": [{ "const": "auto" }, { "type": "integer", "minimum": 0 }] },
     NaaText: { "type": ["string", "number"], "examples": ["3123456789abcdef"] },
 }

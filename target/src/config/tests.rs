@@ -56,7 +56,8 @@ fn the_minimal_example_means_what_it_says() {
     assert!(spec.write_cache && !spec.read_only && c.backends[0].thin);
     assert_eq!((spec.block_size, spec.direct), (512, Direct::Auto));
     let t = &c.targets[0];
-    assert_eq!(t.portals[0].listen, "127.0.0.1:5555".parse().unwrap());
+    let at = t.portals[0].listen.at();
+    assert_eq!(at, "127.0.0.1:5555".parse().ok());
     assert_eq!(t.access, Access::Open);
     assert_eq!(c.backend(&t.luns[&0]).name, "disk0");
     assert_eq!(c.limits, Limits::default());
@@ -427,12 +428,30 @@ fn mistakes_are_named_with_their_place() {
             "1:44: targets[0].portals[0].protocol: `nfs` is not one of srp, iscsi, iser",
         ),
         (
-            "targets: [{ name: t, portals: [{ protocol: srp, listen: 0.0.0.0 }] }]".into(),
-            "1:57: targets[0].portals[0].listen: a portal needs one address of this host, which 0.0.0.0 is not",
+            "targets: [{ name: t, portals: [{ protocol: srp, listen: 224.0.0.1 }] }]".into(),
+            "1:57: targets[0].portals[0].listen: a portal needs one address of this host, which 224.0.0.1 is not",
         ),
         (
             rest("  - name: t\n    portals: [{ protocol: srp, listen: ::1 }]\n"),
             "6:11: targets[1].name: there is already a target `t`, in line 4",
+        ),
+        (
+            "targets: [{ name: t, portals: [{ protocol: srp, listen: 192.0.2.1000 }] }]".into(),
+            "1:57: targets[0].portals[0].listen: `192.0.2.1000` is no address; write 192.0.2.1, 192.0.2.1:5555 or [2001:db8::1]:5555, or for all addresses 0.0.0.0, [::], an interface such as eth0:5555, or :5555",
+        ),
+        (
+            rest("  - name: u\n    portals: [{ protocol: srp, listen: 0.0.0.0 }]\n"),
+            "7:40: targets[1].portals[0].listen: 0.0.0.0:5555 includes or is part of 127.0.0.1:5555, which is already a portal of target `t`",
+        ),
+        (
+            rest("  - name: u\n    portals: [{ protocol: iser, listen: :5555 }]\n"),
+            "7:41: targets[1].portals[0].listen: :5555 includes or is part of 127.0.0.1:5555, which is already an RDMA portal of target `t`",
+        ),
+        (
+            rest(
+                "  - name: u\n    portals: [{ protocol: srp, listen: eth0 }, { protocol: srp, listen: eth0:5555 }]\n",
+            ),
+            "7:73: targets[1].portals[1].listen: eth0:5555 is already a portal of target `u`",
         ),
         (
             rest("  - name: u\n    portals: [{ protocol: srp, listen: 127.0.0.1:5555 }]\n"),

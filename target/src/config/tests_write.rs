@@ -119,7 +119,7 @@ fn portals(chance: &mut Chance, target: usize) -> (String, bool) {
     for n in 0..1 + chance.below(3) {
         let protocol = chance.one(&["srp", "iscsi", "iser"]);
         needs_iqn |= protocol != "srp";
-        let host = chance.one(&["192.0.2.1", "[2001:db8::1]"]);
+        let host = chance.one(&["192.0.2.1", "[2001:db8::1]", "0.0.0.0", "[::]", "", "eth0"]);
         let port = 1000 + 10 * target + n;
         let mut portal = format!("protocol: {protocol}, listen: \"{host}:{port}\"");
         for key in ["ioc_guid", "service_guid", "id_ext"] {

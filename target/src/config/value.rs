@@ -1,11 +1,13 @@
 //! Scalars with a meaning. Each is written as text and says what it expected.
 
 use std::fmt;
-use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::net::IpAddr;
 use std::str::FromStr;
 use std::time::Duration;
 
 use serde::{Deserialize, Deserializer, de};
+
+use super::listen::Written as Listen;
 
 /// Makes a type readable from a YAML scalar through its `FromStr`, whose error is the message.
 macro_rules! from_text {
@@ -300,46 +302,6 @@ impl FromStr for Percent {
     }
 }
 
-/// Where a portal listens: an address with or without a port.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Listen {
-    ip: IpAddr,
-    port: Option<u16>,
-}
-
-impl Listen {
-    /// The address; its port is the protocol's usual one where none is written.
-    pub(super) fn address(self, usual: u16) -> SocketAddr {
-        (self.ip, self.port.unwrap_or(usual)).into()
-    }
-}
-
-impl FromStr for Listen {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let bare = text.trim_start_matches('[').trim_end_matches(']');
-        let whole = text.parse::<SocketAddr>();
-        let (ip, port) = whole
-            .map(|address| (address.ip(), Some(address.port())))
-            .or_else(|_| bare.parse::<IpAddr>().map(|ip| (ip, None)))
-            .map_err(|_| {
-                format!(
-                    "`{text}` is no address; write 192.0.2.1, 192.0.2.1:5555 or [2001:db8::1]:5555"
-                )
-            })?;
-        if port == Some(0) {
-            return Err("a portal cannot listen on port 0".to_owned());
-        }
-        if ip.is_unspecified() || ip.is_multicast() || ip == IpAddr::V6(Ipv6Addr::UNSPECIFIED) {
-            return Err(format!(
-                "a portal needs one address of this host, which {ip} is not"
-            ));
-        }
-        Ok(Self { ip, port })
-    }
-}
-
 /// `auto`, or a number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Count(pub(super) Option<u32>);
@@ -459,16 +421,6 @@ mod tests {
                 .contains("fd00::1".parse().unwrap())
         );
         assert!("10.0.0.0/33".parse::<Net>().is_err());
-    }
-
-    #[test]
-    fn portals_listen_on_one_address() {
-        let parse = |t: &str| t.parse::<Listen>().map(|l| l.address(5555).to_string());
-        assert_eq!(parse("127.0.0.1"), Ok("127.0.0.1:5555".into()));
-        assert_eq!(parse("127.0.0.1:77"), Ok("127.0.0.1:77".into()));
-        assert_eq!(parse("::1"), Ok("[::1]:5555".into()));
-        assert_eq!(parse("[::1]:9"), Ok("[::1]:9".into()));
-        assert!(parse("0.0.0.0").is_err() && parse("host").is_err() && parse("1.2.3.4:0").is_err());
     }
 
     #[test]

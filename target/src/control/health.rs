@@ -1,6 +1,8 @@
 //! Whether the daemon works, and whether it serves all that it should.
 
-use crate::config::{Portal, Protocol};
+use std::net::SocketAddr;
+
+use crate::config::Protocol;
 use crate::server::Server;
 use crate::server::problems::Subject;
 use crate::worker::mail::Snapshot;
@@ -26,15 +28,14 @@ pub fn ready(server: &Server, snapshots: &[Snapshot]) -> Result<(), String> {
     }
     let catalog = server.shared().registry.catalog();
     for target in &catalog.targets {
-        for portal in &target.config.portals {
-            if problems.has(&Subject::portal(portal)) {
+        for (protocol, listen) in &target.listens {
+            if problems.has(&Subject::portal(*protocol, *listen)) {
                 continue;
             }
-            if !is_listening(portal, snapshots) {
-                let (name, protocol) = (&target.config.name, portal.protocol);
+            if !is_listening(*protocol, *listen, snapshots) {
+                let name = &target.config.name;
                 missing.push(format!(
-                    "target {name}: nobody listens on {protocol} {}",
-                    portal.listen
+                    "target {name}: nobody listens on {protocol} {listen}"
                 ));
             }
         }
@@ -56,10 +57,10 @@ pub fn ready(server: &Server, snapshots: &[Snapshot]) -> Result<(), String> {
 }
 
 /// Whether a worker listens on a portal.
-pub(super) fn is_listening(portal: &Portal, snapshots: &[Snapshot]) -> bool {
-    let mut listening = snapshots.iter().flat_map(|s| match portal.protocol {
+pub(super) fn is_listening(protocol: Protocol, at: SocketAddr, snapshots: &[Snapshot]) -> bool {
+    let mut listening = snapshots.iter().flat_map(|s| match protocol {
         Protocol::Srp | Protocol::Iser => &s.rdma_listeners,
         Protocol::Iscsi => &s.tcp_listeners,
     });
-    listening.any(|at| *at == portal.listen)
+    listening.any(|other| *other == at)
 }

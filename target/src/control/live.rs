@@ -420,26 +420,39 @@ fn portals(server: &Server, snapshots: &[Snapshot]) -> Vec<LivePortal> {
     let problems = server.problems();
     let mut portals: BTreeMap<(String, SocketAddr), LivePortal> = BTreeMap::new();
     for target in &catalog.targets {
-        for portal in &target.config.portals {
-            let listen = portal.listen;
-            let protocol = portal.protocol.to_string();
+        for (protocol, at) in &target.listens {
             let new = || {
-                let problem = problems.of(&Subject::portal(portal));
+                let problem = problems.of(&Subject::portal(*protocol, *at));
                 LivePortal {
-                    protocol: protocol.clone(),
-                    listen: listen.to_string(),
+                    protocol: protocol.to_string(),
+                    listen: at.to_string(),
                     targets: Vec::new(),
-                    is_listening: health::is_listening(portal, snapshots),
+                    is_listening: health::is_listening(*protocol, *at, snapshots),
                     error: problem.map(|problem| problem.why.clone()),
                 }
             };
             let live = portals
-                .entry((protocol.clone(), listen))
+                .entry((protocol.to_string(), *at))
                 .or_insert_with(new);
             live.targets.push(target.config.name.clone());
         }
     }
-    portals.into_values().collect()
+    // What is not at an address yet, by how it is configured.
+    let targets = &server.config().targets;
+    let all = targets
+        .iter()
+        .flat_map(|target| target.portals.iter().map(move |portal| (target, portal)));
+    let lacking = all.filter_map(|(target, portal)| {
+        let problem = problems.of(&Subject::Wildcard(portal.listen))?;
+        Some(LivePortal {
+            protocol: portal.protocol.to_string(),
+            listen: portal.listen.to_string(),
+            targets: vec![target.name.clone()],
+            is_listening: false,
+            error: Some(problem.why.clone()),
+        })
+    });
+    portals.into_values().chain(lacking).collect()
 }
 
 /// Backends of units, and others that are open, in the order of the configuration.

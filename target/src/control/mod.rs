@@ -347,7 +347,7 @@ impl Control<'_> {
         retry.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut opening: Option<oneshot::Receiver<OpenedStores>> = None;
         loop {
-            let is_idle = opening.is_none() && !self.server.is_whole();
+            let is_idle = opening.is_none();
             let opened = async {
                 match &mut opening {
                     Some(opening) => opening.await.unwrap_or_default(),
@@ -356,7 +356,9 @@ impl Control<'_> {
             };
             tokio::select! {
                 _ = sample.tick() => self.timeline.take(live::sums(&self.server)),
-                _ = retry.tick(), if is_idle => opening = self.open_missing(),
+                _ = retry.tick(), if is_idle => if self.server.look() {
+                    opening = self.open_missing();
+                },
                 opened = opened => {
                     opening = None;
                     self.retry(opened);
@@ -392,7 +394,7 @@ impl Control<'_> {
         }
     }
 
-    /// Tries again to serve what could not be served.
+    /// Tries again to serve what could not be served, also at addresses that the host has only now.
     fn retry(&mut self, opened: OpenedStores) {
         if let Err(error) = self.server.retry(opened) {
             tracing::warn!(%error, "what is not served cannot be tried again");

@@ -505,14 +505,13 @@ pub fn targets(server: &Server) -> Vec<TargetView> {
         name: t.config.name.clone(),
         iqn: t.config.iqn.as_ref().map(ToString::to_string),
         portals: t
-            .config
-            .portals
+            .listens
             .iter()
-            .map(|p| PortalView {
-                protocol: p.protocol.to_string(),
-                listen: p.listen.to_string(),
-                names: (p.protocol == Protocol::Srp)
-                    .then(|| t.portals.iter().find(|def| def.listen == p.listen))
+            .map(|(protocol, listen)| PortalView {
+                protocol: protocol.to_string(),
+                listen: listen.to_string(),
+                names: (*protocol == Protocol::Srp)
+                    .then(|| t.portals.iter().find(|def| def.listen == *listen))
                     .flatten()
                     .map(port_names),
             })

@@ -9,13 +9,14 @@ use riser_scsi::iscsi::login::Auth;
 use riser_scsi::lu::LogicalUnit;
 
 use super::ServerError;
+use super::addresses::{Addresses, Expansion, PortalAt};
 use super::identities::Identities;
 use super::legacy::Legacy;
 use super::ports::{AllPortIds, Port, PortIds};
 use super::problems::{Problems, Subject};
 use super::{Keepers, ports};
 use crate::backend::{OpenError, OpenedStores, Ram, Spec, Store, Wish, open_all};
-use crate::config::{self, Backend, Config, HostId, Lun, Portal, Protocol, Target};
+use crate::config::{self, Backend, Config, HostId, Listen, Lun, Protocol, Target};
 use crate::qos::{Initiators, IoLimits};
 use crate::srp::{LoginLimits, Unit, UnitIdx};
 use crate::stats::{LunStats, TargetStats};
@@ -56,7 +57,11 @@ pub(super) fn session_limits(config: &Config) -> SessionLimits {
 }
 
 /// What a target is for iSCSI initiators.
-fn iscsi(target: &config::Target, ids: &PortIds) -> Result<Option<IscsiDef>, ServerError> {
+fn iscsi(
+    target: &config::Target,
+    listens: &[PortalAt],
+    ids: &PortIds,
+) -> Result<Option<IscsiDef>, ServerError> {
     // All portals lead to the same sessions, whatever carries them: they are one portal group, and so
     // one port for initiators. Relative port identifiers are unique among all portals of the target.
     // A target may have a name and no such portal.
@@ -64,11 +69,8 @@ fn iscsi(target: &config::Target, ids: &PortIds) -> Result<Option<IscsiDef>, Ser
         return Ok(None);
     };
     let portals = |protocol| {
-        let all = target
-            .portals
-            .iter()
-            .filter(move |p| p.protocol == protocol);
-        all.map(|p| p.listen).collect()
+        let all = listens.iter().filter(move |p| p.protocol == protocol);
+        all.map(|p| p.at).collect()
     };
     Ok(Some(IscsiDef {
         name: name.clone(),
@@ -77,10 +79,9 @@ fn iscsi(target: &config::Target, ids: &PortIds) -> Result<Option<IscsiDef>, Ser
         iser: portals(Protocol::Iser),
         auth: auth(target.chap.as_ref())?,
         rule_auths: rule_auths(&target.access)?,
-        redirects: target
-            .portals
+        redirects: listens
             .iter()
-            .filter_map(|portal| Some((portal.listen, portal.redirect.clone()?)))
+            .filter_map(|p| Some((p.at, target.portals[p.portal].redirect.clone()?)))
             .collect(),
     }))
 }
@@ -165,6 +166,13 @@ pub(super) struct Builder {
     /// Those of them that were tried for the present catalog.
     tried: BTreeSet<String>,
     problems: Problems,
+    addresses: Addresses,
+    /// Where the portals of the catalog are.
+    expansion: Expansion,
+    /// Its portals with a wildcard.
+    wildcards: BTreeSet<Listen>,
+    /// Whether the catalog before did not have all of these.
+    has_new_wildcards: bool,
     identities: Identities,
     /// Whether what cannot be had is a problem, and no failure.
     is_lenient: bool,
@@ -205,7 +213,57 @@ impl Builder {
     /// Whether something that cannot be had is a problem and no failure: at a start that may be without it, or
     /// where it was one before.
     pub(super) fn tolerates(&self, subject: &Subject) -> bool {
-        self.is_lenient || self.problems.has(subject)
+        self.is_lenient || self.problems.has(subject) || self.is_of_known_wildcard(subject)
+    }
+
+    /// Whether something is a portal of a wildcard that was served before, whose addresses come and go.
+    fn is_of_known_wildcard(&self, subject: &Subject) -> bool {
+        match subject {
+            Subject::Backend(_) => false,
+            Subject::RdmaPortal(at) => !self.has_new_wildcards && self.expansion.is_wild(*at, true),
+            Subject::TcpPortal(at) => !self.has_new_wildcards && self.expansion.is_wild(*at, false),
+            Subject::Wildcard(listen) => self.wildcards.contains(listen),
+        }
+    }
+
+    /// Looks which addresses the host has now.
+    pub(super) fn look(&mut self, config: &Config) {
+        self.addresses.look(config);
+    }
+
+    /// Whether the portals of the configuration that is served are to be at other addresses now.
+    pub(super) fn is_elsewhere(&self, config: &Config) -> bool {
+        Expansion::of(config, &self.addresses) != self.expansion
+    }
+
+    /// Finds where the portals of a configuration are.
+    fn expand(&mut self, config: &Config) -> Result<(), ServerError> {
+        let expansion = Expansion::of(config, &self.addresses);
+        for (listen, why) in &expansion.lacking {
+            let (listen, why) = (*listen, why.clone());
+            let subject = Subject::Wildcard(listen);
+            let error = ServerError::Wildcard { listen, why };
+            if !self.tolerates(&subject) {
+                return Err(error);
+            }
+            self.problems.add(subject, &error);
+        }
+        self.problems.retain(|subject| match subject {
+            Subject::Wildcard(listen) => expansion.lacking.iter().any(|(other, _)| other == listen),
+            _ => true,
+        });
+        let portals = config.targets.iter().flat_map(|target| &target.portals);
+        let wild = portals.map(|portal| portal.listen);
+        let wild: BTreeSet<_> = wild.filter(|listen| listen.at().is_none()).collect();
+        self.has_new_wildcards = !wild.is_subset(&self.wildcards);
+        self.wildcards = wild;
+        self.expansion = expansion;
+        Ok(())
+    }
+
+    /// Logs which addresses of wildcards have come and gone since another one.
+    pub(super) fn log_addresses_since(&self, before: &Self) {
+        self.expansion.log_since(&before.expansion);
     }
 
     /// What is not served.
@@ -216,9 +274,12 @@ impl Builder {
     /// The portals that could not be listened on, in the place of those before.
     pub(super) fn set_missing_portals(&mut self, missing: &[(Subject, ServerError)]) {
         let is_missing = |subject: &Subject| missing.iter().any(|(other, _)| other == subject);
-        let is_backend = |subject: &Subject| matches!(subject, Subject::Backend(_));
+        let is_portal = |subject: &Subject| match subject {
+            Subject::RdmaPortal(_) | Subject::TcpPortal(_) => true,
+            Subject::Backend(_) | Subject::Wildcard(_) => false,
+        };
         self.problems
-            .retain(|subject| is_backend(subject) || is_missing(subject));
+            .retain(|subject| !is_portal(subject) || is_missing(subject));
         for (subject, why) in missing {
             self.problems.add(subject.clone(), why);
         }
@@ -359,11 +420,12 @@ impl Builder {
         let host = self.identities.host(config);
         self.tried.clear();
         let mut targets = Vec::new();
-        for target in &config.targets {
+        self.expand(config)?;
+        let expansion = std::mem::take(&mut self.expansion);
+        for (target, listens) in config.targets.iter().zip(&expansion.targets) {
             let ids = self.port_ids(target);
-            let portals = target.portals.iter();
-            let portals = portals.filter(|portal| portal.protocol == Protocol::Srp);
-            let portals = portals.map(|portal| portal_def(&host, target, portal, &ids));
+            let portals = listens.iter().filter(|p| p.protocol == Protocol::Srp);
+            let portals = portals.map(|p| portal_def(&host, target, p, &ids));
             let (mut members, mut stats) = (Vec::new(), Vec::new());
             for (number, lun) in &target.luns {
                 let unit = self.unit(config, &host, *lun, opened)?;
@@ -378,9 +440,11 @@ impl Builder {
                 stats,
                 counts: Arc::clone(self.counts.entry(target.name.clone()).or_default()),
                 initiators: Arc::clone(self.initiators.entry(target.name.clone()).or_default()),
-                iscsi: iscsi(target, &ids)?,
+                iscsi: iscsi(target, listens, &ids)?,
+                listens: listens.iter().map(|p| (p.protocol, p.at)).collect(),
             });
         }
+        self.expansion = expansion;
         let discovery = auth(config.discovery_chap.as_ref())?;
         check_secrets(&discovery, &targets)?;
         self.forget_others(&targets);
@@ -424,7 +488,7 @@ impl Builder {
         self.absent.retain(|name, _| self.units.contains_key(name));
         self.problems.retain(|subject| match subject {
             Subject::Backend(name) => self.absent.contains_key(name),
-            Subject::RdmaPortal(_) | Subject::TcpPortal(_) => true,
+            Subject::RdmaPortal(_) | Subject::TcpPortal(_) | Subject::Wildcard(_) => true,
         });
         let (units, unit_stores) = (&self.units, &self.unit_stores);
         let in_use = |place: usize| {
@@ -637,9 +701,10 @@ impl Builder {
     }
 }
 
-fn portal_def(host: &HostId, target: &Target, portal: &Portal, ids: &PortIds) -> PortalDef {
+fn portal_def(host: &HostId, target: &Target, listens: &PortalAt, ids: &PortIds) -> PortalDef {
+    let portal = &target.portals[listens.portal];
     PortalDef {
-        listen: portal.listen,
+        listen: listens.at,
         id_ext: portal.id_ext(host, &target.name).0,
         ioc_guid: portal.ioc_guid(host, &target.name).0,
         service_id: portal.service_guid(host, &target.name).0,

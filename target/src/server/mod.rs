@@ -23,6 +23,7 @@
 //! starts with it: see [`legacy`].
 
 mod acquire;
+pub(crate) mod addresses;
 mod build;
 pub mod identities;
 pub mod legacy;
@@ -45,7 +46,7 @@ use rustix::thread::{CpuSet, sched_setaffinity};
 use tokio::sync::Notify;
 
 use crate::backend::{FlushKeeper, OpenError, Space, Store, open_all};
-use crate::config::Config;
+use crate::config::{Config, Listen};
 use crate::holder::HeldBy;
 use crate::srp::Unit;
 use crate::worker::iscsi::IscsiSessions;
@@ -134,6 +135,14 @@ pub enum ServerError {
         holder: HeldBy,
         /// Why.
         source: io::Error,
+    },
+    /// A portal with a wildcard is not served everywhere.
+    #[error("cannot listen on {listen}: {why}")]
+    Wildcard {
+        /// Where it is to listen.
+        listen: Listen,
+        /// Why.
+        why: String,
     },
     /// A listening socket cannot be handed on.
     #[error("cannot duplicate a listening socket: {0}")]
@@ -273,6 +282,7 @@ fn first_catalog(
     config: &Config,
     legacy: &Legacy,
 ) -> Result<Catalog, ServerError> {
+    builder.look(config);
     let mut opened = open_all(builder.wishes(config));
     let catalog = builder.catalog(config, &mut opened)?;
     builder.save_ports(builder.ports())?;
@@ -446,6 +456,13 @@ impl Server {
         catalog.rdma_portals().chain(iscsi).collect()
     }
 
+    /// Looks which addresses the host has now. Whether it is time for [`Server::retry`]: something could not be
+    /// served, or portals with a wildcard are to be at other addresses.
+    pub fn look(&mut self) -> bool {
+        self.builder.look(&self.config);
+        self.builder.is_elsewhere(&self.config) || self.builder.problems().can_be_tried()
+    }
+
     /// What should be served and is not, and backends that fail operations.
     #[must_use]
     pub fn problems(&self) -> Problems {
@@ -456,12 +473,6 @@ impl Server {
             }
         }
         all
-    }
-
-    /// Whether everything is open that should be served.
-    #[must_use]
-    pub fn is_whole(&self) -> bool {
-        self.builder.problems().is_empty()
     }
 
     /// The units that are served, by the names of their backends.

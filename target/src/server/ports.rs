@@ -10,13 +10,15 @@ use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Portal, Target};
+use crate::config::{Listen, Portal, Target};
 
 /// A port of a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Port {
     /// A portal of SRP.
     Srp(SocketAddr),
+    /// A portal of SRP with a wildcard: one port at all of its addresses.
+    SrpWildcard(Listen),
     /// All portals of iSCSI and iSER, whose portal group has the port's number.
     Iscsi,
 }
@@ -106,9 +108,11 @@ pub(super) fn number(known: &mut PortIds, target: &Target) {
 /// The port that a portal belongs to.
 pub(super) fn port_of(portal: &Portal) -> Port {
     if portal.protocol.is_iscsi() {
-        Port::Iscsi
-    } else {
-        Port::Srp(portal.listen)
+        return Port::Iscsi;
+    }
+    match portal.listen {
+        Listen::At(at) => Port::Srp(at),
+        wildcard => Port::SrpWildcard(wildcard),
     }
 }
 

@@ -16,7 +16,7 @@ use std::net::SocketAddr;
 use std::time::SystemTime;
 
 use crate::backend::Failing;
-use crate::config::{Portal, Protocol};
+use crate::config::{Listen, Protocol};
 
 /// What the log knows the lines about problems by.
 pub const TARGET: &str = "riserd::problems";
@@ -30,15 +30,17 @@ pub enum Subject {
     RdmaPortal(SocketAddr),
     /// A portal on TCP.
     TcpPortal(SocketAddr),
+    /// A portal with a wildcard.
+    Wildcard(Listen),
 }
 
 impl Subject {
-    /// A portal of the configuration.
+    /// A portal at an address.
     #[must_use]
-    pub fn portal(portal: &Portal) -> Self {
-        match portal.protocol {
-            Protocol::Srp | Protocol::Iser => Self::RdmaPortal(portal.listen),
-            Protocol::Iscsi => Self::TcpPortal(portal.listen),
+    pub const fn portal(protocol: Protocol, at: SocketAddr) -> Self {
+        match protocol {
+            Protocol::Srp | Protocol::Iser => Self::RdmaPortal(at),
+            Protocol::Iscsi => Self::TcpPortal(at),
         }
     }
 
@@ -47,7 +49,7 @@ impl Subject {
     pub const fn kind(&self) -> &'static str {
         match self {
             Self::Backend(_) => "backend",
-            Self::RdmaPortal(_) | Self::TcpPortal(_) => "portal",
+            Self::RdmaPortal(_) | Self::TcpPortal(_) | Self::Wildcard(_) => "portal",
         }
     }
 
@@ -57,6 +59,7 @@ impl Subject {
         match self {
             Self::Backend(name) => name.clone(),
             Self::RdmaPortal(addr) | Self::TcpPortal(addr) => addr.to_string(),
+            Self::Wildcard(listen) => listen.to_string(),
         }
     }
 }
@@ -81,6 +84,13 @@ impl Problems {
         self.0.is_empty()
     }
 
+    /// Whether there is one that may end by trying again: a wildcard waits for other addresses.
+    #[must_use]
+    pub fn can_be_tried(&self) -> bool {
+        let is_wildcard = |subject: &Subject| matches!(subject, Subject::Wildcard(_));
+        !self.0.keys().all(is_wildcard)
+    }
+
     /// All, backends first.
     pub fn iter(&self) -> impl Iterator<Item = (&Subject, &Problem)> {
         self.0.iter()
@@ -96,7 +106,7 @@ impl Problems {
     #[must_use]
     pub fn has_portal(&self, protocol: &str, listen: &str) -> bool {
         self.0.keys().any(|subject| match subject {
-            Subject::Backend(_) => false,
+            Subject::Backend(_) | Subject::Wildcard(_) => false,
             Subject::RdmaPortal(addr) => protocol != "iscsi" && addr.to_string() == listen,
             Subject::TcpPortal(addr) => protocol == "iscsi" && addr.to_string() == listen,
         })

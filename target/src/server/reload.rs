@@ -236,6 +236,7 @@ impl Server {
     /// Acquires all that a configuration takes.
     fn prepare(&self, config: Config, opened: &mut OpenedStores) -> Result<Prepared, ChangeError> {
         let mut builder = self.builder.clone();
+        builder.look(&config);
         let mut grown = Vec::new();
         let built = builder
             .catalog(&config, opened)
@@ -380,6 +381,7 @@ impl Server {
             .chain(grown.iter().map(|g| &g.store))
             .for_each(|store| store.keep());
         builder.problems().log_since(self.builder.problems());
+        builder.log_addresses_since(&self.builder);
         // What initiators have done to units without a medium while all this was acquired.
         for (name, unit) in builder.units() {
             let before = self.builder.units().get(name);

@@ -15,7 +15,7 @@ use riser_scsi::srp::{InitiatorPortId, PortIdParts, TargetPortId};
 
 use super::registry::SessionLimits;
 use crate::backend::Store;
-use crate::config;
+use crate::config::{self, Protocol};
 use crate::qos::{Initiators, IoLimits, Limiter};
 use crate::server::problems::{Problems, Subject};
 use crate::srp::{LunMap, Mapping, Unit, UnitIdx};
@@ -204,7 +204,9 @@ impl PortalDef {
 pub struct TargetDef {
     /// Its configuration: name, units by number, access.
     pub config: config::Target,
-    /// Where it listens.
+    /// Where it is to listen: addresses that cannot be listened on are among these only.
+    pub listens: Vec<(Protocol, SocketAddr)>,
+    /// Where it listens for SRP.
     pub portals: Vec<PortalDef>,
     /// Its units, in ascending order of their numbers.
     pub units: Vec<(u16, Arc<Unit>)>,

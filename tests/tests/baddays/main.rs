@@ -7,6 +7,8 @@ mod initiator;
 mod limits;
 #[path = "../load/mod.rs"]
 mod load;
+mod luns;
+mod portals;
 mod space;
 mod target;
 

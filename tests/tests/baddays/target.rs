@@ -14,6 +14,8 @@ use crate::{ended, eventually};
 pub(crate) struct Daemon {
     dir: PathBuf,
     process: Option<Child>,
+    /// The network namespace of the programs.
+    netns: Option<String>,
 }
 
 impl Daemon {
@@ -24,12 +26,35 @@ impl Daemon {
         let dir = format!("riser-badday-{}-{number}", std::process::id());
         let dir = std::env::temp_dir().join(dir);
         fs::create_dir(&dir).unwrap();
-        let daemon = Self { dir, process: None };
+        let daemon = Self {
+            dir,
+            process: None,
+            netns: None,
+        };
         daemon.write(config);
         daemon
     }
 
-    fn write(&self, config: &str) {
+    /// As [`Daemon::new`], in a network namespace, as are its initiators.
+    pub(crate) fn in_netns(config: &str, netns: &str) -> Self {
+        let mut daemon = Self::new(config);
+        daemon.netns = Some(netns.to_owned());
+        daemon
+    }
+
+    fn program(&self, name: &str) -> Command {
+        let program = folder().join(name);
+        match &self.netns {
+            None => Command::new(program),
+            Some(netns) => {
+                let mut command = Command::new("ip");
+                command.args(["netns", "exec", netns]).arg(program);
+                command
+            }
+        }
+    }
+
+    pub(crate) fn write(&self, config: &str) {
         let text = format!(
             "{config}\nadmin: {{ socket: DIR/admin }}\nstate: {{ directory: DIR/state }}\n"
         );
@@ -37,13 +62,13 @@ impl Daemon {
         fs::write(self.dir.join("riserd.yaml"), text).unwrap();
     }
 
-    fn command(&self) -> Command {
+    pub(crate) fn command(&self) -> Command {
         let log = File::options()
             .create(true)
             .append(true)
             .open(self.dir.join("log"))
             .unwrap();
-        let mut command = Command::new(folder().join("riserd"));
+        let mut command = self.program("riserd");
         command
             .args(["run", "--config"])
             .arg(self.dir.join("riserd.yaml"))
@@ -97,7 +122,7 @@ impl Daemon {
 
     /// `riser` with these arguments.
     pub(crate) fn riser(&self, args: &[&str]) -> Command {
-        let mut command = Command::new(folder().join("riser"));
+        let mut command = self.program("riser");
         command
             .args(args)
             .env("RISER_STATE_DIR", self.dir.join("riser"))
@@ -111,7 +136,7 @@ impl Daemon {
         succeeded(&mut self.riser(&["write", url, data.to_str().unwrap(), "-q"]));
     }
 
-    fn read_block(&self, url: &str) -> Vec<u8> {
+    pub(crate) fn read_block(&self, url: &str) -> Vec<u8> {
         let data = self.path("data");
         let to = data.to_str().unwrap();
         succeeded(&mut self.riser(&["read", url, to, "--length=4096", "-q"]));

@@ -1,0 +1,361 @@
+//! Which addresses the host has, and what portals with a wildcard come to.
+//!
+//! A portal at `0.0.0.0`, `[::]` or an interface is one portal at each address, with a socket or device of its
+//! own: discovery names addresses that an initiator can reach, and what is served elsewhere does not change when
+//! an address comes or goes. Addresses are listed when a configuration is applied, and every few seconds.
+//!
+//! One that is gone is served for [`GRACE`], since it may come back at once, as when its lease is renewed.
+//! Link-local addresses of IPv6 are left out: initiators cannot use them without knowing their own interface.
+//!
+//! # Overlaps
+//! Of the portals of a target that include an address and port, the most specific one is there: an address before
+//! an interface, and that before all addresses of the host.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr};
+use std::time::{Duration, Instant};
+
+use riser_transport::host::{self, Interface};
+use riser_transport::rdma_core;
+
+use crate::config::{Config, Listen, Protocol, Provider, Target, Wildcard};
+
+/// How long an address that is gone is served.
+pub(super) const GRACE: Duration = Duration::from_secs(15);
+
+/// Addresses that one wildcard stands for at most.
+const MAX_ADDRESSES: usize = 64;
+
+/// The host's addresses, by the names of their interfaces, and when they were last there.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Addresses(BTreeMap<(String, IpAddr), Instant>);
+
+impl Addresses {
+    /// Looks which there are, if a configuration wants to know.
+    pub(super) fn look(&mut self, config: &Config) {
+        let mut portals = config.targets.iter().flat_map(|target| &target.portals);
+        if portals.all(|portal| portal.listen.at().is_some()) {
+            return;
+        }
+        match host::interfaces() {
+            Ok(interfaces) => self.observe(interfaces, Instant::now()),
+            Err(error) => tracing::warn!(%error, "the addresses of this host cannot be listed"),
+        }
+    }
+
+    /// These are there now.
+    fn observe(&mut self, interfaces: Vec<Interface>, now: Instant) {
+        for interface in interfaces {
+            self.0.insert((interface.name, interface.address), now);
+        }
+        self.0.retain(|_, seen| now.duration_since(*seen) < GRACE);
+    }
+
+    /// Those that a wildcard stands for.
+    fn of(&self, wildcard: &Wildcard) -> impl Iterator<Item = IpAddr> {
+        let all = self.0.keys();
+        let all = all.filter(|(interface, address)| wildcard.covers(interface, *address));
+        let mut addresses: Vec<_> = all.map(|(_, address)| *address).collect();
+        addresses.sort_unstable();
+        addresses.dedup();
+        addresses.into_iter()
+    }
+}
+
+/// A portal at one address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PortalAt {
+    /// Its number in the target's configuration.
+    pub(crate) portal: usize,
+    /// Its protocol.
+    pub(crate) protocol: Protocol,
+    /// Its address and port.
+    pub(crate) at: SocketAddr,
+    /// Whether it comes from a wildcard.
+    pub(crate) is_wild: bool,
+}
+
+/// What the portals of a configuration come to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Expansion {
+    /// Portals by target, in the order of the file.
+    pub(crate) targets: Vec<Vec<PortalAt>>,
+    /// Wildcards that are not served everywhere, and why.
+    pub(crate) lacking: Vec<(Listen, String)>,
+}
+
+impl Expansion {
+    /// Where the portals of a configuration are at present.
+    pub(crate) fn now(config: &Config) -> Self {
+        let mut addresses = Addresses::default();
+        addresses.look(config);
+        Self::of(config, &addresses)
+    }
+
+    /// Where the portals of a configuration are, where the host has these addresses.
+    pub(super) fn of(config: &Config, addresses: &Addresses) -> Self {
+        let has_device = |ip: IpAddr| match config.transport.provider {
+            Provider::RdmaCore => rdma_core::has_device(ip),
+            Provider::Roce | Provider::Auto => true,
+        };
+        Self::new(&config.targets, addresses, &has_device)
+    }
+
+    /// Likewise; `has_device` says of an address whether RDMA portals may be there.
+    fn new(targets: &[Target], addresses: &Addresses, has_device: &dyn Fn(IpAddr) -> bool) -> Self {
+        let mut expansion = Self::default();
+        let literal: Vec<_> = targets
+            .iter()
+            .flat_map(|target| &target.portals)
+            .filter_map(|portal| Some((portal.protocol, portal.listen.at()?)))
+            .collect();
+        // An interface and an address may meet at a port of the RDMA CM, which one protocol has.
+        let is_taken = |protocol: Protocol, at: SocketAddr| {
+            let is_rival = |(other, there): &(Protocol, SocketAddr)| {
+                *other != protocol && other.is_rdma() && protocol.is_rdma() && *there == at
+            };
+            literal.iter().any(is_rival)
+        };
+        for target in targets {
+            let mut found: Vec<PortalAt> = Vec::new();
+            for rank in [is_literal, is_interface, is_any] {
+                let portals = target.portals.iter().enumerate();
+                for (number, portal) in portals.filter(|(_, portal)| rank(&portal.listen)) {
+                    let wildcard = match portal.listen {
+                        Listen::At(at) => {
+                            found.push(PortalAt {
+                                portal: number,
+                                protocol: portal.protocol,
+                                at,
+                                is_wild: false,
+                            });
+                            continue;
+                        }
+                        Listen::Wildcard(wildcard, _) => wildcard,
+                    };
+                    let may_be = |ip: &IpAddr| !portal.protocol.is_rdma() || has_device(*ip);
+                    let all: Vec<_> = addresses.of(&wildcard).filter(may_be).collect();
+                    if let Some(why) = lack(&wildcard, all.len()) {
+                        expansion.lack(portal.listen, why);
+                    }
+                    for ip in all.into_iter().take(MAX_ADDRESSES) {
+                        let at = SocketAddr::new(ip, portal.listen.port());
+                        if is_taken(portal.protocol, at) {
+                            let why = format!("{at} is a portal of another RDMA protocol");
+                            expansion.lack(portal.listen, why);
+                            continue;
+                        }
+                        let mut known = found.iter();
+                        if !known.any(|p| p.protocol == portal.protocol && p.at == at) {
+                            found.push(PortalAt {
+                                portal: number,
+                                protocol: portal.protocol,
+                                at,
+                                is_wild: true,
+                            });
+                        }
+                    }
+                }
+            }
+            found.sort_by_key(|portal| portal.portal);
+            expansion.targets.push(found);
+        }
+        expansion
+    }
+
+    fn lack(&mut self, listen: Listen, why: String) {
+        if !self.lacking.iter().any(|(known, _)| *known == listen) {
+            self.lacking.push((listen, why));
+        }
+    }
+
+    /// Whether an address comes from wildcards only, for RDMA portals or others.
+    pub(super) fn is_wild(&self, at: SocketAddr, is_rdma: bool) -> bool {
+        let all = self.targets.iter().flatten();
+        let mut all = all.filter(|p| p.at == at && p.protocol.is_rdma() == is_rdma);
+        all.all(|portal| portal.is_wild)
+    }
+
+    /// Logs what has come and gone since another one.
+    pub(super) fn log_since(&self, before: &Self) {
+        let wild = |expansion: &Self| {
+            let all = expansion.targets.iter().flatten();
+            let mut all: Vec<_> = all
+                .filter(|portal| portal.is_wild)
+                .map(|portal| (portal.at, portal.protocol))
+                .collect();
+            all.sort_by_key(|(at, protocol)| (*at, protocol.to_string()));
+            all.dedup();
+            all
+        };
+        let (old, new) = (wild(before), wild(self));
+        for (at, protocol) in new.iter().filter(|portal| !old.contains(portal)) {
+            tracing::info!(%protocol, listen = %at, "a wildcard portal is there from now on");
+        }
+        for (at, protocol) in old.iter().filter(|portal| !new.contains(portal)) {
+            tracing::info!(%protocol, listen = %at, "a wildcard portal is gone");
+        }
+    }
+}
+
+fn is_literal(listen: &Listen) -> bool {
+    listen.at().is_some()
+}
+
+fn is_interface(listen: &Listen) -> bool {
+    matches!(listen, Listen::Wildcard(wildcard, _) if wildcard.is_interface())
+}
+
+fn is_any(listen: &Listen) -> bool {
+    !is_literal(listen) && !is_interface(listen)
+}
+
+/// What a wildcard lacks that stands for so many addresses.
+fn lack(wildcard: &Wildcard, found: usize) -> Option<String> {
+    match (found, wildcard) {
+        (0, Wildcard::Interface(name)) => Some(format!(
+            "{name} is not up, has no address, or is no interface of this host"
+        )),
+        (0, _) => Some("this host has no such address".to_owned()),
+        (n, _) if n > MAX_ADDRESSES => Some(format!(
+            "it stands for {n} addresses, of which {MAX_ADDRESSES} are served"
+        )),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn interface(name: &str, address: &str) -> Interface {
+        Interface {
+            name: name.to_owned(),
+            address: address.parse().unwrap(),
+            mtu: None,
+        }
+    }
+
+    fn host() -> Vec<Interface> {
+        vec![
+            interface("lo", "127.0.0.1"),
+            interface("lo", "::1"),
+            interface("eth0", "192.0.2.1"),
+            interface("eth0", "2001:db8::1"),
+            interface("eth1", "198.51.100.1"),
+        ]
+    }
+
+    fn targets(portals: &[&str]) -> Vec<Target> {
+        let target = |(n, portals): (usize, &&str)| {
+            format!(
+                "{{ name: t{n}, iqn: \"iqn.2026-01.a:t{n}\", portals: [{portals}], access: open }}"
+            )
+        };
+        let targets: Vec<_> = portals.iter().enumerate().map(target).collect();
+        let text = format!("targets: [{}]", targets.join(", "));
+        Config::parse(&text, "test.yaml").unwrap().targets
+    }
+
+    fn expand(portals: &[&str], host: Vec<Interface>) -> Expansion {
+        let mut addresses = Addresses::default();
+        addresses.observe(host, Instant::now());
+        Expansion::new(&targets(portals), &addresses, &|_| true)
+    }
+
+    /// Portals of a target, with their numbers in the configuration.
+    fn at(expansion: &Expansion, target: usize) -> Vec<String> {
+        let all = expansion.targets[target].iter();
+        all.map(|p| format!("{} {} {}", p.portal, p.protocol, p.at))
+            .collect()
+    }
+
+    #[test]
+    fn a_wildcard_is_a_portal_at_each_address() {
+        let text = "{ protocol: iscsi, listen: 0.0.0.0 }, { protocol: iser, listen: \"eth0:9\" }, \
+                    { protocol: srp, listen: \"[::]\" }";
+        let expansion = expand(&[text], host());
+        assert_eq!(
+            at(&expansion, 0),
+            [
+                "0 iscsi 127.0.0.1:3260",
+                "0 iscsi 192.0.2.1:3260",
+                "0 iscsi 198.51.100.1:3260",
+                "1 iser 192.0.2.1:9",
+                "1 iser [2001:db8::1]:9",
+                "2 srp [::1]:5555",
+                "2 srp [2001:db8::1]:5555",
+            ]
+        );
+        assert_eq!(expansion.lacking, []);
+        let all = expand(&["{ protocol: iscsi, listen: \":7\" }"], host());
+        assert_eq!(at(&all, 0).len(), 5);
+    }
+
+    #[test]
+    fn the_most_specific_portal_is_there() {
+        let text = "{ protocol: iscsi, listen: \":3260\" }, { protocol: iscsi, listen: eth0 }, \
+                    { protocol: iscsi, listen: 192.0.2.1, redirect: { to: \"192.0.2.9\" } }";
+        let expansion = expand(&[text], host());
+        assert_eq!(
+            at(&expansion, 0),
+            [
+                "0 iscsi 127.0.0.1:3260",
+                "0 iscsi 198.51.100.1:3260",
+                "0 iscsi [::1]:3260",
+                "1 iscsi [2001:db8::1]:3260",
+                "2 iscsi 192.0.2.1:3260",
+            ]
+        );
+        let literal = "192.0.2.1:3260".parse().unwrap();
+        assert!(!expansion.is_wild(literal, false));
+        assert!(expansion.is_wild("127.0.0.1:3260".parse().unwrap(), false));
+    }
+
+    #[test]
+    fn what_a_wildcard_lacks_is_named() {
+        let iser = "{ protocol: iser, listen: \"eth0:5555\" }";
+        let srp = "{ protocol: srp, listen: 192.0.2.1 }, { protocol: iscsi, listen: eth9 }";
+        let expansion = expand(&[iser, srp], host());
+        assert_eq!(at(&expansion, 0), ["0 iser [2001:db8::1]:5555"]);
+        let lacking: Vec<_> = expansion
+            .lacking
+            .iter()
+            .map(|(listen, why)| format!("{listen}: {why}"))
+            .collect();
+        assert_eq!(
+            lacking,
+            [
+                "eth0:5555: 192.0.2.1:5555 is a portal of another RDMA protocol",
+                "eth9:3260: eth9 is not up, has no address, or is no interface of this host",
+            ]
+        );
+        let many = (0..80).map(|n| interface("eth0", &format!("192.0.2.{n}")));
+        let expansion = expand(&["{ protocol: iscsi, listen: eth0 }"], many.collect());
+        assert_eq!(at(&expansion, 0).len(), MAX_ADDRESSES);
+        assert_eq!(expansion.lacking.len(), 1);
+    }
+
+    #[test]
+    fn an_address_may_be_away_for_a_moment() {
+        let targets = targets(&["{ protocol: iscsi, listen: eth0 }"]);
+        let start = Instant::now();
+        let mut addresses = Addresses::default();
+        let mut seen = |at: u64, there: &[&str]| {
+            let there = there.iter().map(|ip| interface("eth0", ip)).collect();
+            addresses.observe(there, start + Duration::from_secs(at));
+            at_of(&Expansion::new(&targets, &addresses, &|_| true))
+        };
+        assert_eq!(seen(0, &["192.0.2.1"]), ["192.0.2.1:3260"]);
+        assert_eq!(seen(10, &[]), ["192.0.2.1:3260"]);
+        let both = ["192.0.2.1:3260", "192.0.2.2:3260"];
+        assert_eq!(seen(14, &["192.0.2.2"]), both);
+        assert_eq!(seen(15, &["192.0.2.2"]), ["192.0.2.2:3260"]);
+        assert_eq!(seen(16, &["192.0.2.1", "192.0.2.2"]), both);
+    }
+
+    fn at_of(expansion: &Expansion) -> Vec<String> {
+        let all = expansion.targets[0].iter();
+        all.map(|portal| portal.at.to_string()).collect()
+    }
+}

@@ -1,0 +1,288 @@
+//! Portals whose addresses are not known beforehand, and come and go.
+
+use std::process::Command;
+
+use riser_tests::programs::{missing, skip, succeeded};
+use serde_json::Value;
+
+use crate::target::Daemon;
+use crate::{ended, eventually};
+
+/// A network namespace, gone with its value.
+struct Netns(String);
+
+impl Netns {
+    fn new(test: &str) -> Option<Self> {
+        if let Some(tool) = missing(&["ip"]) {
+            skip(test, &format!("{tool} is not installed"));
+            return None;
+        }
+        let name = format!("riser-{test}-{}", std::process::id());
+        let (code, _, errors) = ended(Command::new("ip").args(["netns", "add", &name]));
+        if code != 0 {
+            skip(test, &format!("no network namespace: {errors}"));
+            return None;
+        }
+        let netns = Self(name);
+        netns.ip("link set lo up");
+        Some(netns)
+    }
+
+    fn ip(&self, words: &str) {
+        let mut ip = Command::new("ip");
+        ip.args(["-n", &self.0]).args(words.split(' '));
+        succeeded(&mut ip);
+    }
+
+    /// An interface with these addresses.
+    fn interface(&self, name: &str, addresses: &[&str]) {
+        self.ip(&format!("link add {name} type veth peer name {name}p"));
+        for end in [name, &format!("{name}p")] {
+            self.ip(&format!("link set {end} up"));
+        }
+        for address in addresses {
+            self.ip(&format!("addr add {address} dev {name} nodad"));
+        }
+    }
+}
+
+impl Drop for Netns {
+    fn drop(&mut self) {
+        let _ = Command::new("ip").args(["netns", "del", &self.0]).status();
+    }
+}
+
+fn config(portals: &str) -> String {
+    format!(
+        "
+backends: {{ a: {{ kind: ram, size: 16MiB }} }}
+targets:
+  - name: t
+    iqn: iqn.2026-01.com.example:t
+    portals: [{portals}]
+    luns: {{ 0: a }}
+    access: open"
+    )
+}
+
+const IQN: &str = "iqn.2026-01.com.example:t";
+
+/// Where the target is served, as `riserd` says.
+fn portals(daemon: &Daemon) -> Vec<String> {
+    let targets = daemon.json(&["targets"]);
+    let portals = targets[0]["portals"].as_array().unwrap().iter();
+    portals
+        .map(|p| {
+            format!(
+                "{} {}",
+                p["protocol"].as_str().unwrap(),
+                p["listen"].as_str().unwrap()
+            )
+        })
+        .collect()
+}
+
+fn problems(daemon: &Daemon) -> Vec<Value> {
+    let status = daemon.json(&["status"]);
+    status["problems"].as_array().cloned().unwrap_or_default()
+}
+
+/// What an initiator finds at an address.
+fn found(daemon: &Daemon, url: &str) -> Option<String> {
+    let (code, out, _) = ended(&mut daemon.riser(&["discover", url, "--timeout=5s"]));
+    (code == 0).then_some(out)
+}
+
+/// An address of loopback that no interface has by name, and so no wildcard portal.
+const HOST: &str = "--addr=127.0.0.9";
+
+fn write(daemon: &Daemon, url: &str, byte: u8) {
+    let data = daemon.path("data");
+    std::fs::write(&data, [byte; 4096]).unwrap();
+    let file = data.to_str().unwrap();
+    succeeded(&mut daemon.riser(&["write", url, file, "-q", HOST]));
+}
+
+/// The first byte of the unit at an address.
+fn read(daemon: &Daemon, url: &str) -> u8 {
+    let data = daemon.path("data");
+    let to = data.to_str().unwrap();
+    let mut args = vec!["read", url, to, "--length=4096", "-q"];
+    if !url.contains("://[") {
+        args.push(HOST);
+    }
+    succeeded(&mut daemon.riser(&args));
+    std::fs::read(&data).unwrap()[0]
+}
+
+#[test]
+fn wildcard_portals_are_at_the_addresses_that_there_are() {
+    let Some(netns) = Netns::new("wildcard") else {
+        return;
+    };
+    netns.interface("wild0", &["10.0.201.1/24", "2001:db8:201::1/64"]);
+    netns.interface("wild1", &["10.0.202.1/24"]);
+    let all = "{ protocol: iscsi, listen: 0.0.0.0 }, { protocol: iscsi, listen: \"[::]\" }, \
+               { protocol: srp, listen: 0.0.0.0 }, { protocol: iser, listen: wild1:3261 }";
+    let mut daemon = Daemon::in_netns(&config(all), &netns.0);
+    daemon.serve();
+    assert_eq!(
+        portals(&daemon),
+        [
+            "iscsi 10.0.201.1:3260",
+            "iscsi 10.0.202.1:3260",
+            "iscsi 127.0.0.1:3260",
+            "iscsi [::1]:3260",
+            "iscsi [2001:db8:201::1]:3260",
+            "srp 10.0.201.1:5555",
+            "srp 10.0.202.1:5555",
+            "srp 127.0.0.1:5555",
+            "iser 10.0.202.1:3261",
+        ]
+    );
+    assert_eq!(problems(&daemon), [Value::Null; 0]);
+    write(&daemon, "srp://10.0.202.1/0", 1);
+    for url in [
+        format!("iscsi://10.0.201.1/{IQN}/0"),
+        format!("iscsi://[2001:db8:201::1]/{IQN}/0"),
+        format!("iser://10.0.202.1:3261/{IQN}/0"),
+        "srp://127.0.0.1/0".to_owned(),
+    ] {
+        assert_eq!(read(&daemon, &url), 1, "{url}");
+    }
+
+    // What is written down is the wildcard, and nothing differs from the file.
+    let written = daemon.json(&["get", "/targets/t/portals"]);
+    let listens = written.as_array().unwrap().iter().map(|p| &p["listen"]);
+    let listens: Vec<_> = listens.map(|listen| listen.as_str().unwrap()).collect();
+    let expected = ["0.0.0.0:3260", "[::]:3260", "0.0.0.0:5555", "wild1:3261"];
+    assert_eq!(listens, expected);
+    let file = daemon.path("riserd.yaml");
+    let (code, out, errors) = daemon.ask(&["diff", file.to_str().unwrap(), "-o", "json"]);
+    assert_eq!(code, 0, "{errors}");
+    let difference: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(difference["changes"], serde_json::json!([]));
+
+    // Addresses come and go while sessions elsewhere go on.
+    netns.ip("addr add 10.0.202.7/24 dev wild1");
+    netns.ip("addr del 10.0.201.1/24 dev wild0");
+    eventually("the new address is served, and the old one is not", || {
+        let portals = portals(&daemon);
+        let has = |portal: &str| portals.iter().any(|p| p == portal);
+        let has_new = [
+            "iscsi 10.0.202.7:3260",
+            "srp 10.0.202.7:5555",
+            "iser 10.0.202.7:3261",
+        ];
+        has_new.into_iter().all(has) && !has("iscsi 10.0.201.1:3260") && !has("srp 10.0.201.1:5555")
+    });
+    let (code, _, missing) = daemon.ask(&["status"]);
+    assert_eq!(code, 0, "{missing}");
+    for url in [
+        format!("iscsi://10.0.202.7/{IQN}/0"),
+        format!("iser://10.0.202.7:3261/{IQN}/0"),
+        "srp://10.0.202.7/0".to_owned(),
+    ] {
+        assert_eq!(read(&daemon, &url), 1, "{url}");
+    }
+
+    // Another program takes the listeners over.
+    let before = portals(&daemon);
+    let (code, _, errors) = daemon.ask(&["upgrade"]);
+    assert_eq!(code, 0, "{errors}");
+    eventually("the successor answers", || daemon.ask(&["status"]).0 == 0);
+    assert_eq!(portals(&daemon), before);
+    assert_eq!(read(&daemon, &format!("iscsi://10.0.202.7/{IQN}/0")), 1);
+}
+
+#[test]
+fn discovery_over_a_wildcard_portal_names_addresses_that_can_be_reached() {
+    let Some(netns) = Netns::new("sendtargets") else {
+        return;
+    };
+    netns.interface("wild0", &["10.0.203.1/24", "10.0.203.2/24"]);
+    let portal = "{ protocol: iscsi, listen: 0.0.0.0 }";
+    let mut daemon = Daemon::in_netns(&config(portal), &netns.0);
+    daemon.serve();
+    let by = |address: &str| found(&daemon, &format!("iscsi://{address}")).unwrap();
+    let outside = by("10.0.203.2");
+    assert!(!outside.contains("127.0.0.1"), "{outside}");
+    assert!(!outside.contains("0.0.0.0"), "{outside}");
+    assert!(
+        outside.contains("10.0.203.1") && outside.contains("10.0.203.2"),
+        "{outside}"
+    );
+    let inside = by("127.0.0.1");
+    assert!(inside.contains("127.0.0.1"), "{inside}");
+}
+
+#[test]
+fn an_interface_may_come_later_than_the_daemon() {
+    let Some(netns) = Netns::new("late") else {
+        return;
+    };
+    let all = "{ protocol: iscsi, listen: 127.0.0.1 }, { protocol: iscsi, listen: late0 }, \
+               { protocol: srp, listen: late0 }";
+    let mut daemon = Daemon::in_netns(&config(all), &netns.0);
+    daemon.serve();
+    let named: Vec<_> = problems(&daemon)
+        .iter()
+        .map(|p| {
+            format!(
+                "{} {}",
+                p["kind"].as_str().unwrap(),
+                p["name"].as_str().unwrap()
+            )
+        })
+        .collect();
+    assert_eq!(named, ["portal late0:3260", "portal late0:5555"]);
+    write(&daemon, &format!("iscsi://127.0.0.1/{IQN}/0"), 2);
+    netns.interface("late0", &["10.0.204.1/24"]);
+    eventually("the interface is served", || problems(&daemon).is_empty());
+    for url in [
+        format!("iscsi://10.0.204.1/{IQN}/0"),
+        "srp://10.0.204.1/0".to_owned(),
+    ] {
+        assert_eq!(read(&daemon, &url), 2, "{url}");
+    }
+
+    // A typing mistake in a new portal is refused while it runs, and a strict start refuses what is missing.
+    let wrong = config(&format!("{all}, {{ protocol: iscsi, listen: lat0 }}"));
+    daemon.write(&wrong);
+    let (code, _, errors) = daemon.ask(&["reload"]);
+    assert!(
+        code != 0 && errors.contains("cannot listen on lat0:3260"),
+        "{errors}"
+    );
+    let strict = Daemon::in_netns(&format!("strict: true{wrong}"), &netns.0);
+    let (code, ..) = ended(&mut strict.command());
+    assert_eq!(code, 1);
+    assert!(
+        strict.log().contains("cannot listen on lat0:3260"),
+        "{}",
+        strict.log()
+    );
+}
+
+#[test]
+fn a_second_daemon_with_the_same_wildcard_is_refused() {
+    let Some(netns) = Netns::new("second") else {
+        return;
+    };
+    for portal in [
+        "{ protocol: iscsi, listen: 0.0.0.0 }",
+        "{ protocol: srp, listen: 0.0.0.0 }",
+    ] {
+        let mut first = Daemon::in_netns(&config(portal), &netns.0);
+        first.serve();
+        let second = Daemon::in_netns(&config(portal), &netns.0);
+        let (code, ..) = ended(&mut second.command());
+        assert_eq!(code, 1, "{portal}");
+        assert!(second.log().contains("in use"), "{}", second.log());
+        let url = match portal.contains("srp") {
+            true => "srp://127.0.0.1/0".to_owned(),
+            false => format!("iscsi://127.0.0.1/{IQN}/0"),
+        };
+        write(&first, &url, 3);
+    }
+}

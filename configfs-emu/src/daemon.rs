@@ -139,6 +139,7 @@ mod tests {
             luns: 1,
             memory: 0,
             negotiated: BTreeMap::new(),
+            limits: None,
         }
     }
 

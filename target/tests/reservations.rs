@@ -168,6 +168,12 @@ fn a_unit_whose_reservations_cannot_be_read_is_not_ready() {
         assert!(Instant::now() < until, "it is not tried again");
         std::thread::sleep(Duration::from_millis(100));
     }
+    // Sessions go on: an initiator does not ask again which disk it is.
+    let mut attentions = 0;
+    while write(&mut one) != GOOD {
+        attentions += 1;
+        assert!(attentions < 4, "it does not come back to a session");
+    }
     let mut one = log_in(host, 1);
     assert_eq!(keys(&mut one), [0xa]);
     assert_eq!(write(&mut one), GOOD);

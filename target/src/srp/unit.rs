@@ -429,8 +429,10 @@ impl LunMap {
     pub fn follow(&mut self, old: &Self) {
         for (place, lun) in self.luns.iter().enumerate() {
             if let Ok(before) = old.luns.binary_search(lun) {
-                let unit = &self.mappings[place].unit;
-                let is_other = !Arc::ptr_eq(unit, &old.mappings[before].unit);
+                let (unit, before_it) = (&self.mappings[place].unit, &old.mappings[before].unit);
+                // A disk that was missing comes back as the same to its initiators.
+                let is_same = unit.lu.config().identity == before_it.lu.config().identity;
+                let is_other = !Arc::ptr_eq(unit, before_it) && !is_same;
                 let moved = is_other || old.moved[before].load(Ordering::Relaxed);
                 self.moved[place] = AtomicBool::new(moved);
             }

@@ -14,6 +14,7 @@ const KINDS: [&str; 5] = ["medium", "no_space", "read_only", "not_ready", "inter
 const MEDIUM: usize = 0;
 const NO_SPACE: usize = 1;
 const READ_ONLY: usize = 2;
+const NOT_READY: usize = 3;
 
 /// The label's number; none for what the initiator asked for itself.
 fn kind_of(error: BackendError) -> Option<usize> {
@@ -21,7 +22,7 @@ fn kind_of(error: BackendError) -> Option<usize> {
         BackendError::Medium { .. } => Some(MEDIUM),
         BackendError::NoSpace => Some(NO_SPACE),
         BackendError::ReadOnly => Some(READ_ONLY),
-        BackendError::NotReady => Some(3),
+        BackendError::NotReady => Some(NOT_READY),
         BackendError::Internal => Some(4),
         BackendError::Aborted | BackendError::Transfer => None,
     }
@@ -45,6 +46,14 @@ pub struct Failing {
     pub why: String,
     kind: usize,
     last: Instant,
+}
+
+impl Failing {
+    /// Whether the device is gone: it may be there again as another one.
+    #[must_use]
+    pub fn is_gone(&self) -> bool {
+        self.kind == NOT_READY
+    }
 }
 
 /// How long a medium error counts: other blocks may work meanwhile.

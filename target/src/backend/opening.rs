@@ -36,6 +36,13 @@ pub struct Wish {
 pub struct OpenedStores(BTreeMap<String, (Spec, Result<Arc<Store>, OpenError>)>);
 
 impl OpenedStores {
+    /// Whether a backend has been opened.
+    #[must_use]
+    pub fn has(&self, backend: &str, spec: &Spec) -> bool {
+        let opened = self.0.get(backend);
+        opened.is_some_and(|(asked, result)| asked == spec && result.is_ok())
+    }
+
     /// What came of opening a backend, unless it was asked for otherwise.
     pub fn take(&mut self, backend: &str, spec: &Spec) -> Option<Result<Arc<Store>, OpenError>> {
         let (asked, _) = self.0.get(backend)?;

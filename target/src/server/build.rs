@@ -290,6 +290,20 @@ impl Builder {
         self.absent.contains_key(name)
     }
 
+    /// Whether a backend was opened and its device is gone.
+    fn is_gone(&self, name: &str) -> bool {
+        let store = self
+            .place_of(name)
+            .and_then(|place| self.opened[place].as_ref());
+        let failing = store.and_then(|store| store.failing());
+        failing.is_some_and(|failing| failing.is_gone())
+    }
+
+    /// Whether a device that was opened is gone.
+    pub(super) fn has_gone(&self) -> bool {
+        self.stores.keys().any(|name| self.is_gone(name))
+    }
+
     /// Saves the numbers of ports, for as long as it is open whether these become those that are served,
     /// or `old` stay.
     ///
@@ -394,7 +408,9 @@ impl Builder {
             .flat_map(|target| target.luns.values());
         let served: BTreeSet<usize> = luns.map(|lun| lun.backend).collect();
         let backends = served.into_iter().map(|place| &config.backends[place]);
-        let is_open = |name: &str| self.stores.contains_key(name) && !self.is_absent(name);
+        let is_open = |name: &str| {
+            self.stores.contains_key(name) && !self.is_absent(name) && !self.is_gone(name)
+        };
         let closed = backends.filter(|backend| !is_open(&backend.name));
         closed.filter_map(|backend| self.wish(backend)).collect()
     }
@@ -405,7 +421,7 @@ impl Builder {
             backend: backend.name.clone(),
             spec: backend.spec.clone(),
             // At the start, a daemon that is ending is waited for; a retry comes again anyway.
-            is_patient: !self.is_absent(&backend.name),
+            is_patient: !self.stores.contains_key(&backend.name),
             is_known: self.identities.knows(backend),
         })
     }
@@ -529,8 +545,9 @@ impl Builder {
     ) -> Result<Arc<Unit>, ServerError> {
         let backend = &config.backends[lun.backend];
         let before = self.units.get(&backend.name).cloned();
+        let is_back = opened.has(&backend.name, &backend.spec);
         if let Some(unit) = &before
-            && (unit.lu.has_medium() || !self.tried.insert(backend.name.clone()))
+            && ((unit.lu.has_medium() && !is_back) || !self.tried.insert(backend.name.clone()))
         {
             return Ok(Arc::clone(unit));
         }
@@ -544,10 +561,14 @@ impl Builder {
         }
         let (geometry, generation) = (store.geometry(), store.cache_generation());
         let mut unit_config = backend.unit_config(&geometry, host);
-        unit_config.cache_generation = Some(generation);
         let file = store.file();
         let identity = &mut unit_config.identity;
         self.identities.keep(config, backend, file, identity);
+        if before.is_some() && !is_absent {
+            self.identities.note_return(&backend.name);
+        }
+        let generation = self.identities.cache_generation(&backend.name, generation);
+        unit_config.cache_generation = Some(generation);
         let block = geometry.block_size;
         let limits = &mut unit_config.limits;
         limits.max_transfer = config.limits.max_transfer / block * block;
@@ -628,6 +649,7 @@ impl Builder {
         let name = &backend.name;
         if let Some(place) = self.stores.get(name)
             && !self.is_absent(name)
+            && !opened.has(name, &backend.spec)
         {
             return Ok(*place);
         }

@@ -54,6 +54,9 @@ struct Names {
     /// Where it was.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     path: Option<PathBuf>,
+    /// How often it was missing and came back.
+    #[serde(default)]
+    returns: u64,
 }
 
 /// A file, independent of its path.
@@ -107,6 +110,20 @@ impl Identities {
                 .collect()
         };
         self.host == other.host && names(self) == names(other)
+    }
+
+    /// A backend was missing and is back.
+    pub(super) fn note_return(&mut self, backend: &str) {
+        if let Some(names) = self.backends.get_mut(backend) {
+            names.returns += 1;
+        }
+    }
+
+    /// What names the contents of a backend's volatile cache, of what names those of all files of the host: what
+    /// was not written to a disk before it was missing may be lost.
+    pub(super) fn cache_generation(&self, backend: &str, of_host: [u8; 16]) -> [u8; 16] {
+        let returns = self.backends.get(backend).map_or(0, |names| names.returns);
+        (u128::from_be_bytes(of_host) ^ u128::from(returns)).to_be_bytes()
     }
 
     /// Whether a backend had a file at its path before.
@@ -172,6 +189,7 @@ impl Identities {
             (_, None) => return,
         };
         let path = backend.spec.source.path().map(Path::to_owned);
+        let returns = before.as_ref().map_or(0, |before| before.returns);
         let (file, path) = match (file, before) {
             (None, Some(before)) => (before.file, before.path),
             (file, _) => (file, path),
@@ -182,6 +200,7 @@ impl Identities {
             naa,
             file,
             path,
+            returns,
         };
         self.backends.insert(backend.name.clone(), names);
     }
@@ -322,6 +341,20 @@ mod tests {
         let mut new = file(1);
         new.as_mut().unwrap().born = Some(7);
         assert_ne!(keep(&mut all, &config(&[("e", "")]), new), first);
+    }
+
+    #[test]
+    fn the_cache_of_a_disk_that_was_missing_is_another() {
+        let mut all = Identities::default();
+        keep(&mut all, &config(&[("d", "")]), file(1));
+        let before = all.cache_generation("d", [7; 16]);
+        assert_eq!(before, [7; 16]);
+        all.note_return("d");
+        keep(&mut all, &config(&[("d", "")]), file(1));
+        let after = all.cache_generation("d", [7; 16]);
+        assert_ne!(after, before);
+        all.note_return("d");
+        assert!(![before, after].contains(&all.cache_generation("d", [7; 16])));
     }
 
     #[test]

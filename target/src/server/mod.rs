@@ -457,10 +457,13 @@ impl Server {
     }
 
     /// Looks which addresses the host has now. Whether it is time for [`Server::retry`]: something could not be
-    /// served, or portals with a wildcard are to be at other addresses.
+    /// served, a device is gone, or portals with a wildcard are to be at other addresses.
     pub fn look(&mut self) -> bool {
-        self.builder.look(&self.config);
-        self.builder.is_elsewhere(&self.config) || self.builder.problems().can_be_tried()
+        let builder = &mut self.builder;
+        builder.look(&self.config);
+        builder.is_elsewhere(&self.config)
+            || builder.problems().can_be_tried()
+            || builder.has_gone()
     }
 
     /// What should be served and is not, and backends that fail operations.

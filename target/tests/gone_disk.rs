@@ -1,0 +1,103 @@
+//! A disk that fails because its device is gone, and is there again as another one.
+
+mod tcp;
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use riser_scsi::step::BackendError;
+use riser_target::backend::{Fault, FaultOn, Faults, open_all};
+use riser_target::config::{Config, Location};
+use riser_target::control::history::History;
+use riser_target::server::Server;
+use riser_target::server::legacy::Legacy;
+use tcp::Client;
+
+const IQN: &str = "iqn.2026-01.com.example:demo";
+const HOST: &str = "127.97.2.1";
+
+const GOOD: u8 = 0;
+const CHECK_CONDITION: u8 = 2;
+
+/// A server whose disk's device is gone at the first read of its second block.
+fn start(dir: &Path) -> Server {
+    let text = format!(
+        "backends: {{ a: {{ kind: file, path: {}/a, size: 1MiB, create: true }} }}\n\
+         targets:\n\
+         - name: {IQN}\n\
+         \x20 portals: [{{ protocol: iscsi, listen: '{HOST}:3290' }}]\n\
+         \x20 luns: {{ 0: a }}\n\
+         \x20 access: open\n\
+         workers: {{ count: 2 }}\n",
+        dir.display()
+    );
+    let mut config = Config::parse(&text, "test.yaml").unwrap();
+    let gone = Fault {
+        on: FaultOn::Read,
+        offset: 512,
+        len: 512,
+        times: Some(1),
+        delay: Duration::ZERO,
+        error: Some(BackendError::NotReady),
+    };
+    config.backends[0].spec.faults = Some(Arc::new(Faults::new(vec![gone])));
+    let history = History::open(&Location::At(dir.join("state"))).unwrap();
+    Server::start_after(&config, &Legacy::default(), history.keepers()).unwrap()
+}
+
+fn read(client: &mut Client, block: u8) -> (u8, Vec<u8>) {
+    client.command(&[0x28, 0, 0, 0, 0, block, 0, 0, 1, 0], false, 512, &[])
+}
+
+/// The Device Identification VPD page.
+fn names(client: &mut Client) -> Vec<u8> {
+    let (status, page) = client.command(&[0x12, 1, 0x83, 1, 0, 0], false, 256, &[]);
+    assert_eq!(status, GOOD);
+    page
+}
+
+#[test]
+fn a_disk_whose_device_is_gone_is_opened_again() {
+    let dir = std::env::temp_dir().join(format!("riserd-gone-disk-{}", std::process::id()));
+    let _ = std::fs::remove_dir_all(&dir);
+    std::fs::create_dir(&dir).unwrap();
+    let mut server = start(&dir);
+    let to: SocketAddr = format!("{HOST}:3290").parse().unwrap();
+    let mut client = Client::login_at(to, IQN, 1, None).unwrap();
+    client.command(&[0; 6], false, 0, &[]);
+    let before = names(&mut client);
+    assert!(!server.look() && server.problems().is_empty());
+
+    assert_eq!(read(&mut client, 1).0, CHECK_CONDITION);
+    assert!(server.look());
+    assert_eq!(server.problems().iter().count(), 1);
+    // It is not there yet, or it is the same one, whose lock is held.
+    let opened = open_all(server.wishes());
+    server.retry(opened).unwrap();
+    assert!(server.look());
+
+    // Another device is at its path now.
+    let mut image = vec![7; 512];
+    image.resize(1 << 20, 0);
+    std::fs::write(dir.join("new"), &image).unwrap();
+    std::fs::rename(dir.join("new"), dir.join("a")).unwrap();
+    let opened = open_all(server.wishes());
+    server.retry(opened).unwrap();
+    assert!(!server.look() && server.problems().is_empty());
+    // The session hears of it and goes on.
+    let mut attentions = 0;
+    let data = loop {
+        match read(&mut client, 0) {
+            (GOOD, data) => break data,
+            _ => attentions += 1,
+        }
+        assert!(attentions < 4, "it does not come back to a session");
+    };
+    assert!(attentions > 0, "what was not flushed may be lost");
+    assert_eq!(data, [7; 512]);
+    assert_eq!(names(&mut client), before);
+    server.shutdown().unwrap();
+    std::fs::remove_dir_all(&dir).unwrap();
+}

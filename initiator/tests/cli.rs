@@ -142,7 +142,7 @@ fn every_failure_has_its_status_and_says_what_and_where() {
         (
             &["read", "mem:1M", "--offset", "2M"],
             2,
-            "byte 2097152 is beyond the disk",
+            "byte 2097152 is beyond the end of the disk",
         ),
         (
             &["read", "mem:1M", "--length", "2M"],

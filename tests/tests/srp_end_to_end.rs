@@ -185,7 +185,10 @@ fn errors_come_with_their_sense() {
     let lun = block_on(session.lun(0)).unwrap();
     assert!(lun.info().caching.write_protected);
     let error = block_on(lun.write(0, buffer_of(&lun, &[1; 512]), false)).unwrap_err();
-    assert!(error.to_string().contains("DataProtect"), "{error}");
+    assert!(
+        error.to_string().contains("data protect: WRITE PROTECTED"),
+        "{error}"
+    );
     let beyond = Cdb::new(&[0x88, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 0]).unwrap();
     let data = IoData::One(block_on(lun.buffers().take(512)));
     let answer = block_on(lun.scsi(beyond, DataLen::In(512), data))

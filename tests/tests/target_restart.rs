@@ -331,7 +331,7 @@ fn a_disk_that_comes_back_smaller_is_no_longer_used_and_one_that_has_grown_is() 
     exchange(&mut pair, &one, &grown);
     write(&lun, 0, true).unwrap();
     pair.kill();
-    fs::remove_file(pair.path("disk-one")).unwrap();
+    fs::write(pair.path("disk-one"), []).unwrap();
     exchange(&mut pair, &grown, &named("disk-one", "8MiB"));
     assert!(write(&lun, 0, true).is_err());
     assert_eq!(session.status().last_down(), Some(Down::Shrunk));

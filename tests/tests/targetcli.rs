@@ -377,7 +377,7 @@ fn files_are_converted(rig: &Rig) {
         .map(|change| change["path"].as_str().unwrap())
         .collect();
     // What the file has no words for.
-    assert_eq!(paths, ["workers", "limits", "admin", "state"]);
+    assert_eq!(paths, ["/workers", "/limits", "/admin", "/state"]);
 
     let exported = rig.dir.join("exported.json");
     fs::write(&exported, convert(&["export"])).unwrap();

@@ -81,6 +81,7 @@ use crate::audit::{self, Asked};
 use crate::backend::{OpenError, OpenedStores, open_all};
 use crate::config::{Config, diff};
 use crate::server::legacy::Legacy;
+use crate::server::problems::Subject;
 use crate::server::reload::ChangeError;
 use crate::server::{Server, ServerError};
 
@@ -136,7 +137,7 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             true => restored(source.config, &history)?,
             false => source.config,
         };
-        let server = start(|| Server::start_after(&config, &legacy, history.keepers()))?;
+        let mut server = start(|| Server::start_after(&config, &legacy, history.keepers()))?;
         let yaml = config.to_yaml();
         if history
             .entries()
@@ -150,7 +151,14 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             tolerate(&config, history.see_file(file))?;
         }
         let (requests, queue) = mpsc::channel(WAITING);
-        let metrics = start(|| open_metrics(&config, &legacy, &requests))?;
+        let metrics = match start(|| open_metrics(&config, &legacy, &requests)) {
+            Err(error) if !config.strict => {
+                let wanted = config.metrics.as_ref();
+                server.set_metrics_problem(wanted.map(|wanted| (wanted.listen, &error)));
+                None
+            }
+            metrics => metrics?,
+        };
         let admin = admin(&config.admin, listener, requests.clone())?;
         // Sockets that nobody has adopted would keep those waiting who connect to them.
         drop(legacy);
@@ -399,6 +407,14 @@ impl Control<'_> {
         if let Err(error) = self.server.retry(opened) {
             tracing::warn!(%error, "what is not served cannot be tried again");
         }
+        let config = self.server.config();
+        if self.metrics.is_none() && config.metrics.is_some() {
+            let opened = open_metrics(config, &Legacy::default(), &self.requests);
+            if let Ok(metrics) = opened {
+                self.metrics = metrics;
+                self.server.set_metrics_problem(None);
+            }
+        }
     }
 
     /// Says what is served.
@@ -559,7 +575,16 @@ impl Control<'_> {
             let wanted = config.metrics.as_ref();
             wanted.is_some_and(|wanted| wanted.listen == listening.addr())
         };
-        let keeps_metrics = self.metrics.as_ref().is_some_and(stays);
+        // An address that cannot be had is tried again elsewhere.
+        let is_missing = |listen| {
+            let problems = self.server.problems();
+            problems.has(&Subject::Metrics(listen))
+        };
+        let keeps_metrics = self.metrics.as_ref().is_some_and(stays)
+            || config
+                .metrics
+                .as_ref()
+                .is_some_and(|wanted| is_missing(wanted.listen));
         let opened = if keeps_metrics {
             Ok(None)
         } else {
@@ -581,6 +606,7 @@ impl Control<'_> {
             Ok(metrics) => {
                 if !keeps_metrics {
                     self.metrics = metrics;
+                    self.server.set_metrics_problem(None);
                 }
                 let revision = revision(&self.server.config().to_yaml());
                 audit::changed(asked, &revision, &changes);

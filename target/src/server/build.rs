@@ -1,6 +1,7 @@
 //! From a configuration to what workers share.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
@@ -219,7 +220,7 @@ impl Builder {
     /// Whether something is a portal of a wildcard that was served before, whose addresses come and go.
     fn is_of_known_wildcard(&self, subject: &Subject) -> bool {
         match subject {
-            Subject::Backend(_) => false,
+            Subject::Backend(_) | Subject::Metrics(_) => false,
             Subject::RdmaPortal(at) => !self.has_new_wildcards && self.expansion.is_wild(*at, true),
             Subject::TcpPortal(at) => !self.has_new_wildcards && self.expansion.is_wild(*at, false),
             Subject::Wildcard(listen) => self.wildcards.contains(listen),
@@ -271,12 +272,26 @@ impl Builder {
         &self.problems
     }
 
+    /// Why metrics cannot be where they should, if so.
+    pub(super) fn set_metrics_problem(&mut self, problem: Option<(SocketAddr, &ServerError)>) {
+        let before = self.problems.clone();
+        let wanted = problem.map(|(addr, _)| addr);
+        self.problems.retain(|subject| match subject {
+            Subject::Metrics(addr) => Some(*addr) == wanted,
+            _ => true,
+        });
+        if let Some((addr, error)) = problem {
+            self.problems.add(Subject::Metrics(addr), error);
+        }
+        self.problems.log_since(&before);
+    }
+
     /// The portals that could not be listened on, in the place of those before.
     pub(super) fn set_missing_portals(&mut self, missing: &[(Subject, ServerError)]) {
         let is_missing = |subject: &Subject| missing.iter().any(|(other, _)| other == subject);
         let is_portal = |subject: &Subject| match subject {
             Subject::RdmaPortal(_) | Subject::TcpPortal(_) => true,
-            Subject::Backend(_) | Subject::Wildcard(_) => false,
+            Subject::Backend(_) | Subject::Wildcard(_) | Subject::Metrics(_) => false,
         };
         self.problems
             .retain(|subject| !is_portal(subject) || is_missing(subject));
@@ -504,7 +519,7 @@ impl Builder {
         self.absent.retain(|name, _| self.units.contains_key(name));
         self.problems.retain(|subject| match subject {
             Subject::Backend(name) => self.absent.contains_key(name),
-            Subject::RdmaPortal(_) | Subject::TcpPortal(_) | Subject::Wildcard(_) => true,
+            _ => true,
         });
         let (units, unit_stores) = (&self.units, &self.unit_stores);
         let in_use = |place: usize| {

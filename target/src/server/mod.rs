@@ -456,6 +456,11 @@ impl Server {
         catalog.rdma_portals().chain(iscsi).collect()
     }
 
+    /// Why metrics cannot be where the configuration wants them, if so; it is named with what is not served.
+    pub fn set_metrics_problem(&mut self, problem: Option<(SocketAddr, &ServerError)>) {
+        self.builder.set_metrics_problem(problem);
+    }
+
     /// Looks which addresses the host has now. Whether it is time for [`Server::retry`]: something could not be
     /// served, a device is gone, or portals with a wildcard are to be at other addresses.
     pub fn look(&mut self) -> bool {

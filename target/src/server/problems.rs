@@ -32,6 +32,8 @@ pub enum Subject {
     TcpPortal(SocketAddr),
     /// A portal with a wildcard.
     Wildcard(Listen),
+    /// The address of metrics and the status page.
+    Metrics(SocketAddr),
 }
 
 impl Subject {
@@ -44,21 +46,24 @@ impl Subject {
         }
     }
 
-    /// `backend` or `portal`.
+    /// `backend`, `portal` or `metrics`.
     #[must_use]
     pub const fn kind(&self) -> &'static str {
         match self {
             Self::Backend(_) => "backend",
             Self::RdmaPortal(_) | Self::TcpPortal(_) | Self::Wildcard(_) => "portal",
+            Self::Metrics(_) => "metrics",
         }
     }
 
-    /// The backend's name, or the portal's address.
+    /// The backend's name, or the address.
     #[must_use]
     pub fn name(&self) -> String {
         match self {
             Self::Backend(name) => name.clone(),
-            Self::RdmaPortal(addr) | Self::TcpPortal(addr) => addr.to_string(),
+            Self::RdmaPortal(addr) | Self::TcpPortal(addr) | Self::Metrics(addr) => {
+                addr.to_string()
+            }
             Self::Wildcard(listen) => listen.to_string(),
         }
     }
@@ -106,7 +111,7 @@ impl Problems {
     #[must_use]
     pub fn has_portal(&self, protocol: &str, listen: &str) -> bool {
         self.0.keys().any(|subject| match subject {
-            Subject::Backend(_) | Subject::Wildcard(_) => false,
+            Subject::Backend(_) | Subject::Wildcard(_) | Subject::Metrics(_) => false,
             Subject::RdmaPortal(addr) => protocol != "iscsi" && addr.to_string() == listen,
             Subject::TcpPortal(addr) => protocol == "iscsi" && addr.to_string() == listen,
         })

@@ -1,6 +1,7 @@
 //! `riserd`, where a disk or an address is missing, or a file is not as long as it was.
 
 use std::fs::{self, File};
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -259,6 +260,36 @@ fn a_missing_disk_or_address_leaves_the_rest_served() {
     assert_eq!(daemon.read_block(url), [9; 4096]);
     assert_eq!(fs::metadata(daemon.path("gone")).unwrap().len(), 32 << 20);
     assert!(!get("/readyz").contains("backend gone"));
+}
+
+const METRICS: &str = "
+backends: { d: { kind: ram, size: 64MiB } }
+targets:
+  - name: t
+    iqn: iqn.2026-01.com.example:t
+    portals: [{ protocol: iscsi, listen: 127.0.188.9 }]
+    luns: { 0: d }
+    access: open
+metrics: { listen: 127.0.188.9:9909 }";
+
+#[test]
+fn metrics_whose_address_is_in_use_are_served_later() {
+    let taken = TcpListener::bind("127.0.188.9:9909").unwrap();
+    let mut daemon = Daemon::new(METRICS);
+    daemon.serve();
+    let problems = daemon.json(&["status"])["problems"].clone();
+    assert_eq!(problems[0]["kind"], "metrics", "{problems}");
+    assert_eq!(problems[0]["name"], "127.0.188.9:9909");
+    daemon.write_block("iscsi://127.0.188.9/iqn.2026-01.com.example:t/0", 1);
+    // Nothing else has to wait for it.
+    let (code, _, errors) = daemon.ask(&["set", "/limits", "queue_depth=64"]);
+    assert_eq!(code, 0, "{errors}");
+    drop(taken);
+    eventually("metrics are served", || {
+        daemon.json(&["status"])["problems"].is_null()
+    });
+    let answer = ended(Command::new("curl").args(["-s", "127.0.188.9:9909/readyz"])).1;
+    assert!(answer.contains("ok"), "{answer}");
 }
 
 #[test]

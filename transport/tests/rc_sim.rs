@@ -806,21 +806,21 @@ impl Sim {
 
     /// Takes what a side tells, against what it must tell.
     fn settle(&mut self, me: usize) {
-        let mut events = std::mem::take(&mut self.sides[me].out);
-        for event in events.drain(..) {
-            match event {
-                RcEvent::Send(done) => self.on_send_done(me, &done),
-                RcEvent::Recv(done) => self.on_recv_done(me, &done),
-                RcEvent::Async(AsyncEvent::SqDrained(_)) => {
-                    self.sides[me].qp.resume();
-                    self.transmit(me);
+        // A transmission may add more: what is done without the wire ends at once.
+        while !self.sides[me].out.is_empty() {
+            let mut events = std::mem::take(&mut self.sides[me].out);
+            for event in events.drain(..) {
+                match event {
+                    RcEvent::Send(done) => self.on_send_done(me, &done),
+                    RcEvent::Recv(done) => self.on_recv_done(me, &done),
+                    RcEvent::Async(AsyncEvent::SqDrained(_)) => {
+                        self.sides[me].qp.resume();
+                        self.transmit(me);
+                    }
+                    RcEvent::Async(event) => panic!("unexpected {event:?}"),
                 }
-                RcEvent::Async(event) => panic!("unexpected {event:?}"),
             }
         }
-        // What a transmission above has added comes next time.
-        events.append(&mut self.sides[me].out);
-        self.sides[me].out = events;
     }
 
     fn on_send_done(&mut self, me: usize, done: &Completion) {

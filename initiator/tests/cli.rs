@@ -147,7 +147,7 @@ fn every_failure_has_its_status_and_says_what_and_where() {
         (
             &["read", "mem:1M", "--length", "2M"],
             2,
-            "more than the disk has",
+            "beyond the end of the disk",
         ),
         (&["inquiry", "mem:1M"], 2, "not the address of a target"),
         (

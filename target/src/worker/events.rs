@@ -447,11 +447,12 @@ impl Worker {
             self.timers.pop();
             work += 1;
             if let Some(key) = self.by_serial.get(&serial).copied() {
-                self.sessions[key].armed = None;
-                self.with_channel(key, Channel::handle_timeout);
+                if self.sessions[key].armed.fire(at) {
+                    self.with_channel(key, Channel::handle_timeout);
+                }
             } else {
-                self.on_iscsi_timer(serial);
-                self.on_iser_timer(serial);
+                self.on_iscsi_timer(serial, at);
+                self.on_iser_timer(serial, at);
             }
             self.drain_dirty();
         }

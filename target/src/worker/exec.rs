@@ -349,9 +349,8 @@ impl Worker {
             return;
         };
         if let Some(at) = session.channel.deadline()
-            && session.armed.is_none_or(|armed| at < armed)
+            && session.armed.set(at)
         {
-            session.armed = Some(at);
             let serial = session.channel.config().serial;
             self.timers.push(Reverse((at, serial)));
         }

@@ -28,7 +28,7 @@
 //! - `mail`: messages between workers.
 //! - `park`: where a worker sleeps. `slots`: how its ring is shared.
 //! - `removal`: devices that are taken away. `places`: devices that no portal needs any more.
-//! - `snapshot`: what a worker tells of itself.
+//! - `snapshot`: what a worker tells of itself. `armed`: timers of channels.
 //! - `waits`: which channels wait until others have ended. `unconfirmed`: which give their places away.
 //! - `stage`: what the next catalog takes is acquired before it is served.
 //!
@@ -36,6 +36,7 @@
 //! A completion queue gives at most [`CQ_BATCH`] completions per round, so one peer cannot keep the
 //! others waiting. Channels, their memory and the pool are bounded by the configuration.
 
+mod armed;
 mod catalog;
 mod device;
 mod discovery;

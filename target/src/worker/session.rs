@@ -13,6 +13,7 @@ use riser_transport::verbs::{
     QpType,
 };
 
+use super::armed::Armed;
 use super::mail::Mail;
 use super::registry::{ChannelRef, Endpoints, Entered, NexusKey};
 use super::target::{Entrance, Serves};
@@ -38,8 +39,8 @@ pub(super) struct Session {
     pub(super) device: usize,
     pub(super) cm: CmId,
     pub(super) hardware: Hardware,
-    /// The earliest timer that is set.
-    pub(super) armed: Option<Instant>,
+    /// Timers that are set.
+    pub(super) armed: Armed,
     /// Whether its completion queue is in the worker's list.
     pub(super) is_ready: bool,
     /// Whether it waits for pool memory.
@@ -357,7 +358,7 @@ impl Worker {
             device,
             cm,
             hardware,
-            armed: None,
+            armed: Armed::default(),
             is_ready: false,
             waits_for_pool: false,
             is_closed: false,

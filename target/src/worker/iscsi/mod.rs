@@ -30,6 +30,7 @@ use riser_scsi::srp::TLogoutReason;
 use riser_scsi::step::StepResult;
 use slab::Slab;
 
+use super::armed::Armed;
 use super::exec::Owner;
 use super::mail::{IscsiSession, Mail, SessionAccount};
 use super::registry::ChannelRef;
@@ -76,7 +77,7 @@ struct Conn {
     listen: SocketAddr,
     peer: SocketAddr,
     entered: Option<Entered>,
-    armed: Option<Instant>,
+    armed: Armed,
     waits_for_pool: bool,
     /// The initiator was asked to log out.
     is_leaving: bool,
@@ -366,9 +367,8 @@ impl Worker {
         };
         let channel = conn.channel.channel();
         if let Some(at) = channel.deadline()
-            && conn.armed.is_none_or(|armed| at < armed)
+            && conn.armed.set(at)
         {
-            conn.armed = Some(at);
             self.timers.push(std::cmp::Reverse((at, conn.serial)));
         }
         let has_waited = std::mem::replace(&mut conn.waits_for_pool, channel.waits_for_pool());
@@ -473,9 +473,10 @@ impl Worker {
         true
     }
 
-    pub(super) fn on_iscsi_timer(&mut self, serial: u64) {
-        if let Some(key) = self.iscsi.by_serial(serial) {
-            self.iscsi.conns[key].armed = None;
+    pub(super) fn on_iscsi_timer(&mut self, serial: u64, at: Instant) {
+        if let Some(key) = self.iscsi.by_serial(serial)
+            && self.iscsi.conns[key].armed.fire(at)
+        {
             self.with_iscsi(key, |ch, cx| ch.channel_mut().handle_timeout(cx));
         }
     }

@@ -20,6 +20,7 @@ use super::super::Worker;
 use super::gate::{Connected, Transport};
 use super::{Conn, connections};
 use crate::iscsi::{Batch, ChannelConfig, Chunk, Phase, TcpChannel};
+use crate::worker::armed::Armed;
 use crate::worker::slots::Slots;
 
 /// The top byte of our tokens; the kind of operation is in the next one.
@@ -272,7 +273,7 @@ impl Worker {
             listen,
             peer,
             entered: None,
-            armed: None,
+            armed: Armed::default(),
             waits_for_pool: false,
             is_leaving: false,
         });

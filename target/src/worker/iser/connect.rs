@@ -10,6 +10,7 @@ use super::Conn;
 use crate::config::Protocol;
 use crate::iscsi::iser::{ConnState, IserChannel, IserConfig, IserParams};
 use crate::srp::transfer::MAX_SGE;
+use crate::worker::armed::Armed;
 use crate::worker::iscsi::gate::{Connected, Transport};
 use crate::worker::session::{INITIATOR_DEPTH, Queues, RESPONDER_RESOURCES, SetupError};
 use crate::worker::unconfirmed::{self, Unconfirmed};
@@ -146,7 +147,7 @@ impl Worker {
             listen,
             peer,
             entered: None,
-            armed: None,
+            armed: Armed::default(),
             waits_for_pool: false,
             is_ready: false,
             is_closed: false,

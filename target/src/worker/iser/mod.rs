@@ -21,6 +21,7 @@ use riser_scsi::step::StepResult;
 use riser_transport::verbs::{CmId, Completion, RKey, SendFlags, SendOp};
 use slab::Slab;
 
+use super::armed::Armed;
 use super::exec::{Owner, Work};
 use super::iscsi::gate::{Transport, WorkerGate, is_served};
 use super::iscsi::sessions::Entered;
@@ -59,7 +60,7 @@ struct Conn {
     listen: SocketAddr,
     peer: SocketAddr,
     entered: Option<Entered>,
-    armed: Option<Instant>,
+    armed: Armed,
     waits_for_pool: bool,
     /// Whether its completion queue is in the worker's list.
     is_ready: bool,
@@ -369,9 +370,8 @@ impl Worker {
         };
         let channel = conn.channel.channel();
         if let Some(at) = conn.channel.deadline()
-            && conn.armed.is_none_or(|armed| at < armed)
+            && conn.armed.set(at)
         {
-            conn.armed = Some(at);
             self.timers.push(std::cmp::Reverse((at, conn.serial)));
         }
         let has_waited = std::mem::replace(&mut conn.waits_for_pool, channel.waits_for_pool());
@@ -426,9 +426,10 @@ impl Worker {
         true
     }
 
-    pub(super) fn on_iser_timer(&mut self, serial: u64) {
-        if let Some(key) = self.isers.by_serial(serial) {
-            self.isers.conns[key].armed = None;
+    pub(super) fn on_iser_timer(&mut self, serial: u64, at: Instant) {
+        if let Some(key) = self.isers.by_serial(serial)
+            && self.isers.conns[key].armed.fire(at)
+        {
             self.with_iser(key, |conn, cx| {
                 conn.input(cx, Channel::handle_timeout);
             });

@@ -261,11 +261,10 @@ fn an_nbd_attachment_lives_until_it_is_detached() {
     assert!(home.ok(&["detach", "0"]).contains("is detached from"));
     assert!(!Path::new(&socket).exists());
     home.ok(&["detach", &other]);
-    // Nothing is left but the directory's own lock.
+    // Nothing is left.
     let left: Vec<_> = std::fs::read_dir(home.0.join("state"))
         .unwrap()
         .map(|e| e.unwrap().file_name())
-        .filter(|name| name != "address.lock")
         .collect();
     assert_eq!(left, [""; 0]);
 }

@@ -1,7 +1,6 @@
 //! An address as a disk: a logical unit of a target, or memory of this process.
 
 use std::fmt;
-use std::fs::File;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::ops::Range;
@@ -20,8 +19,7 @@ use riser_transport::verbs::CmError;
 
 use super::args::{Inject, Link, ProviderChoice};
 use super::exit::{CliError, Exit};
-use super::state::StateDir;
-use super::{lock, units};
+use super::units;
 use crate::block::{
     BlockDevice, BlockError, Buffer, Extent, Geometry, MemoryDevice, ZeroOptions, task,
 };
@@ -320,40 +318,29 @@ pub(super) fn start_engine(
     let start = |addr: IpAddr| {
         let mut config = RoceConfig::new(addr);
         config.faults = faults;
-        builder
-            .clone()
-            .build(move || Roce::open(&config))
-            .map_err(|error| no_device(addr, error))
+        builder.clone().build(move || Roce::open(&config))
     };
-    if let Some(addr) = link.addr.or(url.src()) {
-        return start(addr);
-    }
-    let target = resolve(url)?;
-    if !target.ip().is_loopback() {
-        return start(route_source(target)?);
-    }
-    if target.is_ipv6() {
-        return start(target.ip());
-    }
-    // Two of this user's processes could share a port; while one looks for a free address and
-    // takes it, no other may.
-    let turn = StateDir::open().and_then(|dir| {
-        let path = dir.path().join("address.lock");
-        let file = File::create(&path)?;
-        lock::lock(&file, &path, lock::PATIENCE)?;
-        Ok(file)
-    });
-    let _turn = match turn {
-        Err(e) if e.kind() == io::ErrorKind::TimedOut => {
-            return Err(CliError::io("cannot choose a loopback address", e));
-        }
-        turn => turn.ok(),
+    let source = match link.addr.or(url.src()) {
+        Some(addr) => addr,
+        None => match resolve(url)? {
+            target if !target.ip().is_loopback() => route_source(target)?,
+            SocketAddr::V6(target) => (*target.ip()).into(),
+            SocketAddr::V4(target) => return start_on_loopback(*target.ip(), start),
+        },
     };
-    for last in 2..=254 {
-        let addr = Ipv4Addr::new(127, 0, 0, last);
-        // A plain bind finds the port taken even by a socket that would share it.
-        if IpAddr::V4(addr) != target.ip() && UdpSocket::bind((addr, ROCE_PORT)).is_ok() {
-            return start(addr.into());
+    start(source).map_err(|error| no_device(source, error))
+}
+
+/// Starts at a loopback address that no other program has.
+fn start_on_loopback<C>(
+    target: Ipv4Addr,
+    start: impl Fn(IpAddr) -> Result<C, EngineError>,
+) -> Result<C, CliError> {
+    let addresses = (2..=254).map(|last| Ipv4Addr::new(127, 0, 0, last));
+    for addr in addresses.filter(|addr| *addr != target) {
+        match start(addr.into()) {
+            Err(EngineError::Device(e)) if e.kind() == io::ErrorKind::AddrInUse => {}
+            started => return started.map_err(|error| no_device(addr.into(), error)),
         }
     }
     Err(CliError::new(
@@ -604,7 +591,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_there_is_a_timeout_whoever_finds_out() {
+    fn a_silent_host_is_a_timeout_with_either_provider() {
         let url: TargetUrl = "srp://192.0.2.1/0".parse().unwrap();
         let exit = |error: ConnectError| {
             let error = login_failed(&url, EngineError::Login(error.into()));
@@ -614,6 +601,31 @@ mod tests {
         // The kernel's connection manager looks for the address itself.
         assert_eq!(exit(ConnectError::Address(CmError::Timeout)), Exit::Timeout);
         assert_eq!(exit(ConnectError::Unreachable), Exit::Refused);
+    }
+
+    #[test]
+    fn a_loopback_address_that_another_program_has_is_passed_over() {
+        // Nothing is probed before: two programs that look at the same time would both find it free.
+        let taken = |free: u8| {
+            move |addr: IpAddr| match addr {
+                IpAddr::V4(v4) if v4.octets()[3] < free => {
+                    Err(EngineError::Device(io::ErrorKind::AddrInUse.into()))
+                }
+                addr => Ok(addr),
+            }
+        };
+        let target = Ipv4Addr::new(127, 0, 0, 4);
+        let started = |free: u8| start_on_loopback(target, taken(free)).ok();
+        assert_eq!(started(1), Some([127, 0, 0, 2].into()));
+        assert_eq!(started(4), Some([127, 0, 0, 5].into()), "not the target's");
+        let all = start_on_loopback(target, taken(255)).unwrap_err();
+        assert_eq!(all.exit, Exit::Busy);
+
+        let refused = |_: IpAddr| -> Result<(), _> {
+            Err(EngineError::Device(io::ErrorKind::PermissionDenied.into()))
+        };
+        let error = start_on_loopback(target, refused).unwrap_err();
+        assert!(error.to_string().contains("127.0.0.2"), "{error}");
     }
 
     #[test]

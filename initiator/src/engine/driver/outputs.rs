@@ -17,7 +17,8 @@ use crate::scsi::Command;
 use crate::session::SessionEvent;
 use crate::srp::session::{ChannelIndex, Output};
 
-/// How long a ping may take, reconnections included: the session itself ends one that is not answered.
+/// How long a ping may take, repetitions and reconnections included. A session that gets no answer at all
+/// ends the connection before.
 const PING: Duration = Duration::from_secs(60);
 
 impl<P: Provider> Driver<P> {

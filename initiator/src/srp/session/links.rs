@@ -51,7 +51,7 @@ impl Session {
             self.state = SessionState::Live;
             self.ever_live = true;
             self.patience = self.config.timing.login;
-            (self.last_heard, self.pinged) = (now, None);
+            self.last_heard = now;
             self.arm(now + self.config.ping);
             self.is_checked = false;
             // A unit that is not there ends this login at once, and counts as a failure.

@@ -20,7 +20,8 @@
 //!
 //! A target that has nothing to answer and says nothing for [`SessionConfig::ping`] is asked whether it is
 //! there ([`Output::Ping`]). One that is gone does not acknowledge the question, which breaks the connection
-//! soon; one that acknowledges and does not answer has as long as for any other command.
+//! soon. The question is a command with the times of any other; if it cannot be aborted, no reset follows
+//! but a new connection, since a reset would end the commands of every other initiator.
 //!
 //! # Replay
 //! When a connection breaks, nobody knows which of its outstanding commands were carried out. After
@@ -90,8 +91,6 @@ pub struct Session {
     /// Until then commands of a connection that was lost may still change the medium.
     settle_at: Option<Instant>,
     last_heard: Instant,
-    /// A ping is to be answered by then.
-    pinged: Option<Instant>,
     outputs: VecDeque<Output>,
     /// Not after the earliest deadline of anything.
     timer: Option<Instant>,
@@ -124,7 +123,6 @@ impl Session {
             is_checked: false,
             settle_at: None,
             last_heard: now,
-            pinged: None,
             outputs: VecDeque::new(),
             timer: None,
         };
@@ -190,7 +188,6 @@ impl Session {
             return;
         }
         self.last_heard = now;
-        self.pinged = None;
         let received = match member.channel.handle_iu(iu) {
             Ok(received) => received,
             Err(fault) => {

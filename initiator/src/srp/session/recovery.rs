@@ -6,8 +6,8 @@ use riser_scsi::srp::{RspCode, Tag, TskMgmtFunction, WireLun};
 
 use super::types::{Link, Member, TskMgmtKind};
 use super::{ChannelIndex, ConnectError, Down, Output, Session, SessionState};
-use crate::request::RequestError;
 use crate::request::table::{AttemptEnd, Late, RequestState};
+use crate::request::{RequestError, Retry};
 
 impl Session {
     /// Does what is due.
@@ -56,24 +56,20 @@ impl Session {
         }
     }
 
-    /// Asks a target that is silent whether it is there. What is outstanding has times of its own.
+    /// Asks a target that is silent whether it is there. The question is a request, and what is outstanding
+    /// has times of its own.
     fn expire_ping(&mut self, now: Instant) {
         if self.state != SessionState::Live {
             return;
         }
-        let ping = self.config.ping;
-        let due = self.last_heard + ping;
-        match self.pinged {
-            Some(until) if until <= now => self.tear_down(Down::Unresponsive, false),
-            Some(until) => self.arm(until),
-            None if due > now => self.arm(due),
-            None if self.requests.len() > 0 => self.arm(now + ping),
-            None => {
-                let until = now + self.config.timing.attempt;
-                self.pinged = Some(until);
-                self.arm(until);
-                self.outputs.push_back(Output::Ping);
-            }
+        let due = self.last_heard + self.config.ping;
+        if due > now {
+            self.arm(due);
+            return;
+        }
+        self.arm(now + self.config.ping);
+        if self.requests.len() == 0 {
+            self.outputs.push_back(Output::Ping);
         }
     }
 
@@ -172,9 +168,13 @@ impl Session {
             TskMgmtKind::Abort(late) => {
                 // The answer may have come while the abort was under way.
                 if let Some(tag) = self.requests.aborting(late) {
+                    let is_probe = self.requests.at(late.index).spec.retry == Retry::Probe;
                     if done {
                         self.members[usize::from(channel)].channel.give_up(tag);
                         self.end_attempt(late.index, channel, AttemptEnd::Aborted);
+                    } else if is_probe {
+                        // A reset would end the commands of every other initiator.
+                        self.tear_down(Down::Unresponsive, false);
                     } else {
                         let lun = self.requests.at(late.index).spec.lun;
                         let kind = TskMgmtKind::LunReset(lun);

@@ -734,48 +734,102 @@ fn a_session_that_does_not_reconnect_gives_its_requests_back() {
     assert_eq!(rig.session.next_deadline(), None);
 }
 
+impl Rig {
+    /// A session that asks a silent target after five seconds.
+    fn pinging() -> Self {
+        let mut rig = Self::live(1);
+        rig.session.config.ping = 5 * SEC;
+        // As the login would have done.
+        rig.session.arm(rig.now + 5 * SEC);
+        rig
+    }
+
+    /// Lets time pass, and the session wake up whenever it has asked for that.
+    fn wait(&mut self, time: Duration) {
+        let end = self.now + time;
+        while let Some(due) = self.session.next_deadline().filter(|due| *due <= end) {
+            self.now = self.now.max(due);
+            self.session.handle_timeout(self.now);
+        }
+        self.now = end;
+    }
+
+    /// What the engine does about [`Output::Ping`].
+    fn ping(&mut self) -> RequestId {
+        assert_eq!(self.next(), Output::Ping);
+        let spec = RequestSpec {
+            retry: Retry::Probe,
+            ..spec(self, Effect::None)
+        };
+        let ping = self.session.submit(spec, self.now).unwrap();
+        assert_eq!(self.started().0, ping);
+        ping
+    }
+}
+
 #[test]
-fn a_target_that_says_nothing_is_asked_whether_it_is_there() {
-    let mut rig = Rig::live(1);
-    rig.session.config.ping = 5 * SEC;
-    let wait = |rig: &mut Rig, time: Duration| {
-        rig.now += time;
-        rig.session.timer = Some(rig.now);
-        rig.session.handle_timeout(rig.now);
-    };
-    wait(&mut rig, 4 * SEC);
-    rig.idle();
-    // What is outstanding has times of its own.
+fn a_silent_target_is_asked_again_and_again_whether_it_is_there() {
+    let mut rig = Rig::pinging();
+    for _ in 0..3 {
+        rig.wait(5 * SEC - MS);
+        rig.idle();
+        rig.wait(MS);
+        let ping = rig.ping();
+        rig.answer(ping, 0, &[]);
+        rig.completed(ping).unwrap();
+    }
+    // What is outstanding has times of its own, and what the target says counts.
+    rig.wait(4 * SEC);
     let sent = rig.submit(Effect::None);
     rig.started();
-    wait(&mut rig, 2 * SEC);
+    rig.wait(3 * SEC);
     rig.idle();
     rig.answer(sent, 0, &[]);
     rig.completed(sent).unwrap();
-    wait(&mut rig, 4 * SEC);
+    rig.wait(5 * SEC - MS);
     rig.idle();
-    wait(&mut rig, SEC);
+    rig.wait(5 * SEC);
     assert_eq!(rig.next(), Output::Ping);
-    // Once, and the answer to it is as good as any other.
-    wait(&mut rig, SEC);
     rig.idle();
-    let ping = rig.submit(Effect::None);
-    rig.started();
+}
+
+/// As with a disk that takes longer for it than a command may take.
+#[test]
+fn a_ping_that_is_late_is_aborted_and_the_connection_stays() {
+    let mut rig = Rig::pinging();
+    rig.wait(5 * SEC);
+    let ping = rig.ping();
+    rig.wait(10 * SEC);
+    let (abort, on) = rig.tsk_mgmt();
+    assert_eq!(abort[30], 1, "ABORT TASK");
+    rig.answer_tsk_mgmt(on, &abort, 0);
+    rig.retire(ping);
+    assert_eq!(rig.started().0, ping, "again");
     rig.answer(ping, 0, &[]);
     rig.completed(ping).unwrap();
-    assert_eq!(rig.session.state(), SessionState::Live);
-    wait(&mut rig, 5 * SEC);
-    assert_eq!(rig.next(), Output::Ping);
-    assert!(rig.session.next_deadline().unwrap() <= rig.now + 10 * SEC);
-    wait(&mut rig, 9 * SEC);
     rig.idle();
-    wait(&mut rig, SEC);
-    assert_eq!(rig.next(), Output::Disconnect(CH0, None));
-    let why = Down::Unresponsive;
-    assert_eq!(
-        rig.session.state(),
-        SessionState::TearingDown { why, last: false }
-    );
+    assert_eq!(rig.session.state(), SessionState::Live);
+}
+
+#[test]
+fn a_ping_that_cannot_be_aborted_resets_no_unit() {
+    for answer in [Some(5), None] {
+        let mut rig = Rig::pinging();
+        rig.wait(5 * SEC);
+        rig.ping();
+        rig.wait(10 * SEC);
+        let (abort, on) = rig.tsk_mgmt();
+        match answer {
+            Some(code) => rig.answer_tsk_mgmt(on, &abort, code),
+            None => rig.wait(SEC),
+        }
+        assert_eq!(rig.next(), Output::Disconnect(CH0, None));
+        let why = Down::Unresponsive;
+        assert_eq!(
+            rig.session.state(),
+            SessionState::TearingDown { why, last: false }
+        );
+    }
 }
 
 #[test]

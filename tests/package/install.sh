@@ -79,7 +79,16 @@ sed -i 's/access: open/acces: open/' /etc/riser/riserd.yaml
 ! systemctl reload riserd || fail "the mistake was taken"
 sed -i 's/acces: open/access: open/' /etc/riser/riserd.yaml
 systemctl reload riserd
-[ "$(main_pid)" = "$pid" ] || fail "it was started anew"
+[ "$(main_pid)" = "$pid" ] || fail "it was restarted"
+
+echo "--- root saves the file that the service reads"
+riserd save /etc/riser/riserd.yaml
+[ "$(mode /etc/riser/riserd.yaml)" = "640 root:riser" ] || fail "mode $(mode /etc/riser/riserd.yaml)"
+[ "$(mode /etc/riser/riserd.yaml~)" = "600 root:root" ] || fail "mode $(mode /etc/riser/riserd.yaml~)"
+mv /etc/riser/riserd.yaml~ /tmp/riserd.yaml
+systemctl reload riserd
+systemctl restart riserd
+riserd targets
 
 echo "--- attached by a unit of its own"
 cat >/etc/riser/attachments/disk0 <<'Y'
@@ -103,7 +112,7 @@ is_there
 echo "--- handed over under it, in the sandbox"
 pid=$(main_pid) before=$(restarts)
 riserd upgrade
-[ "$(main_pid)" = "$pid" ] && [ "$(restarts)" = "$before" ] || fail "it was started anew"
+[ "$(main_pid)" = "$pid" ] && [ "$(restarts)" = "$before" ] || fail "it was restarted"
 systemctl is-active riserd.service riserd.socket
 riserd status | grep -q 'upgraded from'
 ! riserd upgrade --binary /bin/false || fail "a program that is no riserd was taken"
@@ -111,7 +120,7 @@ is_there
 written
 is_there
 
-echo "--- hung: the watchdog starts it anew"
+echo "--- hung: the watchdog restarts it"
 mkdir -p /run/systemd/system/riserd.service.d
 printf '[Service]\nWatchdogSec=3\n' >/run/systemd/system/riserd.service.d/test.conf
 systemctl daemon-reload

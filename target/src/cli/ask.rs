@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{self, IsTerminal, Write};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -14,6 +15,9 @@ use super::{Failure, print};
 use crate::control::client::{self, ClientError, Question};
 use crate::control::top::{self, Top, TopError};
 use crate::control::{report, socket, state};
+
+/// How many old contents of a file `save` keeps.
+const GENERATIONS: u32 = 9;
 
 /// A question to a running daemon.
 #[derive(Debug, clap::Args)]
@@ -139,23 +143,50 @@ pub(super) fn save(out: &mut dyn Write, file: Option<&Path>, ask: &Ask) -> Resul
     }
 }
 
-/// Replaces a file, and keeps one that said something else: its name then.
+/// Replaces a file, or the one that a symbolic link leads to, and keeps one with other contents: its name then.
 fn replace(file: &Path, text: &[u8]) -> io::Result<Option<PathBuf>> {
-    let is_file = fs::metadata(file).is_ok_and(|metadata| metadata.is_file());
-    let old = is_file.then(|| fs::read(file)).transpose()?;
-    let kept = match old {
-        Some(old) if old != text => {
-            let mut name = file.as_os_str().to_owned();
-            name.push("~");
-            let name = PathBuf::from(name);
-            // It may hold secrets.
-            state::replace(&name, &old)?;
-            Some(name)
+    let was = match fs::metadata(file) {
+        Ok(was) if was.is_file() => was,
+        // A pipe, or a terminal.
+        Ok(_) => return fs::write(file, text).map(|()| None),
+        // Not a link to a file that is not there.
+        Err(e) if e.kind() == io::ErrorKind::NotFound && fs::symlink_metadata(file).is_err() => {
+            return state::replace(file, text).map(|()| None);
         }
-        _ => None,
+        Err(e) => return Err(e),
     };
-    state::replace(file, text)?;
-    Ok(kept)
+    let file = fs::canonicalize(file)?;
+    let old = fs::read(&file)?;
+    if old == text {
+        return Ok(None);
+    }
+    let kept = beside(&file);
+    // It may hold secrets.
+    state::replace(&kept, &old)?;
+    // The service runs as another user than the administrator, and must still be able to read its file; but
+    // what is written now may hold secrets that were not in a file which everybody could read.
+    let access = state::Access {
+        owner: (was.uid(), was.gid()),
+        mode: was.permissions().mode() & 0o660,
+    };
+    state::replace_as(&file, text, &access)?;
+    Ok(Some(kept))
+}
+
+/// A name for the old contents of a file that has none yet: `FILE~`, `FILE~2`, and so on.
+fn beside(file: &Path) -> PathBuf {
+    let name = |end: String| {
+        let mut name = file.as_os_str().to_owned();
+        name.push(end);
+        PathBuf::from(name)
+    };
+    let numbered = (2..=GENERATIONS).map(|n| name(format!("~{n}")));
+    let mut names = std::iter::once(name("~".into())).chain(numbered);
+    let is_free = |name: &PathBuf| fs::symlink_metadata(name).is_err();
+    // The last one is used again, so the first, with the comments, stays.
+    names
+        .find(is_free)
+        .unwrap_or_else(|| name(format!("~{GENERATIONS}")))
 }
 
 /// Lets a running daemon hand over to a program.
@@ -182,19 +213,81 @@ fn whole(path: &Path) -> Result<String, Failure> {
 mod tests {
     use super::*;
 
+    struct Dir(PathBuf);
+
+    impl Dir {
+        fn new(name: &str) -> Self {
+            let name = format!("riserd-save-{}-{name}", std::process::id());
+            let dir = std::env::temp_dir().join(name);
+            fs::create_dir_all(&dir).unwrap();
+            Self(dir)
+        }
+    }
+
+    impl Drop for Dir {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    fn read(path: &Path) -> String {
+        fs::read_to_string(path).unwrap()
+    }
+
     #[test]
     fn a_file_that_is_replaced_is_kept() {
-        let dir = std::env::temp_dir().join(format!("riserd-save-{}", std::process::id()));
-        fs::create_dir_all(&dir).unwrap();
-        let file = dir.join("riserd.yaml");
+        let dir = Dir::new("kept");
+        let file = dir.0.join("riserd.yaml");
         assert_eq!(replace(&file, b"one").unwrap(), None);
         assert_eq!(replace(&file, b"one").unwrap(), None, "the same");
         let kept = replace(&file, b"two").unwrap().unwrap();
-        assert_eq!(kept, dir.join("riserd.yaml~"));
-        let read = |path: &Path| fs::read_to_string(path).unwrap();
+        assert_eq!(kept, dir.0.join("riserd.yaml~"));
         assert_eq!((read(&file), read(&kept)), ("two".into(), "one".into()));
-        replace(&file, b"three").unwrap();
-        assert_eq!((read(&file), read(&kept)), ("three".into(), "two".into()));
-        fs::remove_dir_all(&dir).unwrap();
+        // What was there first has the comments, and stays.
+        let second = replace(&file, b"three").unwrap().unwrap();
+        assert_eq!((read(&second), read(&kept)), ("two".into(), "one".into()));
+        for n in 0..2 * GENERATIONS {
+            replace(&file, n.to_string().as_bytes()).unwrap();
+        }
+        assert_eq!((read(&second), read(&kept)), ("two".into(), "one".into()));
+        let files = fs::read_dir(&dir.0).unwrap().count();
+        assert_eq!(files, 1 + GENERATIONS as usize);
+    }
+
+    /// As the file of the package, which root replaces and the service reads.
+    #[test]
+    fn a_file_that_is_replaced_keeps_its_owner_and_mode() {
+        let dir = Dir::new("owner");
+        let file = dir.0.join("riserd.yaml");
+        let access = |path: &Path| {
+            let now = fs::metadata(path).unwrap();
+            (now.uid(), now.gid(), now.mode() & 0o777)
+        };
+        replace(&file, b"new").unwrap();
+        let (uid, gid, mode) = access(&file);
+        assert_eq!(mode, 0o600);
+        // Only root can give files to others.
+        let group = if uid == 0 { 1 } else { gid };
+        for (before, after) in [(0o640, 0o640), (0o644, 0o640), (0o600, 0o600)] {
+            std::os::unix::fs::chown(&file, None, Some(group)).unwrap();
+            fs::set_permissions(&file, fs::Permissions::from_mode(before)).unwrap();
+            let kept = replace(&file, format!("{before}").as_bytes()).unwrap();
+            assert_eq!(access(&file), (uid, group, after));
+            assert_eq!(access(&kept.unwrap()), (uid, gid, 0o600));
+        }
+    }
+
+    #[test]
+    fn a_symbolic_link_stays_one() {
+        let dir = Dir::new("link");
+        let (file, link) = (dir.0.join("real.yaml"), dir.0.join("riserd.yaml"));
+        std::os::unix::fs::symlink("real.yaml", &link).unwrap();
+        let dangling = replace(&link, b"one").unwrap_err();
+        assert_eq!(dangling.kind(), io::ErrorKind::NotFound);
+        fs::write(&file, "one").unwrap();
+        let kept = replace(&link, b"two").unwrap().unwrap();
+        assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
+        assert_eq!((read(&file), read(&kept)), ("two".into(), "one".into()));
+        assert_eq!(kept.file_name().unwrap(), "real.yaml~");
     }
 }

@@ -8,9 +8,9 @@
 //! new one. After a replacement that fails it refers to the old one, so the caller and the next start agree.
 //! Hidden files have fixed names, so leftovers are overwritten by the next replacement.
 
-use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -205,7 +205,25 @@ pub fn file_of_unit(what: &str, unit: &Identity) -> String {
 /// # Errors
 /// As [`StateDir::replace`].
 pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    replace_by_steps(path, bytes, &mut |_| Ok(()), &mut sync_dir)
+    replace_by_steps(path, bytes, None, &mut |_| Ok(()), &mut sync_dir)
+}
+
+/// Who may use a file.
+#[derive(Clone, Copy, Debug)]
+pub struct Access {
+    /// User id and group id.
+    pub owner: (u32, u32),
+    /// Permission bits.
+    pub mode: u32,
+}
+
+/// Replaces a file, for those who are named here.
+///
+/// # Errors
+/// As [`StateDir::replace`]; this process may not give files to that owner.
+pub fn replace_as(path: &Path, bytes: &[u8], access: &Access) -> io::Result<()> {
+    let access = Some(access);
+    replace_by_steps(path, bytes, access, &mut |_| Ok(()), &mut sync_dir)
 }
 
 fn sync_dir(dir: &Path) -> io::Result<()> {
@@ -230,10 +248,11 @@ enum Step {
     Renamed,
 }
 
-/// `at` is told of every step that is done; what it gives ends the replacement there.
+/// `at` is called after every step; an error that it returns ends the replacement there.
 fn replace_by_steps(
     path: &Path,
     bytes: &[u8],
+    access: Option<&Access>,
     at: &mut dyn FnMut(Step) -> io::Result<()>,
     sync: &mut dyn FnMut(&Path) -> io::Result<()>,
 ) -> io::Result<()> {
@@ -254,6 +273,11 @@ fn replace_by_steps(
         .create_new(true)
         .mode(0o600)
         .open(&hidden)?;
+    if let Some(access) = access {
+        let (user, group) = access.owner;
+        fchown(&file, Some(user), Some(group))?;
+        file.set_permissions(Permissions::from_mode(access.mode))?;
+    }
     at(Step::Created)?;
     let (first, rest) = bytes.split_at(bytes.len() / 2);
     file.write_all(first)?;
@@ -287,7 +311,6 @@ fn replace_by_steps(
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt;
     use std::thread;
 
     use super::*;
@@ -315,7 +338,7 @@ mod tests {
             let mut at = |s| if s == step { Err(killed()) } else { Ok(()) };
             let file = path.join("f");
             let new = b"the new one, which is longer";
-            replace_by_steps(&file, new, &mut at, &mut sync_dir).unwrap_err();
+            replace_by_steps(&file, new, None, &mut at, &mut sync_dir).unwrap_err();
             let expected: &[u8] = match step {
                 Step::Renamed => b"the new one, which is longer",
                 _ => b"the old one",
@@ -343,7 +366,8 @@ mod tests {
                 state.replace("f", old).unwrap();
             }
             let mut failing = |_: &Path| Err(io::Error::other("no space"));
-            replace_by_steps(&file, b"the new one", &mut |_| Ok(()), &mut failing).unwrap_err();
+            replace_by_steps(&file, b"the new one", None, &mut |_| Ok(()), &mut failing)
+                .unwrap_err();
             assert_eq!(state.read("f").unwrap().as_deref(), old);
         }
         state.replace("f", b"another").unwrap();

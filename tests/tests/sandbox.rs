@@ -45,7 +45,10 @@ fn the_service_is_confined() {
         let is_it = |line: &&str| line.contains(what) && line.starts_with('✗');
         text.lines().find(is_it).map(str::to_owned)
     };
-    assert!(may("SupplementaryGroups=").is_some(), "no crosses in {text}");
+    assert!(
+        may("SupplementaryGroups=").is_some(),
+        "no crosses in {text}"
+    );
     for what in [
         "CapabilityBoundingSet=",
         "NoNewPrivileges=",

@@ -1,10 +1,13 @@
 //! `cargo xtask baddays`: what goes on when something is wrong, a line for each case.
 //!
 //! The cases are tests (`tests/tests/baddays`), with the programs as an operator runs them, so they are also a
-//! part of `cargo xtask test`.
+//! part of `cargo xtask test`, and counted as there: a case of which a part was skipped has not passed.
 
+use std::collections::BTreeSet;
+use std::process::Command;
 use std::time::Instant;
 
+use crate::tally::{Counts, Kind, Tally, noted, skip_log};
 use crate::{Failure, sh};
 
 /// Runs them one after another, so that each has its time.
@@ -16,27 +19,82 @@ pub(crate) fn run() -> Result<(), Failure> {
         .lines()
         .filter_map(|line| line.strip_suffix(": test"))
         .collect();
-    let mut failed = 0;
+    if cases.is_empty() {
+        return Err("there are no cases".into());
+    }
+    let mut tally = Tally::default();
+    // What is left of an earlier process with this id.
+    let _ = noted();
     for case in &cases {
         let begin = Instant::now();
         let mut command = sh::cmd(&program, ["--exact", case]);
         command.current_dir(crate::root().join("tests"));
-        let result = sh::output(&mut command);
+        let (word, of_case, error) = try_case(command);
         let seconds = begin.elapsed().as_secs_f64();
         let name = case.rsplit("::").next().unwrap_or(case).replace('_', " ");
-        let word = if result.is_ok() { "ok" } else { "FAILED" };
         println!("{word:<7} {seconds:5.1} s  {name}");
-        if let Err(error) = result {
-            println!("{error}");
-            failed += 1;
+        for line in of_case.reasons().into_iter().chain(error) {
+            println!("{line}");
         }
+        tally.merge(of_case);
     }
-    if cases.is_empty() {
-        return Err("there are no cases".into());
-    }
-    println!("{} passed, {failed} failed", cases.len() - failed);
-    match failed {
+    println!("{}", tally.in_a_row());
+    match tally.total().failed {
         0 => Ok(()),
-        _ => Err(format!("{failed} of {} cases failed", cases.len()).into()),
+        failed => Err(format!("{failed} of {} cases failed", cases.len()).into()),
+    }
+}
+
+/// Runs one case: the word for how it ended, its counts, and what it printed if it failed.
+fn try_case(mut command: Command) -> (&'static str, Tally, Option<String>) {
+    let result = sh::output(command.env(crate::skip::LOG, skip_log()));
+    let skips = noted();
+    let is_ok = result.is_ok();
+    let counts = Counts {
+        passed: u64::from(is_ok),
+        failed: u64::from(!is_ok),
+        second: 0,
+    };
+    let mut tally = Tally::of(Kind::Function, counts);
+    if is_ok {
+        tally.take_skips(skips, &BTreeSet::new());
+    }
+    let word = match (is_ok, tally.counts(Kind::Function).passed) {
+        (false, _) => "FAILED",
+        (true, 0) => "skipped",
+        (true, _) => "ok",
+    };
+    (word, tally, result.err().map(|error| error.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// With shells in the place of the test program.
+    #[test]
+    fn a_case_that_was_skipped_has_not_passed() {
+        let skips = r#"printf 'function\tbaddays a\tFUSE: none\n' >>"$RISER_SKIP_LOG""#;
+        let cases = [
+            ("true".to_owned(), "ok", (1, 0, 0)),
+            (skips.to_owned(), "skipped", (0, 0, 1)),
+            // It has gone on after what was skipped.
+            (format!("{skips}; false"), "FAILED", (0, 1, 0)),
+            ("true".to_owned(), "ok", (1, 0, 0)),
+        ];
+        let mut all = Tally::default();
+        for (script, expected, numbers) in cases {
+            let (word, tally, error) = try_case(sh::cmd("sh", ["-c", &script]));
+            assert_eq!(word, expected, "{script}");
+            let counts = tally.counts(Kind::Function);
+            let skipped = tally.skipped(Kind::Function);
+            assert_eq!((counts.passed, counts.failed, skipped), numbers, "{script}");
+            assert_eq!(error.is_some(), word == "FAILED");
+            all.merge(tally);
+        }
+        assert_eq!(
+            all.in_a_row(),
+            "test functions: 2 passed, 1 failed, 1 skipped"
+        );
     }
 }

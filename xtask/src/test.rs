@@ -5,7 +5,7 @@ use std::fs;
 use std::time::{Duration, Instant};
 
 use crate::packages::{Need, ensure, need};
-use crate::tally::{Counts, Kind, Tally, note, noted, skip_log};
+use crate::tally::{Counts, Kind, Skip, Tally, note, noted, skip_log};
 use crate::{Failure, conformance, container, demo, instructions, interop, package, sh};
 
 /// What the tests use beyond Rust.
@@ -57,7 +57,7 @@ pub(crate) const NEEDS: &[Need] = &[
 pub(crate) struct Options {
     /// Run only the steps whose name contains one of these words.
     only: Vec<String>,
-    /// Everything there is: all interop cases, the package, the container, the cost in instructions.
+    /// Everything that can fail: all interop cases, the package, the container, the cost in instructions.
     #[arg(long)]
     all: bool,
     /// List the steps.
@@ -69,14 +69,19 @@ pub(crate) struct Options {
 enum Outcome {
     /// It was tried: its counts, and what went wrong if something did.
     Ran(Tally, Option<String>),
-    /// It could not be tried.
-    Skipped(String),
+    /// It could not be tried: what is in it, if that is more than one check, and why.
+    Skipped(Vec<(Kind, String)>, String),
 }
 
 impl Outcome {
     /// Something that succeeds or fails as a whole.
     fn check(result: Result<(), String>) -> Self {
         Self::Ran(Tally::check(result.is_ok()), result.err())
+    }
+
+    /// A check that could not be tried.
+    fn skipped(why: String) -> Self {
+        Self::Skipped(Vec::new(), why)
     }
 }
 
@@ -182,10 +187,9 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
                 }
                 ("FAILED", counts)
             }
-            Outcome::Skipped(why) => {
+            Outcome::Skipped(things, why) => {
                 println!("{why}");
-                note(Kind::Check, step.name, &why);
-                ("skipped", Tally::default())
+                ("skipped", without(step.name, things, &why))
             }
         };
         counts.take_skips(noted(), &BTreeSet::new());
@@ -203,6 +207,21 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         0 => Ok(()),
         failed => Err(format!("{failed} failed").into()),
     }
+}
+
+/// A step that could not be tried: everything that is in it was skipped.
+fn without(step: &str, mut things: Vec<(Kind, String)>, why: &str) -> Tally {
+    if things.is_empty() {
+        things.push((Kind::Check, step.to_owned()));
+    }
+    let skip = |(kind, name)| Skip {
+        kind,
+        name,
+        why: why.to_owned(),
+    };
+    let mut tally = Tally::default();
+    tally.take_skips(things.into_iter().map(skip).collect(), &BTreeSet::new());
+    tally
 }
 
 fn row(name: &str, how: &str, took: Duration, more: &str) -> String {
@@ -283,7 +302,7 @@ fn again(args: &str, env: (&str, &str)) -> Outcome {
     let args: Vec<_> = args.split(' ').collect();
     let run = cargo_test(&args, &[env]);
     match (run.failure, noted().first()) {
-        (None, Some(skip)) => Outcome::Skipped(format!("{}: {}", skip.name, skip.why)),
+        (None, Some(skip)) => Outcome::skipped(format!("{}: {}", skip.name, skip.why)),
         (None, None) if run.counts.passed == 0 => Outcome::check(Err("no function ran".to_owned())),
         (failure, _) => Outcome::check(failure.map_or(Ok(()), Err)),
     }
@@ -306,7 +325,7 @@ fn doc() -> Outcome {
 /// Licences, bans and sources always; advisories where their database can be fetched.
 fn deny() -> Outcome {
     if let Err(e) = sh::have_subcommand("deny") {
-        return Outcome::Skipped(format!("cargo-deny cannot be installed: {e}"));
+        return Outcome::skipped(format!("cargo-deny cannot be installed: {e}"));
     }
     let deny = |what: &[&str]| {
         let mut command = sh::cargo(["deny", "-L", "error", "check"]);
@@ -315,26 +334,22 @@ fn deny() -> Outcome {
     if let Err(why) = deny(&["bans", "licenses", "sources"]) {
         return Outcome::check(Err(why));
     }
-    match deny(&["advisories"]) {
-        Err(why) if !why.contains("fetch") => Outcome::check(Err(why)),
-        Err(_) => {
-            let why = "the advisory database cannot be fetched";
-            note(Kind::Check, "deny advisories", why);
-            Outcome::check(Ok(()))
-        }
-        Ok(_) => {
-            let mut both = Tally::check(true);
-            both.merge(Tally::check(true));
-            Outcome::Ran(both, None)
-        }
+    if sh::output(&mut sh::cargo(["deny", "-L", "error", "fetch", "db"])).is_err() {
+        let why = "the advisory database cannot be fetched";
+        note(Kind::Check, "deny advisories", why);
+        return Outcome::check(Ok(()));
     }
+    let mut both = Tally::check(true);
+    let advisories = deny(&["advisories"]);
+    both.merge(Tally::check(advisories.is_ok()));
+    Outcome::Ran(both, advisories.err())
 }
 
 /// libiscsi's whole suite, against us alone.
 fn conformance_step() -> Outcome {
     match conformance::run_all(&conformance::Options::for_test()) {
         Ok(conformance::Ended::Ran(tally, failure)) => Outcome::Ran(tally, failure),
-        Ok(conformance::Ended::Unavailable(why)) => Outcome::Skipped(why),
+        Ok(conformance::Ended::Unavailable(why)) => Outcome::Skipped(conformance::parts(), why),
         Err(e) => Outcome::check(Err(e.to_string())),
     }
 }
@@ -345,7 +360,10 @@ fn interop_step(options: &Options) -> Outcome {
         Ok(interop::Ended::Ran(counts, failure)) => {
             Outcome::Ran(Tally::of(Kind::Case, counts), failure)
         }
-        Ok(interop::Ended::Unavailable(why)) => Outcome::Skipped(why),
+        Ok(interop::Ended::Unavailable(cases, why)) => {
+            let case = |name| (Kind::Case, name);
+            Outcome::Skipped(cases.into_iter().map(case).collect(), why)
+        }
         Err(e) => Outcome::check(Err(e.to_string())),
     }
 }
@@ -364,14 +382,14 @@ fn package_step() -> Outcome {
 fn container_step() -> Outcome {
     match container::build_and_try() {
         Ok(container::Ended::Tried(_)) => Outcome::check(Ok(())),
-        Ok(container::Ended::Unavailable(why)) => Outcome::Skipped(why),
+        Ok(container::Ended::Unavailable(why)) => Outcome::skipped(why),
         Err(e) => Outcome::check(Err(e.to_string())),
     }
 }
 
 fn instructions_step() -> Outcome {
     if !instructions::is_possible() {
-        return Outcome::Skipped("valgrind is missing".to_owned());
+        return Outcome::skipped("valgrind is missing".to_owned());
     }
     Outcome::check(instructions::run().map_err(|e| e.to_string()))
 }
@@ -385,6 +403,23 @@ mod tests {
         let line = "ok. 12 passed; 3 failed; 0 ignored; 0 measured; 0 filtered out";
         assert_eq!(number_before(line, " passed"), 12);
         assert_eq!(number_before(line, " failed"), 3);
+    }
+
+    #[test]
+    fn all_that_is_in_a_step_is_skipped_with_it() {
+        let cases = interop::names(&interop::Options::for_test(true)).unwrap();
+        assert!(cases.len() > 50, "{}", cases.len());
+        let number = cases.len() as u64;
+        let cases = cases.into_iter().map(|name| (Kind::Case, name)).collect();
+        let tally = without("interop", cases, "no kernel");
+        assert_eq!(tally.skipped(Kind::Case), number);
+        assert_eq!(tally.skipped(Kind::Check), 0);
+        let tally = without("conformance", conformance::parts(), "no client");
+        assert_eq!(tally.skipped(Kind::SuiteTest), 1, "nobody knows how many");
+        assert_eq!(tally.skipped(Kind::Check), 12);
+        let tally = without("container", Vec::new(), "no image");
+        assert_eq!(tally.skipped(Kind::Check), 1);
+        assert_eq!(tally.reasons(), ["skipped  checks: container (no image)"]);
     }
 
     #[test]

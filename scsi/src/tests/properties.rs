@@ -196,7 +196,7 @@ proptest! {
         let outcome = rig.run(A, &cdb, &out, data_in);
         let status = outcome.response.status;
         // PERSISTENT RESERVE OUT of a nexus that is not registered (SPC-4, 5.13).
-        let is_conflict = cdb[0] == 0x5f && status == Status::ReservationConflict;
+        let is_conflict = cdb.first() == Some(&0x5f) && status == Status::ReservationConflict;
         prop_assert!(is_conflict || matches!(status, Status::Good | Status::CheckCondition));
     }
 }

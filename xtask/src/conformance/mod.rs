@@ -161,6 +161,15 @@ pub(crate) fn run_all(options: &Options) -> Result<Ended, Failure> {
     Ok(ended(options, ours))
 }
 
+/// What is in it, as it is counted where nothing of it can be tried. How many tests the suite has, only the
+/// client knows.
+pub(crate) fn parts() -> Vec<(Kind, String)> {
+    let checks = CHECKS.iter().map(|check| check.name).chain(qemu::CHECKS);
+    let checks = checks.map(|name| (Kind::Check, name.to_owned()));
+    let suite = (Kind::SuiteTest, "all of libiscsi's suite".to_owned());
+    std::iter::once(suite).chain(checks).collect()
+}
+
 /// Counts what came of our target. What was skipped is noted.
 fn ended(options: &Options, ours: Ours) -> Ended {
     let mut suite = Counts::default();

@@ -3,8 +3,8 @@
 //! A case is a script in `tests/vm/cases`. Its head says, in lines that start with `#:`, which group
 //! it belongs to, how long it may take, whether it is short, whether it must run alone, and how many
 //! packets its captures have at least. Cases of a group may share a boot, so each starts from and returns to a clean state, with the functions of
-//! `tests/vm/lib.sh`. Of each the output, the daemon's log and a capture of its packets are kept,
-//! and the capture is judged ([`judge`]).
+//! `tests/vm/lib.sh`. Of each the output and the daemon's log are kept, and a capture of its packets if it
+//! has one, which is judged ([`judge`]).
 
 pub(crate) mod case;
 pub(crate) mod guest;
@@ -139,19 +139,26 @@ fn available_memory() -> Option<u64> {
 pub(crate) enum Ended {
     /// Cases ran: how many passed and failed, and the table if one did.
     Ran(Counts, Option<String>),
-    /// The rig cannot be had here.
-    Unavailable(String),
+    /// The rig cannot be had here: the cases that were to run, and why not.
+    Unavailable(Vec<String>, String),
 }
 
 /// Runs the cases and prints their table.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     match run_cases(options)? {
         Ended::Ran(_, None) => Ok(()),
-        Ended::Ran(_, Some(why)) | Ended::Unavailable(why) => Err(why.into()),
+        Ended::Ran(_, Some(why)) | Ended::Unavailable(_, why) => Err(why.into()),
     }
 }
 
-/// Runs the cases; tells a rig that is not to be had from a case that fails.
+/// The names of the cases that the options choose.
+pub(crate) fn names(options: &Options) -> Result<Vec<String>, Failure> {
+    let cases = case::load(&options.cases, options.short)?;
+    let name = |case: &case::Case| format!("{}/{}", case.group, case.name);
+    Ok(cases.iter().map(name).collect())
+}
+
+/// Runs the cases; a rig that is not to be had is not a case that fails.
 pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
     let cases = case::load(&options.cases, options.short)?;
     if options.list {
@@ -161,14 +168,15 @@ pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
         return Ok(Ended::Ran(Counts::default(), None));
     }
     if let Some(n) = ensure(&NEEDS.iter().collect::<Vec<_>>()).first() {
-        return Ok(Ended::Unavailable(format!(
-            "{} (Debian package {}) is missing",
-            n.program, n.package
-        )));
+        let why = format!("{} (Debian package {}) is missing", n.program, n.package);
+        return Ok(Ended::Unavailable(names(options)?, why));
     }
     let kernel = match kernel::ensure() {
         Ok(kernel) => kernel,
-        Err(e) => return Ok(Ended::Unavailable(format!("no kernel for the guest: {e}"))),
+        Err(e) => {
+            let why = format!("no kernel for the guest: {e}");
+            return Ok(Ended::Unavailable(names(options)?, why));
+        }
     };
     let tests = if cases.iter().any(|c| c.text.contains("on_devices")) {
         println!("building the transport tests");

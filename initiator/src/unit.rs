@@ -20,7 +20,9 @@
 //! SYNCHRONIZE CACHE that began after it is answered. If the target may have lost its cache between the
 //! two, that flush is carried out and then reported as failed: the next one, once, and every one that was
 //! under way when it happened. A unit may get such a cache at any
-//! time (WCE of the caching mode page): each check finds out. Whether it may have lost it:
+//! time (WCE of the caching mode page): each check finds out. A process that takes over from one that was
+//! killed does not know what that one had acknowledged, and takes it that something was. Whether a target may
+//! have lost its cache:
 //! - **A cache generation decides** where the unit offers one before and after: page C0h of `riserd`,
 //!   which is another whenever what unwritten data live in is (the process for a RAM disk, the
 //!   kernel's page cache for files and devices). One that appears or disappears is another.
@@ -327,6 +329,21 @@ pub struct FlushMark {
 }
 
 impl WriteCache {
+    /// The books of a process that was killed: writes may have been acknowledged since its last flush.
+    #[must_use]
+    pub fn inherited() -> Self {
+        Self {
+            written: 1,
+            ..Self::default()
+        }
+    }
+
+    /// Whether a flush has to fail.
+    #[must_use]
+    pub fn has_lost(&self) -> bool {
+        self.lost.is_some()
+    }
+
     /// A mark for a flush that begins now: it covers what was acknowledged before.
     #[must_use]
     pub fn begin_flush(&self) -> FlushMark {

@@ -182,6 +182,9 @@ pub struct Link {
     /// That process did not end properly.
     #[arg(skip)]
     pub recovers: bool,
+    /// The generation of the unit's cache that it had noted.
+    #[arg(skip)]
+    pub noted: Option<[u8; 16]>,
 }
 
 /// Faults of the software NIC's wire. Rates are percent of the packets sent.

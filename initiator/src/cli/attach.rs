@@ -42,6 +42,12 @@ pub(super) fn run(args: &AttachArgs, global: &Global) -> Result<(), CliError> {
         link.port = place.as_ref().map(blockdev::Place::port).or(own);
         link.recovers = matches!(place, Some(blockdev::Place::Lost { .. }))
             || port.as_ref().is_some_and(ExportPort::is_inherited);
+        let noted = port.as_ref().and_then(ExportPort::noted_cache);
+        link.noted = place
+            .as_ref()
+            .and_then(blockdev::Place::noted_cache)
+            .or(noted);
+        ready.port = port.as_ref().and_then(ExportPort::entry);
         let disk = Arc::new(Disk::open(&args.url, &link, access)?);
         let bytes = || Arc::new(ByteDevice::new(disk.clone()));
         let result = match (place, &args.fuse, &args.nbd) {

@@ -85,6 +85,14 @@ impl Place {
         }
     }
 
+    /// The generation of the unit's cache that the process that was killed had noted.
+    pub(super) fn noted_cache(&self) -> Option<[u8; 16]> {
+        match self {
+            Self::New { .. } => None,
+            Self::Lost { before, .. } => before.cache,
+        }
+    }
+
     /// What its initiator port follows from.
     pub(super) fn port(&self) -> u64 {
         match self {
@@ -231,6 +239,7 @@ mod tests {
             unit: None,
             link: None,
             paths: Vec::new(),
+            cache: None,
         };
         let geometry = |capacity, block_size| {
             let disk = MemoryDevice::new(capacity, block_size).unwrap();

@@ -281,7 +281,10 @@ pub(super) fn start_engine(
     };
     let mut builder = Client::builder().timing(timing);
     if let Some(port) = link.port {
-        builder = builder.port(port).recovers(link.recovers);
+        builder = builder
+            .port(port)
+            .recovers(link.recovers)
+            .noted_cache(link.noted);
     }
     if !url.needs_device() {
         if link.inject.is_some() {

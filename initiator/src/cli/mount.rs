@@ -55,6 +55,8 @@ pub(super) fn run(args: &MountArgs, global: &Global) -> Result<(), CliError> {
         let mut link = args.link.clone();
         link.port = port.as_ref().map(ExportPort::port);
         link.recovers = port.as_ref().is_some_and(ExportPort::is_inherited);
+        link.noted = port.as_ref().and_then(ExportPort::noted_cache);
+        ready.port = port.as_ref().and_then(ExportPort::entry);
         let disk = Arc::new(Disk::open(&args.url, &link, access)?);
         let vacant = guard::check_mounted(&disk, global);
         if vacant.is_err() {

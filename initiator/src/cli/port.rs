@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::state::{StateDir, process_start};
+use super::state::{StateDir, generation, process_start};
 
 /// A number that an initiator port may follow from.
 pub(super) fn random() -> u64 {
@@ -19,7 +19,7 @@ pub(super) fn random() -> u64 {
 }
 
 /// What is written down of a port.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 struct Entry {
     /// Where the disk shows, and its address.
     path: PathBuf,
@@ -28,12 +28,45 @@ struct Entry {
     /// The process that uses it, and when that was started.
     pid: u32,
     started: u64,
+    /// The generation of the unit's cache, if it offers one.
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "generation")]
+    cache: Option<[u8; 16]>,
+}
+
+/// A port that is written down.
+#[derive(Clone, Debug)]
+pub struct PortEntry {
+    file: PathBuf,
+    entry: Entry,
+}
+
+impl PortEntry {
+    /// Writes down of which generation the unit's cache is.
+    ///
+    /// # Errors
+    /// The directory cannot be written.
+    pub(super) fn note_cache(&mut self, generation: Option<[u8; 16]>) -> io::Result<()> {
+        if self.entry.cache == generation {
+            return Ok(());
+        }
+        self.entry.cache = generation;
+        self.write()
+    }
+
+    /// Writes the file, which appears at once and whole.
+    fn write(&self) -> io::Result<()> {
+        let temporary = self
+            .file
+            .with_file_name(format!(".{}.port.tmp", self.entry.pid));
+        fs::write(&temporary, serde_json::to_vec(&self.entry)?)?;
+        fs::rename(&temporary, &self.file)
+    }
 }
 
 /// The initiator port of an export of this process. It stays written down until it is released.
 #[derive(Debug)]
 pub(super) struct ExportPort {
-    file: Option<PathBuf>,
+    entry: Option<PortEntry>,
     port: u64,
     is_inherited: bool,
 }
@@ -52,17 +85,19 @@ impl ExportPort {
         let before = fs::read(&file)
             .ok()
             .and_then(|text| serde_json::from_slice::<Entry>(&text).ok());
-        let (port, is_inherited) = match before {
+        let (port, cache, is_inherited) = match before {
             // Two live processes with one port would end each other's sessions.
             Some(entry) if process_start(entry.pid) == Some(entry.started) => {
                 return Ok(Self {
-                    file: None,
+                    entry: None,
                     port: random(),
                     is_inherited: false,
                 });
             }
-            Some(entry) if entry.path == path && entry.url == url => (entry.port, true),
-            _ => (random(), false),
+            Some(entry) if entry.path == path && entry.url == url => {
+                (entry.port, entry.cache, true)
+            }
+            _ => (random(), None, false),
         };
         let pid = std::process::id();
         let entry = Entry {
@@ -71,12 +106,12 @@ impl ExportPort {
             port,
             pid,
             started: process_start(pid).unwrap_or(0),
+            cache,
         };
-        let temporary = dir.path().join(format!(".{pid}.port.tmp"));
-        fs::write(&temporary, serde_json::to_vec(&entry)?)?;
-        fs::rename(&temporary, &file)?;
+        let entry = PortEntry { file, entry };
+        entry.write()?;
         Ok(Self {
-            file: Some(file),
+            entry: Some(entry),
             port,
             is_inherited,
         })
@@ -92,11 +127,21 @@ impl ExportPort {
         self.is_inherited
     }
 
+    /// The generation of the unit's cache that the process before had noted.
+    pub(super) fn noted_cache(&self) -> Option<[u8; 16]> {
+        self.entry.as_ref()?.entry.cache
+    }
+
+    /// Where it is written down; nowhere if another process has the port of that path.
+    pub(super) fn entry(&self) -> Option<PortEntry> {
+        self.entry.clone()
+    }
+
     /// Forgets the port, when its session has ended.
     pub(super) fn release(self) {
-        if let Some(file) = self.file {
+        if let Some(entry) = self.entry {
             // One that stays is as good: its process is gone.
-            let _ = fs::remove_file(file);
+            let _ = fs::remove_file(entry.file);
         }
     }
 }
@@ -118,7 +163,8 @@ mod tests {
         let second_was_inherited = second.is_inherited();
         second.release();
         // Its process was killed.
-        let file = first.file.clone().unwrap();
+        first.entry().unwrap().note_cache(Some([0xa5; 16])).unwrap();
+        let file = first.entry().unwrap().file;
         let mut entry: Entry = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
         entry.started += 1;
         fs::write(&file, serde_json::to_vec(&entry).unwrap()).unwrap();
@@ -126,6 +172,8 @@ mod tests {
         let third = take("/run/a", &entry.url);
         assert_eq!(third.port(), port);
         assert!(third.is_inherited() && !second_was_inherited);
+        assert_eq!(third.noted_cache(), Some([0xa5; 16]));
+        assert_eq!(first.noted_cache(), None);
         // One that ends properly leaves nothing to hand on.
         third.release();
         assert_ne!(take("/run/a", &entry.url).port(), port);

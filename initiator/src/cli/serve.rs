@@ -25,7 +25,7 @@ use super::args::{Global, ServeArgs};
 use super::disk::{Access, Address, Disk};
 use super::exit::{Cause, CliError, Exit};
 use super::output;
-use super::port::ExportPort;
+use super::port::{ExportPort, PortEntry};
 use super::process;
 use super::state::{Attachment, Export, LinkEntry, Registration, StateDir, process_start};
 use super::units;
@@ -85,6 +85,7 @@ pub(super) fn run(
     let mut ready = Ready {
         args,
         global,
+        port: None,
         told: false,
     };
     let result = watch_signals(sender.clone()).and_then(|()| work(&events, &sender, &mut ready));
@@ -128,6 +129,8 @@ fn watch_signals(sender: mpsc::Sender<Event>) -> Result<(), CliError> {
 pub(super) struct Ready<'a> {
     args: &'a ServeArgs,
     global: &'a Global,
+    /// Where the initiator port is written down, if that is not the list of attachments.
+    pub(super) port: Option<PortEntry>,
     told: bool,
 }
 
@@ -169,6 +172,7 @@ impl Ready<'_> {
             unit: disk.unit(),
             log: self.args.supervised.clone(),
             link: report.as_ref().map(|report| report.link.clone()),
+            cache: report.as_ref().and_then(|report| report.cache),
             paths: report.map_or_else(Vec::new, |report| report.paths),
         };
         let registration = StateDir::open()
@@ -178,7 +182,7 @@ impl Ready<'_> {
             })
             .map_err(|e| CliError::io("cannot write down the attachment", e))?;
         if let Some(status) = disk.watch() {
-            watch_link(status, registration.link())?;
+            watch_link(status, registration.link(self.port.clone()))?;
         }
         Ok(registration)
     }

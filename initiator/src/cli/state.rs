@@ -21,6 +21,7 @@ use rustix::mount::UnmountFlags;
 use serde::{Deserialize, Serialize};
 
 use super::lock;
+use super::port::PortEntry;
 use crate::engine::{LinkReport, PathReport, SessionReport};
 use crate::ublk;
 
@@ -119,6 +120,36 @@ pub struct Attachment {
     /// The paths to the logical unit, where there are several.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub paths: Vec<PathReport>,
+    /// The generation of the unit's volatile cache, if it offers one: 32 hexadecimal digits.
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "generation")]
+    pub cache: Option<[u8; 16]>,
+}
+
+/// The generation of a cache in files.
+pub(super) mod generation {
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(in crate::cli) fn serialize<S: Serializer>(
+        generation: &Option<[u8; 16]>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        match generation {
+            Some(bytes) => {
+                serializer.collect_str(&format_args!("{:032x}", u128::from_be_bytes(*bytes)))
+            }
+            None => serializer.serialize_none(),
+        }
+    }
+
+    pub(in crate::cli) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<[u8; 16]>, D::Error> {
+        let Some(text) = Option::<String>::deserialize(deserializer)? else {
+            return Ok(None);
+        };
+        let number = u128::from_str_radix(&text, 16).map_err(serde::de::Error::custom)?;
+        Ok(Some(number.to_be_bytes()))
+    }
 }
 
 impl Attachment {
@@ -415,6 +446,8 @@ struct Entry {
 pub struct LinkEntry {
     attachment: Attachment,
     entry: Arc<Entry>,
+    /// Where its initiator port is written down, if it is elsewhere.
+    port: Option<PortEntry>,
 }
 
 impl LinkEntry {
@@ -429,6 +462,10 @@ impl LinkEntry {
         }
         self.attachment.link = Some(report.link);
         self.attachment.paths = report.paths;
+        self.attachment.cache = report.cache;
+        if let Some(port) = &mut self.port {
+            port.note_cache(report.cache)?;
+        }
         self.entry.write(&self.attachment)?;
         Ok(true)
     }
@@ -455,10 +492,11 @@ impl Registration {
 
     /// A handle with which the state of the link is updated.
     #[must_use]
-    pub fn link(&self) -> LinkEntry {
+    pub fn link(&self, port: Option<PortEntry>) -> LinkEntry {
         LinkEntry {
             attachment: self.attachment.clone(),
             entry: self.entry.clone(),
+            port,
         }
     }
 }
@@ -498,6 +536,7 @@ mod tests {
             unit: None,
             link: None,
             paths: Vec::new(),
+            cache: None,
         }
     }
 
@@ -505,7 +544,7 @@ mod tests {
     fn paths_are_kept_up_to_date_until_the_attachment_is_gone() {
         let dir = dir("paths");
         let registration = dir.register(attachment(&dir.path().join("a"))).unwrap();
-        let mut entry = registration.link();
+        let mut entry = registration.link(None);
         let paths = vec![PathReport {
             portal: "10.0.0.1:3260".into(),
             state: crate::paths::PathState::Lost,
@@ -520,12 +559,17 @@ mod tests {
                 pending: None,
             },
             paths,
+            cache: Some([0xa5; 16]),
         };
         assert!(entry.update(report.clone()).unwrap());
         let listed = dir.list().unwrap().remove(0);
         assert_eq!(
-            (listed.link, listed.paths),
-            (Some(report.link.clone()), report.paths.clone())
+            (listed.link, listed.paths, listed.cache),
+            (
+                Some(report.link.clone()),
+                report.paths.clone(),
+                report.cache
+            )
         );
         drop(registration);
         assert!(!entry.update(report).unwrap());

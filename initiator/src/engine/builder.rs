@@ -28,6 +28,7 @@ pub struct ClientBuilder {
     pub(super) max_requests: usize,
     pub(super) port: Option<u64>,
     pub(super) recovers: bool,
+    pub(super) noted: Option<[u8; 16]>,
 }
 
 impl Default for ClientBuilder {
@@ -42,6 +43,7 @@ impl Default for ClientBuilder {
             max_requests: 1024,
             port: None,
             recovers: false,
+            noted: None,
         }
     }
 }
@@ -104,6 +106,15 @@ impl ClientBuilder {
     #[must_use]
     pub fn recovers(mut self, recovers: bool) -> Self {
         self.recovers = recovers;
+        self
+    }
+
+    /// Which generation of its unit's cache the earlier life had noted
+    /// ([`SessionReport::cache`](super::SessionReport::cache)). If the unit has another, the first flush fails,
+    /// since acknowledged writes may be lost. Default: not known.
+    #[must_use]
+    pub fn noted_cache(mut self, generation: Option<[u8; 16]>) -> Self {
+        self.noted = generation;
         self
     }
 

@@ -113,11 +113,16 @@ impl Session {
         reconnects: u64,
         owner: Weak<()>,
     ) -> Result<(), Elapsed> {
+        let config = &self.handle.client.0.config;
+        // Before the disk is used. While the engine has not compared them, the one that was noted counts.
+        let status = &self.handle.status;
+        status.set_cache(config.noted.filter(|_| config.recovers).or(unit.cache));
         let watch = Watch {
             lun,
             unit,
             write_cache,
-            recovers: self.handle.client.0.config.recovers,
+            recovers: config.recovers,
+            noted: config.noted,
             reconnects,
             owner,
             buffer: self.buffer(CHECK_LEN).await?,

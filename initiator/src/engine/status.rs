@@ -40,6 +40,7 @@ struct Details {
     last: Option<Down>,
     pending: Pending,
     paths: Vec<PathReport>,
+    cache: Option<[u8; 16]>,
 }
 
 /// What the end of a session would lose that is down.
@@ -58,6 +59,9 @@ pub struct SessionReport {
     pub link: LinkReport,
     /// Each path; nothing for a session that is the only one, unless it leads to another unit than before.
     pub paths: Vec<PathReport>,
+    /// The generation of its unit's volatile cache that a process which takes over compares with, if the unit
+    /// offers one.
+    pub cache: Option<[u8; 16]>,
 }
 
 /// How a session is as a whole.
@@ -140,6 +144,7 @@ impl SessionStatus {
                 pending: (self.link() == LinkState::Reconnecting).then_some(details.pending),
             },
             paths: details.paths.clone(),
+            cache: details.cache,
         }
     }
 
@@ -200,6 +205,15 @@ impl SessionStatus {
         let mut details = self.lock();
         if details.pending != pending {
             details.pending = pending;
+            self.changed.notify_all();
+        }
+    }
+
+    /// See [`SessionReport::cache`].
+    pub(super) fn set_cache(&self, generation: Option<[u8; 16]>) {
+        let mut details = self.lock();
+        if details.cache != generation {
+            details.cache = generation;
             self.changed.notify_all();
         }
     }

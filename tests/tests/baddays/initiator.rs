@@ -335,6 +335,33 @@ fn a_detach_whose_last_flush_fails_is_a_failure() {
 }
 
 #[test]
+fn what_a_killed_riser_had_written_is_not_taken_for_safe() {
+    let target = "iqn: iqn.2026-01.com.example:disk\n\
+                  portals: [{ protocol: iscsi, listen: 127.0.205.1 }]";
+    let mut pair = Pair::with_target(205, RAM, target);
+    let url = "iscsi://127.0.205.1/iqn.2026-01.com.example:disk/0";
+    let socket = pair.path("nbd");
+    let attach = ["attach", url, "--nbd", &socket];
+    attach_first(&pair, &attach);
+    for is_restarted in [false, true] {
+        let mut disk = Nbd::connect(Path::new(&socket));
+        disk.write(0, &[1; 512], false).unwrap();
+        let id = list(&pair)[0]["pid"].as_u64().unwrap().to_string();
+        riser_tests::programs::tool("kill", ["-KILL", &id]);
+        eventually("it is gone", || list(&pair)[0].is_null());
+        if is_restarted {
+            pair.kill();
+            pair.serve();
+        }
+        attach_first(&pair, &attach);
+        // As a client that repeats what was under way, and goes on.
+        let mut disk = Nbd::connect(Path::new(&socket));
+        assert_eq!(disk.flush().is_err(), is_restarted, "the write is gone");
+        disk.flush().unwrap();
+    }
+}
+
+#[test]
 fn what_cannot_be_judged_is_not_overwritten() {
     let pair = Pair::new(202, RAM);
     let (url, file) = (pair.url(), pair.path("image"));

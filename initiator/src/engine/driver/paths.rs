@@ -159,6 +159,11 @@ impl PathsLink {
         self.lun
     }
 
+    /// The generation of the unit's cache; `None` where it offers none.
+    pub(super) fn generation(&self) -> Option<[u8; 16]> {
+        self.generation
+    }
+
     pub(super) fn new(open: PathsOpen, now: Instant) -> Self {
         let mut machine = Paths::new(open.config);
         if open.recovers {
@@ -454,6 +459,7 @@ impl<P: Provider> Driver<P> {
         self.count_lost(index, lost);
         // Only now: what may be lost is counted by the state before.
         self.sessions[index].on_write_cache(lun, is_on);
+        self.sessions[index].report_cache();
     }
 
     /// Counts the cache of a unit that may be lost, once for each generation.

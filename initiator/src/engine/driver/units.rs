@@ -28,6 +28,8 @@ pub(in crate::engine) struct Watch {
     pub(in crate::engine) write_cache: bool,
     /// An earlier process with the same initiator port was killed.
     pub(in crate::engine) recovers: bool,
+    /// The generation of the unit's cache that it had noted, if it had.
+    pub(in crate::engine) noted: Option<[u8; 16]>,
     /// How often the session had reconnected by then.
     pub(in crate::engine) reconnects: u64,
     /// Watched as long as this lives.
@@ -85,10 +87,10 @@ impl Running {
             }
         }
         if is_kept {
-            result
-        } else {
-            Err(RequestError::CacheLost)
+            return result;
         }
+        self.report_cache();
+        Err(RequestError::CacheLost)
     }
 
     /// What its end would lose.
@@ -111,6 +113,21 @@ impl Running {
         }
     }
 
+    /// Reports which generation a unit's cache is of, for a process that would take over. While a loss is yet
+    /// to be reported by a flush, that is the generation before, from which that process learns of the loss.
+    pub(super) fn report_cache(&self) {
+        let Some(unit) = self.units.first() else {
+            return;
+        };
+        let generation = match &self.link {
+            Link::Paths(link) => link.generation(),
+            _ => unit.unit.cache,
+        };
+        if !unit.cache.is_some_and(|cache| cache.has_lost()) {
+            self.status.set_cache(generation);
+        }
+    }
+
     /// A unit has said whether it has a volatile cache.
     pub(super) fn on_write_cache(&mut self, lun: LunId, is_on: Option<bool>) {
         for unit in self.units.iter_mut().filter(|u| u.lun == lun) {
@@ -126,6 +143,19 @@ impl Running {
     }
 }
 
+/// The books of a unit's cache when a process takes over from one that was killed.
+fn inherited(watch: &Watch) -> Option<WriteCache> {
+    let mut cache = WriteCache::inherited();
+    if watch.noted.is_some() && watch.noted != watch.unit.cache {
+        cache.on_lost();
+        tracing::warn!(
+            lun = watch.lun.number(),
+            "the target may have lost its cache since this disk was served: the first flush fails"
+        );
+    }
+    Some(cache).filter(|cache| watch.write_cache || cache.has_lost())
+}
+
 impl<P: Provider> Driver<P> {
     pub(super) fn watch(&mut self, index: usize, watch: Watch, now: Instant) {
         let serial = self.next_serial;
@@ -135,7 +165,11 @@ impl<P: Provider> Driver<P> {
         session.units.retain(|u| u.owner.strong_count() > 0);
         // All watchers of a unit share the state of its cache.
         let known = session.units.iter().find(|u| u.lun == watch.lun);
-        let cache = known.map_or(Some(WriteCache::default()), |u| u.cache);
+        let cache = match known {
+            Some(unit) => unit.cache.filter(|_| watch.write_cache),
+            None if watch.recovers && session.units.is_empty() => inherited(&watch),
+            None => Some(WriteCache::default()).filter(|_| watch.write_cache),
+        };
         session.units.push(Watched {
             serial,
             lun: watch.lun,
@@ -145,8 +179,9 @@ impl<P: Provider> Driver<P> {
             check: Check::default(),
             is_checking: false,
             is_stale: false,
-            cache: cache.filter(|_| watch.write_cache),
+            cache,
         });
+        session.report_cache();
         session.link.set_guarded(true);
         // The first to be watched; `riserd` has ended what was before the login was answered.
         if watch.recovers && session.units.len() == 1 && session.units[0].unit.cache.is_none() {
@@ -304,6 +339,7 @@ impl<P: Provider> Driver<P> {
                 is.blocks
             );
         }
+        self.sessions[index].report_cache();
         self.release_checked(index, now);
     }
 
@@ -351,7 +387,8 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::engine::driver::{DriverConfig, Open, Protocol, Target, TcpOpen, User};
+    use crate::engine::driver::{DriverConfig, Open, Protocol, Target, TcpOpen, User, new_io};
+    use crate::engine::io::{IoData, ScsiIo};
     use crate::engine::no_device::NoDevice;
     use crate::engine::oneshot::oneshot;
     use crate::engine::park::Mailbox;
@@ -391,12 +428,89 @@ mod tests {
             unit: Snapshot::default(),
             write_cache: false,
             recovers: false,
+            noted: None,
             reconnects: 0,
             owner: Weak::new(),
             buffer: pool.try_take(4096).unwrap(),
         };
         driver.watch(key.index, watch, now);
         (driver, key)
+    }
+
+    /// Flushes a watched unit, which answers GOOD.
+    fn flush(driver: &mut Driver<NoDevice>, key: SessionKey, now: Instant) -> RequestResult {
+        let command = crate::scsi::Command::synchronize_cache();
+        let lun = LunId::new(0).unwrap();
+        let io = ScsiIo::new(lun, command, IoData::None, Duration::from_secs(1));
+        let mut io = new_io(io, Done::Ping, now);
+        let session = &mut driver.sessions[key.index];
+        session.mark_flush(&mut io);
+        let good = crate::request::Answer {
+            status: GOOD,
+            sense: None,
+            transferred: 0,
+            overflow: 0,
+        };
+        session.account(&io, Ok(good))
+    }
+
+    #[test]
+    fn what_a_process_that_was_killed_had_written_is_flushed_or_known_to_be_lost() {
+        let (one, two) = (Some([1; 16]), Some([2; 16]));
+        let now = Instant::now();
+        for (recovers, noted, found, write_cache, is_lost) in [
+            (true, one, two, true, true),
+            (true, one, None, true, true),
+            // Its cache was switched off after that.
+            (true, one, two, false, true),
+            (true, one, one, true, false),
+            (true, None, two, true, false),
+            (false, one, two, true, false),
+        ] {
+            let (mut driver, key) = driver(now);
+            let session = &mut driver.sessions[key.index];
+            session.units.clear();
+            session.status.set_cache(noted.or(found));
+            let owner = Arc::new(());
+            let watch = Watch {
+                lun: LunId::new(0).unwrap(),
+                unit: Snapshot {
+                    cache: found,
+                    ..Snapshot::default()
+                },
+                write_cache,
+                recovers,
+                noted,
+                reconnects: 0,
+                owner: Arc::downgrade(&owner),
+                buffer: BufferPool::new(1 << 16).unwrap().try_take(4096).unwrap(),
+            };
+            driver.watch(key.index, watch, now);
+            let what = (recovers, noted, found, write_cache);
+            let status = driver.sessions[key.index].status.clone();
+            // A process that takes over now must learn of the loss, too.
+            let before = if is_lost { noted } else { found };
+            assert_eq!(status.report().cache, before, "{what:?}");
+            let is_pending = driver.sessions[key.index].pending().unflushed;
+            assert_eq!(is_pending, recovers, "{what:?}");
+            let flushed = flush(&mut driver, key, now);
+            assert_eq!(flushed == Err(RequestError::CacheLost), is_lost, "{what:?}");
+            assert_eq!(status.report().cache, found, "{what:?}");
+            flush(&mut driver, key, now).unwrap();
+        }
+    }
+
+    /// Before it has flushed, a loss concerns what the earlier process had written.
+    #[test]
+    fn what_is_lost_after_a_process_has_taken_over_is_noticed() {
+        let mut cache = WriteCache::inherited();
+        cache.on_lost();
+        assert!(cache.has_lost() && !cache.end_flush(cache.begin_flush()));
+        assert!(!cache.has_lost() && cache.end_flush(cache.begin_flush()));
+        let mut flushed = WriteCache::inherited();
+        assert!(flushed.end_flush(flushed.begin_flush()));
+        flushed.on_lost();
+        assert!(!flushed.has_lost());
     }
 
     /// Whether the session would go on now.

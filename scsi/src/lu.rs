@@ -324,6 +324,17 @@ impl LogicalUnit {
         {
             return Err(attention.sense().into());
         }
+        self.plan_allowed(request)
+    }
+
+    /// Whether a command would be refused before its first step if it started now, unit attentions apart.
+    #[must_use]
+    pub fn is_refused(&self, request: &Request<'_>) -> bool {
+        // Planning changes nothing yet.
+        self.plan_allowed(request).is_err()
+    }
+
+    fn plan_allowed(&self, request: &Request<'_>) -> PlanResult {
         let entry = opcode::find(request.cdb)?;
         if self.restricted.load(Ordering::Acquire)
             && self.conflicts(request.nexus, entry.gates_of(request.cdb))

@@ -61,8 +61,10 @@ pub enum Direction {
 pub struct Volume {
     /// Whether it changes the medium.
     pub is_write: bool,
-    /// Bytes that it reads from the medium, or takes from the initiator.
+    /// Bytes that it reads from the medium, takes from the initiator, or writes many times.
     pub bytes: u64,
+    /// Whether they come from the initiator.
+    pub is_sent: bool,
 }
 
 bitflags! {
@@ -812,8 +814,10 @@ impl Opcode {
         }
     }
 
-    /// What a command reads or takes, for those who count it before it starts, by its CDB alone; nothing for one
-    /// that is not about blocks. VERIFY reads its blocks, whatever its BYTCHK says.
+    /// What a command reads, takes or writes, for those who count it before it starts, by its CDB alone; nothing for
+    /// one that is not about blocks. VERIFY reads its blocks, whatever its BYTCHK says. WRITE SAME writes all of its
+    /// blocks, unless it has none to write (NDOB) and is to unmap them: one that has a block may find that it cannot
+    /// unmap.
     #[must_use]
     pub fn volume_of(cdb: &[u8], block_size: u32) -> Option<Volume> {
         let kind = Kind::of(cdb);
@@ -826,12 +830,17 @@ impl Opcode {
         let block = u64::from(block_size);
         let bytes = match entry.opcode {
             UNMAP => cdb.be16(7).into(),
-            WRITE_SAME_10 | WRITE_SAME_16 => block,
+            WRITE_SAME_16 if cdb.bit(1, 0) && cdb.bit(1, 3) => block,
             // What is compared, and what is written.
             COMPARE_AND_WRITE => 2 * u64::from(cdb.byte(13)) * block,
             _ => cdb.extent().blocks * block,
         };
-        Some(Volume { is_write, bytes })
+        let is_same = matches!(entry.opcode, WRITE_SAME_10 | WRITE_SAME_16);
+        Some(Volume {
+            is_write,
+            bytes,
+            is_sent: is_write && !is_same,
+        })
     }
 
     /// The command's direction, for a transport that must know before the
@@ -876,7 +885,14 @@ mod tests {
             Some((true, 24))
         );
         let same = [0x93, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0, 0, 0, 0];
-        assert_eq!(volume(&same), Some((true, 512)));
+        assert_eq!(volume(&same), Some((true, 0xff00_0000 * 512)));
+        let same = |flags| [0x93, flags, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 8, 0, 0];
+        // UNMAP, which needs a block of zeroes; NDOB; both.
+        assert_eq!(volume(&same(0x08)), Some((true, 8 * 512)));
+        assert_eq!(volume(&same(0x01)), Some((true, 8 * 512)));
+        assert_eq!(volume(&same(0x09)), Some((true, 512)));
+        let same = [0x41, 0, 0, 0, 0, 0, 0, 0, 8, 0];
+        assert_eq!(volume(&same), Some((true, 8 * 512)));
         let compare = [0x89, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0];
         assert_eq!(volume(&compare), Some((true, 6 * 512)));
         // TEST UNIT READY, SYNCHRONIZE CACHE (10), one that is too short, one that is unknown.

@@ -61,6 +61,15 @@ pub enum Entry {
     Limited,
 }
 
+/// Descriptor tables of a command.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tables {
+    /// One is to be fetched from the initiator, even if there is no Data-Out.
+    pub external: bool,
+    /// One is in the pool.
+    pub held: bool,
+}
+
 /// What a command gets from its initiator before it takes its place in the order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Early {
@@ -186,32 +195,30 @@ impl<const CDB: usize> Execution<CDB> {
         });
     }
 
-    /// What it has to pay before it goes on, once; `None` where nothing limits it.
-    pub fn toll(&mut self) -> Option<Toll> {
+    /// What it has to pay before it goes on, once; `None` where nothing limits it, or where it will be refused: who
+    /// may not write must not use up what others may.
+    pub fn toll(&mut self, nexus: NexusId) -> Option<Toll> {
         let initiator = self.limiter.take();
         let unit = self.unit.as_ref()?;
-        let of_unit = Some(&unit.limits).filter(|limits| limits.is_active());
-        if of_unit.is_none() && initiator.is_none() {
+        if !unit.limits.is_active() && initiator.is_none() {
             return None;
         }
-        let config = unit.lu.config();
-        let volume = Opcode::volume_of(&self.cdb, config.block_size.bytes())?;
+        let block = unit.lu.config().block_size.bytes();
+        let volume = Opcode::volume_of(&self.cdb, block)?;
+        if unit.lu.is_refused(&self.request(nexus, &[])) {
+            return None;
+        }
         // What it says that it sends may be less than its CDB asks for, and is what it sends at most.
-        let bytes = match volume.is_write {
+        let bytes = match volume.is_sent {
             true => volume.bytes.min(self.expected.data_out.into()),
             false => volume.bytes,
         };
-        // One that is longer than commands may be is refused, and moves nothing.
-        let most = u64::from(config.limits.max_transfer);
-        let bytes = if bytes > most { 0 } else { bytes };
-        Some(Toll {
-            unit: unit.index,
-            cost: Cost {
-                is_write: volume.is_write,
-                bytes,
-            },
-            limiters: [of_unit.cloned(), initiator],
-        })
+        let cost = Cost {
+            is_write: volume.is_write,
+            bytes,
+        };
+        let of_unit = Arc::clone(&unit.limits);
+        Some(Toll::new(unit.index, cost, initiator, of_unit))
     }
 
     /// Its limits let it go on: it goes for what it needs from its initiator, or calls
@@ -227,14 +234,13 @@ impl<const CDB: usize> Execution<CDB> {
         }
     }
 
-    /// Enters the unit's task set under a name. A command for no unit starts at once. With `tables`,
-    /// something must be fetched from the initiator even if there is no Data-Out. It may have to wait for
+    /// Enters the unit's task set under a name. A command for no unit starts at once. It may have to wait for
     /// limits first (`limited`), to write or to read.
     pub fn register(
         &mut self,
         nexus: NexusId,
         name: TaskRef,
-        tables: bool,
+        tables: Tables,
         limited: Option<bool>,
         pool: &Pool,
         now: Instant,
@@ -242,7 +248,7 @@ impl<const CDB: usize> Execution<CDB> {
         self.course.classify(Kind::of(&self.cdb));
         self.course.enter(Stage::Scsi, now);
         let Some(unit) = &self.unit else {
-            if tables {
+            if tables.external {
                 self.early = Early::Awaited(None);
                 return Entry::Gather;
             }
@@ -253,9 +259,10 @@ impl<const CDB: usize> Execution<CDB> {
         let new = NewTask {
             attribute: self.attribute,
             footprint: Opcode::footprint_of(&self.cdb),
-            awaits_data: tables || data.is_some() || limited.is_some(),
+            awaits_data: tables.external || data.is_some() || limited.is_some(),
         };
-        match unit.register(nexus, new, name, data.is_some(), limited) {
+        let keeps_memory = data.is_some() || tables.external || tables.held;
+        match unit.register(nexus, new, name, keeps_memory, limited) {
             Ok((key, started)) => {
                 self.key = Some(key);
                 match started {

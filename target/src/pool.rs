@@ -254,10 +254,11 @@ impl Pool {
         Some(buffer)
     }
 
-    /// Whether more than half of the tables' memory is free.
+    /// Whether more than half of the tables' memory is free, and this owner has a sixteenth at most.
     #[must_use]
-    pub fn has_spare_tables(&self) -> bool {
-        self.tables.free > self.tables.len / 2
+    pub fn has_spare_tables(&self, owner: Owner) -> bool {
+        let has = self.owners.get(&owner).map_or(0, |holding| holding.tables);
+        has <= self.tables.len / 16 && self.tables.free > self.tables.len / 2
     }
 
     /// An owner waits for the data buffer that [`Pool::grant`] has just refused: it is in

@@ -162,6 +162,35 @@ fn a_unit_goes_when_its_last_command_has_ended() {
     server.shutdown().unwrap();
 }
 
+/// What waits for limits does not keep a backend open whose unit is gone.
+#[test]
+fn a_unit_that_goes_has_no_limits_any_longer() {
+    let image = Image::new("limits");
+    let mut parsed = text(8, &image, "{ 0: d, 1: e }", "access: open");
+    parsed.backends[1].limits.bandwidth = Some(4096);
+    let mut server = Server::start(&parsed).unwrap();
+    let mut mini = connect(&server, 8, 2);
+    assert_eq!(ready(&mut mini, 1), POWER_ON);
+    // VERIFY (10) of more than four minutes' worth.
+    let verify = cdb10(0x2f, 0, 2048);
+    mini.send_cmd(8, 1, &verify, DataBuffer::None, DataBuffer::None);
+    assert_eq!(mini.answer(&mut real).status, 0);
+    mini.send_cmd(9, 1, &verify, DataBuffer::None, DataBuffer::None);
+    let unit = Arc::clone(&server.shared().registry.catalog().targets[0].units[1].1);
+    let until = Instant::now() + Duration::from_secs(10);
+    while unit.tasks() == 0 {
+        assert!(Instant::now() < until);
+        real(&mut mini.dev);
+    }
+    server
+        .change(text(8, &image, "{ 0: d }", "access: open"))
+        .unwrap();
+    assert!(!unit.limits.is_active());
+    let done = mini.answer(&mut real);
+    assert_eq!((done.tag, done.status), (9, 0));
+    server.shutdown().unwrap();
+}
+
 #[test]
 fn whoever_may_not_log_in_any_more_is_logged_out() {
     let image = Image::new("access");

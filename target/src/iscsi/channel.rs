@@ -51,6 +51,9 @@ pub const MAX_QUEUED_BYTES: usize = 256 << 10;
 /// Contexts beyond the command window, for immediate commands and functions.
 pub(super) const IMMEDIATE_TASKS: u16 = 16;
 
+/// Bytes of unsolicited data of a connection's commands that wait for limits.
+pub(super) const MAX_STAGED: usize = 256 << 10;
+
 /// How long a login may take.
 const LOGIN_TIMEOUT: Duration = Duration::from_secs(15);
 
@@ -365,7 +368,7 @@ impl<D: Datamover> Channel<D> {
             logged_out: false,
             ended: None,
             pool_waiters: VecDeque::new(),
-            throttle: Throttle::default(),
+            throttle: Throttle::new(config.commands.into()),
             text: TextState::default(),
             cid: Cid(0),
             last_input: now,
@@ -403,11 +406,15 @@ impl<D: Datamover> Channel<D> {
         !self.tasks.is_empty()
     }
 
-    /// What its contexts occupy, in bytes, and what is kept for data that come with a command.
+    /// What its contexts occupy, in bytes, and unsolicited data that have no buffer yet.
     #[must_use]
     pub fn memory(&self) -> usize {
         if self.takes_commands() {
-            self.config.memory() + self.staging.capacity()
+            let staged = self
+                .tasks
+                .iter()
+                .map(|task| task.incoming.staged.capacity());
+            self.config.memory() + self.staging.capacity() + staged.sum::<usize>()
         } else {
             0
         }

@@ -13,13 +13,14 @@ use riser_scsi::step::{
     BackendError, DataIn, Expected, Residual, Response, Status, Step, StepResult, TaskAttribute,
 };
 
-use super::channel::{Action, Channel, Cx, Phase, SILENCE};
+use super::channel::{Action, Channel, Cx, MAX_STAGED, Phase, SILENCE};
 use super::datamover::{Control, Datamover, GetData, PutData, Start, Taken};
 use super::task::{Incoming, Piece, Task, TaskIdx, TaskState};
 use super::tcp::good;
 use crate::audit::Parting;
-use crate::execution::{Entry, MAX_DATA_TIMEOUTS};
+use crate::execution::{Entry, MAX_DATA_TIMEOUTS, Tables};
 use crate::pool::{Owner, Pool};
+use crate::qos::Admission;
 use crate::srp::TaskRef;
 use crate::stats::{SessionEvent, Stage};
 use crate::warn_limited;
@@ -136,22 +137,52 @@ impl<D: Datamover> Channel<D> {
     fn enter_task_set(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         let name = self.task_ref(idx);
         let session = self.session.as_ref().expect("full-feature phase");
+        let nexus = session.nexus;
         let exec = &mut self.tasks[usize::from(idx.0)].exec;
-        let limited = exec.toll().and_then(|toll| {
-            let is_write = toll.cost.is_write;
-            let may_pass = self.throttle.admit(idx, toll, cx.now);
-            (!may_pass).then_some(is_write)
+        let mut toll = exec.toll(nexus);
+        let admission = toll.as_mut().map_or(Admission::Pass, |toll| {
+            self.throttle.admit(idx, toll, cx.now)
         });
-        match exec.register(session.nexus, name, false, limited, cx.pool, cx.now) {
+        let limited = match (admission, &toll) {
+            (Admission::Full, _) => return self.answer_status(cx, idx, Status::TaskSetFull),
+            (Admission::Wait, Some(toll)) => Some(toll.is_write()),
+            _ => None,
+        };
+        if limited.is_some() && self.is_staging_full(idx) {
+            self.throttle.withdraw(idx);
+            return self.answer_status(cx, idx, Status::TaskSetFull);
+        }
+        let exec = &mut self.tasks[usize::from(idx.0)].exec;
+        match exec.register(nexus, name, Tables::default(), limited, cx.pool, cx.now) {
             Entry::Now => self.start(cx, idx),
             Entry::Later => {}
             Entry::Full => {
-                self.throttle.remove(idx);
+                if let (Admission::Pass, Some(mut toll)) = (admission, toll) {
+                    toll.refund();
+                }
+                self.throttle.withdraw(idx);
                 self.answer_status(cx, idx, Status::TaskSetFull);
             }
             Entry::Gather => self.prepare(cx, idx),
             Entry::Limited => self.tasks[usize::from(idx.0)].state = TaskState::AwaitLimit,
         }
+    }
+
+    /// Whether a command would wait for limits with unsolicited data beyond [`MAX_STAGED`] of those that do. The only
+    /// one never does.
+    fn is_staging_full(&self, idx: TaskIdx) -> bool {
+        let first_burst = self.session.as_ref().map_or(0, |s| s.params.first_burst);
+        let most = |idx: TaskIdx| {
+            let task = &self.tasks[usize::from(idx.0)];
+            match task.incoming.open {
+                true => first_burst.min(task.exec.expected.data_out) as usize,
+                false => task.incoming.staged.len(),
+            }
+        };
+        let others = self.throttle.waiting().filter(|other| *other != idx);
+        let others: usize = others.map(most).sum();
+        let own = most(idx);
+        own > 0 && others > 0 && others + own > MAX_STAGED
     }
 
     /// Brings the command's data before it takes its place in the order, if it takes any.

@@ -27,7 +27,7 @@
 //! - Every buffer goes back to the pool, and no earlier than devices and sockets have released it.
 //! - Memory is bounded: contexts by the command window, what waits to be sent by [`MAX_QUEUED`] and
 //!   [`MAX_QUEUED_BYTES`] (beyond them nothing more is read), unsolicited data without a buffer by
-//!   FirstBurstLength each.
+//!   FirstBurstLength each, and by `MAX_STAGED` in all for commands that wait for limits.
 //! - A connection that has not logged in has no contexts, and takes no place of another.
 //!
 //! # Not implemented

@@ -160,3 +160,34 @@ fn other_limits_count_for_what_waits() {
     assert_eq!(received.len(), 3);
     rig.end();
 }
+
+/// Unsolicited data have no memory of the pool: few commands may wait with theirs.
+#[test]
+fn unsolicited_data_of_waiting_commands_are_bounded() {
+    let mut rig = limited();
+    let before = rig.channel.channel().memory();
+    let burst: usize = 64 << 10;
+    let blocks = (burst / 512) as u8;
+    for tag in 2..6 {
+        assert!(rig.write(tag, blocks, &[9; 512], false).is_empty());
+        assert_eq!(state(&rig, tag), Some(TaskState::AwaitLimit));
+    }
+    // What is still to come is counted.
+    // VERIFY (10), which does not wait in the line of writes.
+    let verify = [0x2f, 2, 0, 0, 0, 0, 0, 0, blocks, 0];
+    let verified = rig.command(6, &verify, true, burst as u32, &[9; 512], false);
+    assert!(verified.is_empty());
+    assert_eq!(state(&rig, 6), Some(TaskState::AwaitUnsolicited));
+    assert!(rig.read(7, 0, 1).is_empty());
+    assert_eq!(state(&rig, 7), Some(TaskState::AwaitLimit));
+    assert!(rig.channel.channel().memory() >= before + 4 * 512);
+    for tag in 2..7 {
+        rig.data_out(tag, Ttt::NONE, 0, 512, &vec![9; burst - 512], true);
+    }
+    assert!(rig.channel.channel().memory() >= before + 4 * burst);
+    rig.wait(TENTH);
+    rig.wait(TENTH);
+    assert!(rig.write(8, blocks, &[9; 512], false).is_empty());
+    assert_eq!(state(&rig, 8), Some(TaskState::AwaitLimit));
+    rig.end();
+}

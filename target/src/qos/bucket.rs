@@ -60,6 +60,12 @@ impl Bucket {
         self.rate().is_some() && self.paid.load(Ordering::Relaxed) > now
     }
 
+    /// Nanoseconds that `cost` takes at the rate; none without a limit.
+    #[must_use]
+    pub fn span(&self, cost: u64) -> u64 {
+        self.time_of(cost).unwrap_or(0)
+    }
+
     /// Nanoseconds that `cost` takes at the rate, never too few; `None` without a limit.
     fn time_of(&self, cost: u64) -> Option<u64> {
         let rate = self.rate()?;

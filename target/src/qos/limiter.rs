@@ -1,5 +1,6 @@
 //! The limits of one logical unit or initiator.
 
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -95,14 +96,16 @@ pub struct Waits {
 /// Rates that several channels at several workers share.
 #[derive(Debug)]
 pub struct Limiter {
-    /// Times are counted from here.
-    began: Instant,
+    /// Times are counted from the first one that it is given.
+    began: OnceLock<Instant>,
     /// Commands, bytes: of all, of reads, of writes.
     buckets: [Bucket; 6],
     /// Nanoseconds.
     burst: AtomicU64,
     /// How many rates there are.
     active: AtomicU64,
+    /// How often the limits have changed.
+    epoch: AtomicU64,
     waits: AtomicU64,
     waited: AtomicU64,
 }
@@ -110,10 +113,11 @@ pub struct Limiter {
 impl Default for Limiter {
     fn default() -> Self {
         Self {
-            began: Instant::now(),
+            began: OnceLock::new(),
             buckets: Default::default(),
             burst: AtomicU64::new(nanos(BURST)),
             active: AtomicU64::new(0),
+            epoch: AtomicU64::new(0),
             waits: AtomicU64::new(0),
             waited: AtomicU64::new(0),
         }
@@ -135,6 +139,7 @@ impl Limiter {
         if self.limits() == *limits {
             return;
         }
+        self.epoch.fetch_add(1, Ordering::Relaxed);
         self.burst.store(nanos(limits.burst), Ordering::Relaxed);
         let rates = limits.rates();
         for (bucket, rate) in self.buckets.iter().zip(rates) {
@@ -175,11 +180,35 @@ impl Limiter {
         now + Duration::from_nanos(wait)
     }
 
-    /// Gives back what was booked and not used.
-    pub fn refund(&self, cost: Cost) {
+    /// How often the limits have changed.
+    #[must_use]
+    pub fn epoch(&self) -> u64 {
+        self.epoch.load(Ordering::Relaxed)
+    }
+
+    /// Gives back what was booked in an epoch and not used. What other limits have forgiven meanwhile is not given back
+    /// once more.
+    pub fn refund(&self, cost: Cost, epoch: u64) {
+        if epoch != self.epoch() {
+            return;
+        }
         for (bucket, units) in self.concerned(cost) {
             bucket.refund(units);
         }
+    }
+
+    /// How long so many commands take, which cost so much together.
+    #[must_use]
+    pub fn span(&self, commands: u64, all: Cost) -> Duration {
+        let own = if all.is_write { 4 } else { 2 };
+        let spans = [
+            (0, commands),
+            (1, all.bytes),
+            (own, commands),
+            (own + 1, all.bytes),
+        ]
+        .map(|(n, units)| self.buckets[n].span(units));
+        Duration::from_nanos(spans.into_iter().max().unwrap_or_default())
     }
 
     /// Whether something has been taken that is not paid for.
@@ -218,7 +247,7 @@ impl Limiter {
     }
 
     fn nanos(&self, at: Instant) -> u64 {
-        nanos(at.saturating_duration_since(self.began))
+        nanos(at.saturating_duration_since(*self.began.get_or_init(|| at)))
     }
 }
 
@@ -249,15 +278,17 @@ mod tests {
             burst: Duration::ZERO,
             ..IoLimits::default()
         });
-        let now = limiter.began + Duration::from_secs(1);
+        let now = Instant::now();
         let after = |ms| now + Duration::from_millis(ms);
         assert_eq!(limiter.book(WRITE, now), now);
         assert_eq!(limiter.book(WRITE, now), after(10));
         // The first of the reads waits for both writes, the second one for the first one's bytes.
         assert_eq!(limiter.book(READ, now), after(2));
         assert_eq!(limiter.book(READ, now), after(100));
-        limiter.refund(READ);
+        limiter.refund(READ, limiter.epoch());
         assert_eq!(limiter.book(READ, now), after(100));
+        assert_eq!(limiter.span(20, WRITE), Duration::from_millis(200));
+        assert_eq!(limiter.span(1, READ), Duration::from_millis(100));
     }
 
     #[test]
@@ -268,16 +299,20 @@ mod tests {
             ..IoLimits::default()
         };
         let limiter = Limiter::new(&limits);
-        let now = limiter.began;
+        let now = Instant::now();
         limiter.book(READ, now);
         limiter.set(&limits);
         assert_eq!(limiter.book(READ, now), now + Duration::from_secs(1));
         assert!(limiter.owes(now) && limiter.is_active());
+        let before = limiter.epoch();
         limiter.set(&IoLimits {
             iops: Some(2),
             ..limits
         });
         assert_eq!(limiter.book(READ, now), now);
+        // What it has forgiven is not given back as well.
+        limiter.refund(READ, before);
+        assert_eq!(limiter.book(READ, now), now + Duration::from_millis(500));
         limiter.set(&IoLimits::default());
         assert!(!limiter.owes(now) && !limiter.is_active());
         assert_eq!(limiter.limits(), IoLimits::default());
@@ -293,7 +328,7 @@ mod tests {
             burst: Duration::ZERO,
             ..IoLimits::default()
         });
-        let now = limiter.began;
+        let now = Instant::now();
         let mut dues: Vec<Instant> = std::thread::scope(|scope| {
             let book = || {
                 (0..1000)

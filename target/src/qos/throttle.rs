@@ -2,40 +2,108 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::{Cost, Limiter};
 use crate::srp::UnitIdx;
 
-/// What a command has to pay before it goes on.
+/// For how long a command may have to wait behind others of its line. Initiators give up after 30 s by default
+/// (Linux).
+pub const MAX_WAIT: Duration = Duration::from_secs(10);
+
+/// Commands of a channel that may always wait.
+const MIN_WAITING: usize = 4;
+
+/// What a command has to pay before it goes on: first its initiator, then its unit.
 #[derive(Clone, Debug)]
 pub struct Toll {
-    /// The unit that it is for.
-    pub unit: UnitIdx,
-    /// What it takes.
-    pub cost: Cost,
-    /// The limits of the unit and of the initiator.
-    pub limiters: [Option<Arc<Limiter>>; 2],
+    unit: UnitIdx,
+    cost: Cost,
+    /// The limits of the initiator and of the unit, by [`Gate`].
+    limiters: [Option<Arc<Limiter>>; 2],
+    /// What has been paid there, by the limiter's epoch.
+    paid: [Option<u64>; 2],
+}
+
+/// Whose limits a command waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Gate {
+    Initiator,
+    Unit,
 }
 
 impl Toll {
-    /// Pays: when the command may go, and which of the limiters it is that it waits for.
-    fn book(&self, now: Instant) -> (Instant, usize) {
-        let mut last = (now, 0);
-        for (at, limiter) in self.limiters.iter().enumerate() {
-            if let Some(limiter) = limiter {
+    /// What a command for a unit takes from the limits of its initiator and of the unit.
+    #[must_use]
+    pub fn new(
+        unit: UnitIdx,
+        cost: Cost,
+        initiator: Option<Arc<Limiter>>,
+        of_unit: Arc<Limiter>,
+    ) -> Self {
+        Self {
+            unit,
+            cost,
+            limiters: [initiator, Some(of_unit)],
+            paid: [None; 2],
+        }
+    }
+
+    /// Whether the command writes.
+    #[must_use]
+    pub fn is_write(&self) -> bool {
+        self.cost.is_write
+    }
+
+    /// Pays from a gate on: at which one it has to wait, and until when. The unit is not paid before the initiator's
+    /// own limits let the command go, or it would hold up others there while it waits for these.
+    fn book(&mut self, from: Gate, now: Instant) -> Option<(Gate, Instant)> {
+        let gates = [Gate::Initiator, Gate::Unit];
+        for gate in &gates[from as usize..] {
+            let at = *gate as usize;
+            if let Some(limiter) = &self.limiters[at] {
+                self.paid[at] = Some(limiter.epoch());
                 let due = limiter.book(self.cost, now);
-                if due > last.0 {
-                    last = (due, at);
+                if due > now {
+                    return Some((*gate, due));
                 }
             }
         }
-        last
+        None
     }
 
-    fn refund(&self) {
-        for limiter in self.limiters.iter().flatten() {
-            limiter.refund(self.cost);
+    /// Gives back what was paid at a gate.
+    fn refund_at(&mut self, gate: Gate) {
+        let at = gate as usize;
+        if let (Some(limiter), Some(epoch)) = (&self.limiters[at], self.paid[at].take()) {
+            limiter.refund(self.cost, epoch);
+        }
+    }
+
+    /// Gives back what was paid by a command that has passed and is refused at once.
+    pub fn refund(&mut self) {
+        self.refund_at(Gate::Initiator);
+        self.refund_at(Gate::Unit);
+    }
+
+    /// Whether what was paid at a gate is void: the limits there are others by now.
+    fn is_void(&self, gate: Gate) -> bool {
+        match (&self.limiters[gate as usize], self.paid[gate as usize]) {
+            (Some(limiter), Some(epoch)) => limiter.epoch() != epoch,
+            _ => true,
+        }
+    }
+
+    /// Its initiator has these limits from now on.
+    fn follow(&mut self, initiator: Option<&Arc<Limiter>>) {
+        let own = &mut self.limiters[Gate::Initiator as usize];
+        let is_same = match (&own, initiator) {
+            (Some(own), Some(other)) => Arc::ptr_eq(own, other),
+            (own, other) => own.is_none() && other.is_none(),
+        };
+        if !is_same {
+            self.refund_at(Gate::Initiator);
+            self.limiters[Gate::Initiator as usize] = initiator.cloned();
         }
     }
 
@@ -44,16 +112,27 @@ impl Toll {
     }
 }
 
-/// Commands for one unit that either read or write. The first of them has paid.
+/// Whether a command may go on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Admission {
+    /// At once.
+    Pass,
+    /// When [`Throttle::poll`] names it.
+    Wait,
+    /// Never: too many commands of its channel wait, or it would wait too long. TASK SET FULL.
+    Full,
+}
+
+/// Commands for one unit that either read or write. The first of them has paid at its gate.
 #[derive(Clone, Copy, Debug)]
 struct Line {
     of: (UnitIdx, bool),
     /// When that was.
     paid: Instant,
-    /// When the first of them may go.
+    /// Whom the first of them waits for.
+    gate: Gate,
+    /// When that lets it go.
     due: Instant,
-    /// Which of its limiters it waits for.
-    waits_for: usize,
 }
 
 #[derive(Debug)]
@@ -63,58 +142,96 @@ struct Waiting<I> {
     since: Instant,
 }
 
-/// Commands of one channel that wait; bounded by the channel's contexts.
+/// Commands of one channel that wait.
 #[derive(Debug)]
 pub struct Throttle<I> {
+    most: usize,
     lines: Vec<Line>,
     /// In the order of arrival.
     waiting: VecDeque<Waiting<I>>,
 }
 
-impl<I> Default for Throttle<I> {
-    fn default() -> Self {
+impl<I: Copy + PartialEq> Throttle<I> {
+    /// One for a channel that takes so many commands at once. A quarter of them may wait, and the first of each
+    /// line: the others are left for what has no limits. Initiators may use half of what they are granted (ib_srp:
+    /// 64 by default).
+    #[must_use]
+    pub fn new(commands: usize) -> Self {
         Self {
+            most: (commands / 4).max(MIN_WAITING),
             lines: Vec::new(),
             waiting: VecDeque::new(),
         }
     }
-}
 
-impl<I: Copy + PartialEq> Throttle<I> {
-    /// A command that has to pay: whether it may go at once. Otherwise it waits, until
-    /// [`Throttle::poll`] names it.
-    pub fn admit(&mut self, command: I, toll: Toll, now: Instant) -> bool {
-        if !self.lines.iter().any(|line| line.of == toll.line()) {
-            let (due, waits_for) = toll.book(now);
-            if due <= now {
-                return true;
+    /// A command that has to pay: whether it may go on. The first of a line always has its place.
+    pub fn admit(&mut self, command: I, toll: &mut Toll, now: Instant) -> Admission {
+        match self.lines.iter().find(|line| line.of == toll.line()) {
+            Some(line) => {
+                if self.waiting.len() >= self.most || self.wait_behind(line, toll, now) > MAX_WAIT {
+                    return Admission::Full;
+                }
             }
-            self.lines.push(Line {
-                of: toll.line(),
-                paid: now,
-                due,
-                waits_for,
-            });
+            None => {
+                let Some((gate, due)) = toll.book(Gate::Initiator, now) else {
+                    return Admission::Pass;
+                };
+                self.lines.push(Line {
+                    of: toll.line(),
+                    paid: now,
+                    gate,
+                    due,
+                });
+            }
         }
         self.waiting.push_back(Waiting {
             command,
-            toll,
+            toll: toll.clone(),
             since: now,
         });
-        false
+        Admission::Wait
+    }
+
+    /// How long a command would wait in a line, if nothing but that line used the limits.
+    fn wait_behind(&self, line: &Line, toll: &Toll, now: Instant) -> Duration {
+        let (mut commands, mut bytes) = (0, 0u64);
+        for ahead in self.waiting.iter().filter(|w| w.toll.line() == line.of) {
+            commands += 1;
+            bytes = bytes.saturating_add(ahead.toll.cost.bytes);
+        }
+        let of_all = Cost { bytes, ..toll.cost };
+        let limiters = toll.limiters.iter().flatten();
+        let spans = limiters.map(|limiter| limiter.span(commands, of_all));
+        let first = line.due.saturating_duration_since(now);
+        first.saturating_add(spans.max().unwrap_or_default())
     }
 
     /// A command that may go now.
     pub fn poll(&mut self, now: Instant) -> Option<I> {
-        let at = self.lines.iter().position(|line| line.due <= now)?;
-        let line = self.lines[at];
-        let first = self.first_of(line.of)?;
-        let gone = self.waiting.remove(first)?;
-        if let Some(limiter) = &gone.toll.limiters[line.waits_for] {
-            limiter.count(now.saturating_duration_since(gone.since));
+        while let Some(at) = self.lines.iter().position(|line| line.due <= now) {
+            let line = self.lines[at];
+            let first = self.first_of(line.of)?;
+            let waiting = &mut self.waiting[first];
+            if let Some(limiter) = &waiting.toll.limiters[line.gate as usize] {
+                limiter.count(now.saturating_duration_since(waiting.since));
+                waiting.since = now;
+            }
+            if line.gate == Gate::Initiator
+                && let Some((gate, due)) = waiting.toll.book(Gate::Unit, now)
+            {
+                self.lines[at] = Line {
+                    paid: now,
+                    gate,
+                    due,
+                    ..line
+                };
+                continue;
+            }
+            let gone = self.waiting.remove(first)?;
+            self.next_of(at, now);
+            return Some(gone.command);
         }
-        self.next_of(at, now);
-        Some(gone.command)
+        None
     }
 
     /// When [`Throttle::poll`] wants to be called.
@@ -129,37 +246,50 @@ impl<I: Copy + PartialEq> Throttle<I> {
         self.waiting.is_empty()
     }
 
-    /// A command waits no longer, if it does: it has been ended. The next one has its turn.
+    /// The commands that wait, in the order of their arrival.
+    pub fn waiting(&self) -> impl Iterator<Item = I> {
+        self.waiting.iter().map(|waiting| waiting.command)
+    }
+
+    /// A command waits no longer, if it does: it has been ended. The next one has its turn. What it waits for gets its
+    /// payment back; an initiator's limit that has let it go keeps it, or one could make a unit wait for free.
     pub fn remove(&mut self, command: I) {
+        self.take(command, Toll::refund_at);
+    }
+
+    /// A command that was admitted is refused at once.
+    pub fn withdraw(&mut self, command: I) {
+        self.take(command, |toll, _| toll.refund());
+    }
+
+    fn take(&mut self, command: I, refund: impl FnOnce(&mut Toll, Gate)) {
         let mut all = self.waiting.iter();
         let Some(at) = all.position(|waiting| waiting.command == command) else {
             return;
         };
         let of = self.waiting[at].toll.line();
         let was_first = self.first_of(of) == Some(at);
-        let Some(gone) = self.waiting.remove(at) else {
+        let Some(mut gone) = self.waiting.remove(at) else {
             return;
         };
-        if was_first {
-            gone.toll.refund();
-            if let Some(line) = self.lines.iter().position(|line| line.of == of) {
-                self.next_of(line, self.lines[line].paid);
-            }
+        if was_first && let Some(line) = self.lines.iter().position(|line| line.of == of) {
+            refund(&mut gone.toll, self.lines[line].gate);
+            self.next_of(line, self.lines[line].paid);
         }
     }
 
-    /// Limits may have changed, and the initiator has these: what waits books once more.
+    /// Limits may have changed, and the initiator has these: what waits by others pays once more.
     pub fn rebook(&mut self, initiator: Option<&Arc<Limiter>>, now: Instant) {
-        for at in 0..self.lines.len() {
-            if let Some(first) = self.first_of(self.lines[at].of) {
-                self.waiting[first].toll.refund();
-            }
-        }
         for waiting in &mut self.waiting {
-            waiting.toll.limiters[1] = initiator.cloned();
+            waiting.toll.follow(initiator);
         }
-        for at in (0..self.lines.len()).rev() {
-            self.next_of(at, now);
+        for at in 0..self.lines.len() {
+            let line = self.lines[at];
+            if let Some(first) = self.first_of(line.of)
+                && self.waiting[first].toll.is_void(line.gate)
+            {
+                self.pay(at, first, line.gate, now);
+            }
         }
     }
 
@@ -170,23 +300,28 @@ impl<I: Copy + PartialEq> Throttle<I> {
     /// The next one of a line is the first now.
     fn next_of(&mut self, at: usize, now: Instant) {
         match self.first_of(self.lines[at].of) {
-            Some(first) => {
-                let (due, waits_for) = self.waiting[first].toll.book(now);
-                self.lines[at].paid = now;
-                self.lines[at].due = due;
-                self.lines[at].waits_for = waits_for;
-            }
+            Some(first) => self.pay(at, first, Gate::Initiator, now),
             None => {
                 self.lines.swap_remove(at);
             }
         }
     }
+
+    /// The first of a line pays, from a gate on.
+    fn pay(&mut self, at: usize, first: usize, from: Gate, now: Instant) {
+        let booked = self.waiting[first].toll.book(from, now);
+        let (gate, due) = booked.unwrap_or((Gate::Unit, now));
+        self.lines[at] = Line {
+            of: self.lines[at].of,
+            paid: now,
+            gate,
+            due,
+        };
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::super::IoLimits;
     use super::*;
 
@@ -198,25 +333,29 @@ mod tests {
         }))
     }
 
-    fn toll(unit: u32, is_write: bool, limiters: [Option<&Arc<Limiter>>; 2]) -> Toll {
-        Toll {
-            unit: UnitIdx(unit),
-            cost: Cost {
-                is_write,
-                bytes: 512,
-            },
-            limiters: limiters.map(Option::<&Arc<_>>::cloned),
+    fn toll(unit: u32, is_write: bool, [of_unit, own]: [Option<&Arc<Limiter>>; 2]) -> Toll {
+        let cost = Cost {
+            is_write,
+            bytes: 512,
+        };
+        let of_unit = of_unit.cloned().unwrap_or_default();
+        Toll::new(UnitIdx(unit), cost, own.cloned(), of_unit)
+    }
+
+    impl Throttle<u32> {
+        fn passes(&mut self, command: u32, mut toll: Toll, now: Instant) -> bool {
+            self.admit(command, &mut toll, now) == Admission::Pass
         }
     }
 
     #[test]
     fn commands_go_in_their_order_at_the_rate() {
         let (limiter, now) = (limiter(10), Instant::now());
-        let mut throttle = Throttle::default();
+        let mut throttle = Throttle::new(1000);
         let read = || toll(0, false, [Some(&limiter), None]);
-        assert!(throttle.admit(0, read(), now));
+        assert!(throttle.passes(0, read(), now));
         for n in 1..4 {
-            assert!(!throttle.admit(n, read(), now));
+            assert!(!throttle.passes(n, read(), now));
         }
         for n in 1..4 {
             let due = now + n * Duration::from_millis(100);
@@ -227,18 +366,18 @@ mod tests {
         assert_eq!((throttle.deadline(), throttle.is_empty()), (None, true));
         let waits = limiter.waits();
         assert_eq!((waits.commands, waits.time.as_millis()), (3, 600));
-        assert!(throttle.admit(4, read(), now + Duration::from_secs(1)));
+        assert!(throttle.passes(4, read(), now + Duration::from_secs(1)));
     }
 
     #[test]
     fn units_and_directions_wait_apart() {
         let (slow, now) = (limiter(1), Instant::now());
-        let mut throttle = Throttle::default();
+        let mut throttle = Throttle::new(1000);
         let of = |unit, is_write| toll(unit, is_write, [(unit == 0).then_some(&slow), None]);
-        assert!(throttle.admit(0, of(0, true), now));
-        assert!(!throttle.admit(1, of(0, true), now));
-        assert!(!throttle.admit(2, of(0, false), now));
-        assert!(throttle.admit(3, of(1, true), now));
+        assert!(throttle.passes(0, of(0, true), now));
+        assert!(!throttle.passes(1, of(0, true), now));
+        assert!(!throttle.passes(2, of(0, false), now));
+        assert!(throttle.passes(3, of(1, true), now));
         assert_eq!(throttle.poll(now + Duration::from_secs(1)), Some(1));
         assert_eq!(throttle.poll(now + Duration::from_secs(2)), Some(2));
     }
@@ -246,12 +385,12 @@ mod tests {
     #[test]
     fn channels_take_turns_however_deep_they_queue() {
         let (limiter, now) = (limiter(100), Instant::now());
-        let (mut deep, mut shallow) = (Throttle::default(), Throttle::default());
+        let (mut deep, mut shallow) = (Throttle::new(1000), Throttle::new(1000));
         let read = || toll(0, false, [Some(&limiter), None]);
         for n in 0..100 {
-            deep.admit(n, read(), now);
+            deep.passes(n, read(), now);
         }
-        assert!(!shallow.admit(0, read(), now));
+        assert!(!shallow.passes(0, read(), now));
         // One of the deep queue's is ahead, not all of them.
         assert_eq!(shallow.deadline(), Some(now + Duration::from_millis(20)));
     }
@@ -259,11 +398,11 @@ mod tests {
     #[test]
     fn an_ended_command_goes_and_gives_back_what_it_has_paid() {
         let (limiter, now) = (limiter(10), Instant::now());
-        let mut throttle = Throttle::default();
+        let mut throttle = Throttle::new(1000);
         let read = || toll(0, false, [Some(&limiter), None]);
-        assert!(throttle.admit(0, read(), now));
+        assert!(throttle.passes(0, read(), now));
         for n in 1..4 {
-            throttle.admit(n, read(), now);
+            throttle.passes(n, read(), now);
         }
         throttle.remove(2);
         throttle.remove(1);
@@ -277,10 +416,10 @@ mod tests {
     #[test]
     fn what_waits_goes_by_limits_as_they_become() {
         let (unit, own, now) = (limiter(1), limiter(1), Instant::now());
-        let mut throttle = Throttle::default();
+        let mut throttle = Throttle::new(1000);
         let read = || toll(0, false, [Some(&unit), Some(&own)]);
         for n in 0..4 {
-            assert_eq!(throttle.admit(n, read(), now), n == 0);
+            assert_eq!(throttle.passes(n, read(), now), n == 0);
         }
         unit.set(&IoLimits {
             iops: Some(10),
@@ -297,5 +436,116 @@ mod tests {
         throttle.rebook(None, now);
         assert_eq!([throttle.poll(now), throttle.poll(now)], [Some(2), Some(3)]);
         assert!(throttle.is_empty());
+    }
+
+    /// One that waits for its own limit does not use the time of a unit that it shares, however often it comes.
+    #[test]
+    fn an_initiator_that_its_own_limit_holds_back_delays_no_other_at_the_unit() {
+        let (unit, own, now) = (limiter(10), limiter(1), Instant::now());
+        let (mut slow, mut quick) = (Throttle::new(1000), Throttle::new(1000));
+        let tenth = Duration::from_millis(100);
+        let limited = || toll(0, false, [Some(&unit), Some(&own)]);
+        let free = || toll(0, false, [Some(&unit), None]);
+        assert!(slow.passes(0, limited(), now));
+        for n in 1..4 {
+            assert!(!slow.passes(n, limited(), now));
+            slow.remove(n);
+        }
+        assert!(!slow.passes(4, limited(), now));
+        assert!(!quick.passes(0, free(), now));
+        assert_eq!(quick.deadline(), Some(now + tenth));
+        // What its own limit lets go waits for its turn at the unit.
+        let second = now + Duration::from_secs(1);
+        assert_eq!(quick.poll(now + tenth), Some(0));
+        assert!(quick.passes(1, free(), second));
+        assert_eq!(slow.poll(second), None);
+        assert_eq!(slow.deadline(), Some(second + tenth));
+        // Ended there, it has used up its own rate all the same.
+        slow.remove(4);
+        assert!(quick.passes(2, free(), second + tenth));
+        assert!(!slow.passes(5, limited(), second + tenth));
+        assert_eq!(slow.deadline(), Some(second + Duration::from_secs(1)));
+        let waits = [&own, &unit].map(|limiter| limiter.waits().commands);
+        assert_eq!(waits, [1, 1]);
+    }
+
+    #[test]
+    fn what_is_refused_at_once_costs_nothing() {
+        let (unit, own, now) = (limiter(1), limiter(10), Instant::now());
+        let mut throttle = Throttle::new(1000);
+        let read = || toll(0, false, [Some(&unit), Some(&own)]);
+        assert!(throttle.passes(0, read(), now));
+        let later = now + Duration::from_millis(100);
+        assert!(!throttle.passes(1, read(), later));
+        throttle.withdraw(1);
+        assert!(!throttle.passes(2, read(), later));
+        assert_eq!(throttle.deadline(), Some(now + Duration::from_secs(1)));
+        let mut passed = read();
+        let second = now + Duration::from_secs(2);
+        assert_eq!(throttle.poll(second), Some(2));
+        let last = second + Duration::from_secs(1);
+        assert_eq!(throttle.admit(3, &mut passed, last), Admission::Pass);
+        passed.refund();
+        assert!(throttle.passes(4, read(), last));
+    }
+
+    #[test]
+    fn a_quarter_of_a_channels_commands_wait_and_the_first_of_each_line() {
+        let (unit, now) = (limiter(100), Instant::now());
+        let mut throttle = Throttle::new(16);
+        let of = |n, is_write| toll(n, is_write, [Some(&unit), None]);
+        assert!(throttle.passes(0, of(0, false), now));
+        for n in 1..5 {
+            assert!(!throttle.passes(n, of(0, false), now));
+        }
+        assert_eq!(throttle.admit(5, &mut of(0, false), now), Admission::Full);
+        assert_eq!(throttle.admit(6, &mut of(0, true), now), Admission::Wait);
+        assert_eq!(throttle.admit(7, &mut of(1, true), now), Admission::Wait);
+        assert_eq!(throttle.admit(8, &mut of(1, true), now), Admission::Full);
+        for _ in 0..4 {
+            throttle.poll(now + Duration::from_secs(1));
+        }
+        assert_eq!(throttle.admit(9, &mut of(0, false), now), Admission::Wait);
+    }
+
+    #[test]
+    fn a_command_does_not_wait_for_long_behind_others() {
+        let (unit, now) = (limiter(1), Instant::now());
+        let mut throttle = Throttle::new(1000);
+        let read = || toll(0, false, [Some(&unit), None]);
+        assert!(throttle.passes(0, read(), now));
+        for n in 1..11 {
+            assert_eq!(throttle.admit(n, &mut read(), now), Admission::Wait, "{n}");
+        }
+        assert_eq!(throttle.admit(11, &mut read(), now), Admission::Full);
+        let other = toll(0, true, [Some(&unit), None]);
+        assert!(!throttle.passes(12, other, now), "the first of its line");
+        assert_eq!(throttle.waiting().count(), 11);
+        assert_eq!(throttle.poll(now + MAX_WAIT), Some(1));
+    }
+
+    /// What other limits have forgiven is not given back as well.
+    #[test]
+    fn another_limit_grants_no_command_for_free() {
+        let (unit, now) = (limiter(1), Instant::now());
+        let mut throttles = [Throttle::new(1000), Throttle::new(1000)];
+        let read = || toll(0, false, [Some(&unit), None]);
+        assert!(throttles[0].passes(0, read(), now));
+        for throttle in &mut throttles {
+            assert!(!throttle.passes(1, read(), now));
+        }
+        unit.set(&IoLimits {
+            iops: Some(10),
+            burst: Duration::ZERO,
+            ..IoLimits::default()
+        });
+        for throttle in &mut throttles {
+            throttle.rebook(None, now);
+            // Once more changes nothing.
+            throttle.rebook(None, now);
+        }
+        assert_eq!(throttles[0].poll(now), Some(1));
+        let tenth = now + Duration::from_millis(100);
+        assert_eq!(throttles[1].deadline(), Some(tenth));
     }
 }

@@ -450,6 +450,8 @@ impl Builder {
     ) -> Result<Catalog, ServerError> {
         let host = self.identities.host(config);
         self.tried.clear();
+        // A unit that is served no more has no limits: what waits there ends soon, and its backend closes.
+        self.unit_limits.clear();
         let mut targets = Vec::new();
         self.expand(config)?;
         let expansion = std::mem::take(&mut self.expansion);
@@ -476,6 +478,8 @@ impl Builder {
             });
         }
         self.expansion = expansion;
+        self.unit_limits
+            .resize(self.unit_stores.len(), IoLimits::default());
         let discovery = auth(config.discovery_chap.as_ref())?;
         check_secrets(&discovery, &targets)?;
         self.forget_others(&targets);

@@ -189,7 +189,7 @@ impl Channel {
             deferred: VecDeque::with_capacity(receives as usize),
             scratch: vec![0; params.max_it_iu_len as usize],
             pool_waiters: VecDeque::with_capacity(params.req_lim as usize),
-            throttle: Throttle::default(),
+            throttle: Throttle::new(params.req_lim as usize),
             own: Own::default(),
             blocks_in_flight: 0,
             transfers: 0,

@@ -12,8 +12,9 @@ use super::channel::{ChState, Channel, Cx};
 use super::ioctx::{CDB_LEN, CommandToken, Immediate, IoctxState, RecvIdx, SendIdx, Then};
 use super::table::{Table, TableError, Taken};
 use super::transfer::{Direction, Transfer};
-use crate::execution::Entry;
+use crate::execution::{Entry, Tables};
 use crate::pool::{Owner, Pool};
+use crate::qos::Admission;
 use crate::stats::Stage;
 use crate::warn_limited;
 
@@ -141,26 +142,37 @@ impl Channel {
         let is_external = |table: &Table| matches!(table, Table::External { .. });
         let external = is_external(&io.table_out) || is_external(&io.table_in);
         let nexus = self.config.nexus;
-        let limited = io.exec.toll().and_then(|toll| {
-            let is_write = toll.cost.is_write;
-            let may_pass = self.throttle.admit(idx, toll, cx.now);
-            (!may_pass).then_some(is_write)
-        });
         let tables = [&io.table_out, &io.table_in];
         let is_pooled = tables.iter().any(|t| matches!(t, Table::Pooled { .. }));
-        if limited.is_some() && is_pooled && !cx.pool.has_spare_tables() {
+        let mut toll = io.exec.toll(nexus);
+        let admission = toll.as_mut().map_or(Admission::Pass, |toll| {
+            self.throttle.admit(idx, toll, cx.now)
+        });
+        let limited = match (admission, &toll) {
+            (Admission::Full, _) => return self.answer_status(cx, idx, Status::TaskSetFull),
+            (Admission::Wait, Some(toll)) => Some(toll.is_write()),
+            _ => None,
+        };
+        if limited.is_some() && is_pooled && !cx.pool.has_spare_tables(Owner(self.config.serial)) {
             // Tables of commands that wait for limits must not keep others from theirs.
-            self.throttle.remove(idx);
+            self.throttle.withdraw(idx);
             return self.answer_status(cx, idx, Status::Busy);
         }
+        let tables = Tables {
+            external,
+            held: is_pooled,
+        };
         let entry = io
             .exec
-            .register(nexus, task, external, limited, cx.pool, cx.now);
+            .register(nexus, task, tables, limited, cx.pool, cx.now);
         match entry {
             Entry::Now => self.start(cx, idx),
             Entry::Later => self.ioctx[usize::from(idx.0)].state = IoctxState::AwaitTask,
             Entry::Full => {
-                self.throttle.remove(idx);
+                if let (Admission::Pass, Some(mut toll)) = (admission, toll) {
+                    toll.refund();
+                }
+                self.throttle.withdraw(idx);
                 self.answer_status(cx, idx, Status::TaskSetFull);
             }
             Entry::Gather => self.prepare(cx, idx),

@@ -341,15 +341,130 @@ fn a_command_costs_what_it_moves() {
     let long = [0x88, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0];
     rig.send(0, &cmd(&long).tag(4).bytes());
     rig.settle();
-    assert_eq!((tags(&mut rig), waiting(&rig)), (vec![1], 3));
+    assert_eq!((tags(&mut rig), waiting(&rig)), (vec![1, 4], 2));
     for tag in [2, 3] {
         rig.advance(Duration::from_secs(1));
         rig.settle();
         assert_eq!(tags(&mut rig), [tag]);
     }
+    // WRITE SAME (10) writes its one block many times.
     rig.advance(Duration::from_secs(1));
+    let same = cmd(&[0x41, 0, 0, 0, 0, 0, 0, 0, 8, 0]).tag(5);
+    rig.send(
+        0,
+        &same.out(Data::Direct(MemDesc::new(0, KEY, 512))).bytes(),
+    );
+    rig.settle();
+    assert_eq!(tags(&mut rig), [5]);
+    rig.send(0, &read(6).bytes());
+    let seconds = Duration::from_secs(8);
+    assert_eq!(rig.channels[0].deadline(), Some(rig.now + seconds));
+    rig.advance(seconds);
+    rig.settle();
+    assert_eq!(tags(&mut rig), [6]);
+    rig.end();
+}
+
+/// Who may not use a unit must not use up what others may.
+#[test]
+fn what_is_refused_costs_nothing() {
+    let mut rig = limited();
+    let chan = rig.add_channel(params(), 2);
+    rig.establish(chan);
+    rig.send(chan, &cmd(&[0; 6]).bytes());
+    rig.settle();
+    rig.answers();
+    let statuses = |rig: &mut Rig| -> Vec<u8> {
+        rig.settle();
+        rig.answers().iter().map(|answer| answer.status).collect()
+    };
+    // Beyond the end.
+    for tag in 1..4 {
+        let data = Data::Direct(MemDesc::new(0, KEY, 512));
+        rig.send(0, &read10(u32::MAX, 1).tag(tag).into(data).bytes());
+        assert_eq!(statuses(&mut rig), [2]);
+    }
+    // RESERVE (6) by another nexus.
+    rig.send(chan, &cmd(&[0x16, 0, 0, 0, 0, 0]).tag(4).bytes());
+    assert_eq!(statuses(&mut rig), [0]);
+    for tag in 5..8 {
+        rig.send(0, &write(tag).bytes());
+        assert_eq!(statuses(&mut rig), [0x18]);
+    }
+    rig.send(chan, &cmd(&[0x17, 0, 0, 0, 0, 0]).tag(8).bytes());
+    assert_eq!(statuses(&mut rig), [0]);
+    // Through a number that is read-only.
+    let luns = rig.channels[0].config().luns.iter();
+    let luns = luns.map(|(lun, unit)| {
+        let mapping = Mapping {
+            unit: Arc::clone(unit),
+            stats: rig.stats[unit.index.0 as usize].clone(),
+            read_only: true,
+        };
+        (lun, mapping)
+    });
+    let map = Arc::new(LunMap::new(luns));
+    rig.with(0, |ch, cx| ch.handle_luns(cx, Arc::clone(&map)));
+    for tag in 9..12 {
+        rig.send(0, &write(tag).bytes());
+        assert_eq!(statuses(&mut rig), [2]);
+    }
+    assert!(!rig.units[0].limits.owes(rig.now));
+    rig.send(0, &read(12).bytes());
+    assert_eq!(statuses(&mut rig), [0]);
+    assert!(rig.units[0].limits.owes(rig.now));
+    rig.end();
+}
+
+/// Commands that wait for a unit's limits leave contexts for those of others.
+#[test]
+fn what_would_wait_for_long_is_answered_with_task_set_full() {
+    let mut rig = Rig::live();
+    rig.remote.insert(KEY, vec![7; 1 << 20]);
+    rig.units[0].limits.set(&IoLimits {
+        bandwidth: Some(512),
+        burst: Duration::ZERO,
+        ..IoLimits::default()
+    });
+    // Eight seconds each.
+    let long = |tag| {
+        let data = Data::Direct(MemDesc::new(0, KEY, 4096));
+        read10(0, 8).tag(tag).into(data).bytes()
+    };
+    for tag in 1..4 {
+        rig.send(0, &long(tag));
+    }
+    rig.settle();
+    let answers: Vec<_> = rig.answers().iter().map(|a| (a.tag, a.status)).collect();
+    assert_eq!(answers, [(3, 0x28), (1, 0)]);
+    rig.send(0, &write(4).lun(1).bytes());
     rig.settle();
     assert_eq!(tags(&mut rig), [4]);
-    assert!(!rig.units[0].limits.owes(rig.now));
+    rig.advance(Duration::from_secs(8));
+    rig.settle();
+    assert_eq!(tags(&mut rig), [2]);
+    rig.end();
+}
+
+/// A command that waits in the order keeps its table, too.
+#[test]
+fn no_tables_wait_in_memory_behind_a_limit() {
+    let mut rig = limited();
+    rig.remote.insert(TABLE, table_bytes(&blocks(20)));
+    rig.send(0, &write(1).bytes());
+    rig.settle();
+    tags(&mut rig);
+    rig.send(0, &write(2).attr(TaskAttr::Ordered).bytes());
+    for (tag, inline) in [(3, 20), (4, 0)] {
+        // INQUIRY.
+        let data = indirect(&blocks(20), inline);
+        rig.send(0, &cmd(&[0x12, 0, 0, 0, 96, 0]).tag(tag).into(data).bytes());
+    }
+    rig.settle();
+    let answers: Vec<_> = rig.answers().iter().map(|a| (a.tag, a.status)).collect();
+    assert_eq!(answers, [(3, 0x28), (4, 0x28)], "TASK SET FULL");
+    rig.advance(TENTH);
+    rig.settle();
+    assert_eq!(tags(&mut rig), [2]);
     rig.end();
 }

@@ -177,9 +177,9 @@ impl Unit {
 
     /// Takes a task into the set, and says whether it may start at once.
     ///
-    /// A task that `takes_data` and would have to wait in the order for one that waits for limits is refused, unless
+    /// A task that `keeps_memory` (data or tables) and would have to wait in the order for one that waits for limits is refused, unless
     /// it waits behind that one anyway (`limited`: it waits for limits, to write or to read): it would
-    /// keep memory until then.
+    /// keep that until then.
     ///
     /// # Errors
     /// The set is full: TASK SET FULL.
@@ -191,13 +191,13 @@ impl Unit {
         nexus: NexusId,
         new: NewTask,
         task: TaskRef,
-        takes_data: bool,
+        keeps_memory: bool,
         limited: Option<bool>,
     ) -> Result<(TaskKey, bool), SetFull> {
         let mut tasks = self.lock();
         let own = limited.map(|is_write| (task.worker, task.channel, is_write));
         let others = |other: &Limited| other.nexus == nexus && Some(other.line) != own;
-        if takes_data
+        if keeps_memory
             && tasks.limited.iter().any(others)
             && tasks.set.would_hold(nexus, new.attribute)
         {

@@ -3,18 +3,23 @@
 
 use std::fs;
 use std::io::ErrorKind;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
 use super::args::Global;
 use super::disk::{Address, Disk};
 use super::exit::{CliError, Exit};
+use super::others;
 use super::state::{Attachment, Export, StateDir};
 use crate::block::{BlockDevice, BlockError, ByteDevice, task};
 use crate::ublk;
 
 /// How much of a disk is looked at, in bytes: as far as the last of [`signature`]s.
 const HEAD: u64 = (1 << 20) + 4096;
+
+/// The same from its end.
+const TAIL: u64 = 128 << 10;
 
 /// Fails if writing to a disk would destroy what somebody may need.
 ///
@@ -41,6 +46,11 @@ pub(super) fn check(disk: &Arc<Disk>, url: &Address, global: &Global) -> Result<
         let path = other.export.path().display();
         return Err(refuse(format!("this host has it attached at {path}")));
     }
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    if let Some(path) = others::mount_of(&mounts, &url_text) {
+        let path = path.display();
+        return Err(refuse(format!("this host has it attached at {path}")));
+    }
     let kernel_disk = |unit| kernel_disk(Path::new("/sys/class/block"), unit);
     if let Some(name) = unit.as_deref().and_then(kernel_disk) {
         return Err(refuse(format!(
@@ -48,16 +58,22 @@ pub(super) fn check(disk: &Arc<Disk>, url: &Address, global: &Global) -> Result<
         )));
     }
     // What cannot be read may still be overwritten.
-    let head = read_head(disk).map_err(|e| {
-        refuse("what it carries is not known: its first bytes cannot be read".into()).because(e)
-    })?;
-    match signature(&head) {
+    let unknown = |which: &str, error: BlockError| {
+        let why = format!("what it carries is not known: its {which} bytes cannot be read");
+        refuse(why).because(error)
+    };
+    let capacity = disk.geometry().capacity;
+    let head = read(disk, 0..HEAD.min(capacity)).map_err(|e| unknown("first", e))?;
+    let tail = capacity.saturating_sub(TAIL)..capacity;
+    let tail = read(disk, tail).map_err(|e| unknown("last", e))?;
+    let block = disk.geometry().block_size;
+    match signature(&head).or_else(|| last_signature(&tail, capacity, block)) {
         Some(what) => Err(refuse(format!("it carries {what}"))),
         None => Ok(()),
     }
 }
 
-/// The attachments of this host that this user can see.
+/// The attachments of this host that this user can see: of other users, only root can.
 ///
 /// # Errors
 /// There may be others, which cannot be read.
@@ -81,7 +97,11 @@ fn attachments(
         Err(e) => return Err(CliError::io("cannot read the list of attachments", e)),
     };
     match listing.unknown.first() {
-        None => Ok(listing.attachments),
+        None => {
+            let own = StateDir::open().map(|dir| dir.path().to_owned());
+            let others = others::attachments(Path::new("/run"), &own.unwrap_or_default());
+            Ok(listing.attachments.into_iter().chain(others).collect())
+        }
         Some(file) => {
             let file = file.display();
             Err(refuse(format!("{file} cannot be read as an attachment")))
@@ -133,19 +153,46 @@ fn kernel_disk(block: &Path, unit: &str) -> Option<String> {
     })
 }
 
-fn read_head(disk: &Arc<Disk>) -> Result<Vec<u8>, BlockError> {
-    let end = HEAD.min(disk.geometry().capacity);
+fn read(disk: &Arc<Disk>, place: Range<u64>) -> Result<Vec<u8>, BlockError> {
     let device = ByteDevice::new(Arc::clone(disk));
-    let mut head = Vec::new();
-    while (head.len() as u64) < end {
-        let at = head.len() as u64;
-        let span = device.first_piece(at, end - at);
+    let mut bytes = Vec::new();
+    let mut at = place.start;
+    while at < place.end {
+        let span = device.first_piece(at, place.end - at);
         let buffer = task::block_on(device.device().buffer(span.covering));
         let buffer = task::block_on(device.read(span, buffer))?;
-        head.resize(head.len() + span.len, 0);
-        buffer.slice().read(span.head, &mut head[at as usize..]);
+        let have = bytes.len();
+        bytes.resize(have + span.len, 0);
+        buffer.slice().read(span.head, &mut bytes[have..]);
+        at += span.len as u64;
     }
-    Ok(head)
+    Ok(bytes)
+}
+
+/// What the last bytes of a disk of `capacity` bytes say that is on it: RAID members of the older kinds have
+/// their superblock there, and a GPT its second copy, in the last block.
+fn last_signature(tail: &[u8], capacity: u64, block_size: u32) -> Option<&'static str> {
+    const MAGIC: u32 = 0xa92b_4efc;
+    let start = capacity - tail.len() as u64;
+    let is = |at: Option<u64>, magic: &[u8]| {
+        let at = at.and_then(|at| at.checked_sub(start));
+        let found = at
+            .and_then(|at| tail.get(at as usize..))
+            .unwrap_or_default();
+        found.starts_with(magic)
+    };
+    // Version 0.90: the last whole 64 KiB, in the byte order of the host that wrote it. Version 1.0: at least
+    // 8 KiB before the end, at a multiple of 4 KiB.
+    let old = (capacity & !0xffff).checked_sub(0x1_0000);
+    let new = capacity.checked_sub(0x2000).map(|at| at & !0xfff);
+    let is_old = is(old, &MAGIC.to_le_bytes()) || is(old, &MAGIC.to_be_bytes());
+    if is_old || is(new, &MAGIC.to_le_bytes()) {
+        Some("a part of a RAID (MD)")
+    } else if is(capacity.checked_sub(block_size.into()), b"EFI PART") {
+        Some("a partition table (GPT)")
+    } else {
+        None
+    }
 }
 
 /// What the first bytes of a disk say that is on it, by the magic numbers that libblkid knows.
@@ -155,7 +202,7 @@ fn signature(head: &[u8]) -> Option<&'static str> {
         let types = [0x1c2, 0x1d2, 0x1e2, 0x1f2];
         is(510, &[0x55, 0xaa]) && types.iter().any(|at| head[*at] != 0)
     };
-    let magics: [(usize, &[u8], &str); 39] = [
+    let magics: [(usize, &[u8], &str); 46] = [
         (0, b"LUKS\xba\xbe", "an encrypted volume (LUKS)"),
         (0, b"XFSB", "an XFS file system"),
         (0x438, &[0x53, 0xef], "an ext2, ext3 or ext4 file system"),
@@ -203,6 +250,13 @@ fn signature(head: &[u8]) -> Option<&'static str> {
         (0x400, b"H+\0\x04", "an HFS+ file system"),
         (0x400, b"HX\0\x05", "an HFS+ file system"),
         (0xfff6, b"SWAPSPACE2", "swap space"),
+        (0xff6, b"S1SUSPEND", "a suspended system (swap space)"),
+        (0xff6, b"S2SUSPEND", "a suspended system (swap space)"),
+        (0xff6, b"ULSUSPEND", "a suspended system (swap space)"),
+        (0xff6, b"LINHIB0001", "a suspended system (swap space)"),
+        (0xfff6, b"S1SUSPEND", "a suspended system (swap space)"),
+        (0xfff6, b"LINHIB0001", "a suspended system (swap space)"),
+        (0x8001, b"BEA01", "a UDF file system"),
     ];
     let known = magics.iter().find(|(at, magic, _)| is(*at, magic));
     // Each label of ZFS has uberblocks of at least a KiB from 128 KiB on.
@@ -242,6 +296,8 @@ mod tests {
             (0x20, b"ORCLDISK", "Oracle ASM"),
             (0x1018, b"\xc6\x85\x73\xf6\x66\xce\x90\xa9", "bcachefs"),
             (0xfff6, b"SWAPSPACE2", "swap"),
+            (0xff6, b"S1SUSPEND", "suspended"),
+            (0x8001, b"BEA01", "UDF"),
         ] {
             let found = signature(&disk(at, magic));
             assert!(found.is_some_and(|found| found.contains(what)), "{found:?}");
@@ -251,6 +307,27 @@ mod tests {
         assert_eq!(signature(&boot), None);
         boot[0x1c2] = 0x83;
         assert_eq!(signature(&boot), Some("a partition table (MBR)"));
+    }
+
+    #[test]
+    fn what_a_disk_carries_is_known_by_its_last_bytes() {
+        // 100 MiB and 20 KiB: 64 KiB before the last multiple of that, and 8 KiB before the end.
+        const CAPACITY: u64 = (100 << 20) + (20 << 10);
+        let disk = |from_end: usize, magic: &[u8]| {
+            let mut tail = vec![0; TAIL as usize];
+            let at = tail.len() - from_end;
+            tail[at..at + magic.len()].copy_from_slice(magic);
+            last_signature(&tail, CAPACITY, 512)
+        };
+        let (raid, table) = ("a part of a RAID (MD)", "a partition table (GPT)");
+        assert_eq!(disk(84 << 10, b"\xfc\x4e\x2b\xa9"), Some(raid));
+        assert_eq!(disk(84 << 10, b"\xa9\x2b\x4e\xfc"), Some(raid));
+        assert_eq!(disk(8 << 10, b"\xfc\x4e\x2b\xa9"), Some(raid));
+        assert_eq!(disk(512, b"EFI PART"), Some(table));
+        assert_eq!(disk(80 << 10, b"\xfc\x4e\x2b\xa9"), None);
+        for short in [0, 512, 4096, 65536] {
+            assert_eq!(last_signature(&vec![0; short], short as u64, 512), None);
+        }
     }
 
     #[test]

@@ -23,6 +23,7 @@ mod inquiry;
 mod list;
 mod lock;
 mod mount;
+mod others;
 mod output;
 mod port;
 mod process;

@@ -211,6 +211,13 @@ fn what_is_on_a_disk_is_not_overwritten_by_mistake() {
     pair.riser(&["write", other, &file, "-q", "--overwrite"]);
     pair.riser(&["detach", "0"]);
     pair.riser(&write);
+    // The last bytes count, too.
+    let mut tail = vec![0; 8192];
+    tail[..4].copy_from_slice(&[0xfc, 0x4e, 0x2b, 0xa9]);
+    fs::write(&file, &tail).unwrap();
+    let end = format!("--offset={}", (64 << 20) - 8192);
+    pair.riser(&["write", &url, &file, "-q", &end]);
+    refused(&write, "RAID");
 }
 
 #[test]
@@ -359,6 +366,33 @@ fn what_a_killed_riser_had_written_is_not_taken_for_safe() {
         assert_eq!(disk.flush().is_err(), is_restarted, "the write is gone");
         disk.flush().unwrap();
     }
+}
+
+#[test]
+fn what_another_user_has_attached_is_not_overwritten() {
+    let pair = Pair::new(207, RAM);
+    if !Path::new("/dev/fuse").exists() {
+        return riser_tests::programs::skip("what another user has attached", "/dev/fuse");
+    }
+    let (url, file, dir) = (pair.url(), pair.path("image"), pair.path("mnt"));
+    fs::create_dir(&dir).unwrap();
+    fs::write(&file, [0; 4096]).unwrap();
+    let write = ["write", &url, &file, "-q"];
+    eventually("the daemon serves", || {
+        ended(&mut pair.command(&write)).0 == 0
+    });
+    // Its list of attachments is in another directory, but the mount table has its mounts.
+    let of_other = |args: &[&str]| {
+        let mut command = pair.command(args);
+        ended(command.env("RISER_STATE_DIR", pair.path("other")))
+    };
+    assert_eq!(of_other(&["attach", &url, "--fuse", &dir]).0, 0);
+    let (code, _, errors) = ended(&mut pair.command(&write));
+    // First, since nothing else would detach it.
+    assert_eq!(of_other(&["detach", "0"]).0, 0);
+    assert_eq!(code, 6, "{errors}");
+    assert!(errors.contains(&dir), "{errors}");
+    pair.riser(&write);
 }
 
 #[test]

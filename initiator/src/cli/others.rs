@@ -1,0 +1,162 @@
+//! What other users of this host have attached, as far as this one can see it: their lists of attachments,
+//! which root can read, and their FUSE mounts, which everybody can.
+//!
+//! These files are written by other users, so nothing is changed or waited for, and what cannot be read as
+//! an attachment is left out.
+
+use std::fs::{self, OpenOptions};
+use std::io::Read;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::OFlags;
+
+use super::state::Attachment;
+
+/// Longest file that is read, in bytes. An attachment with eight paths takes about 3 KiB.
+const LONGEST: u64 = 64 << 10;
+
+/// Attachments in the directories that other users have by default, that of this process excepted. `run` is
+/// `/run`.
+pub(super) fn attachments(run: &Path, own: &Path) -> Vec<Attachment> {
+    let users = fs::read_dir(run.join("user")).into_iter().flatten();
+    let users = users.flatten().map(|user| user.path().join("riser"));
+    let mut found = Vec::new();
+    for dir in users.chain([run.join("riser")]) {
+        if dir == own {
+            continue;
+        }
+        let files = fs::read_dir(dir).into_iter().flatten().flatten();
+        let is_one = |path: &PathBuf| path.extension().is_some_and(|e| e == "json");
+        let files = files.map(|file| file.path()).filter(is_one);
+        let attachments = files.filter_map(|file| read(&file));
+        found.extend(attachments.filter(|a| a.is_alive() || a.waits()));
+    }
+    found
+}
+
+fn read(path: &Path) -> Option<Attachment> {
+    // Neither a pipe nor a link to something else stops or misleads us.
+    let flags = OFlags::NONBLOCK | OFlags::NOFOLLOW;
+    let mut options = OpenOptions::new();
+    options.read(true).custom_flags(flags.bits().cast_signed());
+    let file = options.open(path).ok()?;
+    if !file.metadata().ok()?.is_file() {
+        return None;
+    }
+    let mut text = Vec::new();
+    file.take(LONGEST).read_to_end(&mut text).ok()?;
+    serde_json::from_slice(&text).ok()
+}
+
+/// Where a FUSE mount of `riser` has this address as its source, in `mountinfo` (proc(5)).
+pub(super) fn mount_of(mountinfo: &str, url: &str) -> Option<PathBuf> {
+    // As the mount is made.
+    let source = url.replace([',', '\\'], "_");
+    mountinfo.lines().find_map(|line| {
+        let (place, kind) = line.split_once(" - ")?;
+        let mut kind = kind.split(' ');
+        // A mount that root makes without fusermount3 has no subtype.
+        let is_fuse = matches!(kind.next(), Some("fuse" | "fuse.riser"));
+        let is_it = is_fuse && plain(kind.next()?) == source;
+        let path = place.split(' ').nth(4)?;
+        is_it.then(|| PathBuf::from(plain(path)))
+    })
+}
+
+/// A field without its escapes: an octal number for a blank, a line break and the like.
+fn plain(field: &str) -> String {
+    let mut parts = field.split('\\');
+    let mut text = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let code = part
+            .get(..3)
+            .and_then(|code| u8::from_str_radix(code, 8).ok());
+        match code {
+            Some(code) => {
+                text.push(code.into());
+                text.push_str(&part[3..]);
+            }
+            None => text.push_str(part),
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::state::{Export, StateDir, process_start};
+    use super::*;
+
+    fn attachment(url: &str) -> Attachment {
+        let pid = std::process::id();
+        Attachment {
+            id: String::new(),
+            url: url.to_owned(),
+            pid,
+            started: process_start(pid).unwrap(),
+            since: 0,
+            export: Export::Nbd {
+                socket: "/run/user/1000/nbd".into(),
+                uri: String::new(),
+            },
+            capacity: 1 << 20,
+            block_size: 512,
+            read_only: false,
+            log: None,
+            unit: None,
+            link: None,
+            paths: Vec::new(),
+            cache: None,
+        }
+    }
+
+    #[test]
+    fn attachments_of_other_users_are_seen_and_left_alone() {
+        let run = std::env::temp_dir().join(format!("riser-run-{}", std::process::id()));
+        let own = run.join("riser");
+        let other = run.join("user/1000/riser");
+        let mut kept = Vec::new();
+        for (dir, url) in [(&own, "srp://own/0"), (&other, "srp://other/0")] {
+            let dir = StateDir::at(dir.clone()).unwrap();
+            kept.push(dir.register(attachment(url)).unwrap());
+            let mut dead = attachment("srp://dead/0");
+            dead.started += 1;
+            kept.push(dir.register(dead).unwrap());
+        }
+        // What would stop a reader that is not careful.
+        let pipe = rustix::fs::FileType::Fifo;
+        let mode = rustix::fs::Mode::from(0o600);
+        rustix::fs::mknodat(rustix::fs::CWD, other.join("pipe.json"), pipe, mode, 0).unwrap();
+        std::os::unix::fs::symlink(own.join("0.json"), other.join("link.json")).unwrap();
+        fs::write(other.join("damaged.json"), "{").unwrap();
+        let urls = |own: &Path| -> Vec<_> {
+            let found = attachments(&run, own);
+            found.into_iter().map(|a| a.url).collect()
+        };
+        assert_eq!(urls(&own), ["srp://other/0"]);
+        assert_eq!(urls(&other), ["srp://own/0"]);
+        assert_eq!(urls(Path::new("/elsewhere")).len(), 2);
+        assert_eq!(
+            fs::read_dir(&other).unwrap().count(),
+            5,
+            "nothing is removed"
+        );
+        drop(kept);
+        fs::remove_dir_all(&run).unwrap();
+        assert!(attachments(&run, &own).is_empty());
+    }
+
+    #[test]
+    fn fuse_mounts_are_known_by_their_source() {
+        let info = "22 27 0:21 / /proc rw,relatime - proc proc rw\n\
+            90 27 0:50 / /mnt/a\\040b rw,nosuid shared:2 - fuse.riser iscsi://h_i/iqn.x:y\\040z/0 rw\n\
+            91 27 0:51 / /mnt/c rw - fuse.other srp://host/0 rw\n\
+            92 27 0:52 / /mnt/d rw - fuse srp://root/0 rw\n";
+        let url = "iscsi://h,i/iqn.x:y z/0";
+        assert_eq!(mount_of(info, url), Some("/mnt/a b".into()));
+        assert_eq!(mount_of(info, "srp://root/0"), Some("/mnt/d".into()));
+        assert_eq!(mount_of(info, "srp://host/0"), None);
+        assert_eq!(mount_of(info, "iscsi://h/iqn.x:y/0"), None);
+    }
+}

@@ -880,6 +880,7 @@ impl Driver {
         if !matches!(result, StepResult::Failed(_))
             && store.note_success(matches!(request.op, BlockOp::Write { .. }))
         {
+            // At most once in ten seconds for each backend, whatever it fails meanwhile.
             tracing::info!(backend = store.label(), "a backend works again");
         }
         for mut list in [request.data, request.window] {

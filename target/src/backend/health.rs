@@ -2,7 +2,7 @@
 
 use std::fmt::Display;
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -29,12 +29,48 @@ fn kind_of(error: BackendError) -> Option<usize> {
 }
 
 /// Operations that a medium failed, by kind, and whether it still fails them.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Errors {
     counts: [AtomicU64; KINDS.len()],
-    /// Whether there is something in `failing`: asked for each operation.
-    fails: AtomicBool,
+    /// What times are counted from.
+    start: Instant,
+    /// When, and by what, the failure ends: asked for each operation.
+    clears: AtomicU64,
     failing: Mutex<Option<Failing>>,
+}
+
+impl Default for Errors {
+    fn default() -> Self {
+        Self {
+            counts: Default::default(),
+            start: Instant::now(),
+            clears: AtomicU64::new(Clears::NEVER),
+            failing: Mutex::default(),
+        }
+    }
+}
+
+/// When a success ends a failure, in one word: twice the milliseconds since the start, and one more if only
+/// a write does.
+#[derive(Clone, Copy)]
+struct Clears(u64);
+
+impl Clears {
+    /// There is nothing to end.
+    const NEVER: u64 = 0;
+
+    fn new(kind: usize, since_start: Duration) -> Self {
+        let at = since_start + time_of(kind);
+        let takes_write = matches!(kind, NO_SPACE | READ_ONLY);
+        Self((at.as_millis() as u64) << 1 | u64::from(takes_write))
+    }
+
+    /// Whether a success does so, where the clock is only read if it matters.
+    fn is_due(self, is_write: bool, since_start: impl FnOnce() -> Duration) -> bool {
+        self.0 != Self::NEVER
+            && (is_write || self.0 & 1 == 0)
+            && since_start().as_millis() as u64 >= self.0 >> 1
+    }
 }
 
 /// A backend that is open and fails operations.
@@ -59,9 +95,25 @@ impl Failing {
 /// How long a medium error counts: other blocks may work meanwhile.
 const MEDIUM_ERROR: Duration = Duration::from_secs(60);
 
+/// How long after the last failure a success does not count yet. A file system that is full still takes what
+/// overwrites allocated blocks, and such a success between two failures ends nothing.
+const QUIET: Duration = Duration::from_secs(10);
+
+/// How long a failure of a kind counts at least.
+const fn time_of(kind: usize) -> Duration {
+    match kind {
+        MEDIUM => MEDIUM_ERROR,
+        _ => QUIET,
+    }
+}
+
 impl Errors {
     /// An operation failed; whether that is a failure of the medium.
     pub(super) fn count(&self, error: BackendError, why: &dyn Display) -> bool {
+        self.count_at(error, why, Instant::now())
+    }
+
+    fn count_at(&self, error: BackendError, why: &dyn Display, now: Instant) -> bool {
         let Some(kind) = kind_of(error) else {
             return false;
         };
@@ -72,26 +124,39 @@ impl Errors {
             since: since.unwrap_or_else(SystemTime::now),
             why: why.to_string(),
             kind,
-            last: Instant::now(),
+            last: now,
         });
-        self.fails.store(true, Ordering::Relaxed);
+        self.store_clears(failing.as_ref());
         true
     }
 
-    /// An operation succeeded; whether the backend works again by that.
+    /// An operation succeeded; whether the backend works again by that, which is so once in [`QUIET`] at most.
     pub(super) fn clear(&self, is_write: bool) -> bool {
-        if !self.fails.load(Ordering::Relaxed) {
+        self.clear_at(is_write, Instant::now)
+    }
+
+    fn clear_at(&self, is_write: bool, now: impl Fn() -> Instant) -> bool {
+        let is_due = |clears: Clears| {
+            clears.is_due(is_write, || now().saturating_duration_since(self.start))
+        };
+        if !is_due(Clears(self.clears.load(Ordering::Relaxed))) {
             return false;
         }
         let mut failing = self.lock();
-        let works = |failing: &Failing| match failing.kind {
-            MEDIUM => failing.last.elapsed() >= MEDIUM_ERROR,
-            NO_SPACE | READ_ONLY => is_write,
-            _ => true,
-        };
+        let works = |failing: &Failing| is_due(self.clears_of(failing));
         let works = failing.take_if(|failing| works(failing)).is_some();
-        self.fails.store(failing.is_some(), Ordering::Relaxed);
+        self.store_clears(failing.as_ref());
         works
+    }
+
+    fn clears_of(&self, failing: &Failing) -> Clears {
+        let last = failing.last.saturating_duration_since(self.start);
+        Clears::new(failing.kind, last)
+    }
+
+    fn store_clears(&self, failing: Option<&Failing>) {
+        let clears = failing.map_or(Clears::NEVER, |failing| self.clears_of(failing).0);
+        self.clears.store(clears, Ordering::Relaxed);
     }
 
     /// What it fails with at present.
@@ -209,24 +274,45 @@ mod tests {
     }
 
     #[test]
-    fn a_backend_fails_until_what_failed_succeeds() {
+    fn a_backend_fails_until_what_failed_succeeds_and_has_not_failed_for_a_while() {
         let errors = Errors::default();
-        assert!(!errors.clear(true) && errors.failing().is_none());
-        errors.count(BackendError::NoSpace, &"first");
-        errors.count(BackendError::NoSpace, &"it is full");
-        assert_eq!(errors.failing().unwrap().why, "it is full");
-        assert!(!errors.clear(false), "reads need no space");
+        let start = Instant::now();
+        let clear =
+            |is_write, secs| errors.clear_at(is_write, || start + Duration::from_secs(secs));
+        let count = |error, why: &str, secs| {
+            let at = start + Duration::from_secs(secs);
+            assert!(errors.count_at(error, &why, at));
+        };
+        assert!(!clear(true, 0) && errors.failing().is_none());
+        count(BackendError::NoSpace, "first", 1);
+        let since = errors.failing().unwrap().since;
+        // What overwrites blocks that it has succeeds, and what needs new ones fails.
+        for secs in 2..20 {
+            count(BackendError::NoSpace, "it is full", secs);
+            assert!(!clear(true, secs), "it is still full");
+        }
+        let failing = errors.failing().unwrap();
+        assert_eq!((failing.why.as_str(), failing.since), ("it is full", since));
+        assert!(!clear(true, 28));
+        assert!(!clear(false, 30), "reads need no space");
         assert!(errors.failing().is_some());
-        assert!(errors.clear(true) && errors.failing().is_none());
-        errors.count(BackendError::NotReady, &"gone");
-        assert!(errors.clear(false) && !errors.clear(false));
-        // Other blocks work.
+        assert!(clear(true, 30) && errors.failing().is_none());
+        assert!(!clear(true, 31), "it works already");
+        count(BackendError::NotReady, "gone", 31);
+        assert!(!clear(false, 40) && clear(false, 41) && !clear(false, 42));
+    }
+
+    #[test]
+    fn a_medium_error_counts_while_other_blocks_work() {
+        let errors = Errors::default();
+        let last = Instant::now().checked_sub(MEDIUM_ERROR).unwrap();
         errors.count(BackendError::Medium { offset: None }, &"a bad block");
         assert!(!errors.clear(false) && errors.failing().is_some());
         let mut failing = errors.lock();
-        let last = &mut failing.as_mut().unwrap().last;
-        *last = last.checked_sub(MEDIUM_ERROR).unwrap();
+        failing.as_mut().unwrap().last = last;
         drop(failing);
         assert!(errors.failing().is_none());
+        let later = Instant::now() + MEDIUM_ERROR;
+        assert!(errors.clear_at(false, || later));
     }
 }

@@ -1,8 +1,11 @@
 //! Which addresses the host has, and what portals with a wildcard come to.
 //!
 //! A portal at `0.0.0.0`, `[::]` or an interface is one portal at each address, with a socket or device of its
-//! own: discovery names addresses that an initiator can reach, and what is served elsewhere does not change when
-//! an address comes or goes. Addresses are listed when a configuration is applied, and every few seconds.
+//! own: what is served elsewhere does not change when an address comes or goes. Addresses are listed when a
+//! configuration is applied, and every few seconds.
+//!
+//! Discovery of iSCSI names portals at literal addresses and at those of interfaces to everyone. Of `0.0.0.0` and
+//! `[::]` it names only the address by which the initiator came, since it may not reach the others.
 //!
 //! One that is gone is served for [`GRACE`], since it may come back at once, as when its lease is renewed.
 //! Link-local addresses of IPv6 are left out: initiators cannot use them without knowing their own interface.
@@ -73,6 +76,8 @@ pub(crate) struct PortalAt {
     pub(crate) at: SocketAddr,
     /// Whether it comes from a wildcard.
     pub(crate) is_wild: bool,
+    /// Whether it comes from one that stands for all addresses of the host.
+    pub(crate) is_any: bool,
 }
 
 /// What the portals of a configuration come to.
@@ -128,6 +133,7 @@ impl Expansion {
                                 protocol: portal.protocol,
                                 at,
                                 is_wild: false,
+                                is_any: false,
                             });
                             continue;
                         }
@@ -152,6 +158,7 @@ impl Expansion {
                                 protocol: portal.protocol,
                                 at,
                                 is_wild: true,
+                                is_any: !wildcard.is_interface(),
                             });
                         }
                     }
@@ -208,6 +215,13 @@ fn is_interface(listen: &Listen) -> bool {
 
 fn is_any(listen: &Listen) -> bool {
     !is_literal(listen) && !is_interface(listen)
+}
+
+/// The addresses of a target that come from `0.0.0.0` or `[::]` only.
+pub(super) fn of_any_only(listens: &[PortalAt]) -> impl Iterator<Item = SocketAddr> + '_ {
+    let is_named = |at: SocketAddr| listens.iter().any(|p| p.at == at && !p.is_any);
+    let all = listens.iter().filter(move |portal| !is_named(portal.at));
+    all.map(|portal| portal.at)
 }
 
 /// What a wildcard lacks that stands for so many addresses.
@@ -308,6 +322,10 @@ mod tests {
             ]
         );
         let literal = "192.0.2.1:3260".parse().unwrap();
+        let any: Vec<_> = of_any_only(&expansion.targets[0])
+            .map(|at| at.to_string())
+            .collect();
+        assert_eq!(any, ["127.0.0.1:3260", "198.51.100.1:3260", "[::1]:3260"]);
         assert!(!expansion.is_wild(literal, false));
         assert!(expansion.is_wild("127.0.0.1:3260".parse().unwrap(), false));
     }

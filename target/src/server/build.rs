@@ -10,7 +10,7 @@ use riser_scsi::iscsi::login::Auth;
 use riser_scsi::lu::LogicalUnit;
 
 use super::ServerError;
-use super::addresses::{Addresses, Expansion, PortalAt};
+use super::addresses::{self, Addresses, Expansion, PortalAt};
 use super::identities::Identities;
 use super::legacy::Legacy;
 use super::ports::{AllPortIds, Port, PortIds};
@@ -80,6 +80,7 @@ fn iscsi(
         iser: portals(Protocol::Iser),
         auth: auth(target.chap.as_ref())?,
         rule_auths: rule_auths(&target.access)?,
+        unlisted: addresses::of_any_only(listens).collect(),
         redirects: listens
             .iter()
             .filter_map(|p| Some((p.at, target.portals[p.portal].redirect.clone()?)))

@@ -235,6 +235,8 @@ pub struct IscsiDef {
     pub auth: Auth,
     /// How others do, by the numbers of their rules.
     pub rule_auths: BTreeMap<usize, Auth>,
+    /// Portals at all addresses of the host: discovery shows each only to those who came by it.
+    pub unlisted: Vec<SocketAddr>,
     /// Portals that send initiators elsewhere.
     pub redirects: Vec<(SocketAddr, config::Redirect)>,
 }
@@ -247,6 +249,18 @@ impl IscsiDef {
             .iter()
             .chain(self.iser.iter().filter(is_new))
             .copied()
+    }
+
+    /// Where an initiator that came by an address finds the target, that address first.
+    ///
+    /// Loopback addresses are those of the initiator's own host, and only of use there. A portal at all addresses
+    /// has some that this initiator cannot reach, such as those of bridges for containers or of networks of its
+    /// own, and it would try each of them for a long time.
+    pub fn shown_to(&self, by: SocketAddr) -> impl Iterator<Item = SocketAddr> + '_ {
+        let is_useful = move |at: &SocketAddr| by.ip().is_loopback() || !at.ip().is_loopback();
+        let is_listed = |at: &SocketAddr| !self.unlisted.contains(at);
+        let others = self.addresses().filter(move |at| *at != by);
+        std::iter::once(by).chain(others.filter(is_useful).filter(is_listed))
     }
 }
 
@@ -357,5 +371,40 @@ impl TargetDef {
             .iter()
             .find(|p| p.target_port() == *port)
             .map_or(1, |p| p.relative_id)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn discovery_shows_of_a_portal_at_all_addresses_the_one_that_was_used() {
+        let at = |ip: &str| SocketAddr::new(ip.parse().unwrap(), 3260);
+        let all = ["127.0.0.1", "172.17.0.1", "192.0.2.1", "192.0.2.2"].map(at);
+        let mut target = IscsiDef {
+            name: IscsiName::new("iqn.2026-01.com.example:t").unwrap(),
+            group: 1,
+            portals: all.to_vec(),
+            iser: vec![at("192.0.2.9")],
+            auth: Auth::None,
+            rule_auths: BTreeMap::new(),
+            unlisted: all[..3].to_vec(),
+            redirects: Vec::new(),
+        };
+        let shown = |target: &IscsiDef, by| -> Vec<_> { target.shown_to(at(by)).collect() };
+        let named = ["192.0.2.2", "192.0.2.9"].map(at);
+        assert_eq!(
+            shown(&target, "192.0.2.1"),
+            [at("192.0.2.1"), named[0], named[1]]
+        );
+        assert_eq!(shown(&target, "192.0.2.9"), [named[1], named[0]]);
+        assert_eq!(
+            shown(&target, "127.0.0.1"),
+            [at("127.0.0.1"), named[0], named[1]]
+        );
+        target.unlisted.clear();
+        assert_eq!(shown(&target, "192.0.2.1").len(), 4);
+        assert_eq!(shown(&target, "127.0.0.1").len(), 5);
     }
 }

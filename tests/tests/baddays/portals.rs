@@ -201,19 +201,27 @@ fn discovery_over_a_wildcard_portal_names_addresses_that_can_be_reached() {
         return;
     };
     netns.interface("wild0", &["10.0.203.1/24", "10.0.203.2/24"]);
-    let portal = "{ protocol: iscsi, listen: 0.0.0.0 }";
-    let mut daemon = Daemon::in_netns(&config(portal), &netns.0);
+    netns.interface("wild1", &["10.0.205.1/24"]);
+    let portals = "{ protocol: iscsi, listen: 0.0.0.0 }, { protocol: iscsi, listen: wild1 }";
+    let mut daemon = Daemon::in_netns(&config(portals), &netns.0);
     daemon.serve();
-    let by = |address: &str| found(&daemon, &format!("iscsi://{address}")).unwrap();
-    let outside = by("10.0.203.2");
-    assert!(!outside.contains("127.0.0.1"), "{outside}");
-    assert!(!outside.contains("0.0.0.0"), "{outside}");
-    assert!(
-        outside.contains("10.0.203.1") && outside.contains("10.0.203.2"),
-        "{outside}"
-    );
-    let inside = by("127.0.0.1");
-    assert!(inside.contains("127.0.0.1"), "{inside}");
+    let by = |address: &str| {
+        let out = found(&daemon, &format!("iscsi://{address}")).unwrap();
+        let all = [
+            "0.0.0.0",
+            "127.0.0.1",
+            "10.0.203.1",
+            "10.0.203.2",
+            "10.0.205.1",
+        ];
+        let named = all
+            .into_iter()
+            .filter(|ip| out.contains(&format!("portal {ip}:")));
+        named.collect::<Vec<_>>()
+    };
+    assert_eq!(by("10.0.203.2"), ["10.0.203.2", "10.0.205.1"]);
+    assert_eq!(by("10.0.205.1"), ["10.0.205.1"]);
+    assert_eq!(by("127.0.0.1"), ["127.0.0.1", "10.0.205.1"]);
 }
 
 #[test]

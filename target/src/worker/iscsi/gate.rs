@@ -472,7 +472,8 @@ impl Gate for WorkerGate<'_> {
                 .is_none_or(|name| iscsi.name == *name)
                 .then(|| Found {
                     name: iscsi.name.clone(),
-                    addresses: reachable(iscsi, self.listen)
+                    addresses: iscsi
+                        .shown_to(self.listen)
                         .map(|listen| TargetAddress::new(listen, iscsi.group))
                         .collect(),
                 })
@@ -486,14 +487,6 @@ impl Gate for WorkerGate<'_> {
         self.audit.discovery(self.now, &who, visible.len());
         visible
     }
-}
-
-/// Where an initiator that came by an address finds a target, that address first. Loopback addresses are those
-/// of the initiator's own host, and only of use there.
-fn reachable(iscsi: &IscsiDef, by: SocketAddr) -> impl Iterator<Item = SocketAddr> + '_ {
-    let is_useful = move |at: &SocketAddr| by.ip().is_loopback() || !at.ip().is_loopback();
-    let others = iscsi.addresses().filter(move |at| *at != by);
-    std::iter::once(by).chain(others.filter(is_useful))
 }
 
 /// Where a connection is, for the audit log.

@@ -53,7 +53,7 @@ impl Probe {
         }
         let mut rdma: Vec<IpAddr> = Vec::new();
         let expansion = Expansion::now(config);
-        for (listen, why) in &expansion.lacking {
+        for (_, listen, why) in &expansion.lacking {
             probe.fail("portal", listen.to_string(), why);
         }
         for portal in expansion.targets.iter().flatten() {

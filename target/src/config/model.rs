@@ -482,7 +482,7 @@ impl Rule {
 }
 
 /// A storage protocol.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Protocol {
     /// SCSI RDMA Protocol.
     Srp,

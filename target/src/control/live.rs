@@ -443,7 +443,7 @@ fn portals(server: &Server, snapshots: &[Snapshot]) -> Vec<LivePortal> {
         .iter()
         .flat_map(|target| target.portals.iter().map(move |portal| (target, portal)));
     let lacking = all.filter_map(|(target, portal)| {
-        let problem = problems.of(&Subject::Wildcard(portal.listen))?;
+        let problem = problems.of(&Subject::Wildcard(portal.listen, portal.protocol))?;
         Some(LivePortal {
             protocol: portal.protocol.to_string(),
             listen: portal.listen.to_string(),

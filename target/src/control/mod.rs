@@ -181,6 +181,7 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             metrics,
             timeline: Timeline::default(),
             search: None,
+            retry_failed: None,
             admin,
             program,
             tenure,
@@ -250,6 +251,8 @@ struct Control<'a> {
     timeline: Timeline,
     /// Commands that somebody looks at.
     search: Option<Search>,
+    /// Why what is not served could not be tried again.
+    retry_failed: Option<String>,
     admin: Option<Admin>,
     /// Where this program was when it began.
     program: PathBuf,
@@ -404,9 +407,13 @@ impl Control<'_> {
 
     /// Tries again to serve what could not be served, also at addresses that the host has only now.
     fn retry(&mut self, opened: OpenedStores) {
-        if let Err(error) = self.server.retry(opened) {
-            tracing::warn!(%error, "what is not served cannot be tried again");
+        // It is tried every few seconds.
+        let failed = self.server.retry(opened).err();
+        let failed = failed.map(|error| error.to_string());
+        if let Some(error) = failed.as_ref().filter(|_| failed != self.retry_failed) {
+            tracing::warn!(error, "what is not served cannot be tried again");
         }
+        self.retry_failed = failed;
         let config = self.server.config();
         if self.metrics.is_none() && config.metrics.is_some() {
             let opened = open_metrics(config, &Legacy::default(), &self.requests);

@@ -1,12 +1,13 @@
 //! What a catalog takes of the network: devices and listening sockets, for every worker.
 
+use std::cell::LazyCell;
 use std::collections::BTreeSet;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use riser_transport::rdma_core::{self, RdmaCoreDevice};
+use riser_transport::rdma_core::{GidTables, RdmaCoreDevice};
 use riser_transport::roce::fault::FaultConfig;
 use riser_transport::roce::{Roce, RoceConfig, RoceFaults};
 use riser_transport::verbs::{Mtu, Verbs};
@@ -137,10 +138,11 @@ fn devices(wanted: &Wanted<'_>, acquired: &mut Acquired) -> Result<(), ServerErr
             addresses.push(portal.ip());
         }
     }
+    let gids = LazyCell::new(GidTables::read);
     let on_host = |addr: &IpAddr| match wanted.config.transport.provider {
         Provider::Roce => false,
         Provider::RdmaCore => true,
-        Provider::Auto => rdma_core::has_device(*addr),
+        Provider::Auto => gids.has(*addr),
     };
     let (on_host, ours): (Vec<IpAddr>, Vec<IpAddr>) = addresses.into_iter().partition(on_host);
     let addresses = ours.into_iter().map(|addr| (addr, false));

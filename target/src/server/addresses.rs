@@ -14,12 +14,13 @@
 //! Of the portals of a target that include an address and port, the most specific one is there: an address before
 //! an interface, and that before all addresses of the host.
 
+use std::cell::LazyCell;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use riser_transport::host::{self, Interface};
-use riser_transport::rdma_core;
+use riser_transport::rdma_core::GidTables;
 
 use crate::config::{Config, Listen, Protocol, Provider, Target, Wildcard};
 
@@ -47,7 +48,7 @@ impl Addresses {
     }
 
     /// These are there now.
-    fn observe(&mut self, interfaces: Vec<Interface>, now: Instant) {
+    pub(super) fn observe(&mut self, interfaces: Vec<Interface>, now: Instant) {
         for interface in interfaces {
             self.0.insert((interface.name, interface.address), now);
         }
@@ -85,8 +86,8 @@ pub(crate) struct PortalAt {
 pub(crate) struct Expansion {
     /// Portals by target, in the order of the file.
     pub(crate) targets: Vec<Vec<PortalAt>>,
-    /// Wildcards that are not served everywhere, and why.
-    pub(crate) lacking: Vec<(Listen, String)>,
+    /// Wildcards that are not served everywhere, by protocol, and why.
+    pub(crate) lacking: Vec<(Protocol, Listen, String)>,
 }
 
 impl Expansion {
@@ -94,33 +95,33 @@ impl Expansion {
     pub(crate) fn now(config: &Config) -> Self {
         let mut addresses = Addresses::default();
         addresses.look(config);
-        Self::of(config, &addresses)
+        Self::of(config, &addresses, &Self::default())
     }
 
-    /// Where the portals of a configuration are, where the host has these addresses.
-    pub(super) fn of(config: &Config, addresses: &Addresses) -> Self {
+    /// Where the portals of a configuration are, where the host has these addresses. Those of `before` stay if
+    /// there are too many.
+    pub(super) fn of(config: &Config, addresses: &Addresses, before: &Self) -> Self {
+        let gids = LazyCell::new(GidTables::read);
         let has_device = |ip: IpAddr| match config.transport.provider {
-            Provider::RdmaCore => rdma_core::has_device(ip),
+            Provider::RdmaCore => gids.has(ip),
             Provider::Roce | Provider::Auto => true,
         };
-        Self::new(&config.targets, addresses, &has_device)
+        Self::new(&config.targets, addresses, &has_device, before)
     }
 
     /// Likewise; `has_device` says of an address whether RDMA portals may be there.
-    fn new(targets: &[Target], addresses: &Addresses, has_device: &dyn Fn(IpAddr) -> bool) -> Self {
+    fn new(
+        targets: &[Target],
+        addresses: &Addresses,
+        has_device: &dyn Fn(IpAddr) -> bool,
+        before: &Self,
+    ) -> Self {
         let mut expansion = Self::default();
         let literal: Vec<_> = targets
             .iter()
             .flat_map(|target| &target.portals)
             .filter_map(|portal| Some((portal.protocol, portal.listen.at()?)))
             .collect();
-        // An interface and an address may meet at a port of the RDMA CM, which one protocol has.
-        let is_taken = |protocol: Protocol, at: SocketAddr| {
-            let is_rival = |(other, there): &(Protocol, SocketAddr)| {
-                *other != protocol && other.is_rdma() && protocol.is_rdma() && *there == at
-            };
-            literal.iter().any(is_rival)
-        };
         for target in targets {
             let mut found: Vec<PortalAt> = Vec::new();
             for rank in [is_literal, is_interface, is_any] {
@@ -139,16 +140,31 @@ impl Expansion {
                         }
                         Listen::Wildcard(wildcard, _) => wildcard,
                     };
-                    let may_be = |ip: &IpAddr| !portal.protocol.is_rdma() || has_device(*ip);
-                    let all: Vec<_> = addresses.of(&wildcard).filter(may_be).collect();
-                    if let Some(why) = lack(&wildcard, all.len()) {
-                        expansion.lack(portal.listen, why);
+                    let protocol = portal.protocol;
+                    let may_be = |ip: &IpAddr| !protocol.is_rdma() || has_device(*ip);
+                    let there = addresses.of(&wildcard).count();
+                    let mut all: Vec<_> = addresses.of(&wildcard).filter(may_be).collect();
+                    if let Some(why) = lack(&wildcard, there, all.len()) {
+                        expansion.lack(protocol, portal.listen, why);
                     }
+                    let at = |ip| SocketAddr::new(ip, portal.listen.port());
+                    // A new address ends no sessions at another one.
+                    all.sort_by_key(|ip| !before.has(protocol, at(*ip)));
                     for ip in all.into_iter().take(MAX_ADDRESSES) {
-                        let at = SocketAddr::new(ip, portal.listen.port());
-                        if is_taken(portal.protocol, at) {
+                        let at = at(ip);
+                        // An interface and an address, or two interfaces, may meet at a port of the RDMA CM,
+                        // which one protocol has.
+                        let is_rival = |(other, there): (Protocol, SocketAddr)| {
+                            other != protocol
+                                && other.is_rdma()
+                                && protocol.is_rdma()
+                                && there == at
+                        };
+                        let others = expansion.targets.iter().flatten().chain(&found);
+                        let mut others = others.map(|p| (p.protocol, p.at));
+                        if literal.iter().copied().any(is_rival) || others.any(is_rival) {
                             let why = format!("{at} is a portal of another RDMA protocol");
-                            expansion.lack(portal.listen, why);
+                            expansion.lack(protocol, portal.listen, why);
                             continue;
                         }
                         let mut known = found.iter();
@@ -164,16 +180,23 @@ impl Expansion {
                     }
                 }
             }
-            found.sort_by_key(|portal| portal.portal);
+            found.sort_by_key(|portal| (portal.portal, portal.at));
             expansion.targets.push(found);
         }
         expansion
     }
 
-    fn lack(&mut self, listen: Listen, why: String) {
-        if !self.lacking.iter().any(|(known, _)| *known == listen) {
-            self.lacking.push((listen, why));
+    fn lack(&mut self, protocol: Protocol, listen: Listen, why: String) {
+        let is_this =
+            |lacking: &(Protocol, Listen, String)| lacking.0 == protocol && lacking.1 == listen;
+        if !self.lacking.iter().any(is_this) {
+            self.lacking.push((protocol, listen, why));
         }
+    }
+
+    fn has(&self, protocol: Protocol, at: SocketAddr) -> bool {
+        let mut all = self.targets.iter().flatten();
+        all.any(|portal| portal.protocol == protocol && portal.at == at)
     }
 
     /// Whether an address comes from wildcards only, for RDMA portals or others.
@@ -224,9 +247,13 @@ pub(super) fn of_any_only(listens: &[PortalAt]) -> impl Iterator<Item = SocketAd
     all.map(|portal| portal.at)
 }
 
-/// What a wildcard lacks that stands for so many addresses.
-fn lack(wildcard: &Wildcard, found: usize) -> Option<String> {
+/// What a wildcard lacks that stands for so many addresses, of which so many are usable by its protocol.
+fn lack(wildcard: &Wildcard, there: usize, found: usize) -> Option<String> {
     match (found, wildcard) {
+        (0, _) if there > 0 => Some(match there {
+            1 => "no RDMA device has its address".to_owned(),
+            n => format!("no RDMA device has one of its {n} addresses"),
+        }),
         (0, Wildcard::Interface(name)) => Some(format!(
             "{name} is not up, has no address, or is no interface of this host"
         )),
@@ -274,7 +301,12 @@ mod tests {
     fn expand(portals: &[&str], host: Vec<Interface>) -> Expansion {
         let mut addresses = Addresses::default();
         addresses.observe(host, Instant::now());
-        Expansion::new(&targets(portals), &addresses, &|_| true)
+        Expansion::new(
+            &targets(portals),
+            &addresses,
+            &|_| true,
+            &Expansion::default(),
+        )
     }
 
     /// Portals of a target, with their numbers in the configuration.
@@ -339,19 +371,66 @@ mod tests {
         let lacking: Vec<_> = expansion
             .lacking
             .iter()
-            .map(|(listen, why)| format!("{listen}: {why}"))
+            .map(|(protocol, listen, why)| format!("{protocol} {listen}: {why}"))
             .collect();
         assert_eq!(
             lacking,
             [
-                "eth0:5555: 192.0.2.1:5555 is a portal of another RDMA protocol",
-                "eth9:3260: eth9 is not up, has no address, or is no interface of this host",
+                "iser eth0:5555: 192.0.2.1:5555 is a portal of another RDMA protocol",
+                "iscsi eth9:3260: eth9 is not up, has no address, or is no interface of this host",
             ]
         );
         let many = (0..80).map(|n| interface("eth0", &format!("192.0.2.{n}")));
         let expansion = expand(&["{ protocol: iscsi, listen: eth0 }"], many.collect());
         assert_eq!(at(&expansion, 0).len(), MAX_ADDRESSES);
         assert_eq!(expansion.lacking.len(), 1);
+    }
+
+    #[test]
+    fn a_new_address_does_not_displace_one_that_is_served() {
+        let targets = targets(&["{ protocol: iscsi, listen: eth0 }"]);
+        let mut addresses = Addresses::default();
+        let served = (0..MAX_ADDRESSES).map(|n| interface("eth0", &format!("192.0.2.{n}")));
+        addresses.observe(served.collect(), Instant::now());
+        let has_device = |_: IpAddr| true;
+        let none = Expansion::default();
+        let before = Expansion::new(&targets, &addresses, &has_device, &none);
+        addresses.observe(vec![interface("eth0", "10.0.0.1")], Instant::now());
+        let after = Expansion::new(&targets, &addresses, &has_device, &before);
+        assert_eq!(after.targets, before.targets);
+        assert_eq!(after.lacking.len(), 1);
+    }
+
+    #[test]
+    fn two_protocols_that_meet_at_a_port_of_the_rdma_cm_do_not_share_it() {
+        let moving = vec![
+            interface("eth0", "192.0.2.1"),
+            interface("eth1", "192.0.2.1"),
+            interface("eth1", "192.0.2.2"),
+        ];
+        let (srp, iser) = (
+            "{ protocol: srp, listen: \"eth0:9\" }",
+            "{ protocol: iser, listen: \"eth1:9\" }",
+        );
+        let expansion = expand(&[srp, iser], moving);
+        assert_eq!(at(&expansion, 0), ["0 srp 192.0.2.1:9"]);
+        assert_eq!(at(&expansion, 1), ["0 iser 192.0.2.2:9"]);
+        let lacking = &expansion.lacking[0];
+        assert_eq!((lacking.0, expansion.lacking.len()), (Protocol::Iser, 1));
+    }
+
+    #[test]
+    fn only_the_protocol_that_lacks_a_device_is_named() {
+        let targets =
+            targets(&["{ protocol: iscsi, listen: eth0 }, { protocol: iser, listen: eth0 }"]);
+        let mut addresses = Addresses::default();
+        addresses.observe(host(), Instant::now());
+        let expansion = Expansion::new(&targets, &addresses, &|_| false, &Expansion::default());
+        let [(protocol, _, why)] = &expansion.lacking[..] else {
+            panic!("{:?}", expansion.lacking);
+        };
+        assert_eq!(*protocol, Protocol::Iser);
+        assert_eq!(why, "no RDMA device has one of its 2 addresses");
     }
 
     #[test]
@@ -362,7 +441,12 @@ mod tests {
         let mut seen = |at: u64, there: &[&str]| {
             let there = there.iter().map(|ip| interface("eth0", ip)).collect();
             addresses.observe(there, start + Duration::from_secs(at));
-            at_of(&Expansion::new(&targets, &addresses, &|_| true))
+            at_of(&Expansion::new(
+                &targets,
+                &addresses,
+                &|_| true,
+                &Expansion::default(),
+            ))
         };
         assert_eq!(seen(0, &["192.0.2.1"]), ["192.0.2.1:3260"]);
         assert_eq!(seen(10, &[]), ["192.0.2.1:3260"]);

@@ -1,14 +1,16 @@
 //! From a configuration to what workers share.
 
+mod portals;
+mod secrets;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use riser_scsi::iscsi::chap;
-use riser_scsi::iscsi::login::Auth;
 use riser_scsi::lu::LogicalUnit;
 
+use self::secrets::{Secrets, check_secrets};
 use super::ServerError;
 use super::addresses::{self, Addresses, Expansion, PortalAt};
 use super::identities::Identities;
@@ -62,6 +64,7 @@ fn iscsi(
     target: &config::Target,
     listens: &[PortalAt],
     ids: &PortIds,
+    secrets: &mut Secrets,
 ) -> Result<Option<IscsiDef>, ServerError> {
     // All portals lead to the same sessions, whatever carries them: they are one portal group, and so
     // one port for initiators. Relative port identifiers are unique among all portals of the target.
@@ -78,66 +81,14 @@ fn iscsi(
         group,
         portals: portals(Protocol::Iscsi),
         iser: portals(Protocol::Iser),
-        auth: auth(target.chap.as_ref())?,
-        rule_auths: rule_auths(&target.access)?,
+        auth: secrets.auth(target.chap.as_ref())?,
+        rule_auths: secrets.rule_auths(&target.access)?,
         unlisted: addresses::of_any_only(listens).collect(),
         redirects: listens
             .iter()
             .filter_map(|p| Some((p.at, target.portals[p.portal].redirect.clone()?)))
             .collect(),
     }))
-}
-
-/// What access rules ask for in the place of the target.
-fn rule_auths(access: &config::Access) -> Result<BTreeMap<usize, Auth>, ServerError> {
-    let config::Access::Rules(rules) = access else {
-        return Ok(BTreeMap::new());
-    };
-    let rules = rules.iter().enumerate();
-    let own = rules.filter_map(|(n, rule)| Some((n, rule.chap.as_ref()?)));
-    own.map(|(n, chap)| Ok((n, auth(Some(chap))?))).collect()
-}
-
-/// Reads the secrets.
-fn auth(chap: Option<&config::Chap>) -> Result<Auth, ServerError> {
-    let Some(chap) = chap else {
-        return Ok(Auth::None);
-    };
-    let read = |user: &config::ChapUser| {
-        user.credentials().map_err(|source| ServerError::Secret {
-            name: user.name.clone(),
-            source,
-        })
-    };
-    Ok(Auth::Chap {
-        accepted: chap.users.iter().map(read).collect::<Result<_, _>>()?,
-        own: chap.mutual.as_ref().map(read).transpose()?,
-        algorithms: chap.algorithms.clone(),
-    })
-}
-
-/// The secret with which the target authenticates itself is accepted from no initiator (RFC 7143 12.1.3):
-/// otherwise an initiator could have the target compute the response to a challenge that it got elsewhere.
-/// The secrets are compared here because they have only now been read from their sources.
-fn check_secrets(discovery: &Auth, targets: &[TargetDef]) -> Result<(), ServerError> {
-    let defs = targets.iter().filter_map(|target| target.iscsi.as_ref());
-    let auths = defs.flat_map(|iscsi| iscsi.rule_auths.values().chain([&iscsi.auth]));
-    let auths: Vec<&Auth> = auths.chain([discovery]).collect();
-    let accepted = auths.iter().flat_map(|auth| match auth {
-        Auth::Chap { accepted, .. } => accepted.as_slice(),
-        Auth::None => &[],
-    });
-    for auth in &auths {
-        let Auth::Chap { own: Some(own), .. } = auth else {
-            continue;
-        };
-        let mut accepted = accepted.clone();
-        if let Some(user) = accepted.find(|user| chap::is_equal(&user.secret, &own.secret)) {
-            let (own, user) = (own.name.clone(), user.name.clone());
-            return Err(ServerError::SameSecret { own, user });
-        }
-    }
-    Ok(())
 }
 
 /// Makes catalogs, one after another; what they have in common is made once and keeps its number.
@@ -172,10 +123,11 @@ pub(super) struct Builder {
     /// Where the portals of the catalog are.
     expansion: Expansion,
     /// Its portals with a wildcard.
-    wildcards: BTreeSet<Listen>,
+    wildcards: BTreeSet<(Protocol, Listen)>,
     /// Whether the catalog before did not have all of these.
     has_new_wildcards: bool,
     identities: Identities,
+    secrets: Secrets,
     /// Whether what cannot be had is a problem, and no failure.
     is_lenient: bool,
 }
@@ -207,6 +159,13 @@ impl Builder {
         })
     }
 
+    /// From now on, a configuration that is applied already is tried again, or the other way round: the secrets
+    /// are those that are known, and what cannot be had is a problem.
+    pub(super) fn set_retrying(&mut self, is_retrying: bool) {
+        self.secrets.set_kept(is_retrying);
+        self.set_lenient(is_retrying);
+    }
+
     /// From now on, what cannot be had is a problem and no failure, or the other way round.
     pub(super) fn set_lenient(&mut self, is_lenient: bool) {
         self.is_lenient = is_lenient;
@@ -216,56 +175,6 @@ impl Builder {
     /// where it was one before.
     pub(super) fn tolerates(&self, subject: &Subject) -> bool {
         self.is_lenient || self.problems.has(subject) || self.is_of_known_wildcard(subject)
-    }
-
-    /// Whether something is a portal of a wildcard that was served before, whose addresses come and go.
-    fn is_of_known_wildcard(&self, subject: &Subject) -> bool {
-        match subject {
-            Subject::Backend(_) | Subject::Metrics(_) => false,
-            Subject::RdmaPortal(at) => !self.has_new_wildcards && self.expansion.is_wild(*at, true),
-            Subject::TcpPortal(at) => !self.has_new_wildcards && self.expansion.is_wild(*at, false),
-            Subject::Wildcard(listen) => self.wildcards.contains(listen),
-        }
-    }
-
-    /// Looks which addresses the host has now.
-    pub(super) fn look(&mut self, config: &Config) {
-        self.addresses.look(config);
-    }
-
-    /// Whether the portals of the configuration that is served are to be at other addresses now.
-    pub(super) fn is_elsewhere(&self, config: &Config) -> bool {
-        Expansion::of(config, &self.addresses) != self.expansion
-    }
-
-    /// Finds where the portals of a configuration are.
-    fn expand(&mut self, config: &Config) -> Result<(), ServerError> {
-        let expansion = Expansion::of(config, &self.addresses);
-        for (listen, why) in &expansion.lacking {
-            let (listen, why) = (*listen, why.clone());
-            let subject = Subject::Wildcard(listen);
-            let error = ServerError::Wildcard { listen, why };
-            if !self.tolerates(&subject) {
-                return Err(error);
-            }
-            self.problems.add(subject, &error);
-        }
-        self.problems.retain(|subject| match subject {
-            Subject::Wildcard(listen) => expansion.lacking.iter().any(|(other, _)| other == listen),
-            _ => true,
-        });
-        let portals = config.targets.iter().flat_map(|target| &target.portals);
-        let wild = portals.map(|portal| portal.listen);
-        let wild: BTreeSet<_> = wild.filter(|listen| listen.at().is_none()).collect();
-        self.has_new_wildcards = !wild.is_subset(&self.wildcards);
-        self.wildcards = wild;
-        self.expansion = expansion;
-        Ok(())
-    }
-
-    /// Logs which addresses of wildcards have come and gone since another one.
-    pub(super) fn log_addresses_since(&self, before: &Self) {
-        self.expansion.log_since(&before.expansion);
     }
 
     /// What is not served.
@@ -287,18 +196,9 @@ impl Builder {
         self.problems.log_since(&before);
     }
 
-    /// The portals that could not be listened on, in the place of those before.
-    pub(super) fn set_missing_portals(&mut self, missing: &[(Subject, ServerError)]) {
-        let is_missing = |subject: &Subject| missing.iter().any(|(other, _)| other == subject);
-        let is_portal = |subject: &Subject| match subject {
-            Subject::RdmaPortal(_) | Subject::TcpPortal(_) => true,
-            Subject::Backend(_) | Subject::Wildcard(_) | Subject::Metrics(_) => false,
-        };
-        self.problems
-            .retain(|subject| !is_portal(subject) || is_missing(subject));
-        for (subject, why) in missing {
-            self.problems.add(subject.clone(), why);
-        }
+    /// What is not served is this.
+    pub(super) fn set_problems(&mut self, problems: Problems) {
+        self.problems = problems;
     }
 
     /// Whether a backend could not be opened.
@@ -394,10 +294,12 @@ impl Builder {
 
     /// Whether everything could be opened once more.
     pub(super) fn check_successor(&self, config: &Config) -> Result<(), ServerError> {
-        auth(config.discovery_chap.as_ref())?;
+        // It reads them again.
+        let mut secrets = Secrets::default();
+        secrets.auth(config.discovery_chap.as_ref())?;
         for target in &config.targets {
-            auth(target.chap.as_ref())?;
-            rule_auths(&target.access)?;
+            secrets.auth(target.chap.as_ref())?;
+            secrets.rule_auths(&target.access)?;
         }
         let spec_of = |name: &str| -> Option<&Spec> {
             let mut backends = config.backends.iter();
@@ -474,14 +376,15 @@ impl Builder {
                 stats,
                 counts: Arc::clone(self.counts.entry(target.name.clone()).or_default()),
                 initiators: Arc::clone(self.initiators.entry(target.name.clone()).or_default()),
-                iscsi: iscsi(target, listens, &ids)?,
+                iscsi: iscsi(target, listens, &ids, &mut self.secrets)?,
                 listens: listens.iter().map(|p| (p.protocol, p.at)).collect(),
             });
         }
         self.expansion = expansion;
         self.unit_limits
             .resize(self.unit_stores.len(), IoLimits::default());
-        let discovery = auth(config.discovery_chap.as_ref())?;
+        let discovery = self.secrets.auth(config.discovery_chap.as_ref())?;
+        self.secrets.settle();
         check_secrets(&discovery, &targets)?;
         self.forget_others(&targets);
         Ok(Catalog {

@@ -53,6 +53,7 @@ use crate::worker::iscsi::IscsiSessions;
 use crate::worker::mail::{MAILBOX, Mail, Outbox, Snapshot};
 use crate::worker::places::Places;
 use crate::worker::registry::Registry;
+use crate::worker::stage::Unserved;
 use crate::worker::target::Catalog;
 use crate::worker::{Report, Shared, Worker, WorkerConfig, ring_capacity};
 use identities::IdentityKeeper;
@@ -201,6 +202,9 @@ pub enum ServerError {
     /// The program after this one would not start: `strict` is set.
     #[error("`strict` is set, and this is not served: {0}")]
     Strict(String),
+    /// An RDMA portal cannot be listened on.
+    #[error("{0}")]
+    Portal(String),
     /// One reason for several things.
     #[error("{0}")]
     Shared(Arc<Self>),
@@ -351,8 +355,10 @@ impl Server {
         };
         let acquired = acquire::acquire(&wanted, &places)?;
         builder.set_lenient(false);
-        builder.set_missing_portals(acquired.missing());
-        builder.problems().log_since(&Problems::default());
+        let mut problems = builder.problems().clone();
+        problems.set_missing_portals(acquired.missing(), &[]);
+        problems.log_since(&Problems::default());
+        builder.set_problems(problems);
         catalog.remove_portals(builder.problems());
         let shared = Arc::new(shared(catalog, places));
         let parts = acquired.keep();
@@ -371,6 +377,7 @@ impl Server {
         };
         let started = server.start_workers(config, parts, &reports_tx);
         drop(reports_tx);
+        let started = started.and_then(|unserved| server.do_without(unserved));
         if let Err(error) = started {
             server.abandon();
             return Err(error);
@@ -378,12 +385,34 @@ impl Server {
         Ok(server)
     }
 
+    /// Goes on without portals that workers cannot listen on, or fails.
+    fn do_without(&mut self, unserved: Vec<Unserved>) -> Result<(), ServerError> {
+        if unserved.is_empty() {
+            return Ok(());
+        }
+        if self.config.strict {
+            let first = unserved.into_iter().next().expect("not empty");
+            return Err(ServerError::Portal(first.why));
+        }
+        let before = self.builder.problems().clone();
+        let mut problems = before.clone();
+        for Unserved { portal, why } in unserved {
+            problems.add(Subject::RdmaPortal(portal), &why);
+        }
+        problems.log_since(&before);
+        let mut catalog = Catalog::clone(&self.shared.registry.catalog());
+        catalog.remove_portals(&problems);
+        self.builder.set_problems(problems);
+        self.exchange(&Arc::new(catalog), &[]);
+        Ok(())
+    }
+
     fn start_workers(
         &mut self,
         config: &Config,
         parts: Vec<acquire::Part>,
         reports: &Sender<Report>,
-    ) -> Result<(), ServerError> {
+    ) -> Result<Vec<Unserved>, ServerError> {
         let mut setups = Vec::new();
         for (index, part) in parts.into_iter().enumerate() {
             let (setup_tx, setup_rx) = channel::<Setup>();
@@ -414,14 +443,15 @@ impl Server {
             // As above: its report tells.
             let _ = setup.send(self.senders.clone());
         }
+        let mut unserved = Vec::new();
         for _ in 0..self.threads.len() {
             match self.reports.recv() {
-                Ok(Report::Started(_)) => {}
+                Ok(Report::Started(_, without)) => unserved.extend(without),
                 Ok(Report::Ended(index, message)) => return Err(ended(index, message)),
                 Ok(_) | Err(_) => return Err(ServerError::Timeout("the start of a worker")),
             }
         }
-        Ok(())
+        Ok(unserved)
     }
 
     /// The report of a worker that has just ended.
@@ -716,7 +746,7 @@ impl Server {
                 Report::Ended(..) if self.gone == self.senders.len() => {
                     return Err(ServerError::Flush("no worker is left".into()));
                 }
-                Report::Started(_) | Report::Quiet(_) | Report::Ended(..) => {}
+                Report::Started(..) | Report::Quiet(_) | Report::Ended(..) => {}
             }
         }
     }
@@ -810,7 +840,7 @@ impl ThreadParts {
         };
         // The first devices have the first places.
         let devices = self.part.devices.into_iter();
-        let mut worker = Worker::new(WorkerConfig {
+        let (mut worker, unserved) = Worker::new(WorkerConfig {
             index: self.index,
             pool: self.pool,
             shared: self.shared,
@@ -822,7 +852,7 @@ impl ThreadParts {
             reports: self.reports.clone(),
         })
         .map_err(|e| e.to_string())?;
-        let _ = self.reports.send(Report::Started(self.index));
+        let _ = self.reports.send(Report::Started(self.index, unserved));
         worker.run().map_err(|e| e.to_string())
     }
 }

@@ -15,8 +15,10 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::time::SystemTime;
 
+use super::ServerError;
 use crate::backend::Failing;
 use crate::config::{Listen, Protocol};
+use crate::worker::stage::Unserved;
 
 /// What the log knows the lines about problems by.
 pub const TARGET: &str = "riserd::problems";
@@ -30,8 +32,8 @@ pub enum Subject {
     RdmaPortal(SocketAddr),
     /// A portal on TCP.
     TcpPortal(SocketAddr),
-    /// A portal with a wildcard.
-    Wildcard(Listen),
+    /// A portal with a wildcard, of a protocol.
+    Wildcard(Listen, Protocol),
     /// The address of metrics and the status page.
     Metrics(SocketAddr),
 }
@@ -51,7 +53,7 @@ impl Subject {
     pub const fn kind(&self) -> &'static str {
         match self {
             Self::Backend(_) => "backend",
-            Self::RdmaPortal(_) | Self::TcpPortal(_) | Self::Wildcard(_) => "portal",
+            Self::RdmaPortal(_) | Self::TcpPortal(_) | Self::Wildcard(..) => "portal",
             Self::Metrics(_) => "metrics",
         }
     }
@@ -64,7 +66,7 @@ impl Subject {
             Self::RdmaPortal(addr) | Self::TcpPortal(addr) | Self::Metrics(addr) => {
                 addr.to_string()
             }
-            Self::Wildcard(listen) => listen.to_string(),
+            Self::Wildcard(listen, _) => listen.to_string(),
         }
     }
 }
@@ -92,7 +94,7 @@ impl Problems {
     /// Whether there is one that may end by trying again: a wildcard waits for other addresses.
     #[must_use]
     pub fn can_be_tried(&self) -> bool {
-        let is_wildcard = |subject: &Subject| matches!(subject, Subject::Wildcard(_));
+        let is_wildcard = |subject: &Subject| matches!(subject, Subject::Wildcard(..));
         !self.0.keys().all(is_wildcard)
     }
 
@@ -111,7 +113,7 @@ impl Problems {
     #[must_use]
     pub fn has_portal(&self, protocol: &str, listen: &str) -> bool {
         self.0.keys().any(|subject| match subject {
-            Subject::Backend(_) | Subject::Wildcard(_) | Subject::Metrics(_) => false,
+            Subject::Backend(_) | Subject::Wildcard(..) | Subject::Metrics(_) => false,
             Subject::RdmaPortal(addr) => protocol != "iscsi" && addr.to_string() == listen,
             Subject::TcpPortal(addr) => protocol == "iscsi" && addr.to_string() == listen,
         })
@@ -136,6 +138,29 @@ impl Problems {
     pub(super) fn add_failing(&mut self, subject: Subject, failing: Failing) {
         let Failing { since, why, .. } = failing;
         self.0.entry(subject).or_insert(Problem { why, since });
+    }
+
+    /// The portals that could not be listened on, in the place of those before: for want of a device or socket, or
+    /// at workers.
+    pub(super) fn set_missing_portals(
+        &mut self,
+        missing: &[(Subject, ServerError)],
+        unserved: &[Unserved],
+    ) {
+        let mut all = Self::default();
+        for (subject, why) in missing {
+            all.add(subject.clone(), why);
+        }
+        for Unserved { portal, why } in unserved {
+            all.add(Subject::RdmaPortal(*portal), why);
+        }
+        self.0.retain(|subject, _| match subject {
+            Subject::RdmaPortal(_) | Subject::TcpPortal(_) => all.has(subject),
+            Subject::Backend(_) | Subject::Wildcard(..) | Subject::Metrics(_) => true,
+        });
+        for (subject, problem) in all.0 {
+            self.add(subject, &problem.why);
+        }
     }
 
     /// Something is served.

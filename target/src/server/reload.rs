@@ -38,7 +38,7 @@ use crate::config::{Backend, Config};
 use crate::qos::IoLimits;
 use crate::worker::mail::Mail;
 use crate::worker::ring_capacity;
-use crate::worker::stage::Stage;
+use crate::worker::stage::{Stage, StageError, Unserved};
 use crate::worker::target::Catalog;
 
 /// How long a worker may take to acquire what a change takes.
@@ -147,7 +147,7 @@ struct Prepared {
 }
 
 /// A backend with room for more.
-struct Grown {
+pub(super) struct Grown {
     place: usize,
     store: Arc<Store>,
     /// Its capacity from the commit on, in bytes.
@@ -176,7 +176,9 @@ impl Server {
     /// # Errors
     /// [`ChangeError`]; everything is as it was then.
     pub fn retry(&mut self, opened: OpenedStores) -> Result<(), ChangeError> {
-        self.change_with(self.config.clone(), opened, || Ok(()))
+        let mut builder = self.builder.clone();
+        builder.set_retrying(true);
+        self.change_with(self.config.clone(), builder, opened, || Ok(()))
     }
 
     /// Whether another configuration can follow the present one.
@@ -201,16 +203,17 @@ impl Server {
     ) -> Result<(), E> {
         self.check(&config)?;
         let opened = open_all(self.builder.wishes(&config));
-        self.change_with(config, opened, agree)
+        self.change_with(config, self.builder.clone(), opened, agree)
     }
 
     fn change_with<E: From<ChangeError>>(
         &mut self,
         config: Config,
+        builder: build::Builder,
         mut opened: OpenedStores,
         agree: impl FnOnce() -> Result<(), E>,
     ) -> Result<(), E> {
-        let prepared = self.prepare(config, &mut opened)?;
+        let prepared = self.prepare(config, builder, &mut opened)?;
         // Before the configuration is written down: a restart with either finds its numbers.
         let saved = prepared.builder.save_ports(self.builder.ports());
         let saved = saved.and_then(|()| prepared.builder.save_identities());
@@ -234,50 +237,85 @@ impl Server {
     }
 
     /// Acquires all that a configuration takes.
-    fn prepare(&self, config: Config, opened: &mut OpenedStores) -> Result<Prepared, ChangeError> {
-        let mut builder = self.builder.clone();
+    fn prepare(
+        &self,
+        config: Config,
+        mut builder: build::Builder,
+        opened: &mut OpenedStores,
+    ) -> Result<Prepared, ChangeError> {
         builder.look(&config);
         let mut grown = Vec::new();
         let built = builder
             .catalog(&config, opened)
             .and_then(|catalog| self.grow(&config, &builder, &mut grown).map(|()| catalog))
-            .and_then(|mut catalog| {
-                let old = self.shared.registry.catalog();
-                let tolerates = |subject: &Subject, _: &ServerError| builder.tolerates(subject);
-                let wanted = acquire::Wanted {
-                    config: &config,
-                    catalog: &catalog,
-                    legacy: &Legacy::default(),
-                    old: Some(&old),
-                    workers: self.senders.len(),
-                    tolerates: &tolerates,
-                };
-                let acquired = acquire::acquire(&wanted, &self.shared.places)?;
-                builder.set_missing_portals(acquired.missing());
-                catalog.remove_portals(builder.problems());
-                Ok((Arc::new(catalog), acquired))
-            });
-        let (catalog, mut acquired) = match built {
-            Ok(built) => built,
+            .map_err(ChangeError::from)
+            .and_then(|catalog| self.acquire(&config, &mut builder, &catalog));
+        match built {
+            Ok((catalog, acquired)) => {
+                builder.set_retrying(false);
+                Ok(Prepared {
+                    config,
+                    builder,
+                    catalog,
+                    acquired,
+                    grown,
+                })
+            }
             Err(error) => {
                 self.undo_backends(&builder, &grown);
-                return Err(error.into());
-            }
-        };
-        let staged = self.stage(&catalog, &mut acquired);
-        let prepared = Prepared {
-            config,
-            builder,
-            catalog,
-            acquired,
-            grown,
-        };
-        match staged {
-            Ok(()) => Ok(prepared),
-            Err(error) => {
-                self.withdraw(prepared);
                 Err(error)
             }
+        }
+    }
+
+    /// Acquires what a catalog takes of the network, in every worker too. Portals that cannot be listened on are
+    /// left out of it where the builder tolerates that: others are not to wait for them.
+    fn acquire(
+        &self,
+        config: &Config,
+        builder: &mut build::Builder,
+        whole: &Catalog,
+    ) -> Result<(Arc<Catalog>, Acquired), ChangeError> {
+        let old = self.shared.registry.catalog();
+        let before = builder.problems().clone();
+        let mut unserved: Vec<Unserved> = Vec::new();
+        loop {
+            let mut catalog = whole.clone();
+            catalog.remove_rdma_portals(|at| unserved.iter().any(|other| other.portal == at));
+            let tolerates = |subject: &Subject| before.has(subject) || builder.tolerates(subject);
+            let wanted = acquire::Wanted {
+                config,
+                catalog: &catalog,
+                legacy: &Legacy::default(),
+                old: Some(&old),
+                workers: self.senders.len(),
+                tolerates: &|subject: &Subject, _: &ServerError| tolerates(subject),
+            };
+            let mut acquired = acquire::acquire(&wanted, &self.shared.places)?;
+            let mut problems = before.clone();
+            problems.set_missing_portals(acquired.missing(), &unserved);
+            catalog.remove_portals(&problems);
+            let catalog = Arc::new(catalog);
+            let refused = match self.stage(&catalog, &mut acquired) {
+                Ok(refused) => refused,
+                Err(error) => {
+                    self.let_go();
+                    return Err(error);
+                }
+            };
+            let Some((worker, first)) = refused.first() else {
+                builder.set_problems(problems);
+                return Ok((catalog, acquired));
+            };
+            self.let_go();
+            // Once more without them; there is no third time.
+            let is_tolerated =
+                |(_, other): &(usize, Unserved)| tolerates(&Subject::RdmaPortal(other.portal));
+            if !unserved.is_empty() || !refused.iter().all(is_tolerated) {
+                let (worker, message) = (*worker, first.why.clone());
+                return Err(ChangeError::Worker { worker, message });
+            }
+            unserved = refused.into_iter().map(|(_, other)| other).collect();
         }
     }
 
@@ -318,8 +356,13 @@ impl Server {
         Ok(())
     }
 
-    /// Lets every worker acquire its part.
-    fn stage(&self, catalog: &Arc<Catalog>, acquired: &mut Acquired) -> Result<(), ChangeError> {
+    /// Lets every worker acquire its part. The portals that workers cannot listen on, with the number of the
+    /// worker.
+    fn stage(
+        &self,
+        catalog: &Arc<Catalog>,
+        acquired: &mut Acquired,
+    ) -> Result<Vec<(usize, Unserved)>, ChangeError> {
         let parts = acquired.take_parts();
         let gone = |worker| ChangeError::Worker {
             worker,
@@ -338,12 +381,21 @@ impl Server {
             asked.push(answer);
         }
         let until = Instant::now() + STAGING;
+        let mut unserved = Vec::new();
         for (worker, answer) in asked.into_iter().enumerate() {
             let left = until.saturating_duration_since(Instant::now());
-            let answer = answer.recv_timeout(left).map_err(|_| gone(worker))?;
-            answer.map_err(|message| ChangeError::Worker { worker, message })?;
+            match answer.recv_timeout(left).map_err(|_| gone(worker))? {
+                Ok(()) => {}
+                Err(StageError::Portals(portals)) => {
+                    unserved.extend(portals.into_iter().map(|portal| (worker, portal)));
+                }
+                Err(StageError::Worker(error)) => {
+                    let message = error.to_string();
+                    return Err(ChangeError::Worker { worker, message });
+                }
+            }
         }
-        Ok(())
+        Ok(unserved)
     }
 
     /// Takes back what opening backends has done to files.
@@ -356,14 +408,19 @@ impl Server {
         }
     }
 
-    /// Lets go of all that was acquired.
-    fn withdraw(&self, prepared: Prepared) {
+    /// Lets workers give up what they have acquired.
+    fn let_go(&self) {
         for sender in &self.senders {
             // A worker that is gone holds nothing.
             let _ = sender.send_blocking(Mail::Unstage);
         }
         // A mailbox keeps its order: a worker that answers this has let go.
         let _ = self.snapshot();
+    }
+
+    /// Lets go of all that was acquired.
+    fn withdraw(&self, prepared: Prepared) {
+        self.let_go();
         self.undo_backends(&prepared.builder, &prepared.grown);
     }
 
@@ -392,12 +449,17 @@ impl Server {
         self.builder = builder;
         self.config = config;
         let _ = acquired.keep();
+        self.exchange(&catalog, &grown);
+    }
+
+    /// Serves another catalog, for which workers have acquired what it takes.
+    pub(super) fn exchange(&self, catalog: &Arc<Catalog>, grown: &[Grown]) {
         let wanted = |addr| catalog.rdma_portals().any(|portal| portal.ip() == addr);
-        let ended = self.shared.registry.change(Arc::clone(&catalog));
-        let of_iscsi = self.shared.iscsi.change(&catalog);
-        for grown in &grown {
+        let ended = self.shared.registry.change(Arc::clone(catalog));
+        let of_iscsi = self.shared.iscsi.change(catalog);
+        for grown in grown {
             grown.store.set_capacity(grown.to);
-            self.on_resized(&catalog, grown.place, grown.to);
+            self.on_resized(catalog, grown.place, grown.to);
         }
         let until = Instant::now() + PATIENCE;
         for channel in ended.into_iter().chain(of_iscsi) {

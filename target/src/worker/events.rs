@@ -418,7 +418,7 @@ impl Worker {
             }
             Mail::Stage(stage, reply) => {
                 // Whoever asked may have given up, and lets go of it then.
-                let _ = reply.send(self.stage(*stage).map_err(|e| e.to_string()));
+                let _ = reply.send(self.stage(*stage));
             }
             Mail::Unstage => self.unstage(),
             Mail::Changed => self.follow_catalog(),

@@ -15,7 +15,7 @@ use riser_transport::roce::Misdirected;
 use super::device::DeviceInfo;
 use super::iscsi::TcpListener;
 use super::session::SessionInfo;
-use super::stage::Stage;
+use super::stage::{Stage, StageError};
 use crate::config::Protocol;
 use crate::iscsi::{Parcel, TakeOver};
 use crate::srp::{Counters, TaskRef, UnitIdx};
@@ -98,7 +98,7 @@ pub enum Mail {
         attention: Attention,
     },
     /// Acquire what serving another catalog takes, and say whether that was possible.
-    Stage(Box<Stage>, Sender<Result<(), String>>),
+    Stage(Box<Stage>, Sender<Result<(), StageError>>),
     /// What was staged is not to be: let go of it.
     Unstage,
     /// The registry has another catalog.

@@ -93,7 +93,7 @@ use mail::{Mail, Outbox};
 use places::Places;
 use registry::Registry;
 use session::Session;
-use stage::Staged;
+use stage::{Staged, Unserved};
 use target::{Catalog, Entrance, Serves};
 
 /// Completions taken from one queue in a round.
@@ -132,8 +132,8 @@ pub struct Shared {
 /// What a worker tells the server.
 #[derive(Debug)]
 pub enum Report {
-    /// It listens.
-    Started(u16),
+    /// It listens, but on these portals.
+    Started(u16, Vec<Unserved>),
     /// It has no sessions any more, after a shutdown.
     Quiet(u16),
     /// What was written is durable, or is not.
@@ -303,11 +303,11 @@ struct Flushing {
 }
 
 impl Worker {
-    /// Sets a worker up on the calling thread, listening.
+    /// Sets a worker up on the calling thread, listening; the portals on which it cannot.
     ///
     /// # Errors
     /// [`WorkerError`].
-    pub fn new(config: WorkerConfig) -> Result<Self, WorkerError> {
+    pub fn new(config: WorkerConfig) -> Result<(Self, Vec<Unserved>), WorkerError> {
         let WorkerConfig {
             index,
             pool,
@@ -393,11 +393,12 @@ impl Worker {
         };
         let catalog = Arc::clone(&worker.catalog);
         worker.check_devices(&catalog)?;
+        let mut unserved = Vec::new();
         for device in 0..worker.devices.len() {
-            worker.serve_on(device)?;
+            unserved.extend(worker.serve_on(device)?);
         }
         worker.add_sockets(sockets);
-        Ok(worker)
+        Ok((worker, unserved))
     }
 
     /// Serves until told to leave.

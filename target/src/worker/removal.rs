@@ -71,16 +71,22 @@ impl Worker {
 
     /// Closes a device for good.
     pub(super) fn close_device(&mut self, device: usize) {
-        self.unwatch(device);
-        self.listeners.retain(|(d, _), _| *d != device);
-        self.discovery[device] = None;
+        self.stop_serving_on(device);
         self.devices.remove(device);
     }
 
     fn come_back(&mut self, device: usize) {
         let addr = self.devices.addr(device);
         match self.serve_on(device) {
-            Ok(()) => tracing::info!(%addr, "the RDMA device is back"),
+            Ok(unserved) if unserved.is_empty() => {
+                tracing::info!(%addr, "the RDMA device is back");
+            }
+            Ok(unserved) => {
+                self.stop_serving_on(device);
+                self.devices.close(device, self.now);
+                let why = &unserved[0].why;
+                tracing::warn!(%addr, why, "the RDMA device is not usable");
+            }
             Err(error) => {
                 self.devices.close(device, self.now);
                 tracing::warn!(%addr, %error, "the RDMA device is not usable");

@@ -10,6 +10,7 @@
 //! the owner of a device can do is done here: to listen on it. A connection that finds a staged
 //! listener is refused as one that finds none.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use riser_transport::verbs::{CmId, PortSpace};
@@ -30,6 +31,37 @@ pub struct Stage {
     pub sockets: Vec<TcpListener>,
 }
 
+/// A portal that a worker cannot listen on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unserved {
+    /// Where it is.
+    pub portal: SocketAddr,
+    /// Why.
+    pub why: String,
+}
+
+impl Unserved {
+    fn new(portal: SocketAddr, why: &WorkerError) -> Self {
+        let why = why.to_string();
+        Self { portal, why }
+    }
+}
+
+/// Why a worker cannot serve another catalog.
+#[derive(Debug)]
+pub enum StageError {
+    /// These portals, at least one, cannot be listened on; the others can.
+    Portals(Vec<Unserved>),
+    /// Something else.
+    Worker(WorkerError),
+}
+
+impl From<WorkerError> for StageError {
+    fn from(error: WorkerError) -> Self {
+        Self::Worker(error)
+    }
+}
+
 /// What a worker has acquired.
 #[derive(Debug)]
 pub(super) struct Staged {
@@ -43,8 +75,8 @@ impl Worker {
     /// Acquires what another catalog takes.
     ///
     /// # Errors
-    /// [`WorkerError`]; nothing is acquired then.
-    pub(super) fn stage(&mut self, stage: Stage) -> Result<(), WorkerError> {
+    /// [`StageError`]; nothing is acquired then.
+    pub(super) fn stage(&mut self, stage: Stage) -> Result<(), StageError> {
         // The server stages one thing at a time; what it has forgotten goes.
         self.unstage();
         let Stage {
@@ -69,7 +101,7 @@ impl Worker {
         &mut self,
         devices: Vec<(usize, Opened)>,
         catalog: &Catalog,
-    ) -> Result<(), WorkerError> {
+    ) -> Result<(), StageError> {
         for (place, device) in devices {
             let error = |source: riser_transport::verbs::VerbsError| WorkerError::Listen {
                 portal: "a new device".into(),
@@ -86,15 +118,20 @@ impl Worker {
             self.watch(place)?;
         }
         self.check_devices(catalog)?;
+        let mut unserved = Vec::new();
         for device in 0..self.devices.len() {
             if self.devices.is_open(device) {
-                let listeners = self.listen_missing(device, catalog)?;
+                let (listeners, without) = self.listen_missing(device, catalog);
                 let staged = self.staged.as_mut().expect("being staged");
                 let new = listeners.into_iter().map(|(cm, l)| (device, cm, l));
                 staged.listeners.extend(new);
+                unserved.extend(without);
             }
         }
-        Ok(())
+        match unserved.is_empty() {
+            true => Ok(()),
+            false => Err(StageError::Portals(unserved)),
+        }
     }
 
     /// Whether there is a device for every portal.
@@ -107,15 +144,15 @@ impl Worker {
         })
     }
 
-    /// Listens at a device's entrances that have no listener yet.
+    /// Listens at a device's entrances that have no listener yet; the portals where that is not possible.
     fn listen_missing(
         &mut self,
         device: usize,
         catalog: &Catalog,
-    ) -> Result<Vec<(CmId, Listener)>, WorkerError> {
+    ) -> (Vec<(CmId, Listener)>, Vec<Unserved>) {
         let addr = self.devices.addr(device);
         let has_services = self.devices[device].has_services();
-        let mut made = Vec::new();
+        let (mut made, mut unserved) = (Vec::new(), Vec::new());
         for (entrance, serves) in catalog.entrances(addr, has_services) {
             let mut known = self.listeners.iter();
             if known.any(|((d, _), l)| *d == device && l.entrance == entrance) {
@@ -124,15 +161,13 @@ impl Worker {
             match self.listen_at(device, entrance) {
                 Ok(cm) => made.push((cm, Listener { entrance, serves })),
                 Err(error) => {
-                    for (cm, _) in made {
-                        // Just made, and nobody has seen it.
-                        let _ = self.devices[device].destroy_id(cm);
-                    }
-                    return Err(error);
+                    let portals = catalog.portals_at(addr, entrance);
+                    let portals = portals.into_iter();
+                    unserved.extend(portals.map(|portal| Unserved::new(portal, &error)));
                 }
             }
         }
-        Ok(made)
+        (made, unserved)
     }
 
     fn listen_at(&mut self, device: usize, entrance: Entrance) -> Result<CmId, WorkerError> {
@@ -147,7 +182,7 @@ impl Worker {
         };
         let error = |source| WorkerError::Listen {
             portal: match entrance {
-                Entrance::Port(port) => std::net::SocketAddr::new(addr, port).to_string(),
+                Entrance::Port(port) => SocketAddr::new(addr, port).to_string(),
                 Entrance::Service(id) => format!("service id {id:#x} of {addr}"),
             },
             source,
@@ -165,10 +200,11 @@ impl Worker {
         Ok(id)
     }
 
-    /// Serves what is served on a device that has just come: listens, watches, answers discovery.
-    pub(super) fn serve_on(&mut self, device: usize) -> Result<(), WorkerError> {
+    /// Serves what is served on a device that has just come: listens, watches, answers discovery. The portals
+    /// where it cannot listen.
+    pub(super) fn serve_on(&mut self, device: usize) -> Result<Vec<Unserved>, WorkerError> {
         let catalog = Arc::clone(&self.catalog);
-        let made = self.listen_missing(device, &catalog)?;
+        let (made, unserved) = self.listen_missing(device, &catalog);
         for (cm, listener) in made {
             self.listeners.insert((device, cm), listener);
         }
@@ -178,7 +214,14 @@ impl Worker {
             return Err(error);
         }
         self.start_discovery_on(device);
-        Ok(())
+        Ok(unserved)
+    }
+
+    /// Takes back [`Worker::serve_on`].
+    pub(super) fn stop_serving_on(&mut self, device: usize) {
+        self.unwatch(device);
+        self.listeners.retain(|(d, _), _| *d != device);
+        self.discovery[device] = None;
     }
 
     /// MADs that are not the CM's come to the first worker.

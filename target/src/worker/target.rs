@@ -3,7 +3,7 @@
 //! All of it together is a [`Catalog`]. It never changes; a new configuration makes a new one, which
 //! keeps the numbers of units and backends that it has in common with the old one.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -22,7 +22,7 @@ use crate::srp::{LunMap, Mapping, Unit, UnitIdx};
 use crate::stats::{LunStats, TargetStats};
 
 /// What is served.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Catalog {
     /// Bounds on sessions that log in from now on.
     pub limits: SessionLimits,
@@ -95,6 +95,19 @@ impl Catalog {
         entrances
     }
 
+    /// The portals behind an entrance of the device at an address.
+    #[must_use]
+    pub fn portals_at(&self, addr: IpAddr, entrance: Entrance) -> BTreeSet<SocketAddr> {
+        match entrance {
+            Entrance::Port(port) => [SocketAddr::new(addr, port)].into(),
+            Entrance::Service(id) => {
+                let srp = self.targets.iter().flat_map(|t| &t.portals);
+                let here = srp.filter(|p| p.listen.ip() == addr && p.service_id == id);
+                here.map(|portal| portal.listen).collect()
+            }
+        }
+    }
+
     /// Where targets listen on TCP; an address may be there more than once.
     pub fn tcp_portals(&self) -> impl Iterator<Item = SocketAddr> + '_ {
         let iscsi = self.targets.iter().filter_map(|t| t.iscsi.as_ref());
@@ -119,6 +132,16 @@ impl Catalog {
             if let Some(iscsi) = &mut target.iscsi {
                 iscsi.portals.retain(has_tcp);
                 iscsi.iser.retain(has_rdma);
+            }
+        }
+    }
+
+    /// Leaves out RDMA portals.
+    pub fn remove_rdma_portals(&mut self, is_meant: impl Fn(SocketAddr) -> bool) {
+        for target in &mut self.targets {
+            target.portals.retain(|portal| !is_meant(portal.listen));
+            if let Some(iscsi) = &mut target.iscsi {
+                iscsi.iser.retain(|listen| !is_meant(*listen));
             }
         }
     }
@@ -200,7 +223,7 @@ impl PortalDef {
 }
 
 /// A target.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct TargetDef {
     /// Its configuration: name, units by number, access.
     pub config: config::Target,
@@ -221,7 +244,7 @@ pub struct TargetDef {
 }
 
 /// A target for iSCSI initiators.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct IscsiDef {
     /// Its name.
     pub name: IscsiName,

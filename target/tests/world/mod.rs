@@ -44,7 +44,7 @@ impl World {
         let ring = Ring::new(RingConfig::default()).unwrap();
         let (mail, inbox) = mailbox(MAILBOX, ring.waker());
         let (reports_tx, reports) = channel();
-        let worker = Worker::new(WorkerConfig {
+        let (worker, unserved) = Worker::new(WorkerConfig {
             index: 0,
             pool: 16 << 20,
             shared: Arc::clone(&shared),
@@ -56,6 +56,7 @@ impl World {
             reports: reports_tx,
         })
         .unwrap();
+        assert_eq!(unserved, []);
         Self {
             fabric,
             worker,

@@ -62,6 +62,7 @@ mod objects;
 mod shared;
 mod work;
 
+use std::collections::HashSet;
 use std::ffi::CStr;
 use std::net::IpAddr;
 use std::path::Path;
@@ -117,19 +118,35 @@ pub struct DeviceSummary {
 /// device.
 #[must_use]
 pub fn has_device(addr: IpAddr) -> bool {
-    // Empty entries of the tables are zeros, which is the unspecified address.
-    if addr.is_unspecified() {
-        return false;
+    GidTables::read().has(addr)
+}
+
+/// The kernel's GID tables, for those who ask about several addresses: a table has hundreds of entries, each a
+/// file.
+#[derive(Clone, Debug, Default)]
+pub struct GidTables(HashSet<String>);
+
+impl GidTables {
+    /// Reads those of all RDMA devices.
+    #[must_use]
+    pub fn read() -> Self {
+        let entries = |path: &Path| {
+            let dir = std::fs::read_dir(path).into_iter().flatten();
+            dir.filter_map(Result::ok).map(|e| e.path())
+        };
+        let gids = entries(Path::new("/sys/class/infiniband"))
+            .flat_map(|device| entries(&device.join("ports")))
+            .flat_map(|port| entries(&port.join("gids")))
+            .filter_map(|gid| std::fs::read_to_string(gid).ok());
+        Self(gids.map(|text| text.trim().to_owned()).collect())
     }
-    let wanted = gid_text(Gid::from(addr));
-    let entries = |path: &Path| {
-        let dir = std::fs::read_dir(path).into_iter().flatten();
-        dir.filter_map(Result::ok).map(|e| e.path())
-    };
-    entries(Path::new("/sys/class/infiniband"))
-        .flat_map(|device| entries(&device.join("ports")))
-        .flat_map(|port| entries(&port.join("gids")))
-        .any(|gid| std::fs::read_to_string(gid).is_ok_and(|text| text.trim() == wanted))
+
+    /// As [`has_device`], when they were read.
+    #[must_use]
+    pub fn has(&self, addr: IpAddr) -> bool {
+        // Empty entries of the tables are zeros, which is the unspecified address.
+        !addr.is_unspecified() && self.0.contains(&gid_text(Gid::from(addr)))
+    }
 }
 
 /// A GID as the kernel writes it: eight groups of four digits.
@@ -211,6 +228,18 @@ mod tests {
         let text = |addr: &str| gid_text(Gid::from(addr.parse::<IpAddr>().unwrap()));
         assert_eq!(text("10.99.0.1"), "0000:0000:0000:0000:0000:ffff:0a63:0001");
         assert_eq!(text("fd99::1"), "fd99:0000:0000:0000:0000:0000:0000:0001");
+    }
+
+    #[test]
+    fn tables_have_the_addresses_of_their_gids() {
+        let gids = [
+            "0000:0000:0000:0000:0000:ffff:0a63:0001",
+            &gid_text(Gid([0; 16])),
+        ];
+        let tables = GidTables(gids.map(str::to_owned).into());
+        let has = |addr: &str| tables.has(addr.parse().unwrap());
+        assert!(has("10.99.0.1") && !has("10.99.0.2"));
+        assert!(!has("0.0.0.0") && !has("::"));
     }
 
     #[test]

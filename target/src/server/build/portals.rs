@@ -1,0 +1,226 @@
+//! Where portals are: at the addresses that the host has, and that can be listened on.
+
+use std::collections::BTreeSet;
+
+use super::Builder;
+use crate::config::Config;
+use crate::server::ServerError;
+use crate::server::addresses::Expansion;
+use crate::server::problems::Subject;
+
+impl Builder {
+    /// Whether something is a portal of a wildcard that was served before, whose addresses come and go.
+    pub(super) fn is_of_known_wildcard(&self, subject: &Subject) -> bool {
+        match subject {
+            Subject::Backend(_) | Subject::Metrics(_) => false,
+            Subject::RdmaPortal(at) => !self.has_new_wildcards && self.expansion.is_wild(*at, true),
+            Subject::TcpPortal(at) => !self.has_new_wildcards && self.expansion.is_wild(*at, false),
+            Subject::Wildcard(listen, protocol) => self.wildcards.contains(&(*protocol, *listen)),
+        }
+    }
+
+    /// Looks which addresses the host has now.
+    pub(in crate::server) fn look(&mut self, config: &Config) {
+        self.addresses.look(config);
+    }
+
+    /// Whether the portals of the configuration that is served are to be at other addresses now.
+    pub(in crate::server) fn is_elsewhere(&self, config: &Config) -> bool {
+        Expansion::of(config, &self.addresses, &self.expansion) != self.expansion
+    }
+
+    /// Finds where the portals of a configuration are.
+    pub(super) fn expand(&mut self, config: &Config) -> Result<(), ServerError> {
+        let expansion = Expansion::of(config, &self.addresses, &self.expansion);
+        for (protocol, listen, why) in &expansion.lacking {
+            let (listen, why) = (*listen, why.clone());
+            let subject = Subject::Wildcard(listen, *protocol);
+            let error = ServerError::Wildcard { listen, why };
+            if !self.tolerates(&subject) {
+                return Err(error);
+            }
+            self.problems.add(subject, &error);
+        }
+        let lacking = expansion.lacking.iter();
+        let lacks: BTreeSet<_> = lacking.map(|(p, listen, _)| (*p, *listen)).collect();
+        self.problems.retain(|subject| match subject {
+            Subject::Wildcard(listen, protocol) => lacks.contains(&(*protocol, *listen)),
+            _ => true,
+        });
+        let portals = config.targets.iter().flat_map(|target| &target.portals);
+        let wild = portals.filter(|portal| portal.listen.at().is_none());
+        let wild: BTreeSet<_> = wild
+            .map(|portal| (portal.protocol, portal.listen))
+            .collect();
+        self.has_new_wildcards = !wild.is_subset(&self.wildcards);
+        self.wildcards = wild;
+        self.expansion = expansion;
+        Ok(())
+    }
+
+    /// Logs which addresses of wildcards have come and gone since another one.
+    pub(in crate::server) fn log_addresses_since(&self, before: &Self) {
+        self.expansion.log_since(&before.expansion);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::IpAddr;
+    use std::path::{Path, PathBuf};
+    use std::time::Instant;
+
+    use riser_transport::host::Interface;
+
+    use super::*;
+    use crate::backend::open_all;
+    use crate::server::Server;
+    use crate::server::reload::ChangeError;
+
+    /// A directory, gone with its value.
+    struct Dir(PathBuf);
+
+    impl Dir {
+        fn new(name: &str) -> Self {
+            let name = format!("riserd-{name}-{}", std::process::id());
+            let dir = std::env::temp_dir().join(name);
+            let _ = std::fs::remove_dir_all(&dir);
+            std::fs::create_dir(&dir).unwrap();
+            Self(dir)
+        }
+    }
+
+    impl Drop for Dir {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+
+    /// A target with a disk in a file that is missing.
+    fn config(dir: &Path, rest: &str, portals: &str) -> Config {
+        let text = format!(
+            "backends: {{ a: {{ kind: file, path: {}/a, size: 1MiB }} }}\n\
+             targets:\n\
+             - name: t\n\
+             \x20 iqn: iqn.2026-01.com.example:t\n\
+             \x20 portals: [{portals}]\n\
+             \x20 luns: {{ 0: a }}\n\
+             \x20 access: open\n\
+             workers: {{ count: 2 }}\n{rest}",
+            dir.display()
+        );
+        Config::parse(&text, "test.yaml").unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    fn retry(server: &mut Server) -> Result<(), ChangeError> {
+        let opened = open_all(server.wishes());
+        server.retry(opened)
+    }
+
+    fn problems(server: &Server) -> Vec<Subject> {
+        let problems = server.problems();
+        problems
+            .iter()
+            .map(|(subject, _)| subject.clone())
+            .collect()
+    }
+
+    /// Portals of which the first cannot be listened on where the second one is: its service is that of the other
+    /// one's port (RDMA IP CM Service, InfiniBand Architecture Release 1.3 annex A11.2).
+    fn rivals(listen: &str) -> String {
+        format!(
+            "{{ protocol: srp, listen: \"{listen}:5555\", service_guid: \"0x0000000001060cbd\" }}, \
+             {{ protocol: iser, listen: \"{listen}:3261\" }}"
+        )
+    }
+
+    #[test]
+    fn an_address_that_cannot_be_listened_on_keeps_nothing_else_from_being_served() {
+        let dir = Dir::new("unserved");
+        let portals = format!(
+            "{{ protocol: iscsi, listen: \"127.97.8.1:3290\" }}, {}",
+            rivals("eth99")
+        );
+        let mut server = Server::start(&config(&dir.0, "", &portals)).unwrap();
+        assert_eq!(problems(&server).len(), 3, "{:?}", server.problems());
+        // The interface and the disk are there now.
+        let address: IpAddr = [127, 97, 8, 2].into();
+        let name = "eth99".to_owned();
+        let interface = Interface {
+            name,
+            address,
+            mtu: None,
+        };
+        let addresses = &mut server.builder.addresses;
+        addresses.observe(vec![interface], Instant::now());
+        std::fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
+        retry(&mut server).unwrap();
+        let unserved = Subject::RdmaPortal((address, 5555).into());
+        assert_eq!(problems(&server), std::slice::from_ref(&unserved));
+        let all = server.problems();
+        let problem = all.of(&unserved).unwrap();
+        assert!(problem.why.contains("cannot listen on"), "{}", problem.why);
+        assert!(server.unit_on("a").unwrap().lu.has_medium());
+        let served = server.addresses();
+        assert!(served.contains(&(address, 3261).into()), "{served:?}");
+        assert!(!served.contains(&(address, 5555).into()), "{served:?}");
+        // It stays what it was.
+        assert!(server.look());
+        retry(&mut server).unwrap();
+        assert_eq!(server.problems().of(&unserved), Some(problem));
+        server.shutdown().unwrap();
+    }
+
+    #[test]
+    fn a_start_goes_on_without_a_portal_that_cannot_be_listened_on() {
+        let dir = Dir::new("unserved-start");
+        std::fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
+        let portals = rivals("127.97.8.3");
+        let mut server = Server::start(&config(&dir.0, "", &portals)).unwrap();
+        let unserved = Subject::RdmaPortal("127.97.8.3:5555".parse().unwrap());
+        assert_eq!(problems(&server), std::slice::from_ref(&unserved));
+        assert_eq!(server.addresses(), ["127.97.8.3:3261".parse().unwrap()]);
+        retry(&mut server).unwrap();
+        assert_eq!(problems(&server), [unserved]);
+        // The other one goes.
+        let alone = portals.split(", {").next().unwrap().to_owned();
+        server.change(config(&dir.0, "", &alone)).unwrap();
+        retry(&mut server).unwrap();
+        assert_eq!(problems(&server), []);
+        assert_eq!(server.addresses(), ["127.97.8.3:5555".parse().unwrap()]);
+        // A change is made whole or not at all.
+        let error = server.change(config(&dir.0, "", &portals)).unwrap_err();
+        assert!(error.to_string().contains("cannot listen on"), "{error}");
+        server.shutdown().unwrap();
+        let strict = config(&dir.0, "strict: true\n", &portals);
+        let error = Server::start(&strict).unwrap_err();
+        assert!(error.to_string().contains("cannot listen on"), "{error}");
+    }
+
+    #[test]
+    fn a_secret_that_cannot_be_read_any_more_keeps_no_disk_away() {
+        let dir = Dir::new("secret");
+        let secret = dir.0.join("secret");
+        std::fs::write(&secret, "a secret of enough bytes").unwrap();
+        let user = format!(
+            "discovery_chap: {{ users: [{{ name: u, secret_file: {} }}] }}\n",
+            secret.display()
+        );
+        let portals = "{ protocol: iscsi, listen: \"127.97.8.4:3290\" }";
+        let config = config(&dir.0, &user, portals);
+        let mut server = Server::start(&config).unwrap();
+        let before = server.shared().registry.catalog().discovery.clone();
+        // It is being written.
+        std::fs::write(&secret, "another secret").unwrap();
+        retry(&mut server).unwrap();
+        assert_eq!(server.shared().registry.catalog().discovery, before);
+        std::fs::remove_file(&secret).unwrap();
+        std::fs::write(dir.0.join("a"), vec![0; 1 << 20]).unwrap();
+        retry(&mut server).unwrap();
+        assert_eq!(problems(&server), []);
+        // Who applies it wants it read.
+        let error = server.change(config).unwrap_err();
+        assert!(error.to_string().contains("the secret of u"), "{error}");
+        server.shutdown().unwrap();
+    }
+}

@@ -1,0 +1,111 @@
+//! How initiators prove who they are, with the secrets from where they are.
+
+use std::collections::BTreeMap;
+
+use riser_scsi::iscsi::chap;
+use riser_scsi::iscsi::login::Auth;
+
+use crate::config::{self, Chap};
+use crate::server::ServerError;
+use crate::worker::target::TargetDef;
+
+/// Secrets that were read.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Secrets {
+    /// By where they were read from.
+    known: Vec<(Chap, Auth)>,
+    /// Those that the present catalog takes.
+    used: Vec<(Chap, Auth)>,
+    /// Whether those that are known are read again.
+    are_kept: bool,
+}
+
+impl Secrets {
+    /// From now on, what is known is not read again, or the other way round. A file that cannot be read any more, or
+    /// that is being written, is no matter as long as the configuration is not applied again.
+    pub(super) fn set_kept(&mut self, are_kept: bool) {
+        self.are_kept = are_kept;
+    }
+
+    /// Reads the secrets.
+    ///
+    /// # Errors
+    /// [`ServerError::Secret`].
+    pub(super) fn auth(&mut self, chap: Option<&Chap>) -> Result<Auth, ServerError> {
+        let Some(chap) = chap else {
+            return Ok(Auth::None);
+        };
+        let is_this = |(other, _): &&(Chap, Auth)| other == chap;
+        let mut known = self.known.iter().filter(|_| self.are_kept);
+        let auth = match known.find(is_this) {
+            Some((_, auth)) => auth.clone(),
+            None => auth(Some(chap))?,
+        };
+        self.used.push((chap.clone(), auth.clone()));
+        Ok(auth)
+    }
+
+    /// What access rules ask for in the place of the target.
+    ///
+    /// # Errors
+    /// [`ServerError::Secret`].
+    pub(super) fn rule_auths(
+        &mut self,
+        access: &config::Access,
+    ) -> Result<BTreeMap<usize, Auth>, ServerError> {
+        let config::Access::Rules(rules) = access else {
+            return Ok(BTreeMap::new());
+        };
+        let rules = rules.iter().enumerate();
+        let own = rules.filter_map(|(n, rule)| Some((n, rule.chap.as_ref()?)));
+        own.map(|(n, chap)| Ok((n, self.auth(Some(chap))?)))
+            .collect()
+    }
+
+    /// The catalog has all that it takes; the others are forgotten.
+    pub(super) fn settle(&mut self) {
+        self.known = std::mem::take(&mut self.used);
+    }
+}
+
+/// Reads the secrets.
+pub(super) fn auth(chap: Option<&Chap>) -> Result<Auth, ServerError> {
+    let Some(chap) = chap else {
+        return Ok(Auth::None);
+    };
+    let read = |user: &config::ChapUser| {
+        user.credentials().map_err(|source| ServerError::Secret {
+            name: user.name.clone(),
+            source,
+        })
+    };
+    Ok(Auth::Chap {
+        accepted: chap.users.iter().map(read).collect::<Result<_, _>>()?,
+        own: chap.mutual.as_ref().map(read).transpose()?,
+        algorithms: chap.algorithms.clone(),
+    })
+}
+
+/// The secret with which the target authenticates itself is accepted from no initiator (RFC 7143 12.1.3):
+/// otherwise an initiator could have the target compute the response to a challenge that it got elsewhere.
+/// The secrets are compared here because they have only now been read from their sources.
+pub(super) fn check_secrets(discovery: &Auth, targets: &[TargetDef]) -> Result<(), ServerError> {
+    let defs = targets.iter().filter_map(|target| target.iscsi.as_ref());
+    let auths = defs.flat_map(|iscsi| iscsi.rule_auths.values().chain([&iscsi.auth]));
+    let auths: Vec<&Auth> = auths.chain([discovery]).collect();
+    let accepted = auths.iter().flat_map(|auth| match auth {
+        Auth::Chap { accepted, .. } => accepted.as_slice(),
+        Auth::None => &[],
+    });
+    for auth in &auths {
+        let Auth::Chap { own: Some(own), .. } = auth else {
+            continue;
+        };
+        let mut accepted = accepted.clone();
+        if let Some(user) = accepted.find(|user| chap::is_equal(&user.secret, &own.secret)) {
+            let (own, user) = (own.name.clone(), user.name.clone());
+            return Err(ServerError::SameSecret { own, user });
+        }
+    }
+    Ok(())
+}

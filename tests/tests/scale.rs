@@ -250,7 +250,7 @@ const GROWTH: usize = 1 << 20;
 
 /// A session over one protocol after the other, each with a name of its own, and what it reads and writes.
 fn come(client: &Client, addr: SocketAddr, n: u64) -> Lun {
-    let who = 0x1000 + n % 7;
+    let who = 0x1000 + n;
     let lun = match ["srp", "iscsi", "iser"][(n % 3) as usize] {
         "srp" => {
             let session = block_on(client.connect(&url(addr, who))).unwrap();

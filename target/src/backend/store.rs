@@ -818,7 +818,8 @@ fn open_file(
     let mut opened = options.open(path);
     let is_missing = |e: &io::Error| e.kind() == io::ErrorKind::NotFound;
     if create && writable && opened.as_ref().is_err_and(is_missing) {
-        opened = options.create_new(true).open(path);
+        // What initiators keep there is not for every user of this host.
+        opened = options.create_new(true).mode(0o600).open(path);
         if let Ok(file) = &opened {
             *made = Some(Made {
                 path: path.to_owned(),

@@ -626,6 +626,16 @@ fn what_would_not_be_found_again_is_told() {
 }
 
 #[test]
+fn an_image_that_is_created_is_not_for_every_user() {
+    use std::os::unix::fs::PermissionsExt;
+    let dir = Dir::new(&std::env::temp_dir(), "mode");
+    let path = dir.file("image");
+    drop(Store::open(&spec(file(path.clone(), 4096))).unwrap());
+    let mode = std::fs::metadata(&path).unwrap().permissions().mode();
+    assert_eq!(mode & 0o077, 0, "{mode:o}");
+}
+
+#[test]
 fn a_ram_disk_of_more_than_the_memory_is_noted() {
     let notes = |size| {
         Store::open(&spec(Source::Ram { size }))

@@ -174,7 +174,7 @@ fn is_name(text: &str) -> bool {
 }
 
 fn name_mistake(at: At, path: &str, name: &str) -> Mistake {
-    Mistake::new(at, path, format!("`{name}` is no good name"))
+    Mistake::new(at, path, format!("`{name}` is not a valid name"))
         .hint("1 to 64 letters, digits, `-`, `_`, `.` or `:`")
 }
 
@@ -926,7 +926,7 @@ fn log(raw: raw::Log) -> Checked<Log> {
         Some(f) => match f.value.parse::<tracing_subscriber::EnvFilter>() {
             Ok(_) => f.value,
             Err(_) => {
-                let message = format!("`{}` is no log filter", f.value);
+                let message = format!("`{}` is not a log filter", f.value);
                 return Err(Mistake::new(f.at, "log.filter", message)
                     .hint("a level such as `info`, or `info,riser_target=debug`"));
             }
@@ -952,7 +952,7 @@ fn metrics(raw: raw::Metrics) -> Checked<Option<Metrics>> {
         Ok(address) if address.port() != 0 => address,
         _ => {
             return mistake(format!(
-                "`{text}` is no address with a port, such as 127.0.0.1:9909"
+                "`{text}` is not an address with a port, such as 127.0.0.1:9909"
             ));
         }
     };

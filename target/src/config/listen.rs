@@ -167,7 +167,7 @@ impl FromStr for Written {
     fn from_str(text: &str) -> Result<Self, String> {
         let wrong = || {
             format!(
-                "`{text}` is no address; write 192.0.2.1, 192.0.2.1:5555 or [2001:db8::1]:5555, or for all \
+                "`{text}` is not an address; write 192.0.2.1, 192.0.2.1:5555 or [2001:db8::1]:5555, or for all \
                  addresses 0.0.0.0, [::], an interface such as eth0:5555, or :5555"
             )
         };

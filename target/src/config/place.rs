@@ -43,7 +43,7 @@ impl FromStr for Place {
         }
         let segments: Vec<String> = inner.split('/').map(str::to_owned).collect();
         if segments.iter().any(String::is_empty) {
-            return Err(format!("`{text}` is no path: a name in it is empty"));
+            return Err(format!("`{text}` is not a path: a name in it is empty"));
         }
         Ok(Self(segments))
     }

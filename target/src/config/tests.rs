@@ -297,7 +297,7 @@ fn mistakes_are_named_with_their_place() {
         ),
         (
             backend(", threshold: 120%"),
-            "2:42: backends.d.threshold: `120%` is no percentage from 0 to 100",
+            "2:42: backends.d.threshold: `120%` is not a percentage from 0 to 100",
         ),
         (
             backend(", path: /x"),
@@ -309,7 +309,7 @@ fn mistakes_are_named_with_their_place() {
         ),
         (
             backend(", naa: 5000"),
-            "2:36: backends.d.naa: `5000` is no NAA identifier; write 16 hexadecimal digits that begin with 3 or 32 that begin with 6",
+            "2:36: backends.d.naa: `5000` is not an NAA identifier; write 16 hexadecimal digits that begin with 3 or 32 that begin with 6",
         ),
         (
             "backends: { d: { kind: fil } }".into(),
@@ -333,7 +333,7 @@ fn mistakes_are_named_with_their_place() {
         ),
         (
             "backends: { d: { kind: ram, size: lots } }".into(),
-            "1:35: backends.d.size: `lots` is no size; write bytes or a number with KiB, MiB, GiB, TiB or KB to TB",
+            "1:35: backends.d.size: `lots` is not a size; write bytes or a number with KiB, MiB, GiB, TiB or KB to TB",
         ),
         (
             "backends: { d: { kind: file, path: /x, create: true } }".into(),
@@ -341,7 +341,7 @@ fn mistakes_are_named_with_their_place() {
         ),
         (
             "backends: { a b: { kind: ram, size: 512 } }".into(),
-            "1:18: backends.a b: `a b` is no good name (1 to 64 letters, digits, `-`, `_`, `.` or `:`)",
+            "1:18: backends.a b: `a b` is not a valid name (1 to 64 letters, digits, `-`, `_`, `.` or `:`)",
         ),
         (
             "backends:\n  a: { kind: file, path: /x/y }\n  b: { kind: file, path: /x/./y }".into(),
@@ -413,7 +413,7 @@ fn mistakes_are_named_with_their_place() {
         ),
         (
             access("[{ address: host }]"),
-            "7:25: targets[0].access[0].address: `host` is no IP address and no network such as 10.0.0.0/8",
+            "7:25: targets[0].access[0].address: `host` is neither an IP address nor a network such as 10.0.0.0/8",
         ),
         (
             "targets: [{ name: t }]".into(),
@@ -437,7 +437,7 @@ fn mistakes_are_named_with_their_place() {
         ),
         (
             "targets: [{ name: t, portals: [{ protocol: srp, listen: 192.0.2.1000 }] }]".into(),
-            "1:57: targets[0].portals[0].listen: `192.0.2.1000` is no address; write 192.0.2.1, 192.0.2.1:5555 or [2001:db8::1]:5555, or for all addresses 0.0.0.0, [::], an interface such as eth0:5555, or :5555",
+            "1:57: targets[0].portals[0].listen: `192.0.2.1000` is not an address; write 192.0.2.1, 192.0.2.1:5555 or [2001:db8::1]:5555, or for all addresses 0.0.0.0, [::], an interface such as eth0:5555, or :5555",
         ),
         (
             rest("  - name: u\n    portals: [{ protocol: srp, listen: 0.0.0.0 }]\n"),
@@ -503,11 +503,11 @@ fn mistakes_are_named_with_their_place() {
         ),
         (
             rest("transport: { faults: { loss: 101 } }\n"),
-            "6:30: transport.faults.loss: `101` is no percentage from 0 to 100",
+            "6:30: transport.faults.loss: `101` is not a percentage from 0 to 100",
         ),
         (
             rest("log: { filter: '==' }\n"),
-            "6:16: log.filter: `==` is no log filter (a level such as `info`, or `info,riser_target=debug`)",
+            "6:16: log.filter: `==` is not a log filter (a level such as `info`, or `info,riser_target=debug`)",
         ),
     ];
     let mut wrong = Vec::new();
@@ -569,6 +569,36 @@ fn a_secret_in_a_file_is_as_long_as_one_in_the_configuration() {
     std::fs::write(&file, "twelve bytes\r\n").unwrap();
     assert_eq!(user.credentials().unwrap().secret, b"twelve bytes");
     std::fs::remove_file(&file).unwrap();
+}
+
+#[test]
+fn a_secret_that_every_user_can_read_is_warned_of() {
+    use std::os::unix::fs::PermissionsExt;
+    let dir = std::env::temp_dir().join(format!("riserd-readable-{}", std::process::id()));
+    std::fs::create_dir_all(&dir).unwrap();
+    let (file, log) = (dir.join("secret"), dir.join("log"));
+    std::fs::write(&file, "twelve bytes\n").unwrap();
+    let user = ChapUser {
+        name: "host".into(),
+        secret: Secret::File(file.clone()),
+    };
+    let logged = |mode| {
+        std::fs::set_permissions(&file, std::fs::Permissions::from_mode(mode)).unwrap();
+        let to = std::sync::Mutex::new(std::fs::File::create(&log).unwrap());
+        let subscriber = tracing_subscriber::fmt().with_writer(to).finish();
+        tracing::subscriber::with_default(subscriber, || user.credentials().unwrap());
+        std::fs::read_to_string(&log).unwrap()
+    };
+    for mode in [0o600, 0o640] {
+        assert_eq!(logged(mode), "");
+    }
+    let warning = logged(0o644);
+    assert!(
+        warning.contains("every user of this host can read this secret"),
+        "{warning}"
+    );
+    assert!(warning.contains(file.to_str().unwrap()), "{warning}");
+    std::fs::remove_dir_all(&dir).unwrap();
 }
 
 proptest! {

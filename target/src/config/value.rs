@@ -44,7 +44,7 @@ impl FromStr for Size {
     fn from_str(text: &str) -> Result<Self, String> {
         let wrong = || {
             format!(
-                "`{text}` is no size; write bytes or a number with KiB, MiB, GiB, TiB or KB to TB"
+                "`{text}` is not a size; write bytes or a number with KiB, MiB, GiB, TiB or KB to TB"
             )
         };
         let digits = text
@@ -89,7 +89,7 @@ impl FromStr for Span {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let wrong =
-            || format!("`{text}` is no time; write whole seconds, or a number with ms, s or m");
+            || format!("`{text}` is not a time; write whole seconds, or a number with ms, s or m");
         let digits = text.find(|c: char| !c.is_ascii_digit());
         let (number, unit) = text.split_at(digits.unwrap_or(text.len()));
         let millis = match unit.trim_start() {
@@ -147,7 +147,7 @@ impl FromStr for Guid {
             .filter(|d| d.len() == 16)
             .and_then(|d| u64::from_str_radix(&d, 16).ok())
             .map(Self)
-            .ok_or_else(|| format!("`{text}` is no GUID; write 16 hexadecimal digits"))
+            .ok_or_else(|| format!("`{text}` is not a GUID; write 16 hexadecimal digits"))
     }
 }
 
@@ -247,7 +247,8 @@ impl FromStr for Net {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || format!("`{text}` is no IP address and no network such as 10.0.0.0/8");
+        let wrong =
+            || format!("`{text}` is neither an IP address nor a network such as 10.0.0.0/8");
         let (address, prefix) = match text.split_once('/') {
             Some((a, p)) => (a, Some(p.parse::<u8>().map_err(|_| wrong())?)),
             None => (text, None),
@@ -298,7 +299,7 @@ impl FromStr for Percent {
             .ok()
             .filter(|p| (0.0..=100.0).contains(p))
             .map(Self)
-            .ok_or_else(|| format!("`{text}` is no percentage from 0 to 100"))
+            .ok_or_else(|| format!("`{text}` is not a percentage from 0 to 100"))
     }
 }
 
@@ -330,7 +331,7 @@ impl FromStr for NaaText {
         use riser_scsi::vpd::Naa;
         let wrong = || {
             format!(
-                "`{text}` is no NAA identifier; write 16 hexadecimal digits that begin with 3 or \
+                "`{text}` is not an NAA identifier; write 16 hexadecimal digits that begin with 3 or \
                  32 that begin with 6"
             )
         };

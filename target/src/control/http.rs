@@ -76,7 +76,7 @@ async fn check_host(request: Request, next: Next) -> Response {
     if is_meant {
         return next.run(request).await;
     }
-    let why = "this address is asked by its number, as localhost, or by the host's name";
+    let why = "use the IP address, localhost or the host name in the URL";
     error(StatusCode::MISDIRECTED_REQUEST, why)
 }
 

@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use mini::{Mini, Said, cdb10, login_req, real};
-use riser_scsi::srp::{DataBuffer, TskMgmtFunction};
+use riser_scsi::iscsi::name::IscsiName;
+use riser_scsi::srp::{DataBuffer, InitiatorPortId, TskMgmtFunction};
 use riser_target::backend::{Fault, FaultOn, Faults, Store};
 use riser_target::config::Config;
 use riser_target::server::Server;
@@ -188,6 +189,39 @@ fn a_unit_that_goes_has_no_limits_any_longer() {
     assert!(!unit.limits.is_active());
     let done = mini.answer(&mut real);
     assert_eq!((done.tag, done.status), (9, 0));
+    server.shutdown().unwrap();
+}
+
+/// Who an initiator is for its limits is not up to what it calls itself, unless its rule goes by that.
+#[test]
+fn limits_are_those_of_a_name_or_an_address_as_the_rule_says() {
+    let image = Image::new("rules");
+    let rules = "access:\n      - { iqn: \"iqn.2026-01.com.example:v\", address: 127.79.9.2, limits: { iops: 9 } }\n      \
+                 - { address: 127.79.9.0/24, limits: { iops: 9 } }";
+    let server = Server::start(&text(9, &image, "{ 0: d }", rules)).unwrap();
+    let catalog = server.shared().registry.catalog();
+    let target = &catalog.targets[0];
+    let of = |name: &str, host| {
+        let name = IscsiName::new(&format!("iqn.2026-01.com.example:{name}")).unwrap();
+        let luns = target.luns_of_name(&name, addr(9, host)).unwrap();
+        Arc::as_ptr(luns.limiter().unwrap())
+    };
+    let port = InitiatorPortId([7; 16]);
+    let of_port = |host| {
+        let luns = target.luns_of(&port, addr(9, host)).unwrap();
+        Arc::as_ptr(luns.limiter().unwrap())
+    };
+    let keep = [2, 3, 4].map(|host| {
+        let name = IscsiName::new("iqn.2026-01.com.example:v").unwrap();
+        target.luns_of_name(&name, addr(9, host)).unwrap()
+    });
+    assert_eq!(of("v", 2), of("v", 2));
+    assert_ne!(of("v", 2), of("v", 3), "another rule");
+    assert_eq!(of("v", 3), of("w", 3), "one address");
+    assert_eq!(of("v", 3), of_port(3));
+    assert_ne!(of("v", 3), of("v", 4));
+    drop(keep);
+    drop(catalog);
     server.shutdown().unwrap();
 }
 

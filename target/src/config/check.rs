@@ -98,6 +98,8 @@ pub(super) fn check(root: raw::Root) -> Checked<Config> {
         targets.push(target);
     }
     note_oddities(&backends, &targets, &mut notes);
+    let limits = limits(root.limits)?;
+    note_slow(&backends, &targets, limits.max_transfer, &mut notes);
     let workers = workers(root.workers)?;
     if let Some(count) = workers.count {
         // Another number of cores does not change it.
@@ -109,7 +111,7 @@ pub(super) fn check(root: raw::Root) -> Checked<Config> {
         backends,
         targets,
         workers,
-        limits: limits(root.limits)?,
+        limits,
         transport: transport(root.transport)?,
         log: log(root.log)?,
         discovery_chap: chap("discovery_chap", root.discovery_chap)?,
@@ -138,6 +140,23 @@ fn note_oddities(backends: &[Backend], targets: &[Target], notes: &mut Vec<Strin
                 "target `{}` lets nobody in: give `access:` rules, or `access: open`",
                 t.name
             ));
+        }
+    }
+}
+
+/// Limits by which a single command may take longer than initiators wait.
+fn note_slow(backends: &[Backend], targets: &[Target], longest: u32, notes: &mut Vec<String>) {
+    for backend in backends {
+        let place = format!("backend `{}`", backend.name);
+        notes.extend(io_limits::note(&place, &backend.limits, longest));
+    }
+    for target in targets {
+        if let Access::Rules(rules) = &target.access {
+            for (n, rule) in rules.iter().enumerate() {
+                let place = format!("target `{}`, access rule {n}", target.name);
+                let limits = rule.limits.iter();
+                notes.extend(limits.filter_map(|limits| io_limits::note(&place, limits, longest)));
+            }
         }
     }
 }

@@ -8,7 +8,7 @@ use super::tree::Tree;
 use super::value::Size;
 use super::write::{Map, size};
 use super::yaml::Located;
-use crate::qos::{BURST, IoLimits};
+use crate::qos::{BURST, IoLimits, MAX_WAIT};
 
 /// Commands a second that can be told apart.
 const MAX_IOPS: u64 = 1_000_000_000;
@@ -60,6 +60,23 @@ pub(super) fn check(path: &str, raw: Option<&Located<raw::IoLimits>>) -> Checked
             .burst
             .as_ref()
             .map_or(default.burst, |burst| burst.value.0),
+    })
+}
+
+/// What to say of limits by which the longest command keeps those behind it waiting for too long.
+pub(super) fn note(place: &str, limits: &IoLimits, longest: u32) -> Option<String> {
+    let rates = [
+        limits.bandwidth,
+        limits.read_bandwidth,
+        limits.write_bandwidth,
+    ];
+    let seconds = u64::from(longest) / rates.into_iter().flatten().min()?;
+    (seconds > MAX_WAIT.as_secs()).then(|| {
+        format!(
+            "{place}: at its bandwidth a command of {} MiB (limits.max_transfer) takes {seconds} s, and others wait \
+             behind it for longer than initiators may",
+            longest >> 20
+        )
     })
 }
 
@@ -142,5 +159,18 @@ mod tests {
             let error = Config::parse(&config(limits, "{}"), "a.yaml").unwrap_err();
             assert!(error.to_string().contains(place), "{limits}: {error}");
         }
+    }
+
+    #[test]
+    fn a_bandwidth_that_long_commands_exceed_for_long_is_noted() {
+        let text = config("{ read_bandwidth: 1MiB }", "{ bandwidth: 4MiB, iops: 1 }");
+        let notes = Config::parse(&text, "a.yaml").unwrap().notes;
+        assert_eq!(notes.len(), 1, "{notes:?}");
+        assert!(notes[0].starts_with("backend `d`: at its bandwidth a command of 32 MiB"));
+        assert!(notes[0].contains("takes 32 s"), "{notes:?}");
+        let text = config("{ bandwidth: 4MiB }", "{ write_bandwidth: 2MiB }");
+        let notes = Config::parse(&text, "a.yaml").unwrap().notes;
+        assert!(notes[0].starts_with("target `t`, access rule 0: "));
+        assert_eq!(notes.len(), 1, "{notes:?}");
     }
 }

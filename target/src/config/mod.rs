@@ -48,7 +48,7 @@ pub use listen::{Listen, Wildcard};
 pub use model::{
     Access, Backend, Chap, ChapUser, Config, DATA_OUT_TIMEOUT, Limits, LinkFaults, Location, Log,
     LogFormat, Lun, MAX_SESSIONS, Metrics, Names, Portal, Protocol, Provider, Redirect, Rule,
-    RuleLuns, Secret, SeenLun, Target, Transport, Workers,
+    RuleLuns, RuleSubject, Secret, SeenLun, Target, Transport, Workers,
 };
 pub use place::Place;
 pub use schema::schema;

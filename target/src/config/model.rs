@@ -346,12 +346,12 @@ impl Target {
         }
     }
 
-    /// How fast initiators may be about which the rule of this number decides.
+    /// The access rule of this number.
     #[must_use]
-    pub fn limits_of(&self, rule: usize) -> Option<&IoLimits> {
+    pub fn rule(&self, number: usize) -> Option<&Rule> {
         match &self.access {
             Access::Open => None,
-            Access::Rules(rules) => rules.get(rule)?.limits.as_ref(),
+            Access::Rules(rules) => rules.get(number),
         }
     }
 
@@ -459,7 +459,22 @@ pub enum RuleLuns {
     Map(BTreeMap<u16, Lun>),
 }
 
+/// Which initiators a rule is about: SRP initiator port, iSCSI name, source address.
+pub type RuleSubject = (Option<InitiatorId>, Option<IscsiName>, Option<Net>);
+
 impl Rule {
+    /// Which initiators it is about.
+    #[must_use]
+    pub fn subject(&self) -> RuleSubject {
+        (self.initiator, self.iqn.clone(), self.address)
+    }
+
+    /// Whether it is about initiators of a name, not about all at an address.
+    #[must_use]
+    pub fn names_initiators(&self) -> bool {
+        self.initiator.is_some() || self.iqn.is_some()
+    }
+
     /// Whether the rule is about this initiator port at this address.
     #[must_use]
     pub fn is_match(&self, port_id: &[u8; 16], address: IpAddr) -> bool {

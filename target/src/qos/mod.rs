@@ -42,7 +42,7 @@ mod throttle;
 
 pub use bucket::Bucket;
 pub use limiter::{BURST, Cost, IoLimits, Limiter, Waits};
-pub use table::{Initiators, MAX_IDLE};
+pub use table::{Initiators, LimiterKey, MAX_IDLE};
 pub use throttle::{Admission, MAX_WAIT, Throttle, Toll};
 
 #[cfg(test)]

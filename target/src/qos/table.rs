@@ -5,21 +5,32 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use super::{IoLimits, Limiter};
+use crate::config;
 
 /// Initiators without sessions whose limiters are kept, while they still owe.
 pub const MAX_IDLE: usize = 1024;
 
-/// An initiator's limiter by its name and limits: all its sessions at a target share it, over all
-/// transports. One that has used more than its rate does not get rid of that by another login.
+/// Whose limiter it is.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct LimiterKey {
+    /// The rule that says so: one at another address, or that asks for no secret, must not use up what this one grants.
+    pub rule: config::RuleSubject,
+    /// Its name, or its address where the rule is about no name.
+    pub initiator: String,
+    /// Its limits.
+    pub limits: IoLimits,
+}
+
+/// The limiters of initiators: all sessions of one at a target share it, as far as one rule decides about them.
+/// One that has used more than its rate does not get rid of that by another login.
 #[derive(Debug, Default)]
-pub struct Initiators(Mutex<HashMap<(String, IoLimits), Arc<Limiter>>>);
+pub struct Initiators(Mutex<HashMap<LimiterKey, Arc<Limiter>>>);
 
 impl Initiators {
     /// The limiter of an initiator.
     #[must_use]
-    pub fn limiter(&self, initiator: &str, limits: &IoLimits) -> Arc<Limiter> {
+    pub fn limiter(&self, key: LimiterKey) -> Arc<Limiter> {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let key = (initiator.to_owned(), *limits);
         if let Some(limiter) = all.get(&key) {
             return Arc::clone(limiter);
         }
@@ -32,7 +43,7 @@ impl Initiators {
             left -= usize::from(!is_used(limiter) && is_kept);
             is_kept
         });
-        let limiter = Arc::new(Limiter::new(limits));
+        let limiter = Arc::new(Limiter::new(&key.limits));
         all.insert(key, Arc::clone(&limiter));
         limiter
     }
@@ -44,7 +55,7 @@ impl Initiators {
         let used = all
             .iter()
             .filter(|(_, limiter)| Arc::strong_count(limiter) > 1);
-        let named = used.map(|((name, _), limiter)| (name.clone(), Arc::clone(limiter)));
+        let named = used.map(|(key, limiter)| (key.initiator.clone(), Arc::clone(limiter)));
         let mut named: Vec<_> = named.collect();
         named.sort_by(|a, b| a.0.cmp(&b.0));
         named
@@ -56,16 +67,23 @@ mod tests {
     use super::*;
     use crate::qos::Cost;
 
+    fn key(initiator: &str) -> LimiterKey {
+        LimiterKey {
+            rule: (None, None, None),
+            initiator: initiator.to_owned(),
+            limits: IoLimits {
+                iops: Some(1),
+                ..IoLimits::default()
+            },
+        }
+    }
+
     #[test]
     fn sessions_of_an_initiator_share_a_limiter_which_outlives_them_while_it_owes() {
         let table = Initiators::default();
-        let limits = IoLimits {
-            iops: Some(1),
-            ..IoLimits::default()
-        };
-        let one = table.limiter("one", &limits);
-        assert!(Arc::ptr_eq(&one, &table.limiter("one", &limits)));
-        assert!(!Arc::ptr_eq(&one, &table.limiter("two", &limits)));
+        let one = table.limiter(key("one"));
+        assert!(Arc::ptr_eq(&one, &table.limiter(key("one"))));
+        assert!(!Arc::ptr_eq(&one, &table.limiter(key("two"))));
         let cost = Cost {
             is_write: false,
             bytes: 0,
@@ -76,8 +94,8 @@ mod tests {
         let address = Arc::as_ptr(&one);
         drop(one);
         assert_eq!(table.used().len(), 0);
-        let _ = table.limiter("three", &limits);
-        let again = table.limiter("one", &limits);
+        let _ = table.limiter(key("three"));
+        let again = table.limiter(key("one"));
         assert_eq!(Arc::as_ptr(&again), address);
         assert_eq!(table.used().len(), 1);
     }
@@ -85,12 +103,8 @@ mod tests {
     #[test]
     fn names_that_come_and_go_do_not_pile_up() {
         let table = Initiators::default();
-        let limits = IoLimits {
-            iops: Some(1),
-            ..IoLimits::default()
-        };
         for n in 0..2 * MAX_IDLE {
-            let limiter = table.limiter(&n.to_string(), &limits);
+            let limiter = table.limiter(key(&n.to_string()));
             let cost = Cost {
                 is_write: true,
                 bytes: 0,
@@ -100,5 +114,18 @@ mod tests {
             }
         }
         assert!(table.0.lock().unwrap().len() <= MAX_IDLE + 1);
+    }
+
+    #[test]
+    fn two_rules_never_share_a_limiter() {
+        let table = Initiators::default();
+        let by_name = table.limiter(key("one"));
+        let by_address = table.limiter(LimiterKey {
+            rule: (None, None, Some("192.0.2.0/24".parse().unwrap())),
+            ..key("one")
+        });
+        assert!(!Arc::ptr_eq(&by_name, &by_address));
+        let names: Vec<_> = table.used().into_iter().map(|(name, _)| name).collect();
+        assert_eq!(names, ["one", "one"]);
     }
 }

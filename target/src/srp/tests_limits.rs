@@ -57,6 +57,7 @@ fn limited_commands_wait_in_their_order_and_hold_no_memory() {
     }
     rig.settle();
     assert_eq!((tags(&mut rig), waiting(&rig)), (vec![1], 2));
+    assert_eq!(rig.units[0].limit_waits(), 2);
     assert_eq!(rig.pool.free(), rig.pool.size());
     // What is not about blocks does not wait, nor does another unit.
     rig.send(0, &cmd(&[0; 6]).tag(4).bytes());

@@ -224,6 +224,12 @@ impl Unit {
         Ok((key, started))
     }
 
+    /// Tasks that wait for limits.
+    #[must_use]
+    pub fn limit_waits(&self) -> u32 {
+        self.lock().limited.iter().map(|line| line.tasks).sum()
+    }
+
     /// Channels whose tasks wait for limits, apart for reads and writes.
     #[cfg(test)]
     pub(crate) fn limited(&self) -> usize {

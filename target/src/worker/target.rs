@@ -16,7 +16,7 @@ use riser_scsi::srp::{InitiatorPortId, PortIdParts, TargetPortId};
 use super::registry::SessionLimits;
 use crate::backend::Store;
 use crate::config::{self, Protocol};
-use crate::qos::{Initiators, IoLimits, Limiter};
+use crate::qos::{Initiators, IoLimits, Limiter, LimiterKey};
 use crate::server::problems::{Problems, Subject};
 use crate::srp::{LunMap, Mapping, Unit, UnitIdx};
 use crate::stats::{LunStats, TargetStats};
@@ -294,7 +294,7 @@ impl TargetDef {
         let allowed = self.config.allowed_luns(&initiator.0, address)?;
         let rule = self.config.rule_of_port(&initiator.0, address);
         // The identifier's extension is another one for each of an initiator's paths.
-        let limiter = self.limiter(rule, || {
+        let limiter = self.limiter(rule, address, || {
             let guid = initiator.0.last_chunk().expect("it has 16 bytes");
             config::Guid(u64::from_be_bytes(*guid)).to_string()
         });
@@ -306,14 +306,30 @@ impl TargetDef {
     pub fn luns_of_name(&self, initiator: &IscsiName, address: IpAddr) -> Option<Arc<LunMap>> {
         let allowed = self.config.allowed_luns_of(initiator, address)?;
         let rule = self.config.rule_of(initiator, address);
-        let limiter = self.limiter(rule, || initiator.to_string());
+        let limiter = self.limiter(rule, address, || initiator.to_string());
         Some(self.map_of(&allowed, limiter))
     }
 
-    /// The limits of an initiator whose rule has this number.
-    fn limiter(&self, rule: Option<usize>, name: impl FnOnce() -> String) -> Option<Arc<Limiter>> {
-        let limits = self.config.limits_of(rule?)?;
-        Some(self.initiators.limiter(&name(), limits))
+    /// The limits of an initiator whose rule has this number. One that the rule does not name is known by its
+    /// address: it could have any number of names.
+    fn limiter(
+        &self,
+        rule: Option<usize>,
+        address: IpAddr,
+        name: impl FnOnce() -> String,
+    ) -> Option<Arc<Limiter>> {
+        let rule = self.config.rule(rule?)?;
+        let limits = rule.limits.as_ref()?;
+        let initiator = match rule.names_initiators() {
+            true => name(),
+            false => address.to_canonical().to_string(),
+        };
+        let key = LimiterKey {
+            rule: rule.subject(),
+            initiator,
+            limits: *limits,
+        };
+        Some(self.initiators.limiter(key))
     }
 
     /// The number of the access rule that decides about an iSCSI initiator at an address, if one does.

@@ -52,6 +52,10 @@ fn units(catalog: &Catalog) -> Vec<Family> {
         "Where commands spend this time, in seconds; of a sample, one command in 16, and of those that are traced.",
     );
     let mut depth = Family::gauge("riser_lun_queue_depth", "Commands under way.");
+    let mut limited = Family::gauge(
+        "riser_lun_limit_waiting",
+        "Commands for the backend of a logical unit that wait for limits.",
+    );
     let mut size = Family::gauge("riser_lun_size_bytes", "Size of a logical unit, in bytes.");
     let mut failed = Family::gauge(
         "riser_lun_flush_failed",
@@ -67,6 +71,7 @@ fn units(catalog: &Catalog) -> Vec<Family> {
             let number = number.to_string();
             let unit_labels = [("target", stats.target()), ("lun", number.as_str())];
             depth.add(&unit_labels, stats.queue_depth() as f64);
+            limited.add(&unit_labels, f64::from(unit.limit_waits()));
             size.add(&unit_labels, unit.lu.capacity_bytes() as f64);
             let store = catalog.store_of(unit);
             let has_failed = store.is_some_and(|store| store.flush_failure().is_some());
@@ -96,7 +101,7 @@ fn units(catalog: &Catalog) -> Vec<Family> {
     }
     memory.add(&[], taken as f64);
     vec![
-        commands, bytes, errors, attentions, total, stages, depth, size, failed, memory,
+        commands, bytes, errors, attentions, total, stages, depth, limited, size, failed, memory,
     ]
 }
 

@@ -1,5 +1,8 @@
 //! Limits of backends and initiators, and how long commands waited for them.
 
+use std::collections::BTreeMap;
+use std::time::Duration;
+
 use super::family::Family;
 use crate::qos::Limiter;
 use crate::server::Server;
@@ -12,18 +15,28 @@ struct Families {
 }
 
 impl Families {
-    fn add(&mut self, labels: &[(&str, &str)], limiter: &Limiter) {
-        for (name, rate) in limiter.limits().named() {
-            if let Some(rate) = rate {
-                let mut labels = labels.to_vec();
-                labels.push(("rate", name));
-                self.rates.add(&labels, rate as f64);
+    /// What several limiters grant together, which concern the same ones by several rules.
+    fn add(&mut self, labels: &[(&str, &str)], limiters: &[&Limiter]) {
+        let mut rates = BTreeMap::new();
+        let (mut commands, mut time) = (0, Duration::ZERO);
+        for limiter in limiters {
+            for (name, rate) in limiter.limits().named() {
+                if let Some(rate) = rate {
+                    *rates.entry(name).or_default() += rate as f64;
+                }
             }
+            let waits = limiter.waits();
+            commands += waits.commands;
+            time += waits.time;
         }
-        let waits = limiter.waits();
-        if limiter.is_active() || waits.commands > 0 {
-            self.waits.add(labels, waits.commands as f64);
-            self.time.add(labels, waits.time.as_secs_f64());
+        if commands > 0 || !rates.is_empty() {
+            self.waits.add(labels, commands as f64);
+            self.time.add(labels, time.as_secs_f64());
+        }
+        for (name, rate) in rates {
+            let mut labels = labels.to_vec();
+            labels.push(("rate", name));
+            self.rates.add(&labels, rate);
         }
     }
 
@@ -48,7 +61,7 @@ pub(super) fn families(server: &Server) -> Vec<Family> {
         ),
     };
     for (name, unit) in server.units() {
-        backends.add(&[("backend", name)], &unit.limits);
+        backends.add(&[("backend", name)], &[&unit.limits]);
     }
     let mut initiators = Families {
         rates: Family::gauge(
@@ -65,13 +78,49 @@ pub(super) fn families(server: &Server) -> Vec<Family> {
         ),
     };
     for target in &server.shared().registry.catalog().targets {
-        for (name, limiter) in target.initiators.used() {
+        for same in target.initiators.used().chunk_by(|a, b| a.0 == b.0) {
             let labels = [
                 ("target", target.config.name.as_str()),
-                ("initiator", &name),
+                ("initiator", &same[0].0),
             ];
-            initiators.add(&labels, &limiter);
+            let limiters: Vec<&Limiter> = same.iter().map(|(_, limiter)| &**limiter).collect();
+            initiators.add(&labels, &limiters);
         }
     }
     backends.all().into_iter().chain(initiators.all()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::qos::IoLimits;
+
+    /// A series that is there twice makes Prometheus refuse the whole page.
+    #[test]
+    fn an_initiator_that_two_rules_limit_has_one_series() {
+        let limiter = |iops| {
+            Limiter::new(&IoLimits {
+                iops: Some(iops),
+                ..IoLimits::default()
+            })
+        };
+        let mut families = Families {
+            rates: Family::gauge("rate", "A rate."),
+            waits: Family::counter("waits", "Waits."),
+            time: Family::counter("time", "Time."),
+        };
+        let limiters = [limiter(3), limiter(4)];
+        for limiter in &limiters {
+            limiter.count(Duration::from_secs(2));
+        }
+        families.add(&[("initiator", "a")], &limiters.each_ref());
+        let values = families.all().map(|family| {
+            let family = family.finish().unwrap();
+            let [metric] = family.get_metric() else {
+                panic!("{family:?}");
+            };
+            metric.get_gauge().get_value() + metric.get_counter().get_value()
+        });
+        assert_eq!(values, [7.0, 2.0, 4.0]);
+    }
 }

@@ -212,6 +212,11 @@ impl Measured {
         Some(Space { allocated, free })
     }
 
+    /// What was measured is no longer known.
+    pub(super) fn forget(&self) {
+        self.free.store(0, Ordering::Release);
+    }
+
     /// Measures a file. Blocks as long as its file system does.
     pub(super) fn measure(&self, file: impl AsFd) -> rustix::io::Result<()> {
         let stat = rustix::fs::fstat(&file)?;

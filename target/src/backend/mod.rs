@@ -14,6 +14,8 @@
 //! - `fault`: errors and delays on purpose, for tests.
 //! - `health`: counts failures, and measures room.
 //! - `hints`: what may help where a file cannot be opened, and notes about one that can.
+//! - `medium`: opens, locks and measures files and devices.
+//! - `look`: asks for their size and room on file systems that may not answer.
 //! - `opening`: opens backends on file systems that may not answer.
 //! - `errno`: what a host error means to a logical unit.
 //! - `sys`: the system calls the standard library lacks.
@@ -49,6 +51,8 @@ mod fault;
 mod flush;
 mod health;
 mod hints;
+pub(crate) mod look;
+mod medium;
 mod opening;
 mod plan;
 mod ram;

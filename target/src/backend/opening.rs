@@ -1,9 +1,10 @@
 //! Opening backends without waiting for ever: a file system that does not answer, such as a network share
 //! whose server is gone, must not stop what opens one.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::thread;
@@ -15,8 +16,39 @@ use crate::patience;
 /// How long opening may take; more than the time for which a lock is waited for.
 const PATIENCE: Duration = Duration::from_secs(8);
 
-/// Paths that a thread waits for, one for each at most.
-static WAITING: LazyLock<Mutex<HashSet<PathBuf>>> = LazyLock::new(Mutex::default);
+/// Paths that a thread waits for, one for each at most, with the number of the thread's mark.
+static WAITING: LazyLock<Mutex<HashMap<PathBuf, u64>>> = LazyLock::new(Mutex::default);
+
+/// The number of the next mark.
+static NEXT: AtomicU64 = AtomicU64::new(0);
+
+/// A thread waits for a path.
+#[derive(Clone, Debug)]
+struct Mark {
+    path: PathBuf,
+    number: u64,
+}
+
+impl Mark {
+    /// `None` if another thread waits for it.
+    fn set(path: &Path) -> Option<Self> {
+        let mut waiting = waiting();
+        if waiting.contains_key(path) {
+            return None;
+        }
+        let (path, number) = (path.to_owned(), NEXT.fetch_add(1, Ordering::Relaxed));
+        waiting.insert(path.clone(), number);
+        Some(Self { path, number })
+    }
+
+    /// It does no longer. Both the thread and the one that has its result say so; another thread may wait by then.
+    fn clear(&self) {
+        let mut waiting = waiting();
+        if waiting.get(&self.path) == Some(&self.number) {
+            waiting.remove(&self.path);
+        }
+    }
+}
 
 /// A file or device that is to be opened.
 #[derive(Clone, Debug)]
@@ -122,7 +154,7 @@ pub fn open_in_time(spec: &Spec) -> Result<Arc<Store>, OpenError> {
 
 /// Whether a thread waits for a path. As long as it does, this program cannot be replaced by another one.
 pub(super) fn is_waiting(path: &Path) -> bool {
-    waiting().contains(path)
+    waiting().contains_key(path)
 }
 
 impl Wish {
@@ -142,6 +174,7 @@ impl Wish {
 
 /// A thread that opens something.
 struct Opening {
+    mark: Mark,
     result: Receiver<Result<Arc<Store>, OpenError>>,
     is_late: Arc<Mutex<bool>>,
 }
@@ -168,13 +201,13 @@ impl Opening {
         path: &Path,
         open: impl FnOnce() -> Result<Arc<Store>, OpenError> + Send + 'static,
     ) -> Result<Self, OpenError> {
-        if !waiting().insert(path.to_owned()) {
+        let Some(mark) = Mark::set(path) else {
             return Err(late(path));
-        }
+        };
         let (sender, result) = channel();
         let is_late = Arc::new(Mutex::new(false));
         let spawned = thread::Builder::new().name("open".into()).spawn({
-            let (path, is_late) = (path.to_owned(), Arc::clone(&is_late));
+            let (mark, is_late) = (mark.clone(), Arc::clone(&is_late));
             move || {
                 let result = open();
                 let is_late = is_late.lock().unwrap_or_else(PoisonError::into_inner);
@@ -184,13 +217,17 @@ impl Opening {
                     (true, Ok(store)) => store.undo(),
                     (true, Err(_)) => {}
                 }
-                waiting().remove(&path);
+                mark.clear();
             }
         });
         match spawned {
-            Ok(_) => Ok(Self { result, is_late }),
+            Ok(_) => Ok(Self {
+                mark,
+                result,
+                is_late,
+            }),
             Err(error) => {
-                waiting().remove(path);
+                mark.clear();
                 Err(failed(path, "start a thread for it", error))
             }
         }
@@ -201,7 +238,7 @@ impl Opening {
         match self.result.recv_timeout(left) {
             Ok(result) => {
                 // The thread is about to do so.
-                waiting().remove(path);
+                self.mark.clear();
                 result
             }
             Err(RecvTimeoutError::Timeout) => {
@@ -213,7 +250,7 @@ impl Opening {
                 })
             }
             Err(RecvTimeoutError::Disconnected) => {
-                waiting().remove(path);
+                self.mark.clear();
                 let why = io::Error::other("opening it panicked");
                 Err(failed(path, "open it", why))
             }
@@ -222,7 +259,7 @@ impl Opening {
 }
 
 /// Every change of the set is whole, so poison is ignored.
-fn waiting() -> std::sync::MutexGuard<'static, HashSet<PathBuf>> {
+fn waiting() -> std::sync::MutexGuard<'static, HashMap<PathBuf, u64>> {
     WAITING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -230,6 +267,19 @@ fn waiting() -> std::sync::MutexGuard<'static, HashSet<PathBuf>> {
 mod tests {
     use super::*;
     use crate::backend::Direct;
+
+    #[test]
+    fn a_thread_that_ends_clears_no_mark_but_its_own() {
+        let path = Path::new("/marked");
+        let first = Mark::set(path).unwrap();
+        assert!(Mark::set(path).is_none());
+        first.clear();
+        let second = Mark::set(path).unwrap();
+        first.clear();
+        assert!(is_waiting(path));
+        second.clear();
+        assert!(!is_waiting(path));
+    }
 
     #[test]
     fn a_file_system_that_does_not_answer_is_given_up_and_tried_again() {

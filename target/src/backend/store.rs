@@ -1,16 +1,15 @@
 //! [`Store`]: one opened backend, shared by all workers.
 
 use std::fmt;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::time::UNIX_EPOCH;
 
-use riser_memory::Memory;
 use riser_scsi::config::Identity;
 use riser_scsi::step::BackendError;
 
@@ -18,11 +17,12 @@ use super::fault::Faults;
 use super::flush::{FlushFailure, FlushKeeper, FlushState};
 use super::health::{Errors, Failing, Measured, Space};
 use super::hints;
+use super::look::Waiting;
+use super::medium::{check_mount, extend, measure_file, open_device, open_file};
 use super::opening;
 use super::ram::{self, Ram};
-use super::sys::{self, Align, Lock};
-use crate::holder::{self, Holder};
-use crate::patience;
+use super::sys::{self, Align};
+use crate::holder::Holder;
 use crate::server::identities::FileId;
 
 /// Names the host's boot; where the kernel does not, this process.
@@ -293,17 +293,21 @@ pub struct Store {
     capacity: AtomicU64,
     made: Mutex<Option<Made>>,
     errors: Errors,
-    space: Measured,
+    pub(super) space: Measured,
+    /// Threads that wait for its file system.
+    pub(super) waiting: Waiting,
+    /// Its file when it was opened, if it is one.
+    file: Option<FileId>,
     notes: Vec<String>,
 }
 
 /// What opening or growing a backend has changed on disk.
 #[derive(Debug)]
-struct Made {
-    path: PathBuf,
-    file: File,
+pub(super) struct Made {
+    pub(super) path: PathBuf,
+    pub(super) file: File,
     /// Its length before; `None` if it was not there.
-    before: Option<u64>,
+    pub(super) before: Option<u64>,
 }
 
 impl Made {
@@ -356,7 +360,12 @@ impl Store {
         for note in &notes {
             tracing::warn!(backend = store.label, "{note}");
         }
-        Ok(Arc::new(Self { notes, ..store }))
+        let file = store.file_id();
+        Ok(Arc::new(Self {
+            notes,
+            file,
+            ..store
+        }))
     }
 
     /// Stands for a backend that cannot be opened: what reads or writes it finds that it is not ready. Its
@@ -388,6 +397,8 @@ impl Store {
             made: Mutex::new(made),
             errors: Errors::default(),
             space: Measured::default(),
+            waiting: Waiting::default(),
+            file: None,
             notes: Vec::new(),
         }
     }
@@ -580,9 +591,13 @@ impl Store {
         matches!(self.medium, Medium::Absent)
     }
 
-    /// Its file, if it is one. To be asked when it has just been opened: a file system may hang later.
+    /// Its file when it was opened, if it is one.
     #[must_use]
-    pub fn file(&self) -> Option<FileId> {
+    pub const fn file(&self) -> Option<FileId> {
+        self.file
+    }
+
+    fn file_id(&self) -> Option<FileId> {
         let Medium::File {
             fd, device: false, ..
         } = &self.medium
@@ -630,19 +645,6 @@ impl Store {
     #[must_use]
     pub fn space(&self) -> Option<Space> {
         self.space.get()
-    }
-
-    /// Measures its room. Blocks as long as its file system does.
-    ///
-    /// # Errors
-    /// Those of the file system.
-    pub fn measure_space(&self) -> io::Result<()> {
-        match &self.medium {
-            Medium::File {
-                fd, device: false, ..
-            } => Ok(self.space.measure(fd)?),
-            _ => Ok(()),
-        }
     }
 
     /// The flush that failed, unless it has been cleared since: acknowledged writes may be lost.
@@ -732,7 +734,7 @@ impl Store {
 
 /// The geometry of a medium that is not a file; nothing is volatile where nothing survives anyway,
 /// but the initiator sees the cache it was configured with.
-fn plain(spec: &Spec, capacity: u64) -> Geometry {
+pub(super) fn plain(spec: &Spec, capacity: u64) -> Geometry {
     Geometry {
         capacity,
         block_size: spec.block_size,
@@ -746,266 +748,11 @@ fn plain(spec: &Spec, capacity: u64) -> Geometry {
     }
 }
 
-type Opened = Result<(Medium, Geometry), OpenError>;
-
-fn io_error(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> OpenError {
+pub(super) fn io_error(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> OpenError {
     let path = path.to_owned();
     move |source| OpenError::Io {
         path,
         action,
         source,
-    }
-}
-
-/// Tries until a store is free: see [`patience`](crate::patience).
-fn until_free<T>(
-    path: &Path,
-    attempt: impl FnMut() -> Result<Option<T>, OpenError>,
-) -> Result<T, OpenError> {
-    patience::until_free(attempt)?.ok_or_else(|| OpenError::Locked {
-        path: path.to_owned(),
-        holder: holder::of_file(path),
-    })
-}
-
-fn lock(file: &File, spec: &Spec, path: &Path) -> Result<(), OpenError> {
-    let mode = if spec.read_only {
-        Lock::Shared
-    } else {
-        Lock::Exclusive
-    };
-    until_free(path, || {
-        let is_ours = sys::lock(file.as_fd(), mode).map_err(io_error(path, "lock it"))?;
-        Ok(is_ours.then_some(()))
-    })
-}
-
-fn extend(file: &File, path: &Path, len: u64) -> Result<(), OpenError> {
-    file.set_len(len)
-        .and_then(|()| file.sync_all())
-        .map_err(io_error(path, "extend it"))
-}
-
-/// Refuses a path at which the daemon would wait for itself.
-fn check_mount(source: &Source) -> Result<(), OpenError> {
-    let (Source::File { path, .. } | Source::Device { path }) = source else {
-        return Ok(());
-    };
-    match crate::mounts::find(path) {
-        Some(mount) => Err(OpenError::AsksUs {
-            path: path.clone(),
-            mount,
-        }),
-        None => Ok(()),
-    }
-}
-
-/// Opens, or creates, a file; what that changes on disk is told in `made`.
-fn open_file(
-    spec: &Spec,
-    path: &Path,
-    size: Option<u64>,
-    create: bool,
-    made: &mut Option<Made>,
-) -> Result<File, OpenError> {
-    let writable = !spec.read_only;
-    let mut options = OpenOptions::new();
-    options
-        .read(true)
-        .write(writable)
-        // A FIFO by mistake must not hang the daemon.
-        .custom_flags(libc::O_NONBLOCK);
-    let mut opened = options.open(path);
-    let is_missing = |e: &io::Error| e.kind() == io::ErrorKind::NotFound;
-    if create && writable && opened.as_ref().is_err_and(is_missing) {
-        // What initiators keep there is not for every user of this host.
-        opened = options.create_new(true).mode(0o600).open(path);
-        if let Ok(file) = &opened {
-            *made = Some(Made {
-                path: path.to_owned(),
-                file: file.try_clone().map_err(io_error(path, "examine it"))?,
-                before: None,
-            });
-        }
-    }
-    let file = opened.map_err(|source| {
-        let action = match writable {
-            true => "open it for writing",
-            false => "open it",
-        };
-        match hints::hint(spec, path, &source) {
-            Some(hint) => OpenError::File {
-                path: path.to_owned(),
-                action,
-                source,
-                hint,
-            },
-            None => io_error(path, action)(source),
-        }
-    })?;
-    let metadata = file.metadata().map_err(io_error(path, "examine it"))?;
-    if !metadata.is_file() {
-        return Err(OpenError::Kind {
-            path: path.to_owned(),
-            expected: "regular file (kind: device serves block devices)",
-        });
-    }
-    lock(&file, spec, path)?;
-    let actual = metadata.len();
-    match size {
-        Some(wanted) if wanted > actual && create && writable => {
-            extend(&file, path, wanted)?;
-            if made.is_none() {
-                *made = Some(Made {
-                    path: path.to_owned(),
-                    file: file.try_clone().map_err(io_error(path, "examine it"))?,
-                    before: Some(actual),
-                });
-            }
-            let parent = path.parent().filter(|p| !p.as_os_str().is_empty());
-            File::open(parent.unwrap_or(Path::new(".")))
-                .and_then(|dir| dir.sync_all())
-                .map_err(io_error(path, "sync its directory"))?;
-            Ok(file)
-        }
-        Some(wanted) if wanted > actual => Err(OpenError::Size {
-            path: path.to_owned(),
-            actual,
-            wanted,
-        }),
-        Some(wanted) if wanted < actual => {
-            // It was extended, here or by hand, and initiators may have written there.
-            let path = path.display();
-            tracing::warn!(%path, actual, wanted, "a file is larger than its `size`: all of it is served");
-            Ok(file)
-        }
-        _ => Ok(file),
-    }
-}
-
-fn measure_file(spec: &Spec, path: &Path, file: File) -> Opened {
-    let metadata = file.metadata().map_err(io_error(path, "examine it"))?;
-    let align = direct(spec, path, &file)?;
-    let granularity = (metadata.blksize().clamp(512, 1 << 20) as u32).max(spec.block_size);
-    let beyond = metadata.len().next_multiple_of(u64::from(granularity));
-    let punch = !spec.read_only && sys::can_punch(file.as_fd(), beyond, granularity.into());
-    let geometry = Geometry {
-        physical_block: granularity.min(4096).max(spec.block_size),
-        unmap_granularity: punch.then_some(granularity),
-        direct: align.is_some(),
-        ..plain(spec, metadata.len())
-    };
-    Ok((medium(file, align, None), geometry))
-}
-
-fn open_device(spec: &Spec, path: &Path) -> Opened {
-    // O_EXCL on a block device: not while it is mounted or part of something else.
-    let exclusive = if spec.read_only { 0 } else { libc::O_EXCL };
-    let mut options = OpenOptions::new();
-    options
-        .read(true)
-        .write(!spec.read_only)
-        .custom_flags(exclusive | libc::O_NONBLOCK);
-    let file = until_free(path, || match options.open(path) {
-        Ok(file) => Ok(Some(file)),
-        Err(e) if e.raw_os_error() == Some(libc::EBUSY) => Ok(None),
-        Err(e) => Err(io_error(path, "open it")(e)),
-    })?;
-    let metadata = file.metadata().map_err(io_error(path, "examine it"))?;
-    if !metadata.file_type().is_block_device() {
-        return Err(OpenError::Kind {
-            path: path.to_owned(),
-            expected: "block device (kind: file serves regular files)",
-        });
-    }
-    lock(&file, spec, path)?;
-    let size = sys::device_size(file.as_fd()).map_err(io_error(path, "measure it"))?;
-    let physical = sys::device_physical_block(file.as_fd()).unwrap_or(4096);
-    let queue = Queue::of(metadata.rdev());
-    let align = direct(spec, path, &file)?;
-    let unmap = !spec.read_only && queue.number("discard_max_bytes") > 0;
-    let granularity = queue.number("discard_granularity").clamp(512, 1 << 30) as u32;
-    let geometry = Geometry {
-        physical_block: physical.clamp(spec.block_size, 1 << 20),
-        unmap_granularity: unmap.then_some(granularity.max(spec.block_size)),
-        rotational: queue.number("rotational") == 1,
-        direct: align.is_some(),
-        ..plain(spec, size)
-    };
-    let logical = sys::device_logical_block(file.as_fd()).unwrap_or(4096);
-    Ok((medium(file, align, Some(logical)), geometry))
-}
-
-/// `logical_block` is a device's, in bytes. A file's ranges may begin and end anywhere.
-fn medium(file: File, align: Option<Align>, logical_block: Option<u32>) -> Medium {
-    Medium::File {
-        fd: Arc::new(file.into()),
-        align,
-        device: logical_block.is_some(),
-        unit: logical_block.map_or(1, |bytes| u64::from(bytes.max(1))),
-    }
-}
-
-/// Turns direct I/O on where it is wanted and works; `None` means the page cache.
-fn direct(spec: &Spec, path: &Path, file: &File) -> Result<Option<Align>, OpenError> {
-    if spec.direct == Direct::Off {
-        return Ok(None);
-    }
-    match try_direct(spec.block_size, file) {
-        Ok(align) => Ok(Some(align)),
-        Err(reason) => {
-            // Whatever was tried, go on without; a failure here means it was never on.
-            let _ = sys::set_direct(file.as_fd(), false);
-            match spec.direct {
-                Direct::On => Err(OpenError::Direct {
-                    path: path.to_owned(),
-                    reason,
-                }),
-                Direct::Auto | Direct::Off => Ok(None),
-            }
-        }
-    }
-}
-
-fn try_direct(block_size: u32, file: &File) -> Result<Align, String> {
-    let fd = file.as_fd();
-    sys::set_direct(fd, true).map_err(|e| format!("the file system refuses it: {e}"))?;
-    let align = sys::direct_alignment(fd)
-        .map_err(|e| e.to_string())?
-        .ok_or("the file system says that this file has none")?;
-    if !block_size.is_multiple_of(align.offset) {
-        return Err(format!(
-            "it needs blocks of {} bytes, and the unit has blocks of {block_size}",
-            align.offset
-        ));
-    }
-    let block = Memory::new(align.offset as usize).map_err(|e| e.to_string())?;
-    let block = block.whole().slice(0..align.offset as usize);
-    sys::probe_read(fd, &block.expect("as long as the mapping at least"))
-        .map_err(|e| format!("a first read fails: {e}"))?;
-    Ok(align)
-}
-
-/// A block device's queue attributes.
-struct Queue(Option<PathBuf>);
-
-impl Queue {
-    fn of(rdev: u64) -> Self {
-        let (major, minor) = (libc::major(rdev), libc::minor(rdev));
-        let device = PathBuf::from(format!("/sys/dev/block/{major}:{minor}"));
-        // A partition shows its disk's queue one directory up.
-        let found = [device.join("queue"), device.join("../queue")]
-            .into_iter()
-            .find(|p| p.is_dir());
-        Self(found)
-    }
-
-    /// The attribute's value; 0 where there is none.
-    fn number(&self, name: &str) -> u64 {
-        self.0
-            .as_ref()
-            .and_then(|p| std::fs::read_to_string(p.join(name)).ok())
-            .and_then(|s| s.trim().parse().ok())
-            .unwrap_or(0)
     }
 }

@@ -18,7 +18,7 @@ use super::legacy::Legacy;
 use super::ports::{AllPortIds, Port, PortIds};
 use super::problems::{Problems, Subject};
 use super::{Keepers, ports};
-use crate::backend::{OpenError, OpenedStores, Ram, Spec, Store, Wish, open_all};
+use crate::backend::{OpenError, OpenedStores, Ram, Spec, Store, Wish, look, open_all};
 use crate::config::{self, Backend, Config, HostId, Listen, Lun, Protocol, Target};
 use crate::qos::{Initiators, IoLimits};
 use crate::srp::{LoginLimits, Unit, UnitIdx};
@@ -310,10 +310,13 @@ impl Builder {
             let why = format!("{kind} {name}: {}", problem.why);
             return Err(ServerError::Strict(why));
         }
-        for (name, store) in self.open() {
-            if let Some(spec) = spec_of(name) {
-                store.check_reopen(spec).map_err(closed(name))?;
-            }
+        let until = look::until();
+        let looks: Vec<_> = self
+            .open()
+            .filter_map(|(name, store)| Some((name, store, store.look_reopen(spec_of(name)?))))
+            .collect();
+        for (name, store, look) in looks {
+            store.reopens(look, until).map_err(closed(name))?;
         }
         Ok(())
     }

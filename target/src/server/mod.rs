@@ -30,6 +30,8 @@ pub mod legacy;
 pub mod ports;
 pub mod problems;
 pub mod reload;
+#[cfg(test)]
+mod tests_hanging;
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -45,7 +47,7 @@ use riser_scsi::reservation::ReservationKeeper;
 use rustix::thread::{CpuSet, sched_setaffinity};
 use tokio::sync::Notify;
 
-use crate::backend::{FlushKeeper, OpenError, Space, Store, open_all};
+use crate::backend::{FlushKeeper, OpenError, Space, Store, look, open_all};
 use crate::config::{Config, Listen};
 use crate::holder::HeldBy;
 use crate::srp::Unit;
@@ -532,8 +534,8 @@ impl Server {
         self.builder.units().get(backend)
     }
 
-    /// Measures the room of all backends, from any thread, and notifies initiators of thresholds. Blocks as long
-    /// as their file systems do; `false` when the server is gone.
+    /// Measures the room of all backends, from any thread, and notifies initiators of thresholds. A file system that
+    /// does not answer is waited for once, for some seconds. `false` when the server is gone.
     pub fn measurer(&self) -> impl Fn() -> bool + Send + use<> {
         let shared = Arc::downgrade(&self.shared);
         move || {
@@ -632,11 +634,14 @@ impl Server {
     pub fn rescan(&self) -> io::Result<()> {
         let mut result = Ok(());
         let catalog = self.shared.registry.catalog();
-        for (place, store) in catalog.stores.iter().enumerate() {
-            let Some(store) = store else {
-                continue;
-            };
-            match store.measure() {
+        let until = look::until();
+        let stores = catalog.stores.iter().enumerate();
+        let stores = stores.filter_map(|(place, store)| Some((place, store.as_ref()?)));
+        let looks: Vec<_> = stores
+            .map(|(place, store)| (place, store, store.look_measure()))
+            .collect();
+        for (place, store, look) in looks {
+            match look.and_then(|look| look.finish(until)).flatten() {
                 Ok(Some(resized)) => {
                     tracing::info!(
                         from = resized.from,
@@ -648,7 +653,10 @@ impl Server {
                     }
                 }
                 Ok(None) => {}
-                Err(error) if result.is_ok() => result = Err(error),
+                Err(error) if result.is_ok() => {
+                    let text = format!("{}: {error}", store.label());
+                    result = Err(io::Error::new(error.kind(), text));
+                }
                 Err(_) => {}
             }
         }

@@ -343,7 +343,7 @@ impl Server {
                 continue;
             };
             let to = store
-                .grow(&new.spec)
+                .grow_in_time(&new.spec)
                 .map_err(|source| ServerError::Backend {
                     name: new.name.clone(),
                     source,

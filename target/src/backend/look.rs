@@ -1,0 +1,271 @@
+//! What is asked of open backends, without waiting for ever for a file system that does not answer.
+//!
+//! Each question has a thread of its own, and is given up after a time. A backend has one thread at most that waits for
+//! the control plane, and one that measures its room; as long as one waits, further questions fail at once.
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::store::{Medium, OpenError, Resized, Spec, Store};
+
+/// How long a file system may take to say something about an open file.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// Has both kinds of questions wait until the sender is gone.
+#[cfg(test)]
+pub(crate) fn hang(store: &Arc<Store>) -> std::sync::mpsc::Sender<()> {
+    let (release, hangs) = channel::<()>();
+    let hangs = Arc::new(Mutex::new(hangs));
+    for purpose in [Purpose::Control, Purpose::Room] {
+        let hangs = Arc::clone(&hangs);
+        let wait = move |_: &Store| {
+            let _ = hangs.lock().unwrap().recv();
+        };
+        Look::start(store, purpose, wait, |_| ()).unwrap();
+    }
+    release
+}
+
+/// Threads that wait for a file system.
+#[derive(Debug, Default)]
+pub(super) struct Waiting {
+    control: AtomicBool,
+    room: AtomicBool,
+}
+
+/// For what a thread waits.
+#[derive(Clone, Copy, Debug)]
+enum Purpose {
+    Control,
+    Room,
+}
+
+impl Waiting {
+    const fn of(&self, purpose: Purpose) -> &AtomicBool {
+        match purpose {
+            Purpose::Control => &self.control,
+            Purpose::Room => &self.room,
+        }
+    }
+}
+
+/// A question that is being answered.
+#[derive(Debug)]
+pub(crate) struct Look<T> {
+    result: Receiver<T>,
+    is_late: Arc<Mutex<bool>>,
+}
+
+/// When answers that are asked for now are given up.
+pub(crate) fn until() -> Instant {
+    Instant::now() + PATIENCE
+}
+
+fn silent() -> io::Error {
+    io::Error::new(io::ErrorKind::TimedOut, "the file system does not answer")
+}
+
+impl<T: Send + 'static> Look<T> {
+    /// `work` asks; `undo` takes back what it has done, if nobody waits for the answer any more.
+    fn start(
+        store: &Arc<Store>,
+        purpose: Purpose,
+        work: impl FnOnce(&Store) -> T + Send + 'static,
+        undo: impl FnOnce(&Store) + Send + 'static,
+    ) -> io::Result<Self> {
+        if store.waiting.of(purpose).swap(true, Ordering::AcqRel) {
+            return Err(silent());
+        }
+        let (sender, result) = channel();
+        let is_late = Arc::new(Mutex::new(false));
+        let spawned = thread::Builder::new().name("look".into()).spawn({
+            let (store, is_late) = (Arc::clone(store), Arc::clone(&is_late));
+            move || {
+                let answer = work(&store);
+                let is_late = is_late.lock().unwrap_or_else(PoisonError::into_inner);
+                if *is_late {
+                    undo(&store);
+                }
+                // Before the answer: who has that may ask again.
+                store.waiting.of(purpose).store(false, Ordering::Release);
+                let _ = sender.send(answer);
+            }
+        });
+        match spawned {
+            Ok(_) => Ok(Self { result, is_late }),
+            Err(error) => {
+                store.waiting.of(purpose).store(false, Ordering::Release);
+                Err(error)
+            }
+        }
+    }
+
+    /// The answer, unless it takes longer.
+    ///
+    /// # Errors
+    /// Of kind `TimedOut`.
+    pub(crate) fn finish(self, until: Instant) -> io::Result<T> {
+        let left = until.saturating_duration_since(Instant::now());
+        match self.result.recv_timeout(left) {
+            Ok(answer) => Ok(answer),
+            Err(RecvTimeoutError::Disconnected) => Err(io::Error::other("asking panicked")),
+            Err(RecvTimeoutError::Timeout) => {
+                let mut is_late = self.is_late.lock().unwrap_or_else(PoisonError::into_inner);
+                // It may have come in this very moment.
+                self.result.try_recv().map_err(|_| {
+                    *is_late = true;
+                    silent()
+                })
+            }
+        }
+    }
+}
+
+impl Store {
+    fn unanswered(&self, source: io::Error) -> OpenError {
+        OpenError::Io {
+            path: PathBuf::from(self.label()),
+            action: "examine it",
+            source,
+        }
+    }
+
+    /// Measures its room. What was measured before is forgotten if that is not possible now.
+    ///
+    /// # Errors
+    /// Those of the file system; of kind `TimedOut` if it does not answer.
+    pub fn measure_space(self: &Arc<Self>) -> io::Result<()> {
+        if !matches!(self.medium, Medium::File { device: false, .. }) {
+            return Ok(());
+        }
+        let measure = |store: &Self| match &store.medium {
+            Medium::File { fd, .. } => Ok(store.space.measure(fd)?),
+            _ => Ok(()),
+        };
+        let measured = Look::start(self, Purpose::Room, measure, |_| ())
+            .and_then(|look| look.finish(until()))
+            .flatten();
+        measured.inspect_err(|_| self.space.forget())
+    }
+
+    /// As [`Store::measure`].
+    pub(crate) fn look_measure(self: &Arc<Self>) -> io::Result<Look<io::Result<Option<Resized>>>> {
+        Look::start(self, Purpose::Control, Self::measure, |_| ())
+    }
+
+    /// As [`Store::check_reopen`].
+    pub(crate) fn look_reopen(
+        self: &Arc<Self>,
+        spec: &Spec,
+    ) -> io::Result<Look<Result<(), OpenError>>> {
+        let spec = spec.clone();
+        let check = move |store: &Self| {
+            // execve(2) waits for all threads to end.
+            while store.waiting.room.load(Ordering::Acquire) {
+                thread::sleep(Duration::from_millis(5));
+            }
+            store.check_reopen(&spec)
+        };
+        Look::start(self, Purpose::Control, check, |_| ())
+    }
+
+    /// As [`Store::grow`]; what that does later is undone.
+    ///
+    /// # Errors
+    /// Those of [`Store::grow`]; [`OpenError::Io`] of kind `TimedOut`.
+    pub fn grow_in_time(self: &Arc<Self>, spec: &Spec) -> Result<Option<u64>, OpenError> {
+        if !matches!(self.medium, Medium::File { .. }) {
+            return self.grow(spec);
+        }
+        let spec = spec.clone();
+        let grow = move |store: &Self| store.grow(&spec);
+        Look::start(self, Purpose::Control, grow, Self::undo)
+            .and_then(|look| look.finish(until()))
+            .map_err(|error| self.unanswered(error))?
+    }
+
+    /// The answer of [`Store::look_reopen`].
+    pub(crate) fn reopens(
+        &self,
+        look: io::Result<Look<Result<(), OpenError>>>,
+        until: Instant,
+    ) -> Result<(), OpenError> {
+        look.and_then(|look| look.finish(until))
+            .map_err(|error| self.unanswered(error))?
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::{Direct, Source};
+
+    fn spec(path: PathBuf, size: u64) -> Spec {
+        Spec {
+            source: Source::File {
+                path,
+                size: Some(size),
+                create: true,
+            },
+            block_size: 512,
+            direct: Direct::Off,
+            write_cache: true,
+            read_only: false,
+            faults: None,
+        }
+    }
+
+    #[test]
+    fn a_file_system_that_does_not_answer_holds_up_one_thread_and_grows_nothing_later() {
+        let path = std::env::temp_dir().join(format!("riserd-look-{}", std::process::id()));
+        let _ = std::fs::remove_file(&path);
+        let store = Store::open(&spec(path.clone(), 1 << 20)).unwrap();
+        store.keep();
+        let larger = spec(path.clone(), 2 << 20);
+        let (release, hangs) = channel::<()>();
+        let grow = {
+            let larger = larger.clone();
+            move |store: &Store| {
+                let _ = hangs.recv();
+                store.grow(&larger).map(|_| ())
+            }
+        };
+        let look = Look::start(&store, Purpose::Control, grow, Store::undo).unwrap();
+        let soon = || Instant::now() + Duration::from_millis(20);
+        let error = look.finish(soon()).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        // Another thread would hang as well.
+        assert!(store.look_measure().is_err() && store.look_reopen(&larger).is_err());
+        let error = store.grow_in_time(&larger).unwrap_err();
+        assert!(error.to_string().contains("does not answer"), "{error}");
+        drop(release);
+        while store.waiting.control.load(Ordering::Acquire) {
+            thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), 1 << 20, "undone");
+        assert_eq!(store.grow_in_time(&larger).unwrap(), Some(2 << 20));
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
+    fn room_that_cannot_be_measured_is_not_known() {
+        let path = std::env::temp_dir().join(format!("riserd-room-{}", std::process::id()));
+        let store = Store::open(&spec(path.clone(), 1 << 20)).unwrap();
+        store.measure_space().unwrap();
+        assert!(store.space().is_some());
+        let release = hang(&store);
+        assert!(store.measure_space().is_err());
+        assert_eq!(store.space(), None);
+        drop(release);
+        while store.measure_space().is_err() {
+            thread::sleep(Duration::from_millis(1));
+        }
+        assert!(store.space().is_some());
+        store.undo();
+    }
+}

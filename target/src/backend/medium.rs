@@ -1,0 +1,367 @@
+//! Opens files and devices, and locks and measures them.
+
+use std::fs::{File, Metadata, OpenOptions};
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use riser_memory::Memory;
+
+use super::hints;
+use super::store::{Direct, Geometry, Made, Medium, OpenError, Source, Spec, io_error, plain};
+use super::sys::{self, Align, Lock};
+use crate::holder;
+use crate::patience;
+
+/// How often a file is opened that was removed while its lock was waited for.
+const ATTEMPTS: usize = 3;
+
+pub(super) type Opened = Result<(Medium, Geometry), OpenError>;
+
+/// Tries until a store is free: see [`patience`](crate::patience).
+fn until_free<T>(
+    path: &Path,
+    attempt: impl FnMut() -> Result<Option<T>, OpenError>,
+) -> Result<T, OpenError> {
+    patience::until_free(attempt)?.ok_or_else(|| OpenError::Locked {
+        path: path.to_owned(),
+        holder: holder::of_file(path),
+    })
+}
+
+fn lock(file: &File, spec: &Spec, path: &Path) -> Result<(), OpenError> {
+    let mode = if spec.read_only {
+        Lock::Shared
+    } else {
+        Lock::Exclusive
+    };
+    until_free(path, || {
+        let is_ours = sys::lock(file.as_fd(), mode).map_err(io_error(path, "lock it"))?;
+        Ok(is_ours.then_some(()))
+    })
+}
+
+pub(super) fn extend(file: &File, path: &Path, len: u64) -> Result<(), OpenError> {
+    file.set_len(len)
+        .and_then(|()| file.sync_all())
+        .map_err(io_error(path, "extend it"))
+}
+
+/// Refuses a path at which the daemon would wait for itself.
+pub(super) fn check_mount(source: &Source) -> Result<(), OpenError> {
+    let (Source::File { path, .. } | Source::Device { path }) = source else {
+        return Ok(());
+    };
+    match crate::mounts::find(path) {
+        Some(mount) => Err(OpenError::AsksUs {
+            path: path.clone(),
+            mount,
+        }),
+        None => Ok(()),
+    }
+}
+
+/// Opens, or creates, a file, and locks it; what that changes on disk is noted in `made`.
+pub(super) fn open_file(
+    spec: &Spec,
+    path: &Path,
+    size: Option<u64>,
+    create: bool,
+    made: &mut Option<Made>,
+) -> Result<File, OpenError> {
+    for _ in 0..ATTEMPTS {
+        let file = open_or_create(spec, path, create, made)?;
+        lock(&file, spec, path)?;
+        // Only now: the one that had the lock may have cut the file back to the length that it had, or removed it.
+        let metadata = file.metadata().map_err(io_error(path, "examine it"))?;
+        if is_removed(path, &metadata) {
+            *made = None;
+            continue;
+        }
+        let may_extend = create && !spec.read_only;
+        return to_size(file, metadata.len(), path, size, may_extend, made);
+    }
+    Err(OpenError::Moved {
+        path: path.to_owned(),
+    })
+}
+
+/// Whether an open file is no longer at its path, nor at another one.
+fn is_removed(path: &Path, open: &Metadata) -> bool {
+    let is_there = |there: Metadata| (there.dev(), there.ino()) == (open.dev(), open.ino());
+    open.nlink() == 0 && !std::fs::metadata(path).is_ok_and(is_there)
+}
+
+/// Opens a file as it is, or creates it.
+fn open_or_create(
+    spec: &Spec,
+    path: &Path,
+    create: bool,
+    made: &mut Option<Made>,
+) -> Result<File, OpenError> {
+    let writable = !spec.read_only;
+    let mut options = OpenOptions::new();
+    options
+        .read(true)
+        .write(writable)
+        // A FIFO by mistake must not hang the daemon.
+        .custom_flags(libc::O_NONBLOCK);
+    let mut opened = options.open(path);
+    let is_missing = |e: &io::Error| e.kind() == io::ErrorKind::NotFound;
+    if create && writable && opened.as_ref().is_err_and(is_missing) {
+        // What initiators keep there is not for every user of this host.
+        opened = options.create_new(true).mode(0o600).open(path);
+        if let Ok(file) = &opened {
+            *made = Some(Made {
+                path: path.to_owned(),
+                file: file.try_clone().map_err(io_error(path, "examine it"))?,
+                before: None,
+            });
+        }
+    }
+    let file = opened.map_err(|source| {
+        let action = match writable {
+            true => "open it for writing",
+            false => "open it",
+        };
+        match hints::hint(spec, path, &source) {
+            Some(hint) => OpenError::File {
+                path: path.to_owned(),
+                action,
+                source,
+                hint,
+            },
+            None => io_error(path, action)(source),
+        }
+    })?;
+    let metadata = file.metadata().map_err(io_error(path, "examine it"))?;
+    if !metadata.is_file() {
+        return Err(OpenError::Kind {
+            path: path.to_owned(),
+            expected: "regular file (kind: device serves block devices)",
+        });
+    }
+    Ok(file)
+}
+
+/// Extends a file of `actual` bytes to its size, if it is shorter and may be.
+fn to_size(
+    file: File,
+    actual: u64,
+    path: &Path,
+    size: Option<u64>,
+    may_extend: bool,
+    made: &mut Option<Made>,
+) -> Result<File, OpenError> {
+    match size {
+        Some(wanted) if wanted > actual && may_extend => {
+            extend(&file, path, wanted)?;
+            if made.is_none() {
+                *made = Some(Made {
+                    path: path.to_owned(),
+                    file: file.try_clone().map_err(io_error(path, "examine it"))?,
+                    before: Some(actual),
+                });
+            }
+            let parent = path.parent().filter(|p| !p.as_os_str().is_empty());
+            File::open(parent.unwrap_or(Path::new(".")))
+                .and_then(|dir| dir.sync_all())
+                .map_err(io_error(path, "sync its directory"))?;
+            Ok(file)
+        }
+        Some(wanted) if wanted > actual => Err(OpenError::Size {
+            path: path.to_owned(),
+            actual,
+            wanted,
+        }),
+        Some(wanted) if wanted < actual => {
+            // It was extended, here or by hand, and initiators may have written there.
+            let path = path.display();
+            tracing::warn!(%path, actual, wanted, "a file is larger than its `size`: all of it is served");
+            Ok(file)
+        }
+        _ => Ok(file),
+    }
+}
+
+pub(super) fn measure_file(spec: &Spec, path: &Path, file: File) -> Opened {
+    let metadata = file.metadata().map_err(io_error(path, "examine it"))?;
+    let align = direct(spec, path, &file)?;
+    let granularity = (metadata.blksize().clamp(512, 1 << 20) as u32).max(spec.block_size);
+    let beyond = metadata.len().next_multiple_of(u64::from(granularity));
+    let punch = !spec.read_only && sys::can_punch(file.as_fd(), beyond, granularity.into());
+    let geometry = Geometry {
+        physical_block: granularity.min(4096).max(spec.block_size),
+        unmap_granularity: punch.then_some(granularity),
+        direct: align.is_some(),
+        ..plain(spec, metadata.len())
+    };
+    Ok((medium(file, align, None), geometry))
+}
+
+pub(super) fn open_device(spec: &Spec, path: &Path) -> Opened {
+    // O_EXCL on a block device: not while it is mounted or part of something else.
+    let exclusive = if spec.read_only { 0 } else { libc::O_EXCL };
+    let mut options = OpenOptions::new();
+    options
+        .read(true)
+        .write(!spec.read_only)
+        .custom_flags(exclusive | libc::O_NONBLOCK);
+    let file = until_free(path, || match options.open(path) {
+        Ok(file) => Ok(Some(file)),
+        Err(e) if e.raw_os_error() == Some(libc::EBUSY) => Ok(None),
+        Err(e) => Err(io_error(path, "open it")(e)),
+    })?;
+    let metadata = file.metadata().map_err(io_error(path, "examine it"))?;
+    if !metadata.file_type().is_block_device() {
+        return Err(OpenError::Kind {
+            path: path.to_owned(),
+            expected: "block device (kind: file serves regular files)",
+        });
+    }
+    lock(&file, spec, path)?;
+    let size = sys::device_size(file.as_fd()).map_err(io_error(path, "measure it"))?;
+    let physical = sys::device_physical_block(file.as_fd()).unwrap_or(4096);
+    let queue = Queue::of(metadata.rdev());
+    let align = direct(spec, path, &file)?;
+    let unmap = !spec.read_only && queue.number("discard_max_bytes") > 0;
+    let granularity = queue.number("discard_granularity").clamp(512, 1 << 30) as u32;
+    let geometry = Geometry {
+        physical_block: physical.clamp(spec.block_size, 1 << 20),
+        unmap_granularity: unmap.then_some(granularity.max(spec.block_size)),
+        rotational: queue.number("rotational") == 1,
+        direct: align.is_some(),
+        ..plain(spec, size)
+    };
+    let logical = sys::device_logical_block(file.as_fd()).unwrap_or(4096);
+    Ok((medium(file, align, Some(logical)), geometry))
+}
+
+/// `logical_block` is a device's, in bytes. A file's ranges may begin and end anywhere.
+fn medium(file: File, align: Option<Align>, logical_block: Option<u32>) -> Medium {
+    Medium::File {
+        fd: Arc::new(file.into()),
+        align,
+        device: logical_block.is_some(),
+        unit: logical_block.map_or(1, |bytes| u64::from(bytes.max(1))),
+    }
+}
+
+/// Turns direct I/O on where it is wanted and works; `None` means the page cache.
+fn direct(spec: &Spec, path: &Path, file: &File) -> Result<Option<Align>, OpenError> {
+    if spec.direct == Direct::Off {
+        return Ok(None);
+    }
+    match try_direct(spec.block_size, file) {
+        Ok(align) => Ok(Some(align)),
+        Err(reason) => {
+            // Whatever was tried, go on without; a failure here means it was never on.
+            let _ = sys::set_direct(file.as_fd(), false);
+            match spec.direct {
+                Direct::On => Err(OpenError::Direct {
+                    path: path.to_owned(),
+                    reason,
+                }),
+                Direct::Auto | Direct::Off => Ok(None),
+            }
+        }
+    }
+}
+
+fn try_direct(block_size: u32, file: &File) -> Result<Align, String> {
+    let fd = file.as_fd();
+    sys::set_direct(fd, true).map_err(|e| format!("the file system refuses it: {e}"))?;
+    let align = sys::direct_alignment(fd)
+        .map_err(|e| e.to_string())?
+        .ok_or("the file system says that this file has none")?;
+    if !block_size.is_multiple_of(align.offset) {
+        return Err(format!(
+            "it needs blocks of {} bytes, and the unit has blocks of {block_size}",
+            align.offset
+        ));
+    }
+    let block = Memory::new(align.offset as usize).map_err(|e| e.to_string())?;
+    let block = block.whole().slice(0..align.offset as usize);
+    sys::probe_read(fd, &block.expect("as long as the mapping at least"))
+        .map_err(|e| format!("a first read fails: {e}"))?;
+    Ok(align)
+}
+
+/// A block device's queue attributes.
+struct Queue(Option<PathBuf>);
+
+impl Queue {
+    fn of(rdev: u64) -> Self {
+        let (major, minor) = (libc::major(rdev), libc::minor(rdev));
+        let device = PathBuf::from(format!("/sys/dev/block/{major}:{minor}"));
+        // A partition shows its disk's queue one directory up.
+        let found = [device.join("queue"), device.join("../queue")]
+            .into_iter()
+            .find(|p| p.is_dir());
+        Self(found)
+    }
+
+    /// The attribute's value; 0 where there is none.
+    fn number(&self, name: &str) -> u64 {
+        self.0
+            .as_ref()
+            .and_then(|p| std::fs::read_to_string(p.join(name)).ok())
+            .and_then(|s| s.trim().parse().ok())
+            .unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::Duration;
+
+    use super::super::Store;
+    use super::*;
+
+    /// What is opened while another one has its lock, which then takes back what it has done to the file.
+    fn after_undo(name: &str, before: Option<u64>) -> (PathBuf, Arc<Store>) {
+        let path = std::env::temp_dir().join(format!("riserd-{name}-{}", std::process::id()));
+        let _ = std::fs::remove_file(&path);
+        if let Some(len) = before {
+            File::create(&path).unwrap().set_len(len).unwrap();
+        }
+        let spec = Spec {
+            source: Source::File {
+                path: path.clone(),
+                size: Some(1 << 20),
+                create: true,
+            },
+            block_size: 512,
+            direct: Direct::Off,
+            write_cache: true,
+            read_only: false,
+            faults: None,
+        };
+        let first = Store::open(&spec).unwrap();
+        let second = thread::spawn(move || Store::open(&spec));
+        // It waits for the lock now, or finds the file as it was at once.
+        thread::sleep(Duration::from_millis(200));
+        first.undo();
+        drop(first);
+        (path, second.join().unwrap().unwrap())
+    }
+
+    #[test]
+    fn a_file_that_was_removed_while_its_lock_was_waited_for_is_not_served() {
+        let (path, store) = after_undo("removed", None);
+        let there = std::fs::metadata(&path).expect("it is there");
+        assert_eq!(store.file().unwrap().inode, there.ino());
+        store.undo();
+    }
+
+    #[test]
+    fn a_file_that_was_cut_while_its_lock_was_waited_for_is_extended() {
+        let (path, store) = after_undo("cut", Some(4096));
+        assert_eq!(store.capacity(), 1 << 20);
+        drop(store);
+        std::fs::remove_file(path).unwrap();
+    }
+}

@@ -1,10 +1,12 @@
 //! `cargo xtask neighbours`: what one initiator at full load does to another's latency, and what limits do
-//! about that.
+//! about that. It fails where the 99th percentile beside a limited one is [`TOO_MUCH`] times that alone, by the medians,
+//! and where the other one has not done what it was there for.
 
 use std::fs;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
@@ -32,6 +34,15 @@ pub(crate) struct Options {
 const NOISY: &str = "iqn.2026-01.com.example:noisy";
 
 const TARGET: &str = "iqn.2026-01.com.example:t";
+
+/// How many times its latency alone the quiet one's must not have beside a limited one.
+const TOO_MUCH: f64 = 2.0;
+
+/// Seconds for which the noisy one goes on beyond each measurement.
+const MARGIN: u32 = 5;
+
+/// For how many seconds a limit is saved up by default.
+const BURST: f64 = 0.1;
 
 /// The quiet one's latency, in microseconds.
 #[derive(Clone, Copy)]
@@ -67,7 +78,16 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         "\nMedians of {runs} runs of {seconds} s each. The noisy one reads 4 KiB at depth 32, from another \
          unit; limited, {iops} times a second."
     );
-    Ok(())
+    check_quiet(alone, median(&rows[2]))
+}
+
+/// Whether a limited neighbour leaves the quiet one in peace.
+fn check_quiet(alone: Figure, beside: Figure) -> Result<(), Failure> {
+    let ratio = beside.p99 / alone.p99;
+    if ratio < TOO_MUCH {
+        return Ok(());
+    }
+    Err(format!("beside a limited one, the p99 is {ratio:.2} times that alone").into())
 }
 
 fn measure(
@@ -87,10 +107,15 @@ fn measure(
             let log = scratch.join("riserd.log");
             let daemon = Daemon::start(&programs.join("riserd"), &config, &log)?;
             let noisy = limits
+                .as_ref()
                 .map(|_| Noisy::start(options, programs))
                 .transpose()?;
             let figure = quiet(options, programs)?;
-            drop(noisy);
+            if let Some(noisy) = noisy {
+                let done = noisy.finish()?;
+                let is_limited = limits.is_some_and(|limits| !limits.is_empty());
+                check_noisy(done, is_limited, options)?;
+            }
             daemon.stop()?;
             rows[row].push(figure);
         }
@@ -134,24 +159,72 @@ fn quiet(options: &Options, programs: &Path) -> Result<Figure, Failure> {
     })
 }
 
+/// Whether the noisy one has done what it is there for: more than its limit lets pass, or just that.
+fn check_noisy(done: Done, is_limited: bool, options: &Options) -> Result<(), Failure> {
+    let Done { commands, seconds } = done;
+    let most = f64::from(options.iops) * (seconds + BURST) + 1.0;
+    let runtime = f64::from(options.seconds + MARGIN);
+    let is_held = commands <= most && commands >= f64::from(options.iops) * runtime / 2.0;
+    let as_expected = if is_limited { is_held } else { commands > most };
+    if as_expected {
+        return Ok(());
+    }
+    let what = if is_limited { "limited" } else { "noisy" };
+    Err(format!("the {what} one has read {commands} times in {seconds:.1} s").into())
+}
+
+/// What the noisy one has done: commands, and the seconds that it ran at most.
+#[derive(Clone, Copy)]
+struct Done {
+    commands: f64,
+    seconds: f64,
+}
+
 /// A load that ends with the value.
-struct Noisy(Child);
+struct Noisy {
+    child: Child,
+    since: Instant,
+}
 
 impl Noisy {
     fn start(options: &Options, programs: &Path) -> Result<Self, Failure> {
         let url = format!("iscsi://127.0.0.1:3261/{TARGET}/1?initiator={NOISY}");
-        let mut command = bench(programs, &url, 32, 10 * options.seconds);
-        let child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn()?;
-        let load = Self(child);
+        let mut command = bench(programs, &url, 32, options.seconds + MARGIN);
+        command.arg("--warm-up=0s");
+        let since = Instant::now();
+        let child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let load = Self { child, since };
         std::thread::sleep(Duration::from_secs(1));
         Ok(load)
+    }
+
+    /// What it has done in all, once it ends by itself; it must not have ended before.
+    fn finish(mut self) -> Result<Done, Failure> {
+        if let Some(status) = self.child.try_wait()? {
+            return Err(format!("the noisy one has ended too early: {status}").into());
+        }
+        let mut json = String::new();
+        let mut out = self.child.stdout.take().ok_or("it has an output")?;
+        out.read_to_string(&mut json)?;
+        let status = self.child.wait()?;
+        let seconds = self.since.elapsed().as_secs_f64();
+        if !status.success() {
+            return Err(format!("the noisy one has failed: {status}").into());
+        }
+        let report: Value = serde_json::from_str(&json)?;
+        let commands = report["read"]["total_ios"].as_f64();
+        let commands = commands.ok_or("no commands in the result")?;
+        Ok(Done { commands, seconds })
     }
 }
 
 impl Drop for Noisy {
     fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 
@@ -164,5 +237,40 @@ fn median(figures: &[Figure]) -> Figure {
     Figure {
         p50: middle(|f| f.p50),
         p99: middle(|f| f.p99),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn twice_the_latency_alone_is_too_much() {
+        let figure = |p99| Figure { p50: 1.0, p99 };
+        assert!(check_quiet(figure(10.0), figure(19.9)).is_ok());
+        assert!(check_quiet(figure(10.0), figure(20.0)).is_err());
+        assert!(check_quiet(figure(10.0), figure(f64::NAN)).is_err());
+    }
+
+    #[test]
+    fn a_load_counts_that_was_held_at_its_limit_or_exceeded_it() {
+        let options = Options {
+            seconds: 5,
+            runs: 3,
+            iops: 1000,
+            programs: None,
+        };
+        let check = |commands, is_limited| {
+            let done = Done {
+                commands,
+                seconds: 10.5,
+            };
+            check_noisy(done, is_limited, &options).is_ok()
+        };
+        assert!(check(10_100.0, true) && check(100_000.0, false));
+        for commands in [0.0, 4000.0, 11_000.0] {
+            assert!(!check(commands, true), "{commands}");
+        }
+        assert!(!check(0.0, false) && !check(10_100.0, false));
     }
 }

@@ -20,6 +20,9 @@ const MERCY: Duration = Duration::from_secs(8);
 /// The same where its target does not.
 const SHORT_MERCY: Duration = Duration::from_secs(1);
 
+/// How long after a target was listed as down the list is read again.
+const SECOND_LOOK: Duration = Duration::from_millis(500);
+
 #[derive(Serialize)]
 struct Detached {
     #[serde(flatten)]
@@ -30,7 +33,14 @@ struct Detached {
 }
 
 pub(super) fn run(args: &DetachArgs, global: &Global) -> Result<(), CliError> {
-    let attachment = find(args, global)?;
+    let mut attachment = find(args, global)?;
+    let is_down =
+        |a: &Attachment| a.link.as_ref().map(|link| link.state) == Some(LinkState::Reconnecting);
+    if is_down(&attachment) && !args.force {
+        // It may be back, and its process about to write that down.
+        thread::sleep(SECOND_LOOK);
+        attachment = find(args, global)?;
+    }
     let was_alive = attachment.is_alive();
     let link = attachment.link.as_ref().filter(|_| was_alive);
     let down = link.filter(|link| link.state == LinkState::Reconnecting);

@@ -321,6 +321,24 @@ fn a_target_without_its_unit_is_down_until_the_unit_is_back() {
     eventually("live", || link(&pair)["state"] == "live");
 }
 
+/// The list is a moment behind the session.
+#[test]
+fn a_disk_whose_target_has_just_come_back_is_detached() {
+    let pair = Pair::new(208, RAM);
+    attach_first(&pair, &["attach", &pair.url(), "--nbd", &pair.path("nbd")]);
+    eventually("it is live", || list(&pair)[0]["link"]["state"] == "live");
+    let file = Path::new(&pair.path("state")).join("0.json");
+    let live = fs::read_to_string(&file).unwrap();
+    let down = live.replacen("\"live\"", "\"reconnecting\"", 1);
+    assert_ne!(live, down);
+    fs::write(&file, down).unwrap();
+    let detach = pair.command(&["detach", "0"]).spawn().unwrap();
+    std::thread::sleep(Duration::from_millis(100));
+    fs::write(&file, live).unwrap();
+    let end = detach.wait_with_output().unwrap();
+    assert!(end.status.success(), "{end:?}");
+}
+
 #[test]
 fn a_detach_whose_last_flush_fails_is_a_failure() {
     let target = "iqn: iqn.2026-01.com.example:disk\n\

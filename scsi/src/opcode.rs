@@ -759,6 +759,16 @@ pub fn is_free_of_attention(cdb: &[u8]) -> bool {
         .is_some_and(|entry| entry.gates.contains(Gates::UNDER_ATTENTION))
 }
 
+/// Whether a CDB asks for the names of the unit: INQUIRY of the page Unit Serial Number or Device Identification
+/// (SPC-4 7.8). Standard INQUIRY data do not tell units apart.
+#[must_use]
+pub fn asks_for_names(cdb: &[u8]) -> bool {
+    const EVPD: u8 = 1;
+    const SERIAL: u8 = 0x80;
+    const IDENTIFICATION: u8 = 0x83;
+    matches!(cdb, [INQUIRY, flags, SERIAL | IDENTIFICATION, ..] if flags & EVPD != 0)
+}
+
 impl Opcode {
     /// The sense of a command that this unit does not offer.
     pub(crate) fn unsupported(&self) -> Sense {

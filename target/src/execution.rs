@@ -39,12 +39,15 @@ use riser_scsi::task::{NewTask, TaskKey};
 
 use crate::pool::{Buffer, Owner, Pool};
 use crate::qos::{Cost, Limiter, Toll};
-use crate::srp::{SetFull, TaskRef, Unit};
+use crate::srp::{Moved, SetFull, TaskRef, Unit};
 use crate::stats::{Addressed, CDB_TRACED, Course, Stage, Subject};
 
 /// Timeouts for which the data of one command may be on their way, as long as others come. All pieces after the
 /// first have that together, since others may wait for the command.
 pub const MAX_DATA_TIMEOUTS: u32 = 8;
+
+/// Bytes of a VPD page before what it says (SPC-4 7.8.1).
+const VPD_HEADER: u32 = 4;
 
 /// Whether a command may start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,8 +92,10 @@ pub struct Execution<const CDB: usize> {
     pub unit: Option<Arc<Unit>>,
     /// Whether the number that leads to it is read-only.
     read_only: bool,
-    /// Whether the initiator may have meant another unit: see [`LunMap`](crate::srp::LunMap).
-    has_moved: bool,
+    /// There if the initiator may have meant another unit: see [`LunMap`](crate::srp::LunMap).
+    moved: Option<Moved>,
+    /// The answer says which unit it is.
+    names_unit: bool,
     /// Task attribute.
     pub attribute: TaskAttribute,
     /// The CDB.
@@ -139,7 +144,8 @@ impl<const CDB: usize> Execution<CDB> {
         Self {
             unit: None,
             read_only: false,
-            has_moved: false,
+            moved: None,
+            names_unit: false,
             attribute: TaskAttribute::Simple,
             cdb: ArrayVec::new(),
             expected: Expected::default(),
@@ -182,7 +188,8 @@ impl<const CDB: usize> Execution<CDB> {
     ) {
         self.read_only = addressed.as_ref().is_some_and(|a| a.read_only);
         self.limiter = addressed.as_ref().and_then(|a| a.limiter.clone());
-        self.has_moved = addressed.as_ref().is_some_and(|a| a.has_moved);
+        self.moved = addressed.as_ref().and_then(|a| a.moved.clone());
+        self.names_unit = false;
         self.unit = addressed.map(|Addressed { unit, account, .. }| {
             let cdb = &self.cdb;
             let subject = || Subject {
@@ -349,7 +356,7 @@ impl<const CDB: usize> Execution<CDB> {
         self.course.enter(Stage::Scsi, now);
         let request = self.request(nexus, luns);
         let step = match &self.unit {
-            Some(unit) if self.has_moved && !opcode::is_free_of_attention(&self.cdb) => {
+            Some(unit) if self.moved.is_some() && !opcode::is_free_of_attention(&self.cdb) => {
                 let sense = Attention::LunsChanged.sense();
                 let format = unit.lu.sense_format();
                 Step::Respond(Response::check_condition(&sense, format, self.expected))
@@ -462,7 +469,19 @@ impl<const CDB: usize> Execution<CDB> {
             self.buffer.as_ref()?.write(0, &bytes[..len as usize]);
         }
         self.course.answer(response, len, now);
+        // A header alone names nothing.
+        let has_page = response.status == Status::Good && len > VPD_HEADER;
+        self.names_unit = has_page && opcode::asks_for_names(&self.cdb);
         Some(len)
+    }
+
+    /// The answer has been sent. Not before does the initiator know of the unit what the answer says: commands
+    /// that it has sent with this one may be meant for the unit before.
+    pub fn arrive(&mut self, now: Instant) {
+        self.course.arrive(now);
+        if let Some(moved) = self.moved.take().filter(|_| self.names_unit) {
+            moved.clear();
+        }
     }
 
     /// A response that is a status alone.
@@ -556,6 +575,7 @@ impl<const CDB: usize> Execution<CDB> {
         self.course.abandon();
         self.limiter = None;
         self.unit = None;
+        self.moved = None;
         self.early = Early::None;
         self.command = None;
         self.step = None;

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use mini::{Mini, Said, cdb10, login_req, real};
 use riser_scsi::iscsi::name::IscsiName;
+use riser_scsi::kind::Kind;
 use riser_scsi::srp::{DataBuffer, InitiatorPortId, TskMgmtFunction};
 use riser_target::backend::{Fault, FaultOn, Faults, Store};
 use riser_target::config::Config;
@@ -52,6 +53,10 @@ fn text(net: u8, image: &Image, luns: &str, rest: &str) -> Config {
 
 fn connect(server: &Server, net: u8, host: u8) -> Mini<Roce> {
     let dev = Roce::open(&RoceConfig::new(addr(net, host))).unwrap();
+    connect_on(dev, server, net, host)
+}
+
+fn connect_on(dev: Roce, server: &Server, net: u8, host: u8) -> Mini<Roce> {
     let target = server.shared().registry.catalog().targets[0].portals[0].target_port();
     let dst = SocketAddr::new(addr(net, 1), 5555);
     let mut mini = Mini::connect(dev, dst, &login_req(host, target), &mut real)
@@ -167,10 +172,10 @@ fn a_unit_goes_when_its_last_command_has_ended() {
 #[test]
 fn a_unit_that_goes_has_no_limits_any_longer() {
     let image = Image::new("limits");
-    let mut parsed = text(8, &image, "{ 0: d, 1: e }", "access: open");
+    let mut parsed = text(17, &image, "{ 0: d, 1: e }", "access: open");
     parsed.backends[1].limits.bandwidth = Some(4096);
     let mut server = Server::start(&parsed).unwrap();
-    let mut mini = connect(&server, 8, 2);
+    let mut mini = connect(&server, 17, 2);
     assert_eq!(ready(&mut mini, 1), POWER_ON);
     // VERIFY (10) of more than four minutes' worth.
     let verify = cdb10(0x2f, 0, 2048);
@@ -184,7 +189,7 @@ fn a_unit_that_goes_has_no_limits_any_longer() {
         real(&mut mini.dev);
     }
     server
-        .change(text(8, &image, "{ 0: d }", "access: open"))
+        .change(text(17, &image, "{ 0: d }", "access: open"))
         .unwrap();
     assert!(!unit.limits.is_active());
     let done = mini.answer(&mut real);
@@ -196,24 +201,24 @@ fn a_unit_that_goes_has_no_limits_any_longer() {
 #[test]
 fn limits_are_those_of_a_name_or_an_address_as_the_rule_says() {
     let image = Image::new("rules");
-    let rules = "access:\n      - { iqn: \"iqn.2026-01.com.example:v\", address: 127.79.9.2, limits: { iops: 9 } }\n      \
-                 - { address: 127.79.9.0/24, limits: { iops: 9 } }";
-    let server = Server::start(&text(9, &image, "{ 0: d }", rules)).unwrap();
+    let rules = "access:\n      - { iqn: \"iqn.2026-01.com.example:v\", address: 127.79.18.2, limits: { iops: 9 } }\n      \
+                 - { address: 127.79.18.0/24, limits: { iops: 9 } }";
+    let server = Server::start(&text(18, &image, "{ 0: d }", rules)).unwrap();
     let catalog = server.shared().registry.catalog();
     let target = &catalog.targets[0];
     let of = |name: &str, host| {
         let name = IscsiName::new(&format!("iqn.2026-01.com.example:{name}")).unwrap();
-        let luns = target.luns_of_name(&name, addr(9, host)).unwrap();
+        let luns = target.luns_of_name(&name, addr(18, host)).unwrap();
         Arc::as_ptr(luns.limiter().unwrap())
     };
     let port = InitiatorPortId([7; 16]);
     let of_port = |host| {
-        let luns = target.luns_of(&port, addr(9, host)).unwrap();
+        let luns = target.luns_of(&port, addr(18, host)).unwrap();
         Arc::as_ptr(luns.limiter().unwrap())
     };
     let keep = [2, 3, 4].map(|host| {
         let name = IscsiName::new("iqn.2026-01.com.example:v").unwrap();
-        target.luns_of_name(&name, addr(9, host)).unwrap()
+        target.luns_of_name(&name, addr(18, host)).unwrap()
     });
     assert_eq!(of("v", 2), of("v", 2));
     assert_ne!(of("v", 2), of("v", 3), "another rule");
@@ -313,6 +318,30 @@ fn numbers(mini: &mut Mini<Roce>, lun: u8) -> Vec<u8> {
 }
 
 const INQUIRY: [u8; 6] = [0x12, 0, 0, 0, 36, 0];
+/// Device Identification, which has the unit's names.
+const NAMES: [u8; 6] = [0x12, 1, 0x83, 0, 64, 0];
+
+/// What TEST UNIT READY gets until it ends well.
+fn until_ready(mini: &mut Mini<Roce>, lun: u8) -> Vec<(u8, Option<[u8; 2]>)> {
+    let mut said = Vec::new();
+    let until = Instant::now() + Duration::from_secs(10);
+    loop {
+        match ready(mini, lun) {
+            GOOD => return said,
+            other => said.push(other),
+        }
+        assert!(Instant::now() < until, "{said:?}");
+        real(&mut mini.dev);
+    }
+}
+
+/// Every command for the number is refused.
+fn assert_held_back(mini: &mut Mini<Roce>, lun: u8) {
+    for _ in 0..4 {
+        assert_eq!(ready(mini, lun), LUNS_CHANGED);
+        assert_eq!(write(mini, lun, 0x77), 2);
+    }
+}
 
 #[test]
 fn each_initiator_has_numbers_of_its_own() {
@@ -368,17 +397,183 @@ fn no_command_for_one_unit_reaches_another_by_its_number() {
     server
         .change(mapped(6, &image, "{ 0: d, 4: e }", None))
         .unwrap();
-    for _ in 0..3 {
-        assert_eq!(write(&mut mini, 4, 0x77), 2);
-    }
+    assert_held_back(&mut mini, 4);
+    // Standard data do not tell units apart, and the page's header names none.
     assert_eq!(read(&mut mini, 4, &INQUIRY, 36).0, 0);
-    // From here on it knows; the unit has something to report as well.
-    let power_on = ready(&mut mini, 4);
-    assert_eq!(power_on, POWER_ON);
-    assert_eq!(ready(&mut mini, 4), LUNS_CHANGED);
-    assert_eq!(ready(&mut mini, 4), GOOD);
+    assert_eq!(read(&mut mini, 4, &[0x12, 1, 0x83, 0, 4, 0], 4).0, 0);
+    assert_held_back(&mut mini, 4);
     assert_eq!(std::fs::read(&image.0).unwrap()[..512], [0; 512]);
+    assert_eq!(read(&mut mini, 4, &NAMES, 64).0, 0);
+    // From here on it knows; the unit has something to report as well.
+    let said = until_ready(&mut mini, 4);
+    assert!(said.contains(&POWER_ON), "{said:?}");
     assert_eq!(write(&mut mini, 4, 0x78), 0);
+    server.shutdown().unwrap();
+}
+
+/// Commands that an initiator sends together with the INQUIRY may be meant for the unit before.
+#[test]
+fn commands_sent_before_the_answer_to_an_inquiry_do_not_profit_from_it() {
+    let image = Image::new("together");
+    let mut server = Server::start(&mapped(13, &image, "{ 0: d, 4: d }", None)).unwrap();
+    let mut mini = connect(&server, 13, 2);
+    assert_eq!(ready(&mut mini, 4), GOOD);
+    server
+        .change(mapped(13, &image, "{ 0: d, 4: e }", None))
+        .unwrap();
+    mini.data.fill(0, 512, 0x77);
+    let into = DataBuffer::Direct(mini.desc(1024, 64));
+    mini.send_cmd(20, 4, &NAMES, DataBuffer::None, into);
+    for tag in 21..24 {
+        let from = DataBuffer::Direct(mini.desc(0, 512));
+        mini.send_cmd(tag, 4, &cdb10(0x2a, 0, 1), from, DataBuffer::None);
+    }
+    for _ in 20..24 {
+        let answer = mini.answer(&mut real);
+        assert_eq!(answer.status == 0, answer.tag == 20);
+    }
+    assert_eq!(std::fs::read(&image.0).unwrap()[..512], [0; 512]);
+    until_ready(&mut mini, 4);
+    server.shutdown().unwrap();
+}
+
+/// A number that led nowhere for a while is taken for what it was, and one that leads back is what it was.
+#[test]
+fn numbers_that_went_away_and_numbers_that_came_back() {
+    let image = Image::new("again");
+    let mut server = Server::start(&mapped(12, &image, "{ 0: d, 4: d }", None)).unwrap();
+    let mut mini = connect(&server, 12, 2);
+    assert_eq!(ready(&mut mini, 4), GOOD);
+    let change = |server: &mut Server, luns: &str| {
+        server.change(mapped(12, &image, luns, None)).unwrap();
+    };
+    change(&mut server, "{ 0: d, 4: e }");
+    assert_held_back(&mut mini, 4);
+    change(&mut server, "{ 0: d, 4: d }");
+    until_ready(&mut mini, 4);
+    change(&mut server, "{ 0: d }");
+    assert_eq!(ready(&mut mini, 4), NO_SUCH_UNIT);
+    change(&mut server, "{ 0: d, 4: e }");
+    assert_held_back(&mut mini, 4);
+    // That of another number changes nothing.
+    change(&mut server, "{ 0: d, 4: e, 5: d }");
+    assert_held_back(&mut mini, 4);
+    assert_eq!(std::fs::read(&image.0).unwrap()[..512], [0; 512]);
+    assert_eq!(read(&mut mini, 4, &NAMES, 64).0, 0);
+    until_ready(&mut mini, 4);
+    server.shutdown().unwrap();
+}
+
+/// By a number that has moved, the error handling of commands at the unit before ends nobody's commands at the new
+/// one, but the initiator's own.
+#[test]
+fn functions_for_a_number_that_has_moved_leave_others_alone() {
+    let image = Image::new("others");
+    let slow = Fault {
+        on: FaultOn::Write,
+        offset: 0,
+        len: 512,
+        times: None,
+        delay: Duration::from_millis(800),
+        error: None,
+    };
+    let faults = Some(Arc::new(Faults::new(vec![slow])));
+    let config = |number: &str| {
+        let rules = format!(
+            "access: [{{ address: 127.79.15.2, luns: {{ 0: d, 4: {number} }} }}, \
+             {{ address: 127.79.15.3, luns: {{ 0: e }} }}]"
+        );
+        let mut config = text(15, &image, "{ 0: d, 1: e }", &rules);
+        config.backends[1].spec.faults = faults.clone();
+        config
+    };
+    let mut server = Server::start(&config("d")).unwrap();
+    let (mut mini, mut other) = (connect(&server, 15, 2), connect(&server, 15, 3));
+    assert_eq!(ready(&mut mini, 4), GOOD);
+    server.change(config("e")).unwrap();
+    let unit = Arc::clone(&server.shared().registry.catalog().targets[0].units[1].1);
+    let functions = [
+        TskMgmtFunction::LogicalUnitReset,
+        TskMgmtFunction::ClearTaskSet,
+    ];
+    for (tag, function) in (30..).zip(functions) {
+        let from = DataBuffer::Direct(other.desc(0, 512));
+        other.send_cmd(9, 0, &cdb10(0x2a, 0, 1), from, DataBuffer::None);
+        let until = Instant::now() + Duration::from_secs(10);
+        while unit.tasks() == 0 {
+            assert!(Instant::now() < until);
+            real(&mut other.dev);
+        }
+        mini.send_tmf_to(tag, 4, function, 0);
+        assert_eq!(mini.answer(&mut real).code, Some(0));
+        assert_eq!(other.answer(&mut real).status, 0, "{function:?}");
+        assert_eq!(ready(&mut other, 0), GOOD);
+    }
+    assert_eq!(unit.management().resets, 0);
+    drop(unit);
+    server.shutdown().unwrap();
+}
+
+/// An initiator that logs in again, while its session is there or when it has ended, goes on with its disks.
+#[test]
+fn a_login_after_a_lost_session_does_not_stand_for_a_question() {
+    let image = Image::new("login");
+    let mut server = Server::start(&mapped(14, &image, "{ 0: d, 4: d }", None)).unwrap();
+    let mut first = connect(&server, 14, 2);
+    assert_eq!(ready(&mut first, 4), GOOD);
+    server
+        .change(mapped(14, &image, "{ 0: d, 4: e }", None))
+        .unwrap();
+    assert_held_back(&mut first, 4);
+    let mut second = connect_on(first.dev, &server, 14, 2);
+    assert_held_back(&mut second, 4);
+    // The next one ends before the change.
+    server
+        .change(mapped(14, &image, "{ 0: d, 4: d }", None))
+        .unwrap();
+    until_ready(&mut second, 4);
+    let dev = second.disconnect(&mut real);
+    let until = Instant::now() + Duration::from_secs(10);
+    while server.shared().registry.sessions() > 0 {
+        assert!(Instant::now() < until);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    server
+        .change(mapped(14, &image, "{ 0: d, 4: e }", None))
+        .unwrap();
+    let mut third = connect_on(dev, &server, 14, 2);
+    assert_held_back(&mut third, 4);
+    assert_eq!(std::fs::read(&image.0).unwrap()[..512], [0; 512]);
+    assert_eq!(read(&mut third, 4, &NAMES, 64).0, 0);
+    until_ready(&mut third, 4);
+    server.shutdown().unwrap();
+}
+
+/// A unit gets another number at its target while its number for an initiator stays: what that does is counted where
+/// it is looked for.
+#[test]
+fn commands_are_counted_at_the_number_that_the_unit_has_now() {
+    let image = Image::new("counted");
+    let config = |luns: &str| {
+        let rules = "access: [{ address: 127.79.16.2, luns: { 0: d, 1: e } }]";
+        text(16, &image, luns, rules)
+    };
+    let mut server = Server::start(&config("{ 0: d, 1: e }")).unwrap();
+    let mut mini = connect(&server, 16, 2);
+    assert_eq!(ready(&mut mini, 1), POWER_ON);
+    server.change(config("{ 0: d, 3: e }")).unwrap();
+    for _ in 0..3 {
+        assert_eq!(ready(&mut mini, 1), GOOD);
+    }
+    let stats = Arc::clone(&server.shared().registry.catalog().targets[0].stats[1]);
+    assert_eq!(stats.lun(), 3);
+    // The last answer has been sent, but may be counted in a moment.
+    let counted = || stats.total(Kind::Other).total.count();
+    let until = Instant::now() + Duration::from_secs(10);
+    while counted() < 3 {
+        assert!(Instant::now() < until, "{}", counted());
+        real(&mut mini.dev);
+    }
     server.shutdown().unwrap();
 }
 

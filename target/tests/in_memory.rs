@@ -383,7 +383,7 @@ fn commands_of_a_new_login_wait_until_the_replaced_session_is_gone() {
         world.pump(&mut new.dev);
     }
     assert_eq!(new.said, [], "the old session still has commands");
-    let left = world.shared.registry.logout(key, held);
+    let left = world.shared.registry.logout(key, held, None);
     let [ChannelRef { serial, .. }] = left.start[..] else {
         panic!("one channel waits: {left:?}");
     };
@@ -408,7 +408,7 @@ fn a_login_is_refused_while_a_device_does_not_give_the_old_commands_back() {
         let reason = LoginRejReason::InsufficientResources;
         assert_eq!(refused, Some(Refused::Login(reason)), "it may try again");
     }
-    world.shared.registry.logout(key, held);
+    world.shared.registry.logout(key, held, None);
     let mut new = log_in_again(&mut world, 5).unwrap();
     new.settle(&mut |d| world.pump(d));
 }

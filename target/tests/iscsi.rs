@@ -365,6 +365,63 @@ fn a_session_follows_the_configuration() {
     server.shutdown().unwrap();
 }
 
+/// A number that has come to lead to another unit is not used before the initiator has asked which one it is, whether
+/// it goes on, logs in again, or has lost its session. A logout begins from nothing.
+#[test]
+fn a_login_after_a_lost_session_does_not_stand_for_a_question() {
+    const NAMES: [u8; 6] = [0x12, 1, 0x83, 0, 64, 0];
+    let (mut server, port) = start();
+    let open = "iqn.2026-01.org.example:open";
+    let config = |unit: &str| {
+        let text = text(port).replacen("luns: { 0: ram }", &format!("luns: {{ 0: {unit} }}"), 1);
+        Config::parse(&text, "test.yaml").unwrap()
+    };
+    let log_in = || Client::login(port, open, 1, None).unwrap();
+    let assert_held_back = |client: &mut Client| {
+        for _ in 0..4 {
+            assert_eq!(client.command(&WRITE, true, 512, &[7; 512]).0, 2);
+        }
+    };
+    let until_ready = |client: &mut Client| {
+        let until = Instant::now() + Duration::from_secs(10);
+        while client.command(&[0; 6], false, 0, &[]).0 != 0 {
+            assert!(Instant::now() < until);
+        }
+    };
+    let mut first = log_in();
+    until_ready(&mut first);
+    server.change(config("more")).unwrap();
+    assert_held_back(&mut first);
+    let mut second = log_in();
+    assert_held_back(&mut second);
+    drop((first, second));
+    let until = Instant::now() + Duration::from_secs(10);
+    while server.sessions() > 0 {
+        assert!(Instant::now() < until);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let mut third = log_in();
+    assert_held_back(&mut third);
+    assert_eq!(third.command(&NAMES, false, 64, &[]).0, 0);
+    until_ready(&mut third);
+    server.change(config("ram")).unwrap();
+    assert_held_back(&mut third);
+    let logout = LogoutRequest {
+        immediate: true,
+        reason: LogoutReason::CloseSession,
+        itt: Itt(77),
+        cid: Cid(0),
+        cmd_sn: CmdSn(third.cmd_sn),
+        exp_stat_sn: StatSn(0),
+    };
+    third.send(logout.header(), &[]);
+    while third.receive().is_some() {}
+    let mut fourth = log_in();
+    until_ready(&mut fourth);
+    assert_eq!(fourth.command(&WRITE, true, 512, &[7; 512]).0, 0);
+    server.shutdown().unwrap();
+}
+
 /// How many connections a server holds.
 fn held(peers: &mut Vec<TcpStream>) -> usize {
     peers.retain_mut(|peer| {
@@ -608,9 +665,12 @@ fn a_number_that_leads_elsewhere_takes_no_commands_along() {
         let (status, _) = client.command(&WRITE, true, 512, &[2; 512]);
         assert_eq!(status, 2, "reported LUNs data has changed");
     }
-    let inquiry = [0x12, 0, 0, 0, 36, 0];
-    assert_eq!(client.command(&inquiry, false, 36, &[]).0, 0);
-    while client.command(&[0; 6], false, 0, &[]).0 != 0 {}
+    let names = [0x12, 1, 0x83, 0, 64, 0];
+    assert_eq!(client.command(&names, false, 64, &[]).0, 0);
+    let until = Instant::now() + Duration::from_secs(10);
+    while client.command(&[0; 6], false, 0, &[]).0 != 0 {
+        assert!(Instant::now() < until);
+    }
     assert_eq!(client.command(&READ, false, 512, &[]), (0, vec![0; 512]));
     server.shutdown().unwrap();
 }

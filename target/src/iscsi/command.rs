@@ -54,8 +54,8 @@ impl<D: Datamover> Channel<D> {
         self.counters.bytes_out += frame.data.len() as u64;
         let session = self.session.as_ref().expect("full-feature phase");
         let (worker, nexus) = (self.config.worker, session.nexus);
-        let (luns, cdb) = (&session.luns, &command.cdb);
-        let addressed = self.accounts.addressed(luns, command.lun, cdb, worker);
+        let luns = &session.luns;
+        let addressed = self.accounts.addressed(luns, command.lun, worker);
         let first_burst = session.params.first_burst.min(command.expected_length);
         let bidirectional = command.reads && command.writes;
         let staged = self.stage(frame.data);
@@ -689,7 +689,7 @@ impl<D: Datamover> Channel<D> {
 
     /// The answer to a request has gone.
     pub(super) fn finish_answered(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
-        self.tasks[usize::from(idx.0)].exec.course.arrive(cx.now);
+        self.tasks[usize::from(idx.0)].exec.arrive(cx.now);
         let answer = self.tasks[usize::from(idx.0)].response.as_ref();
         self.pace
             .on_moved(answer.map_or(0, |answer| answer.data_in.len()));

@@ -79,6 +79,7 @@ impl<D: Datamover> Channel<D> {
         let session = self.session.as_ref().expect("full-feature phase");
         let present = session.luns.addressed(request.lun);
         let units = session.luns.with_left(request.lun);
+        let is_moved = session.luns.is_moved(request.lun);
         let whole_target = match request.function {
             TmfFunction::TargetWarmReset | TmfFunction::TargetColdReset => {
                 Some(TaskManagement::LogicalUnitReset)
@@ -88,10 +89,11 @@ impl<D: Datamover> Channel<D> {
             _ => None,
         };
         if let Some(function) = whole_target {
-            // A reset ends commands of others, which a host that may not write must not do.
+            // A reset ends commands of others, which a host must not do that may not write, or that may mean
+            // another unit.
             let is_reset = function == TaskManagement::LogicalUnitReset;
             let units: Vec<_> = match is_reset {
-                true => session.luns.writable(),
+                true => session.luns.resettable(),
                 false => session.luns.iter().map(|(_, u)| Arc::clone(u)).collect(),
             };
             if units.is_empty() && is_reset {
@@ -147,6 +149,11 @@ impl<D: Datamover> Channel<D> {
             self.manage(idx, unit, TaskManagement::AbortTaskSet);
         }
         if let Some(unit) = present {
+            // What a function would do to others is meant for the unit before.
+            let function = match is_moved {
+                true => TaskManagement::AbortTaskSet,
+                false => function,
+            };
             self.manage(idx, &unit, function);
         }
         None

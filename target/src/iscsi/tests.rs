@@ -12,6 +12,7 @@ use riser_scsi::iscsi::pdu::{
 };
 use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
 use riser_scsi::kind::Kind;
+use riser_scsi::lu::LogicalUnit;
 use riser_scsi::lun::LunId;
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::step::{Expected, Request, Residual, Step, TaskAttribute};
@@ -19,7 +20,7 @@ use riser_scsi::task::NewTask;
 
 use super::fixture::{Received, Rig, WINDOW};
 use super::{Action, MAX_QUEUED, MAX_QUEUED_BYTES, Others, Phase, TcpChannel};
-use crate::srp::{LunMap, Mapping, SendIdx, TaskRef, Unit};
+use crate::srp::{LunMap, Mapping, SendIdx, TaskRef, Unit, UnitIdx};
 use crate::stats::SessionEvent;
 
 /// Status and sense key of the response in what was received.
@@ -1292,6 +1293,63 @@ fn functions_that_concern_others_are_refused_by_read_only_numbers() {
     let answers = rig.tmf(8, TargetWarmReset, 0);
     assert_eq!(tmf_status(&answers), TmfStatus::Complete);
     assert_eq!(unit.management().resets, 1);
+}
+
+/// By a number that has moved an initiator means the unit before: nobody's commands at the new one end but its own, until
+/// it has an answer that names the unit.
+#[test]
+fn functions_for_a_number_that_has_moved_leave_others_alone() {
+    let mut rig = Rig::logged_in("");
+    let mut config = crate::fixture::unit_config(2048);
+    config.identity.serial = "another".into();
+    let lu = LogicalUnit::new(config).unwrap();
+    let before = Arc::new(Unit::new(UnitIdx(9), Arc::new(lu), 4));
+    let unit = Arc::clone(&rig.gate.unit);
+    let mapping = |unit: &Arc<Unit>| Mapping {
+        unit: Arc::clone(unit),
+        stats: Arc::clone(&rig.gate.stats),
+        read_only: false,
+    };
+    let old = LunMap::new([(LunId::ZERO, mapping(&before))]);
+    let mut luns = LunMap::new([(LunId::ZERO, mapping(&unit))]);
+    luns.follow(&old);
+    rig.with(|ch, _| ch.channel_mut().handle_luns(Arc::new(luns)));
+    use TmfFunction::{ClearTaskSet, LogicalUnitReset, TargetWarmReset};
+    let foreign = TaskRef {
+        worker: 9,
+        channel: 9,
+        ioctx: SendIdx(0),
+        generation: 1,
+    };
+    let other = NexusId(77);
+    let (key, _) = unit
+        .register(other, NewTask::default(), foreign, false, None)
+        .unwrap();
+    for (tag, function) in (1..).zip([ClearTaskSet, LogicalUnitReset]) {
+        let answers = rig.tmf(tag, function, 0);
+        assert_eq!(tmf_status(&answers), TmfStatus::Complete);
+    }
+    let answers = rig.tmf(3, TargetWarmReset, 0);
+    assert_eq!(tmf_status(&answers), TmfStatus::AuthorizationFailed);
+    assert_eq!((unit.tasks(), unit.management().resets), (1, 0));
+    let _ = unit.remove(key);
+    assert_eq!(status(&rig.write(4, 1, &[7; 512], true)), (2, Some(6)));
+    let standard = [0x12, 0, 0, 0, 64, 0];
+    assert_eq!(
+        status(&rig.command(5, &standard, false, 64, &[], true)),
+        (0, None)
+    );
+    let answers = rig.tmf(6, TargetWarmReset, 0);
+    assert_eq!(tmf_status(&answers), TmfStatus::AuthorizationFailed);
+    let names = [0x12, 1, 0x80, 0, 64, 0];
+    assert_eq!(
+        status(&rig.command(7, &names, false, 64, &[], true)),
+        (0, None)
+    );
+    let answers = rig.tmf(8, TargetWarmReset, 0);
+    assert_eq!(tmf_status(&answers), TmfStatus::Complete);
+    assert_eq!(unit.management().resets, 1);
+    rig.end();
 }
 
 /// What waits to be sent is bounded by its bytes too: the initiator says how long an answer may be.

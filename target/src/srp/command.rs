@@ -54,7 +54,7 @@ impl Channel {
         self.counters.commands += 1;
         let idx = self.take_in(cmd.tag, IoctxState::New);
         let (luns, worker) = (&self.config.luns, self.config.worker);
-        let addressed = self.accounts.addressed(luns, cmd.lun, &cmd.cdb, worker);
+        let addressed = self.accounts.addressed(luns, cmd.lun, worker);
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.lun = cmd.lun;
         io.exec.attribute = match cmd.task_attr {

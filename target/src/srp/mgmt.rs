@@ -92,6 +92,11 @@ impl Channel {
         let Some(unit) = present else {
             return self.check_mgmt(cx, idx);
         };
+        // What a function would do to others is meant for the unit before.
+        let function = match is_about_others && self.config.luns.is_moved(request.lun) {
+            true => TaskManagement::AbortTaskSet,
+            false => function,
+        };
         let managed = unit.manage(self.config.nexus, function);
         if managed.response == TmfResponse::Rejected {
             let code = RspCode::TskMgmtNotSupported;

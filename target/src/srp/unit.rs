@@ -1,8 +1,10 @@
 //! What a channel knows of logical units, and how it names a task to other channels.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use riser_scsi::config::Identity;
 use riser_scsi::lu::LogicalUnit;
 use riser_scsi::lun::{LunAddress, LunId};
 use riser_scsi::nexus::NexusId;
@@ -393,21 +395,69 @@ pub struct Mapping {
     pub read_only: bool,
 }
 
-/// Units that numbers led to before, at most.
+/// Units that numbers led to in earlier maps than the last one, at most.
 const MAX_LEFT: usize = 64;
+
+/// Numbers that lead nowhere and whose units are remembered, at most.
+const MAX_GONE: usize = 256;
+
+/// Whether a number leads to another unit than its initiator takes it for. The maps of a session that lead the
+/// number to one unit have this in common.
+#[derive(Clone, Debug, Default)]
+pub struct Moved(Arc<AtomicBool>);
+
+impl Moved {
+    fn new(moved: bool) -> Self {
+        Self(Arc::new(AtomicBool::new(moved)))
+    }
+
+    fn is_set(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// The initiator knows which unit it is.
+    pub fn clear(&self) {
+        self.0.store(false, Ordering::Relaxed);
+    }
+}
+
+/// Which units an initiator takes numbers for. A unit is known by its names: one that was without a medium is
+/// made again when its disk is there.
+#[derive(Clone, Debug, Default)]
+pub struct Meant {
+    units: BTreeMap<LunId, Identity>,
+    /// There were too many. A number that is not among `units` may be taken for any unit.
+    is_partial: bool,
+}
+
+impl Meant {
+    /// Numbers whose units are known.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.units.len()
+    }
+
+    /// Whether it says nothing.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.units.is_empty() && !self.is_partial
+    }
+}
 
 /// The logical units that one initiator may see at one target port. Several numbers may lead to one.
 ///
 /// # A number that comes to lead to another unit
 /// The initiator may send commands for the unit before until it has learned of the change. So all of them are
-/// answered with REPORTED LUNS DATA HAS CHANGED, and not only the first one, until the initiator asks by INQUIRY
-/// which unit it is. Commands under way at the unit before go on, and functions for the number find them.
+/// answered with REPORTED LUNS DATA HAS CHANGED, and not only the first one, until the initiator has an INQUIRY page
+/// with the unit's names. That the number led nowhere in between makes no difference; if it leads back to the unit
+/// before, nothing has changed. Commands under way at the unit before go on, and functions for the number find them.
 #[derive(Debug, Default)]
 pub struct LunMap {
     luns: Vec<LunId>,
     mappings: Vec<Mapping>,
-    /// Whether the number led to another unit when the initiator last asked which one it is.
-    moved: Vec<AtomicBool>,
+    moved: Vec<Moved>,
+    /// What the initiator takes numbers for that have moved, or lead nowhere.
+    meant: Meant,
     /// Units that numbers led to before.
     left: Vec<(LunId, Weak<Unit>)>,
     /// How fast the initiator may be at this target.
@@ -423,7 +473,8 @@ impl LunMap {
         entries.dedup_by_key(|(lun, _)| *lun);
         let (luns, mappings): (Vec<_>, Vec<_>) = entries.into_iter().unzip();
         Self {
-            moved: luns.iter().map(|_| AtomicBool::new(false)).collect(),
+            moved: luns.iter().map(|_| Moved::default()).collect(),
+            meant: Meant::default(),
             left: Vec::new(),
             luns,
             mappings,
@@ -431,33 +482,74 @@ impl LunMap {
         }
     }
 
-    /// It takes the place of another one.
+    /// It takes the place of another one in the same session.
     pub fn follow(&mut self, old: &Self) {
+        self.inherit(old.meant());
         for (place, lun) in self.luns.iter().enumerate() {
-            if let Ok(before) = old.luns.binary_search(lun) {
-                let (unit, before_it) = (&self.mappings[place].unit, &old.mappings[before].unit);
-                // A disk that was missing comes back as the same to its initiators.
-                let is_same = unit.lu.config().identity == before_it.lu.config().identity;
-                let is_other = !Arc::ptr_eq(unit, before_it) && !is_same;
-                let moved = is_other || old.moved[before].load(Ordering::Relaxed);
-                self.moved[place] = AtomicBool::new(moved);
+            if let Ok(before) = old.luns.binary_search(lun)
+                && self.has_moved(place)
+                && self.identity(place) == old.identity(before)
+            {
+                self.moved[place] = old.moved[before].clone();
             }
         }
-        let own = old.luns.iter().zip(&old.mappings);
-        let own = own.map(|(lun, mapping)| (*lun, Arc::downgrade(&mapping.unit)));
-        for (lun, unit) in own.chain(old.left.iter().cloned()) {
-            let place = self.luns.binary_search(&lun);
-            let is_there = place.is_ok_and(|place| {
+        let is_there = |lun: &LunId, unit: &Weak<Unit>| {
+            let place = self.luns.binary_search(lun);
+            place.is_ok_and(|place| {
                 let present = Arc::as_ptr(&self.mappings[place].unit);
                 std::ptr::eq(present, unit.as_ptr())
-            });
-            let mut known = self.left.iter();
-            let is_known = known.any(|(other, left)| *other == lun && left.ptr_eq(&unit));
+            })
+        };
+        // Workers go on with the last one for a moment: a unit that is idle now may get commands by it still.
+        let last = old.luns.iter().zip(&old.mappings);
+        let last = last.map(|(lun, mapping)| (*lun, Arc::downgrade(&mapping.unit)));
+        let mut left: Vec<_> = last.filter(|(lun, unit)| !is_there(lun, unit)).collect();
+        let most = left.len() + MAX_LEFT;
+        for (lun, unit) in &old.left {
+            let mut known = left.iter();
+            let is_known = known.any(|(other, left)| other == lun && left.ptr_eq(unit));
             let is_idle = unit.upgrade().is_none_or(|unit| unit.tasks() == 0);
-            if !is_there && !is_known && !is_idle && self.left.len() < MAX_LEFT {
-                self.left.push((lun, unit));
+            if !is_there(lun, unit) && !is_known && !is_idle && left.len() < most {
+                left.push((*lun, unit.clone()));
             }
         }
+        self.left = left;
+    }
+
+    /// The session's initiator takes numbers for these units.
+    pub fn inherit(&mut self, mut meant: Meant) {
+        for (place, lun) in self.luns.iter().enumerate() {
+            let known = meant.units.get(lun);
+            let is_other = known.map_or(meant.is_partial, |known| known != self.identity(place));
+            if !is_other {
+                meant.units.remove(lun);
+            }
+            self.moved[place] = Moved::new(is_other);
+        }
+        let is_gone = |lun: &&LunId| self.luns.binary_search(lun).is_err();
+        let surplus = meant.units.keys().filter(is_gone).skip(MAX_GONE);
+        for lun in surplus.copied().collect::<Vec<_>>() {
+            meant.units.remove(&lun);
+            meant.is_partial = true;
+        }
+        self.meant = meant;
+    }
+
+    /// Which units the initiator takes numbers for at present.
+    #[must_use]
+    pub fn meant(&self) -> Meant {
+        let mut meant = self.meant.clone();
+        for (place, lun) in self.luns.iter().enumerate() {
+            if !self.has_moved(place) {
+                meant.units.insert(*lun, self.identity(place).clone());
+            }
+        }
+        meant
+    }
+
+    /// The names of the unit at a place.
+    fn identity(&self, place: usize) -> &Identity {
+        &self.mappings[place].unit.lu.config().identity
     }
 
     /// The units that may have commands for a number: the one that it leads to, then those that it led to before.
@@ -480,15 +572,21 @@ impl LunMap {
         left.filter_map(|(_, unit)| unit.upgrade())
     }
 
-    /// Whether the number at a place led to another unit when the initiator last asked which one it is.
-    #[must_use]
-    pub fn has_moved(&self, place: usize) -> bool {
-        self.moved[place].load(Ordering::Relaxed)
+    fn has_moved(&self, place: usize) -> bool {
+        self.moved[place].is_set()
     }
 
-    /// The initiator asks which unit the number at a place leads to.
-    pub fn on_inquiry(&self, place: usize) {
-        self.moved[place].store(false, Ordering::Relaxed);
+    /// There if the number at a place leads to another unit than the initiator takes it for.
+    #[must_use]
+    pub fn moved(&self, place: usize) -> Option<&Moved> {
+        Some(&self.moved[place]).filter(|moved| moved.is_set())
+    }
+
+    /// Whether a number leads to another unit than the initiator takes it for. By such a number it ends no commands
+    /// of others: it means those at the unit before.
+    #[must_use]
+    pub fn is_moved(&self, lun: WireLun) -> bool {
+        self.find(lun).is_some_and(|place| self.has_moved(place))
     }
 
     /// The same, for an initiator with limits.
@@ -504,13 +602,16 @@ impl LunMap {
         self.limiter.as_ref()
     }
 
-    /// Whether the initiator has the same limits.
+    /// Whether the initiator has the same limits, and what it does is counted in the same places, where
+    /// [`LunMap::is_same`] holds.
     #[must_use]
-    pub fn is_as_fast(&self, other: &Self) -> bool {
-        match (&self.limiter, &other.limiter) {
+    pub fn is_accounted_alike(&self, other: &Self) -> bool {
+        let mut pairs = self.mappings.iter().zip(&other.mappings);
+        let is_as_fast = match (&self.limiter, &other.limiter) {
             (Some(own), Some(other)) => Arc::ptr_eq(own, other),
             (own, other) => own.is_none() && other.is_none(),
-        }
+        };
+        is_as_fast && pairs.all(|(a, b)| Arc::ptr_eq(&a.stats, &b.stats))
     }
 
     /// The numbers, for REPORT LUNS.
@@ -566,11 +667,13 @@ impl LunMap {
         self.mappings.iter().any(|m| Arc::ptr_eq(&m.unit, unit))
     }
 
-    /// Units that some number leads to that is not read-only, each once.
+    /// Units that some number leads to that is not read-only and has not moved, each once.
     #[must_use]
-    pub fn writable(&self) -> Vec<Arc<Unit>> {
+    pub fn resettable(&self) -> Vec<Arc<Unit>> {
         let mut units: Vec<Arc<Unit>> = Vec::new();
-        for mapping in self.mappings.iter().filter(|m| !m.read_only) {
+        let known = self.mappings.iter().enumerate();
+        let known = known.filter(|(place, mapping)| !mapping.read_only && !self.has_moved(*place));
+        for (_, mapping) in known {
             if !units.iter().any(|unit| Arc::ptr_eq(unit, &mapping.unit)) {
                 units.push(Arc::clone(&mapping.unit));
             }
@@ -611,6 +714,65 @@ mod tests {
         assert_eq!(register(1, 1), Ok(true));
         assert_eq!(register(0, 1 + (1 << 16)), Ok(true));
         assert_eq!(register(2, 1), Err(SetFull));
+    }
+
+    fn mapping(serial: u32) -> Mapping {
+        let mut config = unit_config(2048);
+        config.identity.serial = serial.to_string();
+        let lu = Arc::new(LogicalUnit::new(config).unwrap());
+        Mapping {
+            unit: Arc::new(Unit::new(UnitIdx(serial), lu, 3)),
+            stats: Arc::new(LunStats::new("demo", 3, None)),
+            read_only: false,
+        }
+    }
+
+    fn map(numbers: impl IntoIterator<Item = u32>, mapping: &Mapping) -> LunMap {
+        let number = |n| (LunId::new(n).unwrap(), mapping.clone());
+        LunMap::new(numbers.into_iter().map(number))
+    }
+
+    #[test]
+    fn numbers_that_went_away_are_remembered_within_a_bound() {
+        let (one, other) = (mapping(1), mapping(2));
+        let most = MAX_GONE as u32;
+        let mut luns = LunMap::default();
+        luns.follow(&map(0..most + 9, &one));
+        assert_eq!(luns.meant().len(), MAX_GONE);
+        let mut back = map([0, most, most + 100], &one);
+        back.follow(&luns);
+        let moved = |luns: &LunMap| luns.moved.iter().map(Moved::is_set).collect::<Vec<_>>();
+        // One that is not known any more may have been another unit, and so may one that never was there.
+        assert_eq!(moved(&back), [false, true, true]);
+        let mut once_more = map([0, most, most + 100], &one);
+        once_more.follow(&back);
+        back.moved(1).unwrap().clear();
+        assert_eq!(
+            moved(&once_more),
+            [false, false, true],
+            "an answer was on its way"
+        );
+        let mut elsewhere = map([0, most], &other);
+        elsewhere.follow(&once_more);
+        assert_eq!(moved(&elsewhere), [true, true]);
+    }
+
+    #[test]
+    fn functions_find_units_whose_commands_come_after_the_change() {
+        let (one, other) = (mapping(1), mapping(2));
+        let lun = [0, 5, 0, 0, 0, 0, 0, 0];
+        let mut second = map([5], &other);
+        second.follow(&map([5], &one));
+        assert_eq!(one.unit.tasks(), 0);
+        let found = |luns: &LunMap, unit: &Arc<Unit>| {
+            let units = luns.with_left(lun);
+            units.iter().any(|known| Arc::ptr_eq(known, unit))
+        };
+        assert!(found(&second, &one.unit) && found(&second, &other.unit));
+        let mut third = LunMap::default();
+        third.follow(&second);
+        assert!(found(&third, &other.unit));
+        assert!(!found(&third, &one.unit), "it is idle still");
     }
 
     #[test]

@@ -6,14 +6,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use riser_scsi::kind::Kind;
-use riser_scsi::opcode::INQUIRY;
 use riser_scsi::srp::WireLun;
 
 use super::course::{Clock, Done};
 use super::histogram::{Counter, Histogram, Times};
 use super::{CLASSES, Stage, Tally, Tracer};
 use crate::qos::Limiter;
-use crate::srp::{LunMap, Unit};
+use crate::srp::{LunMap, Moved, Unit};
 
 /// Workers that there can be.
 pub const MAX_WORKERS: usize = 64;
@@ -427,8 +426,8 @@ pub struct Addressed {
     pub unit: Arc<Unit>,
     /// Whether the number that leads to it is read-only.
     pub read_only: bool,
-    /// Whether it led to another unit before, and the initiator may not know that it does not any longer.
-    pub has_moved: bool,
+    /// There if it led to another unit before, and the initiator may not know that it does not any longer.
+    pub moved: Option<Moved>,
     /// The account that the command goes to.
     pub account: Arc<Account>,
     /// The limits of its initiator.
@@ -436,23 +435,14 @@ pub struct Addressed {
 }
 
 impl Accounts {
-    /// What a command with this CDB addresses, and the account that it goes to.
-    pub fn addressed(
-        &mut self,
-        luns: &LunMap,
-        lun: WireLun,
-        cdb: &[u8],
-        worker: u16,
-    ) -> Option<Addressed> {
+    /// What a command addresses, and the account that it goes to.
+    pub fn addressed(&mut self, luns: &LunMap, lun: WireLun, worker: u16) -> Option<Addressed> {
         let place = luns.find(lun)?;
-        if cdb.first() == Some(&INQUIRY) {
-            luns.on_inquiry(place);
-        }
         let mapping = luns.mapping(place);
         let addressed = |account| Addressed {
             unit: Arc::clone(&mapping.unit),
             read_only: mapping.read_only,
-            has_moved: luns.has_moved(place),
+            moved: luns.moved(place).cloned(),
             account,
             limiter: luns.limiter().cloned(),
         };

@@ -167,7 +167,7 @@ mod tests {
         let before = map(&[1, 2]);
         let account = |accounts: &mut Accounts, luns: &LunMap, number: u8| {
             let lun = [0, number, 0, 0, 0, 0, 0, 0];
-            let addressed = accounts.addressed(luns, lun, &[0], 0);
+            let addressed = accounts.addressed(luns, lun, 0);
             addressed.unwrap().account
         };
         let two = [1, 2].map(|number| account(&mut accounts, &before, number));

@@ -48,6 +48,7 @@ pub mod mail;
 mod park;
 pub mod places;
 mod queue;
+mod recent;
 pub mod registry;
 mod removal;
 mod reservations;

@@ -21,6 +21,7 @@ use riser_scsi::attention::{Attention, AttentionScope};
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::srp::{InitiatorPortId, LoginReq, MultiChannelAction, TargetPortId};
 
+use super::recent::Recent;
 use super::target::{Catalog, Entrance, TargetDef};
 use super::unconfirmed::{self, Unconfirmed};
 use super::waits::Waits;
@@ -129,6 +130,8 @@ struct Table {
     budget: Budget,
     /// Channels whose connections are not established, the oldest first.
     unconfirmed: Vec<Unconfirmed<(NexusKey, ChannelRef)>>,
+    /// Sessions that have ended, by their addresses: who knows a port's identifier must not hold up its owner.
+    recent: Recent<(NexusKey, IpAddr)>,
     next_id: u64,
     stopping: bool,
     catalog: Arc<Catalog>,
@@ -226,6 +229,7 @@ impl Registry {
                 waits: Waits::default(),
                 budget: Budget::default(),
                 unconfirmed: Vec::new(),
+                recent: Recent::default(),
                 next_id: 1,
                 stopping: false,
                 catalog: Arc::new(catalog),
@@ -323,7 +327,14 @@ impl Registry {
             Some(target) => match target.luns_of(&key.initiator, address) {
                 // Port identifiers are no secret: an address that sees other units does not get at
                 // this session by its identifiers.
-                Some(luns) if met.is_none_or(|at| known[at].luns.is_same(&luns)) => {
+                Some(mut luns) if met.is_none_or(|at| known[at].luns.is_same(&luns)) => {
+                    let latest = known.iter().rev().find(|e| e.has_been_current());
+                    let latest = latest.map(|entry| entry.luns.meant());
+                    if let Some(meant) = latest.or_else(|| table.recent.find(&(key, address), now))
+                    {
+                        let own = Arc::get_mut(&mut luns);
+                        own.expect("made for this nexus").inherit(meant);
+                    }
                     Admission::Allowed(luns)
                 }
                 _ => Admission::Denied,
@@ -463,14 +474,16 @@ impl Registry {
         self.lock().budget.leave(address);
     }
 
-    /// A channel is gone; with the last one its session ends.
-    pub fn logout(&self, key: NexusKey, channel: ChannelRef) -> Left {
+    /// A channel is gone; with the last one its session ends. At `again` the initiator may log in again and go on with
+    /// its disks: it has not logged out by itself.
+    pub fn logout(&self, key: NexusKey, channel: ChannelRef, again: Option<Instant>) -> Left {
         let mut table = self.lock();
         table.forget_unconfirmed(&[channel]);
         let Table {
             nexuses,
             waits,
             budget,
+            recent,
             ..
         } = &mut *table;
         let mut left = Left::default();
@@ -484,6 +497,9 @@ impl Registry {
                 let entry = entries.remove(at);
                 for (_, unit) in entry.luns.iter() {
                     unit.lu.remove_nexus(entry.id);
+                }
+                if let Some(now) = again.filter(|_| entry.stage == Stage::Current) {
+                    recent.keep((key, entry.address), entry.luns.meant(), now);
                 }
                 if entry.has_been_current() {
                     budget.leave(entry.address);
@@ -562,7 +578,7 @@ impl Entry {
             .expect("made for this nexus")
             .follow(&self.luns);
         if self.luns.is_same(&luns) {
-            if !self.luns.is_as_fast(&luns) {
+            if !self.luns.is_accounted_alike(&luns) {
                 self.luns = luns;
             }
             return;
@@ -680,7 +696,7 @@ mod tests {
         }
 
         fn leave(&self, serial: u64) -> Left {
-            self.registry.logout(self.key, channel(serial))
+            self.registry.logout(self.key, channel(serial), None)
         }
     }
 

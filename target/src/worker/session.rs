@@ -18,6 +18,7 @@ use super::mail::Mail;
 use super::registry::{ChannelRef, Endpoints, Entered, NexusKey};
 use super::target::{Entrance, Serves};
 use super::{Endpoint, LINGER, PATIENCE, Phase, Worker};
+use crate::audit::Parting;
 use crate::audit::Who;
 use crate::config::Protocol;
 use crate::qos::{IoLimits, Waits};
@@ -219,7 +220,7 @@ impl Worker {
                 );
             }
             Err(error) => {
-                let left = shared.registry.logout(key, channel);
+                let left = shared.registry.logout(key, channel, None);
                 self.start_channels(left.start);
                 self.terminate_all(left.terminate);
                 let reason = LoginRejReason::InsufficientResources;
@@ -497,7 +498,9 @@ impl Worker {
             worker: self.index,
             serial,
         };
-        let left = self.shared.registry.logout(session.key, channel);
+        // One that only disconnects, as Linux does before it connects again, goes on with its disks.
+        let again = (session.channel.end() != Parting::Logout).then_some(self.now);
+        let left = self.shared.registry.logout(session.key, channel, again);
         self.start_channels(left.start);
         self.terminate_all(left.terminate);
         self.past += session.channel.counters();

@@ -391,7 +391,7 @@ impl<P: Provider> Mini<P> {
             self.post_recv(slot);
         }
         while let Some(event) = self.dev.poll_cm_event() {
-            if event.kind == CmEventKind::Disconnected {
+            if event.kind == CmEventKind::Disconnected && event.id == self.cm {
                 self.closed = true;
             }
         }

@@ -193,9 +193,16 @@ impl WorkerGate<'_> {
         let address = self.address();
         let name = identity.target.as_ref().filter(|_| !identity.discovery);
         let found = name.and_then(|name| self.target(name));
-        let allowed = found
+        let mut allowed = found
             .as_ref()
             .and_then(|(target, _)| target.luns_of_name(&identity.initiator, address));
+        let chap_name = joined.chap_name.as_deref();
+        if let Some(luns) = &mut allowed
+            && let Some(meant) = self.shared.iscsi.meant(&key, address, chap_name, self.now)
+        {
+            let own = Arc::get_mut(luns);
+            own.expect("made for this session").inherit(meant);
+        }
         let ports = found.filter(|_| allowed.is_some()).map(|(target, group)| {
             let iscsi = target.iscsi.as_ref().expect("found by its name");
             ports(identity, iscsi, group)

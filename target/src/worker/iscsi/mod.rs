@@ -36,6 +36,7 @@ use super::mail::{IscsiSession, Mail, SessionAccount};
 use super::registry::ChannelRef;
 use super::snapshot::accounts;
 use super::{PATIENCE, Worker};
+use crate::audit::Parting;
 use crate::config::Protocol;
 use crate::iscsi::{
     Action, Channel, Counters, Cx, Datamover, Member, Others, Phase, TaskIdx, TcpChannel,
@@ -404,7 +405,10 @@ impl Worker {
         channel.accounts().keep(entered.initiator.as_str());
         let sessions = &self.shared.iscsi;
         let channel_ref = self.channel_ref(serial);
-        let left = sessions.leave(entered.tsih, channel_ref, channel.has_logged_out());
+        // An initiator that was asked to log out logs in again.
+        let again = (channel.end() != Parting::Logout).then_some(self.now);
+        let logged_out = channel.has_logged_out();
+        let left = sessions.leave(entered.tsih, channel_ref, logged_out, again);
         if let Some(address) = left.ended {
             self.shared.registry.close_nexus(address);
         }

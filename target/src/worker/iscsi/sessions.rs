@@ -8,6 +8,7 @@
 use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use riser_scsi::attention::{Attention, AttentionScope};
 use riser_scsi::iscsi::login::{Identity, SessionParams};
@@ -16,11 +17,12 @@ use riser_scsi::iscsi::pdu::LoginStatus;
 use riser_scsi::iscsi::{Cid, Isid, Tsih};
 use riser_scsi::nexus::{Nexus, NexusId};
 
+use super::super::recent::Recent;
 use super::super::registry::ChannelRef;
 use super::super::target::Catalog;
 use super::super::waits::Waits;
 use crate::iscsi::{Others, Window};
-use crate::srp::LunMap;
+use crate::srp::{LunMap, Meant};
 
 /// Connections of a session that are lost, and kept for what they had under way.
 const MAX_KEPT: usize = 8;
@@ -178,7 +180,13 @@ struct Table {
     waits: Waits,
     /// Discovery sessions by the addresses that they come from.
     discoveries: HashMap<IpAddr, u32>,
+    /// Sessions that have ended without a logout of the initiator's own.
+    recent: Recent<Owner>,
 }
+
+/// Who a session belongs to: its key, its address, and the name that was proved. Who knows only the first must not
+/// hold up the others.
+type Owner = (SessionKey, IpAddr, Option<String>);
 
 /// What follows from the end of a connection.
 #[derive(Debug, Default)]
@@ -221,6 +229,24 @@ impl IscsiSessions {
         let table = self.lock();
         let entry = table.entries.get(table.current.get(key)?)?;
         Some(entry.session.address)
+    }
+
+    /// Which units the initiator of a session that logs in takes its numbers for, from the session whose place it
+    /// takes, or which has just ended.
+    pub(super) fn meant(
+        &self,
+        key: &SessionKey,
+        address: IpAddr,
+        chap_name: Option<&str>,
+        now: Instant,
+    ) -> Option<Meant> {
+        let mut table = self.lock();
+        let there = table.current.get(key);
+        if let Some(entry) = there.and_then(|tsih| table.entries.get(tsih)) {
+            return Some(entry.session.luns.meant());
+        }
+        let owner = (key.clone(), address, chap_name.map(str::to_owned));
+        table.recent.find(&owner, now)
     }
 
     /// Enters a session, if `check` finds nothing against its taking the place of the one that is there
@@ -345,8 +371,15 @@ impl IscsiSessions {
         }
     }
 
-    /// A connection is gone, and nothing of it is left.
-    pub(super) fn leave(&self, tsih: Tsih, channel: ChannelRef, logged_out: bool) -> Left {
+    /// A connection is gone, and nothing of it is left. At `again` the initiator may log in again and go on with its
+    /// disks: it has not logged out by itself.
+    pub(super) fn leave(
+        &self,
+        tsih: Tsih,
+        channel: ChannelRef,
+        logged_out: bool,
+        again: Option<Instant>,
+    ) -> Left {
         let mut table = self.lock();
         let was_expected = table.waits.is_awaited(channel);
         let mut left = Left {
@@ -367,6 +400,15 @@ impl IscsiSessions {
         let entry = table.entries.remove(&tsih).expect("just found");
         if table.current.get(&entry.session.key) == Some(&tsih) {
             table.current.remove(&entry.session.key);
+            if let Some(now) = again.filter(|_| !entry.session.is_discovery()) {
+                let session = &entry.session;
+                let owner = (
+                    session.key.clone(),
+                    session.address,
+                    session.chap_name.clone(),
+                );
+                table.recent.keep(owner, session.luns.meant(), now);
+            }
         }
         for (_, unit) in entry.session.luns.iter() {
             unit.lu.remove_nexus(entry.session.nexus);
@@ -409,7 +451,7 @@ impl IscsiSessions {
                 .expect("made for this session")
                 .follow(&entry.session.luns);
             if entry.session.luns.is_same(&luns) {
-                if !entry.session.luns.is_as_fast(&luns) {
+                if !entry.session.luns.is_accounted_alike(&luns) {
                     entry.session.luns = luns;
                 }
                 continue;
@@ -581,9 +623,9 @@ mod tests {
         // A third one comes while the second still waits, whose client gives up.
         let (third, old) = sessions.enter(session(1), &new(0, 3), 7, fits).unwrap();
         assert_eq!(old, [channel(2)]);
-        let left = sessions.leave(second, channel(2), false);
+        let left = sessions.leave(second, channel(2), false, None);
         assert!(left.notify.is_empty(), "the first is still there");
-        let left = sessions.leave(first, channel(1), false);
+        let left = sessions.leave(first, channel(1), false, None);
         assert_eq!(left.notify, [channel(3)]);
         assert!(left.terminate.is_empty());
         let key = session(1).key;
@@ -629,7 +671,7 @@ mod tests {
             }
         }
         assert!(enter(99).is_none());
-        let left = sessions.leave(first.0, first.1, true);
+        let left = sessions.leave(first.0, first.1, true, None);
         assert!(left.ended.is_none(), "it was no nexus");
         assert!(enter(99).is_some());
     }
@@ -655,13 +697,13 @@ mod tests {
         assert_eq!(small.unwrap_err(), LoginStatus::OUT_OF_RESOURCES);
         let (_, old) = sessions.join(&key, tsih, &new(1, 4), fits).unwrap();
         assert_eq!(old, [channel(2)]);
-        let left = sessions.leave(tsih, channel(2), false);
+        let left = sessions.leave(tsih, channel(2), false, None);
         assert_eq!(left.notify, [channel(4)]);
         assert!(left.terminate.is_empty(), "its place was taken");
         // The session does not survive the loss of a connection.
-        let left = sessions.leave(tsih, channel(1), false);
+        let left = sessions.leave(tsih, channel(1), false, None);
         assert_eq!(left.terminate, [channel(4)]);
-        let left = sessions.leave(tsih, channel(4), false);
+        let left = sessions.leave(tsih, channel(4), false, None);
         assert!(left.ended.is_some());
     }
 
@@ -692,9 +734,9 @@ mod tests {
             sessions.end_others(tsih, channel(1), Others::All),
             [channel(2)]
         );
-        let left = sessions.leave(tsih, channel(2), false);
+        let left = sessions.leave(tsih, channel(2), false, None);
         assert_eq!(left.notify, [channel(1)]);
-        assert!(sessions.leave(tsih, channel(1), true).ended.is_some());
+        assert!(sessions.leave(tsih, channel(1), true, None).ended.is_some());
     }
 
     /// A session at error recovery level 2, of one connection at most.
@@ -721,9 +763,9 @@ mod tests {
         assert_eq!(sessions.detached(tsih, channel(1)).notify, [channel(2)]);
         let twice = sessions.detach(tsih, channel(2), Cid(0));
         assert!(twice.is_empty(), "it is logged out already");
-        let left = sessions.leave(tsih, channel(1), false);
+        let left = sessions.leave(tsih, channel(1), false, None);
         assert!(left.terminate.is_empty() && left.ended.is_none());
-        assert!(sessions.leave(tsih, channel(2), true).ended.is_some());
+        assert!(sessions.leave(tsih, channel(2), true, None).ended.is_some());
     }
 
     #[test]

@@ -7,10 +7,11 @@
 //! them.
 //!
 //! This library is what the tests of whole programs share: [`programs`], those of what the daemon tells
-//! of itself ([`metered`]), those that look at pages ([`browser`]), and those that judge what a disk answers
+//! of itself ([`metered`]), those that look at pages ([`browser`]), those that read captures ([`capture`]), and those that judge what a disk answers
 //! ([`history`]).
 
 pub mod browser;
+pub mod capture;
 pub mod dissect;
 pub mod history;
 pub mod metered;

@@ -17,6 +17,7 @@ use riser_scsi::srp::{
     IndirectTable, InitiatorPortId, LoginRej, LoginRejReason, LoginReq, LoginReqFlags, MemDesc,
     MultiChannelAction, Tag, TargetPortId, TaskAttr, TskMgmt, TskMgmtFunction,
 };
+use riser_tests::capture::packets;
 use riser_transport::wire::cm_msg::CmMessage;
 use riser_transport::wire::cma::CmaHeader;
 use riser_transport::wire::packet::Packet;
@@ -44,34 +45,12 @@ impl Seeds {
     }
 }
 
-/// The RoCEv2 datagrams of a little-endian pcap file of Ethernet frames with IPv4.
-fn datagrams(capture: &[u8]) -> impl Iterator<Item = &[u8]> {
-    assert_eq!(capture[..4], [0xd4, 0xc3, 0xb2, 0xa1]);
-    let mut at = 24;
-    std::iter::from_fn(move || {
-        let header = capture.get(at..at + 16)?;
-        let len = u32::from_le_bytes(header[8..12].try_into().unwrap()) as usize;
-        let frame = &capture[at + 16..at + 16 + len];
-        at += 16 + len;
-        Some(frame)
-    })
-    .filter_map(|frame| {
-        let ip = frame.get(14..)?;
-        if frame[12..14] != [0x08, 0x00] || ip[9] != 17 {
-            return None;
-        }
-        let udp = &ip[usize::from(ip[0] & 0x0f) * 4..];
-        let len = usize::from(u16::from_be_bytes([udp[4], udp[5]]));
-        (udp[2..4] == 4791u16.to_be_bytes()).then(|| &udp[8..len])
-    })
-}
-
 fn of_captures() -> Seeds {
     let mut seeds = Seeds::default();
     for (name, capture) in CAPTURES {
         // Messages of several packets, by whom they are for.
         let mut partial = BTreeMap::<_, Vec<u8>>::new();
-        for datagram in datagrams(capture) {
+        for datagram in packets(capture).map(|packet| packet.datagram) {
             let opcode = datagram[0];
             seeds.add("packet", format!("{opcode:02x}"), datagram);
             let packet = Packet::parse(datagram).unwrap();

@@ -11,45 +11,12 @@ use riser_scsi::iscsi::login::{
 use riser_scsi::iscsi::pdu::{FromInitiator, FromTarget, LoginStatus};
 use riser_scsi::iscsi::{CmdSn, Numbers, StatSn, Tsih};
 use riser_scsi::iser::{Buffers, CmHeader, Header, Message, put_control};
+use riser_tests::capture::packets;
 
 const CAPTURE: &[u8] = include_bytes!("../data/golden_iser.pcap");
 
 /// Host part of the initiator's address.
 const INITIATOR: u8 = 2;
-
-/// A RoCEv2 packet of the capture: sender, base transport header, and what follows up to the ICRC.
-struct Packet<'a> {
-    source: u8,
-    opcode: u8,
-    destination_qp: u32,
-    rest: &'a [u8],
-}
-
-/// Walks a little-endian pcap file of Ethernet frames and yields its RoCEv2 packets over IPv4.
-fn packets() -> impl Iterator<Item = Packet<'static>> {
-    assert_eq!(CAPTURE[..4], [0xd4, 0xc3, 0xb2, 0xa1]);
-    let mut at = 24;
-    std::iter::from_fn(move || {
-        let header = CAPTURE.get(at..at + 16)?;
-        let len = u32::from_le_bytes(header[8..12].try_into().unwrap()) as usize;
-        let frame = &CAPTURE[at + 16..at + 16 + len];
-        at += 16 + len;
-        Some(frame)
-    })
-    .map(|frame| {
-        let ip = &frame[14..];
-        let udp = &ip[usize::from(ip[0] & 0x0f) * 4..];
-        let len = usize::from(u16::from_be_bytes([udp[4], udp[5]]));
-        let bth = &udp[8..len];
-        let pad = usize::from(bth[1] >> 4 & 3);
-        Packet {
-            source: ip[15],
-            opcode: bth[0],
-            destination_qp: u32::from_be_bytes([0, bth[5], bth[6], bth[7]]),
-            rest: &bth[12..bth.len() - 4 - pad],
-        }
-    })
-}
 
 /// A message that a SEND carried.
 struct Sent {
@@ -63,7 +30,7 @@ struct Sent {
 fn sends() -> Vec<Sent> {
     let mut partial = HashMap::<_, Vec<u8>>::new();
     let mut whole = Vec::new();
-    for packet in packets() {
+    for packet in packets(CAPTURE) {
         let key = (packet.source, packet.destination_qp);
         let (invalidated, bytes) = match packet.opcode {
             0x00 => {
@@ -89,7 +56,7 @@ fn sends() -> Vec<Sent> {
             _ => continue,
         };
         whole.push(Sent {
-            source: packet.source,
+            source: packet.source[3],
             invalidated,
             bytes,
         });
@@ -108,7 +75,7 @@ fn control(bytes: &[u8]) -> (Buffers, Frame<'_>) {
 #[test]
 fn private_data_of_both_kernels_read_and_write_back() {
     let mut seen = Vec::new();
-    for packet in packets().filter(|p| p.opcode == 0x64) {
+    for packet in packets(CAPTURE).filter(|p| p.opcode == 0x64) {
         let mad = &packet.rest[8..];
         // Private data of a REQ begin at byte 140 of the message, after 36 bytes of the RDMA CM's.
         let private = match u16::from_be_bytes([mad[16], mad[17]]) {
@@ -179,7 +146,7 @@ fn a_write_advertises_what_is_still_to_come() {
         }
     }
     let mut read = HashMap::<_, u32>::new();
-    for packet in packets().filter(|p| p.opcode == 0x0c) {
+    for packet in packets(CAPTURE).filter(|p| p.opcode == 0x0c) {
         let va = u64::from_be_bytes(packet.rest[..8].try_into().unwrap());
         let rkey = u32::from_be_bytes(packet.rest[8..12].try_into().unwrap());
         let len = u32::from_be_bytes(packet.rest[12..16].try_into().unwrap());

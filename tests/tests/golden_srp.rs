@@ -6,54 +6,15 @@ use riser_scsi::srp::{
     LoginRejReason, LoginReq, LoginRsp, MemDesc, MultiChannelAction, MultiChannelResult, Opcode,
     Residual, RspCode, TLogoutReason, TskMgmtFunction,
 };
+use riser_tests::capture::packets;
 
 const CAPTURE: &[u8] = include_bytes!("../data/golden_srp.pcap");
-
-/// A RoCEv2 packet of the capture: sender, base transport header, and what follows up to the ICRC.
-struct Packet<'a> {
-    source: [u8; 4],
-    opcode: u8,
-    destination_qp: u32,
-    rest: &'a [u8],
-}
-
-/// Walks a little-endian pcap file of Ethernet frames and yields its RoCEv2 packets over IPv4.
-fn packets() -> impl Iterator<Item = Packet<'static>> {
-    assert_eq!(CAPTURE[..4], [0xd4, 0xc3, 0xb2, 0xa1]);
-    let mut at = 24;
-    std::iter::from_fn(move || {
-        let header = CAPTURE.get(at..at + 16)?;
-        let len = u32::from_le_bytes(header[8..12].try_into().unwrap()) as usize;
-        let frame = &CAPTURE[at + 16..at + 16 + len];
-        at += 16 + len;
-        Some(frame)
-    })
-    .filter_map(|frame| {
-        let ip = frame.get(14..)?;
-        if frame[12..14] != [0x08, 0x00] || ip[9] != 17 {
-            return None;
-        }
-        let udp = &ip[usize::from(ip[0] & 0x0f) * 4..];
-        if udp[2..4] != 4791u16.to_be_bytes() {
-            return None;
-        }
-        let len = usize::from(u16::from_be_bytes([udp[4], udp[5]]));
-        let bth = &udp[8..len];
-        let pad = usize::from(bth[1] >> 4 & 3);
-        Some(Packet {
-            source: ip[12..16].try_into().unwrap(),
-            opcode: bth[0],
-            destination_qp: u32::from_be_bytes([0, bth[5], bth[6], bth[7]]),
-            rest: &bth[12..bth.len() - 4 - pad],
-        })
-    })
-}
 
 /// The messages that SENDs carried, put together from their packets, and who sent them.
 fn sends() -> Vec<([u8; 4], Vec<u8>)> {
     let mut partial = std::collections::HashMap::<_, Vec<u8>>::new();
     let mut whole = Vec::new();
-    for packet in packets() {
+    for packet in packets(CAPTURE) {
         let key = (packet.source, packet.destination_qp);
         match packet.opcode {
             0x00 => drop(partial.insert(key, packet.rest.to_vec())),
@@ -76,7 +37,7 @@ fn sends() -> Vec<([u8; 4], Vec<u8>)> {
 
 /// CM MADs of the capture: attribute, private data from the given byte of the MAD on.
 fn mads() -> impl Iterator<Item = (u16, &'static [u8])> {
-    packets().filter(|p| p.opcode == 0x64).map(|p| {
+    packets(CAPTURE).filter(|p| p.opcode == 0x64).map(|p| {
         let mad = &p.rest[8..];
         assert_eq!(mad.len(), 256);
         (u16::from_be_bytes([mad[16], mad[17]]), &mad[24..])

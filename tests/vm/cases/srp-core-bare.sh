@@ -33,6 +33,8 @@ dd if="$DISK" of=/dev/null bs=64k count=4 iflag=direct status=none
 srp_logout
 stop_serving
 sed -i '$a transport: { provider: rdma_core }' /tmp/riserd.yaml
+says 'rdma-core is not installed' on_peer timeout 5 "$RISER_BIN/riserd" run --config /tmp/riserd.yaml
+sed -i '$a strict: true' /tmp/riserd.yaml
 says 'rdma-core is not installed' on_peer "$RISER_BIN/riserd" run --config /tmp/riserd.yaml
 says 'rdma-core is not installed' riser_on rdma_core discover srp://10.99.0.2
 says 'rdma-core is not installed' "$RISER_BIN/riser" rping client 10.99.0.2 --addr 10.99.0.1 --provider rdma_core

@@ -232,6 +232,10 @@ impl LogicalUnit {
         let mut pending = Attentions::default();
         pending.raise(first);
         let mut nexuses = self.lock();
+        // Under the lock: a crossing from here on raises it for this nexus too.
+        if self.is_filling() {
+            pending.raise(Attention::SoftThreshold);
+        }
         nexuses.insert(
             id,
             Known {

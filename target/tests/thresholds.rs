@@ -24,7 +24,8 @@ impl Bench {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let to = listener.local_addr().unwrap();
         drop(listener);
-        let dir = std::env::temp_dir().join(format!("riserd-threshold-{}", std::process::id()));
+        let name = format!("riserd-threshold-{}-{}", std::process::id(), to.port());
+        let dir = std::env::temp_dir().join(name);
         std::fs::create_dir(&dir).unwrap();
         let text = format!(
             "backends: {{ f: {{ kind: file, path: {}/disk, size: 8MiB, create: true, threshold: 50% }} }}\n\
@@ -118,4 +119,22 @@ fn each_initiator_is_warned_once_for_each_time_that_the_disk_fills_up() {
     bench.measure();
     assert_eq!((ready(&mut one), ready(&mut other)), (FILLING, FILLING));
     drop((one, other));
+}
+
+/// The daemon measures a disk that is filling up before initiators log in to it again after a restart.
+#[test]
+fn an_initiator_that_logs_in_later_is_warned_too() {
+    let bench = Bench::new();
+    let mut one = bench.login(1);
+    write(&mut one, 0, 5 * MIB);
+    bench.measure();
+    let mut other = bench.login(2);
+    assert_eq!(ready(&mut other), FILLING);
+    assert_eq!(ready(&mut other), (0, None));
+    assert_eq!(ready(&mut one), FILLING);
+    unmap(&mut one);
+    bench.measure();
+    let mut third = bench.login(3);
+    assert_eq!(ready(&mut third), (0, None));
+    drop((one, other, third));
 }

@@ -138,7 +138,9 @@ pub fn interfaces() -> io::Result<Vec<Interface>> {
         };
         // SAFETY: the name is a string that lives as long as the list.
         let name = unsafe { CStr::from_ptr(node.ifa_name) };
-        let name = name.to_string_lossy().into_owned();
+        // An IPv4 address may have a label, `eth0:1`, which the C library gives as the name of its interface.
+        let name = name.to_string_lossy();
+        let name = name.split(':').next().unwrap_or_default().to_owned();
         let mtu = std::fs::read_to_string(format!("/sys/class/net/{name}/mtu"))
             .ok()
             .and_then(|s| s.trim().parse().ok());

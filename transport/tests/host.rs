@@ -1,0 +1,40 @@
+//! What a host has, in a network namespace of the test's own.
+
+#![allow(unsafe_code, reason = "a thread enters a network namespace")]
+
+#[path = "../../tests/src/skip.rs"]
+mod skip;
+
+use std::net::IpAddr;
+use std::process::Command;
+
+use riser_transport::host::interfaces;
+use rustix::thread::{UnshareFlags, unshare_unsafe};
+
+/// The interface that an address is found at, in a namespace where these commands of `ip` have run.
+fn interface_of(address: &str, commands: &[&str]) -> Result<Option<String>, String> {
+    // SAFETY: no descriptors are unshared, only the network of this thread.
+    unsafe { unshare_unsafe(UnshareFlags::NEWNET) }.map_err(|error| error.to_string())?;
+    for command in commands {
+        let status = Command::new("ip").args(command.split(' ')).status();
+        let status = status.map_err(|error| format!("ip: {error}"))?;
+        assert!(status.success(), "ip {command}");
+    }
+    let address: IpAddr = address.parse().unwrap();
+    let mut all = interfaces().unwrap().into_iter();
+    Ok(all.find(|it| it.address == address).map(|it| it.name))
+}
+
+/// `keepalived` and `ifupdown` label addresses that they add.
+#[test]
+fn an_address_with_a_label_is_one_of_its_interface() {
+    let commands = [
+        "link set lo up",
+        "addr add 192.0.2.7/32 dev lo label lo:vip",
+    ];
+    let found = std::thread::spawn(move || interface_of("192.0.2.7", &commands));
+    match found.join().unwrap() {
+        Ok(found) => assert_eq!(found.as_deref(), Some("lo")),
+        Err(why) => skip::skip("a network namespace", &why),
+    }
+}

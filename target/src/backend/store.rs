@@ -699,6 +699,11 @@ impl Store {
         *self.made() = None;
     }
 
+    /// Whether opening or growing has changed something on disk that may not stay.
+    pub fn has_changed_file(&self) -> bool {
+        self.made().is_some()
+    }
+
     /// Takes back what opening or growing has changed on disk, before anything was served from it:
     /// removes a file that was created, and cuts one that was extended.
     pub fn undo(&self) {

@@ -237,7 +237,7 @@ impl Builder {
         keeper.save(&ports).map_err(ServerError::Ports)
     }
 
-    /// Saves the names of units, before they are served. Those of a change that is not made do no harm.
+    /// Saves the names of units, before they are served; see [`Builder::undo`] for those that never are.
     ///
     /// # Errors
     /// [`ServerError::Identities`].
@@ -257,6 +257,19 @@ impl Builder {
             }
             saved => saved.map_err(ServerError::Identities),
         }
+    }
+
+    /// Takes back what opening and growing backends has changed on disk for a catalog that is not served in the
+    /// place of this builder's.
+    pub(super) fn undo<'a>(&self, stores: impl Iterator<Item = &'a Arc<Store>>) {
+        let changed: Vec<_> = stores.filter(|store| store.has_changed_file()).collect();
+        // First: a file that is known to have been there is not created again.
+        if !changed.is_empty()
+            && let Err(error) = self.save_identities()
+        {
+            tracing::warn!(%error, "names of units that are not served stay saved");
+        }
+        changed.into_iter().for_each(|store| store.undo());
     }
 
     /// The first catalog was made: gives its units what is left to them.

@@ -6,7 +6,7 @@
 //! # Start
 //! Backends are opened and locked, logical units and targets made, devices opened (for each address
 //! one per worker, in the workers' order, since packets are steered by it), workers started. Whatever
-//! fails undoes the rest.
+//! fails undoes the rest; but files that were created or extended stay once workers may have written to them.
 //!
 //! # Shutdown
 //! ```text
@@ -30,6 +30,8 @@ pub mod legacy;
 pub mod ports;
 pub mod problems;
 pub mod reload;
+#[cfg(test)]
+mod tests_files;
 #[cfg(test)]
 mod tests_hanging;
 
@@ -278,8 +280,30 @@ pub fn build_shared(
     };
     let legacy = Legacy::default();
     let mut builder = build::Builder::after(&legacy, keepers)?;
-    let catalog = first_catalog(&mut builder, config, &legacy)?;
+    let (catalog, files) = first_catalog(&mut builder, config, &legacy)?;
+    files.keep();
     Ok(shared(catalog, Arc::default()))
+}
+
+/// Files that a start has created or extended. Unless they are kept, that is undone when this is dropped.
+#[derive(Debug)]
+struct FirstFiles {
+    /// What was there before.
+    before: build::Builder,
+    stores: Vec<Arc<Store>>,
+}
+
+impl FirstFiles {
+    /// They may be written to from now on.
+    fn keep(mut self) {
+        self.stores.drain(..).for_each(|store| store.keep());
+    }
+}
+
+impl Drop for FirstFiles {
+    fn drop(&mut self) {
+        self.before.undo(self.stores.iter());
+    }
 }
 
 /// Opens backends, and makes units and targets of them.
@@ -287,16 +311,18 @@ fn first_catalog(
     builder: &mut build::Builder,
     config: &Config,
     legacy: &Legacy,
-) -> Result<Catalog, ServerError> {
+) -> Result<(Catalog, FirstFiles), ServerError> {
+    let before = builder.clone();
     builder.look(config);
     let mut opened = open_all(builder.wishes(config));
-    let catalog = builder.catalog(config, &mut opened)?;
+    let built = builder.catalog(config, &mut opened);
+    let stores = builder.stores_beyond(&before).cloned().collect();
+    let files = FirstFiles { before, stores };
+    let catalog = built?;
     builder.save_ports(builder.ports())?;
     builder.save_identities()?;
     builder.settle(legacy);
-    let stores = catalog.stores.iter().flatten();
-    stores.for_each(|store| store.keep());
-    Ok(catalog)
+    Ok((catalog, files))
 }
 
 fn shared(catalog: Catalog, places: Arc<Places>) -> Shared {
@@ -341,7 +367,7 @@ impl Server {
     ) -> Result<Self, ServerError> {
         let mut builder = build::Builder::after(legacy, keepers)?;
         builder.set_lenient(!config.strict);
-        let mut catalog = first_catalog(&mut builder, config, legacy)?;
+        let (mut catalog, files) = first_catalog(&mut builder, config, legacy)?;
         let places = Arc::new(Places::default());
         // What is in use may be that of a daemon which is ending; the caller waits for it.
         let tolerates = |subject: &Subject, error: &ServerError| {
@@ -364,6 +390,8 @@ impl Server {
         catalog.remove_portals(builder.problems());
         let shared = Arc::new(shared(catalog, places));
         let parts = acquired.keep();
+        // Initiators may write to them as soon as workers run.
+        files.keep();
         let (reports_tx, reports) = channel();
         let mut server = Self {
             config: config.clone(),

@@ -400,12 +400,9 @@ impl Server {
 
     /// Takes back what opening backends has done to files.
     fn undo_backends(&self, builder: &build::Builder, grown: &[Grown]) {
-        for store in builder.stores_beyond(&self.builder) {
-            store.undo();
-        }
-        for grown in grown {
-            grown.store.undo();
-        }
+        let new = builder.stores_beyond(&self.builder);
+        let grown = grown.iter().map(|grown| &grown.store);
+        self.builder.undo(new.chain(grown));
     }
 
     /// Lets workers give up what they have acquired.

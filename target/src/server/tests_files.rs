@@ -1,0 +1,126 @@
+//! Files that are created or extended for what is not served after all.
+
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use super::identities::{Identities, IdentityKeeper};
+use super::legacy::Legacy;
+use super::reload::ChangeError;
+use super::{Keepers, Server, ServerError};
+use crate::config::Config;
+
+/// Keeps names in memory.
+#[derive(Debug, Default)]
+struct Names(Mutex<Identities>);
+
+impl IdentityKeeper for Names {
+    fn load(&self) -> std::io::Result<Identities> {
+        Ok(self.0.lock().unwrap().clone())
+    }
+
+    fn save(&self, identities: &Identities) -> std::io::Result<()> {
+        *self.0.lock().unwrap() = identities.clone();
+        Ok(())
+    }
+}
+
+/// A directory of a test's own.
+struct Dir(PathBuf);
+
+impl Dir {
+    fn new(test: &str) -> Self {
+        let name = format!("riserd-files-{test}-{}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let _ = std::fs::remove_dir_all(&path);
+        std::fs::create_dir(&path).unwrap();
+        Self(path)
+    }
+
+    fn len(&self, file: &str) -> Option<u64> {
+        Some(std::fs::metadata(self.0.join(file)).ok()?.len())
+    }
+}
+
+impl Drop for Dir {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A target with units on files that are created if need be, each of 2 MiB.
+fn config(dir: &Path, listen: &str, files: &[&str], more: &str) -> Config {
+    let dir = dir.display();
+    let backends = files.iter().map(|name| {
+        format!("  {name}: {{ kind: file, path: {dir}/{name}, size: 2MiB, create: true }}\n")
+    });
+    let luns = files.iter().enumerate();
+    let luns: Vec<_> = luns.map(|(lun, name)| format!("{lun}: {name}")).collect();
+    let text = format!(
+        "backends:\n{}targets:\n\
+         - name: iqn.2026-01.com.example:t\n\
+         \x20 portals: [{{ protocol: iscsi, listen: \"{listen}\" }}]\n\
+         \x20 luns: {{ {} }}\n\
+         \x20 access: open\n\
+         workers: {{ count: 1 }}\n{more}",
+        backends.collect::<String>(),
+        luns.join(", ")
+    );
+    Config::parse(&text, "test.yaml").unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn start(config: &Config, names: &Arc<Names>) -> Result<Server, ServerError> {
+    let keepers = Keepers {
+        identities: Some(Arc::clone(names) as Arc<dyn IdentityKeeper>),
+        ..Keepers::default()
+    };
+    Server::start_after(config, &Legacy::default(), keepers)
+}
+
+/// A start that fails leaves files as they were, and is no reason for the next one not to create them.
+#[test]
+fn a_start_that_fails_leaves_no_files() {
+    const LISTEN: &str = "127.97.9.1:3290";
+    let (dir, names) = (Dir::new("start"), Arc::new(Names::default()));
+    let old = std::fs::File::create(dir.0.join("old")).unwrap();
+    old.set_len(1 << 20).unwrap();
+    // Another program has the portal.
+    let taken = TcpListener::bind(LISTEN).unwrap();
+    let wanted = config(&dir.0, LISTEN, &["old", "new"], "");
+    let error = start(&wanted, &names).unwrap_err();
+    assert!(error.is_in_use(), "{error}");
+    assert_eq!((dir.len("old"), dir.len("new")), (Some(1 << 20), None));
+    drop(taken);
+    // A mistake that shows when all backends are open.
+    let chap = "discovery_chap: { users: [{ name: me, secret_file: /nowhere/secret }] }\n";
+    let error = start(&config(&dir.0, LISTEN, &["old", "new"], chap), &names).unwrap_err();
+    assert!(matches!(error, ServerError::Secret { .. }), "{error}");
+    assert_eq!((dir.len("old"), dir.len("new")), (Some(1 << 20), None));
+    let server = start(&wanted, &names).unwrap();
+    assert_eq!(server.problems().iter().count(), 0);
+    assert_eq!(
+        (dir.len("old"), dir.len("new")),
+        (Some(2 << 20), Some(2 << 20))
+    );
+    server.shutdown().unwrap();
+    assert_eq!(dir.len("new"), Some(2 << 20));
+}
+
+/// As a start.
+#[test]
+fn a_change_that_is_not_made_is_no_reason_not_to_create_a_file_later() {
+    const LISTEN: &str = "127.97.9.2:3290";
+    let (dir, names) = (Dir::new("change"), Arc::new(Names::default()));
+    let mut server = start(&config(&dir.0, LISTEN, &["old"], ""), &names).unwrap();
+    let wanted = config(&dir.0, LISTEN, &["old", "new"], "");
+    let refused = server.change_if(wanted.clone(), || {
+        Err(ChangeError::NeedsRestart("no".to_owned()))
+    });
+    assert!(refused.is_err());
+    assert_eq!((dir.len("old"), dir.len("new")), (Some(2 << 20), None));
+    server.shutdown().unwrap();
+    let server = start(&wanted, &names).unwrap();
+    assert_eq!(server.problems().iter().count(), 0);
+    assert_eq!(dir.len("new"), Some(2 << 20));
+    server.shutdown().unwrap();
+}

@@ -158,7 +158,8 @@ iscsi_clean() {
         kill -KILL "$RISERD" 2>/dev/null
         wait "$RISERD" 2>/dev/null
     fi
-    rm -rf "$IMAGES"/disk*.img /etc/iscsi/nodes /etc/iscsi/send_targets
+    # With what riserd knows of the disks, or it would not create those of these names again.
+    rm -rf "$IMAGES"/disk*.img /var/lib/riserd /etc/iscsi/nodes /etc/iscsi/send_targets
     one_host
 }
 

@@ -276,7 +276,8 @@ srp_clean() {
         kill -KILL "$RISERD" 2>/dev/null || true
         wait "$RISERD" 2>/dev/null || true
     fi
-    rm -f "$IMAGES"/disk*.img
+    # With what riserd knows of them, or it would not create disks of these names again.
+    rm -rf "$IMAGES"/disk*.img /var/lib/riserd
     one_host
 }
 

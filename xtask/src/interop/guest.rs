@@ -76,32 +76,31 @@ impl Guest {
                 path.display()
             )
         };
-        let qemu = sh::cmd(
-            "qemu-system-x86_64",
-            ["-accel", "tcg,thread=multi", "-cpu", "max"],
-        )
-        .args([
-            "-smp",
-            &shape.cpus.to_string(),
-            "-m",
-            &shape.memory.to_string(),
-        ])
-        .args(["-nographic", "-no-reboot", "-nic", "none"])
-        .arg("-kernel")
-        .arg(&kernel.image)
-        .arg("-initrd")
-        .arg(initrd)
-        .args(["-append", "console=ttyS0 panic=-1 mitigations=off quiet"])
-        .args([
-            "-virtfs",
-            &virtfs(Path::new("/"), "hostroot", ",readonly=on"),
-        ])
-        .args(["-virtfs", &virtfs(&share, "share", "")])
-        .stdin(Stdio::null())
-        .stdout(console.try_clone()?)
-        .stderr(console)
-        .spawn()
-        .map_err(|e| format!("qemu-system-x86_64: {e}"))?;
+        // A run that is killed leaves no guest behind.
+        let qemu = sh::cmd("setpriv", ["--pdeathsig", "KILL", "qemu-system-x86_64"])
+            .args(["-accel", "tcg,thread=multi", "-cpu", "max"])
+            .args([
+                "-smp",
+                &shape.cpus.to_string(),
+                "-m",
+                &shape.memory.to_string(),
+            ])
+            .args(["-nographic", "-no-reboot", "-nic", "none"])
+            .arg("-kernel")
+            .arg(&kernel.image)
+            .arg("-initrd")
+            .arg(initrd)
+            .args(["-append", "console=ttyS0 panic=-1 mitigations=off quiet"])
+            .args([
+                "-virtfs",
+                &virtfs(Path::new("/"), "hostroot", ",readonly=on"),
+            ])
+            .args(["-virtfs", &virtfs(&share, "share", "")])
+            .stdin(Stdio::null())
+            .stdout(console.try_clone()?)
+            .stderr(console)
+            .spawn()
+            .map_err(|e| format!("qemu-system-x86_64: {e}"))?;
         let mut guest = Self {
             qemu,
             share,

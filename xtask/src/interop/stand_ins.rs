@@ -199,3 +199,26 @@ fn a_reason_that_another_target_does_not_confirm_is_named() {
         );
     }
 }
+
+#[test]
+fn a_target_that_a_dead_client_has_wedged_is_asked_nothing_else() {
+    let expected = "died A.One\nfailed B.Two\ndied D.Four\n";
+    let mut table = "A.One died\nB.Two failed\nC.Three passed\nD.Four died\n".to_owned();
+    let script = "libiscsi_suite iser://x\nlibiscsi_not_the_client";
+    if let Some((_, said)) = judged("order", &table, Some(expected), 60, script) {
+        assert!(!said.contains(" listed"), "{said}");
+        let place = |line: &str| {
+            said.find(line)
+                .unwrap_or_else(|| panic!("no {line}: {said}"))
+        };
+        assert!(place("passed C.Three") < place("died A.One"), "{said}");
+    }
+    // It stops before the listed ones: nothing is known of their reasons.
+    for n in 0..9 {
+        writeln!(table, "A.Stops{n} refused").unwrap();
+    }
+    if let Some((_, said)) = judged("stops", &table, Some(expected), 60, script) {
+        let line = "B.Two is listed as failed, and was not run here";
+        assert!(said.contains(line), "{said}");
+    }
+}

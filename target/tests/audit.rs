@@ -323,4 +323,20 @@ fn it_can_be_left_out() {
     assert_eq!(lines(&daemon), Vec::<Value>::new());
     let log = std::fs::read_to_string(daemon.log()).unwrap();
     assert!(log.contains("\"changed\""), "{log}");
+    // Nor does the status page have it, which every local user may read.
+    assert!(
+        !daemon
+            .ask(&["set", "/limits", "max_sessions=0"])
+            .status
+            .success()
+    );
+    let recent = daemon.http("GET /v1/recent");
+    let (_, body) = recent.split_once("\r\n\r\n").unwrap();
+    let recent: Value = serde_json::from_str(body).unwrap();
+    let events = recent["events"].as_array().unwrap().iter();
+    let texts: Vec<_> = events.map(|e| e["text"].as_str().unwrap()).collect();
+    assert!(
+        !texts.iter().any(|text| text.contains("configuration")),
+        "{texts:?}"
+    );
 }

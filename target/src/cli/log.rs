@@ -28,7 +28,7 @@ pub(super) fn start(log: &Log) {
     };
     let subscriber = tracing_subscriber::registry()
         .with(lines.with_filter(filter))
-        .with(Collector.with_filter(Noteworthy));
+        .with(Collector.with_filter(Noteworthy { audit: log.audit }));
     // A process that already has a subscriber, such as a test, keeps it.
     let _ = subscriber.try_init();
 }

@@ -2,7 +2,8 @@
 //! again, and warnings.
 //!
 //! A layer of the log collects them, so that everything that is worth a line in the log of an operator is an event
-//! without being reported twice. The log belongs to the process, and so do its events.
+//! without being reported twice. The log belongs to the process, and so do its events. They are shown without a
+//! login, so without the audit log where the log does not have that either.
 
 use std::collections::VecDeque;
 use std::fmt::{self, Write};
@@ -19,7 +20,7 @@ use tracing_subscriber::layer::{Context, Filter, Layer};
 use crate::audit;
 use crate::server::problems;
 
-/// Events that are kept.
+/// Events that are kept of the audit log, which initiators can fill, and of all others.
 pub const KEPT: usize = 200;
 
 /// Bytes of an event's text that are kept; peers choose some of its words.
@@ -36,6 +37,10 @@ pub struct Event {
     pub level: String,
     /// What, and the fields that say more: `session ended reason=logout …`.
     pub text: String,
+    /// Whether it is a line of the audit log of what was done as asked. Others are kept apart, so that logins do not
+    /// displace them.
+    #[serde(default)]
+    pub routine: bool,
 }
 
 static EVENTS: Mutex<Events> = Mutex::new(Events::new());
@@ -43,30 +48,38 @@ static EVENTS: Mutex<Events> = Mutex::new(Events::new());
 /// Those that are kept.
 #[derive(Debug)]
 struct Events {
-    last: VecDeque<Event>,
+    routine: VecDeque<Event>,
+    others: VecDeque<Event>,
     count: u64,
 }
 
 impl Events {
     const fn new() -> Self {
         Self {
-            last: VecDeque::new(),
+            routine: VecDeque::new(),
+            others: VecDeque::new(),
             count: 0,
         }
     }
 
     fn push(&mut self, event: Event) {
         self.count += 1;
-        if self.last.len() == KEPT {
-            self.last.pop_front();
+        let last = match event.routine {
+            true => &mut self.routine,
+            false => &mut self.others,
+        };
+        if last.len() == KEPT {
+            last.pop_front();
         }
         let number = self.count;
-        self.last.push_back(Event { number, ..event });
+        last.push_back(Event { number, ..event });
     }
 
     fn after(&self, number: u64) -> Vec<Event> {
-        let new = self.last.iter().filter(|event| event.number > number);
-        new.cloned().collect()
+        let all = self.routine.iter().chain(&self.others);
+        let mut new: Vec<_> = all.filter(|event| event.number > number).cloned().collect();
+        new.sort_by_key(|event| event.number);
+        new
     }
 }
 
@@ -89,33 +102,47 @@ impl<S: Subscriber> Layer<S> for Collector {
         let mut text = Text::default();
         event.record(&mut text);
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        let metadata = event.metadata();
         lock().push(Event {
             number: 0,
             time: now.unwrap_or_default().as_secs_f64(),
-            level: event.metadata().level().as_str().to_ascii_lowercase(),
+            level: metadata.level().as_str().to_ascii_lowercase(),
             text: text.finish(),
+            routine: metadata.target() == audit::TARGET && !is_important(metadata),
         });
     }
 }
 
 /// What is collected, whatever else the log shows.
 #[derive(Debug)]
-pub struct Noteworthy;
+pub struct Noteworthy {
+    /// Whether the audit log is part of it.
+    pub audit: bool,
+}
 
-fn is_noteworthy(metadata: &Metadata<'_>) -> bool {
-    let is_important = *metadata.level() <= Level::WARN;
-    let is_told = [audit::TARGET, problems::TARGET];
-    metadata.is_event() && (is_important || is_told.contains(&metadata.target()))
+fn is_important(metadata: &Metadata<'_>) -> bool {
+    *metadata.level() <= Level::WARN
+}
+
+impl Noteworthy {
+    fn has(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.is_event()
+            && match metadata.target() {
+                audit::TARGET => self.audit,
+                problems::TARGET => true,
+                _ => is_important(metadata),
+            }
+    }
 }
 
 impl<S> Filter<S> for Noteworthy {
     fn enabled(&self, metadata: &Metadata<'_>, _: &Context<'_, S>) -> bool {
-        is_noteworthy(metadata)
+        self.has(metadata)
     }
 
     /// Only the place of an event in the code counts, so none is asked about twice.
     fn callsite_enabled(&self, metadata: &'static Metadata<'static>) -> Interest {
-        match is_noteworthy(metadata) {
+        match self.has(metadata) {
             true => Interest::always(),
             false => Interest::never(),
         }
@@ -173,7 +200,8 @@ mod tests {
 
     #[test]
     fn what_matters_is_kept_up_to_a_bound() {
-        let subscriber = tracing_subscriber::registry().with(Collector.with_filter(Noteworthy));
+        let noteworthy = Noteworthy { audit: true };
+        let subscriber = tracing_subscriber::registry().with(Collector.with_filter(noteworthy));
         let texts = tracing::subscriber::with_default(subscriber, || {
             let before = lock().count;
             tracing::info!(target: audit::TARGET, event = "login", peer = %"a\x1bb", "logged in");
@@ -197,12 +225,56 @@ mod tests {
         for _ in 0..2 * KEPT {
             events.push(Event::default());
         }
-        assert_eq!((events.last.len(), events.count), (KEPT, 2 * KEPT as u64));
-        let newer: Vec<_> = events
-            .after(2 * KEPT as u64 - 2)
-            .iter()
-            .map(|e| e.number)
-            .collect();
-        assert_eq!(newer, [399, 400]);
+        assert_eq!((events.others.len(), events.count), (KEPT, 2 * KEPT as u64));
+        assert_eq!(numbers(&events, 398), [399, 400]);
+    }
+
+    fn numbers(events: &Events, after: u64) -> Vec<u64> {
+        let events = events.after(after);
+        events.iter().map(|event| event.number).collect()
+    }
+
+    #[test]
+    fn logins_do_not_displace_warnings() {
+        let noteworthy = Noteworthy { audit: true };
+        let subscriber = tracing_subscriber::registry().with(Collector.with_filter(noteworthy));
+        let (before, events) = tracing::subscriber::with_default(subscriber, || {
+            let before = lock().count;
+            tracing::warn!("not served");
+            tracing::info!(target: problems::TARGET, "served again");
+            tracing::warn!(target: audit::TARGET, "configuration not applied");
+            for _ in 0..2 * KEPT {
+                tracing::info!(target: audit::TARGET, "logged in");
+            }
+            (before, after(before))
+        });
+        let first: Vec<_> = events.iter().take(4).map(|e| e.text.as_str()).collect();
+        let expected = [
+            "not served",
+            "served again",
+            "configuration not applied",
+            "logged in",
+        ];
+        assert_eq!(first, expected);
+        assert_eq!(events.len(), 3 + KEPT);
+        assert!(events.is_sorted_by_key(|event| event.number) && events[0].number > before);
+    }
+
+    #[test]
+    fn without_an_audit_log_there_are_no_events_of_it() {
+        let noteworthy = Noteworthy { audit: false };
+        let subscriber = tracing_subscriber::registry().with(Collector.with_filter(noteworthy));
+        let texts = tracing::subscriber::with_default(subscriber, || {
+            let before = lock().count;
+            tracing::info!(target: audit::TARGET, initiator = "me", "logged in");
+            tracing::warn!(target: audit::TARGET, who = "uid 1000", "configuration not applied");
+            tracing::warn!("a write failed");
+            let events = after(before);
+            events
+                .into_iter()
+                .map(|event| event.text)
+                .collect::<Vec<_>>()
+        });
+        assert_eq!(texts, ["a write failed"]);
     }
 }

@@ -16,7 +16,7 @@
 //! | `POST /v1/clear-flush-failure` | lets flushes succeed again on the backends of units with the serial number in the body, or of all; the targets after it |
 //! | `POST /v1/trace` | looks for the commands that the body wants ([`Wanted`]) until there are enough or time is over; [`Traced`](super::trace::Traced) |
 //! | `GET /v1/live` | [`Live`](super::live::Live) |
-//! | `GET /v1/recent?time=T&event=N` | what is newer than that: [`Recent`](super::timeline::Recent) |
+//! | `GET /v1/recent?sample=N&event=N` | what is newer than these: [`Recent`](super::timeline::Recent) |
 //! | `GET /metrics`, `/healthz`, `/readyz`, `/` | see [`http`] |
 //!
 //! An error is `{"error": TEXT}`: 400 for a mistake in a configuration, 404 for a path that is not here,

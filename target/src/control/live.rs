@@ -20,9 +20,9 @@ use crate::worker::target::TargetDef;
 /// The daemon at a moment.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Live {
-    /// When, in seconds since 1970.
+    /// When, in seconds since 1970. That clock may be set, so this is for people only.
     pub time: f64,
-    /// How long the daemon has served, in seconds.
+    /// How long the daemon has served, in seconds: what differs between two moments differs by this.
     pub uptime: f64,
     /// Its version.
     pub version: String,
@@ -298,7 +298,7 @@ pub struct LiveNetwork {
 
 /// What its units have done, without asking workers for anything.
 #[must_use]
-pub fn sums(server: &Server) -> Live {
+pub fn sums(server: &Server, uptime: Duration) -> Live {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     let catalog = server.shared().registry.catalog();
     let stats = catalog.targets.iter().flat_map(|target| &target.stats);
@@ -312,6 +312,7 @@ pub fn sums(server: &Server) -> Live {
     };
     Live {
         time: now.unwrap_or_default().as_secs_f64(),
+        uptime: uptime.as_secs_f64(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
         bounds: (0..BUCKETS).filter_map(bound).map(seconds).collect(),
         luns: stats.map(lun).collect(),

@@ -366,7 +366,10 @@ impl Control<'_> {
                 }
             };
             tokio::select! {
-                _ = sample.tick() => self.timeline.take(live::sums(&self.server)),
+                _ = sample.tick() => {
+                    let sums = live::sums(&self.server, self.since.elapsed());
+                    self.timeline.take(sums);
+                }
                 _ = retry.tick(), if is_idle => if self.server.look() {
                     opening = self.open_missing();
                 },

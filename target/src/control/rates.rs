@@ -85,7 +85,7 @@ pub struct SessionRate {
     pub bytes: f64,
 }
 
-/// How much a sum has grown, in a second. A daemon that was restarted begins anew.
+/// How much a sum has grown, in a second.
 fn rate(old: u64, new: u64, seconds: f64) -> f64 {
     new.saturating_sub(old) as f64 / seconds
 }
@@ -93,7 +93,14 @@ fn rate(old: u64, new: u64, seconds: f64) -> f64 {
 /// What happened from `old` to `new`.
 #[must_use]
 pub fn rates(old: &Live, new: &Live) -> Rates {
-    let seconds = (new.time - old.time).max(1e-3);
+    // A daemon that was restarted has counted from zero since.
+    let none = Live::default();
+    let old = match new.uptime < old.uptime {
+        true => &none,
+        false => old,
+    };
+    // Not by the host's clock, which may be set meanwhile.
+    let seconds = (new.uptime - old.uptime).max(1e-3);
     let empty = LiveLun::default();
     let mut total = Ops::default();
     let mut luns = Vec::new();
@@ -210,7 +217,7 @@ impl Ops {
 mod tests {
     use super::*;
 
-    fn live(time: f64, commands: u64, buckets: &[u64]) -> Live {
+    fn live(uptime: f64, commands: u64, buckets: &[u64]) -> Live {
         let op = LiveOp {
             commands,
             bytes: commands * 4096,
@@ -218,7 +225,8 @@ mod tests {
             buckets: buckets.to_vec(),
         };
         Live {
-            time,
+            time: 1e9 + uptime,
+            uptime,
             bounds: vec![0.001, 0.002, 0.004],
             luns: vec![LiveLun {
                 target: "t".into(),
@@ -245,11 +253,27 @@ mod tests {
     }
 
     #[test]
-    fn a_daemon_that_was_restarted_begins_anew() {
+    fn a_daemon_that_was_restarted_begins_again() {
         let (old, new) = (
             live(10.0, 100, &[100, 0, 0, 0]),
-            live(11.0, 5, &[5, 0, 0, 0]),
+            live(2.0, 400, &[400, 0, 0, 0]),
         );
-        assert_eq!(rates(&old, &new).total.commands, 0.0);
+        assert_eq!(rates(&old, &new).total.commands, 200.0);
+    }
+
+    #[test]
+    fn a_step_of_the_clock_changes_no_rate() {
+        let (old, new) = (
+            live(10.0, 100, &[100, 0, 0, 0]),
+            live(12.0, 300, &[300, 0, 0, 0]),
+        );
+        for step in [-3600.0, 3600.0] {
+            let time = new.time + step;
+            let new = Live {
+                time,
+                ..new.clone()
+            };
+            assert_eq!(rates(&old, &new).total.commands, 100.0, "{step}");
+        }
     }
 }

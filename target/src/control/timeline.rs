@@ -21,8 +21,12 @@ pub const KEPT: usize = 600;
 /// All units over one interval.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sample {
-    /// When it ended, in seconds since 1970.
+    /// Numbers the samples of this process.
+    pub number: u64,
+    /// When it ended, in seconds since 1970, as the host's clock said then.
     pub time: f64,
+    /// How long the daemon had served then, in seconds: no step of that clock changes this.
+    pub uptime: f64,
     /// Reads per second.
     pub reads: f64,
     /// Writes per second.
@@ -46,11 +50,11 @@ pub struct Sample {
 }
 
 /// What is asked for: what is newer than what the asker has.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Since {
-    /// Samples that ended later than this, in seconds since 1970.
-    pub time: f64,
+    /// Samples after the one with this number.
+    pub sample: u64,
     /// Events after the one with this number.
     pub event: u64,
 }
@@ -72,6 +76,8 @@ pub struct Timeline {
     last: Option<Live>,
     rates: Rates,
     samples: VecDeque<Sample>,
+    /// Samples that were taken.
+    count: u64,
 }
 
 impl Timeline {
@@ -82,7 +88,12 @@ impl Timeline {
             if self.samples.len() == KEPT {
                 self.samples.pop_front();
             }
-            self.samples.push_back(sample(&self.rates));
+            self.count += 1;
+            let number = self.count;
+            self.samples.push_back(Sample {
+                number,
+                ..sample(&self.rates)
+            });
         }
         self.last = Some(live);
     }
@@ -93,7 +104,7 @@ impl Timeline {
         let new = self
             .samples
             .iter()
-            .filter(|sample| sample.time > since.time);
+            .filter(|sample| sample.number > since.sample);
         Recent {
             rates: self.rates.clone(),
             samples: new.cloned().collect(),
@@ -113,7 +124,9 @@ fn sample(rates: &Rates) -> Sample {
     let (read_bytes, write_bytes) = sum(|op| op.bytes);
     let luns = || rates.luns.iter();
     Sample {
+        number: 0,
         time: rates.time,
+        uptime: rates.uptime,
         reads,
         writes,
         others: (rates.total.commands - reads - writes).max(0.0),
@@ -142,6 +155,7 @@ mod tests {
         let ops = [("read", op(3)), ("write", op(2)), ("flush", op(1))];
         Live {
             time: 1000.0 + second as f64,
+            uptime: second as f64,
             bounds: vec![0.001],
             luns: vec![LiveLun {
                 queue_depth: 4,
@@ -160,9 +174,11 @@ mod tests {
             timeline.take(live(second));
         }
         let all = timeline.recent(Since::default()).samples;
-        assert_eq!((all.len(), all[0].time), (KEPT, 1601.0));
+        assert_eq!((all.len(), all[0].number), (KEPT, 601));
         let last = Sample {
+            number: 1200,
             time: 2200.0,
+            uptime: 1200.0,
             reads: 3.0,
             writes: 2.0,
             others: 1.0,
@@ -174,10 +190,29 @@ mod tests {
             queue_depth: 4,
             errors: 0.0,
         };
-        let since = |time| Since { time, event: 0 };
-        assert_eq!(timeline.recent(since(2199.0)).samples, [last]);
-        assert_eq!(timeline.recent(since(2200.0)).samples, []);
-        assert_eq!(timeline.recent(since(2200.0)).rates.luns.len(), 1);
+        let since = |sample| Since { sample, event: 0 };
+        assert_eq!(timeline.recent(since(1199)).samples, [last]);
+        assert_eq!(timeline.recent(since(1200)).samples, []);
+        assert_eq!(timeline.recent(since(1200)).rates.luns.len(), 1);
+    }
+
+    #[test]
+    fn a_step_of_the_clock_changes_neither_rates_nor_what_is_new() {
+        for step in [-3600.0, 3600.0] {
+            let mut timeline = Timeline::default();
+            for second in 0..10 {
+                timeline.take(live(second));
+            }
+            for second in 10..12 {
+                let now = live(second);
+                let time = now.time + step;
+                timeline.take(Live { time, ..now });
+            }
+            let since = |sample| Since { sample, event: 0 };
+            let new = timeline.recent(since(9)).samples;
+            let seen: Vec<_> = new.iter().map(|s| (s.number, s.uptime, s.reads)).collect();
+            assert_eq!(seen, [(10, 10.0, 3.0), (11, 11.0, 3.0)], "{step}");
+        }
     }
 
     #[test]

@@ -314,3 +314,47 @@ fn names_are_those_that_are_kept_whatever_the_host_is_called_now() {
     assert_eq!(target["portals"][0]["ioc_guid"], guid);
     assert_eq!(target["luns"][0]["serial"], "KEPT-1");
 }
+
+/// With `--restore`, as the package has it, changes outlive a restart, but not an edit of the file.
+#[test]
+fn changes_that_the_file_lacks_are_reported_once_and_kept() {
+    let mut daemon = Daemon::start("lacks", "127.81.0.16");
+    daemon.restart(&["--restore"]);
+    let said = |daemon: &Daemon, number: u32| {
+        let change = format!("max_sessions={number}");
+        let output = daemon.ask(&["set", "/limits", &change]);
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let standing = |daemon: &Daemon| {
+        let status = daemon.json("status");
+        let is = |name: &str| status[name] == true;
+        (is("unsaved"), is("restored"))
+    };
+    assert_eq!(standing(&daemon), (false, false));
+    let first = said(&daemon, 9);
+    assert!(first.contains("a restart keeps them"), "{first}");
+    assert!(first.contains("`riserd save FILE`"), "{first}");
+    let second = said(&daemon, 10);
+    assert!(!second.contains("restart"), "{second}");
+    let status = String::from_utf8(daemon.ask(&["status"]).stdout).unwrap();
+    assert!(status.contains("a restart keeps them"), "{status}");
+    daemon.restart(&["--restore"]);
+    assert_eq!(standing(&daemon), (false, true));
+    // The file is edited, and the daemon has not read it: a restart serves that.
+    daemon.configure("127.81.0.16", "{ 0: a, 1: b }");
+    assert_eq!(standing(&daemon), (true, false));
+    daemon.restart(&["--restore"]);
+    assert_eq!(standing(&daemon), (false, false));
+    // A file that got the changes by `save` is not one that was edited, and changes after that are kept too.
+    said(&daemon, 9);
+    let file = daemon.dir.join("riserd.yaml").display().to_string();
+    assert!(daemon.ask(&["save", &file]).status.success());
+    assert_eq!(standing(&daemon), (false, false));
+    let third = said(&daemon, 10);
+    assert!(third.contains("a restart keeps them"), "{third}");
+    daemon.restart(&["--restore"]);
+    assert_eq!(standing(&daemon), (false, true));
+    let served = daemon.ask(&["get", "/limits/max_sessions"]).stdout;
+    assert_eq!(String::from_utf8(served).unwrap().trim(), "10");
+}

@@ -132,6 +132,12 @@ impl History {
         Ok(Self { entries, file, dir })
     }
 
+    /// Whether a restart finds them.
+    #[must_use]
+    pub fn is_kept(&self) -> bool {
+        self.dir.is_some()
+    }
+
     /// Goes on with what the program before had, where nothing is kept in a directory.
     pub fn adopt(&mut self, entries: Vec<Entry>) {
         if self.dir.is_none() {

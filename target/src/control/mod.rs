@@ -69,13 +69,13 @@ use tokio::time::{MissedTickBehavior, interval, interval_at};
 use self::api::{Ask, Failure, Kept, Request};
 use self::history::{Entry, History};
 use self::http::Listening;
-use self::open::{admin, open_metrics, restored, start};
+use self::open::{admin, is_edited, open_metrics, restored, start};
 use self::room::Room;
 use self::socket::Admin;
 use self::timeline::Timeline;
 use self::trace::{Search, Wanted};
 use self::upgrade::{Handed, Handing, Inheritance, Tenure};
-use self::view::{Changes, DriftView};
+use self::view::{Changes, DriftView, Standing};
 use self::watchdog::Watchdog;
 use crate::audit::{self, Asked};
 use crate::backend::{OpenError, OpenedStores, open_all};
@@ -388,9 +388,19 @@ impl Control<'_> {
         }
     }
 
-    /// Whether a restart would serve something else, or nothing.
-    fn is_unsaved(&self) -> bool {
-        !self.restores && self.file.yaml() != Some(self.server.config().to_yaml())
+    /// What a restart would serve.
+    fn standing(&self) -> Standing {
+        let Some(file) = self.file.yaml() else {
+            return Standing::Unsaved;
+        };
+        if file == self.server.config().to_yaml() {
+            return Standing::Saved;
+        }
+        let is_kept = self.restores && self.history.is_kept();
+        match is_kept && is_edited(&file, &self.history).is_ok_and(|is_edited| !is_edited) {
+            true => Standing::Restored,
+            false => Standing::Unsaved,
+        }
     }
 
     /// Opens what could not be opened, on a thread of its own: a file system may not answer.
@@ -452,7 +462,7 @@ impl Control<'_> {
                     &self.server,
                     uptime,
                     &self.tenure,
-                    self.is_unsaved(),
+                    self.standing(),
                 ))
             }
             Ask::Sessions => to_json(&view::sessions(&self.server)),
@@ -573,6 +583,7 @@ impl Control<'_> {
             refused: refused.err().map(|error| error.to_string()),
             drift: DriftView::of(&self.server, config),
             unsaved: false,
+            restored: false,
         }
     }
 
@@ -580,7 +591,14 @@ impl Control<'_> {
     fn apply(&mut self, config: Config, asked: Asked<'_>) -> Result<Changes, Failure> {
         let Asked { who, how } = asked;
         let changes = diff(self.server.config(), &config);
-        let was_unsaved = self.is_unsaved();
+        let before = self.standing();
+        if before == Standing::Saved {
+            // Such as after `save`: that the file was written is no edit, which would be served after a restart.
+            let file = self.server.config().to_yaml();
+            if let Err(error) = self.history.see_file(file) {
+                tracing::warn!(%error, "cannot record that the file was read");
+            }
+        }
         let stays = |listening: &Listening| {
             let wanted = config.metrics.as_ref();
             wanted.is_some_and(|wanted| wanted.listen == listening.addr())
@@ -624,11 +642,14 @@ impl Control<'_> {
                     tracing::info!(path = %change.path, old = %change.old, new = %change.new, "changed");
                 }
                 let drift = DriftView::of(&self.server, self.server.config());
+                // Once, not with every change.
+                let standing = Some(self.standing()).filter(|standing| *standing != before);
                 Ok(Changes {
                     changes,
                     refused: None,
                     drift,
-                    unsaved: !was_unsaved && self.is_unsaved(),
+                    unsaved: standing == Some(Standing::Unsaved),
+                    restored: standing == Some(Standing::Restored),
                 })
             }
             Err(error) => {

@@ -63,27 +63,37 @@ pub(super) fn restored(file: Config, history: &History) -> Result<Config, Server
     let Some(last) = history.entries().first() else {
         return Ok(file);
     };
-    let parse = |yaml: &str, name| {
-        Config::parse(yaml, name)
-            .map_err(|e| ServerError::State(std::io::Error::other(e.to_string())))
-    };
     let now = file.to_yaml();
-    if let Some(seen) = history.file() {
-        let seen = parse(seen, "the configuration file as it was read last")?;
-        // Another version of this program may write the same configuration in another way.
-        if seen.to_yaml() != now {
-            tracing::warn!(
-                "the configuration file has changed since it was read last, so it is served; \
-                 what was applied is in the history"
-            );
-            return Ok(file);
-        }
+    if is_edited(&now, history)? {
+        tracing::warn!(
+            "the configuration file has changed since it was read last, so it is served; \
+             what was applied is in the history"
+        );
+        return Ok(file);
     }
     let last = parse(&last.yaml, "the configuration applied last")?;
     if last.to_yaml() != now {
         tracing::info!("serving the configuration that was applied last, not the file's");
     }
     Ok(last)
+}
+
+/// Whether the configuration file, which says this, has been edited since it was read last.
+///
+/// # Errors
+/// [`ServerError::State`]: it is not known what it said then.
+pub(super) fn is_edited(file: &str, history: &History) -> Result<bool, ServerError> {
+    let Some(seen) = history.file() else {
+        return Ok(false);
+    };
+    // Another version of this program may write the same configuration in another way.
+    let seen = parse(seen, "the configuration file as it was read last")?;
+    Ok(seen.to_yaml() != file)
+}
+
+fn parse(yaml: &str, name: &str) -> Result<Config, ServerError> {
+    let parsed = Config::parse(yaml, name);
+    parsed.map_err(|e| ServerError::State(std::io::Error::other(e.to_string())))
 }
 
 /// Opens the admin API where the configuration wants it, by a socket that was left to us or that the

@@ -111,7 +111,7 @@ pub fn status(status: &Status) -> String {
         format!("NOT SERVED: {kind} {name}: {error}")
     }));
     lines.extend(status.drift.iter().map(drift));
-    lines.extend(status.unsaved.then(|| UNSAVED.to_owned()));
+    lines.extend(standing(status.unsaved, status.restored));
     let tenure = &status.tenure;
     if let Some(from) = &tenure.upgraded_from {
         lines.push(format!(
@@ -158,7 +158,7 @@ pub fn changes(changes: &Changes) -> String {
     if lines.is_empty() {
         lines.push("no difference".to_owned());
     }
-    lines.extend(changes.unsaved.then(|| UNSAVED.to_owned()));
+    lines.extend(standing(changes.unsaved, changes.restored));
     if let Some(refused) = &changes.refused {
         lines.push(format!("cannot be applied: {refused}"));
     }
@@ -173,9 +173,23 @@ fn difference(change: &Difference) -> String {
     }
 }
 
-/// What is said where a restart would undo changes.
+/// What is said where the configuration file does not have what is served.
+fn standing(is_unsaved: bool, is_restored: bool) -> Option<String> {
+    let said = match (is_unsaved, is_restored) {
+        (true, _) => UNSAVED,
+        (false, true) => RESTORED,
+        (false, false) => return None,
+    };
+    Some(said.to_owned())
+}
+
+/// A restart would undo changes.
 const UNSAVED: &str = "the configuration file does not have these changes, and a restart undoes them: `riserd save \
-                       FILE` writes them down, and `riserd run --restore` serves them again";
+                       FILE` writes them down, and `riserd run --restore` serves them again unless the file is edited";
+
+/// A restart would not.
+const RESTORED: &str = "the configuration file does not have these changes; a restart keeps them, but serves the file \
+                        without them once it is edited: `riserd save FILE` writes them down";
 
 /// A backend that is larger than its configuration says.
 fn drift(drift: &DriftView) -> String {

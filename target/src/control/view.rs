@@ -44,6 +44,9 @@ pub struct Status {
     /// Whether what is served ends with the process, since no file has it and a restart does not restore it.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unsaved: bool,
+    /// Whether the configuration file does not have what is served, and a restart serves it again all the same.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub restored: bool,
     /// What was in its process before it.
     #[serde(flatten)]
     pub tenure: Tenure,
@@ -228,9 +231,23 @@ pub struct Changes {
     /// Backends that are larger than it says: what was grown stays grown.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub drift: Vec<DriftView>,
-    /// Whether what is served now ends with the process, since no file has it and a restart does not restore it.
+    /// Whether what is served now, and was not before, ends with the process: see [`Status::unsaved`].
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub unsaved: bool,
+    /// Whether, since this change, the configuration file does not have what is served: see [`Status::restored`].
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub restored: bool,
+}
+
+/// How what is served stands to what a restart would serve.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Standing {
+    /// The configuration file has it.
+    Saved,
+    /// The file does not have it, but was not edited since it was read last: a restart serves what was applied last.
+    Restored,
+    /// A restart serves something else, or nothing.
+    Unsaved,
 }
 
 /// A backend that is larger than its configuration says.
@@ -308,7 +325,7 @@ pub fn history(entries: &[Entry]) -> Vec<HistoryView> {
 
 /// The daemon at present.
 #[must_use]
-pub fn status(server: &Server, uptime: u64, tenure: &Tenure, unsaved: bool) -> Status {
+pub fn status(server: &Server, uptime: u64, tenure: &Tenure, standing: Standing) -> Status {
     let snapshots = server.snapshot();
     Status {
         version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -318,7 +335,8 @@ pub fn status(server: &Server, uptime: u64, tenure: &Tenure, unsaved: bool) -> S
         workers: snapshots.iter().map(worker).collect(),
         problems: problems(server),
         drift: DriftView::of(server, server.config()),
-        unsaved,
+        unsaved: standing == Standing::Unsaved,
+        restored: standing == Standing::Restored,
         tenure: tenure.clone(),
     }
 }

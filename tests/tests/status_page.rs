@@ -80,6 +80,17 @@ fn the_page_shows_what_the_daemon_does_and_that_it_is_gone() {
         browser.value("document.querySelector('header a').href"),
         format!("{url}metrics")
     );
+    // Where the host's clock is set back it goes on, and has each sample once.
+    browser.value("samples.forEach(sample => sample.time += 3600)");
+    let last = browser.value("newest(samples)").as_u64().unwrap();
+    browser.wait_for(&format!("newest(samples) > {}", last + 1));
+    let each = "new Set(samples.map(sample => sample.number)).size === samples.length";
+    assert_eq!(browser.value(each), true);
+    // Logins do not displace what went wrong.
+    let many = "keep([{ number: 1, routine: false }, \
+                ...Array.from({ length: 300 }, (_, i) => ({ number: i + 2, routine: true }))])";
+    assert_eq!(browser.value(&format!("{many}[0].number")), 1);
+    assert_eq!(browser.value(&format!("{many}.length")), 201);
     // Names are text, whatever is in them.
     let evil = "fill('sessions', [['<b id=evil>x</b>', '', '', '', '', 0, 0, 0, 0]], [0], '')";
     browser.value(evil);

@@ -46,7 +46,7 @@ pub(super) fn check(disk: &Arc<Disk>, url: &Address, global: &Global) -> Result<
         let path = other.export.path().display();
         return Err(refuse(format!("this host has it attached at {path}")));
     }
-    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let mounts = fs::read("/proc/self/mountinfo").unwrap_or_default();
     if let Some(path) = others::mount_of(&mounts, &url_text) {
         let path = path.display();
         return Err(refuse(format!("this host has it attached at {path}")));
@@ -135,10 +135,8 @@ pub(super) fn check_mounted(disk: &Arc<Disk>, global: &Global) -> Result<(), Cli
         Some(other) => {
             let path = other.export.path().display();
             let what = format!("this host has the same logical unit in use at {path}");
-            let help = format!(
-                "`riser detach {}` first, or `mount --bind {path}`",
-                other.id
-            );
+            // Its id may be one of another list.
+            let help = format!("`riser detach {path}` first, or `mount --bind {path}`");
             Err(CliError::new(Exit::Busy, what).help(help))
         }
     }

@@ -6,30 +6,43 @@
 
 use std::fs::{self, OpenOptions};
 use std::io::Read;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::OFlags;
+use rustix::fs::{Mode, OFlags};
 
-use super::state::Attachment;
+use super::state::{Attachment, Export};
 
 /// Longest file that is read, in bytes. An attachment with eight paths takes about 3 KiB.
 const LONGEST: u64 = 64 << 10;
+
+/// Most entries of a directory that are looked at.
+const MOST: usize = 1024;
 
 /// Attachments in the directories that other users have by default, that of this process excepted. `run` is
 /// `/run`.
 pub(super) fn attachments(run: &Path, own: &Path) -> Vec<Attachment> {
     let users = fs::read_dir(run.join("user")).into_iter().flatten();
     let users = users.flatten().map(|user| user.path().join("riser"));
+    let of_root = run.join("riser");
     let mut found = Vec::new();
-    for dir in users.chain([run.join("riser")]) {
+    for dir in users.chain([of_root.clone()]) {
         if dir == own {
             continue;
         }
-        let files = fs::read_dir(dir).into_iter().flatten().flatten();
+        // A link may lead to a file system that does not answer.
+        let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let Ok(open) = rustix::fs::open(&dir, flags, Mode::empty()) else {
+            continue;
+        };
+        let entries = fs::read_dir(format!("/proc/self/fd/{}", open.as_raw_fd()));
+        let files = entries.into_iter().flatten().flatten().take(MOST);
         let is_one = |path: &PathBuf| path.extension().is_some_and(|e| e == "json");
         let files = files.map(|file| file.path()).filter(is_one);
         let attachments = files.filter_map(|file| read(&file));
+        // Only then: whether it waits depends on paths in it.
+        let attachments = attachments.filter(|a| dir == of_root || is_of_users(a));
         found.extend(attachments.filter(|a| a.is_alive() || a.waits()));
     }
     found
@@ -49,8 +62,17 @@ fn read(path: &Path) -> Option<Attachment> {
     serde_json::from_slice(&text).ok()
 }
 
+/// Whether users other than root can have such an attachment. Only root has block devices and mounts: a caller
+/// opens the former, and does not mount a unit of the latter, so a user could have root open any file, or
+/// keep it from mounting.
+fn is_of_users(attachment: &Attachment) -> bool {
+    matches!(attachment.export, Export::Fuse { .. } | Export::Nbd { .. })
+}
+
 /// Where a FUSE mount of `riser` has this address as its source, in `mountinfo` (proc(5)).
-pub(super) fn mount_of(mountinfo: &str, url: &str) -> Option<PathBuf> {
+pub(super) fn mount_of(mountinfo: &[u8], url: &str) -> Option<PathBuf> {
+    // The name of any other mount may be no UTF-8.
+    let mountinfo = String::from_utf8_lossy(mountinfo);
     // As the mount is made.
     let source = url.replace([',', '\\'], "_");
     mountinfo.lines().find_map(|line| {
@@ -85,7 +107,7 @@ fn plain(field: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::state::{Export, StateDir, process_start};
+    use super::super::state::{StateDir, process_start};
     use super::*;
 
     fn attachment(url: &str) -> Attachment {
@@ -148,9 +170,55 @@ mod tests {
     }
 
     #[test]
+    fn only_root_has_block_devices_and_mounts() {
+        let run = std::env::temp_dir().join(format!("riser-root-{}", std::process::id()));
+        let device = Export::Ublk {
+            number: 0,
+            device: "/dev/watchdog".into(),
+            port: 0,
+            properties: std::collections::BTreeMap::new(),
+        };
+        let mount = Export::Mount {
+            path: "/mnt".into(),
+            device: "/dev/loop0".into(),
+            fuse: "/run/riser/mnt".into(),
+        };
+        let mut kept = Vec::new();
+        for dir in ["riser", "user/1000/riser"] {
+            let list = StateDir::at(run.join(dir)).unwrap();
+            for export in [&device, &mount] {
+                let mut attachment = attachment(dir);
+                attachment.export = export.clone();
+                kept.push(list.register(attachment).unwrap());
+            }
+        }
+        let found = attachments(&run, Path::new("/elsewhere"));
+        let urls: Vec<_> = found.iter().map(|a| a.url.as_str()).collect();
+        assert_eq!(urls, ["riser", "riser"]);
+        fs::remove_dir_all(&run).unwrap();
+    }
+
+    #[test]
+    fn directories_of_users_are_bounded_and_no_links() {
+        let run = std::env::temp_dir().join(format!("riser-bound-{}", std::process::id()));
+        let dir = StateDir::at(run.join("user/1000/riser")).unwrap();
+        let one = dir.register(attachment("srp://host/0")).unwrap();
+        let file = dir.path().join("0.json");
+        for n in 1..=MOST {
+            fs::hard_link(&file, dir.path().join(format!("{n}.json"))).unwrap();
+        }
+        fs::create_dir(run.join("user/1001")).unwrap();
+        std::os::unix::fs::symlink(dir.path(), run.join("user/1001/riser")).unwrap();
+        assert_eq!(attachments(&run, Path::new("/elsewhere")).len(), MOST);
+        drop(one);
+        fs::remove_dir_all(&run).unwrap();
+    }
+
+    #[test]
     fn fuse_mounts_are_known_by_their_source() {
-        let info = "22 27 0:21 / /proc rw,relatime - proc proc rw\n\
+        let info = b"22 27 0:21 / /proc rw,relatime - proc proc rw\n\
             90 27 0:50 / /mnt/a\\040b rw,nosuid shared:2 - fuse.riser iscsi://h_i/iqn.x:y\\040z/0 rw\n\
+            93 27 0:53 / /mnt/\xff rw - tmpfs tmpfs rw\n\
             91 27 0:51 / /mnt/c rw - fuse.other srp://host/0 rw\n\
             92 27 0:52 / /mnt/d rw - fuse srp://root/0 rw\n";
         let url = "iscsi://h,i/iqn.x:y z/0";

@@ -46,11 +46,12 @@ impl PortEntry {
     /// # Errors
     /// The directory cannot be written.
     pub(super) fn note_cache(&mut self, generation: Option<[u8; 16]>) -> io::Result<()> {
-        if self.entry.cache == generation {
+        let before = std::mem::replace(&mut self.entry.cache, generation);
+        if before == generation {
             return Ok(());
         }
-        self.entry.cache = generation;
-        self.write()
+        // What could not be written is written the next time.
+        self.write().inspect_err(|_| self.entry.cache = before)
     }
 
     /// Writes the file, which appears at once and whole.
@@ -177,6 +178,22 @@ mod tests {
         // One that ends properly leaves nothing to hand on.
         third.release();
         assert_ne!(take("/run/a", &entry.url).port(), port);
+        fs::remove_dir_all(path).unwrap();
+    }
+
+    #[test]
+    fn a_generation_that_could_not_be_written_is_written_later() {
+        let path = std::env::temp_dir().join(format!("riser-state-{}-full", std::process::id()));
+        let dir = StateDir::at(path.clone()).unwrap();
+        let port = ExportPort::take(&dir, Path::new("/run/a"), "srp://host/0").unwrap();
+        let mut entry = port.entry().unwrap();
+        fs::remove_dir_all(&path).unwrap();
+        entry.note_cache(Some([0xa5; 16])).unwrap_err();
+        fs::create_dir(&path).unwrap();
+        entry.note_cache(Some([0xa5; 16])).unwrap();
+        let text = fs::read(&entry.file).unwrap();
+        let written: Entry = serde_json::from_slice(&text).unwrap();
+        assert_eq!(written.cache, Some([0xa5; 16]));
         fs::remove_dir_all(path).unwrap();
     }
 }

@@ -116,7 +116,8 @@ impl Session {
         let config = &self.handle.client.0.config;
         // Before the disk is used. While the engine has not compared them, the one that was noted counts.
         let status = &self.handle.status;
-        status.set_cache(config.noted.filter(|_| config.recovers).or(unit.cache));
+        let found = unit.cache.filter(|_| write_cache);
+        status.set_cache(config.noted.filter(|_| config.recovers).or(found));
         let watch = Watch {
             lun,
             unit,

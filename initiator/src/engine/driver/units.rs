@@ -123,6 +123,8 @@ impl Running {
             Link::Paths(link) => link.generation(),
             _ => unit.unit.cache,
         };
+        // Without a volatile cache, nothing is lost with it.
+        let generation = generation.filter(|_| unit.cache.is_some());
         if !unit.cache.is_some_and(|cache| cache.has_lost()) {
             self.status.set_cache(generation);
         }
@@ -466,6 +468,9 @@ mod tests {
             (true, one, one, true, false),
             (true, None, two, true, false),
             (false, one, two, true, false),
+            // It has no cache, and loses nothing if the next process finds a third generation.
+            (true, None, two, false, false),
+            (false, None, two, false, false),
         ] {
             let (mut driver, key) = driver(now);
             let session = &mut driver.sessions[key.index];
@@ -489,10 +494,11 @@ mod tests {
             let what = (recovers, noted, found, write_cache);
             let status = driver.sessions[key.index].status.clone();
             // A process that takes over now must learn of the loss, too.
+            let found = found.filter(|_| write_cache || is_lost);
             let before = if is_lost { noted } else { found };
             assert_eq!(status.report().cache, before, "{what:?}");
             let is_pending = driver.sessions[key.index].pending().unflushed;
-            assert_eq!(is_pending, recovers, "{what:?}");
+            assert_eq!(is_pending, recovers && (write_cache || is_lost), "{what:?}");
             let flushed = flush(&mut driver, key, now);
             assert_eq!(flushed == Err(RequestError::CacheLost), is_lost, "{what:?}");
             assert_eq!(status.report().cache, found, "{what:?}");

@@ -5,7 +5,7 @@ use crate::config::Identity;
 use crate::nexus::{Nexus, PortName};
 use crate::plan::{Plan, PlanResult, Planner};
 use crate::sense::Sense;
-use crate::vpd;
+use crate::{unit, vpd};
 
 /// Length of our standard INQUIRY data in bytes.
 const STANDARD_LEN: usize = 96;
@@ -22,6 +22,9 @@ pub(crate) fn plan_inquiry(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
         }
         let data = standard(&planner.lu.config().identity, nexus.as_deref());
         return Ok(Plan::data(data.to_vec(), allocation_length));
+    }
+    if !planner.lu.has_names() && vpd::NAMING.contains(&page) {
+        return Err(unit::NO_MEDIUM.into());
     }
     let data = vpd::page(page, planner.lu.config(), nexus.as_deref())
         .ok_or(Sense::cdb_field(2, Some(7)))?;

@@ -59,6 +59,7 @@ pub struct LogicalUnit {
     config: Config,
     has_medium: bool,
     knows_reservations: bool,
+    has_names: bool,
     capacity: AtomicU64,
     flags: AtomicU8,
     hints: [AtomicU64; HINT_WORDS],
@@ -102,6 +103,7 @@ impl LogicalUnit {
             saving: Mutex::new(()),
             has_medium: true,
             knows_reservations: true,
+            has_names: true,
             config,
         })
     }
@@ -124,6 +126,22 @@ impl LogicalUnit {
             knows_reservations: false,
             ..self.without_medium()
         }
+    }
+
+    /// The same unit without a medium, whose names are not known, so neither are its reservations: the VPD pages
+    /// that would have the names are refused as NOT READY (SPC-4 6.6.1: INQUIRY data that cannot be returned).
+    #[must_use]
+    pub fn without_names(self) -> Self {
+        Self {
+            has_names: false,
+            ..self.without_reservations()
+        }
+    }
+
+    /// Whether the names in its configuration are its own.
+    #[must_use]
+    pub fn has_names(&self) -> bool {
+        self.has_names
     }
 
     /// Whether it has a medium.

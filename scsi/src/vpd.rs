@@ -70,6 +70,9 @@ const CACHE_GENERATION: u8 = 0xc0;
 /// What it begins with, since other vendors' pages of that code mean other things.
 const GENERATION_MARK: &[u8; 8] = b"RISERGEN";
 
+/// The pages that identify the unit or its cache.
+pub(crate) const NAMING: [u8; 3] = [0x80, 0x83, CACHE_GENERATION];
+
 type Body = fn(&Config, Option<&Nexus>) -> Vec<u8>;
 
 /// Page codes in ascending order, and what fills the page after its header.

@@ -277,6 +277,59 @@ fn a_second_daemon_does_not_take_the_socket() {
 }
 
 #[test]
+fn an_admin_socket_that_cannot_be_bound_is_served_later() {
+    let mut daemon = Daemon::start("later", "127.81.0.10");
+    daemon.kill();
+    let file = daemon.dir.join("riserd.yaml");
+    let text = std::fs::read_to_string(&file).unwrap();
+    let metrics = "metrics: { listen: 127.81.0.10:9909 }\n";
+    // A file is where its directory should be.
+    let blocked = daemon.dir.join("run");
+    let socket = blocked.join("admin.sock");
+    let named = |path: &Path| path.display().to_string();
+    let text = text.replace(&named(&daemon.socket()), &named(&socket)) + metrics;
+    std::fs::write(&file, format!("{text}strict: true\n")).unwrap();
+    std::fs::write(&blocked, "").unwrap();
+    let run = || {
+        let mut command = Command::new(RISERD);
+        command.args(["run", "--config"]).arg(&file);
+        command
+    };
+    let refused = run().output().unwrap();
+    assert_eq!(refused.status.code(), Some(1));
+    let said = String::from_utf8(refused.stderr).unwrap();
+    assert!(said.contains(&named(&socket)), "{said}");
+
+    std::fs::write(&file, &text).unwrap();
+    daemon.process = run().stderr(std::process::Stdio::null()).spawn().unwrap();
+    let until = std::time::Instant::now() + std::time::Duration::from_secs(30);
+    let eventually = |what: &str, is_so: &dyn Fn() -> bool| {
+        while !is_so() {
+            assert!(std::time::Instant::now() < until, "{what}");
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+    };
+    let ready = || -> std::io::Result<String> {
+        let mut stream = std::net::TcpStream::connect("127.81.0.10:9909")?;
+        stream.write_all(b"GET /readyz HTTP/1.0\r\n\r\n")?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer)?;
+        Ok(answer)
+    };
+    let problem = format!("admin {}: cannot listen", named(&socket));
+    eventually("it is named", &|| {
+        ready().is_ok_and(|answer| answer.contains(&problem))
+    });
+    assert!(std::net::TcpStream::connect("127.81.0.10:3290").is_ok());
+    std::fs::remove_file(&blocked).unwrap();
+    eventually("it is there", &|| socket.exists());
+    let output = ask(&socket, &["status", "-o", "json"]);
+    let status: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(status["pid"], daemon.process.id());
+    assert!(status.get("problems").is_none(), "{status}");
+}
+
+#[test]
 fn names_are_those_that_are_kept_whatever_the_host_is_called_now() {
     let mut daemon = Daemon::start("kept-names", "127.81.0.9");
     daemon.kill();

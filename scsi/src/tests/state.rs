@@ -188,6 +188,21 @@ fn reservations_that_are_not_known_are_neither_changed_nor_left() {
 }
 
 #[test]
+fn names_that_are_not_known_are_not_shown() {
+    let mut rig = absent(LogicalUnit::without_names);
+    assert_eq!(rig.send(&READY).check(), MANUAL_INTERVENTION);
+    assert_eq!(register(&mut rig).check(), MANUAL_INTERVENTION);
+    for page in [0x80, 0x83, 0xc0] {
+        let told = rig.send(&[0x12, 1, page, 1, 0, 0]);
+        assert_eq!(told.check(), MANUAL_INTERVENTION, "{page:x}");
+    }
+    for page in [0x00, 0xb0, 0xb1] {
+        rig.send(&[0x12, 1, page, 1, 0, 0]).good();
+    }
+    rig.send(&[0x12, 0, 0, 0, 36, 0]).good();
+}
+
+#[test]
 fn a_stopped_unit_is_not_ready() {
     let mut rig = stoppable();
     // START STOP UNIT, START zero: flush, then stop.

@@ -66,6 +66,7 @@ pub use flush::{FlushFailure, FlushKeeper};
 pub use health::{Failing, Space};
 pub use opening::{OpenedStores, Wish, open_all, open_in_time};
 pub use ram::Ram;
+pub(crate) use ram::random_generation;
 pub use store::{Direct, Geometry, OpenError, Resized, Source, Spec, Store};
 
 #[cfg(test)]

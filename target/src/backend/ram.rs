@@ -64,7 +64,7 @@ impl Default for Ram {
 }
 
 /// Sixteen bytes that no other call gives.
-pub(super) fn random_generation() -> [u8; 16] {
+pub(crate) fn random_generation() -> [u8; 16] {
     let half = || RandomState::new().build_hasher().finish().to_be_bytes();
     let mut generation = [0; 16];
     generation[..8].copy_from_slice(&half());

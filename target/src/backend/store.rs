@@ -204,6 +204,15 @@ pub enum OpenError {
         /// The file.
         path: PathBuf,
     },
+    /// Its unit would have no names: those that are kept cannot be read.
+    #[error(
+        "the names of logical units cannot be read: {why}; restore the file from a backup, or move it away and \
+         restart riserd: then there are new names, and initiators see new disks"
+    )]
+    Unnamed {
+        /// What is wrong with the file, which it names.
+        why: String,
+    },
     /// The file is smaller than it should be, and nothing says to extend it.
     #[error(
         "{}: is {actual} bytes, fewer than {wanted}; `create: true` extends a file",

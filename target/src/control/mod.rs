@@ -69,7 +69,7 @@ use tokio::time::{MissedTickBehavior, interval, interval_at};
 use self::api::{Ask, Failure, Kept, Request};
 use self::history::{Entry, History};
 use self::http::Listening;
-use self::open::{admin, is_edited, open_metrics, restored, start};
+use self::open::{admin_again, admin_or_problem, is_edited, open_metrics, restored, start};
 use self::room::Room;
 use self::socket::Admin;
 use self::timeline::Timeline;
@@ -79,7 +79,7 @@ use self::view::{Changes, DriftView, Standing};
 use self::watchdog::Watchdog;
 use crate::audit::{self, Asked};
 use crate::backend::{OpenError, OpenedStores, open_all};
-use crate::config::{Config, diff};
+use crate::config::{Config, Location, diff};
 use crate::server::legacy::Legacy;
 use crate::server::problems::Subject;
 use crate::server::reload::ChangeError;
@@ -159,7 +159,7 @@ pub fn run(source: Source<'_>) -> Result<(), ServerError> {
             }
             metrics => metrics?,
         };
-        let admin = admin(&config.admin, listener, requests.clone())?;
+        let admin = admin_or_problem(&config, listener, &requests, &mut server)?;
         // Sockets that nobody has adopted would keep those waiting who connect to them.
         drop(legacy);
         if let Some(from) = &tenure.upgraded_from {
@@ -434,6 +434,12 @@ impl Control<'_> {
                 self.metrics = metrics;
                 self.server.set_metrics_problem(None);
             }
+        }
+        if let (None, Location::At(path)) = (&self.admin, &self.server.config().admin)
+            && let Ok(admin) = admin_again(path, &self.requests)
+        {
+            self.admin = Some(admin);
+            self.server.set_admin_problem(None);
         }
     }
 

@@ -1,7 +1,9 @@
 //! What the control plane opens at its start: the server, the admin socket, the socket of metrics.
 
+use std::io::{self, ErrorKind};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc;
@@ -11,8 +13,8 @@ use super::history::History;
 use super::http::Listening;
 use super::socket::{self, Admin, Place};
 use crate::config::{Config, Location};
-use crate::server::ServerError;
 use crate::server::legacy::Legacy;
+use crate::server::{Server, ServerError};
 
 /// How long a daemon that was killed before may take to be gone altogether.
 const PREDECESSOR: Duration = Duration::from_secs(5);
@@ -96,12 +98,40 @@ fn parse(yaml: &str, name: &str) -> Result<Config, ServerError> {
     parsed.map_err(|e| ServerError::State(std::io::Error::other(e.to_string())))
 }
 
+/// Opens the admin API where the configuration wants it, or goes on without it: what cannot be had is a problem,
+/// and tried again, unless a daemon that runs has it.
+pub(super) fn admin_or_problem(
+    config: &Config,
+    left: Option<UnixListener>,
+    requests: &mpsc::Sender<Request>,
+    server: &mut Server,
+) -> Result<Option<Admin>, ServerError> {
+    let opened = admin(&config.admin, left, requests);
+    match &opened {
+        Err(error @ ServerError::Admin { path, source })
+            if !config.strict && source.kind() != ErrorKind::AddrInUse =>
+        {
+            server.set_admin_problem(Some((path, error)));
+            Ok(None)
+        }
+        _ => opened,
+    }
+}
+
+/// Tries again to open the admin API at a path that could not be had.
+pub(super) fn admin_again(path: &Path, requests: &mpsc::Sender<Request>) -> io::Result<Admin> {
+    let (listener, bound) = socket::bind(path)?;
+    let admin = Admin::open(listener, Some(bound), requests.clone())?;
+    tracing::info!(socket = %path.display(), "admin API");
+    Ok(admin)
+}
+
 /// Opens the admin API where the configuration wants it, by a socket that was left to us or that the
 /// service manager has, if it is there. A default place that cannot be had is no reason not to serve.
-pub(super) fn admin(
+fn admin(
     wanted: &Location,
     left: Option<UnixListener>,
-    requests: mpsc::Sender<Request>,
+    requests: &mpsc::Sender<Request>,
 ) -> Result<Option<Admin>, ServerError> {
     let (path, is_default) = match wanted {
         Location::Off => return Ok(None),

@@ -133,20 +133,24 @@ impl Place {
 /// is replaced.
 ///
 /// # Errors
-/// `AddrInUse` if another daemon listens there or the path is no socket; any error of the file
-/// system.
+/// `AddrInUse` if another daemon listens there, `AlreadyExists` if the path is no socket; any error of the
+/// file system.
 pub fn bind(path: &Path) -> io::Result<(UnixListener, Bound)> {
     if let Some(dir) = path.parent() {
         std::fs::create_dir_all(dir)?;
     }
     match std::os::unix::net::UnixStream::connect(path) {
-        Ok(_) => return Err(in_use("another daemon listens there")),
+        Ok(_) => {
+            let why = "another daemon listens there";
+            return Err(io::Error::new(io::ErrorKind::AddrInUse, why));
+        }
         Err(e) if e.kind() == io::ErrorKind::NotFound => {}
         // A socket of a daemon that is no more.
         Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {
             use std::os::unix::fs::FileTypeExt;
             if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
-                return Err(in_use("there is a file of another kind"));
+                let why = "there is a file of another kind";
+                return Err(io::Error::new(io::ErrorKind::AlreadyExists, why));
             }
         }
         Err(e) => return Err(e),
@@ -168,10 +172,6 @@ fn hidden(path: &Path) -> PathBuf {
     let mut hidden = path.as_os_str().to_owned();
     hidden.push(format!(".{}", std::process::id()));
     hidden.into()
-}
-
-fn in_use(why: &'static str) -> io::Error {
-    io::Error::new(io::ErrorKind::AddrInUse, why)
 }
 
 #[cfg(test)]
@@ -208,7 +208,8 @@ mod tests {
         assert!(path.exists());
         drop(bind(&path).unwrap());
         std::fs::write(&path, "precious").unwrap();
-        assert!(bind(&path).is_err());
+        let error = bind(&path).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::AlreadyExists);
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "precious");
         std::fs::remove_dir_all(&dir).unwrap();
     }

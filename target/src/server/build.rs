@@ -1,10 +1,12 @@
 //! From a configuration to what workers share.
 
+mod names;
 mod portals;
 mod secrets;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
+use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
@@ -24,6 +26,7 @@ use crate::qos::{Initiators, IoLimits};
 use crate::srp::{LoginLimits, Unit, UnitIdx};
 use crate::stats::{LunStats, TargetStats};
 use crate::worker::registry::SessionLimits;
+use crate::worker::stage::Unserved;
 use crate::worker::target::{Catalog, IscsiDef, PortalDef, TargetDef};
 
 /// Tasks of one unit at most, of all initiators together.
@@ -127,6 +130,10 @@ pub(super) struct Builder {
     /// Whether the catalog before did not have all of these.
     has_new_wildcards: bool,
     identities: Identities,
+    /// Why the names that are kept cannot be read.
+    unread: Option<String>,
+    /// SRP portals that have no names for that reason.
+    unnamed_portals: Vec<Unserved>,
     secrets: Secrets,
     /// Whether what cannot be had is a problem, and no failure.
     is_lenient: bool,
@@ -148,15 +155,14 @@ impl Builder {
         let saved = saved.transpose().map_err(ServerError::Ports)?;
         let mut ports = ports::read(saved.unwrap_or_default());
         ports.extend(legacy.ports.clone());
-        let identities = keepers.identities.as_ref().map(|keeper| keeper.load());
-        let identities = identities.transpose().map_err(ServerError::Identities)?;
-        Ok(Self {
-            identities: identities.unwrap_or_default(),
+        let mut builder = Self {
             keepers,
             ports,
             rams: legacy.rams.clone(),
             ..Self::default()
-        })
+        };
+        builder.read_identities();
+        Ok(builder)
     }
 
     /// From now on, a configuration that is applied already is tried again, or the other way round: the secrets
@@ -184,14 +190,37 @@ impl Builder {
 
     /// Why metrics cannot be where they should, if so.
     pub(super) fn set_metrics_problem(&mut self, problem: Option<(SocketAddr, &ServerError)>) {
+        let problem = problem.map(|(addr, error)| (Subject::Metrics(addr), error));
+        self.set_problem(|subject| matches!(subject, Subject::Metrics(_)), problem);
+    }
+
+    /// Why the admin API cannot be where it should, if so.
+    pub(super) fn set_admin_problem(&mut self, problem: Option<(&Path, &ServerError)>) {
+        let problem = problem.map(|(path, error)| (Subject::Admin(path.to_owned()), error));
+        self.set_problem(|subject| matches!(subject, Subject::Admin(_)), problem);
+    }
+
+    /// What the control plane cannot have is that which it could not have before.
+    pub(super) fn keep_control_problems(&mut self, before: &Problems) {
+        for (subject, problem) in before.iter() {
+            if matches!(subject, Subject::Metrics(_) | Subject::Admin(_)) {
+                self.problems.add(subject.clone(), &problem.why);
+            }
+        }
+    }
+
+    /// The problem of a kind of which there is one at most.
+    fn set_problem(
+        &mut self,
+        is_of_kind: impl Fn(&Subject) -> bool,
+        problem: Option<(Subject, &ServerError)>,
+    ) {
         let before = self.problems.clone();
-        let wanted = problem.map(|(addr, _)| addr);
-        self.problems.retain(|subject| match subject {
-            Subject::Metrics(addr) => Some(*addr) == wanted,
-            _ => true,
-        });
-        if let Some((addr, error)) = problem {
-            self.problems.add(Subject::Metrics(addr), error);
+        let wanted = problem.as_ref().map(|(subject, _)| subject);
+        self.problems
+            .retain(|subject| !is_of_kind(subject) || Some(subject) == wanted);
+        if let Some((subject, error)) = problem {
+            self.problems.add(subject, error);
         }
         self.problems.log_since(&before);
     }
@@ -237,35 +266,13 @@ impl Builder {
         keeper.save(&ports).map_err(ServerError::Ports)
     }
 
-    /// Saves the names of units, before they are served; see [`Builder::undo`] for those that never are.
-    ///
-    /// # Errors
-    /// [`ServerError::Identities`].
-    pub(super) fn save_identities(&self) -> Result<(), ServerError> {
-        let Some(keeper) = &self.keepers.identities else {
-            return Ok(());
-        };
-        let saved = keeper.load().map_err(ServerError::Identities)?;
-        if saved == self.identities {
-            return Ok(());
-        }
-        match keeper.save(&self.identities) {
-            // Only the files are others: no reason not to serve.
-            Err(error) if saved.has_names_of(&self.identities) => {
-                tracing::warn!(%error, "it is not kept which files have which names");
-                Ok(())
-            }
-            saved => saved.map_err(ServerError::Identities),
-        }
-    }
-
     /// Takes back what opening and growing backends has changed on disk for a catalog that is not served in the
     /// place of this builder's.
     pub(super) fn undo<'a>(&self, stores: impl Iterator<Item = &'a Arc<Store>>) {
         let changed: Vec<_> = stores.filter(|store| store.has_changed_file()).collect();
         // First: a file that is known to have been there is not created again.
         if !changed.is_empty()
-            && let Err(error) = self.save_identities()
+            && let Err(error) = self.write_identities()
         {
             tracing::warn!(%error, "names of units that are not served stay saved");
         }
@@ -279,7 +286,8 @@ impl Builder {
                 unit.lu.inherit(state);
             }
         }
-        self.rams.clear();
+        // Those without names are opened later.
+        self.rams.retain(|name, _| self.absent.contains_key(name));
     }
 
     /// The numbers of ports, by target.
@@ -323,6 +331,7 @@ impl Builder {
             let why = format!("{kind} {name}: {}", problem.why);
             return Err(ServerError::Strict(why));
         }
+        self.check_identities()?;
         let until = look::until();
         let looks: Vec<_> = self
             .open()
@@ -346,6 +355,7 @@ impl Builder {
             self.stores.contains_key(name) && !self.is_absent(name) && !self.is_gone(name)
         };
         let closed = backends.filter(|backend| !is_open(&backend.name));
+        let closed = closed.filter(|backend| self.unnamed_unit(backend).is_none());
         closed.filter_map(|backend| self.wish(backend)).collect()
     }
 
@@ -356,7 +366,7 @@ impl Builder {
             spec: backend.spec.clone(),
             // At the start, a daemon that is ending is waited for; a retry comes again anyway.
             is_patient: !self.stores.contains_key(&backend.name),
-            is_known: self.identities.knows(backend),
+            is_known: self.unread.is_some() || self.identities.knows(backend),
         })
     }
 
@@ -373,11 +383,15 @@ impl Builder {
         self.unit_limits.clear();
         let mut targets = Vec::new();
         self.expand(config)?;
+        self.go_without_names(config)?;
         let expansion = std::mem::take(&mut self.expansion);
         for (target, listens) in config.targets.iter().zip(&expansion.targets) {
             let ids = self.port_ids(target);
             let portals = listens.iter().filter(|p| p.protocol == Protocol::Srp);
+            let portals =
+                portals.filter(|p| !self.is_unnamed_portal(config, &target.portals[p.portal]));
             let portals = portals.map(|p| portal_def(&host, target, p, &ids));
+            let portals = portals.collect();
             let (mut members, mut stats) = (Vec::new(), Vec::new());
             for (number, lun) in &target.luns {
                 let unit = self.unit(config, &host, *lun, opened)?;
@@ -387,7 +401,7 @@ impl Builder {
             }
             targets.push(TargetDef {
                 config: target.clone(),
-                portals: portals.collect(),
+                portals,
                 units: members,
                 stats,
                 counts: Arc::clone(self.counts.entry(target.name.clone()).or_default()),
@@ -493,21 +507,29 @@ impl Builder {
         let place = self.store(backend, opened)?;
         let store = self.opened[place].as_ref().expect("just opened");
         let is_absent = self.is_absent(&backend.name);
+        let has_names = self.unnamed_unit(backend).is_none();
         if let Some(unit) = &before
             && is_absent
+            && unit.lu.has_names() == has_names
         {
             return Ok(Arc::clone(unit));
         }
-        let (geometry, generation) = (store.geometry(), store.cache_generation());
+        let geometry = store.geometry();
         let mut unit_config = backend.unit_config(&geometry, host);
-        let file = store.file();
         let identity = &mut unit_config.identity;
-        self.identities.keep(config, backend, file, identity);
-        if before.is_some() && !is_absent {
+        if has_names {
+            let file = store.file();
+            self.identities.keep(config, backend, file, identity);
+        } else {
+            "unknown".clone_into(&mut identity.serial);
+        }
+        // One without names was not tried.
+        let was_missing = before.as_ref().is_some_and(|unit| unit.lu.has_names());
+        if was_missing && !is_absent {
             self.identities.note_return(&backend.name);
         }
-        let generation = self.identities.cache_generation(&backend.name, generation);
-        unit_config.cache_generation = Some(generation);
+        let store = self.opened[place].as_ref().expect("just opened");
+        unit_config.cache_generation = Some(self.cache_generation(backend, store));
         let block = geometry.block_size;
         let limits = &mut unit_config.limits;
         limits.max_transfer = config.limits.max_transfer / block * block;
@@ -522,17 +544,21 @@ impl Builder {
         };
         let mut lu = make()?;
         let mut is_absent = is_absent;
-        if let Some(keeper) = self.keepers.reservations.clone() {
+        if !has_names {
+            lu = lu.without_names();
+        } else if let Some(keeper) = self.keepers.reservations.clone() {
             lu = match lu.with_keeper(keeper) {
                 Ok(lu) => lu,
                 Err(source) => {
                     let name = name();
                     self.leave_out(backend, place, ServerError::Reservations { name, source })?;
                     if let Some(before) = before {
-                        // It stays where it was; the new place, which is the last, is not used.
-                        self.opened.truncate(place);
-                        let place = self.unit_stores[before.index.0 as usize];
-                        self.stores.insert(backend.name.clone(), place);
+                        // It stays where it was; a new place, which is the last, is not used.
+                        let old = self.unit_stores[before.index.0 as usize];
+                        if place != old {
+                            self.opened.truncate(place);
+                            self.stores.insert(backend.name.clone(), old);
+                        }
                         return Ok(before);
                     }
                     is_absent = true;
@@ -593,6 +619,9 @@ impl Builder {
             return Ok(*place);
         }
         self.tried.insert(name.clone());
+        if let Some(error) = self.unnamed_unit(backend) {
+            return self.store_absent(backend, error);
+        }
         let ram = self.rams.remove(name).unwrap_or_default();
         let result = match opened.take(name, &backend.spec) {
             Some(result) => result,

@@ -37,7 +37,7 @@ mod tests_hanging;
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
@@ -203,6 +203,9 @@ pub enum ServerError {
     /// The names of logical units cannot be kept, or read.
     #[error("the names of logical units: {0}")]
     Identities(#[source] io::Error),
+    /// The names of logical units that are kept cannot be read.
+    #[error("{0}")]
+    Unnamed(String),
     /// The program after this one would not start: `strict` is set.
     #[error("`strict` is set, and this is not served: {0}")]
     Strict(String),
@@ -320,7 +323,7 @@ fn first_catalog(
     let files = FirstFiles { before, stores };
     let catalog = built?;
     builder.save_ports(builder.ports())?;
-    builder.save_identities()?;
+    builder.save_identities(None)?;
     builder.settle(legacy);
     Ok((catalog, files))
 }
@@ -384,7 +387,7 @@ impl Server {
         let acquired = acquire::acquire(&wanted, &places)?;
         builder.set_lenient(false);
         let mut problems = builder.problems().clone();
-        problems.set_missing_portals(acquired.missing(), &[]);
+        problems.set_missing_portals(acquired.missing(), &[builder.unnamed_portals()]);
         problems.log_since(&Problems::default());
         builder.set_problems(problems);
         catalog.remove_portals(builder.problems());
@@ -521,7 +524,17 @@ impl Server {
         self.builder.set_metrics_problem(problem);
     }
 
-    /// Looks which addresses the host has now. Whether it is time for [`Server::retry`]: something could not be
+    /// Why the admin API cannot be where the configuration wants it, if so; it is named with what is not served.
+    pub fn set_admin_problem(&mut self, problem: Option<(&Path, &ServerError)>) {
+        self.builder.set_admin_problem(problem);
+    }
+
+    /// What the control plane could not have before, in another server of this process, it still cannot have.
+    pub fn keep_control_problems(&mut self, before: &Problems) {
+        self.builder.keep_control_problems(before);
+    }
+
+    /// Looks which addresses the host has now, and for names of units that could not be read. Whether it is time for [`Server::retry`]: something could not be
     /// served, a device is gone, or portals with a wildcard are to be at other addresses.
     pub fn look(&mut self) -> bool {
         let builder = &mut self.builder;

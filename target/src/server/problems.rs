@@ -1,5 +1,5 @@
-//! What should be served and is not: backends that cannot be opened, and portals whose address cannot be
-//! listened on.
+//! What should be served and is not: backends that cannot be opened, portals whose address cannot be
+//! listened on, and what the control plane cannot have.
 //!
 //! # Degraded, not dead
 //! At the start, a backend or portal that cannot be had is a problem, and the rest is served, unless the
@@ -13,6 +13,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::SystemTime;
 
 use super::ServerError;
@@ -36,6 +37,10 @@ pub enum Subject {
     Wildcard(Listen, Protocol),
     /// The address of metrics and the status page.
     Metrics(SocketAddr),
+    /// The socket of the admin API.
+    Admin(PathBuf),
+    /// The names of logical units in the state directory.
+    Identities,
 }
 
 impl Subject {
@@ -48,17 +53,19 @@ impl Subject {
         }
     }
 
-    /// `backend`, `portal` or `metrics`.
+    /// `backend`, `portal`, `metrics`, `admin` or `state`.
     #[must_use]
     pub const fn kind(&self) -> &'static str {
         match self {
             Self::Backend(_) => "backend",
             Self::RdmaPortal(_) | Self::TcpPortal(_) | Self::Wildcard(..) => "portal",
             Self::Metrics(_) => "metrics",
+            Self::Admin(_) => "admin",
+            Self::Identities => "state",
         }
     }
 
-    /// The backend's name, or the address.
+    /// The backend's name, the address, the path, or the name of the file.
     #[must_use]
     pub fn name(&self) -> String {
         match self {
@@ -67,6 +74,8 @@ impl Subject {
                 addr.to_string()
             }
             Self::Wildcard(listen, _) => listen.to_string(),
+            Self::Admin(path) => path.display().to_string(),
+            Self::Identities => "identities.json".to_owned(),
         }
     }
 }
@@ -113,7 +122,11 @@ impl Problems {
     #[must_use]
     pub fn has_portal(&self, protocol: &str, listen: &str) -> bool {
         self.0.keys().any(|subject| match subject {
-            Subject::Backend(_) | Subject::Wildcard(..) | Subject::Metrics(_) => false,
+            Subject::Backend(_)
+            | Subject::Wildcard(..)
+            | Subject::Metrics(_)
+            | Subject::Admin(_)
+            | Subject::Identities => false,
             Subject::RdmaPortal(addr) => protocol != "iscsi" && addr.to_string() == listen,
             Subject::TcpPortal(addr) => protocol == "iscsi" && addr.to_string() == listen,
         })
@@ -145,18 +158,22 @@ impl Problems {
     pub(super) fn set_missing_portals(
         &mut self,
         missing: &[(Subject, ServerError)],
-        unserved: &[Unserved],
+        unserved: &[&[Unserved]],
     ) {
         let mut all = Self::default();
         for (subject, why) in missing {
             all.add(subject.clone(), why);
         }
-        for Unserved { portal, why } in unserved {
+        for Unserved { portal, why } in unserved.iter().copied().flatten() {
             all.add(Subject::RdmaPortal(*portal), why);
         }
         self.0.retain(|subject, _| match subject {
             Subject::RdmaPortal(_) | Subject::TcpPortal(_) => all.has(subject),
-            Subject::Backend(_) | Subject::Wildcard(..) | Subject::Metrics(_) => true,
+            Subject::Backend(_)
+            | Subject::Wildcard(..)
+            | Subject::Metrics(_)
+            | Subject::Admin(_)
+            | Subject::Identities => true,
         });
         for (subject, problem) in all.0 {
             self.add(subject, &problem.why);

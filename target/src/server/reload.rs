@@ -213,10 +213,11 @@ impl Server {
         mut opened: OpenedStores,
         agree: impl FnOnce() -> Result<(), E>,
     ) -> Result<(), E> {
-        let prepared = self.prepare(config, builder, &mut opened)?;
+        let mut prepared = self.prepare(config, builder, &mut opened)?;
         // Before the configuration is written down: a restart with either finds its numbers.
         let saved = prepared.builder.save_ports(self.builder.ports());
-        let saved = saved.and_then(|()| prepared.builder.save_identities());
+        let known = &self.builder;
+        let saved = saved.and_then(|()| prepared.builder.save_identities(Some(known)));
         let saved = saved.map_err(|error| E::from(error.into()));
         if let Err(error) = saved.and_then(|()| agree()) {
             self.withdraw(prepared);
@@ -293,7 +294,8 @@ impl Server {
             };
             let mut acquired = acquire::acquire(&wanted, &self.shared.places)?;
             let mut problems = before.clone();
-            problems.set_missing_portals(acquired.missing(), &unserved);
+            let unserved_now = [&unserved[..], builder.unnamed_portals()];
+            problems.set_missing_portals(acquired.missing(), &unserved_now);
             catalog.remove_portals(&problems);
             let catalog = Arc::new(catalog);
             let refused = match self.stage(&catalog, &mut acquired) {

@@ -520,7 +520,11 @@ impl LunMap {
     pub fn inherit(&mut self, mut meant: Meant) {
         for (place, lun) in self.luns.iter().enumerate() {
             let known = meant.units.get(lun);
-            let is_other = known.map_or(meant.is_partial, |known| known != self.identity(place));
+            let Some(identity) = self.identity(place) else {
+                // It may be the unit that the initiator takes it for, and nothing gets there yet.
+                continue;
+            };
+            let is_other = known.map_or(meant.is_partial, |known| known != identity);
             if !is_other {
                 meant.units.remove(lun);
             }
@@ -541,15 +545,19 @@ impl LunMap {
         let mut meant = self.meant.clone();
         for (place, lun) in self.luns.iter().enumerate() {
             if !self.has_moved(place) {
-                meant.units.insert(*lun, self.identity(place).clone());
+                let identity = self.identity(place).cloned();
+                meant
+                    .units
+                    .extend(identity.map(|identity| (*lun, identity)));
             }
         }
         meant
     }
 
-    /// The names of the unit at a place.
-    fn identity(&self, place: usize) -> &Identity {
-        &self.mappings[place].unit.lu.config().identity
+    /// The names of the unit at a place, if they are known.
+    fn identity(&self, place: usize) -> Option<&Identity> {
+        let lu = &self.mappings[place].unit.lu;
+        lu.has_names().then(|| &lu.config().identity)
     }
 
     /// The units that may have commands for a number: the one that it leads to, then those that it led to before.
@@ -755,6 +763,26 @@ mod tests {
         let mut elsewhere = map([0, most], &other);
         elsewhere.follow(&once_more);
         assert_eq!(moved(&elsewhere), [true, true]);
+    }
+
+    #[test]
+    fn a_unit_whose_names_are_not_known_yet_is_not_another_one() {
+        let (one, other) = (mapping(1), mapping(2));
+        let mut nameless = mapping(9);
+        let lu = LogicalUnit::new(unit_config(2048)).unwrap().without_names();
+        nameless.unit = Arc::new(Unit::new(UnitIdx(9), Arc::new(lu), 3));
+        for (before, after, is_moved) in [
+            (&one, &one, false),
+            (&one, &other, true),
+            (&nameless, &one, false),
+        ] {
+            let mut between = map([5], &nameless);
+            between.follow(&map([5], before));
+            assert!(!between.moved[0].is_set());
+            let mut last = map([5], after);
+            last.follow(&between);
+            assert_eq!(last.moved[0].is_set(), is_moved);
+        }
     }
 
     #[test]

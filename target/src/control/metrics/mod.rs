@@ -65,7 +65,7 @@ fn general(server: &Server, snapshots: &[Snapshot], uptime: Duration) -> Vec<Fam
     );
     let mut problems = Family::gauge(
         "riser_not_served",
-        "Backends and portals that are configured and cannot be served; the value is 1.",
+        "What is configured and cannot be served, such as backends and portals; the value is 1.",
     );
     for (subject, _) in server.problems().iter() {
         problems.add(&[("kind", subject.kind()), ("name", &subject.name())], 1.0);

@@ -278,6 +278,7 @@ impl<'a> Control<'a> {
             ..
         } = self;
         let config = server.config().clone();
+        let problems = server.problems();
         let (admin, metrics) = fall_silent(admin, metrics, queue).await;
         let Some(legacy) = shut_down(server, handing.sockets, signals).await? else {
             return Ok(Handed::Ended);
@@ -316,7 +317,8 @@ impl<'a> Control<'a> {
         let error = format!("{program}: it cannot be run: {error}");
         tracing::error!(%error, "not handed over; serving on");
         legacy.take_back(packed).map_err(ServerError::TakeBack)?;
-        let server = start(|| Server::start_after(&config, &legacy, history.keepers()))?;
+        let mut server = start(|| Server::start_after(&config, &legacy, history.keepers()))?;
+        server.keep_control_problems(&problems);
         let admin = admin.map(|(listener, bound)| Admin::open(listener, bound, requests.clone()));
         let metrics = metrics.map(|listener| Listening::on(listener, requests.clone()));
         Ok(Handed::Back(Control {

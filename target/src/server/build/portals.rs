@@ -12,16 +12,19 @@ impl Builder {
     /// Whether something is a portal of a wildcard that was served before, whose addresses come and go.
     pub(super) fn is_of_known_wildcard(&self, subject: &Subject) -> bool {
         match subject {
-            Subject::Backend(_) | Subject::Metrics(_) => false,
+            Subject::Backend(_) | Subject::Metrics(_) | Subject::Admin(_) | Subject::Identities => {
+                false
+            }
             Subject::RdmaPortal(at) => !self.has_new_wildcards && self.expansion.is_wild(*at, true),
             Subject::TcpPortal(at) => !self.has_new_wildcards && self.expansion.is_wild(*at, false),
             Subject::Wildcard(listen, protocol) => self.wildcards.contains(&(*protocol, *listen)),
         }
     }
 
-    /// Looks which addresses the host has now.
+    /// Looks which addresses the host has now, and for the names of units that could not be read.
     pub(in crate::server) fn look(&mut self, config: &Config) {
         self.addresses.look(config);
+        self.read_identities_again(config);
     }
 
     /// Whether the portals of the configuration that is served are to be at other addresses now.

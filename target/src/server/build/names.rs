@@ -1,0 +1,351 @@
+//! The names of units, also where those that are kept cannot be read.
+//!
+//! Other names in their place would make other disks of units. So no names are derived then: units and SRP portals
+//! whose names the configuration gives are served, and the others when the file can be read. It is not written
+//! before. That the file is gone is no reason to derive names either, as long as the daemon runs: one that is
+//! restored may be moved away first.
+
+use super::Builder;
+use crate::backend::{OpenError, Store, random_generation};
+use crate::config::{Backend, Config, Portal, Protocol};
+use crate::server::ServerError;
+use crate::server::identities::Identities;
+use crate::server::problems::Subject;
+use crate::worker::stage::Unserved;
+
+impl Builder {
+    /// Reads the names that are kept.
+    pub(super) fn read_identities(&mut self) {
+        if let Some(keeper) = &self.keepers.identities {
+            match keeper.load() {
+                Ok(kept) => self.identities = kept,
+                Err(error) => self.unread = Some(error.to_string()),
+            }
+        }
+    }
+
+    /// Reads them again, where that was not possible.
+    pub(super) fn read_identities_again(&mut self, config: &Config) {
+        let (Some(keeper), Some(_)) = (&self.keepers.identities, &self.unread) else {
+            return;
+        };
+        match keeper.load() {
+            Ok(kept) if kept == Identities::default() => {
+                self.unread = Some("it is not there any more".to_owned());
+            }
+            Ok(kept) => {
+                self.identities = kept;
+                self.unread = None;
+                self.keep_given(config);
+            }
+            Err(error) => self.unread = Some(error.to_string()),
+        }
+    }
+
+    /// The names that units were served with meanwhile are kept, too.
+    fn keep_given(&mut self, config: &Config) {
+        for backend in &config.backends {
+            let unit = self.units.get(&backend.name);
+            if let Some(unit) = unit.filter(|unit| unit.lu.has_medium()) {
+                let place = self.unit_stores[unit.index.0 as usize];
+                let file = self.opened[place].as_ref().and_then(|store| store.file());
+                let mut identity = unit.lu.config().identity.clone();
+                self.identities.keep(config, backend, file, &mut identity);
+            }
+        }
+    }
+
+    /// Why no names can be derived, if so.
+    fn unnamed(&self) -> Option<OpenError> {
+        let why = self.unread.clone()?;
+        Some(OpenError::Unnamed { why })
+    }
+
+    /// Why the unit of a backend has no names, if so.
+    pub(super) fn unnamed_unit(&self, backend: &Backend) -> Option<OpenError> {
+        let names = &backend.names;
+        let are_given = names.serial.is_some() && names.naa.is_some();
+        self.unnamed().filter(|_| !are_given)
+    }
+
+    /// Whether a portal has no names.
+    pub(super) fn is_unnamed_portal(&self, config: &Config, portal: &Portal) -> bool {
+        let is_derived = config.identity.is_none() && portal.set_ioc_guid.is_none();
+        self.unread.is_some() && portal.protocol == Protocol::Srp && is_derived
+    }
+
+    /// Notes what is not served for want of names, or fails.
+    ///
+    /// # Errors
+    /// [`ServerError::Unnamed`].
+    pub(super) fn go_without_names(&mut self, config: &Config) -> Result<(), ServerError> {
+        let mut unnamed = std::mem::take(&mut self.unnamed_portals);
+        unnamed.clear();
+        let Some(why) = self.unnamed() else {
+            return Ok(());
+        };
+        let targets = config.targets.iter().zip(&self.expansion.targets);
+        for (target, listens) in targets {
+            let portals = listens
+                .iter()
+                .filter(|at| self.is_unnamed_portal(config, &target.portals[at.portal]));
+            let portals = portals.map(|at| Unserved {
+                portal: at.at,
+                why: why.to_string(),
+            });
+            unnamed.extend(portals);
+        }
+        let subjects = unnamed.iter();
+        let mut subjects = subjects.map(|portal| Subject::RdmaPortal(portal.portal));
+        if !self.tolerates(&Subject::Identities) || !subjects.all(|s| self.tolerates(&s)) {
+            return Err(ServerError::Unnamed(why.to_string()));
+        }
+        self.problems.add(Subject::Identities, &why);
+        self.unnamed_portals = unnamed;
+        Ok(())
+    }
+
+    /// The SRP portals that have no names.
+    pub(in crate::server) fn unnamed_portals(&self) -> &[Unserved] {
+        &self.unnamed_portals
+    }
+
+    /// Identifies what is in the volatile cache of a backend.
+    pub(super) fn cache_generation(&self, backend: &Backend, store: &Store) -> [u8; 16] {
+        match self.unread {
+            // How often the disk was missing is not known, and then neither is what became of its cache.
+            Some(_) if store.ram().is_none() => random_generation(),
+            _ => {
+                let generation = store.cache_generation();
+                self.identities.cache_generation(&backend.name, generation)
+            }
+        }
+    }
+
+    /// Saves the names of units, before they are served; see [`Builder::undo`] for those that never are. What is
+    /// kept is left as it is where it cannot be read, which is a problem; and an error, if there are other names
+    /// than in `known`.
+    ///
+    /// # Errors
+    /// [`ServerError::Identities`], [`ServerError::Unnamed`].
+    pub(in crate::server) fn save_identities(
+        &mut self,
+        known: Option<&Self>,
+    ) -> Result<(), ServerError> {
+        let is_known =
+            |all: &Self| known.is_some_and(|k| k.identities.has_names_of(&all.identities));
+        match self.write_identities() {
+            Ok(()) if self.unread.is_some() => {}
+            Ok(()) => self.problems.remove(&Subject::Identities),
+            Err(error @ ServerError::Unnamed(_)) if is_known(self) => {
+                self.problems.add(Subject::Identities, &error);
+            }
+            Err(error) => return Err(error),
+        }
+        Ok(())
+    }
+
+    /// Writes them down, unless those that are kept cannot be read.
+    pub(super) fn write_identities(&self) -> Result<(), ServerError> {
+        let (Some(keeper), None) = (&self.keepers.identities, &self.unread) else {
+            return Ok(());
+        };
+        let saved = keeper.load().map_err(|error| {
+            let why = error.to_string();
+            ServerError::Unnamed(OpenError::Unnamed { why }.to_string())
+        })?;
+        if saved == self.identities {
+            return Ok(());
+        }
+        match keeper.save(&self.identities) {
+            // Only the files are others: no reason not to serve.
+            Err(error) if saved.has_names_of(&self.identities) => {
+                tracing::warn!(%error, "it is not kept which files have which names");
+                Ok(())
+            }
+            saved => saved.map_err(ServerError::Identities),
+        }
+    }
+
+    /// Whether the program after this one could read the names that are kept.
+    ///
+    /// # Errors
+    /// [`ServerError::Identities`], [`ServerError::Unnamed`].
+    pub(super) fn check_identities(&self) -> Result<(), ServerError> {
+        if let Some(why) = self.unnamed() {
+            return Err(ServerError::Unnamed(why.to_string()));
+        }
+        let keeper = self.keepers.identities.as_ref();
+        let kept = keeper.map(|keeper| keeper.load()).transpose();
+        kept.map(drop).map_err(ServerError::Identities)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::Path;
+    use std::sync::Arc;
+
+    use riser_scsi::config::Identity;
+
+    use crate::backend::open_all;
+    use crate::config::Config;
+    use crate::control::identities::IdentityFile;
+    use crate::control::state::StateDir;
+    use crate::server::legacy::Legacy;
+    use crate::server::problems::Subject;
+    use crate::server::{Keepers, Server, ServerError};
+
+    /// Two disks without names in the configuration, and one with them.
+    fn config(dir: &Path, at: &str, rest: &str) -> Config {
+        let text = format!(
+            "backends:\n\
+             \x20 a: {{ kind: file, path: {}/a, size: 1MiB, create: true }}\n\
+             \x20 b: {{ kind: ram, size: 1MiB }}\n\
+             \x20 c: {{ kind: ram, size: 1MiB, serial: MINE, naa: 3123456789abcdef }}\n\
+             \x20 d: {{ kind: ram, size: 1MiB }}\n\
+             targets:\n\
+             - name: t\n\
+             \x20 iqn: iqn.2026-01.com.example:t\n\
+             \x20 portals:\n\
+             \x20 - {{ protocol: iscsi, listen: \"{at}:3290\" }}\n\
+             \x20 - {{ protocol: srp, listen: {at} }}\n\
+             \x20 luns: {{ 0: a, 1: b, 2: c }}\n\
+             \x20 access: open\n\
+             workers: {{ count: 1 }}\n{rest}",
+            dir.display()
+        );
+        Config::parse(&text, "test.yaml").unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    fn start(config: &Config, dir: &Arc<StateDir>) -> Result<Server, ServerError> {
+        let keepers = Keepers {
+            identities: Some(Arc::new(IdentityFile::new(Arc::clone(dir)))),
+            ..Keepers::default()
+        };
+        Server::start_after(config, &Legacy::default(), keepers)
+    }
+
+    fn retry(server: &mut Server) {
+        assert!(server.look());
+        let opened = open_all(server.wishes());
+        server.retry(opened).unwrap();
+    }
+
+    fn identity(server: &Server, name: &str) -> Identity {
+        server.unit_on(name).unwrap().lu.config().identity.clone()
+    }
+
+    fn is_served(server: &Server) -> [bool; 3] {
+        ["a", "b", "c"].map(|name| {
+            let lu = &server.unit_on(name).unwrap().lu;
+            assert_eq!(lu.has_names(), lu.has_medium());
+            lu.has_medium()
+        })
+    }
+
+    fn problems(server: &Server) -> Vec<(&'static str, String)> {
+        let all = server.problems();
+        let named = |(subject, _): (&Subject, _)| (subject.kind(), subject.name());
+        all.iter().map(named).collect()
+    }
+
+    #[test]
+    fn names_that_cannot_be_read_are_neither_guessed_nor_overwritten() {
+        const AT: &str = "127.97.8.6";
+        let dir = format!("riserd-names-{}", std::process::id());
+        let dir = std::env::temp_dir().join(dir);
+        let _ = fs::remove_dir_all(&dir);
+        let state = Arc::new(StateDir::take(&dir).unwrap());
+        let strict = config(&dir, AT, "strict: true\n");
+        let (config, file) = (config(&dir, AT, ""), dir.join("identities.json"));
+        let server = start(&config, &state).unwrap();
+        let before = ["a", "b", "c"].map(|name| identity(&server, name));
+        server.shutdown().unwrap();
+        let kept = fs::read_to_string(&file).unwrap();
+        // As if the host had been another one when they were made.
+        let mut other: serde_json::Value = serde_json::from_str(&kept).unwrap();
+        other["host"] = "before".into();
+        let kept = other.to_string();
+
+        fs::write(&file, "{").unwrap();
+        let error = start(&strict, &state).unwrap_err().to_string();
+        for said in ["identities.json: ", "from a backup", "new disks"] {
+            assert!(error.contains(said), "{error}");
+        }
+        // A missing file is not created either.
+        fs::remove_file(dir.join("a")).unwrap();
+        let mut server = start(&config, &state).unwrap();
+        assert_eq!(is_served(&server), [false, false, true]);
+        assert_eq!(identity(&server, "c"), before[2]);
+        assert_eq!(server.addresses(), ["127.97.8.6:3290".parse().unwrap()]);
+        let missing = [
+            ("backend", "a".to_owned()),
+            ("backend", "b".to_owned()),
+            ("portal", "127.97.8.6:5555".to_owned()),
+            ("state", "identities.json".to_owned()),
+        ];
+        assert_eq!(problems(&server), missing);
+        let all = server.problems();
+        assert!(all.iter().all(|(_, p)| p.why.contains("identities.json: ")));
+        assert!(server.builder.check_successor(&config).is_err());
+        for damaged in ["{\"version\": 2}", ""] {
+            fs::write(&file, damaged).unwrap();
+            retry(&mut server);
+            server.change(config.clone()).unwrap();
+            assert_eq!(problems(&server), missing);
+            assert_eq!(fs::read_to_string(&file).unwrap(), damaged);
+        }
+        // It is to be restored, and was moved away for that.
+        fs::remove_file(&file).unwrap();
+        retry(&mut server);
+        assert_eq!(is_served(&server), [false, false, true]);
+        assert!(!file.exists() && !dir.join("a").exists());
+
+        fs::write(&file, &kept).unwrap();
+        fs::write(dir.join("a"), vec![0; 1 << 20]).unwrap();
+        retry(&mut server);
+        assert_eq!(problems(&server), []);
+        assert_eq!(is_served(&server), [true; 3]);
+        assert_eq!(["a", "b", "c"].map(|name| identity(&server, name)), before);
+        assert_eq!(server.addresses().len(), 2);
+        let now: serde_json::Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+        assert_eq!(now["host"], "before");
+        server.shutdown().unwrap();
+        fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn names_that_cannot_be_read_any_more_stop_only_new_ones() {
+        let dir = format!("riserd-names-later-{}", std::process::id());
+        let dir = std::env::temp_dir().join(dir);
+        let _ = fs::remove_dir_all(&dir);
+        let state = Arc::new(StateDir::take(&dir).unwrap());
+        let file = dir.join("identities.json");
+        let before = config(&dir, "127.97.8.7", "");
+        let mut server = start(&before, &state).unwrap();
+        let kept = fs::read(&file).unwrap();
+        fs::write(&file, "{").unwrap();
+        let mut more = before.clone();
+        more.limits.queue_depth /= 2;
+        server.change(more.clone()).unwrap();
+        assert_eq!(problems(&server).len(), 1);
+        let place = more.backends.iter().position(|b| b.name == "d").unwrap();
+        let mut lun = more.targets[0].luns[&0];
+        lun.backend = place;
+        more.targets[0].luns.insert(3, lun);
+        let error = server.change(more.clone()).unwrap_err().to_string();
+        assert!(error.contains("from a backup"), "{error}");
+        assert!(server.unit_on("d").is_none());
+        assert_eq!(fs::read(&file).unwrap(), b"{");
+        assert!(server.builder.check_successor(server.config()).is_err());
+        fs::write(&file, &kept).unwrap();
+        retry(&mut server);
+        assert_eq!(problems(&server), []);
+        server.change(more).unwrap();
+        assert!(server.unit_on("d").unwrap().lu.has_medium());
+        server.shutdown().unwrap();
+        fs::remove_dir_all(&dir).unwrap();
+    }
+}

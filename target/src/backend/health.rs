@@ -2,7 +2,7 @@
 
 use std::fmt::Display;
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -36,6 +36,8 @@ pub(super) struct Errors {
     start: Instant,
     /// When, and by what, the failure ends: asked for each operation.
     clears: AtomicU64,
+    /// What failed has succeeded since the last failure.
+    worked: AtomicBool,
     failing: Mutex<Option<Failing>>,
 }
 
@@ -45,6 +47,7 @@ impl Default for Errors {
             counts: Default::default(),
             start: Instant::now(),
             clears: AtomicU64::new(Clears::NEVER),
+            worked: AtomicBool::new(false),
             failing: Mutex::default(),
         }
     }
@@ -65,11 +68,14 @@ impl Clears {
         Self((at.as_millis() as u64) << 1 | u64::from(takes_write))
     }
 
+    /// Whether a success counts.
+    fn counts(self, is_write: bool) -> bool {
+        self.0 != Self::NEVER && (is_write || self.0 & 1 == 0)
+    }
+
     /// Whether a success does so, where the clock is only read if it matters.
     fn is_due(self, is_write: bool, since_start: impl FnOnce() -> Duration) -> bool {
-        self.0 != Self::NEVER
-            && (is_write || self.0 & 1 == 0)
-            && since_start().as_millis() as u64 >= self.0 >> 1
+        self.counts(is_write) && since_start().as_millis() as u64 >= self.0 >> 1
     }
 }
 
@@ -119,13 +125,15 @@ impl Errors {
         };
         self.counts[kind].fetch_add(1, Ordering::Relaxed);
         let mut failing = self.lock();
-        let since = failing.as_ref().map(|failing| failing.since);
+        let before = failing.as_ref().filter(|failing| self.lasts(failing, now));
+        let since = before.map(|failing| failing.since);
         *failing = Some(Failing {
             since: since.unwrap_or_else(SystemTime::now),
             why: why.to_string(),
             kind,
             last: now,
         });
+        self.worked.store(false, Ordering::Relaxed);
         self.store_clears(failing.as_ref());
         true
     }
@@ -139,7 +147,12 @@ impl Errors {
         let is_due = |clears: Clears| {
             clears.is_due(is_write, || now().saturating_duration_since(self.start))
         };
-        if !is_due(Clears(self.clears.load(Ordering::Relaxed))) {
+        let clears = Clears(self.clears.load(Ordering::Relaxed));
+        if !is_due(clears) {
+            if clears.counts(is_write) {
+                // Perhaps the last one for long, if nobody uses the backend.
+                self.worked.store(true, Ordering::Relaxed);
+            }
             return false;
         }
         let mut failing = self.lock();
@@ -162,7 +175,13 @@ impl Errors {
     /// What it fails with at present.
     pub(super) fn failing(&self) -> Option<Failing> {
         let failing = self.lock().clone();
-        failing.filter(|failing| failing.kind != MEDIUM || failing.last.elapsed() < MEDIUM_ERROR)
+        failing.filter(|failing| self.lasts(failing, Instant::now()))
+    }
+
+    /// Whether a failure still counts without another operation: for ever, unless it ends with time.
+    fn lasts(&self, failing: &Failing, now: Instant) -> bool {
+        let ends = failing.kind == MEDIUM || self.worked.load(Ordering::Relaxed);
+        !ends || now.saturating_duration_since(failing.last) < time_of(failing.kind)
     }
 
     /// How many there were of each kind, those that there were.
@@ -305,6 +324,20 @@ mod tests {
         assert!(!clear(true, 31), "it works already");
         count(BackendError::NotReady, "gone", 31);
         assert!(!clear(false, 40) && clear(false, 41) && !clear(false, 42));
+    }
+
+    #[test]
+    fn a_failure_ends_with_time_once_it_has_worked_again() {
+        let errors = Errors::default();
+        let before = Instant::now().checked_sub(2 * QUIET).unwrap();
+        errors.count_at(BackendError::NotReady, &"gone", before);
+        assert!(errors.failing().is_some(), "nobody has tried it since");
+        assert!(!errors.clear_at(false, || before + Duration::from_secs(1)));
+        assert_eq!(errors.failing(), None, "nobody uses it any more");
+        let since = errors.lock().as_ref().unwrap().since;
+        errors.count(BackendError::NotReady, &"gone");
+        let failing = errors.failing().unwrap();
+        assert!(failing.since > since, "another failure");
     }
 
     #[test]

@@ -163,6 +163,12 @@ fn replace(file: &Path, text: &[u8]) -> io::Result<Option<PathBuf>> {
     let kept = beside(&file);
     // It may hold secrets.
     state::replace(&kept, &old)?;
+    // Where everybody may make files, its owner may be somebody who has waited for secrets there.
+    let dir = file.parent().unwrap_or(Path::new("/"));
+    if fs::metadata(dir)?.mode() & 0o002 != 0 {
+        state::replace(&file, text)?;
+        return Ok(Some(kept));
+    }
     // The service runs as another user than the administrator, and must still be able to read its file; but
     // what is written now may hold secrets that were not in a file which everybody could read.
     let access = state::Access {
@@ -275,6 +281,18 @@ mod tests {
             assert_eq!(access(&file), (uid, group, after));
             assert_eq!(access(&kept.unwrap()), (uid, gid, 0o600));
         }
+    }
+
+    #[test]
+    fn a_file_where_everybody_may_make_files_is_ours_alone() {
+        let dir = Dir::new("shared");
+        fs::set_permissions(&dir.0, fs::Permissions::from_mode(0o1777)).unwrap();
+        let file = dir.0.join("now.yaml");
+        fs::write(&file, "one").unwrap();
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o660)).unwrap();
+        replace(&file, b"two").unwrap().unwrap();
+        assert_eq!(read(&file), "two");
+        assert_eq!(fs::metadata(&file).unwrap().mode() & 0o777, 0o600);
     }
 
     #[test]

@@ -281,7 +281,7 @@ impl IscsiDef {
     /// own, and it would try each of them for a long time.
     pub fn shown_to(&self, by: SocketAddr) -> impl Iterator<Item = SocketAddr> + '_ {
         let is_useful = move |at: &SocketAddr| by.ip().is_loopback() || !at.ip().is_loopback();
-        let is_listed = |at: &SocketAddr| !self.unlisted.contains(at);
+        let is_listed = move |at: &SocketAddr| at.ip() == by.ip() || !self.unlisted.contains(at);
         let others = self.addresses().filter(move |at| *at != by);
         std::iter::once(by).chain(others.filter(is_useful).filter(is_listed))
     }
@@ -442,6 +442,16 @@ mod tests {
             shown(&target, "127.0.0.1"),
             [at("127.0.0.1"), named[0], named[1]]
         );
+        // The same address by another protocol, at another port.
+        let iser = SocketAddr::new(at("192.0.2.1").ip(), 3261);
+        target.iser.push(iser);
+        target.unlisted.push(iser);
+        assert_eq!(
+            shown(&target, "192.0.2.1"),
+            [at("192.0.2.1"), named[0], named[1], iser]
+        );
+        assert!(!shown(&target, "192.0.2.2").contains(&iser));
+        target.iser.pop();
         target.unlisted.clear();
         assert_eq!(shown(&target, "192.0.2.1").len(), 4);
         assert_eq!(shown(&target, "127.0.0.1").len(), 5);

@@ -11,10 +11,20 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::control::client;
+
 use super::store::{Medium, OpenError, Resized, Spec, Store};
 
 /// How long a file system may take to say something about an open file.
 const PATIENCE: Duration = Duration::from_secs(3);
+
+/// How long the files of a configuration may take to grow, all together: that ends with writing back what
+/// initiators have written to them.
+const GROWTH: Duration = Duration::from_secs(20);
+
+// Who asked for it still waits for the answer.
+const _: () = assert!(PATIENCE.as_secs() < GROWTH.as_secs());
+const _: () = assert!(GROWTH.as_secs() + PATIENCE.as_secs() < client::PATIENCE.as_secs());
 
 /// Has both kinds of questions wait until the sender is gone.
 #[cfg(test)]
@@ -64,6 +74,11 @@ pub(crate) struct Look<T> {
 /// When answers that are asked for now are given up.
 pub(crate) fn until() -> Instant {
     Instant::now() + PATIENCE
+}
+
+/// When files that grow from now on are given up.
+pub(crate) fn growth_until() -> Instant {
+    Instant::now() + GROWTH
 }
 
 fn silent() -> io::Error {
@@ -166,7 +181,11 @@ impl Store {
         let spec = spec.clone();
         let check = move |store: &Self| {
             // execve(2) waits for all threads to end.
+            let until = until();
             while store.waiting.room.load(Ordering::Acquire) {
+                if Instant::now() >= until {
+                    return Err(store.unanswered(silent()));
+                }
                 thread::sleep(Duration::from_millis(5));
             }
             store.check_reopen(&spec)
@@ -174,18 +193,22 @@ impl Store {
         Look::start(self, Purpose::Control, check, |_| ())
     }
 
-    /// As [`Store::grow`]; what that does later is undone.
+    /// As [`Store::grow`]; what that does later than `until` is undone.
     ///
     /// # Errors
     /// Those of [`Store::grow`]; [`OpenError::Io`] of kind `TimedOut`.
-    pub fn grow_in_time(self: &Arc<Self>, spec: &Spec) -> Result<Option<u64>, OpenError> {
+    pub fn grow_in_time(
+        self: &Arc<Self>,
+        spec: &Spec,
+        until: Instant,
+    ) -> Result<Option<u64>, OpenError> {
         if !matches!(self.medium, Medium::File { .. }) {
             return self.grow(spec);
         }
         let spec = spec.clone();
         let grow = move |store: &Self| store.grow(&spec);
         Look::start(self, Purpose::Control, grow, Self::undo)
-            .and_then(|look| look.finish(until()))
+            .and_then(|look| look.finish(until))
             .map_err(|error| self.unanswered(error))?
     }
 
@@ -241,14 +264,17 @@ mod tests {
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
         // Another thread would hang as well.
         assert!(store.look_measure().is_err() && store.look_reopen(&larger).is_err());
-        let error = store.grow_in_time(&larger).unwrap_err();
+        let error = store.grow_in_time(&larger, growth_until()).unwrap_err();
         assert!(error.to_string().contains("does not answer"), "{error}");
         drop(release);
         while store.waiting.control.load(Ordering::Acquire) {
             thread::sleep(Duration::from_millis(1));
         }
         assert_eq!(std::fs::metadata(&path).unwrap().len(), 1 << 20, "undone");
-        assert_eq!(store.grow_in_time(&larger).unwrap(), Some(2 << 20));
+        assert_eq!(
+            store.grow_in_time(&larger, growth_until()).unwrap(),
+            Some(2 << 20)
+        );
         std::fs::remove_file(&path).unwrap();
     }
 

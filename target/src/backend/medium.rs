@@ -43,6 +43,21 @@ fn lock(file: &File, spec: &Spec, path: &Path) -> Result<(), OpenError> {
     })
 }
 
+/// Locks a file that may just have been created: if another process has the lock first, it serves the file, which
+/// is not to be removed then.
+fn lock_made(
+    file: &File,
+    spec: &Spec,
+    path: &Path,
+    made: &mut Option<Made>,
+) -> Result<(), OpenError> {
+    lock(file, spec, path).inspect_err(|error| {
+        if matches!(error, OpenError::Locked { .. }) {
+            *made = None;
+        }
+    })
+}
+
 pub(super) fn extend(file: &File, path: &Path, len: u64) -> Result<(), OpenError> {
     file.set_len(len)
         .and_then(|()| file.sync_all())
@@ -73,7 +88,7 @@ pub(super) fn open_file(
 ) -> Result<File, OpenError> {
     for _ in 0..ATTEMPTS {
         let file = open_or_create(spec, path, create, made)?;
-        lock(&file, spec, path)?;
+        lock_made(&file, spec, path, made)?;
         // Only now: the one that had the lock may have cut the file back to the length that it had, or removed it.
         let metadata = file.metadata().map_err(io_error(path, "examine it"))?;
         if is_removed(path, &metadata) {
@@ -321,16 +336,16 @@ mod tests {
     use super::super::Store;
     use super::*;
 
-    /// What is opened while another one has its lock, which then takes back what it has done to the file.
-    fn after_undo(name: &str, before: Option<u64>) -> (PathBuf, Arc<Store>) {
+    fn path(name: &str) -> PathBuf {
         let path = std::env::temp_dir().join(format!("riserd-{name}-{}", std::process::id()));
         let _ = std::fs::remove_file(&path);
-        if let Some(len) = before {
-            File::create(&path).unwrap().set_len(len).unwrap();
-        }
-        let spec = Spec {
+        path
+    }
+
+    fn spec(path: PathBuf) -> Spec {
+        Spec {
             source: Source::File {
-                path: path.clone(),
+                path,
                 size: Some(1 << 20),
                 create: true,
             },
@@ -339,7 +354,16 @@ mod tests {
             write_cache: true,
             read_only: false,
             faults: None,
-        };
+        }
+    }
+
+    /// What is opened while another one has its lock, which then takes back what it has done to the file.
+    fn after_undo(name: &str, before: Option<u64>) -> (PathBuf, Arc<Store>) {
+        let path = path(name);
+        if let Some(len) = before {
+            File::create(&path).unwrap().set_len(len).unwrap();
+        }
+        let spec = spec(path.clone());
         let first = Store::open(&spec).unwrap();
         let second = thread::spawn(move || Store::open(&spec));
         // It waits for the lock now, or finds the file as it was at once.
@@ -355,6 +379,22 @@ mod tests {
         let there = std::fs::metadata(&path).expect("it is there");
         assert_eq!(store.file().unwrap().inode, there.ino());
         store.undo();
+    }
+
+    #[test]
+    fn a_file_that_another_process_has_locked_first_is_not_ours_to_remove() {
+        let path = path("first");
+        let spec = spec(path.clone());
+        let mut made = None;
+        let file = open_or_create(&spec, &path, true, &mut made).unwrap();
+        let other = OpenOptions::new().write(true).open(&path).unwrap();
+        assert!(sys::lock(other.as_fd(), Lock::Exclusive).unwrap());
+        assert!(made.is_some());
+        let locked = patience::at_once(|| lock_made(&file, &spec, &path, &mut made));
+        let error = locked.unwrap_err();
+        assert!(matches!(error, OpenError::Locked { .. }), "{error}");
+        assert!(made.is_none());
+        std::fs::remove_file(path).unwrap();
     }
 
     #[test]

@@ -738,7 +738,8 @@ impl Store {
         let size = if *device {
             sys::device_size(fd.as_fd())?
         } else {
-            File::from(fd.try_clone()?).metadata()?.len()
+            // Closing a copy of the descriptor would have some file systems write everything back first.
+            u64::try_from(rustix::fs::fstat(fd)?.st_size).unwrap_or(0)
         };
         let to = size - size % u64::from(self.geometry.block_size);
         let from = self.capacity();

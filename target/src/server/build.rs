@@ -337,10 +337,12 @@ impl Builder {
             .open()
             .filter_map(|(name, store)| Some((name, store, store.look_reopen(spec_of(name)?))))
             .collect();
-        for (name, store, look) in looks {
-            store.reopens(look, until).map_err(closed(name))?;
-        }
-        Ok(())
+        // All are waited for: a thread that still asks would stand for a file system that does not answer.
+        let answers = looks.into_iter();
+        let answers: Vec<_> = answers
+            .map(|(name, store, look)| store.reopens(look, until).map_err(closed(name)))
+            .collect();
+        answers.into_iter().collect()
     }
 
     /// The files and devices that a catalog takes and that are not open.

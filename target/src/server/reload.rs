@@ -33,7 +33,7 @@ use super::acquire::{self, Acquired};
 use super::legacy::Legacy;
 use super::problems::Subject;
 use super::{PATIENCE, Server, ServerError, build};
-use crate::backend::{OpenedStores, Source, Spec, Store, Wish, open_all};
+use crate::backend::{OpenedStores, Source, Spec, Store, Wish, look, open_all};
 use crate::config::{Backend, Config};
 use crate::qos::IoLimits;
 use crate::worker::mail::Mail;
@@ -329,6 +329,7 @@ impl Server {
         grown: &mut Vec<Grown>,
     ) -> Result<(), ServerError> {
         let catalog = self.shared.registry.catalog();
+        let until = look::growth_until();
         for (old, new) in backends_of_both(&self.config, config) {
             // One that is served no more, or was not, is opened afresh.
             let places = (
@@ -344,12 +345,13 @@ impl Server {
             let Some(store) = &catalog.stores[place] else {
                 continue;
             };
-            let to = store
-                .grow_in_time(&new.spec)
-                .map_err(|source| ServerError::Backend {
-                    name: new.name.clone(),
-                    source,
-                })?;
+            let to =
+                store
+                    .grow_in_time(&new.spec, until)
+                    .map_err(|source| ServerError::Backend {
+                        name: new.name.clone(),
+                        source,
+                    })?;
             if let Some(to) = to {
                 let store = Arc::clone(store);
                 grown.push(Grown { place, store, to });

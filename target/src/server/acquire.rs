@@ -233,7 +233,8 @@ fn open_ours(
 
 fn open_on_host(addr: IpAddr, place: usize, acquired: &mut Acquired) -> Result<(), ServerError> {
     let device = RdmaCoreDevice::open(addr)?;
-    tracing::info!(%addr, device = %device.device_attr().name, "serves on an RDMA device");
+    // Whether it can be listened on there is another question, which is asked again every few seconds.
+    tracing::debug!(%addr, device = %device.device_attr().name, "opened an RDMA device");
     let device = Opened::RdmaCore(Box::new(device));
     acquired.parts[0].devices.push((place, device));
     acquired.places.fill(place, 1);

@@ -203,7 +203,11 @@ fn block_limits(config: &Config) -> Vec<u8> {
         page[24..28].copy_from_slice(&granularity.to_be_bytes());
         page[28..32].copy_from_slice(&(1_u32 << 31).to_be_bytes()); // UGAVALID, alignment 0.
     }
-    page[32..40].copy_from_slice(&u64::from(limits.max_write_same_blocks).to_be_bytes());
+    // Whoever goes by this takes no more of a limited rate at once than a transfer may.
+    let same = limits
+        .max_write_same_blocks
+        .min(limits.max_transfer / block);
+    page[32..40].copy_from_slice(&u64::from(same).to_be_bytes());
     page
 }
 

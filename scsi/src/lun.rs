@@ -47,6 +47,15 @@ impl LunId {
         }
     }
 
+    /// The number of the logical unit that an eight-byte LUN addresses; none if it is another address.
+    #[must_use]
+    pub fn addressed(lun: [u8; 8]) -> Option<Self> {
+        match LunAddress::parse(lun) {
+            Ok(LunAddress::Unit(lun)) => Some(lun),
+            Ok(LunAddress::WellKnown(_)) | Err(_) => None,
+        }
+    }
+
     /// The number.
     #[must_use]
     pub const fn number(self) -> u32 {

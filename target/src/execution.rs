@@ -90,7 +90,9 @@ enum Early {
 pub struct Execution<const CDB: usize> {
     /// The unit, if there is such a one; a command keeps it, whatever becomes of the map.
     pub unit: Option<Arc<Unit>>,
-    /// Whether the number that leads to it is read-only.
+    /// The number that leads to it.
+    lun: LunId,
+    /// Whether that is read-only.
     read_only: bool,
     /// There if the initiator may have meant another unit: see [`LunMap`](crate::srp::LunMap).
     moved: Option<Moved>,
@@ -143,6 +145,7 @@ impl<const CDB: usize> Execution<CDB> {
     pub fn new() -> Self {
         Self {
             unit: None,
+            lun: LunId::ZERO,
             read_only: false,
             moved: None,
             names_unit: false,
@@ -186,6 +189,7 @@ impl<const CDB: usize> Execution<CDB> {
         tag: u64,
         now: Instant,
     ) {
+        self.lun = addressed.as_ref().map_or(LunId::ZERO, |a| a.lun);
         self.read_only = addressed.as_ref().is_some_and(|a| a.read_only);
         self.limiter = addressed.as_ref().and_then(|a| a.limiter.clone());
         self.moved = addressed.as_ref().and_then(|a| a.moved.clone());
@@ -207,7 +211,7 @@ impl<const CDB: usize> Execution<CDB> {
     pub fn toll(&mut self, nexus: NexusId) -> Option<Toll> {
         let initiator = self.limiter.take();
         let unit = self.unit.as_ref()?;
-        if !unit.limits.is_active() && initiator.is_none() {
+        if self.moved.is_some() || (!unit.limits.is_active() && initiator.is_none()) {
             return None;
         }
         let block = unit.lu.config().block_size.bytes();
@@ -269,7 +273,7 @@ impl<const CDB: usize> Execution<CDB> {
             awaits_data: tables.external || data.is_some() || limited.is_some(),
         };
         let keeps_memory = data.is_some() || tables.external || tables.held;
-        match unit.register(nexus, new, name, keeps_memory, limited) {
+        match unit.register(nexus, new, (name, self.lun), keeps_memory, limited) {
             Ok((key, started)) => {
                 self.key = Some(key);
                 match started {
@@ -503,7 +507,7 @@ impl<const CDB: usize> Execution<CDB> {
     /// Its answer waits, and it is about to leave the task set: functions of its nexus are to find it.
     pub fn note_left(&mut self, nexus: NexusId, name: TaskRef) {
         if let (None, Some(unit)) = (self.left, &self.unit) {
-            unit.note_left(nexus, name);
+            unit.note_left(nexus, (name, self.lun));
             self.left = Some(name);
         }
     }

@@ -406,6 +406,9 @@ fn a_login_after_a_lost_session_does_not_stand_for_a_question() {
     until_ready(&mut third);
     server.change(config("ram")).unwrap();
     assert_held_back(&mut third);
+    // The second one took it for the other unit.
+    server.change(config("more")).unwrap();
+    until_ready(&mut third);
     let logout = LogoutRequest {
         immediate: true,
         reason: LogoutReason::CloseSession,

@@ -12,12 +12,13 @@ use riser_scsi::iscsi::frame::Frame;
 use riser_scsi::iscsi::pdu::{
     FromTarget, RejectReason, TmfFunction, TmfRequest, TmfResponse, TmfStatus,
 };
+use riser_scsi::lun::LunId;
 use riser_scsi::task::TaskManagement;
 
 use super::channel::{Action, Channel, Cx};
 use super::datamover::{Control, Datamover};
 use super::task::{TaskIdx, TaskState};
-use crate::srp::{TaskRef, Unit};
+use crate::srp::{Managed, TaskRef, Unit};
 
 /// A task-management function under way.
 #[derive(Debug)]
@@ -144,9 +145,13 @@ impl<D: Datamover> Channel<D> {
             // There is never an auto contingent allegiance.
             _ => return Some(TmfStatus::NotSupported),
         };
-        // Of a unit that the number led to before, they end what is the initiator's own.
-        for unit in units.iter().skip(usize::from(present.is_some())) {
-            self.manage(idx, unit, TaskManagement::AbortTaskSet);
+        // Of a unit that the number led to before, they end what the initiator has sent there by it.
+        let left = units.iter().skip(usize::from(present.is_some()));
+        let nexus = session.nexus;
+        if let Some(lun) = LunId::addressed(request.lun) {
+            for unit in left {
+                self.await_aborted(idx, unit.abort_by_number(nexus, lun));
+            }
         }
         if let Some(unit) = present {
             // What a function would do to others is meant for the unit before.
@@ -186,15 +191,19 @@ impl<D: Datamover> Channel<D> {
     fn manage(&mut self, idx: TaskIdx, unit: &Arc<Unit>, function: TaskManagement) {
         let session = self.session.as_ref().expect("full-feature phase");
         let managed = unit.manage(session.nexus, function);
-        let watcher = self.task_ref(idx);
-        let mgmt = self.mgmt_mut(idx);
-        mgmt.waiting += managed.aborted.len() as u32;
         if function == TaskManagement::LogicalUnitReset {
             self.actions.push_back(Action::Event {
                 unit: unit.index,
                 attention: Attention::DeviceReset,
             });
         }
+        self.await_aborted(idx, managed);
+    }
+
+    /// Has the tasks aborted that a function concerns, which waits for them.
+    fn await_aborted(&mut self, idx: TaskIdx, managed: Managed) {
+        let watcher = self.task_ref(idx);
+        self.mgmt_mut(idx).waiting += managed.aborted.len() as u32;
         let aborts = managed
             .aborted
             .into_iter()

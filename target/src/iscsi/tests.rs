@@ -1253,7 +1253,13 @@ fn a_reset_whose_connection_goes_tells_the_others() {
         generation: 1,
     };
     let (key, _) = unit
-        .register(other, NewTask::default(), foreign, false, None)
+        .register(
+            other,
+            NewTask::default(),
+            (foreign, LunId::ZERO),
+            false,
+            None,
+        )
         .unwrap();
     let answers = rig.tmf(3, TmfFunction::LogicalUnitReset, 0);
     assert!(answers.is_empty(), "it waits for the other's command");
@@ -1323,7 +1329,13 @@ fn functions_for_a_number_that_has_moved_leave_others_alone() {
     };
     let other = NexusId(77);
     let (key, _) = unit
-        .register(other, NewTask::default(), foreign, false, None)
+        .register(
+            other,
+            NewTask::default(),
+            (foreign, LunId::ZERO),
+            false,
+            None,
+        )
         .unwrap();
     for (tag, function) in (1..).zip([ClearTaskSet, LogicalUnitReset]) {
         let answers = rig.tmf(tag, function, 0);

@@ -147,6 +147,8 @@ impl Limiter {
         }
         let active = rates.iter().flatten().count() as u64;
         self.active.store(active, Ordering::Relaxed);
+        // Once more: what was booked meanwhile may have been booked by the limits before.
+        self.epoch.fetch_add(1, Ordering::Release);
     }
 
     /// The limits.
@@ -183,7 +185,7 @@ impl Limiter {
     /// How often the limits have changed.
     #[must_use]
     pub fn epoch(&self) -> u64 {
-        self.epoch.load(Ordering::Relaxed)
+        self.epoch.load(Ordering::Acquire)
     }
 
     /// Gives back what was booked in an epoch and not used. What other limits have forgiven meanwhile is not given back

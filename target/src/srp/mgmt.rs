@@ -10,6 +10,7 @@
 use std::sync::Arc;
 
 use riser_scsi::attention::Attention;
+use riser_scsi::lun::LunId;
 use riser_scsi::sense::{AdditionalSense, Sense, SenseFormat, SenseKey};
 use riser_scsi::srp::{RspCode, TskMgmt, TskMgmtFunction};
 use riser_scsi::step::Response;
@@ -83,11 +84,15 @@ impl Channel {
                 return self.answer_function(cx, idx, request.function, code);
             }
         };
-        // Of a unit that the number led to before, they end what is the initiator's own.
+        // Of a unit that the number led to before, they end what the initiator has sent there by it.
         let left = units.iter().skip(usize::from(present.is_some()));
-        for unit in left.filter(|_| function != TaskManagement::ClearAca) {
-            let managed = unit.manage(self.config.nexus, TaskManagement::AbortTaskSet);
-            self.abort_managed(idx, managed);
+        if let Some(lun) = LunId::addressed(request.lun)
+            && function != TaskManagement::ClearAca
+        {
+            for unit in left {
+                let managed = unit.abort_by_number(self.config.nexus, lun);
+                self.abort_managed(idx, managed);
+            }
         }
         let Some(unit) = present else {
             return self.check_mgmt(cx, idx);

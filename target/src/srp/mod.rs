@@ -62,4 +62,6 @@ pub use login::{
     Admission, ChannelParams, LoginLimits, LoginOutcome, LoginRefused, LoginView, SessionMemory,
     plan_login,
 };
-pub use unit::{LunMap, Management, Mapping, Meant, Moved, SetFull, TaskRef, Unit, UnitIdx};
+pub use unit::{
+    LunMap, Managed, Management, Mapping, Meant, Moved, SetFull, TaskRef, Unit, UnitIdx,
+};

@@ -173,7 +173,12 @@ impl Channel {
         let moved = io.transfer.as_ref().map_or(0, Transfer::portion_len);
         self.pace.on_moved(if ok { moved } else { 0 });
         if matches!(io.state, IoctxState::CmdRspSent | IoctxState::MgmtRspSent) {
-            io.exec.arrive(cx.now);
+            // One that was lost has told the initiator nothing.
+            if ok {
+                io.exec.arrive(cx.now);
+            } else {
+                io.exec.course.arrive(cx.now);
+            }
             return self.finish(cx.pool, idx, End::Answered);
         }
         let is_awaited = matches!(

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use riser_scsi::lu::LogicalUnit;
 use riser_scsi::srp::{MemDesc, TaskAttr, TskMgmtFunction};
 
 use super::fixture::*;
@@ -410,6 +411,22 @@ fn what_is_refused_costs_nothing() {
         rig.send(0, &write(tag).bytes());
         assert_eq!(statuses(&mut rig), [2]);
     }
+    // By a number that has moved.
+    let mut config = crate::fixture::unit_config(2048);
+    config.identity.serial = "another".into();
+    let lu = Arc::new(LogicalUnit::new(config).unwrap());
+    let before = Mapping {
+        unit: Arc::new(Unit::new(UnitIdx(9), lu, 4)),
+        ..map.mapping(0).clone()
+    };
+    let mut moved = LunMap::new([(map.luns()[0], map.mapping(0).clone())]);
+    moved.follow(&LunMap::new([(map.luns()[0], before)]));
+    rig.with(0, |ch, cx| ch.handle_luns(cx, Arc::new(moved)));
+    for tag in 20..23 {
+        rig.send(0, &read(tag).bytes());
+        assert_eq!(statuses(&mut rig), [2]);
+    }
+    rig.with(0, |ch, cx| ch.handle_luns(cx, Arc::clone(&map)));
     assert!(!rig.units[0].limits.owes(rig.now));
     rig.send(0, &read(12).bytes());
     assert_eq!(statuses(&mut rig), [0]);

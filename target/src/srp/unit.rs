@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use riser_scsi::config::Identity;
 use riser_scsi::lu::LogicalUnit;
-use riser_scsi::lun::{LunAddress, LunId};
+use riser_scsi::lun::LunId;
 use riser_scsi::nexus::NexusId;
 use riser_scsi::reservation::Preempted;
 use riser_scsi::srp::WireLun;
@@ -71,6 +71,8 @@ pub struct Unit {
 struct Tasks {
     set: TaskSet,
     refs: Vec<Option<TaskRef>>,
+    /// The numbers that their initiators used for the unit, by slot.
+    luns: Vec<LunId>,
     /// No more than the contexts of all channels.
     left: Vec<Left>,
     /// Those that wait for limits; no more than the channels, twice.
@@ -92,6 +94,7 @@ type LimitedLine = (u16, u64, bool);
 #[derive(Debug)]
 struct Left {
     nexus: NexusId,
+    lun: LunId,
     task: TaskRef,
     /// Its own nexus has ended it.
     is_ended: bool,
@@ -134,6 +137,7 @@ impl Unit {
             tasks: Mutex::new(Tasks {
                 set: TaskSet::new(capacity, share),
                 refs: vec![None; capacity as usize],
+                luns: vec![LunId::ZERO; capacity as usize],
                 left: Vec::new(),
                 limited: Vec::new(),
             }),
@@ -177,7 +181,7 @@ impl Unit {
         self.lock().set.len()
     }
 
-    /// Takes a task into the set, and says whether it may start at once.
+    /// Takes a task into the set, whose initiator calls the unit by a number, and says whether it may start at once.
     ///
     /// A task that `keeps_memory` (data or tables) and would have to wait in the order for one that waits for limits is refused, unless
     /// it waits behind that one anyway (`limited`: it waits for limits, to write or to read): it would
@@ -192,7 +196,7 @@ impl Unit {
         &self,
         nexus: NexusId,
         new: NewTask,
-        task: TaskRef,
+        (task, lun): (TaskRef, LunId),
         keeps_memory: bool,
         limited: Option<bool>,
     ) -> Result<(TaskKey, bool), SetFull> {
@@ -211,6 +215,7 @@ impl Unit {
             Err(RegisterError::Overlapped(_)) => panic!("{task:?} is in the set already"),
         };
         tasks.refs[key.slot()] = Some(task);
+        tasks.luns[key.slot()] = lun;
         let started = tasks.set.try_start(key);
         if let Some(line) = own {
             let same = |other: &&mut Limited| other.nexus == nexus && other.line == line;
@@ -296,9 +301,10 @@ impl Unit {
 
     /// A task is about to leave the set while its answer has to wait: functions of its own nexus name it until
     /// [`Unit::forget_left`], so that nothing of it follows their responses.
-    pub fn note_left(&self, nexus: NexusId, task: TaskRef) {
+    pub fn note_left(&self, nexus: NexusId, (task, lun): (TaskRef, LunId)) {
         self.lock().left.push(Left {
             nexus,
+            lun,
             task,
             is_ended: false,
         });
@@ -356,6 +362,35 @@ impl Unit {
             self.reset();
         }
         Managed { response, aborted }
+    }
+
+    /// Ends the tasks that a nexus has sent by a number which leads to this unit no longer: its tasks by other numbers
+    /// go on.
+    pub fn abort_by_number(&self, nexus: NexusId, lun: LunId) -> Managed {
+        let mut tasks = self.lock();
+        let Tasks {
+            set,
+            refs,
+            luns,
+            left,
+            ..
+        } = &mut *tasks;
+        let all = refs.iter().zip(&*luns).filter(|(_, of)| **of == lun);
+        let mut aborted = Vec::new();
+        for task in all.filter_map(|(task, _)| *task) {
+            // One of another nexus is not there for this one.
+            let outcome = set.manage(nexus, TaskManagement::AbortTask(task.tag()));
+            aborted.extend(outcome.aborted.iter().map(|_| task));
+        }
+        let left = left.iter_mut();
+        for left in left.filter(|left| left.nexus == nexus && left.lun == lun) {
+            left.is_ended = true;
+            aborted.push(left.task);
+        }
+        Managed {
+            response: TmfResponse::Complete,
+            aborted,
+        }
     }
 
     /// Marks the commands that a PREEMPT AND ABORT aborts: those of this list are to be stopped.
@@ -571,10 +606,7 @@ impl LunMap {
 
     /// Units that a number led to before, which may have commands for it.
     pub fn left(&self, lun: WireLun) -> impl Iterator<Item = Arc<Unit>> {
-        let wanted = match LunAddress::parse(lun) {
-            Ok(LunAddress::Unit(lun)) => Some(lun),
-            Ok(LunAddress::WellKnown(_)) | Err(_) => None,
-        };
+        let wanted = LunId::addressed(lun);
         let left = self.left.iter();
         let left = left.filter(move |(lun, _)| Some(*lun) == wanted);
         left.filter_map(|(_, unit)| unit.upgrade())
@@ -631,10 +663,7 @@ impl LunMap {
     /// Where an addressed unit stands in the map.
     #[must_use]
     pub fn find(&self, lun: WireLun) -> Option<usize> {
-        match LunAddress::parse(lun) {
-            Ok(LunAddress::Unit(lun)) => self.luns.binary_search(&lun).ok(),
-            Ok(LunAddress::WellKnown(_)) | Err(_) => None,
-        }
+        self.luns.binary_search(&LunId::addressed(lun)?).ok()
     }
 
     /// What a place of the map leads to.
@@ -715,7 +744,13 @@ mod tests {
                 ioctx: SendIdx(0),
                 generation,
             };
-            let taken = unit.register(NexusId(7), NewTask::default(), task, false, None);
+            let taken = unit.register(
+                NexusId(7),
+                NewTask::default(),
+                (task, LunId::ZERO),
+                false,
+                None,
+            );
             taken.map(|(_, started)| started)
         };
         assert_eq!(register(0, 1), Ok(true));
@@ -804,6 +839,34 @@ mod tests {
     }
 
     #[test]
+    fn functions_for_a_number_that_leads_elsewhere_end_what_was_sent_by_it() {
+        let lu = LogicalUnit::new(unit_config(2048)).unwrap();
+        let unit = Unit::new(UnitIdx(0), Arc::new(lu), 64);
+        let mut generation = 0;
+        let mut register = |nexus, number| {
+            generation += 1;
+            let task = TaskRef {
+                worker: 0,
+                channel: 0,
+                ioctx: SendIdx(0),
+                generation,
+            };
+            let name = (task, LunId::new(number).unwrap());
+            let taken = unit.register(NexusId(nexus), NewTask::default(), name, false, None);
+            (taken.unwrap().0, name)
+        };
+        let ((_, five), (_, six)) = (register(7, 5), register(7, 6));
+        register(8, 5);
+        let (key, gone) = register(7, 5);
+        unit.note_left(NexusId(7), gone);
+        unit.note_left(NexusId(7), (six.0, LunId::new(6).unwrap()));
+        let _ = unit.remove(key);
+        let managed = unit.abort_by_number(NexusId(7), LunId::new(5).unwrap());
+        assert_eq!(managed.aborted, [five.0, gone.0]);
+        assert!(unit.is_left_ended(gone.0) && !unit.is_left_ended(six.0));
+    }
+
+    #[test]
     fn a_task_keeps_no_data_behind_one_that_waits_for_limits() {
         let lu = LogicalUnit::new(unit_config(2048)).unwrap();
         let unit = Unit::new(UnitIdx(0), Arc::new(lu), 64);
@@ -821,7 +884,7 @@ mod tests {
                 awaits_data: true,
                 ..NewTask::default()
             };
-            let taken = unit.register(NexusId(nexus), new, task, true, limited);
+            let taken = unit.register(NexusId(nexus), new, (task, LunId::ZERO), true, limited);
             taken.map(|(key, _)| (key, task))
         };
         let (simple, ordered) = (TaskAttribute::Simple, TaskAttribute::Ordered);

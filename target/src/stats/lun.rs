@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use riser_scsi::kind::Kind;
+use riser_scsi::lun::LunId;
 use riser_scsi::srp::WireLun;
 
 use super::course::{Clock, Done};
@@ -424,7 +425,9 @@ pub struct Accounts(Vec<Option<Arc<Account>>>);
 pub struct Addressed {
     /// The unit.
     pub unit: Arc<Unit>,
-    /// Whether the number that leads to it is read-only.
+    /// The number that leads to it.
+    pub lun: LunId,
+    /// Whether that is read-only.
     pub read_only: bool,
     /// There if it led to another unit before, and the initiator may not know that it does not any longer.
     pub moved: Option<Moved>,
@@ -441,6 +444,7 @@ impl Accounts {
         let mapping = luns.mapping(place);
         let addressed = |account| Addressed {
             unit: Arc::clone(&mapping.unit),
+            lun: luns.luns()[place],
             read_only: mapping.read_only,
             moved: luns.moved(place).cloned(),
             account,

@@ -40,6 +40,11 @@ impl<K: PartialEq> Recent<K> {
         }
     }
 
+    /// The initiator has logged out: it begins from nothing.
+    pub(super) fn forget(&mut self, key: &K) {
+        self.0.retain(|(known, _, _)| known != key);
+    }
+
     /// What is known of a session that logs in.
     pub(super) fn find(&mut self, key: &K, now: Instant) -> Option<Meant> {
         let is_late = |since: Instant| now.saturating_duration_since(since) > LASTS;
@@ -70,5 +75,7 @@ mod tests {
         assert!(recent.find(&2, later).is_some());
         recent.keep(2, Meant::default(), later);
         assert_eq!(recent.0.len(), MAX_SESSIONS, "each is there once");
+        recent.forget(&2);
+        assert!(recent.find(&2, later).is_none() && recent.find(&3, later).is_some());
     }
 }

@@ -498,8 +498,12 @@ impl Registry {
                 for (_, unit) in entry.luns.iter() {
                     unit.lu.remove_nexus(entry.id);
                 }
-                if let Some(now) = again.filter(|_| entry.stage == Stage::Current) {
-                    recent.keep((key, entry.address), entry.luns.meant(), now);
+                if entry.stage == Stage::Current {
+                    let owner = (key, entry.address);
+                    match again {
+                        Some(now) => recent.keep(owner, entry.luns.meant(), now),
+                        None => recent.forget(&owner),
+                    }
                 }
                 if entry.has_been_current() {
                     budget.leave(entry.address);

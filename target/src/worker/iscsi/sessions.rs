@@ -400,14 +400,17 @@ impl IscsiSessions {
         let entry = table.entries.remove(&tsih).expect("just found");
         if table.current.get(&entry.session.key) == Some(&tsih) {
             table.current.remove(&entry.session.key);
-            if let Some(now) = again.filter(|_| !entry.session.is_discovery()) {
+            if !entry.session.is_discovery() {
                 let session = &entry.session;
                 let owner = (
                     session.key.clone(),
                     session.address,
                     session.chap_name.clone(),
                 );
-                table.recent.keep(owner, session.luns.meant(), now);
+                match again {
+                    Some(now) => table.recent.keep(owner, session.luns.meant(), now),
+                    None => table.recent.forget(&owner),
+                }
             }
         }
         for (_, unit) in entry.session.luns.iter() {

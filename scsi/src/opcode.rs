@@ -895,7 +895,7 @@ mod tests {
             Some((true, 24))
         );
         let same = [0x93, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0, 0, 0, 0];
-        assert_eq!(volume(&same), Some((true, 0xff00_0000 * 512)));
+        assert_eq!(volume(&same), Some((true, 0x00ff_0000 * 512)));
         let same = |flags| [0x93, flags, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 8, 0, 0];
         // UNMAP, which needs a block of zeroes; NDOB; both.
         assert_eq!(volume(&same(0x08)), Some((true, 8 * 512)));

@@ -1,7 +1,8 @@
 //! What is asked of open backends, without waiting for ever for a file system that does not answer.
 //!
 //! Each question has a thread of its own, and is given up after a time. A backend has one thread at most that waits for
-//! the control plane, and one that measures its room; as long as one waits, further questions fail at once.
+//! the control plane, one that measures its room, and one that takes back changes; as long as one waits, further
+//! questions of its kind fail at once.
 
 use std::io;
 use std::path::PathBuf;
@@ -11,9 +12,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::control::client;
-
+use super::opening::{Mark, Marked};
 use super::store::{Medium, OpenError, Resized, Spec, Store};
+use crate::control::client;
 
 /// How long a file system may take to say something about an open file.
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -46,6 +47,7 @@ pub(crate) fn hang(store: &Arc<Store>) -> std::sync::mpsc::Sender<()> {
 pub(super) struct Waiting {
     control: AtomicBool,
     room: AtomicBool,
+    undo: AtomicBool,
 }
 
 /// For what a thread waits.
@@ -53,6 +55,8 @@ pub(super) struct Waiting {
 enum Purpose {
     Control,
     Room,
+    /// To take back what others have done.
+    Undo,
 }
 
 impl Waiting {
@@ -60,6 +64,7 @@ impl Waiting {
         match purpose {
             Purpose::Control => &self.control,
             Purpose::Room => &self.room,
+            Purpose::Undo => &self.undo,
         }
     }
 }
@@ -93,6 +98,10 @@ impl<T: Send + 'static> Look<T> {
         work: impl FnOnce(&Store) -> T + Send + 'static,
         undo: impl FnOnce(&Store) + Send + 'static,
     ) -> io::Result<Self> {
+        let is_undone = store.waiting.undo.load(Ordering::Acquire);
+        if matches!(purpose, Purpose::Control) && is_undone {
+            return Err(silent());
+        }
         if store.waiting.of(purpose).swap(true, Ordering::AcqRel) {
             return Err(silent());
         }
@@ -210,6 +219,16 @@ impl Store {
         Look::start(self, Purpose::Control, grow, Self::undo)
             .and_then(|look| look.finish(until))
             .map_err(|error| self.unanswered(error))?
+    }
+
+    /// As [`Store::undo`], if there is something to be undone. Its path is not opened again before.
+    pub(super) fn look_undo(self: &Arc<Self>) -> Option<io::Result<Look<()>>> {
+        let marked = Mark::set(&self.changed_file()?).map(Marked);
+        let undo = move |store: &Self| {
+            store.undo();
+            drop(marked);
+        };
+        Some(Look::start(self, Purpose::Undo, undo, |_| ()))
     }
 
     /// The answer of [`Store::look_reopen`].

@@ -64,9 +64,11 @@ pub use driver::{Done, Driver, DriverConfig, DriverFull, StoreId};
 pub use fault::{Fault, FaultOn, Faults};
 pub use flush::{FlushFailure, FlushKeeper};
 pub use health::{Failing, Space};
-pub use opening::{OpenedStores, Wish, open_all, open_in_time};
+pub use opening::{OpenedStores, Wish, open_all, open_each, open_in_time, undo_all};
 pub use ram::Ram;
 pub(crate) use ram::random_generation;
+#[cfg(test)]
+pub(crate) use store::HANGING_UNDO;
 pub use store::{Direct, Geometry, OpenError, Resized, Source, Spec, Store};
 
 #[cfg(test)]

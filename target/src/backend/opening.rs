@@ -5,13 +5,17 @@ use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use super::look;
 use super::store::{OpenError, Source, Spec, Store};
 use crate::patience;
+
+/// For how long the results of fast file systems are gathered.
+const MOMENT: Duration = Duration::from_millis(100);
 
 /// How long opening may take; more than the time for which a lock is waited for.
 const PATIENCE: Duration = Duration::from_secs(8);
@@ -24,14 +28,14 @@ static NEXT: AtomicU64 = AtomicU64::new(0);
 
 /// A thread waits for a path.
 #[derive(Clone, Debug)]
-struct Mark {
+pub(super) struct Mark {
     path: PathBuf,
     number: u64,
 }
 
 impl Mark {
     /// `None` if another thread waits for it.
-    fn set(path: &Path) -> Option<Self> {
+    pub(super) fn set(path: &Path) -> Option<Self> {
         let mut waiting = waiting();
         if waiting.contains_key(path) {
             return None;
@@ -47,6 +51,16 @@ impl Mark {
         if waiting.get(&self.path) == Some(&self.number) {
             waiting.remove(&self.path);
         }
+    }
+}
+
+/// Clears a mark in the end.
+#[derive(Debug)]
+pub(super) struct Marked(pub(super) Mark);
+
+impl Drop for Marked {
+    fn drop(&mut self) {
+        self.0.clear();
     }
 }
 
@@ -75,6 +89,11 @@ impl OpenedStores {
         opened.is_some_and(|(asked, result)| asked == spec && result.is_ok())
     }
 
+    /// Whether opening a backend has ended, with an error or without.
+    pub(crate) fn has_result(&self, backend: &str, spec: &Spec) -> bool {
+        self.0.get(backend).is_some_and(|(asked, _)| asked == spec)
+    }
+
     /// What came of opening a backend, unless it was asked for otherwise.
     pub fn take(&mut self, backend: &str, spec: &Spec) -> Option<Result<Arc<Store>, OpenError>> {
         let (asked, _) = self.0.get(backend)?;
@@ -87,11 +106,19 @@ impl OpenedStores {
 
 impl Drop for OpenedStores {
     fn drop(&mut self) {
-        let stores = self
-            .0
-            .values()
-            .filter_map(|(_, result)| result.as_ref().ok());
-        stores.for_each(|store| store.undo());
+        let results = self.0.values().map(|(_, result)| result.as_ref());
+        undo_all(results.filter_map(Result::ok));
+    }
+}
+
+/// Takes back what opening and growing backends has changed on disk, and waits for that some seconds at most.
+pub fn undo_all<'a>(stores: impl Iterator<Item = &'a Arc<Store>>) {
+    let until = look::until();
+    let looks: Vec<_> = stores.filter_map(Store::look_undo).collect();
+    for look in looks {
+        if let Err(error) = look.and_then(|look| look.finish(until)) {
+            tracing::warn!(%error, "a file keeps its new size for now");
+        }
     }
 }
 
@@ -101,40 +128,119 @@ impl Drop for OpenedStores {
 /// # Errors
 /// For each, those of [`Store::open`]; [`OpenError::Io`] of kind `TimedOut`; [`OpenError::Gone`].
 pub fn open_all(wishes: Vec<Wish>) -> OpenedStores {
-    let until = Instant::now() + PATIENCE;
+    let mut round = Round::start(wishes);
     let mut all = OpenedStores::default();
-    let (mut started, mut doubled) = (BTreeMap::new(), Vec::new());
-    for wish in wishes {
-        let Some(path) = wish.spec.source.path().map(Path::to_owned) else {
-            continue;
-        };
-        if started.contains_key(&path) {
-            doubled.push(wish);
-            continue;
-        }
-        let opening = Opening::start(&path, {
-            let wish = wish.clone();
-            move || wish.grant()
-        });
-        started.insert(path, (wish, opening));
-    }
-    for (path, (wish, opening)) in started {
-        let result = opening.and_then(|opening| opening.finish(&path, until));
-        all.0.insert(wish.backend, (wish.spec, result));
-    }
-    // The first one has the lock, or the same error.
-    for wish in doubled {
-        let result = match wish.spec.source.path() {
-            Some(path) => Opening::start(path, {
-                let wish = wish.clone();
-                move || wish.grant()
-            })
-            .and_then(|opening| opening.finish(path, until + PATIENCE)),
-            None => continue,
-        };
-        all.0.insert(wish.backend, (wish.spec, result));
+    while !round.is_over() {
+        round.gather(PATIENCE, &mut all);
     }
     all
+}
+
+/// As [`open_all`], but nothing waits for a file system that does not answer: `take` is called with what was opened
+/// after a moment, which may be nothing, and then whenever there is more.
+pub fn open_each(wishes: Vec<Wish>, take: impl FnMut(OpenedStores)) {
+    Round::start(wishes).give_each(take);
+}
+
+/// Backends that are being opened.
+struct Round {
+    /// By their paths.
+    openings: BTreeMap<PathBuf, (Wish, Opening, Instant)>,
+    /// Those for whose paths there is an opening already.
+    doubled: Vec<Wish>,
+    /// Those that could not be tried.
+    failed: Vec<(Wish, OpenError)>,
+    wake: Sender<()>,
+    woken: Receiver<()>,
+}
+
+impl Round {
+    fn start(wishes: Vec<Wish>) -> Self {
+        let (wake, woken) = channel();
+        let mut round = Self {
+            openings: BTreeMap::new(),
+            doubled: wishes,
+            failed: Vec::new(),
+            wake,
+            woken,
+        };
+        round.start_more();
+        round
+    }
+
+    /// Starts what no other opening of the same path stands against. The first one has the lock, or the same error.
+    fn start_more(&mut self) {
+        for wish in std::mem::take(&mut self.doubled) {
+            let Some(path) = wish.spec.source.path().map(Path::to_owned) else {
+                continue;
+            };
+            if self.openings.contains_key(&path) {
+                self.doubled.push(wish);
+                continue;
+            }
+            let open = {
+                let wish = wish.clone();
+                move || wish.grant()
+            };
+            match Opening::start(&path, self.wake.clone(), open) {
+                Ok(opening) => {
+                    let until = Instant::now() + PATIENCE;
+                    self.openings.insert(path, (wish, opening, until));
+                }
+                Err(error) => self.failed.push((wish, error)),
+            }
+        }
+    }
+
+    fn give_each(mut self, mut take: impl FnMut(OpenedStores)) {
+        let mut is_first = true;
+        while is_first || !self.is_over() {
+            let mut opened = OpenedStores::default();
+            self.gather(MOMENT, &mut opened);
+            if is_first || !opened.0.is_empty() {
+                take(opened);
+            }
+            is_first = false;
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.openings.is_empty() && self.failed.is_empty()
+    }
+
+    /// Takes the results that there are after a time, and returns before if there are no more to come.
+    fn gather(&mut self, time: Duration, all: &mut OpenedStores) {
+        let end = Instant::now() + time;
+        loop {
+            self.take_finished(all);
+            let now = Instant::now();
+            if self.is_over() || now >= end {
+                return;
+            }
+            let late = self.openings.values().map(|(.., until)| *until);
+            let next = late.fold(end, Instant::min);
+            // Every opening that ends wakes this.
+            let _ = self.woken.recv_timeout(next.saturating_duration_since(now));
+        }
+    }
+
+    fn take_finished(&mut self, all: &mut OpenedStores) {
+        let now = Instant::now();
+        let finished = self.openings.iter_mut().filter_map(|(path, one)| {
+            let (_, opening, until) = one;
+            (opening.has_arrived() || now >= *until).then(|| path.clone())
+        });
+        for path in finished.collect::<Vec<_>>() {
+            if let Some((wish, opening, until)) = self.openings.remove(&path) {
+                let result = opening.finish(&path, until);
+                all.0.insert(wish.backend, (wish.spec, result));
+            }
+        }
+        self.start_more();
+        for (wish, error) in self.failed.drain(..) {
+            all.0.insert(wish.backend, (wish.spec, Err(error)));
+        }
+    }
 }
 
 /// Opens one of them, or memory, in the same way.
@@ -176,7 +282,19 @@ impl Wish {
 struct Opening {
     mark: Mark,
     result: Receiver<Result<Arc<Store>, OpenError>>,
+    /// The result, once it has been looked at.
+    arrived: Option<Result<Arc<Store>, OpenError>>,
     is_late: Arc<Mutex<bool>>,
+}
+
+/// Wakes at the end of a thread.
+struct Waker(Sender<()>);
+
+impl Drop for Waker {
+    fn drop(&mut self) {
+        // It may have been given up.
+        let _ = self.0.send(());
+    }
 }
 
 fn failed(path: &Path, action: &'static str, source: io::Error) -> OpenError {
@@ -197,8 +315,10 @@ fn late(path: &Path) -> OpenError {
 }
 
 impl Opening {
+    /// `wake` is sent something at the end.
     fn start(
         path: &Path,
+        wake: Sender<()>,
         open: impl FnOnce() -> Result<Arc<Store>, OpenError> + Send + 'static,
     ) -> Result<Self, OpenError> {
         let Some(mark) = Mark::set(path) else {
@@ -209,6 +329,7 @@ impl Opening {
         let spawned = thread::Builder::new().name("open".into()).spawn({
             let (mark, is_late) = (mark.clone(), Arc::clone(&is_late));
             move || {
+                let _waker = Waker(wake);
                 let result = open();
                 let is_late = is_late.lock().unwrap_or_else(PoisonError::into_inner);
                 match (*is_late, result) {
@@ -224,6 +345,7 @@ impl Opening {
             Ok(_) => Ok(Self {
                 mark,
                 result,
+                arrived: None,
                 is_late,
             }),
             Err(error) => {
@@ -233,7 +355,18 @@ impl Opening {
         }
     }
 
-    fn finish(self, path: &Path, until: Instant) -> Result<Arc<Store>, OpenError> {
+    fn has_arrived(&mut self) -> bool {
+        if self.arrived.is_none() {
+            self.arrived = self.result.try_recv().ok();
+        }
+        self.arrived.is_some()
+    }
+
+    fn finish(mut self, path: &Path, until: Instant) -> Result<Arc<Store>, OpenError> {
+        if let Some(result) = self.arrived.take() {
+            self.mark.clear();
+            return result;
+        }
         let left = until.saturating_duration_since(Instant::now());
         match self.result.recv_timeout(left) {
             Ok(result) => {
@@ -306,11 +439,11 @@ mod tests {
             }
         };
         let soon = || Instant::now() + Duration::from_millis(50);
-        let opening = Opening::start(&path, open).unwrap();
+        let opening = Opening::start(&path, channel().0, open).unwrap();
         let error = opening.finish(&path, soon()).unwrap_err();
         assert!(error.to_string().contains("does not answer"), "{error}");
         // Another thread for the same path would hang as well.
-        let error = Opening::start(&path, || panic!("a second thread"));
+        let error = Opening::start(&path, channel().0, || panic!("a second thread"));
         let error = error.err().unwrap();
         assert!(error.to_string().contains("does not answer"), "{error}");
         release.send(()).unwrap();
@@ -338,5 +471,56 @@ mod tests {
         let error = error.unwrap().unwrap_err();
         assert!(matches!(error, OpenError::Gone { .. }), "{error}");
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_file_system_that_does_not_answer_holds_up_no_other_one() {
+        let name = |what: &str| format!("riserd-opening-{what}-{}", std::process::id());
+        let path = |what: &str| std::env::temp_dir().join(name(what));
+        let wish = |what: &str| Wish {
+            backend: what.into(),
+            spec: Spec {
+                source: Source::File {
+                    path: path(what),
+                    size: Some(1 << 20),
+                    create: true,
+                },
+                block_size: 512,
+                direct: Direct::Off,
+                write_cache: true,
+                read_only: false,
+                faults: None,
+            },
+            is_patient: false,
+            is_known: false,
+        };
+        let mut round = Round::start(vec![wish("fast")]);
+        let (release, hangs) = channel::<()>();
+        let slow = wish("slow");
+        let open = {
+            let slow = slow.clone();
+            move || {
+                let _ = hangs.recv();
+                slow.grant()
+            }
+        };
+        let opening = Opening::start(&path("slow"), round.wake.clone(), open).unwrap();
+        let until = Instant::now() + Duration::from_secs(60);
+        round.openings.insert(path("slow"), (slow, opening, until));
+        let mut release = Some(release);
+        let mut taken = Vec::new();
+        round.give_each(|opened| {
+            let names = opened.0.iter().map(|(name, (_, result))| {
+                assert!(result.is_ok(), "{name}");
+                name.clone()
+            });
+            taken.extend(names.collect::<Vec<_>>());
+            // Only now.
+            if taken == ["fast"] {
+                release.take();
+            }
+        });
+        assert_eq!(taken, ["fast", "slow"]);
+        assert!(!path("fast").exists() && !path("slow").exists(), "undone");
     }
 }

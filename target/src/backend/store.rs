@@ -319,8 +319,23 @@ pub(super) struct Made {
     pub(super) before: Option<u64>,
 }
 
+/// Lets taking back changes of a file wait until the sender is gone.
+#[cfg(test)]
+pub(crate) static HANGING_UNDO: Mutex<Option<(PathBuf, std::sync::mpsc::Receiver<()>)>> =
+    Mutex::new(None);
+
 impl Made {
     fn undo(&self) {
+        #[cfg(test)]
+        {
+            let hangs = HANGING_UNDO
+                .lock()
+                .unwrap()
+                .take_if(|(path, _)| *path == self.path);
+            if let Some((_, hangs)) = hangs {
+                let _ = hangs.recv_timeout(std::time::Duration::from_secs(20));
+            }
+        }
         let undone = match self.before {
             None => self.remove(),
             Some(len) => self.file.set_len(len),
@@ -708,15 +723,18 @@ impl Store {
         *self.made() = None;
     }
 
-    /// Whether opening or growing has changed something on disk that may not stay.
-    pub fn has_changed_file(&self) -> bool {
-        self.made().is_some()
+    /// The file that opening or growing has changed, if that may not stay.
+    #[must_use]
+    pub fn changed_file(&self) -> Option<PathBuf> {
+        self.made().as_ref().map(|made| made.path.clone())
     }
 
     /// Takes back what opening or growing has changed on disk, before anything was served from it:
     /// removes a file that was created, and cuts one that was extended.
     pub fn undo(&self) {
-        if let Some(made) = self.made().take() {
+        // Nothing may wait for the file system with it.
+        let made = self.made().take();
+        if let Some(made) = made {
             made.undo();
         }
     }

@@ -63,7 +63,7 @@ use std::time::{Duration, Instant};
 
 use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, interval_at};
 
 use self::api::{Ask, Failure, Kept, Request};
@@ -78,7 +78,7 @@ use self::upgrade::{Handed, Handing, Inheritance, Tenure};
 use self::view::{Changes, DriftView, Standing};
 use self::watchdog::Watchdog;
 use crate::audit::{self, Asked};
-use crate::backend::{OpenError, OpenedStores, open_all};
+use crate::backend::{OpenError, OpenedStores, open_each};
 use crate::config::{Config, Location, diff};
 use crate::server::legacy::Legacy;
 use crate::server::problems::Subject;
@@ -356,27 +356,18 @@ impl Control<'_> {
         sample.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut retry = interval_at(tokio::time::Instant::now() + RETRY, RETRY);
         retry.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut opening: Option<oneshot::Receiver<OpenedStores>> = None;
+        // From the threads that open what is missing: each ends after some seconds.
+        let (opened, mut openings) = mpsc::channel(1);
         loop {
-            let is_idle = opening.is_none();
-            let opened = async {
-                match &mut opening {
-                    Some(opening) => opening.await.unwrap_or_default(),
-                    None => std::future::pending().await,
-                }
-            };
             tokio::select! {
                 _ = sample.tick() => {
                     let sums = live::sums(&self.server, self.since.elapsed());
                     self.timeline.take(sums);
                 }
-                _ = retry.tick(), if is_idle => if self.server.look() {
-                    opening = self.open_missing();
+                _ = retry.tick() => if self.server.look() {
+                    self.open_missing(opened.clone());
                 },
-                opened = opened => {
-                    opening = None;
-                    self.retry(opened);
-                }
+                Some(opened) = openings.recv() => self.retry(opened),
                 _ = signals.hangup.recv() => { let _ = self.reload("SIGHUP"); }
                 why = signals.end.next() => return Turn::End(why),
                 () = failure.notified() => return Turn::End("a worker failed"),
@@ -404,17 +395,13 @@ impl Control<'_> {
     }
 
     /// Opens what could not be opened, on a thread of its own: a file system may not answer.
-    fn open_missing(&self) -> Option<oneshot::Receiver<OpenedStores>> {
+    fn open_missing(&self, opened: mpsc::Sender<OpenedStores>) {
         let wishes = self.server.wishes();
-        let (sender, opened) = oneshot::channel();
-        let open = move || drop(sender.send(open_all(wishes)));
+        // Without a receiver they are undone.
+        let open = move || open_each(wishes, |stores| drop(opened.blocking_send(stores)));
         let thread = std::thread::Builder::new().name("retry".into()).spawn(open);
-        match thread {
-            Ok(_) => Some(opened),
-            Err(error) => {
-                tracing::warn!(%error, "what is not served cannot be tried again");
-                None
-            }
+        if let Err(error) = thread {
+            tracing::warn!(%error, "what is not served cannot be tried again");
         }
     }
 

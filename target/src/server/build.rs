@@ -20,7 +20,7 @@ use super::legacy::Legacy;
 use super::ports::{AllPortIds, Port, PortIds};
 use super::problems::{Problems, Subject};
 use super::{Keepers, ports};
-use crate::backend::{OpenError, OpenedStores, Ram, Spec, Store, Wish, look, open_all};
+use crate::backend::{OpenError, OpenedStores, Ram, Spec, Store, Wish, look, open_all, undo_all};
 use crate::config::{self, Backend, Config, HostId, Listen, Lun, Protocol, Target};
 use crate::qos::{Initiators, IoLimits};
 use crate::srp::{LoginLimits, Unit, UnitIdx};
@@ -269,14 +269,16 @@ impl Builder {
     /// Takes back what opening and growing backends has changed on disk for a catalog that is not served in the
     /// place of this builder's.
     pub(super) fn undo<'a>(&self, stores: impl Iterator<Item = &'a Arc<Store>>) {
-        let changed: Vec<_> = stores.filter(|store| store.has_changed_file()).collect();
+        let changed: Vec<_> = stores
+            .filter(|store| store.changed_file().is_some())
+            .collect();
         // First: a file that is known to have been there is not created again.
         if !changed.is_empty()
             && let Err(error) = self.write_identities()
         {
             tracing::warn!(%error, "names of units that are not served stay saved");
         }
-        changed.into_iter().for_each(|store| store.undo());
+        undo_all(changed.into_iter());
     }
 
     /// The first catalog was made: gives its units what is left to them.
@@ -503,6 +505,14 @@ impl Builder {
         let is_back = opened.has(&backend.name, &backend.spec);
         if let Some(unit) = &before
             && ((unit.lu.has_medium() && !is_back) || !self.tried.insert(backend.name.clone()))
+        {
+            return Ok(Arc::clone(unit));
+        }
+        // What is not there yet comes later.
+        if let Some(unit) = &before
+            && self.is_lenient
+            && backend.spec.source.path().is_some()
+            && !opened.has_result(&backend.name, &backend.spec)
         {
             return Ok(Arc::clone(unit));
         }

@@ -2,12 +2,14 @@
 
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 
 use super::identities::{Identities, IdentityKeeper};
 use super::legacy::Legacy;
 use super::reload::ChangeError;
 use super::{Keepers, Server, ServerError};
+use crate::backend::{HANGING_UNDO, Wish, open_all};
 use crate::config::Config;
 
 /// Keeps names in memory.
@@ -122,5 +124,46 @@ fn a_change_that_is_not_made_is_no_reason_not_to_create_a_file_later() {
     let server = start(&wanted, &names).unwrap();
     assert_eq!(server.problems().iter().count(), 0);
     assert_eq!(dir.len("new"), Some(2 << 20));
+    server.shutdown().unwrap();
+}
+
+/// A file system that does not answer holds up one thread, and not those that control the server.
+#[test]
+fn what_cannot_be_taken_back_now_is_taken_back_later() {
+    const LISTEN: &str = "127.97.9.3:3290";
+    let (dir, names) = (Dir::new("later"), Arc::new(Names::default()));
+    let mut server = start(&config(&dir.0, LISTEN, &["old"], ""), &names).unwrap();
+    let wanted = config(&dir.0, LISTEN, &["old", "new"], "");
+    let (release, hangs) = channel();
+    *HANGING_UNDO.lock().unwrap() = Some((dir.0.join("new"), hangs));
+    let refused = server.change_if(wanted.clone(), || {
+        Err(ChangeError::NeedsRestart("no".to_owned()))
+    });
+    assert!(refused.is_err());
+    assert_eq!(dir.len("new"), Some(2 << 20), "the thread waits");
+    let error = server.change(wanted.clone()).unwrap_err().to_string();
+    assert!(error.contains("does not answer"), "{error}");
+    drop(release);
+    while server.change(wanted.clone()).is_err() {
+        std::thread::yield_now();
+    }
+    assert_eq!(dir.len("new"), Some(2 << 20));
+
+    // Nor what was opened and is not served.
+    let (release, hangs) = channel();
+    *HANGING_UNDO.lock().unwrap() = Some((dir.0.join("third"), hangs));
+    let third = config(&dir.0, LISTEN, &["third"], "");
+    let wish = Wish {
+        backend: "third".to_owned(),
+        spec: third.backends[0].spec.clone(),
+        is_patient: false,
+        is_known: false,
+    };
+    drop(open_all(vec![wish]));
+    assert!(dir.len("third").is_some(), "the thread waits");
+    drop(release);
+    while dir.len("third").is_some() {
+        std::thread::yield_now();
+    }
     server.shutdown().unwrap();
 }

@@ -201,6 +201,40 @@ mod tests {
     }
 
     #[test]
+    fn disks_that_are_still_being_opened_are_left_as_they_are() {
+        let dir = Dir::new("partly");
+        let portals = "{ protocol: iscsi, listen: \"127.97.8.8:3290\" }";
+        let text = config(&dir.0, "", portals).to_yaml();
+        let b = "\n  b: { kind: file, size: 1MiB, path: DIR/b }\n  a:";
+        let b = b.replace("DIR", dir.0.to_str().unwrap());
+        let text = text.replacen("\n  a:", &b, 1);
+        let mut both = Config::parse(&text, "test.yaml").unwrap();
+        let backend = both.backends.iter().position(|b| b.name == "b").unwrap();
+        let lun = crate::config::Lun {
+            backend,
+            ..both.targets[0].luns[&0]
+        };
+        both.targets[0].luns.insert(1, lun);
+        let mut server = Server::start(&both).unwrap();
+        for name in ["a", "b"] {
+            std::fs::write(dir.0.join(name), vec![0; 1 << 20]).unwrap();
+        }
+        let wishes = server.wishes();
+        assert_eq!(wishes.len(), 2);
+        let (fast, slow): (Vec<_>, Vec<_>) = wishes.into_iter().partition(|w| w.backend == "a");
+        let has_medium = |server: &Server, name| server.unit_on(name).unwrap().lu.has_medium();
+        server.retry(open_all(fast)).unwrap();
+        assert!(has_medium(&server, "a") && !has_medium(&server, "b"));
+        let problem = Subject::Backend("b".to_owned());
+        let why = server.problems().of(&problem).unwrap().why.clone();
+        assert!(why.contains("No such file"), "{why}");
+        server.retry(open_all(slow)).unwrap();
+        assert!(has_medium(&server, "b"));
+        assert_eq!(problems(&server), []);
+        server.shutdown().unwrap();
+    }
+
+    #[test]
     fn a_secret_that_cannot_be_read_any_more_keeps_no_disk_away() {
         let dir = Dir::new("secret");
         let secret = dir.0.join("secret");

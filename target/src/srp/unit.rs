@@ -804,7 +804,9 @@ mod tests {
     fn a_unit_whose_names_are_not_known_yet_is_not_another_one() {
         let (one, other) = (mapping(1), mapping(2));
         let mut nameless = mapping(9);
-        let lu = LogicalUnit::new(unit_config(2048)).unwrap().without_names();
+        let mut config = unit_config(2048);
+        config.identity.serial = "unknown".to_owned();
+        let lu = LogicalUnit::new(config).unwrap().without_names();
         nameless.unit = Arc::new(Unit::new(UnitIdx(9), Arc::new(lu), 3));
         for (before, after, is_moved) in [
             (&one, &one, false),

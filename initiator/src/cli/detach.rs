@@ -39,7 +39,11 @@ pub(super) fn run(args: &DetachArgs, global: &Global) -> Result<(), CliError> {
     if is_down(&attachment) && !args.force {
         // It may be back, and its process about to write that down.
         thread::sleep(SECOND_LOOK);
-        attachment = find(args, global)?;
+        let now = find(args, global)?;
+        if !is_same(&attachment, &now) {
+            return Err(not_found(args));
+        }
+        attachment = now;
     }
     let was_alive = attachment.is_alive();
     let link = attachment.link.as_ref().filter(|_| was_alive);
@@ -80,13 +84,21 @@ fn find(args: &DetachArgs, global: &Global) -> Result<Attachment, CliError> {
     let found = StateDir::open()
         .and_then(|dir| dir.with_patience(global.timeout).find(&args.what))
         .map_err(|e| CliError::io("cannot read the list of attachments", e))?;
-    found.ok_or_else(|| {
-        CliError::new(
-            Exit::NotFound,
-            format!("nothing is attached as {}", args.what),
-        )
-        .help("`riser list` shows what is attached")
-    })
+    found.ok_or_else(|| not_found(args))
+}
+
+fn not_found(args: &DetachArgs) -> CliError {
+    CliError::new(
+        Exit::NotFound,
+        format!("nothing is attached as {}", args.what),
+    )
+    .help("`riser list` shows what is attached")
+}
+
+/// Whether an id still means the same attachment: that of the same process, or of one that has taken it over.
+fn is_same(before: &Attachment, now: &Attachment) -> bool {
+    (before.pid, before.started) == (now.pid, now.started)
+        || (&before.url, before.export.path()) == (&now.url, now.export.path())
 }
 
 /// A forced unmount, on a thread of its own.
@@ -236,5 +248,44 @@ fn signal(attachment: &Attachment, signal: Signal) -> Result<(), CliError> {
             format!("cannot signal process {}", attachment.pid),
             e.into(),
         )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_id_that_another_attachment_has_got_meanwhile_is_not_found() {
+        let before = Attachment {
+            id: "0".into(),
+            url: "srp://host/0".into(),
+            pid: 7,
+            started: 70,
+            since: 0,
+            export: Export::Ublk {
+                number: 0,
+                device: "/dev/ublkb0".into(),
+                port: 0,
+                properties: std::collections::BTreeMap::new(),
+            },
+            capacity: 1 << 20,
+            block_size: 512,
+            read_only: false,
+            log: None,
+            unit: None,
+            link: None,
+            paths: Vec::new(),
+            cache: None,
+        };
+        let mut now = before.clone();
+        now.capacity *= 2;
+        assert!(is_same(&before, &now), "of the same process");
+        (now.pid, now.started) = (8, 80);
+        assert!(is_same(&before, &now), "taken over");
+        now.url = "srp://host/1".into();
+        assert!(!is_same(&before, &now));
+        now.pid = 7;
+        assert!(!is_same(&before, &now), "another process with that id");
     }
 }

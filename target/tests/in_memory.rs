@@ -949,6 +949,39 @@ fn a_device_that_is_unplugged_comes_back() {
     mini.disconnect(&mut |d| world.pump(d));
 }
 
+/// Another program has one of its ports then: the other one is served, and that one when it is free.
+#[test]
+fn a_device_comes_back_without_a_port_that_is_taken() {
+    let (first, second) = (SocketAddr::new(SERVER, 5555), SocketAddr::new(SERVER, 5556));
+    let more = format!("portals: [{{ protocol: srp, listen: \"{second}\" }}, ");
+    let text = config(SERVER, 1, "").replace("portals: [", &more);
+    let config = Config::parse(&text, "test.yaml").unwrap();
+    let mut world = World::serving(FaultConfig::default(), &config);
+    let wait = |world: &mut World| {
+        let mut idle = world.client(50);
+        for _ in 0..2_000 {
+            world.pump(&mut idle);
+        }
+    };
+    let connects = |world: &mut World, n, dst| {
+        let dev = world.client(n);
+        let req = login_req(n, world.target());
+        let connected = Mini::connect(dev, dst, &req, &mut |d| world.pump(d));
+        connected.is_ok()
+    };
+    assert!(connects(&mut world, 1, first) && connects(&mut world, 2, second));
+    world.fabric.unplug(SERVER);
+    drain(&mut world);
+    world.fabric.occupy(second);
+    world.fabric.plug(SERVER);
+    wait(&mut world);
+    assert!(connects(&mut world, 3, first));
+    assert!(!connects(&mut world, 4, second));
+    world.fabric.vacate(second);
+    wait(&mut world);
+    assert!(connects(&mut world, 5, second) && connects(&mut world, 6, first));
+}
+
 #[test]
 fn commands_are_counted_by_unit_session_and_kind() {
     let mut world = World::new(FaultConfig::default(), "");

@@ -247,6 +247,8 @@ pub struct Worker {
     staged: Option<Staged>,
     /// Devices without portals.
     unwanted: Vec<usize>,
+    /// Devices that came back and have portals where nothing listens, and when these are tried again.
+    refused: Vec<(usize, Instant)>,
     sessions: Slab<Session>,
     by_cm: HashMap<(usize, CmId), Endpoint>,
     by_cq: HashMap<(usize, CqId), Endpoint>,
@@ -356,6 +358,7 @@ impl Worker {
             listeners: HashMap::new(),
             staged: None,
             unwanted: Vec::new(),
+            refused: Vec::new(),
             sessions: Slab::new(),
             by_cm: HashMap::new(),
             by_cq: HashMap::new(),
@@ -482,6 +485,7 @@ impl Worker {
             timer,
             leaving,
             self.devices.deadline(),
+            self.listen_deadline(),
             lingering,
             phase,
             self.driver.poll_deadline(),

@@ -9,8 +9,14 @@
 //! A device whose last portal the configuration has taken away is closed by all workers together,
 //! once none of them has a session on it any more: see [`Places`](super::places::Places).
 
+use std::time::{Duration, Instant};
+
+use super::stage::Unserved;
 use super::{Phase, Worker};
 use crate::srp::Channel;
+
+/// How often portals are tried that were refused as their device came back.
+const LISTEN_AGAIN: Duration = Duration::from_secs(1);
 
 impl Worker {
     /// Ends what was on a device that has just gone.
@@ -22,6 +28,7 @@ impl Worker {
         self.unwatch(device);
         self.listeners.retain(|(d, _), _| *d != device);
         self.lingering.retain(|(d, _, _)| *d != device);
+        self.refused.retain(|(d, _)| *d != device);
         self.discovery[device] = None;
         let sessions = self.sessions.iter();
         let keys: Vec<usize> = sessions
@@ -48,6 +55,7 @@ impl Worker {
                 self.come_back(device);
             }
         }
+        self.listen_again();
     }
 
     /// Closes devices without portals that nothing holds any more.
@@ -78,18 +86,41 @@ impl Worker {
     fn come_back(&mut self, device: usize) {
         let addr = self.devices.addr(device);
         match self.serve_on(device) {
-            Ok(unserved) if unserved.is_empty() => {
-                tracing::info!(%addr, "the RDMA device is back");
-            }
             Ok(unserved) => {
-                self.stop_serving_on(device);
-                self.devices.close(device, self.now);
-                let why = &unserved[0].why;
-                tracing::warn!(%addr, why, "the RDMA device is not usable");
+                tracing::info!(%addr, "the RDMA device is back");
+                for Unserved { portal, why } in &unserved {
+                    tracing::warn!(%portal, why, "cannot be listened on; trying again");
+                }
+                if !unserved.is_empty() {
+                    self.refused.push((device, self.now + LISTEN_AGAIN));
+                }
             }
             Err(error) => {
                 self.devices.close(device, self.now);
                 tracing::warn!(%addr, %error, "the RDMA device is not usable");
+            }
+        }
+    }
+
+    /// When portals that were refused as their device came back are tried again.
+    pub(super) fn listen_deadline(&self) -> Option<Instant> {
+        // What is staged may listen there already.
+        let may_listen = self.phase == Phase::Serving && self.staged.is_none();
+        let at = self.refused.iter().map(|(_, at)| *at).min();
+        at.filter(|_| may_listen)
+    }
+
+    /// Listens where that was refused when a device came back. What it serves elsewhere goes on meanwhile.
+    fn listen_again(&mut self) {
+        if self.listen_deadline().is_none_or(|at| at > self.now) {
+            return;
+        }
+        let next = self.now + LISTEN_AGAIN;
+        for (device, at) in std::mem::take(&mut self.refused) {
+            if at > self.now {
+                self.refused.push((device, at));
+            } else if self.devices.is_open(device) && !self.listen_on(device).is_empty() {
+                self.refused.push((device, next));
             }
         }
     }

@@ -203,11 +203,7 @@ impl Worker {
     /// Serves what is served on a device that has just come: listens, watches, answers discovery. The portals
     /// where it cannot listen.
     pub(super) fn serve_on(&mut self, device: usize) -> Result<Vec<Unserved>, WorkerError> {
-        let catalog = Arc::clone(&self.catalog);
-        let (made, unserved) = self.listen_missing(device, &catalog);
-        for (cm, listener) in made {
-            self.listeners.insert((device, cm), listener);
-        }
+        let unserved = self.listen_on(device);
         if let Err(error) = self.watch(device) {
             self.unwatch(device);
             self.listeners.retain(|(d, _), _| *d != device);
@@ -217,10 +213,21 @@ impl Worker {
         Ok(unserved)
     }
 
+    /// Listens on a device where nothing does yet. The portals where it cannot.
+    pub(super) fn listen_on(&mut self, device: usize) -> Vec<Unserved> {
+        let catalog = Arc::clone(&self.catalog);
+        let (made, unserved) = self.listen_missing(device, &catalog);
+        for (cm, listener) in made {
+            self.listeners.insert((device, cm), listener);
+        }
+        unserved
+    }
+
     /// Takes back [`Worker::serve_on`].
     pub(super) fn stop_serving_on(&mut self, device: usize) {
         self.unwatch(device);
         self.listeners.retain(|(d, _), _| *d != device);
+        self.refused.retain(|(d, _)| *d != device);
         self.discovery[device] = None;
     }
 

@@ -27,7 +27,7 @@ use crate::roce::batch::{Offered, SendOutcome, TxBatch};
 use crate::roce::delegate::delegate_to_nic;
 use crate::roce::fault::{FaultConfig, FaultCounters, FaultInjector};
 use crate::roce::nic::{Nic, NicConfig, NicCounters, NicLimits, QpCounters};
-use crate::verbs::{Mtu, Provider, QpId, VerbsError};
+use crate::verbs::{CmId, Mtu, PortSpace, Provider, QpId, RdmaCm, VerbsError};
 
 /// Packets that wait for one address.
 pub const QUEUE: usize = 8192;
@@ -83,6 +83,8 @@ struct Wire {
     plugged: HashMap<IpAddr, u64>,
     /// Addresses whose device was taken away.
     unplugged: HashSet<IpAddr>,
+    /// Ports that other programs have.
+    occupied: HashSet<SocketAddr>,
     sequence: u64,
     endpoints: u64,
     trace: u64,
@@ -139,6 +141,7 @@ impl Fabric {
             queues: HashMap::new(),
             plugged: HashMap::new(),
             unplugged: HashSet::new(),
+            occupied: HashSet::new(),
             sequence: 0,
             endpoints: 0,
             trace: 0xcbf2_9ce4_8422_2325,
@@ -174,14 +177,31 @@ impl Fabric {
             ..NicConfig::new(addr, seed)
         };
         let nic = Nic::new(config, wire.now);
+        let here = wire.occupied.iter().copied();
+        let occupied: Vec<_> = here.filter(|at| at.ip() == addr).collect();
         drop(wire);
-        Endpoint {
+        let mut endpoint = Endpoint {
             nic,
             fabric: self.clone(),
             number,
             batch: TxBatch::new(1),
             full_until: None,
+            occupied: Vec::new(),
+        };
+        for at in occupied {
+            endpoint.occupy(at);
         }
+        endpoint
+    }
+
+    /// Gives a port to another program, on devices that are made from now on: it cannot be bound.
+    pub fn occupy(&self, at: SocketAddr) {
+        self.wire().occupied.insert(at);
+    }
+
+    /// The other program ends.
+    pub fn vacate(&self, at: SocketAddr) {
+        self.wire().occupied.remove(&at);
     }
 
     /// Takes the device at an address away, with what is on the way to it: it is gone
@@ -309,6 +329,8 @@ pub struct Endpoint {
     batch: TxBatch,
     /// Until when its socket takes nothing.
     full_until: Option<Instant>,
+    /// Ports of other programs, by identifiers that have them.
+    occupied: Vec<(SocketAddr, CmId)>,
 }
 
 delegate_to_nic!(Endpoint, tick);
@@ -316,6 +338,22 @@ delegate_to_nic!(Endpoint, tick);
 impl Endpoint {
     fn tick(&mut self) {
         self.nic.set_now(self.fabric.now());
+    }
+
+    fn occupy(&mut self, at: SocketAddr) {
+        let id = self.create_id(PortSpace::Tcp);
+        let id = id.expect("a new device has identifiers");
+        self.bind_addr(id, at).expect("a new device has all ports");
+        self.occupied.push((at, id));
+    }
+
+    /// Frees the ports of programs that have ended.
+    fn vacate(&mut self) {
+        let is_over = |(at, _): &mut (SocketAddr, CmId)| !self.fabric.wire().occupied.contains(at);
+        let over: Vec<_> = self.occupied.extract_if(.., is_over).collect();
+        for (_, id) in over {
+            self.destroy_id(id).expect("it is bound, and no more");
+        }
     }
 
     /// Its address.
@@ -399,6 +437,9 @@ impl Provider for Endpoint {
         self.fabric.advance_to(now);
         if self.is_gone() {
             return 0;
+        }
+        if !self.occupied.is_empty() {
+            self.vacate();
         }
         let addr = self.addr();
         let mut did = 0;

@@ -71,8 +71,8 @@ pub struct Unit {
 struct Tasks {
     set: TaskSet,
     refs: Vec<Option<TaskRef>>,
-    /// The numbers that their initiators used for the unit, by slot.
-    luns: Vec<LunId>,
+    /// The numbers that their initiators used for the unit, and the tags that they have in the set, by slot.
+    names: Vec<(LunId, TaskTag)>,
     /// No more than the contexts of all channels.
     left: Vec<Left>,
     /// Those that wait for limits; no more than the channels, twice.
@@ -137,7 +137,7 @@ impl Unit {
             tasks: Mutex::new(Tasks {
                 set: TaskSet::new(capacity, share),
                 refs: vec![None; capacity as usize],
-                luns: vec![LunId::ZERO; capacity as usize],
+                names: vec![(LunId::ZERO, TaskTag(0)); capacity as usize],
                 left: Vec::new(),
                 limited: Vec::new(),
             }),
@@ -215,7 +215,7 @@ impl Unit {
             Err(RegisterError::Overlapped(_)) => panic!("{task:?} is in the set already"),
         };
         tasks.refs[key.slot()] = Some(task);
-        tasks.luns[key.slot()] = lun;
+        tasks.names[key.slot()] = (lun, task.tag());
         let started = tasks.set.try_start(key);
         if let Some(line) = own {
             let same = |other: &&mut Limited| other.nexus == nexus && other.line == line;
@@ -371,15 +371,16 @@ impl Unit {
         let Tasks {
             set,
             refs,
-            luns,
+            names,
             left,
             ..
         } = &mut *tasks;
-        let all = refs.iter().zip(&*luns).filter(|(_, of)| **of == lun);
+        let all = refs.iter().zip(&*names).filter(|(_, (of, _))| *of == lun);
         let mut aborted = Vec::new();
-        for task in all.filter_map(|(task, _)| *task) {
+        // A task that has another name now keeps its tag.
+        for (task, tag) in all.filter_map(|(task, (_, tag))| Some(((*task)?, *tag))) {
             // One of another nexus is not there for this one.
-            let outcome = set.manage(nexus, TaskManagement::AbortTask(task.tag()));
+            let outcome = set.manage(nexus, TaskManagement::AbortTask(tag));
             aborted.extend(outcome.aborted.iter().map(|_| task));
         }
         let left = left.iter_mut();
@@ -857,14 +858,20 @@ mod tests {
             let taken = unit.register(NexusId(nexus), NewTask::default(), name, false, None);
             (taken.unwrap().0, name)
         };
-        let ((_, five), (_, six)) = (register(7, 5), register(7, 6));
+        let ((first, five), (_, six)) = (register(7, 5), register(7, 6));
+        // Another connection carries it on.
+        let heir = TaskRef {
+            channel: 1,
+            ..five.0
+        };
+        unit.rename(first, heir);
         register(8, 5);
         let (key, gone) = register(7, 5);
         unit.note_left(NexusId(7), gone);
         unit.note_left(NexusId(7), (six.0, LunId::new(6).unwrap()));
         let _ = unit.remove(key);
         let managed = unit.abort_by_number(NexusId(7), LunId::new(5).unwrap());
-        assert_eq!(managed.aborted, [five.0, gone.0]);
+        assert_eq!(managed.aborted, [heir, gone.0]);
         assert!(unit.is_left_ended(gone.0) && !unit.is_left_ended(six.0));
     }
 

@@ -10,6 +10,7 @@
 //! the owner of a device can do is done here: to listen on it. A connection that finds a staged
 //! listener is refused as one that finds none.
 
+use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
@@ -125,7 +126,12 @@ impl Worker {
                 let staged = self.staged.as_mut().expect("being staged");
                 let new = listeners.into_iter().map(|(cm, l)| (device, cm, l));
                 staged.listeners.extend(new);
-                unserved.extend(without);
+                // Where that was refused as the device came back, it is tried again whatever is served.
+                let is_tried = self.refused.iter().any(|(d, _)| *d == device);
+                let served = self.catalog.rdma_portals().filter(|_| is_tried);
+                let served: BTreeSet<_> = served.collect();
+                let without = without.into_iter();
+                unserved.extend(without.filter(|other| !served.contains(&other.portal)));
             }
         }
         match unserved.is_empty() {

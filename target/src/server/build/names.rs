@@ -31,7 +31,7 @@ impl Builder {
         };
         match keeper.load() {
             Ok(kept) if kept == Identities::default() => {
-                self.unread = Some("it is not there any more".to_owned());
+                self.unread = Some("identities.json is not there any more".to_owned());
             }
             Ok(kept) => {
                 self.identities = kept;

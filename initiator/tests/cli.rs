@@ -442,8 +442,7 @@ fn pid(home: &Home) -> rustix::process::Pid {
 
 /// Whether a process is there; one that waits to be reaped is not.
 fn is_alive(pid: rustix::process::Pid) -> bool {
-    std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()))
-        .is_ok_and(|stat| !stat.contains(") Z "))
+    riser_initiator::cli::state::process_start(pid.as_raw_nonzero().get() as u32).is_some()
 }
 
 #[test]

@@ -173,15 +173,21 @@ impl Attachment {
 /// When a process was started, in clock ticks since the boot; `None` if there is no such process.
 #[must_use]
 pub fn process_start(pid: u32) -> Option<u64> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name, in parentheses, may hold anything; the state and 18 numbers come before the time.
+    start_of(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+}
+
+/// The same, of its `stat` file (proc(5)).
+fn start_of(stat: &str) -> Option<u64> {
+    // The name, in parentheses, may hold anything; the state and 16 numbers come before the number of threads.
     let rest = &stat[stat.rfind(')')? + 1..];
     let mut fields = rest.split_ascii_whitespace();
-    // A zombie serves nothing any more.
-    if fields.next()? == "Z" {
+    let is_zombie = fields.next()? == "Z";
+    let threads: u64 = fields.nth(16)?.parse().ok()?;
+    // A zombie serves nothing any more once its other threads have let go of its files, too.
+    if is_zombie && threads <= 1 {
         return None;
     }
-    fields.nth(18)?.parse().ok()
+    fields.nth(1)?.parse().ok()
 }
 
 /// What the directory has.
@@ -538,6 +544,17 @@ mod tests {
             paths: Vec::new(),
             cache: None,
         }
+    }
+
+    #[test]
+    fn a_process_is_there_until_its_last_thread_has_gone() {
+        let stat = |state: &str, threads: u32| {
+            format!("7 (a) b) {state} 1 7 7 0 -1 4194560 9 0 0 0 1 2 0 0 20 0 {threads} 0 4711 0 0")
+        };
+        assert_eq!(start_of(&stat("S", 3)), Some(4711));
+        assert_eq!(start_of(&stat("Z", 2)), Some(4711));
+        assert_eq!(start_of(&stat("Z", 1)), None);
+        assert!(process_start(std::process::id()).is_some());
     }
 
     #[test]

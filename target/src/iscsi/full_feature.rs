@@ -99,9 +99,11 @@ impl<D: Datamover> Channel<D> {
         pdu: FromInitiator,
     ) {
         self.has_place = true;
+        let window = self.window();
         self.carry_out_pdu(cx, frame, pdu);
+        window.on_carried_out();
         if std::mem::take(&mut self.has_place) {
-            self.window().on_gone(false);
+            window.on_gone(false);
         }
     }
 

@@ -11,6 +11,9 @@
 //!   next_up() → the connection that keeps what is next
 //! ```
 //!
+//! The next number is nobody's turn before the command that was admitted has entered its unit's task set
+//! ([`Window::on_carried_out`]): another connection, on another worker, would get its command in first.
+//!
 //! A session of one connection over a lossless stream never enters anything: a number that is not
 //! the next one is an old one then.
 //!
@@ -97,6 +100,8 @@ pub struct Window {
 #[derive(Debug)]
 struct Numbering {
     exp: CmdSn,
+    /// A request that was admitted is being carried out: those after it wait, on whichever connection.
+    is_taken: bool,
     /// Requests that take a place of the window.
     counted: u16,
     /// Requests that took one and are answered, but whose answer is not yet sent.
@@ -117,6 +122,7 @@ impl Window {
             reassigns: false,
             numbering: Mutex::new(Numbering {
                 exp: first,
+                is_taken: false,
                 counted: 0,
                 lingering: 0,
                 ahead: Vec::new(),
@@ -163,7 +169,8 @@ impl Window {
 
     /// Looks at a request that takes a number. With [`Admission::Now`] it has taken a place of the
     /// window, in the same step: connections of one session may belong to different workers. The place
-    /// is free again with [`Window::on_answered`] or [`Window::on_gone`].
+    /// is free again with [`Window::on_answered`] or [`Window::on_gone`]; the turn is the next one's with
+    /// [`Window::on_carried_out`].
     pub(super) fn admit(&self, sn: CmdSn, who: Member) -> Admission {
         let mut numbering = self.lock();
         let room = u32::from(self.room(&numbering));
@@ -171,8 +178,9 @@ impl Window {
         if steps >= room {
             return Admission::Never;
         }
-        if steps == 0 {
+        if steps == 0 && !numbering.is_taken {
             numbering.exp = sn.next();
+            numbering.is_taken = self.unordered;
             numbering.counted += 1;
             numbering
                 .ahead
@@ -190,12 +198,20 @@ impl Window {
         })
     }
 
+    /// What was admitted last is in its unit's task set, or answered: it is the next one's turn.
+    pub(super) fn on_carried_out(&self) {
+        if self.unordered {
+            self.lock().is_taken = false;
+        }
+    }
+
     /// Looks at an immediate function: it concerns the commands before its number, so these must
     /// have come.
     pub(super) fn admit_function(&self, sn: CmdSn, who: Member) -> Admission {
         let mut numbering = self.lock();
         let steps = sn.since(numbering.exp);
-        if !self.unordered || steps == 0 || steps > u32::from(self.room(&numbering)) {
+        let is_due = steps == 0 && !numbering.is_taken;
+        if !self.unordered || is_due || steps > u32::from(self.room(&numbering)) {
             return Admission::Now;
         }
         numbering.enter(Ahead {
@@ -212,6 +228,9 @@ impl Window {
         }
         let mut numbering = self.lock();
         loop {
+            if numbering.is_taken {
+                return None;
+            }
             let exp = numbering.exp;
             let is_due =
                 |ahead: &Ahead| ahead.sn == exp || (ahead.immediate && ahead.sn.is_before(exp));
@@ -229,7 +248,7 @@ impl Window {
     /// Whether a kept immediate request may be carried out; it is entered no longer then.
     pub(super) fn is_due(&self, sn: CmdSn, who: Member) -> bool {
         let mut numbering = self.lock();
-        if numbering.exp.is_before(sn) {
+        if numbering.is_taken || numbering.exp.is_before(sn) {
             return false;
         }
         numbering
@@ -405,37 +424,70 @@ mod tests {
         channel: 1,
     };
 
+    /// A request is carried out at once, where it may be.
+    fn admit(window: &Window, sn: CmdSn, who: Member) -> Admission {
+        let admission = window.admit(sn, who);
+        if admission == Admission::Now {
+            window.on_carried_out();
+        }
+        admission
+    }
+
+    #[test]
+    fn a_command_waits_until_the_one_before_it_is_carried_out() {
+        let window = Window::new(8, CmdSn(1), true);
+        assert_eq!(window.admit(CmdSn(1), A), Admission::Now);
+        assert_eq!(window.admit(CmdSn(2), B), Admission::Later);
+        assert_eq!(window.admit_function(CmdSn(2), B), Admission::Later);
+        assert!(!window.is_due(CmdSn(2), B));
+        assert_eq!(window.admit(CmdSn(2), B), Admission::Never, "it is known");
+        assert_eq!(window.next_up(), None);
+        window.on_carried_out();
+        assert_eq!(window.next_up(), Some(B));
+        assert!(window.is_due(CmdSn(2), B));
+        assert_eq!(window.admit(CmdSn(2), B), Admission::Now);
+        // Numbers of one connection come in their order.
+        let window = Window::new(8, CmdSn(1), false);
+        for sn in 1..4 {
+            assert_eq!(window.admit(CmdSn(sn), A), Admission::Now);
+        }
+    }
+
     #[test]
     fn commands_take_their_turn() {
         let window = Window::new(8, CmdSn(10), true);
-        assert_eq!(window.admit(CmdSn(12), B), Admission::Later);
-        assert_eq!(window.admit(CmdSn(12), A), Admission::Never, "sent twice");
-        assert_eq!(window.admit(CmdSn(11), A), Admission::Later);
+        assert_eq!(admit(&window, CmdSn(12), B), Admission::Later);
+        assert_eq!(admit(&window, CmdSn(12), A), Admission::Never, "sent twice");
+        assert_eq!(admit(&window, CmdSn(11), A), Admission::Later);
         assert_eq!(window.next_up(), None);
-        assert_eq!(window.admit(CmdSn(10), B), Admission::Now);
+        assert_eq!(admit(&window, CmdSn(10), B), Admission::Now);
         assert_eq!(window.next_up(), Some(A));
-        assert_eq!(window.admit(CmdSn(11), A), Admission::Now);
+        assert_eq!(admit(&window, CmdSn(11), A), Admission::Now);
         assert_eq!(window.next_up(), Some(B));
-        assert_eq!(window.admit(CmdSn(12), B), Admission::Now);
+        assert_eq!(admit(&window, CmdSn(12), B), Admission::Now);
         assert_eq!(window.next_up(), None);
         assert_eq!(window.bounds(), (CmdSn(13), CmdSn(17)));
         window.on_gone(false);
         assert_eq!(window.bounds(), (CmdSn(13), CmdSn(18)));
-        assert_eq!(window.admit(CmdSn(19), A), Admission::Never, "outside");
-        assert_eq!(window.admit(CmdSn(12), A), Admission::Never, "an old one");
+        assert_eq!(admit(&window, CmdSn(19), A), Admission::Never, "outside");
+        assert_eq!(admit(&window, CmdSn(12), A), Admission::Never, "an old one");
     }
 
     #[test]
     fn the_window_closes_and_opens_across_the_wrap() {
         let window = Window::new(2, CmdSn(u32::MAX), false);
         for sn in [u32::MAX, 0] {
-            assert_eq!(window.admit(CmdSn(sn), A), Admission::Now);
+            assert_eq!(admit(&window, CmdSn(sn), A), Admission::Now);
         }
         assert_eq!(window.bounds(), (CmdSn(1), CmdSn(0)), "closed");
-        assert_eq!(window.admit(CmdSn(1), A), Admission::Never);
+        assert_eq!(admit(&window, CmdSn(1), A), Admission::Never);
         window.on_answered();
         assert_eq!(window.bounds(), (CmdSn(1), CmdSn(1)));
-        assert_eq!(window.admit(CmdSn(2), A), Admission::Never, "in order only");
+        assert_eq!(
+            admit(&window, CmdSn(2), A),
+            Admission::Never,
+            "in order only"
+        );
         window.on_gone(true);
         window.on_gone(false);
         assert_eq!(window.bounds(), (CmdSn(1), CmdSn(2)));
@@ -446,9 +498,9 @@ mod tests {
     fn two_connections_do_not_take_one_place() {
         let window = Window::new(2, CmdSn(1), true);
         for sn in [1, 2] {
-            assert_eq!(window.admit(CmdSn(sn), A), Admission::Now);
+            assert_eq!(admit(&window, CmdSn(sn), A), Admission::Now);
         }
-        assert_eq!(window.admit(CmdSn(3), B), Admission::Never);
+        assert_eq!(admit(&window, CmdSn(3), B), Admission::Never);
         assert_eq!(window.bounds(), (CmdSn(3), CmdSn(2)), "closed");
     }
 
@@ -467,7 +519,7 @@ mod tests {
         assert_eq!(window.admit_function(CmdSn(1), A), Admission::Now);
         assert_eq!(window.admit_function(CmdSn(2), A), Admission::Later);
         assert!(!window.is_due(CmdSn(2), A));
-        assert_eq!(window.admit(CmdSn(1), B), Admission::Now);
+        assert_eq!(admit(&window, CmdSn(1), B), Admission::Now);
         assert_eq!(window.next_up(), Some(A));
         assert!(window.is_due(CmdSn(2), A));
         assert_eq!(window.next_up(), None);
@@ -476,7 +528,7 @@ mod tests {
     #[test]
     fn a_command_that_is_given_up_counts_as_received() {
         let window = Window::new(8, CmdSn(1), true);
-        assert_eq!(window.admit(CmdSn(2), B), Admission::Later);
+        assert_eq!(admit(&window, CmdSn(2), B), Admission::Later);
         assert!(!window.forgo(CmdSn(2), CmdSn(3)), "it has come");
         assert!(!window.forgo(CmdSn(3), CmdSn(3)), "not before the function");
         assert!(window.forgo(CmdSn(1), CmdSn(3)));
@@ -501,18 +553,18 @@ mod tests {
             let member = |at: usize| if keys[at].1 { A } else { B };
             let (mut kept, mut done) = (Vec::new(), Vec::new());
             for at in order {
-                match window.admit(sn(at), member(at)) {
+                match admit(&window, sn(at), member(at)) {
                     Admission::Now => done.push(at),
                     Admission::Later => kept.push(at),
                     Admission::Never => prop_assert!(false, "{at} is inside the window"),
                 }
-                prop_assert_eq!(window.admit(sn(at), A), Admission::Never, "sent twice");
+                prop_assert_eq!(admit(&window, sn(at), A), Admission::Never, "sent twice");
                 while let Some(whose) = window.next_up() {
                     let (exp, _) = window.bounds();
                     let next = kept.iter().position(|at| sn(*at) == exp);
                     let at = kept.swap_remove(next.expect("somebody keeps it"));
                     prop_assert_eq!(whose, member(at));
-                    prop_assert_eq!(window.admit(sn(at), whose), Admission::Now);
+                    prop_assert_eq!(admit(&window, sn(at), whose), Admission::Now);
                     done.push(at);
                 }
             }

@@ -20,7 +20,8 @@ for n in $(seq 1 100000); do
     [ -e /vm/stop ] && break
     setsid bash "/vm/$n.sh" >"/vm/$n.out" 2>&1 </dev/null
     status=$?
-    # A capture that a case has not ended is complete only when it has been.
+    # A capture that a case has not ended is complete only when it has been; it gets packets a second late.
+    pgrep -x tcpdump >/dev/null && sleep 1.2
     pkill -x tcpdump && while pgrep -x tcpdump >/dev/null; do sleep 0.1; done
     mkdir -p /vm/keep
     dmesg --read-clear >/vm/keep/dmesg.log

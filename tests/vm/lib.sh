@@ -157,6 +157,8 @@ capture() {
 
 end_capture() {
     [ -n "${CAPTURE:-}" ] || return 0
+    # It gets packets a second late.
+    sleep 1.2
     kill "$CAPTURE" 2>/dev/null || true
     wait "$CAPTURE" 2>/dev/null || true
     CAPTURE=

@@ -464,20 +464,24 @@ fn numbers_that_went_away_and_numbers_that_came_back() {
     server.shutdown().unwrap();
 }
 
-/// By a number that has moved, the error handling of commands at the unit before ends nobody's commands at the new
-/// one, but the initiator's own.
-#[test]
-fn functions_for_a_number_that_has_moved_leave_others_alone() {
-    let image = Image::new("others");
-    let slow = Fault {
+/// Writes of the first block take a while.
+fn slow_writes() -> Arc<Faults> {
+    Arc::new(Faults::new(vec![Fault {
         on: FaultOn::Write,
         offset: 0,
         len: 512,
         times: None,
         delay: Duration::from_millis(800),
         error: None,
-    };
-    let faults = Some(Arc::new(Faults::new(vec![slow])));
+    }]))
+}
+
+/// By a number that has moved, the error handling of commands at the unit before ends nobody's commands at the new
+/// one, but the initiator's own.
+#[test]
+fn functions_for_a_number_that_has_moved_leave_others_alone() {
+    let image = Image::new("others");
+    let faults = Some(slow_writes());
     let config = |number: &str| {
         let rules = format!(
             "access: [{{ address: 127.79.15.2, luns: {{ 0: d, 4: {number} }} }}, \
@@ -581,15 +585,7 @@ fn commands_are_counted_at_the_number_that_the_unit_has_now() {
 #[test]
 fn functions_for_a_number_find_what_is_under_way_at_the_unit_before() {
     let image = Image::new("functions");
-    let slow = Fault {
-        on: FaultOn::Write,
-        offset: 0,
-        len: 512,
-        times: None,
-        delay: Duration::from_millis(800),
-        error: None,
-    };
-    let faults = Arc::new(Faults::new(vec![slow]));
+    let faults = slow_writes();
     let faults = Some(&faults);
     for (net, after, function) in [
         (7, "{ 0: d, 1: d }", TskMgmtFunction::AbortTask),

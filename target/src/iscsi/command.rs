@@ -20,7 +20,6 @@ use super::tcp::good;
 use crate::audit::Parting;
 use crate::execution::{Entry, MAX_DATA_TIMEOUTS, Tables};
 use crate::pool::{Owner, Pool};
-use crate::qos::Admission;
 use crate::srp::TaskRef;
 use crate::stats::{SessionEvent, Stage};
 use crate::warn_limited;
@@ -139,17 +138,12 @@ impl<D: Datamover> Channel<D> {
         let session = self.session.as_ref().expect("full-feature phase");
         let nexus = session.nexus;
         let exec = &mut self.tasks[usize::from(idx.0)].exec;
-        let mut toll = exec.toll(nexus);
-        let admission = toll.as_mut().map_or(Admission::Pass, |toll| {
-            self.throttle.admit(idx, toll, cx.now)
-        });
-        let limited = match (admission, &toll) {
-            (Admission::Full, _) => return self.answer_status(cx, idx, Status::TaskSetFull),
-            (Admission::Wait, Some(toll)) => Some(toll.is_write()),
-            _ => None,
+        let Some(passage) = self.throttle.enter(idx, exec.toll(nexus), cx.now) else {
+            return self.answer_status(cx, idx, Status::TaskSetFull);
         };
+        let limited = passage.limited;
         if limited.is_some() && self.is_staging_full(idx) {
-            self.throttle.withdraw(idx);
+            self.throttle.refuse(idx, passage);
             return self.answer_status(cx, idx, Status::TaskSetFull);
         }
         let exec = &mut self.tasks[usize::from(idx.0)].exec;
@@ -157,10 +151,7 @@ impl<D: Datamover> Channel<D> {
             Entry::Now => self.start(cx, idx),
             Entry::Later => {}
             Entry::Full => {
-                if let (Admission::Pass, Some(mut toll)) = (admission, toll) {
-                    toll.refund();
-                }
-                self.throttle.withdraw(idx);
+                self.throttle.refuse(idx, passage);
                 self.answer_status(cx, idx, Status::TaskSetFull);
             }
             Entry::Gather => self.prepare(cx, idx),

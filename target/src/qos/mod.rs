@@ -8,7 +8,7 @@
 //!
 //! # Where a command waits
 //! ```text
-//!   taken in → Throttle::admit ──────────────────────→ memory, data, task set's order, …
+//!   taken in → Throttle::enter ──────────────────────→ memory, data, task set's order, …
 //!                    └→ waits ── Throttle::poll ──────────┘
 //! ```
 //! A command that waits is in its unit's task set as one whose data have yet to come: functions find it,
@@ -43,7 +43,7 @@ mod throttle;
 pub use bucket::Bucket;
 pub use limiter::{BURST, Cost, IoLimits, Limiter, Waits};
 pub use table::{Initiators, LimiterKey, MAX_IDLE};
-pub use throttle::{Admission, MAX_WAIT, Throttle, Toll};
+pub use throttle::{MAX_WAIT, Passage, Throttle, Toll};
 
 #[cfg(test)]
 pub(crate) mod fixture {

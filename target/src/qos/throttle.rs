@@ -81,7 +81,7 @@ impl Toll {
     }
 
     /// Gives back what was paid by a command that has passed and is refused at once.
-    pub fn refund(&mut self) {
+    fn refund(&mut self) {
         self.refund_at(Gate::Initiator);
         self.refund_at(Gate::Unit);
     }
@@ -114,13 +114,22 @@ impl Toll {
 
 /// Whether a command may go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Admission {
+enum Admission {
     /// At once.
     Pass,
     /// When [`Throttle::poll`] names it.
     Wait,
     /// Never: too many commands of its channel wait, or it would wait too long. TASK SET FULL.
     Full,
+}
+
+/// How a command was taken in.
+#[derive(Debug)]
+pub struct Passage {
+    /// There if it waits: whether it writes.
+    pub limited: Option<bool>,
+    /// What it has paid, if it goes on at once.
+    paid: Option<Toll>,
 }
 
 /// Commands for one unit that either read or write. The first of them has paid at its gate.
@@ -164,8 +173,37 @@ impl<I: Copy + PartialEq> Throttle<I> {
         }
     }
 
+    /// Takes in a command, which may have to pay; none if it is to be answered with TASK SET FULL.
+    pub fn enter(&mut self, command: I, toll: Option<Toll>, now: Instant) -> Option<Passage> {
+        let Some(mut toll) = toll else {
+            return Some(Passage {
+                limited: None,
+                paid: None,
+            });
+        };
+        match self.admit(command, &mut toll, now) {
+            Admission::Pass => Some(Passage {
+                limited: None,
+                paid: Some(toll),
+            }),
+            Admission::Wait => Some(Passage {
+                limited: Some(toll.is_write()),
+                paid: None,
+            }),
+            Admission::Full => None,
+        }
+    }
+
+    /// A command that was taken in is refused at once, and gets everything back.
+    pub fn refuse(&mut self, command: I, passage: Passage) {
+        if let Some(mut paid) = passage.paid {
+            paid.refund();
+        }
+        self.withdraw(command);
+    }
+
     /// A command that has to pay: whether it may go on. The first of a line always has its place.
-    pub fn admit(&mut self, command: I, toll: &mut Toll, now: Instant) -> Admission {
+    fn admit(&mut self, command: I, toll: &mut Toll, now: Instant) -> Admission {
         match self.lines.iter().find(|line| line.of == toll.line()) {
             Some(line) => {
                 if self.waiting.len() >= self.most || self.wait_behind(line, toll, now) > MAX_WAIT {
@@ -258,7 +296,7 @@ impl<I: Copy + PartialEq> Throttle<I> {
     }
 
     /// A command that was admitted is refused at once.
-    pub fn withdraw(&mut self, command: I) {
+    fn withdraw(&mut self, command: I) {
         self.take(command, |toll, _| toll.refund());
     }
 

@@ -14,7 +14,6 @@ use super::table::{Table, TableError, Taken};
 use super::transfer::{Direction, Transfer};
 use crate::execution::{Entry, Tables};
 use crate::pool::{Owner, Pool};
-use crate::qos::Admission;
 use crate::stats::Stage;
 use crate::warn_limited;
 
@@ -144,18 +143,13 @@ impl Channel {
         let nexus = self.config.nexus;
         let tables = [&io.table_out, &io.table_in];
         let is_pooled = tables.iter().any(|t| matches!(t, Table::Pooled { .. }));
-        let mut toll = io.exec.toll(nexus);
-        let admission = toll.as_mut().map_or(Admission::Pass, |toll| {
-            self.throttle.admit(idx, toll, cx.now)
-        });
-        let limited = match (admission, &toll) {
-            (Admission::Full, _) => return self.answer_status(cx, idx, Status::TaskSetFull),
-            (Admission::Wait, Some(toll)) => Some(toll.is_write()),
-            _ => None,
+        let Some(passage) = self.throttle.enter(idx, io.exec.toll(nexus), cx.now) else {
+            return self.answer_status(cx, idx, Status::TaskSetFull);
         };
+        let limited = passage.limited;
         if limited.is_some() && is_pooled && !cx.pool.has_spare_tables(Owner(self.config.serial)) {
             // Tables of commands that wait for limits must not keep others from theirs.
-            self.throttle.withdraw(idx);
+            self.throttle.refuse(idx, passage);
             return self.answer_status(cx, idx, Status::Busy);
         }
         let tables = Tables {
@@ -169,10 +163,7 @@ impl Channel {
             Entry::Now => self.start(cx, idx),
             Entry::Later => self.ioctx[usize::from(idx.0)].state = IoctxState::AwaitTask,
             Entry::Full => {
-                if let (Admission::Pass, Some(mut toll)) = (admission, toll) {
-                    toll.refund();
-                }
-                self.throttle.withdraw(idx);
+                self.throttle.refuse(idx, passage);
                 self.answer_status(cx, idx, Status::TaskSetFull);
             }
             Entry::Gather => self.prepare(cx, idx),

@@ -253,6 +253,7 @@ fn signal(attachment: &Attachment, signal: Signal) -> Result<(), CliError> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::state::fixture;
     use super::*;
 
     #[test]
@@ -262,21 +263,13 @@ mod tests {
             url: "srp://host/0".into(),
             pid: 7,
             started: 70,
-            since: 0,
             export: Export::Ublk {
                 number: 0,
                 device: "/dev/ublkb0".into(),
                 port: 0,
                 properties: std::collections::BTreeMap::new(),
             },
-            capacity: 1 << 20,
-            block_size: 512,
-            read_only: false,
-            log: None,
-            unit: None,
-            link: None,
-            paths: Vec::new(),
-            cache: None,
+            ..fixture::attachment("".as_ref())
         };
         let mut now = before.clone();
         now.capacity *= 2;

@@ -107,29 +107,13 @@ fn plain(field: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::state::{StateDir, process_start};
+    use super::super::state::{StateDir, fixture};
     use super::*;
 
     fn attachment(url: &str) -> Attachment {
-        let pid = std::process::id();
         Attachment {
-            id: String::new(),
             url: url.to_owned(),
-            pid,
-            started: process_start(pid).unwrap(),
-            since: 0,
-            export: Export::Nbd {
-                socket: "/run/user/1000/nbd".into(),
-                uri: String::new(),
-            },
-            capacity: 1 << 20,
-            block_size: 512,
-            read_only: false,
-            log: None,
-            unit: None,
-            link: None,
-            paths: Vec::new(),
-            cache: None,
+            ..fixture::attachment("/run/user/1000/nbd".as_ref())
         }
     }
 

@@ -515,16 +515,14 @@ impl Drop for Registration {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::engine::LinkState;
+pub(super) mod fixture {
+    //! An attachment of this process.
 
-    fn dir(name: &str) -> StateDir {
-        let path = std::env::temp_dir().join(format!("riser-state-{}-{name}", std::process::id()));
-        StateDir::at(path).unwrap()
-    }
+    use std::path::Path;
 
-    fn attachment(socket: &Path) -> Attachment {
+    use super::{Attachment, Export, process_start};
+
+    pub(in crate::cli) fn attachment(socket: &Path) -> Attachment {
         Attachment {
             id: String::new(),
             url: "mem:1M".into(),
@@ -544,6 +542,18 @@ mod tests {
             paths: Vec::new(),
             cache: None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::fixture::attachment;
+    use super::*;
+    use crate::engine::LinkState;
+
+    fn dir(name: &str) -> StateDir {
+        let path = std::env::temp_dir().join(format!("riser-state-{}-{name}", std::process::id()));
+        StateDir::at(path).unwrap()
     }
 
     #[test]

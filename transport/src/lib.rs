@@ -3,21 +3,25 @@
 //! - [`cm`]: the InfiniBand communication manager as a pure machine.
 //! - [`verbs`]: the types and the three traits that everything above is written against.
 //! - [`wire`]: the RoCEv2 wire format: headers, opcode table, ICRC.
+//! - [`mr`]: the memory-key table of our own devices.
 //! - [`rc`]: the reliable-connection transport, as pure machines.
 //! - [`rdma_core`]: libibverbs and librdmacm, loaded at run time.
 //! - [`roce`]: the software NIC.
 //! - [`loopback`]: the same device over a deterministic wire in memory.
 //! - [`rw`]: plans transfers as chains of READs or WRITEs.
 //! - [`mr_pool`]: recycles fast-registered regions.
+//! - [`table`]: objects named by generation-checked handles.
 //! - [`host`]: what a host offers, for people.
 
 pub mod cm;
 pub mod host;
 pub mod loopback;
+pub mod mr;
 pub mod mr_pool;
 pub mod rc;
 pub mod rdma_core;
 pub mod roce;
 pub mod rw;
+mod table;
 pub mod verbs;
 pub mod wire;

@@ -20,10 +20,10 @@ use std::collections::BinaryHeap;
 use std::time::{Duration, Instant};
 
 use riser_memory::Memory;
+use riser_transport::mr::MrTable;
 use riser_transport::rc::{
     Env, RcConfig, RcCounters, RcEvent, RcQp, RecvQueue, RtrParams, RtsParams, TxPacket,
 };
-use riser_transport::roce::mr::MrTable;
 use riser_transport::verbs::{
     Access, Handle, Mr, Mtu, PdId, QpCap, QpId, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge,
     WrId,

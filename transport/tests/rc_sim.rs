@@ -22,11 +22,11 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use riser_memory::Memory;
+use riser_transport::mr::MrTable;
 use riser_transport::rc::{
     Env, RcConfig, RcCounters, RcEvent, RcQp, RecvQueue, RtrParams, RtsParams, TxPacket,
 };
 use riser_transport::roce::batch::{Offered, SendOutcome, TxBatch, Way};
-use riser_transport::roce::mr::MrTable;
 use riser_transport::verbs::{
     Access, AsyncEvent, Completion, Handle, LKey, Mr, Mtu, PdId, QpCap, QpId, QpState, RKey,
     RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcOpcode, WcStatus, WrId,

@@ -5,8 +5,9 @@
 //! other acknowledges what was sent before it, up to the first READ or atomic whose own answer is
 //! missing; running into one means that the answer was lost.
 
-use super::qp::{Ctx, Fault};
-use super::requester::{Requester, walk};
+use super::ctx::{Ctx, Fault};
+use super::message::walk;
+use super::requester::Requester;
 use super::send_queue::Phase;
 use crate::verbs::{SendOp, WcStatus};
 use crate::wire::{AethSyndrome, Credit, NakCode, Operation, Packet, Psn};

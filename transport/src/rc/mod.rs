@@ -10,6 +10,8 @@
 //! | [`state`] | the states of the two directions, with their diagrams |
 //! | [`send_queue`] | the ring of posted send requests |
 //! | [`recv_queue`] | [`RecvQueue`]: the ring of posted receives, a queue pair's own or a shared one |
+//! | `ctx` | what both directions work with during one call |
+//! | `message` | the packets and the scatter list of a message |
 //! | `congestion` | the window of the requester |
 //! | `pacing` | the pace of the responder's READ responses |
 //! | [`requester`] | cuts send requests into packets, keeps the window, repeats what was lost |
@@ -62,6 +64,8 @@
 
 mod completer;
 mod congestion;
+mod ctx;
+mod message;
 mod pacing;
 pub mod qp;
 pub mod recv_queue;
@@ -76,7 +80,7 @@ use std::time::Duration;
 
 use riser_memory::MemSlice;
 
-use crate::roce::mr::MrTable;
+use crate::mr::MrTable;
 use crate::verbs::{Access, AsyncEvent, Completion, Mtu, PdId, QpCap, QpId};
 use crate::wire::{HeaderBuf, Psn, Qpn, RnrTimer, pad_len};
 

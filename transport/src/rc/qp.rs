@@ -3,63 +3,20 @@
 use std::time::Instant;
 
 use crate::verbs::{
-    Access, AsyncEvent, Completion, Mtu, PostError, PostReason, QpState, RecvWr, SendWr, WcOpcode,
-    WcStatus, WrId,
+    Access, AsyncEvent, Completion, PostError, PostReason, QpState, RecvWr, SendWr, WcOpcode,
+    WcStatus,
 };
 use crate::wire::{
-    Bth, DEFAULT_PKEY, ExtHeaders, Operation, Packet, Qpn, RnrTimer, Service, emit_headers,
+    Bth, DEFAULT_PKEY, ExtHeaders, Operation, Packet, RnrTimer, Service, emit_headers,
 };
 
+use super::ctx::{Ctx, Fault, Link};
 use super::requester::Requester;
 use super::responder::Responder;
-use super::{
-    CNP_INTERVAL, Env, RcConfig, RcCounters, RcEvent, RecvQueue, RtrParams, RtsParams, TxPacket,
-};
-use crate::roce::mr::MrTable;
+use super::{CNP_INTERVAL, Env, RcConfig, RcCounters, RcEvent, RtrParams, RtsParams, TxPacket};
 
 /// Packets of one kind (requests or READ responses) in a row while the other kind waits.
 const BURST: u32 = 16;
-
-/// The path to the peer, known from RTR on.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Link {
-    pub(super) dest: Qpn,
-    pub(super) mtu: Mtu,
-}
-
-/// What both directions work with during one call.
-pub(super) struct Ctx<'a> {
-    pub(super) now: Instant,
-    pub(super) cfg: &'a RcConfig,
-    pub(super) link: Link,
-    pub(super) mrs: &'a mut MrTable,
-    pub(super) rq: &'a mut RecvQueue,
-    pub(super) out: &'a mut Vec<RcEvent>,
-    pub(super) counters: &'a mut RcCounters,
-}
-
-impl Ctx<'_> {
-    /// Tells the end of a receive that brought no data.
-    pub(super) fn recv_failed(&mut self, wr_id: WrId, status: WcStatus) {
-        self.out.push(RcEvent::Recv(Completion {
-            wr_id,
-            status,
-            opcode: WcOpcode::Recv,
-            qp: self.cfg.qp,
-            byte_len: 0,
-            imm: None,
-            invalidated: None,
-            src_qp: 0,
-            solicited: false,
-            vendor_err: 0,
-        }));
-    }
-}
-
-/// Something happened after which the queue pair cannot go on. Whoever reports it has told the
-/// request or the event that it ended with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Fault;
 
 /// Which of the two data streams sent last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

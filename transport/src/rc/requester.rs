@@ -26,12 +26,12 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use super::congestion::Congestion;
-use super::qp::{Ctx, Fault};
+use super::ctx::{Ctx, Fault};
 use super::send_queue::{Phase, SendQueue};
 use super::state::RequesterState;
 use super::{RcConfig, RcEvent, RtsParams, packet_cost};
-use crate::roce::mr::{KeyError, MrTable};
-use crate::verbs::{Mtu, PdId, PostReason, QpCap, QpId, SendFlags, SendWr, Sge, WcStatus};
+use crate::mr::MrTable;
+use crate::verbs::{Mtu, PdId, PostReason, QpCap, QpId, SendFlags, SendWr, WcStatus};
 use crate::wire::Psn;
 
 /// Code of an RNR retry count without end.
@@ -133,11 +133,6 @@ impl RoundTrip {
     fn patience(self) -> Duration {
         self.mean + self.deviation * 4
     }
-}
-
-/// Packets of a message of `length` bytes; a message of none takes one.
-pub(super) fn plan_packets(length: u32, mtu: u32) -> u32 {
-    length.div_ceil(mtu).max(1)
 }
 
 /// The ACK timeout of a code: 4.096 µs × 2^n, `None` for 0 (IBTA 9.7.6.1.3).
@@ -474,31 +469,4 @@ impl Requester {
         self.sq.wqe_mut(self.cur).phase = Phase::Failed(status);
         self.retire(ctx)
     }
-}
-
-/// Calls `f` with each entry that `len` bytes from `offset` on touch: the entry, the offset in it, the
-/// offset in those bytes, and how many bytes. The list must be that long.
-pub(super) fn walk(
-    sges: &[Sge],
-    offset: usize,
-    len: usize,
-    mut f: impl FnMut(&Sge, usize, usize, usize) -> Result<(), KeyError>,
-) -> Result<(), KeyError> {
-    let (mut skip, mut done) = (offset, 0);
-    for sge in sges {
-        let length = sge.length as usize;
-        if skip >= length {
-            skip -= length;
-            continue;
-        }
-        let take = (length - skip).min(len - done);
-        if take == 0 {
-            break;
-        }
-        f(sge, skip, done, take)?;
-        done += take;
-        skip = 0;
-    }
-    assert_eq!(done, len, "a scatter list shorter than its message");
-    Ok(())
 }

@@ -17,12 +17,12 @@ use std::collections::VecDeque;
 use std::time::Instant;
 
 use self::answer::{Resource, ResourceKind};
+use super::ctx::{Ctx, Fault};
+use super::message::{plan_packets, walk};
 use super::pacing::Pacer;
-use super::qp::{Ctx, Fault};
-use super::requester::{plan_packets, walk};
 use super::state::{Inbound, ResponderState};
 use super::{MAX_MESSAGE, RcEvent, RecvWqe, RtrParams};
-use crate::roce::mr::KeyError;
+use crate::mr::KeyError;
 use crate::verbs::{Access, AsyncEvent, Completion, RKey, WcOpcode, WcStatus, WrId};
 use crate::wire::{AethSyndrome, Msn, NakCode, Operation, Packet, Psn, RnrTimer};
 

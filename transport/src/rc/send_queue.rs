@@ -4,7 +4,7 @@
 //! so that three cursors can point into the ring: the oldest request not yet completed (`head`), the
 //! request being cut into packets (the requester's own), and where the next post goes (`tail`).
 
-use crate::roce::mr::MrTable;
+use crate::mr::MrTable;
 use crate::verbs::{
     PdId, PostReason, QpCap, QpId, SendFlags, SendOp, SendWr, Sge, WcOpcode, WcStatus, WrId,
 };

@@ -717,7 +717,7 @@ impl Verbs for RdmaCoreDevice {
     fn modify_qp(&mut self, qp: QpId, attr: &QpAttr) -> Result<(), VerbsError> {
         let entry = self.qps.get(qp)?;
         let now = self.query_qp(qp)?.state.unwrap_or(QpState::Error);
-        crate::roce::qp_attr::plan_modify(entry.init.qp_type, now, attr)?;
+        crate::verbs::qp_state::plan_modify(entry.init.qp_type, now, attr)?;
         for (value, name) in [
             (attr.dest_qp, "dest_qp"),
             (attr.rq_psn, "rq_psn"),

@@ -12,7 +12,7 @@ use riser_rdma_core_sys::bindings::*;
 use super::convert::{SockAddr, checked_cm, last_os_error, mtu};
 use super::shared::{self, Occurrence, Seat};
 use super::{OpenError, convert};
-use crate::roce::table::Table;
+use crate::table::Table;
 use crate::verbs::{
     Access, AhId, AsyncEvent, CmEvent, CmId, CqId, DeviceAttr, Gid, Handle, Mr, MrId, Mtu, PdId,
     QpId, SrqId, VerbsError, WcOpcode, WrId,
@@ -57,6 +57,15 @@ pub(super) enum SlotQueue {
     Send(QpId),
     Recv(QpId),
     Shared(SrqId),
+}
+
+/// Room in which chains are built; it keeps its capacity from post to post.
+#[derive(Default)]
+pub(super) struct Scratch {
+    pub(super) sges: Vec<ibv_sge>,
+    pub(super) sends: Vec<ibv_send_wr>,
+    pub(super) recvs: Vec<ibv_recv_wr>,
+    pub(super) slots: Vec<SlotId>,
 }
 
 pub(super) struct Pd {
@@ -191,7 +200,7 @@ pub struct RdmaCoreDevice {
     pub(super) fired: VecDeque<CqId>,
     pub(super) async_events: VecDeque<AsyncEvent>,
     pub(super) cm_events: VecDeque<CmEvent>,
-    pub(super) scratch: super::work::Scratch,
+    pub(super) scratch: Scratch,
 }
 
 // SAFETY: both libraries may be called from any thread; the pointers are owned by this value alone,
@@ -270,7 +279,7 @@ impl RdmaCoreDevice {
             fired: VecDeque::new(),
             async_events: VecDeque::new(),
             cm_events: VecDeque::new(),
-            scratch: super::work::Scratch::default(),
+            scratch: Scratch::default(),
         };
         if comp.is_null() {
             return Err(failed("ibv_create_comp_channel")());

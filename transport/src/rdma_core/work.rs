@@ -9,7 +9,7 @@ use riser_rdma_core_sys::bindings::*;
 use riser_rdma_core_sys::ops;
 
 use super::convert;
-use super::objects::{RdmaCoreDevice, Region, Slot, SlotId, SlotQueue, pack, unpack};
+use super::objects::{RdmaCoreDevice, Region, Scratch, Slot, SlotId, SlotQueue, pack, unpack};
 use crate::verbs::*;
 
 /// Completions taken from the library in one call.
@@ -17,15 +17,6 @@ const BATCH: usize = 32;
 
 /// Names no queue pair: generations begin at 1.
 const GONE: QpId = QpId(Handle::new(0, 0));
-
-/// Room in which chains are built; it keeps its capacity from post to post.
-#[derive(Default)]
-pub(super) struct Scratch {
-    sges: Vec<ibv_sge>,
-    sends: Vec<ibv_send_wr>,
-    recvs: Vec<ibv_recv_wr>,
-    slots: Vec<SlotId>,
-}
 
 fn rdma(remote: RemoteAddr) -> ibv_send_wr__bindgen_ty_2 {
     ibv_send_wr__bindgen_ty_2 {

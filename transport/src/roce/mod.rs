@@ -40,14 +40,10 @@
 //!
 //! | module | what it is |
 //! | --- | --- |
-//! | [`table`] | objects named by generation-checked handles |
 //! | [`cq`] | completion queues |
 //! | [`srq`] | shared receive queues |
-//! | [`mr`] | the memory-key table |
-//! | [`qp_attr`] | the queue-pair state table |
 //! | [`ud`] | datagram queue pairs |
-//! | [`nic`] | the device, without its socket |
-//! | [`rdma_cm`] | its connection manager |
+//! | [`nic`] | the device and its connection manager, without the socket |
 //! | [`batch`], [`gather`] | packets on their way out |
 //! | [`driver`] | the UDP socket |
 //! | [`netif`] | this host's interfaces |
@@ -61,17 +57,13 @@ pub(crate) mod delegate;
 pub mod driver;
 pub mod fault;
 pub mod gather;
-pub mod mr;
 pub mod netif;
 pub mod nic;
 pub mod pcap;
 mod provider;
-pub mod qp_attr;
-pub mod rdma_cm;
 pub mod srq;
 pub mod steer;
 mod sys;
-pub mod table;
 pub mod ud;
 
 pub use provider::{Misdirected, Roce, RoceConfig, RoceFaults};

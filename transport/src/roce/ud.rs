@@ -18,7 +18,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use arrayvec::ArrayVec;
 
-use super::mr::MrTable;
+use crate::mr::{MrTable, Span};
 use crate::rc::{RcEvent, RecvQueue, RecvWqe, TxPacket};
 use crate::verbs::{
     AsyncEvent, Completion, PdId, PostReason, QKey, QpCap, QpId, QpState, SendFlags, SendOp,
@@ -332,9 +332,7 @@ fn place(pd: PdId, mrs: &MrTable, sges: &[Sge], parts: &[&[u8]]) -> WcStatus {
     for part in parts {
         let mut left = *part;
         while !left.is_empty() {
-            let full = span
-                .as_ref()
-                .is_none_or(|s: &super::mr::Span<'_>| within == s.len());
+            let full = span.as_ref().is_none_or(|s: &Span<'_>| within == s.len());
             if full {
                 let Some(sge) = sges.next() else {
                     return WcStatus::LocLenErr;

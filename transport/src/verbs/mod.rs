@@ -29,6 +29,7 @@ mod cm;
 mod error;
 mod gsi;
 mod ids;
+pub mod qp_state;
 mod wr;
 
 use std::os::fd::RawFd;

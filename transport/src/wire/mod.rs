@@ -39,10 +39,10 @@ pub use ext::{
 pub use icrc::{ICRC_LEN, Icrc, IcrcError, IcrcFlow};
 pub use ids::{Msn, Psn, Qpn};
 pub use mad::{MAD_LEN, Mad, MadHeader, TransactionId};
-pub use opcode::{
-    ExtHeader, MAX_HEADER_LEN, Opcode, OpcodeInfo, Operation, PayloadRule, Position, Service,
+pub use opcode::{ExtHeader, Opcode, OpcodeInfo, Operation, PayloadRule, Position, Service};
+pub use packet::{
+    ExtHeaders, HeaderBuf, MAX_HEADER_LEN, Packet, PacketError, ROCE_PORT, emit_headers,
 };
-pub use packet::{ExtHeaders, HeaderBuf, Packet, PacketError, ROCE_PORT, emit_headers};
 /// Whether an address is an IPv6 link-local one. It names a host only together with an interface, for
 /// which neither a GID nor [`std::net::IpAddr`] has room, so RoCE here does without such addresses.
 #[must_use]

@@ -5,7 +5,6 @@
 //! RoCEv2 are here; unreliable connected, reliable datagram and extended
 //! reliable connected are not spoken, and their codes are unknown ones.
 
-use super::bth::Bth;
 use super::ext::{Aeth, AtomicAckEth, AtomicEth, Deth, Ieth, ImmDt, Reth};
 
 /// Transport service.
@@ -147,8 +146,8 @@ pub struct OpcodeInfo {
     pub position: Position,
     /// The extended headers after the BTH, in order.
     pub headers: &'static [ExtHeader],
-    /// Length of the BTH and all extended headers, in bytes.
-    pub header_len: usize,
+    /// Length of all extended headers, in bytes.
+    pub ext_len: usize,
     /// Legal payload lengths.
     pub payload: PayloadRule,
 }
@@ -202,11 +201,11 @@ impl OpcodeInfo {
     }
 }
 
-/// Length in bytes of the longest header: BTH and AtomicETH.
-pub const MAX_HEADER_LEN: usize = Bth::LEN + size_of::<AtomicEth>();
+/// Length in bytes of the longest extended headers: an AtomicETH.
+pub const MAX_EXT_LEN: usize = size_of::<AtomicEth>();
 
-const fn header_len(headers: &[ExtHeader]) -> usize {
-    let mut len = Bth::LEN;
+const fn ext_len(headers: &[ExtHeader]) -> usize {
+    let mut len = 0;
     let mut i = 0;
     while i < headers.len() {
         len += headers[i].wire_len();
@@ -232,7 +231,7 @@ macro_rules! opcodes {
             operation: Operation::$operation,
             position: Position::$position,
             headers: &[$(ExtHeader::$header),*],
-            header_len: header_len(&[$(ExtHeader::$header),*]),
+            ext_len: ext_len(&[$(ExtHeader::$header),*]),
             payload: PayloadRule::$payload,
         }),*];
     };
@@ -371,14 +370,14 @@ mod tests {
                 .find(|(c, _)| *c == code)
                 .map(|(_, len)| *len);
             assert_eq!(
-                OpcodeInfo::lookup(code).map(|info| info.header_len),
+                OpcodeInfo::lookup(code).map(|info| 12 + info.ext_len),
                 want,
                 "{code:#04x}"
             );
             if let Some(info) = OpcodeInfo::lookup(code) {
                 assert_eq!(info.opcode as u8, code);
                 assert_eq!(info.opcode.info(), info);
-                assert!(info.header_len <= MAX_HEADER_LEN);
+                assert!(info.ext_len <= MAX_EXT_LEN);
             }
         }
     }

@@ -13,7 +13,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 use super::bth::Bth;
 use super::ext::{Aeth, AtomicAckEth, AtomicEth, Deth, Ieth, ImmDt, Reth};
 use super::icrc::ICRC_LEN;
-use super::opcode::{ExtHeader, MAX_HEADER_LEN, OpcodeInfo, PayloadRule, RESERVED_LEN};
+use super::opcode::{ExtHeader, MAX_EXT_LEN, OpcodeInfo, PayloadRule, RESERVED_LEN};
 
 /// UDP destination port of RoCEv2 (IBTA annex A17).
 pub const ROCE_PORT: u16 = 4791;
@@ -135,7 +135,7 @@ impl<'a> Packet<'a> {
         let opcode = bth.raw_opcode();
         let op = OpcodeInfo::lookup(opcode).ok_or(PacketError::Opcode { opcode })?;
         let short = PacketError::ShortHeaders {
-            need: op.header_len + ICRC_LEN,
+            need: Bth::LEN + op.ext_len + ICRC_LEN,
             len,
         };
         let ext = ExtHeaders::parse(op, &mut rest).ok_or(short)?;
@@ -192,6 +192,9 @@ impl ExtHeaders {
     }
 }
 
+/// Length in bytes of the longest headers of a packet.
+pub const MAX_HEADER_LEN: usize = Bth::LEN + MAX_EXT_LEN;
+
 /// Room for the headers of one packet.
 pub type HeaderBuf = ArrayVec<u8, MAX_HEADER_LEN>;
 
@@ -213,7 +216,7 @@ pub fn emit_headers(bth: &Bth, ext: &ExtHeaders) -> HeaderBuf {
         out.try_extend_from_slice(bytes)
             .expect("the longest header fits");
     }
-    debug_assert_eq!(out.len(), op.header_len);
+    debug_assert_eq!(out.len(), Bth::LEN + op.ext_len);
     out
 }
 
@@ -262,11 +265,9 @@ mod tests {
             assert_eq!(packet.op, op);
             assert_eq!(packet.payload, payload);
             assert_eq!(packet.icrc, 0x0403_0201);
-            assert_eq!(
-                emit_headers(&packet.bth, &packet.ext)[..],
-                bytes[..op.header_len]
-            );
-            for short in 0..op.header_len + ICRC_LEN {
+            let headers = Bth::LEN + op.ext_len;
+            assert_eq!(emit_headers(&packet.bth, &packet.ext)[..], bytes[..headers]);
+            for short in 0..headers + ICRC_LEN {
                 Packet::parse(&bytes[..short]).unwrap_err();
             }
         }
@@ -369,12 +370,13 @@ mod tests {
                 bytes.truncate(bytes.len() & !3);
             }
             if let Ok(packet) = Packet::parse(&bytes) {
+                let header_len = Bth::LEN + packet.op.ext_len;
                 prop_assert_eq!(
-                    packet.op.header_len + packet.payload.len() + packet.bth.pad() + ICRC_LEN,
+                    header_len + packet.payload.len() + packet.bth.pad() + ICRC_LEN,
                     bytes.len()
                 );
                 let headers = emit_headers(&packet.bth, &packet.ext);
-                prop_assert_eq!(&headers[..], &bytes[..packet.op.header_len]);
+                prop_assert_eq!(&headers[..], &bytes[..header_len]);
             }
         }
     }

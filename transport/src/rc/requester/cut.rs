@@ -2,12 +2,13 @@
 
 use std::time::Instant;
 
-use super::{FIRST_ROUND_TRIP, Requester, plan_packets, walk};
+use super::{FIRST_ROUND_TRIP, Requester};
+use crate::mr::KeyError;
 use crate::rc::TxPacket;
-use crate::rc::qp::{Ctx, Fault};
+use crate::rc::ctx::{Ctx, Fault};
+use crate::rc::message::{plan_packets, walk};
 use crate::rc::send_queue::{Phase, SendWqe};
 use crate::rc::state::RequesterState;
-use crate::roce::mr::KeyError;
 use crate::verbs::{SendFlags, SendOp, WcStatus};
 use crate::wire::{AtomicEth, Bth, ExtHeaders, Ieth, ImmDt, Opcode, Reth, emit_headers};
 

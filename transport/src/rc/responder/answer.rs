@@ -4,9 +4,9 @@ use std::time::Instant;
 
 use super::{Refusal, Responder};
 use crate::rc::TxPacket;
+use crate::rc::ctx::{Ctx, Fault};
+use crate::rc::message::plan_packets;
 use crate::rc::pacing::BURST;
-use crate::rc::qp::{Ctx, Fault};
-use crate::rc::requester::plan_packets;
 use crate::verbs::{Access, RKey};
 use crate::wire::{
     Aeth, AethSyndrome, AtomicAckEth, Bth, Credit, ExtHeaders, Msn, NakCode, Opcode, Operation,

@@ -17,9 +17,7 @@
 //! | `qp` | creates, modifies and destroys queue pairs, posts work |
 //! | `rx` | dispatches what comes in |
 //! | `tx` | collects what goes out, and the timers |
-//!
-//! Connections are made by the RDMA CM's calls ([`super::rdma_cm`]), which are methods of the device
-//! as well.
+//! | [`rdma_cm`] | the RDMA CM's calls and its messages |
 //!
 //! # Invariants
 //! - A packet changes nothing before its destination, source address, partition key and ICRC have been
@@ -40,6 +38,7 @@ mod config;
 mod objects;
 mod qp;
 mod qpn;
+pub mod rdma_cm;
 mod rx;
 #[cfg(test)]
 mod tests;
@@ -53,13 +52,12 @@ use std::time::Instant;
 use chacha20::ChaCha20Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 
+use crate::mr::MrTable;
 use crate::rc::{RcCounters, RcEvent, RcQp, RecvQueue, TxPacket};
 use crate::roce::cq::Cq;
-use crate::roce::mr::MrTable;
-use crate::roce::rdma_cm::CmAgent;
 use crate::roce::srq::Srq;
-use crate::roce::table::Table;
 use crate::roce::ud::UdQp;
+use crate::table::Table;
 use crate::verbs::{
     AhAttr, AhId, AsyncEvent, CqId, DeviceAttr, Mtu, PdId, QpAttr, QpId, QpState, QpType, SrqId,
 };
@@ -67,6 +65,7 @@ use crate::wire::{HeaderBuf, IcrcFlow, IcrcVerifier, ROCE_PORT};
 
 pub use config::{NicConfig, NicCounters, NicLimits, NicUsage, QpCounters, device_guid};
 use qpn::{QpnAllocator, QpnMap};
+use rdma_cm::CmAgent;
 pub(in crate::roce) use tx::emit;
 
 /// Packets that a queue pair sends before the next one has its turn.

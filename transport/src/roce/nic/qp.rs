@@ -5,8 +5,8 @@ use chacha20::rand_core::Rng as _;
 use super::objects::PORT;
 use super::{Machine, Nic, Peer, Qp, QpCounters};
 use crate::rc::{Env, RcConfig, RcQp, RecvQueue, RtrParams, RtsParams};
-use crate::roce::qp_attr::plan_modify;
 use crate::roce::ud::{MAX_UD_SGE, UdQp};
+use crate::verbs::qp_state::plan_modify;
 use crate::verbs::{
     Access, PKey, PostError, PostReason, QpAttr, QpCap, QpId, QpInitAttr, QpState, QpType, RecvWr,
     SendWr, VerbsError,

@@ -4,7 +4,7 @@
 //! The IB CM ([`crate::cm::Cm`]) speaks of service ids and MADs. This layer gives it addresses and
 //! ports, puts the address header into a request's private data as Linux does, and takes queue pairs
 //! through their states as a connection comes and goes. A device has one [`CmAgent`]; the calls are
-//! methods of [`Nic`](super::nic::Nic), since they change queue pairs.
+//! methods of [`Nic`](super::Nic), since they change queue pairs.
 //!
 //! | module | what it does |
 //! | --- | --- |
@@ -23,7 +23,7 @@
 //!   does.
 //!
 //! # Bounds
-//! Identifiers: [`NicLimits::max_cm_ids`](super::nic::NicLimits). An identifier has few events under
+//! Identifiers: [`NicLimits::max_cm_ids`](super::NicLimits). An identifier has few events under
 //! way, and a listener no more requests than its backlog.
 //!
 //! Messages of strangers (all that name no connection of ours with their sender) take turns with data:
@@ -42,7 +42,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use crate::cm::{Cm, CmConfig, IbCmId, QpPeer};
-use crate::roce::table::Table;
+use crate::table::Table;
 use crate::verbs::{CmEvent, CmId, ConnParam, PortSpace, QpId};
 use crate::wire::Psn;
 use crate::wire::cm_msg::CaGuid;

@@ -8,7 +8,7 @@
 
 use bitflags::bitflags;
 
-use crate::verbs::{QpAttr, QpState, QpType, VerbsError};
+use super::{QpAttr, QpState, QpType, VerbsError};
 
 bitflags! {
     /// Which attributes of a [`QpAttr`] are given.

@@ -19,7 +19,7 @@ struct Slot<T> {
 
 /// Objects of type `T` named by ids of type `I`.
 #[derive(Debug)]
-pub struct Table<I, T> {
+pub(crate) struct Table<I, T> {
     name: &'static str,
     slots: Vec<Slot<T>>,
     free: VecDeque<u32>,
@@ -33,8 +33,7 @@ where
     I: From<Handle> + Into<Handle> + Copy,
 {
     /// An empty table for at most `limit` objects; `name` is what errors call them.
-    #[must_use]
-    pub fn new(name: &'static str, limit: u32) -> Self {
+    pub(crate) fn new(name: &'static str, limit: u32) -> Self {
         Self {
             name,
             slots: Vec::new(),
@@ -45,41 +44,33 @@ where
         }
     }
 
-    /// Objects in the table.
-    #[must_use]
-    pub fn len(&self) -> usize {
+    /// Number of objects in the table.
+    pub(crate) fn len(&self) -> usize {
         self.len as usize
     }
 
-    /// Whether there are none.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
     /// Whether another object would be refused.
-    #[must_use]
-    pub fn is_full(&self) -> bool {
+    pub(crate) fn is_full(&self) -> bool {
         self.len >= self.limit
     }
 
-    /// Finds out whether another object has room, for a caller that would have to take back what the
-    /// object stands for.
+    /// Checks for room before the caller makes what the object stands for, which it would otherwise
+    /// have to undo.
     ///
     /// # Errors
     /// [`VerbsError::InsufficientResources`] at the limit.
-    pub fn check_room(&self) -> Result<(), VerbsError> {
+    pub(crate) fn check_room(&self) -> Result<(), VerbsError> {
         if self.is_full() {
             return Err(VerbsError::InsufficientResources(self.name));
         }
         Ok(())
     }
 
-    /// Puts an object in.
+    /// Inserts an object and returns its id.
     ///
     /// # Errors
     /// [`VerbsError::InsufficientResources`] at the limit.
-    pub fn insert(&mut self, value: T) -> Result<I, VerbsError> {
+    pub(crate) fn insert(&mut self, value: T) -> Result<I, VerbsError> {
         self.check_room()?;
         self.len += 1;
         // A slot is used again only when no untouched one is left, up to the limit.
@@ -109,17 +100,17 @@ where
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`] if the id names none.
-    pub fn get(&self, id: I) -> Result<&T, VerbsError> {
+    pub(crate) fn get(&self, id: I) -> Result<&T, VerbsError> {
         self.slot(id)
             .and_then(|s| s.value.as_ref())
             .ok_or(VerbsError::InvalidHandle(self.name))
     }
 
-    /// The object of an id, to change.
+    /// The object of an id, mutable.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`] if the id names none.
-    pub fn get_mut(&mut self, id: I) -> Result<&mut T, VerbsError> {
+    pub(crate) fn get_mut(&mut self, id: I) -> Result<&mut T, VerbsError> {
         let h: Handle = id.into();
         self.slots
             .get_mut(h.index())
@@ -128,17 +119,11 @@ where
             .ok_or(VerbsError::InvalidHandle(self.name))
     }
 
-    /// Whether an id names an object.
-    #[must_use]
-    pub fn contains(&self, id: I) -> bool {
-        self.get(id).is_ok()
-    }
-
-    /// Takes an object out; its id is stale from now on.
+    /// Removes an object; its id is stale from now on.
     ///
     /// # Errors
     /// [`VerbsError::InvalidHandle`] if the id names none.
-    pub fn remove(&mut self, id: I) -> Result<T, VerbsError> {
+    pub(crate) fn remove(&mut self, id: I) -> Result<T, VerbsError> {
         let h: Handle = id.into();
         let value = self
             .slots
@@ -156,19 +141,10 @@ where
     }
 
     /// All objects with their ids, in the order of their slots.
-    pub fn iter(&self) -> impl Iterator<Item = (I, &T)> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (I, &T)> {
         self.slots.iter().enumerate().filter_map(|(i, s)| {
             let v = s.value.as_ref()?;
             Some((Handle::new(i as u32, s.generation).into(), v))
-        })
-    }
-
-    /// The same, to change.
-    pub fn iter_mut(&mut self) -> impl Iterator<Item = (I, &mut T)> {
-        self.slots.iter_mut().enumerate().filter_map(|(i, s)| {
-            let generation = s.generation;
-            let v = s.value.as_mut()?;
-            Some((Handle::new(i as u32, generation).into(), v))
         })
     }
 }
@@ -214,6 +190,6 @@ mod tests {
         }
         let again = t.insert(99).unwrap();
         assert_eq!(Handle::from(again).index(), Handle::from(first).index());
-        assert!(!t.contains(first));
+        assert_eq!(t.get(first), Err(VerbsError::InvalidHandle("thing")));
     }
 }

@@ -1,0 +1,49 @@
+//! What the two directions of a queue pair work with during one call.
+
+use std::time::Instant;
+
+use super::{RcConfig, RcCounters, RcEvent, RecvQueue};
+use crate::mr::MrTable;
+use crate::verbs::{Completion, Mtu, WcOpcode, WcStatus, WrId};
+use crate::wire::Qpn;
+
+/// The path to the peer, known from RTR on.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Link {
+    pub(super) dest: Qpn,
+    pub(super) mtu: Mtu,
+}
+
+/// What both directions work with during one call.
+pub(super) struct Ctx<'a> {
+    pub(super) now: Instant,
+    pub(super) cfg: &'a RcConfig,
+    pub(super) link: Link,
+    pub(super) mrs: &'a mut MrTable,
+    pub(super) rq: &'a mut RecvQueue,
+    pub(super) out: &'a mut Vec<RcEvent>,
+    pub(super) counters: &'a mut RcCounters,
+}
+
+impl Ctx<'_> {
+    /// Tells the end of a receive that brought no data.
+    pub(super) fn recv_failed(&mut self, wr_id: WrId, status: WcStatus) {
+        self.out.push(RcEvent::Recv(Completion {
+            wr_id,
+            status,
+            opcode: WcOpcode::Recv,
+            qp: self.cfg.qp,
+            byte_len: 0,
+            imm: None,
+            invalidated: None,
+            src_qp: 0,
+            solicited: false,
+            vendor_err: 0,
+        }));
+    }
+}
+
+/// Something happened after which the queue pair cannot go on. Whoever reports it has told the
+/// request or the event that it ended with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Fault;

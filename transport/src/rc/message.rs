@@ -1,0 +1,36 @@
+//! Arithmetic on one message: its packets, and the scatter list that holds it.
+
+use crate::mr::KeyError;
+use crate::verbs::Sge;
+
+/// Packets of a message of `length` bytes; a message of none takes one.
+pub(super) fn plan_packets(length: u32, mtu: u32) -> u32 {
+    length.div_ceil(mtu).max(1)
+}
+
+/// Calls `f` with each entry that `len` bytes from `offset` on touch: the entry, the offset in it, the
+/// offset in those bytes, and how many bytes. The list must be that long.
+pub(super) fn walk(
+    sges: &[Sge],
+    offset: usize,
+    len: usize,
+    mut f: impl FnMut(&Sge, usize, usize, usize) -> Result<(), KeyError>,
+) -> Result<(), KeyError> {
+    let (mut skip, mut done) = (offset, 0);
+    for sge in sges {
+        let length = sge.length as usize;
+        if skip >= length {
+            skip -= length;
+            continue;
+        }
+        let take = (length - skip).min(len - done);
+        if take == 0 {
+            break;
+        }
+        f(sge, skip, done, take)?;
+        done += take;
+        skip = 0;
+    }
+    assert_eq!(done, len, "a scatter list shorter than its message");
+    Ok(())
+}

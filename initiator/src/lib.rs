@@ -26,6 +26,7 @@ pub mod rping;
 pub mod scsi;
 pub mod session;
 pub mod srp;
+mod state;
 pub mod ublk;
 pub mod unit;
 pub mod url;

@@ -50,8 +50,7 @@ use crate::request::{Answer, CHECK_CONDITION, Cdb, DataLen, Effect, GOOD};
 use crate::scsi::{
     CachingPage, Capacity, Command, Identity, Inquiry, VPD_LEN, cache_generation, vpd_body,
 };
-use crate::session::{ConnectError, Down};
-use crate::srp::channel::LoginError;
+use crate::session::{ConnectError, Down, SrpLoginError};
 
 /// A host that was silent for no longer has not restarted with its targets. A lost connection of iSCSI
 /// is noticed within ten seconds, and made again within a few.
@@ -279,7 +278,9 @@ impl Evidence {
             |error| Error::from_raw_os_error(error).kind() == ErrorKind::ConnectionRefused;
         self.refused |= match why {
             Down::Connect(ConnectError::Tcp(error)) => is_refused(error),
-            Down::Connect(ConnectError::Login(error)) => error == LoginError::Refused(NO_LISTENER),
+            Down::Connect(ConnectError::Login(error)) => {
+                error == SrpLoginError::Refused(NO_LISTENER)
+            }
             _ => false,
         };
     }

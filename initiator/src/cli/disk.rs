@@ -26,8 +26,7 @@ use crate::block::{
 use crate::engine::{Client, EngineError, Session, SessionStatus};
 use crate::lun::{Lun, LunError, LunInfo};
 use crate::request::RequestError;
-use crate::session::{ConnectError, Down, Timing};
-use crate::srp::channel::LoginError;
+use crate::session::{ConnectError, Down, SrpLoginError, Timing};
 use crate::url::{TargetUrl, UrlError};
 
 /// UDP port of RoCEv2, which a software NIC needs on its address.
@@ -257,7 +256,7 @@ pub(super) fn login_failed(url: &TargetUrl, error: EngineError) -> CliError {
         EngineError::Login(Down::Connect(ConnectError::IscsiLogin(
             IscsiLogin::TargetNotProved,
         ))) => "its name and password must be those of target_user",
-        EngineError::Login(Down::Connect(ConnectError::Login(LoginError::Rejected(
+        EngineError::Login(Down::Connect(ConnectError::Login(SrpLoginError::Rejected(
             LoginRejReason::ChannelLimitReached,
         )))) => {
             "a Linux target says so as well of initiators that none of its access lists lets in"

@@ -72,7 +72,7 @@
 #![forbid(unsafe_code)]
 
 pub mod access;
-mod links;
+mod path;
 mod types;
 
 use std::collections::VecDeque;

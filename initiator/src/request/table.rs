@@ -442,8 +442,13 @@ impl<T: Copy + PartialEq> Requests<T> {
         earlier
     }
 
-    /// Every request.
-    pub(crate) fn all(&self) -> Vec<u32> {
-        self.slab.iter().map(|(index, _)| index as u32).collect()
+    /// Removes every request of a session that is over; returns their results.
+    pub(crate) fn end_all(&mut self) -> Vec<(RequestId, RequestResult)> {
+        let all = self.slab.iter().map(|(index, _)| RequestId(index as u32));
+        let ended = all.map(|id| (id, Err(RequestError::Closed))).collect();
+        self.slab.clear();
+        self.queue.clear();
+        self.replays = 0;
+        ended
     }
 }

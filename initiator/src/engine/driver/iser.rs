@@ -15,10 +15,9 @@ use super::tcp::literal;
 use super::{CLOSING_PATIENCE, DISCONNECT_PATIENCE, Driver, Target};
 use crate::engine::iser::{IserConfig, IserConn, Work};
 use crate::engine::oneshot::Sender;
-use crate::iscsi::session::{Fault, Output, Session};
+use crate::iscsi::session::{Output, Session};
 use crate::request::RequestId;
-use crate::session::ConnectError;
-use crate::srp::channel::LoginError;
+use crate::session::{ConnectError, IscsiFault, SrpLoginError};
 
 /// How long finding an address or a route may take.
 const RESOLVE: Duration = Duration::from_secs(2);
@@ -77,7 +76,7 @@ impl<P: Provider> Driver<P> {
                 // The target reads data by itself, and asks for none.
                 Output::SendData(_) => iser(&mut self.sessions, index)
                     .machine
-                    .handle_fault(Fault::R2t),
+                    .handle_fault(IscsiFault::R2t),
                 Output::Retire(request) => self.retire_iser(index, request, now),
                 Output::Disconnect => self.begin_tear_down_iser(index, now),
                 Output::Found(found) => {
@@ -199,9 +198,9 @@ impl<P: Provider> Driver<P> {
         match Message::parse(&message) {
             Ok(Message::Control { frame, .. }) => link.machine.handle_pdu(&frame, now),
             Ok(Message::Hello(_) | Message::HelloReply(_)) => {
-                link.machine.handle_fault(Fault::Unexpected("a Hello"));
+                link.machine.handle_fault(IscsiFault::Unexpected("a Hello"));
             }
-            Err(error) => link.machine.handle_fault(Fault::Iser(error)),
+            Err(error) => link.machine.handle_fault(IscsiFault::Iser(error)),
         }
         self.message = message;
         self.drain(index, now);
@@ -234,7 +233,7 @@ impl<P: Provider> Driver<P> {
             CmEventKind::ConnectError(e) => self.fail_iser(index, ConnectError::Cm(e), now),
             CmEventKind::Unreachable => self.fail_iser(index, ConnectError::Unreachable, now),
             CmEventKind::Rejected { reason, .. } => {
-                let error = ConnectError::Login(LoginError::Refused(reason));
+                let error = ConnectError::Login(SrpLoginError::Refused(reason));
                 self.fail_iser(index, error, now);
             }
             CmEventKind::Established { param } => {

@@ -14,9 +14,9 @@ use crate::engine::io::Io;
 use crate::engine::oneshot::Sender;
 use crate::engine::park::Waited;
 use crate::engine::tcp::{Item, Received, Source, TcpConn};
-use crate::iscsi::session::{Fault, Output, Session};
+use crate::iscsi::session::{Output, Session};
 use crate::request::RequestId;
-use crate::session::ConnectError;
+use crate::session::{ConnectError, IscsiFault};
 
 /// Receives of one connection in one round at most, so that no session starves another.
 const ROUND: usize = 8;
@@ -77,7 +77,7 @@ impl TcpLink {
         if let Some(conn) = &mut self.conn
             && !conn.outgoing.push(item)
         {
-            self.machine.handle_fault(Fault::Flood);
+            self.machine.handle_fault(IscsiFault::Flood);
         }
     }
 

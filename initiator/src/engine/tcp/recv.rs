@@ -5,8 +5,9 @@ use riser_scsi::iscsi::BHS_LEN;
 use riser_scsi::iscsi::frame::{DataDigest, Digests, Frame, FrameError, Framer, digest, padding};
 
 use super::{cut, read_parts};
-use crate::iscsi::session::{Fault, Placement};
+use crate::iscsi::session::Placement;
 use crate::request::RequestId;
+use crate::session::IscsiFault;
 
 /// Length of the receive buffer, in bytes.
 pub(super) const BUFFER: usize = 32 << 10;
@@ -148,12 +149,12 @@ impl Incoming {
     /// the buffers of a request.
     ///
     /// # Errors
-    /// [`Fault`]: the stream is of no more use.
+    /// [`IscsiFault`]: the stream is of no more use.
     pub(in crate::engine) fn next<'b>(
         &mut self,
-        place: impl Fn(&[u8; BHS_LEN], u32) -> Result<Placement, Fault>,
+        place: impl Fn(&[u8; BHS_LEN], u32) -> Result<Placement, IscsiFault>,
         buffers: impl Fn(RequestId) -> &'b [crate::block::Buffer],
-    ) -> Result<Option<Item<'_>>, Fault> {
+    ) -> Result<Option<Item<'_>>, IscsiFault> {
         if !self.has_begun && self.start < self.end {
             self.check_peer()?;
         }
@@ -173,9 +174,9 @@ impl Incoming {
     }
 
     /// Looks at the first byte of a connection: a target answers a login, whatever else it may say later.
-    fn check_peer(&mut self) -> Result<(), Fault> {
+    fn check_peer(&mut self) -> Result<(), IscsiFault> {
         if !matches!(self.buffer[self.start] & 0x3f, LOGIN_RESPONSE | REJECT) {
-            return Err(Fault::NotIscsi);
+            return Err(IscsiFault::NotIscsi);
         }
         self.has_begun = true;
         Ok(())
@@ -194,9 +195,9 @@ impl Incoming {
     /// Looks at the header of a Data-In with data, if that is next and whole.
     fn begin_data<'b>(
         &mut self,
-        place: impl Fn(&[u8; BHS_LEN], u32) -> Result<Placement, Fault>,
+        place: impl Fn(&[u8; BHS_LEN], u32) -> Result<Placement, IscsiFault>,
         buffers: impl Fn(RequestId) -> &'b [crate::block::Buffer],
-    ) -> Result<(), Fault> {
+    ) -> Result<(), IscsiFault> {
         let header_len = BHS_LEN + if self.digests.header { 4 } else { 0 };
         let input = &self.buffer[self.start..self.end];
         if !self.is_data_in() || input.len() < header_len {
@@ -380,7 +381,7 @@ mod tests {
 
     #[test]
     fn a_header_of_a_stranger_is_refused() {
-        let none = |_: &[u8; BHS_LEN], _| Err(Fault::DataRange);
+        let none = |_: &[u8; BHS_LEN], _| Err(IscsiFault::DataRange);
         let mut stream = Vec::new();
         data_in(0, &[0; 4], Digests::default(), &mut stream);
         let mut incoming = Incoming::new();
@@ -400,7 +401,7 @@ mod tests {
 
     #[test]
     fn a_server_of_something_else_is_named() {
-        let none = |_: &[u8; BHS_LEN], _| Err(Fault::DataRange);
+        let none = |_: &[u8; BHS_LEN], _| Err(IscsiFault::DataRange);
         for text in [
             "HTTP/1.1 400 Bad Request\r\n",
             "SSH-2.0-x\r\n",
@@ -409,7 +410,10 @@ mod tests {
         ] {
             let mut incoming = Incoming::new();
             feed(&mut incoming, text.as_bytes());
-            assert_eq!(incoming.next(none, |_| &[]).unwrap_err(), Fault::NotIscsi);
+            assert_eq!(
+                incoming.next(none, |_| &[]).unwrap_err(),
+                IscsiFault::NotIscsi
+            );
         }
         for opcode in [LOGIN_RESPONSE, REJECT] {
             let mut incoming = Incoming::new();

@@ -30,7 +30,7 @@
 //! # Not implemented
 //! Several connections in a session; error recovery levels 1 and 2; bidirectional commands.
 
-mod links;
+mod connection;
 mod receive;
 mod recovery;
 mod tasks;
@@ -44,12 +44,12 @@ use riser_scsi::iscsi::name::TargetAddress;
 use riser_scsi::iscsi::text::Collector;
 use riser_scsi::iscsi::{CmdSn, Itt, StatSn};
 
-pub use self::types::{CommandPdu, ControlPdu, DataOrder, Fault, Output, Placement, SessionConfig};
-use self::types::{Link, Slot, TmfKind};
+pub use self::types::{CommandPdu, ControlPdu, DataOrder, Output, Placement, SessionConfig};
+use self::types::{ConnState, Slot, TmfKind};
 use crate::request::RequestId;
 use crate::request::RequestSpec;
 use crate::request::table::{Late, Limits, Requests};
-use crate::session::{SessionState, SubmitError};
+use crate::session::{Lifecycle, SessionState, SubmitError};
 
 /// Longest wait for the answer to a logout.
 const LOGOUT_PATIENCE: Duration = Duration::from_millis(500);
@@ -71,12 +71,8 @@ const TEXT_TAG: Itt = Itt(0xfff4);
 #[derive(Debug)]
 pub struct Session {
     config: SessionConfig,
-    state: SessionState,
-    ever_live: bool,
-    backoff: Duration,
-    /// How long the next attempt to log in may take.
-    patience: Duration,
-    link: Link,
+    life: Lifecycle,
+    conn: ConnState,
     login: Option<Box<InitiatorLogin>>,
     params: Option<(SessionParams, ConnectionParams)>,
     portal_group: Option<u16>,
@@ -113,11 +109,8 @@ impl Session {
     pub fn new(config: SessionConfig, now: Instant) -> Self {
         assert!((1..=4096).contains(&config.queue_size));
         let mut session = Self {
-            state: SessionState::LoggingIn,
-            ever_live: false,
-            backoff: config.timing.backoff_min,
-            patience: config.timing.login,
-            link: Link::Down,
+            life: Lifecycle::new(config.timing, config.reconnect),
+            conn: ConnState::Free,
             login: None,
             params: None,
             portal_group: None,
@@ -148,10 +141,10 @@ impl Session {
         session
     }
 
-    /// Where the session is in its life.
+    /// The session's state.
     #[must_use]
     pub fn state(&self) -> SessionState {
-        self.state
+        self.life.state()
     }
 
     /// Requests taken and not yet completed.
@@ -208,20 +201,13 @@ impl Session {
     /// # Errors
     /// [`SubmitError`]; nothing was taken.
     pub fn submit(&mut self, spec: RequestSpec, now: Instant) -> Result<RequestId, SubmitError> {
-        if self.is_ending() || self.is_discovery() {
+        if self.life.is_ending() || self.is_discovery() {
             return Err(SubmitError::Closed);
         }
         let id = self.requests.insert(spec).ok_or(SubmitError::Full)?;
         self.arm(spec.deadline);
         self.pump(now);
         Ok(id)
-    }
-
-    fn is_ending(&self) -> bool {
-        matches!(
-            self.state,
-            SessionState::Closed | SessionState::TearingDown { last: true, .. }
-        )
     }
 }
 

@@ -10,11 +10,11 @@ use riser_scsi::iscsi::{BHS_LEN, Itt, Numbers, Ttt};
 use riser_scsi::sense::Sense;
 use riser_scsi::step::Residual;
 
-use super::types::Link;
-use super::{DataOrder, Fault, LOGOUT_TAG, Output, PING_TAG, Placement, Session};
+use super::types::ConnState;
+use super::{DataOrder, LOGOUT_TAG, Output, PING_TAG, Placement, Session};
 use crate::request::table::AttemptEnd;
 use crate::request::{Answer, DataLen, GOOD, RequestError, RequestId};
-use crate::session::{Down, SessionEvent};
+use crate::session::{Down, IscsiFault, SessionEvent};
 
 /// Longest ping that is answered with its data, in bytes.
 const MAX_ECHO: usize = 8192;
@@ -28,7 +28,7 @@ struct Ended {
 impl Session {
     /// Takes a PDU that is no Data-In with data.
     pub fn handle_pdu(&mut self, frame: &Frame<'_>, now: Instant) {
-        if !self.link.is_open() {
+        if !self.conn.is_open() {
             return;
         }
         self.last_heard = now;
@@ -39,20 +39,20 @@ impl Session {
         self.pump(now);
     }
 
-    fn take_pdu(&mut self, frame: &Frame<'_>, now: Instant) -> Result<(), Fault> {
+    fn take_pdu(&mut self, frame: &Frame<'_>, now: Instant) -> Result<(), IscsiFault> {
         if !frame.is_intact {
-            return Err(Fault::DataDigest);
+            return Err(IscsiFault::DataDigest);
         }
         let (pdu, numbers) = FromTarget::parse(frame)?;
         if let FromTarget::LoginResponse(response) = &pdu {
-            if !matches!(self.link, Link::LoggingIn(_)) {
-                return Err(Fault::Unexpected("a login response"));
+            if !matches!(self.conn, ConnState::InLogin(_)) {
+                return Err(IscsiFault::Unexpected("a login response"));
             }
             self.on_login_response(response, frame.data, numbers, now);
             return Ok(());
         }
-        if matches!(self.link, Link::LoggingIn(_)) {
-            return Err(Fault::Unexpected("no login response"));
+        if matches!(self.conn, ConnState::InLogin(_)) {
+            return Err(IscsiFault::Unexpected("no login response"));
         }
         self.take_numbers(&pdu, numbers);
         match pdu {
@@ -72,7 +72,7 @@ impl Session {
             FromTarget::AsyncMessage(message) => self.on_async(&message, frame.data, now)?,
             FromTarget::Reject(reject) => self.on_reject(reject, frame.data, now)?,
             FromTarget::LoginResponse(_) | FromTarget::LogoutResponse(_) => {
-                return Err(Fault::Unexpected("an answer to no question"));
+                return Err(IscsiFault::Unexpected("an answer to no question"));
             }
         }
         Ok(())
@@ -101,39 +101,39 @@ impl Session {
     /// Where the data of a Data-In go, of which only the header has come.
     ///
     /// # Errors
-    /// [`Fault`]: the connection is to be closed; [`Self::handle_fault`] does so.
-    pub fn place_data(&self, bhs: &[u8; BHS_LEN], len: u32) -> Result<Placement, Fault> {
-        if !matches!(self.link, Link::Up | Link::LoggingOut(_)) {
-            return Err(Fault::Unexpected("Data-In"));
+    /// [`IscsiFault`]: the connection is to be closed; [`Self::handle_fault`] does so.
+    pub fn place_data(&self, bhs: &[u8; BHS_LEN], len: u32) -> Result<Placement, IscsiFault> {
+        if !matches!(self.conn, ConnState::LoggedIn | ConnState::InLogout(_)) {
+            return Err(IscsiFault::Unexpected("Data-In"));
         }
         let data = parse_data_in(bhs)?.0;
         let Some(task) = self.task(data.itt) else {
             return if self.is_stale(data.itt) {
                 Ok(Placement::Discard)
             } else {
-                Err(Fault::UnknownTask(data.itt))
+                Err(IscsiFault::UnknownTask(data.itt))
             };
         };
         let DataLen::In(room) = task.len else {
-            return Err(Fault::DataRange);
+            return Err(IscsiFault::DataRange);
         };
         if data.data_sn != task.data_sn || data.offset != task.received {
-            return Err(Fault::DataOrder);
+            return Err(IscsiFault::DataOrder);
         }
         match data.offset.checked_add(len) {
             Some(end) if end <= room => Ok(Placement::Into(RequestId(task.request), data.offset)),
-            _ => Err(Fault::DataRange),
+            _ => Err(IscsiFault::DataRange),
         }
     }
 
     /// The data of a Data-In are where [`Self::place_data`] wanted them.
     pub fn handle_data_in(&mut self, bhs: &[u8; BHS_LEN], len: u32, is_intact: bool, now: Instant) {
-        if !matches!(self.link, Link::Up | Link::LoggingOut(_)) {
+        if !matches!(self.conn, ConnState::LoggedIn | ConnState::InLogout(_)) {
             return;
         }
         self.last_heard = now;
         let taken = match parse_data_in(bhs) {
-            Ok(_) if !is_intact => Err(Fault::DataDigest),
+            Ok(_) if !is_intact => Err(IscsiFault::DataDigest),
             Ok((data, numbers)) => {
                 self.take_numbers(&FromTarget::DataIn(data), numbers);
                 self.on_data_in(&data, len)
@@ -147,12 +147,12 @@ impl Session {
         self.pump(now);
     }
 
-    fn on_data_in(&mut self, data: &DataIn, len: u32) -> Result<(), Fault> {
+    fn on_data_in(&mut self, data: &DataIn, len: u32) -> Result<(), IscsiFault> {
         let Some(task) = self.task_mut(data.itt) else {
             return if self.is_stale(data.itt) {
                 Ok(())
             } else {
-                Err(Fault::UnknownTask(data.itt))
+                Err(IscsiFault::UnknownTask(data.itt))
             };
         };
         task.data_sn = task.data_sn.wrapping_add(1);
@@ -169,12 +169,12 @@ impl Session {
         }
     }
 
-    fn on_response(&mut self, response: &ScsiResponse, data: &[u8]) -> Result<(), Fault> {
+    fn on_response(&mut self, response: &ScsiResponse, data: &[u8]) -> Result<(), IscsiFault> {
         let Some(task) = self.task(response.itt) else {
             return if self.is_stale(response.itt) {
                 Ok(())
             } else {
-                Err(Fault::UnknownTask(response.itt))
+                Err(IscsiFault::UnknownTask(response.itt))
             };
         };
         let request = task.request;
@@ -192,7 +192,7 @@ impl Session {
     }
 
     /// A command was answered.
-    fn end_task(&mut self, itt: Itt, ended: &Ended, sense: &[u8]) -> Result<(), Fault> {
+    fn end_task(&mut self, itt: Itt, ended: &Ended, sense: &[u8]) -> Result<(), IscsiFault> {
         let task = *self.task(itt).expect("the caller has looked");
         let len = match task.len {
             DataLen::None => 0,
@@ -203,7 +203,7 @@ impl Session {
             Residual::Overflow(more) => (len, more),
             Residual::Underflow(residual) => {
                 let moved = len.checked_sub(residual);
-                (moved.ok_or(Fault::Residual { residual, len })?, 0)
+                (moved.ok_or(IscsiFault::Residual { residual, len })?, 0)
             }
         };
         // On iSER nobody but the target knows how much it wrote.
@@ -228,19 +228,19 @@ impl Session {
             .is_some_and(|(session, _)| session.rdma_extensions)
     }
 
-    fn on_r2t(&mut self, r2t: &R2t) -> Result<(), Fault> {
+    fn on_r2t(&mut self, r2t: &R2t) -> Result<(), IscsiFault> {
         let Some((session, _)) = self.params else {
-            return Err(Fault::Unexpected("an R2T"));
+            return Err(IscsiFault::Unexpected("an R2T"));
         };
         let Some(task) = self.task_mut(r2t.itt) else {
             return if self.is_stale(r2t.itt) {
                 Ok(())
             } else {
-                Err(Fault::UnknownTask(r2t.itt))
+                Err(IscsiFault::UnknownTask(r2t.itt))
             };
         };
         let DataLen::Out(room) = task.len else {
-            return Err(Fault::R2t);
+            return Err(IscsiFault::R2t);
         };
         let end = r2t.offset.checked_add(r2t.len).filter(|end| *end <= room);
         let is_legal = r2t.ttt != Ttt::NONE
@@ -249,7 +249,7 @@ impl Session {
             && r2t.offset == task.solicited
             && task.open_r2t < session.max_outstanding_r2t;
         let (Some(end), true) = (end, is_legal) else {
-            return Err(Fault::R2t);
+            return Err(IscsiFault::R2t);
         };
         task.solicited = end;
         task.open_r2t += 1;
@@ -270,7 +270,7 @@ impl Session {
         if nop.itt == PING_TAG {
             self.pinged = None;
         }
-        if nop.ttt != Ttt::NONE && self.link == Link::Up {
+        if nop.ttt != Ttt::NONE && self.conn == ConnState::LoggedIn {
             let limit = match &self.params {
                 Some((_, connection)) => connection.max_send_segment as usize,
                 None => 0,
@@ -280,7 +280,12 @@ impl Session {
         }
     }
 
-    fn on_async(&mut self, message: &AsyncMessage, data: &[u8], now: Instant) -> Result<(), Fault> {
+    fn on_async(
+        &mut self,
+        message: &AsyncMessage,
+        data: &[u8],
+        now: Instant,
+    ) -> Result<(), IscsiFault> {
         match message.event {
             AsyncEvent::Scsi => {
                 let sense: Box<[u8]> = Box::from(ScsiResponse::sense_of(data)?);
@@ -301,10 +306,10 @@ impl Session {
         Ok(())
     }
 
-    fn on_reject(&mut self, reject: Reject, data: &[u8], now: Instant) -> Result<(), Fault> {
+    fn on_reject(&mut self, reject: Reject, data: &[u8], now: Instant) -> Result<(), IscsiFault> {
         let reason = reject.reason;
         let Some(bhs) = data.first_chunk::<BHS_LEN>() else {
-            return Err(Fault::Rejected(reason));
+            return Err(IscsiFault::Rejected(reason));
         };
         let itt = Itt(u32::from_be_bytes([bhs[16], bhs[17], bhs[18], bhs[19]]));
         match bhs[0] & 0x3f {
@@ -325,12 +330,12 @@ impl Session {
                 self.on_tmf_end(None, now);
                 Ok(())
             }
-            _ => Err(Fault::Rejected(reason)),
+            _ => Err(IscsiFault::Rejected(reason)),
         }
     }
 }
 
-fn parse_data_in(bhs: &[u8; BHS_LEN]) -> Result<(DataIn, Numbers), Fault> {
+fn parse_data_in(bhs: &[u8; BHS_LEN]) -> Result<(DataIn, Numbers), IscsiFault> {
     let frame = Frame {
         bhs,
         ahs: &[],
@@ -339,6 +344,6 @@ fn parse_data_in(bhs: &[u8; BHS_LEN]) -> Result<(DataIn, Numbers), Fault> {
     };
     match FromTarget::parse(&frame)? {
         (FromTarget::DataIn(data), numbers) => Ok((data, numbers)),
-        _ => Err(Fault::Unexpected("no Data-In")),
+        _ => Err(IscsiFault::Unexpected("no Data-In")),
     }
 }

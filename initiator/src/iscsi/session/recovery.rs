@@ -1,15 +1,15 @@
-//! Time: what is late is aborted, reset, or left; who is silent is pinged.
+//! Time: late commands are aborted, then reset; a silent target is pinged, then left.
 
 use std::time::Instant;
 
 use riser_scsi::iscsi::pdu::{NopOut, TmfFunction, TmfRequest, TmfStatus};
 use riser_scsi::iscsi::{CmdSn, Itt, Ttt};
 
-use super::types::{Link, TmfKind};
+use super::types::{ConnState, TmfKind};
 use super::{ControlPdu, Output, PING_TAG, Session, TMF_TAG};
 use crate::request::RequestError;
 use crate::request::table::{AttemptEnd, Late, RequestState};
-use crate::session::{ConnectError, Down, SessionState};
+use crate::session::{ConnectError, Down};
 
 impl Session {
     /// Does what is due.
@@ -18,9 +18,9 @@ impl Session {
             return;
         }
         self.timer = None;
-        if let SessionState::Backoff { until } = self.state {
+        if let Some(until) = self.life.next_login() {
             if until <= now {
-                self.state = SessionState::LoggingIn;
+                self.life.log_in_again();
                 self.connect(now);
             } else {
                 self.arm(until);
@@ -34,22 +34,22 @@ impl Session {
     }
 
     fn expire_link(&mut self, now: Instant) {
-        match self.link {
-            Link::Connecting(until) | Link::LoggingIn(until) if until <= now => {
+        match self.conn {
+            ConnState::XptWait(until) | ConnState::InLogin(until) if until <= now => {
                 self.forget_move();
-                self.patience = (self.patience * 2).min(self.config.timing.login_max);
+                self.life.on_login_timeout();
                 self.tear_down(ConnectError::TimedOut.into(), false);
             }
-            Link::LoggingOut(until) if until <= now => self.on_logged_out(),
-            Link::Connecting(until) | Link::LoggingIn(until) | Link::LoggingOut(until) => {
+            ConnState::InLogout(until) if until <= now => self.on_logged_out(),
+            ConnState::XptWait(until) | ConnState::InLogin(until) | ConnState::InLogout(until) => {
                 self.arm(until);
             }
-            Link::Down | Link::Up | Link::Closing => {}
+            ConnState::Free | ConnState::LoggedIn | ConnState::CleanupWait => {}
         }
     }
 
     fn expire_ping(&mut self, now: Instant) {
-        if self.link != Link::Up {
+        if self.conn != ConnState::LoggedIn {
             return;
         }
         let due = self.last_heard + self.config.ping;
@@ -118,7 +118,7 @@ impl Session {
 
     /// Sends the next ABORT TASK, if there is one and nothing is under way.
     pub(super) fn pump_tmf(&mut self, now: Instant) {
-        while self.link == Link::Up && self.tmf.is_none() {
+        while self.conn == ConnState::LoggedIn && self.tmf.is_none() {
             let Some(late) = self.aborts.pop_front() else {
                 return;
             };

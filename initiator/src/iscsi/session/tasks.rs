@@ -7,12 +7,11 @@ use riser_scsi::iscsi::{Itt, Ttt};
 use riser_scsi::sense::{Sense, SenseKey};
 use riser_scsi::srp::TaskAttr;
 
-use super::types::{Link, Task};
+use super::types::{ConnState, Task};
 use super::{CommandPdu, DataOrder, Output, Session};
 use crate::request::table::{AttemptEnd, Settled};
 use crate::request::{
-    Answer, DataLen, RequestError, RequestId, RequestResult, attention_of, may_change_unit,
-    may_end_commands,
+    Answer, DataLen, RequestId, RequestResult, attention_of, may_change_unit, may_end_commands,
 };
 use crate::session::SessionEvent;
 
@@ -20,7 +19,7 @@ impl Session {
     /// Starts what can be started: nothing while a reset is under way, so that every command which is
     /// outstanding when it is answered was sent before it, and is ended by it.
     pub(super) fn pump(&mut self, now: Instant) {
-        while self.link == Link::Up
+        while self.conn == ConnState::LoggedIn
             && !self.is_resetting()
             && !self.max_cmd_sn.is_before(self.cmd_sn)
         {
@@ -185,7 +184,7 @@ impl Session {
 
     /// The unit is the one that it was.
     pub fn release(&mut self, now: Instant) {
-        self.backoff = self.config.timing.backoff_min;
+        self.life.on_usable();
         self.requests.release();
         self.pump(now);
     }
@@ -232,7 +231,7 @@ impl Session {
 
     /// Decides what becomes of a request whose attempt is over.
     pub(super) fn settle(&mut self, index: u32, end: AttemptEnd, now: Instant) {
-        match self.requests.settle(index, end, self.is_ending(), now) {
+        match self.requests.settle(index, end, self.life.is_ending(), now) {
             Settled::Over(result) => self.complete(index, result),
             Settled::Queued => {}
             Settled::Later(until) => self.arm(until),
@@ -243,12 +242,5 @@ impl Session {
         self.requests.remove(index);
         self.outputs
             .push_back(Output::Complete(RequestId(index), result));
-    }
-
-    /// Ends everything there is.
-    pub(super) fn complete_all(&mut self) {
-        for index in self.requests.all() {
-            self.complete(index, Err(RequestError::Closed));
-        }
     }
 }

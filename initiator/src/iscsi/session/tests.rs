@@ -10,7 +10,8 @@ use riser_scsi::srp::TaskAttr;
 use super::fixture::config;
 use super::*;
 use crate::request::{Answer, Cdb, DataLen, Effect, RequestError, RequestResult, Retry};
-use crate::session::{ConnectError, Down, SessionEvent};
+use crate::session::{ConnectError, Down, IscsiFault, SessionEvent};
+use crate::state::tests::{assert_all_taken, table};
 
 const MS: Duration = Duration::from_millis(1);
 const SEC: Duration = Duration::from_secs(1);
@@ -194,6 +195,49 @@ impl Rig {
 
 const READ: (DataLen, Effect) = (DataLen::In(1024), Effect::None);
 
+fn states() -> [ConnState; 6] {
+    let until = Instant::now();
+    [
+        ConnState::Free,
+        ConnState::XptWait(until),
+        ConnState::InLogin(until),
+        ConnState::LoggedIn,
+        ConnState::InLogout(until),
+        ConnState::CleanupWait,
+    ]
+}
+
+#[test]
+fn the_table_of_connections_is_the_diagram() {
+    let expected = "Free: XptWait\n\
+                    XptWait: Free InLogin CleanupWait\n\
+                    InLogin: LoggedIn CleanupWait\n\
+                    LoggedIn: InLogout CleanupWait\n\
+                    InLogout: CleanupWait\n\
+                    CleanupWait: Free\n";
+    assert_eq!(table(&states()), expected);
+}
+
+#[test]
+fn every_transition_of_a_connection_is_taken() {
+    assert_all_taken(&states(), || {
+        let mut closed = Rig::live();
+        closed.session.close(closed.now);
+        closed.session.handle_broken(closed.now);
+        closed.session.handle_gone(closed.now);
+        let mut broken = Rig::live();
+        broken.session.handle_broken(broken.now);
+        let mut silent = Rig::connecting(config());
+        silent.session.handle_connected([7; 33], silent.now);
+        silent.session.handle_broken(silent.now);
+        let mut late = Rig::connecting(config());
+        late.session.close(late.now);
+        let mut refused = Rig::connecting(config());
+        let error = ConnectError::Unreachable;
+        refused.session.handle_connect_failed(error, refused.now);
+    });
+}
+
 #[test]
 fn a_write_goes_with_its_burst_and_then_what_is_asked_for() {
     let mut rig = Rig::live();
@@ -235,7 +279,7 @@ fn an_r2t_for_what_was_sent_ends_the_connection() {
     put(&mut r2t, 44, 4096);
     rig.receive(r2t, &[]);
     rig.gone();
-    rig.reconnecting(Down::IscsiFault(Fault::R2t));
+    rig.reconnecting(Down::IscsiFault(IscsiFault::R2t));
 }
 
 #[test]
@@ -256,10 +300,16 @@ fn data_arrive_in_order_and_the_last_may_carry_the_status() {
     put(&mut last, 36, 1);
     put(&mut last, 40, 512);
     put(&mut last, 44, 12);
-    assert_eq!(rig.session.place_data(&last, 513), Err(Fault::DataRange));
+    assert_eq!(
+        rig.session.place_data(&last, 513),
+        Err(IscsiFault::DataRange)
+    );
     let mut again = last;
     put(&mut again, 36, 0);
-    assert_eq!(rig.session.place_data(&again, 500), Err(Fault::DataOrder));
+    assert_eq!(
+        rig.session.place_data(&again, 500),
+        Err(IscsiFault::DataOrder)
+    );
     assert_eq!(
         rig.session.place_data(&last, 500),
         Ok(Placement::Into(id, 512))
@@ -279,7 +329,7 @@ fn data_arrive_in_order_and_the_last_may_carry_the_status() {
     let strange = bhs(0x25, 0, 0x0001_0009);
     assert!(matches!(
         rig.session.place_data(&strange, 4),
-        Err(Fault::UnknownTask(_))
+        Err(IscsiFault::UnknownTask(_))
     ));
 }
 

@@ -1,16 +1,13 @@
-//! What a session is made with, what it asks for, and what it tells.
+//! Configuration and outputs of a session, and the parts of its state.
 
 use std::time::{Duration, Instant};
 
 use riser_scsi::iscsi::chap::{Algorithm, Credentials};
-use riser_scsi::iscsi::frame::{Digests, FrameError};
+use riser_scsi::iscsi::frame::Digests;
 use riser_scsi::iscsi::keys::{Key, Offer};
 use riser_scsi::iscsi::login::ConnectionParams;
 use riser_scsi::iscsi::name::{Found, IscsiName, TargetAddress};
-use riser_scsi::iscsi::pdu::{PduError, RejectReason};
-use riser_scsi::iscsi::text::TextError;
 use riser_scsi::iscsi::{BHS_LEN, CmdSn, Isid, Itt, Ttt};
-use riser_scsi::iser::IserError;
 use riser_scsi::srp::WireLun;
 
 #[cfg(doc)]
@@ -18,8 +15,9 @@ use super::Session;
 use crate::request::table::Late;
 use crate::request::{DataLen, RequestId, RequestResult};
 use crate::session::{SessionEvent, Timing};
+use crate::state::State;
 
-/// What a session is made with.
+/// Configuration of a session.
 #[derive(Clone, Debug)]
 pub struct SessionConfig {
     /// Who logs in.
@@ -47,8 +45,8 @@ pub struct SessionConfig {
     /// Attempts at one request at most.
     pub max_attempts: u8,
     /// Whether a connection that broke is made again. Without, the session ends with its connection,
-    /// and its requests with [`RequestError::Closed`](crate::request::RequestError::Closed): its user
-    /// decides what becomes of them.
+    /// and its requests with [`RequestError::Closed`](crate::request::RequestError::Closed), for its
+    /// user to repeat or not.
     pub reconnect: bool,
     /// Times.
     pub timing: Timing,
@@ -105,7 +103,7 @@ pub enum Placement {
     Discard,
 }
 
-/// What the owner is to do.
+/// A request to the session's owner.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Output {
     /// Connect to the target's address, or to the one it has moved to; then
@@ -132,79 +130,59 @@ pub enum Output {
     Event(SessionEvent),
 }
 
-/// The target did what iSCSI does not allow, or a digest was wrong. The connection is to be closed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Fault {
-    /// The stream cannot be followed.
-    #[error(transparent)]
-    Frame(#[from] FrameError),
-    /// The first bytes are no answer to a login: a server of something else.
-    #[error("the peer does not speak iSCSI")]
-    NotIscsi,
-    /// A PDU is malformed.
-    #[error(transparent)]
-    Pdu(#[from] PduError),
-    /// A message of iSER is malformed.
-    #[error(transparent)]
-    Iser(#[from] IserError),
-    /// Text is malformed.
-    #[error(transparent)]
-    Text(#[from] TextError),
-    /// Data were damaged on their way.
-    #[error("the data digest is wrong")]
-    DataDigest,
-    /// A PDU came that this state does not allow.
-    #[error("a PDU that is not expected: {0}")]
-    Unexpected(&'static str),
-    /// An answer names a task that there is not.
-    #[error("a PDU with task tag {:#010x}, which is not outstanding", .0.0)]
-    UnknownTask(Itt),
-    /// Data-In with the wrong number, or not where the data before it ended.
-    #[error("Data-In out of order")]
-    DataOrder,
-    /// More data than the command has room for.
-    #[error("data beyond the command's buffer")]
-    DataRange,
-    /// An R2T that asks for what it may not ask for.
-    #[error("an R2T for data that are not to be asked for")]
-    R2t,
-    /// A residual larger than the buffer it is about.
-    #[error("a residual of {residual} bytes for a buffer of {len}")]
-    Residual {
-        /// The residual.
-        residual: u32,
-        /// The buffer's length.
-        len: u32,
-    },
-    /// More PDUs that want an answer than answers can be sent.
-    #[error("the target does not read the answers that it asks for")]
-    Flood,
-    /// The target refused something other than a command.
-    #[error("target rejected a PDU ({0:?})")]
-    Rejected(RejectReason),
-}
-
-/// The connection.
+/// The connection's state, by the names of RFC 7143 clause 8.1.3.
+///
+/// ```text
+/// Free → XptWait → InLogin → LoggedIn → InLogout
+///  ↑ ↑______│ │        │         │          │
+///  │          ↓        ↓         ↓          │
+///  └───── CleanupWait ←┴─────────┴──────────┘
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Link {
-    /// None.
-    Down,
-    /// Being made, until the given time.
-    Connecting(Instant),
-    /// Made; logging in, until the given time.
-    LoggingIn(Instant),
-    /// In full-feature phase.
-    Up,
-    /// A logout is awaited, until the given time.
-    LoggingOut(Instant),
-    /// Being closed by the owner.
-    Closing,
+pub(super) enum ConnState {
+    /// S1: there is none.
+    Free,
+    /// S2: the transport's connection is being made, until the given time.
+    XptWait(Instant),
+    /// S4: logging in, until the given time.
+    InLogin(Instant),
+    /// S5: in full-feature phase.
+    LoggedIn,
+    /// S6: the answer to a logout is awaited, until the given time.
+    InLogout(Instant),
+    /// S8: being closed by the owner.
+    CleanupWait,
 }
 
-impl Link {
-    /// Whether PDUs are of interest.
+impl ConnState {
+    /// Returns whether PDUs are of interest.
     pub(super) fn is_open(self) -> bool {
-        matches!(self, Self::LoggingIn(_) | Self::Up | Self::LoggingOut(_))
+        matches!(self, Self::InLogin(_) | Self::LoggedIn | Self::InLogout(_))
+    }
+}
+
+impl State for ConnState {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Free => "Free",
+            Self::XptWait(_) => "XptWait",
+            Self::InLogin(_) => "InLogin",
+            Self::LoggedIn => "LoggedIn",
+            Self::InLogout(_) => "InLogout",
+            Self::CleanupWait => "CleanupWait",
+        }
+    }
+
+    fn may_become(&self, next: &Self) -> bool {
+        use ConnState::{CleanupWait, Free, InLogin, InLogout, LoggedIn, XptWait};
+        match self {
+            Free => matches!(next, XptWait(_)),
+            XptWait(_) => matches!(next, InLogin(_) | CleanupWait | Free),
+            InLogin(_) => matches!(next, LoggedIn | CleanupWait),
+            LoggedIn => matches!(next, InLogout(_) | CleanupWait),
+            InLogout(_) => matches!(next, CleanupWait),
+            CleanupWait => matches!(next, Free),
+        }
     }
 }
 

@@ -9,7 +9,7 @@
 //!   than the request limit allows; one unit of the limit is kept back for task management.
 //! - A tag is a slot and the slot's generation, so that an answer to an older use of a slot is told
 //!   from the answer that is awaited.
-//! - Whatever the target sends, nothing here panics: a violation is a [`ChannelFault`], upon which
+//! - Whatever the target sends, nothing here panics: a violation is a [`SrpFault`], upon which
 //!   the owner closes the channel.
 
 mod types;
@@ -21,11 +21,12 @@ use riser_scsi::srp::{
 };
 
 pub use self::types::{
-    Agreed, ChannelConfig, ChannelFault, ChannelState, CommandData, CommandIu, Immediate,
-    LoginError, Received,
+    Agreed, ChannelConfig, ChannelState, CommandData, CommandIu, Immediate, Received,
 };
 use super::descriptor::DescriptorLimits;
 use crate::request::{DataLen, MAX_CDB};
+use crate::session::{SrpFault, SrpLoginError};
+use crate::state::{State, become_state};
 
 /// Where immediate data begins: behind the fixed part, sixteen more bytes of CDB, and the length.
 const IMMEDIATE_OFFSET: u16 = 48 + 16 + 4;
@@ -86,7 +87,7 @@ impl InitiatorChannel {
         }
     }
 
-    /// Where the channel is in its life.
+    /// The channel's state.
     #[must_use]
     pub fn state(&self) -> ChannelState {
         self.state
@@ -116,7 +117,7 @@ impl InitiatorChannel {
     /// If the channel is not [`ChannelState::Connecting`].
     pub fn begin_login(&mut self) -> LoginReq {
         assert_eq!(self.state, ChannelState::Connecting);
-        self.state = ChannelState::LoggingIn;
+        become_state(&mut self.state, ChannelState::LoggingIn);
         self.login_tag = Tag(0);
         LoginReq {
             tag: self.login_tag,
@@ -135,35 +136,33 @@ impl InitiatorChannel {
     /// The connection is established; `private_data` carries the target's answer.
     ///
     /// # Errors
-    /// [`ChannelFault`] if it is no answer that can be worked with; the channel is then to be closed.
-    pub fn handle_established(&mut self, private_data: &[u8]) -> Result<Agreed, ChannelFault> {
+    /// [`SrpFault`] if it is no answer that can be worked with; the channel is then to be closed.
+    pub fn handle_established(&mut self, private_data: &[u8]) -> Result<Agreed, SrpFault> {
         if self.state != ChannelState::LoggingIn {
-            return Err(ChannelFault::Unexpected {
+            return Err(SrpFault::Unexpected {
                 opcode: Opcode::LoginRsp,
-                state: self.state,
+                state: self.state.name(),
             });
         }
         let rsp = LoginRsp::parse(private_data)?;
         if rsp.tag != self.login_tag {
-            return Err(ChannelFault::UnknownTag(rsp.tag));
+            return Err(SrpFault::UnknownTag(rsp.tag));
         }
         if rsp.req_lim_delta < 1 {
-            return Err(ChannelFault::RequestLimit(rsp.req_lim_delta));
+            return Err(SrpFault::RequestLimit(rsp.req_lim_delta));
         }
         if rsp.max_it_iu_len < MIN_MAX_IU_LEN {
-            return Err(ChannelFault::Login("maximum length below 64 bytes"));
+            return Err(SrpFault::Login("maximum length below 64 bytes"));
         }
         let formats = BufferFormats::DIRECT | BufferFormats::INDIRECT;
         if !rsp.formats.contains(formats) {
-            return Err(ChannelFault::Login(
-                "a buffer format that we need is missing",
-            ));
+            return Err(SrpFault::Login("a buffer format that we need is missing"));
         }
         self.req_lim = rsp.req_lim_delta.into();
         self.reserved = if self.req_lim > RESERVED { RESERVED } else { 0 };
         let agreed = self.plan_agreed(&rsp);
         self.agreed = Some(agreed);
-        self.state = ChannelState::Live;
+        become_state(&mut self.state, ChannelState::Live);
         Ok(agreed)
     }
 
@@ -193,12 +192,13 @@ impl InitiatorChannel {
         }
     }
 
-    /// The connection was refused with a CM reason and private data, in which a target says why.
-    pub fn handle_rejected(&mut self, reason: u16, private_data: &[u8]) -> LoginError {
-        self.state = ChannelState::Disconnected;
+    /// The error that a refused connection's CM reason and private data stand for: a target that
+    /// speaks SRP sends an SRP_LOGIN_REJ with it.
+    #[must_use]
+    pub fn rejection(reason: u16, private_data: &[u8]) -> SrpLoginError {
         match LoginRej::parse(private_data) {
-            Ok(rej) => LoginError::Rejected(rej.reason),
-            Err(_) => LoginError::Refused(reason),
+            Ok(rej) => SrpLoginError::Rejected(rej.reason),
+            Err(_) => SrpLoginError::Refused(reason),
         }
     }
 
@@ -358,8 +358,12 @@ impl InitiatorChannel {
     /// listen to one.
     pub fn begin_disconnect(&mut self) -> Option<[u8; SHORT_IU_LEN]> {
         let live = self.state == ChannelState::Live;
-        if self.state != ChannelState::Disconnected {
-            self.state = ChannelState::Disconnecting;
+        // The target may have logged out, and its channel be in this state already.
+        if !matches!(
+            self.state,
+            ChannelState::Disconnecting | ChannelState::Disconnected
+        ) {
+            become_state(&mut self.state, ChannelState::Disconnecting);
         }
         live.then(|| {
             let mut iu = [0; SHORT_IU_LEN];
@@ -370,19 +374,21 @@ impl InitiatorChannel {
 
     /// The connection is gone, and with it every outstanding request.
     pub fn handle_disconnected(&mut self) {
-        self.state = ChannelState::Disconnected;
+        if self.state != ChannelState::Disconnected {
+            become_state(&mut self.state, ChannelState::Disconnected);
+        }
     }
 
     /// Judges an information unit that arrived.
     ///
     /// # Errors
-    /// [`ChannelFault`] upon which the channel is to be closed.
-    pub fn handle_iu<'a>(&mut self, iu: &'a [u8]) -> Result<Received<'a>, ChannelFault> {
+    /// [`SrpFault`] upon which the channel is to be closed.
+    pub fn handle_iu<'a>(&mut self, iu: &'a [u8]) -> Result<Received<'a>, SrpFault> {
         let message = FromTarget::parse(iu)?;
         if !matches!(self.state, ChannelState::Live | ChannelState::Disconnecting) {
-            return Err(ChannelFault::Unexpected {
+            return Err(SrpFault::Unexpected {
                 opcode: Opcode::of(iu)?,
-                state: self.state,
+                state: self.state.name(),
             });
         }
         match message {
@@ -404,21 +410,23 @@ impl InitiatorChannel {
                 })
             }
             FromTarget::TLogout(logout) => {
-                self.state = ChannelState::Disconnecting;
+                if self.state == ChannelState::Live {
+                    become_state(&mut self.state, ChannelState::Disconnecting);
+                }
                 Ok(Received::Logout(logout.reason))
             }
-            FromTarget::LoginRsp(_) | FromTarget::LoginRej(_) => Err(ChannelFault::Unexpected {
+            FromTarget::LoginRsp(_) | FromTarget::LoginRej(_) => Err(SrpFault::Unexpected {
                 opcode: Opcode::of(iu)?,
-                state: self.state,
+                state: self.state.name(),
             }),
         }
     }
 
-    fn handle_rsp<'a>(&mut self, rsp: Rsp<'a>) -> Result<Received<'a>, ChannelFault> {
+    fn handle_rsp<'a>(&mut self, rsp: Rsp<'a>) -> Result<Received<'a>, SrpFault> {
         if rsp.tag.0 & TMF_TAG != 0 {
             return self.handle_tsk_mgmt_rsp(&rsp);
         }
-        let unknown = ChannelFault::UnknownTag(rsp.tag);
+        let unknown = SrpFault::UnknownTag(rsp.tag);
         let index = self.slot_of(rsp.tag).ok_or(unknown)?;
         let slot = &mut self.slots[index];
         if slot.owner.is_none() {
@@ -438,7 +446,7 @@ impl InitiatorChannel {
         Ok(Received::Response { owner, rsp })
     }
 
-    fn handle_tsk_mgmt_rsp<'a>(&mut self, rsp: &Rsp<'a>) -> Result<Received<'a>, ChannelFault> {
+    fn handle_tsk_mgmt_rsp<'a>(&mut self, rsp: &Rsp<'a>) -> Result<Received<'a>, SrpFault> {
         let number = rsp.tag.0 & !TMF_TAG;
         if self.tmf == Some(rsp.tag) {
             self.tmf = None;
@@ -450,13 +458,13 @@ impl InitiatorChannel {
             self.add_credit(rsp.req_lim_delta)?;
             return Ok(Received::Stale);
         }
-        Err(ChannelFault::UnknownTag(rsp.tag))
+        Err(SrpFault::UnknownTag(rsp.tag))
     }
 
-    fn add_credit(&mut self, delta: i32) -> Result<(), ChannelFault> {
+    fn add_credit(&mut self, delta: i32) -> Result<(), SrpFault> {
         let limit = self.req_lim + i64::from(delta);
         if limit.unsigned_abs() > i32::MAX.unsigned_abs().into() {
-            return Err(ChannelFault::RequestLimit(delta));
+            return Err(SrpFault::RequestLimit(delta));
         }
         self.req_lim = limit;
         Ok(())
@@ -465,11 +473,9 @@ impl InitiatorChannel {
 
 /// An underflow cannot exceed the buffer. An overflow may be anything: it tells what a larger buffer
 /// would have got.
-fn check_residual(residual: Residual, len: u32) -> Result<(), ChannelFault> {
+fn check_residual(residual: Residual, len: u32) -> Result<(), SrpFault> {
     match residual {
-        Residual::Under(residual) if residual > len => {
-            Err(ChannelFault::Residual { residual, len })
-        }
+        Residual::Under(residual) if residual > len => Err(SrpFault::Residual { residual, len }),
         _ => Ok(()),
     }
 }

@@ -6,6 +6,7 @@ use riser_scsi::srp::{
 
 use super::*;
 use crate::request::Cdb;
+use crate::state::tests::{assert_all_taken, table};
 
 fn config() -> ChannelConfig {
     ChannelConfig {
@@ -83,33 +84,72 @@ fn a_small_information_unit_carries_fewer_descriptors() {
 
 #[test]
 fn answers_to_a_login_that_make_no_sense_are_refused() {
-    for bad in [
-        login_rsp(0, 8260, true),
-        login_rsp(-1, 8260, true),
-        login_rsp(8, 63, true),
-        {
-            let mut iu = login_rsp(8, 8260, true);
-            iu[15] = 1;
-            iu
-        },
-        {
-            let mut iu = login_rsp(8, 8260, true);
-            iu[25] = 2;
-            iu
-        },
-        {
-            let mut iu = login_rsp(8, 8260, true);
-            iu[0] = 0xc1;
-            iu
-        },
+    let edited = |at: usize, byte: u8| {
+        let mut iu = login_rsp(8, 8260, true);
+        iu[at] = byte;
+        iu
+    };
+    let (no_format, too_short) = (
+        SrpFault::Login("a buffer format that we need is missing"),
+        SrpFault::Login("maximum length below 64 bytes"),
+    );
+    for (bad, why) in [
+        (login_rsp(0, 8260, true), SrpFault::RequestLimit(0)),
+        (login_rsp(-1, 8260, true), SrpFault::RequestLimit(-1)),
+        (login_rsp(8, 63, true), too_short),
+        (edited(15, 1), SrpFault::UnknownTag(Tag(1))),
+        (edited(25, 2), no_format),
     ] {
         let mut channel = InitiatorChannel::new(config());
         channel.begin_login();
-        assert!(channel.handle_established(&bad).is_err());
+        assert_eq!(channel.handle_established(&bad), Err(why));
     }
-    let mut channel = InitiatorChannel::new(config());
-    channel.begin_login();
-    assert!(channel.handle_established(&[]).is_err());
+    for malformed in [&edited(0, 0xc1)[..], &[]] {
+        let mut channel = InitiatorChannel::new(config());
+        channel.begin_login();
+        let refused = channel.handle_established(malformed);
+        assert!(
+            matches!(refused, Err(SrpFault::Malformed(_))),
+            "{refused:?}"
+        );
+    }
+}
+
+const STATES: [ChannelState; 5] = [
+    ChannelState::Connecting,
+    ChannelState::LoggingIn,
+    ChannelState::Live,
+    ChannelState::Disconnecting,
+    ChannelState::Disconnected,
+];
+
+#[test]
+fn the_table_of_channels_is_the_diagram() {
+    let expected = "Connecting: LoggingIn Disconnecting Disconnected\n\
+                    LoggingIn: Live Disconnecting Disconnected\n\
+                    Live: Disconnecting\n\
+                    Disconnecting: Disconnected\n\
+                    Disconnected: \n";
+    assert_eq!(table(&STATES), expected);
+}
+
+#[test]
+fn every_transition_of_a_channel_is_taken() {
+    assert_all_taken(&STATES, || {
+        let mut channel = live(4);
+        channel.begin_disconnect();
+        channel.handle_disconnected();
+        // The path is not found, in time or at all.
+        InitiatorChannel::new(config()).handle_disconnected();
+        InitiatorChannel::new(config()).begin_disconnect();
+        // The login is not answered, or refused.
+        let mut late = InitiatorChannel::new(config());
+        late.begin_login();
+        late.begin_disconnect();
+        let mut refused = InitiatorChannel::new(config());
+        refused.begin_login();
+        refused.handle_disconnected();
+    });
 }
 
 #[test]
@@ -117,16 +157,16 @@ fn a_refusal_says_why() {
     let mut rej = [0; 148];
     rej[0] = 0xc2;
     rej[4..8].copy_from_slice(&0x0001_0006u32.to_be_bytes());
-    let mut channel = InitiatorChannel::new(config());
-    channel.begin_login();
     assert_eq!(
-        channel.handle_rejected(28, &rej),
-        LoginError::Rejected(LoginRejReason::ChannelLimitReached)
+        InitiatorChannel::rejection(28, &rej),
+        SrpLoginError::Rejected(LoginRejReason::ChannelLimitReached)
     );
-    assert_eq!(channel.state(), ChannelState::Disconnected);
+    let no_reason = InitiatorChannel::rejection(8, &[]);
+    assert_eq!(no_reason, SrpLoginError::Refused(8));
     let mut channel = InitiatorChannel::new(config());
     channel.begin_login();
-    assert_eq!(channel.handle_rejected(8, &[]), LoginError::Refused(8));
+    channel.handle_disconnected();
+    assert_eq!(channel.state(), ChannelState::Disconnected);
 }
 
 #[test]
@@ -170,24 +210,24 @@ fn unknown_and_repeated_tags_are_faults_and_late_ones_are_not() {
     let mut channel = live(16);
     assert!(matches!(
         channel.handle_iu(&rsp(Tag(0), 1)),
-        Err(ChannelFault::UnknownTag(_))
+        Err(SrpFault::UnknownTag(_))
     ));
     let tag = channel.reserve(1, DataLen::None).unwrap();
     channel.handle_iu(&rsp(tag, 1)).unwrap();
     assert_eq!(
         channel.handle_iu(&rsp(tag, 1)),
-        Err(ChannelFault::UnknownTag(tag))
+        Err(SrpFault::UnknownTag(tag))
     );
     let tag = channel.reserve(1, DataLen::None).unwrap();
     channel.give_up(tag);
     assert_eq!(channel.handle_iu(&rsp(tag, 1)), Ok(Received::Stale));
     assert_eq!(
         channel.handle_iu(&rsp(tag, 1)),
-        Err(ChannelFault::UnknownTag(tag))
+        Err(SrpFault::UnknownTag(tag))
     );
     assert_eq!(
         channel.handle_iu(&rsp(Tag(TMF_TAG | 1), 1)),
-        Err(ChannelFault::UnknownTag(Tag(TMF_TAG | 1)))
+        Err(SrpFault::UnknownTag(Tag(TMF_TAG | 1)))
     );
 }
 
@@ -257,7 +297,7 @@ fn absurd_limits_and_residuals_are_faults() {
     req[4..8].copy_from_slice(&i32::MAX.to_be_bytes());
     assert_eq!(
         channel.handle_iu(&req),
-        Err(ChannelFault::RequestLimit(i32::MAX))
+        Err(SrpFault::RequestLimit(i32::MAX))
     );
     let tag = channel.reserve(0, DataLen::In(512)).unwrap();
     let mut iu = rsp(tag, 1);
@@ -265,7 +305,7 @@ fn absurd_limits_and_residuals_are_faults() {
     iu[24..28].copy_from_slice(&513u32.to_be_bytes());
     assert_eq!(
         channel.handle_iu(&iu),
-        Err(ChannelFault::Residual {
+        Err(SrpFault::Residual {
             residual: 513,
             len: 512
         })
@@ -284,7 +324,7 @@ fn a_target_logout_ends_new_requests() {
     channel.handle_disconnected();
     assert!(matches!(
         channel.handle_iu(&iu),
-        Err(ChannelFault::Unexpected { .. })
+        Err(SrpFault::Unexpected { .. })
     ));
 }
 

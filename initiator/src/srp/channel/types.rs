@@ -1,15 +1,15 @@
-//! What a channel is made with, what it writes, and what it makes of what arrives.
+//! Configuration, states and information units of a channel.
 
 use riser_scsi::srp::{
-    ImmediateDataOffset, IndirectTable, InitiatorPortId, LoginRejReason, MemDesc,
-    MultiChannelAction, MultiChannelResult, Opcode, Rsp, RspCode, SHORT_IU_LEN, SrpError, Tag,
-    TargetPortId, TaskAttr, WireLun,
+    ImmediateDataOffset, IndirectTable, InitiatorPortId, MemDesc, MultiChannelAction,
+    MultiChannelResult, Rsp, RspCode, SHORT_IU_LEN, TargetPortId, TaskAttr, WireLun,
 };
 
 use crate::request::{Cdb, DataLen};
 use crate::srp::descriptor::DescriptorLimits;
+use crate::state::State;
 
-/// What a channel is made with.
+/// Configuration of a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChannelConfig {
     /// Commands outstanding at most.
@@ -30,11 +30,14 @@ pub struct ChannelConfig {
     pub multi_channel: MultiChannelAction,
 }
 
-/// Where a channel is in its life.
+/// A channel's state.
 ///
 /// ```text
-/// Connecting → LoggingIn → Live → Disconnecting → Disconnected
-///      └───────────┴─────────────────────────────────↑
+/// Connecting → LoggingIn → Live
+///    │  │         │  │      ↓
+///    │  └─────────│──┴→ Disconnecting
+///    ↓            ↓         │
+/// Disconnected ←──┴─────────┘
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ChannelState {
@@ -50,7 +53,30 @@ pub enum ChannelState {
     Disconnected,
 }
 
-/// What the login agreed on.
+impl State for ChannelState {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Connecting => "Connecting",
+            Self::LoggingIn => "LoggingIn",
+            Self::Live => "Live",
+            Self::Disconnecting => "Disconnecting",
+            Self::Disconnected => "Disconnected",
+        }
+    }
+
+    fn may_become(&self, next: &Self) -> bool {
+        use ChannelState::{Connecting, Disconnected, Disconnecting, Live, LoggingIn};
+        match self {
+            Connecting => matches!(next, LoggingIn | Disconnecting | Disconnected),
+            LoggingIn => matches!(next, Live | Disconnecting | Disconnected),
+            Live => matches!(next, Disconnecting),
+            Disconnecting => matches!(next, Disconnected),
+            Disconnected => false,
+        }
+    }
+}
+
+/// Outcome of the login's negotiation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Agreed {
     /// The longest information unit that we may send, in bytes.
@@ -70,53 +96,6 @@ pub struct Immediate {
     pub offset: ImmediateDataOffset,
     /// Its longest, in bytes.
     pub max_len: u32,
-}
-
-/// The target did what SRP does not allow. The channel is to be closed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ChannelFault {
-    /// An information unit is malformed.
-    #[error("malformed information unit: {0}")]
-    Malformed(#[from] SrpError),
-    /// An information unit came that this state does not allow.
-    #[error("{opcode:?} while {state:?}")]
-    Unexpected {
-        /// The information unit's type.
-        opcode: Opcode,
-        /// The channel's state.
-        state: ChannelState,
-    },
-    /// An answer names a request that is not outstanding.
-    #[error("answer with tag {0}, which is not outstanding")]
-    UnknownTag(Tag),
-    /// A request-limit delta takes the limit out of all bounds.
-    #[error("request limit delta {0} is absurd")]
-    RequestLimit(i32),
-    /// A residual is larger than the buffer it is about.
-    #[error("residual of {residual} bytes for a buffer of {len}")]
-    Residual {
-        /// The residual.
-        residual: u32,
-        /// The buffer's length.
-        len: u32,
-    },
-    /// The login's answer cannot be worked with.
-    #[error("login response: {0}")]
-    Login(&'static str),
-}
-
-/// Why a login failed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum LoginError {
-    /// The target refused, and said why.
-    #[error("login refused: {0}")]
-    Rejected(LoginRejReason),
-    /// The connection was refused without an SRP reason; the value is the CM's.
-    #[error("connection refused (CM reason {0})")]
-    Refused(u16),
-    /// The target's answer is not legal.
-    #[error(transparent)]
-    Fault(#[from] ChannelFault),
 }
 
 /// A command's data as it goes into the information unit.
@@ -147,7 +126,7 @@ pub struct CommandIu<'a> {
     pub data: CommandData<'a>,
 }
 
-/// What an arrived information unit means to the owner.
+/// Meaning of an arrived information unit for the owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Received<'a> {
     /// A command was answered; its slot is free when it is retired.

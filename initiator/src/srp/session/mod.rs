@@ -51,35 +51,31 @@
 //! # Not implemented
 //! Channels beyond the first that break take the whole session through a reconnection.
 
-mod links;
+mod connection;
 mod recovery;
 mod requests;
 mod types;
 
 use std::collections::VecDeque;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use riser_scsi::sense::Sense;
 use riser_scsi::srp::{Residual, Rsp, RspCode, Tag, TargetPortId};
 
 pub use self::types::{ChannelIndex, Output, SessionConfig};
-use self::types::{Link, Member};
+use self::types::{ConnState, Member};
 use super::channel::{Agreed, Received};
 #[cfg(doc)]
 use crate::request::Effect;
 use crate::request::table::{AttemptEnd, Limits, Requests};
 use crate::request::{Answer, DataLen, RequestError};
-use crate::session::{ConnectError, Down, SessionEvent, SessionState, SubmitError};
+use crate::session::{ConnectError, Down, Lifecycle, SessionEvent, SessionState, SubmitError};
 
 /// One session. See the module's documentation.
 #[derive(Debug)]
 pub struct Session {
     config: SessionConfig,
-    state: SessionState,
-    ever_live: bool,
-    backoff: Duration,
-    /// How long the next attempt to log in may take.
-    patience: Duration,
+    life: Lifecycle,
     members: Vec<Member>,
     requests: Requests<Tag>,
     /// A logical unit was reset, and commands that were sent on other channels are being aborted.
@@ -106,10 +102,7 @@ impl Session {
         assert!(config.channels > 0);
         let mut session = Self {
             config,
-            state: SessionState::LoggingIn,
-            ever_live: false,
-            backoff: config.timing.backoff_min,
-            patience: config.timing.login,
+            life: Lifecycle::new(config.timing, config.reconnect),
             members: (0..config.channels)
                 .map(|i| Member::new(&config, i))
                 .collect(),
@@ -130,10 +123,10 @@ impl Session {
         session
     }
 
-    /// Where the session is in its life.
+    /// The session's state.
     #[must_use]
     pub fn state(&self) -> SessionState {
-        self.state
+        self.life.state()
     }
 
     /// Requests taken and not yet completed.
@@ -145,7 +138,10 @@ impl Session {
     /// Live channels.
     #[must_use]
     pub fn live_channels(&self) -> usize {
-        self.members.iter().filter(|m| m.link == Link::Up).count()
+        self.members
+            .iter()
+            .filter(|m| m.conn == ConnState::Established)
+            .count()
     }
 
     /// What a channel's login agreed on; `None` before.
@@ -184,7 +180,7 @@ impl Session {
     /// Takes an information unit that arrived on a channel.
     pub fn handle_iu(&mut self, channel: ChannelIndex, iu: &[u8], now: Instant) {
         let member = &mut self.members[usize::from(channel.0)];
-        if member.link != Link::Up {
+        if member.conn != ConnState::Established {
             return;
         }
         self.last_heard = now;

@@ -1,10 +1,10 @@
-//! Time: what is late is aborted, reset, or left.
+//! Time: late commands are aborted, then reset; a target that does not answer is left.
 
 use std::time::Instant;
 
 use riser_scsi::srp::{RspCode, Tag, TskMgmtFunction, WireLun};
 
-use super::types::{Link, Member, TskMgmtKind};
+use super::types::{ConnState, Member, TskMgmtKind};
 use super::{ChannelIndex, ConnectError, Down, Output, Session, SessionState};
 use crate::request::table::{AttemptEnd, Late, RequestState};
 use crate::request::{RequestError, Retry};
@@ -16,9 +16,9 @@ impl Session {
             return;
         }
         self.timer = None;
-        if let SessionState::Backoff { until } = self.state {
+        if let Some(until) = self.life.next_login() {
             if until <= now {
-                self.state = SessionState::LoggingIn;
+                self.life.log_in_again();
                 self.connect(0, now);
             } else {
                 self.arm(until);
@@ -36,30 +36,25 @@ impl Session {
 
     pub(super) fn expire_links(&mut self, now: Instant) {
         for index in 0..self.members.len() {
-            let Link::Connecting(until) = self.members[index].link else {
+            let ConnState::Connecting(until) = self.members[index].conn else {
                 continue;
             };
             if until > now {
                 self.arm(until);
                 continue;
             }
-            let member = &mut self.members[index];
-            member.channel.begin_disconnect();
-            member.link = Link::Closing;
-            let channel = ChannelIndex(index as u8);
-            self.outputs.push_back(Output::Disconnect(channel, None));
+            self.disconnect(ChannelIndex(index as u8));
             if index == 0 {
-                let timing = &self.config.timing;
-                self.patience = (self.patience * 2).min(timing.login_max);
+                self.life.on_login_timeout();
                 self.tear_down(ConnectError::TimedOut.into(), false);
             }
         }
     }
 
-    /// Asks a target that is silent whether it is there. The question is a request, and what is outstanding
-    /// has times of its own.
+    /// Asks a target that is silent whether it is there. The question is a request; requests that
+    /// are outstanding have times of their own.
     fn expire_ping(&mut self, now: Instant) {
-        if self.state != SessionState::Live {
+        if self.state() != SessionState::Live {
             return;
         }
         let due = self.last_heard + self.config.ping;
@@ -116,7 +111,7 @@ impl Session {
 
     /// Sends the next ABORT TASK of a channel, if there is one and none is under way.
     pub(super) fn pump_tsk_mgmt(&mut self, channel: u8, now: Instant) {
-        if self.members[usize::from(channel)].link != Link::Up {
+        if self.members[usize::from(channel)].conn != ConnState::Established {
             return;
         }
         while self.members[usize::from(channel)].tmf.is_none() {

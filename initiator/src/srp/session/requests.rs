@@ -4,8 +4,8 @@ use std::time::Instant;
 
 use riser_scsi::sense::{Sense, SenseKey};
 
-use super::types::Link;
-use super::{ChannelIndex, Output, Session, SessionState, SubmitError};
+use super::types::ConnState;
+use super::{ChannelIndex, Output, Session, SubmitError};
 use crate::request::table::{AttemptEnd, Request, Settled};
 use crate::request::{
     Answer, DataLen, RequestError, RequestId, RequestResult, RequestSpec, attention_of,
@@ -22,20 +22,13 @@ impl Session {
     /// # Errors
     /// [`SubmitError`]; nothing was taken.
     pub fn submit(&mut self, spec: RequestSpec, now: Instant) -> Result<RequestId, SubmitError> {
-        if self.is_ending() {
+        if self.life.is_ending() {
             return Err(SubmitError::Closed);
         }
         let id = self.requests.insert(spec).ok_or(SubmitError::Full)?;
         self.arm(spec.deadline);
         self.pump(now);
         Ok(id)
-    }
-
-    pub(super) fn is_ending(&self) -> bool {
-        matches!(
-            self.state,
-            SessionState::Closed | SessionState::TearingDown { last: true, .. }
-        )
     }
 
     /// The request that has been submitted.
@@ -61,11 +54,9 @@ impl Session {
 
     /// The live channel with the fewest commands that has room for one more.
     pub(super) fn pick_channel(&self) -> Option<u8> {
-        let open = self
-            .members
-            .iter()
-            .enumerate()
-            .filter(|(_, m)| m.link == Link::Up && !m.is_full && m.channel.can_start());
+        let open = self.members.iter().enumerate().filter(|(_, m)| {
+            m.conn == ConnState::Established && !m.is_full && m.channel.can_start()
+        });
         let (index, _) = open.min_by_key(|(_, m)| m.channel.outstanding())?;
         Some(index as u8)
     }
@@ -177,7 +168,7 @@ impl Session {
             self.settle_at = None;
         }
         self.is_checked = true;
-        self.backoff = self.config.timing.backoff_min;
+        self.life.on_usable();
         self.release_settled(now);
     }
 
@@ -250,7 +241,7 @@ impl Session {
 
     /// Decides what becomes of a request whose attempt is over.
     pub(super) fn settle(&mut self, index: u32, end: AttemptEnd, now: Instant) {
-        match self.requests.settle(index, end, self.is_ending(), now) {
+        match self.requests.settle(index, end, self.life.is_ending(), now) {
             Settled::Over(result) => self.complete(index, result),
             Settled::Queued => {}
             Settled::Later(until) => self.arm(until),

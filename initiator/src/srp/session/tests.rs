@@ -1,3 +1,5 @@
+use std::time::Duration;
+
 use proptest::prelude::*;
 use riser_scsi::srp::{InitiatorPortId, LoginReq, MultiChannelAction, TargetPortId, TaskAttr};
 
@@ -6,8 +8,9 @@ use crate::request::{
     BUSY, Cdb, DataLen, Effect, RequestError, RequestId, RequestResult, RequestSpec, Retry,
     TASK_ABORTED,
 };
-use crate::session::Timing;
-use crate::srp::channel::{ChannelConfig, CommandData, LoginError};
+use crate::session::{SrpLoginError, Timing};
+use crate::srp::channel::{ChannelConfig, CommandData};
+use crate::state::tests::{assert_all_taken, table};
 
 const MS: Duration = Duration::from_millis(1);
 const SEC: Duration = Duration::from_secs(1);
@@ -67,8 +70,12 @@ fn spec(rig: &Rig, effect: Effect) -> RequestSpec {
 
 impl Rig {
     fn connecting(channels: u8) -> Self {
+        Self::with(config(channels))
+    }
+
+    fn with(config: SessionConfig) -> Self {
         let now = Instant::now();
-        let mut session = Session::new(config(channels), now);
+        let mut session = Session::new(config, now);
         assert_eq!(session.poll_output(), Some(Output::Connect(CH0)));
         Self {
             session,
@@ -280,10 +287,58 @@ fn a_malformed_login_response_closes_the_channel() {
     assert!(matches!(
         rig.next(),
         Output::Event(SessionEvent::Closed(Down::Connect(ConnectError::Login(
-            LoginError::Fault(_)
+            SrpLoginError::Fault(_)
         ))))
     ));
     rig.idle();
+}
+
+fn states() -> [ConnState; 4] {
+    [
+        ConnState::Free,
+        ConnState::Connecting(Instant::now()),
+        ConnState::Established,
+        ConnState::Disconnecting,
+    ]
+}
+
+#[test]
+fn the_table_of_connections_is_the_diagram() {
+    let expected = "Free: Connecting\n\
+                    Connecting: Free Established Disconnecting\n\
+                    Established: Disconnecting\n\
+                    Disconnecting: Free\n";
+    assert_eq!(table(&states()), expected);
+}
+
+#[test]
+fn every_transition_of_a_connection_is_taken() {
+    assert_all_taken(&states(), || {
+        let mut rig = Rig::live(1);
+        rig.session.handle_channel_error(CH0, rig.now);
+        rig.gone(CH0);
+        let mut late = Rig::connecting(1);
+        late.advance(5 * SEC);
+        late.gone(CH0);
+        let mut unreachable = Rig::connecting(1);
+        let error = ConnectError::Unreachable;
+        unreachable
+            .session
+            .handle_connect_failed(CH0, error, unreachable.now);
+    });
+}
+
+/// A REJ may come late.
+#[test]
+fn a_connection_that_is_rejected_after_its_login_is_lost() {
+    let mut rig = Rig::live(1);
+    let id = rig.submit(Effect::None);
+    rig.started();
+    rig.session.handle_rejected(CH0, 28, &[], rig.now);
+    rig.gone(CH0);
+    rig.reconnecting(Down::ConnectionLost);
+    rig.reconnect();
+    assert_eq!(rig.started().0, id);
 }
 
 #[test]
@@ -718,8 +773,10 @@ fn a_broken_connection_replays_what_is_safe_in_order() {
 
 #[test]
 fn a_session_that_does_not_reconnect_gives_its_requests_back() {
-    let mut rig = Rig::connecting(1);
-    rig.session.config.reconnect = false;
+    let mut rig = Rig::with(SessionConfig {
+        reconnect: false,
+        ..config(1)
+    });
     rig.log_in(CH0);
     assert_eq!(rig.next(), Output::Event(SessionEvent::Live));
     let sent = rig.submit(write(0, 8));

@@ -1,4 +1,4 @@
-//! What a session is made with, what it asks for, and what it tells.
+//! Configuration and outputs of a session, and the parts of its state.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -11,8 +11,9 @@ use crate::request::table::Late;
 use crate::request::{RequestId, RequestResult};
 use crate::session::{SessionEvent, Timing};
 use crate::srp::channel::{ChannelConfig, ChannelState, InitiatorChannel};
+use crate::state::State;
 
-/// What a session is made with.
+/// Configuration of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SessionConfig {
     /// Channels wanted; the target may grant fewer.
@@ -23,13 +24,13 @@ pub struct SessionConfig {
     pub max_requests: usize,
     /// Times.
     pub timing: Timing,
-    /// How long a target may be silent, with nothing outstanding, before it is asked whether it is there.
+    /// Silence of a target, with nothing outstanding, after which it is asked whether it is there.
     pub ping: Duration,
     /// Attempts at one request at most.
     pub max_attempts: u8,
     /// Whether a connection that broke is made again. Without, the session ends with its connection,
-    /// and its requests with [`RequestError::Closed`](crate::request::RequestError::Closed): its user
-    /// decides what becomes of them.
+    /// and its requests with [`RequestError::Closed`](crate::request::RequestError::Closed), for its
+    /// user to repeat or not.
     pub reconnect: bool,
 }
 
@@ -37,7 +38,7 @@ pub struct SessionConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ChannelIndex(pub u8);
 
-/// What the owner is to do.
+/// A request to the session's owner.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Output {
     /// Find the path to the target, take [`Session::begin_login`]'s request and connect with it.
@@ -76,20 +77,55 @@ pub enum Output {
     Event(SessionEvent),
 }
 
-/// A channel's connection.
+/// The state of a channel's connection, as its owner drives it.
+///
+/// ```text
+/// Free → Connecting → Established
+///  ↑ ↑________│            │
+///  │          ↓            │
+///  └──── Disconnecting ←───┘
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Link {
-    /// None.
-    Down,
+pub(super) enum ConnState {
+    /// There is none.
+    Free,
     /// Being made, until the given time.
     Connecting(Instant),
-    /// Made.
-    Up,
+    /// Made, with the login accepted.
+    Established,
     /// Being closed by the owner.
-    Closing,
+    Disconnecting,
 }
 
-/// What a task-management request is about.
+impl ConnState {
+    /// Returns whether the connection is still to be closed.
+    pub(super) fn is_open(self) -> bool {
+        matches!(self, Self::Connecting(_) | Self::Established)
+    }
+}
+
+impl State for ConnState {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Free => "Free",
+            Self::Connecting(_) => "Connecting",
+            Self::Established => "Established",
+            Self::Disconnecting => "Disconnecting",
+        }
+    }
+
+    fn may_become(&self, next: &Self) -> bool {
+        use ConnState::{Connecting, Disconnecting, Established, Free};
+        match self {
+            Free => matches!(next, Connecting(_)),
+            Connecting(_) => matches!(next, Established | Disconnecting | Free),
+            Established => matches!(next, Disconnecting),
+            Disconnecting => matches!(next, Free),
+        }
+    }
+}
+
+/// The subject of a task-management request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TskMgmtKind {
     /// That request.
@@ -101,7 +137,7 @@ pub(super) enum TskMgmtKind {
 #[derive(Debug)]
 pub(super) struct Member {
     pub(super) channel: InitiatorChannel,
-    pub(super) link: Link,
+    pub(super) conn: ConnState,
     pub(super) tmf: Option<(TskMgmtKind, Instant)>,
     /// Requests that wait for their ABORT TASK. Bound: the channel's queue size.
     pub(super) aborts: VecDeque<Late>,
@@ -124,7 +160,7 @@ impl Member {
         debug_assert_eq!(channel.state(), ChannelState::Connecting);
         Self {
             channel,
-            link: Link::Down,
+            conn: ConnState::Free,
             tmf: None,
             aborts: VecDeque::new(),
             is_full: false,

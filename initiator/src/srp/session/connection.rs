@@ -4,17 +4,18 @@ use std::time::Instant;
 
 use riser_scsi::srp::LoginReq;
 
-use super::types::{Link, Member};
+use super::types::{ConnState, Member};
 use super::{ChannelIndex, ConnectError, Down, Output, Session, SessionEvent, SessionState};
-use crate::request::{Effect, RequestError};
+use crate::request::Effect;
+use crate::srp::channel::InitiatorChannel;
+use crate::state::become_state;
 
 impl Session {
     pub(super) fn connect(&mut self, channel: u8, now: Instant) {
-        let until = now + self.patience;
-        let fresh = Member::new(&self.config, channel);
-        let member = &mut self.members[usize::from(channel)];
-        *member = fresh;
-        member.link = Link::Connecting(until);
+        let until = now + self.life.login_patience();
+        let mut member = Member::new(&self.config, channel);
+        become_state(&mut member.conn, ConnState::Connecting(until));
+        self.members[usize::from(channel)] = member;
         self.arm(until);
         self.outputs
             .push_back(Output::Connect(ChannelIndex(channel)));
@@ -31,15 +32,14 @@ impl Session {
     /// The connection is established; `private_data` is the target's.
     pub fn handle_connected(&mut self, channel: ChannelIndex, private_data: &[u8], now: Instant) {
         let member = &mut self.members[usize::from(channel.0)];
-        if !matches!(member.link, Link::Connecting(_)) {
+        if !matches!(member.conn, ConnState::Connecting(_)) {
             return;
         }
         match member.channel.handle_established(private_data) {
-            Ok(_) => member.link = Link::Up,
+            Ok(_) => become_state(&mut member.conn, ConnState::Established),
             Err(fault) => {
-                member.channel.begin_disconnect();
-                member.link = Link::Closing;
-                self.outputs.push_back(Output::Disconnect(channel, None));
+                self.disconnect(channel);
+                // The session works without the channels beyond the first.
                 if channel.0 == 0 {
                     let error = ConnectError::Login(fault.into());
                     self.tear_down(error.into(), false);
@@ -47,17 +47,13 @@ impl Session {
                 return;
             }
         }
-        if channel.0 == 0 && self.state == SessionState::LoggingIn {
-            self.state = SessionState::Live;
-            self.ever_live = true;
-            self.patience = self.config.timing.login;
+        if channel.0 == 0 && self.state() == SessionState::LoggingIn {
+            self.life.on_live(self.is_guarded);
             self.last_heard = now;
             self.arm(now + self.config.ping);
             self.is_checked = false;
-            // A unit that is not there ends this login at once, and counts as a failure.
-            match self.is_guarded {
-                true => self.requests.hold(),
-                false => self.backoff = self.config.timing.backoff_min,
+            if self.is_guarded {
+                self.requests.hold();
             }
             self.outputs.push_back(Output::Event(SessionEvent::Live));
             for extra in 1..self.config.channels {
@@ -76,8 +72,7 @@ impl Session {
         private_data: &[u8],
         now: Instant,
     ) {
-        let member = &mut self.members[usize::from(channel.0)];
-        let error = member.channel.handle_rejected(reason, private_data);
+        let error = InitiatorChannel::rejection(reason, private_data);
         self.handle_connect_failed(channel, ConnectError::Login(error), now);
     }
 
@@ -89,26 +84,32 @@ impl Session {
         now: Instant,
     ) {
         let member = &mut self.members[usize::from(channel.0)];
-        if member.link == Link::Down {
-            return;
+        match member.conn {
+            ConnState::Free => return,
+            // A REJ may come for an established connection, too (IBTA 12.9.7), whose requests then
+            // end as those of any connection that is lost.
+            ConnState::Established => {
+                self.tear_down(Down::ConnectionLost, false);
+                return;
+            }
+            ConnState::Connecting(_) | ConnState::Disconnecting => {}
         }
-        member.link = Link::Down;
+        become_state(&mut member.conn, ConnState::Free);
         member.channel.handle_disconnected();
         // The target need not grant more than one channel.
-        if channel.0 == 0 && self.state == SessionState::LoggingIn {
-            self.state = SessionState::TearingDown {
-                why: error.into(),
-                last: !self.ever_live,
-            };
+        if channel.0 == 0 && self.state() == SessionState::LoggingIn {
+            self.life.tear_down(error.into(), false);
         }
         self.on_member_down(now);
     }
 
     /// A channel's connection broke, was closed by the peer, or a work request on it failed.
     pub fn handle_channel_error(&mut self, channel: ChannelIndex, _now: Instant) {
-        match self.members[usize::from(channel.0)].link {
-            Link::Up | Link::Connecting(_) => self.tear_down(Down::ConnectionLost, false),
-            Link::Down | Link::Closing => {}
+        match self.members[usize::from(channel.0)].conn {
+            ConnState::Established | ConnState::Connecting(_) => {
+                self.tear_down(Down::ConnectionLost, false);
+            }
+            ConnState::Free | ConnState::Disconnecting => {}
         }
     }
 
@@ -116,7 +117,7 @@ impl Session {
     /// that was made known on it are invalid.
     pub fn handle_channel_gone(&mut self, channel: ChannelIndex, now: Instant) {
         let member = &mut self.members[usize::from(channel.0)];
-        member.link = Link::Down;
+        become_state(&mut member.conn, ConnState::Free);
         member.channel.handle_disconnected();
         member.tmf = None;
         member.aborts.clear();
@@ -129,60 +130,58 @@ impl Session {
         self.on_member_down(now);
     }
 
-    /// Goes on with a tear-down once the last channel is down.
+    /// Goes on with a tear-down: closes the channels that are left, and once none is, ends the
+    /// session or waits for the next login.
     pub(super) fn on_member_down(&mut self, now: Instant) {
-        let SessionState::TearingDown { why, last } = self.state else {
+        if !matches!(self.state(), SessionState::TearingDown { .. }) {
             return;
-        };
-        if self.members.iter().any(|m| m.link != Link::Down) {
-            // Channels that are up or being connected go too.
+        }
+        if self.members.iter().any(|m| m.conn != ConnState::Free) {
             self.close_members();
             return;
         }
-        if last || !self.ever_live {
-            self.state = SessionState::Closed;
-            for index in self.requests.all() {
-                self.complete(index, Err(RequestError::Closed));
-            }
+        let event = self.life.on_disconnected(now);
+        if self.state() == SessionState::Closed {
+            let ended = self.requests.end_all().into_iter();
+            let complete = ended.map(|(request, result)| Output::Complete(request, result));
+            self.outputs.extend(complete);
             self.timer = None;
-            self.outputs
-                .push_back(Output::Event(SessionEvent::Closed(why)));
-            return;
         }
-        let until = now + self.backoff;
-        self.backoff = (self.backoff * 2).min(self.config.timing.backoff_max);
-        self.state = SessionState::Backoff { until };
-        self.arm(until);
-        self.outputs
-            .push_back(Output::Event(SessionEvent::Reconnecting(why)));
+        if let Some(until) = self.life.next_login() {
+            self.arm(until);
+        }
+        self.outputs.extend(event.map(Output::Event));
     }
 
     /// Begins to close every channel.
     pub(super) fn tear_down(&mut self, why: Down, last: bool) {
-        let last = last || !self.config.reconnect;
-        match &mut self.state {
-            SessionState::Closed => return,
-            SessionState::TearingDown { last: l, .. } => *l |= last,
-            state => *state = SessionState::TearingDown { why, last },
+        if self.life.tear_down(why, last) {
+            self.close_members();
         }
-        self.close_members();
     }
 
-    pub(super) fn close_members(&mut self) {
-        let last = matches!(self.state, SessionState::TearingDown { last: true, .. });
-        for (index, member) in self.members.iter_mut().enumerate() {
-            if matches!(member.link, Link::Up | Link::Connecting(_)) {
-                let logout = member.channel.begin_disconnect().filter(|_| last);
-                member.link = Link::Closing;
-                self.outputs
-                    .push_back(Output::Disconnect(ChannelIndex(index as u8), logout));
-            }
+    fn close_members(&mut self) {
+        for index in 0..self.config.channels {
+            self.disconnect(ChannelIndex(index));
         }
+    }
+
+    /// Begins to close a channel. The target is sent a logout only where the session ends: one that
+    /// logs in again has the target end the old channels by its login (MULTI-CHANNEL ACTION).
+    pub(super) fn disconnect(&mut self, channel: ChannelIndex) {
+        let last = matches!(self.state(), SessionState::TearingDown { last: true, .. });
+        let member = &mut self.members[usize::from(channel.0)];
+        if !member.conn.is_open() {
+            return;
+        }
+        let logout = member.channel.begin_disconnect().filter(|_| last);
+        become_state(&mut member.conn, ConnState::Disconnecting);
+        self.outputs.push_back(Output::Disconnect(channel, logout));
     }
 
     /// The watched unit is of no use here: disconnects. Then it is the end, or another login is tried.
     pub fn leave(&mut self, why: Down, last: bool, now: Instant) {
-        if self.state == SessionState::Live {
+        if self.state() == SessionState::Live {
             self.tear_down(why, last);
             self.on_member_down(now);
         }

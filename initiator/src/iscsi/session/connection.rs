@@ -12,15 +12,14 @@ use riser_scsi::iscsi::pdu::{
 use riser_scsi::iscsi::text::{self, Collector};
 use riser_scsi::iscsi::{Cid, CmdSn, Numbers, StatSn, Tsih, Ttt};
 
-use super::types::{Link, Slot};
-use super::{
-    ControlPdu, Fault, LOGOUT_PATIENCE, LOGOUT_TAG, MAX_REDIRECTIONS, Output, Session, TEXT_TAG,
-};
-use crate::session::{ConnectError, Down, SessionEvent, SessionState};
+use super::types::{ConnState, Slot};
+use super::{ControlPdu, LOGOUT_PATIENCE, LOGOUT_TAG, MAX_REDIRECTIONS, Output, Session, TEXT_TAG};
+use crate::session::{ConnectError, Down, IscsiFault, SessionEvent, SessionState};
+use crate::state::become_state;
 
 impl Session {
     pub(super) fn connect(&mut self, now: Instant) {
-        let until = now + self.patience;
+        let until = now + self.life.login_patience();
         self.login = None;
         self.params = None;
         self.slots.fill(Slot::default());
@@ -32,14 +31,14 @@ impl Session {
         self.aborts.clear();
         self.pinged = None;
         self.targets = Collector::default();
-        self.link = Link::Connecting(until);
+        become_state(&mut self.conn, ConnState::XptWait(until));
         self.arm(until);
         self.outputs.push_back(Output::Connect(self.moved.clone()));
     }
 
     /// The connection is made. `random` must be such that nobody can foresee it.
     pub fn handle_connected(&mut self, random: [u8; CHALLENGE_LEN + 1], now: Instant) {
-        let Link::Connecting(until) = self.link else {
+        let ConnState::XptWait(until) = self.conn else {
             return;
         };
         let config = &self.config;
@@ -60,7 +59,7 @@ impl Session {
         );
         let login = login.with_algorithms(config.algorithms.clone());
         self.login = Some(Box::new(login));
-        self.link = Link::LoggingIn(until);
+        become_state(&mut self.conn, ConnState::InLogin(until));
         self.last_heard = now;
         self.send_login();
     }
@@ -108,7 +107,7 @@ impl Session {
                     return;
                 }
                 self.moved = Some(to);
-                self.link = Link::Closing;
+                become_state(&mut self.conn, ConnState::CleanupWait);
                 self.outputs.push_back(Output::Disconnect);
             }
             Err(error) => self.fail_login(ConnectError::IscsiLogin(error)),
@@ -142,17 +141,13 @@ impl Session {
         self.login = None;
         self.moves = 0;
         self.params = Some((session, connection));
-        self.link = Link::Up;
+        become_state(&mut self.conn, ConnState::LoggedIn);
         self.outputs.push_back(Output::FullFeature(connection));
         self.last_heard = now;
         self.arm(now + self.config.ping);
-        self.state = SessionState::Live;
-        self.ever_live = true;
-        self.patience = self.config.timing.login;
-        // A unit that is not there ends this login at once, and counts as a failure.
-        match self.is_guarded {
-            true => self.requests.hold(),
-            false => self.backoff = self.config.timing.backoff_min,
+        self.life.on_live(self.is_guarded);
+        if self.is_guarded {
+            self.requests.hold();
         }
         self.outputs.push_back(Output::Event(SessionEvent::Live));
         if self.is_discovery() {
@@ -186,9 +181,9 @@ impl Session {
         response: &TextResponse,
         data: &[u8],
         now: Instant,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), IscsiFault> {
         if !self.is_discovery() || response.itt != TEXT_TAG {
-            return Err(Fault::Unexpected("a text response"));
+            return Err(IscsiFault::Unexpected("a text response"));
         }
         // A target with more to say either marks text that goes on, or keeps the exchange open.
         let more = response.continues || !response.is_final;
@@ -208,43 +203,40 @@ impl Session {
 
     /// The connection could not be made. The owner has released what it held.
     pub fn handle_connect_failed(&mut self, error: ConnectError, now: Instant) {
-        if !matches!(self.link, Link::Connecting(_)) {
+        if !matches!(self.conn, ConnState::XptWait(_)) {
             return;
         }
-        self.link = Link::Down;
+        become_state(&mut self.conn, ConnState::Free);
         self.forget_move();
-        if self.state == SessionState::LoggingIn {
-            self.state = SessionState::TearingDown {
-                why: error.into(),
-                last: !self.ever_live,
-            };
+        if self.state() == SessionState::LoggingIn {
+            self.life.tear_down(error.into(), false);
         }
         self.on_down(now);
     }
 
     /// The connection broke, or the peer closed it.
     pub fn handle_broken(&mut self, now: Instant) {
-        match self.link {
-            Link::LoggingOut(_) => self.disconnect(),
-            Link::Connecting(_) | Link::LoggingIn(_) | Link::Up => {
+        match self.conn {
+            ConnState::InLogout(_) => self.disconnect(),
+            ConnState::XptWait(_) | ConnState::InLogin(_) | ConnState::LoggedIn => {
                 self.forget_move();
                 self.tear_down(Down::ConnectionLost, false);
             }
-            Link::Down | Link::Closing => {}
+            ConnState::Free | ConnState::CleanupWait => {}
         }
         self.pump(now);
     }
 
     /// The target broke the protocol.
-    pub fn handle_fault(&mut self, fault: Fault) {
-        if self.link.is_open() {
+    pub fn handle_fault(&mut self, fault: IscsiFault) {
+        if self.conn.is_open() {
             self.tear_down(fault.into(), false);
         }
     }
 
     /// The connection is gone: nothing can arrive any more, and nothing uses a request's memory.
     pub fn handle_gone(&mut self, now: Instant) {
-        self.link = Link::Down;
+        become_state(&mut self.conn, ConnState::Free);
         self.params = None;
         self.tmf = None;
         self.aborts.clear();
@@ -252,7 +244,7 @@ impl Session {
         for (index, end) in self.requests.of_channel(0) {
             self.settle(index, end, now);
         }
-        if self.state == SessionState::LoggingIn {
+        if self.state() == SessionState::LoggingIn {
             // The target has moved.
             self.connect(now);
             return;
@@ -260,58 +252,48 @@ impl Session {
         self.on_down(now);
     }
 
-    /// Goes on with a tear-down once the connection is gone.
-    pub(super) fn on_down(&mut self, now: Instant) {
-        let SessionState::TearingDown { why, last } = self.state else {
-            return;
-        };
-        if self.link != Link::Down {
+    /// Goes on with a tear-down once the connection is gone: ends the session, or waits for the next
+    /// login.
+    fn on_down(&mut self, now: Instant) {
+        if self.conn != ConnState::Free {
             return;
         }
-        if last || !self.ever_live {
-            self.state = SessionState::Closed;
-            self.complete_all();
+        let event = self.life.on_disconnected(now);
+        if self.state() == SessionState::Closed {
+            let ended = self.requests.end_all().into_iter();
+            let complete = ended.map(|(request, result)| Output::Complete(request, result));
+            self.outputs.extend(complete);
             self.timer = None;
-            self.outputs
-                .push_back(Output::Event(SessionEvent::Closed(why)));
-            return;
         }
-        let until = now + self.backoff;
-        self.backoff = (self.backoff * 2).min(self.config.timing.backoff_max);
-        self.state = SessionState::Backoff { until };
-        self.arm(until);
-        self.outputs
-            .push_back(Output::Event(SessionEvent::Reconnecting(why)));
+        if let Some(until) = self.life.next_login() {
+            self.arm(until);
+        }
+        self.outputs.extend(event.map(Output::Event));
     }
 
     /// Begins to close the connection.
     pub(super) fn tear_down(&mut self, why: Down, last: bool) {
-        let last = last || !self.config.reconnect;
-        match &mut self.state {
-            SessionState::Closed => return,
-            SessionState::TearingDown { last: l, .. } => *l |= last,
-            state => *state = SessionState::TearingDown { why, last },
+        if self.life.tear_down(why, last) {
+            self.disconnect();
         }
-        self.disconnect();
     }
 
     fn disconnect(&mut self) {
-        if !matches!(self.link, Link::Down | Link::Closing) {
-            self.link = Link::Closing;
+        if !matches!(self.conn, ConnState::Free | ConnState::CleanupWait) {
+            become_state(&mut self.conn, ConnState::CleanupWait);
             self.outputs.push_back(Output::Disconnect);
         }
     }
 
     /// Logs out, and then closes the connection.
     pub(super) fn log_out(&mut self, why: Down, last: bool, now: Instant) {
-        if self.link != Link::Up {
+        if self.conn != ConnState::LoggedIn {
             self.tear_down(why, last);
             return;
         }
-        let last = last || !self.config.reconnect;
-        self.state = SessionState::TearingDown { why, last };
+        self.life.tear_down(why, last);
         let until = now + LOGOUT_PATIENCE;
-        self.link = Link::LoggingOut(until);
+        become_state(&mut self.conn, ConnState::InLogout(until));
         self.arm(until);
         let request = LogoutRequest {
             immediate: true,
@@ -328,14 +310,14 @@ impl Session {
     }
 
     pub(super) fn on_logged_out(&mut self) {
-        if matches!(self.link, Link::LoggingOut(_)) {
+        if matches!(self.conn, ConnState::InLogout(_)) {
             self.disconnect();
         }
     }
 
     /// The watched unit is of no use here: logs out. Then it is the end, or another login is tried.
     pub fn leave(&mut self, why: Down, last: bool, now: Instant) {
-        if self.link == Link::Up {
+        if self.conn == ConnState::LoggedIn {
             self.log_out(why, last, now);
         }
     }
@@ -343,12 +325,10 @@ impl Session {
     /// Ends the session: logs out, disconnects, and completes every request with
     /// [`RequestError::Closed`](crate::request::RequestError::Closed).
     pub fn close(&mut self, now: Instant) {
-        match self.link {
-            Link::Up => self.log_out(Down::Closed, true, now),
-            Link::LoggingOut(_) => {
-                if let SessionState::TearingDown { last, .. } = &mut self.state {
-                    *last = true;
-                }
+        match self.conn {
+            ConnState::LoggedIn => self.log_out(Down::Closed, true, now),
+            ConnState::InLogout(_) => {
+                self.life.tear_down(Down::Closed, true);
             }
             _ => self.tear_down(Down::Closed, true),
         }

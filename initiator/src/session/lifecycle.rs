@@ -1,0 +1,273 @@
+//! The life of a session: its states, its outages, and when the next login is tried.
+
+use std::time::{Duration, Instant};
+
+use super::{Down, SessionEvent, Timing};
+use crate::state::{State, become_state};
+
+/// A session's state.
+///
+/// ```text
+///    ┌──────── Backoff ←─────┐
+///    ↓            ↓          │
+/// LoggingIn → TearingDown ───┤
+///    ↓            ↑          ↓
+///   Live ─────────┘        Closed
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SessionState {
+    /// The first channel is being connected.
+    LoggingIn,
+    /// At least one channel is live.
+    Live,
+    /// Every channel is being closed; then a new login, or the end.
+    TearingDown {
+        /// The reason.
+        why: Down,
+        /// Whether it is the end.
+        last: bool,
+    },
+    /// Between two attempts to log in.
+    Backoff {
+        /// The time of the next attempt.
+        until: Instant,
+    },
+    /// Over.
+    Closed,
+}
+
+impl State for SessionState {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::LoggingIn => "LoggingIn",
+            Self::Live => "Live",
+            Self::TearingDown { .. } => "TearingDown",
+            Self::Backoff { .. } => "Backoff",
+            Self::Closed => "Closed",
+        }
+    }
+
+    fn may_become(&self, next: &Self) -> bool {
+        use SessionState::{Backoff, Closed, Live, LoggingIn, TearingDown};
+        match self {
+            LoggingIn => matches!(next, Live | TearingDown { .. }),
+            Live => matches!(next, TearingDown { .. }),
+            TearingDown { .. } => matches!(next, Backoff { .. } | Closed),
+            Backoff { .. } => matches!(next, LoggingIn | TearingDown { .. }),
+            Closed => false,
+        }
+    }
+}
+
+/// The state of a session, and the times of its outages. The session around it moves bytes and
+/// requests, and carries out what the state asks for.
+#[derive(Debug)]
+pub(crate) struct Lifecycle {
+    state: SessionState,
+    timing: Timing,
+    /// Whether a connection that broke is made again.
+    reconnect: bool,
+    ever_live: bool,
+    /// Wait before the next login, if that is needed.
+    backoff: Duration,
+    login_patience: Duration,
+}
+
+impl Lifecycle {
+    /// A session that begins to log in.
+    pub(crate) fn new(timing: Timing, reconnect: bool) -> Self {
+        Self {
+            state: SessionState::LoggingIn,
+            timing,
+            reconnect,
+            ever_live: false,
+            backoff: timing.backoff_min,
+            login_patience: timing.login,
+        }
+    }
+
+    pub(crate) fn state(&self) -> SessionState {
+        self.state
+    }
+
+    /// Returns whether the session is over, or is as soon as its connections are closed.
+    pub(crate) fn is_ending(&self) -> bool {
+        matches!(
+            self.state,
+            SessionState::Closed | SessionState::TearingDown { last: true, .. }
+        )
+    }
+
+    /// Longest duration of the login that is tried now.
+    pub(crate) fn login_patience(&self) -> Duration {
+        self.login_patience
+    }
+
+    /// The login was not answered in time.
+    pub(crate) fn on_login_timeout(&mut self) {
+        self.login_patience = (self.login_patience * 2).min(self.timing.login_max);
+    }
+
+    /// Logged in. The back-off ends here, except with a unit that is still to be checked
+    /// (`is_guarded`): one that is not there ends this login at once, which counts as a failure.
+    pub(crate) fn on_live(&mut self, is_guarded: bool) {
+        become_state(&mut self.state, SessionState::Live);
+        self.ever_live = true;
+        self.login_patience = self.timing.login;
+        if !is_guarded {
+            self.on_usable();
+        }
+    }
+
+    /// The session can be used, so its next outage begins with the shortest back-off.
+    pub(crate) fn on_usable(&mut self) {
+        self.backoff = self.timing.backoff_min;
+    }
+
+    /// Begins to go down; false if the session is closed. An end that has begun goes on with its own
+    /// reason, and becomes the last one if this is to be.
+    ///
+    /// A session that was never live does not try again, since its user waits for the outcome.
+    pub(crate) fn tear_down(&mut self, why: Down, last: bool) -> bool {
+        let last = last || !self.reconnect || !self.ever_live;
+        match &mut self.state {
+            SessionState::Closed => return false,
+            SessionState::TearingDown { last: is_last, .. } => *is_last |= last,
+            state => become_state(state, SessionState::TearingDown { why, last }),
+        }
+        true
+    }
+
+    /// Every connection is closed: ends the session, or waits for the next login. Returns the event
+    /// to report after what follows from it has been done; `None` if no end has begun.
+    pub(crate) fn on_disconnected(&mut self, now: Instant) -> Option<SessionEvent> {
+        let SessionState::TearingDown { why, last } = self.state else {
+            return None;
+        };
+        if last {
+            become_state(&mut self.state, SessionState::Closed);
+            return Some(SessionEvent::Closed(why));
+        }
+        let until = now + self.backoff;
+        self.backoff = (self.backoff * 2).min(self.timing.backoff_max);
+        become_state(&mut self.state, SessionState::Backoff { until });
+        Some(SessionEvent::Reconnecting(why))
+    }
+
+    /// The time of the next login, between two of them.
+    pub(crate) fn next_login(&self) -> Option<Instant> {
+        match self.state {
+            SessionState::Backoff { until } => Some(until),
+            _ => None,
+        }
+    }
+
+    /// Begins the next login.
+    pub(crate) fn log_in_again(&mut self) {
+        become_state(&mut self.state, SessionState::LoggingIn);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::state::tests::{assert_all_taken, table};
+
+    const WHY: Down = Down::ConnectionLost;
+
+    fn states() -> [SessionState; 5] {
+        let (why, last) = (WHY, false);
+        let until = Instant::now();
+        [
+            SessionState::LoggingIn,
+            SessionState::Live,
+            SessionState::TearingDown { why, last },
+            SessionState::Backoff { until },
+            SessionState::Closed,
+        ]
+    }
+
+    #[test]
+    fn the_table_is_the_diagram() {
+        let expected = "LoggingIn: Live TearingDown\n\
+                        Live: TearingDown\n\
+                        TearingDown: Backoff Closed\n\
+                        Backoff: LoggingIn TearingDown\n\
+                        Closed: \n";
+        assert_eq!(table(&states()), expected);
+    }
+
+    fn live() -> Lifecycle {
+        let mut life = Lifecycle::new(Timing::of_tests(), true);
+        life.on_live(false);
+        life
+    }
+
+    #[test]
+    fn every_transition_is_taken() {
+        assert_all_taken(&states(), || {
+            let now = Instant::now();
+            let mut life = live();
+            assert!(life.tear_down(WHY, false));
+            let event = life.on_disconnected(now);
+            assert_eq!(event, Some(SessionEvent::Reconnecting(WHY)));
+            life.log_in_again();
+            life.tear_down(WHY, false);
+            life.on_disconnected(now);
+            life.tear_down(Down::Closed, true);
+            let event = life.on_disconnected(now);
+            assert_eq!(event, Some(SessionEvent::Closed(Down::Closed)));
+            assert!(!life.tear_down(WHY, false), "it is over");
+        });
+    }
+
+    #[test]
+    #[should_panic(expected = "Closed became LoggingIn")]
+    fn no_session_comes_back() {
+        let mut life = live();
+        life.tear_down(WHY, true);
+        life.on_disconnected(Instant::now());
+        life.log_in_again();
+    }
+
+    #[test]
+    fn an_end_keeps_its_reason_and_may_become_the_last() {
+        let mut life = live();
+        life.tear_down(WHY, false);
+        assert!(!life.is_ending());
+        life.tear_down(Down::Closed, true);
+        assert!(life.is_ending());
+        let event = life.on_disconnected(Instant::now());
+        assert_eq!(event, Some(SessionEvent::Closed(WHY)));
+    }
+
+    #[test]
+    fn a_session_that_was_never_live_is_not_tried_again() {
+        let mut life = Lifecycle::new(Timing::of_tests(), true);
+        life.tear_down(WHY, false);
+        let event = life.on_disconnected(Instant::now());
+        assert_eq!(event, Some(SessionEvent::Closed(WHY)));
+    }
+
+    #[test]
+    fn the_back_off_doubles_until_the_session_is_usable() {
+        let timing = Timing::of_tests();
+        let now = Instant::now();
+        let mut life = live();
+        let fail = |life: &mut Lifecycle| {
+            life.tear_down(WHY, false);
+            life.on_disconnected(now);
+            let wait = life.next_login().expect("it waits") - now;
+            life.log_in_again();
+            wait
+        };
+        let waits: Vec<Duration> = (0..4).map(|_| fail(&mut life)).collect();
+        let (min, max) = (timing.backoff_min, timing.backoff_max);
+        assert_eq!(waits, [min, min * 2, max, max]);
+        life.on_live(true);
+        assert_eq!(fail(&mut life), max, "its unit was not checked");
+        life.on_live(true);
+        life.on_usable();
+        assert_eq!(fail(&mut life), min);
+    }
+}

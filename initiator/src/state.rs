@@ -1,0 +1,68 @@
+//! State machines that change their state through one checked function.
+//!
+//! A machine's states list their legal transitions in [`State::may_become`]. [`become_state`] is the
+//! only assignment of a state, so a transition that the table lacks is a bug of ours and panics where
+//! it happens, in production as in tests.
+
+#![forbid(unsafe_code)]
+
+use std::fmt::Debug;
+
+/// A state of a machine whose transitions are listed.
+pub(crate) trait State: Debug {
+    /// The state's name, without what it carries.
+    fn name(&self) -> &'static str;
+
+    /// Returns whether the machine may go from this state to `next`.
+    fn may_become(&self, next: &Self) -> bool;
+}
+
+/// Changes a machine's state.
+///
+/// # Panics
+/// If the table has no such transition.
+pub(crate) fn become_state<S: State>(state: &mut S, next: S) {
+    assert!(state.may_become(&next), "{state:?} became {next:?}");
+    #[cfg(test)]
+    tests::record(state.name(), next.name());
+    *state = next;
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::cell::RefCell;
+    use std::collections::BTreeSet;
+
+    use super::State;
+
+    thread_local! {
+        static TAKEN: RefCell<BTreeSet<(&'static str, &'static str)>> = RefCell::default();
+    }
+
+    pub(super) fn record(from: &'static str, to: &'static str) {
+        TAKEN.with_borrow_mut(|taken| taken.insert((from, to)));
+    }
+
+    /// Renders a machine's table: a line for each state, with the states that may follow it.
+    pub(crate) fn table<S: State>(all: &[S]) -> String {
+        let row = |from: &S| {
+            let next = all.iter().filter(|to| from.may_become(to));
+            let next: Vec<&str> = next.map(State::name).collect();
+            format!("{}: {}\n", from.name(), next.join(" "))
+        };
+        all.iter().map(row).collect()
+    }
+
+    /// Runs scripts and asserts that they take every transition of a machine's table.
+    pub(crate) fn assert_all_taken<S: State>(all: &[S], scripts: impl FnOnce()) {
+        TAKEN.take();
+        scripts();
+        let taken = TAKEN.take();
+        for from in all {
+            for to in all.iter().filter(|to| from.may_become(to)) {
+                let row = (from.name(), to.name());
+                assert!(taken.contains(&row), "{} → {} is never taken", row.0, row.1);
+            }
+        }
+    }
+}

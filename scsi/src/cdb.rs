@@ -1,13 +1,68 @@
 //! The fields of a command descriptor block.
 //!
-//! A [`Cdb`] exists only after the opcode table has fixed its length, so its
-//! accessors cannot miss. The layouts of block commands differ by length only
-//! (SPC-4 4.2.2): [`Cdb::extent`] knows all four.
+//! A [`Cdb`] exists only after the opcode table has fixed its length, so its accessors cannot miss.
+//! The layouts of block commands differ by length only (SPC-4 4.2.2): [`Cdb::extent`] knows all four.
 
 use crate::sense::Sense;
 
 /// The longest CDB in the opcode table, in bytes.
 pub(crate) const CDB_MAX: usize = 16;
+
+/// The SERVICE ACTION field in byte 1.
+pub(crate) const ACTION_MASK: u8 = 0x1f;
+
+/// Length and CDB usage bitmap of a command (SPC-4 6.35.3).
+///
+/// A bit of the bitmap is one if it is evaluated. A bit that is zero in the bitmap must be zero in
+/// the CDB: fields that are not supported (RDPROTECT, GROUP NUMBER, ANCHOR, NACA and the like) are
+/// refused by that rule alone. Obsolete bits that old initiators still set (FUA_NV, SYNC_NV) are
+/// allowed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Usage {
+    bytes: [u8; CDB_MAX],
+    len: usize,
+}
+
+impl Usage {
+    /// Of a command that is not known, whose CDB can mean anything.
+    pub(crate) const UNKNOWN: Self = Self {
+        bytes: [0xff; CDB_MAX],
+        len: 0,
+    };
+
+    /// The usage of an operation code, whose group gives the length (SPC-4 4.2.5.1). `rest` is the
+    /// bitmap after the operation code in hexadecimal.
+    pub(crate) const fn new(code: u8, rest: &str) -> Self {
+        let len = match code >> 5 {
+            0 => 6,
+            1 | 2 => 10,
+            4 => 16,
+            5 => 12,
+            _ => panic!("the group has no fixed length"),
+        };
+        let mut bytes = [0; CDB_MAX];
+        bytes[0] = code;
+        let rest = rest.as_bytes();
+        let (mut at, mut digits) = (0, 2);
+        while at < rest.len() {
+            if rest[at] != b' ' {
+                let digit = (rest[at] as char)
+                    .to_digit(16)
+                    .expect("a hexadecimal digit");
+                bytes[digits / 2] = bytes[digits / 2] << 4 | digit as u8;
+                digits += 1;
+            }
+            at += 1;
+        }
+        assert!(digits == 2 * len, "the bitmap is as long as the CDB");
+        Self { bytes, len }
+    }
+
+    /// The bitmap.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.bytes[..self.len]
+    }
+}
 
 /// A CDB of known length.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -28,16 +83,39 @@ pub(crate) struct Extent {
 }
 
 impl Cdb {
-    /// Takes the first `len` bytes of what the transport delivered.
+    /// Takes as many bytes of what the transport delivered as the command has, and checks that no
+    /// reserved bit is set.
     ///
-    /// Fails with a pointer behind the end when there are fewer.
-    pub(crate) fn new(received: &[u8], len: usize) -> Result<Self, Sense> {
+    /// Fails with a pointer behind the end where bytes are missing, or at the first reserved bit.
+    pub(crate) fn parse(received: &[u8], usage: &Usage) -> Result<Self, Sense> {
+        let cdb =
+            Self::take(received, usage.len).ok_or(Sense::cdb_field(received.len() as u16, None))?;
+        // One comparison for all bytes but the operation code.
+        let reserved =
+            u128::from_be_bytes(cdb.bytes) & !u128::from_be_bytes(usage.bytes) & (u128::MAX >> 8);
+        if reserved == 0 {
+            return Ok(cdb);
+        }
+        let position = reserved.leading_zeros();
+        Err(Sense::cdb_field(
+            (position / 8) as u16,
+            Some(7 - (position % 8) as u8),
+        ))
+    }
+
+    /// The CDB without its reserved bits, for those who look at it before it is checked; `None`
+    /// where bytes are missing.
+    pub(crate) fn masked(received: &[u8], usage: &Usage) -> Option<Self> {
+        let mut cdb = Self::take(received, usage.len)?;
+        let used = u128::from_be_bytes(cdb.bytes) & u128::from_be_bytes(usage.bytes);
+        cdb.bytes = used.to_be_bytes();
+        Some(cdb)
+    }
+
+    fn take(received: &[u8], len: usize) -> Option<Self> {
         let mut bytes = [0; CDB_MAX];
-        let own = received
-            .get(..len)
-            .ok_or(Sense::cdb_field(received.len() as u16, None))?;
-        bytes[..len].copy_from_slice(own);
-        Ok(Self { bytes, len })
+        bytes[..len].copy_from_slice(received.get(..len)?);
+        Some(Self { bytes, len })
     }
 
     pub(crate) fn byte(&self, index: usize) -> u8 {
@@ -58,23 +136,6 @@ impl Cdb {
 
     pub(crate) fn be64(&self, index: usize) -> u64 {
         u64::from(self.be32(index)) << 32 | u64::from(self.be32(index + 4))
-    }
-
-    /// First field that has a bit the usage bitmap does not allow.
-    pub(crate) fn check_usage(&self, usage: &[u8]) -> Result<(), Sense> {
-        let mut allowed = [0; CDB_MAX];
-        allowed[..usage.len()].copy_from_slice(usage);
-        // One comparison for all bytes but the operation code.
-        let reserved =
-            u128::from_be_bytes(self.bytes) & !u128::from_be_bytes(allowed) & (u128::MAX >> 8);
-        if reserved == 0 {
-            return Ok(());
-        }
-        let position = reserved.leading_zeros();
-        Err(Sense::cdb_field(
-            (position / 8) as u16,
-            Some(7 - (position % 8) as u8),
-        ))
     }
 
     /// LOGICAL BLOCK ADDRESS and TRANSFER LENGTH of a block command.
@@ -116,7 +177,7 @@ mod tests {
     #[test]
     fn extents_of_the_four_lengths() {
         let extent = |bytes: &[u8]| {
-            let e = Cdb::new(bytes, bytes.len()).unwrap().extent();
+            let e = Cdb::take(bytes, bytes.len()).unwrap().extent();
             (e.lba, e.blocks, e.length_byte)
         };
         // READ(6), LBA 1f0203h, 4 blocks; then length 0.
@@ -144,9 +205,12 @@ mod tests {
 
     #[test]
     fn reserved_bits_are_pointed_at() {
-        let cdb = Cdb::new(&[0x28, 0x20, 0, 0, 0, 0, 0, 0, 0, 0], 10).unwrap();
-        let usage = [0x28, 0x1a, 0xff, 0xff, 0xff, 0xff, 0, 0xff, 0xff, 0];
-        assert_eq!(cdb.check_usage(&usage), Err(Sense::cdb_field(1, Some(5))));
-        assert_eq!(Cdb::new(&[0x28, 0], 10), Err(Sense::cdb_field(2, None)));
+        let usage = Usage::new(0x28, "1a ffffffff 00 ffff 00");
+        let cdb = [0x28, 0x20, 0, 0, 0, 0, 0, 0, 0, 0];
+        assert_eq!(Cdb::parse(&cdb, &usage), Err(Sense::cdb_field(1, Some(5))));
+        assert_eq!(
+            Cdb::parse(&[0x28, 0], &usage),
+            Err(Sense::cdb_field(2, None))
+        );
     }
 }

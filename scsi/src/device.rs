@@ -4,7 +4,7 @@
 use crate::cdb::Cdb;
 use crate::inquiry;
 use crate::lun::LunId;
-use crate::opcode;
+use crate::opcode::Opcode;
 use crate::sense::{AdditionalSense, Sense, SenseFormat};
 use crate::step::{DataIn, Request, Residual, Response, Status};
 
@@ -47,33 +47,32 @@ pub fn respond_absent(request: &Request<'_>) -> Response {
 }
 
 fn absent_data(request: &Request<'_>) -> Result<(Vec<u8>, u32), Sense> {
+    const INQUIRY: &Opcode = Opcode::named("INQUIRY");
+    const REQUEST_SENSE: &Opcode = Opcode::named("REQUEST SENSE");
+    const REPORT_LUNS: &Opcode = Opcode::named("REPORT LUNS");
     let not_supported = Sense::illegal(AdditionalSense::LOGICAL_UNIT_NOT_SUPPORTED);
-    let entry = opcode::find(request.cdb).map_err(|_| not_supported)?;
-    let cdb = Cdb::new(request.cdb, entry.usage.len())?;
-    match entry.opcode {
-        opcode::INQUIRY => {
-            cdb.check_usage(entry.usage)?;
-            if cdb.bit(1, 0) || cdb.byte(2) != 0 {
-                return Err(Sense::cdb_field(2, Some(7)));
-            }
-            Ok((inquiry::absent(), u32::from(cdb.be16(3))))
-        }
-        opcode::REQUEST_SENSE => {
-            cdb.check_usage(entry.usage)?;
-            let format = if cdb.bit(1, 0) {
-                SenseFormat::Descriptor
-            } else {
-                SenseFormat::Fixed
-            };
-            Ok((
-                not_supported.encode(format).to_vec(),
-                u32::from(cdb.byte(4)),
-            ))
-        }
-        opcode::REPORT_LUNS => {
-            cdb.check_usage(entry.usage)?;
-            Ok((luns_data(cdb.byte(2), request.luns)?, cdb.be32(6)))
-        }
-        _ => Err(not_supported),
+    let row = request.opcode;
+    if ![INQUIRY, REQUEST_SENSE, REPORT_LUNS]
+        .iter()
+        .any(|known| row.is(known))
+    {
+        return Err(not_supported);
     }
+    let cdb = Cdb::parse(request.cdb, &row.usage)?;
+    if row.is(INQUIRY) {
+        if cdb.bit(1, 0) || cdb.byte(2) != 0 {
+            return Err(Sense::cdb_field(2, Some(7)));
+        }
+        return Ok((inquiry::absent(), u32::from(cdb.be16(3))));
+    }
+    if row.is(REPORT_LUNS) {
+        return Ok((luns_data(cdb.byte(2), request.luns)?, cdb.be32(6)));
+    }
+    let format = if cdb.bit(1, 0) {
+        SenseFormat::Descriptor
+    } else {
+        SenseFormat::Fixed
+    };
+    let sense = not_supported.encode(format);
+    Ok((sense.to_vec(), u32::from(cdb.byte(4))))
 }

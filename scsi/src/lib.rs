@@ -25,7 +25,6 @@
 //! | [`command`] | a command in flight and its state diagram |
 //! | [`step`] | the words between command, transport and backend |
 //! | [`opcode`] | the table that drives parsing and reporting |
-//! | [`kind`] | kinds of commands, for counters |
 //! | [`config`] | what a unit is made of |
 //! | [`legacy`] | what a unit leaves to the one that takes its place |
 //! | [`nexus`], [`lun`], [`device`] | who asks, and for what |
@@ -76,10 +75,10 @@ mod cdb;
 pub mod command;
 pub mod config;
 pub mod device;
+mod flags;
 mod inquiry;
 pub mod iscsi;
 pub mod iser;
-pub mod kind;
 pub mod legacy;
 pub mod lu;
 pub mod lun;
@@ -89,7 +88,6 @@ pub mod nexus;
 pub mod opcode;
 mod plan;
 mod provisioning;
-mod report;
 pub mod reservation;
 mod reserve;
 mod rw;

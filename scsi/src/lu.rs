@@ -21,8 +21,9 @@ use crate::attention::{Attention, AttentionScope, Attentions};
 use crate::cdb::Cdb;
 use crate::command::Command;
 use crate::config::{Config, ConfigError};
+use crate::flags::CommandFlags;
 use crate::nexus::{Nexus, NexusId};
-use crate::opcode::{self, Direction, Gates};
+use crate::opcode::Direction;
 use crate::plan::{Next, PlanResult, Planner, Refusal};
 use crate::reservation::{
     Preempted, Refused, Registrations, ReservationChange, ReservationKeeper, Reservations,
@@ -319,14 +320,12 @@ impl LogicalUnit {
         if request.expected.data_out == 0 {
             return None;
         }
-        let entry = opcode::find(request.cdb).ok()?;
-        if entry.direction != Direction::Out {
+        if request.opcode.direction != Direction::Out {
             return None;
         }
-        let cdb = Cdb::new(request.cdb, entry.usage.len()).ok()?;
-        cdb.check_usage(entry.usage).ok()?;
         // Planning what takes data changes nothing yet.
-        let plan = (entry.plan)(&Planner { lu: self, request }, &cdb).ok()?;
+        let planner = Planner { lu: self, request };
+        let plan = request.opcode.plan(&planner, request.cdb).ok()?;
         match plan.first {
             Next::Receive { len, .. } if len > 0 => Some(DataOut {
                 len,
@@ -341,7 +340,7 @@ impl LogicalUnit {
             // There is never an auto contingent allegiance (NORMACA is zero).
             return Err(Sense::illegal(AdditionalSense::INVALID_MESSAGE_ERROR).into());
         }
-        if !opcode::is_free_of_attention(request.cdb)
+        if !request.opcode.is_free_of_attention()
             && let Some(attention) = self.take_attention(request.nexus)
         {
             return Err(attention.sense().into());
@@ -357,38 +356,40 @@ impl LogicalUnit {
     }
 
     fn plan_allowed(&self, request: &Request<'_>) -> PlanResult {
-        let entry = opcode::find(request.cdb)?;
+        let row = request.opcode;
         if self.restricted.load(Ordering::Acquire)
-            && self.conflicts(request.nexus, entry.gates_of(request.cdb))
+            && self.conflicts(request.nexus, row.flags_under_reservation(request.cdb))
         {
             return Err(Refusal::conflict());
         }
-        if entry.gates.contains(Gates::THIN) && !self.config.is_thin() {
-            return Err(entry.unsupported().into());
+        if row.flags.contains(CommandFlags::THIN) && !self.config.is_thin() {
+            return Err(row.unsupported().into());
         }
-        let cdb = Cdb::new(request.cdb, entry.usage.len())?;
-        cdb.check_usage(entry.usage)?;
-        let is_about_reservations = entry.opcode == opcode::PERSISTENT_RESERVE_IN
-            || entry.gates.intersects(Gates::SETTINGS | Gates::CHANGES);
-        if (entry.gates.contains(Gates::READY)
-            || (!self.knows_reservations && is_about_reservations))
-            && let Some(sense) = self.not_ready()
-        {
+        let cdb = Cdb::parse(request.cdb, &row.usage)?;
+        let needs_reservations =
+            CommandFlags::RESERVATIONS | CommandFlags::SETTINGS | CommandFlags::CHANGES;
+        let is_kept_back = row.flags.contains(CommandFlags::READY)
+            || (!self.knows_reservations && row.flags.intersects(needs_reservations));
+        if is_kept_back && let Some(sense) = self.not_ready() {
             return Err(sense.into());
         }
-        if entry.gates.contains(Gates::WRITES) {
+        if row.flags.contains(CommandFlags::WRITES) {
             self.check_writable()?;
         }
-        if request.read_only && entry.gates.intersects(Gates::WRITES | Gates::SETTINGS) {
+        if request.read_only
+            && row
+                .flags
+                .intersects(CommandFlags::WRITES | CommandFlags::SETTINGS)
+        {
             return Err(Sense::new(SenseKey::DataProtect, AdditionalSense::WRITE_PROTECTED).into());
         }
-        (entry.plan)(&Planner { lu: self, request }, &cdb)
+        (row.plan)(&Planner { lu: self, request }, &cdb)
     }
 
-    /// Whether somebody else's reservation forbids a command of these gates.
-    fn conflicts(&self, id: NexusId, gates: Gates) -> bool {
+    /// Whether somebody else's reservation forbids a command with these flags.
+    fn conflicts(&self, id: NexusId, flags: CommandFlags) -> bool {
         let nexus = self.nexus(id);
-        self.with_reservations(|all| all.conflicts(id, nexus.as_ref(), gates))
+        self.with_reservations(|all| all.conflicts(id, nexus.as_ref(), flags))
     }
 
     pub(crate) fn with_reservations<T>(&self, look: impl FnOnce(&Reservations) -> T) -> T {
@@ -692,6 +693,7 @@ fn initial_flags(config: &Config) -> Flags {
 mod tests {
     use super::*;
     use crate::config::BlockSize;
+    use crate::opcode::Opcode;
     use crate::step::{BlockOp, Expected, StepResult};
     use crate::tests::{A, Rig, config};
 
@@ -709,6 +711,7 @@ mod tests {
             let (mut command, mut step) = rig.lu.start(&Request {
                 nexus: A,
                 cdb: &cdb,
+                opcode: Opcode::of(&cdb),
                 expected,
                 attribute: TaskAttribute::Simple,
                 luns: &[],

@@ -29,8 +29,8 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::config::Identity;
+use crate::flags::CommandFlags;
 use crate::nexus::{Nexus, NexusId, PortName};
-use crate::opcode::Gates;
 
 /// Registrations of a unit at most: their list must fit one READ KEYS and READ FULL STATUS.
 pub(crate) const MAX_REGISTRANTS: usize = 256;
@@ -408,10 +408,15 @@ impl Reservations {
         }
     }
 
-    /// Whether a nexus may not send a command of these gates now.
-    pub(crate) fn conflicts(&self, id: NexusId, nexus: Option<&Arc<Nexus>>, gates: Gates) -> bool {
+    /// Whether a nexus may not send a command with these flags now.
+    pub(crate) fn conflicts(
+        &self,
+        id: NexusId,
+        nexus: Option<&Arc<Nexus>>,
+        flags: CommandFlags,
+    ) -> bool {
         if self.reserved.is_some_and(|holder| holder != id) {
-            return !gates.intersects(Gates::UNDER_ATTENTION | Gates::UNDER_RESERVATION);
+            return !flags.intersects(CommandFlags::UNDER_ATTENTION | CommandFlags::UNDER_RESERVE);
         }
         let Some(held) = &self.held else {
             return false;
@@ -422,11 +427,11 @@ impl Reservations {
             return false;
         }
         let forbidden = if held.kind.forbids_reads() {
-            Gates::CHANGES | Gates::WRITES | Gates::READS
+            CommandFlags::CHANGES | CommandFlags::WRITES | CommandFlags::READS
         } else {
-            Gates::CHANGES | Gates::WRITES
+            CommandFlags::CHANGES | CommandFlags::WRITES
         };
-        gates.intersects(forbidden)
+        flags.intersects(forbidden)
     }
 
     fn registrant(&self, nexus: &Nexus) -> Option<usize> {

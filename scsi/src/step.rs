@@ -6,6 +6,7 @@
 
 use crate::lun::LunId;
 use crate::nexus::NexusId;
+use crate::opcode::Opcode;
 use crate::reservation::{Refused, ReservationChange};
 use crate::sense::{Sense, SenseData, SenseFormat};
 
@@ -40,6 +41,8 @@ pub struct Request<'a> {
     /// The CDB, as long as the transport delivered it; bytes beyond the
     /// command's own length are padding.
     pub cdb: &'a [u8],
+    /// The row of the CDB: [`Opcode::of`].
+    pub opcode: &'static Opcode,
     /// The initiator's buffer lengths.
     pub expected: Expected,
     /// Its task attribute.

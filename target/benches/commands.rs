@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use mini::{Mini, config, login_req};
-use riser_scsi::kind::Kind;
+use riser_scsi::opcode::{Kind, Opcode};
 use riser_scsi::step::{DataIn, Residual, Response, Status};
 use riser_target::config::Config;
 use riser_target::stats::{Account, Course, LunStats, Stage, Subject};
@@ -90,7 +90,7 @@ fn count_one(course: &mut Course, account: &Arc<Account>, answer: &Response, now
         cdb: CDB.into_iter().collect(),
     };
     course.begin(Arc::clone(black_box(account)), subject, now);
-    course.classify(Kind::of(black_box(&CDB)));
+    course.classify(Opcode::of(black_box(&CDB)).kind);
     for stage in [Stage::Scsi, Stage::Scsi, Stage::Backend] {
         course.enter(black_box(stage), now);
     }

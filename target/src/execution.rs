@@ -27,10 +27,9 @@ use riser_scsi::access::NoData;
 use riser_scsi::attention::Attention;
 use riser_scsi::command::Command;
 use riser_scsi::device::respond_absent;
-use riser_scsi::kind::Kind;
 use riser_scsi::lun::LunId;
 use riser_scsi::nexus::NexusId;
-use riser_scsi::opcode::{self, Opcode};
+use riser_scsi::opcode::Opcode;
 use riser_scsi::sense::{AdditionalSense, Sense, SenseFormat};
 use riser_scsi::step::{
     DataIn, DataOut, Expected, Request, Response, Status, Step, StepResult, TaskAttribute,
@@ -102,6 +101,8 @@ pub struct Execution<const CDB: usize> {
     pub attribute: TaskAttribute,
     /// The CDB.
     pub cdb: ArrayVec<u8, CDB>,
+    /// Its row, looked up once.
+    opcode: &'static Opcode,
     /// Lengths of the initiator's buffers.
     pub expected: Expected,
     /// The step that waits for a resource.
@@ -151,6 +152,7 @@ impl<const CDB: usize> Execution<CDB> {
             names_unit: false,
             attribute: TaskAttribute::Simple,
             cdb: ArrayVec::new(),
+            opcode: Opcode::of(&[]),
             expected: Expected::default(),
             step: None,
             buffer: None,
@@ -189,6 +191,7 @@ impl<const CDB: usize> Execution<CDB> {
         tag: u64,
         now: Instant,
     ) {
+        self.opcode = Opcode::of(&self.cdb);
         self.lun = addressed.as_ref().map_or(LunId::ZERO, |a| a.lun);
         self.read_only = addressed.as_ref().is_some_and(|a| a.read_only);
         self.limiter = addressed.as_ref().and_then(|a| a.limiter.clone());
@@ -215,7 +218,7 @@ impl<const CDB: usize> Execution<CDB> {
             return None;
         }
         let block = unit.lu.config().block_size.bytes();
-        let volume = Opcode::volume_of(&self.cdb, block)?;
+        let volume = self.opcode.volume(&self.cdb, block)?;
         if unit.lu.is_refused(&self.request(nexus, &[])) {
             return None;
         }
@@ -256,7 +259,7 @@ impl<const CDB: usize> Execution<CDB> {
         pool: &Pool,
         now: Instant,
     ) -> Entry {
-        self.course.classify(Kind::of(&self.cdb));
+        self.course.classify(self.opcode.kind);
         self.course.enter(Stage::Scsi, now);
         let Some(unit) = &self.unit else {
             if tables.external {
@@ -269,7 +272,7 @@ impl<const CDB: usize> Execution<CDB> {
         let data = data.filter(|data| data.buffer_len as usize <= pool.max_buffer());
         let new = NewTask {
             attribute: self.attribute,
-            footprint: Opcode::footprint_of(&self.cdb),
+            footprint: self.opcode.footprint(&self.cdb),
             awaits_data: tables.external || data.is_some() || limited.is_some(),
         };
         let keeps_memory = data.is_some() || tables.external || tables.held;
@@ -347,6 +350,7 @@ impl<const CDB: usize> Execution<CDB> {
         Request {
             nexus,
             cdb: &self.cdb,
+            opcode: self.opcode,
             expected: self.expected,
             attribute: self.attribute,
             luns,
@@ -360,7 +364,7 @@ impl<const CDB: usize> Execution<CDB> {
         self.course.enter(Stage::Scsi, now);
         let request = self.request(nexus, luns);
         let step = match &self.unit {
-            Some(unit) if self.moved.is_some() && !opcode::is_free_of_attention(&self.cdb) => {
+            Some(unit) if self.moved.is_some() && !self.opcode.is_free_of_attention() => {
                 let sense = Attention::LunsChanged.sense();
                 let format = unit.lu.sense_format();
                 Step::Respond(Response::check_condition(&sense, format, self.expected))
@@ -475,7 +479,7 @@ impl<const CDB: usize> Execution<CDB> {
         self.course.answer(response, len, now);
         // A header alone names nothing.
         let has_page = response.status == Status::Good && len > VPD_HEADER;
-        self.names_unit = has_page && opcode::asks_for_names(&self.cdb);
+        self.names_unit = has_page && self.opcode.asks_for_names(&self.cdb);
         Some(len)
     }
 

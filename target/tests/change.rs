@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use mini::{Mini, Said, cdb10, login_req, real};
 use riser_scsi::iscsi::name::IscsiName;
-use riser_scsi::kind::Kind;
+use riser_scsi::opcode::Kind;
 use riser_scsi::srp::{DataBuffer, InitiatorPortId, TskMgmtFunction};
 use riser_target::backend::{Fault, FaultOn, Faults, Store};
 use riser_target::config::Config;

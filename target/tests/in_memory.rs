@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use mini::{Mini, Refused, Said, cdb10, config, login_req};
 use riser_scsi::config::Identity;
-use riser_scsi::kind::Kind;
+use riser_scsi::opcode::Kind;
 use riser_scsi::reservation::{ReservationKeeper, SavedReservations};
 use riser_scsi::sense::{AdditionalSense, Sense};
 use riser_scsi::srp::{

@@ -7,6 +7,7 @@ use riser_scsi::config::{BlockSize, Config, Identity, Limits, Provisioning};
 use riser_scsi::lu::LogicalUnit;
 use riser_scsi::lun::LunId;
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
+use riser_scsi::opcode::Opcode;
 use riser_scsi::reservation::{ReservationKeeper, SavedReservations};
 use riser_scsi::step::{Allocation, BlockOp, Expected, Request, Step, StepResult, TaskAttribute};
 use riser_scsi::vpd::Naa;
@@ -209,6 +210,7 @@ fn request(cdb: &[u8], nexus: NexusId, data_out: u32, data_in: u32) -> Request<'
     Request {
         nexus,
         cdb,
+        opcode: Opcode::of(cdb),
         expected: Expected { data_out, data_in },
         attribute: TaskAttribute::Simple,
         luns: &[LunId::ZERO],

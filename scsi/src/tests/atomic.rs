@@ -123,7 +123,7 @@ fn or_write_sets_bits() {
 
 #[test]
 fn what_a_command_changes_is_in_its_cdb() {
-    let footprint = Opcode::footprint_of;
+    let footprint = |cdb: &[u8]| Opcode::of(cdb).footprint(cdb);
     let blocks = |first, end| Blocks { first, end };
     assert_eq!(
         footprint(&compare_and_write(7, 2)),

@@ -5,6 +5,7 @@ use crate::config::{BlockSize, Provisioning};
 use crate::device::respond_absent;
 use crate::lun::LunId;
 use crate::nexus::{Nexus, NexusId, PortName, TargetPort};
+use crate::opcode::Opcode;
 use crate::step::{Expected, Request, Residual, Status, TaskAttribute};
 use crate::vpd::Naa;
 
@@ -204,6 +205,7 @@ fn a_lun_with_nothing_behind_it() {
         respond_absent(&Request {
             nexus: A,
             cdb,
+            opcode: Opcode::of(cdb),
             expected,
             attribute,
             luns: &luns,

@@ -2,6 +2,8 @@
 
 use super::{A, Rig, config};
 use crate::config::{BlockSize, Provisioning};
+use crate::flags::CommandFlags;
+use crate::opcode::Opcode;
 use crate::step::{BackendError, BlockOp, Residual};
 
 const OUT_OF_RANGE: (u8, u8, u8) = (5, 0x21, 0);
@@ -523,12 +525,12 @@ fn a_read_only_unit_refuses_every_write() {
     let mut config = config(BlockSize::B512, 8);
     config.read_only = true;
     let mut rig = Rig::with(config);
-    for entry in &crate::opcode::TABLE {
-        if !entry.gates.contains(crate::opcode::Gates::WRITES) {
+    for entry in Opcode::all() {
+        if !entry.flags.contains(CommandFlags::WRITES) {
             continue;
         }
-        let mut cdb = vec![0; entry.usage.len()];
-        cdb[0] = entry.opcode;
+        let mut cdb = vec![0; entry.usage().len()];
+        cdb[0] = entry.code;
         let outcome = rig.send_out(&cdb, &[0; 512]);
         assert_eq!(outcome.check(), (7, 0x27, 0), "{}", entry.name);
     }
@@ -537,15 +539,17 @@ fn a_read_only_unit_refuses_every_write() {
 
 #[test]
 fn a_read_only_number_of_a_writable_unit_changes_nothing() {
-    use crate::opcode::Gates;
     let mut rig = Rig::with(config(BlockSize::B512, 8));
     rig.read_only = true;
-    for entry in &crate::opcode::TABLE {
-        if !entry.gates.intersects(Gates::WRITES | Gates::SETTINGS) {
+    for entry in Opcode::all() {
+        if !entry
+            .flags
+            .intersects(CommandFlags::WRITES | CommandFlags::SETTINGS)
+        {
             continue;
         }
-        let mut cdb = vec![0; entry.usage.len()];
-        cdb[0] = entry.opcode;
+        let mut cdb = vec![0; entry.usage().len()];
+        cdb[0] = entry.code;
         let outcome = rig.send_out(&cdb, &[0; 512]);
         assert_eq!(outcome.check(), (7, 0x27, 0), "{}", entry.name);
     }
@@ -573,9 +577,11 @@ fn six_byte_commands_have_no_fua() {
     // READ (6) and WRITE (6) of LBA 080001h: the bit that is FUA in longer
     // CDBs belongs to the address.
     for opcode in [0x08, 0x0a] {
+        let cdb = [opcode, 0x08, 0x00, 0x01, 1, 0];
         let (mut command, mut step) = lu.start(&Request {
             nexus: A,
-            cdb: &[opcode, 0x08, 0x00, 0x01, 1, 0],
+            cdb: &cdb,
+            opcode: Opcode::of(&cdb),
             expected,
             attribute: TaskAttribute::Simple,
             luns: &[],
@@ -615,6 +621,7 @@ fn lba_status_rounds_what_a_backend_says_to_blocks() {
         let (mut command, step) = rig.lu.start(&Request {
             nexus: A,
             cdb: &cdb,
+            opcode: Opcode::of(&cdb),
             expected: Expected {
                 data_out: 0,
                 data_in: 24,

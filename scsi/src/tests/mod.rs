@@ -22,6 +22,7 @@ use crate::config::{BlockSize, Config, Identity, Limits, Provisioning};
 use crate::lu::LogicalUnit;
 use crate::lun::LunId;
 use crate::nexus::{Nexus, NexusId, PortName, TargetPort};
+use crate::opcode::Opcode;
 use crate::sense::Sense;
 use crate::step::{
     Allocation, BackendError, BlockOp, DataIn, Expected, Request, Residual, Response, Status, Step,
@@ -230,6 +231,7 @@ impl Rig {
         let request = Request {
             nexus,
             cdb,
+            opcode: Opcode::of(cdb),
             expected,
             attribute,
             luns: &luns,

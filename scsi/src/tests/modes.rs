@@ -2,6 +2,7 @@
 
 use super::{A, B, Rig, config};
 use crate::config::BlockSize;
+use crate::opcode::Opcode;
 use crate::sense::SenseFormat;
 use crate::step::BlockOp;
 
@@ -234,6 +235,7 @@ fn after_cache_off(cdb: &[u8], out: &[u8]) -> crate::step::Step {
     let (mut command, step) = rig.lu.start(&Request {
         nexus: B,
         cdb,
+        opcode: Opcode::of(cdb),
         expected,
         attribute: TaskAttribute::Simple,
         luns: &[],

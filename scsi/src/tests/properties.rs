@@ -4,22 +4,26 @@ use proptest::prelude::*;
 
 use super::{A, Rig, config};
 use crate::config::BlockSize;
-use crate::opcode;
+use crate::opcode::Opcode;
 use crate::step::Status;
 
 /// CDBs of any bytes, and CDBs that nearly make sense.
 fn any_cdb() -> impl Strategy<Value = Vec<u8>> {
     let wild = proptest::collection::vec(any::<u8>(), 0..20);
     let known = (
-        0..opcode::TABLE.len(),
+        0..Opcode::all().len(),
         proptest::collection::vec(any::<u8>(), 16),
     )
         .prop_map(|(row, noise)| {
-            let entry = &opcode::TABLE[row];
-            let mut cdb: Vec<u8> = noise.iter().zip(entry.usage).map(|(n, u)| n & u).collect();
-            cdb[0] = entry.opcode;
+            let entry = &Opcode::all()[row];
+            let mut cdb: Vec<u8> = noise
+                .iter()
+                .zip(entry.usage())
+                .map(|(n, u)| n & u)
+                .collect();
+            cdb[0] = entry.code;
             if let Some(action) = entry.service_action {
-                cdb[1] = action as u8;
+                cdb[1] = action;
             }
             // High bytes of addresses and lengths would nearly always be out
             // of range.

@@ -47,6 +47,7 @@ fn steps_of(rig: &Rig, cdb: &[u8], data_out: u32, data_in: u32) -> Vec<Step> {
     let (mut command, mut step) = rig.lu.start(&Request {
         nexus: A,
         cdb,
+        opcode: Opcode::of(cdb),
         expected: Expected { data_out, data_in },
         attribute: TaskAttribute::Simple,
         luns: &[],
@@ -238,6 +239,7 @@ fn data_that_do_not_come_in_the_middle_end_the_command() {
     let (mut command, _) = rig.lu.start(&Request {
         nexus: A,
         cdb: &cdb,
+        opcode: Opcode::of(&cdb),
         expected: Expected {
             data_out: 9 * 512,
             data_in: 0,
@@ -274,6 +276,7 @@ fn a_medium_that_shrinks_ends_a_command_in_the_middle() {
         let (mut command, mut step) = rig.lu.start(&Request {
             nexus: A,
             cdb,
+            opcode: Opcode::of(cdb),
             expected: Expected {
                 data_out,
                 data_in: 8 * 512 - data_out,
@@ -314,6 +317,7 @@ fn nothing_is_zeroed_beyond_a_medium_that_has_shrunk() {
     let (mut command, step) = rig.lu.start(&Request {
         nexus: A,
         cdb: &write_same,
+        opcode: Opcode::of(&write_same),
         expected: Expected {
             data_out: 512,
             data_in: 0,
@@ -342,7 +346,7 @@ fn an_atomic_command_keeps_all_its_blocks_from_piece_to_piece() {
     let mut tasks = TaskSet::new(8, 8);
     let mut register = |tag, cdb: &[u8]| {
         let new = NewTask {
-            footprint: Opcode::footprint_of(cdb),
+            footprint: Opcode::of(cdb).footprint(cdb),
             ..NewTask::default()
         };
         tasks.register(A, TaskTag(tag), new).expect("there is room")

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use riser_scsi::kind::Kind;
 use riser_scsi::opcode::Opcode;
 use serde::{Deserialize, Serialize};
 
@@ -228,7 +227,8 @@ fn command(
     let ago = now.saturating_duration_since(record.begun);
     let begun = time.duration_since(UNIX_EPOCH).unwrap_or_default();
     let subject = &record.subject;
-    let blocks = blocks(&subject.cdb);
+    let opcode = Opcode::of(&subject.cdb);
+    let blocks = blocks(opcode, &subject.cdb);
     let steps = record.steps.iter().map(|(stage, at)| TracedStep {
         stage: stage.name().to_owned(),
         at: at.as_secs_f64(),
@@ -240,7 +240,7 @@ fn command(
         nexus: subject.nexus,
         tag: subject.tag,
         opcode: subject.cdb.first().copied().unwrap_or_default(),
-        name: Opcode::of(&subject.cdb).map(|opcode| opcode.name.to_owned()),
+        name: opcode.is_known().then(|| opcode.name.to_owned()),
         lba: blocks.map(|(lba, _)| lba),
         blocks: blocks.map(|(_, blocks)| blocks),
         bytes: record.bytes,
@@ -252,42 +252,10 @@ fn command(
     }
 }
 
-/// The blocks that a CDB is about, as the group of its operation code has them (SPC-4 4.2.5).
-fn blocks(cdb: &[u8]) -> Option<(u64, u32)> {
-    if matches!(Kind::of(cdb), Kind::Other | Kind::Unmap) {
-        return None;
-    }
-    let number = |range: std::ops::Range<usize>| {
-        let bytes = cdb.get(range)?;
-        Some(
-            bytes
-                .iter()
-                .fold(0u64, |sum, byte| (sum << 8) | u64::from(*byte)),
-        )
-    };
-    let (lba, blocks) = match cdb.first()? >> 5 {
-        // No blocks are 256 (SBC-3 5.8).
-        0 => (
-            number(1..4)? & 0x1f_ffff,
-            match number(4..5)? {
-                0 => 256,
-                blocks => blocks,
-            },
-        ),
-        1 | 2 => (number(2..6)?, number(7..9)?),
-        5 => (number(2..6)?, number(6..10)?),
-        4 => (
-            number(2..10)?,
-            match cdb[0] {
-                // COMPARE AND WRITE has one byte (SBC-3 5.2), WRITE ATOMIC two (SBC-4 5.48).
-                0x89 => number(13..14)?,
-                0x9c => number(12..14)?,
-                _ => number(10..14)?,
-            },
-        ),
-        _ => return None,
-    };
-    Some((lba, u32::try_from(blocks).ok()?))
+/// LBA and number of the blocks that a command is about.
+fn blocks(opcode: &Opcode, cdb: &[u8]) -> Option<(u64, u32)> {
+    let blocks = opcode.blocks(cdb)?;
+    Some((blocks.first, u32::try_from(blocks.end - blocks.first).ok()?))
 }
 
 #[cfg(test)]
@@ -312,7 +280,7 @@ mod tests {
             (&[0x42, 0, 0, 0, 0, 0, 0, 0, 24, 0], None),
             (&[0x2a, 0, 0], None),
         ] {
-            assert_eq!(blocks(cdb), expected, "{cdb:02x?}");
+            assert_eq!(blocks(Opcode::of(cdb), cdb), expected, "{cdb:02x?}");
         }
     }
 

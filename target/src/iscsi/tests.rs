@@ -11,10 +11,10 @@ use riser_scsi::iscsi::pdu::{
     TmfRequest, TmfStatus,
 };
 use riser_scsi::iscsi::{Cid, CmdSn, Itt, StatSn, Ttt};
-use riser_scsi::kind::Kind;
 use riser_scsi::lu::LogicalUnit;
 use riser_scsi::lun::LunId;
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
+use riser_scsi::opcode::{Kind, Opcode};
 use riser_scsi::step::{Expected, Request, Residual, Step, TaskAttribute};
 use riser_scsi::task::NewTask;
 
@@ -1233,6 +1233,7 @@ fn a_reset_whose_connection_goes_tells_the_others() {
         let request = Request {
             nexus: other,
             cdb: &[0; 6],
+            opcode: Opcode::of(&[0; 6]),
             expected: Expected::default(),
             attribute: TaskAttribute::Simple,
             luns: &[],

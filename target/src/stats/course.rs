@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use riser_scsi::kind::Kind;
+use riser_scsi::opcode::Kind;
 use riser_scsi::step::{Response, Status};
 
 use super::lun::{Account, Fault};

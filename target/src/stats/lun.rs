@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use riser_scsi::kind::Kind;
 use riser_scsi::lun::LunId;
+use riser_scsi::opcode::Kind;
 use riser_scsi::srp::WireLun;
 
 use super::course::{Clock, Done};

@@ -30,7 +30,7 @@ mod tally;
 mod target;
 mod trace;
 
-use riser_scsi::kind::Kind;
+use riser_scsi::opcode::Kind;
 
 pub use course::{Clock, Course};
 pub use histogram::{BUCKETS, Counter, Histogram, Times, bound, quantile};

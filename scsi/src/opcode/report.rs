@@ -2,9 +2,10 @@
 //! FUNCTIONS (SPC-4 6.35, 6.36), read from the opcode table; READ DEFECT DATA
 //! (SBC-3 5.17, 5.18).
 
-use crate::cdb::Cdb;
+use super::{Opcode, with_code};
+use crate::cdb::{ACTION_MASK, Cdb};
 use crate::config::Config;
-use crate::opcode::{self, Gates, Opcode};
+use crate::flags::CommandFlags;
 use crate::plan::{Plan, PlanResult, Planner};
 use crate::sense::Sense;
 
@@ -13,7 +14,7 @@ const NOT_SUPPORTED: u8 = 0x1;
 const STANDARD: u8 = 0x3;
 
 fn is_offered(entry: &Opcode, config: &Config) -> bool {
-    !entry.gates.contains(Gates::THIN) || config.is_thin()
+    !entry.flags.contains(CommandFlags::THIN) || config.is_thin()
 }
 
 /// REPORT SUPPORTED OPERATION CODES.
@@ -36,7 +37,7 @@ pub(crate) fn plan_opcodes(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
 /// Option 1 is for opcodes without service actions, option 2 for those with,
 /// option 3 for either.
 fn one(option: u8, code: u8, action: u16) -> Result<Option<&'static Opcode>, Sense> {
-    let Some(first) = opcode::with_code(code).next() else {
+    let Some(first) = with_code(code).next() else {
         return Ok(None);
     };
     let has_actions = first.service_action.is_some();
@@ -48,7 +49,7 @@ fn one(option: u8, code: u8, action: u16) -> Result<Option<&'static Opcode>, Sen
     if !has_actions {
         return Ok((option == 1 || action == 0).then_some(first));
     }
-    Ok(opcode::with_code(code).find(|entry| entry.service_action == Some(action)))
+    Ok(with_code(code).find(|entry| entry.service_action.map(u16::from) == Some(action)))
 }
 
 fn timeouts_descriptor(entry: &Opcode) -> [u8; 12] {
@@ -61,15 +62,15 @@ fn timeouts_descriptor(entry: &Opcode) -> [u8; 12] {
 
 fn all(config: &Config, timeouts: bool) -> Vec<u8> {
     let mut data = vec![0; 4];
-    for entry in opcode::TABLE
+    for entry in Opcode::all()
         .iter()
         .filter(|entry| is_offered(entry, config))
     {
         let flags = u8::from(entry.service_action.is_some()) | u8::from(timeouts) << 1;
-        data.extend([entry.opcode, 0]);
-        data.extend(entry.service_action.unwrap_or(0).to_be_bytes());
+        data.extend([entry.code, 0]);
+        data.extend([0, entry.service_action.unwrap_or(0)]);
         data.extend([0, flags]);
-        data.extend((entry.usage.len() as u16).to_be_bytes());
+        data.extend((entry.usage().len() as u16).to_be_bytes());
         if timeouts {
             data.extend(timeouts_descriptor(entry));
         }
@@ -84,12 +85,12 @@ fn describe(entry: Option<&Opcode>, timeouts: bool) -> Vec<u8> {
         return vec![0, NOT_SUPPORTED, 0, 0];
     };
     let mut data = vec![0, STANDARD | u8::from(timeouts) << 7];
-    data.extend((entry.usage.len() as u16).to_be_bytes());
+    data.extend((entry.usage().len() as u16).to_be_bytes());
     let start = data.len();
-    data.extend_from_slice(entry.usage);
+    data.extend_from_slice(entry.usage());
     if let Some(action) = entry.service_action {
         // The bitmap names the action itself where the action is.
-        data[start + 1] = data[start + 1] & !opcode::ACTION_MASK | action as u8;
+        data[start + 1] = data[start + 1] & !ACTION_MASK | action;
     }
     if timeouts {
         data.extend(timeouts_descriptor(entry));

@@ -22,7 +22,7 @@ use mini::{Mini, config, login_req};
 use riser_scsi::opcode::{Kind, Opcode};
 use riser_scsi::step::{DataIn, Residual, Response, Status};
 use riser_target::config::Config;
-use riser_target::stats::{Account, Course, LunStats, Stage, Subject};
+use riser_target::stats::{Account, CommandTimer, LunStats, Stage, Subject};
 use riser_transport::roce::fault::FaultConfig;
 use world::{SERVER, World};
 
@@ -68,19 +68,19 @@ fn counting(commands: u32) {
         residual_in: Residual::None,
         residual_out: Residual::None,
     };
-    let mut course = Course::default();
+    let mut timer = CommandTimer::default();
     let mut now = Instant::now();
     for _ in 0..commands {
-        count_one(&mut course, &account, &answer, now);
+        count_one(&mut timer, &account, &answer, now);
         now += Duration::from_millis(1);
     }
     assert_eq!(account.class(Kind::Read).commands, u64::from(commands));
 }
 
-/// Counts a read, by the calls that [`Execution`](riser_target::execution::Execution) and a channel make
+/// Counts a read, by the calls that [`Execution`](riser_target::fabric::Execution) and a channel make
 /// while it runs.
 #[inline(never)]
-fn count_one(course: &mut Course, account: &Arc<Account>, answer: &Response, now: Instant) {
+fn count_one(timer: &mut CommandTimer, account: &Arc<Account>, answer: &Response, now: Instant) {
     const CDB: [u8; 10] = [0x28, 0, 0, 0, 0, 0, 0, 0, 8, 0];
     let read = now + Duration::from_micros(50);
     let gone = now + Duration::from_micros(80);
@@ -89,13 +89,13 @@ fn count_one(course: &mut Course, account: &Arc<Account>, answer: &Response, now
         nexus: 1,
         cdb: CDB.into_iter().collect(),
     };
-    course.begin(Arc::clone(black_box(account)), subject, now);
-    course.classify(Opcode::of(black_box(&CDB)).kind);
+    timer.begin(Arc::clone(black_box(account)), subject, now);
+    timer.classify(Opcode::of(black_box(&CDB)).kind);
     for stage in [Stage::Scsi, Stage::Scsi, Stage::Backend] {
-        course.enter(black_box(stage), now);
+        timer.enter(black_box(stage), now);
     }
-    course.enter(black_box(Stage::Scsi), read);
-    course.answer(black_box(answer), black_box(4096), read);
-    course.arrive(gone);
-    course.abandon();
+    timer.enter(black_box(Stage::Scsi), read);
+    timer.answer(black_box(answer), black_box(4096), read);
+    timer.arrive(gone);
+    timer.abandon();
 }

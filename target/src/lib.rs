@@ -5,12 +5,10 @@
 //! - [`backend`]: where the bytes of a logical unit live: files, devices, memory.
 //! - [`config`]: the YAML configuration, checked before anything is opened.
 //! - [`control`]: signals, the admin API, and the daemon's life between them.
-//! - [`execution`]: a SCSI command under way, the same for every transport.
-//! - [`iscsi`]: the iSCSI target's connections, as machines that do no I/O.
-//! - [`srp`]: the SRP target channel, as a machine that does no I/O.
+//! - [`fabric`]: what the connections of all protocols share: units, commands, accounts.
+//! - [`srp`], [`iscsi`], [`iser`]: connections of each protocol, as machines that do no I/O.
 //! - [`server`]: from a configuration to running workers, and the shutdown.
 //! - [`worker`]: one thread with its devices, its ring and its channels.
-//! - [`pace`]: how long a command may wait for its initiator.
 //! - [`pool`]: the data buffers of a worker.
 //! - [`qos`]: how fast units and initiators may be.
 //! - [`stats`]: what commands are counted by, and how long they take.
@@ -23,14 +21,14 @@ pub mod backend;
 pub mod cli;
 pub mod config;
 pub mod control;
-pub mod execution;
+pub mod fabric;
 #[cfg(test)]
 mod fixture;
 pub mod holder;
 pub mod iscsi;
+pub mod iser;
 pub mod log;
 pub mod mounts;
-pub mod pace;
 mod patience;
 pub mod pool;
 pub mod qos;

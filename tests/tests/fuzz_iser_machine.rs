@@ -20,12 +20,12 @@ use riser_scsi::lun::LunId;
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::step::{BackendError, StepResult};
 use riser_scsi::vpd::Naa;
-use riser_target::iscsi::iser::{
+use riser_target::fabric::{LunMap, Mapping, TaskIdx, Unit, UnitIdx};
+use riser_target::iscsi::{Action, Admitted, Channel, Cx, Gate, MAX_QUEUED, Window};
+use riser_target::iser::{
     ChainIdx, ConnState, IserAction, IserChannel, IserConfig, IserParams, Post, RxIdx,
 };
-use riser_target::iscsi::{Action, Admitted, Channel, Cx, Gate, MAX_QUEUED, TaskIdx, Window};
 use riser_target::pool::Pool;
-use riser_target::srp::{LunMap, Mapping, Unit, UnitIdx};
 use riser_target::stats::{LunStats, SessionEvent};
 
 const WINDOW: u16 = 4;

@@ -8,7 +8,8 @@ use super::tree::Tree;
 use super::value::Size;
 use super::write::{Map, size};
 use super::yaml::Located;
-use crate::qos::{BURST, IoLimits, MAX_WAIT};
+use crate::fabric::MAX_WAIT;
+use crate::qos::{BURST, IoLimits};
 
 /// Commands a second that can be told apart.
 const MAX_IOPS: u64 = 1_000_000_000;

@@ -36,11 +36,10 @@ use riser_scsi::step::{DataIn, Response, Step};
 use super::channel::{Action, Channel, Cx, Phase};
 use super::command::End;
 use super::datamover::{Datamover, Progress, Start};
-use super::task::{Incoming, Piece, TaskIdx, TaskState};
+use super::task::{Incoming, Piece, TaskState};
 use crate::audit::Parting;
-use crate::execution::Execution;
+use crate::fabric::{Execution, TaskIdx, TaskRef};
 use crate::pool::{Buffer, Pool};
-use crate::srp::TaskRef;
 
 /// DefaultTime2Retain as we offer it, in seconds (RFC 7143 13.16).
 pub const TIME2RETAIN: u32 = 20;
@@ -308,7 +307,7 @@ impl<D: Datamover> Channel<D> {
         }
         let heirs = std::mem::take(&mut self.allegiance.heirs);
         for heir in heirs {
-            if self.is_at_rest(TaskIdx(heir.task.ioctx.0)) {
+            if self.is_at_rest(heir.task.index) {
                 self.hand_over(cx, heir);
             } else {
                 self.allegiance.heirs.push(heir);
@@ -363,7 +362,7 @@ impl<D: Datamover> Channel<D> {
 
     /// Another connection takes a command of this one over.
     pub fn handle_take_over(&mut self, cx: &mut Cx<'_>, take_over: TakeOver) {
-        let idx = TaskIdx(take_over.task.ioctx.0);
+        let idx = take_over.task.index;
         let is_idle = self.tasks[usize::from(idx.0)].state == TaskState::Idle;
         if is_idle || self.task_ref(idx) != take_over.task {
             self.deliver(take_over.to, None);
@@ -399,7 +398,7 @@ impl<D: Datamover> Channel<D> {
     }
 
     fn hand_over(&mut self, cx: &mut Cx<'_>, heir: TakeOver) {
-        let idx = TaskIdx(heir.task.ioctx.0);
+        let idx = heir.task.index;
         let task = &mut self.tasks[usize::from(idx.0)];
         let waited = task.waited_by(cx.now, &self.pace);
         task.waited = 0;
@@ -456,7 +455,7 @@ impl<D: Datamover> Channel<D> {
             cx.pool.release(buffer);
         }
         exec.rename(heir.to);
-        exec.course.leave();
+        exec.timer.leave();
         let (counted, lingers) = (
             std::mem::take(&mut task.counted),
             std::mem::take(&mut task.lingers),
@@ -482,7 +481,7 @@ impl<D: Datamover> Channel<D> {
     /// # Panics
     /// If none is expected.
     pub fn handle_parcel(&mut self, cx: &mut Cx<'_>, to: TaskRef, parcel: Option<Box<Parcel>>) {
-        let idx = TaskIdx(to.ioctx.0);
+        let idx = to.index;
         assert_eq!(
             self.task_ref(idx),
             to,
@@ -508,7 +507,7 @@ impl<D: Datamover> Channel<D> {
             self.accounts.addressed(luns, parcel.lun, worker)
         });
         let account = addressed.map(|addressed| addressed.account);
-        task.exec.course.join(account);
+        task.exec.timer.join(account);
         task.lun = parcel.lun;
         task.counted = parcel.counted;
         task.lingers = parcel.lingers;

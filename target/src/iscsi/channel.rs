@@ -29,16 +29,14 @@ use super::datamover::Datamover;
 use super::login::Entering;
 use super::order::Waiting;
 use super::report::Counters;
-use super::task::{Task, TaskIdx, TaskState};
+use super::task::{Task, TaskState};
 use super::text::TextState;
 use super::window::{Member, WINDOWS, Window};
 use crate::audit::Parting;
+use crate::fabric::{Accounts, LunMap, Pace, TaskIdx, TaskRef, Throttle, UnitIdx};
 use crate::log::RateLimit;
-use crate::pace::Pace;
 use crate::pool::{Buffer, Pool};
-use crate::qos::Throttle;
-use crate::srp::{LunMap, SendIdx, TaskRef, UnitIdx};
-use crate::stats::{Accounts, Functions, SessionEvent};
+use crate::stats::{Functions, SessionEvent};
 use crate::warn_limited;
 
 /// PDUs and transfers that may wait to be sent before nothing more is read.
@@ -332,11 +330,11 @@ impl ChannelConfig {
 
 /// The contexts' buffers, for the datamover.
 #[derive(Clone, Copy)]
-pub(super) struct Held<'a>(&'a [Task]);
+pub struct Held<'a>(&'a [Task]);
 
 impl<'a> Held<'a> {
     /// The buffer of a task that has data under way.
-    pub(super) fn buffer(&self, task: TaskIdx) -> &'a Buffer {
+    pub fn buffer(&self, task: TaskIdx) -> &'a Buffer {
         let buffer = self.0[usize::from(task.0)].exec.buffer.as_ref();
         buffer.expect("data lie in a buffer")
     }
@@ -523,9 +521,16 @@ impl<D: Datamover> Channel<D> {
         self.new_params.take()
     }
 
-    /// The datamover.
-    pub(super) fn mover(&self) -> &D {
+    /// Returns the datamover.
+    #[must_use]
+    pub fn mover(&self) -> &D {
         &self.mover
+    }
+
+    /// Returns the pace at which it moves data.
+    #[must_use]
+    pub fn pace(&self) -> &Pace {
+        &self.pace
     }
 
     /// What waits to be sent, in PDUs and transfers.
@@ -540,7 +545,8 @@ impl<D: Datamover> Channel<D> {
         self.mover.queued_bytes()
     }
 
-    pub(super) fn mover_mut(&mut self) -> &mut D {
+    /// Returns the datamover, for what its connection tells it.
+    pub fn mover_mut(&mut self) -> &mut D {
         &mut self.mover
     }
 
@@ -722,16 +728,13 @@ impl<D: Datamover> Channel<D> {
         TaskRef {
             worker: self.config.worker,
             channel: self.config.serial,
-            ioctx: SendIdx(idx.0),
+            index: idx,
             generation: self.tasks[usize::from(idx.0)].generation,
         }
     }
 
     /// Lets the datamover put something on its way; whether it did.
-    pub(super) fn poll_mover(
-        &mut self,
-        poll: impl FnOnce(&mut D, Numbers, Held<'_>) -> bool,
-    ) -> bool {
+    pub fn poll_mover(&mut self, poll: impl FnOnce(&mut D, Numbers, Held<'_>) -> bool) -> bool {
         if matches!(
             self.phase,
             Phase::CleanupWait | Phase::Retaining | Phase::Closed

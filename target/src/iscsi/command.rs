@@ -15,12 +15,11 @@ use riser_scsi::step::{
 
 use super::channel::{Action, Channel, Cx, MAX_STAGED, Phase, SILENCE};
 use super::datamover::{Control, Datamover, GetData, PutData, Start, Taken};
-use super::task::{Incoming, Piece, Task, TaskIdx, TaskState};
+use super::task::{Incoming, Piece, Task, TaskState};
 use super::tcp::good;
 use crate::audit::Parting;
-use crate::execution::{Entry, MAX_DATA_TIMEOUTS, Tables};
+use crate::fabric::{Entry, MAX_DATA_TIMEOUTS, Tables, TaskIdx, TaskRef};
 use crate::pool::{Owner, Pool};
-use crate::srp::TaskRef;
 use crate::stats::{SessionEvent, Stage};
 use crate::warn_limited;
 
@@ -230,7 +229,7 @@ impl<D: Datamover> Channel<D> {
                     .as_ref()
                     .expect("block operations have a unit");
                 let unit = unit.index;
-                task.exec.course.enter(Stage::Backend, cx.now);
+                task.exec.timer.enter(Stage::Backend, cx.now);
                 task.state = TaskState::Block;
                 self.actions.push_back(Action::SubmitBlock {
                     task: idx,
@@ -244,8 +243,8 @@ impl<D: Datamover> Channel<D> {
     /// Brings a piece of the data: what came unsolicited is taken, the rest is asked for.
     fn receive_piece(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, from: u32, len: u32) {
         let task = &mut self.tasks[usize::from(idx.0)];
-        task.exec.course.enter(Stage::FabricIn, cx.now);
-        task.exec.course.carry(len);
+        task.exec.timer.enter(Stage::FabricIn, cx.now);
+        task.exec.timer.carry(len);
         let staged = &mut task.incoming.staged;
         let useful = staged.len().min(len as usize);
         if let Some(buffer) = &task.exec.buffer
@@ -294,7 +293,7 @@ impl<D: Datamover> Channel<D> {
     fn send_piece(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, from: u32, len: u32) {
         self.watch_data(cx.now);
         let task = &mut self.tasks[usize::from(idx.0)];
-        task.exec.course.enter(Stage::FabricOut, cx.now);
+        task.exec.timer.enter(Stage::FabricOut, cx.now);
         // An initiator may send data with a command that takes none.
         let staged = std::mem::take(&mut task.incoming.staged);
         if let Some(buffer) = &task.exec.buffer
@@ -317,7 +316,7 @@ impl<D: Datamover> Channel<D> {
         if self.allegiance.is_silent() {
             return;
         }
-        task.exec.course.carry(len);
+        task.exec.timer.carry(len);
         self.counters.bytes_in += u64::from(len);
         let put = PutData {
             task: idx,
@@ -674,7 +673,7 @@ impl<D: Datamover> Channel<D> {
         let task = &mut self.tasks[usize::from(idx.0)];
         // It may have been acknowledged before we heard that it was sent.
         if task.state == TaskState::Sent {
-            task.exec.course.arrive(cx.now);
+            task.exec.timer.arrive(cx.now);
         }
     }
 
@@ -842,7 +841,7 @@ impl<D: Datamover> Channel<D> {
     /// connection. Nothing waits for an answered command, but it keeps its buffer until its answer
     /// is sent, at error recovery level 1 until that is acknowledged: it has what is left of that
     /// time, but always as long as an initiator may be silent. Data that were moved meanwhile
-    /// extend it: see [`crate::pace`].
+    /// extend it: see [`crate::fabric::pace`].
     ///
     /// The commands concerned are aborted, and the connection is lost: at this point it is not known
     /// what the initiator will still send. So no command waits without limit or keeps its buffer.

@@ -14,7 +14,7 @@ use riser_scsi::iscsi::pdu::{DataInStatus, DataOut, FromTarget, RejectReason, Sn
 use riser_scsi::iscsi::{Itt, StatSn};
 use riser_scsi::srp::WireLun;
 
-use super::task::TaskIdx;
+use crate::fabric::TaskIdx;
 
 /// A control-type PDU to send.
 #[derive(Clone, Debug, PartialEq, Eq)]

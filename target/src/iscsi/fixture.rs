@@ -18,41 +18,39 @@ use riser_scsi::lun::LunId;
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::step::{BackendError, BlockOp, StepResult};
 
-use super::{
-    Action, Admitted, Batch, ChannelConfig, Cx, Gate, Parcel, TaskIdx, TcpChannel, Window,
-};
+use super::{Action, Admitted, Batch, ChannelConfig, Cx, Gate, Parcel, TcpChannel, Window};
+use crate::fabric::{LunMap, Mapping, TaskIdx, TaskRef, Unit, UnitIdx};
 use crate::fixture::windowed_unit_config;
 use crate::pool::Pool;
-use crate::srp::{LunMap, Mapping, TaskRef, Unit, UnitIdx};
 use crate::stats::{LunStats, SessionEvent};
 
-pub(super) const DISK: usize = 1 << 20;
+pub(crate) const DISK: usize = 1 << 20;
 pub(super) const WINDOW: u16 = 8;
 
 /// A PDU that the initiator received.
 pub(super) type Received = (FromTarget, Numbers, Vec<u8>);
 
-pub(super) struct FakeGate {
-    pub(super) unit: Arc<Unit>,
+pub(crate) struct FakeGate {
+    pub(crate) unit: Arc<Unit>,
     /// What is counted of it.
-    pub(super) stats: Arc<LunStats>,
+    pub(crate) stats: Arc<LunStats>,
     /// Logins that failed.
-    pub(super) refused: Vec<LoginStatus>,
+    pub(crate) refused: Vec<LoginStatus>,
     /// What the target would count.
-    pub(super) events: Vec<SessionEvent>,
-    pub(super) offer: Offer,
-    pub(super) targets: usize,
-    pub(super) joined: usize,
+    pub(crate) events: Vec<SessionEvent>,
+    pub(crate) offer: Offer,
+    pub(crate) targets: usize,
+    pub(crate) joined: usize,
     /// Whether a login takes somebody's place.
-    pub(super) waits: bool,
+    pub(crate) waits: bool,
     /// The session that logins join, if they do.
-    pub(super) window: Option<Arc<Window>>,
+    pub(crate) window: Option<Arc<Window>>,
     /// Connections of the session that may be detached.
-    pub(super) others: Vec<Cid>,
+    pub(crate) others: Vec<Cid>,
 }
 
 impl FakeGate {
-    pub(super) fn new(offer: Offer) -> Self {
+    pub(crate) fn new(offer: Offer) -> Self {
         Self {
             unit: unit(Limits::default().window),
             stats: Arc::new(LunStats::new("t", 0, None)),
@@ -149,7 +147,7 @@ pub(super) struct Rig {
 }
 
 /// A unit whose commands have `window` bytes of their data in memory at a time.
-pub(super) fn unit(window: u32) -> Arc<Unit> {
+pub(crate) fn unit(window: u32) -> Arc<Unit> {
     let lu = LogicalUnit::new(windowed_unit_config((DISK / 512) as u64, window)).unwrap();
     let port = |name: &str| PortName::Iscsi(name.into());
     let target = TargetPort {

@@ -12,7 +12,8 @@ use riser_scsi::iscsi::{Itt, StatSn, Ttt};
 
 use super::channel::{Channel, Cx, IMMEDIATE_TASKS, Phase};
 use super::datamover::{Control, Datamover};
-use super::task::{TaskIdx, TaskState};
+use super::task::TaskState;
+use crate::fabric::TaskIdx;
 use crate::stats::SessionEvent;
 use crate::warn_limited;
 

@@ -12,7 +12,7 @@ use riser_scsi::nexus::NexusId;
 
 use super::channel::{Admitted, Channel, Cx, DISCOVERY_TIMEOUT, Gate, Phase, Session};
 use super::datamover::Datamover;
-use crate::srp::LunMap;
+use crate::fabric::LunMap;
 
 /// A login that has succeeded, before its last answer is sent.
 #[derive(Debug)]

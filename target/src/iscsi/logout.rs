@@ -10,8 +10,9 @@ use riser_scsi::iscsi::pdu::{
 use super::channel::{Action, Channel, Cx, Others, Phase};
 use super::command::End;
 use super::datamover::Datamover;
-use super::task::{TaskIdx, TaskState};
+use super::task::TaskState;
 use crate::audit::Parting;
+use crate::fabric::TaskIdx;
 use crate::pool::Pool;
 use crate::stats::SessionEvent;
 
@@ -113,7 +114,7 @@ impl<D: Datamover> Channel<D> {
     }
 
     /// Takes nothing more, and closes when everything is sent.
-    pub(super) fn close(&mut self, now: Instant) {
+    pub fn close(&mut self, now: Instant) {
         if self.is_receiving() {
             self.phase = Phase::Closing;
             self.phase_deadline = Some(now + CLOSE_TIMEOUT);

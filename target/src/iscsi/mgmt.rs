@@ -17,8 +17,8 @@ use riser_scsi::task::TaskManagement;
 
 use super::channel::{Action, Channel, Cx};
 use super::datamover::{Control, Datamover};
-use super::task::{TaskIdx, TaskState};
-use crate::srp::{Managed, TaskRef, Unit};
+use super::task::TaskState;
+use crate::fabric::{TaskIdx, TaskRef, TmfOutcome, Unit};
 
 /// A task-management function under way.
 #[derive(Debug)]
@@ -79,8 +79,8 @@ impl<D: Datamover> Channel<D> {
     ) -> Option<TmfStatus> {
         let session = self.session.as_ref().expect("full-feature phase");
         let present = session.luns.addressed(request.lun);
-        let units = session.luns.with_left(request.lun);
-        let is_moved = session.luns.is_moved(request.lun);
+        let units = session.luns.with_former(request.lun);
+        let is_moved = session.luns.is_stale(request.lun);
         let whole_target = match request.function {
             TmfFunction::TargetWarmReset | TmfFunction::TargetColdReset => {
                 Some(TaskManagement::LogicalUnitReset)
@@ -150,7 +150,7 @@ impl<D: Datamover> Channel<D> {
         let nexus = session.nexus;
         if let Some(lun) = LunId::addressed(request.lun) {
             for unit in left {
-                self.await_aborted(idx, unit.abort_by_number(nexus, lun));
+                self.await_aborted(idx, unit.abort_by_lun(nexus, lun));
             }
         }
         if let Some(unit) = present {
@@ -201,7 +201,7 @@ impl<D: Datamover> Channel<D> {
     }
 
     /// Has the tasks aborted that a function concerns, which waits for them.
-    fn await_aborted(&mut self, idx: TaskIdx, managed: Managed) {
+    fn await_aborted(&mut self, idx: TaskIdx, managed: TmfOutcome) {
         let watcher = self.task_ref(idx);
         self.mgmt_mut(idx).waiting += managed.aborted.len() as u32;
         let aborts = managed
@@ -243,7 +243,7 @@ impl<D: Datamover> Channel<D> {
 
     /// A task of this channel may start: those that held it back are gone.
     pub fn handle_task_start(&mut self, cx: &mut Cx<'_>, name: TaskRef) {
-        let idx = TaskIdx(name.ioctx.0);
+        let idx = name.index;
         let task = &self.tasks[usize::from(idx.0)];
         if task.generation == name.generation && task.state == TaskState::AwaitTask {
             self.start(cx, idx);
@@ -253,7 +253,7 @@ impl<D: Datamover> Channel<D> {
 
     /// Task management, here or on another channel, ends a task of this one.
     pub fn handle_abort(&mut self, cx: &mut Cx<'_>, name: TaskRef, watcher: TaskRef) {
-        let idx = TaskIdx(name.ioctx.0);
+        let idx = name.index;
         if let Some(task) = self.allegiance.moved(name) {
             self.actions.push_back(Action::AbortTask { task, watcher });
         } else if self.tasks[usize::from(idx.0)].generation == name.generation {
@@ -266,7 +266,7 @@ impl<D: Datamover> Channel<D> {
 
     /// A task that a function of this channel waited for is gone.
     pub fn handle_task_gone(&mut self, cx: &mut Cx<'_>, watcher: TaskRef) {
-        let idx = TaskIdx(watcher.ioctx.0);
+        let idx = watcher.index;
         let task = &mut self.tasks[usize::from(idx.0)];
         if task.generation == watcher.generation
             && task.state == TaskState::Mgmt

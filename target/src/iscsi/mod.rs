@@ -19,7 +19,8 @@
 //! - `recovery`: what is kept to be sent once more. `allegiance`: commands that go from a connection that
 //!   is lost to another one.
 //! - `mgmt`: task management and aborts. `text`: text requests.
-//! - `datamover`: what a channel asks of the layer below. `tcp`: that layer on TCP. [`iser`]: on RDMA.
+//! - `datamover`: what a channel asks of the layer below. `tcp`: that layer on TCP.
+//!   [`iser`](crate::iser) has it on RDMA.
 //!
 //! # Invariants
 //! - Nothing but login is looked at before full-feature phase.
@@ -40,7 +41,6 @@ mod channel;
 mod command;
 mod datamover;
 mod full_feature;
-pub mod iser;
 mod login;
 mod logout;
 mod mgmt;
@@ -53,7 +53,7 @@ mod text;
 mod window;
 
 #[cfg(test)]
-mod fixture;
+pub(crate) mod fixture;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
@@ -65,10 +65,11 @@ mod tests_stream;
 
 pub use allegiance::{Parcel, TIME2RETAIN, TakeOver};
 pub use channel::{
-    Action, Admitted, Channel, ChannelConfig, Cx, Gate, MAX_QUEUED, MAX_QUEUED_BYTES, Others, Phase,
+    Action, Admitted, Channel, ChannelConfig, Cx, Gate, Held, MAX_QUEUED, MAX_QUEUED_BYTES, Others,
+    Phase,
 };
 pub use datamover::{Control, Datamover, GetData, PutData, Taken};
 pub use report::{Counters, SessionInfo};
-pub use task::{TaskIdx, TaskState};
+pub use task::TaskState;
 pub use tcp::{Batch, Chunk, Tcp, TcpChannel};
 pub use window::{Member, Window};

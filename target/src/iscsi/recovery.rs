@@ -17,7 +17,7 @@ use riser_scsi::iscsi::pdu::{RejectReason, Snack, SnackKind};
 use riser_scsi::iscsi::{Itt, NO_TAG, StatSn};
 
 use super::datamover::{Control, PutData};
-use super::task::TaskIdx;
+use crate::fabric::TaskIdx;
 
 /// A status PDU that was sent.
 #[derive(Clone, Debug)]

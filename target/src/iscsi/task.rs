@@ -9,12 +9,7 @@ use riser_scsi::step::Response;
 
 use super::datamover::Start;
 use super::mgmt::Mgmt;
-use crate::execution::Execution;
-use crate::pace::{Pace, Wait};
-
-/// Number of a context.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct TaskIdx(pub u16);
+use crate::fabric::{Execution, Pace, Wait};
 
 /// State of a context.
 ///

@@ -19,7 +19,7 @@ use riser_scsi::step::Residual;
 use super::channel::{Channel, ChannelConfig, Cx, Held, Phase};
 use super::datamover::{Control, Datamover, GetData, Progress, PutData, Start, Taken};
 use super::recovery::{Again, Recovery};
-use super::task::TaskIdx;
+use crate::fabric::TaskIdx;
 use crate::pool::Buffer;
 use crate::stats::SessionEvent;
 

@@ -20,7 +20,7 @@ use riser_scsi::task::NewTask;
 
 use super::fixture::{Received, Rig, WINDOW};
 use super::{Action, MAX_QUEUED, MAX_QUEUED_BYTES, Others, Phase, TcpChannel};
-use crate::srp::{LunMap, Mapping, SendIdx, TaskRef, Unit, UnitIdx};
+use crate::fabric::{LunMap, Mapping, TaskIdx, TaskRef, Unit, UnitIdx};
 use crate::stats::SessionEvent;
 
 /// Status and sense key of the response in what was received.
@@ -1250,7 +1250,7 @@ fn a_reset_whose_connection_goes_tells_the_others() {
     let foreign = TaskRef {
         worker: 9,
         channel: 9,
-        ioctx: SendIdx(0),
+        index: TaskIdx(0),
         generation: 1,
     };
     let (key, _) = unit
@@ -1325,7 +1325,7 @@ fn functions_for_a_number_that_has_moved_leave_others_alone() {
     let foreign = TaskRef {
         worker: 9,
         channel: 9,
-        ioctx: SendIdx(0),
+        index: TaskIdx(0),
         generation: 1,
     };
     let other = NexusId(77);

@@ -15,7 +15,7 @@ use riser_scsi::task::TaskManagement;
 use super::fixture::{Received, Rig};
 use super::tests::{data_in, r2t, status, tmf_status};
 use super::{Action, Phase, TaskState};
-use crate::srp::TaskRef;
+use crate::fabric::TaskRef;
 
 const LEVEL_2: &str = "ErrorRecoveryLevel=2\0MaxConnections=4\0MaxRecvDataSegmentLength=512\0MaxBurstLength=1024\0\
      FirstBurstLength=1024\0MaxOutstandingR2T=2\0";

@@ -15,7 +15,7 @@ use super::TcpChannel;
 use super::fixture::{Received, Rig};
 use super::task::TaskState;
 use super::tests::{data_in, r2t, status, tmf_status};
-use crate::srp::TaskRef;
+use crate::fabric::TaskRef;
 use crate::stats::SessionEvent;
 
 const SYNCHRONIZE_CACHE: [u8; 10] = [0x35, 0, 0, 0, 0, 0, 0, 0, 0, 0];

@@ -30,7 +30,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use riser_scsi::iscsi::login::SessionParams;
 use riser_scsi::iscsi::{CmdSn, Itt};
 
-use crate::srp::TaskRef;
+use crate::fabric::TaskRef;
 
 /// Windows of contexts per connection: one for commands that run, one for those whose answers are
 /// being sent, and one for those whose answers wait behind these. An answer opens the window before

@@ -3,8 +3,9 @@
 //! # Modules
 //! - `bucket`: [`Bucket`], one rate. `limiter`: [`Limiter`], the rates of one unit or initiator, shared by
 //!   workers without a lock.
-//! - `throttle`: [`Throttle`], the commands of one channel that wait. `table`: [`Initiators`], the limiters
-//!   of a target's initiators.
+//! - `table`: [`Initiators`], the limiters of a target's initiators.
+//!
+//! The commands that wait are kept by their connection, in a [`Throttle`](crate::fabric::Throttle).
 //!
 //! # Where a command waits
 //! ```text
@@ -19,7 +20,7 @@
 //! its own limit holds back does not delay others at the unit.
 //!
 //! A quarter of a channel's commands may wait, and the first for each unit and direction; any other that would be
-//! behind those for more than [`MAX_WAIT`] is answered with TASK SET FULL, too. So commands for units without limits
+//! behind those for more than [`MAX_WAIT`](crate::fabric::MAX_WAIT) is answered with TASK SET FULL, too. So commands for units without limits
 //! have contexts, and initiators send fewer before they time out.
 //!
 //! # Order and fairness
@@ -38,12 +39,10 @@
 mod bucket;
 mod limiter;
 mod table;
-mod throttle;
 
 pub use bucket::Bucket;
 pub use limiter::{BURST, Cost, IoLimits, Limiter, Waits};
 pub use table::{Initiators, LimiterKey, MAX_IDLE};
-pub use throttle::{MAX_WAIT, Passage, Throttle, Toll};
 
 #[cfg(test)]
 pub(crate) mod fixture {

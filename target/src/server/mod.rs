@@ -51,8 +51,8 @@ use tokio::sync::Notify;
 
 use crate::backend::{FlushKeeper, OpenError, Space, Store, look, open_all};
 use crate::config::{Config, Listen};
+use crate::fabric::Unit;
 use crate::holder::HeldBy;
-use crate::srp::Unit;
 use crate::worker::iscsi::IscsiSessions;
 use crate::worker::mail::{MAILBOX, Mail, Outbox, Snapshot};
 use crate::worker::places::Places;
@@ -709,7 +709,7 @@ impl Server {
     #[must_use]
     pub fn clear_flush_failure(&self, serial: Option<&str>) -> usize {
         let catalog = self.shared.registry.catalog();
-        let is_meant = |unit: &crate::srp::Unit| {
+        let is_meant = |unit: &crate::fabric::Unit| {
             serial.is_none_or(|serial| unit.lu.config().identity.serial == serial)
         };
         let units = catalog.targets.iter().flat_map(|t| &t.units);

@@ -3,9 +3,9 @@
 use riser_scsi::attention::Attention;
 use riser_scsi::step::BlockOp;
 
-use super::ioctx::{RecvIdx, SendIdx};
+use super::ioctx::RecvIdx;
 use super::transfer::Direction;
-use super::unit::{TaskRef, UnitIdx};
+use crate::fabric::{TaskIdx, TaskRef, UnitIdx};
 
 /// An information unit to send: it lies in the send ring, in the place of its context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,7 +25,7 @@ pub enum Action {
     /// is one. Its last request is signaled; when it completes, call [`Channel::handle_post_done`](super::Channel::handle_post_done).
     Post {
         /// The context.
-        ioctx: SendIdx,
+        ioctx: TaskIdx,
         /// RDMA requests first.
         rdma: Option<Direction>,
         /// The message last.
@@ -34,14 +34,14 @@ pub enum Action {
     /// Start a block operation; when it ends, call [`Channel::handle_block_done`](super::Channel::handle_block_done).
     SubmitBlock {
         /// The context.
-        ioctx: SendIdx,
+        ioctx: TaskIdx,
         /// On which unit.
         unit: UnitIdx,
         /// What.
         op: BlockOp,
     },
     /// Try to end a block operation early. It still ends with [`Channel::handle_block_done`](super::Channel::handle_block_done).
-    AbortBlock(SendIdx),
+    AbortBlock(TaskIdx),
     /// Tell a task's channel that it may start ([`Channel::handle_task_start`](super::Channel::handle_task_start)).
     StartTask(TaskRef),
     /// Tell a task's channel to abort it ([`Channel::handle_abort`](super::Channel::handle_abort)).

@@ -22,18 +22,15 @@ use riser_scsi::step::StepResult;
 
 use super::action::{Action, Counters};
 use super::credit::{ReqLim, SendQueue};
-use super::ioctx::{IoctxState, RecvIdx, SendIdx, SendIoctx};
+use super::ioctx::{IoctxState, RecvIdx, SendIoctx};
 use super::login::{ChannelParams, OWN_MESSAGES};
 use super::teardown::Own;
 use super::transfer::{PortionLimits, RdmaWr};
-use super::unit::{LunMap, TaskRef};
 use crate::audit::Parting;
-use crate::execution::MAX_DATA_TIMEOUTS;
+use crate::fabric::{Accounts, LunMap, MAX_DATA_TIMEOUTS, Pace, TaskIdx, TaskRef, Throttle};
 use crate::log::RateLimit;
-use crate::pace::Pace;
 use crate::pool::Pool;
-use crate::qos::Throttle;
-use crate::stats::{Accounts, Functions};
+use crate::stats::Functions;
 use crate::warn_limited;
 
 /// How long a connection may take from our accept to its establishment.
@@ -118,9 +115,9 @@ pub struct Channel {
     pub(super) state: ChState,
     pub(super) ioctx: Vec<SendIoctx>,
     /// Idle command contexts.
-    pub(super) idle: Vec<SendIdx>,
+    pub(super) idle: Vec<TaskIdx>,
     /// Commands that are not answered yet, by the tags that the initiator knows them by.
-    pub(super) tags: HashMap<Tag, SendIdx>,
+    pub(super) tags: HashMap<Tag, TaskIdx>,
     pub(super) req_lim: ReqLim,
     pub(super) send_queue: SendQueue,
     /// Receives in the queue pair.
@@ -130,9 +127,9 @@ pub struct Channel {
     /// Where a deferred information unit is looked at.
     scratch: Vec<u8>,
     /// Contexts that wait for pool memory, oldest first; each once.
-    pub(super) pool_waiters: VecDeque<SendIdx>,
+    pub(super) pool_waiters: VecDeque<TaskIdx>,
     /// Contexts that wait for limits.
-    pub(super) throttle: Throttle<SendIdx>,
+    pub(super) throttle: Throttle<TaskIdx>,
     pub(super) own: Own,
     pub(super) blocks_in_flight: u32,
     /// Chains under way that commands wait for: all but those that end with an answer.
@@ -180,7 +177,7 @@ impl Channel {
         let mut channel = Self {
             state: ChState::Connecting,
             ioctx: (0..sends).map(|_| SendIoctx::new()).collect(),
-            idle: (0..params.req_lim as u16).rev().map(SendIdx).collect(),
+            idle: (0..params.req_lim as u16).rev().map(TaskIdx).collect(),
             // Twice as large as it gets: a table at most half full never allocates again.
             tags: HashMap::with_capacity(2 * params.req_lim as usize),
             req_lim: ReqLim::new(params.req_lim),
@@ -284,7 +281,7 @@ impl Channel {
 
     /// The state of a context.
     #[must_use]
-    pub fn ioctx_state(&self, idx: SendIdx) -> IoctxState {
+    pub fn ioctx_state(&self, idx: TaskIdx) -> IoctxState {
         self.ioctx[usize::from(idx.0)].state
     }
 
@@ -322,7 +319,7 @@ impl Channel {
 
     /// Where the message of a send context lies.
     #[must_use]
-    pub fn send_slot(&self, ioctx: SendIdx) -> MemSlice {
+    pub fn send_slot(&self, ioctx: TaskIdx) -> MemSlice {
         let params = &self.config.params;
         let offset = usize::from(ioctx.0) * params.send_stride();
         slot(
@@ -335,7 +332,7 @@ impl Channel {
     /// The data buffer of a context, for its block operation; empty where the operation needs none.
     pub fn block_slices(
         &self,
-        ioctx: SendIdx,
+        ioctx: TaskIdx,
         range: std::ops::Range<u32>,
     ) -> impl Iterator<Item = MemSlice> + '_ {
         let buffer = self.ioctx[usize::from(ioctx.0)].exec.buffer.as_ref();
@@ -345,7 +342,7 @@ impl Channel {
     }
 
     /// The RDMA requests of the chain that is being posted.
-    pub fn each_wr(&self, ioctx: SendIdx, f: impl FnMut(RdmaWr)) {
+    pub fn each_wr(&self, ioctx: TaskIdx, f: impl FnMut(RdmaWr)) {
         let io = &self.ioctx[usize::from(ioctx.0)];
         let (table, buffer) = io.chain_parts();
         let transfer = io.transfer.as_ref().expect("a transfer is under way");
@@ -388,7 +385,7 @@ impl Channel {
     }
 
     /// The chain of a context completed, or failed.
-    pub fn handle_post_done(&mut self, cx: &mut Cx<'_>, idx: SendIdx, ok: bool) {
+    pub fn handle_post_done(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, ok: bool) {
         if u32::from(idx.0) >= self.config.params.req_lim {
             self.on_own_sent(cx, idx, ok);
         } else {
@@ -404,7 +401,7 @@ impl Channel {
     }
 
     /// A block operation ended.
-    pub fn handle_block_done(&mut self, cx: &mut Cx<'_>, idx: SendIdx, result: StepResult) {
+    pub fn handle_block_done(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, result: StepResult) {
         assert_eq!(
             self.ioctx_state(idx),
             IoctxState::DataIn,
@@ -521,7 +518,7 @@ impl Channel {
     /// The device is gone: whatever was posted there will neither happen nor complete.
     pub fn handle_device_gone(&mut self, cx: &mut Cx<'_>) {
         self.on_queue_pair_error(cx);
-        for idx in (0..self.ioctx.len() as u16).map(SendIdx) {
+        for idx in (0..self.ioctx.len() as u16).map(TaskIdx) {
             let wrs = std::mem::take(&mut self.ioctx[usize::from(idx.0)].wrs);
             if wrs > 0 {
                 self.send_queue.give_back(wrs);
@@ -561,8 +558,8 @@ impl Channel {
 
     /// A command that goes in pieces has its place in the order from the second one on, and others may wait
     /// for its end: all later pieces together have a time, and the answer what is left of it. Data that are moved
-    /// meanwhile extend it: see [`crate::pace`].
-    pub(super) fn begin_piece(&mut self, now: Instant, idx: SendIdx) {
+    /// meanwhile extend it: see [`crate::fabric::pace`].
+    pub(super) fn begin_piece(&mut self, now: Instant, idx: TaskIdx) {
         let time = self.config.data_out_timeout * MAX_DATA_TIMEOUTS;
         let io = &mut self.ioctx[usize::from(idx.0)];
         if io.exec.is_gathering() {
@@ -696,11 +693,11 @@ impl Channel {
     }
 
     /// The name of a context's present use, for other channels.
-    pub(super) fn task_ref(&self, idx: SendIdx) -> TaskRef {
+    pub(super) fn task_ref(&self, idx: TaskIdx) -> TaskRef {
         TaskRef {
             worker: self.config.worker,
             channel: self.config.serial,
-            ioctx: idx,
+            index: idx,
             generation: self.ioctx[usize::from(idx.0)].generation,
         }
     }

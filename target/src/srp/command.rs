@@ -9,10 +9,10 @@ use riser_scsi::step::{Expected, Status, Step, StepResult, TaskAttribute};
 
 use super::action::Action;
 use super::channel::{ChState, Channel, Cx};
-use super::ioctx::{CDB_LEN, CommandToken, Immediate, IoctxState, RecvIdx, SendIdx, Then};
+use super::ioctx::{CDB_LEN, CommandToken, Immediate, IoctxState, RecvIdx, Then};
 use super::table::{Table, TableError, Taken};
 use super::transfer::{Direction, Transfer};
-use crate::execution::{Entry, Tables};
+use crate::fabric::{Entry, Tables, TaskIdx};
 use crate::pool::{Owner, Pool};
 use crate::stats::Stage;
 use crate::warn_limited;
@@ -33,7 +33,7 @@ impl Channel {
     ///
     /// # Panics
     /// If there is none.
-    pub(super) fn take_in(&mut self, tag: Tag, state: IoctxState) -> SendIdx {
+    pub(super) fn take_in(&mut self, tag: Tag, state: IoctxState) -> TaskIdx {
         let idx = self.idle.pop().expect("an idle context");
         self.req_lim.on_request();
         let io = &mut self.ioctx[usize::from(idx.0)];
@@ -111,7 +111,7 @@ impl Channel {
     fn take_tables(
         &mut self,
         pool: &mut Pool,
-        idx: SendIdx,
+        idx: TaskIdx,
         cmd: &Cmd<'_>,
     ) -> Result<bool, TableError> {
         let owner = self.owner();
@@ -135,7 +135,7 @@ impl Channel {
         self.answer_code(cx, idx, RspCode::RequestFieldsInvalid);
     }
 
-    fn enter_task_set(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
+    fn enter_task_set(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         let task = self.task_ref(idx);
         let io = &mut self.ioctx[usize::from(idx.0)];
         let is_external = |table: &Table| matches!(table, Table::External { .. });
@@ -184,7 +184,7 @@ impl Channel {
     /// Brings what the command needs from its initiator before it takes its place in the order: external
     /// tables, then data. The buffer for these comes first of all: newer commands may have to wait for this
     /// one, and must not have its memory by then.
-    fn prepare(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
+    fn prepare(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         let io = &mut self.ioctx[usize::from(idx.0)];
         let step = match io.exec.early_data() {
             Some(len) => {
@@ -206,7 +206,7 @@ impl Channel {
 
     /// Fetches a command's external table, or answers BUSY without room for it; `false` if there is none
     /// to be fetched.
-    fn fetch_table(&mut self, cx: &mut Cx<'_>, idx: SendIdx) -> bool {
+    fn fetch_table(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) -> bool {
         let owner = self.owner();
         let io = &mut self.ioctx[usize::from(idx.0)];
         let external = [&io.table_out, &io.table_in]
@@ -223,14 +223,14 @@ impl Channel {
             return true;
         };
         let source = Table::Inline([remote].into_iter().collect());
-        io.exec.course.enter(Stage::FabricIn, cx.now);
+        io.exec.timer.enter(Stage::FabricIn, cx.now);
         io.fetch = Some((source, buffer));
         io.transfer = Some(Transfer::new(Direction::FromInitiator, remote.data_len()));
         self.try_post(idx, Then::FetchTable);
         true
     }
 
-    pub(super) fn on_table_fetched(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
+    pub(super) fn on_table_fetched(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         let io = &mut self.ioctx[usize::from(idx.0)];
         let (_, buffer) = io.fetch.take().expect("a table was fetched");
         io.transfer = None;
@@ -257,19 +257,19 @@ impl Channel {
     }
 
     /// The task may run.
-    pub(super) fn start(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
+    pub(super) fn start(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         let step = self.first_step(cx, idx);
         self.run(cx, idx, step);
     }
 
-    fn first_step(&mut self, cx: &Cx<'_>, idx: SendIdx) -> Step {
+    fn first_step(&mut self, cx: &Cx<'_>, idx: TaskIdx) -> Step {
         let io = &mut self.ioctx[usize::from(idx.0)];
         let luns = self.config.luns.luns();
         io.exec.start(self.config.nexus, luns, cx.pool, cx.now)
     }
 
     /// Carries out steps until one takes time.
-    pub(super) fn run(&mut self, cx: &mut Cx<'_>, idx: SendIdx, mut step: Step) {
+    pub(super) fn run(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, mut step: Step) {
         loop {
             let next = match step {
                 Step::Respond(response) => return self.respond(cx, idx, response),
@@ -280,8 +280,8 @@ impl Channel {
                 Step::SendData { from, len } => {
                     self.counters.bytes_in += u64::from(len);
                     let io = &mut self.ioctx[usize::from(idx.0)];
-                    io.exec.course.enter(Stage::FabricOut, cx.now);
-                    io.exec.course.carry(len);
+                    io.exec.timer.enter(Stage::FabricOut, cx.now);
+                    io.exec.timer.carry(len);
                     let direction = Direction::ToInitiator;
                     self.begin_piece(cx.now, idx);
                     let io = &mut self.ioctx[usize::from(idx.0)];
@@ -292,8 +292,8 @@ impl Channel {
                 Step::ReceiveData { from, len } => {
                     self.counters.bytes_out += u64::from(len);
                     let io = &mut self.ioctx[usize::from(idx.0)];
-                    io.exec.course.enter(Stage::FabricIn, cx.now);
-                    io.exec.course.carry(len);
+                    io.exec.timer.enter(Stage::FabricIn, cx.now);
+                    io.exec.timer.carry(len);
                     if io.immediate.is_some() {
                         self.take_immediate(idx, len);
                         self.advance(cx, idx, StepResult::Done)
@@ -311,7 +311,7 @@ impl Channel {
                     let io = &mut self.ioctx[usize::from(idx.0)];
                     let unit = io.exec.unit.as_ref().expect("block operations have a unit");
                     let unit = unit.index;
-                    io.exec.course.enter(Stage::Backend, cx.now);
+                    io.exec.timer.enter(Stage::Backend, cx.now);
                     io.state = IoctxState::DataIn;
                     self.blocks_in_flight += 1;
                     self.actions.push_back(Action::SubmitBlock {
@@ -330,7 +330,7 @@ impl Channel {
     }
 
     /// Makes sure of the command's data buffer.
-    fn has_buffer(&mut self, pool: &mut Pool, idx: SendIdx) -> bool {
+    fn has_buffer(&mut self, pool: &mut Pool, idx: TaskIdx) -> bool {
         let owner = self.owner();
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.exec.has_buffer(pool, owner)
@@ -342,7 +342,7 @@ impl Channel {
 
     /// Moves immediate data from the receive ring to the buffer, and frees its receive context when it has
     /// been all.
-    fn take_immediate(&mut self, idx: SendIdx, len: u32) {
+    fn take_immediate(&mut self, idx: TaskIdx, len: u32) {
         let io = &mut self.ioctx[usize::from(idx.0)];
         let held = io.immediate.as_mut().expect("immediate data is held");
         let immediate = *held;
@@ -370,7 +370,7 @@ impl Channel {
     pub(super) fn advance(
         &mut self,
         cx: &Cx<'_>,
-        idx: SendIdx,
+        idx: TaskIdx,
         result: StepResult,
     ) -> Option<Step> {
         let io = &mut self.ioctx[usize::from(idx.0)];
@@ -385,7 +385,7 @@ impl Channel {
     }
 
     /// Waits for pool memory, behind the others.
-    pub(super) fn await_pool(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
+    pub(super) fn await_pool(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         self.ioctx[usize::from(idx.0)].state = IoctxState::AwaitBuffer;
         self.counters.buffer_waits += 1;
         self.pool_waiters.push_back(idx);
@@ -396,14 +396,14 @@ impl Channel {
     }
 
     /// Tries again what waited for pool memory.
-    pub(super) fn resume(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
+    pub(super) fn resume(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         let io = &mut self.ioctx[usize::from(idx.0)];
         debug_assert_eq!(io.state, IoctxState::AwaitBuffer);
         let step = io.exec.step.take().expect("a step waits");
         self.run(cx, idx, step);
     }
 
-    pub(super) fn on_block_done(&mut self, cx: &mut Cx<'_>, idx: SendIdx, result: StepResult) {
+    pub(super) fn on_block_done(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, result: StepResult) {
         if self.ends_early(cx, idx) {
             return;
         }
@@ -413,7 +413,7 @@ impl Channel {
     }
 
     /// Ends a command that was aborted, or whose channel is going, now that no device uses it.
-    pub(super) fn ends_early(&mut self, cx: &mut Cx<'_>, idx: SendIdx) -> bool {
+    pub(super) fn ends_early(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) -> bool {
         if self.ioctx[usize::from(idx.0)].exec.aborted {
             self.end_aborted(cx, idx);
             return true;
@@ -427,7 +427,7 @@ impl Channel {
 
     /// Ends an aborted command that no device uses any more. One that another nexus has ended is answered
     /// with TASK ABORTED (SPC-4 7.5.8: TAS), since its initiator waits for it.
-    pub(super) fn end_aborted(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
+    pub(super) fn end_aborted(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         let is_live = self.state == ChState::Live && !self.torn_down;
         if !is_live || !self.ioctx[usize::from(idx.0)].exec.is_cleared() {
             return self.finish(cx.pool, idx, End::Aborted);
@@ -445,21 +445,21 @@ impl Channel {
     }
 
     /// Takes the task out of the unit's set; those it held back may start.
-    pub(super) fn leave_task_set(&mut self, idx: SendIdx) {
+    pub(super) fn leave_task_set(&mut self, idx: TaskIdx) {
         let started = self.ioctx[usize::from(idx.0)].exec.leave();
         self.actions
             .extend(started.into_iter().map(Action::StartTask));
     }
 
     /// A tag stands for this command no longer.
-    pub(super) fn forget_tag(&mut self, tag: Tag, idx: SendIdx) {
+    pub(super) fn forget_tag(&mut self, tag: Tag, idx: TaskIdx) {
         if self.tags.get(&tag) == Some(&idx) {
             self.tags.remove(&tag);
         }
     }
 
     /// Ends a request: releases its resources and notifies its watchers.
-    pub(super) fn finish(&mut self, pool: &mut Pool, idx: SendIdx, end: End) {
+    pub(super) fn finish(&mut self, pool: &mut Pool, idx: TaskIdx, end: End) {
         self.leave_task_set(idx);
         let io = &mut self.ioctx[usize::from(idx.0)];
         debug_assert_eq!(io.wrs, 0, "its chain has completed");

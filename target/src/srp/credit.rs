@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use super::ioctx::SendIdx;
+use crate::fabric::TaskIdx;
 
 /// The request limit of a channel (SRP r16a, REQUEST LIMIT).
 ///
@@ -115,7 +115,7 @@ impl ReqLim {
 pub struct SendQueue {
     size: u32,
     free: u32,
-    waiting: VecDeque<SendIdx>,
+    waiting: VecDeque<TaskIdx>,
 }
 
 impl SendQueue {
@@ -152,13 +152,13 @@ impl SendQueue {
     }
 
     /// Waits behind the others.
-    pub fn wait(&mut self, idx: SendIdx) {
+    pub fn wait(&mut self, idx: TaskIdx) {
         self.waiting.push_back(idx);
     }
 
     /// Who is next, if anybody waits.
     #[must_use]
-    pub fn front(&self) -> Option<SendIdx> {
+    pub fn front(&self) -> Option<TaskIdx> {
         self.waiting.front().copied()
     }
 
@@ -173,7 +173,7 @@ impl SendQueue {
     }
 
     /// No longer waits.
-    pub fn forget(&mut self, idx: SendIdx) {
+    pub fn forget(&mut self, idx: TaskIdx) {
         self.waiting.retain(|&w| w != idx);
     }
 
@@ -221,10 +221,10 @@ mod tests {
         let mut queue = SendQueue::new(4, 2);
         assert!(queue.take(3));
         assert!(!queue.take(2));
-        queue.wait(SendIdx(7));
+        queue.wait(TaskIdx(7));
         assert!(!queue.take(1), "behind the one that waits");
         queue.give_back(3);
-        assert_eq!(queue.front(), Some(SendIdx(7)));
+        assert_eq!(queue.front(), Some(TaskIdx(7)));
         assert!(queue.take_front(2));
         assert!(queue.take(2));
         queue.give_back(4);

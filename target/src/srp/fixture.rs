@@ -18,11 +18,11 @@ use riser_scsi::step::{BackendError, BlockOp, StepResult};
 
 use super::action::{Action, SendIu};
 use super::channel::{ChState, Channel, ChannelConfig, Cx};
-use super::ioctx::{RecvIdx, SendIdx};
+use super::ioctx::RecvIdx;
 use super::login::{ChannelParams, MAX_TI_IU};
 use super::transfer::{Direction, RdmaWr};
-use super::unit::{LunMap, Mapping, Unit, UnitIdx};
 use crate::config::DATA_OUT_TIMEOUT;
+use crate::fabric::{LunMap, Mapping, TaskIdx, Unit, UnitIdx};
 use crate::fixture::windowed_unit_config;
 use crate::pool::Pool;
 use crate::stats::LunStats;
@@ -34,14 +34,14 @@ pub(super) const DISK: usize = 1 << 20;
 pub(super) enum Pending {
     Chain {
         chan: usize,
-        ioctx: SendIdx,
+        ioctx: TaskIdx,
         rdma: Option<Direction>,
         wrs: Vec<RdmaWr>,
         send: Option<SendIu>,
     },
     Block {
         chan: usize,
-        ioctx: SendIdx,
+        ioctx: TaskIdx,
         unit: UnitIdx,
         op: BlockOp,
         aborted: bool,
@@ -406,7 +406,7 @@ impl Rig {
         }
     }
 
-    fn do_block(&mut self, chan: usize, ioctx: SendIdx, unit: UnitIdx, op: BlockOp) -> StepResult {
+    fn do_block(&mut self, chan: usize, ioctx: TaskIdx, unit: UnitIdx, op: BlockOp) -> StepResult {
         let disk = &mut self.disks[unit.0 as usize];
         match op {
             BlockOp::Read {

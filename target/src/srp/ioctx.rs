@@ -8,8 +8,7 @@ use riser_scsi::step::Response;
 use super::mgmt::Mgmt;
 use super::table::Table;
 use super::transfer::{Direction, Transfer};
-use crate::execution::{Execution, MAX_DATA_TIMEOUTS};
-use crate::pace::{Pace, Wait};
+use crate::fabric::{Execution, MAX_DATA_TIMEOUTS, Pace, Wait};
 use crate::pool::Buffer;
 
 /// Bytes of a CDB that are kept; no command of ours is longer.
@@ -18,10 +17,6 @@ pub const CDB_LEN: usize = 32;
 /// Number of a receive context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RecvIdx(pub u16);
-
-/// Number of a send context.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct SendIdx(pub u16);
 
 /// What a chain waits for send-queue credit to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -8,8 +8,8 @@ use riser_scsi::srp::{
     MIN_MAX_IU_LEN, MultiChannelAction, MultiChannelResult, Tag,
 };
 
-use super::ioctx::{SendIdx, SendIoctx};
-use super::unit::LunMap;
+use super::ioctx::SendIoctx;
+use crate::fabric::{ConnectionMemory, LunMap, TaskIdx};
 
 /// Receives beyond the request limit: answers to CRED_REQ and AER_REQ, a logout, and one to spare.
 /// None of these spends a credit.
@@ -121,25 +121,6 @@ pub struct ChannelParams {
     pub flags: LoginReqFlags,
 }
 
-/// Memory of one session's channel, in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SessionMemory {
-    /// Receive ring.
-    pub receive_ring: usize,
-    /// Send ring.
-    pub send_ring: usize,
-    /// Contexts of commands.
-    pub contexts: usize,
-}
-
-impl SessionMemory {
-    /// The sum.
-    #[must_use]
-    pub fn total(&self) -> usize {
-        self.receive_ring + self.send_ring + self.contexts
-    }
-}
-
 impl ChannelParams {
     /// Contexts of the receive ring.
     #[must_use]
@@ -167,13 +148,13 @@ impl ChannelParams {
 
     /// What a channel with these parameters occupies, its queue pair aside.
     #[must_use]
-    pub fn memory(&self) -> SessionMemory {
-        SessionMemory {
+    pub fn memory(&self) -> ConnectionMemory {
+        ConnectionMemory {
             receive_ring: self.receives() as usize * self.receive_stride(),
             send_ring: self.sends() as usize * self.send_stride(),
             contexts: self.sends() as usize * size_of::<SendIoctx>()
                 + self.receives() as usize
-                + 2 * self.req_lim as usize * size_of::<(Tag, SendIdx)>(),
+                + 2 * self.req_lim as usize * size_of::<(Tag, TaskIdx)>(),
         }
     }
 }

@@ -18,8 +18,8 @@ use riser_scsi::task::{TaskManagement, TmfResponse};
 
 use super::action::Action;
 use super::channel::{Channel, Cx};
-use super::ioctx::{IoctxState, SendIdx};
-use super::unit::{Managed, TaskRef, Unit};
+use super::ioctx::IoctxState;
+use crate::fabric::{TaskIdx, TaskRef, TmfOutcome, Unit};
 use crate::pool::Pool;
 use crate::warn_limited;
 
@@ -51,7 +51,7 @@ impl Channel {
         io.notify_success = request.notify_success;
         io.notify_failure = request.notify_failure;
         let present = self.config.luns.addressed(request.lun);
-        let units = self.config.luns.with_left(request.lun);
+        let units = self.config.luns.with_former(request.lun);
         let Some(unit) = units.first() else {
             let code = RspCode::RequestFieldsInvalid;
             return self.answer_function(cx, idx, request.function, code);
@@ -90,7 +90,7 @@ impl Channel {
             && function != TaskManagement::ClearAca
         {
             for unit in left {
-                let managed = unit.abort_by_number(self.config.nexus, lun);
+                let managed = unit.abort_by_lun(self.config.nexus, lun);
                 self.abort_managed(idx, managed);
             }
         }
@@ -98,7 +98,7 @@ impl Channel {
             return self.check_mgmt(cx, idx);
         };
         // What a function would do to others is meant for the unit before.
-        let function = match is_about_others && self.config.luns.is_moved(request.lun) {
+        let function = match is_about_others && self.config.luns.is_stale(request.lun) {
             true => TaskManagement::AbortTaskSet,
             false => function,
         };
@@ -120,7 +120,7 @@ impl Channel {
     /// A command has the tag of one that is not answered yet, so an answer to either could be taken
     /// for the other's. All commands of the nexus in the unit's task set end without an answer, and so
     /// does the older one where it is for another unit (SAM-5 5.10).
-    pub(super) fn on_overlapped(&mut self, cx: &mut Cx<'_>, idx: SendIdx, older: SendIdx) {
+    pub(super) fn on_overlapped(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, older: TaskIdx) {
         self.counters.malformed += 1;
         let tag = self.ioctx[usize::from(idx.0)].tag.0;
         warn_limited!(
@@ -148,7 +148,7 @@ impl Channel {
     }
 
     /// Has the tasks aborted that a function concerns.
-    fn abort_managed(&mut self, idx: SendIdx, managed: Managed) {
+    fn abort_managed(&mut self, idx: TaskIdx, managed: TmfOutcome) {
         let watcher = self.task_ref(idx);
         let mgmt = self.mgmt_mut(idx);
         mgmt.waiting += managed.aborted.len() as u32;
@@ -159,7 +159,7 @@ impl Channel {
         self.actions.extend(aborts);
     }
 
-    fn mgmt_mut(&mut self, idx: SendIdx) -> &mut Mgmt {
+    fn mgmt_mut(&mut self, idx: TaskIdx) -> &mut Mgmt {
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.mgmt.as_mut().expect("a function runs")
     }
@@ -168,12 +168,12 @@ impl Channel {
     fn abort_tagged(
         &mut self,
         cx: &mut Cx<'_>,
-        idx: SendIdx,
+        idx: TaskIdx,
         request: &TskMgmt,
         units: &[Arc<Unit>],
     ) {
         let watcher = self.task_ref(idx);
-        for other in (0..self.config.params.req_lim as u16).map(SendIdx) {
+        for other in (0..self.config.params.req_lim as u16).map(TaskIdx) {
             let io = &self.ioctx[usize::from(other.0)];
             let named = io.tag == request.task_tag && io.exec.is_of_any(units);
             if named && other != idx && io.is_command() {
@@ -184,7 +184,7 @@ impl Channel {
     }
 
     /// Answers a function when the tasks that it waits for are gone.
-    fn check_mgmt(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
+    fn check_mgmt(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         let mgmt = self.mgmt_mut(idx);
         if mgmt.waiting > 0 {
             return;
@@ -196,7 +196,7 @@ impl Channel {
     }
 
     /// Answers a command with the tag of another one.
-    fn answer_overlapped(&mut self, cx: &mut Cx<'_>, idx: SendIdx) {
+    fn answer_overlapped(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         let io = &mut self.ioctx[usize::from(idx.0)];
         let mgmt = io.mgmt.take().expect("it waits for the others");
         let format = mgmt.unit.map(|unit| unit.lu.sense_format());
@@ -212,7 +212,7 @@ impl Channel {
     fn answer_function(
         &mut self,
         cx: &mut Cx<'_>,
-        idx: SendIdx,
+        idx: TaskIdx,
         function: TskMgmtFunction,
         code: RspCode,
     ) {
@@ -222,18 +222,18 @@ impl Channel {
 
     /// A task of this channel may start: those that held it back are gone.
     pub fn handle_task_start(&mut self, cx: &mut Cx<'_>, task: TaskRef) {
-        let io = &self.ioctx[usize::from(task.ioctx.0)];
+        let io = &self.ioctx[usize::from(task.index.0)];
         if io.generation == task.generation && io.state == IoctxState::AwaitTask {
-            self.start(cx, task.ioctx);
+            self.start(cx, task.index);
         }
         self.settle_round(cx);
     }
 
     /// Task management, here or on another channel, ends a task of this one.
     pub fn handle_abort(&mut self, cx: &mut Cx<'_>, task: TaskRef, watcher: TaskRef) {
-        let io = &self.ioctx[usize::from(task.ioctx.0)];
+        let io = &self.ioctx[usize::from(task.index.0)];
         if io.generation == task.generation && io.is_command() {
-            self.abort(cx, task.ioctx, watcher);
+            self.abort(cx, task.index, watcher);
         } else {
             self.actions.push_back(Action::TaskGone(watcher));
         }
@@ -242,26 +242,26 @@ impl Channel {
 
     /// A task that a function of this channel waited for is gone.
     pub fn handle_task_gone(&mut self, cx: &mut Cx<'_>, watcher: TaskRef) {
-        let io = &mut self.ioctx[usize::from(watcher.ioctx.0)];
+        let io = &mut self.ioctx[usize::from(watcher.index.0)];
         if io.generation == watcher.generation
             && io.state == IoctxState::Mgmt
             && let Some(mgmt) = &mut io.mgmt
         {
             mgmt.waiting -= 1;
-            self.check_mgmt(cx, watcher.ioctx);
+            self.check_mgmt(cx, watcher.index);
         }
         self.settle_round(cx);
     }
 
     /// Ends a command of this channel without an answer, since its own nexus asks for that.
-    fn abort_own(&mut self, cx: &mut Cx<'_>, idx: SendIdx, watcher: TaskRef) {
+    fn abort_own(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, watcher: TaskRef) {
         self.ioctx[usize::from(idx.0)].exec.renounce();
         self.abort(cx, idx, watcher);
     }
 
     /// Ends a command, at once or as soon as no device uses its buffers. It is answered if only another nexus
     /// has ended it.
-    fn abort(&mut self, cx: &mut Cx<'_>, idx: SendIdx, watcher: TaskRef) {
+    fn abort(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, watcher: TaskRef) {
         let own = self.task_ref(idx);
         let is_elsewhere = (watcher.worker, watcher.channel) != (own.worker, own.channel);
         let io = &mut self.ioctx[usize::from(idx.0)];
@@ -296,7 +296,7 @@ impl Channel {
     }
 
     /// Takes a context out of the queues that it may stand in.
-    pub(super) fn stop_waiting(&mut self, pool: &mut Pool, idx: SendIdx) {
+    pub(super) fn stop_waiting(&mut self, pool: &mut Pool, idx: TaskIdx) {
         match self.ioctx_state(idx) {
             IoctxState::AwaitCredit(_) => self.send_queue.forget(idx),
             IoctxState::AwaitLimit => self.throttle.remove(idx),

@@ -14,7 +14,6 @@
 //! - `ioctx`: the contexts of commands ([`IoctxState`]) and the rings.
 //! - `credit`: the request limit and the send queue.
 //! - `table`, `transfer`: descriptor tables and the RDMA chains over them.
-//! - `unit`: what a channel knows of logical units.
 //!
 //! # Invariants
 //! - A command that was taken in is answered, aborted or torn down with its channel, exactly once
@@ -42,7 +41,6 @@ mod respond;
 pub mod table;
 mod teardown;
 pub mod transfer;
-pub mod unit;
 
 #[cfg(test)]
 mod fixture;
@@ -57,11 +55,7 @@ mod tests_stream;
 
 pub use action::{Action, Counters, SendIu};
 pub use channel::{ChState, Channel, ChannelConfig, Cx, JOIN_TIMEOUT, KEEPALIVE};
-pub use ioctx::{IoctxState, RecvIdx, SendIdx};
+pub use ioctx::{IoctxState, RecvIdx};
 pub use login::{
-    Admission, ChannelParams, LoginLimits, LoginOutcome, LoginRefused, LoginView, SessionMemory,
-    plan_login,
-};
-pub use unit::{
-    LunMap, Managed, Management, Mapping, Meant, Moved, SetFull, TaskRef, Unit, UnitIdx,
+    Admission, ChannelParams, LoginLimits, LoginOutcome, LoginRefused, LoginView, plan_login,
 };

@@ -6,13 +6,14 @@ use riser_scsi::step::{self, BackendError, Response, Status, Step, StepResult};
 use super::action::{Action, SendIu};
 use super::channel::{Channel, Cx};
 use super::command::End;
-use super::ioctx::{IoctxState, SendIdx, Then};
+use super::ioctx::{IoctxState, Then};
 use super::login::MAX_TI_IU;
 use super::transfer::{Direction, Transfer};
+use crate::fabric::TaskIdx;
 
 impl Channel {
     /// Answers with what the logical unit said, data first.
-    pub(super) fn respond(&mut self, cx: &mut Cx<'_>, idx: SendIdx, response: Response) {
+    pub(super) fn respond(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, response: Response) {
         let owner = self.owner();
         let io = &mut self.ioctx[usize::from(idx.0)];
         let Some(len) = io.exec.gather(cx.pool, owner, &response, cx.now) else {
@@ -33,7 +34,7 @@ impl Channel {
 
     /// A command leaves the task set with its answer. What is left of that must not follow the response to a
     /// function of the nexus, which may come over another channel.
-    pub(super) fn leave_answering(&mut self, idx: SendIdx) {
+    pub(super) fn leave_answering(&mut self, idx: TaskIdx) {
         let (nexus, name) = (self.config.nexus, self.task_ref(idx));
         let io = &mut self.ioctx[usize::from(idx.0)];
         if io.state != IoctxState::CmdRspSent {
@@ -43,20 +44,20 @@ impl Channel {
     }
 
     /// Answers with a status alone.
-    pub(super) fn answer_status(&mut self, cx: &mut Cx<'_>, idx: SendIdx, status: Status) {
+    pub(super) fn answer_status(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, status: Status) {
         let response = self.ioctx[usize::from(idx.0)].exec.status_only(status);
         self.respond(cx, idx, response);
     }
 
     /// Answers with response data: the request never became a task, or was none.
-    pub(super) fn answer_code(&mut self, _cx: &mut Cx<'_>, idx: SendIdx, code: RspCode) {
+    pub(super) fn answer_code(&mut self, _cx: &mut Cx<'_>, idx: TaskIdx, code: RspCode) {
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.code = Some(code);
         self.try_post(idx, Then::Respond);
     }
 
     /// Posts the next chain of a context, or waits for credit.
-    pub(super) fn try_post(&mut self, idx: SendIdx, then: Then) {
+    pub(super) fn try_post(&mut self, idx: TaskIdx, then: Then) {
         let wrs = self.plan_chain(idx, then);
         if self.send_queue.take(wrs) {
             self.post(idx, then, wrs);
@@ -82,7 +83,7 @@ impl Channel {
     }
 
     /// Work requests of the next chain.
-    fn plan_chain(&mut self, idx: SendIdx, then: Then) -> u32 {
+    fn plan_chain(&mut self, idx: TaskIdx, then: Then) -> u32 {
         let limits = self.portion_limits();
         let io = &mut self.ioctx[usize::from(idx.0)];
         let (wrs, last) = match io.transfer.take() {
@@ -99,7 +100,7 @@ impl Channel {
         wrs + u32::from(then == Then::Respond && last)
     }
 
-    fn post(&mut self, idx: SendIdx, then: Then, wrs: u32) {
+    fn post(&mut self, idx: TaskIdx, then: Then, wrs: u32) {
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.wrs = wrs;
         let rdma = io.transfer.as_ref().map(|t| t.direction);
@@ -123,7 +124,7 @@ impl Channel {
     }
 
     /// Writes the answer into the send ring. From here on the request counts as answered.
-    fn emit_rsp(&mut self, idx: SendIdx) -> SendIu {
+    fn emit_rsp(&mut self, idx: TaskIdx) -> SendIu {
         let req_lim_delta = self.req_lim.on_answer();
         // From here on the initiator may use the tag again, before we hear that the answer arrived.
         self.forget_tag(self.ioctx[usize::from(idx.0)].tag, idx);
@@ -167,7 +168,7 @@ impl Channel {
     }
 
     /// A chain of a command context has completed.
-    pub(super) fn on_chain_done(&mut self, cx: &mut Cx<'_>, idx: SendIdx, ok: bool) {
+    pub(super) fn on_chain_done(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, ok: bool) {
         self.data_deadline = None;
         let io = &mut self.ioctx[usize::from(idx.0)];
         let moved = io.transfer.as_ref().map_or(0, Transfer::portion_len);
@@ -177,7 +178,7 @@ impl Channel {
             if ok {
                 io.exec.arrive(cx.now);
             } else {
-                io.exec.course.arrive(cx.now);
+                io.exec.timer.arrive(cx.now);
             }
             return self.finish(cx.pool, idx, End::Answered);
         }

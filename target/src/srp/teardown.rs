@@ -15,10 +15,10 @@ use riser_scsi::srp::{
 use super::action::{Action, SendIu};
 use super::channel::{ChState, Channel, Cx};
 use super::command::End;
-use super::ioctx::{IoctxState, SendIdx};
+use super::ioctx::IoctxState;
 use super::login::MAX_TI_IU;
-use super::unit::{LunMap, UnitIdx};
 use crate::audit::Parting;
+use crate::fabric::{LunMap, TaskIdx, UnitIdx};
 use crate::pool::Pool;
 
 /// How long a T_LOGOUT may take to be sent before the connection ends without it.
@@ -95,11 +95,11 @@ impl Channel {
         self.settle_round(cx);
     }
 
-    /// A new login of the same nexus ends the channel. Its commands end now, the initiator has given
-    /// them up: one that started or went on would overwrite what comes after it.
-    pub fn handle_terminate(&mut self, cx: &mut Cx<'_>, reason: TLogoutReason) {
+    /// A new login of the same nexus ends the channel. Its commands end now, since the initiator has
+    /// given them up: one that started or went on would overwrite what comes after it.
+    pub fn handle_terminate(&mut self, cx: &mut Cx<'_>) {
         self.ended.get_or_insert(Parting::Terminated);
-        self.logout(cx, reason);
+        self.logout(cx, TLogoutReason::MultiChannelAction);
         if self.state == ChState::Disconnecting {
             let until = cx.now + REPLACED_LOGOUT_TIMEOUT;
             self.deadline = Some(self.deadline.map_or(until, |at| at.min(until)));
@@ -167,7 +167,7 @@ impl Channel {
     /// already, so nothing touches a buffer any more.
     pub fn abandon(&mut self, pool: &mut Pool) {
         self.state = ChState::Disconnected;
-        for idx in (0..self.config.params.req_lim as u16).map(SendIdx) {
+        for idx in (0..self.config.params.req_lim as u16).map(TaskIdx) {
             let io = &mut self.ioctx[usize::from(idx.0)];
             if io.state != IoctxState::Done {
                 io.wrs = 0;
@@ -238,7 +238,7 @@ impl Channel {
             return;
         }
         self.deferred.clear();
-        for idx in (0..self.config.params.req_lim as u16).map(SendIdx) {
+        for idx in (0..self.config.params.req_lim as u16).map(TaskIdx) {
             match self.ioctx_state(idx) {
                 IoctxState::Done => {}
                 IoctxState::DataIn => {
@@ -313,7 +313,7 @@ impl Channel {
     }
 
     /// The send of a message of our own completed, or failed.
-    pub(super) fn on_own_sent(&mut self, cx: &mut Cx<'_>, idx: SendIdx, ok: bool) {
+    pub(super) fn on_own_sent(&mut self, cx: &mut Cx<'_>, idx: TaskIdx, ok: bool) {
         let kind = match u32::from(idx.0) - self.config.params.req_lim {
             0 => Kind::CredReq,
             1 => Kind::AerReq,
@@ -328,7 +328,7 @@ impl Channel {
     }
 
     fn send_own(&mut self, kind: Kind, iu: &FromTarget<'_>, solicited: bool) {
-        let idx = SendIdx((self.config.params.req_lim + kind as u32) as u16);
+        let idx = TaskIdx((self.config.params.req_lim + kind as u32) as u16);
         let mut bytes = [0; MAX_TI_IU as usize];
         let len = iu.emit(&mut bytes);
         self.send_slot(idx).write(0, &bytes[..len]);

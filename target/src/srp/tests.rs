@@ -16,10 +16,10 @@ use super::fixture::{
     Answer, Data, KEY, Pending, Rig, TABLE, blocks, cmd, indirect, params, read10, table_bytes,
     tmf, write10,
 };
-use super::ioctx::{IoctxState, SendIdx, Then};
+use super::ioctx::{IoctxState, Then};
 use super::login::ChannelParams;
-use super::unit::{TaskRef, UnitIdx};
 use crate::config::DATA_OUT_TIMEOUT;
+use crate::fabric::{TaskIdx, TaskRef, UnitIdx};
 use crate::stats::{Record, Stage, Tracer};
 
 fn pattern(len: usize) -> Vec<u8> {
@@ -28,7 +28,7 @@ fn pattern(len: usize) -> Vec<u8> {
 
 fn state(channel: &Channel) -> Vec<IoctxState> {
     (0..4)
-        .map(|i| channel.ioctx_state(SendIdx(i)))
+        .map(|i| channel.ioctx_state(TaskIdx(i)))
         .filter(|s| *s != IoctxState::Done)
         .collect()
 }
@@ -410,7 +410,7 @@ fn long_transfers_go_in_portions_and_others_pass_between() {
     rig.send(0, &cmd(&[0; 6]).tag(2).bytes());
     rig.complete();
     assert_eq!(
-        rig.channels[0].ioctx_state(SendIdx(0)),
+        rig.channels[0].ioctx_state(TaskIdx(0)),
         IoctxState::WriteData
     );
     let portions = rig.pending.iter().map(|p| match p {
@@ -441,7 +441,7 @@ fn no_data_move_after_the_function_that_ended_their_command() {
         // Another unit is none of the function's business.
         rig.send(0, &read10(0, 1).lun(1).tag(2).bytes());
         assert_eq!(
-            rig.channels[0].ioctx_state(SendIdx(0)),
+            rig.channels[0].ioctx_state(TaskIdx(0)),
             IoctxState::WriteData
         );
         rig.send(0, &tmf(6, 0, function, 0));
@@ -465,7 +465,7 @@ fn a_cleared_command_whose_answer_has_begun_is_answered() {
     let task = managed.aborted[0];
     rig.complete();
     assert_eq!(
-        rig.channels[0].ioctx_state(SendIdx(0)),
+        rig.channels[0].ioctx_state(TaskIdx(0)),
         IoctxState::WriteData
     );
     let watcher = TaskRef {
@@ -496,7 +496,7 @@ fn a_cleared_command_that_its_own_nexus_ends_is_not_answered() {
                 generation: u32::MAX,
                 ..task
             };
-            let idx = task.ioctx;
+            let idx = task.index;
             assert_eq!(rig.channels[0].ioctx_state(idx), IoctxState::DataIn);
             if !is_first {
                 rig.send(0, &iu);
@@ -539,9 +539,9 @@ fn no_data_move_after_a_function_over_another_channel() {
         });
         rig.send(1, &read.tag(1).bytes());
         rig.complete();
-        let left = rig.channels[1].ioctx_state(SendIdx(0));
+        let left = rig.channels[1].ioctx_state(TaskIdx(0));
         assert_eq!(left, IoctxState::WriteData);
-        while is_last && rig.channels[1].ioctx_state(SendIdx(0)) != IoctxState::CmdRspSent {
+        while is_last && rig.channels[1].ioctx_state(TaskIdx(0)) != IoctxState::CmdRspSent {
             rig.complete();
         }
         rig.send(0, &tmf(6, 0, function, 0));
@@ -745,7 +745,7 @@ fn shutdown_lets_commands_finish_then_logs_out() {
 fn a_terminated_channel_is_told_why() {
     let mut rig = Rig::live();
     rig.with(0, |ch, cx| {
-        ch.handle_terminate(cx, TLogoutReason::MultiChannelAction);
+        ch.handle_terminate(cx);
     });
     rig.settle();
     assert_eq!(t_logout(&mut rig), TLogoutReason::MultiChannelAction);
@@ -764,7 +764,7 @@ fn a_terminated_channel_starts_nothing_and_waits_for_its_device() {
         "one write runs, the other waits for it"
     );
     rig.with(0, |ch, cx| {
-        ch.handle_terminate(cx, TLogoutReason::MultiChannelAction);
+        ch.handle_terminate(cx);
     });
     while rig.pending.len() > 1 {
         rig.complete_nth(1, true);

@@ -7,8 +7,9 @@ use riser_scsi::lu::LogicalUnit;
 use riser_scsi::srp::{MemDesc, TaskAttr, TskMgmtFunction};
 
 use super::fixture::*;
-use super::ioctx::{IoctxState, SendIdx};
+use super::ioctx::IoctxState;
 use super::*;
+use crate::fabric::{LunMap, Mapping, TaskIdx, Unit, UnitIdx};
 use crate::qos::{IoLimits, Limiter};
 
 const TENTH: Duration = Duration::from_millis(100);
@@ -42,7 +43,7 @@ fn read(tag: u64) -> CmdBuilder {
 fn waiting(rig: &Rig) -> usize {
     let waits = IoctxState::AwaitLimit;
     let channels = rig.channels.iter();
-    let states = channels.flat_map(|ch| (0..4).map(|n| ch.ioctx_state(SendIdx(n))));
+    let states = channels.flat_map(|ch| (0..4).map(|n| ch.ioctx_state(TaskIdx(n))));
     states.filter(|state| *state == waits).count()
 }
 
@@ -194,10 +195,7 @@ fn what_waits_goes_with_its_connection() {
         let until = rig.now + Duration::from_secs(5);
         match ends {
             0 => rig.with(0, Channel::handle_disconnected),
-            1 => {
-                let reason = riser_scsi::srp::TLogoutReason::NoReason;
-                rig.with(0, |ch, cx| ch.handle_terminate(cx, reason));
-            }
+            1 => rig.with(0, Channel::handle_terminate),
             // A shutdown gives them time, but no more than others have.
             _ => {
                 rig.with(0, |ch, cx| ch.handle_shutdown(cx, until));
@@ -411,7 +409,7 @@ fn what_is_refused_costs_nothing() {
         rig.send(0, &write(tag).bytes());
         assert_eq!(statuses(&mut rig), [2]);
     }
-    // By a number that has moved.
+    // By a LUN that has become stale.
     let mut config = crate::fixture::unit_config(2048);
     config.identity.serial = "another".into();
     let lu = Arc::new(LogicalUnit::new(config).unwrap());
@@ -419,9 +417,9 @@ fn what_is_refused_costs_nothing() {
         unit: Arc::new(Unit::new(UnitIdx(9), lu, 4)),
         ..map.mapping(0).clone()
     };
-    let mut moved = LunMap::new([(map.luns()[0], map.mapping(0).clone())]);
-    moved.follow(&LunMap::new([(map.luns()[0], before)]));
-    rig.with(0, |ch, cx| ch.handle_luns(cx, Arc::new(moved)));
+    let mut stale = LunMap::new([(map.luns()[0], map.mapping(0).clone())]);
+    stale.follow(&LunMap::new([(map.luns()[0], before)]));
+    rig.with(0, |ch, cx| ch.handle_luns(cx, Arc::new(stale)));
     for tag in 20..23 {
         rig.send(0, &read(tag).bytes());
         assert_eq!(statuses(&mut rig), [2]);

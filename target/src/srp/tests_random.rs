@@ -2,7 +2,7 @@
 //! ends exactly once.
 
 use proptest::prelude::*;
-use riser_scsi::srp::{MemDesc, TLogoutReason, TaskAttr, TskMgmtFunction};
+use riser_scsi::srp::{MemDesc, TaskAttr, TskMgmtFunction};
 
 use super::channel::{ChState, Channel};
 use super::fixture::{
@@ -189,7 +189,7 @@ proptest! {
                 }
                 Step::Disconnect(chan) => rig.with(*chan, Channel::handle_disconnected),
                 Step::Terminate(chan) => {
-                    rig.with(*chan, |ch, cx| ch.handle_terminate(cx, TLogoutReason::NoReason));
+                    rig.with(*chan, super::Channel::handle_terminate);
                 }
                 Step::Starve(n) => {
                     if let Some(buffer) = starved.take() {

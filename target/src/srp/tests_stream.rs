@@ -9,10 +9,10 @@ use super::channel::ChState;
 use super::fixture::{
     Answer, Data, KEY, Pending, Rig, TABLE, cmd, indirect, read10, table_bytes, tmf, write10,
 };
-use super::ioctx::{IoctxState, SendIdx, Then};
+use super::ioctx::{IoctxState, Then};
 use super::transfer::Direction;
 use crate::config::DATA_OUT_TIMEOUT;
-use crate::execution::MAX_DATA_TIMEOUTS;
+use crate::fabric::{MAX_DATA_TIMEOUTS, TaskIdx};
 
 /// Not a multiple of a descriptor's length.
 const WINDOW: u32 = 2048;
@@ -50,7 +50,7 @@ fn describe(rig: &mut Rig, data: &[u8]) {
 }
 
 fn state(rig: &Rig) -> IoctxState {
-    rig.channels[0].ioctx_state(SendIdx(0))
+    rig.channels[0].ioctx_state(TaskIdx(0))
 }
 
 fn check_memory(rig: &Rig) {
@@ -230,7 +230,7 @@ fn blocks_are_kept_between_pieces_and_not_for_ever() {
     rig.send(0, &short(1).tag(2).bytes());
     rig.send(0, &short(9).tag(3).bytes());
     let waits: Vec<_> = (0..4)
-        .map(|i| rig.channels[0].ioctx_state(SendIdx(i)))
+        .map(|i| rig.channels[0].ioctx_state(TaskIdx(i)))
         .filter(|state| *state == IoctxState::AwaitTask)
         .collect();
     assert_eq!(waits.len(), 1, "what writes other blocks goes on");
@@ -328,7 +328,7 @@ fn what_waits_for_credit_does_not_wait_for_ever() {
     while let Some(at) = rig.pending.iter().position(is_block) {
         rig.complete_nth(at, true);
     }
-    let states = [0, 1, 2].map(|i| rig.channels[0].ioctx_state(SendIdx(i)));
+    let states = [0, 1, 2].map(|i| rig.channels[0].ioctx_state(TaskIdx(i)));
     assert_eq!(states[0], IoctxState::AwaitCredit(Then::NeedData));
     assert_eq!(states[1..], [IoctxState::WriteData; 2]);
     rig.advance(DATA_OUT_TIMEOUT);
@@ -366,7 +366,7 @@ fn answers_that_are_taken_slowly_are_not_kept_for_ever() {
         rig.complete_nth(at, true);
     }
     for n in [0, 1, 2] {
-        let state = rig.channels[0].ioctx_state(SendIdx(n));
+        let state = rig.channels[0].ioctx_state(TaskIdx(n));
         assert_eq!(state, IoctxState::CmdRspSent);
     }
     for _ in 0..2 {

@@ -1,19 +1,15 @@
 //! What the commands to a logical unit of a target have done and how long they took.
 
 use std::borrow::Cow;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use riser_scsi::lun::LunId;
 use riser_scsi::opcode::Kind;
-use riser_scsi::srp::WireLun;
 
-use super::course::{Clock, Done};
 use super::histogram::{Counter, Histogram, Times};
+use super::timer::{Clock, Done};
 use super::{CLASSES, Stage, Tally, Tracer};
-use crate::qos::Limiter;
-use crate::srp::{LunMap, Moved, Unit};
 
 /// Workers that there can be.
 pub const MAX_WORKERS: usize = 64;
@@ -413,78 +409,6 @@ impl Account {
             self.faults.count(fault);
             self.lun.faults.count(fault);
         }
-    }
-}
-
-/// The accounts of a session, by the places of its units in the session's map.
-#[derive(Debug, Default)]
-pub struct Accounts(Vec<Option<Arc<Account>>>);
-
-/// The unit that a command is for.
-#[derive(Debug)]
-pub struct Addressed {
-    /// The unit.
-    pub unit: Arc<Unit>,
-    /// The number that leads to it.
-    pub lun: LunId,
-    /// Whether that is read-only.
-    pub read_only: bool,
-    /// There if it led to another unit before, and the initiator may not know that it does not any longer.
-    pub moved: Option<Moved>,
-    /// The account that the command goes to.
-    pub account: Arc<Account>,
-    /// The limits of its initiator.
-    pub limiter: Option<Arc<Limiter>>,
-}
-
-impl Accounts {
-    /// What a command addresses, and the account that it goes to.
-    pub fn addressed(&mut self, luns: &LunMap, lun: WireLun, worker: u16) -> Option<Addressed> {
-        let place = luns.find(lun)?;
-        let mapping = luns.mapping(place);
-        let addressed = |account| Addressed {
-            unit: Arc::clone(&mapping.unit),
-            lun: luns.luns()[place],
-            read_only: mapping.read_only,
-            moved: luns.moved(place).cloned(),
-            account,
-            limiter: luns.limiter().cloned(),
-        };
-        if let Some(Some(account)) = self.0.get(place) {
-            return Some(addressed(Arc::clone(account)));
-        }
-        if self.0.len() <= place {
-            self.0.resize(luns.luns().len(), None);
-        }
-        let account = Arc::new(Account::new(Arc::clone(&mapping.stats), worker));
-        self.0[place] = Some(Arc::clone(&account));
-        Some(addressed(account))
-    }
-
-    /// The session uses other units from now on. Several places may lead to one unit of the target.
-    pub fn follow(&mut self, luns: &LunMap) {
-        let mut old: HashMap<_, Vec<_>> = HashMap::new();
-        for account in self.0.drain(..).flatten().rev() {
-            let accounts = old.entry(Arc::as_ptr(&account.lun)).or_default();
-            accounts.push(account);
-        }
-        let places = 0..luns.luns().len();
-        self.0.extend(places.map(|place| {
-            let stats = Arc::as_ptr(&luns.mapping(place).stats);
-            old.get_mut(&stats)?.pop()
-        }));
-    }
-
-    /// The session is over: units keep what it has done.
-    pub fn keep(&self, initiator: &str) {
-        for account in self.iter() {
-            account.lun().keep(initiator, account.share());
-        }
-    }
-
-    /// Those that there are.
-    pub fn iter(&self) -> impl Iterator<Item = &Arc<Account>> {
-        self.0.iter().flatten()
     }
 }
 

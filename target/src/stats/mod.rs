@@ -3,7 +3,7 @@
 //! # Modules
 //! - `histogram`: how long something took, in buckets of powers of two.
 //! - `lun`: [`LunStats`], of a logical unit of a target; [`Account`], of one session's part of it.
-//! - `course`: [`Course`], the way of one command through its stages.
+//! - `timer`: [`CommandTimer`], the way of one command through its stages.
 //! - `trace`: [`Tracer`], the ways of single commands, on request.
 //! - `tally`: [`Tally`], what happens rarely, by kind.
 //! - `target`: [`TargetStats`], how initiators of iSCSI come to a target and leave it.
@@ -23,23 +23,23 @@
 //! an [`Account`] for each unit that it has used; both are made with the first command and never with
 //! a later one. A unit keeps the names of [`lun::MAX_INITIATORS`] whose sessions are over.
 
-mod course;
 mod histogram;
 mod lun;
 mod tally;
 mod target;
+mod timer;
 mod trace;
 
 use riser_scsi::opcode::Kind;
 
-pub use course::{Clock, Course};
 pub use histogram::{BUCKETS, Counter, Histogram, Times, bound, quantile};
 pub use lun::{
-    Account, AccountView, Accounts, Addressed, ClassCounts, Fault, Faults, LunStats,
-    MAX_INITIATORS, MAX_WORKERS, SAMPLE, Share, WORKER_BYTES,
+    Account, AccountView, ClassCounts, Fault, Faults, LunStats, MAX_INITIATORS, MAX_WORKERS,
+    SAMPLE, Share, WORKER_BYTES,
 };
 pub use tally::{Functions, Tally};
 pub use target::{Refused, SessionEvent, TargetCounts, TargetStats};
+pub use timer::{Clock, CommandTimer};
 pub use trace::{CDB_TRACED, Record, Subject, Tracer};
 
 /// Kinds of commands that are told apart.
@@ -147,59 +147,24 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_lead_to_one_unit_have_accounts_of_their_own() {
-        use riser_scsi::lu::LogicalUnit;
-        use riser_scsi::lun::LunId;
-
-        use crate::srp::{LunMap, Mapping, Unit, UnitIdx};
-
-        let lu = LogicalUnit::new(crate::fixture::unit_config(2048)).unwrap();
-        let mapping = Mapping {
-            unit: Arc::new(Unit::new(UnitIdx(0), Arc::new(lu), 3)),
-            stats: Arc::new(LunStats::new("demo", 3, None)),
-            read_only: false,
-        };
-        let map = |numbers: &[u32]| {
-            let number = |n: &u32| (LunId::new(*n).unwrap(), mapping.clone());
-            LunMap::new(numbers.iter().map(number))
-        };
-        let mut accounts = Accounts::default();
-        let before = map(&[1, 2]);
-        let account = |accounts: &mut Accounts, luns: &LunMap, number: u8| {
-            let lun = [0, number, 0, 0, 0, 0, 0, 0];
-            let addressed = accounts.addressed(luns, lun, 0);
-            addressed.unwrap().account
-        };
-        let two = [1, 2].map(|number| account(&mut accounts, &before, number));
-        assert!(!Arc::ptr_eq(&two[0], &two[1]));
-        let after = map(&[0, 1, 2]);
-        accounts.follow(&after);
-        let all = [0, 1, 2].map(|number| account(&mut accounts, &after, number));
-        for account in &two {
-            let mut all = all.iter();
-            assert!(all.any(|other| Arc::ptr_eq(other, account)));
-        }
-    }
-
-    #[test]
     fn a_command_is_counted_once_with_the_time_of_each_stage() {
-        let (account, mut course) = (account(), Course::default());
+        let (account, mut timer) = (account(), CommandTimer::default());
         let start = Instant::now();
         let at = |us| start + Duration::from_micros(us);
-        course.begin(Arc::clone(&account), subject, at(0));
-        course.classify(Kind::Write);
-        course.enter(Stage::Scsi, at(0));
-        course.enter(Stage::FabricIn, at(0));
-        course.carry(4096);
-        course.enter(Stage::Scsi, at(30));
-        course.enter(Stage::Backend, at(30));
+        timer.begin(Arc::clone(&account), subject, at(0));
+        timer.classify(Kind::Write);
+        timer.enter(Stage::Scsi, at(0));
+        timer.enter(Stage::FabricIn, at(0));
+        timer.carry(4096);
+        timer.enter(Stage::Scsi, at(30));
+        timer.enter(Stage::Backend, at(30));
         assert_eq!(account.lun().queue_depth(), 1);
-        course.enter(Stage::Scsi, at(130));
+        timer.enter(Stage::Scsi, at(130));
         let answer = response(Status::Good, &[]);
-        course.answer(&answer, 0, at(130));
-        course.answer(&answer, 0, at(131));
-        course.arrive(at(140));
-        course.abandon();
+        timer.answer(&answer, 0, at(130));
+        timer.answer(&answer, 0, at(131));
+        timer.arrive(at(140));
+        timer.abandon();
         let stats = account.lun();
         let counts = stats.class(Kind::Write);
         assert_eq!((counts.total.count(), counts.total.nanos), (1, 140_000));
@@ -226,16 +191,16 @@ mod tests {
         let stats = Arc::new(LunStats::new("demo", 3, Some(clock)));
         let account = Arc::new(Account::new(stats, 0));
         let round = START.with(|start| *start);
-        let mut course = Course::default();
+        let mut timer = CommandTimer::default();
         let mut run = || {
-            course.begin(Arc::clone(&account), subject, round);
-            course.classify(Kind::Read);
-            course.enter(Stage::Scsi, round);
-            course.enter(Stage::Scsi, round);
-            course.enter(Stage::Backend, round);
-            course.enter(Stage::Scsi, round);
-            course.answer(&response(Status::Good, &[]), 512, round);
-            course.arrive(round);
+            timer.begin(Arc::clone(&account), subject, round);
+            timer.classify(Kind::Read);
+            timer.enter(Stage::Scsi, round);
+            timer.enter(Stage::Scsi, round);
+            timer.enter(Stage::Backend, round);
+            timer.enter(Stage::Scsi, round);
+            timer.answer(&response(Status::Good, &[]), 512, round);
+            timer.arrive(round);
         };
         run();
         let spent = |times: Times| (times.count(), times.nanos);
@@ -263,13 +228,13 @@ mod tests {
 
     #[test]
     fn what_an_initiator_has_done_outlives_its_session() {
-        let (account, mut course) = (account(), Course::default());
+        let (account, mut timer) = (account(), CommandTimer::default());
         for (kind, bytes) in [(Kind::Read, 512), (Kind::Write, 4096), (Kind::Other, 36)] {
-            course.begin(Arc::clone(&account), subject, Instant::now());
-            course.classify(kind);
-            course.carry(bytes);
-            course.answer(&response(Status::Good, &[]), 0, Instant::now());
-            course.arrive(Instant::now());
+            timer.begin(Arc::clone(&account), subject, Instant::now());
+            timer.classify(kind);
+            timer.carry(bytes);
+            timer.answer(&response(Status::Good, &[]), 0, Instant::now());
+            timer.arrive(Instant::now());
         }
         let share = Share {
             commands: 3,
@@ -316,26 +281,26 @@ mod tests {
 
     #[test]
     fn a_command_without_an_answer_is_not_counted() {
-        let (account, mut course) = (account(), Course::default());
-        course.begin(Arc::clone(&account), subject, Instant::now());
-        course.abandon();
+        let (account, mut timer) = (account(), CommandTimer::default());
+        timer.begin(Arc::clone(&account), subject, Instant::now());
+        timer.abandon();
         assert_eq!(account.lun().class(Kind::Read), ClassCounts::default());
         assert_eq!(account.lun().queue_depth(), 0);
     }
 
     #[test]
     fn failures_are_told_by_status_and_sense_key_in_either_format() {
-        let (account, mut course) = (account(), Course::default());
+        let (account, mut timer) = (account(), CommandTimer::default());
         let sense: [&[u8]; 2] = [&[0x70, 0, 0x05], &[0x72, 0x05]];
         for (status, sense) in [
             (Status::CheckCondition, sense[0]),
             (Status::CheckCondition, sense[1]),
             (Status::Busy, &[]),
         ] {
-            course.begin(Arc::clone(&account), subject, Instant::now());
-            course.classify(Kind::Read);
-            course.answer(&response(status, sense), 0, Instant::now());
-            course.arrive(Instant::now());
+            timer.begin(Arc::clone(&account), subject, Instant::now());
+            timer.classify(Kind::Read);
+            timer.answer(&response(status, sense), 0, Instant::now());
+            timer.arrive(Instant::now());
         }
         let fault = |status, sense_key| Fault {
             class: Kind::Read,
@@ -350,53 +315,53 @@ mod tests {
 
     #[test]
     fn a_command_that_another_connection_carries_on_ends_there() {
-        let (one, other, mut course) = (account(), account(), Course::default());
+        let (one, other, mut timer) = (account(), account(), CommandTimer::default());
         let now = Instant::now();
-        course.begin(Arc::clone(&one), subject, now);
-        course.answer(&response(Status::Good, &[]), 512, now);
-        course.leave();
-        course.join(Some(Arc::clone(&other)));
+        timer.begin(Arc::clone(&one), subject, now);
+        timer.answer(&response(Status::Good, &[]), 512, now);
+        timer.leave();
+        timer.join(Some(Arc::clone(&other)));
         assert_eq!(other.lun().queue_depth(), 1);
-        course.answer(&response(Status::Good, &[]), 512, now);
-        course.arrive(now);
+        timer.answer(&response(Status::Good, &[]), 512, now);
+        timer.arrive(now);
         assert_eq!(one.class(Kind::Read).commands, 0);
         assert_eq!(other.class(Kind::Read).commands, 1);
         assert_eq!(other.class(Kind::Read).bytes, 512);
         assert_eq!((one.lun().queue_depth(), other.lun().queue_depth()), (0, 0));
         // Its answer was lost, and is said once more elsewhere.
-        course.leave();
-        course.join(Some(Arc::clone(&one)));
-        course.arrive(now);
+        timer.leave();
+        timer.join(Some(Arc::clone(&one)));
+        timer.arrive(now);
         assert_eq!(one.class(Kind::Read).commands, 0);
         assert_eq!(one.lun().queue_depth(), 0);
     }
 
     #[test]
     fn a_traced_command_tells_when_it_reached_each_stage_and_is_counted_the_same() {
-        let (account, mut course) = (account(), Course::default());
+        let (account, mut timer) = (account(), CommandTimer::default());
         let start = Instant::now();
         let at = |us| start + Duration::from_micros(us);
         let tracer = Arc::new(Tracer::new(Some(7), Duration::from_micros(100), 1));
-        let run = |course: &mut Course, end: u64| {
-            course.begin(Arc::clone(&account), subject, at(0));
-            course.classify(Kind::Write);
-            course.enter(Stage::Scsi, at(0));
-            course.enter(Stage::Backend, at(30));
-            course.enter(Stage::Scsi, at(40));
-            course.answer(&response(Status::Good, &[]), 512, at(40));
-            course.arrive(at(end));
-            course.abandon();
+        let run = |timer: &mut CommandTimer, end: u64| {
+            timer.begin(Arc::clone(&account), subject, at(0));
+            timer.classify(Kind::Write);
+            timer.enter(Stage::Scsi, at(0));
+            timer.enter(Stage::Backend, at(30));
+            timer.enter(Stage::Scsi, at(40));
+            timer.answer(&response(Status::Good, &[]), 512, at(40));
+            timer.arrive(at(end));
+            timer.abandon();
         };
-        run(&mut course, 200);
+        run(&mut timer, 200);
         account.lun().trace(Some(Arc::clone(&tracer)));
-        run(&mut course, 50);
+        run(&mut timer, 50);
         assert_eq!(tracer.take(), [], "too fast");
         // One that is not answered is not told, and leaves nothing behind.
-        course.begin(Arc::clone(&account), subject, at(0));
-        course.enter(Stage::Scsi, at(10));
-        course.abandon();
-        run(&mut course, 200);
-        run(&mut course, 300);
+        timer.begin(Arc::clone(&account), subject, at(0));
+        timer.enter(Stage::Scsi, at(10));
+        timer.abandon();
+        run(&mut timer, 200);
+        run(&mut timer, 300);
         assert_eq!(tracer.missed(), 1);
         let records = tracer.take();
         assert_eq!(records.len(), 1);
@@ -413,7 +378,7 @@ mod tests {
         assert_eq!((records[0].took.as_micros(), records[0].bytes), (200, 512));
         assert_eq!((records[0].target.as_str(), records[0].lun), ("demo", 3));
         account.lun().trace(None);
-        run(&mut course, 200);
+        run(&mut timer, 200);
         assert_eq!(tracer.take(), []);
         let counts = account.lun().class(Kind::Write);
         assert_eq!((counts.total.count(), counts.total.nanos), (5, 950_000));
@@ -423,7 +388,7 @@ mod tests {
         // Another tag is another command.
         let other = Arc::new(Tracer::new(Some(8), Duration::ZERO, 1));
         account.lun().trace(Some(Arc::clone(&other)));
-        run(&mut course, 200);
+        run(&mut timer, 200);
         assert_eq!((other.take(), other.missed()), (Vec::new(), 0));
     }
 }

@@ -1,7 +1,7 @@
 //! The ways of single commands, on request.
 //!
 //! [`Tracer`] says which commands; a logical unit that has one ([`LunStats::trace`]) gives every command
-//! that begins there a [`Trace`], which its [`Course`](super::Course) fills in. Without one a command
+//! that begins there a [`Trace`], which its [`CommandTimer`](super::CommandTimer) fills in. Without one a command
 //! costs one look at a flag.
 //!
 //! What is kept is bounded by the tracer: [`Tracer::take`] empties it, and what does not fit meanwhile is
@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use arrayvec::ArrayVec;
 
 use super::Stage;
-use super::course::Done;
+use super::timer::Done;
 
 /// Stages of a command that are told; a write that comes in many parts goes to and fro.
 const STEPS: usize = 64;

@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 
 use super::Worker;
 use crate::backend::StoreId;
-use crate::srp::Unit;
+use crate::fabric::Unit;
 
 /// A backend that is served no more. It stays attached while commands or sessions hold its units.
 #[derive(Debug)]

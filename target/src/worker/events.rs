@@ -19,7 +19,7 @@ use super::{CQ_BATCH, Endpoint, Flushing, GRACE, Phase, Report, Worker, WorkerEr
 use crate::audit::Who;
 use crate::config::Protocol;
 use crate::iscsi::TakeOver;
-use crate::iscsi::iser::IserChannel;
+use crate::iser::IserChannel;
 use crate::pool;
 use crate::srp::{Channel, RecvIdx};
 use crate::warn_limited;
@@ -387,9 +387,9 @@ impl Worker {
                     self.with_channel(key, |ch, cx| ch.handle_task_gone(cx, watcher));
                 }
             }
-            Mail::Terminate { serial, reason } => {
+            Mail::Terminate { serial } => {
                 if let Some(key) = self.by_serial.get(&serial).copied() {
-                    self.with_channel(key, |ch, cx| ch.handle_terminate(cx, reason));
+                    self.with_channel(key, Channel::handle_terminate);
                 }
             }
             Mail::LogOut { serial, until } => {

@@ -10,10 +10,10 @@ use riser_transport::verbs::{SendFlags, SendOp, WrId};
 use super::mail::Mail;
 use super::queue::{ChainPost, ChainSend, Gather, RECV_BATCH, Receive};
 use super::{Stalled, Worker};
-use crate::iscsi::TaskIdx;
-use crate::iscsi::iser::{ChainIdx, RxIdx};
+use crate::fabric::{TaskIdx, TaskRef, UnitIdx};
+use crate::iser::{ChainIdx, RxIdx};
 use crate::srp::transfer::Direction;
-use crate::srp::{Action, Channel, RecvIdx, SendIdx, SendIu, TaskRef, UnitIdx};
+use crate::srp::{Action, Channel, RecvIdx, SendIu};
 
 /// What a work request of ours was, in the top byte of its identifier; the context is in the rest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,7 +21,7 @@ pub(super) enum Work {
     /// A receive.
     Recv(RecvIdx),
     /// The last request of a chain.
-    Post(SendIdx),
+    Post(TaskIdx),
     /// One before the last: it completes only if it fails.
     Inner,
     /// The drain marker.
@@ -54,7 +54,7 @@ impl Work {
     pub(super) fn of(id: WrId) -> Self {
         match id.0 >> Self::KIND {
             1 => Self::Recv(RecvIdx(id.0 as u16)),
-            2 => Self::Post(SendIdx(id.0 as u16)),
+            2 => Self::Post(TaskIdx(id.0 as u16)),
             3 => Self::Inner,
             4 => Self::Drain,
             5 => Self::Probe,
@@ -69,7 +69,7 @@ impl Work {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Owner {
     /// An SRP channel's.
-    Srp(usize, SendIdx),
+    Srp(usize, TaskIdx),
     /// An iSCSI connection's.
     Iscsi(usize, TaskIdx),
     /// An iSER connection's.
@@ -94,7 +94,7 @@ impl Owner {
         let key = ((user & !(Self::ISCSI | Self::ISER)) >> 16) as usize;
         let context = user as u16;
         match user & (Self::ISCSI | Self::ISER) {
-            0 => Self::Srp(key, SendIdx(context)),
+            0 => Self::Srp(key, TaskIdx(context)),
             Self::ISCSI => Self::Iscsi(key, TaskIdx(context)),
             _ => Self::Iser(key, TaskIdx(context)),
         }
@@ -201,7 +201,7 @@ impl Worker {
     }
 
     /// Posts a chain: RDMA requests and a message, in one go.
-    fn post(&mut self, key: usize, ioctx: SendIdx, rdma: Option<Direction>, send: Option<SendIu>) {
+    fn post(&mut self, key: usize, ioctx: TaskIdx, rdma: Option<Direction>, send: Option<SendIu>) {
         let session = &self.sessions[key];
         let mut gather = Gather {
             local: &mut self.rw_local,

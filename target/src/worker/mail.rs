@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 use riser_reactor::{MailSender, SendError};
 use riser_scsi::attention::Attention;
 use riser_scsi::iscsi::Cid;
-use riser_scsi::srp::TLogoutReason;
 use riser_transport::roce::Misdirected;
 
 use super::device::DeviceInfo;
@@ -17,8 +16,9 @@ use super::iscsi::TcpListener;
 use super::session::SessionInfo;
 use super::stage::{Stage, StageError};
 use crate::config::Protocol;
+use crate::fabric::{TaskRef, UnitIdx};
 use crate::iscsi::{Parcel, TakeOver};
-use crate::srp::{Counters, TaskRef, UnitIdx};
+use crate::srp::Counters;
 use crate::stats::{Account, Functions, Tally};
 
 /// Messages that a worker's mailbox holds.
@@ -45,12 +45,10 @@ pub enum Mail {
     },
     /// A task that a function of this worker waits for is gone.
     TaskGone(TaskRef),
-    /// End a channel.
+    /// End a connection: a new login of its session takes its place.
     Terminate {
         /// Its number at this worker.
         serial: u64,
-        /// Why.
-        reason: TLogoutReason,
     },
     /// The channels that a channel waits for hold nothing any longer.
     OthersGone {

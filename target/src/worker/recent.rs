@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use crate::srp::Meant;
+use crate::fabric::KnownUnits;
 
 /// How long: Linux keeps the commands of an iSCSI session for as long before it fails them.
 const LASTS: Duration = Duration::from_secs(120);
@@ -20,7 +20,7 @@ const MAX_NUMBERS: usize = 4096;
 
 /// Sessions that have ended, the oldest first.
 #[derive(Debug)]
-pub(super) struct Recent<K>(VecDeque<(K, Instant, Meant)>);
+pub(super) struct Recent<K>(VecDeque<(K, Instant, KnownUnits)>);
 
 impl<K> Default for Recent<K> {
     fn default() -> Self {
@@ -30,13 +30,13 @@ impl<K> Default for Recent<K> {
 
 impl<K: PartialEq> Recent<K> {
     /// A session has ended.
-    pub(super) fn keep(&mut self, key: K, meant: Meant, now: Instant) {
+    pub(super) fn keep(&mut self, key: K, units: KnownUnits, now: Instant) {
         self.0.retain(|(known, _, _)| *known != key);
-        self.0.push_back((key, now, meant));
-        let mut numbers: usize = self.0.iter().map(|(_, _, meant)| meant.len()).sum();
+        self.0.push_back((key, now, units));
+        let mut numbers: usize = self.0.iter().map(|(_, _, units)| units.len()).sum();
         while self.0.len() > MAX_SESSIONS || numbers > MAX_NUMBERS {
-            let (_, _, meant) = self.0.pop_front().expect("it has some");
-            numbers -= meant.len();
+            let (_, _, units) = self.0.pop_front().expect("it has some");
+            numbers -= units.len();
         }
     }
 
@@ -46,11 +46,11 @@ impl<K: PartialEq> Recent<K> {
     }
 
     /// What is known of a session that logs in.
-    pub(super) fn find(&mut self, key: &K, now: Instant) -> Option<Meant> {
+    pub(super) fn find(&mut self, key: &K, now: Instant) -> Option<KnownUnits> {
         let is_late = |since: Instant| now.saturating_duration_since(since) > LASTS;
         self.0.retain(|(_, since, _)| !is_late(*since));
-        let (_, _, meant) = self.0.iter().find(|(known, _, _)| known == key)?;
-        Some(meant.clone())
+        let (_, _, units) = self.0.iter().find(|(known, _, _)| known == key)?;
+        Some(units.clone())
     }
 }
 
@@ -63,17 +63,17 @@ mod tests {
         let mut recent = Recent::default();
         let start = Instant::now();
         let second = Duration::from_secs(1);
-        recent.keep(0, Meant::default(), start);
-        recent.keep(1, Meant::default(), start + second);
+        recent.keep(0, KnownUnits::default(), start);
+        recent.keep(1, KnownUnits::default(), start + second);
         assert!(recent.find(&0, start + LASTS).is_some());
         let later = start + LASTS + second;
         assert!(recent.find(&0, later).is_none() && recent.find(&1, later).is_some());
         for key in 2..2 + MAX_SESSIONS {
-            recent.keep(key, Meant::default(), later);
+            recent.keep(key, KnownUnits::default(), later);
         }
         assert!(recent.find(&1, later).is_none(), "the oldest gives way");
         assert!(recent.find(&2, later).is_some());
-        recent.keep(2, Meant::default(), later);
+        recent.keep(2, KnownUnits::default(), later);
         assert_eq!(recent.0.len(), MAX_SESSIONS, "each is there once");
         recent.forget(&2);
         assert!(recent.find(&2, later).is_none() && recent.find(&3, later).is_some());

@@ -25,8 +25,9 @@ use super::recent::Recent;
 use super::target::{Catalog, Entrance, TargetDef};
 use super::unconfirmed::{self, Unconfirmed};
 use super::waits::Waits;
+use crate::fabric::LunMap;
 use crate::srp::{
-    Admission, JOIN_TIMEOUT, LoginLimits, LoginOutcome, LoginRefused, LoginView, LunMap, plan_login,
+    Admission, JOIN_TIMEOUT, LoginLimits, LoginOutcome, LoginRefused, LoginView, plan_login,
 };
 
 /// Replaced sessions of one pair of ports at most, while their commands are still at a device.
@@ -329,11 +330,11 @@ impl Registry {
                 // this session by its identifiers.
                 Some(mut luns) if met.is_none_or(|at| known[at].luns.is_same(&luns)) => {
                     let latest = known.iter().rev().find(|e| e.has_been_current());
-                    let latest = latest.map(|entry| entry.luns.meant());
-                    if let Some(meant) = latest.or_else(|| table.recent.find(&(key, address), now))
+                    let latest = latest.map(|entry| entry.luns.known_units());
+                    if let Some(units) = latest.or_else(|| table.recent.find(&(key, address), now))
                     {
                         let own = Arc::get_mut(&mut luns);
-                        own.expect("made for this nexus").inherit(meant);
+                        own.expect("made for this nexus").set_known_units(units);
                     }
                     Admission::Allowed(luns)
                 }
@@ -501,7 +502,7 @@ impl Registry {
                 if entry.stage == Stage::Current {
                     let owner = (key, entry.address);
                     match again {
-                        Some(now) => recent.keep(owner, entry.luns.meant(), now),
+                        Some(now) => recent.keep(owner, entry.luns.known_units(), now),
                         None => recent.forget(&owner),
                     }
                 }

@@ -25,7 +25,7 @@ use riser_scsi::step::{BackendError, StepResult};
 use super::Worker;
 use super::exec::Owner;
 use super::mail::Mail;
-use crate::srp::{SendIdx, TaskRef, Unit, UnitIdx};
+use crate::fabric::{TaskIdx, TaskRef, Unit, UnitIdx};
 
 /// A number that no channel has: a change of reservations waits for the task.
 pub(super) const NO_CHANNEL: u64 = u64::MAX;
@@ -217,7 +217,7 @@ impl Worker {
         let watcher = TaskRef {
             worker: self.index,
             channel: NO_CHANNEL,
-            ioctx: SendIdx(0),
+            index: TaskIdx(0),
             generation: name,
         };
         for task in tasks {

@@ -21,9 +21,10 @@ use super::{Endpoint, LINGER, PATIENCE, Phase, Worker};
 use crate::audit::Parting;
 use crate::audit::Who;
 use crate::config::Protocol;
+use crate::fabric::ConnectionMemory;
 use crate::qos::{IoLimits, Waits};
 use crate::srp::transfer::MAX_SGE;
-use crate::srp::{ChState, Channel, ChannelConfig, ChannelParams, LoginRefused, SessionMemory};
+use crate::srp::{ChState, Channel, ChannelConfig, ChannelParams, LoginRefused};
 
 /// Incoming READs and atomics that we allow: initiators have no business reading our memory.
 pub(super) const RESPONDER_RESOURCES: u8 = 1;
@@ -324,7 +325,7 @@ impl Worker {
         entered: Entered,
         param: &ConnParam,
         entrance: Entrance,
-    ) -> Result<SessionMemory, SetupError> {
+    ) -> Result<ConnectionMemory, SetupError> {
         let params = entered.outcome.params;
         let memory = params.memory();
         let receive_ring = Memory::new(memory.receive_ring)?.whole();

@@ -4,7 +4,8 @@ use super::Worker;
 use super::mail::{SessionAccount, Snapshot};
 use super::target::Entrance;
 use crate::config::Protocol;
-use crate::stats::{Accounts, Functions};
+use crate::fabric::Accounts;
+use crate::stats::Functions;
 
 /// The accounts of a session, for whoever wants to know.
 pub(super) fn accounts<'a>(

@@ -16,9 +16,9 @@ use riser_scsi::srp::{InitiatorPortId, PortIdParts, TargetPortId};
 use super::registry::SessionLimits;
 use crate::backend::Store;
 use crate::config::{self, Protocol};
+use crate::fabric::{LunMap, Mapping, Unit, UnitIdx};
 use crate::qos::{Initiators, IoLimits, Limiter, LimiterKey};
 use crate::server::problems::{Problems, Subject};
-use crate::srp::{LunMap, Mapping, Unit, UnitIdx};
 use crate::stats::{LunStats, TargetStats};
 
 /// What is served.

@@ -19,9 +19,9 @@ use super::super::target::{Catalog, IscsiDef, TargetDef};
 use super::sessions::{Candidate, Ending, Entered, Session, SessionKey};
 use crate::audit::{Audit, Who};
 use crate::config::Protocol;
-use crate::iscsi::iser::IserParams;
+use crate::fabric::Unit;
 use crate::iscsi::{Admitted, Gate, TIME2RETAIN, Window};
-use crate::srp::Unit;
+use crate::iser::IserParams;
 use crate::stats::{Refused, SessionEvent, Tally};
 
 /// Longest data segment that we take, in bytes.
@@ -198,10 +198,13 @@ impl WorkerGate<'_> {
             .and_then(|(target, _)| target.luns_of_name(&identity.initiator, address));
         let chap_name = joined.chap_name.as_deref();
         if let Some(luns) = &mut allowed
-            && let Some(meant) = self.shared.iscsi.meant(&key, address, chap_name, self.now)
+            && let Some(units) = self
+                .shared
+                .iscsi
+                .known_units(&key, address, chap_name, self.now)
         {
             let own = Arc::get_mut(luns);
-            own.expect("made for this session").inherit(meant);
+            own.expect("made for this session").set_known_units(units);
         }
         let ports = found.filter(|_| allowed.is_some()).map(|(target, group)| {
             let iscsi = target.iscsi.as_ref().expect("found by its name");

@@ -26,7 +26,6 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
-use riser_scsi::srp::TLogoutReason;
 use riser_scsi::step::StepResult;
 use slab::Slab;
 
@@ -38,9 +37,8 @@ use super::snapshot::accounts;
 use super::{PATIENCE, Worker};
 use crate::audit::Parting;
 use crate::config::Protocol;
-use crate::iscsi::{
-    Action, Channel, Counters, Cx, Datamover, Member, Others, Phase, TaskIdx, TcpChannel,
-};
+use crate::fabric::TaskIdx;
+use crate::iscsi::{Action, Channel, Counters, Cx, Datamover, Member, Others, Phase, TcpChannel};
 use crate::stats::Functions;
 use gate::{Connected, Transport, WorkerGate, is_served};
 use sessions::{Ending, Entered};
@@ -189,10 +187,7 @@ impl Worker {
         for (channel, how) in channels {
             let serial = channel.serial;
             let mail = match how {
-                Ending::Terminate => Mail::Terminate {
-                    serial,
-                    reason: TLogoutReason::MultiChannelAction,
-                },
+                Ending::Terminate => Mail::Terminate { serial },
                 Ending::Detach => Mail::Detach { serial },
             };
             self.post_mail(channel.worker, mail);

@@ -21,8 +21,8 @@ use super::super::recent::Recent;
 use super::super::registry::ChannelRef;
 use super::super::target::Catalog;
 use super::super::waits::Waits;
+use crate::fabric::{KnownUnits, LunMap};
 use crate::iscsi::{Others, Window};
-use crate::srp::{LunMap, Meant};
 
 /// Connections of a session that are lost, and kept for what they had under way.
 const MAX_KEPT: usize = 8;
@@ -231,19 +231,19 @@ impl IscsiSessions {
         Some(entry.session.address)
     }
 
-    /// Which units the initiator of a session that logs in takes its numbers for, from the session whose place it
+    /// Returns the units that the initiator of a session that logs in takes its LUNs for: from the session whose place it
     /// takes, or which has just ended.
-    pub(super) fn meant(
+    pub(super) fn known_units(
         &self,
         key: &SessionKey,
         address: IpAddr,
         chap_name: Option<&str>,
         now: Instant,
-    ) -> Option<Meant> {
+    ) -> Option<KnownUnits> {
         let mut table = self.lock();
         let there = table.current.get(key);
         if let Some(entry) = there.and_then(|tsih| table.entries.get(tsih)) {
-            return Some(entry.session.luns.meant());
+            return Some(entry.session.luns.known_units());
         }
         let owner = (key.clone(), address, chap_name.map(str::to_owned));
         table.recent.find(&owner, now)
@@ -408,7 +408,7 @@ impl IscsiSessions {
                     session.chap_name.clone(),
                 );
                 match again {
-                    Some(now) => table.recent.keep(owner, session.luns.meant(), now),
+                    Some(now) => table.recent.keep(owner, session.luns.known_units(), now),
                     None => table.recent.forget(&owner),
                 }
             }

@@ -8,7 +8,7 @@ use riser_transport::verbs::{CmId, ConnParam};
 
 use super::Conn;
 use crate::config::Protocol;
-use crate::iscsi::iser::{ConnState, IserChannel, IserConfig, IserParams};
+use crate::iser::{ConnState, IserChannel, IserConfig, IserParams};
 use crate::srp::transfer::MAX_SGE;
 use crate::worker::armed::Armed;
 use crate::worker::iscsi::gate::{Connected, Transport};

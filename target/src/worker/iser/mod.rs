@@ -33,8 +33,9 @@ use super::snapshot::accounts;
 use super::unconfirmed::Unconfirmed;
 use super::{PATIENCE, Worker};
 use crate::config::Protocol;
-use crate::iscsi::iser::{ChainIdx, ConnState, IserAction, IserChannel, Post, RxIdx};
-use crate::iscsi::{Action, Channel, Counters, Cx, Phase, TaskIdx};
+use crate::fabric::TaskIdx;
+use crate::iscsi::{Action, Channel, Counters, Cx, Phase};
+use crate::iser::{ChainIdx, ConnState, IserAction, IserChannel, Post, RxIdx};
 use crate::stats::Functions;
 
 /// What a worker has of iSER.

@@ -27,7 +27,7 @@ pub(super) struct Done {
 
 /// Where a command is, and, where it is timed, how long it was elsewhere.
 #[derive(Debug)]
-pub struct Course {
+pub struct CommandTimer {
     account: Option<Arc<Account>>,
     stage: Stage,
     /// When its present stage began, where it is timed; when it came, otherwise. `None` once it is over.
@@ -42,7 +42,7 @@ pub struct Course {
     done: Done,
 }
 
-impl Default for Course {
+impl Default for CommandTimer {
     fn default() -> Self {
         Self {
             account: None,
@@ -63,7 +63,7 @@ impl Default for Course {
     }
 }
 
-impl Course {
+impl CommandTimer {
     /// A command has come.
     pub fn begin(
         &mut self,

@@ -20,9 +20,9 @@ use riser_scsi::iser::Message;
 
 use super::mover::{ChainIdx, Iser, Post};
 use super::{IserParams, RxIdx};
+use crate::fabric::LunMap;
 use crate::iscsi::{Action, Channel, Cx, Phase};
 use crate::pool::Pool;
-use crate::srp::LunMap;
 use crate::stats::SessionEvent;
 
 /// How long an initiator that has been told the last there is to tell may take to disconnect. One

@@ -7,8 +7,8 @@ use riser_scsi::iser::HEADERS_LEN;
 
 use super::ring::{LARGE, LARGE_SLOTS, SMALL};
 use crate::config::DATA_OUT_TIMEOUT;
+use crate::fabric::ConnectionMemory;
 use crate::iscsi::ChannelConfig;
-use crate::srp::SessionMemory;
 
 /// TargetRecvDataSegmentLength that we offer, in bytes: what Linux and LIO agree on.
 pub const RECV_SEGMENT: u32 = 8192;
@@ -106,8 +106,8 @@ impl IserParams {
 
     /// What a connection with these parameters occupies, its queue pair aside.
     #[must_use]
-    pub fn memory(&self) -> SessionMemory {
-        SessionMemory {
+    pub fn memory(&self) -> ConnectionMemory {
+        ConnectionMemory {
             receive_ring: self.receives() as usize * self.receive_stride(),
             send_ring: self.sends() as usize * SMALL + LARGE_SLOTS * LARGE,
             contexts: self.channel_config(0, 0).memory(),

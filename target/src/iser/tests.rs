@@ -10,9 +10,9 @@ use riser_scsi::task::TaskManagement;
 
 use super::fixture::{BASE, Got, Rig, WINDOW, is_good, offer, only, params};
 use super::{ConnState, IserChannel, IserParams};
+use crate::fabric::TaskRef;
 use crate::iscsi::{MAX_QUEUED, Phase, TaskState};
 use crate::qos::IoLimits;
-use crate::srp::TaskRef;
 
 fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|i| (i * 7 + i / 251) as u8).collect()
@@ -884,7 +884,7 @@ fn an_answer_that_is_not_taken_is_not_kept_for_ever() {
 #[test]
 fn data_are_counted_when_they_are_moved() {
     let mut rig = Rig::with_window(2048, "");
-    let moved = |rig: &Rig| rig.conn.channel().pace.moved();
+    let moved = |rig: &Rig| rig.conn.channel().pace().moved();
     let data = pattern(20 * 512);
     let before = moved(&rig);
     rig.write(3, &data, 512, 512);

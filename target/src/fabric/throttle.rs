@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Cost, Limiter};
-use crate::srp::UnitIdx;
+use super::UnitIdx;
+use crate::qos::{Cost, Limiter};
 
 /// For how long a command may have to wait behind others of its line. Initiators give up after 30 s by default
 /// (Linux).
@@ -360,8 +360,8 @@ impl<I: Copy + PartialEq> Throttle<I> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::IoLimits;
     use super::*;
+    use crate::qos::IoLimits;
 
     fn limiter(iops: u64) -> Arc<Limiter> {
         Arc::new(Limiter::new(&IoLimits {

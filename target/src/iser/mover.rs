@@ -18,9 +18,8 @@ use riser_scsi::srp::MemDesc;
 
 use super::IserParams;
 use super::ring::{LARGE_SEGMENT, TxIdx, TxRing};
-use crate::iscsi::channel::Held;
-use crate::iscsi::datamover::{Control, Datamover, GetData, PutData, Taken};
-use crate::iscsi::task::TaskIdx;
+use crate::fabric::TaskIdx;
+use crate::iscsi::{Control, Datamover, GetData, Held, PutData, Taken};
 use crate::srp::table::Table;
 use crate::srp::transfer::{Direction, PortionLimits, RdmaWr, Transfer};
 

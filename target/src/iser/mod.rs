@@ -1,6 +1,6 @@
 //! iSER at the target (RFC 7145): a connection with RDMA beneath it.
 //!
-//! An [`IserChannel`] is a [`Channel`](super::Channel) over the datamover [`Iser`], with the
+//! An [`IserChannel`] is a [`Channel`](crate::iscsi::Channel) over the datamover [`Iser`], with the
 //! descriptor rings around both. It takes completions, and gives receives to post and chains of work
 //! requests ([`Post`]); everything else it wants is what the channel wants. Nothing above the
 //! datamover knows that there is RDMA.

@@ -17,8 +17,9 @@ use riser_scsi::iser::{
 use riser_scsi::step::{BackendError, BlockOp, StepResult};
 
 use super::{ChainIdx, ConnState, IserAction, IserChannel, IserConfig, IserParams, Post, RxIdx};
+use crate::fabric::TaskIdx;
 use crate::iscsi::fixture::{DISK, FakeGate, unit};
-use crate::iscsi::{Action, Channel, Cx, TaskIdx};
+use crate::iscsi::{Action, Channel, Cx};
 use crate::pool::Pool;
 use crate::srp::transfer::Direction;
 

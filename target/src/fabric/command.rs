@@ -36,10 +36,10 @@ use riser_scsi::step::{
 };
 use riser_scsi::task::{NewTask, TaskKey};
 
+use super::{AddressedUnit, StaleLun, TaskRef, TaskSetFull, Toll, Unit};
 use crate::pool::{Buffer, Owner, Pool};
-use crate::qos::{Cost, Limiter, Toll};
-use crate::srp::{Moved, SetFull, TaskRef, Unit};
-use crate::stats::{Addressed, CDB_TRACED, Course, Stage, Subject};
+use crate::qos::{Cost, Limiter};
+use crate::stats::{CDB_TRACED, CommandTimer, Stage, Subject};
 
 /// Timeouts for which the data of one command may be on their way, as long as others come. All pieces after the
 /// first have that together, since others may wait for the command.
@@ -93,8 +93,8 @@ pub struct Execution<const CDB: usize> {
     lun: LunId,
     /// Whether that is read-only.
     read_only: bool,
-    /// There if the initiator may have meant another unit: see [`LunMap`](crate::srp::LunMap).
-    moved: Option<Moved>,
+    /// There if the initiator may have meant another unit: see [`LunMap`](super::LunMap).
+    stale: Option<StaleLun>,
     /// The answer says which unit it is.
     names_unit: bool,
     /// Task attribute.
@@ -114,7 +114,7 @@ pub struct Execution<const CDB: usize> {
     /// Task-management functions that wait until it is gone.
     pub watchers: Vec<TaskRef>,
     /// How long it has been where.
-    pub course: Course,
+    pub timer: CommandTimer,
     early: Early,
     /// The command of the logical unit.
     command: Option<Command>,
@@ -148,7 +148,7 @@ impl<const CDB: usize> Execution<CDB> {
             unit: None,
             lun: LunId::ZERO,
             read_only: false,
-            moved: None,
+            stale: None,
             names_unit: false,
             attribute: TaskAttribute::Simple,
             cdb: ArrayVec::new(),
@@ -158,7 +158,7 @@ impl<const CDB: usize> Execution<CDB> {
             buffer: None,
             aborted: false,
             watchers: Vec::new(),
-            course: Course::default(),
+            timer: CommandTimer::default(),
             early: Early::None,
             command: None,
             key: None,
@@ -186,7 +186,7 @@ impl<const CDB: usize> Execution<CDB> {
     /// its nexus and its tag there.
     pub fn take_in(
         &mut self,
-        addressed: Option<Addressed>,
+        addressed: Option<AddressedUnit>,
         nexus: NexusId,
         tag: u64,
         now: Instant,
@@ -195,16 +195,16 @@ impl<const CDB: usize> Execution<CDB> {
         self.lun = addressed.as_ref().map_or(LunId::ZERO, |a| a.lun);
         self.read_only = addressed.as_ref().is_some_and(|a| a.read_only);
         self.limiter = addressed.as_ref().and_then(|a| a.limiter.clone());
-        self.moved = addressed.as_ref().and_then(|a| a.moved.clone());
+        self.stale = addressed.as_ref().and_then(|a| a.stale.clone());
         self.names_unit = false;
-        self.unit = addressed.map(|Addressed { unit, account, .. }| {
+        self.unit = addressed.map(|AddressedUnit { unit, account, .. }| {
             let cdb = &self.cdb;
             let subject = || Subject {
                 tag,
                 nexus: nexus.0,
                 cdb: cdb.iter().copied().take(CDB_TRACED).collect(),
             };
-            self.course.begin(account, subject, now);
+            self.timer.begin(account, subject, now);
             unit
         });
     }
@@ -214,7 +214,7 @@ impl<const CDB: usize> Execution<CDB> {
     pub fn toll(&mut self, nexus: NexusId) -> Option<Toll> {
         let initiator = self.limiter.take();
         let unit = self.unit.as_ref()?;
-        if self.moved.is_some() || (!unit.limits.is_active() && initiator.is_none()) {
+        if self.stale.is_some() || (!unit.limits.is_active() && initiator.is_none()) {
             return None;
         }
         let block = unit.lu.config().block_size.bytes();
@@ -238,7 +238,7 @@ impl<const CDB: usize> Execution<CDB> {
     /// Its limits let it go on: it goes for what it needs from its initiator, or calls
     /// [`Execution::data_arrived`].
     pub fn pass_limits(&mut self, now: Instant) {
-        self.course.enter(Stage::Scsi, now);
+        self.timer.enter(Stage::Scsi, now);
         self.end_limited();
     }
 
@@ -259,8 +259,8 @@ impl<const CDB: usize> Execution<CDB> {
         pool: &Pool,
         now: Instant,
     ) -> Entry {
-        self.course.classify(self.opcode.kind);
-        self.course.enter(Stage::Scsi, now);
+        self.timer.classify(self.opcode.kind);
+        self.timer.enter(Stage::Scsi, now);
         let Some(unit) = &self.unit else {
             if tables.external {
                 self.early = Early::Awaited(None);
@@ -291,17 +291,17 @@ impl<const CDB: usize> Execution<CDB> {
                         if self.limited.is_none() {
                             return Entry::Gather;
                         }
-                        self.course.enter(Stage::Limits, now);
+                        self.timer.enter(Stage::Limits, now);
                         Entry::Limited
                     }
                     true => Entry::Now,
                     false => {
-                        self.course.enter(Stage::Order, now);
+                        self.timer.enter(Stage::Order, now);
                         Entry::Later
                     }
                 }
             }
-            Err(SetFull) => Entry::Full,
+            Err(TaskSetFull) => Entry::Full,
         }
     }
 
@@ -328,7 +328,7 @@ impl<const CDB: usize> Execution<CDB> {
     #[must_use]
     pub fn data_arrived(&mut self, result: StepResult, now: Instant) -> (bool, Vec<TaskRef>) {
         assert!(self.is_gathering(), "data come once");
-        self.course.enter(Stage::Scsi, now);
+        self.timer.enter(Stage::Scsi, now);
         self.early = match self.early {
             // No data were to come: what the unit says at the start decides whether it takes any.
             Early::Awaited(None) if result == StepResult::Done => Early::None,
@@ -338,7 +338,7 @@ impl<const CDB: usize> Execution<CDB> {
             (Some(key), Some(unit)) => {
                 let (may_start, others) = unit.data_arrived(key);
                 if !may_start {
-                    self.course.enter(Stage::Order, now);
+                    self.timer.enter(Stage::Order, now);
                 }
                 (may_start, others)
             }
@@ -361,10 +361,10 @@ impl<const CDB: usize> Execution<CDB> {
     /// Starts the command: its first step that is not done yet. A command whose data no buffer of the
     /// pool can ever hold is refused.
     pub fn start(&mut self, nexus: NexusId, luns: &[LunId], pool: &Pool, now: Instant) -> Step {
-        self.course.enter(Stage::Scsi, now);
+        self.timer.enter(Stage::Scsi, now);
         let request = self.request(nexus, luns);
         let step = match &self.unit {
-            Some(unit) if self.moved.is_some() && !self.opcode.is_free_of_attention() => {
+            Some(unit) if self.stale.is_some() && !self.opcode.is_free_of_attention() => {
                 let sense = Attention::LunsChanged.sense();
                 let format = unit.lu.sense_format();
                 Step::Respond(Response::check_condition(&sense, format, self.expected))
@@ -400,7 +400,7 @@ impl<const CDB: usize> Execution<CDB> {
     /// # Panics
     /// If no command runs.
     pub fn advance(&mut self, result: StepResult, now: Instant) -> Step {
-        self.course.enter(Stage::Scsi, now);
+        self.timer.enter(Stage::Scsi, now);
         let lu = &self.unit.as_ref().expect("commands have a unit").lu;
         let command = self.command.as_mut().expect("a command runs");
         match &mut self.buffer {
@@ -428,7 +428,7 @@ impl<const CDB: usize> Execution<CDB> {
     /// Waits for the buffer that [`Execution::has_buffer`] or [`Execution::gather`] could not get; the step
     /// that needs it is in `step`.
     pub fn await_buffer(&mut self, pool: &mut Pool, owner: Owner, now: Instant) {
-        self.course.enter(Stage::Memory, now);
+        self.timer.enter(Stage::Memory, now);
         if self.is_held_up() {
             pool.wait_started(owner, self.buffer_len());
         } else {
@@ -476,7 +476,7 @@ impl<const CDB: usize> Execution<CDB> {
             }
             self.buffer.as_ref()?.write(0, &bytes[..len as usize]);
         }
-        self.course.answer(response, len, now);
+        self.timer.answer(response, len, now);
         // A header alone names nothing.
         let has_page = response.status == Status::Good && len > VPD_HEADER;
         self.names_unit = has_page && self.opcode.asks_for_names(&self.cdb);
@@ -486,9 +486,9 @@ impl<const CDB: usize> Execution<CDB> {
     /// The answer has been sent. Not before does the initiator know of the unit what the answer says: commands
     /// that it has sent with this one may be meant for the unit before.
     pub fn arrive(&mut self, now: Instant) {
-        self.course.arrive(now);
-        if let Some(moved) = self.moved.take().filter(|_| self.names_unit) {
-            moved.clear();
+        self.timer.arrive(now);
+        if let Some(stale) = self.stale.take().filter(|_| self.names_unit) {
+            stale.clear();
         }
     }
 
@@ -580,10 +580,10 @@ impl<const CDB: usize> Execution<CDB> {
         if let (Some(name), Some(unit)) = (self.left.take(), &self.unit) {
             unit.forget_left(name);
         }
-        self.course.abandon();
+        self.timer.abandon();
         self.limiter = None;
         self.unit = None;
-        self.moved = None;
+        self.stale = None;
         self.early = Early::None;
         self.command = None;
         self.step = None;

@@ -1,0 +1,123 @@
+//! Where the commands of a session are counted.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use riser_scsi::lun::LunId;
+use riser_scsi::srp::WireLun;
+
+use super::{LunMap, StaleLun, Unit};
+use crate::qos::Limiter;
+use crate::stats::Account;
+
+/// The accounts of a session, by the places of its units in the session's map.
+#[derive(Debug, Default)]
+pub struct Accounts(Vec<Option<Arc<Account>>>);
+
+/// The unit that a command addresses, as its session sees it.
+#[derive(Debug)]
+pub struct AddressedUnit {
+    /// The unit.
+    pub unit: Arc<Unit>,
+    /// The number that leads to it.
+    pub lun: LunId,
+    /// Whether that number is read-only.
+    pub read_only: bool,
+    /// Present while the initiator may take the number for another unit.
+    pub stale: Option<StaleLun>,
+    /// The account that the command goes to.
+    pub account: Arc<Account>,
+    /// The limits of its initiator.
+    pub limiter: Option<Arc<Limiter>>,
+}
+
+impl Accounts {
+    /// Returns the unit that a command addresses. The account is made with the first command.
+    pub fn addressed(&mut self, luns: &LunMap, lun: WireLun, worker: u16) -> Option<AddressedUnit> {
+        let place = luns.find(lun)?;
+        let mapping = luns.mapping(place);
+        let addressed = |account| AddressedUnit {
+            unit: Arc::clone(&mapping.unit),
+            lun: luns.luns()[place],
+            read_only: mapping.read_only,
+            stale: luns.stale(place).cloned(),
+            account,
+            limiter: luns.limiter().cloned(),
+        };
+        if let Some(Some(account)) = self.0.get(place) {
+            return Some(addressed(Arc::clone(account)));
+        }
+        if self.0.len() <= place {
+            self.0.resize(luns.luns().len(), None);
+        }
+        let account = Arc::new(Account::new(Arc::clone(&mapping.stats), worker));
+        self.0[place] = Some(Arc::clone(&account));
+        Some(addressed(account))
+    }
+
+    /// Follows the session to another map. Several places may lead to one unit of the target, so
+    /// accounts are matched by unit in the order of their places.
+    pub fn follow(&mut self, luns: &LunMap) {
+        let mut old: HashMap<_, Vec<_>> = HashMap::new();
+        for account in self.0.drain(..).flatten().rev() {
+            let accounts = old.entry(Arc::as_ptr(account.lun())).or_default();
+            accounts.push(account);
+        }
+        let places = 0..luns.luns().len();
+        self.0.extend(places.map(|place| {
+            let stats = Arc::as_ptr(&luns.mapping(place).stats);
+            old.get_mut(&stats)?.pop()
+        }));
+    }
+
+    /// Adds the numbers of a session that has ended to those that units keep of its initiator.
+    pub fn keep(&self, initiator: &str) {
+        for account in self.iter() {
+            account.lun().keep(initiator, account.share());
+        }
+    }
+
+    /// Returns all accounts.
+    pub fn iter(&self) -> impl Iterator<Item = &Arc<Account>> {
+        self.0.iter().flatten()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use riser_scsi::lu::LogicalUnit;
+
+    use super::*;
+    use crate::fabric::{Mapping, UnitIdx};
+    use crate::stats::LunStats;
+
+    #[test]
+    fn numbers_that_lead_to_one_unit_have_accounts_of_their_own() {
+        let lu = LogicalUnit::new(crate::fixture::unit_config(2048)).unwrap();
+        let mapping = Mapping {
+            unit: Arc::new(Unit::new(UnitIdx(0), Arc::new(lu), 3)),
+            stats: Arc::new(LunStats::new("demo", 3, None)),
+            read_only: false,
+        };
+        let map = |numbers: &[u32]| {
+            let number = |n: &u32| (LunId::new(*n).unwrap(), mapping.clone());
+            LunMap::new(numbers.iter().map(number))
+        };
+        let mut accounts = Accounts::default();
+        let before = map(&[1, 2]);
+        let account = |accounts: &mut Accounts, luns: &LunMap, number: u8| {
+            let lun = [0, number, 0, 0, 0, 0, 0, 0];
+            let addressed = accounts.addressed(luns, lun, 0);
+            addressed.unwrap().account
+        };
+        let two = [1, 2].map(|number| account(&mut accounts, &before, number));
+        assert!(!Arc::ptr_eq(&two[0], &two[1]));
+        let after = map(&[0, 1, 2]);
+        accounts.follow(&after);
+        let all = [0, 1, 2].map(|number| account(&mut accounts, &after, number));
+        for account in &two {
+            let mut all = all.iter();
+            assert!(all.any(|other| Arc::ptr_eq(other, account)));
+        }
+    }
+}

@@ -1,0 +1,36 @@
+//! What every fabric shares and no protocol owns.
+//!
+//! A *fabric* is a way in which SCSI commands reach the target: SRP, iSCSI over TCP, iSER. Each has
+//! connections of its own kind, as machines that do no I/O. This module has what such a machine is
+//! made of. It knows no protocol: [`srp`](crate::srp), [`iscsi`](crate::iscsi) and
+//! [`iser`](crate::iser) stand above it, and it uses none of them.
+//!
+//! # Modules
+//! - `command`: [`Execution`], a SCSI command under way.
+//! - `task`: [`TaskRef`], a task's name on all workers.
+//! - `unit`: [`Unit`], a logical unit and its task set, as connections share it.
+//! - `lun_map`: [`LunMap`], the units that one initiator may address, and by which numbers.
+//! - `accounts`: [`Accounts`], where a session's commands are counted.
+//! - `throttle`: [`Throttle`], the commands of a connection that wait for limits.
+//! - `pace`: [`Pace`], how long a command may wait for its initiator.
+//! - `memory`: [`ConnectionMemory`], the bytes that a connection occupies.
+
+#![forbid(unsafe_code)]
+
+mod accounts;
+mod command;
+mod lun_map;
+mod memory;
+mod pace;
+mod task;
+mod throttle;
+mod unit;
+
+pub use accounts::{Accounts, AddressedUnit};
+pub use command::{Entry, Execution, MAX_DATA_TIMEOUTS, Tables};
+pub use lun_map::{KnownUnits, LunMap, Mapping, StaleLun};
+pub use memory::ConnectionMemory;
+pub use pace::{Pace, SLOWEST, Wait};
+pub use task::{TaskIdx, TaskRef};
+pub use throttle::{MAX_WAIT, Passage, Throttle, Toll};
+pub use unit::{TaskSetFull, TmfCounts, TmfOutcome, Unit, UnitIdx};

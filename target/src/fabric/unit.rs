@@ -1,0 +1,505 @@
+//! A logical unit and its task set, as connections of all fabrics share it.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use riser_scsi::lu::LogicalUnit;
+use riser_scsi::lun::LunId;
+use riser_scsi::nexus::NexusId;
+use riser_scsi::reservation::Preempted;
+use riser_scsi::task::{
+    NewTask, RegisterError, TaskKey, TaskManagement, TaskSet, TaskTag, TmfResponse,
+};
+
+use super::TaskRef;
+use crate::qos::Limiter;
+
+/// Number of a logical unit within the server: the same for every worker, portal and initiator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct UnitIdx(pub u32);
+
+/// Tasks of one nexus that a unit always accepts, if its set has room for as many.
+const MIN_SHARE: u32 = 256;
+
+/// A logical unit, its task set and its limits.
+#[derive(Debug)]
+pub struct Unit {
+    /// Its number.
+    pub index: UnitIdx,
+    /// The unit itself.
+    pub lu: Arc<LogicalUnit>,
+    /// Limits of all initiators together.
+    pub limits: Arc<Limiter>,
+    tasks: Mutex<Tasks>,
+    resets: AtomicU64,
+    aborts: AtomicU64,
+    vain_aborts: AtomicU64,
+}
+
+/// The task set, and the names of its tasks.
+#[derive(Debug)]
+struct Tasks {
+    set: TaskSet,
+    refs: Vec<Option<TaskRef>>,
+    /// By slot: the LUN that the initiator used for the unit, and the task's tag in the set.
+    names: Vec<(LunId, TaskTag)>,
+    /// At most as many as all connections have contexts.
+    left: Vec<PendingAnswer>,
+    /// At most two for each connection.
+    limited: Vec<LimitQueue>,
+}
+
+/// Tasks of one connection that wait for limits, and either read or write.
+#[derive(Debug)]
+struct LimitQueue {
+    nexus: NexusId,
+    line: LimitLine,
+    tasks: u32,
+}
+
+/// A worker, a connection there, and whether its tasks write.
+type LimitLine = (u16, u64, bool);
+
+/// A task that has left the set, but whose answer, or data that go with it, have yet to be sent.
+#[derive(Debug)]
+struct PendingAnswer {
+    nexus: NexusId,
+    lun: LunId,
+    task: TaskRef,
+    /// Its own nexus has ended it.
+    is_ended: bool,
+}
+
+/// Task-management functions that a unit has carried out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TmfCounts {
+    /// Resets of the unit.
+    pub resets: u64,
+    /// ABORT TASK of a task that was there.
+    pub aborts: u64,
+    /// ABORT TASK of a task that was not, or no longer, there.
+    pub vain_aborts: u64,
+}
+
+/// A unit's task set has no room.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the task set is full")]
+pub struct TaskSetFull;
+
+/// Outcome of a task-management function.
+#[derive(Debug)]
+pub struct TmfOutcome {
+    /// The answer, once the tasks are gone.
+    pub response: TmfResponse,
+    /// Tasks to stop.
+    pub aborted: Vec<TaskRef>,
+}
+
+impl Unit {
+    /// A unit whose task set holds at most `capacity` tasks of all connections together. One nexus
+    /// gets a quarter of them at most, so that no host can keep the others out.
+    #[must_use]
+    pub fn new(index: UnitIdx, lu: Arc<LogicalUnit>, capacity: u32) -> Self {
+        let share = (capacity / 4).max(MIN_SHARE).min(capacity);
+        Self {
+            index,
+            lu,
+            tasks: Mutex::new(Tasks {
+                set: TaskSet::new(capacity, share),
+                refs: vec![None; capacity as usize],
+                names: vec![(LunId::ZERO, TaskTag(0)); capacity as usize],
+                left: Vec::new(),
+                limited: Vec::new(),
+            }),
+            limits: Arc::default(),
+            resets: AtomicU64::new(0),
+            aborts: AtomicU64::new(0),
+            vain_aborts: AtomicU64::new(0),
+        }
+    }
+
+    /// Resets the unit itself; its tasks are aborted apart from that.
+    fn reset(&self) {
+        self.resets.fetch_add(1, Ordering::Relaxed);
+        self.lu.reset();
+    }
+
+    /// Counts an ABORT TASK.
+    pub fn count_abort(&self, is_there: bool) {
+        let count = if is_there {
+            &self.aborts
+        } else {
+            &self.vain_aborts
+        };
+        count.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Returns the functions so far.
+    #[must_use]
+    pub fn management(&self) -> TmfCounts {
+        let count = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        TmfCounts {
+            resets: count(&self.resets),
+            aborts: count(&self.aborts),
+            vain_aborts: count(&self.vain_aborts),
+        }
+    }
+
+    /// Returns the number of tasks in the set.
+    #[must_use]
+    pub fn tasks(&self) -> usize {
+        self.lock().set.len()
+    }
+
+    /// Takes a task into the set; returns whether it may start at once. Its initiator uses `lun` for
+    /// the unit. `limited` is there if it waits for limits first: to write or to read.
+    ///
+    /// A task that `keeps_memory` (data or tables) is refused where the order would make it wait for
+    /// one that waits for limits, since it would keep the memory until then. One that waits behind
+    /// that one for the same limits is not.
+    ///
+    /// # Errors
+    /// The set is full: TASK SET FULL.
+    ///
+    /// # Panics
+    /// If a task of this name is in the set.
+    pub fn register(
+        &self,
+        nexus: NexusId,
+        new: NewTask,
+        (task, lun): (TaskRef, LunId),
+        keeps_memory: bool,
+        limited: Option<bool>,
+    ) -> Result<(TaskKey, bool), TaskSetFull> {
+        let mut tasks = self.lock();
+        let own = limited.map(|is_write| (task.worker, task.channel, is_write));
+        let others = |other: &LimitQueue| other.nexus == nexus && Some(other.line) != own;
+        if keeps_memory
+            && tasks.limited.iter().any(others)
+            && tasks.set.would_hold(nexus, new.attribute)
+        {
+            return Err(TaskSetFull);
+        }
+        let key = match tasks.set.register(nexus, task.tag(), new) {
+            Ok(key) => key,
+            Err(RegisterError::Full) => return Err(TaskSetFull),
+            Err(RegisterError::Overlapped(_)) => panic!("{task:?} is in the set already"),
+        };
+        tasks.refs[key.slot()] = Some(task);
+        tasks.names[key.slot()] = (lun, task.tag());
+        let started = tasks.set.try_start(key);
+        if let Some(line) = own {
+            let same = |other: &&mut LimitQueue| other.nexus == nexus && other.line == line;
+            match tasks.limited.iter_mut().find(same) {
+                Some(known) => known.tasks += 1,
+                None => tasks.limited.push(LimitQueue {
+                    nexus,
+                    line,
+                    tasks: 1,
+                }),
+            }
+        }
+        Ok((key, started))
+    }
+
+    /// Returns the number of tasks that wait for limits.
+    #[must_use]
+    pub fn limit_waits(&self) -> u32 {
+        self.lock().limited.iter().map(|line| line.tasks).sum()
+    }
+
+    /// Returns the number of connections whose tasks wait for limits, apart for reads and writes.
+    #[cfg(test)]
+    pub(crate) fn limited(&self) -> usize {
+        self.lock().limited.len()
+    }
+
+    /// Ends the wait for limits of a task that was registered with one.
+    pub fn end_limited(&self, nexus: NexusId, task: TaskRef, is_write: bool) {
+        let line = (task.worker, task.channel, is_write);
+        let limited = &mut self.lock().limited;
+        let mut all = limited.iter();
+        if let Some(at) = all.position(|other| other.nexus == nexus && other.line == line) {
+            limited[at].tasks -= 1;
+            if limited[at].tasks == 0 {
+                limited.swap_remove(at);
+            }
+        }
+    }
+
+    /// Notes that the Data-Out of a task has come; returns whether it may start now, and which others
+    /// may.
+    pub fn data_arrived(&self, key: TaskKey) -> (bool, Vec<TaskRef>) {
+        let mut tasks = self.lock();
+        let Tasks { set, refs, .. } = &mut *tasks;
+        set.data_arrived(key);
+        let mut is_started = false;
+        let mut others = Vec::new();
+        while let Some(other) = set.poll_start() {
+            if other == key {
+                is_started = true;
+            } else {
+                others.extend(refs[other.slot()]);
+            }
+        }
+        (is_started, others)
+    }
+
+    /// Removes a task; returns whether another nexus had ended it, and which tasks may start now.
+    ///
+    /// # Panics
+    /// If it is not in the set.
+    pub fn remove(&self, key: TaskKey) -> (bool, Vec<TaskRef>) {
+        let mut tasks = self.lock();
+        let Tasks { set, refs, .. } = &mut *tasks;
+        let was_cleared = set.is_cleared(key);
+        assert!(set.remove(key), "a task leaves its set once");
+        refs[key.slot()] = None;
+        let started = std::iter::from_fn(|| set.poll_start())
+            .filter_map(|key| refs[key.slot()])
+            .collect();
+        (was_cleared, started)
+    }
+
+    /// Gives a task another name.
+    ///
+    /// # Panics
+    /// If it is not in the set.
+    pub fn rename(&self, key: TaskKey, name: TaskRef) {
+        let mut tasks = self.lock();
+        let known = tasks.refs[key.slot()].as_mut();
+        *known.expect("the task is in its set") = name;
+    }
+
+    /// Notes that a task is about to leave the set while its answer has to wait. Functions of its own
+    /// nexus find it until [`Unit::forget_left`], so that nothing of it follows their responses.
+    pub fn note_left(&self, nexus: NexusId, (task, lun): (TaskRef, LunId)) {
+        self.lock().left.push(PendingAnswer {
+            nexus,
+            lun,
+            task,
+            is_ended: false,
+        });
+    }
+
+    /// Notes that nothing of a task that has left the set remains to be sent.
+    pub fn forget_left(&self, task: TaskRef) {
+        let left = &mut self.lock().left;
+        if let Some(at) = left.iter().position(|left| left.task == task) {
+            left.swap_remove(at);
+        }
+    }
+
+    /// Gives a task that has left the set another name.
+    pub fn rename_left(&self, task: TaskRef, name: TaskRef) {
+        let mut tasks = self.lock();
+        let left = tasks.left.iter_mut().filter(|left| left.task == task);
+        left.for_each(|left| left.task = name);
+    }
+
+    /// Whether its own nexus has ended a task since it left the set.
+    #[must_use]
+    pub fn is_left_ended(&self, task: TaskRef) -> bool {
+        let tasks = self.lock();
+        let mut left = tasks.left.iter();
+        left.any(|left| left.task == task && left.is_ended)
+    }
+
+    /// Carries out a task-management function on the set, and on the nexus's tasks that have left it.
+    ///
+    /// Its effect on other nexuses happens here, with the abort of their tasks: those are answered
+    /// with TASK ABORTED, and a reset resets the unit. So it does not matter whether the connection
+    /// that asked for the function is still there at its end.
+    pub fn manage(&self, nexus: NexusId, function: TaskManagement) -> TmfOutcome {
+        let (response, aborted) = {
+            let mut tasks = self.lock();
+            let outcome = tasks.set.manage(nexus, function);
+            let refs = outcome.aborted.iter();
+            let mut aborted: Vec<_> = refs.filter_map(|key| tasks.refs[key.slot()]).collect();
+            let is_of_all = matches!(
+                function,
+                TaskManagement::AbortTaskSet
+                    | TaskManagement::NexusReset
+                    | TaskManagement::ClearTaskSet
+                    | TaskManagement::LogicalUnitReset
+            );
+            let left = tasks.left.iter_mut();
+            for left in left.filter(|left| is_of_all && left.nexus == nexus) {
+                left.is_ended = true;
+                aborted.push(left.task);
+            }
+            (outcome.response, aborted)
+        };
+        if function == TaskManagement::LogicalUnitReset {
+            self.reset();
+        }
+        TmfOutcome { response, aborted }
+    }
+
+    /// Ends the tasks that a nexus has sent to a LUN which no longer leads to this unit. Its tasks by
+    /// other LUNs go on.
+    pub fn abort_by_lun(&self, nexus: NexusId, lun: LunId) -> TmfOutcome {
+        let mut tasks = self.lock();
+        let Tasks {
+            set,
+            refs,
+            names,
+            left,
+            ..
+        } = &mut *tasks;
+        let all = refs.iter().zip(&*names).filter(|(_, (of, _))| *of == lun);
+        let mut aborted = Vec::new();
+        // A task that has another name now keeps its tag.
+        for (task, tag) in all.filter_map(|(task, (_, tag))| Some(((*task)?, *tag))) {
+            // One of another nexus is not there for this one.
+            let outcome = set.manage(nexus, TaskManagement::AbortTask(tag));
+            aborted.extend(outcome.aborted.iter().map(|_| task));
+        }
+        let left = left.iter_mut();
+        for left in left.filter(|left| left.nexus == nexus && left.lun == lun) {
+            left.is_ended = true;
+            aborted.push(left.task);
+        }
+        TmfOutcome {
+            response: TmfResponse::Complete,
+            aborted,
+        }
+    }
+
+    /// Marks the commands that a PREEMPT AND ABORT aborts; returns those to stop.
+    #[must_use]
+    pub fn preempt(&self, preempted: &Preempted) -> Vec<TaskRef> {
+        let mut tasks = self.lock();
+        let Tasks { set, refs, .. } = &mut *tasks;
+        let aborted = set.abort_nexuses(|nexus| self.lu.is_preempted(preempted, nexus));
+        aborted.iter().filter_map(|key| refs[key.slot()]).collect()
+    }
+
+    /// Whether a task was ended by another nexus than its own, and is to be answered with TASK ABORTED.
+    #[must_use]
+    pub fn is_cleared(&self, key: TaskKey) -> bool {
+        self.lock().set.is_cleared(key)
+    }
+
+    /// Carries out ABORT TASK on one task.
+    pub fn abort_task(&self, nexus: NexusId, task: TaskRef) -> TmfOutcome {
+        self.manage(nexus, TaskManagement::AbortTask(task.tag()))
+    }
+
+    /// A panic elsewhere cannot have left the set half changed, so poison is ignored.
+    fn lock(&self) -> MutexGuard<'_, Tasks> {
+        self.tasks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use riser_scsi::step::TaskAttribute;
+
+    use super::super::TaskIdx;
+    use super::*;
+    use crate::fixture::unit_config;
+
+    #[test]
+    fn tasks_of_one_nexus_at_two_workers_do_not_collide() {
+        let lu = LogicalUnit::new(unit_config(2048)).unwrap();
+        let unit = Unit::new(UnitIdx(0), Arc::new(lu), 3);
+        let register = |worker, generation| {
+            // Every worker numbers its channels from 0.
+            let task = TaskRef {
+                worker,
+                channel: 0,
+                index: TaskIdx(0),
+                generation,
+            };
+            let taken = unit.register(
+                NexusId(7),
+                NewTask::default(),
+                (task, LunId::ZERO),
+                false,
+                None,
+            );
+            taken.map(|(_, started)| started)
+        };
+        assert_eq!(register(0, 1), Ok(true));
+        assert_eq!(register(1, 1), Ok(true));
+        assert_eq!(register(0, 1 + (1 << 16)), Ok(true));
+        assert_eq!(register(2, 1), Err(TaskSetFull));
+    }
+
+    #[test]
+    fn functions_for_a_number_that_leads_elsewhere_end_what_was_sent_by_it() {
+        let lu = LogicalUnit::new(unit_config(2048)).unwrap();
+        let unit = Unit::new(UnitIdx(0), Arc::new(lu), 64);
+        let mut generation = 0;
+        let mut register = |nexus, number| {
+            generation += 1;
+            let task = TaskRef {
+                worker: 0,
+                channel: 0,
+                index: TaskIdx(0),
+                generation,
+            };
+            let name = (task, LunId::new(number).unwrap());
+            let taken = unit.register(NexusId(nexus), NewTask::default(), name, false, None);
+            (taken.unwrap().0, name)
+        };
+        let ((first, five), (_, six)) = (register(7, 5), register(7, 6));
+        // Another connection carries it on.
+        let heir = TaskRef {
+            channel: 1,
+            ..five.0
+        };
+        unit.rename(first, heir);
+        register(8, 5);
+        let (key, gone) = register(7, 5);
+        unit.note_left(NexusId(7), gone);
+        unit.note_left(NexusId(7), (six.0, LunId::new(6).unwrap()));
+        let _ = unit.remove(key);
+        let managed = unit.abort_by_lun(NexusId(7), LunId::new(5).unwrap());
+        assert_eq!(managed.aborted, [heir, gone.0]);
+        assert!(unit.is_left_ended(gone.0) && !unit.is_left_ended(six.0));
+    }
+
+    #[test]
+    fn a_task_keeps_no_data_behind_one_that_waits_for_limits() {
+        let lu = LogicalUnit::new(unit_config(2048)).unwrap();
+        let unit = Unit::new(UnitIdx(0), Arc::new(lu), 64);
+        let mut generation = 0;
+        let mut register = |nexus, channel, attribute, limited: Option<bool>| {
+            generation += 1;
+            let task = TaskRef {
+                worker: 0,
+                channel,
+                index: TaskIdx(0),
+                generation,
+            };
+            let new = NewTask {
+                attribute,
+                awaits_data: true,
+                ..NewTask::default()
+            };
+            let taken = unit.register(NexusId(nexus), new, (task, LunId::ZERO), true, limited);
+            taken.map(|(key, _)| (key, task))
+        };
+        let (simple, ordered) = (TaskAttribute::Simple, TaskAttribute::Ordered);
+        let (key, first) = register(7, 0, simple, Some(true)).unwrap();
+        // Behind it in its line, or not behind it in the order.
+        register(7, 0, ordered, Some(true)).unwrap();
+        register(8, 1, ordered, None).unwrap();
+        register(7, 1, TaskAttribute::HeadOfQueue, None).unwrap();
+        // Behind the ORDERED one, elsewhere.
+        assert_eq!(register(7, 0, simple, None).unwrap_err(), TaskSetFull);
+        assert_eq!(register(7, 1, simple, Some(true)).unwrap_err(), TaskSetFull);
+        assert_eq!(
+            register(7, 0, simple, Some(false)).unwrap_err(),
+            TaskSetFull
+        );
+        unit.end_limited(NexusId(7), first, true);
+        let _ = unit.remove(key);
+        assert_eq!(register(7, 1, simple, None).unwrap_err(), TaskSetFull);
+        unit.end_limited(NexusId(7), first, true);
+        register(7, 1, simple, None).unwrap();
+        assert!(unit.lock().limited.is_empty());
+    }
+}

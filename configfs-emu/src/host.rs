@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use riser_target::control::live::Live;
 use riser_target::mounts;
-use riser_transport::host::{Interface, interfaces};
+use riser_transport::netif::{Interface, interfaces};
 
 use crate::rules::port_guid;
 use crate::world::{BlockDevice, Medium, Session, World};

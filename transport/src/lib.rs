@@ -10,6 +10,7 @@
 //! - [`loopback`]: the same device over a deterministic wire in memory.
 //! - [`rw`]: plans transfers as chains of READs or WRITEs.
 //! - [`mr_pool`]: recycles fast-registered regions.
+//! - [`netif`]: this host's network interfaces.
 //! - [`table`]: objects named by generation-checked handles.
 //! - [`host`]: what a host offers, for people.
 
@@ -18,6 +19,7 @@ pub mod host;
 pub mod loopback;
 pub mod mr;
 pub mod mr_pool;
+pub mod netif;
 pub mod rc;
 pub mod rdma_core;
 pub mod roce;

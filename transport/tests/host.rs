@@ -8,7 +8,7 @@ mod skip;
 use std::net::IpAddr;
 use std::process::Command;
 
-use riser_transport::host::interfaces;
+use riser_transport::netif::interfaces;
 use rustix::thread::{UnshareFlags, unshare_unsafe};
 
 /// The interface that an address is found at, in a namespace where these commands of `ip` have run.

@@ -401,9 +401,11 @@ mod only {
     fn ipv6_sockets_talk() {
         // A host has ::1 on its loopback interface; another address of its own may be anywhere, and
         // its interface may carry less.
-        let own: Vec<IpAddr> = riser_transport::roce::netif::local_addresses()
+        let own: Vec<IpAddr> = riser_transport::netif::interfaces()
+            .unwrap()
             .into_iter()
-            .filter(|a| matches!(a, IpAddr::V6(v6) if !v6.is_unicast_link_local()))
+            .map(|interface| interface.address)
+            .filter(IpAddr::is_ipv6)
             .collect();
         let [a, b, ..] = own[..] else {
             return skip(

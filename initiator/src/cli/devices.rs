@@ -76,7 +76,7 @@ mod tests {
     #[test]
     fn the_document_says_why_there_is_no_device() {
         let mut host = Host {
-            interfaces: vec![riser_transport::host::Interface {
+            interfaces: vec![riser_transport::netif::Interface {
                 name: "lo".into(),
                 address: [127, 0, 0, 1].into(),
                 mtu: Some(65_536),

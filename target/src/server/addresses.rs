@@ -19,7 +19,7 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
-use riser_transport::host::{self, Interface};
+use riser_transport::netif::{self, Interface};
 use riser_transport::rdma_core::GidTables;
 
 use crate::config::{Config, Listen, Protocol, Provider, Target, Wildcard};
@@ -41,7 +41,7 @@ impl Addresses {
         if portals.all(|portal| portal.listen.at().is_some()) {
             return;
         }
-        match host::interfaces() {
+        match netif::interfaces() {
             Ok(interfaces) => self.observe(interfaces, Instant::now()),
             Err(error) => tracing::warn!(%error, "the addresses of this host cannot be listed"),
         }

@@ -4,6 +4,8 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 
+use rustix::fs::{MemfdFlags, memfd_create};
+
 use super::*;
 use crate::{Durability, Fallocate, MailSender, Offload, Receive, SyncKind, mailbox};
 
@@ -33,11 +35,7 @@ fn collect(ring: &mut Ring, n: usize) -> Vec<Completion> {
 }
 
 fn temporary_file(len: u64) -> Handle {
-    // SAFETY: a system call with a constant string; the result is checked below.
-    let fd = unsafe { libc::memfd_create(c"ring".as_ptr(), libc::MFD_CLOEXEC) };
-    assert!(fd >= 0);
-    // SAFETY: a new descriptor that nobody else owns.
-    let file = unsafe { File::from_raw_fd(fd) };
+    let file = File::from(memfd_create("ring", MemfdFlags::CLOEXEC).unwrap());
     file.set_len(len).unwrap();
     OwnedFd::from(file).into()
 }

@@ -41,14 +41,16 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::ptr;
 use std::time::Instant;
 
-use socket2::{Domain, Protocol, Socket, Type};
+use arrayvec::ArrayVec;
+use nix::sys::socket::sockopt;
+use socket2::{Domain, Protocol, SockAddr, Socket, Type};
 use tracing::{debug, info, warn};
 
 use super::batch::{Group, MAX_GROUP_SEGMENTS, Offered, Piece, SendOutcome, TxBatch};
 use super::sys::{
-    ControlWriter, UDP_GRO, UDP_NO_CHECK6_RX, UDP_SEGMENT, attach_selector, check, epoll_ctl,
-    grow_buffer, hop_limit, is_marked, open_epoll, put_addr, read_addr, segment_size, set_ecn,
-    set_hop_limit, set_option, tos_message,
+    ControlWriter, UDP_SEGMENT, allow_no_checksum, attach_selector, check, enable_gro, grow_buffer,
+    has_gso, hop_limit, is_marked, open_epoll, read_addr, segment_size, set_ecn, set_hop_limit,
+    set_mtu_probe, tos_message, watch_output,
 };
 use crate::wire::{Qpn, ROCE_PORT};
 
@@ -152,21 +154,20 @@ impl Driver {
     pub fn open(config: &DriverConfig) -> io::Result<Self> {
         let local = SocketAddr::new(config.addr, ROCE_PORT);
         let socket = make_socket(local, config.on_link)?;
-        let fd = socket.as_raw_fd();
         if local.is_ipv6() {
-            set_option(fd, libc::IPPROTO_UDP, UDP_NO_CHECK6_RX, 1)?;
+            allow_no_checksum(&socket)?;
         }
-        set_ecn(fd, local.is_ipv6())?;
+        set_ecn(&socket, local.is_ipv6())?;
         let rcvbuf = grow_buffer(
-            fd,
-            libc::SO_RCVBUFFORCE,
-            libc::SO_RCVBUF,
+            &socket,
+            sockopt::RcvBufForce,
+            sockopt::RcvBuf,
             config.socket_buffer,
         );
         let sndbuf = grow_buffer(
-            fd,
-            libc::SO_SNDBUFFORCE,
-            libc::SO_SNDBUF,
+            &socket,
+            sockopt::SndBufForce,
+            sockopt::SndBuf,
             config.socket_buffer,
         );
         if config.worker_bits > 0 {
@@ -174,15 +175,12 @@ impl Driver {
         }
         socket.bind(&local.into())?;
         if config.worker_bits > 0 {
-            attach_selector(fd, config.worker_bits)?;
+            attach_selector(&socket, config.worker_bits)?;
         }
-        let gro = set_option(fd, libc::IPPROTO_UDP, UDP_GRO, 1).is_ok();
-        // Setting the size for all sends and taking it back tells whether the kernel knows it.
-        let gso = !config.no_segmentation
-            && set_option(fd, libc::IPPROTO_UDP, UDP_SEGMENT, 1024).is_ok()
-            && set_option(fd, libc::IPPROTO_UDP, UDP_SEGMENT, 0).is_ok();
+        let gro = enable_gro(&socket);
+        let gso = !config.no_segmentation && has_gso(&socket);
         info!(%local, rcvbuf, sndbuf, gso, gro, "opened the RoCE socket");
-        let epoll = open_epoll(fd)?;
+        let epoll = open_epoll(&socket)?;
         let (strangers, stranger_port) = open_strangers(config)?;
         Ok(Self {
             socket,
@@ -327,9 +325,9 @@ impl Driver {
     /// Sends as many groups as one system call takes; returns how many the socket took.
     fn send_some(&mut self, fd: RawFd, batch: &TxBatch, groups: &[Group]) -> io::Result<usize> {
         let groups = &groups[..groups.len().min(TX_GROUPS)];
-        // SAFETY: all-zero bytes are valid for these plain C structures.
-        let mut names: [libc::sockaddr_storage; TX_GROUPS] = unsafe { zeroed() };
-        // SAFETY: as above.
+        let names: ArrayVec<SockAddr, TX_GROUPS> =
+            groups.iter().map(|group| group.way.dst.into()).collect();
+        // SAFETY: all-zero bytes are valid for this plain C structure.
         let mut messages: [libc::mmsghdr; TX_GROUPS] = unsafe { zeroed() };
         let mut controls = [[0u64; CONTROL / 8]; TX_GROUPS];
         self.iovecs.clear();
@@ -350,8 +348,8 @@ impl Driver {
         let mut at = 0;
         for (i, group) in groups.iter().enumerate() {
             let header = &mut messages[i].msg_hdr;
-            header.msg_namelen = put_addr(group.way.dst, &mut names[i]);
-            header.msg_name = ptr::from_mut(&mut names[i]).cast();
+            header.msg_namelen = names[i].len();
+            header.msg_name = names[i].as_ptr().cast_mut().cast();
             header.msg_iov = self.iovecs[at..].as_mut_ptr();
             header.msg_iovlen = group.pieces.len() as _;
             at += group.pieces.len();
@@ -390,9 +388,7 @@ impl Driver {
             return;
         }
         self.wants_write = on;
-        let events = libc::EPOLLIN | if on { libc::EPOLLOUT } else { 0 };
-        let fd = self.socket.as_raw_fd();
-        if let Err(e) = epoll_ctl(&self.epoll, libc::EPOLL_CTL_MOD, fd, events) {
+        if let Err(e) = watch_output(&self.epoll, &self.socket, on) {
             warn!(%e, "cannot change what the device waits for");
         }
     }
@@ -499,17 +495,11 @@ fn make_socket(local: SocketAddr, on_link: bool) -> io::Result<Socket> {
         Type::DGRAM.nonblocking().cloexec(),
         Some(Protocol::UDP),
     )?;
-    let fd = socket.as_raw_fd();
-    // The value is the same for both families.
-    let (level, option) = match local.is_ipv6() {
-        true => (libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER),
-        false => (libc::IPPROTO_IP, libc::IP_MTU_DISCOVER),
-    };
     if local.is_ipv6() {
         socket.set_only_v6(true)?;
     }
-    set_option(fd, level, option, libc::IP_PMTUDISC_PROBE)?;
-    set_hop_limit(fd, local.is_ipv6(), HOP_LIMIT, on_link)?;
+    set_mtu_probe(&socket, local.is_ipv6())?;
+    set_hop_limit(&socket, local.is_ipv6(), HOP_LIMIT, on_link)?;
     Ok(socket)
 }
 
@@ -519,9 +509,12 @@ fn open_strangers(config: &DriverConfig) -> io::Result<(Vec<Socket>, u16)> {
     let mut sockets = Vec::with_capacity(STRANGER_SOCKETS);
     for _ in 0..SILENT_SOCKETS + STRANGER_SOCKETS {
         let socket = make_socket(local, false)?;
-        let fd = socket.as_raw_fd();
-        let (force, plain) = (libc::SO_SNDBUFFORCE, libc::SO_SNDBUF);
-        grow_buffer(fd, force, plain, STRANGER_BUFFER);
+        grow_buffer(
+            &socket,
+            sockopt::SndBufForce,
+            sockopt::SndBuf,
+            STRANGER_BUFFER,
+        );
         socket.set_recv_buffer_size(1)?;
         socket.set_reuse_port(true)?;
         socket.bind(&local.into())?;
@@ -536,6 +529,8 @@ fn open_strangers(config: &DriverConfig) -> io::Result<(Vec<Socket>, u16)> {
 mod tests {
     use std::net::UdpSocket;
     use std::time::Duration;
+
+    use nix::sys::socket::setsockopt;
 
     use super::super::sys::{CE, ECT_0, ecn};
     use super::*;
@@ -589,14 +584,8 @@ mod tests {
         socket
             .set_read_timeout(Some(Duration::from_secs(10)))
             .unwrap();
-        let (level, kind) = tos_message(is_v6);
-        let receive = if is_v6 {
-            libc::IPV6_RECVTCLASS
-        } else {
-            libc::IP_RECVTOS
-        };
-        set_option(socket.as_raw_fd(), level, receive, 1).unwrap();
-        set_hop_limit(socket.as_raw_fd(), is_v6, HOP_LIMIT, false).unwrap();
+        set_ecn(&socket, is_v6).unwrap();
+        set_hop_limit(&socket, is_v6, HOP_LIMIT, false).unwrap();
         let dst = socket.local_addr().unwrap();
         let mut batch = TxBatch::new(driver.max_segments());
         packets(&mut batch, dst, true);
@@ -608,7 +597,10 @@ mod tests {
         let local = driver.local_addr();
         let mut marked = Vec::new();
         for tos in [0, ECT_0, CE] {
-            set_option(socket.as_raw_fd(), level, kind, tos).unwrap();
+            match is_v6 {
+                true => setsockopt(&socket, sockopt::Ipv6TClass, &tos).unwrap(),
+                false => setsockopt(&socket, sockopt::Ipv4Tos, &tos).unwrap(),
+            }
             socket.send_to(&[0; 16], local).unwrap();
         }
         let end = Instant::now() + Duration::from_secs(10);

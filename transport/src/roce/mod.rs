@@ -46,7 +46,6 @@
 //! | [`nic`] | the device and its connection manager, without the socket |
 //! | [`batch`], [`gather`] | packets on their way out |
 //! | [`driver`] | the UDP socket |
-//! | [`netif`] | this host's interfaces |
 //! | [`steer`] | which worker a datagram belongs to |
 //! | [`fault`] | a bad wire, by a seed |
 //! | [`pcap`] | captures |
@@ -57,7 +56,6 @@ pub(crate) mod delegate;
 pub mod driver;
 pub mod fault;
 pub mod gather;
-pub mod netif;
 pub mod nic;
 pub mod pcap;
 mod provider;

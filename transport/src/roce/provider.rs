@@ -14,18 +14,18 @@ use super::batch::{SendOutcome, TxBatch, Way};
 use super::delegate::delegate_to_nic;
 use super::driver::{Driver, DriverConfig, DriverCounters};
 use super::fault::{FaultConfig, FaultCounters, FaultInjector};
-use super::netif::interface_mtu;
 use super::nic::{Nic, NicConfig, NicCounters, NicLimits, NicUsage, QpCounters};
 use super::pcap::PcapWriter;
 use super::steer::steer;
 use crate::cm::{CmCounters, MAX_WORKER_BITS};
+use crate::netif::interface_mtu;
 use crate::rc::RcCounters;
 use crate::verbs::{Mtu, Provider, QpId, VerbsError};
 use crate::wire::{IcrcFlow, Qpn, ROCE_PORT, is_link_local};
 
 /// Bytes of IP and UDP headers.
-const HEADERS_V4: usize = 28;
-const HEADERS_V6: usize = 48;
+const HEADERS_V4: u32 = 28;
+const HEADERS_V6: u32 = 48;
 
 /// How often the interface is asked what it carries.
 const MTU_INTERVAL: Duration = Duration::from_secs(1);
@@ -469,7 +469,7 @@ fn carried_mtu(addr: IpAddr) -> io::Result<Option<Mtu>> {
     } else {
         HEADERS_V6
     };
-    let mtu = Mtu::for_udp_payload(link.saturating_sub(headers));
+    let mtu = Mtu::for_udp_payload(link.saturating_sub(headers) as usize);
     mtu.map(Some).ok_or_else(|| {
         let text = format!("the interface of {addr} carries packets of {link} bytes only");
         io::Error::new(io::ErrorKind::InvalidInput, text)

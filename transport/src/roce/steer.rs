@@ -164,7 +164,6 @@ mod tests {
     #[test]
     fn sockets_that_share_a_port_get_what_their_workers_must() {
         use std::net::UdpSocket;
-        use std::os::fd::AsRawFd;
         use std::time::Duration;
 
         use socket2::{Domain, Socket, Type};
@@ -176,7 +175,7 @@ mod tests {
                 socket.set_reuse_port(true).unwrap();
                 let addr = std::net::SocketAddr::from(([127, 0, 0, 1], port));
                 socket.bind(&addr.into()).unwrap();
-                crate::roce::sys::attach_selector(socket.as_raw_fd(), 2).unwrap();
+                crate::roce::sys::attach_selector(&socket, 2).unwrap();
                 let socket = UdpSocket::from(socket);
                 port = socket.local_addr().unwrap().port();
                 socket

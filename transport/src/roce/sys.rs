@@ -1,23 +1,44 @@
-//! The system calls behind the [driver](super::driver) that concern one option, address or control
-//! message each.
+//! Socket options, addresses and control messages of the [driver](super::driver).
 
 #![allow(
     unsafe_code,
-    reason = "socket options, addresses and control messages have no safe wrapper"
+    reason = "no library wraps the control messages of a caller's own message headers without copying"
 )]
 
 use std::io;
 use std::mem::size_of;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::ptr;
+
+use nix::sys::socket::{GetSockOpt, SetSockOpt, getsockopt, setsockopt, sockopt};
+use nix::{setsockopt_impl, sockopt_impl};
+use rustix::event::epoll;
 
 use super::steer;
 
-/// Socket option names that the C library binding does not have everywhere.
-pub(super) const UDP_NO_CHECK6_RX: libc::c_int = 102;
+/// Control messages of UDP that the C library binding does not have everywhere.
 pub(super) const UDP_SEGMENT: libc::c_int = 103;
 pub(super) const UDP_GRO: libc::c_int = 104;
+
+const UDP_NO_CHECK6_RX: libc::c_int = 102;
+
+sockopt_impl!(
+    /// Accepts IPv6 datagrams without a UDP checksum, as RoCEv2 allows (annex A17.9.2).
+    NoCheck6Rx, SetOnly, libc::IPPROTO_UDP, UDP_NO_CHECK6_RX, bool
+);
+sockopt_impl!(
+    /// Path MTU discovery of IPv4.
+    Ipv4MtuDiscover, SetOnly, libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, libc::c_int
+);
+sockopt_impl!(
+    /// Path MTU discovery of IPv6.
+    Ipv6MtuDiscover, SetOnly, libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER, libc::c_int
+);
+sockopt_impl!(
+    /// Hop limit of what is sent over IPv6.
+    Ipv6UnicastHops, SetOnly, libc::IPPROTO_IPV6, libc::IPV6_UNICAST_HOPS, libc::c_int
+);
 
 /// ECN codepoints (RFC 3168, section 5): capable, marked, and where they are in the type of service.
 pub(super) const ECT_0: libc::c_int = 0b10;
@@ -32,67 +53,78 @@ pub(super) fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     }
 }
 
-pub(super) fn set_option(fd: RawFd, level: i32, name: i32, value: i32) -> io::Result<()> {
-    // SAFETY: the pointer and length describe a live integer.
-    check(unsafe {
-        libc::setsockopt(
-            fd,
-            level,
-            name,
-            ptr::from_ref(&value).cast(),
-            size_of::<libc::c_int>() as libc::socklen_t,
-        )
-    })
-    .map(drop)
+/// Asks for a socket buffer of `bytes`, past the system's limit where that is permitted, and returns
+/// what it is then: Linux doubles the number for its own overhead.
+pub(super) fn grow_buffer<F: AsFd>(
+    socket: &F,
+    force: impl SetSockOpt<Val = usize>,
+    plain: impl SetSockOpt<Val = usize> + GetSockOpt<Val = usize>,
+    bytes: usize,
+) -> usize {
+    let bytes = bytes.min(i32::MAX as usize);
+    if setsockopt(socket, force, &bytes).is_err() {
+        // The plain option takes as much as the limit allows.
+        let _ = setsockopt(socket, plain, &bytes);
+    }
+    getsockopt(socket, plain).unwrap_or(0)
 }
 
-/// Asks for a buffer size, past the system's limit where we may; answers what it is then.
-pub(super) fn grow_buffer(fd: RawFd, force: i32, plain: i32, bytes: usize) -> usize {
-    let want = i32::try_from(bytes).unwrap_or(i32::MAX);
-    if set_option(fd, libc::SOL_SOCKET, force, want).is_err() {
-        // The plain option takes as much as the limit allows.
-        let _ = set_option(fd, libc::SOL_SOCKET, plain, want);
+/// Has packets sent whole, whatever path MTU the kernel has learned.
+pub(super) fn set_mtu_probe(socket: &impl AsFd, is_v6: bool) -> io::Result<()> {
+    if is_v6 {
+        setsockopt(socket, Ipv6MtuDiscover, &libc::IPV6_PMTUDISC_PROBE)?;
+    } else {
+        setsockopt(socket, Ipv4MtuDiscover, &libc::IP_PMTUDISC_PROBE)?;
     }
-    let mut got: libc::c_int = 0;
-    let mut len = size_of::<libc::c_int>() as libc::socklen_t;
-    // SAFETY: pointers and length describe a live integer.
-    let r = unsafe {
-        libc::getsockopt(
-            fd,
-            libc::SOL_SOCKET,
-            plain,
-            ptr::from_mut(&mut got).cast(),
-            &raw mut len,
-        )
-    };
-    if r < 0 { 0 } else { got.max(0) as usize }
+    Ok(())
+}
+
+/// Accepts datagrams without a UDP checksum: the ICRC covers more, and hardware sends none.
+pub(super) fn allow_no_checksum(socket: &impl AsFd) -> io::Result<()> {
+    Ok(setsockopt(socket, NoCheck6Rx, &true)?)
 }
 
 /// Sets the hop limit of what is sent, and whether that of what is received is reported.
-pub(super) fn set_hop_limit(fd: RawFd, is_v6: bool, limit: u8, report: bool) -> io::Result<()> {
-    let (level, send, receive) = if is_v6 {
-        (
-            libc::IPPROTO_IPV6,
-            libc::IPV6_UNICAST_HOPS,
-            libc::IPV6_RECVHOPLIMIT,
-        )
+pub(super) fn set_hop_limit(
+    socket: &impl AsFd,
+    is_v6: bool,
+    limit: u8,
+    report: bool,
+) -> io::Result<()> {
+    let limit = libc::c_int::from(limit);
+    if is_v6 {
+        setsockopt(socket, Ipv6UnicastHops, &limit)?;
+        setsockopt(socket, sockopt::Ipv6RecvHopLimit, &report)?;
     } else {
-        (libc::IPPROTO_IP, libc::IP_TTL, libc::IP_RECVTTL)
-    };
-    set_option(fd, level, send, limit.into())?;
-    set_option(fd, level, receive, report.into())
+        setsockopt(socket, sockopt::Ipv4Ttl, &limit)?;
+        setsockopt(socket, sockopt::Ipv4RecvTtl, &report)?;
+    }
+    Ok(())
 }
 
-/// Has everything sent as capable of ECN, unless its control messages say otherwise, and the mark of what
-/// is received reported (RFC 3168).
-pub(super) fn set_ecn(fd: RawFd, is_v6: bool) -> io::Result<()> {
-    let (level, send, receive) = if is_v6 {
-        (libc::IPPROTO_IPV6, libc::IPV6_TCLASS, libc::IPV6_RECVTCLASS)
+/// Has everything sent as capable of ECN, unless its control messages say otherwise, and the mark of
+/// what is received reported (RFC 3168).
+pub(super) fn set_ecn(socket: &impl AsFd, is_v6: bool) -> io::Result<()> {
+    if is_v6 {
+        setsockopt(socket, sockopt::Ipv6TClass, &ECT_0)?;
+        setsockopt(socket, sockopt::Ipv6RecvTClass, &true)?;
     } else {
-        (libc::IPPROTO_IP, libc::IP_TOS, libc::IP_RECVTOS)
-    };
-    set_option(fd, level, send, ECT_0)?;
-    set_option(fd, level, receive, 1)
+        setsockopt(socket, sockopt::Ipv4Tos, &ECT_0)?;
+        setsockopt(socket, sockopt::IpRecvTos, &true)?;
+    }
+    Ok(())
+}
+
+/// Turns on trains of datagrams on receiving (UDP_GRO) and reports whether the kernel has them.
+pub(super) fn enable_gro(socket: &impl AsFd) -> bool {
+    setsockopt(socket, sockopt::UdpGroSegment, &true).is_ok()
+}
+
+/// Whether the kernel cuts one send into datagrams (UDP_SEGMENT). Setting the size for all sends and
+/// taking it back shows it.
+pub(super) fn has_gso(socket: &impl AsFd) -> bool {
+    let set = |size| setsockopt(socket, sockopt::UdpGsoSegment, &size).is_ok();
+    set(1024) && set(0)
 }
 
 /// Level and type of the control message with the type of service or traffic class.
@@ -198,19 +230,6 @@ impl<'a> ControlWriter<'a> {
     }
 }
 
-pub(super) fn put_addr(addr: SocketAddr, storage: &mut libc::sockaddr_storage) -> libc::socklen_t {
-    let raw = socket2::SockAddr::from(addr);
-    // SAFETY: a socket address of `len` bytes fits the storage, whose type is the widest there is.
-    unsafe {
-        ptr::copy_nonoverlapping(
-            raw.as_ptr().cast::<u8>(),
-            ptr::from_mut(storage).cast::<u8>(),
-            raw.len() as usize,
-        );
-    }
-    raw.len()
-}
-
 pub(super) fn read_addr(storage: &libc::sockaddr_storage) -> Option<SocketAddr> {
     match i32::from(storage.ss_family) {
         libc::AF_INET => {
@@ -229,41 +248,35 @@ pub(super) fn read_addr(storage: &libc::sockaddr_storage) -> Option<SocketAddr> 
     }
 }
 
-pub(super) fn open_epoll(socket: RawFd) -> io::Result<OwnedFd> {
-    // SAFETY: creates a descriptor and touches no memory.
-    let fd = check(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
-    // SAFETY: just created and owned by nobody else.
-    let epoll = unsafe { OwnedFd::from_raw_fd(fd) };
-    epoll_ctl(&epoll, libc::EPOLL_CTL_ADD, socket, libc::EPOLLIN)?;
-    Ok(epoll)
+/// An epoll set that is readable when the socket is.
+pub(super) fn open_epoll(socket: &impl AsFd) -> io::Result<OwnedFd> {
+    let set = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+    epoll::add(
+        &set,
+        socket,
+        epoll::EventData::new_u64(0),
+        epoll::EventFlags::IN,
+    )?;
+    Ok(set)
 }
 
-pub(super) fn epoll_ctl(epoll: &OwnedFd, op: i32, fd: RawFd, events: i32) -> io::Result<()> {
-    let mut event = libc::epoll_event {
-        events: events as u32,
-        u64: 0,
-    };
-    // SAFETY: the event lives until the call returns.
-    check(unsafe { libc::epoll_ctl(epoll.as_raw_fd(), op, fd, &raw mut event) }).map(drop)
+/// Changes whether the set is readable also when the socket takes more.
+pub(super) fn watch_output(set: &OwnedFd, socket: &impl AsFd, on: bool) -> io::Result<()> {
+    let mut events = epoll::EventFlags::IN;
+    events.set(epoll::EventFlags::OUT, on);
+    epoll::modify(set, socket, epoll::EventData::new_u64(0), events)?;
+    Ok(())
 }
 
 /// Attaches the program that picks a worker's socket.
-pub(super) fn attach_selector(fd: RawFd, worker_bits: u8) -> io::Result<()> {
+pub(super) fn attach_selector(socket: &impl AsFd, worker_bits: u8) -> io::Result<()> {
     let mut code =
         steer::program(worker_bits).map(|(code, jt, jf, k)| libc::sock_filter { code, jt, jf, k });
     let program = libc::sock_fprog {
         len: code.len() as u16,
         filter: code.as_mut_ptr(),
     };
-    // SAFETY: the program and its instructions live until the call returns; the kernel copies them.
-    check(unsafe {
-        libc::setsockopt(
-            fd,
-            libc::SOL_SOCKET,
-            libc::SO_ATTACH_REUSEPORT_CBPF,
-            ptr::from_ref(&program).cast(),
-            size_of::<libc::sock_fprog>() as libc::socklen_t,
-        )
-    })
-    .map(drop)
+    // The instructions live until the call returns; the kernel copies them.
+    setsockopt(socket, sockopt::AttachReusePortCbpf, &program)?;
+    Ok(())
 }

@@ -73,7 +73,7 @@ mod tests {
     use std::path::{Path, PathBuf};
     use std::time::Instant;
 
-    use riser_transport::host::Interface;
+    use riser_transport::netif::Interface;
 
     use super::*;
     use crate::backend::open_all;

@@ -9,7 +9,7 @@
 /// The bytes of one command's data buffer, possibly in several segments.
 ///
 /// Offsets count bytes from the start of the buffer. A buffer is at least
-/// [`buffer_len`](crate::command::Command::buffer_len) bytes long.
+/// [`buffer_len`](crate::device_server::Command::buffer_len) bytes long.
 pub trait DataAccess {
     /// Length of the buffer in bytes.
     fn len(&self) -> u32;

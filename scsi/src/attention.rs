@@ -5,8 +5,8 @@
 //! the order of [`Attention`], so a nexus that never asks costs a fixed two
 //! bytes.
 
+use crate::data::mode::THRESHOLD_DESCRIPTOR;
 use crate::sense::{AdditionalSense, Sense, SenseKey};
-use crate::threshold;
 
 /// A unit attention condition, in the order of reporting.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -75,7 +75,7 @@ impl Attention {
             },
         );
         match self {
-            Self::SoftThreshold => sense.with_information(threshold::DESCRIPTOR),
+            Self::SoftThreshold => sense.with_information(THRESHOLD_DESCRIPTOR as u64),
             _ => sense,
         }
     }

@@ -1,6 +1,6 @@
 //! What a logical unit is told when it is made.
 
-use crate::vpd::Naa;
+use crate::data::designator::Naa;
 
 /// Size of a logical block.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -205,6 +205,15 @@ impl Config {
             .is_valid()
             .then_some(())
             .ok_or(ConfigError::Naa)
+    }
+
+    /// MAXIMUM COMPARE AND WRITE LENGTH in blocks: the configured limit, as far as both halves of
+    /// the data fit one transfer and one window, since they are compared and written as a whole.
+    pub(crate) fn max_compare_write(&self) -> u8 {
+        let limits = &self.limits;
+        let fit = limits.max_transfer.min(limits.window) / (2 * self.block_size.bytes());
+        let fit = u8::try_from(fit).unwrap_or(u8::MAX);
+        limits.max_compare_write_blocks.min(fit)
     }
 
     /// Whether the unit is thin provisioned.

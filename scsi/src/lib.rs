@@ -19,27 +19,27 @@
 //!
 //! # Modules
 //!
-//! | module | what |
+//! From the bottom up; a module uses only what stands above it here, its own children apart.
+//!
+//! | module | role |
 //! | --- | --- |
-//! | [`lu`] | the logical unit: shared state, checks, [`LogicalUnit::start`] |
-//! | [`command`] | a command in flight and its state diagram |
-//! | [`step`] | the words between command, transport and backend |
+//! | [`lun`], [`nexus`], [`sense`] | addresses, ports and errors |
+//! | [`data`] | layouts of parameter data, for both ends |
+//! | [`config`], [`attention`], [`reservation`] | what a unit is made of, and what it keeps per nexus |
+//! | [`access`], [`step`] | the words between command, transport and backend |
+//! | [`lu`] | the logical unit: the state that its commands share |
+//! | `commands` | a module for each family of commands, which plans them and decides their steps |
 //! | [`opcode`] | the table that drives parsing and reporting |
-//! | [`config`] | what a unit is made of |
-//! | [`legacy`] | what a unit leaves to the one that takes its place |
-//! | [`nexus`], [`lun`], [`device`] | who asks, and for what |
-//! | [`sense`], [`attention`] | errors and unit attentions |
-//! | [`access`] | how a command sees its data buffer |
+//! | [`device_server`] | requests, checks, and the [`Command`] in flight |
+//!
+//! Beside these:
+//!
+//! | module | role |
+//! | --- | --- |
 //! | [`task`] | task sets, ordering, task management |
-//! | [`vpd`] | vital product data and identifiers |
 //! | [`srp`] | information units of the SCSI RDMA protocol |
 //! | [`iscsi`] | PDUs, text keys and login of iSCSI |
 //! | [`iser`] | headers and private data of iSCSI over RDMA |
-//!
-//! Behind these, one module per command family plans commands from CDBs:
-//! `inquiry`, `capacity`, `mode`, `mode_select`, `report`, `rw`, `atomic`,
-//! `verify`, `provisioning`, `threshold`, `reserve` and `unit`; [`reservation`] is what the last
-//! but one changes.
 //!
 //! # Invariants
 //!
@@ -58,47 +58,34 @@
 //! Asymmetric access commands, third-party copy,
 //! protection information, auto contingent allegiance, removable media,
 //! power conditions other than active, saved mode pages. The commands are
-//! refused as SPC-4 tells.
+//! refused as SPC-4 says.
 //!
-//! [`Request`]: step::Request
+//! [`Request`]: device_server::Request
 //! [`Response`]: step::Response
-//! [`Command`]: command::Command
+//! [`Command`]: device_server::Command
 //! [`LogicalUnit::start`]: lu::LogicalUnit::start
 
 #![forbid(unsafe_code)]
 
 pub mod access;
-mod atomic;
 pub mod attention;
-mod capacity;
 mod cdb;
-pub mod command;
+mod commands;
 pub mod config;
-pub mod device;
+pub mod data;
+pub mod device_server;
 mod flags;
-mod inquiry;
 pub mod iscsi;
 pub mod iser;
-pub mod legacy;
 pub mod lu;
 pub mod lun;
-mod mode;
-mod mode_select;
 pub mod nexus;
 pub mod opcode;
-mod plan;
-mod provisioning;
 pub mod reservation;
-mod reserve;
-mod rw;
 pub mod sense;
 pub mod srp;
 pub mod step;
 pub mod task;
-mod threshold;
-mod unit;
-mod verify;
-pub mod vpd;
 
 #[cfg(test)]
 mod tests;

@@ -1,13 +1,10 @@
 //! The vocabulary between a command and whoever carries it out.
 //!
-//! A [`Command`](crate::command::Command) says what it wants next with a
+//! A [`Command`](crate::device_server::Command) says what it wants next with a
 //! [`Step`]; the target does it and answers with a [`StepResult`]; the last
 //! step of every command is a [`Response`].
 
-use crate::lun::LunId;
-use crate::nexus::NexusId;
-use crate::opcode::Opcode;
-use crate::reservation::{Refused, ReservationChange};
+use crate::reservation::{ReservationChange, ReservationError};
 use crate::sense::{Sense, SenseData, SenseFormat};
 
 /// Task attribute of a command (SAM-5 8.6).
@@ -31,27 +28,6 @@ pub struct Expected {
     pub data_out: u32,
     /// Data-In: from us to the initiator.
     pub data_in: u32,
-}
-
-/// One command as it came from a transport.
-#[derive(Clone, Copy, Debug)]
-pub struct Request<'a> {
-    /// Who sent it.
-    pub nexus: NexusId,
-    /// The CDB, as long as the transport delivered it; bytes beyond the
-    /// command's own length are padding.
-    pub cdb: &'a [u8],
-    /// The row of the CDB: [`Opcode::of`].
-    pub opcode: &'static Opcode,
-    /// The initiator's buffer lengths.
-    pub expected: Expected,
-    /// Its task attribute.
-    pub attribute: TaskAttribute,
-    /// The logical units this nexus may see, for REPORT LUNS.
-    pub luns: &'a [LunId],
-    /// The LUN by which the nexus addresses the unit is read-only, even if the unit
-    /// itself is not: WRITE PROTECTED.
-    pub read_only: bool,
 }
 
 /// What a command wants next.
@@ -194,7 +170,7 @@ pub enum StepResult {
         len: u64,
     },
     /// The answer to [`BlockOp::ChangeReservations`].
-    Reservations(Result<(), Refused>),
+    Reservations(Result<(), ReservationError>),
     /// It did not work.
     Failed(BackendError),
 }

@@ -1,7 +1,7 @@
 //! What tests of several modules make.
 
 use riser_scsi::config::{BlockSize, Config, Identity, Limits, Provisioning};
-use riser_scsi::vpd::Naa;
+use riser_scsi::data::designator::Naa;
 
 /// A unit of `blocks` blocks of 512 bytes, with a write cache.
 pub(crate) fn unit_config(blocks: u64) -> Config {

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use riser_memory::Memory;
 use riser_scsi::config::{BlockSize, Config, Identity as UnitIdentity, Limits, Provisioning};
+use riser_scsi::data::designator::Naa;
 use riser_scsi::iscsi::frame::{self, Digests};
 use riser_scsi::iscsi::keys::{Key, Offer};
 use riser_scsi::iscsi::login::{Auth, Identity, Joined, Refusal, Terms};
@@ -19,7 +20,6 @@ use riser_scsi::lu::LogicalUnit;
 use riser_scsi::lun::LunId;
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::step::{BackendError, StepResult};
-use riser_scsi::vpd::Naa;
 use riser_target::fabric::{LunMap, Mapping, TaskIdx, Unit, UnitIdx};
 use riser_target::iscsi::{Action, Admitted, Channel, Cx, Gate, MAX_QUEUED, Window};
 use riser_target::iser::{

@@ -4,13 +4,14 @@ use std::io;
 use std::sync::Arc;
 
 use riser_scsi::config::{BlockSize, Config, Identity, Limits, Provisioning};
+use riser_scsi::data::designator::Naa;
+use riser_scsi::device_server::Request;
 use riser_scsi::lu::LogicalUnit;
 use riser_scsi::lun::LunId;
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::opcode::Opcode;
 use riser_scsi::reservation::{ReservationKeeper, SavedReservations};
-use riser_scsi::step::{Allocation, BlockOp, Expected, Request, Step, StepResult, TaskAttribute};
-use riser_scsi::vpd::Naa;
+use riser_scsi::step::{Allocation, BlockOp, Expected, Step, StepResult, TaskAttribute};
 
 /// More steps than any command may take on the small disk of this test.
 const MANY: usize = 10_000;

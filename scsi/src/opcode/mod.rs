@@ -12,8 +12,8 @@ mod report;
 mod table;
 
 use crate::cdb::{ACTION_MASK, Cdb, Usage};
+use crate::commands::machine::PlanFn;
 use crate::flags::CommandFlags;
-use crate::plan::{PlanFn, PlanResult, Planner};
 use crate::sense::{AdditionalSense, Sense};
 use crate::task::{Blocks, Footprint};
 
@@ -224,11 +224,6 @@ impl Opcode {
             return self.flags - CommandFlags::CHANGES;
         }
         self.flags
-    }
-
-    /// Checks length and reserved bits of a CDB and plans the command.
-    pub(crate) fn plan(&self, planner: &Planner<'_>, cdb: &[u8]) -> PlanResult {
-        (self.plan)(planner, &Cdb::parse(cdb, &self.usage)?)
     }
 
     /// What the command changes on the medium, for the task set.

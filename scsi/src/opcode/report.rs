@@ -1,12 +1,11 @@
-//! REPORT SUPPORTED OPERATION CODES and REPORT SUPPORTED TASK MANAGEMENT
-//! FUNCTIONS (SPC-4 6.35, 6.36), read from the opcode table; READ DEFECT DATA
-//! (SBC-3 5.17, 5.18).
+//! REPORT SUPPORTED OPERATION CODES and REPORT SUPPORTED TASK MANAGEMENT FUNCTIONS (SPC-4 6.35,
+//! 6.36), read from the opcode table.
 
 use super::{Opcode, with_code};
 use crate::cdb::{ACTION_MASK, Cdb};
+use crate::commands::plan::{Plan, PlanResult, Planner};
 use crate::config::Config;
 use crate::flags::CommandFlags;
-use crate::plan::{Plan, PlanResult, Planner};
 use crate::sense::Sense;
 
 /// SUPPORT: not supported; supported as the standard says.
@@ -18,7 +17,7 @@ fn is_offered(entry: &Opcode, config: &Config) -> bool {
 }
 
 /// REPORT SUPPORTED OPERATION CODES.
-pub(crate) fn plan_opcodes(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
+pub(crate) fn plan_opcodes<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let config = planner.lu.config();
     let timeouts = cdb.bit(2, 7);
     let data = match cdb.byte(2) & 0x7 {
@@ -99,7 +98,7 @@ fn describe(entry: Option<&Opcode>, timeouts: bool) -> Vec<u8> {
 }
 
 /// REPORT SUPPORTED TASK MANAGEMENT FUNCTIONS.
-pub(crate) fn plan_task_functions(_planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
+pub(crate) fn plan_task_functions<M>(_planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     // ABORT TASK, ABORT TASK SET, CLEAR TASK SET, LOGICAL UNIT RESET, QUERY TASK;
     // then QUERY TASK SET, I_T NEXUS RESET.
     let mut data = vec![0x80 | 0x40 | 0x10 | 0x08 | 0x04, 0x02 | 0x01, 0, 0];
@@ -109,22 +108,4 @@ pub(crate) fn plan_task_functions(_planner: &Planner<'_>, cdb: &Cdb) -> PlanResu
         data.resize(16, 0);
     }
     Ok(Plan::data(data, cdb.be32(6)))
-}
-
-/// READ DEFECT DATA (10): there are no defects to tell of.
-pub(crate) fn plan_defects_10(_planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
-    // The lists asked for are valid, in the format asked for, and empty.
-    let lists = cdb.byte(2);
-    Ok(Plan::data(vec![0, lists, 0, 0], cdb.be16(7).into()))
-}
-
-/// READ DEFECT DATA (12).
-pub(crate) fn plan_defects_12(_planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
-    let lists = cdb.byte(1);
-    let index = cdb.be32(2);
-    if index > 0 {
-        // Nothing lies behind an empty list.
-        return Err(Sense::cdb_field(2, None).into());
-    }
-    Ok(Plan::data(vec![0, lists, 0, 0, 0, 0, 0, 0], cdb.be32(6)))
 }

@@ -2,12 +2,13 @@
 
 use super::{A, Rig, config};
 use crate::config::{BlockSize, Provisioning};
-use crate::device::respond_absent;
+use crate::data::designator::Naa;
+use crate::device_server::Request;
+use crate::device_server::respond_absent;
 use crate::lun::LunId;
 use crate::nexus::{Nexus, NexusId, PortName, TargetPort};
 use crate::opcode::Opcode;
-use crate::step::{Expected, Request, Residual, Status, TaskAttribute};
-use crate::vpd::Naa;
+use crate::step::{Expected, Residual, Status, TaskAttribute};
 
 #[test]
 fn standard_inquiry() {

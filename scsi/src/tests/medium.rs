@@ -566,7 +566,8 @@ fn a_read_only_number_of_a_writable_unit_changes_nothing() {
 
 #[test]
 fn six_byte_commands_have_no_fua() {
-    use crate::step::{Expected, Request, Step, StepResult, TaskAttribute};
+    use crate::device_server::Request;
+    use crate::step::{Expected, Step, StepResult, TaskAttribute};
     let mut big = config(BlockSize::B512, 8);
     big.blocks = 1 << 21;
     let lu = crate::lu::LogicalUnit::new(big).unwrap();
@@ -614,7 +615,8 @@ fn unmap_at_its_limits() {
 
 #[test]
 fn lba_status_rounds_what_a_backend_says_to_blocks() {
-    use crate::step::{Allocation, DataIn, Expected, Request, Step, StepResult, TaskAttribute};
+    use crate::device_server::Request;
+    use crate::step::{Allocation, DataIn, Expected, Step, StepResult, TaskAttribute};
     let rig = Rig::new();
     let cdb = [0x9e, 0x12, 0, 0, 0, 0, 0, 0, 0, 100, 0, 0, 0, 24, 0, 0];
     let answer = |allocation, len| {

@@ -19,16 +19,17 @@ mod stream;
 
 use crate::access::{DataAccess, copy_in, copy_out};
 use crate::config::{BlockSize, Config, Identity, Limits, Provisioning};
+use crate::data::designator::Naa;
+use crate::device_server::Request;
 use crate::lu::LogicalUnit;
 use crate::lun::LunId;
 use crate::nexus::{Nexus, NexusId, PortName, TargetPort};
 use crate::opcode::Opcode;
 use crate::sense::Sense;
 use crate::step::{
-    Allocation, BackendError, BlockOp, DataIn, Expected, Request, Residual, Response, Status, Step,
+    Allocation, BackendError, BlockOp, DataIn, Expected, Residual, Response, Status, Step,
     StepResult, TaskAttribute,
 };
-use crate::vpd::Naa;
 
 pub(crate) const A: NexusId = NexusId(1);
 pub(crate) const B: NexusId = NexusId(2);

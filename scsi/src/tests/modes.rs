@@ -226,7 +226,8 @@ fn select_refuses_before_it_changes_anything() {
 /// The step after the only block operation of a command, when the cache was
 /// turned off while that was on its way.
 fn after_cache_off(cdb: &[u8], out: &[u8]) -> crate::step::Step {
-    use crate::step::{Expected, Request, Step, StepResult, TaskAttribute};
+    use crate::device_server::Request;
+    use crate::step::{Expected, Step, StepResult, TaskAttribute};
     let mut rig = Rig::new();
     let expected = Expected {
         data_out: out.len() as u32,

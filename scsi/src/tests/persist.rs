@@ -7,10 +7,10 @@ use std::sync::{Arc, Mutex};
 
 use super::{A, B, Outcome, Rig, config, srp_nexus};
 use crate::config::{BlockSize, Config, Identity};
+use crate::data::designator::Naa;
 use crate::nexus::NexusId;
 use crate::reservation::{ReservationKeeper, SavedReservations};
 use crate::step::{BlockOp, Status};
-use crate::vpd::Naa;
 
 const REGISTER: u8 = 0;
 const RESERVE: u8 = 1;
@@ -200,7 +200,7 @@ fn what_is_inherited_replaces_what_was_saved() {
     older.lu.add_nexus(B, srp_nexus(0xbb));
     older.lu.take_attention(B);
     register(&mut older, B, 0xb, 0).good();
-    started(&keeper).lu.inherit(&older.lu.legacy());
+    started(&keeper).lu.import_state(&older.lu.export_state());
     let mut rig = started(&keeper);
     assert_eq!(rig.lu.registrations().registrants, []);
     assert_eq!(write_status(&mut rig, B), Status::Good);
@@ -305,7 +305,7 @@ fn a_unit_without_a_keeper_refuses_persistence() {
     let keeper = Arc::new(Keeper::default());
     let mut kept = started(&keeper);
     register(&mut kept, A, 0xa, APTPL).good();
-    rig.lu.inherit(&kept.lu.legacy());
+    rig.lu.import_state(&kept.lu.export_state());
     assert_eq!(capabilities(&mut rig), [0, 0x80]);
     assert_eq!(keys(&mut rig).1, [0xa]);
     change(&mut rig, A, RESERVE, 1, 0xa, 0).good();

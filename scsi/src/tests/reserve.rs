@@ -1,8 +1,8 @@
 //! Reservations, as two nexuses see them.
 
 use super::{A, B, Outcome, Rig, srp_nexus};
-use crate::legacy::UnitLegacy;
 use crate::lu::Flags;
+use crate::lu::UnitState;
 use crate::nexus::NexusId;
 use crate::reservation::{Action, Keys, Kind, ReservationChange};
 use crate::sense::SenseFormat;
@@ -327,8 +327,8 @@ fn reserve_and_release_of_old() {
 }
 
 /// What the unit would leave, as it travels.
-fn left_by(rig: &Rig) -> UnitLegacy {
-    let written = serde_json::to_string(&rig.lu.legacy()).unwrap();
+fn left_by(rig: &Rig) -> UnitState {
+    let written = serde_json::to_string(&rig.lu.export_state()).unwrap();
     serde_json::from_str(&written).unwrap()
 }
 
@@ -339,7 +339,7 @@ fn the_unit_in_its_place_keeps_what_belongs_to_ports() {
     rig.lu
         .change_mode(Flags::WRITE_CACHE | Flags::D_SENSE, Flags::D_SENSE, A);
     let mut next = Rig::new();
-    next.lu.inherit(&left_by(&rig));
+    next.lu.import_state(&left_by(&rig));
     assert_eq!(keys(&mut next), (2, vec![0xa, 0xb]));
     assert_eq!(reservation(&mut next), Some((0xb, 5)));
     assert!(!next.lu.is_write_cache_enabled());
@@ -359,7 +359,7 @@ fn a_reservation_that_ends_with_its_nexus_is_not_left_to_anybody() {
     let rig = Rig::new();
     assert!(rig.lu.reserve_unit(A));
     let mut next = Rig::new();
-    next.lu.inherit(&left_by(&rig));
+    next.lu.import_state(&left_by(&rig));
     assert_eq!(access(&mut next, B), (true, true));
 }
 

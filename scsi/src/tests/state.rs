@@ -5,10 +5,12 @@ use std::sync::Arc;
 use super::{A, B, Outcome, Rig, config, srp_nexus};
 use crate::attention::{Attention, AttentionScope};
 use crate::config::{BlockSize, ConfigError};
+use crate::device_server::Request;
 use crate::lu::LogicalUnit;
 use crate::lun::LunId;
 use crate::nexus::NexusId;
-use crate::step::{BlockOp, TaskAttribute};
+use crate::opcode::Opcode;
+use crate::step::{BlockOp, Expected, Step, StepResult, TaskAttribute};
 
 const READY: [u8; 6] = [0; 6];
 
@@ -182,7 +184,7 @@ fn reservations_that_are_not_known_are_neither_changed_nor_left() {
     // The unit in its place has what it could read.
     let mut next = Rig::new();
     register(&mut next).good();
-    next.lu.inherit(&rig.lu.legacy());
+    next.lu.import_state(&rig.lu.export_state());
     let keys = next.send(&[0x5e, 0, 0, 0, 0, 0, 0, 2, 0, 0]).good().data;
     assert_eq!(keys[8..], 0xa_u64.to_be_bytes());
 }
@@ -193,8 +195,8 @@ fn names_that_are_not_known_are_not_shown() {
     assert_eq!(rig.send(&READY).check(), MANUAL_INTERVENTION);
     assert_eq!(register(&mut rig).check(), MANUAL_INTERVENTION);
     for page in [0x80, 0x83, 0xc0] {
-        let told = rig.send(&[0x12, 1, page, 1, 0, 0]);
-        assert_eq!(told.check(), MANUAL_INTERVENTION, "{page:x}");
+        let notices = rig.send(&[0x12, 1, page, 1, 0, 0]);
+        assert_eq!(notices.check(), MANUAL_INTERVENTION, "{page:x}");
     }
     for page in [0x00, 0xb0, 0xb1] {
         rig.send(&[0x12, 1, page, 1, 0, 0]).good();
@@ -311,6 +313,39 @@ fn bad_configurations_are_named() {
     c.physical_exponent = 16;
     assert_eq!(check(c), Err(ConfigError::PhysicalExponent));
     let mut c = good();
-    c.identity.naa = crate::vpd::Naa::LocallyAssigned(1 << 60);
+    c.identity.naa = crate::data::designator::Naa::LocallyAssigned(1 << 60);
     assert_eq!(check(c), Err(ConfigError::Naa));
+}
+
+/// The lock is held all the while: a command that takes it would hang.
+#[test]
+fn reads_and_writes_take_no_lock() {
+    let rig = Rig::with(config(BlockSize::B512, 64));
+    let _held = rig.lu.lock();
+    let expected = Expected {
+        data_out: 512,
+        data_in: 512,
+    };
+    for opcode in [0x28, 0x2a] {
+        let cdb = [opcode, 0, 0, 0, 0, 1, 0, 0, 1, 0];
+        let (mut command, mut step) = rig.lu.start(&Request {
+            nexus: A,
+            cdb: &cdb,
+            opcode: Opcode::of(&cdb),
+            expected,
+            attribute: TaskAttribute::Simple,
+            luns: &[],
+            read_only: false,
+        });
+        let mut buffer = vec![0; 512];
+        let mut moved = 0;
+        while !matches!(step, Step::Respond(_)) {
+            moved += u32::from(matches!(
+                step,
+                Step::Block(BlockOp::Read { .. } | BlockOp::Write { .. })
+            ));
+            step = command.advance(&rig.lu, StepResult::Done, &mut buffer);
+        }
+        assert_eq!(moved, 1);
+    }
 }

@@ -2,9 +2,10 @@
 
 use super::{A, Rig, config};
 use crate::config::{BlockSize, Config};
+use crate::device_server::Request;
 use crate::opcode::Opcode;
 use crate::step::{
-    BackendError, BlockOp, DataIn, Expected, Request, Residual, Step, StepResult, TaskAttribute,
+    BackendError, BlockOp, DataIn, Expected, Residual, Step, StepResult, TaskAttribute,
 };
 use crate::task::{NewTask, TaskSet, TaskTag};
 

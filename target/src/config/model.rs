@@ -10,9 +10,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use riser_scsi::config as scsi;
+use riser_scsi::data::designator::Naa;
 use riser_scsi::iscsi::chap::{Algorithm, Credentials};
 use riser_scsi::iscsi::name::{IscsiName, TargetAddress};
-use riser_scsi::vpd::Naa;
 
 use super::error::ConfigError;
 use super::identity::HostId;

@@ -322,13 +322,13 @@ impl FromStr for Count {
 
 /// A NAA designator: 16 digits that begin with 3, or 32 that begin with 6 (SPC-4 7.8.6.6).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct NaaText(pub(super) riser_scsi::vpd::Naa);
+pub(super) struct NaaText(pub(super) riser_scsi::data::designator::Naa);
 
 impl FromStr for NaaText {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        use riser_scsi::vpd::Naa;
+        use riser_scsi::data::designator::Naa;
         let wrong = || {
             format!(
                 "`{text}` is not an NAA identifier; write 16 hexadecimal digits that begin with 3 or \

@@ -4,8 +4,8 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use riser_scsi::data::designator::Naa;
 use riser_scsi::iscsi::chap::ALGORITHMS;
-use riser_scsi::vpd::Naa;
 
 use super::io_limits;
 use super::model::{

@@ -25,14 +25,14 @@ use std::time::Instant;
 use arrayvec::ArrayVec;
 use riser_scsi::access::NoData;
 use riser_scsi::attention::Attention;
-use riser_scsi::command::Command;
-use riser_scsi::device::respond_absent;
+use riser_scsi::device_server::{Command, Request, respond_absent};
 use riser_scsi::lun::LunId;
 use riser_scsi::nexus::NexusId;
 use riser_scsi::opcode::Opcode;
 use riser_scsi::sense::{AdditionalSense, Sense, SenseFormat};
+
 use riser_scsi::step::{
-    DataIn, DataOut, Expected, Request, Response, Status, Step, StepResult, TaskAttribute,
+    DataIn, DataOut, Expected, Response, Status, Step, StepResult, TaskAttribute,
 };
 use riser_scsi::task::{NewTask, TaskKey};
 

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use riser_scsi::lu::LogicalUnit;
 use riser_scsi::lun::LunId;
 use riser_scsi::nexus::NexusId;
-use riser_scsi::reservation::Preempted;
+use riser_scsi::reservation::Preemption;
 use riser_scsi::task::{
     NewTask, RegisterError, TaskKey, TaskManagement, TaskSet, TaskTag, TmfResponse,
 };
@@ -368,7 +368,7 @@ impl Unit {
 
     /// Marks the commands that a PREEMPT AND ABORT aborts; returns those to stop.
     #[must_use]
-    pub fn preempt(&self, preempted: &Preempted) -> Vec<TaskRef> {
+    pub fn preempt(&self, preempted: &Preemption) -> Vec<TaskRef> {
         let mut tasks = self.lock();
         let Tasks { set, refs, .. } = &mut *tasks;
         let aborted = set.abort_nexuses(|nexus| self.lu.is_preempted(preempted, nexus));

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use riser_scsi::attention::Attention;
+use riser_scsi::device_server::Request;
 use riser_scsi::iscsi::pdu::{
     AsyncEvent, DataOut, FromInitiator, FromTarget, LogoutReason, LogoutRequest, LogoutStatus,
     NopOut, R2t, RejectReason, ScsiCommand, Snack, SnackKind, TaskAttr, TextRequest, TmfFunction,
@@ -15,7 +16,7 @@ use riser_scsi::lu::LogicalUnit;
 use riser_scsi::lun::LunId;
 use riser_scsi::nexus::{Nexus, NexusId, PortName, TargetPort};
 use riser_scsi::opcode::{Kind, Opcode};
-use riser_scsi::step::{Expected, Request, Residual, Step, TaskAttribute};
+use riser_scsi::step::{Expected, Residual, Step, TaskAttribute};
 use riser_scsi::task::NewTask;
 
 use super::fixture::{Received, Rig, WINDOW};

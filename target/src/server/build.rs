@@ -286,7 +286,7 @@ impl Builder {
     pub(super) fn settle(&mut self, legacy: &Legacy) {
         for (backend, state) in &legacy.units {
             if let Some(unit) = self.units.get(backend) {
-                unit.lu.inherit(state);
+                unit.lu.import_state(state);
             }
         }
         // Those without names are opened later.
@@ -588,7 +588,7 @@ impl Builder {
         }
         if let Some(before) = &before {
             // Initiators may have registered with it meanwhile.
-            lu.inherit(&before.lu.legacy());
+            lu.import_state(&before.lu.export_state());
         }
         if let Some(keeper) = self.keepers.flushes.as_ref().filter(|_| !is_absent) {
             let store = self.opened[place].as_ref().expect("just opened");

@@ -12,7 +12,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use riser_scsi::config::Identity;
-use riser_scsi::vpd::Naa;
+use riser_scsi::data::designator::Naa;
 use serde::{Deserialize, Serialize};
 
 use crate::config::{Backend, Config, HostId};

@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use riser_scsi::legacy::UnitLegacy;
+use riser_scsi::lu::UnitState;
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde::{Deserialize, Serialize};
 
@@ -41,7 +41,7 @@ const SOCKETS: Duration = Duration::from_secs(5);
 pub struct Legacy {
     pub(super) ports: AllPortIds,
     /// By the name of the backend, and whether the unit is read-only.
-    pub(super) units: BTreeMap<String, UnitLegacy>,
+    pub(super) units: BTreeMap<String, UnitState>,
     /// By the name of the backend.
     pub(super) rams: BTreeMap<String, Arc<Ram>>,
     sockets: Vec<TcpListener>,
@@ -61,7 +61,7 @@ struct WrittenUnit {
     /// Never set. Programs before had a unit of its own for read-only numbers, written after the
     /// other one, which counts.
     read_only: bool,
-    state: UnitLegacy,
+    state: UnitState,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -204,7 +204,7 @@ impl Server {
         Ok(Legacy {
             ports,
             units: states
-                .map(|(key, unit)| (key.clone(), unit.lu.legacy()))
+                .map(|(key, unit)| (key.clone(), unit.lu.export_state()))
                 .collect(),
             rams,
             sockets,

@@ -444,7 +444,7 @@ impl Server {
         for (name, unit) in builder.units() {
             let before = self.builder.units().get(name);
             if let Some(before) = before.filter(|before| !Arc::ptr_eq(before, unit)) {
-                unit.lu.inherit(&before.lu.legacy());
+                unit.lu.import_state(&before.lu.export_state());
             }
         }
         self.builder = builder;

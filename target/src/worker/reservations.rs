@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 use riser_reactor::{Offload, Token};
 use riser_scsi::nexus::NexusId;
-use riser_scsi::reservation::{Preempted, Refused, ReservationChange};
+use riser_scsi::reservation::{Preemption, ReservationChange, ReservationError};
 use riser_scsi::step::{BackendError, StepResult};
 
 use super::Worker;
@@ -31,7 +31,7 @@ use crate::fabric::{TaskIdx, TaskRef, Unit, UnitIdx};
 pub(super) const NO_CHANNEL: u64 = u64::MAX;
 
 /// Who is preempted by a change that was saved.
-type Outcome = Result<Option<Preempted>, Refused>;
+type Outcome = Result<Option<Preemption>, ReservationError>;
 
 /// The helper, and whose the changes are.
 #[derive(Debug, Default)]
@@ -54,7 +54,7 @@ struct Change {
     /// its owner's name may be another command's by then.
     owner: Option<Owner>,
     unit: Arc<Unit>,
-    /// Preempted commands that are not gone yet; none while it is being saved.
+    /// Preemption commands that are not gone yet; none while it is being saved.
     left: usize,
 }
 
@@ -165,7 +165,7 @@ impl Worker {
     }
 
     fn refuse_change(&mut self, owner: Owner) {
-        let refused = StepResult::Reservations(Err(Refused::NotSaved));
+        let refused = StepResult::Reservations(Err(ReservationError::NotSaved));
         self.on_block_done(owner, refused);
     }
 
@@ -237,7 +237,7 @@ impl Worker {
         }
     }
 
-    fn end_change(&mut self, at: usize, result: Result<(), Refused>) {
+    fn end_change(&mut self, at: usize, result: Result<(), ReservationError>) {
         let change = self.saver.changes.swap_remove(at);
         if let Some(owner) = change.owner {
             self.on_block_done(owner, StepResult::Reservations(result));

@@ -1,20 +1,21 @@
 //! INQUIRY (SPC-4 6.6): standard data, and the way to the VPD pages.
 
+use super::plan::{Plan, PlanResult, Planner};
+use super::vpd;
 use crate::cdb::Cdb;
 use crate::config::Identity;
+use crate::lu::NO_MEDIUM;
 use crate::nexus::{Nexus, PortName};
-use crate::plan::{Plan, PlanResult, Planner};
 use crate::sense::Sense;
-use crate::{unit, vpd};
 
 /// Length of our standard INQUIRY data in bytes.
 const STANDARD_LEN: usize = 96;
 
 /// INQUIRY.
-pub(crate) fn plan_inquiry(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
+pub(crate) fn plan_inquiry<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let page = cdb.byte(2);
     let allocation_length = u32::from(cdb.be16(3));
-    let nexus = planner.lu.nexus(planner.request.nexus);
+    let nexus = planner.lu.nexus(planner.nexus);
     if !cdb.bit(1, 0) {
         // Without EVPD a page code has no meaning.
         if page != 0 {
@@ -24,7 +25,7 @@ pub(crate) fn plan_inquiry(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
         return Ok(Plan::data(data.to_vec(), allocation_length));
     }
     if !planner.lu.has_names() && vpd::NAMING.contains(&page) {
-        return Err(unit::NO_MEDIUM.into());
+        return Err(NO_MEDIUM.into());
     }
     let data = vpd::page(page, planner.lu.config(), nexus.as_deref())
         .ok_or(Sense::cdb_field(2, Some(7)))?;

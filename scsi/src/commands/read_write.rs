@@ -3,11 +3,11 @@
 //!
 //! What is longer than the window goes through the buffer in pieces.
 
+use super::plan::{Context, Next, Pieces, Plan, PlanResult, Planner, Steps, Transfer};
+use super::verify::{Compare, Verify};
 use crate::cdb::Cdb;
-use crate::plan::{Context, Machine, Next, Pieces, Plan, PlanResult, Planner, Transfer};
 use crate::sense::Sense;
-use crate::step::{BlockOp, DataIn};
-use crate::verify::{Compare, Verify};
+use crate::step::{BlockOp, DataIn, StepResult};
 
 const FUA: u8 = 3;
 
@@ -22,28 +22,21 @@ pub(crate) struct Read {
 }
 
 /// READ (6), (10), (12) and (16).
-pub(crate) fn plan_read(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
+pub(crate) fn plan_read<M: From<Read>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let (offset, wanted) = planner.transfer_range(cdb.extent())?;
     let fua = cdb.byte(0) != 0x08 && cdb.bit(1, FUA);
     let block = planner.block();
     // Blocks that the initiator has no room for are not read at all.
     let len = wanted.min(
         planner
-            .request
             .expected
             .data_in
             .div_ceil(block)
             .saturating_mul(block),
     );
-    let transfer = Transfer {
-        data_in: wanted,
-        data_out: 0,
-    };
+    let transfer = Transfer::data_in(wanted);
     if len == 0 {
-        return Ok(Plan {
-            transfer,
-            ..Plan::good()
-        });
+        return Ok(Plan::nothing(transfer));
     }
     let read = Read {
         offset,
@@ -55,7 +48,7 @@ pub(crate) fn plan_read(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
         transfer,
         buffer_len: read.data.len(),
         first: read.read(),
-        machine: Machine::Read(read),
+        machine: Some(read.into()),
     })
 }
 
@@ -68,19 +61,21 @@ impl Read {
             fua: self.fua,
         })
     }
+}
 
-    pub(crate) fn advance(&mut self) -> Next {
+impl Steps for Read {
+    fn advance(&mut self, _context: &mut Context<'_>, _result: StepResult) -> Result<Next, Sense> {
         if self.is_sending {
             self.is_sending = false;
             self.data.advance();
-            return self.read();
+            return Ok(self.read());
         }
         let (from, len) = (self.data.from(), self.data.len());
         if self.data.end() == self.data.total() {
-            return Next::Answer(DataIn::Buffer { from, len });
+            return Ok(Next::Answer(DataIn::Buffer { from, len }));
         }
         self.is_sending = true;
-        Next::Send { from, len }
+        Ok(Next::Send { from, len })
     }
 }
 
@@ -116,13 +111,16 @@ enum WriteStage {
 }
 
 /// WRITE (6), (10), (12) and (16).
-pub(crate) fn plan_write(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
+pub(crate) fn plan_write<M: From<Write>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let fua = cdb.byte(0) != 0x0a && cdb.bit(1, FUA);
     plan(planner, cdb, fua, None)
 }
 
 /// WRITE AND VERIFY (10), (12) and (16).
-pub(crate) fn plan_write_and_verify(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
+pub(crate) fn plan_write_and_verify<M: From<Write>>(
+    planner: &Planner<'_>,
+    cdb: &Cdb,
+) -> PlanResult<M> {
     let compare = match (cdb.byte(1) >> 1) & 0x3 {
         0 => Compare::Readable,
         1 => Compare::Buffer,
@@ -132,18 +130,17 @@ pub(crate) fn plan_write_and_verify(planner: &Planner<'_>, cdb: &Cdb) -> PlanRes
     plan(planner, cdb, true, Some(compare))
 }
 
-fn plan(planner: &Planner<'_>, cdb: &Cdb, fua: bool, compare: Option<Compare>) -> PlanResult {
+fn plan<M: From<Write>>(
+    planner: &Planner<'_>,
+    cdb: &Cdb,
+    fua: bool,
+    compare: Option<Compare>,
+) -> PlanResult<M> {
     let (offset, wanted) = planner.transfer_range(cdb.extent())?;
     let len = planner.data_out(wanted)?;
-    let transfer = Transfer {
-        data_in: 0,
-        data_out: wanted,
-    };
+    let transfer = Transfer::data_out(wanted);
     if len == 0 {
-        return Ok(Plan {
-            transfer,
-            ..Plan::good()
-        });
+        return Ok(Plan::nothing(transfer));
     }
     let data = planner.pieces(len);
     let scratch = if compare.is_some() {
@@ -159,14 +156,17 @@ fn plan(planner: &Planner<'_>, cdb: &Cdb, fua: bool, compare: Option<Compare>) -
         transfer,
         buffer_len,
         first: data.receive(),
-        machine: Machine::Write(Write {
-            offset,
-            data,
-            buffer_offset: 0,
-            fua: fua || !planner.lu.is_write_cache_enabled(),
-            verify,
-            stage: WriteStage::Receiving,
-        }),
+        machine: Some(
+            Write {
+                offset,
+                data,
+                buffer_offset: 0,
+                fua: fua || !planner.lu.is_write_cache_enabled(),
+                verify,
+                stage: WriteStage::Receiving,
+            }
+            .into(),
+        ),
     })
 }
 
@@ -184,7 +184,27 @@ impl Write {
         }
     }
 
-    pub(crate) fn advance(&mut self, context: &mut Context<'_>) -> Result<Next, Sense> {
+    /// A piece is on the medium: the next one, or the end.
+    fn end_piece(&mut self, context: &Context<'_>) -> Next {
+        if self.data.advance() {
+            self.stage = WriteStage::Receiving;
+            return self.data.receive();
+        }
+        // The flush of the MODE SELECT that turned the cache off may have come
+        // before this write, so it needs one of its own.
+        if !self.fua && !context.lu.is_write_cache_enabled() {
+            self.stage = WriteStage::Flushing;
+            return Next::Block(BlockOp::Flush {
+                offset: self.offset,
+                len: self.data.total().into(),
+            });
+        }
+        Next::Answer(DataIn::None)
+    }
+}
+
+impl Steps for Write {
+    fn advance(&mut self, context: &mut Context<'_>, _result: StepResult) -> Result<Next, Sense> {
         match (self.stage, &mut self.verify) {
             (WriteStage::Receiving, _) => {
                 self.stage = WriteStage::Writing;
@@ -206,23 +226,5 @@ impl Write {
             (WriteStage::Writing | WriteStage::Verifying, _) => Ok(self.end_piece(context)),
             (WriteStage::Flushing, _) => Ok(Next::Answer(DataIn::None)),
         }
-    }
-
-    /// A piece is on the medium: the next one, or the end.
-    fn end_piece(&mut self, context: &Context<'_>) -> Next {
-        if self.data.advance() {
-            self.stage = WriteStage::Receiving;
-            return self.data.receive();
-        }
-        // The flush of the MODE SELECT that turned the cache off may have come
-        // before this write, so it needs one of its own.
-        if !self.fua && !context.lu.is_write_cache_enabled() {
-            self.stage = WriteStage::Flushing;
-            return Next::Block(BlockOp::Flush {
-                offset: self.offset,
-                len: self.data.total().into(),
-            });
-        }
-        Next::Answer(DataIn::None)
     }
 }

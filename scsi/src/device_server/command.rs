@@ -28,9 +28,10 @@
 //! Reads and writes allocate nothing.
 
 use crate::access::DataAccess;
+use crate::commands::machine::Machine;
+use crate::commands::plan::{Context, Next, Plan, Reason, Refusal, Steps, Transfer};
 use crate::lu::LogicalUnit;
 use crate::nexus::NexusId;
-use crate::plan::{Context, Machine, Next, Plan, Reason, Refusal, Transfer};
 use crate::sense::{AdditionalSense, Sense, SenseKey};
 use crate::step::{
     BackendError, BlockOp, DataIn, Expected, Residual, Response, Status, Step, StepResult,
@@ -48,7 +49,8 @@ pub struct Command {
     /// Bytes of Data-In that were sent before the response.
     sent: u32,
     flight: Flight,
-    machine: Machine,
+    /// What decides the next steps; `None` when it is answered.
+    machine: Option<Machine>,
 }
 
 /// The step being carried out, as far as an error report needs it.
@@ -81,7 +83,7 @@ impl Command {
         lu: &LogicalUnit,
         nexus: NexusId,
         expected: Expected,
-        plan: Result<Plan, Refusal>,
+        plan: Result<Plan<Machine>, Refusal>,
     ) -> (Self, Step) {
         let mut command = Self {
             nexus,
@@ -91,7 +93,7 @@ impl Command {
             received: 0,
             sent: 0,
             flight: Flight::Other,
-            machine: Machine::Finished,
+            machine: None,
         };
         let step = match plan {
             Ok(plan) => {
@@ -150,7 +152,11 @@ impl Command {
             nexus: self.nexus,
             data,
         };
-        match self.machine.advance(&mut context, result) {
+        let machine = self
+            .machine
+            .as_mut()
+            .expect("an answered command has no more steps");
+        match machine.advance(&mut context, result) {
             // The capacity may have shrunk since the command was planned.
             Ok(Next::Block(op)) if op.end().is_some_and(|end| end > lu.capacity_bytes()) => {
                 self.fail(lu, &Sense::illegal(AdditionalSense::LBA_OUT_OF_RANGE))
@@ -163,7 +169,7 @@ impl Command {
     /// The response to a command whose task is aborted with TASK ABORTED
     /// status (TAS), or that the target must answer without running it.
     pub fn abandon(&mut self, status: Status) -> Response {
-        self.machine = Machine::Finished;
+        self.machine = None;
         Response::status_only(status, self.expected)
     }
 
@@ -189,7 +195,7 @@ impl Command {
     }
 
     fn answer(&mut self, data_in: DataIn) -> Response {
-        self.machine = Machine::Finished;
+        self.machine = None;
         let expected = self.expected;
         let (data_in, wanted) = match data_in {
             DataIn::Inline(mut bytes) => {
@@ -217,7 +223,7 @@ impl Command {
     }
 
     fn fail(&mut self, lu: &LogicalUnit, sense: &Sense) -> Step {
-        self.machine = Machine::Finished;
+        self.machine = None;
         // Data beyond the initiator's buffer count once everything in the buffer has been received.
         let offered = self.transfer.data_out.min(self.expected.data_out);
         let out = if self.received > 0 && self.received >= offered {

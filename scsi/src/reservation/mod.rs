@@ -137,7 +137,7 @@ pub(crate) struct Held {
 
 /// Why a PERSISTENT RESERVE OUT does nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Refused {
+pub enum ReservationError {
     /// RESERVATION CONFLICT status.
     Conflict,
     /// INVALID RELEASE OF PERSISTENT RESERVATION.
@@ -220,7 +220,7 @@ pub trait ReservationKeeper: fmt::Debug + Send + Sync {
 
 /// The nexuses whose commands a PREEMPT AND ABORT aborts (SPC-4 5.13.11.2.6).
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Preempted {
+pub struct Preemption {
     /// Who asked for it.
     pub(crate) by: NexusId,
     /// Who was registered.
@@ -229,7 +229,7 @@ pub struct Preempted {
 
 /// Whom a change concerns, with the unit attention it means for them.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Told {
+pub(crate) struct Notices {
     /// RESERVATIONS PREEMPTED.
     pub(crate) reservations_preempted: Vec<Ports>,
     /// RESERVATIONS RELEASED.
@@ -298,7 +298,7 @@ pub struct Registration {
     pub has_reserved: bool,
 }
 
-type Outcome = Result<Told, Refused>;
+type Outcome = Result<Notices, ReservationError>;
 
 impl Reservations {
     /// Whether some command of somebody may conflict.
@@ -377,9 +377,9 @@ impl Reservations {
         let keys = change.keys;
         match change.action {
             Action::Register { ignore, persists } => {
-                let told = self.register(nexus, keys, ignore)?;
+                let notices = self.register(nexus, keys, ignore)?;
                 self.persists = persists;
-                Ok(told)
+                Ok(notices)
             }
             Action::Reserve(kind) => self.reserve(nexus, keys, kind),
             Action::Release(kind) => self.release(nexus, keys, kind),
@@ -487,10 +487,10 @@ impl Reservations {
     }
 
     /// The registration of a nexus that has proved to know its key.
-    fn proved(&self, nexus: &Nexus, key: u64) -> Result<usize, Refused> {
+    fn proved(&self, nexus: &Nexus, key: u64) -> Result<usize, ReservationError> {
         self.registrant(nexus)
             .filter(|at| self.registrants[*at].key == key)
-            .ok_or(Refused::Conflict)
+            .ok_or(ReservationError::Conflict)
     }
 
     /// REGISTER, and with `ignore` REGISTER AND IGNORE EXISTING KEY.
@@ -498,13 +498,13 @@ impl Reservations {
         let at = self.registrant(nexus);
         let known = at.map_or(0, |at| self.registrants[at].key);
         if !ignore && known != keys.own {
-            return Err(Refused::Conflict);
+            return Err(ReservationError::Conflict);
         }
         match (at, keys.action) {
-            (None, 0) => return Ok(Told::default()),
+            (None, 0) => return Ok(Notices::default()),
             (None, key) => {
                 if self.registrants.len() == MAX_REGISTRANTS {
-                    return Err(Refused::NoRoom);
+                    return Err(ReservationError::NoRoom);
                 }
                 self.registrants.push(Registrant {
                     ports: Ports::of(nexus),
@@ -522,15 +522,15 @@ impl Reservations {
             }
         }
         self.generation = self.generation.wrapping_add(1);
-        Ok(Told::default())
+        Ok(Notices::default())
     }
 
     /// Takes a registration away, and the reservation with it where it was the holder's.
-    fn unregister(&mut self, at: usize) -> Told {
+    fn unregister(&mut self, at: usize) -> Notices {
         let gone = self.registrants.remove(at);
-        let mut told = Told::default();
+        let mut notices = Notices::default();
         let Some(held) = &self.held else {
-            return told;
+            return notices;
         };
         let ends = if held.kind.is_of_all() {
             self.registrants.is_empty()
@@ -539,11 +539,11 @@ impl Reservations {
         };
         if ends {
             if held.kind.favours_registrants() {
-                told.reservations_released = self.others(None);
+                notices.reservations_released = self.others(None);
             }
             self.held = None;
         }
-        told
+        notices
     }
 
     /// Everybody registered but one.
@@ -559,10 +559,10 @@ impl Reservations {
         match &self.held {
             None => {
                 self.held = Some(Held { kind, maker: ports });
-                Ok(Told::default())
+                Ok(Notices::default())
             }
-            Some(held) if held.kind == kind && self.is_holder(&ports) => Ok(Told::default()),
-            Some(_) => Err(Refused::Conflict),
+            Some(held) if held.kind == kind && self.is_holder(&ports) => Ok(Notices::default()),
+            Some(_) => Err(ReservationError::Conflict),
         }
     }
 
@@ -571,30 +571,30 @@ impl Reservations {
         self.proved(nexus, keys.own)?;
         let ports = Ports::of(nexus);
         let Some(held) = self.held.as_ref().filter(|_| self.is_holder(&ports)) else {
-            return Ok(Told::default());
+            return Ok(Notices::default());
         };
         if kind != Some(held.kind) {
-            return Err(Refused::InvalidRelease);
+            return Err(ReservationError::InvalidRelease);
         }
-        let mut told = Told::default();
+        let mut notices = Notices::default();
         if held.kind.favours_registrants() {
-            told.reservations_released = self.others(Some(&ports));
+            notices.reservations_released = self.others(Some(&ports));
         }
         self.held = None;
-        Ok(told)
+        Ok(notices)
     }
 
     /// CLEAR.
     fn clear(&mut self, nexus: &Nexus, keys: Keys) -> Outcome {
         self.proved(nexus, keys.own)?;
-        let told = Told {
+        let notices = Notices {
             reservations_preempted: self.others(Some(&Ports::of(nexus))),
-            ..Told::default()
+            ..Notices::default()
         };
         self.held = None;
         self.registrants.clear();
         self.generation = self.generation.wrapping_add(1);
-        Ok(told)
+        Ok(notices)
     }
 
     /// PREEMPT, and PREEMPT AND ABORT.
@@ -608,7 +608,7 @@ impl Reservations {
             Some(_) => keys.action == self.held_key(),
         };
         if keys.action == 0 && !all {
-            return Err(Refused::ZeroKey);
+            return Err(ReservationError::ZeroKey);
         }
         let meant = |r: &Registrant| {
             // Who takes the reservation stays registered.
@@ -618,16 +618,16 @@ impl Reservations {
         let (gone, left): (Vec<_>, Vec<_>) = self.registrants.drain(..).partition(meant);
         self.registrants = left;
         if gone.is_empty() && !takes {
-            return Err(Refused::Conflict);
+            return Err(ReservationError::Conflict);
         }
         self.generation = self.generation.wrapping_add(1);
-        let mut told = Told {
+        let mut notices = Notices {
             registrations_preempted: gone
                 .into_iter()
                 .map(|r| r.ports)
                 .filter(|ports| *ports != own)
                 .collect(),
-            ..Told::default()
+            ..Notices::default()
         };
         if takes {
             let old = self.held.replace(Held {
@@ -636,7 +636,7 @@ impl Reservations {
             });
             // A change of the type is reported to all remaining registrants, for any pair of types.
             if old.is_some_and(|old| old.kind != kind) {
-                told.reservations_released = self.others(Some(&own));
+                notices.reservations_released = self.others(Some(&own));
             }
         } else if self.registrants.is_empty() {
             // The last registrant of all has preempted itself.
@@ -647,6 +647,6 @@ impl Reservations {
         {
             self.held = None;
         }
-        Ok(told)
+        Ok(notices)
     }
 }

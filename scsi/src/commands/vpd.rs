@@ -4,59 +4,10 @@
 //! the volatile cache's generation, where there is one. An initiator that finds another generation
 //! after a new login knows that writes may be lost which it has not flushed.
 
-use crate::atomic::max_compare_write;
+use super::threshold;
 use crate::config::{Config, Provisioning};
 use crate::nexus::{Nexus, PortName};
 use crate::sense::SENSE_MAX;
-use crate::threshold;
-
-/// An NAA identifier of the logical unit (SPC-4 7.8.6.6).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Naa {
-    /// NAA 6h, IEEE Registered Extended: 16 bytes on the wire.
-    RegisteredExtended {
-        /// IEEE company identifier, 24 bits.
-        company: u32,
-        /// Vendor specific identifier, 36 bits.
-        vendor_specific: u64,
-        /// Vendor specific identifier extension.
-        extension: u64,
-    },
-    /// NAA 3h, Locally Assigned: 8 bytes on the wire.
-    LocallyAssigned(
-        /// The administrator's 60 bits.
-        u64,
-    ),
-}
-
-impl Naa {
-    pub(crate) fn is_valid(self) -> bool {
-        match self {
-            Self::RegisteredExtended {
-                company,
-                vendor_specific,
-                ..
-            } => company < 1 << 24 && vendor_specific < 1 << 36,
-            Self::LocallyAssigned(value) => value < 1 << 60,
-        }
-    }
-
-    /// The designator's bytes.
-    #[must_use]
-    pub fn bytes(self) -> Vec<u8> {
-        match self {
-            Self::RegisteredExtended {
-                company,
-                vendor_specific,
-                extension,
-            } => {
-                let first = 6 << 60 | u64::from(company) << 36 | vendor_specific;
-                [first.to_be_bytes(), extension.to_be_bytes()].concat()
-            }
-            Self::LocallyAssigned(value) => (3 << 60 | value).to_be_bytes().to_vec(),
-        }
-    }
-}
 
 /// Copies text into an ASCII field, padded with spaces (SPC-4 4.3.1).
 pub(crate) fn ascii(field: &mut [u8], text: &str) {
@@ -191,7 +142,7 @@ fn block_limits(config: &Config) -> Vec<u8> {
     let limits = &config.limits;
     let mut page = vec![0; 60];
     page[0] = 0x01; // WSNZ: WRITE SAME must name a number of blocks.
-    page[1] = max_compare_write(config);
+    page[1] = config.max_compare_write();
     // OPTIMAL TRANSFER LENGTH GRANULARITY: a physical block.
     page[2..4].copy_from_slice(&(1_u16 << config.physical_exponent).to_be_bytes());
     page[4..8].copy_from_slice(&(limits.max_transfer / block).to_be_bytes());

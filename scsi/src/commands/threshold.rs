@@ -4,13 +4,11 @@
 //! There is one threshold, which the configuration sets, for space in use that increases. It is notified to all
 //! nexuses ([`LogicalUnit::note_space`]).
 
+use crate::data::mode::THRESHOLD_DESCRIPTOR;
 use crate::lu::LogicalUnit;
 
 /// PAGE CODE and SUBPAGE CODE.
 pub(crate) const PAGE: (u8, u8) = (0x1c, 0x02);
-
-/// Where the threshold descriptor begins in the mode page, which sense data name it by.
-pub(crate) const DESCRIPTOR: u64 = 16;
 
 /// THRESHOLD RESOURCE: used LBA mapping resources.
 const USED: u8 = 0x02;
@@ -26,7 +24,7 @@ pub(crate) fn page(lu: &LogicalUnit, is_mask: bool) -> Option<Vec<u8>> {
     let percent = lu.threshold()?;
     // SPF; SITUA is zero: every nexus is notified.
     let mut page = vec![0x40 | PAGE.0, PAGE.1, 0, 20];
-    page.resize(DESCRIPTOR as usize, 0);
+    page.resize(THRESHOLD_DESCRIPTOR, 0);
     let blocks = u128::from(lu.capacity_blocks()) * u128::from(percent) / 100;
     let sets = blocks >> exponent(lu.config().blocks);
     let count = u32::try_from(sets).unwrap_or(u32::MAX);

@@ -7,11 +7,11 @@
 
 use std::ops::Range;
 
+use super::plan::{Context, Next, Pieces, Plan, PlanResult, Planner, Steps, Transfer};
 use crate::access::first_difference;
 use crate::cdb::Cdb;
-use crate::plan::{Context, Machine, Next, Pieces, Plan, PlanResult, Planner, Transfer};
 use crate::sense::{AdditionalSense, Sense, SenseKey};
-use crate::step::{BlockOp, DataIn};
+use crate::step::{BlockOp, DataIn, StepResult};
 
 /// What the medium is compared with (the BYTCHK field).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -48,7 +48,7 @@ pub(crate) struct Verify {
 }
 
 /// VERIFY (10), (12) and (16).
-pub(crate) fn plan_verify(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
+pub(crate) fn plan_verify<M: From<Verify>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let block = planner.block();
     let compare = match (cdb.byte(1) >> 1) & 0x3 {
         0 => Compare::Readable,
@@ -73,15 +73,9 @@ pub(crate) fn plan_verify(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
             0
         };
     }
-    let transfer = Transfer {
-        data_in: 0,
-        data_out: wanted,
-    };
+    let transfer = Transfer::data_out(wanted);
     if len == 0 {
-        return Ok(Plan {
-            transfer,
-            ..Plan::good()
-        });
+        return Ok(Plan::nothing(transfer));
     }
     let data = planner.pieces(received);
     let buffer_len = data.len() + planner.segment(len);
@@ -97,7 +91,7 @@ pub(crate) fn plan_verify(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
         transfer,
         buffer_len,
         first,
-        machine: Machine::Verify(verify),
+        machine: Some(verify.into()),
     })
 }
 
@@ -165,23 +159,6 @@ impl Verify {
         self.begin()
     }
 
-    pub(crate) fn advance(&mut self, context: &mut Context<'_>) -> Result<Next, Sense> {
-        if self.receiving {
-            self.receiving = false;
-            return Ok(self.begin());
-        }
-        if let Some(next) = self.compare_segment(context)? {
-            return Ok(next);
-        }
-        if self.done == self.len {
-            return Ok(Next::Answer(DataIn::None));
-        }
-        self.data.advance();
-        self.until = self.data.end().into();
-        self.receiving = true;
-        Ok(self.data.receive())
-    }
-
     /// Compares the segment that was read: the read of the next one, or `None` where there is nothing
     /// more to compare for the moment.
     pub(crate) fn compare_segment(&mut self, context: &Context<'_>) -> Result<Option<Next>, Sense> {
@@ -210,5 +187,24 @@ impl Verify {
                 first_difference(context.data, scratch + at, 0, self.block).map(|index| at + index)
             }),
         }
+    }
+}
+
+impl Steps for Verify {
+    fn advance(&mut self, context: &mut Context<'_>, _result: StepResult) -> Result<Next, Sense> {
+        if self.receiving {
+            self.receiving = false;
+            return Ok(self.begin());
+        }
+        if let Some(next) = self.compare_segment(context)? {
+            return Ok(next);
+        }
+        if self.done == self.len {
+            return Ok(Next::Answer(DataIn::None));
+        }
+        self.data.advance();
+        self.until = self.data.end().into();
+        self.receiving = true;
+        Ok(self.data.receive())
     }
 }

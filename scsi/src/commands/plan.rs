@@ -1,29 +1,41 @@
 //! What a CDB turns into: either a refusal, or a plan whose machine runs on.
 //!
-//! Every row of the opcode table names a function that makes a [`Plan`] from a
-//! CDB that has already passed the checks all commands share. The plan says
-//! how much data the command would move, how large a buffer it needs, its
-//! first step, and the [`Machine`] that decides the following ones.
+//! Every row of the opcode table names a function that makes a [`Plan`] from a CDB that has already
+//! passed the checks all commands share. The plan says how much data the command would move, how
+//! large a buffer it needs, its first step, and the machine that decides the following ones.
+//!
+//! A family of commands makes plans for any `M` that its own machine fits in, and so knows nothing
+//! of the others; the opcode table chooses [`Machine`](super::machine::Machine).
 
 use crate::access::DataAccess;
-use crate::atomic::{CompareWrite, OrWrite};
-use crate::cdb::{Cdb, Extent};
+use crate::cdb::Extent;
 use crate::lu::LogicalUnit;
-use crate::mode_select::ModeSelect;
+use crate::lun::LunId;
 use crate::nexus::NexusId;
-use crate::provisioning::{LbaStatus, Unmap, WriteSame};
-use crate::reserve::ReserveOut;
-use crate::rw::{Read, Write};
 use crate::sense::{AdditionalSense, Sense};
-use crate::step::{BlockOp, DataIn, Request, StepResult};
-use crate::unit::Flush;
-use crate::verify::Verify;
+use crate::step::{BlockOp, DataIn, Expected, StepResult};
 
 /// Bytes a CDB asks to move, regardless of the initiator's buffers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) struct Transfer {
     pub(crate) data_in: u32,
     pub(crate) data_out: u32,
+}
+
+impl Transfer {
+    pub(crate) fn data_in(len: u32) -> Self {
+        Self {
+            data_in: len,
+            data_out: 0,
+        }
+    }
+
+    pub(crate) fn data_out(len: u32) -> Self {
+        Self {
+            data_in: 0,
+            data_out: len,
+        }
+    }
 }
 
 /// Why a command is refused.
@@ -153,24 +165,40 @@ impl Pieces {
 
 /// A legal command, ready to run.
 #[derive(Debug)]
-pub(crate) struct Plan {
+pub(crate) struct Plan<M> {
     pub(crate) transfer: Transfer,
+    /// Bytes of data buffer.
     pub(crate) buffer_len: u32,
     pub(crate) first: Next,
-    pub(crate) machine: Machine,
+    /// What decides the steps after the first one; `None` where that is the answer.
+    pub(crate) machine: Option<M>,
 }
 
-pub(crate) type PlanResult = Result<Plan, Refusal>;
-pub(crate) type PlanFn = fn(&Planner<'_>, &Cdb) -> PlanResult;
+pub(crate) type PlanResult<M> = Result<Plan<M>, Refusal>;
 
-impl Plan {
+impl<M> Plan<M> {
     /// Done at once, nothing to move.
     pub(crate) fn good() -> Self {
+        Self::nothing(Transfer::default())
+    }
+
+    /// Done at once: there is nothing to move of what the CDB asks for.
+    pub(crate) fn nothing(transfer: Transfer) -> Self {
         Self {
-            transfer: Transfer::default(),
+            transfer,
             buffer_len: 0,
             first: Next::Answer(DataIn::None),
-            machine: Machine::Finished,
+            machine: None,
+        }
+    }
+
+    /// A parameter list of `len` bytes, in one piece, for `machine`.
+    pub(crate) fn list(len: u32, machine: M) -> Self {
+        Self {
+            transfer: Transfer::data_out(len),
+            buffer_len: len,
+            first: Next::receive(len),
+            machine: Some(machine),
         }
     }
 
@@ -178,33 +206,18 @@ impl Plan {
     pub(crate) fn data(mut bytes: Vec<u8>, allocation_length: u32) -> Self {
         bytes.truncate(allocation_length as usize);
         Self {
-            transfer: Transfer {
-                data_in: bytes.len() as u32,
-                data_out: 0,
-            },
+            transfer: Transfer::data_in(bytes.len() as u32),
             buffer_len: 0,
             first: Next::Answer(DataIn::Inline(bytes)),
-            machine: Machine::Finished,
+            machine: None,
         }
     }
 }
 
-/// The rest of a command after its first step, by family.
-#[derive(Debug)]
-pub(crate) enum Machine {
-    /// Answered, or answered by the first step.
-    Finished,
-    Read(Read),
-    Write(Write),
-    Verify(Verify),
-    CompareWrite(CompareWrite),
-    OrWrite(OrWrite),
-    WriteSame(WriteSame),
-    Unmap(Unmap),
-    LbaStatus(LbaStatus),
-    ModeSelect(ModeSelect),
-    ReserveOut(ReserveOut),
-    Flush(Flush),
+/// The steps of a command after its first one.
+pub(crate) trait Steps {
+    /// Takes the result of the last step, decides the next.
+    fn advance(&mut self, context: &mut Context<'_>, result: StepResult) -> Result<Next, Sense>;
 }
 
 /// What a machine may look at while it decides.
@@ -214,34 +227,16 @@ pub(crate) struct Context<'a> {
     pub(crate) data: &'a mut dyn DataAccess,
 }
 
-impl Machine {
-    /// Takes the result of the last step, decides the next.
-    pub(crate) fn advance(
-        &mut self,
-        context: &mut Context<'_>,
-        result: StepResult,
-    ) -> Result<Next, Sense> {
-        match self {
-            Self::Finished => panic!("a finished command was advanced"),
-            Self::Read(machine) => Ok(machine.advance()),
-            Self::Write(machine) => machine.advance(context),
-            Self::Verify(machine) => machine.advance(context),
-            Self::CompareWrite(machine) => machine.advance(context),
-            Self::OrWrite(machine) => machine.advance(context),
-            Self::WriteSame(machine) => machine.advance(context),
-            Self::Unmap(machine) => machine.advance(context),
-            Self::LbaStatus(machine) => machine.advance(context, result),
-            Self::ModeSelect(machine) => machine.advance(context),
-            Self::ReserveOut(machine) => machine.advance(context, result),
-            Self::Flush(machine) => Ok(machine.advance(context)),
-        }
-    }
-}
-
-/// What a planning function may look at.
+/// What a planning function may look at, besides the CDB.
 pub(crate) struct Planner<'a> {
     pub(crate) lu: &'a LogicalUnit,
-    pub(crate) request: &'a Request<'a>,
+    pub(crate) nexus: NexusId,
+    /// The initiator's buffer lengths.
+    pub(crate) expected: Expected,
+    /// The logical units that the nexus may see.
+    pub(crate) luns: &'a [LunId],
+    /// The LUN by which the unit is addressed is read-only.
+    pub(crate) read_only: bool,
 }
 
 impl Planner<'_> {
@@ -281,7 +276,7 @@ impl Planner<'_> {
     /// offers is processed, as long as these are whole blocks; a part of a
     /// block is refused (as FCP-4 9.4.2.9 does, which libiscsi demands too).
     pub(crate) fn data_out(&self, wanted: u32) -> Result<u32, Refusal> {
-        let offered = self.request.expected.data_out;
+        let offered = self.expected.data_out;
         if offered >= wanted {
             return Ok(wanted);
         }
@@ -291,16 +286,21 @@ impl Planner<'_> {
         Err(Self::short_data_out(wanted))
     }
 
+    /// A parameter list in one piece: the initiator must offer all of it.
+    pub(crate) fn list<M>(&self, len: u32, machine: M) -> PlanResult<M> {
+        if self.expected.data_out < len {
+            return Err(Self::short_data_out(len));
+        }
+        Ok(Plan::list(len, machine))
+    }
+
     /// The Data-Out buffer does not fit what the CDB says.
     pub(crate) fn short_data_out(wanted: u32) -> Refusal {
         Refusal {
             reason: Reason::Sense(Sense::illegal(
                 AdditionalSense::INVALID_FIELD_IN_INFORMATION_UNIT,
             )),
-            transfer: Transfer {
-                data_in: 0,
-                data_out: wanted,
-            },
+            transfer: Transfer::data_out(wanted),
         }
     }
 

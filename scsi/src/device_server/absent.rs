@@ -1,29 +1,12 @@
-//! The target device around the logical units: the list of LUNs, and answers
-//! to commands for a LUN that has nothing behind it (SAM-5 5.11, SPC-4 6.6.2).
+//! Answers to commands for a LUN that has nothing behind it (SAM-5 5.11, SPC-4 6.6.2).
 
+use super::Request;
 use crate::cdb::Cdb;
-use crate::inquiry;
-use crate::lun::LunId;
+use crate::commands::inquiry;
+use crate::commands::report_luns::luns_data;
 use crate::opcode::Opcode;
 use crate::sense::{AdditionalSense, Sense, SenseFormat};
-use crate::step::{DataIn, Request, Residual, Response, Status};
-
-/// REPORT LUNS parameter data for a SELECT REPORT code.
-pub(crate) fn luns_data(select_report: u8, luns: &[LunId]) -> Result<Vec<u8>, Sense> {
-    let reported = match select_report {
-        // Ordinary units, or these and well-known ones: we report none of the latter.
-        0x00 | 0x02 => luns,
-        0x01 => &[],
-        _ => return Err(Sense::cdb_field(2, Some(7))),
-    };
-    let mut data = Vec::with_capacity(8 + 8 * reported.len());
-    data.extend((8 * reported.len() as u32).to_be_bytes());
-    data.extend([0; 4]);
-    for lun in reported {
-        data.extend(lun.encode());
-    }
-    Ok(data)
-}
+use crate::step::{DataIn, Residual, Response, Status};
 
 /// The response to a command for a LUN that does not exist for this nexus.
 ///

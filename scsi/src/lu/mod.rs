@@ -10,6 +10,8 @@
 //! pending attention; the mode bits change only under the mutex, so that a
 //! change and its unit attentions are one event.
 
+mod state;
+
 use std::collections::HashMap;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
@@ -18,20 +20,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use bitflags::bitflags;
 
 use crate::attention::{Attention, AttentionScope, Attentions};
-use crate::cdb::Cdb;
-use crate::command::Command;
 use crate::config::{Config, ConfigError};
 use crate::flags::CommandFlags;
 use crate::nexus::{Nexus, NexusId};
-use crate::opcode::Direction;
-use crate::plan::{Next, PlanResult, Planner, Refusal};
 use crate::reservation::{
-    Preempted, Refused, Registrations, ReservationChange, ReservationKeeper, Reservations,
-    SavedReservations, Told,
+    Notices, Preemption, Registrations, ReservationChange, ReservationError, ReservationKeeper,
+    Reservations, SavedReservations,
 };
 use crate::sense::{AdditionalSense, Sense, SenseFormat, SenseKey};
-use crate::step::{DataOut, Request, Step, TaskAttribute};
-use crate::unit;
+
+pub use state::UnitState;
 
 bitflags! {
     /// State that commands read without a lock.
@@ -47,6 +45,18 @@ bitflags! {
         const STOPPED = 1 << 3;
     }
 }
+
+/// The sense of a unit that START STOP UNIT has stopped.
+pub(crate) const STOPPED: Sense = Sense::new(
+    SenseKey::NotReady,
+    AdditionalSense::INITIALIZING_COMMAND_REQUIRED,
+);
+
+/// The sense of a unit without a medium, which an administrator has to bring back.
+pub(crate) const NO_MEDIUM: Sense = Sense::new(
+    SenseKey::NotReady,
+    AdditionalSense::MANUAL_INTERVENTION_REQUIRED,
+);
 
 /// Percent of the space by which its use must recede before the soft threshold can be reached again.
 pub const HYSTERESIS: u8 = 5;
@@ -78,7 +88,7 @@ pub struct LogicalUnit {
 
 /// What is kept per nexus.
 #[derive(Debug)]
-struct Known {
+pub(crate) struct Known {
     nexus: Arc<Nexus>,
     pending: Attentions,
 }
@@ -304,90 +314,13 @@ impl LogicalUnit {
         self.raise_locked(&mut nexuses, Attention::DeviceReset, AttentionScope::All);
     }
 
-    /// Starts a command.
-    ///
-    /// A command whose CDB is refused comes back with its response as first
-    /// step. Nothing in the request makes this panic.
-    pub fn start(&self, request: &Request<'_>) -> (Command, Step) {
-        let plan = self.plan(request);
-        Command::begin(self, request.nexus, request.expected, plan)
+    /// Whether reservations may restrict anyone.
+    pub(crate) fn is_restricted(&self) -> bool {
+        self.restricted.load(Ordering::Acquire)
     }
 
-    /// The Data-Out that a command begins with, according to its CDB. All other checks are made when
-    /// the command starts. So its data can be transferred before it takes its place in the order.
-    #[must_use]
-    pub fn data_out(&self, request: &Request<'_>) -> Option<DataOut> {
-        if request.expected.data_out == 0 {
-            return None;
-        }
-        if request.opcode.direction != Direction::Out {
-            return None;
-        }
-        // Planning what takes data changes nothing yet.
-        let planner = Planner { lu: self, request };
-        let plan = request.opcode.plan(&planner, request.cdb).ok()?;
-        match plan.first {
-            Next::Receive { len, .. } if len > 0 => Some(DataOut {
-                len,
-                buffer_len: plan.buffer_len,
-            }),
-            _ => None,
-        }
-    }
-
-    fn plan(&self, request: &Request<'_>) -> PlanResult {
-        if request.attribute == TaskAttribute::Aca {
-            // There is never an auto contingent allegiance (NORMACA is zero).
-            return Err(Sense::illegal(AdditionalSense::INVALID_MESSAGE_ERROR).into());
-        }
-        if !request.opcode.is_free_of_attention()
-            && let Some(attention) = self.take_attention(request.nexus)
-        {
-            return Err(attention.sense().into());
-        }
-        self.plan_allowed(request)
-    }
-
-    /// Whether a command would be refused before its first step if it started now, unit attentions apart.
-    #[must_use]
-    pub fn is_refused(&self, request: &Request<'_>) -> bool {
-        // Planning changes nothing yet.
-        self.plan_allowed(request).is_err()
-    }
-
-    fn plan_allowed(&self, request: &Request<'_>) -> PlanResult {
-        let row = request.opcode;
-        if self.restricted.load(Ordering::Acquire)
-            && self.conflicts(request.nexus, row.flags_under_reservation(request.cdb))
-        {
-            return Err(Refusal::conflict());
-        }
-        if row.flags.contains(CommandFlags::THIN) && !self.config.is_thin() {
-            return Err(row.unsupported().into());
-        }
-        let cdb = Cdb::parse(request.cdb, &row.usage)?;
-        let needs_reservations =
-            CommandFlags::RESERVATIONS | CommandFlags::SETTINGS | CommandFlags::CHANGES;
-        let is_kept_back = row.flags.contains(CommandFlags::READY)
-            || (!self.knows_reservations && row.flags.intersects(needs_reservations));
-        if is_kept_back && let Some(sense) = self.not_ready() {
-            return Err(sense.into());
-        }
-        if row.flags.contains(CommandFlags::WRITES) {
-            self.check_writable()?;
-        }
-        if request.read_only
-            && row
-                .flags
-                .intersects(CommandFlags::WRITES | CommandFlags::SETTINGS)
-        {
-            return Err(Sense::new(SenseKey::DataProtect, AdditionalSense::WRITE_PROTECTED).into());
-        }
-        (row.plan)(&Planner { lu: self, request }, &cdb)
-    }
-
-    /// Whether somebody else's reservation forbids a command with these flags.
-    fn conflicts(&self, id: NexusId, flags: CommandFlags) -> bool {
+    /// Whether the reservation of another nexus forbids a command with these flags.
+    pub(crate) fn conflicts(&self, id: NexusId, flags: CommandFlags) -> bool {
         let nexus = self.nexus(id);
         self.with_reservations(|all| all.conflicts(id, nexus.as_ref(), flags))
     }
@@ -413,16 +346,16 @@ impl LogicalUnit {
     pub(crate) fn change_reservations(
         &self,
         change: &ReservationChange,
-    ) -> Option<Result<(), Refused>> {
+    ) -> Option<Result<(), ReservationError>> {
         let nexus = self.nexus(change.nexus);
         let outcome = self.update_reservations(|all| {
             if all.is_step(change) {
                 return None;
             }
-            let nexus = nexus.ok_or(Refused::Conflict);
+            let nexus = nexus.ok_or(ReservationError::Conflict);
             Some(nexus.and_then(|nexus| all.change(&nexus, change)))
         })?;
-        Some(outcome.map(|told| self.notify(&told)))
+        Some(outcome.map(|notices| self.notify(&notices)))
     }
 
     /// Carries out a change of reservations that is a step of its own: saves it where it must persist
@@ -436,34 +369,34 @@ impl LogicalUnit {
     /// Blocks as long as the [`ReservationKeeper`] does.
     ///
     /// # Errors
-    /// [`Refused`]; nothing has changed.
+    /// [`ReservationError`]; nothing has changed.
     pub fn save_reservations(
         &self,
         change: &ReservationChange,
-    ) -> Result<Option<Preempted>, Refused> {
+    ) -> Result<Option<Preemption>, ReservationError> {
         let _turn = self.saving.lock().unwrap_or_else(PoisonError::into_inner);
-        let nexus = self.nexus(change.nexus).ok_or(Refused::Conflict)?;
+        let nexus = self.nexus(change.nexus).ok_or(ReservationError::Conflict)?;
         let mut after = self.update_reservations(Reservations::begin_saving);
         let before = after.saved();
-        let outcome = after.change(&nexus, change).and_then(|told| {
+        let outcome = after.change(&nexus, change).and_then(|notices| {
             let is_new = after.saved() != before;
             let saved = !is_new || self.keep(&before, &after);
-            saved.then_some(told).ok_or(Refused::NotSaved)
+            saved.then_some(notices).ok_or(ReservationError::NotSaved)
         });
         let saved = outcome.is_ok().then_some(after);
         self.update_reservations(|all| all.end_saving(saved));
-        let told = outcome?;
-        self.notify(&told);
-        Ok(change.aborts().then_some(Preempted {
+        let notices = outcome?;
+        self.notify(&notices);
+        Ok(change.aborts().then_some(Preemption {
             by: change.nexus,
-            ports: told.registrations_preempted,
+            ports: notices.registrations_preempted,
         }))
     }
 
     /// Whether a PREEMPT AND ABORT aborts the commands of a nexus. Those of sessions that have ended
     /// are among them: a preempted nexus may have logged out while a device held its commands.
     #[must_use]
-    pub fn is_preempted(&self, preempted: &Preempted, id: NexusId) -> bool {
+    pub fn is_preempted(&self, preempted: &Preemption, id: NexusId) -> bool {
         let is_meant = |nexus: Arc<Nexus>| preempted.ports.iter().any(|ports| ports.is_of(&nexus));
         id != preempted.by && self.nexus(id).is_none_or(is_meant)
     }
@@ -485,17 +418,20 @@ impl LogicalUnit {
     }
 
     /// Raises the unit attentions of a change of reservations.
-    fn notify(&self, told: &Told) {
+    fn notify(&self, notices: &Notices) {
         let mut nexuses = self.lock();
         let parts = [
             (
                 Attention::ReservationsPreempted,
-                &told.reservations_preempted,
+                &notices.reservations_preempted,
             ),
-            (Attention::ReservationsReleased, &told.reservations_released),
+            (
+                Attention::ReservationsReleased,
+                &notices.reservations_released,
+            ),
             (
                 Attention::RegistrationsPreempted,
-                &told.registrations_preempted,
+                &notices.registrations_preempted,
             ),
         ];
         for (attention, concerned) in parts {
@@ -525,15 +461,16 @@ impl LogicalUnit {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn check_writable(&self) -> Result<(), Sense> {
+    /// The sense of commands that change the medium, where it is write protected.
+    pub(crate) fn write_protection(&self) -> Option<Sense> {
         let protected = if self.config.read_only {
             AdditionalSense::WRITE_PROTECTED
         } else if self.flags().contains(Flags::SOFTWARE_WRITE_PROTECT) {
             AdditionalSense::SOFTWARE_WRITE_PROTECTED
         } else {
-            return Ok(());
+            return None;
         };
-        Err(Sense::new(SenseKey::DataProtect, protected))
+        Some(Sense::new(SenseKey::DataProtect, protected))
     }
 
     /// Whether START STOP UNIT has stopped the unit.
@@ -550,8 +487,8 @@ impl LogicalUnit {
     /// Why commands that need the medium are refused, if they are.
     pub(crate) fn not_ready(&self) -> Option<Sense> {
         match self.has_medium {
-            false => Some(unit::NO_MEDIUM),
-            true => self.is_stopped().then_some(unit::STOPPED),
+            false => Some(NO_MEDIUM),
+            true => self.is_stopped().then_some(STOPPED),
         }
     }
 
@@ -597,7 +534,7 @@ impl LogicalUnit {
     }
 
     /// Applies MODE SELECT: the bits of `mask` take their values from `values`.
-    /// Other nexuses are told when anything changed.
+    /// Other nexuses are notified when anything changed.
     pub(crate) fn change_mode(&self, mask: Flags, values: Flags, by: NexusId) {
         let mut nexuses = self.lock();
         let before = self.flags();
@@ -673,7 +610,7 @@ impl LogicalUnit {
 
     /// The table behind the mutex. A panic elsewhere cannot have left it half
     /// changed, so poison is ignored.
-    fn lock(&self) -> MutexGuard<'_, HashMap<NexusId, Known>> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, HashMap<NexusId, Known>> {
         self.nexuses.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -687,46 +624,4 @@ fn initial_flags(config: &Config) -> Flags {
     let mut flags = Flags::empty();
     flags.set(Flags::WRITE_CACHE, config.write_cache);
     flags
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::config::BlockSize;
-    use crate::opcode::Opcode;
-    use crate::step::{BlockOp, Expected, StepResult};
-    use crate::tests::{A, Rig, config};
-
-    /// The lock is held all the while: whoever takes it would hang.
-    #[test]
-    fn reads_and_writes_take_no_lock() {
-        let rig = Rig::with(config(BlockSize::B512, 64));
-        let _held = rig.lu.lock();
-        let expected = Expected {
-            data_out: 512,
-            data_in: 512,
-        };
-        for opcode in [0x28, 0x2a] {
-            let cdb = [opcode, 0, 0, 0, 0, 1, 0, 0, 1, 0];
-            let (mut command, mut step) = rig.lu.start(&Request {
-                nexus: A,
-                cdb: &cdb,
-                opcode: Opcode::of(&cdb),
-                expected,
-                attribute: TaskAttribute::Simple,
-                luns: &[],
-                read_only: false,
-            });
-            let mut buffer = vec![0; 512];
-            let mut moved = 0;
-            while !matches!(step, Step::Respond(_)) {
-                moved += u32::from(matches!(
-                    step,
-                    Step::Block(BlockOp::Read { .. } | BlockOp::Write { .. })
-                ));
-                step = command.advance(&rig.lu, StepResult::Done, &mut buffer);
-            }
-            assert_eq!(moved, 1);
-        }
-    }
 }

@@ -1,17 +1,18 @@
-//! What a unit leaves to the one that takes its place, when another program goes on serving the disk.
+//! The state that a unit hands over to the one that takes its place, when another program goes on
+//! serving the disk.
 //!
-//! The nexuses end with the old program, and whoever logs in again meets POWER ON. But registrations
-//! and persistent reservations belong to the names of ports, which stay; and whoever has switched a
-//! write cache off or protected a unit counts on it, and is not asked again.
+//! The nexuses end with the old program, and initiators that log in again meet POWER ON. But
+//! registrations and persistent reservations belong to the names of ports, which stay; and an
+//! initiator that has switched the write cache off or protected the unit counts on it.
 
 use serde::{Deserialize, Serialize};
 
-use crate::lu::{Flags, LogicalUnit};
+use super::{Flags, LogicalUnit};
 use crate::reservation::Reservations;
 
 /// The state of a unit that outlives its nexuses.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct UnitLegacy {
+pub struct UnitState {
     modes: Modes,
     /// `None` if they are not known.
     reservations: Option<Reservations>,
@@ -27,11 +28,11 @@ struct Modes {
 }
 
 impl LogicalUnit {
-    /// What the unit in its place is to take over.
+    /// The state for the unit that takes its place.
     #[must_use]
-    pub fn legacy(&self) -> UnitLegacy {
+    pub fn export_state(&self) -> UnitState {
         let flags = self.flags();
-        UnitLegacy {
+        UnitState {
             modes: Modes {
                 d_sense: flags.contains(Flags::D_SENSE),
                 software_write_protect: flags.contains(Flags::SOFTWARE_WRITE_PROTECT),
@@ -44,24 +45,24 @@ impl LogicalUnit {
         }
     }
 
-    /// Takes over what the unit before has left, before there is any nexus. That is newer than what
+    /// Takes over the state of the unit before, before there is any nexus. It is newer than what
     /// the keeper had, and is saved in its place: the program before may have had another keeper, or
     /// none. Where saving fails, which the keeper reports, the unit serves all the same.
     ///
     /// Blocks as long as the keeper does.
-    pub fn inherit(&self, legacy: &UnitLegacy) {
-        let modes = legacy.modes;
+    pub fn import_state(&self, state: &UnitState) {
+        let modes = state.modes;
         let mut flags = Flags::empty();
         flags.set(Flags::D_SENSE, modes.d_sense);
         flags.set(Flags::SOFTWARE_WRITE_PROTECT, modes.software_write_protect);
         flags.set(Flags::WRITE_CACHE, modes.write_cache);
         flags.set(Flags::STOPPED, modes.stopped);
         self.restore_flags(flags);
-        let Some(reservations) = &legacy.reservations else {
+        let Some(reservations) = &state.reservations else {
             return;
         };
         let can_persist = self.can_persist();
-        let (kept, left) = self.update_reservations(|all| {
+        let (kept, new) = self.update_reservations(|all| {
             let kept = all.saved();
             *all = reservations.clone();
             if !can_persist {
@@ -69,8 +70,8 @@ impl LogicalUnit {
             }
             (kept, all.saved())
         });
-        if kept != left {
-            self.save(left.as_ref());
+        if kept != new {
+            self.save(new.as_ref());
         }
     }
 }

@@ -1,14 +1,13 @@
-//! PERSISTENT RESERVE IN and OUT (SPC-4 6.15, 6.16), RESERVE and RELEASE (SPC-2 7.21 to 7.23, 7.16
-//! to 7.18).
+//! PERSISTENT RESERVE IN and OUT (SPC-4 6.15, 6.16).
 //!
 //! What changes reservations waits for no other command. PREEMPT AND ABORT has the commands of the
 //! preempted nexuses aborted when it has taken effect, and is answered when they are gone.
 
+use super::plan::{Context, Next, Plan, PlanResult, Planner, Steps};
 use crate::access::copy_out;
 use crate::cdb::Cdb;
 use crate::nexus::PortName;
-use crate::plan::{Context, Machine, Next, Plan, PlanResult, Planner, Refusal, Transfer};
-use crate::reservation::{Action, Keys, Kind, Refused, ReservationChange, Reservations};
+use crate::reservation::{Action, Keys, Kind, ReservationChange, ReservationError, Reservations};
 use crate::sense::{AdditionalSense, Sense, SenseKey};
 use crate::step::{BlockOp, DataIn, StepResult};
 
@@ -33,7 +32,7 @@ const ALL_TG_PT: u8 = 2;
 const APTPL: u8 = 0;
 
 /// PERSISTENT RESERVE OUT.
-pub(crate) fn plan_reserve_out(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
+pub(crate) fn plan_out<M: From<ReserveOut>>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let kind = Kind::of(cdb.byte(2) & 0x0f);
     let is_unit = cdb.byte(2) >> 4 == 0;
     let scoped = || {
@@ -63,36 +62,10 @@ pub(crate) fn plan_reserve_out(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
     if len != LIST {
         return Err(Sense::illegal(AdditionalSense::PARAMETER_LIST_LENGTH_ERROR).into());
     }
-    if planner.request.expected.data_out < len {
-        return Err(Planner::short_data_out(len));
-    }
-    Ok(Plan {
-        transfer: Transfer {
-            data_in: 0,
-            data_out: len,
-        },
-        buffer_len: len,
-        first: Next::receive(len),
-        machine: Machine::ReserveOut(ReserveOut { action }),
-    })
+    planner.list(len, ReserveOut { action }.into())
 }
 
 impl ReserveOut {
-    pub(crate) fn advance(
-        &mut self,
-        context: &mut Context<'_>,
-        result: StepResult,
-    ) -> Result<Next, Sense> {
-        if let StepResult::Reservations(outcome) = result {
-            return self.answer(outcome);
-        }
-        let change = self.parse(context)?;
-        match context.lu.change_reservations(&change) {
-            Some(outcome) => self.answer(outcome),
-            None => Ok(Next::Block(BlockOp::ChangeReservations(change))),
-        }
-    }
-
     /// The change that the parameters ask for.
     fn parse(&mut self, context: &Context<'_>) -> Result<ReservationChange, Sense> {
         let mut list = [0; LIST as usize];
@@ -126,15 +99,17 @@ impl ReserveOut {
         })
     }
 
-    fn answer(&self, outcome: Result<(), Refused>) -> Result<Next, Sense> {
+    fn answer(&self, outcome: Result<(), ReservationError>) -> Result<Next, Sense> {
         use AdditionalSense as Code;
         match outcome {
             Ok(()) => Ok(Next::Answer(DataIn::None)),
-            Err(Refused::Conflict) => Ok(Next::Conflict),
-            Err(Refused::InvalidRelease) => Err(Sense::illegal(Code::INVALID_RELEASE)),
-            Err(Refused::ZeroKey) => Err(Sense::parameter_field(8, None)),
-            Err(Refused::NoRoom) => Err(Sense::illegal(Code::INSUFFICIENT_REGISTRATION_RESOURCES)),
-            Err(Refused::NotSaved) => Err(match self.action {
+            Err(ReservationError::Conflict) => Ok(Next::Conflict),
+            Err(ReservationError::InvalidRelease) => Err(Sense::illegal(Code::INVALID_RELEASE)),
+            Err(ReservationError::ZeroKey) => Err(Sense::parameter_field(8, None)),
+            Err(ReservationError::NoRoom) => {
+                Err(Sense::illegal(Code::INSUFFICIENT_REGISTRATION_RESOURCES))
+            }
+            Err(ReservationError::NotSaved) => Err(match self.action {
                 Action::Register { .. } => {
                     Sense::illegal(Code::INSUFFICIENT_REGISTRATION_RESOURCES)
                 }
@@ -149,8 +124,21 @@ impl ReserveOut {
     }
 }
 
+impl Steps for ReserveOut {
+    fn advance(&mut self, context: &mut Context<'_>, result: StepResult) -> Result<Next, Sense> {
+        if let StepResult::Reservations(outcome) = result {
+            return self.answer(outcome);
+        }
+        let change = self.parse(context)?;
+        match context.lu.change_reservations(&change) {
+            Some(outcome) => self.answer(outcome),
+            None => Ok(Next::Block(BlockOp::ChangeReservations(change))),
+        }
+    }
+}
+
 /// PERSISTENT RESERVE IN.
-pub(crate) fn plan_reserve_in(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
+pub(crate) fn plan_in<M>(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult<M> {
     let action = cdb.byte(1) & 0x1f;
     let data = planner.lu.with_reservations(|all| match action {
         0 => read_keys(all),
@@ -226,23 +214,4 @@ fn transport_id(port: &PortName) -> Vec<u8> {
             out
         }
     }
-}
-
-/// RESERVE (6) and (10).
-pub(crate) fn plan_reserve(planner: &Planner<'_>, _cdb: &Cdb) -> PlanResult {
-    let id = planner.request.nexus;
-    if planner.lu.reserve_unit(id) {
-        Ok(Plan::good())
-    } else {
-        Err(Refusal::conflict())
-    }
-}
-
-/// RELEASE (6) and (10).
-pub(crate) fn plan_release(planner: &Planner<'_>, _cdb: &Cdb) -> PlanResult {
-    if planner.lu.with_reservations(Reservations::forbids_release) {
-        return Err(Refusal::conflict());
-    }
-    planner.lu.release_unit(planner.request.nexus);
-    Ok(Plan::good())
 }

@@ -3,15 +3,15 @@
 //! The whole parameter list is checked before anything changes. A bit that
 //! cannot change must bear its current value.
 
+use super::mode_pages::{PLACES, changeable, render};
+use super::plan::{Context, Next, Plan, PlanResult, Planner, Steps};
+use super::threshold;
 use crate::access::copy_out;
 use crate::cdb::Cdb;
 use crate::config::Config;
 use crate::lu::{Flags, LogicalUnit};
-use crate::mode::{PLACES, changeable, render};
-use crate::plan::{Context, Machine, Next, Plan, PlanResult, Planner, Transfer};
 use crate::sense::{AdditionalSense, Sense};
-use crate::step::{BlockOp, DataIn};
-use crate::threshold;
+use crate::step::{BlockOp, DataIn, StepResult};
 
 /// A MODE SELECT that waits for its list.
 #[derive(Debug)]
@@ -32,16 +32,27 @@ enum Header {
 }
 
 /// MODE SELECT (6).
-pub(crate) fn plan_mode_select_6(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
+pub(crate) fn plan_mode_select_6<M: From<ModeSelect>>(
+    planner: &Planner<'_>,
+    cdb: &Cdb,
+) -> PlanResult<M> {
     plan(planner, cdb, u32::from(cdb.byte(4)), Header::Six)
 }
 
 /// MODE SELECT (10).
-pub(crate) fn plan_mode_select_10(planner: &Planner<'_>, cdb: &Cdb) -> PlanResult {
+pub(crate) fn plan_mode_select_10<M: From<ModeSelect>>(
+    planner: &Planner<'_>,
+    cdb: &Cdb,
+) -> PlanResult<M> {
     plan(planner, cdb, u32::from(cdb.be16(7)), Header::Ten)
 }
 
-fn plan(planner: &Planner<'_>, cdb: &Cdb, list_len: u32, header: Header) -> PlanResult {
+fn plan<M: From<ModeSelect>>(
+    planner: &Planner<'_>,
+    cdb: &Cdb,
+    list_len: u32,
+    header: Header,
+) -> PlanResult<M> {
     if list_len == 0 {
         return Ok(Plan::good());
     }
@@ -49,26 +60,16 @@ fn plan(planner: &Planner<'_>, cdb: &Cdb, list_len: u32, header: Header) -> Plan
     if !cdb.bit(1, 4) {
         return Err(Sense::cdb_field(1, Some(4)).into());
     }
-    if planner.request.expected.data_out < list_len {
-        return Err(Planner::short_data_out(list_len));
-    }
-    Ok(Plan {
-        transfer: Transfer {
-            data_in: 0,
-            data_out: list_len,
-        },
-        buffer_len: list_len,
-        first: Next::receive(list_len),
-        machine: Machine::ModeSelect(ModeSelect {
-            list_len,
-            header,
-            flushing: false,
-        }),
-    })
+    let select = ModeSelect {
+        list_len,
+        header,
+        flushing: false,
+    };
+    planner.list(list_len, select.into())
 }
 
-impl ModeSelect {
-    pub(crate) fn advance(&mut self, context: &mut Context<'_>) -> Result<Next, Sense> {
+impl Steps for ModeSelect {
+    fn advance(&mut self, context: &mut Context<'_>, _result: StepResult) -> Result<Next, Sense> {
         if self.flushing {
             return Ok(Next::Answer(DataIn::None));
         }

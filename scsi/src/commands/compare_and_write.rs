@@ -1,0 +1,83 @@
+//! COMPARE AND WRITE (SBC-3 5.2).
+//!
+//! What it reads must still be true when it writes. It takes no lock for that: the opcode table
+//! marks it as atomic, and the task set lets nothing else change its blocks while it runs (see
+//! [`task`](crate::task)).
+
+use super::plan::{Context, Next, Pieces, Plan, PlanResult, Planner, Steps, Transfer};
+use super::read_write::Write;
+use super::verify::{Compare, Verify};
+use crate::cdb::Cdb;
+use crate::sense::Sense;
+use crate::step::StepResult;
+
+const FUA: u8 = 3;
+
+/// Where COMPARE AND WRITE has its NUMBER OF LOGICAL BLOCKS.
+const BLOCKS_BYTE: u16 = 13;
+
+/// A COMPARE AND WRITE. The buffer holds what is expected, what is to be
+/// written instead, and scratch for the medium, in this order.
+#[derive(Debug)]
+pub(crate) struct CompareAndWrite {
+    /// The comparison, until it has succeeded.
+    verify: Option<Verify>,
+    write: Write,
+}
+
+/// COMPARE AND WRITE.
+pub(crate) fn plan_compare_and_write<M: From<CompareAndWrite>>(
+    planner: &Planner<'_>,
+    cdb: &Cdb,
+) -> PlanResult<M> {
+    let (offset, len) = planner.byte_range(cdb.extent())?;
+    let blocks = cdb.byte(BLOCKS_BYTE.into());
+    // Data for no blocks: an initiator means more blocks than the field can say.
+    let is_empty = blocks == 0 && planner.expected.data_out > 0;
+    if blocks > planner.lu.config().max_compare_write() || is_empty {
+        return Err(Sense::cdb_field(BLOCKS_BYTE, None).into());
+    }
+    if blocks == 0 {
+        return Ok(Plan::good());
+    }
+    let len = u32::try_from(len).expect("no more than 255 blocks");
+    let received = 2 * len;
+    // Half a comparison compares nothing: there must be exactly as much.
+    if planner.expected.data_out != received {
+        return Err(Planner::short_data_out(received));
+    }
+    let scratch = planner.segment(len.into());
+    let verify = Verify::new(
+        offset,
+        len.into(),
+        Compare::Buffer,
+        Pieces::whole(len),
+        received..received + scratch,
+        planner.block(),
+    );
+    let fua = cdb.bit(1, FUA) || !planner.lu.is_write_cache_enabled();
+    Ok(Plan {
+        transfer: Transfer::data_out(received),
+        buffer_len: received + scratch,
+        first: Next::receive(received),
+        machine: Some(
+            CompareAndWrite {
+                verify: Some(verify.after_receive().of_cache()),
+                write: Write::from_buffer(offset, len, len, fua),
+            }
+            .into(),
+        ),
+    })
+}
+
+impl Steps for CompareAndWrite {
+    fn advance(&mut self, context: &mut Context<'_>, result: StepResult) -> Result<Next, Sense> {
+        if let Some(verify) = &mut self.verify {
+            match verify.advance(context, result)? {
+                Next::Answer(_) => self.verify = None,
+                next => return Ok(next),
+            }
+        }
+        self.write.advance(context, result)
+    }
+}

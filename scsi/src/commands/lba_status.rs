@@ -1,0 +1,99 @@
+//! GET LBA STATUS (SBC-3 5.6).
+
+use super::plan::{Context, Next, Plan, PlanResult, Planner, Steps};
+use crate::cdb::{Cdb, Extent};
+use crate::lu::LogicalUnit;
+use crate::sense::Sense;
+use crate::step::{Allocation, BlockOp, DataIn, StepResult};
+
+/// Most descriptors one GET LBA STATUS answers with.
+const STATUS_DESCRIPTORS: u32 = 256;
+
+/// A GET LBA STATUS that gathers descriptors.
+#[derive(Debug)]
+pub(crate) struct LbaStatus {
+    data: Vec<u8>,
+    allocation_length: u32,
+    /// Byte on the medium to ask about next.
+    offset: u64,
+    /// Descriptors there is still room for.
+    room: u32,
+}
+
+/// GET LBA STATUS.
+pub(crate) fn plan_get_lba_status<M: From<LbaStatus>>(
+    planner: &Planner<'_>,
+    cdb: &Cdb,
+) -> PlanResult<M> {
+    // The starting LBA itself must exist.
+    let start = Extent {
+        lba: cdb.be64(2),
+        blocks: 1,
+        length_byte: 2,
+    };
+    let (offset, _) = planner.byte_range(start)?;
+    let allocation_length = cdb.be32(10);
+    let room = allocation_length
+        .saturating_sub(8)
+        .div_ceil(16)
+        .clamp(1, STATUS_DESCRIPTORS);
+    let status = LbaStatus {
+        data: vec![0; 8],
+        allocation_length,
+        offset,
+        room,
+    };
+    Ok(Plan {
+        first: status.ask(planner.lu),
+        machine: Some(status.into()),
+        ..Plan::good()
+    })
+}
+
+impl LbaStatus {
+    fn ask(&self, lu: &LogicalUnit) -> Next {
+        Next::Block(BlockOp::Status {
+            offset: self.offset,
+            len: lu.capacity_bytes().saturating_sub(self.offset),
+        })
+    }
+}
+
+impl Steps for LbaStatus {
+    fn advance(&mut self, context: &mut Context<'_>, result: StepResult) -> Result<Next, Sense> {
+        let block = u64::from(context.lu.config().block_size.bytes());
+        let rest = context.lu.capacity_bytes().saturating_sub(self.offset);
+        let (allocation, len) = match result {
+            StepResult::Status { allocation, len } => (allocation, len),
+            // A backend that cannot tell has allocated everything.
+            _ => (Allocation::Mapped, rest),
+        };
+        let len = len.min(rest);
+        // A backend may see smaller units than blocks: a block that is mapped
+        // in part is mapped.
+        let len = match allocation {
+            Allocation::Mapped => len.next_multiple_of(block),
+            Allocation::Deallocated => len - len % block,
+        };
+        let (allocation, len) = if len == 0 {
+            (Allocation::Mapped, block)
+        } else {
+            (allocation, len)
+        };
+        let blocks = (len.min(rest) / block).min(u64::from(u32::MAX)) as u32;
+        self.data.extend((self.offset / block).to_be_bytes());
+        self.data.extend(blocks.to_be_bytes());
+        self.data
+            .extend([(allocation == Allocation::Deallocated).into(), 0, 0, 0]);
+        self.offset += u64::from(blocks) * block;
+        self.room -= 1;
+        if self.room > 0 && self.offset < context.lu.capacity_bytes() && blocks > 0 {
+            return Ok(self.ask(context.lu));
+        }
+        // PARAMETER DATA LENGTH counts what follows it.
+        let counted = self.data.len() as u32 - 4;
+        self.data[..4].copy_from_slice(&counted.to_be_bytes());
+        self.data.truncate(self.allocation_length as usize);
+        Ok(Next::Answer(DataIn::Inline(std::mem::take(&mut self.data))))
+    }
+}

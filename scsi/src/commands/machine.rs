@@ -1,0 +1,61 @@
+//! The machines of all families of commands as one type, so that a command allocates nothing.
+
+use super::cache::Flush;
+use super::compare_and_write::CompareAndWrite;
+use super::lba_status::LbaStatus;
+use super::mode_select::ModeSelect;
+use super::or_write::OrWrite;
+use super::persistent_reserve::ReserveOut;
+use super::plan::{Context, Next, PlanResult, Planner, Steps};
+use super::read_write::{Read, Write};
+use super::unmap::Unmap;
+use super::verify::Verify;
+use super::write_same::WriteSame;
+use crate::cdb::Cdb;
+use crate::sense::Sense;
+use crate::step::StepResult;
+
+/// Plans a command.
+pub(crate) type PlanFn = fn(&Planner<'_>, &Cdb) -> PlanResult<Machine>;
+
+macro_rules! machines {
+    ($($name:ident),* $(,)?) => {
+        /// The rest of a command after its first step.
+        #[derive(Debug)]
+        pub(crate) enum Machine {
+            $($name($name)),*
+        }
+
+        $(impl From<$name> for Machine {
+            fn from(machine: $name) -> Self {
+                Self::$name(machine)
+            }
+        })*
+
+        impl Steps for Machine {
+            fn advance(
+                &mut self,
+                context: &mut Context<'_>,
+                result: StepResult,
+            ) -> Result<Next, Sense> {
+                match self {
+                    $(Self::$name(machine) => machine.advance(context, result)),*
+                }
+            }
+        }
+    };
+}
+
+machines! {
+    Read,
+    Write,
+    Verify,
+    CompareAndWrite,
+    OrWrite,
+    WriteSame,
+    Unmap,
+    LbaStatus,
+    ModeSelect,
+    ReserveOut,
+    Flush,
+}

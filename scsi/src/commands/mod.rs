@@ -1,0 +1,24 @@
+//! The commands, by family: each plans its commands from CDBs and has a machine for their steps.
+
+pub(crate) mod cache;
+pub(crate) mod capacity;
+pub(crate) mod compare_and_write;
+pub(crate) mod defects;
+pub(crate) mod inquiry;
+pub(crate) mod lba_status;
+pub(crate) mod machine;
+mod mode_pages;
+pub(crate) mod mode_select;
+pub(crate) mod mode_sense;
+pub(crate) mod or_write;
+pub(crate) mod persistent_reserve;
+pub(crate) mod plan;
+pub(crate) mod read_write;
+pub(crate) mod report_luns;
+pub(crate) mod reserve;
+mod threshold;
+pub(crate) mod unit_state;
+pub(crate) mod unmap;
+pub(crate) mod verify;
+mod vpd;
+pub(crate) mod write_same;

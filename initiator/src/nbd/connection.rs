@@ -1,15 +1,13 @@
 //! A connection's thread: takes requests out of the stream and sets them off.
 
-#![allow(
-    unsafe_code,
-    reason = "receives into buffers that are addressed by pointer only"
-)]
-
 use std::io;
 use std::ops::Range;
-use std::os::fd::AsRawFd;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::task::Waker;
+
+use arrayvec::ArrayVec;
+use riser_memory::sys::{self, ReceivePiece};
 
 use super::Export;
 use super::budget::Share;
@@ -246,53 +244,32 @@ impl<D: BlockDevice> Connection<D> {
             self.received.copy_within(self.valid.clone(), 0);
             self.valid = 0..self.valid.len();
         }
-        let room = self.received.len() - self.valid.end;
-        let rest = self.received[self.valid.end..].as_mut_ptr();
-        let mut iov = [libc::iovec {
-            iov_base: rest.cast(),
-            iov_len: room,
-        }; 2];
+        let mut pieces = ArrayVec::<_, 2>::new();
         let mut direct = 0;
-        let mut used = 1;
         if let Some(piece) = self.receiving.as_ref().and_then(|w| w.piece.as_ref()) {
             // All that was received before is in the buffer already.
             debug_assert!(self.valid.is_empty());
             direct = piece.span.len - piece.filled;
             let at = piece.span.head + piece.filled;
-            let buffer = piece.buffer.slice().ptr().wrapping_add(at);
-            iov[0] = libc::iovec {
-                iov_base: buffer.cast(),
-                iov_len: direct,
-            };
-            used = 2;
+            pieces.push(ReceivePiece::part(piece.buffer.slice(), at..at + direct));
         }
-        // SAFETY: all zeroes is a valid `msghdr` without address or control data.
-        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-        message.msg_iov = iov.as_mut_ptr();
-        message.msg_iovlen = used;
-        // SAFETY: the vectors are the unused part of `received`, and the part of the piece's buffer
-        // that is not filled, which lies within the buffer since `head + len <= covering`. Both are
-        // ours alone until the call returns.
-        let n = unsafe {
-            libc::recvmsg(
-                self.shared.socket().as_raw_fd(),
-                &raw mut message,
-                libc::MSG_DONTWAIT,
-            )
+        pieces.push(ReceivePiece::from(&mut self.received[self.valid.end..]));
+        let received = sys::receive(self.shared.socket().as_fd(), &mut pieces);
+        drop(pieces);
+        let n = match received {
+            Ok(n) => n,
+            Err(error) => {
+                return match error.kind() {
+                    io::ErrorKind::WouldBlock => Ok(false),
+                    io::ErrorKind::Interrupted => Ok(true),
+                    _ => {
+                        tracing::debug!(%error, "NBD client is gone");
+                        self.ended = true;
+                        Ok(true)
+                    }
+                };
+            }
         };
-        if n < 0 {
-            let error = io::Error::last_os_error();
-            return match error.kind() {
-                io::ErrorKind::WouldBlock => Ok(false),
-                io::ErrorKind::Interrupted => Ok(true),
-                _ => {
-                    tracing::debug!(%error, "NBD client is gone");
-                    self.ended = true;
-                    Ok(true)
-                }
-            };
-        }
-        let n = n as usize;
         if n == 0 {
             self.ended = true;
             return Ok(true);

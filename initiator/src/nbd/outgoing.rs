@@ -9,20 +9,17 @@
 //! them the connection is not read. The device's buffers among them are shared with the export's
 //! other connections: see [`super::budget`].
 
-#![allow(
-    unsafe_code,
-    reason = "sends from buffers that are addressed by pointer only"
-)]
-
 use std::collections::VecDeque;
 use std::io;
+use std::iter;
 use std::ops::Range;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Wake, Waker};
 
+use riser_memory::sys::{self, SendPiece};
 use rustix::event::{EventfdFlags, PollFd, PollFlags};
 
 use super::budget::{Account, Share};
@@ -213,40 +210,15 @@ impl Shared {
 
     fn send(&self, queue: &mut Queue, sent: &mut Vec<Piece>) {
         while !queue.pieces.is_empty() && !queue.dead {
-            let mut iov = Vec::with_capacity(MAX_IOV.min(2 * queue.pieces.len()));
-            let mut skip = queue.sent;
-            let mut add = |base: *const u8, len: usize| {
-                let skipped = skip.min(len);
-                skip -= skipped;
-                if skipped < len {
-                    iov.push(libc::iovec {
-                        iov_base: base.wrapping_add(skipped).cast_mut().cast(),
-                        iov_len: len - skipped,
-                    });
-                }
-            };
-            for piece in queue.pieces.iter().take(MAX_IOV / 2) {
-                add(piece.head.as_ptr(), piece.head.len());
-                if let Some((buffer, range)) = &piece.data {
-                    add(buffer.slice().ptr().wrapping_add(range.start), range.len());
-                }
-            }
-            // SAFETY: all zeroes is a valid `msghdr` without address or control data.
-            let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-            message.msg_iov = iov.as_mut_ptr();
-            message.msg_iovlen = iov.len() as _;
-            // SAFETY: every vector lies within a head or a buffer's range, which the queue owns and
-            // which stay where they are until they are popped; the kernel only reads them.
-            let n = unsafe {
-                libc::sendmsg(
-                    self.socket.as_raw_fd(),
-                    &raw const message,
-                    libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT,
-                )
-            };
-            if n < 0 {
-                let error = io::Error::last_os_error();
-                match error.kind() {
+            let pieces = queue.pieces.iter().take(MAX_IOV / 2).flat_map(|piece| {
+                let data = piece.data.as_ref();
+                let data = data.map(|(buffer, part)| SendPiece::part(buffer.slice(), part.clone()));
+                iter::once(SendPiece::from(&piece.head[..])).chain(data)
+            });
+            let pieces: Vec<_> = sys::skip(pieces, queue.sent).collect();
+            let n = match sys::send(self.socket.as_fd(), &pieces) {
+                Ok(n) => n,
+                Err(error) => match error.kind() {
                     io::ErrorKind::Interrupted => continue,
                     io::ErrorKind::WouldBlock => return,
                     _ => {
@@ -257,9 +229,9 @@ impl Shared {
                         self.stop_reading();
                         return;
                     }
-                }
-            }
-            queue.sent += n as usize;
+                },
+            };
+            queue.sent += n;
             while let Some(first) = queue.pieces.front() {
                 let len = first.len();
                 if queue.sent < len {

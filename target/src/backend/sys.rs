@@ -1,10 +1,5 @@
 //! System calls on the files and block devices behind units.
 
-#![allow(
-    unsafe_code,
-    reason = "a probe reads into a buffer that is addressed by pointer only"
-)]
-
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 
@@ -122,10 +117,5 @@ pub(super) fn extent(fd: BorrowedFd<'_>, offset: u64, len: u64) -> io::Result<(b
 
 /// Reads one block to see whether direct I/O really works.
 pub(super) fn probe_read(fd: BorrowedFd<'_>, block: &riser_memory::MemSlice) -> io::Result<()> {
-    // SAFETY: the slice keeps its range mapped and writable during the call.
-    let n = unsafe { libc::pread(fd.as_raw_fd(), block.ptr().cast(), block.len(), 0) };
-    match usize::try_from(n) {
-        Ok(_) => Ok(()),
-        Err(_) => Err(io::Error::last_os_error()),
-    }
+    riser_memory::sys::read_at(fd, block, 0).map(drop)
 }

@@ -22,6 +22,7 @@
 //! - [`Memory`]: the mapping. Cloning shares it; the last clone unmaps it.
 //! - [`MemSlice`]: a checked range of a mapping that keeps the mapping alive. It is what queues of
 //!   posted work, rings and scatter lists hold while a device may touch the bytes.
+//! - [`sys`]: system calls that send from ranges and receive into them.
 //!
 //! Units: offsets and lengths are bytes. Addresses are virtual addresses of this process.
 
@@ -31,6 +32,7 @@
 )]
 
 mod copy;
+pub mod sys;
 
 use std::fmt;
 use std::io;

@@ -86,25 +86,18 @@ impl Incoming {
         self.has_begun = true;
     }
 
-    /// Where the next bytes go, before [`Self::room`].
-    pub(super) fn direct(&self) -> &[MemSlice] {
+    /// Where the next bytes go: the pieces in their order, then the buffer, which always has room.
+    pub(super) fn room(&mut self) -> (&[MemSlice], &mut [u8]) {
         // Bytes in the buffer come first.
+        let mut direct: &[MemSlice] = &[];
         if self.start == self.end {
-            &self.direct
-        } else {
-            &[]
-        }
-    }
-
-    /// Where the bytes after those go. There is always room.
-    pub(super) fn room(&mut self) -> &mut [u8] {
-        if self.start == self.end {
+            direct = &self.direct;
             (self.start, self.end) = (0, 0);
         } else if self.end == BUFFER {
             self.buffer.copy_within(self.start..self.end, 0);
             (self.start, self.end) = (0, self.end - self.start);
         }
-        &mut self.buffer[self.end..]
+        (direct, &mut self.buffer[self.end..])
     }
 
     /// `len` bytes have come to where they should.
@@ -294,12 +287,12 @@ mod tests {
     /// What a socket does: fills what it is given, in order.
     fn feed(incoming: &mut Incoming, bytes: &[u8]) {
         let mut rest = bytes;
-        for slice in incoming.direct().to_vec() {
+        let (direct, room) = incoming.room();
+        for slice in direct {
             let (here, later) = rest.split_at(rest.len().min(slice.len()));
             slice.write(0, here);
             rest = later;
         }
-        let room = incoming.room();
         let here = rest.len().min(room.len());
         room[..here].copy_from_slice(&rest[..here]);
         incoming.advance(bytes.len() - (rest.len() - here));
@@ -308,8 +301,8 @@ mod tests {
 
     /// The most that a socket may give at once.
     fn space(incoming: &mut Incoming) -> usize {
-        let direct: usize = incoming.direct().iter().map(MemSlice::len).sum();
-        direct + incoming.room().len()
+        let (direct, room) = incoming.room();
+        direct.iter().map(MemSlice::len).sum::<usize>() + room.len()
     }
 
     fn data_in(offset: u32, data: &[u8], digests: Digests, out: &mut Vec<u8>) {

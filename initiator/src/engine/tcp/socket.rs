@@ -1,16 +1,11 @@
-//! The system calls.
-
-#![allow(
-    unsafe_code,
-    reason = "the system reads and writes data buffers by address"
-)]
+//! The socket of a connection.
 
 use std::io;
-use std::mem::MaybeUninit;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 
 use arrayvec::ArrayVec;
+use riser_memory::sys::{self, ReceivePiece, SendPiece};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
@@ -76,87 +71,44 @@ impl Socket {
 
     /// Sends from the front of what is to be sent; how many bytes, 0 if there is no room.
     pub(super) fn send(&self, outgoing: &Outgoing) -> io::Result<usize> {
-        let mut pieces: ArrayVec<libc::iovec, MAX_PIECES> = ArrayVec::new();
-        let mut skip = outgoing.sent();
-        for chunk in outgoing.chunks() {
-            let (base, len) = match chunk {
-                Chunk::Head(range) => {
-                    let bytes = &outgoing.heads()[range.clone()];
-                    (bytes.as_ptr().cast_mut(), bytes.len())
-                }
-                Chunk::Data(slice) => (slice.ptr(), slice.len()),
-            };
-            if skip >= len {
-                skip -= len;
-                continue;
-            }
-            if pieces.is_full() {
-                break;
-            }
-            pieces.push(libc::iovec {
-                iov_base: base.wrapping_add(skip).cast(),
-                iov_len: len - skip,
-            });
-            skip = 0;
-        }
-        let message = header(&mut pieces);
-        // SAFETY: every piece is within bytes or memory that `outgoing` holds, and is only read.
-        let sent = unsafe {
-            libc::sendmsg(
-                self.0.as_raw_fd(),
-                &raw const message,
-                libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT,
-            )
-        };
-        match usize::try_from(sent) {
-            Ok(sent) => Ok(sent),
-            Err(_) => would_block().map(|()| 0),
+        let pieces = outgoing.chunks().iter().map(|chunk| match chunk {
+            Chunk::Head(range) => SendPiece::from(&outgoing.heads()[range.clone()]),
+            Chunk::Data(slice) => SendPiece::from(slice),
+        });
+        let pieces: ArrayVec<_, MAX_PIECES> = sys::skip(pieces, outgoing.sent())
+            .take(MAX_PIECES)
+            .collect();
+        match sys::send(self.0.as_fd(), &pieces) {
+            Err(error) if is_temporary(&error) => Ok(0),
+            result => result,
         }
     }
 
     /// Receives to where the stream goes next; `None` if nothing has come.
     pub(super) fn receive(&self, incoming: &mut Incoming) -> io::Result<Option<usize>> {
-        let mut pieces: ArrayVec<libc::iovec, MAX_PIECES> = ArrayVec::new();
-        for slice in incoming.direct().iter().take(MAX_PIECES - 1) {
-            pieces.push(libc::iovec {
-                iov_base: slice.ptr().cast(),
-                iov_len: slice.len(),
-            });
-        }
+        let (direct, room) = incoming.room();
+        let mut pieces: ArrayVec<_, MAX_PIECES> = direct
+            .iter()
+            .take(MAX_PIECES - 1)
+            .map(ReceivePiece::from)
+            .collect();
         // Behind data of which some piece has no room here nothing else may be put.
-        if incoming.direct().len() < MAX_PIECES {
-            let room = incoming.room();
-            pieces.push(libc::iovec {
-                iov_base: room.as_mut_ptr().cast(),
-                iov_len: room.len(),
-            });
+        if direct.len() < MAX_PIECES {
+            pieces.push(room.into());
         }
-        let mut message = header(&mut pieces);
-        // SAFETY: every piece is within memory that `incoming` holds, into which the system may
-        // write: data buffers have no Rust reference to them, and `room` was lent for this.
-        let received =
-            unsafe { libc::recvmsg(self.0.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
-        match usize::try_from(received) {
+        match sys::receive(self.0.as_fd(), &mut pieces) {
             Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(received) => Ok(Some(received)),
-            Err(_) => would_block().map(|()| None),
+            Err(error) if is_temporary(&error) => Ok(None),
+            Err(error) => Err(error),
         }
     }
 }
 
-fn header(pieces: &mut [libc::iovec]) -> libc::msghdr {
-    // SAFETY: all zeroes is a message header without address, pieces and control data.
-    let mut message: libc::msghdr = unsafe { MaybeUninit::zeroed().assume_init() };
-    message.msg_iov = pieces.as_mut_ptr();
-    message.msg_iovlen = pieces.len() as _;
-    message
-}
-
-/// Whether the last call failed for want of room or bytes only.
-fn would_block() -> io::Result<()> {
-    let error = io::Error::last_os_error();
-    match error.kind() {
-        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Ok(()),
-        _ => Err(error),
-    }
+/// Whether a call failed only for want of room or bytes, or because of a signal.
+fn is_temporary(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
+    )
 }

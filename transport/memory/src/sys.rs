@@ -1,0 +1,220 @@
+//! System calls that move bytes between a descriptor and memory without a copy of ours.
+//!
+//! A [`SendPiece`] is bytes to send, a [`ReceivePiece`] room to receive into: each an ordinary slice
+//! or a range of a mapping, borrowed until the call is over. The kernel stands where a device does
+//! otherwise: it may write a mapping while others copy from it.
+
+use std::io;
+use std::marker::PhantomData;
+use std::mem::MaybeUninit;
+use std::ops::Range;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+use crate::MemSlice;
+
+/// Bytes to send.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+pub struct SendPiece<'a>(libc::iovec, PhantomData<&'a [u8]>);
+
+impl<'a> From<&'a [u8]> for SendPiece<'a> {
+    fn from(bytes: &'a [u8]) -> Self {
+        Self(vector(bytes.as_ptr().cast_mut(), bytes.len()), PhantomData)
+    }
+}
+
+impl<'a> From<&'a MemSlice> for SendPiece<'a> {
+    fn from(slice: &'a MemSlice) -> Self {
+        Self(vector(slice.ptr(), slice.len()), PhantomData)
+    }
+}
+
+impl<'a> SendPiece<'a> {
+    /// A part of a range.
+    ///
+    /// # Panics
+    /// If `part` is not within it.
+    #[must_use]
+    pub fn part(slice: &'a MemSlice, part: Range<usize>) -> Self {
+        Self(part_of(slice, part), PhantomData)
+    }
+
+    /// Length in bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.0.iov_len
+    }
+
+    /// Whether there is nothing to send.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// What is left of `pieces` after their first `count` bytes; no piece of it is empty.
+pub fn skip<'a>(
+    pieces: impl IntoIterator<Item = SendPiece<'a>>,
+    count: usize,
+) -> impl Iterator<Item = SendPiece<'a>> {
+    let mut left = count;
+    pieces.into_iter().filter_map(move |SendPiece(all, of)| {
+        let skipped = left.min(all.iov_len);
+        left -= skipped;
+        let start = all.iov_base.cast::<u8>().wrapping_add(skipped);
+        let rest = SendPiece(vector(start, all.iov_len - skipped), of);
+        (!rest.is_empty()).then_some(rest)
+    })
+}
+
+/// Room to receive into.
+#[repr(transparent)]
+pub struct ReceivePiece<'a>(libc::iovec, PhantomData<&'a mut [u8]>);
+
+impl<'a> From<&'a mut [u8]> for ReceivePiece<'a> {
+    fn from(room: &'a mut [u8]) -> Self {
+        Self(vector(room.as_mut_ptr(), room.len()), PhantomData)
+    }
+}
+
+impl<'a> From<&'a MemSlice> for ReceivePiece<'a> {
+    fn from(slice: &'a MemSlice) -> Self {
+        Self(vector(slice.ptr(), slice.len()), PhantomData)
+    }
+}
+
+impl<'a> ReceivePiece<'a> {
+    /// A part of a range.
+    ///
+    /// # Panics
+    /// If `part` is not within it.
+    #[must_use]
+    pub fn part(slice: &'a MemSlice, part: Range<usize>) -> Self {
+        Self(part_of(slice, part), PhantomData)
+    }
+}
+
+/// Sends what a socket has room for now and returns how many bytes that was. It neither waits nor
+/// raises `SIGPIPE`.
+///
+/// # Errors
+/// Those of `sendmsg(2)`: `WouldBlock` where there is no room, `EMSGSIZE` for more than 1,024
+/// pieces.
+pub fn send(socket: BorrowedFd<'_>, pieces: &[SendPiece<'_>]) -> io::Result<usize> {
+    let message = header(pieces.as_ptr().cast_mut().cast(), pieces.len());
+    let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
+    // SAFETY: every piece is bytes or a range of a mapping that is borrowed beyond the call, which
+    // only reads them.
+    checked(unsafe { libc::sendmsg(socket.as_raw_fd(), &raw const message, flags) })
+}
+
+/// Receives what has arrived at a socket, into one piece after the other, and returns how many bytes
+/// that was: 0 at the end of the stream. It does not wait.
+///
+/// # Errors
+/// Those of `recvmsg(2)`: `WouldBlock` where nothing has arrived.
+pub fn receive(socket: BorrowedFd<'_>, pieces: &mut [ReceivePiece<'_>]) -> io::Result<usize> {
+    let mut message = header(pieces.as_mut_ptr().cast(), pieces.len());
+    // SAFETY: every piece is a slice that is borrowed exclusively, or a range of a mapping, to which
+    // no Rust reference exists; they outlive the call.
+    checked(unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) })
+}
+
+/// Reads a part of a file into `room` and returns how many bytes that was.
+///
+/// # Errors
+/// Those of `pread(2)`.
+pub fn read_at(file: BorrowedFd<'_>, room: &MemSlice, offset: u64) -> io::Result<usize> {
+    let offset = i64::try_from(offset).map_err(|_| io::ErrorKind::InvalidInput)?;
+    // SAFETY: the range is mapped and writable as long as the slice, and no Rust reference to it
+    // exists.
+    checked(unsafe { libc::pread(file.as_raw_fd(), room.ptr().cast(), room.len(), offset) })
+}
+
+fn vector(start: *mut u8, len: usize) -> libc::iovec {
+    libc::iovec {
+        iov_base: start.cast(),
+        iov_len: len,
+    }
+}
+
+fn part_of(slice: &MemSlice, part: Range<usize>) -> libc::iovec {
+    assert!(
+        part.start <= part.end && part.end <= slice.len(),
+        "part {part:?} beyond {}",
+        slice.len()
+    );
+    vector(slice.ptr().wrapping_add(part.start), part.len())
+}
+
+/// The pieces are `repr(transparent)`, so a list of them is a list of vectors.
+fn header(vectors: *mut libc::iovec, count: usize) -> libc::msghdr {
+    // SAFETY: all zeroes is a message header without address, vectors and control data.
+    let mut message: libc::msghdr = unsafe { MaybeUninit::zeroed().assume_init() };
+    message.msg_iov = vectors;
+    message.msg_iovlen = count as _;
+    message
+}
+
+fn checked(result: isize) -> io::Result<usize> {
+    usize::try_from(result).map_err(|_| io::Error::last_os_error())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+    use crate::{Memory, PAGE};
+
+    #[test]
+    fn bytes_and_ranges_go_out_and_come_in_in_order() {
+        let (a, b) = UnixStream::pair().unwrap();
+        let memory = Memory::new(PAGE).unwrap();
+        memory.write(10, b"from a mapping");
+        let range = memory.slice(10..24).unwrap();
+        let pieces = [
+            SendPiece::from(&b"head "[..]),
+            SendPiece::part(&range, 5..14),
+            SendPiece::from(&range),
+        ];
+        assert_eq!(send(a.as_fd(), &pieces).unwrap(), 5 + 9 + 14);
+        let rest: Vec<_> = skip(pieces, 5 + 9 + 5).collect();
+        assert_eq!(rest.len(), 1);
+        assert_eq!(send(a.as_fd(), &rest).unwrap(), 9);
+
+        let mut head = [0; 5];
+        let room = memory.slice(100..200).unwrap();
+        let tail = room.slice(50..100).unwrap();
+        let mut pieces = [
+            ReceivePiece::from(&mut head[..]),
+            ReceivePiece::part(&room, 1..10),
+            ReceivePiece::from(&tail),
+        ];
+        assert_eq!(receive(b.as_fd(), &mut pieces).unwrap(), 37);
+        assert_eq!(&head, b"head ");
+        assert_eq!(room.slice(1..10).unwrap().to_vec(), b"a mapping");
+        assert_eq!(
+            room.slice(50..73).unwrap().to_vec(),
+            b"from a mappinga mapping"
+        );
+    }
+
+    #[test]
+    fn a_socket_without_bytes_or_room_does_not_block() {
+        let (a, b) = UnixStream::pair().unwrap();
+        let error = receive(b.as_fd(), &mut [ReceivePiece::from(&mut [0; 4][..])]).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+        drop(b);
+        let error = send(a.as_fd(), &[SendPiece::from(&b"late"[..])]).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
+    }
+
+    #[test]
+    #[should_panic(expected = "beyond")]
+    fn a_part_past_the_end_panics() {
+        let memory = Memory::new(PAGE).unwrap();
+        let _ = SendPiece::part(&memory.whole(), 0..PAGE + 1);
+    }
+}

@@ -1,6 +1,5 @@
-//! What `riserd` tells of itself, before Prometheus: its metrics, our alert rules, and every expression of
-//! our dashboard while the daemon has work. With `RISER_SCREENSHOT` in the environment, a picture of the
-//! dashboard goes to that file, drawn by the page in the folder `RISER_DASHBOARD` (`tests/grafana`).
+//! Prometheus as the judge of `riserd`'s metrics, our alert rules, and every expression of our dashboard
+//! while the daemon has work.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -9,7 +8,6 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use riser_tests::browser::Browser;
 use riser_tests::metered::{Metered, Running, get, load, wait_for};
 use riser_tests::programs::{missing, skip, succeeded};
 use serde_json::Value;
@@ -187,15 +185,11 @@ fn every_panel_of_the_dashboard_shows_something_under_load() {
     );
     fs::write(pair.path("prometheus.yml"), config).unwrap();
     let log = fs::File::create(pair.path("prometheus.log")).unwrap();
-    let picture = std::env::var_os("RISER_SCREENSHOT");
-    let page = std::env::var("RISER_DASHBOARD").ok();
-    let page = page.map(|folder| format!("--web.user-assets={folder}"));
     let _prometheus = Running(
         Command::new("prometheus")
             .arg(format!("--config.file={}", pair.path("prometheus.yml")))
             .arg(format!("--storage.tsdb.path={}", pair.path("tsdb")))
             .arg(format!("--web.listen-address={PROMETHEUS}"))
-            .args(page)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log)
@@ -204,7 +198,7 @@ fn every_panel_of_the_dashboard_shows_something_under_load() {
     );
     wait_for("Prometheus", || get(PROMETHEUS, "/-/ready"));
     wait_for("scrape", || query("up == 1").pop());
-    let _load = load(pair, if picture.is_some() { 180 } else { 60 });
+    let _load = load(pair, 60);
     rare_events(&served);
     // A rate takes two looks at a series that is there.
     wait_for("rates", || {
@@ -217,16 +211,6 @@ fn every_panel_of_the_dashboard_shows_something_under_load() {
         thread::sleep(Duration::from_millis(200));
     }
     assert!(empty.is_empty(), "nothing to show: {empty:#?}");
-    if let Some(file) = picture {
-        thread::sleep(Duration::from_secs(40));
-        let _ = log_in(&served.host, &served.iqn);
-        thread::sleep(Duration::from_secs(20));
-        let mut browser = Browser::start(&pair.dir);
-        browser.open(&format!("http://{PROMETHEUS}/user/index.html"), 1240, 3880);
-        browser.wait_for("document.title === 'drawn'");
-        fs::write(file, browser.picture()).unwrap();
-        assert!(browser.exceptions.is_empty(), "{:?}", browser.exceptions);
-    }
 
     let metrics = get(riserd, "/metrics").unwrap();
     let mut check = Command::new("promtool")

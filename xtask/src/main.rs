@@ -12,7 +12,6 @@
 //! - `cargo xtask neighbours`: what a noisy initiator does to a quiet one, with limits and without
 //!   ([`neighbours`]).
 //! - `cargo xtask instructions`: what a read costs, and what counting it adds ([`instructions`]).
-//! - `cargo xtask screenshots`: pictures of the status page and the dashboard under load ([`screenshots`]).
 //!
 //! Each installs the Debian packages that it needs if it may ([`packages`]), and otherwise prints
 //! which are missing and what is skipped for it.
@@ -34,7 +33,6 @@ mod interop;
 mod neighbours;
 mod package;
 mod packages;
-mod screenshots;
 mod sh;
 #[path = "../../tests/src/skip.rs"]
 #[allow(
@@ -85,8 +83,6 @@ enum Command {
     Neighbours(neighbours::Options),
     /// Count the instructions of a 4 KiB read, and those of counting it.
     Instructions,
-    /// Take pictures of the status page and the dashboard under load, into deploy/.
-    Screenshots,
 }
 
 /// Why a command of ours stopped: one line for a person.
@@ -110,7 +106,6 @@ fn main() -> ExitCode {
         Command::Bench(options) => bench::run(&options),
         Command::Neighbours(options) => neighbours::run(&options),
         Command::Instructions => instructions::run(),
-        Command::Screenshots => screenshots::run(),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

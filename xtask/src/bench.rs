@@ -7,10 +7,9 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::daemon::{Daemon, terminate};
-use crate::demo::{TARGET, URL};
+use crate::daemon::{self, Daemon, TARGET, URL, terminate};
 use crate::packages::{ensure, need};
-use crate::{Failure, demo, sh};
+use crate::{Failure, sh};
 
 /// Options of `cargo xtask bench`.
 #[derive(clap::Args)]
@@ -76,7 +75,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         need("fio", "fio", "the peers' client"),
         need("qemu-nbd", "qemu-utils", "qemu-nbd as a peer"),
     ];
-    if let Some(n) = ensure(&needs.iter().collect::<Vec<_>>()).first() {
+    if let Some(n) = ensure(&needs).first() {
         return Err(format!("the benchmark needs {} ({})", n.program, n.package).into());
     }
     let rig = Rig::prepare(options)?;
@@ -157,7 +156,7 @@ struct Rig {
 impl Rig {
     fn prepare(options: &Options) -> Result<Self, Failure> {
         println!("building riserd and riser");
-        let programs = demo::build()?;
+        let programs = daemon::build()?;
         let scratch = options
             .folder
             .join(format!("riser-bench-{}", std::process::id()));

@@ -85,9 +85,10 @@ fn engine() -> Option<&'static str> {
     let found = || ENGINES.into_iter().find(works);
     found().or_else(|| {
         let first = need("podman", "podman", "the container's image");
-        if ensure(&[&first]).is_empty() {
+        if ensure([&first]).is_empty() {
             // What it needs to run a container, and only recommends.
-            install(&["crun", "netavark", "aardvark-dns"]);
+            let more = ["crun", "netavark", "aardvark-dns"];
+            install(&more.map(|package| (package, "running a container".to_owned())));
         }
         found()
     })

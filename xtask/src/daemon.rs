@@ -1,4 +1,4 @@
-//! A `riserd` of our own: started, waited for, told to stop.
+//! A `riserd` of our own: built, started, waited for and stopped.
 
 use std::fs::File;
 use std::os::unix::net::UnixDatagram;
@@ -6,10 +6,37 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::{Failure, sh};
+use crate::{Failure, root, sh};
 
 /// How long a start or a stop may take.
 const PATIENCE: Duration = Duration::from_secs(30);
+
+/// The logical unit of [`TARGET`].
+pub(crate) const URL: &str = "srp://127.0.0.1:5555/0";
+
+/// A target at [`URL`] that serves the backend `disk` to all initiators.
+pub(crate) const TARGET: &str = "targets:
+  - name: demo
+    portals: [{ protocol: srp, listen: 127.0.0.1 }]
+    luns: { 0: disk }
+    access: open
+";
+
+/// Builds `riserd`, `riser` and `riserd-configfs` in release mode; returns their folder.
+pub(crate) fn build() -> Result<PathBuf, Failure> {
+    sh::run(&mut sh::cargo([
+        "build",
+        "-q",
+        "--release",
+        "--bin",
+        "riserd",
+        "--bin",
+        "riser",
+        "--bin",
+        "riserd-configfs",
+    ]))?;
+    Ok(root().join(".build/release"))
+}
 
 /// A running `riserd`; it is stopped when the value goes.
 pub(crate) struct Daemon {
@@ -66,7 +93,7 @@ impl Daemon {
         self.child.id()
     }
 
-    /// Tells it to stop and waits until it has.
+    /// Asks it to stop and waits until it has.
     pub(crate) fn stop(mut self) -> Result<(), Failure> {
         terminate(self.child.id());
         let asked = Instant::now();

@@ -8,9 +8,16 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crate::daemon::Daemon;
-use crate::packages::{ensure, need};
-use crate::{Failure, root, sh, tree};
+use crate::daemon::{self, Daemon, TARGET, URL};
+use crate::packages::{Need, ensure, need};
+use crate::{Failure, sh, tree};
+
+pub(crate) const NEEDS: &[Need] = &[
+    need("mkfs.ext4", "e2fsprogs", "the file system"),
+    need("e2fsck", "e2fsprogs", "checking the file system"),
+    need("fusermount3", "fuse3", "attaching without root"),
+    need("losetup", "mount", "mounting the attached LUN"),
+];
 
 /// Options of `cargo xtask demo`.
 #[derive(clap::Args)]
@@ -36,18 +43,9 @@ impl Options {
 /// What the lossy link does to packets, in per cent: both directions are hit.
 const LOSSY: &str = "loss=2,reorder=5,seed=7";
 
-/// Where the target listens.
-pub(crate) const URL: &str = "srp://127.0.0.1:5555/0";
-
 /// Runs the demo and prints its table.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
-    let needs = [
-        need("mkfs.ext4", "e2fsprogs", "the file system"),
-        need("e2fsck", "e2fsprogs", "checking the file system"),
-        need("fusermount3", "fuse3", "attaching without root"),
-        need("losetup", "mount", "mounting the attached LUN"),
-    ];
-    let missing = ensure(&needs.iter().collect::<Vec<_>>());
+    let missing = ensure(NEEDS);
     if let Some(n) = missing.first() {
         return Err(format!("the demo needs {} ({})", n.program, n.package).into());
     }
@@ -80,7 +78,7 @@ impl Demo {
     /// Builds the programs, collects the tree, writes the configuration.
     fn prepare(options: &Options) -> Result<Self, Failure> {
         println!("building riserd and riser");
-        let programs = build()?;
+        let programs = daemon::build()?;
         let scratch = sh::Scratch::new("demo")?;
         fs::create_dir_all(scratch.join("tree"))?;
         fs::create_dir_all(scratch.join("mnt"))?;
@@ -333,22 +331,6 @@ impl Demo {
     }
 }
 
-/// Builds `riserd`, `riser` and `riserd-configfs` in release mode; answers their folder.
-pub(crate) fn build() -> Result<PathBuf, Failure> {
-    sh::run(&mut sh::cargo([
-        "build",
-        "-q",
-        "--release",
-        "--bin",
-        "riserd",
-        "--bin",
-        "riser",
-        "--bin",
-        "riserd-configfs",
-    ]))?;
-    Ok(root().join(".build/release"))
-}
-
 fn configuration(folder: &Path) -> String {
     format!(
         "backends:\n  disk: {{ kind: file, path: {}/disk.img, size: 1GiB, create: true }}\n{}",
@@ -356,11 +338,3 @@ fn configuration(folder: &Path) -> String {
         TARGET
     )
 }
-
-/// A target at [`URL`] that serves the backend `disk` to everybody.
-pub(crate) const TARGET: &str = "targets:
-  - name: demo
-    portals: [{ protocol: srp, listen: 127.0.0.1 }]
-    luns: { 0: disk }
-    access: open
-";

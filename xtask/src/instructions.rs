@@ -7,7 +7,7 @@ use std::path::Path;
 use crate::packages::{Need, ensure, need};
 use crate::{Failure, sh};
 
-const NEEDS: &[Need] = &[need("valgrind", "valgrind", "counting instructions")];
+pub(crate) const NEEDS: &[Need] = &[need("valgrind", "valgrind", "counting instructions")];
 
 /// What is run: the subject, the function that is looked at, and two numbers of commands.
 const READS: (&str, &str, [u64; 2]) = ("reads", "*Worker*step*", [500, 1500]);
@@ -19,7 +19,7 @@ const LIMIT: f64 = 2.0;
 
 /// Whether the tool is here, or could be installed.
 pub(crate) fn is_possible() -> bool {
-    ensure(&NEEDS.iter().collect::<Vec<_>>()).is_empty()
+    ensure(NEEDS).is_empty()
 }
 
 /// Measures and prints both, and their ratio; fails where that is above the limit.

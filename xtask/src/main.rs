@@ -13,8 +13,8 @@
 //!   ([`neighbours`]).
 //! - `cargo xtask instructions`: what a read costs, and what counting it adds ([`instructions`]).
 //!
-//! Each installs the Debian packages that it needs if it may ([`packages`]), and otherwise prints
-//! which are missing and what is skipped for it.
+//! Debian packages that a command needs are installed if that is allowed ([`packages`]); otherwise it
+//! prints which are missing and what is skipped for it.
 
 #![allow(
     clippy::print_stdout,
@@ -40,6 +40,7 @@ mod sh;
     reason = "shared with tests; only the format of a line is used here"
 )]
 mod skip;
+mod steps;
 mod tally;
 mod test;
 mod tree;
@@ -58,6 +59,8 @@ use clap::{Parser, Subcommand};
 struct Cli {
     #[command(subcommand)]
     command: Command,
+    #[command(flatten)]
+    packages: packages::Options,
 }
 
 #[derive(Subcommand)]
@@ -85,7 +88,7 @@ enum Command {
     Instructions,
 }
 
-/// Why a command of ours stopped: one line for a person.
+/// The reason why a command of ours stopped, for a person.
 type Failure = Box<dyn std::error::Error>;
 
 /// The workspace's root folder.
@@ -95,7 +98,9 @@ fn root() -> PathBuf {
 }
 
 fn main() -> ExitCode {
-    let result = match Cli::parse().command {
+    let cli = Cli::parse();
+    cli.packages.decide();
+    let result = match cli.command {
         Command::Demo(options) => demo::run(&options),
         Command::Test(options) => test::run(&options),
         Command::Baddays => baddays::run(),

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::daemon::Daemon;
-use crate::{Failure, demo, sh};
+use crate::daemon::{self, Daemon};
+use crate::{Failure, sh};
 
 /// Options of `cargo xtask neighbours`.
 #[derive(clap::Args)]
@@ -55,7 +55,7 @@ struct Figure {
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let programs = match &options.programs {
         Some(folder) => folder.clone(),
-        None => demo::build()?,
+        None => daemon::build()?,
     };
     let scratch = std::env::temp_dir().join(format!("riser-neighbours-{}", std::process::id()));
     fs::create_dir_all(&scratch)?;

@@ -8,11 +8,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-use crate::packages::{Need, ensure, need};
+use crate::packages::{Need, ensure, have_subcommand, need};
 use crate::sh::{self, cmd};
 use crate::{Failure, root};
 
-const NEEDS: &[Need] = &[
+pub(crate) const NEEDS: &[Need] = &[
     need("dpkg-shlibdeps", "dpkg-dev", "building the package"),
     need("mmdebstrap", "mmdebstrap", "a Debian root to install it in"),
     need(
@@ -64,7 +64,7 @@ pub(crate) fn build_and_install() -> Result<Ended, Failure> {
 }
 
 fn build_and(is_test: bool) -> Result<Ended, Failure> {
-    let missing = ensure(&NEEDS.iter().collect::<Vec<_>>());
+    let missing = ensure(NEEDS);
     let lacks = |program: &str| missing.iter().any(|n| n.program == program);
     if lacks("dpkg-shlibdeps") {
         return Err("the package cannot be built here".into());
@@ -72,7 +72,7 @@ fn build_and(is_test: bool) -> Result<Ended, Failure> {
     let out = root().join(".build/package");
     fs::create_dir_all(&out)?;
     build()?;
-    sh::have_subcommand("deb")?;
+    have_subcommand("deb")?;
     let version = env!("CARGO_PKG_VERSION");
     let deb = package(&out, version)?;
     println!("built {}", deb.display());

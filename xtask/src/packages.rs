@@ -1,12 +1,41 @@
-//! Debian packages that a command needs.
+//! Debian packages and Cargo subcommands that a command needs.
+//!
+//! Whether something may be installed is decided once in a run: by an option, by the answer of a person at
+//! a terminal, and otherwise with yes, after it has been announced.
 
+use std::collections::BTreeMap;
+use std::io::{self, IsTerminal, Write};
 use std::process::{Command, Stdio};
+use std::sync::OnceLock;
 
-use crate::sh;
+use crate::{Failure, sh};
+
+/// Options about installing.
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    /// Install missing Debian packages and Cargo subcommands without a question.
+    #[arg(long, global = true, conflicts_with = "no_install")]
+    install: bool,
+    /// Install nothing: skip what needs a missing package.
+    #[arg(long, global = true)]
+    no_install: bool,
+}
+
+/// The decision of this run.
+static DECISION: OnceLock<bool> = OnceLock::new();
+
+impl Options {
+    /// Decides for the run, if one of the options is there.
+    pub(crate) fn decide(&self) {
+        if self.install || self.no_install {
+            let _ = DECISION.set(self.install);
+        }
+    }
+}
 
 /// A program, the package that brings it, and what cannot be done without it.
 pub(crate) struct Need {
-    /// The program that is looked for.
+    /// The program that is looked for, or a file by its path.
     pub(crate) program: &'static str,
     /// The Debian package that has it.
     pub(crate) package: &'static str,
@@ -27,49 +56,87 @@ pub(crate) const fn need(
     }
 }
 
-/// Installs what is missing, if we may, and answers what is missing still.
-pub(crate) fn ensure<'a>(needs: &[&'a Need]) -> Vec<&'a Need> {
-    let missing = |needs: &[&'a Need]| -> Vec<&'a Need> {
-        needs
-            .iter()
-            .copied()
-            .filter(|n| sh::which(n.program).is_none())
-            .collect()
-    };
-    let mut still = missing(needs);
-    if still.is_empty() {
-        return still;
-    }
+/// Installs what is missing, if that is allowed, and returns what is missing still.
+pub(crate) fn ensure<'a>(needs: impl IntoIterator<Item = &'a Need>) -> Vec<&'a Need> {
+    let is_missing = |need: &&Need| sh::which(need.program).is_none();
+    let mut missing: Vec<_> = needs.into_iter().filter(is_missing).collect();
     // What is installed may replace a newer version of what was there, and take away what came with that.
     for _ in 0..2 {
-        let mut packages: Vec<_> = still.iter().map(|n| n.package).collect();
-        packages.sort_unstable();
-        packages.dedup();
-        install(&packages);
-        still = missing(needs);
-        if still.is_empty() {
-            break;
+        let mut packages = BTreeMap::<_, Vec<_>>::new();
+        for need in &missing {
+            let purposes = packages.entry(need.package).or_default();
+            if !purposes.contains(&need.purpose) {
+                purposes.push(need.purpose);
+            }
         }
+        let packages = packages
+            .iter()
+            .map(|(p, purposes)| (*p, purposes.join(", ")));
+        install(&packages.collect::<Vec<_>>());
+        missing.retain(is_missing);
     }
-    for n in &still {
+    for n in &missing {
         println!(
             "missing: {} (Debian package {}): {}",
             n.program, n.package, n.purpose
         );
     }
-    still
+    missing
 }
 
-/// Installs packages, if we may.
-pub(crate) fn install(packages: &[&str]) {
-    if !sh::is_root() || sh::which("apt-get").is_none() {
+/// Installs packages, each with its purpose, if that is allowed.
+pub(crate) fn install(packages: &[(&str, String)]) {
+    if packages.is_empty() || !sh::is_root() || sh::which("apt-get").is_none() {
         return;
     }
-    println!("installing Debian packages: {}", packages.join(" "));
+    let lines = packages
+        .iter()
+        .map(|(package, purpose)| format!("  {package:<20} {purpose}"));
+    let lines: Vec<_> = lines.collect();
+    if !may_install(&format!("Debian packages:\n{}", lines.join("\n"))) {
+        return;
+    }
     apt(&["update", "-qq"]);
     let mut args = vec!["install", "-y", "-qq", "--no-install-recommends"];
-    args.extend(packages);
+    args.extend(packages.iter().map(|(package, _)| *package));
     apt(&args);
+}
+
+/// Sees to it that Cargo has a subcommand: `cargo-NAME`, which is built if it is missing and may be.
+pub(crate) fn have_subcommand(name: &str) -> Result<(), Failure> {
+    if sh::output(&mut sh::cargo([name, "--version"])).is_ok() {
+        return Ok(());
+    }
+    let program = format!("cargo-{name}");
+    if !may_install(&format!("{program}, from crates.io")) {
+        return Err(format!("{program} is missing").into());
+    }
+    sh::output(&mut sh::cargo(["install", "-q", &program, "--locked"])).map(drop)
+}
+
+/// Announces what is to be installed; asks for permission where a person can answer.
+fn may_install(what: &str) -> bool {
+    match DECISION.get() {
+        Some(false) => return false,
+        Some(true) => println!("installing {what}"),
+        None if io::stdin().is_terminal() && io::stdout().is_terminal() => {
+            println!("These are missing: {what}");
+            let _ = DECISION.set(is_yes("Install them, and what else this run needs? [Y/n] "));
+        }
+        None => {
+            println!("installing {what}\n(--no-install skips what needs them)");
+            let _ = DECISION.set(true);
+        }
+    }
+    DECISION.get() == Some(&true)
+}
+
+fn is_yes(question: &str) -> bool {
+    print!("{question}");
+    let _ = io::stdout().flush();
+    let mut answer = String::new();
+    let is_read = io::stdin().read_line(&mut answer).is_ok_and(|n| n > 0);
+    is_read && matches!(answer.trim().to_lowercase().as_str(), "" | "y" | "yes")
 }
 
 fn apt(args: &[&str]) {

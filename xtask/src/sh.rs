@@ -59,16 +59,6 @@ pub(crate) fn cargo<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Comma
     c
 }
 
-/// Sees to it that Cargo has a subcommand: `cargo-NAME`, which is built once if it is not there.
-pub(crate) fn have_subcommand(name: &str) -> Result<(), Failure> {
-    if output(&mut cargo([name, "--version"])).is_ok() {
-        return Ok(());
-    }
-    let program = format!("cargo-{name}");
-    println!("installing {program}");
-    output(&mut cargo(["install", "-q", &program, "--locked"])).map(drop)
-}
-
 /// Builds a test or a benchmark, by these arguments of Cargo, and answers its program.
 pub(crate) fn built(args: &[&str], name: &str) -> Result<PathBuf, Failure> {
     let args = args.iter().chain(&["--no-run", "--message-format=json"]);

@@ -1,15 +1,14 @@
 //! `cargo xtask test`: everything that must hold, and a count of it.
 
 use std::collections::BTreeSet;
-use std::fs;
-use std::time::{Duration, Instant};
 
-use crate::packages::{Need, ensure, need};
-use crate::tally::{Counts, Kind, Skip, Tally, note, noted, skip_log};
+use crate::packages::{Need, have_subcommand, need};
+use crate::steps::{self, Outcome, STATIC, Selection, Step, check, step};
+use crate::tally::{Counts, Kind, Tally, note, noted, skip_log};
 use crate::{Failure, conformance, container, demo, instructions, interop, package, sh};
 
 /// What the tests use beyond Rust.
-pub(crate) const NEEDS: &[Need] = &[
+const NEEDS: &[Need] = &[
     need(
         "tshark",
         "tshark",
@@ -55,68 +54,15 @@ pub(crate) const NEEDS: &[Need] = &[
 /// Options of `cargo xtask test`.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Run only the steps whose name contains one of these words.
-    only: Vec<String>,
+    #[command(flatten)]
+    selection: Selection,
     /// Everything that can fail: all interop cases, the package, the container, the cost in instructions.
     #[arg(long)]
     all: bool,
-    /// List the steps.
-    #[arg(long)]
-    list: bool,
-}
-
-/// How a step ended.
-enum Outcome {
-    /// It was tried: its counts, and what went wrong if something did.
-    Ran(Tally, Option<String>),
-    /// It could not be tried: what is in it, if that is more than one check, and why.
-    Skipped(Vec<(Kind, String)>, String),
-}
-
-impl Outcome {
-    /// Something that succeeds or fails as a whole.
-    fn check(result: Result<(), String>) -> Self {
-        Self::Ran(Tally::check(result.is_ok()), result.err())
-    }
-
-    /// A check that could not be tried.
-    fn skipped(why: String) -> Self {
-        Self::Skipped(Vec::new(), why)
-    }
-}
-
-struct Step {
-    name: &'static str,
-    /// Whether it is run with `--all` only.
-    is_extra: bool,
-    run: fn(&Options) -> Outcome,
-}
-
-/// A step of every run.
-const fn step(name: &'static str, run: fn(&Options) -> Outcome) -> Step {
-    Step {
-        name,
-        is_extra: false,
-        run,
-    }
-}
-
-/// A step of `--all`.
-const fn extra(name: &'static str, run: fn(&Options) -> Outcome) -> Step {
-    Step {
-        name,
-        is_extra: true,
-        run,
-    }
 }
 
 const STEPS: &[Step] = &[
-    step("fmt", |_| check(sh::cargo(["fmt", "--all", "--check"]))),
-    step("clippy", |_| {
-        let args = "clippy -q --workspace --all-targets -- -D warnings";
-        check(sh::cargo(args.split(' ')))
-    }),
-    step("tests", |_| functions(&["--workspace"], &[])),
+    step("tests", |_| functions(&["--workspace"], &[])).needing(&[NEEDS]),
     step("doc", |_| doc()),
     step("deny", |_| deny()),
     step("simulation of a million messages", |_| {
@@ -144,95 +90,23 @@ const STEPS: &[Step] = &[
         functions(&args, &[("RISER_ADVERSARY_SECONDS", "12")])
     }),
     step("demo", |_| {
-        let result = demo::run(&demo::Options::for_test());
-        Outcome::check(result.map_err(|e| e.to_string()))
-    }),
-    step("iSCSI conformance", |_| conformance_step()),
-    step("interop with the kernel", interop_step),
-    extra("package", |_| package_step()),
-    extra("container", |_| container_step()),
-    extra("instructions", |_| instructions_step()),
+        Outcome::of(demo::run(&demo::Options::for_test()))
+    })
+    .needing(&[demo::NEEDS]),
+    step("iSCSI conformance", |_| conformance_step()).needing(conformance::NEEDS),
+    step("interop with the kernel", interop_step).needing(&[interop::NEEDS]),
+    step("package", |_| package_step())
+        .needing(&[package::NEEDS])
+        .extra(),
+    step("container", |_| container_step()).extra(),
+    step("instructions", |_| instructions_step())
+        .needing(&[instructions::NEEDS])
+        .extra(),
 ];
 
 /// Runs the steps; fails if one did.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
-    let is_wanted = |step: &&Step| {
-        let named = options.only.iter().any(|word| step.name.contains(word));
-        // A step that is named runs in any case.
-        named || (options.only.is_empty() && (options.all || !step.is_extra))
-    };
-    if options.list {
-        for step in STEPS {
-            let note = if step.is_extra { "  (--all)" } else { "" };
-            println!("{}{note}", step.name);
-        }
-        return Ok(());
-    }
-    let needs: Vec<_> = NEEDS.iter().collect();
-    ensure(&needs);
-    let _ = fs::remove_file(skip_log());
-    let (mut tally, mut rows) = (Tally::default(), Vec::new());
-    for step in STEPS.iter().filter(is_wanted) {
-        println!("── {}", step.name);
-        let started = Instant::now();
-        let outcome = (step.run)(options);
-        let took = started.elapsed();
-        let (how, mut counts) = match outcome {
-            Outcome::Ran(counts, None) => ("ok", counts),
-            Outcome::Ran(mut counts, Some(why)) => {
-                println!("{why}");
-                // Something that is no test of its own went wrong, as a build.
-                if counts.total().failed == 0 {
-                    counts.merge(Tally::check(false));
-                }
-                ("FAILED", counts)
-            }
-            Outcome::Skipped(things, why) => {
-                println!("{why}");
-                ("skipped", without(step.name, things, &why))
-            }
-        };
-        counts.take_skips(noted(), &BTreeSet::new());
-        let row = row(step.name, how, took, &counts.in_a_row());
-        println!("{row}");
-        rows.push(row);
-        tally.merge(counts);
-    }
-    println!("\n{}\n", rows.join("\n"));
-    for line in tally.reasons() {
-        println!("{line}");
-    }
-    println!("\n{tally}");
-    match tally.total().failed {
-        0 => Ok(()),
-        failed => Err(format!("{failed} failed").into()),
-    }
-}
-
-/// A step that could not be tried: everything that is in it was skipped.
-fn without(step: &str, mut things: Vec<(Kind, String)>, why: &str) -> Tally {
-    if things.is_empty() {
-        things.push((Kind::Check, step.to_owned()));
-    }
-    let skip = |(kind, name)| Skip {
-        kind,
-        name,
-        why: why.to_owned(),
-    };
-    let mut tally = Tally::default();
-    tally.take_skips(things.into_iter().map(skip).collect(), &BTreeSet::new());
-    tally
-}
-
-fn row(name: &str, how: &str, took: Duration, more: &str) -> String {
-    format!("{how:<8} {name:<36} {:>7.1} s  {more}", took.as_secs_f64())
-}
-
-fn check(mut command: std::process::Command) -> Outcome {
-    Outcome::check(match sh::output(&mut command) {
-        Ok(_) => Ok(()),
-        Err(e) => Err(e.to_string()),
-    })
+    steps::run(STATIC.iter().chain(STEPS), &options.selection, options.all)
 }
 
 /// What harnesses of Rust's tests said.
@@ -303,8 +177,8 @@ fn again(args: &str, env: (&str, &str)) -> Outcome {
     let run = cargo_test(&args, &[env]);
     match (run.failure, noted().first()) {
         (None, Some(skip)) => Outcome::skipped(format!("{}: {}", skip.name, skip.why)),
-        (None, None) if run.counts.passed == 0 => Outcome::check(Err("no function ran".to_owned())),
-        (failure, _) => Outcome::check(failure.map_or(Ok(()), Err)),
+        (None, None) if run.counts.passed == 0 => Outcome::of(Err("no function ran".into())),
+        (failure, _) => Outcome::of(failure.map_or(Ok(()), |why| Err(why.into()))),
     }
 }
 
@@ -324,25 +198,25 @@ fn doc() -> Outcome {
 
 /// Licences, bans and sources always; advisories where their database can be fetched.
 fn deny() -> Outcome {
-    if let Err(e) = sh::have_subcommand("deny") {
+    if let Err(e) = have_subcommand("deny") {
         return Outcome::skipped(format!("cargo-deny cannot be installed: {e}"));
     }
     let deny = |what: &[&str]| {
         let mut command = sh::cargo(["deny", "-L", "error", "check"]);
-        sh::output(command.args(what)).map_err(|e| e.to_string())
+        sh::output(command.args(what))
     };
     if let Err(why) = deny(&["bans", "licenses", "sources"]) {
-        return Outcome::check(Err(why));
+        return Outcome::of(Err(why));
     }
     if sh::output(&mut sh::cargo(["deny", "-L", "error", "fetch", "db"])).is_err() {
         let why = "the advisory database cannot be fetched";
         note(Kind::Check, "deny advisories", why);
-        return Outcome::check(Ok(()));
+        return Outcome::of(Ok(()));
     }
     let mut both = Tally::check(true);
     let advisories = deny(&["advisories"]);
     both.merge(Tally::check(advisories.is_ok()));
-    Outcome::Ran(both, advisories.err())
+    Outcome::Ran(both, advisories.err().map(|e| e.to_string()))
 }
 
 /// libiscsi's whole suite, against us alone.
@@ -350,13 +224,13 @@ fn conformance_step() -> Outcome {
     match conformance::run_all(&conformance::Options::for_test()) {
         Ok(conformance::Ended::Ran(tally, failure)) => Outcome::Ran(tally, failure),
         Ok(conformance::Ended::Unavailable(why)) => Outcome::Skipped(conformance::parts(), why),
-        Err(e) => Outcome::check(Err(e.to_string())),
+        Err(e) => Outcome::of(Err(e)),
     }
 }
 
 /// The short cases, or all of them, wherever the rig can be had.
-fn interop_step(options: &Options) -> Outcome {
-    match interop::run_cases(&interop::Options::for_test(options.all)) {
+fn interop_step(all: bool) -> Outcome {
+    match interop::run_cases(&interop::Options::for_test(all)) {
         Ok(interop::Ended::Ran(counts, failure)) => {
             Outcome::Ran(Tally::of(Kind::Case, counts), failure)
         }
@@ -364,26 +238,26 @@ fn interop_step(options: &Options) -> Outcome {
             let case = |name| (Kind::Case, name);
             Outcome::Skipped(cases.into_iter().map(case).collect(), why)
         }
-        Err(e) => Outcome::check(Err(e.to_string())),
+        Err(e) => Outcome::of(Err(e)),
     }
 }
 
 fn package_step() -> Outcome {
     match package::build_and_install() {
-        Ok(package::Ended::Installed) => Outcome::check(Ok(())),
+        Ok(package::Ended::Installed) => Outcome::of(Ok(())),
         Ok(package::Ended::OnlyBuilt(why)) => {
             note(Kind::Check, "installation of the package", &why);
-            Outcome::check(Ok(()))
+            Outcome::of(Ok(()))
         }
-        Err(e) => Outcome::check(Err(e.to_string())),
+        Err(e) => Outcome::of(Err(e)),
     }
 }
 
 fn container_step() -> Outcome {
     match container::build_and_try() {
-        Ok(container::Ended::Tried(_)) => Outcome::check(Ok(())),
+        Ok(container::Ended::Tried(_)) => Outcome::of(Ok(())),
         Ok(container::Ended::Unavailable(why)) => Outcome::skipped(why),
-        Err(e) => Outcome::check(Err(e.to_string())),
+        Err(e) => Outcome::of(Err(e)),
     }
 }
 
@@ -391,7 +265,7 @@ fn instructions_step() -> Outcome {
     if !instructions::is_possible() {
         return Outcome::skipped("valgrind is missing".to_owned());
     }
-    Outcome::check(instructions::run().map_err(|e| e.to_string()))
+    Outcome::of(instructions::run())
 }
 
 #[cfg(test)]
@@ -403,23 +277,6 @@ mod tests {
         let line = "ok. 12 passed; 3 failed; 0 ignored; 0 measured; 0 filtered out";
         assert_eq!(number_before(line, " passed"), 12);
         assert_eq!(number_before(line, " failed"), 3);
-    }
-
-    #[test]
-    fn all_that_is_in_a_step_is_skipped_with_it() {
-        let cases = interop::names(&interop::Options::for_test(true)).unwrap();
-        assert!(cases.len() > 50, "{}", cases.len());
-        let number = cases.len() as u64;
-        let cases = cases.into_iter().map(|name| (Kind::Case, name)).collect();
-        let tally = without("interop", cases, "no kernel");
-        assert_eq!(tally.skipped(Kind::Case), number);
-        assert_eq!(tally.skipped(Kind::Check), 0);
-        let tally = without("conformance", conformance::parts(), "no client");
-        assert_eq!(tally.skipped(Kind::SuiteTest), 1, "nobody knows how many");
-        assert_eq!(tally.skipped(Kind::Check), 12);
-        let tally = without("container", Vec::new(), "no image");
-        assert_eq!(tally.skipped(Kind::Check), 1);
-        assert_eq!(tally.reasons(), ["skipped  checks: container (no image)"]);
     }
 
     #[test]

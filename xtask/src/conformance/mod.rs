@@ -18,10 +18,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::daemon::Daemon;
+use crate::daemon::{self, Daemon};
 use crate::packages::{Need, ensure, need};
 use crate::tally::{Counts, Kind, Tally, note, noted};
-use crate::{Failure, demo, sh};
+use crate::{Failure, sh};
 use suite::{Run, Verdict};
 
 /// Options of `cargo xtask conformance`.
@@ -79,6 +79,9 @@ pub(crate) enum Ended {
     /// The client is missing.
     Unavailable(String),
 }
+
+/// All that it can make use of.
+pub(crate) const NEEDS: &[&[Need]] = &[&[CLIENT], qemu::NEEDS, peer::NEEDS];
 
 const CLIENT: Need = need(
     "iscsi-test-cu",
@@ -139,14 +142,14 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
 /// Runs everything and says how it ended.
 pub(crate) fn run_all(options: &Options) -> Result<Ended, Failure> {
     if options.libiscsi.is_none() {
-        ensure(&[&CLIENT]);
+        ensure([&CLIENT]);
     }
     if options.client(CLIENT.program).is_none() {
         return Ok(Ended::Unavailable(format!("{} is missing", CLIENT.program)));
     }
     let programs = match &options.programs {
         Some(folder) => folder.clone(),
-        None => demo::build()?,
+        None => daemon::build()?,
     };
     let scratch = sh::Scratch::new("conformance")?;
     let mut ours = ours(options, &programs, &scratch)?;

@@ -8,19 +8,20 @@ use std::time::{Duration, Instant};
 use super::suite::Run;
 use super::{IQN, Options, SIZE, free_port, run_suite};
 use crate::daemon::terminate;
-use crate::packages::{ensure, need};
+use crate::packages::{Need, ensure, need};
 use crate::{Failure, sh};
 
 /// Number of the daemon's management socket, so that it meddles with no other.
 const CONTROL: &str = "3917";
 
+pub(super) const NEEDS: &[Need] = &[
+    need("tgtd", "tgt", "the same run against tgt"),
+    need("tgtadm", "tgt", "the same run against tgt"),
+];
+
 /// Runs the suite against the peer; nothing where that cannot be.
 pub(super) fn run(options: &Options, scratch: &sh::Scratch) -> Option<Run> {
-    let needs = [
-        need("tgtd", "tgt", "the same run against tgt"),
-        need("tgtadm", "tgt", "the same run against tgt"),
-    ];
-    if !ensure(&needs.iter().collect::<Vec<_>>()).is_empty() {
+    if !ensure(NEEDS).is_empty() {
         return None;
     }
     let run = || -> Result<Run, Failure> {

@@ -10,7 +10,7 @@ use crate::interop::{initramfs, kernel};
 use crate::packages::{Need, ensure, need};
 use crate::{Failure, sh};
 
-const NEEDS: [Need; 9] = [
+pub(super) const NEEDS: &[Need] = &[
     need("qemu-img", "qemu-utils", "QEMU's iSCSI driver"),
     need(
         "qemu-system-x86_64",
@@ -62,7 +62,7 @@ pub(super) const CHECKS: [&str; 2] = ["qemu-img", "boot from iscsi://"];
 
 /// Runs the checks with a daemon of their own; why not, if something is not to be had here.
 pub(super) fn run(programs: &Path, scratch: &sh::Scratch) -> Result<Vec<Outcome>, String> {
-    if let Some(n) = ensure(&NEEDS.iter().collect::<Vec<_>>()).first() {
+    if let Some(n) = ensure(NEEDS).first() {
         return Err(format!(
             "{} (Debian package {}) is missing",
             n.program, n.package
@@ -80,15 +80,15 @@ pub(super) fn run(programs: &Path, scratch: &sh::Scratch) -> Result<Vec<Outcome>
 
 /// Whether QEMU's tools speak iSCSI; installs the driver if it may.
 fn has_driver() -> bool {
-    // What the tools list they may still not have, and nobody listens at this port.
+    // What the tools list they may still not have, and no target listens at this port.
     let knows = || {
-        let nobody = "iscsi://127.0.0.1:1/iqn.2026-01.org.example:nobody/0";
-        let told = sh::output(&mut sh::cmd("qemu-img", ["info", nobody]));
+        let unserved = "iscsi://127.0.0.1:1/iqn.2026-01.org.example:none/0";
+        let told = sh::output(&mut sh::cmd("qemu-img", ["info", unserved]));
         told.is_err_and(|error| !error.to_string().contains("Unknown protocol"))
     };
     // The package has no program by whose name it could be looked for.
     knows() || {
-        crate::packages::install(&[DRIVER]);
+        crate::packages::install(&[(DRIVER, "iSCSI in QEMU's tools".to_owned())]);
         knows()
     }
 }

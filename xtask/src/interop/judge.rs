@@ -255,7 +255,7 @@ impl Reader {
             self.judged.packets += 1;
             match Packet::parse(line) {
                 Some(packet) => self.packet(&packet),
-                None => self.wrong.push(format!("not told: {line}")),
+                None => self.wrong.push(format!("not understood: {line}")),
             }
         }
         Ok(())

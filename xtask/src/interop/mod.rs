@@ -23,10 +23,10 @@ use runner::{Programs, Rig, Row};
 
 use crate::packages::{Need, ensure, need};
 use crate::tally::Counts;
-use crate::{Failure, demo, root, sh};
+use crate::{Failure, daemon, root, sh};
 
 /// What the rig needs.
-const NEEDS: &[Need] = &[
+pub(crate) const NEEDS: &[Need] = &[
     need("qemu-system-x86_64", "qemu-system-x86", "the guest"),
     need("busybox", "busybox-static", "the guest's initramfs"),
     need("depmod", "kmod", "the guest's modules"),
@@ -167,7 +167,7 @@ pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
         }
         return Ok(Ended::Ran(Counts::default(), None));
     }
-    if let Some(n) = ensure(&NEEDS.iter().collect::<Vec<_>>()).first() {
+    if let Some(n) = ensure(NEEDS).first() {
         let why = format!("{} (Debian package {}) is missing", n.program, n.package);
         return Ok(Ended::Unavailable(names(options)?, why));
     }
@@ -188,7 +188,7 @@ pub(crate) fn run_cases(options: &Options) -> Result<Ended, Failure> {
         Some(folder) => fs::canonicalize(folder)?,
         None => {
             println!("building riserd and riser");
-            demo::build()?
+            daemon::build()?
         }
     };
     let programs = Programs { programs, tests };

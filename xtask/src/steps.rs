@@ -1,0 +1,196 @@
+//! Steps of `cargo xtask test`: run in order, timed and counted.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use crate::packages::{Need, ensure};
+use crate::tally::{Kind, Skip, Tally, noted, skip_log};
+use crate::{Failure, sh};
+
+/// How a step ended.
+pub(crate) enum Outcome {
+    /// It was tried: its counts, and what went wrong if something did.
+    Ran(Tally, Option<String>),
+    /// It could not be tried: what is in it, if that is more than one check, and why.
+    Skipped(Vec<(Kind, String)>, String),
+}
+
+impl Outcome {
+    /// Something that succeeds or fails as a whole.
+    pub(crate) fn of(result: Result<(), Failure>) -> Self {
+        Self::Ran(
+            Tally::check(result.is_ok()),
+            result.err().map(|e| e.to_string()),
+        )
+    }
+
+    /// A check that could not be tried.
+    pub(crate) fn skipped(why: String) -> Self {
+        Self::Skipped(Vec::new(), why)
+    }
+}
+
+/// A step.
+pub(crate) struct Step {
+    pub(crate) name: &'static str,
+    /// Runs with `--all` only.
+    is_extra: bool,
+    /// Programs that it uses.
+    needs: &'static [&'static [Need]],
+    /// The argument says whether all is run that there is.
+    run: fn(bool) -> Outcome,
+}
+
+/// A step of every run.
+pub(crate) const fn step(name: &'static str, run: fn(bool) -> Outcome) -> Step {
+    Step {
+        name,
+        is_extra: false,
+        needs: &[],
+        run,
+    }
+}
+
+impl Step {
+    /// Makes it a step of `--all`.
+    pub(crate) const fn extra(self) -> Self {
+        Self {
+            is_extra: true,
+            ..self
+        }
+    }
+
+    /// Names the programs that it uses.
+    pub(crate) const fn needing(self, needs: &'static [&'static [Need]]) -> Self {
+        Self { needs, ..self }
+    }
+}
+
+/// Formatting and lints, which every run begins with.
+pub(crate) const STATIC: [Step; 2] = [
+    step("fmt", |_| check(sh::cargo(["fmt", "--all", "--check"]))),
+    step("clippy", |_| {
+        let args = "clippy -q --workspace --all-targets -- -D warnings";
+        check(sh::cargo(args.split(' ')))
+    }),
+];
+
+/// Options about steps.
+#[derive(clap::Args)]
+pub(crate) struct Selection {
+    /// Run only the steps whose name contains one of these words.
+    only: Vec<String>,
+    /// List the steps.
+    #[arg(long)]
+    list: bool,
+}
+
+/// Runs the steps; fails if one did.
+pub(crate) fn run<'a>(
+    steps: impl Iterator<Item = &'a Step> + Clone,
+    selection: &Selection,
+    all: bool,
+) -> Result<(), Failure> {
+    if selection.list {
+        for step in steps {
+            let note = if step.is_extra { "  (--all)" } else { "" };
+            println!("{}{note}", step.name);
+        }
+        return Ok(());
+    }
+    let only = &selection.only;
+    let is_wanted = |step: &&Step| {
+        let named = only.iter().any(|word| step.name.contains(word));
+        // A step that is named runs in any case.
+        named || (only.is_empty() && (all || !step.is_extra))
+    };
+    let steps = steps.filter(is_wanted);
+    // All together, so that a question about them comes before hours of work, and once.
+    ensure(steps.clone().flat_map(|step| step.needs).copied().flatten());
+    let _ = fs::remove_file(skip_log());
+    let (mut tally, mut rows) = (Tally::default(), Vec::new());
+    for step in steps {
+        println!("── {}", step.name);
+        let started = Instant::now();
+        let outcome = (step.run)(all);
+        let took = started.elapsed();
+        let (how, mut counts) = match outcome {
+            Outcome::Ran(counts, None) => ("ok", counts),
+            Outcome::Ran(mut counts, Some(why)) => {
+                println!("{why}");
+                // Something that is no test of its own went wrong, as a build.
+                if counts.total().failed == 0 {
+                    counts.merge(Tally::check(false));
+                }
+                ("FAILED", counts)
+            }
+            Outcome::Skipped(things, why) => {
+                println!("{why}");
+                ("skipped", without(step.name, things, &why))
+            }
+        };
+        counts.take_skips(noted(), &BTreeSet::new());
+        let row = row(step.name, how, took, &counts.in_a_row());
+        println!("{row}");
+        rows.push(row);
+        tally.merge(counts);
+    }
+    println!("\n{}\n", rows.join("\n"));
+    for line in tally.reasons() {
+        println!("{line}");
+    }
+    println!("\n{tally}");
+    match tally.total().failed {
+        0 => Ok(()),
+        failed => Err(format!("{failed} failed").into()),
+    }
+}
+
+/// A step that could not be tried: everything that is in it was skipped.
+fn without(step: &str, mut things: Vec<(Kind, String)>, why: &str) -> Tally {
+    if things.is_empty() {
+        things.push((Kind::Check, step.to_owned()));
+    }
+    let skip = |(kind, name)| Skip {
+        kind,
+        name,
+        why: why.to_owned(),
+    };
+    let mut tally = Tally::default();
+    tally.take_skips(things.into_iter().map(skip).collect(), &BTreeSet::new());
+    tally
+}
+
+fn row(name: &str, how: &str, took: Duration, more: &str) -> String {
+    format!("{how:<8} {name:<36} {:>7.1} s  {more}", took.as_secs_f64())
+}
+
+/// A program that succeeds or fails as a whole.
+pub(crate) fn check(mut command: Command) -> Outcome {
+    Outcome::of(sh::output(&mut command).map(drop))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{conformance, interop};
+
+    #[test]
+    fn all_that_is_in_a_step_is_skipped_with_it() {
+        let cases = interop::names(&interop::Options::for_test(true)).unwrap();
+        assert!(cases.len() > 50, "{}", cases.len());
+        let number = cases.len() as u64;
+        let cases = cases.into_iter().map(|name| (Kind::Case, name)).collect();
+        let tally = without("interop", cases, "no kernel");
+        assert_eq!(tally.skipped(Kind::Case), number);
+        assert_eq!(tally.skipped(Kind::Check), 0);
+        let tally = without("conformance", conformance::parts(), "no client");
+        assert_eq!(tally.skipped(Kind::SuiteTest), 1, "the number is unknown");
+        assert_eq!(tally.skipped(Kind::Check), 12);
+        let tally = without("container", Vec::new(), "no image");
+        assert_eq!(tally.skipped(Kind::Check), 1);
+        assert_eq!(tally.reasons(), ["skipped  checks: container (no image)"]);
+    }
+}

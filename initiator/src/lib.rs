@@ -26,7 +26,6 @@ pub mod rping;
 pub mod scsi;
 pub mod session;
 pub mod srp;
-mod state;
 pub mod ublk;
 pub mod unit;
 pub mod url;

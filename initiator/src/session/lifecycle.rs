@@ -2,8 +2,9 @@
 
 use std::time::{Duration, Instant};
 
+use riser_state::{State, become_state};
+
 use super::{Down, SessionEvent, Timing};
-use crate::state::{State, become_state};
 
 /// A session's state.
 ///
@@ -171,7 +172,7 @@ impl Lifecycle {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::state::tests::{assert_all_taken, table};
+    use riser_state::testing::{assert_all_taken, table};
 
     const WHY: Down = Down::ConnectionLost;
 

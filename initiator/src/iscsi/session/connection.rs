@@ -11,11 +11,11 @@ use riser_scsi::iscsi::pdu::{
 };
 use riser_scsi::iscsi::text::{self, Collector};
 use riser_scsi::iscsi::{Cid, CmdSn, Numbers, StatSn, Tsih, Ttt};
+use riser_state::become_state;
 
 use super::types::{ConnState, Slot};
 use super::{ControlPdu, LOGOUT_PATIENCE, LOGOUT_TAG, MAX_REDIRECTIONS, Output, Session, TEXT_TAG};
 use crate::session::{ConnectError, Down, IscsiFault, SessionEvent, SessionState};
-use crate::state::become_state;
 
 impl Session {
     pub(super) fn connect(&mut self, now: Instant) {

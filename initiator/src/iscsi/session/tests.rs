@@ -2,6 +2,7 @@ use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
+use riser_state::testing::{assert_all_taken, table};
 
 use riser_scsi::iscsi::BHS_LEN;
 use riser_scsi::iscsi::frame::Frame;
@@ -11,7 +12,6 @@ use super::fixture::config;
 use super::*;
 use crate::request::{Answer, Cdb, DataLen, Effect, RequestError, RequestResult, Retry};
 use crate::session::{ConnectError, Down, IscsiFault, SessionEvent};
-use crate::state::tests::{assert_all_taken, table};
 
 const MS: Duration = Duration::from_millis(1);
 const SEC: Duration = Duration::from_secs(1);

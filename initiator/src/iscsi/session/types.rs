@@ -9,13 +9,13 @@ use riser_scsi::iscsi::login::ConnectionParams;
 use riser_scsi::iscsi::name::{Found, IscsiName, TargetAddress};
 use riser_scsi::iscsi::{BHS_LEN, CmdSn, Isid, Itt, Ttt};
 use riser_scsi::srp::WireLun;
+use riser_state::State;
 
 #[cfg(doc)]
 use super::Session;
 use crate::request::table::Late;
 use crate::request::{DataLen, RequestId, RequestResult};
 use crate::session::{SessionEvent, Timing};
-use crate::state::State;
 
 /// Configuration of a session.
 #[derive(Clone, Debug)]

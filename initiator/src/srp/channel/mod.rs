@@ -19,6 +19,7 @@ use riser_scsi::srp::{
     LoginRej, LoginReq, LoginReqFlags, LoginRsp, MIN_MAX_IU_LEN, MemDesc, Opcode, Residual, Rsp,
     RspCode, SHORT_IU_LEN, TSK_MGMT_LEN, Tag, TskMgmt, TskMgmtFunction, WireLun,
 };
+use riser_state::{State, become_state};
 
 pub use self::types::{
     Agreed, ChannelConfig, ChannelState, CommandData, CommandIu, Immediate, Received,
@@ -26,7 +27,6 @@ pub use self::types::{
 use super::descriptor::DescriptorLimits;
 use crate::request::{DataLen, MAX_CDB};
 use crate::session::{SrpFault, SrpLoginError};
-use crate::state::{State, become_state};
 
 /// Where immediate data begins: behind the fixed part, sixteen more bytes of CDB, and the length.
 const IMMEDIATE_OFFSET: u16 = 48 + 16 + 4;

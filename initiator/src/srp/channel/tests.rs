@@ -1,4 +1,5 @@
 use proptest::prelude::*;
+use riser_state::testing::{assert_all_taken, table};
 
 use riser_scsi::srp::{
     InitiatorPortId, LoginRejReason, MultiChannelAction, TargetPortId, TaskAttr,
@@ -6,7 +7,6 @@ use riser_scsi::srp::{
 
 use super::*;
 use crate::request::Cdb;
-use crate::state::tests::{assert_all_taken, table};
 
 fn config() -> ChannelConfig {
     ChannelConfig {

@@ -4,10 +4,10 @@ use riser_scsi::srp::{
     ImmediateDataOffset, IndirectTable, InitiatorPortId, MemDesc, MultiChannelAction,
     MultiChannelResult, Rsp, RspCode, SHORT_IU_LEN, TargetPortId, TaskAttr, WireLun,
 };
+use riser_state::State;
 
 use crate::request::{Cdb, DataLen};
 use crate::srp::descriptor::DescriptorLimits;
-use crate::state::State;
 
 /// Configuration of a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,12 +3,12 @@
 use std::time::Instant;
 
 use riser_scsi::srp::LoginReq;
+use riser_state::become_state;
 
 use super::types::{ConnState, Member};
 use super::{ChannelIndex, ConnectError, Down, Output, Session, SessionEvent, SessionState};
 use crate::request::Effect;
 use crate::srp::channel::InitiatorChannel;
-use crate::state::become_state;
 
 impl Session {
     pub(super) fn connect(&mut self, channel: u8, now: Instant) {

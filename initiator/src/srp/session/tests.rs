@@ -2,6 +2,7 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 use riser_scsi::srp::{InitiatorPortId, LoginReq, MultiChannelAction, TargetPortId, TaskAttr};
+use riser_state::testing::{assert_all_taken, table};
 
 use super::*;
 use crate::request::{
@@ -10,7 +11,6 @@ use crate::request::{
 };
 use crate::session::{SrpLoginError, Timing};
 use crate::srp::channel::{ChannelConfig, CommandData};
-use crate::state::tests::{assert_all_taken, table};
 
 const MS: Duration = Duration::from_millis(1);
 const SEC: Duration = Duration::from_secs(1);

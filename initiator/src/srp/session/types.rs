@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use riser_scsi::srp::{MultiChannelAction, SHORT_IU_LEN, TSK_MGMT_LEN, WireLun};
+use riser_state::State;
 
 #[cfg(doc)]
 use super::Session;
@@ -11,7 +12,6 @@ use crate::request::table::Late;
 use crate::request::{RequestId, RequestResult};
 use crate::session::{SessionEvent, Timing};
 use crate::srp::channel::{ChannelConfig, ChannelState, InitiatorChannel};
-use crate::state::State;
 
 /// Configuration of a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,13 +3,16 @@
 //! A machine's states list their legal transitions in [`State::may_become`]. [`become_state`] is the
 //! only assignment of a state, so a transition that the table lacks is a bug of ours and panics where
 //! it happens, in production as in tests.
+//!
+//! A test of the machine compares its table with its diagram (`testing::table`) and takes every
+//! transition of it (`testing::assert_all_taken`); both need the feature `testing`.
 
 #![forbid(unsafe_code)]
 
 use std::fmt::Debug;
 
 /// A state of a machine whose transitions are listed.
-pub(crate) trait State: Debug {
+pub trait State: Debug {
     /// The state's name, without what it carries.
     fn name(&self) -> &'static str;
 
@@ -21,30 +24,39 @@ pub(crate) trait State: Debug {
 ///
 /// # Panics
 /// If the table has no such transition.
-pub(crate) fn become_state<S: State>(state: &mut S, next: S) {
+#[inline]
+pub fn become_state<S: State>(state: &mut S, next: S) {
     assert!(state.may_become(&next), "{state:?} became {next:?}");
-    #[cfg(test)]
-    tests::record(state.name(), next.name());
+    #[cfg(feature = "testing")]
+    testing::record(state.name(), next.name());
     *state = next;
 }
 
-#[cfg(test)]
-pub(crate) mod tests {
+/// What the tests of a machine need.
+#[cfg(feature = "testing")]
+pub mod testing {
     use std::cell::RefCell;
     use std::collections::BTreeSet;
 
     use super::State;
 
+    type Taken = BTreeSet<(&'static str, &'static str)>;
+
     thread_local! {
-        static TAKEN: RefCell<BTreeSet<(&'static str, &'static str)>> = RefCell::default();
+        /// The transitions of this thread, while [`assert_all_taken`] runs.
+        static TAKEN: RefCell<Option<Taken>> = const { RefCell::new(None) };
     }
 
     pub(super) fn record(from: &'static str, to: &'static str) {
-        TAKEN.with_borrow_mut(|taken| taken.insert((from, to)));
+        TAKEN.with_borrow_mut(|taken| {
+            if let Some(taken) = taken {
+                taken.insert((from, to));
+            }
+        });
     }
 
     /// Renders a machine's table: a line for each state, with the states that may follow it.
-    pub(crate) fn table<S: State>(all: &[S]) -> String {
+    pub fn table<S: State>(all: &[S]) -> String {
         let row = |from: &S| {
             let next = all.iter().filter(|to| from.may_become(to));
             let next: Vec<&str> = next.map(State::name).collect();
@@ -54,10 +66,13 @@ pub(crate) mod tests {
     }
 
     /// Runs scripts and asserts that they take every transition of a machine's table.
-    pub(crate) fn assert_all_taken<S: State>(all: &[S], scripts: impl FnOnce()) {
-        TAKEN.take();
+    ///
+    /// # Panics
+    /// If they do not.
+    pub fn assert_all_taken<S: State>(all: &[S], scripts: impl FnOnce()) {
+        TAKEN.set(Some(Taken::new()));
         scripts();
-        let taken = TAKEN.take();
+        let taken = TAKEN.take().expect("the recording that was begun");
         for from in all {
             for to in all.iter().filter(|to| from.may_become(to)) {
                 let row = (from.name(), to.name());

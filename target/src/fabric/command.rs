@@ -63,13 +63,13 @@ pub enum Entry {
     Limited,
 }
 
-/// Descriptor tables of a command.
+/// Descriptors of a command's data, besides those that came with it and lie in its context.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Tables {
-    /// One is to be fetched from the initiator, even if there is no Data-Out.
+pub struct Descriptors {
+    /// Some are to be fetched from the initiator, even if there is no Data-Out.
     pub external: bool,
-    /// One is in the pool.
-    pub held: bool,
+    /// Some lie in the pool.
+    pub pooled: bool,
 }
 
 /// What a command gets from its initiator before it takes its place in the order.
@@ -254,7 +254,7 @@ impl<const CDB: usize> Execution<CDB> {
         &mut self,
         nexus: NexusId,
         name: TaskRef,
-        tables: Tables,
+        descriptors: Descriptors,
         limited: Option<bool>,
         pool: &Pool,
         now: Instant,
@@ -262,7 +262,7 @@ impl<const CDB: usize> Execution<CDB> {
         self.timer.classify(self.opcode.kind);
         self.timer.enter(Stage::Scsi, now);
         let Some(unit) = &self.unit else {
-            if tables.external {
+            if descriptors.external {
                 self.early = Early::Awaited(None);
                 return Entry::Gather;
             }
@@ -273,9 +273,9 @@ impl<const CDB: usize> Execution<CDB> {
         let new = NewTask {
             attribute: self.attribute,
             footprint: self.opcode.footprint(&self.cdb),
-            awaits_data: tables.external || data.is_some() || limited.is_some(),
+            awaits_data: descriptors.external || data.is_some() || limited.is_some(),
         };
-        let keeps_memory = data.is_some() || tables.external || tables.held;
+        let keeps_memory = data.is_some() || descriptors.external || descriptors.pooled;
         match unit.register(nexus, new, (name, self.lun), keeps_memory, limited) {
             Ok((key, started)) => {
                 self.key = Some(key);

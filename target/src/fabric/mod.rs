@@ -10,6 +10,7 @@
 //! - `task`: [`TaskRef`], a task's name on all workers.
 //! - `unit`: [`Unit`], a logical unit and its task set, as connections share it.
 //! - `lun_map`: [`LunMap`], the units that one initiator may address, and by which numbers.
+//! - `transfer`: [`Transfer`], the RDMA requests that move a command's data.
 //! - `accounts`: [`Accounts`], where a session's commands are counted.
 //! - `throttle`: [`Throttle`], the commands of a connection that wait for limits.
 //! - `pace`: [`Pace`], how long a command may wait for its initiator.
@@ -24,13 +25,17 @@ mod memory;
 mod pace;
 mod task;
 mod throttle;
+mod transfer;
 mod unit;
 
 pub use accounts::{Accounts, AddressedUnit};
-pub use command::{Entry, Execution, MAX_DATA_TIMEOUTS, Tables};
+pub use command::{Descriptors, Entry, Execution, MAX_DATA_TIMEOUTS};
 pub use lun_map::{KnownUnits, LunMap, Mapping, StaleLun};
 pub use memory::ConnectionMemory;
 pub use pace::{Pace, SLOWEST, Wait};
 pub use task::{TaskIdx, TaskRef};
 pub use throttle::{MAX_WAIT, Passage, Throttle, Toll};
+pub use transfer::{
+    Direction, MAX_SGE, PortionLimits, RdmaRequest, RemoteMemory, RemoteRange, Requests, Transfer,
+};
 pub use unit::{TaskSetFull, TmfCounts, TmfOutcome, Unit, UnitIdx};

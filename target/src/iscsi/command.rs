@@ -18,7 +18,7 @@ use super::datamover::{Control, Datamover, GetData, PutData, Start, Taken};
 use super::task::{Incoming, Piece, Task, TaskState};
 use super::tcp::good;
 use crate::audit::Parting;
-use crate::fabric::{Entry, MAX_DATA_TIMEOUTS, Tables, TaskIdx, TaskRef};
+use crate::fabric::{Descriptors, Entry, MAX_DATA_TIMEOUTS, TaskIdx, TaskRef};
 use crate::pool::{Owner, Pool};
 use crate::stats::{SessionEvent, Stage};
 use crate::warn_limited;
@@ -146,7 +146,14 @@ impl<D: Datamover> Channel<D> {
             return self.answer_status(cx, idx, Status::TaskSetFull);
         }
         let exec = &mut self.tasks[usize::from(idx.0)].exec;
-        match exec.register(nexus, name, Tables::default(), limited, cx.pool, cx.now) {
+        match exec.register(
+            nexus,
+            name,
+            Descriptors::default(),
+            limited,
+            cx.pool,
+            cx.now,
+        ) {
             Entry::Now => self.start(cx, idx),
             Entry::Later => {}
             Entry::Full => {

@@ -17,11 +17,10 @@ use riser_scsi::iser::{
 use riser_scsi::step::{BackendError, BlockOp, StepResult};
 
 use super::{ChainIdx, ConnState, IserAction, IserChannel, IserConfig, IserParams, Post, RxIdx};
-use crate::fabric::TaskIdx;
+use crate::fabric::{Direction, RdmaRequest, TaskIdx};
 use crate::iscsi::fixture::{DISK, FakeGate, unit};
 use crate::iscsi::{Action, Channel, Cx};
 use crate::pool::Pool;
-use crate::srp::transfer::Direction;
 
 /// Commands of the window.
 pub(super) const WINDOW: u16 = 4;
@@ -45,9 +44,7 @@ pub(super) enum Got {
 #[derive(Debug)]
 struct Chain {
     idx: ChainIdx,
-    direction: Direction,
-    /// Remote key, remote address, local ranges.
-    wrs: Vec<(u32, u64, Vec<std::ops::Range<usize>>)>,
+    requests: Vec<RdmaRequest>,
     send: Option<(Vec<u8>, Option<u32>)>,
 }
 
@@ -220,30 +217,26 @@ impl Rig {
     }
 
     fn take_post(&mut self, post: &Post) {
-        let wrs: Vec<_> = post
-            .wrs
-            .iter()
-            .map(|wr| (wr.remote.rkey.0, wr.remote.addr, wr.local.to_vec()))
-            .collect();
-        assert!(
-            wrs.iter()
-                .all(|(_, _, local)| local.len() <= self.conn.params().max_sge)
-        );
+        let requests = post.requests.clone();
+        let max_sge = self.conn.params().max_sge;
+        assert!(requests.iter().all(|r| r.local.len() <= max_sge));
         let send = post
             .send
             .as_ref()
             .map(|send| (send.bytes.to_vec(), send.invalidate.map(|stag| stag.0)));
-        assert!(!wrs.is_empty() || send.is_some(), "a chain does something");
+        assert!(
+            !requests.is_empty() || send.is_some(),
+            "a chain does something"
+        );
         self.chains.push_back(Chain {
             idx: post.chain,
-            direction: post.direction,
-            wrs,
+            requests,
             send,
         });
         let posted = self
             .chains
             .iter()
-            .map(|c| c.wrs.len() + usize::from(c.send.is_some()));
+            .map(|c| c.requests.len() + usize::from(c.send.is_some()));
         self.most_posted = self.most_posted.max(posted.sum());
         assert!(self.most_posted <= self.conn.params().credits() as usize);
     }
@@ -256,14 +249,15 @@ impl Rig {
             return None;
         }
         let pool = self.pool.memory().whole();
-        for (key, addr, local) in chain.wrs {
+        for request in chain.requests {
+            let key = request.remote.rkey.0;
             assert!(!self.invalidated.contains(&key), "a key that works");
             let buffer = self.memory.get_mut(&key).expect("a key of the initiator's");
-            let mut at = (addr - BASE) as usize;
-            for range in local {
+            let mut at = (request.remote.addr - BASE) as usize;
+            for range in request.local {
                 let slice = pool.slice(range).unwrap();
                 let remote = &mut buffer[at..at + slice.len()];
-                match chain.direction {
+                match request.direction {
                     Direction::FromInitiator => slice.write(0, remote),
                     Direction::ToInitiator => slice.read(0, remote),
                 }

@@ -14,14 +14,12 @@ use riser_scsi::iscsi::{Numbers, StatSn};
 use riser_scsi::iser::{
     Buffers, HEADER_LEN, HEADERS_LEN, Header, HelloReply, RemoteBuffer, Stag, put_control,
 };
-use riser_scsi::srp::MemDesc;
+use riser_transport::verbs::RKey;
 
 use super::IserParams;
 use super::ring::{LARGE_SEGMENT, TxIdx, TxRing};
-use crate::fabric::TaskIdx;
+use crate::fabric::{Direction, PortionLimits, RdmaRequest, RemoteRange, TaskIdx, Transfer};
 use crate::iscsi::{Control, Datamover, GetData, Held, PutData, Taken};
-use crate::srp::table::Table;
-use crate::srp::transfer::{Direction, PortionLimits, RdmaWr, Transfer};
 
 /// Longest data segment sent in full-feature phase of a normal session, in bytes. Linux and libiscsi
 /// declare more than their descriptors hold, which is this.
@@ -46,10 +44,8 @@ pub struct SendMessage {
 pub struct Post {
     /// Its number.
     pub chain: ChainIdx,
-    /// Which way the RDMA requests go.
-    pub direction: Direction,
     /// The RDMA requests, in order.
-    pub wrs: Vec<RdmaWr>,
+    pub requests: Vec<RdmaRequest>,
     /// The message.
     pub send: Option<SendMessage>,
 }
@@ -58,8 +54,7 @@ impl Default for Post {
     fn default() -> Self {
         Self {
             chain: ChainIdx(0),
-            direction: Direction::ToInitiator,
-            wrs: Vec::new(),
+            requests: Vec::new(),
             send: None,
         }
     }
@@ -94,7 +89,7 @@ impl Then {
 #[derive(Debug)]
 struct Item {
     /// The transfer of a task's data, and the initiator's side of it.
-    transfer: Option<(TaskIdx, Transfer, Table)>,
+    transfer: Option<(TaskIdx, Transfer, RemoteRange)>,
     then: Then,
 }
 
@@ -229,7 +224,7 @@ impl Iser {
 
     /// The next chain; `false` when there is nothing to post, or no room to post it.
     pub(super) fn poll_post(&mut self, numbers: Numbers, held: Held<'_>, post: &mut Post) -> bool {
-        post.wrs.clear();
+        post.requests.clear();
         post.send = None;
         let Some(mut item) = self.queue.pop_front() else {
             return false;
@@ -266,14 +261,12 @@ impl Iser {
             tx: None,
             ends: None,
         };
-        post.direction = Direction::ToInitiator;
-        if let Some((task, transfer, table)) = &mut item.transfer {
+        if let Some((task, transfer, remote)) = &mut item.transfer {
             let limits = self.portion(reserve);
             let buffer = held.buffer(*task);
-            chain.wrs = transfer.plan(table, buffer, limits);
-            transfer.each(table, buffer, limits, |wr| post.wrs.push(wr));
+            chain.wrs = transfer.plan(remote, buffer, limits);
+            post.requests.extend(transfer.requests(remote, buffer));
             chain.task = Some(*task);
-            post.direction = transfer.direction;
             chain.is_last = transfer.is_last();
             transfer.portion_done();
             self.known[usize::from(task.0)].chains += 1;
@@ -385,19 +378,21 @@ impl Iser {
     }
 }
 
-/// One descriptor that names `len` bytes of a buffer, from `at` on. The address may wrap if the initiator
-/// says so: its own device refuses that range.
-fn table(buffer: RemoteBuffer, at: u32, len: u32) -> Table {
-    let base = buffer.base.wrapping_add(u64::from(at));
-    let desc = MemDesc::new(base, buffer.stag.0, len);
-    Table::Inline([desc].into_iter().collect())
+/// The `len` bytes from `at` on of a buffer that the initiator has advertised. The address may wrap if
+/// it says so: such a chain is not posted, and the connection ends.
+fn remote(buffer: RemoteBuffer, at: u32, len: u32) -> RemoteRange {
+    RemoteRange {
+        addr: buffer.base.wrapping_add(u64::from(at)),
+        rkey: RKey(buffer.stag.0),
+        len,
+    }
 }
 
-/// A piece of a read, and where it goes.
-fn outgoing(put: &PutData, buffer: RemoteBuffer) -> (TaskIdx, Transfer, Table) {
+/// A piece of a read, and its place in the initiator's memory.
+fn outgoing(put: &PutData, buffer: RemoteBuffer) -> (TaskIdx, Transfer, RemoteRange) {
     let len = put.end - put.base;
     let transfer = Transfer::new(Direction::ToInitiator, len);
-    (put.task, transfer, table(buffer, put.base, len))
+    (put.task, transfer, remote(buffer, put.base, len))
 }
 
 impl Datamover for Iser {
@@ -475,7 +470,7 @@ impl Datamover for Iser {
         let start = get.offset - get.base;
         let transfer = Transfer::of_range(Direction::FromInitiator, start..start + get.len);
         self.queue.push_back(Item {
-            transfer: Some((get.task, transfer, table(buffer, at, get.len))),
+            transfer: Some((get.task, transfer, remote(buffer, at, get.len))),
             then: Then::Arrive,
         });
         0

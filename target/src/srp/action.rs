@@ -4,7 +4,6 @@ use riser_scsi::attention::Attention;
 use riser_scsi::step::BlockOp;
 
 use super::ioctx::RecvIdx;
-use super::transfer::Direction;
 use crate::fabric::{TaskIdx, TaskRef, UnitIdx};
 
 /// An information unit to send: it lies in the send ring, in the place of its context.
@@ -21,20 +20,19 @@ pub struct SendIu {
 pub enum Action {
     /// Post this receive.
     PostRecv(RecvIdx),
-    /// Post one chain: the RDMA requests of [`Channel::each_wr`](super::Channel::each_wr) if `rdma`, then the message if there
-    /// is one. Its last request is signaled; when it completes, call [`Channel::handle_post_done`](super::Channel::handle_post_done).
+    /// Post one chain: the RDMA requests of [`Channel::requests`](super::Channel::requests), then the
+    /// message if there is one. Its last request is signaled; when it completes, call
+    /// [`Channel::handle_post_done`](super::Channel::handle_post_done).
     Post {
         /// The context.
-        ioctx: TaskIdx,
-        /// RDMA requests first.
-        rdma: Option<Direction>,
+        task: TaskIdx,
         /// The message last.
         send: Option<SendIu>,
     },
     /// Start a block operation; when it ends, call [`Channel::handle_block_done`](super::Channel::handle_block_done).
     SubmitBlock {
         /// The context.
-        ioctx: TaskIdx,
+        task: TaskIdx,
         /// On which unit.
         unit: UnitIdx,
         /// What.

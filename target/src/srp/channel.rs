@@ -25,9 +25,11 @@ use super::credit::{ReqLim, SendQueue};
 use super::ioctx::{IoctxState, RecvIdx, SendIoctx};
 use super::login::{ChannelParams, OWN_MESSAGES};
 use super::teardown::Own;
-use super::transfer::{PortionLimits, RdmaWr};
 use crate::audit::Parting;
-use crate::fabric::{Accounts, LunMap, MAX_DATA_TIMEOUTS, Pace, TaskIdx, TaskRef, Throttle};
+use crate::fabric::{
+    Accounts, LunMap, MAX_DATA_TIMEOUTS, Pace, PortionLimits, RdmaRequest, TaskIdx, TaskRef,
+    Throttle,
+};
 use crate::log::RateLimit;
 use crate::pool::Pool;
 use crate::stats::Functions;
@@ -341,12 +343,9 @@ impl Channel {
             .flat_map(move |b| b.slices(range.clone()))
     }
 
-    /// The RDMA requests of the chain that is being posted.
-    pub fn each_wr(&self, ioctx: TaskIdx, f: impl FnMut(RdmaWr)) {
-        let io = &self.ioctx[usize::from(ioctx.0)];
-        let (table, buffer) = io.chain_parts();
-        let transfer = io.transfer.as_ref().expect("a transfer is under way");
-        transfer.each(table, buffer, self.portion_limits(), f);
+    /// Returns the RDMA requests of the chain that is being posted.
+    pub fn requests(&self, task: TaskIdx) -> impl Iterator<Item = RdmaRequest> + '_ {
+        self.ioctx[usize::from(task.0)].requests()
     }
 
     /// A message arrived in this receive context.

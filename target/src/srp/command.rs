@@ -10,9 +10,7 @@ use riser_scsi::step::{Expected, Status, Step, StepResult, TaskAttribute};
 use super::action::Action;
 use super::channel::{ChState, Channel, Cx};
 use super::ioctx::{CDB_LEN, CommandToken, Immediate, IoctxState, RecvIdx, Then};
-use super::table::{Table, TableError, Taken};
-use super::transfer::{Direction, Transfer};
-use crate::fabric::{Entry, Tables, TaskIdx};
+use crate::fabric::{Direction, Entry, TaskIdx, Transfer};
 use crate::pool::{Owner, Pool};
 use crate::stats::Stage;
 use crate::warn_limited;
@@ -91,8 +89,10 @@ impl Channel {
             return self.on_overlapped(cx, idx, older);
         }
         self.tags.insert(cmd.tag, idx);
-        let tables = self.take_tables(cx.pool, idx, cmd);
-        if self.ioctx[usize::from(idx.0)].immediate.is_none() {
+        let owner = self.owner();
+        let io = &mut self.ioctx[usize::from(idx.0)];
+        let tables = io.tables.take(cmd, cx.pool, owner);
+        if io.immediate.is_none() {
             self.recycle_recv(recv);
         }
         match tables {
@@ -107,27 +107,6 @@ impl Channel {
         }
     }
 
-    /// Takes over both tables; `false` without room in the pool.
-    fn take_tables(
-        &mut self,
-        pool: &mut Pool,
-        idx: TaskIdx,
-        cmd: &Cmd<'_>,
-    ) -> Result<bool, TableError> {
-        let owner = self.owner();
-        let io = &mut self.ioctx[usize::from(idx.0)];
-        for (data, table) in [
-            (&cmd.data_out, &mut io.table_out),
-            (&cmd.data_in, &mut io.table_in),
-        ] {
-            match Table::take(data, pool, owner)? {
-                Taken::Ready(taken) => *table = taken,
-                Taken::NoBuffer => return Ok(false),
-            }
-        }
-        Ok(true)
-    }
-
     /// A request that could not be parsed, except for its tag.
     pub(super) fn refuse(&mut self, cx: &mut Cx<'_>, tag: Tag) {
         let idx = self.take_in(tag, IoctxState::New);
@@ -138,27 +117,21 @@ impl Channel {
     fn enter_task_set(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         let task = self.task_ref(idx);
         let io = &mut self.ioctx[usize::from(idx.0)];
-        let is_external = |table: &Table| matches!(table, Table::External { .. });
-        let external = is_external(&io.table_out) || is_external(&io.table_in);
+        let descriptors = io.tables.descriptors();
         let nexus = self.config.nexus;
-        let tables = [&io.table_out, &io.table_in];
-        let is_pooled = tables.iter().any(|t| matches!(t, Table::Pooled { .. }));
         let Some(passage) = self.throttle.enter(idx, io.exec.toll(nexus), cx.now) else {
             return self.answer_status(cx, idx, Status::TaskSetFull);
         };
         let limited = passage.limited;
-        if limited.is_some() && is_pooled && !cx.pool.has_spare_tables(Owner(self.config.serial)) {
+        let lacks_tables = || !cx.pool.has_spare_tables(Owner(self.config.serial));
+        if limited.is_some() && descriptors.pooled && lacks_tables() {
             // Tables of commands that wait for limits must not keep others from theirs.
             self.throttle.refuse(idx, passage);
             return self.answer_status(cx, idx, Status::Busy);
         }
-        let tables = Tables {
-            external,
-            held: is_pooled,
-        };
         let entry = io
             .exec
-            .register(nexus, task, tables, limited, cx.pool, cx.now);
+            .register(nexus, task, descriptors, limited, cx.pool, cx.now);
         match entry {
             Entry::Now => self.start(cx, idx),
             Entry::Later => self.ioctx[usize::from(idx.0)].state = IoctxState::AwaitTask,
@@ -209,22 +182,15 @@ impl Channel {
     fn fetch_table(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) -> bool {
         let owner = self.owner();
         let io = &mut self.ioctx[usize::from(idx.0)];
-        let external = [&io.table_out, &io.table_in]
-            .into_iter()
-            .find_map(|table| match table {
-                Table::External { remote, .. } => Some(*remote),
-                _ => None,
-            });
-        let Some(remote) = external else {
+        let Some(remote) = io.tables.external() else {
             return false;
         };
         let Some(buffer) = cx.pool.take_table(owner, remote.data_len()) else {
             self.answer_status(cx, idx, Status::Busy);
             return true;
         };
-        let source = Table::Inline([remote].into_iter().collect());
         io.exec.timer.enter(Stage::FabricIn, cx.now);
-        io.fetch = Some((source, buffer));
+        io.tables.begin_fetch(remote, buffer);
         io.transfer = Some(Transfer::new(Direction::FromInitiator, remote.data_len()));
         self.try_post(idx, Then::FetchTable);
         true
@@ -232,20 +198,8 @@ impl Channel {
 
     pub(super) fn on_table_fetched(&mut self, cx: &mut Cx<'_>, idx: TaskIdx) {
         let io = &mut self.ioctx[usize::from(idx.0)];
-        let (_, buffer) = io.fetch.take().expect("a table was fetched");
         io.transfer = None;
-        let external = [&mut io.table_out, &mut io.table_in]
-            .into_iter()
-            .find(|table| matches!(table, Table::External { .. }))
-            .expect("its place is still empty");
-        let Table::External { remote, data_len } = *external else {
-            unreachable!("found as external");
-        };
-        *external = Table::Pooled {
-            buffer,
-            entries: remote.data_len() / riser_scsi::srp::MemDesc::LEN as u32,
-        };
-        match external.check(data_len) {
+        match io.tables.on_fetched() {
             Ok(()) => self.prepare(cx, idx),
             Err(error) => {
                 self.counters.malformed += 1;
@@ -315,7 +269,7 @@ impl Channel {
                     io.state = IoctxState::DataIn;
                     self.blocks_in_flight += 1;
                     self.actions.push_back(Action::SubmitBlock {
-                        ioctx: idx,
+                        task: idx,
                         unit,
                         op,
                     });
@@ -480,11 +434,7 @@ impl Channel {
             (Some(_), End::Answered) => unreachable!("an answer takes the token"),
         }
         let tag = io.tag;
-        io.table_out.release(pool);
-        io.table_in.release(pool);
-        if let Some((_, buffer)) = io.fetch.take() {
-            pool.release(buffer);
-        }
+        io.tables.release(pool);
         let watchers = io.exec.finish(pool);
         io.transfer = None;
         io.wait = None;

@@ -20,9 +20,8 @@ use super::action::{Action, SendIu};
 use super::channel::{ChState, Channel, ChannelConfig, Cx};
 use super::ioctx::RecvIdx;
 use super::login::{ChannelParams, MAX_TI_IU};
-use super::transfer::{Direction, RdmaWr};
 use crate::config::DATA_OUT_TIMEOUT;
-use crate::fabric::{LunMap, Mapping, TaskIdx, Unit, UnitIdx};
+use crate::fabric::{Direction, LunMap, Mapping, RdmaRequest, TaskIdx, Unit, UnitIdx};
 use crate::fixture::windowed_unit_config;
 use crate::pool::Pool;
 use crate::stats::LunStats;
@@ -35,8 +34,7 @@ pub(super) enum Pending {
     Chain {
         chan: usize,
         ioctx: TaskIdx,
-        rdma: Option<Direction>,
-        wrs: Vec<RdmaWr>,
+        requests: Vec<RdmaRequest>,
         send: Option<SendIu>,
     },
     Block {
@@ -244,22 +242,18 @@ impl Rig {
         };
         match action {
             Action::PostRecv(recv) => self.receives[chan].push(recv),
-            Action::Post { ioctx, rdma, send } => {
-                let mut wrs = Vec::new();
-                if rdma.is_some() {
-                    self.channels[chan].each_wr(ioctx, |wr| wrs.push(wr));
-                }
+            Action::Post { task, send } => {
+                let requests = self.channels[chan].requests(task).collect();
                 self.pending.push(Pending::Chain {
                     chan,
-                    ioctx,
-                    rdma,
-                    wrs,
+                    ioctx: task,
+                    requests,
                     send,
                 });
             }
-            Action::SubmitBlock { ioctx, unit, op } => self.pending.push(Pending::Block {
+            Action::SubmitBlock { task, unit, op } => self.pending.push(Pending::Block {
                 chan,
-                ioctx,
+                ioctx: task,
                 unit,
                 op,
                 aborted: false,
@@ -327,14 +321,14 @@ impl Rig {
             Pending::Chain {
                 chan,
                 ioctx,
-                rdma,
-                wrs,
+                requests,
                 send,
             } => {
-                let ok =
-                    ok && self.channels[chan].state() != ChState::Draining && self.allows(&wrs);
+                let ok = ok
+                    && self.channels[chan].state() != ChState::Draining
+                    && self.allows(&requests);
                 if ok {
-                    self.move_data(rdma, &wrs);
+                    self.move_data(&requests);
                     if let Some(iu) = send {
                         let slot = self.channels[chan].send_slot(ioctx);
                         let bytes = slot.slice(0..iu.len as usize).unwrap().to_vec();
@@ -380,9 +374,9 @@ impl Rig {
     }
 
     /// Whether the initiator's device allows all of this.
-    fn allows(&self, wrs: &[RdmaWr]) -> bool {
-        wrs.iter().all(|wr| {
-            let len: usize = wr.local.iter().map(ExactSizeIterator::len).sum();
+    fn allows(&self, requests: &[RdmaRequest]) -> bool {
+        requests.iter().all(|wr| {
+            let len = wr.bytes() as usize;
             let end = usize::try_from(wr.remote.addr)
                 .ok()
                 .and_then(|a| a.checked_add(len));
@@ -391,13 +385,13 @@ impl Rig {
         })
     }
 
-    fn move_data(&mut self, rdma: Option<Direction>, wrs: &[RdmaWr]) {
-        for wr in wrs {
+    fn move_data(&mut self, requests: &[RdmaRequest]) {
+        for wr in requests {
             let mut at = wr.remote.addr as usize;
             let remote = self.remote.get_mut(&wr.remote.rkey.0).expect("a key");
             for local in &wr.local {
                 let remote = &mut remote[at..at + local.len()];
-                match rdma.expect("a direction") {
+                match wr.direction {
                     Direction::FromInitiator => self.pool.memory().write(local.start, remote),
                     Direction::ToInitiator => self.pool.memory().read(local.start, remote),
                 }

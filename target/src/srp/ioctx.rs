@@ -6,10 +6,10 @@ use riser_scsi::srp::{RspCode, Tag, WireLun};
 use riser_scsi::step::Response;
 
 use super::mgmt::Mgmt;
-use super::table::Table;
-use super::transfer::{Direction, Transfer};
-use crate::fabric::{Execution, MAX_DATA_TIMEOUTS, Pace, Wait};
-use crate::pool::Buffer;
+use super::table::Tables;
+use crate::fabric::{
+    Execution, MAX_DATA_TIMEOUTS, Pace, PortionLimits, RdmaRequest, Transfer, Wait,
+};
 
 /// Bytes of a CDB that are kept; no command of ours is longer.
 pub const CDB_LEN: usize = 32;
@@ -143,12 +143,8 @@ pub struct SendIoctx {
     pub notify_failure: bool,
     /// Immediate data not yet taken from the receive ring.
     pub immediate: Option<Immediate>,
-    /// Where data comes from.
-    pub table_out: Table,
-    /// Where data goes.
-    pub table_in: Table,
-    /// The external table being read: where it lies, and the buffer it goes to.
-    pub fetch: Option<(Table, Buffer)>,
+    /// The initiator's memory that the command names.
+    pub tables: Tables,
     /// The transfer under way.
     pub transfer: Option<Transfer>,
     /// RSP_CODE of the answer, for one with response data.
@@ -181,9 +177,7 @@ impl SendIoctx {
             notify_success: false,
             notify_failure: false,
             immediate: None,
-            table_out: Table::Empty,
-            table_in: Table::Empty,
-            fetch: None,
+            tables: Tables::default(),
             transfer: None,
             code: None,
             response: None,
@@ -227,24 +221,29 @@ impl SendIoctx {
         self.state != IoctxState::Done && self.mgmt.is_none() && self.state != IoctxState::Mgmt
     }
 
-    /// What the posted or planned chain moves between: the table and the buffer.
-    ///
-    /// # Panics
-    /// If no transfer is under way.
-    #[must_use]
-    pub fn chain_parts(&self) -> (&Table, &Buffer) {
-        if let Some((table, buffer)) = &self.fetch {
-            return (table, buffer);
-        }
-        let transfer = self.transfer.as_ref().expect("a transfer is under way");
-        let table = match transfer.direction {
-            Direction::FromInitiator => &self.table_out,
-            Direction::ToInitiator => &self.table_in,
+    /// Plans the next portion of the transfer under way; returns its number of work requests. Without
+    /// a transfer there are none.
+    pub(super) fn plan_portion(&mut self, limits: PortionLimits) -> u32 {
+        let Some(transfer) = &mut self.transfer else {
+            return 0;
         };
-        (
-            table,
-            self.exec.buffer.as_ref().expect("a transfer has a buffer"),
-        )
+        let data = self.exec.buffer.as_ref();
+        let (table, buffer) = self.tables.sides(transfer.direction(), data);
+        transfer.plan(table, buffer, limits)
+    }
+
+    /// Whether nothing remains of the transfer after the planned portion.
+    pub(super) fn is_last_portion(&self) -> bool {
+        self.transfer.as_ref().is_none_or(Transfer::is_last)
+    }
+
+    /// Returns the work requests of the planned portion.
+    pub(super) fn requests(&self) -> impl Iterator<Item = RdmaRequest> + '_ {
+        self.transfer.iter().flat_map(|transfer| {
+            let data = self.exec.buffer.as_ref();
+            let (table, buffer) = self.tables.sides(transfer.direction(), data);
+            transfer.requests(table, buffer)
+        })
     }
 }
 

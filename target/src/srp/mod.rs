@@ -13,7 +13,7 @@
 //! - `teardown`: logouts, disconnecting, draining.
 //! - `ioctx`: the contexts of commands ([`IoctxState`]) and the rings.
 //! - `credit`: the request limit and the send queue.
-//! - `table`, `transfer`: descriptor tables and the RDMA chains over them.
+//! - `table`: descriptor tables.
 //!
 //! # Invariants
 //! - A command that was taken in is answered, aborted or torn down with its channel, exactly once
@@ -40,7 +40,6 @@ mod mgmt;
 mod respond;
 pub mod table;
 mod teardown;
-pub mod transfer;
 
 #[cfg(test)]
 mod fixture;

@@ -8,8 +8,7 @@ use super::channel::{Channel, Cx};
 use super::command::End;
 use super::ioctx::{IoctxState, Then};
 use super::login::MAX_TI_IU;
-use super::transfer::{Direction, Transfer};
-use crate::fabric::TaskIdx;
+use crate::fabric::{Direction, TaskIdx, Transfer};
 
 impl Channel {
     /// Answers with what the logical unit said, data first.
@@ -82,29 +81,18 @@ impl Channel {
         }
     }
 
-    /// Work requests of the next chain.
+    /// Plans the next chain of a context; returns its number of work requests.
     fn plan_chain(&mut self, idx: TaskIdx, then: Then) -> u32 {
         let limits = self.portion_limits();
         let io = &mut self.ioctx[usize::from(idx.0)];
-        let (wrs, last) = match io.transfer.take() {
-            None => (0, true),
-            Some(mut transfer) => {
-                io.transfer = Some(transfer.clone());
-                let (table, buffer) = io.chain_parts();
-                let wrs = transfer.plan(table, buffer, limits);
-                let last = transfer.is_last();
-                io.transfer = Some(transfer);
-                (wrs, last)
-            }
-        };
-        wrs + u32::from(then == Then::Respond && last)
+        let wrs = io.plan_portion(limits);
+        wrs + u32::from(then == Then::Respond && io.is_last_portion())
     }
 
     fn post(&mut self, idx: TaskIdx, then: Then, wrs: u32) {
         let io = &mut self.ioctx[usize::from(idx.0)];
         io.wrs = wrs;
-        let rdma = io.transfer.as_ref().map(|t| t.direction);
-        let last = io.transfer.as_ref().is_none_or(Transfer::is_last);
+        let last = io.is_last_portion();
         let answers = then == Then::Respond && last;
         io.state = match then {
             Then::FetchTable => IoctxState::FetchTable,
@@ -116,11 +104,7 @@ impl Channel {
         };
         self.transfers += u32::from(then != Then::Respond);
         let send = answers.then(|| self.emit_rsp(idx));
-        self.actions.push_back(Action::Post {
-            ioctx: idx,
-            rdma,
-            send,
-        });
+        self.actions.push_back(Action::Post { task: idx, send });
     }
 
     /// Writes the answer into the send ring. From here on the request counts as answered.

@@ -6,10 +6,11 @@
 
 use arrayvec::ArrayVec;
 use riser_scsi::access::DataAccess;
-use riser_scsi::srp::{DataBuffer, MemDesc};
-use riser_transport::verbs::{RKey, RemoteAddr};
+use riser_scsi::srp::{Cmd, DataBuffer, MemDesc};
+use riser_transport::verbs::RKey;
 use zerocopy::{FromBytes, IntoBytes};
 
+use crate::fabric::{Descriptors, Direction, RemoteMemory, RemoteRange};
 use crate::pool::{Buffer, Owner, Pool};
 
 /// Descriptors that a table holds without a pool buffer.
@@ -151,6 +152,131 @@ impl Table {
     }
 }
 
+impl RemoteMemory for Table {
+    fn range(&self, index: u32) -> RemoteRange {
+        let desc = self.desc(index);
+        RemoteRange {
+            addr: desc.va(),
+            rkey: RKey(desc.key()),
+            len: desc.data_len(),
+        }
+    }
+}
+
+/// The tables of a command, and the external one that is being fetched.
+///
+/// A command names an external table in one direction at most: there are no bidirectional ones.
+#[derive(Debug, Default)]
+pub struct Tables {
+    data_out: Table,
+    data_in: Table,
+    /// Where an external table lies, and the buffer that it goes to.
+    fetch: Option<(Table, Buffer)>,
+}
+
+impl Tables {
+    /// Takes over the descriptors of a command; `false` without room in the pool.
+    ///
+    /// # Errors
+    /// [`TableError`].
+    pub fn take(
+        &mut self,
+        cmd: &Cmd<'_>,
+        pool: &mut Pool,
+        owner: Owner,
+    ) -> Result<bool, TableError> {
+        for (data, table) in [
+            (&cmd.data_out, &mut self.data_out),
+            (&cmd.data_in, &mut self.data_in),
+        ] {
+            match Table::take(data, pool, owner)? {
+                Taken::Ready(taken) => *table = taken,
+                Taken::NoBuffer => return Ok(false),
+            }
+        }
+        Ok(true)
+    }
+
+    /// Says where the descriptors are.
+    #[must_use]
+    pub fn descriptors(&self) -> Descriptors {
+        let both = [&self.data_out, &self.data_in];
+        let has = |is_so: fn(&Table) -> bool| both.into_iter().any(is_so);
+        Descriptors {
+            external: has(|table| matches!(table, Table::External { .. })),
+            pooled: has(|table| matches!(table, Table::Pooled { .. })),
+        }
+    }
+
+    /// Returns the descriptor of an external table that has not been fetched.
+    #[must_use]
+    pub fn external(&self) -> Option<MemDesc> {
+        let both = [&self.data_out, &self.data_in];
+        both.into_iter().find_map(|table| match table {
+            Table::External { remote, .. } => Some(*remote),
+            _ => None,
+        })
+    }
+
+    /// Begins to fetch an external table into a buffer.
+    pub fn begin_fetch(&mut self, remote: MemDesc, buffer: Buffer) {
+        let source = Table::Inline([remote].into_iter().collect());
+        self.fetch = Some((source, buffer));
+    }
+
+    /// Takes over the external table that was fetched.
+    ///
+    /// # Errors
+    /// [`TableError::Short`].
+    ///
+    /// # Panics
+    /// If none was.
+    pub fn on_fetched(&mut self) -> Result<(), TableError> {
+        let (_, buffer) = self.fetch.take().expect("a table was fetched");
+        let external = [&mut self.data_out, &mut self.data_in]
+            .into_iter()
+            .find(|table| matches!(table, Table::External { .. }))
+            .expect("its place is still empty");
+        let Table::External { remote, data_len } = *external else {
+            unreachable!("found as external");
+        };
+        *external = Table::Pooled {
+            buffer,
+            entries: remote.data_len() / MemDesc::LEN as u32,
+        };
+        external.check(data_len)
+    }
+
+    /// Returns both sides of a transfer: of the table that is being fetched, or of the command's data.
+    ///
+    /// # Panics
+    /// If there is neither a fetch nor `data`.
+    #[must_use]
+    pub fn sides<'a>(
+        &'a self,
+        direction: Direction,
+        data: Option<&'a Buffer>,
+    ) -> (&'a Table, &'a Buffer) {
+        if let Some((source, buffer)) = &self.fetch {
+            return (source, buffer);
+        }
+        let table = match direction {
+            Direction::FromInitiator => &self.data_out,
+            Direction::ToInitiator => &self.data_in,
+        };
+        (table, data.expect("a transfer has a buffer"))
+    }
+
+    /// Gives buffers back.
+    pub fn release(&mut self, pool: &mut Pool) {
+        self.data_out.release(pool);
+        self.data_in.release(pool);
+        if let Some((_, buffer)) = self.fetch.take() {
+            pool.release(buffer);
+        }
+    }
+}
+
 fn check_sum<'a>(
     descs: impl Iterator<Item = &'a MemDesc>,
     declared: u32,
@@ -168,20 +294,13 @@ fn short(described: u64, declared: u32) -> Result<(), TableError> {
     Ok(())
 }
 
-/// Where a descriptor points, `offset` bytes on. The address may wrap if the initiator says so: its
-/// own device refuses that range, and only its own request fails.
-#[must_use]
-pub fn remote(desc: &MemDesc, offset: u32) -> RemoteAddr {
-    RemoteAddr {
-        addr: desc.va().wrapping_add(u64::from(offset)),
-        rkey: RKey(desc.key()),
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use proptest::prelude::*;
     use riser_scsi::srp::IndirectTable;
+
+    use super::*;
+    use crate::fabric::{PortionLimits, Transfer};
 
     fn descs(n: u32, len: u32) -> Vec<MemDesc> {
         (0..n)
@@ -235,5 +354,68 @@ mod tests {
             TableError::TooLong(2049)
         );
         assert!(pool.is_whole());
+    }
+
+    /// A list of descriptors that lies nowhere.
+    struct List(Vec<MemDesc>);
+
+    impl RemoteMemory for List {
+        fn range(&self, index: u32) -> RemoteRange {
+            let one = Table::Inline([self.0[index as usize]].into_iter().collect());
+            one.range(0)
+        }
+    }
+
+    proptest! {
+        /// A table in separate pages of the pool gives the requests of its descriptors, and as many
+        /// as were counted.
+        #[test]
+        fn a_table_that_crosses_pages_gives_the_requests_of_its_descriptors(
+            lens in proptest::collection::vec(1u32..1500, 200..700),
+            is_read in any::<bool>(),
+            wrs in 1u32..300,
+            sges in 1usize..4,
+        ) {
+            let mut pool = Pool::new(16 << 20).unwrap();
+            let pages: Vec<_> = (1..=128)
+                .map_while(|owner| pool.take_table(Owner(owner), 4096))
+                .collect();
+            let (odd, even): (Vec<_>, Vec<_>) =
+                pages.into_iter().enumerate().partition(|(i, _)| i % 2 == 1);
+            even.into_iter().for_each(|(_, page)| pool.release(page));
+            let list: Vec<_> = lens
+                .iter()
+                .enumerate()
+                .map(|(i, &len)| MemDesc::new((i as u64) << 20, i as u32, len))
+                .collect();
+            let total: u32 = lens.iter().sum();
+            let data = indirect(&list, list.len() as u32, total);
+            let Taken::Ready(mut table) = Table::take(&data, &mut pool, Owner(0)).unwrap() else {
+                panic!("the pool has room");
+            };
+            let buffer = pool.take(total).unwrap();
+            let direction = match is_read {
+                true => Direction::FromInitiator,
+                false => Direction::ToInitiator,
+            };
+            let list = List(list);
+            let mut transfer = Transfer::new(direction, total);
+            loop {
+                let counted = transfer.plan(&table, &buffer, PortionLimits { wrs, sges });
+                let requests: Vec<_> = transfer.requests(&table, &buffer).collect();
+                prop_assert_eq!(requests.len(), counted as usize);
+                let expected: Vec<_> = transfer.requests(&list, &buffer).collect();
+                prop_assert_eq!(requests, expected);
+                let is_last = transfer.is_last();
+                transfer.portion_done();
+                if is_last {
+                    break;
+                }
+            }
+            table.release(&mut pool);
+            pool.release(buffer);
+            odd.into_iter().for_each(|(_, page)| pool.release(page));
+            prop_assert!(pool.is_whole());
+        }
     }
 }

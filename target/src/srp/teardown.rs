@@ -336,8 +336,7 @@ impl Channel {
         debug_assert!(!slot.sending);
         slot.sending = true;
         self.actions.push_back(Action::Post {
-            ioctx: idx,
-            rdma: None,
+            task: idx,
             send: Some(SendIu {
                 len: len as u32,
                 solicited,

@@ -414,7 +414,7 @@ fn long_transfers_go_in_portions_and_others_pass_between() {
         IoctxState::WriteData
     );
     let portions = rig.pending.iter().map(|p| match p {
-        Pending::Chain { wrs, .. } => wrs.len(),
+        Pending::Chain { requests, .. } => requests.len(),
         _ => 0,
     });
     assert!(portions.max().unwrap() <= 8);

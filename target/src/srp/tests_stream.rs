@@ -10,9 +10,8 @@ use super::fixture::{
     Answer, Data, KEY, Pending, Rig, TABLE, cmd, indirect, read10, table_bytes, tmf, write10,
 };
 use super::ioctx::{IoctxState, Then};
-use super::transfer::Direction;
 use crate::config::DATA_OUT_TIMEOUT;
-use crate::fabric::{MAX_DATA_TIMEOUTS, TaskIdx};
+use crate::fabric::{Direction, MAX_DATA_TIMEOUTS, RdmaRequest, TaskIdx};
 
 /// Not a multiple of a descriptor's length.
 const WINDOW: u32 = 2048;
@@ -77,7 +76,11 @@ fn a_long_write_fetches_one_piece_after_the_other() {
             match pending {
                 Pending::Block { op, .. } => writes.push(*op),
                 Pending::Chain { send: Some(_), .. } => {}
-                Pending::Chain { rdma, .. } => assert_eq!(*rdma, Some(Direction::FromInitiator)),
+                Pending::Chain { requests, .. } => {
+                    let mut all = requests.iter();
+                    assert!(!requests.is_empty());
+                    assert!(all.all(|r| r.direction == Direction::FromInitiator));
+                }
                 other => panic!("{other:?}"),
             }
             rig.complete();
@@ -111,14 +114,10 @@ fn a_long_read_answers_with_its_last_piece() {
         rig.send(0, &read10(0, 9).into(data).bytes());
         let mut chains = Vec::new();
         while let Some(pending) = rig.pending.first() {
-            if let Pending::Chain { send, wrs, .. } = pending
+            if let Pending::Chain { send, requests, .. } = pending
                 && state(&rig) != IoctxState::FetchTable
             {
-                let bytes: usize = wrs
-                    .iter()
-                    .flat_map(|wr| &wr.local)
-                    .map(ExactSizeIterator::len)
-                    .sum();
+                let bytes: u32 = requests.iter().map(RdmaRequest::bytes).sum();
                 chains.push((bytes, send.is_some()));
             }
             rig.complete();

@@ -8,11 +8,10 @@ use riser_scsi::step::{BackendError, BlockOp, StepResult};
 use riser_transport::verbs::{SendFlags, SendOp, WrId};
 
 use super::mail::Mail;
-use super::queue::{ChainPost, ChainSend, Gather, RECV_BATCH, Receive};
+use super::queue::{ChainSend, RECV_BATCH, Receive};
 use super::{Stalled, Worker};
 use crate::fabric::{TaskIdx, TaskRef, UnitIdx};
 use crate::iser::{ChainIdx, RxIdx};
-use crate::srp::transfer::Direction;
 use crate::srp::{Action, Channel, RecvIdx, SendIu};
 
 /// What a work request of ours was, in the top byte of its identifier; the context is in the rest.
@@ -132,9 +131,9 @@ impl Worker {
                         self.post_receives(key, &mut receives);
                     }
                 }
-                Action::Post { ioctx, rdma, send } => self.post(key, ioctx, rdma, send),
-                Action::SubmitBlock { ioctx, unit, op } => {
-                    self.carry_out_block(Owner::Srp(key, ioctx), unit, op);
+                Action::Post { task, send } => self.post(key, task, send),
+                Action::SubmitBlock { task, unit, op } => {
+                    self.carry_out_block(Owner::Srp(key, task), unit, op);
                 }
                 Action::AbortBlock(ioctx) => self.abort_block(Owner::Srp(key, ioctx)),
                 Action::StartTask(task) => self.tell(task, Mail::StartTask(task)),
@@ -201,19 +200,12 @@ impl Worker {
     }
 
     /// Posts a chain: RDMA requests and a message, in one go.
-    fn post(&mut self, key: usize, ioctx: TaskIdx, rdma: Option<Direction>, send: Option<SendIu>) {
+    fn post(&mut self, key: usize, task: TaskIdx, send: Option<SendIu>) {
         let session = &self.sessions[key];
-        let mut gather = Gather {
-            local: &mut self.rw_local,
-            remote: &mut self.rw_remote,
-            pool: self.pool.memory(),
-            lkey: session.hardware.pool_key,
-        };
-        gather.clear();
-        if rdma.is_some() {
-            session.channel.each_wr(ioctx, |wr| gather.take(&wr));
-        }
-        let slot = session.channel.send_slot(ioctx);
+        let requests = session.channel.requests(task);
+        let (pool, lkey) = (self.pool.memory(), session.hardware.pool_key);
+        let built = self.chain.build(requests, pool, lkey);
+        let slot = session.channel.send_slot(task);
         let send = send.map(|iu| ChainSend {
             bytes: slot
                 .slice(0..iu.len as usize)
@@ -226,16 +218,18 @@ impl Worker {
                 SendFlags::empty()
             },
         });
-        let chain = ChainPost {
-            device: session.device,
-            qp: session.hardware.qp,
-            direction: rdma.unwrap_or(Direction::ToInitiator),
-            max_sge: session.channel.config().max_sge,
-            id: Work::Post(ioctx).id(),
-            send,
+        let (qp, id) = (session.hardware.qp, Work::Post(task).id());
+        let is_posted = match built {
+            Ok(()) => self
+                .chain
+                .post(&mut self.devices[session.device], qp, id, send.as_ref()),
+            Err(error) => {
+                tracing::debug!(%error, "a descriptor names no memory");
+                false
+            }
         };
-        if !self.post_chain(&chain) {
-            self.with_channel(key, |ch, cx| ch.handle_post_done(cx, ioctx, false));
+        if !is_posted {
+            self.with_channel(key, |ch, cx| ch.handle_post_done(cx, task, false));
         }
     }
 

@@ -70,7 +70,6 @@ use std::time::{Duration, Instant};
 use riser_memory::MemSlice;
 use riser_reactor::{MailReceiver, Ring, RingError, Spinner};
 use riser_scsi::step::BlockOp;
-use riser_transport::rw::{LocalSegment, RemoteSegment, RwContext};
 use riser_transport::verbs::{CmError, CmId, Completion, CqId};
 use slab::Slab;
 
@@ -271,9 +270,8 @@ pub struct Worker {
     completions: Vec<Completion>,
     ring_completions: Vec<riser_reactor::Completion>,
     slices: Vec<MemSlice>,
-    rw: RwContext,
-    rw_local: Vec<LocalSegment>,
-    rw_remote: Vec<RemoteSegment>,
+    /// The chain that is being posted.
+    chain: queue::Chain,
     spinner: Spinner,
     phase: Phase,
     /// iSCSI's connections.
@@ -375,9 +373,7 @@ impl Worker {
             completions: Vec::with_capacity(CQ_BATCH),
             ring_completions: Vec::new(),
             slices: Vec::new(),
-            rw: RwContext::default(),
-            rw_local: Vec::new(),
-            rw_remote: Vec::new(),
+            chain: queue::Chain::default(),
             spinner: Spinner::new(SPIN),
             phase: Phase::Serving,
             iscsi: iscsi::Iscsi::default(),

@@ -1,16 +1,18 @@
 //! Posting on queue pairs, for the channels of every RDMA protocol.
 
+use std::ops::Range;
+
 use arrayvec::ArrayVec;
 use riser_memory::{MemSlice, Memory};
-use riser_transport::rw::{Direction as RwDirection, LocalSegment, RemoteSegment, RwLimits};
 use riser_transport::verbs::{
     CmId, LKey, QpAttr, QpId, QpState, RKey, RecvWr, RemoteAddr, SendFlags, SendOp, SendWr, Sge,
     WrId,
 };
 
 use super::Worker;
+use super::device::Device;
 use super::exec::Work;
-use crate::srp::transfer::{Direction, RdmaWr};
+use crate::fabric::{Direction, RdmaRequest};
 
 /// Receives posted in one call.
 pub(super) const RECV_BATCH: usize = 32;
@@ -27,103 +29,114 @@ pub(super) struct ChainSend {
     pub(super) flags: SendFlags,
 }
 
-/// A chain whose RDMA requests were gathered.
-#[derive(Debug)]
-pub(super) struct ChainPost {
-    pub(super) device: usize,
-    pub(super) qp: QpId,
-    /// Which way the RDMA requests go.
-    pub(super) direction: Direction,
-    pub(super) max_sge: usize,
-    /// The name of its last request.
-    pub(super) id: WrId,
-    pub(super) send: Option<ChainSend>,
+/// Work requests of one call.
+const POST_BATCH: usize = 16;
+
+/// The RDMA requests of a chain, as they are posted: each an operation with its scatter-gather
+/// entries. It is kept between chains, so that none allocates.
+#[derive(Debug, Default)]
+pub(super) struct Chain {
+    requests: Vec<(SendOp, Range<usize>)>,
+    sges: Vec<Sge>,
 }
 
-/// The segments of RDMA requests on their way to the planner.
-pub(super) struct Gather<'a> {
-    pub(super) local: &'a mut Vec<LocalSegment>,
-    pub(super) remote: &'a mut Vec<RemoteSegment>,
-    pub(super) pool: &'a Memory,
-    pub(super) lkey: LKey,
+/// A range of the initiator's memory runs past the end of the address space.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("remote range {addr:#x}+{len} wraps")]
+pub(super) struct RangeWraps {
+    addr: u64,
+    len: u32,
 }
 
-impl Gather<'_> {
-    /// Forgets what was gathered for another chain.
-    pub(super) fn clear(&mut self) {
-        self.local.clear();
-        self.remote.clear();
+impl Chain {
+    /// Takes these requests, and no others. Their local ranges lie in the pool's mapping, which the
+    /// device knows by `lkey`.
+    ///
+    /// The whole chain is checked before any of it is posted: the buffer of a chain that failed goes
+    /// back to the pool, so no request of it may be under way.
+    pub(super) fn build(
+        &mut self,
+        requests: impl Iterator<Item = RdmaRequest>,
+        pool: &Memory,
+        lkey: LKey,
+    ) -> Result<(), RangeWraps> {
+        self.requests.clear();
+        self.sges.clear();
+        for request in requests {
+            let RemoteAddr { addr, .. } = request.remote;
+            let len = request.bytes();
+            // The last byte may be the address space's last.
+            if addr.checked_add(u64::from(len) - 1).is_none() {
+                return Err(RangeWraps { addr, len });
+            }
+            let first = self.sges.len();
+            self.sges.extend(request.local.iter().map(|range| Sge {
+                addr: pool.addr() + range.start as u64,
+                length: range.len() as u32,
+                lkey,
+            }));
+            let op = match request.direction {
+                Direction::FromInitiator => SendOp::Read(request.remote),
+                Direction::ToInitiator => SendOp::Write(request.remote),
+            };
+            self.requests.push((op, first..self.sges.len()));
+        }
+        Ok(())
     }
 
-    /// Takes the next request of the chain.
-    pub(super) fn take(&mut self, wr: &RdmaWr) {
-        let len: usize = wr.local.iter().map(ExactSizeIterator::len).sum();
-        self.remote.push(RemoteSegment {
-            addr: wr.remote.addr,
-            rkey: wr.remote.rkey,
-            len: len as u32,
-        });
-        let (pool, lkey) = (self.pool, self.lkey);
-        self.local.extend(wr.local.iter().map(|range| LocalSegment {
-            slice: pool.slice(range.clone()).expect("buffers lie in the pool"),
-            lkey,
-        }));
-    }
-}
-
-impl Worker {
-    /// Posts what was gathered, then the message, in one go; whether that succeeded. If not, what
-    /// was posted of it completes with an error.
-    pub(super) fn post_chain(&mut self, chain: &ChainPost) -> bool {
-        let limits = RwLimits {
-            max_sge: chain.max_sge as u32,
-            max_message: u32::MAX,
-            // The channel has taken send-queue credit for exactly these.
-            max_wrs: u32::MAX,
-        };
-        let direction = match chain.direction {
-            Direction::FromInitiator => RwDirection::Read,
-            Direction::ToInitiator => RwDirection::Write,
-        };
-        let planned = self
-            .rw
-            .plan(direction, &self.rw_local, 0, &self.rw_remote, limits);
-        let sge = chain.send.as_ref().map(|send| {
+    /// Posts the chain, and `send` behind it. The last request of all is signaled and bears `id`;
+    /// those before it complete only if they fail. Returns whether all of it was taken.
+    pub(super) fn post(
+        &self,
+        device: &mut (dyn Device + 'static),
+        qp: QpId,
+        id: WrId,
+        send: Option<&ChainSend>,
+    ) -> bool {
+        let message = send.map(|send| {
             [Sge {
                 addr: send.bytes.addr(),
                 length: send.bytes.len() as u32,
                 lkey: send.lkey,
             }]
         });
-        let then = chain
-            .send
-            .as_ref()
-            .zip(sge.as_ref())
-            .map(|(send, sge)| SendWr {
-                wr_id: chain.id,
-                op: send.op,
-                sges: sge,
-                flags: send.flags | SendFlags::SIGNALED,
+        let last = send.zip(message.as_ref()).map(|(send, sges)| SendWr {
+            wr_id: id,
+            op: send.op,
+            sges,
+            flags: send.flags | SendFlags::SIGNALED,
+            ud: None,
+        });
+        let count = self.requests.len();
+        let mut requests = self.requests.iter().enumerate().map(|(i, (op, sges))| {
+            let is_last = last.is_none() && i + 1 == count;
+            SendWr {
+                wr_id: if is_last { id } else { Work::Inner.id() },
+                op: *op,
+                sges: &self.sges[sges.clone()],
+                flags: if is_last {
+                    SendFlags::SIGNALED
+                } else {
+                    SendFlags::empty()
+                },
                 ud: None,
-            });
-        let posted = match planned {
-            Ok(_) => {
-                let dev = &mut self.devices[chain.device];
-                self.rw
-                    .post(dev, chain.qp, chain.id, Work::Inner.id(), then)
-                    .inspect_err(|error| tracing::warn!(%error, "a chain was not taken"))
-                    .is_ok()
             }
-            Err(error) => {
-                tracing::debug!(%error, "a descriptor names no memory");
-                false
+        });
+        let mut all = requests.by_ref().chain(last);
+        loop {
+            let batch: ArrayVec<SendWr<'_>, POST_BATCH> = all.by_ref().take(POST_BATCH).collect();
+            if batch.is_empty() {
+                return true;
             }
-        };
-        // The pool outlives every queue pair, so nothing needs to be held for its sake.
-        self.rw.release();
-        posted
+            if let Err(error) = device.post_send(qp, &batch) {
+                tracing::warn!(%error, "a chain was not taken");
+                return false;
+            }
+        }
     }
+}
 
+impl Worker {
     /// Posts receives; how many were taken.
     pub(super) fn post_recvs(
         &mut self,

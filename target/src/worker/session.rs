@@ -22,8 +22,8 @@ use crate::audit::Parting;
 use crate::audit::Who;
 use crate::config::Protocol;
 use crate::fabric::ConnectionMemory;
+use crate::fabric::MAX_SGE;
 use crate::qos::{IoLimits, Waits};
-use crate::srp::transfer::MAX_SGE;
 use crate::srp::{ChState, Channel, ChannelConfig, ChannelParams, LoginRefused};
 
 /// Incoming READs and atomics that we allow: initiators have no business reading our memory.

@@ -8,8 +8,8 @@ use riser_transport::verbs::{CmId, ConnParam};
 
 use super::Conn;
 use crate::config::Protocol;
+use crate::fabric::MAX_SGE;
 use crate::iser::{ConnState, IserChannel, IserConfig, IserParams};
-use crate::srp::transfer::MAX_SGE;
 use crate::worker::armed::Armed;
 use crate::worker::iscsi::gate::{Connected, Transport};
 use crate::worker::session::{INITIATOR_DEPTH, Queues, RESPONDER_RESOURCES, SetupError};

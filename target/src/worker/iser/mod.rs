@@ -26,7 +26,7 @@ use super::exec::{Owner, Work};
 use super::iscsi::gate::{Transport, WorkerGate, is_served};
 use super::iscsi::sessions::Entered;
 use super::mail::{IscsiSession, Mail, SessionAccount};
-use super::queue::{ChainPost, ChainSend, Gather, Receive};
+use super::queue::{ChainSend, Receive};
 use super::registry::ChannelRef;
 use super::session::Hardware;
 use super::snapshot::accounts;
@@ -299,14 +299,8 @@ impl Worker {
             if !conn.channel.poll_post(&mut post) {
                 break;
             }
-            let mut gather = Gather {
-                local: &mut self.rw_local,
-                remote: &mut self.rw_remote,
-                pool: self.pool.memory(),
-                lkey: conn.hardware.pool_key,
-            };
-            gather.clear();
-            post.wrs.iter().for_each(|wr| gather.take(wr));
+            let (pool, lkey) = (self.pool.memory(), conn.hardware.pool_key);
+            let built = self.chain.build(post.requests.drain(..), pool, lkey);
             let send = post.send.take().map(|send| ChainSend {
                 bytes: send.bytes,
                 lkey: conn.hardware.send_key,
@@ -316,15 +310,17 @@ impl Worker {
                 },
                 flags: SendFlags::SOLICITED,
             });
-            let chain = ChainPost {
-                device: conn.device,
-                qp: conn.hardware.qp,
-                direction: post.direction,
-                max_sge: conn.channel.params().max_sge,
-                id: Work::IserPost(post.chain).id(),
-                send,
+            let (qp, id) = (conn.hardware.qp, Work::IserPost(post.chain).id());
+            let is_posted = match built {
+                Ok(()) => self
+                    .chain
+                    .post(&mut self.devices[conn.device], qp, id, send.as_ref()),
+                Err(error) => {
+                    tracing::debug!(%error, "a descriptor names no memory");
+                    false
+                }
             };
-            if !self.post_chain(&chain) {
+            if !is_posted {
                 let idx = post.chain;
                 self.with_iser(key, |conn, cx| conn.handle_post_done(cx, idx, false));
             }

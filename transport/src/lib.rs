@@ -8,7 +8,6 @@
 //! - [`rdma_core`]: libibverbs and librdmacm, loaded at run time.
 //! - [`roce`]: the software NIC.
 //! - [`loopback`]: the same device over a deterministic wire in memory.
-//! - [`rw`]: plans transfers as chains of READs or WRITEs.
 //! - [`mr_pool`]: recycles fast-registered regions.
 //! - [`netif`]: this host's network interfaces.
 //! - [`table`]: objects named by generation-checked handles.
@@ -23,7 +22,6 @@ pub mod netif;
 pub mod rc;
 pub mod rdma_core;
 pub mod roce;
-pub mod rw;
 mod table;
 pub mod verbs;
 pub mod wire;

@@ -22,8 +22,18 @@ use std::collections::VecDeque;
 
 use riser_memory::MemSlice;
 
-use crate::rw::RemoteSegment;
 use crate::verbs::{Access, MrId, PdId, RKey, SendFlags, SendOp, SendWr, Verbs, VerbsError, WrId};
+
+/// A range of memory, as it is advertised to a peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RemoteSegment {
+    /// Address of the first byte.
+    pub addr: u64,
+    /// Key of the region that it lies in.
+    pub rkey: RKey,
+    /// Length in bytes.
+    pub len: u32,
+}
 
 /// Where a region stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -117,7 +127,7 @@ impl PooledMr {
         }
     }
 
-    /// What to tell the peer.
+    /// Returns the range to advertise to the peer.
     ///
     /// # Panics
     /// If it covers more than one range can say, 4 GiB.

@@ -1,18 +1,21 @@
-//! `rw` and `mr_pool` as a target and an initiator use them.
+//! Chains of RDMA requests and `mr_pool`, as a target and an initiator use them.
 
 use riser_transport::mr_pool::{MrPool, MrState};
-use riser_transport::rw::{Direction, LocalSegment, RemoteSegment, RwContext, RwLimits};
-use riser_transport::verbs::{Access, SendOp, SendWr, WcOpcode, WcStatus, WrId};
+use riser_transport::verbs::{
+    Access, RemoteAddr, SendFlags, SendOp, SendWr, Sge, WcOpcode, WcStatus, WrId,
+};
 
 use riser_transport::verbs::Verbs as _;
 
 use crate::suite::world::{End, World, connected, pattern};
 
-const LIMITS: RwLimits = RwLimits {
-    max_sge: 4,
-    max_message: 30_000,
-    max_wrs: 60,
-};
+/// Requests that move 70 kB from 100 bytes into the local data: the offset in the remote region, and the
+/// local pieces. The local data are 33,333 bytes from 0, then those from 50,000 on.
+const REQUESTS: [(u64, &[(usize, usize)]); 3] = [
+    (0, &[(100, 12_345)]),
+    (12_345, &[(12_445, 20_888), (50_000, 9_112)]),
+    (42_345, &[(59_112, 27_655)]),
+];
 
 /// B is the target: it writes to, then reads from, memory that A registers for each command.
 pub(crate) fn a_command_registers_transfers_and_invalidates<W: World>(mut w: W) {
@@ -26,22 +29,11 @@ pub(crate) fn a_command_registers_transfers_and_invalidates<W: World>(mut w: W) 
         .max_fast_reg_segments
         .min(8);
     let mut pool = MrPool::new(w.provider(End::A), a.pd, 2, segments).unwrap();
-    let mut rw = RwContext::with_capacity(64, 64);
     let source = pattern(8, 100_000);
     b.memory.write(0, &source);
-    let local: Vec<_> = [(0, 33_333), (50_000, 50_000), (33_333, 10)]
-        .map(|(at, len)| LocalSegment {
-            slice: b.slice(at, len),
-            lkey: b.mr.lkey,
-        })
-        .into();
     let mut keys = Vec::new();
     for round in 0..6u64 {
-        let direction = if round % 2 == 0 {
-            Direction::Write
-        } else {
-            Direction::Read
-        };
+        let is_write = round % 2 == 0;
         let mut mr = pool.get().unwrap();
         let parts = match segments {
             1 => vec![a.slice(200_000, 70_000)],
@@ -56,47 +48,48 @@ pub(crate) fn a_command_registers_transfers_and_invalidates<W: World>(mut w: W) 
         a.recv(w, 5, 900_000, 64);
         w.pass(std::time::Duration::from_millis(1));
         let remote = mr.remote();
-        let halves = [
-            RemoteSegment {
-                len: 12_345,
-                ..remote
-            },
-            RemoteSegment {
-                addr: remote.addr + 12_345,
-                len: remote.len - 12_345,
-                ..remote
-            },
-        ];
-        let n = rw.plan(direction, &local, 100, &halves, LIMITS).unwrap();
-        assert!(n >= 3 && n == rw.wr_count() && rw.bytes() == 70_000);
+        let sges = REQUESTS.map(|(_, local)| -> Vec<Sge> {
+            local.iter().map(|(at, len)| b.sge(*at, *len)).collect()
+        });
+        let requests = REQUESTS.iter().zip(&sges).map(|((offset, _), sges)| {
+            let at = RemoteAddr {
+                addr: remote.addr + offset,
+                rkey: remote.rkey,
+            };
+            let op = match is_write {
+                true => SendOp::Write(at),
+                false => SendOp::Read(at),
+            };
+            let mut request = SendWr::new(8, op, sges);
+            request.flags = SendFlags::empty();
+            request
+        });
+        let mut chain: Vec<_> = requests.collect();
         let answer_sge = [b.sge(0, 16)];
         let op = match is_told {
             true => SendOp::SendInv(mr.rkey()),
             false => SendOp::Send,
         };
         let answer = SendWr::new(round, op, &answer_sge);
-        match direction {
-            Direction::Write => {
-                rw.post(w.provider(End::B), b.qp, WrId(7), WrId(8), Some(answer))
-                    .unwrap();
-            }
-            Direction::Read => {
-                rw.post(w.provider(End::B), b.qp, WrId(7), WrId(8), None)
-                    .unwrap();
-                let c = b.completion(w);
-                assert_eq!(
-                    (c.wr_id, c.opcode, c.status),
-                    (WrId(7), WcOpcode::Read, WcStatus::Success)
-                );
-                w.provider(End::B).post_send(b.qp, &[answer]).unwrap();
-            }
+        if is_write {
+            chain.push(answer);
+            w.provider(End::B).post_send(b.qp, &chain).unwrap();
+        } else {
+            let last = chain.last_mut().expect("three requests");
+            (last.wr_id, last.flags) = (WrId(7), SendFlags::SIGNALED);
+            w.provider(End::B).post_send(b.qp, &chain).unwrap();
+            let c = b.completion(w);
+            assert_eq!(
+                (c.wr_id, c.opcode, c.status),
+                (WrId(7), WcOpcode::Read, WcStatus::Success)
+            );
+            w.provider(End::B).post_send(b.qp, &[answer]).unwrap();
         }
         let c = b.completion(w);
         assert_eq!(
             (c.wr_id, c.opcode, c.status),
             (WrId(round), WcOpcode::Send, WcStatus::Success)
         );
-        rw.release();
         let c = a.completion(w);
         assert_eq!(c.invalidated, is_told.then_some(mr.rkey()));
         if !is_told {

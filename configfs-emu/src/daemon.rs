@@ -79,7 +79,7 @@ pub struct Asked(pub PathBuf);
 impl Asked {
     fn ask<T: DeserializeOwned + Default>(&self, path: &'static str) -> T {
         client::call(&self.0, Question::new(Method::GET, path)).unwrap_or_else(|error| {
-            tracing::warn!(%error, path, "riserd does not tell");
+            tracing::warn!(%error, path, "riserd does not answer");
             T::default()
         })
     }

@@ -1,7 +1,9 @@
 //! The project's own commands.
 //!
 //! - `cargo xtask demo`: the main job, end to end, on this machine ([`demo`]).
+//! - `cargo xtask check`: what is to hold before a commit ([`check`]).
 //! - `cargo xtask test`: everything that must hold ([`mod@test`]).
+//! - `cargo xtask tidy`: import circles, words, and measures of the sources ([`tidy`]).
 //! - `cargo xtask baddays`: what goes on when something is wrong ([`baddays`]).
 //! - `cargo xtask interop`: the kernel as our peer ([`interop`]).
 //! - `cargo xtask conformance`: libiscsi's suite against our iSCSI target, beside `tgt`
@@ -24,6 +26,7 @@
 
 mod baddays;
 mod bench;
+mod check;
 mod conformance;
 mod container;
 mod daemon;
@@ -43,12 +46,14 @@ mod skip;
 mod steps;
 mod tally;
 mod test;
+mod tidy;
 mod tree;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use steps::Selection;
 
 #[derive(Parser)]
 #[command(
@@ -68,8 +73,12 @@ enum Command {
     /// Serve a file over SRP on the software RoCEv2 NIC, put a file system on it, check that it
     /// survives detach, reattach and a lossy link, and measure it.
     Demo(demo::Options),
+    /// Run what is to hold before a commit, in minutes: formatting, lints, quick tests, tidiness.
+    Check(Selection),
     /// Run checks and tests, with --all every one that there is; count what passed, failed and was skipped.
     Test(test::Options),
+    /// Fail for import circles and for words to replace in what users see; measure with --report.
+    Tidy(tidy::Options),
     /// Run the cases in which a disk, an address, a target or an operator fails.
     Baddays,
     /// Run the cases in which a stock Linux kernel is the peer, in QEMU.
@@ -102,7 +111,9 @@ fn main() -> ExitCode {
     cli.packages.decide();
     let result = match cli.command {
         Command::Demo(options) => demo::run(&options),
+        Command::Check(selection) => check::run(&selection),
         Command::Test(options) => test::run(&options),
+        Command::Tidy(options) => tidy::run(&options),
         Command::Baddays => baddays::run(),
         Command::Interop(options) => interop::run(&options),
         Command::Conformance(options) => conformance::run(&options),

@@ -1,4 +1,4 @@
-//! Steps of `cargo xtask test`: run in order, timed and counted.
+//! Steps of `cargo xtask test` and `cargo xtask check`: run in order, timed and counted.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::packages::{Need, ensure};
 use crate::tally::{Kind, Skip, Tally, noted, skip_log};
-use crate::{Failure, sh};
+use crate::{Failure, sh, tidy};
 
 /// How a step ended.
 pub(crate) enum Outcome {
@@ -68,12 +68,16 @@ impl Step {
     }
 }
 
-/// Formatting and lints, which every run begins with.
-pub(crate) const STATIC: [Step; 2] = [
+/// Formatting, lints and tidiness, which every run begins with.
+pub(crate) const STATIC: [Step; 4] = [
     step("fmt", |_| check(sh::cargo(["fmt", "--all", "--check"]))),
     step("clippy", |_| {
         let args = "clippy -q --workspace --all-targets -- -D warnings";
         check(sh::cargo(args.split(' ')))
+    }),
+    step("tidy", |_| Outcome::of(tidy::check())),
+    step("unused dependencies", |_| {
+        Outcome::of(tidy::check_dependencies())
     }),
 ];
 

@@ -1,0 +1,223 @@
+//! Lines, comments and tokens of a source text.
+//!
+//! A syntax tree has no comments, and macro bodies are not parsed. Both are seen here: every line is
+//! classified by the tokens on it, and text between tokens is a comment.
+
+use proc_macro2::{Delimiter, LexError, LineColumn, TokenStream, TokenTree};
+
+/// The kind of a line. A line with code and a comment behind it is code.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Line {
+    Blank,
+    Code,
+    /// A doc comment, inner or outer.
+    Doc,
+    /// An ordinary comment.
+    Comment,
+}
+
+/// A comment, ordinary or of documentation, with the number of its first line, from 1.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Remark {
+    pub(crate) line: usize,
+    pub(crate) text: String,
+}
+
+impl Remark {
+    pub(crate) fn new(line: usize, text: String) -> Self {
+        Self { line, text }
+    }
+}
+
+/// A token, with the number of its first line, from 1.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Token {
+    pub(crate) line: usize,
+    pub(crate) kind: Kind,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum Kind {
+    Ident(String),
+    Punct(char),
+    Open(Delimiter),
+    Close(Delimiter),
+    /// A literal as it is written, with its quotes.
+    Literal(String),
+}
+
+impl Token {
+    pub(crate) fn is_ident(&self, name: &str) -> bool {
+        matches!(&self.kind, Kind::Ident(ident) if ident == name)
+    }
+
+    pub(crate) fn is_punct(&self, c: char) -> bool {
+        self.kind == Kind::Punct(c)
+    }
+
+    pub(crate) fn opens(&self, delimiter: Delimiter) -> bool {
+        self.kind == Kind::Open(delimiter)
+    }
+}
+
+/// A source text, taken apart.
+pub(crate) struct Text {
+    pub(crate) lines: Vec<Line>,
+    /// All tokens in order, groups flattened, without doc comments.
+    pub(crate) tokens: Vec<Token>,
+    /// Outer doc comments, consecutive lines as one.
+    pub(crate) docs: Vec<Remark>,
+    /// Inner doc comments, line by line.
+    pub(crate) inner_docs: Vec<Remark>,
+    /// Ordinary comments, line by line, on lines of their own and behind code.
+    pub(crate) comments: Vec<Remark>,
+    /// The column at which the last token of each line ends.
+    ends: Vec<usize>,
+    /// The last line of the last outer doc.
+    doc_end: usize,
+}
+
+impl Text {
+    /// Takes a text apart; also returns its tokens for the parser.
+    pub(crate) fn new(source: &str) -> Result<(Self, TokenStream), LexError> {
+        let stream: TokenStream = source.parse()?;
+        let count = source.lines().count();
+        let mut text = Self {
+            lines: vec![Line::Blank; count],
+            tokens: Vec::new(),
+            docs: Vec::new(),
+            inner_docs: Vec::new(),
+            comments: Vec::new(),
+            ends: vec![0; count],
+            doc_end: 0,
+        };
+        text.take(stream.clone());
+        text.take_comments(source);
+        Ok((text, stream))
+    }
+
+    /// The kind of a line, by its number from 1.
+    pub(crate) fn line(&self, number: usize) -> Line {
+        self.lines[number - 1]
+    }
+
+    fn take(&mut self, stream: TokenStream) {
+        let mut trees = stream.into_iter().peekable();
+        while let Some(tree) = trees.next() {
+            let (from, to) = (tree.span().start(), tree.span().end());
+            // A doc comment arrives as `#[doc = "…"]` whose `#` spans the whole comment.
+            if matches!(&tree, TokenTree::Punct(_))
+                && (to.line, to.column) > (from.line, from.column + 1)
+            {
+                let mut is_outer = true;
+                while let Some(TokenTree::Punct(_)) = trees.peek() {
+                    trees.next();
+                    is_outer = false;
+                }
+                if let Some(TokenTree::Group(group)) = trees.next() {
+                    self.take_doc(from, to, is_outer, group.stream());
+                }
+                continue;
+            }
+            match tree {
+                TokenTree::Group(group) => {
+                    let (open, close) = (group.span_open(), group.span_close());
+                    let delimiter = group.delimiter();
+                    self.push(open.start(), open.end(), Kind::Open(delimiter));
+                    self.take(group.stream());
+                    self.push(close.start(), close.end(), Kind::Close(delimiter));
+                }
+                TokenTree::Ident(ident) => self.push(from, to, Kind::Ident(ident.to_string())),
+                TokenTree::Punct(punct) => self.push(from, to, Kind::Punct(punct.as_char())),
+                TokenTree::Literal(literal) => {
+                    self.push(from, to, Kind::Literal(literal.to_string()));
+                }
+            }
+        }
+    }
+
+    fn push(&mut self, from: LineColumn, to: LineColumn, kind: Kind) {
+        self.mark(from, to, Line::Code);
+        self.tokens.push(Token {
+            line: from.line,
+            kind,
+        });
+    }
+
+    fn take_doc(&mut self, from: LineColumn, to: LineColumn, is_outer: bool, doc: TokenStream) {
+        self.mark(from, to, Line::Doc);
+        let Some(TokenTree::Literal(literal)) = doc.into_iter().last() else {
+            return;
+        };
+        let syn::Lit::Str(words) = syn::Lit::new(literal) else {
+            return;
+        };
+        if !is_outer {
+            return self.inner_docs.push(Remark::new(from.line, words.value()));
+        }
+        match self.docs.last_mut() {
+            Some(last) if self.doc_end + 1 == from.line => {
+                last.text.push('\n');
+                last.text.push_str(&words.value());
+            }
+            _ => self.docs.push(Remark::new(from.line, words.value())),
+        }
+        self.doc_end = to.line;
+    }
+
+    /// Gives lines that a token or a doc comment covers their kind; code has precedence.
+    fn mark(&mut self, from: LineColumn, to: LineColumn, kind: Line) {
+        for line in &mut self.lines[from.line - 1..to.line] {
+            if *line != Line::Code {
+                *line = kind;
+            }
+        }
+        self.ends[to.line - 1] = to.column;
+    }
+
+    /// What no token covers is a comment or white space.
+    fn take_comments(&mut self, source: &str) {
+        for (at, line) in source.lines().enumerate() {
+            let behind: String = line.chars().skip(self.ends[at]).collect();
+            let behind = behind.trim();
+            if behind.is_empty() || (self.lines[at] == Line::Code && !behind.starts_with('/')) {
+                continue;
+            }
+            match self.lines[at] {
+                // The inner lines of a block of documentation.
+                Line::Doc => continue,
+                Line::Blank => self.lines[at] = Line::Comment,
+                Line::Code | Line::Comment => {}
+            }
+            self.comments.push(Remark::new(at + 1, behind.to_owned()));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_have_the_kind_of_what_is_on_them() {
+        let source = "//! About.\n\n/// One\n/// two.\nfn f() { // behind\n    /* alone */\n    \
+                      let s = \"// text\n    // text\";\n}\n";
+        let (text, _) = Text::new(source).unwrap();
+        use Line::{Blank, Code, Comment, Doc};
+        assert_eq!(
+            text.lines,
+            [Doc, Blank, Doc, Doc, Code, Comment, Code, Code, Code]
+        );
+        assert_eq!(text.inner_docs, [Remark::new(1, " About.".to_owned())]);
+        assert_eq!(text.docs, [Remark::new(3, " One\n two.".to_owned())]);
+        let comments: Vec<_> = text.comments.iter().map(|c| (c.line, &*c.text)).collect();
+        assert_eq!(comments, [(5, "// behind"), (6, "/* alone */")]);
+    }
+
+    #[test]
+    fn docs_are_not_among_the_tokens() {
+        let (text, _) = Text::new("/** A doc. */\nstruct S;\n").unwrap();
+        assert!(text.tokens[0].is_ident("struct"));
+        assert_eq!(text.docs.len(), 1);
+    }
+}
